@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_BASE_CODING_H_
+#define TENSORMOUNT_BASE_CODING_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "base/hash.h"
+#include "tensormount/status.h"
+
+// Little-endian records, as docs/format.md gives them. tensormount builds for little-endian
+// machines only (checked in coding.cc), so that a fixed field is a memcpy.
+
+namespace tensormount {
+
+template <typename T>
+T LoadLittle(const void* p) {
+  T v;
+  std::memcpy(&v, p, sizeof(T));
+  return v;
+}
+template <typename T>
+void StoreLittle(void* p, T v) {
+  std::memcpy(p, &v, sizeof(T));
+}
+
+// Appends fields to a byte string that it owns.
+class ByteWriter {
+ public:
+  void U8(std::uint8_t v) { Raw(&v, 1); }
+  void U16(std::uint16_t v) { Raw(&v, 2); }
+  void U32(std::uint32_t v) { Raw(&v, 4); }
+  void U64(std::uint64_t v) { Raw(&v, 8); }
+  void I64(std::int64_t v) { Raw(&v, 8); }
+  void F64(double v) { Raw(&v, 8); }
+  void Hash(const Hash128& h) {
+    U64(h.low);
+    U64(h.high);
+  }
+  // u32 length, then the bytes.
+  void String(std::string_view s) {
+    U32(static_cast<std::uint32_t>(s.size()));
+    Raw(s.data(), s.size());
+  }
+  void Raw(const void* p, std::size_t n) { out_.append(static_cast<const char*>(p), n); }
+
+  std::string& bytes() { return out_; }
+  std::size_t size() const { return out_.size(); }
+
+ private:
+  std::string out_;
+};
+
+// Reads fields from bytes that somebody else owns. A read past the end yields zeros and makes
+// `status()` kDataLoss for good, so that a record is decoded first and checked once.
+class ByteReader {
+ public:
+  // `what` names the object in the error; must outlive the reader.
+  ByteReader(std::string_view data, std::string_view what) : data_(data), what_(what) {}
+
+  std::uint8_t U8() { return Fixed<std::uint8_t>(); }
+  std::uint16_t U16() { return Fixed<std::uint16_t>(); }
+  std::uint32_t U32() { return Fixed<std::uint32_t>(); }
+  std::uint64_t U64() { return Fixed<std::uint64_t>(); }
+  std::int64_t I64() { return Fixed<std::int64_t>(); }
+  double F64() { return Fixed<double>(); }
+  Hash128 Hash() {
+    const std::uint64_t low = U64();
+    return {low, U64()};
+  }
+  // A u32 length and its bytes; a length over `max` is an error before anything is allocated.
+  std::string_view String(std::size_t max);
+  std::string_view Raw(std::size_t n);
+
+  std::size_t left() const { return data_.size() - at_; }
+  std::size_t position() const { return at_; }
+  // kDataLoss "<what>: truncated at byte N" once a read went past the end.
+  Status status() const;
+  // The same, and an error when bytes are left over.
+  Status Finish() const;
+
+ private:
+  template <typename T>
+  T Fixed() {
+    if (left() < sizeof(T)) {
+      failed_ = true;
+      at_ = data_.size();
+      return T{};
+    }
+    T v = LoadLittle<T>(data_.data() + at_);
+    at_ += sizeof(T);
+    return v;
+  }
+
+  std::string_view data_;
+  std::string_view what_;
+  std::size_t at_ = 0;
+  bool failed_ = false;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_BASE_CODING_H_

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_BASE_DEADLINE_H_
+#define TENSORMOUNT_BASE_DEADLINE_H_
+
+#include <algorithm>
+#include <chrono>
+
+namespace tensormount {
+
+// A point of the steady clock after which a wait gives up. A value; there is no infinite one,
+// because no call of ours waits for ever.
+class Deadline {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  static Deadline After(std::chrono::nanoseconds d) { return Deadline(Clock::now() + d); }
+  static Deadline At(Clock::time_point t) { return Deadline(t); }
+
+  Clock::time_point time() const { return at_; }
+  bool Passed() const { return Clock::now() >= at_; }
+  // Never negative.
+  std::chrono::nanoseconds Left() const {
+    return std::max(std::chrono::nanoseconds(0),
+                    std::chrono::duration_cast<std::chrono::nanoseconds>(at_ - Clock::now()));
+  }
+
+ private:
+  explicit Deadline(Clock::time_point at) : at_(at) {}
+  Clock::time_point at_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_BASE_DEADLINE_H_

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_BASE_FILE_SYSTEM_H_
+#define TENSORMOUNT_BASE_FILE_SYSTEM_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/status.h"
+
+// The one way to the bytes of a store. Everything that touches a store goes through this
+// interface, so that tests can inject faults and crashes and other backings can come behind it.
+
+namespace tensormount {
+
+enum class FileKind { kFile, kDirectory, kSymlink, kOther };
+
+struct FileInfo {
+  FileKind kind = FileKind::kOther;
+  std::uint64_t size = 0;
+  std::uint64_t device = 0;
+  std::uint64_t inode = 0;
+  std::uint64_t links = 0;
+  std::uint32_t mode = 0;  // Permission bits.
+  std::uint32_t uid = 0;
+  std::uint32_t gid = 0;
+  std::int64_t mtime_seconds = 0;
+  std::int64_t mtime_nanoseconds = 0;
+};
+
+struct DirectoryEntry {
+  std::string name;
+  FileKind kind = FileKind::kOther;
+};
+
+// An open file; positional I/O only. Thread-safe for reads and for writes of disjoint ranges.
+// The destructor closes and drops errors: writers call Close().
+class File {
+ public:
+  virtual ~File() = default;
+
+  // Reads until `size` bytes are there or the file ends; returns how many. Retries EINTR and
+  // short reads.
+  virtual Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) = 0;
+  // All or an error (kResourceExhausted for ENOSPC, EDQUOT, EFBIG).
+  virtual Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) = 0;
+  virtual Status Truncate(std::uint64_t size) = 0;
+  // fsync. A failure condemns the file: never sync it again as if nothing had happened.
+  virtual Status Sync() = 0;
+  // fchmod to 0444 less the umask of the creator: no more writes by honest programs.
+  virtual Status Seal() = 0;
+  virtual Result<FileInfo> Stat() = 0;
+  // flock, without waiting: kBusy where somebody else holds it. Released by closing.
+  virtual Status TryLockShared() = 0;
+  virtual Status TryLockExclusive() = 0;
+  // Idempotent.
+  virtual Status Close() = 0;
+  // The host's descriptor for what only the kernel can do (passthrough, mmap); -1 where there is
+  // none. Owned by the file.
+  virtual int descriptor() const { return -1; }
+  virtual const std::string& path() const = 0;
+
+  // Exactly `size` bytes, or kDataLoss "<path>: N bytes at OFFSET wanted, file ends at ...".
+  Status ReadExactAt(std::uint64_t offset, void* out, std::size_t size);
+};
+
+// All paths are the caller's; none is followed when its last component is a symlink (ELOOP),
+// except in Stat and Resolve. kNotFound, kAlreadyExists, … as errno says.
+// Implementations are thread-safe.
+class FileSystem {
+ public:
+  virtual ~FileSystem() = default;
+
+  virtual Result<std::unique_ptr<File>> OpenRead(const std::string& path) = 0;
+  // O_RDWR | O_CREAT | O_EXCL, mode 0666 less umask.
+  virtual Result<std::unique_ptr<File>> CreateExclusive(const std::string& path) = 0;
+  // O_RDWR | O_CREAT: several writers share one file, each at its own offsets.
+  virtual Result<std::unique_ptr<File>> OpenShared(const std::string& path) = 0;
+  // mkdir 0777 less umask; kAlreadyExists where the name is taken.
+  virtual Status CreateDirectory(const std::string& path) = 0;
+  // Sorted by name, without . and ..
+  virtual Result<std::vector<DirectoryEntry>> List(const std::string& path) = 0;
+  virtual Result<FileInfo> Stat(const std::string& path) = 0;    // Follows symlinks.
+  virtual Result<FileInfo> LinkStat(const std::string& path) = 0;  // Does not.
+  virtual Status Link(const std::string& from, const std::string& to) = 0;
+  // renameat2(RENAME_NOREPLACE); where the filesystem refuses the flag, plain rename of a folder
+  // that is never empty onto a name that must not exist (docs/format.md, "No-replace").
+  virtual Status RenameNoReplace(const std::string& from, const std::string& to) = 0;
+  // RENAME_EXCHANGE; kUnsupported where it is refused.
+  virtual Status Exchange(const std::string& a, const std::string& b) = 0;
+  virtual Status RemoveFile(const std::string& path) = 0;
+  virtual Status RemoveDirectory(const std::string& path) = 0;
+  virtual Status SyncDirectory(const std::string& path) = 0;
+  // realpath.
+  virtual Result<std::string> Resolve(const std::string& path) = 0;
+
+  // Conveniences on the above.
+  // The whole file; kDataLoss where it is larger than `max_bytes`.
+  Result<std::string> ReadFile(const std::string& path, std::uint64_t max_bytes);
+  // Create, write, sync, close; not the directory.
+  Status WriteFileDurably(const std::string& path, std::string_view data);
+  // mkdir -p for the parts that do not exist (the existing ones may be symlinks).
+  Status CreateDirectories(const std::string& path);
+  // rm -r: never follows symlinks; a missing path is fine.
+  Status RemoveTree(const std::string& path);
+  bool Exists(const std::string& path);
+};
+
+// The machine's own. One for the process, stateless.
+FileSystem& HostFileSystem();
+
+// "a/b" from "a" and "b", without doubled slashes.
+std::string JoinPath(std::string_view directory, std::string_view name);
+
+// What a FileSystem or File was asked to do, as an observer sees it.
+enum class FileOp {
+  kOpenRead, kCreate, kOpenShared, kRead, kWrite, kTruncate, kSync, kSeal, kClose,
+  kCreateDirectory, kList, kStat, kLink, kRename, kExchange, kRemoveFile, kRemoveDirectory,
+  kSyncDirectory, kLock,
+};
+std::string_view FileOpName(FileOp op);
+
+struct FileEvent {
+  FileOp op;
+  std::string path;
+  std::string path2;         // Target of link, rename, exchange.
+  std::uint64_t offset = 0;  // Of reads and writes.
+  std::uint64_t size = 0;
+  const void* data = nullptr;  // Of writes.
+};
+
+// Passes everything on to `base`, asking `before` first and telling `after` on success.
+// A Status from `before` is returned instead of doing the thing; a hook may also block, throw
+// nothing, or end the process (crash tests). Either hook may be empty. Hooks are called from the
+// calling thread, concurrently. `base` must outlive this and all its files.
+class ObservedFileSystem : public FileSystem {
+ public:
+  using Before = std::function<Status(const FileEvent&)>;
+  using After = std::function<void(const FileEvent&)>;
+  ObservedFileSystem(FileSystem& base, Before before, After after = {});
+  ~ObservedFileSystem() override;
+
+  Result<std::unique_ptr<File>> OpenRead(const std::string& path) override;
+  Result<std::unique_ptr<File>> CreateExclusive(const std::string& path) override;
+  Result<std::unique_ptr<File>> OpenShared(const std::string& path) override;
+  Status CreateDirectory(const std::string& path) override;
+  Result<std::vector<DirectoryEntry>> List(const std::string& path) override;
+  Result<FileInfo> Stat(const std::string& path) override;
+  Result<FileInfo> LinkStat(const std::string& path) override;
+  Status Link(const std::string& from, const std::string& to) override;
+  Status RenameNoReplace(const std::string& from, const std::string& to) override;
+  Status Exchange(const std::string& a, const std::string& b) override;
+  Status RemoveFile(const std::string& path) override;
+  Status RemoveDirectory(const std::string& path) override;
+  Status SyncDirectory(const std::string& path) override;
+  Result<std::string> Resolve(const std::string& path) override;
+
+ private:
+  FileSystem& base_;
+  Before before_;
+  After after_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_BASE_FILE_SYSTEM_H_

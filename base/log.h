@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_BASE_LOG_H_
+#define TENSORMOUNT_BASE_LOG_H_
+
+#include <functional>
+#include <string_view>
+
+namespace tensormount {
+
+enum class LogLevel { kDebug, kInfo, kWarning, kError };
+
+// One line, to standard error by default ("tensormount: WARNING: ..."). Only for what no caller
+// can be told: errors go up as Status and are logged once, at the boundary. Thread-safe.
+void Log(LogLevel level, std::string_view message);
+// Drops what is below; kWarning at start.
+void SetLogLevel(LogLevel level);
+// Where lines go instead; an empty function restores standard error.
+void SetLogSink(std::function<void(LogLevel, std::string_view)> sink);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_BASE_LOG_H_

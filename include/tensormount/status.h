@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_STATUS_H_
+#define TENSORMOUNT_STATUS_H_
+
+#include <cassert>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+#include "tensormount/export.h"
+
+namespace tensormount {
+
+// Why an operation failed, in the caller's terms. Each code has one errno,
+// so that the mount and the library report the same thing.
+enum class Code {
+  kOk = 0,
+  kInvalidArgument,    // EINVAL: the caller passed something that can never work
+  kNotFound,           // ENOENT: no such checkpoint, tensor or chunk
+  kAlreadyExists,      // EEXIST: refusing to overwrite a committed checkpoint
+  kPermissionDenied,   // EACCES
+  kReadOnly,           // EROFS: writing below a committed checkpoint
+  kResourceExhausted,  // ENOSPC: disk, memory, device memory or quota
+  kDataLoss,           // EIO: stored bytes are missing, short or fail their checksum
+  kUnavailable,        // EAGAIN: a peer, device or file system may come back
+  kDeadlineExceeded,   // ETIMEDOUT: somebody, who is named, did not answer in time
+  kBusy,               // EBUSY: open writers
+  kStale,              // ESTALE: the checkpoint or staging is gone
+  kUnknown,            // EIO: the store did not say whether a commit happened
+  kUnsupported,        // EOPNOTSUPP: not built in, or a newer format version
+  kCancelled,          // EINTR
+  kInternal,           // EIO: a bug in tensormount
+};
+
+// "DATA_LOSS" for kDataLoss, and so on: the word that error lines begin with.
+TENSORMOUNT_EXPORT std::string_view CodeName(Code code);
+
+// The outcome of an operation that yields no value. Success allocates nothing
+// and copies share the message. Thread-compatible.
+class TENSORMOUNT_EXPORT [[nodiscard]] Status {
+ public:
+  Status() = default;  // Ok.
+  Status(Code code, std::string message);
+
+  // For a failed system call: picks the code from `err`, keeps `err` itself and
+  // says what was being done to which object ("read data/w.bin: No space left on device").
+  static Status FromErrno(int err, std::string_view action, std::string_view object);
+
+  // A failure that came over a wire: code, errno (0 = the code's own) and message as they were.
+  static Status FromParts(Code code, int err, std::string message);
+
+  bool ok() const { return rep_ == nullptr; }
+  Code code() const;
+  const std::string& message() const;
+
+  // The errno to hand to the kernel: the original one where there was one.
+  int ToErrno() const;
+
+  // "DATA_LOSS: ..." for logs and test failures; "OK" when ok.
+  std::string ToString() const;
+
+  // The same failure seen one level up: "<context>: <message>". No-op when ok.
+  Status WithContext(std::string_view context) const;
+
+ private:
+  struct Rep {
+    Code code;
+    int err;  // 0 where no system call was involved.
+    std::string message;
+  };
+  std::shared_ptr<const Rep> rep_;
+};
+
+// A value, or the reason why there is none.
+template <typename T>
+class [[nodiscard]] Result {
+ public:
+  // Implicit, so that a function can return either. `status` must not be ok.
+  Result(T value) : v_(std::in_place_index<0>, std::move(value)) {}        // NOLINT
+  Result(Status status) : v_(std::in_place_index<1>, std::move(status)) {  // NOLINT
+    assert(!std::get<1>(v_).ok());
+  }
+
+  bool ok() const { return v_.index() == 0; }
+  Status status() const { return ok() ? Status() : std::get<1>(v_); }
+
+  // Require ok(); reading the value of a failed result is a bug and throws.
+  T& value() & { return std::get<0>(v_); }
+  const T& value() const& { return std::get<0>(v_); }
+  T value() && { return std::get<0>(std::move(v_)); }  // By value: safe in a range-for.
+
+ private:
+  std::variant<T, Status> v_;
+};
+
+}  // namespace tensormount
+
+// Leaves the enclosing function with the failure, if there is one.
+#define TENSORMOUNT_RETURN_IF_ERROR(expr)                                                \
+  do {                                                                                   \
+    if (::tensormount::Status tensormount_status_ = (expr); !tensormount_status_.ok()) { \
+      return tensormount_status_;                                                        \
+    }                                                                                    \
+  } while (false)
+
+// TENSORMOUNT_ASSIGN_OR_RETURN(auto reader, ShardReader::Open(path));
+#define TENSORMOUNT_ASSIGN_OR_RETURN(decl, expr) \
+  TENSORMOUNT_ASSIGN_OR_RETURN_(TENSORMOUNT_CONCAT_(tensormount_result_, __COUNTER__), decl, expr)
+#define TENSORMOUNT_ASSIGN_OR_RETURN_(tmp, decl, expr) \
+  auto tmp = (expr);                                   \
+  if (!tmp.ok()) return tmp.status();                  \
+  decl = std::move(tmp).value()
+#define TENSORMOUNT_CONCAT_(a, b) TENSORMOUNT_CONCAT2_(a, b)
+#define TENSORMOUNT_CONCAT2_(a, b) a##b
+
+#endif  // TENSORMOUNT_STATUS_H_
