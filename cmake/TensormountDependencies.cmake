@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# Finds what is built on. Required: xxHash, RocksDB, fmt, nlohmann-json, threads. Optional parts
+# (TENSORMOUNT_MPI, _FUSE, _GPU) end in TENSORMOUNT_HAVE_<PART> = ON or OFF.
+
+set(THREADS_PREFER_PTHREAD_FLAG OFF)
+find_package(Threads REQUIRED)
+find_package(fmt REQUIRED)
+find_package(nlohmann_json REQUIRED)
+
+# tensormount::<name> from one library and one header; Debian's own package configurations of these
+# pull in what we do not link.
+function(tensormount_import name library header)
+  find_library(TENSORMOUNT_${name}_LIBRARY ${library} REQUIRED)
+  find_path(TENSORMOUNT_${name}_INCLUDE ${header} REQUIRED)
+  mark_as_advanced(TENSORMOUNT_${name}_LIBRARY TENSORMOUNT_${name}_INCLUDE)
+  add_library(tensormount::${name} UNKNOWN IMPORTED GLOBAL)
+  set_target_properties(tensormount::${name} PROPERTIES
+    IMPORTED_LOCATION "${TENSORMOUNT_${name}_LIBRARY}"
+    INTERFACE_INCLUDE_DIRECTORIES "${TENSORMOUNT_${name}_INCLUDE}")
+endfunction()
+tensormount_import(xxhash xxhash xxhash.h)
+tensormount_import(rocksdb rocksdb rocksdb/db.h)
+
+# Decides one optional part: wanted says AUTO, ON or OFF, found whether it is there.
+macro(tensormount_decide part found what)
+  set(TENSORMOUNT_HAVE_${part} OFF)
+  set(TENSORMOUNT_REASON_${part} "switched off")
+  if(NOT TENSORMOUNT_${part} STREQUAL "OFF")
+    if(${found})
+      set(TENSORMOUNT_HAVE_${part} ON)
+      set(TENSORMOUNT_REASON_${part} "${what}")
+    elseif(TENSORMOUNT_${part} STREQUAL "ON")
+      message(FATAL_ERROR "TENSORMOUNT_${part}=ON, but ${what} was not found")
+    else()
+      set(TENSORMOUNT_REASON_${part} "${what} not found")
+    endif()
+  endif()
+endmacro()
+
+set(TENSORMOUNT_FOUND_MPI OFF)
+if(NOT TENSORMOUNT_MPI STREQUAL "OFF")
+  find_package(MPI QUIET COMPONENTS CXX)
+  if(MPI_CXX_FOUND)
+    set(TENSORMOUNT_FOUND_MPI ON)
+  endif()
+endif()
+tensormount_decide(MPI TENSORMOUNT_FOUND_MPI "MPI ${MPI_CXX_VERSION}")
+if(TENSORMOUNT_HAVE_MPI)
+  # Headers and libraries only: the compile options of the wrapper (-pthread) would define macros
+  # that the shared precompiled headers were made without.
+  add_library(tensormount::mpi_c UNKNOWN IMPORTED GLOBAL)
+  list(GET MPI_CXX_LIBRARIES -1 tensormount_mpi_library)
+  set_target_properties(tensormount::mpi_c PROPERTIES
+    IMPORTED_LOCATION "${tensormount_mpi_library}"
+    INTERFACE_LINK_LIBRARIES "${MPI_CXX_LIBRARIES}"
+    INTERFACE_COMPILE_DEFINITIONS "OMPI_SKIP_MPICXX;MPICH_SKIP_MPICXX"
+    INTERFACE_INCLUDE_DIRECTORIES "${MPI_CXX_INCLUDE_DIRS}")
+endif()
+
+set(TENSORMOUNT_FOUND_FUSE OFF)
+if(NOT TENSORMOUNT_FUSE STREQUAL "OFF")
+  find_library(TENSORMOUNT_fuse3_LIBRARY fuse3)
+  find_path(TENSORMOUNT_fuse3_INCLUDE fuse3/fuse_lowlevel.h)
+  if(TENSORMOUNT_fuse3_LIBRARY AND TENSORMOUNT_fuse3_INCLUDE)
+    set(TENSORMOUNT_FOUND_FUSE ON)
+  endif()
+endif()
+tensormount_decide(FUSE TENSORMOUNT_FOUND_FUSE "libfuse 3")
+if(TENSORMOUNT_HAVE_FUSE)
+  # Included as <fuse3/fuse_lowlevel.h>.
+  tensormount_import(fuse3 fuse3 fuse3/fuse_lowlevel.h)
+endif()
+
+# There is no CUDA form yet: gpu/ is made of its *_none.cc files.
+tensormount_decide(GPU OFF "a CUDA form of gpu/")
+
+function(tensormount_print_summary)
+  message(STATUS "tensormount ${PROJECT_VERSION}, ${CMAKE_BUILD_TYPE}")
+  foreach(part IN ITEMS MPI FUSE GPU)
+    message(STATUS "  ${part}: ${TENSORMOUNT_HAVE_${part}} (${TENSORMOUNT_REASON_${part}})")
+  endforeach()
+  foreach(pair IN ITEMS "sanitizers TENSORMOUNT_SANITIZE" "linker TENSORMOUNT_LINKER"
+                        "compiler cache TENSORMOUNT_CCACHE")
+    string(REGEX MATCH "[^ ]+$" variable "${pair}")
+    string(REPLACE " ${variable}" "" label "${pair}")
+    if(${variable})
+      message(STATUS "  ${label}: ${${variable}}")
+    else()
+      message(STATUS "  ${label}: none")
+    endif()
+  endforeach()
+endfunction()

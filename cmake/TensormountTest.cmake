@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# How tests are declared. One program is one ctest test: starting a program once per case costs
+# more than the cases do.
+
+find_package(GTest REQUIRED)
+
+set(TENSORMOUNT_TIMEOUT_FACTOR 1)
+set(TENSORMOUNT_TEST_ENVIRONMENT "")
+if(TENSORMOUNT_SANITIZE)
+  set(TENSORMOUNT_TIMEOUT_FACTOR 4)
+  set(TENSORMOUNT_TEST_ENVIRONMENT
+    "ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:exitcode=66"
+    "UBSAN_OPTIONS=print_stacktrace=1:exitcode=66"
+    "TSAN_OPTIONS=exitcode=66:second_deadlock_stack=1:suppressions=${PROJECT_SOURCE_DIR}/tests/support/tsan.supp")
+endif()
+
+function(tensormount_set_test_properties name labels timeout)
+  math(EXPR timeout "${timeout} * ${TENSORMOUNT_TIMEOUT_FACTOR}")
+  set_tests_properties(${name} PROPERTIES
+    TIMEOUT ${timeout}
+    LABELS "${labels}"
+    ENVIRONMENT "${TENSORMOUNT_TEST_ENVIRONMENT}")
+endfunction()
+
+# tensormount_add_test(<name> SOURCES file... [DEPS target...] [LABELS label...] [TIMEOUT seconds]
+#                      [NO_SANITIZE])
+# A GoogleTest program <name> with the main of tests/support, run as the ctest test <name>.
+# NO_SANITIZE: not built under sanitizers (mounts, MPI, tools). Labels default to "unit".
+function(tensormount_add_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_SANITIZE" "TIMEOUT" "SOURCES;DEPS;LABELS")
+  if(arg_NO_SANITIZE AND TENSORMOUNT_SANITIZE)
+    return()
+  endif()
+  if(NOT arg_LABELS)
+    set(arg_LABELS unit)
+  endif()
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 120)
+  endif()
+  add_executable(${name} ${arg_SOURCES})
+  target_link_libraries(${name} PRIVATE tensormount_test_support ${arg_DEPS})
+  target_precompile_headers(${name} REUSE_FROM tensormount_test_pch)
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin/tests")
+  add_test(NAME ${name} COMMAND ${name})
+  tensormount_set_test_properties(${name} "${arg_LABELS}" ${arg_TIMEOUT})
+endfunction()
+
+# tensormount_add_script_test(<name> COMMAND command... [LABELS label...] [TIMEOUT seconds])
+# Not run under sanitizers.
+function(tensormount_add_script_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "COMMAND;LABELS")
+  if(TENSORMOUNT_SANITIZE)
+    return()
+  endif()
+  if(NOT arg_LABELS)
+    set(arg_LABELS script)
+  endif()
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 120)
+  endif()
+  add_test(NAME ${name} COMMAND ${arg_COMMAND})
+  tensormount_set_test_properties(${name} "${arg_LABELS}" ${arg_TIMEOUT})
+endfunction()

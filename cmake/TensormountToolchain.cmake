@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+# Compiler, linker and cache settings shared by every target of the tree.
+
+# One set of code-generation flags for libraries and programs alike: precompiled headers can then
+# be shared between all of them (-fPIC against -fPIE would make GCC refuse them).
+add_compile_options(-fPIC -fvisibility=hidden -fvisibility-inlines-hidden)
+
+find_program(TENSORMOUNT_CCACHE ccache)
+mark_as_advanced(TENSORMOUNT_CCACHE)
+if(TENSORMOUNT_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  # The settings are what precompiled headers need; the base folder lets build folders share hits.
+  set(CMAKE_CXX_COMPILER_LAUNCHER
+      "${CMAKE_COMMAND}" -E env
+      "CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime"
+      "CCACHE_BASEDIR=${PROJECT_SOURCE_DIR}" CCACHE_NOHASHDIR=1 "${TENSORMOUNT_CCACHE}")
+endif()
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  add_compile_options(-fpch-preprocess)
+endif()
+add_compile_options("-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=")
+
+# The quickest linker that works; the default one otherwise.
+include(CheckLinkerFlag)
+foreach(linker IN ITEMS mold lld gold)
+  if(NOT TENSORMOUNT_LINKER)
+    check_linker_flag(CXX "-fuse-ld=${linker}" TENSORMOUNT_HAVE_LINKER_${linker})
+    if(TENSORMOUNT_HAVE_LINKER_${linker})
+      set(TENSORMOUNT_LINKER ${linker})
+      add_link_options("-fuse-ld=${linker}")
+    endif()
+  endif()
+endforeach()
+
+if(TENSORMOUNT_SANITIZE)
+  add_compile_options("-fsanitize=${TENSORMOUNT_SANITIZE}" -fno-sanitize-recover=all
+                      -fno-omit-frame-pointer)
+  add_link_options("-fsanitize=${TENSORMOUNT_SANITIZE}")
+endif()
+
+# Warnings. An INTERFACE target, so that consumers of the installed library never see them.
+add_library(tensormount_flags INTERFACE)
+target_compile_options(tensormount_flags INTERFACE
+  -Wall -Wextra -Wshadow -Wconversion -Wnon-virtual-dtor -Woverloaded-virtual
+  -Werror=unused-result -Werror=return-type -Winvalid-pch)
+if(TENSORMOUNT_WERROR)
+  target_compile_options(tensormount_flags INTERFACE -Werror)
+endif()
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # GCC 12 reports these for its own std::string and std::variant once they are inlined.
+  target_compile_options(tensormount_flags INTERFACE
+    -Wno-restrict -Wno-maybe-uninitialized -Wno-stringop-overflow -Wno-array-bounds)
+  if(TENSORMOUNT_SANITIZE MATCHES "thread")
+    target_compile_options(tensormount_flags INTERFACE -Wno-tsan)
+  endif()
+endif()
+target_include_directories(tensormount_flags INTERFACE
+  "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/include")
