@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_BOX_H_
+#define TENSORMOUNT_BOX_H_
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tensormount/export.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+inline constexpr int kMaxRank = 16;
+// Inside, bytes of an element are one more axis.
+inline constexpr int kMaxAxes = kMaxRank + 1;
+
+// Extents, coordinates or strides, one per axis. No heap.
+class TENSORMOUNT_EXPORT Dims {
+ public:
+  Dims() = default;  // Rank 0.
+  // At most kMaxAxes values; more is a programming error (outside data is checked before).
+  Dims(std::initializer_list<std::int64_t> v);                // NOLINT
+  explicit Dims(std::span<const std::int64_t> v);
+  static Dims Filled(int rank, std::int64_t value);
+
+  int rank() const { return rank_; }
+  std::int64_t operator[](int axis) const { return v_[static_cast<std::size_t>(axis)]; }
+  std::int64_t& operator[](int axis) { return v_[static_cast<std::size_t>(axis)]; }
+  void push_back(std::int64_t v);
+  std::span<const std::int64_t> span() const {
+    return {v_.data(), static_cast<std::size_t>(rank_)};
+  }
+  const std::int64_t* begin() const { return v_.data(); }
+  const std::int64_t* end() const { return v_.data() + rank_; }
+  friend bool operator==(const Dims& a, const Dims& b);
+  std::string ToString() const;  // "[2, 3]"
+
+ private:
+  std::array<std::int64_t, kMaxAxes> v_{};
+  int rank_ = 0;
+};
+
+// The product; nullopt where an extent is negative or the product passes 2^63 - 1.
+TENSORMOUNT_EXPORT std::optional<std::int64_t> CheckedProduct(const Dims& extents);
+
+// A hyperrectangle of elements: begin and extent per axis. Rank 0 is one element. A value.
+class TENSORMOUNT_EXPORT Box {
+ public:
+  Box() = default;  // Of a scalar.
+  // kInvalidArgument: ranks differ or exceed kMaxAxes, something is negative, begin + extent or
+  // the volume passes 2^63 - 1.
+  static Result<Box> Make(const Dims& begin, const Dims& extent);
+  // [0, shape): requires a checked shape.
+  static Box Whole(const Dims& shape);
+
+  int rank() const { return begin_.rank(); }
+  std::int64_t begin(int axis) const { return begin_[axis]; }
+  std::int64_t extent(int axis) const { return extent_[axis]; }
+  std::int64_t end(int axis) const { return begin_[axis] + extent_[axis]; }
+  const Dims& begin() const { return begin_; }
+  const Dims& extent() const { return extent_; }
+  std::int64_t volume() const;  // Of elements.
+  bool empty() const { return volume() == 0; }
+  // Whether all of this lies in [0, shape).
+  bool Within(const Dims& shape) const;
+  bool Contains(const Box& inner) const;
+
+  friend bool operator==(const Box& a, const Box& b) = default;
+  // NumPy's spelling: "[0:4, 128:256]"; "[]" for a scalar.
+  std::string ToString() const;
+
+ private:
+  friend class BoxAccess;  // Trusted construction inside the library.
+  Box(const Dims& begin, const Dims& extent) : begin_(begin), extent_(extent) {}
+  Dims begin_;
+  Dims extent_;
+};
+
+// The common cells; an empty box where there are none. Ranks must be equal.
+TENSORMOUNT_EXPORT Box Intersect(const Box& a, const Box& b);
+
+// What one rank holds of a global tensor: a box, or a flat range of the row-major order of a box
+// (ZeRO and FSDP cut so). Canonical: a flat range that is itself a box (whole rows, or inside
+// one row, or everything) *is* that box, so equal cells cut as runs compare equal.
+class TENSORMOUNT_EXPORT Region {
+ public:
+  Region() = default;       // Of a scalar.
+  Region(const Box& box);   // NOLINT(google-explicit-constructor)
+  // Elements [first, first + count) of the row-major order of `of`.
+  // kInvalidArgument where the range does not lie within the box.
+  static Result<Region> Flat(const Box& of, std::int64_t first, std::int64_t count);
+
+  bool is_flat() const { return flat_; }
+  // The box itself, or the box that the flat range counts in.
+  const Box& box() const { return box_; }
+  std::int64_t flat_first() const { return first_; }  // 0 for boxes.
+  std::int64_t volume() const { return flat_ ? count_ : box_.volume(); }
+  bool empty() const { return volume() == 0; }
+  bool Within(const Dims& shape) const { return box_.Within(shape); }
+
+  friend bool operator==(const Region& a, const Region& b);
+  // "[0:4, 0:8]" or "[0:4, 0:8] flat 5:17".
+  std::string ToString() const;
+
+  // The disjoint boxes that a region consists of, in the region's row-major order: one for a box,
+  // at most 2 * rank - 1 for a flat range. Empty regions give none.
+  std::vector<Box> Boxes() const;
+
+ private:
+  Box box_;
+  std::int64_t first_ = 0;
+  std::int64_t count_ = 0;
+  bool flat_ = false;
+};
+
+// NumPy basic indexing with step 1, as in `cat KEY[0:4096, :, 7]`: `text` is what stands between
+// the brackets. An integer takes one index and drops that axis from `kept`. Missing trailing axes
+// mean all; out of range is kInvalidArgument, not clipped. Negative numbers count from the end.
+struct Slice {
+  Box box;
+  Dims kept;  // Extents of the result without the dropped axes.
+};
+TENSORMOUNT_EXPORT Result<Slice> ParseSlice(std::string_view text, const Dims& shape);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_BOX_H_

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_BUFFER_H_
+#define TENSORMOUNT_BUFFER_H_
+
+#include <cstdint>
+
+#include "tensormount/box.h"
+#include "tensormount/dtype.h"
+#include "tensormount/export.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+enum class DeviceKind : std::uint8_t { kHost, kCuda };
+
+struct Device {
+  DeviceKind kind = DeviceKind::kHost;
+  int ordinal = 0;
+  friend bool operator==(const Device&, const Device&) = default;
+};
+
+// Memory that the caller owns, described as DLPack describes it: pointer, device, dtype, shape,
+// strides, stream. A value; never frees anything. The memory must stay valid until the call that
+// it was handed to has returned (for saves: until the handle says so).
+struct TENSORMOUNT_EXPORT BufferView {
+  void* data = nullptr;
+  Device device;
+  DType dtype = DType::kU8;
+  Dims shape;    // Extents in elements; rank 0 is one element.
+  Dims strides;  // In elements, one per axis, may be negative; of element types under a byte
+                 // only the packed row-major form is allowed.
+  void* stream = nullptr;  // CUDA stream that orders the buffer's contents; null on the host.
+
+  // Row-major and packed.
+  static BufferView Host(DType dtype, void* data, const Dims& shape);
+  static BufferView Host(DType dtype, const void* data, const Dims& shape);  // For saving only.
+  static BufferView HostStrided(DType dtype, void* data, const Dims& shape, const Dims& strides);
+
+  bool IsPacked() const;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_BUFFER_H_

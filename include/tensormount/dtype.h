@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_DTYPE_H_
+#define TENSORMOUNT_DTYPE_H_
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "tensormount/export.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// Element types. The numbers are on disk (docs/format.md): never reuse or renumber.
+enum class DType : std::uint8_t {
+  kBool = 1,
+  kI8 = 2,
+  kU8 = 3,
+  kI16 = 4,
+  kU16 = 5,
+  kI32 = 6,
+  kU32 = 7,
+  kI64 = 8,
+  kU64 = 9,
+  kF16 = 10,
+  kBF16 = 11,
+  kF32 = 12,
+  kF64 = 13,
+  kF8E4M3 = 14,      // float8_e4m3fn
+  kF8E5M2 = 15,
+  kF8E8M0 = 16,      // Scale factors, float8_e8m0fnu.
+  kF8E4M3FNUZ = 17,
+  kF8E5M2FNUZ = 18,
+  kF6E2M3 = 19,      // 6 bits an element.
+  kF6E3M2 = 20,
+  kF4 = 21,          // float4_e2m1fn, 4 bits an element.
+  kC64 = 22,         // Two f32.
+  kC128 = 23,        // Two f64.
+};
+
+// One row of the table that names an element type everywhere. Empty = that system has no such
+// type. `numpy` is a NumPy name or, where `numpy_is_ml_dtypes`, one of the package ml_dtypes.
+struct DTypeInfo {
+  DType dtype;
+  std::string_view name;         // Ours, as in schema.json and `ls -l`: "bf16".
+  std::uint32_t bits;            // Of one element.
+  std::string_view safetensors;  // "BF16"
+  std::string_view torch;        // "torch.bfloat16"
+  std::string_view numpy;        // "bfloat16"
+  bool numpy_is_ml_dtypes;
+  std::string_view npy_descr;  // What a .npy header says: "<f4", "|V2" for ml_dtypes' kinds.
+};
+
+TENSORMOUNT_EXPORT std::span<const DTypeInfo> AllDTypes();
+// `dtype` must be one of the enumerators; numbers from outside go through DTypeFromNumber.
+TENSORMOUNT_EXPORT const DTypeInfo& InfoOf(DType dtype);
+TENSORMOUNT_EXPORT Result<DType> DTypeFromNumber(std::uint8_t number);
+// By our name, or any of the other systems' names. kUnsupported names what was not known.
+TENSORMOUNT_EXPORT Result<DType> DTypeFromName(std::string_view name);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_DTYPE_H_

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_SHARD_LEAF_HASH_H_
+#define TENSORMOUNT_SHARD_LEAF_HASH_H_
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/hash.h"
+
+namespace tensormount {
+
+// A chunk is hashed in leaves of 64 KiB (the last may be shorter), XXH3-128 each, so that parts of
+// it can be verified. The chunk hash is a root over leaves and length, domain-separated:
+// XXH3-128("tensormount chunk v1\0" ‖ u64 length ‖ leaves), all little-endian.
+inline constexpr std::uint64_t kLeafBytes = 64 * 1024;
+
+inline std::uint64_t LeafCount(std::uint64_t length) {
+  return length / kLeafBytes + (length % kLeafBytes != 0);
+}
+Hash128 ChunkRoot(std::span<const Hash128> leaves, std::uint64_t length);
+
+// Hashes a chunk whose bytes arrive in order, in pieces of any size.
+class LeafHasher {
+ public:
+  void Update(const void* data, std::size_t size);
+  // Closes the last leaf. Further updates are a programming error.
+  void Finish();
+  const std::vector<Hash128>& leaves() const { return leaves_; }
+  std::uint64_t length() const { return length_; }
+  Hash128 Root() const { return ChunkRoot(leaves_, length_); }
+
+ private:
+  Xxh3Stream stream_;
+  std::vector<Hash128> leaves_;
+  std::uint64_t length_ = 0;
+  std::uint64_t in_leaf_ = 0;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_SHARD_LEAF_HASH_H_
