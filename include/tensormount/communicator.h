@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COMMUNICATOR_H_
+#define TENSORMOUNT_COMMUNICATOR_H_
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tensormount/buffer.h"
+#include "tensormount/export.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// How long ranks wait for each other. A call that gives up names the rank it waited for.
+struct Timeouts {
+  // A rank of which nothing was heard (its heartbeat, which runs beside the caller's thread, or a
+  // message) for this long is taken for dead.
+  std::chrono::milliseconds liveness{30'000};
+  // A rank that lives but has not come to the same call after this long (it may be evaluating).
+  std::chrono::milliseconds arrival{1'800'000};
+};
+
+// A fixed group of ranks that pass messages: the part that differs between threads, processes,
+// MPI and NCCL. Collective operations are written once on top (collective/collective.h).
+//
+// Nonblocking: Send and Receive return at once, Test says whether the memory is free again or
+// filled. Between one pair of ranks, messages of one tag arrive in order. Thread-safe: a heartbeat
+// thread calls Progress() while the owner's thread waits. No call of this interface blocks.
+class TENSORMOUNT_EXPORT Communicator {
+ public:
+  using Request = std::uint64_t;
+
+  virtual ~Communicator() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // "threads", "sockets", "mpi": for reports.
+  virtual std::string kind() const = 0;
+
+  // `view` must be packed and stay valid until Test says done or Cancel returned. Any size, over
+  // 2 GiB too. kUnsupported for device memory that this kind cannot reach, kInvalidArgument for a
+  // rank outside [0, size) or a view that is not packed.
+  virtual Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) = 0;
+  // The sender's size must be equal: kDataLoss from Test where it is not.
+  virtual Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) = 0;
+  // True once done; then the request is forgotten. kUnavailable naming the rank where the peer is
+  // known to be gone (socket closed).
+  virtual Result<bool> Test(Request request) = 0;
+  // Forgets a request; its memory may be reused when this returns. The pair's order for that tag
+  // is undefined afterwards: a communicator with cancelled requests is only good for closing.
+  virtual void Cancel(Request request) = 0;
+
+  // Moves messages and heartbeats. Cheap where there is nothing to do.
+  virtual Status Progress() = 0;
+  // Time since `rank` was last heard of (its Progress ran, or a message of it came).
+  virtual std::chrono::nanoseconds SilentFor(int rank) const = 0;
+};
+
+// Runs `body` on `ranks` threads of this process, each with its own Communicator, and joins them.
+// Returns the first failure by rank. An exception in a body becomes kInternal.
+TENSORMOUNT_EXPORT Status RunOnThreads(int ranks,
+                                       const std::function<Status(Communicator&)>& body);
+
+// The communicators that RunOnThreads hands out, for those who have threads of their own. The
+// group lives as long as any of its members.
+TENSORMOUNT_EXPORT std::vector<std::unique_ptr<Communicator>> MakeThreadGroup(int ranks);
+
+// A group of one.
+TENSORMOUNT_EXPORT std::unique_ptr<Communicator> MakeSelfCommunicator();
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COMMUNICATOR_H_
