@@ -41,6 +41,7 @@ endif()
 add_library(tensormount_flags INTERFACE)
 target_compile_options(tensormount_flags INTERFACE
   -Wall -Wextra -Wshadow -Wconversion -Wnon-virtual-dtor -Woverloaded-virtual
+  -Wno-missing-field-initializers  # Designated initialisers leave out what has a default.
   -Werror=unused-result -Werror=return-type -Winvalid-pch)
 if(TENSORMOUNT_WERROR)
   target_compile_options(tensormount_flags INTERFACE -Werror)
