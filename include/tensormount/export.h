@@ -3,7 +3,8 @@
 #define TENSORMOUNT_EXPORT_H_
 
 // Marks what the shared library exports; everything else in it is hidden. On classes that users
-// derive from, catch or name in a signature, and on free functions.
-#define TENSORMOUNT_EXPORT __attribute__((visibility("default")))
+// derive from, catch or name in a signature ("class TENSORMOUNT_EXPORT Name"), and first in the
+// declaration of free functions.
+#define TENSORMOUNT_EXPORT [[gnu::visibility("default")]]
 
 #endif  // TENSORMOUNT_EXPORT_H_
