@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_CHECKPOINT_H_
+#define TENSORMOUNT_INDEX_CHECKPOINT_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/file_system.h"
+#include "index/checkpoint_index.h"
+#include "index/commit_record.h"
+#include "tensormount/buffer.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// How much a read checks.
+enum class ReadVerify {
+  kOff,
+  kWholeLeaves,   // Leaves that are read whole anyway.
+  kExtendLeaves,  // Reads are widened to whole leaves, so that every byte is checked.
+};
+
+struct ReadStats {
+  std::uint64_t bytes_wanted = 0;
+  std::uint64_t bytes_read = 0;      // From storage, widening and gaps included.
+  std::uint64_t bytes_by_leaf = 0;   // Of the wanted ones, proved by leaf hashes.
+  void Add(const ReadStats& o) {
+    bytes_wanted += o.bytes_wanted;
+    bytes_read += o.bytes_read;
+    bytes_by_leaf += o.bytes_by_leaf;
+  }
+};
+
+// An opened committed checkpoint (or a foreign file in the same clothes). Read-only, immutable,
+// thread-safe. Holds a shared flock on COMMIT, so that gc waits for it. Data files are opened
+// when first read, at most `max_open_files` at a time.
+class OpenedCheckpoint {
+ public:
+  struct Options {
+    // Where index/ is missing or damaged, rebuild it in memory from the manifests (with a
+    // warning); false: fail.
+    bool rebuild_index = true;
+    std::size_t max_open_files = 512;
+  };
+
+  // A checkpoint folder. kNotFound: no COMMIT here.
+  static Result<std::shared_ptr<OpenedCheckpoint>> Open(FileSystem& fs, const std::string& directory,
+                                                        const Options& options);
+  // A .safetensors file: name "model.safetensors" becomes checkpoint "model". No hashes.
+  static Result<std::shared_ptr<OpenedCheckpoint>> OpenSafetensors(FileSystem& fs,
+                                                                   const std::string& path);
+  ~OpenedCheckpoint();
+
+  const std::string& directory() const { return directory_; }
+  std::string name() const;  // Last component.
+  const CheckpointIndex& index() const { return *index_; }
+  // Null for foreign files.
+  const DecodedCommit* commit() const { return has_commit_ ? &commit_ : nullptr; }
+  // What was out of order at open but could be mended (damaged copy, rebuilt index); empty: nothing.
+  const std::vector<std::string>& warnings() const { return warnings_; }
+  bool index_was_rebuilt() const { return index_rebuilt_; }
+
+  // Reads `region` of a tensor into `out` (whose shape is the region's extents; may be strided).
+  // `digest`, where not null, receives the contribution of the bytes *as they arrived in `out`*
+  // to the tensor's digest (base/hash.h). Errors: kInvalidArgument (region, dtype, shape);
+  // kDataLoss naming tensor, box, file and byte (checksum differs, short file, missing file);
+  // or the errno of the read. On error the contents of `out` are undefined.
+  Status Read(const TensorEntry& tensor, const Region& region, const BufferView& out,
+              ReadVerify verify, ReadStats* stats, Crc64* digest) const;
+  // Bytes [offset, offset + size) of the row-major byte string: what the mount serves. The range
+  // must lie within the tensor. Same errors.
+  Status ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out, std::size_t size,
+                   ReadVerify verify, ReadStats* stats) const;
+  // A part of an object, always verified when all of it is read.
+  Status ReadObject(const ObjectContent& object, std::uint64_t offset, void* out,
+                    std::size_t size) const;
+
+  // The only file that is the tensor's row-major bytes from offset 0, if there is one: what
+  // passthrough and adoption want. Path, or kNotFound.
+  Result<std::string> WholeFileOf(const TensorEntry& tensor) const;
+  // Path of file number n on the host.
+  std::string FilePath(std::uint32_t file) const;
+
+ private:
+  friend class CheckpointVerifier;
+  OpenedCheckpoint() = default;
+  struct Files;
+  FileSystem* fs_ = nullptr;
+  std::string directory_;
+  std::shared_ptr<const CheckpointIndex> index_;
+  DecodedCommit commit_;
+  bool has_commit_ = false;
+  bool index_rebuilt_ = false;
+  std::vector<std::string> warnings_;
+  std::unique_ptr<File> lock_;
+  std::unique_ptr<Files> files_;
+};
+
+// The index again from manifest/ (merged, completeness checked): same answers. Every manifest is
+// checked against COMMIT first.
+Result<Content> RebuildContent(FileSystem& fs, const std::string& directory,
+                               const CommitRecord& commit);
+
+struct VerifyOptions {
+  bool quick = false;  // Commit record, lengths and index only.
+  int threads = 0;     // 0: as many as cores.
+  // Called now and then with bytes done and bytes in all; may be empty. From several threads.
+  std::function<void(std::uint64_t done, std::uint64_t total)> progress;
+};
+struct VerifyReport {
+  // One a damage: "tensor w [0:16, 128:256]: data/…: byte 4096: checksum differs". Empty: whole.
+  struct Damage {
+    std::string object;  // "tensor w [0:16, 128:256]", "object rng", "COMMIT", "index", "manifest/…".
+    std::string file;    // Below the checkpoint.
+    std::uint64_t offset = 0;
+    std::string reason;
+  };
+  std::vector<Damage> damages;
+  std::uint64_t bytes_checked = 0;
+  std::uint64_t tensors = 0;
+  std::uint64_t chunks = 0;
+};
+// Everything that belongs to the checkpoint against COMMIT: both copies, every manifest and index
+// file whole, index records against the manifests', every extent, every leaf of every data file,
+// digests of tensors whose chunks were read in full, files that do not belong there. Fails only
+// where it could not check at all; damage is in the report.
+Result<VerifyReport> VerifyCheckpoint(FileSystem& fs, const std::string& directory,
+                                      const VerifyOptions& options);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_CHECKPOINT_H_

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_CHECKPOINT_INDEX_H_
+#define TENSORMOUNT_INDEX_CHECKPOINT_INDEX_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/file_system.h"
+#include "index/commit_record.h"
+#include "index/content.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// What the index says of one tensor, without its extents.
+struct TensorEntry {
+  std::uint32_t ordinal = 0;  // Position in key order.
+  TensorMeta meta;
+  Crc64 digest = 0;
+  bool has_digest = false;
+  std::int64_t mtime = 0;
+  std::uint64_t chunks = 0;
+  std::uint64_t safetensors_offset = 0;  // Of its bytes in model.safetensors; if in_safetensors.
+  bool in_safetensors = false;           // False: a dtype that the format lacks.
+};
+
+// Sorted key/value records; the one thing that differs between an SST file and memory.
+class Table {
+ public:
+  virtual ~Table() = default;
+  virtual Result<std::string> Get(std::string_view key) const = 0;  // kNotFound
+  // Calls fn for records with this prefix in key order from `from` on, until it returns false.
+  virtual Status Scan(std::string_view prefix, std::string_view from,
+                      const std::function<bool(std::string_view key, std::string_view value)>& fn)
+      const = 0;
+};
+
+// The chunk index of one checkpoint: an SST file, or the same records in memory (foreign files,
+// rebuilt ones). Immutable; thread-safe. Extent tables are decoded once and kept in a bounded
+// cache. docs/format.md, "Index", has the record kinds.
+class CheckpointIndex {
+ public:
+  // Builds the records from `content` (sorted, complete).
+  // Durable file (fsynced, not its folder) at `path`; returns the commit entry (length, hash, tail).
+  static Result<CommitRecord::Entry> WriteSst(FileSystem& fs, const Content& content,
+                                              const Hash128& content_root,
+                                              const std::string& directory,
+                                              const std::string& name);
+  static Result<std::shared_ptr<const CheckpointIndex>> FromContent(const Content& content);
+  // Checks length and tail against `entry`, and uuid and content root in the SST's properties
+  // against the record: an index of another checkpoint is kDataLoss.
+  static Result<std::shared_ptr<const CheckpointIndex>> OpenSst(FileSystem& fs,
+                                                                const std::string& directory,
+                                                                const CommitRecord& commit);
+
+  const CheckpointInfo& info() const { return info_; }
+  const std::vector<FileRecord>& files() const { return files_; }
+  const std::vector<std::string>& manifests() const { return manifests_; }
+  std::uint32_t tensor_count() const { return tensor_count_; }
+  std::uint64_t tensor_bytes() const { return tensor_bytes_; }
+  std::uint64_t chunk_count() const { return chunk_count_; }
+
+  Result<TensorEntry> Find(std::string_view key) const;  // kNotFound "no tensor KEY"
+  Result<TensorEntry> At(std::uint32_t ordinal) const;
+  // In key order from `first` on; fn returns false to stop.
+  Status ForEachTensor(std::uint32_t first, const std::function<bool(const TensorEntry&)>& fn) const;
+  // First ordinal whose key is >= `key`: prefix listings of the mount.
+  Result<std::uint32_t> LowerBound(std::string_view key) const;
+  Result<std::shared_ptr<const ExtentTable>> Extents(std::uint32_t ordinal) const;
+
+  Result<std::vector<ObjectContent>> Objects() const;
+  Result<std::vector<ObjectContent>> ObjectParts(std::string_view key) const;  // kNotFound
+  Result<std::vector<ExtraPiece>> Extras() const;
+  Result<std::map<std::string, CommonValue>> Common() const;
+  // Bytes of model.safetensors before its data; made when the index was built.
+  Result<std::string> SafetensorsHeader() const;
+
+  // All records again as Content (verify, fsck, derive).
+  Result<Content> ToContent() const;
+  const Table& table() const { return *table_; }
+
+ private:
+  CheckpointIndex() = default;
+  struct Cache;
+  std::unique_ptr<Table> table_;
+  std::shared_ptr<Cache> cache_;
+  CheckpointInfo info_;
+  std::vector<FileRecord> files_;
+  std::vector<std::string> manifests_;
+  std::uint32_t tensor_count_ = 0;
+  std::uint64_t tensor_bytes_ = 0;
+  std::uint64_t chunk_count_ = 0;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_CHECKPOINT_INDEX_H_

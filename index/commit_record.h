@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_COMMIT_RECORD_H_
+#define TENSORMOUNT_INDEX_COMMIT_RECORD_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/file_system.h"
+#include "base/hash.h"
+#include "index/content.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+inline constexpr std::uint32_t kFormatVersion = 1;
+// Feature bits that this version knows. Unknown incompatible: refused; unknown read-compatible:
+// opened, never written below; unknown compatible: ignored.
+inline constexpr std::uint64_t kKnownIncompatible = 0;
+
+// The file COMMIT, which makes a checkpoint exist (docs/format.md, "Commit record"): two copies,
+// each with its own checksum.
+struct CommitRecord {
+  std::uint32_t version = kFormatVersion;
+  std::uint64_t compatible = 0;
+  std::uint64_t read_compatible = 0;
+  std::uint64_t incompatible = 0;
+  Uuid uuid;
+  std::uint64_t generation = 0;
+  Uuid parent;
+  Hash128 content_root;
+  struct Entry {
+    std::string name;  // Below the checkpoint: "data/…", "manifest/…", "index/…".
+    std::uint64_t length = 0;
+    Hash128 hash;      // File root for data, hash of the whole file otherwise.
+    Hash128 tail;      // index/ only: of the last min(length, 64 KiB), checked at open.
+  };
+  std::vector<Entry> files;  // Sorted by name.
+};
+
+std::string EncodeCommit(const CommitRecord& record);
+
+struct DecodedCommit {
+  CommitRecord record;
+  bool one_copy_damaged = false;  // Opened with a warning; `verify` says so and exits 1.
+  std::string damage;             // Which copy and why, in words.
+};
+// kDataLoss where both copies are damaged or disagree; kUnsupported "... newer format: incompatible
+// feature bits 0x…" where a bit is unknown.
+Result<DecodedCommit> DecodeCommit(std::string_view bytes, std::string_view name);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_COMMIT_RECORD_H_

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_CONTENT_H_
+#define TENSORMOUNT_INDEX_CONTENT_H_
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "base/hash.h"
+#include "index/extent_table.h"
+#include "shard/tensor_meta.h"
+#include "tensormount/common_value.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// 128 random bits, written as 32 hex digits.
+struct Uuid {
+  std::uint64_t high = 0;
+  std::uint64_t low = 0;
+  static Uuid Random();
+  static std::optional<Uuid> Parse(std::string_view hex);
+  std::string ToString() const;
+  std::string Short() const { return ToString().substr(0, 8); }  // In names of data files.
+  bool IsZero() const { return high == 0 && low == 0; }
+  friend auto operator<=>(const Uuid&, const Uuid&) = default;
+};
+
+// What a data file is; numbers are on disk.
+enum class Placement : std::uint8_t {
+  kTensorFile = 1,  // One tensor, global row-major order, offset 0.
+  kRankShard = 2,   // All regions of one writer, a valid safetensors file.
+  kPack = 3,        // Small tensors and objects of one writer.
+  kForeign = 4,     // Somebody else's file, adopted in place.
+  kSafetensors = 5, // One writer, whole tensors, a valid safetensors file with true names.
+};
+std::string_view PlacementName(Placement p);
+
+struct FileRecord {
+  std::string name;  // "data/<short uuid>-r0.safetensors", below the checkpoint; absolute: foreign.
+  Placement placement = Placement::kRankShard;
+  std::uint64_t length = 0;
+  Hash128 root;  // FileRoot over its pieces; zero for foreign files.
+};
+
+// Bytes of a data file that belong to no tensor or object (safetensors headers): hashed and
+// listed like chunks, so that every byte of a data file is vouched for.
+struct ExtraPiece {
+  std::uint32_t file = 0;
+  std::uint64_t offset = 0;
+  std::uint64_t length = 0;
+  Hash128 hash;
+  std::uint32_t manifest = 0;
+  std::uint64_t first_leaf = 0;
+};
+
+struct TensorContent {
+  TensorMeta meta;
+  ExtentTable extents{0};
+  Crc64 digest = 0;
+  bool has_digest = false;     // False only for foreign files.
+  std::int64_t mtime = 0;      // Whole seconds; decided at publish.
+  explicit TensorContent(TensorMeta m) : meta(std::move(m)), extents(meta.shape().rank()) {}
+};
+
+// An opaque object, or one part of it on a grid (index within grid; both empty for the plain kind).
+struct ObjectContent {
+  std::string key;
+  Dims index;
+  Dims grid;
+  std::uint32_t file = 0;
+  std::uint64_t offset = 0;
+  std::uint64_t length = 0;
+  Hash128 hash;
+  std::uint32_t manifest = 0;
+  std::uint64_t first_leaf = 0;
+  std::int64_t mtime = 0;
+};
+
+// Facts of a checkpoint as a whole.
+struct CheckpointInfo {
+  Uuid uuid;
+  std::uint64_t generation = 0;
+  Uuid parent;                  // Zero: none.
+  std::string parent_name;
+  std::string producer;         // "tensormount 0.1".
+  std::uint32_t world_size = 0;
+  std::int64_t created = 0;     // Seconds since 1970, when published.
+  std::int64_t json_mtime = 0;  // Of checkpoint.json.
+  std::int64_t common_mtime = 0;
+  bool self_contained = true;   // False: data live in foreign files.
+};
+
+// Every logical record of a checkpoint: merged from manifests, or made from a foreign file. What
+// the index is built from, what the content root is over.
+struct Content {
+  CheckpointInfo info;
+  std::vector<FileRecord> files;       // Sorted by name.
+  std::vector<std::string> manifests;  // Names below the checkpoint; position = manifest number.
+  std::vector<TensorContent> tensors;  // Sorted by key (bytes); position = ordinal.
+  std::vector<ObjectContent> objects;  // Sorted by key, then index.
+  std::vector<ExtraPiece> extras;
+  std::map<std::string, CommonValue> common;
+};
+
+// XXH3-128 over the sorted logical records (key, dtype, shape, region, content hash; objects;
+// common values) without file positions or mtimes: equal for the same logical content and cuts.
+Hash128 ContentRoot(const Content& content);
+
+// Root of a data file from its pieces (offset, length, chunk hash) sorted by offset: no second
+// pass over data. Fills FileRecord::root for all files that are not foreign, and checks that the
+// pieces of a file do not overlap and lie within its length (kDataLoss names file and piece).
+Status ComputeFileRoots(Content& content);
+
+// Merges what writers' manifests say. `coordinator` has info, common and per tensor digest and
+// mtime where it was written already. kDataLoss where writers disagree on dtype or shape, name
+// the same file with different lengths, or repeat an object part.
+class ContentMerger {
+ public:
+  // Content numbered by the manifest's own file table.
+  Status Add(const Content& from_manifest, const std::string& manifest_name);
+  // Sorts, XORs nothing: digests of tensors are XORs of the manifests' contributions already.
+  Result<Content> Finish();
+
+ private:
+  Content merged_;
+  std::map<std::string, std::uint32_t> file_number_;
+  std::map<std::string, std::size_t> tensor_number_;
+};
+
+// Whether the chunks of every tensor cover it exactly, and its objects' parts their grids.
+// kDataLoss names tensor, the exact missing or doubled box, and the files concerned.
+Status CheckComplete(const Content& content);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_CONTENT_H_

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_EXTENT_TABLE_H_
+#define TENSORMOUNT_INDEX_EXTENT_TABLE_H_
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/hash.h"
+#include "tensormount/box.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// One stored piece of a tensor. Regions are in elements; the bytes of a chunk are the packed
+// row-major order of its region.
+struct ChunkRecord {
+  Region region;
+  std::uint32_t file = 0;        // Index into the checkpoint's file table.
+  std::uint64_t offset = 0;      // In that file.
+  std::uint64_t length = 0;      // Bytes.
+  bool has_hash = true;          // False only for foreign files.
+  Hash128 hash;                  // ChunkRoot over its leaves.
+  std::uint32_t manifest = 0;    // Which manifest holds its leaf hashes,
+  std::uint64_t first_leaf = 0;  // and where in that manifest's leaf section they begin.
+};
+
+// All chunks of one tensor, packed as they stand in manifests and in the index (docs/format.md,
+// "Extent table"): fixed-size rows for one rank of tensor, so that a million chunks are merged and
+// written without being decoded. Decoding checks every field.
+class ExtentTable {
+ public:
+  explicit ExtentTable(int rank) : rank_(rank) {}
+  // Takes packed rows from disk: kDataLoss where the size is no multiple of the row's.
+  static Result<ExtentTable> FromPacked(int rank, std::string rows);
+
+  static std::size_t RowBytes(int rank);
+  int rank() const { return rank_; }
+  std::size_t size() const { return rows_.size() / RowBytes(rank_); }
+  std::string_view packed() const { return rows_; }
+
+  void Append(const ChunkRecord& chunk);
+  // Appends rows of `other` (same rank) with file and manifest numbers replaced:
+  // file_map[old] = new. kDataLoss where a number is outside the map.
+  Status AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
+                      std::uint32_t manifest);
+  // Decodes row i: kDataLoss where a field breaks a rule (rank, negative, region outside itself).
+  Result<ChunkRecord> At(std::size_t i) const;
+  Result<std::vector<ChunkRecord>> All() const;
+  // Rows in the order of their regions' first element, then file, offset: the canonical order.
+  void Sort();
+
+ private:
+  int rank_;
+  std::string rows_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_EXTENT_TABLE_H_

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_STORE_H_
+#define TENSORMOUNT_INDEX_STORE_H_
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/file_system.h"
+#include "index/checkpoint.h"
+#include "index/content.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// kInvalidArgument for "latest", "store.json", leading dots, '/', NUL, empty, over 255 bytes.
+Status CheckCheckpointName(std::string_view name);
+
+struct CheckpointListing {
+  std::string name;
+  Uuid uuid;
+  std::uint64_t generation = 0;
+  Uuid parent;
+  Status problem;  // Not ok: the folder is there but its COMMIT cannot be read.
+};
+
+// What a save that is being written may know of itself.
+struct Staging {
+  std::string store;      // Path of the store.
+  std::string directory;  // STORE/.staging/NAME.<id>
+  std::string name;       // The name it will be published under.
+  Uuid uuid;
+  std::uint64_t generation = 0;
+  Uuid parent;
+  std::string parent_name;
+  std::string ShortId() const { return uuid.Short(); }
+};
+
+enum class IfExists { kFail, kReplace };
+enum class Verdict { kCommitted, kAborted };
+
+// A directory of checkpoint directories with a superblock. Thread-safe; several processes may use
+// one store at once, the folder is the arbiter.
+class Store {
+ public:
+  // kNotFound: no store.json; kUnsupported: a newer format (names the bits); kDataLoss.
+  static Result<Store> Open(FileSystem& fs, const std::string& path);
+  // Made on first write. `path` may be reached through symlinks. Concurrent creators agree.
+  static Result<Store> OpenOrCreate(FileSystem& fs, const std::string& path);
+
+  const std::string& path() const { return path_; }
+  const Uuid& uuid() const { return uuid_; }
+  std::string CheckpointPath(std::string_view name) const;
+
+  // Published checkpoints by name. Broken ones are listed with their problem.
+  Result<std::vector<CheckpointListing>> List() const;
+  // Highest generation, ties by uuid, then name. kNotFound in an empty store.
+  Result<CheckpointListing> Latest() const;
+
+  // Claims a generation and makes the staging folder with data/ and manifest/ in it and a file
+  // that holds its uuid. kAlreadyExists where NAME is taken and `if_exists` is kFail. Leftovers of
+  // crashed saves never block it.
+  Result<Staging> Begin(const std::string& name, IfExists if_exists);
+
+  struct PublishOptions {
+    IfExists if_exists = IfExists::kFail;
+    std::int64_t now = 0;  // Seconds since 1970; 0: the clock's.
+  };
+  // Publishes a staging in which all writers' data and manifests are durable: reads the manifests,
+  // checks completeness, decides mtimes against the parent, writes the coordinator's manifest,
+  // the index and COMMIT, renames. `coordinator` brings info (producer, world_size), common values
+  // (and nothing else). In order of design.md §4, one fsync a file, folders after their files.
+  //   ok                 committed and durable;
+  //   kAlreadyExists     somebody else has that name; staging as it was;
+  //   kUnknown           renamed, but a folder could not be synced: committed or not after a crash;
+  //   kDataLoss          incomplete (names the box), or a manifest is damaged;
+  //   kStale             the staging was aborted meanwhile.
+  // Never leaves a half-made checkpoint visible.
+  struct Published {
+    CheckpointInfo info;
+    Hash128 content_root;
+    std::uint64_t tensors = 0;
+    std::uint64_t chunks = 0;
+    std::uint64_t bytes = 0;
+    double manifests_seconds = 0;  // Reading and merging.
+    double index_seconds = 0;      // Building and syncing the index.
+    double publish_seconds = 0;    // After the index is built: COMMIT, rename, folder syncs.
+  };
+  Result<Published> Publish(const Staging& staging, const Content& coordinator,
+                            const PublishOptions& options) const;
+
+  // The store as the arbiter of time-outs: moves the staging to .trash unless it was published,
+  // then says where *that uuid* is. kAborted / kCommitted (parent folders synced by this call
+  // before it says so), kUnknown where neither could be read. Any rank may call it, any number
+  // of times.
+  Result<Verdict> AbortOrDecide(const Staging& staging) const;
+
+  // Moves a checkpoint to .trash (then Gc deletes it). kNotFound.
+  Status Remove(std::string_view name) const;
+
+  struct GcOptions {
+    bool dry_run = false;
+    std::chrono::seconds grace{60};          // For what lies in .trash.
+    std::chrono::seconds staging_age{86400}; // Stagings untouched for so long were abandoned.
+  };
+  struct GcReport {
+    std::vector<std::string> removed;  // Paths below the store, also in a dry run.
+    std::vector<std::string> kept;     // With the reason: "….: still read", "...: too young".
+    std::uint64_t bytes_freed = 0;
+  };
+  // Deletes from .trash what nobody reads (exclusive flock on its COMMIT) after the grace period,
+  // abandoned stagings, .derived of checkpoints that are gone, and generation claims below the
+  // highest. Never a folder whose device and inode a live checkpoint has.
+  Result<GcReport> Gc(const GcOptions& options) const;
+
+  struct FsckOptions {
+    bool rebuild = false;    // Repair: rebuild lost or damaged indexes into .derived/.
+    bool read_data = false;  // Verify all data too.
+  };
+  struct FsckFinding {
+    std::string object;    // Checkpoint or path below the store.
+    std::string problem;
+    std::string remedy;    // What would repair it, or what did.
+    bool repaired = false;
+    bool damage = true;    // False: mere leftovers.
+  };
+  Result<std::vector<FsckFinding>> Fsck(const FsckOptions& options) const;
+
+ private:
+  Store(FileSystem& fs, std::string path, Uuid uuid)
+      : fs_(&fs), path_(std::move(path)), uuid_(uuid) {}
+  FileSystem* fs_;
+  std::string path_;
+  Uuid uuid_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_STORE_H_
