@@ -106,8 +106,9 @@ class FileSystem {
   Status WriteFileDurably(const std::string& path, std::string_view data);
   // mkdir -p for the parts that do not exist (the existing ones may be symlinks).
   Status CreateDirectories(const std::string& path);
-  // rm -r: never follows symlinks; a missing path is fine.
-  Status RemoveTree(const std::string& path);
+  // rm -r: never follows symlinks; a missing path is fine. This form goes through the operations
+  // above; the host's goes from descriptor to descriptor and opens folders without write permission.
+  virtual Status RemoveTree(const std::string& path);
   bool Exists(const std::string& path);
 };
 
@@ -137,7 +138,7 @@ struct FileEvent {
 // Passes everything on to `base`, asking `before` first and telling `after` on success.
 // A Status from `before` is returned instead of doing the thing; a hook may also block, throw
 // nothing, or end the process (crash tests). Either hook may be empty. Hooks are called from the
-// calling thread, concurrently. `base` must outlive this and all its files.
+// calling thread, concurrently. `base` must outlive this, and this must outlive its files.
 class ObservedFileSystem : public FileSystem {
  public:
   using Before = std::function<Status(const FileEvent&)>;

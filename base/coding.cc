@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "base/coding.h"
+
+#include <bit>
+
+namespace tensormount {
+
+static_assert(std::endian::native == std::endian::little,
+              "records and tensors are little-endian, and fixed fields are copied as they are");
+
+std::string_view ByteReader::String(std::size_t max) {
+  const std::uint32_t n = U32();
+  if (n > max) {
+    failed_ = true;
+    at_ = data_.size();
+    return {};
+  }
+  return Raw(n);
+}
+
+std::string_view ByteReader::Raw(std::size_t n) {
+  if (left() < n) {
+    failed_ = true;
+    at_ = data_.size();
+    return {};
+  }
+  const std::string_view v = data_.substr(at_, n);
+  at_ += n;
+  return v;
+}
+
+Status ByteReader::status() const {
+  if (!failed_) return Status();
+  return Status(Code::kDataLoss,
+                std::string(what_) + ": truncated at byte " + std::to_string(data_.size()));
+}
+
+Status ByteReader::Finish() const {
+  TENSORMOUNT_RETURN_IF_ERROR(status());
+  if (left() == 0) return Status();
+  return Status(Code::kDataLoss, std::string(what_) + ": " + std::to_string(left()) +
+                                     " bytes too many after byte " + std::to_string(at_));
+}
+
+}  // namespace tensormount

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+
+#include "base/crc64_math.h"
+#include "base/hash.h"
+
+namespace tensormount {
+namespace crc64 {
+namespace {
+
+std::uint64_t ExtendPortable(std::uint64_t state, void* dst, const void* src, std::size_t size) {
+  if (dst != nullptr && size > 0) std::memcpy(dst, src, size);
+  const auto* p = static_cast<const unsigned char*>(src);
+  for (; size >= 8; size -= 8, p += 8) {
+    std::uint64_t v;
+    std::memcpy(&v, p, 8);
+    v ^= state;
+    state = kTables[7][v & 0xFF] ^ kTables[6][(v >> 8) & 0xFF] ^ kTables[5][(v >> 16) & 0xFF] ^
+            kTables[4][(v >> 24) & 0xFF] ^ kTables[3][(v >> 32) & 0xFF] ^
+            kTables[2][(v >> 40) & 0xFF] ^ kTables[1][(v >> 48) & 0xFF] ^ kTables[0][v >> 56];
+  }
+  for (; size > 0; --size, ++p) state = (state >> 8) ^ kTables[0][(state ^ *p) & 0xFF];
+  return state;
+}
+
+std::uint64_t MultiplyByBits(std::uint64_t a, std::uint64_t b) { return MultiplyPortable(a, b); }
+
+constexpr Form kPortable = {"portable", ExtendPortable, MultiplyByBits};
+
+// Before this is initialised (another file's static initialiser hashing) the portable form serves.
+const Form* chosen = [] {
+  if (const Form* wide = WideClmulForm()) return wide;
+  if (const Form* clmul = ClmulForm()) return clmul;
+  return &kPortable;
+}();
+
+const Form& Chosen() { return chosen != nullptr ? *chosen : kPortable; }
+
+}  // namespace
+
+const Form& PortableForm() { return kPortable; }
+
+}  // namespace crc64
+
+Crc64 Crc64Extend(Crc64 crc, const void* data, std::size_t size) {
+  return ~crc64::Chosen().extend(~crc, nullptr, data, size);
+}
+
+Crc64 Crc64Copy(Crc64 crc, void* dst, const void* src, std::size_t size) {
+  return ~crc64::Chosen().extend(~crc, dst, src, size);
+}
+
+Crc64 Crc64Bitwise(Crc64 crc, const void* data, std::size_t size) {
+  const auto* p = static_cast<const unsigned char*>(data);
+  std::uint64_t state = ~crc;
+  for (std::size_t i = 0; i < size; ++i) {
+    state ^= p[i];
+    for (int bit = 0; bit < 8; ++bit) state = crc64::TimesX(state);
+  }
+  return ~state;
+}
+
+bool Crc64IsAccelerated() { return &crc64::Chosen() != &crc64::PortableForm(); }
+
+Crc64Shift::Crc64Shift(std::uint64_t bytes) : factor_(crc64::kInverseX) {
+  // Multiplying includes one x, hence the x^-1 that the empty product and every power carry.
+  const crc64::MultiplyFn multiply = crc64::Chosen().multiply;
+  bool first = true;
+  for (std::size_t k = 0; bytes != 0; ++k, bytes >>= 1) {
+    if ((bytes & 1) == 0) continue;
+    factor_ = first ? crc64::kBytePowers[k] : multiply(factor_, crc64::kBytePowers[k]);
+    first = false;
+  }
+}
+
+Crc64 Crc64Shift::Apply(Crc64 crc) const { return crc64::Chosen().multiply(crc, factor_); }
+
+Crc64 Crc64Combine(Crc64 a, Crc64 b, std::uint64_t b_bytes) {
+  return Crc64Shift(b_bytes).Apply(a) ^ b;
+}
+
+void DigestAccumulator::AddRun(std::uint64_t offset, Crc64 crc, std::uint64_t size) {
+  const std::uint64_t end = offset + size;
+  const std::uint64_t step = end - at_;
+  if (crc_ != 0 && step != 0) {
+    if (step != last_step_) {
+      last_shift_ = Crc64Shift(step);
+      last_step_ = step;
+    }
+    crc_ = last_shift_.Apply(crc_);
+  }
+  crc_ ^= crc;
+  at_ = end;
+}
+
+Crc64 DigestAccumulator::Finish(std::uint64_t tensor_bytes) const {
+  return crc_ == 0 ? 0 : Crc64Shift(tensor_bytes - at_).Apply(crc_);
+}
+
+}  // namespace tensormount

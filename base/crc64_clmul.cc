@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+// CRC-64/NVME by carry-less multiplication: several independent remainders are folded over the
+// data at once, because one multiplication takes several cycles but one can start every cycle.
+#include <cstring>
+
+#include "base/crc64_math.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <immintrin.h>
+
+namespace tensormount::crc64 {
+namespace {
+
+#define TENSORMOUNT_CLMUL __attribute__((target("pclmul,sse4.1")))
+#define TENSORMOUNT_CLMUL_INLINE __attribute__((target("pclmul,sse4.1"), always_inline)) inline
+#define TENSORMOUNT_WIDE __attribute__((target("pclmul,sse4.1,avx512f,avx512vl,vpclmulqdq")))
+#define TENSORMOUNT_WIDE_INLINE \
+  __attribute__((target("pclmul,sse4.1,avx512f,avx512vl,vpclmulqdq"), always_inline)) inline
+
+// For a pair that moves over `bits`: its high degrees (the low word) move 64 further.
+struct FoldPair {
+  std::uint64_t low;
+  std::uint64_t high;
+};
+constexpr FoldPair FoldBy(int bytes) {
+  return {FoldConstant(8 * bytes + 64), FoldConstant(8 * bytes)};
+}
+constexpr FoldPair kFold16 = FoldBy(16);
+constexpr FoldPair kFold32 = FoldBy(32);
+constexpr FoldPair kFold64 = FoldBy(64);
+constexpr FoldPair kFold128 = FoldBy(128);
+constexpr FoldPair kFold256 = FoldBy(256);
+
+TENSORMOUNT_CLMUL_INLINE __m128i Set(FoldPair k) {
+  return _mm_set_epi64x(static_cast<long long>(k.high), static_cast<long long>(k.low));
+}
+
+TENSORMOUNT_CLMUL_INLINE __m128i Word(std::uint64_t v) {
+  return _mm_cvtsi64_si128(static_cast<long long>(v));
+}
+
+TENSORMOUNT_CLMUL_INLINE std::uint64_t LowWord(__m128i v) {
+  return static_cast<std::uint64_t>(_mm_cvtsi128_si64(v));
+}
+
+TENSORMOUNT_CLMUL_INLINE __m128i Fold(__m128i v, __m128i k) {
+  return _mm_xor_si128(_mm_clmulepi64_si128(v, k, 0x00), _mm_clmulepi64_si128(v, k, 0x11));
+}
+
+// (low, high) mod P.
+TENSORMOUNT_CLMUL_INLINE std::uint64_t Reduce(__m128i v) {
+  const __m128i k =
+      _mm_set_epi64x(static_cast<long long>(kDivisor), static_cast<long long>(kQuotient));
+  const __m128i quotient = _mm_clmulepi64_si128(v, k, 0x00);
+  const __m128i product = _mm_clmulepi64_si128(quotient, k, 0x10);
+  // kDivisor lacks P's term 1: the quotient itself is added back.
+  const __m128i high = _mm_unpackhi_epi64(_mm_xor_si128(v, product), v);
+  return LowWord(_mm_xor_si128(high, quotient));
+}
+
+TENSORMOUNT_CLMUL std::uint64_t MultiplyClmul(std::uint64_t a, std::uint64_t b) {
+  return Reduce(_mm_clmulepi64_si128(Word(a), Word(b), 0x00));
+}
+
+template <bool kCopy>
+TENSORMOUNT_CLMUL_INLINE __m128i Load(unsigned char* dst, const unsigned char* src, int at = 0) {
+  const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + at));
+  if (kCopy) _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + at), v);
+  return v;
+}
+
+// The last bytes, fewer than 16.
+template <bool kCopy>
+TENSORMOUNT_CLMUL_INLINE std::uint64_t Tail(std::uint64_t state, unsigned char* dst,
+                                            const unsigned char* src, std::size_t size) {
+  if ((size & 8) != 0) {
+    std::uint64_t v;
+    std::memcpy(&v, src, 8);
+    if (kCopy) {
+      std::memcpy(dst, &v, 8);
+      dst += 8;
+    }
+    src += 8;
+    state = Reduce(Word(state ^ v));
+  }
+  const std::size_t rest = size & 7;
+  if (rest == 0) return state;
+  std::uint64_t v = 0;
+  int at = 0;
+  if ((rest & 4) != 0) {
+    std::uint32_t part;
+    std::memcpy(&part, src, 4);
+    if (kCopy) {
+      std::memcpy(dst, &part, 4);
+      dst += 4;
+    }
+    src += 4;
+    v = part;
+    at = 32;
+  }
+  if ((rest & 2) != 0) {
+    std::uint16_t part;
+    std::memcpy(&part, src, 2);
+    if (kCopy) {
+      std::memcpy(dst, &part, 2);
+      dst += 2;
+    }
+    src += 2;
+    v |= static_cast<std::uint64_t>(part) << at;
+    at += 16;
+  }
+  if ((rest & 1) != 0) {
+    if (kCopy) *dst = *src;
+    v |= static_cast<std::uint64_t>(*src) << at;
+  }
+  // times x^(8 * rest): as a pair, what leaves the word below it goes into the low word.
+  v ^= state;
+  const int bits = static_cast<int>(8 * rest);
+  return Reduce(
+      _mm_set_epi64x(static_cast<long long>(v >> bits), static_cast<long long>(v << (64 - bits))));
+}
+
+// Folds `acc` over the whole blocks of 16 that are left, then reduces and adds the tail.
+template <bool kCopy>
+TENSORMOUNT_CLMUL_INLINE std::uint64_t Finish(__m128i acc, unsigned char* dst,
+                                              const unsigned char* src, std::size_t size) {
+  const __m128i k16 = Set(kFold16);
+  for (; size >= 16; size -= 16) {
+    acc = _mm_xor_si128(Fold(acc, k16), Load<kCopy>(dst, src));
+    src += 16;
+    if (kCopy) dst += 16;
+  }
+  // acc * x^64 mod P: the low word moves over 128 bits, the high one into its place.
+  const __m128i k128 = Word(kFold16.high);
+  const __m128i v = _mm_xor_si128(_mm_clmulepi64_si128(acc, k128, 0x00), _mm_srli_si128(acc, 8));
+  return Tail<kCopy>(Reduce(v), dst, src, size);
+}
+
+template <bool kCopy>
+TENSORMOUNT_CLMUL_INLINE std::uint64_t ExtendLanes(std::uint64_t state, unsigned char* dst,
+                                                   const unsigned char* src, std::size_t size) {
+  if (size < 16) return Tail<kCopy>(state, dst, src, size);
+  constexpr int kLanes = 8;
+  constexpr std::size_t kBlock = 16 * kLanes;
+  if (size < 2 * kBlock) {
+    const __m128i first = _mm_xor_si128(Load<kCopy>(dst, src), Word(state));
+    return Finish<kCopy>(first, kCopy ? dst + 16 : dst, src + 16, size - 16);
+  }
+  __m128i acc[kLanes];
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; ++i) acc[i] = Load<kCopy>(dst, src, 16 * i);
+  acc[0] = _mm_xor_si128(acc[0], Word(state));
+  const __m128i k = Set(kFold128);
+  for (;;) {
+    size -= kBlock;
+    src += kBlock;
+    if (kCopy) dst += kBlock;
+    if (size < kBlock) break;
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes; ++i) {
+      acc[i] = _mm_xor_si128(Fold(acc[i], k), Load<kCopy>(dst, src, 16 * i));
+    }
+  }
+  const __m128i k64 = Set(kFold64);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) acc[i] = _mm_xor_si128(Fold(acc[i], k64), acc[i + 4]);
+  const __m128i k32 = Set(kFold32);
+  acc[0] = _mm_xor_si128(Fold(acc[0], k32), acc[2]);
+  acc[1] = _mm_xor_si128(Fold(acc[1], k32), acc[3]);
+  acc[0] = _mm_xor_si128(Fold(acc[0], Set(kFold16)), acc[1]);
+  return Finish<kCopy>(acc[0], dst, src, size);
+}
+
+TENSORMOUNT_CLMUL std::uint64_t ExtendClmul(std::uint64_t state, void* dst, const void* src,
+                                            std::size_t size) {
+  const auto* from = static_cast<const unsigned char*>(src);
+  if (dst == nullptr) return ExtendLanes<false>(state, nullptr, from, size);
+  return ExtendLanes<true>(state, static_cast<unsigned char*>(dst), from, size);
+}
+
+TENSORMOUNT_WIDE_INLINE __m512i FoldWide(__m512i v, __m512i k, __m512i next) {
+  return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(v, k, 0x00),
+                                   _mm512_clmulepi64_epi128(v, k, 0x11), next, 0x96);
+}
+
+template <bool kCopy>
+TENSORMOUNT_WIDE_INLINE __m512i LoadWide(unsigned char* dst, const unsigned char* src, int at) {
+  const __m512i v = _mm512_loadu_si512(src + at);
+  if (kCopy) _mm512_storeu_si512(dst + at, v);
+  return v;
+}
+
+// The bulk in 4 remainders of 64 bytes; returns them as one of 16 and moves the arguments on.
+template <bool kCopy>
+TENSORMOUNT_WIDE_INLINE __m128i FoldBulk(std::uint64_t state, unsigned char*& dst,
+                                         const unsigned char*& src, std::size_t& size) {
+  constexpr std::size_t kBlock = 256;
+  __m512i a0 = LoadWide<kCopy>(dst, src, 0);
+  __m512i a1 = LoadWide<kCopy>(dst, src, 64);
+  __m512i a2 = LoadWide<kCopy>(dst, src, 128);
+  __m512i a3 = LoadWide<kCopy>(dst, src, 192);
+  a0 = _mm512_xor_si512(a0, _mm512_zextsi128_si512(Word(state)));
+  const __m512i k = _mm512_broadcast_i32x4(Set(kFold256));
+  for (;;) {
+    size -= kBlock;
+    src += kBlock;
+    if (kCopy) dst += kBlock;
+    if (size < kBlock) break;
+    a0 = FoldWide(a0, k, LoadWide<kCopy>(dst, src, 0));
+    a1 = FoldWide(a1, k, LoadWide<kCopy>(dst, src, 64));
+    a2 = FoldWide(a2, k, LoadWide<kCopy>(dst, src, 128));
+    a3 = FoldWide(a3, k, LoadWide<kCopy>(dst, src, 192));
+  }
+  const __m512i k128 = _mm512_broadcast_i32x4(Set(kFold128));
+  a0 = FoldWide(a0, k128, a2);
+  a1 = FoldWide(a1, k128, a3);
+  a0 = FoldWide(a0, _mm512_broadcast_i32x4(Set(kFold64)), a1);
+  __m128i b0 = _mm512_castsi512_si128(a0);
+  __m128i b1 = _mm512_extracti32x4_epi32(a0, 1);
+  const __m128i b2 = _mm512_extracti32x4_epi32(a0, 2);
+  const __m128i b3 = _mm512_extracti32x4_epi32(a0, 3);
+  const __m128i k32 = Set(kFold32);
+  b0 = _mm_xor_si128(Fold(b0, k32), b2);
+  b1 = _mm_xor_si128(Fold(b1, k32), b3);
+  return _mm_xor_si128(Fold(b0, Set(kFold16)), b1);
+}
+
+template <bool kCopy>
+TENSORMOUNT_WIDE_INLINE std::uint64_t ExtendWideLanes(std::uint64_t state, unsigned char* dst,
+                                                      const unsigned char* src, std::size_t size) {
+  const __m128i acc = FoldBulk<kCopy>(state, dst, src, size);
+  // The compiler does this only when it optimises; SSE code after us would crawl without it.
+  _mm256_zeroupper();
+  return Finish<kCopy>(acc, dst, src, size);
+}
+
+TENSORMOUNT_WIDE std::uint64_t ExtendWide(std::uint64_t state, void* dst, const void* src,
+                                          std::size_t size) {
+  if (size < 512) return ExtendClmul(state, dst, src, size);
+  const auto* from = static_cast<const unsigned char*>(src);
+  if (dst == nullptr) return ExtendWideLanes<false>(state, nullptr, from, size);
+  return ExtendWideLanes<true>(state, static_cast<unsigned char*>(dst), from, size);
+}
+
+constexpr Form kClmul = {"pclmul", ExtendClmul, MultiplyClmul};
+constexpr Form kWide = {"vpclmulqdq", ExtendWide, MultiplyClmul};
+
+bool HasClmul() {
+  __builtin_cpu_init();  // Callers may be static initialisers.
+  return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+}
+
+}  // namespace
+
+const Form* ClmulForm() { return HasClmul() ? &kClmul : nullptr; }
+
+const Form* WideClmulForm() {
+  if (!HasClmul() || !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512vl") ||
+      !__builtin_cpu_supports("vpclmulqdq")) {
+    return nullptr;
+  }
+  return &kWide;
+}
+
+}  // namespace tensormount::crc64
+
+#else
+
+namespace tensormount::crc64 {
+
+const Form* ClmulForm() { return nullptr; }
+const Form* WideClmulForm() { return nullptr; }
+
+}  // namespace tensormount::crc64
+
+#endif

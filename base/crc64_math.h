@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_BASE_CRC64_MATH_H_
+#define TENSORMOUNT_BASE_CRC64_MATH_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+// The arithmetic behind CRC-64/NVME, for base/crc64*.cc.
+//
+// Reflected: bit i of a 64-bit word is the coefficient of x^(63-i), and of a 128-bit pair
+// (low, high) bit i of the whole is that of x^(127-i): `low` holds the higher degrees. The
+// carry-less product of two reflected words, read as such a pair, is their product times x; the
+// constants below are made for that.
+
+namespace tensormount::crc64 {
+
+// P without its x^64.
+inline constexpr std::uint64_t kPolynomial = 0xAD93D23594C93659;
+
+constexpr std::uint64_t Reflect(std::uint64_t v) {
+  std::uint64_t r = 0;
+  for (int i = 0; i < 64; ++i) r |= ((v >> i) & 1) << (63 - i);
+  return r;
+}
+
+inline constexpr std::uint64_t kReflected = Reflect(kPolynomial);
+
+// v * x mod P.
+constexpr std::uint64_t TimesX(std::uint64_t v) {
+  return (v >> 1) ^ ((v & 1) != 0 ? kReflected : 0);
+}
+
+// a * b * x mod P: one carry-less multiplication and a reduction, here bit by bit.
+constexpr std::uint64_t MultiplyPortable(std::uint64_t a, std::uint64_t b) {
+  std::uint64_t r = 0;
+  for (int i = 63; i >= 0; --i) {  // Falling bit index: rising degree of a.
+    if (((a >> i) & 1) != 0) r ^= b;
+    b = TimesX(b);
+  }
+  return TimesX(r);
+}
+
+// x^-1 mod P, which exists because P has the term 1: (P - 1) / x.
+inline constexpr std::uint64_t kInverseX = (kReflected << 1) | 1;
+
+// kBytePowers[k] is x^(8 * 2^k - 1) mod P: multiplied by it, a value moves up by 2^k bytes.
+inline constexpr auto kBytePowers = [] {
+  std::array<std::uint64_t, 64> t{};
+  t[0] = Reflect(1) >> 7;
+  for (std::size_t k = 1; k < t.size(); ++k) t[k] = MultiplyPortable(t[k - 1], t[k - 1]);
+  return t;
+}();
+
+// x^(bits - 1) mod P: folds a word over a distance of `bits`.
+constexpr std::uint64_t FoldConstant(int bits) {
+  std::uint64_t v = Reflect(1);
+  for (int i = 1; i < bits; ++i) v = TimesX(v);
+  return v;
+}
+
+// Barrett's constants, both without their term 1: floor(x^128 / P) and P itself.
+inline constexpr std::uint64_t kQuotient = [] {
+  // Long division. `rest` holds the 64 coefficients below the leading one.
+  std::uint64_t rest = kPolynomial;  // x^128 - x^64 * P, seen from x^127 down.
+  std::uint64_t quotient = 1;        // The coefficient of x^64.
+  for (int i = 63; i >= 1; --i) {
+    const bool lead = (rest >> 63) != 0;
+    rest = (rest << 1) ^ (lead ? kPolynomial : 0);
+    quotient = (quotient << 1) | (lead ? 1 : 0);
+  }
+  return Reflect(quotient);  // Coefficients of x^64 to x^1.
+}();
+inline constexpr std::uint64_t kDivisor = kInverseX;  // Coefficients of x^64 to x^1.
+
+// kTables[k][b]: byte b followed by k zero bytes.
+inline constexpr auto kTables = [] {
+  std::array<std::array<std::uint64_t, 256>, 8> t{};
+  for (std::size_t b = 0; b < 256; ++b) {
+    std::uint64_t v = b;
+    for (int i = 0; i < 8; ++i) v = TimesX(v);
+    t[0][b] = v;
+  }
+  for (std::size_t k = 1; k < t.size(); ++k) {
+    for (std::size_t b = 0; b < 256; ++b) {
+      const std::uint64_t v = t[k - 1][b];
+      t[k][b] = (v >> 8) ^ t[0][v & 0xFF];
+    }
+  }
+  return t;
+}();
+
+// The forms for the CPU at hand. Each takes and returns the state between the inversions; `dst` is
+// where the bytes are copied to, or null.
+using ExtendFn = std::uint64_t (*)(std::uint64_t state, void* dst, const void* src,
+                                   std::size_t size);
+using MultiplyFn = std::uint64_t (*)(std::uint64_t a, std::uint64_t b);
+
+struct Form {
+  const char* name;
+  ExtendFn extend;
+  MultiplyFn multiply;
+};
+
+// Tables; works everywhere.
+const Form& PortableForm();
+// 128-bit carry-less multiplication; null where the CPU or the architecture has none.
+const Form* ClmulForm();
+// 512-bit carry-less multiplication; null likewise.
+const Form* WideClmulForm();
+
+}  // namespace tensormount::crc64
+
+#endif  // TENSORMOUNT_BASE_CRC64_MATH_H_

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "base/file_system.h"
+
+#include "base/checked.h"
+
+namespace tensormount {
+
+Status File::ReadExactAt(std::uint64_t offset, void* out, std::size_t size) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got, ReadAt(offset, out, size));
+  if (got == size) return Status();
+  return Status(Code::kDataLoss, path() + ": " + std::to_string(size) + " bytes at " +
+                                     std::to_string(offset) + " wanted, file ends at " +
+                                     std::to_string(offset + got));
+}
+
+Result<std::string> FileSystem::ReadFile(const std::string& path, std::uint64_t max_bytes) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, OpenRead(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
+  if (info.size > max_bytes) {
+    return Status(Code::kDataLoss, path + ": " + std::to_string(info.size) + " bytes, at most " +
+                                       std::to_string(max_bytes) + " expected");
+  }
+  std::string data(static_cast<std::size_t>(info.size), '\0');
+  TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(0, data.data(), data.size()));
+  return data;
+}
+
+Status FileSystem::WriteFileDurably(const std::string& path, std::string_view data) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, CreateExclusive(path));
+  Status s = file->WriteAt(0, data.data(), data.size());
+  if (s.ok()) s = file->Sync();
+  const Status closed = file->Close();
+  if (s.ok()) s = closed;
+  // A part of the file would block the next try under this name.
+  if (!s.ok()) (void)RemoveFile(path);
+  return s;
+}
+
+Status FileSystem::CreateDirectories(const std::string& path) {
+  Status s = CreateDirectory(path);
+  if (s.code() == Code::kNotFound) {
+    const std::size_t end = path.find_last_not_of('/');
+    const std::size_t slash = end == std::string::npos ? end : path.rfind('/', end);
+    if (slash == std::string::npos || slash == 0) return s;
+    TENSORMOUNT_RETURN_IF_ERROR(CreateDirectories(path.substr(0, slash)));
+    s = CreateDirectory(path);
+  }
+  if (s.ok()) return s;
+  // Taken, by somebody else at this moment or before; or a read-only parent, where what is there
+  // already serves as well.
+  const Result<FileInfo> info = Stat(path);
+  if (info.ok() && info.value().kind == FileKind::kDirectory) return Status();
+  return s;
+}
+
+// Through the interface, so that an observer sees each step. HostFileSystem has a stricter form.
+Status FileSystem::RemoveTree(const std::string& path) {
+  const Result<FileInfo> info = LinkStat(path);
+  if (!info.ok()) {
+    return info.status().code() == Code::kNotFound ? Status() : info.status();
+  }
+  Status s;
+  if (info.value().kind == FileKind::kDirectory) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, List(path));
+    for (const DirectoryEntry& entry : entries) {
+      TENSORMOUNT_RETURN_IF_ERROR(RemoveTree(JoinPath(path, entry.name)));
+    }
+    s = RemoveDirectory(path);
+  } else {
+    s = RemoveFile(path);
+  }
+  return s.code() == Code::kNotFound ? Status() : s;
+}
+
+bool FileSystem::Exists(const std::string& path) { return LinkStat(path).ok(); }
+
+std::string JoinPath(std::string_view directory, std::string_view name) {
+  std::string out(directory);
+  if (!out.empty() && out.back() != '/') out.push_back('/');
+  while (!out.empty() && !name.empty() && name.front() == '/') name.remove_prefix(1);
+  return out.append(name);
+}
+
+std::string_view FileOpName(FileOp op) {
+  switch (op) {
+    case FileOp::kOpenRead:
+      return "open";
+    case FileOp::kCreate:
+      return "create";
+    case FileOp::kOpenShared:
+      return "open-shared";
+    case FileOp::kRead:
+      return "read";
+    case FileOp::kWrite:
+      return "write";
+    case FileOp::kTruncate:
+      return "truncate";
+    case FileOp::kSync:
+      return "sync";
+    case FileOp::kSeal:
+      return "seal";
+    case FileOp::kClose:
+      return "close";
+    case FileOp::kCreateDirectory:
+      return "mkdir";
+    case FileOp::kList:
+      return "list";
+    case FileOp::kStat:
+      return "stat";
+    case FileOp::kLink:
+      return "link";
+    case FileOp::kRename:
+      return "rename";
+    case FileOp::kExchange:
+      return "exchange";
+    case FileOp::kRemoveFile:
+      return "unlink";
+    case FileOp::kRemoveDirectory:
+      return "rmdir";
+    case FileOp::kSyncDirectory:
+      return "sync-directory";
+    case FileOp::kLock:
+      return "lock";
+  }
+  return "?";
+}
+
+}  // namespace tensormount

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "base/hash.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+// Renames XXH3_128bits and its kin to forms that pick SSE2, AVX2 or AVX-512 at run time.
+#include <xxh_x86dispatch.h>
+#else
+#include <xxhash.h>
+#endif
+
+#include <new>
+
+namespace tensormount {
+namespace {
+
+#if defined(__x86_64__)
+// Inputs up to this length take scalar paths inside XXH3.
+constexpr std::size_t kScalarMax = 240;
+
+__attribute__((target("avx"))) void ZeroUpperHalves() { _mm256_zeroupper(); }
+
+// The library's choice of code is written without synchronisation at the first long hash; make it
+// here, before any thread of ours hashes. Then: whether its vector code may leave upper halves of
+// registers in use, which makes all later SSE code slow.
+const bool has_upper_halves = [] {
+  static const char bytes[1024] = {};
+  (void)XXH3_128bits(bytes, sizeof(bytes));
+  (void)XXH3_64bits(bytes, sizeof(bytes));
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx") != 0;
+}();
+
+void AfterVectorCode(std::size_t size) {
+  if (size > kScalarMax && has_upper_halves) ZeroUpperHalves();
+}
+#else
+void AfterVectorCode(std::size_t) {}
+#endif
+
+Hash128 FromXxh(XXH128_hash_t h) { return {h.low64, h.high64}; }
+
+}  // namespace
+
+std::string Hash128::ToHex() const {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string out;
+  out.reserve(32);
+  for (const std::uint64_t half : {high, low}) {
+    for (int shift = 60; shift >= 0; shift -= 4) out.push_back(kDigits[(half >> shift) & 15]);
+  }
+  return out;
+}
+
+Hash128 Xxh3(const void* data, std::size_t size) {
+  const XXH128_hash_t h = XXH3_128bits(data, size);
+  AfterVectorCode(size);
+  return FromXxh(h);
+}
+
+std::uint64_t Xxh3Low64(std::string_view s) {
+  const std::uint64_t h = XXH3_64bits(s.data(), s.size());
+  AfterVectorCode(s.size());
+  return h;
+}
+
+struct Xxh3Stream::State {
+  XXH3_state_t* xxh = XXH3_createState();  // Aligned to 64 bytes.
+  ~State() { XXH3_freeState(xxh); }
+};
+
+Xxh3Stream::Xxh3Stream() : state_(std::make_unique<State>()) {
+  if (state_->xxh == nullptr) throw std::bad_alloc();
+  Reset();
+}
+Xxh3Stream::~Xxh3Stream() = default;
+Xxh3Stream::Xxh3Stream(Xxh3Stream&&) noexcept = default;
+Xxh3Stream& Xxh3Stream::operator=(Xxh3Stream&&) noexcept = default;
+
+void Xxh3Stream::Update(const void* data, std::size_t size) {
+  if (size == 0) return;  // The library takes a null pointer for an error.
+  XXH3_128bits_update(state_->xxh, data, size);
+  AfterVectorCode(kScalarMax + 1);  // What was buffered before may be worked off now.
+}
+
+Hash128 Xxh3Stream::Value() const { return FromXxh(XXH3_128bits_digest(state_->xxh)); }
+
+void Xxh3Stream::Reset() { XXH3_128bits_reset(state_->xxh); }
+
+}  // namespace tensormount

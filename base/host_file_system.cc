@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <fcntl.h>
+#include <limits>
+#include <mutex>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/checked.h"
+#include "base/file_system.h"
+#include "base/host_directory.h"
+#include "base/host_rename.h"
+
+namespace tensormount {
+namespace {
+
+// Linux moves at most 2 GiB less a page in one call; round pieces keep alignment.
+constexpr std::size_t kMaxTransfer = std::size_t{1} << 30;
+constexpr std::uint64_t kMaxOffset =
+    static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+
+Status PositionError(std::string_view action, const std::string& path) {
+  return Status::FromErrno(EOVERFLOW, action, path);
+}
+
+FileInfo InfoOf(const struct stat& st) {
+  FileInfo info;
+  info.kind = S_ISREG(st.st_mode)   ? FileKind::kFile
+              : S_ISDIR(st.st_mode) ? FileKind::kDirectory
+              : S_ISLNK(st.st_mode) ? FileKind::kSymlink
+                                    : FileKind::kOther;
+  info.size = static_cast<std::uint64_t>(st.st_size);
+  info.device = st.st_dev;
+  info.inode = st.st_ino;
+  info.links = st.st_nlink;
+  info.mode = st.st_mode & 07777;
+  info.uid = st.st_uid;
+  info.gid = st.st_gid;
+  info.mtime_seconds = st.st_mtim.tv_sec;
+  info.mtime_nanoseconds = st.st_mtim.tv_nsec;
+  return info;
+}
+
+class HostFile final : public File {
+ public:
+  HostFile(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
+  ~HostFile() override { (void)HostFile::Close(); }
+  HostFile(const HostFile&) = delete;
+  HostFile& operator=(const HostFile&) = delete;
+
+  Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) override {
+    if (!RangeWithin(offset, size, kMaxOffset)) return PositionError("read", path_);
+    std::size_t done = 0;
+    while (done < size) {
+      const ssize_t n = pread(fd_, static_cast<char*>(out) + done,
+                              std::min(size - done, kMaxTransfer), ToOffset(offset + done));
+      if (n > 0) {
+        done += static_cast<std::size_t>(n);
+      } else if (n == 0) {
+        break;
+      } else if (errno != EINTR) {
+        return Status::FromErrno(errno, "read", path_);
+      }
+    }
+    return done;
+  }
+
+  Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) override {
+    if (!RangeWithin(offset, size, kMaxOffset)) return PositionError("write", path_);
+    std::size_t done = 0;
+    while (done < size) {
+      const ssize_t n = pwrite(fd_, static_cast<const char*>(data) + done,
+                               std::min(size - done, kMaxTransfer), ToOffset(offset + done));
+      if (n > 0) {
+        done += static_cast<std::size_t>(n);
+      } else if (n == 0) {
+        // POSIX lets a device do so; going on might never end.
+        return Status::FromErrno(EIO, "write", path_);
+      } else if (errno != EINTR) {
+        return Status::FromErrno(errno, "write", path_);
+      }
+    }
+    return Status();
+  }
+
+  Status Truncate(std::uint64_t size) override {
+    if (size > kMaxOffset) return PositionError("truncate", path_);
+    return Call("truncate", [&] { return ftruncate(fd_, ToOffset(size)); });
+  }
+
+  Status Sync() override {
+    return Call("fsync", [&] { return fsync(fd_); });
+  }
+
+  Status Seal() override {
+    struct stat st;
+    if (fstat(fd_, &st) != 0) return Status::FromErrno(errno, "stat", path_);
+    return Call("seal", [&] { return fchmod(fd_, st.st_mode & 0444); });
+  }
+
+  Result<FileInfo> Stat() override {
+    struct stat st;
+    if (fstat(fd_, &st) != 0) return Status::FromErrno(errno, "stat", path_);
+    return InfoOf(st);
+  }
+
+  Status TryLockShared() override { return Lock(LOCK_SH); }
+  Status TryLockExclusive() override { return Lock(LOCK_EX); }
+
+  Status Close() override {
+    const std::lock_guard lock(close_mutex_);
+    if (fd_ < 0) return Status();
+    const int fd = std::exchange(fd_, -1);
+    // Linux frees the descriptor whatever it answers; EINTR here is not a failure of the file.
+    if (close(fd) != 0 && errno != EINTR) return Status::FromErrno(errno, "close", path_);
+    return Status();
+  }
+
+  int descriptor() const override { return fd_; }
+  const std::string& path() const override { return path_; }
+
+ private:
+  static off_t ToOffset(std::uint64_t v) { return static_cast<off_t>(v); }
+
+  template <typename F>
+  Status Call(std::string_view action, F f) {
+    while (f() != 0) {
+      if (errno != EINTR) return Status::FromErrno(errno, action, path_);
+    }
+    return Status();
+  }
+
+  Status Lock(int how) {
+    while (flock(fd_, how | LOCK_NB) != 0) {
+      if (errno == EWOULDBLOCK) return Status(Code::kBusy, "lock " + path_ + ": held by another");
+      if (errno != EINTR) return Status::FromErrno(errno, "lock", path_);
+    }
+    return Status();
+  }
+
+  std::mutex close_mutex_;
+  int fd_;
+  const std::string path_;
+};
+
+class HostFs final : public FileSystem {
+ public:
+  Result<std::unique_ptr<File>> OpenRead(const std::string& path) override {
+    return Open(path, O_RDONLY, "open");
+  }
+  Result<std::unique_ptr<File>> CreateExclusive(const std::string& path) override {
+    return Open(path, O_RDWR | O_CREAT | O_EXCL, "create");
+  }
+  Result<std::unique_ptr<File>> OpenShared(const std::string& path) override {
+    return Open(path, O_RDWR | O_CREAT, "open");
+  }
+
+  Status CreateDirectory(const std::string& path) override {
+    if (mkdir(path.c_str(), 0777) != 0) return Status::FromErrno(errno, "mkdir", path);
+    return Status();
+  }
+
+  Result<std::vector<DirectoryEntry>> List(const std::string& path) override {
+    return ListHostDirectory(path);
+  }
+
+  Result<FileInfo> Stat(const std::string& path) override {
+    struct stat st;
+    if (stat(path.c_str(), &st) != 0) return Status::FromErrno(errno, "stat", path);
+    return InfoOf(st);
+  }
+
+  Result<FileInfo> LinkStat(const std::string& path) override {
+    struct stat st;
+    if (lstat(path.c_str(), &st) != 0) return Status::FromErrno(errno, "stat", path);
+    return InfoOf(st);
+  }
+
+  Status Link(const std::string& from, const std::string& to) override {
+    if (linkat(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), 0) != 0) {
+      return Status::FromErrno(errno, "link " + from + " to", to);
+    }
+    return Status();
+  }
+
+  Status RenameNoReplace(const std::string& from, const std::string& to) override {
+    if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) {
+      return Status();
+    }
+    if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) {
+      return RenameNoReplaceWithoutFlag(from, to);
+    }
+    return Status::FromErrno(errno, "rename " + from + " to", to);
+  }
+
+  Status Exchange(const std::string& a, const std::string& b) override {
+    if (renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return Status();
+    if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) {
+      return Status(Code::kUnsupported,
+                    "exchange " + a + " and " + b + ": this filesystem cannot do it atomically");
+    }
+    return Status::FromErrno(errno, "exchange " + a + " and", b);
+  }
+
+  Status RemoveFile(const std::string& path) override {
+    if (unlinkat(AT_FDCWD, path.c_str(), 0) != 0) return Status::FromErrno(errno, "unlink", path);
+    return Status();
+  }
+
+  Status RemoveDirectory(const std::string& path) override {
+    if (unlinkat(AT_FDCWD, path.c_str(), AT_REMOVEDIR) != 0) {
+      return Status::FromErrno(errno, "rmdir", path);
+    }
+    return Status();
+  }
+
+  Status SyncDirectory(const std::string& path) override { return SyncHostDirectory(path); }
+
+  Result<std::string> Resolve(const std::string& path) override {
+    char* resolved = realpath(path.c_str(), nullptr);
+    if (resolved == nullptr) return Status::FromErrno(errno, "resolve", path);
+    std::string out = resolved;
+    std::free(resolved);
+    return out;
+  }
+
+  Status RemoveTree(const std::string& path) override { return RemoveHostTree(path); }
+
+ private:
+  static Result<std::unique_ptr<File>> Open(const std::string& path, int flags,
+                                            std::string_view action) {
+    // O_NONBLOCK: a FIFO in a store must not hang us; regular files do not know it.
+    constexpr int kAlways = O_CLOEXEC | O_NOFOLLOW | O_NOCTTY | O_NONBLOCK;
+    int fd;
+    do {
+      fd = open(path.c_str(), flags | kAlways, 0666);
+    } while (fd < 0 && errno == EINTR);
+    if (fd < 0) return Status::FromErrno(errno, action, path);
+    auto file = std::make_unique<HostFile>(fd, path);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
+    if (info.kind == FileKind::kDirectory) return Status::FromErrno(EISDIR, action, path);
+    if (info.kind != FileKind::kFile) {
+      return Status(Code::kInvalidArgument,
+                    std::string(action) + " " + path + ": not a regular file");
+    }
+    return std::unique_ptr<File>(std::move(file));
+  }
+};
+
+}  // namespace
+
+Status RenameNoReplaceWithoutFlag(const std::string& from, const std::string& to) {
+  const std::string action = "rename " + from + " to";
+  struct stat st;
+  if (lstat(from.c_str(), &st) != 0) return Status::FromErrno(errno, "rename", from);
+  if (!S_ISDIR(st.st_mode)) {
+    if (linkat(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), 0) != 0) {
+      return Status::FromErrno(errno, action, to);
+    }
+    // Under both names now. The new one stays whatever happens to the old: nothing is lost.
+    if (unlinkat(AT_FDCWD, from.c_str(), 0) != 0) return Status::FromErrno(errno, "unlink", from);
+    return Status();
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, ListHostDirectory(from));
+  if (entries.empty()) {
+    return Status(
+        Code::kUnsupported,
+        action + " " + to + ": the filesystem cannot refuse to replace, and the folder is empty");
+  }
+  struct stat target;
+  if (lstat(to.c_str(), &target) == 0) return Status::FromErrno(EEXIST, action, to);
+  if (errno != ENOENT) return Status::FromErrno(errno, action, to);
+  if (rename(from.c_str(), to.c_str()) == 0) return Status();
+  // A folder onto a file: the name was taken since.
+  return Status::FromErrno(errno == ENOTDIR ? EEXIST : errno, action, to);
+}
+
+FileSystem& HostFileSystem() {
+  static auto* fs = new HostFs;  // Never destroyed: threads may use it during exit.
+  return *fs;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <utility>
+
+#include "base/file_system.h"
+
+namespace tensormount {
+namespace {
+
+using Before = ObservedFileSystem::Before;
+using After = ObservedFileSystem::After;
+
+struct Hooks {
+  const Before& before;
+  const After& after;
+
+  // Asks, does, tells. `f` returns a Status or a Result.
+  template <typename F>
+  auto Run(const FileEvent& event, F f) const -> decltype(f()) {
+    if (before) TENSORMOUNT_RETURN_IF_ERROR(before(event));
+    auto r = f();
+    if (r.ok() && after) after(event);
+    return r;
+  }
+};
+
+FileEvent Event(FileOp op, const std::string& path) {
+  FileEvent event;
+  event.op = op;
+  event.path = path;
+  return event;
+}
+
+FileEvent Event(FileOp op, const std::string& path, const std::string& path2) {
+  FileEvent event = Event(op, path);
+  event.path2 = path2;
+  return event;
+}
+
+class ObservedFile final : public File {
+ public:
+  ObservedFile(std::unique_ptr<File> base, Hooks hooks) : base_(std::move(base)), hooks_(hooks) {}
+
+  Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) override {
+    FileEvent event = Event(FileOp::kRead, path());
+    event.offset = offset;
+    event.size = size;
+    return hooks_.Run(event, [&] { return base_->ReadAt(offset, out, size); });
+  }
+  Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) override {
+    FileEvent event = Event(FileOp::kWrite, path());
+    event.offset = offset;
+    event.size = size;
+    event.data = data;
+    return hooks_.Run(event, [&] { return base_->WriteAt(offset, data, size); });
+  }
+  Status Truncate(std::uint64_t size) override {
+    FileEvent event = Event(FileOp::kTruncate, path());
+    event.size = size;
+    return hooks_.Run(event, [&] { return base_->Truncate(size); });
+  }
+  Status Sync() override {
+    return hooks_.Run(Event(FileOp::kSync, path()), [&] { return base_->Sync(); });
+  }
+  Status Seal() override {
+    return hooks_.Run(Event(FileOp::kSeal, path()), [&] { return base_->Seal(); });
+  }
+  Result<FileInfo> Stat() override {
+    return hooks_.Run(Event(FileOp::kStat, path()), [&] { return base_->Stat(); });
+  }
+  Status TryLockShared() override {
+    return hooks_.Run(Event(FileOp::kLock, path()), [&] { return base_->TryLockShared(); });
+  }
+  Status TryLockExclusive() override {
+    return hooks_.Run(Event(FileOp::kLock, path()), [&] { return base_->TryLockExclusive(); });
+  }
+  Status Close() override {
+    return hooks_.Run(Event(FileOp::kClose, path()), [&] { return base_->Close(); });
+  }
+  int descriptor() const override { return base_->descriptor(); }
+  const std::string& path() const override { return base_->path(); }
+
+ private:
+  std::unique_ptr<File> base_;
+  Hooks hooks_;
+};
+
+Result<std::unique_ptr<File>> Wrap(Result<std::unique_ptr<File>> file, Hooks hooks) {
+  if (!file.ok()) return file;
+  return std::unique_ptr<File>(std::make_unique<ObservedFile>(std::move(file).value(), hooks));
+}
+
+}  // namespace
+
+ObservedFileSystem::ObservedFileSystem(FileSystem& base, Before before, After after)
+    : base_(base), before_(std::move(before)), after_(std::move(after)) {}
+
+ObservedFileSystem::~ObservedFileSystem() = default;
+
+Result<std::unique_ptr<File>> ObservedFileSystem::OpenRead(const std::string& path) {
+  const Hooks hooks{before_, after_};
+  return Wrap(hooks.Run(Event(FileOp::kOpenRead, path), [&] { return base_.OpenRead(path); }),
+              hooks);
+}
+
+Result<std::unique_ptr<File>> ObservedFileSystem::CreateExclusive(const std::string& path) {
+  const Hooks hooks{before_, after_};
+  return Wrap(hooks.Run(Event(FileOp::kCreate, path), [&] { return base_.CreateExclusive(path); }),
+              hooks);
+}
+
+Result<std::unique_ptr<File>> ObservedFileSystem::OpenShared(const std::string& path) {
+  const Hooks hooks{before_, after_};
+  return Wrap(hooks.Run(Event(FileOp::kOpenShared, path), [&] { return base_.OpenShared(path); }),
+              hooks);
+}
+
+Status ObservedFileSystem::CreateDirectory(const std::string& path) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kCreateDirectory, path),
+                                    [&] { return base_.CreateDirectory(path); });
+}
+
+Result<std::vector<DirectoryEntry>> ObservedFileSystem::List(const std::string& path) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kList, path), [&] { return base_.List(path); });
+}
+
+Result<FileInfo> ObservedFileSystem::Stat(const std::string& path) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kStat, path), [&] { return base_.Stat(path); });
+}
+
+Result<FileInfo> ObservedFileSystem::LinkStat(const std::string& path) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kStat, path),
+                                    [&] { return base_.LinkStat(path); });
+}
+
+Status ObservedFileSystem::Link(const std::string& from, const std::string& to) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kLink, from, to),
+                                    [&] { return base_.Link(from, to); });
+}
+
+Status ObservedFileSystem::RenameNoReplace(const std::string& from, const std::string& to) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kRename, from, to),
+                                    [&] { return base_.RenameNoReplace(from, to); });
+}
+
+Status ObservedFileSystem::Exchange(const std::string& a, const std::string& b) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kExchange, a, b),
+                                    [&] { return base_.Exchange(a, b); });
+}
+
+Status ObservedFileSystem::RemoveFile(const std::string& path) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kRemoveFile, path),
+                                    [&] { return base_.RemoveFile(path); });
+}
+
+Status ObservedFileSystem::RemoveDirectory(const std::string& path) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kRemoveDirectory, path),
+                                    [&] { return base_.RemoveDirectory(path); });
+}
+
+Status ObservedFileSystem::SyncDirectory(const std::string& path) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kSyncDirectory, path),
+                                    [&] { return base_.SyncDirectory(path); });
+}
+
+Result<std::string> ObservedFileSystem::Resolve(const std::string& path) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kStat, path),
+                                    [&] { return base_.Resolve(path); });
+}
+
+}  // namespace tensormount

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensormount/status.h"
+
+#include <cerrno>
+#include <cstring>
+
+namespace tensormount {
+namespace {
+
+struct CodeRow {
+  std::string_view name;
+  int err;
+};
+
+// By the value of Code. The errno is what the kernel is told where no system call had failed.
+constexpr CodeRow kRows[] = {
+    {"OK", 0},
+    {"INVALID_ARGUMENT", EINVAL},
+    {"NOT_FOUND", ENOENT},
+    {"ALREADY_EXISTS", EEXIST},
+    {"PERMISSION_DENIED", EACCES},
+    {"READ_ONLY", EROFS},
+    {"RESOURCE_EXHAUSTED", ENOSPC},
+    {"DATA_LOSS", EIO},
+    {"UNAVAILABLE", EAGAIN},
+    {"DEADLINE_EXCEEDED", ETIMEDOUT},
+    {"BUSY", EBUSY},
+    {"STALE", ESTALE},
+    {"UNKNOWN", EIO},
+    {"UNSUPPORTED", EOPNOTSUPP},
+    {"CANCELLED", EINTR},
+    {"INTERNAL", EIO},
+};
+static_assert(std::size(kRows) == static_cast<std::size_t>(Code::kInternal) + 1);
+
+const CodeRow& RowOf(Code code) {
+  const auto i = static_cast<std::size_t>(code);
+  return i < std::size(kRows) ? kRows[i] : kRows[static_cast<std::size_t>(Code::kInternal)];
+}
+
+Code CodeOfErrno(int err) {
+  switch (err) {
+    case ENOENT:
+    case ENOTDIR:  // A part of the path is a file, so nothing is below it.
+    case ENODATA:
+    case ESRCH:
+      return Code::kNotFound;
+    case EEXIST:
+    case ENOTEMPTY:  // POSIX lets rmdir and rename say either.
+      return Code::kAlreadyExists;
+    case EACCES:
+    case EPERM:
+      return Code::kPermissionDenied;
+    case EROFS:
+      return Code::kReadOnly;
+    case ENOSPC:
+    case EDQUOT:
+    case EFBIG:
+    case ENOMEM:
+    case EMFILE:
+    case ENFILE:
+    case EMLINK:
+    case ENOBUFS:
+      return Code::kResourceExhausted;
+    case EIO:
+      return Code::kDataLoss;
+    case EAGAIN:
+    case ENXIO:
+    case ENODEV:
+    case EPIPE:
+    case ECONNREFUSED:
+    case ECONNRESET:
+    case ECONNABORTED:
+    case ENOTCONN:
+    case EHOSTUNREACH:
+    case ENETUNREACH:
+      return Code::kUnavailable;
+    case ETIMEDOUT:
+      return Code::kDeadlineExceeded;
+    case EBUSY:
+    case ETXTBSY:
+    case EADDRINUSE:
+      return Code::kBusy;
+    case ESTALE:
+      return Code::kStale;
+    case EOPNOTSUPP:
+    case ENOSYS:
+    case EXDEV:
+      return Code::kUnsupported;
+    case EINTR:
+    case ECANCELED:
+      return Code::kCancelled;
+    case EINVAL:
+    case EISDIR:
+    case ELOOP:
+    case ENAMETOOLONG:
+    case ERANGE:
+    case EOVERFLOW:
+    case E2BIG:
+    case EBADF:
+    case EDOM:
+      return Code::kInvalidArgument;
+    default:
+      return Code::kInternal;
+  }
+}
+
+std::string ErrnoText(int err) {
+  char buffer[128] = {};
+  return strerror_r(err, buffer, sizeof(buffer));  // GNU's: returns the text.
+}
+
+}  // namespace
+
+std::string_view CodeName(Code code) { return RowOf(code).name; }
+
+Status::Status(Code code, std::string message) {
+  if (code != Code::kOk) rep_ = std::make_shared<const Rep>(Rep{code, 0, std::move(message)});
+}
+
+Status Status::FromErrno(int err, std::string_view action, std::string_view object) {
+  std::string message;
+  message.append(action).append(" ").append(object).append(": ");
+  // A caller that lost its errno has still failed.
+  if (err <= 0) return Status(Code::kInternal, message.append("failed without an errno"));
+  return FromParts(CodeOfErrno(err), err, message.append(ErrnoText(err)));
+}
+
+Status Status::FromParts(Code code, int err, std::string message) {
+  Status s;
+  if (code != Code::kOk) s.rep_ = std::make_shared<const Rep>(Rep{code, err, std::move(message)});
+  return s;
+}
+
+Code Status::code() const { return rep_ ? rep_->code : Code::kOk; }
+
+const std::string& Status::message() const {
+  static const std::string empty;
+  return rep_ ? rep_->message : empty;
+}
+
+int Status::ToErrno() const {
+  if (!rep_) return 0;
+  return rep_->err != 0 ? rep_->err : RowOf(rep_->code).err;
+}
+
+std::string Status::ToString() const {
+  if (!rep_) return "OK";
+  return std::string(CodeName(rep_->code)) + ": " + rep_->message;
+}
+
+Status Status::WithContext(std::string_view context) const {
+  if (!rep_) return *this;
+  std::string message(context);
+  return FromParts(rep_->code, rep_->err, message.append(": ").append(rep_->message));
+}
+
+}  // namespace tensormount
