@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_SAVE_H_
+#define TENSORMOUNT_SAVE_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/communicator.h"
+#include "tensormount/export.h"
+#include "tensormount/state_dict.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// Where tensors go (docs/format.md, "Data files"): kAuto decides by size and by how long the runs
+// of the shards are.
+enum class PlacementRule { kAuto, kTensorFile, kRankShard, kSafetensors };
+
+// How contents of replicas are compared. kRotating: each holder hashes its own share of the region
+// and a neighbour's, everything over as many saves as there are holders.
+enum class ReplicaCheck { kRotating, kFull, kOff };
+
+struct SaveOptions {
+  PlacementRule placement = PlacementRule::kAuto;
+  ReplicaCheck replicas = ReplicaCheck::kRotating;
+  bool replace_existing = false;  // Exchange at commit; otherwise a name that exists is an error.
+  std::string producer = {};      // Shown in checkpoint.json; empty: "tensormount <version>".
+  Timeouts timeouts = {};
+  std::int64_t now = 0;           // Seconds since 1970 for mtimes; 0: the clock's. For tests.
+};
+
+struct SaveReport {
+  std::string path;            // STORE/NAME
+  std::string uuid;
+  std::uint64_t generation = 0;
+  std::uint64_t tensors = 0;
+  std::uint64_t bytes = 0;             // Of all tensors.
+  std::uint64_t bytes_written = 0;     // By all ranks, headers included.
+  std::uint64_t bytes_written_here = 0;
+  std::uint64_t replica_bytes = 0;           // Cells held more than once, counted per extra holder.
+  std::uint64_t replica_bytes_compared = 0;  // Of these, in this save.
+  // Seconds of this rank.
+  double validate_seconds = 0;
+  double write_seconds = 0;    // Writing, hashing, syncing.
+  double publish_seconds = 0;  // Waiting for the verdict included.
+};
+
+// Collective: every rank of `comm` calls it with its part and the same path "STORE/NAME" and
+// options, and every rank returns the same verdict. The store is made on first write.
+//
+//   ok                 committed and durable
+//   kInvalidArgument   the shards do not cover a tensor exactly (names tensor, ranks and the exact
+//                      missing or doubled box), dtype or shape differ between ranks, or options do
+//   kAlreadyExists     that name is taken
+//   kDataLoss          replicas differ (names key, ranks, box)
+//   kResourceExhausted disk full, on some rank; nothing is left behind
+//   kDeadlineExceeded, kUnavailable   a rank died or did not come, and is named; not committed
+//   kUnknown           committed or not could not be found out
+// A rank that cannot reach the others any more asks the store: "committed" where the rename had
+// happened (then ok), otherwise it sees to it that the save can never be published.
+TENSORMOUNT_EXPORT Result<SaveReport> Save(const StateDict& state, std::string_view path,
+                                           Communicator& comm, const SaveOptions& options = {});
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_SAVE_H_

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// Everything but mpi.h: #include <tensormount/tensormount.h>
+#ifndef TENSORMOUNT_TENSORMOUNT_H_
+#define TENSORMOUNT_TENSORMOUNT_H_
+
+#include "tensormount/box.h"
+#include "tensormount/buffer.h"
+#include "tensormount/checkpoint.h"
+#include "tensormount/common_value.h"
+#include "tensormount/communicator.h"
+#include "tensormount/dtype.h"
+#include "tensormount/load.h"
+#include "tensormount/save.h"
+#include "tensormount/state_dict.h"
+#include "tensormount/status.h"
+
+#endif  // TENSORMOUNT_TENSORMOUNT_H_
