@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Checks what the compiler does not: who may include what, and the form of source files.
+
+usage: layering.py ROOT        prints one line per violation, exits 1 where there is one
+"""
+
+import fnmatch
+import os
+import re
+import subprocess
+import sys
+
+# A folder includes only these folders (docs/architecture.md).
+LAYERS = ["base", "shard", "index", "collective"]
+MAY_INCLUDE = {layer: LAYERS[: i + 1] for i, layer in enumerate(LAYERS)}
+MAY_INCLUDE["gpu"] = LAYERS + ["gpu"]
+MAY_INCLUDE["fs"] = LAYERS + ["fs"]
+MAY_INCLUDE["lib"] = LAYERS + ["gpu", "fs", "lib"]
+MAY_INCLUDE["mount-tools"] = LAYERS + ["gpu", "fs", "mount-tools"]
+MAY_INCLUDE["bench"] = LAYERS + ["gpu", "fs", "bench"]
+MAY_INCLUDE["tests"] = LAYERS + ["gpu", "fs", "mount-tools", "bench", "tests"]
+MAY_INCLUDE["examples"] = []  # Public headers only.
+MAY_INCLUDE["include"] = []
+
+# The layer that implements each public header: lower ones must not include it.
+PUBLIC_HEADERS = {
+    "export.h": "base",
+    "status.h": "base",
+    "box.h": "shard",
+    "buffer.h": "shard",
+    "dtype.h": "shard",
+    "checkpoint.h": "index",
+    "common_value.h": "index",
+    "store.h": "index",
+    "communicator.h": "collective",
+    "load.h": "collective",
+    "mpi.h": "collective",
+    "save.h": "collective",
+}
+
+# Third-party headers and the only files that may include them.
+THIRD_PARTY = [
+    (r"rocksdb/", ["index/*.cc", "tests/index/*.cc"]),
+    (r"(fuse3?/|fuse|linux/fuse)", ["fs/fuse_bridge.cc", "fs/mount_session.cc", "fs/fuse_shim*.cc",
+                                    "bench/null_server*.cc"]),
+    (r"mpi\.h", ["collective/mpi_communicator.cc", "tests/mpi/*.cc"]),
+    (r"xxh", ["base/hash.cc"]),
+    (r"(cuda|nccl|cufile|nvml)", ["gpu/*.cc", "gpu/*.cu", "gpu/*.cuh"]),
+    (r"nlohmann/", ["*.cc"]),
+    (r"fmt/", ["*.cc"]),
+    (r"CLI/", ["mount-tools/*.cc", "bench/*.cc"]),
+    (r"(gtest|gmock)/", ["tests/*.cc", "tests/*.h"]),
+    (r"benchmark/", ["bench/*.cc", "tests/*.cc"]),
+]
+
+MAX_LINES = 650
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+# Spelled in pieces, so that this file passes its own check.
+MACHINE_PATH = re.compile(r"(?<![\w./$}-])/(?:wo" r"rk|ho" r"me/\w+|ro" r"ot)/")
+REGISTRY = re.compile(r"pypi\.o" r"rg|pythonhos" r"ted|deb\.deb" r"ian\.org|registry\.np" r"mjs")
+UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
+
+
+def source_files(root):
+    """Paths below root, relative: what git tracks, or everything where there is no repository."""
+    if os.path.exists(os.path.join(root, ".git")):
+        out = subprocess.run(["git", "-C", root, "ls-files", "-z"], check=True, capture_output=True)
+        names = out.stdout.decode().split("\0")
+        return sorted(n for n in names if n and os.path.isfile(os.path.join(root, n)))
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if f not in (".git", "build", ".cache")]
+        found += [os.path.relpath(os.path.join(folder, f), root) for f in files]
+    return sorted(found)
+
+
+def matches(path, patterns):
+    return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
+
+
+def guard_of(path):
+    name = path.removeprefix("include/")
+    if name.startswith("tensormount/"):
+        name = name.removeprefix("tensormount/")
+    return "TENSORMOUNT_" + re.sub(r"[^A-Za-z0-9]", "_", name).upper() + "_"
+
+
+def check_include(path, quoted, header):
+    top = path.split("/")[0]
+    is_layer_header = path.endswith(".h") and top != "tests"
+    for prefix, allowed in THIRD_PARTY:
+        if re.match(prefix, header) and not quoted:
+            if is_layer_header and not header.startswith(("cuda", "nccl")):
+                return f"third-party header <{header}> in a header"
+            if not matches(path, allowed):
+                return f"<{header}> belongs into {', '.join(allowed)} only"
+    if not quoted:
+        return None
+    folder, _, rest = header.partition("/")
+    if not rest:
+        return f'"{header}" has no folder: write it from the root of the repository'
+    if folder == "tensormount":
+        if top in LAYERS:
+            layer = PUBLIC_HEADERS.get(rest)
+            if layer is None:
+                return f'public header "{header}" has no layer: add it to PUBLIC_HEADERS'
+            if layer not in MAY_INCLUDE[top]:
+                return f'{top} includes "{header}", which {layer} implements'
+        return None
+    if top in MAY_INCLUDE and folder not in MAY_INCLUDE[top]:
+        return f'{top} must not include "{header}"'
+    return None
+
+
+def check_file(root, path):
+    with open(os.path.join(root, path), "rb") as file:
+        raw = file.read()
+    if b"\0" in raw[:4096] or path == "LICENSE":
+        return
+    lines = raw.decode("utf-8", "replace").splitlines()
+    base = os.path.basename(path)
+    code = path.endswith((".h", ".cc", ".cu", ".cuh"))
+    script = bool(lines) and lines[0].startswith("#!")
+    if code or script or path.endswith((".py", ".cmake", ".sh")) or base == "CMakeLists.txt":
+        if not any("SPDX-License-Identifier: Apache-2.0" in line for line in lines[:3]):
+            yield 1, "no SPDX-License-Identifier line at its top"
+        if len(lines) > MAX_LINES:
+            yield len(lines), f"over {MAX_LINES} lines"
+    if path.endswith(".h") and f"#ifndef {guard_of(path)}" not in lines:
+        yield 1, f"include guard is not {guard_of(path)}"
+    for number, line in enumerate(lines, 1):
+        if MACHINE_PATH.search(line):
+            yield number, "a path of one machine"
+        if REGISTRY.search(line):
+            yield number, "a registry's host name"
+        if code and UNFINISHED.search(line):
+            yield number, "unfinished: " + line.strip()
+        found = INCLUDE.match(line) if code else None
+        if found:
+            problem = check_include(path, found.group(1) == '"', found.group(2))
+            if problem:
+                yield number, problem
+
+
+def violations(root):
+    return [f"{path}:{number}: {problem}" for path in source_files(root)
+            for number, problem in check_file(root, path)]
+
+
+def main():
+    root = sys.argv[1]
+    found = violations(root)
+    for line in found:
+        print(line)
+    print(f"{len(source_files(root))} files, {len(found)} violations")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

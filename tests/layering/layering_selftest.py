@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Plants violations in a copy of the tree, one at a time, and sees each of them caught.
+
+usage: layering_selftest.py ROOT
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+
+import layering
+
+SPDX = "// SPDX-License-Identifier: Apache-2.0\n"
+GUARD = SPDX + "#ifndef {0}\n#define {0}\n{1}\n#endif\n"
+
+# File, its text, and what the message must contain.
+PLANTED = [
+    ("base/planted.cc", SPDX + '#include "shard/copy_plan.h"\n', "base must not include"),
+    ("index/planted.cc", SPDX + '#include "collective/collective.h"\n', "index must not include"),
+    ("fs/planted.cc", SPDX + '#include "gpu/device.h"\n', "fs must not include"),
+    ("gpu/planted.cc", SPDX + '#include "fs/vfs.h"\n', "gpu must not include"),
+    ("shard/planted.cc", SPDX + '#include "tensormount/communicator.h"\n', "which collective"),
+    ("base/planted.cc", SPDX + '#include "tensormount/unheard_of.h"\n', "has no layer"),
+    ("examples/planted.cc", SPDX + '#include "base/hash.h"\n', "examples must not include"),
+    ("fs/planted.cc", SPDX + "#include <rocksdb/db.h>\n", "<rocksdb/db.h> belongs into"),
+    ("fs/vfs_planted.cc", SPDX + "#include <fuse3/fuse_lowlevel.h>\n", "belongs into"),
+    ("fs/vfs_planted.cc", SPDX + "#  include <linux/fuse.h>\n", "belongs into"),
+    ("collective/planted.cc", SPDX + "#include <mpi.h>\n", "<mpi.h> belongs into"),
+    ("shard/planted.cc", SPDX + "#include <xxhash.h>\n", "<xxhash.h> belongs into"),
+    ("shard/planted.h", GUARD.format("TENSORMOUNT_SHARD_PLANTED_H_", "#include <fmt/format.h>"),
+     "third-party header"),
+    ("include/tensormount/planted.h",
+     GUARD.format("TENSORMOUNT_PLANTED_H_", "#include <nlohmann/json.hpp>"), "third-party header"),
+    ("include/tensormount/planted.h",
+     GUARD.format("TENSORMOUNT_PLANTED_H_", '#include "base/hash.h"'), "include must not include"),
+    ("base/planted.h", GUARD.format("WRONG_H_", ""), "include guard"),
+    ("base/planted.cc", "int planted;\n", "SPDX"),
+    ("scripts/planted", "#!/bin/sh\n", "SPDX"),
+    ("base/planted.cc", SPDX + "//\n" * layering.MAX_LINES, "over"),
+    ("docs/planted.md", "see /ho" "me/someone/x\n", "a path of one machine"),
+    ("docs/planted.md", "from pypi.o" "rg\n", "host name"),
+    ("base/planted.cc", SPDX + "// TO" "DO: more\n", "unfinished"),
+    ("base/planted.cc", SPDX + '#include "hash.h"\n', "has no folder"),
+]
+
+
+def main():
+    missed = 0
+    with tempfile.TemporaryDirectory() as copy:
+        for path in layering.source_files(sys.argv[1]):
+            os.makedirs(os.path.join(copy, os.path.dirname(path)), exist_ok=True)
+            shutil.copyfile(os.path.join(sys.argv[1], path), os.path.join(copy, path))
+        before = set(layering.violations(copy))
+        for path, text, expected in PLANTED:
+            full = os.path.join(copy, path)
+            os.makedirs(os.path.dirname(full), exist_ok=True)
+            with open(full, "w") as file:
+                file.write(text)
+            caught = [v for v in layering.violations(copy) if v not in before]
+            os.remove(full)
+            if not any(v.startswith(path + ":") and expected in v for v in caught):
+                missed += 1
+                print(f"not caught: {path}: {expected!r}: {caught}")
+            if len(caught) != 1:
+                missed += 1
+                print(f"expected one violation: {path}: {caught}")
+    print(f"{len(PLANTED)} planted, {missed} missed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
