@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_MOUNT_SESSION_H_
+#define TENSORMOUNT_FS_MOUNT_SESSION_H_
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/file_system.h"
+#include "tensormount/status.h"
+
+namespace tensormount::fs {
+
+// What `mount` may be told. Paths are the host's.
+struct MountOptions {
+  std::string source;      // A store, a checkpoint folder, STORE/latest, a .safetensors file.
+  std::string mount_point; // An empty folder.
+  bool list_views = false; // List npy/, extents/, model.safetensors too.
+  bool allow_other = false;
+  enum class Tier { kAuto, kPassthrough, kDaemon } tier = Tier::kAuto;
+  enum class Verify { kOff, kFirst, kAlways } verify = Verify::kOff;
+  int threads = 0;         // 0: as many as cores, at least 2.
+};
+
+// A live mount. Read-only. Needs the right to mount (root, or fusermount3).
+class MountSession {
+ public:
+  // Opens the source, mounts, and returns once the mount answers. The process must not have
+  // started threads that it wants to keep over a fork: become a daemon first.
+  //   kNotFound           no such source or mount point
+  //   kBusy               the mount point is not empty or is a mount already
+  //   kPermissionDenied   not allowed to mount; allow_other refused (and why)
+  //   kUnavailable        no /dev/fuse;  kUnsupported: built without FUSE, or tier not offered
+  static Result<std::unique_ptr<MountSession>> Start(FileSystem& fs, const MountOptions& options);
+  // Unmounts, lazily where it is busy, and joins.
+  virtual ~MountSession() = default;
+
+  // Returns when the mount is gone: unmounted from outside, or by Stop(). Not kDeadlineExceeded.
+  virtual Status Wait() = 0;
+  // From any thread or a signal-handling thread: unmounts (clean where not busy, else lazily).
+  virtual void Stop() = 0;
+  // One line of JSON, as in .tensormount/status.
+  virtual std::string StatusJson() const = 0;
+};
+
+// Unmounts what is mounted at `mount_point` (fusermount3, or umount2 as root) and waits until it
+// is gone or `deadline`: kBusy where it is in use and `lazy` is false.
+Status Unmount(const std::string& mount_point, bool lazy, std::chrono::milliseconds timeout);
+// Whether something is mounted at exactly this path (from /proc/self/mountinfo).
+bool IsMountPoint(const std::string& path);
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_MOUNT_SESSION_H_
