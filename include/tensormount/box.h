@@ -19,6 +19,9 @@ inline constexpr int kMaxRank = 16;
 // Inside, bytes of an element are one more axis.
 inline constexpr int kMaxAxes = kMaxRank + 1;
 
+class Dims;
+TENSORMOUNT_EXPORT bool operator==(const Dims& a, const Dims& b);
+
 // Extents, coordinates or strides, one per axis. No heap.
 class TENSORMOUNT_EXPORT Dims {
  public:
@@ -83,6 +86,9 @@ class TENSORMOUNT_EXPORT Box {
 
 // The common cells; an empty box where there are none. Ranks must be equal.
 TENSORMOUNT_EXPORT Box Intersect(const Box& a, const Box& b);
+
+class Region;
+TENSORMOUNT_EXPORT bool operator==(const Region& a, const Region& b);
 
 // What one rank holds of a global tensor: a box, or a flat range of the row-major order of a box
 // (ZeRO and FSDP cut so). Canonical: a flat range that is itself a box (whole rows, or inside
