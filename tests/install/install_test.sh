@@ -1,0 +1,61 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Installs the build into a scratch folder and uses it from outside as a stranger would:
+# install_test.sh SOURCE BUILD COMPILER HAVE_MPI
+set -euo pipefail
+source=$1 build=$2 compiler=$3 have_mpi=$4
+scratch=$(mktemp -d "${TENSORMOUNT_TEST_TMPDIR:-${TMPDIR:-/tmp}}/tensormount-install.XXXXXX")
+trap 'rm -rf "$scratch"' EXIT
+fail() { echo "install_test: $*" >&2; exit 1; }
+
+cmake --install "$build" --prefix "$scratch/first" > "$scratch/install.log" ||
+  { cat "$scratch/install.log"; fail "cmake --install failed (is everything built?)"; }
+# The tree must work wherever it is moved to.
+mv "$scratch/first" "$scratch/prefix"
+prefix=$scratch/prefix
+library=$(find "$prefix" -name libtensormount.so)
+[ -n "$library" ] || fail "no libtensormount.so"
+libraries=$(dirname "$library")
+
+echo "-- only the public API is visible"
+for name in tensormount tensormount_mpi; do
+  strangers=$(nm -D --defined-only "$libraries/lib$name.so" |
+    awk '$3 !~ /^_Z(N|NK|TIN|TSN|TVN)11tensormount/ {print $3}')
+  [ -z "$strangers" ] || fail "lib$name.so exports $strangers"
+done
+nm -DC --defined-only "$library" | grep -q ' T tensormount::Save(' || fail "Save is not exported"
+! ldd "$library" | grep -q libmpi || fail "libtensormount.so loads MPI"
+
+echo "-- public headers name no third party"
+for header in "$prefix"/include/tensormount/*.h; do
+  "$compiler" -std=c++20 -I "$prefix/include" -M -x c++ "$header" > "$scratch/headers"
+  if grep -E '/(rocksdb|fuse3|nlohmann|fmt|CLI|cuda[^/]*|mpi[^/]*|openmpi)/|/(mpi|xxhash)\.h' \
+    "$scratch/headers" | grep -v '/tensormount/mpi\.h'; then
+    fail "$header includes a third-party header"
+  fi
+done
+
+echo "-- find_package"
+cmake -S "$source/examples" -B "$scratch/examples" -DCMAKE_PREFIX_PATH="$prefix" \
+  -DCMAKE_CXX_COMPILER="$compiler" -DCMAKE_CXX_FLAGS="-Wall -Wextra -Werror" > "$scratch/log" ||
+  { cat "$scratch/log"; fail "examples do not configure"; }
+cmake --build "$scratch/examples" -j 2 > "$scratch/log" 2>&1 ||
+  { cat "$scratch/log"; fail "examples do not build"; }
+"$scratch/examples/save_load" "$scratch/store" | tee "$scratch/output"
+[ "$(grep -c 'all equal' "$scratch/output")" = 2 ] || fail "save_load did not load on 2 ranks"
+[ -f "$scratch/store/step-1000/COMMIT" ] || fail "save_load left no checkpoint"
+if [ "$have_mpi" = ON ]; then
+  # As root and with more processes than cores, in a container too.
+  OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 \
+    timeout 60 mpirun -n 2 "$scratch/examples/save_mpi" "$scratch/store" | tee "$scratch/output"
+  grep -q '2 processes saved' "$scratch/output" || fail "save_mpi did not save on 2 processes"
+fi
+
+echo "-- pkg-config"
+export PKG_CONFIG_PATH=$libraries/pkgconfig
+# shellcheck disable=SC2046
+"$compiler" -std=c++20 "$source/examples/save_load.cc" -o "$scratch/by_pkg_config" \
+  $(pkg-config --cflags --libs tensormount) -Wl,-rpath,"$libraries"
+"$scratch/by_pkg_config" "$scratch/store2" > /dev/null || fail "the pkg-config build does not run"
+pkg-config --exists tensormount-mpi || fail "no tensormount-mpi.pc"
+echo "-- fine"
