@@ -63,7 +63,7 @@ class Store {
   // Claims a generation and makes the staging folder with data/ and manifest/ in it and a file
   // that holds its uuid. kAlreadyExists where NAME is taken and `if_exists` is kFail. Leftovers of
   // crashed saves never block it.
-  Result<Staging> Begin(const std::string& name, IfExists if_exists);
+  Result<Staging> Begin(const std::string& name, IfExists if_exists) const;
 
   struct PublishOptions {
     IfExists if_exists = IfExists::kFail;
