@@ -37,6 +37,8 @@ PUBLIC_HEADERS = {
     "load.h": "collective",
     "mpi.h": "collective",
     "save.h": "collective",
+    "state_dict.h": "collective",
+    "tensormount.h": "lib",
 }
 
 # Third-party headers and the only files that may include them.
