@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_COMMUNICATOR_H_
 #define TENSORMOUNT_COMMUNICATOR_H_
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -34,6 +35,9 @@ class TENSORMOUNT_EXPORT Communicator {
  public:
   using Request = std::uint64_t;
 
+  // Tags are at most this: what every MPI has. Collective uses the upper half.
+  static constexpr std::uint32_t kMaxTag = 32767;
+
   virtual ~Communicator() = default;
 
   virtual int rank() const = 0;
@@ -43,11 +47,14 @@ class TENSORMOUNT_EXPORT Communicator {
 
   // `view` must be packed and stay valid until Test says done or Cancel returned. Any size, over
   // 2 GiB too. kUnsupported for device memory that this kind cannot reach, kInvalidArgument for a
-  // rank outside [0, size) or a view that is not packed.
+  // rank outside [0, size), a tag over kMaxTag or a view that is not packed. A peer that is gone is
+  // reported by Test. Small messages are taken over at once (Test says done before the peer
+  // receives), and reach a peer that asks later even if the sender has left meanwhile; large ones
+  // may wait for the receiver.
   virtual Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) = 0;
-  // The sender's size must be equal: kDataLoss from Test where it is not.
+  // The sender's size must be equal: kDataLoss from Test where it is not (the message is consumed).
   virtual Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) = 0;
-  // True once done; then the request is forgotten. kUnavailable naming the rank where the peer is
+  // True once done; then, and after a failure, the request is forgotten. kUnavailable naming the rank where the peer is
   // known to be gone (socket closed).
   virtual Result<bool> Test(Request request) = 0;
   // Forgets a request; its memory may be reused when this returns. The pair's order for that tag
@@ -56,8 +63,16 @@ class TENSORMOUNT_EXPORT Communicator {
 
   // Moves messages and heartbeats. Cheap where there is nothing to do.
   virtual Status Progress() = 0;
-  // Time since `rank` was last heard of (its Progress ran, or a message of it came).
+  // Time since `rank` was last heard of (its Progress ran, or a message of it came). Kept up
+  // between rank 0 and every other; between others it may only count messages.
   virtual std::chrono::nanoseconds SilentFor(int rank) const = 0;
+
+  // Numbers the collective jobs of this rank, so that a message left over from a failed one is
+  // never taken for one of the next. Every rank begins the same jobs in the same order.
+  std::uint32_t BeginJob() { return jobs_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  std::atomic<std::uint32_t> jobs_{0};
 };
 
 // Runs `body` on `ranks` threads of this process, each with its own Communicator, and joins them.

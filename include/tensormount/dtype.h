@@ -48,7 +48,7 @@ struct DTypeInfo {
   std::string_view torch;        // "torch.bfloat16"
   std::string_view numpy;        // "bfloat16"
   bool numpy_is_ml_dtypes;
-  std::string_view npy_descr;  // What a .npy header says: "<f4", "|V2" for ml_dtypes' kinds.
+  std::string_view npy_descr;  // What a .npy header says: "<f4", "<V2" for ml_dtypes' kinds.
 };
 
 TENSORMOUNT_EXPORT std::span<const DTypeInfo> AllDTypes();

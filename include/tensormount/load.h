@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_LOAD_H_
 #define TENSORMOUNT_LOAD_H_
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -35,6 +36,8 @@ struct LoadOptions {
   LoadVerify verify = LoadVerify::kAuto;
   LoadPath path = LoadPath::kAuto;
   Timeouts timeouts = {};
+  // Where not null, counts bytes as this rank has read them: for progress displays.
+  std::atomic<std::uint64_t>* progress = nullptr;
   // For tests: called on every rank after the bytes arrived and before they are proved.
   void (*before_proof)(int rank) = nullptr;
 };

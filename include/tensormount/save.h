@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_SAVE_H_
 #define TENSORMOUNT_SAVE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -28,6 +29,8 @@ struct SaveOptions {
   bool replace_existing = false;  // Exchange at commit; otherwise a name that exists is an error.
   std::string producer = {};      // Shown in checkpoint.json; empty: "tensormount <version>".
   Timeouts timeouts = {};
+  // Where not null, counts bytes as this rank has written them: for progress displays.
+  std::atomic<std::uint64_t>* progress = nullptr;
   std::int64_t now = 0;           // Seconds since 1970 for mtimes; 0: the clock's. For tests.
 };
 

@@ -58,6 +58,10 @@ class TENSORMOUNT_EXPORT StateDict {
     return SetCommon(name, CommonValue(std::string(value)));
   }
 
+  // What the caller itself found wrong: fails the Save or Load for all ranks, instead of leaving
+  // them waiting for one that gave up. No-op for ok.
+  const Status& Fail(const Status& failure);
+
   struct TensorItem {
     std::string key;
     Shard shard;
