@@ -20,6 +20,10 @@ function(tensormount_set_test_properties name labels timeout)
     TIMEOUT ${timeout}
     LABELS "${labels}"
     ENVIRONMENT "${TENSORMOUNT_TEST_ENVIRONMENT}")
+  # Several processes of one test and another test beside them would only wait for each other.
+  if("mpi" IN_LIST labels)
+    set_tests_properties(${name} PROPERTIES PROCESSORS 2)
+  endif()
 endfunction()
 
 # tensormount_add_test(<name> SOURCES file... [DEPS target...] [LABELS label...] [TIMEOUT seconds]
