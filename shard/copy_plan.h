@@ -7,9 +7,10 @@
 #include <span>
 #include <vector>
 
-#include "shard/tensor_meta.h"
 #include "tensormount/box.h"
 #include "tensormount/status.h"
+
+#include "shard/tensor_meta.h"
 
 namespace tensormount {
 
@@ -70,7 +71,8 @@ struct StridedCopy {
 // boxes into byte runs: slices, resharding, packing and the byte ranges of the mount all use it.
 StridedCopy PlanCopy(const Box& part, const PlacedBox& src, const PlacedBox& dst);
 
-// Moves the bytes of a plan from one memory to another.
+// Moves the bytes of a plan from one memory to another, which must not overlap. Any order of axes
+// is as fast as its memory allows: transposes go by tiles.
 void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst);
 
 // How to assemble a byte region of a tensor from the chunks that store it. Pieces are ordered by
@@ -83,10 +85,12 @@ class CopyPlan {
     StridedCopy copy;
   };
   // `want`: placed boxes of the destination (disjoint). `chunks[i]`: placed boxes of chunk i.
-  // kDataLoss "... is stored in no chunk" / "... is stored twice" with the box where the cells
-  // wanted are not covered exactly once; kInvalidArgument where ranks differ.
+  // kDataLoss "[0:4, 0:2] is stored in no chunk" / "... is stored twice" where the cells wanted are
+  // not covered exactly once; kInvalidArgument where ranks differ. `meta` names the box in
+  // elements, and the tensor; without it the message speaks of bytes.
   static Result<CopyPlan> Make(std::span<const PlacedBox> want,
-                               std::span<const std::vector<PlacedBox>> chunks);
+                               std::span<const std::vector<PlacedBox>> chunks,
+                               const TensorMeta* meta = nullptr);
 
   std::span<const Piece> pieces() const { return pieces_; }
   std::uint64_t bytes() const { return bytes_; }

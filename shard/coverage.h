@@ -18,8 +18,8 @@ struct OwnedRegion {
 };
 
 struct Overlap {
-  Box box;                   // Cells that two of the regions claim.
-  std::uint32_t first = 0;   // Owners, in increasing order of position in the input.
+  Box box;                  // Cells that two of the regions claim.
+  std::uint32_t first = 0;  // Owners, in increasing order of position in the input.
   std::uint32_t second = 0;
 };
 
@@ -36,8 +36,8 @@ struct CoverageReport {
 
 // Pure and exact for arbitrary regions, boxes and flat ranges mixed. Regions must lie within
 // `shape`; empty ones are ignored. Replicas (equal regions) must have been removed by the caller.
-// Lists at most `limit` findings of each kind. Cost is near linear for row cuts and regular
-// grids, O(n log n) sweeps otherwise.
+// Lists at most `limit` (at least one) findings of each kind. Cost is near linear for row cuts and
+// regular grids, O(n log n) sweeps otherwise.
 CoverageReport CheckCoverage(const Dims& shape, std::span<const OwnedRegion> regions,
                              std::size_t limit = 16);
 

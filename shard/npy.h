@@ -10,7 +10,7 @@
 
 namespace tensormount {
 
-// The header of a .npy file, version 1.0 (2.0 where it is longer), C order, data aligned to 64
+// The header of a .npy file, version 1.0 (rank 16 always fits), C order, data aligned to 64
 // bytes (NumPy's format document, numpy.lib.format). Types under a byte: kUnsupported.
 Result<std::string> MakeNpyHeader(DType dtype, const Dims& shape);
 

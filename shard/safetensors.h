@@ -9,10 +9,11 @@
 #include <string_view>
 #include <vector>
 
-#include "base/file_system.h"
-#include "tensormount/dtype.h"
 #include "tensormount/box.h"
+#include "tensormount/dtype.h"
 #include "tensormount/status.h"
+
+#include "base/file_system.h"
 
 // The safetensors format (huggingface/safetensors README, section "Format"): u64 header length,
 // JSON header, data. Reader: every rule is checked; nothing is allocated before its size was
@@ -29,14 +30,15 @@ struct SafetensorsEntry {
 };
 
 struct SafetensorsHeader {
-  std::vector<SafetensorsEntry> entries;  // Sorted by begin, then key.
+  std::vector<SafetensorsEntry> entries;  // Sorted by begin, end (empty ones first), key.
   std::map<std::string, std::string> metadata;
   std::uint64_t data_offset = 0;  // 8 + header length: where the data part begins in the file.
 };
 
 // `file_size` is the whole file's. kDataLoss says which rule is broken and by which key: header
 // length, UTF-8, JSON (duplicate keys too), types, dtype, shape × dtype = length, overlap, gaps,
-// data past the end or bytes left over. kUnsupported for a dtype that we do not know.
+// data past the end or bytes left over. Keys are not checked against CheckKey: the format
+// allows more. kUnsupported for a dtype that we do not know and for ranks over kMaxRank.
 Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
                                                  std::uint64_t file_size);
 Result<SafetensorsHeader> ReadSafetensorsHeader(File& file);

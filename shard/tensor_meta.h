@@ -20,7 +20,8 @@ inline constexpr std::size_t kMaxKeyBytes = 2048;
 Status CheckKey(std::string_view key);
 
 // Name, element type and global shape of a tensor. Checked once when made, immutable after:
-// rank <= 16, elements and bits fit 63 bits, total bits are a multiple of 8.
+// rank <= 16, elements and bits fit 63 bits, total bits are a multiple of 8. (Extents of zero count
+// as one for the size check, so that no stride can overflow.)
 class TensorMeta {
  public:
   static Result<TensorMeta> Make(std::string key, DType dtype, const Dims& shape);
@@ -52,6 +53,8 @@ Dims ByteShape(DType dtype, const Dims& shape);
 // kInvalidArgument "does not begin and end on a byte" for sub-byte types cut inside a byte;
 // kInvalidArgument where the region does not lie within `shape`.
 Result<Region> ByteRegion(DType dtype, const Dims& shape, const Region& region);
+// The smallest box of elements around a box of bytes: names bytes in messages.
+Box ElementBox(DType dtype, const Dims& shape, const Box& byte_box);
 // Bytes that the region takes when packed.
 Result<std::uint64_t> RegionBytes(DType dtype, const Dims& shape, const Region& region);
 
@@ -64,12 +67,15 @@ struct PlacedBox {
 };
 // Row-major packed pieces of a byte region from `offset` on: what a chunk looks like in its file.
 std::vector<PlacedBox> PlacePacked(const Region& byte_region, std::uint64_t offset);
-// A buffer that holds `region` of a (dtype, shape) tensor. Its shape must be the region's extents
-// (a flat range: one axis of volume()). Offsets are relative to buffer.data.
-// kInvalidArgument where dtype or shape do not agree.
-Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype,
-                                           const Dims& shape, const Region& region);
+// A buffer that holds `region` of a (dtype, shape) tensor. Its shape must be the region's extents,
+// or one axis of volume() elements in the region's row-major order (always so for flat ranges; also
+// for boxes, because a flat range of whole rows becomes one). Offsets are relative to buffer.data.
+// kInvalidArgument where dtype or shape do not agree, or strides reach past 2^62 bytes.
+Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype, const Dims& shape,
+                                           const Region& region);
 // Foreign chunk with element strides in bytes per element axis (transposed or padded storage).
+// kInvalidArgument where the box is not in `shape` or a byte would stand before 0 or past 2^62;
+// kUnsupported for types under a byte that are not packed.
 Result<std::vector<PlacedBox>> PlaceStrided(DType dtype, const Dims& shape, const Box& box,
                                             std::uint64_t offset, const Dims& byte_strides);
 

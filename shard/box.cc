@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensormount/box.h"
+
+#include <algorithm>
+#include <cassert>
+#include <string>
+
+#include "base/checked.h"
+#include "shard/box_access.h"
+
+namespace tensormount {
+
+Dims::Dims(std::initializer_list<std::int64_t> v) {
+  for (const std::int64_t x : v) push_back(x);
+}
+
+Dims::Dims(std::span<const std::int64_t> v) {
+  for (const std::int64_t x : v) push_back(x);
+}
+
+Dims Dims::Filled(int rank, std::int64_t value) {
+  Dims d;
+  for (int a = 0; a < rank; ++a) d.push_back(value);
+  return d;
+}
+
+void Dims::push_back(std::int64_t v) {
+  assert(rank_ < kMaxAxes);
+  if (rank_ == kMaxAxes) return;
+  v_[static_cast<std::size_t>(rank_++)] = v;
+}
+
+bool operator==(const Dims& a, const Dims& b) {
+  return a.rank_ == b.rank_ && std::equal(a.begin(), a.end(), b.begin());
+}
+
+std::string Dims::ToString() const {
+  std::string s = "[";
+  for (int a = 0; a < rank_; ++a) {
+    if (a > 0) s += ", ";
+    s += std::to_string((*this)[a]);
+  }
+  return s + "]";
+}
+
+std::optional<std::int64_t> CheckedProduct(const Dims& extents) {
+  std::int64_t product = 1;
+  for (const std::int64_t e : extents) {
+    if (e < 0) return std::nullopt;
+    if (e == 0) product = 0;
+  }
+  if (product == 0) return 0;
+  for (const std::int64_t e : extents) {
+    if (__builtin_mul_overflow(product, e, &product)) return std::nullopt;
+  }
+  return product;
+}
+
+Dims PackedStrides(const Dims& extents) {
+  Dims strides = Dims::Filled(extents.rank(), 1);
+  std::int64_t step = 1;
+  for (int a = extents.rank() - 1; a >= 0; --a) {
+    strides[a] = step;
+    step *= std::max<std::int64_t>(extents[a], 1);
+  }
+  return strides;
+}
+
+Result<Box> Box::Make(const Dims& begin, const Dims& extent) {
+  if (begin.rank() != extent.rank()) {
+    return Status(Code::kInvalidArgument, "box at " + begin.ToString() + " of extents " +
+                                              extent.ToString() + ": ranks differ");
+  }
+  const auto bad = [&](const char* why) {
+    return Status(Code::kInvalidArgument,
+                  "box at " + begin.ToString() + " of extents " + extent.ToString() + ": " + why);
+  };
+  for (int a = 0; a < begin.rank(); ++a) {
+    if (begin[a] < 0 || extent[a] < 0) return bad("negative");
+    if (!CheckedAdd(begin[a], extent[a])) return bad("ends past 2^63 - 1");
+  }
+  if (!CheckedProduct(extent)) return bad("more than 2^63 - 1 elements");
+  return Box(begin, extent);
+}
+
+Box Box::Whole(const Dims& shape) { return Box(Dims::Filled(shape.rank(), 0), shape); }
+
+std::int64_t Box::volume() const {
+  std::int64_t v = 1;
+  for (const std::int64_t e : extent_) {
+    if (e == 0) return 0;
+  }
+  for (const std::int64_t e : extent_) v *= e;
+  return v;
+}
+
+bool Box::Within(const Dims& shape) const {
+  if (rank() != shape.rank()) return false;
+  for (int a = 0; a < rank(); ++a) {
+    if (begin_[a] < 0 || end(a) > shape[a]) return false;
+  }
+  return true;
+}
+
+bool Box::Contains(const Box& inner) const {
+  if (rank() != inner.rank()) return false;
+  for (int a = 0; a < rank(); ++a) {
+    if (inner.begin(a) < begin(a) || inner.end(a) > end(a)) return false;
+  }
+  return true;
+}
+
+std::string Box::ToString() const {
+  std::string s = "[";
+  for (int a = 0; a < rank(); ++a) {
+    if (a > 0) s += ", ";
+    s += std::to_string(begin(a)) + ":" + std::to_string(end(a));
+  }
+  return s + "]";
+}
+
+Box Intersect(const Box& a, const Box& b) {
+  assert(a.rank() == b.rank());
+  const int rank = std::min(a.rank(), b.rank());
+  Dims begin = Dims::Filled(rank, 0);
+  Dims extent = begin;
+  for (int i = 0; i < rank; ++i) {
+    begin[i] = std::max(a.begin(i), b.begin(i));
+    extent[i] = std::max<std::int64_t>(0, std::min(a.end(i), b.end(i)) - begin[i]);
+  }
+  return BoxAccess::Make(begin, extent);
+}
+
+}  // namespace tensormount

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "shard/copy_plan.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "shard/coverage.h"
+
+namespace tensormount {
+namespace {
+
+// Says which cells of `want` are covered not exactly once. Slow and exact: only errors come here.
+Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::Piece> pieces,
+                     const TensorMeta* meta) {
+  const auto name = [&](const Box& bytes) {
+    if (meta == nullptr) return "bytes " + bytes.ToString();
+    return "tensor " + meta->key() + " " +
+           ElementBox(meta->dtype(), meta->shape(), bytes).ToString();
+  };
+  for (const PlacedBox& w : want) {
+    Dims ends;
+    for (int a = 0; a < w.box.rank(); ++a) ends.push_back(w.box.end(a));
+    // Cells before the box are not wanted: shift everything to its corner.
+    std::vector<OwnedRegion> regions;
+    const auto shifted = [&](const Box& box, std::int64_t sign) {
+      Dims begin;
+      for (int a = 0; a < box.rank(); ++a) begin.push_back(box.begin(a) + sign * w.box.begin(a));
+      return Box::Make(begin, box.extent());
+    };
+    for (const CopyPlan::Piece& p : pieces) {
+      const Box common = Intersect(p.part, w.box);
+      if (common.empty()) continue;
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, shifted(common, -1));
+      regions.push_back({box, p.chunk});
+    }
+    const CoverageReport report = CheckCoverage(w.box.extent(), regions, 1);
+    if (!report.missing.empty()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, shifted(report.missing[0], 1));
+      return Status(Code::kDataLoss, name(box) + " is stored in no chunk");
+    }
+    if (!report.overlaps.empty()) {
+      const Overlap& overlap = report.overlaps[0];
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, shifted(overlap.box, 1));
+      return Status(Code::kDataLoss, name(box) + " is stored twice, in chunks " +
+                                         std::to_string(overlap.first) + " and " +
+                                         std::to_string(overlap.second));
+    }
+  }
+  return Status(Code::kInternal, "copy plan: volumes differ, but every cell is covered once");
+}
+
+// Whether no two of the pieces share a cell. A sweep along the axis with most beginnings.
+bool Disjoint(std::span<const CopyPlan::Piece> pieces) {
+  if (pieces.size() < 2) return true;
+  const int rank = pieces[0].part.rank();
+  int axis = 0;
+  std::size_t most = 0;
+  std::vector<std::int64_t> begins(pieces.size());
+  for (int a = 0; a < rank; ++a) {
+    for (std::size_t i = 0; i < pieces.size(); ++i) begins[i] = pieces[i].part.begin(a);
+    std::sort(begins.begin(), begins.end());
+    const auto distinct = static_cast<std::size_t>(
+        std::distance(begins.begin(), std::unique(begins.begin(), begins.end())));
+    if (distinct > most) {
+      most = distinct;
+      axis = a;
+    }
+  }
+  std::vector<const Box*> order;
+  order.reserve(pieces.size());
+  for (const CopyPlan::Piece& p : pieces) order.push_back(&p.part);
+  std::sort(order.begin(), order.end(),
+            [&](const Box* a, const Box* b) { return a->begin(axis) < b->begin(axis); });
+  std::vector<const Box*> active;
+  for (const Box* box : order) {
+    std::erase_if(active, [&](const Box* b) { return b->end(axis) <= box->begin(axis); });
+    for (const Box* other : active) {
+      if (!Intersect(*box, *other).empty()) return false;
+    }
+    active.push_back(box);
+  }
+  return true;
+}
+
+}  // namespace
+
+std::uint64_t StridedCopy::runs() const {
+  if (run == 0) return 0;
+  std::uint64_t n = 1;
+  for (int a = 0; a < axes; ++a)
+    n *= static_cast<std::uint64_t>(count[static_cast<std::size_t>(a)]);
+  return n;
+}
+
+StridedCopy PlanCopy(const Box& part, const PlacedBox& src, const PlacedBox& dst) {
+  StridedCopy copy;
+  copy.src_offset = src.offset;
+  copy.dst_offset = dst.offset;
+  if (part.empty()) return copy;
+  copy.run = 1;
+  // Inwards from the outermost axis; the last one kept grows while it is continued on both sides.
+  for (int a = 0; a < part.rank(); ++a) {
+    copy.src_offset += (part.begin(a) - src.box.begin(a)) * src.strides[a];
+    copy.dst_offset += (part.begin(a) - dst.box.begin(a)) * dst.strides[a];
+    const std::int64_t n = part.extent(a);
+    if (n == 1) continue;
+    if (copy.axes > 0) {
+      const auto last = static_cast<std::size_t>(copy.axes - 1);
+      if (copy.src_step[last] == n * src.strides[a] && copy.dst_step[last] == n * dst.strides[a]) {
+        copy.count[last] *= n;
+        copy.src_step[last] = src.strides[a];
+        copy.dst_step[last] = dst.strides[a];
+        continue;
+      }
+    }
+    const auto next = static_cast<std::size_t>(copy.axes++);
+    copy.count[next] = n;
+    copy.src_step[next] = src.strides[a];
+    copy.dst_step[next] = dst.strides[a];
+  }
+  if (copy.axes > 0) {
+    const auto last = static_cast<std::size_t>(copy.axes - 1);
+    if (copy.src_step[last] == 1 && copy.dst_step[last] == 1) {
+      copy.run = static_cast<std::uint64_t>(copy.count[last]);
+      copy.count[last] = copy.src_step[last] = copy.dst_step[last] = 0;
+      --copy.axes;
+    }
+  }
+  return copy;
+}
+
+Result<CopyPlan> CopyPlan::Make(std::span<const PlacedBox> want,
+                                std::span<const std::vector<PlacedBox>> chunks,
+                                const TensorMeta* meta) {
+  CopyPlan plan;
+  std::uint64_t wanted = 0;
+  for (const PlacedBox& w : want) wanted += static_cast<std::uint64_t>(w.box.volume());
+  for (std::size_t c = 0; c < chunks.size(); ++c) {
+    for (const PlacedBox& w : want) {
+      for (const PlacedBox& placed : chunks[c]) {
+        if (placed.box.rank() != w.box.rank()) {
+          return Status(Code::kInvalidArgument, "copy plan: chunk " + std::to_string(c) + " has " +
+                                                    std::to_string(placed.box.rank()) + " axes, " +
+                                                    std::to_string(w.box.rank()) + " are wanted");
+        }
+        const Box part = Intersect(w.box, placed.box);
+        if (part.empty()) continue;
+        plan.bytes_ += static_cast<std::uint64_t>(part.volume());
+        plan.pieces_.push_back({static_cast<std::uint32_t>(c), part, PlanCopy(part, placed, w)});
+      }
+    }
+  }
+  // Disjoint pieces of the right total volume cover everything once. Two boxes wanted are disjoint,
+  // so that pieces of different ones never meet.
+  if (plan.bytes_ != wanted || !Disjoint(plan.pieces_)) {
+    return CoverageError(want, plan.pieces_, meta);
+  }
+  return plan;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "shard/coverage.h"
+
+#include <algorithm>
+#include <unordered_set>
+
+#include "shard/box_access.h"
+
+namespace tensormount {
+namespace {
+
+using Id = std::uint32_t;
+
+// A hole list longer than this is not kept (the count goes on): it would be unreadable anyway.
+constexpr std::size_t kMaxFragments = std::size_t{1} << 20;
+
+// The boxes of the regions, as plain numbers: begins and ends of box i at [i * rank, (i + 1) *
+// rank).
+struct BoxTable {
+  int rank = 0;
+  std::vector<std::int64_t> low;
+  std::vector<std::int64_t> high;
+  std::vector<std::uint32_t> region;  // Position in the input.
+
+  std::size_t size() const { return region.size(); }
+  const std::int64_t* lows(Id i) const { return low.data() + i * static_cast<std::size_t>(rank); }
+  const std::int64_t* highs(Id i) const { return high.data() + i * static_cast<std::size_t>(rank); }
+};
+
+// The part of the shape under consideration.
+struct Cell {
+  std::array<std::int64_t, kMaxAxes> low;
+  std::array<std::int64_t, kMaxAxes> high;
+};
+
+bool RowMajorLess(const Box& a, const Box& b) {
+  return std::lexicographical_compare(a.begin().begin(), a.begin().end(), b.begin().begin(),
+                                      b.begin().end());
+}
+
+// Cuts the shape in two at a boundary of some box again and again, until a part is empty, whole or
+// touched by one box only. The cut is the median boundary of the axis on which fewest boxes are cut
+// through, so rows and grids split cleanly (O(n log n)), and what is irregular costs what it must.
+class Search {
+ public:
+  Search(const BoxTable& boxes, std::size_t max_pairs) : boxes_(boxes), max_pairs_(max_pairs) {}
+
+  void Run(const Cell& cell, std::vector<Id> touching) { Visit(cell, std::move(touching), {}); }
+
+  std::vector<Box> holes;
+  std::uint64_t missing_elements = 0;
+  bool holes_dropped = false;
+  std::vector<std::pair<Id, Id>> pairs;  // Boxes that meet.
+  bool pairs_dropped = false;
+
+ private:
+  // `touching`: boxes that meet the cell. `covers`: boxes known to span it; all pairs among them
+  // and with `touching` have been noted.
+  void Visit(const Cell& cell, std::vector<Id> touching, std::vector<Id> covers) {
+    std::vector<Id> spanning;
+    std::erase_if(touching, [&](Id i) {
+      if (!Spans(i, cell)) return false;
+      spanning.push_back(i);
+      return true;
+    });
+    for (std::size_t k = 0; k < spanning.size() && !pairs_dropped; ++k) {
+      for (std::size_t j = 0; j < k; ++j) NotePair(spanning[j], spanning[k]);
+      for (const Id i : touching) NotePair(spanning[k], i);
+    }
+    covers.insert(covers.end(), spanning.begin(), spanning.end());
+    if (!covers.empty() && (touching.size() < 2 || pairs_dropped)) return;
+    if (touching.empty()) {
+      NoteHole(cell);
+      return;
+    }
+    if (touching.size() == 1) {
+      Subtract(cell, touching[0]);
+      return;
+    }
+    std::int64_t cut = 0;
+    const int axis = ChooseCut(cell, touching, &cut);
+    const auto u = static_cast<std::size_t>(axis);
+    Cell half = cell;
+    half.high[u] = cut;
+    std::vector<Id> part;
+    for (const Id i : touching) {
+      if (boxes_.lows(i)[axis] < cut) part.push_back(i);
+    }
+    Visit(half, std::move(part), covers);
+    half = cell;
+    half.low[u] = cut;
+    std::erase_if(touching, [&](Id i) { return boxes_.highs(i)[axis] <= cut; });
+    Visit(half, std::move(touching), std::move(covers));
+  }
+
+  bool Spans(Id i, const Cell& cell) const {
+    const std::int64_t* low = boxes_.lows(i);
+    const std::int64_t* high = boxes_.highs(i);
+    for (int a = 0; a < boxes_.rank; ++a) {
+      const auto u = static_cast<std::size_t>(a);
+      if (low[a] > cell.low[u] || high[a] < cell.high[u]) return false;
+    }
+    return true;
+  }
+
+  void NotePair(Id a, Id b) {
+    if (pairs_dropped) return;
+    const Id first = std::min(a, b);
+    const Id second = std::max(a, b);
+    if (!seen_.insert((std::uint64_t{first} << 32) | second).second) return;
+    if (pairs.size() == max_pairs_) {
+      pairs_dropped = true;
+      return;
+    }
+    pairs.emplace_back(first, second);
+  }
+
+  void NoteHole(const Cell& cell) {
+    Dims begin;
+    Dims extent;
+    for (int a = 0; a < boxes_.rank; ++a) {
+      const auto u = static_cast<std::size_t>(a);
+      begin.push_back(cell.low[u]);
+      extent.push_back(cell.high[u] - cell.low[u]);
+    }
+    const Box box = BoxAccess::Make(begin, extent);
+    missing_elements += static_cast<std::uint64_t>(box.volume());
+    if (holes.size() < kMaxFragments) {
+      holes.push_back(box);
+    } else {
+      holes_dropped = true;
+    }
+  }
+
+  // What one box leaves of a cell.
+  void Subtract(Cell cell, Id i) {
+    for (int a = 0; a < boxes_.rank; ++a) {
+      const auto u = static_cast<std::size_t>(a);
+      const std::int64_t low = boxes_.lows(i)[a];
+      const std::int64_t high = boxes_.highs(i)[a];
+      if (cell.low[u] < low) {
+        Cell before = cell;
+        before.high[u] = low;
+        NoteHole(before);
+        cell.low[u] = low;
+      }
+      if (high < cell.high[u]) {
+        Cell after = cell;
+        after.low[u] = high;
+        NoteHole(after);
+        cell.high[u] = high;
+      }
+    }
+  }
+
+  // Some box does not span the cell, so there is a boundary inside.
+  int ChooseCut(const Cell& cell, const std::vector<Id>& touching, std::int64_t* cut) {
+    int best = -1;
+    std::size_t best_side = 0;
+    std::size_t best_sum = 0;
+    for (int a = 0; a < boxes_.rank; ++a) {
+      const auto u = static_cast<std::size_t>(a);
+      bounds_.clear();
+      for (const Id i : touching) {
+        const std::int64_t low = boxes_.lows(i)[a];
+        const std::int64_t high = boxes_.highs(i)[a];
+        if (low > cell.low[u]) bounds_.push_back(low);
+        if (high < cell.high[u]) bounds_.push_back(high);
+      }
+      if (bounds_.empty()) continue;
+      const auto middle = bounds_.begin() + static_cast<std::ptrdiff_t>(bounds_.size() / 2);
+      std::nth_element(bounds_.begin(), middle, bounds_.end());
+      std::size_t below = 0;
+      std::size_t above = 0;
+      for (const Id i : touching) {
+        if (boxes_.lows(i)[a] < *middle) ++below;
+        if (boxes_.highs(i)[a] > *middle) ++above;
+      }
+      const std::size_t side = std::max(below, above);
+      if (best < 0 || side < best_side || (side == best_side && below + above < best_sum)) {
+        best = a;
+        best_side = side;
+        best_sum = below + above;
+        *cut = *middle;
+      }
+    }
+    return best;
+  }
+
+  const BoxTable& boxes_;
+  const std::size_t max_pairs_;
+  std::unordered_set<std::uint64_t> seen_;
+  std::vector<std::int64_t> bounds_;
+};
+
+// Joins boxes that touch along `axis` and agree on all others; says whether there were any.
+bool JoinAlong(int axis, std::vector<Box>& boxes) {
+  const auto key_less = [axis](const Box& a, const Box& b) {
+    for (int i = 0; i < a.rank(); ++i) {
+      if (i == axis) continue;
+      if (a.begin(i) != b.begin(i)) return a.begin(i) < b.begin(i);
+      if (a.extent(i) != b.extent(i)) return a.extent(i) < b.extent(i);
+    }
+    return a.begin(axis) < b.begin(axis);
+  };
+  std::sort(boxes.begin(), boxes.end(), key_less);
+  const auto joins = [axis](const Box& a, const Box& b) {
+    if (a.end(axis) != b.begin(axis)) return false;
+    for (int i = 0; i < a.rank(); ++i) {
+      if (i != axis && (a.begin(i) != b.begin(i) || a.extent(i) != b.extent(i))) return false;
+    }
+    return true;
+  };
+  std::size_t kept = 0;
+  for (std::size_t i = 1; i < boxes.size(); ++i) {
+    if (joins(boxes[kept], boxes[i])) {
+      boxes[kept] = BoxAccess::WithAxis(boxes[kept], axis, boxes[kept].begin(axis),
+                                        boxes[kept].extent(axis) + boxes[i].extent(axis));
+    } else {
+      boxes[++kept] = boxes[i];
+    }
+  }
+  const bool any = kept + 1 < boxes.size();
+  if (!boxes.empty()) boxes.resize(kept + 1);
+  return any;
+}
+
+void Merge(int rank, std::vector<Box>& boxes) {
+  bool again = boxes.size() > 1;
+  while (again) {
+    again = false;
+    for (int axis = rank - 1; axis >= 0; --axis) again = JoinAlong(axis, boxes) || again;
+  }
+  std::sort(boxes.begin(), boxes.end(), RowMajorLess);
+}
+
+}  // namespace
+
+CoverageReport CheckCoverage(const Dims& shape, std::span<const OwnedRegion> regions,
+                             std::size_t limit) {
+  CoverageReport report;
+  const Box whole = Box::Whole(shape);
+  if (whole.empty()) return report;
+  BoxTable table;
+  table.rank = shape.rank();
+  for (std::size_t r = 0; r < regions.size(); ++r) {
+    if (regions[r].region.box().rank() != table.rank) continue;
+    for (const Box& piece : regions[r].region.Boxes()) {
+      const Box box = Intersect(piece, whole);
+      if (box.empty()) continue;
+      for (int a = 0; a < table.rank; ++a) {
+        table.low.push_back(box.begin(a));
+        table.high.push_back(box.end(a));
+      }
+      table.region.push_back(static_cast<std::uint32_t>(r));
+    }
+  }
+  Cell cell{};
+  for (int a = 0; a < table.rank; ++a) cell.high[static_cast<std::size_t>(a)] = shape[a];
+  std::vector<Id> all(table.size());
+  for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<Id>(i);
+
+  limit = std::max<std::size_t>(limit, 1);  // A report without findings means complete.
+  // More pairs than are listed are looked for, so that the listed ones are the first.
+  Search search(table, limit * 4 + 64);
+  search.Run(cell, std::move(all));
+
+  report.missing_elements = search.missing_elements;
+  Merge(table.rank, search.holes);
+  report.missing = std::move(search.holes);
+  const auto box_of = [&](Id i) {
+    Dims begin;
+    Dims extent;
+    for (int a = 0; a < table.rank; ++a) {
+      begin.push_back(table.lows(i)[a]);
+      extent.push_back(table.highs(i)[a] - table.lows(i)[a]);
+    }
+    return BoxAccess::Make(begin, extent);
+  };
+  std::sort(search.pairs.begin(), search.pairs.end());
+  for (const auto& [a, b] : search.pairs) {
+    report.overlaps.push_back({Intersect(box_of(a), box_of(b)), regions[table.region[a]].owner,
+                               regions[table.region[b]].owner});
+  }
+  std::stable_sort(report.overlaps.begin(), report.overlaps.end(),
+                   [](const Overlap& a, const Overlap& b) { return RowMajorLess(a.box, b.box); });
+  report.truncated = search.pairs_dropped || search.holes_dropped ||
+                     report.missing.size() > limit || report.overlaps.size() > limit;
+  if (report.missing.size() > limit) report.missing.resize(limit);
+  if (report.overlaps.size() > limit) report.overlaps.resize(limit);
+  return report;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "shard/copy_plan.h"
+
+namespace tensormount {
+namespace {
+
+struct Axis {
+  std::int64_t count;
+  std::int64_t src;
+  std::int64_t dst;
+};
+
+// Axes of a copy in the order of execution, outermost first.
+struct Nest {
+  std::array<Axis, kMaxAxes + 1> axes;
+  int size = 0;
+  std::uint64_t run = 0;
+};
+
+// The destination decides the order (writes in sequence are worth most), then axes that continue
+// each other on both sides merge: this finds the long runs of two buffers that are transposed
+// alike.
+Nest Ordered(const StridedCopy& plan) {
+  Nest nest;
+  nest.run = plan.run;
+  for (int a = 0; a < plan.axes; ++a) {
+    const auto u = static_cast<std::size_t>(a);
+    nest.axes[u] = {plan.count[u], plan.src_step[u], plan.dst_step[u]};
+  }
+  std::stable_sort(
+      nest.axes.begin(), nest.axes.begin() + plan.axes,
+      [](const Axis& a, const Axis& b) { return std::llabs(a.dst) > std::llabs(b.dst); });
+  for (int a = 0; a < plan.axes; ++a) {
+    const Axis next = nest.axes[static_cast<std::size_t>(a)];
+    if (nest.size > 0) {
+      Axis& last = nest.axes[static_cast<std::size_t>(nest.size - 1)];
+      if (last.src == next.count * next.src && last.dst == next.count * next.dst) {
+        last = {last.count * next.count, next.src, next.dst};
+        continue;
+      }
+    }
+    nest.axes[static_cast<std::size_t>(nest.size++)] = next;
+  }
+  if (nest.size > 0) {
+    const Axis& last = nest.axes[static_cast<std::size_t>(nest.size - 1)];
+    const auto run = static_cast<std::int64_t>(nest.run);
+    if (last.src == run && last.dst == run) {
+      nest.run *= static_cast<std::uint64_t>(last.count);
+      --nest.size;
+    }
+  }
+  return nest;
+}
+
+template <std::size_t kRun>
+void CopyLine(const Axis& x, const std::byte* src, std::byte* dst) {
+  for (std::int64_t i = 0; i < x.count; ++i) {
+    std::memcpy(dst, src, kRun);
+    src += x.src;
+    dst += x.dst;
+  }
+}
+
+// Two axes of small runs that want opposite orders: in tiles, so that each cache line of either
+// side is finished while it is there.
+template <std::size_t kRun>
+void CopyTiles(const Axis& outer, const Axis& inner, const std::byte* src, std::byte* dst) {
+  constexpr std::int64_t kTile = kRun >= 8 ? 16 : 128 / static_cast<std::int64_t>(kRun);
+  for (std::int64_t i = 0; i < outer.count; i += kTile) {
+    const std::int64_t rows = std::min(kTile, outer.count - i);
+    for (std::int64_t j = 0; j < inner.count; j += kTile) {
+      const Axis line = {std::min(kTile, inner.count - j), inner.src, inner.dst};
+      for (std::int64_t r = 0; r < rows; ++r) {
+        CopyLine<kRun>(line, src + (i + r) * outer.src + j * inner.src,
+                       dst + (i + r) * outer.dst + j * inner.dst);
+      }
+    }
+  }
+}
+
+template <std::size_t kRun>
+void CopyPlane(const Axis& outer, const Axis& inner, const std::byte* src, std::byte* dst) {
+  if (std::llabs(inner.src) > std::llabs(outer.src) && outer.count > 1) {
+    CopyTiles<kRun>(outer, inner, src, dst);
+    return;
+  }
+  for (std::int64_t i = 0; i < outer.count; ++i) {
+    CopyLine<kRun>(inner, src + i * outer.src, dst + i * outer.dst);
+  }
+}
+
+void CopyRuns(std::uint64_t run, const Axis& outer, const Axis& inner, const std::byte* src,
+              std::byte* dst) {
+  for (std::int64_t i = 0; i < outer.count; ++i) {
+    for (std::int64_t j = 0; j < inner.count; ++j) {
+      std::memcpy(dst + i * outer.dst + j * inner.dst, src + i * outer.src + j * inner.src, run);
+    }
+  }
+}
+
+using PlaneFn = void (*)(const Axis&, const Axis&, const std::byte*, std::byte*);
+
+PlaneFn PlaneOf(std::uint64_t run) {
+  switch (run) {
+    case 1:
+      return CopyPlane<1>;
+    case 2:
+      return CopyPlane<2>;
+    case 4:
+      return CopyPlane<4>;
+    case 8:
+      return CopyPlane<8>;
+    case 16:
+      return CopyPlane<16>;
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace
+
+void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst) {
+  if (plan.run == 0) return;
+  src += plan.src_offset;
+  dst += plan.dst_offset;
+  if (plan.axes == 0) {
+    std::memcpy(dst, src, plan.run);
+    return;
+  }
+  Nest nest = Ordered(plan);
+  const Axis once = {1, 0, 0};
+  const Axis inner = nest.size > 0 ? nest.axes[static_cast<std::size_t>(nest.size - 1)] : once;
+  Axis outer = once;
+  int outside = std::max(0, nest.size - 2);  // Axes that the odometer below walks.
+  if (nest.size > 1) {
+    // The axis that the source likes innermost goes next to the one that the destination does.
+    std::size_t best = static_cast<std::size_t>(nest.size - 2);
+    for (std::size_t a = 0; a < best; ++a) {
+      if (std::llabs(nest.axes[a].src) < std::llabs(nest.axes[best].src)) best = a;
+    }
+    if (std::llabs(nest.axes[best].src) > std::llabs(inner.src)) {
+      best = static_cast<std::size_t>(nest.size - 2);
+    }
+    outer = nest.axes[best];
+    for (std::size_t a = best; a + 2 < static_cast<std::size_t>(nest.size); ++a) {
+      nest.axes[a] = nest.axes[a + 1];
+    }
+  }
+  const PlaneFn plane = PlaneOf(nest.run);
+  std::array<std::int64_t, kMaxAxes + 1> at{};
+  for (;;) {
+    if (plane != nullptr) {
+      plane(outer, inner, src, dst);
+    } else {
+      CopyRuns(nest.run, outer, inner, src, dst);
+    }
+    int a = outside - 1;
+    for (; a >= 0; --a) {
+      const auto u = static_cast<std::size_t>(a);
+      const Axis& x = nest.axes[u];
+      src += x.src;
+      dst += x.dst;
+      if (++at[u] < x.count) break;
+      src -= x.count * x.src;
+      dst -= x.count * x.dst;
+      at[u] = 0;
+    }
+    if (a < 0) return;
+  }
+}
+
+}  // namespace tensormount

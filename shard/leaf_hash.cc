@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "shard/leaf_hash.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include "base/coding.h"
+
+namespace tensormount {
+
+Hash128 ChunkRoot(std::span<const Hash128> leaves, std::uint64_t length) {
+  using namespace std::string_view_literals;
+  ByteWriter head;
+  head.Raw("tensormount chunk v1\0"sv.data(), 21);
+  head.U64(length);
+  Xxh3Stream stream;
+  stream.Update(head.bytes().data(), head.size());
+  // As on disk: low half, high half, little-endian.
+  static_assert(sizeof(Hash128) == 16);
+  stream.Update(leaves.data(), leaves.size_bytes());
+  return stream.Value();
+}
+
+void LeafHasher::Update(const void* data, std::size_t size) {
+  const auto* at = static_cast<const std::byte*>(data);
+  length_ += size;
+  while (size > 0) {
+    if (in_leaf_ == 0 && size >= kLeafBytes) {
+      leaves_.push_back(Xxh3(at, kLeafBytes));
+      at += kLeafBytes;
+      size -= kLeafBytes;
+      continue;
+    }
+    const std::size_t n = std::min<std::size_t>(size, kLeafBytes - in_leaf_);
+    stream_.Update(at, n);
+    in_leaf_ += n;
+    at += n;
+    size -= n;
+    if (in_leaf_ == kLeafBytes) Finish();
+  }
+}
+
+void LeafHasher::Finish() {
+  if (in_leaf_ == 0) return;
+  leaves_.push_back(stream_.Value());
+  stream_.Reset();
+  in_leaf_ = 0;
+}
+
+}  // namespace tensormount

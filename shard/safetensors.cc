@@ -1,0 +1,482 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "shard/safetensors.h"
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <unordered_set>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "base/checked.h"
+#include "base/coding.h"
+#include "shard/utf8.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
+constexpr std::string_view kMetadataKey = "__metadata__";
+
+Status Broken(const std::string& why) {
+  return Status(Code::kDataLoss, "safetensors header: " + why);
+}
+
+std::string Quoted(std::string_view key) {
+  return "tensor '" + std::string(key.substr(0, 256)) + (key.size() > 256 ? "...'" : "'");
+}
+
+std::optional<DType> FromSafetensorsName(std::string_view name) {
+  for (const DTypeInfo& d : AllDTypes()) {
+    if (!d.safetensors.empty() && d.safetensors == name) return d.dtype;
+  }
+  return std::nullopt;
+}
+
+// Bytes of a packed tensor; nullopt where it passes 2^63 - 1 or does not fill whole bytes.
+std::optional<std::uint64_t> PackedBytes(DType dtype, const Dims& shape) {
+  const auto elements = CheckedProduct(shape);
+  if (!elements) return std::nullopt;
+  const auto bits = CheckedMul<std::uint64_t>(static_cast<std::uint64_t>(*elements),
+                                              std::uint64_t{InfoOf(dtype).bits});
+  if (!bits || *bits % 8 != 0) return std::nullopt;
+  return *bits / 8;
+}
+
+// Receives the events of the JSON parser. Knows at each moment what the format allows there; the
+// first thing that it does not ends the parse with `error`.
+class Reader : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  std::vector<SafetensorsEntry> entries;
+  std::map<std::string, std::string> metadata;
+  Status error;
+
+  bool start_object(std::size_t) override {
+    if (skip_ > 0) return Deeper();
+    switch (at_) {
+      case At::kStart:
+        at_ = At::kTop;
+        return true;
+      case At::kTensor:
+        at_ = At::kField;
+        entry_ = {};
+        entry_.key = key_;
+        has_dtype_ = has_shape_ = has_offsets_ = false;
+        fields_.clear();
+        return true;
+      case At::kMetadata:
+        at_ = At::kMetadataEntry;
+        return true;
+      case At::kUnknown:
+        return Deeper();
+      default:
+        return Wrong("an object");
+    }
+  }
+
+  bool key(string_t& name) override {
+    if (skip_ > 0) return true;
+    switch (at_) {
+      case At::kTop:
+        if (!keys_.insert(name).second) return Fail("key '" + name + "' occurs twice");
+        key_ = name;
+        at_ = name == kMetadataKey ? At::kMetadata : At::kTensor;
+        return true;
+      case At::kField:
+        if (!fields_.insert(name).second) {
+          return Fail(Quoted(key_) + ": field '" + name + "' occurs twice");
+        }
+        at_ = name == "dtype"          ? At::kDType
+              : name == "shape"        ? At::kShape
+              : name == "data_offsets" ? At::kOffsets
+                                       : At::kUnknown;
+        return true;
+      case At::kMetadataEntry:
+        metadata_key_ = name;
+        if (metadata.contains(name)) return Fail("__metadata__: key '" + name + "' occurs twice");
+        at_ = At::kMetadataValue;
+        return true;
+      default:
+        return Wrong("a key");
+    }
+  }
+
+  bool end_object() override {
+    if (skip_ > 0) return Shallower();
+    switch (at_) {
+      case At::kTop:
+        at_ = At::kEnd;
+        return true;
+      case At::kField:
+        if (!has_dtype_) return Fail(Quoted(key_) + ": no dtype");
+        if (!has_shape_) return Fail(Quoted(key_) + ": no shape");
+        if (!has_offsets_) return Fail(Quoted(key_) + ": no data_offsets");
+        entries.push_back(std::move(entry_));
+        at_ = At::kTop;
+        return true;
+      case At::kMetadataEntry:
+        at_ = At::kTop;
+        return true;
+      default:
+        return Wrong("the end of an object");
+    }
+  }
+
+  bool start_array(std::size_t) override {
+    if (skip_ > 0) return Deeper();
+    switch (at_) {
+      case At::kShape:
+        at_ = At::kExtent;
+        return true;
+      case At::kOffsets:
+        at_ = At::kOffset;
+        offsets_ = 0;
+        return true;
+      case At::kUnknown:
+        return Deeper();
+      default:
+        return Wrong("an array");
+    }
+  }
+
+  bool end_array() override {
+    if (skip_ > 0) return Shallower();
+    if (at_ == At::kExtent) {
+      has_shape_ = true;
+    } else if (at_ == At::kOffset) {
+      if (offsets_ != 2) return Fail(Quoted(key_) + ": data_offsets are not two numbers");
+      has_offsets_ = true;
+    } else {
+      return Wrong("the end of an array");
+    }
+    at_ = At::kField;
+    return true;
+  }
+
+  bool string(string_t& value) override {
+    if (skip_ > 0) return true;
+    if (at_ == At::kMetadataValue) {
+      metadata.emplace(std::move(metadata_key_), value);
+      at_ = At::kMetadataEntry;
+      return true;
+    }
+    if (at_ == At::kDType) {
+      const auto dtype = FromSafetensorsName(value);
+      if (!dtype) {
+        error = Status(Code::kUnsupported, "safetensors header: " + Quoted(key_) + ": dtype '" +
+                                               value.substr(0, 64) + "' is not known");
+        return false;
+      }
+      entry_.dtype = *dtype;
+      has_dtype_ = true;
+      at_ = At::kField;
+      return true;
+    }
+    return Scalar("a string");
+  }
+
+  bool number_unsigned(number_unsigned_t value) override {
+    if (skip_ > 0) return true;
+    if (at_ == At::kExtent) {
+      if (entry_.shape.rank() == kMaxRank) {
+        error = Status(Code::kUnsupported, "safetensors header: " + Quoted(key_) + ": more than " +
+                                               std::to_string(kMaxRank) + " axes");
+        return false;
+      }
+      const auto extent = CheckedCast<std::int64_t>(value);
+      if (!extent) return Fail(Quoted(key_) + ": extent " + std::to_string(value) + " overflows");
+      entry_.shape.push_back(*extent);
+      return true;
+    }
+    if (at_ == At::kOffset) {
+      if (offsets_ == 0) entry_.begin = value;
+      if (offsets_ == 1) entry_.end = value;
+      if (offsets_ == 2) return Fail(Quoted(key_) + ": data_offsets are not two numbers");
+      ++offsets_;
+      return true;
+    }
+    return Scalar("a number");
+  }
+
+  bool null() override {
+    if (skip_ == 0 && at_ == At::kMetadata) {  // The reference writes and takes it for none.
+      at_ = At::kTop;
+      return true;
+    }
+    return Scalar("null");
+  }
+  bool boolean(bool) override { return Scalar("a truth value"); }
+  bool number_integer(number_integer_t) override { return Scalar("a negative number"); }
+  bool number_float(number_float_t, const string_t&) override {
+    return Scalar("a number that is not whole or does not fit 64 bits");
+  }
+  bool binary(binary_t&) override { return Scalar("binary"); }
+
+  bool parse_error(std::size_t position, const std::string&,
+                   const nlohmann::json::exception& e) override {
+    return Fail("JSON, byte " + std::to_string(position) + ": " + e.what());
+  }
+
+ private:
+  enum class At {
+    kStart,
+    kTop,     // A key, or the end.
+    kTensor,  // The object of key_.
+    kField,   // A field of it, or its end.
+    kDType,
+    kShape,
+    kExtent,
+    kOffsets,
+    kOffset,
+    kUnknown,  // The value of a field that we do not know: the format lets newer ones be.
+    kMetadata,
+    kMetadataEntry,
+    kMetadataValue,
+    kEnd,
+  };
+
+  bool Fail(const std::string& why) {
+    if (error.ok()) error = Broken(why);
+    return false;
+  }
+
+  bool Wrong(const std::string& got) {
+    switch (at_) {
+      case At::kStart:
+        return Fail("is not a JSON object");
+      case At::kTensor:
+        return Fail(Quoted(key_) + " is " + got + ", not an object");
+      case At::kDType:
+        return Fail(Quoted(key_) + ": dtype is " + got + ", not a string");
+      case At::kShape:
+      case At::kExtent:
+        return Fail(Quoted(key_) + ": shape holds " + got + ", not whole numbers");
+      case At::kOffsets:
+      case At::kOffset:
+        return Fail(Quoted(key_) + ": data_offsets hold " + got + ", not two whole numbers");
+      case At::kMetadata:
+      case At::kMetadataEntry:
+      case At::kMetadataValue:
+        return Fail("__metadata__ holds " + got + ", not strings by name");
+      default:
+        return Fail("unexpected " + got);
+    }
+  }
+
+  bool Scalar(const std::string& got) {
+    if (skip_ > 0) return true;
+    if (at_ != At::kUnknown) return Wrong(got);
+    at_ = At::kField;
+    return true;
+  }
+
+  bool Deeper() {
+    ++skip_;
+    return true;
+  }
+  bool Shallower() {
+    if (--skip_ == 0) at_ = At::kField;
+    return true;
+  }
+
+  At at_ = At::kStart;
+  std::size_t skip_ = 0;  // Depth inside a value that is ignored.
+  std::string key_;
+  std::string metadata_key_;
+  std::unordered_set<std::string> keys_;
+  std::unordered_set<std::string> fields_;
+  SafetensorsEntry entry_;
+  bool has_dtype_ = false;
+  bool has_shape_ = false;
+  bool has_offsets_ = false;
+  int offsets_ = 0;
+};
+
+// Offsets against shapes, against each other and against the length of the data part.
+Status CheckLayout(const std::vector<SafetensorsEntry>& entries, std::uint64_t data_bytes) {
+  std::uint64_t at = 0;
+  const SafetensorsEntry* before = nullptr;
+  for (const SafetensorsEntry& e : entries) {
+    const std::string place =
+        Quoted(e.key) + ": bytes " + std::to_string(e.begin) + " to " + std::to_string(e.end);
+    if (e.end < e.begin) return Broken(place + " end before they begin");
+    const auto bytes = PackedBytes(e.dtype, e.shape);
+    if (!bytes) {
+      return Broken(Quoted(e.key) + ": shape " + e.shape.ToString() + " of " +
+                    std::string(InfoOf(e.dtype).safetensors) +
+                    " overflows or does not fill whole bytes");
+    }
+    if (e.end - e.begin != *bytes) {
+      return Broken(place + ", but shape " + e.shape.ToString() + " of " +
+                    std::string(InfoOf(e.dtype).safetensors) + " takes " + std::to_string(*bytes));
+    }
+    if (e.begin < at) return Broken(place + " overlap " + Quoted(before->key));
+    if (e.begin > at) {
+      return Broken(place + " leave a gap, the data before end at " + std::to_string(at));
+    }
+    if (e.end > data_bytes) {
+      return Broken(place + " pass the end of the data at " + std::to_string(data_bytes));
+    }
+    at = e.end;
+    before = &e;
+  }
+  if (at != data_bytes) {
+    return Broken(std::to_string(data_bytes - at) + " bytes are left over after the last tensor");
+  }
+  return Status();
+}
+
+void AppendJsonString(std::string_view s, std::string& out) {
+  constexpr std::string_view kHex = "0123456789abcdef";
+  out += '"';
+  for (const char c : s) {
+    const auto u = static_cast<unsigned char>(c);
+    if (c == '"' || c == '\\') {
+      out += '\\';
+      out += c;
+    } else if (u < 0x20) {
+      out += "\\u00";
+      out += kHex[u >> 4];
+      out += kHex[u & 15];
+    } else {
+      out += c;
+    }
+  }
+  out += '"';
+}
+
+}  // namespace
+
+Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
+                                                 std::uint64_t file_size) {
+  if (header_json.size() > kMaxHeaderBytes) {
+    return Broken(std::to_string(header_json.size()) + " bytes, the format allows " +
+                  std::to_string(kMaxHeaderBytes));
+  }
+  const std::uint64_t data_offset = 8 + header_json.size();
+  if (data_offset > file_size) {
+    return Broken(std::to_string(header_json.size()) + " bytes do not fit a file of " +
+                  std::to_string(file_size));
+  }
+  if (header_json.empty() || header_json.front() != '{') return Broken("does not begin with '{'");
+  if (!IsUtf8(header_json)) return Broken("is not UTF-8");
+  // The parser takes a NUL for the end of its input.
+  if (header_json.find('\0') != std::string_view::npos) return Broken("contains a NUL byte");
+  Reader reader;
+  if (!nlohmann::json::sax_parse(header_json.begin(), header_json.end(), &reader)) {
+    return reader.error.ok() ? Broken("is not JSON") : reader.error;
+  }
+  std::sort(reader.entries.begin(), reader.entries.end(),
+            [](const SafetensorsEntry& a, const SafetensorsEntry& b) {
+              if (a.begin != b.begin) return a.begin < b.begin;
+              if (a.end != b.end) return a.end < b.end;
+              return a.key < b.key;
+            });
+  TENSORMOUNT_RETURN_IF_ERROR(CheckLayout(reader.entries, file_size - data_offset));
+  SafetensorsHeader header;
+  header.entries = std::move(reader.entries);
+  header.metadata = std::move(reader.metadata);
+  header.data_offset = data_offset;
+  return header;
+}
+
+Result<SafetensorsHeader> ReadSafetensorsHeader(File& file) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
+  if (info.size < 8) {
+    return Broken("a file of " + std::to_string(info.size) + " bytes has no header length")
+        .WithContext(file.path());
+  }
+  std::array<char, 8> prefix{};
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(0, prefix.data(), prefix.size()));
+  const auto length = LoadLittle<std::uint64_t>(prefix.data());
+  if (length > kMaxHeaderBytes) {
+    return Broken(std::to_string(length) + " bytes, the format allows " +
+                  std::to_string(kMaxHeaderBytes))
+        .WithContext(file.path());
+  }
+  if (length > info.size - 8) {
+    return Broken(std::to_string(length) + " bytes do not fit a file of " +
+                  std::to_string(info.size))
+        .WithContext(file.path());
+  }
+  std::string json(length, '\0');
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(8, json.data(), json.size()));
+  auto header = ParseSafetensorsHeader(json, info.size);
+  if (!header.ok()) return header.status().WithContext(file.path());
+  return header;
+}
+
+Result<std::string> MakeSafetensorsHeader(std::vector<SafetensorsEntry>& entries,
+                                          const std::map<std::string, std::string>& metadata,
+                                          std::uint64_t alignment) {
+  if (alignment < 8 || (alignment & (alignment - 1)) != 0 || alignment > kMaxHeaderBytes) {
+    return Status(Code::kInvalidArgument, "safetensors header: alignment " +
+                                              std::to_string(alignment) +
+                                              " is not a power of two from 8 on");
+  }
+  const auto bad = [](Code code, std::string_view key, const std::string& why) {
+    return Status(code, "safetensors header: " + Quoted(key) + ": " + why);
+  };
+  std::string out(8, '\0');
+  out += '{';
+  if (!metadata.empty()) {
+    AppendJsonString(kMetadataKey, out);
+    out += ":{";
+    bool first = true;
+    for (const auto& [name, value] : metadata) {
+      if (!IsUtf8(name) || !IsUtf8(value)) {
+        return bad(Code::kInvalidArgument, kMetadataKey, "an entry is not UTF-8");
+      }
+      if (!first) out += ',';
+      first = false;
+      AppendJsonString(name, out);
+      out += ':';
+      AppendJsonString(value, out);
+    }
+    out += '}';
+  }
+  std::unordered_set<std::string_view> keys;
+  std::uint64_t at = 0;
+  for (SafetensorsEntry& e : entries) {
+    const DTypeInfo& info = InfoOf(e.dtype);
+    if (info.safetensors.empty()) {
+      return bad(Code::kUnsupported, e.key,
+                 "the format has no element type " + std::string(info.name));
+    }
+    if (e.key == kMetadataKey) return bad(Code::kInvalidArgument, e.key, "the name is reserved");
+    if (!IsUtf8(e.key)) return bad(Code::kInvalidArgument, e.key, "is not UTF-8");
+    if (!keys.insert(e.key).second) return bad(Code::kInvalidArgument, e.key, "occurs twice");
+    const auto bytes = PackedBytes(e.dtype, e.shape);
+    const auto end = bytes ? CheckedAdd(at, *bytes) : std::nullopt;
+    if (!end) {
+      return bad(Code::kInvalidArgument, e.key,
+                 "shape " + e.shape.ToString() + " overflows or does not fill whole bytes");
+    }
+    e.begin = at;
+    e.end = *end;
+    at = *end;
+    if (out.size() > 9) out += ',';
+    AppendJsonString(e.key, out);
+    out += ":{\"dtype\":\"";
+    out += info.safetensors;
+    out += "\",\"shape\":[";
+    for (int a = 0; a < e.shape.rank(); ++a) {
+      if (a > 0) out += ',';
+      out += std::to_string(e.shape[a]);
+    }
+    out += "],\"data_offsets\":[" + std::to_string(e.begin) + "," + std::to_string(e.end) + "]}";
+    if (out.size() - 8 > kMaxHeaderBytes) break;
+  }
+  out += '}';
+  out.append((alignment - out.size() % alignment) % alignment, ' ');
+  if (out.size() - 8 > kMaxHeaderBytes) {
+    return Status(Code::kInvalidArgument, "safetensors header: more than the " +
+                                              std::to_string(kMaxHeaderBytes) +
+                                              " bytes that the format allows");
+  }
+  StoreLittle<std::uint64_t>(out.data(), out.size() - 8);
+  return out;
+}
+
+}  // namespace tensormount

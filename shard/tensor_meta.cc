@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "shard/tensor_meta.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/checked.h"
+#include "shard/box_access.h"
+#include "shard/utf8.h"
+
+namespace tensormount {
+namespace {
+
+// Where the axes of elements stop being axes of bytes: elements of the axes from `first` on are one
+// axis of bytes. For whole-byte types that is an axis of its own.
+int FirstMergedAxis(std::uint32_t bits, const Dims& shape) {
+  if (bits >= 8) return shape.rank();
+  std::int64_t elements = 1;
+  for (int a = shape.rank() - 1; a >= 0; --a) {
+    elements *= shape[a];
+    if (elements * bits % 8 == 0) return a;
+  }
+  return 0;
+}
+
+Status NotOnAByte(DType dtype, const Region& region) {
+  return Status(Code::kInvalidArgument, "region " + region.ToString() + " of " +
+                                            std::string(InfoOf(dtype).name) +
+                                            " does not begin and end on a byte");
+}
+
+// The box of all zeros, whose rank fits the shape: what empty regions become.
+Region EmptyRegion(int rank) {
+  return BoxAccess::Make(Dims::Filled(rank, 0), Dims::Filled(rank, 0));
+}
+
+std::int64_t Product(const Dims& extents, int from, int to) {
+  std::int64_t p = 1;
+  for (int a = from; a < to; ++a) p *= extents[a];
+  return p;
+}
+
+// Whether the cells of `box` are one run of the row-major order of `shape` over the axes from
+// `from` on; gives its first position.
+bool RunOfTrailingAxes(const Box& box, const Dims& shape, int from, std::int64_t* first) {
+  *first = 0;
+  bool spanned = true;  // All axes behind are whole.
+  for (int a = shape.rank() - 1; a >= from; --a) {
+    if (!spanned && box.extent(a) != 1) return false;
+    spanned = spanned && box.extent(a) == shape[a];
+    *first += box.begin(a) * Product(shape, a + 1, shape.rank());
+  }
+  return true;
+}
+
+// Types under a byte: `merged` axes are one axis of bytes (FirstMergedAxis).
+Result<Region> SubByteRegion(DType dtype, const Dims& shape, const Region& region, int merged) {
+  const std::int64_t bits = InfoOf(dtype).bits;
+  const Box& box = region.box();
+  Dims begin;
+  Dims extent;
+  for (int a = 0; a < merged; ++a) {
+    begin.push_back(box.begin(a));
+    extent.push_back(box.extent(a));
+  }
+  std::int64_t first = 0;
+  std::int64_t count = Product(box.extent(), merged, box.rank());
+  const bool run = RunOfTrailingAxes(box, shape, merged, &first);
+  const bool one_row = Product(box.extent(), 0, merged) == 1;
+  std::int64_t flat_first = region.flat_first();
+  if (run && one_row) {
+    // The flat range is a run of the merged axis itself; the box around it need not be on bytes.
+    first += flat_first;
+    count = region.volume();
+    flat_first = 0;
+  }
+  if (!run || first * bits % 8 != 0 || count * bits % 8 != 0 || flat_first * bits % 8 != 0 ||
+      region.volume() * bits % 8 != 0) {
+    return NotOnAByte(dtype, region);
+  }
+  begin.push_back(first * bits / 8);
+  extent.push_back(count * bits / 8);
+  const Box bytes = BoxAccess::Make(begin, extent);
+  if (!region.is_flat() || one_row) return Region(bytes);
+  return Region::Flat(bytes, flat_first * bits / 8, region.volume() * bits / 8);
+}
+
+// The span of byte offsets, relative to the first element, that a strided box touches; false where
+// it passes 2^62.
+bool StridedSpan(const Dims& extents, const Dims& strides, std::int64_t* low, std::int64_t* high) {
+  constexpr std::int64_t kLimit = std::int64_t{1} << 62;
+  *low = 0;
+  *high = 0;
+  for (int a = 0; a < extents.rank(); ++a) {
+    const auto reach = CheckedMul(extents[a] - 1, strides[a]);
+    if (!reach) return false;
+    std::int64_t& side = *reach < 0 ? *low : *high;
+    const auto sum = CheckedAdd(side, *reach);
+    if (!sum || *sum > kLimit || *sum < -kLimit) return false;
+    side = *sum;
+  }
+  return true;
+}
+
+// Element strides times `unit` and one axis for the bytes of an element.
+Result<Dims> ByteStrides(const Dims& strides, std::int64_t unit) {
+  Dims out;
+  for (const std::int64_t s : strides) {
+    const auto bytes = CheckedMul(s, unit);
+    if (!bytes) return Status(Code::kInvalidArgument, "stride of 2^63 bytes or more");
+    out.push_back(*bytes);
+  }
+  out.push_back(1);
+  return out;
+}
+
+Box ByteBox(const Box& box, std::int64_t element_bytes) {
+  Dims begin = box.begin();
+  Dims extent = box.extent();
+  begin.push_back(0);
+  extent.push_back(element_bytes);
+  return BoxAccess::Make(begin, extent);
+}
+
+}  // namespace
+
+Status CheckKey(std::string_view key) {
+  const auto bad = [&](const std::string& why) {
+    return Status(Code::kInvalidArgument, "key '" + std::string(key.substr(0, 64)) + "': " + why);
+  };
+  if (key.empty()) return bad("is empty");
+  if (key.size() > kMaxKeyBytes) {
+    return bad("has " + std::to_string(key.size()) + " bytes, at most " +
+               std::to_string(kMaxKeyBytes) + " are allowed");
+  }
+  if (key.find('\0') != std::string_view::npos) return bad("contains a NUL byte");
+  if (!IsUtf8(key)) return bad("is not UTF-8");
+  return Status();
+}
+
+Result<TensorMeta> TensorMeta::Make(std::string key, DType dtype, const Dims& shape) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckKey(key));
+  const auto bad = [&](const std::string& why) {
+    return Status(Code::kInvalidArgument, "tensor " + key + ": shape " + shape.ToString() + " of " +
+                                              std::string(InfoOf(dtype).name) + " " + why);
+  };
+  if (shape.rank() > kMaxRank) {
+    return bad("has rank " + std::to_string(shape.rank()) + ", at most " +
+               std::to_string(kMaxRank) + " is allowed");
+  }
+  const std::int64_t bits = InfoOf(dtype).bits;
+  std::int64_t size = bits;
+  bool empty = false;
+  for (const std::int64_t e : shape) {
+    if (e < 0) return bad("has a negative extent");
+    empty = empty || e == 0;
+    if (__builtin_mul_overflow(size, std::max<std::int64_t>(e, 1), &size)) {
+      return bad("has 2^63 bits or more");
+    }
+  }
+  if (empty) size = 0;
+  if (size % 8 != 0) return bad("does not fill whole bytes");
+  TensorMeta meta;
+  meta.key_ = std::move(key);
+  meta.dtype_ = dtype;
+  meta.shape_ = shape;
+  meta.elements_ = static_cast<std::uint64_t>(size / bits);
+  meta.bytes_ = static_cast<std::uint64_t>(size / 8);
+  return meta;
+}
+
+Dims ByteShape(DType dtype, const Dims& shape) {
+  const std::uint32_t bits = InfoOf(dtype).bits;
+  const int merged = FirstMergedAxis(bits, shape);
+  Dims bytes;
+  for (int a = 0; a < merged; ++a) bytes.push_back(shape[a]);
+  bytes.push_back(Product(shape, merged, shape.rank()) * bits / 8);
+  return bytes;
+}
+
+Result<Region> ByteRegion(DType dtype, const Dims& shape, const Region& region) {
+  if (!region.Within(shape)) {
+    return Status(Code::kInvalidArgument,
+                  "region " + region.ToString() + " does not lie within " + shape.ToString());
+  }
+  const std::uint32_t bits = InfoOf(dtype).bits;
+  const int merged = FirstMergedAxis(bits, shape);
+  if (region.empty()) return EmptyRegion(merged + 1);
+  if (bits < 8) return SubByteRegion(dtype, shape, region, merged);
+  const std::int64_t bytes = bits / 8;
+  const Box box = ByteBox(region.box(), bytes);
+  if (!region.is_flat()) return Region(box);
+  return Region::Flat(box, region.flat_first() * bytes, region.volume() * bytes);
+}
+
+Box ElementBox(DType dtype, const Dims& shape, const Box& byte_box) {
+  const std::int64_t bits = InfoOf(dtype).bits;
+  const int merged = FirstMergedAxis(InfoOf(dtype).bits, shape);
+  if (byte_box.rank() != merged + 1) return byte_box;
+  Dims begin;
+  Dims extent;
+  for (int a = 0; a < merged; ++a) {
+    begin.push_back(byte_box.begin(a));
+    extent.push_back(byte_box.extent(a));
+  }
+  // One merged axis scales; several are named whole.
+  for (int a = merged; a < shape.rank(); ++a) {
+    const bool scales = a == merged && merged + 1 == shape.rank();
+    const std::int64_t from = scales ? byte_box.begin(merged) * 8 / bits : 0;
+    const std::int64_t to =
+        scales ? std::min((byte_box.end(merged) * 8 + bits - 1) / bits, shape[a]) : shape[a];
+    begin.push_back(from);
+    extent.push_back(to - from);
+  }
+  return BoxAccess::Make(begin, extent);
+}
+
+Result<std::uint64_t> RegionBytes(DType dtype, const Dims& shape, const Region& region) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes, ByteRegion(dtype, shape, region));
+  return static_cast<std::uint64_t>(bytes.volume());
+}
+
+std::vector<PlacedBox> PlacePacked(const Region& byte_region, std::uint64_t offset) {
+  std::vector<PlacedBox> placed;
+  auto at = static_cast<std::int64_t>(offset);
+  for (const Box& box : byte_region.Boxes()) {
+    placed.push_back({box, at, PackedStrides(box.extent())});
+    at += box.volume();
+  }
+  return placed;
+}
+
+Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype, const Dims& shape,
+                                           const Region& region) {
+  if (buffer.dtype != dtype) {
+    return Status(Code::kInvalidArgument, "buffer of " + std::string(InfoOf(buffer.dtype).name) +
+                                              " for a tensor of " +
+                                              std::string(InfoOf(dtype).name));
+  }
+  const bool as_box = !region.is_flat() && buffer.shape == region.box().extent();
+  const bool as_run = buffer.shape.rank() == 1 && buffer.shape[0] == region.volume();
+  if (!as_box && !as_run) {
+    return Status(Code::kInvalidArgument, "buffer of shape " + buffer.shape.ToString() +
+                                              " for region " + region.ToString() + " of " +
+                                              std::to_string(region.volume()) + " elements");
+  }
+  if (buffer.strides.rank() != buffer.shape.rank()) {
+    return Status(Code::kInvalidArgument, "buffer of shape " + buffer.shape.ToString() +
+                                              " with strides " + buffer.strides.ToString());
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes, ByteRegion(dtype, shape, region));
+  if (bytes.empty()) return std::vector<PlacedBox>();
+  if (buffer.IsPacked()) return PlacePacked(bytes, 0);
+  const std::int64_t element_bytes = InfoOf(dtype).bits / 8;
+  if (element_bytes == 0) {
+    return Status(Code::kInvalidArgument,
+                  "buffer of " + std::string(InfoOf(dtype).name) +
+                      " must be packed: its elements are smaller than a byte");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Dims strides, ByteStrides(buffer.strides, element_bytes));
+  std::int64_t low = 0;
+  std::int64_t high = 0;
+  if (!StridedSpan(buffer.shape, strides, &low, &high)) {
+    return Status(Code::kInvalidArgument, "buffer of shape " + buffer.shape.ToString() +
+                                              " with strides " + buffer.strides.ToString() +
+                                              " reaches past 2^62 bytes");
+  }
+  std::vector<PlacedBox> placed;
+  if (as_box) {
+    placed.push_back({ByteBox(region.box(), element_bytes), 0, strides});
+    return placed;
+  }
+  std::int64_t at = 0;  // Position in the buffer's one axis.
+  for (const Box& box : region.Boxes()) {
+    Dims steps;
+    for (const std::int64_t s : PackedStrides(box.extent())) steps.push_back(s * strides[0]);
+    steps.push_back(1);
+    placed.push_back({ByteBox(box, element_bytes), at * strides[0], steps});
+    at += box.volume();
+  }
+  return placed;
+}
+
+Result<std::vector<PlacedBox>> PlaceStrided(DType dtype, const Dims& shape, const Box& box,
+                                            std::uint64_t offset, const Dims& byte_strides) {
+  const auto bad = [&](Code code, const std::string& why) {
+    return Status(code, "box " + box.ToString() + " at byte " + std::to_string(offset) +
+                            " with strides " + byte_strides.ToString() + " " + why);
+  };
+  if (!box.Within(shape)) return bad(Code::kInvalidArgument, "is not within " + shape.ToString());
+  if (byte_strides.rank() != box.rank()) return bad(Code::kInvalidArgument, "has another rank");
+  if (box.empty()) return std::vector<PlacedBox>();
+  if (InfoOf(dtype).bits < 8) {
+    return bad(Code::kUnsupported, "of elements smaller than a byte: only packed chunks are known");
+  }
+  const std::int64_t element_bytes = InfoOf(dtype).bits / 8;
+  std::int64_t low = 0;
+  std::int64_t high = 0;
+  const auto at = CheckedCast<std::int64_t>(offset);
+  if (!at || *at > (std::int64_t{1} << 62) ||
+      !StridedSpan(box.extent(), byte_strides, &low, &high) || *at + low < 0 ||
+      *at + high > (std::int64_t{1} << 62) - element_bytes) {
+    return bad(Code::kInvalidArgument, "reaches outside of a file");
+  }
+  Dims strides = byte_strides;
+  strides.push_back(1);
+  return std::vector<PlacedBox>{{ByteBox(box, element_bytes), *at, strides}};
+}
+
+}  // namespace tensormount
