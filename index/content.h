@@ -5,8 +5,9 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
-#include <variant>
+#include <unordered_map>
 #include <vector>
 
 #include "base/hash.h"
@@ -66,6 +67,9 @@ struct TensorContent {
   explicit TensorContent(TensorMeta m) : meta(std::move(m)), extents(meta.shape().rank()) {}
 };
 
+// Instead of a file number, in the coordinator's manifest: where the bytes are stands elsewhere.
+inline constexpr std::uint32_t kNoFile = 0xFFFFFFFF;
+
 // An opaque object, or one part of it on a grid (index within grid; both empty for the plain kind).
 struct ObjectContent {
   std::string key;
@@ -115,24 +119,41 @@ Hash128 ContentRoot(const Content& content);
 // pieces of a file do not overlap and lie within its length (kDataLoss names file and piece).
 Status ComputeFileRoots(Content& content);
 
-// Merges what writers' manifests say. `coordinator` has info, common and per tensor digest and
-// mtime where it was written already. kDataLoss where writers disagree on dtype or shape, name
-// the same file with different lengths, or repeat an object part.
+// What the coordinator's manifest holds of merged content: info and common values as they are; of
+// every tensor key, dtype, shape, digest and mtime without chunks; of every object part key, index,
+// grid, length, hash and mtime with kNoFile. No files, extras or manifests.
+Content CoordinatorContent(const Content& merged);
+
+// Merges what writers' manifests say. The one called kCoordinatorManifest has info and common
+// values, and, where it was written already, mtimes and the list of all there must be.
+// kDataLoss where writers disagree on uuid, dtype or shape, name the same file with different
+// lengths, repeat an object part, or differ from the coordinator's list or digests.
 class ContentMerger {
  public:
   // Content numbered by the manifest's own file table.
   Status Add(const Content& from_manifest, const std::string& manifest_name);
-  // Sorts, XORs nothing: digests of tensors are XORs of the manifests' contributions already.
+  // Sorts everything, so that the order of Add does not matter. Digests of tensors are the XORs of
+  // the writers' contributions. Chunk rows are not decoded.
   Result<Content> Finish();
 
  private:
+  Status AddTensor(const TensorContent& tensor, std::span<const std::uint32_t> file_map,
+                   std::uint32_t manifest);
+  Status AddObject(const ObjectContent& object, std::span<const std::uint32_t> file_map,
+                   std::uint32_t manifest);
+  Status ApplyCoordinator();
+  Status SortNumbers();
+
   Content merged_;
-  std::map<std::string, std::uint32_t> file_number_;
-  std::map<std::string, std::size_t> tensor_number_;
+  std::map<std::string, std::uint32_t, std::less<>> file_number_;
+  std::unordered_map<std::string, std::size_t> tensor_number_;
+  std::optional<Content> coordinator_;
+  Uuid uuid_;  // Of the first manifest that has one.
 };
 
-// Whether the chunks of every tensor cover it exactly, and its objects' parts their grids.
-// kDataLoss names tensor, the exact missing or doubled box, and the files concerned.
+// Whether the chunks of every tensor cover it exactly, and its objects' parts their grids; whether
+// every chunk lies in its file and has the length of its region. kDataLoss names tensor, the exact
+// missing or doubled box, and the files concerned.
 Status CheckComplete(const Content& content);
 
 }  // namespace tensormount

@@ -40,12 +40,19 @@ class ExtentTable {
   int rank() const { return rank_; }
   std::size_t size() const { return rows_.size() / RowBytes(rank_); }
   std::string_view packed() const { return rows_; }
+  // Packed row i, unchecked (index/extent_row.h).
+  std::string_view Row(std::size_t i) const {
+    return std::string_view(rows_).substr(i * RowBytes(rank_), RowBytes(rank_));
+  }
 
   void Append(const ChunkRecord& chunk);
   // Appends rows of `other` (same rank) with file and manifest numbers replaced:
   // file_map[old] = new. kDataLoss where a number is outside the map.
   Status AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
                       std::uint32_t manifest);
+  // Replaces file and manifest numbers in place. kDataLoss where one is outside its map.
+  Status Remap(std::span<const std::uint32_t> file_map,
+               std::span<const std::uint32_t> manifest_map);
   // Decodes row i: kDataLoss where a field breaks a rule (rank, negative, region outside itself).
   Result<ChunkRecord> At(std::size_t i) const;
   Result<std::vector<ChunkRecord>> All() const;

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <optional>
+
+#include "base/checked.h"
+#include "index/content.h"
+#include "index/extent_row.h"
+#include "shard/coverage.h"
+
+namespace tensormount {
+namespace {
+
+Status Bad(std::string message) { return Status(Code::kDataLoss, std::move(message)); }
+
+// [first, first + count) of the row-major order of a whole tensor.
+struct FlatRange {
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+};
+
+// The row's region as one range of the tensor's row-major order, where it is one; nullopt also for
+// anything odd, which the exact check then judges.
+std::optional<FlatRange> AsRange(const char* row, const Dims& shape) {
+  const int rank = shape.rank();
+  std::int64_t first = 0;
+  std::int64_t volume = 1;
+  std::int64_t stride = 1;
+  bool must_be_one = false;  // An inner axis was cut: all axes outside it are single rows.
+  for (int a = rank - 1; a >= 0; --a) {
+    const std::int64_t begin = extent_row::Begin(row, a);
+    const std::int64_t extent = extent_row::Extent(row, rank, a);
+    if (begin < 0 || extent < 1 || begin > shape[a] - extent) return std::nullopt;
+    if (must_be_one && extent != 1) return std::nullopt;
+    if (extent != shape[a]) must_be_one = true;
+    first += begin * stride;  // Within the tensor, whose element count fits.
+    volume *= extent;
+    stride *= shape[a];
+  }
+  if ((LoadLittle<std::uint32_t>(row + extent_row::kFlags) & extent_row::kFlat) == 0) {
+    return FlatRange{first, volume};
+  }
+  const auto flat_first = LoadLittle<std::int64_t>(row + extent_row::kFlatFirst);
+  const auto flat_count = LoadLittle<std::int64_t>(row + extent_row::kFlatCount);
+  if (flat_first < 0 || flat_count < 0 || flat_first > volume || flat_count > volume - flat_first) {
+    return std::nullopt;
+  }
+  return FlatRange{first + flat_first, flat_count};
+}
+
+// File, place and hash of a row; its length is the caller's to compare.
+Status CheckPlace(const Content& content, const char* row) {
+  const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
+  if (file >= content.files.size()) return Bad("a chunk in a file that is not in the table");
+  const FileRecord& record = content.files[file];
+  if (!RangeWithin(LoadLittle<std::uint64_t>(row + extent_row::kOffset),
+                   LoadLittle<std::uint64_t>(row + extent_row::kLength), record.length)) {
+    return Bad(record.name + ": a chunk reaches past its end");
+  }
+  if (record.placement != Placement::kForeign) {
+    if ((LoadLittle<std::uint32_t>(row + extent_row::kFlags) & extent_row::kHasHash) == 0) {
+      return Bad(record.name + ": a chunk without a hash");
+    }
+    if (LoadLittle<std::uint32_t>(row + extent_row::kManifest) >= content.manifests.size()) {
+      return Bad(record.name + ": a chunk of a manifest that is not in the table");
+    }
+  }
+  return Status();
+}
+
+// True where the sorted chunks are ranges that follow each other from the first element to the
+// last. False says nothing yet.
+Result<bool> IsChainOfRanges(const Content& content, const TensorContent& tensor) {
+  const std::uint32_t bits = tensor.meta.bits();
+  std::uint64_t next = 0;
+  const std::string_view rows = tensor.extents.packed();
+  const std::size_t row_bytes = ExtentTable::RowBytes(tensor.extents.rank());
+  for (std::size_t at = 0; at < rows.size(); at += row_bytes) {
+    const char* row = rows.data() + at;
+    const std::optional<FlatRange> range = AsRange(row, tensor.meta.shape());
+    if (!range || static_cast<std::uint64_t>(range->first) != next) return false;
+    const auto count = static_cast<std::uint64_t>(range->count);
+    if (bits % 8 != 0 && (next * bits % 8 != 0 || count * bits % 8 != 0)) return false;
+    if (LoadLittle<std::uint64_t>(row + extent_row::kLength) != count * bits / 8) return false;
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(content, row));
+    next += count;
+  }
+  return next == tensor.meta.elements();
+}
+
+Status CheckExactly(const Content& content, const TensorContent& tensor) {
+  const TensorMeta& meta = tensor.meta;
+  std::vector<OwnedRegion> regions;
+  regions.reserve(tensor.extents.size());
+  std::vector<std::uint32_t> files;
+  files.reserve(tensor.extents.size());
+  for (std::size_t i = 0; i < tensor.extents.size(); ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, tensor.extents.At(i));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(content, tensor.extents.Row(i).data()));
+    if (!chunk.region.Within(meta.shape())) {
+      return Bad(chunk.region.ToString() + " is not within " + meta.shape().ToString());
+    }
+    Result<std::uint64_t> bytes = RegionBytes(meta.dtype(), meta.shape(), chunk.region);
+    if (!bytes.ok()) return Bad(chunk.region.ToString() + ": " + bytes.status().message());
+    if (bytes.value() != chunk.length) {
+      return Bad(chunk.region.ToString() + ": " + content.files[chunk.file].name + ": " +
+                 std::to_string(chunk.length) + " bytes stored, " + std::to_string(bytes.value()) +
+                 " needed");
+    }
+    files.push_back(chunk.file);
+    if (chunk.region.empty()) continue;
+    regions.push_back({std::move(chunk.region), static_cast<std::uint32_t>(i)});
+  }
+  const CoverageReport report = CheckCoverage(meta.shape(), regions, 4);
+  if (!report.overlaps.empty()) {
+    const Overlap& overlap = report.overlaps.front();
+    return Bad(overlap.box.ToString() + " is stored twice: in " +
+               content.files[files[overlap.first]].name + " and " +
+               content.files[files[overlap.second]].name);
+  }
+  if (!report.missing.empty()) {
+    std::string message = report.missing.front().ToString() + " is stored in no chunk";
+    if (report.missing.size() > 1 || report.truncated) {
+      message += " (" + std::to_string(report.missing_elements) + " elements are missing in all)";
+    }
+    return Bad(std::move(message));
+  }
+  return Status();
+}
+
+Status CheckObjects(const Content& content) {
+  for (std::size_t i = 0; i < content.objects.size();) {
+    const ObjectContent& first = content.objects[i];
+    std::size_t end = i;
+    for (; end < content.objects.size() && content.objects[end].key == first.key; ++end) {
+      const ObjectContent& part = content.objects[end];
+      if (!(part.grid == first.grid)) {
+        return Bad("object " + first.key + ": its parts are on grids " + first.grid.ToString() +
+                   " and " + part.grid.ToString());
+      }
+      if (part.file >= content.files.size() || part.manifest >= content.manifests.size() ||
+          !RangeWithin(part.offset, part.length, content.files[part.file].length)) {
+        return Bad("object " + first.key + ": part " + part.index.ToString() +
+                   " is not within a file of the table");
+      }
+    }
+    const std::optional<std::int64_t> parts = CheckedProduct(first.grid);
+    if (!parts || static_cast<std::uint64_t>(*parts) != end - i) {
+      // Parts are distinct and in order: the first one out of step is missing.
+      Dims want = Dims::Filled(first.grid.rank(), 0);
+      for (std::size_t p = i; p < end && content.objects[p].index == want; ++p) {
+        for (int a = want.rank() - 1; a >= 0; --a) {
+          if (++want[a] < first.grid[a]) break;
+          want[a] = 0;
+        }
+      }
+      return Bad("object " + first.key + ": part " + want.ToString() + " of its grid " +
+                 first.grid.ToString() + " is missing");
+    }
+    i = end;
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status CheckComplete(const Content& content) {
+  for (const TensorContent& tensor : content.tensors) {
+    Result<bool> chain = IsChainOfRanges(content, tensor);
+    Status status = chain.status();
+    if (chain.ok() && !chain.value()) status = CheckExactly(content, tensor);
+    if (!status.ok()) return status.WithContext("tensor " + tensor.meta.key());
+  }
+  return CheckObjects(content);
+}
+
+}  // namespace tensormount

@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <numeric>
+
+#include "index/content.h"
+#include "index/manifest.h"
+
+namespace tensormount {
+namespace {
+
+Status Bad(std::string message) { return Status(Code::kDataLoss, std::move(message)); }
+
+std::string PartName(const ObjectContent& object) {
+  std::string name = "object " + object.key;
+  if (object.grid.rank() > 0) name += " part " + object.index.ToString();
+  return name;
+}
+
+bool PartLess(const ObjectContent& a, const ObjectContent& b) {
+  if (a.key != b.key) return a.key < b.key;
+  return std::lexicographical_compare(a.index.begin(), a.index.end(), b.index.begin(),
+                                      b.index.end());
+}
+
+// Old number -> position after sorting by name.
+template <typename T, typename Name>
+std::vector<std::uint32_t> SortByName(std::vector<T>& items, Name name) {
+  std::vector<std::uint32_t> order(items.size());
+  std::iota(order.begin(), order.end(), 0u);
+  std::sort(order.begin(), order.end(),
+            [&](std::uint32_t a, std::uint32_t b) { return name(items[a]) < name(items[b]); });
+  std::vector<std::uint32_t> map(items.size());
+  std::vector<T> sorted;
+  sorted.reserve(items.size());
+  for (std::uint32_t i = 0; i < order.size(); ++i) {
+    map[order[i]] = i;
+    sorted.push_back(std::move(items[order[i]]));
+  }
+  items = std::move(sorted);
+  return map;
+}
+
+bool IsIdentity(std::span<const std::uint32_t> map) {
+  for (std::size_t i = 0; i < map.size(); ++i) {
+    if (map[i] != i) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+Status ContentMerger::Add(const Content& from, const std::string& manifest_name) {
+  if (std::find(merged_.manifests.begin(), merged_.manifests.end(), manifest_name) !=
+      merged_.manifests.end()) {
+    return Bad(manifest_name + ": there twice");
+  }
+  if (!from.info.uuid.IsZero()) {
+    if (uuid_.IsZero()) uuid_ = from.info.uuid;
+    if (uuid_ != from.info.uuid) {
+      return Bad(manifest_name + ": belongs to checkpoint " + from.info.uuid.ToString() +
+                 ", not to " + uuid_.ToString());
+    }
+  }
+  const auto manifest = static_cast<std::uint32_t>(merged_.manifests.size());
+  merged_.manifests.push_back(manifest_name);
+  if (manifest_name == kCoordinatorManifest) {
+    coordinator_ = from;
+    merged_.info = from.info;
+  }
+  std::vector<std::uint32_t> file_map;
+  file_map.reserve(from.files.size());
+  for (const FileRecord& file : from.files) {
+    const auto [it, inserted] =
+        file_number_.try_emplace(file.name, static_cast<std::uint32_t>(merged_.files.size()));
+    if (inserted) {
+      merged_.files.push_back(file);
+    } else {
+      const FileRecord& known = merged_.files[it->second];
+      if (known.length != file.length || known.placement != file.placement) {
+        return Bad(manifest_name + ": " + file.name +
+                   ": writers disagree: " + std::to_string(known.length) + " bytes (" +
+                   std::string(PlacementName(known.placement)) + ") and " +
+                   std::to_string(file.length) + " (" + std::string(PlacementName(file.placement)) +
+                   ")");
+      }
+    }
+    file_map.push_back(it->second);
+  }
+  if (manifest_name == kCoordinatorManifest) {
+    for (const ObjectContent& object : from.objects) {
+      if (object.file == kNoFile) continue;
+      TENSORMOUNT_RETURN_IF_ERROR(AddObject(object, file_map, manifest).WithContext(manifest_name));
+    }
+  } else {
+    for (const TensorContent& tensor : from.tensors) {
+      TENSORMOUNT_RETURN_IF_ERROR(AddTensor(tensor, file_map, manifest).WithContext(manifest_name));
+    }
+    for (const ObjectContent& object : from.objects) {
+      TENSORMOUNT_RETURN_IF_ERROR(AddObject(object, file_map, manifest).WithContext(manifest_name));
+    }
+  }
+  for (ExtraPiece extra : from.extras) {
+    if (extra.file >= file_map.size()) {
+      return Bad(manifest_name + ": an extra piece in a file that is not in the table");
+    }
+    extra.file = file_map[extra.file];
+    extra.manifest = manifest;
+    merged_.extras.push_back(extra);
+  }
+  for (const auto& [key, value] : from.common) {
+    const auto [it, inserted] = merged_.common.try_emplace(key, value);
+    if (!inserted && it->second != value) {
+      return Bad(manifest_name + ": writers disagree on the common value " + key);
+    }
+  }
+  return Status();
+}
+
+Status ContentMerger::AddTensor(const TensorContent& tensor,
+                                std::span<const std::uint32_t> file_map, std::uint32_t manifest) {
+  const auto [it, inserted] = tensor_number_.try_emplace(tensor.meta.key(), merged_.tensors.size());
+  if (inserted) {
+    merged_.tensors.emplace_back(tensor.meta).has_digest = true;
+  }
+  TensorContent& merged = merged_.tensors[it->second];
+  if (merged.meta.dtype() != tensor.meta.dtype() || !(merged.meta.shape() == tensor.meta.shape())) {
+    return Bad("tensor " + tensor.meta.key() +
+               ": writers disagree: " + std::string(InfoOf(merged.meta.dtype()).name) +
+               merged.meta.shape().ToString() + " and " +
+               std::string(InfoOf(tensor.meta.dtype()).name) + tensor.meta.shape().ToString());
+  }
+  merged.has_digest = merged.has_digest && tensor.has_digest;
+  merged.digest ^= tensor.digest;
+  return merged.extents.AppendMapped(tensor.extents, file_map, manifest)
+      .WithContext("tensor " + tensor.meta.key());
+}
+
+Status ContentMerger::AddObject(const ObjectContent& object,
+                                std::span<const std::uint32_t> file_map, std::uint32_t manifest) {
+  if (object.file >= file_map.size()) {
+    return Bad(PartName(object) + ": in a file that is not in the table");
+  }
+  ObjectContent& merged = merged_.objects.emplace_back(object);
+  merged.file = file_map[object.file];
+  merged.manifest = manifest;
+  return Status();
+}
+
+Status ContentMerger::ApplyCoordinator() {
+  const Content& list = *coordinator_;
+  if (list.tensors.empty() && list.objects.empty()) return Status();  // Not written yet.
+  const std::string who(kCoordinatorManifest);
+  if (list.tensors.size() != merged_.tensors.size()) {
+    return Bad(who + ": lists " + std::to_string(list.tensors.size()) +
+               " tensors, the writers wrote " + std::to_string(merged_.tensors.size()));
+  }
+  for (const TensorContent& tensor : list.tensors) {
+    const auto it = tensor_number_.find(tensor.meta.key());
+    if (it == tensor_number_.end()) {
+      return Bad(who + ": tensor " + tensor.meta.key() + ": no writer has it");
+    }
+    TensorContent& merged = merged_.tensors[it->second];
+    if (merged.meta.dtype() != tensor.meta.dtype() ||
+        !(merged.meta.shape() == tensor.meta.shape()) || merged.has_digest != tensor.has_digest ||
+        (merged.has_digest && merged.digest != tensor.digest)) {
+      return Bad(who + ": tensor " + tensor.meta.key() +
+                 ": dtype, shape or digest is not what the writers say");
+    }
+    merged.mtime = tensor.mtime;
+  }
+  std::vector<const ObjectContent*> parts;
+  for (const ObjectContent& object : list.objects) parts.push_back(&object);
+  std::sort(parts.begin(), parts.end(),
+            [](const ObjectContent* a, const ObjectContent* b) { return PartLess(*a, *b); });
+  if (parts.size() != merged_.objects.size()) {
+    return Bad(who + ": lists " + std::to_string(parts.size()) +
+               " parts of objects, the writers wrote " + std::to_string(merged_.objects.size()));
+  }
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    ObjectContent& merged = merged_.objects[i];
+    if (merged.key != parts[i]->key || !(merged.index == parts[i]->index) ||
+        merged.length != parts[i]->length || merged.hash != parts[i]->hash) {
+      return Bad(who + ": " + PartName(*parts[i]) + ": not what the writers say");
+    }
+    merged.mtime = parts[i]->mtime;
+  }
+  return Status();
+}
+
+Status ContentMerger::SortNumbers() {
+  const std::vector<std::uint32_t> file_map =
+      SortByName(merged_.files, [](const FileRecord& f) -> const std::string& { return f.name; });
+  const std::vector<std::uint32_t> manifest_map =
+      SortByName(merged_.manifests, [](const std::string& s) -> const std::string& { return s; });
+  if (IsIdentity(file_map) && IsIdentity(manifest_map)) return Status();
+  for (TensorContent& tensor : merged_.tensors) {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        tensor.extents.Remap(file_map, manifest_map).WithContext("tensor " + tensor.meta.key()));
+  }
+  for (ObjectContent& object : merged_.objects) {
+    object.file = file_map[object.file];
+    object.manifest = manifest_map[object.manifest];
+  }
+  for (ExtraPiece& extra : merged_.extras) {
+    extra.file = file_map[extra.file];
+    extra.manifest = manifest_map[extra.manifest];
+  }
+  return Status();
+}
+
+Result<Content> ContentMerger::Finish() {
+  std::sort(merged_.objects.begin(), merged_.objects.end(), PartLess);
+  for (std::size_t i = 1; i < merged_.objects.size(); ++i) {
+    if (!PartLess(merged_.objects[i - 1], merged_.objects[i])) {
+      return Bad(PartName(merged_.objects[i]) + ": written twice");
+    }
+  }
+  if (coordinator_) TENSORMOUNT_RETURN_IF_ERROR(ApplyCoordinator());
+  merged_.info.uuid = uuid_;
+  TENSORMOUNT_RETURN_IF_ERROR(SortNumbers());
+  const auto by_key = [](const TensorContent& a, const TensorContent& b) {
+    return a.meta.key() < b.meta.key();
+  };
+  if (!std::is_sorted(merged_.tensors.begin(), merged_.tensors.end(), by_key)) {
+    std::sort(merged_.tensors.begin(), merged_.tensors.end(), by_key);
+  }
+  for (TensorContent& tensor : merged_.tensors) tensor.extents.Sort();
+  std::sort(merged_.extras.begin(), merged_.extras.end(),
+            [](const ExtraPiece& a, const ExtraPiece& b) {
+              return a.file != b.file ? a.file < b.file : a.offset < b.offset;
+            });
+  coordinator_.reset();
+  tensor_number_.clear();
+  file_number_.clear();
+  return std::move(merged_);
+}
+
+}  // namespace tensormount

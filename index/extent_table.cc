@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/extent_table.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/coding.h"
+#include "index/extent_row.h"
+
+namespace tensormount {
+namespace {
+
+using extent_row::Begin;
+using extent_row::Extent;
+
+Status Broken(std::size_t row, std::string_view why) {
+  return Status(Code::kDataLoss,
+                "extent table: row " + std::to_string(row) + ": " + std::string(why));
+}
+
+// Coordinates of the first element of a row's region. Rows are unchecked here, so everything wraps
+// instead of overflowing; At() refuses what is wrong.
+void FirstElement(const char* row, int rank, std::int64_t* out) {
+  for (int a = 0; a < rank; ++a) out[a] = Begin(row, a);
+  if ((LoadLittle<std::uint32_t>(row + extent_row::kFlags) & extent_row::kFlat) == 0) return;
+  auto left = LoadLittle<std::uint64_t>(row + extent_row::kFlatFirst);
+  for (int a = rank - 1; a >= 0 && left != 0; --a) {
+    const auto extent = static_cast<std::uint64_t>(Extent(row, rank, a));
+    if (extent == 0) return;
+    out[a] = static_cast<std::int64_t>(static_cast<std::uint64_t>(out[a]) + left % extent);
+    left /= extent;
+  }
+}
+
+}  // namespace
+
+std::size_t ExtentTable::RowBytes(int rank) { return extent_row::Bytes(rank); }
+
+Result<ExtentTable> ExtentTable::FromPacked(int rank, std::string rows) {
+  if (rank < 0 || rank > kMaxRank) {
+    return Status(Code::kDataLoss, "extent table: rank " + std::to_string(rank));
+  }
+  if (rows.size() % RowBytes(rank) != 0) {
+    return Status(Code::kDataLoss, "extent table: " + std::to_string(rows.size()) +
+                                       " bytes are no multiple of a row's " +
+                                       std::to_string(RowBytes(rank)));
+  }
+  ExtentTable table(rank);
+  table.rows_ = std::move(rows);
+  return table;
+}
+
+void ExtentTable::Append(const ChunkRecord& chunk) {
+  const std::size_t at = rows_.size();
+  rows_.resize(at + RowBytes(rank_));
+  char* row = rows_.data() + at;
+  const Box& box = chunk.region.box();
+  StoreLittle(row + extent_row::kFile, chunk.file);
+  StoreLittle(row + extent_row::kManifest, chunk.manifest);
+  StoreLittle(row + extent_row::kOffset, chunk.offset);
+  StoreLittle(row + extent_row::kFirstLeaf, chunk.first_leaf);
+  StoreLittle(row + extent_row::kFlags, (chunk.has_hash ? extent_row::kHasHash : 0u) |
+                                            (chunk.region.is_flat() ? extent_row::kFlat : 0u));
+  StoreLittle(row + extent_row::kLength, chunk.length);
+  StoreLittle(row + extent_row::kHash, chunk.hash.low);
+  StoreLittle(row + extent_row::kHash + 8, chunk.hash.high);
+  StoreLittle(row + extent_row::kFlatFirst, chunk.region.flat_first());
+  StoreLittle(row + extent_row::kFlatCount,
+              chunk.region.is_flat() ? chunk.region.volume() : std::int64_t{0});
+  for (int a = 0; a < rank_; ++a) {
+    StoreLittle(row + extent_row::kBegin + 8 * static_cast<std::size_t>(a), box.begin(a));
+    StoreLittle(row + extent_row::kBegin + 8 * static_cast<std::size_t>(rank_ + a), box.extent(a));
+  }
+}
+
+Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
+                                 std::uint32_t manifest) {
+  if (other.rank_ != rank_) return Status(Code::kDataLoss, "extent table: ranks differ");
+  const std::size_t row_bytes = RowBytes(rank_);
+  std::size_t at = rows_.size();
+  rows_.append(other.rows_);
+  for (; at < rows_.size(); at += row_bytes) {
+    char* row = rows_.data() + at;
+    const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
+    if (file >= file_map.size()) {
+      rows_.resize(rows_.size() - other.rows_.size());
+      return Status(Code::kDataLoss,
+                    "extent table: file number " + std::to_string(file) + " is not in the table");
+    }
+    StoreLittle(row + extent_row::kFile, file_map[file]);
+    StoreLittle(row + extent_row::kManifest, manifest);
+  }
+  return Status();
+}
+
+Status ExtentTable::Remap(std::span<const std::uint32_t> file_map,
+                          std::span<const std::uint32_t> manifest_map) {
+  const std::size_t row_bytes = RowBytes(rank_);
+  for (std::size_t at = 0; at < rows_.size(); at += row_bytes) {
+    char* row = rows_.data() + at;
+    const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
+    const auto manifest = LoadLittle<std::uint32_t>(row + extent_row::kManifest);
+    if (file >= file_map.size()) return Broken(at / row_bytes, "file number out of range");
+    if (manifest >= manifest_map.size()) {
+      return Broken(at / row_bytes, "manifest number out of range");
+    }
+    StoreLittle(row + extent_row::kFile, file_map[file]);
+    StoreLittle(row + extent_row::kManifest, manifest_map[manifest]);
+  }
+  return Status();
+}
+
+Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
+  if (i >= size()) return Broken(i, "there is no such row");
+  const char* row = rows_.data() + i * RowBytes(rank_);
+  ChunkRecord chunk;
+  chunk.file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
+  chunk.manifest = LoadLittle<std::uint32_t>(row + extent_row::kManifest);
+  chunk.offset = LoadLittle<std::uint64_t>(row + extent_row::kOffset);
+  chunk.first_leaf = LoadLittle<std::uint64_t>(row + extent_row::kFirstLeaf);
+  chunk.length = LoadLittle<std::uint64_t>(row + extent_row::kLength);
+  chunk.hash.low = LoadLittle<std::uint64_t>(row + extent_row::kHash);
+  chunk.hash.high = LoadLittle<std::uint64_t>(row + extent_row::kHash + 8);
+  const auto flags = LoadLittle<std::uint32_t>(row + extent_row::kFlags);
+  if ((flags & ~extent_row::kKnownFlags) != 0) return Broken(i, "unknown flags");
+  chunk.has_hash = (flags & extent_row::kHasHash) != 0;
+  if (!chunk.has_hash && chunk.hash != Hash128{}) return Broken(i, "a hash that is not said to be");
+  Dims begin;
+  Dims extent;
+  for (int a = 0; a < rank_; ++a) {
+    begin.push_back(Begin(row, a));
+    extent.push_back(Extent(row, rank_, a));
+  }
+  Result<Box> box = Box::Make(begin, extent);
+  if (!box.ok()) return Broken(i, box.status().message());
+  const auto first = LoadLittle<std::int64_t>(row + extent_row::kFlatFirst);
+  const auto count = LoadLittle<std::int64_t>(row + extent_row::kFlatCount);
+  if ((flags & extent_row::kFlat) == 0) {
+    if (first != 0 || count != 0) return Broken(i, "a box with a flat range");
+    chunk.region = Region(box.value());
+  } else {
+    Result<Region> region = Region::Flat(box.value(), first, count);
+    if (!region.ok()) return Broken(i, region.status().message());
+    if (!region.value().is_flat()) return Broken(i, "a flat range that is a box");
+    chunk.region = std::move(region).value();
+  }
+  if (chunk.offset + chunk.length < chunk.offset ||
+      chunk.offset + chunk.length > static_cast<std::uint64_t>(INT64_MAX)) {
+    return Broken(i, "offset and length overflow");
+  }
+  return chunk;
+}
+
+Result<std::vector<ChunkRecord>> ExtentTable::All() const {
+  std::vector<ChunkRecord> chunks;
+  chunks.reserve(size());
+  for (std::size_t i = 0; i < size(); ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, At(i));
+    chunks.push_back(std::move(chunk));
+  }
+  return chunks;
+}
+
+void ExtentTable::Sort() {
+  const std::size_t n = size();
+  if (n < 2) return;
+  const std::size_t row_bytes = RowBytes(rank_);
+  // Lexicographic order of coordinates is row-major order, whatever the shape.
+  const auto key_len = static_cast<std::size_t>(rank_);
+  std::vector<std::int64_t> keys(n * key_len);
+  for (std::size_t i = 0; i < n; ++i) {
+    FirstElement(rows_.data() + i * row_bytes, rank_, keys.data() + i * key_len);
+  }
+  const auto less = [&](std::size_t a, std::size_t b) {
+    const std::int64_t* ka = keys.data() + a * key_len;
+    const std::int64_t* kb = keys.data() + b * key_len;
+    for (std::size_t k = 0; k < key_len; ++k) {
+      if (ka[k] != kb[k]) return ka[k] < kb[k];
+    }
+    const char* ra = rows_.data() + a * row_bytes;
+    const char* rb = rows_.data() + b * row_bytes;
+    const auto fa = LoadLittle<std::uint32_t>(ra + extent_row::kFile);
+    const auto fb = LoadLittle<std::uint32_t>(rb + extent_row::kFile);
+    if (fa != fb) return fa < fb;
+    return LoadLittle<std::uint64_t>(ra + extent_row::kOffset) <
+           LoadLittle<std::uint64_t>(rb + extent_row::kOffset);
+  };
+  bool sorted = true;
+  for (std::size_t i = 1; i < n && sorted; ++i) sorted = !less(i, i - 1);
+  if (sorted) return;
+  std::vector<std::uint32_t> order(n);
+  std::iota(order.begin(), order.end(), 0u);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::uint32_t a, std::uint32_t b) { return less(a, b); });
+  std::string rows;
+  rows.reserve(rows_.size());
+  for (const std::uint32_t i : order) rows.append(rows_, i * row_bytes, row_bytes);
+  rows_ = std::move(rows);
+}
+
+}  // namespace tensormount

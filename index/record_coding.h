@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_RECORD_CODING_H_
+#define TENSORMOUNT_INDEX_RECORD_CODING_H_
+
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "tensormount/status.h"
+
+#include "base/coding.h"
+#include "index/content.h"
+
+// Logical records as manifests and the index write them (docs/format.md, "Records"). Encoders
+// append; decoders check every field and give kDataLoss that begins with the reader's name.
+
+namespace tensormount {
+
+inline constexpr std::size_t kMaxFileNameBytes = 4096;
+inline constexpr std::size_t kMaxCommonBytes = std::size_t{64} << 20;
+
+// Whether `name` is a relative path below a checkpoint's data/, manifest/ or index/ that can lead
+// nowhere else.
+bool IsSafeName(std::string_view name);
+
+void EncodeUuid(ByteWriter& out, const Uuid& uuid);
+Uuid DecodeUuid(ByteReader& in);
+void EncodeDims(ByteWriter& out, const Dims& dims);  // u8 rank, i64 each.
+
+void EncodeInfo(ByteWriter& out, const CheckpointInfo& info);
+Result<CheckpointInfo> DecodeInfo(ByteReader& in);
+
+void EncodeFile(ByteWriter& out, const FileRecord& file);
+Result<FileRecord> DecodeFile(ByteReader& in);
+
+// Key, dtype and shape.
+void EncodeMeta(ByteWriter& out, const TensorMeta& meta);
+Result<TensorMeta> DecodeMeta(ByteReader& in, std::string_view what);
+
+void EncodeObject(ByteWriter& out, const ObjectContent& object);
+Result<ObjectContent> DecodeObject(ByteReader& in, std::string_view what);
+
+void EncodeExtra(ByteWriter& out, const ExtraPiece& extra);
+Result<ExtraPiece> DecodeExtra(ByteReader& in);
+
+// The value alone.
+void EncodeCommon(ByteWriter& out, const CommonValue& value);
+Result<CommonValue> DecodeCommon(ByteReader& in, std::string_view what);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_RECORD_CODING_H_
