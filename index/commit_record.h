@@ -36,7 +36,11 @@ struct CommitRecord {
     Hash128 tail;      // index/ only: of the last min(length, 64 KiB), checked at open.
   };
   std::vector<Entry> files;  // Sorted by name.
+  const Entry* Find(std::string_view name) const;  // Null: no such file.
 };
+
+inline constexpr std::string_view kCommitName = "COMMIT";
+inline constexpr std::uint64_t kMaxCommitBytes = std::uint64_t{256} << 20;
 
 std::string EncodeCommit(const CommitRecord& record);
 

@@ -13,13 +13,13 @@
 
 namespace tensormount {
 
-// A manifest: what one writer says it wrote (docs/format.md, "Manifest"): header, records, leaf
-// hashes, footer with checksums of each part. Records are numbered within the manifest; ContentMerger
-// renumbers. In a writer's manifest TensorContent::digest is the XOR contribution of its chunks,
-// mtimes are 0; the coordinator's manifest ("manifest/coordinator.tmm") has info, common values,
-// objects of its own, and for every tensor key, dtype, shape and mtime without chunks.
+// A manifest: what one writer says it wrote (docs/format.md, "Manifest"): a header with checksums
+// of each part, records, leaf hashes. Records are numbered within the manifest; ContentMerger
+// renumbers. In a writer's manifest TensorContent::digest is the XOR contribution of its chunks and
+// info only says which checkpoint it is of; the coordinator's manifest is CoordinatorContent().
 //
 // `leaves`: leaf hashes of all its chunks, objects and extra pieces, at their `first_leaf`.
+// kInvalidArgument where something is over the limits of the format.
 Result<std::string> EncodeManifest(const Content& content, std::span<const Hash128> leaves);
 
 // kDataLoss where a checksum or a rule is broken, kUnsupported for a newer version.
@@ -30,7 +30,7 @@ struct Manifest {
 Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name);
 
 // Leaf hashes [first, first + count) of a manifest file without reading the rest. They are proved
-// by the chunk root that they belong to.
+// by the chunk root that they belong to. kDataLoss where the file has no such leaves.
 Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
                                                 std::uint64_t count);
 

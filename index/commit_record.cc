@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/commit_record.h"
+
+#include <algorithm>
+
+#include "base/coding.h"
+#include "index/record_coding.h"
+
+namespace tensormount {
+namespace {
+
+// docs/format.md, "Commit record".
+constexpr std::string_view kMagic{"TMCOMMIT", 8};
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kHeaderBytes = 112;
+constexpr std::size_t kHashBytes = 16;
+
+std::string EncodeCopy(const CommitRecord& record) {
+  ByteWriter out;
+  out.Raw(kMagic.data(), kMagic.size());
+  out.U32(record.version);
+  out.U32(kHeaderBytes);
+  out.U64(record.compatible);
+  out.U64(record.read_compatible);
+  out.U64(record.incompatible);
+  out.U64(0);  // Length, below.
+  EncodeUuid(out, record.uuid);
+  out.U64(record.generation);
+  EncodeUuid(out, record.parent);
+  out.Hash(record.content_root);
+  out.U64(record.files.size());
+  for (const CommitRecord::Entry& file : record.files) {
+    out.String(file.name);
+    out.U64(file.length);
+    out.Hash(file.hash);
+    out.Hash(file.tail);
+  }
+  StoreLittle<std::uint64_t>(out.bytes().data() + 40, out.size() + kHashBytes);
+  out.Hash(Xxh3(out.bytes()));
+  return std::move(out.bytes());
+}
+
+// One copy with its padding. kDataLoss, or kUnsupported where the checksum holds but a feature is
+// unknown.
+Result<CommitRecord> DecodeCopy(std::string_view bytes) {
+  const auto bad = [](std::string why) { return Status(Code::kDataLoss, std::move(why)); };
+  if (bytes.size() < kHeaderBytes + kHashBytes) return bad("truncated");
+  if (!bytes.starts_with(kMagic)) return bad("not a commit record");
+  const auto length = LoadLittle<std::uint64_t>(bytes.data() + 40);
+  if (length < kHeaderBytes + kHashBytes || length > bytes.size()) return bad("wrong length");
+  const std::string_view body = bytes.substr(0, length - kHashBytes);
+  ByteReader sum(bytes.substr(body.size(), kHashBytes), "checksum");
+  if (sum.Hash() != Xxh3(body)) return bad("checksum differs");
+  if (bytes.find_first_not_of('\0', length) != std::string_view::npos) {
+    return bad("bytes after its end");
+  }
+  CommitRecord record;
+  ByteReader in(body.substr(kMagic.size()), "commit record");
+  record.version = in.U32();
+  const std::uint32_t header_bytes = in.U32();
+  record.compatible = in.U64();
+  record.read_compatible = in.U64();
+  record.incompatible = in.U64();
+  if (record.version != kFormatVersion || header_bytes != kHeaderBytes) {
+    return Status(Code::kUnsupported,
+                  "written in a newer format: version " + std::to_string(record.version));
+  }
+  if (const std::uint64_t unknown = record.incompatible & ~kKnownIncompatible; unknown != 0) {
+    static constexpr char kDigits[] = "0123456789abcdef";
+    std::string hex;
+    for (std::uint64_t bits = unknown; bits != 0; bits >>= 4) {
+      hex.insert(hex.begin(), kDigits[bits & 15]);
+    }
+    return Status(Code::kUnsupported,
+                  "written in a newer format: incompatible feature bits 0x" + hex);
+  }
+  (void)in.U64();  // The length.
+  record.uuid = DecodeUuid(in);
+  record.generation = in.U64();
+  record.parent = DecodeUuid(in);
+  record.content_root = in.Hash();
+  const std::uint64_t count = in.U64();
+  for (std::uint64_t i = 0; i < count && in.status().ok(); ++i) {
+    CommitRecord::Entry& file = record.files.emplace_back();
+    file.name = in.String(kMaxFileNameBytes);
+    file.length = in.U64();
+    file.hash = in.Hash();
+    file.tail = in.Hash();
+    if (!in.status().ok()) break;
+    if (!IsSafeName(file.name)) return bad("\"" + file.name + "\" is not a name below it");
+    if (i > 0 && !(record.files[i - 1].name < file.name)) return bad("files are not in order");
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+  return record;
+}
+
+}  // namespace
+
+const CommitRecord::Entry* CommitRecord::Find(std::string_view name) const {
+  const auto it = std::lower_bound(
+      files.begin(), files.end(), name,
+      [](const Entry& entry, std::string_view wanted) { return entry.name < wanted; });
+  return it != files.end() && it->name == name ? &*it : nullptr;
+}
+
+std::string EncodeCommit(const CommitRecord& record) {
+  std::string copy = EncodeCopy(record);
+  // The copies share no page, so that no torn or bad page takes both.
+  copy.resize((copy.size() + kPage - 1) / kPage * kPage, '\0');
+  return copy + copy;
+}
+
+Result<DecodedCommit> DecodeCommit(std::string_view bytes, std::string_view name) {
+  // The first copy says how long both are; where it cannot, they are the halves of the file.
+  std::uint64_t copy_bytes = bytes.size() >= 48 ? LoadLittle<std::uint64_t>(bytes.data() + 40) : 0;
+  copy_bytes = std::min<std::uint64_t>(copy_bytes, kMaxCommitBytes);
+  copy_bytes = (copy_bytes + kPage - 1) / kPage * kPage;
+  Result<CommitRecord> copies[2] = {
+      DecodeCopy(bytes.substr(0, copy_bytes)),
+      Result<CommitRecord>(Status(Code::kDataLoss, "the file has the wrong length"))};
+  if (!copies[0].ok()) copy_bytes = (bytes.size() + 1) / 2;
+  if (bytes.size() == 2 * copy_bytes) copies[1] = DecodeCopy(bytes.substr(copy_bytes));
+  for (const Result<CommitRecord>& copy : copies) {
+    if (copy.status().code() == Code::kUnsupported) return copy.status().WithContext(name);
+  }
+  if (!copies[0].ok() && !copies[1].ok()) {
+    return Status(Code::kDataLoss, std::string(name) + ": both copies are damaged: first: " +
+                                       copies[0].status().message() +
+                                       "; second: " + copies[1].status().message());
+  }
+  if (copies[0].ok() && copies[1].ok() &&
+      EncodeCopy(copies[0].value()) != EncodeCopy(copies[1].value())) {
+    return Status(Code::kDataLoss, std::string(name) + ": its two copies disagree");
+  }
+  DecodedCommit decoded;
+  for (int i = 0; i < 2; ++i) {
+    if (copies[i].ok()) {
+      decoded.record = std::move(copies[i]).value();
+    } else {
+      decoded.one_copy_damaged = true;
+      decoded.damage = std::string(name) + ": " + (i == 0 ? "first" : "second") +
+                       " copy is damaged: " + copies[i].status().message();
+    }
+  }
+  return decoded;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/manifest.h"
+
+#include "base/checked.h"
+#include "base/coding.h"
+#include "index/commit_record.h"
+#include "index/record_coding.h"
+
+namespace tensormount {
+namespace {
+
+// docs/format.md, "Manifest".
+constexpr std::string_view kMagic{"TMMANIF\0", 8};
+constexpr std::size_t kHeaderBytes = 128;
+constexpr std::size_t kLeafAlign = 64;
+constexpr std::size_t kHashBytes = 16;
+static_assert(sizeof(Hash128) == kHashBytes);
+
+constexpr std::uint8_t kHasDigest = 1;
+
+struct Header {
+  std::uint32_t version = kFormatVersion;
+  std::uint64_t compatible = 0;
+  std::uint64_t read_compatible = 0;
+  std::uint64_t incompatible = 0;
+  std::uint64_t file_bytes = 0;
+  std::uint64_t records_bytes = 0;
+  std::uint64_t leaves_offset = 0;
+  std::uint64_t leaves = 0;
+  Hash128 records_hash;
+  Hash128 leaves_hash;
+};
+
+std::string EncodeHeader(const Header& h) {
+  ByteWriter out;
+  out.Raw(kMagic.data(), kMagic.size());
+  out.U32(h.version);
+  out.U32(kHeaderBytes);
+  out.U64(h.compatible);
+  out.U64(h.read_compatible);
+  out.U64(h.incompatible);
+  out.U64(h.file_bytes);
+  out.U64(h.records_bytes);
+  out.U64(h.leaves_offset);
+  out.U64(h.leaves);
+  out.Hash(h.records_hash);
+  out.Hash(h.leaves_hash);
+  out.U64(0);
+  out.Hash(Xxh3(out.bytes()));
+  return std::move(out.bytes());
+}
+
+Result<Header> DecodeHeader(std::string_view bytes, std::string_view name) {
+  const auto bad = [&](std::string_view why) {
+    return Status(Code::kDataLoss, std::string(name) + ": " + std::string(why));
+  };
+  if (bytes.size() < kHeaderBytes) return bad("truncated");
+  bytes = bytes.substr(0, kHeaderBytes);
+  if (!bytes.starts_with(kMagic)) return bad("not a manifest");
+  ByteReader in(bytes.substr(kMagic.size()), name);
+  Header h;
+  h.version = in.U32();
+  const std::uint32_t header_bytes = in.U32();
+  h.compatible = in.U64();
+  h.read_compatible = in.U64();
+  h.incompatible = in.U64();
+  h.file_bytes = in.U64();
+  h.records_bytes = in.U64();
+  h.leaves_offset = in.U64();
+  h.leaves = in.U64();
+  h.records_hash = in.Hash();
+  h.leaves_hash = in.Hash();
+  const std::uint64_t reserved = in.U64();
+  if (in.Hash() != Xxh3(bytes.substr(0, kHeaderBytes - kHashBytes))) {
+    return bad("checksum of the header differs");
+  }
+  if (h.version != kFormatVersion || header_bytes != kHeaderBytes || reserved != 0 ||
+      (h.incompatible & ~kKnownIncompatible) != 0) {
+    return Status(Code::kUnsupported, std::string(name) + ": written in a newer format");
+  }
+  const auto records_end = CheckedAdd<std::uint64_t>(kHeaderBytes, h.records_bytes);
+  const auto leaves_bytes = CheckedMul<std::uint64_t>(h.leaves, kHashBytes);
+  if (!records_end || !leaves_bytes || h.leaves_offset < *records_end ||
+      h.leaves_offset - *records_end >= kLeafAlign ||
+      CheckedAdd(h.leaves_offset, *leaves_bytes) != h.file_bytes) {
+    return bad("its parts do not fit together");
+  }
+  return h;
+}
+
+Status TooLarge(std::string_view what) {
+  return Status(Code::kInvalidArgument, "manifest: too many " + std::string(what));
+}
+
+// Whether records from a manifest point at leaves that it has.
+bool LeavesExist(std::uint64_t first, std::uint64_t leaves) { return first <= leaves; }
+
+Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves, Content& out) {
+  const auto bad = [&](std::string why) {
+    return Status(Code::kDataLoss, std::string(name) + ": " + why);
+  };
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.info, DecodeInfo(in));
+  const std::uint32_t files = in.U32();
+  for (std::uint32_t i = 0; i < files; ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(FileRecord file, DecodeFile(in));
+    out.files.push_back(std::move(file));
+  }
+  const std::uint32_t tensors = in.U32();
+  for (std::uint32_t i = 0; i < tensors; ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, DecodeMeta(in, name));
+    TensorContent& tensor = out.tensors.emplace_back(std::move(meta));
+    const std::uint8_t flags = in.U8();
+    if ((flags & ~kHasDigest) != 0) return bad("tensor " + tensor.meta.key() + ": unknown flags");
+    tensor.has_digest = (flags & kHasDigest) != 0;
+    tensor.digest = in.U64();
+    tensor.mtime = in.I64();
+    const std::uint64_t rows = in.U64();
+    const auto row_bytes =
+        CheckedMul<std::uint64_t>(rows, ExtentTable::RowBytes(tensor.meta.shape().rank()));
+    if (!row_bytes || *row_bytes > in.left()) {
+      return bad("tensor " + tensor.meta.key() + ": truncated");
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        tensor.extents,
+        ExtentTable::FromPacked(tensor.meta.shape().rank(), std::string(in.Raw(*row_bytes))));
+  }
+  const std::uint32_t objects = in.U32();
+  for (std::uint32_t i = 0; i < objects; ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(ObjectContent object, DecodeObject(in, name));
+    if (!LeavesExist(object.first_leaf, leaves)) return bad("object " + object.key + ": no leaves");
+    out.objects.push_back(std::move(object));
+  }
+  const std::uint32_t extras = in.U32();
+  for (std::uint32_t i = 0; i < extras; ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(ExtraPiece extra, DecodeExtra(in));
+    if (!LeavesExist(extra.first_leaf, leaves)) return bad("an extra piece without leaves");
+    out.extras.push_back(extra);
+  }
+  const std::uint32_t common = in.U32();
+  for (std::uint32_t i = 0; i < common; ++i) {
+    std::string key(in.String(kMaxKeyBytes));
+    TENSORMOUNT_ASSIGN_OR_RETURN(CommonValue value, DecodeCommon(in, name));
+    if (!out.common.emplace(std::move(key), std::move(value)).second) {
+      return bad("a common value is there twice");
+    }
+  }
+  return in.Finish();
+}
+
+}  // namespace
+
+Result<std::string> EncodeManifest(const Content& content, std::span<const Hash128> leaves) {
+  std::size_t row_bytes = 0;
+  for (const TensorContent& tensor : content.tensors) row_bytes += tensor.extents.packed().size();
+  ByteWriter out;
+  out.bytes().reserve(kHeaderBytes + row_bytes + content.tensors.size() * 128 +
+                      leaves.size() * kHashBytes + 4096);
+  out.bytes().resize(kHeaderBytes, '\0');
+  if (content.files.size() > UINT32_MAX) return TooLarge("files");
+  if (content.tensors.size() > UINT32_MAX) return TooLarge("tensors");
+  if (content.objects.size() > UINT32_MAX) return TooLarge("objects");
+  if (content.extras.size() > UINT32_MAX) return TooLarge("extra pieces");
+  if (content.common.size() > UINT32_MAX) return TooLarge("common values");
+  EncodeInfo(out, content.info);
+  out.U32(static_cast<std::uint32_t>(content.files.size()));
+  for (const FileRecord& file : content.files) EncodeFile(out, file);
+  out.U32(static_cast<std::uint32_t>(content.tensors.size()));
+  for (const TensorContent& tensor : content.tensors) {
+    EncodeMeta(out, tensor.meta);
+    out.U8(tensor.has_digest ? kHasDigest : 0);
+    out.U64(tensor.digest);
+    out.I64(tensor.mtime);
+    out.U64(tensor.extents.size());
+    out.Raw(tensor.extents.packed().data(), tensor.extents.packed().size());
+  }
+  out.U32(static_cast<std::uint32_t>(content.objects.size()));
+  for (const ObjectContent& object : content.objects) EncodeObject(out, object);
+  out.U32(static_cast<std::uint32_t>(content.extras.size()));
+  for (const ExtraPiece& extra : content.extras) EncodeExtra(out, extra);
+  out.U32(static_cast<std::uint32_t>(content.common.size()));
+  for (const auto& [key, value] : content.common) {
+    if (key.size() > kMaxKeyBytes) {
+      return Status(Code::kInvalidArgument, "the name of a common value is over " +
+                                                std::to_string(kMaxKeyBytes) + " bytes");
+    }
+    out.String(key);
+    EncodeCommon(out, value);
+  }
+  Header header;
+  header.records_bytes = out.size() - kHeaderBytes;
+  header.records_hash = Xxh3(std::string_view(out.bytes()).substr(kHeaderBytes));
+  out.bytes().resize((out.size() + kLeafAlign - 1) / kLeafAlign * kLeafAlign, '\0');
+  header.leaves_offset = out.size();
+  header.leaves = leaves.size();
+  header.leaves_hash = Xxh3(leaves.data(), leaves.size_bytes());
+  out.Raw(leaves.data(), leaves.size_bytes());
+  header.file_bytes = out.size();
+  const std::string head = EncodeHeader(header);
+  out.bytes().replace(0, kHeaderBytes, head);
+  return std::move(out.bytes());
+}
+
+Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Header header, DecodeHeader(bytes, name));
+  const auto bad = [&](std::string why) {
+    return Status(Code::kDataLoss, std::string(name) + ": " + why);
+  };
+  if (header.file_bytes != bytes.size()) {
+    return bad(std::to_string(bytes.size()) + " bytes, its header says " +
+               std::to_string(header.file_bytes));
+  }
+  const std::string_view records = bytes.substr(kHeaderBytes, header.records_bytes);
+  if (Xxh3(records) != header.records_hash) return bad("checksum of the records differs");
+  const std::size_t records_end = kHeaderBytes + records.size();
+  const std::string_view padding = bytes.substr(records_end, header.leaves_offset - records_end);
+  if (padding.find_first_not_of('\0') != std::string_view::npos) return bad("padding is not zero");
+  const std::string_view leaf_bytes = bytes.substr(header.leaves_offset);
+  if (Xxh3(leaf_bytes) != header.leaves_hash) return bad("checksum of the leaves differs");
+  Manifest manifest;
+  manifest.leaves.resize(header.leaves);
+  if (!leaf_bytes.empty()) {
+    std::memcpy(manifest.leaves.data(), leaf_bytes.data(), leaf_bytes.size());
+  }
+  ByteReader in(records, name);
+  if (Status s = DecodeRecords(in, name, header.leaves, manifest.content); !s.ok()) {
+    return s.message().starts_with(name) ? s : s.WithContext(name);
+  }
+  return manifest;
+}
+
+Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
+                                                std::uint64_t count) {
+  char head[kHeaderBytes];
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(0, head, sizeof(head)));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Header header,
+                               DecodeHeader({head, sizeof(head)}, file.path()));
+  if (!RangeWithin(first, count, header.leaves)) {
+    return Status(Code::kDataLoss, file.path() + ": has " + std::to_string(header.leaves) +
+                                       " leaves, not " + std::to_string(count) + " from " +
+                                       std::to_string(first));
+  }
+  // The header may lie about the file: nothing is allocated for what is not there.
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
+  if (info.size < header.file_bytes) {
+    return Status(Code::kDataLoss, file.path() + ": " + std::to_string(info.size) +
+                                       " bytes, its header says " +
+                                       std::to_string(header.file_bytes));
+  }
+  std::vector<Hash128> leaves(count);
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(header.leaves_offset + first * kHashBytes,
+                                               leaves.data(), count * kHashBytes));
+  return leaves;
+}
+
+}  // namespace tensormount
