@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "base/file_system.h"
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <sys/stat.h>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "base/host_rename.h"
+#include "tests/support/power_cut.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace tensormount {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+struct Maker {
+  std::string name;
+  std::function<std::unique_ptr<FileSystem>(const std::string& root)> make;  // Empty: the host's.
+};
+
+// What every FileSystem must do.
+class FileSystemTest : public testing::TestWithParam<Maker> {
+ protected:
+  FileSystemTest() {
+    if (GetParam().make) made_ = GetParam().make(dir_.path());
+  }
+  FileSystem& fs() { return made_ ? *made_ : HostFileSystem(); }
+  std::string At(std::string_view name) const { return dir_.Join(name); }
+  void Put(const std::string& name, std::string_view data) {
+    ASSERT_THAT(fs().WriteFileDurably(At(name), data), IsOk());
+  }
+  std::string Get(const std::string& name) {
+    Result<std::string> data = fs().ReadFile(At(name), 1 << 20);
+    return data.ok() ? data.value() : data.status().ToString();
+  }
+  std::vector<std::string> Names(const std::string& path) {
+    std::vector<std::string> names;
+    const Result<std::vector<DirectoryEntry>> entries = fs().List(path);
+    if (!entries.ok()) return {entries.status().ToString()};
+    for (const DirectoryEntry& e : entries.value()) names.push_back(e.name);
+    return names;
+  }
+
+  TempDir dir_;
+  std::unique_ptr<FileSystem> made_;
+};
+
+INSTANTIATE_TEST_SUITE_P(All, FileSystemTest,
+                         testing::Values(Maker{"Host", {}},
+                                         Maker{"Observed",
+                                               [](const std::string&) {
+                                                 return std::make_unique<ObservedFileSystem>(
+                                                     HostFileSystem(),
+                                                     [](const FileEvent&) { return Status(); },
+                                                     [](const FileEvent&) {});
+                                               }},
+                                         Maker{"PowerCut",
+                                               [](const std::string& root) {
+                                                 return std::make_unique<PowerCutFileSystem>(root);
+                                               }}),
+                         [](const auto& maker) { return maker.param.name; });
+
+TEST_P(FileSystemTest, WritesAndReadsAtOffsets) {
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs().CreateExclusive(At("f")));
+  EXPECT_OK(file->WriteAt(3, "defg", 4));
+  EXPECT_OK(file->WriteAt(0, "abc", 3));
+  char buffer[16] = {};
+  EXPECT_THAT(file->ReadAt(2, buffer, 16), IsOkAndHolds(5u));
+  EXPECT_STREQ(buffer, "cdefg");
+  EXPECT_THAT(file->ReadAt(100, buffer, 4), IsOkAndHolds(0u));
+  EXPECT_OK(file->Truncate(2));
+  EXPECT_OK(file->Sync());
+  EXPECT_EQ(file->Stat().value().size, 2u);
+  EXPECT_EQ(file->path(), At("f"));
+  EXPECT_GE(file->descriptor(), 0);
+  EXPECT_OK(file->Close());
+  EXPECT_OK(file->Close());
+  EXPECT_THAT(file->ReadAt(0, buffer, 1), HasCode(Code::kInvalidArgument));
+}
+
+TEST_P(FileSystemTest, ShortReadNamesTheEnd) {
+  Put("f", "0123456789");
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs().OpenRead(At("f")));
+  char buffer[16];
+  EXPECT_OK(file->ReadExactAt(4, buffer, 6));
+  const Status s = file->ReadExactAt(4, buffer, 7);
+  EXPECT_THAT(s, HasCode(Code::kDataLoss));
+  EXPECT_THAT(s, HasMessage(At("f") + ": 7 bytes at 4 wanted, file ends at 10"));
+}
+
+TEST_P(FileSystemTest, OffsetsBeyondTheirTypeAreErrors) {
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs().CreateExclusive(At("f")));
+  const std::uint64_t far = ~std::uint64_t{0} - 1;
+  char c = 0;
+  EXPECT_THAT(file->ReadAt(far, &c, 1), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(file->WriteAt(far, &c, 1), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(file->Truncate(far), HasCode(Code::kInvalidArgument));
+}
+
+TEST_P(FileSystemTest, ExclusiveMeansNew) {
+  Put("f", "old");
+  EXPECT_THAT(fs().CreateExclusive(At("f")), HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(fs().CreateExclusive(At("no/f")), HasCode(Code::kNotFound));
+  EXPECT_EQ(Get("f"), "old");
+}
+
+TEST_P(FileSystemTest, SharedWritersMeet) {
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> a, fs().OpenShared(At("f")));
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> b, fs().OpenShared(At("f")));
+  EXPECT_OK(b->WriteAt(2, "cd", 2));
+  EXPECT_OK(a->WriteAt(0, "ab", 2));
+  EXPECT_EQ(Get("f"), "abcd");
+}
+
+TEST_P(FileSystemTest, OnlyRegularFilesOpen) {
+  ASSERT_OK(fs().CreateDirectory(At("d")));
+  EXPECT_EQ(fs().OpenRead(At("d")).status().ToErrno(), EISDIR);
+  EXPECT_THAT(fs().OpenRead(At("none")), HasCode(Code::kNotFound));
+}
+
+TEST_P(FileSystemTest, LastComponentIsNeverAFollowedLink) {
+  Put("f", "x");
+  ASSERT_OK(fs().CreateDirectory(At("d")));
+  ASSERT_EQ(symlink("f", At("l").c_str()), 0);
+  ASSERT_EQ(symlink("d", At("ld").c_str()), 0);
+  EXPECT_EQ(fs().OpenRead(At("l")).status().ToErrno(), ELOOP);
+  EXPECT_EQ(fs().OpenShared(At("l")).status().ToErrno(), ELOOP);
+  EXPECT_THAT(fs().CreateExclusive(At("l")), HasCode(Code::kAlreadyExists));
+  EXPECT_EQ(fs().List(At("ld")).status().ToErrno(), ELOOP);
+  EXPECT_EQ(fs().SyncDirectory(At("ld")).ToErrno(), ELOOP);
+  EXPECT_EQ(fs().Stat(At("l")).value().kind, FileKind::kFile);
+  EXPECT_EQ(fs().LinkStat(At("l")).value().kind, FileKind::kSymlink);
+  EXPECT_EQ(fs().Resolve(At("ld")).value(), fs().Resolve(At("d")).value());
+  EXPECT_THAT(fs().Resolve(At("none")), HasCode(Code::kNotFound));
+}
+
+TEST_P(FileSystemTest, ListIsSortedAndKnowsKinds) {
+  Put("b", "");
+  ASSERT_OK(fs().CreateDirectory(At("a")));
+  ASSERT_EQ(symlink("b", At("c").c_str()), 0);
+  ASSERT_OK_AND_ASSIGN(const std::vector<DirectoryEntry> entries, fs().List(dir_.path()));
+  ASSERT_EQ(entries.size(), 3u);
+  EXPECT_EQ(entries[0].name, "a");
+  EXPECT_EQ(entries[0].kind, FileKind::kDirectory);
+  EXPECT_EQ(entries[1].name, "b");
+  EXPECT_EQ(entries[1].kind, FileKind::kFile);
+  EXPECT_EQ(entries[2].name, "c");
+  EXPECT_EQ(entries[2].kind, FileKind::kSymlink);
+  EXPECT_THAT(fs().List(At("none")), HasCode(Code::kNotFound));
+  EXPECT_THAT(fs().List(At("b")), HasCode(Code::kNotFound));  // ENOTDIR
+}
+
+TEST_P(FileSystemTest, SealTakesWritePermissionAway) {
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs().CreateExclusive(At("f")));
+  const std::uint32_t mode = file->Stat().value().mode;
+  EXPECT_NE(mode & 0200, 0u);
+  EXPECT_OK(file->Seal());
+  EXPECT_EQ(fs().Stat(At("f")).value().mode, mode & 0444);
+}
+
+TEST_P(FileSystemTest, LinksShareTheInode) {
+  Put("f", "x");
+  ASSERT_OK(fs().Link(At("f"), At("g")));
+  const FileInfo f = fs().Stat(At("f")).value();
+  const FileInfo g = fs().Stat(At("g")).value();
+  EXPECT_EQ(f.inode, g.inode);
+  EXPECT_EQ(f.device, g.device);
+  EXPECT_EQ(g.links, 2u);
+  EXPECT_THAT(fs().Link(At("f"), At("g")), HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(fs().Link(At("none"), At("h")), HasCode(Code::kNotFound));
+}
+
+TEST_P(FileSystemTest, RenameNeverReplaces) {
+  ASSERT_OK(fs().CreateDirectories(At("a/x")));
+  ASSERT_OK(fs().CreateDirectory(At("empty")));
+  Put("f", "f");
+  Put("g", "g");
+  EXPECT_THAT(fs().RenameNoReplace(At("a"), At("empty")), HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(fs().RenameNoReplace(At("a"), At("f")), HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(fs().RenameNoReplace(At("f"), At("g")), HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(fs().RenameNoReplace(At("none"), At("n")), HasCode(Code::kNotFound));
+  EXPECT_EQ(Get("g"), "g");
+  EXPECT_OK(fs().RenameNoReplace(At("a"), At("b")));
+  EXPECT_OK(fs().RenameNoReplace(At("f"), At("h")));
+  EXPECT_THAT(Names(dir_.path()), ElementsAre("b", "empty", "g", "h"));
+  EXPECT_THAT(Names(At("b")), ElementsAre("x"));
+}
+
+TEST_P(FileSystemTest, ExchangeSwapsOrSaysThatItCannot) {
+  Put("a", "1");
+  Put("b", "2");
+  const Status s = fs().Exchange(At("a"), At("b"));
+  if (s.code() == Code::kUnsupported) return;
+  ASSERT_OK(s);
+  EXPECT_EQ(Get("a") + Get("b"), "21");
+  EXPECT_THAT(fs().Exchange(At("a"), At("none")), HasCode(Code::kNotFound));
+}
+
+TEST_P(FileSystemTest, Removes) {
+  ASSERT_OK(fs().CreateDirectories(At("d/e")));
+  EXPECT_THAT(fs().RemoveDirectory(At("d")), HasCode(Code::kAlreadyExists));  // ENOTEMPTY
+  EXPECT_OK(fs().RemoveDirectory(At("d/e")));
+  EXPECT_OK(fs().RemoveDirectory(At("d")));
+  EXPECT_THAT(fs().RemoveDirectory(At("d")), HasCode(Code::kNotFound));
+  EXPECT_THAT(fs().RemoveFile(At("d")), HasCode(Code::kNotFound));
+}
+
+TEST_P(FileSystemTest, CreateDirectoriesMakesWhatIsMissing) {
+  EXPECT_OK(fs().CreateDirectories(At("a/b/c")));
+  EXPECT_OK(fs().CreateDirectories(At("a/b/c")));
+  EXPECT_OK(fs().CreateDirectories(At("a/b/d/")));
+  EXPECT_THAT(Names(At("a/b")), ElementsAre("c", "d"));
+  Put("f", "");
+  EXPECT_FALSE(fs().CreateDirectories(At("f")).ok());
+  EXPECT_FALSE(fs().CreateDirectories(At("f/g")).ok());
+  EXPECT_THAT(fs().CreateDirectory(At("a")), HasCode(Code::kAlreadyExists));
+  EXPECT_OK(fs().SyncDirectory(At("a")));
+  EXPECT_THAT(fs().SyncDirectory(At("none")), HasCode(Code::kNotFound));
+}
+
+TEST_P(FileSystemTest, ReadFileHasALimit) {
+  Put("f", "12345");
+  EXPECT_THAT(fs().ReadFile(At("f"), 5), IsOkAndHolds("12345"));
+  EXPECT_THAT(fs().ReadFile(At("f"), 4), HasCode(Code::kDataLoss));
+  EXPECT_TRUE(fs().Exists(At("f")));
+  EXPECT_FALSE(fs().Exists(At("g")));
+}
+
+TEST_P(FileSystemTest, LocksExcludeEachOther) {
+  Put("f", "");
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> a, fs().OpenRead(At("f")));
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> b, fs().OpenRead(At("f")));
+  EXPECT_OK(a->TryLockShared());
+  EXPECT_OK(b->TryLockShared());
+  EXPECT_THAT(b->TryLockExclusive(), HasCode(Code::kBusy));
+  ASSERT_OK(a->Close());
+  EXPECT_OK(b->TryLockExclusive());
+}
+
+TEST_P(FileSystemTest, RemoveTreeTakesAllAndFollowsNothing) {
+  ASSERT_OK(fs().CreateDirectories(At("keep/x")));
+  ASSERT_OK(fs().CreateDirectories(At("t/a/b")));
+  Put("t/a/f", "1");
+  Put("t/g", "2");
+  if (GetParam().name != "PowerCut") {  // Has no links, so knows none.
+    ASSERT_EQ(symlink(At("keep").c_str(), At("t/a/link").c_str()), 0);
+  }
+  EXPECT_OK(fs().RemoveTree(At("t")));
+  EXPECT_OK(fs().RemoveTree(At("t")));
+  EXPECT_THAT(Names(dir_.path()), ElementsAre("keep"));
+  EXPECT_THAT(Names(At("keep")), ElementsAre("x"));
+  Put("f", "1");
+  EXPECT_OK(fs().RemoveTree(At("f")));
+  EXPECT_FALSE(fs().Exists(At("f")));
+}
+
+TEST_P(FileSystemTest, ManyThreadsWriteTheirRanges) {
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs().CreateExclusive(At("f")));
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&file, t] {
+      const std::string mine(100, static_cast<char>('a' + t));
+      for (int i = 0; i < 20; ++i) {
+        const auto at = static_cast<std::uint64_t>(100 * (4 * i + t));
+        EXPECT_OK(file->WriteAt(at, mine.data(), 100));
+        std::string back(100, ' ');
+        EXPECT_OK(file->ReadExactAt(at, back.data(), 100));
+        EXPECT_EQ(back, mine);
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  EXPECT_EQ(file->Stat().value().size, 8000u);
+}
+
+// RemoveTree needs no permission that its caller could grant itself. Root needs none anyway, so
+// there the modes are tried in vain; CI runs both.
+TEST(HostFileSystemTest, RemoveTreeOpensClosedFolders) {
+  TempDir dir;
+  FileSystem& fs = HostFileSystem();
+  ASSERT_OK(fs.CreateDirectories(dir.Join("t/a/b")));
+  ASSERT_OK(fs.WriteFileDurably(dir.Join("t/a/b/f"), "x"));
+  ASSERT_EQ(chmod(dir.Join("t/a/b/f").c_str(), 0444), 0);
+  ASSERT_EQ(chmod(dir.Join("t/a/b").c_str(), 0555), 0);
+  ASSERT_EQ(chmod(dir.Join("t/a").c_str(), 0000), 0);
+  const uid_t old = geteuid();
+  if (old == 0) {  // As nobody: then the modes count.
+    for (const char* name : {"t/a/b/f", "t/a/b", "t/a", "t", ""}) {
+      ASSERT_EQ(chown(dir.Join(name).c_str(), 65534, 65534), 0);
+    }
+    ASSERT_EQ(seteuid(65534), 0);
+  }
+  const Status s = fs.RemoveTree(dir.Join("t"));
+  if (old == 0) {
+    ASSERT_EQ(seteuid(old), 0);
+  }
+  EXPECT_OK(s);
+  EXPECT_FALSE(fs.Exists(dir.Join("t")));
+}
+
+TEST(HostFileSystemTest, RenameWithoutTheFlagStillNeverReplaces) {
+  TempDir dir;
+  FileSystem& fs = HostFileSystem();
+  ASSERT_OK(fs.CreateDirectories(dir.Join("a/x")));
+  ASSERT_OK(fs.CreateDirectories(dir.Join("full/y")));
+  ASSERT_OK(fs.CreateDirectory(dir.Join("empty")));
+  ASSERT_OK(fs.WriteFileDurably(dir.Join("f"), "f"));
+  ASSERT_OK(fs.WriteFileDurably(dir.Join("g"), "g"));
+  const auto rename = [&](const char* from, const char* to) {
+    return RenameNoReplaceWithoutFlag(dir.Join(from), dir.Join(to));
+  };
+  EXPECT_THAT(rename("a", "full"), HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(rename("a", "empty"), HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(rename("a", "f"), HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(rename("f", "g"), HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(rename("f", "full"), HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(rename("empty", "n"), HasCode(Code::kUnsupported));
+  EXPECT_THAT(rename("none", "n"), HasCode(Code::kNotFound));
+  EXPECT_THAT(rename("a", "none/n"), HasCode(Code::kNotFound));
+  EXPECT_OK(rename("a", "b"));
+  EXPECT_OK(rename("f", "h"));
+  EXPECT_TRUE(fs.Exists(dir.Join("b/x")));
+  EXPECT_FALSE(fs.Exists(dir.Join("a")));
+  EXPECT_FALSE(fs.Exists(dir.Join("f")));
+  EXPECT_EQ(fs.ReadFile(dir.Join("h"), 10).value(), "f");
+}
+
+TEST(HostFileSystemTest, AFifoDoesNotHang) {
+  TempDir dir;
+  ASSERT_EQ(mkfifo(dir.Join("p").c_str(), 0600), 0);
+  EXPECT_THAT(HostFileSystem().OpenRead(dir.Join("p")), HasCode(Code::kInvalidArgument));
+}
+
+TEST(HostFileSystemTest, ADeviceIsNotAFile) {
+  EXPECT_THAT(HostFileSystem().OpenShared("/dev/null"), HasCode(Code::kInvalidArgument));
+}
+
+TEST(ObservedFileSystemTest, BeforeRefusesAndNothingHappens) {
+  TempDir dir;
+  FileOp refused = FileOp::kWrite;
+  std::vector<FileOp> done;
+  ObservedFileSystem fs(
+      HostFileSystem(),
+      [&](const FileEvent& e) {
+        return e.op == refused ? Status::FromErrno(ENOSPC, FileOpName(e.op), e.path) : Status();
+      },
+      [&](const FileEvent& e) { done.push_back(e.op); });
+  EXPECT_THAT(fs.WriteFileDurably(dir.Join("f"), "x"), HasCode(Code::kResourceExhausted));
+  EXPECT_THAT(done, ElementsAre(FileOp::kCreate, FileOp::kClose, FileOp::kRemoveFile));
+  EXPECT_FALSE(fs.Exists(dir.Join("f")));
+  refused = FileOp::kCreateDirectory;
+  done.clear();
+  EXPECT_FALSE(fs.CreateDirectory(dir.Join("d")).ok());
+  EXPECT_THAT(done, IsEmpty());
+  EXPECT_FALSE(HostFileSystem().Exists(dir.Join("d")));
+}
+
+TEST(ObservedFileSystemTest, AfterSeesEachThingDone) {
+  TempDir dir;
+  std::string log;
+  ObservedFileSystem fs(HostFileSystem(), {}, [&](const FileEvent& e) {
+    log += std::string(FileOpName(e.op)) + " " + e.path.substr(dir.path().size());
+    if (!e.path2.empty()) log += " " + e.path2.substr(dir.path().size());
+    if (e.op == FileOp::kWrite) log += " " + std::string(static_cast<const char*>(e.data), e.size);
+    if (e.op == FileOp::kWrite || e.op == FileOp::kRead) log += " at " + std::to_string(e.offset);
+    log += "\n";
+  });
+  {
+    ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> f, fs.CreateExclusive(dir.Join("f")));
+    ASSERT_OK(f->WriteAt(2, "xy", 2));
+    char c;
+    ASSERT_OK(f->ReadAt(1, &c, 1));
+    ASSERT_OK(f->Truncate(3));
+    ASSERT_OK(f->Sync());
+    ASSERT_OK(f->Seal());
+    ASSERT_OK(f->TryLockShared());
+    ASSERT_OK(f->Stat());
+    ASSERT_OK(f->Close());
+  }
+  ASSERT_OK(fs.Link(dir.Join("f"), dir.Join("g")));
+  ASSERT_OK(fs.RenameNoReplace(dir.Join("g"), dir.Join("h")));
+  ASSERT_OK(fs.SyncDirectory(dir.Join("")));
+  ASSERT_OK(fs.List(dir.Join("")));
+  ASSERT_OK(fs.RemoveFile(dir.Join("h")));
+  ASSERT_OK(fs.CreateDirectory(dir.Join("d")));
+  ASSERT_OK(fs.RemoveDirectory(dir.Join("d")));
+  EXPECT_FALSE(fs.RemoveFile(dir.Join("h")).ok());  // Failed: not told.
+  EXPECT_EQ(log,
+            "create /f\nwrite /f xy at 2\nread /f at 1\ntruncate /f\nsync /f\nseal /f\nlock /f\n"
+            "stat /f\nclose /f\nlink /f /g\nrename /g /h\nsync-directory /\nlist /\nunlink /h\n"
+            "mkdir /d\nrmdir /d\n");
+}
+
+TEST(JoinPathTest, HasOneSlashBetween) {
+  EXPECT_EQ(JoinPath("a", "b"), "a/b");
+  EXPECT_EQ(JoinPath("a/", "b"), "a/b");
+  EXPECT_EQ(JoinPath("a/", "/b"), "a/b");
+  EXPECT_EQ(JoinPath("/", "b"), "/b");
+  EXPECT_EQ(JoinPath("", "b"), "b");
+}
+
+}  // namespace
+}  // namespace tensormount
