@@ -8,6 +8,9 @@
 
 namespace tensormount {
 
+// Whether this build has an MPI communicator.
+TENSORMOUNT_EXPORT bool MpiIsBuilt();
+
 // Whether this process was started by an MPI launcher (looked up in its environment; MPI need not
 // be built in). A build without MPI refuses to run so, instead of running N times alone.
 TENSORMOUNT_EXPORT bool UnderMpiLauncher();
