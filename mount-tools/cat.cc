@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <vector>
+
+#include <fmt/core.h>
+
+#include "mount-tools/commands.h"
+#include "mount-tools/element_text.h"
+#include "mount-tools/source.h"
+#include "shard/npy.h"
+
+namespace tensormount::tools {
+namespace {
+
+struct Target {
+  TensorEntry tensor;
+  Slice slice;
+};
+
+// KEY, KEY[SLICE] or KEY@SLICE. A key that is stored with exactly this name wins.
+Result<Target> FindTarget(const OpenedCheckpoint& checkpoint, const std::string& text) {
+  auto exact = checkpoint.index().Find(text);
+  if (exact.ok()) {
+    Target out{exact.value(), {}};
+    TENSORMOUNT_ASSIGN_OR_RETURN(out.slice, ParseSlice("", exact.value().meta.shape()));
+    return out;
+  }
+  std::string key;
+  std::string slice;
+  if (text.ends_with(']') && text.rfind('[') != std::string::npos) {
+    const std::size_t open = text.rfind('[');
+    key = text.substr(0, open);
+    slice = text.substr(open + 1, text.size() - open - 2);
+  } else if (text.rfind('@') != std::string::npos) {
+    const std::size_t at = text.rfind('@');
+    key = text.substr(0, at);
+    slice = text.substr(at + 1);
+  } else {
+    return exact.status();
+  }
+  auto found = checkpoint.index().Find(key);
+  if (!found.ok()) return found.status();
+  auto parsed = ParseSlice(slice, found.value().meta.shape());
+  if (!parsed.ok()) return parsed.status().WithContext("tensor " + key);
+  return Target{found.value(), parsed.value()};
+}
+
+// Calls fn with the packed bytes of the box, block by block, so that memory stays bounded.
+Status ForEachBlock(const OpenedCheckpoint& checkpoint, const Target& target,
+                    const std::function<Status(const std::byte*, std::size_t)>& fn) {
+  const TensorMeta& meta = target.tensor.meta;
+  const std::int64_t volume = target.slice.box.volume();
+  // A multiple of 8 elements is whole bytes for every element size.
+  const std::int64_t step =
+      std::max<std::int64_t>(8, (std::int64_t{32} << 20) / meta.bits() / 8 * 8);
+  std::vector<std::byte> block;
+  for (std::int64_t first = 0; first < volume; first += step) {
+    const std::int64_t count = std::min(step, volume - first);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Region region, Region::Flat(target.slice.box, first, count));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t size,
+                                 RegionBytes(meta.dtype(), meta.shape(), region));
+    block.resize(size);
+    const Dims shape = region.is_flat() ? Dims{count} : region.box().extent();
+    TENSORMOUNT_RETURN_IF_ERROR(checkpoint.Read(target.tensor, region,
+                                                BufferView::Host(meta.dtype(), block.data(), shape),
+                                                ReadVerify::kWholeLeaves, nullptr, nullptr));
+    TENSORMOUNT_RETURN_IF_ERROR(fn(block.data(), size));
+  }
+  return {};
+}
+
+Status CatText(const OpenedCheckpoint& checkpoint, const Target& target, Terminal& terminal) {
+  const TensorMeta& meta = target.tensor.meta;
+  const std::size_t item = meta.bits() / 8;
+  if (meta.bits() % 8 != 0) {
+    return Status(Code::kUnsupported,
+                  fmt::format("--as text of {}: elements under a byte", InfoOf(meta.dtype()).name));
+  }
+  const Dims& kept = target.slice.kept;
+  const std::int64_t columns = kept.rank() == 0 ? 1 : kept[kept.rank() - 1];
+  std::int64_t n = 0;
+  return ForEachBlock(checkpoint, target, [&](const std::byte* data, std::size_t size) {
+    std::string text;
+    for (std::size_t at = 0; at < size; at += item) {
+      text += ElementText(meta.dtype(), data + at);
+      text += ++n % columns == 0 ? '\n' : ' ';
+    }
+    return terminal.Write(text.data(), text.size());
+  });
+}
+
+}  // namespace
+
+int RunCat(const CatArgs& args, Terminal& terminal) {
+  if (args.as != "raw" && args.as != "npy" && args.as != "text") {
+    return terminal.Fail(
+        Status(Code::kInvalidArgument, fmt::format("--as {}: raw, npy or text", args.as)));
+  }
+  auto opened = OpenSource(HostFileSystem(), args.source, terminal);
+  if (!opened.ok()) return terminal.Fail(opened.status());
+  const OpenedCheckpoint& checkpoint = *opened.value();
+  auto target = FindTarget(checkpoint, args.key);
+  if (!target.ok()) {
+    return terminal.Fail(target.status(), target.status().code() == Code::kNotFound
+                                              ? "`tensormount ls SOURCE` lists the keys"
+                                              : std::string_view());
+  }
+  Status status;
+  if (args.as == "text") {
+    status = CatText(checkpoint, target.value(), terminal);
+  } else {
+    if (args.as == "npy") {
+      auto header = MakeNpyHeader(target.value().tensor.meta.dtype(), target.value().slice.kept);
+      status = header.status();
+      if (status.ok()) status = terminal.Write(header.value().data(), header.value().size());
+    }
+    if (status.ok()) {
+      status = ForEachBlock(checkpoint, target.value(), [&](const std::byte* p, std::size_t n) {
+        return terminal.Write(p, n);
+      });
+    }
+  }
+  if (!status.ok()) return terminal.Fail(status);
+  return terminal.Flush();
+}
+
+}  // namespace tensormount::tools

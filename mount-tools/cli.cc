@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "mount-tools/cli.h"
+
+#include <exception>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <CLI/CLI.hpp>
+#include <fmt/core.h>
+
+#include "mount-tools/commands.h"
+
+namespace tensormount::tools {
+namespace {
+
+constexpr const char* kVersion = "tensormount 0.1.0";
+
+// Commands that the interface fixes and that are not built yet: they answer so.
+constexpr std::pair<const char*, const char*> kNotBuilt[] = {
+    {"layout", "picture of which rank's chunk holds which box"},
+    {"diff", "added, removed and changed keys of two sources"},
+    {"export", "real files in other formats"},
+    {"derive", "a new checkpoint from an old one by hard links"},
+    {"adopt", "indexes a foreign checkpoint in place"},
+    {"publish", "publishes a staging that was written through a mount"},
+    {"compact", "turns rank shards into tensor files"},
+    {"prune", "removes old checkpoints by rule"},
+    {"check", "validates a described sharding"},
+    {"stats", "the counters of a mount"},
+};
+
+struct Program {
+  CLI::App app{
+      "Mounts, saves, loads and checks checkpoints of distributed training.\n"
+      "SOURCE is a checkpoint (STORE/step-1000), a STORE, or a .safetensors file.",
+      "tensormount"};
+  Terminal terminal;
+  std::function<int()> run;              // Set by the subcommand that was named.
+  std::vector<std::string> unsupported;  // Options that were given and are not built.
+
+  template <typename Args>
+  CLI::App* Command(const char* name, const char* what, const char* example, Args& args,
+                    int (*function)(const Args&, Terminal&)) {
+    CLI::App* command = app.add_subcommand(name, what);
+    command->footer(std::string("Example:\n  ") + example);
+    command->callback([this, &args, function] {
+      run = [this, &args, function] { return function(args, terminal); };
+    });
+    return command;
+  }
+  // An option of the interface that is not built: given, the command refuses.
+  void NotBuilt(CLI::App* command, const std::string& option) {
+    command
+        ->add_option_function<std::string>(
+            option, [this, option](const std::string&) { unsupported.push_back(option); },
+            "not built yet")
+        ->group("Not built yet");
+  }
+};
+
+void AddCommon(CLI::App& app, Terminal& terminal) {
+  app.add_flag("--json", terminal.json, "One JSON document, or one line an item");
+  app.add_flag("-q,--quiet", terminal.quiet, "Only errors and what was asked for");
+  app.add_flag("-v,--verbose", terminal.verbose, "Say more on standard error");
+}
+
+struct AllArgs {
+  ImportArgs import;
+  LoadArgs load;
+  LsArgs ls;
+  InfoArgs info;
+  CatArgs cat;
+  VerifyArgs verify;
+  MountArgs mount;
+  UnmountArgs unmount;
+  RmArgs rm;
+  GcArgs gc;
+  FsckArgs fsck;
+  DoctorArgs doctor;
+};
+
+void AddMounting(Program& p, AllArgs& a) {
+  CLI::App* c = p.Command("mount", "Mounts a source as a read-only filesystem",
+                          "tensormount mount STORE /mnt/ckpt && ls /mnt/ckpt/latest/tensors",
+                          a.mount, RunMount);
+  c->add_option("SOURCE", a.mount.source)->required();
+  c->add_option("MNT", a.mount.mount_point, "An empty folder")->required();
+  c->add_flag("-f,--foreground", a.mount.foreground, "Stay in the foreground");
+  c->add_flag_callback("--read-only", [] {}, "Refuse writes; so far every mount does");
+  c->add_flag("--views", a.mount.views, "List npy/, extents/ and model.safetensors too");
+  c->add_flag("--allow-other", a.mount.allow_other, "Let other users in, as the store's modes say");
+  c->add_option("--tier", a.mount.tier, "auto, passthrough or daemon")->capture_default_str();
+  c->add_option("--verify", a.mount.verify, "off, first or always")->capture_default_str();
+  c->add_option("--log", a.mount.log_file, "Where the daemon's messages go");
+  for (const char* option : {"--map", "--hf-part-size", "--hf-rules"}) p.NotBuilt(c, option);
+
+  c = p.Command("unmount", "Unmounts", "tensormount unmount /mnt/ckpt", a.unmount, RunUnmount);
+  c->add_option("MNT", a.unmount.mount_point)->required();
+  c->add_flag("--lazy", a.unmount.lazy, "Detach now, clean up when nobody uses it any more");
+}
+
+void AddSaving(Program& p, AllArgs& a) {
+  CLI::App* c = p.Command("import", "Saves a source into a store, each rank writing its slices",
+                          "mpirun -n 4 tensormount import model.safetensors STORE/step-0 "
+                          "--shard grid:2x2",
+                          a.import, RunImport);
+  c->add_option("SOURCE", a.import.source)->required();
+  c->add_option("STORE/NAME", a.import.destination, "The store is made on first write")->required();
+  c->add_option("--shard", a.import.shard,
+                "rows, cols, dim:K, grid:AxB, flat, replicate or a JSON file")
+      ->capture_default_str();
+  c->add_option("--ranks", a.import.ranks, "Threads to save with (1); under mpirun its ranks");
+  c->add_option("--placement", a.import.placement, "auto, tensor-file, rank-shard or safetensors")
+      ->capture_default_str();
+  c->add_option("--if-exists", a.import.if_exists, "fail or replace")->capture_default_str();
+  p.NotBuilt(c, "--map");
+
+  c = p.Command("load", "Loads every rank's slices into memory and reports",
+                "tensormount load STORE/step-0 --shard cols --ranks 2 --compare model.safetensors",
+                a.load, RunLoad);
+  c->add_option("SOURCE", a.load.source)->required();
+  c->add_option("--shard", a.load.shard,
+                "rows, cols, dim:K, grid:AxB, flat, replicate or a JSON file")
+      ->capture_default_str();
+  c->add_option("--ranks", a.load.ranks, "Threads to load with (1); under mpirun its ranks");
+  c->add_option("--keys", a.load.keys, "Only keys that match this glob; '*' crosses '/'");
+  c->add_option("--compare", a.load.compare,
+                "Compare every byte with this source; 1 if it differs");
+  p.NotBuilt(c, "--map");
+}
+
+void AddLooking(Program& p, AllArgs& a) {
+  CLI::App* c = p.Command("ls", "Lists checkpoints of a store, or keys of a checkpoint",
+                          "tensormount ls -l STORE/step-0 'encoder.*'", a.ls, RunLs);
+  c->add_option("SOURCE", a.ls.source)->required();
+  c->add_option("GLOB", a.ls.glob, "'*' crosses '/'");
+  c->add_flag("-l", a.ls.details, "dtype, shape, size, digest, chunks, placement");
+
+  c = p.Command("info", "Describes a store, a checkpoint or one tensor",
+                "tensormount info STORE/step-0 encoder.weight", a.info, RunInfo);
+  c->add_option("SOURCE", a.info.source)->required();
+  c->add_option("KEY", a.info.key);
+
+  c = p.Command("cat", "Writes a tensor or a box of it to standard output",
+                "tensormount cat STORE/step-0 'encoder.weight[0:2, :]' --as text", a.cat, RunCat);
+  c->add_option("SOURCE", a.cat.source)->required();
+  c->add_option("KEY[SLICE]", a.cat.key, "Also KEY@SLICE")->required();
+  c->add_option("--as", a.cat.as, "raw, npy or text")->capture_default_str();
+
+  c = p.Command("verify", "Checks every hash; names tensor, box and file of each damage",
+                "tensormount verify STORE/step-0", a.verify, RunVerify);
+  c->add_option("SOURCE", a.verify.source)->required();
+  c->add_flag("--quick", a.verify.quick, "Commit record, lengths and index only");
+
+  c = p.Command("doctor", "What this machine offers, what is missing and how to get it",
+                "tensormount doctor --dir /checkpoints", a.doctor, RunDoctor);
+  c->add_option("--dir", a.doctor.directory, "Whose filesystem to try")->capture_default_str();
+}
+
+void AddLifecycle(Program& p, AllArgs& a) {
+  CLI::App* c = p.Command("rm", "Removes checkpoints; gc frees their space",
+                          "tensormount rm STORE/step-0", a.rm, RunRm);
+  c->add_option("STORE/NAME", a.rm.checkpoints)->required();
+  c->add_flag("--dry-run", a.rm.dry_run, "Only say what would go");
+
+  c = p.Command("gc", "Frees what was removed or left behind", "tensormount gc STORE", a.gc, RunGc);
+  c->add_option("STORE", a.gc.store)->required();
+  c->add_flag("--dry-run", a.gc.dry_run, "Only say what would go");
+  c->add_option("--grace", a.gc.grace_seconds, "Seconds that removed checkpoints are kept")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  c->add_option("--staging-age", a.gc.staging_age_seconds,
+                "Seconds after which an untouched staging counts as abandoned")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+
+  c = p.Command("fsck", "Checks a store as a whole; says what it would repair",
+                "tensormount fsck STORE --rebuild", a.fsck, RunFsck);
+  c->add_option("STORE", a.fsck.store)->required();
+  c->add_flag("--rebuild", a.fsck.rebuild, "Repair");
+  c->add_flag("--read-data", a.fsck.read_data, "Check every hash of every checkpoint too");
+}
+
+void AddNotBuilt(Program& p) {
+  for (const auto& [name, what] : kNotBuilt) {
+    CLI::App* c = p.app.add_subcommand(name, std::string(what) + " (not built yet)");
+    c->group("Not built yet");
+    c->allow_extras();
+    const std::string command = name;
+    c->callback([&p, command] {
+      p.run = [&p, command] {
+        return p.terminal.Fail(
+            Status(Code::kUnsupported, fmt::format("{}: this command is not built yet", command)));
+      };
+    });
+  }
+}
+
+// mount(8) calls `mount.tensormount SOURCE MNT [-sfnv] [-o opt,opt=value]`; options are our long
+// ones without dashes, and those that mount(8) itself understands are dropped.
+std::vector<std::string> FromMountHelper(int argc, const char* const* argv) {
+  static constexpr std::string_view kGeneric[] = {
+      "defaults", "auto",    "noauto",   "user",       "nouser", "users",  "_netdev",   "nofail",
+      "ro",       "rw",      "exec",     "noexec",     "suid",   "nosuid", "dev",       "nodev",
+      "atime",    "noatime", "relatime", "norelatime", "sync",   "async",  "nodiratime"};
+  std::vector<std::string> out = {"mount"};
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view arg = argv[i];
+    if (arg == "-o" && i + 1 < argc) {
+      std::string_view rest = argv[++i];
+      while (!rest.empty()) {
+        const std::size_t comma = rest.find(',');
+        const std::string_view option = rest.substr(0, comma);
+        rest = comma == std::string_view::npos ? "" : rest.substr(comma + 1);
+        const std::string_view name = option.substr(0, option.find('='));
+        const bool generic =
+            option.empty() || option.starts_with("x-") || option.starts_with("comment=") ||
+            std::find(std::begin(kGeneric), std::end(kGeneric), name) != std::end(kGeneric);
+        // fuse's own spelling of --allow-other is what people have in their fstab.
+        if (!generic) {
+          out.push_back("--" + std::string(option == "allow_other" ? "allow-other" : option));
+        }
+      }
+    } else if (arg == "-t" && i + 1 < argc) {
+      ++i;
+    } else if (arg.starts_with('-') && arg.size() > 1) {
+      continue;  // -s -f -n -v of mount(8).
+    } else {
+      out.push_back(std::string(arg));
+    }
+  }
+  return out;
+}
+
+int Run(int argc, const char* const* argv) {
+  Program program;
+  AllArgs args;
+  CLI::App& app = program.app;
+  app.set_version_flag("--version", kVersion);
+  app.require_subcommand(1);
+  app.fallthrough();
+  AddCommon(app, program.terminal);
+  AddMounting(program, args);
+  AddSaving(program, args);
+  AddLooking(program, args);
+  AddLifecycle(program, args);
+  AddNotBuilt(program);
+
+  const std::string_view self = argc > 0 ? argv[0] : "";
+  try {
+    if (self.substr(self.rfind('/') + 1) == "mount.tensormount") {
+      std::vector<std::string> words = FromMountHelper(argc, argv);
+      app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
+    } else {
+      app.parse(argc, argv);
+    }
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version.
+    return program.terminal.Fail(Status(Code::kInvalidArgument, error.what()),
+                                 "`tensormount --help` and `tensormount COMMAND --help` say more");
+  }
+  if (!program.unsupported.empty()) {
+    return program.terminal.Fail(
+        Status(Code::kUnsupported,
+               fmt::format("{}: this option is not built yet", program.unsupported[0])));
+  }
+  return program.run();
+}
+
+}  // namespace
+
+int Main(int argc, const char* const* argv) {
+  // The one place that turns exceptions of libraries into an error line.
+  try {
+    return Run(argc, argv);
+  } catch (const std::exception& error) {
+    Terminal terminal;
+    return terminal.Fail(Status(Code::kInternal, error.what()));
+  }
+}
+
+}  // namespace tensormount::tools

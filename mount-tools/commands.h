@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_MOUNT_TOOLS_COMMANDS_H_
+#define TENSORMOUNT_MOUNT_TOOLS_COMMANDS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "mount-tools/terminal.h"
+
+// One struct of arguments and one function for each subcommand; cli.cc fills the structs.
+// Functions print results on standard output and return the exit status that interface says:
+// 0 done, 1 the check that the command is for did not hold, 2 anything else (after one error line).
+
+namespace tensormount::tools {
+
+struct ImportArgs {
+  std::string source;
+  std::string destination;  // STORE/NAME
+  std::string shard = "rows";
+  int ranks = 0;  // 0: not given.
+  std::string placement = "auto";
+  std::string if_exists = "fail";
+};
+int RunImport(const ImportArgs& args, Terminal& terminal);
+
+struct LoadArgs {
+  std::string source;
+  std::string shard = "rows";
+  int ranks = 0;
+  std::string keys;     // Glob; empty: all.
+  std::string compare;  // Second source; empty: none.
+};
+int RunLoad(const LoadArgs& args, Terminal& terminal);
+
+struct LsArgs {
+  std::string source;
+  std::string glob;
+  bool details = false;
+};
+int RunLs(const LsArgs& args, Terminal& terminal);
+
+struct InfoArgs {
+  std::string source;
+  std::string key;
+};
+int RunInfo(const InfoArgs& args, Terminal& terminal);
+
+struct CatArgs {
+  std::string source;
+  std::string key;  // KEY, KEY[SLICE] or KEY@SLICE.
+  std::string as = "raw";
+};
+int RunCat(const CatArgs& args, Terminal& terminal);
+
+struct VerifyArgs {
+  std::string source;
+  bool quick = false;
+};
+int RunVerify(const VerifyArgs& args, Terminal& terminal);
+
+struct MountArgs {
+  std::string source;
+  std::string mount_point;
+  bool foreground = false;
+  bool views = false;
+  bool allow_other = false;
+  std::string tier = "auto";
+  std::string verify = "off";
+  std::string log_file;  // Where a daemon's messages go; empty: nowhere.
+};
+int RunMount(const MountArgs& args, Terminal& terminal);
+
+struct UnmountArgs {
+  std::string mount_point;
+  bool lazy = false;
+};
+int RunUnmount(const UnmountArgs& args, Terminal& terminal);
+
+struct RmArgs {
+  std::vector<std::string> checkpoints;  // STORE/NAME
+  bool dry_run = false;
+};
+int RunRm(const RmArgs& args, Terminal& terminal);
+
+struct GcArgs {
+  std::string store;
+  bool dry_run = false;
+  std::int64_t grace_seconds = 60;
+  std::int64_t staging_age_seconds = 86400;
+};
+int RunGc(const GcArgs& args, Terminal& terminal);
+
+struct FsckArgs {
+  std::string store;
+  bool rebuild = false;
+  bool read_data = false;
+};
+int RunFsck(const FsckArgs& args, Terminal& terminal);
+
+struct DoctorArgs {
+  std::string directory = ".";  // Whose filesystem is looked at.
+};
+int RunDoctor(const DoctorArgs& args, Terminal& terminal);
+
+}  // namespace tensormount::tools
+
+#endif  // TENSORMOUNT_MOUNT_TOOLS_COMMANDS_H_

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdio>
+#include <cstdlib>
+#include <fcntl.h>
+#include <sys/statfs.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "tensormount/mpi.h"
+
+#include "base/file_system.h"
+#include "base/hash.h"
+#include "gpu/device.h"
+#include "mount-tools/commands.h"
+
+namespace tensormount::tools {
+namespace {
+
+struct Finding {
+  std::string name;
+  bool good = false;
+  std::string detail;
+  std::string remedy;  // How to get what is missing; empty: nothing to do or nothing known.
+};
+
+bool KernelAtLeast(int major, int minor) {
+  utsname name{};
+  if (uname(&name) != 0) return false;
+  int a = 0;
+  int b = 0;
+  if (std::sscanf(name.release, "%d.%d", &a, &b) != 2) return false;
+  return a > major || (a == major && b >= minor);
+}
+
+std::string KernelRelease() {
+  utsname name{};
+  return uname(&name) == 0 ? name.release : "unknown";
+}
+
+// Where the command lies on PATH, or nothing.
+std::string Which(const std::string& command) {
+  const char* path = std::getenv("PATH");
+  std::string rest = path != nullptr ? path : "";
+  while (!rest.empty()) {
+    const std::size_t colon = rest.find(':');
+    const std::string candidate = JoinPath(rest.substr(0, colon), command);
+    if (access(candidate.c_str(), X_OK) == 0) return candidate;
+    rest = colon == std::string::npos ? "" : rest.substr(colon + 1);
+  }
+  return "";
+}
+
+Finding Fuse() {
+  const int fd = open("/dev/fuse", O_RDWR | O_CLOEXEC);
+  if (fd >= 0) {
+    close(fd);
+    return {"fuse", true, "/dev/fuse opens", ""};
+  }
+  const bool there = access("/dev/fuse", F_OK) == 0;
+  return {"fuse", false, there ? "/dev/fuse is there but cannot be opened" : "/dev/fuse is missing",
+          there ? "run as root, or ask for access to /dev/fuse"
+                : "load the module with `modprobe fuse`; in a container pass --device /dev/fuse"};
+}
+
+Finding Fusermount() {
+  const std::string path = Which("fusermount3");
+  if (!path.empty()) return {"fusermount3", true, path, ""};
+  return {"fusermount3", geteuid() == 0,
+          geteuid() == 0 ? "missing; root mounts without it" : "missing",
+          "install the package fuse3"};
+}
+
+// Tries what the store asks of a filesystem, in a folder of its own that it removes.
+void FileSystemFeatures(const std::string& directory, std::vector<Finding>& out) {
+  FileSystem& fs = HostFileSystem();
+  const std::string probe =
+      JoinPath(directory, fmt::format(".tensormount-doctor-{}", static_cast<int>(getpid())));
+  const Status made = fs.CreateDirectory(probe);
+  if (!made.ok()) {
+    out.push_back(
+        {"filesystem", false, made.ToString(), "name a folder that can be written with --dir"});
+    return;
+  }
+  struct statfs info {};
+  const std::string kind = statfs(directory.c_str(), &info) == 0
+                               ? fmt::format("type 0x{:x}", static_cast<unsigned long>(info.f_type))
+                               : std::string("type unknown");
+  const auto add = [&](const std::string& name, const Status& status, const std::string& remedy) {
+    out.push_back({name, status.ok(), status.ok() ? "works, " + kind : status.ToString(), remedy});
+  };
+  const std::string a = JoinPath(probe, "a");
+  const std::string b = JoinPath(probe, "b");
+  Status status = fs.CreateDirectory(a);
+  if (status.ok()) status = fs.CreateDirectory(b);
+  if (status.ok()) status = fs.WriteFileDurably(JoinPath(a, "f"), "x");
+  if (status.ok()) status = fs.WriteFileDurably(JoinPath(b, "f"), "y");
+  if (status.ok()) status = fs.SyncDirectory(probe);
+  add("fsync", status, "");
+  // b exists and is not empty: exactly this must be refused.
+  const Status refused = fs.RenameNoReplace(a, b);
+  add("rename without replacing",
+      refused.code() == Code::kAlreadyExists
+          ? Status()
+          : (refused.ok() ? Status(Code::kInternal, "an existing folder was replaced") : refused),
+      "put the store on another filesystem: two saves of one name could not be told apart");
+  add("exchange (import --if-exists replace)", fs.Exchange(a, b),
+      "replacing a checkpoint under its name is refused on this filesystem");
+  add("hard links", fs.Link(JoinPath(a, "f"), JoinPath(a, "g")), "");
+  auto lock = fs.OpenRead(JoinPath(a, "f"));
+  add("file locks", lock.ok() ? lock.value()->TryLockShared() : lock.status(),
+      "gc cannot see readers here: keep its grace period longer than the longest read");
+  lock = Status(Code::kCancelled, "closed");
+  (void)fs.RemoveTree(
+      probe);  // A folder of ours in a place that the user named; nothing depends on it.
+}
+
+}  // namespace
+
+int RunDoctor(const DoctorArgs& args, Terminal& terminal) {
+  std::vector<Finding> findings;
+  findings.push_back({"kernel", true, KernelRelease(), ""});
+  findings.push_back(Fuse());
+  findings.push_back(Fusermount());
+  findings.push_back({"mmap of direct files", KernelAtLeast(6, 6),
+                      KernelAtLeast(6, 6) ? "offered by this kernel" : "needs Linux 6.6",
+                      KernelAtLeast(6, 6) ? "" : "files are then served through the page cache"});
+  findings.push_back({"passthrough", false,
+                      KernelAtLeast(6, 9) && geteuid() == 0
+                          ? "offered by this kernel, not built into tensormount yet"
+                          : "needs Linux 6.9 and root, and is not built into tensormount yet",
+                      ""});
+  const bool mpi = MpiIsBuilt();
+  findings.push_back({"mpi", mpi, mpi ? "built in" : "not built in",
+                      mpi ? "" : "install libopenmpi-dev and openmpi-bin and build again"});
+  const Status device = gpu::DeviceStatus();
+  findings.push_back(
+      {"cuda", device.ok(), device.ok() ? "a device is there" : device.message(), ""});
+  findings.push_back({"nccl", false, "not built into tensormount yet", ""});
+  findings.push_back({"digest", true,
+                      Crc64IsAccelerated() ? "by carry-less multiplication" : "by tables (slow)",
+                      ""});
+  FileSystemFeatures(args.directory, findings);
+
+  bool usable = true;
+  for (const Finding& finding : findings) {
+    if (terminal.json) {
+      terminal.Line(nlohmann::ordered_json{{"name", finding.name},
+                                           {"good", finding.good},
+                                           {"detail", finding.detail},
+                                           {"remedy", finding.remedy}}
+                        .dump());
+    } else {
+      terminal.Line(
+          fmt::format("{} {}: {}", finding.good ? "yes" : "no ", finding.name, finding.detail));
+      if (!finding.good && !finding.remedy.empty()) {
+        terminal.Line(fmt::format("    {}", finding.remedy));
+      }
+    }
+    if (finding.name == "filesystem") usable = false;
+  }
+  const int flushed = terminal.Flush();
+  return flushed != kDone ? flushed : (usable ? kDone : kFailed);
+}
+
+}  // namespace tensormount::tools

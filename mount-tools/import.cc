@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <map>
+#include <mutex>
+#include <sys/resource.h>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "tensormount/save.h"
+
+#include "mount-tools/commands.h"
+#include "mount-tools/host_memory.h"
+#include "mount-tools/ranks.h"
+#include "mount-tools/shard_rule.h"
+#include "mount-tools/source.h"
+
+namespace tensormount::tools {
+namespace {
+
+// One rank's slices of the source, in memory that `memory` owns.
+Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, Communicator& comm,
+                 HostMemory& memory, StateDict& state) {
+  Status failure;
+  const Status scan = source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
+    const TensorMeta& meta = tensor.meta;
+    auto region = rule.RegionOf(meta.key(), meta.dtype(), meta.shape(), comm.rank());
+    if (!region.ok()) {
+      failure = region.status().WithContext("tensor " + meta.key());
+      return false;
+    }
+    auto buffer = memory.BufferFor(meta, region.value());
+    if (!buffer.ok()) {
+      failure = buffer.status().WithContext("tensor " + meta.key());
+      return false;
+    }
+    if (!region.value().empty()) {
+      failure = source.Read(tensor, region.value(), buffer.value(), ReadVerify::kExtendLeaves,
+                            nullptr, nullptr);
+      if (!failure.ok()) return false;
+    }
+    failure = state.AddTensor(
+        meta.key(),
+        Shard{.global_shape = meta.shape(), .region = region.value(), .data = buffer.value()});
+    return failure.ok();
+  });
+  TENSORMOUNT_RETURN_IF_ERROR(scan);
+  TENSORMOUNT_RETURN_IF_ERROR(failure);
+
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectContent> objects, source.index().Objects());
+  for (std::size_t i = 0; i < objects.size(); ++i) {
+    if (static_cast<int>(i % static_cast<std::size_t>(comm.size())) != comm.rank()) continue;
+    std::string bytes(objects[i].length, '\0');
+    TENSORMOUNT_RETURN_IF_ERROR(source.ReadObject(objects[i], 0, bytes.data(), bytes.size()));
+    TENSORMOUNT_RETURN_IF_ERROR(state.AddObject(
+        objects[i].key, bytes, {.index = objects[i].index, .grid = objects[i].grid}));
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto common, source.index().Common());
+  for (const auto& [name, value] : common)
+    TENSORMOUNT_RETURN_IF_ERROR(state.SetCommon(name, value));
+  return {};
+}
+
+Result<PlacementRule> ParsePlacement(const std::string& text) {
+  static const std::map<std::string, PlacementRule> kRules = {
+      {"auto", PlacementRule::kAuto},
+      {"tensor-file", PlacementRule::kTensorFile},
+      {"rank-shard", PlacementRule::kRankShard},
+      {"safetensors", PlacementRule::kSafetensors}};
+  const auto it = kRules.find(text);
+  if (it == kRules.end()) {
+    return Status(
+        Code::kInvalidArgument,
+        fmt::format("--placement {}: auto, tensor-file, rank-shard or safetensors", text));
+  }
+  return it->second;
+}
+
+void PrintReport(const SaveReport& report, int ranks, Terminal& terminal) {
+  const double seconds = report.validate_seconds + report.write_seconds + report.publish_seconds;
+  if (terminal.json) {
+    const nlohmann::ordered_json json = {{"path", report.path},
+                                         {"uuid", report.uuid},
+                                         {"generation", report.generation},
+                                         {"ranks", ranks},
+                                         {"tensors", report.tensors},
+                                         {"bytes", report.bytes},
+                                         {"bytes_written", report.bytes_written},
+                                         {"replica_bytes", report.replica_bytes},
+                                         {"replica_bytes_compared", report.replica_bytes_compared},
+                                         {"validate_seconds", report.validate_seconds},
+                                         {"write_seconds", report.write_seconds},
+                                         {"publish_seconds", report.publish_seconds}};
+    terminal.Line(json.dump());
+    return;
+  }
+  if (terminal.quiet) return;
+  terminal.Line(fmt::format("committed {}: {} tensors, {} by {} rank{} in {} ({} written)",
+                            report.path, report.tensors, HumanBytes(report.bytes), ranks,
+                            ranks == 1 ? "" : "s", HumanSeconds(seconds),
+                            HumanBytes(report.bytes_written)));
+}
+
+}  // namespace
+
+int RunImport(const ImportArgs& args, Terminal& terminal) {
+  auto ranks = Ranks::Make(args.ranks);
+  if (!ranks.ok()) return terminal.Fail(ranks.status());
+  Ranks group = std::move(ranks).value();
+
+  // Whatever this process finds wrong beforehand is carried into the collective call, so that no
+  // rank waits for one that has already given up.
+  FileSystem& fs = HostFileSystem();
+  Status before = SplitCheckpointPath(args.destination).status();
+  SaveOptions options;
+  if (before.ok()) {
+    auto placement = ParsePlacement(args.placement);
+    before = placement.status();
+    if (placement.ok()) options.placement = placement.value();
+  }
+  if (before.ok() && args.if_exists != "fail" && args.if_exists != "replace") {
+    before = Status(Code::kInvalidArgument,
+                    fmt::format("--if-exists {}: fail or replace", args.if_exists));
+  }
+  options.replace_existing = args.if_exists == "replace";
+  std::shared_ptr<OpenedCheckpoint> source;
+  ShardRule rule;
+  if (before.ok()) {
+    auto opened = OpenSource(fs, args.source, terminal);
+    before = opened.status();
+    if (opened.ok()) source = opened.value();
+  }
+  if (before.ok()) {
+    auto parsed = ShardRule::Parse(fs, args.shard, group.size());
+    before = parsed.status();
+    if (parsed.ok()) rule = parsed.value();
+  }
+  // Alone, nobody waits: say it plainly.
+  if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
+
+  std::mutex mutex;
+  SaveReport report;
+  const Status status = group.Run([&](Communicator& comm) -> Status {
+    HostMemory memory;
+    StateDict state;
+    Status mine = before;
+    if (mine.ok()) mine = FillState(*source, rule, comm, memory, state);
+    if (!mine.ok()) state.Fail(mine);
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveReport r, Save(state, args.destination, comm, options));
+    if (comm.rank() == 0) {
+      std::lock_guard lock(mutex);
+      report = r;
+    }
+    return {};
+  });
+  if (!status.ok()) {
+    // All ranks have the same verdict; one line of it is enough.
+    if (!group.prints() && status.code() != Code::kDeadlineExceeded &&
+        status.code() != Code::kUnavailable) {
+      return kFailed;
+    }
+    return terminal.Fail(status, status.code() == Code::kAlreadyExists
+                                     ? "choose another name, or pass --if-exists replace"
+                                     : std::string_view());
+  }
+  if (group.prints()) PrintReport(report, group.size(), terminal);
+  return terminal.Flush();
+}
+
+}  // namespace tensormount::tools

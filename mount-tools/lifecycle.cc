@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "index/store.h"
+#include "mount-tools/commands.h"
+#include "mount-tools/source.h"
+
+namespace tensormount::tools {
+
+int RunRm(const RmArgs& args, Terminal& terminal) {
+  // All names are looked at before the first one goes.
+  std::vector<std::pair<Store, std::string>> targets;
+  for (const std::string& path : args.checkpoints) {
+    auto parts = SplitCheckpointPath(path);
+    if (!parts.ok()) return terminal.Fail(parts.status());
+    auto store = Store::Open(HostFileSystem(), parts.value().store);
+    if (!store.ok()) return terminal.Fail(store.status());
+    const std::string folder = store.value().CheckpointPath(parts.value().name);
+    if (!HostFileSystem().Exists(folder)) {
+      return terminal.Fail(
+          Status(Code::kNotFound, fmt::format("{}: no such checkpoint; nothing was removed", path)),
+          "`tensormount ls STORE` lists the checkpoints");
+    }
+    targets.emplace_back(store.value(), parts.value().name);
+  }
+  for (auto& [store, name] : targets) {
+    if (!args.dry_run) {
+      const Status removed = store.Remove(name);
+      if (!removed.ok()) return terminal.Fail(removed);
+    }
+    if (terminal.json) {
+      terminal.Line(nlohmann::ordered_json{{"event", "removed"},
+                                           {"checkpoint", store.CheckpointPath(name)},
+                                           {"dry_run", args.dry_run}}
+                        .dump());
+    } else if (!terminal.quiet) {
+      terminal.Line(fmt::format("{} {}", args.dry_run ? "would remove" : "removed",
+                                store.CheckpointPath(name)));
+    }
+  }
+  if (!args.dry_run && !terminal.quiet && !terminal.json && !targets.empty()) {
+    terminal.Line(
+        fmt::format("its space is freed by `tensormount gc {}`", targets.front().first.path()));
+  }
+  return terminal.Flush();
+}
+
+int RunGc(const GcArgs& args, Terminal& terminal) {
+  auto store = Store::Open(HostFileSystem(), args.store);
+  if (!store.ok()) return terminal.Fail(store.status());
+  Store::GcOptions options;
+  options.dry_run = args.dry_run;
+  options.grace = std::chrono::seconds(args.grace_seconds);
+  options.staging_age = std::chrono::seconds(args.staging_age_seconds);
+  auto report = store.value().Gc(options);
+  if (!report.ok()) return terminal.Fail(report.status());
+  if (terminal.json) {
+    terminal.Line(nlohmann::ordered_json{{"removed", report.value().removed},
+                                         {"kept", report.value().kept},
+                                         {"bytes_freed", report.value().bytes_freed},
+                                         {"dry_run", args.dry_run}}
+                      .dump());
+    return terminal.Flush();
+  }
+  if (!terminal.quiet) {
+    for (const std::string& path : report.value().removed) {
+      terminal.Line(fmt::format("{} {}", args.dry_run ? "would remove" : "removed", path));
+    }
+    for (const std::string& path : report.value().kept) {
+      terminal.Line(fmt::format("kept {}", path));
+    }
+    terminal.Line(fmt::format("{} {}", HumanBytes(report.value().bytes_freed),
+                              args.dry_run ? "would be freed" : "freed"));
+  }
+  return terminal.Flush();
+}
+
+int RunFsck(const FsckArgs& args, Terminal& terminal) {
+  auto store = Store::Open(HostFileSystem(), args.store);
+  if (!store.ok()) return terminal.Fail(store.status());
+  auto findings = store.value().Fsck({.rebuild = args.rebuild, .read_data = args.read_data});
+  if (!findings.ok()) return terminal.Fail(findings.status());
+  bool sound = true;
+  for (const Store::FsckFinding& finding : findings.value()) {
+    if (finding.damage && !finding.repaired) sound = false;
+    if (terminal.json) {
+      terminal.Line(nlohmann::ordered_json{{"event", "finding"},
+                                           {"object", finding.object},
+                                           {"problem", finding.problem},
+                                           {"remedy", finding.remedy},
+                                           {"damage", finding.damage},
+                                           {"repaired", finding.repaired}}
+                        .dump());
+    } else {
+      terminal.Line(fmt::format("{}: {}{}{}", finding.object, finding.problem,
+                                finding.remedy.empty() ? "" : "; ", finding.remedy));
+    }
+  }
+  if (terminal.json) {
+    terminal.Line(nlohmann::ordered_json{
+        {"event", "checked"}, {"sound", sound}, {"findings", findings.value().size()}}
+                      .dump());
+  } else if (!terminal.quiet) {
+    terminal.Line(fmt::format("{}: {}", store.value().path(),
+                              sound ? "sound" : "damaged; see the lines above"));
+  }
+  const int flushed = terminal.Flush();
+  if (flushed != kDone) return flushed;
+  return sound ? kDone : kCheckFailed;
+}
+
+}  // namespace tensormount::tools

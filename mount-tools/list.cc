@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "index/store.h"
+#include "mount-tools/commands.h"
+#include "mount-tools/source.h"
+
+namespace tensormount::tools {
+namespace {
+
+std::vector<std::int64_t> ShapeOf(const TensorEntry& tensor) {
+  return {tensor.meta.shape().begin(), tensor.meta.shape().end()};
+}
+
+nlohmann::ordered_json TensorJson(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor) {
+  nlohmann::ordered_json json = {
+      {"key", tensor.meta.key()}, {"dtype", InfoOf(tensor.meta.dtype()).name},
+      {"shape", ShapeOf(tensor)}, {"bytes", tensor.meta.bytes()},
+      {"chunks", tensor.chunks},  {"placement", PlacementOf(checkpoint, tensor)}};
+  if (tensor.has_digest) json["digest"] = DigestHex(tensor.digest);
+  return json;
+}
+
+int ListStore(const Source& source, Terminal& terminal) {
+  auto store = Store::Open(HostFileSystem(), source.path);
+  if (!store.ok()) return terminal.Fail(store.status());
+  auto list = store.value().List();
+  if (!list.ok()) return terminal.Fail(list.status());
+  for (const CheckpointListing& item : list.value()) {
+    if (terminal.json) {
+      nlohmann::ordered_json json = {{"checkpoint", item.name},
+                                     {"uuid", item.uuid.ToString()},
+                                     {"generation", item.generation}};
+      if (!item.problem.ok()) json["problem"] = item.problem.ToString();
+      terminal.Line(json.dump());
+    } else if (item.problem.ok()) {
+      terminal.Line(
+          fmt::format("{}\tgeneration {}\t{}", item.name, item.generation, item.uuid.ToString()));
+    } else {
+      terminal.Line(fmt::format("{}\t{}", item.name, item.problem.ToString()));
+    }
+  }
+  return terminal.Flush();
+}
+
+int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal) {
+  const Status status = checkpoint.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
+    if (!args.glob.empty() && !GlobMatches(args.glob, tensor.meta.key())) return true;
+    if (terminal.json) {
+      terminal.Line(TensorJson(checkpoint, tensor).dump());
+    } else if (args.details) {
+      terminal.Line(fmt::format("{:<8} {:<20} {:>10} {} {:>5} {:<11} {}",
+                                InfoOf(tensor.meta.dtype()).name, tensor.meta.shape().ToString(),
+                                HumanBytes(tensor.meta.bytes()),
+                                tensor.has_digest ? DigestHex(tensor.digest) : std::string(16, '-'),
+                                tensor.chunks, PlacementOf(checkpoint, tensor), tensor.meta.key()));
+    } else {
+      terminal.Line(tensor.meta.key());
+    }
+    return true;
+  });
+  if (!status.ok()) return terminal.Fail(status);
+  return terminal.Flush();
+}
+
+int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Terminal& terminal) {
+  auto found = checkpoint.index().Find(key);
+  if (!found.ok()) return terminal.Fail(found.status(), "`tensormount ls SOURCE` lists the keys");
+  const TensorEntry& tensor = found.value();
+  auto extents = checkpoint.index().Extents(tensor.ordinal);
+  if (!extents.ok()) return terminal.Fail(extents.status());
+  auto chunks = extents.value()->All();
+  if (!chunks.ok()) return terminal.Fail(chunks.status());
+  const auto whole = checkpoint.WholeFileOf(tensor);
+  nlohmann::ordered_json json = TensorJson(checkpoint, tensor);
+  json["mtime"] = tensor.mtime;
+  json["tier"] = "daemon";
+  if (whole.ok()) json["whole_file"] = whole.value();
+  for (const ChunkRecord& chunk : chunks.value()) {
+    nlohmann::ordered_json c = {{"region", chunk.region.ToString()},
+                                {"file", checkpoint.index().files()[chunk.file].name},
+                                {"offset", chunk.offset},
+                                {"length", chunk.length}};
+    if (chunk.has_hash) c["hash"] = chunk.hash.ToHex();
+    json["extents"].push_back(c);
+  }
+  if (terminal.json) {
+    terminal.Line(json.dump());
+    return terminal.Flush();
+  }
+  terminal.Line(fmt::format("key        {}", tensor.meta.key()));
+  terminal.Line(fmt::format("dtype      {}", InfoOf(tensor.meta.dtype()).name));
+  terminal.Line(fmt::format("shape      {}", tensor.meta.shape().ToString()));
+  terminal.Line(fmt::format("bytes      {}", tensor.meta.bytes()));
+  if (tensor.has_digest) {
+    terminal.Line(fmt::format("digest     {} (CRC-64/NVME)", DigestHex(tensor.digest)));
+  }
+  terminal.Line(fmt::format("placement  {}", PlacementOf(checkpoint, tensor)));
+  terminal.Line("tier       daemon (kernel passthrough is not built yet)");
+  if (whole.ok()) terminal.Line(fmt::format("file       {}", whole.value()));
+  for (const ChunkRecord& chunk : chunks.value()) {
+    terminal.Line(fmt::format("chunk      {} in {} at {}, {}", chunk.region.ToString(),
+                              checkpoint.index().files()[chunk.file].name, chunk.offset,
+                              HumanBytes(chunk.length)));
+  }
+  return terminal.Flush();
+}
+
+int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
+  const CheckpointIndex& index = checkpoint.index();
+  auto objects = index.Objects();
+  if (!objects.ok()) return terminal.Fail(objects.status());
+  auto common = index.Common();
+  if (!common.ok()) return terminal.Fail(common.status());
+  std::uint64_t file_bytes = 0;
+  for (const FileRecord& file : index.files()) file_bytes += file.length;
+  const CheckpointInfo& info = index.info();
+  if (terminal.json) {
+    terminal.Line(nlohmann::ordered_json{{"name", checkpoint.name()},
+                                         {"path", checkpoint.directory()},
+                                         {"uuid", info.uuid.ToString()},
+                                         {"generation", info.generation},
+                                         {"parent", info.parent_name},
+                                         {"producer", info.producer},
+                                         {"world_size", info.world_size},
+                                         {"created", info.created},
+                                         {"tensors", index.tensor_count()},
+                                         {"tensor_bytes", index.tensor_bytes()},
+                                         {"chunks", index.chunk_count()},
+                                         {"files", index.files().size()},
+                                         {"file_bytes", file_bytes},
+                                         {"objects", objects.value().size()},
+                                         {"common_values", common.value().size()},
+                                         {"self_contained", info.self_contained},
+                                         {"warnings", checkpoint.warnings()}}
+                      .dump());
+    return terminal.Flush();
+  }
+  terminal.Line(fmt::format("checkpoint     {}", checkpoint.name()));
+  terminal.Line(fmt::format("path           {}", checkpoint.directory()));
+  if (!info.uuid.IsZero()) {
+    terminal.Line(fmt::format("uuid           {}", info.uuid.ToString()));
+    terminal.Line(fmt::format("generation     {}", info.generation));
+    terminal.Line(
+        fmt::format("parent         {}", info.parent_name.empty() ? "none" : info.parent_name));
+    terminal.Line(fmt::format("saved by       {} on {} rank{}", info.producer, info.world_size,
+                              info.world_size == 1 ? "" : "s"));
+  }
+  terminal.Line(
+      fmt::format("tensors        {}, {}", index.tensor_count(), HumanBytes(index.tensor_bytes())));
+  terminal.Line(fmt::format("chunks         {} in {} data files, {}", index.chunk_count(),
+                            index.files().size(), HumanBytes(file_bytes)));
+  terminal.Line(fmt::format("objects        {}", objects.value().size()));
+  terminal.Line(fmt::format("common values  {}", common.value().size()));
+  if (!info.self_contained) terminal.Line("self-contained no: the data lie in foreign files");
+  return terminal.Flush();
+}
+
+}  // namespace
+
+int RunLs(const LsArgs& args, Terminal& terminal) {
+  auto source = ResolveSource(HostFileSystem(), args.source);
+  if (!source.ok()) return terminal.Fail(source.status());
+  if (source.value().kind == Source::Kind::kStore && args.glob.empty()) {
+    return ListStore(source.value(), terminal);
+  }
+  auto opened = OpenSource(HostFileSystem(), args.source, terminal);
+  if (!opened.ok()) return terminal.Fail(opened.status());
+  return ListTensors(*opened.value(), args, terminal);
+}
+
+int RunInfo(const InfoArgs& args, Terminal& terminal) {
+  auto source = ResolveSource(HostFileSystem(), args.source);
+  if (!source.ok()) return terminal.Fail(source.status());
+  if (source.value().kind == Source::Kind::kStore && args.key.empty()) {
+    auto store = Store::Open(HostFileSystem(), source.value().path);
+    if (!store.ok()) return terminal.Fail(store.status());
+    auto list = store.value().List();
+    if (!list.ok()) return terminal.Fail(list.status());
+    auto latest = store.value().Latest();
+    const std::string name = latest.ok() ? latest.value().name : "";
+    if (terminal.json) {
+      terminal.Line(nlohmann::ordered_json{
+          {"store", source.value().path},
+          {"uuid", store.value().uuid().ToString()},
+          {"checkpoints", list.value().size()},
+          {"latest",
+           name}}.dump());
+    } else {
+      terminal.Line(fmt::format("store        {}", source.value().path));
+      terminal.Line(fmt::format("uuid         {}", store.value().uuid().ToString()));
+      terminal.Line(fmt::format("checkpoints  {}", list.value().size()));
+      terminal.Line(fmt::format("latest       {}", name.empty() ? "none" : name));
+    }
+    return terminal.Flush();
+  }
+  auto opened = OpenSource(HostFileSystem(), args.source, terminal);
+  if (!opened.ok()) return terminal.Fail(opened.status());
+  if (args.key.empty()) return InfoCheckpoint(*opened.value(), terminal);
+  return InfoTensor(*opened.value(), args.key, terminal);
+}
+
+}  // namespace tensormount::tools

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensormount/load.h"
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <sys/resource.h>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "collective/collective.h"
+#include "mount-tools/commands.h"
+#include "mount-tools/host_memory.h"
+#include "mount-tools/ranks.h"
+#include "mount-tools/shard_rule.h"
+#include "mount-tools/source.h"
+
+namespace tensormount::tools {
+namespace {
+
+// What one rank loaded, as bytes for the gather to rank 0.
+struct RankFigures {
+  std::uint64_t wanted = 0;
+  std::uint64_t read = 0;
+  std::uint64_t received = 0;
+  std::uint64_t by_leaf = 0;
+  std::uint64_t by_digest = 0;
+  std::uint64_t unverified = 0;
+  std::uint64_t tensors = 0;
+  std::uint64_t compared_bytes = 0;
+  std::uint64_t different_tensors = 0;
+  std::uint64_t peak_memory = 0;  // Of the process.
+  double seconds = 0;
+};
+
+struct Wanted {
+  TensorEntry entry;
+  Region region;
+  BufferView buffer;
+};
+
+std::uint64_t PeakMemory() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<std::uint64_t>(usage.ru_maxrss) * 1024;
+}
+
+Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const ShardRule& rule,
+                   int rank, HostMemory& memory, std::vector<Wanted>& wanted, StateDict& request) {
+  Status failure;
+  TENSORMOUNT_RETURN_IF_ERROR(source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
+    const TensorMeta& meta = tensor.meta;
+    if (!args.keys.empty() && !GlobMatches(args.keys, meta.key())) return true;
+    auto region = rule.RegionOf(meta.key(), meta.dtype(), meta.shape(), rank);
+    failure = region.status();
+    if (!failure.ok()) return false;
+    auto buffer = memory.BufferFor(meta, region.value());
+    failure = buffer.status();
+    if (!failure.ok()) return false;
+    failure = request.AddTensor(
+        meta.key(),
+        Shard{.global_shape = meta.shape(), .region = region.value(), .data = buffer.value()});
+    wanted.push_back({tensor, region.value(), buffer.value()});
+    return failure.ok();
+  }));
+  return failure;
+}
+
+// Compares what was loaded with the same regions of `other`, byte for byte, in blocks. Names the
+// first difference of each tensor on standard error.
+Status Compare(const OpenedCheckpoint& other, const std::vector<Wanted>& wanted, Terminal& terminal,
+               RankFigures& figures) {
+  for (const Wanted& item : wanted) {
+    if (item.region.empty()) continue;
+    auto entry = other.index().Find(item.entry.meta.key());
+    const bool same_kind = entry.ok() && entry.value().meta.dtype() == item.entry.meta.dtype() &&
+                           entry.value().meta.shape() == item.entry.meta.shape();
+    if (!same_kind) {
+      if (!entry.ok() && entry.status().code() != Code::kNotFound) return entry.status();
+      ++figures.different_tensors;
+      terminal.Warn(fmt::format("tensor {}: {} in the second source", item.entry.meta.key(),
+                                entry.ok() ? "another dtype or shape" : "missing"));
+      continue;
+    }
+    HostMemory memory;
+    TENSORMOUNT_ASSIGN_OR_RETURN(BufferView theirs, memory.BufferFor(item.entry.meta, item.region));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        other.Read(entry.value(), item.region, theirs, ReadVerify::kWholeLeaves, nullptr, nullptr));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::uint64_t size,
+        RegionBytes(item.entry.meta.dtype(), item.entry.meta.shape(), item.region));
+    figures.compared_bytes += size;
+    const auto* a = static_cast<const unsigned char*>(item.buffer.data);
+    const auto* b = static_cast<const unsigned char*>(theirs.data);
+    if (std::memcmp(a, b, size) != 0) {
+      ++figures.different_tensors;
+      const auto at = static_cast<std::uint64_t>(std::mismatch(a, a + size, b).first - a);
+      terminal.Warn(fmt::format("tensor {} {}: byte {} of the slice differs", item.entry.meta.key(),
+                                item.region.ToString(), at));
+    }
+  }
+  return {};
+}
+
+nlohmann::ordered_json ToJson(const RankFigures& f) {
+  return {{"bytes_wanted", f.wanted},
+          {"bytes_read", f.read},
+          {"bytes_received", f.received},
+          {"bytes_by_leaf", f.by_leaf},
+          {"bytes_by_digest", f.by_digest},
+          {"bytes_unverified", f.unverified},
+          {"seconds", f.seconds},
+          {"peak_memory", f.peak_memory},
+          {"compared_bytes", f.compared_bytes},
+          {"different_tensors", f.different_tensors}};
+}
+
+void Print(const std::vector<RankFigures>& all, bool compared, Terminal& terminal) {
+  RankFigures sum;
+  for (const RankFigures& f : all) {
+    sum.wanted += f.wanted;
+    sum.read += f.read;
+    sum.received += f.received;
+    sum.by_leaf += f.by_leaf;
+    sum.by_digest += f.by_digest;
+    sum.unverified += f.unverified;
+    sum.compared_bytes += f.compared_bytes;
+    sum.different_tensors += f.different_tensors;
+    sum.tensors = std::max(sum.tensors, f.tensors);
+    sum.seconds = std::max(sum.seconds, f.seconds);
+    sum.peak_memory = std::max(sum.peak_memory, f.peak_memory);
+  }
+  if (terminal.json) {
+    nlohmann::ordered_json json = ToJson(sum);
+    json["ranks"] = all.size();
+    json["tensors"] = sum.tensors;
+    for (const RankFigures& f : all) json["per_rank"].push_back(ToJson(f));
+    terminal.Line(json.dump());
+    return;
+  }
+  if (terminal.quiet) return;
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    terminal.Line(fmt::format("rank {}: {} needed, {} read, {}, peak memory {}", r,
+                              HumanBytes(all[r].wanted), HumanBytes(all[r].read),
+                              HumanSeconds(all[r].seconds), HumanBytes(all[r].peak_memory)));
+  }
+  terminal.Line(
+      fmt::format("{} tensors on {} rank{}: {} verified by leaf, {} by digest, {} unverified",
+                  sum.tensors, all.size(), all.size() == 1 ? "" : "s", HumanBytes(sum.by_leaf),
+                  HumanBytes(sum.by_digest), HumanBytes(sum.unverified)));
+  if (compared) {
+    terminal.Line(fmt::format("compared {}: {}", HumanBytes(sum.compared_bytes),
+                              sum.different_tensors == 0
+                                  ? std::string("all bytes equal")
+                                  : fmt::format("{} slices differ", sum.different_tensors)));
+  }
+}
+
+}  // namespace
+
+int RunLoad(const LoadArgs& args, Terminal& terminal) {
+  auto made = Ranks::Make(args.ranks);
+  if (!made.ok()) return terminal.Fail(made.status());
+  Ranks group = std::move(made).value();
+
+  FileSystem& fs = HostFileSystem();
+  Status before;
+  std::shared_ptr<OpenedCheckpoint> source;
+  std::shared_ptr<OpenedCheckpoint> other;
+  ShardRule rule;
+  const auto prepare = [&]() -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(source, OpenSource(fs, args.source, terminal));
+    if (!args.compare.empty()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(other, OpenSource(fs, args.compare, terminal));
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(rule, ShardRule::Parse(fs, args.shard, group.size()));
+    return {};
+  };
+  before = prepare();
+  if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
+  // The file itself, so that all ranks load what was resolved once here.
+  const std::string path = source ? source->directory() : args.source;
+
+  std::mutex mutex;
+  std::vector<RankFigures> all;
+  std::uint64_t different = 0;
+  const Status status = group.Run([&](Communicator& comm) -> Status {
+    HostMemory memory;
+    StateDict request;
+    std::vector<Wanted> wanted;
+    Status mine = before;
+    if (mine.ok()) mine = FillRequest(*source, args, rule, comm.rank(), memory, wanted, request);
+    if (!mine.ok()) request.Fail(mine);
+    LoadOptions options;
+    options.not_requested = Strict::kIgnore;  // --keys asks for a part.
+    const auto start = std::chrono::steady_clock::now();
+    TENSORMOUNT_ASSIGN_OR_RETURN(LoadReport report, Load(request, path, comm, options));
+    RankFigures figures;
+    figures.seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    figures.wanted = report.bytes_wanted;
+    figures.read = report.bytes_read;
+    figures.received = report.bytes_received;
+    figures.by_leaf = report.bytes_by_leaf;
+    figures.by_digest = report.bytes_by_digest;
+    figures.unverified = report.bytes_unverified;
+    figures.tensors = wanted.size();
+    figures.peak_memory = PeakMemory();
+    Collective collective(comm, options.timeouts);
+    const Status compared = other ? Compare(*other, wanted, terminal, figures) : Status();
+    TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(compared, "compare"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::vector<std::string> gathered,
+        collective.AllGather({reinterpret_cast<const char*>(&figures), sizeof figures}, "report"));
+    std::lock_guard lock(mutex);
+    all.clear();
+    different = 0;
+    for (const std::string& bytes : gathered) {
+      if (bytes.size() != sizeof(RankFigures)) return Status(Code::kInternal, "report of a rank");
+      RankFigures f;
+      std::memcpy(&f, bytes.data(), sizeof f);
+      different += f.different_tensors;
+      all.push_back(f);
+    }
+    return {};
+  });
+  if (!status.ok()) {
+    if (!group.prints() && status.code() != Code::kDeadlineExceeded &&
+        status.code() != Code::kUnavailable) {
+      return kFailed;
+    }
+    return terminal.Fail(status);
+  }
+  if (group.prints()) Print(all, other != nullptr, terminal);
+  const int flushed = terminal.Flush();
+  if (flushed != kDone) return flushed;
+  return different == 0 ? kDone : kCheckFailed;
+}
+
+}  // namespace tensormount::tools

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <fcntl.h>
+#include <map>
+#include <optional>
+#include <poll.h>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "fs/mount_session.h"
+#include "mount-tools/commands.h"
+#include "mount-tools/source.h"
+
+namespace tensormount::tools {
+namespace {
+
+// How long the parent waits for its daemon to say that the mount answers.
+constexpr int kStartSeconds = 60;
+
+template <typename T>
+Result<T> Choose(const std::map<std::string, T>& choices, const std::string& option,
+                 const std::string& text) {
+  const auto it = choices.find(text);
+  if (it != choices.end()) return it->second;
+  std::string names;
+  for (const auto& [name, value] : choices) names += (names.empty() ? "" : ", ") + name;
+  return Status(Code::kInvalidArgument, fmt::format("{} {}: one of {}", option, text, names));
+}
+
+Result<fs::MountOptions> MakeOptions(const MountArgs& args) {
+  using Tier = fs::MountOptions::Tier;
+  using Verify = fs::MountOptions::Verify;
+  fs::MountOptions options;
+  FileSystem& host = HostFileSystem();
+  // Taken before the daemon leaves this folder, and "latest" once.
+  TENSORMOUNT_ASSIGN_OR_RETURN(Source source, ResolveSource(host, args.source));
+  options.source = source.path;
+  auto mount_point = host.Resolve(args.mount_point);
+  if (!mount_point.ok()) {
+    return Status(mount_point.status().code(),
+                  fmt::format("mount point {}: no such folder", args.mount_point));
+  }
+  options.mount_point = mount_point.value();
+  options.list_views = args.views;
+  options.allow_other = args.allow_other;
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.tier, Choose<Tier>({{"auto", Tier::kAuto},
+                                                           {"passthrough", Tier::kPassthrough},
+                                                           {"daemon", Tier::kDaemon}},
+                                                          "--tier", args.tier));
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.verify, Choose<Verify>({{"off", Verify::kOff},
+                                                               {"first", Verify::kFirst},
+                                                               {"always", Verify::kAlways}},
+                                                              "--verify", args.verify));
+  return options;
+}
+
+// Mounts and serves until unmounted. `started` is told once, with the outcome of the start.
+Status Serve(const fs::MountOptions& options, const std::function<void(const Status&)>& started) {
+  // Signals are taken by a thread of their own: a handler could do nothing useful. Blocked before
+  // the session's threads start, so that they inherit it.
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  sigaddset(&signals, SIGHUP);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  std::signal(SIGPIPE, SIG_IGN);
+
+  auto session = fs::MountSession::Start(HostFileSystem(), options);
+  started(session.status());
+  if (!session.ok()) return session.status();
+  std::atomic<bool> done{false};
+  std::thread watcher([&] {
+    const timespec tick{.tv_sec = 0, .tv_nsec = 200'000'000};
+    while (!done) {
+      if (sigtimedwait(&signals, nullptr, &tick) > 0) {
+        session.value()->Stop();
+        return;
+      }
+    }
+  });
+  const Status status = session.value()->Wait();
+  done = true;
+  watcher.join();
+  return status;
+}
+
+void WriteAll(int fd, const std::string& text) {
+  std::size_t at = 0;
+  while (at < text.size()) {
+    const ssize_t n = write(fd, text.data() + at, text.size() - at);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return;
+    at += static_cast<std::size_t>(n);
+  }
+}
+
+// What the daemon reports through the pipe: code, errno, message.
+std::string EncodeOutcome(const Status& status) {
+  return fmt::format("{} {} {}", static_cast<int>(status.code()), status.ToErrno(),
+                     status.ok() ? "" : status.message());
+}
+
+Status DecodeOutcome(const std::string& text) {
+  int code = 0;
+  int err = 0;
+  int at = 0;
+  if (std::sscanf(text.c_str(), "%d %d %n", &code, &err, &at) < 2 || code < 0 ||
+      code > static_cast<int>(Code::kInternal)) {
+    return Status(Code::kInternal, "the mount daemon ended before the mount answered");
+  }
+  if (code == 0) return {};
+  return Status::FromParts(static_cast<Code>(code), err, text.substr(static_cast<std::size_t>(at)));
+}
+
+[[noreturn]] void RunDaemon(const fs::MountOptions& options, const MountArgs& args, int pipe_fd) {
+  setsid();
+  (void)!chdir("/");
+  const int null_fd = open("/dev/null", O_RDWR | O_CLOEXEC);
+  const int log_fd = args.log_file.empty() ? -1
+                                           : open(args.log_file.c_str(),
+                                                  O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+  if (null_fd >= 0) {
+    dup2(null_fd, STDIN_FILENO);
+    dup2(null_fd, STDOUT_FILENO);
+    dup2(log_fd >= 0 ? log_fd : null_fd, STDERR_FILENO);
+  }
+  const Status status = Serve(options, [&](const Status& started) {
+    WriteAll(pipe_fd, EncodeOutcome(started));
+    close(pipe_fd);
+  });
+  Terminal terminal;
+  _exit(status.ok() ? kDone : terminal.Fail(status));
+}
+
+void PrintMounted(const fs::MountOptions& options, pid_t pid, Terminal& terminal) {
+  if (terminal.json) {
+    terminal.Line(nlohmann::ordered_json{
+        {"mounted", options.mount_point},
+        {"source", options.source},
+        {"pid", pid}}.dump());
+  } else if (!terminal.quiet) {
+    terminal.Line(fmt::format("mounted {} at {}", options.source, options.mount_point));
+  }
+}
+
+}  // namespace
+
+int RunMount(const MountArgs& args, Terminal& terminal) {
+  auto made = MakeOptions(args);
+  if (!made.ok()) return terminal.Fail(made.status());
+  const fs::MountOptions options = made.value();
+
+  if (args.foreground) {
+    const Status status = Serve(options, [&](const Status& started) {
+      if (!started.ok()) return;
+      PrintMounted(options, getpid(), terminal);
+      terminal.Flush();
+    });
+    return status.ok() ? kDone : terminal.Fail(status);
+  }
+
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) return terminal.Fail(Status::FromErrno(errno, "make", "a pipe"));
+  // Before the first thread starts: threads do not survive a fork.
+  const pid_t pid = fork();
+  if (pid < 0) return terminal.Fail(Status::FromErrno(errno, "start", "the mount daemon"));
+  if (pid == 0) {
+    close(ends[0]);
+    RunDaemon(options, args, ends[1]);
+  }
+  close(ends[1]);
+  std::string text;
+  char block[512];
+  for (;;) {
+    pollfd wait{.fd = ends[0], .events = POLLIN, .revents = 0};
+    const int ready = poll(&wait, 1, kStartSeconds * 1000);
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready == 0) {
+      kill(pid, SIGKILL);
+      return terminal.Fail(
+          Status(Code::kDeadlineExceeded, fmt::format("the mount at {} did not answer in {} s",
+                                                      options.mount_point, kStartSeconds)));
+    }
+    const ssize_t n = read(ends[0], block, sizeof block);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) break;
+    text.append(block, static_cast<std::size_t>(n));
+  }
+  close(ends[0]);
+  const Status status = DecodeOutcome(text);
+  if (!status.ok()) {
+    (void)waitpid(pid, nullptr, 0);  // It reports and ends; nothing to learn from its code.
+    return terminal.Fail(status);
+  }
+  PrintMounted(options, pid, terminal);
+  return terminal.Flush();
+}
+
+int RunUnmount(const UnmountArgs& args, Terminal& terminal) {
+  if (!fs::IsMountPoint(args.mount_point)) {
+    return terminal.Fail(Status(Code::kInvalidArgument,
+                                fmt::format("{}: nothing is mounted here", args.mount_point)));
+  }
+  const Status status = fs::Unmount(args.mount_point, args.lazy, std::chrono::milliseconds(10'000));
+  if (!status.ok()) {
+    return terminal.Fail(status, status.code() == Code::kBusy ? "close what uses it, or pass --lazy"
+                                                              : std::string_view());
+  }
+  if (terminal.json) {
+    terminal.Line(nlohmann::ordered_json{{"unmounted", args.mount_point}}.dump());
+  }
+  return terminal.Flush();
+}
+
+}  // namespace tensormount::tools

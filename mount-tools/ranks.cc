@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "mount-tools/ranks.h"
+
+#include <fmt/core.h>
+
+namespace tensormount::tools {
+
+Result<Ranks> Ranks::Make(int wanted) {
+  Ranks out;
+  if (UnderMpiLauncher()) {
+    if (wanted != 0) {
+      return Status(Code::kInvalidArgument, "--ranks under mpirun: mpirun's -n says how many");
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(out.mpi_, MpiSession::Init());
+    TENSORMOUNT_ASSIGN_OR_RETURN(out.world_, out.mpi_->World());
+    out.size_ = out.world_->size();
+    return out;
+  }
+  if (wanted < 0 || wanted > 4096) {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("--ranks {}: 1 to 4096 are possible", wanted));
+  }
+  out.size_ = wanted == 0 ? 1 : wanted;
+  return out;
+}
+
+Status Ranks::Run(const std::function<Status(Communicator&)>& body) {
+  if (!mpi_) return RunOnThreads(size_, body);
+  Status status = body(*world_);
+  if (!status.ok()) mpi_->Abandon();
+  return status;
+}
+
+}  // namespace tensormount::tools

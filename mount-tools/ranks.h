@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_MOUNT_TOOLS_RANKS_H_
+#define TENSORMOUNT_MOUNT_TOOLS_RANKS_H_
+
+#include <functional>
+#include <memory>
+
+#include "tensormount/communicator.h"
+#include "tensormount/mpi.h"
+#include "tensormount/status.h"
+
+namespace tensormount::tools {
+
+// The ranks that a command runs on: MPI's under mpirun, otherwise threads of this process.
+class Ranks {
+ public:
+  // `wanted`: --ranks, 0 where it was not given. An error under mpirun; a build without MPI refuses
+  // to run under it (it would run N times alone).
+  static Result<Ranks> Make(int wanted);
+
+  int size() const { return size_; }
+  bool is_mpi() const { return mpi_ != nullptr; }
+  // Whether this process prints the result: it has rank 0.
+  bool prints() const { return !mpi_ || world_->rank() == 0; }
+  // Runs `body` once a rank that lives in this process. The first failure by rank; after one under
+  // MPI, the session is abandoned, because others may be gone.
+  Status Run(const std::function<Status(Communicator&)>& body);
+
+ private:
+  int size_ = 1;
+  std::unique_ptr<MpiSession> mpi_;
+  std::unique_ptr<Communicator> world_;
+};
+
+}  // namespace tensormount::tools
+
+#endif  // TENSORMOUNT_MOUNT_TOOLS_RANKS_H_

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "mount-tools/shard_rule.h"
+
+#include <algorithm>
+#include <charconv>
+#include <numeric>
+#include <optional>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "mount-tools/source.h"
+
+namespace tensormount::tools {
+namespace {
+
+std::optional<std::int64_t> ParseNumber(std::string_view text) {
+  std::int64_t v = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), v);
+  if (error != std::errc() || end != text.data() + text.size() || v < 0) return std::nullopt;
+  return v;
+}
+
+// torch.chunk: pieces of ceil(extent / parts), the last ones shorter or empty. `unit`: a multiple
+// of so many elements, so that a cut never falls inside a byte.
+void ChunkAxis(std::int64_t extent, std::int64_t parts, std::int64_t index, std::int64_t unit,
+               std::int64_t* begin, std::int64_t* count) {
+  const std::int64_t ceil = extent / parts + (extent % parts != 0 ? 1 : 0);
+  const std::int64_t step = (ceil + unit - 1) / unit * unit;
+  // index * step cannot pass 2^63: index < parts, and step <= extent / parts + 1 + unit.
+  *begin = std::min(extent, index * step);
+  *count = std::min(step, extent - *begin);
+}
+
+}  // namespace
+
+Result<ShardRule::Rule> ShardRule::ParseRule(std::string_view text, int ranks) {
+  Rule rule;
+  if (text == "rows") return rule;
+  if (text == "cols") {
+    rule.axis = 1;
+    return rule;
+  }
+  if (text == "flat") {
+    rule.kind = Rule::Kind::kFlat;
+    return rule;
+  }
+  if (text == "replicate") {
+    rule.kind = Rule::Kind::kReplicate;
+    return rule;
+  }
+  if (text.starts_with("dim:")) {
+    const auto axis = ParseNumber(text.substr(4));
+    if (!axis || *axis >= kMaxRank) {
+      return Status(Code::kInvalidArgument,
+                    fmt::format("shard rule '{}': an axis from 0 to {} is wanted after dim:", text,
+                                kMaxRank - 1));
+    }
+    rule.axis = static_cast<int>(*axis);
+    return rule;
+  }
+  if (text.starts_with("grid:")) {
+    rule.kind = Rule::Kind::kGrid;
+    std::string_view rest = text.substr(5);
+    std::int64_t product = 1;
+    for (;;) {
+      const std::size_t x = rest.find('x');
+      const auto n = ParseNumber(rest.substr(0, x));
+      if (!n || *n < 1 || *n > 1 << 20 || product > 1 << 20 || rule.grid.rank() == kMaxRank) {
+        return Status(Code::kInvalidArgument,
+                      fmt::format("shard rule '{}': a grid like 2x4 is wanted after grid:", text));
+      }
+      rule.grid.push_back(*n);
+      product *= *n;
+      if (x == std::string_view::npos) break;
+      rest = rest.substr(x + 1);
+    }
+    if (product != ranks) {
+      return Status(Code::kInvalidArgument,
+                    fmt::format("shard rule '{}' is for {} ranks, but there {} {}", text, product,
+                                ranks == 1 ? "is" : "are", ranks));
+    }
+    return rule;
+  }
+  return Status(Code::kInvalidArgument,
+                fmt::format("shard rule '{}': one of rows, cols, dim:K, grid:AxB, flat, replicate "
+                            "or a JSON file is wanted",
+                            text));
+}
+
+Result<ShardRule> ShardRule::Parse(FileSystem& fs, const std::string& text, int ranks) {
+  ShardRule out;
+  out.ranks_ = ranks;
+  if (!text.ends_with(".json")) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(Rule rule, ParseRule(text, ranks));
+    out.matchers_.push_back({"*", rule});
+    return out;
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes, fs.ReadFile(text, 16 << 20));
+  const auto json = nlohmann::json::parse(bytes, nullptr, /*allow_exceptions=*/false);
+  if (!json.is_array()) {
+    return Status(
+        Code::kInvalidArgument,
+        fmt::format("{}: a JSON list of {{\"match\": GLOB, \"shard\": RULE}} is wanted", text));
+  }
+  for (std::size_t i = 0; i < json.size(); ++i) {
+    const auto& item = json[i];
+    if (!item.is_object() || item.size() != 2 || !item.contains("match") ||
+        !item.contains("shard") || !item["match"].is_string() || !item["shard"].is_string()) {
+      return Status(
+          Code::kInvalidArgument,
+          fmt::format("{}: entry {}: \"match\" and \"shard\", both strings, are wanted", text, i));
+    }
+    auto rule = ParseRule(item["shard"].get<std::string>(), ranks);
+    if (!rule.ok()) return rule.status().WithContext(fmt::format("{}: entry {}", text, i));
+    out.matchers_.push_back({item["match"].get<std::string>(), rule.value()});
+  }
+  out.matchers_.push_back({"*", Rule{}});
+  return out;
+}
+
+Result<Region> ShardRule::RegionOf(std::string_view key, DType dtype, const Dims& shape,
+                                   int rank) const {
+  const std::string name(key);
+  for (const Matcher& matcher : matchers_) {
+    if (GlobMatches(matcher.glob, name)) return Cut(matcher.rule, dtype, shape, rank, ranks_);
+  }
+  return Status(Code::kInternal, "no rule matches");
+}
+
+Result<Region> ShardRule::Cut(const Rule& rule, DType dtype, const Dims& shape, int rank,
+                              int ranks) {
+  const Box whole = Box::Whole(shape);
+  const std::uint32_t bits = InfoOf(dtype).bits;
+  if (rule.kind == Rule::Kind::kReplicate) return Region(whole);
+  if (rule.kind == Rule::Kind::kFlat) {
+    std::int64_t first = 0;
+    std::int64_t count = 0;
+    // Elements of fp4 and fp6 share bytes: 2 or 4 of them make whole ones.
+    const std::int64_t unit = 8 / std::gcd(std::int64_t{8}, std::int64_t{bits});
+    ChunkAxis(whole.volume(), ranks, rank, unit, &first, &count);
+    return Region::Flat(whole, first, count);
+  }
+  Dims grid;
+  if (rule.kind == Rule::Kind::kGrid) {
+    grid = rule.grid;
+  } else {
+    if (rule.axis >= shape.rank()) return Region(whole);
+    grid = Dims::Filled(rule.axis + 1, 1);
+    grid[rule.axis] = ranks;
+  }
+  if (grid.rank() > shape.rank()) return Region(whole);
+  Dims begin = whole.begin();
+  Dims extent = whole.extent();
+  std::int64_t rest = rank;
+  for (int axis = grid.rank() - 1; axis >= 0; --axis) {
+    // Bits of one step along this axis, modulo 8: so many steps make whole bytes.
+    std::int64_t step_bits = bits % 8;
+    for (int inner = axis + 1; inner < shape.rank(); ++inner) {
+      step_bits = step_bits * (shape[inner] % 8) % 8;
+    }
+    const std::int64_t unit = 8 / std::gcd(std::int64_t{8}, step_bits);
+    std::int64_t count = 0;
+    std::int64_t first = 0;
+    ChunkAxis(shape[axis], grid[axis], rest % grid[axis], unit, &first, &count);
+    begin[axis] = first;
+    extent[axis] = count;
+    rest /= grid[axis];
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(Box box, Box::Make(begin, extent));
+  return Region(box);
+}
+
+}  // namespace tensormount::tools

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "mount-tools/source.h"
+
+#include <fnmatch.h>
+#include <set>
+
+#include <fmt/core.h>
+
+#include "index/store.h"
+
+namespace tensormount::tools {
+namespace {
+
+std::string WithoutTrailingSlashes(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  return path;
+}
+
+}  // namespace
+
+Result<StoreAndName> SplitCheckpointPath(const std::string& path) {
+  const std::string trimmed = WithoutTrailingSlashes(path);
+  const std::size_t slash = trimmed.rfind('/');
+  StoreAndName out;
+  if (slash == std::string::npos) {
+    out = {.store = ".", .name = trimmed};
+  } else {
+    out = {.store = slash == 0 ? "/" : trimmed.substr(0, slash), .name = trimmed.substr(slash + 1)};
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(out.name).WithContext(path));
+  return out;
+}
+
+Result<Source> ResolveSource(FileSystem& fs, const std::string& text) {
+  const std::string path = WithoutTrailingSlashes(text);
+  const std::size_t slash = path.rfind('/');
+  const std::string last = slash == std::string::npos ? path : path.substr(slash + 1);
+  const std::string parent = slash == std::string::npos ? "." : path.substr(0, slash);
+  if (last == "latest" && !fs.Exists(path) && fs.Exists(JoinPath(parent, "store.json"))) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::Open(fs, parent));
+    TENSORMOUNT_ASSIGN_OR_RETURN(CheckpointListing latest, store.Latest());
+    return Source{.kind = Source::Kind::kCheckpoint, .path = store.CheckpointPath(latest.name)};
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string resolved, fs.Resolve(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileInfo info, fs.Stat(resolved));
+  if (info.kind == FileKind::kFile) {
+    return Source{.kind = Source::Kind::kSafetensors, .path = resolved};
+  }
+  if (info.kind != FileKind::kDirectory) {
+    return Status(Code::kInvalidArgument, fmt::format("{}: neither a file nor a folder", text));
+  }
+  if (fs.Exists(JoinPath(resolved, "COMMIT"))) {
+    return Source{.kind = Source::Kind::kCheckpoint, .path = resolved};
+  }
+  if (fs.Exists(JoinPath(resolved, "store.json"))) {
+    return Source{.kind = Source::Kind::kStore, .path = resolved};
+  }
+  return Status(
+      Code::kUnsupported,
+      fmt::format("{}: no COMMIT and no store.json in it: not a checkpoint of tensormount "
+                  "(folders in formats of others are not read yet)",
+                  text));
+}
+
+Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::string& text,
+                                                     Terminal& terminal) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(Source source, ResolveSource(fs, text));
+  if (source.kind == Source::Kind::kSafetensors) {
+    return OpenedCheckpoint::OpenSafetensors(fs, source.path);
+  }
+  if (source.kind == Source::Kind::kStore) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::Open(fs, source.path));
+    TENSORMOUNT_ASSIGN_OR_RETURN(CheckpointListing latest, store.Latest());
+    terminal.Note(fmt::format("{}: using its latest checkpoint, {}", text, latest.name));
+    source.path = store.CheckpointPath(latest.name);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      auto opened, OpenedCheckpoint::Open(fs, source.path, OpenedCheckpoint::Options{}));
+  for (const std::string& warning : opened->warnings()) terminal.Warn(warning);
+  return opened;
+}
+
+bool GlobMatches(const std::string& glob, const std::string& text) {
+  return fnmatch(glob.c_str(), text.c_str(), 0) == 0;
+}
+
+std::string PlacementOf(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor) {
+  const auto extents = checkpoint.index().Extents(tensor.ordinal);
+  if (!extents.ok()) return "damaged";
+  std::set<Placement> kinds;
+  for (std::size_t i = 0; i < extents.value()->size(); ++i) {
+    const auto chunk = extents.value()->At(i);
+    if (!chunk.ok() || chunk.value().file >= checkpoint.index().files().size()) return "damaged";
+    kinds.insert(checkpoint.index().files()[chunk.value().file].placement);
+  }
+  if (kinds.empty()) return "none";
+  return kinds.size() == 1 ? std::string(PlacementName(*kinds.begin())) : "mixed";
+}
+
+}  // namespace tensormount::tools

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "mount-tools/terminal.h"
+
+#include <cerrno>
+#include <cstdio>
+#include <unistd.h>
+
+#include <fmt/core.h>
+
+namespace tensormount::tools {
+
+void Terminal::Line(std::string_view text) {
+  if (output_failed_) return;
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() ||
+      std::fputc('\n', stdout) == EOF) {
+    output_failed_ = true;
+    output_errno_ = errno;
+  }
+}
+
+Status Terminal::Write(const void* data, std::size_t size) {
+  if (std::fwrite(data, 1, size, stdout) != size) {
+    output_failed_ = true;
+    output_errno_ = errno;
+    return Status::FromErrno(output_errno_, "write", "standard output");
+  }
+  return {};
+}
+
+int Terminal::Flush() {
+  if (std::fflush(stdout) != 0 && !output_failed_) {
+    output_failed_ = true;
+    output_errno_ = errno;
+  }
+  if (!output_failed_) return kDone;
+  return Fail(Status::FromErrno(output_errno_, "write", "standard output"));
+}
+
+int Terminal::Fail(const Status& status, std::string_view hint) {
+  std::string line = fmt::format("tensormount: {}\n", status.ToString());
+  if (!hint.empty()) line += fmt::format("tensormount: hint: {}\n", hint);
+  std::fwrite(line.data(), 1, line.size(), stderr);
+  return kFailed;
+}
+
+void Terminal::Warn(std::string_view text) {
+  if (quiet) return;
+  const std::string line = fmt::format("tensormount: warning: {}\n", text);
+  std::fwrite(line.data(), 1, line.size(), stderr);
+}
+
+void Terminal::Note(std::string_view text) {
+  if (!verbose) return;
+  const std::string line = fmt::format("tensormount: {}\n", text);
+  std::fwrite(line.data(), 1, line.size(), stderr);
+}
+
+std::string HumanBytes(std::uint64_t bytes) {
+  if (bytes < 1000) return fmt::format("{} B", bytes);
+  constexpr const char* kUnits[] = {"kB", "MB", "GB", "TB", "PB", "EB"};
+  double value = static_cast<double>(bytes) / 1000;
+  int unit = 0;
+  while (value >= 999.95 && unit < 5) {
+    value /= 1000;
+    ++unit;
+  }
+  return fmt::format("{:.1f} {}", value, kUnits[unit]);
+}
+
+std::string HumanSeconds(double seconds) {
+  if (seconds < 1e-3) return fmt::format("{:.0f} us", seconds * 1e6);
+  if (seconds < 1) return fmt::format("{:.0f} ms", seconds * 1e3);
+  return fmt::format("{:.2f} s", seconds);
+}
+
+std::string DigestHex(std::uint64_t digest) { return fmt::format("{:016x}", digest); }
+
+Progress::Progress(const Terminal& terminal, std::string label)
+    : label_(std::move(label)), start_(std::chrono::steady_clock::now()) {
+  if (terminal.quiet || terminal.json || isatty(STDERR_FILENO) == 0) return;
+  thread_ = std::thread([this] { Run(); });
+}
+
+Progress::~Progress() {
+  if (!thread_.joinable()) return;
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  thread_.join();
+}
+
+void Progress::Set(std::uint64_t done, std::uint64_t total) {
+  done_ = done;
+  total_ = total;
+}
+
+void Progress::Run() {
+  std::unique_lock lock(mutex_);
+  bool shown = false;
+  auto pause = std::chrono::milliseconds(1000);
+  while (!wake_.wait_for(lock, pause, [this] { return stop_; })) {
+    pause = std::chrono::milliseconds(200);
+    const std::uint64_t done = done_;
+    const std::uint64_t total = total_;
+    const double elapsed =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+    const double rate = static_cast<double>(done) / elapsed;
+    std::string line = fmt::format("\r\033[K{}: {}", label_, HumanBytes(done));
+    if (total > 0) line += fmt::format(" of {}", HumanBytes(total));
+    line += fmt::format(", {}/s", HumanBytes(static_cast<std::uint64_t>(rate)));
+    if (total > done && rate > 0) {
+      line += fmt::format(", {:.0f} s left", static_cast<double>(total - done) / rate);
+    }
+    std::fwrite(line.data(), 1, line.size(), stderr);
+    shown = true;
+  }
+  if (shown) std::fputs("\r\033[K", stderr);
+}
+
+}  // namespace tensormount::tools

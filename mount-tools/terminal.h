@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_MOUNT_TOOLS_TERMINAL_H_
+#define TENSORMOUNT_MOUNT_TOOLS_TERMINAL_H_
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+
+#include "tensormount/status.h"
+
+namespace tensormount::tools {
+
+inline constexpr int kDone = 0;
+inline constexpr int kCheckFailed = 1;
+inline constexpr int kFailed = 2;
+
+// Where a command prints, and how. One for the process, made by main. Under mpirun only rank 0
+// prints results; errors come from whoever has them.
+class Terminal {
+ public:
+  bool json = false;
+  bool quiet = false;
+  bool verbose = false;
+
+  // Standard output, a line. Failures of the pipe end up in Flush().
+  void Line(std::string_view text);
+  // Bytes to standard output as they are.
+  Status Write(const void* data, std::size_t size);
+  // kDone, or kFailed with an error line where standard output could not take it all.
+  int Flush();
+
+  // "tensormount: CODE: message" and, where there is one, a line about what to do.
+  // Returns kFailed.
+  int Fail(const Status& status, std::string_view hint = {});
+  void Warn(std::string_view text);  // Not with --quiet.
+  // What happened beside the result; standard error, only with --verbose.
+  void Note(std::string_view text);
+
+ private:
+  bool output_failed_ = false;
+  int output_errno_ = 0;
+};
+
+// A line on standard error that shows how far a long work is: only on a terminal, only after a
+// second, erased at the end. `done` and `total` in bytes; total 0 = not known.
+class Progress {
+ public:
+  Progress(const Terminal& terminal, std::string label);
+  ~Progress();
+  void Set(std::uint64_t done, std::uint64_t total);
+  // Counts on its own: for work that bumps a counter.
+  std::atomic<std::uint64_t>& done() { return done_; }
+  void SetTotal(std::uint64_t total) { total_ = total; }
+
+ private:
+  void Run();
+  std::string label_;
+  std::atomic<std::uint64_t> done_{0};
+  std::atomic<std::uint64_t> total_{0};
+  std::chrono::steady_clock::time_point start_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+// "12.3 MB" (powers of ten), "512 B".
+std::string HumanBytes(std::uint64_t bytes);
+// "1.23 s", "12 ms".
+std::string HumanSeconds(double seconds);
+// 16 hex digits, as the digest is printed everywhere.
+std::string DigestHex(std::uint64_t digest);
+
+}  // namespace tensormount::tools
+
+#endif  // TENSORMOUNT_MOUNT_TOOLS_TERMINAL_H_
