@@ -25,8 +25,13 @@ namespace tensormount {
 //   kDeadlineExceeded  names the ranks that were not heard of (liveness) or did not come (arrival);
 //   kUnavailable       names ranks whose process is gone;
 //   kInternal          ranks are in different phases.
-// After a failure the object is spent: every further call returns that failure at once.
-// One thread at a time.
+// After one of these the object is spent: every further call returns that failure at once. What
+// callers put in themselves (Agree, a failed Broadcast, lengths that differ) does not spend it.
+// A rank that comes late, after the others gave up, gets the same failure where rank 0 lives.
+//
+// Liveness counts once a rank was heard of in this job: before that it may be evaluating, with no
+// heartbeat running, and only `arrival` (or its closed socket) speaks against it.
+// One thread at a time. `comm` must outlive this.
 class Collective {
  public:
   Collective(Communicator& comm, const Timeouts& timeouts);
@@ -49,7 +54,8 @@ class Collective {
   Status Agree(const Status& mine, std::string_view phase);
 
   // Point to point bulk, all at once: sends and receives complete or the call fails (everywhere,
-  // after the Agree that it ends with). Memory is the caller's; empty transfers are skipped.
+  // after the Agree that it ends with). Between one pair, sends and receives match in the order
+  // given. Memory is the caller's, and free again on return; empty transfers are skipped.
   struct Transfer {
     int peer = 0;
     void* data = nullptr;
