@@ -17,6 +17,10 @@
 
 namespace tensormount {
 
+inline constexpr std::string_view kIndexName = "index/index.sst";
+// How much of its end is checked at open.
+inline constexpr std::uint64_t kIndexTailBytes = 64 * 1024;
+
 // What the index says of one tensor, without its extents.
 struct TensorEntry {
   std::uint32_t ordinal = 0;  // Position in key order.
@@ -45,8 +49,11 @@ class Table {
 // cache. docs/format.md, "Index", has the record kinds.
 class CheckpointIndex {
  public:
-  // Builds the records from `content` (sorted, complete).
-  // Durable file (fsynced, not its folder) at `path`; returns the commit entry (length, hash, tail).
+  ~CheckpointIndex();
+  // Builds the records from `content` (sorted, complete, roots of files computed) into a new file
+  // `name` (kIndexName) below `directory`, the checkpoint's, whose index/ exists. The file is
+  // fsynced, its folder is not. Returns the commit entry (name, length, hash, tail). On failure the
+  // file may be there in part.
   static Result<CommitRecord::Entry> WriteSst(FileSystem& fs, const Content& content,
                                               const Hash128& content_root,
                                               const std::string& directory,
@@ -77,24 +84,33 @@ class CheckpointIndex {
   Result<std::vector<ObjectContent>> ObjectParts(std::string_view key) const;  // kNotFound
   Result<std::vector<ExtraPiece>> Extras() const;
   Result<std::map<std::string, CommonValue>> Common() const;
-  // Bytes of model.safetensors before its data; made when the index was built.
+  // Bytes of model.safetensors before its data; made when the index was built. Tensors stand in it
+  // by falling element size, then by key, so that each is aligned. kUnsupported where the header
+  // would pass the format's limit.
   Result<std::string> SafetensorsHeader() const;
+  // Its length without reading it; 0 where there is none.
+  std::uint64_t safetensors_header_bytes() const { return safetensors_header_bytes_; }
 
   // All records again as Content (verify, fsck, derive).
   Result<Content> ToContent() const;
   const Table& table() const { return *table_; }
 
  private:
-  CheckpointIndex() = default;
   struct Cache;
+  CheckpointIndex();
+  // Reads what is kept in memory.
+  static Result<std::shared_ptr<const CheckpointIndex>> Load(std::unique_ptr<Table> table);
+  Status LoadLists();
+
   std::unique_ptr<Table> table_;
-  std::shared_ptr<Cache> cache_;
+  std::unique_ptr<Cache> cache_;
   CheckpointInfo info_;
   std::vector<FileRecord> files_;
   std::vector<std::string> manifests_;
   std::uint32_t tensor_count_ = 0;
   std::uint64_t tensor_bytes_ = 0;
   std::uint64_t chunk_count_ = 0;
+  std::uint64_t safetensors_header_bytes_ = 0;
 };
 
 }  // namespace tensormount

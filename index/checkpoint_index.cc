@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/checkpoint_index.h"
+
+#include <algorithm>
+
+#include "base/coding.h"
+#include "index/index_records.h"
+#include "index/lru_cache.h"
+#include "index/memory_table.h"
+#include "index/record_coding.h"
+#include "index/sst_table.h"
+
+namespace tensormount {
+namespace {
+
+namespace record = index_record;
+
+constexpr std::size_t kExtentCacheBytes = std::size_t{16} << 20;
+
+Status Bad(std::string message) { return Status(Code::kDataLoss, "index: " + std::move(message)); }
+
+SstIdentity IdentityOf(const Uuid& uuid, const Hash128& content_root) {
+  return {uuid.ToString(), content_root.ToHex()};
+}
+
+}  // namespace
+
+struct CheckpointIndex::Cache {
+  LruCache<std::uint32_t, const ExtentTable> extents{kExtentCacheBytes};
+};
+
+CheckpointIndex::CheckpointIndex() : cache_(std::make_unique<Cache>()) {}
+CheckpointIndex::~CheckpointIndex() = default;
+
+Result<CommitRecord::Entry> CheckpointIndex::WriteSst(FileSystem& fs, const Content& content,
+                                                      const Hash128& content_root,
+                                                      const std::string& directory,
+                                                      const std::string& name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      CommitRecord::Entry entry,
+      SstTable::Write(fs, JoinPath(directory, name), IdentityOf(content.info.uuid, content_root),
+                      [&](const SstTable::Emit& emit) { return record::ForEach(content, emit); }));
+  entry.name = name;
+  return entry;
+}
+
+Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::FromContent(
+    const Content& content) {
+  auto table = std::make_unique<MemoryTable>();
+  TENSORMOUNT_RETURN_IF_ERROR(
+      record::ForEach(content, [&](std::string_view key, std::string_view value) {
+        table->Append(key, value);
+        return Status();
+      }));
+  return Load(std::move(table));
+}
+
+Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
+    FileSystem& fs, const std::string& directory, const CommitRecord& commit) {
+  const std::string name(kIndexName);
+  const std::string path = JoinPath(directory, name);
+  const CommitRecord::Entry* entry = commit.Find(name);
+  if (entry == nullptr) return Bad(std::string(kCommitName) + " does not list " + name);
+  // The tail is what RocksDB does not check itself: footer, properties, its own index.
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
+  if (info.size != entry->length) {
+    return Bad(name + ": " + std::to_string(info.size) + " bytes, " +
+               std::to_string(entry->length) + " expected");
+  }
+  std::string tail(std::min(kIndexTailBytes, entry->length), '\0');
+  const std::uint64_t tail_offset = entry->length - tail.size();
+  TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(tail_offset, tail.data(), tail.size()));
+  if (Xxh3(tail) != entry->tail) {
+    return Bad(name + ": checksum of its last " + std::to_string(tail.size()) + " bytes differs");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<SstTable> table, SstTable::Open(fs, path));
+  if (table->identity() != IdentityOf(commit.uuid, commit.content_root)) {
+    return Bad(name + ": it is the index of another checkpoint");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const CheckpointIndex> index,
+                               Load(std::move(table)));
+  if (index->info().uuid != commit.uuid || index->info().generation != commit.generation ||
+      index->info().parent != commit.parent) {
+    return Bad(name + ": uuid, generation or parent is not what " + std::string(kCommitName) +
+               " says");
+  }
+  return index;
+}
+
+Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::Load(std::unique_ptr<Table> table) {
+  std::shared_ptr<CheckpointIndex> index(new CheckpointIndex);
+  index->table_ = std::move(table);
+  TENSORMOUNT_RETURN_IF_ERROR(index->LoadLists());
+  return std::shared_ptr<const CheckpointIndex>(std::move(index));
+}
+
+Status CheckpointIndex::LoadLists() {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string info, table_->Get(record::Key(record::kInfo)));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const record::Counts counts, record::DecodeInfoRecord(info, info_));
+  tensor_count_ = counts.tensors;
+  tensor_bytes_ = counts.tensor_bytes;
+  chunk_count_ = counts.chunks;
+  safetensors_header_bytes_ = counts.safetensors_header_bytes;
+  Status inner;
+  TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(
+      record::Key(record::kFile), {}, [&](std::string_view key, std::string_view value) {
+        if (key != record::Key(record::kFile, static_cast<std::uint32_t>(files_.size()))) {
+          inner = Bad("files are not numbered in order");
+          return false;
+        }
+        ByteReader in(value, "index: file");
+        Result<FileRecord> file = DecodeFile(in);
+        inner = file.ok() ? in.Finish() : file.status();
+        if (inner.ok()) files_.push_back(std::move(file).value());
+        return inner.ok();
+      }));
+  TENSORMOUNT_RETURN_IF_ERROR(inner);
+  TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(
+      record::Key(record::kManifest), {}, [&](std::string_view key, std::string_view value) {
+        if (key != record::Key(record::kManifest, static_cast<std::uint32_t>(manifests_.size()))) {
+          inner = Bad("manifests are not numbered in order");
+        } else if (!value.starts_with("manifest/") || !IsSafeName(value)) {
+          inner = Bad("\"" + std::string(value) + "\" is not a name of a manifest");
+        } else {
+          manifests_.emplace_back(value);
+        }
+        return inner.ok();
+      }));
+  TENSORMOUNT_RETURN_IF_ERROR(inner);
+  if (files_.size() != counts.files || manifests_.size() != counts.manifests) {
+    return Bad("files or manifests are missing");
+  }
+  return Status();
+}
+
+Result<TensorEntry> CheckpointIndex::Find(std::string_view key) const {
+  Result<std::string> ordinal = table_->Get(record::Key(record::kKey, key));
+  if (ordinal.status().code() == Code::kNotFound) {
+    return Status(Code::kNotFound, "no tensor " + std::string(key));
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(ordinal.status());
+  if (ordinal.value().size() != 4) return Bad("tensor " + std::string(key) + ": bad number");
+  TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry entry, At(record::LoadBig32(ordinal.value().data())));
+  if (entry.meta.key() != key) {
+    return Bad("tensor " + std::string(key) + ": its record is of " + entry.meta.key());
+  }
+  return entry;
+}
+
+Result<TensorEntry> CheckpointIndex::At(std::uint32_t ordinal) const {
+  Result<std::string> value = table_->Get(record::Key(record::kTensor, ordinal));
+  if (value.status().code() == Code::kNotFound) {
+    const std::string what = "no tensor number " + std::to_string(ordinal);
+    return ordinal < tensor_count_ ? Bad(what) : Status(Code::kNotFound, what);
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(value.status());
+  return record::DecodeTensor(value.value(), ordinal);
+}
+
+Status CheckpointIndex::ForEachTensor(std::uint32_t first,
+                                      const std::function<bool(const TensorEntry&)>& fn) const {
+  if (first >= tensor_count_) return Status();
+  Status inner;
+  std::uint32_t next = first;
+  bool stopped = false;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      table_->Scan(record::Key(record::kTensor), record::Key(record::kTensor, first),
+                   [&](std::string_view key, std::string_view value) {
+                     if (key != record::Key(record::kTensor, next)) {
+                       inner = Bad("tensors are not numbered in order");
+                       return false;
+                     }
+                     Result<TensorEntry> entry = record::DecodeTensor(value, next);
+                     if (!entry.ok()) {
+                       inner = entry.status();
+                       return false;
+                     }
+                     ++next;
+                     stopped = !fn(entry.value());
+                     return !stopped;
+                   }));
+  TENSORMOUNT_RETURN_IF_ERROR(inner);
+  if (!stopped && next != tensor_count_) return Bad("tensors are missing");
+  return Status();
+}
+
+Result<std::uint32_t> CheckpointIndex::LowerBound(std::string_view key) const {
+  std::uint32_t ordinal = tensor_count_;
+  Status inner;
+  TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(record::Key(record::kKey),
+                                           record::Key(record::kKey, key),
+                                           [&](std::string_view, std::string_view value) {
+                                             if (value.size() == 4) {
+                                               ordinal = record::LoadBig32(value.data());
+                                             } else {
+                                               inner = Bad("a key without a number");
+                                             }
+                                             return false;
+                                           }));
+  TENSORMOUNT_RETURN_IF_ERROR(inner);
+  return ordinal;
+}
+
+Result<std::shared_ptr<const ExtentTable>> CheckpointIndex::Extents(std::uint32_t ordinal) const {
+  if (std::shared_ptr<const ExtentTable> known = cache_->extents.Get(ordinal)) return known;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, At(ordinal));
+  const std::string prefix = record::Key(record::kExtents, ordinal);
+  std::string rows;
+  std::uint32_t page = 0;
+  bool in_order = true;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      table_->Scan(prefix, {}, [&](std::string_view key, std::string_view value) {
+        in_order = key == record::Key(record::kExtents, ordinal, page++);
+        if (in_order) rows.append(value);
+        return in_order;
+      }));
+  if (!in_order) return Bad("tensor " + entry.meta.key() + ": a page of extents is missing");
+  Result<ExtentTable> table = ExtentTable::FromPacked(entry.meta.shape().rank(), std::move(rows));
+  if (!table.ok()) return table.status().WithContext("index: tensor " + entry.meta.key());
+  if (table.value().size() != entry.chunks) {
+    return Bad("tensor " + entry.meta.key() + ": " + std::to_string(table.value().size()) +
+               " chunks, " + std::to_string(entry.chunks) + " expected");
+  }
+  const std::size_t weight = table.value().packed().size() + 256;
+  return cache_->extents.Put(ordinal, std::make_shared<const ExtentTable>(std::move(table).value()),
+                             weight);
+}
+
+Result<std::vector<ObjectContent>> CheckpointIndex::Objects() const {
+  std::vector<ObjectContent> objects;
+  Status inner;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      table_->Scan(record::Key(record::kObject), {}, [&](std::string_view, std::string_view value) {
+        ByteReader in(value, "index: object");
+        Result<ObjectContent> object = DecodeObject(in, "index: object");
+        inner = object.ok() ? in.Finish() : object.status();
+        if (inner.ok()) objects.push_back(std::move(object).value());
+        return inner.ok();
+      }));
+  TENSORMOUNT_RETURN_IF_ERROR(inner);
+  return objects;
+}
+
+Result<std::vector<ObjectContent>> CheckpointIndex::ObjectParts(std::string_view key) const {
+  std::string prefix = record::Key(record::kObject, key);
+  prefix += '\0';
+  std::vector<ObjectContent> parts;
+  Status inner;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      table_->Scan(prefix, {}, [&](std::string_view, std::string_view value) {
+        ByteReader in(value, "index: object");
+        Result<ObjectContent> object = DecodeObject(in, "index: object");
+        inner = object.ok() ? in.Finish() : object.status();
+        if (inner.ok() && object.value().key != key) {
+          inner = Bad("object " + std::string(key) + ": its record is of another");
+        }
+        if (inner.ok()) parts.push_back(std::move(object).value());
+        return inner.ok();
+      }));
+  TENSORMOUNT_RETURN_IF_ERROR(inner);
+  if (parts.empty()) return Status(Code::kNotFound, "no object " + std::string(key));
+  return parts;
+}
+
+Result<std::vector<ExtraPiece>> CheckpointIndex::Extras() const {
+  std::vector<ExtraPiece> extras;
+  Status inner;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      table_->Scan(record::Key(record::kExtra), {}, [&](std::string_view, std::string_view value) {
+        ByteReader in(value, "index: extra piece");
+        Result<ExtraPiece> extra = DecodeExtra(in);
+        inner = extra.ok() ? in.Finish() : extra.status();
+        if (inner.ok()) extras.push_back(extra.value());
+        return inner.ok();
+      }));
+  TENSORMOUNT_RETURN_IF_ERROR(inner);
+  return extras;
+}
+
+Result<std::map<std::string, CommonValue>> CheckpointIndex::Common() const {
+  std::map<std::string, CommonValue> common;
+  Status inner;
+  TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(
+      record::Key(record::kCommon), {}, [&](std::string_view key, std::string_view encoded) {
+        ByteReader in(encoded, "index: common value");
+        Result<CommonValue> value = DecodeCommon(in, "index: common value");
+        inner = value.ok() ? in.Finish() : value.status();
+        if (inner.ok()) common.emplace(key.substr(1), std::move(value).value());
+        return inner.ok();
+      }));
+  TENSORMOUNT_RETURN_IF_ERROR(inner);
+  return common;
+}
+
+Result<std::string> CheckpointIndex::SafetensorsHeader() const {
+  if (safetensors_header_bytes_ == 0) {
+    return Status(Code::kUnsupported, "the header of model.safetensors would be too long");
+  }
+  std::string header;
+  TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(record::Key(record::kSafetensors), {},
+                                           [&](std::string_view, std::string_view value) {
+                                             header.append(value);
+                                             return true;
+                                           }));
+  if (header.size() != safetensors_header_bytes_) return Bad("the safetensors header is cut");
+  return header;
+}
+
+Result<Content> CheckpointIndex::ToContent() const {
+  Content content;
+  content.info = info_;
+  content.files = files_;
+  content.manifests = manifests_;
+  std::vector<TensorEntry> entries;
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachTensor(0, [&](const TensorEntry& entry) {
+    entries.push_back(entry);
+    return true;
+  }));
+  content.tensors.reserve(entries.size());
+  for (const TensorEntry& entry : entries) {
+    TensorContent& tensor = content.tensors.emplace_back(entry.meta);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
+                                 Extents(entry.ordinal));
+    tensor.extents = *extents;
+    tensor.digest = entry.digest;
+    tensor.has_digest = entry.has_digest;
+    tensor.mtime = entry.mtime;
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(content.objects, Objects());
+  TENSORMOUNT_ASSIGN_OR_RETURN(content.extras, Extras());
+  TENSORMOUNT_ASSIGN_OR_RETURN(content.common, Common());
+  return content;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/index_records.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/coding.h"
+#include "index/record_coding.h"
+#include "shard/safetensors.h"
+
+namespace tensormount::index_record {
+namespace {
+
+constexpr std::uint8_t kHasDigest = 1;
+constexpr std::uint8_t kInSafetensors = 2;
+
+void AppendBig32(std::string& out, std::uint32_t v) {
+  for (int shift = 24; shift >= 0; shift -= 8) out += static_cast<char>((v >> shift) & 255);
+}
+
+// Where each tensor stands in model.safetensors, and the bytes before the data.
+struct SafetensorsLayout {
+  std::string header;                  // Empty: the format cannot hold them.
+  std::vector<std::uint64_t> offsets;  // By ordinal.
+  std::vector<bool> held;
+};
+
+Result<SafetensorsLayout> LayOut(const Content& content) {
+  SafetensorsLayout layout;
+  layout.offsets.assign(content.tensors.size(), 0);
+  layout.held.assign(content.tensors.size(), false);
+  std::vector<std::uint32_t> order;
+  for (std::uint32_t i = 0; i < content.tensors.size(); ++i) {
+    const TensorMeta& meta = content.tensors[i].meta;
+    // "__metadata__" means something else there.
+    if (!InfoOf(meta.dtype()).safetensors.empty() && meta.key() != "__metadata__") {
+      order.push_back(i);
+    }
+  }
+  // The format wants no gaps and readers want aligned elements: large elements first.
+  std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
+    return content.tensors[a].meta.bits() > content.tensors[b].meta.bits();
+  });
+  std::vector<SafetensorsEntry> entries;
+  entries.reserve(order.size());
+  for (const std::uint32_t i : order) {
+    const TensorMeta& meta = content.tensors[i].meta;
+    entries.push_back({.key = meta.key(), .dtype = meta.dtype(), .shape = meta.shape()});
+  }
+  // "pt" is what readers of the Hugging Face family ask for before they load anything.
+  Result<std::string> header = MakeSafetensorsHeader(entries, {{"format", "pt"}});
+  if (!header.ok()) {
+    if (header.status().code() == Code::kInvalidArgument) return layout;  // Over the limit.
+    return header.status();
+  }
+  layout.header = std::move(header).value();
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    layout.offsets[order[i]] = layout.header.size() + entries[i].begin;
+    layout.held[order[i]] = true;
+  }
+  return layout;
+}
+
+}  // namespace
+
+std::string Key(char kind) { return std::string(1, kind); }
+
+std::string Key(char kind, std::uint32_t number) {
+  std::string key(1, kind);
+  AppendBig32(key, number);
+  return key;
+}
+
+std::string Key(char kind, std::uint32_t number, std::uint32_t page) {
+  std::string key = Key(kind, number);
+  AppendBig32(key, page);
+  return key;
+}
+
+std::string Key(char kind, std::string_view name) {
+  std::string key(1, kind);
+  key += name;
+  return key;
+}
+
+std::uint32_t LoadBig32(const char* p) {
+  std::uint32_t v = 0;
+  for (int i = 0; i < 4; ++i) v = (v << 8) | static_cast<unsigned char>(p[i]);
+  return v;
+}
+
+Status ForEach(const Content& content,
+               const std::function<Status(std::string_view, std::string_view)>& fn) {
+  if (content.tensors.size() >= UINT32_MAX || content.files.size() >= UINT32_MAX ||
+      content.extras.size() >= UINT32_MAX || content.objects.size() >= UINT32_MAX) {
+    return Status(Code::kInvalidArgument, "index: too many tensors, files or objects");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const SafetensorsLayout layout, LayOut(content));
+  Counts counts;
+  counts.tensors = static_cast<std::uint32_t>(content.tensors.size());
+  counts.safetensors_header_bytes = layout.header.size();
+  for (const TensorContent& tensor : content.tensors) {
+    counts.tensor_bytes += tensor.meta.bytes();
+    counts.chunks += tensor.extents.size();
+  }
+
+  // Kinds in the order of their letters.
+  ByteWriter value;
+  for (const auto& [key, common] : content.common) {
+    value.bytes().clear();
+    EncodeCommon(value, common);
+    TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kCommon, key), value.bytes()));
+  }
+  for (std::uint32_t i = 0; i < counts.tensors; ++i) {
+    const ExtentTable& extents = content.tensors[i].extents;
+    const std::size_t row = ExtentTable::RowBytes(extents.rank());
+    const std::size_t page = kPageBytes / row * row;
+    const std::string_view rows = extents.packed();
+    for (std::size_t at = 0; at < rows.size(); at += page) {
+      TENSORMOUNT_RETURN_IF_ERROR(
+          fn(Key(kExtents, i, static_cast<std::uint32_t>(at / page)), rows.substr(at, page)));
+    }
+  }
+  for (std::uint32_t i = 0; i < content.files.size(); ++i) {
+    value.bytes().clear();
+    EncodeFile(value, content.files[i]);
+    TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kFile, i), value.bytes()));
+  }
+  for (std::size_t at = 0; at < layout.header.size(); at += kPageBytes) {
+    TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kSafetensors, static_cast<std::uint32_t>(at / kPageBytes)),
+                                   std::string_view(layout.header).substr(at, kPageBytes)));
+  }
+  value.bytes().clear();
+  value.U32(kVersion);
+  EncodeInfo(value, content.info);
+  value.U32(counts.tensors);
+  value.U64(counts.tensor_bytes);
+  value.U64(counts.chunks);
+  value.U64(counts.safetensors_header_bytes);
+  value.U32(static_cast<std::uint32_t>(content.files.size()));
+  value.U32(static_cast<std::uint32_t>(content.manifests.size()));
+  TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kInfo), value.bytes()));
+  for (std::uint32_t i = 0; i < counts.tensors; ++i) {
+    std::string number;
+    AppendBig32(number, i);
+    TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kKey, content.tensors[i].meta.key()), number));
+  }
+  for (std::uint32_t i = 0; i < content.manifests.size(); ++i) {
+    TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kManifest, i), content.manifests[i]));
+  }
+  std::uint32_t part = 0;
+  for (std::size_t i = 0; i < content.objects.size(); ++i) {
+    const ObjectContent& object = content.objects[i];
+    part = i > 0 && content.objects[i - 1].key == object.key ? part + 1 : 0;
+    value.bytes().clear();
+    EncodeObject(value, object);
+    std::string key = Key(kObject, object.key);
+    key += '\0';
+    AppendBig32(key, part);
+    TENSORMOUNT_RETURN_IF_ERROR(fn(key, value.bytes()));
+  }
+  for (std::uint32_t i = 0; i < counts.tensors; ++i) {
+    const TensorContent& tensor = content.tensors[i];
+    value.bytes().clear();
+    EncodeMeta(value, tensor.meta);
+    value.U8(static_cast<std::uint8_t>((tensor.has_digest ? kHasDigest : 0) |
+                                       (layout.held[i] ? kInSafetensors : 0)));
+    value.U64(tensor.digest);
+    value.I64(tensor.mtime);
+    value.U64(tensor.extents.size());
+    value.U64(layout.offsets[i]);
+    TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kTensor, i), value.bytes()));
+  }
+  for (std::uint32_t i = 0; i < content.extras.size(); ++i) {
+    value.bytes().clear();
+    EncodeExtra(value, content.extras[i]);
+    TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kExtra, i), value.bytes()));
+  }
+  return Status();
+}
+
+Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal) {
+  const std::string what = "index: tensor " + std::to_string(ordinal);
+  ByteReader in(value, what);
+  TensorEntry entry;
+  entry.ordinal = ordinal;
+  TENSORMOUNT_ASSIGN_OR_RETURN(entry.meta, DecodeMeta(in, what));
+  const std::uint8_t flags = in.U8();
+  entry.digest = in.U64();
+  entry.mtime = in.I64();
+  entry.chunks = in.U64();
+  entry.safetensors_offset = in.U64();
+  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+  if ((flags & ~(kHasDigest | kInSafetensors)) != 0) {
+    return Status(Code::kDataLoss, what + ": unknown flags");
+  }
+  entry.has_digest = (flags & kHasDigest) != 0;
+  entry.in_safetensors = (flags & kInSafetensors) != 0;
+  return entry;
+}
+
+Result<Counts> DecodeInfoRecord(std::string_view value, CheckpointInfo& info) {
+  ByteReader in(value, "index: info");
+  if (const std::uint32_t version = in.U32(); version != kVersion) {
+    TENSORMOUNT_RETURN_IF_ERROR(in.status());
+    return Status(Code::kUnsupported,
+                  "index: written in a newer format: version " + std::to_string(version));
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(info, DecodeInfo(in));
+  Counts counts;
+  counts.tensors = in.U32();
+  counts.tensor_bytes = in.U64();
+  counts.chunks = in.U64();
+  counts.safetensors_header_bytes = in.U64();
+  counts.files = in.U32();
+  counts.manifests = in.U32();
+  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+  return counts;
+}
+
+}  // namespace tensormount::index_record

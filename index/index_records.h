@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_INDEX_RECORDS_H_
+#define TENSORMOUNT_INDEX_INDEX_RECORDS_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "index/checkpoint_index.h"
+#include "index/content.h"
+
+// The records of the chunk index (docs/format.md, "Index"): what stands under which key.
+
+namespace tensormount::index_record {
+
+inline constexpr char kCommon = 'c';       // key -> value
+inline constexpr char kExtents = 'e';      // be32 ordinal, be32 page -> rows
+inline constexpr char kFile = 'f';         // be32 number -> file
+inline constexpr char kSafetensors = 'h';  // be32 page -> bytes of the header
+inline constexpr char kInfo = 'i';         // -> info and counts
+inline constexpr char kKey = 'k';          // key -> be32 ordinal
+inline constexpr char kManifest = 'm';     // be32 number -> name
+inline constexpr char kObject = 'o';       // key, NUL, be32 part -> object
+inline constexpr char kTensor = 't';       // be32 ordinal -> entry
+inline constexpr char kExtra = 'x';        // be32 number -> extra piece
+
+inline constexpr std::size_t kPageBytes = std::size_t{1} << 20;
+inline constexpr std::uint32_t kVersion = 1;
+
+std::string Key(char kind);
+std::string Key(char kind, std::uint32_t number);
+std::string Key(char kind, std::uint32_t number, std::uint32_t page);
+std::string Key(char kind, std::string_view name);
+std::uint32_t LoadBig32(const char* p);
+
+struct Counts {
+  std::uint32_t tensors = 0;
+  std::uint64_t tensor_bytes = 0;
+  std::uint64_t chunks = 0;
+  std::uint64_t safetensors_header_bytes = 0;  // 0: the format cannot hold them.
+  std::uint32_t files = 0;
+  std::uint32_t manifests = 0;
+};
+
+// Calls fn for every record in key order until it fails.
+Status ForEach(const Content& content,
+               const std::function<Status(std::string_view key, std::string_view value)>& fn);
+
+Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal);
+Result<Counts> DecodeInfoRecord(std::string_view value, CheckpointInfo& info);
+
+}  // namespace tensormount::index_record
+
+#endif  // TENSORMOUNT_INDEX_INDEX_RECORDS_H_

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_LRU_CACHE_H_
+#define TENSORMOUNT_INDEX_LRU_CACHE_H_
+
+#include <cstddef>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+namespace tensormount {
+
+// Shared values by key, the least recently used dropped where their weights pass `capacity`; the
+// newest always stays. Values live on while somebody holds them. Thread-safe.
+template <typename Key, typename Value>
+class LruCache {
+ public:
+  explicit LruCache(std::size_t capacity) : capacity_(capacity) {}
+
+  // Null where it is not there.
+  std::shared_ptr<Value> Get(const Key& key) {
+    std::lock_guard lock(mutex_);
+    const auto it = map_.find(key);
+    if (it == map_.end()) return nullptr;
+    list_.splice(list_.begin(), list_, it->second);
+    return it->second->value;
+  }
+
+  // What is in the cache afterwards: `value`, or what somebody else put there meanwhile.
+  std::shared_ptr<Value> Put(const Key& key, std::shared_ptr<Value> value, std::size_t weight) {
+    std::list<Entry> dropped;  // Outlives the lock, so that values are destroyed outside it.
+    std::lock_guard lock(mutex_);
+    const auto it = map_.find(key);
+    if (it != map_.end()) return it->second->value;
+    list_.push_front(Entry{key, value, weight});
+    map_.emplace(key, list_.begin());
+    weight_ += weight;
+    while (weight_ > capacity_ && list_.size() > 1) {
+      weight_ -= list_.back().weight;
+      map_.erase(list_.back().key);
+      dropped.splice(dropped.begin(), list_, std::prev(list_.end()));
+    }
+    return value;
+  }
+
+ private:
+  struct Entry {
+    Key key;
+    std::shared_ptr<Value> value;
+    std::size_t weight;
+  };
+  const std::size_t capacity_;
+  std::mutex mutex_;
+  std::list<Entry> list_;  // Most recently used first.
+  std::unordered_map<Key, typename std::list<Entry>::iterator> map_;
+  std::size_t weight_ = 0;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_LRU_CACHE_H_

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_ROCKSDB_FILES_H_
+#define TENSORMOUNT_INDEX_ROCKSDB_FILES_H_
+
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "base/hash.h"
+
+namespace rocksdb {
+class Env;
+}  // namespace rocksdb
+
+namespace tensormount {
+
+// What RocksDB did to the one file that it was given: its own Status has no room for our codes.
+struct RocksFileLog {
+  std::mutex mutex;
+  Status first_failure;  // Of our file layer.
+  std::uint64_t written = 0;
+  Xxh3Stream hash;   // Over everything appended.
+  std::string tail;  // The last bytes appended, at most 64 KiB.
+};
+
+// An Env whose SST files go through `fs`, so that fault injection and crash tests see them. Only
+// what SstFileWriter and SstFileReader call; the rest is the machine's and not used. `fs` and `log`
+// must outlive it.
+std::unique_ptr<rocksdb::Env> MakeRocksEnv(FileSystem& fs, RocksFileLog& log);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_ROCKSDB_FILES_H_

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/sst_table.h"
+
+#include <algorithm>
+
+#include <rocksdb/cache.h>
+#include <rocksdb/env.h>
+#include <rocksdb/options.h>
+#include <rocksdb/sst_file_reader.h>
+#include <rocksdb/sst_file_writer.h>
+#include <rocksdb/table.h>
+#include <rocksdb/table_properties.h>
+
+#include "index/rocksdb_files.h"
+
+namespace tensormount {
+namespace {
+
+constexpr char kUuidProperty[] = "tensormount.uuid";
+constexpr char kRootProperty[] = "tensormount.content_root";
+constexpr std::size_t kBlockBytes = 16 * 1024;
+constexpr std::size_t kBlockCacheBytes = std::size_t{2} << 20;
+
+// Debian's RocksDB ends the process when it cannot write a log of its own.
+class NoLog : public rocksdb::Logger {
+ public:
+  using rocksdb::Logger::Logv;
+  void Logv(const char*, va_list) override {}
+};
+
+class IdentityCollector : public rocksdb::TablePropertiesCollector {
+ public:
+  explicit IdentityCollector(const SstIdentity& identity) : identity_(identity) {}
+  rocksdb::Status AddUserKey(const rocksdb::Slice&, const rocksdb::Slice&, rocksdb::EntryType,
+                             rocksdb::SequenceNumber, std::uint64_t) override {
+    return rocksdb::Status::OK();
+  }
+  rocksdb::Status Finish(rocksdb::UserCollectedProperties* properties) override {
+    *properties = GetReadableProperties();
+    return rocksdb::Status::OK();
+  }
+  rocksdb::UserCollectedProperties GetReadableProperties() const override {
+    return {{kUuidProperty, identity_.uuid}, {kRootProperty, identity_.content_root}};
+  }
+  const char* Name() const override { return "tensormount"; }
+
+ private:
+  SstIdentity identity_;
+};
+
+class IdentityCollectorFactory : public rocksdb::TablePropertiesCollectorFactory {
+ public:
+  explicit IdentityCollectorFactory(SstIdentity identity) : identity_(std::move(identity)) {}
+  rocksdb::TablePropertiesCollector* CreateTablePropertiesCollector(Context) override {
+    return new IdentityCollector(identity_);
+  }
+  const char* Name() const override { return "tensormount"; }
+
+ private:
+  SstIdentity identity_;
+};
+
+rocksdb::Options MakeOptions(rocksdb::Env* env) {
+  rocksdb::BlockBasedTableOptions table;
+  table.block_size = kBlockBytes;
+  table.checksum = rocksdb::kXXH3;
+  table.format_version = 5;
+  table.block_cache = rocksdb::NewLRUCache(kBlockCacheBytes, 0);
+  rocksdb::Options options;
+  options.env = env;
+  options.info_log = std::make_shared<NoLog>();
+  options.db_host_id = "";  // Instead of the name of this machine.
+  // Rows are mostly hashes: LZ4 takes longer than the disk saves.
+  options.compression = rocksdb::kNoCompression;
+  options.table_factory.reset(rocksdb::NewBlockBasedTableFactory(table));
+  return options;
+}
+
+Status FromRocks(const rocksdb::Status& status, RocksFileLog& log, const std::string& path) {
+  if (status.ok()) return Status();
+  std::lock_guard lock(log.mutex);
+  if (!log.first_failure.ok()) return log.first_failure;
+  return Status(Code::kDataLoss, path + ": " + status.ToString());
+}
+
+std::string_view View(const rocksdb::Slice& slice) { return {slice.data(), slice.size()}; }
+rocksdb::Slice ToSlice(std::string_view view) { return {view.data(), view.size()}; }
+
+}  // namespace
+
+// Members in the order in which they must be made.
+struct SstTable::Rep {
+  std::string path;
+  RocksFileLog log;
+  std::unique_ptr<rocksdb::Env> env;
+  std::unique_ptr<rocksdb::SstFileReader> reader;
+};
+
+SstTable::SstTable() : rep_(std::make_unique<Rep>()) {}
+SstTable::~SstTable() = default;
+
+Result<CommitRecord::Entry> SstTable::Write(FileSystem& fs, const std::string& path,
+                                            const SstIdentity& identity,
+                                            const std::function<Status(const Emit&)>& produce) {
+  RocksFileLog log;
+  const std::unique_ptr<rocksdb::Env> env = MakeRocksEnv(fs, log);
+  rocksdb::Options options = MakeOptions(env.get());
+  options.table_properties_collector_factories.push_back(
+      std::make_shared<IdentityCollectorFactory>(identity));
+  rocksdb::SstFileWriter writer(rocksdb::EnvOptions(), options, nullptr,
+                                /*invalidate_page_cache=*/false, rocksdb::Env::IO_TOTAL,
+                                /*skip_filters=*/true);
+  TENSORMOUNT_RETURN_IF_ERROR(FromRocks(writer.Open(path), log, path));
+  TENSORMOUNT_RETURN_IF_ERROR(produce([&](std::string_view key, std::string_view value) {
+    return FromRocks(writer.Put(ToSlice(key), ToSlice(value)), log, path);
+  }));
+  TENSORMOUNT_RETURN_IF_ERROR(FromRocks(writer.Finish(), log, path));
+  CommitRecord::Entry entry;
+  entry.length = log.written;
+  entry.hash = log.hash.Value();
+  entry.tail = Xxh3(log.tail);
+  return entry;
+}
+
+Result<std::unique_ptr<SstTable>> SstTable::Open(FileSystem& fs, const std::string& path) {
+  std::unique_ptr<SstTable> table(new SstTable);
+  Rep& rep = *table->rep_;
+  rep.path = path;
+  rep.env = MakeRocksEnv(fs, rep.log);
+  rep.reader = std::make_unique<rocksdb::SstFileReader>(MakeOptions(rep.env.get()));
+  TENSORMOUNT_RETURN_IF_ERROR(FromRocks(rep.reader->Open(path), rep.log, path));
+  return table;
+}
+
+SstIdentity SstTable::identity() const {
+  SstIdentity identity;
+  const auto properties = rep_->reader->GetTableProperties();
+  const auto& user = properties->user_collected_properties;
+  if (const auto it = user.find(kUuidProperty); it != user.end()) identity.uuid = it->second;
+  if (const auto it = user.find(kRootProperty); it != user.end()) {
+    identity.content_root = it->second;
+  }
+  return identity;
+}
+
+Result<std::string> SstTable::Get(std::string_view key) const {
+  const std::unique_ptr<rocksdb::Iterator> it(rep_->reader->NewIterator(rocksdb::ReadOptions()));
+  it->Seek(ToSlice(key));
+  TENSORMOUNT_RETURN_IF_ERROR(FromRocks(it->status(), rep_->log, rep_->path));
+  if (!it->Valid() || View(it->key()) != key) {
+    return Status(Code::kNotFound, "index: no such record");
+  }
+  return it->value().ToString();
+}
+
+Status SstTable::Scan(std::string_view prefix, std::string_view from,
+                      const std::function<bool(std::string_view, std::string_view)>& fn) const {
+  const std::unique_ptr<rocksdb::Iterator> it(rep_->reader->NewIterator(rocksdb::ReadOptions()));
+  for (it->Seek(ToSlice(std::max(prefix, from))); it->Valid(); it->Next()) {
+    if (!View(it->key()).starts_with(prefix)) break;
+    if (!fn(View(it->key()), View(it->value()))) break;
+  }
+  return FromRocks(it->status(), rep_->log, rep_->path);
+}
+
+}  // namespace tensormount

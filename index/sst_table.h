@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_SST_TABLE_H_
+#define TENSORMOUNT_INDEX_SST_TABLE_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/file_system.h"
+#include "index/checkpoint_index.h"
+#include "index/commit_record.h"
+#include "index/content.h"
+
+namespace tensormount {
+
+// What an SST file says about itself in its user properties.
+struct SstIdentity {
+  std::string uuid;          // Hex.
+  std::string content_root;  // Hex.
+  friend bool operator==(const SstIdentity&, const SstIdentity&) = default;
+};
+
+// An immutable RocksDB SST file as a Table: no database around it, no threads, no other files.
+// Thread-safe. Damage that a block's checksum shows is kDataLoss with the file's name.
+class SstTable : public Table {
+ public:
+  using Emit = std::function<Status(std::string_view key, std::string_view value)>;
+  // Writes and fsyncs a new file. `produce` calls the Emit it is given for every record in key
+  // order. The entry has no name yet.
+  static Result<CommitRecord::Entry> Write(FileSystem& fs, const std::string& path,
+                                           const SstIdentity& identity,
+                                           const std::function<Status(const Emit&)>& produce);
+  static Result<std::unique_ptr<SstTable>> Open(FileSystem& fs, const std::string& path);
+  ~SstTable() override;
+
+  SstIdentity identity() const;
+  Result<std::string> Get(std::string_view key) const override;
+  Status Scan(
+      std::string_view prefix, std::string_view from,
+      const std::function<bool(std::string_view key, std::string_view value)>& fn) const override;
+
+ private:
+  SstTable();
+  struct Rep;
+  std::unique_ptr<Rep> rep_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_SST_TABLE_H_
