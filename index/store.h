@@ -9,10 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "tensormount/status.h"
+
 #include "base/file_system.h"
 #include "index/checkpoint.h"
 #include "index/content.h"
-#include "tensormount/status.h"
 
 namespace tensormount {
 
@@ -68,17 +69,22 @@ class Store {
   struct PublishOptions {
     IfExists if_exists = IfExists::kFail;
     std::int64_t now = 0;  // Seconds since 1970; 0: the clock's.
+    // "rank-0.tmm": writers' manifests without which it is kDataLoss. Others are merged too.
+    std::vector<std::string> expected_manifests;
   };
   // Publishes a staging in which all writers' data and manifests are durable: reads the manifests,
   // checks completeness, decides mtimes against the parent, writes the coordinator's manifest,
   // the index and COMMIT, renames. `coordinator` brings info (producer, world_size), common values
-  // (and nothing else). In order of design.md §4, one fsync a file, folders after their files.
+  // (and nothing else). docs/format.md, "Publish", has the order; one fsync a file, folders after
+  // their files. Files of data/ and manifest/ that no manifest names are removed.
   //   ok                 committed and durable;
   //   kAlreadyExists     somebody else has that name; staging as it was;
+  //   kUnsupported       kReplace where the filesystem cannot exchange two folders;
   //   kUnknown           renamed, but a folder could not be synced: committed or not after a crash;
   //   kDataLoss          incomplete (names the box), or a manifest is damaged;
   //   kStale             the staging was aborted meanwhile.
-  // Never leaves a half-made checkpoint visible.
+  // After any failure but kUnknown and kStale it may be called again with the same staging.
+  // Never leaves a half-made checkpoint visible. One caller a staging (the coordinator).
   struct Published {
     CheckpointInfo info;
     Hash128 content_root;
@@ -98,13 +104,14 @@ class Store {
   // of times.
   Result<Verdict> AbortOrDecide(const Staging& staging) const;
 
-  // Moves a checkpoint to .trash (then Gc deletes it). kNotFound.
+  // Moves a checkpoint to .trash (then Gc deletes it), durably. kNotFound; kInvalidArgument for a
+  // folder that has nothing of a checkpoint.
   Status Remove(std::string_view name) const;
 
   struct GcOptions {
     bool dry_run = false;
-    std::chrono::seconds grace{60};          // For what lies in .trash.
-    std::chrono::seconds staging_age{86400}; // Stagings untouched for so long were abandoned.
+    std::chrono::seconds grace{60};           // For what lies in .trash.
+    std::chrono::seconds staging_age{86400};  // Stagings untouched for so long were abandoned.
   };
   struct GcReport {
     std::vector<std::string> removed;  // Paths below the store, also in a dry run.
@@ -121,20 +128,31 @@ class Store {
     bool read_data = false;  // Verify all data too.
   };
   struct FsckFinding {
-    std::string object;    // Checkpoint or path below the store.
+    std::string object;  // Checkpoint or path below the store.
     std::string problem;
-    std::string remedy;    // What would repair it, or what did.
+    std::string remedy;  // What would repair it, or what did.
     bool repaired = false;
-    bool damage = true;    // False: mere leftovers.
+    bool damage = true;  // False: mere leftovers.
   };
   Result<std::vector<FsckFinding>> Fsck(const FsckOptions& options) const;
 
  private:
-  Store(FileSystem& fs, std::string path, Uuid uuid)
-      : fs_(&fs), path_(std::move(path)), uuid_(uuid) {}
+  Store(FileSystem& fs, std::string path, Uuid uuid, std::uint64_t unknown_read_compatible)
+      : fs_(&fs),
+        path_(std::move(path)),
+        uuid_(uuid),
+        unknown_read_compatible_(unknown_read_compatible) {}
+  // kReadOnly where the store has features of which we only know that reading is safe.
+  Status CheckWritable() const;
+  Result<std::uint64_t> ClaimGeneration(std::uint64_t above) const;
+  Result<Published> PublishSteps(const Staging& staging, const Content& coordinator,
+                                 const PublishOptions& options) const;
+  Status MoveIntoPlace(const Staging& staging, IfExists if_exists) const;
+
   FileSystem* fs_;
   std::string path_;
   Uuid uuid_;
+  std::uint64_t unknown_read_compatible_;
 };
 
 }  // namespace tensormount

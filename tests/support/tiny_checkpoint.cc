@@ -209,6 +209,7 @@ std::string TinyBytes(const TinyTensor& t) {
 
 Status WriteTinyStaging(FileSystem& fs, const Staging& staging, const TinySpec& spec) {
   std::vector<Writer> writers(static_cast<std::size_t>(spec.writers));
+  for (Writer& writer : writers) writer.content.info.uuid = staging.uuid;
   std::vector<std::vector<Piece>> shard_pieces(writers.size());
   for (const TinyTensor& t : spec.tensors) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<Piece> pieces, Cut(t));

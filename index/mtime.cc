@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/mtime.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <vector>
+
+namespace tensormount {
+namespace {
+
+// What the priors say of one file of the tree.
+struct Seen {
+  bool any = false;
+  bool differs = false;
+  std::int64_t latest = std::numeric_limits<std::int64_t>::min();
+
+  void Add(bool same, std::int64_t mtime) {
+    any = true;
+    differs = differs || !same;
+    latest = std::max(latest, mtime);
+  }
+};
+
+std::int64_t After(std::int64_t now, std::int64_t earlier) {
+  // A time at the end of time can only be damage; it must not wrap round to a past one.
+  const bool last = earlier == std::numeric_limits<std::int64_t>::max();
+  return std::max(now, last ? earlier : earlier + 1);
+}
+
+std::int64_t Decide(const Seen& seen, std::int64_t now, std::int64_t fresh) {
+  if (!seen.any) return fresh;
+  return seen.differs ? After(now, seen.latest) : seen.latest;
+}
+
+bool SameTensor(const TensorContent& a, const TensorEntry& b) {
+  return a.has_digest && b.has_digest && a.digest == b.digest && a.meta.dtype() == b.meta.dtype() &&
+         a.meta.shape() == b.meta.shape();
+}
+
+// Bit by bit: a NaN is the same as itself, 0.0 and -0.0 are not.
+bool SameValue(const CommonValue& a, const CommonValue& b) {
+  if (a.index() != b.index()) return false;
+  if (const double* x = std::get_if<double>(&a)) {
+    return std::bit_cast<std::uint64_t>(*x) == std::bit_cast<std::uint64_t>(std::get<double>(b));
+  }
+  return a == b;
+}
+
+bool SameCommon(const std::map<std::string, CommonValue>& a,
+                const std::map<std::string, CommonValue>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
+    return x.first == y.first && SameValue(x.second, y.second);
+  });
+}
+
+int ComparePart(const ObjectContent& a, const ObjectContent& b) {
+  if (const int c = a.key.compare(b.key); c != 0) return c;
+  const auto x = a.index.span();
+  const auto y = b.index.span();
+  if (std::equal(x.begin(), x.end(), y.begin(), y.end())) return 0;
+  return std::lexicographical_compare(x.begin(), x.end(), y.begin(), y.end()) ? -1 : 1;
+}
+
+}  // namespace
+
+Status DecideMtimes(std::span<const CheckpointIndex* const> priors, std::int64_t now,
+                    Content& content) {
+  std::vector<Seen> tensors(content.tensors.size());
+  std::vector<Seen> objects(content.objects.size());
+  Seen common;
+  Seen json;
+  for (const CheckpointIndex* prior : priors) {
+    // Both sides are sorted by key: one pass.
+    std::size_t i = 0;
+    TENSORMOUNT_RETURN_IF_ERROR(prior->ForEachTensor(0, [&](const TensorEntry& entry) {
+      int order = 1;
+      while (i < content.tensors.size() &&
+             (order = content.tensors[i].meta.key().compare(entry.meta.key())) < 0) {
+        ++i;
+      }
+      if (i == content.tensors.size()) return false;
+      if (order == 0) tensors[i].Add(SameTensor(content.tensors[i], entry), entry.mtime);
+      return true;
+    }));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectContent> parts, prior->Objects());
+    i = 0;
+    for (const ObjectContent& part : parts) {
+      while (i < content.objects.size() && ComparePart(content.objects[i], part) < 0) ++i;
+      if (i == content.objects.size()) break;
+      const ObjectContent& mine = content.objects[i];
+      if (ComparePart(mine, part) != 0) continue;
+      const bool same =
+          mine.grid == part.grid && mine.length == part.length && mine.hash == part.hash;
+      objects[i].Add(same, part.mtime);
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto values, prior->Common());
+    common.Add(SameCommon(content.common, values), prior->info().common_mtime);
+    json.Add(false, prior->info().json_mtime);
+  }
+  const std::int64_t fresh = json.any ? After(now, json.latest) : now;
+  content.info.json_mtime = fresh;
+  content.info.common_mtime = Decide(common, now, fresh);
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    content.tensors[i].mtime = Decide(tensors[i], now, fresh);
+  }
+  for (std::size_t i = 0; i < objects.size(); ++i) {
+    content.objects[i].mtime = Decide(objects[i], now, fresh);
+  }
+  return Status();
+}
+
+}  // namespace tensormount

@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/store.h"
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <optional>
+#include <tuple>
+
+#include <nlohmann/json.hpp>
+
+#include "index/store_layout.h"
+
+namespace tensormount {
+namespace {
+
+using layout::kCommitFile;
+using layout::kGenerationsFolder;
+using layout::kStagingFolder;
+using layout::kSuperblockFile;
+using layout::kTrashFolder;
+
+constexpr std::uint64_t kMaxSuperblockBytes = 64 * 1024;
+constexpr std::string_view kFormatName = "tensormount-store";
+
+struct Superblock {
+  Uuid uuid;
+  std::uint64_t unknown_read_compatible = 0;
+};
+
+std::string EncodeSuperblock(const Uuid& uuid) {
+  nlohmann::ordered_json json;
+  json["format"] = std::string(kFormatName);
+  json["version"] = kFormatVersion;
+  json["uuid"] = uuid.ToString();
+  json["compatible"] = 0;
+  json["read_compatible"] = 0;
+  json["incompatible"] = 0;
+  return json.dump(2) + "\n";
+}
+
+std::string Hex(std::uint64_t bits) {
+  char text[17] = {};
+  const auto end = std::to_chars(text, text + 16, bits, 16);
+  return "0x" + std::string(text, end.ptr);
+}
+
+Result<Superblock> DecodeSuperblock(std::string_view text, const std::string& path) {
+  const auto bad = [&](const std::string& why) {
+    return Status(Code::kDataLoss, path + ": " + why);
+  };
+  const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
+  if (!json.is_object()) return bad("not a JSON object");
+  const auto format = json.find("format");
+  if (format == json.end() || !format->is_string() ||
+      format->get_ref<const std::string&>() != kFormatName) {
+    return bad("\"format\" is not \"" + std::string(kFormatName) + "\"");
+  }
+  const auto number = [&](const char* name) -> std::optional<std::uint64_t> {
+    const auto it = json.find(name);
+    if (it == json.end() || !it->is_number_unsigned()) return std::nullopt;
+    return it->get<std::uint64_t>();
+  };
+  // What a newer format may mean by the other fields is not known before these are.
+  const std::optional<std::uint64_t> incompatible = number("incompatible");
+  if (!incompatible) return bad("\"incompatible\" is not a number");
+  if ((*incompatible & ~kKnownIncompatible) != 0) {
+    return Status(Code::kUnsupported,
+                  path + ": a store of a newer format: incompatible feature bits " +
+                      Hex(*incompatible & ~kKnownIncompatible));
+  }
+  const std::optional<std::uint64_t> version = number("version");
+  if (!version || *version == 0) return bad("\"version\" is not a number");
+  if (*version > kFormatVersion) {
+    return Status(Code::kUnsupported, path + ": a store of format version " +
+                                          std::to_string(*version) + ", this program knows " +
+                                          std::to_string(kFormatVersion));
+  }
+  const std::optional<std::uint64_t> read_compatible = number("read_compatible");
+  if (!read_compatible) return bad("\"read_compatible\" is not a number");
+  const auto uuid = json.find("uuid");
+  if (uuid == json.end() || !uuid->is_string()) return bad("\"uuid\" is missing");
+  const std::optional<Uuid> parsed = Uuid::Parse(uuid->get_ref<const std::string&>());
+  if (!parsed) return bad("\"uuid\" is not 32 hex digits");
+  return Superblock{*parsed, *read_compatible};
+}
+
+std::string ParentOf(const std::string& path) {
+  const std::size_t slash = path.rfind('/');
+  return slash == 0 || slash == std::string::npos ? "/" : path.substr(0, slash);
+}
+
+// Makes what is missing of `path` and its name durable; returns its real path. Every folder is
+// synced into its parent before anything is made below it, so that whoever finds a folder need
+// only sync that one's parent to know that the whole path is durable.
+Result<std::string> MakeStoreFolder(FileSystem& fs, const std::string& path) {
+  std::string existing = path;
+  std::vector<std::string> missing;
+  Result<std::string> resolved = fs.Resolve(existing);
+  while (!resolved.ok() && resolved.status().code() == Code::kNotFound) {
+    while (existing.size() > 1 && existing.back() == '/') existing.pop_back();
+    const std::size_t slash = existing.rfind('/');
+    const std::string name = slash == std::string::npos ? existing : existing.substr(slash + 1);
+    if (name.empty() || name == "." || name == "..") return resolved.status();
+    missing.push_back(name);
+    existing = slash == std::string::npos ? "." : slash == 0 ? "/" : existing.substr(0, slash);
+    resolved = fs.Resolve(existing);
+  }
+  if (!resolved.ok()) return resolved.status();
+  std::string at = resolved.value();
+  // Somebody may have made it a moment ago and not come to sync it. A parent that we may not even
+  // open was not made by a save.
+  if (at != "/") {
+    const Status synced = fs.SyncDirectory(ParentOf(at));
+    if (!synced.ok() && synced.code() != Code::kPermissionDenied &&
+        synced.code() != Code::kReadOnly && synced.code() != Code::kInvalidArgument) {
+      return synced;
+    }
+  }
+  for (auto it = missing.rbegin(); it != missing.rend(); ++it) {
+    const std::string below = JoinPath(at, *it);
+    TENSORMOUNT_RETURN_IF_ERROR(layout::EnsureDirectory(fs, below));
+    TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(at));
+    at = below;
+  }
+  return at;
+}
+
+Result<Superblock> ReadSuperblock(FileSystem& fs, const std::string& store) {
+  const std::string path = JoinPath(store, kSuperblockFile);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, fs.ReadFile(path, kMaxSuperblockBytes));
+  return DecodeSuperblock(text, path);
+}
+
+// Of concurrent creators one wins by a no-replace rename, and all read what it wrote.
+Status CreateSuperblock(FileSystem& fs, const std::string& store) {
+  const std::string temporary =
+      JoinPath(store, "." + std::string(kSuperblockFile) + "." + layout::RandomSuffix());
+  TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(temporary, EncodeSuperblock(Uuid::Random())));
+  const Status moved = fs.RenameNoReplace(temporary, JoinPath(store, kSuperblockFile));
+  if (!moved.ok()) (void)fs.RemoveFile(temporary);  // Gc takes it otherwise.
+  if (!moved.ok() && moved.code() != Code::kAlreadyExists) return moved;
+  return fs.SyncDirectory(store);
+}
+
+std::optional<std::uint64_t> ParseGeneration(const std::string& name) {
+  std::uint64_t n = 0;
+  const auto end = std::from_chars(name.data(), name.data() + name.size(), n);
+  if (end.ec != std::errc() || end.ptr != name.data() + name.size()) return std::nullopt;
+  return n;
+}
+
+}  // namespace
+
+Status CheckCheckpointName(std::string_view name) {
+  const auto bad = [&](std::string_view why) {
+    return Status(Code::kInvalidArgument, "checkpoint name \"" + std::string(name.substr(0, 255)) +
+                                              "\": " + std::string(why));
+  };
+  if (name.empty()) return bad("empty");
+  if (name.size() > 255) return bad("over 255 bytes");
+  if (name.front() == '.') return bad("begins with a dot");
+  if (name.find('/') != std::string_view::npos) return bad("contains a slash");
+  if (name.find('\0') != std::string_view::npos) return bad("contains a NUL");
+  if (name == "latest" || name == kSuperblockFile) return bad("reserved");
+  return Status();
+}
+
+Result<Store> Store::Open(FileSystem& fs, const std::string& path) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(path));
+  Result<Superblock> superblock = ReadSuperblock(fs, resolved);
+  if (superblock.status().code() == Code::kNotFound) {
+    return Status(Code::kNotFound, path + ": not a store (no store.json)");
+  }
+  if (!superblock.ok()) return superblock.status();
+  return Store(fs, resolved, superblock.value().uuid, superblock.value().unknown_read_compatible);
+}
+
+Result<Store> Store::OpenOrCreate(FileSystem& fs, const std::string& path) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, MakeStoreFolder(fs, path));
+  Result<Superblock> superblock = ReadSuperblock(fs, resolved);
+  if (superblock.status().code() == Code::kNotFound) {
+    TENSORMOUNT_RETURN_IF_ERROR(CreateSuperblock(fs, resolved));
+    superblock = ReadSuperblock(fs, resolved);
+  }
+  if (!superblock.ok()) return superblock.status();
+  return Store(fs, resolved, superblock.value().uuid, superblock.value().unknown_read_compatible);
+}
+
+std::string Store::CheckpointPath(std::string_view name) const { return JoinPath(path_, name); }
+
+Status Store::CheckWritable() const {
+  if (unknown_read_compatible_ == 0) return Status();
+  return Status(Code::kReadOnly,
+                path_ + ": a store of a newer format, read only for this program: " +
+                    "read-compatible feature bits " + Hex(unknown_read_compatible_));
+}
+
+Result<std::vector<CheckpointListing>> Store::List() const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_->List(path_));
+  std::vector<CheckpointListing> out;
+  for (const DirectoryEntry& entry : entries) {
+    if (entry.kind != FileKind::kDirectory || !CheckCheckpointName(entry.name).ok()) continue;
+    CheckpointListing listing;
+    listing.name = entry.name;
+    const std::string directory = CheckpointPath(entry.name);
+    const Result<DecodedCommit> commit = layout::ReadCommit(*fs_, directory);
+    if (commit.ok()) {
+      listing.uuid = commit.value().record.uuid;
+      listing.generation = commit.value().record.generation;
+      listing.parent = commit.value().record.parent;
+    } else if (commit.status().code() != Code::kNotFound) {
+      listing.problem = commit.status();
+    } else if (fs_->Exists(directory)) {
+      listing.problem = Status(Code::kDataLoss, directory + ": no COMMIT: not a checkpoint");
+    } else {
+      continue;  // Removed since we looked.
+    }
+    out.push_back(std::move(listing));
+  }
+  return out;
+}
+
+Result<CheckpointListing> Store::Latest() const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
+  const CheckpointListing* best = nullptr;
+  for (const CheckpointListing& c : all) {
+    if (!c.problem.ok()) continue;
+    if (best == nullptr || std::tie(best->generation, best->uuid, best->name) <
+                               std::tie(c.generation, c.uuid, c.name)) {
+      best = &c;
+    }
+  }
+  if (best == nullptr) return Status(Code::kNotFound, path_ + ": no checkpoint in this store");
+  return *best;
+}
+
+// Gc removes claims below the highest, in ascending order. So while the highest claim that we saw
+// before our mkdir still exists after it, none above it was removed, and the number that we made
+// was never claimed before.
+Result<std::uint64_t> Store::ClaimGeneration(std::uint64_t above) const {
+  const std::string folder = JoinPath(path_, kGenerationsFolder);
+  const auto list = [&]() -> Result<std::vector<std::uint64_t>> {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_->List(folder));
+    std::vector<std::uint64_t> claims;
+    for (const DirectoryEntry& e : entries) {
+      if (const std::optional<std::uint64_t> n = ParseGeneration(e.name)) claims.push_back(*n);
+    }
+    return claims;
+  };
+  for (int attempt = 0; attempt < 10000; ++attempt) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::uint64_t> claims, list());
+    const std::uint64_t seen = claims.empty() ? 0 : *std::max_element(claims.begin(), claims.end());
+    const std::uint64_t base = std::max(seen, above);
+    if (base >= std::numeric_limits<std::int64_t>::max()) {
+      return Status(Code::kDataLoss, folder + ": no generation above " + std::to_string(base));
+    }
+    const std::uint64_t mine = base + 1;
+    const Status made = fs_->CreateDirectory(JoinPath(folder, std::to_string(mine)));
+    if (made.code() == Code::kAlreadyExists) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(made);
+    if (seen != 0) {
+      const Status still = fs_->LinkStat(JoinPath(folder, std::to_string(seen))).status();
+      if (still.ok()) return mine;
+      if (still.code() != Code::kNotFound) return still;
+    } else {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::uint64_t> now, list());
+      if (now.size() == 1 && now[0] == mine) return mine;
+    }
+    // Gaps are legal: ours stays, and the next number is tried.
+  }
+  return Status(Code::kBusy, folder + ": too many saves begin at once");
+}
+
+Result<Staging> Store::Begin(const std::string& name, IfExists if_exists) const {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
+  const std::string staging_folder = JoinPath(path_, kStagingFolder);
+  for (const std::string_view folder : {kStagingFolder, kTrashFolder, kGenerationsFolder}) {
+    TENSORMOUNT_RETURN_IF_ERROR(layout::EnsureDirectory(*fs_, JoinPath(path_, folder)));
+  }
+  if (if_exists == IfExists::kFail && fs_->Exists(CheckpointPath(name))) {
+    return Status(Code::kAlreadyExists, CheckpointPath(name) + ": exists already");
+  }
+  Staging staging;
+  staging.store = path_;
+  staging.name = name;
+  std::uint64_t highest = 0;
+  const Result<CheckpointListing> latest = Latest();
+  if (latest.ok()) {
+    highest = latest.value().generation;
+    staging.parent = latest.value().uuid;
+    staging.parent_name = latest.value().name;
+  } else if (latest.status().code() != Code::kNotFound) {
+    return latest.status();
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(staging.generation, ClaimGeneration(highest));
+  // The folder's name must not pass 255 bytes.
+  const std::string base = name.substr(0, 255 - 9);
+  for (int attempt = 0; attempt < 16; ++attempt) {
+    staging.uuid = Uuid::Random();
+    staging.directory = JoinPath(staging_folder, base + "." + staging.ShortId());
+    const Status made = fs_->CreateDirectory(staging.directory);
+    if (made.code() == Code::kAlreadyExists) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(made);
+    Status filled = fs_->WriteFileDurably(JoinPath(staging.directory, layout::kUuidFile),
+                                          staging.uuid.ToString());
+    for (const char* folder : {"data", "manifest"}) {
+      if (filled.ok()) filled = fs_->CreateDirectory(JoinPath(staging.directory, folder));
+    }
+    if (filled.ok()) return staging;
+    (void)fs_->RemoveTree(staging.directory);  // Gc takes it otherwise.
+    return filled;
+  }
+  return Status(Code::kAlreadyExists, staging_folder + ": no free name for " + name);
+}
+
+Status Store::Remove(std::string_view name) const {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
+  const std::string directory = CheckpointPath(name);
+  const Result<FileInfo> info = fs_->LinkStat(directory);
+  if (info.status().code() == Code::kNotFound) {
+    return Status(Code::kNotFound, directory + ": no such checkpoint");
+  }
+  if (!info.ok()) return info.status();
+  const auto has = [&](std::string_view part) { return fs_->Exists(JoinPath(directory, part)); };
+  if (info.value().kind != FileKind::kDirectory ||
+      !(has(kCommitFile) || (has("manifest") && has("data")))) {
+    return Status(Code::kInvalidArgument, directory + ": not a checkpoint");
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(layout::MoveToTrash(*fs_, path_, directory, "").status());
+  TENSORMOUNT_RETURN_IF_ERROR(fs_->SyncDirectory(JoinPath(path_, kTrashFolder)));
+  return fs_->SyncDirectory(path_);
+}
+
+}  // namespace tensormount

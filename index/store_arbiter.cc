@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <chrono>
+#include <thread>
+
+#include "index/store.h"
+#include "index/store_layout.h"
+
+// docs/format.md, "The store as arbiter".
+
+namespace tensormount {
+namespace layout {
+
+Place Locate(FileSystem& fs, const Staging& staging) {
+  const std::string trash = JoinPath(staging.store, kTrashFolder);
+  const std::string uuid = staging.uuid.ToString();
+  bool unreadable = false;
+  const auto holds = [&](const Result<Uuid>& found) {
+    if (found.ok()) return found.value() == staging.uuid;
+    unreadable = unreadable || found.status().code() != Code::kNotFound;
+    return false;
+  };
+  const auto committed = [&](const std::string& directory) -> Result<Uuid> {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit, ReadCommit(fs, directory));
+    return commit.record.uuid;
+  };
+  if (holds(committed(JoinPath(staging.store, staging.name)))) return Place::kPublished;
+  if (holds(ReadFolderUuid(fs, JoinPath(trash, uuid + std::string(kAbortedSuffix))))) {
+    return Place::kAborted;
+  }
+  if (holds(committed(JoinPath(trash, uuid)))) return Place::kRemoved;
+  // After an exchange what stands here is the checkpoint that was replaced, with a uuid of its own.
+  if (holds(ReadFolderUuid(fs, staging.directory))) return Place::kStaging;
+  return unreadable ? Place::kUnreadable : Place::kNowhere;
+}
+
+}  // namespace layout
+
+Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
+  using layout::Place;
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(staging.name));
+  FileSystem& fs = *fs_;
+  const std::string trash = JoinPath(path_, layout::kTrashFolder);
+  const std::string staging_folder = JoinPath(path_, layout::kStagingFolder);
+  const std::string aborted =
+      JoinPath(trash, staging.uuid.ToString() + std::string(layout::kAbortedSuffix));
+  // A verdict is given once a power cut cannot turn it: whoever gives it syncs for himself.
+  const auto durably = [&](Verdict verdict, const std::string& to) -> Result<Verdict> {
+    for (const std::string& folder : {to, staging_folder}) {
+      const Status synced = fs.SyncDirectory(folder);
+      if (!synced.ok()) {
+        return Status(Code::kUnknown,
+                      std::string(verdict == Verdict::kCommitted ? "visible" : "aborted") +
+                          ", but a power cut may undo it or not: " + synced.message());
+      }
+    }
+    return verdict;
+  };
+  Status why;
+  // Each round either decides, or moves the staging, or saw it move; a few may see nothing because
+  // it moved from a place not yet looked at to one already passed.
+  for (int round = 0; round < 16; ++round) {
+    switch (layout::Locate(fs, staging)) {
+      case Place::kPublished:
+        return durably(Verdict::kCommitted, path_);
+      case Place::kRemoved:
+        return durably(Verdict::kCommitted, trash);
+      case Place::kAborted:
+        return durably(Verdict::kAborted, trash);
+      case Place::kStaging: {
+        const Status made = layout::EnsureDirectory(fs, trash);
+        const Status moved = made.ok() ? fs.RenameNoReplace(staging.directory, aborted) : made;
+        if (!moved.ok()) {
+          why = moved;
+          break;
+        }
+        // If it was published by exchange between our look and the rename, we have moved the
+        // checkpoint that it replaced: that one belongs under its own uuid.
+        const Result<Uuid> got = layout::ReadFolderUuid(fs, aborted);
+        if (got.ok() && got.value() != staging.uuid) {
+          (void)layout::MoveToTrash(fs, path_, aborted, "");  // Its name is never trusted.
+        } else {
+          layout::MarkTrashed(fs, aborted);
+        }
+        continue;
+      }
+      case Place::kNowhere:
+        why = Status(Code::kNotFound, "neither at " + CheckpointPath(staging.name) + " nor in " +
+                                          trash + " nor at " + staging.directory);
+        break;
+      case Place::kUnreadable:
+        why = Status(Code::kUnavailable, "one of " + CheckpointPath(staging.name) + ", " + trash +
+                                             " and " + staging.directory + " cannot be read");
+        break;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1 << (round < 4 ? round : 4)));
+  }
+  return Status(Code::kUnknown, "whether " + staging.name + " (" + staging.uuid.ToString() +
+                                    ") was published is not known: " + why.message());
+}
+
+}  // namespace tensormount

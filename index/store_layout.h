@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_STORE_LAYOUT_H_
+#define TENSORMOUNT_INDEX_STORE_LAYOUT_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "index/commit_record.h"
+#include "index/content.h"
+#include "index/store.h"
+
+// What store*.cc share: names on disk (docs/format.md, "Store") and the few moves that more than
+// one operation makes.
+
+namespace tensormount::layout {
+
+inline constexpr std::string_view kSuperblockFile = "store.json";
+inline constexpr std::string_view kStagingFolder = ".staging";
+inline constexpr std::string_view kTrashFolder = ".trash";
+inline constexpr std::string_view kDerivedFolder = ".derived";
+inline constexpr std::string_view kGenerationsFolder = ".generations";
+inline constexpr std::string_view kCommitFile = "COMMIT";
+inline constexpr std::string_view kUuidFile = "UUID";  // In a staging that has no COMMIT yet.
+inline constexpr std::string_view kIndexFile = "index/index.sst";
+inline constexpr std::string_view kManifestSuffix = ".tmm";
+// In .trash: UUID.aborted was never published, UUID was. Beside each stands ENTRY.since, a file
+// whose mtime says since when.
+inline constexpr std::string_view kAbortedSuffix = ".aborted";
+inline constexpr std::string_view kSinceSuffix = ".since";
+// Two copies, about 100 bytes a file each: room for a million files.
+inline constexpr std::uint64_t kMaxCommitBytes = std::uint64_t{1} << 30;
+
+Result<DecodedCommit> ReadCommit(FileSystem& fs, const std::string& directory);
+
+// Of a staging or of anything in .trash: its file UUID, or else its COMMIT. At every moment of a
+// publish one of the two can be read. kNotFound where neither is there (or the folder is gone).
+Result<Uuid> ReadFolderUuid(FileSystem& fs, const std::string& directory);
+
+// mkdir where it is missing.
+Status EnsureDirectory(FileSystem& fs, const std::string& path);
+
+// Renames a folder of this store into .trash under its uuid and `suffix` (a name of its own where
+// it has none), marks since when it is there, and returns its new path. kNotFound where it is gone.
+// Not durable: the caller syncs both folders.
+Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const std::string& from,
+                                std::string_view suffix);
+// The mark beside a trash entry. Gc makes it where it is missing, so failing is no harm.
+void MarkTrashed(FileSystem& fs, const std::string& entry);
+
+// Where the uuid of a save is.
+enum class Place {
+  kPublished,   // At STORE/NAME.
+  kRemoved,     // In .trash, after it was published.
+  kAborted,     // In .trash, never published.
+  kStaging,     // At the staging's place.
+  kNowhere,     // Every place could be read, and it is not there (or moved while we looked).
+  kUnreadable,  // Some place could not be read, and the others do not have it.
+};
+Place Locate(FileSystem& fs, const Staging& staging);
+
+// 8 random hex digits.
+std::string RandomSuffix();
+std::int64_t NowSeconds();
+
+// An index rebuilt by fsck: STORE/.derived/UUID/ with a RECORD (an encoded commit record whose only
+// file is the index) beside it. `directory` is the checkpoint's, below its store.
+std::string DerivedDirectory(const std::string& directory, const Uuid& uuid);
+Status WriteDerivedIndex(FileSystem& fs, const std::string& directory, const CommitRecord& commit);
+
+}  // namespace tensormount::layout
+
+namespace tensormount {
+
+// The derived index of a checkpoint, checked against `commit`: same uuid and content root, its own
+// hashes whole. kNotFound where there is none; never the truth.
+Result<std::shared_ptr<const CheckpointIndex>> OpenDerivedIndex(FileSystem& fs,
+                                                                const std::string& directory,
+                                                                const CommitRecord& commit);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_STORE_LAYOUT_H_

@@ -1,0 +1,354 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <set>
+#include <tuple>
+
+#include "index/manifest.h"
+#include "index/mtime.h"
+#include "index/store.h"
+#include "index/store_layout.h"
+
+// docs/format.md, "Publish". The staging may be taken away by AbortOrDecide of any rank between any
+// two steps: everything below works by path, so from then on every step fails with "not found", and
+// the rename, which is the last, can only move what is still there.
+
+namespace tensormount {
+namespace {
+
+constexpr std::uint64_t kMaxManifestBytes = std::uint64_t{1} << 40;
+
+class Stopwatch {
+ public:
+  // Since the last call, or since it was made.
+  double Lap() {
+    const auto now = std::chrono::steady_clock::now();
+    const double s = std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+    return s;
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+};
+
+Status Bad(std::string message) { return Status(Code::kDataLoss, std::move(message)); }
+
+// Checks that the staging is whose it should be, and takes away what an earlier try left in it. At
+// every moment its uuid can be read, from UUID or from COMMIT.
+Status PrepareStaging(FileSystem& fs, const Staging& staging) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Uuid uuid, layout::ReadFolderUuid(fs, staging.directory));
+  if (uuid != staging.uuid) {
+    return Status(Code::kInvalidArgument, staging.directory + ": belongs to " + uuid.ToString() +
+                                              ", not to " + staging.uuid.ToString());
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                               fs.List(staging.directory));
+  const auto there = [&](std::string_view name) {
+    return std::any_of(entries.begin(), entries.end(),
+                       [&](const DirectoryEntry& e) { return e.name == name; });
+  };
+  if (!there(layout::kUuidFile)) {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        fs.WriteFileDurably(JoinPath(staging.directory, layout::kUuidFile), uuid.ToString()));
+  }
+  for (const DirectoryEntry& entry : entries) {
+    if (entry.name == "data" || entry.name == "manifest" || entry.name == layout::kUuidFile)
+      continue;
+    TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(staging.directory, entry.name)));
+  }
+  return Status();
+}
+
+// Reads and merges all manifests; appends what COMMIT says of them.
+Result<Content> GatherManifests(FileSystem& fs, const Staging& staging, const Content& coordinator,
+                                const std::vector<std::string>& expected,
+                                std::vector<CommitRecord::Entry>& commit_entries) {
+  const std::string folder = JoinPath(staging.directory, "manifest");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
+  std::set<std::string> missing;
+  for (const std::string& name : expected) {
+    missing.insert(name.starts_with("manifest/") ? name.substr(9) : name);
+  }
+  ContentMerger merger;
+  Content ours;
+  ours.info = coordinator.info;
+  ours.info.uuid = staging.uuid;
+  ours.common = coordinator.common;
+  TENSORMOUNT_RETURN_IF_ERROR(merger.Add(ours, std::string(kCoordinatorManifest)));
+  for (const DirectoryEntry& entry : entries) {
+    const std::string name = "manifest/" + entry.name;
+    const std::string path = JoinPath(folder, entry.name);
+    // An earlier try of ours, or what a writer left under a temporary name.
+    if (name == kCoordinatorManifest || !entry.name.ends_with(layout::kManifestSuffix)) {
+      TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(path));
+      continue;
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, fs.ReadFile(path, kMaxManifestBytes));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Manifest manifest, DecodeManifest(bytes, name));
+    TENSORMOUNT_RETURN_IF_ERROR(merger.Add(manifest.content, name));
+    CommitRecord::Entry record;
+    record.name = name;
+    record.length = bytes.size();
+    record.hash = Xxh3(bytes);
+    commit_entries.push_back(std::move(record));
+    missing.erase(entry.name);
+  }
+  if (!missing.empty()) {
+    return Bad("manifest/" + *missing.begin() + ": missing" +
+               (missing.size() == 1
+                    ? std::string()
+                    : " (and " + std::to_string(missing.size() - 1) + " manifests more)"));
+  }
+  return merger.Finish();
+}
+
+// "data/a/b": what may be joined to the staging's path.
+bool IsPlainDataName(std::string_view name) {
+  if (!name.starts_with("data/") || name.find('\0') != std::string_view::npos) return false;
+  name.remove_prefix(5);
+  for (;;) {
+    const std::size_t slash = name.find('/');
+    const std::string_view part = name.substr(0, slash);
+    if (part.empty() || part == "." || part == "..") return false;
+    if (slash == std::string_view::npos) return true;
+    name.remove_prefix(slash + 1);
+  }
+}
+
+// Every data file is there with its length, and nothing else is. `folders` gets those that hold
+// data files, "data" among them.
+Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Content& content,
+                      std::set<std::string>& folders) {
+  std::set<std::string_view> named;
+  folders.insert("data");
+  for (const FileRecord& file : content.files) {
+    const bool foreign = file.placement == Placement::kForeign;
+    if (!foreign && !IsPlainDataName(file.name)) return Bad(file.name + ": not a name below data/");
+    if (!foreign) {
+      named.insert(file.name);
+      for (std::size_t at = file.name.rfind('/'); at != std::string::npos && at > 0;
+           at = file.name.rfind('/', at - 1)) {
+        folders.insert(file.name.substr(0, at));
+      }
+    }
+    const std::string path = foreign ? file.name : JoinPath(staging.directory, file.name);
+    const Result<FileInfo> info = fs.LinkStat(path);
+    if (!info.ok()) return info.status().WithContext("a data file that a manifest names");
+    if (info.value().kind != FileKind::kFile) return Bad(path + ": not a regular file");
+    if (info.value().size != file.length) {
+      return Bad(path + ": " + std::to_string(info.value().size) + " bytes, its manifest says " +
+                 std::to_string(file.length));
+    }
+  }
+  // What a writer gave up (a failed fsync condemns a file) must not become part of a checkpoint.
+  for (const std::string& folder : folders) {
+    const std::string directory = JoinPath(staging.directory, folder);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(directory));
+    for (const DirectoryEntry& entry : entries) {
+      const std::string name = folder + "/" + entry.name;
+      if (named.contains(name) || folders.contains(name)) continue;
+      TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(staging.directory, name)));
+    }
+  }
+  return Status();
+}
+
+// What the mtimes are decided against: the parent, and what is about to be replaced. One that is
+// damaged or gone does not stop a save.
+std::vector<std::shared_ptr<OpenedCheckpoint>> OpenPriors(FileSystem& fs, const Store& store,
+                                                          const Staging& staging,
+                                                          IfExists if_exists) {
+  std::vector<std::shared_ptr<OpenedCheckpoint>> priors;
+  const auto open = [&](const std::string& directory, const Uuid* wanted) {
+    auto opened = OpenedCheckpoint::Open(fs, directory, OpenedCheckpoint::Options());
+    if (!opened.ok()) return false;
+    const Uuid uuid = opened.value()->index().info().uuid;
+    if (wanted != nullptr && uuid != *wanted) return false;
+    const bool known = std::any_of(priors.begin(), priors.end(),
+                                   [&](const auto& p) { return p->index().info().uuid == uuid; });
+    if (!known) priors.push_back(std::move(opened).value());
+    return true;
+  };
+  const auto open_parent = [&] {
+    if (staging.parent.IsZero()) return;
+    const bool named = CheckCheckpointName(staging.parent_name).ok();
+    if (named && open(store.CheckpointPath(staging.parent_name), &staging.parent)) return;
+    const std::string trash = JoinPath(staging.store, layout::kTrashFolder);
+    if (open(JoinPath(trash, staging.parent.ToString()), &staging.parent)) return;
+    // Renamed or gone: then the highest one older than this save.
+    const auto all = store.List();
+    if (!all.ok()) return;
+    const CheckpointListing* best = nullptr;
+    for (const CheckpointListing& c : all.value()) {
+      if (!c.problem.ok() || c.generation >= staging.generation) continue;
+      const auto rank = [&](const CheckpointListing& x) {
+        return std::tuple(x.uuid == staging.parent, x.generation, x.uuid);
+      };
+      if (best == nullptr || rank(*best) < rank(c)) best = &c;
+    }
+    if (best != nullptr) (void)open(store.CheckpointPath(best->name), nullptr);  // As said above.
+  };
+  open_parent();
+  if (if_exists == IfExists::kReplace) {
+    (void)open(store.CheckpointPath(staging.name), nullptr);  // As said above.
+  }
+  return priors;
+}
+
+Status SyncBelow(FileSystem& fs, const Staging& staging, std::string_view folder) {
+  return fs.SyncDirectory(JoinPath(staging.directory, folder));
+}
+
+}  // namespace
+
+Result<Store::Published> Store::Publish(const Staging& staging, const Content& coordinator,
+                                        const PublishOptions& options) const {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(staging.name));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
+  Result<Published> published = PublishSteps(staging, coordinator, options);
+  if (published.ok()) return published;
+  Status status = published.status();
+  if (status.code() == Code::kNotFound || (status.code() == Code::kStale)) {
+    const Status still = fs_->LinkStat(staging.directory).status();
+    if (still.code() == Code::kNotFound) {
+      status = Status(Code::kStale, "the staging " + staging.directory +
+                                        " is gone: aborted by a rank at its deadline");
+    } else if (still.ok() && status.code() == Code::kNotFound) {
+      // Something that a manifest or the layout promises.
+      status = Bad(status.message());
+    }
+  }
+  return status.WithContext("publish " + staging.name);
+}
+
+Result<Store::Published> Store::PublishSteps(const Staging& staging, const Content& coordinator,
+                                             const PublishOptions& options) const {
+  FileSystem& fs = *fs_;
+  const std::string destination = CheckpointPath(staging.name);
+  Stopwatch watch;
+  TENSORMOUNT_RETURN_IF_ERROR(PrepareStaging(fs, staging));
+  if (options.if_exists == IfExists::kFail && fs.Exists(destination)) {
+    return Status(Code::kAlreadyExists, destination + ": exists already");
+  }
+
+  // The writers have sealed and fsynced their data files and manifests.
+  CommitRecord commit;
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      Content content,
+      GatherManifests(fs, staging, coordinator, options.expected_manifests, commit.files));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(content));
+  TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(content));
+  std::set<std::string> data_folders;
+  TENSORMOUNT_RETURN_IF_ERROR(CheckDataFiles(fs, staging, content, data_folders));
+
+  CheckpointInfo& info = content.info;
+  info.uuid = staging.uuid;
+  info.generation = staging.generation;
+  info.parent = staging.parent;
+  info.parent_name = staging.parent_name;
+  info.created = options.now != 0 ? options.now : layout::NowSeconds();
+  info.self_contained =
+      std::none_of(content.files.begin(), content.files.end(),
+                   [](const FileRecord& f) { return f.placement == Placement::kForeign; });
+  {
+    const auto priors = OpenPriors(fs, *this, staging, options.if_exists);
+    std::vector<const CheckpointIndex*> indexes;
+    for (const auto& p : priors) indexes.push_back(&p->index());
+    TENSORMOUNT_RETURN_IF_ERROR(DecideMtimes(indexes, info.created, content));
+  }
+  Published published;
+  published.content_root = ContentRoot(content);
+  published.manifests_seconds = watch.Lap();
+
+  // Small files, each fsynced as it is written.
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string coordinator_manifest,
+                               EncodeManifest(CoordinatorContent(content), {}));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      fs.WriteFileDurably(JoinPath(staging.directory, kCoordinatorManifest), coordinator_manifest));
+  TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(JoinPath(staging.directory, "index")));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      CommitRecord::Entry index_entry,
+      CheckpointIndex::WriteSst(fs, content, published.content_root, staging.directory,
+                                std::string(layout::kIndexFile)));
+  published.index_seconds = watch.Lap();
+
+  // Their names: folders after their files, inner ones first.
+  for (auto it = data_folders.rbegin(); it != data_folders.rend(); ++it) {
+    TENSORMOUNT_RETURN_IF_ERROR(SyncBelow(fs, staging, *it));
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(SyncBelow(fs, staging, "manifest"));
+  TENSORMOUNT_RETURN_IF_ERROR(SyncBelow(fs, staging, "index"));
+
+  // COMMIT vouches for all of it.
+  commit.uuid = info.uuid;
+  commit.generation = info.generation;
+  commit.parent = info.parent;
+  commit.content_root = published.content_root;
+  commit.files.push_back({std::string(kCoordinatorManifest), coordinator_manifest.size(),
+                          Xxh3(coordinator_manifest), Hash128{}});
+  commit.files.push_back(std::move(index_entry));
+  for (const FileRecord& file : content.files) {
+    if (file.placement == Placement::kForeign) continue;
+    commit.files.push_back({file.name, file.length, file.root, Hash128{}});
+  }
+  std::sort(commit.files.begin(), commit.files.end(),
+            [](const auto& a, const auto& b) { return a.name < b.name; });
+  TENSORMOUNT_RETURN_IF_ERROR(
+      fs.WriteFileDurably(JoinPath(staging.directory, layout::kCommitFile), EncodeCommit(commit)));
+  // From here on the arbiter reads the uuid in COMMIT.
+  TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveFile(JoinPath(staging.directory, layout::kUuidFile)));
+  TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(staging.directory));
+
+  TENSORMOUNT_RETURN_IF_ERROR(MoveIntoPlace(staging, options.if_exists));
+  published.publish_seconds = watch.Lap();
+  published.info = info;
+  published.tensors = content.tensors.size();
+  for (const TensorContent& t : content.tensors) {
+    published.chunks += t.extents.size();
+    published.bytes += t.meta.bytes();
+  }
+  return published;
+}
+
+Status Store::MoveIntoPlace(const Staging& staging, IfExists if_exists) const {
+  FileSystem& fs = *fs_;
+  const std::string to = CheckpointPath(staging.name);
+  bool exchanged = false;
+  for (int attempt = 0;; ++attempt) {
+    exchanged = if_exists == IfExists::kReplace && fs.Exists(to);
+    if (exchanged && !fs.Exists(JoinPath(to, layout::kCommitFile)) && fs.Exists(to)) {
+      return Status(Code::kAlreadyExists, to + ": not a checkpoint, so it is not replaced");
+    }
+    const Status moved =
+        exchanged ? fs.Exchange(staging.directory, to) : fs.RenameNoReplace(staging.directory, to);
+    if (moved.ok()) break;
+    // The truth is where our uuid is: over NFS a rename that happened may be reported as failed.
+    const layout::Place place = layout::Locate(fs, staging);
+    if (place == layout::Place::kPublished) break;
+    if (place == layout::Place::kAborted) return Status(Code::kStale, moved.message());
+    if (place != layout::Place::kStaging) {
+      return Status(Code::kUnknown, "renamed or not: " + moved.message());
+    }
+    // A name that came or went between the look and the rename, when we may replace it.
+    const bool again = if_exists == IfExists::kReplace && attempt < 16 &&
+                       (moved.code() == Code::kAlreadyExists || moved.code() == Code::kNotFound);
+    if (!again) return moved;
+  }
+  for (const std::string& folder : {path_, JoinPath(path_, layout::kStagingFolder)}) {
+    const Status synced = fs.SyncDirectory(folder);
+    if (!synced.ok()) {
+      return Status(Code::kUnknown,
+                    "visible, but a power cut may undo it or not: " + synced.message());
+    }
+  }
+  if (exchanged) {
+    // The replaced one, at our old place. Committed is committed: gc does it where this fails.
+    (void)layout::MoveToTrash(fs, path_, staging.directory, "");
+  }
+  return Status();
+}
+
+}  // namespace tensormount
