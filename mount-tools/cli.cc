@@ -88,7 +88,8 @@ void AddMounting(Program& p, AllArgs& a) {
   c->add_option("SOURCE", a.mount.source)->required();
   c->add_option("MNT", a.mount.mount_point, "An empty folder")->required();
   c->add_flag("-f,--foreground", a.mount.foreground, "Stay in the foreground");
-  c->add_flag_callback("--read-only", [] {}, "Refuse writes; so far every mount does");
+  c->add_flag_callback(
+      "--read-only", [] {}, "Refuse writes; so far every mount does");
   c->add_flag("--views", a.mount.views, "List npy/, extents/ and model.safetensors too");
   c->add_flag("--allow-other", a.mount.allow_other, "Let other users in, as the store's modes say");
   c->add_option("--tier", a.mount.tier, "auto, passthrough or daemon")->capture_default_str();
@@ -99,6 +100,18 @@ void AddMounting(Program& p, AllArgs& a) {
   c = p.Command("unmount", "Unmounts", "tensormount unmount /mnt/ckpt", a.unmount, RunUnmount);
   c->add_option("MNT", a.unmount.mount_point)->required();
   c->add_flag("--lazy", a.unmount.lazy, "Detach now, clean up when nobody uses it any more");
+}
+
+// --liveness and --arrival, in seconds.
+void AddTimeouts(CLI::App* command, double& liveness, double& arrival) {
+  command
+      ->add_option("--liveness", liveness,
+                   "Seconds without a sign of life after which a rank counts as dead")
+      ->check(CLI::Range(0.1, 86400.0))
+      ->capture_default_str();
+  command->add_option("--arrival", arrival, "Seconds that ranks wait for one that lives")
+      ->check(CLI::Range(0.1, 86400.0))
+      ->capture_default_str();
 }
 
 void AddSaving(Program& p, AllArgs& a) {
@@ -115,6 +128,7 @@ void AddSaving(Program& p, AllArgs& a) {
   c->add_option("--placement", a.import.placement, "auto, tensor-file, rank-shard or safetensors")
       ->capture_default_str();
   c->add_option("--if-exists", a.import.if_exists, "fail or replace")->capture_default_str();
+  AddTimeouts(c, a.import.liveness_seconds, a.import.arrival_seconds);
   p.NotBuilt(c, "--map");
 
   c = p.Command("load", "Loads every rank's slices into memory and reports",
@@ -128,6 +142,7 @@ void AddSaving(Program& p, AllArgs& a) {
   c->add_option("--keys", a.load.keys, "Only keys that match this glob; '*' crosses '/'");
   c->add_option("--compare", a.load.compare,
                 "Compare every byte with this source; 1 if it differs");
+  AddTimeouts(c, a.load.liveness_seconds, a.load.arrival_seconds);
   p.NotBuilt(c, "--map");
 }
 

@@ -21,6 +21,8 @@ struct ImportArgs {
   int ranks = 0;  // 0: not given.
   std::string placement = "auto";
   std::string if_exists = "fail";
+  double liveness_seconds = 30;  // After so long without a sign of life a rank counts as dead.
+  double arrival_seconds = 1800;
 };
 int RunImport(const ImportArgs& args, Terminal& terminal);
 
@@ -30,6 +32,8 @@ struct LoadArgs {
   int ranks = 0;
   std::string keys;     // Glob; empty: all.
   std::string compare;  // Second source; empty: none.
+  double liveness_seconds = 30;
+  double arrival_seconds = 1800;
 };
 int RunLoad(const LoadArgs& args, Terminal& terminal);
 

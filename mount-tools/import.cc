@@ -112,6 +112,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   FileSystem& fs = HostFileSystem();
   Status before = SplitCheckpointPath(args.destination).status();
   SaveOptions options;
+  options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
   if (before.ok()) {
     auto placement = ParsePlacement(args.placement);
     before = placement.status();

@@ -193,6 +193,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     if (mine.ok()) mine = FillRequest(*source, args, rule, comm.rank(), memory, wanted, request);
     if (!mine.ok()) request.Fail(mine);
     LoadOptions options;
+    options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
     options.not_requested = Strict::kIgnore;  // --keys asks for a part.
     const auto start = std::chrono::steady_clock::now();
     TENSORMOUNT_ASSIGN_OR_RETURN(LoadReport report, Load(request, path, comm, options));

@@ -5,6 +5,11 @@
 
 namespace tensormount::tools {
 
+Timeouts MakeTimeouts(double liveness_seconds, double arrival_seconds) {
+  return {.liveness = std::chrono::milliseconds(static_cast<std::int64_t>(liveness_seconds * 1e3)),
+          .arrival = std::chrono::milliseconds(static_cast<std::int64_t>(arrival_seconds * 1e3))};
+}
+
 Result<Ranks> Ranks::Make(int wanted) {
   Ranks out;
   if (UnderMpiLauncher()) {

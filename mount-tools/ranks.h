@@ -11,6 +11,9 @@
 
 namespace tensormount::tools {
 
+// Seconds, as options give them.
+Timeouts MakeTimeouts(double liveness_seconds, double arrival_seconds);
+
 // The ranks that a command runs on: MPI's under mpirun, otherwise threads of this process.
 class Ranks {
  public:

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's commands do what they say, and the documents' links lead somewhere."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "tools"))
+import harness  # noqa: E402
+
+
+class Readme(harness.ToolTest):
+    def test_commands(self):
+        harness.need_fuse()
+        text = (ROOT / "README.md").read_text()
+        blocks = re.findall(r"<!-- executed by tests/docs -->\n```sh\n(.*?)```", text, re.S)
+        self.assertEqual(len(blocks), 1)
+        self.mounts.append(self.dir / "MNT")
+        env = {**os.environ, "PATH": f"{harness.BIN}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", "-euxo", "pipefail", "-c", blocks[0]], cwd=self.dir, env=env, text=True,
+                              capture_output=True, timeout=100)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("all bytes equal", done.stdout)
+        self.assertIn("whole", done.stdout)
+        self.assertEqual((self.dir / "copy" / "tensors" / "w").read_bytes(), self.tensors["w"][2])
+
+    def test_links(self):
+        documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+        for document in documents:
+            for link in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
+                if "://" not in link:
+                    self.assertTrue((document.parent / link).exists(), f"{document.name}: {link}")
+
+    def test_every_command_is_documented(self):
+        text = (ROOT / "docs" / "cli.md").read_text()
+        listed = self.run_tool("--help").stdout
+        built = listed.split("Not built yet")[0]
+        for command in re.findall(r"^  ([a-z]+) ", built, re.M):
+            self.assertIn(f"`{command} ", text)
+
+
+if __name__ == "__main__":
+    harness.main()

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong input and damage: code, object and reason on one line, the right exit status, nothing left."""
+
+import json
+import os
+import shutil
+import unittest
+
+import harness
+
+
+class Errors(harness.ToolTest):
+    def fails(self, *args, code, says, status=2):
+        result = self.run_tool(*args, expect=status)
+        lines = [l for l in result.stderr.splitlines() if "hint:" not in l and "warning:" not in l]
+        self.assertEqual(len(lines), 1, result.stderr)
+        self.assertTrue(lines[0].startswith(f"tensormount: {code}: "), lines[0])
+        self.assertIn(says, lines[0])
+        return result
+
+    def test_names(self):
+        self.save("step-1")
+        before = sorted(p for p in self.store.rglob("*"))
+        self.fails("import", self.model, self.store / "step-1", code="ALREADY_EXISTS", says="step-1")
+        for name in ["latest", "store.json", ".hidden"]:
+            self.fails("import", self.model, self.store / name, code="INVALID_ARGUMENT", says=name)
+        visible = [p for p in before if ".generations" not in str(p)]
+        after = [p for p in sorted(self.store.rglob("*")) if ".generations" not in str(p)]
+        self.assertEqual(after, visible)
+        self.run_tool("import", self.model, self.store / "step-1", "--if-exists", "replace", "--shard", "cols")
+        self.run_tool("load", self.store / "step-1", "--compare", self.model)
+
+    def test_usage(self):
+        self.fails("import", self.dir / "missing", self.store / "a", code="NOT_FOUND", says="missing")
+        self.fails("ls", self.dir, code="UNSUPPORTED", says="no COMMIT and no store.json")
+        self.fails("layout", "a", "b", code="UNSUPPORTED", says="layout")
+        self.fails("import", self.model, self.store / "a", "--map", "x", code="UNSUPPORTED", says="--map")
+        self.fails("nonsense", code="INVALID_ARGUMENT", says="")
+        self.fails("import", self.model, self.store / "a", "--ranks", "3", "--shard", "grid:2x2",
+                   code="INVALID_ARGUMENT", says="is for 4 ranks, but there are 3")
+        self.fails("import", self.model, self.store / "a", "--shard", "diagonal", code="INVALID_ARGUMENT",
+                   says="diagonal")
+        self.assertFalse(self.store.exists())
+        for command in ["mount", "import", "load", "ls", "info", "cat", "verify", "rm", "gc", "fsck", "doctor"]:
+            self.assertIn("Example:", self.run_tool(command, "--help").stdout)
+
+    def test_a_flipped_byte_of_data_is_named(self):
+        path = self.save("step-1", "--shard", "cols", "--ranks", "2", "--placement", "rank-shard")
+        (w,) = self.json_lines("info", path, "big")
+        extent = w["extents"][1]
+        self.flip(path / extent["file"], extent["offset"] + 70000)
+        result = self.run_tool("verify", path, expect=1)
+        self.assertIn(f"tensor big {extent['region']}", result.stdout)
+        self.assertIn(extent["file"], result.stdout)
+        for rule in ["cols", "rows"]:
+            failed = self.run_tool("load", path, "--shard", rule, "--ranks", "2", expect=2)
+            self.assertIn("DATA_LOSS", failed.stderr)
+            self.assertIn("tensor big", failed.stderr)
+            self.assertIn(extent["region"], failed.stderr)
+        self.run_tool("verify", "--quick", path)  # No data are read.
+
+    def test_a_truncated_or_missing_data_file(self):
+        path = self.save()
+        data = max((path / "data").iterdir(), key=lambda p: p.stat().st_size)
+        os.chmod(data, 0o644)
+        os.truncate(data, data.stat().st_size - 1)
+        self.assertIn(data.name, self.run_tool("verify", "--quick", path, expect=1).stdout)
+        data.unlink()
+        self.assertIn(data.name, self.run_tool("verify", path, expect=1).stdout)
+        self.assertIn("DATA_LOSS", self.run_tool("load", path, expect=2).stderr)
+
+    def test_the_commit_record(self):
+        path = self.save()
+        commit = path / "COMMIT"
+        size = commit.stat().st_size
+        good = commit.read_bytes()
+        self.flip(commit, 40)
+        result = self.run_tool("verify", path, expect=1)
+        self.assertIn("COMMIT", result.stdout)
+        listed = self.run_tool("ls", path)  # Opened, with a warning.
+        self.assertIn("warning", listed.stderr)
+        self.assertEqual(listed.stdout.split(), sorted(self.tensors))
+        broken = bytearray(good)
+        broken[40] ^= 1
+        broken[size - 60] ^= 1
+        broken[size // 2 + 40] ^= 1
+        for at in range(0, size, 16):
+            broken[at] ^= 0x80
+        commit.write_bytes(bytes(broken))
+        self.fails("ls", path, code="DATA_LOSS", says="COMMIT")
+        self.run_tool("verify", path, expect=1)
+
+    def test_the_index(self):
+        path = self.save("step-1")
+        other = self.save("step-2", "--shard", "cols", "--ranks", "2")
+        index = next((path / "index").iterdir())
+        good = index.read_bytes()
+        answers = self.run_tool("--json", "ls", path).stdout
+        os.chmod(index, 0o644)
+        # Of another checkpoint, damaged in its tail, gone: the same answers from the manifests.
+        for damage in ["other", "tail", "gone"]:
+            if damage == "other":
+                shutil.copyfile(next((other / "index").iterdir()), index)
+            elif damage == "tail":
+                index.write_bytes(good[:-20] + bytes([good[-20] ^ 1]) + good[-19:])
+            else:
+                index.unlink()
+            result = self.run_tool("--json", "ls", path)
+            self.assertEqual(result.stdout, answers, damage)
+            self.assertIn("warning", result.stderr, damage)
+            self.run_tool("load", path, "--compare", self.model)
+            self.run_tool("verify", path, expect=1)
+
+    def test_a_newer_store(self):
+        self.save()
+        superblock = self.store / "store.json"
+        text = json.loads(superblock.read_text())
+        text["incompatible"] = 4
+        os.chmod(superblock, 0o644)
+        superblock.write_text(json.dumps(text))
+        self.fails("ls", self.store, code="UNSUPPORTED", says="4")
+        self.fails("import", self.model, self.store / "x", code="UNSUPPORTED", says="4")
+
+    def test_a_safetensors_file_that_lies(self):
+        raw = bytearray(self.model.read_bytes())
+        raw[8:9] = b"["
+        (self.dir / "bad.safetensors").write_bytes(raw)
+        self.fails("ls", self.dir / "bad.safetensors", code="DATA_LOSS", says="bad.safetensors")
+        (self.dir / "short.safetensors").write_bytes(self.model.read_bytes()[:-1])
+        self.fails("verify", self.dir / "short.safetensors", code="DATA_LOSS", says="short.safetensors", status=1)
+
+    def test_lifecycle(self):
+        self.save("step-1")
+        self.save("step-2")
+        self.assertIn("would remove", self.run_tool("rm", "--dry-run", self.store / "step-1").stdout)
+        self.fails("rm", self.store / "step-1", self.store / "no", code="NOT_FOUND", says="nothing was removed")
+        self.assertEqual(len(self.json_lines("ls", self.store)), 2)
+        self.run_tool("rm", self.store / "step-1")
+        (left,) = self.json_lines("ls", self.store)
+        self.assertEqual(left["checkpoint"], "step-2")
+        (kept,) = self.json_lines("gc", self.store)
+        self.assertEqual(kept["bytes_freed"], 0)  # Within its grace.
+        (freed,) = self.json_lines("gc", self.store, "--grace", "0")
+        self.assertGreater(freed["bytes_freed"], 4_000_000)
+        self.run_tool("fsck", self.store)
+        next((self.store / "step-2" / "index").iterdir()).unlink()
+        self.run_tool("fsck", self.store, expect=1)
+        self.run_tool("fsck", self.store, "--rebuild")
+        self.run_tool("load", self.store / "step-2", "--compare", self.model)
+
+    def test_doctor(self):
+        lines = self.json_lines("doctor", "--dir", self.dir)
+        self.assertTrue({"fuse", "mpi", "kernel", "rename without replacing"} <= {l["name"] for l in lines})
+        self.assertEqual([p.name for p in self.dir.iterdir()], ["model.safetensors"])
+
+
+if __name__ == "__main__":
+    harness.main()

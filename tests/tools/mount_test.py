@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mount as users of the command see it. What each file operation does is tested in tests/mount."""
+
+import os
+import signal
+import subprocess
+import unittest
+
+import numpy as np
+from safetensors import safe_open
+
+import harness
+
+
+class Mount(harness.ToolTest):
+    def setUp(self):
+        harness.need_fuse()
+        super().setUp()
+
+    def test_every_view_of_every_tensor(self):
+        self.save("step-1", "--shard", "cols", "--ranks", "4")
+        mnt = self.mount(self.store)
+        root = mnt / "latest"
+        with safe_open(root / "model.safetensors", framework="numpy") as opened:
+            for key, (dtype, shape, raw) in self.tensors.items():
+                self.assertEqual((root / "tensors" / key).read_bytes(), raw, key)
+                if dtype in harness.NUMPY:
+                    array = np.load(root / "npy" / f"{key}.npy", mmap_mode="r" if raw else None)
+                    self.assertEqual((array.shape, array.tobytes()), (shape, raw), key)
+                    self.assertEqual(opened.get_tensor(key).tobytes(), raw, key)
+        self.assertEqual(sorted(p.name for p in root.iterdir()),
+                         ["checkpoint.json", "common.json", "objects", "tensors"])
+
+    def test_rsync_moves_what_changed(self):
+        self.save("step-1", "--ranks", "2")
+        changed = dict(self.tensors)
+        dtype, shape, raw = changed["w"]
+        changed["w"] = (dtype, shape, bytes([raw[0] ^ 1]) + raw[1:])
+        harness.write_safetensors(self.dir / "m2.safetensors", changed)
+        self.save("step-2", "--shard", "flat", "--ranks", "3", model=self.dir / "m2.safetensors")
+        mnt = self.mount(self.store)
+
+        def rsync(step):
+            out = subprocess.run(["rsync", "-ai", f"{mnt}/{step}/", f"{self.dir}/copy/"], check=True,
+                                 capture_output=True, text=True, timeout=60).stdout
+            return sorted(l.split(maxsplit=1)[1] for l in out.splitlines() if l.startswith(">f"))
+
+        self.assertEqual(len(rsync("step-1")), len(self.tensors) + 2)
+        self.assertEqual(rsync("step-1"), [])
+        self.assertEqual(rsync("step-2"), ["checkpoint.json", "tensors/w"])
+        self.assertEqual(rsync("step-2"), [])
+
+    def test_publish_and_removal_show(self):
+        self.save("step-1")
+        mnt = self.mount(self.store)
+        self.save("step-2", "--ranks", "2")
+        self.wait_for("step-2", lambda: os.path.realpath(mnt / "latest").endswith("step-2"))
+        with open(mnt / "step-1" / "tensors" / "w", "rb") as held:
+            self.run_tool("rm", self.store / "step-1")
+            self.wait_for("the removal", lambda: not (mnt / "step-1").exists())
+            self.assertEqual(held.read(), self.tensors["w"][2])
+
+    def test_refusals(self):
+        self.save()
+        full = self.dir / "full"
+        full.mkdir()
+        (full / "x").touch()
+        self.assertIn("not empty", self.run_tool("mount", self.store, full, expect=2).stderr)
+        self.assertIn("NOT_FOUND", self.run_tool("mount", self.dir / "no", full, expect=2).stderr)
+        self.assertIn("UNSUPPORTED", self.run_tool("mount", self.store, full, "--hf-rules", "x", expect=2).stderr)
+        self.assertIn("nothing is mounted", self.run_tool("unmount", full, expect=2).stderr)
+        mnt = self.mount(self.store / "step-1")
+        with self.assertRaises(OSError) as caught:
+            (mnt / "tensors" / "w").write_bytes(b"x")
+        self.assertEqual(caught.exception.errno, 30)  # EROFS
+
+    def test_unmounts_on_signals_and_by_hand(self):
+        self.save()
+        for how in [signal.SIGTERM, signal.SIGINT, "unmount", "fusermount3"]:
+            mnt = self.mount(self.store)
+            pid = self.daemon_of(mnt)
+            if how == "unmount":
+                self.run_tool("unmount", mnt)
+            elif how == "fusermount3":
+                subprocess.run(["fusermount3", "-u", str(mnt)], check=True, timeout=30)
+            else:
+                os.kill(pid, how)
+            self.wait_for("the unmount", lambda: not os.path.ismount(mnt))
+            self.wait_for("the daemon's end", lambda: not os.path.exists(f"/proc/{pid}"))
+
+    def daemon_of(self, mnt):
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                try:
+                    words = open(f"/proc/{entry}/cmdline", "rb").read().split(b"\0")
+                except OSError:
+                    continue
+                if words[:2] == [harness.TOOL.encode(), b"mount"] and str(mnt).encode() in words:
+                    return int(entry)
+        raise AssertionError("no daemon")
+
+    def test_as_mount_8_calls_it(self):
+        self.save()
+        mnt = self.dir / "MNT"
+        mnt.mkdir()
+        self.mounts.append(mnt)
+        helper = str(harness.BIN / "mount.tensormount")
+        subprocess.run([helper, str(self.store), str(mnt), "-o", "ro,views,noatime,nofail"], check=True, timeout=60,
+                       capture_output=True)
+        self.assertIn("npy", os.listdir(mnt / "step-1"))
+        self.run_tool("unmount", mnt)
+
+    def test_damage_is_an_error_and_is_told(self):
+        path = self.save("step-1", "--placement", "rank-shard")
+        (w,) = self.json_lines("info", path, "big")
+        extent = w["extents"][0]
+        self.flip(path / extent["file"], extent["offset"] + 200_000)
+        mnt = self.mount(self.store, "--verify", "always")
+        with self.assertRaises(OSError) as caught:
+            (mnt / "step-1" / "tensors" / "big").read_bytes()
+        self.assertEqual(caught.exception.errno, 5)  # EIO
+        self.assertIn("tensor big", (mnt / ".tensormount" / "errors").read_text())
+        self.assertEqual((mnt / "step-1" / "tensors" / "w").read_bytes(), self.tensors["w"][2])
+
+
+if __name__ == "__main__":
+    harness.main()
