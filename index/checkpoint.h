@@ -2,18 +2,25 @@
 #ifndef TENSORMOUNT_INDEX_CHECKPOINT_H_
 #define TENSORMOUNT_INDEX_CHECKPOINT_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
+
+#include "tensormount/buffer.h"
+#include "tensormount/status.h"
 
 #include "base/file_system.h"
 #include "index/checkpoint_index.h"
 #include "index/commit_record.h"
-#include "tensormount/buffer.h"
-#include "tensormount/status.h"
+#include "shard/tensor_meta.h"
 
 namespace tensormount {
+
+class ExtentLookup;
 
 // How much a read checks.
 enum class ReadVerify {
@@ -24,8 +31,8 @@ enum class ReadVerify {
 
 struct ReadStats {
   std::uint64_t bytes_wanted = 0;
-  std::uint64_t bytes_read = 0;      // From storage, widening and gaps included.
-  std::uint64_t bytes_by_leaf = 0;   // Of the wanted ones, proved by leaf hashes.
+  std::uint64_t bytes_read = 0;     // From storage, widening and gaps included.
+  std::uint64_t bytes_by_leaf = 0;  // Of the wanted ones, proved by leaf hashes.
   void Add(const ReadStats& o) {
     bytes_wanted += o.bytes_wanted;
     bytes_read += o.bytes_read;
@@ -45,8 +52,11 @@ class OpenedCheckpoint {
     std::size_t max_open_files = 512;
   };
 
-  // A checkpoint folder. kNotFound: no COMMIT here.
-  static Result<std::shared_ptr<OpenedCheckpoint>> Open(FileSystem& fs, const std::string& directory,
+  // A checkpoint folder. kNotFound: no COMMIT here. kStale: it is being deleted. kDataLoss: both
+  // copies of COMMIT, or the index and what it could be rebuilt from, are damaged. kUnsupported:
+  // written in a newer format.
+  static Result<std::shared_ptr<OpenedCheckpoint>> Open(FileSystem& fs,
+                                                        const std::string& directory,
                                                         const Options& options);
   // A .safetensors file: name "model.safetensors" becomes checkpoint "model". No hashes.
   static Result<std::shared_ptr<OpenedCheckpoint>> OpenSafetensors(FileSystem& fs,
@@ -58,7 +68,8 @@ class OpenedCheckpoint {
   const CheckpointIndex& index() const { return *index_; }
   // Null for foreign files.
   const DecodedCommit* commit() const { return has_commit_ ? &commit_ : nullptr; }
-  // What was out of order at open but could be mended (damaged copy, rebuilt index); empty: nothing.
+  // What was out of order at open but could be mended (damaged copy, rebuilt index); empty:
+  // nothing.
   const std::vector<std::string>& warnings() const { return warnings_; }
   bool index_was_rebuilt() const { return index_rebuilt_; }
 
@@ -80,15 +91,18 @@ class OpenedCheckpoint {
   // The only file that is the tensor's row-major bytes from offset 0, if there is one: what
   // passthrough and adoption want. Path, or kNotFound.
   Result<std::string> WholeFileOf(const TensorEntry& tensor) const;
-  // Path of file number n on the host.
+  // Path of file number n on the host; it must be below index().files().size().
   std::string FilePath(std::uint32_t file) const;
 
+  struct Files;  // index/file_cache.h; not for users.
+
  private:
-  friend class CheckpointVerifier;
-  OpenedCheckpoint() = default;
-  struct Files;
+  OpenedCheckpoint();
+  Result<std::shared_ptr<const ExtentLookup>> Lookup(const TensorEntry& tensor) const;
+  Status ReadPlaced(const TensorEntry& tensor, std::span<const PlacedBox> want, std::byte* base,
+                    ReadVerify verify, ReadStats& stats, Crc64* digest) const;
   FileSystem* fs_ = nullptr;
-  std::string directory_;
+  std::string directory_;  // Of a foreign file: its own path.
   std::shared_ptr<const CheckpointIndex> index_;
   DecodedCommit commit_;
   bool has_commit_ = false;
@@ -112,8 +126,9 @@ struct VerifyOptions {
 struct VerifyReport {
   // One a damage: "tensor w [0:16, 128:256]: data/…: byte 4096: checksum differs". Empty: whole.
   struct Damage {
-    std::string object;  // "tensor w [0:16, 128:256]", "object rng", "COMMIT", "index", "manifest/…".
-    std::string file;    // Below the checkpoint.
+    std::string
+        object;  // "tensor w [0:16, 128:256]", "object rng", "COMMIT", "index", "manifest/…".
+    std::string file;  // Below the checkpoint.
     std::uint64_t offset = 0;
     std::string reason;
   };

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/checkpoint.h"
+
+#include <algorithm>
+
+#include "base/coding.h"
+#include "index/file_cache.h"
+#include "shard/safetensors.h"
+
+namespace tensormount {
+
+OpenedCheckpoint::OpenedCheckpoint() = default;
+OpenedCheckpoint::~OpenedCheckpoint() = default;
+
+Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
+                                                                 const std::string& directory,
+                                                                 const Options& options) {
+  std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
+  opened->fs_ = &fs;
+  opened->directory_ = directory;
+  opened->files_ = std::make_unique<Files>(fs, options.max_open_files);
+  const std::string path = JoinPath(directory, kCommitName);
+  Result<std::unique_ptr<File>> file = fs.OpenRead(path);
+  if (file.status().code() == Code::kNotFound) {
+    return Status(Code::kNotFound, directory + ": not a checkpoint: it has no COMMIT");
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(file.status());
+  opened->lock_ = std::move(file).value();
+  if (Status locked = opened->lock_->TryLockShared(); !locked.ok()) {
+    // Only gc asks for it alone, and only for what was removed.
+    if (locked.code() == Code::kBusy) {
+      return Status(Code::kStale, directory + ": it is being deleted");
+    }
+    return locked;
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, opened->lock_->Stat());
+  if (info.size > kMaxCommitBytes) {
+    return Status(Code::kDataLoss, path + ": " + std::to_string(info.size) + " bytes");
+  }
+  std::string bytes(info.size, '\0');
+  TENSORMOUNT_RETURN_IF_ERROR(opened->lock_->ReadExactAt(0, bytes.data(), bytes.size()));
+  TENSORMOUNT_ASSIGN_OR_RETURN(opened->commit_, DecodeCommit(bytes, kCommitName));
+  opened->has_commit_ = true;
+  if (opened->commit_.one_copy_damaged) opened->warnings_.push_back(opened->commit_.damage);
+
+  const CommitRecord& commit = opened->commit_.record;
+  Result<std::shared_ptr<const CheckpointIndex>> index =
+      CheckpointIndex::OpenSst(fs, directory, commit);
+  const Code code = index.status().code();
+  if (!index.ok() && options.rebuild_index &&
+      (code == Code::kDataLoss || code == Code::kNotFound)) {
+    const std::string why = index.status().message();
+    Result<Content> content = RebuildContent(fs, directory, commit);
+    if (!content.ok()) {
+      return Status(Code::kDataLoss, why + "; rebuilding it failed: " + content.status().message());
+    }
+    index = CheckpointIndex::FromContent(content.value());
+    opened->index_rebuilt_ = true;
+    opened->warnings_.push_back(why + "; rebuilt from the manifests");
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(index.status());
+  opened->index_ = std::move(index).value();
+  return opened;
+}
+
+Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenSafetensors(
+    FileSystem& fs, const std::string& path) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(path));
+  std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
+  opened->fs_ = &fs;
+  opened->directory_ = resolved;
+  opened->files_ = std::make_unique<Files>(fs, 1);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<OpenDataFile> file,
+                               opened->files_->Open(resolved));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->file().Stat());
+  if (info.kind != FileKind::kFile) {
+    return Status(Code::kInvalidArgument, path + ": not a file");
+  }
+  Result<SafetensorsHeader> header = ReadSafetensorsHeader(file->file());
+  if (!header.ok()) return header.status().WithContext(path);
+
+  Content content;
+  // The same file is the same checkpoint; another file in its place is another.
+  ByteWriter identity;
+  identity.String(resolved);
+  identity.U64(info.size);
+  identity.I64(info.mtime_seconds);
+  identity.I64(info.mtime_nanoseconds);
+  const Hash128 hash = Xxh3(identity.bytes());
+  content.info.uuid = {hash.high, hash.low};
+  content.info.producer = "safetensors";
+  content.info.world_size = 1;
+  content.info.created = content.info.json_mtime = content.info.common_mtime = info.mtime_seconds;
+  content.info.self_contained = false;
+  content.files.push_back(
+      {.name = resolved, .placement = Placement::kForeign, .length = info.size, .root = {}});
+  for (const SafetensorsEntry& entry : header.value().entries) {
+    Result<TensorMeta> meta = TensorMeta::Make(entry.key, entry.dtype, entry.shape);
+    if (!meta.ok()) {
+      return Status(Code::kDataLoss, path + ": " + meta.status().message());
+    }
+    TensorContent& tensor = content.tensors.emplace_back(std::move(meta).value());
+    tensor.mtime = info.mtime_seconds;
+    if (tensor.meta.bytes() == 0) continue;
+    ChunkRecord chunk;
+    chunk.region = Region(Box::Whole(entry.shape));
+    chunk.offset = header.value().data_offset + entry.begin;
+    chunk.length = entry.end - entry.begin;
+    chunk.has_hash = false;
+    tensor.extents.Append(chunk);
+  }
+  std::sort(
+      content.tensors.begin(), content.tensors.end(),
+      [](const TensorContent& a, const TensorContent& b) { return a.meta.key() < b.meta.key(); });
+  for (const auto& [key, value] : header.value().metadata) content.common.emplace(key, value);
+  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(content).WithContext(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_, CheckpointIndex::FromContent(content));
+  return opened;
+}
+
+std::string OpenedCheckpoint::name() const {
+  std::string_view name = directory_;
+  while (name.size() > 1 && name.ends_with('/')) name.remove_suffix(1);
+  if (const std::size_t slash = name.rfind('/'); slash != std::string_view::npos) {
+    name.remove_prefix(slash + 1);
+  }
+  constexpr std::string_view kSuffix = ".safetensors";
+  if (!has_commit_ && name.size() > kSuffix.size() && name.ends_with(kSuffix)) {
+    name.remove_suffix(kSuffix.size());
+  }
+  return std::string(name);
+}
+
+std::string OpenedCheckpoint::FilePath(std::uint32_t file) const {
+  const FileRecord& record = index_->files()[file];
+  return record.placement == Placement::kForeign ? record.name : JoinPath(directory_, record.name);
+}
+
+Result<std::string> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) const {
+  const Status none(Code::kNotFound,
+                    "tensor " + tensor.meta.key() + ": no file holds it and nothing else");
+  if (tensor.meta.bytes() == 0 || tensor.chunks == 0) return none;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentLookup> lookup, Lookup(tensor));
+  if (!lookup->linear_file()) return none;
+  const std::uint32_t file = *lookup->linear_file();
+  if (file >= index_->files().size() || index_->files()[file].length != tensor.meta.bytes()) {
+    return none;
+  }
+  const std::string path = FilePath(file);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_->LinkStat(path));
+  if (info.kind != FileKind::kFile || info.size != tensor.meta.bytes()) {
+    return Status(Code::kDataLoss, "tensor " + tensor.meta.key() + ": " +
+                                       index_->files()[file].name + ": " +
+                                       std::to_string(info.size) + " bytes, " +
+                                       std::to_string(tensor.meta.bytes()) + " expected");
+  }
+  return path;
+}
+
+}  // namespace tensormount

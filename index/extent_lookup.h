@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_EXTENT_LOOKUP_H_
+#define TENSORMOUNT_INDEX_EXTENT_LOOKUP_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "index/extent_table.h"
+#include "shard/tensor_meta.h"
+
+namespace tensormount {
+
+// The extents of one tensor, made ready for finding the few chunks that a read touches. Immutable.
+class ExtentLookup {
+ public:
+  // kDataLoss where a row breaks a rule, lies outside the shape or has not its region's length.
+  static Result<std::shared_ptr<const ExtentLookup>> Make(const TensorMeta& meta,
+                                                          std::shared_ptr<const ExtentTable> table);
+
+  // Rows that may hold bytes [first, end) of the tensor's row-major order: all that do, and maybe
+  // others.
+  struct Rows {
+    std::size_t begin = 0;
+    std::size_t end = 0;
+  };
+  Rows Candidates(std::uint64_t first, std::uint64_t end) const;
+  // Whether bytes [begin, end) of row i may be in this stretch; false only where certain.
+  bool MayTouch(std::size_t i, std::uint64_t first, std::uint64_t end) const {
+    return first_[i] < end && end_[i] > first;
+  }
+  const ExtentTable& table() const { return *table_; }
+
+  // The file of which byte n is byte n of the tensor, for every stored chunk; nullopt: none.
+  std::optional<std::uint32_t> linear_file() const { return linear_file_; }
+  std::size_t memory() const { return first_.size() * 24 + table_->packed().size() + 128; }
+
+ private:
+  ExtentLookup() = default;
+  std::shared_ptr<const ExtentTable> table_;
+  // Byte positions in the tensor of each row's first byte and of the end of its last; the largest
+  // such end of all rows up to it.
+  std::vector<std::uint64_t> first_;
+  std::vector<std::uint64_t> end_;
+  std::vector<std::uint64_t> max_end_;
+  std::optional<std::uint32_t> linear_file_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_EXTENT_LOOKUP_H_

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/file_cache.h"
+
+#include <sys/mman.h>
+
+namespace tensormount {
+
+OpenDataFile::~OpenDataFile() {
+  if (map_ != nullptr) munmap(map_, map_bytes_);
+}
+
+const std::byte* OpenDataFile::MappingTo(std::uint64_t end) {
+  const int fd = file_->descriptor();
+  if (fd < 0) return nullptr;
+  Result<FileInfo> info = file_->Stat();
+  if (!info.ok() || info.value().size < end) return nullptr;
+  std::lock_guard lock(mutex_);
+  if (map_ == nullptr && !map_failed_) {
+    void* map = mmap(nullptr, info.value().size, PROT_READ, MAP_SHARED, fd, 0);
+    if (map == MAP_FAILED) {
+      map_failed_ = true;
+    } else {
+      map_ = map;
+      map_bytes_ = info.value().size;
+    }
+  }
+  return end <= map_bytes_ ? static_cast<const std::byte*>(map_) : nullptr;
+}
+
+Result<std::shared_ptr<OpenDataFile>> OpenedCheckpoint::Files::Open(const std::string& path) {
+  if (std::shared_ptr<OpenDataFile> known = open.Get(path)) return known;
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file, fs.OpenRead(path));
+  return open.Put(path, std::make_shared<OpenDataFile>(std::move(file)), 1);
+}
+
+}  // namespace tensormount

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_FILE_CACHE_H_
+#define TENSORMOUNT_INDEX_FILE_CACHE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "base/file_system.h"
+#include "index/checkpoint.h"
+#include "index/extent_lookup.h"
+#include "index/lru_cache.h"
+
+namespace tensormount {
+
+// A data file or manifest that is open for reading. Thread-safe.
+class OpenDataFile {
+ public:
+  explicit OpenDataFile(std::unique_ptr<File> file) : file_(std::move(file)) {}
+  ~OpenDataFile();
+  OpenDataFile(const OpenDataFile&) = delete;
+  OpenDataFile& operator=(const OpenDataFile&) = delete;
+
+  File& file() { return *file_; }
+
+  // All of the file, mapped read-only, where bytes [0, end) are there now; null where there is
+  // nothing to map (no descriptor, mmap refused) or the file ends before. A file that somebody
+  // truncates while it is read ends the process with SIGBUS (sealed files are never truncated by
+  // us; docs/format.md, "Sealed files").
+  const std::byte* MappingTo(std::uint64_t end);
+
+ private:
+  std::unique_ptr<File> file_;
+  std::mutex mutex_;
+  void* map_ = nullptr;
+  std::size_t map_bytes_ = 0;
+  bool map_failed_ = false;
+};
+
+// Leaf hashes of one chunk, proved by its root.
+struct ProvenLeaves {
+  Hash128 root;
+  std::vector<Hash128> leaves;
+};
+
+// What an opened checkpoint keeps for its readers, all bounded.
+struct OpenedCheckpoint::Files {
+  Files(FileSystem& f, std::size_t max_open) : fs(f), open(max_open) {}
+
+  // Opens `path` or finds it open.
+  Result<std::shared_ptr<OpenDataFile>> Open(const std::string& path);
+
+  FileSystem& fs;
+  LruCache<std::string, OpenDataFile> open;
+  LruCache<std::uint32_t, const ExtentLookup> lookups{std::size_t{16} << 20};  // By ordinal.
+  LruCache<std::uint64_t, const ProvenLeaves> leaves{std::size_t{8} << 20};    // By place.
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_FILE_CACHE_H_

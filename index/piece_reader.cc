@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstring>
+
+#include "base/checked.h"
+#include "index/manifest.h"
+#include "index/region_reader.h"
+#include "shard/leaf_hash.h"
+
+namespace tensormount {
+namespace {
+
+// What stays in the second-level cache between the read and the hash.
+constexpr std::uint64_t kBlockBytes = std::uint64_t{1} << 20;
+static_assert(kBlockBytes % kLeafBytes == 0);
+
+std::uint64_t LeafBegin(std::uint64_t leaf) { return leaf * kLeafBytes; }
+
+}  // namespace
+
+PieceReader::PieceReader(OpenedCheckpoint::Files& files, Where where, ReadVerify verify,
+                         ReadStats& stats)
+    : files_(files),
+      where_(std::move(where)),
+      verify_(where_.has_hash ? verify : ReadVerify::kOff),
+      stats_(stats) {}
+
+Status PieceReader::Damage(std::uint64_t at, std::string_view why) const {
+  return Status(Code::kDataLoss, where_.object + ": " + where_.file_name + ": byte " +
+                                     std::to_string(where_.offset + at) + ": " + std::string(why));
+}
+
+Status PieceReader::OpenFile() {
+  if (file_) return Status();
+  Result<std::shared_ptr<OpenDataFile>> file = files_.Open(where_.file_path);
+  if (file.status().code() == Code::kNotFound) {
+    return Status(Code::kDataLoss,
+                  where_.object + ": " + where_.file_name + ": the file is missing");
+  }
+  if (!file.ok()) return file.status().WithContext(where_.object);
+  file_ = std::move(file).value();
+  return Status();
+}
+
+Status PieceReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size) {
+  TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
+  Result<std::size_t> got = file_->file().ReadAt(where_.offset + at, out, size);
+  if (!got.ok()) return got.status().WithContext(where_.object);
+  stats_.bytes_read += got.value();
+  if (got.value() != size) return Damage(at + got.value(), "the file ends here");
+  return Status();
+}
+
+Status PieceReader::LoadLeaves() {
+  if (leaves_) return Status();
+  // One writer's leaf sections never reach 2^40 leaves (2^56 bytes of data).
+  const std::uint64_t key = (std::uint64_t{where_.manifest} << 40) ^ where_.first_leaf;
+  leaves_ = files_.leaves.Get(key);
+  const std::uint64_t count = LeafCount(where_.length);
+  if (leaves_ && leaves_->root == where_.hash && leaves_->leaves.size() == count) return Status();
+  leaves_ = nullptr;
+  const auto bad = [&](const Status& status) {
+    return Status(Code::kDataLoss, where_.object + ": its leaf hashes: " + status.message());
+  };
+  Result<std::shared_ptr<OpenDataFile>> manifest = files_.Open(where_.manifest_path);
+  if (!manifest.ok()) return bad(manifest.status());
+  Result<std::vector<Hash128>> leaves =
+      ReadManifestLeaves(manifest.value()->file(), where_.first_leaf, count);
+  if (!leaves.ok()) return bad(leaves.status());
+  if (ChunkRoot(leaves.value(), where_.length) != where_.hash) {
+    return Status(Code::kDataLoss, where_.object + ": " + where_.manifest_path +
+                                       ": the leaf hashes do not belong to it");
+  }
+  auto proven = std::make_shared<ProvenLeaves>();
+  proven->root = where_.hash;
+  proven->leaves = std::move(leaves).value();
+  leaves_ = proven;
+  files_.leaves.Put(key, leaves_, count * sizeof(Hash128) + 64);
+  return Status();
+}
+
+Status PieceReader::CheckLeaf(std::uint64_t leaf, const Hash128& hash) {
+  bool equal = false;
+  if (where_.length <= kLeafBytes) {
+    equal = ChunkRoot({&hash, 1}, where_.length) == where_.hash;
+  } else {
+    TENSORMOUNT_RETURN_IF_ERROR(LoadLeaves());
+    equal = leaves_->leaves[leaf] == hash;
+  }
+  return equal ? Status() : Damage(LeafBegin(leaf), "checksum differs");
+}
+
+Status PieceReader::CheckLeaves(std::uint64_t at, const std::byte* data, std::uint64_t size,
+                                Range* checked) {
+  *checked = {at, at};
+  if (verify_ == ReadVerify::kOff) return Status();
+  std::uint64_t leaf = at / kLeafBytes + (at % kLeafBytes != 0);
+  checked->begin = checked->end = LeafBegin(leaf);
+  for (; LeafBegin(leaf) < at + size; ++leaf) {
+    const std::uint64_t begin = LeafBegin(leaf);
+    const std::uint64_t bytes = std::min(kLeafBytes, where_.length - begin);
+    if (begin + bytes > at + size) break;
+    TENSORMOUNT_RETURN_IF_ERROR(CheckLeaf(leaf, Xxh3(data + (begin - at), bytes)));
+    checked->end = begin + bytes;
+  }
+  return Status();
+}
+
+Status PieceReader::ReadWholeLeaf(std::uint64_t leaf) {
+  const std::uint64_t begin = LeafBegin(leaf);
+  const std::uint64_t bytes = std::min(kLeafBytes, where_.length - begin);
+  if (scratch_.size() < kLeafBytes) scratch_.resize(kLeafBytes);
+  TENSORMOUNT_RETURN_IF_ERROR(ReadAt(begin, scratch_.data(), bytes));
+  return CheckLeaf(leaf, Xxh3(scratch_.data(), bytes));
+}
+
+Status PieceReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size,
+                            const Arrived& arrived) {
+  const std::uint64_t end = at + size;
+  while (at < end) {
+    std::uint64_t block = std::min(end, at / kBlockBytes * kBlockBytes + kBlockBytes) - at;
+    if (verify_ == ReadVerify::kExtendLeaves) {
+      const std::uint64_t leaf = at / kLeafBytes;
+      const std::uint64_t leaf_end = std::min(LeafBegin(leaf + 1), where_.length);
+      if (LeafBegin(leaf) != at || leaf_end > end) {  // Only a part of this leaf is wanted.
+        TENSORMOUNT_RETURN_IF_ERROR(ReadWholeLeaf(leaf));
+        block = std::min(leaf_end, end) - at;
+        std::memcpy(out, scratch_.data() + (at - LeafBegin(leaf)), block);
+        stats_.bytes_by_leaf += block;
+        if (arrived) arrived(at, out, block);
+        at += block;
+        out += block;
+        continue;
+      }
+      // Leave a part of a leaf at the end to the branch above.
+      if (at + block == end && end != where_.length) block -= end % kLeafBytes;
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(ReadAt(at, out, block));
+    Range checked;
+    TENSORMOUNT_RETURN_IF_ERROR(CheckLeaves(at, out, block, &checked));
+    stats_.bytes_by_leaf += checked.end - checked.begin;
+    if (arrived) arrived(at, out, block);
+    at += block;
+    out += block;
+  }
+  return Status();
+}
+
+// Serves runs at rising places of a piece from blocks of it.
+class PieceReader::WindowReader {
+ public:
+  // All runs lie in [at, end) of the piece; `dense`: most of what lies between is wanted too.
+  WindowReader(PieceReader& piece, std::uint64_t end, bool dense)
+      : piece_(piece), end_(end), dense_(dense) {}
+
+  Status Copy(std::uint64_t at, std::byte* out, std::uint64_t size) {
+    while (size > 0) {
+      if (at < begin_ || at >= begin_ + bytes_) TENSORMOUNT_RETURN_IF_ERROR(Load(at, size));
+      const std::uint64_t n = std::min(size, begin_ + bytes_ - at);
+      std::memcpy(out, buffer_.data() + (at - begin_), n);
+      const std::uint64_t from = std::max(at, checked_.begin);
+      const std::uint64_t to = std::min(at + n, checked_.end);
+      if (from < to) piece_.stats_.bytes_by_leaf += to - from;
+      at += n;
+      out += n;
+      size -= n;
+    }
+    return Status();
+  }
+
+ private:
+  Status Load(std::uint64_t at, std::uint64_t size) {
+    std::uint64_t stop = 0;
+    if (piece_.verify_ == ReadVerify::kExtendLeaves) {
+      begin_ = at / kLeafBytes * kLeafBytes;
+      stop = begin_ + (dense_ ? kBlockBytes : kLeafBytes);
+      stop = std::min(stop, (end_ + kLeafBytes - 1) / kLeafBytes * kLeafBytes);
+      stop = std::min(stop, piece_.where_.length);
+    } else {
+      begin_ = at;
+      stop = dense_ ? std::min(end_, at / kLeafBytes * kLeafBytes + kBlockBytes)
+                    : at + std::min(size, kBlockBytes);
+    }
+    bytes_ = stop - begin_;
+    if (buffer_.size() < bytes_) buffer_.resize(std::max(bytes_, std::min(end_, kBlockBytes)));
+    const std::uint64_t want = bytes_;
+    bytes_ = 0;  // Nothing is there where the read fails.
+    TENSORMOUNT_RETURN_IF_ERROR(piece_.ReadAt(begin_, buffer_.data(), want));
+    TENSORMOUNT_RETURN_IF_ERROR(piece_.CheckLeaves(begin_, buffer_.data(), want, &checked_));
+    bytes_ = want;
+    return Status();
+  }
+
+  PieceReader& piece_;
+  const std::uint64_t end_;
+  const bool dense_;
+  std::vector<std::byte> buffer_;
+  std::uint64_t begin_ = 0;
+  std::uint64_t bytes_ = 0;
+  Range checked_;
+};
+
+Status PieceReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
+  if (copy.run == 0) return Status();
+  const auto first = static_cast<std::uint64_t>(copy.src_offset) - where_.offset;
+  std::uint64_t span = copy.run;
+  for (int a = 0; a < copy.axes; ++a) {
+    const auto u = static_cast<std::size_t>(a);
+    span += static_cast<std::uint64_t>((copy.count[u] - 1) * copy.src_step[u]);
+  }
+  // Reading what lies between is worth it only where little does.
+  WindowReader window(*this, first + span, span - copy.bytes() <= copy.bytes());
+  Status status;
+  copy.ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
+    if (!status.ok()) return;
+    status = window.Copy(static_cast<std::uint64_t>(src) - where_.offset, base + dst, size);
+  });
+  return status;
+}
+
+Result<const std::byte*> PieceReader::MappingTo(std::uint64_t end) {
+  TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
+  return file_->MappingTo(end);
+}
+
+}  // namespace tensormount

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/region_reader.h"
+
+#include <algorithm>
+
+#include "base/checked.h"
+#include "base/coding.h"
+#include "index/extent_row.h"
+#include "shard/copy_plan.h"
+#include "shard/leaf_hash.h"
+#include "shard/strided_digest.h"
+
+namespace tensormount {
+namespace {
+
+// Runs of at least this many bytes are read where they belong; shorter ones are gathered.
+constexpr std::uint64_t kLongRun = 32 * 1024;
+
+// The box around all of `want`, and the stretch of the row-major byte order that holds it.
+struct Hull {
+  Dims begin;
+  Dims end;
+  std::uint64_t first = 0;
+  std::uint64_t stop = 0;
+};
+
+Hull HullOf(std::span<const PlacedBox> want, const Dims& byte_shape) {
+  Hull hull;
+  hull.begin = want[0].box.begin();
+  hull.end = Dims::Filled(byte_shape.rank(), 0);
+  for (const PlacedBox& placed : want) {
+    for (int a = 0; a < byte_shape.rank(); ++a) {
+      hull.begin[a] = std::min(hull.begin[a], placed.box.begin(a));
+      hull.end[a] = std::max(hull.end[a], placed.box.end(a));
+    }
+  }
+  std::uint64_t last = 0;
+  for (int a = 0; a < byte_shape.rank(); ++a) {
+    const auto extent = static_cast<std::uint64_t>(byte_shape[a]);
+    hull.first = hull.first * extent + static_cast<std::uint64_t>(hull.begin[a]);
+    last = last * extent + static_cast<std::uint64_t>(hull.end[a] - 1);
+  }
+  hull.stop = last + 1;
+  return hull;
+}
+
+// Whether the box of a row may meet the hull. Axes of elements and of bytes are the same but for
+// the last one, where an element is whole bytes.
+bool MayMeet(const char* row, int rank, const Hull& hull) {
+  for (int a = 0; a < rank; ++a) {
+    const std::int64_t begin = extent_row::Begin(row, a);
+    if (begin >= hull.end[a] || begin + extent_row::Extent(row, rank, a) <= hull.begin[a]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+PlacedBox WholeTensor(const Dims& byte_shape) {
+  PlacedBox whole{Box::Whole(byte_shape), 0, Dims::Filled(byte_shape.rank(), 1)};
+  for (int a = byte_shape.rank() - 2; a >= 0; --a) {
+    whole.strides[a] = whole.strides[a + 1] * byte_shape[a + 1];
+  }
+  return whole;
+}
+
+const PlacedBox& Holder(std::span<const PlacedBox> placed, const Box& part) {
+  return *std::find_if(placed.begin(), placed.end(),
+                       [&](const PlacedBox& p) { return p.box.Contains(part); });
+}
+
+// One piece of a plan, from its file to where it belongs.
+Status ReadPiece(PieceReader& reader, std::uint64_t chunk_offset, bool extend,
+                 const CopyPlan::Piece& piece, std::span<const PlacedBox> want, std::byte* base,
+                 const Dims& byte_shape, ReadStats& stats, Crc64* digest) {
+  const StridedCopy& copy = piece.copy;
+  const PlacedBox& dst = Holder(want, piece.part);
+  if (copy.axes == 0 || copy.run >= kLongRun) {
+    // Where a run is also one run of the tensor, its digest is taken while it is in cache.
+    const StridedCopy in_tensor = PlanCopy(piece.part, dst, WholeTensor(byte_shape));
+    const bool linear = digest != nullptr && copy.axes == 0 && in_tensor.axes == 0;
+    const auto tensor_bytes = static_cast<std::uint64_t>(Box::Whole(byte_shape).volume());
+    const auto run_at = static_cast<std::uint64_t>(copy.src_offset) - chunk_offset;
+    const auto tensor_at = static_cast<std::uint64_t>(in_tensor.dst_offset);
+    PieceReader::Arrived arrived;
+    if (linear) {
+      arrived = [&](std::uint64_t at, const std::byte* data, std::size_t size) {
+        const std::uint64_t end = tensor_at + (at - run_at) + size;
+        *digest ^= Crc64Shift(tensor_bytes - end).Apply(Crc64Extend(0, data, size));
+      };
+    }
+    Status status;
+    copy.ForEachRun([&](std::int64_t src, std::int64_t to, std::uint64_t size) {
+      if (!status.ok()) return;
+      status =
+          reader.ReadRun(static_cast<std::uint64_t>(src) - chunk_offset, base + to, size, arrived);
+    });
+    TENSORMOUNT_RETURN_IF_ERROR(status);
+    if (linear) return Status();
+  } else {
+    std::uint64_t end = static_cast<std::uint64_t>(copy.src_offset) + copy.run;
+    for (int a = 0; a < copy.axes; ++a) {
+      const auto u = static_cast<std::size_t>(a);
+      end += static_cast<std::uint64_t>((copy.count[u] - 1) * copy.src_step[u]);
+    }
+    const std::uint64_t span = end - static_cast<std::uint64_t>(copy.src_offset);
+    // Gaps in the file: pick from a mapping. Without gaps a read is as good, and checks leaves.
+    if (!extend && span != copy.bytes()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map, reader.MappingTo(end));
+      if (map != nullptr) {
+        stats.bytes_read += copy.bytes();
+        if (digest != nullptr) {
+          ExecuteCopyWithDigest(copy, piece.part, map, base, byte_shape, digest);
+        } else {
+          ExecuteCopy(copy, map, base);
+        }
+        return Status();
+      }
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(reader.ReadStrided(copy, base));
+  }
+  if (digest != nullptr) {
+    const PlacedBox part{piece.part, copy.dst_offset, dst.strides};
+    *digest ^= DigestOfPlaced(part, base, byte_shape);
+  }
+  return Status();
+}
+
+}  // namespace
+
+Result<std::shared_ptr<const ExtentLookup>> OpenedCheckpoint::Lookup(
+    const TensorEntry& tensor) const {
+  if (std::shared_ptr<const ExtentLookup> known = files_->lookups.Get(tensor.ordinal)) return known;
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const ExtentTable> table,
+                               index_->Extents(tensor.ordinal));
+  if (table->rank() != tensor.meta.shape().rank()) {
+    return Status(Code::kInvalidArgument,
+                  "tensor " + tensor.meta.key() + ": not of this checkpoint");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const ExtentLookup> lookup,
+                               ExtentLookup::Make(tensor.meta, std::move(table)));
+  const std::size_t weight = lookup->memory();
+  return files_->lookups.Put(tensor.ordinal, std::move(lookup), weight);
+}
+
+Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const PlacedBox> want,
+                                    std::byte* base, ReadVerify verify, ReadStats& stats,
+                                    Crc64* digest) const {
+  if (digest != nullptr) *digest = 0;
+  if (want.empty()) return Status();
+  const TensorMeta& meta = tensor.meta;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentLookup> lookup, Lookup(tensor));
+  const Dims byte_shape = ByteShape(meta.dtype(), meta.shape());
+  const Hull hull = HullOf(want, byte_shape);
+  const bool axes_agree = meta.bits() % 8 == 0;
+  const ExtentLookup::Rows rows = lookup->Candidates(hull.first, hull.stop);
+  std::vector<ChunkRecord> chunks;
+  std::vector<std::vector<PlacedBox>> placed;
+  for (std::size_t i = rows.begin; i < rows.end; ++i) {
+    if (!lookup->MayTouch(i, hull.first, hull.stop)) continue;
+    if (axes_agree && !MayMeet(lookup->table().Row(i).data(), lookup->table().rank(), hull)) {
+      continue;
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, lookup->table().At(i));
+    if (chunk.region.empty()) continue;
+    if (chunk.file >= index_->files().size() ||
+        (chunk.has_hash && chunk.manifest >= index_->manifests().size())) {
+      return Status(Code::kDataLoss, "index: tensor " + meta.key() + " " + chunk.region.ToString() +
+                                         ": file or manifest is not in the table");
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
+                                 ByteRegion(meta.dtype(), meta.shape(), chunk.region));
+    placed.push_back(PlacePacked(bytes, chunk.offset));
+    chunks.push_back(std::move(chunk));
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CopyPlan plan, CopyPlan::Make(want, placed, &meta));
+  stats.bytes_wanted += plan.bytes();
+  const std::span<const CopyPlan::Piece> pieces = plan.pieces();
+  for (std::size_t i = 0; i < pieces.size();) {
+    const std::uint32_t number = pieces[i].chunk;
+    const ChunkRecord& chunk = chunks[number];
+    PieceReader reader(
+        *files_,
+        {.object = "tensor " + meta.key() + " " + chunk.region.ToString(),
+         .file_name = index_->files()[chunk.file].name,
+         .file_path = FilePath(chunk.file),
+         .manifest_path =
+             chunk.has_hash ? JoinPath(directory_, index_->manifests()[chunk.manifest]) : "",
+         .offset = chunk.offset,
+         .length = chunk.length,
+         .has_hash = chunk.has_hash,
+         .hash = chunk.hash,
+         .manifest = chunk.manifest,
+         .first_leaf = chunk.first_leaf},
+        verify, stats);
+    const bool extend = verify == ReadVerify::kExtendLeaves && chunk.has_hash;
+    for (; i < pieces.size() && pieces[i].chunk == number; ++i) {
+      TENSORMOUNT_RETURN_IF_ERROR(ReadPiece(reader, chunk.offset, extend, pieces[i], want, base,
+                                            byte_shape, stats, digest));
+    }
+  }
+  return Status();
+}
+
+Status OpenedCheckpoint::Read(const TensorEntry& tensor, const Region& region,
+                              const BufferView& out, ReadVerify verify, ReadStats* stats,
+                              Crc64* digest) const {
+  const TensorMeta& meta = tensor.meta;
+  if (out.device.kind != DeviceKind::kHost) {
+    return Status(Code::kUnsupported, "tensor " + meta.key() + ": reading into device memory");
+  }
+  if (!region.Within(meta.shape())) {
+    return Status(Code::kInvalidArgument, "tensor " + meta.key() + ": " + region.ToString() +
+                                              " is not within " + meta.shape().ToString());
+  }
+  Result<std::vector<PlacedBox>> want = PlaceBuffer(out, meta.dtype(), meta.shape(), region);
+  if (!want.ok()) return want.status().WithContext("tensor " + meta.key());
+  ReadStats local;
+  const Status status =
+      ReadPlaced(tensor, want.value(), static_cast<std::byte*>(out.data), verify, local, digest);
+  if (stats != nullptr) stats->Add(local);
+  return status;
+}
+
+Status OpenedCheckpoint::ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out,
+                                   std::size_t size, ReadVerify verify, ReadStats* stats) const {
+  const TensorMeta& meta = tensor.meta;
+  if (!RangeWithin(offset, size, meta.bytes())) {
+    return Status(Code::kInvalidArgument,
+                  "tensor " + meta.key() + ": bytes " + std::to_string(offset) + " to " +
+                      std::to_string(offset + size) + " of " + std::to_string(meta.bytes()));
+  }
+  if (size == 0) return Status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const Region region,
+      Region::Flat(Box::Whole(ByteShape(meta.dtype(), meta.shape())),
+                   static_cast<std::int64_t>(offset), static_cast<std::int64_t>(size)));
+  const std::vector<PlacedBox> want = PlacePacked(region, 0);
+  ReadStats local;
+  const Status status =
+      ReadPlaced(tensor, want, static_cast<std::byte*>(out), verify, local, nullptr);
+  if (stats != nullptr) stats->Add(local);
+  return status;
+}
+
+Status OpenedCheckpoint::ReadObject(const ObjectContent& object, std::uint64_t offset, void* out,
+                                    std::size_t size) const {
+  std::string name = "object " + object.key;
+  if (object.grid.rank() > 0) name += " part " + object.index.ToString();
+  if (!RangeWithin(offset, size, object.length)) {
+    return Status(Code::kInvalidArgument, name + ": bytes " + std::to_string(offset) + " to " +
+                                              std::to_string(offset + size) + " of " +
+                                              std::to_string(object.length));
+  }
+  if (object.file >= index_->files().size() || object.manifest >= index_->manifests().size()) {
+    return Status(Code::kDataLoss, "index: " + name + ": file or manifest is not in the table");
+  }
+  ReadStats stats;
+  PieceReader reader(*files_,
+                     {.object = name,
+                      .file_name = index_->files()[object.file].name,
+                      .file_path = FilePath(object.file),
+                      .manifest_path = JoinPath(directory_, index_->manifests()[object.manifest]),
+                      .offset = object.offset,
+                      .length = object.length,
+                      .has_hash = true,
+                      .hash = object.hash,
+                      .manifest = object.manifest,
+                      .first_leaf = object.first_leaf},
+                     ReadVerify::kWholeLeaves, stats);
+  return reader.ReadRun(offset, static_cast<std::byte*>(out), size, {});
+}
+
+}  // namespace tensormount

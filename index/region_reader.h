@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_REGION_READER_H_
+#define TENSORMOUNT_INDEX_REGION_READER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "index/checkpoint.h"
+#include "index/file_cache.h"
+#include "shard/copy_plan.h"
+#include "shard/tensor_meta.h"
+
+namespace tensormount {
+
+// Reads one stored piece (a chunk, a part of an object) by pieces of itself, checking leaves.
+// Lives for one call; not thread-safe.
+class PieceReader {
+ public:
+  struct Where {
+    std::string object;     // "tensor w [0:16, 128:256]", for errors.
+    std::string file_name;  // "data/…", for errors.
+    std::string file_path;
+    std::string manifest_path;  // Empty: none.
+    std::uint64_t offset = 0;   // In the file.
+    std::uint64_t length = 0;
+    bool has_hash = false;
+    Hash128 hash;
+    std::uint32_t manifest = 0;
+    std::uint64_t first_leaf = 0;
+  };
+  PieceReader(OpenedCheckpoint::Files& files, Where where, ReadVerify verify, ReadStats& stats);
+
+  // Bytes [at, at + size) of the piece into memory of that size. `arrived`, where not empty, is
+  // told of blocks while they are in cache: offset in the piece, memory, size.
+  using Arrived = std::function<void(std::uint64_t at, const std::byte* data, std::size_t size)>;
+  Status ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size, const Arrived& arrived);
+  // The runs of `copy`, whose source offsets are the file's and rise, to `base`.
+  Status ReadStrided(const StridedCopy& copy, std::byte* base);
+  // For gathers: the file's mapping where bytes of the piece up to `end` (of the file) are there.
+  Result<const std::byte*> MappingTo(std::uint64_t end);
+  bool verifies() const { return verify_ != ReadVerify::kOff; }
+
+ private:
+  class WindowReader;
+  Status OpenFile();
+  // Damage at a byte of the piece.
+  Status Damage(std::uint64_t at, std::string_view why) const;
+  Status ReadAt(std::uint64_t at, void* out, std::uint64_t size);
+  // Checks the leaves that lie whole in [at, at + size), which stand at `data`; *checked gets the
+  // range of them.
+  struct Range {
+    std::uint64_t begin = 0;
+    std::uint64_t end = 0;
+  };
+  Status CheckLeaves(std::uint64_t at, const std::byte* data, std::uint64_t size, Range* checked);
+  Status CheckLeaf(std::uint64_t leaf, const Hash128& hash);
+  Status LoadLeaves();
+  Status ReadWholeLeaf(std::uint64_t leaf);  // Into scratch_, checked.
+
+  OpenedCheckpoint::Files& files_;
+  const Where where_;
+  const ReadVerify verify_;
+  ReadStats& stats_;
+  std::shared_ptr<OpenDataFile> file_;
+  std::shared_ptr<const ProvenLeaves> leaves_;
+  std::vector<std::byte> scratch_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_REGION_READER_H_
