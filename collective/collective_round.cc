@@ -68,7 +68,8 @@ class Backoff {
     if (turns_ < 32) {
       std::this_thread::yield();
     } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(turns_ < 200 ? 50 : 200));
+      const int us = turns_ < 200 ? 50 : turns_ < 1000 ? 200 : 1000;
+      std::this_thread::sleep_for(std::chrono::microseconds(us));
     }
   }
 
@@ -261,6 +262,9 @@ Result<CollectiveEngine::Payload> CollectiveEngine::RunRoot(const Round& round) 
       backoff.Pause();
     }
   }
+  if (Status gone = StillThere(round, g); !gone.ok()) {
+    return TellAll(round, gone, /*fatal=*/true, {});
+  }
   std::string verdict;
   const Status failure = Judge(round, g, &verdict);
   return TellAll(round, failure, /*fatal=*/!failure.ok() && round.work != nullptr,
@@ -320,6 +324,22 @@ Status CollectiveEngine::OnContribution(const Round& round, Gathered& g, int fro
   g.failed |= !f.status.ok();
   --g.missing;
   if (f.status.ok()) g.parts[static_cast<std::size_t>(from)] = std::move(in.payload);
+  return {};
+}
+
+// Whoever came waits for the verdict. If rank 0 itself was stopped meanwhile, they may have given
+// up: then there is no good verdict any more.
+Status CollectiveEngine::StillThere(const Round& round, const Gathered& g) {
+  for (std::size_t r = 1; r < g.seats.size(); ++r) {
+    if (!g.seats[r].came) continue;
+    const Result<bool> got = from_[r]->Poll();
+    if (!got.ok()) return got.status().WithContext(Waiting(round));
+    if (!got.value()) continue;
+    const std::string who = "rank " + std::to_string(r);
+    const Frame f = from_[r]->Take().frame;
+    if (f.kind == Frame::kGaveUp) return f.status.WithContext(who + " gave up");
+    return {Code::kInternal, who + " went on without an answer"};
+  }
   return {};
 }
 

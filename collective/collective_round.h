@@ -124,6 +124,7 @@ class CollectiveEngine {
   // One look at everybody who is still missing.
   Status Collect(const Round& round, Gathered& g, bool* moved);
   Status OnContribution(const Round& round, Gathered& g, int from, FrameReceiver::Received in);
+  Status StillThere(const Round& round, const Gathered& g);
   Status Missing(const Round& round, const Gathered& g, Clock::time_point now);
   void Remind(const Round& round, Gathered& g, Clock::time_point now);
   Status Judge(const Round& round, Gathered& g, std::string* verdict);

@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/collective/collective_cases.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <errno.h>
+#include <signal.h>
+#include <vector>
+
+#define CHECK_THAT(condition)                                                                  \
+  do {                                                                                         \
+    if (!(condition)) {                                                                        \
+      return Status(Code::kInternal,                                                           \
+                    std::string(__FILE__) + ":" + std::to_string(__LINE__) + ": " #condition); \
+    }                                                                                          \
+  } while (false)
+
+namespace tensormount {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::string Text(int from, std::size_t size) {
+  std::string out(size, '\0');
+  for (std::size_t i = 0; i < size; ++i) {
+    out[i] = static_cast<char>(i * 31 + static_cast<std::size_t>(from) * 7 + i / 251);
+  }
+  return out;
+}
+
+Status Gathers(Collective& c) {
+  for (const std::size_t base : {0u, 1u, 150u, 161u, 5000u, 70'000u}) {
+    // Sizes differ by rank, around what fits into a frame.
+    const auto size_of = [&](int r) { return base + static_cast<std::size_t>(r) * (base / 3); };
+    const std::string mine = Text(c.rank(), size_of(c.rank()));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto all, c.AllGather(mine, "gather to all"));
+    CHECK_THAT(all.size() == static_cast<std::size_t>(c.size()));
+    for (int r = 0; r < c.size(); ++r) {
+      CHECK_THAT(all[static_cast<std::size_t>(r)] == Text(r, size_of(r)));
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto here, c.Gather(mine, "gather"));
+    CHECK_THAT(here == (c.rank() == 0 ? all : std::vector<std::string>()));
+  }
+  return {};
+}
+
+Status Broadcasts(Collective& c) {
+  for (const std::size_t size :
+       {std::size_t{0}, std::size_t{160}, std::size_t{161}, std::size_t{1'500'000}}) {
+    const std::string mine = c.rank() == 0 ? Text(9, size) : "not mine to say";
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string got, c.Broadcast(mine, "broadcast"));
+    CHECK_THAT(got == Text(9, size));
+  }
+  Result<std::string> failed = std::string();
+  if (c.rank() == 0) failed = Status::FromErrno(ENOSPC, "write", "plan");
+  const Result<std::string> got = c.Broadcast(failed, "broadcast a failure");
+  CHECK_THAT(got.status().code() == Code::kResourceExhausted);
+  CHECK_THAT(got.status().ToErrno() == ENOSPC);
+  CHECK_THAT(got.status().message() == Status::FromErrno(ENOSPC, "write", "plan").message());
+  return {};
+}
+
+Status Reductions(Collective& c) {
+  std::vector<std::uint64_t> mine;
+  std::vector<std::uint64_t> expected(1000);
+  for (std::uint64_t i = 0; i < 1000; ++i) {
+    mine.push_back(i * 0x9E3779B97F4A7C15u << c.rank());
+    for (int r = 0; r < c.size(); ++r) expected[i] ^= i * 0x9E3779B97F4A7C15u << r;
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto got, c.AllReduceXor(mine, "xor"));
+  CHECK_THAT(got == expected);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto none, c.AllReduceXor({}, "xor of nothing"));
+  CHECK_THAT(none.empty());
+  if (c.size() == 1) return {};
+  // Lengths differ: an error, and the object goes on working.
+  mine.resize(c.rank() == 1 ? 3 : 2);
+  const auto unequal = c.AllReduceXor(mine, "xor of unequal lengths");
+  CHECK_THAT(unequal.status().code() == Code::kInternal);
+  CHECK_THAT(unequal.status().message().find("rank 1 has 3") != std::string::npos);
+  return {};
+}
+
+Status Agreements(Collective& c) {
+  TENSORMOUNT_RETURN_IF_ERROR(c.Agree({}, "all is well"));
+  // Each rank alone, then all from there on.
+  for (int bad = 0; bad < c.size(); ++bad) {
+    Status mine;
+    if (c.rank() == bad) mine = Status::FromErrno(EDQUOT, "write", "rank-" + std::to_string(bad));
+    const Status one = c.Agree(mine, "one fails");
+    CHECK_THAT(one.code() == Status::FromErrno(EDQUOT, "", "").code());
+    CHECK_THAT(one.ToErrno() == EDQUOT);
+    CHECK_THAT(one.message().rfind("rank " + std::to_string(bad) + ": write rank-", 0) == 0);
+    CHECK_THAT(one.message().find("other rank") == std::string::npos);
+    if (c.rank() > bad) mine = Status(Code::kBusy, "also");
+    const Status many = c.Agree(mine, "many fail");
+    CHECK_THAT(many.code() == one.code());
+    CHECK_THAT(many.message().rfind("rank " + std::to_string(bad) + ": write rank-", 0) == 0);
+    const int others = c.size() - bad - 1;
+    const bool said =
+        many.message().find("(" + std::to_string(others) + " other rank") != std::string::npos;
+    CHECK_THAT(said == (others > 0));
+  }
+  // A long message is cut, not lost.
+  const Status mine =
+      c.rank() == c.size() - 1 ? Status(Code::kStale, std::string(90'000, 'm')) : Status();
+  const Status cut = c.Agree(mine, "long message");
+  CHECK_THAT(cut.code() == Code::kStale);
+  CHECK_THAT(cut.message().size() > 1000 && cut.message().size() < 10'000);
+  return {};
+}
+
+// Rank a sends b this many bytes, in two transfers; some are empty.
+std::size_t SizeOf(int a, int b) {
+  return (a + b) % 3 == 2 ? 0 : static_cast<std::size_t>(1 + a * 70'001 + b * 913);
+}
+
+Status Exchanges(Collective& c) {
+  const auto n = static_cast<std::size_t>(c.size());
+  for (int turn = 0; turn < 2; ++turn) {
+    std::vector<std::string> out(n);
+    std::vector<std::string> in(n);
+    std::vector<Collective::Transfer> sends;
+    std::vector<Collective::Transfer> receives;
+    for (std::size_t p = 0; p < n; ++p) {
+      const int peer = static_cast<int>(p);
+      out[p] = Text(c.rank() * 100 + peer + turn, SizeOf(c.rank(), peer));
+      in[p].resize(SizeOf(peer, c.rank()));
+      const auto cut = [&](std::string& s, std::vector<Collective::Transfer>& to) {
+        const std::size_t half = s.size() / 3;
+        to.push_back({peer, s.data(), half});
+        to.push_back({peer, s.data() + half, s.size() - half});
+      };
+      cut(out[p], sends);
+      cut(in[p], receives);
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(c.Exchange(sends, receives, "exchange"));
+    for (std::size_t p = 0; p < n; ++p) {
+      CHECK_THAT(in[p] == Text(static_cast<int>(p) * 100 + c.rank() + turn,
+                               SizeOf(static_cast<int>(p), c.rank())));
+    }
+  }
+  return c.Exchange({}, {}, "nothing to exchange");
+}
+
+}  // namespace
+
+Status ExerciseCollective(Communicator& comm) {
+  // Two jobs after each other on one communicator.
+  for (int job = 0; job < 2; ++job) {
+    Collective c(comm, kPatient);
+    CHECK_THAT(c.rank() == comm.rank() && c.size() == comm.size());
+    TENSORMOUNT_RETURN_IF_ERROR(Gathers(c));
+    TENSORMOUNT_RETURN_IF_ERROR(Broadcasts(c));
+    TENSORMOUNT_RETURN_IF_ERROR(Reductions(c));
+    TENSORMOUNT_RETURN_IF_ERROR(Agreements(c));
+    TENSORMOUNT_RETURN_IF_ERROR(Exchanges(c));
+  }
+  return {};
+}
+
+Status ExerciseLargePayload(Communicator& comm, std::size_t bytes) {
+  Collective c(comm, kPatient);
+  std::string mine(comm.rank() == comm.size() - 1 ? bytes : 3, static_cast<char>(comm.rank()));
+  if (mine.size() > 1000) mine[bytes / 2] = 'x';
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto all, c.AllGather(mine, "large"));
+  CHECK_THAT(all.back().size() == bytes);
+  CHECK_THAT(all.back()[bytes / 2] == 'x');
+  CHECK_THAT(all.back().back() == static_cast<char>(comm.size() - 1));
+  return {};
+}
+
+Status CallOperation(Collective& c, Operation operation, const std::string& phase) {
+  switch (operation) {
+    case Operation::kAllGather:
+      return c.AllGather(std::string(100'000, 'a'), phase).status();
+    case Operation::kGather:
+      return c.Gather("mine", phase).status();
+    case Operation::kBroadcast:
+      return c.Broadcast(std::string(50'000, 'b'), phase).status();
+    case Operation::kXor:
+      return c.AllReduceXor(std::vector<std::uint64_t>(100, 5), phase).status();
+    case Operation::kAgree:
+      return c.Agree({}, phase);
+    case Operation::kExchange: {
+      std::vector<std::string> in(static_cast<std::size_t>(c.size()), std::string(3 << 20, ' '));
+      std::string out(3 << 20, 'e');
+      std::vector<Collective::Transfer> sends;
+      std::vector<Collective::Transfer> receives;
+      for (int p = 0; p < c.size(); ++p) {
+        sends.push_back({p, out.data(), out.size()});
+        receives.push_back({p, in[static_cast<std::size_t>(p)].data(), out.size()});
+      }
+      return c.Exchange(sends, receives, phase);
+    }
+  }
+  return {Code::kInternal, "no such operation"};
+}
+
+int WatchVictim(Communicator& comm, Operation operation, int victim, int signal) {
+  Collective c(comm, kWatchful);
+  const auto complain = [&](const std::string& what, const Status& status) {
+    std::fprintf(stderr, "operation %d, victim %d, signal %d, rank %d: %s: %s\n",
+                 static_cast<int>(operation), victim, signal, comm.rank(), what.c_str(),
+                 status.ToString().c_str());
+  };
+  if (const Status ready = c.Agree({}, "ready"); !ready.ok()) {
+    complain("before anything happened", ready);
+    return 1;
+  }
+  if (comm.rank() == victim) ::raise(signal);
+  const auto start = Clock::now();
+  const Status failure = CallOperation(c, operation, "the call in which it happens");
+  const auto waited = Clock::now() - start;
+  if (failure.ok()) {
+    complain("no failure", failure);
+    return 2;
+  }
+  if (comm.rank() != victim || victim != 0) {
+    if (failure.message().find("rank " + std::to_string(victim)) == std::string::npos) {
+      complain("the victim is not named", failure);
+      return 3;
+    }
+  }
+  if (waited > kWatchful.liveness + kMargin) {
+    complain("the deadline was passed", failure);
+    return 4;
+  }
+  const Status again = CallOperation(c, operation, "the next call");
+  if (again.code() != failure.code() || again.message() != failure.message()) {
+    complain("the next call says something else", again);
+    return 5;
+  }
+  return kSawFailure + static_cast<int>(failure.code());
+}
+
+}  // namespace tensormount

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <chrono>
+#include <cstdio>
+#include <signal.h>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "collective/socket_group.h"
+#include "tests/collective/collective_cases.h"
+#include "tests/support/status_matchers.h"
+
+namespace tensormount {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+int Report(const Communicator& comm, const Status& status) {
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "rank %d: %s\n", comm.rank(), status.ToString().c_str());
+  return 1;
+}
+
+class CollectiveSocketTest : public testing::TestWithParam<int> {};
+
+TEST_P(CollectiveSocketTest, EveryOperationOnEveryRank) {
+  ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(GetParam(), [](Communicator& comm) {
+                         return Report(comm, ExerciseCollective(comm));
+                       }));
+  for (const ForkedGroup::Exit& e : group->Wait(seconds(120))) EXPECT_EQ(e.code, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, CollectiveSocketTest, testing::Values(1, 2, 3, 4, 8),
+                         testing::PrintToStringParamName());
+
+TEST(CollectiveForkTest, AHundredMegabytesAreGathered) {
+  ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(2, [](Communicator& comm) {
+                         return Report(comm, ExerciseLargePayload(comm, 100'000'000));
+                       }));
+  for (const ForkedGroup::Exit& e : group->Wait(seconds(120))) EXPECT_EQ(e.code, 0);
+}
+
+struct Victim {
+  int rank;
+  int signal;
+  int code;  // That all survivors must see.
+};
+
+// For each operation: all survivors fail by their deadline, with the same code, and name the
+// victim. All groups run at once: their waits overlap.
+TEST(CollectiveForkTest, ADeadOrStoppedRankIsNamedByAllInEveryOperation) {
+  constexpr int kRanks = 4;
+  const std::vector<Victim> victims = {
+      {0, SIGKILL, kSawFailure + static_cast<int>(Code::kUnavailable)},
+      {2, SIGKILL, kSawFailure + static_cast<int>(Code::kUnavailable)},
+      {0, SIGSTOP, kSawFailure + static_cast<int>(Code::kDeadlineExceeded)},
+      {2, SIGSTOP, kSawFailure + static_cast<int>(Code::kDeadlineExceeded)},
+  };
+  for (const Victim& v : victims) {
+    std::vector<std::unique_ptr<ForkedGroup>> groups;
+    for (int op = 0; op < kOperations; ++op) {
+      ASSERT_OK_AND_ASSIGN(auto group, ForkedGroup::Start(kRanks, [&](Communicator& comm) {
+                             return WatchVictim(comm, static_cast<Operation>(op), v.rank, v.signal);
+                           }));
+      groups.push_back(std::move(group));
+    }
+    for (int op = 0; op < kOperations; ++op) {
+      SCOPED_TRACE("operation " + std::to_string(op) + ", victim " + std::to_string(v.rank) +
+                   ", signal " + std::to_string(v.signal));
+      ForkedGroup& group = *groups[static_cast<std::size_t>(op)];
+      std::vector<ForkedGroup::Exit> exits;
+      const auto give_up = std::chrono::steady_clock::now() + seconds(90);
+      const auto survivors_left = [&] {
+        int left = 0;
+        for (int r = 0; r < kRanks; ++r) {
+          left += r != v.rank && !exits[static_cast<std::size_t>(r)].exited ? 1 : 0;
+        }
+        return left;
+      };
+      do {
+        exits = group.Wait(milliseconds(10));
+      } while (survivors_left() > 0 && std::chrono::steady_clock::now() < give_up);
+      for (int r = 0; r < kRanks; ++r) {
+        if (r != v.rank) {
+          EXPECT_EQ(exits[static_cast<std::size_t>(r)].code, v.code) << r;
+        }
+      }
+      const auto it = static_cast<std::size_t>(v.rank);
+      if (v.signal == SIGKILL) {
+        EXPECT_EQ(exits[it].signal, SIGKILL);
+        continue;
+      }
+      // Woken up, the victim learns the same: it cannot go on with what the others gave up.
+      EXPECT_FALSE(exits[it].exited);
+      ::kill(group.pid(v.rank), SIGCONT);
+      exits = group.Wait(seconds(60));
+      if (v.rank == 0) {
+        EXPECT_GE(exits[it].code, kSawFailure);
+      } else {
+        EXPECT_EQ(exits[it].code, v.code);
+      }
+    }
+  }
+}
+
+// A rank that did not even begin its part is found by its closed connection.
+TEST(CollectiveForkTest, ARankThatDiedBeforeItCameIsNamed) {
+  ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(3, [](Communicator& comm) {
+                         if (comm.rank() == 1) ::raise(SIGKILL);
+                         Collective c(comm, kPatient);
+                         const Status status = c.Agree({}, "begin");
+                         return status.code() == Code::kUnavailable &&
+                                        status.message().find("rank 1 is gone") != std::string::npos
+                                    ? 0
+                                    : Report(comm, status);
+                       }));
+  const auto exits = group->Wait(seconds(60));
+  EXPECT_EQ(exits[0].code, 0);
+  EXPECT_EQ(exits[2].code, 0);
+}
+
+// A rank that lives but does not come: named at `arrival`, and answered when it comes at last.
+TEST(CollectiveForkTest, ALateRankIsNamedAndGetsTheFailure) {
+  ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(3, [](Communicator& comm) {
+                         Collective c(comm, {seconds(60), milliseconds(500)});
+                         if (comm.rank() == 2) std::this_thread::sleep_for(milliseconds(2500));
+                         const Status status = c.Agree({}, "evaluate");
+                         const bool as_expected =
+                             status.code() == Code::kDeadlineExceeded &&
+                             status.message().find("rank 2 did not come within") !=
+                                 std::string::npos;
+                         return as_expected ? 0 : 10 + Report(comm, status);
+                       }));
+  for (const ForkedGroup::Exit& e : group->Wait(seconds(60))) EXPECT_EQ(e.code, 0);
+}
+
+}  // namespace
+}  // namespace tensormount

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "collective/collective.h"
+#include "collective/collective_frame.h"
+#include "tests/collective/collective_cases.h"
+#include "tests/support/status_matchers.h"
+
+namespace tensormount {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using Clock = std::chrono::steady_clock;
+
+class CollectiveThreadTest : public testing::TestWithParam<int> {};
+
+TEST_P(CollectiveThreadTest, EveryOperationOnEveryRank) {
+  EXPECT_OK(RunOnThreads(GetParam(), ExerciseCollective));
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, CollectiveThreadTest, testing::Values(1, 2, 3, 4, 8),
+                         testing::PrintToStringParamName());
+
+TEST(CollectiveTest, AHundredMegabytesAreGathered) {
+  EXPECT_OK(RunOnThreads(2, [](Communicator& c) { return ExerciseLargePayload(c, 100'000'000); }));
+}
+
+TEST(CollectiveTest, DifferentPhasesAreNamedOnAllRanks) {
+  for (const int other : {0, 1, 2}) {
+    std::vector<Status> seen(3);
+    EXPECT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
+      Collective c(comm, kPatient);
+      TENSORMOUNT_RETURN_IF_ERROR(c.Agree({}, "begin"));
+      const bool odd = comm.rank() == other;
+      seen[static_cast<std::size_t>(comm.rank())] = c.Agree({}, odd ? "publish" : "validate");
+      return {};
+    }));
+    for (const Status& s : seen) {
+      EXPECT_THAT(s, HasCode(Code::kInternal));
+      EXPECT_THAT(s, HasMessage("publish"));
+      EXPECT_THAT(s, HasMessage("validate"));
+      if (other != 0) {
+        EXPECT_THAT(s, HasMessage("rank " + std::to_string(other)));
+      }
+    }
+  }
+}
+
+TEST(CollectiveTest, DifferentOperationsOfOnePhaseAreFound) {
+  std::vector<Status> seen(2);
+  EXPECT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
+    Collective c(comm, kPatient);
+    seen[static_cast<std::size_t>(comm.rank())] =
+        comm.rank() == 0 ? c.Agree({}, "end") : c.Gather("x", "end").status();
+    return {};
+  }));
+  for (const Status& s : seen) EXPECT_THAT(s, HasCode(Code::kInternal));
+}
+
+// `late` beats its heart but does not come to a call until all others have failed.
+void RankThatDoesNotCome(int ranks, int late, Operation operation) {
+  const Timeouts timeouts{seconds(60), milliseconds(400)};
+  std::vector<Status> seen(static_cast<std::size_t>(ranks));
+  std::atomic<int> failed{0};
+  EXPECT_OK(RunOnThreads(ranks, [&](Communicator& comm) -> Status {
+    Collective c(comm, timeouts);
+    // With patience, so that a loaded machine fails nobody here.
+    Status& mine = seen[static_cast<std::size_t>(comm.rank())];
+    if (comm.rank() == late) {
+      const auto give_up = Clock::now() + seconds(60);
+      while (failed.load() < ranks - 1 && Clock::now() < give_up) {
+        std::this_thread::sleep_for(milliseconds(2));
+      }
+    }
+    const auto start = Clock::now();
+    mine = CallOperation(c, operation, "evaluate");
+    if (Clock::now() - start > timeouts.arrival + seconds(5) + kMargin) {
+      return {Code::kInternal, "rank " + std::to_string(comm.rank()) + " waited too long"};
+    }
+    failed.fetch_add(1);
+    // The communicator lives until the late one has its answer.
+    const auto give_up = Clock::now() + seconds(60);
+    while (failed.load() < ranks && Clock::now() < give_up) {
+      std::this_thread::sleep_for(milliseconds(2));
+    }
+    return {};
+  }));
+  for (std::size_t r = 0; r < seen.size(); ++r) {
+    SCOPED_TRACE("rank " + std::to_string(r) + ", late " + std::to_string(late));
+    EXPECT_THAT(seen[r], HasCode(Code::kDeadlineExceeded));
+    EXPECT_THAT(seen[r], HasMessage("rank " + std::to_string(late) + " did not come within"));
+    EXPECT_THAT(seen[r], HasMessage("evaluate"));
+    if (late != 0) {
+      EXPECT_EQ(seen[r].message(), seen[0].message());
+    }
+  }
+}
+
+TEST(CollectiveTest, ARankThatDoesNotComeIsNamedAndGetsTheFailureWhenItComes) {
+  RankThatDoesNotCome(2, 1, Operation::kAllGather);
+  RankThatDoesNotCome(4, 2, Operation::kAgree);
+  RankThatDoesNotCome(4, 3, Operation::kExchange);
+}
+
+TEST(CollectiveTest, RankZeroThatDoesNotComeIsNamed) {
+  RankThatDoesNotCome(3, 0, Operation::kBroadcast);
+}
+
+TEST(CollectiveTest, ARankThatLeavesIsNamedByAll) {
+  for (const int leaver : {0, 2}) {
+    std::vector<Status> seen(4);
+    EXPECT_OK(RunOnThreads(4, [&](Communicator& comm) -> Status {
+      Collective c(comm, kPatient);
+      TENSORMOUNT_RETURN_IF_ERROR(c.Agree({}, "begin"));
+      if (comm.rank() == leaver) return {};
+      seen[static_cast<std::size_t>(comm.rank())] = c.AllGather("x", "next").status();
+      return {};
+    }));
+    for (int r = 0; r < 4; ++r) {
+      if (r == leaver) continue;
+      EXPECT_THAT(seen[static_cast<std::size_t>(r)], HasCode(Code::kUnavailable));
+      EXPECT_THAT(seen[static_cast<std::size_t>(r)],
+                  HasMessage("rank " + std::to_string(leaver) + " is gone"));
+    }
+  }
+}
+
+TEST(CollectiveTest, AnExchangeOfUnequalSizesFailsEverywhere) {
+  std::vector<Status> seen(3);
+  EXPECT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
+    Collective c(comm, kPatient);
+    std::string out(1 << 20, 'o');
+    std::string in(1 << 20, ' ');
+    std::vector<Collective::Transfer> sends = {{(comm.rank() + 1) % 3, out.data(), out.size()}};
+    std::vector<Collective::Transfer> receives = {{(comm.rank() + 2) % 3, in.data(), in.size()}};
+    if (comm.rank() == 1) receives[0].size -= 1;
+    seen[static_cast<std::size_t>(comm.rank())] = c.Exchange(sends, receives, "reshard");
+    return {};
+  }));
+  for (const Status& s : seen) {
+    EXPECT_THAT(s, HasCode(Code::kDataLoss));
+    EXPECT_THAT(s, HasMessage("rank 1: receive from rank 0"));
+  }
+}
+
+// A job that failed leaves messages behind; the next one on the same communicator is not confused.
+TEST(CollectiveTest, AJobAfterAFailedOneWorks) {
+  EXPECT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
+    {
+      Collective c(comm, kPatient);
+      if (c.Agree({}, comm.rank() == 1 ? "a" : "b").ok()) return {Code::kInternal, "no failure"};
+    }
+    Collective c(comm, kPatient);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto all, c.AllGather(std::to_string(comm.rank()), "again"));
+    return all == std::vector<std::string>{"0", "1", "2"} ? Status()
+                                                          : Status(Code::kInternal, "confused");
+  }));
+}
+
+// The heartbeat goes on while the owner is busy elsewhere for longer than liveness.
+TEST(CollectiveTest, ABusyRankIsNotTakenForDead) {
+  EXPECT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
+    Collective c(comm, {milliseconds(3000), seconds(60)});
+    TENSORMOUNT_RETURN_IF_ERROR(c.Agree({}, "begin"));
+    if (comm.rank() != 1) return c.Agree({}, "end");
+    std::this_thread::sleep_for(milliseconds(4500));
+    return c.Agree({}, "end");
+  }));
+}
+
+TEST(CollectiveFrameTest, SurvivesTheWay) {
+  Frame f;
+  f.kind = Frame::kVerdict;
+  f.fatal = true;
+  f.job = 7;
+  f.round = 9;
+  f.op = 3;
+  f.phase_hash = 0x1234567890abcdef;
+  f.phase = "a phase whose name is longer than what fits into a frame of this size";
+  f.status = Status::FromErrno(28, "write", "x");
+  for (const std::size_t size : {std::size_t{0}, std::size_t{160}, std::size_t{161}}) {
+    std::string payload;
+    ASSERT_OK_AND_ASSIGN(const Frame g,
+                         DecodeFrame(EncodeFrame(f, std::string(size, 'p')), &payload));
+    EXPECT_EQ(g.kind, f.kind);
+    EXPECT_TRUE(g.fatal);
+    EXPECT_EQ(g.job, 7u);
+    EXPECT_EQ(g.round, 9u);
+    EXPECT_EQ(g.op, 3);
+    EXPECT_EQ(g.phase_hash, f.phase_hash);
+    EXPECT_EQ(g.phase, f.phase.substr(0, 40));
+    EXPECT_EQ(g.status.code(), f.status.code());
+    EXPECT_EQ(g.status.ToErrno(), 28);
+    EXPECT_EQ(g.payload_size, size);
+    EXPECT_EQ(payload, size <= 160 ? std::string(size, 'p') : "");
+  }
+}
+
+TEST(CollectiveFrameTest, EveryFlippedByteIsRefused) {
+  Frame f;
+  f.kind = Frame::kContribution;
+  f.phase = "save";
+  const FrameBytes good = EncodeFrame(f, "payload");
+  for (std::size_t i = 0; i < good.size(); ++i) {
+    FrameBytes bad = good;
+    bad[i] = static_cast<char>(bad[i] ^ 0x10);
+    std::string payload;
+    EXPECT_THAT(DecodeFrame(bad, &payload), HasCode(Code::kDataLoss)) << "byte " << i;
+  }
+}
+
+}  // namespace
+}  // namespace tensormount
