@@ -5,10 +5,16 @@
 #include <cstring>
 #include <utility>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "shard/copy_plan.h"
 
 namespace tensormount {
 namespace {
+
+constexpr std::uint64_t kStreamFrom = 8 * 1024 * 1024;
 
 struct Axis {
   std::int64_t count;
@@ -67,15 +73,17 @@ void CopyLine(const Axis& x, const std::byte* src, std::byte* dst) {
   }
 }
 
-// Two axes of small runs that want opposite orders: in tiles, so that each cache line of either
-// side is finished while it is there.
+// Two axes of small runs that want opposite orders: in tiles, so that each cache line of the source
+// is used up while it is there. Tiles are few lines wide, because a power-of-two step maps all of
+// them to one cache set. (Measured: passing tiles through a packed block is slower.)
 template <std::size_t kRun>
 void CopyTiles(const Axis& outer, const Axis& inner, const std::byte* src, std::byte* dst) {
-  constexpr std::int64_t kTile = kRun >= 8 ? 16 : 128 / static_cast<std::int64_t>(kRun);
-  for (std::int64_t i = 0; i < outer.count; i += kTile) {
-    const std::int64_t rows = std::min(kTile, outer.count - i);
-    for (std::int64_t j = 0; j < inner.count; j += kTile) {
-      const Axis line = {std::min(kTile, inner.count - j), inner.src, inner.dst};
+  constexpr std::int64_t kRows = kRun >= 8 ? 16 : 64 / static_cast<std::int64_t>(kRun);
+  constexpr std::int64_t kColumns = kRun >= 8 ? 16 : 8;
+  for (std::int64_t i = 0; i < outer.count; i += kRows) {
+    const std::int64_t rows = std::min(kRows, outer.count - i);
+    for (std::int64_t j = 0; j < inner.count; j += kColumns) {
+      const Axis line = {std::min(kColumns, inner.count - j), inner.src, inner.dst};
       for (std::int64_t r = 0; r < rows; ++r) {
         CopyLine<kRun>(line, src + (i + r) * outer.src + j * inner.src,
                        dst + (i + r) * outer.dst + j * inner.dst);
@@ -95,11 +103,58 @@ void CopyPlane(const Axis& outer, const Axis& inner, const std::byte* src, std::
   }
 }
 
-void CopyRuns(std::uint64_t run, const Axis& outer, const Axis& inner, const std::byte* src,
-              std::byte* dst) {
+// Copies past the caches: what is written will not be read soon, and fetching it first would cost
+// half as much again.
+void StreamBytes(const std::byte* src, std::byte* dst, std::size_t size) {
+#if defined(__SSE2__)
+  const std::size_t head = (16 - reinterpret_cast<std::uintptr_t>(dst) % 16) % 16;
+  if (head >= size) {
+    std::memcpy(dst, src, size);
+    return;
+  }
+  std::memcpy(dst, src, head);
+  std::size_t at = head;
+  for (; size - at >= 64; at += 64) {
+    const auto* from = reinterpret_cast<const __m128i*>(src + at);
+    auto* to = reinterpret_cast<__m128i*>(dst + at);
+    const __m128i a = _mm_loadu_si128(from);
+    const __m128i b = _mm_loadu_si128(from + 1);
+    const __m128i c = _mm_loadu_si128(from + 2);
+    const __m128i d = _mm_loadu_si128(from + 3);
+    _mm_stream_si128(to, a);
+    _mm_stream_si128(to + 1, b);
+    _mm_stream_si128(to + 2, c);
+    _mm_stream_si128(to + 3, d);
+  }
+  std::memcpy(dst + at, src + at, size - at);
+#else
+  std::memcpy(dst, src, size);
+#endif
+}
+
+// Makes streamed bytes visible to other threads in the usual order.
+void EndStream() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+void CopyRuns(std::uint64_t run, bool stream, const Axis& outer, const Axis& inner,
+              const std::byte* src, std::byte* dst) {
   for (std::int64_t i = 0; i < outer.count; ++i) {
+    const std::byte* from = src + i * outer.src;
+    std::byte* to = dst + i * outer.dst;
     for (std::int64_t j = 0; j < inner.count; ++j) {
-      std::memcpy(dst + i * outer.dst + j * inner.dst, src + i * outer.src + j * inner.src, run);
+      // The hardware's own prefetching ends at a page, and column runs are pages apart.
+      const std::byte* ahead = from + std::min(j + 2, inner.count - 1) * inner.src;
+      for (std::uint64_t p = 0; p < std::min<std::uint64_t>(run, 256); p += 64) {
+        __builtin_prefetch(ahead + p);
+      }
+      if (stream) {
+        StreamBytes(from + j * inner.src, to + j * inner.dst, run);
+      } else {
+        std::memcpy(to + j * inner.dst, from + j * inner.src, run);
+      }
     }
   }
 }
@@ -153,12 +208,15 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst) 
     }
   }
   const PlaneFn plane = PlaneOf(nest.run);
+  // Measured: runs of a KiB to some, in copies that no cache holds, gain a fifth to a half; memcpy
+  // streams longer ones itself when it pays.
+  const bool stream = nest.run >= 1024 && nest.run < 8192 && plan.bytes() >= kStreamFrom;
   std::array<std::int64_t, kMaxAxes + 1> at{};
   for (;;) {
     if (plane != nullptr) {
       plane(outer, inner, src, dst);
     } else {
-      CopyRuns(nest.run, outer, inner, src, dst);
+      CopyRuns(nest.run, stream, outer, inner, src, dst);
     }
     int a = outside - 1;
     for (; a >= 0; --a) {
@@ -171,8 +229,9 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst) 
       dst -= x.count * x.dst;
       at[u] = 0;
     }
-    if (a < 0) return;
+    if (a < 0) break;
   }
+  if (stream) EndStream();
 }
 
 }  // namespace tensormount

@@ -136,6 +136,24 @@ TEST(ExecuteCopyTest, TransposesOfEverySize) {
   }
 }
 
+// Large enough to be written past the caches, at every alignment of the destination's runs.
+TEST(ExecuteCopyTest, StreamsLongColumns) {
+  const std::int64_t rows = 4100;
+  const std::int64_t run = 2051;
+  std::vector<std::byte> from(static_cast<std::size_t>(rows * 2100));
+  Random(TestSeed()).Fill(from.data(), from.size());
+  const Box box = B({0, 0}, {rows, run});
+  std::vector<std::byte> to(static_cast<std::size_t>(rows * run + 5));
+  ExecuteCopy(PlanCopy(box, {box, 7, {2100, 1}}, {box, 3, {run, 1}}), from.data(), to.data());
+  for (std::int64_t r = 0; r < rows; ++r) {
+    ASSERT_EQ(0, std::memcmp(to.data() + 3 + r * run, from.data() + 7 + r * 2100,
+                             static_cast<std::size_t>(run)))
+        << r;
+  }
+  EXPECT_EQ(to[2], std::byte{0});
+  EXPECT_EQ(to[static_cast<std::size_t>(rows * run + 3)], std::byte{0});
+}
+
 // Whatever the sharding and the strides, executing the plan yields what naive indexing yields, and
 // the runs of the plan are the same bytes as its execution.
 TEST(CopyPlanPropertyTest, MatchesNaiveIndexingForAnyPartition) {
