@@ -12,6 +12,8 @@ namespace {
 
 // What is read at once: stays in the cache of a core until it is cut up.
 constexpr std::uint64_t kUnitBytes = 1u << 20;
+// Small tensors are cut finer, so that every rank reads some, but not finer than this.
+constexpr std::uint64_t kLeastUnitBytes = 64u << 10;
 // What a rank reads between two exchanges: large beside the cost of a round, small beside a cache
 // that the ranks share.
 constexpr std::uint64_t kRoundBytes = 4u << 20;
@@ -110,8 +112,10 @@ class Exchanger {
 
   void AddUnits(std::size_t t) {
     const TensorMeta& meta = tensors_[t].entry.meta;
+    const std::uint64_t unit_bytes = std::clamp(
+        meta.bytes() / static_cast<std::uint64_t>(collective_.size()), kLeastUnitBytes, kUnitBytes);
     for (const Box& chunk : boxes_[t].chunks) {
-      SplitBox(chunk, meta.bits() / 8, kUnitBytes, [&](const Box& box) {
+      SplitBox(chunk, meta.bits() / 8, unit_bytes, [&](const Box& box) {
         // Cannot fail: the box is a part of a chunk whose bytes were placed before.
         const Region bytes = ByteRegion(meta.dtype(), meta.shape(), box).value();
         Unit unit{static_cast<std::uint32_t>(t), box, PlacePacked(bytes, 0).front()};
@@ -188,10 +192,13 @@ class Exchanger {
     const auto me = static_cast<std::size_t>(collective_.rank());
     // Group g of consecutive units is read by rank g % ranks in round g / ranks.
     std::vector<std::size_t> groups = {0};
+    std::uint64_t total = 0;
+    for (const Unit& unit : units_) total += static_cast<std::uint64_t>(unit.bytes.box.volume());
+    const std::uint64_t group_bytes = std::min(kRoundBytes, total / ranks);
     std::uint64_t in_group = 0;
     for (std::size_t u = 0; u < units_.size(); ++u) {
       in_group += static_cast<std::uint64_t>(units_[u].bytes.box.volume());
-      if (in_group >= kRoundBytes || u + 1 == units_.size()) {
+      if (in_group >= group_bytes || u + 1 == units_.size()) {
         groups.push_back(u + 1);
         in_group = 0;
       }

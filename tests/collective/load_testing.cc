@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/collective/load_testing.h"
+
+#include <algorithm>
+#include <mutex>
+#include <sys/stat.h>
+
+#include <gtest/gtest.h>
+
+#include "base/file_system.h"
+#include "tests/support/random.h"
+#include "tests/support/temp_dir.h"
+
+namespace tensormount {
+namespace {
+
+std::size_t ElementBytes(DType dtype) { return InfoOf(dtype).bits / 8; }
+
+Dims Extents(const Region& region) {
+  return region.is_flat() ? Dims{region.volume()} : region.box().extent();
+}
+
+Region SplitAxes(const Dims& shape, const Dims& grid, int rank) {
+  Dims begin = Dims::Filled(shape.rank(), 0);
+  Dims extent = shape;
+  int rest = rank;
+  for (int a = grid.rank() - 1; a >= 0; --a) {
+    const std::int64_t at = rest % grid[a];
+    rest /= static_cast<int>(grid[a]);
+    const std::int64_t step = (shape[a] + grid[a] - 1) / grid[a];
+    begin[a] = std::min(shape[a], at * step);
+    extent[a] = std::min(shape[a], (at + 1) * step) - begin[a];
+  }
+  return Box::Make(begin, extent).value();
+}
+
+}  // namespace
+
+GlobalTensor MakeGlobal(const std::string& key, DType dtype, const Dims& shape) {
+  GlobalTensor tensor{key, dtype, shape, {}};
+  const auto elements = static_cast<std::size_t>(CheckedProduct(shape).value());
+  Random random(std::hash<std::string>()(key));
+  tensor.bytes = random.Bytes(elements * ElementBytes(dtype));
+  return tensor;
+}
+
+std::vector<Region> CutByRule(const Dims& shape, const std::string& rule, int ranks) {
+  std::vector<Region> regions;
+  for (int r = 0; r < ranks; ++r) {
+    const Region whole = Box::Whole(shape);
+    if (rule == "flat") {
+      const std::int64_t n = whole.volume();
+      const std::int64_t step = (n + ranks - 1) / ranks;
+      const std::int64_t first = std::min(n, r * step);
+      regions.push_back(
+          Region::Flat(whole.box(), first, std::min(n, (r + 1) * step) - first).value());
+    } else if (rule == "rows" && shape.rank() >= 1) {
+      regions.push_back(SplitAxes(shape, Dims{ranks}, r));
+    } else if (rule == "cols" && shape.rank() >= 2) {
+      regions.push_back(SplitAxes(shape, Dims{1, ranks}, r));
+    } else if (rule.rfind("grid:", 0) == 0 && shape.rank() >= 2) {
+      const auto rows = std::stoll(rule.substr(5));
+      regions.push_back(SplitAxes(shape, Dims{rows, ranks / rows}, r));
+    } else {
+      regions.push_back(whole);
+    }
+  }
+  return regions;
+}
+
+std::string BytesOf(const GlobalTensor& tensor, const Region& region) {
+  const std::size_t size = ElementBytes(tensor.dtype);
+  std::string out;
+  for (const Box& box : region.Boxes()) {
+    for (std::int64_t i = 0; i < box.volume(); ++i) {
+      std::int64_t rest = i;
+      std::int64_t at = 0;
+      std::int64_t step = 1;
+      for (int a = box.rank() - 1; a >= 0; --a) {
+        at += (box.begin(a) + rest % box.extent(a)) * step;
+        rest /= box.extent(a);
+        step *= tensor.shape[a];
+      }
+      out.append(tensor.bytes, static_cast<std::size_t>(at) * size, size);
+    }
+  }
+  return out;
+}
+
+Status SaveByRule(const std::string& path, const std::vector<GlobalTensor>& tensors,
+                  const std::string& rule, int ranks, const SaveOptions& options) {
+  return RunOnThreads(ranks, [&](Communicator& comm) -> Status {
+    StateDict state;
+    std::vector<std::string> buffers;
+    buffers.reserve(tensors.size());
+    for (const GlobalTensor& tensor : tensors) {
+      const Region region =
+          CutByRule(tensor.shape, rule, ranks)[static_cast<std::size_t>(comm.rank())];
+      buffers.push_back(BytesOf(tensor, region));
+      const void* data = buffers.back().data();
+      TENSORMOUNT_RETURN_IF_ERROR(state.AddTensor(
+          tensor.key,
+          {tensor.shape, region, BufferView::Host(tensor.dtype, data, Extents(region))}));
+    }
+    return Save(state, path, comm, options).status();
+  });
+}
+
+std::vector<LoadedRank> LoadWishes(const std::string& path,
+                                   const std::vector<GlobalTensor>& tensors,
+                                   const std::vector<std::vector<Wish>>& wishes,
+                                   const LoadOptions& options,
+                                   const std::function<void(int, StateDict&)>& more) {
+  std::vector<LoadedRank> loaded(wishes.size());
+  const Status all = RunOnThreads(static_cast<int>(wishes.size()), [&](Communicator& comm) {
+    const auto rank = static_cast<std::size_t>(comm.rank());
+    LoadedRank& mine = loaded[rank];
+    StateDict request;
+    mine.buffers.reserve(wishes[rank].size());
+    for (const Wish& wish : wishes[rank]) {
+      const GlobalTensor& tensor = tensors[wish.tensor];
+      mine.buffers.push_back(std::string(
+          static_cast<std::size_t>(wish.region.volume()) * ElementBytes(tensor.dtype), '\xEE'));
+      void* data = mine.buffers.back().data();
+      (void)request.AddTensor(
+          tensor.key,
+          {tensor.shape, wish.region, BufferView::Host(tensor.dtype, data, Extents(wish.region))});
+    }
+    if (more) more(comm.rank(), request);
+    Result<LoadReport> result = Load(request, path, comm, options);
+    mine.status = result.status();
+    if (result.ok()) mine.report = std::move(result).value();
+    return Status();
+  });
+  EXPECT_TRUE(all.ok()) << all.ToString();
+  return loaded;
+}
+
+std::vector<std::vector<Wish>> WishesByRule(const std::vector<GlobalTensor>& tensors,
+                                            const std::string& rule, int ranks) {
+  std::vector<std::vector<Wish>> wishes(static_cast<std::size_t>(ranks));
+  for (std::size_t t = 0; t < tensors.size(); ++t) {
+    const std::vector<Region> regions = CutByRule(tensors[t].shape, rule, ranks);
+    for (std::size_t r = 0; r < regions.size(); ++r) wishes[r].push_back({t, regions[r]});
+  }
+  return wishes;
+}
+
+std::string WhatIsWrong(const std::vector<GlobalTensor>& tensors,
+                        const std::vector<std::vector<Wish>>& wishes,
+                        const std::vector<LoadedRank>& loaded) {
+  for (std::size_t r = 0; r < wishes.size(); ++r) {
+    const std::string rank = "rank " + std::to_string(r) + ": ";
+    if (!loaded[r].status.ok()) return rank + loaded[r].status.ToString();
+    std::uint64_t wanted = 0;
+    for (std::size_t i = 0; i < wishes[r].size(); ++i) {
+      const GlobalTensor& tensor = tensors[wishes[r][i].tensor];
+      const std::string expected = BytesOf(tensor, wishes[r][i].region);
+      wanted += expected.size();
+      if (loaded[r].buffers[i] != expected) {
+        return rank + tensor.key + " " + wishes[r][i].region.ToString() + " differs";
+      }
+    }
+    const LoadReport& report = loaded[r].report;
+    if (report.bytes_wanted != wanted) {
+      return rank + "reports " + std::to_string(report.bytes_wanted) + " bytes wanted instead of " +
+             std::to_string(wanted);
+    }
+    if (report.bytes_by_leaf + report.bytes_by_digest + report.bytes_unverified != wanted) {
+      return rank + "verified bytes do not add up";
+    }
+  }
+  return {};
+}
+
+std::vector<std::string> DataFiles(const std::string& checkpoint) {
+  std::vector<std::string> names;
+  Result<std::vector<DirectoryEntry>> list = HostFileSystem().List(checkpoint + "/data");
+  EXPECT_TRUE(list.ok()) << list.status().ToString();
+  if (!list.ok()) return names;
+  for (const DirectoryEntry& entry : list.value()) {
+    names.push_back(checkpoint + "/data/" + entry.name);
+  }
+  return names;
+}
+
+void FlipByte(const std::string& path, std::uint64_t offset) {
+  std::string bytes = ReadWholeFile(path);
+  ASSERT_LT(offset, bytes.size());
+  bytes[static_cast<std::size_t>(offset)] =
+      static_cast<char>(bytes[static_cast<std::size_t>(offset)] ^ 0x40);
+  ASSERT_EQ(chmod(path.c_str(), 0644), 0);
+  WriteWholeFile(path, bytes);
+}
+
+}  // namespace tensormount
