@@ -138,6 +138,9 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   // Alone, nobody waits: say it plainly.
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
 
+  Progress progress(terminal, "import");
+  if (source) progress.SetTotal(source->index().tensor_bytes());
+  options.progress = &progress.done();
   std::mutex mutex;
   SaveReport report;
   const Status status = group.Run([&](Communicator& comm) -> Status {

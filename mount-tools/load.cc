@@ -182,6 +182,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
   // The file itself, so that all ranks load what was resolved once here.
   const std::string path = source ? source->directory() : args.source;
 
+  Progress progress(terminal, "load");
   std::mutex mutex;
   std::vector<RankFigures> all;
   std::uint64_t different = 0;
@@ -193,6 +194,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     if (mine.ok()) mine = FillRequest(*source, args, rule, comm.rank(), memory, wanted, request);
     if (!mine.ok()) request.Fail(mine);
     LoadOptions options;
+    options.progress = &progress.done();
     options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
     options.not_requested = Strict::kIgnore;  // --keys asks for a part.
     const auto start = std::chrono::steady_clock::now();
