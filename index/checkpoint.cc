@@ -5,6 +5,7 @@
 
 #include "base/coding.h"
 #include "index/file_cache.h"
+#include "index/store_layout.h"
 #include "shard/safetensors.h"
 
 namespace tensormount {
@@ -46,17 +47,22 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   const CommitRecord& commit = opened->commit_.record;
   Result<std::shared_ptr<const CheckpointIndex>> index =
       CheckpointIndex::OpenSst(fs, directory, commit);
-  const Code code = index.status().code();
-  if (!index.ok() && options.rebuild_index &&
-      (code == Code::kDataLoss || code == Code::kNotFound)) {
-    const std::string why = index.status().message();
-    Result<Content> content = RebuildContent(fs, directory, commit);
-    if (!content.ok()) {
-      return Status(Code::kDataLoss, why + "; rebuilding it failed: " + content.status().message());
+  const Status damage = index.status();
+  const bool lost = damage.code() == Code::kDataLoss || damage.code() == Code::kNotFound;
+  if (lost && options.rebuild_index) {
+    index = OpenDerivedIndex(fs, directory, commit);
+    if (index.ok()) {
+      opened->warnings_.push_back(damage.message() + "; using the one that fsck rebuilt");
+    } else {
+      Result<Content> content = RebuildContent(fs, directory, commit);
+      if (!content.ok()) {
+        return Status(Code::kDataLoss,
+                      damage.message() + "; rebuilding it failed: " + content.status().message());
+      }
+      index = CheckpointIndex::FromContent(content.value());
+      opened->index_rebuilt_ = true;
+      opened->warnings_.push_back(damage.message() + "; rebuilt from the manifests");
     }
-    index = CheckpointIndex::FromContent(content.value());
-    opened->index_rebuilt_ = true;
-    opened->warnings_.push_back(why + "; rebuilt from the manifests");
   }
   TENSORMOUNT_RETURN_IF_ERROR(index.status());
   opened->index_ = std::move(index).value();

@@ -40,7 +40,7 @@ struct CommitRecord {
 };
 
 inline constexpr std::string_view kCommitName = "COMMIT";
-inline constexpr std::uint64_t kMaxCommitBytes = std::uint64_t{256} << 20;
+inline constexpr std::uint64_t kMaxCommitBytes = std::uint64_t{1} << 30;
 
 std::string EncodeCommit(const CommitRecord& record);
 

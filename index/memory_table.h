@@ -13,6 +13,7 @@ namespace tensormount {
 // Records in memory: indexes of foreign files and rebuilt ones.
 class MemoryTable : public Table {
  public:
+  std::size_t size() const { return records_.size(); }
   // Keys must rise from call to call.
   void Append(std::string_view key, std::string_view value) { records_.emplace_back(key, value); }
 

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_CHECKPOINT_H_
+#define TENSORMOUNT_CHECKPOINT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/box.h"
+#include "tensormount/buffer.h"
+#include "tensormount/common_value.h"
+#include "tensormount/dtype.h"
+#include "tensormount/export.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// One tensor of an opened checkpoint. A cheap handle that keeps the checkpoint open; thread-safe.
+class TENSORMOUNT_EXPORT Tensor {
+ public:
+  const std::string& key() const;
+  DType dtype() const;
+  const Dims& shape() const;
+  std::uint64_t bytes() const;
+  // CRC-64/NVME of the row-major bytes; nothing for files that other programs wrote.
+  std::optional<std::uint64_t> digest() const;
+
+  // Fills `out` with a box (or flat range) of the tensor, whatever the cuts it was saved with.
+  // `out` may be strided; its dtype must be the tensor's and its shape the region's extents.
+  //   kInvalidArgument  region, dtype or shape do not fit
+  //   kDataLoss         stored bytes are missing or damaged: names tensor, box, file and byte
+  // On failure the contents of `out` are undefined. Every byte is checked before it is returned,
+  // where the checkpoint has checksums.
+  Status Read(const Region& region, const BufferView& out) const;
+  // Bytes [offset, offset + size) of the row-major byte string. Same errors.
+  Status ReadBytes(std::uint64_t offset, void* out, std::size_t size) const;
+
+ private:
+  friend class Checkpoint;
+  struct Impl;
+  explicit Tensor(std::shared_ptr<const Impl> impl);
+  std::shared_ptr<const Impl> impl_;
+};
+
+// A published checkpoint or a .safetensors file, opened for reading without any ranks. A cheap
+// handle; thread-safe. Runs no code from the checkpoint and writes nothing.
+class TENSORMOUNT_EXPORT Checkpoint {
+ public:
+  // `path`: a checkpoint ("STORE/step-1000"), "STORE/latest", or a .safetensors file.
+  //   kNotFound     nothing there, or not a checkpoint
+  //   kDataLoss     what describes it is damaged beyond repair
+  //   kUnsupported  written in a newer format
+  static Result<Checkpoint> Open(const std::string& path);
+
+  const std::string& path() const;
+  // What was out of order but could be mended.
+  std::vector<std::string> warnings() const;
+
+  // In byte order.
+  Result<std::vector<std::string>> keys() const;
+  Result<Tensor> tensor(std::string_view key) const;  // kNotFound
+
+  // Keys of objects, in byte order.
+  Result<std::vector<std::string>> objects() const;
+  // The bytes of an object, or of one part of it on its grid. kNotFound.
+  Result<std::string> object(std::string_view key, const Dims& index = {}) const;
+
+  Result<std::map<std::string, CommonValue>> common() const;
+  Result<CommonValue> common(std::string_view name) const;  // kNotFound
+
+ private:
+  struct Impl;
+  explicit Checkpoint(std::shared_ptr<const Impl> impl);
+  std::shared_ptr<const Impl> impl_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_CHECKPOINT_H_

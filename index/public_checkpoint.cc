@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensormount/checkpoint.h"
+
+#include "base/file_system.h"
+#include "index/checkpoint.h"
+#include "index/store.h"
+
+namespace tensormount {
+namespace {
+
+// "STORE/latest" as STORE/<the latest one's name>; other paths as they are.
+Result<std::string> ResolveLatest(FileSystem& fs, const std::string& path) {
+  constexpr std::string_view kLatest = "latest";
+  const std::size_t slash = path.rfind('/');
+  const std::string_view last = slash == std::string::npos
+                                    ? std::string_view(path)
+                                    : std::string_view(path).substr(slash + 1);
+  if (last != kLatest) return path;
+  const std::string store_path = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, store_path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CheckpointListing latest, store.Latest());
+  return store.CheckpointPath(latest.name);
+}
+
+}  // namespace
+
+struct Checkpoint::Impl {
+  std::shared_ptr<const OpenedCheckpoint> opened;
+};
+
+struct Tensor::Impl {
+  std::shared_ptr<const OpenedCheckpoint> opened;
+  TensorEntry entry;
+};
+
+Tensor::Tensor(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
+
+const std::string& Tensor::key() const { return impl_->entry.meta.key(); }
+DType Tensor::dtype() const { return impl_->entry.meta.dtype(); }
+const Dims& Tensor::shape() const { return impl_->entry.meta.shape(); }
+std::uint64_t Tensor::bytes() const { return impl_->entry.meta.bytes(); }
+std::optional<std::uint64_t> Tensor::digest() const {
+  if (!impl_->entry.has_digest) return std::nullopt;
+  return impl_->entry.digest;
+}
+
+Status Tensor::Read(const Region& region, const BufferView& out) const {
+  return impl_->opened->Read(impl_->entry, region, out, ReadVerify::kExtendLeaves, nullptr,
+                             nullptr);
+}
+
+Status Tensor::ReadBytes(std::uint64_t offset, void* out, std::size_t size) const {
+  return impl_->opened->ReadBytes(impl_->entry, offset, out, size, ReadVerify::kExtendLeaves,
+                                  nullptr);
+}
+
+Checkpoint::Checkpoint(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
+
+Result<Checkpoint> Checkpoint::Open(const std::string& path) {
+  FileSystem& fs = HostFileSystem();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, ResolveLatest(fs, path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(resolved));
+  auto impl = std::make_shared<Impl>();
+  if (info.kind == FileKind::kDirectory) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenedCheckpoint::Open(fs, resolved, {}));
+  } else {
+    TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenedCheckpoint::OpenSafetensors(fs, resolved));
+  }
+  return Checkpoint(std::move(impl));
+}
+
+const std::string& Checkpoint::path() const { return impl_->opened->directory(); }
+std::vector<std::string> Checkpoint::warnings() const { return impl_->opened->warnings(); }
+
+Result<std::vector<std::string>> Checkpoint::keys() const {
+  std::vector<std::string> keys;
+  TENSORMOUNT_RETURN_IF_ERROR(impl_->opened->index().ForEachTensor(0, [&](const TensorEntry& t) {
+    keys.push_back(t.meta.key());
+    return true;
+  }));
+  return keys;
+}
+
+Result<Tensor> Checkpoint::tensor(std::string_view key) const {
+  auto impl = std::make_shared<Tensor::Impl>();
+  impl->opened = impl_->opened;
+  TENSORMOUNT_ASSIGN_OR_RETURN(impl->entry, impl_->opened->index().Find(key));
+  return Tensor(std::move(impl));
+}
+
+Result<std::vector<std::string>> Checkpoint::objects() const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectContent> parts,
+                               impl_->opened->index().Objects());
+  std::vector<std::string> keys;
+  for (const ObjectContent& part : parts) {
+    if (keys.empty() || keys.back() != part.key) keys.push_back(part.key);
+  }
+  return keys;
+}
+
+Result<std::string> Checkpoint::object(std::string_view key, const Dims& index) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectContent> parts,
+                               impl_->opened->index().ObjectParts(key));
+  for (const ObjectContent& part : parts) {
+    if (!(part.index == index)) continue;
+    // The index may lie: nothing is allocated for what no file can hold.
+    if (part.file >= impl_->opened->index().files().size() ||
+        part.length > impl_->opened->index().files()[part.file].length) {
+      return Status(Code::kDataLoss, "object " + part.key + ": longer than its file");
+    }
+    std::string bytes(part.length, '\0');
+    TENSORMOUNT_RETURN_IF_ERROR(impl_->opened->ReadObject(part, 0, bytes.data(), bytes.size()));
+    return bytes;
+  }
+  return Status(Code::kNotFound, "object " + std::string(key) + " has no part " + index.ToString());
+}
+
+Result<std::map<std::string, CommonValue>> Checkpoint::common() const {
+  return impl_->opened->index().Common();
+}
+
+Result<CommonValue> Checkpoint::common(std::string_view name) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto values, impl_->opened->index().Common());
+  const auto it = values.find(std::string(name));
+  if (it == values.end()) {
+    return Status(Code::kNotFound, "no common value " + std::string(name));
+  }
+  return it->second;
+}
+
+}  // namespace tensormount

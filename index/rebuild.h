@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_REBUILD_H_
+#define TENSORMOUNT_INDEX_REBUILD_H_
+
+#include <string>
+
+#include "base/file_system.h"
+#include "index/checkpoint.h"
+#include "index/commit_record.h"
+#include "index/manifest.h"
+
+// The steps of RebuildContent, which verify takes too.
+
+namespace tensormount {
+
+// A manifest that COMMIT lists, checked against its entry. kDataLoss.
+Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory,
+                                    const CommitRecord::Entry& entry);
+// What was merged, checked against COMMIT: identity, completeness, content root, file roots.
+Result<Content> FinishRebuild(ContentMerger& merger, const CommitRecord& commit);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_REBUILD_H_

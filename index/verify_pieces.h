@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_VERIFY_PIECES_H_
+#define TENSORMOUNT_INDEX_VERIFY_PIECES_H_
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "index/checkpoint.h"
+#include "index/content.h"
+
+namespace tensormount {
+
+// Reads every chunk, object part and extra piece of `content` on several threads, compares their
+// roots, and the digests of tensors of which every chunk was whole. `leaves`: leaf hashes by name
+// of manifest, to say which byte is wrong; where a manifest is not there, only the piece is named.
+// Adds damages and bytes to `report`. Fails where nothing could be checked.
+Status VerifyPieces(FileSystem& fs, const std::string& directory, const Content& content,
+                    const std::map<std::string, std::vector<Hash128>>& leaves,
+                    const VerifyOptions& options, VerifyReport& report);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_VERIFY_PIECES_H_
