@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <barrier>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <fcntl.h>
+#include <filesystem>
+#include <new>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <thread>
+#include <unistd.h>
+
+#include <nlohmann/json.hpp>
+
+#include "base/file_system.h"
+#include "bench/ckptbench.h"
+#include "collective/socket_group.h"
+
+namespace tensormount::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::uint64_t kStep = 1u << 20;
+
+double Quantile(std::vector<double> sorted, double q) {
+  const double at = q * static_cast<double>(sorted.size() - 1);
+  const auto low = static_cast<std::size_t>(at);
+  const std::size_t high = std::min(low + 1, sorted.size() - 1);
+  const double part = at - static_cast<double>(low);
+  return sorted[low] * (1 - part) + sorted[high] * part;
+}
+
+struct Summary {
+  double p50;
+  double p99;
+  double best;
+};
+Summary Summarize(std::vector<double> seconds) {
+  std::sort(seconds.begin(), seconds.end());
+  return {Quantile(seconds, 0.5), Quantile(seconds, 0.99), seconds.front()};
+}
+
+double Rounded(double v) {
+  const double scale = std::pow(10, 4 - std::ceil(std::log10(std::max(std::fabs(v), 1e-9))));
+  return std::round(v * scale) / scale;
+}
+
+}  // namespace
+
+Status RunCase(const Options& options, const Case& c) {
+  std::vector<double> ours;
+  std::vector<double> floor;
+  for (int round = -1; round < options.rounds; ++round) {
+    for (int turn = 0; turn < 2; ++turn) {
+      const bool is_ours = (turn + round) % 2 != 0;
+      if (c.before) TENSORMOUNT_RETURN_IF_ERROR(c.before());
+      TENSORMOUNT_ASSIGN_OR_RETURN(const double seconds, is_ours ? c.ours() : c.floor());
+      if (round >= 0) (is_ours ? ours : floor).push_back(seconds);
+    }
+  }
+  const Summary a = Summarize(ours);
+  const Summary b = Summarize(floor);
+  const bool rate = c.bytes != 0;
+  const auto value = [&](double seconds) {
+    return Rounded(rate ? static_cast<double>(c.bytes) / seconds / 1e9 : seconds * 1e3);
+  };
+  nlohmann::ordered_json line;
+  line["workload"] = c.workload;
+  line["case"] = c.name;
+  line["unit"] = rate ? "GB/s" : "ms";
+  line["figure"] = value(a.p50);
+  line["floor"] = value(b.p50);
+  // What share of the floor's speed is reached: 1 is the floor, more is better than it.
+  line["of_floor"] = Rounded(b.p50 / a.p50);
+  line["figure_p99"] = value(a.p99);
+  line["floor_p99"] = value(b.p99);
+  line["figure_best"] = value(a.best);
+  line["floor_best"] = value(b.best);
+  line["floor_is"] = c.floor_name;
+  line["rounds"] = options.rounds;
+  line["bytes"] = c.bytes;
+  line["ranks"] = options.ranks;
+  line["cache"] = options.cold ? "cold" : "warm";
+  line["cores"] = std::thread::hardware_concurrency();
+  if (c.facts) {
+    for (const auto& [name, fact] : c.facts()) line[name] = Rounded(fact);
+  }
+  if (options.json) {
+    std::printf("%s\n", line.dump().c_str());
+  } else {
+    std::printf("%-10s %-34s %9.4g %-5s floor %9.4g  %5.2f of it  (p99 %.4g / %.4g)\n",
+                c.workload.c_str(), c.name.c_str(), value(a.p50), rate ? "GB/s" : "ms",
+                value(b.p50), b.p50 / a.p50, value(a.p99), value(b.p99));
+  }
+  std::fflush(stdout);
+  return {};
+}
+
+PageBuffer::PageBuffer(std::size_t size) : data_(nullptr), size_(size) {
+  if (size == 0) return;
+  void* p =
+      mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (p == MAP_FAILED) throw std::bad_alloc();
+  data_ = static_cast<std::byte*>(p);
+}
+PageBuffer::~PageBuffer() {
+  if (data_ != nullptr) munmap(data_, size_);
+}
+
+Result<double> TimeThreads(int n, const std::function<Status(int)>& fn) {
+  std::vector<Status> verdicts(static_cast<std::size_t>(n));
+  const auto start = Clock::now();
+  {
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < n; ++i) {
+      threads.emplace_back([&, i] { verdicts[static_cast<std::size_t>(i)] = fn(i); });
+    }
+  }
+  const std::chrono::duration<double> took = Clock::now() - start;
+  for (const Status& verdict : verdicts) TENSORMOUNT_RETURN_IF_ERROR(verdict);
+  return took.count();
+}
+
+Result<double> TimeRanks(const Options& options, const std::function<Status(Communicator&)>& body) {
+  const auto start = Clock::now();
+  if (!options.sockets) {
+    TENSORMOUNT_RETURN_IF_ERROR(RunOnThreads(options.ranks, body));
+    return std::chrono::duration<double>(Clock::now() - start).count();
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<ForkedGroup> group,
+                               ForkedGroup::Start(options.ranks, [&](Communicator& comm) {
+                                 const Status status = body(comm);
+                                 if (status.ok()) return 0;
+                                 std::fprintf(stderr, "rank %d: %s\n", comm.rank(),
+                                              status.ToString().c_str());
+                                 return 1;
+                               }));
+  const std::vector<ForkedGroup::Exit> exits = group->Wait(std::chrono::minutes(10));
+  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  for (const ForkedGroup::Exit& e : exits) {
+    if (!e.exited || e.code != 0) return Status(Code::kInternal, "a forked rank failed");
+  }
+  return seconds;
+}
+
+Status RawRead(int fd, std::uint64_t offset, void* out, std::uint64_t size) {
+  auto* to = static_cast<std::byte*>(out);
+  for (std::uint64_t done = 0; done < size;) {
+    const ssize_t n =
+        pread(fd, to + done, std::min(kStep, size - done), static_cast<off_t>(offset + done));
+    if (n <= 0) return Status::FromErrno(n == 0 ? EIO : errno, "pread", "the floor's file");
+    done += static_cast<std::uint64_t>(n);
+  }
+  return {};
+}
+
+Status RawWrite(int fd, std::uint64_t offset, const void* data, std::uint64_t size) {
+  const auto* from = static_cast<const std::byte*>(data);
+  for (std::uint64_t done = 0; done < size;) {
+    const ssize_t n =
+        pwrite(fd, from + done, std::min(kStep, size - done), static_cast<off_t>(offset + done));
+    if (n <= 0) return Status::FromErrno(errno, "pwrite", "the floor's file");
+    done += static_cast<std::uint64_t>(n);
+  }
+  return {};
+}
+
+OwnedFd::OwnedFd(const std::string& path, int flags)
+    : fd_(open(path.c_str(), flags | O_CLOEXEC, 0644)) {}
+OwnedFd::~OwnedFd() {
+  if (fd_ >= 0) close(fd_);
+}
+
+std::vector<std::pair<std::string, std::uint64_t>> FilesBelow(const std::string& folder) {
+  std::vector<std::pair<std::string, std::uint64_t>> files;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder, error)) {
+    if (entry.is_regular_file()) files.emplace_back(entry.path().string(), entry.file_size());
+  }
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
+Status DropCaches(const std::string& folder) {
+  for (const auto& [name, size] : FilesBelow(folder)) {
+    const OwnedFd fd(name, O_RDONLY);
+    if (fd.get() < 0) return Status::FromErrno(errno, "open", name);
+    if (fsync(fd.get()) != 0) return Status::FromErrno(errno, "fsync", name);
+    if (const int err = posix_fadvise(fd.get(), 0, 0, POSIX_FADV_DONTNEED); err != 0) {
+      return Status::FromErrno(err, "drop cached pages of", name);
+    }
+  }
+  return {};
+}
+
+Result<std::unique_ptr<WorkFolder>> WorkFolder::Make(const Options& options) {
+  std::string path = options.dir + "/ckptbench-XXXXXX";
+  if (mkdtemp(path.data()) == nullptr) return Status::FromErrno(errno, "make a folder in", path);
+  return std::unique_ptr<WorkFolder>(new WorkFolder(path));
+}
+WorkFolder::~WorkFolder() { (void)HostFileSystem().RemoveTree(path_); }  // Best effort at the end.
+
+}  // namespace tensormount::bench
