@@ -76,6 +76,7 @@ TEST(SliceTest, Table) {
       {"0:4:2", {4}, "", {}, "only steps of 1"},
       {"0:5", {4}, "", {}, "'0:5' is out of range for 4 elements"},
       {"-5:", {4}, "", {}, "out of range"},
+      {":-5", {4}, "", {}, "out of range"},
       {"4", {4}, "", {}, "'4' is out of range for 4 elements"},
       {"-5", {4}, "", {}, "out of range"},
       {"3:2", {4}, "", {}, "ends before it begins"},

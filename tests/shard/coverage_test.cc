@@ -111,6 +111,17 @@ void ExpectAsCounted(const Dims& shape, const std::vector<KnownRegion>& known) {
       }
     }
   }
+  std::set<std::pair<std::uint32_t, std::uint32_t>> listed;
+  for (const Overlap& o : report.overlaps) listed.emplace(o.first, o.second);
+  std::set<std::pair<std::uint32_t, std::uint32_t>> meeting;
+  for (std::uint32_t a = 0; a < known.size(); ++a) {
+    for (std::uint32_t b = a + 1; b < known.size(); ++b) {
+      if (std::ranges::find_first_of(known[a].cells, known[b].cells) != known[a].cells.end()) {
+        meeting.emplace(a, b);
+      }
+    }
+  }
+  ASSERT_EQ(listed, meeting);
   std::uint64_t missing_cells = 0;
   for (std::size_t c = 0; c < count.size(); ++c) {
     ASSERT_EQ(missing[c], count[c] == 0 ? 1 : 0) << c;
@@ -150,6 +161,25 @@ TEST(CoveragePropertyTest, MatchesCountingEveryCell) {
     }
     ExpectAsCounted(shape, known);
     if (testing::Test::HasFatalFailure()) return;
+  }
+}
+
+// However the rest is cut, what one rank does not bring is named as the one box that it is.
+TEST(CoveragePropertyTest, OneMissingBoxIsNamedWhole) {
+  for (int i = 0; i < TestScale(1000); ++i) {
+    Random rnd(TestSeed() + static_cast<std::uint64_t>(i));
+    SCOPED_TRACE(i);
+    Dims shape = RandomShape(rnd, 3, 30);
+    shape.push_back(rnd.Int(1, 30));
+    std::vector<Region> regions;
+    Partition(rnd, Box::Whole(shape), static_cast<int>(rnd.Int(0, 8)), regions);
+    rnd.Shuffle(regions);
+    const auto gone =
+        std::ranges::find_if(regions, [](const Region& r) { return !r.is_flat() && !r.empty(); });
+    if (gone == regions.end()) continue;
+    const Box box = gone->box();
+    regions.erase(gone);
+    ASSERT_THAT(CheckCoverage(shape, Owned(regions)).missing, ElementsAre(box));
   }
 }
 
