@@ -99,7 +99,7 @@ Status WriteDerivedIndex(FileSystem& fs, const std::string& directory, const Com
     record.files.clear();
     TENSORMOUNT_ASSIGN_OR_RETURN(CommitRecord::Entry entry,
                                  CheckpointIndex::WriteSst(fs, content, commit.content_root,
-                                                           temporary, std::string(kIndexFile)));
+                                                           temporary, std::string(kIndexName)));
     record.files.push_back(std::move(entry));
     TENSORMOUNT_RETURN_IF_ERROR(
         fs.WriteFileDurably(JoinPath(temporary, "RECORD"), EncodeCommit(record)));

@@ -24,9 +24,8 @@ inline constexpr std::string_view kStagingFolder = ".staging";
 inline constexpr std::string_view kTrashFolder = ".trash";
 inline constexpr std::string_view kDerivedFolder = ".derived";
 inline constexpr std::string_view kGenerationsFolder = ".generations";
-inline constexpr std::string_view kCommitFile = "COMMIT";
+inline constexpr std::string_view kCommitFile = kCommitName;
 inline constexpr std::string_view kUuidFile = "UUID";  // In a staging that has no COMMIT yet.
-inline constexpr std::string_view kIndexFile = "index/index.sst";
 inline constexpr std::string_view kManifestSuffix = ".tmm";
 // In .trash: UUID.aborted was never published, UUID was. Beside each stands ENTRY.since, a file
 // whose mtime says since when.

@@ -272,7 +272,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
   TENSORMOUNT_ASSIGN_OR_RETURN(
       CommitRecord::Entry index_entry,
       CheckpointIndex::WriteSst(fs, content, published.content_root, staging.directory,
-                                std::string(layout::kIndexFile)));
+                                std::string(kIndexName)));
   published.index_seconds = watch.Lap();
 
   // Their names: folders after their files, inner ones first.

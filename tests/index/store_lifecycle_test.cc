@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstdlib>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <thread>
+
+#include "index/store.h"
+#include "index/store_layout.h"
+#include "tests/index/store_test_support.h"
+
+namespace tensormount {
+namespace {
+
+using std::chrono::seconds;
+using testing::Contains;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::Not;
+using testing::SizeIs;
+
+using StoreLifecycleTest = StoreTest;
+constexpr Store::GcOptions kAtOnce{.grace = seconds(0)};
+
+void SetMtime(const std::string& path, std::int64_t seconds_since_1970) {
+  const timespec t{seconds_since_1970, 0};
+  const timespec times[2] = {t, t};
+  ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW), 0) << path;
+}
+
+// Everything below, too.
+void SetMtimes(const std::string& path, std::int64_t when) {
+  const auto entries = HostFileSystem().List(path);
+  if (entries.ok()) {
+    for (const DirectoryEntry& e : entries.value()) SetMtimes(JoinPath(path, e.name), when);
+  }
+  SetMtime(path, when);
+}
+
+// ---- Remove and gc --------------------------------------------------------------------------
+
+TEST_F(StoreLifecycleTest, RemovingHidesAtOnceAndGcDeletesAfterTheGracePeriod) {
+  ASSERT_OK(Save("a", DefaultTinySpec()));
+  const Store store = MakeStore();
+  EXPECT_THAT(store.Remove("b"), HasCode(Code::kNotFound));
+  ASSERT_OK(store.Remove("a"));
+  EXPECT_THAT(store.Remove("a"), HasCode(Code::kNotFound));
+  EXPECT_THAT(store.List().value(), IsEmpty());
+  const auto young = store.Gc({});
+  ASSERT_OK(young);
+  EXPECT_THAT(young.value().removed, IsEmpty());
+  EXPECT_THAT(young.value().kept, ElementsAre(HasSubstr("too young")));
+  const auto dry = store.Gc({.dry_run = true, .grace = seconds(0)});
+  ASSERT_OK(dry);
+  EXPECT_THAT(dry.value().removed, SizeIs(1));
+  EXPECT_GT(dry.value().bytes_freed, 1000u);
+  const auto real = store.Gc(kAtOnce);
+  ASSERT_OK(real);
+  EXPECT_EQ(real.value().removed, dry.value().removed);
+  EXPECT_EQ(real.value().bytes_freed, dry.value().bytes_freed);
+  EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
+}
+
+TEST_F(StoreLifecycleTest, TheGracePeriodIsCountedFromTheRemoval) {
+  ASSERT_OK(Save("a", DefaultTinySpec()));
+  SetMtimes(InStore("a"), 1000);
+  const Store store = MakeStore();
+  ASSERT_OK(store.Remove("a"));
+  ASSERT_OK(store.Gc({}));
+  ASSERT_THAT(NamesIn(InStore(".trash")), SizeIs(2));
+  SetMtime(InStore(".trash/" + NamesIn(InStore(".trash"))[1]), layout::NowSeconds() - 61);
+  ASSERT_OK(store.Gc({}));
+  EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
+}
+
+TEST_F(StoreLifecycleTest, WhatIsStillReadIsKept) {
+  const TinySpec spec = DefaultTinySpec();
+  ASSERT_OK(Save("a", spec));
+  const Store store = MakeStore();
+  auto opened = OpenedCheckpoint::Open(fs(), InStore("a"), {});
+  ASSERT_OK(opened);
+  ASSERT_OK(store.Remove("a"));
+  const auto kept = store.Gc(kAtOnce);
+  ASSERT_OK(kept);
+  EXPECT_THAT(kept.value().kept, ElementsAre(HasSubstr("still read")));
+  EXPECT_THAT(kept.value().removed, IsEmpty());
+  opened = Status(Code::kCancelled, "closed");
+  ASSERT_OK(store.Gc(kAtOnce));
+  EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
+}
+
+TEST_F(StoreLifecycleTest, CopiesWithOneUuidCanBothBeRemoved) {
+  ASSERT_OK(Save("a", DefaultTinySpec()));
+  const Store store = MakeStore();
+  ASSERT_EQ(std::system(("cp -r " + InStore("a") + " " + InStore("b")).c_str()), 0);
+  ASSERT_OK(store.Remove("a"));
+  ASSERT_OK(store.Remove("b"));
+  EXPECT_THAT(NamesIn(InStore(".trash")), SizeIs(4));
+  ASSERT_OK(store.Gc(kAtOnce));
+  EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
+}
+
+// Shows one folder of .trash under the inode of a live checkpoint, as after a crash on a filesystem
+// without a journal.
+class TwoNames : public ObservedFileSystem {
+ public:
+  TwoNames(std::string seen, std::string is)
+      : ObservedFileSystem(HostFileSystem(), {}), seen_(std::move(seen)), is_(std::move(is)) {}
+  Result<FileInfo> LinkStat(const std::string& path) override {
+    return ObservedFileSystem::LinkStat(path == seen_ ? is_ : path);
+  }
+
+ private:
+  std::string seen_;
+  std::string is_;
+};
+
+TEST_F(StoreLifecycleTest, AFolderThatIsAlsoALiveCheckpointIsNeverDeleted) {
+  ASSERT_OK(Save("dead", DefaultTinySpec()));
+  ASSERT_OK(Save("live", DefaultTinySpec()));
+  ASSERT_OK(MakeStore().Remove("dead"));
+  const std::string entry = InStore(".trash/" + NamesIn(InStore(".trash"))[0]);
+  TwoNames crashed(entry, InStore("live"));
+  const auto store = Store::Open(crashed, StorePath());
+  ASSERT_OK(store);
+  const auto report = store.value().Gc(kAtOnce);
+  ASSERT_OK(report);
+  EXPECT_THAT(report.value().kept, ElementsAre(HasSubstr("the same folder as checkpoint live")));
+  EXPECT_TRUE(fs().Exists(JoinPath(entry, "COMMIT")));
+}
+
+TEST_F(StoreLifecycleTest, GcTakesAbandonedStagingsAndLeavesYoungOnes) {
+  const Store store = MakeStore();
+  const TinySpec spec = DefaultTinySpec();
+  const Staging old = Written(store, "old", spec);
+  const Staging young = Written(store, "young", spec);
+  ASSERT_OK(fs().CreateDirectory(InStore(".staging/empty.12345678")));  // Died in Begin.
+  SetMtimes(old.directory, layout::NowSeconds() - 90000);
+  SetMtimes(InStore(".staging/empty.12345678"), layout::NowSeconds() - 90000);
+  const auto report = store.Gc(kAtOnce);
+  ASSERT_OK(report);
+  EXPECT_THAT(NamesIn(InStore(".staging")), ElementsAre("young." + young.ShortId()));
+  EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
+  // Whoever wakes up late cannot publish it, and is told the truth while it can be known.
+  EXPECT_THAT(store.Publish(old, TinyCoordinator(spec), {}), HasCode(Code::kStale));
+  EXPECT_THAT(store.AbortOrDecide(old), HasCode(Code::kUnknown));
+  EXPECT_OK(store.Publish(young, TinyCoordinator(spec), {}));
+}
+
+TEST_F(StoreLifecycleTest, ASaveThatWritesIntoAnOldFolderIsNotAbandoned) {
+  const Store store = MakeStore();
+  const Staging staging = Written(store, "slow", DefaultTinySpec());
+  SetMtimes(staging.directory, layout::NowSeconds() - 90000);
+  WriteWholeFile(JoinPath(staging.directory, "data/more.bin"), "now");
+  ASSERT_OK(store.Gc(kAtOnce));
+  EXPECT_TRUE(fs().Exists(staging.directory));
+}
+
+TEST_F(StoreLifecycleTest, GcClearsDerivedClaimsAndOtherLeftovers) {
+  const auto saved = Save("a", DefaultTinySpec());
+  ASSERT_OK(saved);
+  ASSERT_OK(Save("b", DefaultTinySpec()));
+  ASSERT_OK(Save("c", DefaultTinySpec()));
+  const Store store = MakeStore();
+  ASSERT_OK(fs().CreateDirectories(InStore(".derived/" + saved.value().info.uuid.ToString())));
+  const std::string gone = Uuid::Random().ToString();
+  ASSERT_OK(fs().CreateDirectories(InStore(".derived/" + gone + "/index")));
+  WriteWholeFile(InStore(".store.json.1234abcd"), "{}");
+  WriteWholeFile(InStore(".trash/lonely.since"), "");
+  const auto report = store.Gc(kAtOnce);
+  ASSERT_OK(report);
+  EXPECT_THAT(report.value().removed, ElementsAre(".store.json.1234abcd", ".derived/" + gone,
+                                                  ".generations/1", ".generations/2"));
+  EXPECT_THAT(NamesIn(InStore(".derived")), ElementsAre(saved.value().info.uuid.ToString()));
+  EXPECT_THAT(NamesIn(InStore(".generations")), ElementsAre("3"));
+  EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
+  EXPECT_EQ(Save("d", DefaultTinySpec()).value().info.generation, 4u);
+  // While some checkpoint cannot be read, a derived folder may be its.
+  ASSERT_OK(fs().CreateDirectories(InStore(".derived/" + gone)));
+  WriteWholeFile(InStore("b/COMMIT"), "");
+  EXPECT_THAT(store.Gc(kAtOnce).value().kept, Contains(HasSubstr(gone)));
+}
+
+TEST_F(StoreLifecycleTest, GcFinishesAReplacementWhosePublisherDied) {
+  const TinySpec old_spec = DefaultTinySpec(1);
+  const auto old = Save("step", old_spec);
+  ASSERT_OK(old);
+  bool exchanged = false;
+  ObservedFileSystem dying(
+      fs(),
+      [&](const FileEvent& e) {
+        return exchanged && e.op != FileOp::kSyncDirectory ? Status(Code::kUnavailable, "dead")
+                                                           : Status();
+      },
+      [&](const FileEvent& e) { exchanged = exchanged || e.op == FileOp::kExchange; });
+  ASSERT_OK(WriteTinyCheckpoint(dying, StorePath(), "step", DefaultTinySpec(2),
+                                {.if_exists = IfExists::kReplace}));
+  ASSERT_THAT(NamesIn(InStore(".staging")), SizeIs(1));
+  ASSERT_OK(MakeStore().Gc({}));
+  EXPECT_THAT(NamesIn(InStore(".staging")), IsEmpty());
+  EXPECT_TRUE(HoldsWhole(InStore(".trash/" + old.value().info.uuid.ToString()), old_spec));
+}
+
+// ---- The arbiter ------------------------------------------------------------------------------
+
+TEST_F(StoreLifecycleTest, AnAbortedSaveCannotBePublished) {
+  const Store store = MakeStore();
+  const TinySpec spec = DefaultTinySpec();
+  const Staging staging = Written(store, "step", spec);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_THAT(store.AbortOrDecide(staging), IsOkAndHolds(Verdict::kAborted));
+  }
+  const auto late = store.Publish(staging, TinyCoordinator(spec), {});
+  EXPECT_THAT(late, HasCode(Code::kStale));
+  EXPECT_THAT(late, HasMessage("aborted"));
+  EXPECT_THAT(store.List().value(), IsEmpty());
+  // The same save in a new job.
+  EXPECT_OK(Save("step", spec));
+  EXPECT_THAT(store.AbortOrDecide(staging), IsOkAndHolds(Verdict::kAborted));
+}
+
+TEST_F(StoreLifecycleTest, APublishedSaveIsCommittedForGood) {
+  const Store store = MakeStore();
+  const TinySpec spec = DefaultTinySpec();
+  const Staging staging = Written(store, "step", spec);
+  ASSERT_OK(store.Publish(staging, TinyCoordinator(spec), {}));
+  EXPECT_THAT(store.AbortOrDecide(staging), IsOkAndHolds(Verdict::kCommitted));
+  EXPECT_TRUE(HoldsWhole(InStore("step"), spec));
+  // Replaced since, or removed: it was committed all the same.
+  ASSERT_OK(Save("step", DefaultTinySpec(2), {.if_exists = IfExists::kReplace}));
+  EXPECT_THAT(store.AbortOrDecide(staging), IsOkAndHolds(Verdict::kCommitted));
+  EXPECT_TRUE(HoldsWhole(InStore("step"), DefaultTinySpec(2)));
+}
+
+TEST_F(StoreLifecycleTest, AVerdictIsSyncedByWhoGivesIt) {
+  const Store store = MakeStore();
+  const TinySpec spec = DefaultTinySpec();
+  const Staging staging = Written(store, "step", spec);
+  ASSERT_OK(store.Publish(staging, TinyCoordinator(spec), {}));
+  std::vector<std::string> synced;
+  ObservedFileSystem watch(fs(), {}, [&](const FileEvent& e) {
+    if (e.op == FileOp::kSyncDirectory) synced.push_back(e.path);
+  });
+  const auto seen = Store::Open(watch, StorePath());
+  ASSERT_OK(seen.value().AbortOrDecide(staging));
+  EXPECT_THAT(synced, ElementsAre(store.path(), store.path() + "/.staging"));
+  ObservedFileSystem failing(fs(), [](const FileEvent& e) {
+    return e.op == FileOp::kSyncDirectory ? Status::FromErrno(EIO, "fsync", e.path) : Status();
+  });
+  EXPECT_THAT(Store::Open(failing, StorePath()).value().AbortOrDecide(staging),
+              HasCode(Code::kUnknown));
+}
+
+TEST_F(StoreLifecycleTest, WhereNothingCanBeReadTheVerdictIsUnknown) {
+  const Store store = MakeStore();
+  const Staging staging = Written(store, "step", DefaultTinySpec());
+  ObservedFileSystem gone(fs(), [](const FileEvent& e) {
+    return e.op == FileOp::kOpenRead && !e.path.ends_with("store.json")
+               ? Status::FromErrno(EIO, "open", e.path)
+               : Status();
+  });
+  const auto blind = Store::Open(gone, StorePath());
+  ASSERT_OK(blind);
+  const auto verdict = blind.value().AbortOrDecide(staging);
+  EXPECT_THAT(verdict, HasCode(Code::kUnknown));
+  EXPECT_THAT(verdict, HasMessage("cannot be read"));
+}
+
+TEST_F(StoreLifecycleTest, ManyArbitersAndThePublisherAgree) {
+  const Store store = MakeStore();
+  const TinySpec spec = DefaultTinySpec();
+  int committed = 0;
+  for (int round = 0; round < 12; ++round) {
+    const std::string name = "step-" + std::to_string(round % 3);
+    const Staging staging = Written(store, name, spec, IfExists::kReplace);
+    std::vector<int> verdicts(4, -1);
+    Result<Store::Published> published = Status(Code::kInternal, "not run");
+    {
+      std::vector<std::jthread> threads;
+      threads.emplace_back([&, round] {
+        std::this_thread::sleep_for(std::chrono::microseconds(round % 2 * 500));
+        published =
+            store.Publish(staging, TinyCoordinator(spec), {.if_exists = IfExists::kReplace});
+      });
+      for (int& verdict : verdicts) {
+        threads.emplace_back([&, round] {
+          std::this_thread::sleep_for(std::chrono::microseconds(120 * round));
+          const auto v = store.AbortOrDecide(staging);
+          EXPECT_OK(v);
+          if (v.ok()) verdict = v.value() == Verdict::kCommitted ? 1 : 0;
+        });
+      }
+    }
+    const int expected = published.ok() ? 1 : 0;
+    committed += expected;
+    if (!published.ok()) {
+      EXPECT_THAT(published, HasCode(Code::kStale));
+    }
+    EXPECT_THAT(verdicts, testing::Each(expected)) << "round " << round;
+    const auto list = store.List();
+    ASSERT_OK(list);
+    bool visible = false;
+    for (const auto& c : list.value()) visible = visible || c.uuid == staging.uuid;
+    EXPECT_EQ(visible, expected == 1);
+  }
+  std::printf("%d of 12 committed\n", committed);
+}
+
+// ---- Fsck ---------------------------------------------------------------------------------------
+
+const Store::FsckFinding* Find(const std::vector<Store::FsckFinding>& all,
+                               const std::string& object) {
+  for (const auto& f : all) {
+    if (f.object == object) return &f;
+  }
+  return nullptr;
+}
+
+TEST_F(StoreLifecycleTest, ACleanStoreHasNoFindings) {
+  ASSERT_OK(Save("a", DefaultTinySpec()));
+  const auto found = MakeStore().Fsck({.read_data = true});
+  ASSERT_OK(found);
+  EXPECT_THAT(found.value(), IsEmpty());
+}
+
+TEST_F(StoreLifecycleTest, ALostIndexIsFoundAndRebuiltWithTheSameAnswers) {
+  const TinySpec spec = DefaultTinySpec();
+  ASSERT_OK(Save("a", spec, {.now = 5000}));
+  const auto times = MtimesOf(InStore("a"));
+  ASSERT_OK(fs().RemoveFile(InStore("a/index/index.sst")));
+  const Store store = MakeStore();
+  auto found = store.Fsck({});
+  ASSERT_OK(found);
+  ASSERT_THAT(found.value(), SizeIs(1));
+  EXPECT_FALSE(found.value()[0].repaired);
+  EXPECT_THAT(found.value()[0].remedy, HasSubstr("fsck --rebuild"));
+  found = store.Fsck({.rebuild = true});
+  ASSERT_OK(found);
+  ASSERT_THAT(found.value(), SizeIs(1));
+  EXPECT_TRUE(found.value()[0].repaired) << found.value()[0].remedy;
+  const auto commit = layout::ReadCommit(fs(), InStore("a"));
+  ASSERT_OK(commit);
+  const auto derived = OpenDerivedIndex(fs(), InStore("a"), commit.value().record);
+  ASSERT_OK(derived);
+  EXPECT_EQ(derived.value()->tensor_count(), spec.tensors.size());
+  EXPECT_EQ(derived.value()->Find("layers.0.w").value().mtime, times.at("layers.0.w"));
+  // Gc knows whose it is.
+  ASSERT_OK(store.Gc(kAtOnce));
+  EXPECT_OK(OpenDerivedIndex(fs(), InStore("a"), commit.value().record));
+  // And a damaged derived copy is made again.
+  WriteWholeFile(InStore(".derived/" + commit.value().record.uuid.ToString() + "/index/index.sst"),
+                 "damaged");
+  EXPECT_THAT(OpenDerivedIndex(fs(), InStore("a"), commit.value().record), Not(IsOk()));
+  ASSERT_OK(store.Fsck({.rebuild = true}));
+  EXPECT_OK(OpenDerivedIndex(fs(), InStore("a"), commit.value().record));
+}
+
+TEST_F(StoreLifecycleTest, FsckNamesDamageCopiesAndLeftovers) {
+  const auto saved = Save("a", DefaultTinySpec());
+  ASSERT_OK(saved);
+  ASSERT_OK(Save("b", DefaultTinySpec()));
+  const Store store = MakeStore();
+  ASSERT_EQ(std::system(("cp -r " + InStore("a") + " " + InStore("copy")).c_str()), 0);
+  const std::string file = InStore("a/data/" + saved.value().info.uuid.Short() + "-t1.bin");
+  ASSERT_EQ(chmod(file.c_str(), 0644), 0);
+  std::string bytes = ReadWholeFile(file);
+  bytes[100] = static_cast<char>(bytes[100] ^ 1);
+  WriteWholeFile(file, bytes);
+  WriteWholeFile(InStore("b/COMMIT"), "nonsense");
+  ASSERT_OK(store.Begin("c", IfExists::kFail));
+  WriteWholeFile(InStore("notes.txt"), "mine");
+  const auto quick = store.Fsck({});
+  ASSERT_OK(quick);
+  EXPECT_EQ(Find(quick.value(), "a"), nullptr);
+  const auto found = store.Fsck({.read_data = true});
+  ASSERT_OK(found);
+  const auto* damaged = Find(found.value(), "a");
+  ASSERT_NE(damaged, nullptr);
+  EXPECT_TRUE(damaged->damage);
+  EXPECT_THAT(damaged->problem, HasSubstr("layers.0.w"));
+  const auto* broken = Find(found.value(), "b");
+  ASSERT_NE(broken, nullptr);
+  EXPECT_TRUE(broken->damage);
+  const auto* copy = Find(found.value(), "copy");
+  ASSERT_NE(copy, nullptr);
+  EXPECT_FALSE(copy->damage);
+  const auto* alien = Find(found.value(), "notes.txt");
+  ASSERT_NE(alien, nullptr);
+  EXPECT_FALSE(alien->damage);
+  EXPECT_EQ(std::count_if(found.value().begin(), found.value().end(),
+                          [](const auto& f) { return f.object.starts_with(".staging/c."); }),
+            1);
+}
+
+}  // namespace
+}  // namespace tensormount
