@@ -53,6 +53,10 @@ Status FileSystem::CreateDirectories(const std::string& path) {
   return s;
 }
 
+Result<std::shared_ptr<const std::string>> FileSystem::PinDirectory(const std::string& path) {
+  return std::make_shared<const std::string>(path);
+}
+
 // Through the interface, so that an observer sees each step. HostFileSystem has a stricter form.
 Status FileSystem::RemoveTree(const std::string& path) {
   const Result<FileInfo> info = LinkStat(path);

@@ -98,6 +98,9 @@ class FileSystem {
   virtual Status SyncDirectory(const std::string& path) = 0;
   // realpath.
   virtual Result<std::string> Resolve(const std::string& path) = 0;
+  // A path that leads to this folder while the result is kept, also when somebody renames the
+  // folder meanwhile. Where there is no such thing: `path` itself.
+  virtual Result<std::shared_ptr<const std::string>> PinDirectory(const std::string& path);
 
   // Conveniences on the above.
   // The whole file; kDataLoss where it is larger than `max_bytes`.

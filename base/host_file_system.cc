@@ -230,6 +230,19 @@ class HostFs final : public FileSystem {
 
   Status RemoveTree(const std::string& path) override { return RemoveHostTree(path); }
 
+  Result<std::shared_ptr<const std::string>> PinDirectory(const std::string& path) override {
+    const int fd = open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0) return Status::FromErrno(errno, "open", path);
+    std::string pinned = "/proc/self/fd/" + std::to_string(fd);
+    // Without /proc the name has to do.
+    if (access(pinned.c_str(), F_OK) != 0) pinned = path;
+    return std::shared_ptr<const std::string>(new std::string(std::move(pinned)),
+                                              [fd](const std::string* p) {
+                                                close(fd);
+                                                delete p;
+                                              });
+  }
+
  private:
   static Result<std::unique_ptr<File>> Open(const std::string& path, int flags,
                                             std::string_view action) {
