@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/content.h"
+
+#include "index/manifest.h"
+#include "tests/support/random.h"
+#include "tests/support/status_matchers.h"
+
+namespace tensormount {
+namespace {
+
+Region BoxOf(const Dims& begin, const Dims& extent) {
+  return Region(Box::Make(begin, extent).value());
+}
+
+ChunkRecord Chunk(const Region& region, std::uint32_t file, std::uint64_t offset,
+                  std::uint64_t element_bytes) {
+  ChunkRecord chunk;
+  chunk.region = region;
+  chunk.file = file;
+  chunk.offset = offset;
+  chunk.length = static_cast<std::uint64_t>(region.volume()) * element_bytes;
+  chunk.hash = {offset + 1, 42};
+  return chunk;
+}
+
+TensorMeta Meta(const std::string& key, DType dtype, const Dims& shape) {
+  return TensorMeta::Make(key, dtype, shape).value();
+}
+
+// One writer's content with one tensor in one file.
+Content WriterContent(const std::string& key, const Dims& shape, const std::string& file,
+                      const std::vector<Region>& regions) {
+  Content content;
+  content.info.uuid = {1, 2};
+  content.files.push_back({.name = file, .placement = Placement::kRankShard});
+  TensorContent& tensor = content.tensors.emplace_back(Meta(key, DType::kF32, shape));
+  tensor.has_digest = true;
+  std::uint64_t offset = 0;
+  for (const Region& region : regions) {
+    tensor.extents.Append(Chunk(region, 0, offset, 4));
+    offset += static_cast<std::uint64_t>(region.volume()) * 4;
+  }
+  content.files[0].length = offset;
+  return content;
+}
+
+Result<Content> Merge(const std::vector<Content>& writers) {
+  ContentMerger merger;
+  for (std::size_t i = 0; i < writers.size(); ++i) {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        merger.Add(writers[i], "manifest/rank-" + std::to_string(i) + ".tmm"));
+  }
+  return merger.Finish();
+}
+
+TEST(Uuid, TextGoesBothWays) {
+  const Uuid uuid{0x0123456789abcdef, 0xfedcba9876543210};
+  EXPECT_EQ(uuid.ToString(), "0123456789abcdeffedcba9876543210");
+  EXPECT_EQ(uuid.Short(), "01234567");
+  EXPECT_EQ(Uuid::Parse(uuid.ToString()), uuid);
+  EXPECT_FALSE(Uuid::Parse("0123456789ABCDEFfedcba9876543210"));
+  EXPECT_FALSE(Uuid::Parse("0123"));
+  EXPECT_NE(Uuid::Random(), Uuid::Random());
+}
+
+TEST(ExtentTable, RowsComeBackAsTheyWere) {
+  ExtentTable table(2);
+  ChunkRecord box = Chunk(BoxOf({1, 2}, {3, 4}), 5, 600, 4);
+  box.manifest = 7;
+  box.first_leaf = 8;
+  const Region flat = Region::Flat(Box::Make({2, 0}, {4, 10}).value(), 5, 17).value();
+  ASSERT_TRUE(flat.is_flat());
+  table.Append(box);
+  table.Append(Chunk(flat, 1, 0, 4));
+  ASSERT_EQ(table.size(), 2u);
+  ASSERT_OK_AND_ASSIGN(const ChunkRecord first, table.At(0));
+  EXPECT_EQ(first.region, box.region);
+  EXPECT_EQ(first.file, 5u);
+  EXPECT_EQ(first.manifest, 7u);
+  EXPECT_EQ(first.offset, 600u);
+  EXPECT_EQ(first.length, 48u);
+  EXPECT_EQ(first.first_leaf, 8u);
+  EXPECT_EQ(first.hash, box.hash);
+  EXPECT_TRUE(first.has_hash);
+  ASSERT_OK_AND_ASSIGN(const ChunkRecord second, table.At(1));
+  EXPECT_EQ(second.region, flat);
+  EXPECT_THAT(table.At(2), HasCode(Code::kDataLoss));
+}
+
+TEST(ExtentTable, RefusesWhatIsNoRow) {
+  EXPECT_THAT(ExtentTable::FromPacked(2, std::string(ExtentTable::RowBytes(2) + 1, '\0')),
+              HasCode(Code::kDataLoss));
+  EXPECT_THAT(ExtentTable::FromPacked(17, ""), HasCode(Code::kDataLoss));
+  // No flip of a bit may crash; what still decodes lies within bounds.
+  ExtentTable table(2);
+  table.Append(Chunk(Region::Flat(Box::Make({2, 0}, {4, 10}).value(), 5, 17).value(), 1, 0, 4));
+  for (std::size_t bit = 0; bit < table.packed().size() * 8; ++bit) {
+    std::string rows(table.packed());
+    rows[bit / 8] = static_cast<char>(rows[bit / 8] ^ (1 << (bit % 8)));
+    ASSERT_OK_AND_ASSIGN(ExtentTable flipped, ExtentTable::FromPacked(2, rows));
+    flipped.Sort();
+    const Result<ChunkRecord> chunk = flipped.At(0);
+    if (chunk.ok()) {
+      EXPECT_GE(chunk.value().region.volume(), 0);
+    }
+  }
+}
+
+TEST(ExtentTable, SortsByFirstElement) {
+  ExtentTable table(2);
+  table.Append(Chunk(BoxOf({4, 0}, {4, 8}), 0, 0, 4));
+  table.Append(Chunk(Region::Flat(Box::Make({0, 0}, {4, 8}).value(), 9, 23).value(), 1, 0, 4));
+  table.Append(Chunk(Region::Flat(Box::Make({0, 0}, {4, 8}).value(), 0, 9).value(), 2, 0, 4));
+  table.Sort();
+  EXPECT_EQ(table.At(0).value().file, 2u);
+  EXPECT_EQ(table.At(1).value().file, 1u);
+  EXPECT_EQ(table.At(2).value().file, 0u);
+}
+
+TEST(ContentMerger, OrderOfManifestsDoesNotMatter) {
+  Content a = WriterContent("w", {4, 4}, "data/b", {BoxOf({0, 0}, {2, 4})});
+  Content b = WriterContent("w", {4, 4}, "data/a", {BoxOf({2, 0}, {2, 4})});
+  a.tensors[0].digest = 5;
+  b.tensors[0].digest = 6;
+  ContentMerger one;
+  ASSERT_OK(one.Add(a, "manifest/z.tmm"));
+  ASSERT_OK(one.Add(b, "manifest/y.tmm"));
+  ContentMerger two;
+  ASSERT_OK(two.Add(b, "manifest/y.tmm"));
+  ASSERT_OK(two.Add(a, "manifest/z.tmm"));
+  ASSERT_OK_AND_ASSIGN(const Content x, one.Finish());
+  ASSERT_OK_AND_ASSIGN(const Content y, two.Finish());
+  EXPECT_EQ(x.files[0].name, "data/a");
+  EXPECT_EQ(x.manifests, (std::vector<std::string>{"manifest/y.tmm", "manifest/z.tmm"}));
+  EXPECT_EQ(x.tensors[0].digest, 3u);
+  EXPECT_EQ(x.tensors[0].extents.packed(), y.tensors[0].extents.packed());
+  const ChunkRecord first = x.tensors[0].extents.At(0).value();
+  EXPECT_EQ(first.file, 1u);      // data/b
+  EXPECT_EQ(first.manifest, 1u);  // manifest/z.tmm
+  EXPECT_OK(CheckComplete(x));
+}
+
+TEST(ContentMerger, RefusesDisagreement) {
+  const Content a = WriterContent("w", {4, 4}, "data/a", {BoxOf({0, 0}, {2, 4})});
+  EXPECT_THAT(Merge({a, WriterContent("w", {4, 5}, "data/b", {})}),
+              HasMessage("tensor w: writers disagree: f32[4, 4] and f32[4, 5]"));
+  Content longer = a;
+  longer.files[0].length += 1;
+  EXPECT_THAT(Merge({a, longer}), HasMessage("data/a: writers disagree"));
+  Content other = a;
+  other.info.uuid = {1, 3};
+  EXPECT_THAT(Merge({a, other}), HasMessage("belongs to checkpoint"));
+  Content wild = a;
+  wild.tensors[0].extents = ExtentTable(2);
+  wild.tensors[0].extents.Append(Chunk(BoxOf({0, 0}, {2, 4}), 1, 0, 4));
+  EXPECT_THAT(Merge({wild}), HasMessage("file number 1"));
+  Content object = a;
+  object.objects.push_back({.key = "rng"});
+  EXPECT_THAT(Merge({object, object}), HasMessage("object rng: written twice"));
+  ContentMerger twice;
+  ASSERT_OK(twice.Add(a, "manifest/a.tmm"));
+  EXPECT_THAT(twice.Add(a, "manifest/a.tmm"), HasCode(Code::kDataLoss));
+}
+
+TEST(ContentMerger, CoordinatorListsWhatThereMustBe) {
+  const Content a = WriterContent("w", {4, 4}, "data/a", {BoxOf({0, 0}, {4, 4})});
+  ASSERT_OK_AND_ASSIGN(Content merged, Merge({a}));
+  merged.tensors[0].mtime = 99;
+  merged.info.producer = "p";
+  Content list = CoordinatorContent(merged);
+  const auto with = [&](const Content& coordinator) {
+    ContentMerger merger;
+    EXPECT_OK(merger.Add(coordinator, std::string(kCoordinatorManifest)));
+    EXPECT_OK(merger.Add(a, "manifest/rank-0.tmm"));
+    return merger.Finish();
+  };
+  ASSERT_OK_AND_ASSIGN(const Content again, with(list));
+  EXPECT_EQ(again.tensors[0].mtime, 99);
+  EXPECT_EQ(again.info.producer, "p");
+  list.tensors[0].digest ^= 1;
+  EXPECT_THAT(with(list), HasMessage("dtype, shape or digest"));
+  list = CoordinatorContent(merged);
+  list.tensors.emplace_back(Meta("x", DType::kF32, {1}));
+  EXPECT_THAT(with(list), HasMessage("lists 2 tensors, the writers wrote 1"));
+}
+
+TEST(CheckComplete, NamesTheMissingAndTheDoubledBox) {
+  ASSERT_OK_AND_ASSIGN(Content gap,
+                       Merge({WriterContent("w", {4, 8}, "data/a",
+                                            {BoxOf({0, 0}, {4, 3}), BoxOf({0, 4}, {4, 4})})}));
+  EXPECT_THAT(CheckComplete(gap), HasMessage("tensor w: [0:4, 3:4] is stored in no chunk"));
+  ASSERT_OK_AND_ASSIGN(Content overlap,
+                       Merge({WriterContent("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 5})}),
+                              WriterContent("w", {4, 8}, "data/b", {BoxOf({0, 4}, {4, 4})})}));
+  EXPECT_THAT(CheckComplete(overlap),
+              HasMessage("tensor w: [0:4, 4:5] is stored twice: in data/a and data/b"));
+  ASSERT_OK_AND_ASSIGN(Content nothing, Merge({WriterContent("w", {4, 8}, "data/a", {})}));
+  EXPECT_THAT(CheckComplete(nothing), HasMessage("[0:4, 0:8] is stored in no chunk"));
+  // Rows that follow each other, but stop early.
+  ASSERT_OK_AND_ASSIGN(Content early,
+                       Merge({WriterContent("w", {4, 8}, "data/a", {BoxOf({0, 0}, {3, 8})})}));
+  EXPECT_THAT(CheckComplete(early), HasMessage("[3:4, 0:8] is stored in no chunk"));
+}
+
+TEST(CheckComplete, AcceptsFlatCutsAndEmptyTensors) {
+  const Box whole = Box::Make({0, 0}, {4, 8}).value();
+  ASSERT_OK_AND_ASSIGN(Content flat,
+                       Merge({WriterContent("w", {4, 8}, "data/a",
+                                            {Region::Flat(whole, 0, 11).value(),
+                                             Region::Flat(whole, 11, 21).value()}),
+                              WriterContent("zero", {0, 8}, "data/b", {}),
+                              WriterContent("scalar", {}, "data/c", {Region(Box())})}));
+  EXPECT_OK(CheckComplete(flat));
+}
+
+TEST(CheckComplete, ComparesLengthsWithRegionsAndFiles) {
+  Content content = WriterContent("w", {4, 8}, "data/a", {});
+  ChunkRecord chunk = Chunk(BoxOf({0, 0}, {4, 8}), 0, 0, 4);
+  chunk.length -= 1;
+  content.files[0].length = 128;
+  content.manifests = {"manifest/a.tmm"};
+  content.tensors[0].extents.Append(chunk);
+  EXPECT_THAT(CheckComplete(content), HasMessage("127 bytes stored, 128 needed"));
+  chunk.length = 128;
+  content.files[0].length = 100;
+  content.tensors[0].extents = ExtentTable(2);
+  content.tensors[0].extents.Append(chunk);
+  EXPECT_THAT(CheckComplete(content), HasMessage("data/a: a chunk reaches past its end"));
+}
+
+TEST(CheckComplete, ObjectsFillTheirGrids) {
+  Content content;
+  content.files.push_back({.name = "data/a", .placement = Placement::kPack});
+  content.manifests = {"manifest/a.tmm"};
+  for (const std::int64_t i : {0, 1, 3}) {
+    content.objects.push_back({.key = "rng", .index = {i / 2, i % 2}, .grid = {2, 2}});
+  }
+  EXPECT_THAT(CheckComplete(content), HasMessage("object rng: part [1, 0] of its grid"));
+  content.objects.insert(content.objects.begin() + 2,
+                         {.key = "rng", .index = {1, 0}, .grid = {2, 2}});
+  EXPECT_OK(CheckComplete(content));
+}
+
+TEST(FileRoots, RefuseOverlapsAndEnds) {
+  Content content = WriterContent("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})});
+  ASSERT_OK(ComputeFileRoots(content));
+  const Hash128 root = content.files[0].root;
+  EXPECT_NE(root, Hash128{});
+  content.extras.push_back({.file = 0, .offset = 127, .length = 1});
+  EXPECT_THAT(ComputeFileRoots(content), HasMessage("at 127 overlaps the one before it"));
+  content.extras[0].offset = 128;
+  EXPECT_THAT(ComputeFileRoots(content), HasMessage("reaches past the end"));
+  content.files[0].length = 129;
+  ASSERT_OK(ComputeFileRoots(content));
+  EXPECT_NE(content.files[0].root, root);
+}
+
+TEST(ContentRoot, SeesWhatIsStoredAndNotWhere) {
+  Content content = WriterContent("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})});
+  const Hash128 root = ContentRoot(content);
+  Content moved = content;
+  moved.files[0].name = "data/b";
+  moved.tensors[0].mtime = 5;
+  ChunkRecord chunk = content.tensors[0].extents.At(0).value();
+  chunk.offset = 64;
+  chunk.first_leaf = 3;
+  moved.tensors[0].extents = ExtentTable(2);
+  moved.tensors[0].extents.Append(chunk);
+  EXPECT_EQ(ContentRoot(moved), root);
+  chunk.hash.low ^= 1;
+  moved.tensors[0].extents = ExtentTable(2);
+  moved.tensors[0].extents.Append(chunk);
+  EXPECT_NE(ContentRoot(moved), root);
+  moved = content;
+  moved.common["a"] = true;
+  EXPECT_NE(ContentRoot(moved), root);
+}
+
+}  // namespace
+}  // namespace tensormount
