@@ -2,11 +2,10 @@
 #ifndef TENSORMOUNT_COLLECTIVE_SOCKET_GROUP_H_
 #define TENSORMOUNT_COLLECTIVE_SOCKET_GROUP_H_
 
-#include <sys/types.h>
-
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <sys/types.h>
 #include <vector>
 
 #include "tensormount/communicator.h"
@@ -19,8 +18,8 @@ class ForkedGroup {
  public:
   // Forks `ranks` children; each runs `body` with its communicator and ends by _exit(body's
   // result). The parent returns at once.
-  static Result<std::unique_ptr<ForkedGroup>> Start(
-      int ranks, const std::function<int(Communicator&)>& body);
+  static Result<std::unique_ptr<ForkedGroup>> Start(int ranks,
+                                                    const std::function<int(Communicator&)>& body);
   // Kills and reaps what still runs.
   virtual ~ForkedGroup() = default;
 

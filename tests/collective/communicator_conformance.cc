@@ -350,7 +350,7 @@ const std::vector<ConformanceCase>& ConformanceCases() {
       {"LateReceiverGetsAll", 2, LateReceiverGetsAll},
       {"WrongSizeIsDataLoss", 2, WrongSizeIsDataLoss},
       {"ProgressIsHeard", 2, ProgressIsHeard},
-      {"CancelledMemoryIsFree", 2, CancelledMemoryIsFree},
+      {"CancelledMemoryIsFree", 2, CancelledMemoryIsFree, /*cancels=*/true},
   };
   return cases;
 }

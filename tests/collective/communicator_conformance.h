@@ -16,9 +16,10 @@ struct ConformanceCase {
   const char* name;
   int min_ranks;
   Status (*body)(Communicator&);
+  // Leaves messages behind: nothing may follow it on the same communicator. Stands last.
+  bool cancels = false;
 };
 
-// The last ones cancel: nothing may follow them on the same communicator.
 const std::vector<ConformanceCase>& ConformanceCases();
 
 }  // namespace tensormount

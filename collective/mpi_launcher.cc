@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdlib>
+
+#include "tensormount/mpi.h"
+
+namespace tensormount {
+
+bool UnderMpiLauncher() {
+  // Open MPI; MPICH, Intel MPI, Slurm's PMI; PMIx; MVAPICH.
+  for (const char* name :
+       {"OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE"}) {
+    if (std::getenv(name) != nullptr) return true;
+  }
+  return false;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// What one process of an MPI job does in mpi_test:
+//   mpi_ranks conformance | cancel | collective
+//   mpi_ranks victim OPERATION RANK SIGNAL
+//   mpi_ranks late
+// Prints one line that begins with "rank N: ".
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <signal.h>
+#include <string>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+#include "tensormount/mpi.h"
+
+#include "collective/collective.h"
+#include "tests/collective/collective_cases.h"
+#include "tests/collective/communicator_conformance.h"
+
+namespace tensormount {
+namespace {
+
+int Say(const Communicator& comm, const std::string& what) {
+  std::printf("rank %d: %s\n", comm.rank(), what.c_str());
+  std::fflush(stdout);
+  return what == "good" ? 0 : 1;
+}
+
+int Say(const Communicator& comm, const std::string& name, const Status& status) {
+  return Say(comm, status.ok() ? "good" : name + ": " + status.ToString());
+}
+
+int Conformance(Communicator& comm, bool cancels) {
+  for (const ConformanceCase& c : ConformanceCases()) {
+    if (comm.size() < c.min_ranks || c.cancels != cancels) continue;
+    if (const Status status = c.body(comm); !status.ok()) return Say(comm, c.name, status);
+  }
+  return Say(comm, "good");
+}
+
+int Victim(Communicator& comm, Operation operation, int victim, int signal) {
+  std::vector<std::string> pids;
+  {
+    Collective c(comm, kPatient);
+    auto all = c.AllGather(std::to_string(::getpid()), "pids");
+    if (!all.ok()) return Say(comm, "pids", all.status());
+    pids = std::move(all).value();
+  }
+  const int saw = WatchVictim(comm, operation, victim, signal);
+  Say(comm, "saw " + std::to_string(saw));
+  if (comm.rank() == (victim == 0 ? 1 : 0)) {
+    // A stopped process would keep the job alive.
+    ::kill(std::atoi(pids[static_cast<std::size_t>(victim)].c_str()), SIGKILL);
+  }
+  return 0;
+}
+
+// The last rank lives but does not come, until everybody has given up.
+int Late(Communicator& comm) {
+  Collective c(comm, {std::chrono::seconds(60), std::chrono::milliseconds(700)});
+  if (comm.rank() == comm.size() - 1) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  const Status status = c.Agree({}, "evaluate");
+  const std::string name = "rank " + std::to_string(comm.size() - 1) + " did not come within";
+  if (status.code() == Code::kDeadlineExceeded &&
+      status.message().find(name) != std::string::npos) {
+    return Say(comm, "good");
+  }
+  return Say(comm, status.ok() ? "no failure" : status.ToString());
+}
+
+int Main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  if (!UnderMpiLauncher()) {
+    std::printf("not under a launcher\n");
+    return 1;
+  }
+  auto session = MpiSession::Init();
+  if (!session.ok()) {
+    std::printf("%s\n", session.status().ToString().c_str());
+    return 1;
+  }
+  auto comm = session.value()->World();
+  if (!comm.ok()) {
+    std::printf("%s\n", comm.status().ToString().c_str());
+    return 1;
+  }
+  Communicator& world = *comm.value();
+  if (mode == "conformance") return Conformance(world, /*cancels=*/false);
+  if (mode == "cancel") {
+    const int result = Conformance(world, /*cancels=*/true);
+    comm.value().reset();  // Must not wait for what is never received.
+    session.value()->Abandon();
+    ::_exit(result);
+  }
+  if (mode == "collective") {
+    Status status = ExerciseCollective(world);
+    if (status.ok())
+      status = ExerciseLargePayload(world, world.size() == 2 ? 100'000'000 : 10'000'000);
+    return Say(world, mode, status);
+  }
+  if (mode == "late") return Late(world);
+  if (mode == "victim" && argc == 5) {
+    Victim(world, static_cast<Operation>(std::atoi(argv[2])), std::atoi(argv[3]),
+           std::atoi(argv[4]));
+    session.value()->Abandon();
+    ::_exit(0);  // Others of this job are gone: nothing may wait for them.
+  }
+  std::printf("unknown mode\n");
+  return 1;
+}
+
+}  // namespace
+}  // namespace tensormount
+
+int main(int argc, char** argv) { return tensormount::Main(argc, argv); }

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs mpi_ranks under mpirun. This program itself is linked against the form without MPI.
+#include "tensormount/mpi.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <set>
+#include <signal.h>
+#include <sstream>
+#include <string>
+#include <unistd.h>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/collective/collective_cases.h"
+#include "tests/support/require.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/subprocess.h"
+
+namespace tensormount {
+namespace {
+
+// Empty where MPI jobs can be run here, otherwise why not.
+std::string WhyNoMpi() {
+  if (::access(BuiltProgram("tests/mpi_ranks").c_str(), X_OK) != 0) return "built without MPI";
+  if (RunProcess({"mpirun", "--version"}).exit_code != 0) return "there is no mpirun";
+  return "";
+}
+
+class MpiTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    static const std::string why = WhyNoMpi();
+    if (!why.empty()) TENSORMOUNT_SKIP_UNLESS_REQUIRED("mpi", why);
+  }
+};
+
+std::unique_ptr<Subprocess> StartRanks(int ranks, const std::vector<std::string>& arguments,
+                                       const std::vector<std::string>& options = {}) {
+  std::vector<std::string> command = {"mpirun", "--allow-run-as-root", "--oversubscribe", "-n",
+                                      std::to_string(ranks)};
+  command.insert(command.end(), options.begin(), options.end());
+  command.push_back(BuiltProgram("tests/mpi_ranks"));
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  ProcessOptions process;
+  process.deadline = std::chrono::seconds(100);
+  return std::make_unique<Subprocess>(command, process);
+}
+
+ProcessOutcome RunRanks(int ranks, const std::vector<std::string>& arguments,
+                        const std::vector<std::string>& options = {}) {
+  return StartRanks(ranks, arguments, options)->Wait();
+}
+
+// What each rank said, in no order.
+std::multiset<std::string> Said(const ProcessOutcome& outcome) {
+  std::multiset<std::string> said;
+  std::istringstream lines(outcome.out);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.rfind("rank ", 0) == 0) said.insert(line);
+  }
+  return said;
+}
+
+void ExpectAllGood(int ranks, const ProcessOutcome& outcome) {
+  std::multiset<std::string> expected;
+  for (int r = 0; r < ranks; ++r) expected.insert("rank " + std::to_string(r) + ": good");
+  EXPECT_EQ(Said(outcome), expected) << outcome;
+  EXPECT_EQ(outcome.exit_code, 0) << outcome;
+}
+
+TEST_F(MpiTest, ConformsOnTwoRanks) { ExpectAllGood(2, RunRanks(2, {"conformance"})); }
+TEST_F(MpiTest, ConformsOnFourRanks) { ExpectAllGood(4, RunRanks(4, {"conformance"})); }
+
+// MPI cannot take back what was sent, so these processes leave without MPI_Finalize.
+TEST_F(MpiTest, CancelledMemoryIsFree) {
+  const ProcessOutcome outcome = RunRanks(2, {"cancel"}, {"--enable-recovery"});
+  EXPECT_FALSE(outcome.timed_out) << outcome;
+  EXPECT_EQ(Said(outcome), (std::multiset<std::string>{"rank 0: good", "rank 1: good"})) << outcome;
+}
+
+TEST_F(MpiTest, ConformsOnOneRank) { ExpectAllGood(1, RunRanks(1, {"conformance"})); }
+
+TEST_F(MpiTest, EveryCollectiveOperationOnEveryRank) {
+  ExpectAllGood(2, RunRanks(2, {"collective"}));
+  ExpectAllGood(3, RunRanks(3, {"collective"}));
+}
+
+TEST_F(MpiTest, ARankThatDoesNotComeIsNamedAndGetsTheFailure) {
+  const ProcessOutcome outcome = RunRanks(3, {"late"});
+  EXPECT_EQ(Said(outcome),
+            (std::multiset<std::string>{"rank 0: good", "rank 1: good", "rank 2: good"}))
+      << outcome;
+}
+
+struct Fate {
+  Operation operation;
+  int victim;
+  int signal;
+};
+
+// All survivors return by their deadline, with one code, and name the victim. The jobs run beside
+// each other, because they mostly wait.
+void ExpectSurvivorsNameTheVictim(const std::vector<Fate>& fates) {
+  constexpr int kRanks = 4;
+  std::vector<std::unique_ptr<Subprocess>> jobs;
+  for (const Fate& f : fates) {
+    jobs.push_back(StartRanks(kRanks,
+                              {"victim", std::to_string(static_cast<int>(f.operation)),
+                               std::to_string(f.victim), std::to_string(f.signal)},
+                              {"--enable-recovery"}));
+  }
+  for (std::size_t i = 0; i < fates.size(); ++i) {
+    const ProcessOutcome outcome = jobs[i]->Wait();
+    EXPECT_FALSE(outcome.timed_out) << outcome;
+    std::multiset<std::string> lost;
+    std::multiset<std::string> gone;
+    for (int r = 0; r < kRanks; ++r) {
+      if (r == fates[i].victim) continue;
+      const std::string line = "rank " + std::to_string(r) + ": saw ";
+      lost.insert(line + std::to_string(kSawFailure + static_cast<int>(Code::kDeadlineExceeded)));
+      gone.insert(line + std::to_string(kSawFailure + static_cast<int>(Code::kUnavailable)));
+    }
+    // MPI does not say that a process is gone; where a transport does, all see that.
+    EXPECT_THAT(Said(outcome), testing::AnyOf(lost, gone)) << outcome;
+  }
+}
+
+TEST_F(MpiTest, AKilledRankIsNamedByAll) {
+  ExpectSurvivorsNameTheVictim(
+      {{Operation::kAllGather, 2, SIGKILL}, {Operation::kExchange, 0, SIGKILL}});
+}
+TEST_F(MpiTest, AStoppedRankIsNamedByAll) {
+  ExpectSurvivorsNameTheVictim(
+      {{Operation::kExchange, 2, SIGSTOP}, {Operation::kAgree, 0, SIGSTOP}});
+}
+
+TEST(WithoutMpiTest, SaysSoInWords) {
+  const auto session = MpiSession::Init();
+  EXPECT_THAT(session, HasCode(Code::kUnsupported));
+  EXPECT_THAT(session, HasMessage("no MPI"));
+}
+
+TEST(UnderMpiLauncherTest, IsFoundInTheEnvironment) {
+  const std::vector<const char*> names = {"OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE",
+                                          "PMIX_RANK", "MV2_COMM_WORLD_SIZE"};
+  for (const char* name : names) ::unsetenv(name);
+  EXPECT_FALSE(UnderMpiLauncher());
+  for (const char* name : names) {
+    ::setenv(name, "0", 1);
+    EXPECT_TRUE(UnderMpiLauncher()) << name;
+    ::unsetenv(name);
+  }
+}
+
+}  // namespace
+}  // namespace tensormount
