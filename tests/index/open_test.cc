@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cerrno>
+#include <unistd.h>
+
+#include "tensormount/checkpoint.h"
+
+#include "base/coding.h"
+#include "index/checkpoint.h"
+#include "tests/index/checkpoint_builder.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace tensormount {
+namespace {
+
+BuildSpec SmallSpec(std::uint64_t seed = 3) {
+  Random random(seed);
+  BuildSpec spec = RandomSpec(random, 3, 500);
+  spec.writers = 2;
+  for (std::size_t t = 0; t < 3; ++t) {
+    spec.partitions[t] = RandomPartition(random, spec.tensors[t].shape, 2);
+  }
+  return spec;
+}
+
+class OpenTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    spec_ = SmallSpec();
+    Result<BuiltCheckpoint> built = BuildCheckpoint(HostFileSystem(), path(), spec_);
+    ASSERT_OK(built);
+    built_ = std::move(built).value();
+  }
+  std::string path() { return dir_.Join("c"); }
+  std::string Below(const std::string& name) { return JoinPath(path(), name); }
+  Result<std::shared_ptr<OpenedCheckpoint>> Open() {
+    return OpenedCheckpoint::Open(HostFileSystem(), path(), {});
+  }
+  // Whether everything reads as it was written.
+  testing::AssertionResult Whole(const OpenedCheckpoint& opened) {
+    for (const RandomTensor& tensor : spec_.tensors) {
+      const Result<TensorEntry> entry = opened.index().Find(tensor.key);
+      if (!entry.ok()) return testing::AssertionFailure() << entry.status().ToString();
+      std::string got(tensor.bytes.size(), '?');
+      const Status read = opened.ReadBytes(entry.value(), 0, got.data(), got.size(),
+                                           ReadVerify::kExtendLeaves, nullptr);
+      if (!read.ok()) return testing::AssertionFailure() << read.ToString();
+      if (got != tensor.bytes) return testing::AssertionFailure() << tensor.key << ": other bytes";
+    }
+    return testing::AssertionSuccess();
+  }
+  std::vector<VerifyReport::Damage> Damages() {
+    Result<VerifyReport> report = VerifyCheckpoint(HostFileSystem(), path(), {.threads = 1});
+    EXPECT_OK(report);
+    return report.ok() ? report.value().damages : std::vector<VerifyReport::Damage>{};
+  }
+  void Flip(const std::string& name, std::size_t byte, int bit) {
+    std::string bytes = ReadWholeFile(Below(name));
+    bytes[byte] = static_cast<char>(bytes[byte] ^ (1 << bit));
+    WriteWholeFile(Below(name), bytes);
+  }
+
+  TempDir dir_;
+  BuildSpec spec_;
+  BuiltCheckpoint built_;
+};
+
+TEST_F(OpenTest, NotACheckpointIsNotFound) {
+  EXPECT_THAT(OpenedCheckpoint::Open(HostFileSystem(), dir_.path(), {}), HasCode(Code::kNotFound));
+  EXPECT_THAT(OpenedCheckpoint::Open(HostFileSystem(), dir_.Join("x"), {}),
+              HasCode(Code::kNotFound));
+  EXPECT_THAT(VerifyCheckpoint(HostFileSystem(), dir_.path(), {}), HasCode(Code::kNotFound));
+}
+
+TEST_F(OpenTest, IsLockedWhileItIsOpen) {
+  ASSERT_OK_AND_ASSIGN(auto opened, Open());
+  ASSERT_OK_AND_ASSIGN(const auto other, HostFileSystem().OpenRead(Below("COMMIT")));
+  EXPECT_THAT(other->TryLockExclusive(), HasCode(Code::kBusy));
+  opened.reset();
+  EXPECT_OK(other->TryLockExclusive());
+  EXPECT_THAT(Open(), HasCode(Code::kStale));
+}
+
+TEST_F(OpenTest, OneBadCopyOfCommitIsAWarning) {
+  for (const std::size_t byte : {50u, 4096u + 50u}) {
+    Flip("COMMIT", byte, 3);
+    ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+    ASSERT_EQ(opened->warnings().size(), 1u);
+    EXPECT_THAT(opened->warnings()[0], testing::HasSubstr("copy is damaged: checksum differs"));
+    EXPECT_TRUE(Whole(*opened));
+    const auto damages = Damages();
+    ASSERT_EQ(damages.size(), 1u);
+    EXPECT_EQ(damages[0].object, "COMMIT");
+    Flip("COMMIT", byte, 3);
+  }
+  Flip("COMMIT", 50, 3);
+  Flip("COMMIT", 4096 + 50, 3);
+  EXPECT_THAT(Open(), HasCode(Code::kDataLoss));
+  EXPECT_EQ(Damages().size(), 1u);
+}
+
+TEST_F(OpenTest, ANewerFormatIsRefusedInWords) {
+  built_.commit.incompatible = 4;
+  ASSERT_OK(HostFileSystem().RemoveFile(Below("COMMIT")));
+  WriteWholeFile(Below("COMMIT"), EncodeCommit(built_.commit));
+  EXPECT_THAT(Open(), HasCode(Code::kUnsupported));
+  EXPECT_THAT(Open(), HasMessage("newer format: incompatible feature bits 0x4"));
+  EXPECT_THAT(VerifyCheckpoint(HostFileSystem(), path(), {}), HasCode(Code::kUnsupported));
+}
+
+// Flips anywhere in the index: seen at open (then rebuilt), or by the read that meets them, or by
+// verify; never other bytes.
+TEST_F(OpenTest, FlipsInTheIndexNeverGiveOtherAnswers) {
+  const std::string name(kIndexName);
+  const std::string whole = ReadWholeFile(Below(name));
+  Random random(TestSeed());
+  for (int i = 0; i < TestScale(120); ++i) {
+    const auto byte =
+        static_cast<std::size_t>(random.Int(0, static_cast<std::int64_t>(whole.size()) - 1));
+    std::string flipped = whole;
+    flipped[byte] = static_cast<char>(flipped[byte] ^ (1 << random.Int(0, 7)));
+    WriteWholeFile(Below(name), flipped);
+    const auto opened = Open();
+    ASSERT_OK(opened);
+    ASSERT_TRUE(Whole(*opened.value())) << byte;
+    ASSERT_FALSE(Damages().empty()) << byte;
+  }
+  for (std::size_t size = 0; size < whole.size(); size += whole.size() / 50 + 1) {
+    WriteWholeFile(Below(name), whole.substr(0, size));
+    ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+    ASSERT_TRUE(opened->index_was_rebuilt());
+    ASSERT_TRUE(Whole(*opened));
+  }
+}
+
+// The same where the tail that open checks is not all of the file.
+TEST(OpenLargeIndex, FlipsInFrontOfTheTailAreDataLossOrHarmless) {
+  TempDir dir;
+  BuildSpec spec;
+  Random random(5);
+  for (int t = 0; t < 400; ++t) {
+    RandomTensor tensor{.key = "t" + std::to_string(t), .dtype = DType::kU8, .shape = {8}};
+    tensor.bytes = random.Bytes(8);
+    spec.tensors.push_back(tensor);
+    spec.partitions.push_back({{}, {}});
+    for (std::int64_t i = 0; i < 8; ++i) {
+      spec.partitions.back()[static_cast<std::size_t>(i % 2)].push_back(
+          Region(Box::Make({i}, {1}).value()));
+    }
+  }
+  ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
+  const std::string path = dir.Join("c/index/index.sst");
+  const std::string whole = ReadWholeFile(path);
+  ASSERT_GT(whole.size(), 3 * kIndexTailBytes);
+  int seen_by_read = 0;
+  for (int i = 0; i < TestScale(25); ++i) {
+    std::string flipped = whole;
+    const auto byte = static_cast<std::size_t>(
+        random.Int(0, static_cast<std::int64_t>(whole.size() - kIndexTailBytes) - 1));
+    flipped[byte] = static_cast<char>(flipped[byte] ^ (1 << random.Int(0, 7)));
+    WriteWholeFile(path, flipped);
+    const auto opened = OpenedCheckpoint::Open(HostFileSystem(), dir.Join("c"), {});
+    ASSERT_OK(opened);
+    for (const RandomTensor& tensor : spec.tensors) {
+      const auto entry = opened.value()->index().Find(tensor.key);
+      std::string got(8, '?');
+      const Status read = entry.ok() ? opened.value()->ReadBytes(entry.value(), 0, got.data(), 8,
+                                                                 ReadVerify::kOff, nullptr)
+                                     : entry.status();
+      if (read.ok()) {
+        ASSERT_EQ(got, tensor.bytes);
+      } else {
+        ASSERT_THAT(read, HasCode(Code::kDataLoss));
+        ASSERT_THAT(read, HasMessage("index"));
+        ++seen_by_read;
+      }
+    }
+    ASSERT_OK_AND_ASSIGN(const VerifyReport report,
+                         VerifyCheckpoint(HostFileSystem(), dir.Join("c"), {.quick = true}));
+    ASSERT_FALSE(report.damages.empty());
+  }
+  EXPECT_GT(seen_by_read, 0);
+}
+
+TEST_F(OpenTest, AnIndexOfAnotherCheckpointIsNotUsed) {
+  // Same content and length, another uuid.
+  BuildSpec other = spec_;
+  other.uuid.low ^= 1;
+  ASSERT_OK_AND_ASSIGN(const BuiltCheckpoint built,
+                       BuildCheckpoint(HostFileSystem(), dir_.Join("other"), other));
+  WriteWholeFile(Below(std::string(kIndexName)),
+                 ReadWholeFile(JoinPath(built.directory, kIndexName)));
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+  EXPECT_TRUE(opened->index_was_rebuilt());
+  EXPECT_TRUE(Whole(*opened));
+  // Even where COMMIT was made to list its length and hashes.
+  for (CommitRecord::Entry& entry : built_.commit.files) {
+    if (entry.name == kIndexName) entry = *built.commit.Find(kIndexName);
+  }
+  WriteWholeFile(Below("COMMIT"), EncodeCommit(built_.commit));
+  ASSERT_OK_AND_ASSIGN(const auto again, Open());
+  EXPECT_TRUE(again->index_was_rebuilt());
+  EXPECT_THAT(again->warnings()[0], testing::HasSubstr("it is the index of another checkpoint"));
+}
+
+TEST_F(OpenTest, FlipsInManifestsAreSeenByVerify) {
+  Random random(TestSeed() + 1);
+  for (const char* name :
+       {"manifest/rank-0.tmm", "manifest/rank-1.tmm", "manifest/coordinator.tmm"}) {
+    const std::string whole = ReadWholeFile(Below(name));
+    for (int i = 0; i < TestScale(25); ++i) {
+      std::string flipped = whole;
+      const auto byte =
+          static_cast<std::size_t>(random.Int(0, static_cast<std::int64_t>(whole.size()) - 1));
+      flipped[byte] = static_cast<char>(flipped[byte] ^ (1 << random.Int(0, 7)));
+      WriteWholeFile(Below(name), flipped);
+      ASSERT_OK(Open());
+      const auto damages = Damages();
+      ASSERT_FALSE(damages.empty()) << name << byte;
+      EXPECT_EQ(damages[0].object, name);
+    }
+    WriteWholeFile(Below(name), whole.substr(0, whole.size() / 2));
+    ASSERT_FALSE(Damages().empty());
+    // Neither index nor manifests: refused, not guessed.
+    const std::string index = ReadWholeFile(Below(std::string(kIndexName)));
+    WriteWholeFile(Below(std::string(kIndexName)), index.substr(1));
+    EXPECT_THAT(Open(), HasCode(Code::kDataLoss));
+    WriteWholeFile(Below(std::string(kIndexName)), index);
+    WriteWholeFile(Below(name), whole);
+  }
+  EXPECT_TRUE(Damages().empty());
+}
+
+TEST_F(OpenTest, EveryByteOfADataFileIsVouchedFor) {
+  for (const FileRecord& file : built_.content.files) {
+    const std::string whole = ReadWholeFile(Below(file.name));
+    for (std::size_t byte = 0; byte < whole.size(); byte += 1 + whole.size() / 150) {
+      Flip(file.name, byte, static_cast<int>(byte % 8));
+      const auto damages = Damages();
+      ASSERT_FALSE(damages.empty()) << file.name << byte;
+      EXPECT_EQ(damages[0].file, file.name);
+      WriteWholeFile(Below(file.name), whole);
+    }
+  }
+  EXPECT_TRUE(Damages().empty());
+}
+
+TEST_F(OpenTest, VerifyNamesWhatDoesNotBelongThere) {
+  WriteWholeFile(Below("data/stranger"), "x");
+  WriteWholeFile(Below("note.txt"), "x");
+  ASSERT_OK(HostFileSystem().CreateDirectory(Below("more")));
+  const auto damages = Damages();
+  ASSERT_EQ(damages.size(), 3u);
+  for (const auto& damage : damages) EXPECT_EQ(damage.reason, "not part of this checkpoint");
+  EXPECT_EQ(damages[0].object, "data/stranger");
+}
+
+TEST_F(OpenTest, AnIndexThatLiesUnderRightChecksumsIsSeenByVerify) {
+  // An index of content with another mtime, listed by COMMIT: every checksum holds.
+  Content content = built_.content;
+  content.tensors[0].mtime += 1;
+  ASSERT_OK(HostFileSystem().RemoveFile(Below(std::string(kIndexName))));
+  ASSERT_OK_AND_ASSIGN(
+      const CommitRecord::Entry entry,
+      CheckpointIndex::WriteSst(HostFileSystem(), content, built_.commit.content_root, path(),
+                                std::string(kIndexName)));
+  for (CommitRecord::Entry& file : built_.commit.files) {
+    if (file.name == kIndexName) file = entry;
+  }
+  WriteWholeFile(Below("COMMIT"), EncodeCommit(built_.commit));
+  const auto damages = Damages();
+  ASSERT_EQ(damages.size(), 1u);
+  EXPECT_THAT(damages[0].reason, testing::HasSubstr("1 of "));
+}
+
+TEST_F(OpenTest, TheIndexHoldsNoNameOfThisMachine) {
+  const std::string bytes = ReadWholeFile(Below(std::string(kIndexName)));
+  char host[256] = {};
+  ASSERT_EQ(gethostname(host, sizeof(host) - 1), 0);
+  if (std::string(host).size() >= 4) {
+    EXPECT_EQ(bytes.find(host), std::string::npos);
+  }
+  EXPECT_EQ(bytes.find(dir_.path()), std::string::npos);
+}
+
+TEST_F(OpenTest, AFailedWriteOfTheIndexIsAnError) {
+  ASSERT_OK(HostFileSystem().RemoveFile(Below(std::string(kIndexName))));
+  for (const FileOp op : {FileOp::kCreate, FileOp::kWrite, FileOp::kSync}) {
+    ObservedFileSystem failing(HostFileSystem(), [&](const FileEvent& event) {
+      return event.op == op ? Status::FromErrno(ENOSPC, "write", event.path) : Status();
+    });
+    EXPECT_THAT(CheckpointIndex::WriteSst(failing, built_.content, built_.commit.content_root,
+                                          path(), std::string(kIndexName)),
+                HasCode(Code::kResourceExhausted))
+        << FileOpName(op);
+    (void)HostFileSystem().RemoveFile(Below(std::string(kIndexName)));
+  }
+  int syncs = 0;
+  ObservedFileSystem counting(HostFileSystem(), {}, [&](const FileEvent& event) {
+    if (event.op == FileOp::kSync) ++syncs;
+  });
+  ASSERT_OK(CheckpointIndex::WriteSst(counting, built_.content, built_.commit.content_root, path(),
+                                      std::string(kIndexName)));
+  EXPECT_EQ(syncs, 1);
+}
+
+TEST_F(OpenTest, TheSafetensorsHeaderPlacesTensorsAligned) {
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+  ASSERT_OK_AND_ASSIGN(const std::string header, opened->index().SafetensorsHeader());
+  EXPECT_EQ(header.size(), opened->index().safetensors_header_bytes());
+  EXPECT_EQ(LoadLittle<std::uint64_t>(header.data()) + 8, header.size());
+  EXPECT_NE(header.find("\"format\":\"pt\""), std::string::npos);
+  ASSERT_OK(opened->index().ForEachTensor(0, [&](const TensorEntry& entry) {
+    if (entry.in_safetensors) {
+      EXPECT_GE(entry.safetensors_offset, header.size());
+      EXPECT_EQ(entry.safetensors_offset % (entry.meta.bits() / 8), 0u);
+    }
+    return true;
+  }));
+}
+
+TEST_F(OpenTest, KeysAreFoundInOrder) {
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+  std::vector<std::string> keys;
+  for (const RandomTensor& tensor : spec_.tensors) keys.push_back(tensor.key);
+  std::sort(keys.begin(), keys.end());
+  EXPECT_THAT(opened->index().LowerBound(""), IsOkAndHolds(0u));
+  EXPECT_THAT(opened->index().LowerBound(keys[1]), IsOkAndHolds(1u));
+  EXPECT_THAT(opened->index().LowerBound(keys[1] + "!"), IsOkAndHolds(2u));
+  EXPECT_THAT(opened->index().LowerBound("~"), IsOkAndHolds(3u));
+  EXPECT_THAT(opened->index().At(3), HasCode(Code::kNotFound));
+  ASSERT_OK_AND_ASSIGN(const Checkpoint checkpoint, Checkpoint::Open(path()));
+  EXPECT_THAT(checkpoint.keys(), IsOkAndHolds(keys));
+  EXPECT_THAT(checkpoint.object("rng", {0}), IsOkAndHolds(spec_.objects[0].bytes));
+  EXPECT_THAT(checkpoint.object("rng", {2}), HasCode(Code::kNotFound));
+  EXPECT_THAT(checkpoint.objects(),
+              IsOkAndHolds(std::vector<std::string>{"config", "empty", "rng"}));
+  EXPECT_THAT(checkpoint.common("int"), IsOkAndHolds(CommonValue(std::int64_t{-5})));
+  ASSERT_OK_AND_ASSIGN(const Tensor tensor, checkpoint.tensor(spec_.tensors[0].key));
+  std::string out(tensor.bytes(), '?');
+  ASSERT_OK(tensor.Read(Region(Box::Whole(tensor.shape())),
+                        BufferView::Host(tensor.dtype(), out.data(), tensor.shape())));
+  EXPECT_EQ(out, spec_.tensors[0].bytes);
+}
+
+}  // namespace
+}  // namespace tensormount

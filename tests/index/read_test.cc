@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/checkpoint.h"
+#include "shard/strided_digest.h"
+#include "tests/index/checkpoint_builder.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace tensormount {
+namespace {
+
+constexpr ReadVerify kModes[] = {ReadVerify::kOff, ReadVerify::kWholeLeaves,
+                                 ReadVerify::kExtendLeaves};
+
+// Files without a descriptor: what is not on this machine's disk. Reads then never map.
+class Undescribed : public ObservedFileSystem {
+ public:
+  Undescribed() : ObservedFileSystem(HostFileSystem(), {}) {}
+};
+
+Crc64 OracleDigest(const RandomTensor& tensor, const Region& region) {
+  const TensorMeta meta = TensorMeta::Make(tensor.key, tensor.dtype, tensor.shape).value();
+  const Dims shape = ByteShape(meta.dtype(), meta.shape());
+  Crc64 digest = 0;
+  const Region bytes = ByteRegion(meta.dtype(), meta.shape(), region).value();
+  const std::string packed = OracleBytes(tensor, region);
+  for (const PlacedBox& placed : PlacePacked(bytes, 0)) {
+    digest ^= DigestOfPlaced(placed, reinterpret_cast<const std::byte*>(packed.data()), shape);
+  }
+  return digest;
+}
+
+// Reads random regions and byte ranges of everything in every mode and compares with the oracle.
+void CompareWithOracle(Random& random, const OpenedCheckpoint& opened, const BuildSpec& spec,
+                       int reads) {
+  ASSERT_EQ(opened.index().tensor_count(), spec.tensors.size());
+  for (const RandomTensor& tensor : spec.tensors) {
+    ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened.index().Find(tensor.key));
+    ASSERT_EQ(entry.digest, Crc64Bitwise(0, tensor.bytes.data(), tensor.bytes.size()));
+    const int ranks = static_cast<int>(random.Int(1, 3));
+    const Partition request = RandomRequest(random, tensor.shape, ranks, true);
+    for (const std::vector<Region>& mine : request) {
+      for (const Region& region : mine) {
+        for (const ReadVerify mode : kModes) {
+          ShardMemory out = MakeShardMemory(random, tensor, region, false);
+          ReadStats stats;
+          Crc64 digest = 1;
+          const bool with_digest = random.OneIn(2);
+          ASSERT_OK(
+              opened.Read(entry, region, out.view, mode, &stats, with_digest ? &digest : nullptr))
+              << tensor.key << region.ToString();
+          const std::string wanted = OracleBytes(tensor, region);
+          ASSERT_EQ(CellsOf(tensor, out), wanted) << tensor.key << region.ToString();
+          ASSERT_EQ(stats.bytes_wanted, wanted.size());
+          ASSERT_GE(stats.bytes_read, wanted.size());
+          if (mode == ReadVerify::kExtendLeaves) {
+            ASSERT_EQ(stats.bytes_by_leaf, wanted.size());
+          }
+          if (mode == ReadVerify::kOff) {
+            ASSERT_EQ(stats.bytes_by_leaf, 0u);
+          }
+          if (with_digest) {
+            ASSERT_EQ(digest, OracleDigest(tensor, region)) << region.ToString();
+          }
+        }
+      }
+    }
+    for (int i = 0; i < reads; ++i) {
+      const auto size = static_cast<std::int64_t>(tensor.bytes.size());
+      const auto at = static_cast<std::size_t>(random.Int(0, size));
+      const auto n = static_cast<std::size_t>(random.Int(0, size - static_cast<std::int64_t>(at)));
+      std::string got(n, '?');
+      ReadStats stats;
+      ASSERT_OK(opened.ReadBytes(entry, at, got.data(), n, kModes[i % 3], &stats));
+      ASSERT_EQ(got, tensor.bytes.substr(at, n)) << tensor.key << " " << at << "+" << n;
+      ASSERT_EQ(stats.bytes_wanted, n);
+    }
+  }
+  for (const BuildObject& object : spec.objects) {
+    ASSERT_OK_AND_ASSIGN(const auto parts, opened.index().ObjectParts(object.key));
+    for (const ObjectContent& part : parts) {
+      if (!(part.index == object.index)) continue;
+      std::string got(part.length, '?');
+      ASSERT_OK(opened.ReadObject(part, 0, got.data(), got.size()));
+      ASSERT_EQ(got, object.bytes);
+    }
+  }
+  ASSERT_OK_AND_ASSIGN(const auto common, opened.index().Common());
+  ASSERT_EQ(common, spec.common);
+}
+
+TEST(ReadProperty, AnyRegionOfAnyPartitionEqualsTheOracle) {
+  Random random(TestSeed());
+  Undescribed undescribed;
+  for (int i = 0; i < TestScale(12); ++i) {
+    SCOPED_TRACE(i);
+    TempDir dir;
+    // Every third with tensors of several leaves.
+    const BuildSpec spec = RandomSpec(random, 3, i % 3 == 0 ? 400000 : 3000);
+    ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
+    FileSystem& fs = i % 2 == 0 ? HostFileSystem() : static_cast<FileSystem&>(undescribed);
+    ASSERT_OK_AND_ASSIGN(const auto opened, OpenedCheckpoint::Open(fs, dir.Join("c"), {}));
+    EXPECT_TRUE(opened->warnings().empty());
+    CompareWithOracle(random, *opened, spec, 20);
+    ASSERT_OK_AND_ASSIGN(const VerifyReport report,
+                         VerifyCheckpoint(fs, dir.Join("c"), {.threads = 2}));
+    for (const auto& damage : report.damages) ADD_FAILURE() << damage.object << damage.reason;
+    EXPECT_EQ(report.tensors, spec.tensors.size());
+    // The index lost: rebuilt, same answers.
+    ASSERT_OK(HostFileSystem().RemoveFile(dir.Join("c/index/index.sst")));
+    ASSERT_OK_AND_ASSIGN(const auto rebuilt, OpenedCheckpoint::Open(fs, dir.Join("c"), {}));
+    EXPECT_TRUE(rebuilt->index_was_rebuilt());
+    EXPECT_EQ(rebuilt->warnings().size(), 1u);
+    CompareWithOracle(random, *rebuilt, spec, 3);
+    EXPECT_THAT(OpenedCheckpoint::Open(fs, dir.Join("c"), {.rebuild_index = false}),
+                HasCode(Code::kNotFound));
+  }
+}
+
+// A tensor [rows, 4096] u8 cut into columns or rows, of several leaves a chunk.
+BuildSpec TwoChunks(bool columns) {
+  BuildSpec spec;
+  RandomTensor tensor{.key = "w", .dtype = DType::kU8, .shape = {64, 4096}, .bytes = {}};
+  Random random(1);
+  tensor.bytes = random.Bytes(64 * 4096);
+  const Dims half = columns ? Dims{64, 2048} : Dims{32, 4096};
+  const Dims second = columns ? Dims{0, 2048} : Dims{32, 0};
+  spec.tensors = {tensor};
+  spec.partitions = {
+      {{Region(Box::Make({0, 0}, half).value())}, {Region(Box::Make(second, half).value())}}};
+  return spec;
+}
+
+struct Flipped {
+  TempDir dir;
+  std::string data;  // Path of writer 1's file.
+  std::shared_ptr<OpenedCheckpoint> opened;
+  TensorEntry entry;
+
+  explicit Flipped(const BuildSpec& spec, std::size_t byte) {
+    EXPECT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
+    data = dir.Join("c/data/11112222-r1.bin");
+    std::string bytes = ReadWholeFile(data);
+    if (byte < bytes.size()) bytes[byte] = static_cast<char>(bytes[byte] ^ 0x10);
+    WriteWholeFile(data, bytes);
+    Reopen();
+  }
+  void Reopen() {
+    opened = OpenedCheckpoint::Open(HostFileSystem(), dir.Join("c"), {}).value();
+    entry = opened->index().Find("w").value();
+  }
+};
+
+TEST(ReadDamage, AFlippedByteIsNamedByTensorBoxFileAndLeaf) {
+  // Byte 32 + 65536 + 5 of the file: the second leaf of writer 1's chunk.
+  Flipped f(TwoChunks(true), 32 + 65536 + 5);
+  std::string out(64 * 4096, '\0');
+  const std::string where =
+      "tensor w [0:64, 2048:4096]: data/11112222-r1.bin: byte 65568: checksum differs";
+  for (const ReadVerify mode : {ReadVerify::kWholeLeaves, ReadVerify::kExtendLeaves}) {
+    const Status status = f.opened->ReadBytes(f.entry, 0, out.data(), out.size(), mode, nullptr);
+    EXPECT_THAT(status, HasCode(Code::kDataLoss));
+    EXPECT_THAT(status, HasMessage(where));
+  }
+  EXPECT_OK(f.opened->ReadBytes(f.entry, 0, out.data(), out.size(), ReadVerify::kOff, nullptr));
+  // Four bytes of that leaf: seen where reads are widened.
+  const std::uint64_t offset = 33 * 4096 + 2048;
+  EXPECT_THAT(
+      f.opened->ReadBytes(f.entry, offset, out.data(), 4, ReadVerify::kExtendLeaves, nullptr),
+      HasMessage(where));
+  EXPECT_OK(f.opened->ReadBytes(f.entry, offset, out.data(), 4, ReadVerify::kWholeLeaves, nullptr));
+  // Other leaves are whole.
+  EXPECT_OK(f.opened->ReadBytes(f.entry, 2048, out.data(), 4, ReadVerify::kExtendLeaves, nullptr));
+  ASSERT_OK_AND_ASSIGN(const VerifyReport report,
+                       VerifyCheckpoint(HostFileSystem(), f.dir.Join("c"), {}));
+  ASSERT_EQ(report.damages.size(), 1u);
+  EXPECT_EQ(report.damages[0].object, "tensor w [0:64, 2048:4096]");
+  EXPECT_EQ(report.damages[0].file, "data/11112222-r1.bin");
+  EXPECT_EQ(report.damages[0].offset, 65568u);
+  EXPECT_EQ(report.damages[0].reason, "checksum differs");
+  ASSERT_OK_AND_ASSIGN(const VerifyReport quick,
+                       VerifyCheckpoint(HostFileSystem(), f.dir.Join("c"), {.quick = true}));
+  EXPECT_TRUE(quick.damages.empty());
+}
+
+TEST(ReadDamage, TheDigestSeesWhatLeavesDoNot) {
+  // Column pieces out of rows cover no whole leaf.
+  Flipped f(TwoChunks(false), 32 + 5);
+  Crc64 sum = 0;
+  for (const std::int64_t begin : {0, 2048}) {
+    std::string out(64 * 2048, '\0');
+    Crc64 digest = 0;
+    ReadStats stats;
+    ASSERT_OK(f.opened->Read(f.entry, Region(Box::Make({0, begin}, {64, 2048}).value()),
+                             BufferView::Host(DType::kU8, out.data(), {64, 2048}),
+                             ReadVerify::kWholeLeaves, &stats, &digest));
+    EXPECT_EQ(stats.bytes_by_leaf, 0u);
+    sum ^= digest;
+  }
+  EXPECT_NE(sum, f.entry.digest);
+}
+
+TEST(ReadDamage, AShortFileAndAMissingOneAreDataLoss) {
+  Flipped f(TwoChunks(true), SIZE_MAX);
+  std::string bytes = ReadWholeFile(f.data);
+  WriteWholeFile(f.data, bytes.substr(0, bytes.size() - 1));
+  f.Reopen();
+  std::string out(64 * 4096, '\0');
+  for (const ReadVerify mode : kModes) {
+    EXPECT_THAT(f.opened->ReadBytes(f.entry, 0, out.data(), out.size(), mode, nullptr),
+                HasMessage("tensor w [0:64, 2048:4096]: data/11112222-r1.bin: byte 131103: "
+                           "the file ends here"));
+  }
+  ASSERT_OK_AND_ASSIGN(VerifyReport report,
+                       VerifyCheckpoint(HostFileSystem(), f.dir.Join("c"), {.quick = true}));
+  ASSERT_EQ(report.damages.size(), 1u);
+  EXPECT_EQ(report.damages[0].reason, "131103 bytes, 131104 expected");
+  ASSERT_OK(HostFileSystem().RemoveFile(f.data));
+  f.Reopen();
+  const Status missing =
+      f.opened->ReadBytes(f.entry, 0, out.data(), out.size(), ReadVerify::kOff, nullptr);
+  EXPECT_THAT(missing, HasCode(Code::kDataLoss));
+  EXPECT_THAT(missing, HasMessage("the file is missing"));
+}
+
+TEST(ReadDamage, ADamagedManifestDoesNotProveAnything) {
+  Flipped f(TwoChunks(true), SIZE_MAX);
+  const std::string path = f.dir.Join("c/manifest/rank-1.tmm");
+  std::string bytes = ReadWholeFile(path);
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);  // A leaf hash.
+  WriteWholeFile(path, bytes);
+  std::string out(64 * 4096, '\0');
+  EXPECT_THAT(
+      f.opened->ReadBytes(f.entry, 0, out.data(), out.size(), ReadVerify::kWholeLeaves, nullptr),
+      HasMessage("rank-1.tmm: the leaf hashes do not belong to it"));
+  EXPECT_OK(f.opened->ReadBytes(f.entry, 0, out.data(), out.size(), ReadVerify::kOff, nullptr));
+}
+
+TEST(Read, RefusesWhatDoesNotFit) {
+  Flipped f(TwoChunks(true), SIZE_MAX);
+  std::string out(64 * 4096, '\0');
+  const BufferView whole = BufferView::Host(DType::kU8, out.data(), {64, 4096});
+  const auto read = [&](const Region& region, const BufferView& to) {
+    return f.opened->Read(f.entry, region, to, ReadVerify::kOff, nullptr, nullptr);
+  };
+  EXPECT_OK(read(Region(Box::Whole({64, 4096})), whole));
+  EXPECT_THAT(read(Region(Box::Make({1, 0}, {64, 4096}).value()), whole),
+              HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(read(Region(Box::Whole({64, 4095})), whole), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(
+      read(Region(Box::Whole({64, 4096})), BufferView::Host(DType::kI8, out.data(), {64, 4096})),
+      HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(f.opened->ReadBytes(f.entry, 64 * 4096, out.data(), 1, ReadVerify::kOff, nullptr),
+              HasCode(Code::kInvalidArgument));
+  BufferView device = whole;
+  device.device.kind = DeviceKind::kCuda;
+  EXPECT_THAT(read(Region(Box::Whole({64, 4096})), device), HasCode(Code::kUnsupported));
+}
+
+TEST(Read, AFileThatIsTheTensorIsFound) {
+  TempDir dir;
+  std::string bytes(1000, 'x');
+  std::string header = R"({"w":{"dtype":"U8","shape":[1000],"data_offsets":[0,1000]}})";
+  header.resize(64, ' ');
+  std::string file(8, '\0');
+  file[0] = 64;
+  WriteWholeFile(dir.Join("model.safetensors"), file + header + bytes);
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenedCheckpoint::OpenSafetensors(
+                                              HostFileSystem(), dir.Join("model.safetensors")));
+  EXPECT_EQ(opened->name(), "model");
+  EXPECT_EQ(opened->commit(), nullptr);
+  ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find("w"));
+  EXPECT_FALSE(entry.has_digest);
+  std::string out(10, '\0');
+  ReadStats stats;
+  ASSERT_OK(opened->ReadBytes(entry, 990, out.data(), 10, ReadVerify::kExtendLeaves, &stats));
+  EXPECT_EQ(out, "xxxxxxxxxx");
+  EXPECT_EQ(stats.bytes_by_leaf, 0u);
+  EXPECT_THAT(opened->WholeFileOf(entry), HasCode(Code::kNotFound));  // A header stands before it.
+  EXPECT_THAT(opened->index().Find("v"), HasCode(Code::kNotFound));
+}
+
+}  // namespace
+}  // namespace tensormount
