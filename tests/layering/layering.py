@@ -45,7 +45,7 @@ PUBLIC_HEADERS = {
 THIRD_PARTY = [
     (r"rocksdb/", ["index/*.cc", "tests/index/*.cc"]),
     (r"(fuse3?/|fuse|linux/fuse)", ["fs/fuse_bridge.cc", "fs/mount_session.cc", "fs/fuse_shim*.cc",
-                                    "bench/null_server*.cc"]),
+                                    "bench/null_fuse.cc"]),
     (r"mpi\.h", ["collective/mpi_communicator.cc", "tests/mpi/*.cc"]),
     (r"xxh", ["base/hash.cc"]),
     (r"(cuda|nccl|cufile|nvml)", ["gpu/*.cc", "gpu/*.cu", "gpu/*.cuh"]),
