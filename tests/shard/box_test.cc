@@ -138,6 +138,7 @@ TEST(Utf8Test, TakesOnlyWellFormed) {
         "\xF4\x90\x80\x80", "\xF5\x80\x80\x80", "\xE2\x82", "\xE2\x28\xA1", "\xF0\x9F\x98"}) {
     EXPECT_FALSE(IsUtf8(bad)) << bad;
   }
+  EXPECT_FALSE(IsUtf8(std::string_view("\xE2\x82\xAC", 2)));
 }
 
 }  // namespace

@@ -23,6 +23,12 @@ TEST(NpyTest, AsNumPyWritesIt) {
 }
 
 TEST(NpyTest, LongShapesStayAligned) {
+  // NumPy's own sizes at the boundary.
+  Dims shape = Dims::Filled(13, 2);
+  shape.push_back(10);
+  EXPECT_EQ(MakeNpyHeader(DType::kF32, shape).value().size(), 128u);
+  shape[13] = 100;
+  EXPECT_EQ(MakeNpyHeader(DType::kF32, shape).value().size(), 192u);
   const auto header = MakeNpyHeader(DType::kF32, Dims::Filled(16, 1'234'567'890'123));
   ASSERT_OK(header);
   EXPECT_EQ(header.value().size() % 64, 0u);

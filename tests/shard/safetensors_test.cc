@@ -42,9 +42,10 @@ TEST(SafetensorsTest, TakesWhatTheReferenceTakes) {
   EXPECT_OK(Parse(R"({"__metadata__":{}})", 0));
   EXPECT_OK(Parse(R"({"":{"dtype":"U8","shape":[],"data_offsets":[0,1]}})", 1));
   // Fields of a later version.
-  EXPECT_OK(Parse(R"({"a":{"x":{"y":[1,{"y":2}]},"dtype":"U8","z":[[]],"shape":[1],"w":null,)"
-                  R"("data_offsets":[0,1]}})",
-                  1));
+  EXPECT_OK(Parse(
+      R"({"a":{"x":{"y":[1,{"y":2}]},"dtype":"U8","z":[[]],"v":[1],"u":{},"shape":[1],"w":null,)"
+      R"("data_offsets":[0,1]}})",
+      1));
   // Empty tensors before, between and behind others, whatever their names.
   const auto header = Parse(R"({"z":{"dtype":"F32","shape":[0,7],"data_offsets":[0,0]},)"
                             R"("a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},)"
