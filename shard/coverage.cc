@@ -38,6 +38,16 @@ bool RowMajorLess(const Box& a, const Box& b) {
                                       b.begin().end());
 }
 
+// Order by place and extent on all axes but one: 0 where boxes can be joined along that one.
+int CompareAcross(const Box& a, const Box& b, int axis) {
+  for (int i = 0; i < a.rank(); ++i) {
+    if (i == axis) continue;
+    if (a.begin(i) != b.begin(i)) return a.begin(i) < b.begin(i) ? -1 : 1;
+    if (a.extent(i) != b.extent(i)) return a.extent(i) < b.extent(i) ? -1 : 1;
+  }
+  return 0;
+}
+
 // Cuts the shape in two at a boundary of some box again and again, until a part is empty, whole or
 // touched by one box only. The cut is the median boundary of the axis on which fewest boxes are cut
 // through, so rows and grids split cleanly (O(n log n)), and what is irregular costs what it must.
@@ -86,11 +96,45 @@ class Search {
     for (const Id i : touching) {
       if (boxes_.lows(i)[axis] < cut) part.push_back(i);
     }
+    const std::size_t below = holes.size();
     Visit(half, std::move(part), covers);
     half = cell;
     half.low[u] = cut;
     std::erase_if(touching, [&](Id i) { return boxes_.highs(i)[axis] <= cut; });
+    const std::size_t above = holes.size();
     Visit(half, std::move(touching), std::move(covers));
+    JoinAtCut(below, above, axis, cut);
+  }
+
+  // Joins holes [below, above) with those from `above` on where a cut went through one box of
+  // missing cells. Done from the inside out, so that a single missing box comes out whole however
+  // it was cut: joining in any other order may end in pieces that pairwise no longer fit.
+  void JoinAtCut(std::size_t below, std::size_t above, int axis, std::int64_t cut) {
+    if (below == above || above == holes.size()) return;
+    std::vector<std::size_t> ends;
+    for (std::size_t i = below; i < above; ++i) {
+      if (holes[i].end(axis) == cut) ends.push_back(i);
+    }
+    if (ends.empty()) return;
+    const auto less = [&](std::size_t a, std::size_t b) {
+      return CompareAcross(holes[a], holes[b], axis) < 0;
+    };
+    std::sort(ends.begin(), ends.end(), less);
+    std::size_t kept = above;
+    for (std::size_t i = above; i < holes.size(); ++i) {
+      if (holes[i].begin(axis) == cut) {
+        const auto at = std::lower_bound(ends.begin(), ends.end(), i, less);
+        if (at != ends.end() && !less(i, *at)) {
+          Box& box = holes[*at];
+          box = BoxAccess::WithAxis(box, axis, box.begin(axis),
+                                    box.extent(axis) + holes[i].extent(axis));
+          continue;
+        }
+      }
+      if (kept != i) holes[kept] = holes[i];
+      ++kept;
+    }
+    holes.resize(kept);
   }
 
   bool Spans(Id i, const Cell& cell) const {
@@ -195,21 +239,12 @@ class Search {
 
 // Joins boxes that touch along `axis` and agree on all others; says whether there were any.
 bool JoinAlong(int axis, std::vector<Box>& boxes) {
-  const auto key_less = [axis](const Box& a, const Box& b) {
-    for (int i = 0; i < a.rank(); ++i) {
-      if (i == axis) continue;
-      if (a.begin(i) != b.begin(i)) return a.begin(i) < b.begin(i);
-      if (a.extent(i) != b.extent(i)) return a.extent(i) < b.extent(i);
-    }
-    return a.begin(axis) < b.begin(axis);
-  };
-  std::sort(boxes.begin(), boxes.end(), key_less);
+  std::sort(boxes.begin(), boxes.end(), [axis](const Box& a, const Box& b) {
+    const int order = CompareAcross(a, b, axis);
+    return order != 0 ? order < 0 : a.begin(axis) < b.begin(axis);
+  });
   const auto joins = [axis](const Box& a, const Box& b) {
-    if (a.end(axis) != b.begin(axis)) return false;
-    for (int i = 0; i < a.rank(); ++i) {
-      if (i != axis && (a.begin(i) != b.begin(i) || a.extent(i) != b.extent(i))) return false;
-    }
-    return true;
+    return a.end(axis) == b.begin(axis) && CompareAcross(a, b, axis) == 0;
   };
   std::size_t kept = 0;
   for (std::size_t i = 1; i < boxes.size(); ++i) {
