@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is saved comes back, whatever the dtype, the cut, the placement and the strides.
+#include "tensormount/save.h"
+
+#include <map>
+#include <string>
+#include <sys/stat.h>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "base/hash.h"
+#include "index/checkpoint.h"
+#include "shard/safetensors.h"
+#include "tests/collective/save_testing.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace tensormount {
+namespace {
+
+using testing::ElementsAre;
+
+Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
+
+// Rank r's rows, ceil-sized.
+Region Rows(const Dims& shape, int rank, int ranks) {
+  const std::int64_t step = (shape[0] + ranks - 1) / ranks;
+  const std::int64_t begin = std::min(shape[0], rank * step);
+  Dims from = Dims::Filled(shape.rank(), 0);
+  Dims extent = shape;
+  from[0] = begin;
+  extent[0] = std::min(step, shape[0] - begin);
+  return B(from, extent);
+}
+
+Region Columns(const Dims& shape, int rank, int ranks) {
+  const std::int64_t step = shape[1] / ranks;
+  return B({0, rank * step}, {shape[0], step});
+}
+
+Region FlatPart(const Dims& shape, int rank, int ranks) {
+  const Box whole = Box::Whole(shape);
+  const std::int64_t step = (whole.volume() + ranks - 1) / ranks;
+  const std::int64_t first = std::min(whole.volume(), rank * step);
+  return Region::Flat(whole, first, std::min(step, whole.volume() - first)).value();
+}
+
+void ExpectWhole(const std::string& path) {
+  const Result<VerifyReport> report = VerifyCheckpoint(HostFileSystem(), path, {});
+  ASSERT_OK(report);
+  for (const VerifyReport::Damage& damage : report.value().damages) {
+    ADD_FAILURE() << damage.object << ": " << damage.file << ": " << damage.reason;
+  }
+}
+
+std::vector<std::string> DataFiles(const std::string& path) {
+  std::vector<std::string> names;
+  for (const DirectoryEntry& e : HostFileSystem().List(path + "/data").value()) {
+    names.push_back(e.name);
+  }
+  return names;
+}
+
+// The only data file whose name contains `part`.
+std::string DataFile(const std::string& path, const std::string& part) {
+  std::string found;
+  for (const std::string& name : DataFiles(path)) {
+    if (name.find(part) == std::string::npos) continue;
+    EXPECT_TRUE(found.empty()) << found << " and " << name;
+    found = path + "/data/" + name;
+  }
+  EXPECT_FALSE(found.empty()) << part;
+  return found;
+}
+
+class SaveTest : public testing::Test {
+ protected:
+  std::string Path(const std::string& name) const { return dir_.Join("store/" + name); }
+  TempDir dir_;
+};
+
+TEST_F(SaveTest, EveryDtypeUnderEveryPlacement) {
+  std::vector<RandomTensor> tensors;
+  for (const DTypeInfo& info : AllDTypes()) {
+    tensors.push_back(MakeTensor("t." + std::string(info.name), info.dtype, {8, 16}));
+  }
+  const std::map<std::string, PlacementRule> rules = {{"auto", PlacementRule::kAuto},
+                                                      {"file", PlacementRule::kTensorFile},
+                                                      {"shard", PlacementRule::kRankShard}};
+  for (const auto& [name, rule] : rules) {
+    SaveOptions options;
+    options.placement = rule;
+    const auto results = SaveOnThreads(
+        Path(name), 2,
+        [&](int rank, RankState& state) {
+          for (const RandomTensor& t : tensors) {
+            const Region rows = Rows(t.shape, rank, 2);
+            ShardMemory memory;
+            memory.region = rows;
+            // Rows are whole bytes for every dtype here, so halves of the bytes are halves of rows.
+            const std::string half = t.bytes.substr(
+                static_cast<std::size_t>(rank) * t.bytes.size() / 2, t.bytes.size() / 2);
+            const auto* data = reinterpret_cast<const std::byte*>(half.data());
+            memory.memory.assign(data, data + half.size());
+            memory.view =
+                BufferView::Host(t.dtype, static_cast<void*>(memory.memory.data()), {4, 16});
+            state.memory.push_back(std::move(memory));
+            EXPECT_OK(state.dict.AddTensor(t.key, {t.shape, rows, state.memory.back().view}));
+          }
+        },
+        options);
+    ASSERT_OK(OneVerdict(results));
+    const auto read = ReadAll(Path(name));
+    ASSERT_EQ(read.size(), tensors.size());
+    for (const RandomTensor& t : tensors) EXPECT_EQ(read.at(t.key), t.bytes) << t.key << name;
+    ExpectWhole(Path(name));
+  }
+  EXPECT_EQ(DataFiles(Path("auto")).size(), 2u) << "a pack of each rank";
+  EXPECT_EQ(DataFiles(Path("file")).size(), tensors.size());
+  EXPECT_EQ(DataFiles(Path("shard")).size(), 2u);
+}
+
+TEST_F(SaveTest, TensorFileIsTheTensorUnderRowsFlatAndReplicas) {
+  const RandomTensor big = MakeTensor("big", DType::kBF16, {2050, 1024});
+  const std::map<std::string, Region (*)(const Dims&, int, int)> cuts = {
+      {"rows", &Rows}, {"flat", &FlatPart}, {"replicas", [](const Dims& shape, int, int) {
+                                               return Region(Box::Whole(shape));
+                                             }}};
+  for (const auto& [name, cut] : cuts) {
+    const auto results = SaveOnThreads(Path(name), 4, [&](int rank, RankState& state) {
+      state.Add(big, cut(big.shape, rank, 4));
+    });
+    ASSERT_OK(OneVerdict(results));
+    const std::string file = DataFile(Path(name), "-t0.bin");
+    EXPECT_TRUE(ReadWholeFile(file) == big.bytes) << name;
+    struct stat st = {};
+    ASSERT_EQ(stat(file.c_str(), &st), 0);
+    EXPECT_EQ(st.st_mode & 0222, 0u) << "sealed";
+    EXPECT_EQ(ReadAll(Path(name)).at("big"), big.bytes);
+    ExpectWhole(Path(name));
+    const SaveReport& report = results[0].value();
+    EXPECT_EQ(report.bytes, big.bytes.size());
+    EXPECT_EQ(report.bytes_written, big.bytes.size());
+    EXPECT_EQ(report.tensors, 1u);
+    std::uint64_t here = 0;
+    for (const auto& r : results) here += r.value().bytes_written_here;
+    EXPECT_EQ(here, report.bytes_written);
+    EXPECT_EQ(report.replica_bytes, name == "replicas" ? 3 * big.bytes.size() : 0);
+    EXPECT_EQ(report.replica_bytes_compared, name == "replicas" ? big.bytes.size() : 0);
+  }
+}
+
+TEST_F(SaveTest, DigestIsTheSameUnderEveryCut) {
+  const RandomTensor w = MakeTensor("w", DType::kF32, {96, 64});
+  const std::map<std::string, Region (*)(const Dims&, int, int)> cuts = {
+      {"rows", &Rows},
+      {"cols", &Columns},
+      {"flat", &FlatPart},
+      {"grid", [](const Dims&, int rank, int) {
+         return Region(B({48 * (rank / 2), 32 * (rank % 2)}, {48, 32}));
+       }}};
+  for (const auto& [name, cut] : cuts) {
+    ASSERT_OK(OneVerdict(SaveOnThreads(
+        Path(name), 4, [&](int rank, RankState& state) { state.Add(w, cut(w.shape, rank, 4)); })));
+    EXPECT_EQ(ReadAll(Path(name)).at("w"), w.bytes) << name;  // Checks the digest too.
+  }
+}
+
+TEST_F(SaveTest, RankShardIsASafetensorsFileThatSaysWhatItHolds) {
+  const RandomTensor w = MakeTensor("w", DType::kF32, {6, 4});
+  const RandomTensor c = MakeTensor("c", DType::kC128, {3});
+  SaveOptions options;
+  options.placement = PlacementRule::kRankShard;
+  ASSERT_OK(OneVerdict(SaveOnThreads(
+      Path("a"), 2,
+      [&](int rank, RankState& state) {
+        state.Add(w, FlatPart({6, 4}, rank, 2));
+        if (rank == 1) state.Add(c, Box::Whole(c.shape));
+      },
+      options)));
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file,
+                       HostFileSystem().OpenRead(DataFile(Path("a"), "-r1.safetensors")));
+  ASSERT_OK_AND_ASSIGN(const SafetensorsHeader header, ReadSafetensorsHeader(*file));
+  ASSERT_EQ(header.entries.size(), 2u);
+  EXPECT_EQ(header.data_offset % 4096, 0u);
+  EXPECT_EQ(header.entries[0].key, "c#0") << "wide elements first";
+  EXPECT_EQ(header.entries[0].dtype, DType::kU8);
+  EXPECT_EQ(header.entries[0].shape, (Dims{48}));
+  EXPECT_EQ(header.entries[1].key, "w#1");
+  EXPECT_EQ(header.metadata.at("c#0"), "c128 [3] [0:3]");
+  EXPECT_EQ(header.metadata.at("w#1"), "f32 [6, 4] [3:6, 0:4]");
+}
+
+TEST_F(SaveTest, SafetensorsPlacementIsTheWholeModelInOneFile) {
+  const RandomTensor a = MakeTensor("a", DType::kF32, {5});
+  const RandomTensor b = MakeTensor("b", DType::kBF16, {3, 2});
+  const RandomTensor none = MakeTensor("none", DType::kF32, {0, 2});
+  SaveOptions options;
+  options.placement = PlacementRule::kSafetensors;
+  ASSERT_OK(OneVerdict(SaveOnThreads(
+      Path("a"), 2,
+      [&](int rank, RankState& state) {
+        if (rank == 0) return;
+        for (const RandomTensor* t : {&a, &b, &none}) state.Add(*t, Box::Whole(t->shape));
+      },
+      options)));
+  ASSERT_OK_AND_ASSIGN(
+      const auto opened,
+      OpenedCheckpoint::OpenSafetensors(HostFileSystem(), DataFile(Path("a"), ".safetensors")));
+  EXPECT_EQ(opened->index().tensor_count(), 3u);
+  EXPECT_EQ(ReadAll(Path("a")).at("b"), b.bytes);
+  ExpectWhole(Path("a"));
+}
+
+TEST_F(SaveTest, ObjectsCommonValuesScalarsAndEmptyTensors) {
+  const RandomTensor scalar = MakeTensor("scalar", DType::kF64, {});
+  const RandomTensor none = MakeTensor("none", DType::kF32, {4, 0});
+  const auto results = SaveOnThreads(Path("a"), 3, [&](int rank, RankState& state) {
+    ASSERT_OK(state.dict.AddObject("rng", "state " + std::to_string(rank),
+                                   {.index = {rank}, .grid = {3}}));
+    ASSERT_OK(state.dict.AddObject("config", "{}"));
+    ASSERT_OK(state.dict.AddObject("nothing", ""));
+    ASSERT_OK(state.dict.SetCommon("iteration", 1000));
+    if (rank == 2) {
+      ASSERT_OK(state.dict.SetCommon("late", "set by rank 2"));
+    }
+    state.Add(scalar, Region());
+    if (rank == 1) state.Add(none, Box::Whole(none.shape));
+  });
+  ASSERT_OK(OneVerdict(results));
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenedCheckpoint::Open(HostFileSystem(), Path("a"), {}));
+  ASSERT_OK_AND_ASSIGN(const auto common, opened->index().Common());
+  EXPECT_EQ(common.at("iteration"), CommonValue(std::int64_t{1000}));
+  EXPECT_EQ(common.at("late"), CommonValue("set by rank 2"));
+  ASSERT_OK_AND_ASSIGN(const auto parts, opened->index().ObjectParts("rng"));
+  ASSERT_EQ(parts.size(), 3u);
+  for (int r = 0; r < 3; ++r) {
+    std::string bytes(parts[static_cast<std::size_t>(r)].length, '\0');
+    ASSERT_OK(
+        opened->ReadObject(parts[static_cast<std::size_t>(r)], 0, bytes.data(), bytes.size()));
+    EXPECT_EQ(bytes, "state " + std::to_string(r));
+  }
+  ASSERT_OK_AND_ASSIGN(const auto nothing, opened->index().ObjectParts("nothing"));
+  EXPECT_EQ(nothing[0].length, 0u);
+  const auto read = ReadAll(Path("a"));
+  EXPECT_EQ(read.at("scalar"), scalar.bytes);
+  EXPECT_EQ(read.at("none"), "");
+  EXPECT_EQ(opened->index().info().world_size, 3u);
+  EXPECT_EQ(opened->index().info().producer, "tensormount 0.1");
+  ExpectWhole(Path("a"));
+}
+
+TEST_F(SaveTest, NothingAtAllIsACheckpointToo) {
+  ASSERT_OK(OneVerdict(SaveOnThreads(Path("empty"), 2, [](int, RankState&) {})));
+  EXPECT_TRUE(ReadAll(Path("empty")).empty());
+}
+
+TEST_F(SaveTest, ReplaceExistingExchanges) {
+  const RandomTensor one = MakeTensor("one", DType::kF32, {5});
+  const RandomTensor two = MakeTensor("two", DType::kF32, {5});
+  const auto save = [&](const RandomTensor& t, const SaveOptions& options) {
+    return OneVerdict(SaveOnThreads(
+        Path("a"), 2, [&](int, RankState& state) { state.Add(t, Box::Whole(t.shape)); }, options));
+  };
+  SaveOptions replace;
+  replace.replace_existing = true;
+  ASSERT_OK(save(one, {}));
+  EXPECT_THAT(save(two, {}), HasCode(Code::kAlreadyExists));
+  EXPECT_EQ(ReadAll(Path("a")).count("one"), 1u);
+  ASSERT_OK(save(two, replace));
+  EXPECT_EQ(ReadAll(Path("a")).count("two"), 1u);
+  EXPECT_EQ(ReadAll(Path("a")).size(), 1u);
+}
+
+TEST_F(SaveTest, RandomCutsAndStridesComeBack) {
+  Random random(TestSeed());
+  for (int i = 0; i < TestScale(25); ++i) {
+    const int n = static_cast<int>(random.Int(1, 4));
+    std::vector<RandomTensor> tensors;
+    std::vector<Partition> partitions;
+    for (int t = 0; t < 5; ++t) {
+      const std::uint64_t size = random.OneIn(5) ? 200000 : 3000;
+      tensors.push_back(MakeRandomTensor(random, "t" + std::to_string(t), size));
+      partitions.push_back(RandomPartition(random, tensors.back().shape, n));
+    }
+    SaveOptions options;
+    options.placement = random.OneIn(2) ? PlacementRule::kAuto : PlacementRule::kRankShard;
+    options.replicas = random.OneIn(2) ? ReplicaCheck::kFull : ReplicaCheck::kRotating;
+    const std::string path = Path("c" + std::to_string(i));
+    ASSERT_OK(OneVerdict(SaveOnThreads(
+        path, n,
+        [&](int rank, RankState& state) {
+          for (std::size_t t = 0; t < tensors.size(); ++t) {
+            for (const Region& region : partitions[t][static_cast<std::size_t>(rank)]) {
+              state.Add(tensors[t], region, &random);
+            }
+          }
+        },
+        options)));
+    const auto read = ReadAll(path);
+    ASSERT_EQ(read.size(), tensors.size());
+    for (const RandomTensor& t : tensors) {
+      EXPECT_TRUE(read.at(t.key) == t.bytes) << t.key << " " << t.shape.ToString();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tensormount
