@@ -142,7 +142,7 @@ RandomTensor MakeRandomTensor(Random& random, const std::string& key, std::uint6
   for (int a = 0; a < rank; ++a) {
     const std::int64_t most = std::max<std::int64_t>(1, left);
     const std::int64_t extent =
-        random.OneIn(40) ? 0
+        random.OneIn(20) ? 0
                          : random.Int(1, std::min<std::int64_t>(most, random.OneIn(3) ? 300 : 12));
     tensor.shape.push_back(extent);
     left /= std::max<std::int64_t>(1, extent);
