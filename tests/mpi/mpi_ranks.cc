@@ -2,7 +2,7 @@
 // What one process of an MPI job does in mpi_test:
 //   mpi_ranks conformance | cancel | collective
 //   mpi_ranks victim OPERATION RANK SIGNAL
-//   mpi_ranks late
+//   mpi_ranks late FOLDER
 // Prints one line that begins with "rank N: ".
 #include <chrono>
 #include <cstdio>
@@ -57,12 +57,20 @@ int Victim(Communicator& comm, Operation operation, int victim, int signal) {
   return 0;
 }
 
-// The last rank lives but does not come, until everybody has given up.
-int Late(Communicator& comm) {
+// The last rank lives but does not come, until all others have given up and left a file in
+// `folder`.
+int Late(Communicator& comm, const std::string& folder) {
+  const auto mark = [&](int rank) { return folder + "/" + std::to_string(rank); };
+  const int last = comm.size() - 1;
   Collective c(comm, {std::chrono::seconds(60), std::chrono::milliseconds(700)});
-  if (comm.rank() == comm.size() - 1) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  for (int r = 0; comm.rank() == last && r < last;) {
+    if (::access(mark(r).c_str(), F_OK) == 0 || std::chrono::steady_clock::now() > give_up) ++r;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
   const Status status = c.Agree({}, "evaluate");
-  const std::string name = "rank " + std::to_string(comm.size() - 1) + " did not come within";
+  if (std::FILE* file = std::fopen(mark(comm.rank()).c_str(), "w")) std::fclose(file);
+  const std::string name = "rank " + std::to_string(last) + " did not come within";
   if (status.code() == Code::kDeadlineExceeded &&
       status.message().find(name) != std::string::npos) {
     return Say(comm, "good");
@@ -100,7 +108,7 @@ int Main(int argc, char** argv) {
       status = ExerciseLargePayload(world, world.size() == 2 ? 100'000'000 : 10'000'000);
     return Say(world, mode, status);
   }
-  if (mode == "late") return Late(world);
+  if (mode == "late" && argc == 3) return Late(world, argv[2]);
   if (mode == "victim" && argc == 5) {
     Victim(world, static_cast<Operation>(std::atoi(argv[2])), std::atoi(argv[3]),
            std::atoi(argv[4]));

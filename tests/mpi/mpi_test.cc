@@ -19,6 +19,7 @@
 #include "tests/support/require.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
+#include "tests/support/temp_dir.h"
 
 namespace tensormount {
 namespace {
@@ -90,7 +91,8 @@ TEST_F(MpiTest, EveryCollectiveOperationOnEveryRank) {
 }
 
 TEST_F(MpiTest, ARankThatDoesNotComeIsNamedAndGetsTheFailure) {
-  const ProcessOutcome outcome = RunRanks(3, {"late"});
+  TempDir folder;
+  const ProcessOutcome outcome = RunRanks(3, {"late", folder.path()});
   EXPECT_EQ(Said(outcome),
             (std::multiset<std::string>{"rank 0: good", "rank 1: good", "rank 2: good"}))
       << outcome;
