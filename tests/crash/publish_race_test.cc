@@ -130,6 +130,84 @@ INSTANTIATE_TEST_SUITE_P(New, PublishRaceTest, testing::Values(false),
 INSTANTIATE_TEST_SUITE_P(Replace, PublishRaceTest, testing::Values(true),
                          [](const auto&) { return std::string("Name"); });
 
+TEST_F(PublishRaceTest, AnArbiterThatTookTheReplacedOneAwayPutsItUnderItsOwnName) {
+  const Store store = MakeStore();
+  const TinySpec old_spec = CrashSpec(1);
+  const TinySpec spec = CrashSpec(20);
+  const auto old = Save("step", old_spec);
+  ASSERT_OK(old);
+  const Staging staging = Written(store, "step", spec, IfExists::kReplace);
+  // Between its look and its rename the save is published, by somebody who dies after the exchange
+  // and leaves the replaced checkpoint at the place of the staging.
+  bool acted = false;
+  bool exchanged = false;
+  ObservedFileSystem dying(
+      fs(),
+      [&](const FileEvent& e) {
+        return exchanged && e.op != FileOp::kSyncDirectory ? Status(Code::kUnavailable, "dead")
+                                                           : Status();
+      },
+      [&](const FileEvent& e) { exchanged = exchanged || e.op == FileOp::kExchange; });
+  ObservedFileSystem slow(fs(), [&](const FileEvent& e) {
+    if (e.op == FileOp::kRename && !acted) {
+      acted = true;
+      EXPECT_OK(Store::Open(dying, StorePath())
+                    .value()
+                    .Publish(staging, TinyCoordinator(spec), {.if_exists = IfExists::kReplace}));
+    }
+    return Status();
+  });
+  EXPECT_THAT(Store::Open(slow, StorePath()).value().AbortOrDecide(staging),
+              IsOkAndHolds(Verdict::kCommitted));
+  EXPECT_TRUE(acted && exchanged);
+  EXPECT_TRUE(HoldsWhole(InStore("step"), spec));
+  EXPECT_TRUE(HoldsWhole(InStore(".trash/" + old.value().info.uuid.ToString()), old_spec));
+}
+
+TEST_F(PublishRaceTest, ARemovalThatHitsTheNewOneLeavesItsVerdictCommitted) {
+  const Store store = MakeStore();
+  const TinySpec spec = CrashSpec(20);
+  for (int k = 0;; ++k) {
+    ASSERT_LT(k, kMaxOps);
+    ASSERT_OK(Save("step", CrashSpec(1)));
+    const Staging staging = Written(store, "step", spec, IfExists::kReplace);
+    const auto hooked = ActingBefore(k, [&] {
+      EXPECT_OK(store.Publish(staging, TinyCoordinator(spec), {.if_exists = IfExists::kReplace}));
+    });
+    const auto through = Store::Open(*hooked, StorePath());
+    ASSERT_OK(through);
+    ASSERT_OK(through.value().Remove("step"));
+    SCOPED_TRACE("before operation " + std::to_string(k) + " " + where_);
+    ASSERT_THAT(store.AbortOrDecide(staging),
+                IsOkAndHolds(acted_ ? Verdict::kCommitted : Verdict::kAborted));
+    ASSERT_NO_FATAL_FAILURE(ExpectNextSaveWorksAndGcCleans(StorePath(), "step"));
+    if (!acted_) break;
+  }
+}
+
+TEST_F(PublishRaceTest, AClaimedGenerationIsNeverClaimedAgainAfterGc) {
+  const Store store = MakeStore();
+  for (const bool first : {true, false}) {
+    std::vector<std::uint64_t> others;
+    bool acted = false;
+    ObservedFileSystem slow(fs(), [&](const FileEvent& e) {
+      if (e.op == FileOp::kCreateDirectory && e.path.find(".generations/") != std::string::npos &&
+          !acted) {
+        acted = true;
+        for (int i = 0; i < 3; ++i) {
+          others.push_back(store.Begin("other", IfExists::kFail).value().generation);
+        }
+        EXPECT_OK(store.Gc({}));
+      }
+      return Status();
+    });
+    const auto mine = Store::Open(slow, StorePath()).value().Begin("mine", IfExists::kFail);
+    ASSERT_OK(mine);
+    EXPECT_TRUE(acted);
+    EXPECT_THAT(others, testing::Each(testing::Lt(mine.value().generation))) << first;
+  }
+}
+
 TEST_F(PublishRaceTest, AnotherPublisherOfTheNameAtAnyMomentLeavesOneWinner) {
   const Store store = MakeStore();
   const TinySpec mine = CrashSpec(20);
