@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/support/synthetic_staging.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "index/manifest.h"
+#include "shard/leaf_hash.h"
+#include "tests/support/random.h"
+
+namespace tensormount {
+
+Status WriteSyntheticStaging(FileSystem& fs, const Staging& staging, const SyntheticSpec& spec) {
+  constexpr std::int64_t kColumns = 1024;
+  constexpr std::uint64_t kChunkBytes = kColumns * 4;
+  for (int w = 0; w < spec.writers; ++w) {
+    Random random(spec.seed * 1000 + static_cast<std::uint64_t>(w));
+    Content content;
+    content.info.uuid = staging.uuid;
+    std::vector<Hash128> leaves;
+    std::uint64_t at = 0;
+    for (int t = 0; t < spec.tensors; ++t) {
+      std::string number = std::to_string(t);
+      number.insert(0, 8 - number.size(), '0');
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          TensorMeta meta,
+          TensorMeta::Make("model.layers." + number + ".weight", DType::kF32,
+                           {static_cast<std::int64_t>(spec.chunks_per_tensor), kColumns}));
+      TensorContent tensor(std::move(meta));
+      tensor.has_digest = true;
+      tensor.digest = random.Next();
+      for (int c = w; c < spec.chunks_per_tensor; c += spec.writers) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make({c, 0}, {1, kColumns}));
+        const Hash128 leaf{random.Next(), random.Next()};
+        ChunkRecord chunk;
+        chunk.region = Region(box);
+        chunk.offset = at;
+        chunk.length = kChunkBytes;
+        chunk.first_leaf = leaves.size();
+        chunk.hash = ChunkRoot({&leaf, 1}, kChunkBytes);
+        leaves.push_back(leaf);
+        tensor.extents.Append(chunk);
+        at += kChunkBytes;
+      }
+      content.tensors.push_back(std::move(tensor));
+    }
+    const std::string rank = "r" + std::to_string(w);
+    const std::string name = "data/" + staging.ShortId() + "-" + rank + ".pack";
+    content.files.push_back({name, Placement::kPack, at, Hash128{}});
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file,
+                                 fs.CreateExclusive(JoinPath(staging.directory, name)));
+    TENSORMOUNT_RETURN_IF_ERROR(file->Truncate(at));
+    TENSORMOUNT_RETURN_IF_ERROR(file->Sync());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest, EncodeManifest(content, leaves));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        fs.WriteFileDurably(JoinPath(staging.directory, "manifest/" + rank + ".tmm"), manifest));
+  }
+  return Status();
+}
+
+}  // namespace tensormount
