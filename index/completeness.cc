@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <optional>
 
 #include "base/checked.h"
@@ -87,6 +88,76 @@ Result<bool> IsChainOfRanges(const Content& content, const TensorContent& tensor
   return next == tensor.meta.elements();
 }
 
+// True where the chunks, sorted by their first elements, are the cells of a grid in row-major
+// order: columns, blocks, uneven ones too. False says nothing yet.
+Result<bool> IsGrid(const Content& content, const TensorContent& tensor,
+                    std::vector<std::int64_t>& scratch) {
+  const TensorMeta& meta = tensor.meta;
+  const int rank = meta.shape().rank();
+  const std::size_t n = tensor.extents.size();
+  if (n == 0 || meta.elements() == 0 || meta.bits() % 8 != 0) return false;
+  // Where the cells begin on each axis, one axis after the other, and its end behind them.
+  scratch.clear();
+  std::array<std::size_t, kMaxRank + 1> first{};
+  std::uint64_t cells = 1;
+  const std::string_view rows = tensor.extents.packed();
+  const std::size_t row_bytes = ExtentTable::RowBytes(rank);
+  for (int a = 0; a < rank; ++a) {
+    const auto u = static_cast<std::size_t>(a);
+    std::int64_t last = -1;
+    bool rising = true;
+    for (std::size_t i = 0; i < n; ++i) {
+      const std::int64_t at = extent_row::Begin(rows.data() + i * row_bytes, a);
+      if (at == last) continue;
+      // Begins of inner axes repeat with every step of an outer one.
+      if (at < last) rising = false;
+      last = at;
+      scratch.push_back(at);
+    }
+    const auto from = scratch.begin() + static_cast<std::ptrdiff_t>(first[u]);
+    if (!rising) {
+      std::sort(from, scratch.end());
+      scratch.erase(std::unique(from, scratch.end()), scratch.end());
+    }
+    if (scratch[first[u]] != 0) return false;
+    cells *= scratch.size() - first[u];
+    if (cells > n) return false;
+    scratch.push_back(meta.shape()[a]);
+    first[u + 1] = scratch.size();
+  }
+  if (cells != n) return false;
+  std::array<std::size_t, kMaxRank> at{};
+  const std::uint64_t element_bytes = meta.bits() / 8;
+  for (std::size_t i = 0; i < n; ++i) {
+    const char* row = rows.data() + i * row_bytes;
+    if ((LoadLittle<std::uint32_t>(row + extent_row::kFlags) & extent_row::kFlat) != 0) {
+      return false;
+    }
+    std::int64_t volume = 1;
+    for (int a = 0; a < rank; ++a) {
+      const auto u = static_cast<std::size_t>(a);
+      const std::int64_t begin = scratch[first[u] + at[u]];
+      const std::int64_t extent = scratch[first[u] + at[u] + 1] - begin;
+      if (extent < 1 || extent_row::Begin(row, a) != begin ||
+          extent_row::Extent(row, rank, a) != extent) {
+        return false;
+      }
+      volume *= extent;  // Within the tensor, whose element count fits.
+    }
+    if (LoadLittle<std::uint64_t>(row + extent_row::kLength) !=
+        static_cast<std::uint64_t>(volume) * element_bytes) {
+      return false;
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(content, row));
+    for (int a = rank - 1; a >= 0; --a) {
+      const auto u = static_cast<std::size_t>(a);
+      if (++at[u] + 1 < first[u + 1] - first[u]) break;
+      at[u] = 0;
+    }
+  }
+  return true;
+}
+
 Status CheckExactly(const Content& content, const TensorContent& tensor) {
   const TensorMeta& meta = tensor.meta;
   std::vector<OwnedRegion> regions;
@@ -164,10 +235,12 @@ Status CheckObjects(const Content& content) {
 }  // namespace
 
 Status CheckComplete(const Content& content) {
+  std::vector<std::int64_t> scratch;
   for (const TensorContent& tensor : content.tensors) {
-    Result<bool> chain = IsChainOfRanges(content, tensor);
-    Status status = chain.status();
-    if (chain.ok() && !chain.value()) status = CheckExactly(content, tensor);
+    Result<bool> complete = IsChainOfRanges(content, tensor);
+    if (complete.ok() && !complete.value()) complete = IsGrid(content, tensor, scratch);
+    Status status = complete.status();
+    if (complete.ok() && !complete.value()) status = CheckExactly(content, tensor);
     if (!status.ok()) return status.WithContext("tensor " + tensor.meta.key());
   }
   return CheckObjects(content);

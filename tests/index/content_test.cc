@@ -213,6 +213,52 @@ TEST(CheckComplete, AcceptsFlatCutsAndEmptyTensors) {
   EXPECT_OK(CheckComplete(flat));
 }
 
+// Cells of an uneven grid, whole and with one cell wrong in every way.
+TEST(CheckComplete, SeesEveryFlawOfAGrid) {
+  const std::vector<std::int64_t> rows = {0, 1, 4};
+  const std::vector<std::int64_t> columns = {0, 5, 6, 8};
+  std::vector<Region> cells;
+  for (std::size_t r = 0; r + 1 < rows.size(); ++r) {
+    for (std::size_t c = 0; c + 1 < columns.size(); ++c) {
+      cells.push_back(
+          BoxOf({rows[r], columns[c]}, {rows[r + 1] - rows[r], columns[c + 1] - columns[c]}));
+    }
+  }
+  const auto check = [](const std::vector<Region>& regions) {
+    Result<Content> content = Merge({WriterContent("w", {4, 8}, "data/a", regions)});
+    EXPECT_OK(content);
+    return CheckComplete(content.value());
+  };
+  EXPECT_OK(check(cells));
+  for (std::size_t i = 0; i < cells.size(); ++i) {
+    const Box& box = cells[i].box();
+    for (int axis = 0; axis < 2; ++axis) {
+      for (const std::int64_t by : {-1, 1}) {
+        std::vector<Region> flawed = cells;
+        Dims begin = box.begin();
+        Dims extent = box.extent();
+        extent[axis] += by;
+        if (extent[axis] > 0 && begin[axis] + extent[axis] <= (axis == 0 ? 4 : 8)) {
+          flawed[i] = BoxOf(begin, extent);
+          EXPECT_THAT(check(flawed), HasCode(Code::kDataLoss)) << i << axis << by;
+        }
+        begin[axis] += by;
+        extent = box.extent();
+        if (begin[axis] >= 0 && begin[axis] + extent[axis] <= (axis == 0 ? 4 : 8)) {
+          flawed[i] = BoxOf(begin, extent);
+          EXPECT_THAT(check(flawed), HasCode(Code::kDataLoss)) << i << axis << by;
+        }
+      }
+    }
+    std::vector<Region> missing = cells;
+    missing.erase(missing.begin() + static_cast<std::ptrdiff_t>(i));
+    EXPECT_THAT(check(missing), HasMessage(cells[i].ToString() + " is stored in no chunk"));
+    std::vector<Region> twice = cells;
+    twice.push_back(cells[i]);
+    EXPECT_THAT(check(twice), HasMessage("is stored twice"));
+  }
+}
+
 TEST(CheckComplete, ComparesLengthsWithRegionsAndFiles) {
   Content content = WriterContent("w", {4, 8}, "data/a", {});
   ChunkRecord chunk = Chunk(BoxOf({0, 0}, {4, 8}), 0, 0, 4);
