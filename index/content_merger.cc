@@ -120,7 +120,14 @@ Status ContentMerger::AddTensor(const TensorContent& tensor,
                                 std::span<const std::uint32_t> file_map, std::uint32_t manifest) {
   const auto [it, inserted] = tensor_number_.try_emplace(tensor.meta.key(), merged_.tensors.size());
   if (inserted) {
-    merged_.tensors.emplace_back(tensor.meta).has_digest = true;
+    TensorContent& first = merged_.tensors.emplace_back(tensor.meta);
+    first.has_digest = true;
+    // Other writers' parts are probably cut like this one: growing a million rows step by step
+    // would copy them twice.
+    if (const std::uint64_t held = tensor.extents.DataBytes(); held > 0) {
+      const std::uint64_t times = std::min<std::uint64_t>(tensor.meta.bytes() / held + 1, 64);
+      first.extents.Reserve(tensor.extents.size() * times);
+    }
   }
   TensorContent& merged = merged_.tensors[it->second];
   if (merged.meta.dtype() != tensor.meta.dtype() || !(merged.meta.shape() == tensor.meta.shape())) {

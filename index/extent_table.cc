@@ -50,6 +50,14 @@ Result<ExtentTable> ExtentTable::FromPacked(int rank, std::string rows) {
   return table;
 }
 
+std::uint64_t ExtentTable::DataBytes() const {
+  std::uint64_t bytes = 0;
+  for (std::size_t at = 0; at < rows_.size(); at += RowBytes(rank_)) {
+    bytes += LoadLittle<std::uint64_t>(rows_.data() + at + extent_row::kLength);
+  }
+  return bytes;
+}
+
 void ExtentTable::Append(const ChunkRecord& chunk) {
   const std::size_t at = rows_.size();
   rows_.resize(at + RowBytes(rank_));

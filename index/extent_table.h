@@ -8,9 +8,10 @@
 #include <string_view>
 #include <vector>
 
-#include "base/hash.h"
 #include "tensormount/box.h"
 #include "tensormount/status.h"
+
+#include "base/hash.h"
 
 namespace tensormount {
 
@@ -45,6 +46,10 @@ class ExtentTable {
     return std::string_view(rows_).substr(i * RowBytes(rank_), RowBytes(rank_));
   }
 
+  // Makes room for so many rows in all.
+  void Reserve(std::size_t rows) { rows_.reserve(rows * RowBytes(rank_)); }
+  // Bytes of data in all chunks, for estimates.
+  std::uint64_t DataBytes() const;
   void Append(const ChunkRecord& chunk);
   // Appends rows of `other` (same rank) with file and manifest numbers replaced:
   // file_map[old] = new. kDataLoss where a number is outside the map.
