@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <new>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <thread>
 #include <unistd.h>
@@ -45,6 +46,19 @@ Summary Summarize(std::vector<double> seconds) {
   return {Quantile(seconds, 0.5), Quantile(seconds, 0.99), seconds.front()};
 }
 
+// Of this process and of ranks that it forked: what a busy machine does not change much.
+double CpuSeconds() {
+  double seconds = 0;
+  for (const int who : {RUSAGE_SELF, RUSAGE_CHILDREN}) {
+    rusage use;
+    if (getrusage(who, &use) != 0) continue;
+    for (const timeval& t : {use.ru_utime, use.ru_stime}) {
+      seconds += static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
+    }
+  }
+  return seconds;
+}
+
 double Rounded(double v) {
   const double scale = std::pow(10, 4 - std::ceil(std::log10(std::max(std::fabs(v), 1e-9))));
   return std::round(v * scale) / scale;
@@ -53,14 +67,20 @@ double Rounded(double v) {
 }  // namespace
 
 Status RunCase(const Options& options, const Case& c) {
+  if (c.name.find(options.only) == std::string::npos) return {};
   std::vector<double> ours;
   std::vector<double> floor;
+  std::vector<double> ours_cpu;
+  std::vector<double> floor_cpu;
   for (int round = -1; round < options.rounds; ++round) {
     for (int turn = 0; turn < 2; ++turn) {
       const bool is_ours = (turn + round) % 2 != 0;
       if (c.before) TENSORMOUNT_RETURN_IF_ERROR(c.before());
+      const double cpu = CpuSeconds();
       TENSORMOUNT_ASSIGN_OR_RETURN(const double seconds, is_ours ? c.ours() : c.floor());
-      if (round >= 0) (is_ours ? ours : floor).push_back(seconds);
+      if (round < 0) continue;
+      (is_ours ? ours : floor).push_back(seconds);
+      (is_ours ? ours_cpu : floor_cpu).push_back(CpuSeconds() - cpu);
     }
   }
   const Summary a = Summarize(ours);
@@ -81,6 +101,8 @@ Status RunCase(const Options& options, const Case& c) {
   line["floor_p99"] = value(b.p99);
   line["figure_best"] = value(a.best);
   line["floor_best"] = value(b.best);
+  line["figure_cpu_seconds"] = Rounded(Summarize(ours_cpu).p50);
+  line["floor_cpu_seconds"] = Rounded(Summarize(floor_cpu).p50);
   line["floor_is"] = c.floor_name;
   line["rounds"] = options.rounds;
   line["bytes"] = c.bytes;
@@ -93,9 +115,12 @@ Status RunCase(const Options& options, const Case& c) {
   if (options.json) {
     std::printf("%s\n", line.dump().c_str());
   } else {
-    std::printf("%-10s %-34s %9.4g %-5s floor %9.4g  %5.2f of it  (p99 %.4g / %.4g)\n",
-                c.workload.c_str(), c.name.c_str(), value(a.p50), rate ? "GB/s" : "ms",
-                value(b.p50), b.p50 / a.p50, value(a.p99), value(b.p99));
+    std::printf(
+        "%-10s %-34s %9.4g %-5s floor %9.4g  %5.2f of it  (p99 %.4g / %.4g, CPU s "
+        "%.3g / %.3g)\n",
+        c.workload.c_str(), c.name.c_str(), value(a.p50), rate ? "GB/s" : "ms", value(b.p50),
+        b.p50 / a.p50, value(a.p99), value(b.p99), Summarize(ours_cpu).p50,
+        Summarize(floor_cpu).p50);
   }
   std::fflush(stdout);
   return {};

@@ -29,6 +29,7 @@ struct Options {
   int chunks = 100;               // of this many chunks each. mount-ls: files of a folder.
   std::int64_t row_bytes = 8192;  // Of a tensor: what a column cut divides.
   std::string dir;                // Where files are made; a folder of its own is made below.
+  std::string only;               // Cases whose name contains this.
   bool cold = false;              // Drops cached pages of data files before each reading round.
   bool sockets = false;           // Ranks as forked processes instead of threads.
   bool json = false;
