@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <chrono>
-#include <map>
+#include <deque>
+#include <functional>
+#include <future>
 #include <memory>
 #include <set>
+#include <thread>
 #include <tuple>
 
 #include "index/manifest.h"
@@ -62,6 +65,51 @@ Status PrepareStaging(FileSystem& fs, const Staging& staging) {
   return Status();
 }
 
+struct ReadManifest {
+  Content content;
+  CommitRecord::Entry entry;
+};
+Result<ReadManifest> ReadOneManifest(FileSystem& fs, const Staging& staging,
+                                     const std::string& name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes,
+                               fs.ReadFile(JoinPath(staging.directory, name), kMaxManifestBytes));
+  TENSORMOUNT_ASSIGN_OR_RETURN(Manifest manifest, DecodeManifest(bytes, name));
+  ReadManifest read;
+  read.content = std::move(manifest.content);
+  read.entry.name = name;
+  read.entry.length = bytes.size();
+  read.entry.hash = Xxh3(bytes);
+  return read;
+}
+
+// Reads manifests and hands them to `use` in order, in this thread. Large ones are read, hashed and
+// decoded by several threads, a few ahead of what was used, so that memory stays bounded.
+Status ForEachManifest(FileSystem& fs, const Staging& staging,
+                       const std::vector<std::string>& names,
+                       const std::function<Status(ReadManifest)>& use) {
+  constexpr std::uint64_t kLarge = 1 << 20;
+  std::size_t at = 0;
+  for (bool large = false; at < names.size() && !large; ++at) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(ReadManifest read, ReadOneManifest(fs, staging, names[at]));
+    large = read.entry.length >= kLarge;
+    TENSORMOUNT_RETURN_IF_ERROR(use(std::move(read)));
+  }
+  const std::size_t ahead = std::clamp(std::thread::hardware_concurrency(), 1u, 16u);
+  std::deque<std::future<Result<ReadManifest>>> running;
+  for (std::size_t next = at; at < names.size(); ++at) {
+    for (; next < names.size() && running.size() < ahead; ++next) {
+      running.push_back(std::async(
+          std::launch::async | std::launch::deferred,
+          [&fs, &staging, &name = names[next]] { return ReadOneManifest(fs, staging, name); }));
+    }
+    Result<ReadManifest> read = running.front().get();
+    running.pop_front();
+    TENSORMOUNT_RETURN_IF_ERROR(read.status());
+    TENSORMOUNT_RETURN_IF_ERROR(use(std::move(read).value()));
+  }
+  return Status();
+}
+
 // Reads and merges all manifests; appends what COMMIT says of them.
 Result<Content> GatherManifests(FileSystem& fs, const Staging& staging, const Content& coordinator,
                                 const std::vector<std::string>& expected,
@@ -70,7 +118,24 @@ Result<Content> GatherManifests(FileSystem& fs, const Staging& staging, const Co
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
   std::set<std::string> missing;
   for (const std::string& name : expected) {
-    missing.insert(name.starts_with("manifest/") ? name.substr(9) : name);
+    missing.insert(name.starts_with("manifest/") ? name : "manifest/" + name);
+  }
+  std::vector<std::string> names;
+  for (const DirectoryEntry& entry : entries) {
+    const std::string name = "manifest/" + entry.name;
+    // An earlier try of ours, or what a writer left under a temporary name.
+    if (name == kCoordinatorManifest || !entry.name.ends_with(layout::kManifestSuffix)) {
+      TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(folder, entry.name)));
+      continue;
+    }
+    missing.erase(name);
+    names.push_back(name);
+  }
+  if (!missing.empty()) {
+    return Bad(*missing.begin() + ": missing" +
+               (missing.size() == 1
+                    ? std::string()
+                    : " (and " + std::to_string(missing.size() - 1) + " manifests more)"));
   }
   ContentMerger merger;
   Content ours;
@@ -78,31 +143,24 @@ Result<Content> GatherManifests(FileSystem& fs, const Staging& staging, const Co
   ours.info.uuid = staging.uuid;
   ours.common = coordinator.common;
   TENSORMOUNT_RETURN_IF_ERROR(merger.Add(ours, std::string(kCoordinatorManifest)));
-  for (const DirectoryEntry& entry : entries) {
-    const std::string name = "manifest/" + entry.name;
-    const std::string path = JoinPath(folder, entry.name);
-    // An earlier try of ours, or what a writer left under a temporary name.
-    if (name == kCoordinatorManifest || !entry.name.ends_with(layout::kManifestSuffix)) {
-      TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(path));
-      continue;
-    }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, fs.ReadFile(path, kMaxManifestBytes));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Manifest manifest, DecodeManifest(bytes, name));
-    TENSORMOUNT_RETURN_IF_ERROR(merger.Add(manifest.content, name));
-    CommitRecord::Entry record;
-    record.name = name;
-    record.length = bytes.size();
-    record.hash = Xxh3(bytes);
-    commit_entries.push_back(std::move(record));
-    missing.erase(entry.name);
-  }
-  if (!missing.empty()) {
-    return Bad("manifest/" + *missing.begin() + ": missing" +
-               (missing.size() == 1
-                    ? std::string()
-                    : " (and " + std::to_string(missing.size() - 1) + " manifests more)"));
-  }
+  const auto merge = [&](ReadManifest read) {
+    TENSORMOUNT_RETURN_IF_ERROR(merger.Add(read.content, read.entry.name));
+    commit_entries.push_back(std::move(read.entry));
+    return Status();
+  };
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachManifest(fs, staging, names, merge));
   return merger.Finish();
+}
+
+// Completeness, roots of files and of the content: passes over all chunks that do not touch what
+// the others write.
+Result<Hash128> CheckAndHash(Content& content) {
+  std::future<Hash128> root =
+      std::async(std::launch::async | std::launch::deferred, [&] { return ContentRoot(content); });
+  // `root` is waited for by its destructor on every way out.
+  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(content));
+  TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(content));
+  return root.get();
 }
 
 // "data/a/b": what may be joined to the staging's path.
@@ -239,8 +297,8 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
   TENSORMOUNT_ASSIGN_OR_RETURN(
       Content content,
       GatherManifests(fs, staging, coordinator, options.expected_manifests, commit.files));
-  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(content));
-  TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(content));
+  Published published;
+  TENSORMOUNT_ASSIGN_OR_RETURN(published.content_root, CheckAndHash(content));
   std::set<std::string> data_folders;
   TENSORMOUNT_RETURN_IF_ERROR(CheckDataFiles(fs, staging, content, data_folders));
 
@@ -259,8 +317,6 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
     for (const auto& p : priors) indexes.push_back(&p->index());
     TENSORMOUNT_RETURN_IF_ERROR(DecideMtimes(indexes, info.created, content));
   }
-  Published published;
-  published.content_root = ContentRoot(content);
   published.manifests_seconds = watch.Lap();
 
   // Small files, each fsynced as it is written.
