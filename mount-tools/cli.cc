@@ -202,7 +202,8 @@ void AddNotBuilt(Program& p) {
   for (const auto& [name, what] : kNotBuilt) {
     CLI::App* c = p.app.add_subcommand(name, std::string(what) + " (not built yet)");
     c->group("Not built yet");
-    c->allow_extras();
+    c->fallthrough(false);
+    c->prefix_command();  // Whatever follows is not looked at.
     const std::string command = name;
     c->callback([&p, command] {
       p.run = [&p, command] {
