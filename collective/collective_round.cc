@@ -453,7 +453,9 @@ Result<CollectiveEngine::Payload> CollectiveEngine::RunMember(const Round& round
   bool working = round.work != nullptr;
   if (!working) Contribute(round, round.mine);
 
-  const nanoseconds slack = std::min<nanoseconds>(timeouts_.liveness, std::chrono::seconds(5));
+  // Rank 0 may come as late as `arrival`, and then says so.
+  const nanoseconds slack =
+      std::min<nanoseconds>({timeouts_.liveness, timeouts_.arrival / 2, std::chrono::seconds(5)});
   const nanoseconds patience = timeouts_.arrival + round.allowance + slack;
   Clock::time_point deadline = Clock::now() + patience;
   bool payload_seen = false;

@@ -177,6 +177,30 @@ TEST(CollectiveTest, ABusyRankIsNotTakenForDead) {
   }));
 }
 
+// Rank 0 (played here) came, but has to wait for others: who waits for it waits along, for longer
+// than it would wait for a rank 0 of which it knows nothing.
+TEST(CollectiveTest, ARankWaitsAlongWithRankZero) {
+  auto group = MakeThreadGroup(2);
+  Status seen;
+  std::thread member([&] {
+    Collective c(*group[1], {seconds(60), milliseconds(1600)});
+    seen = c.Agree({}, "together");
+  });
+  FrameSender sender(*group[0], 16385);
+  Frame frame;
+  frame.op = 5;
+  frame.round = 1;
+  for (int i = 0; i < 12; ++i) {
+    frame.kind = Frame::kWaiting;
+    sender.Send(1, frame, {});
+    std::this_thread::sleep_for(milliseconds(250));
+  }
+  frame.kind = Frame::kVerdict;
+  sender.Send(1, frame, {});
+  member.join();
+  EXPECT_OK(seen);
+}
+
 TEST(CollectiveFrameTest, SurvivesTheWay) {
   Frame f;
   f.kind = Frame::kVerdict;
