@@ -7,20 +7,23 @@
 #include <memory>
 #include <string>
 
-#include "base/file_system.h"
 #include "tensormount/status.h"
+
+#include "base/file_system.h"
 
 namespace tensormount::fs {
 
 // What `mount` may be told. Paths are the host's.
 struct MountOptions {
-  std::string source;      // A store, a checkpoint folder, STORE/latest, a .safetensors file.
-  std::string mount_point; // An empty folder.
-  bool list_views = false; // List npy/, extents/, model.safetensors too.
+  std::string source;       // A store, a checkpoint folder, STORE/latest, a .safetensors file.
+  std::string mount_point;  // An empty folder.
+  bool list_views = false;  // List npy/, extents/, model.safetensors too.
   bool allow_other = false;
   enum class Tier { kAuto, kPassthrough, kDaemon } tier = Tier::kAuto;
   enum class Verify { kOff, kFirst, kAlways } verify = Verify::kOff;
-  int threads = 0;         // 0: as many as cores, at least 2.
+  int threads = 0;  // That read data, 0: as many as cores, at least 2.
+  // As where the kernel cannot map direct files (before Linux 6.6): reads go through its cache.
+  bool page_cache = false;
 };
 
 // A live mount. Read-only. Needs the right to mount (root, or fusermount3).

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_BLOCKING_WORK_H_
+#define TENSORMOUNT_FS_BLOCKING_WORK_H_
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+namespace tensormount::fs {
+
+// The answer to one request that may have to wait for storage. Exactly one party gives it: whoever
+// did the work, or, where the caller was interrupted and storage does not answer, the watchdog.
+class PendingAnswer {
+ public:
+  // `interrupted`: whether the caller gave up. `give_up`: answers so. Neither is called after the
+  // answer was given.
+  PendingAnswer(std::function<bool()> interrupted, std::function<void()> give_up)
+      : interrupted_(std::move(interrupted)), give_up_(std::move(give_up)) {}
+
+  // True once, for the one who shall answer.
+  bool Claim();
+  // Answers for a caller that was interrupted. True where it did.
+  bool GiveUpIfInterrupted();
+  bool answered() const;
+  std::chrono::steady_clock::time_point since() const { return since_; }
+
+ private:
+  const std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
+  mutable std::mutex mutex_;
+  bool answered_ = false;
+  std::function<bool()> interrupted_;
+  std::function<void()> give_up_;
+};
+
+// Runs work that may block so that the threads that receive requests never all wait for storage:
+// some of it on the calling thread, the rest on a few threads of its own. Thread-safe.
+class BlockingWork {
+ public:
+  // A caller that was interrupted is answered by the watchdog after this; before, storage may.
+  static constexpr std::chrono::milliseconds kGiveUpAfter{2000};
+
+  // At most `on_caller` at a time on calling threads and `on_pool` on the pool's; the rest waits.
+  BlockingWork(int on_caller, int on_pool);
+  // Abandons pool threads that are stuck.
+  ~BlockingWork();
+
+  // Runs `work` now or later; it must Claim `answer` before it answers. Work whose answer was
+  // given up before it begins is dropped.
+  void Run(std::shared_ptr<PendingAnswer> answer, std::function<void()> work);
+  // Answers for interrupted callers whose storage does not. Called now and then; returns how many.
+  int Watch();
+
+  struct Load {
+    int running = 0;
+    std::size_t waiting = 0;
+    std::chrono::milliseconds oldest{0};
+  };
+  Load load() const;
+
+ private:
+  struct Core;
+  std::shared_ptr<Core> core_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_BLOCKING_WORK_H_

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/checkpoint_text.h"
+
+#include <bit>
+#include <cmath>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+namespace tensormount::fs {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string Dump(const Json& json) {
+  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+std::string Hex(std::string_view bytes) {
+  std::string text;
+  for (const char c : bytes) text += fmt::format("{:02x}", static_cast<unsigned char>(c));
+  return text;
+}
+
+Json CommonToJson(const CommonValue& value) {
+  if (const bool* b = std::get_if<bool>(&value)) return *b;
+  if (const std::int64_t* i = std::get_if<std::int64_t>(&value)) return *i;
+  if (const std::string* s = std::get_if<std::string>(&value)) return *s;
+  if (const CommonBytes* bytes = std::get_if<CommonBytes>(&value)) {
+    return Json{{"$bytes", Hex(bytes->data)}};
+  }
+  const double d = std::get<double>(value);
+  if (std::isnan(d)) {
+    return Json{{"$float", "nan"},
+                {"bits", fmt::format("{:016x}", std::bit_cast<std::uint64_t>(d))}};
+  }
+  if (std::isinf(d)) return Json{{"$float", d > 0 ? "inf" : "-inf"}};
+  return d;
+}
+
+std::string TensorLine(const TensorEntry& tensor) {
+  const TensorMeta& meta = tensor.meta;
+  std::string line =
+      fmt::format(R"({{"key": {}, "dtype": "{}", "shape": {}, "bytes": {}, "chunks": {})",
+                  JsonString(meta.key()), InfoOf(meta.dtype()).name, DimsText(meta.shape()),
+                  meta.bytes(), tensor.chunks);
+  if (tensor.has_digest) line += fmt::format(R"(, "digest": "{}")", DigestText(tensor.digest));
+  return line + "}";
+}
+
+std::string ObjectLine(const ObjectContent& object) {
+  std::string line = fmt::format(R"({{"key": {}, )", JsonString(object.key));
+  if (object.grid.rank() > 0) {
+    line +=
+        fmt::format(R"("index": {}, "grid": {}, )", DimsText(object.index), DimsText(object.grid));
+  }
+  return line +
+         fmt::format(R"("bytes": {}, "hash": "xxh3-128:{}"}})", object.length, object.hash.ToHex());
+}
+
+// Items after the first begin with the comma that separates them.
+void AppendItem(std::string& out, bool first, std::string_view item) {
+  out += first ? "\n    " : ",\n    ";
+  out += item;
+}
+
+std::string RegionFields(const Region& region) {
+  std::string text = fmt::format(R"("begin": {}, "extent": {})", DimsText(region.box().begin()),
+                                 DimsText(region.box().extent()));
+  if (region.is_flat()) {
+    text += fmt::format(R"(, "flat": [{}, {}])", region.flat_first(), region.volume());
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string JsonString(std::string_view text) { return Dump(Json(text)); }
+
+std::string DimsText(const Dims& dims) { return dims.ToString(); }
+
+std::string DigestText(Crc64 digest) { return fmt::format("crc64-nvme:{:016x}", digest); }
+
+GeneratedText::Parts CheckpointJson(const OpenedCheckpoint& opened,
+                                    const std::vector<ObjectContent>& objects) {
+  const CheckpointIndex& index = opened.index();
+  const CheckpointInfo& info = index.info();
+  GeneratedText::Parts parts;
+  std::string& head = parts.head;
+  head = "{\n";
+  head += fmt::format("  \"format\": \"tensormount\",\n  \"version\": {},\n", kFormatVersion);
+  head += fmt::format("  \"uuid\": \"{}\",\n  \"generation\": {},\n", info.uuid.ToString(),
+                      info.generation);
+  if (info.parent.IsZero()) {
+    head += "  \"parent\": null,\n";
+  } else {
+    head += fmt::format("  \"parent\": {{\"uuid\": \"{}\", \"name\": {}}},\n",
+                        info.parent.ToString(), JsonString(info.parent_name));
+  }
+  head += fmt::format("  \"producer\": {},\n  \"world_size\": {},\n  \"created\": {},\n",
+                      JsonString(info.producer), info.world_size, info.created);
+  head += fmt::format("  \"self_contained\": {},\n", info.self_contained);
+  if (opened.commit() != nullptr) {
+    head += fmt::format("  \"content_root\": \"xxh3-128:{}\",\n",
+                        opened.commit()->record.content_root.ToHex());
+  }
+  head += fmt::format("  \"tensor_count\": {},\n  \"tensor_bytes\": {},\n  \"chunk_count\": {},\n",
+                      index.tensor_count(), index.tensor_bytes(), index.chunk_count());
+  head +=
+      "  \"views\": [\"tensors/KEY\", \"npy/KEY.npy\", \"extents/KEY.json\", \"objects/KEY\", "
+      "\"model.safetensors\"],\n";
+  head += "  \"files\": [";
+  for (std::size_t i = 0; i < index.files().size(); ++i) {
+    const FileRecord& file = index.files()[i];
+    AppendItem(head, i == 0,
+               fmt::format(R"({{"name": {}, "placement": "{}", "bytes": {}}})",
+                           JsonString(file.name), PlacementName(file.placement), file.length));
+  }
+  head += "\n  ],\n  \"objects\": [";
+  for (std::size_t i = 0; i < objects.size(); ++i) {
+    AppendItem(head, i == 0, ObjectLine(objects[i]));
+  }
+  head += "\n  ],\n  \"tensors\": [";
+  parts.tail = "\n  ]\n}\n";
+  parts.items = index.tensor_count();
+  parts.render = [&index](std::uint32_t first, std::uint32_t count, std::string& out) {
+    std::uint32_t left = count;
+    const Status status = index.ForEachTensor(first, [&](const TensorEntry& tensor) {
+      AppendItem(out, tensor.ordinal == 0, TensorLine(tensor));
+      return --left > 0;
+    });
+    if (status.ok() && left > 0) return Status(Code::kDataLoss, "index: tensors are missing");
+    return status;
+  };
+  return parts;
+}
+
+Result<std::string> CommonJson(const CheckpointIndex& index) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto common, index.Common());
+  std::string text = "{";
+  bool first = true;
+  for (const auto& [key, value] : common) {
+    text += first ? "\n  " : ",\n  ";
+    first = false;
+    text += JsonString(key) + ": " + Dump(CommonToJson(value));
+  }
+  return text + (first ? "}\n" : "\n}\n");
+}
+
+Result<GeneratedText::Parts> ExtentsJson(const CheckpointIndex& index, const TensorEntry& tensor) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,
+                               index.Extents(tensor.ordinal));
+  GeneratedText::Parts parts;
+  const std::string line = TensorLine(tensor);
+  // The tensor's own fields, then its chunks.
+  parts.head = line.substr(0, line.size() - 1) + ", \"extents\": [";
+  parts.tail = "\n  ]}\n";
+  if (table->size() > UINT32_MAX) {
+    return Status(Code::kUnsupported, "tensor " + tensor.meta.key() + ": too many chunks");
+  }
+  parts.items = static_cast<std::uint32_t>(table->size());
+  parts.render = [&index, table](std::uint32_t first, std::uint32_t count, std::string& out) {
+    for (std::uint32_t i = first; i < first + count; ++i) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(i));
+      if (chunk.file >= index.files().size()) {
+        return Status(Code::kDataLoss, "index: a chunk is in a file that is not in the table");
+      }
+      std::string item =
+          fmt::format(R"({{{}, "file": {}, "offset": {}, "bytes": {})", RegionFields(chunk.region),
+                      JsonString(index.files()[chunk.file].name), chunk.offset, chunk.length);
+      if (chunk.has_hash) item += fmt::format(R"(, "hash": "xxh3-128:{}")", chunk.hash.ToHex());
+      AppendItem(out, i == 0, item + "}");
+    }
+    return Status();
+  };
+  return parts;
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_CHECKPOINT_TEXT_H_
+#define TENSORMOUNT_FS_CHECKPOINT_TEXT_H_
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "fs/generated_text.h"
+#include "index/checkpoint.h"
+
+// The JSON files of a checkpoint. Their text depends on the committed records alone, so that every
+// mount on every machine shows the same bytes.
+
+namespace tensormount::fs {
+
+// checkpoint.json. `opened` and `objects` must outlive what is made of it.
+GeneratedText::Parts CheckpointJson(const OpenedCheckpoint& opened,
+                                    const std::vector<ObjectContent>& objects);
+// common.json. What JSON cannot hold: {"$float": "nan", "bits": hex}, {"$float": "inf" or "-inf"},
+// {"$bytes": hex}.
+Result<std::string> CommonJson(const CheckpointIndex& index);
+// extents/KEY.json.
+Result<GeneratedText::Parts> ExtentsJson(const CheckpointIndex& index, const TensorEntry& tensor);
+
+// "[2, 3]"
+std::string DimsText(const Dims& dims);
+// "crc64-nvme:" and 16 hex digits.
+std::string DigestText(Crc64 digest);
+// A JSON string with its quotes; bytes that are no UTF-8 become U+FFFD.
+std::string JsonString(std::string_view text);
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_CHECKPOINT_TEXT_H_

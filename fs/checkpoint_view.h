@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_CHECKPOINT_VIEW_H_
+#define TENSORMOUNT_FS_CHECKPOINT_VIEW_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "fs/key_tree.h"
+#include "fs/node.h"
+#include "fs/virtual_file.h"
+#include "index/checkpoint.h"
+
+namespace tensormount::fs {
+
+enum class ServeVerify { kOff, kFirst, kAlways };
+
+// What stat says of a node.
+struct Attributes {
+  FileKind kind = FileKind::kFile;
+  std::uint64_t inode = 0;
+  std::uint64_t size = 0;
+  std::uint32_t mode = 0;  // Permission bits.
+  std::uint32_t uid = 0;
+  std::uint32_t gid = 0;
+  std::int64_t mtime = 0;
+};
+
+struct Child {
+  std::string name;
+  Node node;
+  Attributes attributes;
+};
+
+// Permission bits and owner of a source, which its nodes inherit: a mount never shows more than
+// the store's modes do.
+struct Ownership {
+  std::uint32_t uid = 0;
+  std::uint32_t gid = 0;
+  std::uint32_t file_mode = 0444;
+  std::uint32_t folder_mode = 0555;
+  friend bool operator==(const Ownership&, const Ownership&) = default;
+};
+
+// The tree of one opened checkpoint: folders and files computed from its index. Immutable in all
+// that it shows; thread-safe.
+class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
+ public:
+  struct Options {
+    std::uint32_t slot = 0;  // Goes into the node ids.
+    std::string name;        // Of the folder that it is shown as; goes into inode numbers.
+    bool list_views = false;
+    ServeVerify verify = ServeVerify::kOff;
+  };
+  // A checkpoint folder. kStale where its uuid is not `expected` (unless that is zero).
+  static Result<std::shared_ptr<const CheckpointView>> Open(FileSystem& fs,
+                                                            const std::string& directory,
+                                                            const Uuid& expected,
+                                                            const Ownership& ownership,
+                                                            const Options& options);
+  static Result<std::shared_ptr<const CheckpointView>> OpenSafetensors(FileSystem& fs,
+                                                                       const std::string& path,
+                                                                       const Ownership& ownership,
+                                                                       const Options& options);
+
+  const OpenedCheckpoint& opened() const { return *opened_; }
+
+  // All below take nodes of this slot. Numbers that are out of range answer kStale.
+  Result<Child> Lookup(const Node& folder, std::string_view name) const;
+  Result<Attributes> Stat(const Node& node) const;
+  // Children from `cookie` on (0: all) without "." and "..", until fn returns false. The second
+  // argument is the cookie of what follows.
+  using Visit = std::function<bool(const Child& child, std::uint64_t next)>;
+  Status List(const Node& folder, std::uint64_t cookie, const Visit& fn) const;
+  Result<std::shared_ptr<const VirtualFile>> OpenFile(const Node& file) const;
+  // Names and values of the user.tensormount.* attributes.
+  Result<std::map<std::string, std::string>> Xattrs(const Node& node) const;
+  // Path below the checkpoint, for messages.
+  std::string PathOf(const Node& node) const;
+
+  // For VirtualFile. Ranges must lie within.
+  Status ReadTensor(const TensorEntry& tensor, std::uint64_t offset, char* out, std::size_t size,
+                    ReadStats* stats) const;
+  Status ReadObject(std::uint32_t part, std::uint64_t offset, char* out, std::size_t size) const;
+
+ private:
+  // The parts of the objects in the order of their paths.
+  struct Objects {
+    explicit Objects(std::vector<std::string> paths) : keys(std::move(paths)), tree(keys) {}
+    ListedKeys keys;
+    KeyTree tree;
+    std::vector<ObjectContent> parts;
+  };
+  // Which 64 KiB blocks of a tensor were read and found good.
+  struct GoodBlocks {
+    explicit GoodBlocks(std::uint64_t blocks) : words((blocks + 63) / 64) {}
+    std::vector<std::atomic<std::uint64_t>> words;
+  };
+
+  explicit CheckpointView(std::shared_ptr<OpenedCheckpoint> opened);
+  Status Prepare(const Ownership& ownership, const Options& options);
+  static Result<std::unique_ptr<Objects>> MakeObjects(const CheckpointIndex& index);
+
+  std::uint64_t InodeOf(const Node& node, std::string_view path) const;
+  Node FixedNode(Fixed fixed) const;
+  Node ViewRoot(View view) const;
+  const KeyTree& TreeOf(View view) const;
+  Attributes FolderAttributes(const Node& node, std::string_view path, std::int64_t mtime) const;
+  Attributes FileAttributes(const Node& node, std::string_view path, std::uint64_t size,
+                            std::int64_t mtime) const;
+  // Size of a key's file in a view; kNotFound where the view has none of this type.
+  Result<std::uint64_t> SizeIn(View view, const TensorEntry& tensor) const;
+  Result<Attributes> FileStat(const Node& node, std::string_view path,
+                              const TensorEntry* entry) const;
+  Result<Attributes> FixedStat(Fixed fixed) const;
+  Result<Child> FixedChild(Fixed fixed, std::string_view name) const;
+  Result<Child> ViewChild(View view) const;
+  Result<Child> LookupTop(std::string_view name) const;
+  Status ListTop(std::uint64_t cookie, const Visit& fn) const;
+  Result<std::shared_ptr<const GeneratedText>> Json() const;
+  Result<std::shared_ptr<const GeneratedText>> Extents(const TensorEntry& tensor) const;
+  Result<std::shared_ptr<const std::vector<Segment>>> SafetensorsSegments() const;
+  std::shared_ptr<GoodBlocks> GoodBlocksOf(const TensorEntry& tensor) const;
+
+  std::shared_ptr<OpenedCheckpoint> opened_;
+  std::shared_ptr<const std::string> pinned_;  // Keeps the folder reachable under any name.
+  Ownership ownership_;
+  Options options_;
+  std::uint64_t inode_seed_ = 0;
+  TensorKeys tensor_keys_;
+  KeyTree tensors_;
+  std::unique_ptr<Objects> objects_;
+  std::string common_json_;
+
+  mutable std::mutex mutex_;
+  mutable std::shared_ptr<const GeneratedText> json_;
+  mutable std::shared_ptr<const std::vector<Segment>> safetensors_segments_;
+  mutable std::map<std::uint32_t, std::shared_ptr<GoodBlocks>> good_blocks_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_CHECKPOINT_VIEW_H_

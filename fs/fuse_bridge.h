@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_FUSE_BRIDGE_H_
+#define TENSORMOUNT_FS_FUSE_BRIDGE_H_
+
+#include <memory>
+
+#include "tensormount/status.h"
+
+#include "fs/blocking_work.h"
+#include "fs/fuse_shim.h"
+#include "fs/vfs.h"
+
+namespace tensormount::fs {
+
+// Turns requests of the kernel into calls on Vfs and results into replies; it decides nothing but
+// on which thread, so that what a mount does can be tested on Vfs, without a kernel.
+class FuseBridge {
+ public:
+  // Speaks over `fd`, which it closes in the end. All others must outlive it.
+  static Result<std::unique_ptr<FuseBridge>> Make(Vfs& vfs, BlockingWork& work, FuseShim& shim,
+                                                  int fd);
+  ~FuseBridge();
+
+  // Receives and answers requests on the calling thread, until the mount is gone or Exit(). May
+  // run on several threads. A signal with a handler makes it look at Exit().
+  void Serve();
+  void Exit();
+  // Whether the kernel said that the mount is gone.
+  bool exited() const;
+
+ private:
+  struct Impl;
+  explicit FuseBridge(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_FUSE_BRIDGE_H_

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/generated_text.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace tensormount::fs {
+
+Result<std::shared_ptr<const GeneratedText>> GeneratedText::Make(Parts parts) {
+  std::shared_ptr<GeneratedText> text(new GeneratedText);
+  text->parts_ = std::move(parts);
+  std::uint64_t at = text->parts_.head.size();
+  const std::size_t blocks = (text->parts_.items + kBlockItems - 1) / kBlockItems;
+  std::string block;
+  for (std::size_t i = 0; i < blocks; ++i) {
+    text->begins_.push_back(at);
+    block.clear();
+    TENSORMOUNT_RETURN_IF_ERROR(text->RenderBlock(i, block));
+    at += block.size();
+  }
+  text->begins_.push_back(at);
+  text->size_ = at + text->parts_.tail.size();
+  return std::shared_ptr<const GeneratedText>(std::move(text));
+}
+
+Status GeneratedText::RenderBlock(std::size_t block, std::string& out) const {
+  const std::uint32_t first = static_cast<std::uint32_t>(block) * kBlockItems;
+  return parts_.render(first, std::min(kBlockItems, parts_.items - first), out);
+}
+
+Status GeneratedText::Read(std::uint64_t offset, void* out, std::size_t size) const {
+  char* to = static_cast<char*>(out);
+  while (size > 0) {
+    std::string_view piece;  // The bytes from `offset` on that are at hand.
+    std::shared_ptr<const std::string> block_text;
+    if (offset < parts_.head.size()) {
+      piece = std::string_view(parts_.head).substr(offset);
+    } else if (offset >= begins_.back()) {
+      if (offset >= size_) return Status(Code::kInternal, "read past the end of a made file");
+      piece = std::string_view(parts_.tail).substr(offset - begins_.back());
+    } else {
+      const std::size_t block = static_cast<std::size_t>(
+          std::upper_bound(begins_.begin(), begins_.end(), offset) - begins_.begin() - 1);
+      {
+        const std::lock_guard lock(mutex_);
+        if (cached_block_ == block) block_text = cached_;
+      }
+      if (!block_text) {
+        auto made = std::make_shared<std::string>();
+        TENSORMOUNT_RETURN_IF_ERROR(RenderBlock(block, *made));
+        if (made->size() != begins_[block + 1] - begins_[block]) {
+          return Status(Code::kInternal, "a made file was made with another length");
+        }
+        block_text = made;
+        const std::lock_guard lock(mutex_);
+        cached_block_ = block;
+        cached_ = block_text;
+      }
+      piece = std::string_view(*block_text).substr(offset - begins_[block]);
+    }
+    const std::size_t n = std::min(size, piece.size());
+    std::memcpy(to, piece.data(), n);
+    to += n;
+    offset += n;
+    size -= n;
+  }
+  return {};
+}
+
+}  // namespace tensormount::fs

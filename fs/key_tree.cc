@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/key_tree.h"
+
+#include <algorithm>
+
+namespace tensormount::fs {
+namespace {
+
+// The least string that is greater than all strings beginning with `prefix` (which does not end
+// in 0xFF: it ends in '/').
+std::string After(std::string prefix) {
+  prefix.back() = static_cast<char>(prefix.back() + 1);
+  return prefix;
+}
+
+Status NoSuch(std::string_view name) {
+  return Status(Code::kNotFound, "no " + std::string(name) + " here");
+}
+
+}  // namespace
+
+Result<std::string> TensorKeys::KeyAt(std::uint32_t ordinal) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, index_.At(ordinal));
+  return entry.meta.key();
+}
+
+Result<std::uint32_t> TensorKeys::LowerBound(std::string_view key) const {
+  return index_.LowerBound(key);
+}
+
+Status TensorKeys::Scan(std::uint32_t first, const Visit& fn) const {
+  if (first >= count()) return {};
+  return index_.ForEachTensor(
+      first, [&](const TensorEntry& entry) { return fn(entry.ordinal, entry.meta.key(), &entry); });
+}
+
+Result<std::string> ListedKeys::KeyAt(std::uint32_t ordinal) const {
+  if (ordinal >= keys_.size()) return Status(Code::kStale, "no such object");
+  return keys_[ordinal];
+}
+
+Result<std::uint32_t> ListedKeys::LowerBound(std::string_view key) const {
+  return static_cast<std::uint32_t>(std::lower_bound(keys_.begin(), keys_.end(), key) -
+                                    keys_.begin());
+}
+
+Status ListedKeys::Scan(std::uint32_t first, const Visit& fn) const {
+  for (std::uint32_t i = first; i < keys_.size(); ++i) {
+    if (!fn(i, keys_[i], nullptr)) break;
+  }
+  return {};
+}
+
+struct KeyTree::Place {
+  std::uint32_t depth = 0;
+  std::string prefix;     // Every key in the folder begins with this.
+  std::string last_name;  // Of the folder itself, where it is a "%+" one: not every such key is in.
+  // Whether the key with these parts lies in the folder, given that it has the prefix.
+  bool Has(const std::vector<PathPart>& parts) const {
+    return parts.size() > depth && (last_name.empty() || parts[depth - 1].name == last_name);
+  }
+};
+
+Result<KeyTree::Place> KeyTree::PlaceOf(const TreeFolder& folder) const {
+  Place place;
+  place.depth = folder.depth;
+  if (folder.depth == 0) return place;
+  if (folder.first >= keys_.count()) return Status(Code::kStale, "no such folder");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys_.KeyAt(folder.first));
+  const std::vector<PathPart> parts = PathParts(key, false);
+  if (parts.size() <= folder.depth) return Status(Code::kStale, "no such folder");
+  const PathPart& own = parts[folder.depth - 1];
+  place.prefix = key.substr(0, own.raw_end + (own.continues ? 0 : 1));
+  if (own.continues) place.last_name = own.name;
+  return place;
+}
+
+Result<bool> KeyTree::IsFolder(std::string_view key) const {
+  const std::string prefix = std::string(key) + '/';
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t at, keys_.LowerBound(prefix));
+  if (at >= keys_.count()) return false;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string found, keys_.KeyAt(at));
+  return found.starts_with(prefix);
+}
+
+Result<std::uint32_t> KeyTree::FirstContinued(const Place& place, std::string_view raw,
+                                              std::string_view name) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::uint32_t at, keys_.LowerBound(raw));
+  while (at < keys_.count()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys_.KeyAt(at));
+    if (!key.starts_with(raw)) break;
+    const std::vector<PathPart> parts = PathParts(key, false);
+    if (parts.size() > place.depth + 1 && parts[place.depth].name == name) return at;
+    if (key.size() > raw.size() && key[raw.size()] == '/') {
+      // All keys below the folder of the short name in one step.
+      TENSORMOUNT_ASSIGN_OR_RETURN(at, keys_.LowerBound(After(std::string(raw) + '/')));
+    } else {
+      ++at;
+    }
+  }
+  return NoSuch(name);
+}
+
+Result<TreeChild> KeyTree::Lookup(const TreeFolder& folder, std::string_view name) const {
+  const std::optional<DecodedPart> decoded = DecodePart(name);
+  if (!decoded) return NoSuch(name);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(folder));
+  const std::string raw = place.prefix + decoded->text;
+  TreeChild child;
+  child.name = name;
+  if (decoded->continues) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(child.ordinal, FirstContinued(place, raw, name));
+    child.is_folder = true;
+    child.depth = folder.depth + 1;
+    return child;
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t below, keys_.LowerBound(raw + '/'));
+  bool also_folder = false;
+  if (below < keys_.count()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys_.KeyAt(below));
+    also_folder = key.starts_with(raw + '/');
+    if (also_folder && !decoded->marked) {
+      const std::vector<PathPart> parts = PathParts(key, false);
+      if (!place.Has(parts) || parts[folder.depth].name != name) return NoSuch(name);
+      child.is_folder = true;
+      child.ordinal = below;
+      child.depth = folder.depth + 1;
+      return child;
+    }
+  }
+  if (decoded->marked != also_folder) return NoSuch(name);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t at, keys_.LowerBound(raw));
+  if (at >= keys_.count()) return NoSuch(name);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys_.KeyAt(at));
+  if (key != raw) return NoSuch(name);
+  const std::vector<PathPart> parts = PathParts(key, also_folder);
+  if (!place.Has(parts) || parts.size() != folder.depth + 1 || parts.back().name != name) {
+    return NoSuch(name);
+  }
+  child.ordinal = at;
+  return child;
+}
+
+// The state of one List: what is to come, and the file that waits for the key after it (which may
+// show that the file's name is also a folder's).
+struct KeyTree::Listing {
+  const Place& place;
+  const Visit& fn;
+  std::uint32_t at = 0;
+  bool done = false;
+  std::string continued;  // The "%+" folder emitted last.
+  bool has_file = false;
+  TreeChild file;
+  std::string file_key;
+  Status status;
+};
+
+Status KeyTree::List(const TreeFolder& folder, std::uint64_t from, const Visit& fn) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(folder));
+  Listing listing{.place = place, .fn = fn};
+  if (from > keys_.count()) return {};
+  listing.at = from == 0 ? folder.first : static_cast<std::uint32_t>(from);
+  while (!listing.done) TENSORMOUNT_RETURN_IF_ERROR(ListFrom(listing));
+  return {};
+}
+
+// Lists files up to and including the first folder; places `at` behind it.
+Status KeyTree::ListFrom(Listing& l) const {
+  std::optional<TreeChild> folder;
+  std::string folder_prefix;  // Of its keys; empty for "%+" folders.
+  // Emits the file that waits. `next`: the key after it, or null at the end.
+  const auto emit_file = [&](const std::string* next) {
+    if (!l.has_file) return true;
+    l.has_file = false;
+    bool also_folder = false;
+    if (next != nullptr && next->size() > l.file_key.size() && next->starts_with(l.file_key)) {
+      const char c = (*next)[l.file_key.size()];
+      also_folder = c == '/';
+      if (c < '/') {  // Keys like "a-b" stand between "a" and "a/b".
+        const Result<bool> found = IsFolder(l.file_key);
+        if (!found.ok()) {
+          l.status = found.status();
+          return false;
+        }
+        also_folder = found.value();
+      }
+    }
+    if (also_folder) l.file.name += "%=";
+    return l.fn(l.file, std::uint64_t{l.file.ordinal} + 1);
+  };
+
+  bool stopped = false;
+  std::uint32_t at = l.at;
+  const Status scanned = keys_.Scan(
+      l.at, [&](std::uint32_t ordinal, const std::string& key, const TensorEntry* entry) {
+        at = ordinal + 1;
+        if (!emit_file(&key)) {
+          stopped = true;
+          return false;
+        }
+        if (!key.starts_with(l.place.prefix)) {
+          stopped = true;
+          return false;
+        }
+        std::vector<PathPart> parts = PathParts(key, false);
+        if (!l.place.Has(parts)) return true;
+        PathPart& own = parts[l.place.depth];
+        if (parts.size() == l.place.depth + 1) {
+          l.has_file = true;
+          l.file = TreeChild{.name = std::move(own.name), .ordinal = ordinal};
+          if (entry != nullptr) l.file.entry = *entry;
+          l.file_key = key;
+          return true;
+        }
+        if (own.continues && own.name == l.continued) return true;
+        folder = TreeChild{.name = std::move(own.name),
+                           .is_folder = true,
+                           .ordinal = ordinal,
+                           .depth = l.place.depth + 1};
+        folder_prefix = own.continues ? std::string() : key.substr(0, own.raw_end + 1);
+        return false;
+      });
+  TENSORMOUNT_RETURN_IF_ERROR(scanned);
+  TENSORMOUNT_RETURN_IF_ERROR(l.status);
+  l.at = at;
+  if (stopped) {
+    l.done = true;
+    return {};
+  }
+  if (!folder) {
+    (void)emit_file(nullptr);
+    l.done = true;
+    return l.status;
+  }
+  if (folder_prefix.empty()) {
+    // Keys of a "%+" folder do not stand side by side: only its first one is the folder.
+    l.continued = folder->name;
+    const std::string raw = l.place.prefix + DecodePart(folder->name)->text;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t first,
+                                 FirstContinued(l.place, raw, folder->name));
+    if (first != folder->ordinal) return {};
+  } else {
+    TENSORMOUNT_ASSIGN_OR_RETURN(l.at, keys_.LowerBound(After(folder_prefix)));
+  }
+  if (!l.fn(*folder, l.at)) l.done = true;
+  return {};
+}
+
+Result<std::string> KeyTree::PathOf(std::uint32_t ordinal, std::uint32_t depth) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys_.KeyAt(ordinal));
+  bool also_folder = false;
+  if (depth == 0) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(also_folder, IsFolder(key));
+  }
+  const std::vector<PathPart> parts = PathParts(key, also_folder);
+  std::string path;
+  for (std::size_t i = 0; i < parts.size() && (depth == 0 || i < depth); ++i) {
+    if (i > 0) path += '/';
+    path += parts[i].name;
+  }
+  return path;
+}
+
+}  // namespace tensormount::fs

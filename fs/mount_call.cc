@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/mount_call.h"
+
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <spawn.h>
+#include <sys/mount.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace tensormount::fs {
+namespace {
+
+constexpr const char* kDevice = "/dev/fuse";
+constexpr const char* kSubtype = "tensormount";
+
+// Commas separate options.
+std::string Escaped(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    if (c == ',' || c == '\\') out += '\\';
+    out += c;
+  }
+  return out;
+}
+
+// Always default_permissions: the kernel then compares modes, owner and caller for us.
+std::string CommonOptions(const MountCall& call) {
+  return std::string("default_permissions,max_read=") + std::to_string(kMaxRequestBytes) +
+         (call.allow_other ? ",allow_other" : "");
+}
+
+Result<int> MountAsRoot(const MountCall& call) {
+  const int fd = open(kDevice, O_RDWR | O_CLOEXEC);
+  if (fd < 0) {
+    return Status(errno == EACCES || errno == EPERM ? Code::kPermissionDenied : Code::kUnavailable,
+                  std::string("open ") + kDevice + ": " + std::strerror(errno));
+  }
+  const std::string options = "fd=" + std::to_string(fd) +
+                              ",rootmode=40000,user_id=" + std::to_string(geteuid()) +
+                              ",group_id=" + std::to_string(getegid()) + "," + CommonOptions(call);
+  const std::string type = std::string("fuse.") + kSubtype;
+  const unsigned long flags = MS_NOSUID | MS_NODEV | (call.read_only ? MS_RDONLY : 0);
+  if (mount(call.source.c_str(), call.mount_point.c_str(), type.c_str(), flags, options.c_str()) !=
+      0) {
+    const Status status = Status::FromErrno(errno, "mount", call.mount_point);
+    close(fd);
+    return status;
+  }
+  return fd;
+}
+
+// The descriptor that fusermount3 sends over the socket; -1 where it ends without one.
+int ReceiveDescriptor(int socket) {
+  char byte = 0;
+  iovec data{.iov_base = &byte, .iov_len = 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  ssize_t n;
+  do {
+    n = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  } while (n < 0 && errno == EINTR);
+  if (n <= 0) return -1;
+  const cmsghdr* header = CMSG_FIRSTHDR(&message);
+  if (header == nullptr || header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) {
+    return -1;
+  }
+  int fd = -1;
+  std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
+  return fd;
+}
+
+Result<int> MountByHelper(const MountCall& call) {
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) {
+    return Status::FromErrno(errno, "make", "a socket for fusermount3");
+  }
+  fcntl(ends[0], F_SETFD, FD_CLOEXEC);
+  std::string options = CommonOptions(call) + ",nosuid,nodev,subtype=" + kSubtype +
+                        ",fsname=" + Escaped(call.source) + (call.read_only ? ",ro" : ",rw");
+  std::string target = call.mount_point;
+  std::string program = "fusermount3";
+  std::string option = "-o";
+  std::string end = "--";
+  char* argv[] = {program.data(), option.data(), options.data(),
+                  end.data(),     target.data(), nullptr};
+  std::string channel = "_FUSE_COMMFD=" + std::to_string(ends[1]);
+  std::string path = "PATH=/usr/local/bin:/usr/bin:/bin";
+  char* environment[] = {channel.data(), path.data(), nullptr};
+  pid_t pid = 0;
+  const int spawned = posix_spawnp(&pid, program.c_str(), nullptr, nullptr, argv, environment);
+  close(ends[1]);
+  if (spawned != 0) {
+    close(ends[0]);
+    return Status(Code::kUnavailable, std::string("start fusermount3: ") + std::strerror(spawned));
+  }
+  const int fd = ReceiveDescriptor(ends[0]);
+  int status = 0;
+  while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {
+  }
+  close(ends[0]);
+  if (fd < 0) {
+    return Status(Code::kPermissionDenied,
+                  "mount " + call.mount_point + ": fusermount3 refused it (see its message above)");
+  }
+  return fd;
+}
+
+}  // namespace
+
+Result<int> MountFuse(const MountCall& call) {
+  return geteuid() == 0 ? MountAsRoot(call) : MountByHelper(call);
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/mount_session.h"
+
+// Without libfuse.
+
+namespace tensormount::fs {
+
+Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem&, const MountOptions&) {
+  return Status(Code::kUnsupported,
+                "mounting is not built in: libfuse 3 was missing when tensormount was built");
+}
+
+}  // namespace tensormount::fs

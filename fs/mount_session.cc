@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/mount_session.h"
+
+#include <cerrno>
+#include <condition_variable>
+#include <csignal>
+#include <fstream>
+#include <mutex>
+#include <pthread.h>
+#include <set>
+#include <sys/stat.h>
+#include <thread>
+#include <unistd.h>
+
+#include <fmt/core.h>
+
+#include "base/deadline.h"
+#include "base/log.h"
+#include "fs/blocking_work.h"
+#include "fs/checkpoint_text.h"
+#include "fs/fuse_bridge.h"
+#include "fs/fuse_shim.h"
+#include "fs/mount_call.h"
+#include "fs/mount_table.h"
+#include "fs/vfs.h"
+
+namespace tensormount::fs {
+namespace {
+
+// Until the kernel has said hello and been answered.
+constexpr std::chrono::seconds kStartPatience{10};
+// For threads that still serve when the mount is gone; those that are stuck are left behind.
+constexpr std::chrono::seconds kStopPatience{5};
+constexpr std::chrono::milliseconds kUnmountPatience{3000};
+// Between two looks of the watchdog.
+constexpr std::chrono::milliseconds kTick{250};
+// Threads beyond those that receive requests, for reads that wait.
+constexpr int kPoolThreads = 8;
+constexpr int kReadaheadKiB = 1024;
+
+// Wakes threads out of read(2) on the device; its handler does nothing.
+int WakeSignal() { return SIGRTMIN + 9; }
+
+void InstallWakeSignal() {
+  struct sigaction action {};
+  action.sa_handler = [](int) {};
+  sigemptyset(&action.sa_mask);
+  sigaction(WakeSignal(), &action, nullptr);  // Without SA_RESTART.
+}
+
+ServeVerify VerifyOf(MountOptions::Verify verify) {
+  switch (verify) {
+    case MountOptions::Verify::kOff:
+      return ServeVerify::kOff;
+    case MountOptions::Verify::kFirst:
+      return ServeVerify::kFirst;
+    case MountOptions::Verify::kAlways:
+      return ServeVerify::kAlways;
+  }
+  return ServeVerify::kAlways;
+}
+
+// Everything that the threads of a mount share. They may outlive the session where storage holds
+// them, so each holds this.
+class MountCore : public std::enable_shared_from_this<MountCore> {
+ public:
+  MountCore(const MountOptions& options, std::unique_ptr<Vfs> vfs, int readers)
+      : options_(options),
+        readers_(readers),
+        vfs_(std::move(vfs)),
+        work_(readers, kPoolThreads),
+        shim_(!options.page_cache) {}
+
+  Status Start();
+  void Stop();
+  Status Wait();
+  std::string StatusJson();
+  // Waits until nothing of the mount runs any more; false: storage holds some of it.
+  bool Idle();
+
+ private:
+  void StartThread(std::function<void()> body);
+  void ServeLoop();
+  void WatchLoop();
+  // Waits until no thread serves any more; false: some are stuck.
+  bool WaitForThreads(std::chrono::nanoseconds patience);
+  void SetReadahead();
+
+  const MountOptions options_;
+  const int readers_;
+  std::string mount_point_;
+  std::unique_ptr<Vfs> vfs_;
+  BlockingWork work_;
+  FuseShim shim_;
+  std::unique_ptr<FuseBridge> bridge_;
+  std::string device_;
+  int readahead_kib_ = 0;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::set<pthread_t> serving_;
+  bool gone_ = false;  // Some thread heard that the mount is gone.
+  bool stopping_ = false;
+  bool watch_ended_ = false;
+};
+
+Status MountCore::Start() {
+  TENSORMOUNT_ASSIGN_OR_RETURN(mount_point_, HostFileSystem().Resolve(options_.mount_point));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const int fd, MountFuse({.mount_point = mount_point_,
+                                                        .source = vfs_->source(),
+                                                        .allow_other = options_.allow_other}));
+  Result<std::unique_ptr<FuseBridge>> bridge = FuseBridge::Make(*vfs_, work_, shim_, fd);
+  if (!bridge.ok()) {
+    (void)Unmount(mount_point_, true, kUnmountPatience);
+    return bridge.status();
+  }
+  bridge_ = std::move(bridge).value();
+  if (const auto entry = FindMount(mount_point_)) device_ = entry->device;
+  InstallWakeSignal();
+  vfs_->SetStatus([core = weak_from_this()] {
+    const auto alive = core.lock();
+    return alive ? alive->StatusJson() : std::string();
+  });
+  // One more than may read data: that one always listens.
+  for (int i = 0; i <= readers_; ++i) StartThread([this] { ServeLoop(); });
+  std::thread([self = shared_from_this()] { self->WatchLoop(); }).detach();
+
+  std::unique_lock lock(mutex_);
+  const Deadline deadline = Deadline::After(kStartPatience);
+  while (!shim_.initialized() && !gone_ && !deadline.Passed()) {
+    changed_.wait_for(lock, std::chrono::milliseconds(2));
+  }
+  if (!shim_.initialized()) {
+    return Status(Code::kUnavailable, mount_point_ + ": the kernel did not greet the new mount");
+  }
+  lock.unlock();
+  // The mount answers when this does.
+  struct stat st;
+  if (stat(mount_point_.c_str(), &st) != 0) return Status::FromErrno(errno, "stat", mount_point_);
+  SetReadahead();
+  return {};
+}
+
+void MountCore::StartThread(std::function<void()> body) {
+  // Signals are the business of the program, not of these threads.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const std::lock_guard lock(mutex_);
+  std::thread thread([self = shared_from_this(), body = std::move(body)] {
+    {
+      const std::lock_guard started(self->mutex_);
+      self->serving_.insert(pthread_self());
+    }
+    sigset_t wake;
+    sigemptyset(&wake);
+    sigaddset(&wake, WakeSignal());
+    pthread_sigmask(SIG_UNBLOCK, &wake, nullptr);
+    body();
+    pthread_sigmask(SIG_BLOCK, &wake, nullptr);
+    const std::lock_guard ended(self->mutex_);
+    self->serving_.erase(pthread_self());
+    self->gone_ = true;
+    self->changed_.notify_all();
+  });
+  serving_.insert(thread.native_handle());
+  thread.detach();
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void MountCore::ServeLoop() { bridge_->Serve(); }
+
+void MountCore::WatchLoop() {
+  std::unique_lock lock(mutex_);
+  while (!gone_ || !serving_.empty()) {
+    changed_.wait_for(lock, kTick);
+    lock.unlock();
+    (void)work_.Watch();
+    lock.lock();
+    if (stopping_ && serving_.empty()) break;
+  }
+  watch_ended_ = true;
+  changed_.notify_all();
+}
+
+bool MountCore::WaitForThreads(std::chrono::nanoseconds patience) {
+  const Deadline deadline = Deadline::After(patience);
+  std::unique_lock lock(mutex_);
+  while (!serving_.empty()) {
+    if (deadline.Passed()) return false;
+    if (bridge_->exited()) {
+      // Again and again: a thread may be on its way into read(2) when the first one comes.
+      for (const pthread_t thread : serving_) pthread_kill(thread, WakeSignal());
+    }
+    changed_.wait_for(lock, std::chrono::milliseconds(5));
+  }
+  return true;
+}
+
+Status MountCore::Wait() {
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return gone_; });
+  }
+  if (!WaitForThreads(kStopPatience)) {
+    Log(LogLevel::kWarning, mount_point_ + ": unmounted; left threads behind that storage holds");
+  }
+  return {};
+}
+
+void MountCore::Stop() {
+  if (!bridge_) return;
+  bool mine = false;
+  {
+    const std::lock_guard lock(mutex_);
+    mine = !stopping_ && !gone_;
+    stopping_ = true;
+  }
+  if (mine) {
+    const auto entry = FindMount(mount_point_);
+    if (entry && entry->device == device_) {
+      Status status = Unmount(mount_point_, false, kUnmountPatience);
+      if (status.code() == Code::kBusy) {
+        Log(LogLevel::kWarning, mount_point_ + " is in use: unmounted lazily");
+        status = Unmount(mount_point_, true, kUnmountPatience);
+      }
+      if (!status.ok()) Log(LogLevel::kError, status.ToString());
+    }
+    // A lazy unmount would let those serve on who have files open.
+    bridge_->Exit();
+  }
+  (void)WaitForThreads(kStopPatience);
+}
+
+bool MountCore::Idle() {
+  const Deadline deadline = Deadline::After(kStopPatience);
+  std::unique_lock lock(mutex_);
+  changed_.notify_all();
+  for (;;) {
+    const BlockingWork::Load load = work_.load();
+    const bool watched = bridge_ == nullptr || watch_ended_;
+    if (serving_.empty() && watched && load.running == 0 && load.waiting == 0) return true;
+    if (deadline.Passed()) return false;
+    changed_.wait_for(lock, std::chrono::milliseconds(5));
+  }
+}
+
+void MountCore::SetReadahead() {
+  if (device_.empty()) return;
+  const std::string path = "/sys/class/bdi/" + device_ + "/read_ahead_kb";
+  if (geteuid() == 0) {
+    // INIT cannot raise it over the system's 128 KiB. A container may not allow it: then not.
+    std::ofstream out(path);
+    out << kReadaheadKiB << std::flush;
+  }
+  std::ifstream in(path);
+  in >> readahead_kib_;
+}
+
+std::string MountCore::StatusJson() {
+  const BlockingWork::Load load = work_.load();
+  return fmt::format(
+      R"({{{}, "mount_point": {}, "pid": {}, "tier": "daemon", "data_files": "{}", )"
+      R"("passthrough": "not built yet", "max_read": {}, "readahead_kib": {}, "threads": {}, )"
+      R"("kernel_protocol": "7.{}", "reads_running": {}, "reads_waiting": {}, "oldest_ms": {}}})"
+      "\n",
+      vfs_->StatusFields(), JsonString(mount_point_), getpid(),
+      shim_.direct_io_mmap() ? "direct_io" : "page_cache", kMaxRequestBytes, readahead_kib_,
+      readers_, shim_.kernel_minor(), load.running, load.waiting, load.oldest.count());
+}
+
+class Session : public MountSession {
+ public:
+  explicit Session(std::shared_ptr<MountCore> core) : core_(std::move(core)) {}
+  ~Session() override { Leave(std::move(core_)); }
+  // Stops. What storage holds for good keeps what it uses: better a leak than a crash.
+  static void Leave(std::shared_ptr<MountCore> core) {
+    core->Stop();
+    if (core->Idle()) return;
+    Log(LogLevel::kWarning, "storage does not answer: left a stopped mount in memory");
+    (void)new std::shared_ptr<MountCore>(std::move(core));
+  }
+  Status Wait() override { return core_->Wait(); }
+  void Stop() override { core_->Stop(); }
+  std::string StatusJson() const override { return core_->StatusJson(); }
+
+ private:
+  std::shared_ptr<MountCore> core_;
+};
+
+// A fresh and empty folder, outside of what it is to show.
+Status CheckMountPoint(const std::string& path, const std::string& source) {
+  FileSystem& host = HostFileSystem();
+  if (const auto entry = FindMount(path); entry && entry->type == kMountType) {
+    return Status(Code::kBusy, "mount point " + path + ": something is mounted here already");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, host.Stat(path));
+  if (info.kind != FileKind::kDirectory) {
+    return Status(Code::kInvalidArgument, "mount point " + path + ": not a folder");
+  }
+  if (IsMountPoint(path)) {
+    return Status(Code::kBusy, "mount point " + path + ": something is mounted here already");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto entries, host.List(path));
+  if (!entries.empty()) {
+    return Status(Code::kBusy, "mount point " + path + ": the folder is not empty");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string real, host.Resolve(path));
+  if ((real + '/').starts_with(source + '/')) {
+    return Status(Code::kInvalidArgument, "mount point " + path + ": lies in what is mounted");
+  }
+  return {};
+}
+
+// Others shall see no more through the mount than they could without it.
+Status CheckAncestors(FileSystem& fs, const std::string& source) {
+  std::string path = source;
+  while (path.size() > 1) {
+    const std::size_t slash = path.rfind('/');
+    path = slash == 0 ? "/" : path.substr(0, slash);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
+    if ((info.mode & 0001) == 0) {
+      return Status(Code::kPermissionDenied,
+                    "allow_other refused: " + path +
+                        " is closed to others, who would see through the mount what lies below it");
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
+                                                          const MountOptions& options) {
+  if (options.tier == MountOptions::Tier::kPassthrough) {
+    return Status(Code::kUnsupported, "--tier passthrough: not built yet; the daemon tier serves");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Vfs> vfs,
+                               Vfs::Open(fs, {.source = options.source,
+                                              .list_views = options.list_views,
+                                              .verify = VerifyOf(options.verify)}));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckMountPoint(options.mount_point, vfs->source()));
+  if (options.allow_other) TENSORMOUNT_RETURN_IF_ERROR(CheckAncestors(fs, vfs->source()));
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  const int readers = std::clamp(options.threads > 0 ? options.threads : cores, 2, 64);
+  auto core = std::make_shared<MountCore>(options, std::move(vfs), readers);
+  const Status started = core->Start();
+  if (!started.ok()) {
+    Session::Leave(std::move(core));
+    return started;
+  }
+  return std::unique_ptr<MountSession>(std::make_unique<Session>(std::move(core)));
+}
+
+}  // namespace tensormount::fs

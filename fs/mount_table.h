@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_MOUNT_TABLE_H_
+#define TENSORMOUNT_FS_MOUNT_TABLE_H_
+
+#include <optional>
+#include <string>
+
+namespace tensormount::fs {
+
+// What /proc/self/mountinfo says of the topmost mount at a path.
+struct MountEntry {
+  std::string device;  // "0:52"
+  std::string type;    // "fuse.tensormount"
+};
+
+// Nothing where nothing is mounted at exactly this path. Works for mounts whose server has died.
+std::optional<MountEntry> FindMount(const std::string& path);
+
+// The type of our mounts.
+inline constexpr const char* kMountType = "fuse.tensormount";
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_MOUNT_TABLE_H_

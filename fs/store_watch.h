@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_STORE_WATCH_H_
+#define TENSORMOUNT_FS_STORE_WATCH_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "fs/checkpoint_view.h"
+#include "index/content.h"
+
+namespace tensormount::fs {
+
+enum class SourceKind { kStore, kCheckpoint, kSafetensors };
+
+// One checkpoint that a mount has seen, from when it appeared until it went. Thread-safe.
+class Slot {
+ public:
+  std::uint32_t id = 0;
+  std::string name;  // Of its folder.
+  std::string path;
+  Uuid uuid;
+  std::uint64_t generation = 0;
+  Ownership ownership;
+  std::int64_t mtime = 0;  // Of its commit record.
+
+  bool gone() const { return gone_.load(std::memory_order_acquire); }
+  // Whether View() need not open anything.
+  bool opened() const { return opened_.load(std::memory_order_acquire); }
+
+ private:
+  friend class StoreWatch;
+  // What tells one commit record from another without reading it.
+  struct Identity {
+    std::uint64_t device = 0, inode = 0, size = 0;
+    std::int64_t seconds = 0, nanoseconds = 0;
+    friend bool operator==(const Identity&, const Identity&) = default;
+  };
+  Identity identity_;
+  std::atomic<bool> gone_{false};
+  std::atomic<bool> opened_{false};
+  std::atomic<std::uint64_t> used_{0};
+  std::mutex mutex_;
+  std::shared_ptr<const CheckpointView> view_;
+};
+
+// Which checkpoints there are now, seen by looking at the source's folder again and again: nobody
+// tells a mount of what others publish or remove. A thread of its own looks, so that a store that
+// does not answer blocks nobody for more than kPatience, once. Thread-safe.
+class StoreWatch {
+ public:
+  // How old an answer may be; together with the kernel's caches of 0.5 s changes show within 1 s.
+  static constexpr std::chrono::milliseconds kMaxAge{300};
+  static constexpr std::chrono::milliseconds kPatience{1000};
+  // Checkpoints kept open beyond those in use.
+  static constexpr std::size_t kKeptOpen = 32;
+
+  // `fs` must outlive this. `path` is resolved.
+  static Result<std::unique_ptr<StoreWatch>> Start(FileSystem& fs, SourceKind kind,
+                                                   const std::string& path, bool list_views,
+                                                   ServeVerify verify);
+  ~StoreWatch();
+
+  struct Listing {
+    std::vector<std::shared_ptr<Slot>> by_id;  // Those that are there, in the order of their ids.
+    std::shared_ptr<Slot> latest;              // Null: there is none.
+    Ownership ownership;                       // Of the store's folder.
+    std::int64_t mtime = 0;
+    std::vector<std::string> problems;  // Folders whose commit record cannot be read, and why.
+    const std::shared_ptr<Slot> Find(std::string_view name) const;
+  };
+  // At most kMaxAge old, where the store answers.
+  std::shared_ptr<const Listing> Now();
+  // As it was seen last; asks for a new look where that is too old.
+  std::shared_ptr<const Listing> Last();
+  // kStale for slots that are gone or never were.
+  Result<std::shared_ptr<Slot>> Find(std::uint32_t id);
+  // Opens the checkpoint where it is not open. kStale where it is gone or was replaced.
+  Result<std::shared_ptr<const CheckpointView>> View(Slot& slot);
+  std::size_t open_checkpoints() const;
+  bool answers() const;
+
+ private:
+  struct Core;
+  explicit StoreWatch(std::shared_ptr<Core> core) : core_(std::move(core)) {}
+  std::shared_ptr<Core> core_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_STORE_WATCH_H_

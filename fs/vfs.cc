@@ -1,0 +1,404 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/vfs.h"
+
+#include <cerrno>
+
+#include <fmt/core.h>
+
+#include "base/coding.h"
+#include "base/hash.h"
+#include "fs/checkpoint_text.h"
+#include "index/commit_record.h"
+#include "index/store.h"
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::string_view kLatestName = "latest";
+constexpr std::string_view kControlName = ".tensormount";
+
+// Cookies of a listing: the dots, then what the folder itself counts from 1.
+constexpr std::uint64_t kDots = 2;
+// Of the root of a store: latest, then the slots by id.
+constexpr std::uint64_t kLatestCookie = 3;
+constexpr std::uint64_t kSlotCookies = 16;
+
+constexpr std::array<Fixed, 3> kControlFiles = {Fixed::kStatus, Fixed::kStats, Fixed::kErrors};
+
+std::string_view ControlName(Fixed fixed) {
+  switch (fixed) {
+    case Fixed::kStatus:
+      return "status";
+    case Fixed::kStats:
+      return "stats";
+    case Fixed::kErrors:
+      return "errors";
+    default:
+      return kControlName;
+  }
+}
+
+Node MountNode(Fixed fixed) {
+  const bool folder = fixed == Fixed::kRoot || fixed == Fixed::kControl;
+  return {.ordinal = static_cast<std::uint32_t>(fixed), .depth = folder ? 1u : 0u};
+}
+
+Status NoSuch(std::string_view name) {
+  return Status(Code::kNotFound, "no " + std::string(name) + " here");
+}
+
+std::uint64_t InodeOf(std::string_view source, std::string_view name) {
+  ByteWriter text;
+  text.String(source);
+  text.String(name);
+  return std::max<std::uint64_t>(Xxh3Low64(text.bytes()), 2);
+}
+
+std::string_view KindName(SourceKind kind) {
+  switch (kind) {
+    case SourceKind::kStore:
+      return "store";
+    case SourceKind::kCheckpoint:
+      return "checkpoint";
+    case SourceKind::kSafetensors:
+      return "safetensors";
+  }
+  return "";
+}
+
+std::string_view VerifyName(ServeVerify verify) {
+  switch (verify) {
+    case ServeVerify::kOff:
+      return "off";
+    case ServeVerify::kFirst:
+      return "first";
+    case ServeVerify::kAlways:
+      return "always";
+  }
+  return "";
+}
+
+// The two entries that every folder begins with. False: fn wants no more.
+bool ListDots(const Attributes& attributes, std::uint64_t cookie,
+              const std::function<bool(const Vfs::Listed&)>& fn) {
+  // Without an id: the kernel knows both.
+  for (std::uint64_t i = cookie; i < kDots; ++i) {
+    if (!fn({.name = i == 0 ? "." : "..", .entry = {.attributes = attributes}, .next = i + 1})) {
+      return false;
+    }
+  }
+  return true;
+}
+
+struct FoundSource {
+  SourceKind kind = SourceKind::kStore;
+  std::string path;
+};
+
+Result<FoundSource> FindSource(FileSystem& fs, const std::string& text) {
+  std::string path = text;
+  while (path.size() > 1 && path.ends_with('/')) path.pop_back();
+  const std::size_t slash = path.rfind('/');
+  const std::string last = slash == std::string::npos ? path : path.substr(slash + 1);
+  if (last == kLatestName && !fs.LinkStat(path).ok()) {
+    const std::string parent = slash == std::string::npos ? "."
+                               : slash == 0               ? "/"
+                                                          : path.substr(0, slash);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, parent));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const CheckpointListing latest, store.Latest());
+    path = store.CheckpointPath(latest.name);
+  }
+  FoundSource found;
+  TENSORMOUNT_ASSIGN_OR_RETURN(found.path, fs.Resolve(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(found.path));
+  if (info.kind == FileKind::kFile) {
+    found.kind = SourceKind::kSafetensors;
+    return found;
+  }
+  if (fs.LinkStat(JoinPath(found.path, kCommitName)).ok()) {
+    found.kind = SourceKind::kCheckpoint;
+    return found;
+  }
+  const Result<Store> store = Store::Open(fs, found.path);
+  if (store.status().code() == Code::kNotFound) {
+    return Status(Code::kUnsupported, text + ": neither a store nor a checkpoint");
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(store.status());
+  return found;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Vfs>> Vfs::Open(FileSystem& fs, const VfsOptions& options) {
+  std::unique_ptr<Vfs> vfs(new Vfs);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, options.source));
+  vfs->options_ = options;
+  vfs->kind_ = found.kind;
+  vfs->source_ = found.path;
+  TENSORMOUNT_ASSIGN_OR_RETURN(vfs->watch_, StoreWatch::Start(fs, found.kind, found.path,
+                                                              options.list_views, options.verify));
+  if (found.kind != SourceKind::kStore) {
+    // Say now what is wrong with it.
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, vfs->watch_->Find(1));
+    TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*slot).status());
+  }
+  return vfs;
+}
+
+Result<Vfs::Place> Vfs::PlaceOf(NodeId id) {
+  const std::optional<Node> node = NodeOf(id);
+  if (!node) return Status(Code::kStale, "no such node");
+  Place place{.node = *node, .view = nullptr};
+  if (node->slot == 0) {
+    if (id != kRootId || kind_ == SourceKind::kStore) return place;
+    place.node.slot = 1;
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, watch_->Find(place.node.slot));
+  TENSORMOUNT_ASSIGN_OR_RETURN(place.view, watch_->View(*slot));
+  return place;
+}
+
+bool Vfs::MayBlock(NodeId id) {
+  const std::optional<Node> node = NodeOf(id);
+  if (!node) return false;
+  std::uint32_t slot = node->slot;
+  if (slot == 0) {
+    if (id != kRootId || kind_ == SourceKind::kStore) return false;
+    slot = 1;
+  }
+  const auto found = watch_->Find(slot);
+  return found.ok() && !found.value()->opened();
+}
+
+Vfs::Entry Vfs::EntryOf(const Child& child) const {
+  return {.id = IdOf(child.node), .attributes = child.attributes, .seconds = kSealedSeconds};
+}
+
+Vfs::Entry Vfs::SlotEntry(const Slot& slot) const {
+  Entry entry;
+  entry.id = IdOf({.slot = slot.id, .depth = 1});
+  entry.seconds = kRootSeconds;
+  entry.attributes = {.kind = FileKind::kDirectory,
+                      .inode = InodeOf(slot.uuid.ToString(), slot.name),
+                      .size = 0,
+                      .mode = slot.ownership.folder_mode,
+                      .uid = slot.ownership.uid,
+                      .gid = slot.ownership.gid,
+                      .mtime = slot.mtime};
+  return entry;
+}
+
+Result<Vfs::Entry> Vfs::RootEntry() {
+  const auto now = watch_->Last();
+  Entry entry{.id = kRootId, .attributes = {}, .seconds = kRootSeconds};
+  entry.attributes = {.kind = FileKind::kDirectory,
+                      .inode = InodeOf(source_, ""),
+                      .size = 0,
+                      .mode = now->ownership.folder_mode,
+                      .uid = now->ownership.uid,
+                      .gid = now->ownership.gid,
+                      .mtime = now->mtime};
+  return entry;
+}
+
+Result<Vfs::Entry> Vfs::LatestEntry(const StoreWatch::Listing& now) {
+  if (!now.latest) return NoSuch(kLatestName);
+  Entry entry{.id = IdOf(MountNode(Fixed::kLatest)), .attributes = {}, .seconds = kRootSeconds};
+  entry.attributes = {.kind = FileKind::kSymlink,
+                      .inode = InodeOf(source_, kLatestName),
+                      .size = now.latest->name.size(),
+                      .mode = 0777,
+                      .uid = now.ownership.uid,
+                      .gid = now.ownership.gid,
+                      .mtime = now.latest->mtime};
+  return entry;
+}
+
+std::string Vfs::ControlText(Fixed fixed) {
+  switch (fixed) {
+    case Fixed::kStatus:
+      return status_ ? status_() : "{" + StatusFields() + "}\n";
+    case Fixed::kStats:
+      return stats_.StatsJson();
+    case Fixed::kErrors:
+      return stats_.ErrorsJson();
+    default:
+      return "";
+  }
+}
+
+Result<Vfs::Entry> Vfs::ControlEntry(Fixed fixed) {
+  const auto now = watch_->Last();
+  const Node node = MountNode(fixed);
+  Entry entry{.id = IdOf(node), .attributes = {}, .seconds = 0};
+  entry.attributes = {
+      .kind = node.is_folder() ? FileKind::kDirectory : FileKind::kFile,
+      .inode = InodeOf(source_, "/" + std::string(ControlName(fixed))),
+      .size = node.is_folder() ? 0 : ControlText(fixed).size(),
+      .mode = node.is_folder() ? now->ownership.folder_mode : now->ownership.file_mode,
+      .uid = now->ownership.uid,
+      .gid = now->ownership.gid,
+      .mtime = now->mtime};
+  return entry;
+}
+
+Result<Vfs::Entry> Vfs::LookupInRoot(std::string_view name) {
+  if (name == kControlName) return ControlEntry(Fixed::kControl);
+  const auto now = watch_->Now();
+  if (kind_ != SourceKind::kStore) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Place root, PlaceOf(kRootId));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Child child, root.view->Lookup(root.node, name));
+    Entry entry = EntryOf(child);
+    entry.seconds = kRootSeconds;  // A removal must show.
+    return entry;
+  }
+  if (name == kLatestName) return LatestEntry(*now);
+  const auto slot = now->Find(name);
+  if (!slot) return NoSuch(name);
+  return SlotEntry(*slot);
+}
+
+Result<Vfs::Entry> Vfs::Lookup(NodeId folder, std::string_view name) {
+  if (folder == kRootId) return LookupInRoot(name);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(folder));
+  if (place.view) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Child child, place.view->Lookup(place.node, name));
+    return EntryOf(child);
+  }
+  if (place.node == MountNode(Fixed::kControl)) {
+    for (const Fixed fixed : kControlFiles) {
+      if (name == ControlName(fixed)) return ControlEntry(fixed);
+    }
+    return NoSuch(name);
+  }
+  return Status::FromErrno(ENOTDIR, "look up", name);
+}
+
+Result<Vfs::Entry> Vfs::Stat(NodeId id) {
+  if (id == kRootId) return RootEntry();
+  const std::optional<Node> node = NodeOf(id);
+  if (node && node->slot == 0 && node->view == View::kFixed) {
+    const Fixed fixed = static_cast<Fixed>(node->ordinal);
+    if (fixed == Fixed::kLatest) return LatestEntry(*watch_->Now());
+    if (*node == MountNode(fixed) && fixed >= Fixed::kControl && fixed <= Fixed::kErrors) {
+      return ControlEntry(fixed);
+    }
+    return Status(Code::kStale, "no such node");
+  }
+  if (node && node->view == View::kFixed && node->is_folder()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, watch_->Find(node->slot));
+    return SlotEntry(*slot);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
+  if (!place.view) return Status(Code::kStale, "no such node");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, place.view->Stat(place.node));
+  return Entry{.id = id, .attributes = attributes, .seconds = kSealedSeconds};
+}
+
+Result<std::string> Vfs::ReadLink(NodeId id) {
+  if (id != IdOf(MountNode(Fixed::kLatest))) {
+    return Status(Code::kInvalidArgument, "not a symbolic link");
+  }
+  const auto now = watch_->Now();
+  if (!now->latest) return NoSuch(kLatestName);
+  return now->latest->name;
+}
+
+Status Vfs::ListStore(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn) {
+  const auto now = watch_->Now();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Entry root, RootEntry());
+  if (!ListDots(root.attributes, cookie, fn)) return {};
+  if (cookie < kLatestCookie && now->latest) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Entry entry, LatestEntry(*now));
+    if (!fn({.name = std::string(kLatestName), .entry = entry, .next = kLatestCookie})) return {};
+  }
+  for (const auto& slot : now->by_id) {
+    const std::uint64_t own = kSlotCookies + slot->id;
+    if (own <= cookie) continue;
+    if (!fn({.name = slot->name, .entry = SlotEntry(*slot), .next = own})) return {};
+  }
+  return {};
+}
+
+Status Vfs::ListControl(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Entry own, ControlEntry(Fixed::kControl));
+  if (!ListDots(own.attributes, cookie, fn)) return {};
+  std::uint64_t next = kDots;
+  for (const Fixed fixed : kControlFiles) {
+    if (++next <= cookie) continue;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Entry entry, ControlEntry(fixed));
+    if (!fn({.name = std::string(ControlName(fixed)), .entry = entry, .next = next})) return {};
+  }
+  return {};
+}
+
+Status Vfs::List(NodeId id, std::uint64_t cookie, const std::function<bool(const Listed&)>& fn) {
+  if (id == kRootId && kind_ == SourceKind::kStore) return ListStore(cookie, fn);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
+  if (!place.view) {
+    if (place.node == MountNode(Fixed::kControl)) return ListControl(cookie, fn);
+    return Status::FromErrno(ENOTDIR, "list", "this node");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes own, place.view->Stat(place.node));
+  if (own.kind != FileKind::kDirectory) return Status::FromErrno(ENOTDIR, "list", "this node");
+  if (!ListDots(own, cookie, fn)) return {};
+  const std::uint64_t from = cookie > kDots ? cookie - kDots : 0;
+  return place.view->List(place.node, from, [&](const Child& child, std::uint64_t next) {
+    Listed listed{.name = child.name, .entry = EntryOf(child), .next = next + kDots};
+    if (id == kRootId) listed.entry.seconds = kRootSeconds;
+    return fn(listed);
+  });
+}
+
+Result<std::shared_ptr<const VirtualFile>> Vfs::OpenFile(NodeId id) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
+  if (place.view) return place.view->OpenFile(place.node);
+  const Fixed fixed = static_cast<Fixed>(place.node.ordinal);
+  for (const Fixed control : kControlFiles) {
+    if (fixed == control) {
+      return VirtualFile::OfText(fmt::format("{}/{}", kControlName, ControlName(control)),
+                                 ControlText(control));
+    }
+  }
+  if (place.node.is_folder()) return Status::FromErrno(EISDIR, "open", "a folder");
+  return Status(Code::kStale, "no such node");
+}
+
+Result<std::string> Vfs::GetXattr(NodeId id, std::string_view name) {
+  if (!name.starts_with("user.")) {
+    return Status(Code::kUnsupported, "only user. attributes here");
+  }
+  const Status none = Status::FromErrno(ENODATA, "read attribute", name);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
+  if (!place.view) return none;
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto all, place.view->Xattrs(place.node));
+  const auto it = all.find(std::string(name));
+  if (it == all.end()) return none;
+  return it->second;
+}
+
+Result<std::vector<std::string>> Vfs::ListXattrs(NodeId id) {
+  std::vector<std::string> names;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
+  if (!place.view) return names;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto all, place.view->Xattrs(place.node));
+  for (const auto& [name, value] : all) names.push_back(name);
+  return names;
+}
+
+std::string Vfs::StatusFields() {
+  const auto now = watch_->Last();
+  std::string problems;
+  for (const std::string& problem : now->problems) {
+    problems += (problems.empty() ? "" : ", ") + JsonString(problem);
+  }
+  return fmt::format(
+      R"("source": {}, "kind": "{}", "verify": "{}", "views_listed": {}, "checkpoints": {}, )"
+      R"("latest": {}, "open_checkpoints": {}, "store_answers": {}, "errors": {}, )"
+      R"("problems": [{}])",
+      JsonString(source_), KindName(kind_), VerifyName(options_.verify), options_.list_views,
+      now->by_id.size(), now->latest ? JsonString(now->latest->name) : std::string("null"),
+      watch_->open_checkpoints(), watch_->answers(), stats_.errors(), problems);
+}
+
+}  // namespace tensormount::fs

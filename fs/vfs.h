@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_VFS_H_
+#define TENSORMOUNT_FS_VFS_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "fs/checkpoint_view.h"
+#include "fs/mount_stats.h"
+#include "fs/node.h"
+#include "fs/store_watch.h"
+#include "fs/virtual_file.h"
+
+namespace tensormount::fs {
+
+struct VfsOptions {
+  std::string
+      source;  // A store, a checkpoint folder, STORE/latest (taken once), a .safetensors file.
+  bool list_views = false;
+  ServeVerify verify = ServeVerify::kOff;
+};
+
+// What lookup, stat, list, open, read mean in a mount, without the kernel: node ids in, answers or
+// the Status whose errno the caller shall see out. Read-only. Everything is computed from node
+// ids; there is nothing to forget. Thread-safe; no call holds a lock while it reads data.
+class Vfs {
+ public:
+  // Seconds that the kernel may keep what it was told: below a sealed checkpoint, and for names
+  // that come and go (the root, latest, names that are not there).
+  static constexpr double kSealedSeconds = 3600;
+  static constexpr double kRootSeconds = 0.5;
+
+  // kNotFound: no such source; kUnsupported: neither store, checkpoint nor .safetensors file.
+  static Result<std::unique_ptr<Vfs>> Open(FileSystem& fs, const VfsOptions& options);
+
+  struct Entry {
+    NodeId id = 0;
+    Attributes attributes;
+    double seconds = 0;  // That name and attributes may be kept.
+  };
+  // kNotFound where there is no such name now, kStale where the folder is gone.
+  Result<Entry> Lookup(NodeId folder, std::string_view name);
+  Result<Entry> Stat(NodeId node);
+  Result<std::string> ReadLink(NodeId node);
+
+  struct Listed {
+    std::string name;
+    Entry entry;
+    std::uint64_t next = 0;  // Where to go on after this one; never 0.
+  };
+  // Entries from `cookie` on (0, or a `next`), "." and ".." first, until fn returns false (that
+  // one was not taken).
+  Status List(NodeId folder, std::uint64_t cookie, const std::function<bool(const Listed&)>& fn);
+  Result<std::shared_ptr<const VirtualFile>> OpenFile(NodeId node);
+  // Whether answering for this node may have to wait for more than the index in memory and the
+  // control files: its checkpoint is not open yet.
+  bool MayBlock(NodeId node);
+
+  // Names outside of "user." are kUnsupported (EOPNOTSUPP): `ls -l` then stops asking.
+  Result<std::string> GetXattr(NodeId node, std::string_view name);
+  Result<std::vector<std::string>> ListXattrs(NodeId node);
+
+  MountStats& stats() { return stats_; }
+  StoreWatch& watch() { return *watch_; }
+  const std::string& source() const { return source_; }
+  SourceKind kind() const { return kind_; }
+  const VfsOptions& options() const { return options_; }
+  // What .tensormount/status shows; the session puts its own fields in. Without one: the source's.
+  void SetStatus(std::function<std::string()> status) { status_ = std::move(status); }
+  // The fields that are the Vfs's to know, as the inside of a JSON object.
+  std::string StatusFields();
+
+ private:
+  Vfs() = default;
+  // The checkpoint that a node belongs to; the root of a mount of one checkpoint is its slot's.
+  struct Place {
+    Node node;
+    std::shared_ptr<const CheckpointView> view;  // Null: a node of the mount itself.
+  };
+  Result<Place> PlaceOf(NodeId id);
+  Result<Entry> ControlEntry(Fixed fixed);
+  Result<Entry> RootEntry();
+  Result<Entry> LatestEntry(const StoreWatch::Listing& now);
+  Entry SlotEntry(const Slot& slot) const;
+  Entry EntryOf(const Child& child) const;
+  std::string ControlText(Fixed fixed);
+  Result<Entry> LookupInRoot(std::string_view name);
+  Status ListStore(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn);
+  Status ListControl(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn);
+
+  VfsOptions options_;
+  SourceKind kind_ = SourceKind::kStore;
+  std::string source_;  // Resolved.
+  std::unique_ptr<StoreWatch> watch_;
+  std::function<std::string()> status_;
+  MountStats stats_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_VFS_H_

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/virtual_file.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "fs/checkpoint_view.h"
+
+namespace tensormount::fs {
+
+std::shared_ptr<const VirtualFile> VirtualFile::OfText(std::string label, std::string text) {
+  std::shared_ptr<VirtualFile> file(new VirtualFile);
+  file->label_ = std::move(label);
+  file->literal_ = std::make_shared<const std::string>(std::move(text));
+  file->Add(Segment::Kind::kLiteral, 0, file->literal_->size());
+  return file;
+}
+
+void VirtualFile::Add(Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length) {
+  if (length == 0) return;
+  own_.push_back({.kind = kind, .ordinal = ordinal, .begin = size_, .length = length});
+  size_ += length;
+  reads_data_ |= kind == Segment::Kind::kTensor || kind == Segment::Kind::kObject;
+}
+
+Result<std::size_t> VirtualFile::Read(std::uint64_t offset, void* out, std::size_t size,
+                                      ReadStats* stats) const {
+  if (offset >= size_ || size == 0) return std::size_t{0};
+  size = static_cast<std::size_t>(std::min<std::uint64_t>(size, size_ - offset));
+  const std::vector<Segment>& segments = shared_ ? *shared_ : own_;
+  auto segment = std::upper_bound(segments.begin(), segments.end(), offset,
+                                  [](std::uint64_t at, const Segment& s) { return at < s.begin; });
+  --segment;  // The first one begins at 0.
+  char* to = static_cast<char*>(out);
+  for (std::size_t done = 0; done < size; ++segment) {
+    const std::uint64_t at = offset + done - segment->begin;
+    const std::size_t n =
+        static_cast<std::size_t>(std::min<std::uint64_t>(size - done, segment->length - at));
+    TENSORMOUNT_RETURN_IF_ERROR(ReadSegment(*segment, at, to + done, n, stats));
+    done += n;
+  }
+  return size;
+}
+
+Status VirtualFile::ReadSegment(const Segment& segment, std::uint64_t at, char* out,
+                                std::size_t size, ReadStats* stats) const {
+  switch (segment.kind) {
+    case Segment::Kind::kLiteral:
+      std::memcpy(out, literal_->data() + at, size);
+      return {};
+    case Segment::Kind::kText:
+      return text_->Read(at, out, size);
+    case Segment::Kind::kTensor: {
+      if (tensor_) return view_->ReadTensor(*tensor_, at, out, size, stats);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry,
+                                   view_->opened().index().At(segment.ordinal));
+      return view_->ReadTensor(entry, at, out, size, stats);
+    }
+    case Segment::Kind::kObject:
+      return view_->ReadObject(segment.ordinal, at, out, size);
+  }
+  return Status(Code::kInternal, "unknown kind of segment");
+}
+
+}  // namespace tensormount::fs
