@@ -160,6 +160,8 @@ class MpiCommunicator final : public Communicator {
       session_->untidy = true;
       session_->dead.push_back(std::move(graveyard_));
     }
+    // Never freed: MPI has no way to say that it will not touch a buffer any more.
+    if (session_->untidy) new std::shared_ptr<SessionState>(session_);
   }
 
   int rank() const override { return rank_; }
