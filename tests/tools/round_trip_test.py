@@ -38,10 +38,15 @@ class RoundTrip(harness.ToolTest):
                 self.assertEqual(len(report["per_rank"]), ranks)
 
     def test_every_placement_gives_every_byte_back(self):
-        for placement in ["auto", "tensor-file", "rank-shard", "safetensors"]:
-            path = self.save(placement, "--placement", placement, "--ranks", "2")
+        # One valid safetensors file needs one rank that holds all tensors whole.
+        for placement, rule in [("auto", "rows"), ("tensor-file", "rows"), ("rank-shard", "cols"),
+                                ("safetensors", "replicate")]:
+            path = self.save(placement, "--placement", placement, "--ranks", "2", "--shard", rule)
             self.run_tool("load", path, "--compare", self.model)
             self.run_tool("verify", path)
+        refused = self.run_tool("import", self.model, self.store / "x", "--placement", "safetensors", "--ranks", "2",
+                                expect=2)
+        self.assertIn("UNSUPPORTED: placement safetensors: one rank must hold all tensors whole", refused.stderr)
 
     def test_compare_says_which_tensor_differs(self):
         path = self.save()
