@@ -18,26 +18,33 @@ std::uint64_t LeafBegin(std::uint64_t leaf) { return leaf * kLeafBytes; }
 
 }  // namespace
 
-PieceReader::PieceReader(OpenedCheckpoint::Files& files, Where where, ReadVerify verify,
-                         ReadStats& stats)
-    : files_(files),
+PieceReader::PieceReader(const OpenedCheckpoint& checkpoint, OpenedCheckpoint::Files& files,
+                         Where where, ReadVerify verify, ReadStats& stats)
+    : checkpoint_(checkpoint),
+      files_(files),
       where_(std::move(where)),
       verify_(where_.has_hash ? verify : ReadVerify::kOff),
       stats_(stats) {}
 
+std::string PieceReader::Name() const {
+  if (where_.tensor == nullptr) return where_.object;
+  return "tensor " + where_.tensor->key() + " " + where_.region->ToString();
+}
+
 Status PieceReader::Damage(std::uint64_t at, std::string_view why) const {
-  return Status(Code::kDataLoss, where_.object + ": " + where_.file_name + ": byte " +
-                                     std::to_string(where_.offset + at) + ": " + std::string(why));
+  return Status(Code::kDataLoss, Name() + ": " + checkpoint_.index().files()[where_.file].name +
+                                     ": byte " + std::to_string(where_.offset + at) + ": " +
+                                     std::string(why));
 }
 
 Status PieceReader::OpenFile() {
   if (file_) return Status();
-  Result<std::shared_ptr<OpenDataFile>> file = files_.Open(where_.file_path);
+  Result<std::shared_ptr<OpenDataFile>> file = files_.Open(checkpoint_.FilePath(where_.file));
   if (file.status().code() == Code::kNotFound) {
-    return Status(Code::kDataLoss,
-                  where_.object + ": " + where_.file_name + ": the file is missing");
+    return Status(Code::kDataLoss, Name() + ": " + checkpoint_.index().files()[where_.file].name +
+                                       ": the file is missing");
   }
-  if (!file.ok()) return file.status().WithContext(where_.object);
+  if (!file.ok()) return file.status().WithContext(Name());
   file_ = std::move(file).value();
   return Status();
 }
@@ -45,7 +52,7 @@ Status PieceReader::OpenFile() {
 Status PieceReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size) {
   TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
   Result<std::size_t> got = file_->file().ReadAt(where_.offset + at, out, size);
-  if (!got.ok()) return got.status().WithContext(where_.object);
+  if (!got.ok()) return got.status().WithContext(Name());
   stats_.bytes_read += got.value();
   if (got.value() != size) return Damage(at + got.value(), "the file ends here");
   return Status();
@@ -60,16 +67,17 @@ Status PieceReader::LoadLeaves() {
   if (leaves_ && leaves_->root == where_.hash && leaves_->leaves.size() == count) return Status();
   leaves_ = nullptr;
   const auto bad = [&](const Status& status) {
-    return Status(Code::kDataLoss, where_.object + ": its leaf hashes: " + status.message());
+    return Status(Code::kDataLoss, Name() + ": its leaf hashes: " + status.message());
   };
-  Result<std::shared_ptr<OpenDataFile>> manifest = files_.Open(where_.manifest_path);
+  const std::string path =
+      JoinPath(checkpoint_.directory(), checkpoint_.index().manifests()[where_.manifest]);
+  Result<std::shared_ptr<OpenDataFile>> manifest = files_.Open(path);
   if (!manifest.ok()) return bad(manifest.status());
   Result<std::vector<Hash128>> leaves =
       ReadManifestLeaves(manifest.value()->file(), where_.first_leaf, count);
   if (!leaves.ok()) return bad(leaves.status());
   if (ChunkRoot(leaves.value(), where_.length) != where_.hash) {
-    return Status(Code::kDataLoss, where_.object + ": " + where_.manifest_path +
-                                       ": the leaf hashes do not belong to it");
+    return Status(Code::kDataLoss, Name() + ": " + path + ": the leaf hashes do not belong to it");
   }
   auto proven = std::make_shared<ProvenLeaves>();
   proven->root = where_.hash;
@@ -114,6 +122,13 @@ Status PieceReader::ReadWholeLeaf(std::uint64_t leaf) {
   return CheckLeaf(leaf, Xxh3(scratch_.data(), bytes));
 }
 
+Status PieceReader::CheckRun(std::uint64_t at, const std::byte* data, std::uint64_t size) {
+  Range checked;
+  TENSORMOUNT_RETURN_IF_ERROR(CheckLeaves(at, data, size, &checked));
+  stats_.bytes_by_leaf += checked.end - checked.begin;
+  return Status();
+}
+
 Status PieceReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size,
                             const Arrived& arrived) {
   const std::uint64_t end = at + size;
@@ -136,9 +151,7 @@ Status PieceReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size
       if (at + block == end && end != where_.length) block -= end % kLeafBytes;
     }
     TENSORMOUNT_RETURN_IF_ERROR(ReadAt(at, out, block));
-    Range checked;
-    TENSORMOUNT_RETURN_IF_ERROR(CheckLeaves(at, out, block, &checked));
-    stats_.bytes_by_leaf += checked.end - checked.begin;
+    TENSORMOUNT_RETURN_IF_ERROR(CheckRun(at, out, block));
     if (arrived) arrived(at, out, block);
     at += block;
     out += block;

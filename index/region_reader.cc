@@ -15,6 +15,8 @@ namespace {
 
 // Runs of at least this many bytes are read where they belong; shorter ones are gathered.
 constexpr std::uint64_t kLongRun = 32 * 1024;
+// Neighbouring pieces are read at once up to this, which stays in cache until it is checked.
+constexpr std::uint64_t kJoinedBytes = std::uint64_t{1} << 20;
 
 // The box around all of `want`, and the stretch of the row-major byte order that holds it.
 struct Hull {
@@ -126,6 +128,60 @@ Status ReadPiece(PieceReader& reader, std::uint64_t chunk_offset, bool extend,
   return Status();
 }
 
+// Where the pieces from `first` on that one read serves end: each one run, of one file, one after
+// the other in file and buffer. Small chunks cost a call each otherwise.
+std::size_t JoinablePieces(std::span<const CopyPlan::Piece> pieces, std::size_t first,
+                           std::span<const ChunkRecord> chunks, ReadVerify verify) {
+  std::uint64_t bytes = 0;
+  std::size_t i = first;
+  for (; i < pieces.size(); ++i) {
+    const StridedCopy& copy = pieces[i].copy;
+    const ChunkRecord& chunk = chunks[pieces[i].chunk];
+    if (copy.axes != 0 || bytes + copy.run > kJoinedBytes) break;
+    if (verify == ReadVerify::kExtendLeaves && chunk.has_hash && copy.run != chunk.length) break;
+    if (i > first) {
+      const StridedCopy& before = pieces[i - 1].copy;
+      const auto run = static_cast<std::int64_t>(before.run);
+      if (chunk.file != chunks[pieces[first].chunk].file ||
+          copy.src_offset != before.src_offset + run ||
+          copy.dst_offset != before.dst_offset + run) {
+        break;
+      }
+    }
+    bytes += copy.run;
+  }
+  return i;
+}
+
+// False where it does not work: piece by piece it is then found out why.
+bool ReadJoined(OpenDataFile& file, std::span<const CopyPlan::Piece> pieces, std::byte* base,
+                ReadStats& stats) {
+  const StridedCopy& first = pieces.front().copy;
+  const StridedCopy& last = pieces.back().copy;
+  const std::uint64_t size =
+      static_cast<std::uint64_t>(last.src_offset - first.src_offset) + last.run;
+  Result<std::size_t> got = file.file().ReadAt(static_cast<std::uint64_t>(first.src_offset),
+                                               base + first.dst_offset, size);
+  if (!got.ok() || got.value() != size) return false;
+  stats.bytes_read += size;
+  return true;
+}
+
+// A piece that ReadJoined has read.
+Status CheckJoined(PieceReader& reader, std::uint64_t chunk_offset, const CopyPlan::Piece& piece,
+                   std::span<const PlacedBox> want, std::byte* base, const Dims& byte_shape,
+                   Crc64* digest) {
+  const StridedCopy& copy = piece.copy;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      reader.CheckRun(static_cast<std::uint64_t>(copy.src_offset) - chunk_offset,
+                      base + copy.dst_offset, copy.run));
+  if (digest != nullptr) {
+    const PlacedBox part{piece.part, copy.dst_offset, Holder(want, piece.part).strides};
+    *digest ^= DigestOfPlaced(part, base, byte_shape);
+  }
+  return Status();
+}
+
 }  // namespace
 
 Result<std::shared_ptr<const ExtentLookup>> OpenedCheckpoint::Lookup(
@@ -156,6 +212,8 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
   const ExtentLookup::Rows rows = lookup->Candidates(hull.first, hull.stop);
   std::vector<ChunkRecord> chunks;
   std::vector<std::vector<PlacedBox>> placed;
+  chunks.reserve(std::min<std::size_t>(rows.end - rows.begin, 1024));
+  placed.reserve(chunks.capacity());
   for (std::size_t i = rows.begin; i < rows.end; ++i) {
     if (!lookup->MayTouch(i, hull.first, hull.stop)) continue;
     if (axes_agree && !MayMeet(lookup->table().Row(i).data(), lookup->table().rank(), hull)) {
@@ -176,28 +234,45 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
   TENSORMOUNT_ASSIGN_OR_RETURN(const CopyPlan plan, CopyPlan::Make(want, placed, &meta));
   stats.bytes_wanted += plan.bytes();
   const std::span<const CopyPlan::Piece> pieces = plan.pieces();
+  std::shared_ptr<OpenDataFile> file;  // Of the piece before.
+  std::uint32_t file_number = 0;
+  std::size_t arrived = 0;  // Pieces before this one stand in the buffer already, unchecked.
   for (std::size_t i = 0; i < pieces.size();) {
     const std::uint32_t number = pieces[i].chunk;
     const ChunkRecord& chunk = chunks[number];
-    PieceReader reader(
-        *files_,
-        {.object = "tensor " + meta.key() + " " + chunk.region.ToString(),
-         .file_name = index_->files()[chunk.file].name,
-         .file_path = FilePath(chunk.file),
-         .manifest_path =
-             chunk.has_hash ? JoinPath(directory_, index_->manifests()[chunk.manifest]) : "",
-         .offset = chunk.offset,
-         .length = chunk.length,
-         .has_hash = chunk.has_hash,
-         .hash = chunk.hash,
-         .manifest = chunk.manifest,
-         .first_leaf = chunk.first_leaf},
-        verify, stats);
+    PieceReader reader(*this, *files_,
+                       {.tensor = &meta,
+                        .region = &chunk.region,
+                        .object = {},
+                        .file = chunk.file,
+                        .offset = chunk.offset,
+                        .length = chunk.length,
+                        .has_hash = chunk.has_hash,
+                        .hash = chunk.hash,
+                        .manifest = chunk.manifest,
+                        .first_leaf = chunk.first_leaf},
+                       verify, stats);
+    if (file && file_number == chunk.file) {
+      reader.UseFile(file);
+      if (i >= arrived) {
+        const std::size_t end = JoinablePieces(pieces, i, chunks, verify);
+        if (end > i + 1 && ReadJoined(*file, pieces.subspan(i, end - i), base, stats)) {
+          arrived = end;
+        }
+      }
+    }
     const bool extend = verify == ReadVerify::kExtendLeaves && chunk.has_hash;
     for (; i < pieces.size() && pieces[i].chunk == number; ++i) {
-      TENSORMOUNT_RETURN_IF_ERROR(ReadPiece(reader, chunk.offset, extend, pieces[i], want, base,
-                                            byte_shape, stats, digest));
+      if (i < arrived) {
+        TENSORMOUNT_RETURN_IF_ERROR(
+            CheckJoined(reader, chunk.offset, pieces[i], want, base, byte_shape, digest));
+      } else {
+        TENSORMOUNT_RETURN_IF_ERROR(ReadPiece(reader, chunk.offset, extend, pieces[i], want, base,
+                                              byte_shape, stats, digest));
+      }
     }
+    file = reader.file();
+    file_number = chunk.file;
   }
   return Status();
 }
@@ -256,11 +331,9 @@ Status OpenedCheckpoint::ReadObject(const ObjectContent& object, std::uint64_t o
     return Status(Code::kDataLoss, "index: " + name + ": file or manifest is not in the table");
   }
   ReadStats stats;
-  PieceReader reader(*files_,
-                     {.object = name,
-                      .file_name = index_->files()[object.file].name,
-                      .file_path = FilePath(object.file),
-                      .manifest_path = JoinPath(directory_, index_->manifests()[object.manifest]),
+  PieceReader reader(*this, *files_,
+                     {.object = std::move(name),
+                      .file = object.file,
                       .offset = object.offset,
                       .length = object.length,
                       .has_hash = true,

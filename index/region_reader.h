@@ -21,23 +21,33 @@ namespace tensormount {
 class PieceReader {
  public:
   struct Where {
-    std::string object;     // "tensor w [0:16, 128:256]", for errors.
-    std::string file_name;  // "data/…", for errors.
-    std::string file_path;
-    std::string manifest_path;  // Empty: none.
-    std::uint64_t offset = 0;   // In the file.
+    // For errors: a tensor and the region of its chunk, or the name of something else.
+    const TensorMeta* tensor = nullptr;
+    const Region* region = nullptr;
+    std::string object;
+    std::uint32_t file = 0;
+    std::uint64_t offset = 0;  // In the file.
     std::uint64_t length = 0;
     bool has_hash = false;
     Hash128 hash;
     std::uint32_t manifest = 0;
     std::uint64_t first_leaf = 0;
   };
-  PieceReader(OpenedCheckpoint::Files& files, Where where, ReadVerify verify, ReadStats& stats);
+  // `checkpoint`, `files` and what `where` points at must outlive this; file and manifest are in
+  // the checkpoint's tables.
+  PieceReader(const OpenedCheckpoint& checkpoint, OpenedCheckpoint::Files& files, Where where,
+              ReadVerify verify, ReadStats& stats);
+
+  // The piece's file where the caller has it open already, and after the first read.
+  void UseFile(std::shared_ptr<OpenDataFile> file) { file_ = std::move(file); }
+  const std::shared_ptr<OpenDataFile>& file() const { return file_; }
 
   // Bytes [at, at + size) of the piece into memory of that size. `arrived`, where not empty, is
   // told of blocks while they are in cache: offset in the piece, memory, size.
   using Arrived = std::function<void(std::uint64_t at, const std::byte* data, std::size_t size)>;
   Status ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size, const Arrived& arrived);
+  // The same for bytes that stand in `data` already.
+  Status CheckRun(std::uint64_t at, const std::byte* data, std::uint64_t size);
   // The runs of `copy`, whose source offsets are the file's and rise, to `base`.
   Status ReadStrided(const StridedCopy& copy, std::byte* base);
   // For gathers: the file's mapping where bytes of the piece up to `end` (of the file) are there.
@@ -47,6 +57,7 @@ class PieceReader {
  private:
   class WindowReader;
   Status OpenFile();
+  std::string Name() const;
   // Damage at a byte of the piece.
   Status Damage(std::uint64_t at, std::string_view why) const;
   Status ReadAt(std::uint64_t at, void* out, std::uint64_t size);
@@ -61,6 +72,7 @@ class PieceReader {
   Status LoadLeaves();
   Status ReadWholeLeaf(std::uint64_t leaf);  // Into scratch_, checked.
 
+  const OpenedCheckpoint& checkpoint_;
   OpenedCheckpoint::Files& files_;
   const Where where_;
   const ReadVerify verify_;

@@ -208,6 +208,28 @@ TEST(ReadDamage, AFlippedByteIsNamedByTensorBoxFileAndLeaf) {
   EXPECT_TRUE(quick.damages.empty());
 }
 
+TEST(ReadDamage, OfSmallNeighboursTheRightOneIsNamed) {
+  BuildSpec spec = TwoChunks(false);
+  spec.partitions = {{{}, {}}};
+  for (std::int64_t row = 0; row < 64; ++row) {
+    spec.partitions[0][1].push_back(Region(Box::Make({row, 0}, {1, 4096}).value()));
+  }
+  Flipped f(spec, 32 + 20 * 4096 + 7);
+  std::string out(64 * 4096, '\0');
+  const auto read = [&](ReadVerify mode) {
+    return f.opened->ReadBytes(f.entry, 4096 + 1, out.data(), 40 * 4096, mode, nullptr);
+  };
+  for (const ReadVerify mode : {ReadVerify::kWholeLeaves, ReadVerify::kExtendLeaves}) {
+    EXPECT_THAT(read(mode), HasMessage("tensor w [20:21, 0:4096]: data/11112222-r1.bin: byte "
+                                       "81952: checksum differs"));
+  }
+  EXPECT_OK(read(ReadVerify::kOff));
+  WriteWholeFile(f.data, ReadWholeFile(f.data).substr(0, 32 + 30 * 4096 + 9));
+  f.Reopen();
+  EXPECT_THAT(read(ReadVerify::kOff), HasMessage("tensor w [30:31, 0:4096]: data/11112222-r1.bin: "
+                                                 "byte 122921: the file ends here"));
+}
+
 TEST(ReadDamage, TheDigestSeesWhatLeavesDoNot) {
   // Column pieces out of rows cover no whole leaf.
   Flipped f(TwoChunks(false), 32 + 5);
