@@ -253,6 +253,7 @@ Result<std::string> KeyTree::PathOf(std::uint32_t ordinal, std::uint32_t depth) 
     TENSORMOUNT_ASSIGN_OR_RETURN(also_folder, IsFolder(key));
   }
   const std::vector<PathPart> parts = PathParts(key, also_folder);
+  if (depth >= parts.size() && depth > 0) return Status(Code::kStale, "no such folder");
   std::string path;
   for (std::size_t i = 0; i < parts.size() && (depth == 0 || i < depth); ++i) {
     if (i > 0) path += '/';

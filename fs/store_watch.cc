@@ -121,15 +121,11 @@ Status StoreWatch::Core::LookAtStore(Listing& now, const Listing& before) {
     const std::string folder = JoinPath(path, entry.name);
     const Result<FileInfo> commit = fs.LinkStat(JoinPath(folder, kCommitName));
     if (commit.status().code() == Code::kNotFound) continue;
-    Result<std::shared_ptr<Slot>> slot = commit.status();
-    if (commit.ok()) {
-      const Result<FileInfo> info = fs.LinkStat(folder);
-      if (info.ok()) {
-        slot = Keep(before, entry.name, folder, info.value(), commit.value());
-      } else {
-        slot = info.status();
-      }
-    }
+    const Result<std::shared_ptr<Slot>> slot = [&]() -> Result<std::shared_ptr<Slot>> {
+      TENSORMOUNT_RETURN_IF_ERROR(commit.status());
+      TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(folder));
+      return Keep(before, entry.name, folder, info, commit.value());
+    }();
     if (slot.ok()) {
       now.by_id.push_back(slot.value());
     } else if (slot.status().code() != Code::kNotFound) {  // Removed while we looked.
