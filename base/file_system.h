@@ -50,6 +50,12 @@ class File {
   // All or an error (kResourceExhausted for ENOSPC, EDQUOT, EFBIG).
   virtual Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) = 0;
   virtual Status Truncate(std::uint64_t size) = 0;
+  // A hint: these bytes are complete and will be synced, so the device may begin with them now.
+  // Promises nothing and never fails.
+  virtual void StartWriteback(std::uint64_t offset, std::uint64_t size) {
+    (void)offset;  // Where there is no such thing.
+    (void)size;
+  }
   // fsync. A failure condemns the file: never sync it again as if nothing had happened.
   virtual Status Sync() = 0;
   // fchmod to 0444 less the umask of the creator: no more writes by honest programs.

@@ -58,6 +58,9 @@ class ObservedFile final : public File {
     event.size = size;
     return hooks_.Run(event, [&] { return base_->Truncate(size); });
   }
+  void StartWriteback(std::uint64_t offset, std::uint64_t size) override {
+    base_->StartWriteback(offset, size);
+  }
   Status Sync() override {
     return hooks_.Run(Event(FileOp::kSync, path()), [&] { return base_->Sync(); });
   }
