@@ -18,36 +18,47 @@ namespace {
 constexpr std::size_t kBlockBytes = 256 * 1024;
 // Small pieces are put together to writes of this size.
 constexpr std::size_t kBufferBytes = 1024 * 1024;
+// The device begins with what was written when there is this much of it, so that it works while
+// the rest is hashed and copied.
+constexpr std::uint64_t kWritebackBytes = 8 * 1024 * 1024;
 // Files of which some are still being written back when the sync of the first is asked for.
 constexpr std::size_t kFilesBeforeSync = 64;
 
 // Appends to a file: large pieces straight from where they are, small ones through a buffer.
 class FileAppender {
  public:
-  FileAppender(File& file, std::uint64_t offset) : file_(file), at_(offset) {}
+  FileAppender(File& file, std::uint64_t offset) : file_(file), at_(offset), started_(offset) {}
 
   std::uint64_t offset() const { return at_ + buffer_.size(); }
   Status Append(const void* data, std::size_t size) {
     if (size >= kBlockBytes / 2) {
       TENSORMOUNT_RETURN_IF_ERROR(Flush());
-      TENSORMOUNT_RETURN_IF_ERROR(file_.WriteAt(at_, data, size));
-      at_ += size;
-      return Status();
+      return Write(data, size);
     }
     buffer_.append(static_cast<const char*>(data), size);
     return buffer_.size() >= kBufferBytes ? Flush() : Status();
   }
   Status Flush() {
     if (buffer_.empty()) return Status();
-    TENSORMOUNT_RETURN_IF_ERROR(file_.WriteAt(at_, buffer_.data(), buffer_.size()));
-    at_ += buffer_.size();
+    TENSORMOUNT_RETURN_IF_ERROR(Write(buffer_.data(), buffer_.size()));
     buffer_.clear();
     return Status();
   }
 
  private:
+  Status Write(const void* data, std::size_t size) {
+    TENSORMOUNT_RETURN_IF_ERROR(file_.WriteAt(at_, data, size));
+    at_ += size;
+    if (at_ - started_ >= kWritebackBytes) {
+      file_.StartWriteback(started_, at_ - started_);
+      started_ = at_;
+    }
+    return Status();
+  }
+
   File& file_;
   std::uint64_t at_;
+  std::uint64_t started_;
   std::string buffer_;
 };
 
