@@ -48,7 +48,9 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   Result<std::shared_ptr<const CheckpointIndex>> index =
       CheckpointIndex::OpenSst(fs, directory, commit);
   const Status damage = index.status();
-  const bool lost = damage.code() == Code::kDataLoss || damage.code() == Code::kNotFound;
+  // An index of another version is as good as none: manifests have versions of their own.
+  const bool lost = damage.code() == Code::kDataLoss || damage.code() == Code::kNotFound ||
+                    damage.code() == Code::kUnsupported;
   if (lost && options.rebuild_index) {
     index = OpenDerivedIndex(fs, directory, commit);
     if (index.ok()) {
@@ -56,8 +58,10 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
     } else {
       Result<Content> content = RebuildContent(fs, directory, commit);
       if (!content.ok()) {
-        return Status(Code::kDataLoss,
+        const bool newer = content.status().code() == Code::kUnsupported;
+        return Status(newer ? Code::kUnsupported : Code::kDataLoss,
                       damage.message() + "; rebuilding it failed: " + content.status().message());
+        rebuilding it failed : " + content.status().message());
       }
       index = CheckpointIndex::FromContent(content.value());
       opened->index_rebuilt_ = true;

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <sys/stat.h>
+
 #include "index/checkpoint.h"
 #include "shard/strided_digest.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
+#include "tests/support/tiny_checkpoint.h"
 
 namespace tensormount {
 namespace {
@@ -305,6 +308,31 @@ TEST(Read, RefusesWhatDoesNotFit) {
 }
 
 TEST(Read, AFileThatIsTheTensorIsFound) {
+  TempDir dir;
+  const TinySpec spec = DefaultTinySpec();
+  ASSERT_OK(WriteTinyCheckpoint(HostFileSystem(), dir.Join("store"), "c", spec, {}));
+  ASSERT_OK_AND_ASSIGN(const auto opened,
+                       OpenedCheckpoint::Open(HostFileSystem(), dir.Join("store/c"), {}));
+  int found = 0;
+  for (const TinyTensor& tensor : spec.tensors) {
+    ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find(tensor.key));
+    const Result<std::string> file = opened->WholeFileOf(entry);
+    if (!tensor.tensor_file) {
+      EXPECT_THAT(file, HasCode(Code::kNotFound)) << tensor.key;
+      continue;
+    }
+    ASSERT_OK(file);
+    EXPECT_EQ(ReadWholeFile(file.value()), TinyBytes(tensor));
+    ++found;
+    // Another length: not handed out.
+    ASSERT_EQ(chmod(file.value().c_str(), 0600), 0);
+    WriteWholeFile(file.value(), "short");
+    EXPECT_THAT(opened->WholeFileOf(entry), HasCode(Code::kDataLoss));
+  }
+  EXPECT_EQ(found, 1);
+}
+
+TEST(Read, ASafetensorsFileIsACheckpoint) {
   TempDir dir;
   std::string bytes(1000, 'x');
   std::string header = R"({"w":{"dtype":"U8","shape":[1000],"data_offsets":[0,1000]}})";
