@@ -61,7 +61,6 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
         const bool newer = content.status().code() == Code::kUnsupported;
         return Status(newer ? Code::kUnsupported : Code::kDataLoss,
                       damage.message() + "; rebuilding it failed: " + content.status().message());
-        rebuilding it failed : " + content.status().message());
       }
       index = CheckpointIndex::FromContent(content.value());
       opened->index_rebuilt_ = true;
