@@ -421,8 +421,10 @@ Result<std::unique_ptr<FuseBridge>> FuseBridge::Make(Vfs& vfs, BlockingWork& wor
   fuse_set_log_func(LogLine);
   auto impl = std::make_unique<Impl>(Impl{{vfs, work, shim}});
   std::string program = "tensormount";
-  char* argv[] = {program.data(), nullptr};
-  fuse_args args = FUSE_ARGS_INIT(1, argv);
+  std::string option = "-o";
+  std::string max_read = "max_read=" + std::to_string(kMaxRequestBytes);  // As it was mounted.
+  char* argv[] = {program.data(), option.data(), max_read.data(), nullptr};
+  fuse_args args = FUSE_ARGS_INIT(3, argv);
   const fuse_lowlevel_ops ops = MakeOps();
   impl->session = fuse_session_new(&args, &ops, sizeof ops, &impl->bridge);
   fuse_opt_free_args(&args);

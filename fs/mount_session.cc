@@ -72,7 +72,8 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
         shim_(!options.page_cache) {}
 
   Status Start();
-  void Stop();
+  // `failed`: the mount never answered, whatever its threads heard.
+  void Stop(bool failed = false);
   Status Wait();
   std::string StatusJson();
   // Waits until nothing of the mount runs any more; false: storage holds some of it.
@@ -209,12 +210,12 @@ Status MountCore::Wait() {
   return {};
 }
 
-void MountCore::Stop() {
+void MountCore::Stop(bool failed) {
   if (!bridge_) return;
   bool mine = false;
   {
     const std::lock_guard lock(mutex_);
-    mine = !stopping_ && !gone_;
+    mine = !stopping_ && (!gone_ || failed);
     stopping_ = true;
   }
   if (mine) {
@@ -275,8 +276,8 @@ class Session : public MountSession {
   explicit Session(std::shared_ptr<MountCore> core) : core_(std::move(core)) {}
   ~Session() override { Leave(std::move(core_)); }
   // Stops. What storage holds for good keeps what it uses: better a leak than a crash.
-  static void Leave(std::shared_ptr<MountCore> core) {
-    core->Stop();
+  static void Leave(std::shared_ptr<MountCore> core, bool failed = false) {
+    core->Stop(failed);
     if (core->Idle()) return;
     Log(LogLevel::kWarning, "storage does not answer: left a stopped mount in memory");
     (void)new std::shared_ptr<MountCore>(std::move(core));
@@ -347,7 +348,7 @@ Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
   auto core = std::make_shared<MountCore>(options, std::move(vfs), readers);
   const Status started = core->Start();
   if (!started.ok()) {
-    Session::Leave(std::move(core));
+    Session::Leave(std::move(core), true);
     return started;
   }
   return std::unique_ptr<MountSession>(std::make_unique<Session>(std::move(core)));

@@ -397,7 +397,8 @@ std::string Vfs::StatusFields() {
       R"("latest": {}, "open_checkpoints": {}, "store_answers": {}, "errors": {}, )"
       R"("problems": [{}])",
       JsonString(source_), KindName(kind_), VerifyName(options_.verify), options_.list_views,
-      now->by_id.size(), now->latest ? JsonString(now->latest->name) : std::string("null"),
+      now->by_id.size(),
+      now->latest && kind_ == SourceKind::kStore ? JsonString(now->latest->name) : "null",
       watch_->open_checkpoints(), watch_->answers(), stats_.errors(), problems);
 }
 
