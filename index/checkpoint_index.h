@@ -10,10 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "tensormount/status.h"
+
 #include "base/file_system.h"
 #include "index/commit_record.h"
 #include "index/content.h"
-#include "tensormount/status.h"
 
 namespace tensormount {
 
@@ -39,9 +40,9 @@ class Table {
   virtual ~Table() = default;
   virtual Result<std::string> Get(std::string_view key) const = 0;  // kNotFound
   // Calls fn for records with this prefix in key order from `from` on, until it returns false.
-  virtual Status Scan(std::string_view prefix, std::string_view from,
-                      const std::function<bool(std::string_view key, std::string_view value)>& fn)
-      const = 0;
+  virtual Status Scan(
+      std::string_view prefix, std::string_view from,
+      const std::function<bool(std::string_view key, std::string_view value)>& fn) const = 0;
 };
 
 // The chunk index of one checkpoint: an SST file, or the same records in memory (foreign files,
@@ -75,7 +76,8 @@ class CheckpointIndex {
   Result<TensorEntry> Find(std::string_view key) const;  // kNotFound "no tensor KEY"
   Result<TensorEntry> At(std::uint32_t ordinal) const;
   // In key order from `first` on; fn returns false to stop.
-  Status ForEachTensor(std::uint32_t first, const std::function<bool(const TensorEntry&)>& fn) const;
+  Status ForEachTensor(std::uint32_t first,
+                       const std::function<bool(const TensorEntry&)>& fn) const;
   // First ordinal whose key is >= `key`: prefix listings of the mount.
   Result<std::uint32_t> LowerBound(std::string_view key) const;
   Result<std::shared_ptr<const ExtentTable>> Extents(std::uint32_t ordinal) const;

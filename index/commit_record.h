@@ -6,10 +6,11 @@
 #include <string>
 #include <vector>
 
+#include "tensormount/status.h"
+
 #include "base/file_system.h"
 #include "base/hash.h"
 #include "index/content.h"
-#include "tensormount/status.h"
 
 namespace tensormount {
 
@@ -32,10 +33,10 @@ struct CommitRecord {
   struct Entry {
     std::string name;  // Below the checkpoint: "data/…", "manifest/…", "index/…".
     std::uint64_t length = 0;
-    Hash128 hash;      // File root for data, hash of the whole file otherwise.
-    Hash128 tail;      // index/ only: of the last min(length, 64 KiB), checked at open.
+    Hash128 hash;  // File root for data, hash of the whole file otherwise.
+    Hash128 tail;  // index/ only: of the last min(length, 64 KiB), checked at open.
   };
-  std::vector<Entry> files;  // Sorted by name.
+  std::vector<Entry> files;                        // Sorted by name.
   const Entry* Find(std::string_view name) const;  // Null: no such file.
 };
 

@@ -10,11 +10,12 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tensormount/common_value.h"
+#include "tensormount/status.h"
+
 #include "base/hash.h"
 #include "index/extent_table.h"
 #include "shard/tensor_meta.h"
-#include "tensormount/common_value.h"
-#include "tensormount/status.h"
 
 namespace tensormount {
 
@@ -32,11 +33,11 @@ struct Uuid {
 
 // What a data file is; numbers are on disk.
 enum class Placement : std::uint8_t {
-  kTensorFile = 1,  // One tensor, global row-major order, offset 0.
-  kRankShard = 2,   // All regions of one writer, a valid safetensors file.
-  kPack = 3,        // Small tensors and objects of one writer.
-  kForeign = 4,     // Somebody else's file, adopted in place.
-  kSafetensors = 5, // One writer, whole tensors, a valid safetensors file with true names.
+  kTensorFile = 1,   // One tensor, global row-major order, offset 0.
+  kRankShard = 2,    // All regions of one writer, a valid safetensors file.
+  kPack = 3,         // Small tensors and objects of one writer.
+  kForeign = 4,      // Somebody else's file, adopted in place.
+  kSafetensors = 5,  // One writer, whole tensors, a valid safetensors file with true names.
 };
 std::string_view PlacementName(Placement p);
 
@@ -62,8 +63,8 @@ struct TensorContent {
   TensorMeta meta;
   ExtentTable extents{0};
   Crc64 digest = 0;
-  bool has_digest = false;     // False only for foreign files.
-  std::int64_t mtime = 0;      // Whole seconds; decided at publish.
+  bool has_digest = false;  // False only for foreign files.
+  std::int64_t mtime = 0;   // Whole seconds; decided at publish.
   explicit TensorContent(TensorMeta m) : meta(std::move(m)), extents(meta.shape().rank()) {}
 };
 
@@ -88,14 +89,14 @@ struct ObjectContent {
 struct CheckpointInfo {
   Uuid uuid;
   std::uint64_t generation = 0;
-  Uuid parent;                  // Zero: none.
+  Uuid parent;  // Zero: none.
   std::string parent_name;
-  std::string producer;         // "tensormount 0.1".
+  std::string producer;  // "tensormount 0.1".
   std::uint32_t world_size = 0;
   std::int64_t created = 0;     // Seconds since 1970, when published.
   std::int64_t json_mtime = 0;  // Of checkpoint.json.
   std::int64_t common_mtime = 0;
-  bool self_contained = true;   // False: data live in foreign files.
+  bool self_contained = true;  // False: data live in foreign files.
 };
 
 // Every logical record of a checkpoint: merged from manifests, or made from a foreign file. What

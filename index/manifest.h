@@ -7,9 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "tensormount/status.h"
+
 #include "base/file_system.h"
 #include "index/content.h"
-#include "tensormount/status.h"
 
 namespace tensormount {
 
