@@ -160,6 +160,15 @@ void CheckSurvivors(const Group& group) {
   }
 }
 
+// Where the coordinator lived, an aborted staging is in .trash, without its data.
+void CheckLeftovers(const Group& group) {
+  if (group.scenario.victim == 0 || IsPublished(group)) return;
+  for (const std::string& name : Inside(group.dir->Join("store"))) {
+    EXPECT_FALSE(name.starts_with(".staging/")) << name;
+    EXPECT_EQ(access((group.Path(name) + "/data").c_str(), F_OK) == 0, name == "step-1") << name;
+  }
+}
+
 // Waits for everybody but stopped victims; wakes these up and waits for them.
 void Finish(Group& group) {
   SCOPED_TRACE(Describe(group.scenario));
@@ -176,6 +185,7 @@ void Finish(Group& group) {
     }
     EXPECT_FALSE(ReadOutcome(group, group.scenario.victim).returned) << "it is still stopped";
     CheckSurvivors(group);
+    CheckLeftovers(group);
     const bool published = IsPublished(group);
     ASSERT_EQ(kill(group.ranks->pid(group.scenario.victim), SIGCONT), 0);
     const std::vector<ForkedGroup::Exit> ends = group.ranks->Wait(milliseconds(30'000));
@@ -194,6 +204,7 @@ void Finish(Group& group) {
     }
     EXPECT_EQ(ends[v].signal, SIGKILL);
     CheckSurvivors(group);
+    CheckLeftovers(group);
   }
   group.ranks.reset();
 }

@@ -325,6 +325,23 @@ TEST(SavePlan, ReplicasAreSplitByBytesInsideATensorAtPages) {
   }
 }
 
+TEST(SavePlan, PagesAreThoseOfTheFileNotOfTheShard) {
+  Ranks ranks(4);
+  // Ranks 0 and 1 hold what comes before byte 3,000,001 of the file, ranks 2 and 3 the rest.
+  const Dims shape = {6 * kMi};
+  for (int r = 0; r < 4; ++r) {
+    ranks.Tensor(r, "w", DType::kU8, shape,
+                 r < 2 ? B({0}, {3'000'001}) : B({3'000'001}, {6 * kMi - 3'000'001}));
+  }
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
+  ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kAuto));
+  ExpectWritesEverythingOnce(layout, plan);
+  EXPECT_EQ(plan.ranks[1].chunks[0].offset % 4096, 0u);
+  EXPECT_EQ(plan.ranks[2].chunks[0].offset, 3'000'001u);
+  EXPECT_EQ(plan.ranks[3].chunks[0].offset % 4096, 0u);
+  EXPECT_EQ(plan.ranks[3].chunks[0].offset, 3'000'001u + plan.ranks[3].chunks[0].begin);
+}
+
 TEST(SavePlan, ReplicasFillUpThoseWhoHaveLess) {
   Ranks ranks(2);
   // Rank 0 alone has 6 MiB; of the 10 MiB that both have it gets 2, rank 1 gets 8.

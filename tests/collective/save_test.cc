@@ -74,6 +74,12 @@ std::string DataFile(const std::string& path, const std::string& part) {
   return found;
 }
 
+void ExpectSealed(const std::string& file) {
+  struct stat st = {};
+  ASSERT_EQ(stat(file.c_str(), &st), 0);
+  EXPECT_EQ(st.st_mode & 0222, 0u) << file;
+}
+
 class SaveTest : public testing::Test {
  protected:
   std::string Path(const std::string& name) const { return dir_.Join("store/" + name); }
@@ -115,6 +121,8 @@ TEST_F(SaveTest, EveryDtypeUnderEveryPlacement) {
     ASSERT_EQ(read.size(), tensors.size());
     for (const RandomTensor& t : tensors) EXPECT_EQ(read.at(t.key), t.bytes) << t.key << name;
     ExpectWhole(Path(name));
+    for (const std::string& file : DataFiles(Path(name)))
+      ExpectSealed(Path(name) + "/data/" + file);
   }
   EXPECT_EQ(DataFiles(Path("auto")).size(), 2u) << "a pack of each rank";
   EXPECT_EQ(DataFiles(Path("file")).size(), tensors.size());
@@ -134,9 +142,7 @@ TEST_F(SaveTest, TensorFileIsTheTensorUnderRowsFlatAndReplicas) {
     ASSERT_OK(OneVerdict(results));
     const std::string file = DataFile(Path(name), "-t0.bin");
     EXPECT_TRUE(ReadWholeFile(file) == big.bytes) << name;
-    struct stat st = {};
-    ASSERT_EQ(stat(file.c_str(), &st), 0);
-    EXPECT_EQ(st.st_mode & 0222, 0u) << "sealed";
+    ExpectSealed(file);
     EXPECT_EQ(ReadAll(Path(name)).at("big"), big.bytes);
     ExpectWhole(Path(name));
     const SaveReport& report = results[0].value();
