@@ -11,7 +11,7 @@ namespace tensormount {
 namespace {
 
 // What is read at once: stays in the cache of a core until it is cut up.
-constexpr std::uint64_t kUnitBytes = 1u << 20;
+constexpr std::uint64_t kUnitBytes = 512u << 10;
 // Small tensors are cut finer, so that every rank reads some, but not finer than this.
 constexpr std::uint64_t kLeastUnitBytes = 64u << 10;
 // What a rank reads between two exchanges: large beside the cost of a round, small beside a cache
@@ -29,17 +29,27 @@ struct Unit {
   PlacedBox bytes;           // The same in bytes, packed at 0.
 };
 
+// Memory that is only ever overwritten: growing does not clear or keep anything.
+class Bytes {
+ public:
+  void Reserve(std::uint64_t wanted) {
+    if (wanted <= capacity_) return;
+    memory_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(wanted));
+    capacity_ = wanted;
+  }
+  std::byte* data() { return memory_.get(); }
+
+ private:
+  std::unique_ptr<std::byte[]> memory_;
+  std::uint64_t capacity_ = 0;
+};
+
 class Exchanger {
  public:
   Exchanger(const OpenedCheckpoint& checkpoint, Collective& collective,
             std::span<const PlannedTensor> tensors, std::span<LoadTarget> targets,
             LoadVerify verify)
-      : checkpoint_(checkpoint),
-        collective_(collective),
-        tensors_(tensors),
-        verify_(verify),
-        outgoing_(static_cast<std::size_t>(collective.size())),
-        incoming_(static_cast<std::size_t>(collective.size())) {
+      : checkpoint_(checkpoint), collective_(collective), tensors_(tensors), verify_(verify) {
     boxes_.resize(tensors.size());
     mine_.resize(tensors.size());
     for (LoadTarget& target : targets) {
@@ -130,29 +140,42 @@ class Exchanger {
     }
   }
 
-  // Reads `unit` and cuts it up: what this rank wants goes into its buffers, what others want is
-  // appended to what they will be sent.
-  void ReadUnit(const Unit& unit) {
+  // A part of a unit that one rank wants.
+  struct Part {
+    int rank = 0;
+    Box bytes;
+    LoadTarget* target = nullptr;  // Of this rank's parts.
+    std::uint64_t size() const { return static_cast<std::uint64_t>(bytes.volume()); }
+  };
+  struct Arrival {
+    Part part;
+    const std::byte* bytes = nullptr;
+  };
+
+  // Reads a unit and cuts it up: what this rank wants goes into its buffers, what others want
+  // follows each other from `out` on and is added to what is sent. Returns bytes used of `out`.
+  std::uint64_t ReadUnit(std::size_t number, std::byte* out) {
+    const Unit& unit = units_[number];
     const PlannedTensor& tensor = tensors_[unit.tensor];
-    const auto size = static_cast<std::size_t>(unit.bytes.box.volume());
-    if (unit_.size() < size) unit_.resize(size);
+    unit_.Reserve(static_cast<std::uint64_t>(unit.bytes.box.volume()));
     if (failure_.ok()) {
       const BufferView view =
           BufferView::Host(tensor.entry.meta.dtype(), unit_.data(), unit.box.extent());
       failure_ =
           checkpoint_.Read(tensor.entry, unit.box, view, UnitVerify(tensor), &stats_, nullptr);
     }
-    ForEachPart(unit, [&](int rank, std::size_t own, const Box& part) {
-      if (rank == collective_.rank()) {
-        Place(unit.bytes, unit_.data(), part, *mine_[unit.tensor][own]);
+    std::uint64_t used = 0;
+    ForEachPartOf(number, number + 1, [&](const Part& part) {
+      if (part.rank == collective_.rank()) {
+        Place(unit.bytes, unit_.data(), part.bytes, *part.target);
         return;
       }
-      std::vector<std::byte>& out = outgoing_[static_cast<std::size_t>(rank)];
-      const std::size_t at = out.size();
-      out.resize(at + static_cast<std::size_t>(part.volume()));
-      ExecuteCopy(PlanCopy(part, unit.bytes, PlacePacked(Region(part), 0).front()), unit_.data(),
-                  out.data() + at);
+      ExecuteCopy(PlanCopy(part.bytes, unit.bytes, PlacePacked(Region(part.bytes), 0).front()),
+                  unit_.data(), out + used);
+      sends_.push_back({part.rank, out + used, part.size()});
+      used += part.size();
     });
+    return used;
   }
 
   ReadVerify UnitVerify(const PlannedTensor& tensor) const {
@@ -161,21 +184,34 @@ class Exchanger {
     return tensor.proof.possible ? ReadVerify::kOff : ReadVerify::kExtendLeaves;
   }
 
-  // Calls fn(rank, number among that rank's wants of this tensor, bytes) for every part of a unit
-  // that somebody wants, in an order that all ranks know.
+  // Calls fn(part) for every part of units [begin, end) that somebody wants, in an order that all
+  // ranks know.
   template <typename Fn>
-  void ForEachPart(const Unit& unit, Fn fn) const {
-    const std::vector<LoadWant>& wants = tensors_[unit.tensor].wants;
-    int rank = -1;
-    std::size_t number = 0;
-    for (std::size_t w = 0; w < wants.size(); ++w) {
-      number = wants[w].rank == rank ? number + 1 : 0;
-      rank = wants[w].rank;
-      for (const Box& wanted : boxes_[unit.tensor].wants[w]) {
-        const Box part = Intersect(unit.bytes.box, wanted);
-        if (!part.empty()) fn(rank, number, part);
+  void ForEachPartOf(std::size_t begin, std::size_t end, Fn fn) const {
+    for (std::size_t u = begin; u < end; ++u) {
+      const Unit& unit = units_[u];
+      const std::vector<LoadWant>& wants = tensors_[unit.tensor].wants;
+      std::size_t mine = 0;
+      for (std::size_t w = 0; w < wants.size(); ++w) {
+        Part part;
+        part.rank = wants[w].rank;
+        if (part.rank == collective_.rank()) part.target = mine_[unit.tensor][mine++];
+        for (const Box& wanted : boxes_[unit.tensor].wants[w]) {
+          part.bytes = Intersect(unit.bytes.box, wanted);
+          if (!part.bytes.empty()) fn(part);
+        }
       }
     }
+  }
+
+  // Where the bytes of a part stand in the buffer, if they are one run there; otherwise null.
+  static std::byte* ContiguousPlace(const Part& part) {
+    for (const PlacedBox& to : part.target->placed) {
+      if (!to.box.Contains(part.bytes)) continue;
+      const StridedCopy copy = PlanCopy(part.bytes, PlacePacked(Region(part.bytes), 0).front(), to);
+      return copy.axes == 0 ? part.target->base + copy.dst_offset : nullptr;
+    }
+    return nullptr;
   }
 
   static void Place(const PlacedBox& from, const std::byte* bytes, const Box& part,
@@ -204,39 +240,47 @@ class Exchanger {
       }
     }
     const std::size_t count = groups.size() - 1;
-    std::vector<Collective::Transfer> sends;
-    std::vector<Collective::Transfer> receives;
     for (std::size_t first = 0; first < count; first += ranks) {
-      for (std::size_t k = 0; k < ranks; ++k) {
-        outgoing_[k].clear();
-        incoming_[k].size = 0;
+      const std::size_t present = std::min(ranks, count - first);
+      // One message a part, so that most of them arrive where they belong without another copy.
+      std::uint64_t outgoing = 0;
+      std::uint64_t incoming = 0;
+      for (std::size_t k = 0; k < present; ++k) {
+        ForEachPartOf(groups[first + k], groups[first + k + 1], [&](const Part& part) {
+          if (k == me && part.rank != collective_.rank()) outgoing += part.size();
+          if (k != me && part.rank == collective_.rank()) incoming += part.size();
+        });
       }
-      for (std::size_t k = 0; k < ranks && first + k < count; ++k) {
-        for (std::size_t u = groups[first + k]; u < groups[first + k + 1]; ++u) {
-          if (k == me) {
-            ReadUnit(units_[u]);
-          } else {
-            ForEachPart(units_[u], [&](int rank, std::size_t, const Box& part) {
-              if (static_cast<std::size_t>(rank) == me) {
-                incoming_[k].size += static_cast<std::uint64_t>(part.volume());
-              }
-            });
+      outgoing_.Reserve(outgoing);
+      incoming_.Reserve(incoming);
+      received_ += incoming;
+      sends_.clear();
+      receives_.clear();
+      scatters_.clear();
+      incoming = 0;
+      for (std::size_t k = 0; k < present; ++k) {
+        if (k == me) continue;
+        ForEachPartOf(groups[first + k], groups[first + k + 1], [&](const Part& part) {
+          if (part.rank != collective_.rank()) return;
+          std::byte* to = ContiguousPlace(part);
+          if (to == nullptr) {
+            to = incoming_.data() + incoming;
+            incoming += part.size();
+            scatters_.push_back({part, to});
           }
+          receives_.push_back({static_cast<int>(k), to, part.size()});
+        });
+      }
+      if (me < present) {
+        outgoing = 0;
+        for (std::size_t u = groups[first + me]; u < groups[first + me + 1]; ++u) {
+          outgoing += ReadUnit(u, outgoing_.data() + outgoing);
         }
       }
-      sends.clear();
-      receives.clear();
-      for (std::size_t k = 0; k < ranks; ++k) {
-        if (incoming_[k].bytes.size() < incoming_[k].size) {
-          incoming_[k].bytes.resize(static_cast<std::size_t>(incoming_[k].size));
-        }
-        sends.push_back({static_cast<int>(k), outgoing_[k].data(), outgoing_[k].size()});
-        receives.push_back({static_cast<int>(k), incoming_[k].bytes.data(), incoming_[k].size});
-        received_ += incoming_[k].size;
-      }
-      TENSORMOUNT_RETURN_IF_ERROR(collective_.Exchange(sends, receives, "load: exchange"));
-      for (std::size_t k = 0; k < ranks && first + k < count; ++k) {
-        if (k != me) Scatter(k, groups[first + k], groups[first + k + 1]);
+      TENSORMOUNT_RETURN_IF_ERROR(collective_.Exchange(sends_, receives_, "load: exchange"));
+      for (const Arrival& arrival : scatters_) {
+        Place(PlacePacked(Region(arrival.part.bytes), 0).front(), arrival.bytes, arrival.part.bytes,
+              *arrival.part.target);
       }
       if ((first / ranks + 1) % kRoundsPerVerdict == 0) {
         TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(failure_, "load: read"));
@@ -246,18 +290,6 @@ class Exchanger {
     return {};
   }
 
-  // Places what rank `from` sent of its units.
-  void Scatter(std::size_t from, std::size_t begin, std::size_t end) {
-    const std::byte* bytes = incoming_[from].bytes.data();
-    for (std::size_t u = begin; u < end; ++u) {
-      ForEachPart(units_[u], [&](int rank, std::size_t own, const Box& part) {
-        if (rank != collective_.rank()) return;
-        Place(PlacePacked(Region(part), 0).front(), bytes, part, *mine_[units_[u].tensor][own]);
-        bytes += part.volume();
-      });
-    }
-  }
-
   const OpenedCheckpoint& checkpoint_;
   Collective& collective_;
   std::span<const PlannedTensor> tensors_;
@@ -265,13 +297,12 @@ class Exchanger {
   std::vector<Prepared> boxes_;                 // By position in the plan.
   std::vector<std::vector<LoadTarget*>> mine_;  // Likewise.
   std::vector<Unit> units_;
-  std::vector<std::byte> unit_;
-  std::vector<std::vector<std::byte>> outgoing_;  // By rank.
-  struct Incoming {
-    std::vector<std::byte> bytes;  // At least `size`.
-    std::uint64_t size = 0;
-  };
-  std::vector<Incoming> incoming_;
+  Bytes unit_;
+  Bytes outgoing_;
+  Bytes incoming_;
+  std::vector<Collective::Transfer> sends_;
+  std::vector<Collective::Transfer> receives_;
+  std::vector<Arrival> scatters_;
   Status failure_;
   ReadStats stats_;
   std::uint64_t received_ = 0;
