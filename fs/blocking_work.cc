@@ -149,4 +149,9 @@ BlockingWork::Load BlockingWork::load() const {
   return load;
 }
 
+bool BlockingWork::idle() const {
+  const std::lock_guard lock(core_->mutex);
+  return core_->active.empty() && core_->queue.empty();
+}
+
 }  // namespace tensormount::fs

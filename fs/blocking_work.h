@@ -58,6 +58,7 @@ class BlockingWork {
     std::chrono::milliseconds oldest{0};
   };
   Load load() const;
+  bool idle() const;
 
  private:
   struct Core;

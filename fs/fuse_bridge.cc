@@ -28,7 +28,8 @@ constexpr std::size_t kPage = 4096;
 
 struct Bridge {
   Vfs& vfs;
-  BlockingWork& work;
+  BlockingWork& reads;
+  BlockingWork& opens;
   FuseShim& shim;
 };
 Bridge& BridgeOf(fuse_req_t req) { return *static_cast<Bridge*>(fuse_req_userdata(req)); }
@@ -135,7 +136,8 @@ void Serve(fuse_req_t req, Op op, NodeId node, bool may_block,
                                         bridge.vfs.stats().Count(op, Clock::now() - since, true);
                                         fuse_reply_err(req, EINTR);
                                       });
-  bridge.work.Run(answer, [req, &bridge, op, since, node, answer, work = std::move(work)] {
+  BlockingWork& queue = op == Op::kRead ? bridge.reads : bridge.opens;
+  queue.Run(answer, [req, &bridge, op, since, node, answer, work = std::move(work)] {
     const Result<Reply> result = Guarded(work);
     if (answer->Claim()) Answer(req, bridge, op, since, node, result);
   });
@@ -416,10 +418,10 @@ struct FuseBridge::Impl {
 
 FuseBridge::FuseBridge(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-Result<std::unique_ptr<FuseBridge>> FuseBridge::Make(Vfs& vfs, BlockingWork& work, FuseShim& shim,
-                                                     int fd) {
+Result<std::unique_ptr<FuseBridge>> FuseBridge::Make(Vfs& vfs, BlockingWork& reads,
+                                                     BlockingWork& opens, FuseShim& shim, int fd) {
   fuse_set_log_func(LogLine);
-  auto impl = std::make_unique<Impl>(Impl{{vfs, work, shim}});
+  auto impl = std::make_unique<Impl>(Impl{{vfs, reads, opens, shim}});
   std::string program = "tensormount";
   std::string option = "-o";
   std::string max_read = "max_read=" + std::to_string(kMaxRequestBytes);  // As it was mounted.

@@ -16,9 +16,10 @@ namespace tensormount::fs {
 // on which thread, so that what a mount does can be tested on Vfs, without a kernel.
 class FuseBridge {
  public:
-  // Speaks over `fd`, which it closes in the end. All others must outlive it.
-  static Result<std::unique_ptr<FuseBridge>> Make(Vfs& vfs, BlockingWork& work, FuseShim& shim,
-                                                  int fd);
+  // Speaks over `fd`, which it closes in the end. All others must outlive it. Data are read by
+  // `reads`, checkpoints opened by `opens`: readers that storage holds do not stop the latter.
+  static Result<std::unique_ptr<FuseBridge>> Make(Vfs& vfs, BlockingWork& reads,
+                                                  BlockingWork& opens, FuseShim& shim, int fd);
   ~FuseBridge();
 
   // Receives and answers requests on the calling thread, until the mount is gone or Exit(). May

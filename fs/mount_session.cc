@@ -36,6 +36,8 @@ constexpr std::chrono::milliseconds kUnmountPatience{3000};
 constexpr std::chrono::milliseconds kTick{250};
 // Threads beyond those that receive requests, for reads that wait.
 constexpr int kPoolThreads = 8;
+// For checkpoints that are being opened.
+constexpr int kOpenThreads = 4;
 constexpr int kReadaheadKiB = 1024;
 
 // Wakes threads out of read(2) on the device; its handler does nothing.
@@ -68,7 +70,8 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
       : options_(options),
         readers_(readers),
         vfs_(std::move(vfs)),
-        work_(readers, kPoolThreads),
+        reads_(readers, kPoolThreads),
+        opens_(0, kOpenThreads),
         shim_(!options.page_cache) {}
 
   Status Start();
@@ -91,7 +94,8 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
   const int readers_;
   std::string mount_point_;
   std::unique_ptr<Vfs> vfs_;
-  BlockingWork work_;
+  BlockingWork reads_;
+  BlockingWork opens_;
   FuseShim shim_;
   std::unique_ptr<FuseBridge> bridge_;
   std::string device_;
@@ -110,7 +114,7 @@ Status MountCore::Start() {
   TENSORMOUNT_ASSIGN_OR_RETURN(const int fd, MountFuse({.mount_point = mount_point_,
                                                         .source = vfs_->source(),
                                                         .allow_other = options_.allow_other}));
-  Result<std::unique_ptr<FuseBridge>> bridge = FuseBridge::Make(*vfs_, work_, shim_, fd);
+  Result<std::unique_ptr<FuseBridge>> bridge = FuseBridge::Make(*vfs_, reads_, opens_, shim_, fd);
   if (!bridge.ok()) {
     (void)Unmount(mount_point_, true, kUnmountPatience);
     return bridge.status();
@@ -177,7 +181,8 @@ void MountCore::WatchLoop() {
   while (!gone_ || !serving_.empty()) {
     changed_.wait_for(lock, kTick);
     lock.unlock();
-    (void)work_.Watch();
+    (void)reads_.Watch();
+    (void)opens_.Watch();
     lock.lock();
     if (stopping_ && serving_.empty()) break;
   }
@@ -239,9 +244,8 @@ bool MountCore::Idle() {
   std::unique_lock lock(mutex_);
   changed_.notify_all();
   for (;;) {
-    const BlockingWork::Load load = work_.load();
     const bool watched = bridge_ == nullptr || watch_ended_;
-    if (serving_.empty() && watched && load.running == 0 && load.waiting == 0) return true;
+    if (serving_.empty() && watched && reads_.idle() && opens_.idle()) return true;
     if (deadline.Passed()) return false;
     changed_.wait_for(lock, std::chrono::milliseconds(5));
   }
@@ -260,7 +264,7 @@ void MountCore::SetReadahead() {
 }
 
 std::string MountCore::StatusJson() {
-  const BlockingWork::Load load = work_.load();
+  const BlockingWork::Load load = reads_.load();
   return fmt::format(
       R"({{{}, "mount_point": {}, "pid": {}, "tier": "daemon", "data_files": "{}", )"
       R"("passthrough": "not built yet", "max_read": {}, "readahead_kib": {}, "threads": {}, )"
