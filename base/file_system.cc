@@ -5,6 +5,17 @@
 
 namespace tensormount {
 
+Result<std::size_t> File::ReadPiecesAt(std::uint64_t offset, std::span<const Piece> pieces) {
+  std::size_t done = 0;
+  for (const Piece& piece : pieces) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got,
+                                 ReadAt(offset + done, piece.data, piece.size));
+    done += got;
+    if (got < piece.size) break;
+  }
+  return done;
+}
+
 Status File::ReadExactAt(std::uint64_t offset, void* out, std::size_t size) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got, ReadAt(offset, out, size));
   if (got == size) return Status();

@@ -47,6 +47,13 @@ class File {
   // Reads until `size` bytes are there or the file ends; returns how many. Retries EINTR and
   // short reads.
   virtual Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) = 0;
+  // The same for consecutive bytes that go to several places, in order: where a run of a file is
+  // cut up, no copy is needed. By ReadAt a piece where the implementation has nothing better.
+  struct Piece {
+    void* data = nullptr;
+    std::size_t size = 0;
+  };
+  virtual Result<std::size_t> ReadPiecesAt(std::uint64_t offset, std::span<const Piece> pieces);
   // All or an error (kResourceExhausted for ENOSPC, EDQUOT, EFBIG).
   virtual Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) = 0;
   virtual Status Truncate(std::uint64_t size) = 0;

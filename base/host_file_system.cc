@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -8,6 +9,7 @@
 #include <mutex>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include "base/checked.h"
@@ -20,6 +22,7 @@ namespace {
 
 // Linux moves at most 2 GiB less a page in one call; round pieces keep alignment.
 constexpr std::size_t kMaxTransfer = std::size_t{1} << 30;
+constexpr std::size_t kMaxVector = 1024;  // IOV_MAX
 constexpr std::uint64_t kMaxOffset =
     static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
 
@@ -69,6 +72,49 @@ class HostFile final : public File {
     return done;
   }
 
+  Result<std::size_t> ReadPiecesAt(std::uint64_t offset, std::span<const Piece> pieces) override {
+    std::array<iovec, kMaxVector> vector;
+    std::size_t done = 0;
+    while (!pieces.empty()) {
+      std::size_t count = 0;
+      std::size_t wanted = 0;
+      while (count < std::min(pieces.size(), vector.size()) &&
+             pieces[count].size <= kMaxTransfer - wanted) {
+        vector[count] = {pieces[count].data, pieces[count].size};
+        wanted += pieces[count++].size;
+      }
+      if (count == 0) {  // One piece larger than a call may be.
+        TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got,
+                                     ReadAt(offset + done, pieces[0].data, pieces[0].size));
+        done += got;
+        if (got < pieces[0].size) return done;
+        pieces = pieces.subspan(1);
+        continue;
+      }
+      if (!RangeWithin(offset, done + wanted, kMaxOffset)) return PositionError("read", path_);
+      const ssize_t n =
+          preadv(fd_, vector.data(), static_cast<int>(count), ToOffset(offset + done));
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) return Status::FromErrno(errno, "read", path_);
+      // The pieces that came whole are done; the rest of one that was cut short is read alone.
+      auto left = static_cast<std::size_t>(n);
+      if (left == 0 && wanted > 0) return done;
+      done += left;
+      while (!pieces.empty() && left >= pieces[0].size) {
+        left -= pieces[0].size;
+        pieces = pieces.subspan(1);
+        if (left == 0) break;
+      }
+      if (left == 0) continue;
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const std::size_t got,
+          ReadAt(offset + done, static_cast<char*>(pieces[0].data) + left, pieces[0].size - left));
+      done += got;
+      if (got < pieces[0].size - left) return done;
+      pieces = pieces.subspan(1);
+    }
+    return done;
+  }
   Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) override {
     if (!RangeWithin(offset, size, kMaxOffset)) return PositionError("write", path_);
     std::size_t done = 0;

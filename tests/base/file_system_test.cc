@@ -99,6 +99,27 @@ TEST_P(FileSystemTest, ShortReadNamesTheEnd) {
   EXPECT_THAT(s, HasMessage(At("f") + ": 7 bytes at 4 wanted, file ends at 10"));
 }
 
+TEST_P(FileSystemTest, OneReadFillsManyPieces) {
+  std::string data(9000, '\0');
+  for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<char>(i * 31 >> 3);
+  Put("f", data);
+  Result<std::unique_ptr<File>> file = fs().OpenRead(At("f"));
+  ASSERT_THAT(file, IsOk());
+  // More pieces than one call takes, empty ones among them, and past the end.
+  std::string out(9000, '\0');
+  std::vector<File::Piece> pieces;
+  for (std::size_t at = 0; at < 8000; at += 5) {
+    pieces.push_back({out.data() + at, 5});
+    pieces.push_back({nullptr, 0});
+  }
+  EXPECT_THAT(file.value()->ReadPiecesAt(100, pieces), IsOkAndHolds(8000u));
+  EXPECT_EQ(out.substr(0, 8000), data.substr(100, 8000));
+  out.assign(9000, '\0');
+  EXPECT_THAT(file.value()->ReadPiecesAt(8997, pieces), IsOkAndHolds(3u));
+  EXPECT_EQ(out.substr(0, 4), data.substr(8997) + std::string(1, '\0'));
+  EXPECT_THAT(file.value()->ReadPiecesAt(9000, pieces), IsOkAndHolds(0u));
+}
+
 TEST_P(FileSystemTest, OffsetsBeyondTheirTypeAreErrors) {
   ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs().CreateExclusive(At("f")));
   const std::uint64_t far = ~std::uint64_t{0} - 1;
