@@ -2,7 +2,9 @@
 #include "collective/exchange_load.h"
 
 #include <algorithm>
+#include <map>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "shard/copy_plan.h"
@@ -17,6 +19,8 @@ constexpr std::uint64_t kLeastUnitBytes = 64u << 10;
 // What a rank reads between two exchanges: large beside the cost of a round, small beside a cache
 // that the ranks share.
 constexpr std::uint64_t kRoundBytes = 4u << 20;
+// Shorter runs are cheaper copied out of a block than read one by one.
+constexpr std::uint64_t kShortestPiece = 512;
 // Units are planned for this much at a time, so that a plan never grows with the model.
 constexpr std::uint64_t kBatchBytes = std::uint64_t{4} << 30;
 // Rounds between two checks whether everybody could read.
@@ -27,6 +31,8 @@ struct Unit {
   std::uint32_t tensor = 0;  // Position in the plan.
   Box box;                   // Of elements.
   PlacedBox bytes;           // The same in bytes, packed at 0.
+  std::uint32_t file = 0;    // Where it stands.
+  std::uint64_t offset = 0;
 };
 
 // Memory that is only ever overwritten: growing does not clear or keep anything.
@@ -46,10 +52,14 @@ class Bytes {
 
 class Exchanger {
  public:
-  Exchanger(const OpenedCheckpoint& checkpoint, Collective& collective,
+  Exchanger(FileSystem& fs, const OpenedCheckpoint& checkpoint, Collective& collective,
             std::span<const PlannedTensor> tensors, std::span<LoadTarget> targets,
             LoadVerify verify)
-      : checkpoint_(checkpoint), collective_(collective), tensors_(tensors), verify_(verify) {
+      : fs_(fs),
+        checkpoint_(checkpoint),
+        collective_(collective),
+        tensors_(tensors),
+        verify_(verify) {
     boxes_.resize(tensors.size());
     mine_.resize(tensors.size());
     for (LoadTarget& target : targets) {
@@ -86,7 +96,13 @@ class Exchanger {
  private:
   struct Prepared {
     std::vector<std::vector<Box>> wants;  // Byte boxes of each want.
-    std::vector<Box> chunks;              // Element boxes of the chunks, in file order.
+    // Element boxes of the chunks and where they stand, in file order.
+    struct Stored {
+      Box box;
+      std::uint32_t file = 0;
+      std::uint64_t offset = 0;
+    };
+    std::vector<Stored> chunks;
   };
 
   Status PrepareTensor(std::size_t t) {
@@ -109,7 +125,11 @@ class Exchanger {
       TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                    ByteRegion(meta.dtype(), meta.shape(), chunk.region));
       placed.push_back(PlacePacked(bytes, 0));
-      for (const Box& box : chunk.region.Boxes()) prepared.chunks.push_back(box);
+      std::uint64_t offset = chunk.offset;
+      for (const Box& box : chunk.region.Boxes()) {
+        prepared.chunks.push_back({box, chunk.file, offset});
+        offset += static_cast<std::uint64_t>(box.volume()) * (meta.bits() / 8);
+      }
     }
     // Every cell that this rank wants stands in exactly one chunk: a hole is found before any byte
     // is moved.
@@ -124,11 +144,14 @@ class Exchanger {
     const TensorMeta& meta = tensors_[t].entry.meta;
     const std::uint64_t unit_bytes = std::clamp(
         meta.bytes() / static_cast<std::uint64_t>(collective_.size()), kLeastUnitBytes, kUnitBytes);
-    for (const Box& chunk : boxes_[t].chunks) {
-      SplitBox(chunk, meta.bits() / 8, unit_bytes, [&](const Box& box) {
+    for (const Prepared::Stored& chunk : boxes_[t].chunks) {
+      std::uint64_t offset = chunk.offset;  // Units are consecutive runs of the chunk.
+      SplitBox(chunk.box, meta.bits() / 8, unit_bytes, [&](const Box& box) {
         // Cannot fail: the box is a part of a chunk whose bytes were placed before.
         const Region bytes = ByteRegion(meta.dtype(), meta.shape(), box).value();
-        Unit unit{static_cast<std::uint32_t>(t), box, PlacePacked(bytes, 0).front()};
+        Unit unit{static_cast<std::uint32_t>(t), box, PlacePacked(bytes, 0).front(), chunk.file,
+                  offset};
+        offset += static_cast<std::uint64_t>(unit.bytes.box.volume());
         for (const std::vector<Box>& want : boxes_[t].wants) {
           for (const Box& wanted : want) {
             if (Intersect(unit.bytes.box, wanted).empty()) continue;
@@ -147,6 +170,12 @@ class Exchanger {
     LoadTarget* target = nullptr;  // Of this rank's parts.
     std::uint64_t size() const { return static_cast<std::uint64_t>(bytes.volume()); }
   };
+  // Bytes of a unit that stand together in the file and in memory.
+  struct FileRun {
+    std::uint64_t at = 0;  // From the unit's first byte.
+    std::byte* to = nullptr;
+    std::uint64_t size = 0;
+  };
   struct Arrival {
     Part part;
     const std::byte* bytes = nullptr;
@@ -157,6 +186,10 @@ class Exchanger {
   std::uint64_t ReadUnit(std::size_t number, std::byte* out) {
     const Unit& unit = units_[number];
     const PlannedTensor& tensor = tensors_[unit.tensor];
+    if (UnitVerify(tensor) == ReadVerify::kOff && CutIntoRuns(number, out)) {
+      if (failure_.ok()) failure_ = ReadRuns(unit);
+      return PostParts(number, out);
+    }
     unit_.Reserve(static_cast<std::uint64_t>(unit.bytes.box.volume()));
     if (failure_.ok()) {
       const BufferView view =
@@ -172,10 +205,87 @@ class Exchanger {
       }
       ExecuteCopy(PlanCopy(part.bytes, unit.bytes, PlacePacked(Region(part.bytes), 0).front()),
                   unit_.data(), out + used);
+      used += part.size();
+    });
+    return PostParts(number, out);
+  }
+
+  // What others want of a unit stands in the order of the parts from `out` on: sends it, and
+  // returns how much it is.
+  std::uint64_t PostParts(std::size_t number, std::byte* out) {
+    std::uint64_t used = 0;
+    ForEachPartOf(number, number + 1, [&](const Part& part) {
+      if (part.rank == collective_.rank()) return;
       sends_.push_back({part.rank, out + used, part.size()});
       used += part.size();
     });
     return used;
+  }
+
+  // The runs of a unit and where each goes, in file order, in runs_: then one read both fetches
+  // the unit and cuts it up. False where runs are too short for that, or wanted twice.
+  bool CutIntoRuns(std::size_t number, std::byte* out) {
+    const Unit& unit = units_[number];
+    runs_.clear();
+    bool good = true;
+    ForEachPartOf(number, number + 1, [&](const Part& part) {
+      const auto add = [&](const StridedCopy& copy, std::byte* base) {
+        good = good && copy.run >= kShortestPiece;
+        if (!good) return;
+        copy.ForEachRun([&](std::int64_t from, std::int64_t to, std::uint64_t size) {
+          runs_.push_back({static_cast<std::uint64_t>(from), base + to, size});
+        });
+      };
+      if (part.rank != collective_.rank()) {
+        add(PlanCopy(part.bytes, unit.bytes, PlacePacked(Region(part.bytes), 0).front()), out);
+        out += part.size();
+        return;
+      }
+      for (const PlacedBox& to : part.target->placed) {
+        const Box common = Intersect(part.bytes, to.box);
+        if (!common.empty()) add(PlanCopy(common, unit.bytes, to), part.target->base);
+      }
+    });
+    if (!good) return false;
+    std::sort(runs_.begin(), runs_.end(),
+              [](const FileRun& a, const FileRun& b) { return a.at < b.at; });
+    for (std::size_t i = 1; i < runs_.size(); ++i) {
+      if (runs_[i].at < runs_[i - 1].at + runs_[i - 1].size) return false;
+    }
+    return true;
+  }
+
+  Status ReadRuns(const Unit& unit) {
+    const TensorMeta& meta = tensors_[unit.tensor].entry.meta;
+    const std::string name = checkpoint_.FilePath(unit.file);
+    const auto failed = [&](const Status& why) {
+      return why.WithContext("tensor " + meta.key() + " " + unit.box.ToString());
+    };
+    std::unique_ptr<File>& file = files_[unit.file];
+    if (file == nullptr) {
+      Result<std::unique_ptr<File>> opened = fs_.OpenRead(name);
+      if (opened.status().code() == Code::kNotFound) {
+        return failed(Status(Code::kDataLoss, name + ": the file is missing"));
+      }
+      if (!opened.ok()) return failed(opened.status());
+      file = std::move(opened).value();
+    }
+    // What nobody wants between two runs goes where nobody looks.
+    pieces_.clear();
+    std::uint64_t at = 0;
+    for (const FileRun& run : runs_) {
+      for (; at < run.at; at += pieces_.back().size) {
+        unit_.Reserve(kUnitBytes);
+        pieces_.push_back({unit_.data(), std::min(run.at - at, kUnitBytes)});
+      }
+      pieces_.push_back({run.to, run.size});
+      at += run.size;
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got, file->ReadPiecesAt(unit.offset, pieces_));
+    stats_.bytes_read += got;
+    if (got == at) return {};
+    return failed(Status(Code::kDataLoss, name + ": byte " + std::to_string(unit.offset + got) +
+                                              ": the file ends here"));
   }
 
   ReadVerify UnitVerify(const PlannedTensor& tensor) const {
@@ -290,6 +400,7 @@ class Exchanger {
     return {};
   }
 
+  FileSystem& fs_;
   const OpenedCheckpoint& checkpoint_;
   Collective& collective_;
   std::span<const PlannedTensor> tensors_;
@@ -298,6 +409,9 @@ class Exchanger {
   std::vector<std::vector<LoadTarget*>> mine_;  // Likewise.
   std::vector<Unit> units_;
   Bytes unit_;
+  std::vector<FileRun> runs_;
+  std::vector<File::Piece> pieces_;
+  std::map<std::uint32_t, std::unique_ptr<File>> files_;  // By number.
   Bytes outgoing_;
   Bytes incoming_;
   std::vector<Collective::Transfer> sends_;
@@ -310,13 +424,13 @@ class Exchanger {
 
 }  // namespace
 
-Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
+Status LoadByExchange(FileSystem& fs, const OpenedCheckpoint& checkpoint, Collective& collective,
                       std::span<const PlannedTensor> tensors, std::span<LoadTarget> targets,
                       LoadVerify verify, std::uint64_t* read, std::uint64_t* received) {
   const bool any = std::any_of(tensors.begin(), tensors.end(),
                                [](const PlannedTensor& tensor) { return tensor.exchange; });
   if (!any) return {};
-  Exchanger exchanger(checkpoint, collective, tensors, targets, verify);
+  Exchanger exchanger(fs, checkpoint, collective, tensors, targets, verify);
   TENSORMOUNT_RETURN_IF_ERROR(exchanger.Run());
   for (LoadTarget& target : targets) {
     if (!target.tensor->exchange) continue;

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "base/file_system.h"
 #include "collective/collective.h"
 #include "collective/load_plan.h"
 #include "index/checkpoint.h"
@@ -30,7 +31,7 @@ struct LoadTarget {
 // those of exchanged tensors in the order of the plan. Adds to stats of the targets (bytes_wanted,
 // bytes_by_leaf), and to `read` and `received` what this rank read and received.
 // Collective; the verdict is the same everywhere.
-Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
+Status LoadByExchange(FileSystem& fs, const OpenedCheckpoint& checkpoint, Collective& collective,
                       std::span<const PlannedTensor> tensors, std::span<LoadTarget> targets,
                       LoadVerify verify, std::uint64_t* read, std::uint64_t* received);
 
