@@ -114,7 +114,8 @@ void Answer(fuse_req_t req, Bridge& bridge, Op op, Clock::time_point since, Node
     result.value()(req);
     return;
   }
-  if (!IsOrdinary(result.status())) {
+  // Reads know the name of their file and have told.
+  if (op != Op::kRead && !IsOrdinary(result.status())) {
     bridge.vfs.stats().Report(OpName(op), "node " + std::to_string(node), result.status());
   }
   fuse_reply_err(req, result.status().ToErrno());
@@ -286,7 +287,12 @@ void OpRead(fuse_req_t req, fuse_ino_t, std::size_t size, off_t offset, fuse_fil
     char* buffer = ThreadBuffer();
     const Result<std::size_t> got =
         file->Read(static_cast<std::uint64_t>(offset), buffer, size, &read);
-    if (!got.ok()) return got.status().WithContext(file->label());
+    if (!got.ok()) {
+      if (!IsOrdinary(got.status())) {
+        bridge.vfs.stats().Report(OpName(Op::kRead), file->label(), got.status());
+      }
+      return got.status();
+    }
     bridge.vfs.stats().CountBytes(got.value(), read);
     // On the thread that read, before it reads again.
     return Reply([buffer, n = got.value()](fuse_req_t r) { fuse_reply_buf(r, buffer, n); });

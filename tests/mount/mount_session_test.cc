@@ -308,6 +308,7 @@ TEST_F(MountTest, DamageIsAnErrorAndALine) {
   ASSERT_OK_AND_ASSIGN(const std::string errors, ops_->ReadAll(".tensormount/errors"));
   const auto line = nlohmann::json::parse(errors.substr(0, errors.find('\n')));
   EXPECT_EQ(line["code"], "DATA_LOSS");
+  EXPECT_EQ(line["path"], "step-1/tensors/big");
   EXPECT_THAT(line["message"].get<std::string>(), testing::HasSubstr("tensor big"));
 }
 
