@@ -145,14 +145,13 @@ def check_file(root, path):
                 yield number, problem
 
 
-def violations(root):
-    return [f"{path}:{number}: {problem}" for path in source_files(root)
-            for number, problem in check_file(root, path)]
+def file_violations(root, path):
+    return [f"{path}:{number}: {problem}" for number, problem in check_file(root, path)]
 
 
 def main():
     root = sys.argv[1]
-    found = violations(root)
+    found = [line for path in source_files(root) for line in file_violations(root, path)]
     for line in found:
         print(line)
     print(f"{len(source_files(root))} files, {len(found)} violations")
