@@ -339,9 +339,11 @@ Status Vfs::List(NodeId id, std::uint64_t cookie, const std::function<bool(const
     if (place.node == MountNode(Fixed::kControl)) return ListControl(cookie, fn);
     return Status::FromErrno(ENOTDIR, "list", "this node");
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes own, place.view->Stat(place.node));
-  if (own.kind != FileKind::kDirectory) return Status::FromErrno(ENOTDIR, "list", "this node");
-  if (!ListDots(own, cookie, fn)) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Entry own, Stat(id));
+  if (own.attributes.kind != FileKind::kDirectory) {
+    return Status::FromErrno(ENOTDIR, "list", "this node");
+  }
+  if (!ListDots(own.attributes, cookie, fn)) return {};
   const std::uint64_t from = cookie > kDots ? cookie - kDots : 0;
   return place.view->List(place.node, from, [&](const Child& child, std::uint64_t next) {
     Listed listed{.name = child.name, .entry = EntryOf(child), .next = next + kDots};
