@@ -58,8 +58,8 @@ class Slot {
 // does not answer blocks nobody for more than kPatience, once. Thread-safe.
 class StoreWatch {
  public:
-  // How old an answer may be; together with the kernel's caches of 0.5 s changes show within 1 s.
-  static constexpr std::chrono::milliseconds kMaxAge{300};
+  // How old an answer may be; together with the kernel's caches of 0.4 s changes show within 1 s.
+  static constexpr std::chrono::milliseconds kMaxAge{200};
   static constexpr std::chrono::milliseconds kPatience{1000};
   // Checkpoints kept open beyond those in use.
   static constexpr std::size_t kKeptOpen = 32;

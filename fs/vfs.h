@@ -35,7 +35,7 @@ class Vfs {
   // Seconds that the kernel may keep what it was told: below a sealed checkpoint, and for names
   // that come and go (the root, latest, names that are not there).
   static constexpr double kSealedSeconds = 3600;
-  static constexpr double kRootSeconds = 0.5;
+  static constexpr double kRootSeconds = 0.4;
 
   // kNotFound: no such source; kUnsupported: neither store, checkpoint nor .safetensors file.
   static Result<std::unique_ptr<Vfs>> Open(FileSystem& fs, const VfsOptions& options);

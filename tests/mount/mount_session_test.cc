@@ -270,7 +270,7 @@ TEST_F(MountTest, DaemonUnmountsOnSignalsAndADeadOneCanBeCleanedUp) {
   daemon->Signal(SIGKILL);
   ASSERT_TRUE(daemon->WaitFor(seconds(10)).has_value());
   struct stat st;
-  // What the kernel remembers of the root lasts for half a second.
+  // What the kernel remembers of the root lasts for less than a second.
   ExpectWithin(seconds(2), [&] { return stat(mount_point().c_str(), &st) != 0; });
   EXPECT_EQ(errno, ENOTCONN);
   EXPECT_TRUE(IsMountPoint(mount_point()));
