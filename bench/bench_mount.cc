@@ -97,7 +97,7 @@ Status BenchMountRead(const Options& options) {
     null_options.file_bytes = bytes;
     null_options.threads = kServerThreads;
     // Without DIRECT_IO_ALLOW_MMAP our mount is in page-cache mode, and so is its floor.
-    null_options.direct_io = mount->StatusJson().find("page-cache") == std::string::npos;
+    null_options.direct_io = mount->StatusJson().find("\"page_cache\"") == std::string::npos;
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<NullFuse> floor,
                                  NullFuse::Start(null_options));
     std::vector<std::string> files;

@@ -19,6 +19,7 @@
 
 #include "base/file_system.h"
 #include "bench/ckptbench.h"
+#include "collective/collective.h"
 #include "collective/socket_group.h"
 
 namespace tensormount::bench {
@@ -151,26 +152,54 @@ Result<double> TimeThreads(int n, const std::function<Status(int)>& fn) {
   return took.count();
 }
 
-Result<double> TimeRanks(const Options& options, const std::function<Status(Communicator&)>& body) {
-  const auto start = Clock::now();
-  if (!options.sockets) {
-    TENSORMOUNT_RETURN_IF_ERROR(RunOnThreads(options.ranks, body));
-    return std::chrono::duration<double>(Clock::now() - start).count();
+void PageBuffer::Touch() const {
+  for (std::size_t at = 0; at < size_; at += 4096) {
+    auto* p = reinterpret_cast<volatile std::byte*>(data_ + at);
+    *p = *p;
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<ForkedGroup> group,
-                               ForkedGroup::Start(options.ranks, [&](Communicator& comm) {
-                                 const Status status = body(comm);
-                                 if (status.ok()) return 0;
-                                 std::fprintf(stderr, "rank %d: %s\n", comm.rank(),
-                                              status.ToString().c_str());
-                                 return 1;
-                               }));
-  const std::vector<ForkedGroup::Exit> exits = group->Wait(std::chrono::minutes(10));
-  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-  for (const ForkedGroup::Exit& e : exits) {
-    if (!e.exited || e.code != 0) return Status(Code::kInternal, "a forked rank failed");
+}
+
+Result<double> TimeRanks(const Options& options, const std::function<void(int)>& prepare,
+                         const std::function<Status(Communicator&)>& body) {
+  // The clock is the machine's, so that ranks in other processes may read it too.
+  PageBuffer shared(4096);
+  auto* const times = reinterpret_cast<double*>(shared.data());
+  const auto now = [] {
+    return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+  };
+  const auto rank_body = [&](Communicator& comm) -> Status {
+    if (prepare) prepare(comm.rank());
+    {
+      Collective start(comm, {});
+      TENSORMOUNT_RETURN_IF_ERROR(start.Agree({}, "ckptbench: start"));
+    }
+    times[2 * comm.rank()] = now();
+    const Status status = body(comm);
+    times[2 * comm.rank() + 1] = now();
+    return status;
+  };
+  if (options.sockets) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<ForkedGroup> group,
+                                 ForkedGroup::Start(options.ranks, [&](Communicator& comm) {
+                                   const Status status = rank_body(comm);
+                                   if (status.ok()) return 0;
+                                   std::fprintf(stderr, "rank %d: %s\n", comm.rank(),
+                                                status.ToString().c_str());
+                                   return 1;
+                                 }));
+    for (const ForkedGroup::Exit& e : group->Wait(std::chrono::minutes(10))) {
+      if (!e.exited || e.code != 0) return Status(Code::kInternal, "a forked rank failed");
+    }
+  } else {
+    TENSORMOUNT_RETURN_IF_ERROR(RunOnThreads(options.ranks, rank_body));
   }
-  return seconds;
+  double first = times[0];
+  double last = times[1];
+  for (int r = 1; r < options.ranks; ++r) {
+    first = std::max(first, times[2 * r]);
+    last = std::max(last, times[2 * r + 1]);
+  }
+  return last - first;
 }
 
 Status RawRead(int fd, std::uint64_t offset, void* out, std::uint64_t size) {

@@ -22,7 +22,7 @@ double BytesReadByCalls() {
 }
 
 Status SaveOnce(const Options& options, RankTensors& tensors, const std::string& path) {
-  return TimeRanks(options,
+  return TimeRanks(options, {},
                    [&](Communicator& comm) {
                      return Save(tensors.State(comm.rank()), path, comm).status();
                    })
@@ -98,7 +98,8 @@ Status RunLoadCase(const Options& options, const std::string& checkpoint, const 
   c.floor_name = "pread of the same bytes by as many threads, 1 MiB at a time, in file order";
   if (options.cold) c.before = [&] { return DropCaches(checkpoint); };
   c.ours = [&] {
-    return TimeRanks(options, [&](Communicator& comm) -> Status {
+    const auto touch = [&](int rank) { target.memory(rank).Touch(); };
+    return TimeRanks(options, touch, [&](Communicator& comm) -> Status {
       LoadOptions how;
       how.path = lc.path;
       how.verify = lc.verify;
@@ -156,7 +157,8 @@ Status BenchSave(const Options& options) {
     c.ours = [&]() -> Result<double> {
       last = folder->Join("store" + std::to_string(number++));
       const double before = BytesReadByCalls();
-      Result<double> seconds = TimeRanks(options, [&](Communicator& comm) -> Status {
+      const auto touch = [&](int rank) { tensors.memory(rank).Touch(); };
+      Result<double> seconds = TimeRanks(options, touch, [&](Communicator& comm) -> Status {
         Result<SaveReport> report = Save(tensors.State(comm.rank()), last + "/step", comm);
         if (report.ok() && comm.rank() == 0) {
           facts["publish_seconds"] = report.value().publish_seconds;

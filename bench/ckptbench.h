@@ -64,6 +64,8 @@ class PageBuffer {
   PageBuffer& operator=(PageBuffer&&) = delete;
   std::byte* data() { return data_; }
   const std::byte* data() const { return data_; }
+  // A process that was forked has the memory, but must find its pages again.
+  void Touch() const;
   std::size_t size() const { return size_; }
 
  private:
@@ -74,8 +76,10 @@ class PageBuffer {
 // Runs fn(i) on n threads at once; seconds from a common start to the last end.
 Result<double> TimeThreads(int n, const std::function<Status(int)>& fn);
 // Runs body as `ranks` ranks (threads, or forked processes where options say so); seconds from the
-// common start to the last end. Memory that bodies write must be shared to be seen after sockets.
-Result<double> TimeRanks(const Options& options, const std::function<Status(Communicator&)>& body);
+// last rank's start to the last end. `prepare`, which may be empty, runs on every rank before the
+// start. Memory that bodies write must be shared to be seen after forks.
+Result<double> TimeRanks(const Options& options, const std::function<void(int rank)>& prepare,
+                         const std::function<Status(Communicator&)>& body);
 
 // Plain system calls: all bytes of [offset, offset + size) in 1 MiB steps.
 Status RawRead(int fd, std::uint64_t offset, void* out, std::uint64_t size);

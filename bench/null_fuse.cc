@@ -38,6 +38,7 @@ Answers& Of(fuse_req_t request) { return *static_cast<Answers*>(fuse_req_userdat
 
 void Init(void*, fuse_conn_info* connection) {
   connection->max_write = kRequestBytes;
+  connection->max_read = kRequestBytes;
   connection->max_readahead = kRequestBytes;
 }
 

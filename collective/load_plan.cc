@@ -2,9 +2,11 @@
 #include "collective/load_plan.h"
 
 #include <algorithm>
+#include <fstream>
 #include <map>
 #include <set>
 
+#include "base/hash.h"
 #include "shard/copy_plan.h"
 #include "shard/leaf_hash.h"
 
@@ -141,10 +143,24 @@ Result<Geometry> Measure(const CheckpointIndex& index, const TensorEntry& entry,
   return g;
 }
 
-// Exchange pays where runs are so short that reading them one by one costs more than passing every
-// byte on, and where no two ranks share a page cache anyway (docs/performance.md, "Exchange").
-constexpr std::uint64_t kExchangeRun = 512;
+// On one machine the ranks share a page cache, and gathering short runs from it costs no more than
+// passing them on (measured: docs/performance.md, "Resharding"). On several machines each would
+// fetch whole pages, in the end the whole tensor, for the few bytes of them that it wants.
+constexpr std::uint64_t kExchangeRun = 64u << 10;
 constexpr std::uint64_t kExchangeBytes = 8u << 20;
+
+bool OnSeveralMachines(std::span<const RankDescriptor> requests) {
+  return std::any_of(requests.begin(), requests.end(),
+                     [&](const RankDescriptor& request) { return request.now != requests[0].now; });
+}
+
+// A number for this machine since it was started.
+std::int64_t ThisMachine() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  file >> id;
+  return static_cast<std::int64_t>(Xxh3(id).low >> 1);
+}
 
 Result<bool> WorthExchanging(const CheckpointIndex& index, const PlannedTensor& tensor) {
   if (tensor.entry.meta.bytes() < kExchangeBytes) return false;
@@ -160,6 +176,7 @@ std::string EncodeLoadRequest(const StateDict& request, std::string_view path,
                               const LoadOptions& options, int rank, int world) {
   SaveOptions call;
   call.producer = "load";
+  call.now = ThisMachine();
   for (const int choice :
        {static_cast<int>(options.not_stored), static_cast<int>(options.not_requested),
         static_cast<int>(options.verify), static_cast<int>(options.path)}) {
@@ -226,6 +243,7 @@ Result<LoadPlan> MakeLoadPlan(const CheckpointIndex& index,
   if (!plan.refusal.ok()) return plan;
 
   const int ranks = static_cast<int>(requests.size());
+  const bool several = OnSeveralMachines(requests);
   for (PlannedTensor& tensor : plan.tensors) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
                                  index.Extents(tensor.entry.ordinal));
@@ -236,7 +254,7 @@ Result<LoadPlan> MakeLoadPlan(const CheckpointIndex& index,
     // Elements under a byte have no boxes of whole bytes to cut blocks along.
     const bool can_exchange = ranks > 1 && tensor.entry.meta.bits() % 8 == 0;
     if (can_exchange && options.path == LoadPath::kExchange) tensor.exchange = true;
-    if (can_exchange && options.path == LoadPath::kAuto) {
+    if (can_exchange && several && options.path == LoadPath::kAuto) {
       TENSORMOUNT_ASSIGN_OR_RETURN(tensor.exchange, WorthExchanging(index, tensor));
     }
     if (options.verify == LoadVerify::kAuto) {

@@ -22,7 +22,8 @@
 namespace tensormount {
 
 // A rank's request travels as its descriptor (collective/descriptor.h); path and options of the
-// load stand where those of a save would, so that ranks that disagree on them are found.
+// load stand where those of a save would, so that ranks that disagree on them are found; `now` is a
+// number for the machine that the rank runs on.
 std::string EncodeLoadRequest(const StateDict& request, std::string_view path,
                               const LoadOptions& options, int rank, int world);
 

@@ -27,12 +27,13 @@ enum class LoadVerify {
 };
 
 // kDirect: every rank reads what it needs. kExchange: ranks read long runs and pass pieces on
-// (column loads of row-major files). kAuto decides by the length of the runs.
+// (column loads of row-major files). kAuto exchanges where runs are short and the ranks run on
+// several machines, so that they share no page cache.
 enum class LoadPath { kAuto, kDirect, kExchange };
 
 struct LoadOptions {
-  Strict not_stored = Strict::kRaise;    // Asked for, absent.
-  Strict not_requested = Strict::kLog;   // Stored, asked for by nobody.
+  Strict not_stored = Strict::kRaise;   // Asked for, absent.
+  Strict not_requested = Strict::kLog;  // Stored, asked for by nobody.
   LoadVerify verify = LoadVerify::kAuto;
   LoadPath path = LoadPath::kAuto;
   Timeouts timeouts = {};
@@ -46,13 +47,13 @@ struct LoadOptions {
 class TENSORMOUNT_EXPORT LoadReport {
  public:
   std::string uuid;
-  std::uint64_t bytes_wanted = 0;        // Of this rank.
+  std::uint64_t bytes_wanted = 0;  // Of this rank.
   std::uint64_t bytes_read = 0;
-  std::uint64_t bytes_received = 0;      // From other ranks.
-  std::uint64_t bytes_by_leaf = 0;       // Verified how; the three add up to bytes_wanted.
+  std::uint64_t bytes_received = 0;  // From other ranks.
+  std::uint64_t bytes_by_leaf = 0;   // Verified how; the three add up to bytes_wanted.
   std::uint64_t bytes_by_digest = 0;
   std::uint64_t bytes_unverified = 0;
-  std::vector<std::string> not_stored;     // With Strict::kReturn; the same on every rank.
+  std::vector<std::string> not_stored;  // With Strict::kReturn; the same on every rank.
   std::vector<std::string> not_requested;
   double read_seconds = 0;
   double proof_seconds = 0;

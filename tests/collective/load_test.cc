@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "base/log.h"
+#include "collective/load_plan.h"
 #include "tests/collective/load_testing.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
@@ -338,6 +339,39 @@ TEST(Load, RanksMustAgreeOnPathAndOptions) {
     EXPECT_THAT(verdict, HasCode(Code::kInvalidArgument));
     EXPECT_THAT(verdict, HasMessage("rank 1: load was called with another path or other options"));
   }
+}
+
+TEST(LoadPlan, ExchangesShortRunsBetweenMachinesOnly) {
+  TempDir dir;
+  const std::string path = dir.Join("store/step");
+  const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {2048, 1024})};
+  SaveOptions save;
+  save.placement = PlacementRule::kTensorFile;
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 1, save));
+  ASSERT_OK_AND_ASSIGN(const auto checkpoint, OpenedCheckpoint::Open(HostFileSystem(), path, {}));
+  const auto exchanged = [&](const std::string& rule, bool several) {
+    std::vector<RankDescriptor> requests;
+    const std::vector<Region> regions = CutByRule(tensors[0].shape, rule, 2);
+    for (int rank = 0; rank < 2; ++rank) {
+      const Region& region = regions[static_cast<std::size_t>(rank)];
+      StateDict request;
+      std::string memory(static_cast<std::size_t>(region.volume()) * 4, '\0');
+      (void)request.AddTensor("w", {tensors[0].shape, region,
+                                    BufferView::Host(DType::kF32, static_cast<void*>(memory.data()),
+                                                     region.box().extent())});
+      Result<RankDescriptor> d =
+          DecodeDescriptor(EncodeLoadRequest(request, path, {}, rank, 2), rank, 2);
+      EXPECT_OK(d);
+      requests.push_back(d.value());
+      if (several) requests.back().now += rank;
+    }
+    Result<LoadPlan> plan = MakeLoadPlan(checkpoint->index(), requests, {});
+    EXPECT_OK(plan);
+    return plan.value().tensors.at(0).exchange;
+  };
+  EXPECT_TRUE(exchanged("cols", true));
+  EXPECT_FALSE(exchanged("cols", false));
+  EXPECT_FALSE(exchanged("rows", true));
 }
 
 TEST(Load, NoSuchCheckpoint) {
