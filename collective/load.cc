@@ -87,8 +87,8 @@ class LoadJob {
                                       "stored, but asked for by no rank: ", report_.not_requested));
     const auto read_start = std::chrono::steady_clock::now();
     TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(ReadAll(), "load: read"));
-    TENSORMOUNT_RETURN_IF_ERROR(LoadByExchange(fs_, *checkpoint_, collective_, plan_.tensors, targets_,
-                                               options_.verify, &report_.bytes_read,
+    TENSORMOUNT_RETURN_IF_ERROR(LoadByExchange(fs_, *checkpoint_, collective_, plan_.tensors,
+                                               targets_, options_.verify, &report_.bytes_read,
                                                &report_.bytes_received));
     report_.read_seconds = SecondsSince(read_start);
     if (options_.before_proof != nullptr) options_.before_proof(collective_.rank());
