@@ -5,6 +5,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "index/record_coding.h"
+
 namespace tensormount {
 namespace {
 
@@ -142,7 +144,7 @@ Status ReadBody(ByteReader& in, RankDescriptor& d) {
   d.placement = static_cast<PlacementRule>(placement);
   d.replicas = static_cast<ReplicaCheck>(replicas);
   d.replace_existing = in.U8() != 0;
-  d.producer = in.String(kMaxPath);
+  d.producer = in.String(kMaxTextBytes);
   d.now = in.I64();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   TENSORMOUNT_RETURN_IF_ERROR(ReadTensors(in, d));
@@ -186,8 +188,8 @@ std::string EncodeDescriptor(const StateDict& state, std::string_view path,
   out.U32(static_cast<std::uint32_t>(rank));
   out.U32(static_cast<std::uint32_t>(world));
   Status status = state.status();
-  if (status.ok() && (path.size() > kMaxPath || options.producer.size() > kMaxPath)) {
-    status = Status(Code::kInvalidArgument, "the path or the producer's name is too long");
+  if (status.ok() && (path.size() > kMaxPath || options.producer.size() > kMaxTextBytes)) {
+    status = Status(Code::kInvalidArgument, "the path or the name of the producer is too long");
   }
   if (status.ok() && state.tensors().size() > UINT32_MAX) {
     status = Status(Code::kInvalidArgument, "more than 2^32 shards on one rank");

@@ -161,6 +161,12 @@ Result<std::string> EncodeManifest(const Content& content, std::span<const Hash1
   if (content.objects.size() > UINT32_MAX) return TooLarge("objects");
   if (content.extras.size() > UINT32_MAX) return TooLarge("extra pieces");
   if (content.common.size() > UINT32_MAX) return TooLarge("common values");
+  // What decoding refuses must not be written: it would be committed and never opened again.
+  if (content.info.producer.size() > kMaxTextBytes) {
+    return Status(Code::kInvalidArgument,
+                  "the name of the producer has " + std::to_string(content.info.producer.size()) +
+                      " bytes, at most " + std::to_string(kMaxTextBytes) + " are allowed");
+  }
   EncodeInfo(out, content.info);
   out.U32(static_cast<std::uint32_t>(content.files.size()));
   for (const FileRecord& file : content.files) EncodeFile(out, file);
@@ -182,6 +188,11 @@ Result<std::string> EncodeManifest(const Content& content, std::span<const Hash1
     if (key.size() > kMaxKeyBytes) {
       return Status(Code::kInvalidArgument, "the name of a common value is over " +
                                                 std::to_string(kMaxKeyBytes) + " bytes");
+    }
+    if (CommonBytesOf(value) > kMaxCommonBytes) {
+      return Status(Code::kInvalidArgument,
+                    "common value " + key + ": has " + std::to_string(CommonBytesOf(value)) +
+                        " bytes, at most " + std::to_string(kMaxCommonBytes) + " are allowed");
     }
     out.String(key);
     EncodeCommon(out, value);

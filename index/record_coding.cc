@@ -4,8 +4,6 @@
 namespace tensormount {
 namespace {
 
-constexpr std::size_t kMaxTextBytes = 4096;
-
 Status Broken(std::string_view what, std::string_view why) {
   return Status(Code::kDataLoss, std::string(what) + ": " + std::string(why));
 }
@@ -33,6 +31,12 @@ bool IsSafeName(std::string_view name) {
     if (slash == std::string_view::npos) return true;
     name.remove_prefix(slash + 1);
   }
+}
+
+std::size_t CommonBytesOf(const CommonValue& value) {
+  if (const auto* text = std::get_if<std::string>(&value)) return text->size();
+  if (const auto* bytes = std::get_if<CommonBytes>(&value)) return bytes->data.size();
+  return 0;
 }
 
 void EncodeUuid(ByteWriter& out, const Uuid& uuid) {

@@ -17,11 +17,16 @@
 namespace tensormount {
 
 inline constexpr std::size_t kMaxFileNameBytes = 4096;
+// The producer, the name of the parent.
+inline constexpr std::size_t kMaxTextBytes = 4096;
 inline constexpr std::size_t kMaxCommonBytes = std::size_t{64} << 20;
 
 // Whether `name` is a relative path below a checkpoint's data/, manifest/ or index/ that can lead
 // nowhere else.
 bool IsSafeName(std::string_view name);
+
+// Bytes of a string or of bytes; 0 for numbers.
+std::size_t CommonBytesOf(const CommonValue& value);
 
 void EncodeUuid(ByteWriter& out, const Uuid& uuid);
 Uuid DecodeUuid(ByteReader& in);

@@ -6,9 +6,11 @@
 #include <future>
 #include <memory>
 #include <set>
+#include <span>
 #include <thread>
 #include <tuple>
 
+#include "base/log.h"
 #include "index/manifest.h"
 #include "index/mtime.h"
 #include "index/store.h"
@@ -256,6 +258,30 @@ std::vector<std::shared_ptr<OpenedCheckpoint>> OpenPriors(FileSystem& fs, const 
   return priors;
 }
 
+// The index of a prior is only checked as far as it is read: one that turns out damaged is made
+// again from its manifests, and where these are damaged too, its files count as changed.
+Status DecideAgainst(FileSystem& fs, std::span<const std::shared_ptr<OpenedCheckpoint>> priors,
+                     std::int64_t now, Content& content) {
+  std::vector<const CheckpointIndex*> indexes;
+  for (const auto& p : priors) indexes.push_back(&p->index());
+  const Status decided = DecideMtimes(indexes, now, content);
+  if (decided.ok()) return decided;
+  Log(LogLevel::kWarning, decided.message() + "; its manifests are used instead");
+  std::vector<std::shared_ptr<const CheckpointIndex>> again;
+  indexes.clear();
+  for (const auto& p : priors) {
+    Content known;
+    if (p->commit() != nullptr) {
+      Result<Content> rebuilt = RebuildContent(fs, p->directory(), p->commit()->record);
+      if (rebuilt.ok()) known = std::move(rebuilt).value();
+    }
+    if (known.info.uuid.IsZero()) known.info = p->index().info();
+    TENSORMOUNT_ASSIGN_OR_RETURN(again.emplace_back(), CheckpointIndex::FromContent(known));
+    indexes.push_back(again.back().get());
+  }
+  return DecideMtimes(indexes, now, content);
+}
+
 Status SyncBelow(FileSystem& fs, const Staging& staging, std::string_view folder) {
   return fs.SyncDirectory(JoinPath(staging.directory, folder));
 }
@@ -313,9 +339,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
                    [](const FileRecord& f) { return f.placement == Placement::kForeign; });
   {
     const auto priors = OpenPriors(fs, *this, staging, options.if_exists);
-    std::vector<const CheckpointIndex*> indexes;
-    for (const auto& p : priors) indexes.push_back(&p->index());
-    TENSORMOUNT_RETURN_IF_ERROR(DecideMtimes(indexes, info.created, content));
+    TENSORMOUNT_RETURN_IF_ERROR(DecideAgainst(fs, priors, info.created, content));
   }
   published.manifests_seconds = watch.Lap();
 

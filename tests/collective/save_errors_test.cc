@@ -3,6 +3,8 @@
 // left behind.
 #include <atomic>
 #include <cerrno>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <sys/stat.h>
@@ -254,6 +256,77 @@ TEST_F(SaveErrorsTest, FullDiskOnAnyRankFailsAllAndLeavesNothing) {
     ASSERT_OK(HostFileSystem().RemoveTree(Path("next" + std::to_string(r))));
     for (FullDisk& disk : disks) disk.FullFrom(1 << 30);
   }
+}
+
+TEST_F(SaveErrorsTest, WhatNoReaderWouldTakeIsRefused) {
+  // Longer than the format allows is never called committed.
+  SaveOptions options;
+  options.producer = std::string(4096, 'p');
+  const auto save = [&](const std::string& name, std::size_t value) {
+    return OneVerdict(SaveOnThreads(
+        Path(name), 2,
+        [&](int, RankState& state) {
+          (void)state.dict.SetCommon("value", std::string(value, 'v'));  // The save says it.
+        },
+        options));
+  };
+  constexpr std::size_t kMost = std::size_t{64} << 20;
+  ASSERT_OK(save("longest", 1));
+  auto opened = OpenedCheckpoint::Open(HostFileSystem(), Path("longest"), {});
+  ASSERT_OK(opened);
+  EXPECT_EQ(opened.value()->index().info().producer, options.producer);
+  Status status = save("a", kMost + 1);
+  EXPECT_THAT(status, HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(status, HasMessage("common value value"));
+  options.producer += 'p';
+  status = save("a", 1);
+  EXPECT_THAT(status, HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(status, HasMessage("producer"));
+  EXPECT_THAT(Inside(Store()), ElementsAre("longest"));
+}
+
+TEST_F(SaveErrorsTest, DamageInTheParentsIndexStopsNoSave) {
+  SaveOptions options;
+  const auto save = [&](const std::string& name) {
+    return OneVerdict(SaveOnThreads(
+        Path(name), 4,
+        [&](int rank, RankState& state) {
+          state.Add(w_, Row(rank));
+          // Long enough that the first block of the index is not in its tail, which open checks.
+          ASSERT_OK(state.dict.SetCommon("long", std::string(200'000, 'v')));
+        },
+        options));
+  };
+  const auto mtime = [&](const std::string& name) -> std::int64_t {
+    auto opened = OpenedCheckpoint::Open(HostFileSystem(), Path(name), {});
+    EXPECT_OK(opened);
+    if (!opened.ok()) return -1;
+    auto entry = opened.value()->index().Find("w");
+    EXPECT_OK(entry);
+    return entry.ok() ? entry.value().mtime : -1;
+  };
+  const auto flip = [&](const std::string& path, std::streamoff at) {
+    std::filesystem::permissions(path, std::filesystem::perms::owner_write,
+                                 std::filesystem::perm_options::add);
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(at);
+    const char c = static_cast<char>(file.get() ^ 0x40);
+    file.seekp(at);
+    file.put(c);
+    ASSERT_TRUE(file.good()) << path;
+  };
+  options.now = 1000;
+  ASSERT_OK(save("a"));
+  flip(Path("a/index/index.sst"), 1000);
+  options.now = 2000;
+  ASSERT_OK(save("b"));
+  EXPECT_EQ(mtime("b"), 1000) << "the manifests still say what the parent holds";
+  flip(Path("b/index/index.sst"), 1000);
+  flip(Path("b/manifest/coordinator.tmm"), 1000);
+  options.now = 1500;
+  ASSERT_OK(save("c"));
+  EXPECT_EQ(mtime("c"), 2001) << "unknown counts as changed, and never goes back";
+  EXPECT_EQ(ReadAll(Path("c")).at("w"), w_.bytes);
 }
 
 TEST_F(SaveErrorsTest, FailedSyncFailsTheSave) {
