@@ -2,6 +2,7 @@
 #include "collective/data_writer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -65,7 +66,8 @@ class FileAppender {
 class DataWriter {
  public:
   DataWriter(FileSystem& fs, const Staging& staging, const StateDict& state,
-             const GlobalLayout& layout, const SavePlan& plan, int rank)
+             const GlobalLayout& layout, const SavePlan& plan, int rank,
+             std::atomic<std::uint64_t>* progress)
       : fs_(fs),
         staging_(staging),
         state_(state),
@@ -73,7 +75,10 @@ class DataWriter {
         plan_(plan),
         mine_(plan.ranks[static_cast<std::size_t>(rank)]),
         rank_(rank),
-        scratch_(std::make_unique<std::byte[]>(kBlockBytes)) {}
+        progress_(progress),
+        scratch_(std::make_unique<std::byte[]>(kBlockBytes)) {
+    out_.content.info.uuid = staging.uuid;
+  }
 
   Result<WrittenData> Run() {
     TENSORMOUNT_RETURN_IF_ERROR(WriteTensorFiles());
@@ -94,6 +99,11 @@ class DataWriter {
     std::unique_ptr<File> file;
     bool seal = false;
   };
+
+  void Written(std::uint64_t bytes) {
+    out_.bytes += bytes;
+    if (progress_ != nullptr) progress_->fetch_add(bytes, std::memory_order_relaxed);
+  }
 
   TensorContent& TensorRecord(std::uint32_t t) {
     auto at = tensors_.find(t);
@@ -166,10 +176,10 @@ class DataWriter {
       tensor.digest ^= source.value().Digest(chunk.begin + done, n, data);
       TENSORMOUNT_RETURN_IF_ERROR(out.Append(data, n));
       done += n;
+      Written(n);
     }
     record.hash = TakeLeaves(hasher);
     tensor.extents.Append(record);
-    out_.bytes += chunk.bytes;
     return Status();
   }
 
@@ -258,7 +268,7 @@ class DataWriter {
     hasher.Update(header.data(), header.size());
     piece.hash = TakeLeaves(hasher);
     out_.content.extras.push_back(piece);
-    out_.bytes += header.size();
+    Written(header.size());
     TENSORMOUNT_RETURN_IF_ERROR(out.Append(header.data(), header.size()));
     for (const PlannedChunk& chunk : chunks) {
       TENSORMOUNT_RETURN_IF_ERROR(WriteChunk(chunk, number, out));
@@ -308,7 +318,7 @@ class DataWriter {
     hasher.Update(bytes.data(), bytes.size());
     record.hash = TakeLeaves(hasher);
     out_.content.objects.push_back(std::move(record));
-    out_.bytes += bytes.size();
+    Written(bytes.size());
     return out.Append(bytes.data(), bytes.size());
   }
 
@@ -319,6 +329,7 @@ class DataWriter {
   const SavePlan& plan_;
   const RankPlan& mine_;
   const int rank_;
+  std::atomic<std::uint64_t>* const progress_;
   std::unique_ptr<std::byte[]> scratch_;
   WrittenData out_;
   std::map<std::uint32_t, TensorContent> tensors_;  // By ordinal: sorted as manifests want it.
@@ -328,8 +339,9 @@ class DataWriter {
 }  // namespace
 
 Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const StateDict& state,
-                              const GlobalLayout& layout, const SavePlan& plan, int rank) {
-  return DataWriter(fs, staging, state, layout, plan, rank).Run();
+                              const GlobalLayout& layout, const SavePlan& plan, int rank,
+                              std::atomic<std::uint64_t>* progress) {
+  return DataWriter(fs, staging, state, layout, plan, rank, progress).Run();
 }
 
 Status SealShared(FileSystem& fs, const Staging& staging, const SavePlan& plan, int rank) {

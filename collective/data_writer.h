@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_COLLECTIVE_DATA_WRITER_H_
 #define TENSORMOUNT_COLLECTIVE_DATA_WRITER_H_
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -28,9 +29,11 @@ struct WrittenData {
 // while they are in cache, leaf by leaf, and no byte is read back. On success every file is
 // synced, and sealed but for those of plan.shared (their owners seal them with SealShared once all
 // ranks have written); the folder is not synced. Files that it failed to write are left as they
-// are: the caller aborts the staging.
+// are: the caller aborts the staging. `progress`, where not
+// null, counts bytes as they are written.
 Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const StateDict& state,
-                              const GlobalLayout& layout, const SavePlan& plan, int rank);
+                              const GlobalLayout& layout, const SavePlan& plan, int rank,
+                              std::atomic<std::uint64_t>* progress = nullptr);
 
 // Seals and syncs the shared tensor files that `rank` owns.
 Status SealShared(FileSystem& fs, const Staging& staging, const SavePlan& plan, int rank);

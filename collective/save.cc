@@ -216,8 +216,8 @@ class SaveSession {
 
   // This rank's data and manifest, durable, and the hashes of its replicas.
   Status Write() {
-    TENSORMOUNT_ASSIGN_OR_RETURN(WrittenData data,
-                                 WriteData(fs_, staging_, state_, layout_, plan_, rank_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(WrittenData data, WriteData(fs_, staging_, state_, layout_, plan_,
+                                                             rank_, options_.progress));
     mine_.bytes = data.bytes;
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
                                  EncodeManifest(data.content, data.leaves));

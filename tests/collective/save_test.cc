@@ -2,6 +2,7 @@
 // What is saved comes back, whatever the dtype, the cut, the placement and the strides.
 #include "tensormount/save.h"
 
+#include <atomic>
 #include <map>
 #include <string>
 #include <sys/stat.h>
@@ -11,6 +12,7 @@
 
 #include "base/hash.h"
 #include "index/checkpoint.h"
+#include "index/manifest.h"
 #include "shard/safetensors.h"
 #include "tests/collective/save_testing.h"
 #include "tests/support/status_matchers.h"
@@ -255,6 +257,29 @@ TEST_F(SaveTest, ObjectsCommonValuesScalarsAndEmptyTensors) {
   EXPECT_EQ(opened->index().info().world_size, 3u);
   EXPECT_EQ(opened->index().info().producer, "tensormount 0.1");
   ExpectWhole(Path("a"));
+}
+
+TEST_F(SaveTest, ManifestsSayWhoseTheyAreAndProgressCountsWhatIsWritten) {
+  const RandomTensor w = MakeTensor("w", DType::kF32, {256, 600});
+  std::atomic<std::uint64_t> written{0};
+  SaveOptions options;
+  options.progress = &written;
+  const auto results = SaveOnThreads(
+      Path("a"), 2,
+      [&](int rank, RankState& state) {
+        state.Add(w, Box::Make({128 * rank, 0}, {128, 600}).value());
+        ASSERT_OK(state.dict.AddObject("o", "bytes"));
+      },
+      options);
+  ASSERT_OK(OneVerdict(results));
+  EXPECT_EQ(written, results[0].value().bytes_written);
+  for (const char* name : {"manifest/r0.tmm", "manifest/r1.tmm"}) {
+    auto bytes = HostFileSystem().ReadFile(Path("a") + "/" + name, 1 << 20);
+    ASSERT_OK(bytes);
+    auto manifest = DecodeManifest(bytes.value(), name);
+    ASSERT_OK(manifest);
+    EXPECT_EQ(manifest.value().content.info.uuid.ToString(), results[0].value().uuid) << name;
+  }
 }
 
 TEST_F(SaveTest, NothingAtAllIsACheckpointToo) {
