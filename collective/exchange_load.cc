@@ -2,6 +2,7 @@
 #include "collective/exchange_load.h"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
@@ -23,6 +24,8 @@ constexpr std::uint64_t kRoundBytes = 4u << 20;
 constexpr std::uint64_t kShortestPiece = 512;
 // Units are planned for this much at a time, so that a plan never grows with the model.
 constexpr std::uint64_t kBatchBytes = std::uint64_t{4} << 30;
+// Data files that are open at a time.
+constexpr std::size_t kMaxFiles = 64;
 // Rounds between two checks whether everybody could read.
 constexpr std::size_t kRoundsPerVerdict = 64;
 
@@ -54,12 +57,13 @@ class Exchanger {
  public:
   Exchanger(FileSystem& fs, const OpenedCheckpoint& checkpoint, Collective& collective,
             std::span<const PlannedTensor> tensors, std::span<LoadTarget> targets,
-            LoadVerify verify)
+            LoadVerify verify, std::atomic<std::uint64_t>* progress)
       : fs_(fs),
         checkpoint_(checkpoint),
         collective_(collective),
         tensors_(tensors),
-        verify_(verify) {
+        verify_(verify),
+        progress_(progress) {
     boxes_.resize(tensors.size());
     mine_.resize(tensors.size());
     for (LoadTarget& target : targets) {
@@ -261,6 +265,8 @@ class Exchanger {
     const auto failed = [&](const Status& why) {
       return why.WithContext("tensor " + meta.key() + " " + unit.box.ToString());
     };
+    // Units come in file order, so old ones are done with; thousands would pass the limit.
+    if (files_.size() >= kMaxFiles && !files_.contains(unit.file)) files_.clear();
     std::unique_ptr<File>& file = files_[unit.file];
     if (file == nullptr) {
       Result<std::unique_ptr<File>> opened = fs_.OpenRead(name);
@@ -384,7 +390,9 @@ class Exchanger {
       if (me < present) {
         outgoing = 0;
         for (std::size_t u = groups[first + me]; u < groups[first + me + 1]; ++u) {
+          const std::uint64_t before = stats_.bytes_read;
           outgoing += ReadUnit(u, outgoing_.data() + outgoing);
+          if (progress_ != nullptr) progress_->fetch_add(stats_.bytes_read - before);
         }
       }
       TENSORMOUNT_RETURN_IF_ERROR(collective_.Exchange(sends_, receives_, "load: exchange"));
@@ -405,6 +413,7 @@ class Exchanger {
   Collective& collective_;
   std::span<const PlannedTensor> tensors_;
   const LoadVerify verify_;
+  std::atomic<std::uint64_t>* const progress_;
   std::vector<Prepared> boxes_;                 // By position in the plan.
   std::vector<std::vector<LoadTarget*>> mine_;  // Likewise.
   std::vector<Unit> units_;
@@ -426,11 +435,12 @@ class Exchanger {
 
 Status LoadByExchange(FileSystem& fs, const OpenedCheckpoint& checkpoint, Collective& collective,
                       std::span<const PlannedTensor> tensors, std::span<LoadTarget> targets,
-                      LoadVerify verify, std::uint64_t* read, std::uint64_t* received) {
+                      LoadVerify verify, std::uint64_t* read, std::uint64_t* received,
+                      std::atomic<std::uint64_t>* progress) {
   const bool any = std::any_of(tensors.begin(), tensors.end(),
                                [](const PlannedTensor& tensor) { return tensor.exchange; });
   if (!any) return {};
-  Exchanger exchanger(fs, checkpoint, collective, tensors, targets, verify);
+  Exchanger exchanger(fs, checkpoint, collective, tensors, targets, verify, progress);
   TENSORMOUNT_RETURN_IF_ERROR(exchanger.Run());
   for (LoadTarget& target : targets) {
     if (!target.tensor->exchange) continue;

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_COLLECTIVE_EXCHANGE_LOAD_H_
 #define TENSORMOUNT_COLLECTIVE_EXCHANGE_LOAD_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -29,11 +30,13 @@ struct LoadTarget {
 // chunks), cuts them up and passes the pieces on. What is short on disk is then never read alone,
 // and what several ranks want is read once. In rounds of bounded memory. `targets` are this rank's,
 // those of exchanged tensors in the order of the plan. Adds to stats of the targets (bytes_wanted,
-// bytes_by_leaf), and to `read` and `received` what this rank read and received.
+// bytes_by_leaf), and to `read` and `received` what this rank read and received. `progress`, where
+// not null, counts what is read at once.
 // Collective; the verdict is the same everywhere.
 Status LoadByExchange(FileSystem& fs, const OpenedCheckpoint& checkpoint, Collective& collective,
                       std::span<const PlannedTensor> tensors, std::span<LoadTarget> targets,
-                      LoadVerify verify, std::uint64_t* read, std::uint64_t* received);
+                      LoadVerify verify, std::uint64_t* read, std::uint64_t* received,
+                      std::atomic<std::uint64_t>* progress = nullptr);
 
 }  // namespace tensormount
 

@@ -89,7 +89,7 @@ class LoadJob {
     TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(ReadAll(), "load: read"));
     TENSORMOUNT_RETURN_IF_ERROR(LoadByExchange(fs_, *checkpoint_, collective_, plan_.tensors,
                                                targets_, options_.verify, &report_.bytes_read,
-                                               &report_.bytes_received));
+                                               &report_.bytes_received, options_.progress));
     report_.read_seconds = SecondsSince(read_start);
     if (options_.before_proof != nullptr) options_.before_proof(collective_.rank());
     const auto proof_start = std::chrono::steady_clock::now();
@@ -207,6 +207,11 @@ class LoadJob {
     return {};
   }
 
+  void CountRead(std::uint64_t bytes) {
+    if (options_.progress == nullptr) return;
+    options_.progress->fetch_add(bytes, std::memory_order_relaxed);
+  }
+
   // Everything that this rank reads for itself alone.
   Status ReadAll() {
     const CheckpointIndex& index = checkpoint_->index();
@@ -218,6 +223,7 @@ class LoadJob {
       const BufferView& view = request_.tensors()[want.item].shard.data;
       TENSORMOUNT_RETURN_IF_ERROR(checkpoint_->Read(target.tensor->entry, want.region, view,
                                                     target.verify, &target.stats, nullptr));
+      CountRead(target.stats.bytes_read);
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(report_.common_values, index.Common());
     return ReadObjects();
@@ -333,6 +339,7 @@ class LoadJob {
           DigestFromStorage(*checkpoint_, tensor.entry, tensor.proof.completed, &stats));
       contribution_[t] ^= digest;
       report_.bytes_read += stats.bytes_read;
+      CountRead(stats.bytes_read);
     }
     return {};
   }

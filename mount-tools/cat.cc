@@ -63,7 +63,7 @@ Status ForEachBlock(const OpenedCheckpoint& checkpoint, const Target& target,
     const Dims shape = region.is_flat() ? Dims{count} : region.box().extent();
     TENSORMOUNT_RETURN_IF_ERROR(checkpoint.Read(target.tensor, region,
                                                 BufferView::Host(meta.dtype(), block.data(), shape),
-                                                ReadVerify::kWholeLeaves, nullptr, nullptr));
+                                                ReadVerify::kExtendLeaves, nullptr, nullptr));
     TENSORMOUNT_RETURN_IF_ERROR(fn(block.data(), size));
   }
   return {};

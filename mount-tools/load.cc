@@ -85,8 +85,8 @@ Status Compare(const OpenedCheckpoint& other, const std::vector<Wanted>& wanted,
     }
     HostMemory memory;
     TENSORMOUNT_ASSIGN_OR_RETURN(BufferView theirs, memory.BufferFor(item.entry.meta, item.region));
-    TENSORMOUNT_RETURN_IF_ERROR(
-        other.Read(entry.value(), item.region, theirs, ReadVerify::kWholeLeaves, nullptr, nullptr));
+    TENSORMOUNT_RETURN_IF_ERROR(other.Read(entry.value(), item.region, theirs,
+                                           ReadVerify::kExtendLeaves, nullptr, nullptr));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const std::uint64_t size,
         RegionBytes(item.entry.meta.dtype(), item.entry.meta.shape(), item.region));

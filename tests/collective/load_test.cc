@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tensormount/load.h"
 
+#include <atomic>
 #include <mutex>
 
 #include <gmock/gmock.h>
@@ -177,6 +178,27 @@ TEST(Load, WholeLeavesAreProvedByLeafAndColumnsByDigest) {
   for (const LoadedRank& rank : LoadWishes(path, tensors, WishesByRule(tensors, "cols", 2), off)) {
     ASSERT_OK(rank.status);
     EXPECT_EQ(rank.report.bytes_unverified, half);
+  }
+}
+
+TEST(Load, ProgressCountsWhatIsReadOnEitherPath) {
+  TempDir dir;
+  const std::vector<GlobalTensor> tensors = SomeTensors();
+  const std::string path = dir.Join("store/step");
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
+  for (const LoadPath way : {LoadPath::kDirect, LoadPath::kExchange}) {
+    std::atomic<std::uint64_t> counted{0};
+    LoadOptions options;
+    options.path = way;
+    options.progress = &counted;
+    std::uint64_t read = 0;
+    for (const LoadedRank& rank :
+         LoadWishes(path, tensors, WishesByRule(tensors, "cols", 2), options)) {
+      ASSERT_OK(rank.status);
+      read += rank.report.bytes_read;
+    }
+    EXPECT_GT(read, 0u);
+    EXPECT_EQ(counted, read);
   }
 }
 

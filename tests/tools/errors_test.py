@@ -57,6 +57,10 @@ class Errors(harness.ToolTest):
             self.assertIn("DATA_LOSS", failed.stderr)
             self.assertIn("tensor big", failed.stderr)
             self.assertIn(extent["region"], failed.stderr)
+        for key in ["big", "big[40:50, 600]"]:  # Not the byte, but its leaf.
+            failed = self.run_tool("cat", path, key, expect=2, text=False)
+            self.assertIn(b"DATA_LOSS", failed.stderr)
+            self.assertIn(b"tensor big", failed.stderr)
         self.run_tool("verify", "--quick", path)  # No data are read.
 
     def test_a_truncated_or_missing_data_file(self):
