@@ -20,6 +20,7 @@
 
 #include "tensormount/communicator.h"
 
+#include "base/stream_copy.h"
 #include "collective/host_bytes.h"
 
 namespace tensormount {
@@ -32,6 +33,18 @@ using Clock = std::chrono::steady_clock;
 constexpr std::size_t kEagerMessage = 4096;
 constexpr std::size_t kEagerTotal = 1 << 20;
 constexpr std::size_t kEagerOverhead = 64;
+
+// Bulk goes past the caches: it is more than they hold, and belongs to another core's thread.
+constexpr std::size_t kBulkMessage = 64 * 1024;
+
+void CopyMessage(std::byte* to, const std::byte* from, std::size_t size) {
+  if (size < kBulkMessage) {
+    std::memcpy(to, from, size);
+    return;
+  }
+  StreamBytes(from, to, size);
+  EndStream();
+}
 
 // One side of a message.
 struct Op {
@@ -213,7 +226,7 @@ class ThreadCommunicator final : public Communicator {
       receive->Finish(SizeDiffers(op->from, op->tag, send->size, receive->size));
     } else {
       if (send->size != 0) {
-        std::memcpy(receive->data, send->eager ? send->owned.data() : send->data, send->size);
+        CopyMessage(receive->data, send->eager ? send->owned.data() : send->data, send->size);
       }
       receive->Finish({});
     }

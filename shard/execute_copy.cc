@@ -5,16 +5,13 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
+#include "base/stream_copy.h"
 #include "shard/copy_plan.h"
 
 namespace tensormount {
 namespace {
 
-constexpr std::uint64_t kStreamFrom = 8 * 1024 * 1024;
+constexpr std::uint64_t kStreamFrom = 2 * 1024 * 1024;
 
 struct Axis {
   std::int64_t count;
@@ -101,42 +98,6 @@ void CopyPlane(const Axis& outer, const Axis& inner, const std::byte* src, std::
   for (std::int64_t i = 0; i < outer.count; ++i) {
     CopyLine<kRun>(inner, src + i * outer.src, dst + i * outer.dst);
   }
-}
-
-// Copies past the caches: what is written will not be read soon, and fetching it first would cost
-// half as much again.
-void StreamBytes(const std::byte* src, std::byte* dst, std::size_t size) {
-#if defined(__SSE2__)
-  const std::size_t head = (16 - reinterpret_cast<std::uintptr_t>(dst) % 16) % 16;
-  if (head >= size) {
-    std::memcpy(dst, src, size);
-    return;
-  }
-  std::memcpy(dst, src, head);
-  std::size_t at = head;
-  for (; size - at >= 64; at += 64) {
-    const auto* from = reinterpret_cast<const __m128i*>(src + at);
-    auto* to = reinterpret_cast<__m128i*>(dst + at);
-    const __m128i a = _mm_loadu_si128(from);
-    const __m128i b = _mm_loadu_si128(from + 1);
-    const __m128i c = _mm_loadu_si128(from + 2);
-    const __m128i d = _mm_loadu_si128(from + 3);
-    _mm_stream_si128(to, a);
-    _mm_stream_si128(to + 1, b);
-    _mm_stream_si128(to + 2, c);
-    _mm_stream_si128(to + 3, d);
-  }
-  std::memcpy(dst + at, src + at, size - at);
-#else
-  std::memcpy(dst, src, size);
-#endif
-}
-
-// Makes streamed bytes visible to other threads in the usual order.
-void EndStream() {
-#if defined(__SSE2__)
-  _mm_sfence();
-#endif
 }
 
 void CopyRuns(std::uint64_t run, bool stream, const Axis& outer, const Axis& inner,
