@@ -26,7 +26,8 @@ done
 # Not by a pipe into grep -q: nm would end by SIGPIPE, and pipefail would call that a failure.
 exported=$(nm -DC --defined-only "$library")
 grep -q ' T tensormount::Save(' <<< "$exported" || fail "Save is not exported"
-! ldd "$library" | grep -q libmpi || fail "libtensormount.so loads MPI"
+loaded=$(ldd "$library")
+! grep -q libmpi <<< "$loaded" || fail "libtensormount.so loads MPI"
 
 echo "-- public headers name no third party"
 for header in "$prefix"/include/tensormount/*.h; do
