@@ -222,6 +222,23 @@ TEST(Load, AFewCellsThatNobodyAskedForAreCompletedFromStorage) {
   EXPECT_EQ(alone[0].report.bytes_by_leaf, 300u * 10 * 4);
 }
 
+TEST(Load, RequestsThatOverlapInPartAreProvedByLeaf) {
+  TempDir dir;
+  const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {300, 400})};
+  const std::string path = dir.Join("store/step");
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
+  // A halo of columns: cells of it counted twice would cancel in a digest.
+  const std::vector<std::vector<Wish>> wishes = {{{0, Box::Make({0, 0}, {300, 220}).value()}},
+                                                 {{0, Box::Make({0, 180}, {300, 220}).value()}}};
+  for (const LoadPath way : {LoadPath::kDirect, LoadPath::kExchange}) {
+    LoadOptions options;
+    options.path = way;
+    const auto loaded = LoadWishes(path, tensors, wishes, options);
+    EXPECT_EQ(WhatIsWrong(tensors, wishes, loaded), "");
+    EXPECT_EQ(loaded[1].report.bytes_by_leaf, 300u * 220 * 4);
+  }
+}
+
 TEST(Load, ObjectsAndCommonValuesComeBack) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
