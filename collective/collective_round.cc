@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/hash.h"
+#include "collective/guarded.h"
 
 namespace tensormount {
 namespace {
@@ -390,7 +391,9 @@ Status CollectiveEngine::Judge(const Round& round, Gathered& g, std::string* ver
     ++failed;
     first = r;
   }
-  if (failed == 0) return round.decide ? round.decide(g.parts, verdict) : Status();
+  if (failed == 0) {
+    return round.decide ? Guarded([&] { return round.decide(g.parts, verdict); }) : Status();
+  }
   const Status& status = g.seats[first].status;
   if (round.op == CollectiveOp::kBroadcast) return status;
   Status out = status.WithContext("rank " + std::to_string(first));

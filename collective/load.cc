@@ -12,6 +12,7 @@
 #include "collective/collective.h"
 #include "collective/digest_proof.h"
 #include "collective/exchange_load.h"
+#include "collective/guarded.h"
 #include "collective/load_plan.h"
 #include "collective/save_load.h"
 #include "index/store.h"
@@ -86,7 +87,8 @@ class LoadJob {
                                       Code::kInvalidArgument,
                                       "stored, but asked for by no rank: ", report_.not_requested));
     const auto read_start = std::chrono::steady_clock::now();
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(ReadAll(), "load: read"));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        collective_.Agree(Guarded([&] { return ReadAll(); }), "load: read"));
     TENSORMOUNT_RETURN_IF_ERROR(LoadByExchange(fs_, *checkpoint_, collective_, plan_.tensors,
                                                targets_, options_.verify, &report_.bytes_read,
                                                &report_.bytes_received, options_.progress));
@@ -108,10 +110,16 @@ class LoadJob {
  private:
   Status Open(std::string_view path) {
     Result<std::string> where = std::string();
-    if (collective_.rank() == 0) where = OpenFirst(path);
+    if (collective_.rank() == 0) {
+      const Status opened = Guarded([&] {
+        where = OpenFirst(path);
+        return where.status();
+      });
+      if (!opened.ok()) where = opened;
+    }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string told,
                                  collective_.Broadcast(where, "load: open"));
-    return collective_.Agree(OpenAsTold(told), "load: open");
+    return collective_.Agree(Guarded([&] { return OpenAsTold(told); }), "load: open");
   }
 
   // Rank 0: opens and says what was opened.
@@ -145,12 +153,16 @@ class LoadJob {
   }
 
   Status Plan(std::string_view path) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        const std::vector<std::string> gathered,
-        collective_.AllGather(
-            EncodeLoadRequest(request_, path, options_, collective_.rank(), collective_.size()),
-            "load: requests"));
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(MakePlan(gathered), "load: plan"));
+    std::string mine;
+    const Status described = Guarded([&]() -> Status {
+      mine = EncodeLoadRequest(request_, path, options_, collective_.rank(), collective_.size());
+      return {};
+    });
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(described, "load: requests"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> gathered,
+                                 collective_.AllGather(mine, "load: requests"));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        collective_.Agree(Guarded([&] { return MakePlan(gathered); }), "load: plan"));
     return plan_.refusal;
   }
 
@@ -265,7 +277,7 @@ class LoadJob {
     TENSORMOUNT_RETURN_IF_ERROR(FindUnproved());
     if (std::none_of(proving_.begin(), proving_.end(), [](bool b) { return b; })) return {};
 
-    Status failure = Contribute();
+    const Status failure = Guarded([&] { return Contribute(); });
     TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(failure, "load: prove"));
     std::vector<std::uint64_t> expected;
     std::vector<std::uint64_t> mine;

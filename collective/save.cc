@@ -2,9 +2,7 @@
 #include "tensormount/save.h"
 
 #include <chrono>
-#include <exception>
 #include <memory>
-#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,6 +12,7 @@
 #include "collective/collective.h"
 #include "collective/data_writer.h"
 #include "collective/descriptor.h"
+#include "collective/guarded.h"
 #include "collective/layout_check.h"
 #include "collective/replica_check.h"
 #include "collective/save_load.h"
@@ -30,18 +29,6 @@ constexpr std::size_t kMaxText = std::size_t{1} << 16;
 
 double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-// Work between two collective calls: whatever happens in it, the rank reaches the next one.
-template <typename Fn>
-Status Guarded(Fn fn) {
-  try {
-    return fn();
-  } catch (const std::bad_alloc&) {
-    return Status(Code::kResourceExhausted, "out of memory");
-  } catch (const std::exception& e) {
-    return Status(Code::kInternal, e.what());
-  }
 }
 
 Status FromRank(int rank, const Status& status) {
@@ -171,10 +158,14 @@ class SaveSession {
   // The same failure on every rank, or nothing; no rank waits for another after the exchange.
   Status Validate() {
     const auto start = std::chrono::steady_clock::now();
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        const std::vector<std::string> all,
-        collective_.AllGather(EncodeDescriptor(state_, path_, options_, rank_, world_),
-                              "validate"));
+    std::string mine;
+    const Status described = Guarded([&]() -> Status {
+      mine = EncodeDescriptor(state_, path_, options_, rank_, world_);
+      return {};
+    });
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(described, "describe"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> all,
+                                 collective_.AllGather(mine, "validate"));
     const Status status = Guarded([&]() -> Status {
       std::vector<RankDescriptor> ranks;
       for (int r = 0; r < world_; ++r) {

@@ -57,8 +57,11 @@ Status CheckPlace(const Content& content, const char* row) {
                    LoadLittle<std::uint64_t>(row + extent_row::kLength), record.length)) {
     return Bad(record.name + ": a chunk reaches past its end");
   }
+  const auto flags = LoadLittle<std::uint32_t>(row + extent_row::kFlags);
+  if ((flags & ~extent_row::kKnownFlags) != 0)
+    return Bad(record.name + ": a chunk of unknown kind");
   if (record.placement != Placement::kForeign) {
-    if ((LoadLittle<std::uint32_t>(row + extent_row::kFlags) & extent_row::kHasHash) == 0) {
+    if ((flags & extent_row::kHasHash) == 0) {
       return Bad(record.name + ": a chunk without a hash");
     }
     if (LoadLittle<std::uint32_t>(row + extent_row::kManifest) >= content.manifests.size()) {

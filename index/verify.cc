@@ -31,7 +31,7 @@ class Verifier {
     if (!decoded_) return std::move(report_);
     CheckListing();
     CheckManifests();
-    TENSORMOUNT_RETURN_IF_ERROR(CheckIndexFiles());
+    CheckIndexFiles();
     TENSORMOUNT_RETURN_IF_ERROR(CheckIndexRecords());
     CheckDataFiles();
     if (content_) {
@@ -138,7 +138,7 @@ class Verifier {
     }
   }
 
-  Status CheckIndexFiles() {
+  void CheckIndexFiles() {
     for (const CommitRecord::Entry& entry : commit().files) {
       if (!entry.name.starts_with("index/")) continue;
       Result<std::unique_ptr<File>> file = fs_.OpenRead(JoinPath(directory_, entry.name));
@@ -146,24 +146,33 @@ class Verifier {
         Damage("index", entry.name, file.status().message());
         continue;
       }
-      TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.value()->Stat());
-      if (info.size != entry.length) {
+      const Result<FileInfo> info = file.value()->Stat();
+      if (!info.ok()) {
+        Damage("index", entry.name, info.status().message());
+        continue;
+      }
+      if (info.value().size != entry.length) {
         Damage("index", entry.name,
-               std::to_string(info.size) + " bytes, " + std::to_string(entry.length) + " expected");
+               std::to_string(info.value().size) + " bytes, " + std::to_string(entry.length) +
+                   " expected");
         continue;
       }
       Xxh3Stream hash;
       std::string block(std::size_t{1} << 20, '\0');
-      for (std::uint64_t at = 0; at < entry.length;) {
+      Status read;
+      for (std::uint64_t at = 0; at < entry.length && read.ok();) {
         const std::size_t n = std::min<std::uint64_t>(block.size(), entry.length - at);
-        TENSORMOUNT_RETURN_IF_ERROR(file.value()->ReadExactAt(at, block.data(), n));
+        read = file.value()->ReadExactAt(at, block.data(), n);
         hash.Update(block.data(), n);
         at += n;
       }
       report_.bytes_checked += entry.length;
-      if (hash.Value() != entry.hash) Damage("index", entry.name, "checksum differs");
+      if (!read.ok()) {
+        Damage("index", entry.name, read.message());
+      } else if (hash.Value() != entry.hash) {
+        Damage("index", entry.name, "checksum differs");
+      }
     }
-    return Status();
   }
 
   // Every record against what the manifests say.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <thread>
 
@@ -105,9 +106,10 @@ class PieceVerifier {
                                                : std::thread::hardware_concurrency();
     threads = std::clamp<std::size_t>(threads, 1, std::max<std::size_t>(1, tasks_.size()));
     std::vector<std::thread> workers;
-    for (std::size_t i = 1; i < threads; ++i) workers.emplace_back([this] { Work(); });
-    Work();
+    for (std::size_t i = 1; i < threads; ++i) workers.emplace_back([this] { WorkOrStop(); });
+    WorkOrStop();
     for (std::thread& worker : workers) worker.join();
+    if (out_of_memory_) return Status(Code::kResourceExhausted, "verify: out of memory");
     CompareDigests();
     report_.bytes_checked += done_;
     std::sort(damages_.begin(), damages_.end(), [](const auto& a, const auto& b) {
@@ -131,6 +133,15 @@ class PieceVerifier {
     for (std::uint32_t i = 0; i < content_.objects.size(); ++i) tasks_.push_back({.object = i});
     for (std::uint32_t i = 0; i < content_.extras.size(); ++i) tasks_.push_back({.extra = i});
     for (const FileRecord& file : content_.files) total_ += file.length;
+  }
+
+  // A thread's body: nothing may leave it by exception.
+  void WorkOrStop() {
+    try {
+      Work();
+    } catch (const std::bad_alloc&) {
+      out_of_memory_ = true;
+    }
   }
 
   void Work() {
@@ -303,6 +314,7 @@ class PieceVerifier {
   OpenedCheckpoint::Files files_;
   std::vector<Task> tasks_;
   std::vector<TensorDigest> digests_;
+  std::atomic<bool> out_of_memory_{false};
   std::atomic<std::size_t> next_{0};
   std::atomic<std::uint64_t> done_{0};
   std::uint64_t total_ = 0;

@@ -124,7 +124,8 @@ void AddSaving(Program& p, AllArgs& a) {
   c->add_option("--shard", a.import.shard,
                 "rows, cols, dim:K, grid:AxB, flat, replicate or a JSON file")
       ->capture_default_str();
-  c->add_option("--ranks", a.import.ranks, "Threads to save with (1); under mpirun its ranks");
+  c->add_option("--ranks", a.import.ranks, "Threads to save with (1); under mpirun its ranks")
+      ->check(CLI::Range(1, 4096));
   c->add_option("--placement", a.import.placement, "auto, tensor-file, rank-shard or safetensors")
       ->capture_default_str();
   c->add_option("--if-exists", a.import.if_exists, "fail or replace")->capture_default_str();
@@ -138,7 +139,8 @@ void AddSaving(Program& p, AllArgs& a) {
   c->add_option("--shard", a.load.shard,
                 "rows, cols, dim:K, grid:AxB, flat, replicate or a JSON file")
       ->capture_default_str();
-  c->add_option("--ranks", a.load.ranks, "Threads to load with (1); under mpirun its ranks");
+  c->add_option("--ranks", a.load.ranks, "Threads to load with (1); under mpirun its ranks")
+      ->check(CLI::Range(1, 4096));
   c->add_option("--keys", a.load.keys, "Only keys that match this glob; '*' crosses '/'");
   c->add_option("--compare", a.load.compare,
                 "Compare every byte with this source; 1 if it differs");

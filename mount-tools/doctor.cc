@@ -147,11 +147,10 @@ int RunDoctor(const DoctorArgs& args, Terminal& terminal) {
   bool usable = true;
   for (const Finding& finding : findings) {
     if (terminal.json) {
-      terminal.Line(nlohmann::ordered_json{{"name", finding.name},
+      terminal.Json(nlohmann::ordered_json{{"name", finding.name},
                                            {"good", finding.good},
                                            {"detail", finding.detail},
-                                           {"remedy", finding.remedy}}
-                        .dump());
+                                           {"remedy", finding.remedy}});
     } else {
       terminal.Line(
           fmt::format("{} {}: {}", finding.good ? "yes" : "no ", finding.name, finding.detail));

@@ -49,6 +49,11 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, Communic
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectContent> objects, source.index().Objects());
   for (std::size_t i = 0; i < objects.size(); ++i) {
     if (static_cast<int>(i % static_cast<std::size_t>(comm.size())) != comm.rank()) continue;
+    if (objects[i].file >= source.index().files().size() ||
+        objects[i].length > source.index().files()[objects[i].file].length) {
+      return Status(Code::kDataLoss,
+                    fmt::format("object {}: larger than the file that holds it", objects[i].key));
+    }
     std::string bytes(objects[i].length, '\0');
     TENSORMOUNT_RETURN_IF_ERROR(source.ReadObject(objects[i], 0, bytes.data(), bytes.size()));
     TENSORMOUNT_RETURN_IF_ERROR(state.AddObject(
@@ -90,7 +95,7 @@ void PrintReport(const SaveReport& report, int ranks, Terminal& terminal) {
                                          {"validate_seconds", report.validate_seconds},
                                          {"write_seconds", report.write_seconds},
                                          {"publish_seconds", report.publish_seconds}};
-    terminal.Line(json.dump());
+    terminal.Json(json);
     return;
   }
   if (terminal.quiet) return;

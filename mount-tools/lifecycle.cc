@@ -30,10 +30,9 @@ int RunRm(const RmArgs& args, Terminal& terminal) {
       if (!removed.ok()) return terminal.Fail(removed);
     }
     if (terminal.json) {
-      terminal.Line(nlohmann::ordered_json{{"event", "removed"},
+      terminal.Json(nlohmann::ordered_json{{"event", "removed"},
                                            {"checkpoint", store.CheckpointPath(name)},
-                                           {"dry_run", args.dry_run}}
-                        .dump());
+                                           {"dry_run", args.dry_run}});
     } else if (!terminal.quiet) {
       terminal.Line(fmt::format("{} {}", args.dry_run ? "would remove" : "removed",
                                 store.CheckpointPath(name)));
@@ -56,11 +55,10 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
   auto report = store.value().Gc(options);
   if (!report.ok()) return terminal.Fail(report.status());
   if (terminal.json) {
-    terminal.Line(nlohmann::ordered_json{{"removed", report.value().removed},
+    terminal.Json(nlohmann::ordered_json{{"removed", report.value().removed},
                                          {"kept", report.value().kept},
                                          {"bytes_freed", report.value().bytes_freed},
-                                         {"dry_run", args.dry_run}}
-                      .dump());
+                                         {"dry_run", args.dry_run}});
     return terminal.Flush();
   }
   if (!terminal.quiet) {
@@ -85,22 +83,20 @@ int RunFsck(const FsckArgs& args, Terminal& terminal) {
   for (const Store::FsckFinding& finding : findings.value()) {
     if (finding.damage && !finding.repaired) sound = false;
     if (terminal.json) {
-      terminal.Line(nlohmann::ordered_json{{"event", "finding"},
+      terminal.Json(nlohmann::ordered_json{{"event", "finding"},
                                            {"object", finding.object},
                                            {"problem", finding.problem},
                                            {"remedy", finding.remedy},
                                            {"damage", finding.damage},
-                                           {"repaired", finding.repaired}}
-                        .dump());
+                                           {"repaired", finding.repaired}});
     } else {
       terminal.Line(fmt::format("{}: {}{}{}", finding.object, finding.problem,
                                 finding.remedy.empty() ? "" : "; ", finding.remedy));
     }
   }
   if (terminal.json) {
-    terminal.Line(nlohmann::ordered_json{
-        {"event", "checked"}, {"sound", sound}, {"findings", findings.value().size()}}
-                      .dump());
+    terminal.Json(nlohmann::ordered_json{
+        {"event", "checked"}, {"sound", sound}, {"findings", findings.value().size()}});
   } else if (!terminal.quiet) {
     terminal.Line(fmt::format("{}: {}", store.value().path(),
                               sound ? "sound" : "damaged; see the lines above"));

@@ -35,7 +35,7 @@ int ListStore(const Source& source, Terminal& terminal) {
                                      {"uuid", item.uuid.ToString()},
                                      {"generation", item.generation}};
       if (!item.problem.ok()) json["problem"] = item.problem.ToString();
-      terminal.Line(json.dump());
+      terminal.Json(json);
     } else if (item.problem.ok()) {
       terminal.Line(
           fmt::format("{}\tgeneration {}\t{}", item.name, item.generation, item.uuid.ToString()));
@@ -50,7 +50,7 @@ int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal
   const Status status = checkpoint.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     if (!args.glob.empty() && !GlobMatches(args.glob, tensor.meta.key())) return true;
     if (terminal.json) {
-      terminal.Line(TensorJson(checkpoint, tensor).dump());
+      terminal.Json(TensorJson(checkpoint, tensor));
     } else if (args.details) {
       terminal.Line(fmt::format("{:<8} {:<20} {:>10} {} {:>5} {:<11} {}",
                                 InfoOf(tensor.meta.dtype()).name, tensor.meta.shape().ToString(),
@@ -88,7 +88,7 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Termi
     json["extents"].push_back(c);
   }
   if (terminal.json) {
-    terminal.Line(json.dump());
+    terminal.Json(json);
     return terminal.Flush();
   }
   terminal.Line(fmt::format("key        {}", tensor.meta.key()));
@@ -119,7 +119,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   for (const FileRecord& file : index.files()) file_bytes += file.length;
   const CheckpointInfo& info = index.info();
   if (terminal.json) {
-    terminal.Line(nlohmann::ordered_json{{"name", checkpoint.name()},
+    terminal.Json(nlohmann::ordered_json{{"name", checkpoint.name()},
                                          {"path", checkpoint.directory()},
                                          {"uuid", info.uuid.ToString()},
                                          {"generation", info.generation},
@@ -135,8 +135,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
                                          {"objects", objects.value().size()},
                                          {"common_values", common.value().size()},
                                          {"self_contained", info.self_contained},
-                                         {"warnings", checkpoint.warnings()}}
-                      .dump());
+                                         {"warnings", checkpoint.warnings()}});
     return terminal.Flush();
   }
   terminal.Line(fmt::format("checkpoint     {}", checkpoint.name()));
@@ -183,12 +182,10 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
     auto latest = store.value().Latest();
     const std::string name = latest.ok() ? latest.value().name : "";
     if (terminal.json) {
-      terminal.Line(nlohmann::ordered_json{
-          {"store", source.value().path},
-          {"uuid", store.value().uuid().ToString()},
-          {"checkpoints", list.value().size()},
-          {"latest",
-           name}}.dump());
+      terminal.Json(nlohmann::ordered_json{{"store", source.value().path},
+                                           {"uuid", store.value().uuid().ToString()},
+                                           {"checkpoints", list.value().size()},
+                                           {"latest", name}});
     } else {
       terminal.Line(fmt::format("store        {}", source.value().path));
       terminal.Line(fmt::format("uuid         {}", store.value().uuid().ToString()));

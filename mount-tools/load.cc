@@ -136,7 +136,7 @@ void Print(const std::vector<RankFigures>& all, bool compared, Terminal& termina
     json["ranks"] = all.size();
     json["tensors"] = sum.tensors;
     for (const RankFigures& f : all) json["per_rank"].push_back(ToJson(f));
-    terminal.Line(json.dump());
+    terminal.Json(json);
     return;
   }
   if (terminal.quiet) return;

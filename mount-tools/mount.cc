@@ -141,10 +141,8 @@ Status DecodeOutcome(const std::string& text) {
 
 void PrintMounted(const fs::MountOptions& options, pid_t pid, Terminal& terminal) {
   if (terminal.json) {
-    terminal.Line(nlohmann::ordered_json{
-        {"mounted", options.mount_point},
-        {"source", options.source},
-        {"pid", pid}}.dump());
+    terminal.Json(nlohmann::ordered_json{
+        {"mounted", options.mount_point}, {"source", options.source}, {"pid", pid}});
   } else if (!terminal.quiet) {
     terminal.Line(fmt::format("mounted {} at {}", options.source, options.mount_point));
   }
@@ -214,7 +212,7 @@ int RunUnmount(const UnmountArgs& args, Terminal& terminal) {
                                                               : std::string_view());
   }
   if (terminal.json) {
-    terminal.Line(nlohmann::ordered_json{{"unmounted", args.mount_point}}.dump());
+    terminal.Json(nlohmann::ordered_json{{"unmounted", args.mount_point}});
   }
   return terminal.Flush();
 }

@@ -30,6 +30,13 @@ class Terminal {
 
   // Standard output, a line. Failures of the pipe end up in Flush().
   void Line(std::string_view text);
+  // A document or an event on a line of its own. Text that is not UTF-8 (names of files may be
+  // anything) is shown with replacement characters.
+  // J is nlohmann's; a template keeps that header out of this one.
+  template <typename J>
+  void Json(const J& document) {
+    Line(document.dump(-1, ' ', false, J::error_handler_t::replace));
+  }
   // Bytes to standard output as they are.
   Status Write(const void* data, std::size_t size);
   // kDone, or kFailed with an error line where standard output could not take it all.

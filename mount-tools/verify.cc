@@ -13,13 +13,12 @@ namespace {
 bool Print(const std::string& name, const VerifyReport& report, bool quick, Terminal& terminal) {
   for (const VerifyReport::Damage& damage : report.damages) {
     if (terminal.json) {
-      terminal.Line(nlohmann::ordered_json{{"event", "damage"},
+      terminal.Json(nlohmann::ordered_json{{"event", "damage"},
                                            {"checkpoint", name},
                                            {"object", damage.object},
                                            {"file", damage.file},
                                            {"offset", damage.offset},
-                                           {"reason", damage.reason}}
-                        .dump());
+                                           {"reason", damage.reason}});
     } else {
       terminal.Line(fmt::format("{}: {}: {}: byte {}: {}", name, damage.object, damage.file,
                                 damage.offset, damage.reason));
@@ -27,15 +26,14 @@ bool Print(const std::string& name, const VerifyReport& report, bool quick, Term
   }
   const bool whole = report.damages.empty();
   if (terminal.json) {
-    terminal.Line(nlohmann::ordered_json{{"event", "verified"},
+    terminal.Json(nlohmann::ordered_json{{"event", "verified"},
                                          {"checkpoint", name},
                                          {"whole", whole},
                                          {"quick", quick},
                                          {"tensors", report.tensors},
                                          {"chunks", report.chunks},
                                          {"bytes", report.bytes_checked},
-                                         {"damages", report.damages.size()}}
-                      .dump());
+                                         {"damages", report.damages.size()}});
   } else if (!terminal.quiet) {
     terminal.Line(fmt::format("{}: {}: {} tensors, {} chunks, {} checked{}", name,
                               whole ? "whole" : fmt::format("{} damages", report.damages.size()),

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <limits>
 #include <string>
 
 #include "base/checked.h"
@@ -61,7 +62,10 @@ Dims PackedStrides(const Dims& extents) {
   std::int64_t step = 1;
   for (int a = extents.rank() - 1; a >= 0; --a) {
     strides[a] = step;
-    step *= std::max<std::int64_t>(extents[a], 1);
+    // A shape that nobody has checked yet may not fit; whoever uses the strides checks it first.
+    if (__builtin_mul_overflow(step, std::max<std::int64_t>(extents[a], 1), &step)) {
+      step = std::numeric_limits<std::int64_t>::max();
+    }
   }
   return strides;
 }

@@ -274,6 +274,18 @@ TEST(CheckComplete, ComparesLengthsWithRegionsAndFiles) {
   EXPECT_THAT(CheckComplete(content), HasMessage("data/a: a chunk reaches past its end"));
 }
 
+TEST(CheckComplete, RefusesChunksOfAKindThatNoReaderTakes) {
+  ASSERT_OK_AND_ASSIGN(Content content,
+                       Merge({WriterContent("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})})}));
+  ASSERT_OK(CheckComplete(content));
+  std::string rows(content.tensors[0].extents.packed());
+  rows[24] = static_cast<char>(rows[24] | 4);  // A flag that format 1 does not have.
+  Result<ExtentTable> odd = ExtentTable::FromPacked(2, rows);
+  ASSERT_OK(odd);
+  content.tensors[0].extents = odd.value();
+  EXPECT_THAT(CheckComplete(content), HasMessage("a chunk of unknown kind"));
+}
+
 TEST(CheckComplete, ObjectsFillTheirGrids) {
   Content content;
   content.files.push_back({.name = "data/a", .placement = Placement::kPack});

@@ -245,6 +245,20 @@ TEST_F(OpenTest, EveryByteOfADataFileIsVouchedFor) {
   EXPECT_TRUE(Damages().empty());
 }
 
+TEST_F(OpenTest, AnIndexThatCannotBeReadIsADamageAndNotTheEndOfVerify) {
+  ObservedFileSystem sick(HostFileSystem(), [](const FileEvent& event) {
+    const bool index = event.path.find("/index/") != std::string::npos;
+    return index && event.op == FileOp::kRead ? Status::FromErrno(EIO, "read", event.path)
+                                              : Status();
+  });
+  const Result<VerifyReport> report = VerifyCheckpoint(sick, path(), {.threads = 1});
+  ASSERT_OK(report);
+  ASSERT_FALSE(report.value().damages.empty());
+  EXPECT_EQ(report.value().damages[0].object, "index");
+  EXPECT_THAT(report.value().damages[0].reason, testing::HasSubstr("Input/output error"));
+  EXPECT_GT(report.value().chunks, 0u);  // The rest was checked all the same.
+}
+
 TEST_F(OpenTest, VerifyNamesWhatDoesNotBelongThere) {
   WriteWholeFile(Below("data/stranger"), "x");
   WriteWholeFile(Below("note.txt"), "x");

@@ -152,6 +152,12 @@ class Errors(harness.ToolTest):
         self.run_tool("fsck", self.store, "--rebuild")
         self.run_tool("load", self.store / "step-2", "--compare", self.model)
 
+    def test_a_name_that_is_not_utf_8(self):
+        # Folders may be called anything; JSON may not.
+        self.save(os.fsdecode(b"step-\xff"), "-q")
+        (listed,) = self.json_lines("ls", self.store)
+        self.assertEqual(listed["checkpoint"], "step-\ufffd")
+
     def test_doctor(self):
         lines = self.json_lines("doctor", "--dir", self.dir)
         self.assertTrue({"fuse", "mpi", "kernel", "rename without replacing"} <= {l["name"] for l in lines})
