@@ -540,6 +540,15 @@ std::shared_ptr<CheckpointView::GoodBlocks> CheckpointView::GoodBlocksOf(
   return blocks;
 }
 
+std::vector<OpenedCheckpoint::MappedPiece> CheckpointView::MapTensor(const TensorEntry& tensor,
+                                                                     std::uint64_t offset,
+                                                                     std::size_t size) const {
+  if (options_.verify != ServeVerify::kOff) return {};
+  auto mapped = opened_->MapBytes(tensor, offset, size);
+  // Why it failed is found out, and told, by the read that follows.
+  return mapped.ok() ? std::move(mapped).value() : std::vector<OpenedCheckpoint::MappedPiece>();
+}
+
 Status CheckpointView::ReadTensor(const TensorEntry& tensor, std::uint64_t offset, char* out,
                                   std::size_t size, ReadStats* stats) const {
   if (options_.verify == ServeVerify::kOff) {

@@ -88,6 +88,11 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   std::string PathOf(const Node& node) const;
 
   // For VirtualFile. Ranges must lie within.
+  // The stored bytes themselves; empty where they must be read instead, also where this mount
+  // verifies what it serves.
+  std::vector<OpenedCheckpoint::MappedPiece> MapTensor(const TensorEntry& tensor,
+                                                       std::uint64_t offset,
+                                                       std::size_t size) const;
   Status ReadTensor(const TensorEntry& tensor, std::uint64_t offset, char* out, std::size_t size,
                     ReadStats* stats) const;
   Status ReadObject(std::uint32_t part, std::uint64_t offset, char* out, std::size_t size) const;

@@ -42,6 +42,19 @@ Result<std::size_t> VirtualFile::Read(std::uint64_t offset, void* out, std::size
   return size;
 }
 
+std::vector<OpenedCheckpoint::MappedPiece> VirtualFile::Map(std::uint64_t offset,
+                                                            std::size_t size) const {
+  if (offset >= size_ || !tensor_) return {};
+  size = static_cast<std::size_t>(std::min<std::uint64_t>(size, size_ - offset));
+  const std::vector<Segment>& segments = shared_ ? *shared_ : own_;
+  for (const Segment& segment : segments) {
+    if (offset < segment.begin || offset + size > segment.begin + segment.length) continue;
+    if (segment.kind != Segment::Kind::kTensor) return {};
+    return view_->MapTensor(*tensor_, offset - segment.begin, size);
+  }
+  return {};
+}
+
 Status VirtualFile::ReadSegment(const Segment& segment, std::uint64_t at, char* out,
                                 std::size_t size, ReadStats* stats) const {
   switch (segment.kind) {

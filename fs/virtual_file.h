@@ -43,6 +43,9 @@ class VirtualFile {
   // Up to `size` bytes from `offset`; fewer only at the end of the file.
   Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size,
                            ReadStats* stats) const;
+  // The same bytes where they are stored, for a system call to take; empty where they must be read
+  // (views of several segments, short runs, verification).
+  std::vector<OpenedCheckpoint::MappedPiece> Map(std::uint64_t offset, std::size_t size) const;
 
  private:
   friend class CheckpointView;

@@ -84,6 +84,18 @@ class OpenedCheckpoint {
   // must lie within the tensor. Same errors.
   Status ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out, std::size_t size,
                    ReadVerify verify, ReadStats* stats) const;
+  // The same bytes where they are stored, without a copy: pieces in order, at most kMaxMapped of
+  // them. Empty where they are not long runs of files that can be mapped; then read. Nothing is
+  // verified. A file that somebody truncates later raises SIGBUS where a program touches the
+  // bytes; a system call that takes them fails with EFAULT, so hand them to one.
+  static constexpr std::size_t kMaxMapped = 8;
+  struct MappedPiece {
+    const std::byte* data = nullptr;
+    std::size_t size = 0;
+    std::shared_ptr<const void> keep;  // The mapping lives as long as this.
+  };
+  Result<std::vector<MappedPiece>> MapBytes(const TensorEntry& tensor, std::uint64_t offset,
+                                            std::size_t size) const;
   // A part of an object, always verified when all of it is read.
   Status ReadObject(const ObjectContent& object, std::uint64_t offset, void* out,
                     std::size_t size) const;
@@ -98,6 +110,8 @@ class OpenedCheckpoint {
 
  private:
   OpenedCheckpoint();
+  struct PlannedRead;  // The chunks that a read touches, and the plan over them.
+  Result<PlannedRead> PlanRead(const TensorEntry& tensor, std::span<const PlacedBox> want) const;
   Result<std::shared_ptr<const ExtentLookup>> Lookup(const TensorEntry& tensor) const;
   Status ReadPlaced(const TensorEntry& tensor, std::span<const PlacedBox> want, std::byte* base,
                     ReadVerify verify, ReadStats& stats, Crc64* digest) const;

@@ -10,6 +10,10 @@
 namespace tensormount {
 namespace {
 
+// Shorter runs cost more as pieces of one read than as copies out of a buffer.
+constexpr std::uint64_t kScatterRun = 512;
+constexpr std::size_t kMaxScatter = 1024;  // What the kernel takes in one call.
+
 // What stays in the second-level cache between the read and the hash.
 constexpr std::uint64_t kBlockBytes = std::uint64_t{1} << 20;
 static_assert(kBlockBytes % kLeafBytes == 0);
@@ -213,6 +217,31 @@ class PieceReader::WindowReader {
   Range checked_;
 };
 
+bool PieceReader::ReadScattered(const StridedCopy& copy, std::byte* base) {
+  if (!OpenFile().ok()) return false;
+  std::vector<File::Piece> pieces;
+  pieces.reserve(std::min<std::uint64_t>(copy.runs(), kMaxScatter));
+  auto at = static_cast<std::uint64_t>(copy.src_offset);
+  std::uint64_t bytes = 0;
+  bool good = true;
+  const auto flush = [&] {
+    const Result<std::size_t> got = file_->file().ReadPiecesAt(at, pieces);
+    good = got.ok() && got.value() == bytes;
+    at += bytes;
+    stats_.bytes_read += bytes;
+    bytes = 0;
+    pieces.clear();
+  };
+  copy.ForEachRun([&](std::int64_t, std::int64_t dst, std::uint64_t size) {
+    if (!good) return;
+    pieces.push_back({base + dst, static_cast<std::size_t>(size)});
+    bytes += size;
+    if (pieces.size() == kMaxScatter) flush();
+  });
+  if (good && !pieces.empty()) flush();
+  return good;
+}
+
 Status PieceReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
   if (copy.run == 0) return Status();
   const auto first = static_cast<std::uint64_t>(copy.src_offset) - where_.offset;
@@ -220,6 +249,12 @@ Status PieceReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
   for (int a = 0; a < copy.axes; ++a) {
     const auto u = static_cast<std::size_t>(a);
     span += static_cast<std::uint64_t>((copy.count[u] - 1) * copy.src_step[u]);
+  }
+  // One stretch of the file and nothing to check on the way: straight to where its runs belong.
+  // What fails is read again below, where it is worded.
+  if (verify_ == ReadVerify::kOff && span == copy.bytes() && copy.run >= kScatterRun &&
+      ReadScattered(copy, base)) {
+    return Status();
   }
   // Reading what lies between is worth it only where little does.
   WindowReader window(*this, first + span, span - copy.bytes() <= copy.bytes());

@@ -199,18 +199,21 @@ Result<std::shared_ptr<const ExtentLookup>> OpenedCheckpoint::Lookup(
   return files_->lookups.Put(tensor.ordinal, std::move(lookup), weight);
 }
 
-Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const PlacedBox> want,
-                                    std::byte* base, ReadVerify verify, ReadStats& stats,
-                                    Crc64* digest) const {
-  if (digest != nullptr) *digest = 0;
-  if (want.empty()) return Status();
+struct OpenedCheckpoint::PlannedRead {
+  std::vector<ChunkRecord> chunks;
+  CopyPlan plan;
+};
+
+Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanRead(
+    const TensorEntry& tensor, std::span<const PlacedBox> want) const {
   const TensorMeta& meta = tensor.meta;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentLookup> lookup, Lookup(tensor));
   const Dims byte_shape = ByteShape(meta.dtype(), meta.shape());
   const Hull hull = HullOf(want, byte_shape);
   const bool axes_agree = meta.bits() % 8 == 0;
   const ExtentLookup::Rows rows = lookup->Candidates(hull.first, hull.stop);
-  std::vector<ChunkRecord> chunks;
+  PlannedRead planned;
+  std::vector<ChunkRecord>& chunks = planned.chunks;
   std::vector<std::vector<PlacedBox>> placed;
   chunks.reserve(std::min<std::size_t>(rows.end - rows.begin, 1024));
   placed.reserve(chunks.capacity());
@@ -231,7 +234,20 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
     placed.push_back(PlacePacked(bytes, chunk.offset));
     chunks.push_back(std::move(chunk));
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const CopyPlan plan, CopyPlan::Make(want, placed, &meta));
+  TENSORMOUNT_ASSIGN_OR_RETURN(planned.plan, CopyPlan::Make(want, placed, &meta));
+  return planned;
+}
+
+Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const PlacedBox> want,
+                                    std::byte* base, ReadVerify verify, ReadStats& stats,
+                                    Crc64* digest) const {
+  if (digest != nullptr) *digest = 0;
+  if (want.empty()) return Status();
+  const TensorMeta& meta = tensor.meta;
+  const Dims byte_shape = ByteShape(meta.dtype(), meta.shape());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
+  const std::vector<ChunkRecord>& chunks = planned.chunks;
+  const CopyPlan& plan = planned.plan;
   stats.bytes_wanted += plan.bytes();
   const std::span<const CopyPlan::Piece> pieces = plan.pieces();
   std::shared_ptr<OpenDataFile> file;  // Of the piece before.
@@ -342,6 +358,42 @@ Status OpenedCheckpoint::ReadObject(const ObjectContent& object, std::uint64_t o
                       .first_leaf = object.first_leaf},
                      ReadVerify::kWholeLeaves, stats);
   return reader.ReadRun(offset, static_cast<std::byte*>(out), size, {});
+}
+
+Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapBytes(
+    const TensorEntry& tensor, std::uint64_t offset, std::size_t size) const {
+  const TensorMeta& meta = tensor.meta;
+  std::vector<MappedPiece> mapped;
+  // What is refused here is refused in words by ReadBytes.
+  if (size == 0 || !RangeWithin(offset, size, meta.bytes())) return mapped;
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const Region region,
+      Region::Flat(Box::Whole(ByteShape(meta.dtype(), meta.shape())),
+                   static_cast<std::int64_t>(offset), static_cast<std::int64_t>(size)));
+  const std::vector<PlacedBox> want = PlacePacked(region, 0);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
+  std::vector<const CopyPlan::Piece*> pieces;
+  for (const CopyPlan::Piece& piece : planned.plan.pieces()) {
+    if (piece.copy.axes != 0 || pieces.size() == 4 * kMaxMapped) return mapped;
+    pieces.push_back(&piece);
+  }
+  std::sort(pieces.begin(), pieces.end(),
+            [](const auto* a, const auto* b) { return a->copy.dst_offset < b->copy.dst_offset; });
+  for (const CopyPlan::Piece* piece : pieces) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<OpenDataFile> file,
+                                 files_->Open(FilePath(planned.chunks[piece->chunk].file)));
+    const auto at = static_cast<std::uint64_t>(piece->copy.src_offset);
+    const std::byte* const map = file->MappingTo(at + piece->copy.run);
+    if (map == nullptr) return std::vector<MappedPiece>();
+    // A byte range is cut at the ends of rows; what lies side by side is one piece again.
+    if (!mapped.empty() && mapped.back().data + mapped.back().size == map + at) {
+      mapped.back().size += piece->copy.run;
+      continue;
+    }
+    if (mapped.size() == kMaxMapped) return std::vector<MappedPiece>();
+    mapped.push_back({.data = map + at, .size = piece->copy.run, .keep = std::move(file)});
+  }
+  return mapped;
 }
 
 }  // namespace tensormount

@@ -56,6 +56,8 @@ class PieceReader {
 
  private:
   class WindowReader;
+  // The runs of `copy`, one stretch of the file, by vectored reads. False where that failed.
+  bool ReadScattered(const StridedCopy& copy, std::byte* base);
   Status OpenFile();
   std::string Name() const;
   // Damage at a byte of the piece.

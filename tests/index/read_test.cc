@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "index/checkpoint.h"
 #include "shard/strided_digest.h"
@@ -102,6 +103,14 @@ void CompareWithOracle(Random& random, const OpenedCheckpoint& opened, const Bui
       ASSERT_OK(opened.ReadBytes(entry, at, got.data(), n, kModes[i % 3], &stats));
       ASSERT_EQ(got, tensor.bytes.substr(at, n)) << tensor.key << " " << at << "+" << n;
       ASSERT_EQ(stats.bytes_wanted, n);
+      // The bytes where they lie: all of them, or none at all.
+      ASSERT_OK_AND_ASSIGN(const auto mapped, opened.MapBytes(entry, at, n));
+      if (mapped.empty()) continue;
+      std::string joined;
+      for (const auto& piece : mapped) {
+        joined.append(reinterpret_cast<const char*>(piece.data), piece.size);
+      }
+      ASSERT_EQ(joined, tensor.bytes.substr(at, n)) << tensor.key << " " << at << "+" << n;
     }
   }
   for (const BuildObject& object : spec.objects) {
@@ -115,6 +124,48 @@ void CompareWithOracle(Random& random, const OpenedCheckpoint& opened, const Bui
   }
   ASSERT_OK_AND_ASSIGN(const auto common, opened.index().Common());
   ASSERT_EQ(common, spec.common);
+}
+
+// Two halves of columns: rows of 4 KiB are scattered into place, whole chunks are mapped.
+TEST(Read, ColumnHalvesAreScatteredAndRowsAreMapped) {
+  TempDir dir;
+  Random random(TestSeed());
+  BuildSpec spec;
+  for (const char* key : {"c", "r"}) {
+    RandomTensor tensor{.key = key, .dtype = DType::kF32, .shape = {64, 2048}, .bytes = {}};
+    for (int i = 0; i < 64 * 2048 * 4; ++i) {
+      tensor.bytes.push_back(static_cast<char>(random.Int(0, 255)));
+    }
+    spec.tensors.push_back(std::move(tensor));
+  }
+  const auto half = [](int axis, int which) {
+    Dims begin{0, 0};
+    Dims extent{64, 2048};
+    extent[axis] /= 2;
+    begin[axis] = which * extent[axis];
+    return Region(Box::Make(begin, extent).value());
+  };
+  spec.partitions = {{{half(1, 0)}, {half(1, 1)}}, {{half(0, 0)}, {half(0, 1)}}};
+  ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
+  ASSERT_OK_AND_ASSIGN(const auto opened,
+                       OpenedCheckpoint::Open(HostFileSystem(), dir.Join("c"), {}));
+  CompareWithOracle(random, *opened, spec, 40);
+  ASSERT_OK_AND_ASSIGN(const TensorEntry rows, opened->index().Find("r"));
+  ASSERT_OK_AND_ASSIGN(const auto mapped, opened->MapBytes(rows, 100, 400000));
+  EXPECT_EQ(mapped.size(), 2u);
+  ASSERT_OK_AND_ASSIGN(const TensorEntry columns, opened->index().Find("c"));
+  ASSERT_OK_AND_ASSIGN(const auto strided, opened->MapBytes(columns, 0, 400000));
+  EXPECT_TRUE(strided.empty());
+  // Past the end nothing is mapped, and a file cut short is not either.
+  ASSERT_OK_AND_ASSIGN(const auto past, opened->MapBytes(rows, 524288, 1));
+  EXPECT_TRUE(past.empty());
+  for (const FileRecord& file : opened->index().files()) {
+    const std::string path = dir.Join("c/") + file.name;
+    ASSERT_EQ(chmod(path.c_str(), 0644), 0);
+    ASSERT_EQ(truncate(path.c_str(), 100), 0);
+  }
+  ASSERT_OK_AND_ASSIGN(const auto cut, opened->MapBytes(rows, 100, 400000));
+  EXPECT_TRUE(cut.empty());
 }
 
 TEST(ReadProperty, AnyRegionOfAnyPartitionEqualsTheOracle) {
