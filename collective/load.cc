@@ -24,24 +24,6 @@ double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// The path that is opened: symlinks resolved once, STORE/latest by the store's generations, so that
-// all ranks read one checkpoint whatever is published meanwhile.
-Result<std::string> ResolveSource(FileSystem& fs, std::string_view given) {
-  std::string path(given);
-  while (path.size() > 1 && path.back() == '/') path.pop_back();
-  const std::size_t slash = path.rfind('/');
-  const std::string last = slash == std::string::npos ? path : path.substr(slash + 1);
-  if (last == "latest" && !fs.Exists(path)) {
-    const std::string parent = slash == std::string::npos ? "."
-                               : slash == 0               ? "/"
-                                                          : path.substr(0, slash);
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, parent));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const CheckpointListing latest, store.Latest());
-    path = store.CheckpointPath(latest.name);
-  }
-  return fs.Resolve(path);
-}
-
 Result<std::shared_ptr<OpenedCheckpoint>> OpenResolved(FileSystem& fs, const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
   if (info.kind == FileKind::kFile) return OpenedCheckpoint::OpenSafetensors(fs, path);
@@ -124,7 +106,7 @@ class LoadJob {
 
   // Rank 0: opens and says what was opened.
   Result<std::string> OpenFirst(std::string_view path) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, ResolveSource(fs_, path));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, ResolveSourcePath(fs_, path));
     TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenResolved(fs_, resolved));
     for (const std::string& warning : checkpoint_->warnings()) {
       Log(LogLevel::kWarning, resolved + ": " + warning);

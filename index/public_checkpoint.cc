@@ -6,23 +6,6 @@
 #include "index/store.h"
 
 namespace tensormount {
-namespace {
-
-// "STORE/latest" as STORE/<the latest one's name>; other paths as they are.
-Result<std::string> ResolveLatest(FileSystem& fs, const std::string& path) {
-  constexpr std::string_view kLatest = "latest";
-  const std::size_t slash = path.rfind('/');
-  const std::string_view last = slash == std::string::npos
-                                    ? std::string_view(path)
-                                    : std::string_view(path).substr(slash + 1);
-  if (last != kLatest) return path;
-  const std::string store_path = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, store_path));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const CheckpointListing latest, store.Latest());
-  return store.CheckpointPath(latest.name);
-}
-
-}  // namespace
 
 struct Checkpoint::Impl {
   std::shared_ptr<const OpenedCheckpoint> opened;
@@ -58,7 +41,7 @@ Checkpoint::Checkpoint(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)
 
 Result<Checkpoint> Checkpoint::Open(const std::string& path) {
   FileSystem& fs = HostFileSystem();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, ResolveLatest(fs, path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, ResolveSourcePath(fs, path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(resolved));
   auto impl = std::make_shared<Impl>();
   if (info.kind == FileKind::kDirectory) {

@@ -334,4 +334,19 @@ Status Store::Remove(std::string_view name) const {
   return fs_->SyncDirectory(path_);
 }
 
+Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view given) {
+  std::string path(given);
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  const std::size_t slash = path.rfind('/');
+  if (path.substr(slash == std::string::npos ? 0 : slash + 1) == "latest" && !fs.Exists(path)) {
+    const std::string parent = slash == std::string::npos ? "."
+                               : slash == 0               ? "/"
+                                                          : path.substr(0, slash);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, parent));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const CheckpointListing latest, store.Latest());
+    path = store.CheckpointPath(latest.name);
+  }
+  return fs.Resolve(path);
+}
+
 }  // namespace tensormount

@@ -155,6 +155,11 @@ class Store {
   std::uint64_t unknown_read_compatible_;
 };
 
+// What a user named, to be opened: "STORE/latest" becomes its latest checkpoint (where no such name
+// exists in the folder itself), symlinks are taken once and trailing slashes dropped, so that all
+// who open it read one checkpoint whatever is published meanwhile. kNotFound.
+Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view path);
+
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_INDEX_STORE_H_

@@ -32,16 +32,7 @@ Result<StoreAndName> SplitCheckpointPath(const std::string& path) {
 }
 
 Result<Source> ResolveSource(FileSystem& fs, const std::string& text) {
-  const std::string path = WithoutTrailingSlashes(text);
-  const std::size_t slash = path.rfind('/');
-  const std::string last = slash == std::string::npos ? path : path.substr(slash + 1);
-  const std::string parent = slash == std::string::npos ? "." : path.substr(0, slash);
-  if (last == "latest" && !fs.Exists(path) && fs.Exists(JoinPath(parent, "store.json"))) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::Open(fs, parent));
-    TENSORMOUNT_ASSIGN_OR_RETURN(CheckpointListing latest, store.Latest());
-    return Source{.kind = Source::Kind::kCheckpoint, .path = store.CheckpointPath(latest.name)};
-  }
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::string resolved, fs.Resolve(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string resolved, ResolveSourcePath(fs, text));
   TENSORMOUNT_ASSIGN_OR_RETURN(FileInfo info, fs.Stat(resolved));
   if (info.kind == FileKind::kFile) {
     return Source{.kind = Source::Kind::kSafetensors, .path = resolved};
