@@ -8,6 +8,7 @@
 #include "base/hash.h"
 #include "base/log.h"
 #include "fs/checkpoint_text.h"
+#include "fs/in_memory.h"
 #include "shard/leaf_hash.h"
 #include "shard/npy.h"
 
@@ -546,7 +547,11 @@ std::vector<OpenedCheckpoint::MappedPiece> CheckpointView::MapTensor(const Tenso
   if (options_.verify != ServeVerify::kOff) return {};
   auto mapped = opened_->MapBytes(tensor, offset, size);
   // Why it failed is found out, and told, by the read that follows.
-  return mapped.ok() ? std::move(mapped).value() : std::vector<OpenedCheckpoint::MappedPiece>();
+  if (!mapped.ok()) return {};
+  for (const auto& piece : mapped.value()) {
+    if (!InMemory(piece.data, piece.size)) return {};
+  }
+  return std::move(mapped).value();
 }
 
 Status CheckpointView::ReadTensor(const TensorEntry& tensor, std::uint64_t offset, char* out,

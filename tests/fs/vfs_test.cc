@@ -4,10 +4,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <thread>
+#include <unistd.h>
 
 #include "base/deadline.h"
+#include "fs/in_memory.h"
 #include "shard/safetensors.h"
 #include "tests/fs/file_ops.h"
 #include "tests/support/status_matchers.h"
@@ -29,6 +33,15 @@ class VfsOps : public FileOps {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n,
                                    file_->Read(offset, out.data(), size, nullptr));
       out.resize(n);
+      // Where the bytes can be had where they lie, they are the same.
+      const auto mapped = file_->Map(offset, size);
+      if (!mapped.empty()) {
+        std::string joined;
+        for (const auto& piece : mapped) {
+          joined.append(reinterpret_cast<const char*>(piece.data), piece.size);
+        }
+        EXPECT_EQ(joined, out) << file_->label() << " at " << offset;
+      }
       return out;
     }
 
@@ -466,6 +479,29 @@ TEST_F(VfsTest, StuckStoreDoesNotStopTheRest) {
       [&] { return vfs_->StatusFields().find("\"store_answers\": true") != std::string::npos; });
   vfs_ = nullptr;
   delete fs;
+}
+
+TEST(InMemoryTest, SaysWhatIsThereAndWhatIsNot) {
+  TempDir dir;
+  const std::string path = dir.Join("f");
+  constexpr std::size_t kBytes = std::size_t{3} << 20;
+  const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  ASSERT_GE(fd, 0);
+  const std::string data(kBytes, 'x');
+  ASSERT_EQ(write(fd, data.data(), data.size()), static_cast<ssize_t>(kBytes));
+  void* map = mmap(nullptr, kBytes, PROT_READ, MAP_SHARED, fd, 0);
+  ASSERT_NE(map, MAP_FAILED);
+  const auto* bytes = static_cast<const std::byte*>(map);
+  EXPECT_TRUE(InMemory(bytes, kBytes));
+  EXPECT_TRUE(InMemory(bytes + 5000, 100));
+  ASSERT_EQ(ftruncate(fd, 0), 0);
+  EXPECT_FALSE(InMemory(bytes, kBytes));
+  // Only the last page is there again.
+  ASSERT_EQ(pwrite(fd, "x", 1, kBytes - 1), 1);
+  EXPECT_TRUE(InMemory(bytes + kBytes - 10, 10));
+  EXPECT_FALSE(InMemory(bytes, kBytes));
+  munmap(map, kBytes);
+  close(fd);
 }
 
 TEST_F(VfsTest, NumbersThatMeanNothingAreStale) {
