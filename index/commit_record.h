@@ -41,6 +41,7 @@ struct CommitRecord {
 };
 
 inline constexpr std::string_view kCommitName = "COMMIT";
+// Two copies, about 100 bytes a file each: room for millions of files.
 inline constexpr std::uint64_t kMaxCommitBytes = std::uint64_t{1} << 30;
 
 std::string EncodeCommit(const CommitRecord& record);

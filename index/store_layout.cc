@@ -128,7 +128,7 @@ Result<std::shared_ptr<const CheckpointIndex>> OpenDerivedIndex(FileSystem& fs,
                                                                 const CommitRecord& commit) {
   const std::string derived = layout::DerivedDirectory(directory, commit.uuid);
   const std::string path = JoinPath(derived, "RECORD");
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, fs.ReadFile(path, layout::kMaxCommitBytes));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, fs.ReadFile(path, kMaxCommitBytes));
   TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit decoded, DecodeCommit(bytes, path));
   if (decoded.record.uuid != commit.uuid || decoded.record.content_root != commit.content_root) {
     return Status(Code::kDataLoss, path + ": belongs to another checkpoint");

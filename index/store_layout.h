@@ -31,8 +31,6 @@ inline constexpr std::string_view kManifestSuffix = ".tmm";
 // whose mtime says since when.
 inline constexpr std::string_view kAbortedSuffix = ".aborted";
 inline constexpr std::string_view kSinceSuffix = ".since";
-// Two copies, about 100 bytes a file each: room for a million files.
-inline constexpr std::uint64_t kMaxCommitBytes = std::uint64_t{1} << 30;
 
 Result<DecodedCommit> ReadCommit(FileSystem& fs, const std::string& directory);
 

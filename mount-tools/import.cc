@@ -162,11 +162,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     return {};
   });
   if (!status.ok()) {
-    // All ranks have the same verdict; one line of it is enough.
-    if (!group.prints() && status.code() != Code::kDeadlineExceeded &&
-        status.code() != Code::kUnavailable) {
-      return kFailed;
-    }
+    if (!group.Tells(status)) return kFailed;
     return terminal.Fail(status, status.code() == Code::kAlreadyExists
                                      ? "choose another name, or pass --if-exists replace"
                                      : std::string_view());

@@ -229,11 +229,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     return {};
   });
   if (!status.ok()) {
-    if (!group.prints() && status.code() != Code::kDeadlineExceeded &&
-        status.code() != Code::kUnavailable) {
-      return kFailed;
-    }
-    return terminal.Fail(status);
+    return group.Tells(status) ? terminal.Fail(status) : kFailed;
   }
   if (group.prints()) Print(all, other != nullptr, terminal);
   const int flushed = terminal.Flush();

@@ -25,6 +25,12 @@ class Ranks {
   bool is_mpi() const { return mpi_ != nullptr; }
   // Whether this process prints the result: it has rank 0.
   bool prints() const { return !mpi_ || world_->rank() == 0; }
+  // Whether this process tells a failure: all ranks have the same verdict, so one line is enough,
+  // except where ranks could not be reached and each can only speak for itself.
+  bool Tells(const Status& failure) const {
+    return prints() || failure.code() == Code::kDeadlineExceeded ||
+           failure.code() == Code::kUnavailable;
+  }
   // Runs `body` once a rank that lives in this process. The first failure by rank; after one under
   // MPI, the session is abandoned, because others may be gone.
   Status Run(const std::function<Status(Communicator&)>& body);
