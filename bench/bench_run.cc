@@ -19,8 +19,8 @@
 
 #include "base/file_system.h"
 #include "bench/ckptbench.h"
-#include "collective/collective.h"
-#include "collective/socket_group.h"
+#include "collective/comm/collective.h"
+#include "collective/comm/socket_group.h"
 
 namespace tensormount::bench {
 namespace {

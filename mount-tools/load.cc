@@ -9,7 +9,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "collective/collective.h"
+#include "collective/comm/collective.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/host_memory.h"
 #include "mount-tools/ranks.h"

@@ -8,7 +8,7 @@
 #include "tensormount/communicator.h"
 #include "tensormount/status.h"
 
-#include "collective/collective.h"
+#include "collective/comm/collective.h"
 
 namespace tensormount {
 

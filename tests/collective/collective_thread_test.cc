@@ -9,8 +9,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "collective/collective.h"
-#include "collective/collective_frame.h"
+#include "collective/comm/collective.h"
+#include "collective/comm/collective_frame.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/support/status_matchers.h"
 

@@ -9,7 +9,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "collective/socket_group.h"
+#include "collective/comm/socket_group.h"
 #include "tests/collective/communicator_conformance.h"
 #include "tests/support/status_matchers.h"
 

@@ -8,7 +8,7 @@
 
 #include "tensormount/load.h"
 
-#include "collective/socket_group.h"
+#include "collective/comm/socket_group.h"
 #include "tests/collective/load_testing.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

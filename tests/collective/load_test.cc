@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "base/log.h"
-#include "collective/load_plan.h"
+#include "collective/load/load_plan.h"
 #include "tests/collective/load_testing.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"

@@ -16,8 +16,8 @@
 #include <gtest/gtest.h>
 
 #include "base/coding.h"
+#include "collective/comm/socket_group.h"
 #include "collective/save_load.h"
-#include "collective/socket_group.h"
 #include "index/checkpoint.h"
 #include "tests/collective/save_testing.h"
 #include "tests/support/status_matchers.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Descriptors, layout check, save plan and replica plan: pure, with inputs that a reader checks by
 // eye.
-#include "collective/save_plan.h"
+#include "collective/save/save_plan.h"
 
 #include <map>
 #include <set>
@@ -10,9 +10,9 @@
 
 #include <gtest/gtest.h>
 
-#include "collective/descriptor.h"
-#include "collective/layout_check.h"
-#include "collective/replica_check.h"
+#include "collective/save/replica_check.h"
+#include "collective/validate/descriptor.h"
+#include "collective/validate/layout_check.h"
 #include "shard/coverage.h"
 #include "tests/support/random.h"
 #include "tests/support/random_layout.h"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 # A folder includes only these folders (docs/architecture.md).
-LAYERS = ["base", "shard", "index", "collective"]
+LAYERS = ["base", "shard", "index", "state", "collective"]
 MAY_INCLUDE = {layer: LAYERS[: i + 1] for i, layer in enumerate(LAYERS)}
 MAY_INCLUDE["gpu"] = LAYERS + ["gpu"]
 MAY_INCLUDE["fs"] = LAYERS + ["fs"]
@@ -37,7 +37,7 @@ PUBLIC_HEADERS = {
     "load.h": "collective",
     "mpi.h": "collective",
     "save.h": "collective",
-    "state_dict.h": "collective",
+    "state_dict.h": "state",
     "tensormount.h": "lib",
 }
 
@@ -46,7 +46,7 @@ THIRD_PARTY = [
     (r"rocksdb/", ["index/*.cc", "tests/index/*.cc"]),
     (r"(fuse3?/|fuse|linux/fuse)", ["fs/fuse_bridge.cc", "fs/mount_session.cc", "fs/fuse_shim*.cc",
                                     "bench/null_fuse.cc"]),
-    (r"mpi\.h", ["collective/mpi_communicator.cc", "tests/mpi/*.cc"]),
+    (r"mpi\.h", ["collective/comm/mpi_communicator.cc", "tests/mpi/*.cc"]),
     (r"xxh", ["base/hash.cc"]),
     (r"(cuda|nccl|cufile|nvml)", ["gpu/*.cc", "gpu/*.cu", "gpu/*.cuh"]),
     (r"nlohmann/", ["*.cc"]),

@@ -18,7 +18,7 @@ GUARD = SPDX + "#ifndef {0}\n#define {0}\n{1}\n#endif\n"
 # File, its text, and what the message must contain.
 PLANTED = [
     ("base/planted.cc", SPDX + '#include "shard/copy_plan.h"\n', "base must not include"),
-    ("index/planted.cc", SPDX + '#include "collective/collective.h"\n', "index must not include"),
+    ("index/planted.cc", SPDX + '#include "collective/comm/collective.h"\n', "index must not include"),
     ("fs/planted.cc", SPDX + '#include "gpu/device.h"\n', "fs must not include"),
     ("gpu/planted.cc", SPDX + '#include "fs/vfs.h"\n', "gpu must not include"),
     ("shard/planted.cc", SPDX + '#include "tensormount/communicator.h"\n', "which collective"),

@@ -15,7 +15,7 @@
 
 #include "tensormount/mpi.h"
 
-#include "collective/collective.h"
+#include "collective/comm/collective.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/collective/communicator_conformance.h"
 

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_COMM_COLLECTIVE_H_
+#define TENSORMOUNT_COLLECTIVE_COMM_COLLECTIVE_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/communicator.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// Collective operations with deadlines over a Communicator; one object for one collective job
+// (a save, a load). While it lives a heartbeat thread calls Progress(), so that a rank that is
+// busy elsewhere is not taken for dead.
+//
+// Every rank must make the same calls in the same order; `phase` says in words what is being
+// waited for and is checked to be the same on all ranks ("validate", "publish").
+// Each call returns the same verdict on every rank that can still be reached: rank 0 gathers,
+// decides and tells. Failures:
+//   kDeadlineExceeded  names the ranks that were not heard of (liveness) or did not come (arrival);
+//   kUnavailable       names ranks whose process is gone;
+//   kInternal          ranks are in different phases.
+// After one of these the object is spent: every further call returns that failure at once. What
+// callers put in themselves (Agree, a failed Broadcast, lengths that differ) does not spend it.
+// A rank that comes late, after the others gave up, gets the same failure where rank 0 lives.
+//
+// Liveness counts once a rank was heard of in this job: before that it may be evaluating, with no
+// heartbeat running, and only `arrival` (or its closed socket) speaks against it.
+// One thread at a time. `comm` must outlive this.
+class Collective {
+ public:
+  Collective(Communicator& comm, const Timeouts& timeouts);
+  ~Collective();
+
+  int rank() const;
+  int size() const;
+
+  // Everybody's bytes, by rank, on every rank.
+  Result<std::vector<std::string>> AllGather(std::string_view mine, std::string_view phase);
+  // Everybody's bytes at rank 0; nothing elsewhere.
+  Result<std::vector<std::string>> Gather(std::string_view mine, std::string_view phase);
+  // Rank 0's bytes on every rank. Where rank 0 calls it with a failure, that is what all return.
+  Result<std::string> Broadcast(const Result<std::string>& mine, std::string_view phase);
+  // XOR of everybody's u64s; lengths must agree (kInternal).
+  Result<std::vector<std::uint64_t>> AllReduceXor(std::span<const std::uint64_t> mine,
+                                                  std::string_view phase);
+  // Failures as data: ok on all ranks or the same failure on all: that of the lowest failing
+  // rank, with "rank N: " before it and how many others failed. Codes and errno are kept.
+  Status Agree(const Status& mine, std::string_view phase);
+
+  // Point to point bulk, all at once: sends and receives complete or the call fails (everywhere,
+  // after the Agree that it ends with). Between one pair, sends and receives match in the order
+  // given. Memory is the caller's, and free again on return; empty transfers are skipped.
+  struct Transfer {
+    int peer = 0;
+    void* data = nullptr;
+    std::uint64_t size = 0;
+  };
+  Status Exchange(std::span<const Transfer> sends, std::span<const Transfer> receives,
+                  std::string_view phase);
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_COMM_COLLECTIVE_H_

@@ -1,0 +1,529 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/comm/collective_round.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <optional>
+#include <utility>
+
+#include "base/hash.h"
+#include "collective/guarded.h"
+
+namespace tensormount {
+namespace {
+
+using std::chrono::duration_cast;
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+// Tags of Collective: four of the upper half a job, in turns. A number comes back after 4,096
+// jobs; frames carry the whole number.
+constexpr std::uint32_t kFirstTag = 16384;
+constexpr std::uint32_t kTagTurns = 4096;
+// Messages of failures are cut, so that they always go out at once.
+constexpr std::size_t kMaxMessage = 2000;
+// After which rank 0 tells those who came that it waits for others.
+constexpr milliseconds kRemindAfter{50};
+// For telling the others of a failure: those who can be reached take it at once.
+constexpr milliseconds kFarewell{200};
+
+std::string Seconds(nanoseconds d) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s",
+                static_cast<double>(duration_cast<milliseconds>(d).count()) / 1000.0);
+  return text;
+}
+
+// "rank 2" or "ranks 1, 4 and 2 more".
+std::string RankList(const std::vector<int>& ranks) {
+  constexpr std::size_t kNamed = 16;
+  std::string out = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < std::min(ranks.size(), kNamed); ++i) {
+    out += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  if (ranks.size() > kNamed) out += " and " + std::to_string(ranks.size() - kNamed) + " more";
+  return out;
+}
+
+std::string Waiting(const CollectiveEngine::Round& round) {
+  return "waiting for '" + std::string(round.phase) + "'";
+}
+
+Status Cut(const Status& status) {
+  if (status.message().size() <= kMaxMessage) return status;
+  return Status::FromParts(status.code(), status.ToErrno(),
+                           status.message().substr(0, kMaxMessage) + "...");
+}
+
+nanoseconds BeatInterval(nanoseconds liveness) {
+  return std::clamp<nanoseconds>(liveness / 4, milliseconds(1), milliseconds(250));
+}
+
+// Waits a little longer each time: with more ranks than cores, spinning takes the time that the
+// others need.
+class Backoff {
+ public:
+  void Reset() { turns_ = 0; }
+  void Pause() {
+    ++turns_;
+    if (turns_ < 32) {
+      std::this_thread::yield();
+    } else {
+      const int us = turns_ < 200 ? 50 : turns_ < 1000 ? 200 : 1000;
+      std::this_thread::sleep_for(std::chrono::microseconds(us));
+    }
+  }
+
+ private:
+  int turns_ = 0;
+};
+
+}  // namespace
+
+Heartbeat::Heartbeat(Communicator& comm, nanoseconds interval) {
+  thread_ = std::thread([this, &comm, interval] {
+    std::unique_lock lock(mutex_);
+    while (!stop_) {
+      lock.unlock();
+      (void)comm.Progress();  // What fails here fails again where the owner looks.
+      lock.lock();
+      stop_changed_.wait_for(lock, interval, [this] { return stop_; });
+    }
+  });
+}
+
+Heartbeat::~Heartbeat() {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  stop_changed_.notify_all();
+  thread_.join();
+}
+
+LivenessWatch::LivenessWatch(Communicator& comm, nanoseconds liveness)
+    : comm_(comm),
+      liveness_(liveness),
+      confirm_(BeatInterval(liveness)),
+      seats_(static_cast<std::size_t>(comm.size())) {
+  Start(Clock::now());
+  base_ = last_turn_;
+}
+
+void LivenessWatch::Start(Clock::time_point now) {
+  last_turn_ = now;
+  for (Seat& seat : seats_) seat.suspected = false;
+}
+
+void LivenessWatch::Turn(Clock::time_point now) {
+  if (now - last_turn_ > liveness_ / 2) {
+    Start(now);
+    base_ = now;
+  }
+  last_turn_ = now;
+}
+
+bool LivenessWatch::Lost(int rank, Clock::time_point now) {
+  Seat& seat = seats_[static_cast<std::size_t>(rank)];
+  if (!seat.joined) return false;
+  if (std::min<nanoseconds>(comm_.SilentFor(rank), now - base_) <= liveness_) {
+    seat.suspected = false;
+    return false;
+  }
+  if (!seat.suspected) {
+    seat.suspected = true;
+    seat.since = now;
+  }
+  return now - seat.since >= confirm_;
+}
+
+// What rank 0 has of one round.
+struct CollectiveEngine::Gathered {
+  struct Seat {
+    bool came = false;
+    Status status;
+    Clock::time_point reminded{};
+    std::optional<Clock::time_point> payload_deadline;
+  };
+  explicit Gathered(int ranks)
+      : seats(static_cast<std::size_t>(ranks)),
+        parts(static_cast<std::size_t>(ranks)),
+        missing(ranks) {}
+
+  std::vector<Seat> seats;
+  std::vector<std::string> parts;
+  int missing;
+  bool failed = false;
+  Clock::time_point start = Clock::now();
+};
+
+CollectiveEngine::CollectiveEngine(Communicator& comm, const Timeouts& timeouts)
+    : comm_(comm),
+      timeouts_(timeouts),
+      job_(comm.BeginJob()),
+      tag_(kFirstTag + 4 * (job_ % kTagTurns)),
+      watch_(comm, timeouts.liveness),
+      sender_(comm, comm.rank() == 0 ? tag_ + 1 : tag_) {
+  const int peers = comm.rank() == 0 ? comm.size() : 1;
+  Round nothing;
+  for (int r = 0; r < peers; ++r) {
+    if (r == comm.rank()) {
+      from_.push_back(nullptr);
+      continue;
+    }
+    from_.push_back(std::make_unique<FrameReceiver>(comm, r, comm.rank() == 0 ? tag_ : tag_ + 1));
+    sender_.Send(r, MakeFrame(nothing, Frame::kHello), {});
+  }
+  if (comm.size() > 1) {
+    heartbeat_ = std::make_unique<Heartbeat>(comm, BeatInterval(timeouts.liveness));
+  }
+}
+
+CollectiveEngine::~CollectiveEngine() = default;
+
+nanoseconds CollectiveEngine::AllowanceFor(std::uint64_t bytes) {
+  constexpr std::uint64_t kBytesPerMillisecond = 8000;
+  constexpr std::uint64_t kMost = std::uint64_t{365} * 24 * 3600 * 1000;
+  return milliseconds(std::min(bytes / kBytesPerMillisecond, kMost));
+}
+
+Frame CollectiveEngine::MakeFrame(const Round& round, Frame::Kind kind) const {
+  Frame f;
+  f.kind = kind;
+  f.job = job_;
+  f.round = round_;
+  f.op = static_cast<std::uint8_t>(round.op);
+  f.phase_hash = Xxh3Low64(round.phase);
+  f.phase = std::string(round.phase);
+  return f;
+}
+
+Result<CollectiveEngine::Payload> CollectiveEngine::Run(const Round& round) {
+  if (!spent_.ok()) {
+    if (round.work != nullptr) round.work->Cancel();
+    return spent_;
+  }
+  ++round_;
+  watch_.Start(Clock::now());
+  Result<Payload> out = comm_.rank() == 0 ? RunRoot(round) : RunMember(round);
+  if (!out.ok() && round.work != nullptr) round.work->Cancel();
+  return out;
+}
+
+Status CollectiveEngine::Spend(const Status& why) {
+  spent_ = why;
+  sender_.CancelAll();
+  for (const auto& receiver : from_) {
+    if (receiver) receiver->Cancel();
+  }
+  return why;
+}
+
+// Rank 0.
+
+Result<CollectiveEngine::Payload> CollectiveEngine::RunRoot(const Round& round) {
+  Gathered g(comm_.size());
+  bool working = round.work != nullptr;
+  const auto self_came = [&](const Status& status) {
+    g.seats[0].came = true;
+    g.seats[0].status = status;
+    g.failed |= !status.ok();
+    --g.missing;
+  };
+  if (!working) self_came(round.mine);
+  if (round.mine.ok()) g.parts[0] = std::string(round.payload);
+
+  Backoff backoff;
+  while (true) {
+    (void)comm_.Progress();
+    const Clock::time_point now = Clock::now();
+    watch_.Turn(now);
+    bool moved = false;
+    if (Status broken = Collect(round, g, &moved); !broken.ok()) {
+      return TellAll(round, broken, /*fatal=*/true, {});
+    }
+    if (working) {
+      const Result<bool> done = round.work->Step();
+      if (!done.ok() || done.value()) {
+        working = false;
+        self_came(done.status());
+      }
+    }
+    if (g.missing == 0) break;
+    // One failed transfer leaves others waiting for ever: nobody else is waited for.
+    if (g.failed && round.work != nullptr) break;
+    if (Status missing = Missing(round, g, now); !missing.ok()) {
+      return TellAll(round, missing, /*fatal=*/true, {});
+    }
+    Remind(round, g, now);
+    (void)sender_.Poll();
+    if (moved) {
+      backoff.Reset();
+    } else {
+      backoff.Pause();
+    }
+  }
+  if (Status gone = StillThere(round, g); !gone.ok()) {
+    return TellAll(round, gone, /*fatal=*/true, {});
+  }
+  std::string verdict;
+  const Status failure = Judge(round, g, &verdict);
+  return TellAll(round, failure, /*fatal=*/!failure.ok() && round.work != nullptr,
+                 std::move(verdict));
+}
+
+Status CollectiveEngine::Collect(const Round& round, Gathered& g, bool* moved) {
+  std::vector<int> lost;
+  Status why;
+  for (std::size_t r = 1; r < g.seats.size(); ++r) {
+    Gathered::Seat& seat = g.seats[r];
+    while (!seat.came) {
+      const Result<bool> got = from_[r]->Poll();
+      if (!got.ok()) {
+        lost.push_back(static_cast<int>(r));
+        why = got.status();
+        break;
+      }
+      if (!got.value()) {
+        const std::uint64_t coming = from_[r]->PayloadComing();
+        if (coming != 0 && !seat.payload_deadline) {
+          seat.payload_deadline = Clock::now() + timeouts_.arrival + AllowanceFor(coming);
+        }
+        break;
+      }
+      *moved = true;
+      watch_.Join(static_cast<int>(r));
+      TENSORMOUNT_RETURN_IF_ERROR(OnContribution(round, g, static_cast<int>(r), from_[r]->Take()));
+    }
+  }
+  if (lost.size() > 1 && why.code() == Code::kUnavailable) {
+    why = Status(Code::kUnavailable, RankList(lost) + " are gone");
+  }
+  return why.WithContext(Waiting(round));
+}
+
+Status CollectiveEngine::OnContribution(const Round& round, Gathered& g, int from,
+                                        FrameReceiver::Received in) {
+  const Frame& f = in.frame;
+  const std::string who = "rank " + std::to_string(from);
+  if (f.job != job_) {
+    return {Code::kInternal, who + " is in another job than rank 0"};
+  }
+  if (f.kind == Frame::kHello) return {};
+  if (f.kind == Frame::kGaveUp) return f.status.WithContext(who + " gave up");
+  const Frame mine = MakeFrame(round, Frame::kContribution);
+  if (f.kind != Frame::kContribution || f.round != mine.round || f.op != mine.op ||
+      f.phase_hash != mine.phase_hash) {
+    return {Code::kInternal, "ranks are in different phases: " + who + " is in '" + f.phase +
+                                 "' (call " + std::to_string(f.round) + "), rank 0 in '" +
+                                 std::string(round.phase) + "' (call " + std::to_string(round_) +
+                                 ")"};
+  }
+  Gathered::Seat& seat = g.seats[static_cast<std::size_t>(from)];
+  seat.came = true;
+  seat.status = f.status;
+  g.failed |= !f.status.ok();
+  --g.missing;
+  if (f.status.ok()) g.parts[static_cast<std::size_t>(from)] = std::move(in.payload);
+  return {};
+}
+
+// Whoever came waits for the verdict. If rank 0 itself was stopped meanwhile, they may have given
+// up: then there is no good verdict any more.
+Status CollectiveEngine::StillThere(const Round& round, const Gathered& g) {
+  for (std::size_t r = 1; r < g.seats.size(); ++r) {
+    if (!g.seats[r].came) continue;
+    const Result<bool> got = from_[r]->Poll();
+    if (!got.ok()) return got.status().WithContext(Waiting(round));
+    if (!got.value()) continue;
+    const std::string who = "rank " + std::to_string(r);
+    const Frame f = from_[r]->Take().frame;
+    if (f.kind == Frame::kGaveUp) return f.status.WithContext(who + " gave up");
+    return {Code::kInternal, who + " went on without an answer"};
+  }
+  return {};
+}
+
+// Who is not waited for any longer, and why.
+Status CollectiveEngine::Missing(const Round& round, const Gathered& g, Clock::time_point now) {
+  std::vector<int> silent;
+  std::vector<int> late;
+  const bool over = now - g.start > timeouts_.arrival + round.allowance;
+  for (std::size_t r = 0; r < g.seats.size(); ++r) {
+    const Gathered::Seat& seat = g.seats[r];
+    const int rank = static_cast<int>(r);
+    // During an exchange a rank that came may still be needed by others.
+    if ((!seat.came || round.work != nullptr) && r != 0 && watch_.Lost(rank, now)) {
+      silent.push_back(rank);
+    } else if (!seat.came && (seat.payload_deadline ? now > *seat.payload_deadline : over)) {
+      late.push_back(rank);
+    }
+  }
+  if (silent.empty() && late.empty()) return {};
+  std::string what = Waiting(round);
+  if (!silent.empty()) {
+    what += ": " + RankList(silent) + ": not heard of for " + Seconds(timeouts_.liveness);
+  }
+  if (!late.empty()) {
+    what += ": " + RankList(late) + " did not come within " +
+            Seconds(timeouts_.arrival + round.allowance);
+  }
+  return {Code::kDeadlineExceeded, what};
+}
+
+void CollectiveEngine::Remind(const Round& round, Gathered& g, Clock::time_point now) {
+  if (now - g.start < kRemindAfter) return;
+  const nanoseconds again = std::min<nanoseconds>(timeouts_.arrival / 3, std::chrono::seconds(10));
+  for (std::size_t r = 1; r < g.seats.size(); ++r) {
+    Gathered::Seat& seat = g.seats[r];
+    if (!seat.came && round.work == nullptr) continue;
+    if (seat.reminded != Clock::time_point{} && now - seat.reminded < again) continue;
+    seat.reminded = now;
+    sender_.Send(static_cast<int>(r), MakeFrame(round, Frame::kWaiting), {});
+  }
+}
+
+Status CollectiveEngine::Judge(const Round& round, Gathered& g, std::string* verdict) {
+  int failed = 0;
+  std::size_t first = 0;
+  for (std::size_t r = g.seats.size(); r-- > 0;) {
+    if (g.seats[r].status.ok()) continue;
+    ++failed;
+    first = r;
+  }
+  if (failed == 0) {
+    return round.decide ? Guarded([&] { return round.decide(g.parts, verdict); }) : Status();
+  }
+  const Status& status = g.seats[first].status;
+  if (round.op == CollectiveOp::kBroadcast) return status;
+  Status out = status.WithContext("rank " + std::to_string(first));
+  if (failed == 1) return out;
+  const std::string others = failed == 2
+                                 ? " (1 other rank failed too)"
+                                 : " (" + std::to_string(failed - 1) + " other ranks failed too)";
+  return Status::FromParts(out.code(), out.ToErrno(),
+                           out.message().substr(0, kMaxMessage) + others);
+}
+
+Result<CollectiveEngine::Payload> CollectiveEngine::TellAll(const Round& round,
+                                                            const Status& failure, bool fatal,
+                                                            std::string verdict) {
+  const Status cut = failure.ok() ? failure : Cut(failure);
+  Frame frame = MakeFrame(round, Frame::kVerdict);
+  frame.status = cut;
+  frame.fatal = fatal;
+  const auto payload =
+      std::make_shared<const std::string>(cut.ok() ? std::move(verdict) : cut.message());
+  for (int r = 1; r < comm_.size(); ++r) sender_.Send(r, frame, *payload, payload);
+  Drain(fatal ? Clock::duration(kFarewell)
+              : Clock::duration(timeouts_.arrival + AllowanceFor(payload->size())));
+  if (fatal) return Spend(cut);
+  if (!cut.ok()) return cut;
+  return payload;
+}
+
+void CollectiveEngine::Drain(Clock::duration limit) {
+  Backoff backoff;
+  const Clock::time_point start = Clock::now();
+  watch_.Start(start);
+  while (!sender_.Poll()) {
+    (void)comm_.Progress();
+    const Clock::time_point now = Clock::now();
+    watch_.Turn(now);
+    const bool over = now - start > limit;
+    for (const int peer : sender_.Unsent()) {
+      // Whoever did not take it is found missing in the next round.
+      if (over || watch_.Lost(peer, now)) sender_.CancelFor(peer);
+    }
+    backoff.Pause();
+  }
+}
+
+// The others.
+
+void CollectiveEngine::Contribute(const Round& round, const Status& mine) {
+  Frame frame = MakeFrame(round, Frame::kContribution);
+  if (mine.ok()) {
+    sender_.Send(0, frame, round.payload);
+    return;
+  }
+  frame.status = Cut(mine);
+  const auto message = std::make_shared<const std::string>(frame.status.message());
+  sender_.Send(0, frame, *message, message);
+}
+
+Result<CollectiveEngine::Payload> CollectiveEngine::RunMember(const Round& round) {
+  bool working = round.work != nullptr;
+  if (!working) Contribute(round, round.mine);
+
+  // Rank 0 may come as late as `arrival`, and then says so.
+  const nanoseconds slack =
+      std::min<nanoseconds>({timeouts_.liveness, timeouts_.arrival / 2, std::chrono::seconds(5)});
+  const nanoseconds patience = timeouts_.arrival + round.allowance + slack;
+  Clock::time_point deadline = Clock::now() + patience;
+  bool payload_seen = false;
+  Backoff backoff;
+  while (true) {
+    (void)comm_.Progress();
+    const Clock::time_point now = Clock::now();
+    watch_.Turn(now);
+    const Result<bool> got = from_[0]->Poll();
+    if (!got.ok()) return GiveUp(round, got.status().WithContext(Waiting(round)));
+    if (got.value()) {
+      backoff.Reset();
+      watch_.Join(0);
+      FrameReceiver::Received in = from_[0]->Take();
+      const Frame& f = in.frame;
+      if (f.job != job_) return GiveUp(round, {Code::kInternal, "rank 0 is in another job"});
+      if (f.kind == Frame::kHello) continue;
+      if (f.kind == Frame::kWaiting) {
+        // It came, and waits as long as it may for somebody else.
+        if (f.round == round_) deadline = now + patience;
+        continue;
+      }
+      if (f.kind != Frame::kVerdict || (f.round != round_ && !f.fatal)) {
+        return GiveUp(round, {Code::kInternal, "rank 0 answers to '" + f.phase + "' instead of '" +
+                                                   std::string(round.phase) + "'"});
+      }
+      if (f.fatal) return Spend(f.status);
+      // It has what was sent; this only makes the memory free.
+      Drain(timeouts_.liveness + AllowanceFor(round.payload.size()));
+      if (!f.status.ok()) return f.status;
+      return std::make_shared<const std::string>(std::move(in.payload));
+    }
+    if (const std::uint64_t coming = from_[0]->PayloadComing(); coming != 0 && !payload_seen) {
+      payload_seen = true;
+      deadline = now + patience + AllowanceFor(coming);
+    }
+    if (working) {
+      const Result<bool> done = round.work->Step();
+      if (!done.ok() || done.value()) {
+        working = false;
+        Contribute(round, done.status());
+      }
+    }
+    (void)sender_.Poll();
+    if (watch_.Lost(0, now)) {
+      return GiveUp(round,
+                    {Code::kDeadlineExceeded,
+                     Waiting(round) + ": rank 0: not heard of for " + Seconds(timeouts_.liveness)});
+    }
+    if (now > deadline) {
+      return GiveUp(round, {Code::kDeadlineExceeded,
+                            Waiting(round) + ": rank 0 did not come within " + Seconds(patience)});
+    }
+    backoff.Pause();
+  }
+}
+
+Status CollectiveEngine::GiveUp(const Round& round, const Status& why) {
+  // The round that rank 0 would wait in next learns it.
+  Frame frame = MakeFrame(round, Frame::kGaveUp);
+  frame.status = Cut(why);
+  const auto message = std::make_shared<const std::string>(frame.status.message());
+  sender_.Send(0, frame, *message, message);
+  Drain(kFarewell);
+  return Spend(why);
+}
+
+}  // namespace tensormount

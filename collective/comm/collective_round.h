@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_COMM_COLLECTIVE_ROUND_H_
+#define TENSORMOUNT_COLLECTIVE_COMM_COLLECTIVE_ROUND_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "tensormount/communicator.h"
+#include "tensormount/status.h"
+
+#include "collective/comm/collective_frame.h"
+
+namespace tensormount {
+
+// Calls Progress at regular intervals from a thread of its own, so that the others go on hearing
+// of this rank while its owner is in a system call.
+class Heartbeat {
+ public:
+  Heartbeat(Communicator& comm, std::chrono::nanoseconds interval);
+  ~Heartbeat();
+  Heartbeat(const Heartbeat&) = delete;
+  Heartbeat& operator=(const Heartbeat&) = delete;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable stop_changed_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+// Judges who is silent for too long.
+class LivenessWatch {
+ public:
+  using Clock = std::chrono::steady_clock;
+  LivenessWatch(Communicator& comm, std::chrono::nanoseconds liveness);
+
+  // `rank` was heard of in this job: from now on its silence counts.
+  void Join(int rank) { seats_[static_cast<std::size_t>(rank)].joined = true; }
+  // Begin of a wait, then every turn of its loop. A long gap between two turns means that this
+  // rank itself was stopped or starved, and says nothing about the others.
+  void Start(Clock::time_point now);
+  void Turn(Clock::time_point now);
+  // Silent for longer than liveness, and still so a heartbeat after this was first seen.
+  bool Lost(int rank, Clock::time_point now);
+
+ private:
+  struct Seat {
+    bool joined = false;
+    bool suspected = false;
+    Clock::time_point since;
+  };
+  Communicator& comm_;
+  const std::chrono::nanoseconds liveness_;
+  const std::chrono::nanoseconds confirm_;
+  Clock::time_point base_;
+  Clock::time_point last_turn_;
+  std::vector<Seat> seats_;
+};
+
+// Work of one rank that goes on beside a round: the transfers of an exchange.
+class LocalWork {
+ public:
+  virtual ~LocalWork() = default;
+  // True once done. Never waits.
+  virtual Result<bool> Step() = 0;
+  // After this nothing touches the caller's memory.
+  virtual void Cancel() = 0;
+};
+
+enum class CollectiveOp : std::uint8_t {
+  kAllGather = 1,
+  kGather,
+  kBroadcast,
+  kXor,
+  kAgree,
+  kExchange,
+  kTransfer,
+};
+
+// The one pattern that every collective operation is made of: all tell rank 0 that they came,
+// with a status and a payload; rank 0 decides and tells all. See Collective for the guarantees.
+class CollectiveEngine {
+ public:
+  CollectiveEngine(Communicator& comm, const Timeouts& timeouts);
+  ~CollectiveEngine();
+  CollectiveEngine(const CollectiveEngine&) = delete;
+  CollectiveEngine& operator=(const CollectiveEngine&) = delete;
+
+  struct Round {
+    CollectiveOp op = CollectiveOp::kAgree;
+    std::string_view phase;
+    Status mine;
+    std::string_view payload;  // Of an ok contribution.
+    // At rank 0, once everybody came and nobody failed: makes what all are told from the payloads,
+    // by rank. The payloads may be taken.
+    std::function<Status(std::vector<std::string>& parts, std::string* verdict)> decide;
+    // Contributes when done. A round with work fails as a whole when one rank's work does.
+    LocalWork* work = nullptr;
+    std::chrono::nanoseconds allowance{0};  // For the work, on top of `arrival`.
+  };
+  using Payload = std::shared_ptr<const std::string>;
+  // The verdict's payload, the same on every rank, or its failure.
+  Result<Payload> Run(const Round& round);
+
+  Communicator& comm() { return comm_; }
+  std::uint32_t data_tag() const { return tag_ + 2; }
+  // How long `bytes` may take at the slowest.
+  static std::chrono::nanoseconds AllowanceFor(std::uint64_t bytes);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Gathered;
+
+  Result<Payload> RunRoot(const Round& round);
+  Result<Payload> RunMember(const Round& round);
+  // One look at everybody who is still missing.
+  Status Collect(const Round& round, Gathered& g, bool* moved);
+  Status OnContribution(const Round& round, Gathered& g, int from, FrameReceiver::Received in);
+  Status StillThere(const Round& round, const Gathered& g);
+  Status Missing(const Round& round, const Gathered& g, Clock::time_point now);
+  void Remind(const Round& round, Gathered& g, Clock::time_point now);
+  Status Judge(const Round& round, Gathered& g, std::string* verdict);
+  Result<Payload> TellAll(const Round& round, const Status& failure, bool fatal,
+                          std::string verdict);
+  Frame MakeFrame(const Round& round, Frame::Kind kind) const;
+  void Contribute(const Round& round, const Status& mine);
+  // Until all that was sent is out, or whoever does not take it is lost.
+  void Drain(Clock::duration limit);
+  Status GiveUp(const Round& round, const Status& why);
+  Status Spend(const Status& why);
+
+  Communicator& comm_;
+  const Timeouts timeouts_;
+  const std::uint32_t job_;
+  const std::uint32_t tag_;
+  std::uint32_t round_ = 0;
+  Status spent_;
+  LivenessWatch watch_;
+  FrameSender sender_;
+  std::vector<std::unique_ptr<FrameReceiver>> from_;  // By rank; at the others only rank 0's.
+  std::unique_ptr<Heartbeat> heartbeat_;              // Last: stops first.
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_COMM_COLLECTIVE_ROUND_H_

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/comm/host_bytes.h"
+
+#include <optional>
+#include <string>
+
+#include "tensormount/box.h"
+#include "tensormount/dtype.h"
+
+#include "base/checked.h"
+
+namespace tensormount {
+
+Result<std::span<std::byte>> HostBytes(const BufferView& view) {
+  if (view.device.kind != DeviceKind::kHost) {
+    return Status(Code::kUnsupported, "send or receive: device memory is not reached by this kind");
+  }
+  const std::optional<std::int64_t> elements = CheckedProduct(view.shape);
+  const std::optional<std::int64_t> bits =
+      elements ? CheckedMul<std::int64_t>(*elements, InfoOf(view.dtype).bits) : std::nullopt;
+  if (!bits || *bits % 8 != 0) {
+    return Status(Code::kInvalidArgument,
+                  "send or receive: shape " + view.shape.ToString() + " has no size in bytes");
+  }
+  if (!view.IsPacked()) {
+    return Status(Code::kInvalidArgument, "send or receive: the buffer is not packed");
+  }
+  const auto size = static_cast<std::size_t>(*bits / 8);
+  if (view.data == nullptr && size != 0) {
+    return Status(Code::kInvalidArgument, "send or receive: no memory given");
+  }
+  return std::span<std::byte>(static_cast<std::byte*>(view.data), size);
+}
+
+Status CheckEnvelope(const Communicator& comm, int peer, std::uint32_t tag) {
+  if (peer < 0 || peer >= comm.size()) {
+    return {Code::kInvalidArgument, "rank " + std::to_string(peer) + " is outside [0, " +
+                                        std::to_string(comm.size()) + ")"};
+  }
+  if (tag > Communicator::kMaxTag) {
+    return {Code::kInvalidArgument, "tag " + std::to_string(tag) + " is over the largest, " +
+                                        std::to_string(Communicator::kMaxTag)};
+  }
+  return {};
+}
+
+Status PeerGone(int rank) {
+  return {Code::kUnavailable, "rank " + std::to_string(rank) + " is gone"};
+}
+
+Status SizeDiffers(int from, std::uint32_t tag, std::uint64_t sent, std::uint64_t wanted) {
+  return {Code::kDataLoss, "receive from rank " + std::to_string(from) + ", tag " +
+                               std::to_string(tag) + ": " + std::to_string(sent) +
+                               " bytes came where " + std::to_string(wanted) + " were expected"};
+}
+
+Status NoSuchRequest(Communicator::Request request) {
+  return {Code::kInvalidArgument, "request " + std::to_string(request) + " is not outstanding"};
+}
+
+}  // namespace tensormount

@@ -1,0 +1,456 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/comm/socket_peer.h"
+
+#include <algorithm>
+#include <cstring>
+#include <errno.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+#include <utility>
+
+#include "collective/comm/host_bytes.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::uint32_t kMagic = 0x50534d54;  // "TMSP"
+// How much one Advance moves in each direction, so that the mutex is not held for long.
+constexpr std::size_t kBytesPerTurn = 1 << 20;
+constexpr int kCallsPerTurn = 64;
+// Announcements that nobody asked for yet; each stands for a request of the other side.
+constexpr std::size_t kMaxAnnounced = 1 << 20;
+
+template <typename Map>
+void FinishAll(Map& map, const Status& status) {
+  for (auto& [id, m] : map) m->Finish(status);
+  map.clear();
+}
+
+}  // namespace
+
+SocketPeer::SocketPeer(int rank, int fd)
+    : rank_(rank), fd_(fd), heard_(Clock::now()), sent_(Clock::now()) {}
+
+SocketPeer::~SocketPeer() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void SocketPeer::Queue(Kind kind, std::uint32_t tag, std::uint32_t aux, std::uint64_t id,
+                       std::uint64_t size) {
+  if (write_closed_) return;
+  Out out;
+  out.header = {kMagic, kind, tag, aux, id, size};
+  out_.push_back(std::move(out));
+}
+
+void SocketPeer::Send(const MessagePtr& m) {
+  if (write_closed_) {
+    m->Finish(why_.ok() ? PeerGone(rank_) : why_);
+    return;
+  }
+  if (m->size <= kSmall && Cost(m->size) <= credit_) {
+    credit_ -= Cost(m->size);
+    Queue(kMessage, m->tag, 0, 0, m->size);
+    Out& out = out_.back();
+    out.payload = m->data;
+    out.payload_size = m->size;
+    out.message = m;
+    out.last = true;
+  } else {
+    m->id = next_id_++;
+    announced_.emplace(m->id, m);
+    Queue(kAnnounce, m->tag, 0, m->id, m->size);
+  }
+  Write();
+}
+
+void SocketPeer::Receive(const MessagePtr& m) {
+  const auto it = early_.find(m->tag);
+  if (it != early_.end()) {
+    Early early = std::move(it->second.front());
+    it->second.pop_front();
+    if (it->second.empty()) early_.erase(it);
+    if (!early.small) {
+      if (read_closed_) {
+        m->Finish(why_);
+      } else {
+        Accept(m, early.id, early.size);
+        Write();
+      }
+      return;
+    }
+    early_bytes_ -= Cost(early.size);
+    if (early.size != m->size) {
+      m->Finish(SizeDiffers(rank_, m->tag, early.size, m->size));
+    } else {
+      if (m->size != 0) std::memcpy(m->data, early.bytes.data(), m->size);
+      m->Finish({});
+    }
+    GiveCredit(early.size);
+    return;
+  }
+  if (read_closed_) {
+    m->Finish(why_);
+    return;
+  }
+  posted_[m->tag].push_back(m);
+}
+
+void SocketPeer::CancelSend(const MessagePtr& m) {
+  if (m->done) return;
+  if (announced_.erase(m->id) != 0) Queue(kAbandon, 0, 0, m->id, 0);
+  if (std::erase(streaming_, m) != 0) Queue(kAbandon, 0, 0, m->id, 0);
+  for (auto it = out_.begin(); it != out_.end();) {
+    if (it->message != m) {
+      ++it;
+    } else if (it->header.kind == kMessage && it->written == 0) {
+      credit_ += Cost(m->size);
+      it = out_.erase(it);
+    } else {
+      // The frame has begun, or the receiver counts on it: it goes on from memory of our own.
+      it->owned.assign(it->payload, it->payload + it->payload_size);
+      it->payload = it->owned.data();
+      it->message.reset();
+      ++it;
+    }
+  }
+  m->Finish(Status(Code::kCancelled, "cancelled"));
+}
+
+void SocketPeer::CancelReceive(const MessagePtr& m) {
+  if (m->done) return;
+  const auto it = posted_.find(m->tag);
+  if (it != posted_.end()) {
+    std::erase(it->second, m);
+    if (it->second.empty()) posted_.erase(it);
+  }
+  std::erase_if(filling_, [&](const auto& entry) { return entry.second == m; });
+  if (in_message_ == m) {
+    in_message_.reset();
+    in_dest_ = nullptr;
+  }
+  m->Finish(Status(Code::kCancelled, "cancelled"));
+}
+
+void SocketPeer::Beat(Clock::duration interval) {
+  if (write_closed_ || HasOutput() || Clock::now() - sent_ < interval) return;
+  Queue(kHeartbeat, 0, 0, 0, 0);
+  Write();
+}
+
+bool SocketPeer::Advance() {
+  if (fd_ < 0) return false;
+  const bool read = Read();
+  const bool written = Write();
+  return read || written;
+}
+
+void SocketPeer::NextPiece() {
+  if (streaming_.empty()) return;
+  const MessagePtr m = streaming_.front();
+  streaming_.pop_front();
+  const std::size_t piece = std::min(kPiece, m->size - m->moved);
+  Queue(kData, 0, 0, m->id, piece);
+  Out& out = out_.back();
+  out.payload = m->data + m->moved;
+  out.payload_size = piece;
+  out.message = m;
+  m->moved += piece;
+  out.last = m->moved == m->size;
+  if (!out.last) streaming_.push_back(m);
+}
+
+bool SocketPeer::Write() {
+  std::size_t moved = 0;
+  for (int call = 0; call < kCallsPerTurn && moved < kBytesPerTurn && !write_closed_; ++call) {
+    if (out_.empty()) NextPiece();
+    if (out_.empty()) break;
+    Out& out = out_.front();
+    iovec iov[2];
+    std::size_t parts = 0;
+    if (out.written < sizeof(Header)) {
+      iov[parts++] = {reinterpret_cast<char*>(&out.header) + out.written,
+                      sizeof(Header) - out.written};
+    }
+    const std::size_t payload_at =
+        out.written > sizeof(Header) ? out.written - sizeof(Header) : std::size_t{0};
+    if (payload_at < out.payload_size) {
+      iov[parts++] = {const_cast<std::byte*>(out.payload) + payload_at,
+                      out.payload_size - payload_at};
+    }
+    msghdr msg{};
+    msg.msg_iov = iov;
+    msg.msg_iovlen = parts;
+    const ssize_t n = ::sendmsg(fd_, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      if (errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOBUFS) CloseWrite();
+      break;
+    }
+    sent_ = Clock::now();
+    moved += static_cast<std::size_t>(n);
+    out.written += static_cast<std::size_t>(n);
+    if (out.written < sizeof(Header) + out.payload_size) continue;
+    if (out.last && out.message) out.message->Finish({});
+    out_.pop_front();
+  }
+  return moved != 0;
+}
+
+bool SocketPeer::Read() {
+  // What is thrown away (cancelled, or of another size) goes here.
+  static thread_local std::byte scratch[64 << 10];
+  std::size_t moved = 0;
+  for (int call = 0; call < kCallsPerTurn && moved < kBytesPerTurn && !read_closed_; ++call) {
+    std::byte* to;
+    std::size_t room;
+    if (!in_payload_) {
+      to = reinterpret_cast<std::byte*>(&in_) + in_have_;
+      room = sizeof(Header) - in_have_;
+    } else if (in_dest_ != nullptr) {
+      to = in_dest_;
+      room = in_left_;
+    } else {
+      to = scratch;
+      room = std::min(sizeof(scratch), in_left_);
+    }
+    const ssize_t n = ::recv(fd_, to, room, MSG_DONTWAIT);
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) break;
+      Close(PeerGone(rank_));
+      break;
+    }
+    if (n == 0) {
+      Close(PeerGone(rank_));
+      break;
+    }
+    const auto got = static_cast<std::size_t>(n);
+    heard_ = Clock::now();
+    moved += got;
+    if (!in_payload_) {
+      in_have_ += got;
+      if (in_have_ == sizeof(Header)) {
+        in_have_ = 0;
+        OnHeader();
+      }
+      continue;
+    }
+    in_left_ -= got;
+    if (in_dest_ != nullptr) in_dest_ += got;
+    if (in_left_ == 0) OnPayloadEnd();
+  }
+  return moved != 0;
+}
+
+bool SocketPeer::Broken(const std::string& what) {
+  Close(Status(Code::kDataLoss, "connection to rank " + std::to_string(rank_) + ": " + what));
+  return false;
+}
+
+SocketPeer::MessagePtr SocketPeer::TakePosted(std::uint32_t tag) {
+  const auto it = posted_.find(tag);
+  if (it == posted_.end()) return nullptr;
+  MessagePtr m = std::move(it->second.front());
+  it->second.pop_front();
+  if (it->second.empty()) posted_.erase(it);
+  return m;
+}
+
+void SocketPeer::OnHeader() {
+  if (in_.magic != kMagic) {
+    Broken("a frame does not begin with its magic number");
+    return;
+  }
+  switch (in_.kind) {
+    case kHeartbeat:
+      return;
+    case kMessage:
+      OnSmall();
+      return;
+    case kAnnounce: {
+      if (const MessagePtr m = TakePosted(in_.tag)) {
+        Accept(m, in_.id, static_cast<std::size_t>(in_.size));
+        return;
+      }
+      std::deque<Early>& queue = early_[in_.tag];
+      if (queue.size() >= kMaxAnnounced) {
+        Broken("too many messages were announced");
+        return;
+      }
+      queue.push_back(Early{false, {}, in_.id, static_cast<std::size_t>(in_.size)});
+      return;
+    }
+    case kReady: {
+      const auto it = announced_.find(in_.id);
+      if (it == announced_.end()) return;  // Cancelled meanwhile.
+      const MessagePtr m = std::move(it->second);
+      announced_.erase(it);
+      if (in_.aux != 0) {
+        m->Finish({});
+      } else {
+        streaming_.push_back(m);
+      }
+      return;
+    }
+    case kData: {
+      if (in_.size == 0 || in_.size > kPiece) {
+        Broken("a piece has an impossible size");
+        return;
+      }
+      const auto it = filling_.find(in_.id);
+      in_payload_ = true;
+      in_left_ = static_cast<std::size_t>(in_.size);
+      in_dest_ = nullptr;
+      in_message_.reset();
+      if (it == filling_.end()) return;  // Cancelled: read past it.
+      if (in_left_ > it->second->size - it->second->moved) {
+        in_payload_ = false;
+        Broken("a message is longer than it was announced");
+        return;
+      }
+      in_message_ = it->second;
+      in_dest_ = in_message_->data + in_message_->moved;
+      return;
+    }
+    case kCreditBack:
+      credit_ =
+          std::min<std::uint64_t>(kCredit, credit_ + std::min<std::uint64_t>(in_.size, kCredit));
+      return;
+    case kAbandon: {
+      const auto it = filling_.find(in_.id);
+      if (it != filling_.end()) {
+        it->second->Finish(
+            Status(Code::kCancelled, "rank " + std::to_string(rank_) + " withdrew a message"));
+        filling_.erase(it);
+        return;
+      }
+      for (auto queue = early_.begin(); queue != early_.end(); ++queue) {
+        const auto gone = std::erase_if(queue->second,
+                                        [&](const Early& e) { return !e.small && e.id == in_.id; });
+        if (gone == 0) continue;
+        if (queue->second.empty()) early_.erase(queue);
+        return;
+      }
+      return;
+    }
+    default:
+      Broken("a frame of unknown kind " + std::to_string(in_.kind));
+  }
+}
+
+void SocketPeer::OnSmall() {
+  if (in_.size > kSmall) {
+    Broken("a small message is too large");
+    return;
+  }
+  const auto size = static_cast<std::size_t>(in_.size);
+  in_payload_ = true;
+  in_left_ = size;
+  in_dest_ = nullptr;
+  in_owned_.clear();
+  in_message_ = TakePosted(in_.tag);
+  if (in_message_ && in_message_->size != size) {
+    in_message_->Finish(SizeDiffers(rank_, in_.tag, size, in_message_->size));
+    in_message_.reset();
+  } else if (in_message_) {
+    in_dest_ = in_message_->data;
+  } else {
+    if (early_bytes_ + Cost(size) > kCredit) {
+      in_payload_ = false;
+      Broken("more bytes than it has credit for");
+      return;
+    }
+    early_bytes_ += Cost(size);
+    in_owned_.resize(std::max<std::size_t>(size, 1));  // Never empty: marks a message to keep.
+    in_dest_ = in_owned_.data();
+  }
+  if (size == 0) OnPayloadEnd();
+}
+
+void SocketPeer::OnPayloadEnd() {
+  in_payload_ = false;
+  in_dest_ = nullptr;
+  const MessagePtr m = std::exchange(in_message_, nullptr);
+  const auto size = static_cast<std::size_t>(in_.size);
+  if (in_.kind == kData) {
+    if (!m) return;
+    m->moved += size;
+    if (m->moved != m->size) return;
+    filling_.erase(in_.id);
+    m->Finish({});
+    return;
+  }
+  if (!in_owned_.empty()) {
+    // Nobody had asked when it began to come; somebody may have since.
+    const MessagePtr late = TakePosted(in_.tag);
+    if (!late) {
+      early_[in_.tag].push_back(Early{true, std::move(in_owned_), 0, size});
+      in_owned_.clear();
+      return;
+    }
+    early_bytes_ -= Cost(size);
+    if (late->size != size) {
+      late->Finish(SizeDiffers(rank_, in_.tag, size, late->size));
+    } else {
+      if (size != 0) std::memcpy(late->data, in_owned_.data(), size);
+      late->Finish({});
+    }
+    in_owned_.clear();
+  } else if (m) {
+    m->Finish({});
+  }
+  GiveCredit(size);
+}
+
+void SocketPeer::Accept(const MessagePtr& m, std::uint64_t id, std::size_t size) {
+  if (size != m->size) {
+    Queue(kReady, 0, 1, id, 0);
+    m->Finish(SizeDiffers(rank_, m->tag, size, m->size));
+  } else if (size == 0) {
+    Queue(kReady, 0, 1, id, 0);
+    m->Finish({});
+  } else {
+    filling_[id] = m;
+    Queue(kReady, 0, 0, id, 0);
+  }
+}
+
+void SocketPeer::GiveCredit(std::size_t size) {
+  credit_owed_ += Cost(size);
+  if (credit_owed_ < kCredit / 4) return;
+  Queue(kCreditBack, 0, 0, 0, credit_owed_);
+  credit_owed_ = 0;
+}
+
+void SocketPeer::CloseWrite() {
+  write_closed_ = true;
+  const Status gone = PeerGone(rank_);
+  for (const Out& out : out_) {
+    if (out.message && !out.message->done) out.message->Finish(gone);
+  }
+  for (const MessagePtr& m : streaming_) m->Finish(gone);
+  out_.clear();
+  streaming_.clear();
+  FinishAll(announced_, gone);
+}
+
+void SocketPeer::Close(const Status& why) {
+  if (read_closed_) return;
+  read_closed_ = true;
+  why_ = why;
+  CloseWrite();
+  for (auto& [tag, queue] : posted_) {
+    for (const MessagePtr& m : queue) m->Finish(why);
+  }
+  posted_.clear();
+  FinishAll(filling_, why);
+  if (in_message_ && !in_message_->done) in_message_->Finish(why);
+  in_message_.reset();
+  in_dest_ = nullptr;
+  ::close(fd_);
+  fd_ = -1;
+}
+
+}  // namespace tensormount

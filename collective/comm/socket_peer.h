@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_COMM_SOCKET_PEER_H_
+#define TENSORMOUNT_COLLECTIVE_COMM_SOCKET_PEER_H_
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// One end of a connection between two ranks: messages in frames over a nonblocking stream socket.
+//
+// Small messages travel at once and are kept by the receiver until asked for, as many bytes as
+// the sender has credit for. Large ones, and small ones without credit, are announced (kAnnounce),
+// asked for (kReady) and sent in pieces straight from the sender's memory to the receiver's, so
+// that nothing unexpected has to be stored and nothing blocks what stands behind it. Heartbeats go
+// between the pieces.
+//
+// Not thread-safe: its communicator holds one mutex.
+class SocketPeer {
+ public:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::size_t kSmall = 4096;
+  static constexpr std::size_t kCredit = 256 << 10;
+  static constexpr std::size_t kPiece = 256 << 10;
+
+  // One request, shared with the communicator's table.
+  struct Message {
+    std::uint32_t tag = 0;
+    std::byte* data = nullptr;
+    std::size_t size = 0;
+    std::size_t moved = 0;  // Bytes handed to the socket, or filled.
+    std::uint64_t id = 0;   // Of a large send, chosen by the sender.
+    bool done = false;
+    Status status;  // Once done.
+
+    void Finish(Status s) {
+      status = std::move(s);
+      done = true;
+    }
+  };
+  using MessagePtr = std::shared_ptr<Message>;
+
+  // Takes the descriptor over.
+  SocketPeer(int rank, int fd);
+  ~SocketPeer();
+  SocketPeer(const SocketPeer&) = delete;
+  SocketPeer& operator=(const SocketPeer&) = delete;
+
+  void Send(const MessagePtr& m);
+  void Receive(const MessagePtr& m);
+  // After these the message's memory is not touched any more.
+  void CancelSend(const MessagePtr& m);
+  void CancelReceive(const MessagePtr& m);
+
+  // Reads and writes what can be without waiting, a bounded amount. True if bytes moved.
+  bool Advance();
+  // Queues a heartbeat where nothing else was sent for `interval`.
+  void Beat(Clock::duration interval);
+
+  int fd() const { return fd_; }  // -1 once both directions are closed.
+  bool wants_write() const { return !write_closed_ && HasOutput(); }
+  Clock::time_point heard() const { return heard_; }
+
+ private:
+  enum Kind : std::uint32_t {
+    kHeartbeat = 1,
+    kMessage = 2,     // tag, size: a whole small message follows.
+    kAnnounce = 3,    // tag, id, size: of a large one.
+    kReady = 4,       // id; aux 0: send it, 1: its size is wrong, consider it delivered.
+    kData = 5,        // id, size: the next piece follows.
+    kCreditBack = 6,  // size: bytes of small messages that were taken.
+    kAbandon = 7,     // id: the sender cancelled.
+  };
+  struct Header {
+    std::uint32_t magic = 0;
+    std::uint32_t kind = 0;
+    std::uint32_t tag = 0;
+    std::uint32_t aux = 0;
+    std::uint64_t id = 0;
+    std::uint64_t size = 0;
+  };
+  static_assert(sizeof(Header) == 32);
+
+  struct Out {
+    Header header;
+    const std::byte* payload = nullptr;
+    std::size_t payload_size = 0;
+    std::vector<std::byte> owned;  // Where payload points after a cancel.
+    std::size_t written = 0;
+    MessagePtr message;  // Done when this is out, if `last`.
+    bool last = false;
+  };
+  // A message that came, or was announced, before it was asked for.
+  struct Early {
+    bool small = false;
+    std::vector<std::byte> bytes;
+    std::uint64_t id = 0;
+    std::size_t size = 0;
+  };
+
+  bool HasOutput() const { return !out_.empty() || !streaming_.empty(); }
+  void Queue(Kind kind, std::uint32_t tag, std::uint32_t aux, std::uint64_t id, std::uint64_t size);
+  bool Write();
+  bool Read();
+  void NextPiece();
+  void OnHeader();
+  void OnSmall();
+  void OnPayloadEnd();
+  MessagePtr TakePosted(std::uint32_t tag);
+  bool Broken(const std::string& what);
+  void Accept(const MessagePtr& m, std::uint64_t id, std::size_t size);
+  void GiveCredit(std::size_t size);
+  void CloseWrite();
+  void Close(const Status& why);
+  static std::size_t Cost(std::size_t size) { return size + sizeof(Header); }
+
+  const int rank_;
+  int fd_;
+  bool write_closed_ = false;
+  bool read_closed_ = false;
+  Status why_;
+  Clock::time_point heard_;
+  Clock::time_point sent_;
+
+  // Out.
+  std::deque<Out> out_;
+  std::map<std::uint64_t, MessagePtr> announced_;
+  std::deque<MessagePtr> streaming_;  // Asked for; served in turns.
+  std::size_t credit_ = kCredit;
+  std::uint64_t next_id_ = 1;
+
+  // In.
+  Header in_;
+  std::size_t in_have_ = 0;  // Bytes of the header.
+  bool in_payload_ = false;
+  std::size_t in_left_ = 0;
+  std::byte* in_dest_ = nullptr;  // Null: thrown away.
+  MessagePtr in_message_;
+  std::vector<std::byte> in_owned_;
+  std::map<std::uint32_t, std::deque<Early>> early_;
+  std::map<std::uint32_t, std::deque<MessagePtr>> posted_;
+  std::map<std::uint64_t, MessagePtr> filling_;
+  std::size_t early_bytes_ = 0;
+  std::size_t credit_owed_ = 0;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_COMM_SOCKET_PEER_H_

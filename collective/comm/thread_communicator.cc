@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks as threads of one process: a mailbox a rank, one copy from the sender's memory to the
+// receiver's, made by whoever comes second.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "tensormount/communicator.h"
+
+#include "base/stream_copy.h"
+#include "collective/comm/host_bytes.h"
+
+namespace tensormount {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Messages up to this size are copied into the mailbox when nobody waits for them yet, as long as
+// one sender has at most kEagerTotal bytes in one mailbox.
+constexpr std::size_t kEagerMessage = 4096;
+constexpr std::size_t kEagerTotal = 1 << 20;
+constexpr std::size_t kEagerOverhead = 64;
+
+// Bulk goes past the caches: it is more than they hold, and belongs to another core's thread.
+constexpr std::size_t kBulkMessage = 64 * 1024;
+
+void CopyMessage(std::byte* to, const std::byte* from, std::size_t size) {
+  if (size < kBulkMessage) {
+    std::memcpy(to, from, size);
+    return;
+  }
+  StreamBytes(from, to, size);
+  EndStream();
+}
+
+// One side of a message.
+struct Op {
+  enum State : int { kPending, kCopying, kDone };
+
+  int from = 0;
+  int to = 0;
+  std::uint32_t tag = 0;
+  bool is_send = false;
+  std::byte* data = nullptr;
+  std::size_t size = 0;
+  std::vector<std::byte> owned;  // The bytes themselves, of an eager send.
+  bool eager = false;
+  Status status;  // Written before kDone is stored, read after it was seen.
+  std::atomic<int> state{kPending};
+
+  void Finish(Status s) {
+    status = std::move(s);
+    state.store(kDone, std::memory_order_release);
+  }
+  bool done() const { return state.load(std::memory_order_acquire) == kDone; }
+};
+using OpPtr = std::shared_ptr<Op>;
+
+struct Queue {
+  std::deque<OpPtr> sends;
+  std::deque<OpPtr> receives;
+};
+
+// What is on its way to one rank.
+struct Mailbox {
+  std::mutex mutex;
+  std::unordered_map<std::uint64_t, Queue> queues;  // By sender and tag.
+  std::vector<std::size_t> eager_bytes;             // By sender.
+};
+
+std::uint64_t KeyOf(int from, std::uint32_t tag) {
+  return static_cast<std::uint64_t>(from) << 32 | tag;
+}
+
+struct Group {
+  explicit Group(int ranks)
+      : boxes(static_cast<std::size_t>(ranks)),
+        heard(static_cast<std::size_t>(ranks)),
+        gone(static_cast<std::size_t>(ranks)) {
+    for (Mailbox& box : boxes) box.eager_bytes.resize(static_cast<std::size_t>(ranks));
+    for (auto& h : heard) h.store(Clock::now().time_since_epoch().count());
+    for (auto& g : gone) g.store(false);
+  }
+  std::vector<Mailbox> boxes;
+  std::vector<std::atomic<Clock::rep>> heard;
+  std::vector<std::atomic<bool>> gone;
+};
+
+class ThreadCommunicator final : public Communicator {
+ public:
+  ThreadCommunicator(std::shared_ptr<Group> group, int rank, std::string kind)
+      : group_(std::move(group)), rank_(rank), kind_(std::move(kind)) {}
+
+  ~ThreadCommunicator() override {
+    std::vector<OpPtr> mine;
+    {
+      std::lock_guard lock(mutex_);
+      for (auto& [request, op] : requests_) mine.push_back(op);
+      requests_.clear();
+    }
+    for (const OpPtr& op : mine) Withdraw(op);
+    Leave();
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(group_->boxes.size()); }
+  std::string kind() const override { return kind_; }
+
+  Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
+    return Post(rank_, to, tag, view, /*is_send=*/true);
+  }
+  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
+    return Post(from, rank_, tag, view, /*is_send=*/false);
+  }
+
+  Result<bool> Test(Request request) override {
+    Beat();
+    std::lock_guard lock(mutex_);
+    const auto it = requests_.find(request);
+    if (it == requests_.end()) return NoSuchRequest(request);
+    if (!it->second->done()) return false;
+    const OpPtr op = std::move(it->second);
+    requests_.erase(it);
+    if (!op->status.ok()) return op->status;
+    return true;
+  }
+
+  void Cancel(Request request) override {
+    OpPtr op;
+    {
+      std::lock_guard lock(mutex_);
+      const auto it = requests_.find(request);
+      if (it == requests_.end()) return;
+      op = std::move(it->second);
+      requests_.erase(it);
+    }
+    Withdraw(op);
+  }
+
+  Status Progress() override {
+    Beat();
+    return {};
+  }
+
+  std::chrono::nanoseconds SilentFor(int rank) const override {
+    const Clock::duration at(group_->heard.at(static_cast<std::size_t>(rank)).load());
+    return std::max(std::chrono::nanoseconds(0),
+                    std::chrono::nanoseconds(Clock::now().time_since_epoch() - at));
+  }
+
+ private:
+  Mailbox& BoxOf(int to) const { return group_->boxes[static_cast<std::size_t>(to)]; }
+  bool Gone(int rank) const { return group_->gone[static_cast<std::size_t>(rank)].load(); }
+
+  void Beat() {
+    group_->heard[static_cast<std::size_t>(rank_)].store(Clock::now().time_since_epoch().count());
+  }
+
+  Result<Request> Post(int from, int to, std::uint32_t tag, const BufferView& view, bool is_send) {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckEnvelope(*this, is_send ? to : from, tag));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<std::byte> bytes, HostBytes(view));
+    Beat();
+    auto op = std::make_shared<Op>();
+    op->from = from;
+    op->to = to;
+    op->tag = tag;
+    op->is_send = is_send;
+    op->data = bytes.data();
+    op->size = bytes.size();
+    Request request;
+    {
+      std::lock_guard lock(mutex_);
+      request = next_++;
+      requests_.emplace(request, op);
+    }
+    Deliver(op);
+    return request;
+  }
+
+  // Meets the other side if it is there, waits for it in the mailbox otherwise.
+  void Deliver(const OpPtr& op) {
+    Mailbox& box = BoxOf(op->to);
+    OpPtr other;
+    {
+      std::lock_guard lock(box.mutex);
+      const std::uint64_t key = KeyOf(op->from, op->tag);
+      Queue& queue = box.queues[key];
+      std::deque<OpPtr>& others = op->is_send ? queue.receives : queue.sends;
+      if (others.empty()) {
+        // A rank that leaves sets its flag before it looks through the mailboxes: either it finds
+        // this or this finds the flag.
+        if (Gone(op->is_send ? op->to : op->from)) {
+          op->Finish(PeerGone(op->is_send ? op->to : op->from));
+        } else if (op->is_send) {
+          queue.sends.push_back(MakeEager(box, op));
+        } else {
+          queue.receives.push_back(op);
+        }
+        DropIfEmpty(box, key, queue);
+        return;
+      }
+      other = std::move(others.front());
+      others.pop_front();
+      DropIfEmpty(box, key, queue);
+      const OpPtr& send = op->is_send ? op : other;
+      if (send->eager) box.eager_bytes[Index(send->from)] -= send->size + kEagerOverhead;
+      op->state.store(Op::kCopying, std::memory_order_relaxed);
+      other->state.store(Op::kCopying, std::memory_order_relaxed);
+    }
+    const OpPtr& send = op->is_send ? op : other;
+    const OpPtr& receive = op->is_send ? other : op;
+    if (send->size != receive->size) {
+      receive->Finish(SizeDiffers(op->from, op->tag, send->size, receive->size));
+    } else {
+      if (send->size != 0) {
+        CopyMessage(receive->data, send->eager ? send->owned.data() : send->data, send->size);
+      }
+      receive->Finish({});
+    }
+    send->Finish({});
+  }
+
+  // What to leave in the mailbox for a send: itself, or a copy, with which the send is done.
+  static OpPtr MakeEager(Mailbox& box, const OpPtr& op) {
+    std::size_t& used = box.eager_bytes[Index(op->from)];
+    if (op->size > kEagerMessage || used + op->size + kEagerOverhead > kEagerTotal) return op;
+    used += op->size + kEagerOverhead;
+    auto copy = std::make_shared<Op>();
+    copy->from = op->from;
+    copy->to = op->to;
+    copy->tag = op->tag;
+    copy->is_send = true;
+    copy->size = op->size;
+    copy->eager = true;
+    copy->owned.assign(op->data, op->data + op->size);
+    op->Finish({});
+    return copy;
+  }
+
+  // After this nobody touches the memory of `op`.
+  void Withdraw(const OpPtr& op) {
+    {
+      Mailbox& box = BoxOf(op->to);
+      std::lock_guard lock(box.mutex);
+      if (op->state.load() == Op::kPending) {
+        const std::uint64_t key = KeyOf(op->from, op->tag);
+        const auto it = box.queues.find(key);
+        if (it != box.queues.end()) {
+          std::erase(op->is_send ? it->second.sends : it->second.receives, op);
+          DropIfEmpty(box, key, it->second);
+        }
+        op->Finish(Status(Code::kCancelled, "cancelled"));
+        return;
+      }
+    }
+    while (!op->done()) std::this_thread::yield();  // One memcpy of another thread.
+  }
+
+  // Tells those who wait for this rank, or send to it, that it is gone. What it sent and was
+  // taken over stays for them.
+  void Leave() {
+    group_->gone[Index(rank_)].store(true);
+    for (std::size_t r = 0; r < group_->boxes.size(); ++r) {
+      Mailbox& box = group_->boxes[r];
+      std::lock_guard lock(box.mutex);
+      for (auto it = box.queues.begin(); it != box.queues.end();) {
+        Queue& queue = it->second;
+        if (static_cast<int>(r) == rank_) {
+          for (const OpPtr& op : queue.sends) op->Finish(PeerGone(rank_));
+          queue.sends.clear();
+        }
+        if (static_cast<int>(it->first >> 32) == rank_) {
+          for (const OpPtr& op : queue.receives) op->Finish(PeerGone(rank_));
+          queue.receives.clear();
+        }
+        const bool empty = queue.sends.empty() && queue.receives.empty();
+        it = empty ? box.queues.erase(it) : std::next(it);
+      }
+    }
+  }
+
+  static void DropIfEmpty(Mailbox& box, std::uint64_t key, const Queue& queue) {
+    if (queue.sends.empty() && queue.receives.empty()) box.queues.erase(key);
+  }
+  static std::size_t Index(int rank) { return static_cast<std::size_t>(rank); }
+
+  const std::shared_ptr<Group> group_;
+  const int rank_;
+  const std::string kind_;
+  std::mutex mutex_;  // Never taken while a mailbox is held.
+  std::unordered_map<Request, OpPtr> requests_;
+  Request next_ = 1;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<Communicator>> MakeThreadGroup(int ranks) {
+  auto group = std::make_shared<Group>(std::max(ranks, 0));
+  std::vector<std::unique_ptr<Communicator>> out;
+  for (int r = 0; r < ranks; ++r) {
+    out.push_back(std::make_unique<ThreadCommunicator>(group, r, "threads"));
+  }
+  return out;
+}
+
+std::unique_ptr<Communicator> MakeSelfCommunicator() {
+  return std::make_unique<ThreadCommunicator>(std::make_shared<Group>(1), 0, "self");
+}
+
+Status RunOnThreads(int ranks, const std::function<Status(Communicator&)>& body) {
+  if (ranks < 1) return {Code::kInvalidArgument, "a group needs at least one rank"};
+  std::vector<std::unique_ptr<Communicator>> group = MakeThreadGroup(ranks);
+  std::vector<Status> results(static_cast<std::size_t>(ranks));
+  std::vector<std::thread> threads;
+  for (std::size_t r = 0; r < results.size(); ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        results[r] = body(*group[r]);
+      } catch (const std::exception& e) {
+        results[r] = Status(Code::kInternal, std::string("exception: ") + e.what());
+      } catch (...) {
+        results[r] = Status(Code::kInternal, "unknown exception");
+      }
+      group[r].reset();  // Whoever still waits for this rank learns that it is gone.
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  for (const Status& result : results) {
+    if (!result.ok()) return result;
+  }
+  return {};
+}
+
+}  // namespace tensormount

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_LOAD_DIGEST_PROOF_H_
+#define TENSORMOUNT_COLLECTIVE_LOAD_DIGEST_PROOF_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tensormount/box.h"
+
+#include "base/hash.h"
+#include "index/checkpoint.h"
+#include "shard/tensor_meta.h"
+
+// The proof of a load by digest: what stands in the ranks' buffers after the load, put together,
+// must have the CRC that was stored (docs/format.md, "Hashes"). It covers the whole way from the
+// disk into the buffer, and needs no whole leaf to have been read.
+
+namespace tensormount {
+
+// A region that a rank asked for: number `item` of its request.
+struct LoadWant {
+  int rank = 0;
+  std::uint32_t item = 0;
+  Region region;
+};
+
+// Who contributes which cells to the proof of one tensor. Every cell must be counted once: one
+// cell counted twice cancels.
+struct ProofPlan {
+  bool possible = false;
+  std::vector<std::uint32_t> contributors;  // Positions in the wants; disjoint regions.
+  // Same region as that of a contributor: the CRCs of both must be equal.
+  struct Replica {
+    std::uint32_t want = 0;
+    std::uint32_t contributor = 0;
+  };
+  std::vector<Replica> replicas;
+  // What nobody asked for, as far as it is little: read from storage by `completer`.
+  std::vector<Box> completed;
+  int completer = 0;
+};
+
+// Not possible where the tensor has no digest, where requests overlap in part, or where more than
+// a quarter of the tensor was asked for by nobody. The same on every rank.
+ProofPlan PlanProof(const TensorEntry& entry, std::span<const LoadWant> wants, int ranks);
+
+// What stands in a buffer, as a contribution to the tensor's digest. `placed`: the disjoint boxes
+// of bytes that a region consists of, relative to `base`.
+Crc64 DigestOfBuffer(const TensorMeta& meta, std::span<const PlacedBox> placed,
+                     const std::byte* base);
+
+// Contribution of boxes that are read from storage for the proof alone, in blocks of bounded size.
+Result<Crc64> DigestFromStorage(const OpenedCheckpoint& checkpoint, const TensorEntry& entry,
+                                std::span<const Box> boxes, ReadStats* stats);
+
+// After a proof failed: reads `region` again by whole leaves and compares it with the buffer.
+//   kDataLoss  of storage, naming chunk, box and file; or "changed between storage and the buffer",
+//              naming the box that holds all differing elements of the first block that has some
+//   ok         storage is as it was written and the buffer is equal to it
+Status FindDamage(const OpenedCheckpoint& checkpoint, const TensorEntry& entry,
+                  const Region& region, std::span<const PlacedBox> placed, const std::byte* base);
+
+// Cuts a box into row-major consecutive parts of at most `max_bytes` each (at least one element):
+// each part is one run of the packed row-major order of the box.
+void SplitBox(const Box& box, std::uint64_t element_bytes, std::uint64_t max_bytes,
+              const std::function<void(const Box&)>& fn);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_LOAD_DIGEST_PROOF_H_

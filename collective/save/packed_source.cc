@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/save/packed_source.h"
+
+#include "shard/copy_plan.h"
+#include "shard/strided_digest.h"
+
+namespace tensormount {
+
+Result<PackedSource> PackedSource::Make(const Shard& shard) {
+  if (shard.data.device.kind != DeviceKind::kHost) {
+    return Status(Code::kUnsupported,
+                  "the buffer is in device memory, which this build cannot reach");
+  }
+  PackedSource source;
+  const DType dtype = shard.data.dtype;
+  TENSORMOUNT_ASSIGN_OR_RETURN(source.region_, ByteRegion(dtype, shard.global_shape, shard.region));
+  source.byte_shape_ = ByteShape(dtype, shard.global_shape);
+  source.bytes_ = static_cast<std::uint64_t>(source.region_.volume());
+  source.base_ = static_cast<const std::byte*>(shard.data.data);
+  TENSORMOUNT_ASSIGN_OR_RETURN(source.placed_,
+                               PlaceBuffer(shard.data, dtype, shard.global_shape, shard.region));
+  source.packed_ = shard.data.IsPacked();
+  return source;
+}
+
+Region PackedSource::Bytes(std::uint64_t offset, std::uint64_t size) const {
+  return Region::Flat(region_.box(), region_.flat_first() + static_cast<std::int64_t>(offset),
+                      static_cast<std::int64_t>(size))
+      .value();
+}
+
+const std::byte* PackedSource::Fetch(std::uint64_t offset, std::size_t size,
+                                     std::byte* scratch) const {
+  if (packed_) return base_ + offset;
+  for (const PlacedBox& want : PlacePacked(Bytes(offset, size), 0)) {
+    for (const PlacedBox& have : placed_) {
+      const Box part = Intersect(want.box, have.box);
+      if (!part.empty()) ExecuteCopy(PlanCopy(part, have, want), base_, scratch);
+    }
+  }
+  return scratch;
+}
+
+Crc64 PackedSource::Digest(std::uint64_t offset, std::size_t size, const std::byte* data) const {
+  Crc64 digest = 0;
+  for (const PlacedBox& placed : PlacePacked(Bytes(offset, size), 0)) {
+    digest ^= DigestOfPlaced(placed, data, byte_shape_);
+  }
+  return digest;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_SAVE_PACKED_SOURCE_H_
+#define TENSORMOUNT_COLLECTIVE_SAVE_PACKED_SOURCE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "tensormount/state_dict.h"
+#include "tensormount/status.h"
+
+#include "base/hash.h"
+#include "shard/tensor_meta.h"
+
+namespace tensormount {
+
+// The packed row-major bytes of one shard, whatever its strides: packed memory is used in place,
+// strided memory is gathered piece by piece. The shard's memory must outlive it. Immutable.
+class PackedSource {
+ public:
+  // kInvalidArgument where buffer, shape and region do not agree; kUnsupported for device memory.
+  static Result<PackedSource> Make(const Shard& shard);
+
+  std::uint64_t bytes() const { return bytes_; }
+  const Dims& byte_shape() const { return byte_shape_; }
+
+  // Bytes [offset, offset + size) of the packed order, which must lie within bytes(): where they
+  // already stand, or in `scratch` (of `size` bytes).
+  const std::byte* Fetch(std::uint64_t offset, std::size_t size, std::byte* scratch) const;
+  // The same bytes as a region of ByteShape.
+  Region Bytes(std::uint64_t offset, std::uint64_t size) const;
+  // What these bytes, which stand at `data`, contribute to the tensor's digest.
+  Crc64 Digest(std::uint64_t offset, std::size_t size, const std::byte* data) const;
+
+ private:
+  PackedSource() = default;
+  Region region_;  // In bytes.
+  Dims byte_shape_;
+  std::uint64_t bytes_ = 0;
+  const std::byte* base_ = nullptr;
+  bool packed_ = false;
+  std::vector<PlacedBox> placed_;  // Of strided memory.
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_SAVE_PACKED_SOURCE_H_

@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/validate/descriptor.h"
+
+#include <bit>
+#include <unordered_map>
+#include <utility>
+
+#include "index/record_coding.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::string_view kMagic("TMSAVED\0", 8);
+constexpr std::size_t kMaxMessage = 1 << 20;
+constexpr std::size_t kMaxPath = 1 << 16;
+constexpr std::uint32_t kFlatFlag = 1;
+
+void WriteDims(ByteWriter& out, const Dims& dims) {
+  out.U8(static_cast<std::uint8_t>(dims.rank()));
+  for (std::int64_t v : dims) out.I64(v);
+}
+
+Result<Dims> ReadDims(ByteReader& in) {
+  const int rank = in.U8();
+  if (rank > kMaxRank)
+    return Status(Code::kDataLoss, "rank " + std::to_string(rank) + " is too high");
+  Dims dims;
+  for (int a = 0; a < rank; ++a) dims.push_back(in.I64());
+  return dims;
+}
+
+void WriteShard(ByteWriter& out, std::uint32_t tensor, std::uint32_t item, const Region& region) {
+  const Box& box = region.box();
+  const int slots = box.rank() <= kShortShardRank ? kShortShardRank : kMaxRank;
+  out.U32(tensor);
+  out.U32(item);
+  out.U32(region.is_flat() ? kFlatFlag : 0);
+  out.U32(0);
+  out.I64(region.is_flat() ? region.flat_first() : 0);
+  out.I64(region.is_flat() ? region.volume() : 0);
+  for (int a = 0; a < slots; ++a) out.I64(a < box.rank() ? box.begin(a) : 0);
+  for (int a = 0; a < slots; ++a) out.I64(a < box.rank() ? box.extent(a) : 0);
+}
+
+Result<ShardDescriptor> ReadShard(ByteReader& in, int slots,
+                                  const std::vector<TensorMeta>& tensors) {
+  ShardDescriptor shard;
+  shard.tensor = in.U32();
+  shard.item = in.U32();
+  const std::uint32_t flags = in.U32();
+  const std::uint32_t zero = in.U32();
+  const std::int64_t first = in.I64();
+  const std::int64_t count = in.I64();
+  if (shard.tensor >= tensors.size() || flags > kFlatFlag || zero != 0) {
+    return Status(Code::kDataLoss, "a shard record is damaged");
+  }
+  const Dims& shape = tensors[shard.tensor].shape();
+  Dims begin;
+  Dims extent;
+  for (int a = 0; a < slots; ++a) {
+    const std::int64_t v = in.I64();
+    if (a < shape.rank()) begin.push_back(v);
+  }
+  for (int a = 0; a < slots; ++a) {
+    const std::int64_t v = in.I64();
+    if (a < shape.rank()) extent.push_back(v);
+  }
+  if (shape.rank() > slots)
+    return Status(Code::kDataLoss, "a shard record is too short for its rank");
+  TENSORMOUNT_ASSIGN_OR_RETURN(Box box, Box::Make(begin, extent));
+  shard.region = box;
+  if (flags == kFlatFlag) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(shard.region, Region::Flat(box, first, count));
+  }
+  if (!shard.region.Within(shape)) {
+    return Status(Code::kDataLoss, "tensor " + tensors[shard.tensor].key() + ": region " +
+                                       shard.region.ToString() + " lies outside of shape " +
+                                       shape.ToString());
+  }
+  return shard;
+}
+
+Status ReadTensors(ByteReader& in, RankDescriptor& d) {
+  const std::uint32_t count = in.U32();
+  for (std::uint32_t i = 0; i < count && in.status().ok(); ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(DType dtype, DTypeFromNumber(in.U8()));
+    TENSORMOUNT_ASSIGN_OR_RETURN(Dims shape, ReadDims(in));
+    const std::string_view key = in.String(kMaxKeyBytes);
+    TENSORMOUNT_RETURN_IF_ERROR(in.status());
+    TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, TensorMeta::Make(std::string(key), dtype, shape));
+    d.tensors.push_back(std::move(meta));
+  }
+  return in.status();
+}
+
+Status ReadShards(ByteReader& in, RankDescriptor& d) {
+  const std::uint64_t n_short = in.U32();
+  const std::uint64_t n_long = in.U32();
+  if (n_short * kShortShardBytes + n_long * kLongShardBytes > in.left()) {
+    return Status(Code::kDataLoss, "more shards are announced than there are bytes");
+  }
+  d.shards.reserve(n_short + n_long);
+  for (std::uint64_t i = 0; i < n_short + n_long; ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        ShardDescriptor shard, ReadShard(in, i < n_short ? kShortShardRank : kMaxRank, d.tensors));
+    d.shards.push_back(std::move(shard));
+  }
+  return in.status();
+}
+
+Status ReadObjects(ByteReader& in, RankDescriptor& d) {
+  const std::uint32_t count = in.U32();
+  for (std::uint32_t i = 0; i < count && in.status().ok(); ++i) {
+    ObjectDescriptor object;
+    object.key = in.String(kMaxKeyBytes);
+    TENSORMOUNT_ASSIGN_OR_RETURN(object.index, ReadDims(in));
+    TENSORMOUNT_ASSIGN_OR_RETURN(object.grid, ReadDims(in));
+    object.length = in.U64();
+    object.hash = in.Hash();
+    TENSORMOUNT_RETURN_IF_ERROR(in.status());
+    // A wish (loads) may leave the grid out; it has no bytes.
+    const bool wish = object.length == 0 && object.grid.rank() == 0;
+    if (!wish && object.index.rank() != object.grid.rank()) {
+      return Status(Code::kDataLoss, "object " + object.key + ": index and grid differ in rank");
+    }
+    for (int a = 0; a < object.grid.rank(); ++a) {
+      if (object.index[a] < 0 || object.index[a] >= object.grid[a]) {
+        return Status(Code::kDataLoss, "object " + object.key + ": index outside of its grid");
+      }
+    }
+    d.objects.push_back(std::move(object));
+  }
+  return in.status();
+}
+
+Status ReadBody(ByteReader& in, RankDescriptor& d) {
+  d.path = in.String(kMaxPath);
+  const std::uint8_t placement = in.U8();
+  const std::uint8_t replicas = in.U8();
+  if (placement > static_cast<std::uint8_t>(PlacementRule::kSafetensors) ||
+      replicas > static_cast<std::uint8_t>(ReplicaCheck::kOff)) {
+    return Status(Code::kDataLoss, "an option is damaged");
+  }
+  d.placement = static_cast<PlacementRule>(placement);
+  d.replicas = static_cast<ReplicaCheck>(replicas);
+  d.replace_existing = in.U8() != 0;
+  d.producer = in.String(kMaxTextBytes);
+  d.now = in.I64();
+  TENSORMOUNT_RETURN_IF_ERROR(in.status());
+  TENSORMOUNT_RETURN_IF_ERROR(ReadTensors(in, d));
+  TENSORMOUNT_RETURN_IF_ERROR(ReadShards(in, d));
+  TENSORMOUNT_RETURN_IF_ERROR(ReadObjects(in, d));
+  const std::uint32_t count = in.U32();
+  for (std::uint32_t i = 0; i < count && in.status().ok(); ++i) {
+    CommonDescriptor common;
+    common.name = in.String(kMaxKeyBytes);
+    common.hash = in.Hash();
+    d.common.push_back(std::move(common));
+  }
+  return in.Finish();
+}
+
+}  // namespace
+
+void WriteStatus(ByteWriter& out, const Status& status) {
+  out.U8(static_cast<std::uint8_t>(status.code()));
+  if (status.ok()) return;
+  out.U32(static_cast<std::uint32_t>(status.ToErrno()));
+  out.String(std::string_view(status.message()).substr(0, kMaxMessage));
+}
+
+Status ReadStatus(ByteReader& in) {
+  const std::uint8_t code = in.U8();
+  if (code == 0) return Status();
+  const std::uint32_t err = in.U32();
+  const std::string_view message = in.String(kMaxMessage);
+  if (code > static_cast<std::uint8_t>(Code::kInternal) || err > 4095 || !in.status().ok()) {
+    return Status(Code::kDataLoss, "a status that came from another rank is damaged");
+  }
+  return Status::FromParts(static_cast<Code>(code), static_cast<int>(err), std::string(message));
+}
+
+std::string EncodeDescriptor(const StateDict& state, std::string_view path,
+                             const SaveOptions& options, int rank, int world) {
+  ByteWriter out;
+  out.Raw(kMagic.data(), kMagic.size());
+  out.U32(kDescriptorVersion);
+  out.U32(static_cast<std::uint32_t>(rank));
+  out.U32(static_cast<std::uint32_t>(world));
+  Status status = state.status();
+  if (status.ok() && (path.size() > kMaxPath || options.producer.size() > kMaxTextBytes)) {
+    status = Status(Code::kInvalidArgument, "the path or the name of the producer is too long");
+  }
+  if (status.ok() && state.tensors().size() > UINT32_MAX) {
+    status = Status(Code::kInvalidArgument, "more than 2^32 shards on one rank");
+  }
+  WriteStatus(out, status);
+  if (!status.ok()) return std::move(out.bytes());
+
+  out.String(path);
+  out.U8(static_cast<std::uint8_t>(options.placement));
+  out.U8(static_cast<std::uint8_t>(options.replicas));
+  out.U8(options.replace_existing ? 1 : 0);
+  out.String(options.producer);
+  out.I64(options.now);
+
+  std::unordered_map<std::string_view, std::uint32_t> numbers;
+  std::vector<const StateDict::TensorItem*> table;
+  std::uint32_t n_short = 0;
+  std::uint32_t n_long = 0;
+  for (const StateDict::TensorItem& item : state.tensors()) {
+    const auto next = static_cast<std::uint32_t>(table.size());
+    if (numbers.try_emplace(item.key, next).second) table.push_back(&item);
+    ++(item.shard.global_shape.rank() <= kShortShardRank ? n_short : n_long);
+  }
+  out.U32(static_cast<std::uint32_t>(table.size()));
+  for (const StateDict::TensorItem* item : table) {
+    out.U8(static_cast<std::uint8_t>(item->shard.data.dtype));
+    WriteDims(out, item->shard.global_shape);
+    out.String(item->key);
+  }
+  out.U32(n_short);
+  out.U32(n_long);
+  for (const bool want_long : {false, true}) {
+    for (std::size_t i = 0; i < state.tensors().size(); ++i) {
+      const StateDict::TensorItem& item = state.tensors()[i];
+      if ((item.shard.global_shape.rank() > kShortShardRank) != want_long) continue;
+      WriteShard(out, numbers.at(item.key), static_cast<std::uint32_t>(i), item.shard.region);
+    }
+  }
+  out.U32(static_cast<std::uint32_t>(state.objects().size()));
+  for (const StateDict::ObjectItem& item : state.objects()) {
+    out.String(item.key);
+    WriteDims(out, item.place.index);
+    WriteDims(out, item.place.grid);
+    out.U64(item.bytes.size());
+    out.Hash(Xxh3(item.bytes));
+  }
+  out.U32(static_cast<std::uint32_t>(state.common().size()));
+  for (const auto& [name, value] : state.common()) {
+    out.String(name);
+    out.Hash(Xxh3(EncodeCommonValue(value)));
+  }
+  return std::move(out.bytes());
+}
+
+Result<RankDescriptor> DecodeDescriptor(std::string_view bytes, int rank, int world) {
+  const std::string what = "descriptor of rank " + std::to_string(rank);
+  ByteReader in(bytes, what);
+  const std::string_view magic = in.Raw(kMagic.size());
+  const std::uint32_t version = in.U32();
+  if (magic != kMagic || version != kDescriptorVersion) {
+    return Status(Code::kInvalidArgument,
+                  "rank " + std::to_string(rank) + " runs another version of tensormount");
+  }
+  const std::uint32_t its_rank = in.U32();
+  const std::uint32_t its_world = in.U32();
+  if (its_rank != static_cast<std::uint32_t>(rank) ||
+      its_world != static_cast<std::uint32_t>(world)) {
+    return Status(Code::kInvalidArgument, "rank " + std::to_string(rank) +
+                                              " takes itself for rank " + std::to_string(its_rank) +
+                                              " of " + std::to_string(its_world));
+  }
+  RankDescriptor d;
+  d.status = ReadStatus(in);
+  TENSORMOUNT_RETURN_IF_ERROR(in.status());
+  if (!d.status.ok()) return d;
+  if (Status status = ReadBody(in, d); !status.ok()) {
+    return status.code() == Code::kDataLoss
+               ? status.WithContext(what)
+               : Status(Code::kDataLoss, what + ": " + status.message());
+  }
+  return d;
+}
+
+std::string EncodeCommonValue(const CommonValue& value) {
+  ByteWriter out;
+  out.U8(static_cast<std::uint8_t>(value.index()));
+  switch (value.index()) {
+    case 0:
+      out.U8(std::get<bool>(value) ? 1 : 0);
+      break;
+    case 1:
+      out.I64(std::get<std::int64_t>(value));
+      break;
+    case 2:
+      out.F64(std::get<double>(value));
+      break;
+    case 3: {
+      const std::string& text = std::get<std::string>(value);
+      out.Raw(text.data(), text.size());
+      break;
+    }
+    default: {
+      const std::string& data = std::get<CommonBytes>(value).data;
+      out.Raw(data.data(), data.size());
+      break;
+    }
+  }
+  return std::move(out.bytes());
+}
+
+Result<CommonValue> DecodeCommonValue(std::string_view bytes) {
+  ByteReader in(bytes, "common value");
+  const std::uint8_t kind = in.U8();
+  CommonValue value;
+  switch (kind) {
+    case 0:
+      value = in.U8() != 0;
+      break;
+    case 1:
+      value = in.I64();
+      break;
+    case 2:
+      value = in.F64();
+      break;
+    case 3:
+      value = std::string(in.Raw(in.left()));
+      break;
+    case 4:
+      value = CommonBytes{std::string(in.Raw(in.left()))};
+      break;
+    default:
+      return Status(Code::kDataLoss,
+                    "common value: kind " + std::to_string(kind) + " is not known");
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+  return value;
+}
+
+}  // namespace tensormount
