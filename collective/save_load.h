@@ -2,20 +2,34 @@
 #ifndef TENSORMOUNT_COLLECTIVE_SAVE_LOAD_H_
 #define TENSORMOUNT_COLLECTIVE_SAVE_LOAD_H_
 
+#include <atomic>
+#include <functional>
 #include <memory>
 #include <string_view>
 
 #include "base/file_system.h"
 #include "index/checkpoint.h"
+#include "index/store.h"
 #include "tensormount/load.h"
 #include "tensormount/save.h"
 
 namespace tensormount {
 
+// What stands behind a save that runs for somebody else (an asynchronous one). Of this rank alone.
+struct SaveControl {
+  // Set to end the save: looked at before each exchange of verdicts up to the decision to publish,
+  // so that all ranks end with kCancelled or none does.
+  const std::atomic<bool>* cancel = nullptr;
+  // On every rank, when the staging exists; at rank 0 before it is published or aborted too.
+  std::function<void(const Staging&)> begun = {};
+  std::function<void(const Staging&)> ending = {};
+};
+
 // Save and Load on any FileSystem: what the public calls do on the host's, and what tests do on
 // one that fails or crashes.
 Result<SaveReport> SaveOn(FileSystem& fs, const StateDict& state, std::string_view path,
-                          Communicator& comm, const SaveOptions& options);
+                          Communicator& comm, const SaveOptions& options,
+                          const SaveControl& control = {});
 Result<LoadReport> LoadOn(FileSystem& fs, const StateDict& request, std::string_view path,
                           Communicator& comm, const LoadOptions& options);
 

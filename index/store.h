@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tensormount/status.h"
+#include "tensormount/store.h"
 
 #include "base/file_system.h"
 #include "index/checkpoint.h"
@@ -40,7 +41,6 @@ struct Staging {
   std::string ShortId() const { return uuid.Short(); }
 };
 
-enum class IfExists { kFail, kReplace };
 enum class Verdict { kCommitted, kAborted };
 
 // A directory of checkpoint directories with a superblock. Thread-safe; several processes may use

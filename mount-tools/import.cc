@@ -127,7 +127,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     before = Status(Code::kInvalidArgument,
                     fmt::format("--if-exists {}: fail or replace", args.if_exists));
   }
-  options.replace_existing = args.if_exists == "replace";
+  options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   std::shared_ptr<OpenedCheckpoint> source;
   ShardRule rule;
   if (before.ok()) {

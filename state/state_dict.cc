@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tensormount/state_dict.h"
 
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -15,6 +16,10 @@ struct StateDict::Rep {
   std::vector<TensorItem> tensors;
   std::vector<ObjectItem> objects;
   std::map<std::string, CommonValue> common;
+  std::map<std::string, CommonValue> rank_common;
+  std::map<std::string, CommonValue> locals;
+  std::optional<CommonDict> content;
+  std::map<std::string, std::string> layer_names;
   // Where a key was first added: dtype and shape of its later shards must agree with that.
   std::unordered_map<std::string, std::size_t> first_of_key;
   std::set<std::pair<std::string, std::string>> object_parts;
@@ -166,6 +171,16 @@ const Status& StateDict::Fail(const Status& failure) { return rep_->Note(failure
 const std::vector<StateDict::TensorItem>& StateDict::tensors() const { return rep_->tensors; }
 const std::vector<StateDict::ObjectItem>& StateDict::objects() const { return rep_->objects; }
 const std::map<std::string, CommonValue>& StateDict::common() const { return rep_->common; }
+const std::map<std::string, CommonValue>& StateDict::rank_common() const {
+  return rep_->rank_common;
+}
+const CommonDict* StateDict::content_metadata() const {
+  return rep_->content.has_value() ? &*rep_->content : nullptr;
+}
+const std::map<std::string, CommonValue>& StateDict::locals() const { return rep_->locals; }
+const std::map<std::string, std::string>& StateDict::layer_names() const {
+  return rep_->layer_names;
+}
 const Status& StateDict::status() const { return rep_->first_failure; }
 
 }  // namespace tensormount

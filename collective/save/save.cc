@@ -198,7 +198,7 @@ class SaveSession {
       TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::OpenOrCreate(fs_, store_path_));
       TENSORMOUNT_ASSIGN_OR_RETURN(
           staging_,
-          store.Begin(name_, options_.replace_existing ? IfExists::kReplace : IfExists::kFail));
+          store.Begin(name_, options_.if_exists));
       begun_ = true;
       return Status();
     });
@@ -316,7 +316,7 @@ class SaveSession {
         layout_, PlanReplicaCheck(layout_, options_.replicas, staging_.generation), replicas));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs_, staging_.store));
     Store::PublishOptions publish;
-    publish.if_exists = options_.replace_existing ? IfExists::kReplace : IfExists::kFail;
+    publish.if_exists = options_.if_exists;
     publish.now = options_.now;
     return OfRankZero(store.Publish(staging_, coordinator, publish).status());
   }
@@ -416,7 +416,9 @@ class SaveSession {
 }  // namespace
 
 Result<SaveReport> SaveOn(FileSystem& fs, const StateDict& state, std::string_view path,
-                          Communicator& comm, const SaveOptions& options) {
+                          Communicator& comm, const SaveOptions& options,
+                          const SaveControl& control) {
+  (void)control;
   return SaveSession(fs, state, path, comm, options).Run();
 }
 

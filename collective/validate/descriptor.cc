@@ -143,7 +143,7 @@ Status ReadBody(ByteReader& in, RankDescriptor& d) {
   }
   d.placement = static_cast<PlacementRule>(placement);
   d.replicas = static_cast<ReplicaCheck>(replicas);
-  d.replace_existing = in.U8() != 0;
+  d.if_exists = in.U8() != 0 ? IfExists::kReplace : IfExists::kFail;
   d.producer = in.String(kMaxTextBytes);
   d.now = in.I64();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
@@ -200,7 +200,7 @@ std::string EncodeDescriptor(const StateDict& state, std::string_view path,
   out.String(path);
   out.U8(static_cast<std::uint8_t>(options.placement));
   out.U8(static_cast<std::uint8_t>(options.replicas));
-  out.U8(options.replace_existing ? 1 : 0);
+  out.U8(options.if_exists == IfExists::kReplace ? 1 : 0);
   out.String(options.producer);
   out.I64(options.now);
 

@@ -64,7 +64,7 @@ struct RankDescriptor {
   std::string path;
   PlacementRule placement = PlacementRule::kAuto;
   ReplicaCheck replicas = ReplicaCheck::kRotating;
-  bool replace_existing = false;
+  IfExists if_exists = IfExists::kFail;
   std::string producer;
   std::int64_t now = 0;
   std::vector<TensorMeta> tensors;

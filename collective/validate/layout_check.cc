@@ -58,8 +58,8 @@ Status CheckOptions(std::span<const RankDescriptor> ranks) {
     }
     if (d.placement != first.placement) return Invalid("option placement differs" + who);
     if (d.replicas != first.replicas) return Invalid("option replicas differs" + who);
-    if (d.replace_existing != first.replace_existing) {
-      return Invalid("option replace_existing differs" + who);
+    if (d.if_exists != first.if_exists) {
+      return Invalid("option if_exists differs" + who);
     }
     if (d.producer != first.producer) return Invalid("option producer differs" + who);
     if (d.now != first.now) return Invalid("option now differs" + who);

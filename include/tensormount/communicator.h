@@ -6,7 +6,9 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -68,12 +70,44 @@ class TENSORMOUNT_EXPORT Communicator {
   virtual std::chrono::nanoseconds SilentFor(int rank) const = 0;
 
   // Numbers the collective jobs of this rank, so that a message left over from a failed one is
-  // never taken for one of the next. Every rank begins the same jobs in the same order.
-  std::uint32_t BeginJob() { return jobs_.fetch_add(1, std::memory_order_relaxed); }
+  // never taken for one of the next. Every rank begins the same jobs in the same order, on each
+  // channel (MakeChannel) for itself.
+  std::uint32_t BeginJob() {
+    return jobs_.fetch_add(1, std::memory_order_relaxed) * kChannels + channel_;
+  }
+
+  // What the library keeps for this group from one call to the next (plans of earlier saves): the
+  // object of that name, made by `make` where there is none yet.
+  std::shared_ptr<void> Kept(const std::string& name,
+                             const std::function<std::shared_ptr<void>()>& make);
+
+  // How many jobs can be under way at a time, each on a channel of its own.
+  static constexpr std::uint32_t kChannels = 8;
+
+ protected:
+  explicit Communicator(std::uint32_t channel = 0) : channel_(channel) {}
 
  private:
+  const std::uint32_t channel_;
   std::atomic<std::uint32_t> jobs_{0};
+  std::mutex kept_mutex_;
+  std::map<std::string, std::shared_ptr<void>> kept_;
 };
+
+// The same group once more, for collective jobs that run beside those of `parent` and of other
+// channels (an asynchronous save beside the training): messages of one channel are never taken for
+// those of another. Nothing is sent; every rank makes the same channels. `parent` must outlive it.
+// kInvalidArgument: channel is not in [1, kChannels), or `parent` is a channel itself.
+TENSORMOUNT_EXPORT Result<std::unique_ptr<Communicator>> MakeChannel(Communicator& parent,
+                                                                     std::uint32_t channel);
+
+// Some ranks of `parent` as a group of their own, rank i being ranks[i] of it. Made by these ranks
+// alone, all with the same list; nothing is sent. Groups that share ranks need different channels.
+// `parent` must outlive it. kInvalidArgument: a rank twice or out of range, this rank not among
+// them, a bad channel.
+TENSORMOUNT_EXPORT Result<std::unique_ptr<Communicator>> MakeSubgroup(Communicator& parent,
+                                                                      const std::vector<int>& ranks,
+                                                                      std::uint32_t channel);
 
 // Runs `body` on `ranks` threads of this process, each with its own Communicator, and joins them.
 // Returns the first failure by rank. An exception in a body becomes kInternal.

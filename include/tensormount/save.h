@@ -4,14 +4,18 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "tensormount/communicator.h"
+#include "tensormount/event.h"
 #include "tensormount/export.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
+#include "tensormount/store.h"
+#include "tensormount/validate.h"
 
 namespace tensormount {
 
@@ -23,30 +27,71 @@ enum class PlacementRule { kAuto, kTensorFile, kRankShard, kSafetensors };
 // and a neighbour's, everything over as many saves as there are holders.
 enum class ReplicaCheck { kRotating, kFull, kOff };
 
+// Who writes cells that several ranks hold. kParallel: all holders, each its part, so that all
+// ranks write about the same number of bytes. kMain: the main replica alone, where replicas are
+// labelled; the lowest rank otherwise.
+enum class SaveStrategy { kParallel, kMain };
+
+// What a common value that differs between ranks means. With kOff and kWarn the lowest rank's
+// value is stored.
+enum class CommonCheck { kOff, kWarn, kError };
+
+struct SaveReport;
+
 struct SaveOptions {
   PlacementRule placement = PlacementRule::kAuto;
   ReplicaCheck replicas = ReplicaCheck::kRotating;
-  bool replace_existing = false;  // Exchange at commit; otherwise a name that exists is an error.
-  std::string producer = {};      // Shown in checkpoint.json; empty: "tensormount <version>".
+  IfExists if_exists = IfExists::kFail;
+  SaveStrategy strategy = SaveStrategy::kParallel;
+  // Whether the ranks prove, before anything is written, that they cover every tensor exactly. Off
+  // saves that time; what is incomplete is then refused at publish, with less to say about who.
+  bool validate = true;
+  CommonCheck common = CommonCheck::kError;
+  // Common values that may differ: globs of their paths, "args.rank", "rng*".
+  std::vector<std::string> common_exempt = {};
+  // Plans of earlier saves over the same communicator are used again where no rank's layout
+  // changed (one exchange of 64 bytes a rank).
+  bool reuse_plan = true;
+  std::string producer = {};  // Shown in checkpoint.json; empty: "tensormount <version>".
   Timeouts timeouts = {};
+
+  // ---- Of this rank alone ----
+  // Called on the thread that saves, at the start and end of every phase (event.h).
+  EventHook events = {};
+  // After the commit, before Save returns. `on_commit` on every rank, `on_commit_once` on rank 0.
+  // What they throw is logged: the checkpoint exists.
+  std::function<void(const SaveReport&)> on_commit = {};
+  std::function<void(const SaveReport&)> on_commit_once = {};
+  // Where not null: why a layout was refused, in full, and otherwise what was found sound.
+  LayoutReport* layout = nullptr;
   // Where not null, counts bytes as this rank has written them: for progress displays.
   std::atomic<std::uint64_t>* progress = nullptr;
-  std::int64_t now = 0;           // Seconds since 1970 for mtimes; 0: the clock's. For tests.
+
+  std::int64_t now = 0;  // Seconds since 1970 for mtimes; 0: the clock's. For tests.
 };
 
 struct SaveReport {
-  std::string path;            // STORE/NAME
+  std::string path;  // STORE/NAME
   std::string uuid;
   std::uint64_t generation = 0;
   std::uint64_t tensors = 0;
-  std::uint64_t bytes = 0;             // Of all tensors.
-  std::uint64_t bytes_written = 0;     // By all ranks, headers included.
+  std::uint64_t bytes = 0;          // Of all tensors.
+  std::uint64_t bytes_written = 0;  // By all ranks, headers included.
   std::uint64_t bytes_written_here = 0;
   std::uint64_t replica_bytes = 0;           // Cells held more than once, counted per extra holder.
   std::uint64_t replica_bytes_compared = 0;  // Of these, in this save.
+  bool plan_reused = false;
+  struct File {
+    std::string name;  // "data/...", below the checkpoint.
+    std::uint64_t bytes = 0;  // Written by this rank.
+  };
+  std::vector<File> files;               // That this rank wrote, or parts of.
+  std::vector<std::string> warnings;     // Common values that differ (CommonCheck::kWarn).
   // Seconds of this rank.
   double validate_seconds = 0;
+  double plan_seconds = 0;
   double write_seconds = 0;    // Writing, hashing, syncing.
+  double compare_seconds = 0;  // Replicas.
   double publish_seconds = 0;  // Waiting for the verdict included.
 };
 

@@ -13,16 +13,10 @@
 #include "tensormount/buffer.h"
 #include "tensormount/common_value.h"
 #include "tensormount/export.h"
+#include "tensormount/shard.h"
 #include "tensormount/status.h"
 
 namespace tensormount {
-
-// What one rank holds of a global tensor.
-struct Shard {
-  Dims global_shape;
-  Region region;
-  BufferView data;  // The region's extents (flat: one axis); the caller's memory.
-};
 
 // Where an object stands on a grid of objects: {.index = {rank}, .grid = {world}}; both empty for
 // one object that is the same on all ranks that add it.
@@ -30,6 +24,9 @@ struct ObjectPlace {
   Dims index;
   Dims grid;
 };
+
+// What memory that a StateDict allocates holds at first.
+enum class Fill : std::uint8_t { kUninitialized, kZero };
 
 // One rank's part of a checkpoint: for saving what it holds, for loading what it wants. Holds
 // views of tensor memory (see BufferView), copies of objects and common values.
@@ -49,14 +46,23 @@ class TENSORMOUNT_EXPORT StateDict {
                           const ObjectPlace& place = {});
   // On load: ask for an object (the report returns it).
   const Status& WantObject(std::string_view key, const ObjectPlace& place = {});
+
   // The same on every rank that sets it. For saving.
   const Status& SetCommon(std::string_view name, CommonValue value);
-  const Status& SetCommon(std::string_view name, int value) {
-    return SetCommon(name, CommonValue(std::int64_t{value}));
-  }
-  const Status& SetCommon(std::string_view name, const char* value) {
-    return SetCommon(name, CommonValue(std::string(value)));
-  }
+  // Of this rank alone: kept for each rank, read back by rank and name.
+  const Status& SetRankCommon(std::string_view name, CommonValue value);
+  // What the application says about the checkpoint as a whole. The same on every rank.
+  const Status& SetContentMetadata(CommonDict content);
+  // Never stored: a load's report gives back what the request had.
+  const Status& SetLocal(std::string_view name, CommonValue value);
+
+  // The tensor `key`, whose first axis counts layers, can also be read layer by layer: `pattern`
+  // has one "{}" for the number, "layers.{}.w". No tensor of such a name may be saved beside it.
+  const Status& NameLayers(std::string_view key, std::string_view pattern);
+
+  // Gives every shard without data (Shard::metadata_only) memory that this object owns, packed and
+  // aligned to pages. kUnsupported, kUnavailable: such a device cannot be reached.
+  Status AllocateData(Device device = {}, Fill fill = Fill::kUninitialized);
 
   // What the caller itself found wrong: fails the Save or Load for all ranks, instead of leaving
   // them waiting for one that gave up. No-op for ok.
@@ -74,6 +80,10 @@ class TENSORMOUNT_EXPORT StateDict {
   const std::vector<TensorItem>& tensors() const;
   const std::vector<ObjectItem>& objects() const;
   const std::map<std::string, CommonValue>& common() const;
+  const std::map<std::string, CommonValue>& rank_common() const;
+  const CommonDict* content_metadata() const;  // Null: not set.
+  const std::map<std::string, CommonValue>& locals() const;
+  const std::map<std::string, std::string>& layer_names() const;  // Key → pattern.
   // The first failure of an Add call.
   const Status& status() const;
 

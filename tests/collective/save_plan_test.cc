@@ -251,9 +251,9 @@ TEST(LayoutCheck, CommonValuesMustBeEqual) {
 TEST(LayoutCheck, OptionsMustBeEqual) {
   Ranks ranks(2);
   SaveOptions other;
-  other.replace_existing = true;
+  other.if_exists = IfExists::kReplace;
   EXPECT_THAT(ranks.Check({SaveOptions{}, other}),
-              HasMessage("option replace_existing differs on rank 0 and rank 1"));
+              HasMessage("option if_exists differs on rank 0 and rank 1"));
 }
 
 TEST(LayoutCheck, FailedAddsTravelAsData) {

@@ -295,7 +295,7 @@ TEST_F(SaveTest, ReplaceExistingExchanges) {
         Path("a"), 2, [&](int, RankState& state) { state.Add(t, Box::Whole(t.shape)); }, options));
   };
   SaveOptions replace;
-  replace.replace_existing = true;
+  replace.if_exists = IfExists::kReplace;
   ASSERT_OK(save(one, {}));
   EXPECT_THAT(save(two, {}), HasCode(Code::kAlreadyExists));
   EXPECT_EQ(ReadAll(Path("a")).count("one"), 1u);

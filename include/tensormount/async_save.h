@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_ASYNC_SAVE_H_
+#define TENSORMOUNT_ASYNC_SAVE_H_
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "tensormount/communicator.h"
+#include "tensormount/export.h"
+#include "tensormount/save.h"
+#include "tensormount/state_dict.h"
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+struct AsyncOptions {
+  // Memory for copies of the caller's bytes, on this rank, of all saves that are under way. A save
+  // that finds it taken waits for an earlier one to give its part back (back-pressure, counted in
+  // SaveProgress::stalled); one that would never fit alone is kResourceExhausted. It is kept, and
+  // its pages stay touched, between saves. 0: no bound.
+  std::uint64_t staging_bytes = 0;
+  // False: AsyncSave returns when the bytes are staged. True: it returns at once, and the caller
+  // must leave its buffers alone until WaitStaged.
+  bool stage_in_background = false;
+  // What happens where a handle is dropped before its save has ended.
+  enum class OnDrop { kWait, kCancel } on_drop = OnDrop::kWait;
+};
+
+// How far a save is. Read without waiting; the numbers are of this rank.
+struct SaveProgress {
+  enum class State { kStaging, kSaving, kCommitted, kFailed, kCancelled };
+  State state = State::kStaging;
+  std::uint64_t bytes_total = 0;  // Of this rank's shards and objects.
+  std::uint64_t bytes_staged = 0;
+  std::uint64_t bytes_written = 0;
+  std::chrono::nanoseconds stalled{0};  // Waiting for staging memory.
+};
+
+// One save that goes on in the background. The memory of the state dict may go as soon as the
+// bytes are staged. Thread-safe.
+class TENSORMOUNT_EXPORT SaveHandle {
+ public:
+  // Dropping it waits for or cancels the save (AsyncOptions::on_drop).
+  ~SaveHandle();
+  SaveHandle(SaveHandle&&) noexcept;
+  SaveHandle& operator=(SaveHandle&&) noexcept;
+
+  // Until the caller may overwrite its buffers. Fails with what made the save fail before that.
+  Status WaitStaged();
+  // Until the verdict, which is that of Save. Bounded by the save's own time-outs.
+  Result<SaveReport> WaitCommitted();
+  // Local, never collective, never waits.
+  SaveProgress progress() const;
+  // Asks for the end of the save. The ranks vote: it is cancelled on all of them (kCancelled, names
+  // who asked) if the request is in time, and commits on all of them otherwise. Does not wait.
+  void Cancel();
+
+ private:
+  friend class AsyncSaver;
+  struct Rep;
+  explicit SaveHandle(std::shared_ptr<Rep> rep);
+  std::shared_ptr<Rep> rep_;
+};
+
+// Saves in the background over channels of a communicator, with staging memory that is used again.
+// Make one a job and keep it. What it does on the caller's thread is local: nothing there waits for
+// another rank. Two saves may be under way at a time, a third waits for the first; `latest` never
+// moves back, whichever commits first. Every rank calls Save in the same order.
+class TENSORMOUNT_EXPORT AsyncSaver {
+ public:
+  // `comm` must outlive it, and its ranks must make their savers in the same order: the n-th saver
+  // of a communicator uses channels 2n - 1 and 2n. kResourceExhausted when none are left.
+  static Result<std::unique_ptr<AsyncSaver>> Make(Communicator& comm,
+                                                  const AsyncOptions& options = {});
+  // Waits for what is under way. So does the end of the process, for savers that still exist then.
+  ~AsyncSaver();
+
+  // As tensormount::Save, but returns when the bytes are staged (or at once:
+  // AsyncOptions::stage_in_background; then `state`'s buffers must stay until WaitStaged). `state`
+  // itself may be changed or destroyed when this returns. A failure that only this rank sees is
+  // told to the others, and is the verdict on all of them: it is in the handle.
+  // Where options.events and callbacks are set they are called on the saver's thread.
+  Result<SaveHandle> Save(const StateDict& state, std::string_view path,
+                          const SaveOptions& options = {});
+
+ private:
+  struct Rep;
+  explicit AsyncSaver(std::unique_ptr<Rep> rep);
+  std::unique_ptr<Rep> rep_;
+};
+
+// With a saver that belongs to the communicator and is made at the first call.
+TENSORMOUNT_EXPORT Result<SaveHandle> AsyncSave(const StateDict& state, std::string_view path,
+                                                Communicator& comm,
+                                                const SaveOptions& options = {});
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_ASYNC_SAVE_H_
