@@ -271,18 +271,14 @@ void Merge(int rank, std::vector<Box>& boxes) {
 
 }  // namespace
 
-CoverageReport CheckCoverage(const Dims& shape, std::span<const OwnedRegion> regions,
-                             std::size_t limit) {
+CoverageReport CheckCoverage(const RegionSet& regions, std::size_t limit) {
   CoverageReport report;
-  const Box whole = Box::Whole(shape);
-  if (whole.empty()) return report;
+  const Dims& shape = regions.shape();
+  if (Box::Whole(shape).empty()) return report;
   BoxTable table;
   table.rank = shape.rank();
   for (std::size_t r = 0; r < regions.size(); ++r) {
-    if (regions[r].region.box().rank() != table.rank) continue;
-    for (const Box& piece : regions[r].region.Boxes()) {
-      const Box box = Intersect(piece, whole);
-      if (box.empty()) continue;
+    for (const Box& box : regions.At(r).Boxes()) {
       for (int a = 0; a < table.rank; ++a) {
         table.low.push_back(box.begin(a));
         table.high.push_back(box.end(a));
@@ -314,8 +310,8 @@ CoverageReport CheckCoverage(const Dims& shape, std::span<const OwnedRegion> reg
   };
   std::sort(search.pairs.begin(), search.pairs.end());
   for (const auto& [a, b] : search.pairs) {
-    report.overlaps.push_back({Intersect(box_of(a), box_of(b)), regions[table.region[a]].owner,
-                               regions[table.region[b]].owner});
+    report.overlaps.push_back({Intersect(box_of(a), box_of(b)), regions.owner(table.region[a]),
+                               regions.owner(table.region[b])});
   }
   std::stable_sort(report.overlaps.begin(), report.overlaps.end(),
                    [](const Overlap& a, const Overlap& b) { return RowMajorLess(a.box, b.box); });
@@ -325,5 +321,15 @@ CoverageReport CheckCoverage(const Dims& shape, std::span<const OwnedRegion> reg
   if (report.overlaps.size() > limit) report.overlaps.resize(limit);
   return report;
 }
+
+CoverageReport CheckCoverage(const Dims& shape, std::span<const OwnedRegion> regions,
+                             std::size_t limit) {
+  RegionSet set(shape);
+  set.Reserve(regions.size());
+  for (const OwnedRegion& r : regions) set.Add(r.region, r.owner);
+  return CheckCoverage(set, limit);
+}
+
+bool IsPartition(const RegionSet& regions) { return CheckCoverage(regions, 1).complete(); }
 
 }  // namespace tensormount

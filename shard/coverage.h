@@ -9,6 +9,8 @@
 
 #include "tensormount/box.h"
 
+#include "shard/region_set.h"
+
 namespace tensormount {
 
 // A region and who holds it: an index that the caller chose (a rank, a chunk number).
@@ -34,12 +36,19 @@ struct CoverageReport {
   bool complete() const { return missing.empty() && overlaps.empty(); }
 };
 
-// Pure and exact for arbitrary regions, boxes and flat ranges mixed. Regions must lie within
-// `shape`; empty ones are ignored. Replicas (equal regions) must have been removed by the caller.
-// Lists at most `limit` (at least one) findings of each kind. Cost is near linear for row cuts and
-// regular grids, O(n log n) sweeps otherwise.
+// Pure and exact for arbitrary regions, boxes and flat ranges mixed: where they do not cover the
+// shape, each exactly once. Replicas (equal regions) must have been removed by the caller, see
+// GroupEqual. Lists at most `limit` (at least one) findings of each kind; at most 2^31 regions.
+CoverageReport CheckCoverage(const RegionSet& regions, std::size_t limit = 16);
+
+// The same. Regions must lie within `shape`: others are ignored, as are empty ones.
 CoverageReport CheckCoverage(const Dims& shape, std::span<const OwnedRegion> regions,
                              std::size_t limit = 16);
+
+// Whether every cell of the shape lies in exactly one region: CheckCoverage().complete() without
+// the findings. Linear time for what follows each other in order, for regular grids and for ranges
+// in any order. Without replicas this answers before anything need be grouped.
+bool IsPartition(const RegionSet& regions);
 
 }  // namespace tensormount
 
