@@ -78,7 +78,7 @@ Status LoadColumns(Communicator& comm, const std::string& path) {
               comm.rank(), box.ToString().c_str(),
               static_cast<unsigned long long>(report.bytes_by_leaf + report.bytes_by_digest),
               static_cast<unsigned long long>(report.bytes_wanted),
-              static_cast<long long>(std::get<std::int64_t>(step)));
+              static_cast<long long>(*step.get_if<std::int64_t>()));
   return {};
 }
 

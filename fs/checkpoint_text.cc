@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fs/checkpoint_text.h"
 
-#include <bit>
-#include <cmath>
-
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
@@ -14,28 +11,6 @@ using Json = nlohmann::ordered_json;
 
 std::string Dump(const Json& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-}
-
-std::string Hex(std::string_view bytes) {
-  std::string text;
-  for (const char c : bytes) text += fmt::format("{:02x}", static_cast<unsigned char>(c));
-  return text;
-}
-
-Json CommonToJson(const CommonValue& value) {
-  if (const bool* b = std::get_if<bool>(&value)) return *b;
-  if (const std::int64_t* i = std::get_if<std::int64_t>(&value)) return *i;
-  if (const std::string* s = std::get_if<std::string>(&value)) return *s;
-  if (const CommonBytes* bytes = std::get_if<CommonBytes>(&value)) {
-    return Json{{"$bytes", Hex(bytes->data)}};
-  }
-  const double d = std::get<double>(value);
-  if (std::isnan(d)) {
-    return Json{{"$float", "nan"},
-                {"bits", fmt::format("{:016x}", std::bit_cast<std::uint64_t>(d))}};
-  }
-  if (std::isinf(d)) return Json{{"$float", d > 0 ? "inf" : "-inf"}};
-  return d;
 }
 
 std::string TensorLine(const TensorEntry& tensor) {
@@ -142,7 +117,7 @@ Result<std::string> CommonJson(const CheckpointIndex& index) {
   for (const auto& [key, value] : common) {
     text += first ? "\n  " : ",\n  ";
     first = false;
-    text += JsonString(key) + ": " + Dump(CommonToJson(value));
+    text += JsonString(key) + ": " + CommonToJson(value);
   }
   return text + (first ? "}\n" : "\n}\n");
 }

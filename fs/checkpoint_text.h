@@ -19,8 +19,7 @@ namespace tensormount::fs {
 // checkpoint.json. `opened` and `objects` must outlive what is made of it.
 GeneratedText::Parts CheckpointJson(const OpenedCheckpoint& opened,
                                     const std::vector<ObjectContent>& objects);
-// common.json. What JSON cannot hold: {"$float": "nan", "bits": hex}, {"$float": "inf" or "-inf"},
-// {"$bytes": hex}.
+// common.json: an object with a line for each value, as CommonToJson writes it.
 Result<std::string> CommonJson(const CheckpointIndex& index);
 // extents/KEY.json.
 Result<GeneratedText::Parts> ExtentsJson(const CheckpointIndex& index, const TensorEntry& tensor);

@@ -189,10 +189,8 @@ Result<std::string> EncodeManifest(const Content& content, std::span<const Hash1
       return Status(Code::kInvalidArgument, "the name of a common value is over " +
                                                 std::to_string(kMaxKeyBytes) + " bytes");
     }
-    if (CommonBytesOf(value) > kMaxCommonBytes) {
-      return Status(Code::kInvalidArgument,
-                    "common value " + key + ": has " + std::to_string(CommonBytesOf(value)) +
-                        " bytes, at most " + std::to_string(kMaxCommonBytes) + " are allowed");
+    if (Status status = CheckCommon(value); !status.ok()) {
+      return status.WithContext("common value " + key);
     }
     out.String(key);
     EncodeCommon(out, value);

@@ -2,7 +2,6 @@
 #include "index/mtime.h"
 
 #include <algorithm>
-#include <bit>
 #include <limits>
 #include <vector>
 
@@ -36,22 +35,6 @@ std::int64_t Decide(const Seen& seen, std::int64_t now, std::int64_t fresh) {
 bool SameTensor(const TensorContent& a, const TensorEntry& b) {
   return a.has_digest && b.has_digest && a.digest == b.digest && a.meta.dtype() == b.meta.dtype() &&
          a.meta.shape() == b.meta.shape();
-}
-
-// Bit by bit: a NaN is the same as itself, 0.0 and -0.0 are not.
-bool SameValue(const CommonValue& a, const CommonValue& b) {
-  if (a.index() != b.index()) return false;
-  if (const double* x = std::get_if<double>(&a)) {
-    return std::bit_cast<std::uint64_t>(*x) == std::bit_cast<std::uint64_t>(std::get<double>(b));
-  }
-  return a == b;
-}
-
-bool SameCommon(const std::map<std::string, CommonValue>& a,
-                const std::map<std::string, CommonValue>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
-    return x.first == y.first && SameValue(x.second, y.second);
-  });
 }
 
 int ComparePart(const ObjectContent& a, const ObjectContent& b) {
@@ -95,7 +78,7 @@ Status DecideMtimes(std::span<const CheckpointIndex* const> priors, std::int64_t
       objects[i].Add(same, part.mtime);
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto values, prior->Common());
-    common.Add(SameCommon(content.common, values), prior->info().common_mtime);
+    common.Add(content.common == values, prior->info().common_mtime);
     json.Add(false, prior->info().json_mtime);
   }
   const std::int64_t fresh = json.any ? After(now, json.latest) : now;

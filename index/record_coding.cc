@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index/record_coding.h"
 
+#include <utility>
+#include <vector>
+
 namespace tensormount {
 namespace {
 
@@ -17,6 +20,166 @@ Result<Dims> DecodeDims(ByteReader& in, int max_rank, std::string_view what) {
   return dims;
 }
 
+using Kind = CommonValue::Kind;
+
+// Of a list or a tuple; null for others.
+const std::vector<CommonValue>* ItemsOf(const CommonValue& value) {
+  if (const auto* list = value.get_if<CommonList>()) return &list->items;
+  if (const auto* tuple = value.get_if<CommonTuple>()) return &tuple->items;
+  return nullptr;
+}
+
+// What the encoding of a tree takes.
+struct CommonSize {
+  std::size_t bytes = 0;
+  std::size_t nodes = 0;
+
+  // False where the tree is too deep.
+  bool Add(const CommonValue& value, int depth) {
+    ++nodes;
+    ++bytes;
+    if (const auto* s = value.get_if<std::string>()) {
+      bytes += 4 + s->size();
+    } else if (const auto* data = value.get_if<CommonBytes>()) {
+      bytes += 4 + data->data.size();
+    } else if (const auto* items = ItemsOf(value)) {
+      bytes += 4;
+      if (depth == kMaxCommonDepth) return false;
+      for (const CommonValue& item : *items) {
+        if (!Add(item, depth + 1)) return false;
+      }
+    } else if (const auto* dict = value.get_if<CommonDict>()) {
+      bytes += 4;
+      if (depth == kMaxCommonDepth) return false;
+      for (const auto& [key, item] : dict->items) {
+        const auto* text = std::get_if<std::string>(&key);
+        bytes += text == nullptr ? 9 : 5 + text->size();
+        if (!Add(item, depth + 1)) return false;
+      }
+    } else if (value.kind() == Kind::kBool) {
+      bytes += 1;
+    } else if (value.kind() != Kind::kNone) {
+      bytes += 8;
+    }
+    return true;
+  }
+};
+
+// Reads one tree. Every check is made before anything is allocated for what is announced.
+class CommonDecoder {
+ public:
+  CommonDecoder(ByteReader& in, std::string_view what)
+      : in_(in), what_(what), begin_(in.position()) {}
+
+  Result<CommonValue> Value(int depth) {
+    const std::uint8_t kind = in_.U8();
+    CommonValue value;
+    switch (static_cast<Kind>(kind)) {
+      case Kind::kBool: {
+        const std::uint8_t b = in_.U8();
+        if (b > 1) return Broken(what_, "a bool that is neither");
+        value = b != 0;
+        break;
+      }
+      case Kind::kInt:
+        value = in_.I64();
+        break;
+      case Kind::kUnsigned: {
+        const std::uint64_t u = in_.U64();
+        value = u;
+        if (value.kind() != Kind::kUnsigned && in_.status().ok()) {
+          return Broken(what_, "an unsigned value that fits in an int");
+        }
+        break;
+      }
+      case Kind::kFloat:
+        value = in_.F64();
+        break;
+      case Kind::kString:
+        value = std::string(in_.String(kMaxCommonBytes));
+        break;
+      case Kind::kBytes:
+        value = CommonBytes{std::string(in_.String(kMaxCommonBytes))};
+        break;
+      case Kind::kNone:
+        break;
+      case Kind::kList: {
+        CommonList list;
+        TENSORMOUNT_RETURN_IF_ERROR(Items(depth, list.items));
+        value = std::move(list);
+        break;
+      }
+      case Kind::kTuple: {
+        CommonTuple tuple;
+        TENSORMOUNT_RETURN_IF_ERROR(Items(depth, tuple.items));
+        value = std::move(tuple);
+        break;
+      }
+      case Kind::kDict: {
+        CommonDict dict;
+        TENSORMOUNT_RETURN_IF_ERROR(Entries(depth, dict));
+        value = std::move(dict);
+        break;
+      }
+      default:
+        return Broken(what_, "unknown kind of value " + std::to_string(kind));
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(in_.status());
+    if (in_.position() - begin_ > kMaxCommonBytes || ++nodes_ > kMaxCommonNodes) {
+      return Broken(what_, "a common value that is too large");
+    }
+    return value;
+  }
+
+ private:
+  // The number of items of a container at `depth`.
+  Result<std::uint32_t> Count(int depth) {
+    if (depth >= kMaxCommonDepth) {
+      return Broken(what_, "nested more than " + std::to_string(kMaxCommonDepth) + " deep");
+    }
+    const std::uint32_t count = in_.U32();
+    TENSORMOUNT_RETURN_IF_ERROR(in_.status());
+    if (count > in_.left()) return Broken(what_, "more items are announced than there are bytes");
+    return count;
+  }
+
+  Status Items(int depth, std::vector<CommonValue>& items) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t count, Count(depth));
+    for (std::uint32_t i = 0; i < count; ++i) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(CommonValue item, Value(depth + 1));
+      items.push_back(std::move(item));
+    }
+    return Status();
+  }
+
+  Status Entries(int depth, CommonDict& dict) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t count, Count(depth));
+    for (std::uint32_t i = 0; i < count; ++i) {
+      CommonKey key;
+      const std::uint8_t kind = in_.U8();
+      if (kind == static_cast<std::uint8_t>(Kind::kInt)) {
+        key = in_.I64();
+      } else if (kind == static_cast<std::uint8_t>(Kind::kString)) {
+        key = std::string(in_.String(kMaxCommonBytes));
+      } else {
+        return Broken(what_, "unknown kind of key " + std::to_string(kind));
+      }
+      TENSORMOUNT_RETURN_IF_ERROR(in_.status());
+      if (!dict.items.empty() && !(dict.items.rbegin()->first < key)) {
+        return Broken(what_, "the keys of a dict are not in order");
+      }
+      TENSORMOUNT_ASSIGN_OR_RETURN(CommonValue value, Value(depth + 1));
+      dict.items.emplace_hint(dict.items.end(), std::move(key), std::move(value));
+    }
+    return Status();
+  }
+
+  ByteReader& in_;
+  const std::string_view what_;
+  const std::size_t begin_;
+  std::size_t nodes_ = 0;
+};
+
 }  // namespace
 
 bool IsSafeName(std::string_view name) {
@@ -31,12 +194,6 @@ bool IsSafeName(std::string_view name) {
     if (slash == std::string_view::npos) return true;
     name.remove_prefix(slash + 1);
   }
-}
-
-std::size_t CommonBytesOf(const CommonValue& value) {
-  if (const auto* text = std::get_if<std::string>(&value)) return text->size();
-  if (const auto* bytes = std::get_if<CommonBytes>(&value)) return bytes->data.size();
-  return 0;
 }
 
 void EncodeUuid(ByteWriter& out, const Uuid& uuid) {
@@ -192,47 +349,59 @@ Result<ExtraPiece> DecodeExtra(ByteReader& in) {
   return extra;
 }
 
+Status CheckCommon(const CommonValue& value) {
+  CommonSize size;
+  if (!size.Add(value, 0)) {
+    return Status(Code::kInvalidArgument,
+                  "is nested more than " + std::to_string(kMaxCommonDepth) + " deep");
+  }
+  if (size.bytes > kMaxCommonBytes) {
+    return Status(Code::kInvalidArgument, "has " + std::to_string(size.bytes) + " bytes, at most " +
+                                              std::to_string(kMaxCommonBytes) + " are allowed");
+  }
+  if (size.nodes > kMaxCommonNodes) {
+    return Status(Code::kInvalidArgument, "has " + std::to_string(size.nodes) +
+                                              " values in it, at most " +
+                                              std::to_string(kMaxCommonNodes) + " are allowed");
+  }
+  return Status();
+}
+
 void EncodeCommon(ByteWriter& out, const CommonValue& value) {
-  out.U8(static_cast<std::uint8_t>(value.index()));
-  if (const auto* b = std::get_if<bool>(&value)) {
+  out.U8(static_cast<std::uint8_t>(value.kind()));
+  if (const bool* b = value.get_if<bool>()) {
     out.U8(*b ? 1 : 0);
-  } else if (const auto* i = std::get_if<std::int64_t>(&value)) {
+  } else if (const auto* i = value.get_if<std::int64_t>()) {
     out.I64(*i);
-  } else if (const auto* d = std::get_if<double>(&value)) {
+  } else if (const auto* u = value.get_if<std::uint64_t>()) {
+    out.U64(*u);
+  } else if (const double* d = value.get_if<double>()) {
     out.F64(*d);
-  } else if (const auto* s = std::get_if<std::string>(&value)) {
+  } else if (const auto* s = value.get_if<std::string>()) {
     out.String(*s);
-  } else {
-    out.String(std::get<CommonBytes>(value).data);
+  } else if (const auto* bytes = value.get_if<CommonBytes>()) {
+    out.String(bytes->data);
+  } else if (const auto* items = ItemsOf(value)) {
+    out.U32(static_cast<std::uint32_t>(items->size()));
+    for (const CommonValue& item : *items) EncodeCommon(out, item);
+  } else if (const auto* dict = value.get_if<CommonDict>()) {
+    out.U32(static_cast<std::uint32_t>(dict->items.size()));
+    for (const auto& [key, item] : dict->items) {
+      // As values of that kind.
+      if (const auto* number = std::get_if<std::int64_t>(&key)) {
+        out.U8(static_cast<std::uint8_t>(Kind::kInt));
+        out.I64(*number);
+      } else {
+        out.U8(static_cast<std::uint8_t>(Kind::kString));
+        out.String(*std::get_if<std::string>(&key));
+      }
+      EncodeCommon(out, item);
+    }
   }
 }
 
 Result<CommonValue> DecodeCommon(ByteReader& in, std::string_view what) {
-  CommonValue value;
-  switch (const std::uint8_t kind = in.U8(); kind) {
-    case 0: {
-      const std::uint8_t b = in.U8();
-      if (b > 1) return Broken(what, "a bool that is neither");
-      value = b != 0;
-      break;
-    }
-    case 1:
-      value = in.I64();
-      break;
-    case 2:
-      value = in.F64();
-      break;
-    case 3:
-      value = std::string(in.String(kMaxCommonBytes));
-      break;
-    case 4:
-      value = CommonBytes{std::string(in.String(kMaxCommonBytes))};
-      break;
-    default:
-      return Broken(what, "unknown kind of value " + std::to_string(kind));
-  }
-  TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  return value;
+  return CommonDecoder(in, what).Value(0);
 }
 
 }  // namespace tensormount

@@ -19,14 +19,19 @@ namespace tensormount {
 inline constexpr std::size_t kMaxFileNameBytes = 4096;
 // The producer, the name of the parent.
 inline constexpr std::size_t kMaxTextBytes = 4096;
+// Of the encoding of one common value, and of the values in its tree, itself included: a node in
+// memory is much larger than its one byte on disk.
 inline constexpr std::size_t kMaxCommonBytes = std::size_t{64} << 20;
+inline constexpr std::size_t kMaxCommonNodes = std::size_t{4} << 20;
 
 // Whether `name` is a relative path below a checkpoint's data/, manifest/ or index/ that can lead
 // nowhere else.
 bool IsSafeName(std::string_view name);
 
-// Bytes of a string or of bytes; 0 for numbers.
-std::size_t CommonBytesOf(const CommonValue& value);
+// kInvalidArgument where a tree is nested over kMaxCommonDepth deep or larger than the limits
+// above: "has 70000000 bytes, at most 67108864 are allowed". What passes can be encoded and
+// decoded.
+Status CheckCommon(const CommonValue& value);
 
 void EncodeUuid(ByteWriter& out, const Uuid& uuid);
 Uuid DecodeUuid(ByteReader& in);
@@ -48,7 +53,8 @@ Result<ObjectContent> DecodeObject(ByteReader& in, std::string_view what);
 void EncodeExtra(ByteWriter& out, const ExtraPiece& extra);
 Result<ExtraPiece> DecodeExtra(ByteReader& in);
 
-// The value alone.
+// The value alone. Equal values have equal bytes, and decoding takes no others. To be checked
+// first (CheckCommon).
 void EncodeCommon(ByteWriter& out, const CommonValue& value);
 Result<CommonValue> DecodeCommon(ByteReader& in, std::string_view what);
 

@@ -156,11 +156,8 @@ const Status& StateDict::SetCommon(std::string_view name, CommonValue value) {
   if (Status status = CheckKey(name); !status.ok()) {
     return rep_->Note(status.WithContext(Quoted("common value", name)));
   }
-  if (const std::size_t size = CommonBytesOf(value); size > kMaxCommonBytes) {
-    return rep_->Note(Status(Code::kInvalidArgument, Quoted("common value", name) + ": has " +
-                                                         std::to_string(size) + " bytes, at most " +
-                                                         std::to_string(kMaxCommonBytes) +
-                                                         " are allowed"));
+  if (Status status = CheckCommon(value); !status.ok()) {
+    return rep_->Note(status.WithContext(Quoted("common value", name)));
   }
   rep_->common.insert_or_assign(std::string(name), std::move(value));
   return rep_->Note(Status());

@@ -18,6 +18,7 @@
 #include "collective/validate/descriptor.h"
 #include "collective/validate/layout_check.h"
 #include "index/manifest.h"
+#include "index/record_coding.h"
 #include "index/store.h"
 #include "index/store_layout.h"
 
@@ -196,9 +197,7 @@ class SaveSession {
     if (rank_ != 0) return std::string();
     const Status status = Guarded([&]() -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::OpenOrCreate(fs_, store_path_));
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          staging_,
-          store.Begin(name_, options_.if_exists));
+      TENSORMOUNT_ASSIGN_OR_RETURN(staging_, store.Begin(name_, options_.if_exists));
       begun_ = true;
       return Status();
     });
@@ -221,7 +220,9 @@ class SaveSession {
     TENSORMOUNT_ASSIGN_OR_RETURN(mine_.replicas, HashReplicas(layout_, blocks, state_, rank_));
     for (const LayoutCommon& common : layout_.common) {
       if (common.rank != rank_) continue;
-      mine_.common.emplace_back(common.name, EncodeCommonValue(state_.common().at(common.name)));
+      ByteWriter encoded;
+      EncodeCommon(encoded, state_.common().at(common.name));
+      mine_.common.emplace_back(common.name, std::move(encoded.bytes()));
     }
     return Status();
   }
@@ -300,7 +301,9 @@ class SaveSession {
       *bytes_written += report.bytes;
       replicas.push_back(std::move(report.replicas));
       for (const auto& [name, encoded] : report.common) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(coordinator.common[name], DecodeCommonValue(encoded));
+        ByteReader in(encoded, "common value");
+        TENSORMOUNT_ASSIGN_OR_RETURN(coordinator.common[name], DecodeCommon(in, "common value"));
+        TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
       }
       // A manifest that this machine does not see (yet) would be a checkpoint without its objects.
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info,

@@ -239,7 +239,9 @@ std::string EncodeDescriptor(const StateDict& state, std::string_view path,
   out.U32(static_cast<std::uint32_t>(state.common().size()));
   for (const auto& [name, value] : state.common()) {
     out.String(name);
-    out.Hash(Xxh3(EncodeCommonValue(value)));
+    ByteWriter encoded;
+    EncodeCommon(encoded, value);
+    out.Hash(Xxh3(encoded.bytes()));
   }
   return std::move(out.bytes());
 }
@@ -271,61 +273,6 @@ Result<RankDescriptor> DecodeDescriptor(std::string_view bytes, int rank, int wo
                : Status(Code::kDataLoss, what + ": " + status.message());
   }
   return d;
-}
-
-std::string EncodeCommonValue(const CommonValue& value) {
-  ByteWriter out;
-  out.U8(static_cast<std::uint8_t>(value.index()));
-  switch (value.index()) {
-    case 0:
-      out.U8(std::get<bool>(value) ? 1 : 0);
-      break;
-    case 1:
-      out.I64(std::get<std::int64_t>(value));
-      break;
-    case 2:
-      out.F64(std::get<double>(value));
-      break;
-    case 3: {
-      const std::string& text = std::get<std::string>(value);
-      out.Raw(text.data(), text.size());
-      break;
-    }
-    default: {
-      const std::string& data = std::get<CommonBytes>(value).data;
-      out.Raw(data.data(), data.size());
-      break;
-    }
-  }
-  return std::move(out.bytes());
-}
-
-Result<CommonValue> DecodeCommonValue(std::string_view bytes) {
-  ByteReader in(bytes, "common value");
-  const std::uint8_t kind = in.U8();
-  CommonValue value;
-  switch (kind) {
-    case 0:
-      value = in.U8() != 0;
-      break;
-    case 1:
-      value = in.I64();
-      break;
-    case 2:
-      value = in.F64();
-      break;
-    case 3:
-      value = std::string(in.Raw(in.left()));
-      break;
-    case 4:
-      value = CommonBytes{std::string(in.Raw(in.left()))};
-      break;
-    default:
-      return Status(Code::kDataLoss,
-                    "common value: kind " + std::to_string(kind) + " is not known");
-  }
-  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
-  return value;
 }
 
 }  // namespace tensormount

@@ -80,11 +80,6 @@ std::string EncodeDescriptor(const StateDict& state, std::string_view path,
 // runs another version or counts another number of ranks.
 Result<RankDescriptor> DecodeDescriptor(std::string_view bytes, int rank, int world);
 
-// A common value as bytes: u8 kind (0 bool, 1 i64, 2 f64, 3 string, 4 bytes) and payload. Equal
-// values have equal bytes; NaNs keep their bits.
-std::string EncodeCommonValue(const CommonValue& value);
-Result<CommonValue> DecodeCommonValue(std::string_view bytes);
-
 // A Status as fields of a message.
 void WriteStatus(ByteWriter& out, const Status& status);
 // Ok as well as failures; garbage makes the reader's own status a failure or gives kDataLoss.

@@ -67,7 +67,7 @@ class TENSORMOUNT_EXPORT CommonValue {
     kUnsigned = 9,  // Over 2^63 - 1; smaller ones are kInt.
   };
 
-  CommonValue() = default;  // None.
+  CommonValue() = default;    // None.
   CommonValue(CommonNone) {}  // NOLINT(google-explicit-constructor): as all below.
   template <std::integral T>
   CommonValue(T value) {  // NOLINT
@@ -83,14 +83,14 @@ class TENSORMOUNT_EXPORT CommonValue {
       value_ = static_cast<std::int64_t>(value);
     }
   }
-  CommonValue(double value) : value_(value) {}                            // NOLINT
-  CommonValue(std::string value) : value_(std::move(value)) {}            // NOLINT
-  CommonValue(const char* value) : value_(std::string(value)) {}          // NOLINT
-  CommonValue(std::string_view value) : value_(std::string(value)) {}     // NOLINT
-  CommonValue(CommonBytes value) : value_(std::move(value)) {}            // NOLINT
-  CommonValue(CommonList value) : value_(std::move(value)) {}             // NOLINT
-  CommonValue(CommonTuple value) : value_(std::move(value)) {}            // NOLINT
-  CommonValue(CommonDict value) : value_(std::move(value)) {}             // NOLINT
+  CommonValue(double value) : value_(value) {}                         // NOLINT
+  CommonValue(std::string value) : value_(std::move(value)) {}         // NOLINT
+  CommonValue(const char* value) : value_(std::string(value)) {}       // NOLINT
+  CommonValue(std::string_view value) : value_(std::string(value)) {}  // NOLINT
+  CommonValue(CommonBytes value) : value_(std::move(value)) {}         // NOLINT
+  CommonValue(CommonList value) : value_(std::move(value)) {}          // NOLINT
+  CommonValue(CommonTuple value) : value_(std::move(value)) {}         // NOLINT
+  CommonValue(CommonDict value) : value_(std::move(value)) {}          // NOLINT
 
   Kind kind() const;
   // "int", "tuple", ...: for messages.
