@@ -135,17 +135,6 @@ TEST(Descriptor, FlippedBitsNeverCrash) {
   }
 }
 
-TEST(Descriptor, CommonValuesKeepTheirBits) {
-  for (const CommonValue& value :
-       {CommonValue(true), CommonValue(std::int64_t{-5}), CommonValue(-0.0), CommonValue("text"),
-        CommonValue(CommonBytes{std::string("a\0b", 3)}), CommonValue(std::string())}) {
-    EXPECT_THAT(DecodeCommonValue(EncodeCommonValue(value)), IsOkAndHolds(value));
-  }
-  EXPECT_NE(EncodeCommonValue(0.0), EncodeCommonValue(-0.0));
-  EXPECT_THAT(DecodeCommonValue("\x09"), HasCode(Code::kDataLoss));
-  EXPECT_THAT(DecodeCommonValue(""), HasCode(Code::kDataLoss));
-}
-
 TEST(LayoutCheck, GapOfOneElementNamesTensorBoxAndRanks) {
   Ranks ranks(2);
   ranks.Tensor(0, "w", DType::kF32, {8}, B({0}, {4})).Tensor(1, "w", DType::kF32, {8}, B({5}, {3}));
