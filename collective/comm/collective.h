@@ -3,6 +3,7 @@
 #define TENSORMOUNT_COLLECTIVE_COMM_COLLECTIVE_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -52,6 +53,18 @@ class Collective {
   // Failures as data: ok on all ranks or the same failure on all: that of the lowest failing
   // rank, with "rank N: " before it and how many others failed. Codes and errno are kept.
   Status Agree(const Status& mine, std::string_view phase);
+
+  // The general form of the above: everybody's bytes go to rank 0, `decide` turns them into what
+  // all are told, or into a failure that all return. One exchange. `decide` runs at rank 0 only and
+  // may take the parts.
+  Result<std::string> Decide(
+      std::string_view mine, std::string_view phase,
+      const std::function<Result<std::string>(std::vector<std::string>&)>& decide);
+  // A message from any rank to any rank: `to_each` by rank, empty where there is nothing to say.
+  // Returns what each rank said to this one. Sizes need not be known beforehand, and no rank sees
+  // more than its own messages. Ends with an Agree, as Exchange does.
+  Result<std::vector<std::string>> AllToAll(const std::vector<std::string>& to_each,
+                                            std::string_view phase);
 
   // Point to point bulk, all at once: sends and receives complete or the call fails (everywhere,
   // after the Agree that it ends with). Between one pair, sends and receives match in the order
