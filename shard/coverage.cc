@@ -2,321 +2,120 @@
 #include "shard/coverage.h"
 
 #include <algorithm>
-#include <unordered_set>
 
 #include "shard/box_access.h"
+#include "shard/coverage_search.h"
+#include "shard/linear_order.h"
+#include "shard/partition_proof.h"
 
 namespace tensormount {
 namespace {
 
-using Id = std::uint32_t;
-
-// A hole list longer than this is not kept (the count goes on): it would be unreadable anyway.
-constexpr std::size_t kMaxFragments = std::size_t{1} << 20;
-
-// The boxes of the regions, as plain numbers: begins and ends of box i at [i * rank, (i + 1) *
-// rank).
-struct BoxTable {
-  int rank = 0;
-  std::vector<std::int64_t> low;
-  std::vector<std::int64_t> high;
-  std::vector<std::uint32_t> region;  // Position in the input.
-
-  std::size_t size() const { return region.size(); }
-  const std::int64_t* lows(Id i) const { return low.data() + i * static_cast<std::size_t>(rank); }
-  const std::int64_t* highs(Id i) const { return high.data() + i * static_cast<std::size_t>(rank); }
-};
-
-// The part of the shape under consideration.
-struct Cell {
-  std::array<std::int64_t, kMaxAxes> low;
-  std::array<std::int64_t, kMaxAxes> high;
-};
-
-bool RowMajorLess(const Box& a, const Box& b) {
-  return std::lexicographical_compare(a.begin().begin(), a.begin().end(), b.begin().begin(),
-                                      b.begin().end());
+Proof Prove(const RegionSet& regions, bool* linear) {
+  Proof proof = ProveByOrder(regions, linear);
+  if (proof != Proof::kUnknown) return proof;
+  if (*linear) return ProveByEnds(regions);
+  proof = ProveAsGrid(regions);
+  return proof != Proof::kUnknown ? proof : ProveByCorners(regions);
 }
 
-// Order by place and extent on all axes but one: 0 where boxes can be joined along that one.
-int CompareAcross(const Box& a, const Box& b, int axis) {
-  for (int i = 0; i < a.rank(); ++i) {
-    if (i == axis) continue;
-    if (a.begin(i) != b.begin(i)) return a.begin(i) < b.begin(i) ? -1 : 1;
-    if (a.extent(i) != b.extent(i)) return a.extent(i) < b.extent(i) ? -1 : 1;
-  }
-  return 0;
+void AppendRange(const Box& whole, std::int64_t begin, std::int64_t end, std::vector<Box>& out) {
+  const Result<Region> range = Region::Flat(whole, begin, end - begin);
+  const std::vector<Box> boxes = range.value().Boxes();  // Lies within the tensor.
+  out.insert(out.end(), boxes.begin(), boxes.end());
 }
 
-// Cuts the shape in two at a boundary of some box again and again, until a part is empty, whole or
-// touched by one box only. The cut is the median boundary of the axis on which fewest boxes are cut
-// through, so rows and grids split cleanly (O(n log n)), and what is irregular costs what it must.
-class Search {
- public:
-  Search(const BoxTable& boxes, std::size_t max_pairs) : boxes_(boxes), max_pairs_(max_pairs) {}
-
-  void Run(const Cell& cell, std::vector<Id> touching) { Visit(cell, std::move(touching), {}); }
-
-  std::vector<Box> holes;
-  std::uint64_t missing_elements = 0;
-  bool holes_dropped = false;
-  std::vector<std::pair<Id, Id>> pairs;  // Boxes that meet.
-  bool pairs_dropped = false;
-
- private:
-  // `touching`: boxes that meet the cell. `covers`: boxes known to span it; all pairs among them
-  // and with `touching` have been noted.
-  void Visit(const Cell& cell, std::vector<Id> touching, std::vector<Id> covers) {
-    std::vector<Id> spanning;
-    std::erase_if(touching, [&](Id i) {
-      if (!Spans(i, cell)) return false;
-      spanning.push_back(i);
-      return true;
-    });
-    for (std::size_t k = 0; k < spanning.size() && !pairs_dropped; ++k) {
-      for (std::size_t j = 0; j < k; ++j) NotePair(spanning[j], spanning[k]);
-      for (const Id i : touching) NotePair(spanning[k], i);
-    }
-    covers.insert(covers.end(), spanning.begin(), spanning.end());
-    if (!covers.empty() && (touching.size() < 2 || pairs_dropped)) return;
-    if (touching.empty()) {
-      NoteHole(cell);
-      return;
-    }
-    if (touching.size() == 1) {
-      Subtract(cell, touching[0]);
-      return;
-    }
-    std::int64_t cut = 0;
-    const int axis = ChooseCut(cell, touching, &cut);
-    const auto u = static_cast<std::size_t>(axis);
-    Cell half = cell;
-    half.high[u] = cut;
-    std::vector<Id> part;
-    for (const Id i : touching) {
-      if (boxes_.lows(i)[axis] < cut) part.push_back(i);
-    }
-    const std::size_t below = holes.size();
-    Visit(half, std::move(part), covers);
-    half = cell;
-    half.low[u] = cut;
-    std::erase_if(touching, [&](Id i) { return boxes_.highs(i)[axis] <= cut; });
-    const std::size_t above = holes.size();
-    Visit(half, std::move(touching), std::move(covers));
-    JoinAtCut(below, above, axis, cut);
-  }
-
-  // Joins holes [below, above) with those from `above` on where a cut went through one box of
-  // missing cells. Done from the inside out, so that a single missing box comes out whole however
-  // it was cut: joining in any other order may end in pieces that pairwise no longer fit.
-  void JoinAtCut(std::size_t below, std::size_t above, int axis, std::int64_t cut) {
-    if (below == above || above == holes.size()) return;
-    std::vector<std::size_t> ends;
-    for (std::size_t i = below; i < above; ++i) {
-      if (holes[i].end(axis) == cut) ends.push_back(i);
-    }
-    if (ends.empty()) return;
-    const auto less = [&](std::size_t a, std::size_t b) {
-      return CompareAcross(holes[a], holes[b], axis) < 0;
-    };
-    std::sort(ends.begin(), ends.end(), less);
-    std::size_t kept = above;
-    for (std::size_t i = above; i < holes.size(); ++i) {
-      if (holes[i].begin(axis) == cut) {
-        const auto at = std::lower_bound(ends.begin(), ends.end(), i, less);
-        if (at != ends.end() && !less(i, *at)) {
-          Box& box = holes[*at];
-          box = BoxAccess::WithAxis(box, axis, box.begin(axis),
-                                    box.extent(axis) + holes[i].extent(axis));
-          continue;
-        }
-      }
-      if (kept != i) holes[kept] = holes[i];
-      ++kept;
-    }
-    holes.resize(kept);
-  }
-
-  bool Spans(Id i, const Cell& cell) const {
-    const std::int64_t* low = boxes_.lows(i);
-    const std::int64_t* high = boxes_.highs(i);
-    for (int a = 0; a < boxes_.rank; ++a) {
-      const auto u = static_cast<std::size_t>(a);
-      if (low[a] > cell.low[u] || high[a] < cell.high[u]) return false;
-    }
-    return true;
-  }
-
-  void NotePair(Id a, Id b) {
-    if (pairs_dropped) return;
-    const Id first = std::min(a, b);
-    const Id second = std::max(a, b);
-    if (!seen_.insert((std::uint64_t{first} << 32) | second).second) return;
-    if (pairs.size() == max_pairs_) {
-      pairs_dropped = true;
-      return;
-    }
-    pairs.emplace_back(first, second);
-  }
-
-  void NoteHole(const Cell& cell) {
-    Dims begin;
-    Dims extent;
-    for (int a = 0; a < boxes_.rank; ++a) {
-      const auto u = static_cast<std::size_t>(a);
-      begin.push_back(cell.low[u]);
-      extent.push_back(cell.high[u] - cell.low[u]);
-    }
-    const Box box = BoxAccess::Make(begin, extent);
-    missing_elements += static_cast<std::uint64_t>(box.volume());
-    if (holes.size() < kMaxFragments) {
-      holes.push_back(box);
-    } else {
-      holes_dropped = true;
-    }
-  }
-
-  // What one box leaves of a cell.
-  void Subtract(Cell cell, Id i) {
-    for (int a = 0; a < boxes_.rank; ++a) {
-      const auto u = static_cast<std::size_t>(a);
-      const std::int64_t low = boxes_.lows(i)[a];
-      const std::int64_t high = boxes_.highs(i)[a];
-      if (cell.low[u] < low) {
-        Cell before = cell;
-        before.high[u] = low;
-        NoteHole(before);
-        cell.low[u] = low;
-      }
-      if (high < cell.high[u]) {
-        Cell after = cell;
-        after.low[u] = high;
-        NoteHole(after);
-        cell.high[u] = high;
-      }
-    }
-  }
-
-  // Some box does not span the cell, so there is a boundary inside.
-  int ChooseCut(const Cell& cell, const std::vector<Id>& touching, std::int64_t* cut) {
-    int best = -1;
-    std::size_t best_side = 0;
-    std::size_t best_sum = 0;
-    for (int a = 0; a < boxes_.rank; ++a) {
-      const auto u = static_cast<std::size_t>(a);
-      bounds_.clear();
-      for (const Id i : touching) {
-        const std::int64_t low = boxes_.lows(i)[a];
-        const std::int64_t high = boxes_.highs(i)[a];
-        if (low > cell.low[u]) bounds_.push_back(low);
-        if (high < cell.high[u]) bounds_.push_back(high);
-      }
-      if (bounds_.empty()) continue;
-      const auto middle = bounds_.begin() + static_cast<std::ptrdiff_t>(bounds_.size() / 2);
-      std::nth_element(bounds_.begin(), middle, bounds_.end());
-      std::size_t below = 0;
-      std::size_t above = 0;
-      for (const Id i : touching) {
-        if (boxes_.lows(i)[a] < *middle) ++below;
-        if (boxes_.highs(i)[a] > *middle) ++above;
-      }
-      const std::size_t side = std::max(below, above);
-      if (best < 0 || side < best_side || (side == best_side && below + above < best_sum)) {
-        best = a;
-        best_side = side;
-        best_sum = below + above;
-        *cut = *middle;
-      }
-    }
-    return best;
-  }
-
-  const BoxTable& boxes_;
-  const std::size_t max_pairs_;
-  std::unordered_set<std::uint64_t> seen_;
-  std::vector<std::int64_t> bounds_;
-};
-
-// Joins boxes that touch along `axis` and agree on all others; says whether there were any.
-bool JoinAlong(int axis, std::vector<Box>& boxes) {
-  std::sort(boxes.begin(), boxes.end(), [axis](const Box& a, const Box& b) {
-    const int order = CompareAcross(a, b, axis);
-    return order != 0 ? order < 0 : a.begin(axis) < b.begin(axis);
-  });
-  const auto joins = [axis](const Box& a, const Box& b) {
-    return a.end(axis) == b.begin(axis) && CompareAcross(a, b, axis) == 0;
+// Ranges of the row-major order: a sweep along it. Stops listing overlaps, in order, at `limit`.
+void SweepRanges(const RegionSet& regions, std::size_t limit, CoverageReport& report) {
+  struct Range {
+    LinearRange at;
+    std::uint32_t region;
   };
-  std::size_t kept = 0;
-  for (std::size_t i = 1; i < boxes.size(); ++i) {
-    if (joins(boxes[kept], boxes[i])) {
-      boxes[kept] = BoxAccess::WithAxis(boxes[kept], axis, boxes[kept].begin(axis),
-                                        boxes[kept].extent(axis) + boxes[i].extent(axis));
-    } else {
-      boxes[++kept] = boxes[i];
-    }
+  const Box whole = Box::Whole(regions.shape());
+  const LinearOrder order(regions.shape());
+  std::vector<Range> ranges(regions.size());
+  for (std::size_t i = 0; i < ranges.size(); ++i) {
+    std::int64_t volume = 0;
+    order.RangeOf(regions, i, &ranges[i].at, &volume);
+    ranges[i].region = static_cast<std::uint32_t>(i);
   }
-  const bool any = kept + 1 < boxes.size();
-  if (!boxes.empty()) boxes.resize(kept + 1);
-  return any;
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
+    return a.at.begin != b.at.begin ? a.at.begin < b.at.begin : a.region < b.region;
+  });
+  std::int64_t covered = 0;
+  std::vector<Range> open;  // Those before that reach beyond the beginning of this one.
+  std::vector<Box> common;
+  const auto cover = [&](std::int64_t begin, std::int64_t end) {
+    if (begin > covered) {
+      report.missing_elements += static_cast<std::uint64_t>(begin - covered);
+      if (report.missing.size() < kMaxHoles) {
+        AppendRange(whole, covered, begin, report.missing);
+      } else {
+        report.truncated = true;
+      }
+    }
+    covered = std::max(covered, end);
+  };
+  for (const Range& range : ranges) {
+    cover(range.at.begin, range.at.end);
+    if (report.overlaps.size() > limit) continue;
+    std::erase_if(open, [&](const Range& r) { return r.at.end <= range.at.begin; });
+    for (const Range& other : open) {
+      const auto [first, second] = std::minmax(range.region, other.region);
+      common.clear();
+      AppendRange(whole, range.at.begin, std::min(range.at.end, other.at.end), common);
+      for (const Box& box : common) {
+        report.overlaps.push_back({box, regions.owner(first), regions.owner(second)});
+      }
+      if (report.overlaps.size() > limit) break;
+    }
+    open.push_back(range);
+  }
+  cover(order.elements(), order.elements());
 }
 
-void Merge(int rank, std::vector<Box>& boxes) {
-  bool again = boxes.size() > 1;
-  while (again) {
-    again = false;
-    for (int axis = rank - 1; axis >= 0; --axis) again = JoinAlong(axis, boxes) || again;
+// Boxes, and flat ranges as the boxes that they consist of.
+void SearchBoxes(const RegionSet& regions, std::size_t limit, CoverageReport& report) {
+  RegionSet pieces(regions.shape());
+  const RegionSet* boxes = &regions;
+  if (regions.has_flats()) {
+    for (std::size_t i = 0; i < regions.size(); ++i) {
+      for (const Box& box : regions.At(i).Boxes()) pieces.Add(box, static_cast<std::uint32_t>(i));
+    }
+    boxes = &pieces;
   }
-  std::sort(boxes.begin(), boxes.end(), RowMajorLess);
+  // More pairs than are listed are looked for, so that the listed ones are the first.
+  CoverageFindings found = SearchCoverage(*boxes, limit * 4 + 64);
+  std::sort(found.pairs.begin(), found.pairs.end());
+  const auto owner = [&](std::uint32_t box) {
+    return regions.owner(boxes == &regions ? box : pieces.owner(box));
+  };
+  for (const auto& [a, b] : found.pairs) {
+    report.overlaps.push_back(
+        {Intersect(boxes->At(a).box(), boxes->At(b).box()), owner(a), owner(b)});
+  }
+  report.missing = std::move(found.holes);
+  report.missing_elements = found.missing_elements;
+  report.truncated = found.holes_dropped || found.pairs_dropped;
 }
 
 }  // namespace
 
 CoverageReport CheckCoverage(const RegionSet& regions, std::size_t limit) {
   CoverageReport report;
-  const Dims& shape = regions.shape();
-  if (Box::Whole(shape).empty()) return report;
-  BoxTable table;
-  table.rank = shape.rank();
-  for (std::size_t r = 0; r < regions.size(); ++r) {
-    for (const Box& box : regions.At(r).Boxes()) {
-      for (int a = 0; a < table.rank; ++a) {
-        table.low.push_back(box.begin(a));
-        table.high.push_back(box.end(a));
-      }
-      table.region.push_back(static_cast<std::uint32_t>(r));
-    }
-  }
-  Cell cell{};
-  for (int a = 0; a < table.rank; ++a) cell.high[static_cast<std::size_t>(a)] = shape[a];
-  std::vector<Id> all(table.size());
-  for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<Id>(i);
-
+  if (Box::Whole(regions.shape()).empty()) return report;
+  bool linear = false;
+  if (Prove(regions, &linear) == Proof::kPartition) return report;
   limit = std::max<std::size_t>(limit, 1);  // A report without findings means complete.
-  // More pairs than are listed are looked for, so that the listed ones are the first.
-  Search search(table, limit * 4 + 64);
-  search.Run(cell, std::move(all));
-
-  report.missing_elements = search.missing_elements;
-  Merge(table.rank, search.holes);
-  report.missing = std::move(search.holes);
-  const auto box_of = [&](Id i) {
-    Dims begin;
-    Dims extent;
-    for (int a = 0; a < table.rank; ++a) {
-      begin.push_back(table.lows(i)[a]);
-      extent.push_back(table.highs(i)[a] - table.lows(i)[a]);
-    }
-    return BoxAccess::Make(begin, extent);
-  };
-  std::sort(search.pairs.begin(), search.pairs.end());
-  for (const auto& [a, b] : search.pairs) {
-    report.overlaps.push_back({Intersect(box_of(a), box_of(b)), regions.owner(table.region[a]),
-                               regions.owner(table.region[b])});
+  if (linear) {
+    SweepRanges(regions, limit, report);
+  } else {
+    SearchBoxes(regions, limit, report);
   }
+  JoinBoxes(regions.rank(), report.missing);
   std::stable_sort(report.overlaps.begin(), report.overlaps.end(),
                    [](const Overlap& a, const Overlap& b) { return RowMajorLess(a.box, b.box); });
-  report.truncated = search.pairs_dropped || search.holes_dropped ||
-                     report.missing.size() > limit || report.overlaps.size() > limit;
+  report.truncated |= report.missing.size() > limit || report.overlaps.size() > limit;
   if (report.missing.size() > limit) report.missing.resize(limit);
   if (report.overlaps.size() > limit) report.overlaps.resize(limit);
   return report;
@@ -330,6 +129,12 @@ CoverageReport CheckCoverage(const Dims& shape, std::span<const OwnedRegion> reg
   return CheckCoverage(set, limit);
 }
 
-bool IsPartition(const RegionSet& regions) { return CheckCoverage(regions, 1).complete(); }
+bool IsPartition(const RegionSet& regions) {
+  if (Box::Whole(regions.shape()).empty()) return true;
+  bool linear = false;
+  const Proof proof = Prove(regions, &linear);
+  if (proof != Proof::kUnknown) return proof == Proof::kPartition;
+  return CheckCoverage(regions, 1).complete();
+}
 
 }  // namespace tensormount

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "shard/coverage_search.h"
+
+#include <algorithm>
+#include <array>
+#include <unordered_set>
+
+#include "shard/box_access.h"
+
+namespace tensormount {
+namespace {
+
+using Id = std::uint32_t;
+
+// The part of the shape under consideration.
+struct Cell {
+  std::array<std::int64_t, kMaxAxes> low;
+  std::array<std::int64_t, kMaxAxes> high;
+};
+
+// Order by place and extent on all axes but one: 0 where boxes can be joined along that one.
+int CompareAcross(const Box& a, const Box& b, int axis) {
+  for (int i = 0; i < a.rank(); ++i) {
+    if (i == axis) continue;
+    if (a.begin(i) != b.begin(i)) return a.begin(i) < b.begin(i) ? -1 : 1;
+    if (a.extent(i) != b.extent(i)) return a.extent(i) < b.extent(i) ? -1 : 1;
+  }
+  return 0;
+}
+
+// Cuts the shape in two at a boundary of some box again and again, until a part is empty, whole or
+// touched by one box only. The cut is the median boundary of the axis on which fewest boxes are cut
+// through, so rows and grids split cleanly (O(n log n)), and what is irregular costs what it must.
+class Search {
+ public:
+  Search(const RegionSet& boxes, std::size_t max_pairs) : boxes_(boxes), max_pairs_(max_pairs) {}
+
+  void Run(const Cell& cell, std::vector<Id> touching) { Visit(cell, std::move(touching), {}); }
+
+  CoverageFindings found;
+
+ private:
+  // `touching`: boxes that meet the cell. `covers`: boxes known to span it; all found.pairs among
+  // them and with `touching` have been noted.
+  void Visit(const Cell& cell, std::vector<Id> touching, std::vector<Id> covers) {
+    std::vector<Id> spanning;
+    std::erase_if(touching, [&](Id i) {
+      if (!Spans(i, cell)) return false;
+      spanning.push_back(i);
+      return true;
+    });
+    for (std::size_t k = 0; k < spanning.size() && !found.pairs_dropped; ++k) {
+      for (std::size_t j = 0; j < k; ++j) NotePair(spanning[j], spanning[k]);
+      for (const Id i : touching) NotePair(spanning[k], i);
+    }
+    covers.insert(covers.end(), spanning.begin(), spanning.end());
+    if (!covers.empty() && (touching.size() < 2 || found.pairs_dropped)) return;
+    if (touching.empty()) {
+      NoteHole(cell);
+      return;
+    }
+    if (touching.size() == 1) {
+      Subtract(cell, touching[0]);
+      return;
+    }
+    std::int64_t cut = 0;
+    const int axis = ChooseCut(cell, touching, &cut);
+    const auto u = static_cast<std::size_t>(axis);
+    Cell half = cell;
+    half.high[u] = cut;
+    std::vector<Id> part;
+    for (const Id i : touching) {
+      if (boxes_.low(i)[axis] < cut) part.push_back(i);
+    }
+    const std::size_t below = found.holes.size();
+    Visit(half, std::move(part), covers);
+    half = cell;
+    half.low[u] = cut;
+    std::erase_if(touching, [&](Id i) { return boxes_.high(i)[axis] <= cut; });
+    const std::size_t above = found.holes.size();
+    Visit(half, std::move(touching), std::move(covers));
+    JoinAtCut(below, above, axis, cut);
+  }
+
+  // Joins found.holes [below, above) with those from `above` on where a cut went through one box of
+  // missing cells. Done from the inside out, so that a single missing box comes out whole however
+  // it was cut: joining in any other order may end in pieces that pairwise no longer fit.
+  void JoinAtCut(std::size_t below, std::size_t above, int axis, std::int64_t cut) {
+    if (below == above || above == found.holes.size()) return;
+    std::vector<std::size_t> ends;
+    for (std::size_t i = below; i < above; ++i) {
+      if (found.holes[i].end(axis) == cut) ends.push_back(i);
+    }
+    if (ends.empty()) return;
+    const auto less = [&](std::size_t a, std::size_t b) {
+      return CompareAcross(found.holes[a], found.holes[b], axis) < 0;
+    };
+    std::sort(ends.begin(), ends.end(), less);
+    std::size_t kept = above;
+    for (std::size_t i = above; i < found.holes.size(); ++i) {
+      if (found.holes[i].begin(axis) == cut) {
+        const auto at = std::lower_bound(ends.begin(), ends.end(), i, less);
+        if (at != ends.end() && !less(i, *at)) {
+          Box& box = found.holes[*at];
+          box = BoxAccess::WithAxis(box, axis, box.begin(axis),
+                                    box.extent(axis) + found.holes[i].extent(axis));
+          continue;
+        }
+      }
+      if (kept != i) found.holes[kept] = found.holes[i];
+      ++kept;
+    }
+    found.holes.resize(kept);
+  }
+
+  bool Spans(Id i, const Cell& cell) const {
+    const std::int64_t* low = boxes_.low(i);
+    const std::int64_t* high = boxes_.high(i);
+    for (int a = 0; a < boxes_.rank(); ++a) {
+      const auto u = static_cast<std::size_t>(a);
+      if (low[a] > cell.low[u] || high[a] < cell.high[u]) return false;
+    }
+    return true;
+  }
+
+  void NotePair(Id a, Id b) {
+    if (found.pairs_dropped) return;
+    const Id first = std::min(a, b);
+    const Id second = std::max(a, b);
+    if (!seen_.insert((std::uint64_t{first} << 32) | second).second) return;
+    if (found.pairs.size() == max_pairs_) {
+      found.pairs_dropped = true;
+      return;
+    }
+    found.pairs.emplace_back(first, second);
+  }
+
+  void NoteHole(const Cell& cell) {
+    Dims begin;
+    Dims extent;
+    for (int a = 0; a < boxes_.rank(); ++a) {
+      const auto u = static_cast<std::size_t>(a);
+      begin.push_back(cell.low[u]);
+      extent.push_back(cell.high[u] - cell.low[u]);
+    }
+    const Box box = BoxAccess::Make(begin, extent);
+    found.missing_elements += static_cast<std::uint64_t>(box.volume());
+    if (found.holes.size() < kMaxHoles) {
+      found.holes.push_back(box);
+    } else {
+      found.holes_dropped = true;
+    }
+  }
+
+  // What one box leaves of a cell.
+  void Subtract(Cell cell, Id i) {
+    for (int a = 0; a < boxes_.rank(); ++a) {
+      const auto u = static_cast<std::size_t>(a);
+      const std::int64_t low = boxes_.low(i)[a];
+      const std::int64_t high = boxes_.high(i)[a];
+      if (cell.low[u] < low) {
+        Cell before = cell;
+        before.high[u] = low;
+        NoteHole(before);
+        cell.low[u] = low;
+      }
+      if (high < cell.high[u]) {
+        Cell after = cell;
+        after.low[u] = high;
+        NoteHole(after);
+        cell.high[u] = high;
+      }
+    }
+  }
+
+  // Some box does not span the cell, so there is a boundary inside.
+  int ChooseCut(const Cell& cell, const std::vector<Id>& touching, std::int64_t* cut) {
+    int best = -1;
+    std::size_t best_side = 0;
+    std::size_t best_sum = 0;
+    for (int a = 0; a < boxes_.rank(); ++a) {
+      const auto u = static_cast<std::size_t>(a);
+      bounds_.clear();
+      for (const Id i : touching) {
+        const std::int64_t low = boxes_.low(i)[a];
+        const std::int64_t high = boxes_.high(i)[a];
+        if (low > cell.low[u]) bounds_.push_back(low);
+        if (high < cell.high[u]) bounds_.push_back(high);
+      }
+      if (bounds_.empty()) continue;
+      const auto middle = bounds_.begin() + static_cast<std::ptrdiff_t>(bounds_.size() / 2);
+      std::nth_element(bounds_.begin(), middle, bounds_.end());
+      std::size_t below = 0;
+      std::size_t above = 0;
+      for (const Id i : touching) {
+        if (boxes_.low(i)[a] < *middle) ++below;
+        if (boxes_.high(i)[a] > *middle) ++above;
+      }
+      const std::size_t side = std::max(below, above);
+      if (best < 0 || side < best_side || (side == best_side && below + above < best_sum)) {
+        best = a;
+        best_side = side;
+        best_sum = below + above;
+        *cut = *middle;
+      }
+    }
+    return best;
+  }
+
+  const RegionSet& boxes_;
+  const std::size_t max_pairs_;
+  std::unordered_set<std::uint64_t> seen_;
+  std::vector<std::int64_t> bounds_;
+};
+
+// Joins boxes that touch along `axis` and agree on all others; says whether there were any.
+bool JoinAlong(int axis, std::vector<Box>& boxes) {
+  std::sort(boxes.begin(), boxes.end(), [axis](const Box& a, const Box& b) {
+    const int order = CompareAcross(a, b, axis);
+    return order != 0 ? order < 0 : a.begin(axis) < b.begin(axis);
+  });
+  const auto joins = [axis](const Box& a, const Box& b) {
+    return a.end(axis) == b.begin(axis) && CompareAcross(a, b, axis) == 0;
+  };
+  std::size_t kept = 0;
+  for (std::size_t i = 1; i < boxes.size(); ++i) {
+    if (joins(boxes[kept], boxes[i])) {
+      boxes[kept] = BoxAccess::WithAxis(boxes[kept], axis, boxes[kept].begin(axis),
+                                        boxes[kept].extent(axis) + boxes[i].extent(axis));
+    } else {
+      boxes[++kept] = boxes[i];
+    }
+  }
+  const bool any = kept + 1 < boxes.size();
+  if (!boxes.empty()) boxes.resize(kept + 1);
+  return any;
+}
+
+}  // namespace
+
+bool RowMajorLess(const Box& a, const Box& b) {
+  return std::lexicographical_compare(a.begin().begin(), a.begin().end(), b.begin().begin(),
+                                      b.begin().end());
+}
+
+void JoinBoxes(int rank, std::vector<Box>& boxes) {
+  bool again = boxes.size() > 1;
+  while (again) {
+    again = false;
+    for (int axis = rank - 1; axis >= 0; --axis) again = JoinAlong(axis, boxes) || again;
+  }
+  std::sort(boxes.begin(), boxes.end(), RowMajorLess);
+}
+
+CoverageFindings SearchCoverage(const RegionSet& boxes, std::size_t max_pairs) {
+  Cell cell{};
+  for (int a = 0; a < boxes.rank(); ++a) {
+    cell.high[static_cast<std::size_t>(a)] = boxes.shape()[a];
+  }
+  std::vector<Id> all(boxes.size());
+  for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<Id>(i);
+  Search search(boxes, max_pairs);
+  search.Run(cell, std::move(all));
+  return std::move(search.found);
+}
+
+}  // namespace tensormount
