@@ -28,10 +28,22 @@ std::string CommonPathPart(const CommonKey& key, bool first);
 // By path; null: compare everything.
 using CommonExempt = std::function<bool(std::string_view path)>;
 
-// FirstDifference of two values that stand at `path`, without the entries of dicts, at any depth,
-// whose path `exempt` names.
-std::optional<CommonDifference> FirstDifferenceAt(std::string path, const CommonValue& a,
-                                                  const CommonValue& b, const CommonExempt& exempt);
+// A difference in its two sides, for callers that know more of them than first and second.
+struct CommonSides {
+  enum class Kind { kValues, kOnlyFirst, kOnlySecond };
+  std::string path;
+  Kind kind = Kind::kValues;
+  std::string first;  // Of kValues, as people read it: "0.1", "int 1", "has 2 items".
+  std::string second;
+
+  // "0.1 on rank 0 and 0.2 on rank 3", "only on rank 3".
+  std::string What(std::string_view where_first, std::string_view where_second) const;
+};
+
+// The first difference of two values that stand at `path`, without the entries of dicts, at any
+// depth, whose path `exempt` names.
+std::optional<CommonSides> CompareAt(std::string path, const CommonValue& a, const CommonValue& b,
+                                     const CommonExempt& exempt);
 
 }  // namespace tensormount
 

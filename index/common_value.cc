@@ -97,8 +97,8 @@ class Comparison {
   Comparison(std::string path, const CommonExempt& exempt)
       : path_(std::move(path)), exempt_(exempt) {}
 
-  std::optional<CommonDifference> Values(const CommonValue& a, const CommonValue& b) {
-    if (a.kind() != b.kind()) return Here(DescribeWithKind(a) + " and " + DescribeWithKind(b));
+  std::optional<CommonSides> Values(const CommonValue& a, const CommonValue& b) {
+    if (a.kind() != b.kind()) return Here(DescribeWithKind(a), DescribeWithKind(b));
     if (const auto* list = a.get_if<CommonList>()) {
       return Sequence(list->items, b.get_if<CommonList>()->items, '[', ']');
     }
@@ -113,20 +113,22 @@ class Comparison {
     if (const auto* bytes = a.get_if<CommonBytes>()) {
       from = ShowFrom(bytes->data, b.get_if<CommonBytes>()->data);
     }
-    return Here(Describe(a, from) + " and " + Describe(b, from));
+    return Here(Describe(a, from), Describe(b, from));
   }
 
  private:
-  std::optional<CommonDifference> Here(std::string what) const {
-    return CommonDifference{path_, std::move(what)};
+  std::optional<CommonSides> Here(std::string first, std::string second) const {
+    return CommonSides{path_, CommonSides::Kind::kValues, std::move(first), std::move(second)};
+  }
+  std::optional<CommonSides> OnlyIn(CommonSides::Kind kind) const {
+    return CommonSides{path_, kind, {}, {}};
   }
 
-  std::optional<CommonDifference> Sequence(const std::vector<CommonValue>& a,
-                                           const std::vector<CommonValue>& b, char open,
-                                           char close) {
+  std::optional<CommonSides> Sequence(const std::vector<CommonValue>& a,
+                                      const std::vector<CommonValue>& b, char open, char close) {
     if (a.size() != b.size()) {
-      return Here("has " + std::to_string(a.size()) +
-                  (a.size() == 1 ? " item and " : " items and ") + std::to_string(b.size()));
+      return Here("has " + std::to_string(a.size()) + (a.size() == 1 ? " item" : " items"),
+                  std::to_string(b.size()));
     }
     const std::size_t length = path_.size();
     for (std::size_t i = 0; i < a.size(); ++i) {
@@ -137,7 +139,7 @@ class Comparison {
     return std::nullopt;
   }
 
-  std::optional<CommonDifference> Dicts(const CommonDict& a, const CommonDict& b) {
+  std::optional<CommonSides> Dicts(const CommonDict& a, const CommonDict& b) {
     const std::size_t length = path_.size();
     auto x = a.items.begin();
     auto y = b.items.begin();
@@ -146,8 +148,8 @@ class Comparison {
       const bool second = x == a.items.end() || (y != b.items.end() && y->first < x->first);
       path_ += CommonPathPart(first ? x->first : y->first, path_.empty());
       if (!exempt_ || !exempt_(path_)) {
-        if (first) return Here("only in the first");
-        if (second) return Here("only in the second");
+        if (first) return OnlyIn(CommonSides::Kind::kOnlyFirst);
+        if (second) return OnlyIn(CommonSides::Kind::kOnlySecond);
         if (auto found = Values(x->second, y->second)) return found;
       }
       path_.resize(length);
@@ -337,14 +339,32 @@ std::string CommonPathPart(const CommonKey& key, bool first) {
   return (first ? "" : ".") + (IsPlainWord(text) ? text : QuoteJson(text));
 }
 
-std::optional<CommonDifference> FirstDifferenceAt(std::string path, const CommonValue& a,
-                                                  const CommonValue& b,
-                                                  const CommonExempt& exempt) {
+std::string CommonSides::What(std::string_view where_first, std::string_view where_second) const {
+  const auto at = [](std::string_view where) {
+    return where.empty() ? std::string() : ' ' + std::string(where);
+  };
+  switch (kind) {
+    case Kind::kValues:
+      return first + at(where_first) + " and " + second + at(where_second);
+    case Kind::kOnlyFirst:
+      return "only" + at(where_first);
+    case Kind::kOnlySecond:
+      return "only" + at(where_second);
+  }
+  return "";
+}
+
+std::optional<CommonSides> CompareAt(std::string path, const CommonValue& a, const CommonValue& b,
+                                     const CommonExempt& exempt) {
   return Comparison(std::move(path), exempt).Values(a, b);
 }
 
 std::optional<CommonDifference> FirstDifference(const CommonValue& a, const CommonValue& b) {
-  return FirstDifferenceAt({}, a, b, {});
+  std::optional<CommonSides> sides = CompareAt({}, a, b, {});
+  if (!sides) return std::nullopt;
+  const bool values = sides->kind == CommonSides::Kind::kValues;
+  std::string what = values ? sides->What("", "") : sides->What("in the first", "in the second");
+  return CommonDifference{std::move(sides->path), std::move(what)};
 }
 
 }  // namespace tensormount

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "state/common_compare.h"
+
+#include <algorithm>
+#include <fnmatch.h>
+#include <utility>
+#include <vector>
+
+#include "base/coding.h"
+#include "index/common_tree.h"
+#include "index/record_coding.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::string_view kRootDomain("tensormount common v1\0", 22);
+
+// What is left of `value`, which stands at `path`.
+CommonValue Counted(const CommonValue& value, std::string& path, CommonGlobs exempt) {
+  const std::size_t length = path.size();
+  const auto items = [&](const std::vector<CommonValue>& from, char open, char close) {
+    std::vector<CommonValue> kept;
+    kept.reserve(from.size());
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      path += open + std::to_string(i) + close;
+      kept.push_back(Counted(from[i], path, exempt));
+      path.resize(length);
+    }
+    return kept;
+  };
+  if (const auto* list = value.get_if<CommonList>()) {
+    return CommonList{items(list->items, '[', ']')};
+  }
+  if (const auto* tuple = value.get_if<CommonTuple>()) {
+    return CommonTuple{items(tuple->items, '(', ')')};
+  }
+  const auto* dict = value.get_if<CommonDict>();
+  if (dict == nullptr) return value;
+  CommonDict kept;
+  for (const auto& [key, item] : dict->items) {
+    path += CommonPathPart(key, path.empty());
+    if (!IsExempt(exempt, path)) {
+      kept.items.emplace_hint(kept.items.end(), key, Counted(item, path, exempt));
+    }
+    path.resize(length);
+  }
+  return kept;
+}
+
+// False where all of it is exempt.
+bool AppendCounted(ByteWriter& out, std::string_view name, const CommonValue& value,
+                   CommonGlobs exempt) {
+  if (IsExempt(exempt, name)) return false;
+  out.String(name);
+  if (exempt.empty()) {
+    EncodeCommon(out, value);
+  } else {
+    std::string path(name);
+    EncodeCommon(out, Counted(value, path, exempt));
+  }
+  return true;
+}
+
+}  // namespace
+
+bool IsExempt(CommonGlobs exempt, std::string_view path) {
+  if (exempt.empty()) return false;
+  const std::string text(path);
+  return std::any_of(exempt.begin(), exempt.end(), [&](const std::string& glob) {
+    return fnmatch(glob.c_str(), text.c_str(), 0) == 0;
+  });
+}
+
+std::optional<Hash128> CommonHash(std::string_view name, const CommonValue& value,
+                                  CommonGlobs exempt) {
+  ByteWriter out;
+  if (!AppendCounted(out, name, value, exempt)) return std::nullopt;
+  return Xxh3(out.bytes());
+}
+
+Hash128 CommonRoot(const std::map<std::string, CommonValue>& common, CommonGlobs exempt) {
+  Xxh3Stream root;
+  root.Update(kRootDomain.data(), kRootDomain.size());
+  ByteWriter out;
+  for (const auto& [name, value] : common) {
+    out.bytes().clear();
+    if (AppendCounted(out, name, value, exempt)) root.Update(out.bytes().data(), out.size());
+  }
+  return root.Value();
+}
+
+std::optional<std::string> FirstCommonDifference(const std::map<std::string, CommonValue>& a,
+                                                 int rank_a,
+                                                 const std::map<std::string, CommonValue>& b,
+                                                 int rank_b, CommonGlobs exempt) {
+  const CommonExempt is_exempt = [&](std::string_view path) { return IsExempt(exempt, path); };
+  for (const auto& [name, value] : a) {
+    const auto other = b.find(name);
+    if (other == b.end() || IsExempt(exempt, name)) continue;
+    if (const auto found = CompareAt(name, value, other->second, is_exempt)) {
+      return "common value " + found->path + ": " +
+             found->What("on rank " + std::to_string(rank_a), "on rank " + std::to_string(rank_b));
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace tensormount
