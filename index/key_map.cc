@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensormount/key_map.h"
+
+#include <algorithm>
+#include <optional>
+#include <set>
+#include <unordered_map>
+
+#include <nlohmann/json.hpp>
+
+#include "index/glob_captures.h"
+#include "shard/tensor_meta.h"
+
+namespace tensormount {
+namespace {
+
+using Rule = KeyMap::Rule;
+using Kind = Rule::Kind;
+using Json = nlohmann::json;
+
+std::string Quoted(std::string_view text) {
+  return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+Status BadRule(std::size_t number, std::string_view why) {
+  return Status(Code::kInvalidArgument,
+                "key map: rule " + std::to_string(number + 1) + ": " + std::string(why));
+}
+
+std::size_t Stars(std::string_view text) {
+  return static_cast<std::size_t>(std::count(text.begin(), text.end(), '*'));
+}
+
+// `to` with its stars replaced, in order.
+std::string Fill(std::string_view to, const std::vector<std::string_view>& captures) {
+  std::string out;
+  std::size_t n = 0;
+  for (const char c : to) {
+    if (c == '*') {
+      out += captures[n++];
+    } else {
+      out += c;
+    }
+  }
+  return out;
+}
+
+// What a rule makes of a key: nothing where it does not match. `dropped` tells a key that goes from
+// one whose new name is empty.
+struct Renamed {
+  std::string name;
+  bool dropped = false;
+};
+std::optional<Renamed> ApplyRule(const Rule& rule, std::string_view key) {
+  switch (rule.kind) {
+    case Kind::kKey:
+      if (key != rule.from) return std::nullopt;
+      return Renamed{.name = rule.to};
+    case Kind::kPrefix:
+      if (!key.starts_with(rule.from)) return std::nullopt;
+      return Renamed{.name = rule.to + std::string(key.substr(rule.from.size()))};
+    case Kind::kMatch: {
+      const auto captures = GlobCaptures(rule.from, key);
+      if (!captures) return std::nullopt;
+      return Renamed{.name = Fill(rule.to, *captures)};
+    }
+    case Kind::kDrop:
+      if (!GlobCaptures(rule.from, key)) return std::nullopt;
+      return Renamed{.name = {}, .dropped = true};
+  }
+  return std::nullopt;
+}
+
+Renamed ApplyRules(const std::vector<Rule>& rules, std::string_view key) {
+  for (const Rule& rule : rules) {
+    if (std::optional<Renamed> renamed = ApplyRule(rule, key)) return *std::move(renamed);
+  }
+  return {.name = std::string(key)};
+}
+
+// One object of the list.
+Result<Rule> RuleFromJson(const Json& json, std::size_t number) {
+  static constexpr std::pair<const char*, Kind> kKinds[] = {{"key", Kind::kKey},
+                                                            {"prefix", Kind::kPrefix},
+                                                            {"match", Kind::kMatch},
+                                                            {"drop", Kind::kDrop}};
+  if (!json.is_object()) return BadRule(number, "an object is wanted");
+  Rule rule;
+  bool has_kind = false;
+  bool has_to = false;
+  for (const auto& [name, value] : json.items()) {
+    if (!value.is_string()) return BadRule(number, Quoted(name) + " must be a string");
+    if (name == "to") {
+      rule.to = value.get<std::string>();
+      has_to = true;
+      continue;
+    }
+    const auto* kind = std::find_if(std::begin(kKinds), std::end(kKinds),
+                                    [&, &n = name](const auto& k) { return n == k.first; });
+    if (kind == std::end(kKinds)) return BadRule(number, "unknown field " + Quoted(name));
+    if (has_kind) return BadRule(number, "one of key, prefix, match and drop is wanted, not two");
+    has_kind = true;
+    rule.kind = kind->second;
+    rule.from = value.get<std::string>();
+  }
+  if (!has_kind) return BadRule(number, "one of key, prefix, match and drop is wanted");
+  if (has_to != (rule.kind != Kind::kDrop)) {
+    return BadRule(number, has_to ? "drop has no \"to\"" : "\"to\" is missing");
+  }
+  return rule;
+}
+
+}  // namespace
+
+Result<KeyMap> KeyMap::FromJson(std::string_view json) {
+  // The parser would let the last of two equal fields win in silence.
+  std::vector<std::set<std::string>> fields;
+  std::string repeated;
+  const Json::parser_callback_t watch = [&](int, Json::parse_event_t event, Json& value) {
+    if (event == Json::parse_event_t::object_start) fields.emplace_back();
+    if (event == Json::parse_event_t::object_end) fields.pop_back();
+    if (event == Json::parse_event_t::key && repeated.empty() &&
+        !fields.back().insert(value.get<std::string>()).second) {
+      repeated = value.get<std::string>();
+    }
+    return true;
+  };
+  const Json parsed = Json::parse(json, watch, /*allow_exceptions=*/false);
+  if (parsed.is_discarded()) return Status(Code::kInvalidArgument, "key map: not JSON");
+  if (!repeated.empty()) {
+    return Status(Code::kInvalidArgument, "key map: field " + Quoted(repeated) + " twice");
+  }
+  if (!parsed.is_array()) return Status(Code::kInvalidArgument, "key map: a list is wanted");
+  std::vector<Rule> rules;
+  for (std::size_t i = 0; i < parsed.size(); ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(Rule rule, RuleFromJson(parsed[i], i));
+    rules.push_back(std::move(rule));
+  }
+  return Make(std::move(rules));
+}
+
+Result<KeyMap> KeyMap::Make(std::vector<Rule> rules) {
+  for (std::size_t i = 0; i < rules.size(); ++i) {
+    const Rule& rule = rules[i];
+    if (rule.from.empty()) return BadRule(i, "matches nothing: what it is for is empty");
+    if (rule.kind == Kind::kDrop && !rule.to.empty()) return BadRule(i, "drop has no \"to\"");
+    if (rule.kind == Kind::kKey) {
+      const Status legal = CheckKey(rule.to);
+      if (!legal.ok()) return BadRule(i, "\"to\": " + legal.message());
+    }
+    if (rule.kind == Kind::kMatch && Stars(rule.from) != Stars(rule.to)) {
+      return BadRule(i, Quoted(rule.from) + " has " + std::to_string(Stars(rule.from)) +
+                            " '*' and " + Quoted(rule.to) + " has " +
+                            std::to_string(Stars(rule.to)));
+    }
+  }
+  KeyMap map;
+  map.rules_ = std::move(rules);
+  return map;
+}
+
+std::string KeyMap::Apply(std::string_view key) const { return ApplyRules(rules_, key).name; }
+
+Result<std::vector<std::string>> KeyMap::ApplyToAll(std::span<const std::string> keys) const {
+  std::vector<std::string> names;
+  names.reserve(keys.size());
+  for (const std::string& key : keys) {
+    Renamed renamed = ApplyRules(rules_, key);
+    if (!renamed.dropped) {
+      const Status legal = CheckKey(renamed.name);
+      if (!legal.ok()) {
+        return Status(Code::kInvalidArgument, "key map: " + key + " becomes " +
+                                                  Quoted(renamed.name) +
+                                                  ", which no key may be: " + legal.message());
+      }
+    }
+    names.push_back(std::move(renamed.name));
+  }
+  std::unordered_map<std::string_view, std::size_t> first;
+  first.reserve(names.size());
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (names[i].empty()) continue;
+    const auto [it, fresh] = first.emplace(names[i], i);
+    if (!fresh) {
+      return Status(Code::kInvalidArgument, "key map: " + keys[it->second] + " and " + keys[i] +
+                                                " would both be called " + names[i]);
+    }
+  }
+  return names;
+}
+
+}  // namespace tensormount
