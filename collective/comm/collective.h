@@ -62,7 +62,9 @@ class Collective {
       const std::function<Result<std::string>(std::vector<std::string>&)>& decide);
   // A message from any rank to any rank: `to_each` by rank, empty where there is nothing to say.
   // Returns what each rank said to this one. Sizes need not be known beforehand, and no rank sees
-  // more than its own messages. Ends with an Agree, as Exchange does.
+  // more than its own messages. To every other rank go 8 bytes, and what is not empty. Ends with an
+  // Agree, as Exchange does. kInvalidArgument, on all ranks, where one gives not as many messages
+  // as there are ranks; that does not spend the object.
   Result<std::vector<std::string>> AllToAll(const std::vector<std::string>& to_each,
                                             std::string_view phase);
 

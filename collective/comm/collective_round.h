@@ -83,6 +83,8 @@ enum class CollectiveOp : std::uint8_t {
   kAgree,
   kExchange,
   kTransfer,
+  kDecide,
+  kAllToAll,
 };
 
 // The one pattern that every collective operation is made of: all tell rank 0 that they came,

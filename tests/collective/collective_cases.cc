@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <errno.h>
 #include <signal.h>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #define CHECK_THAT(condition)                                                                  \
@@ -143,6 +145,60 @@ Status Exchanges(Collective& c) {
   return c.Exchange({}, {}, "nothing to exchange");
 }
 
+Status Decisions(Collective& c) {
+  int asked = 0;
+  const std::string mine = Text(c.rank(), 200);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string told,
+                               c.Decide(mine, "decide", [&](std::vector<std::string>& parts) {
+                                 ++asked;
+                                 std::string all = std::to_string(parts.size());
+                                 for (const std::string& p : parts) all += p;
+                                 return Result<std::string>(std::move(all));
+                               }));
+  std::string expected = std::to_string(c.size());
+  for (int r = 0; r < c.size(); ++r) expected += Text(r, 200);
+  CHECK_THAT(told == expected);
+  CHECK_THAT(asked == (c.rank() == 0 ? 1 : 0));
+  // A failure, an exception: all get it, and go on.
+  for (const bool throws : {false, true}) {
+    const Result<std::string> failed =
+        c.Decide({}, "decide against", [&](std::vector<std::string>&) -> Result<std::string> {
+          if (throws) throw std::runtime_error("out of luck");
+          return Status(Code::kBusy, "not today");
+        });
+    CHECK_THAT(failed.status().code() == (throws ? Code::kInternal : Code::kBusy));
+    CHECK_THAT(failed.status().message().find(throws ? "out of luck" : "not today") !=
+               std::string::npos);
+  }
+  return c.Agree({}, "after decisions");
+}
+
+Status Letters(Collective& c) {
+  const auto n = static_cast<std::size_t>(c.size());
+  for (int turn = 0; turn < 3; ++turn) {
+    std::vector<std::string> out(n);
+    for (std::size_t p = 0; p < n; ++p) {
+      const int peer = static_cast<int>(p);
+      out[p] = Text(c.rank() * 100 + peer + turn, SizeOf(c.rank() + turn, peer));
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto in, c.AllToAll(out, "letters"));
+    CHECK_THAT(in.size() == n);
+    for (std::size_t p = 0; p < n; ++p) {
+      const int peer = static_cast<int>(p);
+      CHECK_THAT(in[p] == Text(peer * 100 + c.rank() + turn, SizeOf(peer + turn, c.rank())));
+    }
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto nothing,
+                               c.AllToAll(std::vector<std::string>(n), "no letters"));
+  CHECK_THAT(nothing == std::vector<std::string>(n));
+  // One rank's list has another length: an error on all, and the object goes on working.
+  const std::size_t given = c.rank() == c.size() - 1 ? n + 1 : n;
+  const auto wrong = c.AllToAll(std::vector<std::string>(given, "x"), "too many letters");
+  CHECK_THAT(wrong.status().code() == Code::kInvalidArgument);
+  CHECK_THAT(wrong.status().message().find("rank " + std::to_string(c.size() - 1)) == 0);
+  return c.Agree({}, "after letters");
+}
+
 }  // namespace
 
 Status ExerciseCollective(Communicator& comm) {
@@ -155,6 +211,8 @@ Status ExerciseCollective(Communicator& comm) {
     TENSORMOUNT_RETURN_IF_ERROR(Reductions(c));
     TENSORMOUNT_RETURN_IF_ERROR(Agreements(c));
     TENSORMOUNT_RETURN_IF_ERROR(Exchanges(c));
+    TENSORMOUNT_RETURN_IF_ERROR(Decisions(c));
+    TENSORMOUNT_RETURN_IF_ERROR(Letters(c));
   }
   return {};
 }
@@ -192,6 +250,17 @@ Status CallOperation(Collective& c, Operation operation, const std::string& phas
         receives.push_back({p, in[static_cast<std::size_t>(p)].data(), out.size()});
       }
       return c.Exchange(sends, receives, phase);
+    }
+    case Operation::kDecide:
+      return c
+          .Decide(std::string(5000, 'd'), phase,
+                  [](std::vector<std::string>& parts) {
+                    return Result<std::string>(std::move(parts[0]));
+                  })
+          .status();
+    case Operation::kAllToAll: {
+      const auto n = static_cast<std::size_t>(c.size());
+      return c.AllToAll(std::vector<std::string>(n, std::string(3 << 20, 'l')), phase).status();
     }
   }
   return {Code::kInternal, "no such operation"};

@@ -24,8 +24,17 @@ Status ExerciseCollective(Communicator& comm);
 // One rank's payload is large.
 Status ExerciseLargePayload(Communicator& comm, std::size_t bytes);
 
-enum class Operation { kAllGather, kGather, kBroadcast, kXor, kAgree, kExchange };
-inline constexpr int kOperations = 6;
+enum class Operation {
+  kAllGather,
+  kGather,
+  kBroadcast,
+  kXor,
+  kAgree,
+  kExchange,
+  kDecide,
+  kAllToAll,
+};
+inline constexpr int kOperations = 8;
 // One call, in the same form for all.
 Status CallOperation(Collective& collective, Operation operation, const std::string& phase);
 

@@ -111,6 +111,55 @@ TEST(CollectiveForkTest, ADeadOrStoppedRankIsNamedByAllInEveryOperation) {
   }
 }
 
+// Dies when it would send its `sends`-th message of bulk.
+class DyingCommunicator final : public Communicator {
+ public:
+  DyingCommunicator(Communicator& parent, int sends) : parent_(parent), left_(sends) {}
+  int rank() const override { return parent_.rank(); }
+  int size() const override { return parent_.size(); }
+  std::string kind() const override { return parent_.kind(); }
+  Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
+    if (tag % 4 == 2 && --left_ == 0) ::raise(SIGKILL);
+    return parent_.Send(to, tag, view);
+  }
+  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
+    return parent_.Receive(from, tag, view);
+  }
+  Result<bool> Test(Request request) override { return parent_.Test(request); }
+  void Cancel(Request request) override { parent_.Cancel(request); }
+  Status Progress() override { return parent_.Progress(); }
+  std::chrono::nanoseconds SilentFor(int rank) const override { return parent_.SilentFor(rank); }
+
+ private:
+  Communicator& parent_;
+  int left_;
+};
+
+// Between the sizes and the bytes, having told some and not others.
+TEST(CollectiveForkTest, ARankThatDiesWithinAllToAllIsNamedByAll) {
+  constexpr int kRanks = 4;
+  for (int victim = 0; victim < kRanks; victim += 3) {
+    for (int sends = 1; sends <= 6; ++sends) {
+      SCOPED_TRACE("victim " + std::to_string(victim) + ", send " + std::to_string(sends));
+      ASSERT_OK_AND_ASSIGN(
+          const auto group, ForkedGroup::Start(kRanks, [&](Communicator& comm) {
+            DyingCommunicator dying(comm, comm.rank() == victim ? sends : 0);
+            Collective c(dying, kPatient);
+            const std::vector<std::string> letters(kRanks, std::string(1 << 20, 'l'));
+            const Status status = c.AllToAll(letters, "letters").status();
+            const bool named = status.message().find("rank " + std::to_string(victim) +
+                                                     " is gone") != std::string::npos;
+            return status.code() == Code::kUnavailable && named ? 0 : 10 + Report(comm, status);
+          }));
+      const auto exits = group->Wait(seconds(60));
+      for (int r = 0; r < kRanks; ++r) {
+        const ForkedGroup::Exit& e = exits[static_cast<std::size_t>(r)];
+        EXPECT_EQ(r == victim ? e.signal : e.code, r == victim ? SIGKILL : 0) << r;
+      }
+    }
+  }
+}
+
 // A rank that did not even begin its part is found by its closed connection.
 TEST(CollectiveForkTest, ARankThatDiedBeforeItCameIsNamed) {
   ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(3, [](Communicator& comm) {

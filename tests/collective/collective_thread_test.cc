@@ -3,14 +3,18 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "base/coding.h"
+#include "base/hash.h"
 #include "collective/comm/collective.h"
 #include "collective/comm/collective_frame.h"
+#include "collective/comm/collective_round.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/support/status_matchers.h"
 
@@ -109,6 +113,7 @@ TEST(CollectiveTest, ARankThatDoesNotComeIsNamedAndGetsTheFailureWhenItComes) {
   RankThatDoesNotCome(2, 1, Operation::kAllGather);
   RankThatDoesNotCome(4, 2, Operation::kAgree);
   RankThatDoesNotCome(4, 3, Operation::kExchange);
+  RankThatDoesNotCome(4, 1, Operation::kAllToAll);
 }
 
 TEST(CollectiveTest, RankZeroThatDoesNotComeIsNamed) {
@@ -150,6 +155,31 @@ TEST(CollectiveTest, AnExchangeOfUnequalSizesFailsEverywhere) {
     EXPECT_THAT(s, HasCode(Code::kDataLoss));
     EXPECT_THAT(s, HasMessage("rank 1: receive from rank 0"));
   }
+}
+
+// Rank 1 (played here) says that a message comes which nobody has in store: refused before there is
+// memory for it.
+TEST(CollectiveTest, AnImpossibleSizeOfAMessageIsRefused) {
+  auto group = MakeThreadGroup(2);
+  Status seen;
+  std::thread root([&] {
+    Collective c(*group[0], {seconds(60), seconds(60)});
+    seen = c.AllToAll({"mine", "yours"}, "letters").status();
+  });
+  FrameSender sender(*group[1], 16384);
+  Frame frame;
+  frame.kind = Frame::kContribution;
+  frame.op = static_cast<std::uint8_t>(CollectiveOp::kAllToAll);
+  frame.round = 1;
+  frame.phase = "letters";
+  frame.phase_hash = Xxh3Low64(frame.phase);
+  sender.Send(0, frame, std::string_view("\x10\0\0\0\0\0\0\0", 8));
+  char size[8];
+  StoreLittle(size, std::uint64_t{17});
+  EXPECT_OK(group[1]->Send(0, 16386, BufferView::Host(DType::kU8, size, Dims{8})));
+  root.join();
+  EXPECT_THAT(seen, HasCode(Code::kDataLoss));
+  EXPECT_THAT(seen, HasMessage("message of rank 1: 17 bytes cannot be"));
 }
 
 // A job that failed leaves messages behind; the next one on the same communicator is not confused.
