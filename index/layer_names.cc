@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/layer_names.h"
+
+#include <algorithm>
+#include <charconv>
+
+#include "shard/tensor_meta.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::string_view kSlot = "{}";
+
+bool IsDigit(char c) { return c >= '0' && c <= '9'; }
+
+}  // namespace
+
+std::string LayerKey(std::string_view pattern, std::int64_t layer) {
+  std::string key(pattern);
+  const std::size_t at = key.find(kSlot);
+  if (at != std::string::npos) key.replace(at, kSlot.size(), std::to_string(layer));
+  return key;
+}
+
+Status CheckLayerPattern(std::string_view pattern) {
+  const auto bad = [&](std::string_view why) {
+    return Status(Code::kInvalidArgument,
+                  "name of layers \"" + std::string(pattern) + "\": " + std::string(why));
+  };
+  const std::size_t at = pattern.find(kSlot);
+  if (at == std::string_view::npos || pattern.find(kSlot, at + kSlot.size()) != pattern.npos) {
+    return bad("exactly one {} is wanted");
+  }
+  if ((at > 0 && IsDigit(pattern[at - 1])) ||
+      (at + kSlot.size() < pattern.size() && IsDigit(pattern[at + kSlot.size()]))) {
+    return bad("a digit stands beside {}");
+  }
+  return CheckKey(pattern).WithContext("name of layers");
+}
+
+LayerNames::LayerNames(std::map<std::string, std::string> patterns)
+    : patterns_(std::move(patterns)) {
+  for (const auto& [key, pattern] : patterns_) {
+    if (CheckLayerPattern(pattern).ok()) key_of_.emplace(pattern, key);
+  }
+}
+
+std::optional<LayerNames::Found> LayerNames::Find(std::string_view key) const {
+  if (key_of_.empty()) return std::nullopt;
+  for (std::size_t i = 0; i < key.size();) {
+    if (!IsDigit(key[i])) {
+      ++i;
+      continue;
+    }
+    std::size_t end = i;
+    while (end < key.size() && IsDigit(key[end])) ++end;
+    // As LayerKey spells it: no leading zeros.
+    std::int64_t layer = 0;
+    const auto parsed = std::from_chars(key.data() + i, key.data() + end, layer);
+    if (parsed.ec == std::errc() && (key[i] != '0' || end - i == 1)) {
+      std::string pattern;
+      pattern.reserve(key.size() + kSlot.size());
+      pattern.append(key.substr(0, i)).append(kSlot).append(key.substr(end));
+      const auto it = key_of_.find(pattern);
+      if (it != key_of_.end()) return Found{.stacked_key = it->second, .layer = layer};
+    }
+    i = end;
+  }
+  return std::nullopt;
+}
+
+Result<Region> LayerEntry::InStack(const Region& of_layer) const {
+  if (!of_layer.Within(meta.shape())) {
+    return Status(Code::kInvalidArgument, "tensor " + meta.key() + ": region " +
+                                              of_layer.ToString() + " lies outside of " +
+                                              meta.shape().ToString());
+  }
+  Dims begin{layer};
+  Dims extent{1};
+  for (const std::int64_t b : of_layer.box().begin()) begin.push_back(b);
+  for (const std::int64_t e : of_layer.box().extent()) extent.push_back(e);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, extent));
+  if (!of_layer.is_flat()) return Region(box);
+  return Region::Flat(box, of_layer.flat_first(), of_layer.volume());
+}
+
+BufferView LayerEntry::InStack(const BufferView& of_layer, const Region& region) const {
+  // Memory of one axis for a flat range (or for the box that it is) serves the stack as it is.
+  if (region.is_flat() || of_layer.shape.rank() != region.box().rank()) return of_layer;
+  BufferView out = of_layer;
+  out.shape = Dims{1};
+  std::int64_t whole = 1;
+  for (const std::int64_t e : of_layer.shape) {
+    out.shape.push_back(e);
+    whole *= std::max<std::int64_t>(e, 1);
+  }
+  out.strides = Dims{whole};
+  for (const std::int64_t s : of_layer.strides) out.strides.push_back(s);
+  return out;
+}
+
+Result<std::optional<LayerEntry>> FindLayer(const CheckpointIndex& index, const LayerNames& names,
+                                            std::string_view key) {
+  const std::optional<LayerNames::Found> found = names.Find(key);
+  if (!found) return std::optional<LayerEntry>();
+  Result<TensorEntry> stacked = index.Find(found->stacked_key);
+  if (!stacked.ok()) {
+    // Left out of this checkpoint; its names stayed.
+    if (stacked.status().code() == Code::kNotFound) return std::optional<LayerEntry>();
+    return stacked.status();
+  }
+  const Dims& shape = stacked.value().meta.shape();
+  if (shape.rank() == 0 || found->layer >= shape[0]) return std::optional<LayerEntry>();
+  Dims of_layer;
+  for (int axis = 1; axis < shape.rank(); ++axis) of_layer.push_back(shape[axis]);
+  Result<TensorMeta> meta =
+      TensorMeta::Make(std::string(key), stacked.value().meta.dtype(), of_layer);
+  // A layer of elements under a byte that is no whole number of bytes is no tensor.
+  if (!meta.ok()) return std::optional<LayerEntry>();
+  LayerEntry entry;
+  entry.layer = found->layer;
+  entry.meta = std::move(meta).value();
+  // Within the stack's bytes, which fit 63 bits.
+  entry.offset = static_cast<std::uint64_t>(found->layer) * entry.meta.bytes();
+  entry.stacked = std::move(stacked).value();
+  return std::optional<LayerEntry>(std::move(entry));
+}
+
+}  // namespace tensormount
