@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "shard/convert.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+namespace tensormount {
+namespace {
+
+// How a binary float is laid out: sign, exponent, fraction.
+struct FloatFormat {
+  int bits;
+  int exponent_bits;
+  int fraction_bits;
+  // False (f8e4m3fn): the highest exponent is an ordinary one, but for all ones, which is NaN.
+  bool has_infinity;
+
+  constexpr int bias() const { return (1 << (exponent_bits - 1)) - 1; }
+  constexpr std::uint64_t exponent_mask() const { return (std::uint64_t{1} << exponent_bits) - 1; }
+  constexpr std::uint64_t fraction_mask() const { return (std::uint64_t{1} << fraction_bits) - 1; }
+  constexpr std::uint64_t nan() const {
+    const std::uint64_t exponent = exponent_mask() << fraction_bits;
+    return has_infinity ? exponent | (std::uint64_t{1} << (fraction_bits - 1))
+                        : exponent | fraction_mask();
+  }
+  // What is too large.
+  constexpr std::uint64_t overflow() const {
+    return has_infinity ? exponent_mask() << fraction_bits : nan();
+  }
+};
+
+constexpr FloatFormat kF64Format{64, 11, 52, true};
+constexpr FloatFormat kF32Format{32, 8, 23, true};
+constexpr FloatFormat kBF16Format{16, 8, 7, true};
+constexpr FloatFormat kF16Format{16, 5, 10, true};
+constexpr FloatFormat kF8E5M2Format{8, 5, 2, true};
+constexpr FloatFormat kF8E4M3Format{8, 4, 3, false};
+
+// A number without rounding: significand * 2^exponent. Every source type has only such.
+struct Exact {
+  enum class Kind : std::uint8_t { kFinite, kInfinity, kNaN } kind = Kind::kFinite;
+  bool negative = false;
+  std::uint64_t significand = 0;
+  int exponent = 0;
+};
+
+template <FloatFormat F>
+Exact Decode(std::uint64_t bits) {
+  Exact x;
+  x.negative = (bits >> (F.bits - 1)) != 0;
+  const std::uint64_t exponent = (bits >> F.fraction_bits) & F.exponent_mask();
+  const std::uint64_t fraction = bits & F.fraction_mask();
+  if (exponent == F.exponent_mask()) {
+    if (!F.has_infinity) {
+      if (fraction == F.fraction_mask()) x.kind = Exact::Kind::kNaN;
+    } else {
+      x.kind = fraction == 0 ? Exact::Kind::kInfinity : Exact::Kind::kNaN;
+    }
+    if (x.kind != Exact::Kind::kFinite) return x;
+  }
+  if (exponent == 0) {
+    x.significand = fraction;
+    x.exponent = 1 - F.bias() - F.fraction_bits;
+  } else {
+    x.significand = fraction | (std::uint64_t{1} << F.fraction_bits);
+    x.exponent = static_cast<int>(exponent) - F.bias() - F.fraction_bits;
+  }
+  return x;
+}
+
+template <FloatFormat F>
+std::uint64_t Encode(const Exact& x) {
+  const std::uint64_t sign = x.negative ? std::uint64_t{1} << (F.bits - 1) : 0;
+  if (x.kind == Exact::Kind::kNaN) return sign | F.nan();
+  if (x.kind == Exact::Kind::kInfinity) return sign | F.overflow();
+  if (x.significand == 0) return sign;
+  // The exponent of the last place of the result: that of a normal number with the same first bit,
+  // but no lower than that of the subnormal ones.
+  const int first = 63 - std::countl_zero(x.significand) + x.exponent;
+  const int lowest = 1 - F.bias() - F.fraction_bits;
+  const int place = std::max(first - F.fraction_bits, lowest);
+  const int drop = place - x.exponent;  // Bits of the significand below the last place.
+  std::uint64_t rounded = 0;
+  if (drop <= 0) {
+    rounded = x.significand << -drop;
+  } else if (drop < 64) {
+    rounded = x.significand >> drop;
+    const std::uint64_t rest = x.significand & ((std::uint64_t{1} << drop) - 1);
+    const std::uint64_t half = std::uint64_t{1} << (drop - 1);
+    if (rest > half || (rest == half && (rounded & 1) != 0)) ++rounded;
+  } else if (drop == 64 && x.significand > std::uint64_t{1} << 63) {
+    rounded = 1;  // More than half of the last place; exactly half goes to zero, which is even.
+  }
+  // Adding the significand to the exponent field lets a carry out of the fraction raise the
+  // exponent by itself: subnormal ones become normal, and the largest becomes "too large".
+  const std::uint64_t magnitude =
+      (static_cast<std::uint64_t>(place - lowest) << F.fraction_bits) + rounded;
+  if (magnitude >= F.overflow()) return sign | F.overflow();
+  return sign | magnitude;
+}
+
+template <typename T>
+T Load(const std::byte* p) {
+  T v;
+  std::memcpy(&v, p, sizeof(T));
+  return v;
+}
+template <typename T>
+void Store(std::byte* p, T v) {
+  std::memcpy(p, &v, sizeof(T));
+}
+
+struct BoolTag {};
+
+template <FloatFormat F, typename Bits>
+struct FloatType {
+  static constexpr FloatFormat kFormat = F;
+  using Storage = Bits;
+};
+
+// Calls fn with the C++ type that stands for `dtype`; false where it is none of ours.
+template <typename Fn>
+bool WithType(DType dtype, Fn fn) {
+  switch (dtype) {
+    case DType::kBool:
+      fn(BoolTag{});
+      return true;
+    case DType::kI8:
+      fn(std::int8_t{});
+      return true;
+    case DType::kU8:
+      fn(std::uint8_t{});
+      return true;
+    case DType::kI16:
+      fn(std::int16_t{});
+      return true;
+    case DType::kU16:
+      fn(std::uint16_t{});
+      return true;
+    case DType::kI32:
+      fn(std::int32_t{});
+      return true;
+    case DType::kU32:
+      fn(std::uint32_t{});
+      return true;
+    case DType::kI64:
+      fn(std::int64_t{});
+      return true;
+    case DType::kU64:
+      fn(std::uint64_t{});
+      return true;
+    case DType::kF16:
+      fn(FloatType<kF16Format, std::uint16_t>{});
+      return true;
+    case DType::kBF16:
+      fn(FloatType<kBF16Format, std::uint16_t>{});
+      return true;
+    case DType::kF32:
+      fn(FloatType<kF32Format, std::uint32_t>{});
+      return true;
+    case DType::kF64:
+      fn(FloatType<kF64Format, std::uint64_t>{});
+      return true;
+    case DType::kF8E4M3:
+      fn(FloatType<kF8E4M3Format, std::uint8_t>{});
+      return true;
+    case DType::kF8E5M2:
+      fn(FloatType<kF8E5M2Format, std::uint8_t>{});
+      return true;
+    default:
+      return false;
+  }
+}
+
+template <typename T>
+inline constexpr bool kIsFloat = !std::is_integral_v<T> && !std::is_same_v<T, BoolTag>;
+
+bool IsFloat(DType dtype) {
+  bool is = false;
+  (void)WithType(dtype, [&]<typename T>(T) { is = kIsFloat<T>; });
+  return is;
+}
+bool IsKnown(DType dtype) {
+  return WithType(dtype, [](auto) {});
+}
+
+// What all hardware does in one instruction, and rounds as we do.
+template <typename From, typename To>
+inline constexpr bool kByHardware = false;
+using F32Type = FloatType<kF32Format, std::uint32_t>;
+using F64Type = FloatType<kF64Format, std::uint64_t>;
+using BF16Type = FloatType<kBF16Format, std::uint16_t>;
+template <>
+inline constexpr bool kByHardware<F32Type, F64Type> = true;
+template <>
+inline constexpr bool kByHardware<F64Type, F32Type> = true;
+template <>
+inline constexpr bool kByHardware<BF16Type, F32Type> = true;
+template <>
+inline constexpr bool kByHardware<F32Type, BF16Type> = true;
+
+template <typename From, typename To>
+typename To::Storage FloatToFloat(typename From::Storage bits) {
+  if constexpr (std::is_same_v<From, BF16Type> && std::is_same_v<To, F32Type>) {
+    const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
+    const bool nan = (wide & 0x7fffffffu) > 0x7f800000u;
+    return nan ? (wide & 0x80000000u) | 0x7fc00000u : wide;
+  } else if constexpr (std::is_same_v<From, F32Type> && std::is_same_v<To, BF16Type>) {
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+      return static_cast<std::uint16_t>(((bits >> 16) & 0x8000u) | 0x7fc0u);
+    }
+    return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  } else if constexpr (kByHardware<From, To>) {
+    using FromFloat = std::conditional_t<sizeof(bits) == 4, float, double>;
+    using ToFloat = std::conditional_t<sizeof(bits) == 4, double, float>;
+    const auto value = static_cast<ToFloat>(std::bit_cast<FromFloat>(bits));
+    if (value != value) {  // One NaN, whatever the processor makes of the payload.
+      const std::uint64_t sign = bits >> (From::kFormat.bits - 1);
+      return static_cast<typename To::Storage>(sign << (To::kFormat.bits - 1) | To::kFormat.nan());
+    }
+    return std::bit_cast<typename To::Storage>(value);
+  } else {
+    return static_cast<typename To::Storage>(Encode<To::kFormat>(Decode<From::kFormat>(bits)));
+  }
+}
+
+template <typename From, typename To>
+std::optional<UnfitElement> Convert(const std::byte* src, std::byte* dst, std::int64_t step,
+                                    std::size_t count) {
+  if constexpr (kIsFloat<From>) {
+    if constexpr (kIsFloat<To>) {
+      using Bits = typename From::Storage;
+      for (std::size_t i = 0; i < count; ++i, src += sizeof(Bits), dst += step) {
+        Store(dst, FloatToFloat<From, To>(Load<Bits>(src)));
+      }
+    }
+    return std::nullopt;  // Floats to integers: CanConvert said no.
+  } else {
+    using Source = std::conditional_t<std::is_same_v<From, BoolTag>, std::uint8_t, From>;
+    for (std::size_t i = 0; i < count; ++i, src += sizeof(Source), dst += step) {
+      Source value = Load<Source>(src);
+      if constexpr (std::is_same_v<From, BoolTag>) value = value != 0 ? 1 : 0;
+      if constexpr (kIsFloat<To>) {
+        Exact x;
+        x.negative = std::cmp_less(value, 0);
+        const auto wide = static_cast<std::uint64_t>(value);
+        x.significand = x.negative ? std::uint64_t{0} - wide : wide;
+        Store(dst, static_cast<typename To::Storage>(Encode<To::kFormat>(x)));
+      } else if constexpr (std::is_same_v<To, BoolTag>) {
+        if (!std::cmp_equal(value, 0) && !std::cmp_equal(value, 1)) {
+          return UnfitElement{i, std::to_string(value)};
+        }
+        Store(dst, static_cast<std::uint8_t>(value));
+      } else {
+        if (!std::in_range<To>(value)) return UnfitElement{i, std::to_string(value)};
+        Store(dst, static_cast<To>(value));
+      }
+    }
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+Status CanConvert(DType from, DType to) {
+  if (from == to) return {};
+  if (IsKnown(from) && IsKnown(to) && (!IsFloat(from) || IsFloat(to))) return {};
+  return Status(Code::kUnsupported, std::string(InfoOf(from).name) + " cannot be converted to " +
+                                        std::string(InfoOf(to).name));
+}
+
+std::optional<UnfitElement> ConvertElements(DType from, const std::byte* src, DType to,
+                                            std::byte* dst, std::int64_t dst_step,
+                                            std::size_t count) {
+  std::optional<UnfitElement> unfit;
+  (void)WithType(from, [&]<typename From>(From) {
+    (void)WithType(to,
+                   [&]<typename To>(To) { unfit = Convert<From, To>(src, dst, dst_step, count); });
+  });
+  return unfit;
+}
+
+}  // namespace tensormount
