@@ -137,6 +137,10 @@ bool LivenessWatch::Lost(int rank, Clock::time_point now) {
   return now - seat.since >= confirm_;
 }
 
+// Of work: a rank that fails withdraws its messages, and those who wait for them are told
+// kCancelled, perhaps before that rank says why. The cause is on its way then.
+bool IsCause(const Status& status) { return !status.ok() && status.code() != Code::kCancelled; }
+
 // What rank 0 has of one round.
 struct CollectiveEngine::Gathered {
   struct Seat {
@@ -153,7 +157,7 @@ struct CollectiveEngine::Gathered {
   std::vector<Seat> seats;
   std::vector<std::string> parts;
   int missing;
-  bool failed = false;
+  bool failed = false;  // A cause, see below.
   Clock::time_point start = Clock::now();
 };
 
@@ -227,7 +231,7 @@ Result<CollectiveEngine::Payload> CollectiveEngine::RunRoot(const Round& round) 
   const auto self_came = [&](const Status& status) {
     g.seats[0].came = true;
     g.seats[0].status = status;
-    g.failed |= !status.ok();
+    g.failed |= IsCause(status);
     --g.missing;
   };
   if (!working) self_came(round.mine);
@@ -322,7 +326,7 @@ Status CollectiveEngine::OnContribution(const Round& round, Gathered& g, int fro
   Gathered::Seat& seat = g.seats[static_cast<std::size_t>(from)];
   seat.came = true;
   seat.status = f.status;
-  g.failed |= !f.status.ok();
+  g.failed |= IsCause(f.status);
   --g.missing;
   if (f.status.ok()) g.parts[static_cast<std::size_t>(from)] = std::move(in.payload);
   return {};
@@ -387,9 +391,13 @@ Status CollectiveEngine::Judge(const Round& round, Gathered& g, std::string* ver
   int failed = 0;
   std::size_t first = 0;
   for (std::size_t r = g.seats.size(); r-- > 0;) {
-    if (g.seats[r].status.ok()) continue;
+    const Status& status = g.seats[r].status;
+    if (status.ok()) continue;
     ++failed;
-    first = r;
+    if (failed == 1 || round.work == nullptr || IsCause(status) ||
+        !IsCause(g.seats[first].status)) {
+      first = r;
+    }
   }
   if (failed == 0) {
     return round.decide ? Guarded([&] { return round.decide(g.parts, verdict); }) : Status();
