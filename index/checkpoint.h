@@ -80,6 +80,10 @@ class OpenedCheckpoint {
   // or the errno of the read. On error the contents of `out` are undefined.
   Status Read(const TensorEntry& tensor, const Region& region, const BufferView& out,
               ReadVerify verify, ReadStats* stats, Crc64* digest) const;
+  // The same into memory that is described as places of bytes of the tensor (disjoint boxes,
+  // shard/tensor_meta.h), relative to `base`. They must lie within the tensor.
+  Status ReadPlaced(const TensorEntry& tensor, std::span<const PlacedBox> want, std::byte* base,
+                    ReadVerify verify, ReadStats& stats, Crc64* digest) const;
   // Bytes [offset, offset + size) of the row-major byte string: what the mount serves. The range
   // must lie within the tensor. Same errors.
   Status ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out, std::size_t size,
@@ -113,8 +117,6 @@ class OpenedCheckpoint {
   struct PlannedRead;  // The chunks that a read touches, and the plan over them.
   Result<PlannedRead> PlanRead(const TensorEntry& tensor, std::span<const PlacedBox> want) const;
   Result<std::shared_ptr<const ExtentLookup>> Lookup(const TensorEntry& tensor) const;
-  Status ReadPlaced(const TensorEntry& tensor, std::span<const PlacedBox> want, std::byte* base,
-                    ReadVerify verify, ReadStats& stats, Crc64* digest) const;
   FileSystem* fs_ = nullptr;
   std::string directory_;  // Of a foreign file: its own path.
   std::shared_ptr<const CheckpointIndex> index_;

@@ -417,6 +417,18 @@ Result<std::vector<std::string>> Collective::AllToAll(const std::vector<std::str
   return work.Take();
 }
 
+Status Collective::Run(LocalWork& work, std::uint64_t bytes, std::string_view phase) {
+  const Result<Impl::Volume> volume = impl_->Arrive(CollectiveOp::kExchange, phase, bytes);
+  if (!volume.ok()) {
+    work.Cancel();
+    return volume.status();
+  }
+  return impl_->Transfer(work, phase, volume.value().most);
+}
+
+Communicator& Collective::comm() { return impl_->engine.comm(); }
+std::uint32_t Collective::data_tag() const { return impl_->engine.data_tag(); }
+
 Status Collective::Exchange(std::span<const Transfer> sends, std::span<const Transfer> receives,
                             std::string_view phase) {
   std::uint64_t bytes = 0;

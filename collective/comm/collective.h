@@ -15,6 +15,8 @@
 
 namespace tensormount {
 
+class LocalWork;  // collective_round.h
+
 // Collective operations with deadlines over a Communicator; one object for one collective job
 // (a save, a load). While it lives a heartbeat thread calls Progress(), so that a rank that is
 // busy elsewhere is not taken for dead.
@@ -78,6 +80,14 @@ class Collective {
   };
   Status Exchange(std::span<const Transfer> sends, std::span<const Transfer> receives,
                   std::string_view phase);
+
+  // Work of this rank that sends and receives by itself, piece by piece, on comm() with data_tag().
+  // Every rank comes with some; the call ends when the work of all is done, and fails on all as
+  // soon as that of one does (which spends this object). `bytes`: how many this rank moves at most,
+  // for the time limit.
+  Status Run(LocalWork& work, std::uint64_t bytes, std::string_view phase);
+  Communicator& comm();
+  std::uint32_t data_tag() const;
 
  private:
   class Impl;

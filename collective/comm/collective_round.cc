@@ -16,10 +16,13 @@ using std::chrono::duration_cast;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-// Tags of Collective: four of the upper half a job, in turns. A number comes back after 4,096
-// jobs; frames carry the whole number.
+// Tags of Collective: four of the upper half a job, in turns. Job numbers of different channels
+// differ modulo kChannels^2, which divides kTagTurns: their tags are never equal. On one channel a
+// tag comes back after 64 jobs; frames carry the whole number.
 constexpr std::uint32_t kFirstTag = 16384;
 constexpr std::uint32_t kTagTurns = 4096;
+static_assert(kTagTurns % (Communicator::kChannels * Communicator::kChannels) == 0);
+static_assert(kFirstTag + 4 * kTagTurns - 1 <= Communicator::kMaxTag);
 // Messages of failures are cut, so that they always go out at once.
 constexpr std::size_t kMaxMessage = 2000;
 // After which rank 0 tells those who came that it waits for others.
@@ -247,7 +250,9 @@ Result<CollectiveEngine::Payload> CollectiveEngine::RunRoot(const Round& round) 
       return TellAll(round, broken, /*fatal=*/true, {});
     }
     if (working) {
+      round.work->moved = false;
       const Result<bool> done = round.work->Step();
+      moved |= round.work->moved;
       if (!done.ok() || done.value()) {
         working = false;
         self_came(done.status());
@@ -504,7 +509,9 @@ Result<CollectiveEngine::Payload> CollectiveEngine::RunMember(const Round& round
       deadline = now + patience + AllowanceFor(coming);
     }
     if (working) {
+      round.work->moved = false;
       const Result<bool> done = round.work->Step();
+      if (round.work->moved) backoff.Reset();
       if (!done.ok() || done.value()) {
         working = false;
         Contribute(round, done.status());

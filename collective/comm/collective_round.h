@@ -69,8 +69,10 @@ class LivenessWatch {
 class LocalWork {
  public:
   virtual ~LocalWork() = default;
-  // True once done. Never waits.
+  // True once done. Never waits. Sets `moved` where something happened: then it is called again at
+  // once, otherwise after a pause that grows.
   virtual Result<bool> Step() = 0;
+  bool moved = false;
   // After this nothing touches the caller's memory.
   virtual void Cancel() = 0;
 };
