@@ -16,7 +16,7 @@ Proof Prove(const RegionSet& regions, bool* linear) {
   if (proof != Proof::kUnknown) return proof;
   if (*linear) return ProveByEnds(regions);
   proof = ProveAsGrid(regions);
-  return proof != Proof::kUnknown ? proof : ProveByCorners(regions);
+  return proof != Proof::kUnknown ? proof : ProveByCorners(regions, nullptr);
 }
 
 void AppendRange(const Box& whole, std::int64_t begin, std::int64_t end, std::vector<Box>& out) {
@@ -74,8 +74,9 @@ void SweepRanges(const RegionSet& regions, std::size_t limit, CoverageReport& re
   cover(order.elements(), order.elements());
 }
 
-// Boxes, and flat ranges as the boxes that they consist of.
-void SearchBoxes(const RegionSet& regions, std::size_t limit, CoverageReport& report) {
+// Boxes, and flat ranges as the boxes that they consist of. Owners in the report are positions.
+void SearchBoxes(const RegionSet& regions, std::size_t limit, bool only_overlaps,
+                 CoverageReport& report) {
   RegionSet pieces(regions.shape());
   const RegionSet* boxes = &regions;
   if (regions.has_flats()) {
@@ -85,18 +86,74 @@ void SearchBoxes(const RegionSet& regions, std::size_t limit, CoverageReport& re
     boxes = &pieces;
   }
   // More pairs than are listed are looked for, so that the listed ones are the first.
-  CoverageFindings found = SearchCoverage(*boxes, limit * 4 + 64);
+  CoverageFindings found = SearchCoverage(*boxes, limit * 4 + 64, only_overlaps);
   std::sort(found.pairs.begin(), found.pairs.end());
-  const auto owner = [&](std::uint32_t box) {
-    return regions.owner(boxes == &regions ? box : pieces.owner(box));
+  const auto position = [&](std::uint32_t box) {
+    return boxes == &regions ? box : pieces.owner(box);
   };
   for (const auto& [a, b] : found.pairs) {
     report.overlaps.push_back(
-        {Intersect(boxes->At(a).box(), boxes->At(b).box()), owner(a), owner(b)});
+        {Intersect(boxes->At(a).box(), boxes->At(b).box()), position(a), position(b)});
   }
   report.missing = std::move(found.holes);
   report.missing_elements = found.missing_elements;
   report.truncated = found.holes_dropped || found.pairs_dropped;
+}
+
+bool Meet(const RegionSet& regions, std::size_t i, const Box& box) {
+  for (int a = 0; a < box.rank(); ++a) {
+    if (regions.low(i)[a] >= box.end(a) || regions.high(i)[a] <= box.begin(a)) return false;
+  }
+  return true;
+}
+
+// From the cells that the proof left over; only what meets those with too many regions is searched.
+// False, and nothing reported, where the proof was of no use.
+bool UseDifferences(const RegionSet& regions, std::size_t limit, CoverageReport& report) {
+  constexpr std::size_t kPlacesApart = 16;
+  std::vector<Difference> differences;
+  ProveByCorners(regions, &differences);
+  if (differences.empty()) return false;
+  std::vector<Box> twice;
+  for (const Difference& d : differences) {
+    if (d.surplus > 0) {
+      twice.push_back(d.box);
+      continue;
+    }
+    report.missing_elements += static_cast<std::uint64_t>(d.box.volume());
+    report.missing.push_back(d.box);
+  }
+  if (twice.empty()) return true;
+  JoinBoxes(regions.rank(), twice);
+  if (twice.size() > kPlacesApart) {
+    // One box around all of them.
+    Dims low = twice[0].begin();
+    Dims extent;
+    for (int a = 0; a < regions.rank(); ++a) {
+      std::int64_t high = 0;
+      for (const Box& box : twice) {
+        low[a] = std::min(low[a], box.begin(a));
+        high = std::max(high, box.end(a));
+      }
+      extent.push_back(high - low[a]);
+    }
+    twice = {BoxAccess::Make(low, extent)};
+  }
+  RegionSet near(regions.shape());
+  for (std::size_t i = 0; i < regions.size(); ++i) {
+    const bool meets = std::any_of(twice.begin(), twice.end(),
+                                   [&](const Box& box) { return Meet(regions, i, box); });
+    if (meets) near.AddFrom(regions, i, static_cast<std::uint32_t>(i));
+  }
+  CoverageReport found;
+  SearchBoxes(near, limit, true, found);
+  report.overlaps = std::move(found.overlaps);
+  report.truncated = found.truncated;
+  for (Overlap& o : report.overlaps) {
+    o.first = near.owner(o.first);
+    o.second = near.owner(o.second);
+  }
+  return true;
 }
 
 }  // namespace
@@ -110,7 +167,11 @@ CoverageReport CheckCoverage(const RegionSet& regions, std::size_t limit) {
   if (linear) {
     SweepRanges(regions, limit, report);
   } else {
-    SearchBoxes(regions, limit, report);
+    if (!UseDifferences(regions, limit, report)) SearchBoxes(regions, limit, false, report);
+    for (Overlap& o : report.overlaps) {
+      o.first = regions.owner(o.first);
+      o.second = regions.owner(o.second);
+    }
   }
   JoinBoxes(regions.rank(), report.missing);
   std::stable_sort(report.overlaps.begin(), report.overlaps.end(),

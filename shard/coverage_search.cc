@@ -33,7 +33,8 @@ int CompareAcross(const Box& a, const Box& b, int axis) {
 // through, so rows and grids split cleanly (O(n log n)), and what is irregular costs what it must.
 class Search {
  public:
-  Search(const RegionSet& boxes, std::size_t max_pairs) : boxes_(boxes), max_pairs_(max_pairs) {}
+  Search(const RegionSet& boxes, std::size_t max_pairs, bool only_overlaps)
+      : boxes_(boxes), max_pairs_(max_pairs), only_overlaps_(only_overlaps) {}
 
   void Run(const Cell& cell, std::vector<Id> touching) { Visit(cell, std::move(touching), {}); }
 
@@ -43,6 +44,7 @@ class Search {
   // `touching`: boxes that meet the cell. `covers`: boxes known to span it; all found.pairs among
   // them and with `touching` have been noted.
   void Visit(const Cell& cell, std::vector<Id> touching, std::vector<Id> covers) {
+    if (only_overlaps_ && found.pairs_dropped) return;
     std::vector<Id> spanning;
     std::erase_if(touching, [&](Id i) {
       if (!Spans(i, cell)) return false;
@@ -55,6 +57,7 @@ class Search {
     }
     covers.insert(covers.end(), spanning.begin(), spanning.end());
     if (!covers.empty() && (touching.size() < 2 || found.pairs_dropped)) return;
+    if (only_overlaps_ && touching.size() < 2) return;
     if (touching.empty()) {
       NoteHole(cell);
       return;
@@ -209,6 +212,7 @@ class Search {
 
   const RegionSet& boxes_;
   const std::size_t max_pairs_;
+  const bool only_overlaps_;
   std::unordered_set<std::uint64_t> seen_;
   std::vector<std::int64_t> bounds_;
 };
@@ -252,14 +256,14 @@ void JoinBoxes(int rank, std::vector<Box>& boxes) {
   std::sort(boxes.begin(), boxes.end(), RowMajorLess);
 }
 
-CoverageFindings SearchCoverage(const RegionSet& boxes, std::size_t max_pairs) {
+CoverageFindings SearchCoverage(const RegionSet& boxes, std::size_t max_pairs, bool only_overlaps) {
   Cell cell{};
   for (int a = 0; a < boxes.rank(); ++a) {
     cell.high[static_cast<std::size_t>(a)] = boxes.shape()[a];
   }
   std::vector<Id> all(boxes.size());
   for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<Id>(i);
-  Search search(boxes, max_pairs);
+  Search search(boxes, max_pairs, only_overlaps);
   search.Run(cell, std::move(all));
   return std::move(search.found);
 }

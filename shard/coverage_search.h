@@ -24,9 +24,9 @@ struct CoverageFindings {
   bool pairs_dropped = false;
 };
 
-// Finds the cells that no box has and the boxes that meet. All regions must be boxes. O(n log n)
-// where cuts can be found that few boxes lie across.
-CoverageFindings SearchCoverage(const RegionSet& boxes, std::size_t max_pairs);
+// Finds the cells that no box has (unless only overlaps are asked for) and the boxes that meet. All
+// regions must be boxes. O(n log n) where cuts can be found that few boxes lie across.
+CoverageFindings SearchCoverage(const RegionSet& boxes, std::size_t max_pairs, bool only_overlaps);
 
 bool RowMajorLess(const Box& a, const Box& b);
 

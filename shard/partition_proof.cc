@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/checked.h"
+#include "shard/box_access.h"
 #include "shard/linear_order.h"
 
 namespace tensormount {
@@ -48,7 +49,7 @@ class Cuts {
 
   // Whether the cuts follow each other from 0 to `end`, none left over. Without sorting: each is
   // looked up by the end of the one before.
-  bool Tile(std::int64_t end) const {
+  bool Tile(std::int64_t end) {
     std::int64_t at = 0;
     std::uint32_t guess = 0;
     for (std::size_t n = 0; n < low_.size(); ++n, ++guess) {
@@ -65,122 +66,143 @@ class Cuts {
                                     (64 - std::countr_zero(table_.size())));
   }
 
-  std::uint32_t Lookup(std::int64_t low) const {
+  std::uint32_t Lookup(std::int64_t low) {
+    if (rising_ && low > low_.back()) return kNone;
+    if (2 * low_.size() > table_.size()) {
+      table_.assign(std::bit_ceil(8 * low_.size()), kNone);
+      entered_ = 0;
+    }
+    for (; entered_ < low_.size(); ++entered_) {
+      std::size_t at = Place(low_[entered_]);
+      while (table_[at] != kNone) at = (at + 1) & (table_.size() - 1);
+      table_[at] = entered_;
+    }
     for (std::size_t at = Place(low);; at = (at + 1) & (table_.size() - 1)) {
       if (table_[at] == kNone || low_[table_[at]] == low) return table_[at];
     }
   }
 
-  void Enter(std::uint32_t cut) {
-    std::size_t at = Place(low_[cut]);
-    while (table_[at] != kNone) at = (at + 1) & (table_.size() - 1);
-    table_[at] = cut;
-  }
-
   std::uint32_t Append(std::int64_t low, std::int64_t high) {
-    const auto cut = static_cast<std::uint32_t>(low_.size());
+    rising_ = rising_ && (low_.empty() || low > low_.back());
     low_.push_back(low);
     high_.push_back(high);
-    if (2 * low_.size() > table_.size()) {
-      table_.assign(std::max<std::size_t>(16, 4 * table_.size()), kNone);
-      for (std::uint32_t i = 0; i < cut; ++i) Enter(i);
-    }
-    Enter(cut);
-    return cut;
+    return static_cast<std::uint32_t>(low_.size() - 1);
   }
 
   std::vector<std::int64_t> low_;
   std::vector<std::int64_t> high_;
-  std::vector<std::uint32_t> table_;  // Open addressing by low.
+  bool rising_ = true;                // Lows so far; one beyond the last is then a new one.
+  std::vector<std::uint32_t> table_;  // Open addressing by low, of the cuts that were entered.
+  std::uint32_t entered_ = 0;
   std::uint32_t last_ = 0;
 };
 
-// Counts at places; places whose count has come back to zero take no memory.
+// Counts at places. Those that are zero again go when room is needed.
 class CornerTable {
  public:
   CornerTable() : slots_(1024) {}
 
-  // Additions are held back a while, so that their slots are on the way when they are needed.
+  // Places must be less than 2^64 - 1. Additions are held back a while, so that their slots are on
+  // the way when they are needed.
   void Add(std::uint64_t place, std::int32_t sign) {
-    pending_[held_] = {place, sign};
-    __builtin_prefetch(&slots_[Home(place)]);
+    const std::uint64_t hash = Mix(place);
+    pending_[held_] = {place, hash, sign};
+    __builtin_prefetch(&slots_[Home(hash)]);
     if (++held_ == pending_.size()) Flush();
   }
 
-  bool AllZero() {
+  // Room for that many places that are not zero, so that it is not made step by step.
+  void Reserve(std::size_t places) {
     Flush();
-    return used_ == 0;
+    if (std::bit_ceil(2 * places) > slots_.size()) Rebuild(std::bit_ceil(2 * places));
+  }
+
+  std::size_t NonZero() {
+    Flush();
+    return nonzero_;
+  }
+  bool AllZero() { return NonZero() == 0; }
+
+  // In no particular order.
+  template <typename F>
+  void ForEachNonZero(F f) const {
+    for (const Slot& slot : slots_) {
+      if (slot.count != 0) f(slot.place, slot.count);
+    }
   }
 
  private:
+  static constexpr std::uint64_t kFree = ~std::uint64_t{0};
   struct Slot {
-    std::uint64_t place = 0;
-    std::int32_t count = 0;  // 0: free.
+    std::uint64_t place = kFree;
+    std::int32_t count = 0;
+  };
+  struct Addition {
+    std::uint64_t place;
+    std::uint64_t hash;
+    std::int32_t sign;
   };
 
-  std::size_t Home(std::uint64_t place) const {
-    return static_cast<std::size_t>(Mix(place) >> (64 - std::countr_zero(slots_.size())));
+  std::size_t Home(std::uint64_t hash) const {
+    return static_cast<std::size_t>(hash >> (64 - std::countr_zero(slots_.size())));
   }
-  std::size_t After(std::size_t at) const { return (at + 1) & (slots_.size() - 1); }
 
+  // Where the place is, or a free slot for it.
+  Slot& Find(std::uint64_t place, std::uint64_t hash) {
+    std::size_t at = Home(hash);
+    while (slots_[at].place != place && slots_[at].place != kFree) {
+      at = (at + 1) & (slots_.size() - 1);
+    }
+    return slots_[at];
+  }
+
+  // Without branches on what is found: whether a place is new is as good as random.
   void Flush() {
-    for (std::size_t i = 0; i < held_; ++i) AddNow(pending_[i]);
+    if (2 * (used_ + held_) > slots_.size()) {
+      Rebuild(4 * nonzero_ > slots_.size() ? 2 * slots_.size() : slots_.size());
+    }
+    for (std::size_t i = 0; i < held_; ++i) {
+      const Addition& add = pending_[i];
+      Slot& slot = Find(add.place, add.hash);
+      const std::int32_t count = slot.count + add.sign;
+      used_ += slot.place == kFree ? 1 : 0;
+      nonzero_ += static_cast<std::size_t>(count != 0) - static_cast<std::size_t>(slot.count != 0);
+      slot = {add.place, count};
+    }
     held_ = 0;
   }
 
-  void AddNow(const Slot& add) {
-    std::size_t at = Home(add.place);
-    while (slots_[at].count != 0 && slots_[at].place != add.place) at = After(at);
-    if (slots_[at].count == 0) {
-      slots_[at] = add;
-      if (2 * ++used_ > slots_.size()) Grow();
-    } else {
-      slots_[at].count += add.count;
-      if (slots_[at].count == 0) Free(at);
-    }
-  }
-
-  // What stands behind a freed slot moves up where its own home allows it, so that no search ends
-  // early.
-  void Free(std::size_t hole) {
-    --used_;
-    for (std::size_t at = After(hole); slots_[at].count != 0; at = After(at)) {
-      const std::size_t mask = slots_.size() - 1;
-      const std::size_t moved = (at - Home(slots_[at].place)) & mask;
-      if (moved >= ((at - hole) & mask)) {
-        slots_[hole] = slots_[at];
-        slots_[at].count = 0;
-        hole = at;
-      }
-    }
-  }
-
-  void Grow() {
-    std::vector<Slot> old(4 * slots_.size());
+  void Rebuild(std::size_t size) {
+    std::vector<Slot> old(size);
     old.swap(slots_);
+    used_ = nonzero_;
     for (const Slot& slot : old) {
-      if (slot.count == 0) continue;
-      std::size_t at = Home(slot.place);
-      while (slots_[at].count != 0) at = After(at);
-      slots_[at] = slot;
+      if (slot.count != 0) Find(slot.place, Mix(slot.place)) = slot;
     }
   }
 
   std::vector<Slot> slots_;
-  std::size_t used_ = 0;
-  std::array<Slot, 64> pending_;
+  std::size_t used_ = 0;  // Slots that are not free.
+  std::size_t nonzero_ = 0;
+  std::array<Addition, 64> pending_;
   std::size_t held_ = 0;
 };
 
 constexpr std::size_t kMaxCornerAxes = 6;
+// What is left over is made boxes of while its corners are no more, and the grid through them has
+// no more cells.
+constexpr std::size_t kMaxRest = std::size_t{1} << 14;
+constexpr std::size_t kMaxRestCells = std::size_t{1} << 18;
 
-// Boxes as numbers of corner places.
+// Adds up the corners of boxes. Boxes that come in some nested order (a grid by rows, a tensor cut
+// again and again) are first joined to larger ones, which have the same sum and fewer corners.
 class Corners {
  public:
   // The axes on which some region does not span the shape. On the others all agree, so they do not
   // matter.
   static std::optional<Corners> Of(const RegionSet& regions) {
     Corners corners;
+    corners.regions_ = regions.size();
     for (int a = 0; a < regions.rank(); ++a) {
       const std::int64_t extent = regions.shape()[a];
       bool cut = false;
@@ -203,13 +225,92 @@ class Corners {
     return corners;
   }
 
-  void Add(const std::int64_t* low, const std::int64_t* high, std::int32_t sign) {
+  void Add(const std::int64_t* low, const std::int64_t* high) {
+    if (!joining_) {
+      Part part;
+      Project(low, high, part);
+      AddCorners(part, 1);
+      return;
+    }
+    if (depth_ == stack_.size()) FlushHalf();
+    Project(low, high, stack_[depth_++]);
+    while (depth_ > 1 && Join(stack_[depth_ - 2], stack_[depth_ - 1])) {
+      --depth_;
+      ++joined_;
+    }
+    // Not worth the while where there is no such order.
+    if (++added_ % 1024 == 0) {
+      joining_ = joined_ > added_ / 8;
+      if (!joining_) {
+        FlushAll();
+        table_.Reserve(2 * regions_);
+      }
+    }
+  }
+
+  void Add(const Box& box) {
+    Dims high;
+    for (int a = 0; a < box.rank(); ++a) high.push_back(box.end(a));
+    Add(box.begin().begin(), high.begin());
+  }
+
+  // Whether all is the sum of just the shape's own box.
+  bool SumIsWhole(const Dims& shape) {
+    FlushAll();
+    Part whole;
+    const Dims zero = Dims::Filled(shape.rank(), 0);
+    Project(zero.begin(), shape.begin(), whole);
+    AddCorners(whole, -1);
+    return table_.AllZero();
+  }
+
+  // After SumIsWhole: undoes the differences that corners are, on the grid through those that are
+  // left. Nothing where there are too many.
+  std::vector<Difference> Rest(const Dims& shape);
+
+ private:
+  // A box on the axes that matter.
+  struct Part {
+    std::array<std::int64_t, kMaxCornerAxes> low;
+    std::array<std::int64_t, kMaxCornerAxes> high;
+  };
+
+  Corners() = default;
+
+  void Project(const std::int64_t* low, const std::int64_t* high, Part& part) const {
+    for (std::size_t k = 0; k < axes_; ++k) {
+      part.low[k] = low[axis_[k]];
+      part.high[k] = high[axis_[k]];
+    }
+  }
+
+  // Makes `a` the union of both where that is a box.
+  bool Join(Part& a, const Part& b) const {
+    std::size_t differs = axes_;
+    for (std::size_t k = 0; k < axes_; ++k) {
+      if (a.low[k] == b.low[k] && a.high[k] == b.high[k]) continue;
+      if (differs != axes_) return false;
+      differs = k;
+    }
+    if (differs == axes_) return false;
+    if (a.high[differs] == b.low[differs]) {
+      a.high[differs] = b.high[differs];
+      return true;
+    }
+    if (b.high[differs] == a.low[differs]) {
+      a.low[differs] = b.low[differs];
+      return true;
+    }
+    return false;
+  }
+
+  void AddCorners(const Part& part, std::int32_t sign) {
     std::array<std::uint64_t, std::size_t{1} << kMaxCornerAxes> place;
     place[0] = 0;
     std::size_t count = 1;
     for (std::size_t k = 0; k < axes_; ++k) {
-      const std::uint64_t begin = static_cast<std::uint64_t>(low[axis_[k]]) * stride_[k];
-      const std::uint64_t end = static_cast<std::uint64_t>(high[axis_[k]]) * stride_[k];
+      const std::uint64_t begin = static_cast<std::uint64_t>(part.low[k]) * stride_[k];
+      const std::uint64_t end = static_cast<std::uint64_t>(part.high[k]) * stride_[k];
       for (std::size_t c = 0; c < count; ++c) {
         place[count + c] = place[c] + end;
         place[c] += begin;
@@ -221,22 +322,83 @@ class Corners {
     }
   }
 
-  void Add(const Box& box, std::int32_t sign) {
-    Dims high;
-    for (int a = 0; a < box.rank(); ++a) high.push_back(box.end(a));
-    Add(box.begin().begin(), high.begin(), sign);
+  // The older half: what comes next joins with the newer one, if at all.
+  void FlushHalf() {
+    const std::size_t half = depth_ / 2;
+    for (std::size_t i = 0; i < half; ++i) AddCorners(stack_[i], 1);
+    std::copy(stack_.begin() + static_cast<std::ptrdiff_t>(half),
+              stack_.begin() + static_cast<std::ptrdiff_t>(depth_), stack_.begin());
+    depth_ -= half;
   }
 
-  bool AllZero() { return table_.AllZero(); }
+  void FlushAll() {
+    for (std::size_t i = 0; i < depth_; ++i) AddCorners(stack_[i], 1);
+    depth_ = 0;
+  }
 
- private:
-  Corners() = default;
-
+  std::size_t regions_ = 0;
   std::size_t axes_ = 0;
   std::array<std::size_t, kMaxCornerAxes> axis_{};
   std::array<std::uint64_t, kMaxCornerAxes> stride_{};
+  std::array<Part, 64> stack_;
+  std::size_t depth_ = 0;
+  std::size_t added_ = 0;
+  std::size_t joined_ = 0;
+  bool joining_ = true;
   CornerTable table_;
 };
+
+std::vector<Difference> Corners::Rest(const Dims& shape) {
+  if (table_.NonZero() > kMaxRest) return {};
+  std::array<std::vector<std::int64_t>, kMaxCornerAxes> cuts;
+  const auto at = [&](std::uint64_t place, std::size_t k) {
+    const std::uint64_t above = k == 0 ? place : place % stride_[k - 1];
+    return static_cast<std::int64_t>(above / stride_[k]);
+  };
+  table_.ForEachNonZero([&](std::uint64_t place, std::int32_t) {
+    for (std::size_t k = 0; k < axes_; ++k) cuts[k].push_back(at(place, k));
+  });
+  std::size_t cells = 1;
+  for (std::size_t k = 0; k < axes_; ++k) {
+    std::sort(cuts[k].begin(), cuts[k].end());
+    cuts[k].erase(std::unique(cuts[k].begin(), cuts[k].end()), cuts[k].end());
+    if (cuts[k].size() > kMaxRestCells / cells) return {};
+    cells *= cuts[k].size();
+  }
+  // Sums over all corners before a cell, axis by axis.
+  std::vector<std::int64_t> sum(cells);
+  table_.ForEachNonZero([&](std::uint64_t place, std::int32_t count) {
+    std::size_t cell = 0;
+    for (std::size_t k = 0; k < axes_; ++k) {
+      const auto cut = std::lower_bound(cuts[k].begin(), cuts[k].end(), at(place, k));
+      cell = cell * cuts[k].size() + static_cast<std::size_t>(cut - cuts[k].begin());
+    }
+    sum[cell] += count;
+  });
+  std::size_t step = cells;
+  for (std::size_t k = 0; k < axes_; ++k) {
+    const std::size_t block = step;
+    step /= cuts[k].size();
+    for (std::size_t i = 0; i < cells; ++i) {
+      if (i % block >= step) sum[i] += sum[i - step];
+    }
+  }
+  std::vector<Difference> rest;
+  for (std::size_t i = 0; i < cells; ++i) {
+    if (sum[i] == 0) continue;
+    Box box = Box::Whole(shape);
+    std::size_t cell = i;
+    for (std::size_t k = axes_; k-- > 0;) {
+      const std::size_t cut = cell % cuts[k].size();
+      cell /= cuts[k].size();
+      // The sum is zero behind the last cut of an axis, so there is a next one.
+      box = BoxAccess::WithAxis(box, static_cast<int>(axis_[k]), cuts[k][cut],
+                                cuts[k][cut + 1] - cuts[k][cut]);
+    }
+    rest.push_back({box, sum[i]});
+  }
+  return rest;
+}
 
 }  // namespace
 
@@ -288,23 +450,25 @@ Proof ProveAsGrid(const RegionSet& regions) {
   return Proof::kPartition;
 }
 
-Proof ProveByCorners(const RegionSet& regions) {
+Proof ProveByCorners(const RegionSet& regions, std::vector<Difference>* differences) {
   std::optional<Corners> corners = Corners::Of(regions);
   if (!corners) return Proof::kUnknown;
-  corners->Add(Box::Whole(regions.shape()), -1);
   for (std::size_t i = 0; i < regions.size(); ++i) {
     if (!regions.is_flat(i)) {
-      corners->Add(regions.low(i), regions.high(i), 1);
+      corners->Add(regions.low(i), regions.high(i));
       continue;
     }
-    for (const Box& box : regions.At(i).Boxes()) corners->Add(box, 1);
+    for (const Box& box : regions.At(i).Boxes()) corners->Add(box);
   }
-  return corners->AllZero() ? Proof::kPartition : Proof::kNotPartition;
+  if (corners->SumIsWhole(regions.shape())) return Proof::kPartition;
+  if (differences != nullptr) *differences = corners->Rest(regions.shape());
+  return Proof::kNotPartition;
 }
 
 Proof ProveByEnds(const RegionSet& regions) {
   const LinearOrder order(regions.shape());
   CornerTable table;
+  table.Reserve(regions.size() / 2);
   table.Add(0, -1);
   table.Add(static_cast<std::uint64_t>(order.elements()), 1);
   for (std::size_t i = 0; i < regions.size(); ++i) {

@@ -2,6 +2,11 @@
 #ifndef TENSORMOUNT_SHARD_PARTITION_PROOF_H_
 #define TENSORMOUNT_SHARD_PARTITION_PROOF_H_
 
+#include <cstdint>
+#include <vector>
+
+#include "tensormount/box.h"
+
 #include "shard/region_set.h"
 
 namespace tensormount {
@@ -11,6 +16,12 @@ enum class Proof {
   kPartition,     // Every cell of the shape lies in exactly one region.
   kNotPartition,  // Some cell does not.
   kUnknown,       // Not of the kind that the method is for.
+};
+
+// Cells that not exactly one region has.
+struct Difference {
+  Box box;
+  std::int64_t surplus = 0;  // How many more than one have all of them: -1 where none has.
 };
 
 // Below, a set is one for which Box::Whole(shape) is not empty.
@@ -29,7 +40,11 @@ Proof ProveAsGrid(const RegionSet& regions);
 // at all. So the regions are a partition if and only if all corners cancel out, those of the shape
 // taken off. Expected O(n * 2^axes), over axes on which something is cut; in any order, but with a
 // small table only where neighbours come soon after each other. Unknown with many such axes.
-Proof ProveByCorners(const RegionSet& regions);
+//
+// Corners that are left over tell where the sum differs, however many regions there are: where
+// these are few, `differences` (if not null) gets all such cells, as disjoint boxes; it stays empty
+// otherwise.
+Proof ProveByCorners(const RegionSet& regions, std::vector<Difference>* differences);
 // The same along the one axis of the row-major order; all regions must be ranges of it.
 Proof ProveByEnds(const RegionSet& regions);
 
