@@ -138,18 +138,19 @@ Status CheckKey(std::string_view key) {
   return Status();
 }
 
-Result<TensorMeta> TensorMeta::Make(std::string key, DType dtype, const Dims& shape) {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckKey(key));
+namespace {
+
+// The bits of all elements; zero where an extent is.
+Result<std::int64_t> ShapeBits(DType dtype, const Dims& shape) {
   const auto bad = [&](const std::string& why) {
-    return Status(Code::kInvalidArgument, "tensor " + key + ": shape " + shape.ToString() + " of " +
+    return Status(Code::kInvalidArgument, "shape " + shape.ToString() + " of " +
                                               std::string(InfoOf(dtype).name) + " " + why);
   };
   if (shape.rank() > kMaxRank) {
     return bad("has rank " + std::to_string(shape.rank()) + ", at most " +
                std::to_string(kMaxRank) + " is allowed");
   }
-  const std::int64_t bits = InfoOf(dtype).bits;
-  std::int64_t size = bits;
+  std::int64_t size = InfoOf(dtype).bits;
   bool empty = false;
   for (const std::int64_t e : shape) {
     if (e < 0) return bad("has a negative extent");
@@ -160,12 +161,33 @@ Result<TensorMeta> TensorMeta::Make(std::string key, DType dtype, const Dims& sh
   }
   if (empty) size = 0;
   if (size % 8 != 0) return bad("does not fill whole bytes");
+  return size;
+}
+
+// How many leading axes of extent one a buffer of this shape lacks of a box; -1: it does not fit.
+int LackingAxes(const Dims& extents, const Dims& shape) {
+  const int lacking = extents.rank() - shape.rank();
+  if (lacking < 0) return -1;
+  for (int a = 0; a < extents.rank(); ++a) {
+    if (extents[a] != (a < lacking ? 1 : shape[a - lacking])) return -1;
+  }
+  return lacking;
+}
+
+}  // namespace
+
+Status CheckShape(DType dtype, const Dims& shape) { return ShapeBits(dtype, shape).status(); }
+
+Result<TensorMeta> TensorMeta::Make(std::string key, DType dtype, const Dims& shape) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckKey(key));
+  const Result<std::int64_t> size = ShapeBits(dtype, shape);
+  if (!size.ok()) return size.status().WithContext("tensor " + key);
   TensorMeta meta;
   meta.key_ = std::move(key);
   meta.dtype_ = dtype;
   meta.shape_ = shape;
-  meta.elements_ = static_cast<std::uint64_t>(size / bits);
-  meta.bytes_ = static_cast<std::uint64_t>(size / 8);
+  meta.elements_ = static_cast<std::uint64_t>(size.value()) / InfoOf(dtype).bits;
+  meta.bytes_ = static_cast<std::uint64_t>(size.value() / 8);
   return meta;
 }
 
@@ -237,7 +259,8 @@ Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype
                                               " for a tensor of " +
                                               std::string(InfoOf(dtype).name));
   }
-  const bool as_box = !region.is_flat() && buffer.shape == region.box().extent();
+  const int lacking = region.is_flat() ? -1 : LackingAxes(region.box().extent(), buffer.shape);
+  const bool as_box = lacking >= 0;
   const bool as_run = buffer.shape.rank() == 1 && buffer.shape[0] == region.volume();
   if (!as_box && !as_run) {
     return Status(Code::kInvalidArgument, "buffer of shape " + buffer.shape.ToString() +
@@ -267,7 +290,9 @@ Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype
   }
   std::vector<PlacedBox> placed;
   if (as_box) {
-    placed.push_back({ByteBox(region.box(), element_bytes), 0, strides});
+    Dims all = Dims::Filled(lacking, 0);  // Never stepped along.
+    for (const std::int64_t s : strides) all.push_back(s);
+    placed.push_back({ByteBox(region.box(), element_bytes), 0, all});
     return placed;
   }
   std::int64_t at = 0;  // Position in the buffer's one axis.

@@ -19,6 +19,10 @@ inline constexpr std::size_t kMaxKeyBytes = 2048;
 // UTF-8, 1 to kMaxKeyBytes bytes, no NUL.
 Status CheckKey(std::string_view key);
 
+// Whether a tensor may have this shape: rank <= 16, elements and bits fit 63 bits, total bits are a
+// multiple of 8. kInvalidArgument: "shape [3] of f4 does not fill whole bytes".
+Status CheckShape(DType dtype, const Dims& shape);
+
 // Name, element type and global shape of a tensor. Checked once when made, immutable after:
 // rank <= 16, elements and bits fit 63 bits, total bits are a multiple of 8. (Extents of zero count
 // as one for the size check, so that no stride can overflow.)
@@ -68,8 +72,9 @@ struct PlacedBox {
 // Row-major packed pieces of a byte region from `offset` on: what a chunk looks like in its file.
 std::vector<PlacedBox> PlacePacked(const Region& byte_region, std::uint64_t offset);
 // A buffer that holds `region` of a (dtype, shape) tensor. Its shape must be the region's extents,
-// or one axis of volume() elements in the region's row-major order (always so for flat ranges; also
-// for boxes, because a flat range of whole rows becomes one). Offsets are relative to buffer.data.
+// of which leading ones that are 1 may be left out (layers stacked under one key), or one axis of
+// volume() elements in the region's row-major order (always so for flat ranges; also for boxes,
+// because a flat range of whole rows becomes one). Offsets are relative to buffer.data.
 // kInvalidArgument where dtype or shape do not agree, or strides reach past 2^62 bytes.
 Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype, const Dims& shape,
                                            const Region& region);

@@ -66,7 +66,8 @@ TENSORMOUNT_EXPORT Result<Shard> FlatShardFromOffsets(const Dims& local_shape,
                                                       std::int64_t first, const BufferView& data,
                                                       int prepended_axes = 0,
                                                       Replica replica = Replica::kUnlabelled);
-// Without data: for checking a layout, or to be allocated before a load.
+// Without data: for checking a layout, or to be allocated before a load. Its data has the region's
+// extents (one axis for flat ranges), packed, and no memory.
 TENSORMOUNT_EXPORT Shard MetadataOnly(DType dtype, const Dims& global_shape, const Region& region,
                                       Replica replica = Replica::kUnlabelled);
 
@@ -83,9 +84,11 @@ TENSORMOUNT_EXPORT Result<BufferView> TransposeView(const BufferView& buffer,
 TENSORMOUNT_EXPORT Result<BufferView> UnsqueezeView(const BufferView& buffer, int axis);
 
 // ---- Views of shards -----------------------------------------------------------------------
-// How a shard of one global tensor is a shard of another one. Regions must be boxes, but for
-// Stacked on axis 0 and Concatenated on axis 0, which also take flat ranges (kUnsupported names
-// what cannot be). Empty results are legal shards.
+// How a shard of one global tensor is a shard of another one. Labels and `metadata_only` are kept.
+// Flat ranges can be put together (Concatenated, Stacked) on any axis, and be cut (Split, Sliced,
+// NarrowedOnGrid, Interleaved) on the first axis on which they have more than one row, or where the
+// cut leaves all or nothing of them; kUnsupported says that a cut would need more than one range.
+// Empty results are legal shards, but have no cells.
 
 // Cut into consecutive parts along `axis`: part i of the global tensor, sizes[i] long there,
 // becomes a global tensor of its own, and this its shard. Sizes must add up.
@@ -98,19 +101,38 @@ TENSORMOUNT_EXPORT Result<Shard> Concatenated(const Shard& shard, int axis, std:
 // Number `index` of `count` tensors of equal shape that are stacked along a new axis `axis`.
 TENSORMOUNT_EXPORT Result<Shard> Stacked(const Shard& shard, int axis, std::int64_t index,
                                          std::int64_t count);
-// Axis i of the new tensor is axis axes[i] of this one.
+// Axis i of the new tensor is axis axes[i] of this one. Of boxes only.
 TENSORMOUNT_EXPORT Result<Shard> Transposed(const Shard& shard, std::span<const int> axes);
 // The part `box` of the global tensor as a tensor of its own.
 TENSORMOUNT_EXPORT Result<Shard> Sliced(const Shard& shard, const Box& box);
-// The same tensor, less of this shard: elements [begin, begin + extent) of its own axis `axis`.
+// The same tensor, less of this shard: elements [begin, begin + extent) of its own axis `axis`. Of
+// boxes only (a flat range has no axis of its own).
 TENSORMOUNT_EXPORT Result<Shard> Narrowed(const Shard& shard, int axis, std::int64_t begin,
                                           std::int64_t extent);
-// A rank's buffer that holds several parts of the global tensor one after the other along `axis`
-// (a gated layer: [gate; up], each cut over ranks): part i is `sizes[i]` long in the buffer and
-// begins at begins[i] of the global axis. One shard a part, all of the same tensor.
-TENSORMOUNT_EXPORT Result<std::vector<Shard>> Interleaved(const Shard& shard_of_first, int axis,
-                                                          std::span<const std::int64_t> sizes,
-                                                          std::span<const std::int64_t> begins);
+// What Megatron's ShardedTensor.narrow does: all ranks hold `local_extent` on `axis` and keep
+// elements [begin, begin + extent) of these, which together are a tensor of their own, cut as the
+// old one is: its shape and the beginning of this shard scale by extent / local_extent.
+TENSORMOUNT_EXPORT Result<Shard> NarrowedOnGrid(const Shard& shard, int axis,
+                                                std::int64_t local_extent, std::int64_t begin,
+                                                std::int64_t extent);
+
+// Elements [from, from + extent) of an axis truly stand at [to, to + extent).
+struct AxisMove {
+  std::int64_t from = 0;
+  std::int64_t extent = 0;
+  std::int64_t to = 0;
+};
+// A buffer that holds parts of the global tensor which do not stand one after the other there.
+// `shard` says what it would hold if they did; the result has one shard a move, in order (empty
+// where the shard has nothing of it), all of the same tensor. Moves must be disjoint, before and
+// after, and cover the shard.
+TENSORMOUNT_EXPORT Result<std::vector<Shard>> Interleaved(const Shard& shard, int axis,
+                                                          std::span<const AxisMove> moves);
+// The moves of rank `index` of `count` where global parts of `sizes` (gate and up; query, key and
+// value) are each cut evenly over the ranks, and a rank has its pieces one after the other:
+//   sizes {8, 8}, rank 1 of 4: [4, 6) is at [2, 4), [6, 8) is at [10, 12).
+TENSORMOUNT_EXPORT Result<std::vector<AxisMove>> FusedMoves(std::span<const std::int64_t> sizes,
+                                                            std::int64_t index, std::int64_t count);
 
 }  // namespace tensormount
 

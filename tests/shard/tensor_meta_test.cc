@@ -33,6 +33,8 @@ TEST(TensorMetaTest, Refuses) {
   EXPECT_THAT(TensorMeta::Make("w", DType::kU8, Dims::Filled(17, 1)), HasMessage("rank 17"));
   EXPECT_THAT(TensorMeta::Make("w", DType::kU8, Dims::Filled(16, 1)), IsOk());
   EXPECT_THAT(TensorMeta::Make("", DType::kU8, {}), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(CheckShape(DType::kF4, {3}), HasMessage("shape [3] of f4"));
+  EXPECT_OK(CheckShape(DType::kF4, {2, 3}));
 }
 
 TEST(TensorMetaTest, ChecksKeys) {
@@ -161,6 +163,35 @@ TEST(PlaceTest, BufferShapesMustAgree) {
               HasCode(Code::kInvalidArgument));
   EXPECT_THAT(place(BufferView::Host(DType::kF32, data, {2, 5}), B({0, 0}, {2, 5})),
               HasMessage("does not lie within"));
+}
+
+// Layers stacked under one key: the buffer of one layer has no axis for the layers.
+TEST(PlaceTest, LeadingAxesOfExtentOneMayBeLeftOut) {
+  std::uint32_t data[64];
+  const Dims shape = {10, 3, 2, 4};
+  const Region layer = B({7, 0, 0, 0}, {1, 1, 2, 4});
+  const auto place = [&](const Dims& extents, const Dims& strides, const Region& r) {
+    return PlaceBuffer(BufferView::HostStrided(DType::kF32, data, extents, strides), DType::kF32,
+                       shape, r);
+  };
+  for (const auto& [extents, strides] : std::vector<std::pair<Dims, Dims>>{
+           {{1, 1, 2, 4}, {0, 0, 1, 2}}, {{1, 2, 4}, {99, 1, 2}}, {{2, 4}, {1, 2}}}) {
+    const auto placed = place(extents, strides, layer);
+    ASSERT_OK(placed);
+    ASSERT_EQ(placed.value().size(), 1u);
+    EXPECT_EQ(placed.value()[0].box, B({7, 0, 0, 0, 0}, {1, 1, 2, 4, 4}));
+    EXPECT_EQ(placed.value()[0].strides[2], 4);
+    EXPECT_EQ(placed.value()[0].strides[3], 8);
+  }
+  EXPECT_OK(place({2, 4}, {4, 1}, layer));
+  // Only ones that lead, and only ones.
+  EXPECT_THAT(place({2, 4}, {4, 1}, B({7, 0, 0, 0}, {2, 1, 2, 4})), HasMessage("[2, 4]"));
+  EXPECT_THAT(place({3, 4}, {4, 1}, B({7, 0, 0, 0}, {1, 3, 1, 4})), HasMessage("[3, 4]"));
+  EXPECT_THAT(place({1, 1, 1, 2, 4}, {8, 8, 8, 4, 1}, layer), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(place({4}, {1}, layer), HasMessage("[4]"));
+  // A single element needs no axis at all; strides that are not packed still count.
+  EXPECT_OK(PlaceBuffer(BufferView::Host(DType::kF32, static_cast<void*>(data), {}), DType::kF32,
+                        {6}, B({2}, {1})));
 }
 
 TEST(PlaceTest, SubByteBuffersMustBePacked) {
