@@ -136,6 +136,7 @@ class MpiCommunicator final : public Communicator {
     const Clock::time_point now = Clock::now();
     heard_.assign(static_cast<std::size_t>(size_), now);
     beating_.assign(static_cast<std::size_t>(size_), MPI_REQUEST_NULL);
+    for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? size_ : 1); ++r) beat_to_[r] = 1;
     small_.assign(static_cast<std::size_t>(size_), 0);
     last_beat_ = now;
     // With thousands of ranks, rank 0 tells each of them less often.
@@ -214,6 +215,14 @@ class MpiCommunicator final : public Communicator {
     std::lock_guard lock(mutex_);
     if (rank == rank_) return std::chrono::nanoseconds(0);
     return Clock::now() - heard_.at(static_cast<std::size_t>(rank));
+  }
+
+  void KeepUp(int rank, bool wanted) override {
+    std::lock_guard lock(mutex_);
+    if (rank < 0 || rank >= size_ || rank == rank_) return;
+    int& wishes = beat_to_[rank];
+    wishes += wanted ? 1 : -1;
+    if (wishes <= 0) beat_to_.erase(rank);
   }
 
  private:
@@ -449,14 +458,13 @@ class MpiCommunicator final : public Communicator {
 
   void Heard(int peer) { heard_[static_cast<std::size_t>(peer)] = Clock::now(); }
 
-  // Rank 0 tells all, all tell rank 0; never a second time before the first is out.
+  // Rank 0 tells all, all tell rank 0, and who else asked for it; never a second time before the
+  // first is out.
   void Beat() {
     const Clock::time_point now = Clock::now();
     if (now - last_beat_ < interval_) return;
     last_beat_ = now;
-    const int end = rank_ == 0 ? size_ : 1;
-    for (int peer = 0; peer < end; ++peer) {
-      if (peer == rank_) continue;
+    for (const auto& [peer, wishes] : beat_to_) {
       MPI_Request& request = beating_[static_cast<std::size_t>(peer)];
       int done = 1;
       if (request != MPI_REQUEST_NULL &&
@@ -502,6 +510,7 @@ class MpiCommunicator final : public Communicator {
   std::vector<std::size_t> small_;  // Bytes of small sends taken over, by peer.
   std::vector<Clock::time_point> heard_;
   std::vector<MPI_Request> beating_;
+  std::map<int, int> beat_to_;  // Peer and how often that was asked for.
   Clock::time_point last_beat_;
   Clock::duration interval_{};
 };

@@ -56,8 +56,8 @@ class TENSORMOUNT_EXPORT Communicator {
   virtual Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) = 0;
   // The sender's size must be equal: kDataLoss from Test where it is not (the message is consumed).
   virtual Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) = 0;
-  // True once done; then, and after a failure, the request is forgotten. kUnavailable naming the rank where the peer is
-  // known to be gone (socket closed).
+  // True once done; then, and after a failure, the request is forgotten. kUnavailable naming the
+  // rank where the peer is known to be gone (socket closed).
   virtual Result<bool> Test(Request request) = 0;
   // Forgets a request; its memory may be reused when this returns. The pair's order for that tag
   // is undefined afterwards: a communicator with cancelled requests is only good for closing.
@@ -68,13 +68,20 @@ class TENSORMOUNT_EXPORT Communicator {
   // Time since `rank` was last heard of (its Progress ran, or a message of it came). Kept up
   // between rank 0 and every other; between others it may only count messages.
   virtual std::chrono::nanoseconds SilentFor(int rank) const = 0;
+  // Asks that SilentFor be kept up between this rank and `rank` too, until it is called as often
+  // with false. Both ranks ask. The default is for kinds that keep it up between all pairs.
+  virtual void KeepUp(int /*rank*/, bool /*wanted*/) {}
 
   // Numbers the collective jobs of this rank, so that a message left over from a failed one is
   // never taken for one of the next. Every rank begins the same jobs in the same order, on each
-  // channel (MakeChannel) for itself.
+  // channel and in each subgroup for itself. Numbers of different channels differ modulo
+  // kChannels * kChannels.
   std::uint32_t BeginJob() {
-    return jobs_.fetch_add(1, std::memory_order_relaxed) * kChannels + channel_;
+    return jobs_.fetch_add(1, std::memory_order_relaxed) * kChannels * kChannels + channel_;
   }
+  // Which of the kChannels * kChannels channels of its root it is: that of its subgroup times
+  // kChannels, plus that of MakeChannel.
+  std::uint32_t channel() const { return channel_; }
 
   // What the library keeps for this group from one call to the next (plans of earlier saves): the
   // object of that name, made by `make` where there is none yet.
@@ -95,24 +102,27 @@ class TENSORMOUNT_EXPORT Communicator {
 };
 
 // The same group once more, for collective jobs that run beside those of `parent` and of other
-// channels (an asynchronous save beside the training): messages of one channel are never taken for
-// those of another. Nothing is sent; every rank makes the same channels. `parent` must outlive it.
+// channels (an asynchronous save beside the training): messages of one job are never taken for
+// those of another. (Tags of the lower half, which collective jobs do not use, are handed on as
+// they are.) Nothing is sent; every rank makes the same channels. `parent` must outlive it; what is
+// outstanding when it is destroyed is cancelled.
 // kInvalidArgument: channel is not in [1, kChannels), or `parent` is a channel itself.
 TENSORMOUNT_EXPORT Result<std::unique_ptr<Communicator>> MakeChannel(Communicator& parent,
                                                                      std::uint32_t channel);
 
 // Some ranks of `parent` as a group of their own, rank i being ranks[i] of it. Made by these ranks
-// alone, all with the same list; nothing is sent. Groups that share ranks need different channels.
-// `parent` must outlive it. kInvalidArgument: a rank twice or out of range, this rank not among
-// them, a bad channel.
+// alone, all with the same list; nothing is sent. Groups that share ranks need different channels;
+// each can have channels of its own (MakeChannel), and subgroups. `parent` must outlive it; what is
+// outstanding when it is destroyed is cancelled.
+// kInvalidArgument: a rank twice or out of range, this rank not among them, channel not in
+// [1, kChannels) or that of the subgroup which `parent` is.
 TENSORMOUNT_EXPORT Result<std::unique_ptr<Communicator>> MakeSubgroup(Communicator& parent,
                                                                       const std::vector<int>& ranks,
                                                                       std::uint32_t channel);
 
 // Runs `body` on `ranks` threads of this process, each with its own Communicator, and joins them.
 // Returns the first failure by rank. An exception in a body becomes kInternal.
-TENSORMOUNT_EXPORT Status RunOnThreads(int ranks,
-                                       const std::function<Status(Communicator&)>& body);
+TENSORMOUNT_EXPORT Status RunOnThreads(int ranks, const std::function<Status(Communicator&)>& body);
 
 // The communicators that RunOnThreads hands out, for those who have threads of their own. The
 // group lives as long as any of its members.

@@ -366,4 +366,12 @@ const std::vector<ConformanceCase>& ConformanceCases() {
   return cases;
 }
 
+Status Conform(Communicator& comm, bool cancels) {
+  for (const ConformanceCase& c : ConformanceCases()) {
+    if (comm.size() < c.min_ranks || c.cancels != cancels) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(c.body(comm).WithContext(c.name));
+  }
+  return {};
+}
+
 }  // namespace tensormount

@@ -22,6 +22,9 @@ struct ConformanceCase {
 
 const std::vector<ConformanceCase>& ConformanceCases();
 
+// All cases that fit the group, one after the other: with `cancels` those that cancel alone.
+Status Conform(Communicator& comm, bool cancels);
+
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_TESTS_COLLECTIVE_COMMUNICATOR_CONFORMANCE_H_

@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <memory>
 #include <signal.h>
 #include <string>
 #include <thread>
-#include <tuple>
+#include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "collective/comm/socket_group.h"
+#include "tests/collective/collective_cases.h"
 #include "tests/collective/communicator_conformance.h"
+#include "tests/collective/group_view_cases.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {
@@ -18,20 +22,20 @@ namespace {
 
 using std::chrono::seconds;
 
+int Report(const Communicator& comm, const Status& status) {
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "rank %d: %s\n", comm.rank(), status.ToString().c_str());
+  return 1;
+}
+
 class SocketConformanceTest : public testing::TestWithParam<int> {};
 
 // One group runs all cases, as under MPI: forking is dear under sanitizers.
 TEST_P(SocketConformanceTest, Holds) {
   ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(GetParam(), [](Communicator& comm) {
-                         for (const ConformanceCase& c : ConformanceCases()) {
-                           if (comm.size() < c.min_ranks) continue;
-                           const Status status = c.body(comm);
-                           if (status.ok()) continue;
-                           std::fprintf(stderr, "%s: rank %d: %s\n", c.name, comm.rank(),
-                                        status.ToString().c_str());
-                           return 1;
-                         }
-                         return 0;
+                         Status status = Conform(comm, /*cancels=*/false);
+                         if (status.ok()) status = Conform(comm, /*cancels=*/true);
+                         return Report(comm, status);
                        }));
   for (const ForkedGroup::Exit& e : group->Wait(seconds(120))) {
     EXPECT_TRUE(e.exited);
@@ -41,6 +45,57 @@ TEST_P(SocketConformanceTest, Holds) {
 
 INSTANTIATE_TEST_SUITE_P(All, SocketConformanceTest, testing::Values(1, 2, 4),
                          testing::PrintToStringParamName());
+
+TEST(SocketGroupViewTest, ChannelsAndSubgroupsConformAndWorkAtTheSameTime) {
+  ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(4, [](Communicator& comm) {
+                         Status status = ExerciseChannels(comm);
+                         if (status.ok()) status = ExerciseSubgroups(comm);
+                         return Report(comm, status);
+                       }));
+  for (const ForkedGroup::Exit& e : group->Wait(seconds(120))) EXPECT_EQ(e.code, 0);
+}
+
+// Rank 0 of the subgroup is another rank of the group. Who dies or stops is named as the subgroup
+// counts; rank 2 of the group is not concerned.
+TEST(SocketGroupViewTest, ADeadOrStoppedRankOfASubgroupIsNamed) {
+  const std::vector<int> ranks = {3, 1, 0};
+  struct Fate {
+    int victim;
+    int signal;
+    Code code;
+    std::unique_ptr<ForkedGroup> group;
+  };
+  std::vector<Fate> fates;
+  for (const int victim : {0, 2}) {
+    fates.push_back({victim, SIGKILL, Code::kUnavailable, nullptr});
+    fates.push_back({victim, SIGSTOP, Code::kDeadlineExceeded, nullptr});
+  }
+  // All at once: they mostly wait.
+  for (Fate& fate : fates) {
+    ASSERT_OK_AND_ASSIGN(fate.group, ForkedGroup::Start(4, [&](Communicator& comm) {
+                           if (comm.rank() == 2) return 0;
+                           const auto sub = MakeSubgroup(comm, ranks, 2);
+                           if (!sub.ok()) return Report(comm, sub.status());
+                           return WatchVictim(*sub.value(), Operation::kAllToAll, fate.victim,
+                                              fate.signal);
+                         }));
+  }
+  const auto give_up = std::chrono::steady_clock::now() + seconds(60);
+  for (const Fate& fate : fates) {
+    SCOPED_TRACE("victim " + std::to_string(fate.victim) + ", signal " +
+                 std::to_string(fate.signal));
+    for (int r = 0; r < 4; ++r) {
+      const auto it = std::find(ranks.begin(), ranks.end(), r);
+      const bool concerned = it != ranks.end();
+      if (concerned && it - ranks.begin() == fate.victim) continue;
+      ForkedGroup::Exit exit;
+      do {
+        exit = fate.group->Wait(std::chrono::milliseconds(5))[static_cast<std::size_t>(r)];
+      } while (!exit.exited && std::chrono::steady_clock::now() < give_up);
+      EXPECT_EQ(exit.code, concerned ? kSawFailure + static_cast<int>(fate.code) : 0) << r;
+    }
+  }
+}
 
 TEST(ForkedGroupTest, SaysHowEachRankEnded) {
   ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(3, [](Communicator& comm) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What one process of an MPI job does in mpi_test:
-//   mpi_ranks conformance | cancel | collective
-//   mpi_ranks victim OPERATION RANK SIGNAL
+//   mpi_ranks conformance | cancel | collective | views
+//   mpi_ranks victim | victim-of-subgroup OPERATION RANK SIGNAL
 //   mpi_ranks late FOLDER
 // Prints one line that begins with "rank N: ".
 #include <chrono>
@@ -18,6 +18,7 @@
 #include "collective/comm/collective.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/collective/communicator_conformance.h"
+#include "tests/collective/group_view_cases.h"
 
 namespace tensormount {
 namespace {
@@ -30,14 +31,6 @@ int Say(const Communicator& comm, const std::string& what) {
 
 int Say(const Communicator& comm, const std::string& name, const Status& status) {
   return Say(comm, status.ok() ? "good" : name + ": " + status.ToString());
-}
-
-int Conformance(Communicator& comm, bool cancels) {
-  for (const ConformanceCase& c : ConformanceCases()) {
-    if (comm.size() < c.min_ranks || c.cancels != cancels) continue;
-    if (const Status status = c.body(comm); !status.ok()) return Say(comm, c.name, status);
-  }
-  return Say(comm, "good");
 }
 
 int Victim(Communicator& comm, Operation operation, int victim, int signal) {
@@ -95,9 +88,14 @@ int Main(int argc, char** argv) {
     return 1;
   }
   Communicator& world = *comm.value();
-  if (mode == "conformance") return Conformance(world, /*cancels=*/false);
+  if (mode == "conformance") return Say(world, mode, Conform(world, /*cancels=*/false));
+  if (mode == "views") {
+    Status status = ExerciseChannels(world);
+    if (status.ok()) status = ExerciseSubgroups(world);
+    return Say(world, mode, status);
+  }
   if (mode == "cancel") {
-    const int result = Conformance(world, /*cancels=*/true);
+    const int result = Say(world, mode, Conform(world, /*cancels=*/true));
     comm.value().reset();  // Must not wait for what is never received.
     session.value()->Abandon();
     ::_exit(result);
@@ -109,9 +107,14 @@ int Main(int argc, char** argv) {
     return Say(world, mode, status);
   }
   if (mode == "late" && argc == 3) return Late(world, argv[2]);
-  if (mode == "victim" && argc == 5) {
-    Victim(world, static_cast<Operation>(std::atoi(argv[2])), std::atoi(argv[3]),
-           std::atoi(argv[4]));
+  if ((mode == "victim" || mode == "victim-of-subgroup") && argc == 5) {
+    // All ranks, turned round: rank 0 of the subgroup is the last one of the world.
+    std::vector<int> turned;
+    for (int r = world.size() - 1; r >= 0; --r) turned.push_back(r);
+    auto sub = MakeSubgroup(world, turned, 1);
+    if (!sub.ok()) return Say(world, mode, sub.status());
+    Victim(mode == "victim" ? world : *sub.value(), static_cast<Operation>(std::atoi(argv[2])),
+           std::atoi(argv[3]), std::atoi(argv[4]));
     session.value()->Abandon();
     ::_exit(0);  // Others of this job are gone: nothing may wait for them.
   }

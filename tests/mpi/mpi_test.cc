@@ -9,6 +9,7 @@
 #include <signal.h>
 #include <sstream>
 #include <string>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <vector>
 
@@ -41,8 +42,14 @@ class MpiTest : public testing::Test {
 
 std::unique_ptr<Subprocess> StartRanks(int ranks, const std::vector<std::string>& arguments,
                                        const std::vector<std::string>& options = {}) {
-  std::vector<std::string> command = {"mpirun", "--allow-run-as-root", "--oversubscribe", "-n",
-                                      std::to_string(ranks)};
+  // A folder each: of two that start at the same time, one fails where both make the usual one.
+  static const TempDir folder;
+  static int jobs = 0;
+  const std::string mine = folder.path() + "/" + std::to_string(jobs++);
+  ::mkdir(mine.c_str(), 0700);
+  std::vector<std::string> command = {"mpirun", "--allow-run-as-root", "--oversubscribe",
+                                      "--mca",  "orte_tmpdir_base",    mine,
+                                      "-n",     std::to_string(ranks)};
   command.insert(command.end(), options.begin(), options.end());
   command.push_back(BuiltProgram("tests/mpi_ranks"));
   command.insert(command.end(), arguments.begin(), arguments.end());
@@ -90,6 +97,10 @@ TEST_F(MpiTest, EveryCollectiveOperationOnEveryRank) {
   ExpectAllGood(3, RunRanks(3, {"collective"}));
 }
 
+TEST_F(MpiTest, ChannelsAndSubgroupsConformAndWorkAtTheSameTime) {
+  ExpectAllGood(4, RunRanks(4, {"views"}));
+}
+
 TEST_F(MpiTest, ARankThatDoesNotComeIsNamedAndGetsTheFailure) {
   TempDir folder;
   const ProcessOutcome outcome = RunRanks(3, {"late", folder.path()});
@@ -102,6 +113,7 @@ struct Fate {
   Operation operation;
   int victim;
   int signal;
+  std::string mode = "victim";
 };
 
 // All survivors return by their deadline, with one code, and name the victim. The jobs run beside
@@ -111,7 +123,7 @@ void ExpectSurvivorsNameTheVictim(const std::vector<Fate>& fates) {
   std::vector<std::unique_ptr<Subprocess>> jobs;
   for (const Fate& f : fates) {
     jobs.push_back(StartRanks(kRanks,
-                              {"victim", std::to_string(static_cast<int>(f.operation)),
+                              {f.mode, std::to_string(static_cast<int>(f.operation)),
                                std::to_string(f.victim), std::to_string(f.signal)},
                               {"--enable-recovery"}));
   }
@@ -138,6 +150,12 @@ TEST_F(MpiTest, AKilledRankIsNamedByAll) {
 TEST_F(MpiTest, AStoppedRankIsNamedByAll) {
   ExpectSurvivorsNameTheVictim(
       {{Operation::kExchange, 2, SIGSTOP}, {Operation::kAgree, 0, SIGSTOP}});
+}
+
+// Between ranks that hear of each other only because their subgroup asked for it.
+TEST_F(MpiTest, AStoppedRankOfASubgroupIsNamedByAll) {
+  ExpectSurvivorsNameTheVictim({{Operation::kAllToAll, 2, SIGSTOP, "victim-of-subgroup"},
+                                {Operation::kAgree, 0, SIGSTOP, "victim-of-subgroup"}});
 }
 
 TEST(WithoutMpiTest, SaysSoInWords) {

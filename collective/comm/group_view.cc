@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+// Channels and subgroups: the ranks of another communicator, or some of them, under numbers of
+// their own. Everything is handed on.
+#include <algorithm>
+#include <cctype>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "tensormount/communicator.h"
+
+#include "collective/comm/host_bytes.h"
+
+namespace tensormount {
+namespace {
+
+// `status` with "rank FROM" called "rank TO".
+Status Renumbered(const Status& status, int from, int to) {
+  if (from == to) return status;
+  const std::string old = "rank " + std::to_string(from);
+  const std::string& message = status.message();
+  std::string out;
+  std::size_t at = 0;
+  while (true) {
+    const std::size_t hit = message.find(old, at);
+    if (hit == std::string::npos) break;
+    const std::size_t end = hit + old.size();
+    const bool whole =
+        end == message.size() || std::isdigit(static_cast<unsigned char>(message[end])) == 0;
+    out += message.substr(at, hit - at) + (whole ? "rank " + std::to_string(to) : old);
+    at = end;
+  }
+  return Status::FromParts(status.code(), status.ToErrno(), out + message.substr(at));
+}
+
+class GroupView final : public Communicator {
+ public:
+  // `ranks`: those of the parent, by rank here; `rank` is this one's place among them.
+  GroupView(Communicator& parent, std::vector<int> ranks, int rank, std::uint32_t channel)
+      : Communicator(channel), parent_(parent), ranks_(std::move(ranks)), rank_(rank) {}
+
+  ~GroupView() override {
+    for (const auto& [request, peer] : outstanding_) parent_.Cancel(request);
+    for (const int rank : kept_up_) parent_.KeepUp(rank, false);
+  }
+
+  // As between rank 0 and every other of any group.
+  void KeepUpWithRankZero() {
+    const int end = rank_ == 0 ? size() : 1;
+    for (int r = rank_ == 0 ? 1 : 0; r < end; ++r) kept_up_.push_back(Of(r));
+    for (const int rank : kept_up_) parent_.KeepUp(rank, true);
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(ranks_.size()); }
+  std::string kind() const override { return parent_.kind(); }
+
+  Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckEnvelope(*this, to, tag));
+    return Note(parent_.Send(Of(to), tag, view), to);
+  }
+  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckEnvelope(*this, from, tag));
+    return Note(parent_.Receive(Of(from), tag, view), from);
+  }
+
+  Result<bool> Test(Request request) override {
+    Result<bool> done = parent_.Test(request);
+    if (done.ok() && !done.value()) return done;
+    const int peer = Forget(request);
+    if (!done.ok() && peer >= 0) return Renumbered(done.status(), Of(peer), peer);
+    return done;
+  }
+
+  void Cancel(Request request) override {
+    if (Forget(request) >= 0) parent_.Cancel(request);
+  }
+
+  Status Progress() override { return parent_.Progress(); }
+  std::chrono::nanoseconds SilentFor(int rank) const override {
+    return parent_.SilentFor(ranks_.at(static_cast<std::size_t>(rank)));
+  }
+  void KeepUp(int rank, bool wanted) override {
+    if (rank >= 0 && rank < size()) parent_.KeepUp(Of(rank), wanted);
+  }
+
+ private:
+  int Of(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
+
+  Result<Request> Note(const Result<Request>& request, int peer) {
+    if (!request.ok()) return Renumbered(request.status(), Of(peer), peer);
+    std::lock_guard lock(mutex_);
+    outstanding_.emplace(request.value(), peer);
+    return request;
+  }
+  // Its peer; -1 where it is not of this view.
+  int Forget(Request request) {
+    std::lock_guard lock(mutex_);
+    const auto it = outstanding_.find(request);
+    if (it == outstanding_.end()) return -1;
+    const int peer = it->second;
+    outstanding_.erase(it);
+    return peer;
+  }
+
+  Communicator& parent_;
+  const std::vector<int> ranks_;
+  const int rank_;
+  std::vector<int> kept_up_;  // Ranks of the parent.
+  std::mutex mutex_;
+  std::unordered_map<Request, int> outstanding_;
+};
+
+Status CheckChannel(std::uint32_t channel) {
+  if (channel >= 1 && channel < Communicator::kChannels) return {};
+  return {Code::kInvalidArgument, "channel " + std::to_string(channel) + " is outside [1, " +
+                                      std::to_string(Communicator::kChannels) + ")"};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Communicator>> MakeChannel(Communicator& parent, std::uint32_t channel) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckChannel(channel));
+  if (parent.channel() % Communicator::kChannels != 0) {
+    return Status(Code::kInvalidArgument, "make a channel: the parent is a channel itself");
+  }
+  std::vector<int> ranks;
+  for (int r = 0; r < parent.size(); ++r) ranks.push_back(r);
+  return std::unique_ptr<Communicator>(std::make_unique<GroupView>(
+      parent, std::move(ranks), parent.rank(), parent.channel() + channel));
+}
+
+Result<std::unique_ptr<Communicator>> MakeSubgroup(Communicator& parent,
+                                                   const std::vector<int>& ranks,
+                                                   std::uint32_t channel) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckChannel(channel));
+  if (parent.channel() / Communicator::kChannels == channel) {
+    return Status(Code::kInvalidArgument, "make a subgroup: its channel " +
+                                              std::to_string(channel) +
+                                              " is that of the subgroup it is made of");
+  }
+  std::vector<bool> seen(static_cast<std::size_t>(parent.size()));
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= parent.size()) {
+      return Status(Code::kInvalidArgument, "make a subgroup: rank " + std::to_string(rank) +
+                                                " is outside [0, " + std::to_string(parent.size()) +
+                                                ")");
+    }
+    if (seen[static_cast<std::size_t>(rank)]) {
+      return Status(Code::kInvalidArgument,
+                    "make a subgroup: rank " + std::to_string(rank) + " is in it twice");
+    }
+    seen[static_cast<std::size_t>(rank)] = true;
+  }
+  const auto self = std::find(ranks.begin(), ranks.end(), parent.rank());
+  if (self == ranks.end()) {
+    return Status(Code::kInvalidArgument,
+                  "make a subgroup: rank " + std::to_string(parent.rank()) + " is not in it");
+  }
+  auto view = std::make_unique<GroupView>(
+      parent, ranks, static_cast<int>(self - ranks.begin()),
+      channel * Communicator::kChannels + parent.channel() % Communicator::kChannels);
+  view->KeepUpWithRankZero();
+  return std::unique_ptr<Communicator>(std::move(view));
+}
+
+}  // namespace tensormount
