@@ -241,10 +241,7 @@ class Corners {
     // Not worth the while where there is no such order.
     if (++added_ % 1024 == 0) {
       joining_ = joined_ > added_ / 8;
-      if (!joining_) {
-        FlushAll();
-        table_.Reserve(2 * regions_);
-      }
+      if (!joining_) table_.Reserve(2 * regions_);
     }
   }
 

@@ -340,6 +340,31 @@ void Run(const Options& options, const Layout& layout, bool shuffled, bool other
   std::fflush(stdout);
 }
 
+// Many ranks, few regions: replicas are joined first.
+void RunReplicas(const Options& options, const Layout& layout, std::size_t copies) {
+  const std::string name = std::to_string(copies) + " replicas of " + layout.name + ", in turns";
+  if (name.find(options.only) == std::string::npos) return;
+  Layout all = layout;
+  for (std::size_t i = 1; i < copies; ++i) {
+    all.boxes.insert(all.boxes.end(), layout.boxes.begin(), layout.boxes.end());
+  }
+  const RegionSet set = SetOf(all);
+  std::vector<double> times;
+  for (int round = 0; round < options.rounds; ++round) {
+    times.push_back(Milliseconds(
+        [&] {
+          RegionSet distinct;
+          return !IsPartition(set) && GroupEqual(set, &distinct).size() == set.size() &&
+                 IsPartition(distinct);
+        },
+        true, name.c_str()));
+  }
+  const double own = Median(times);
+  std::printf("{\"case\": \"%s\", \"boxes\": %zu, \"check_ms\": %.3f, \"ns_per_box\": %.1f}\n",
+              name.c_str(), set.size(), own, own * 1e6 / static_cast<double>(set.size()));
+  std::fflush(stdout);
+}
+
 void RunAll(const Options& options) {
   Generator random{42};
   const auto both = [&](Layout layout, bool others) {
@@ -359,6 +384,8 @@ void RunAll(const Options& options) {
   both(Bricks("bricks 128 x 128", 128, 128), true);
   both(Combs("combs of 8192", 8192), true);
   both(JitteredFlats("16384 jittered flat ranges", {1 << 16, 8192}, 16384, random), false);
+  RunReplicas(options, Rows("128 rows", {1 << 20, 8192}, 128, 0), 128);
+  RunReplicas(options, Grid("grid 16 x 8", {1 << 20, 8192}, {16, 8}, false, random), 128);
   if (!options.large) return;
   constexpr std::int64_t kMany = 1 << 20;
   both(Rows("2^20 rows", {kMany * 8, 64}, kMany, 0), false);

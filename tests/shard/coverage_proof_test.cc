@@ -420,17 +420,36 @@ TEST(CoverageProofTest, MoreFaultsThanTheCornersTell) {
   EXPECT_THAT(report.missing, ElementsAre(B({0, 1}, {1, 1}), B({0, 3}, {1, 1}), B({0, 5}, {1, 1})));
 }
 
+TEST(CoverageProofTest, MoreHolesThanTheirGridMayHaveCells) {
+  const std::int64_t n = 600;
+  std::vector<Region> regions;
+  std::vector<Box> holes;
+  for (std::int64_t r = 0; r < n; ++r) {
+    const std::int64_t at = 3 * (n - r);
+    regions.push_back(B({2 * r, 0}, {1, at}));
+    regions.push_back(B({2 * r, at + 1}, {1, 2000 - at - 1}));
+    regions.push_back(B({2 * r + 1, 0}, {1, 2000}));
+    holes.push_back(B({2 * r, at}, {1, 1}));
+  }
+  const RegionSet set = SetOf({2 * n, 2000}, regions);
+  std::vector<Difference> differences;
+  EXPECT_EQ(ProveByCorners(set, &differences), Proof::kNotPartition);
+  EXPECT_THAT(differences, IsEmpty());
+  EXPECT_EQ(CheckCoverage(set, 1000).missing, holes);
+}
+
 TEST(CoverageProofTest, ManyOverlapsFarApart) {
   std::vector<Region> regions;
   for (std::int64_t r = 0; r < 40; ++r) {
-    regions.push_back(B({r, 0}, {1, r % 2 == 0 ? 6 : 5}));
-    regions.push_back(B({r, 5}, {1, 5}));
+    const std::int64_t at = r < 20 ? 7 : 2;
+    regions.push_back(B({2 * r, 0}, {2, r % 2 == 0 ? at + 1 : at}));
+    regions.push_back(B({2 * r, at}, {2, 10 - at}));
   }
-  const CoverageReport report = CheckCoverage(SetOf({40, 10}, regions), 100);
+  const CoverageReport report = CheckCoverage(SetOf({80, 10}, regions), 100);
   ASSERT_EQ(report.overlaps.size(), 20u);
   for (std::int64_t k = 0; k < 20; ++k) {
     const Overlap& o = report.overlaps[static_cast<std::size_t>(k)];
-    EXPECT_EQ(o.box, B({2 * k, 5}, {1, 1}));
+    EXPECT_EQ(o.box, B({4 * k, k < 10 ? 7 : 2}, {2, 1}));
     EXPECT_EQ(o.first, static_cast<std::uint32_t>(4 * k));
     EXPECT_EQ(o.second, static_cast<std::uint32_t>(4 * k + 1));
   }
@@ -546,19 +565,36 @@ TEST(RegionSetTest, HoldsRegionsAsTheyAre) {
     RegionSet set(shape);
     std::vector<Region> regions;
     for (std::int64_t n = rnd.Int(0, 8); n > 0; --n) {
-      const Region region = RandomRegion(rnd, shape).region;
-      ASSERT_TRUE(set.Add(region, static_cast<std::uint32_t>(100 + regions.size())));
+      const Box of = RandomBox(rnd, shape);
+      const auto owner = static_cast<std::uint32_t>(100 + regions.size());
+      Region region = of;
+      if (rnd.OneIn(2)) {
+        ASSERT_TRUE(set.AddBox(of.begin().begin(), of.extent().begin(), owner));
+      } else {
+        const std::int64_t first = rnd.Int(0, of.volume());
+        const std::int64_t count = rnd.Int(0, of.volume() - first);
+        region = F(of, first, count);
+        ASSERT_TRUE(set.AddFlat(of.begin().begin(), of.extent().begin(), first, count, owner));
+      }
       if (!region.empty()) regions.push_back(region);
-      if (region.empty()) continue;
-      ASSERT_EQ(set.owner(set.size() - 1), 100 + regions.size() - 1);
     }
     ASSERT_EQ(set.size(), regions.size());
     for (std::size_t r = 0; r < regions.size(); ++r) {
       ASSERT_EQ(set.At(r), regions[r]);
       ASSERT_EQ(set.is_flat(r), regions[r].is_flat());
       ASSERT_EQ(set.volume(r), regions[r].volume());
+      ASSERT_EQ(set.owner(r), 100 + r);
     }
   }
+}
+
+TEST(RegionSetTest, RangesWithinTheSameRowsAreNotEqual) {
+  const Box whole = Box::Whole({4, 6});
+  // All of them reach from the first row into the last.
+  const std::vector<Region> all = {F(whole, 1, 20), F(whole, 2, 20), F(whole, 2, 19),
+                                   whole,           F(whole, 1, 20), whole};
+  RegionSet distinct;
+  EXPECT_THAT(GroupEqual(SetOf({4, 6}, all), &distinct), ElementsAre(0, 1, 2, 3, 0, 3));
 }
 
 TEST(RegionSetTest, GroupsEqualRegionsByFirstAppearance) {
