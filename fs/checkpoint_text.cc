@@ -56,10 +56,12 @@ std::string DimsText(const Dims& dims) { return dims.ToString(); }
 
 std::string DigestText(Crc64 digest) { return fmt::format("crc64-nvme:{:016x}", digest); }
 
-GeneratedText::Parts CheckpointJson(const OpenedCheckpoint& opened,
-                                    const std::vector<ObjectContent>& objects) {
+Result<GeneratedText::Parts> CheckpointJson(const OpenedCheckpoint& opened,
+                                            const std::vector<ObjectContent>& objects) {
   const CheckpointIndex& index = opened.index();
   const CheckpointInfo& info = index.info();
+  const Result<CommonValue> content = index.CommonRecord(kContentRecord);
+  if (!content.ok() && content.status().code() != Code::kNotFound) return content.status();
   GeneratedText::Parts parts;
   std::string& head = parts.head;
   head = "{\n";
@@ -75,6 +77,7 @@ GeneratedText::Parts CheckpointJson(const OpenedCheckpoint& opened,
   head += fmt::format("  \"producer\": {},\n  \"world_size\": {},\n  \"created\": {},\n",
                       JsonString(info.producer), info.world_size, info.created);
   head += fmt::format("  \"self_contained\": {},\n", info.self_contained);
+  if (content.ok()) head += fmt::format("  \"content\": {},\n", CommonToJson(content.value()));
   if (opened.commit() != nullptr) {
     head += fmt::format("  \"content_root\": \"xxh3-128:{}\",\n",
                         opened.commit()->record.content_root.ToHex());
@@ -111,13 +114,24 @@ GeneratedText::Parts CheckpointJson(const OpenedCheckpoint& opened,
 }
 
 Result<std::string> CommonJson(const CheckpointIndex& index) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto common, index.Common());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, index.Common());
   std::string text = "{";
   bool first = true;
-  for (const auto& [key, value] : common) {
+  const auto line = [&](std::string_view key, std::string_view value) {
     text += first ? "\n  " : ",\n  ";
     first = false;
-    text += JsonString(key) + ": " + CommonToJson(value);
+    text += JsonString(key) + ": ";
+    text += value;
+  };
+  for (const auto& [key, value] : common.values) line(key, CommonToJson(value));
+  if (!common.content.items.empty()) line("$content", CommonToJson(common.content));
+  if (!common.ranks.empty()) {
+    std::string ranks = "{";
+    for (const auto& [rank, values] : common.ranks) {
+      ranks += fmt::format("{}\n    \"{}\": {}", ranks.size() > 1 ? "," : "", rank,
+                           CommonToJson(DictOf(values)));
+    }
+    line("$ranks", ranks + "\n  }");
   }
   return text + (first ? "}\n" : "\n}\n");
 }

@@ -17,9 +17,10 @@
 namespace tensormount::fs {
 
 // checkpoint.json. `opened` and `objects` must outlive what is made of it.
-GeneratedText::Parts CheckpointJson(const OpenedCheckpoint& opened,
-                                    const std::vector<ObjectContent>& objects);
-// common.json: an object with a line for each value, as CommonToJson writes it.
+Result<GeneratedText::Parts> CheckpointJson(const OpenedCheckpoint& opened,
+                                            const std::vector<ObjectContent>& objects);
+// common.json: an object with a line for each value, as CommonToJson writes it, then what is
+// reserved (docs/format.md, "common.json").
 Result<std::string> CommonJson(const CheckpointIndex& index);
 // extents/KEY.json.
 Result<GeneratedText::Parts> ExtentsJson(const CheckpointIndex& index, const TensorEntry& tensor);

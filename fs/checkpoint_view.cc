@@ -486,8 +486,9 @@ Result<std::map<std::string, std::string>> CheckpointView::Xattrs(const Node& no
 Result<std::shared_ptr<const GeneratedText>> CheckpointView::Json() const {
   const std::lock_guard lock(mutex_);
   if (!json_) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(json_,
-                                 GeneratedText::Make(CheckpointJson(*opened_, objects_->parts)));
+    TENSORMOUNT_ASSIGN_OR_RETURN(GeneratedText::Parts parts,
+                                 CheckpointJson(*opened_, objects_->parts));
+    TENSORMOUNT_ASSIGN_OR_RETURN(json_, GeneratedText::Make(std::move(parts)));
   }
   return json_;
 }

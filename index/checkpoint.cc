@@ -121,7 +121,13 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenSafetensors(
   std::sort(
       content.tensors.begin(), content.tensors.end(),
       [](const TensorContent& a, const TensorContent& b) { return a.meta.key() < b.meta.key(); });
-  for (const auto& [key, value] : header.value().metadata) content.common.emplace(key, value);
+  for (const auto& [key, value] : header.value().metadata) {
+    if (IsReservedCommonName(key)) {
+      opened->warnings_.push_back(path + ": metadata " + key + " has a reserved name, left out");
+    } else {
+      content.common.emplace(key, value);
+    }
+  }
   TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(content).WithContext(path));
   TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_, CheckpointIndex::FromContent(content));
   return opened;

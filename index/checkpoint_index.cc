@@ -278,8 +278,8 @@ Result<std::vector<ExtraPiece>> CheckpointIndex::Extras() const {
   return extras;
 }
 
-Result<std::map<std::string, CommonValue>> CheckpointIndex::Common() const {
-  std::map<std::string, CommonValue> common;
+Result<CommonValues> CheckpointIndex::CommonRecords() const {
+  CommonValues common;
   Status inner;
   TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(
       record::Key(record::kCommon), {}, [&](std::string_view key, std::string_view encoded) {
@@ -291,6 +291,23 @@ Result<std::map<std::string, CommonValue>> CheckpointIndex::Common() const {
       }));
   TENSORMOUNT_RETURN_IF_ERROR(inner);
   return common;
+}
+
+Result<CommonState> CheckpointIndex::Common() const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(CommonValues records, CommonRecords());
+  return SplitCommonRecords(std::move(records));
+}
+
+Result<CommonValue> CheckpointIndex::CommonRecord(std::string_view name) const {
+  Result<std::string> encoded = table_->Get(record::Key(record::kCommon, name));
+  if (!encoded.ok()) {
+    if (encoded.status().code() != Code::kNotFound) return encoded.status();
+    return Status(Code::kNotFound, "no common value " + std::string(name));
+  }
+  ByteReader in(encoded.value(), "index: common value");
+  TENSORMOUNT_ASSIGN_OR_RETURN(CommonValue value, DecodeCommon(in, "index: common value"));
+  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+  return value;
 }
 
 Result<std::string> CheckpointIndex::SafetensorsHeader() const {
@@ -329,7 +346,7 @@ Result<Content> CheckpointIndex::ToContent() const {
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(content.objects, Objects());
   TENSORMOUNT_ASSIGN_OR_RETURN(content.extras, Extras());
-  TENSORMOUNT_ASSIGN_OR_RETURN(content.common, Common());
+  TENSORMOUNT_ASSIGN_OR_RETURN(content.common, CommonRecords());
   return content;
 }
 

@@ -14,6 +14,7 @@
 
 #include "base/file_system.h"
 #include "index/commit_record.h"
+#include "index/common_state.h"
 #include "index/content.h"
 
 namespace tensormount {
@@ -85,7 +86,11 @@ class CheckpointIndex {
   Result<std::vector<ObjectContent>> Objects() const;
   Result<std::vector<ObjectContent>> ObjectParts(std::string_view key) const;  // kNotFound
   Result<std::vector<ExtraPiece>> Extras() const;
-  Result<std::map<std::string, CommonValue>> Common() const;
+  // Every common record, reserved ones too, and the state that they hold.
+  Result<CommonValues> CommonRecords() const;
+  Result<CommonState> Common() const;
+  // One record. kNotFound.
+  Result<CommonValue> CommonRecord(std::string_view name) const;
   // Bytes of model.safetensors before its data; made when the index was built. Tensors stand in it
   // by falling element size, then by key, so that each is aligned. kUnsupported where the header
   // would pass the format's limit.

@@ -77,7 +77,7 @@ Status DecideMtimes(std::span<const CheckpointIndex* const> priors, std::int64_t
           mine.grid == part.grid && mine.length == part.length && mine.hash == part.hash;
       objects[i].Add(same, part.mtime);
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto values, prior->Common());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const CommonValues values, prior->CommonRecords());
     common.Add(content.common == values, prior->info().common_mtime);
     json.Add(false, prior->info().json_mtime);
   }

@@ -99,16 +99,44 @@ Result<std::string> Checkpoint::object(std::string_view key, const Dims& index) 
 }
 
 Result<std::map<std::string, CommonValue>> Checkpoint::common() const {
-  return impl_->opened->index().Common();
+  TENSORMOUNT_ASSIGN_OR_RETURN(CommonState state, impl_->opened->index().Common());
+  return std::move(state.values);
 }
 
 Result<CommonValue> Checkpoint::common(std::string_view name) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto values, impl_->opened->index().Common());
-  const auto it = values.find(std::string(name));
-  if (it == values.end()) {
+  if (IsReservedCommonName(name)) {
     return Status(Code::kNotFound, "no common value " + std::string(name));
   }
-  return it->second;
+  return impl_->opened->index().CommonRecord(name);
+}
+
+Result<std::map<int, std::map<std::string, CommonValue>>> Checkpoint::rank_common() const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(CommonState state, impl_->opened->index().Common());
+  return std::move(state.ranks);
+}
+
+Result<CommonValue> Checkpoint::rank_common(int rank, std::string_view name) const {
+  const std::string record = RankRecordName(rank);
+  Result<CommonValue> all = impl_->opened->index().CommonRecord(record);
+  if (!all.ok() && all.status().code() != Code::kNotFound) return all.status();
+  if (all.ok()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const CommonValues values,
+                                 ValuesOf(std::move(all).value(), "common record " + record));
+    if (const auto found = values.find(std::string(name)); found != values.end()) {
+      return found->second;
+    }
+  }
+  return Status(Code::kNotFound,
+                "no common value " + std::string(name) + " of rank " + std::to_string(rank));
+}
+
+Result<CommonDict> Checkpoint::content_metadata() const {
+  Result<CommonValue> value = impl_->opened->index().CommonRecord(kContentRecord);
+  if (!value.ok() && value.status().code() == Code::kNotFound) return CommonDict();
+  if (!value.ok()) return value.status();
+  auto* dict = value.value().get_if<CommonDict>();
+  if (dict == nullptr) return Status(Code::kDataLoss, "the content metadata are not a dict");
+  return std::move(*dict);
 }
 
 }  // namespace tensormount

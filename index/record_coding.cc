@@ -349,11 +349,11 @@ Result<ExtraPiece> DecodeExtra(ByteReader& in) {
   return extra;
 }
 
-Status CheckCommon(const CommonValue& value) {
+Status CheckCommon(const CommonValue& value, int outer) {
   CommonSize size;
-  if (!size.Add(value, 0)) {
+  if (!size.Add(value, outer)) {
     return Status(Code::kInvalidArgument,
-                  "is nested more than " + std::to_string(kMaxCommonDepth) + " deep");
+                  "is nested more than " + std::to_string(kMaxCommonDepth - outer) + " deep");
   }
   if (size.bytes > kMaxCommonBytes) {
     return Status(Code::kInvalidArgument, "has " + std::to_string(size.bytes) + " bytes, at most " +

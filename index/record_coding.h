@@ -30,8 +30,8 @@ bool IsSafeName(std::string_view name);
 
 // kInvalidArgument where a tree is nested over kMaxCommonDepth deep or larger than the limits
 // above: "has 70000000 bytes, at most 67108864 are allowed". What passes can be encoded and
-// decoded.
-Status CheckCommon(const CommonValue& value);
+// decoded, also inside of `outer` more containers.
+Status CheckCommon(const CommonValue& value, int outer = 0);
 
 void EncodeUuid(ByteWriter& out, const Uuid& uuid);
 Uuid DecodeUuid(ByteReader& in);

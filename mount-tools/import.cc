@@ -60,8 +60,15 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, Communic
         objects[i].key, bytes, {.index = objects[i].index, .grid = objects[i].grid}));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(auto common, source.index().Common());
-  for (const auto& [name, value] : common)
+  for (const auto& [name, value] : common.values) {
     TENSORMOUNT_RETURN_IF_ERROR(state.SetCommon(name, value));
+  }
+  if (!common.content.items.empty()) {
+    TENSORMOUNT_RETURN_IF_ERROR(state.SetContentMetadata(std::move(common.content)));
+  }
+  for (const auto& [name, value] : common.ranks[comm.rank()]) {
+    TENSORMOUNT_RETURN_IF_ERROR(state.SetRankCommon(name, value));
+  }
   return {};
 }
 

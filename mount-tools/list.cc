@@ -109,6 +109,11 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Termi
   return terminal.Flush();
 }
 
+std::string CommonKeyText(const CommonKey& key) {
+  const auto* text = std::get_if<std::string>(&key);
+  return text != nullptr ? *text : std::to_string(*std::get_if<std::int64_t>(&key));
+}
+
 int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   const CheckpointIndex& index = checkpoint.index();
   auto objects = index.Objects();
@@ -118,24 +123,30 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   std::uint64_t file_bytes = 0;
   for (const FileRecord& file : index.files()) file_bytes += file.length;
   const CheckpointInfo& info = index.info();
+  const CommonDict& content = common.value().content;
   if (terminal.json) {
-    terminal.Json(nlohmann::ordered_json{{"name", checkpoint.name()},
-                                         {"path", checkpoint.directory()},
-                                         {"uuid", info.uuid.ToString()},
-                                         {"generation", info.generation},
-                                         {"parent", info.parent_name},
-                                         {"producer", info.producer},
-                                         {"world_size", info.world_size},
-                                         {"created", info.created},
-                                         {"tensors", index.tensor_count()},
-                                         {"tensor_bytes", index.tensor_bytes()},
-                                         {"chunks", index.chunk_count()},
-                                         {"files", index.files().size()},
-                                         {"file_bytes", file_bytes},
-                                         {"objects", objects.value().size()},
-                                         {"common_values", common.value().size()},
-                                         {"self_contained", info.self_contained},
-                                         {"warnings", checkpoint.warnings()}});
+    nlohmann::ordered_json json =
+        nlohmann::ordered_json{{"name", checkpoint.name()},
+                               {"path", checkpoint.directory()},
+                               {"uuid", info.uuid.ToString()},
+                               {"generation", info.generation},
+                               {"parent", info.parent_name},
+                               {"producer", info.producer},
+                               {"world_size", info.world_size},
+                               {"created", info.created},
+                               {"tensors", index.tensor_count()},
+                               {"tensor_bytes", index.tensor_bytes()},
+                               {"chunks", index.chunk_count()},
+                               {"files", index.files().size()},
+                               {"file_bytes", file_bytes},
+                               {"objects", objects.value().size()},
+                               {"common_values", common.value().values.size()},
+                               {"self_contained", info.self_contained},
+                               {"warnings", checkpoint.warnings()}};
+    if (!content.items.empty()) {
+      json["content"] = nlohmann::ordered_json::parse(CommonToJson(content));
+    }
+    terminal.Json(json);
     return terminal.Flush();
   }
   terminal.Line(fmt::format("checkpoint     {}", checkpoint.name()));
@@ -153,7 +164,10 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   terminal.Line(fmt::format("chunks         {} in {} data files, {}", index.chunk_count(),
                             index.files().size(), HumanBytes(file_bytes)));
   terminal.Line(fmt::format("objects        {}", objects.value().size()));
-  terminal.Line(fmt::format("common values  {}", common.value().size()));
+  terminal.Line(fmt::format("common values  {}", common.value().values.size()));
+  for (const auto& [key, value] : content.items) {
+    terminal.Line(fmt::format("content        {}: {}", CommonKeyText(key), CommonToJson(value)));
+  }
   if (!info.self_contained) terminal.Line("self-contained no: the data lie in foreign files");
   return terminal.Flush();
 }

@@ -7,10 +7,25 @@
 #include <unordered_map>
 #include <utility>
 
+#include "index/common_state.h"
 #include "index/record_coding.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
+
+namespace {
+
+std::string Quoted(std::string_view kind, std::string_view key) {
+  // A broken key may be megabytes of rubbish.
+  constexpr std::size_t kShown = 200;
+  std::string text(kind);
+  text += ' ';
+  text += key.substr(0, kShown);
+  if (key.size() > kShown) text += "...";
+  return text;
+}
+
+}  // namespace
 
 struct StateDict::Rep {
   std::vector<TensorItem> tensors;
@@ -31,19 +46,18 @@ struct StateDict::Rep {
     last = std::move(status);
     return last;
   }
+
+  const Status& Set(std::map<std::string, CommonValue>& values, std::string_view name,
+                    CommonValue value, int outer) {
+    Status status = CheckCommonName(name);
+    if (status.ok()) status = CheckCommon(value, outer);
+    if (!status.ok()) return Note(status.WithContext(Quoted("common value", name)));
+    values.insert_or_assign(std::string(name), std::move(value));
+    return Note(Status());
+  }
 };
 
 namespace {
-
-std::string Quoted(std::string_view kind, std::string_view key) {
-  // A broken key may be megabytes of rubbish.
-  constexpr std::size_t kShown = 200;
-  std::string text(kind);
-  text += ' ';
-  text += key.substr(0, kShown);
-  if (key.size() > kShown) text += "...";
-  return text;
-}
 
 Status CheckShard(std::string_view key, const Shard& shard) {
   if (shard.data.device.kind != DeviceKind::kHost) {
@@ -153,13 +167,24 @@ const Status& StateDict::WantObject(std::string_view key, const ObjectPlace& pla
 }
 
 const Status& StateDict::SetCommon(std::string_view name, CommonValue value) {
-  if (Status status = CheckKey(name); !status.ok()) {
-    return rep_->Note(status.WithContext(Quoted("common value", name)));
-  }
+  return rep_->Set(rep_->common, name, std::move(value), 0);
+}
+
+const Status& StateDict::SetRankCommon(std::string_view name, CommonValue value) {
+  // All of a rank are stored as one dict.
+  return rep_->Set(rep_->rank_common, name, std::move(value), 1);
+}
+
+const Status& StateDict::SetLocal(std::string_view name, CommonValue value) {
+  return rep_->Set(rep_->locals, name, std::move(value), 0);
+}
+
+const Status& StateDict::SetContentMetadata(CommonDict content) {
+  CommonValue value(std::move(content));
   if (Status status = CheckCommon(value); !status.ok()) {
-    return rep_->Note(status.WithContext(Quoted("common value", name)));
+    return rep_->Note(status.WithContext("content metadata"));
   }
-  rep_->common.insert_or_assign(std::string(name), std::move(value));
+  rep_->content = std::move(*value.get_if<CommonDict>());
   return rep_->Note(Status());
 }
 

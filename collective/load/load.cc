@@ -219,7 +219,11 @@ class LoadJob {
                                                     target.verify, &target.stats, nullptr));
       CountRead(target.stats.bytes_read);
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(report_.common_values, index.Common());
+    TENSORMOUNT_ASSIGN_OR_RETURN(CommonState common, index.Common());
+    report_.common_values = std::move(common.values);
+    report_.rank_common_values = std::move(common.ranks);
+    report_.content_metadata = std::move(common.content);
+    report_.locals = request_.locals();
     return ReadObjects();
   }
 
@@ -443,6 +447,23 @@ Result<CommonValue> LoadReport::common(std::string_view name) const {
   const auto found = common_values.find(std::string(name));
   if (found == common_values.end()) {
     return Status(Code::kNotFound, "no common value " + std::string(name));
+  }
+  return found->second;
+}
+
+Result<CommonValue> LoadReport::rank_common(int rank, std::string_view name) const {
+  if (const auto of_rank = rank_common_values.find(rank); of_rank != rank_common_values.end()) {
+    const auto found = of_rank->second.find(std::string(name));
+    if (found != of_rank->second.end()) return found->second;
+  }
+  return Status(Code::kNotFound,
+                "no common value " + std::string(name) + " of rank " + std::to_string(rank));
+}
+
+Result<CommonValue> LoadReport::local(std::string_view name) const {
+  const auto found = locals.find(std::string(name));
+  if (found == locals.end()) {
+    return Status(Code::kNotFound, "the request had no local value " + std::string(name));
   }
   return found->second;
 }

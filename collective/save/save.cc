@@ -21,6 +21,7 @@
 #include "index/record_coding.h"
 #include "index/store.h"
 #include "index/store_layout.h"
+#include "state/common_records.h"
 
 namespace tensormount {
 namespace {
@@ -218,12 +219,22 @@ class SaveSession {
         PlanReplicaCheck(layout_, options_.replicas, staging_.generation);
     report_.replica_bytes_compared = ComparedBytes(blocks);
     TENSORMOUNT_ASSIGN_OR_RETURN(mine_.replicas, HashReplicas(layout_, blocks, state_, rank_));
-    for (const LayoutCommon& common : layout_.common) {
-      if (common.rank != rank_) continue;
+    return CollectCommon();
+  }
+
+  // The common records that rank 0 gets from this rank.
+  Status CollectCommon() {
+    const auto send = [&](const std::string& name, const CommonValue& value) {
       ByteWriter encoded;
-      EncodeCommon(encoded, state_.common().at(common.name));
-      mine_.common.emplace_back(common.name, std::move(encoded.bytes()));
+      EncodeCommon(encoded, value);
+      mine_.common.emplace_back(name, std::move(encoded.bytes()));
+    };
+    const CommonValues shared = SharedCommonRecords(state_);
+    for (const LayoutCommon& common : layout_.common) {
+      if (common.rank == rank_) send(common.name, shared.at(common.name));
     }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto own, RankCommonRecord(state_, rank_));
+    if (own.has_value()) send(own->first, own->second);
     return Status();
   }
 

@@ -72,6 +72,11 @@ class TENSORMOUNT_EXPORT Checkpoint {
 
   Result<std::map<std::string, CommonValue>> common() const;
   Result<CommonValue> common(std::string_view name) const;  // kNotFound
+  // What each rank of the save set for itself; ranks that set nothing are not in the map.
+  Result<std::map<int, std::map<std::string, CommonValue>>> rank_common() const;
+  Result<CommonValue> rank_common(int rank, std::string_view name) const;  // kNotFound
+  // What the application says about the checkpoint as a whole; empty where it says nothing.
+  Result<CommonDict> content_metadata() const;
 
  private:
   struct Impl;

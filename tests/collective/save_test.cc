@@ -238,7 +238,7 @@ TEST_F(SaveTest, ObjectsCommonValuesScalarsAndEmptyTensors) {
   });
   ASSERT_OK(OneVerdict(results));
   ASSERT_OK_AND_ASSIGN(const auto opened, OpenedCheckpoint::Open(HostFileSystem(), Path("a"), {}));
-  ASSERT_OK_AND_ASSIGN(const auto common, opened->index().Common());
+  ASSERT_OK_AND_ASSIGN(const auto common, opened->index().CommonRecords());
   EXPECT_EQ(common.at("iteration"), CommonValue(std::int64_t{1000}));
   EXPECT_EQ(common.at("late"), CommonValue("set by rank 2"));
   ASSERT_OK_AND_ASSIGN(const auto parts, opened->index().ObjectParts("rng"));

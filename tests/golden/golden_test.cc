@@ -71,7 +71,7 @@ TEST(Golden, Version1OpensAndReadsTheSameBytes) {
         opened->ReadBytes(entry, 0, got.data(), got.size(), ReadVerify::kExtendLeaves, nullptr));
     EXPECT_EQ(got, tensor.bytes) << tensor.key;
   }
-  EXPECT_THAT(opened->index().Common(), IsOkAndHolds(spec.common));
+  EXPECT_THAT(opened->index().CommonRecords(), IsOkAndHolds(spec.common));
   ASSERT_OK_AND_ASSIGN(const auto parts, opened->index().ObjectParts("rng"));
   ASSERT_EQ(parts.size(), 2u);
   std::string second(parts[1].length, '?');

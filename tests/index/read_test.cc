@@ -122,7 +122,7 @@ void CompareWithOracle(Random& random, const OpenedCheckpoint& opened, const Bui
       ASSERT_EQ(got, object.bytes);
     }
   }
-  ASSERT_OK_AND_ASSIGN(const auto common, opened.index().Common());
+  ASSERT_OK_AND_ASSIGN(const auto common, opened.index().CommonRecords());
   ASSERT_EQ(common, spec.common);
 }
 

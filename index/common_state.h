@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_COMMON_STATE_H_
+#define TENSORMOUNT_INDEX_COMMON_STATE_H_
+
+#include <map>
+#include <string>
+#include <string_view>
+
+#include "tensormount/common_value.h"
+#include "tensormount/status.h"
+
+// The common state of a checkpoint, and the records that hold it: one common value a name.
+// Names that begin with '$' are reserved (docs/format.md, "Common state").
+
+namespace tensormount {
+
+using CommonValues = std::map<std::string, CommonValue>;
+
+inline constexpr std::string_view kContentRecord = "$content";
+inline constexpr std::string_view kRankRecordPrefix = "$rank.";
+
+// "$rank.3"; `rank` is not negative.
+std::string RankRecordName(int rank);
+
+inline bool IsReservedCommonName(std::string_view name) { return name.starts_with('$'); }
+// Of names that applications give: a key (CheckKey) that is not reserved. kInvalidArgument.
+Status CheckCommonName(std::string_view name);
+
+CommonValue DictOf(const CommonValues& values);
+// kDataLoss where the value is not a dict with string keys alone; `what` begins the message.
+Result<CommonValues> ValuesOf(CommonValue value, std::string_view what);
+
+struct CommonState {
+  CommonValues values;                // The same on every rank.
+  std::map<int, CommonValues> ranks;  // What each rank set for itself; ranks that did, only.
+  CommonDict content;                 // Content metadata.
+};
+// Reserved names that it does not know are left out: they are of newer versions. kDataLoss.
+Result<CommonState> SplitCommonRecords(CommonValues records);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_COMMON_STATE_H_
