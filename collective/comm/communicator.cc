@@ -1,12 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tensormount/communicator.h"
 
+#include <map>
+#include <mutex>
+#include <utility>
+
 namespace tensormount {
+
+// What a communicator and the channels and subgroups of it have in common, by channel.
+struct Communicator::Root {
+  std::mutex mutex;
+  using Group = std::pair<std::uint32_t, std::string>;  // Channel and ranks.
+  std::map<Group, std::uint32_t> jobs;
+  std::map<std::pair<Group, std::string>, std::shared_ptr<void>> kept;
+};
+
+Communicator::Communicator(std::uint32_t channel, const Communicator* parent, std::string group)
+    : channel_(channel),
+      group_(std::move(group)),
+      root_(parent != nullptr ? parent->root_ : std::make_shared<Root>()) {}
+
+std::uint32_t Communicator::BeginJob() {
+  std::lock_guard lock(root_->mutex);
+  return root_->jobs[{channel_, group_}]++ * kChannels * kChannels + channel_;
+}
 
 std::shared_ptr<void> Communicator::Kept(const std::string& name,
                                          const std::function<std::shared_ptr<void>()>& make) {
-  std::lock_guard lock(kept_mutex_);
-  std::shared_ptr<void>& kept = kept_[name];
+  std::lock_guard lock(root_->mutex);
+  std::shared_ptr<void>& kept = root_->kept[{{channel_, group_}, name}];
   if (kept == nullptr) kept = make();
   return kept;
 }

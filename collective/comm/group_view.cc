@@ -37,11 +37,21 @@ Status Renumbered(const Status& status, int from, int to) {
   return Status::FromParts(status.code(), status.ToErrno(), out + message.substr(at));
 }
 
+// A name for a list of ranks.
+std::string Listed(const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : ranks) text += std::to_string(rank) + " ";
+  return text;
+}
+
 class GroupView final : public Communicator {
  public:
   // `ranks`: those of the parent, by rank here; `rank` is this one's place among them.
   GroupView(Communicator& parent, std::vector<int> ranks, int rank, std::uint32_t channel)
-      : Communicator(channel), parent_(parent), ranks_(std::move(ranks)), rank_(rank) {}
+      : Communicator(channel, &parent, Listed(ranks)),
+        parent_(parent),
+        ranks_(std::move(ranks)),
+        rank_(rank) {}
 
   ~GroupView() override {
     for (const auto& [request, peer] : outstanding_) parent_.Cancel(request);

@@ -2,13 +2,10 @@
 #ifndef TENSORMOUNT_COMMUNICATOR_H_
 #define TENSORMOUNT_COMMUNICATOR_H_
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -76,15 +73,14 @@ class TENSORMOUNT_EXPORT Communicator {
   // never taken for one of the next. Every rank begins the same jobs in the same order, on each
   // channel and in each subgroup for itself. Numbers of different channels differ modulo
   // kChannels * kChannels.
-  std::uint32_t BeginJob() {
-    return jobs_.fetch_add(1, std::memory_order_relaxed) * kChannels * kChannels + channel_;
-  }
+  std::uint32_t BeginJob();
   // Which of the kChannels * kChannels channels of its root it is: that of its subgroup times
   // kChannels, plus that of MakeChannel.
   std::uint32_t channel() const { return channel_; }
 
   // What the library keeps for this group from one call to the next (plans of earlier saves): the
-  // object of that name, made by `make` where there is none yet.
+  // object of that name, made by `make` where there is none yet. A channel that is made anew finds
+  // what was kept for it before.
   std::shared_ptr<void> Kept(const std::string& name,
                              const std::function<std::shared_ptr<void>()>& make);
 
@@ -92,13 +88,17 @@ class TENSORMOUNT_EXPORT Communicator {
   static constexpr std::uint32_t kChannels = 8;
 
  protected:
-  explicit Communicator(std::uint32_t channel = 0) : channel_(channel) {}
+  // `parent`: of which this is a channel or a subgroup, of the ranks that `group` names. They share
+  // what outlives each of them: the numbers of jobs (a channel that is made anew must not count
+  // from zero again: messages of its first life may still be under way) and what is kept.
+  explicit Communicator(std::uint32_t channel = 0, const Communicator* parent = nullptr,
+                        std::string group = {});
 
  private:
+  struct Root;
   const std::uint32_t channel_;
-  std::atomic<std::uint32_t> jobs_{0};
-  std::mutex kept_mutex_;
-  std::map<std::string, std::shared_ptr<void>> kept_;
+  const std::string group_;
+  const std::shared_ptr<Root> root_;
 };
 
 // The same group once more, for collective jobs that run beside those of `parent` and of other
