@@ -2,9 +2,11 @@
 #include "index/checkpoint_index.h"
 
 #include <algorithm>
+#include <mutex>
 
 #include "base/coding.h"
 #include "index/index_records.h"
+#include "index/layer_names.h"
 #include "index/lru_cache.h"
 #include "index/memory_table.h"
 #include "index/record_coding.h"
@@ -27,6 +29,8 @@ SstIdentity IdentityOf(const Uuid& uuid, const Hash128& content_root) {
 
 struct CheckpointIndex::Cache {
   LruCache<std::uint32_t, const ExtentTable> extents{kExtentCacheBytes};
+  std::mutex layers_mutex;
+  std::shared_ptr<const LayerNames> layers;
 };
 
 CheckpointIndex::CheckpointIndex() : cache_(std::make_unique<Cache>()) {}
@@ -308,6 +312,36 @@ Result<CommonValue> CheckpointIndex::CommonRecord(std::string_view name) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(CommonValue value, DecodeCommon(in, "index: common value"));
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
   return value;
+}
+
+Result<std::shared_ptr<const LayerNames>> CheckpointIndex::Layers() const {
+  const std::lock_guard lock(cache_->layers_mutex);
+  if (cache_->layers) return cache_->layers;
+  std::map<std::string, std::string> patterns;
+  Status inner;
+  TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(
+      record::Key(record::kCommon, kLayersRecordPrefix), {},
+      [&](std::string_view key, std::string_view encoded) {
+        ByteReader in(encoded, "index: names of layers");
+        const Result<CommonValue> value = DecodeCommon(in, "index: names of layers");
+        inner = value.ok() ? in.Finish() : value.status();
+        if (!inner.ok()) return false;
+        const auto* pattern = value.value().get_if<std::string>();
+        if (pattern == nullptr) {
+          inner = Bad("names of layers: not a string");
+          return false;
+        }
+        patterns.emplace(key.substr(1 + kLayersRecordPrefix.size()), *pattern);
+        return true;
+      }));
+  TENSORMOUNT_RETURN_IF_ERROR(inner);
+  cache_->layers = std::make_shared<const LayerNames>(std::move(patterns));
+  return cache_->layers;
+}
+
+Result<std::optional<LayerEntry>> CheckpointIndex::ResolveLayer(std::string_view key) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const LayerNames> names, Layers());
+  return FindLayer(*this, *names, key);
 }
 
 Result<std::string> CheckpointIndex::SafetensorsHeader() const {

@@ -35,6 +35,9 @@ struct TensorEntry {
   bool in_safetensors = false;           // False: a dtype that the format lacks.
 };
 
+class LayerNames;
+struct LayerEntry;
+
 // Sorted key/value records; the one thing that differs between an SST file and memory.
 class Table {
  public:
@@ -91,6 +94,11 @@ class CheckpointIndex {
   Result<CommonState> Common() const;
   // One record. kNotFound.
   Result<CommonValue> CommonRecord(std::string_view name) const;
+  // Which names stand for layers of which stacked tensors (index/layer_names.h). Decoded once.
+  Result<std::shared_ptr<const LayerNames>> Layers() const;
+  // What a key that is no tensor's own may stand for: one layer of a stacked tensor. nullopt:
+  // nothing. Cheap: no scan.
+  Result<std::optional<LayerEntry>> ResolveLayer(std::string_view key) const;
   // Bytes of model.safetensors before its data; made when the index was built. Tensors stand in it
   // by falling element size, then by key, so that each is aligned. kUnsupported where the header
   // would pass the format's limit.

@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index/index_records.h"
 
-#include <algorithm>
-#include <numeric>
-
 #include "base/coding.h"
 #include "index/record_coding.h"
-#include "shard/safetensors.h"
+#include "index/safetensors_layout.h"
 
 namespace tensormount::index_record {
 namespace {
@@ -16,49 +13,6 @@ constexpr std::uint8_t kInSafetensors = 2;
 
 void AppendBig32(std::string& out, std::uint32_t v) {
   for (int shift = 24; shift >= 0; shift -= 8) out += static_cast<char>((v >> shift) & 255);
-}
-
-// Where each tensor stands in model.safetensors, and the bytes before the data.
-struct SafetensorsLayout {
-  std::string header;                  // Empty: the format cannot hold them.
-  std::vector<std::uint64_t> offsets;  // By ordinal.
-  std::vector<bool> held;
-};
-
-Result<SafetensorsLayout> LayOut(const Content& content) {
-  SafetensorsLayout layout;
-  layout.offsets.assign(content.tensors.size(), 0);
-  layout.held.assign(content.tensors.size(), false);
-  std::vector<std::uint32_t> order;
-  for (std::uint32_t i = 0; i < content.tensors.size(); ++i) {
-    const TensorMeta& meta = content.tensors[i].meta;
-    // "__metadata__" means something else there.
-    if (!InfoOf(meta.dtype()).safetensors.empty() && meta.key() != "__metadata__") {
-      order.push_back(i);
-    }
-  }
-  // The format wants no gaps and readers want aligned elements: large elements first.
-  std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
-    return content.tensors[a].meta.bits() > content.tensors[b].meta.bits();
-  });
-  std::vector<SafetensorsEntry> entries;
-  entries.reserve(order.size());
-  for (const std::uint32_t i : order) {
-    const TensorMeta& meta = content.tensors[i].meta;
-    entries.push_back({.key = meta.key(), .dtype = meta.dtype(), .shape = meta.shape()});
-  }
-  // "pt" is what readers of the Hugging Face family ask for before they load anything.
-  Result<std::string> header = MakeSafetensorsHeader(entries, {{"format", "pt"}});
-  if (!header.ok()) {
-    if (header.status().code() == Code::kInvalidArgument) return layout;  // Over the limit.
-    return header.status();
-  }
-  layout.header = std::move(header).value();
-  for (std::size_t i = 0; i < order.size(); ++i) {
-    layout.offsets[order[i]] = layout.header.size() + entries[i].begin;
-    layout.held[order[i]] = true;
-  }
-  return layout;
 }
 
 }  // namespace
@@ -95,7 +49,10 @@ Status ForEach(const Content& content,
       content.extras.size() >= UINT32_MAX || content.objects.size() >= UINT32_MAX) {
     return Status(Code::kInvalidArgument, "index: too many tensors, files or objects");
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const SafetensorsLayout layout, LayOut(content));
+  std::vector<const TensorMeta*> metas;
+  metas.reserve(content.tensors.size());
+  for (const TensorContent& tensor : content.tensors) metas.push_back(&tensor.meta);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const SafetensorsLayout layout, LayOutSafetensors(metas));
   Counts counts;
   counts.tensors = static_cast<std::uint32_t>(content.tensors.size());
   counts.safetensors_header_bytes = layout.header.size();

@@ -99,6 +99,19 @@ BufferView LayerEntry::InStack(const BufferView& of_layer, const Region& region)
   return out;
 }
 
+Result<TensorMeta> LayerMeta(const TensorMeta& stack, std::string key, std::int64_t layer) {
+  const Dims& shape = stack.shape();
+  if (shape.rank() == 0 || layer < 0 || layer >= shape[0]) {
+    return Status(Code::kNotFound, "no layer " + std::to_string(layer) + " of " + stack.key());
+  }
+  Dims of_layer;
+  for (int axis = 1; axis < shape.rank(); ++axis) of_layer.push_back(shape[axis]);
+  Result<TensorMeta> meta = TensorMeta::Make(std::move(key), stack.dtype(), of_layer);
+  // Elements under a byte: no tensor begins inside of one.
+  if (!meta.ok()) return Status(Code::kNotFound, meta.status().message());
+  return meta;
+}
+
 Result<std::optional<LayerEntry>> FindLayer(const CheckpointIndex& index, const LayerNames& names,
                                             std::string_view key) {
   const std::optional<LayerNames::Found> found = names.Find(key);
@@ -109,14 +122,9 @@ Result<std::optional<LayerEntry>> FindLayer(const CheckpointIndex& index, const 
     if (stacked.status().code() == Code::kNotFound) return std::optional<LayerEntry>();
     return stacked.status();
   }
-  const Dims& shape = stacked.value().meta.shape();
-  if (shape.rank() == 0 || found->layer >= shape[0]) return std::optional<LayerEntry>();
-  Dims of_layer;
-  for (int axis = 1; axis < shape.rank(); ++axis) of_layer.push_back(shape[axis]);
-  Result<TensorMeta> meta =
-      TensorMeta::Make(std::string(key), stacked.value().meta.dtype(), of_layer);
-  // A layer of elements under a byte that is no whole number of bytes is no tensor.
-  if (!meta.ok()) return std::optional<LayerEntry>();
+  Result<TensorMeta> meta = LayerMeta(stacked.value().meta, std::string(key), found->layer);
+  if (meta.status().code() == Code::kNotFound) return std::optional<LayerEntry>();
+  TENSORMOUNT_RETURN_IF_ERROR(meta.status());
   LayerEntry entry;
   entry.layer = found->layer;
   entry.meta = std::move(meta).value();

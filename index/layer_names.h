@@ -66,6 +66,10 @@ struct LayerEntry {
   BufferView InStack(const BufferView& of_layer, const Region& region) const;
 };
 
+// The tensor that one layer of a stack is. kNotFound where there is no such layer, or where it is
+// no whole number of bytes.
+Result<TensorMeta> LayerMeta(const TensorMeta& stack, std::string key, std::int64_t layer);
+
 // CheckpointIndex::ResolveLayer.
 Result<std::optional<LayerEntry>> FindLayer(const CheckpointIndex& index, const LayerNames& names,
                                             std::string_view key);

@@ -3,6 +3,7 @@
 
 #include "base/file_system.h"
 #include "index/checkpoint.h"
+#include "index/layer_names.h"
 #include "index/store.h"
 
 namespace tensormount {
@@ -14,27 +15,44 @@ struct Checkpoint::Impl {
 struct Tensor::Impl {
   std::shared_ptr<const OpenedCheckpoint> opened;
   TensorEntry entry;
+  std::optional<LayerEntry> layer;  // Where the key stands for one: then `entry` is not used.
+
+  const TensorMeta& meta() const { return layer ? layer->meta : entry.meta; }
 };
 
 Tensor::Tensor(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 
-const std::string& Tensor::key() const { return impl_->entry.meta.key(); }
-DType Tensor::dtype() const { return impl_->entry.meta.dtype(); }
-const Dims& Tensor::shape() const { return impl_->entry.meta.shape(); }
-std::uint64_t Tensor::bytes() const { return impl_->entry.meta.bytes(); }
+const std::string& Tensor::key() const { return impl_->meta().key(); }
+DType Tensor::dtype() const { return impl_->meta().dtype(); }
+const Dims& Tensor::shape() const { return impl_->meta().shape(); }
+std::uint64_t Tensor::bytes() const { return impl_->meta().bytes(); }
 std::optional<std::uint64_t> Tensor::digest() const {
-  if (!impl_->entry.has_digest) return std::nullopt;
+  if (impl_->layer || !impl_->entry.has_digest) return std::nullopt;
   return impl_->entry.digest;
 }
 
 Status Tensor::Read(const Region& region, const BufferView& out) const {
-  return impl_->opened->Read(impl_->entry, region, out, ReadVerify::kExtendLeaves, nullptr,
-                             nullptr);
+  if (!impl_->layer) {
+    return impl_->opened->Read(impl_->entry, region, out, ReadVerify::kExtendLeaves, nullptr,
+                               nullptr);
+  }
+  const LayerEntry& layer = *impl_->layer;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Region in_stack, layer.InStack(region));
+  return impl_->opened->Read(layer.stacked, in_stack, layer.InStack(out, region),
+                             ReadVerify::kExtendLeaves, nullptr, nullptr);
 }
 
 Status Tensor::ReadBytes(std::uint64_t offset, void* out, std::size_t size) const {
-  return impl_->opened->ReadBytes(impl_->entry, offset, out, size, ReadVerify::kExtendLeaves,
-                                  nullptr);
+  if (!impl_->layer) {
+    return impl_->opened->ReadBytes(impl_->entry, offset, out, size, ReadVerify::kExtendLeaves,
+                                    nullptr);
+  }
+  const LayerEntry& layer = *impl_->layer;
+  if (offset > layer.meta.bytes() || size > layer.meta.bytes() - offset) {
+    return Status(Code::kInvalidArgument, "tensor " + layer.meta.key() + ": bytes past its end");
+  }
+  return impl_->opened->ReadBytes(layer.stacked, layer.offset + offset, out, size,
+                                  ReadVerify::kExtendLeaves, nullptr);
 }
 
 Checkpoint::Checkpoint(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
@@ -67,7 +85,14 @@ Result<std::vector<std::string>> Checkpoint::keys() const {
 Result<Tensor> Checkpoint::tensor(std::string_view key) const {
   auto impl = std::make_shared<Tensor::Impl>();
   impl->opened = impl_->opened;
-  TENSORMOUNT_ASSIGN_OR_RETURN(impl->entry, impl_->opened->index().Find(key));
+  Result<TensorEntry> entry = impl_->opened->index().Find(key);
+  if (entry.ok()) {
+    impl->entry = std::move(entry).value();
+    return Tensor(std::move(impl));
+  }
+  if (entry.status().code() != Code::kNotFound) return entry.status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(impl->layer, impl_->opened->index().ResolveLayer(key));
+  if (!impl->layer) return entry.status();
   return Tensor(std::move(impl));
 }
 

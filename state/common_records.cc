@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "state/common_records.h"
 
+#include "index/layer_names.h"
 #include "index/record_coding.h"
 
 namespace tensormount {
@@ -9,6 +10,9 @@ CommonValues SharedCommonRecords(const StateDict& state) {
   CommonValues records = state.common();
   if (const CommonDict* content = state.content_metadata()) {
     records.emplace(kContentRecord, *content);
+  }
+  for (const auto& [key, pattern] : state.layer_names()) {
+    records.emplace(std::string(kLayersRecordPrefix) + key, pattern);
   }
   return records;
 }

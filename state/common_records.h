@@ -15,7 +15,8 @@
 
 namespace tensormount {
 
-// What must be the same on every rank that sets it: common values, content metadata.
+// What must be the same on every rank that sets it: common values, content metadata, names
+// of layers.
 CommonValues SharedCommonRecords(const StateDict& state);
 
 // What this rank set for itself, under the name that it is stored as; nothing where it set nothing.

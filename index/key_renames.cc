@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/key_renames.h"
+
+#include "index/layer_names.h"
+
+namespace tensormount {
+
+Result<KeyRenames> KeyRenames::Make(const CheckpointIndex& index, const KeyMap& map) {
+  std::vector<std::string> keys;
+  keys.reserve(index.tensor_count());
+  TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& tensor) {
+    keys.push_back(tensor.meta.key());
+    return true;
+  }));
+  const std::size_t tensors = keys.size();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectContent> parts, index.Objects());
+  for (const ObjectContent& part : parts) {
+    if (keys.size() == tensors || keys.back() != part.key) keys.push_back(part.key);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<std::string> names, map.ApplyToAll(keys));
+
+  KeyRenames out;
+  for (std::size_t i = tensors; i < keys.size(); ++i) {
+    out.objects_.emplace(std::move(keys[i]), std::move(names[i]));
+  }
+  names.resize(tensors);
+  out.tensors_ = std::move(names);
+
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const LayerNames> layers, index.Layers());
+  for (const auto& [key, pattern] : layers->patterns()) {
+    const Result<TensorEntry> entry = index.Find(key);
+    if (!entry.ok()) {
+      if (entry.status().code() == Code::kNotFound) continue;
+      return entry.status();
+    }
+    std::string name = map.Apply(pattern);
+    if (out.tensors_[entry.value().ordinal].empty() || !CheckLayerPattern(name).ok()) continue;
+    out.layers_.emplace_back(entry.value().ordinal, std::move(name));
+  }
+  return out;
+}
+
+const std::string& KeyRenames::Object(const std::string& key) const {
+  static const std::string none;
+  const auto it = objects_.find(key);
+  return it == objects_.end() ? none : it->second;
+}
+
+}  // namespace tensormount

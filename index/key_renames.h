@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_KEY_RENAMES_H_
+#define TENSORMOUNT_INDEX_KEY_RENAMES_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "tensormount/key_map.h"
+#include "tensormount/status.h"
+
+#include "index/checkpoint_index.h"
+
+namespace tensormount {
+
+// What a map of keys makes of all keys of a checkpoint.
+class KeyRenames {
+ public:
+  // kInvalidArgument as KeyMap::ApplyToAll, over tensors and objects together. Common values keep
+  // their names. Costs one scan of the keys and a string for each.
+  static Result<KeyRenames> Make(const CheckpointIndex& index, const KeyMap& map);
+
+  // New names; empty where the key is dropped.
+  const std::vector<std::string>& tensors() const { return tensors_; }  // By ordinal.
+  const std::string& Object(const std::string& key) const;
+  // Stacked tensors that are kept (ordinal), and the new pattern of their layers' names: the map is
+  // applied to the pattern as to a key, so that a '*' may stand for "{}". Those whose pattern is
+  // dropped or lost its "{}" have no names.
+  const std::vector<std::pair<std::uint32_t, std::string>>& layers() const { return layers_; }
+
+ private:
+  std::vector<std::string> tensors_;
+  std::map<std::string, std::string> objects_;
+  std::vector<std::pair<std::uint32_t, std::string>> layers_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_KEY_RENAMES_H_

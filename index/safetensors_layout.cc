@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/safetensors_layout.h"
+
+#include <algorithm>
+
+#include "shard/safetensors.h"
+
+namespace tensormount {
+
+Result<SafetensorsLayout> LayOutSafetensors(std::span<const TensorMeta* const> tensors) {
+  SafetensorsLayout layout;
+  layout.offsets.assign(tensors.size(), 0);
+  layout.held.assign(tensors.size(), false);
+  std::vector<std::size_t> order;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    // "__metadata__" means something else there.
+    if (!InfoOf(tensors[i]->dtype()).safetensors.empty() && tensors[i]->key() != "__metadata__") {
+      order.push_back(i);
+    }
+  }
+  // The format wants no gaps and readers want aligned elements: large elements first.
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return tensors[a]->bits() > tensors[b]->bits();
+  });
+  std::vector<SafetensorsEntry> entries;
+  entries.reserve(order.size());
+  for (const std::size_t i : order) {
+    entries.push_back(
+        {.key = tensors[i]->key(), .dtype = tensors[i]->dtype(), .shape = tensors[i]->shape()});
+  }
+  // "pt" is what readers of the Hugging Face family ask for before they load anything.
+  Result<std::string> header = MakeSafetensorsHeader(entries, {{"format", "pt"}});
+  if (!header.ok()) {
+    if (header.status().code() == Code::kInvalidArgument) return layout;  // Over the limit.
+    return header.status();
+  }
+  layout.header = std::move(header).value();
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    layout.offsets[order[i]] = layout.header.size() + entries[i].begin;
+    layout.held[order[i]] = true;
+  }
+  return layout;
+}
+
+}  // namespace tensormount

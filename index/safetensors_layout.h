@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_SAFETENSORS_LAYOUT_H_
+#define TENSORMOUNT_INDEX_SAFETENSORS_LAYOUT_H_
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "shard/tensor_meta.h"
+
+namespace tensormount {
+
+// How tensors stand in model.safetensors: by falling element size, then in the order given, so that
+// each is aligned.
+struct SafetensorsLayout {
+  std::string header;                  // Bytes before the data. Empty: over the format's limit.
+  std::vector<std::uint64_t> offsets;  // In the file, by position in `tensors`.
+  std::vector<bool> held;              // False: a dtype or key that the format lacks.
+};
+Result<SafetensorsLayout> LayOutSafetensors(std::span<const TensorMeta* const> tensors);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_SAFETENSORS_LAYOUT_H_
