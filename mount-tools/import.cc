@@ -11,8 +11,8 @@
 #include "mount-tools/commands.h"
 #include "mount-tools/host_memory.h"
 #include "mount-tools/ranks.h"
-#include "mount-tools/shard_rule.h"
 #include "mount-tools/source.h"
+#include "state/shard_rule.h"
 
 namespace tensormount::tools {
 namespace {
@@ -143,7 +143,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     if (opened.ok()) source = opened.value();
   }
   if (before.ok()) {
-    auto parsed = ShardRule::Parse(fs, args.shard, group.size());
+    auto parsed = ShardRule::ParseOrRead(fs, args.shard, group.size());
     before = parsed.status();
     if (parsed.ok()) rule = parsed.value();
   }

@@ -13,8 +13,8 @@
 #include "mount-tools/commands.h"
 #include "mount-tools/host_memory.h"
 #include "mount-tools/ranks.h"
-#include "mount-tools/shard_rule.h"
 #include "mount-tools/source.h"
+#include "state/shard_rule.h"
 
 namespace tensormount::tools {
 namespace {
@@ -174,7 +174,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     if (!args.compare.empty()) {
       TENSORMOUNT_ASSIGN_OR_RETURN(other, OpenSource(fs, args.compare, terminal));
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(rule, ShardRule::Parse(fs, args.shard, group.size()));
+    TENSORMOUNT_ASSIGN_OR_RETURN(rule, ShardRule::ParseOrRead(fs, args.shard, group.size()));
     return {};
   };
   before = prepare();

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "mount-tools/shard_rule.h"
+#include "state/shard_rule.h"
 
 #include <algorithm>
 #include <charconv>
+#include <fnmatch.h>
 #include <numeric>
 #include <optional>
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "mount-tools/source.h"
-
-namespace tensormount::tools {
+namespace tensormount {
 namespace {
 
 std::optional<std::int64_t> ParseNumber(std::string_view text) {
@@ -33,6 +32,43 @@ void ChunkAxis(std::int64_t extent, std::int64_t parts, std::int64_t index, std:
 }
 
 }  // namespace
+
+Result<Box> CutBox(DType dtype, const Dims& shape, const Dims& parts, const Dims& index) {
+  if (parts.rank() > shape.rank() || index.rank() != parts.rank()) {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("{} cuts of a tensor of {} axes", parts.rank(), shape.rank()));
+  }
+  const Box whole = Box::Whole(shape);
+  Dims begin = whole.begin();
+  Dims extent = whole.extent();
+  for (int axis = 0; axis < parts.rank(); ++axis) {
+    if (index[axis] < 0 || index[axis] >= parts[axis]) {
+      return Status(Code::kInvalidArgument,
+                    fmt::format("piece {} of {}", index[axis], parts[axis]));
+    }
+    // Bits of one step along this axis, modulo 8: so many steps make whole bytes.
+    std::int64_t step_bits = InfoOf(dtype).bits % 8;
+    for (int inner = axis + 1; inner < shape.rank(); ++inner) {
+      step_bits = step_bits * (shape[inner] % 8) % 8;
+    }
+    const std::int64_t unit = 8 / std::gcd(std::int64_t{8}, step_bits);
+    ChunkAxis(shape[axis], parts[axis], index[axis], unit, &begin[axis], &extent[axis]);
+  }
+  return Box::Make(begin, extent);
+}
+
+Result<Region> CutFlat(DType dtype, const Box& box, std::int64_t parts, std::int64_t index) {
+  if (index < 0 || index >= parts) {
+    return Status(Code::kInvalidArgument, fmt::format("piece {} of {}", index, parts));
+  }
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+  // Elements of fp4 and fp6 share bytes: 2 or 4 of them make whole ones.
+  const std::int64_t unit =
+      8 / std::gcd(std::int64_t{8}, static_cast<std::int64_t>(InfoOf(dtype).bits));
+  ChunkAxis(box.volume(), parts, index, unit, &first, &count);
+  return Region::Flat(box, first, count);
+}
 
 Result<ShardRule::Rule> ShardRule::ParseRule(std::string_view text, int ranks) {
   Rule rule;
@@ -88,14 +124,18 @@ Result<ShardRule::Rule> ShardRule::ParseRule(std::string_view text, int ranks) {
                             text));
 }
 
-Result<ShardRule> ShardRule::Parse(FileSystem& fs, const std::string& text, int ranks) {
+Result<ShardRule> ShardRule::Parse(const std::string& text, int ranks) {
   ShardRule out;
   out.ranks_ = ranks;
-  if (!text.ends_with(".json")) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(Rule rule, ParseRule(text, ranks));
-    out.matchers_.push_back({"*", rule});
-    return out;
-  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(Rule rule, ParseRule(text, ranks));
+  out.matchers_.push_back({"*", rule});
+  return out;
+}
+
+Result<ShardRule> ShardRule::ParseOrRead(FileSystem& fs, const std::string& text, int ranks) {
+  if (!text.ends_with(".json")) return Parse(text, ranks);
+  ShardRule out;
+  out.ranks_ = ranks;
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes, fs.ReadFile(text, 16 << 20));
   const auto json = nlohmann::json::parse(bytes, nullptr, /*allow_exceptions=*/false);
   if (!json.is_array()) {
@@ -123,7 +163,9 @@ Result<Region> ShardRule::RegionOf(std::string_view key, DType dtype, const Dims
                                    int rank) const {
   const std::string name(key);
   for (const Matcher& matcher : matchers_) {
-    if (GlobMatches(matcher.glob, name)) return Cut(matcher.rule, dtype, shape, rank, ranks_);
+    // fnmatch without FNM_PATHNAME: '*' crosses '/'.
+    if (fnmatch(matcher.glob.c_str(), name.c_str(), 0) == 0)
+      return Cut(matcher.rule, dtype, shape, rank, ranks_);
   }
   return Status(Code::kInternal, "no rule matches");
 }
@@ -131,16 +173,8 @@ Result<Region> ShardRule::RegionOf(std::string_view key, DType dtype, const Dims
 Result<Region> ShardRule::Cut(const Rule& rule, DType dtype, const Dims& shape, int rank,
                               int ranks) {
   const Box whole = Box::Whole(shape);
-  const std::uint32_t bits = InfoOf(dtype).bits;
   if (rule.kind == Rule::Kind::kReplicate) return Region(whole);
-  if (rule.kind == Rule::Kind::kFlat) {
-    std::int64_t first = 0;
-    std::int64_t count = 0;
-    // Elements of fp4 and fp6 share bytes: 2 or 4 of them make whole ones.
-    const std::int64_t unit = 8 / std::gcd(std::int64_t{8}, std::int64_t{bits});
-    ChunkAxis(whole.volume(), ranks, rank, unit, &first, &count);
-    return Region::Flat(whole, first, count);
-  }
+  if (rule.kind == Rule::Kind::kFlat) return CutFlat(dtype, whole, ranks, rank);
   Dims grid;
   if (rule.kind == Rule::Kind::kGrid) {
     grid = rule.grid;
@@ -150,25 +184,14 @@ Result<Region> ShardRule::Cut(const Rule& rule, DType dtype, const Dims& shape, 
     grid[rule.axis] = ranks;
   }
   if (grid.rank() > shape.rank()) return Region(whole);
-  Dims begin = whole.begin();
-  Dims extent = whole.extent();
+  Dims index = Dims::Filled(grid.rank(), 0);
   std::int64_t rest = rank;
   for (int axis = grid.rank() - 1; axis >= 0; --axis) {
-    // Bits of one step along this axis, modulo 8: so many steps make whole bytes.
-    std::int64_t step_bits = bits % 8;
-    for (int inner = axis + 1; inner < shape.rank(); ++inner) {
-      step_bits = step_bits * (shape[inner] % 8) % 8;
-    }
-    const std::int64_t unit = 8 / std::gcd(std::int64_t{8}, step_bits);
-    std::int64_t count = 0;
-    std::int64_t first = 0;
-    ChunkAxis(shape[axis], grid[axis], rest % grid[axis], unit, &first, &count);
-    begin[axis] = first;
-    extent[axis] = count;
+    index[axis] = rest % grid[axis];
     rest /= grid[axis];
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(Box box, Box::Make(begin, extent));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, CutBox(dtype, shape, grid, index));
   return Region(box);
 }
 
-}  // namespace tensormount::tools
+}  // namespace tensormount
