@@ -57,6 +57,7 @@ std::string DimsText(const Dims& dims) { return dims.ToString(); }
 std::string DigestText(Crc64 digest) { return fmt::format("crc64-nvme:{:016x}", digest); }
 
 Result<GeneratedText::Parts> CheckpointJson(const OpenedCheckpoint& opened,
+                                            const ShownTensors& tensors, const LayerFiles& layers,
                                             const std::vector<ObjectContent>& objects) {
   const CheckpointIndex& index = opened.index();
   const CheckpointInfo& info = index.info();
@@ -83,10 +84,18 @@ Result<GeneratedText::Parts> CheckpointJson(const OpenedCheckpoint& opened,
                         opened.commit()->record.content_root.ToHex());
   }
   head += fmt::format("  \"tensor_count\": {},\n  \"tensor_bytes\": {},\n  \"chunk_count\": {},\n",
-                      index.tensor_count(), index.tensor_bytes(), index.chunk_count());
+                      tensors.count(), tensors.bytes(), tensors.chunks());
   head +=
       "  \"views\": [\"tensors/KEY\", \"npy/KEY.npy\", \"extents/KEY.json\", \"objects/KEY\", "
       "\"model.safetensors\"],\n";
+  if (!layers.patterns().empty()) {
+    head += "  \"layers\": {";
+    for (const auto& [key, pattern] : layers.patterns()) {
+      head += fmt::format("{}{}: {}", head.back() == '{' ? "" : ", ", JsonString(key),
+                          JsonString(pattern));
+    }
+    head += "},\n";
+  }
   head += "  \"files\": [";
   for (std::size_t i = 0; i < index.files().size(); ++i) {
     const FileRecord& file = index.files()[i];
@@ -100,15 +109,25 @@ Result<GeneratedText::Parts> CheckpointJson(const OpenedCheckpoint& opened,
   }
   head += "\n  ],\n  \"tensors\": [";
   parts.tail = "\n  ]\n}\n";
-  parts.items = index.tensor_count();
-  parts.render = [&index](std::uint32_t first, std::uint32_t count, std::string& out) {
+  parts.items = tensors.count();
+  parts.render = [&tensors](std::uint32_t first, std::uint32_t count, std::string& out) {
     std::uint32_t left = count;
-    const Status status = index.ForEachTensor(first, [&](const TensorEntry& tensor) {
-      AppendItem(out, tensor.ordinal == 0, TensorLine(tensor));
-      return --left > 0;
-    });
-    if (status.ok() && left > 0) return Status(Code::kDataLoss, "index: tensors are missing");
-    return status;
+    Status inner;
+    const Status status = tensors.Scan(
+        first, [&](std::uint32_t number, const std::string&, const TensorEntry* entry) {
+          std::optional<TensorEntry> read;
+          if (entry == nullptr) {
+            Result<TensorEntry> at = tensors.EntryAt(number);
+            inner = at.status();
+            if (!inner.ok()) return false;
+            entry = &read.emplace(std::move(at).value());
+          }
+          AppendItem(out, number == 0, TensorLine(*entry));
+          return --left > 0;
+        });
+    TENSORMOUNT_RETURN_IF_ERROR(status);
+    TENSORMOUNT_RETURN_IF_ERROR(inner);
+    return left == 0 ? Status() : Status(Code::kDataLoss, "index: tensors are missing");
   };
   return parts;
 }

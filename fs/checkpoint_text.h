@@ -9,15 +9,17 @@
 #include "tensormount/status.h"
 
 #include "fs/generated_text.h"
+#include "fs/shown_tensors.h"
 #include "index/checkpoint.h"
 
 // The JSON files of a checkpoint. Their text depends on the committed records alone, so that every
-// mount on every machine shows the same bytes.
+// mount on every machine (with the same map of keys) shows the same bytes.
 
 namespace tensormount::fs {
 
-// checkpoint.json. `opened` and `objects` must outlive what is made of it.
+// checkpoint.json. What it is given must outlive what is made of it.
 Result<GeneratedText::Parts> CheckpointJson(const OpenedCheckpoint& opened,
+                                            const ShownTensors& tensors, const LayerFiles& layers,
                                             const std::vector<ObjectContent>& objects);
 // common.json: an object with a line for each value, as CommonToJson writes it, then what is
 // reserved (docs/format.md, "common.json").

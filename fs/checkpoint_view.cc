@@ -2,14 +2,11 @@
 #include "fs/checkpoint_view.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/coding.h"
 #include "base/hash.h"
 #include "base/log.h"
 #include "fs/checkpoint_text.h"
-#include "fs/in_memory.h"
-#include "shard/leaf_hash.h"
 #include "shard/npy.h"
 
 namespace tensormount::fs {
@@ -25,8 +22,10 @@ constexpr std::array<View, 4> kViewOrder = {View::kTensors, View::kObjects, View
 std::string_view ViewName(View view) {
   switch (view) {
     case View::kTensors:
+    case View::kLayers:
       return "tensors";
     case View::kNpy:
+    case View::kNpyLayers:
       return "npy";
     case View::kExtents:
       return "extents";
@@ -53,7 +52,7 @@ std::string_view FixedName(Fixed fixed) {
 
 // What files of a view are called after their key.
 std::string_view SuffixOf(View view) {
-  if (view == View::kNpy) return kNpySuffix;
+  if (view == View::kNpy || view == View::kNpyLayers) return kNpySuffix;
   if (view == View::kExtents) return kJsonSuffix;
   return "";
 }
@@ -61,6 +60,8 @@ std::string_view SuffixOf(View view) {
 Status NoSuch(std::string_view name) {
   return Status(Code::kNotFound, "no " + std::string(name) + " here");
 }
+
+bool IsLayers(View view) { return view == View::kLayers || view == View::kNpyLayers; }
 
 Status Stale() { return Status(Code::kStale, "the checkpoint has no such node"); }
 
@@ -77,7 +78,7 @@ std::string PartName(const Dims& index) {
 }  // namespace
 
 CheckpointView::CheckpointView(std::shared_ptr<OpenedCheckpoint> opened)
-    : opened_(std::move(opened)), tensor_keys_(opened_->index()), tensors_(tensor_keys_) {}
+    : opened_(std::move(opened)) {}
 
 Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& fs,
                                                                    const std::string& directory,
@@ -124,14 +125,36 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
   seed.U64(index.info().uuid.high);
   seed.U64(index.info().uuid.low);
   inode_seed_ = Xxh3Low64(seed.bytes());
-  TENSORMOUNT_ASSIGN_OR_RETURN(objects_, MakeObjects(index));
+  std::optional<KeyRenames> renames;
+  if (options.map) {
+    Result<KeyRenames> made = KeyRenames::Make(index, *options.map);
+    if (!made.ok()) return made.status().WithContext(options.name);
+    renames = std::move(made).value();
+  }
+  const KeyRenames* names = renames ? &*renames : nullptr;
+  TENSORMOUNT_ASSIGN_OR_RETURN(tensor_keys_, MakeShownTensors(index, names));
+  tensors_ = std::make_unique<KeyTree>(*tensor_keys_);
+  TENSORMOUNT_ASSIGN_OR_RETURN(layers_, LayerFiles::Make(index, names));
+  TENSORMOUNT_ASSIGN_OR_RETURN(objects_, MakeObjects(index, names));
   TENSORMOUNT_ASSIGN_OR_RETURN(common_json_, CommonJson(index));
   return {};
 }
 
 Result<std::unique_ptr<CheckpointView::Objects>> CheckpointView::MakeObjects(
-    const CheckpointIndex& index) {
+    const CheckpointIndex& index, const KeyRenames* renames) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectContent> parts, index.Objects());
+  std::vector<std::string> stored;
+  if (renames != nullptr) {
+    std::erase_if(parts, [&](const ObjectContent& o) { return renames->Object(o.key).empty(); });
+    // By new key; parts of one key stay in their order.
+    std::stable_sort(parts.begin(), parts.end(), [&](const auto& a, const auto& b) {
+      return renames->Object(a.key) < renames->Object(b.key);
+    });
+    for (ObjectContent& part : parts) {
+      stored.push_back(part.key);
+      part.key = renames->Object(part.key);
+    }
+  }
   if (parts.size() >= kMaxOrdinals) return Status(Code::kUnsupported, "too many objects");
   // A part of a grid is a file in a folder with the key's name. Where keys of others begin with
   // that name too, the folder is called "KEY%00": no key of ours has a NUL.
@@ -156,6 +179,9 @@ Result<std::unique_ptr<CheckpointView::Objects>> CheckpointView::MakeObjects(
     sorted.push_back(std::move(parts[i]));
   }
   auto objects = std::make_unique<Objects>(std::move(keys));
+  if (renames != nullptr) {
+    for (const auto& [path, i] : paths) objects->stored_keys.push_back(std::move(stored[i]));
+  }
   objects->parts = std::move(sorted);
   return objects;
 }
@@ -183,7 +209,31 @@ Node CheckpointView::ViewRoot(View view) const {
 }
 
 const KeyTree& CheckpointView::TreeOf(View view) const {
-  return view == View::kObjects ? objects_->tree : tensors_;
+  if (IsLayers(view)) return layers_->tree();
+  return view == View::kObjects ? objects_->tree : *tensors_;
+}
+
+const KeySource& CheckpointView::KeysOf(View view) const {
+  if (IsLayers(view)) return layers_->keys();
+  if (view == View::kObjects) return objects_->keys;
+  return *tensor_keys_;
+}
+
+Result<CheckpointView::Served> CheckpointView::ServedBy(const Node& node) const {
+  if (node.ordinal >= KeysOf(node.view).count()) return Stale();
+  Served served;
+  if (IsLayers(node.view)) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(LayerFiles::Layer layer,
+                                 layers_->At(opened_->index(), node.ordinal));
+    return Served{.shown = std::move(layer.entry),
+                  .source = std::move(layer.stack),
+                  .skip = layer.skip,
+                  .layer = layer.number,
+                  .stacked_key = std::move(layer.stacked_key)};
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(served.shown, tensor_keys_->EntryAt(node.ordinal));
+  served.source = served.shown;
+  return served;
 }
 
 Attributes CheckpointView::FolderAttributes(const Node& node, std::string_view path,
@@ -209,7 +259,7 @@ Attributes CheckpointView::FileAttributes(const Node& node, std::string_view pat
 }
 
 Result<std::uint64_t> CheckpointView::SizeIn(View view, const TensorEntry& tensor) const {
-  if (view == View::kNpy) {
+  if (view == View::kNpy || view == View::kNpyLayers) {
     const Result<std::string> header = MakeNpyHeader(tensor.meta.dtype(), tensor.meta.shape());
     if (!header.ok()) return Status(Code::kNotFound, "no .npy of this type");
     return header.value().size() + tensor.meta.bytes();
@@ -247,8 +297,8 @@ Result<Attributes> CheckpointView::FixedStat(Fixed fixed) const {
     case Fixed::kCommonJson:
       return FileAttributes(node, "", common_json_.size(), info.common_mtime);
     case Fixed::kSafetensors: {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const auto segments, SafetensorsSegments());
-      const Segment& last = segments->back();
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto file, SafetensorsFile());
+      const Segment& last = file->segments.back();
       return FileAttributes(node, "", last.begin + last.length, info.json_mtime);
     }
     default:
@@ -288,7 +338,12 @@ Result<Child> CheckpointView::Lookup(const Node& folder, std::string_view name) 
   if (!suffix.empty() && name.size() > suffix.size() && name.ends_with(suffix)) {
     stem.remove_suffix(suffix.size());
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const TreeChild child, tree.Lookup(in, stem));
+  const Result<TreeChild> found = tree.Lookup(in, stem);
+  if (found.status().code() == Code::kNotFound && !layers_->patterns().empty()) {
+    return LookupLayer(folder, name, stem);
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(found.status());
+  const TreeChild& child = found.value();
   // Folders have no suffix, files always: never both, since such folder names are escaped.
   if (child.is_folder != (stem.size() == name.size()) && !suffix.empty()) return NoSuch(name);
   if (child.depth + 1 >= kMaxDepth) return NoSuch(name);
@@ -298,26 +353,62 @@ Result<Child> CheckpointView::Lookup(const Node& folder, std::string_view name) 
   return Child{std::string(name), node, attributes};
 }
 
+Result<Child> CheckpointView::LookupLayer(const Node& folder, std::string_view name,
+                                          std::string_view stem) const {
+  Node node{.slot = options_.slot};
+  if (folder.view == View::kTensors) {
+    node.view = View::kLayers;
+  } else if (folder.view == View::kNpy) {
+    node.view = View::kNpyLayers;
+  } else {
+    return NoSuch(name);
+  }
+  // The same folder in the tree of the layers' names.
+  TreeFolder in;
+  if (folder.depth > 1) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path,
+                                 TreeOf(folder.view).PathOf(folder.ordinal, folder.depth - 1));
+    for (std::size_t begin = 0; begin <= path.size();) {
+      const std::size_t end = std::min(path.find('/', begin), path.size());
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const TreeChild step,
+          layers_->tree().Lookup(in, std::string_view(path).substr(begin, end - begin)));
+      if (!step.is_folder) return NoSuch(name);
+      in = {.first = step.ordinal, .depth = step.depth};
+      begin = end + 1;
+    }
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TreeChild child, layers_->tree().Lookup(in, stem));
+  if (child.is_folder != (stem.size() == name.size()) && !SuffixOf(node.view).empty()) {
+    return NoSuch(name);
+  }
+  if (child.depth + 1 >= kMaxDepth) return NoSuch(name);
+  node.ordinal = child.ordinal;
+  node.depth = child.is_folder ? child.depth + 1 : 0;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, Stat(node));
+  return Child{std::string(name), node, attributes};
+}
+
 Result<Attributes> CheckpointView::Stat(const Node& node) const {
   if (node.view == View::kFixed) return FixedStat(static_cast<Fixed>(node.ordinal));
-  const bool objects = node.view == View::kObjects;
-  const std::uint32_t count = objects ? objects_->keys.count() : tensor_keys_.count();
+  const std::uint32_t count = KeysOf(node.view).count();
   if (node.depth == 1 && count == 0) {
     return FolderAttributes(node, "", opened_->index().info().json_mtime);
   }
   if (node.ordinal >= count) return Stale();
-  std::optional<TensorEntry> entry;
+  const bool objects = node.view == View::kObjects;
+  std::optional<Served> served;
   if (!objects) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(entry, opened_->index().At(node.ordinal));
+    TENSORMOUNT_ASSIGN_OR_RETURN(served, ServedBy(node));
   }
   if (!node.is_folder()) {
-    if (!objects) return FileStat(node, entry->meta.key(), &*entry);
+    if (!objects) return FileStat(node, served->shown.meta.key(), &served->shown);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, objects_->keys.KeyAt(node.ordinal));
     return FileStat(node, key, nullptr);
   }
   // A folder is as old as its first key: it does not change where that does not, which is what
   // rsync wants to see.
-  const std::int64_t mtime = objects ? objects_->parts[node.ordinal].mtime : entry->mtime;
+  const std::int64_t mtime = objects ? objects_->parts[node.ordinal].mtime : served->shown.mtime;
   std::string path;
   if (node.depth > 1) {
     TENSORMOUNT_ASSIGN_OR_RETURN(path, TreeOf(node.view).PathOf(node.ordinal, node.depth - 1));
@@ -347,6 +438,7 @@ Status CheckpointView::ListTop(std::uint64_t cookie, const Visit& fn) const {
 Status CheckpointView::List(const Node& folder, std::uint64_t cookie, const Visit& fn) const {
   if (!folder.is_folder()) return Status::FromErrno(ENOTDIR, "list", PathOf(folder));
   if (folder.view == View::kFixed) return ListTop(cookie, fn);
+  if (IsLayers(folder.view)) return {};
   const KeyTree& tree = TreeOf(folder.view);
   const TreeFolder in{.first = folder.ordinal, .depth = folder.depth - 1};
   const std::string_view suffix = SuffixOf(folder.view);
@@ -384,227 +476,6 @@ std::string CheckpointView::PathOf(const Node& node) const {
   path += '/' + (rest.ok() ? rest.value() : std::string("?"));
   if (!node.is_folder()) path += SuffixOf(node.view);
   return path;
-}
-
-Result<std::shared_ptr<const VirtualFile>> CheckpointView::OpenFile(const Node& node) const {
-  std::shared_ptr<VirtualFile> file(new VirtualFile);
-  file->view_ = shared_from_this();
-  file->label_ = options_.name.empty() ? PathOf(node) : options_.name + "/" + PathOf(node);
-  if (node.is_folder()) return Status::FromErrno(EISDIR, "open", file->label_);
-  const auto of_literal = [&](std::string text) {
-    file->literal_ = std::make_shared<const std::string>(std::move(text));
-    file->Add(Segment::Kind::kLiteral, 0, file->literal_->size());
-  };
-  const auto of_text = [&](std::shared_ptr<const GeneratedText> text) {
-    file->text_ = std::move(text);
-    file->Add(Segment::Kind::kText, 0, file->text_->size());
-  };
-  if (node.view == View::kFixed) {
-    switch (static_cast<Fixed>(node.ordinal)) {
-      case Fixed::kCheckpointJson: {
-        TENSORMOUNT_ASSIGN_OR_RETURN(auto text, Json());
-        of_text(std::move(text));
-        return std::shared_ptr<const VirtualFile>(std::move(file));
-      }
-      case Fixed::kCommonJson:
-        of_literal(common_json_);
-        return std::shared_ptr<const VirtualFile>(std::move(file));
-      case Fixed::kSafetensors: {
-        TENSORMOUNT_ASSIGN_OR_RETURN(file->shared_, SafetensorsSegments());
-        TENSORMOUNT_ASSIGN_OR_RETURN(std::string header, opened_->index().SafetensorsHeader());
-        if (header.size() != file->shared_->front().length) {
-          return Status(Code::kDataLoss, file->label_ + ": the header has another length");
-        }
-        file->literal_ = std::make_shared<const std::string>(std::move(header));
-        file->size_ = file->shared_->back().begin + file->shared_->back().length;
-        file->reads_data_ = true;
-        return std::shared_ptr<const VirtualFile>(std::move(file));
-      }
-      default:
-        return Stale();
-    }
-  }
-  if (node.view == View::kObjects) {
-    if (node.ordinal >= objects_->parts.size()) return Stale();
-    file->Add(Segment::Kind::kObject, node.ordinal, objects_->parts[node.ordinal].length);
-    return std::shared_ptr<const VirtualFile>(std::move(file));
-  }
-  if (node.ordinal >= tensor_keys_.count()) return Stale();
-  TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry entry, opened_->index().At(node.ordinal));
-  if (node.view == View::kExtents) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(auto text, Extents(entry));
-    of_text(std::move(text));
-    return std::shared_ptr<const VirtualFile>(std::move(file));
-  }
-  if (node.view == View::kNpy) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::string header,
-                                 MakeNpyHeader(entry.meta.dtype(), entry.meta.shape()));
-    of_literal(std::move(header));
-  }
-  file->Add(Segment::Kind::kTensor, node.ordinal, entry.meta.bytes());
-  file->tensor_ = std::move(entry);
-  return std::shared_ptr<const VirtualFile>(std::move(file));
-}
-
-Result<std::map<std::string, std::string>> CheckpointView::Xattrs(const Node& node) const {
-  std::map<std::string, std::string> all;
-  const auto add = [&](std::string_view name, std::string value) {
-    all.emplace("user.tensormount." + std::string(name), std::move(value));
-  };
-  const CheckpointInfo& info = opened_->index().info();
-  if (node.view == View::kFixed) {
-    if (node.is_folder()) {
-      add("uuid", info.uuid.ToString());
-      add("generation", std::to_string(info.generation));
-      if (!info.parent.IsZero()) add("parent", info.parent.ToString());
-      add("producer", info.producer);
-    }
-    return all;
-  }
-  if (node.is_folder()) return all;
-  add("tier", "daemon");
-  if (node.view == View::kObjects) {
-    if (node.ordinal >= objects_->parts.size()) return Stale();
-    const ObjectContent& part = objects_->parts[node.ordinal];
-    add("key", part.key);
-    add("hash", "xxh3-128:" + part.hash.ToHex());
-    if (part.grid.rank() > 0) {
-      add("index", DimsText(part.index));
-      add("grid", DimsText(part.grid));
-    }
-    return all;
-  }
-  if (node.ordinal >= tensor_keys_.count()) return Stale();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, opened_->index().At(node.ordinal));
-  add("key", entry.meta.key());
-  add("dtype", std::string(InfoOf(entry.meta.dtype()).name));
-  add("shape", DimsText(entry.meta.shape()));
-  if (entry.has_digest) add("digest", DigestText(entry.digest));
-  return all;
-}
-
-Result<std::shared_ptr<const GeneratedText>> CheckpointView::Json() const {
-  const std::lock_guard lock(mutex_);
-  if (!json_) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(GeneratedText::Parts parts,
-                                 CheckpointJson(*opened_, objects_->parts));
-    TENSORMOUNT_ASSIGN_OR_RETURN(json_, GeneratedText::Make(std::move(parts)));
-  }
-  return json_;
-}
-
-Result<std::shared_ptr<const GeneratedText>> CheckpointView::Extents(
-    const TensorEntry& tensor) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(GeneratedText::Parts parts, ExtentsJson(opened_->index(), tensor));
-  return GeneratedText::Make(std::move(parts));
-}
-
-Result<std::shared_ptr<const std::vector<Segment>>> CheckpointView::SafetensorsSegments() const {
-  const std::lock_guard lock(mutex_);
-  if (safetensors_segments_) return safetensors_segments_;
-  const CheckpointIndex& index = opened_->index();
-  const Result<std::string> header = index.SafetensorsHeader();
-  if (!header.ok()) {
-    // The format has a limit: such a model has no file of this kind.
-    if (header.status().code() != Code::kUnsupported) return header.status();
-    return NoSuch("model.safetensors");
-  }
-  auto segments = std::make_shared<std::vector<Segment>>();
-  segments->push_back({.kind = Segment::Kind::kLiteral, .length = header.value().size()});
-  TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& tensor) {
-    if (tensor.in_safetensors && tensor.meta.bytes() > 0) {
-      segments->push_back({.kind = Segment::Kind::kTensor,
-                           .ordinal = tensor.ordinal,
-                           .begin = tensor.safetensors_offset,
-                           .length = tensor.meta.bytes()});
-    }
-    return true;
-  }));
-  std::sort(segments->begin(), segments->end(),
-            [](const Segment& a, const Segment& b) { return a.begin < b.begin; });
-  for (std::size_t i = 1; i < segments->size(); ++i) {
-    const Segment& before = (*segments)[i - 1];
-    if ((*segments)[i].begin != before.begin + before.length) {
-      return Status(Code::kDataLoss, "index: tensors of model.safetensors overlap or leave a gap");
-    }
-  }
-  safetensors_segments_ = std::move(segments);
-  return safetensors_segments_;
-}
-
-std::shared_ptr<CheckpointView::GoodBlocks> CheckpointView::GoodBlocksOf(
-    const TensorEntry& tensor) const {
-  const std::lock_guard lock(mutex_);
-  std::shared_ptr<GoodBlocks>& blocks = good_blocks_[tensor.ordinal];
-  if (!blocks) {
-    blocks = std::make_shared<GoodBlocks>((tensor.meta.bytes() + kLeafBytes - 1) / kLeafBytes);
-  }
-  return blocks;
-}
-
-std::vector<OpenedCheckpoint::MappedPiece> CheckpointView::MapTensor(const TensorEntry& tensor,
-                                                                     std::uint64_t offset,
-                                                                     std::size_t size) const {
-  if (options_.verify != ServeVerify::kOff) return {};
-  auto mapped = opened_->MapBytes(tensor, offset, size);
-  // Why it failed is found out, and told, by the read that follows.
-  if (!mapped.ok()) return {};
-  for (const auto& piece : mapped.value()) {
-    if (!InMemory(piece.data, piece.size)) return {};
-  }
-  return std::move(mapped).value();
-}
-
-Status CheckpointView::ReadTensor(const TensorEntry& tensor, std::uint64_t offset, char* out,
-                                  std::size_t size, ReadStats* stats) const {
-  if (options_.verify == ServeVerify::kOff) {
-    return opened_->ReadBytes(tensor, offset, out, size, ReadVerify::kOff, stats);
-  }
-  if (options_.verify == ServeVerify::kAlways) {
-    return opened_->ReadBytes(tensor, offset, out, size, ReadVerify::kExtendLeaves, stats);
-  }
-  const std::shared_ptr<GoodBlocks> good = GoodBlocksOf(tensor);
-  const std::uint64_t first = offset / kLeafBytes;
-  const std::uint64_t last = (offset + size - 1) / kLeafBytes;
-  const auto bit = [&](std::uint64_t block) { return std::uint64_t{1} << (block % 64); };
-  bool all_good = true;
-  for (std::uint64_t b = first; b <= last && all_good; ++b) {
-    all_good = (good->words[b / 64].load(std::memory_order_acquire) & bit(b)) != 0;
-  }
-  if (all_good) return opened_->ReadBytes(tensor, offset, out, size, ReadVerify::kOff, stats);
-  // Whole blocks, so that these need not be checked again.
-  const std::uint64_t begin = first * kLeafBytes;
-  const std::uint64_t end = std::min((last + 1) * kLeafBytes, tensor.meta.bytes());
-  if (begin == offset && end == offset + size) {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        opened_->ReadBytes(tensor, offset, out, size, ReadVerify::kExtendLeaves, stats));
-  } else {
-    std::vector<char> scratch(static_cast<std::size_t>(end - begin));
-    TENSORMOUNT_RETURN_IF_ERROR(opened_->ReadBytes(tensor, begin, scratch.data(), scratch.size(),
-                                                   ReadVerify::kExtendLeaves, stats));
-    std::memcpy(out, scratch.data() + (offset - begin), size);
-  }
-  for (std::uint64_t b = first; b <= last; ++b) {
-    good->words[b / 64].fetch_or(bit(b), std::memory_order_release);
-  }
-  return {};
-}
-
-Status CheckpointView::ReadObject(std::uint32_t number, std::uint64_t offset, char* out,
-                                  std::size_t size) const {
-  if (number >= objects_->parts.size()) return Stale();
-  const ObjectContent& part = objects_->parts[number];
-  // Whole leaves are what ReadObject checks.
-  const std::uint64_t begin = offset / kLeafBytes * kLeafBytes;
-  const std::uint64_t end =
-      std::min((offset + size + kLeafBytes - 1) / kLeafBytes * kLeafBytes, part.length);
-  if (options_.verify == ServeVerify::kOff || (begin == offset && end == offset + size)) {
-    return opened_->ReadObject(part, offset, out, size);
-  }
-  std::vector<char> scratch(static_cast<std::size_t>(end - begin));
-  TENSORMOUNT_RETURN_IF_ERROR(opened_->ReadObject(part, begin, scratch.data(), scratch.size()));
-  std::memcpy(out, scratch.data() + (offset - begin), size);
-  return {};
 }
 
 }  // namespace tensormount::fs

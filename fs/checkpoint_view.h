@@ -17,6 +17,7 @@
 #include "base/file_system.h"
 #include "fs/key_tree.h"
 #include "fs/node.h"
+#include "fs/shown_tensors.h"
 #include "fs/virtual_file.h"
 #include "index/checkpoint.h"
 
@@ -60,6 +61,8 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
     std::string name;        // Of the folder that it is shown as; goes into inode numbers.
     bool list_views = false;
     ServeVerify verify = ServeVerify::kOff;
+    // Other names for keys; null: none. kInvalidArgument where two keys would share one.
+    std::shared_ptr<const KeyMap> map;
   };
   // A checkpoint folder. kStale where its uuid is not `expected` (unless that is zero).
   static Result<std::shared_ptr<const CheckpointView>> Open(FileSystem& fs,
@@ -103,7 +106,22 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
     explicit Objects(std::vector<std::string> paths) : keys(std::move(paths)), tree(keys) {}
     ListedKeys keys;
     KeyTree tree;
-    std::vector<ObjectContent> parts;
+    std::vector<ObjectContent> parts;      // With the keys that are shown.
+    std::vector<std::string> stored_keys;  // Of each part; empty without a map of keys.
+  };
+  // What a file of one tensor is made of.
+  struct Served {
+    TensorEntry shown;        // As it looks from outside.
+    TensorEntry source;       // Whose bytes it has...
+    std::uint64_t skip = 0;   // ... from here on.
+    std::int64_t layer = -1;  // Of a stack; then:
+    std::string stacked_key;
+  };
+  // model.safetensors.
+  struct Safetensors {
+    std::vector<Segment> segments;
+    // Held only where keys are mapped; otherwise it is read from the index.
+    std::shared_ptr<const std::string> header;
   };
   // Which 64 KiB blocks of a tensor were read and found good.
   struct GoodBlocks {
@@ -113,12 +131,18 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
 
   explicit CheckpointView(std::shared_ptr<OpenedCheckpoint> opened);
   Status Prepare(const Ownership& ownership, const Options& options);
-  static Result<std::unique_ptr<Objects>> MakeObjects(const CheckpointIndex& index);
+  static Result<std::unique_ptr<Objects>> MakeObjects(const CheckpointIndex& index,
+                                                      const KeyRenames* renames);
 
   std::uint64_t InodeOf(const Node& node, std::string_view path) const;
   Node FixedNode(Fixed fixed) const;
   Node ViewRoot(View view) const;
   const KeyTree& TreeOf(View view) const;
+  const KeySource& KeysOf(View view) const;
+  // Of a node of one key that is no object's; kStale for numbers that are out of range.
+  Result<Served> ServedBy(const Node& node) const;
+  // A layer's file, or a folder of nothing else, below a folder of tensors/ or npy/.
+  Result<Child> LookupLayer(const Node& folder, std::string_view name, std::string_view stem) const;
   Attributes FolderAttributes(const Node& node, std::string_view path, std::int64_t mtime) const;
   Attributes FileAttributes(const Node& node, std::string_view path, std::uint64_t size,
                             std::int64_t mtime) const;
@@ -133,7 +157,9 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   Status ListTop(std::uint64_t cookie, const Visit& fn) const;
   Result<std::shared_ptr<const GeneratedText>> Json() const;
   Result<std::shared_ptr<const GeneratedText>> Extents(const TensorEntry& tensor) const;
-  Result<std::shared_ptr<const std::vector<Segment>>> SafetensorsSegments() const;
+  Result<std::shared_ptr<const Safetensors>> SafetensorsFile() const;
+  Result<Safetensors> LayOutOwn() const;
+  Result<Safetensors> LayOutRenamed() const;
   std::shared_ptr<GoodBlocks> GoodBlocksOf(const TensorEntry& tensor) const;
 
   std::shared_ptr<OpenedCheckpoint> opened_;
@@ -141,14 +167,15 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   Ownership ownership_;
   Options options_;
   std::uint64_t inode_seed_ = 0;
-  TensorKeys tensor_keys_;
-  KeyTree tensors_;
+  std::unique_ptr<const ShownTensors> tensor_keys_;
+  std::unique_ptr<const KeyTree> tensors_;
+  std::unique_ptr<const LayerFiles> layers_;
   std::unique_ptr<Objects> objects_;
   std::string common_json_;
 
   mutable std::mutex mutex_;
   mutable std::shared_ptr<const GeneratedText> json_;
-  mutable std::shared_ptr<const std::vector<Segment>> safetensors_segments_;
+  mutable std::shared_ptr<const Safetensors> safetensors_;
   mutable std::map<std::uint32_t, std::shared_ptr<GoodBlocks>> good_blocks_;
 };
 

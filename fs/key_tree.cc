@@ -19,23 +19,8 @@ Status NoSuch(std::string_view name) {
 
 }  // namespace
 
-Result<std::string> TensorKeys::KeyAt(std::uint32_t ordinal) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, index_.At(ordinal));
-  return entry.meta.key();
-}
-
-Result<std::uint32_t> TensorKeys::LowerBound(std::string_view key) const {
-  return index_.LowerBound(key);
-}
-
-Status TensorKeys::Scan(std::uint32_t first, const Visit& fn) const {
-  if (first >= count()) return {};
-  return index_.ForEachTensor(
-      first, [&](const TensorEntry& entry) { return fn(entry.ordinal, entry.meta.key(), &entry); });
-}
-
 Result<std::string> ListedKeys::KeyAt(std::uint32_t ordinal) const {
-  if (ordinal >= keys_.size()) return Status(Code::kStale, "no such object");
+  if (ordinal >= keys_.size()) return Status(Code::kStale, "no such key");
   return keys_[ordinal];
 }
 

@@ -31,20 +31,7 @@ class KeySource {
   virtual Status Scan(std::uint32_t first, const Visit& fn) const = 0;
 };
 
-// The keys of the tensors of a checkpoint.
-class TensorKeys : public KeySource {
- public:
-  explicit TensorKeys(const CheckpointIndex& index) : index_(index) {}
-  std::uint32_t count() const override { return index_.tensor_count(); }
-  Result<std::string> KeyAt(std::uint32_t ordinal) const override;
-  Result<std::uint32_t> LowerBound(std::string_view key) const override;
-  Status Scan(std::uint32_t first, const Visit& fn) const override;
-
- private:
-  const CheckpointIndex& index_;
-};
-
-// Keys held in memory (the parts of objects).
+// Keys held in memory.
 class ListedKeys : public KeySource {
  public:
   explicit ListedKeys(std::vector<std::string> sorted) : keys_(std::move(sorted)) {}

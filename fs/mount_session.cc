@@ -344,7 +344,8 @@ Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Vfs> vfs,
                                Vfs::Open(fs, {.source = options.source,
                                               .list_views = options.list_views,
-                                              .verify = VerifyOf(options.verify)}));
+                                              .verify = VerifyOf(options.verify),
+                                              .map = options.map}));
   TENSORMOUNT_RETURN_IF_ERROR(CheckMountPoint(options.mount_point, vfs->source()));
   if (options.allow_other) TENSORMOUNT_RETURN_IF_ERROR(CheckAncestors(fs, vfs->source()));
   const int cores = static_cast<int>(std::thread::hardware_concurrency());

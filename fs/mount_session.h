@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "tensormount/key_map.h"
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
@@ -18,6 +19,7 @@ struct MountOptions {
   std::string source;       // A store, a checkpoint folder, STORE/latest, a .safetensors file.
   std::string mount_point;  // An empty folder.
   bool list_views = false;  // List npy/, extents/, model.safetensors too.
+  std::shared_ptr<const KeyMap> map;  // Other names for keys; null: none.
   bool allow_other = false;
   enum class Tier { kAuto, kPassthrough, kDaemon } tier = Tier::kAuto;
   enum class Verify { kOff, kFirst, kAlways } verify = Verify::kOff;

@@ -18,8 +18,10 @@ enum class View : std::uint8_t {
   kNpy = 2,
   kExtents = 3,
   kObjects = 4,
+  kLayers = 5,  // Files below tensors/ and npy/ that are opened by name and not listed: layers of
+  kNpyLayers = 6,  // stacked tensors. `ordinal` counts their names.
 };
-inline constexpr std::uint8_t kViews = 5;
+inline constexpr std::uint8_t kViews = 7;
 
 // Nodes that there is one of, per mount (slot 0) or per checkpoint.
 enum class Fixed : std::uint32_t {

@@ -45,6 +45,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   const SourceKind kind;
   const std::string path;
   bool list_views = false;
+  std::shared_ptr<const KeyMap> map;
   ServeVerify verify = ServeVerify::kOff;
 
   std::mutex mutex;
@@ -245,10 +246,12 @@ void StoreWatch::Core::Loop() {
 
 Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(FileSystem& fs, SourceKind kind,
                                                       const std::string& path, bool list_views,
-                                                      ServeVerify verify) {
+                                                      ServeVerify verify,
+                                                      std::shared_ptr<const KeyMap> map) {
   auto core = std::make_shared<Core>(fs, kind, path);
   core->list_views = list_views;
   core->verify = verify;
+  core->map = std::move(map);
   core->slots.push_back(nullptr);
   core->listing = std::make_shared<const Listing>();
   TENSORMOUNT_RETURN_IF_ERROR(core->Look());
@@ -304,8 +307,11 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::View(Slot& slot) {
   const std::lock_guard lock(slot.mutex_);
   if (slot.gone()) return Status(Code::kStale, slot.name + " was removed or replaced");
   if (slot.view_) return slot.view_;
-  const CheckpointView::Options options{
-      .slot = slot.id, .name = slot.name, .list_views = core_->list_views, .verify = core_->verify};
+  const CheckpointView::Options options{.slot = slot.id,
+                                        .name = slot.name,
+                                        .list_views = core_->list_views,
+                                        .verify = core_->verify,
+                                        .map = core_->map};
   Result<std::shared_ptr<const CheckpointView>> view =
       core_->kind == SourceKind::kSafetensors
           ? CheckpointView::OpenSafetensors(core_->fs, slot.path, slot.ownership, options)

@@ -67,7 +67,8 @@ class StoreWatch {
   // `fs` must outlive this. `path` is resolved.
   static Result<std::unique_ptr<StoreWatch>> Start(FileSystem& fs, SourceKind kind,
                                                    const std::string& path, bool list_views,
-                                                   ServeVerify verify);
+                                                   ServeVerify verify,
+                                                   std::shared_ptr<const KeyMap> map);
   ~StoreWatch();
 
   struct Listing {

@@ -135,12 +135,15 @@ Result<std::unique_ptr<Vfs>> Vfs::Open(FileSystem& fs, const VfsOptions& options
   vfs->options_ = options;
   vfs->kind_ = found.kind;
   vfs->source_ = found.path;
-  TENSORMOUNT_ASSIGN_OR_RETURN(vfs->watch_, StoreWatch::Start(fs, found.kind, found.path,
-                                                              options.list_views, options.verify));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      vfs->watch_, StoreWatch::Start(fs, found.kind, found.path, options.list_views, options.verify,
+                                     options.map));
   if (found.kind != SourceKind::kStore) {
     // Say now what is wrong with it.
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, vfs->watch_->Find(1));
     TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*slot).status());
+  } else if (const auto now = vfs->watch_->Now(); options.map && now->latest) {
+    TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*now->latest).status());
   }
   return vfs;
 }
@@ -395,11 +398,11 @@ std::string Vfs::StatusFields() {
     problems += (problems.empty() ? "" : ", ") + JsonString(problem);
   }
   return fmt::format(
-      R"("source": {}, "kind": "{}", "verify": "{}", "views_listed": {}, "checkpoints": {}, )"
+      R"("source": {}, "kind": "{}", "verify": "{}", "views_listed": {}, "mapped": {}, "checkpoints": {}, )"
       R"("latest": {}, "open_checkpoints": {}, "store_answers": {}, "errors": {}, )"
       R"("problems": [{}])",
       JsonString(source_), KindName(kind_), VerifyName(options_.verify), options_.list_views,
-      now->by_id.size(),
+      options_.map != nullptr, now->by_id.size(),
       now->latest && kind_ == SourceKind::kStore ? JsonString(now->latest->name) : "null",
       watch_->open_checkpoints(), watch_->answers(), stats_.errors(), problems);
 }

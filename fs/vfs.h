@@ -25,6 +25,7 @@ struct VfsOptions {
       source;  // A store, a checkpoint folder, STORE/latest (taken once), a .safetensors file.
   bool list_views = false;
   ServeVerify verify = ServeVerify::kOff;
+  std::shared_ptr<const KeyMap> map = nullptr;  // Other names for keys.
 };
 
 // What lookup, stat, list, open, read mean in a mount, without the kernel: node ids in, answers or
@@ -37,7 +38,8 @@ class Vfs {
   static constexpr double kSealedSeconds = 3600;
   static constexpr double kRootSeconds = 0.4;
 
-  // kNotFound: no such source; kUnsupported: neither store, checkpoint nor .safetensors file.
+  // kNotFound: no such source; kUnsupported: neither store, checkpoint nor .safetensors file;
+  // kInvalidArgument: the map of keys does not fit the checkpoint (of a store: its latest).
   static Result<std::unique_ptr<Vfs>> Open(FileSystem& fs, const VfsOptions& options);
 
   struct Entry {

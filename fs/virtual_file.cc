@@ -16,9 +16,11 @@ std::shared_ptr<const VirtualFile> VirtualFile::OfText(std::string label, std::s
   return file;
 }
 
-void VirtualFile::Add(Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length) {
+void VirtualFile::Add(Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length,
+                      std::uint64_t skip) {
   if (length == 0) return;
-  own_.push_back({.kind = kind, .ordinal = ordinal, .begin = size_, .length = length});
+  own_.push_back(
+      {.kind = kind, .ordinal = ordinal, .begin = size_, .length = length, .skip = skip});
   size_ += length;
   reads_data_ |= kind == Segment::Kind::kTensor || kind == Segment::Kind::kObject;
 }
@@ -50,7 +52,7 @@ std::vector<OpenedCheckpoint::MappedPiece> VirtualFile::Map(std::uint64_t offset
   for (const Segment& segment : segments) {
     if (offset < segment.begin || offset + size > segment.begin + segment.length) continue;
     if (segment.kind != Segment::Kind::kTensor) return {};
-    return view_->MapTensor(*tensor_, offset - segment.begin, size);
+    return view_->MapTensor(*tensor_, segment.skip + offset - segment.begin, size);
   }
   return {};
 }
@@ -64,7 +66,7 @@ Status VirtualFile::ReadSegment(const Segment& segment, std::uint64_t at, char* 
     case Segment::Kind::kText:
       return text_->Read(at, out, size);
     case Segment::Kind::kTensor: {
-      if (tensor_) return view_->ReadTensor(*tensor_, at, out, size, stats);
+      if (tensor_) return view_->ReadTensor(*tensor_, segment.skip + at, out, size, stats);
       TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry,
                                    view_->opened().index().At(segment.ordinal));
       return view_->ReadTensor(entry, at, out, size, stats);

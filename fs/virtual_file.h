@@ -23,6 +23,7 @@ struct Segment {
   std::uint32_t ordinal = 0;  // Of the tensor or object part.
   std::uint64_t begin = 0;    // In the file.
   std::uint64_t length = 0;
+  std::uint64_t skip = 0;  // Bytes of the tensor before it.
 };
 
 // An open file of a mount: every view is a list of segments. Keeps its checkpoint open, so that it
@@ -50,7 +51,7 @@ class VirtualFile {
  private:
   friend class CheckpointView;
   VirtualFile() = default;
-  void Add(Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length);
+  void Add(Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length, std::uint64_t skip = 0);
   Status ReadSegment(const Segment& segment, std::uint64_t at, char* out, std::size_t size,
                      ReadStats* stats) const;
 
