@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tensormount/state_dict.h"
 
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -8,12 +12,17 @@
 #include <utility>
 
 #include "index/common_state.h"
+#include "index/layer_names.h"
 #include "index/record_coding.h"
 #include "shard/tensor_meta.h"
+#include "state/shard_check.h"
 
 namespace tensormount {
 
 namespace {
+
+// Of one stacked tensor: names of layers are checked one by one.
+constexpr std::int64_t kMaxLayers = 1 << 16;
 
 std::string Quoted(std::string_view kind, std::string_view key) {
   // A broken key may be megabytes of rubbish.
@@ -38,8 +47,38 @@ struct StateDict::Rep {
   // Where a key was first added: dtype and shape of its later shards must agree with that.
   std::unordered_map<std::string, std::size_t> first_of_key;
   std::set<std::pair<std::string, std::string>> object_parts;
+  LayerNames layers;  // Of layer_names.
+  struct Free {
+    void operator()(void* p) const { std::free(p); }  // NOLINT(cppcoreguidelines-no-malloc)
+  };
+  std::vector<std::unique_ptr<void, Free>> owned;
   Status first_failure;
   Status last;
+
+  // Whether no layer of a stacked tensor goes by this name.
+  Status CheckNoLayer(std::string_view name) const {
+    const auto found = layers.Find(name);
+    if (!found) return Status();
+    const std::string stacked(found->stacked_key);
+    const Shard& stack = tensors[first_of_key.at(stacked)].shard;
+    if (found->layer >= stack.global_shape[0]) return Status();
+    return Status(Code::kInvalidArgument, "\"" + std::string(name) + "\" is the name of layer " +
+                                              std::to_string(found->layer) + " of tensor " +
+                                              stacked);
+  }
+
+  // Large ones begin on a page, all on a cache line.
+  Result<void*> Allocate(std::uint64_t bytes, Fill fill) {
+    constexpr std::size_t kPage = 4096;
+    const std::size_t alignment = bytes >= kPage ? kPage : 64;
+    void* memory = nullptr;
+    if (posix_memalign(&memory, alignment, bytes) != 0) {
+      return Status(Code::kResourceExhausted, "no memory for " + std::to_string(bytes) + " bytes");
+    }
+    owned.emplace_back(memory);
+    if (fill == Fill::kZero) std::memset(memory, 0, bytes);
+    return memory;
+  }
 
   const Status& Note(Status status) {
     if (!status.ok() && first_failure.ok()) first_failure = status;
@@ -59,31 +98,33 @@ struct StateDict::Rep {
 
 namespace {
 
-Status CheckShard(std::string_view key, const Shard& shard) {
+// What a dict asks of a shard beyond that it is one.
+Status CheckMemory(const Shard& shard) {
   if (shard.data.device.kind != DeviceKind::kHost) {
     return Status(Code::kUnsupported,
                   "the buffer is in device memory, which this build cannot reach");
   }
-  Result<TensorMeta> meta =
-      TensorMeta::Make(std::string(key), shard.data.dtype, shard.global_shape);
-  if (!meta.ok()) return meta.status();
-  if (shard.region.box().rank() != shard.global_shape.rank()) {
-    return Status(Code::kInvalidArgument, "region " + shard.region.ToString() +
-                                              " has another rank than shape " +
-                                              shard.global_shape.ToString());
-  }
-  if (!shard.region.Within(shard.global_shape)) {
-    return Status(Code::kInvalidArgument, "region " + shard.region.ToString() +
-                                              " lies outside of shape " +
-                                              shard.global_shape.ToString());
-  }
-  Result<Region> bytes = ByteRegion(shard.data.dtype, shard.global_shape, shard.region);
-  if (!bytes.ok()) return bytes.status();
-  Result<std::vector<PlacedBox>> placed =
-      PlaceBuffer(shard.data, shard.data.dtype, shard.global_shape, shard.region);
-  if (!placed.ok()) return placed.status();
-  if (!shard.region.empty() && shard.data.data == nullptr) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckShard(shard));
+  if (!shard.metadata_only && !shard.region.empty() && shard.data.data == nullptr) {
     return Status(Code::kInvalidArgument, "the buffer is null");
+  }
+  return Status();
+}
+
+// What two shards of one key must have in common.
+Status CheckAgree(const Shard& first, const Shard& shard) {
+  const auto differ = [](const std::string& a, const std::string& b) {
+    return Status(Code::kInvalidArgument, "added with " + a + " and with " + b);
+  };
+  if (first.data.dtype != shard.data.dtype) {
+    return differ("dtype " + std::string(InfoOf(first.data.dtype).name),
+                  std::string(InfoOf(shard.data.dtype).name));
+  }
+  if (!(first.global_shape == shard.global_shape)) {
+    return differ("shape " + first.global_shape.ToString(), shard.global_shape.ToString());
+  }
+  if ((first.replica == Replica::kUnlabelled) != (shard.replica == Replica::kUnlabelled)) {
+    return differ("a replica label", "none: all shards of a tensor have one, or none has");
   }
   return Status();
 }
@@ -117,29 +158,18 @@ StateDict::StateDict(StateDict&&) noexcept = default;
 StateDict& StateDict::operator=(StateDict&&) noexcept = default;
 
 const Status& StateDict::AddTensor(std::string_view key, const Shard& shard) {
-  if (Status status = CheckKey(key); !status.ok()) {
-    return rep_->Note(status.WithContext(Quoted("tensor", key)));
-  }
-  if (Status status = CheckShard(key, shard); !status.ok()) {
-    return rep_->Note(status.WithContext(Quoted("tensor", key)));
-  }
+  Status status = CheckKey(key);
+  if (status.ok()) status = CheckMemory(shard);
+  if (status.ok()) status = rep_->CheckNoLayer(key);
+  if (!status.ok()) return rep_->Note(status.WithContext(Quoted("tensor", key)));
   const auto [at, added] = rep_->first_of_key.try_emplace(std::string(key), rep_->tensors.size());
   if (!added) {
-    const Shard& first = rep_->tensors[at->second].shard;
-    if (first.data.dtype != shard.data.dtype) {
-      return rep_->Note(Status(Code::kInvalidArgument,
-                               Quoted("tensor", key) + ": added with dtype " +
-                                   std::string(InfoOf(first.data.dtype).name) + " and with " +
-                                   std::string(InfoOf(shard.data.dtype).name)));
-    }
-    if (!(first.global_shape == shard.global_shape)) {
-      return rep_->Note(
-          Status(Code::kInvalidArgument, Quoted("tensor", key) + ": added with shape " +
-                                             first.global_shape.ToString() + " and with " +
-                                             shard.global_shape.ToString()));
-    }
+    status = CheckAgree(rep_->tensors[at->second].shard, shard);
+    if (!status.ok()) return rep_->Note(status.WithContext(Quoted("tensor", key)));
   }
   rep_->tensors.push_back({std::string(key), shard});
+  Shard& kept = rep_->tensors.back().shard;
+  if (kept.metadata_only) kept.data = WithoutMemory(kept.data.dtype, kept.region);
   return rep_->Note(Status());
 }
 
@@ -186,6 +216,64 @@ const Status& StateDict::SetContentMetadata(CommonDict content) {
   }
   rep_->content = std::move(*value.get_if<CommonDict>());
   return rep_->Note(Status());
+}
+
+const Status& StateDict::NameLayers(std::string_view key, std::string_view pattern) {
+  const auto fail = [&](Status status) -> const Status& {
+    return rep_->Note(status.WithContext(Quoted("names of the layers of tensor", key)));
+  };
+  const auto invalid = [](const std::string& why) { return Status(Code::kInvalidArgument, why); };
+  if (Status status = CheckLayerPattern(pattern); !status.ok()) return fail(std::move(status));
+  const auto at = rep_->first_of_key.find(std::string(key));
+  if (at == rep_->first_of_key.end()) {
+    return fail(invalid("no tensor of that name was added before"));
+  }
+  const Dims& shape = rep_->tensors[at->second].shard.global_shape;
+  if (shape.rank() == 0) return fail(invalid("a scalar has no layers"));
+  const std::int64_t layers = shape[0];
+  if (layers > kMaxLayers) {
+    return fail(invalid(std::to_string(layers) + " layers, at most " + std::to_string(kMaxLayers) +
+                        " are allowed"));
+  }
+  const auto named = rep_->layer_names.find(std::string(key));
+  if (named != rep_->layer_names.end()) {
+    if (named->second == pattern) return rep_->Note(Status());
+    return fail(invalid("named \"" + named->second + "\" before"));
+  }
+  if (Status status = CheckKey(LayerKey(pattern, std::max<std::int64_t>(layers - 1, 0)));
+      !status.ok()) {
+    return fail(std::move(status));
+  }
+  for (std::int64_t layer = 0; layer < layers; ++layer) {
+    const std::string name = LayerKey(pattern, layer);
+    if (rep_->first_of_key.contains(name)) {
+      return fail(invalid("\"" + name + "\" is a tensor of its own"));
+    }
+    if (Status status = rep_->CheckNoLayer(name); !status.ok()) return fail(std::move(status));
+  }
+  rep_->layer_names.emplace(key, pattern);
+  rep_->layers = LayerNames(rep_->layer_names);
+  return rep_->Note(Status());
+}
+
+Status StateDict::AllocateData(Device device, Fill fill) {
+  const auto allocate = [&]() -> Status {
+    if (device.kind != DeviceKind::kHost) {
+      return Status(Code::kUnsupported, "this build cannot reach the memory of devices");
+    }
+    for (TensorItem& item : rep_->tensors) {
+      Shard& shard = item.shard;
+      if (!shard.metadata_only) continue;
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t bytes,
+                                   RegionBytes(shard.data.dtype, shard.global_shape, shard.region));
+      if (bytes > 0) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(shard.data.data, rep_->Allocate(bytes, fill));
+      }
+      shard.metadata_only = false;
+    }
+    return Status();
+  };
+  return rep_->Note(allocate().WithContext("allocate tensors"));
 }
 
 const Status& StateDict::Fail(const Status& failure) { return rep_->Note(failure); }

@@ -57,11 +57,14 @@ class TENSORMOUNT_EXPORT StateDict {
   const Status& SetLocal(std::string_view name, CommonValue value);
 
   // The tensor `key`, whose first axis counts layers, can also be read layer by layer: `pattern`
-  // has one "{}" for the number, "layers.{}.w". No tensor of such a name may be saved beside it.
+  // has one "{}" for the number, "layers.{}.w". No tensor of such a name may be saved beside it. To
+  // be called after AddTensor, by one rank that holds some of the tensor or by several; at most
+  // 65,536 layers.
   const Status& NameLayers(std::string_view key, std::string_view pattern);
 
-  // Gives every shard without data (Shard::metadata_only) memory that this object owns, packed and
-  // aligned to pages. kUnsupported, kUnavailable: such a device cannot be reached.
+  // Gives every shard without data (Shard::metadata_only) memory that this object owns, packed; of
+  // a page or more, aligned to pages. `tensors()` says where it is. kUnsupported, kUnavailable:
+  // such a device cannot be reached; kResourceExhausted: no memory.
   Status AllocateData(Device device = {}, Fill fill = Fill::kUninitialized);
 
   // What the caller itself found wrong: fails the Save or Load for all ranks, instead of leaving

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensormount/state_dict.h"
+
+#include <cstdint>
+#include <string>
+
+#include "tests/shard/boxes.h"
+#include "tests/support/status_matchers.h"
+
+namespace tensormount {
+namespace {
+
+Shard Described(const Dims& shape, Replica replica = Replica::kUnlabelled) {
+  return MetadataOnly(DType::kF32, shape, Box::Whole(shape), replica);
+}
+
+TEST(StateDictTest, ShardsOfOneKeyAgree) {
+  StateDict state;
+  EXPECT_OK(state.AddTensor("w", Described({4, 4})));
+  EXPECT_OK(state.AddTensor("w", MetadataOnly(DType::kF32, {4, 4}, B({0, 0}, {2, 4}))));
+  EXPECT_OK(state.status());
+  EXPECT_THAT(state.AddTensor("w", Described({4, 5})), HasMessage("tensor w: added with shape"));
+  EXPECT_THAT(state.AddTensor("w", MetadataOnly(DType::kI32, {4, 4}, Box::Whole({4, 4}))),
+              HasMessage("added with dtype f32 and with i32"));
+  EXPECT_THAT(state.AddTensor("w", Described({4, 4}, Replica::kMain)), HasMessage("replica label"));
+  EXPECT_OK(state.AddTensor("labelled", Described({4, 4}, Replica::kCopy)));
+  EXPECT_OK(state.AddTensor("labelled", Described({4, 4}, Replica::kMain)));
+  EXPECT_THAT(state.AddTensor("labelled", Described({4, 4})), HasMessage("replica label"));
+  EXPECT_EQ(state.tensors().size(), 4u);
+  // The first one that was ignored is remembered.
+  EXPECT_THAT(state.status(), HasMessage("[4, 5]"));
+}
+
+TEST(StateDictTest, BuffersAreChecked) {
+  StateDict state;
+  float memory[4] = {};
+  const Shard good{.global_shape = {4},
+                   .region = Box::Whole({4}),
+                   .data = BufferView::Host(DType::kF32, static_cast<void*>(memory), {4})};
+  EXPECT_OK(state.AddTensor("w", good));
+  Shard bad = good;
+  bad.data.data = nullptr;
+  EXPECT_THAT(state.AddTensor("w", bad), HasMessage("null"));
+  bad.metadata_only = true;  // Then it is not expected.
+  EXPECT_OK(state.AddTensor("w", bad));
+  bad = good;
+  bad.data.device.kind = DeviceKind::kCuda;
+  EXPECT_THAT(state.AddTensor("w", bad), HasCode(Code::kUnsupported));
+  bad = good;
+  bad.region = B({1}, {4});
+  EXPECT_THAT(state.AddTensor("w", bad), HasMessage("lies outside of shape [4]"));
+  // Layers stacked under one key: the buffer has no axis for them.
+  EXPECT_OK(state.AddTensor(
+      "layers", {.global_shape = {7, 4}, .region = B({3, 0}, {1, 4}), .data = good.data}));
+}
+
+TEST(StateDictTest, AllocatesWhatHasNoData) {
+  StateDict state;
+  float memory[4] = {1, 2, 3, 4};
+  EXPECT_OK(state.AddTensor(
+      "given", {.global_shape = {4},
+                .region = Box::Whole({4}),
+                .data = BufferView::Host(DType::kF32, static_cast<void*>(memory), {4})}));
+  EXPECT_OK(state.AddTensor("large", MetadataOnly(DType::kBF16, {64, 64}, B({3, 0}, {50, 64}))));
+  EXPECT_OK(
+      state.AddTensor("flat", MetadataOnly(DType::kI64, {9, 9}, F(B({0, 0}, {9, 9}), 4, 40))));
+  EXPECT_OK(state.AddTensor("small", MetadataOnly(DType::kF32, {}, Region())));
+  EXPECT_OK(state.AddTensor("none", MetadataOnly(DType::kF32, {0, 4}, Box::Whole({0, 4}))));
+  // Whatever the caller left in the fields of its buffer.
+  Shard odd = Described({3});
+  odd.data.shape = {77};
+  EXPECT_OK(state.AddTensor("odd", odd));
+  EXPECT_THAT(state.AllocateData({.kind = DeviceKind::kCuda}), HasCode(Code::kUnsupported));
+  StateDict host = std::move(state);
+  ASSERT_OK(host.AllocateData({}, Fill::kZero));
+  for (const StateDict::TensorItem& item : host.tensors()) {
+    const BufferView& data = item.shard.data;
+    EXPECT_FALSE(item.shard.metadata_only) << item.key;
+    if (item.shard.region.empty()) continue;
+    ASSERT_NE(data.data, nullptr) << item.key;
+    EXPECT_TRUE(data.IsPacked()) << item.key;
+    EXPECT_EQ(CheckedProduct(data.shape), item.shard.region.volume()) << item.key;
+    if (item.key == "given") {
+      EXPECT_EQ(data.data, memory);
+      continue;
+    }
+    const auto bytes =
+        static_cast<std::size_t>(item.shard.region.volume()) * (InfoOf(data.dtype).bits / 8);
+    const auto* byte = static_cast<const char*>(data.data);
+    EXPECT_EQ(std::string(byte, bytes), std::string(bytes, '\0')) << item.key;
+    const auto address = reinterpret_cast<std::uintptr_t>(data.data);
+    EXPECT_EQ(address % (bytes >= 4096 ? 4096 : 64), 0u) << item.key;
+  }
+  const void* before = host.tensors()[1].shard.data.data;
+  EXPECT_OK(host.AllocateData());
+  EXPECT_EQ(host.tensors()[1].shard.data.data, before);
+}
+
+TEST(StateDictTest, AllocationThatCannotBe) {
+  StateDict state;
+  EXPECT_OK(state.AddTensor("huge", Described({std::int64_t{1} << 56})));
+  EXPECT_THAT(state.AllocateData(), HasCode(Code::kResourceExhausted));
+  EXPECT_THAT(state.status(), HasMessage("allocate tensors"));
+}
+
+TEST(StateDictTest, NamesLayers) {
+  StateDict state;
+  EXPECT_OK(state.AddTensor("layers.w", Described({12, 3})));
+  EXPECT_OK(state.AddTensor("layers.12.w", Described({3})));  // There is no layer 12.
+  EXPECT_OK(state.NameLayers("layers.w", "layers.{}.w"));
+  EXPECT_OK(state.NameLayers("layers.w", "layers.{}.w"));
+  EXPECT_EQ(state.layer_names().at("layers.w"), "layers.{}.w");
+  EXPECT_OK(state.status());
+
+  EXPECT_THAT(state.NameLayers("layers.w", "l.{}.w"), HasMessage("named \"layers.{}.w\" before"));
+  EXPECT_THAT(state.AddTensor("layers.11.w", Described({3})),
+              HasMessage("\"layers.11.w\" is the name of layer 11 of tensor layers.w"));
+  EXPECT_OK(state.AddTensor("layers.13.w", Described({3})));
+  EXPECT_OK(state.AddTensor("layers.011.w", Described({3})));
+
+  EXPECT_OK(state.AddTensor("layers.b", Described({12, 3})));
+  EXPECT_OK(state.AddTensor("b.7", Described({3})));
+  EXPECT_OK(state.AddTensor("scalar", Described({})));
+  const auto refused = [&](std::string_view key, std::string_view pattern, const char* why) {
+    EXPECT_THAT(state.NameLayers(key, pattern), HasMessage(why));
+    EXPECT_THAT(state.NameLayers(key, pattern), HasCode(Code::kInvalidArgument));
+  };
+  refused("layers.b", "b.{}", "\"b.7\" is a tensor of its own");
+  refused("layers.b", "layers.{}.w", "is the name of layer 0 of tensor layers.w");
+  refused("layers.b", "b.{}.{}", "exactly one {}");
+  refused("layers.b", "b", "exactly one {}");
+  refused("layers.b", "", "exactly one {}");
+  refused("layers.b", "b1{}", "digit");
+  refused("layers.b", std::string(2047, 'b') + "{}", "2049 bytes");
+  refused("layers.c", "c.{}", "no tensor of that name");
+  refused("scalar", "s.{}", "a scalar has no layers");
+  EXPECT_OK(state.AddTensor("many", Described({1 << 17})));
+  refused("many", "m.{}", "131072 layers");
+  // Two patterns that meet in one name only.
+  EXPECT_OK(state.AddTensor("x", Described({3, 2})));
+  EXPECT_OK(state.AddTensor("y", Described({3, 2})));
+  EXPECT_OK(state.NameLayers("x", "a.{}.b.1"));
+  refused("y", "a.2.b.{}", "\"a.2.b.1\" is the name of layer 2 of tensor x");
+}
+
+}  // namespace
+}  // namespace tensormount
