@@ -47,6 +47,20 @@ Status FileSystem::WriteFileDurably(const std::string& path, std::string_view da
   return s;
 }
 
+Status FileSystem::ReplaceFile(const std::string& path, std::string_view data) {
+  const std::string fresh = path + ".new";
+  if (Exists(fresh)) TENSORMOUNT_RETURN_IF_ERROR(RemoveFile(fresh));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, CreateExclusive(fresh));
+  Status s = file->WriteAt(0, data.data(), data.size());
+  const Status closed = file->Close();
+  if (s.ok()) s = closed;
+  if (s.ok() && !Exists(path)) return RenameNoReplace(fresh, path);
+  if (s.ok()) s = Exchange(fresh, path);
+  // What was exchanged, or a part of what was to be written.
+  (void)RemoveFile(fresh);
+  return s;
+}
+
 Status FileSystem::CreateDirectories(const std::string& path) {
   Status s = CreateDirectory(path);
   if (s.code() == Code::kNotFound) {

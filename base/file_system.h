@@ -120,6 +120,9 @@ class FileSystem {
   Result<std::string> ReadFile(const std::string& path, std::uint64_t max_bytes);
   // Create, write, sync, close; not the directory.
   Status WriteFileDurably(const std::string& path, std::string_view data);
+  // Puts `data` at `path` in one step, replacing what is there: readers see the old bytes or the new
+  // ones. Not durable; one writer a path. For what only tells about progress.
+  Status ReplaceFile(const std::string& path, std::string_view data);
   // mkdir -p for the parts that do not exist (the existing ones may be symlinks).
   Status CreateDirectories(const std::string& path);
   // rm -r: never follows symlinks; a missing path is fine. This form goes through the operations

@@ -38,6 +38,8 @@ struct SaveProgress {
   std::chrono::nanoseconds stalled{0};  // Waiting for staging memory.
 };
 
+class AsyncSaver;
+
 // One save that goes on in the background. The memory of the state dict may go as soon as the
 // bytes are staged. Thread-safe.
 class TENSORMOUNT_EXPORT SaveHandle {
@@ -57,10 +59,14 @@ class TENSORMOUNT_EXPORT SaveHandle {
   // who asked) if the request is in time, and commits on all of them otherwise. Does not wait.
   void Cancel();
 
+  struct Rep;  // Of the library alone.
+
  private:
   friend class AsyncSaver;
-  struct Rep;
+  friend Result<SaveHandle> AsyncSave(const StateDict&, std::string_view, Communicator&,
+                                      const SaveOptions&);
   explicit SaveHandle(std::shared_ptr<Rep> rep);
+  std::shared_ptr<AsyncSaver> saver_;  // Of AsyncSave; goes after what it works on.
   std::shared_ptr<Rep> rep_;
 };
 
@@ -70,8 +76,8 @@ class TENSORMOUNT_EXPORT SaveHandle {
 // moves back, whichever commits first. Every rank calls Save in the same order.
 class TENSORMOUNT_EXPORT AsyncSaver {
  public:
-  // `comm` must outlive it, and its ranks must make their savers in the same order: the n-th saver
-  // of a communicator uses channels 2n - 1 and 2n. kResourceExhausted when none are left.
+  // `comm` must outlive it, and its ranks must make their savers in the same order: each takes two
+  // channels of the communicator. kResourceExhausted where three exist already.
   static Result<std::unique_ptr<AsyncSaver>> Make(Communicator& comm,
                                                   const AsyncOptions& options = {});
   // Waits for what is under way. So does the end of the process, for savers that still exist then.
@@ -85,13 +91,15 @@ class TENSORMOUNT_EXPORT AsyncSaver {
   Result<SaveHandle> Save(const StateDict& state, std::string_view path,
                           const SaveOptions& options = {});
 
+  struct Rep;  // Of the library alone.
+
  private:
-  struct Rep;
   explicit AsyncSaver(std::unique_ptr<Rep> rep);
   std::unique_ptr<Rep> rep_;
 };
 
-// With a saver that belongs to the communicator and is made at the first call.
+// With a saver of its own, which the handle keeps: for one save now and then. Staging memory is not
+// used again; programs that save often keep an AsyncSaver.
 TENSORMOUNT_EXPORT Result<SaveHandle> AsyncSave(const StateDict& state, std::string_view path,
                                                 Communicator& comm,
                                                 const SaveOptions& options = {});

@@ -1,0 +1,372 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensormount/async_save.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "collective/async/progress_file.h"
+#include "collective/async/staged_state.h"
+#include "collective/async/staging_pool.h"
+#include "collective/guarded.h"
+#include "collective/save_load.h"
+
+namespace tensormount {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::uint32_t kLanes = 2;  // Saves that may be under way at a time.
+constexpr std::uint32_t kSavers = (Communicator::kChannels - 1) / kLanes;
+constexpr std::chrono::milliseconds kProgressInterval{1000};
+
+// Which savers of a communicator exist. The n-th one takes place n % kSavers, on every rank.
+struct SaverPlaces {
+  std::mutex mutex;
+  std::uint32_t made = 0;
+  std::array<bool, kSavers> taken{};
+};
+
+std::shared_ptr<SaverPlaces> PlacesOf(Communicator& comm) {
+  return std::static_pointer_cast<SaverPlaces>(
+      comm.Kept("async savers", [] { return std::make_shared<SaverPlaces>(); }));
+}
+
+}  // namespace
+
+// One save, between the caller and the thread that works on it.
+struct SaveHandle::Rep {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool staged = false;
+  Status staging;  // Of the bytes, once staged.
+  std::optional<Result<SaveReport>> result;
+  std::atomic<SaveProgress::State> state{SaveProgress::State::kStaging};
+  std::uint64_t bytes_total = 0;
+  std::atomic<std::uint64_t> bytes_staged{0};
+  std::atomic<std::uint64_t> bytes_written{0};
+  // What SaveOptions::progress names, until the save has ended; otherwise bytes_written.
+  std::atomic<std::uint64_t>* written = &bytes_written;
+  std::atomic<std::int64_t> stalled{0};
+  std::atomic<bool> cancel{false};
+  AsyncOptions::OnDrop on_drop = AsyncOptions::OnDrop::kWait;
+
+  void Staged(const Status& status) {
+    {
+      std::lock_guard lock(mutex);
+      staged = true;
+      staging = status;
+      state = SaveProgress::State::kSaving;
+    }
+    changed.notify_all();
+  }
+  void Ended(Result<SaveReport> verdict) {
+    {
+      std::lock_guard lock(mutex);
+      bytes_written = verdict.ok() ? verdict.value().bytes_written_here : written->load();
+      written = &bytes_written;
+      state = verdict.ok()                                  ? SaveProgress::State::kCommitted
+              : verdict.status().code() == Code::kCancelled ? SaveProgress::State::kCancelled
+                                                            : SaveProgress::State::kFailed;
+      result.emplace(std::move(verdict));
+    }
+    changed.notify_all();
+  }
+};
+
+namespace {
+
+// What a lane has to do: saves, one after the other, on a channel and a thread of its own.
+struct Task {
+  std::shared_ptr<SaveHandle::Rep> job;
+  StateDict state;  // To be staged by the lane where `staged.memory` is not set yet.
+  std::optional<StagedState> staged;
+  std::string path;
+  SaveOptions options;
+};
+
+class Lane {
+ public:
+  Lane(std::unique_ptr<Communicator> channel, std::shared_ptr<StagingPool> pool)
+      : channel_(std::move(channel)), pool_(std::move(pool)), thread_([this] { Run(); }) {}
+
+  // Waits for what is in the queue.
+  ~Lane() {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+  void Add(Task task) {
+    {
+      std::lock_guard lock(mutex_);
+      queue_.push_back(std::move(task));
+      ++unfinished_;
+    }
+    changed_.notify_all();
+  }
+
+  // Until nothing is under way; false where `limit` passes before.
+  bool WaitIdle(std::chrono::milliseconds limit) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, limit, [&] { return unfinished_ == 0; });
+  }
+  void WaitIdle() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return unfinished_ == 0; });
+  }
+
+ private:
+  void Run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return stop_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      std::optional<Task> task(std::move(queue_.front()));
+      queue_.pop_front();
+      lock.unlock();
+      const std::shared_ptr<SaveHandle::Rep> job = task->job;
+      Result<SaveReport> verdict = Save(*task);
+      // The memory goes back before anybody hears of the end, who may want it for the next save.
+      task.reset();
+      job->Ended(std::move(verdict));
+      lock.lock();
+      --unfinished_;
+      changed_.notify_all();
+    }
+  }
+
+  Result<SaveReport> Save(Task& task) {
+    SaveHandle::Rep& job = *task.job;
+    if (!task.staged.has_value()) {
+      task.staged.emplace(StageState(task.state, *pool_, task.options.timeouts.arrival,
+                                     &job.bytes_staged, &job.stalled));
+      job.Staged(task.staged->status);
+    }
+    SaveOptions options = task.options;
+    options.progress = job.written;
+    std::optional<ProgressFile> progress;
+    // What this rank says about itself must be finished when rank 0 begins to publish.
+    options.events = [&](const Event& event) {
+      if (event.kind != Event::Kind::kStart && event.phase == "write" && progress.has_value()) {
+        progress->Stop();
+      }
+      if (task.options.events) task.options.events(event);
+    };
+    SaveControl control;
+    control.cancel = &job.cancel;
+    control.begun = [&](const Staging& staging) {
+      progress.emplace(HostFileSystem(), staging, channel_->rank(), channel_->size(),
+                       kProgressInterval, [&job, written = options.progress] {
+                         return ProgressFile::Line{job.bytes_total, written->load()};
+                       });
+    };
+    control.ending = [&](const Staging&) {
+      if (progress.has_value()) progress->Remove();
+    };
+    Result<SaveReport> verdict = Status(Code::kInternal, "the save did not run");
+    const Status ran = Guarded([&]() -> Status {
+      verdict = SaveOn(HostFileSystem(), task.staged->dict, task.path, *channel_, options, control);
+      return {};
+    });
+    if (!ran.ok()) return ran.WithContext("asynchronous save " + task.path);
+    return verdict;
+  }
+
+  const std::unique_ptr<Communicator> channel_;
+  const std::shared_ptr<StagingPool> pool_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> queue_;
+  int unfinished_ = 0;
+  bool stop_ = false;
+  std::thread thread_;  // Last: stops first.
+};
+
+}  // namespace
+
+struct AsyncSaver::Rep {
+  Rep(Communicator& comm, const AsyncOptions& opts)
+      : options(opts),
+        places(PlacesOf(comm)),
+        pool(std::make_shared<StagingPool>(opts.staging_bytes)) {}
+  ~Rep() {
+    for (auto& lane : lanes) lane.reset();
+    if (place.has_value()) {
+      std::lock_guard lock(places->mutex);
+      places->taken[*place] = false;
+    }
+  }
+
+  AsyncOptions options;
+  std::shared_ptr<SaverPlaces> places;
+  std::optional<std::uint32_t> place;
+  std::shared_ptr<StagingPool> pool;
+  std::array<std::unique_ptr<Lane>, kLanes> lanes;
+  std::uint64_t saves = 0;
+};
+
+namespace {
+
+// Savers that exist, for the end of the process: what is under way is waited for, as long as the
+// time-outs of the saves allow.
+struct LiveSavers {
+  std::mutex mutex;
+  std::set<AsyncSaver::Rep*> savers;
+};
+LiveSavers& Live() {
+  static auto* live = new LiveSavers;  // Never destroyed: atexit functions use it.
+  return *live;
+}
+void DrainAll() {
+  std::lock_guard lock(Live().mutex);
+  for (AsyncSaver::Rep* saver : Live().savers) {
+    for (const auto& lane : saver->lanes) lane->WaitIdle();
+  }
+}
+
+}  // namespace
+
+// ---- Handle ---------------------------------------------------------------------------------
+
+SaveHandle::SaveHandle(std::shared_ptr<Rep> rep) : rep_(std::move(rep)) {}
+SaveHandle::SaveHandle(SaveHandle&&) noexcept = default;
+SaveHandle& SaveHandle::operator=(SaveHandle&& other) noexcept {
+  // What this one had is dropped with `other`.
+  std::swap(rep_, other.rep_);
+  std::swap(saver_, other.saver_);
+  return *this;
+}
+SaveHandle::~SaveHandle() {
+  if (rep_ == nullptr) return;
+  if (rep_->on_drop == AsyncOptions::OnDrop::kCancel) {
+    Cancel();
+  } else {
+    (void)WaitCommitted();  // The verdict is nobody's any more.
+  }
+}
+
+Status SaveHandle::WaitStaged() {
+  std::unique_lock lock(rep_->mutex);
+  rep_->changed.wait(lock, [&] { return rep_->staged; });
+  return rep_->staging;
+}
+
+Result<SaveReport> SaveHandle::WaitCommitted() {
+  std::unique_lock lock(rep_->mutex);
+  rep_->changed.wait(lock, [&] { return rep_->result.has_value(); });
+  return *rep_->result;
+}
+
+SaveProgress SaveHandle::progress() const {
+  SaveProgress p;
+  p.state = rep_->state;
+  p.bytes_total = rep_->bytes_total;
+  p.bytes_staged = rep_->bytes_staged;
+  {
+    std::lock_guard lock(rep_->mutex);
+    p.bytes_written = *rep_->written;
+  }
+  p.stalled = std::chrono::nanoseconds(rep_->stalled);
+  return p;
+}
+
+void SaveHandle::Cancel() { rep_->cancel = true; }
+
+// ---- Saver ----------------------------------------------------------------------------------
+
+AsyncSaver::AsyncSaver(std::unique_ptr<Rep> rep) : rep_(std::move(rep)) {
+  std::lock_guard lock(Live().mutex);
+  Live().savers.insert(rep_.get());
+}
+
+AsyncSaver::~AsyncSaver() {
+  std::lock_guard lock(Live().mutex);
+  Live().savers.erase(rep_.get());
+}
+
+Result<std::unique_ptr<AsyncSaver>> AsyncSaver::Make(Communicator& comm,
+                                                     const AsyncOptions& options) {
+  static const int registered = std::atexit(&DrainAll);
+  (void)registered;  // Where it could not be, only destructors drain.
+  auto rep = std::make_unique<Rep>(comm, options);
+  std::uint32_t place = 0;
+  {
+    std::lock_guard lock(rep->places->mutex);
+    place = rep->places->made % kSavers;
+    if (rep->places->taken[place]) {
+      return Status(Code::kResourceExhausted, "a communicator has at most " +
+                                                  std::to_string(kSavers) +
+                                                  " asynchronous savers at a time");
+    }
+    ++rep->places->made;
+    rep->places->taken[place] = true;
+  }
+  rep->place = place;
+  for (std::uint32_t i = 0; i < kLanes; ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> channel,
+                                 MakeChannel(comm, 1 + place * kLanes + i));
+    rep->lanes[i] = std::make_unique<Lane>(std::move(channel), rep->pool);
+  }
+  return std::unique_ptr<AsyncSaver>(new AsyncSaver(std::move(rep)));
+}
+
+Result<SaveHandle> AsyncSaver::Save(const StateDict& state, std::string_view path,
+                                    const SaveOptions& options) {
+  auto job = std::make_shared<SaveHandle::Rep>();
+  job->on_drop = rep_->options.on_drop;
+  job->bytes_total = BytesOf(state);
+  if (options.progress != nullptr) job->written = options.progress;
+  Lane& lane = *rep_->lanes[rep_->saves++ % kLanes];
+  Task task;
+  task.job = job;
+  task.path = std::string(path);
+  task.options = options;
+  // Whatever goes wrong from here on, the task is given to the lane, so that the other ranks hear
+  // of it instead of waiting.
+  const Status prepared = Guarded([&]() -> Status {
+    if (rep_->options.stage_in_background) {
+      task.state = ShareState(state);
+      return {};
+    }
+    // The save before the last must be over: its memory is what this one is staged in.
+    if (!lane.WaitIdle(options.timeouts.arrival)) {
+      return {Code::kDeadlineExceeded,
+              "save " + task.path + ": an earlier save is still under way"};
+    }
+    task.staged.emplace(StageState(state, *rep_->pool, options.timeouts.arrival, &job->bytes_staged,
+                                   &job->stalled));
+    return {};
+  });
+  if (!prepared.ok()) {
+    task.staged.emplace();
+    task.staged->status = prepared;
+    (void)task.staged->dict.Fail(prepared);
+  }
+  if (task.staged.has_value()) job->Staged(task.staged->status);
+  lane.Add(std::move(task));
+  return SaveHandle(std::move(job));
+}
+
+Result<SaveHandle> AsyncSave(const StateDict& state, std::string_view path, Communicator& comm,
+                             const SaveOptions& options) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
+  TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(state, path, options));
+  handle.saver_ = std::shared_ptr<AsyncSaver>(std::move(saver));
+  return handle;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/async/staged_state.h"
+
+#include <cstring>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "base/checked.h"
+#include "collective/guarded.h"
+#include "collective/save/packed_source.h"
+
+namespace tensormount {
+namespace {
+
+// Shards begin at multiples of this in staging memory: a cache line, and what vector loads like.
+constexpr std::uint64_t kAlign = 64;
+
+// `shard_of` gives the shard that takes the place of an item's.
+StateDict Rebuild(const StateDict& state, const std::function<Shard(std::size_t)>& shard_of) {
+  StateDict out;
+  (void)out.Fail(state.status());
+  for (std::size_t i = 0; i < state.tensors().size(); ++i) {
+    (void)out.AddTensor(state.tensors()[i].key, shard_of(i));  // A failure stays in `out`.
+  }
+  for (const StateDict::ObjectItem& object : state.objects()) {
+    (void)out.AddObject(object.key, object.bytes, object.place);
+  }
+  for (const auto& [name, value] : state.common()) (void)out.SetCommon(name, value);
+  for (const auto& [name, value] : state.rank_common()) (void)out.SetRankCommon(name, value);
+  for (const auto& [name, value] : state.locals()) (void)out.SetLocal(name, value);
+  if (state.content_metadata() != nullptr) {
+    (void)out.SetContentMetadata(*state.content_metadata());
+  }
+  for (const auto& [key, pattern] : state.layer_names()) (void)out.NameLayers(key, pattern);
+  return out;
+}
+
+Status Stage(const StateDict& state, StagingPool& pool, std::chrono::milliseconds limit,
+             std::atomic<std::uint64_t>* staged, std::atomic<std::int64_t>* stalled,
+             StagedState& out) {
+  TENSORMOUNT_RETURN_IF_ERROR(state.status());
+  std::vector<PackedSource> sources;
+  std::vector<std::uint64_t> offsets;
+  sources.reserve(state.tensors().size());
+  std::uint64_t total = 0;
+  for (const StateDict::TensorItem& item : state.tensors()) {
+    if (item.shard.metadata_only) {
+      return Status(Code::kInvalidArgument, "tensor " + item.key + ": has no data to save");
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(PackedSource source, PackedSource::Make(item.shard));
+    offsets.push_back(total);
+    const auto end = CheckedAdd(total, source.bytes());
+    if (!end || *end > ~std::uint64_t{0} - kAlign) {
+      return Status(Code::kInvalidArgument, "the shards have more than 2^64 bytes in all");
+    }
+    total = (*end + kAlign - 1) / kAlign * kAlign;
+    sources.push_back(std::move(source));
+  }
+  if (total > 0) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(out.memory, pool.Take(total, limit, stalled));
+  }
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    const auto size = static_cast<std::size_t>(sources[i].bytes());
+    if (size == 0) continue;
+    std::byte* to = out.memory->data() + offsets[i];
+    const std::byte* from = sources[i].Fetch(0, size, to);
+    if (from != to) std::memcpy(to, from, size);
+    if (staged != nullptr) staged->fetch_add(size, std::memory_order_relaxed);
+  }
+  out.dict = Rebuild(state, [&](std::size_t i) {
+    Shard shard = state.tensors()[i].shard;
+    Dims shape = shard.region.is_flat() ? Dims{shard.region.volume()} : shard.region.box().extent();
+    void* data = sources[i].bytes() == 0 ? nullptr : out.memory->data() + offsets[i];
+    shard.data = BufferView::Host(shard.data.dtype, data, shape);
+    return shard;
+  });
+  if (staged != nullptr) {
+    for (const StateDict::ObjectItem& object : state.objects()) {
+      staged->fetch_add(object.bytes.size(), std::memory_order_relaxed);
+    }
+  }
+  return out.dict.status();
+}
+
+}  // namespace
+
+std::uint64_t BytesOf(const StateDict& state) {
+  std::uint64_t total = 0;
+  for (const StateDict::TensorItem& item : state.tensors()) {
+    const Result<std::uint64_t> bytes =
+        RegionBytes(item.shard.data.dtype, item.shard.global_shape, item.shard.region);
+    if (bytes.ok()) total += bytes.value();
+  }
+  for (const StateDict::ObjectItem& object : state.objects()) total += object.bytes.size();
+  return total;
+}
+
+StateDict ShareState(const StateDict& state) {
+  return Rebuild(state, [&](std::size_t i) { return state.tensors()[i].shard; });
+}
+
+StagedState StageState(const StateDict& state, StagingPool& pool, std::chrono::milliseconds limit,
+                       std::atomic<std::uint64_t>* staged, std::atomic<std::int64_t>* stalled) {
+  StagedState out;
+  out.status = Guarded([&] { return Stage(state, pool, limit, staged, stalled, out); });
+  if (!out.status.ok()) {
+    out.dict = StateDict();
+    (void)out.dict.Fail(out.status);
+    out.memory.reset();
+  }
+  return out;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_ASYNC_STAGED_STATE_H_
+#define TENSORMOUNT_COLLECTIVE_ASYNC_STAGED_STATE_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+#include "tensormount/state_dict.h"
+#include "tensormount/status.h"
+
+#include "collective/async/staging_pool.h"
+
+namespace tensormount {
+
+// Bytes of the shards of a state, packed, and of its objects.
+std::uint64_t BytesOf(const StateDict& state);
+
+// The same state again: views of the same memory, copies of everything else. A failure in `state`
+// is in the copy too.
+StateDict ShareState(const StateDict& state);
+
+// A state whose shards are packed copies in memory of the pool. What cannot be staged becomes the
+// failure of `dict`, so that a save of it tells the other ranks.
+struct StagedState {
+  std::unique_ptr<StagingPool::Memory> memory;  // Null where there is nothing to hold.
+  StateDict dict;
+  Status status;  // Of staging.
+};
+StagedState StageState(const StateDict& state, StagingPool& pool, std::chrono::milliseconds limit,
+                       std::atomic<std::uint64_t>* staged, std::atomic<std::int64_t>* stalled);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_ASYNC_STAGED_STATE_H_

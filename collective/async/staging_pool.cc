@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/async/staging_pool.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+#include <sys/mman.h>
+#include <utility>
+
+namespace tensormount {
+namespace {
+
+// Pieces are rounded up to this, so that a state that grows a little still finds its old memory.
+constexpr std::uint64_t kRound = 2u << 20;
+// No more idle pieces than saves can be under way.
+constexpr std::size_t kMaxIdle = 2;
+
+}  // namespace
+
+StagingPool::~StagingPool() {
+  for (const Piece& piece : idle_) ::munmap(piece.data, piece.size);
+}
+
+StagingPool::Memory::~Memory() { pool_->GiveBack({data_, size_}); }
+
+Result<std::unique_ptr<StagingPool::Memory>> StagingPool::Take(std::uint64_t bytes,
+                                                               std::chrono::milliseconds limit,
+                                                               std::atomic<std::int64_t>* stalled) {
+  if (bytes > (std::uint64_t{1} << 62) || (bound_ != 0 && bytes > bound_)) {
+    return Status(Code::kResourceExhausted, "staging needs " + std::to_string(bytes) +
+                                                " bytes; staging_bytes allows " +
+                                                std::to_string(bound_));
+  }
+  std::uint64_t size = std::max(kRound, (bytes + kRound - 1) / kRound * kRound);
+  if (bound_ != 0) size = std::min(size, std::max(bound_, bytes));
+  const auto start = std::chrono::steady_clock::now();
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    const auto fits = std::find_if(idle_.begin(), idle_.end(),
+                                   [&](const Piece& piece) { return piece.size >= bytes; });
+    if (fits != idle_.end()) {
+      const Piece piece = *fits;
+      idle_.erase(fits);
+      return std::unique_ptr<Memory>(new Memory(shared_from_this(), piece.data, piece.size));
+    }
+    MakeRoom(size);
+    if (bound_ == 0 || mapped_ + size <= bound_) break;
+    const auto before = std::chrono::steady_clock::now();
+    const bool in_time = returned_.wait_until(lock, start + limit) == std::cv_status::no_timeout;
+    if (stalled != nullptr) {
+      stalled->fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                             std::chrono::steady_clock::now() - before)
+                             .count(),
+                         std::memory_order_relaxed);
+    }
+    if (!in_time && std::chrono::steady_clock::now() >= start + limit) {
+      return Status(Code::kDeadlineExceeded, "staging needs " + std::to_string(bytes) +
+                                                 " bytes, and earlier saves did not "
+                                                 "give back enough of the " +
+                                                 std::to_string(bound_) + " of staging_bytes");
+    }
+  }
+  void* data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) {
+    return Status::FromErrno(errno, "map", std::to_string(size) + " bytes of staging memory");
+  }
+  ::madvise(data, size, MADV_HUGEPAGE);  // An offer: refusing it is no failure.
+  mapped_ += size;
+  return std::unique_ptr<Memory>(
+      new Memory(shared_from_this(), static_cast<std::byte*>(data), size));
+}
+
+void StagingPool::MakeRoom(std::uint64_t bytes) {
+  while (!idle_.empty() &&
+         (idle_.size() >= kMaxIdle || (bound_ != 0 && mapped_ + bytes > bound_))) {
+    const Piece piece = idle_.front();
+    idle_.erase(idle_.begin());
+    ::munmap(piece.data, piece.size);
+    mapped_ -= piece.size;
+  }
+}
+
+void StagingPool::GiveBack(Piece piece) {
+  {
+    std::lock_guard lock(mutex_);
+    idle_.insert(std::upper_bound(idle_.begin(), idle_.end(), piece,
+                                  [](const Piece& a, const Piece& b) { return a.size < b.size; }),
+                 piece);
+  }
+  returned_.notify_all();
+}
+
+std::uint64_t StagingPool::mapped() const {
+  std::lock_guard lock(mutex_);
+  return mapped_;
+}
+
+}  // namespace tensormount
