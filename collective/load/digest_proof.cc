@@ -128,6 +128,7 @@ ProofPlan PlanProof(const TensorEntry& entry, std::span<const LoadWant> wants, i
   std::vector<OwnedRegion> regions;
   std::map<std::string, std::uint32_t> first;
   for (std::uint32_t i = 0; i < wants.size(); ++i) {
+    if (wants[i].convert) return {};
     const auto [at, fresh] = first.emplace(RegionKey(wants[i].region), i);
     if (fresh) {
       plan.contributors.push_back(i);

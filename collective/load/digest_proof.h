@@ -25,7 +25,8 @@ namespace tensormount {
 struct LoadWant {
   int rank = 0;
   std::uint32_t item = 0;
-  Region region;
+  Region region;         // Of the stored tensor.
+  bool convert = false;  // Into elements of another type.
 };
 
 // Who contributes which cells to the proof of one tensor. Every cell must be counted once: one
@@ -44,8 +45,9 @@ struct ProofPlan {
   int completer = 0;
 };
 
-// Not possible where the tensor has no digest, where requests overlap in part, or where more than
-// a quarter of the tensor was asked for by nobody. The same on every rank.
+// Not possible where the tensor has no digest, where requests overlap in part, where one of them
+// converts elements, or where more than a quarter of the tensor was asked for by nobody. The same
+// on every rank.
 ProofPlan PlanProof(const TensorEntry& entry, std::span<const LoadWant> wants, int ranks);
 
 // What stands in a buffer, as a contribution to the tensor's digest. `placed`: the disjoint boxes

@@ -2,41 +2,34 @@
 #include "collective/load/exchange_load.h"
 
 #include <algorithm>
-#include <atomic>
+#include <condition_variable>
+#include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
+#include "collective/comm/collective_round.h"
+#include "collective/guarded.h"
+#include "collective/load/exchange_units.h"
 #include "shard/copy_plan.h"
 
 namespace tensormount {
 namespace {
 
-// What is read at once: stays in the cache of a core until it is cut up.
-constexpr std::uint64_t kUnitBytes = 512u << 10;
-// Small tensors are cut finer, so that every rank reads some, but not finer than this.
-constexpr std::uint64_t kLeastUnitBytes = 64u << 10;
-// What a rank reads between two exchanges: large beside the cost of a round, small beside a cache
-// that the ranks share.
-constexpr std::uint64_t kRoundBytes = 4u << 20;
+// What was read and is not yet out, of one rank; and what is on its way to it and cannot be
+// received in place. One unit may always pass, however large it is.
+constexpr std::uint64_t kOutgoingBytes = 4u << 20;
+constexpr std::uint64_t kIncomingBytes = 4u << 20;
+constexpr std::size_t kMaxReceives = 64;
 // Shorter runs are cheaper copied out of a block than read one by one.
 constexpr std::uint64_t kShortestPiece = 512;
-// Units are planned for this much at a time, so that a plan never grows with the model.
-constexpr std::uint64_t kBatchBytes = std::uint64_t{4} << 30;
+// A gap that is worth a read of its own to leave out.
+constexpr std::uint64_t kLongGap = 64u << 10;
 // Data files that are open at a time.
 constexpr std::size_t kMaxFiles = 64;
-// Rounds between two checks whether everybody could read.
-constexpr std::size_t kRoundsPerVerdict = 64;
-
-// A part of a chunk that is one run of its file, wanted by somebody.
-struct Unit {
-  std::uint32_t tensor = 0;  // Position in the plan.
-  Box box;                   // Of elements.
-  PlacedBox bytes;           // The same in bytes, packed at 0.
-  std::uint32_t file = 0;    // Where it stands.
-  std::uint64_t offset = 0;
-};
 
 // Memory that is only ever overwritten: growing does not clear or keep anything.
 class Bytes {
@@ -47,209 +40,198 @@ class Bytes {
     capacity_ = wanted;
   }
   std::byte* data() { return memory_.get(); }
+  std::uint64_t capacity() const { return capacity_; }
 
  private:
   std::unique_ptr<std::byte[]> memory_;
   std::uint64_t capacity_ = 0;
 };
 
-class Exchanger {
+// Buffers that are used again, and how much memory they ever were. Thread-safe.
+class Pool {
  public:
-  Exchanger(FileSystem& fs, const OpenedCheckpoint& checkpoint, Collective& collective,
-            std::span<const PlannedTensor> tensors, std::span<LoadTarget> targets,
-            LoadVerify verify, std::atomic<std::uint64_t>* progress)
-      : fs_(fs),
-        checkpoint_(checkpoint),
-        collective_(collective),
-        tensors_(tensors),
-        verify_(verify),
-        progress_(progress) {
-    boxes_.resize(tensors.size());
-    mine_.resize(tensors.size());
-    for (LoadTarget& target : targets) {
-      const auto t = static_cast<std::size_t>(target.tensor - tensors_.data());
-      if (tensors_[t].exchange) mine_[t].push_back(&target);
+  Bytes Take(std::uint64_t size) {
+    std::lock_guard lock(mutex_);
+    Bytes bytes;
+    if (!free_.empty()) {
+      bytes = std::move(free_.back());
+      free_.pop_back();
     }
+    total_ -= bytes.capacity();
+    bytes.Reserve(size);
+    total_ += bytes.capacity();
+    peak_ = std::max(peak_, total_);
+    return bytes;
   }
-
-  Status Run() {
-    for (std::size_t t = 0; t < tensors_.size(); ++t) {
-      if (!tensors_[t].exchange) continue;
-      // A failure here must not keep this rank from the rounds that the others make, so it is
-      // agreed on before the first of them.
-      if (failure_.ok()) failure_ = PrepareTensor(t);
-    }
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(failure_, "load: plan the exchange"));
-    std::uint64_t batch = 0;
-    for (std::size_t t = 0; t < tensors_.size(); ++t) {
-      if (!tensors_[t].exchange) continue;
-      AddUnits(t);
-      batch += tensors_[t].entry.meta.bytes();
-      if (batch >= kBatchBytes) {
-        TENSORMOUNT_RETURN_IF_ERROR(RunRounds());
-        batch = 0;
-      }
-    }
-    TENSORMOUNT_RETURN_IF_ERROR(RunRounds());
-    return collective_.Agree(failure_, "load: read");
+  void Give(Bytes bytes) {
+    std::lock_guard lock(mutex_);
+    free_.push_back(std::move(bytes));
   }
-
-  std::uint64_t read() const { return stats_.bytes_read; }
-  std::uint64_t received() const { return received_; }
+  std::uint64_t peak() const { return peak_; }
 
  private:
-  struct Prepared {
-    std::vector<std::vector<Box>> wants;  // Byte boxes of each want.
-    // Element boxes of the chunks and where they stand, in file order.
-    struct Stored {
-      Box box;
-      std::uint32_t file = 0;
-      std::uint64_t offset = 0;
-    };
-    std::vector<Stored> chunks;
-  };
+  std::mutex mutex_;
+  std::vector<Bytes> free_;
+  std::uint64_t total_ = 0;
+  std::uint64_t peak_ = 0;
+};
 
-  Status PrepareTensor(std::size_t t) {
-    const PlannedTensor& tensor = tensors_[t];
-    const TensorMeta& meta = tensor.entry.meta;
-    Prepared& prepared = boxes_[t];
-    for (const LoadWant& want : tensor.wants) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
-                                   ByteRegion(meta.dtype(), meta.shape(), want.region));
-      prepared.wants.push_back(bytes.Boxes());
+// Where the bytes of a piece stand in a buffer, if they are one run there; otherwise null.
+std::byte* ContiguousPlace(const Box& bytes, const LoadTarget& target) {
+  for (const PlacedBox& to : target.placed) {
+    if (!to.box.Contains(bytes)) continue;
+    const StridedCopy copy = PlanCopy(bytes, PlacePacked(Region(bytes), 0).front(), to);
+    return copy.axes == 0 ? target.base + copy.dst_offset : nullptr;
+  }
+  return nullptr;
+}
+
+// Copies the bytes of a piece, which stand as `from` says, to where a target wants them.
+void Place(const PlacedBox& from, const std::byte* bytes, const Box& part,
+           const LoadTarget& target) {
+  for (const PlacedBox& to : target.placed) {
+    const Box common = Intersect(part, to.box);
+    if (!common.empty()) ExecuteCopy(PlanCopy(common, from, to), bytes, target.base);
+  }
+}
+
+// A unit that was read and is being sent.
+struct Outgoing {
+  std::vector<ExchangePiece> pieces;
+  std::vector<const std::byte*> at;  // Of each piece that others want: its bytes, packed.
+  Bytes memory;
+  std::uint64_t size = 0;  // Of the memory that it needs.
+  std::size_t unsent = 0;
+};
+
+// Reads units one after the other and cuts them up.
+class UnitReader {
+ public:
+  UnitReader(FileSystem& fs, const OpenedCheckpoint& checkpoint, LoadVerify verify)
+      : fs_(fs), checkpoint_(checkpoint), verify_(verify) {}
+
+  // Finds places for the pieces of a unit; sets out.size. The memory may then be given.
+  void Plan(const ExchangeUnits& units, const ExchangeUnit& unit, Outgoing& out) {
+    out.pieces = units.PiecesOf(unit);
+    out.at.assign(out.pieces.size(), nullptr);
+    bytes_ = units.BytesOf(unit);
+    packed_at_.assign(out.pieces.size(), kElsewhere);
+    out.size = 0;
+    for (std::size_t p = 0; p < out.pieces.size(); ++p) {
+      const ExchangePiece& piece = out.pieces[p];
+      if (piece.receivers.empty()) continue;
+      // Sent from where this rank itself wants it, if it is one run there.
+      if (!piece.mine.empty()) out.at[p] = ContiguousPlace(piece.bytes, *piece.mine.front());
+      if (out.at[p] != nullptr) continue;
+      packed_at_[p] = out.size;
+      out.size += piece.size();
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
-                                 checkpoint_.index().Extents(tensor.entry.ordinal));
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ChunkRecord> chunks, extents->All());
-    std::sort(chunks.begin(), chunks.end(), [](const ChunkRecord& a, const ChunkRecord& b) {
-      return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);
-    });
-    std::vector<std::vector<PlacedBox>> placed;
-    for (const ChunkRecord& chunk : chunks) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
-                                   ByteRegion(meta.dtype(), meta.shape(), chunk.region));
-      placed.push_back(PlacePacked(bytes, 0));
-      std::uint64_t offset = chunk.offset;
-      for (const Box& box : chunk.region.Boxes()) {
-        prepared.chunks.push_back({box, chunk.file, offset});
-        offset += static_cast<std::uint64_t>(box.volume()) * (meta.bits() / 8);
+    in_place_ = UnitVerify(units.tensor(unit)) == ReadVerify::kOff && CutIntoRuns(out);
+    if (in_place_) return;
+    // All of the unit is read into memory, and what is one run of it is sent from there.
+    out.size = static_cast<std::uint64_t>(bytes_.box.volume());
+    for (std::size_t p = 0; p < out.pieces.size(); ++p) {
+      const ExchangePiece& piece = out.pieces[p];
+      out.at[p] = nullptr;
+      if (piece.receivers.empty()) continue;
+      const StridedCopy copy =
+          PlanCopy(piece.bytes, bytes_, PlacePacked(Region(piece.bytes), 0).front());
+      if (copy.axes == 0) {
+        packed_at_[p] = static_cast<std::uint64_t>(copy.src_offset);
+      } else {
+        packed_at_[p] = out.size;
+        out.size += piece.size();
       }
     }
-    // Every cell that this rank wants stands in exactly one chunk: a hole is found before any byte
-    // is moved.
-    for (const LoadTarget* target : mine_[t]) {
-      Result<CopyPlan> plan = CopyPlan::Make(target->placed, placed, &meta);
-      if (!plan.ok()) return plan.status();
+  }
+
+  Status Read(const ExchangeUnits& units, const ExchangeUnit& unit, Outgoing& out) {
+    const PlannedTensor& tensor = units.tensor(unit);
+    std::byte* const memory = out.memory.data();
+    for (std::size_t p = 0; p < out.pieces.size(); ++p) {
+      if (packed_at_[p] != kElsewhere) out.at[p] = memory + packed_at_[p];
+    }
+    if (in_place_) {
+      TENSORMOUNT_RETURN_IF_ERROR(ReadRuns(tensor.entry.meta, unit, memory));
+    } else {
+      TENSORMOUNT_RETURN_IF_ERROR(checkpoint_.ReadPlaced(tensor.entry, {&bytes_, 1}, memory,
+                                                         UnitVerify(tensor), stats_, nullptr));
+    }
+    for (std::size_t p = 0; p < out.pieces.size(); ++p) {
+      const ExchangePiece& piece = out.pieces[p];
+      const PlacedBox packed = PlacePacked(Region(piece.bytes), 0).front();
+      const bool cut = !in_place_ && out.at[p] != nullptr &&
+                       packed_at_[p] >= static_cast<std::uint64_t>(bytes_.box.volume());
+      if (cut) {
+        ExecuteCopy(PlanCopy(piece.bytes, bytes_, packed), memory, memory + packed_at_[p]);
+      }
+      for (std::size_t m = 0; m < piece.mine.size(); ++m) {
+        const LoadTarget& target = *piece.mine[m];
+        if (!in_place_) {
+          Place(bytes_, memory, piece.bytes, target);
+        } else if (packed_at_[p] != kElsewhere) {
+          Place(packed, out.at[p], piece.bytes, target);
+        } else if (m > 0) {
+          CopyBetween(piece.bytes, *piece.mine.front(), target);
+        }
+      }
     }
     return {};
   }
 
-  void AddUnits(std::size_t t) {
-    const TensorMeta& meta = tensors_[t].entry.meta;
-    const std::uint64_t unit_bytes = std::clamp(
-        meta.bytes() / static_cast<std::uint64_t>(collective_.size()), kLeastUnitBytes, kUnitBytes);
-    for (const Prepared::Stored& chunk : boxes_[t].chunks) {
-      std::uint64_t offset = chunk.offset;  // Units are consecutive runs of the chunk.
-      SplitBox(chunk.box, meta.bits() / 8, unit_bytes, [&](const Box& box) {
-        // Cannot fail: the box is a part of a chunk whose bytes were placed before.
-        const Region bytes = ByteRegion(meta.dtype(), meta.shape(), box).value();
-        Unit unit{static_cast<std::uint32_t>(t), box, PlacePacked(bytes, 0).front(), chunk.file,
-                  offset};
-        offset += static_cast<std::uint64_t>(unit.bytes.box.volume());
-        for (const std::vector<Box>& want : boxes_[t].wants) {
-          for (const Box& wanted : want) {
-            if (Intersect(unit.bytes.box, wanted).empty()) continue;
-            units_.push_back(std::move(unit));
-            return;
-          }
-        }
-      });
-    }
-  }
+  std::uint64_t bytes_read() const { return stats_.bytes_read; }
 
-  // A part of a unit that one rank wants.
-  struct Part {
-    int rank = 0;
-    Box bytes;
-    LoadTarget* target = nullptr;  // Of this rank's parts.
-    std::uint64_t size() const { return static_cast<std::uint64_t>(bytes.volume()); }
-  };
+ private:
+  static constexpr std::uint64_t kElsewhere = ~std::uint64_t{0};
   // Bytes of a unit that stand together in the file and in memory.
   struct FileRun {
-    std::uint64_t at = 0;  // From the unit's first byte.
-    std::byte* to = nullptr;
+    std::uint64_t at = 0;       // From the unit's first byte.
+    std::byte* base = nullptr;  // Null: of the memory of the unit.
+    std::int64_t to = 0;
     std::uint64_t size = 0;
   };
-  struct Arrival {
-    Part part;
-    const std::byte* bytes = nullptr;
-  };
 
-  // Reads a unit and cuts it up: what this rank wants goes into its buffers, what others want
-  // follows each other from `out` on and is added to what is sent. Returns bytes used of `out`.
-  std::uint64_t ReadUnit(std::size_t number, std::byte* out) {
-    const Unit& unit = units_[number];
-    const PlannedTensor& tensor = tensors_[unit.tensor];
-    if (UnitVerify(tensor) == ReadVerify::kOff && CutIntoRuns(number, out)) {
-      if (failure_.ok()) failure_ = ReadRuns(unit);
-      return PostParts(number, out);
-    }
-    unit_.Reserve(static_cast<std::uint64_t>(unit.bytes.box.volume()));
-    if (failure_.ok()) {
-      const BufferView view =
-          BufferView::Host(tensor.entry.meta.dtype(), unit_.data(), unit.box.extent());
-      failure_ =
-          checkpoint_.Read(tensor.entry, unit.box, view, UnitVerify(tensor), &stats_, nullptr);
-    }
-    std::uint64_t used = 0;
-    ForEachPartOf(number, number + 1, [&](const Part& part) {
-      if (part.rank == collective_.rank()) {
-        Place(unit.bytes, unit_.data(), part.bytes, *part.target);
-        return;
-      }
-      ExecuteCopy(PlanCopy(part.bytes, unit.bytes, PlacePacked(Region(part.bytes), 0).front()),
-                  unit_.data(), out + used);
-      used += part.size();
-    });
-    return PostParts(number, out);
+  ReadVerify UnitVerify(const PlannedTensor& tensor) const {
+    if (verify_ == LoadVerify::kOff) return ReadVerify::kOff;
+    // The digest proves the way from the disk to the last buffer at once.
+    return tensor.proof.possible ? ReadVerify::kOff : ReadVerify::kExtendLeaves;
   }
 
-  // What others want of a unit stands in the order of the parts from `out` on: sends it, and
-  // returns how much it is.
-  std::uint64_t PostParts(std::size_t number, std::byte* out) {
-    std::uint64_t used = 0;
-    ForEachPartOf(number, number + 1, [&](const Part& part) {
-      if (part.rank == collective_.rank()) return;
-      sends_.push_back({part.rank, out + used, part.size()});
-      used += part.size();
-    });
-    return used;
+  // A second buffer of this rank that has the same bytes.
+  static void CopyBetween(const Box& part, const LoadTarget& from, const LoadTarget& to) {
+    for (const PlacedBox& placed : from.placed) {
+      const Box common = Intersect(part, placed.box);
+      if (!common.empty()) Place(placed, from.base, common, to);
+    }
   }
 
   // The runs of a unit and where each goes, in file order, in runs_: then one read both fetches
   // the unit and cuts it up. False where runs are too short for that, or wanted twice.
-  bool CutIntoRuns(std::size_t number, std::byte* out) {
-    const Unit& unit = units_[number];
+  bool CutIntoRuns(const Outgoing& out) {
     runs_.clear();
     bool good = true;
-    ForEachPartOf(number, number + 1, [&](const Part& part) {
-      const auto add = [&](const StridedCopy& copy, std::byte* base) {
-        good = good && copy.run >= kShortestPiece;
-        if (!good) return;
-        copy.ForEachRun([&](std::int64_t from, std::int64_t to, std::uint64_t size) {
-          runs_.push_back({static_cast<std::uint64_t>(from), base + to, size});
-        });
-      };
-      if (part.rank != collective_.rank()) {
-        add(PlanCopy(part.bytes, unit.bytes, PlacePacked(Region(part.bytes), 0).front()), out);
-        out += part.size();
-        return;
+    const auto add = [&](const StridedCopy& copy, std::byte* base, std::uint64_t offset) {
+      good = good && copy.run >= kShortestPiece;
+      if (!good) return;
+      copy.ForEachRun([&](std::int64_t from, std::int64_t to, std::uint64_t size) {
+        runs_.push_back(
+            {static_cast<std::uint64_t>(from), base, to + static_cast<std::int64_t>(offset), size});
+      });
+    };
+    for (std::size_t p = 0; p < out.pieces.size() && good; ++p) {
+      const ExchangePiece& piece = out.pieces[p];
+      if (packed_at_[p] != kElsewhere) {
+        add(PlanCopy(piece.bytes, bytes_, PlacePacked(Region(piece.bytes), 0).front()), nullptr,
+            packed_at_[p]);
+        continue;
       }
-      for (const PlacedBox& to : part.target->placed) {
-        const Box common = Intersect(part.bytes, to.box);
-        if (!common.empty()) add(PlanCopy(common, unit.bytes, to), part.target->base);
+      if (piece.mine.empty()) continue;
+      const LoadTarget& target = *piece.mine.front();
+      for (const PlacedBox& to : target.placed) {
+        const Box common = Intersect(piece.bytes, to.box);
+        if (!common.empty()) add(PlanCopy(common, bytes_, to), target.base, 0);
       }
-    });
+    }
     if (!good) return false;
     std::sort(runs_.begin(), runs_.end(),
               [](const FileRun& a, const FileRun& b) { return a.at < b.at; });
@@ -259,199 +241,360 @@ class Exchanger {
     return true;
   }
 
-  Status ReadRuns(const Unit& unit) {
-    const TensorMeta& meta = tensors_[unit.tensor].entry.meta;
-    const std::string name = checkpoint_.FilePath(unit.file);
-    const auto failed = [&](const Status& why) {
-      return why.WithContext("tensor " + meta.key() + " " + unit.box.ToString());
-    };
+  Result<File*> Open(const ExchangeUnit& unit) {
     // Units come in file order, so old ones are done with; thousands would pass the limit.
     if (files_.size() >= kMaxFiles && !files_.contains(unit.file)) files_.clear();
     std::unique_ptr<File>& file = files_[unit.file];
     if (file == nullptr) {
+      const std::string name = checkpoint_.FilePath(unit.file);
       Result<std::unique_ptr<File>> opened = fs_.OpenRead(name);
       if (opened.status().code() == Code::kNotFound) {
-        return failed(Status(Code::kDataLoss, name + ": the file is missing"));
+        return Status(Code::kDataLoss, name + ": the file is missing");
       }
-      if (!opened.ok()) return failed(opened.status());
+      if (!opened.ok()) return opened.status();
       file = std::move(opened).value();
     }
-    // What nobody wants between two runs goes where nobody looks.
-    pieces_.clear();
-    std::uint64_t at = 0;
-    for (const FileRun& run : runs_) {
-      for (; at < run.at; at += pieces_.back().size) {
-        unit_.Reserve(kUnitBytes);
-        pieces_.push_back({unit_.data(), std::min(run.at - at, kUnitBytes)});
-      }
-      pieces_.push_back({run.to, run.size});
-      at += run.size;
-    }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got, file->ReadPiecesAt(unit.offset, pieces_));
-    stats_.bytes_read += got;
-    if (got == at) return {};
-    return failed(Status(Code::kDataLoss, name + ": byte " + std::to_string(unit.offset + got) +
-                                              ": the file ends here"));
+    return file.get();
   }
 
-  ReadVerify UnitVerify(const PlannedTensor& tensor) const {
-    if (verify_ == LoadVerify::kOff) return ReadVerify::kOff;
-    // The digest proves the way from the disk to the last buffer at once.
-    return tensor.proof.possible ? ReadVerify::kOff : ReadVerify::kExtendLeaves;
-  }
-
-  // Calls fn(part) for every part of units [begin, end) that somebody wants, in an order that all
-  // ranks know.
-  template <typename Fn>
-  void ForEachPartOf(std::size_t begin, std::size_t end, Fn fn) const {
-    for (std::size_t u = begin; u < end; ++u) {
-      const Unit& unit = units_[u];
-      const std::vector<LoadWant>& wants = tensors_[unit.tensor].wants;
-      std::size_t mine = 0;
-      for (std::size_t w = 0; w < wants.size(); ++w) {
-        Part part;
-        part.rank = wants[w].rank;
-        if (part.rank == collective_.rank()) part.target = mine_[unit.tensor][mine++];
-        for (const Box& wanted : boxes_[unit.tensor].wants[w]) {
-          part.bytes = Intersect(unit.bytes.box, wanted);
-          if (!part.bytes.empty()) fn(part);
+  Status ReadRuns(const TensorMeta& meta, const ExchangeUnit& unit, std::byte* memory) {
+    const auto failed = [&](const Status& why) {
+      return why.WithContext("tensor " + meta.key() + " " + unit.box.ToString());
+    };
+    Result<File*> file = Open(unit);
+    if (!file.ok()) return failed(file.status());
+    for (std::size_t i = 0; i < runs_.size();) {
+      // What nobody wants between two runs goes where nobody looks, but for long gaps.
+      const std::uint64_t begin = runs_[i].at;
+      std::uint64_t at = begin;
+      pieces_.clear();
+      for (; i < runs_.size() && runs_[i].at - at < kLongGap; ++i) {
+        if (runs_[i].at > at) {
+          gap_.Reserve(kLongGap);
+          pieces_.push_back({gap_.data(), static_cast<std::size_t>(runs_[i].at - at)});
         }
+        pieces_.push_back({(runs_[i].base == nullptr ? memory : runs_[i].base) + runs_[i].to,
+                           static_cast<std::size_t>(runs_[i].size)});
+        at = runs_[i].at + runs_[i].size;
+      }
+      Result<std::size_t> got = file.value()->ReadPiecesAt(unit.offset + begin, pieces_);
+      if (!got.ok()) return failed(got.status());
+      stats_.bytes_read += got.value();
+      if (got.value() != at - begin) {
+        return failed(
+            Status(Code::kDataLoss, checkpoint_.FilePath(unit.file) + ": byte " +
+                                        std::to_string(unit.offset + begin + got.value()) +
+                                        ": the file ends here"));
       }
     }
-  }
-
-  // Where the bytes of a part stand in the buffer, if they are one run there; otherwise null.
-  static std::byte* ContiguousPlace(const Part& part) {
-    for (const PlacedBox& to : part.target->placed) {
-      if (!to.box.Contains(part.bytes)) continue;
-      const StridedCopy copy = PlanCopy(part.bytes, PlacePacked(Region(part.bytes), 0).front(), to);
-      return copy.axes == 0 ? part.target->base + copy.dst_offset : nullptr;
-    }
-    return nullptr;
-  }
-
-  static void Place(const PlacedBox& from, const std::byte* bytes, const Box& part,
-                    LoadTarget& target) {
-    for (const PlacedBox& to : target.placed) {
-      const Box common = Intersect(part, to.box);
-      if (common.empty()) continue;
-      ExecuteCopy(PlanCopy(common, from, to), bytes, target.base);
-    }
-  }
-
-  Status RunRounds() {
-    const auto ranks = static_cast<std::size_t>(collective_.size());
-    const auto me = static_cast<std::size_t>(collective_.rank());
-    // Group g of consecutive units is read by rank g % ranks in round g / ranks.
-    std::vector<std::size_t> groups = {0};
-    std::uint64_t total = 0;
-    for (const Unit& unit : units_) total += static_cast<std::uint64_t>(unit.bytes.box.volume());
-    const std::uint64_t group_bytes = std::min(kRoundBytes, total / ranks);
-    std::uint64_t in_group = 0;
-    for (std::size_t u = 0; u < units_.size(); ++u) {
-      in_group += static_cast<std::uint64_t>(units_[u].bytes.box.volume());
-      if (in_group >= group_bytes || u + 1 == units_.size()) {
-        groups.push_back(u + 1);
-        in_group = 0;
-      }
-    }
-    const std::size_t count = groups.size() - 1;
-    for (std::size_t first = 0; first < count; first += ranks) {
-      const std::size_t present = std::min(ranks, count - first);
-      // One message a part, so that most of them arrive where they belong without another copy.
-      std::uint64_t outgoing = 0;
-      std::uint64_t incoming = 0;
-      for (std::size_t k = 0; k < present; ++k) {
-        ForEachPartOf(groups[first + k], groups[first + k + 1], [&](const Part& part) {
-          if (k == me && part.rank != collective_.rank()) outgoing += part.size();
-          if (k != me && part.rank == collective_.rank()) incoming += part.size();
-        });
-      }
-      outgoing_.Reserve(outgoing);
-      incoming_.Reserve(incoming);
-      received_ += incoming;
-      sends_.clear();
-      receives_.clear();
-      scatters_.clear();
-      incoming = 0;
-      for (std::size_t k = 0; k < present; ++k) {
-        if (k == me) continue;
-        ForEachPartOf(groups[first + k], groups[first + k + 1], [&](const Part& part) {
-          if (part.rank != collective_.rank()) return;
-          std::byte* to = ContiguousPlace(part);
-          if (to == nullptr) {
-            to = incoming_.data() + incoming;
-            incoming += part.size();
-            scatters_.push_back({part, to});
-          }
-          receives_.push_back({static_cast<int>(k), to, part.size()});
-        });
-      }
-      if (me < present) {
-        outgoing = 0;
-        for (std::size_t u = groups[first + me]; u < groups[first + me + 1]; ++u) {
-          const std::uint64_t before = stats_.bytes_read;
-          outgoing += ReadUnit(u, outgoing_.data() + outgoing);
-          if (progress_ != nullptr) progress_->fetch_add(stats_.bytes_read - before);
-        }
-      }
-      TENSORMOUNT_RETURN_IF_ERROR(collective_.Exchange(sends_, receives_, "load: exchange"));
-      for (const Arrival& arrival : scatters_) {
-        Place(PlacePacked(Region(arrival.part.bytes), 0).front(), arrival.bytes, arrival.part.bytes,
-              *arrival.part.target);
-      }
-      if ((first / ranks + 1) % kRoundsPerVerdict == 0) {
-        TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(failure_, "load: read"));
-      }
-    }
-    units_.clear();
     return {};
   }
 
   FileSystem& fs_;
   const OpenedCheckpoint& checkpoint_;
-  Collective& collective_;
-  std::span<const PlannedTensor> tensors_;
   const LoadVerify verify_;
-  std::atomic<std::uint64_t>* const progress_;
-  std::vector<Prepared> boxes_;                 // By position in the plan.
-  std::vector<std::vector<LoadTarget*>> mine_;  // Likewise.
-  std::vector<Unit> units_;
-  Bytes unit_;
+  // Of the unit that was planned last.
+  PlacedBox bytes_;
+  std::vector<std::uint64_t> packed_at_;  // Of each piece in the memory.
+  bool in_place_ = false;
   std::vector<FileRun> runs_;
   std::vector<File::Piece> pieces_;
+  Bytes gap_;
   std::map<std::uint32_t, std::unique_ptr<File>> files_;  // By number.
-  Bytes outgoing_;
-  Bytes incoming_;
-  std::vector<Collective::Transfer> sends_;
-  std::vector<Collective::Transfer> receives_;
-  std::vector<Arrival> scatters_;
-  Status failure_;
   ReadStats stats_;
-  std::uint64_t received_ = 0;
+};
+
+// One batch of units: a thread reads, whoever calls Step passes on.
+class UnitStream final : public LocalWork {
+ public:
+  UnitStream(Collective& collective, const ExchangeUnits& units, UnitReader& reader, Pool& pool,
+             ExchangeStats& stats, const std::function<void(std::uint64_t)>& progress)
+      : comm_(collective.comm()),
+        tag_(collective.data_tag()),
+        units_(units),
+        reader_(reader),
+        pool_(pool),
+        stats_(stats),
+        progress_(progress) {}
+  ~UnitStream() override { Cancel(); }
+
+  Result<bool> Step() override {
+    bool done = false;
+    const Status status = Guarded([&]() -> Status {
+      TENSORMOUNT_ASSIGN_OR_RETURN(done, TrySteps());
+      return {};
+    });
+    if (!status.ok()) {
+      Cancel();
+      return status;
+    }
+    return done;
+  }
+
+  void Cancel() override {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    room_.notify_all();
+    if (thread_.joinable()) thread_.join();
+    for (const Send& send : sends_) comm_.Cancel(send.request);
+    sends_.clear();
+    for (const Receive& receive : receives_) comm_.Cancel(receive.request);
+    receives_.clear();
+  }
+
+ private:
+  struct Send {
+    Communicator::Request request = 0;
+    std::shared_ptr<Outgoing> unit;
+  };
+  struct Receive {
+    Communicator::Request request = 0;
+    ExchangePiece piece;
+    std::byte* to = nullptr;
+    Bytes staged;
+  };
+
+  // ---- The reading thread ----
+
+  Status ReadAll() {
+    const int me = comm_.rank();
+    for (const ExchangeUnit& unit : units_.units()) {
+      if (unit.reader != me) continue;
+      auto out = std::make_shared<Outgoing>();
+      reader_.Plan(units_, unit, *out);
+      {
+        std::unique_lock lock(mutex_);
+        room_.wait(lock, [&] {
+          return stop_ || outgoing_ == 0 || outgoing_ + out->size <= kOutgoingBytes;
+        });
+        if (stop_) return {};
+        outgoing_ += out->size;
+      }
+      out->memory = pool_.Take(out->size);
+      const std::uint64_t before = reader_.bytes_read();
+      TENSORMOUNT_RETURN_IF_ERROR(reader_.Read(units_, unit, *out));
+      progress_(reader_.bytes_read() - before);
+      for (const ExchangePiece& piece : out->pieces) out->unsent += piece.receivers.size();
+      std::lock_guard lock(mutex_);
+      if (out->unsent > 0) {
+        ready_.push_back(std::move(out));
+      } else {
+        outgoing_ -= out->size;
+        pool_.Give(std::move(out->memory));
+      }
+    }
+    return {};
+  }
+
+  // ---- The caller's thread ----
+
+  void StartReading() {
+    thread_ = std::thread([this] {
+      const Status status = Guarded([this] { return ReadAll(); });
+      std::lock_guard lock(mutex_);
+      read_status_ = status;
+      read_done_ = true;
+    });
+  }
+
+  Result<bool> TrySteps() {
+    if (!thread_.joinable()) StartReading();
+    std::deque<std::shared_ptr<Outgoing>> ready;
+    bool read_done = false;
+    {
+      std::lock_guard lock(mutex_);
+      ready.swap(ready_);
+      read_done = read_done_;
+      if (!read_status_.ok()) return read_status_;
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(PostReceives());
+    for (std::shared_ptr<Outgoing>& out : ready) TENSORMOUNT_RETURN_IF_ERROR(PostSends(out));
+    TENSORMOUNT_RETURN_IF_ERROR(TestSends());
+    TENSORMOUNT_RETURN_IF_ERROR(TestReceives());
+    return read_done && sends_.empty() && receives_.empty() &&
+           next_unit_ == units_.units().size() && coming_.empty();
+  }
+
+  Status PostSends(const std::shared_ptr<Outgoing>& out) {
+    moved = true;
+    for (std::size_t p = 0; p < out->pieces.size(); ++p) {
+      const ExchangePiece& piece = out->pieces[p];
+      for (const int to : piece.receivers) {
+        const BufferView view = BufferView::Host(DType::kU8, static_cast<const void*>(out->at[p]),
+                                                 Dims{piece.bytes.volume()});
+        TENSORMOUNT_ASSIGN_OR_RETURN(const Communicator::Request request,
+                                     comm_.Send(to, tag_, view));
+        sends_.push_back({request, out});
+        ++stats_.messages;
+      }
+    }
+    return {};
+  }
+
+  Status TestSends() {
+    std::size_t kept = 0;
+    Status failure;
+    for (std::size_t i = 0; i < sends_.size(); ++i) {
+      if (failure.ok()) {
+        const Result<bool> done = comm_.Test(sends_[i].request);
+        if (!done.ok()) {
+          failure = done.status();
+          continue;
+        }
+        if (done.value()) {
+          moved = true;
+          if (--sends_[i].unit->unsent == 0) Release(*sends_[i].unit);
+          continue;
+        }
+      }
+      if (kept != i) sends_[kept] = std::move(sends_[i]);
+      ++kept;
+    }
+    sends_.resize(kept);
+    return failure;
+  }
+
+  void Release(Outgoing& out) {
+    {
+      std::lock_guard lock(mutex_);
+      outgoing_ -= out.size;
+    }
+    pool_.Give(std::move(out.memory));
+    room_.notify_one();
+  }
+
+  // What comes next to this rank, in the order in which every reader sends.
+  bool FindComing() {
+    const int me = comm_.rank();
+    for (; coming_.empty() && next_unit_ < units_.units().size(); ++next_unit_) {
+      const ExchangeUnit& unit = units_.units()[next_unit_];
+      if (unit.reader == me) continue;
+      for (ExchangePiece& piece : units_.PiecesOf(unit)) {
+        if (!piece.mine.empty()) coming_.push_back({unit.reader, std::move(piece)});
+      }
+    }
+    return !coming_.empty();
+  }
+
+  Status PostReceives() {
+    while (receives_.size() < kMaxReceives && FindComing()) {
+      auto& [from, piece] = coming_.front();
+      Receive receive;
+      receive.to = ContiguousPlace(piece.bytes, *piece.mine.front());
+      if (receive.to == nullptr) {
+        if (incoming_ != 0 && incoming_ + piece.size() > kIncomingBytes) return {};
+        incoming_ += piece.size();
+        receive.staged = pool_.Take(piece.size());
+        receive.to = receive.staged.data();
+      }
+      const BufferView view =
+          BufferView::Host(DType::kU8, static_cast<void*>(receive.to), Dims{piece.bytes.volume()});
+      TENSORMOUNT_ASSIGN_OR_RETURN(receive.request, comm_.Receive(from, tag_, view));
+      receive.piece = std::move(piece);
+      receives_.push_back(std::move(receive));
+      coming_.pop_front();
+      moved = true;
+    }
+    return {};
+  }
+
+  Status TestReceives() {
+    std::size_t kept = 0;
+    Status failure;
+    for (std::size_t i = 0; i < receives_.size(); ++i) {
+      if (failure.ok()) {
+        const Result<bool> done = comm_.Test(receives_[i].request);
+        if (!done.ok()) {
+          failure = done.status();
+          continue;
+        }
+        if (done.value()) {
+          Arrived(receives_[i]);
+          continue;
+        }
+      }
+      if (kept != i) receives_[kept] = std::move(receives_[i]);
+      ++kept;
+    }
+    receives_.resize(kept);
+    return failure;
+  }
+
+  void Arrived(Receive& receive) {
+    moved = true;
+    const ExchangePiece& piece = receive.piece;
+    stats_.received += piece.size();
+    const bool staged = receive.staged.capacity() != 0;
+    const PlacedBox packed = PlacePacked(Region(piece.bytes), 0).front();
+    for (std::size_t m = staged ? 0 : 1; m < piece.mine.size(); ++m) {
+      Place(packed, receive.to, piece.bytes, *piece.mine[m]);
+    }
+    if (staged) {
+      incoming_ -= piece.size();
+      pool_.Give(std::move(receive.staged));
+    }
+  }
+
+  Communicator& comm_;
+  const std::uint32_t tag_;
+  const ExchangeUnits& units_;
+  UnitReader& reader_;
+  Pool& pool_;
+  ExchangeStats& stats_;
+  const std::function<void(std::uint64_t)>& progress_;
+  std::vector<Send> sends_;
+  std::vector<Receive> receives_;
+  std::uint64_t incoming_ = 0;  // Bytes of staged receives.
+  std::size_t next_unit_ = 0;
+  std::deque<std::pair<int, ExchangePiece>> coming_;
+
+  std::mutex mutex_;
+  std::condition_variable room_;
+  bool stop_ = false;
+  std::uint64_t outgoing_ = 0;  // Bytes of units that were read or are being read.
+  std::deque<std::shared_ptr<Outgoing>> ready_;
+  bool read_done_ = false;
+  Status read_status_;
+  std::thread thread_;  // Last: uses all others.
 };
 
 }  // namespace
 
-Status LoadByExchange(FileSystem& fs, const OpenedCheckpoint& checkpoint, Collective& collective,
-                      std::span<const PlannedTensor> tensors, std::span<LoadTarget> targets,
-                      LoadVerify verify, std::uint64_t* read, std::uint64_t* received,
-                      std::atomic<std::uint64_t>* progress) {
-  const bool any = std::any_of(tensors.begin(), tensors.end(),
-                               [](const PlannedTensor& tensor) { return tensor.exchange; });
-  if (!any) return {};
-  Exchanger exchanger(fs, checkpoint, collective, tensors, targets, verify, progress);
-  TENSORMOUNT_RETURN_IF_ERROR(exchanger.Run());
+Result<ExchangeStats> LoadByExchange(FileSystem& fs, const OpenedCheckpoint& checkpoint,
+                                     Collective& collective, const LoadPlan& plan,
+                                     std::span<LoadTarget> targets, LoadVerify verify,
+                                     const std::function<void(std::uint64_t)>& progress) {
+  ExchangeStats stats;
+  ExchangeUnits units(checkpoint, plan, targets, collective.rank());
+  UnitReader reader(fs, checkpoint, verify);
+  Pool pool;
+  for (;;) {
+    bool more = false;
+    const Status planned = Guarded([&]() -> Status {
+      TENSORMOUNT_ASSIGN_OR_RETURN(more, units.Next());
+      return {};
+    });
+    TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan the exchange"));
+    if (!more) break;
+    std::uint64_t bytes = 0;
+    for (const ExchangeUnit& unit : units.units()) {
+      bytes += static_cast<std::uint64_t>(units.BytesOf(unit).box.volume());
+    }
+    UnitStream stream(collective, units, reader, pool, stats, progress);
+    TENSORMOUNT_RETURN_IF_ERROR(collective.Run(stream, bytes, "load: exchange"));
+  }
+  stats.read = reader.bytes_read();
+  stats.peak = pool.peak();
   for (LoadTarget& target : targets) {
-    if (!target.tensor->exchange) continue;
+    if (!target.tensor->exchange || target.convert) continue;
     target.stats.bytes_wanted = target.bytes;
     const bool by_leaf = verify != LoadVerify::kOff && !target.tensor->proof.possible &&
                          target.tensor->entry.has_digest;
     if (by_leaf) target.stats.bytes_by_leaf = target.bytes;
   }
-  *read += exchanger.read();
-  *received += exchanger.received();
-  return {};
+  return stats;
 }
 
 }  // namespace tensormount

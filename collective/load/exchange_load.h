@@ -2,41 +2,36 @@
 #ifndef TENSORMOUNT_COLLECTIVE_LOAD_EXCHANGE_LOAD_H_
 #define TENSORMOUNT_COLLECTIVE_LOAD_EXCHANGE_LOAD_H_
 
-#include <atomic>
-#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
-#include <vector>
 
 #include "base/file_system.h"
 #include "collective/comm/collective.h"
 #include "collective/load/load_plan.h"
+#include "collective/load/target.h"
 #include "index/checkpoint.h"
 
 namespace tensormount {
 
-// One region that this rank asked for and where its bytes go.
-struct LoadTarget {
-  const PlannedTensor* tensor = nullptr;
-  std::uint32_t want = 0;         // Position in tensor->wants.
-  std::vector<PlacedBox> placed;  // Of bytes, relative to `base`.
-  std::byte* base = nullptr;
-  std::uint64_t bytes = 0;
-  ReadVerify verify = ReadVerify::kOff;
-  ReadStats stats;
+struct ExchangeStats {
+  std::uint64_t read = 0;      // Bytes, from storage.
+  std::uint64_t received = 0;  // Bytes, from other ranks.
+  std::uint64_t messages = 0;  // Sent.
+  std::uint64_t peak = 0;      // Bytes of memory besides the caller's.
 };
 
-// Loads the tensors marked `exchange`: each rank reads long runs of the data files (row blocks of
-// chunks), cuts them up and passes the pieces on. What is short on disk is then never read alone,
-// and what several ranks want is read once. In rounds of bounded memory. `targets` are this rank's,
-// those of exchanged tensors in the order of the plan. Adds to stats of the targets (bytes_wanted,
-// bytes_by_leaf), and to `read` and `received` what this rank read and received. `progress`, where
-// not null, counts what is read at once.
+// Loads the tensors marked `exchange`, in groups of ranks: one of those who want a block of rows of
+// a chunk reads it, cuts it up and sends the others their parts. What is short on disk is then
+// never read alone, what several ranks want is read once, and what one rank wants is not sent at
+// all. Reading goes on in a thread of its own while pieces are on their way; there are no rounds,
+// and what is on its way at a time is bounded. Adds to stats of the targets (bytes_wanted,
+// bytes_by_leaf). `progress` is called, on the reading thread, with what each block read.
 // Collective; the verdict is the same everywhere.
-Status LoadByExchange(FileSystem& fs, const OpenedCheckpoint& checkpoint, Collective& collective,
-                      std::span<const PlannedTensor> tensors, std::span<LoadTarget> targets,
-                      LoadVerify verify, std::uint64_t* read, std::uint64_t* received,
-                      std::atomic<std::uint64_t>* progress = nullptr);
+Result<ExchangeStats> LoadByExchange(FileSystem& fs, const OpenedCheckpoint& checkpoint,
+                                     Collective& collective, const LoadPlan& plan,
+                                     std::span<LoadTarget> targets, LoadVerify verify,
+                                     const std::function<void(std::uint64_t)>& progress);
 
 }  // namespace tensormount
 

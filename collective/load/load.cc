@@ -2,7 +2,6 @@
 #include "tensormount/load.h"
 
 #include <algorithm>
-#include <chrono>
 #include <memory>
 #include <utility>
 
@@ -11,18 +10,16 @@
 #include "base/log.h"
 #include "collective/comm/collective.h"
 #include "collective/guarded.h"
-#include "collective/load/digest_proof.h"
 #include "collective/load/exchange_load.h"
-#include "collective/load/load_plan.h"
+#include "collective/load/meeting.h"
+#include "collective/load/prove.h"
+#include "collective/load/target.h"
+#include "collective/phase_events.h"
 #include "collective/save_load.h"
 #include "index/store.h"
 
 namespace tensormount {
 namespace {
-
-double SecondsSince(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
 
 Result<std::shared_ptr<OpenedCheckpoint>> OpenResolved(FileSystem& fs, const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
@@ -39,7 +36,10 @@ std::string Identity(const OpenedCheckpoint& checkpoint) {
     return std::move(out.bytes());
   }
   const CheckpointIndex& index = checkpoint.index();
-  for (const FileRecord& file : index.files()) out.U64(file.length);
+  for (const FileRecord& file : index.files()) {
+    out.String(checkpoint.directory());
+    out.U64(file.length);
+  }
   out.U64(index.tensor_count());
   out.U64(index.tensor_bytes());
   return std::move(out.bytes());
@@ -57,44 +57,44 @@ std::string ListKeys(const std::vector<std::string>& keys) {
 
 class LoadJob {
  public:
-  LoadJob(FileSystem& fs, const StateDict& request, Communicator& comm, const LoadOptions& options)
-      : fs_(fs), request_(request), options_(options), collective_(comm, options.timeouts) {}
+  LoadJob(FileSystem& fs, const StateDict& request, std::string_view path, Communicator& comm,
+          const LoadOptions& options)
+      : fs_(fs),
+        request_(request),
+        path_(path),
+        options_(options),
+        comm_(comm),
+        collective_(comm, options.timeouts),
+        events_(options.events, "load", path, comm.rank()) {}
 
-  Result<LoadReport> Run(std::string_view path) {
-    TENSORMOUNT_RETURN_IF_ERROR(Open(path));
-    TENSORMOUNT_RETURN_IF_ERROR(Plan(path));
-    TENSORMOUNT_RETURN_IF_ERROR(ActOn(options_.not_stored, plan_.not_stored, Code::kNotFound,
-                                      "asked for, but not stored: ", report_.not_stored));
-    TENSORMOUNT_RETURN_IF_ERROR(ActOn(options_.not_requested, plan_.not_requested,
-                                      Code::kInvalidArgument,
-                                      "stored, but asked for by no rank: ", report_.not_requested));
-    const auto read_start = std::chrono::steady_clock::now();
+  Result<LoadReport> Run() {
+    double seconds = 0;
     TENSORMOUNT_RETURN_IF_ERROR(
-        collective_.Agree(Guarded([&] { return ReadAll(); }), "load: read"));
-    TENSORMOUNT_RETURN_IF_ERROR(LoadByExchange(fs_, *checkpoint_, collective_, plan_.tensors,
-                                               targets_, options_.verify, &report_.bytes_read,
-                                               &report_.bytes_received, options_.progress));
-    report_.read_seconds = SecondsSince(read_start);
+        events_.Run("open", &seconds, [&](std::uint64_t*) { return Open(); }));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        events_.Run("plan", &report_.plan_seconds, [&](std::uint64_t*) { return Plan(); }));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        events_.Run("read", &report_.read_seconds, [&](std::uint64_t* bytes) {
+          const Status status = collective_.Agree(Guarded([&] { return ReadAll(); }), "load: read");
+          *bytes = direct_bytes_;
+          return status;
+        }));
+    TENSORMOUNT_RETURN_IF_ERROR(Exchange());
     if (options_.before_proof != nullptr) options_.before_proof(collective_.rank());
-    const auto proof_start = std::chrono::steady_clock::now();
-    TENSORMOUNT_RETURN_IF_ERROR(Prove());
-    report_.proof_seconds = SecondsSince(proof_start);
-    for (const LoadTarget& target : targets_) {
-      report_.bytes_wanted += target.bytes;
-      report_.bytes_by_leaf += target.stats.bytes_by_leaf;
-      const std::uint64_t rest = target.bytes - target.stats.bytes_by_leaf;
-      (IsProved(target) ? report_.bytes_by_digest : report_.bytes_unverified) += rest;
-      report_.bytes_read += target.stats.bytes_read;
-    }
+    TENSORMOUNT_RETURN_IF_ERROR(events_.Run("prove", &report_.proof_seconds,
+                                            [&](std::uint64_t* bytes) { return Prove(bytes); }));
+    FillReport();
     return std::move(report_);
   }
 
  private:
-  Status Open(std::string_view path) {
+  // ---- Open ----
+
+  Status Open() {
     Result<std::string> where = std::string();
     if (collective_.rank() == 0) {
       const Status opened = Guarded([&] {
-        where = OpenFirst(path);
+        where = OpenFirst();
         return where.status();
       });
       if (!opened.ok()) where = opened;
@@ -105,8 +105,8 @@ class LoadJob {
   }
 
   // Rank 0: opens and says what was opened.
-  Result<std::string> OpenFirst(std::string_view path) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, ResolveSourcePath(fs_, path));
+  Result<std::string> OpenFirst() {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, ResolveSourcePath(fs_, path_));
     TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenResolved(fs_, resolved));
     for (const std::string& warning : checkpoint_->warnings()) {
       Log(LogLevel::kWarning, resolved + ": " + warning);
@@ -123,7 +123,7 @@ class LoadJob {
     ByteReader in(told, "load: what rank 0 opened");
     const std::string path(in.String(64 * 1024));
     report_.uuid = in.String(64);
-    const std::string identity(in.String(1u << 20));
+    const std::string identity(in.String(1u << 24));
     TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
     if (checkpoint_ == nullptr) {
       TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenResolved(fs_, path));
@@ -131,57 +131,42 @@ class LoadJob {
     if (Identity(*checkpoint_) != identity) {
       return Status(Code::kStale, path + " is another checkpoint here than on rank 0");
     }
+    identity_ = Xxh3(identity);
     return {};
   }
 
-  Status Plan(std::string_view path) {
-    std::string mine;
-    const Status described = Guarded([&]() -> Status {
-      mine = EncodeLoadRequest(request_, path, options_, collective_.rank(), collective_.size());
+  // ---- Plan: nothing is written until this is over ----
+
+  Status Plan() {
+    MeetingPart part;
+    const Status prepared = Guarded([&]() -> Status {
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          part, PrepareMeeting(comm_, checkpoint_->index(), request_, path_, identity_, options_));
       return {};
     });
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(described, "load: requests"));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> gathered,
-                                 collective_.AllGather(mine, "load: requests"));
-    TENSORMOUNT_RETURN_IF_ERROR(
-        collective_.Agree(Guarded([&] { return MakePlan(gathered); }), "load: plan"));
-    return plan_.refusal;
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(prepared, "load: requests"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        agreed_, Meet(
+                     comm_, collective_, checkpoint_->index(), std::move(part), options_,
+                     [&] { return Validate(); }, &report_.plan_reused));
+    TENSORMOUNT_RETURN_IF_ERROR(ActOn(options_.not_stored, agreed_->not_stored, Code::kNotFound,
+                                      "asked for, but not stored: ", report_.not_stored));
+    TENSORMOUNT_RETURN_IF_ERROR(ActOn(options_.not_requested, agreed_->not_requested,
+                                      Code::kInvalidArgument,
+                                      "stored, but asked for by no rank: ", report_.not_requested));
+    const Status targets = Guarded([&]() -> Status {
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          targets_, MakeTargets(agreed_->plan, *agreed_->resolved, request_, collective_.rank()));
+      return {};
+    });
+    return collective_.Agree(targets, "load: plan");
   }
 
-  Status MakePlan(const std::vector<std::string>& gathered) {
-    std::vector<RankDescriptor> requests;
-    for (std::size_t rank = 0; rank < gathered.size(); ++rank) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          RankDescriptor request,
-          DecodeDescriptor(gathered[rank], static_cast<int>(rank), collective_.size()));
-      TENSORMOUNT_RETURN_IF_ERROR(request.status);
-      requests.push_back(std::move(request));
-    }
-    TENSORMOUNT_ASSIGN_OR_RETURN(plan_, MakeLoadPlan(checkpoint_->index(), requests, options_));
-    if (!plan_.refusal.ok()) return {};
-    for (const PlannedTensor& tensor : plan_.tensors) {
-      for (std::uint32_t w = 0; w < tensor.wants.size(); ++w) {
-        const LoadWant& want = tensor.wants[w];
-        if (want.rank != collective_.rank()) continue;
-        const TensorMeta& meta = tensor.entry.meta;
-        const Shard& shard = request_.tensors()[want.item].shard;
-        LoadTarget target;
-        target.tensor = &tensor;
-        target.want = w;
-        target.base = static_cast<std::byte*>(shard.data.data);
-        TENSORMOUNT_ASSIGN_OR_RETURN(
-            target.placed, PlaceBuffer(shard.data, meta.dtype(), meta.shape(), shard.region));
-        TENSORMOUNT_ASSIGN_OR_RETURN(target.bytes,
-                                     RegionBytes(meta.dtype(), meta.shape(), shard.region));
-        targets_.push_back(std::move(target));
-      }
-    }
-    return {};
-  }
+  Status Validate() { return {}; }
 
   // What the options say about keys on one side only. The lists are the same on every rank, and so
   // is the verdict.
-  Status ActOn(Strict action, std::vector<std::string>& keys, Code code, const char* what,
+  Status ActOn(Strict action, const std::vector<std::string>& keys, Code code, const char* what,
                std::vector<std::string>& reported) {
     if (keys.empty()) return {};
     switch (action) {
@@ -193,7 +178,7 @@ class LoadJob {
         }
         return {};
       case Strict::kReturn:
-        reported = std::move(keys);
+        reported = keys;
         return {};
       case Strict::kIgnore:
         return {};
@@ -201,6 +186,9 @@ class LoadJob {
     return {};
   }
 
+  // ---- Read ----
+
+  // From any thread.
   void CountRead(std::uint64_t bytes) {
     if (options_.progress == nullptr) return;
     options_.progress->fetch_add(bytes, std::memory_order_relaxed);
@@ -209,268 +197,131 @@ class LoadJob {
   // Everything that this rank reads for itself alone.
   Status ReadAll() {
     const CheckpointIndex& index = checkpoint_->index();
+    TENSORMOUNT_RETURN_IF_ERROR(ZeroUncovered(*agreed_->resolved, request_));
+    std::vector<std::byte> staging;
     for (LoadTarget& target : targets_) {
-      if (target.tensor->exchange) continue;
-      const LoadWant& want = target.tensor->wants[target.want];
+      if (target.tensor->exchange && !target.convert) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(
-          target.verify, ChooseReadVerify(index, *target.tensor, want.region, options_.verify));
-      const BufferView& view = request_.tensors()[want.item].shard.data;
-      TENSORMOUNT_RETURN_IF_ERROR(checkpoint_->Read(target.tensor->entry, want.region, view,
-                                                    target.verify, &target.stats, nullptr));
-      CountRead(target.stats.bytes_read);
+          target.verify,
+          ChooseReadVerify(index, *target.tensor, target.wanted().region, options_.verify));
+      if (target.convert) {
+        TENSORMOUNT_RETURN_IF_ERROR(ReadConverted(*checkpoint_, target, staging,
+                                                  [&](std::uint64_t bytes) { CountRead(bytes); }));
+        const std::uint64_t held = staging.capacity();
+        report_.peak_buffer_bytes = std::max(report_.peak_buffer_bytes, held);
+      } else {
+        TENSORMOUNT_RETURN_IF_ERROR(checkpoint_->ReadPlaced(target.tensor->entry, target.placed,
+                                                            target.base, target.verify,
+                                                            target.stats, nullptr));
+        CountRead(target.stats.bytes_read);
+      }
+      direct_bytes_ += target.bytes;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(CommonState common, index.Common());
     report_.common_values = std::move(common.values);
     report_.rank_common_values = std::move(common.ranks);
     report_.content_metadata = std::move(common.content);
-    report_.locals = request_.locals();
     return ReadObjects();
   }
 
   Status ReadObjects() {
-    for (const StateDict::ObjectItem& want : request_.objects()) {
-      Result<std::vector<ObjectContent>> parts = checkpoint_->index().ObjectParts(want.key);
-      if (!parts.ok() && parts.status().code() == Code::kNotFound) continue;
-      if (!parts.ok()) return parts.status();
-      for (const ObjectContent& part : parts.value()) {
-        if (!(part.index == want.place.index)) continue;
-        std::string bytes;
-        // Lengths were checked against the file when the checkpoint was published, but the index
-        // may have been rebuilt since.
-        if (part.file >= checkpoint_->index().files().size() ||
-            part.length > checkpoint_->index().files()[part.file].length) {
-          return Status(Code::kDataLoss, "object " + want.key + ": longer than its file");
-        }
-        bytes.resize(static_cast<std::size_t>(part.length));
-        TENSORMOUNT_RETURN_IF_ERROR(checkpoint_->ReadObject(part, 0, bytes.data(), bytes.size()));
-        report_.objects[{want.key, part.index.ToString()}] = std::move(bytes);
+    const std::vector<FileRecord>& files = checkpoint_->index().files();
+    for (const ResolvedObject& object : agreed_->resolved->objects) {
+      const ObjectContent& part = object.part;
+      // Lengths were checked against the file when the checkpoint was published, but the index
+      // may have been rebuilt since.
+      if (part.file >= files.size() || part.length > files[part.file].length) {
+        return Status(Code::kDataLoss, "object " + object.key + ": longer than its file");
       }
+      std::string bytes;
+      bytes.resize(static_cast<std::size_t>(part.length));
+      TENSORMOUNT_RETURN_IF_ERROR(checkpoint_->ReadObject(part, 0, bytes.data(), bytes.size()));
+      report_.objects[{object.key, object.asked_index.ToString()}] = std::move(bytes);
     }
     return {};
   }
 
-  std::size_t PositionOf(const LoadTarget& target) const {
-    return static_cast<std::size_t>(target.tensor - plan_.tensors.data());
-  }
-  bool IsProved(const LoadTarget& target) const {
-    return !proving_.empty() && proving_[PositionOf(target)];
-  }
-
-  // Proves by digest, over what stands in the buffers now, every tensor of which some rank has
-  // bytes that no leaf proved.
-  Status Prove() {
-    if (options_.verify != LoadVerify::kAuto) return {};
-    TENSORMOUNT_RETURN_IF_ERROR(FindUnproved());
-    if (std::none_of(proving_.begin(), proving_.end(), [](bool b) { return b; })) return {};
-
-    const Status failure = Guarded([&] { return Contribute(); });
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(failure, "load: prove"));
-    std::vector<std::uint64_t> expected;
-    std::vector<std::uint64_t> mine;
-    std::vector<std::size_t> tensors;
-    bool any_replicas = false;
-    for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
-      if (!proving_[t]) continue;
-      tensors.push_back(t);
-      expected.push_back(plan_.tensors[t].entry.digest);
-      mine.push_back(contribution_[t]);
-      any_replicas = any_replicas || !plan_.tensors[t].proof.replicas.empty();
-    }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::uint64_t> found,
-                                 collective_.AllReduceXor(mine, "load: prove"));
-    std::vector<bool> damaged(plan_.tensors.size(), false);
-    bool any_damage = false;
-    for (std::size_t i = 0; i < tensors.size(); ++i) {
-      if (found[i] == expected[i]) continue;
-      damaged[tensors[i]] = any_damage = true;
-    }
-    if (any_replicas) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const bool differ, CompareReplicas(damaged));
-      any_damage = any_damage || differ;
-    }
-    if (!any_damage) return {};
-    return Diagnose(damaged);
-  }
-
-  // Sets proving_: the same on every rank.
-  Status FindUnproved() {
-    std::string bits((plan_.tensors.size() + 7) / 8, '\0');
-    for (const LoadTarget& target : targets_) {
-      const std::size_t t = PositionOf(target);
-      if (target.tensor->proof.possible && target.stats.bytes_by_leaf < target.bytes) {
-        bits[t / 8] = static_cast<char>(bits[t / 8] | (1 << (t % 8)));
-      }
-    }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> all,
-                                 collective_.AllGather(bits, "load: prove"));
-    proving_.assign(plan_.tensors.size(), false);
-    for (const std::string& of_rank : all) {
-      if (of_rank.size() != bits.size()) {
-        return Status(Code::kInternal, "ranks do not agree on the plan of a load");
-      }
-      for (std::size_t t = 0; t < proving_.size(); ++t) {
-        if (((static_cast<unsigned char>(of_rank[t / 8]) >> (t % 8)) & 1) != 0) proving_[t] = true;
-      }
-    }
-    return {};
-  }
-
-  Status Contribute() {
-    contribution_.assign(plan_.tensors.size(), 0);
-    for (LoadTarget& target : targets_) {
-      const std::size_t t = PositionOf(target);
-      if (!proving_[t]) continue;
-      const Crc64 digest = DigestOfBuffer(target.tensor->entry.meta, target.placed, target.base);
-      target_digest_[{t, target.want}] = digest;
-      const ProofPlan& proof = target.tensor->proof;
-      if (std::binary_search(proof.contributors.begin(), proof.contributors.end(), target.want)) {
-        contribution_[t] ^= digest;
-      }
-    }
-    for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
-      const PlannedTensor& tensor = plan_.tensors[t];
-      if (!proving_[t] || tensor.proof.completed.empty()) continue;
-      if (tensor.proof.completer != collective_.rank()) continue;
-      ReadStats stats;
+  Status Exchange() {
+    const LoadPlan& plan = agreed_->plan;
+    const bool any = std::any_of(plan.tensors.begin(), plan.tensors.end(),
+                                 [](const PlannedTensor& tensor) { return tensor.exchange; });
+    if (!any) return {};
+    return events_.Run("exchange", &report_.read_seconds, [&](std::uint64_t* bytes) -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(
-          const Crc64 digest,
-          DigestFromStorage(*checkpoint_, tensor.entry, tensor.proof.completed, &stats));
-      contribution_[t] ^= digest;
-      report_.bytes_read += stats.bytes_read;
-      CountRead(stats.bytes_read);
+          const ExchangeStats stats,
+          LoadByExchange(fs_, *checkpoint_, collective_, plan, targets_, options_.verify,
+                         [&](std::uint64_t read) { CountRead(read); }));
+      *bytes = stats.read + stats.received;
+      report_.bytes_read += stats.read;
+      report_.bytes_received += stats.received;
+      report_.messages_sent += stats.messages;
+      report_.peak_buffer_bytes = std::max(report_.peak_buffer_bytes, stats.peak);
+      return {};
+    });
+  }
+
+  // ---- Prove ----
+
+  Status Prove(std::uint64_t* bytes) {
+    if (options_.verify != LoadVerify::kAuto) return {};
+    TENSORMOUNT_ASSIGN_OR_RETURN(proved_, ProveByDigest(collective_, *checkpoint_, agreed_->plan,
+                                                        targets_, [&](std::uint64_t read) {
+                                                          report_.bytes_read += read;
+                                                          CountRead(read);
+                                                        }));
+    for (const LoadTarget& target : targets_) {
+      if (IsProved(target)) *bytes += target.bytes;
     }
     return {};
   }
 
-  // Holders of the same region must hold the same bytes: only one of them was counted above.
-  Result<bool> CompareReplicas(std::vector<bool>& damaged) {
-    ByteWriter mine;
-    ForEachReplicaHolder([&](std::size_t t, std::uint32_t want) {
-      if (plan_.tensors[t].wants[want].rank == collective_.rank()) {
-        mine.U64(target_digest_.at({t, want}));
-      }
-    });
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> all,
-                                 collective_.AllGather(mine.bytes(), "load: compare replicas"));
-    std::vector<std::size_t> next(all.size(), 0);
-    std::map<std::pair<std::size_t, std::uint32_t>, Crc64> digests;
-    bool complete = true;
-    ForEachReplicaHolder([&](std::size_t t, std::uint32_t want) {
-      const auto rank = static_cast<std::size_t>(plan_.tensors[t].wants[want].rank);
-      if (all[rank].size() < (next[rank] + 1) * 8) {
-        complete = false;
-        return;
-      }
-      digests[{t, want}] = LoadLittle<std::uint64_t>(all[rank].data() + 8 * next[rank]++);
-    });
-    if (!complete) return Status(Code::kInternal, "ranks do not agree on the plan of a load");
-    bool differ = false;
-    for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
-      if (!proving_[t]) continue;
-      for (const ProofPlan::Replica& replica : plan_.tensors[t].proof.replicas) {
-        if (digests[{t, replica.want}] == digests[{t, replica.contributor}]) continue;
-        damaged[t] = differ = true;
-      }
-    }
-    return differ;
+  bool IsProved(const LoadTarget& target) const {
+    return !proved_.empty() &&
+           proved_[static_cast<std::size_t>(target.tensor - agreed_->plan.tensors.data())];
   }
 
-  // Every want that has replicas, or is one, once, in an order that all ranks know.
-  template <typename Fn>
-  void ForEachReplicaHolder(Fn fn) const {
-    for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
-      if (!proving_[t]) continue;
-      std::vector<std::uint32_t> holders;
-      for (const ProofPlan::Replica& replica : plan_.tensors[t].proof.replicas) {
-        holders.push_back(replica.want);
-        holders.push_back(replica.contributor);
-      }
-      std::sort(holders.begin(), holders.end());
-      holders.erase(std::unique(holders.begin(), holders.end()), holders.end());
-      for (const std::uint32_t want : holders) fn(t, want);
-    }
-  }
-
-  // Reads damaged tensors again by whole leaves, so that what is wrong has a name.
-  Status Diagnose(const std::vector<bool>& damaged) {
-    Status mine;
-    std::string first;
-    for (std::size_t t = 0; t < damaged.size(); ++t) {
-      if (damaged[t] && first.empty()) first = plan_.tensors[t].entry.meta.key();
-    }
+  void FillReport() {
     for (const LoadTarget& target : targets_) {
-      if (!damaged[PositionOf(target)] || !mine.ok()) continue;
-      mine = FindDamage(*checkpoint_, target.tensor->entry,
-                        target.tensor->wants[target.want].region, target.placed, target.base);
+      report_.bytes_wanted += target.bytes;
+      report_.bytes_by_leaf += target.stats.bytes_by_leaf;
+      const std::uint64_t rest = target.bytes - target.stats.bytes_by_leaf;
+      (IsProved(target) ? report_.bytes_by_digest : report_.bytes_unverified) += rest;
+      report_.bytes_read += target.stats.bytes_read;
     }
-    for (std::size_t t = 0; t < damaged.size() && mine.ok(); ++t) {
-      const PlannedTensor& tensor = plan_.tensors[t];
-      if (!damaged[t] || tensor.proof.completer != collective_.rank()) continue;
-      for (const Box& box : tensor.proof.completed) {
-        if (mine.ok()) mine = FindDamage(*checkpoint_, tensor.entry, box, {}, nullptr);
-      }
+    const Resolved& resolved = *agreed_->resolved;
+    report_.skipped = resolved.skipped;
+    for (const ResolvedItem& item : resolved.items) {
+      const std::string& key = request_.tensors()[item.item].key;
+      for (const Box& box : item.uncovered) report_.uncovered.push_back({key, box, item.zero});
+      if (item.convert) report_.converted.push_back(key);
     }
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "load: find the damage"));
-    return Status(Code::kDataLoss,
-                  "tensor " + first +
-                      ": the digest of what was loaded differs from the stored one, though every "
-                      "leaf that was read again is as it was written");
+    std::sort(report_.converted.begin(), report_.converted.end());
+    report_.converted.erase(std::unique(report_.converted.begin(), report_.converted.end()),
+                            report_.converted.end());
+    report_.locals = request_.locals();
   }
 
   FileSystem& fs_;
   const StateDict& request_;
+  const std::string path_;
   const LoadOptions& options_;
+  Communicator& comm_;
   Collective collective_;
+  PhaseEvents events_;
   std::shared_ptr<OpenedCheckpoint> checkpoint_;
-  LoadPlan plan_;
+  Hash128 identity_;
+  std::shared_ptr<const AgreedPlan> agreed_;
   std::vector<LoadTarget> targets_;  // In file order; not the empty ones.
-  std::vector<bool> proving_;        // By position in the plan: proved by digest.
-  std::vector<Crc64> contribution_;  // Of this rank, likewise.
-  std::map<std::pair<std::size_t, std::uint32_t>, Crc64> target_digest_;  // (position, want).
+  std::vector<bool> proved_;         // By position in the plan: proved by digest.
+  std::uint64_t direct_bytes_ = 0;
   LoadReport report_;
 };
 
 }  // namespace
 
-Result<std::string> LoadReport::object(std::string_view key, const Dims& index) const {
-  const auto found = objects.find({std::string(key), index.ToString()});
-  if (found == objects.end()) {
-    return Status(Code::kNotFound,
-                  "object " + std::string(key) +
-                      (index.rank() == 0 ? std::string() : " " + index.ToString()) +
-                      " was not asked for or is not stored");
-  }
-  return found->second;
-}
-
-Result<CommonValue> LoadReport::common(std::string_view name) const {
-  const auto found = common_values.find(std::string(name));
-  if (found == common_values.end()) {
-    return Status(Code::kNotFound, "no common value " + std::string(name));
-  }
-  return found->second;
-}
-
-Result<CommonValue> LoadReport::rank_common(int rank, std::string_view name) const {
-  if (const auto of_rank = rank_common_values.find(rank); of_rank != rank_common_values.end()) {
-    const auto found = of_rank->second.find(std::string(name));
-    if (found != of_rank->second.end()) return found->second;
-  }
-  return Status(Code::kNotFound,
-                "no common value " + std::string(name) + " of rank " + std::to_string(rank));
-}
-
-Result<CommonValue> LoadReport::local(std::string_view name) const {
-  const auto found = locals.find(std::string(name));
-  if (found == locals.end()) {
-    return Status(Code::kNotFound, "the request had no local value " + std::string(name));
-  }
-  return found->second;
-}
-
 Result<LoadReport> LoadOn(FileSystem& fs, const StateDict& request, std::string_view path,
                           Communicator& comm, const LoadOptions& options) {
-  return LoadJob(fs, request, comm, options).Run(path);
+  return LoadJob(fs, request, path, comm, options).Run();
 }
 
 Result<LoadReport> Load(const StateDict& request, std::string_view path, Communicator& comm,

@@ -4,28 +4,21 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "tensormount/load.h"
 
 #include "collective/load/digest_proof.h"
-#include "collective/validate/descriptor.h"
+#include "collective/load/resolve.h"
 #include "index/checkpoint.h"
 #include "index/checkpoint_index.h"
 
-// What all ranks together ask of a checkpoint. Every rank makes the same plan out of everybody's
-// requests, so that no plan travels.
+// What all ranks together read of a checkpoint, and how. Every rank makes the same plan out of
+// everybody's requests, so that no plan travels; where no rank needs to know what the others want,
+// each makes one of its own request alone.
 
 namespace tensormount {
-
-// A rank's request travels as its descriptor (collective/descriptor.h); path and options of the
-// load stand where those of a save would, so that ranks that disagree on them are found; `now` is a
-// number for the machine that the rank runs on.
-std::string EncodeLoadRequest(const StateDict& request, std::string_view path,
-                              const LoadOptions& options, int rank, int world);
 
 struct PlannedTensor {
   TensorEntry entry;
@@ -36,17 +29,23 @@ struct PlannedTensor {
 };
 
 struct LoadPlan {
-  std::vector<PlannedTensor> tensors;      // In file order.
-  std::vector<std::string> not_stored;     // Sorted; objects count as keys, "KEY[2]" is a part.
-  std::vector<std::string> not_requested;  // Sorted; empty where the options ignore them.
-  // Why the requests can never be served; the same on every rank. Then the rest is not filled in.
-  Status refusal;
+  std::vector<PlannedTensor> tensors;  // In file order.
+  std::vector<int> groups;             // By rank: LoadOptions::exchange_group.
 };
 
-// Matches everybody's requests (by rank) with what is stored. Fails only where the index cannot be
-// read; what is wrong with a request is in `refusal`.
-Result<LoadPlan> MakeLoadPlan(const CheckpointIndex& index,
-                              std::span<const RankDescriptor> requests, const LoadOptions& options);
+// Why a rank has to know what the others want.
+struct LoadNeeds {
+  bool proof = false;       // Bytes that only the digest can prove without reading far more.
+  bool short_runs = false;  // Runs that are better read together, if machines differ.
+};
+Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const Resolved& mine,
+                            const LoadOptions& options);
+
+// `ranks`: what each rank wants, by rank; null where it is not known, and then nothing is exchanged
+// or proved by digest. `groups` by rank.
+Result<LoadPlan> MakeLoadPlan(const CheckpointIndex& index, std::span<const Resolved* const> ranks,
+                              std::vector<int> groups, bool several_machines,
+                              const LoadOptions& options);
 
 // How to read a region of a tensor so that its bytes end up verified as `verify` says: by whole
 // leaves where widening costs little, or where the tensor cannot be proved by digest.

@@ -389,22 +389,21 @@ TEST(LoadPlan, ExchangesShortRunsBetweenMachinesOnly) {
   ASSERT_OK(SaveByRule(path, tensors, "rows", 1, save));
   ASSERT_OK_AND_ASSIGN(const auto checkpoint, OpenedCheckpoint::Open(HostFileSystem(), path, {}));
   const auto exchanged = [&](const std::string& rule, bool several) {
-    std::vector<RankDescriptor> requests;
+    std::vector<Resolved> resolved(2);
     const std::vector<Region> regions = CutByRule(tensors[0].shape, rule, 2);
-    for (int rank = 0; rank < 2; ++rank) {
-      const Region& region = regions[static_cast<std::size_t>(rank)];
+    for (std::size_t rank = 0; rank < 2; ++rank) {
+      const Region& region = regions[rank];
       StateDict request;
       std::string memory(static_cast<std::size_t>(region.volume()) * 4, '\0');
       (void)request.AddTensor("w", {tensors[0].shape, region,
                                     BufferView::Host(DType::kF32, static_cast<void*>(memory.data()),
                                                      region.box().extent())});
-      Result<RankDescriptor> d =
-          DecodeDescriptor(EncodeLoadRequest(request, path, {}, rank, 2), rank, 2);
-      EXPECT_OK(d);
-      requests.push_back(d.value());
-      if (several) requests.back().now += rank;
+      const std::string bytes = EncodeRequest(request).value();
+      resolved[rank] =
+          ResolveRequest(checkpoint->index(), DecodeRequest(bytes).value(), {}, true).value();
     }
-    Result<LoadPlan> plan = MakeLoadPlan(checkpoint->index(), requests, {});
+    const Resolved* ranks[] = {&resolved[0], &resolved[1]};
+    Result<LoadPlan> plan = MakeLoadPlan(checkpoint->index(), ranks, {0, 0}, several, {});
     EXPECT_OK(plan);
     return plan.value().tensors.at(0).exchange;
   };

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/load/exchange_units.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "collective/load/digest_proof.h"
+#include "shard/copy_plan.h"
+
+namespace tensormount {
+namespace {
+
+// Small tensors are cut finer, so that every rank reads some, but not finer than this.
+constexpr std::uint64_t kLeastUnitBytes = 64u << 10;
+// Units are made for this much at a time, so that what is planned never grows with the model.
+constexpr std::uint64_t kBatchBytes = std::uint64_t{4} << 30;
+constexpr std::size_t kBatchChunks = 8192;
+
+}  // namespace
+
+ExchangeUnits::ExchangeUnits(const OpenedCheckpoint& checkpoint, const LoadPlan& plan,
+                             std::span<LoadTarget> targets, int rank)
+    : checkpoint_(checkpoint), plan_(plan), rank_(rank) {
+  mine_.resize(plan.tensors.size());
+  for (LoadTarget& target : targets) {
+    mine_[static_cast<std::size_t>(target.tensor - plan.tensors.data())].push_back(&target);
+  }
+  const auto me = static_cast<std::size_t>(rank);
+  in_group_.resize(plan.groups.size(), false);
+  for (std::size_t r = 0; r < plan.groups.size(); ++r) {
+    in_group_[r] = plan.groups[r] == plan.groups[me];
+  }
+  group_size_ = static_cast<std::uint64_t>(std::count(in_group_.begin(), in_group_.end(), true));
+  load_.resize(plan.groups.size(), 0);
+}
+
+Status ExchangeUnits::Prepare(std::size_t t) {
+  const PlannedTensor& tensor = plan_.tensors[t];
+  const TensorMeta& meta = tensor.entry.meta;
+  Prepared& prepared = prepared_[t];
+  std::size_t mine = 0;
+  for (const LoadWant& want : tensor.wants) {
+    LoadTarget* target = want.rank == rank_ ? mine_[t][mine++] : nullptr;
+    if (want.convert || !in_group_[static_cast<std::size_t>(want.rank)]) continue;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
+                                 ByteRegion(meta.dtype(), meta.shape(), want.region));
+    prepared.wants.push_back({want.rank, bytes.Boxes(), target});
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
+                               checkpoint_.index().Extents(tensor.entry.ordinal));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ChunkRecord> chunks, extents->All());
+  std::sort(chunks.begin(), chunks.end(), [](const ChunkRecord& a, const ChunkRecord& b) {
+    return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);
+  });
+  std::vector<std::vector<PlacedBox>> placed;
+  for (const ChunkRecord& chunk : chunks) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
+                                 ByteRegion(meta.dtype(), meta.shape(), chunk.region));
+    placed.push_back(PlacePacked(bytes, 0));
+    std::uint64_t offset = chunk.offset;
+    for (const Box& box : chunk.region.Boxes()) {
+      prepared.chunks.push_back({box, chunk.file, offset});
+      offset += static_cast<std::uint64_t>(box.volume()) * (meta.bits() / 8);
+    }
+  }
+  for (const LoadTarget* target : mine_[t]) {
+    if (target->convert) continue;
+    Result<CopyPlan> plan = CopyPlan::Make(target->placed, placed, &meta);
+    if (!plan.ok()) return plan.status();
+  }
+  return {};
+}
+
+Result<bool> ExchangeUnits::Next() {
+  units_.clear();
+  std::erase_if(prepared_, [&](const auto& item) { return item.first < next_tensor_; });
+  std::uint64_t bytes = 0;
+  std::size_t chunks = 0;
+  for (; next_tensor_ < plan_.tensors.size(); ++next_tensor_, next_chunk_ = 0) {
+    const PlannedTensor& tensor = plan_.tensors[next_tensor_];
+    if (!tensor.exchange) continue;
+    if (next_chunk_ == 0) TENSORMOUNT_RETURN_IF_ERROR(Prepare(next_tensor_));
+    const std::vector<Stored>& stored = prepared_[next_tensor_].chunks;
+    for (; next_chunk_ < stored.size(); ++next_chunk_) {
+      if (bytes >= kBatchBytes || chunks >= kBatchChunks) return true;
+      AddUnits(next_tensor_, stored[next_chunk_]);
+      bytes += static_cast<std::uint64_t>(stored[next_chunk_].box.volume()) *
+               (tensor.entry.meta.bits() / 8);
+      ++chunks;
+    }
+  }
+  return chunks > 0;
+}
+
+void ExchangeUnits::AddUnits(std::size_t t, const Stored& chunk) {
+  const TensorMeta& meta = plan_.tensors[t].entry.meta;
+  const std::uint64_t element = meta.bits() / 8;
+  const std::uint64_t unit_bytes =
+      std::clamp(meta.bytes() / group_size_, kLeastUnitBytes, kUnitBytes);
+  std::uint64_t offset = chunk.offset;  // Units are consecutive runs of the chunk.
+  SplitBox(chunk.box, element, unit_bytes, [&](const Box& box) {
+    ExchangeUnit unit{static_cast<std::uint32_t>(t), box, chunk.file, offset, -1};
+    const std::uint64_t size = static_cast<std::uint64_t>(box.volume()) * element;
+    offset += size;
+    const Box bytes = BytesOf(unit).box;
+    // Whoever wants it and has read least so far. Wants are in the order of ranks.
+    for (const Want& want : prepared_[t].wants) {
+      if (unit.reader == want.rank) continue;
+      const bool wants_it = std::any_of(want.bytes.begin(), want.bytes.end(),
+                                        [&](const Box& b) { return !Intersect(bytes, b).empty(); });
+      if (!wants_it) continue;
+      if (unit.reader < 0 || load_[static_cast<std::size_t>(want.rank)] <
+                                 load_[static_cast<std::size_t>(unit.reader)]) {
+        unit.reader = want.rank;
+      }
+    }
+    if (unit.reader < 0) return;
+    load_[static_cast<std::size_t>(unit.reader)] += size;
+    units_.push_back(std::move(unit));
+  });
+}
+
+PlacedBox ExchangeUnits::BytesOf(const ExchangeUnit& unit) const {
+  const TensorMeta& meta = plan_.tensors[unit.tensor].entry.meta;
+  // Cannot fail: the box is a part of a chunk whose bytes were placed before.
+  return PlacePacked(ByteRegion(meta.dtype(), meta.shape(), unit.box).value(), 0).front();
+}
+
+std::vector<ExchangePiece> ExchangeUnits::PiecesOf(const ExchangeUnit& unit) const {
+  const Box bytes = BytesOf(unit).box;
+  std::vector<ExchangePiece> pieces;
+  for (const Want& want : prepared_.at(unit.tensor).wants) {
+    for (const Box& wanted : want.bytes) {
+      const Box part = Intersect(bytes, wanted);
+      if (part.empty()) continue;
+      auto piece = std::find_if(pieces.begin(), pieces.end(),
+                                [&](const ExchangePiece& p) { return p.bytes == part; });
+      if (piece == pieces.end()) {
+        pieces.emplace_back();
+        piece = pieces.end() - 1;
+        piece->bytes = part;
+      }
+      if (want.target != nullptr) piece->mine.push_back(want.target);
+      if (want.rank == unit.reader) continue;
+      if (piece->receivers.empty() || piece->receivers.back() != want.rank) {
+        piece->receivers.push_back(want.rank);
+      }
+    }
+  }
+  return pieces;
+}
+
+}  // namespace tensormount

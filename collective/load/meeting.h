@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_LOAD_MEETING_H_
+#define TENSORMOUNT_COLLECTIVE_LOAD_MEETING_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tensormount/load.h"
+
+#include "base/hash.h"
+#include "collective/comm/collective.h"
+#include "collective/load/load_plan.h"
+#include "collective/load/request.h"
+#include "collective/load/resolve.h"
+
+// How the ranks of a load find out what they have to know of each other, and no more.
+
+namespace tensormount {
+
+// A plan that all ranks agreed on, as it is kept for the next load of the same kind. Immutable.
+struct AgreedPlan {
+  Hash128 mine;  // This rank's part: its request, the call, the checkpoint.
+  Hash128 job;   // Everybody's.
+  std::shared_ptr<const Resolved> resolved;  // What this rank asks for.
+  LoadNeeds needs;                           // Of this rank.
+  LoadPlan plan;
+  std::vector<std::string> not_stored;     // Of all ranks; sorted.
+  std::vector<std::string> not_requested;  // Likewise.
+};
+
+// What one rank brings. Made without the others.
+struct MeetingPart {
+  std::string request;  // Encoded.
+  Hash128 request_hash;
+  Hash128 call;  // Path, options, and the identity of the checkpoint.
+  Hash128 mine;
+  std::uint64_t machine = 0;
+  int group = 0;
+  std::shared_ptr<const AgreedPlan> at_hand;  // Null: none.
+  std::shared_ptr<const Resolved> resolved;
+  LoadNeeds needs;
+};
+
+// `identity`: of the checkpoint, as rank 0 opened it. Fails where the request can never be served
+// (Resolved::refusal).
+Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& index,
+                                   const StateDict& request, std::string_view path,
+                                   const Hash128& identity, const LoadOptions& options);
+
+// Collective; the verdict is the same on every rank.
+//   1. 64 bytes from each rank: fingerprints of its request, of the call, and of the job whose plan
+//      it has at hand; machine, group, what it needs. Where all have the plan of this very job,
+//      that is all.
+//   2. The keys that are not stored, and a bit for each tensor that is asked for; unless both sets
+//      are ignored.
+//   3. Only where some rank needs to know what the others want (a proof by digest, an exchange):
+//      one rank of each set of equal requests sends its request to all.
+// `validate` is called between 1 and 2 where the plan is a new one and the options ask for it.
+Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& collective,
+                                               const CheckpointIndex& index, MeetingPart part,
+                                               const LoadOptions& options,
+                                               const std::function<Status()>& validate,
+                                               bool* reused);
+
+// A number for this machine since it was started.
+std::uint64_t ThisMachine();
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_LOAD_MEETING_H_

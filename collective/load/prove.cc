@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/load/prove.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "base/coding.h"
+#include "collective/guarded.h"
+#include "collective/load/digest_proof.h"
+
+namespace tensormount {
+namespace {
+
+class Prover {
+ public:
+  Prover(Collective& collective, const OpenedCheckpoint& checkpoint, const LoadPlan& plan,
+         std::span<const LoadTarget> targets, const std::function<void(std::uint64_t)>& read)
+      : collective_(collective),
+        checkpoint_(checkpoint),
+        plan_(plan),
+        targets_(targets),
+        read_(read) {}
+
+  Result<std::vector<bool>> Run() {
+    TENSORMOUNT_RETURN_IF_ERROR(FindUnproved());
+    if (std::none_of(proving_.begin(), proving_.end(), [](bool b) { return b; })) return proving_;
+    const Status failure = Guarded([&] { return Contribute(); });
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(failure, "load: prove"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::string told,
+        collective_.Decide(MyNumbers(), "load: prove",
+                           [&](std::vector<std::string>& parts) { return Judge(parts); }));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<bool> damaged, ReadBits(told));
+    if (std::none_of(damaged.begin(), damaged.end(), [](bool b) { return b; })) return proving_;
+    return Diagnose(damaged);
+  }
+
+ private:
+  std::size_t PositionOf(const LoadTarget& target) const {
+    return static_cast<std::size_t>(target.tensor - plan_.tensors.data());
+  }
+
+  static void SetBit(std::string& bits, std::size_t i) {
+    bits[i / 8] = static_cast<char>(bits[i / 8] | (1 << (i % 8)));
+  }
+  std::string NoBits() const { return std::string((plan_.tensors.size() + 7) / 8, '\0'); }
+  Result<std::vector<bool>> ReadBits(const std::string& bits) const {
+    std::vector<bool> out(plan_.tensors.size(), false);
+    if (bits.size() != NoBits().size()) return OtherPlan();
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      out[i] = ((static_cast<unsigned char>(bits[i / 8]) >> (i % 8)) & 1) != 0;
+    }
+    return out;
+  }
+  static Status OtherPlan() {
+    return Status(Code::kInternal, "ranks do not agree on the plan of a load");
+  }
+
+  // Sets proving_: the same on every rank.
+  Status FindUnproved() {
+    std::string bits = NoBits();
+    for (const LoadTarget& target : targets_) {
+      if (target.tensor->proof.possible && target.stats.bytes_by_leaf < target.bytes) {
+        SetBit(bits, PositionOf(target));
+      }
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::string all,
+        collective_.Decide(bits, "load: prove",
+                           [&](std::vector<std::string>& parts) -> Result<std::string> {
+                             std::string any = NoBits();
+                             for (const std::string& part : parts) {
+                               if (part.size() != any.size()) return OtherPlan();
+                               for (std::size_t i = 0; i < any.size(); ++i) {
+                                 any[i] = static_cast<char>(any[i] | part[i]);
+                               }
+                             }
+                             return any;
+                           }));
+    TENSORMOUNT_ASSIGN_OR_RETURN(proving_, ReadBits(all));
+    return {};
+  }
+
+  Status Contribute() {
+    contribution_.assign(plan_.tensors.size(), 0);
+    for (const LoadTarget& target : targets_) {
+      const std::size_t t = PositionOf(target);
+      if (!proving_[t]) continue;
+      const Crc64 digest = DigestOfBuffer(target.tensor->entry.meta, target.placed, target.base);
+      target_digest_[{t, target.want}] = digest;
+      const ProofPlan& proof = target.tensor->proof;
+      if (std::binary_search(proof.contributors.begin(), proof.contributors.end(), target.want)) {
+        contribution_[t] ^= digest;
+      }
+    }
+    for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
+      const PlannedTensor& tensor = plan_.tensors[t];
+      if (!proving_[t] || tensor.proof.completed.empty()) continue;
+      if (tensor.proof.completer != collective_.rank()) continue;
+      ReadStats stats;
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const Crc64 digest,
+          DigestFromStorage(checkpoint_, tensor.entry, tensor.proof.completed, &stats));
+      contribution_[t] ^= digest;
+      read_(stats.bytes_read);
+    }
+    return {};
+  }
+
+  // Every want that has replicas, or is one, once, in an order that all ranks know.
+  template <typename Fn>
+  void ForEachReplicaHolder(Fn fn) const {
+    for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
+      if (!proving_[t]) continue;
+      std::vector<std::uint32_t> holders;
+      for (const ProofPlan::Replica& replica : plan_.tensors[t].proof.replicas) {
+        holders.push_back(replica.want);
+        holders.push_back(replica.contributor);
+      }
+      std::sort(holders.begin(), holders.end());
+      holders.erase(std::unique(holders.begin(), holders.end()), holders.end());
+      for (const std::uint32_t want : holders) fn(t, want);
+    }
+  }
+
+  // This rank's contributions, by tensor, and the digests of its regions that others have too.
+  std::string MyNumbers() const {
+    ByteWriter mine;
+    for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
+      if (proving_[t]) mine.U64(contribution_[t]);
+    }
+    ForEachReplicaHolder([&](std::size_t t, std::uint32_t want) {
+      if (plan_.tensors[t].wants[want].rank == collective_.rank()) {
+        mine.U64(target_digest_.at({t, want}));
+      }
+    });
+    return std::move(mine.bytes());
+  }
+
+  // At rank 0: which tensors are not what was stored, a bit each. Contributions add up to the
+  // stored digest; holders of one region, of which only one contributes, have equal digests.
+  Result<std::string> Judge(const std::vector<std::string>& parts) const {
+    std::vector<ByteReader> in;
+    for (const std::string& part : parts) in.emplace_back(part, "load: digests of a rank");
+    std::string damaged = NoBits();
+    for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
+      if (!proving_[t]) continue;
+      Crc64 found = 0;
+      for (ByteReader& of_rank : in) found ^= of_rank.U64();
+      if (found != plan_.tensors[t].entry.digest) SetBit(damaged, t);
+    }
+    std::map<std::pair<std::size_t, std::uint32_t>, Crc64> digests;
+    ForEachReplicaHolder([&](std::size_t t, std::uint32_t want) {
+      const auto rank = static_cast<std::size_t>(plan_.tensors[t].wants[want].rank);
+      digests[{t, want}] = in[rank].U64();
+    });
+    for (ByteReader& of_rank : in) {
+      if (!of_rank.Finish().ok()) return OtherPlan();
+    }
+    for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
+      if (!proving_[t]) continue;
+      for (const ProofPlan::Replica& replica : plan_.tensors[t].proof.replicas) {
+        if (digests[{t, replica.want}] != digests[{t, replica.contributor}]) SetBit(damaged, t);
+      }
+    }
+    return damaged;
+  }
+
+  // Reads damaged tensors again by whole leaves, so that what is wrong has a name.
+  Status Diagnose(const std::vector<bool>& damaged) {
+    std::string first;
+    for (std::size_t t = 0; t < damaged.size(); ++t) {
+      if (damaged[t] && first.empty()) first = plan_.tensors[t].entry.meta.key();
+    }
+    const Status found = Guarded([&]() -> Status {
+      for (const LoadTarget& target : targets_) {
+        if (!damaged[PositionOf(target)]) continue;
+        TENSORMOUNT_RETURN_IF_ERROR(FindDamage(checkpoint_, target.tensor->entry,
+                                               target.wanted().region, target.placed, target.base));
+      }
+      for (std::size_t t = 0; t < damaged.size(); ++t) {
+        const PlannedTensor& tensor = plan_.tensors[t];
+        if (!damaged[t] || tensor.proof.completer != collective_.rank()) continue;
+        for (const Box& box : tensor.proof.completed) {
+          TENSORMOUNT_RETURN_IF_ERROR(FindDamage(checkpoint_, tensor.entry, box, {}, nullptr));
+        }
+      }
+      return {};
+    });
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(found, "load: find the damage"));
+    return Status(Code::kDataLoss,
+                  "tensor " + first +
+                      ": the digest of what was loaded differs from the stored one, though every "
+                      "leaf that was read again is as it was written");
+  }
+
+  Collective& collective_;
+  const OpenedCheckpoint& checkpoint_;
+  const LoadPlan& plan_;
+  std::span<const LoadTarget> targets_;
+  const std::function<void(std::uint64_t)>& read_;
+  std::vector<bool> proving_;        // By position in the plan.
+  std::vector<Crc64> contribution_;  // Of this rank, likewise.
+  std::map<std::pair<std::size_t, std::uint32_t>, Crc64> target_digest_;  // (position, want).
+};
+
+}  // namespace
+
+Result<std::vector<bool>> ProveByDigest(Collective& collective, const OpenedCheckpoint& checkpoint,
+                                        const LoadPlan& plan, std::span<const LoadTarget> targets,
+                                        const std::function<void(std::uint64_t)>& read) {
+  const bool any = std::any_of(plan.tensors.begin(), plan.tensors.end(),
+                               [](const PlannedTensor& t) { return t.proof.possible; });
+  if (!any) return std::vector<bool>();
+  return Prover(collective, checkpoint, plan, targets, read).Run();
+}
+
+}  // namespace tensormount

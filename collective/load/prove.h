@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_LOAD_PROVE_H_
+#define TENSORMOUNT_COLLECTIVE_LOAD_PROVE_H_
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "collective/comm/collective.h"
+#include "collective/load/load_plan.h"
+#include "collective/load/target.h"
+#include "index/checkpoint.h"
+
+namespace tensormount {
+
+// Proves by digest, over what stands in the ranks' buffers now, every tensor of which some rank has
+// bytes that no leaf proved. Collective: the same verdict on every rank, kDataLoss naming tensor,
+// box and file where something differs. Returns which tensors were proved, by position in the plan;
+// empty where no tensor of the plan can be. `read` is called with what was read from storage to
+// complete a proof.
+Result<std::vector<bool>> ProveByDigest(Collective& collective, const OpenedCheckpoint& checkpoint,
+                                        const LoadPlan& plan, std::span<const LoadTarget> targets,
+                                        const std::function<void(std::uint64_t)>& read);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_LOAD_PROVE_H_

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/load/request.h"
+
+#include <unordered_map>
+#include <utility>
+
+#include "base/coding.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::string_view kMagic("TMLOADR\0", 8);
+// Of this format, and of what ranks make of it: in every fingerprint.
+constexpr std::uint32_t kVersion = 1;
+
+void WriteDims(ByteWriter& out, const Dims& dims) {
+  out.U8(static_cast<std::uint8_t>(dims.rank()));
+  for (const std::int64_t v : dims) out.I64(v);
+}
+
+Result<Dims> ReadDims(ByteReader& in) {
+  const int rank = in.U8();
+  if (rank > kMaxRank) {
+    return Status(Code::kDataLoss, "a request of rank " + std::to_string(rank));
+  }
+  Dims dims;
+  for (int a = 0; a < rank; ++a) dims.push_back(in.I64());
+  return dims;
+}
+
+Result<LoadRequest::Item> ReadItem(ByteReader& in, const std::vector<TensorMeta>& tensors) {
+  LoadRequest::Item item;
+  item.tensor = in.U32();
+  item.item = in.U32();
+  const bool flat = in.U8() != 0;
+  if (item.tensor >= tensors.size()) return Status(Code::kDataLoss, "a request is damaged");
+  const Dims& shape = tensors[item.tensor].shape();
+  Dims begin;
+  Dims extent;
+  for (int a = 0; a < shape.rank(); ++a) begin.push_back(in.I64());
+  for (int a = 0; a < shape.rank(); ++a) extent.push_back(in.I64());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, extent));
+  item.region = box;
+  if (flat) {
+    const std::int64_t first = in.I64();
+    const std::int64_t count = in.I64();
+    TENSORMOUNT_ASSIGN_OR_RETURN(item.region, Region::Flat(box, first, count));
+  }
+  if (!item.region.Within(shape)) {
+    return Status(Code::kDataLoss,
+                  "tensor " + tensors[item.tensor].key() + ": a region outside of its shape");
+  }
+  return item;
+}
+
+Result<LoadRequest> ReadBody(ByteReader& in) {
+  LoadRequest request;
+  const std::uint32_t tensors = in.U32();
+  for (std::uint32_t i = 0; i < tensors && in.status().ok(); ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const DType dtype, DTypeFromNumber(in.U8()));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Dims shape, ReadDims(in));
+    const std::string_view key = in.String(kMaxKeyBytes);
+    TENSORMOUNT_RETURN_IF_ERROR(in.status());
+    TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, TensorMeta::Make(std::string(key), dtype, shape));
+    request.tensors.push_back(std::move(meta));
+  }
+  const std::uint32_t items = in.U32();
+  for (std::uint32_t i = 0; i < items && in.status().ok(); ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(LoadRequest::Item item, ReadItem(in, request.tensors));
+    request.items.push_back(std::move(item));
+  }
+  const std::uint32_t objects = in.U32();
+  for (std::uint32_t i = 0; i < objects && in.status().ok(); ++i) {
+    LoadRequest::Object object;
+    object.key = in.String(kMaxKeyBytes);
+    TENSORMOUNT_ASSIGN_OR_RETURN(object.index, ReadDims(in));
+    TENSORMOUNT_ASSIGN_OR_RETURN(object.grid, ReadDims(in));
+    request.objects.push_back(std::move(object));
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+  return request;
+}
+
+}  // namespace
+
+Result<std::string> EncodeRequest(const StateDict& request) {
+  TENSORMOUNT_RETURN_IF_ERROR(request.status());
+  if (request.tensors().size() > UINT32_MAX || request.objects().size() > UINT32_MAX) {
+    return Status(Code::kInvalidArgument, "more than 2^32 shards or objects on one rank");
+  }
+  ByteWriter out;
+  out.Raw(kMagic.data(), kMagic.size());
+  out.U32(kVersion);
+  std::unordered_map<std::string_view, std::uint32_t> numbers;
+  std::vector<const StateDict::TensorItem*> table;
+  for (const StateDict::TensorItem& item : request.tensors()) {
+    if (item.shard.metadata_only && !item.shard.region.empty()) {
+      return Status(Code::kInvalidArgument,
+                    "tensor " + item.key + " " + item.shard.region.ToString() +
+                        ": the shard has no memory to load into; give it some "
+                        "(StateDict::AllocateData)");
+    }
+    const auto next = static_cast<std::uint32_t>(table.size());
+    if (numbers.try_emplace(item.key, next).second) table.push_back(&item);
+  }
+  out.U32(static_cast<std::uint32_t>(table.size()));
+  for (const StateDict::TensorItem* item : table) {
+    out.U8(static_cast<std::uint8_t>(item->shard.data.dtype));
+    WriteDims(out, item->shard.global_shape);
+    out.String(item->key);
+  }
+  out.U32(static_cast<std::uint32_t>(request.tensors().size()));
+  for (std::size_t i = 0; i < request.tensors().size(); ++i) {
+    const StateDict::TensorItem& item = request.tensors()[i];
+    const Region& region = item.shard.region;
+    out.U32(numbers.at(item.key));
+    out.U32(static_cast<std::uint32_t>(i));
+    out.U8(region.is_flat() ? 1 : 0);
+    for (const std::int64_t v : region.box().begin()) out.I64(v);
+    for (const std::int64_t v : region.box().extent()) out.I64(v);
+    if (region.is_flat()) {
+      out.I64(region.flat_first());
+      out.I64(region.volume());
+    }
+  }
+  out.U32(static_cast<std::uint32_t>(request.objects().size()));
+  for (const StateDict::ObjectItem& item : request.objects()) {
+    out.String(item.key);
+    WriteDims(out, item.place.index);
+    WriteDims(out, item.place.grid);
+  }
+  return std::move(out.bytes());
+}
+
+Result<LoadRequest> DecodeRequest(std::string_view bytes) {
+  ByteReader in(bytes, "request of a load");
+  if (in.Raw(kMagic.size()) != kMagic || in.U32() != kVersion) {
+    return Status(Code::kInvalidArgument, "a rank runs another version of tensormount");
+  }
+  Result<LoadRequest> request = ReadBody(in);
+  if (request.ok()) return request;
+  return Status(Code::kDataLoss, "request of a load: " + request.status().message());
+}
+
+Hash128 CallFingerprint(std::string_view path, const LoadOptions& options) {
+  ByteWriter out;
+  out.U32(kVersion);
+  out.String(path);
+  out.U8(static_cast<std::uint8_t>(options.not_stored));
+  out.U8(static_cast<std::uint8_t>(options.not_requested));
+  out.U32(static_cast<std::uint32_t>(options.strict_exempt.size()));
+  for (const std::string& glob : options.strict_exempt) out.String(glob);
+  out.U32(static_cast<std::uint32_t>(options.rules.size()));
+  for (const KeyRule& rule : options.rules) {
+    out.String(rule.keys);
+    out.U8(rule.rule.allow_shrink ? 1 : 0);
+    out.U8(static_cast<std::uint8_t>(rule.rule.grow));
+    out.U8(rule.rule.convert_dtype ? 1 : 0);
+    out.U8(static_cast<std::uint8_t>(rule.rule.grid));
+  }
+  out.U8(options.validate ? 1 : 0);
+  out.U8(static_cast<std::uint8_t>(options.verify));
+  out.U8(static_cast<std::uint8_t>(options.path));
+  out.U8(options.reuse_plan ? 1 : 0);
+  return Xxh3(out.bytes());
+}
+
+}  // namespace tensormount

@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/load/resolve.h"
+
+#include <algorithm>
+#include <fnmatch.h>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "index/layer_names.h"
+#include "shard/convert.h"
+
+namespace tensormount {
+namespace {
+
+bool Matches(const std::string& glob, const std::string& key) {
+  return fnmatch(glob.c_str(), key.c_str(), 0) == 0;
+}
+
+LoadRule RuleFor(const LoadOptions& options, const std::string& key) {
+  for (const KeyRule& rule : options.rules) {
+    if (Matches(rule.keys, key)) return rule.rule;
+  }
+  return {};
+}
+
+// "KEY" or "KEY[2, 3]".
+std::string ObjectName(const std::string& key, const Dims& index) {
+  return index.rank() == 0 ? key : key + index.ToString();
+}
+
+void SortUnique(std::vector<std::string>& names) {
+  std::sort(names.begin(), names.end());
+  names.erase(std::unique(names.begin(), names.end()), names.end());
+}
+
+// A stored tensor, or a layer of one, under the name that was asked for.
+struct Found {
+  TensorEntry entry;
+  std::int64_t layer = -1;
+  Dims shape;  // Without the axis of layers.
+};
+
+Result<std::optional<Found>> Find(const CheckpointIndex& index, const std::string& key) {
+  Result<TensorEntry> entry = index.Find(key);
+  if (entry.ok()) {
+    Found found;
+    found.entry = std::move(entry).value();
+    found.shape = found.entry.meta.shape();
+    return std::optional<Found>(std::move(found));
+  }
+  if (entry.status().code() != Code::kNotFound) return entry.status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::optional<LayerEntry> layer, index.ResolveLayer(key));
+  if (!layer.has_value()) return std::optional<Found>();
+  Found found;
+  found.shape = layer->meta.shape();
+  found.layer = layer->layer;
+  found.entry = std::move(layer->stacked);
+  return std::optional<Found>(std::move(found));
+}
+
+// What must be agreed on for one tensor before any region of it is looked at.
+struct Fit {
+  bool same_shape = true;
+  bool convert = false;
+  bool zero = false;
+  Status refusal;
+};
+
+Fit FitTensor(const TensorMeta& asked, const Found& found, const LoadRule& rule) {
+  const TensorMeta& stored = found.entry.meta;
+  Fit fit;
+  fit.same_shape = asked.shape() == found.shape;
+  fit.convert = asked.dtype() != stored.dtype();
+  fit.zero = rule.grow == LoadRule::Grow::kZero;
+  const auto refuse = [&](Code code, const std::string& why) {
+    if (!fit.refusal.ok()) return;
+    fit.refusal =
+        Status(code, "tensor " + asked.key() + ": asked for as " +
+                         std::string(InfoOf(asked.dtype()).name) + " " + asked.shape().ToString() +
+                         ", stored as " + std::string(InfoOf(stored.dtype()).name) + " " +
+                         found.shape.ToString() + why);
+  };
+  if (asked.shape().rank() != found.shape.rank()) {
+    refuse(Code::kInvalidArgument, "");
+    return fit;
+  }
+  for (int axis = 0; axis < found.shape.rank(); ++axis) {
+    const std::string number = std::to_string(axis);
+    if (asked.shape()[axis] < found.shape[axis] && !rule.allow_shrink) {
+      refuse(Code::kInvalidArgument, "; no rule lets axis " + number + " shrink");
+    }
+    if (asked.shape()[axis] > found.shape[axis] && rule.grow == LoadRule::Grow::kError) {
+      refuse(Code::kInvalidArgument, "; no rule lets axis " + number + " grow");
+    }
+  }
+  if (fit.convert && !rule.convert_dtype) {
+    refuse(Code::kInvalidArgument, "; no rule lets elements be converted");
+  }
+  if (fit.convert) {
+    if (Status status = CanConvert(stored.dtype(), asked.dtype()); !status.ok()) {
+      refuse(status.code(), "; " + status.message());
+    }
+  }
+  // Their rows need not be whole bytes, and what is one byte here may be two halves there.
+  if (!fit.same_shape && stored.bits() % 8 != 0) {
+    refuse(Code::kUnsupported, "; shapes of such elements must not differ");
+  }
+  return fit;
+}
+
+Result<Box> InStack(const Box& box, std::int64_t layer) {
+  if (layer < 0) return box;
+  Dims begin{layer};
+  Dims extent{1};
+  for (const std::int64_t v : box.begin()) begin.push_back(v);
+  for (const std::int64_t v : box.extent()) extent.push_back(v);
+  return Box::Make(begin, extent);
+}
+
+Status ResolveItem(const LoadRequest::Item& item, const Found& found, const Fit& fit,
+                   Resolved& out) {
+  ResolvedItem r;
+  r.item = item.item;
+  r.asked = item.tensor;
+  r.stored = found.entry.ordinal;
+  r.layer = found.layer;
+  r.convert = fit.convert;
+  r.zero = fit.zero;
+  if (fit.same_shape) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, InStack(item.region.box(), found.layer));
+    Region region = box;
+    if (item.region.is_flat()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          region, Region::Flat(box, item.region.flat_first(), item.region.volume()));
+    }
+    r.regions.push_back(region);
+  } else {
+    const Box stored = Box::Whole(found.shape);
+    for (const Box& box : item.region.Boxes()) {
+      const Box common = Intersect(box, stored);
+      if (common.empty()) {
+        r.uncovered.push_back(box);
+        continue;
+      }
+      for (const Box& rest : Without(box, common)) r.uncovered.push_back(rest);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Box part, InStack(common, found.layer));
+      r.regions.push_back(part);
+    }
+  }
+  out.items.push_back(std::move(r));
+  return {};
+}
+
+Status ResolveTensors(const CheckpointIndex& index, const LoadRequest& request,
+                      const LoadOptions& options, Resolved& out) {
+  std::vector<std::optional<Found>> found(request.tensors.size());
+  std::vector<Fit> fits(request.tensors.size());
+  for (std::size_t t = 0; t < request.tensors.size(); ++t) {
+    const TensorMeta& asked = request.tensors[t];
+    TENSORMOUNT_ASSIGN_OR_RETURN(found[t], Find(index, asked.key()));
+    if (!found[t].has_value()) {
+      out.skipped.push_back(asked.key());
+      if (!IsExemptKey(options, asked.key())) out.not_stored.push_back(asked.key());
+      continue;
+    }
+    fits[t] = FitTensor(asked, *found[t], RuleFor(options, asked.key()));
+    if (!fits[t].refusal.ok()) {
+      out.refusal = fits[t].refusal;
+      return {};
+    }
+    out.tensors.emplace(found[t]->entry.ordinal, found[t]->entry);
+  }
+  for (const LoadRequest::Item& item : request.items) {
+    if (!found[item.tensor].has_value() || item.region.empty()) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(ResolveItem(item, *found[item.tensor], fits[item.tensor], out));
+  }
+  return {};
+}
+
+// The part of a stored object that an object stands for; null: there is none. `skip`: a rule says
+// that it is not loaded.
+Result<const ObjectContent*> FindPart(const LoadRequest::Object& want,
+                                      const std::vector<ObjectContent>& parts, LoadRule::Grid rule,
+                                      bool* skip) {
+  const Dims& grid = parts.front().grid;
+  // Where the grid is left out, only its number of axes is known.
+  const bool other =
+      want.grid.rank() != 0 ? !(want.grid == grid) : want.index.rank() != grid.rank();
+  if (other && rule == LoadRule::Grid::kError) {
+    return Status(Code::kInvalidArgument, "object " + want.key + ": asked for " +
+                                              (want.grid.rank() != 0 || want.index.rank() == 0
+                                                   ? "on a grid of " + want.grid.ToString()
+                                                   : "as part " + want.index.ToString()) +
+                                              ", stored on one of " + grid.ToString());
+  }
+  if (other && rule == LoadRule::Grid::kSkip) {
+    *skip = true;
+    return nullptr;
+  }
+  if (other && rule == LoadRule::Grid::kFirst) return &parts.front();
+  for (const ObjectContent& part : parts) {
+    if (part.index == want.index) return &part;
+  }
+  return nullptr;
+}
+
+Status ResolveObjects(const CheckpointIndex& index, const LoadRequest& request,
+                      const LoadOptions& options, Resolved& out) {
+  for (const LoadRequest::Object& want : request.objects) {
+    out.asked_objects.push_back(want.key);
+    Result<std::vector<ObjectContent>> parts = index.ObjectParts(want.key);
+    if (!parts.ok() && parts.status().code() != Code::kNotFound) return parts.status();
+    bool skip = false;
+    const ObjectContent* part = nullptr;
+    if (parts.ok() && !parts.value().empty()) {
+      Result<const ObjectContent*> found =
+          FindPart(want, parts.value(), RuleFor(options, want.key).grid, &skip);
+      if (!found.ok()) {
+        out.refusal = found.status();
+        return {};
+      }
+      part = found.value();
+    }
+    if (part != nullptr) {
+      out.objects.push_back({want.key, want.index, *part});
+      continue;
+    }
+    out.skipped.push_back(want.key);
+    if (!skip && !IsExemptKey(options, want.key)) {
+      out.not_stored.push_back(ObjectName(want.key, want.index));
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::vector<Box> Without(const Box& box, const Box& inner) {
+  std::vector<Box> rest;
+  Dims begin = box.begin();
+  Dims extent = box.extent();
+  const auto add = [&](int axis, std::int64_t from, std::int64_t to) {
+    if (from >= to) return;
+    Dims b = begin;
+    Dims e = extent;
+    b[axis] = from;
+    e[axis] = to - from;
+    // Within a box that was made before, so that nothing can overflow.
+    const Box part = Box::Make(b, e).value();
+    if (!part.empty()) rest.push_back(part);
+  };
+  // What lies before and behind on each axis; then the rest is as narrow as `inner` there.
+  for (int axis = 0; axis < box.rank(); ++axis) {
+    add(axis, box.begin(axis), inner.begin(axis));
+    add(axis, inner.end(axis), box.end(axis));
+    begin[axis] = inner.begin(axis);
+    extent[axis] = inner.extent(axis);
+  }
+  return rest;
+}
+
+bool IsExemptKey(const LoadOptions& options, std::string_view key) {
+  const std::string text(key);
+  return std::any_of(options.strict_exempt.begin(), options.strict_exempt.end(),
+                     [&](const std::string& glob) { return Matches(glob, text); });
+}
+
+Result<Resolved> ResolveRequest(const CheckpointIndex& index, const LoadRequest& request,
+                                const LoadOptions& options, bool objects) {
+  Resolved out;
+  TENSORMOUNT_RETURN_IF_ERROR(ResolveTensors(index, request, options, out));
+  if (!out.refusal.ok()) return out;
+  if (objects) TENSORMOUNT_RETURN_IF_ERROR(ResolveObjects(index, request, options, out));
+  SortUnique(out.not_stored);
+  SortUnique(out.skipped);
+  SortUnique(out.asked_objects);
+  return out;
+}
+
+Result<std::vector<std::string>> NotRequested(const CheckpointIndex& index,
+                                              const std::vector<bool>& tensors,
+                                              const std::vector<std::string>& objects,
+                                              const LoadOptions& options) {
+  std::vector<std::string> keys;
+  // One scan where much is left, single look-ups where little is.
+  const auto left = static_cast<std::size_t>(std::count(tensors.begin(), tensors.end(), false));
+  if (left > tensors.size() / 16) {
+    TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {
+      if (!tensors[entry.ordinal]) keys.push_back(entry.meta.key());
+      return true;
+    }));
+  } else if (left > 0) {
+    for (std::size_t t = 0; t < tensors.size(); ++t) {
+      if (tensors[t]) continue;
+      TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry,
+                                   index.At(static_cast<std::uint32_t>(t)));
+      keys.push_back(entry.meta.key());
+    }
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectContent> stored, index.Objects());
+  for (const ObjectContent& object : stored) {
+    if (!std::binary_search(objects.begin(), objects.end(), object.key)) {
+      keys.push_back(object.key);
+    }
+  }
+  std::erase_if(keys, [&](const std::string& key) { return IsExemptKey(options, key); });
+  SortUnique(keys);
+  return keys;
+}
+
+}  // namespace tensormount

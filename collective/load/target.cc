@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/load/target.h"
+
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "shard/convert.h"
+#include "shard/copy_plan.h"
+
+namespace tensormount {
+namespace {
+
+// The same cells as a box of the stack that they are a layer of.
+Result<PlacedBox> InStack(const PlacedBox& placed, std::int64_t layer) {
+  if (layer < 0) return placed;
+  Dims begin{layer};
+  Dims extent{1};
+  PlacedBox out;
+  out.offset = placed.offset;
+  out.strides = Dims{0};
+  for (int a = 0; a < placed.box.rank(); ++a) {
+    begin.push_back(placed.box.begin(a));
+    extent.push_back(placed.box.extent(a));
+    out.strides.push_back(placed.strides[a]);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.box, Box::Make(begin, extent));
+  return out;
+}
+
+PlacedBox PartOf(const PlacedBox& placed, const Box& part) {
+  PlacedBox out = placed;
+  out.box = part;
+  for (int a = 0; a < part.rank(); ++a) {
+    out.offset += (part.begin(a) - placed.box.begin(a)) * placed.strides[a];
+  }
+  return out;
+}
+
+// What of `placed` lies in the boxes.
+std::vector<PlacedBox> PartsIn(const std::vector<PlacedBox>& placed,
+                               const std::vector<Box>& boxes) {
+  std::vector<PlacedBox> parts;
+  for (const Box& box : boxes) {
+    for (const PlacedBox& from : placed) {
+      const Box common = Intersect(from.box, box);
+      if (!common.empty()) parts.push_back(PartOf(from, common));
+    }
+  }
+  return parts;
+}
+
+// Boxes of elements of whole bytes, out of boxes of bytes.
+Result<std::vector<PlacedBox>> AsElements(const std::vector<PlacedBox>& placed) {
+  std::vector<PlacedBox> elements;
+  for (const PlacedBox& bytes : placed) {
+    Dims begin;
+    Dims extent;
+    PlacedBox out;
+    out.offset = bytes.offset;
+    for (int a = 0; a + 1 < bytes.box.rank(); ++a) {
+      begin.push_back(bytes.box.begin(a));
+      extent.push_back(bytes.box.extent(a));
+      out.strides.push_back(bytes.strides[a]);
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(out.box, Box::Make(begin, extent));
+    elements.push_back(std::move(out));
+  }
+  return elements;
+}
+
+Result<LoadTarget> MakeTarget(const PlannedTensor& tensor, std::uint32_t want,
+                              const ResolvedItem& item, const Shard& shard) {
+  LoadTarget target;
+  target.tensor = &tensor;
+  target.want = want;
+  target.base = static_cast<std::byte*>(shard.data.data);
+  target.convert = item.convert;
+  target.to = shard.data.dtype;
+  const TensorMeta& meta = tensor.entry.meta;
+  const Region& region = target.wanted().region;
+  TENSORMOUNT_ASSIGN_OR_RETURN(target.bytes, RegionBytes(meta.dtype(), meta.shape(), region));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      std::vector<PlacedBox> placed,
+      PlaceBuffer(shard.data, shard.data.dtype, shard.global_shape, shard.region));
+  if (item.convert) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(placed, AsElements(placed));
+  }
+  for (PlacedBox& box : placed) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(box, InStack(box, item.layer));
+  }
+  const bool cropped = item.regions.size() != 1 || !item.uncovered.empty();
+  if (cropped) {
+    std::vector<Box> boxes = region.Boxes();
+    if (!item.convert) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
+                                   ByteRegion(meta.dtype(), meta.shape(), region));
+      boxes = bytes.Boxes();
+    }
+    placed = PartsIn(placed, boxes);
+  }
+  (item.convert ? target.elements : target.placed) = std::move(placed);
+  return target;
+}
+
+// Converts what of a packed block goes into one place. Innermost axis at a time.
+Status ConvertBlock(const TensorMeta& meta, const Box& block, const std::byte* bytes,
+                    const LoadTarget& target, const PlacedBox& to) {
+  const Box common = Intersect(block, to.box);
+  if (common.empty()) return {};
+  const std::int64_t size = meta.bits() / 8;
+  const int inner = common.rank() - 1;
+  const auto count = static_cast<std::size_t>(inner < 0 ? 1 : common.extent(inner));
+  Dims at = common.begin();
+  for (;;) {
+    std::int64_t from = 0;  // In elements of the block.
+    std::int64_t into = to.offset;
+    for (int a = 0; a < common.rank(); ++a) {
+      from = from * block.extent(a) + (at[a] - block.begin(a));
+      into += (at[a] - to.box.begin(a)) * to.strides[a];
+    }
+    const auto unfit =
+        ConvertElements(meta.dtype(), bytes + from * size, target.to, target.base + into,
+                        inner < 0 ? 0 : to.strides[inner], count);
+    if (unfit.has_value()) {
+      if (inner >= 0) at[inner] += static_cast<std::int64_t>(unfit->position);
+      return Status(Code::kInvalidArgument, "tensor " + meta.key() + " " + at.ToString() + ": " +
+                                                unfit->value + " is no value of " +
+                                                std::string(InfoOf(target.to).name));
+    }
+    int axis = inner - 1;
+    for (; axis >= 0; --axis) {
+      if (++at[axis] < common.end(axis)) break;
+      at[axis] = common.begin(axis);
+    }
+    if (axis < 0) return {};
+  }
+}
+
+}  // namespace
+
+Result<std::vector<LoadTarget>> MakeTargets(const LoadPlan& plan, const Resolved& mine,
+                                            const StateDict& request, int rank) {
+  std::map<std::uint32_t, const ResolvedItem*> items;
+  for (const ResolvedItem& item : mine.items) items.emplace(item.item, &item);
+  std::vector<LoadTarget> targets;
+  for (const PlannedTensor& tensor : plan.tensors) {
+    for (std::uint32_t w = 0; w < tensor.wants.size(); ++w) {
+      const LoadWant& want = tensor.wants[w];
+      if (want.rank != rank) continue;
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          LoadTarget target,
+          MakeTarget(tensor, w, *items.at(want.item), request.tensors()[want.item].shard));
+      targets.push_back(std::move(target));
+    }
+  }
+  return targets;
+}
+
+Status ZeroUncovered(const Resolved& mine, const StateDict& request) {
+  for (const ResolvedItem& item : mine.items) {
+    if (!item.zero || item.uncovered.empty()) continue;
+    const Shard& shard = request.tensors()[item.item].shard;
+    auto* base = static_cast<std::byte*>(shard.data.data);
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::vector<PlacedBox> placed,
+        PlaceBuffer(shard.data, shard.data.dtype, shard.global_shape, shard.region));
+    for (const Box& box : item.uncovered) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
+                                   ByteRegion(shard.data.dtype, shard.global_shape, box));
+      for (const PlacedBox& part : PartsIn(placed, bytes.Boxes())) {
+        PlanCopy(part.box, part, part)
+            .ForEachRun([&](std::int64_t, std::int64_t to, std::uint64_t size) {
+              std::memset(base + to, 0, static_cast<std::size_t>(size));
+            });
+      }
+    }
+  }
+  return {};
+}
+
+Status ReadConverted(const OpenedCheckpoint& checkpoint, LoadTarget& target,
+                     std::vector<std::byte>& staging,
+                     const std::function<void(std::uint64_t)>& read) {
+  const TensorEntry& entry = target.tensor->entry;
+  const TensorMeta& meta = entry.meta;
+  Status status;
+  for (const Box& box : target.wanted().region.Boxes()) {
+    SplitBox(box, meta.bits() / 8, kConvertBlockBytes, [&](const Box& block) {
+      if (!status.ok()) return;
+      staging.resize(static_cast<std::size_t>(block.volume()) * (meta.bits() / 8));
+      const BufferView view = BufferView::Host(meta.dtype(), staging.data(), block.extent());
+      const std::uint64_t before = target.stats.bytes_read;
+      status = checkpoint.Read(entry, block, view, target.verify, &target.stats, nullptr);
+      read(target.stats.bytes_read - before);
+      for (const PlacedBox& to : target.elements) {
+        if (status.ok()) status = ConvertBlock(meta, block, staging.data(), target, to);
+      }
+    });
+  }
+  return status;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_LOAD_TARGET_H_
+#define TENSORMOUNT_COLLECTIVE_LOAD_TARGET_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "tensormount/state_dict.h"
+
+#include "collective/load/load_plan.h"
+#include "index/checkpoint.h"
+
+namespace tensormount {
+
+// One region of a stored tensor that this rank wants, and where it goes.
+struct LoadTarget {
+  const PlannedTensor* tensor = nullptr;
+  std::uint32_t want = 0;         // Position in tensor->wants.
+  std::byte* base = nullptr;      // Of the caller's buffer.
+  std::vector<PlacedBox> placed;  // Bytes of the stored tensor, relative to `base`.
+  std::uint64_t bytes = 0;        // As stored.
+  ReadVerify verify = ReadVerify::kOff;
+  ReadStats stats;
+  // Where elements are converted `placed` is empty, and instead:
+  bool convert = false;
+  DType to = DType::kU8;
+  std::vector<PlacedBox> elements;  // Boxes of elements; strides and offset in bytes.
+
+  const LoadWant& wanted() const { return tensor->wants[want]; }
+};
+
+// This rank's targets, in the order of the plan; in each tensor in the order of its wants.
+Result<std::vector<LoadTarget>> MakeTargets(const LoadPlan& plan, const Resolved& mine,
+                                            const StateDict& request, int rank);
+
+// Sets to zero what the stored tensors lack, where a rule says so.
+Status ZeroUncovered(const Resolved& mine, const StateDict& request);
+
+// What is read at once where elements are converted.
+inline constexpr std::uint64_t kConvertBlockBytes = 4u << 20;
+// Reads a target that converts, block by block: bytes are verified as they are stored (`verify` of
+// the target), then converted into place. kInvalidArgument "tensor w [3, 5]: 300 is no value of
+// i8". `staging` is memory that is kept between calls. `read` is called with what each block read.
+Status ReadConverted(const OpenedCheckpoint& checkpoint, LoadTarget& target,
+                     std::vector<std::byte>& staging,
+                     const std::function<void(std::uint64_t)>& read);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_LOAD_TARGET_H_

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/phase_events.h"
+
+#include <exception>
+
+#include "base/log.h"
+
+namespace tensormount {
+
+void PhaseEvents::Tell(Event& event) const {
+  if (!hook_) return;
+  event.job = job_;
+  event.path = path_;
+  event.rank = rank_;
+  try {
+    hook_(event);
+  } catch (const std::exception& e) {
+    Log(LogLevel::kWarning, job_ + " " + path_ + ": the event hook threw: " + e.what());
+  } catch (...) {
+    Log(LogLevel::kWarning, job_ + " " + path_ + ": the event hook threw");
+  }
+}
+
+Status PhaseEvents::Run(std::string_view phase, double* seconds,
+                        const std::function<Status(std::uint64_t* bytes)>& fn) {
+  const auto start = std::chrono::steady_clock::now();
+  Event event;
+  event.phase = phase;
+  Tell(event);
+  std::uint64_t bytes = 0;
+  const Status status = fn(&bytes);
+  event.kind = status.ok() ? Event::Kind::kEnd : Event::Kind::kError;
+  event.bytes = bytes;
+  event.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  event.status = status;
+  if (seconds != nullptr) *seconds += event.seconds;
+  Tell(event);
+  return status;
+}
+
+}  // namespace tensormount
