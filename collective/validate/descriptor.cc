@@ -12,9 +12,7 @@ namespace tensormount {
 namespace {
 
 constexpr std::string_view kMagic("TMSAVED\0", 8);
-constexpr std::size_t kMaxMessage = 1 << 20;
 constexpr std::size_t kMaxPath = 1 << 16;
-constexpr std::uint32_t kFlatFlag = 1;
 
 void WriteDims(ByteWriter& out, const Dims& dims) {
   out.U8(static_cast<std::uint8_t>(dims.rank()));
@@ -30,55 +28,23 @@ Result<Dims> ReadDims(ByteReader& in) {
   return dims;
 }
 
-void WriteShard(ByteWriter& out, std::uint32_t tensor, std::uint32_t item, const Region& region) {
-  const Box& box = region.box();
-  const int slots = box.rank() <= kShortShardRank ? kShortShardRank : kMaxRank;
-  out.U32(tensor);
-  out.U32(item);
-  out.U32(region.is_flat() ? kFlatFlag : 0);
-  out.U32(0);
-  out.I64(region.is_flat() ? region.flat_first() : 0);
-  out.I64(region.is_flat() ? region.volume() : 0);
-  for (int a = 0; a < slots; ++a) out.I64(a < box.rank() ? box.begin(a) : 0);
-  for (int a = 0; a < slots; ++a) out.I64(a < box.rank() ? box.extent(a) : 0);
-}
-
-Result<ShardDescriptor> ReadShard(ByteReader& in, int slots,
+Result<ShardDescriptor> ReadShard(ByteReader& in, bool is_short,
                                   const std::vector<TensorMeta>& tensors) {
-  ShardDescriptor shard;
-  shard.tensor = in.U32();
-  shard.item = in.U32();
-  const std::uint32_t flags = in.U32();
-  const std::uint32_t zero = in.U32();
-  const std::int64_t first = in.I64();
-  const std::int64_t count = in.I64();
-  if (shard.tensor >= tensors.size() || flags > kFlatFlag || zero != 0) {
+  const std::string_view bytes = in.Raw(is_short ? kShortShardBytes : kLongShardBytes);
+  TENSORMOUNT_RETURN_IF_ERROR(in.status());
+  ShardRecord record;
+  const bool sane = is_short ? ReadShardRecord<kShortShardRank>(bytes.data(), &record)
+                             : ReadShardRecord<kMaxRank>(bytes.data(), &record);
+  if (!sane || record.tensor >= tensors.size()) {
     return Status(Code::kDataLoss, "a shard record is damaged");
   }
-  const Dims& shape = tensors[shard.tensor].shape();
-  Dims begin;
-  Dims extent;
-  for (int a = 0; a < slots; ++a) {
-    const std::int64_t v = in.I64();
-    if (a < shape.rank()) begin.push_back(v);
+  const TensorMeta& meta = tensors[record.tensor];
+  if ((meta.shape().rank() <= kShortShardRank) != is_short) {
+    return Status(Code::kDataLoss, "a shard record is of another rank");
   }
-  for (int a = 0; a < slots; ++a) {
-    const std::int64_t v = in.I64();
-    if (a < shape.rank()) extent.push_back(v);
-  }
-  if (shape.rank() > slots)
-    return Status(Code::kDataLoss, "a shard record is too short for its rank");
-  TENSORMOUNT_ASSIGN_OR_RETURN(Box box, Box::Make(begin, extent));
-  shard.region = box;
-  if (flags == kFlatFlag) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(shard.region, Region::Flat(box, first, count));
-  }
-  if (!shard.region.Within(shape)) {
-    return Status(Code::kDataLoss, "tensor " + tensors[shard.tensor].key() + ": region " +
-                                       shard.region.ToString() + " lies outside of shape " +
-                                       shape.ToString());
-  }
-  return shard;
+  Result<Region> region = RegionOf(record, meta.shape());
+  if (!region.ok()) return region.status().WithContext("tensor " + meta.key());
+  return ShardDescriptor{record.tensor, record.item, std::move(region).value()};
 }
 
 Status ReadTensors(ByteReader& in, RankDescriptor& d) {
@@ -102,8 +68,7 @@ Status ReadShards(ByteReader& in, RankDescriptor& d) {
   }
   d.shards.reserve(n_short + n_long);
   for (std::uint64_t i = 0; i < n_short + n_long; ++i) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        ShardDescriptor shard, ReadShard(in, i < n_short ? kShortShardRank : kMaxRank, d.tensors));
+    TENSORMOUNT_ASSIGN_OR_RETURN(ShardDescriptor shard, ReadShard(in, i < n_short, d.tensors));
     d.shards.push_back(std::move(shard));
   }
   return in.status();
@@ -163,24 +128,6 @@ Status ReadBody(ByteReader& in, RankDescriptor& d) {
 
 }  // namespace
 
-void WriteStatus(ByteWriter& out, const Status& status) {
-  out.U8(static_cast<std::uint8_t>(status.code()));
-  if (status.ok()) return;
-  out.U32(static_cast<std::uint32_t>(status.ToErrno()));
-  out.String(std::string_view(status.message()).substr(0, kMaxMessage));
-}
-
-Status ReadStatus(ByteReader& in) {
-  const std::uint8_t code = in.U8();
-  if (code == 0) return Status();
-  const std::uint32_t err = in.U32();
-  const std::string_view message = in.String(kMaxMessage);
-  if (code > static_cast<std::uint8_t>(Code::kInternal) || err > 4095 || !in.status().ok()) {
-    return Status(Code::kDataLoss, "a status that came from another rank is damaged");
-  }
-  return Status::FromParts(static_cast<Code>(code), static_cast<int>(err), std::string(message));
-}
-
 std::string EncodeDescriptor(const StateDict& state, std::string_view path,
                              const SaveOptions& options, int rank, int world) {
   ByteWriter out;
@@ -226,7 +173,8 @@ std::string EncodeDescriptor(const StateDict& state, std::string_view path,
     for (std::size_t i = 0; i < state.tensors().size(); ++i) {
       const StateDict::TensorItem& item = state.tensors()[i];
       if ((item.shard.global_shape.rank() > kShortShardRank) != want_long) continue;
-      WriteShard(out, numbers.at(item.key), static_cast<std::uint32_t>(i), item.shard.region);
+      WriteShardRecord(out, numbers.at(item.key), static_cast<std::uint32_t>(i), item.shard.region,
+                       item.shard.replica);
     }
   }
   out.U32(static_cast<std::uint32_t>(state.objects().size()));

@@ -11,8 +11,8 @@
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 
-#include "base/coding.h"
 #include "base/hash.h"
+#include "collective/validate/wire.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
@@ -26,22 +26,12 @@ namespace tensormount {
 //   options   string path, u8 placement, u8 replicas, u8 replace, string producer, i64 now
 //   tensors   u32 count; each: u8 dtype, u8 rank, i64 shape[rank], string key. Interned: a key
 //             appears once, however many shards of it follow.
-//   shards    u32 short, u32 long: counts; then 96 bytes each for tensors of rank <= 4, then 288
-//             bytes each for others:
-//               u32 tensor      position in the table above
-//               u32 item        position in the rank's state dict
-//               u32 flags       bit 0: a flat range
-//               u32 zero
-//               i64 flat_first, i64 flat_count    (zero for boxes)
-//               i64 begin[4 or 16], i64 extent[4 or 16]
+//   shards    u32 short, u32 long: counts; then records as in wire.h
 //   objects   u32 count; each: string key, dims index, dims grid, u64 length, hash of the bytes;
 //             dims: u8 rank, i64[rank]
 //   common    u32 count; each: string name, hash of the encoded value
 // string: u32 length, bytes.
 inline constexpr std::uint32_t kDescriptorVersion = 1;
-inline constexpr std::size_t kShortShardBytes = 96;
-inline constexpr std::size_t kLongShardBytes = 288;
-inline constexpr int kShortShardRank = 4;
 
 struct ShardDescriptor {
   std::uint32_t tensor = 0;
@@ -79,11 +69,6 @@ std::string EncodeDescriptor(const StateDict& state, std::string_view path,
 // kDataLoss "descriptor of rank N: ..." where a rule is broken; kInvalidArgument where that rank
 // runs another version or counts another number of ranks.
 Result<RankDescriptor> DecodeDescriptor(std::string_view bytes, int rank, int world);
-
-// A Status as fields of a message.
-void WriteStatus(ByteWriter& out, const Status& status);
-// Ok as well as failures; garbage makes the reader's own status a failure or gives kDataLoss.
-Status ReadStatus(ByteReader& in);
 
 }  // namespace tensormount
 

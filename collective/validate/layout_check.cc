@@ -10,6 +10,7 @@
 #include "shard/coverage.h"
 
 namespace tensormount {
+inline namespace descriptor_layout {
 namespace {
 
 std::string RankName(int rank) { return "rank " + std::to_string(rank); }
@@ -311,20 +312,6 @@ Status JoinCommon(std::span<const RankDescriptor> ranks, GlobalLayout& layout) {
 
 }  // namespace
 
-std::string RankList(std::vector<int> ranks) {
-  constexpr std::size_t kShown = 16;
-  std::sort(ranks.begin(), ranks.end());
-  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-  if (ranks.empty()) return "no rank";
-  if (ranks.size() == 1) return RankName(ranks[0]);
-  std::string text = "ranks ";
-  for (std::size_t i = 0; i < std::min(ranks.size(), kShown); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  }
-  if (ranks.size() > kShown) text += " and " + std::to_string(ranks.size() - kShown) + " more";
-  return text;
-}
-
 Result<GlobalLayout> CheckLayout(std::span<const RankDescriptor> ranks) {
   if (ranks.empty()) return Status(Code::kInternal, "a save without ranks");
   GlobalLayout layout;
@@ -338,4 +325,5 @@ Result<GlobalLayout> CheckLayout(std::span<const RankDescriptor> ranks) {
   return layout;
 }
 
+}  // namespace descriptor_layout
 }  // namespace tensormount

@@ -13,6 +13,8 @@
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
+// While layout.h comes to replace this, both have types of these names in one program.
+inline namespace descriptor_layout {
 
 // Who has something: a rank, and where in its state dict.
 struct Holder {
@@ -70,8 +72,9 @@ struct GlobalLayout {
 //   common value iteration: differs between rank 0 and rank 1
 Result<GlobalLayout> CheckLayout(std::span<const RankDescriptor> ranks);
 
-// "rank 3", "ranks 0, 1, 2", and no more than 16 of them.
-std::string RankList(std::vector<int> ranks);
+}  // namespace descriptor_layout
+
+std::string RankList(std::vector<int> ranks);  // layout.h
 
 }  // namespace tensormount
 

@@ -27,19 +27,22 @@ struct CallDescription {
   CommonCheck common = CommonCheck::kError;
   std::vector<std::string> common_exempt;
   bool validate = true;
+  bool plan = true;  // Whether JobLayout::layout is wanted, where it is sound.
   std::size_t limit = 100;
   // The job whose plan this rank has at hand (JobLayout::fingerprint of an earlier call); zero:
-  // none.
+  // none. Options are not in it: where a plan depends on them, keep one for each set of options.
   Hash128 plan_at_hand;
 };
 
 // What the ranks found out about each other.
 struct JobLayout {
-  // Over the layouts of all ranks, their number, and the version of this software.
+  // Over the layouts of all ranks, their number, and the version of this software. Lengths and
+  // contents of objects are not part of it: they change with every save.
   Hash128 fingerprint;
-  // All ranks had the plan of this very job at hand: nothing below but common, warnings and the
-  // numbers of the report is filled in, and no more than 64 bytes a rank were exchanged (but for
-  // common values that differ).
+  // All ranks had the plan of this very job at hand: nothing below but common, warnings, findings
+  // and the report's world, boxes and layouts is filled in, and no more than 64 bytes a rank were
+  // exchanged (but for common values that differ; and where ranks have different objects, these are
+  // compared again).
   bool unchanged = false;
   std::uint32_t owners = 1;  // Ranks [0, owners) judge and plan, each the keys that are its own.
   LayoutReport report;       // Of the whole job, the same on every rank.
@@ -47,6 +50,8 @@ struct JobLayout {
   // At rank 0: every common value that any rank set (content metadata and layer names included, in
   // the form in which they are stored).
   std::map<std::string, CommonValue> common;
+  // On every rank: the names of layers that any rank gave (StateDict::NameLayers).
+  std::map<std::string, std::string> layer_names;
   std::vector<std::string> warnings;  // Common values that differ, where that only warns.
 };
 
@@ -56,6 +61,8 @@ struct JobLayout {
 //   2. Only where they differ: the texts of options, common values, statuses.
 //   3. One rank of each set of equal layouts sends its layout, cut by owner, to the owners.
 //   4. Owners judge; rank 0 merges the reports and tells all.
+// The number of owners follows from the number of boxes; TENSORMOUNT_LAYOUT_OWNERS in rank 0's
+// environment sets it, so that small jobs can try many.
 // Failures: of ranks that could not take part ("rank 2: ..."), options that differ
 // (kInvalidArgument), and those of Collective. A layout with findings is *not* a failure here: the
 // caller looks at report.ok().

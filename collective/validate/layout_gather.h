@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_GATHER_H_
+#define TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_GATHER_H_
+
+#include <string>
+#include <vector>
+
+#include "tensormount/state_dict.h"
+#include "tensormount/status.h"
+
+#include "collective/comm/collective.h"
+
+namespace tensormount {
+
+// A layout (DecodeLayout in validate/wire.h reads it; empty: holds nothing) and the ranks that have
+// it, rising.
+struct GatheredLayout {
+  std::string encoded;
+  std::vector<int> ranks;
+};
+
+// Collective: all different layouts at rank 0, by their lowest rank; nothing elsewhere. Fails on
+// all ranks where a rank's state has a failure.
+Result<std::vector<GatheredLayout>> GatherLayouts(Collective& collective, const StateDict& state);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_GATHER_H_

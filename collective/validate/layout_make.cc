@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "base/checked.h"
+#include "collective/validate/layout.h"
+#include "collective/validate/layout_table.h"
+
+namespace tensormount {
+namespace {
+
+Status Invalid(std::string message) { return Status(Code::kInvalidArgument, std::move(message)); }
+
+// Regions of one tensor with their holders.
+Status MakeHoldings(const LayoutTable::Rep& table, const LayoutTable::Rep::Tensor& from,
+                    LayoutTensor& tensor) {
+  const TensorMeta& meta = tensor.meta;
+  RegionSet distinct;
+  const std::vector<std::uint32_t> group_of = GroupEqual(from.regions, &distinct);
+  tensor.holdings.resize(distinct.size());
+  for (std::size_t g = 0; g < distinct.size(); ++g) {
+    Holding& holding = tensor.holdings[g];
+    holding.region = distinct.At(g);
+    TENSORMOUNT_ASSIGN_OR_RETURN(holding.bytes,
+                                 RegionBytes(meta.dtype(), meta.shape(), holding.region));
+  }
+  for (std::size_t i = 0; i < from.regions.size(); ++i) {
+    Holding& holding = tensor.holdings[group_of[i]];
+    for (const int rank : table.RanksOf(from.regions.owner(i))) {
+      holding.holders.push_back({rank, from.items[i]});
+      if (from.label(i) == Replica::kMain && (holding.main < 0 || rank < holding.main)) {
+        holding.main = rank;
+      }
+    }
+  }
+  const auto by_rank = [](const Holder& a, const Holder& b) {
+    return a.rank != b.rank ? a.rank < b.rank : a.item < b.item;
+  };
+  for (Holding& holding : tensor.holdings) {
+    if (!std::is_sorted(holding.holders.begin(), holding.holders.end(), by_rank)) {
+      std::sort(holding.holders.begin(), holding.holders.end(), by_rank);
+    }
+    // Twice on one rank, where nobody checked: once is enough.
+    holding.holders.erase(
+        std::unique(holding.holders.begin(), holding.holders.end(),
+                    [](const Holder& a, const Holder& b) { return a.rank == b.rank; }),
+        holding.holders.end());
+  }
+  const auto in_place = [](const Holding& a, const Holding& b) {
+    return CompareRegions(a.region, b.region) < 0;
+  };
+  if (!std::is_sorted(tensor.holdings.begin(), tensor.holdings.end(), in_place)) {
+    std::sort(tensor.holdings.begin(), tensor.holdings.end(), in_place);
+  }
+  return Status();
+}
+
+Status MakeTensors(const LayoutTable::Rep& table, GlobalLayout& layout) {
+  for (const std::uint32_t id : table.KeysInOrder()) {
+    const LayoutTable::Rep::Tensor& from = table.tensors[id];
+    if (from.variant != LayoutTable::Rep::kNone) {
+      return Invalid("tensor " + from.meta.key() + ": dtype or shape differ between ranks");
+    }
+    LayoutTensor tensor{from.meta, {}, table.FirstRank(from)};
+    TENSORMOUNT_RETURN_IF_ERROR(MakeHoldings(table, from, tensor));
+    const auto sum = CheckedAdd(layout.tensor_bytes, tensor.meta.bytes());
+    if (!sum) return Invalid("the tensors have more than 2^64 bytes in all");
+    layout.tensor_bytes = *sum;
+    for (const Holding& h : tensor.holdings) {
+      layout.replica_bytes += h.bytes * (h.holders.size() - 1);
+    }
+    layout.tensors.push_back(std::move(tensor));
+  }
+  return Status();
+}
+
+Status MakeObjects(const LayoutTable::Rep& table, GlobalLayout& layout) {
+  Hash128 hash;
+  for (const std::uint32_t i : table.ObjectsInOrder()) {
+    const LayoutTable::Rep::Object& from = table.objects[i];
+    const DecodedLayout::ObjectItem& part = from.part;
+    if (table.by_key.contains(part.key)) {
+      return Invalid("key " + part.key + " is a tensor on some ranks and an object on others");
+    }
+    const bool again = !layout.objects.empty() && layout.objects.back().key == part.key;
+    if (again && !(layout.objects.back().grid == part.grid)) {
+      return Invalid("object " + part.key + ": grids differ between ranks");
+    }
+    if (again && layout.objects.back().index == part.index) {
+      if (hash != part.hash || layout.objects.back().length != part.length) {
+        return Invalid("object " + part.key + ": contents differ between ranks");
+      }
+    } else {
+      layout.objects.push_back({part.key, part.index, part.grid, part.length, {}});
+      hash = part.hash;
+    }
+    for (const int rank : table.RanksOf(from.layout)) {
+      layout.objects.back().holders.push_back({rank, part.item});
+    }
+  }
+  for (LayoutObject& object : layout.objects) {
+    std::sort(object.holders.begin(), object.holders.end(),
+              [](const Holder& a, const Holder& b) { return a.rank < b.rank; });
+  }
+  return Status();
+}
+
+}  // namespace
+
+Result<GlobalLayout> MakeLayout(const LayoutTable& table, int world) {
+  GlobalLayout layout;
+  layout.world = world;
+  TENSORMOUNT_RETURN_IF_ERROR(MakeTensors(table.rep(), layout));
+  TENSORMOUNT_RETURN_IF_ERROR(MakeObjects(table.rep(), layout));
+  return layout;
+}
+
+}  // namespace tensormount

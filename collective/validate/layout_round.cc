@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/validate/layout_round.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "base/coding.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::uint8_t kVersion = 0xA1;  // And that it is a message of this kind.
+constexpr std::uint8_t kFailedFlag = 1;
+constexpr std::string_view kDomain("tensormount job layout v1\0", 26);
+
+Result<RoundMessage> DecodeRound(std::string_view bytes, std::size_t rank, std::size_t world) {
+  const std::string who = "rank " + std::to_string(rank);
+  ByteReader in(bytes, who);
+  const std::uint8_t version = in.U8();
+  const std::uint8_t flags = in.U8();
+  RoundMessage m;
+  m.world = in.U16();
+  m.boxes = in.U32();
+  m.layout.tensors.low = in.U64();
+  m.layout.tensors.high = in.U64();
+  m.layout.objects = in.U64();
+  m.layout.contents = in.U64();
+  m.call = in.U64();
+  m.common = in.U64();
+  m.plan = in.U64();
+  if (bytes.size() != kRoundBytes || version != kVersion) {
+    return Status(Code::kInvalidArgument, who + " runs another version of tensormount");
+  }
+  if (flags > kFailedFlag) return Status(Code::kDataLoss, who + ": its first message is damaged");
+  m.failed = flags == kFailedFlag;
+  if (m.world != (world & 0xffff)) {
+    return Status(Code::kInvalidArgument,
+                  who + " counts another number of ranks than " + std::to_string(world));
+  }
+  return m;
+}
+
+struct HashOfHash {
+  std::size_t operator()(const Hash128& h) const { return h.low; }
+};
+
+template <typename Of>
+RankClasses Classes(const std::vector<RoundMessage>& messages, Of of) {
+  std::unordered_map<Hash128, std::uint32_t, HashOfHash> first;
+  RankClasses classes;
+  classes.reserve(messages.size());
+  for (std::uint32_t r = 0; r < messages.size(); ++r) {
+    classes.push_back(first.try_emplace(of(messages[r]), r).first->second);
+  }
+  return classes;
+}
+
+void WriteClasses(ByteWriter& out, const RankClasses& classes) {
+  out.U32(static_cast<std::uint32_t>(classes.size()));
+  out.Raw(classes.data(), classes.size() * sizeof(std::uint32_t));
+}
+
+Status ReadNumbers(ByteReader& in, std::uint32_t world, std::vector<std::uint32_t>& numbers) {
+  const std::uint32_t count = in.U32();
+  if (count > in.left() / 4) return Status(Code::kDataLoss, "answer of rank 0: truncated");
+  for (std::uint32_t i = 0; i < count; ++i) {
+    numbers.push_back(in.U32());
+    if (numbers.back() >= world) {
+      return Status(Code::kDataLoss, "answer of rank 0: a rank that does not exist");
+    }
+  }
+  return in.status();
+}
+
+Status ReadClasses(ByteReader& in, std::uint32_t world, RankClasses& classes) {
+  TENSORMOUNT_RETURN_IF_ERROR(ReadNumbers(in, world, classes));
+  if (!classes.empty() && classes.size() != world) {
+    return Status(Code::kDataLoss, "answer of rank 0: not as many classes as ranks");
+  }
+  for (std::uint32_t r = 0; r < classes.size(); ++r) {
+    if (classes[r] > r || classes[classes[r]] != classes[r]) {
+      return Status(Code::kDataLoss, "answer of rank 0: damaged classes");
+    }
+  }
+  return Status();
+}
+
+// Where fingerprints differ, one rank for each.
+std::vector<std::uint32_t> Speakers(const RankClasses& classes) {
+  std::vector<std::uint32_t> ranks;
+  for (std::uint32_t r = 0; r < classes.size(); ++r) {
+    if (classes[r] == r) ranks.push_back(r);
+  }
+  if (ranks.size() == 1) ranks.clear();
+  return ranks;
+}
+
+}  // namespace
+
+std::string EncodeRound(const RoundMessage& m) {
+  const std::uint64_t head = kVersion | std::uint64_t{m.failed ? kFailedFlag : 0u} << 8 |
+                             std::uint64_t{m.world & 0xffff} << 16 | std::uint64_t{m.boxes} << 32;
+  const std::uint64_t words[] = {head,
+                                 m.layout.tensors.low,
+                                 m.layout.tensors.high,
+                                 m.layout.objects,
+                                 m.layout.contents,
+                                 m.call,
+                                 m.common,
+                                 m.plan};
+  static_assert(sizeof(words) == kRoundBytes);
+  std::string bytes(kRoundBytes, '\0');
+  for (std::size_t i = 0; i < std::size(words); ++i) StoreLittle(&bytes[8 * i], words[i]);
+  return bytes;
+}
+
+std::vector<std::vector<int>> RanksByClass(const RankClasses& class_of) {
+  std::vector<std::vector<int>> ranks(class_of.size());
+  for (std::size_t r = 0; r < class_of.size(); ++r) {
+    ranks[class_of[r]].push_back(static_cast<int>(r));
+  }
+  return ranks;
+}
+
+Result<RoundAnswer> JudgeRound(std::span<const std::string> parts, std::uint32_t owners) {
+  std::vector<RoundMessage> messages;
+  messages.reserve(parts.size());
+  bool failed = false;
+  for (std::size_t r = 0; r < parts.size(); ++r) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(RoundMessage m, DecodeRound(parts[r], r, parts.size()));
+    failed |= m.failed;
+    messages.push_back(m);
+  }
+  RoundAnswer answer;
+  if (failed) {
+    answer.next = RoundAnswer::Next::kFailed;
+    return answer;
+  }
+  for (std::uint32_t r = 1; r < messages.size(); ++r) {
+    if (messages[r].call == messages[0].call) continue;
+    answer.next = RoundAnswer::Next::kOptions;
+    answer.other = r;
+    return answer;
+  }
+
+  Xxh3Stream fingerprint;
+  fingerprint.Update(kDomain.data(), kDomain.size());
+  for (const RoundMessage& m : messages) {
+    const std::uint64_t words[] = {m.layout.tensors.low, m.layout.tensors.high, m.layout.objects};
+    fingerprint.Update(words, sizeof(words));
+    answer.boxes += m.boxes;
+  }
+  answer.fingerprint = fingerprint.Value();
+  answer.unchanged = std::all_of(messages.begin(), messages.end(), [&](const RoundMessage& m) {
+    return m.plan != 0 && m.plan == answer.fingerprint.low;
+  });
+  answer.common = Speakers(Classes(messages, [](const RoundMessage& m) {
+    return Hash128{m.common, 0};
+  }));
+
+  RankClasses tensors = Classes(messages, [](const RoundMessage& m) { return m.layout.tensors; });
+  std::uint64_t told = 0;
+  for (std::uint32_t r = 0; r < tensors.size(); ++r) {
+    if (tensors[r] != r) continue;
+    told += messages[r].boxes;
+    ++answer.layouts;
+  }
+  const auto world = static_cast<std::uint64_t>(messages.size());
+  answer.owners = static_cast<std::uint32_t>(
+      std::clamp<std::uint64_t>(owners != 0 ? owners : told / kBoxesAnOwner + 1, 1, world));
+
+  std::set<std::uint64_t> contents;
+  for (const RoundMessage& m : messages) {
+    if (m.layout.contents != 0 && contents.size() < 2) contents.insert(m.layout.contents);
+  }
+  // All ranks that have objects had the same ones when the plan was made, and have now: nothing to
+  // compare.
+  const bool objects = answer.unchanged ? contents.size() > 1 : !contents.empty();
+  if (objects) {
+    answer.objects = Classes(messages, [](const RoundMessage& m) {
+      return Hash128{m.layout.contents, 0};
+    });
+  }
+  if (!answer.unchanged) answer.tensors = std::move(tensors);
+  return answer;
+}
+
+std::string EncodeAnswer(const RoundAnswer& answer) {
+  ByteWriter out;
+  out.U8(static_cast<std::uint8_t>(answer.next));
+  out.U8(answer.unchanged ? 1 : 0);
+  out.U32(answer.other);
+  out.Hash(answer.fingerprint);
+  out.U32(answer.owners);
+  out.U64(answer.boxes);
+  out.U64(answer.layouts);
+  WriteClasses(out, answer.common);
+  WriteClasses(out, answer.tensors);
+  WriteClasses(out, answer.objects);
+  return std::move(out.bytes());
+}
+
+Result<RoundAnswer> DecodeAnswer(std::string_view bytes, std::uint32_t world) {
+  ByteReader in(bytes, "answer of rank 0");
+  RoundAnswer answer;
+  const std::uint8_t next = in.U8();
+  answer.unchanged = in.U8() != 0;
+  answer.other = in.U32();
+  answer.fingerprint = in.Hash();
+  answer.owners = in.U32();
+  answer.boxes = in.U64();
+  answer.layouts = in.U64();
+  TENSORMOUNT_RETURN_IF_ERROR(ReadNumbers(in, world, answer.common));
+  TENSORMOUNT_RETURN_IF_ERROR(ReadClasses(in, world, answer.tensors));
+  TENSORMOUNT_RETURN_IF_ERROR(ReadClasses(in, world, answer.objects));
+  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+  if (next > static_cast<std::uint8_t>(RoundAnswer::Next::kOptions) || answer.other >= world ||
+      answer.owners == 0 || answer.owners > world) {
+    return Status(Code::kDataLoss, "answer of rank 0: damaged");
+  }
+  answer.next = static_cast<RoundAnswer::Next>(next);
+  return answer;
+}
+
+}  // namespace tensormount

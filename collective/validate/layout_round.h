@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_ROUND_H_
+#define TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_ROUND_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/hash.h"
+#include "collective/validate/wire.h"
+
+// The first exchange of a save or a validation: 64 bytes a rank to rank 0, and its answer. Pure.
+
+namespace tensormount {
+
+inline constexpr std::size_t kRoundBytes = 64;
+// Boxes that one owner judges in about the time of one exchange.
+inline constexpr std::uint64_t kBoxesAnOwner = 250'000;
+
+// u8 version, u8 flags (bit 0: failed), u16 world, u32 boxes, then the u64s in the order below.
+struct RoundMessage {
+  bool failed = false;      // This rank cannot take part and will say why; the rest is zero.
+  std::uint32_t world = 0;  // Its low 16 bits are compared.
+  std::uint32_t boxes = 0;  // At most 2^32 - 1.
+  LayoutHashes layout;
+  std::uint64_t call = 0;
+  std::uint64_t common = 0;
+  std::uint64_t plan = 0;  // Of the job whose plan is at hand; 0: none.
+};
+std::string EncodeRound(const RoundMessage& message);
+
+// Ranks with equal messages: class_of[rank] is the lowest rank with an equal one, which speaks for
+// all of them.
+using RankClasses = std::vector<std::uint32_t>;
+// The ranks of each class, rising, at the place of its lowest rank; empty elsewhere.
+std::vector<std::vector<int>> RanksByClass(const RankClasses& class_of);
+
+// What rank 0 makes of them.
+struct RoundAnswer {
+  enum class Next : std::uint8_t {
+    kGo,
+    kFailed,   // Some rank failed: all say why not.
+    kOptions,  // Options of rank 0 and of `other` differ: both tell.
+  };
+  Next next = Next::kGo;
+  std::uint32_t other = 0;
+  Hash128 fingerprint;  // Of the job.
+  bool unchanged = false;
+  std::uint32_t owners = 1;
+  std::uint64_t boxes = 0;
+  std::uint64_t layouts = 0;
+  std::vector<std::uint32_t> common;  // Ranks that send their common values; none: all are equal.
+  RankClasses tensors;                // Empty: nothing is exchanged.
+  RankClasses objects;                // Likewise.
+};
+// `owners`: 0, as many as the boxes ask for. kDataLoss, kInvalidArgument where a message is broken
+// or from another version or world; names the rank.
+Result<RoundAnswer> JudgeRound(std::span<const std::string> parts, std::uint32_t owners);
+
+std::string EncodeAnswer(const RoundAnswer& answer);
+Result<RoundAnswer> DecodeAnswer(std::string_view bytes, std::uint32_t world);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_ROUND_H_

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_REPORT_H_
+#define TENSORMOUNT_COLLECTIVE_VALIDATE_REPORT_H_
+
+#include <string_view>
+
+#include "tensormount/status.h"
+#include "tensormount/validate.h"
+
+#include "base/coding.h"
+
+// A report as fields of a message.
+
+namespace tensormount {
+
+void EncodeReport(ByteWriter& out, const LayoutReport& report);
+// kDataLoss "<what>: ...".
+Result<LayoutReport> DecodeReport(ByteReader& in, std::string_view what);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_REPORT_H_

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensormount/validate.h"
+
+#include "collective/comm/collective.h"
+#include "collective/validate/layout_exchange.h"
+
+namespace tensormount {
+
+Result<LayoutReport> Validate(const StateDict& state, Communicator& comm,
+                              const ValidateOptions& options) {
+  Collective collective(comm, options.timeouts);
+  CallDescription call;
+  call.options = {{"call", "Validate"}};
+  call.limit = options.limit;
+  call.plan = false;
+  TENSORMOUNT_ASSIGN_OR_RETURN(JobLayout job, ExchangeLayouts(collective, state, call));
+  return std::move(job.report);
+}
+
+}  // namespace tensormount
