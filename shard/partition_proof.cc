@@ -241,7 +241,8 @@ class Corners {
     // Not worth the while where there is no such order.
     if (++added_ % 1024 == 0) {
       joining_ = joined_ > added_ / 8;
-      if (!joining_) table_.Reserve(2 * regions_);
+      // A sparse table is faster while it stays within a cache or so.
+      if (!joining_) table_.Reserve((regions_ >> 16) == 0 ? 4 * regions_ : 2 * regions_);
     }
   }
 
