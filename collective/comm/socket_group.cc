@@ -1,151 +1,76 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "collective/comm/socket_group.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <errno.h>
 #include <exception>
-#include <mutex>
-#include <poll.h>
 #include <signal.h>
 #include <string>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
-#include <unordered_map>
 #include <utility>
 
 #include "base/deadline.h"
 #include "collective/comm/host_bytes.h"
-#include "collective/comm/socket_peer.h"
+#include "collective/comm/stream_communicator.h"
 
 namespace tensormount {
 namespace {
 
 constexpr int kMaxRanks = 64;
-constexpr std::chrono::milliseconds kHeartbeat{100};
 
-class SocketCommunicator final : public Communicator {
+class SocketStream final : public ByteStream {
  public:
-  // fds[r] is the connection to rank r; the entry of `rank` itself is not used.
-  SocketCommunicator(int rank, const std::vector<int>& fds)
-      : rank_(rank), self_(MakeSelfCommunicator()) {
-    for (std::size_t r = 0; r < fds.size(); ++r) {
-      const int peer = static_cast<int>(r);
-      peers_.push_back(peer == rank ? nullptr : std::make_unique<SocketPeer>(peer, fds[r]));
-    }
+  // Takes the descriptor over.
+  SocketStream(int peer, int fd) : peer_(peer), fd_(fd) {}
+  ~SocketStream() override { Shut(); }
+  SocketStream(const SocketStream&) = delete;
+  SocketStream& operator=(const SocketStream&) = delete;
+
+  Result<std::size_t> Write(const void* head, std::size_t head_size, const void* body,
+                            std::size_t body_size) override {
+    iovec iov[2] = {{const_cast<void*>(head), head_size}, {const_cast<void*>(body), body_size}};
+    msghdr msg{};
+    msg.msg_iov = iov;
+    msg.msg_iovlen = 2;
+    return Moved([&] { return ::sendmsg(fd_, &msg, MSG_DONTWAIT | MSG_NOSIGNAL); });
   }
 
-  int rank() const override { return rank_; }
-  int size() const override { return static_cast<int>(peers_.size()); }
-  std::string kind() const override { return "sockets"; }
-
-  Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
-    return Post(to, tag, view, /*is_send=*/true);
-  }
-  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
-    return Post(from, tag, view, /*is_send=*/false);
-  }
-
-  Result<bool> Test(Request request) override {
-    std::lock_guard lock(mutex_);
-    const auto it = requests_.find(request);
-    if (it == requests_.end()) return NoSuchRequest(request);
-    if (it->second.peer == nullptr) {
-      Result<bool> done = self_->Test(it->second.self_request);
-      if (!done.ok() || done.value()) requests_.erase(it);
-      return done;
-    }
-    if (!it->second.message->done) it->second.peer->Advance();
-    if (!it->second.message->done) return false;
-    const SocketPeer::MessagePtr m = it->second.message;
-    requests_.erase(it);
-    if (!m->status.ok()) return m->status;
-    return true;
+  Result<std::size_t> Read(void* to, std::size_t size) override {
+    bool ended = false;
+    const Result<std::size_t> got = Moved([&] {
+      const ssize_t n = ::recv(fd_, to, size, MSG_DONTWAIT);
+      ended = n == 0;
+      return n;
+    });
+    if (ended) return PeerGone(peer_);
+    return got;
   }
 
-  void Cancel(Request request) override {
-    std::lock_guard lock(mutex_);
-    const auto it = requests_.find(request);
-    if (it == requests_.end()) return;
-    const Entry& e = it->second;
-    if (e.peer == nullptr) {
-      self_->Cancel(e.self_request);
-    } else if (e.is_send) {
-      e.peer->CancelSend(e.message);
-    } else {
-      e.peer->CancelReceive(e.message);
-    }
-    requests_.erase(it);
+  void Shut() override {
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = -1;
   }
-
-  Status Progress() override {
-    std::lock_guard lock(mutex_);
-    std::vector<pollfd> waiting;
-    std::vector<SocketPeer*> whose;
-    for (const auto& peer : peers_) {
-      if (!peer || peer->fd() < 0) continue;
-      peer->Beat(kHeartbeat);
-      const int events = POLLIN | (peer->wants_write() ? POLLOUT : 0);
-      waiting.push_back({peer->fd(), static_cast<short>(events), 0});
-      whose.push_back(peer.get());
-    }
-    if (waiting.empty() || ::poll(waiting.data(), waiting.size(), 0) <= 0) return {};
-    for (std::size_t i = 0; i < waiting.size(); ++i) {
-      if (waiting[i].revents != 0) whose[i]->Advance();
-    }
-    return {};
-  }
-
-  std::chrono::nanoseconds SilentFor(int rank) const override {
-    std::lock_guard lock(mutex_);
-    const auto& peer = peers_.at(static_cast<std::size_t>(rank));
-    if (!peer) return std::chrono::nanoseconds(0);
-    return SocketPeer::Clock::now() - peer->heard();
-  }
+  int fd() const override { return fd_; }
 
  private:
-  struct Entry {
-    SocketPeer* peer = nullptr;  // Null: to itself.
-    SocketPeer::MessagePtr message;
-    bool is_send = false;
-    Request self_request = 0;
-  };
-
-  Result<Request> Post(int to, std::uint32_t tag, const BufferView& view, bool is_send) {
-    TENSORMOUNT_RETURN_IF_ERROR(CheckEnvelope(*this, to, tag));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<std::byte> bytes, HostBytes(view));
-    std::lock_guard lock(mutex_);
-    Entry e;
-    e.is_send = is_send;
-    if (to == rank_) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          e.self_request, is_send ? self_->Send(0, tag, view) : self_->Receive(0, tag, view));
-    } else {
-      e.peer = peers_[static_cast<std::size_t>(to)].get();
-      e.message = std::make_shared<SocketPeer::Message>();
-      e.message->tag = tag;
-      e.message->data = bytes.data();
-      e.message->size = bytes.size();
-      if (is_send) {
-        e.peer->Send(e.message);
-      } else {
-        e.peer->Receive(e.message);
-      }
-    }
-    const Request request = next_++;
-    requests_.emplace(request, std::move(e));
-    return request;
+  template <typename Call>
+  Result<std::size_t> Moved(Call call) const {
+    ssize_t n;
+    do {
+      n = call();
+    } while (n < 0 && errno == EINTR);
+    if (n >= 0) return static_cast<std::size_t>(n);
+    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) return std::size_t{0};
+    return PeerGone(peer_);
   }
 
-  const int rank_;
-  mutable std::mutex mutex_;
-  std::unique_ptr<Communicator> self_;
-  std::vector<std::unique_ptr<SocketPeer>> peers_;
-  std::unordered_map<Request, Entry> requests_;
-  Request next_ = 1;
+  const int peer_;
+  int fd_;
 };
 
 // sockets[a][b] is a's end of the connection with b.
@@ -187,7 +112,12 @@ Result<Sockets> Connect(int ranks) {
   CloseAll(sockets);
   int code = 125;
   try {
-    SocketCommunicator comm(rank, mine);
+    std::vector<std::unique_ptr<ByteStream>> streams;
+    for (std::size_t r = 0; r < mine.size(); ++r) {
+      streams.push_back(std::make_unique<SocketStream>(static_cast<int>(r), mine[r]));
+    }
+    StreamCommunicator comm(rank, std::move(streams),
+                            {.kind = "sockets", .beat_all = true, .use_all = true});
     code = body(comm);
   } catch (const std::exception& e) {
     std::fprintf(stderr, "tensormount: rank %d: exception: %s\n", rank, e.what());

@@ -5,6 +5,7 @@
 
 #include "tensormount/box.h"
 #include "tensormount/buffer.h"
+#include "tensormount/callback_communicator.h"
 #include "tensormount/checkpoint.h"
 #include "tensormount/common_value.h"
 #include "tensormount/communicator.h"

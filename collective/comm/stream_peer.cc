@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/comm/socket_peer.h"
+#include "collective/comm/stream_peer.h"
 
 #include <algorithm>
 #include <cstring>
-#include <errno.h>
-#include <sys/socket.h>
-#include <sys/uio.h>
-#include <unistd.h>
 #include <utility>
 
 #include "collective/comm/host_bytes.h"
@@ -29,14 +25,10 @@ void FinishAll(Map& map, const Status& status) {
 
 }  // namespace
 
-SocketPeer::SocketPeer(int rank, int fd)
-    : rank_(rank), fd_(fd), heard_(Clock::now()), sent_(Clock::now()) {}
+StreamPeer::StreamPeer(int rank, std::unique_ptr<ByteStream> stream)
+    : rank_(rank), stream_(std::move(stream)), heard_(Clock::now()), sent_(Clock::now()) {}
 
-SocketPeer::~SocketPeer() {
-  if (fd_ >= 0) ::close(fd_);
-}
-
-void SocketPeer::Queue(Kind kind, std::uint32_t tag, std::uint32_t aux, std::uint64_t id,
+void StreamPeer::Queue(Kind kind, std::uint32_t tag, std::uint32_t aux, std::uint64_t id,
                        std::uint64_t size) {
   if (write_closed_) return;
   Out out;
@@ -44,7 +36,7 @@ void SocketPeer::Queue(Kind kind, std::uint32_t tag, std::uint32_t aux, std::uin
   out_.push_back(std::move(out));
 }
 
-void SocketPeer::Send(const MessagePtr& m) {
+void StreamPeer::Send(const MessagePtr& m) {
   if (write_closed_) {
     m->Finish(why_.ok() ? PeerGone(rank_) : why_);
     return;
@@ -65,7 +57,7 @@ void SocketPeer::Send(const MessagePtr& m) {
   Write();
 }
 
-void SocketPeer::Receive(const MessagePtr& m) {
+void StreamPeer::Receive(const MessagePtr& m) {
   const auto it = early_.find(m->tag);
   if (it != early_.end()) {
     Early early = std::move(it->second.front());
@@ -97,7 +89,7 @@ void SocketPeer::Receive(const MessagePtr& m) {
   posted_[m->tag].push_back(m);
 }
 
-void SocketPeer::CancelSend(const MessagePtr& m) {
+void StreamPeer::CancelSend(const MessagePtr& m) {
   if (m->done) return;
   if (announced_.erase(m->id) != 0) Queue(kAbandon, 0, 0, m->id, 0);
   if (std::erase(streaming_, m) != 0) Queue(kAbandon, 0, 0, m->id, 0);
@@ -118,7 +110,7 @@ void SocketPeer::CancelSend(const MessagePtr& m) {
   m->Finish(Status(Code::kCancelled, "cancelled"));
 }
 
-void SocketPeer::CancelReceive(const MessagePtr& m) {
+void StreamPeer::CancelReceive(const MessagePtr& m) {
   if (m->done) return;
   const auto it = posted_.find(m->tag);
   if (it != posted_.end()) {
@@ -133,20 +125,20 @@ void SocketPeer::CancelReceive(const MessagePtr& m) {
   m->Finish(Status(Code::kCancelled, "cancelled"));
 }
 
-void SocketPeer::Beat(Clock::duration interval) {
+void StreamPeer::Beat(Clock::duration interval) {
   if (write_closed_ || HasOutput() || Clock::now() - sent_ < interval) return;
   Queue(kHeartbeat, 0, 0, 0, 0);
   Write();
 }
 
-bool SocketPeer::Advance() {
-  if (fd_ < 0) return false;
+bool StreamPeer::Advance() {
+  if (read_closed_) return false;
   const bool read = Read();
   const bool written = Write();
   return read || written;
 }
 
-void SocketPeer::NextPiece() {
+void StreamPeer::NextPiece() {
   if (streaming_.empty()) return;
   const MessagePtr m = streaming_.front();
   streaming_.pop_front();
@@ -161,44 +153,31 @@ void SocketPeer::NextPiece() {
   if (!out.last) streaming_.push_back(m);
 }
 
-bool SocketPeer::Write() {
+bool StreamPeer::Write() {
   std::size_t moved = 0;
   for (int call = 0; call < kCallsPerTurn && moved < kBytesPerTurn && !write_closed_; ++call) {
     if (out_.empty()) NextPiece();
     if (out_.empty()) break;
     Out& out = out_.front();
-    iovec iov[2];
-    std::size_t parts = 0;
-    if (out.written < sizeof(Header)) {
-      iov[parts++] = {reinterpret_cast<char*>(&out.header) + out.written,
-                      sizeof(Header) - out.written};
-    }
-    const std::size_t payload_at =
-        out.written > sizeof(Header) ? out.written - sizeof(Header) : std::size_t{0};
-    if (payload_at < out.payload_size) {
-      iov[parts++] = {const_cast<std::byte*>(out.payload) + payload_at,
-                      out.payload_size - payload_at};
-    }
-    msghdr msg{};
-    msg.msg_iov = iov;
-    msg.msg_iovlen = parts;
-    const ssize_t n = ::sendmsg(fd_, &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (n < 0) {
-      if (errno == EINTR) continue;
-      if (errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOBUFS) CloseWrite();
-      break;
-    }
+    const std::size_t header_at = std::min(out.written, sizeof(Header));
+    const std::size_t payload_at = out.written - header_at;
+    const Result<std::size_t> n = stream_->Write(
+        reinterpret_cast<const char*>(&out.header) + header_at, sizeof(Header) - header_at,
+        out.payload_size == 0 ? nullptr : out.payload + payload_at, out.payload_size - payload_at);
+    if (!n.ok()) CloseWrite();
+    if (!n.ok() || n.value() == 0) break;
     sent_ = Clock::now();
-    moved += static_cast<std::size_t>(n);
-    out.written += static_cast<std::size_t>(n);
+    moved += n.value();
+    out.written += n.value();
     if (out.written < sizeof(Header) + out.payload_size) continue;
     if (out.last && out.message) out.message->Finish({});
     out_.pop_front();
   }
+  if (!write_closed_) stream_->Flush();
   return moved != 0;
 }
 
-bool SocketPeer::Read() {
+bool StreamPeer::Read() {
   // What is thrown away (cancelled, or of another size) goes here.
   static thread_local std::byte scratch[64 << 10];
   std::size_t moved = 0;
@@ -215,18 +194,10 @@ bool SocketPeer::Read() {
       to = scratch;
       room = std::min(sizeof(scratch), in_left_);
     }
-    const ssize_t n = ::recv(fd_, to, room, MSG_DONTWAIT);
-    if (n < 0) {
-      if (errno == EINTR) continue;
-      if (errno == EAGAIN || errno == EWOULDBLOCK) break;
-      Close(PeerGone(rank_));
-      break;
-    }
-    if (n == 0) {
-      Close(PeerGone(rank_));
-      break;
-    }
-    const auto got = static_cast<std::size_t>(n);
+    const Result<std::size_t> n = stream_->Read(to, room);
+    if (!n.ok()) Close(n.status());
+    if (!n.ok() || n.value() == 0) break;
+    const std::size_t got = n.value();
     heard_ = Clock::now();
     moved += got;
     if (!in_payload_) {
@@ -244,12 +215,12 @@ bool SocketPeer::Read() {
   return moved != 0;
 }
 
-bool SocketPeer::Broken(const std::string& what) {
+bool StreamPeer::Broken(const std::string& what) {
   Close(Status(Code::kDataLoss, "connection to rank " + std::to_string(rank_) + ": " + what));
   return false;
 }
 
-SocketPeer::MessagePtr SocketPeer::TakePosted(std::uint32_t tag) {
+StreamPeer::MessagePtr StreamPeer::TakePosted(std::uint32_t tag) {
   const auto it = posted_.find(tag);
   if (it == posted_.end()) return nullptr;
   MessagePtr m = std::move(it->second.front());
@@ -258,7 +229,7 @@ SocketPeer::MessagePtr SocketPeer::TakePosted(std::uint32_t tag) {
   return m;
 }
 
-void SocketPeer::OnHeader() {
+void StreamPeer::OnHeader() {
   if (in_.magic != kMagic) {
     Broken("a frame does not begin with its magic number");
     return;
@@ -340,7 +311,7 @@ void SocketPeer::OnHeader() {
   }
 }
 
-void SocketPeer::OnSmall() {
+void StreamPeer::OnSmall() {
   if (in_.size > kSmall) {
     Broken("a small message is too large");
     return;
@@ -369,7 +340,7 @@ void SocketPeer::OnSmall() {
   if (size == 0) OnPayloadEnd();
 }
 
-void SocketPeer::OnPayloadEnd() {
+void StreamPeer::OnPayloadEnd() {
   in_payload_ = false;
   in_dest_ = nullptr;
   const MessagePtr m = std::exchange(in_message_, nullptr);
@@ -404,7 +375,7 @@ void SocketPeer::OnPayloadEnd() {
   GiveCredit(size);
 }
 
-void SocketPeer::Accept(const MessagePtr& m, std::uint64_t id, std::size_t size) {
+void StreamPeer::Accept(const MessagePtr& m, std::uint64_t id, std::size_t size) {
   if (size != m->size) {
     Queue(kReady, 0, 1, id, 0);
     m->Finish(SizeDiffers(rank_, m->tag, size, m->size));
@@ -417,14 +388,14 @@ void SocketPeer::Accept(const MessagePtr& m, std::uint64_t id, std::size_t size)
   }
 }
 
-void SocketPeer::GiveCredit(std::size_t size) {
+void StreamPeer::GiveCredit(std::size_t size) {
   credit_owed_ += Cost(size);
   if (credit_owed_ < kCredit / 4) return;
   Queue(kCreditBack, 0, 0, 0, credit_owed_);
   credit_owed_ = 0;
 }
 
-void SocketPeer::CloseWrite() {
+void StreamPeer::CloseWrite() {
   write_closed_ = true;
   const Status gone = PeerGone(rank_);
   for (const Out& out : out_) {
@@ -436,7 +407,7 @@ void SocketPeer::CloseWrite() {
   FinishAll(announced_, gone);
 }
 
-void SocketPeer::Close(const Status& why) {
+void StreamPeer::Close(const Status& why) {
   if (read_closed_) return;
   read_closed_ = true;
   why_ = why;
@@ -449,8 +420,7 @@ void SocketPeer::Close(const Status& why) {
   if (in_message_ && !in_message_->done) in_message_->Finish(why);
   in_message_.reset();
   in_dest_ = nullptr;
-  ::close(fd_);
-  fd_ = -1;
+  stream_->Shut();
 }
 
 }  // namespace tensormount

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_COMM_SOCKET_PEER_H_
-#define TENSORMOUNT_COLLECTIVE_COMM_SOCKET_PEER_H_
+#ifndef TENSORMOUNT_COLLECTIVE_COMM_STREAM_PEER_H_
+#define TENSORMOUNT_COLLECTIVE_COMM_STREAM_PEER_H_
 
 #include <chrono>
 #include <cstddef>
@@ -13,9 +13,11 @@
 
 #include "tensormount/status.h"
 
+#include "collective/comm/byte_stream.h"
+
 namespace tensormount {
 
-// One end of a connection between two ranks: messages in frames over a nonblocking stream socket.
+// One end of a connection between two ranks: messages in frames over a stream of bytes.
 //
 // Small messages travel at once and are kept by the receiver until asked for, as many bytes as
 // the sender has credit for. Large ones, and small ones without credit, are announced (kAnnounce),
@@ -24,7 +26,7 @@ namespace tensormount {
 // between the pieces.
 //
 // Not thread-safe: its communicator holds one mutex.
-class SocketPeer {
+class StreamPeer {
  public:
   using Clock = std::chrono::steady_clock;
   static constexpr std::size_t kSmall = 4096;
@@ -36,7 +38,7 @@ class SocketPeer {
     std::uint32_t tag = 0;
     std::byte* data = nullptr;
     std::size_t size = 0;
-    std::size_t moved = 0;  // Bytes handed to the socket, or filled.
+    std::size_t moved = 0;  // Bytes handed to the stream, or filled.
     std::uint64_t id = 0;   // Of a large send, chosen by the sender.
     bool done = false;
     Status status;  // Once done.
@@ -48,11 +50,9 @@ class SocketPeer {
   };
   using MessagePtr = std::shared_ptr<Message>;
 
-  // Takes the descriptor over.
-  SocketPeer(int rank, int fd);
-  ~SocketPeer();
-  SocketPeer(const SocketPeer&) = delete;
-  SocketPeer& operator=(const SocketPeer&) = delete;
+  StreamPeer(int rank, std::unique_ptr<ByteStream> stream);
+  StreamPeer(const StreamPeer&) = delete;
+  StreamPeer& operator=(const StreamPeer&) = delete;
 
   void Send(const MessagePtr& m);
   void Receive(const MessagePtr& m);
@@ -65,7 +65,11 @@ class SocketPeer {
   // Queues a heartbeat where nothing else was sent for `interval`.
   void Beat(Clock::duration interval);
 
-  int fd() const { return fd_; }  // -1 once both directions are closed.
+  // Takes leave of the other end: see ByteStream::Leave.
+  bool Leave() { return stream_->Leave(); }
+
+  int fd() const { return stream_->fd(); }
+  bool closed() const { return read_closed_; }  // Both directions.
   bool wants_write() const { return !write_closed_ && HasOutput(); }
   Clock::time_point heard() const { return heard_; }
 
@@ -123,7 +127,7 @@ class SocketPeer {
   static std::size_t Cost(std::size_t size) { return size + sizeof(Header); }
 
   const int rank_;
-  int fd_;
+  const std::unique_ptr<ByteStream> stream_;
   bool write_closed_ = false;
   bool read_closed_ = false;
   Status why_;
@@ -154,4 +158,4 @@ class SocketPeer {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_COMM_SOCKET_PEER_H_
+#endif  // TENSORMOUNT_COLLECTIVE_COMM_STREAM_PEER_H_

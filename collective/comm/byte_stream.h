@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_COMM_BYTE_STREAM_H_
+#define TENSORMOUNT_COLLECTIVE_COMM_BYTE_STREAM_H_
+
+#include <cstddef>
+
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// A connection between two ranks over which bytes go in both directions, in order. Nothing here
+// waits. Not thread-safe.
+class ByteStream {
+ public:
+  virtual ~ByteStream() = default;
+
+  // Takes what goes now of `head` and then `body`; 0 where nothing does. The memory is free again
+  // on return. kUnavailable: the other end is gone.
+  virtual Result<std::size_t> Write(const void* head, std::size_t head_size, const void* body,
+                                    std::size_t body_size) = 0;
+  // Ends a turn of writes: what was taken sets out now.
+  virtual void Flush() {}
+  // What is there, at most `size` bytes; 0 where nothing is. kUnavailable: the other end is gone.
+  virtual Result<std::size_t> Read(void* to, std::size_t size) = 0;
+
+  // No more is read or written from here on.
+  virtual void Shut() = 0;
+  // Takes leave; called again and again, after which only destruction follows. True once nothing is
+  // under way in either direction.
+  virtual bool Leave() { return true; }
+
+  // For poll(); -1 where there is none.
+  virtual int fd() const { return -1; }
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_COMM_BYTE_STREAM_H_

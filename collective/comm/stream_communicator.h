@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_COMM_STREAM_COMMUNICATOR_H_
+#define TENSORMOUNT_COLLECTIVE_COMM_STREAM_COMMUNICATOR_H_
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "tensormount/communicator.h"
+
+#include "collective/comm/byte_stream.h"
+#include "collective/comm/stream_peer.h"
+
+namespace tensormount {
+
+// A communicator over one ByteStream to every other rank. One mutex: streams are never used by two
+// threads at a time.
+class StreamCommunicator final : public Communicator {
+ public:
+  struct Options {
+    std::string kind;
+    // Whether all pairs keep up SilentFor; otherwise rank 0 and every other, and who asks.
+    bool beat_all = false;
+    // False: a stream is used once a message for its rank is sent or asked for, or heartbeats are.
+    bool use_all = false;
+    // How long the destructor lets streams take their leave.
+    std::chrono::milliseconds leave_wait{0};
+  };
+  // streams[r] leads to rank r; that of `rank` itself is not used.
+  StreamCommunicator(int rank, std::vector<std::unique_ptr<ByteStream>> streams, Options options);
+  ~StreamCommunicator() override;
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(peers_.size()); }
+  std::string kind() const override { return options_.kind; }
+  Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override;
+  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override;
+  Result<bool> Test(Request request) override;
+  void Cancel(Request request) override;
+  Status Progress() override;
+  std::chrono::nanoseconds SilentFor(int rank) const override;
+  void KeepUp(int rank, bool wanted) override;
+
+ private:
+  struct Peer {
+    std::unique_ptr<StreamPeer> stream;  // Null: this rank.
+    bool used = false;
+    int beats_wanted = 0;
+  };
+  struct Entry {
+    StreamPeer* peer = nullptr;  // Null: to itself.
+    StreamPeer::MessagePtr message;
+    bool is_send = false;
+    Request self_request = 0;
+  };
+  Result<Request> Post(int to, std::uint32_t tag, const BufferView& view, bool is_send);
+  void WantBeats(int rank, int change);
+
+  const int rank_;
+  const Options options_;
+  const std::chrono::nanoseconds interval_;
+  mutable std::mutex mutex_;
+  std::unique_ptr<Communicator> self_;
+  std::vector<Peer> peers_;
+  std::unordered_map<Request, Entry> requests_;
+  Request next_ = 1;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_COMM_STREAM_COMMUNICATOR_H_
