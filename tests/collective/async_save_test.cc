@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensormount/async_save.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tensormount/checkpoint.h"
+#include "tensormount/load.h"
+
+#include "base/file_system.h"
+#include "collective/async/progress_file.h"
+#include "collective/async/staged_state.h"
+#include "collective/async/staging_pool.h"
+#include "index/store.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/subprocess.h"
+#include "tests/support/temp_dir.h"
+
+namespace tensormount {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr std::int64_t kRows = 64;
+constexpr std::int64_t kColumns = 1024;
+
+// One rank's rows of "w", all of one value, and its memory.
+struct Rows {
+  Rows(Communicator& comm, float value)
+      : rows(kRows / comm.size()), memory(static_cast<std::size_t>(rows * kColumns), value) {
+    shard.global_shape = {kRows, kColumns};
+    shard.region = Box::Make({rows * comm.rank(), 0}, {rows, kColumns}).value();
+    shard.data = BufferView::Host(DType::kF32, memory.data(), {rows, kColumns});
+  }
+  StateDict State() const {
+    StateDict state;
+    EXPECT_OK(state.AddTensor("w", shard));
+    EXPECT_OK(state.AddObject("rng", "random", {}));
+    EXPECT_OK(state.SetCommon("iteration", 7));
+    return state;
+  }
+  const std::int64_t rows;
+  std::vector<float> memory;
+  Shard shard;
+};
+
+// Whether every cell of "w" is `value`.
+Status AllAre(const std::string& path, float value) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::Open(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint.tensor("w"));
+  std::vector<float> cells(static_cast<std::size_t>(kRows * kColumns));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      tensor.Read(Box::Whole({kRows, kColumns}),
+                  BufferView::Host(DType::kF32, cells.data(), {kRows, kColumns})));
+  const bool equal = std::all_of(cells.begin(), cells.end(), [&](float x) { return x == value; });
+  return equal ? Status() : Status(Code::kDataLoss, path + ": cells differ");
+}
+
+class AsyncSaveTest : public testing::Test {
+ protected:
+  std::string Path(const std::string& name) const { return dir_.Join("store/" + name); }
+  TempDir dir_;
+};
+
+// The caller writes over its buffers as soon as it may; under the thread sanitizer too.
+TEST_F(AsyncSaveTest, SavesTheValuesAtTheCallWhileTheCallerScribbles) {
+  ASSERT_OK(RunOnThreads(4, [&](Communicator& comm) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
+    Rows rows(comm, 0);
+    for (int step = 1; step <= 3; ++step) {
+      std::fill(rows.memory.begin(), rows.memory.end(), static_cast<float>(step));
+      TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
+                                   saver->Save(rows.State(), Path("step-" + std::to_string(step))));
+      std::fill(rows.memory.begin(), rows.memory.end(), -1.0f);
+      TENSORMOUNT_RETURN_IF_ERROR(handle.WaitStaged());
+      TENSORMOUNT_ASSIGN_OR_RETURN(const SaveReport report, handle.WaitCommitted());
+      EXPECT_EQ(handle.progress().state, SaveProgress::State::kCommitted);
+      EXPECT_EQ(handle.progress().bytes_staged, handle.progress().bytes_total);
+      EXPECT_EQ(report.tensors, 1u);
+    }
+    return {};
+  }));
+  for (int step = 1; step <= 3; ++step) {
+    EXPECT_OK(AllAre(Path("step-" + std::to_string(step)), static_cast<float>(step)));
+  }
+  ASSERT_OK_AND_ASSIGN(const Checkpoint checkpoint, Checkpoint::Open(Path("step-3")));
+  EXPECT_EQ(checkpoint.common("iteration").value(), CommonValue(7));
+  EXPECT_EQ(checkpoint.object("rng").value(), "random");
+}
+
+TEST_F(AsyncSaveTest, StagesInTheBackgroundUntilItSaysSo) {
+  ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
+    AsyncOptions options;
+    options.stage_in_background = true;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver,
+                                 AsyncSaver::Make(comm, options));
+    Rows rows(comm, 5);
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(rows.State(), Path("step")));
+    TENSORMOUNT_RETURN_IF_ERROR(handle.WaitStaged());
+    std::fill(rows.memory.begin(), rows.memory.end(), -1.0f);
+    return handle.WaitCommitted().status();
+  }));
+  EXPECT_OK(AllAre(Path("step"), 5));
+}
+
+// The same checkpoint as a save that waits: test_async_is_equivalent_to_sync.
+TEST_F(AsyncSaveTest, IsEquivalentToASaveThatWaits) {
+  ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
+    Rows rows(comm, 3);
+    TENSORMOUNT_RETURN_IF_ERROR(Save(rows.State(), Path("sync"), comm).status());
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, AsyncSave(rows.State(), Path("async"), comm));
+    return handle.WaitCommitted().status();
+  }));
+  ASSERT_OK_AND_ASSIGN(const auto sync, OpenedCheckpoint::Open(HostFileSystem(), Path("sync"), {}));
+  ASSERT_OK_AND_ASSIGN(const auto async,
+                       OpenedCheckpoint::Open(HostFileSystem(), Path("async"), {}));
+  EXPECT_EQ(sync->commit()->record.content_root, async->commit()->record.content_root);
+}
+
+// Two are under way at a time, and `latest` is the one of the higher generation, whichever came
+// first.
+TEST_F(AsyncSaveTest, SavesOverlapAndLatestNeverMovesBack) {
+  ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
+    std::vector<SaveHandle> handles;
+    std::uint64_t last = 0;
+    for (int step = 1; step <= 5; ++step) {
+      Rows rows(comm, static_cast<float>(step));
+      TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
+                                   saver->Save(rows.State(), Path("step-" + std::to_string(step))));
+      handles.push_back(std::move(handle));
+      if (comm.rank() != 0) continue;
+      const auto store = Store::Open(HostFileSystem(), dir_.Join("store"));
+      if (!store.ok()) continue;  // Not made yet.
+      const auto latest = store.value().Latest();
+      if (!latest.ok()) continue;
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const auto opened,
+          OpenedCheckpoint::Open(HostFileSystem(),
+                                 store.value().CheckpointPath(latest.value().name), {}));
+      EXPECT_GE(opened->index().info().generation, last);
+      last = opened->index().info().generation;
+    }
+    for (SaveHandle& handle : handles) {
+      TENSORMOUNT_RETURN_IF_ERROR(handle.WaitCommitted().status());
+    }
+    return {};
+  }));
+  for (int step = 1; step <= 5; ++step) {
+    EXPECT_OK(AllAre(Path("step-" + std::to_string(step)), static_cast<float>(step)));
+  }
+}
+
+// The training goes on with collective calls of its own over the same communicator.
+TEST_F(AsyncSaveTest, RunsBesideOtherCollectiveCalls) {
+  ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
+    Rows rows(comm, 9);
+    rows.shard.global_shape = {rows.rows * 3, kColumns};
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, AsyncSave(rows.State(), Path("async"), comm));
+    Rows other(comm, 4);
+    other.shard.global_shape = {other.rows * 3, kColumns};
+    for (int i = 0; i < 3; ++i) {
+      TENSORMOUNT_RETURN_IF_ERROR(
+          Save(other.State(), Path("sync-" + std::to_string(i)), comm).status());
+    }
+    return handle.WaitCommitted().status();
+  }));
+}
+
+TEST_F(AsyncSaveTest, AFailureOfOneRankIsTheVerdictOnAll) {
+  std::atomic<int> failed{0};
+  ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
+    StateDict state;
+    if (comm.rank() == 1) {
+      EXPECT_FALSE(state.Fail(Status(Code::kInvalidArgument, "the optimizer has no state")).ok());
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(state, Path("step")));
+    const Status verdict = handle.WaitCommitted().status();
+    EXPECT_THAT(verdict, HasCode(Code::kInvalidArgument));
+    EXPECT_THAT(verdict, HasMessage("rank 1: the optimizer has no state"));
+    EXPECT_EQ(handle.progress().state, SaveProgress::State::kFailed);
+    ++failed;
+    // The next one is none the worse for it.
+    Rows rows(comm, 1);
+    rows.shard.global_shape = {rows.rows * 3, kColumns};
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle next, saver->Save(rows.State(), Path("next")));
+    return next.WaitCommitted().status();
+  }));
+  EXPECT_EQ(failed, 3);
+}
+
+// One rank asks for the end: all ranks end alike, and nothing of the save is left.
+TEST_F(AsyncSaveTest, CancelsByVote) {
+  std::atomic<int> cancelled{0};
+  std::atomic<int> committed{0};
+  for (int i = 0; i < 10; ++i) {
+    ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
+      Rows rows(comm, 1);
+      rows.shard.global_shape = {rows.rows * 3, kColumns};
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          SaveHandle handle, AsyncSave(rows.State(), Path("step-" + std::to_string(i)), comm));
+      if (comm.rank() == 2) {
+        if (i > 0) std::this_thread::sleep_for(milliseconds(2 * i));
+        handle.Cancel();
+      }
+      const Status verdict = handle.WaitCommitted().status();
+      if (!verdict.ok()) {
+        EXPECT_THAT(verdict, HasCode(Code::kCancelled));
+        EXPECT_THAT(verdict, HasMessage("rank 2"));
+        EXPECT_EQ(handle.progress().state, SaveProgress::State::kCancelled);
+      }
+      ++(verdict.ok() ? committed : cancelled);
+      return {};
+    }));
+    // All or none.
+    EXPECT_EQ(cancelled % 3, 0);
+    EXPECT_EQ(committed % 3, 0);
+    EXPECT_EQ(Checkpoint::Open(Path("step-" + std::to_string(i))).ok(),
+              committed == 3 * (i + 1) - cancelled);
+  }
+  EXPECT_GT(cancelled, 0);
+}
+
+TEST_F(AsyncSaveTest, DroppingTheHandleWaitsOrCancels) {
+  ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> waits, AsyncSaver::Make(comm));
+    Rows rows(comm, 2);
+    TENSORMOUNT_RETURN_IF_ERROR(waits->Save(rows.State(), Path("waits")).status());
+    EXPECT_OK(AllAre(Path("waits"), 2));
+    AsyncOptions options;
+    options.on_drop = AsyncOptions::OnDrop::kCancel;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> cancels,
+                                 AsyncSaver::Make(comm, options));
+    TENSORMOUNT_RETURN_IF_ERROR(cancels->Save(rows.State(), Path("cancels")).status());
+    return {};
+  }));
+  // In time or not: it is whole or it is not there.
+  const auto cancelled = Checkpoint::Open(Path("cancels"));
+  if (cancelled.ok()) {
+    EXPECT_OK(AllAre(Path("cancels"), 2));
+  }
+}
+
+TEST_F(AsyncSaveTest, StagingMemoryIsBoundedAndUsedAgain) {
+  ASSERT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+    AsyncOptions options;
+    options.staging_bytes = 3u << 20;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver,
+                                 AsyncSaver::Make(comm, options));
+    // 256 KiB fit; two saves of 2 MiB do not fit at a time.
+    for (int i = 0; i < 3; ++i) {
+      std::vector<float> large(512 * 1024, static_cast<float>(i));
+      StateDict state;
+      EXPECT_OK(state.AddTensor(
+          "w", {.global_shape = {512 * 1024},
+                .region = Box::Whole({512 * 1024}),
+                .data = BufferView::Host(DType::kF32, large.data(), {512 * 1024})}));
+      TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
+                                   saver->Save(state, Path("step-" + std::to_string(i))));
+      TENSORMOUNT_RETURN_IF_ERROR(handle.WaitStaged());
+      TENSORMOUNT_RETURN_IF_ERROR(handle.WaitCommitted().status());
+    }
+    std::vector<float> too_large(1024 * 1024, 1.0f);
+    StateDict state;
+    EXPECT_OK(state.AddTensor(
+        "w", {.global_shape = {1024 * 1024},
+              .region = Box::Whole({1024 * 1024}),
+              .data = BufferView::Host(DType::kF32, too_large.data(), {1024 * 1024})}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(state, Path("too-large")));
+    EXPECT_THAT(handle.WaitStaged(), HasCode(Code::kResourceExhausted));
+    EXPECT_THAT(handle.WaitCommitted().status(), HasMessage("staging_bytes allows 3145728"));
+    return {};
+  }));
+}
+
+TEST(StagingPoolTest, WaitsForWhatOthersHoldAndKeepsPages) {
+  auto pool = std::make_shared<StagingPool>(4u << 20);
+  std::atomic<std::int64_t> stalled{0};
+  ASSERT_OK_AND_ASSIGN(auto first, pool->Take(3u << 20, milliseconds(10), &stalled));
+  std::byte* const where = first->data();
+  EXPECT_THAT(pool->Take(3u << 20, milliseconds(10), &stalled).status(),
+              HasCode(Code::kDeadlineExceeded));
+  EXPECT_GT(stalled, 0);
+  EXPECT_THAT(pool->Take(5u << 20, milliseconds(10), nullptr).status(),
+              HasCode(Code::kResourceExhausted));
+  std::thread other([&] {
+    std::this_thread::sleep_for(milliseconds(20));
+    first.reset();
+  });
+  const auto second = pool->Take(3u << 20, milliseconds(60'000), &stalled);
+  other.join();
+  ASSERT_OK(second);
+  EXPECT_EQ(second.value()->data(), where);
+  EXPECT_LE(pool->mapped(), 4u << 20);
+}
+
+TEST(StagedStateTest, PacksWhatIsStridedAndLacksLeadingAxes) {
+  std::vector<float> memory(6 * 4);
+  for (std::size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i);
+  StateDict state;
+  // The transposed [4, 6] view of [6, 4].
+  EXPECT_OK(state.AddTensor(
+      "t", {.global_shape = {4, 6},
+            .region = Box::Whole({4, 6}),
+            .data = BufferView::HostStrided(DType::kF32, memory.data(), {4, 6}, {1, 4})}));
+  EXPECT_OK(
+      state.AddTensor("layers", {.global_shape = {3, 6, 4},
+                                 .region = Box::Make({2, 0, 0}, {1, 6, 4}).value(),
+                                 .data = BufferView::Host(DType::kF32, memory.data(), {6, 4})}));
+  auto pool = std::make_shared<StagingPool>(0);
+  const StagedState staged = StageState(state, *pool, milliseconds(1000), nullptr, nullptr);
+  ASSERT_OK(staged.status);
+  ASSERT_EQ(staged.dict.tensors().size(), 2u);
+  const auto* t = static_cast<const float*>(staged.dict.tensors()[0].shard.data.data);
+  for (int r = 0; r < 4; ++r) {
+    for (int c = 0; c < 6; ++c) EXPECT_EQ(t[r * 6 + c], static_cast<float>(c * 4 + r));
+  }
+  EXPECT_EQ(std::memcmp(staged.dict.tensors()[1].shard.data.data, memory.data(),
+                        memory.size() * sizeof(float)),
+            0);
+}
+
+TEST(ProgressFileTest, SaysHowFarEachRankIsAndLeavesNothing) {
+  TempDir dir;
+  Staging staging;
+  staging.directory = dir.Join("staging");
+  staging.name = "step";
+  ASSERT_OK(HostFileSystem().CreateDirectory(staging.directory));
+  const auto line = [](std::uint64_t written) {
+    return [written] { return ProgressFile::Line{100, written}; };
+  };
+  ProgressFile one(HostFileSystem(), staging, 1, 2, milliseconds(5), line(40));
+  ProgressFile zero(HostFileSystem(), staging, 0, 2, milliseconds(5), line(30));
+  std::string text;
+  for (int i = 0; i < 2000 && text.find("\"bytes_written\": 70") == std::string::npos; ++i) {
+    std::this_thread::sleep_for(milliseconds(5));
+    const auto read = HostFileSystem().ReadFile(staging.directory + "/status.json", 10'000);
+    if (read.ok()) text = read.value();
+  }
+  EXPECT_NE(text.find("\"bytes_written\": 70"), std::string::npos) << text;
+  EXPECT_NE(text.find("\"bytes_total\": 200"), std::string::npos) << text;
+  one.Stop();
+  zero.Remove();
+  EXPECT_TRUE(HostFileSystem().List(staging.directory).value().empty());
+}
+
+// The end of the process waits for what is under way.
+TEST(AsyncSaveExitTest, DrainsAtTheEndOfTheProcess) {
+  TempDir dir;
+  const std::string path = dir.Join("store/step");
+  EXPECT_EXIT(
+      {
+        static std::unique_ptr<Communicator> comm = MakeSelfCommunicator();
+        static auto saver = AsyncSaver::Make(*comm);
+        Rows rows(*comm, 6);
+        static auto handle = saver.value()->Save(rows.State(), path);
+        std::exit(handle.ok() ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
+  EXPECT_OK(AllAre(path, 6));
+}
+
+}  // namespace
+}  // namespace tensormount
