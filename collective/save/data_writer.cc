@@ -65,17 +65,15 @@ class FileAppender {
 
 class DataWriter {
  public:
-  DataWriter(FileSystem& fs, const Staging& staging, const StateDict& state,
-             const GlobalLayout& layout, const SavePlan& plan, int rank,
-             std::atomic<std::uint64_t>* progress)
+  DataWriter(FileSystem& fs, const Staging& staging, const StateDict& state, const RankTask& task,
+             int rank, std::atomic<std::uint64_t>* progress, const std::atomic<bool>* cancel)
       : fs_(fs),
         staging_(staging),
         state_(state),
-        layout_(layout),
-        plan_(plan),
-        mine_(plan.ranks[static_cast<std::size_t>(rank)]),
+        task_(task),
         rank_(rank),
         progress_(progress),
+        cancel_(cancel),
         scratch_(std::make_unique<std::byte[]>(kBlockBytes)) {
     out_.content.info.uuid = staging.uuid;
   }
@@ -86,7 +84,9 @@ class DataWriter {
     TENSORMOUNT_RETURN_IF_ERROR(WriteSafetensors(Placement::kSafetensors));
     TENSORMOUNT_RETURN_IF_ERROR(WritePack());
     TENSORMOUNT_RETURN_IF_ERROR(SyncOpen());
-    for (const std::uint32_t t : mine_.recorded) TensorRecord(t);
+    for (std::uint32_t t = 0; t < task_.tensors.size(); ++t) {
+      if (task_.tensors[t].empty) TensorRecord(t);
+    }
     for (auto& [ordinal, tensor] : tensors_) {
       tensor.extents.Sort();
       out_.content.tensors.push_back(std::move(tensor));
@@ -100,40 +100,43 @@ class DataWriter {
     bool seal = false;
   };
 
-  void Written(std::uint64_t bytes) {
+  void Written(std::uint32_t file, std::uint64_t bytes) {
     out_.bytes += bytes;
+    out_.files[file].bytes += bytes;
     if (progress_ != nullptr) progress_->fetch_add(bytes, std::memory_order_relaxed);
   }
 
   TensorContent& TensorRecord(std::uint32_t t) {
     auto at = tensors_.find(t);
     if (at == tensors_.end()) {
-      at = tensors_.emplace(t, TensorContent(layout_.tensors[t].meta)).first;
+      at = tensors_.emplace(t, TensorContent(task_.tensors[t].meta)).first;
       at->second.has_digest = true;
     }
     return at->second;
   }
 
-  std::vector<PlannedChunk> ChunksOf(Placement placement) const {
-    std::vector<PlannedChunk> chunks;
-    for (const PlannedChunk& c : mine_.chunks) {
-      if (c.placement == placement) chunks.push_back(c);
+  std::vector<RankTask::Chunk> ChunksOf(Placement placement) const {
+    std::vector<RankTask::Chunk> chunks;
+    for (const RankTask::Chunk& c : task_.chunks) {
+      if (task_.tensors[c.tensor].placement == placement) chunks.push_back(c);
     }
     return chunks;
   }
 
   // Naturally aligned without gaps: wide elements first.
-  void SortByAlignment(std::vector<PlannedChunk>& chunks) const {
-    const auto alignment = [&](const PlannedChunk& c) {
-      const std::uint32_t bits = layout_.tensors[c.tensor].meta.bits();
+  void SortByAlignment(std::vector<RankTask::Chunk>& chunks) const {
+    const auto alignment = [&](const RankTask::Chunk& c) {
+      const std::uint32_t bits = task_.tensors[c.tensor].meta.bits();
       return bits % 8 == 0 ? bits : 1;
     };
-    std::stable_sort(
-        chunks.begin(), chunks.end(),
-        [&](const PlannedChunk& a, const PlannedChunk& b) { return alignment(a) > alignment(b); });
+    std::stable_sort(chunks.begin(), chunks.end(),
+                     [&](const RankTask::Chunk& a, const RankTask::Chunk& b) {
+                       return alignment(a) > alignment(b);
+                     });
   }
 
   std::uint32_t AddFile(std::string name, Placement placement, std::uint64_t length) {
+    out_.files.push_back({name, 0});
     out_.content.files.push_back({std::move(name), placement, length, {}});
     return static_cast<std::uint32_t>(out_.content.files.size() - 1);
   }
@@ -155,8 +158,13 @@ class DataWriter {
     return Status();
   }
 
+  Status CheckCancel() const {
+    if (cancel_ == nullptr || !cancel_->load(std::memory_order_relaxed)) return Status();
+    return Status(Code::kCancelled, "the save is being cancelled");
+  }
+
   // Writes a chunk at the appender's place and records it.
-  Status WriteChunk(const PlannedChunk& chunk, std::uint32_t file, FileAppender& out) {
+  Status WriteChunk(const RankTask::Chunk& chunk, std::uint32_t file, FileAppender& out) {
     TensorContent& tensor = TensorRecord(chunk.tensor);
     const Shard& shard = state_.tensors()[chunk.item].shard;
     Result<PackedSource> source = PackedSource::Make(shard);
@@ -169,6 +177,7 @@ class DataWriter {
     record.first_leaf = out_.leaves.size();
     LeafHasher hasher;
     for (std::uint64_t done = 0; done < chunk.bytes;) {
+      TENSORMOUNT_RETURN_IF_ERROR(CheckCancel());
       const auto n =
           static_cast<std::size_t>(std::min<std::uint64_t>(kBlockBytes, chunk.bytes - done));
       const std::byte* data = source.value().Fetch(chunk.begin + done, n, scratch_.get());
@@ -176,7 +185,7 @@ class DataWriter {
       tensor.digest ^= source.value().Digest(chunk.begin + done, n, data);
       TENSORMOUNT_RETURN_IF_ERROR(out.Append(data, n));
       done += n;
-      Written(n);
+      Written(file, n);
     }
     record.hash = TakeLeaves(hasher);
     tensor.extents.Append(record);
@@ -190,16 +199,16 @@ class DataWriter {
   }
 
   Status WriteTensorFiles() {
-    const std::vector<PlannedChunk> chunks = ChunksOf(Placement::kTensorFile);
+    const std::vector<RankTask::Chunk> chunks = ChunksOf(Placement::kTensorFile);
     for (std::size_t from = 0; from < chunks.size();) {
       const std::uint32_t t = chunks[from].tensor;
-      const bool shared = plan_.writers[t] > 1;
-      const std::string name = TensorFileName(staging_, t);
+      const bool shared = task_.tensors[t].shared;
+      const std::string name = TensorFileName(staging_, task_.tensors[t].file);
       TENSORMOUNT_ASSIGN_OR_RETURN(
           std::unique_ptr<File> file,
           shared ? fs_.OpenShared(Path(name)) : fs_.CreateExclusive(Path(name)));
       const std::uint32_t number =
-          AddFile(name, Placement::kTensorFile, layout_.tensors[t].meta.bytes());
+          AddFile(name, Placement::kTensorFile, task_.tensors[t].meta.bytes());
       for (; from < chunks.size() && chunks[from].tensor == t; ++from) {
         FileAppender out(*file, chunks[from].offset);
         TENSORMOUNT_RETURN_IF_ERROR(WriteChunk(chunks[from], number, out));
@@ -213,12 +222,13 @@ class DataWriter {
 
   // The entry of a chunk in the header of a rank shard: parts are named KEY#n, dtypes that the
   // format lacks are bytes, and the metadata say what it really is.
-  SafetensorsEntry Entry(const PlannedChunk& chunk, std::map<std::string, std::string>& metadata) {
-    const TensorMeta& meta = layout_.tensors[chunk.tensor].meta;
+  SafetensorsEntry Entry(const RankTask::Chunk& chunk,
+                         std::map<std::string, std::string>& metadata) {
+    const TensorMeta& meta = task_.tensors[chunk.tensor].meta;
     SafetensorsEntry entry;
     entry.key = meta.key();
     entry.dtype = meta.dtype();
-    if (chunk.placement == Placement::kSafetensors) {
+    if (task_.tensors[chunk.tensor].placement == Placement::kSafetensors) {
       entry.shape = meta.shape();
       return entry;
     }
@@ -237,7 +247,7 @@ class DataWriter {
   }
 
   Status WriteSafetensors(Placement placement) {
-    std::vector<PlannedChunk> chunks = ChunksOf(placement);
+    std::vector<RankTask::Chunk> chunks = ChunksOf(placement);
     if (chunks.empty()) return Status();
     SortByAlignment(chunks);
     std::map<std::string, std::string> metadata;
@@ -245,14 +255,15 @@ class DataWriter {
     if (placement == Placement::kSafetensors) {
       metadata["format"] = "pt";
       // Tensors without cells belong into a file that is the whole model.
-      for (const std::uint32_t t : mine_.recorded) {
-        const TensorMeta& meta = layout_.tensors[t].meta;
+      for (const RankTask::Tensor& tensor : task_.tensors) {
+        if (!tensor.empty) continue;
+        const TensorMeta& meta = tensor.meta;
         entries.push_back({meta.key(), meta.dtype(), meta.shape(), 0, 0});
       }
     } else {
       metadata["tensormount"] = "rank shard of checkpoint " + staging_.uuid.ToString();
     }
-    for (const PlannedChunk& chunk : chunks) entries.push_back(Entry(chunk, metadata));
+    for (const RankTask::Chunk& chunk : chunks) entries.push_back(Entry(chunk, metadata));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string header,
                                  MakeSafetensorsHeader(entries, metadata));
 
@@ -268,9 +279,9 @@ class DataWriter {
     hasher.Update(header.data(), header.size());
     piece.hash = TakeLeaves(hasher);
     out_.content.extras.push_back(piece);
-    Written(header.size());
+    Written(number, header.size());
     TENSORMOUNT_RETURN_IF_ERROR(out.Append(header.data(), header.size()));
-    for (const PlannedChunk& chunk : chunks) {
+    for (const RankTask::Chunk& chunk : chunks) {
       TENSORMOUNT_RETURN_IF_ERROR(WriteChunk(chunk, number, out));
     }
     TENSORMOUNT_RETURN_IF_ERROR(out.Flush());
@@ -280,18 +291,18 @@ class DataWriter {
   }
 
   Status WritePack() {
-    std::vector<PlannedChunk> chunks = ChunksOf(Placement::kPack);
-    if (chunks.empty() && mine_.objects.empty()) return Status();
+    std::vector<RankTask::Chunk> chunks = ChunksOf(Placement::kPack);
+    if (chunks.empty() && task_.objects.empty()) return Status();
     SortByAlignment(chunks);
     const std::string name = PackName(staging_, rank_);
     TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file, fs_.CreateExclusive(Path(name)));
     const std::uint32_t number = AddFile(name, Placement::kPack, 0);
     FileAppender out(*file, 0);
-    for (const PlannedChunk& chunk : chunks) {
+    for (const RankTask::Chunk& chunk : chunks) {
       TENSORMOUNT_RETURN_IF_ERROR(WriteChunk(chunk, number, out));
     }
-    for (const std::uint32_t o : mine_.objects) {
-      TENSORMOUNT_RETURN_IF_ERROR(WriteObject(layout_.objects[o], number, out));
+    for (const std::uint32_t item : task_.objects) {
+      TENSORMOUNT_RETURN_IF_ERROR(WriteObject(state_.objects()[item], number, out));
     }
     TENSORMOUNT_RETURN_IF_ERROR(out.Flush());
     out_.content.files[number].length = out.offset();
@@ -299,17 +310,13 @@ class DataWriter {
     return Status();
   }
 
-  Status WriteObject(const LayoutObject& object, std::uint32_t file, FileAppender& out) {
-    const auto holder = std::find_if(object.holders.begin(), object.holders.end(),
-                                     [&](const Holder& h) { return h.rank == rank_; });
-    if (holder == object.holders.end()) {
-      return Status(Code::kInternal, "object " + object.key + " was given to a rank without it");
-    }
-    const std::string& bytes = state_.objects()[holder->item].bytes;
+  Status WriteObject(const StateDict::ObjectItem& object, std::uint32_t file, FileAppender& out) {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckCancel());
+    const std::string& bytes = object.bytes;
     ObjectContent record;
     record.key = object.key;
-    record.index = object.index;
-    record.grid = object.grid;
+    record.index = object.place.index;
+    record.grid = object.place.grid;
     record.file = file;
     record.offset = out.offset();
     record.length = bytes.size();
@@ -318,38 +325,37 @@ class DataWriter {
     hasher.Update(bytes.data(), bytes.size());
     record.hash = TakeLeaves(hasher);
     out_.content.objects.push_back(std::move(record));
-    Written(bytes.size());
+    Written(file, bytes.size());
     return out.Append(bytes.data(), bytes.size());
   }
 
   FileSystem& fs_;
   const Staging& staging_;
   const StateDict& state_;
-  const GlobalLayout& layout_;
-  const SavePlan& plan_;
-  const RankPlan& mine_;
+  const RankTask& task_;
   const int rank_;
   std::atomic<std::uint64_t>* const progress_;
+  const std::atomic<bool>* const cancel_;
   std::unique_ptr<std::byte[]> scratch_;
   WrittenData out_;
-  std::map<std::uint32_t, TensorContent> tensors_;  // By ordinal: sorted as manifests want it.
+  std::map<std::uint32_t, TensorContent> tensors_;  // By place in the task: sorted by key.
   std::vector<OpenFile> open_;
 };
 
 }  // namespace
 
 Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const StateDict& state,
-                              const GlobalLayout& layout, const SavePlan& plan, int rank,
-                              std::atomic<std::uint64_t>* progress) {
-  return DataWriter(fs, staging, state, layout, plan, rank, progress).Run();
+                              const RankTask& task, int rank, std::atomic<std::uint64_t>* progress,
+                              const std::atomic<bool>* cancel) {
+  return DataWriter(fs, staging, state, task, rank, progress, cancel).Run();
 }
 
-Status SealShared(FileSystem& fs, const Staging& staging, const SavePlan& plan, int rank) {
-  for (const SharedFile& shared : plan.shared) {
-    if (shared.owner != rank) continue;
+Status SealShared(FileSystem& fs, const Staging& staging, const RankTask& task) {
+  for (const RankTask::Tensor& tensor : task.tensors) {
+    if (!tensor.seals) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(
         std::unique_ptr<File> file,
-        fs.OpenShared(JoinPath(staging.directory, TensorFileName(staging, shared.tensor))));
+        fs.OpenShared(JoinPath(staging.directory, TensorFileName(staging, tensor.file))));
     TENSORMOUNT_RETURN_IF_ERROR(file->Seal());
     TENSORMOUNT_RETURN_IF_ERROR(file->Sync());
     TENSORMOUNT_RETURN_IF_ERROR(file->Close());
@@ -357,8 +363,8 @@ Status SealShared(FileSystem& fs, const Staging& staging, const SavePlan& plan, 
   return Status();
 }
 
-std::string TensorFileName(const Staging& staging, std::uint32_t tensor) {
-  return "data/" + staging.ShortId() + "-t" + std::to_string(tensor) + ".bin";
+std::string TensorFileName(const Staging& staging, std::string_view stem) {
+  return "data/" + staging.ShortId() + "-" + std::string(stem) + ".bin";
 }
 std::string RankShardName(const Staging& staging, int rank) {
   return "data/" + staging.ShortId() + "-r" + std::to_string(rank) + ".safetensors";

@@ -5,14 +5,15 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "tensormount/save.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "collective/save/save_plan.h"
-#include "collective/validate/layout_check.h"
+#include "collective/save/rank_task.h"
 #include "index/content.h"
 #include "index/store.h"
 
@@ -23,23 +24,25 @@ struct WrittenData {
   Content content;              // Numbered by itself.
   std::vector<Hash128> leaves;  // Of all chunks, objects and headers.
   std::uint64_t bytes = 0;      // Headers included.
+  std::vector<SaveReport::File> files;
 };
 
-// Writes everything that `plan` gives to `rank` into the data/ folder of `staging`. Data are hashed
-// while they are in cache, leaf by leaf, and no byte is read back. On success every file is
-// synced, and sealed but for those of plan.shared (their owners seal them with SealShared once all
-// ranks have written); the folder is not synced. Files that it failed to write are left as they
-// are: the caller aborts the staging. `progress`, where not
-// null, counts bytes as they are written.
+// Writes everything that is in `task` into the data/ folder of `staging`. Data are hashed while
+// they are in cache, leaf by leaf, and no byte is read back. On success every file is synced, and
+// sealed but for shared ones (SealShared does that once all ranks have written); the folder is not
+// synced. Files that it failed to write are left as they are: the caller aborts the staging.
+// `progress`, where not null, counts bytes as they are written. kCancelled once `cancel`, where not
+// null, is set.
 Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const StateDict& state,
-                              const GlobalLayout& layout, const SavePlan& plan, int rank,
-                              std::atomic<std::uint64_t>* progress = nullptr);
+                              const RankTask& task, int rank,
+                              std::atomic<std::uint64_t>* progress = nullptr,
+                              const std::atomic<bool>* cancel = nullptr);
 
-// Seals and syncs the shared tensor files that `rank` owns.
-Status SealShared(FileSystem& fs, const Staging& staging, const SavePlan& plan, int rank);
+// Seals and syncs the shared tensor files that this rank is to seal.
+Status SealShared(FileSystem& fs, const Staging& staging, const RankTask& task);
 
-// Names below the checkpoint.
-std::string TensorFileName(const Staging& staging, std::uint32_t tensor);
+// Names below the checkpoint. `stem`: RankTask::Tensor::file.
+std::string TensorFileName(const Staging& staging, std::string_view stem);
 std::string RankShardName(const Staging& staging, int rank);
 std::string PackName(const Staging& staging, int rank);
 std::string ManifestName(int rank);

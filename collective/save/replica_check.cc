@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "collective/save/packed_source.h"
 
@@ -13,9 +14,9 @@ namespace {
 // Gathered pieces of strided memory.
 constexpr std::size_t kScratchBytes = 256 * 1024;
 
-std::string BlockName(const GlobalLayout& layout, const ReplicaBlock& block) {
-  const LayoutTensor& tensor = layout.tensors[block.tensor];
-  const Region& region = tensor.holdings[block.holding].region;
+std::string BlockName(const LayoutTensor& tensor, const Holding& holding,
+                      const ReplicaBlock& block) {
+  const Region& region = holding.region;
   const std::uint64_t bits = tensor.meta.bits();
   // Widened to whole elements where a block ends inside one.
   const std::uint64_t first = block.begin * 8 / bits;
@@ -31,98 +32,125 @@ std::string BlockName(const GlobalLayout& layout, const ReplicaBlock& block) {
 
 }  // namespace
 
-std::vector<ReplicaBlock> PlanReplicaCheck(const GlobalLayout& layout, ReplicaCheck check,
-                                           std::uint64_t generation) {
-  std::vector<ReplicaBlock> plan;
-  if (check == ReplicaCheck::kOff) return plan;
-  for (std::uint32_t t = 0; t < layout.tensors.size(); ++t) {
-    for (std::uint32_t h = 0; h < layout.tensors[t].holdings.size(); ++h) {
-      const Holding& holding = layout.tensors[t].holdings[h];
-      const std::uint64_t n = holding.holders.size();
-      if (n < 2) continue;
-      const std::uint64_t share = (holding.bytes + n - 1) / n;
-      for (std::uint64_t i = 0; i < n; ++i) {
-        std::vector<std::uint32_t> who;
-        if (check == ReplicaCheck::kFull) {
-          for (std::uint64_t k = 0; k < n; ++k) who.push_back(static_cast<std::uint32_t>(k));
-        } else {
-          const std::uint64_t other = (i + 1 + generation % (n - 1)) % n;
-          who = {static_cast<std::uint32_t>(std::min(i, other)),
-                 static_cast<std::uint32_t>(std::max(i, other))};
-        }
-        const std::uint64_t end = std::min(holding.bytes, (i + 1) * share);
-        for (std::uint64_t begin = std::min(holding.bytes, i * share); begin < end;) {
-          const std::uint64_t bytes = std::min(kReplicaBlockBytes, end - begin);
-          plan.push_back({t, h, begin, bytes, who});
-          begin += bytes;
-        }
-      }
+std::vector<ReplicaBlock> PlanReplicaBlocks(std::uint64_t bytes, std::uint32_t holders,
+                                            ReplicaCheck check, std::uint64_t generation) {
+  std::vector<ReplicaBlock> blocks;
+  if (check == ReplicaCheck::kOff || holders < 2) return blocks;
+  const std::uint64_t n = holders;
+  const std::uint64_t share = bytes / n + (bytes % n != 0 ? 1 : 0);
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const std::uint64_t other = (i + 1 + generation % (n - 1)) % n;
+    ReplicaBlock block;
+    block.all = check == ReplicaCheck::kFull;
+    block.first = static_cast<std::uint32_t>(std::min(i, other));
+    block.second = static_cast<std::uint32_t>(std::max(i, other));
+    const std::uint64_t end = std::min(bytes, (i + 1) * share);
+    for (block.begin = std::min(bytes, i * share); block.begin < end; block.begin += block.bytes) {
+      block.bytes = std::min(kReplicaBlockBytes, end - block.begin);
+      blocks.push_back(block);
     }
   }
-  return plan;
+  return blocks;
 }
 
-std::uint64_t ComparedBytes(std::span<const ReplicaBlock> plan) {
-  std::uint64_t bytes = 0;
-  for (const ReplicaBlock& block : plan) bytes += block.bytes * (block.holders.size() - 1);
-  return bytes;
-}
-
-Result<std::vector<Hash128>> HashReplicas(const GlobalLayout& layout,
-                                          std::span<const ReplicaBlock> plan,
-                                          const StateDict& state, int rank) {
-  std::vector<Hash128> hashes;
+Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, ReplicaCheck check,
+                                                       std::uint64_t generation,
+                                                       const StateDict& state,
+                                                       std::uint64_t* hashed,
+                                                       const std::atomic<bool>* cancel) {
+  std::vector<std::vector<Hash128>> hashes(task.replicas.size());
+  if (check == ReplicaCheck::kOff) return hashes;
   const auto scratch = std::make_unique<std::byte[]>(kScratchBytes);
-  for (const ReplicaBlock& block : plan) {
-    const Holding& holding = layout.tensors[block.tensor].holdings[block.holding];
-    for (const std::uint32_t k : block.holders) {
-      if (holding.holders[k].rank != rank) continue;
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          const PackedSource source,
-          PackedSource::Make(state.tensors()[holding.holders[k].item].shard));
-      Xxh3Stream stream;
-      for (std::uint64_t done = 0; done < block.bytes;) {
-        const auto n =
-            static_cast<std::size_t>(std::min<std::uint64_t>(kScratchBytes, block.bytes - done));
-        stream.Update(source.Fetch(block.begin + done, n, scratch.get()), n);
-        done += n;
+  for (std::size_t owner = 0; owner < hashes.size(); ++owner) {
+    for (const RankTask::Replica& replica : task.replicas[owner]) {
+      if (cancel != nullptr && cancel->load(std::memory_order_relaxed)) {
+        return Status(Code::kCancelled, "the save is being cancelled");
       }
-      hashes.push_back(stream.Value());
+      const StateDict::TensorItem& item = state.tensors()[replica.item];
+      Result<PackedSource> source = PackedSource::Make(item.shard);
+      if (!source.ok()) return source.status().WithContext("tensor " + item.key);
+      for (const ReplicaBlock& block :
+           PlanReplicaBlocks(replica.bytes, replica.holders, check, generation)) {
+        if (!block.Has(replica.position)) continue;
+        Xxh3Stream stream;
+        for (std::uint64_t done = 0; done < block.bytes;) {
+          const auto n =
+              static_cast<std::size_t>(std::min<std::uint64_t>(kScratchBytes, block.bytes - done));
+          stream.Update(source.value().Fetch(block.begin + done, n, scratch.get()), n);
+          done += n;
+        }
+        if (hashed != nullptr) *hashed += block.bytes;
+        hashes[owner].push_back(stream.Value());
+      }
     }
   }
   return hashes;
 }
 
-Status CompareReplicas(const GlobalLayout& layout, std::span<const ReplicaBlock> plan,
-                       std::span<const std::vector<Hash128>> hashes) {
+void ReplicaFindings::Add(ReplicaFindings&& other) {
+  for (std::string& line : other.listed) {
+    if (listed.size() < kMaxListed) listed.push_back(std::move(line));
+  }
+  differing += other.differing;
+  compared_bytes += other.compared_bytes;
+}
+
+Status ReplicaFindings::ToStatus() const {
+  if (differing == 0) return Status();
+  std::string text;
+  for (const std::string& line : listed) text += (text.empty() ? "" : "; ") + line;
+  if (differing > listed.size()) {
+    text += " (and " + std::to_string(differing - listed.size()) + " more blocks differ)";
+  }
+  return Status(Code::kDataLoss, std::move(text));
+}
+
+Result<ReplicaFindings> CompareReplicas(const GlobalLayout& layout, ReplicaCheck check,
+                                        std::uint64_t generation,
+                                        std::span<const std::vector<Hash128>> hashes) {
+  ReplicaFindings findings;
   std::vector<std::size_t> at(hashes.size(), 0);
-  std::string first;
-  std::size_t more = 0;
-  for (const ReplicaBlock& block : plan) {
-    const Holding& holding = layout.tensors[block.tensor].holdings[block.holding];
-    Hash128 expected;
-    for (std::size_t i = 0; i < block.holders.size(); ++i) {
-      const int rank = holding.holders[block.holders[i]].rank;
-      const auto r = static_cast<std::size_t>(rank);
-      if (r >= hashes.size() || at[r] >= hashes[r].size()) {
-        return Status(Code::kInternal, "rank " + std::to_string(rank) +
-                                           " sent fewer hashes of replicas than were asked of it");
+  for (const LayoutTensor& tensor : layout.tensors) {
+    for (const Holding& holding : tensor.holdings) {
+      const std::vector<Holder>& holders = holding.holders;
+      if (holders.size() < 2) continue;
+      for (const ReplicaBlock& block : PlanReplicaBlocks(
+               holding.bytes, static_cast<std::uint32_t>(holders.size()), check, generation)) {
+        const Hash128* expected = nullptr;
+        int expected_rank = 0;
+        for (std::uint32_t k = 0; k < holders.size(); ++k) {
+          if (!block.Has(k)) continue;
+          const int rank = holders[k].rank;
+          const auto r = static_cast<std::size_t>(rank);
+          if (r >= hashes.size() || at[r] >= hashes[r].size()) {
+            return Status(Code::kInternal,
+                          "rank " + std::to_string(rank) +
+                              " sent fewer hashes of replicas than were asked of it");
+          }
+          const Hash128& hash = hashes[r][at[r]++];
+          if (expected == nullptr) {
+            expected = &hash;
+            expected_rank = rank;
+            continue;
+          }
+          findings.compared_bytes += block.bytes;
+          if (hash == *expected) continue;
+          ++findings.differing;
+          if (findings.listed.size() >= ReplicaFindings::kMaxListed) continue;
+          findings.listed.push_back(
+              BlockName(tensor, holding, block) + " differs between the replicas on rank " +
+              std::to_string(expected_rank) + " and rank " + std::to_string(rank));
+        }
       }
-      const Hash128 hash = hashes[r][at[r]++];
-      if (i == 0) expected = hash;
-      if (hash == expected) continue;
-      if (!first.empty()) {
-        ++more;
-        continue;
-      }
-      first = BlockName(layout, block) + " differs between the replicas on rank " +
-              std::to_string(holding.holders[block.holders[0]].rank) + " and rank " +
-              std::to_string(rank);
     }
   }
-  if (first.empty()) return Status();
-  if (more > 0) first += " (and " + std::to_string(more) + " more blocks differ)";
-  return Status(Code::kDataLoss, first);
+  for (std::size_t r = 0; r < hashes.size(); ++r) {
+    if (at[r] != hashes[r].size()) {
+      return Status(Code::kInternal, "rank " + std::to_string(r) +
+                                         " sent more hashes of replicas than were asked of it");
+    }
+  }
+  return findings;
 }
 
 }  // namespace tensormount

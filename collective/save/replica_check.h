@@ -2,8 +2,12 @@
 #ifndef TENSORMOUNT_COLLECTIVE_SAVE_REPLICA_CHECK_H_
 #define TENSORMOUNT_COLLECTIVE_SAVE_REPLICA_CHECK_H_
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "tensormount/save.h"
@@ -11,42 +15,59 @@
 #include "tensormount/status.h"
 
 #include "base/hash.h"
-#include "collective/validate/layout_check.h"
+#include "collective/save/rank_task.h"
+#include "collective/validate/layout.h"
+
+// Replicas are compared by the hashes of blocks, at the owner of the key. Which blocks, and between
+// whom, follows from what a rank and the owner both know of a replicated shard: its size, how many
+// hold it, and the generation of the save.
 
 namespace tensormount {
 
 // Blocks of this size are compared, and named where they differ.
 inline constexpr std::uint64_t kReplicaBlockBytes = 1024 * 1024;
 
-// A part of a replicated holding of which several ranks hash the same bytes.
+// Bytes of a replicated shard that several of its holders hash.
 struct ReplicaBlock {
-  std::uint32_t tensor = 0;
-  std::uint32_t holding = 0;
-  std::uint64_t begin = 0;  // In the packed bytes of the holding's region.
+  std::uint64_t begin = 0;  // In the packed bytes.
   std::uint64_t bytes = 0;
-  // Positions in the holding's holders, in increasing order: two at least.
-  std::vector<std::uint32_t> holders;
+  bool all = false;         // All holders; otherwise
+  std::uint32_t first = 0;  // these two, first < second.
+  std::uint32_t second = 0;
+  bool Has(std::uint32_t position) const { return all || position == first || position == second; }
 };
 
-// Which bytes are compared between whom. Pure, the same on every rank.
-// kRotating cuts a holding with R holders into R shares; share i is hashed by holder i and one
-// other, who changes with `generation`: after R - 1 saves in a row every replica was compared
-// whole.
-std::vector<ReplicaBlock> PlanReplicaCheck(const GlobalLayout& layout, ReplicaCheck check,
-                                           std::uint64_t generation);
+// The blocks of a shard of `bytes` bytes that `holders` (two at least) have. kRotating cuts it into
+// as many shares; share i is hashed by holder i and one other, who changes with `generation`: after
+// holders - 1 saves in a row every replica was compared whole.
+std::vector<ReplicaBlock> PlanReplicaBlocks(std::uint64_t bytes, std::uint32_t holders,
+                                            ReplicaCheck check, std::uint64_t generation);
 
-// Bytes of replicas that the plan compares: per extra holder, as in GlobalLayout::replica_bytes.
-std::uint64_t ComparedBytes(std::span<const ReplicaBlock> plan);
+// A rank's part: the hashes of its blocks, by owner of the key, in the owner's order. `hashed`,
+// where not null, counts bytes. kCancelled once `cancel`, where not null, is set.
+Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, ReplicaCheck check,
+                                                       std::uint64_t generation,
+                                                       const StateDict& state,
+                                                       std::uint64_t* hashed = nullptr,
+                                                       const std::atomic<bool>* cancel = nullptr);
 
-// The hashes of the blocks that `rank` takes part in, in the plan's order.
-Result<std::vector<Hash128>> HashReplicas(const GlobalLayout& layout,
-                                          std::span<const ReplicaBlock> plan,
-                                          const StateDict& state, int rank);
+// What an owner finds.
+struct ReplicaFindings {
+  // At most kMaxListed: "tensor w: [0:4, 0:8] differs between the replicas on rank 0 and rank 2".
+  std::vector<std::string> listed;
+  std::uint64_t differing = 0;       // In all.
+  std::uint64_t compared_bytes = 0;  // Per extra holder, as in GlobalLayout::replica_bytes.
 
-// `hashes[r]`: what rank r's HashReplicas gave. kDataLoss "tensor w: [0:4, 0:8] differs between the
-// replicas on rank 0 and rank 2 (and N more blocks)"; kInternal where counts are wrong.
-Status CompareReplicas(const GlobalLayout& layout, std::span<const ReplicaBlock> plan,
-                       std::span<const std::vector<Hash128>> hashes);
+  static constexpr std::size_t kMaxListed = 16;
+  void Add(ReplicaFindings&& other);
+  // Ok, or kDataLoss with what is listed and how many more there are.
+  Status ToStatus() const;
+};
+
+// `hashes[r]`: what rank r hashed of this owner's keys. kInternal where their number is wrong.
+Result<ReplicaFindings> CompareReplicas(const GlobalLayout& layout, ReplicaCheck check,
+                                        std::uint64_t generation,
+                                        std::span<const std::vector<Hash128>> hashes);
 
 }  // namespace tensormount
 

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tensormount/save.h"
 
-#include <chrono>
+#include <exception>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,14 +13,15 @@
 #include "base/log.h"
 #include "collective/comm/collective.h"
 #include "collective/guarded.h"
+#include "collective/phase_events.h"
 #include "collective/save/data_writer.h"
+#include "collective/save/plan_exchange.h"
 #include "collective/save/replica_check.h"
-#include "collective/save/save_plan.h"
+#include "collective/save/save_messages.h"
 #include "collective/save_load.h"
-#include "collective/validate/descriptor.h"
-#include "collective/validate/layout_check.h"
+#include "collective/validate/layout_exchange.h"
+#include "index/common_state.h"
 #include "index/manifest.h"
-#include "index/record_coding.h"
 #include "index/store.h"
 #include "index/store_layout.h"
 #include "state/common_records.h"
@@ -26,16 +29,19 @@
 namespace tensormount {
 namespace {
 
+// Runs what the caller gave us. What it throws is logged: it must not keep this rank from the
+// others.
+void LogThrown(const std::string& what, const std::function<void()>& fn) {
+  try {
+    fn();
+  } catch (const std::exception& e) {
+    Log(LogLevel::kError, what + " threw: " + e.what());
+  } catch (...) {
+    Log(LogLevel::kError, what + " threw something that is no std::exception");
+  }
+}
+
 constexpr std::string_view kDefaultProducer = "tensormount 0.1";
-constexpr std::size_t kMaxText = std::size_t{1} << 16;
-
-double SecondsSince(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-Status FromRank(int rank, const Status& status) {
-  return status.WithContext("rank " + std::to_string(rank));
-}
 
 // What befell rank 0's machine is told as its own; what is so on every machine is not.
 Status OfRankZero(const Status& status) {
@@ -44,295 +50,399 @@ Status OfRankZero(const Status& status) {
   return machine ? FromRank(0, status) : status;
 }
 
-std::string EncodeStaging(const Status& status, const Staging& staging) {
-  ByteWriter out;
-  WriteStatus(out, status);
-  if (!status.ok()) return std::move(out.bytes());
-  out.String(staging.store);
-  out.String(staging.directory);
-  out.String(staging.name);
-  out.U64(staging.uuid.high);
-  out.U64(staging.uuid.low);
-  out.U64(staging.generation);
-  out.U64(staging.parent.high);
-  out.U64(staging.parent.low);
-  out.String(staging.parent_name);
-  return std::move(out.bytes());
-}
-
-Result<Staging> DecodeStaging(std::string_view bytes) {
-  ByteReader in(bytes, "staging that rank 0 sent");
-  TENSORMOUNT_RETURN_IF_ERROR(ReadStatus(in));
-  Staging staging;
-  staging.store = in.String(kMaxText);
-  staging.directory = in.String(kMaxText);
-  staging.name = in.String(kMaxText);
-  staging.uuid.high = in.U64();
-  staging.uuid.low = in.U64();
-  staging.generation = in.U64();
-  staging.parent.high = in.U64();
-  staging.parent.low = in.U64();
-  staging.parent_name = in.String(kMaxText);
-  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
-  return staging;
-}
-
-// What a rank tells rank 0 when its data and its manifest are durable.
-struct WriterReport {
-  Status status;
-  std::uint64_t bytes = 0;
-  std::uint64_t manifest_bytes = 0;
-  std::vector<Hash128> replicas;
-  std::vector<std::pair<std::string, std::string>> common;  // That this rank is the first to set.
-};
-
-std::string EncodeReport(const WriterReport& report) {
-  ByteWriter out;
-  WriteStatus(out, report.status);
-  if (!report.status.ok()) return std::move(out.bytes());
-  out.U64(report.bytes);
-  out.U64(report.manifest_bytes);
-  out.U64(report.replicas.size());
-  for (const Hash128& h : report.replicas) out.Hash(h);
-  out.U32(static_cast<std::uint32_t>(report.common.size()));
-  for (const auto& [name, value] : report.common) {
-    out.String(name);
-    out.String(value);
+std::string_view NameOf(PlacementRule rule) {
+  switch (rule) {
+    case PlacementRule::kAuto:
+      return "auto";
+    case PlacementRule::kTensorFile:
+      return "tensor-file";
+    case PlacementRule::kRankShard:
+      return "rank-shard";
+    case PlacementRule::kSafetensors:
+      return "safetensors";
   }
-  return std::move(out.bytes());
+  return "?";
+}
+std::string_view NameOf(ReplicaCheck check) {
+  switch (check) {
+    case ReplicaCheck::kRotating:
+      return "rotating";
+    case ReplicaCheck::kFull:
+      return "full";
+    case ReplicaCheck::kOff:
+      return "off";
+  }
+  return "?";
+}
+CallDescription Describe(const std::string& path, const SaveOptions& o) {
+  CallDescription call;
+  const auto add = [&](const char* what, std::string_view value) {
+    call.options.emplace_back(what, std::string(value));
+  };
+  add("path", path);
+  add("placement", NameOf(o.placement));
+  add("replicas", NameOf(o.replicas));
+  add("if_exists", o.if_exists == IfExists::kReplace ? "replace" : "fail");
+  add("strategy", o.strategy == SaveStrategy::kMain ? "main" : "parallel");
+  add("reuse_plan", o.reuse_plan ? "on" : "off");
+  add("producer", o.producer);
+  add("now", std::to_string(o.now));
+  call.common = o.common;
+  call.common_exempt = o.common_exempt;
+  call.validate = o.validate;
+  return call;
 }
 
-Result<WriterReport> DecodeReport(std::string_view bytes) {
-  ByteReader in(bytes, "report");
-  WriterReport report;
-  report.status = ReadStatus(in);
-  TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  if (!report.status.ok()) return report;
-  report.bytes = in.U64();
-  report.manifest_bytes = in.U64();
-  const std::uint64_t hashes = in.U64();
-  if (hashes > in.left() / sizeof(Hash128)) {
-    return Status(Code::kDataLoss, "report: more hashes are announced than there are bytes");
-  }
-  for (std::uint64_t i = 0; i < hashes; ++i) report.replicas.push_back(in.Hash());
-  const std::uint32_t values = in.U32();
-  for (std::uint32_t i = 0; i < values && in.status().ok(); ++i) {
-    std::string name(in.String(kMaxKeyBytes));
-    report.common.emplace_back(std::move(name), in.String(in.left()));
-  }
-  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
-  return report;
-}
-
-// One save on one rank. Collective calls are made in Run and Commit only, and every rank makes the
-// same ones; what rank 0 decides travels as data, so that a failed call always means that ranks
-// could not be reached, and then the store is asked (Settle).
+// One save on one rank. Collective calls are made by every rank in the same order; what rank 0
+// decides travels as data, so that a failed call always means that ranks could not be reached, and
+// from the moment at which there may be a staging the store is asked then (Settle).
 class SaveSession {
  public:
   SaveSession(FileSystem& fs, const StateDict& state, std::string_view path, Communicator& comm,
-              const SaveOptions& options)
+              const SaveOptions& options, const SaveControl& control)
       : fs_(fs),
         state_(state),
-        path_(path),
+        path_(WithoutSlashes(path)),
         options_(options),
+        control_(control),
+        comm_(comm),
         collective_(comm, options.timeouts),
         rank_(comm.rank()),
-        world_(comm.size()) {
-    while (path_.size() > 1 && path_.back() == '/') path_.pop_back();
-  }
+        world_(comm.size()),
+        phases_(options.events, "save", path_, comm.rank()) {}
 
   Result<SaveReport> Run() {
-    TENSORMOUNT_RETURN_IF_ERROR(Validate());
-    Result<std::string> told = collective_.Broadcast(Begin(), "begin");
-    if (!told.ok()) {
-      // Only rank 0 may have made a staging by now.
-      return begun_ ? Settle(told.status()) : told.status();
+    Result<SaveReport> result = Steps();
+    if (!result.ok()) return result;
+    const SaveReport& report = result.value();
+    if (options_.on_commit) {
+      LogThrown("save " + path_ + ": on_commit", [&] { options_.on_commit(report); });
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(staging_, DecodeStaging(told.value()));
-    begun_ = true;
-    const auto start = std::chrono::steady_clock::now();
-    const Status written = Guarded([&] { return Write(); });
-    report_.write_seconds = SecondsSince(start);
-    return Commit(written);
+    if (rank_ == 0 && options_.on_commit_once) {
+      LogThrown("save " + path_ + ": on_commit_once", [&] { options_.on_commit_once(report); });
+    }
+    return result;
   }
 
  private:
-  // The same failure on every rank, or nothing; no rank waits for another after the exchange.
-  Status Validate() {
-    const auto start = std::chrono::steady_clock::now();
-    std::string mine;
-    const Status described = Guarded([&]() -> Status {
-      mine = EncodeDescriptor(state_, path_, options_, rank_, world_);
-      return {};
-    });
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(described, "describe"));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> all,
-                                 collective_.AllGather(mine, "validate"));
-    const Status status = Guarded([&]() -> Status {
-      std::vector<RankDescriptor> ranks;
-      for (int r = 0; r < world_; ++r) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(RankDescriptor d,
-                                     DecodeDescriptor(all[static_cast<std::size_t>(r)], r, world_));
-        ranks.push_back(std::move(d));
-      }
-      TENSORMOUNT_ASSIGN_OR_RETURN(layout_, CheckLayout(ranks));
-      TENSORMOUNT_ASSIGN_OR_RETURN(plan_, PlanSave(layout_, options_.placement));
-      const std::size_t slash = path_.rfind('/');
-      if (slash == std::string::npos) {
-        return Status(Code::kInvalidArgument, "save to " + path_ + ": want STORE/NAME");
-      }
-      store_path_ = slash == 0 ? "/" : path_.substr(0, slash);
-      name_ = path_.substr(slash + 1);
-      return CheckCheckpointName(name_);
-    });
-    report_.validate_seconds = SecondsSince(start);
-    report_.path = path_;
-    report_.tensors = layout_.tensors.size();
-    report_.bytes = layout_.tensor_bytes;
-    report_.replica_bytes = layout_.replica_bytes;
-    return status;
+  static std::string WithoutSlashes(std::string_view path) {
+    while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
+    return std::string(path);
   }
 
-  // On rank 0: claims the name. What happened, for all ranks.
-  Result<std::string> Begin() {
-    if (rank_ != 0) return std::string();
-    const Status status = Guarded([&]() -> Status {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::OpenOrCreate(fs_, store_path_));
-      TENSORMOUNT_ASSIGN_OR_RETURN(staging_, store.Begin(name_, options_.if_exists));
-      begun_ = true;
-      return Status();
-    });
-    return EncodeStaging(OfRankZero(status), staging_);
-  }
-
-  // This rank's data and manifest, durable, and the hashes of its replicas.
-  Status Write() {
-    TENSORMOUNT_ASSIGN_OR_RETURN(WrittenData data, WriteData(fs_, staging_, state_, layout_, plan_,
-                                                             rank_, options_.progress));
-    mine_.bytes = data.bytes;
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
-                                 EncodeManifest(data.content, data.leaves));
-    mine_.manifest_bytes = manifest.size();
+  Result<SaveReport> Steps() {
     TENSORMOUNT_RETURN_IF_ERROR(
-        fs_.WriteFileDurably(JoinPath(staging_.directory, ManifestName(rank_)), manifest));
-    const std::vector<ReplicaBlock> blocks =
-        PlanReplicaCheck(layout_, options_.replicas, staging_.generation);
-    report_.replica_bytes_compared = ComparedBytes(blocks);
-    TENSORMOUNT_ASSIGN_OR_RETURN(mine_.replicas, HashReplicas(layout_, blocks, state_, rank_));
-    return CollectCommon();
+        Phase("validate", &report_.validate_seconds, [&](std::uint64_t*) { return Validate(); }));
+
+    Status local;  // What only this rank knows.
+    Status status;
+    (void)Phase("plan", &report_.plan_seconds, [&](std::uint64_t*) {
+      status = Plan(&local);
+      return status.ok() ? local : status;  // The others learn of `local` in the next phase.
+    });
+    TENSORMOUNT_RETURN_IF_ERROR(status);
+
+    status = Phase("stage", nullptr, [&](std::uint64_t*) { return Stage(local); });
+    if (!status.ok()) return begun_ ? Settle(status) : status;
+    if (control_.begun) LogThrown("begun hook", [&] { control_.begun(staging_); });
+
+    Status mine = Phase("write", &report_.write_seconds, [&](std::uint64_t* bytes) {
+      const Status written = Guarded([&] { return Write(); });
+      *bytes = mine_.bytes;
+      return written;
+    });
+
+    std::optional<Result<SaveReport>> ended;
+    (void)Phase("compare", &report_.compare_seconds, [&](std::uint64_t* bytes) {
+      ended = Compare(std::move(mine), &status, bytes);
+      return status;
+    });
+    if (ended) return std::move(*ended);
+
+    double publish_seconds = 0;
+    (void)Phase("publish", &publish_seconds, [&](std::uint64_t*) {
+      ended = Publish();
+      return ended->status();
+    });
+    if (ended->ok()) ended->value().publish_seconds = publish_seconds;
+    return std::move(*ended);
   }
 
-  // The common records that rank 0 gets from this rank.
-  Status CollectCommon() {
-    const auto send = [&](const std::string& name, const CommonValue& value) {
-      ByteWriter encoded;
-      EncodeCommon(encoded, value);
-      mine_.common.emplace_back(name, std::move(encoded.bytes()));
-    };
-    const CommonValues shared = SharedCommonRecords(state_);
-    for (const LayoutCommon& common : layout_.common) {
-      if (common.rank == rank_) send(common.name, shared.at(common.name));
+  Status Phase(std::string_view name, double* seconds,
+               const std::function<Status(std::uint64_t* bytes)>& fn) {
+    return phases_.Run(name, seconds, fn);
+  }
+
+  // The same failure on every rank, or nothing; no rank waits for another after it.
+  Status Validate() {
+    CallDescription call = Describe(path_, options_);
+    if (options_.reuse_plan) {
+      // Without it a plan is made, that is all.
+      const Status looked = Guarded([&]() -> Status {
+        cache_ = PlanCache::Of(comm_);
+        key_ = {ItemsFingerprint(state_), options_.placement, options_.strategy};
+        at_hand_ = cache_->Find(key_, options_.validate);
+        return Status();
+      });
+      if (!looked.ok()) at_hand_.reset();
+      if (at_hand_) call.plan_at_hand = at_hand_->job;
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto own, RankCommonRecord(state_, rank_));
-    if (own.has_value()) send(own->first, own->second);
+    TENSORMOUNT_ASSIGN_OR_RETURN(job_, ExchangeLayouts(collective_, state_, call));
+    if (job_.unchanged) {
+      if (!at_hand_ || at_hand_->job != job_.fingerprint) {
+        return Status(Code::kInternal, "plan: that of another job is at hand");
+      }
+      // What was found out when the plan was made; common values are looked at every time.
+      if (job_.report.ok()) job_.report = at_hand_->report;
+    }
+    if (options_.layout != nullptr) *options_.layout = job_.report;
+    report_.path = path_;
+    report_.tensors = job_.report.tensors;
+    report_.bytes = job_.report.bytes;
+    report_.replica_bytes = job_.report.replica_bytes;
+    report_.warnings = job_.warnings;
+    if (!job_.report.ok()) return job_.report.ToStatus();
+    const std::size_t slash = path_.rfind('/');
+    if (slash == std::string::npos) {
+      return Status(Code::kInvalidArgument, "save to " + path_ + ": want STORE/NAME");
+    }
+    store_path_ = slash == 0 ? "/" : path_.substr(0, slash);
+    name_ = path_.substr(slash + 1);
+    return CheckCheckpointName(name_);
+  }
+
+  Status Plan(Status* local) {
+    *local = CheckData();
+    if (job_.unchanged) {
+      plan_ = at_hand_->plan;
+      report_.plan_reused = true;
+      return Status();
+    }
+    if (cache_) cache_->Forget(job_.fingerprint);
+    PlanRules rules;
+    rules.placement = options_.placement;
+    rules.strategy = options_.strategy;
+    rules.owners = job_.owners;
+    Status merged;
+    auto layout = std::make_shared<const GlobalLayout>(std::move(job_.layout));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        plan_, ExchangePlans(collective_, state_, std::move(layout), rules, &merged));
+    if (cache_ && merged.ok()) {
+      cache_->Keep({job_.fingerprint, key_, options_.validate, job_.report, plan_});
+    }
+    if (!merged.ok()) *local = merged;
     return Status();
   }
 
-  Result<SaveReport> Commit(const Status& written) {
+  // Shards may be there for the layout alone; those cannot be written.
+  Status CheckData() const {
+    for (const StateDict::TensorItem& item : state_.tensors()) {
+      if (item.shard.metadata_only && !item.shard.region.empty()) {
+        return Status(Code::kInvalidArgument, "tensor " + item.key + ": shard " +
+                                                  item.shard.region.ToString() + " has no data");
+      }
+    }
+    return Status();
+  }
+
+  // Rank 0 claims the name, if all ranks are ready.
+  Status Stage(const Status& local) {
+    Result<std::string> told = collective_.Decide(
+        EncodeVote({local, Cancelled()}), "begin",
+        [&](std::vector<std::string>& votes) -> Result<std::string> {
+          const Status status = Guarded([&]() -> Status {
+            TENSORMOUNT_RETURN_IF_ERROR(VerdictOf(votes));
+            const auto begin = [&]() -> Status {
+              TENSORMOUNT_ASSIGN_OR_RETURN(const Store store,
+                                           Store::OpenOrCreate(fs_, store_path_));
+              TENSORMOUNT_ASSIGN_OR_RETURN(staging_, store.Begin(name_, options_.if_exists));
+              begun_ = true;
+              return Status();
+            };
+            return OfRankZero(begin());
+          });
+          return EncodeStaging(status, staging_);
+        });
+    // Only rank 0 may have made a staging where the call failed.
+    if (!told.ok()) return told.status();
+    TENSORMOUNT_ASSIGN_OR_RETURN(staging_, DecodeStaging(told.value()));
+    begun_ = true;
+    return Status();
+  }
+
+  // This rank's data and manifest, durable.
+  Status Write() {
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        WrittenData data,
+        WriteData(fs_, staging_, state_, *plan_.task, rank_, options_.progress, control_.cancel));
+    mine_.bytes = data.bytes;
+    report_.files = std::move(data.files);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
+                                 EncodeManifest(data.content, data.leaves));
+    mine_.manifest_bytes = manifest.size();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto own, RankCommonRecord(state_, rank_));
+    if (own) mine_.rank_common = own->second;
+    return fs_.WriteFileDurably(JoinPath(staging_.directory, ManifestName(rank_)), manifest);
+  }
+
+  // Hashes replicas, learns whether all ranks have written, seals what they wrote together, and as
+  // an owner compares. What fails after the ranks' verdict goes into this rank's report. Returns
+  // how the save ended, if it did; `status`: how this went.
+  std::optional<Result<SaveReport>> Compare(Status written, Status* status,
+                                            std::uint64_t* hashed_bytes) {
+    std::vector<std::vector<Hash128>> hashes;
+    if (written.ok()) {
+      written = Guarded([&]() -> Status {
+        TENSORMOUNT_ASSIGN_OR_RETURN(
+            hashes, HashReplicas(*plan_.task, options_.replicas, staging_.generation, state_,
+                                 hashed_bytes, control_.cancel));
+        return Status();
+      });
+    }
     // Shared files are sealed only when nobody writes them any more.
-    ByteWriter mine;
-    WriteStatus(mine, written);
-    const auto start = std::chrono::steady_clock::now();
-    Result<std::vector<std::string>> all = collective_.AllGather(mine.bytes(), "write");
-    if (!all.ok()) return Settle(all.status());
-    if (Status failure = LowestFailure(all.value()); !failure.ok()) {
+    Result<std::string> told =
+        collective_.Decide(EncodeVote(VoteOf(std::move(written))), "write",
+                           [](std::vector<std::string>& votes) -> Result<std::string> {
+                             return EncodeVerdict({VerdictOf(votes)});
+                           });
+    if (!told.ok()) {
+      *status = told.status();
+      return Settle(told.status());
+    }
+    Result<SaveVerdict> verdict = DecodeVerdict(told.value());
+    if (!verdict.ok()) {
+      *status = verdict.status();
+      return Settle(verdict.status());
+    }
+    if (const Status& failure = verdict.value().status; !failure.ok()) {
+      *status = failure;
       if (rank_ == 0) Discard();
       return failure;
     }
-    mine_.status = Guarded([&] { return SealShared(fs_, staging_, plan_, rank_); });
+    mine_.vote.status = Guarded([&] { return SealShared(fs_, staging_, *plan_.task); });
+    if (Compares()) {
+      std::vector<std::string> to_each(static_cast<std::size_t>(world_));
+      for (std::size_t owner = 0; owner < hashes.size() && owner < to_each.size(); ++owner) {
+        ByteWriter out;
+        for (const Hash128& hash : hashes[owner]) out.Hash(hash);
+        to_each[owner] = std::move(out.bytes());
+      }
+      Result<std::vector<std::string>> from_each = collective_.AllToAll(to_each, "compare");
+      if (!from_each.ok()) {
+        *status = from_each.status();
+        return Settle(from_each.status());
+      }
+      const Status compared = Guarded([&] { return CompareOwned(from_each.value()); });
+      if (mine_.vote.status.ok()) mine_.vote.status = compared;
+    }
+    *status = mine_.vote.status.ok() ? mine_.replicas.ToStatus() : mine_.vote.status;
+    return std::nullopt;
+  }
+
+  // The same on every rank.
+  bool Compares() const {
+    return options_.replicas != ReplicaCheck::kOff &&
+           (report_.replica_bytes > 0 || !options_.validate);
+  }
+
+  Status CompareOwned(const std::vector<std::string>& from_each) {
+    std::vector<std::vector<Hash128>> hashes(from_each.size());
+    for (std::size_t r = 0; r < from_each.size(); ++r) {
+      ByteReader in(from_each[r], "hashes of replicas");
+      hashes[r].reserve(from_each[r].size() / sizeof(Hash128));
+      while (in.left() >= sizeof(Hash128)) hashes[r].push_back(in.Hash());
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(mine_.replicas, CompareReplicas(*plan_.layout, options_.replicas,
+                                                                 staging_.generation, hashes));
+    return Status();
+  }
+
+  Result<SaveReport> Publish() {
+    mine_.vote.cancel = Cancelled();
     Result<std::vector<std::string>> reports = collective_.Gather(EncodeReport(mine_), "report");
     if (!reports.ok()) return Settle(reports.status());
-
-    Status verdict;
-    std::uint64_t bytes_written = 0;
+    SaveVerdict verdict;
     if (rank_ == 0) {
-      verdict = Guarded([&] { return Publish(reports.value(), &bytes_written); });
-      if (!verdict.ok() && verdict.code() != Code::kUnknown) verdict = Abort(verdict);
+      Status status = Guarded([&] { return Decide(reports.value(), verdict); });
+      if (!status.ok() && status.code() != Code::kUnknown) status = Abort(status);
+      verdict.status = status;
     }
-    ByteWriter out;
-    WriteStatus(out, verdict);
-    out.U64(bytes_written);
-    Result<std::string> told = collective_.Broadcast(std::move(out.bytes()), "publish");
-    report_.publish_seconds = SecondsSince(start);
+    Result<std::string> told = collective_.Broadcast(EncodeVerdict(verdict), "publish");
     if (!told.ok()) {
       // Rank 0 knows already.
-      if (rank_ == 0 && !verdict.ok()) return verdict;
+      if (rank_ == 0 && !verdict.status.ok()) return verdict.status;
       return Settle(told.status());
     }
-    ByteReader in(told.value(), "verdict that rank 0 sent");
-    verdict = ReadStatus(in);
-    report_.bytes_written = in.U64();
-    if (Status status = in.Finish(); verdict.ok() && !status.ok()) return Settle(status);
-    if (!verdict.ok()) {
-      if (rank_ == 0 && verdict.code() != Code::kUnknown) RemoveAborted();
-      return verdict;
+    Result<SaveVerdict> decoded = DecodeVerdict(told.value());
+    if (!decoded.ok()) return Settle(decoded.status());
+    verdict = decoded.value();
+    if (!verdict.status.ok()) {
+      if (rank_ == 0 && verdict.status.code() != Code::kUnknown) EmptyAborted();
+      return verdict.status;
     }
+    report_.bytes_written = verdict.bytes_written;
+    report_.replica_bytes_compared = verdict.replica_bytes_compared;
     return Committed();
   }
 
-  Status LowestFailure(const std::vector<std::string>& all) const {
-    Status first;
-    int failed = 0;
-    for (std::size_t r = 0; r < all.size(); ++r) {
-      ByteReader in(all[r], "outcome of a rank");
-      const Status status = ReadStatus(in);
-      if (status.ok() && in.status().ok()) continue;
-      if (failed++ == 0) {
-        first = FromRank(static_cast<int>(r), status.ok() ? in.status() : status);
-      }
-    }
-    if (failed < 2) return first;
-    return Status::FromParts(
-        first.code(), first.ToErrno(),
-        first.message() + " (and " + std::to_string(failed - 1) + " more ranks failed)");
-  }
-
-  // On rank 0.
-  Status Publish(const std::vector<std::string>& reports, std::uint64_t* bytes_written) {
+  // On rank 0: publishes, unless the reports say otherwise.
+  Status Decide(const std::vector<std::string>& encoded, SaveVerdict& verdict) {
     Content coordinator;
     coordinator.info.producer =
         options_.producer.empty() ? std::string(kDefaultProducer) : options_.producer;
     coordinator.info.world_size = static_cast<std::uint32_t>(world_);
-    std::vector<std::vector<Hash128>> replicas;
+    coordinator.common = std::move(job_.common);
+    std::vector<Vote> votes;
+    std::vector<std::uint64_t> manifests;
+    ReplicaFindings replicas;
     for (int r = 0; r < world_; ++r) {
-      Result<WriterReport> decoded = DecodeReport(reports[static_cast<std::size_t>(r)]);
+      Result<WriterReport> decoded = DecodeReport(encoded[static_cast<std::size_t>(r)]);
       if (!decoded.ok()) return FromRank(r, decoded.status());
       WriterReport& report = decoded.value();
-      if (!report.status.ok()) return FromRank(r, report.status);
-      *bytes_written += report.bytes;
-      replicas.push_back(std::move(report.replicas));
-      for (const auto& [name, encoded] : report.common) {
-        ByteReader in(encoded, "common value");
-        TENSORMOUNT_ASSIGN_OR_RETURN(coordinator.common[name], DecodeCommon(in, "common value"));
-        TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
-      }
+      votes.push_back(report.vote);
+      manifests.push_back(report.manifest_bytes);
+      verdict.bytes_written += report.bytes;
+      replicas.Add(std::move(report.replicas));
+      if (report.rank_common) coordinator.common[RankRecordName(r)] = *report.rank_common;
+    }
+    verdict.replica_bytes_compared = replicas.compared_bytes;
+    TENSORMOUNT_RETURN_IF_ERROR(VerdictOf(votes));
+    TENSORMOUNT_RETURN_IF_ERROR(replicas.ToStatus());
+    return OfRankZero(PublishStaging(coordinator, manifests));
+  }
+
+  Status PublishStaging(const Content& coordinator, const std::vector<std::uint64_t>& manifests) {
+    for (int r = 0; r < world_; ++r) {
       // A manifest that this machine does not see (yet) would be a checkpoint without its objects.
+      const std::uint64_t wanted = manifests[static_cast<std::size_t>(r)];
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info,
                                    fs_.Stat(JoinPath(staging_.directory, ManifestName(r))));
-      if (info.size != report.manifest_bytes) {
+      if (info.size != wanted) {
         return Status(Code::kDataLoss, ManifestName(r) + ": " + std::to_string(info.size) +
-                                           " bytes are seen of the " +
-                                           std::to_string(report.manifest_bytes) + " that rank " +
-                                           std::to_string(r) + " wrote");
+                                           " bytes are seen of the " + std::to_string(wanted) +
+                                           " that rank " + std::to_string(r) + " wrote");
       }
     }
-    TENSORMOUNT_RETURN_IF_ERROR(CompareReplicas(
-        layout_, PlanReplicaCheck(layout_, options_.replicas, staging_.generation), replicas));
+    Ending();
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs_, staging_.store));
     Store::PublishOptions publish;
     publish.if_exists = options_.if_exists;
     publish.now = options_.now;
-    return OfRankZero(store.Publish(staging_, coordinator, publish).status());
+    return store.Publish(staging_, coordinator, publish).status();
+  }
+
+  // ---- Cancelling ----
+
+  // Whoever answered yes once does so again: the request stands.
+  bool Cancelled() {
+    cancelled_ = cancelled_ || (control_.cancel != nullptr && control_.cancel->load());
+    return cancelled_;
+  }
+  Vote VoteOf(Status status) {
+    const bool cancelled = Cancelled();
+    // That this rank stopped writing because of the request is no failure.
+    if (cancelled && status.code() == Code::kCancelled) status = Status();
+    return {std::move(status), cancelled};
   }
 
   // ---- How it ends ----
@@ -361,12 +471,12 @@ class SaveSession {
     Result<Verdict> verdict = AskStore();
     if (!verdict.ok()) return NotKnown(failure, verdict.status());
     if (verdict.value() == Verdict::kCommitted) return Committed();
-    // Others may still have to ask where that uuid is, so its entry stays for gc.
     EmptyAborted();
     return failure;
   }
 
   Result<Verdict> AskStore() {
+    Ending();
     Result<Verdict> verdict = Status(Code::kUnknown, "the store was not asked");
     const Status status = Guarded([&]() -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs_, staging_.store));
@@ -383,46 +493,56 @@ class SaveSession {
                       "; whether the save was committed could not be found out: " + why.message());
   }
 
-  // All ranks know that it failed: nothing is left behind.
+  // All ranks know that it failed.
   void Discard() {
     if (Result<Verdict> verdict = AskStore(); !verdict.ok()) {
       Log(LogLevel::kWarning, "save " + path_ + ": " + staging_.directory +
                                   " could not be aborted: " + verdict.status().message());
       return;
     }
-    RemoveAborted();
+    EmptyAborted();
   }
 
-  std::string TrashEntry() const {
-    return JoinPath(JoinPath(staging_.store, layout::kTrashFolder),
-                    staging_.uuid.ToString() + std::string(layout::kAbortedSuffix));
-  }
-  // Best effort; gc removes what this could not.
-  void RemoveAborted() {
-    const std::string entry = TrashEntry();
-    (void)fs_.RemoveTree(entry);  // Best effort.
-    (void)fs_.RemoveFile(entry + std::string(layout::kSinceSuffix));
-  }
+  // Frees the space. The entry itself, which holds nothing but its uuid, stays for gc: a rank that
+  // slept through the verdict may still ask where that uuid is. Best effort; gc removes what this
+  // could not.
   void EmptyAborted() {
-    const std::string entry = TrashEntry();
+    const std::string entry =
+        JoinPath(JoinPath(staging_.store, layout::kTrashFolder),
+                 staging_.uuid.ToString() + std::string(layout::kAbortedSuffix));
     for (const char* folder : {"data", "manifest", "index"}) {
       (void)fs_.RemoveTree(JoinPath(entry, folder));  // Best effort.
     }
   }
 
+  // On rank 0, once, before the staging is published or aborted.
+  void Ending() {
+    if (rank_ != 0 || ending_) return;
+    ending_ = true;
+    if (control_.ending) LogThrown("ending hook", [&] { control_.ending(staging_); });
+  }
+
   FileSystem& fs_;
   const StateDict& state_;
-  std::string path_;
+  const std::string path_;
   const SaveOptions& options_;
+  const SaveControl& control_;
+  Communicator& comm_;
   Collective collective_;
   const int rank_;
   const int world_;
+  PhaseEvents phases_;
   std::string store_path_;
   std::string name_;
-  GlobalLayout layout_;
-  SavePlan plan_;
+  std::shared_ptr<PlanCache> cache_;  // Null: not to be used.
+  PlanCache::Key key_;
+  std::optional<PlanCache::Entry> at_hand_;
+  JobLayout job_;
+  JobPlan plan_;
   Staging staging_;
   bool begun_ = false;  // staging_ is set.
+  bool ending_ = false;
+  bool cancelled_ = false;
   WriterReport mine_;
   SaveReport report_;
 };
@@ -432,8 +552,7 @@ class SaveSession {
 Result<SaveReport> SaveOn(FileSystem& fs, const StateDict& state, std::string_view path,
                           Communicator& comm, const SaveOptions& options,
                           const SaveControl& control) {
-  (void)control;
-  return SaveSession(fs, state, path, comm, options).Run();
+  return SaveSession(fs, state, path, comm, options, control).Run();
 }
 
 Result<SaveReport> Save(const StateDict& state, std::string_view path, Communicator& comm,

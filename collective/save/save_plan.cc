@@ -2,9 +2,15 @@
 #include "collective/save/save_plan.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
+#include <memory>
 #include <string>
 #include <utility>
 
+#include "base/checked.h"
+#include "base/coding.h"
+#include "base/hash.h"
 #include "shard/copy_plan.h"
 
 namespace tensormount {
@@ -14,9 +20,14 @@ namespace {
 // than kForcedRunBytes: each run becomes a chunk of its own.
 constexpr std::uint64_t kForcedRuns = 4096;
 constexpr std::uint64_t kForcedRunBytes = 64 * 1024;
-// Under kAuto no more tensors than this, the largest ones, have files of their own.
-constexpr std::size_t kMaxTensorFiles = 4096;
 constexpr std::uint64_t kMaxRuns = std::uint64_t{1} << 20;
+
+// Sizes of tensors that want a file of their own, by power of two: enough to find the largest ones
+// of all owners without naming any.
+constexpr std::size_t kSizeClasses = 64;
+std::size_t SizeClass(std::uint64_t bytes) {
+  return static_cast<std::size_t>(std::bit_width(bytes)) - 1;  // Of what is not empty.
+}
 
 // How many runs, at least nearly: boxes of a flat range may touch.
 std::uint64_t CountRuns(const TensorMeta& meta, const Holding& holding) {
@@ -35,17 +46,39 @@ std::uint64_t CountRuns(const TensorMeta& meta, const Holding& holding) {
   return runs;
 }
 
-class Planner {
- public:
-  Planner(const GlobalLayout& layout, PlacementRule rule) : layout_(layout), rule_(rule) {
+}  // namespace
+
+struct SavePlanner::Rep {
+  Rep(const GlobalLayout& layout, const PlanRules& rules) : layout_(layout), rules_(rules) {
     plan_.ranks.resize(static_cast<std::size_t>(layout.world));
     plan_.placement.assign(layout.tensors.size(), Placement::kRankShard);
     plan_.writers.assign(layout.tensors.size(), 0);
     parts_.assign(layout.tensors.size(), 0);
   }
 
-  Result<SavePlan> Run() {
-    TENSORMOUNT_RETURN_IF_ERROR(Place());
+  Result<std::string> Survey() {
+    if (rules_.placement == PlacementRule::kSafetensors) return SurveySafetensors();
+    std::array<std::uint32_t, kSizeClasses> classes{};
+    for (std::uint32_t t = 0; t < layout_.tensors.size(); ++t) {
+      const std::uint64_t bytes = meta(t).bytes();
+      if (rules_.placement == PlacementRule::kTensorFile) {
+        TENSORMOUNT_RETURN_IF_ERROR(CheckTensorFile(t));
+        plan_.placement[t] = Placement::kTensorFile;
+      } else if (rules_.placement == PlacementRule::kAuto && bytes < kPackBytes) {
+        plan_.placement[t] = Placement::kPack;
+      } else if (rules_.placement == PlacementRule::kAuto && bytes >= kTensorFileBytes &&
+                 HasLongRuns(t)) {
+        own_file_.push_back(t);
+        ++classes[SizeClass(bytes)];
+      }
+    }
+    ByteWriter out;
+    for (const std::uint32_t n : classes) out.U32(n);
+    return std::move(out.bytes());
+  }
+
+  Result<SavePlan> Plan(std::string_view decision, std::uint32_t owner) {
+    TENSORMOUNT_RETURN_IF_ERROR(Place(decision, owner));
     AssignObjects();
     TENSORMOUNT_RETURN_IF_ERROR(AssignTensors());
     Finish();
@@ -61,32 +94,9 @@ class Planner {
 
   const TensorMeta& meta(std::size_t tensor) const { return layout_.tensors[tensor].meta; }
   RankPlan& rank(int r) { return plan_.ranks[static_cast<std::size_t>(r)]; }
+  bool main_only() const { return rules_.strategy == SaveStrategy::kMain; }
 
   // ---- Placement ----
-  Status Place() {
-    if (rule_ == PlacementRule::kSafetensors) return PlaceSafetensors();
-    std::vector<std::uint32_t> own_file;
-    for (std::uint32_t t = 0; t < layout_.tensors.size(); ++t) {
-      const std::uint64_t bytes = meta(t).bytes();
-      if (rule_ == PlacementRule::kTensorFile) {
-        TENSORMOUNT_RETURN_IF_ERROR(CheckTensorFile(t));
-        plan_.placement[t] = Placement::kTensorFile;
-      } else if (rule_ == PlacementRule::kAuto && bytes < kPackBytes) {
-        plan_.placement[t] = Placement::kPack;
-      } else if (rule_ == PlacementRule::kAuto && bytes >= kTensorFileBytes && HasLongRuns(t)) {
-        own_file.push_back(t);
-      }
-    }
-    if (own_file.size() > kMaxTensorFiles) {
-      std::stable_sort(own_file.begin(), own_file.end(), [&](std::uint32_t a, std::uint32_t b) {
-        return meta(a).bytes() > meta(b).bytes();
-      });
-      own_file.resize(kMaxTensorFiles);
-    }
-    for (const std::uint32_t t : own_file) plan_.placement[t] = Placement::kTensorFile;
-    return Status();
-  }
-
   bool HasLongRuns(std::uint32_t t) const {
     for (const Holding& h : layout_.tensors[t].holdings) {
       const std::uint64_t runs = CountRuns(meta(t), h);
@@ -109,7 +119,8 @@ class Planner {
     return Status();
   }
 
-  Status PlaceSafetensors() {
+  // A bit for each rank that holds all of this owner's tensors whole.
+  Result<std::string> SurveySafetensors() {
     std::vector<std::size_t> whole(static_cast<std::size_t>(layout_.world), 0);
     std::size_t with_cells = 0;
     for (std::size_t t = 0; t < layout_.tensors.size(); ++t) {
@@ -130,20 +141,49 @@ class Planner {
       }
       for (const Holder& h : tensor.holdings[0].holders) ++whole[static_cast<std::size_t>(h.rank)];
     }
+    std::string bits((whole.size() + 7) / 8, '\0');
     for (std::size_t r = 0; r < whole.size(); ++r) {
-      if (whole[r] == with_cells) {
-        safetensors_writer_ = static_cast<int>(r);
-        return Status();
-      }
+      if (whole[r] == with_cells) bits[r / 8] = static_cast<char>(bits[r / 8] | 1 << (r % 8));
     }
-    return Status(Code::kUnsupported, "placement safetensors: no rank holds all tensors whole");
+    return bits;
+  }
+
+  // Which of the tensors that want a file of their own get one, or who writes everything.
+  Status Place(std::string_view decision, std::uint32_t owner) {
+    ByteReader in(decision, "plan that rank 0 decided");
+    if (rules_.placement == PlacementRule::kSafetensors) {
+      safetensors_writer_ = static_cast<int>(in.U32());
+      if (safetensors_writer_ < 0 || safetensors_writer_ >= layout_.world) {
+        return Status(Code::kInternal, "plan that rank 0 decided: no such rank");
+      }
+      return in.Finish();
+    }
+    const bool limited = in.U8() != 0;
+    if (limited) {
+      const std::size_t size_class = in.U8();
+      const std::string_view quotas = in.Raw(std::size_t{4} * rules_.owners);
+      TENSORMOUNT_RETURN_IF_ERROR(in.status());
+      auto quota = LoadLittle<std::uint32_t>(quotas.data() + std::size_t{4} * owner);
+      std::stable_sort(own_file_.begin(), own_file_.end(), [&](std::uint32_t a, std::uint32_t b) {
+        return meta(a).bytes() > meta(b).bytes();
+      });
+      std::erase_if(own_file_, [&](std::uint32_t t) {
+        const std::size_t mine = SizeClass(meta(t).bytes());
+        if (mine != size_class) return mine < size_class;
+        return quota == 0 || quota-- == 0;
+      });
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+    for (const std::uint32_t t : own_file_) plan_.placement[t] = Placement::kTensorFile;
+    return Status();
   }
 
   // ---- Who writes what ----
   void AssignObjects() {
     for (std::uint32_t o = 0; o < layout_.objects.size(); ++o) {
       const LayoutObject& object = layout_.objects[o];
-      const int writer = LeastLoaded(object.holders);
+      const int writer =
+          main_only() ? object.holders[0].rank : LeastLoaded(object.holders, object.key);
       rank(writer).objects.push_back(o);
       rank(writer).bytes += object.length;
     }
@@ -154,18 +194,15 @@ class Planner {
     for (std::uint32_t t = 0; t < layout_.tensors.size(); ++t) {
       const LayoutTensor& tensor = layout_.tensors[t];
       if (tensor.holdings.empty()) {
-        const bool safetensors = rule_ == PlacementRule::kSafetensors;
+        const bool safetensors = rules_.placement == PlacementRule::kSafetensors;
         rank(safetensors ? safetensors_writer_ : tensor.first_rank).recorded.push_back(t);
       }
       for (std::uint32_t h = 0; h < tensor.holdings.size(); ++h) {
         const Holding& holding = tensor.holdings[h];
-        if (rule_ == PlacementRule::kSafetensors) {
-          const auto at =
-              std::find_if(holding.holders.begin(), holding.holders.end(),
-                           [&](const Holder& x) { return x.rank == safetensors_writer_; });
-          TENSORMOUNT_RETURN_IF_ERROR(Write(t, holding, *at, 0, holding.bytes));
-        } else if (holding.holders.size() == 1) {
-          TENSORMOUNT_RETURN_IF_ERROR(Write(t, holding, holding.holders[0], 0, holding.bytes));
+        if (rules_.placement == PlacementRule::kSafetensors || main_only() ||
+            holding.holders.size() == 1) {
+          TENSORMOUNT_ASSIGN_OR_RETURN(const Holder writer, OnlyWriter(holding));
+          TENSORMOUNT_RETURN_IF_ERROR(Write(t, h, writer, 0, holding.bytes));
         } else {
           replicated.push_back({t, h, holding.bytes});
         }
@@ -175,30 +212,60 @@ class Planner {
     std::stable_sort(replicated.begin(), replicated.end(),
                      [](const Replicated& a, const Replicated& b) { return a.bytes > b.bytes; });
     for (const Replicated& r : replicated) {
-      TENSORMOUNT_RETURN_IF_ERROR(
-          SplitReplicas(r.tensor, layout_.tensors[r.tensor].holdings[r.holding]));
+      TENSORMOUNT_RETURN_IF_ERROR(SplitReplicas(r.tensor, r.holding));
     }
     return Status();
   }
 
-  int LeastLoaded(const std::vector<Holder>& holders) const {
-    int best = holders[0].rank;
-    for (const Holder& h : holders) {
-      if (plan_.ranks[static_cast<std::size_t>(h.rank)].bytes <
-          plan_.ranks[static_cast<std::size_t>(best)].bytes) {
-        best = h.rank;
-      }
+  Result<Holder> OnlyWriter(const Holding& holding) const {
+    int wanted = holding.holders[0].rank;
+    if (rules_.placement == PlacementRule::kSafetensors) {
+      wanted = safetensors_writer_;
+    } else if (main_only() && holding.main >= 0) {
+      wanted = holding.main;
     }
-    return best;
+    for (const Holder& h : holding.holders) {
+      if (h.rank == wanted) return h;
+    }
+    return Status(Code::kInternal, "rank " + std::to_string(wanted) + " was to write " +
+                                       holding.region.ToString() + ", which it does not hold");
+  }
+
+  // Who comes first of those who have the same so far: the first one where all keys are planned
+  // together. Owners who know nothing of each other must not all begin with the same one.
+  std::size_t FirstOf(const std::vector<Holder>& holders, std::string_view key) const {
+    return rules_.owners > 1 ? Xxh3Low64(key) % holders.size() : 0;
+  }
+  std::uint64_t LoadOf(const Holder& h) const {
+    return plan_.ranks[static_cast<std::size_t>(h.rank)].bytes;
+  }
+
+  int LeastLoaded(const std::vector<Holder>& holders, std::string_view key) const {
+    const std::size_t first = FirstOf(holders, key);
+    const Holder* best = &holders[first];
+    for (std::size_t i = 1; i < holders.size(); ++i) {
+      const Holder& h = holders[(first + i) % holders.size()];
+      if (LoadOf(h) < LoadOf(*best)) best = &h;
+    }
+    return best->rank;
+  }
+
+  // Those who have least so far come first.
+  std::vector<Holder> ByLoad(const std::vector<Holder>& holders, std::string_view key) const {
+    std::vector<Holder> by_load = holders;
+    std::rotate(by_load.begin(),
+                by_load.begin() + static_cast<std::ptrdiff_t>(FirstOf(holders, key)),
+                by_load.end());
+    std::stable_sort(by_load.begin(), by_load.end(),
+                     [&](const Holder& a, const Holder& b) { return LoadOf(a) < LoadOf(b); });
+    return by_load;
   }
 
   // Pours the bytes of a holding over its holders like water: those who have least so far take
   // most, and nobody takes less than kMinPartBytes.
-  Status SplitReplicas(std::uint32_t t, const Holding& holding) {
-    std::vector<Holder> by_load = holding.holders;
-    std::stable_sort(by_load.begin(), by_load.end(), [&](const Holder& a, const Holder& b) {
-      return rank(a.rank).bytes < rank(b.rank).bytes;
-    });
+  Status SplitReplicas(std::uint32_t t, std::uint32_t h) {
+    const Holding& holding = layout_.tensors[t].holdings[h];
+    std::vector<Holder> by_load = ByLoad(holding.holders, meta(t).key());
     const bool whole_bytes = meta(t).bits() % 8 == 0;
     std::size_t n = by_load.size();
     std::uint64_t level = 0;
@@ -209,7 +276,7 @@ class Planner {
       level = sum / n;
       if (level >= rank(by_load[n - 1].rank).bytes + kMinPartBytes) break;
     }
-    if (n == 1) return Write(t, holding, by_load[0], 0, holding.bytes);
+    if (n == 1) return Write(t, h, by_load[0], 0, holding.bytes);
     // Parts in order of rank, so that the file's neighbours are neighbours of ranks.
     by_load.resize(n);
     std::sort(by_load.begin(), by_load.end(),
@@ -224,9 +291,7 @@ class Planner {
         const std::uint64_t down = (want + cut.base) / cut.step * cut.step;
         end = std::clamp(down > cut.base ? down - cut.base : 0, begin, holding.bytes);
       }
-      if (end > begin) {
-        TENSORMOUNT_RETURN_IF_ERROR(Write(t, holding, by_load[i], begin, end - begin));
-      }
+      if (end > begin) TENSORMOUNT_RETURN_IF_ERROR(Write(t, h, by_load[i], begin, end - begin));
       begin = end;
     }
     return Status();
@@ -258,44 +323,33 @@ class Planner {
   }
 
   // Bytes [begin, begin + bytes) of a holding become chunks of `writer`.
-  Status Write(std::uint32_t t, const Holding& holding, const Holder& writer, std::uint64_t begin,
+  Status Write(std::uint32_t t, std::uint32_t h, const Holder& writer, std::uint64_t begin,
                std::uint64_t bytes) {
-    const std::uint64_t bits = meta(t).bits();
-    const bool all = begin == 0 && bytes == holding.bytes;
-    const auto part_of = [&](std::uint64_t from, std::uint64_t size) -> Result<Region> {
-      if (from == 0 && size == holding.bytes) return holding.region;
-      return Region::Flat(holding.region.box(),
-                          holding.region.flat_first() + static_cast<std::int64_t>(from * 8 / bits),
-                          static_cast<std::int64_t>(size * 8 / bits));
-    };
+    const Holding& holding = layout_.tensors[t].holdings[h];
     rank(writer.rank).bytes += bytes;
     PlannedChunk chunk;
     chunk.tensor = t;
+    chunk.holding = h;
     chunk.item = writer.item;
-    chunk.placement = plan_.placement[t];
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Region mine, part_of(begin, bytes));
-    if (chunk.placement != Placement::kTensorFile) {
-      chunk.begin = begin;
-      chunk.bytes = bytes;
-      chunk.region = mine;
+    chunk.begin = begin;
+    chunk.bytes = bytes;
+    if (plan_.placement[t] != Placement::kTensorFile) {
       chunk.part = parts_[t]++;
       rank(writer.rank).chunks.push_back(chunk);
       return Status();
     }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Region mine,
+                                 PartOfRegion(meta(t), holding.region, begin, bytes));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<GlobalRun> runs,
                                  GlobalRuns(meta(t), mine, kMaxRuns));
     for (const GlobalRun& run : runs) {
       chunk.begin = begin + run.packed;
       chunk.bytes = run.bytes;
       chunk.offset = run.offset;
-      chunk.region = mine;
-      if (!all || run.bytes != bytes) {
-        if ((run.packed * 8) % bits != 0 || (run.bytes * 8) % bits != 0) {
-          return Status(Code::kUnsupported, "placement tensor-file: tensor " + meta(t).key() +
-                                                ": shard " + holding.region.ToString() +
-                                                " has runs that end inside an element");
-        }
-        TENSORMOUNT_ASSIGN_OR_RETURN(chunk.region, part_of(begin + run.packed, run.bytes));
+      if (!PartOfRegion(meta(t), holding.region, chunk.begin, chunk.bytes).ok()) {
+        return Status(Code::kUnsupported, "placement tensor-file: tensor " + meta(t).key() +
+                                              ": shard " + holding.region.ToString() +
+                                              " has runs that end inside an element");
       }
       chunk.part = parts_[t]++;
       rank(writer.rank).chunks.push_back(chunk);
@@ -307,11 +361,9 @@ class Planner {
     std::vector<int> lowest(layout_.tensors.size(), -1);
     for (int r = 0; r < layout_.world; ++r) {
       std::vector<PlannedChunk>& chunks = rank(r).chunks;
-      std::stable_sort(chunks.begin(), chunks.end(),
-                       [](const PlannedChunk& a, const PlannedChunk& b) {
-                         if (a.placement != b.placement) return a.placement < b.placement;
-                         return a.tensor != b.tensor ? a.tensor < b.tensor : a.part < b.part;
-                       });
+      std::sort(chunks.begin(), chunks.end(), [](const PlannedChunk& a, const PlannedChunk& b) {
+        return a.tensor != b.tensor ? a.tensor < b.tensor : a.part < b.part;
+      });
       for (std::size_t i = 0; i < chunks.size(); ++i) {
         const std::uint32_t t = chunks[i].tensor;
         if (i > 0 && chunks[i - 1].tensor == t) continue;
@@ -327,13 +379,104 @@ class Planner {
   }
 
   const GlobalLayout& layout_;
-  const PlacementRule rule_;
+  const PlanRules rules_;
   SavePlan plan_;
+  std::vector<std::uint32_t> own_file_;  // Tensors that want a file of their own.
   std::vector<std::uint32_t> parts_;
   int safetensors_writer_ = 0;
 };
 
-}  // namespace
+SavePlanner::SavePlanner(const GlobalLayout& layout, const PlanRules& rules)
+    : rep_(std::make_unique<Rep>(layout, rules)) {}
+SavePlanner::~SavePlanner() = default;
+
+Result<std::string> SavePlanner::Survey() { return rep_->Survey(); }
+
+Result<SavePlan> SavePlanner::Plan(std::string_view decision, std::uint32_t owner) {
+  return rep_->Plan(decision, owner);
+}
+
+Result<std::string> SavePlanner::Decide(std::span<const std::string> surveys,
+                                        const PlanRules& rules, int world) {
+  ByteWriter out;
+  if (surveys.size() != rules.owners) {
+    return Status(Code::kInternal, "plan: not one survey of every owner");
+  }
+  if (rules.placement == PlacementRule::kSafetensors) {
+    const auto ranks = static_cast<std::size_t>(world);
+    std::string all((ranks + 7) / 8, '\xff');
+    for (const std::string& survey : surveys) {
+      if (survey.size() != all.size()) {
+        return Status(Code::kInternal, "plan: a survey has the wrong size");
+      }
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        all[i] = static_cast<char>(all[i] & survey[i]);
+      }
+    }
+    for (std::size_t r = 0; r < ranks; ++r) {
+      if ((all[r / 8] >> (r % 8) & 1) == 0) continue;
+      out.U32(static_cast<std::uint32_t>(r));
+      return std::move(out.bytes());
+    }
+    return Status(Code::kUnsupported, "placement safetensors: no rank holds all tensors whole");
+  }
+  std::array<std::uint64_t, kSizeClasses> classes{};
+  for (const std::string& survey : surveys) {
+    if (survey.size() != 4 * kSizeClasses) {
+      return Status(Code::kInternal, "plan: a survey has the wrong size");
+    }
+    for (std::size_t c = 0; c < kSizeClasses; ++c) {
+      classes[c] += LoadLittle<std::uint32_t>(survey.data() + 4 * c);
+    }
+  }
+  // From the largest class down, until one does not fit any more: of that each owner in turn may
+  // have as many as it has, while there are any left.
+  std::uint64_t left = rules.max_tensor_files;
+  std::size_t c = kSizeClasses;
+  while (c > 0 && classes[c - 1] <= left) left -= classes[--c];
+  out.U8(c > 0 ? 1 : 0);
+  if (c == 0) return std::move(out.bytes());
+  const std::size_t limited = c - 1;
+  out.U8(static_cast<std::uint8_t>(limited));
+  for (const std::string& survey : surveys) {
+    const auto has = LoadLittle<std::uint32_t>(survey.data() + 4 * limited);
+    const auto quota = static_cast<std::uint32_t>(std::min<std::uint64_t>(has, left));
+    left -= quota;
+    out.U32(quota);
+  }
+  return std::move(out.bytes());
+}
+
+Result<SavePlan> PlanSave(const GlobalLayout& layout, PlacementRule rule, SaveStrategy strategy) {
+  PlanRules rules;
+  rules.placement = rule;
+  rules.strategy = strategy;
+  SavePlanner planner(layout, rules);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string survey, planner.Survey());
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const std::string decision,
+      SavePlanner::Decide(std::span<const std::string>(&survey, 1), rules, layout.world));
+  return planner.Plan(decision, 0);
+}
+
+Result<Region> PartOfRegion(const TensorMeta& meta, const Region& region, std::uint64_t begin,
+                            std::uint64_t bytes) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t all,
+                               RegionBytes(meta.dtype(), meta.shape(), region));
+  if (begin == 0 && bytes == all) return region;
+  const std::uint64_t bits = meta.bits();
+  const auto first = CheckedMul<std::uint64_t>(begin, 8);
+  const auto size = CheckedMul<std::uint64_t>(bytes, 8);
+  if (!RangeWithin(begin, bytes, all) || !first || !size || *first % bits != 0 ||
+      *size % bits != 0) {
+    return Status(Code::kInvalidArgument, "tensor " + meta.key() + ": bytes " +
+                                              std::to_string(begin) + " to " +
+                                              std::to_string(begin + bytes) + " of shard " +
+                                              region.ToString() + " are no whole elements of it");
+  }
+  return Region::Flat(region.box(), region.flat_first() + static_cast<std::int64_t>(*first / bits),
+                      static_cast<std::int64_t>(*size / bits));
+}
 
 Result<std::vector<GlobalRun>> GlobalRuns(const TensorMeta& meta, const Region& region,
                                           std::uint64_t limit) {
@@ -364,10 +507,6 @@ Result<std::vector<GlobalRun>> GlobalRuns(const TensorMeta& meta, const Region& 
                                           " consists of too many runs");
   }
   return runs;
-}
-
-Result<SavePlan> PlanSave(const GlobalLayout& layout, PlacementRule rule) {
-  return Planner(layout, rule).Run();
 }
 
 }  // namespace tensormount

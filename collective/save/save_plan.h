@@ -3,13 +3,20 @@
 #define TENSORMOUNT_COLLECTIVE_SAVE_SAVE_PLAN_H_
 
 #include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "tensormount/save.h"
 #include "tensormount/status.h"
 
-#include "collective/validate/layout_check.h"
+#include "collective/validate/layout.h"
 #include "index/content.h"
+
+// Who writes what and where. Keys are planned by their owners, each for itself (layout.h); what
+// concerns all keys is decided at rank 0 from what the owners say of theirs: survey, decide, plan.
 
 namespace tensormount {
 
@@ -24,46 +31,82 @@ inline constexpr std::uint64_t kPackBytes = 64 * 1024;
 inline constexpr std::uint64_t kMinPartBytes = 256 * 1024;
 // Parts of one tensor file begin at multiples of this where elements allow it.
 inline constexpr std::uint64_t kPageBytes = 4096;
+// Under kAuto no more tensors than this, the largest ones, have files of their own.
+inline constexpr std::uint32_t kMaxTensorFiles = 4096;
 
 // Something that one rank writes: a contiguous part of the packed bytes of a shard that it holds.
 struct PlannedChunk {
-  std::uint32_t tensor = 0;  // In GlobalLayout::tensors.
-  std::uint32_t item = 0;    // The writer's shard that it is cut from.
-  std::uint64_t begin = 0;   // First byte in the packed order of that shard.
+  std::uint32_t tensor = 0;   // In GlobalLayout::tensors.
+  std::uint32_t holding = 0;  // In LayoutTensor::holdings.
+  std::uint32_t item = 0;     // The writer's shard that it is cut from.
+  std::uint32_t part = 0;     // Counts the chunks of a tensor: the n of KEY#n.
+  std::uint64_t begin = 0;    // First byte in the packed order of that shard.
   std::uint64_t bytes = 0;
-  Region region;  // The cells.
-  Placement placement = Placement::kPack;
   std::uint64_t offset = 0;  // kTensorFile: where in the file. Otherwise decided by the writer.
-  std::uint32_t part = 0;    // Counts the chunks of a tensor: the n of KEY#n.
 };
 
 struct RankPlan {
-  std::vector<PlannedChunk> chunks;     // By placement, then tensor, then part.
+  std::vector<PlannedChunk> chunks;     // By tensor, then part.
   std::vector<std::uint32_t> objects;   // In GlobalLayout::objects.
   std::vector<std::uint32_t> recorded;  // Tensors without cells that this rank records.
   std::uint64_t bytes = 0;              // Of all of these.
 };
 
-// A tensor file that several ranks write: `owner` seals it when all are done.
+// A tensor file that several ranks write: `sealer` seals it when all are done.
 struct SharedFile {
   std::uint32_t tensor = 0;
-  int owner = 0;
+  int sealer = 0;
 };
 
-// Who writes what and where. Pure, the same on every rank.
 struct SavePlan {
   std::vector<Placement> placement;    // By tensor.
   std::vector<std::uint32_t> writers;  // By tensor: how many ranks write it.
   std::vector<RankPlan> ranks;
-  std::vector<SharedFile> shared;
+  std::vector<SharedFile> shared;  // By tensor.
 };
 
-// Every cell is written once. Replicas are split over their holders so that the bytes that ranks
-// write in all come out even, inside a tensor too (not for element types under a byte).
-// kUnsupported where a forced placement cannot be had:
-//   kTensorFile   a shard consists of many short runs of the tensor;
-//   kSafetensors  no rank holds all tensors whole, or the format lacks a dtype.
-Result<SavePlan> PlanSave(const GlobalLayout& layout, PlacementRule rule);
+struct PlanRules {
+  PlacementRule placement = PlacementRule::kAuto;
+  SaveStrategy strategy = SaveStrategy::kParallel;
+  std::uint32_t owners = 1;
+  std::uint32_t max_tensor_files = kMaxTensorFiles;  // Of all owners together.
+};
+
+// Plans one owner's keys. Pure: the same on every machine. `layout` must outlive it.
+//
+// Every cell is written once. With kParallel replicas are split over their holders so that the
+// bytes that ranks write in all come out even, inside a tensor too (not for element types under a
+// byte). One of several owners does not know what the others give out: it evens out its own keys,
+// and where holders have the same so far, a hash of the key says who comes first.
+class SavePlanner {
+ public:
+  SavePlanner(const GlobalLayout& layout, const PlanRules& rules);
+  ~SavePlanner();
+
+  // What rank 0 must know of this owner's keys.
+  // kUnsupported where a forced placement cannot be had:
+  //   kTensorFile   a shard consists of many short runs of the tensor;
+  //   kSafetensors  a tensor is cut, or the format lacks its dtype.
+  Result<std::string> Survey();
+  // At rank 0: `surveys` by owner. kUnsupported: no rank holds all tensors whole (kSafetensors).
+  static Result<std::string> Decide(std::span<const std::string> surveys, const PlanRules& rules,
+                                    int world);
+  // After Survey. `owner`: which of the owners this is.
+  Result<SavePlan> Plan(std::string_view decision, std::uint32_t owner);
+
+ private:
+  struct Rep;
+  std::unique_ptr<Rep> rep_;
+};
+
+// All three steps for an only owner.
+Result<SavePlan> PlanSave(const GlobalLayout& layout, PlacementRule rule,
+                          SaveStrategy strategy = SaveStrategy::kParallel);
+
+// The cells that bytes [begin, begin + bytes) of a region's packed order are.
+// kInvalidArgument where they lie outside, or begin or end inside an element.
+Result<Region> PartOfRegion(const TensorMeta& meta, const Region& region, std::uint64_t begin,
+                            std::uint64_t bytes);
 
 // A maximal run of the tensor's row-major bytes within a region.
 struct GlobalRun {

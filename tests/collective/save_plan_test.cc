@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Descriptors, layout check, save plan and replica plan: pure, with inputs that a reader checks by
-// eye.
+// Save plan and replica blocks: pure, with inputs that a reader checks by eye.
 #include "collective/save/save_plan.h"
 
 #include <map>
@@ -11,9 +10,8 @@
 #include <gtest/gtest.h>
 
 #include "collective/save/replica_check.h"
-#include "collective/validate/descriptor.h"
-#include "collective/validate/layout_check.h"
 #include "shard/coverage.h"
+#include "tests/collective/save_plan_testing.h"
 #include "tests/support/random.h"
 #include "tests/support/random_layout.h"
 #include "tests/support/status_matchers.h"
@@ -27,232 +25,9 @@ constexpr std::int64_t kMi = 1024 * 1024;
 
 Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
 
-// Ranks with tensors and no memory: the pure parts never look at data.
-class Ranks {
- public:
-  explicit Ranks(int n) : dicts_(static_cast<std::size_t>(n)) {}
-
-  Ranks& Tensor(int rank, const std::string& key, DType dtype, const Dims& shape,
-                const Region& region) {
-    const Dims extent = region.is_flat() ? Dims{region.volume()} : region.box().extent();
-    const Shard shard{shape, region, BufferView::Host(dtype, static_cast<void*>(&byte_), extent)};
-    EXPECT_OK(at(rank).AddTensor(key, shard));
-    return *this;
-  }
-  Ranks& Object(int rank, const std::string& key, const std::string& bytes,
-                const ObjectPlace& place = {}) {
-    EXPECT_OK(at(rank).AddObject(key, bytes, place));
-    return *this;
-  }
-  StateDict& at(int rank) { return dicts_[static_cast<std::size_t>(rank)]; }
-
-  Result<GlobalLayout> Check(const std::vector<SaveOptions>& options = {}) {
-    std::vector<RankDescriptor> ranks;
-    const int n = static_cast<int>(dicts_.size());
-    for (int r = 0; r < n; ++r) {
-      const SaveOptions mine =
-          options.empty() ? SaveOptions{} : options[static_cast<std::size_t>(r)];
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          RankDescriptor d, DecodeDescriptor(EncodeDescriptor(at(r), "store/a", mine, r, n), r, n));
-      ranks.push_back(std::move(d));
-    }
-    return CheckLayout(ranks);
-  }
-  std::string Error() {
-    const Result<GlobalLayout> layout = Check();
-    EXPECT_THAT(layout, HasCode(Code::kInvalidArgument));
-    return layout.status().message();
-  }
-
- private:
-  std::vector<StateDict> dicts_;
-  char byte_ = 0;
-};
-
-TEST(Descriptor, ShortRecordHas96BytesAndLongOne288) {
-  Ranks empty(1);
-  Ranks four(1);
-  four.Tensor(0, "t", DType::kF32, {2, 2, 2, 2}, Box::Whole({2, 2, 2, 2}));
-  Ranks five(1);
-  five.Tensor(0, "t", DType::kF32, {2, 2, 2, 2, 2}, Box::Whole({2, 2, 2, 2, 2}));
-  const auto size = [](Ranks& r) { return EncodeDescriptor(r.at(0), "s/a", {}, 0, 1).size(); };
-  const std::size_t entry =
-      1 + 1 + 4 + 1;  // dtype, rank, key "t" with its length; without extents.
-  EXPECT_EQ(size(four), size(empty) + entry + 4 * 8 + 96);
-  EXPECT_EQ(size(five), size(empty) + entry + 5 * 8 + 288);
-}
-
-TEST(Descriptor, ComesBackAsItWent) {
-  Ranks ranks(1);
-  const Region flat = Region::Flat(Box::Whole({3, 5}), 2, 11).value();
-  ranks.Tensor(0, "a", DType::kBF16, {3, 5}, flat)
-      .Tensor(0, "deep", DType::kI8, {1, 2, 1, 2, 1, 2}, Box::Whole({1, 2, 1, 2, 1, 2}))
-      .Tensor(0, "b", DType::kF64, {}, Region())
-      .Object(0, "rng", "xyz", {.index = {1}, .grid = {2}});
-  ASSERT_OK(ranks.at(0).SetCommon("n", 7));
-  SaveOptions options;
-  options.producer = "p";
-  options.now = -3;
-  options.placement = PlacementRule::kRankShard;
-  ASSERT_OK_AND_ASSIGN(const RankDescriptor d,
-                       DecodeDescriptor(EncodeDescriptor(ranks.at(0), "s/a", options, 2, 4), 2, 4));
-  EXPECT_OK(d.status);
-  EXPECT_EQ(d.path, "s/a");
-  EXPECT_EQ(d.producer, "p");
-  EXPECT_EQ(d.now, -3);
-  EXPECT_EQ(d.placement, PlacementRule::kRankShard);
-  ASSERT_EQ(d.shards.size(), 3u);
-  EXPECT_EQ(d.shards[0].region, flat);
-  EXPECT_EQ(d.shards[1].item, 2u) << "short records first";
-  EXPECT_EQ(d.tensors[d.shards[1].tensor].key(), "b");
-  EXPECT_EQ(d.tensors[d.shards[2].tensor].shape(), (Dims{1, 2, 1, 2, 1, 2}));
-  ASSERT_EQ(d.objects.size(), 1u);
-  EXPECT_EQ(d.objects[0].index, (Dims{1}));
-  EXPECT_EQ(d.objects[0].length, 3u);
-  ASSERT_EQ(d.common.size(), 1u);
-}
-
-TEST(Descriptor, EveryTruncationIsRefused) {
-  Ranks ranks(1);
-  ranks.Tensor(0, "a", DType::kF32, {4}, Box::Whole({4})).Object(0, "o", "x");
-  ASSERT_OK(ranks.at(0).SetCommon("n", 7));
-  const std::string bytes = EncodeDescriptor(ranks.at(0), "s/a", {}, 0, 1);
-  for (std::size_t n = 0; n < bytes.size(); ++n) {
-    EXPECT_FALSE(DecodeDescriptor(std::string_view(bytes).substr(0, n), 0, 1).ok()) << n;
-  }
-}
-
-TEST(Descriptor, FlippedBitsNeverCrash) {
-  Ranks ranks(1);
-  ranks.Tensor(0, "a", DType::kF32, {4, 4}, Region::Flat(Box::Whole({4, 4}), 1, 9).value());
-  std::string bytes = EncodeDescriptor(ranks.at(0), "s/a", {}, 0, 1);
-  for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {
-    bytes[bit / 8] = static_cast<char>(bytes[bit / 8] ^ (1 << (bit % 8)));
-    if (Result<RankDescriptor> d = DecodeDescriptor(bytes, 0, 1); d.ok()) {
-      (void)CheckLayout(std::span(&d.value(), 1));  // Only that it returns.
-    }
-    bytes[bit / 8] = static_cast<char>(bytes[bit / 8] ^ (1 << (bit % 8)));
-  }
-}
-
-TEST(LayoutCheck, GapOfOneElementNamesTensorBoxAndRanks) {
-  Ranks ranks(2);
-  ranks.Tensor(0, "w", DType::kF32, {8}, B({0}, {4})).Tensor(1, "w", DType::kF32, {8}, B({5}, {3}));
-  EXPECT_EQ(ranks.Error(), "tensor w: [4:5] is held by no rank; parts are held by ranks 0, 1");
-}
-
-TEST(LayoutCheck, GapOfARowInTwoDimensions) {
-  Ranks ranks(2);
-  ranks.Tensor(0, "w", DType::kF32, {8, 8}, B({0, 0}, {4, 8}))
-      .Tensor(1, "w", DType::kF32, {8, 8}, B({5, 0}, {3, 8}));
-  EXPECT_EQ(ranks.Error(), "tensor w: [4:5, 0:8] is held by no rank; parts are held by ranks 0, 1");
-}
-
-TEST(LayoutCheck, OverlapNamesTheBoxAndBothRanks) {
-  Ranks ranks(3);
-  ranks.Tensor(0, "a", DType::kF32, {2}, Box::Whole({2}))
-      .Tensor(1, "w", DType::kF32, {8, 8}, B({0, 0}, {5, 8}))
-      .Tensor(2, "w", DType::kF32, {8, 8}, B({4, 0}, {4, 8}));
-  EXPECT_EQ(ranks.Error(), "tensor w: [4:5, 0:8] is held by rank 1 and rank 2");
-}
-
-TEST(LayoutCheck, OverlapOnOneRankIsSaidSo) {
-  Ranks ranks(1);
-  ranks.Tensor(0, "w", DType::kF32, {8}, B({0}, {5})).Tensor(0, "w", DType::kF32, {8}, B({4}, {4}));
-  EXPECT_EQ(ranks.Error(), "tensor w: [4:5] is held twice by rank 0");
-  Ranks twice(1);
-  twice.Tensor(0, "w", DType::kF32, {8}, B({0}, {8})).Tensor(0, "w", DType::kF32, {8}, B({0}, {8}));
-  EXPECT_EQ(twice.Error(), "tensor w: [0:8] is held twice by rank 0");
-}
-
-TEST(LayoutCheck, DtypeAndShapeMustAgree) {
-  Ranks dtype(2);
-  dtype.Tensor(0, "w", DType::kF32, {8}, B({0}, {4}))
-      .Tensor(1, "w", DType::kBF16, {8}, B({4}, {4}));
-  EXPECT_EQ(dtype.Error(), "tensor w: dtype is f32 on rank 0 and bf16 on rank 1");
-  Ranks shape(2);
-  shape.Tensor(0, "w", DType::kF32, {8, 8}, B({0, 0}, {4, 8}))
-      .Tensor(1, "w", DType::kF32, {8, 9}, B({4, 0}, {4, 9}));
-  EXPECT_EQ(shape.Error(), "tensor w: shape is [8, 8] on rank 0 and [8, 9] on rank 1");
-}
-
-TEST(LayoutCheck, ReplicasAreEqualRegionsHoweverSpelled) {
-  Ranks ranks(3);
-  // A flat range of whole rows is the box of these rows.
-  ranks.Tensor(0, "w", DType::kF32, {4, 2}, B({0, 0}, {2, 2}))
-      .Tensor(1, "w", DType::kF32, {4, 2}, Region::Flat(Box::Whole({4, 2}), 0, 4).value())
-      .Tensor(2, "w", DType::kF32, {4, 2}, B({2, 0}, {2, 2}));
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
-  ASSERT_EQ(layout.tensors.size(), 1u);
-  ASSERT_EQ(layout.tensors[0].holdings.size(), 2u);
-  EXPECT_THAT(layout.tensors[0].holdings[0].holders, ElementsAre(Holder{0, 0}, Holder{1, 0}));
-  EXPECT_EQ(layout.replica_bytes, 16u);
-  EXPECT_EQ(layout.tensor_bytes, 32u);
-}
-
-TEST(LayoutCheck, EmptyTensorsAndEmptyRegionsAreLegal) {
-  Ranks ranks(2);
-  ranks.Tensor(0, "none", DType::kF32, {0, 4}, B({0, 0}, {0, 4}))
-      .Tensor(1, "none", DType::kF32, {0, 4}, B({0, 1}, {0, 2}))
-      .Tensor(0, "w", DType::kF32, {4}, B({0}, {4}))
-      .Tensor(1, "w", DType::kF32, {4}, B({2}, {0}))
-      .Tensor(1, "scalar", DType::kI64, {}, Region());
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
-  ASSERT_EQ(layout.tensors.size(), 3u);
-  EXPECT_TRUE(layout.tensors[0].holdings.empty());
-  EXPECT_EQ(layout.tensors[1].holdings.size(), 1u);
-  ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kAuto));
-  EXPECT_THAT(plan.ranks[0].recorded, ElementsAre(0u));
-}
-
-TEST(LayoutCheck, ObjectsAgreeAndGridsAreComplete) {
-  Ranks differ(2);
-  differ.Object(0, "rng", "a").Object(1, "rng", "b");
-  EXPECT_EQ(differ.Error(), "object rng: contents differ between rank 0 and rank 1");
-  Ranks hole(2);
-  hole.Object(0, "rng", "a", {.index = {0}, .grid = {3}})
-      .Object(1, "rng", "b", {.index = {2}, .grid = {3}});
-  EXPECT_EQ(hole.Error(), "object rng: part [1] of grid [3] is held by no rank");
-  Ranks grids(2);
-  grids.Object(0, "rng", "a", {.index = {0}, .grid = {1}})
-      .Object(1, "rng", "b", {.index = {1}, .grid = {2}});
-  EXPECT_EQ(grids.Error(), "object rng: grids [1] and [2] on rank 0 and rank 1");
-  Ranks kinds(2);
-  kinds.Tensor(0, "x", DType::kF32, {1}, B({0}, {1})).Object(1, "x", "b");
-  EXPECT_EQ(kinds.Error(), "key x is a tensor on rank 0 and an object on rank 1");
-  Ranks good(2);
-  good.Object(0, "rng", "a", {.index = {0}, .grid = {2}})
-      .Object(1, "rng", "b", {.index = {1}, .grid = {2}})
-      .Object(0, "same", "s")
-      .Object(1, "same", "s");
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, good.Check());
-  EXPECT_EQ(layout.objects.size(), 3u);
-}
-
-TEST(LayoutCheck, CommonValuesMustBeEqual) {
-  Ranks ranks(3);
-  ASSERT_OK(ranks.at(0).SetCommon("a", 1));
-  ASSERT_OK(ranks.at(1).SetCommon("n", 1));
-  ASSERT_OK(ranks.at(2).SetCommon("n", 2));
-  EXPECT_EQ(ranks.Error(), "common value n: differs between rank 1 and rank 2");
-}
-
-TEST(LayoutCheck, OptionsMustBeEqual) {
-  Ranks ranks(2);
-  SaveOptions other;
-  other.if_exists = IfExists::kReplace;
-  EXPECT_THAT(ranks.Check({SaveOptions{}, other}),
-              HasMessage("option if_exists differs on rank 0 and rank 1"));
-}
-
-TEST(LayoutCheck, FailedAddsTravelAsData) {
-  Ranks ranks(3);
-  EXPECT_FALSE(ranks.at(1).AddTensor("bad", Shard{{4}, B({2}, {4}), {}}).ok());
-  EXPECT_FALSE(ranks.at(2).AddObject("", "x").ok());
-  const Status status = ranks.Check().status();
-  EXPECT_THAT(status, HasCode(Code::kInvalidArgument));
-  EXPECT_THAT(status, HasMessage("rank 1: tensor bad: "));
-  EXPECT_THAT(status, HasMessage("(and 1 more ranks failed)"));
+Region RegionOf(const GlobalLayout& layout, const PlannedChunk& c) {
+  const LayoutTensor& tensor = layout.tensors[c.tensor];
+  return PartOfRegion(tensor.meta, tensor.holdings[c.holding].region, c.begin, c.bytes).value();
 }
 
 // Every cell of every tensor once, by ranks that hold it.
@@ -264,10 +39,11 @@ void ExpectWritesEverythingOnce(const GlobalLayout& layout, const SavePlan& plan
       for (const PlannedChunk& c : plan.ranks[r].chunks) {
         if (c.tensor != t) continue;
         EXPECT_GT(c.bytes, 0u);
+        const Region region = RegionOf(layout, c);
         EXPECT_THAT(
-            RegionBytes(layout.tensors[t].meta.dtype(), layout.tensors[t].meta.shape(), c.region),
+            RegionBytes(layout.tensors[t].meta.dtype(), layout.tensors[t].meta.shape(), region),
             IsOkAndHolds(c.bytes));
-        written.push_back({c.region, static_cast<std::uint32_t>(r)});
+        written.push_back({region, static_cast<std::uint32_t>(r)});
         bytes += c.bytes;
       }
     }
@@ -284,17 +60,17 @@ TEST(SavePlan, AutoPlacesBySizeAndRuns) {
         .Tensor(r, "small", DType::kF32, {128}, B({r * 64}, {64}))
         .Tensor(r, "under", DType::kF32, {1000, 1024}, B({r * 500, 0}, {500, 1024}));
   }
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
   ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kAuto));
   EXPECT_THAT(plan.placement, ElementsAre(Placement::kRankShard, Placement::kTensorFile,
                                           Placement::kPack, Placement::kRankShard));
   ExpectWritesEverythingOnce(layout, plan);
   ASSERT_EQ(plan.shared.size(), 1u);
   EXPECT_EQ(plan.shared[0].tensor, 1u);
-  EXPECT_EQ(plan.shared[0].owner, 0);
+  EXPECT_EQ(plan.shared[0].sealer, 0);
   // Rank 1 writes its rows where they belong in the tensor.
-  EXPECT_EQ(plan.ranks[1].chunks[0].placement, Placement::kTensorFile);
-  EXPECT_EQ(plan.ranks[1].chunks[0].offset, 512u * 1024 * 4);
+  EXPECT_EQ(plan.ranks[1].chunks[1].tensor, 1u);
+  EXPECT_EQ(plan.ranks[1].chunks[1].offset, 512u * 1024 * 4);
 }
 
 TEST(SavePlan, ReplicasAreSplitByBytesInsideATensorAtPages) {
@@ -302,7 +78,7 @@ TEST(SavePlan, ReplicasAreSplitByBytesInsideATensorAtPages) {
   for (int r = 0; r < 4; ++r) {
     ranks.Tensor(r, "w", DType::kF32, {1003, 4099}, Box::Whole({1003, 4099}));
   }
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
   ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kAuto));
   ExpectWritesEverythingOnce(layout, plan);
   const std::uint64_t quarter = layout.tensors[0].meta.bytes() / 4;
@@ -322,7 +98,7 @@ TEST(SavePlan, PagesAreThoseOfTheFileNotOfTheShard) {
     ranks.Tensor(r, "w", DType::kU8, shape,
                  r < 2 ? B({0}, {3'000'001}) : B({3'000'001}, {6 * kMi - 3'000'001}));
   }
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
   ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kAuto));
   ExpectWritesEverythingOnce(layout, plan);
   EXPECT_EQ(plan.ranks[1].chunks[0].offset % 4096, 0u);
@@ -336,7 +112,7 @@ TEST(SavePlan, ReplicasFillUpThoseWhoHaveLess) {
   // Rank 0 alone has 6 MiB; of the 10 MiB that both have it gets 2, rank 1 gets 8.
   ranks.Tensor(0, "own", DType::kU8, {6 * kMi}, Box::Whole({6 * kMi}));
   for (int r = 0; r < 2; ++r) ranks.Tensor(r, "w", DType::kU8, {10 * kMi}, Box::Whole({10 * kMi}));
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
   ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kAuto));
   EXPECT_EQ(plan.ranks[0].bytes, static_cast<std::uint64_t>(8 * kMi));
   EXPECT_EQ(plan.ranks[1].bytes, static_cast<std::uint64_t>(8 * kMi));
@@ -348,11 +124,11 @@ TEST(SavePlan, RankShardsAreCutAtRows) {
   for (int r = 0; r < 2; ++r) {
     ranks.Tensor(r, "w", DType::kF32, {1000, 1000}, B({0, 0}, {1000, 1000}));
   }
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
   ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kRankShard));
   ASSERT_EQ(plan.ranks[1].chunks.size(), 1u);
-  EXPECT_EQ(plan.ranks[0].chunks[0].region, Region(B({0, 0}, {500, 1000})));
-  EXPECT_EQ(plan.ranks[1].chunks[0].region, Region(B({500, 0}, {500, 1000})));
+  EXPECT_EQ(RegionOf(layout, plan.ranks[0].chunks[0]), Region(B({0, 0}, {500, 1000})));
+  EXPECT_EQ(RegionOf(layout, plan.ranks[1].chunks[0]), Region(B({500, 0}, {500, 1000})));
   EXPECT_EQ(plan.ranks[1].chunks[0].begin, 2000000u);
   EXPECT_EQ(plan.ranks[1].chunks[0].part, 1u);
 }
@@ -360,11 +136,11 @@ TEST(SavePlan, RankShardsAreCutAtRows) {
 TEST(SavePlan, ForcedTensorFileMakesAChunkOfEachRun) {
   Ranks ranks(2);
   for (int r = 0; r < 2; ++r) ranks.Tensor(r, "w", DType::kF32, {3, 4}, B({0, 2 * r}, {3, 2}));
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
   ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kTensorFile));
   ExpectWritesEverythingOnce(layout, plan);
   ASSERT_EQ(plan.ranks[1].chunks.size(), 3u);
-  EXPECT_EQ(plan.ranks[1].chunks[2].region, Region(B({2, 2}, {1, 2})));
+  EXPECT_EQ(RegionOf(layout, plan.ranks[1].chunks[2]), Region(B({2, 2}, {1, 2})));
   EXPECT_EQ(plan.ranks[1].chunks[2].offset, 40u);
   EXPECT_EQ(plan.ranks[1].chunks[2].begin, 16u);
 }
@@ -374,7 +150,7 @@ TEST(SavePlan, ForcedTensorFileRefusesShortRuns) {
   for (int r = 0; r < 2; ++r) {
     ranks.Tensor(r, "w", DType::kU8, {10000, 4}, B({0, 2 * r}, {10000, 2}));
   }
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
   const Result<SavePlan> plan = PlanSave(layout, PlacementRule::kTensorFile);
   EXPECT_THAT(plan, HasCode(Code::kUnsupported));
   EXPECT_THAT(plan, HasMessage("tensor w: shard [0:10000, 0:2] of rank 0 consists of 10000 runs"));
@@ -383,24 +159,24 @@ TEST(SavePlan, ForcedTensorFileRefusesShortRuns) {
 TEST(SavePlan, SafetensorsNeedsOneRankWithEverything) {
   Ranks cut(2);
   for (int r = 0; r < 2; ++r) cut.Tensor(r, "w", DType::kF32, {4}, B({2 * r}, {2}));
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout cut_layout, cut.Check());
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout cut_layout, cut.Layout());
   EXPECT_THAT(PlanSave(cut_layout, PlacementRule::kSafetensors), HasCode(Code::kUnsupported));
   Ranks spread(2);
   spread.Tensor(0, "a", DType::kF32, {4}, Box::Whole({4}))
       .Tensor(1, "b", DType::kF32, {4}, Box::Whole({4}));
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout spread_layout, spread.Check());
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout spread_layout, spread.Layout());
   EXPECT_THAT(PlanSave(spread_layout, PlacementRule::kSafetensors),
               HasMessage("no rank holds all tensors whole"));
   Ranks complex_numbers(1);
   complex_numbers.Tensor(0, "c", DType::kC128, {4}, Box::Whole({4}));
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout complex_layout, complex_numbers.Check());
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout complex_layout, complex_numbers.Layout());
   EXPECT_THAT(PlanSave(complex_layout, PlacementRule::kSafetensors),
               HasMessage("the format has no c128"));
   Ranks good(2);
   good.Tensor(0, "a", DType::kF32, {4}, Box::Whole({4}))
       .Tensor(1, "a", DType::kF32, {4}, Box::Whole({4}))
       .Tensor(1, "b", DType::kF32, {4}, Box::Whole({4}));
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, good.Check());
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, good.Layout());
   ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kSafetensors));
   EXPECT_TRUE(plan.ranks[0].chunks.empty());
   EXPECT_EQ(plan.ranks[1].chunks.size(), 2u);
@@ -432,28 +208,153 @@ TEST(SavePlan, RandomPartitionsAreWrittenOnceByThoseWhoHoldThem) {
         }
       }
     }
-    ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
+    ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
     const auto rule = random.OneIn(2) ? PlacementRule::kAuto : PlacementRule::kRankShard;
     ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, rule));
     ExpectWritesEverythingOnce(layout, plan);
   }
 }
 
+TEST(SavePlan, MainReplicaAloneWritesWhereAskedTo) {
+  Ranks ranks(3);
+  const Dims shape = {2 * kMi};
+  ranks.Tensor(0, "labelled", DType::kU8, shape, Box::Whole(shape), Replica::kCopy)
+      .Tensor(1, "labelled", DType::kU8, shape, Box::Whole(shape), Replica::kMain)
+      .Tensor(2, "labelled", DType::kU8, shape, Box::Whole(shape), Replica::kCopy)
+      .Tensor(1, "plain", DType::kU8, shape, Box::Whole(shape))
+      .Tensor(2, "plain", DType::kU8, shape, Box::Whole(shape));
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
+  ASSERT_OK_AND_ASSIGN(const SavePlan plan,
+                       PlanSave(layout, PlacementRule::kAuto, SaveStrategy::kMain));
+  ExpectWritesEverythingOnce(layout, plan);
+  EXPECT_EQ(plan.ranks[0].bytes, 0u);
+  EXPECT_EQ(plan.ranks[1].bytes, static_cast<std::uint64_t>(4 * kMi));
+  EXPECT_EQ(plan.ranks[2].bytes, 0u);
+  ASSERT_OK_AND_ASSIGN(const SavePlan parallel, PlanSave(layout, PlacementRule::kAuto));
+  for (const RankPlan& rank : parallel.ranks) EXPECT_GT(rank.bytes, 0u);
+}
+
+// The plans of all owners of a job, each with its keys.
+struct OwnedPlans {
+  std::vector<GlobalLayout> layouts;
+  std::vector<SavePlan> plans;
+};
+Result<OwnedPlans> PlanWithOwners(Ranks& ranks, PlanRules rules) {
+  OwnedPlans owned;
+  std::vector<std::unique_ptr<SavePlanner>> planners;
+  std::vector<std::string> surveys;
+  for (std::uint32_t owner = 0; owner < rules.owners; ++owner) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(GlobalLayout layout, ranks.Layout(owner, rules.owners));
+    owned.layouts.push_back(std::move(layout));
+  }
+  for (const GlobalLayout& layout : owned.layouts) {
+    planners.push_back(std::make_unique<SavePlanner>(layout, rules));
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::string survey, planners.back()->Survey());
+    surveys.push_back(std::move(survey));
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string decision,
+                               SavePlanner::Decide(surveys, rules, ranks.size()));
+  for (std::uint32_t owner = 0; owner < rules.owners; ++owner) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(SavePlan plan, planners[owner]->Plan(decision, owner));
+    owned.plans.push_back(std::move(plan));
+  }
+  return owned;
+}
+
+TEST(SavePlan, ReplicasComeOutEvenWithAnyNumberOfOwners) {
+  constexpr int kRanks = 8;
+  Ranks ranks(kRanks);
+  Random random(TestSeed());
+  std::uint64_t total = 0;
+  for (int t = 0; t < 400; ++t) {
+    // Most too small to be cut, some cut, none so large that it would even out the rest alone.
+    const std::int64_t size = random.OneIn(8) ? random.Int(kMi, 2 * kMi) : random.Int(100, 400'000);
+    total += static_cast<std::uint64_t>(size);
+    for (int r = 0; r < kRanks; ++r) {
+      ranks.Tensor(r, "layer." + std::to_string(t), DType::kU8, {size}, Box::Whole({size}));
+    }
+  }
+  for (const std::uint32_t owners : {1u, 4u, 8u}) {
+    PlanRules rules;
+    rules.owners = owners;
+    ASSERT_OK_AND_ASSIGN(const OwnedPlans owned, PlanWithOwners(ranks, rules));
+    std::vector<std::uint64_t> bytes(kRanks, 0);
+    for (std::uint32_t owner = 0; owner < owners; ++owner) {
+      ExpectWritesEverythingOnce(owned.layouts[owner], owned.plans[owner]);
+      for (int r = 0; r < kRanks; ++r) {
+        bytes[static_cast<std::size_t>(r)] +=
+            owned.plans[owner].ranks[static_cast<std::size_t>(r)].bytes;
+      }
+    }
+    std::uint64_t sum = 0;
+    const double even = static_cast<double>(total) / kRanks;
+    for (const std::uint64_t b : bytes) {
+      EXPECT_NEAR(static_cast<double>(b), even, 0.03 * even) << owners << " owners";
+      sum += b;
+    }
+    EXPECT_EQ(sum, total);
+  }
+}
+
+TEST(SavePlan, LargestTensorsOfAllOwnersHaveFilesOfTheirOwn) {
+  Ranks ranks(1);
+  for (int t = 0; t < 40; ++t) {
+    const std::int64_t size = (t < 10 ? 64 : 8) * kMi + t;
+    ranks.Tensor(0, "t" + std::to_string(t), DType::kU8, {size}, Box::Whole({size}));
+  }
+  for (const std::uint32_t owners : {1u, 3u}) {
+    PlanRules rules;
+    rules.owners = owners;
+    rules.max_tensor_files = 25;
+    ASSERT_OK_AND_ASSIGN(const OwnedPlans owned, PlanWithOwners(ranks, rules));
+    int files = 0;
+    int large = 0;
+    for (std::uint32_t owner = 0; owner < owners; ++owner) {
+      for (std::size_t t = 0; t < owned.layouts[owner].tensors.size(); ++t) {
+        if (owned.plans[owner].placement[t] != Placement::kTensorFile) continue;
+        ++files;
+        large += owned.layouts[owner].tensors[t].meta.bytes() >= 64u * kMi ? 1 : 0;
+      }
+    }
+    EXPECT_EQ(files, 25) << owners;
+    EXPECT_EQ(large, 10) << owners;
+  }
+}
+
+TEST(SavePlan, OneRankWithEverythingIsFoundAmongOwners) {
+  Ranks ranks(3);
+  for (int t = 0; t < 20; ++t) {
+    const std::string key = "t" + std::to_string(t);
+    for (int r = t % 2; r < 3; ++r) ranks.Tensor(r, key, DType::kF32, {4}, Box::Whole({4}));
+  }
+  PlanRules rules;
+  rules.owners = 3;
+  rules.placement = PlacementRule::kSafetensors;
+  ASSERT_OK_AND_ASSIGN(const OwnedPlans owned, PlanWithOwners(ranks, rules));
+  std::size_t chunks = 0;
+  for (const SavePlan& plan : owned.plans) {
+    EXPECT_TRUE(plan.ranks[0].chunks.empty());
+    EXPECT_TRUE(plan.ranks[2].chunks.empty());
+    chunks += plan.ranks[1].chunks.size();
+  }
+  EXPECT_EQ(chunks, 20u);
+  ranks.Tensor(0, "only on rank 0", DType::kF32, {4}, Box::Whole({4}));
+  EXPECT_THAT(PlanWithOwners(ranks, rules), HasMessage("no rank holds all tensors whole"));
+}
+
 TEST(ReplicaPlan, RotatingComparesEachShareWithOneMoreAndAllOverTime) {
-  Ranks ranks(4);
-  for (int r = 0; r < 4; ++r) ranks.Tensor(r, "w", DType::kU8, {400}, Box::Whole({400}));
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
   std::set<std::pair<std::uint64_t, std::uint32_t>> seen;  // (share, other holder)
   for (std::uint64_t generation = 1; generation <= 3; ++generation) {
     const std::vector<ReplicaBlock> plan =
-        PlanReplicaCheck(layout, ReplicaCheck::kRotating, generation);
+        PlanReplicaBlocks(400, 4, ReplicaCheck::kRotating, generation);
     ASSERT_EQ(plan.size(), 4u);
-    EXPECT_EQ(ComparedBytes(plan), 400u);
     std::map<std::uint32_t, std::uint64_t> hashed;
     for (std::size_t i = 0; i < plan.size(); ++i) {
       EXPECT_EQ(plan[i].begin, i * 100);
-      ASSERT_EQ(plan[i].holders.size(), 2u);
-      for (const std::uint32_t h : plan[i].holders) {
+      EXPECT_FALSE(plan[i].all);
+      EXPECT_LT(plan[i].first, plan[i].second);
+      for (std::uint32_t h = 0; h < 4; ++h) {
+        if (!plan[i].Has(h)) continue;
         hashed[h] += plan[i].bytes;
         if (h != i) seen.insert({i, h});
       }
@@ -461,27 +362,59 @@ TEST(ReplicaPlan, RotatingComparesEachShareWithOneMoreAndAllOverTime) {
     for (const auto& [holder, bytes] : hashed) EXPECT_EQ(bytes, 200u) << "2/R of the bytes each";
   }
   EXPECT_EQ(seen.size(), 12u);
-  EXPECT_EQ(ComparedBytes(PlanReplicaCheck(layout, ReplicaCheck::kFull, 1)), 1200u);
-  EXPECT_TRUE(PlanReplicaCheck(layout, ReplicaCheck::kOff, 1).empty());
+  std::uint64_t full = 0;
+  for (const ReplicaBlock& b : PlanReplicaBlocks(5 * kMi, 4, ReplicaCheck::kFull, 1)) {
+    EXPECT_TRUE(b.all);
+    EXPECT_EQ(b.begin, full);
+    EXPECT_LE(b.bytes, kReplicaBlockBytes);
+    full += b.bytes;
+  }
+  EXPECT_EQ(full, static_cast<std::uint64_t>(5 * kMi));
+  EXPECT_TRUE(PlanReplicaBlocks(400, 4, ReplicaCheck::kOff, 1).empty());
+  EXPECT_EQ(PlanReplicaBlocks(2, 5, ReplicaCheck::kRotating, 1).size(), 2u) << "less than a byte";
 }
 
 TEST(ReplicaPlan, DifferenceNamesTensorBoxAndRanks) {
   Ranks ranks(2);
   for (int r = 0; r < 2; ++r) ranks.Tensor(r, "w", DType::kF32, {4, 2}, Box::Whole({4, 2}));
-  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Check());
-  const std::vector<ReplicaBlock> plan = PlanReplicaCheck(layout, ReplicaCheck::kRotating, 1);
-  ASSERT_EQ(plan.size(), 2u);
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
   const Hash128 a{1, 1};
   const Hash128 b{2, 2};
   std::vector<std::vector<Hash128>> hashes = {{a, b}, {a, b}};
-  EXPECT_OK(CompareReplicas(layout, plan, hashes));
+  const auto compare = [&] { return CompareReplicas(layout, ReplicaCheck::kRotating, 1, hashes); };
+  ASSERT_OK_AND_ASSIGN(ReplicaFindings found, compare());
+  EXPECT_OK(found.ToStatus());
+  EXPECT_EQ(found.compared_bytes, 32u);
   hashes[1][1] = a;
-  const Status status = CompareReplicas(layout, plan, hashes);
-  EXPECT_THAT(status, HasCode(Code::kDataLoss));
-  EXPECT_EQ(status.message(),
+  ASSERT_OK_AND_ASSIGN(found, compare());
+  EXPECT_THAT(found.ToStatus(), HasCode(Code::kDataLoss));
+  EXPECT_EQ(found.ToStatus().message(),
             "tensor w: [2:4, 0:2] differs between the replicas on rank 0 and rank 1");
-  hashes[1].pop_back();
-  EXPECT_THAT(CompareReplicas(layout, plan, hashes), HasCode(Code::kInternal));
+  hashes[1].push_back(a);
+  EXPECT_THAT(compare(), HasMessage("more hashes"));
+  hashes[1] = {a};
+  EXPECT_THAT(compare(), HasCode(Code::kInternal));
+}
+
+TEST(ReplicaPlan, ManyDifferencesAreListedUpToALimitAndCounted) {
+  Ranks ranks(3);
+  const Dims shape = {30 * kMi};
+  for (int r = 0; r < 3; ++r) ranks.Tensor(r, "w", DType::kU8, shape, Box::Whole(shape));
+  ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
+  std::vector<std::vector<Hash128>> hashes(3, std::vector<Hash128>(30, Hash128{1, 1}));
+  hashes[2].assign(30, Hash128{2, 2});
+  ASSERT_OK_AND_ASSIGN(const ReplicaFindings found,
+                       CompareReplicas(layout, ReplicaCheck::kFull, 1, hashes));
+  EXPECT_EQ(found.differing, 30u);
+  EXPECT_EQ(found.listed.size(), ReplicaFindings::kMaxListed);
+  EXPECT_THAT(found.ToStatus(), HasMessage("rank 0 and rank 2"));
+  EXPECT_THAT(found.ToStatus(), HasMessage("(and 14 more blocks differ)"));
+  ReplicaFindings both;
+  both.Add(ReplicaFindings(found));
+  both.Add(ReplicaFindings(found));
+  EXPECT_EQ(both.differing, 60u);
+  EXPECT_EQ(both.listed.size(), ReplicaFindings::kMaxListed);
+  EXPECT_EQ(both.compared_bytes, 2 * layout.replica_bytes);
 }
 
 }  // namespace

@@ -142,7 +142,7 @@ TEST_F(SaveTest, TensorFileIsTheTensorUnderRowsFlatAndReplicas) {
       state.Add(big, cut(big.shape, rank, 4));
     });
     ASSERT_OK(OneVerdict(results));
-    const std::string file = DataFile(Path(name), "-t0.bin");
+    const std::string file = DataFile(Path(name), "-t");
     EXPECT_TRUE(ReadWholeFile(file) == big.bytes) << name;
     ExpectSealed(file);
     EXPECT_EQ(ReadAll(Path(name)).at("big"), big.bytes);

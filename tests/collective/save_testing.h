@@ -42,8 +42,8 @@ RandomTensor MakeTensor(const std::string& key, DType dtype, const Dims& shape);
 // All bytes of each tensor as the checkpoint gives them back, verified by leaf, by key.
 std::map<std::string, std::string> ReadAll(const std::string& path);
 
-// What stands in the store but for its superblock and generation claims: "step-1",
-// ".trash/...", ".staging/...".
+// What stands in the store but for its superblock, generation claims and the uuids of aborted
+// saves, without data: "step-1", ".trash/...", ".staging/...".
 std::vector<std::string> Inside(const std::string& store);
 
 }  // namespace tensormount

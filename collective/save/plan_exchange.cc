@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/save/plan_exchange.h"
+
+#include <string>
+#include <utility>
+
+#include "base/coding.h"
+#include "collective/guarded.h"
+#include "collective/validate/wire.h"
+
+namespace tensormount {
+namespace {
+
+// What the layout forbids is so for everybody; what befell an owner is told as its own.
+Status OfOwner(std::size_t owner, const Status& status) {
+  return status.code() == Code::kUnsupported ? status
+                                             : status.WithContext("rank " + std::to_string(owner));
+}
+
+Result<std::string> DecideAll(const std::vector<std::string>& parts, const PlanRules& rules,
+                              int world) {
+  std::vector<std::string> surveys;
+  for (std::size_t owner = 0; owner < rules.owners; ++owner) {
+    ByteReader in(parts[owner], "plan of an owner");
+    if (const Status status = ReadStatus(in); !status.ok()) return OfOwner(owner, status);
+    surveys.emplace_back(in.Raw(in.left()));
+  }
+  return SavePlanner::Decide(surveys, rules, world);
+}
+
+}  // namespace
+
+Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
+                              std::shared_ptr<const GlobalLayout> layout, const PlanRules& rules,
+                              Status* local) {
+  const auto ranks = static_cast<std::size_t>(collective.size());
+  const auto rank = static_cast<std::size_t>(collective.rank());
+  if (rules.owners == 0 || rules.owners > ranks) {
+    return Status(Code::kInternal, "plan: " + std::to_string(rules.owners) + " owners of " +
+                                       std::to_string(ranks) + " ranks");
+  }
+  const bool owns = rank < rules.owners;
+  std::unique_ptr<SavePlanner> planner;
+  std::string survey;
+  if (owns) {
+    ByteWriter mine;
+    const Status status = Guarded([&]() -> Status {
+      planner = std::make_unique<SavePlanner>(*layout, rules);
+      TENSORMOUNT_ASSIGN_OR_RETURN(survey, planner->Survey());
+      return Status();
+    });
+    WriteStatus(mine, status);
+    mine.Raw(survey.data(), survey.size());
+    survey = std::move(mine.bytes());
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const std::string decision,
+      collective.Decide(survey, "plan", [&](std::vector<std::string>& parts) {
+        return DecideAll(parts, rules, collective.size());
+      }));
+
+  std::vector<std::string> to_each(ranks);
+  if (owns) {
+    const Status status = Guarded([&]() -> Status {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const SavePlan plan,
+                                   planner->Plan(decision, static_cast<std::uint32_t>(rank)));
+      to_each = EncodeTasks(*layout, plan);
+      return Status();
+    });
+    if (!status.ok()) to_each.assign(ranks, EncodeNoTask(OfOwner(rank, status)));
+    planner.reset();
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<std::string> from_each,
+                               collective.AllToAll(to_each, "hand out the plan"));
+  from_each.resize(rules.owners);
+  TENSORMOUNT_RETURN_IF_ERROR(FailureOfOwners(from_each));
+  JobPlan plan;
+  *local = Guarded([&]() -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(RankTask task, DecodeTasks(from_each, state, collective.size()));
+    plan.task = std::make_shared<const RankTask>(std::move(task));
+    return Status();
+  });
+  plan.layout = std::move(layout);
+  plan.owners = rules.owners;
+  return plan;
+}
+
+std::shared_ptr<PlanCache> PlanCache::Of(Communicator& comm) {
+  return std::static_pointer_cast<PlanCache>(
+      comm.Kept("save plans", [] { return std::make_shared<PlanCache>(); }));
+}
+
+std::optional<PlanCache::Entry> PlanCache::Find(const Key& key, bool validated) const {
+  const std::lock_guard lock(mutex_);
+  for (auto entry = entries_.rbegin(); entry != entries_.rend(); ++entry) {
+    if (entry->key == key && (entry->validated || !validated)) return *entry;
+  }
+  return std::nullopt;
+}
+
+void PlanCache::Forget(const Hash128& job) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(entries_, [&](const Entry& entry) { return entry.job == job; });
+}
+
+void PlanCache::Keep(Entry entry) {
+  const std::lock_guard lock(mutex_);
+  if (entries_.size() >= kKept) entries_.erase(entries_.begin());
+  entries_.push_back(std::move(entry));
+}
+
+}  // namespace tensormount

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/save/save_messages.h"
+
+#include <utility>
+#include <vector>
+
+#include "base/coding.h"
+#include "collective/validate/wire.h"
+#include "index/record_coding.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::size_t kMaxText = std::size_t{1} << 16;
+
+void WriteVote(ByteWriter& out, const Vote& vote) {
+  WriteStatus(out, vote.status);
+  out.U8(vote.cancel ? 1 : 0);
+}
+
+Vote ReadVote(ByteReader& in) {
+  Vote vote;
+  vote.status = ReadStatus(in);
+  vote.cancel = in.U8() != 0;
+  if (!in.status().ok()) vote.status = in.status();
+  return vote;
+}
+
+}  // namespace
+
+Status FromRank(int rank, const Status& status) {
+  return status.WithContext("rank " + std::to_string(rank));
+}
+
+std::string EncodeVote(const Vote& vote) {
+  ByteWriter out;
+  WriteVote(out, vote);
+  return std::move(out.bytes());
+}
+
+Status VerdictOf(std::span<const Vote> votes) {
+  Status first;
+  std::size_t failed = 0;
+  int asked = -1;
+  for (std::size_t r = 0; r < votes.size(); ++r) {
+    if (votes[r].cancel && asked < 0) asked = static_cast<int>(r);
+    if (votes[r].status.ok()) continue;
+    if (failed++ == 0) first = FromRank(static_cast<int>(r), votes[r].status);
+  }
+  if (failed > 1) {
+    return Status::FromParts(
+        first.code(), first.ToErrno(),
+        first.message() + " (and " + std::to_string(failed - 1) + " more ranks failed)");
+  }
+  if (failed == 0 && asked >= 0) {
+    return Status(Code::kCancelled, "the save was cancelled by rank " + std::to_string(asked));
+  }
+  return first;
+}
+
+Status VerdictOf(std::span<const std::string> encoded) {
+  std::vector<Vote> votes;
+  votes.reserve(encoded.size());
+  for (const std::string& bytes : encoded) {
+    ByteReader in(bytes, "vote");
+    votes.push_back(ReadVote(in));
+    if (const Status status = in.Finish(); votes.back().status.ok() && !status.ok()) {
+      votes.back().status = status;
+    }
+  }
+  return VerdictOf(votes);
+}
+
+std::string EncodeStaging(const Status& status, const Staging& staging) {
+  ByteWriter out;
+  WriteStatus(out, status);
+  if (!status.ok()) return std::move(out.bytes());
+  out.String(staging.store);
+  out.String(staging.directory);
+  out.String(staging.name);
+  EncodeUuid(out, staging.uuid);
+  out.U64(staging.generation);
+  EncodeUuid(out, staging.parent);
+  out.String(staging.parent_name);
+  return std::move(out.bytes());
+}
+
+Result<Staging> DecodeStaging(std::string_view bytes) {
+  ByteReader in(bytes, "staging that rank 0 sent");
+  TENSORMOUNT_RETURN_IF_ERROR(ReadStatus(in));
+  Staging staging;
+  staging.store = in.String(kMaxText);
+  staging.directory = in.String(kMaxText);
+  staging.name = in.String(kMaxText);
+  staging.uuid = DecodeUuid(in);
+  staging.generation = in.U64();
+  staging.parent = DecodeUuid(in);
+  staging.parent_name = in.String(kMaxText);
+  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+  return staging;
+}
+
+std::string EncodeReport(const WriterReport& report) {
+  ByteWriter out;
+  WriteVote(out, report.vote);
+  out.U64(report.bytes);
+  out.U64(report.manifest_bytes);
+  out.U64(report.replicas.differing);
+  out.U64(report.replicas.compared_bytes);
+  out.U32(static_cast<std::uint32_t>(report.replicas.listed.size()));
+  for (const std::string& line : report.replicas.listed) out.String(line);
+  out.U8(report.rank_common ? 1 : 0);
+  if (report.rank_common) EncodeCommon(out, *report.rank_common);
+  return std::move(out.bytes());
+}
+
+Result<WriterReport> DecodeReport(std::string_view bytes) {
+  ByteReader in(bytes, "report");
+  WriterReport report;
+  report.vote = ReadVote(in);
+  report.bytes = in.U64();
+  report.manifest_bytes = in.U64();
+  report.replicas.differing = in.U64();
+  report.replicas.compared_bytes = in.U64();
+  const std::uint32_t lines = in.U32();
+  if (lines > ReplicaFindings::kMaxListed) {
+    return Status(Code::kDataLoss, "report: too many findings");
+  }
+  for (std::uint32_t i = 0; i < lines; ++i) {
+    report.replicas.listed.emplace_back(in.String(kMaxText));
+  }
+  const bool common = in.U8() != 0;
+  TENSORMOUNT_RETURN_IF_ERROR(in.status());
+  if (common) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(report.rank_common, DecodeCommon(in, "report"));
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+  return report;
+}
+
+std::string EncodeVerdict(const SaveVerdict& verdict) {
+  ByteWriter out;
+  WriteStatus(out, verdict.status);
+  out.U64(verdict.bytes_written);
+  out.U64(verdict.replica_bytes_compared);
+  return std::move(out.bytes());
+}
+
+Result<SaveVerdict> DecodeVerdict(std::string_view bytes) {
+  ByteReader in(bytes, "verdict that rank 0 sent");
+  SaveVerdict verdict;
+  verdict.status = ReadStatus(in);
+  verdict.bytes_written = in.U64();
+  verdict.replica_bytes_compared = in.U64();
+  TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+  return verdict;
+}
+
+}  // namespace tensormount

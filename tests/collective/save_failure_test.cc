@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every file operation of every rank, the coordinator's included, fails once: the verdict is the
+// same on all ranks, names the failing rank and no other, and agrees with the disk.
+#include <atomic>
+#include <cerrno>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tests/collective/save_testing.h"
+#include "tests/support/random.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace tensormount {
+namespace {
+
+constexpr int kRanks = 3;
+
+// Fails the n-th operation that it is asked for.
+class FailingOnce {
+ public:
+  FailingOnce() : fs_(HostFileSystem(), [this](const FileEvent& e) { return Before(e); }) {}
+
+  FileSystem& fs() { return fs_; }
+  void FailAt(int n, int err) {
+    fail_at_ = n;
+    err_ = err;
+    seen_ = 0;
+    what_.clear();
+  }
+  int seen() const { return seen_; }
+  const std::string& what() const { return what_; }  // That failed.
+
+ private:
+  Status Before(const FileEvent& event) {
+    if (seen_++ != fail_at_) return Status();
+    what_ = std::string(FileOpName(event.op)) + " " + event.path;
+    return Status::FromErrno(err_, FileOpName(event.op), event.path);
+  }
+
+  std::atomic<int> fail_at_{-1};
+  std::atomic<int> err_{0};
+  std::atomic<int> seen_{0};
+  std::string what_;
+  ObservedFileSystem fs_;
+};
+
+class SaveFailureTest : public testing::Test {
+ protected:
+  Status Save(const std::string& name) {
+    return OneVerdict(SaveOnThreads(
+        Path(name), kRanks,
+        [&](int rank, RankState& state) {
+          // A shared tensor file, rank shards, packs, replicas, objects, values of each rank.
+          state.Add(big_, Box::Make({600 * rank, 0}, {600, 600}).value());
+          state.Add(cols_, Box::Make({0, 100 * rank}, {64, 100}).value());
+          state.Add(same_, Box::Whole(same_.shape));
+          ASSERT_OK(state.dict.AddObject("rng", std::to_string(rank),
+                                         {.index = {rank}, .grid = {kRanks}}));
+          ASSERT_OK(state.dict.SetRankCommon("seed", rank));
+        },
+        {}, [&](int rank) -> FileSystem& { return disks_[static_cast<std::size_t>(rank)].fs(); }));
+  }
+  std::string Path(const std::string& name) const { return dir_.Join("store/" + name); }
+  bool Published(const std::string& name) const {
+    return HostFileSystem().Exists(Path(name) + "/COMMIT");
+  }
+
+  TempDir dir_;
+  std::vector<FailingOnce> disks_ = std::vector<FailingOnce>(kRanks);
+  const RandomTensor big_ = MakeTensor("big", DType::kF32, {1800, 600});
+  const RandomTensor cols_ = MakeTensor("cols", DType::kF32, {64, 300});
+  const RandomTensor same_ = MakeTensor("same", DType::kF32, {64, 64});
+};
+
+TEST_F(SaveFailureTest, OfEveryOperationOnEveryRankIsOneVerdictThatNamesIt) {
+  ASSERT_OK(Save("old"));
+  for (FailingOnce& disk : disks_) disk.FailAt(-1, 0);
+  ASSERT_OK(Save("count"));
+  std::vector<int> counts;
+  for (FailingOnce& disk : disks_) counts.push_back(disk.seen());
+  ASSERT_OK(HostFileSystem().RemoveTree(Path("count")));
+  Random random(TestSeed());
+  std::set<std::string> failed_ops;
+  int failures = 0;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const int operations = counts[static_cast<std::size_t>(rank)];
+    ASSERT_GT(operations, 8);
+    // All of a writer; of the coordinator, who does much more, some of each part.
+    const int step = rank == 0 ? std::max(1, operations / TestScale(20)) : 1;
+    for (int from = 0; from < operations; from += step) {
+      const int point =
+          from + static_cast<int>(random.Int(0, std::min(step, operations - from) - 1));
+      FailingOnce& disk = disks_[static_cast<std::size_t>(rank)];
+      disk.FailAt(point, random.OneIn(2) ? ENOSPC : EACCES);
+      const Status status = Save("new");
+      SCOPED_TRACE("rank " + std::to_string(rank) + ", operation " + std::to_string(point) + ": " +
+                   disk.what() + ": " + status.ToString());
+      if (status.ok()) {
+        // One that a save can do without.
+        EXPECT_TRUE(Published("new"));
+        EXPECT_EQ(ReadAll(Path("new")).at("big"), big_.bytes);
+      } else if (status.code() != Code::kUnknown) {
+        ++failures;
+        failed_ops.insert(disk.what().substr(0, disk.what().find(' ')));
+        EXPECT_FALSE(Published("new"));
+        EXPECT_TRUE(status.message().starts_with("rank " + std::to_string(rank) + ": "));
+        EXPECT_EQ(status.message().find("more ranks"), std::string::npos);
+        for (const std::string& name : Inside(dir_.Join("store"))) {
+          EXPECT_EQ(name, "old") << "nothing else is left";
+        }
+      }
+      disk.FailAt(-1, 0);
+      ASSERT_OK(HostFileSystem().RemoveTree(Path("new")));
+    }
+  }
+  // That the test reaches what it is about: nearly all fail, of all kinds.
+  EXPECT_GT(failures, (counts[1] + counts[2]) * 3 / 4);
+  for (const char* op : {"write", "sync", "seal"}) EXPECT_EQ(failed_ops.count(op), 1u) << op;
+  EXPECT_EQ(ReadAll(Path("old")).at("cols"), cols_.bytes);
+  ASSERT_OK(Save("after"));
+  EXPECT_EQ(ReadAll(Path("after")).at("same"), same_.bytes);
+}
+
+TEST_F(SaveFailureTest, OfSeveralRanksIsThatOfTheLowestWithTheirNumber) {
+  ASSERT_OK(Save("old"));
+  for (FailingOnce& disk : disks_) disk.FailAt(-1, 0);
+  ASSERT_OK(Save("count"));
+  std::vector<int> counts;
+  for (FailingOnce& disk : disks_) counts.push_back(disk.seen());
+  for (const std::size_t rank : {std::size_t{1}, std::size_t{2}}) {
+    disks_[rank].FailAt(counts[rank] - 2, ENOSPC);  // Near the end: the manifest.
+  }
+  const Status status = Save("new");
+  EXPECT_THAT(status, HasCode(Code::kResourceExhausted));
+  EXPECT_THAT(status, HasMessage("rank 1: "));
+  EXPECT_THAT(status, HasMessage("(and 1 more ranks failed)"));
+}
+
+}  // namespace
+}  // namespace tensormount
