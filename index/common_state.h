@@ -2,12 +2,15 @@
 #ifndef TENSORMOUNT_INDEX_COMMON_STATE_H_
 #define TENSORMOUNT_INDEX_COMMON_STATE_H_
 
+#include <cstddef>
 #include <map>
 #include <string>
 #include <string_view>
 
 #include "tensormount/common_value.h"
 #include "tensormount/status.h"
+
+#include "shard/tensor_meta.h"
 
 // The common state of a checkpoint, and the records that hold it: one common value a name.
 // Names that begin with '$' are reserved (docs/format.md, "Common state").
@@ -18,6 +21,9 @@ using CommonValues = std::map<std::string, CommonValue>;
 
 inline constexpr std::string_view kContentRecord = "$content";
 inline constexpr std::string_view kRankRecordPrefix = "$rank.";
+
+// Of a record's name: a reserved one may have a key after its prefix.
+inline constexpr std::size_t kMaxCommonRecordName = kMaxKeyBytes + 64;
 
 // "$rank.3"; `rank` is not negative.
 std::string RankRecordName(int rank);

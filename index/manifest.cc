@@ -4,6 +4,7 @@
 #include "base/checked.h"
 #include "base/coding.h"
 #include "index/commit_record.h"
+#include "index/common_state.h"
 #include "index/record_coding.h"
 
 namespace tensormount {
@@ -138,7 +139,7 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
   }
   const std::uint32_t common = in.U32();
   for (std::uint32_t i = 0; i < common; ++i) {
-    std::string key(in.String(kMaxKeyBytes));
+    std::string key(in.String(kMaxCommonRecordName));
     TENSORMOUNT_ASSIGN_OR_RETURN(CommonValue value, DecodeCommon(in, name));
     if (!out.common.emplace(std::move(key), std::move(value)).second) {
       return bad("a common value is there twice");
@@ -185,9 +186,9 @@ Result<std::string> EncodeManifest(const Content& content, std::span<const Hash1
   for (const ExtraPiece& extra : content.extras) EncodeExtra(out, extra);
   out.U32(static_cast<std::uint32_t>(content.common.size()));
   for (const auto& [key, value] : content.common) {
-    if (key.size() > kMaxKeyBytes) {
+    if (key.size() > kMaxCommonRecordName) {
       return Status(Code::kInvalidArgument, "the name of a common value is over " +
-                                                std::to_string(kMaxKeyBytes) + " bytes");
+                                                std::to_string(kMaxCommonRecordName) + " bytes");
     }
     if (Status status = CheckCommon(value); !status.ok()) {
       return status.WithContext("common value " + key);

@@ -144,6 +144,17 @@ TEST(Manifest, ComesBackAsItWas) {
   EXPECT_EQ(again, bytes);
 }
 
+TEST(Manifest, ReservedCommonRecordsMayNameAnyKey) {
+  const std::vector<Hash128> leaves = {{1, 2}, {3, 4}, {5, 6}};
+  Content content = SmallContent();
+  content.common["$layers." + std::string(kMaxKeyBytes, 'k')] = "layers.{}";
+  ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(content, leaves));
+  ASSERT_OK_AND_ASSIGN(const Manifest manifest, DecodeManifest(bytes, "manifest/a.tmm"));
+  EXPECT_EQ(manifest.content.common, content.common);
+  content.common[std::string(2 * kMaxKeyBytes, 'k')] = 1;
+  EXPECT_THAT(EncodeManifest(content, leaves), HasCode(Code::kInvalidArgument));
+}
+
 TEST(Manifest, EveryFlippedBitAndEveryCutIsRefused) {
   const std::vector<Hash128> leaves = {{1, 2}, {3, 4}, {5, 6}};
   ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallContent(), leaves));
