@@ -11,10 +11,15 @@ int main(int argc, char** argv) {
   using tensormount::Status;
   namespace bench = tensormount::bench;
   const std::vector<std::pair<std::string, Status (*)(const bench::Options&)>> workloads = {
-      {"save", bench::BenchSave},        {"load", bench::BenchLoad},
-      {"reshard", bench::BenchReshard},  {"mount-read", bench::BenchMountRead},
-      {"mount-ls", bench::BenchMountLs}, {"publish", bench::BenchPublish},
-      {"open", bench::BenchOpen},        {"hash", bench::BenchHash}};
+      {"save", bench::BenchSave},
+      {"async", bench::BenchAsync},
+      {"load", bench::BenchLoad},
+      {"reshard", bench::BenchReshard},
+      {"mount-read", bench::BenchMountRead},
+      {"mount-ls", bench::BenchMountLs},
+      {"publish", bench::BenchPublish},
+      {"open", bench::BenchOpen},
+      {"hash", bench::BenchHash}};
 
   bench::Options options;
   options.dir = "/tmp";
@@ -25,7 +30,7 @@ int main(int argc, char** argv) {
       "Example: ckptbench load reshard --gib 1 --ranks 4 --dir /tmp --json");
   app.add_option(
       "workload", wanted,
-      "save load reshard mount-read mount-ls publish open hash; all where none is given");
+      "save async load reshard mount-read mount-ls publish open hash; all where none is given");
   app.add_option("--gib", options.gib, "GiB that a workload moves")->check(CLI::PositiveNumber);
   app.add_option("--ranks", options.ranks, "ranks")->check(CLI::Range(1, 64));
   app.add_option("--rounds", options.rounds, "rounds that count, of each")

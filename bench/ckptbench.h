@@ -117,6 +117,7 @@ class WorkFolder {
 
 // The workloads.
 Status BenchSave(const Options& options);
+Status BenchAsync(const Options& options);
 Status BenchLoad(const Options& options);
 Status BenchReshard(const Options& options);
 Status BenchMountRead(const Options& options);

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// How long an asynchronous save holds its caller, beside a memcpy of the same bytes.
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tensormount/async_save.h"
+
+#include "base/file_system.h"
+#include "bench/bench_tensors.h"
+#include "bench/ckptbench.h"
+
+namespace tensormount::bench {
+
+Status BenchAsync(const Options& options) {
+  for (const Cut cut : {Cut::kRows, Cut::kColumns}) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<WorkFolder> folder,
+                                 WorkFolder::Make(options));
+    RankTensors tensors(options, cut);
+    tensors.Fill();
+    const auto ranks = static_cast<std::size_t>(options.ranks);
+    const std::vector<std::unique_ptr<Communicator>> group = MakeThreadGroup(options.ranks);
+    std::vector<std::unique_ptr<AsyncSaver>> savers(ranks);
+    std::vector<PageBuffer> copies;
+    for (std::size_t r = 0; r < ranks; ++r) {
+      copies.emplace_back(tensors.memory(static_cast<int>(r)).size());
+    }
+    // Makers of savers wait for nobody, so that one thread may make them all.
+    for (std::size_t r = 0; r < ranks; ++r) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(savers[r], AsyncSaver::Make(*group[r]));
+    }
+    int number = 0;
+    std::string last;
+    std::vector<StateDict> states(ranks);
+    std::vector<std::optional<SaveHandle>> handles(ranks);
+    // What is measured is the call alone; the save itself is over before the next round of either.
+    const auto finish = [&]() -> Status {
+      Status failure;
+      for (auto& handle : handles) {
+        if (!handle.has_value()) continue;
+        const Status verdict = handle->WaitCommitted().status();
+        if (failure.ok()) failure = verdict;
+        handle.reset();
+      }
+      if (!last.empty()) {
+        TENSORMOUNT_RETURN_IF_ERROR(HostFileSystem().RemoveTree(std::exchange(last, {})));
+      }
+      return failure;
+    };
+    Case c;
+    c.workload = "async";
+    c.name = cut == Cut::kRows ? "rows" : "cols";
+    c.bytes = tensors.bytes();
+    c.floor_name = "memcpy of the same bytes by as many threads into memory with all pages present";
+    c.before = [&]() -> Status {
+      TENSORMOUNT_RETURN_IF_ERROR(finish());
+      for (std::size_t r = 0; r < ranks; ++r) states[r] = tensors.State(static_cast<int>(r));
+      return {};
+    };
+    c.ours = [&]() -> Result<double> {
+      const std::string store = folder->Join("store-" + std::to_string(number++));
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const double seconds, TimeThreads(options.ranks, [&](int rank) -> Status {
+            const auto r = static_cast<std::size_t>(rank);
+            TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
+                                         savers[r]->Save(states[r], store + "/step"));
+            handles[r].emplace(std::move(handle));
+            return {};
+          }));
+      last = store;
+      return seconds;
+    };
+    c.floor = [&] {
+      return TimeThreads(options.ranks, [&](int rank) -> Status {
+        const PageBuffer& from = tensors.memory(rank);
+        std::memcpy(copies[static_cast<std::size_t>(rank)].data(), from.data(), from.size());
+        return {};
+      });
+    };
+    TENSORMOUNT_RETURN_IF_ERROR(RunCase(options, c));
+    TENSORMOUNT_RETURN_IF_ERROR(finish());
+  }
+  return {};
+}
+
+}  // namespace tensormount::bench
