@@ -45,7 +45,15 @@ BuildSpec GoldenSpec() {
                      {{}, {BoxOf({0}, {70000})}}};
   spec.objects = {
       {"rng", {0}, {2}, "first"}, {"rng", {1}, {2}, "second"}, {"config", {}, {}, "{}"}};
-  spec.common = {{"bytes", CommonBytes{std::string("\0\1", 2)}},
+  // Every kind of common value, and every reserved record that is a value's.
+  const auto key = [](const char* text) { return CommonKey(std::string(text)); };
+  const CommonDict nested{{{CommonKey(std::int64_t{-1}), CommonNone()},
+                           {key(""), CommonTuple{{0.5, -0.0}}},
+                           {key("big"), std::uint64_t{1} << 63}}};
+  spec.common = {{"$content", CommonDict{{{key("model"), "golden"}, {key("step"), 1000}}}},
+                 {"$rank.1", CommonDict{{{key("seed"), 7}}}},
+                 {"args", CommonList{{nested, CommonList{}, CommonDict{}, "\xff"}}},
+                 {"bytes", CommonBytes{std::string("\0\1", 2)}},
                  {"flag", true},
                  {"iteration", std::int64_t{1000}},
                  {"lr", 0.25},
