@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <map>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "tensormount/validate.h"
+
+#include "base/coding.h"
+#include "collective/comm/collective.h"
+#include "collective/guarded.h"
+#include "collective/validate/layout_gather.h"
+#include "collective/validate/spec.h"
+#include "collective/validate/wire.h"
+
+namespace tensormount {
+namespace {
+
+// Fields in the order in which they are written.
+using Json = nlohmann::ordered_json;
+
+constexpr std::size_t kMaxText = 2 * kMaxKeyBytes;  // Of keys and patterns.
+
+Json Numbers(const Dims& dims) {
+  Json list = Json::array();
+  for (const std::int64_t v : dims) list.push_back(v);
+  return list;
+}
+
+Json ShardJson(const TensorMeta& meta, const DecodedLayout::ShardItem& shard) {
+  Json json = {{"key", meta.key()},
+               {"dtype", InfoOf(meta.dtype()).name},
+               {"shape", Numbers(meta.shape())},
+               {"begin", Numbers(shard.region.box().begin())},
+               {"extent", Numbers(shard.region.box().extent())}};
+  if (shard.region.is_flat()) {
+    json["flat"] = {shard.region.flat_first(), shard.region.volume()};
+  }
+  if (shard.replica == Replica::kMain) json["replica"] = "main";
+  if (shard.replica == Replica::kCopy) json["replica"] = "copy";
+  return json;
+}
+
+Json ObjectJson(const DecodedLayout::ObjectItem& object) {
+  Json json = {{"key", object.key}};
+  if (object.grid.rank() > 0) {
+    json["index"] = Numbers(object.index);
+    json["grid"] = Numbers(object.grid);
+  }
+  // Equal where the bytes are.
+  json["contents"] = std::to_string(object.length) + ":" + object.hash.ToHex();
+  return json;
+}
+
+std::string Line(const Json& json) {
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+Result<std::string> SpecOf(int world, const std::vector<GatheredLayout>& layouts,
+                           const std::map<std::string, std::string>& layers) {
+  std::string text = "{\"world\": " + std::to_string(world) + ",\n \"layouts\": [";
+  bool first_layout = true;
+  for (const GatheredLayout& layout : layouts) {
+    if (layout.encoded.empty()) continue;  // Holds nothing.
+    TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedLayout decoded,
+                                 DecodeLayout(layout.encoded, "layout"));
+    text += first_layout ? "\n" : ",\n";
+    first_layout = false;
+    text += "  {\"ranks\": \"" + SpecRanksText(layout.ranks) + "\",\n   \"shards\": [";
+    bool first = true;
+    for (const DecodedLayout::ShardItem& shard : decoded.shards) {
+      text += first ? "\n    " : ",\n    ";
+      first = false;
+      text += Line(ShardJson(decoded.tensors[shard.tensor], shard));
+    }
+    text += "],\n   \"objects\": [";
+    first = true;
+    for (const DecodedLayout::ObjectItem& object : decoded.objects) {
+      text += first ? "\n    " : ",\n    ";
+      first = false;
+      text += Line(ObjectJson(object));
+    }
+    text += "]}";
+  }
+  text += "]";
+  if (!layers.empty()) text += ",\n \"layers\": " + Line(Json(layers));
+  return text + "}\n";
+}
+
+}  // namespace
+
+Result<std::string> DumpSpec(const StateDict& state, Communicator& comm, const Timeouts& timeouts) {
+  Collective collective(comm, timeouts);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<GatheredLayout> layouts,
+                               GatherLayouts(collective, state));
+  ByteWriter mine;
+  mine.U32(static_cast<std::uint32_t>(state.layer_names().size()));
+  for (const auto& [key, pattern] : state.layer_names()) {
+    mine.String(key);
+    mine.String(pattern);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                               collective.Gather(mine.bytes(), "names of layers"));
+  std::string text;
+  const Status made = Guarded([&]() -> Status {
+    if (collective.rank() != 0) return {};
+    std::map<std::string, std::string> layers;
+    for (const std::string& bytes : names) {
+      ByteReader in(bytes, "names of layers");
+      const std::uint32_t count = in.U32();
+      for (std::uint32_t i = 0; i < count && in.status().ok(); ++i) {
+        std::string key(in.String(kMaxText));
+        layers.emplace(std::move(key), std::string(in.String(kMaxText)));
+      }
+      TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(text, SpecOf(collective.size(), layouts, layers));
+    return {};
+  });
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(made, "dump the spec"));
+  return text;
+}
+
+}  // namespace tensormount
