@@ -4,6 +4,7 @@
 
 #include <fmt/core.h>
 
+#include "index/layer_names.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/element_text.h"
 #include "mount-tools/source.h"
@@ -17,14 +18,28 @@ struct Target {
   Slice slice;
 };
 
+// A slice of a tensor, or of a layer of a stacked one: then the box is the stack's.
+Result<Target> TargetOf(const OpenedCheckpoint& checkpoint, const std::string& key,
+                        const std::string& slice) {
+  auto found = checkpoint.index().Find(key);
+  if (!found.ok() && found.status().code() != Code::kNotFound) return found.status();
+  std::optional<LayerEntry> layer;
+  if (!found.ok()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(layer, checkpoint.index().ResolveLayer(key));
+    if (!layer) return found.status();
+  }
+  const TensorMeta& meta = layer ? layer->meta : found.value().meta;
+  auto parsed = ParseSlice(slice, meta.shape());
+  if (!parsed.ok()) return parsed.status().WithContext("tensor " + key);
+  if (!layer) return Target{found.value(), parsed.value()};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Region in_stack, layer->InStack(parsed.value().box));
+  return Target{layer->stacked, {.box = in_stack.box(), .kept = parsed.value().kept}};
+}
+
 // KEY, KEY[SLICE] or KEY@SLICE. A key that is stored with exactly this name wins.
 Result<Target> FindTarget(const OpenedCheckpoint& checkpoint, const std::string& text) {
-  auto exact = checkpoint.index().Find(text);
-  if (exact.ok()) {
-    Target out{exact.value(), {}};
-    TENSORMOUNT_ASSIGN_OR_RETURN(out.slice, ParseSlice("", exact.value().meta.shape()));
-    return out;
-  }
+  auto exact = TargetOf(checkpoint, text, "");
+  if (exact.status().code() != Code::kNotFound) return exact;
   std::string key;
   std::string slice;
   if (text.ends_with(']') && text.rfind('[') != std::string::npos) {
@@ -38,11 +53,7 @@ Result<Target> FindTarget(const OpenedCheckpoint& checkpoint, const std::string&
   } else {
     return exact.status();
   }
-  auto found = checkpoint.index().Find(key);
-  if (!found.ok()) return found.status();
-  auto parsed = ParseSlice(slice, found.value().meta.shape());
-  if (!parsed.ok()) return parsed.status().WithContext("tensor " + key);
-  return Target{found.value(), parsed.value()};
+  return TargetOf(checkpoint, key, slice);
 }
 
 // Calls fn with the packed bytes of the box, block by block, so that memory stays bounded.

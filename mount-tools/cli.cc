@@ -27,7 +27,6 @@ constexpr std::pair<const char*, const char*> kNotBuilt[] = {
     {"publish", "publishes a staging that was written through a mount"},
     {"compact", "turns rank shards into tensor files"},
     {"prune", "removes old checkpoints by rule"},
-    {"check", "validates a described sharding"},
     {"stats", "the counters of a mount"},
 };
 
@@ -79,7 +78,12 @@ struct AllArgs {
   GcArgs gc;
   FsckArgs fsck;
   DoctorArgs doctor;
+  CheckArgs check;
 };
+
+void AddMap(CLI::App* command, std::string& map) {
+  command->add_option("--map", map, "JSON file of rules that give keys other names");
+}
 
 void AddMounting(Program& p, AllArgs& a) {
   CLI::App* c = p.Command("mount", "Mounts a source as a read-only filesystem",
@@ -95,7 +99,8 @@ void AddMounting(Program& p, AllArgs& a) {
   c->add_option("--tier", a.mount.tier, "auto, passthrough or daemon")->capture_default_str();
   c->add_option("--verify", a.mount.verify, "off, first or always")->capture_default_str();
   c->add_option("--log", a.mount.log_file, "Where the daemon's messages go");
-  for (const char* option : {"--map", "--hf-part-size", "--hf-rules"}) p.NotBuilt(c, option);
+  AddMap(c, a.mount.map);
+  for (const char* option : {"--hf-part-size", "--hf-rules"}) p.NotBuilt(c, option);
 
   c = p.Command("unmount", "Unmounts", "tensormount unmount /mnt/ckpt", a.unmount, RunUnmount);
   c->add_option("MNT", a.unmount.mount_point)->required();
@@ -129,8 +134,8 @@ void AddSaving(Program& p, AllArgs& a) {
   c->add_option("--placement", a.import.placement, "auto, tensor-file, rank-shard or safetensors")
       ->capture_default_str();
   c->add_option("--if-exists", a.import.if_exists, "fail or replace")->capture_default_str();
+  AddMap(c, a.import.map);
   AddTimeouts(c, a.import.liveness_seconds, a.import.arrival_seconds);
-  p.NotBuilt(c, "--map");
 
   c = p.Command("load", "Loads every rank's slices into memory and reports",
                 "tensormount load STORE/step-0 --shard cols --ranks 2 --compare model.safetensors",
@@ -144,8 +149,8 @@ void AddSaving(Program& p, AllArgs& a) {
   c->add_option("--keys", a.load.keys, "Only keys that match this glob; '*' crosses '/'");
   c->add_option("--compare", a.load.compare,
                 "Compare every byte with this source; 1 if it differs");
+  AddMap(c, a.load.map);
   AddTimeouts(c, a.load.liveness_seconds, a.load.arrival_seconds);
-  p.NotBuilt(c, "--map");
 }
 
 void AddLooking(Program& p, AllArgs& a) {
@@ -153,6 +158,7 @@ void AddLooking(Program& p, AllArgs& a) {
                           "tensormount ls -l STORE/step-0 'encoder.*'", a.ls, RunLs);
   c->add_option("SOURCE", a.ls.source)->required();
   c->add_option("GLOB", a.ls.glob, "'*' crosses '/'");
+  c->add_flag("--layers", a.ls.layers, "Also the names of layers of stacked tensors");
   c->add_flag("-l", a.ls.details, "dtype, shape, size, digest, chunks, placement");
 
   c = p.Command("info", "Describes a store, a checkpoint or one tensor",
@@ -170,6 +176,13 @@ void AddLooking(Program& p, AllArgs& a) {
                 "tensormount verify STORE/step-0", a.verify, RunVerify);
   c->add_option("SOURCE", a.verify.source)->required();
   c->add_flag("--quick", a.verify.quick, "Commit record, lengths and index only");
+
+  c = p.Command("check", "Checks a described job: missing and doubled boxes, without any data",
+                "tensormount check job.json", a.check, RunCheck);
+  c->add_option("SPEC.json", a.check.spec, "docs/spec.md says how it is written")->required();
+  c->add_option("--limit", a.check.limit, "Findings listed; all are counted")
+      ->check(CLI::Range(1, 1'000'000))
+      ->capture_default_str();
 
   c = p.Command("doctor", "What this machine offers, what is missing and how to get it",
                 "tensormount doctor --dir /checkpoints", a.doctor, RunDoctor);

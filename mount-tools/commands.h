@@ -21,6 +21,7 @@ struct ImportArgs {
   int ranks = 0;  // 0: not given.
   std::string placement = "auto";
   std::string if_exists = "fail";
+  std::string map;               // JSON file; empty: none.
   double liveness_seconds = 30;  // After so long without a sign of life a rank counts as dead.
   double arrival_seconds = 1800;
 };
@@ -32,6 +33,7 @@ struct LoadArgs {
   int ranks = 0;
   std::string keys;     // Glob; empty: all.
   std::string compare;  // Second source; empty: none.
+  std::string map;      // JSON file; empty: none.
   double liveness_seconds = 30;
   double arrival_seconds = 1800;
 };
@@ -41,6 +43,7 @@ struct LsArgs {
   std::string source;
   std::string glob;
   bool details = false;
+  bool layers = false;
 };
 int RunLs(const LsArgs& args, Terminal& terminal);
 
@@ -72,6 +75,7 @@ struct MountArgs {
   std::string tier = "auto";
   std::string verify = "off";
   std::string log_file;  // Where a daemon's messages go; empty: nowhere.
+  std::string map;       // JSON file; empty: none.
 };
 int RunMount(const MountArgs& args, Terminal& terminal);
 
@@ -101,6 +105,12 @@ struct FsckArgs {
   bool read_data = false;
 };
 int RunFsck(const FsckArgs& args, Terminal& terminal);
+
+struct CheckArgs {
+  std::string spec;
+  int limit = 100;
+};
+int RunCheck(const CheckArgs& args, Terminal& terminal);
 
 struct DoctorArgs {
   std::string directory = ".";  // Whose filesystem is looked at.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <map>
 #include <mutex>
+#include <optional>
 #include <sys/resource.h>
 
 #include <fmt/core.h>
@@ -8,6 +9,8 @@
 
 #include "tensormount/save.h"
 
+#include "index/key_renames.h"
+#include "index/layer_names.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/host_memory.h"
 #include "mount-tools/ranks.h"
@@ -17,13 +20,34 @@
 namespace tensormount::tools {
 namespace {
 
-// One rank's slices of the source, in memory that `memory` owns.
-Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, Communicator& comm,
-                 HostMemory& memory, StateDict& state) {
+// How layers of stacked tensors are called, under the names that the tensors got.
+Status NameLayers(const CheckpointIndex& index, const KeyRenames* renames, StateDict& state) {
+  if (renames != nullptr) {
+    for (const auto& [ordinal, pattern] : renames->layers()) {
+      TENSORMOUNT_RETURN_IF_ERROR(state.NameLayers(renames->tensors()[ordinal], pattern));
+    }
+    return {};
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto layers, index.Layers());
+  for (const auto& [key, pattern] : layers->patterns()) {
+    const Status there = index.Find(key).status();
+    if (there.code() == Code::kNotFound) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(there);
+    TENSORMOUNT_RETURN_IF_ERROR(state.NameLayers(key, pattern));
+  }
+  return {};
+}
+
+// One rank's slices of the source, in memory that `memory` owns, under their new names (`renames`
+// null: their own).
+Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const KeyRenames* renames,
+                 Communicator& comm, HostMemory& memory, StateDict& state) {
   Status failure;
   const Status scan = source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     const TensorMeta& meta = tensor.meta;
-    auto region = rule.RegionOf(meta.key(), meta.dtype(), meta.shape(), comm.rank());
+    const std::string& key = renames != nullptr ? renames->tensors()[tensor.ordinal] : meta.key();
+    if (key.empty()) return true;  // Dropped.
+    auto region = rule.RegionOf(key, meta.dtype(), meta.shape(), comm.rank());
     if (!region.ok()) {
       failure = region.status().WithContext("tensor " + meta.key());
       return false;
@@ -39,15 +63,17 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, Communic
       if (!failure.ok()) return false;
     }
     failure = state.AddTensor(
-        meta.key(),
-        Shard{.global_shape = meta.shape(), .region = region.value(), .data = buffer.value()});
+        key, Shard{.global_shape = meta.shape(), .region = region.value(), .data = buffer.value()});
     return failure.ok();
   });
   TENSORMOUNT_RETURN_IF_ERROR(scan);
   TENSORMOUNT_RETURN_IF_ERROR(failure);
+  TENSORMOUNT_RETURN_IF_ERROR(NameLayers(source.index(), renames, state));
 
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectContent> objects, source.index().Objects());
   for (std::size_t i = 0; i < objects.size(); ++i) {
+    const std::string& key = renames != nullptr ? renames->Object(objects[i].key) : objects[i].key;
+    if (key.empty()) continue;
     if (static_cast<int>(i % static_cast<std::size_t>(comm.size())) != comm.rank()) continue;
     if (objects[i].file >= source.index().files().size() ||
         objects[i].length > source.index().files()[objects[i].file].length) {
@@ -56,8 +82,8 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, Communic
     }
     std::string bytes(objects[i].length, '\0');
     TENSORMOUNT_RETURN_IF_ERROR(source.ReadObject(objects[i], 0, bytes.data(), bytes.size()));
-    TENSORMOUNT_RETURN_IF_ERROR(state.AddObject(
-        objects[i].key, bytes, {.index = objects[i].index, .grid = objects[i].grid}));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        state.AddObject(key, bytes, {.index = objects[i].index, .grid = objects[i].grid}));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(auto common, source.index().Common());
   for (const auto& [name, value] : common.values) {
@@ -87,8 +113,19 @@ Result<PlacementRule> ParsePlacement(const std::string& text) {
   return it->second;
 }
 
+// Of rank 0, which prints.
+nlohmann::ordered_json FilesJson(const SaveReport& report) {
+  nlohmann::ordered_json files = nlohmann::ordered_json::array();
+  for (const SaveReport::File& file : report.files) {
+    files.push_back({{"name", file.name}, {"bytes", file.bytes}});
+  }
+  return files;
+}
+
 void PrintReport(const SaveReport& report, int ranks, Terminal& terminal) {
-  const double seconds = report.validate_seconds + report.write_seconds + report.publish_seconds;
+  const double seconds = report.validate_seconds + report.plan_seconds + report.write_seconds +
+                         report.compare_seconds + report.publish_seconds;
+  for (const std::string& warning : report.warnings) terminal.Warn(warning);
   if (terminal.json) {
     const nlohmann::ordered_json json = {{"path", report.path},
                                          {"uuid", report.uuid},
@@ -100,12 +137,18 @@ void PrintReport(const SaveReport& report, int ranks, Terminal& terminal) {
                                          {"replica_bytes", report.replica_bytes},
                                          {"replica_bytes_compared", report.replica_bytes_compared},
                                          {"validate_seconds", report.validate_seconds},
+                                         {"plan_seconds", report.plan_seconds},
                                          {"write_seconds", report.write_seconds},
-                                         {"publish_seconds", report.publish_seconds}};
+                                         {"compare_seconds", report.compare_seconds},
+                                         {"publish_seconds", report.publish_seconds},
+                                         {"files", FilesJson(report)}};
     terminal.Json(json);
     return;
   }
   if (terminal.quiet) return;
+  for (const SaveReport::File& file : report.files) {
+    terminal.Note(fmt::format("rank 0 wrote {} of {}", HumanBytes(file.bytes), file.name));
+  }
   terminal.Line(fmt::format("committed {}: {} tensors, {} by {} rank{} in {} ({} written)",
                             report.path, report.tensors, HumanBytes(report.bytes), ranks,
                             ranks == 1 ? "" : "s", HumanSeconds(seconds),
@@ -137,6 +180,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   std::shared_ptr<OpenedCheckpoint> source;
   ShardRule rule;
+  std::optional<KeyRenames> renames;
   if (before.ok()) {
     auto opened = OpenSource(fs, args.source, terminal);
     before = opened.status();
@@ -146,6 +190,14 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     auto parsed = ShardRule::ParseOrRead(fs, args.shard, group.size());
     before = parsed.status();
     if (parsed.ok()) rule = parsed.value();
+  }
+  if (before.ok() && !args.map.empty()) {
+    const auto rename = [&]() -> Status {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(fs, args.map));
+      TENSORMOUNT_ASSIGN_OR_RETURN(renames, KeyRenames::Make(source->index(), *map));
+      return {};
+    };
+    before = rename();
   }
   // Alone, nobody waits: say it plainly.
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
@@ -159,7 +211,8 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     HostMemory memory;
     StateDict state;
     Status mine = before;
-    if (mine.ok()) mine = FillState(*source, rule, comm, memory, state);
+    if (mine.ok())
+      mine = FillState(*source, rule, renames ? &*renames : nullptr, comm, memory, state);
     if (!mine.ok()) state.Fail(mine);
     TENSORMOUNT_ASSIGN_OR_RETURN(SaveReport r, Save(state, args.destination, comm, options));
     if (comm.rank() == 0) {

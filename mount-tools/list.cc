@@ -4,6 +4,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "index/layer_names.h"
 #include "index/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
@@ -46,6 +47,41 @@ int ListStore(const Source& source, Terminal& terminal) {
   return terminal.Flush();
 }
 
+// The names by which layers of stacked tensors can be read.
+Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal) {
+  const CheckpointIndex& index = checkpoint.index();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, index.Layers());
+  for (const auto& [key, pattern] : names->patterns()) {
+    const auto stack = index.Find(key);
+    if (stack.status().code() == Code::kNotFound) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(stack.status());
+    const Dims& shape = stack.value().meta.shape();
+    for (std::int64_t n = 0; shape.rank() > 0 && n < shape[0]; ++n) {
+      const std::string name = LayerKey(pattern, n);
+      if (!args.glob.empty() && !GlobMatches(args.glob, name)) continue;
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto layer, index.ResolveLayer(name));
+      if (!layer) continue;
+      const TensorMeta& meta = layer->meta;
+      if (terminal.json) {
+        terminal.Json(nlohmann::ordered_json{
+            {"key", name},
+            {"dtype", InfoOf(meta.dtype()).name},
+            {"shape", std::vector<std::int64_t>(meta.shape().begin(), meta.shape().end())},
+            {"bytes", meta.bytes()},
+            {"stacked_key", layer->stacked.meta.key()},
+            {"layer", n}});
+      } else if (args.details) {
+        terminal.Line(fmt::format("{:<8} {:<20} {:>10} layer {} of {} {}",
+                                  InfoOf(meta.dtype()).name, meta.shape().ToString(),
+                                  HumanBytes(meta.bytes()), n, layer->stacked.meta.key(), name));
+      } else {
+        terminal.Line(name);
+      }
+    }
+  }
+  return {};
+}
+
 int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal) {
   const Status status = checkpoint.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     if (!args.glob.empty() && !GlobMatches(args.glob, tensor.meta.key())) return true;
@@ -63,11 +99,42 @@ int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal
     return true;
   });
   if (!status.ok()) return terminal.Fail(status);
+  if (args.layers) {
+    const Status listed = ListLayers(checkpoint, args, terminal);
+    if (!listed.ok()) return terminal.Fail(listed);
+  }
+  return terminal.Flush();
+}
+
+int InfoLayer(const LayerEntry& layer, Terminal& terminal) {
+  const TensorMeta& meta = layer.meta;
+  const std::string& stack = layer.stacked.meta.key();
+  if (terminal.json) {
+    terminal.Json(nlohmann::ordered_json{
+        {"key", meta.key()},
+        {"dtype", InfoOf(meta.dtype()).name},
+        {"shape", std::vector<std::int64_t>(meta.shape().begin(), meta.shape().end())},
+        {"bytes", meta.bytes()},
+        {"stacked_key", stack},
+        {"layer", layer.layer},
+        {"offset", layer.offset}});
+    return terminal.Flush();
+  }
+  terminal.Line(fmt::format("key        {}", meta.key()));
+  terminal.Line(fmt::format("dtype      {}", InfoOf(meta.dtype()).name));
+  terminal.Line(fmt::format("shape      {}", meta.shape().ToString()));
+  terminal.Line(fmt::format("bytes      {}", meta.bytes()));
+  terminal.Line(fmt::format("layer      {} of {}, from byte {}", layer.layer, stack, layer.offset));
   return terminal.Flush();
 }
 
 int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Terminal& terminal) {
   auto found = checkpoint.index().Find(key);
+  if (found.status().code() == Code::kNotFound) {
+    const auto layer = checkpoint.index().ResolveLayer(key);
+    if (!layer.ok()) return terminal.Fail(layer.status());
+    if (layer.value()) return InfoLayer(*layer.value(), terminal);
+  }
   if (!found.ok()) return terminal.Fail(found.status(), "`tensormount ls SOURCE` lists the keys");
   const TensorEntry& tensor = found.value();
   auto extents = checkpoint.index().Extents(tensor.ordinal);
@@ -120,6 +187,8 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   if (!objects.ok()) return terminal.Fail(objects.status());
   auto common = index.Common();
   if (!common.ok()) return terminal.Fail(common.status());
+  auto layers = index.Layers();
+  if (!layers.ok()) return terminal.Fail(layers.status());
   std::uint64_t file_bytes = 0;
   for (const FileRecord& file : index.files()) file_bytes += file.length;
   const CheckpointInfo& info = index.info();
@@ -143,6 +212,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
                                {"common_values", common.value().values.size()},
                                {"self_contained", info.self_contained},
                                {"warnings", checkpoint.warnings()}};
+    for (const auto& [key, pattern] : layers.value()->patterns()) json["layers"][key] = pattern;
     if (!content.items.empty()) {
       json["content"] = nlohmann::ordered_json::parse(CommonToJson(content));
     }
@@ -163,6 +233,10 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
       fmt::format("tensors        {}, {}", index.tensor_count(), HumanBytes(index.tensor_bytes())));
   terminal.Line(fmt::format("chunks         {} in {} data files, {}", index.chunk_count(),
                             index.files().size(), HumanBytes(file_bytes)));
+  if (!layers.value()->empty()) {
+    terminal.Line(fmt::format("layer names    of {} stacked tensors (ls --layers)",
+                              layers.value()->patterns().size()));
+  }
   terminal.Line(fmt::format("objects        {}", objects.value().size()));
   terminal.Line(fmt::format("common values  {}", common.value().values.size()));
   for (const auto& [key, value] : content.items) {

@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <sys/resource.h>
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
 #include "collective/comm/collective.h"
+#include "index/key_renames.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/host_memory.h"
 #include "mount-tools/ranks.h"
@@ -27,6 +29,8 @@ struct RankFigures {
   std::uint64_t by_leaf = 0;
   std::uint64_t by_digest = 0;
   std::uint64_t unverified = 0;
+  std::uint64_t messages = 0;
+  std::uint64_t peak_buffers = 0;
   std::uint64_t tensors = 0;
   std::uint64_t compared_bytes = 0;
   std::uint64_t different_tensors = 0;
@@ -36,6 +40,7 @@ struct RankFigures {
 
 struct Wanted {
   TensorEntry entry;
+  std::string name;  // The key, or what the map makes of it.
   Region region;
   BufferView buffer;
 };
@@ -47,12 +52,15 @@ std::uint64_t PeakMemory() {
 }
 
 Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const ShardRule& rule,
-                   int rank, HostMemory& memory, std::vector<Wanted>& wanted, StateDict& request) {
+                   const KeyRenames* renames, int rank, HostMemory& memory,
+                   std::vector<Wanted>& wanted, StateDict& request) {
   Status failure;
   TENSORMOUNT_RETURN_IF_ERROR(source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     const TensorMeta& meta = tensor.meta;
-    if (!args.keys.empty() && !GlobMatches(args.keys, meta.key())) return true;
-    auto region = rule.RegionOf(meta.key(), meta.dtype(), meta.shape(), rank);
+    const std::string& name = renames != nullptr ? renames->tensors()[tensor.ordinal] : meta.key();
+    if (name.empty()) return true;  // Dropped.
+    if (!args.keys.empty() && !GlobMatches(args.keys, name)) return true;
+    auto region = rule.RegionOf(name, meta.dtype(), meta.shape(), rank);
     failure = region.status();
     if (!failure.ok()) return false;
     auto buffer = memory.BufferFor(meta, region.value());
@@ -61,7 +69,7 @@ Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const S
     failure = request.AddTensor(
         meta.key(),
         Shard{.global_shape = meta.shape(), .region = region.value(), .data = buffer.value()});
-    wanted.push_back({tensor, region.value(), buffer.value()});
+    wanted.push_back({tensor, name, region.value(), buffer.value()});
     return failure.ok();
   }));
   return failure;
@@ -73,13 +81,13 @@ Status Compare(const OpenedCheckpoint& other, const std::vector<Wanted>& wanted,
                RankFigures& figures) {
   for (const Wanted& item : wanted) {
     if (item.region.empty()) continue;
-    auto entry = other.index().Find(item.entry.meta.key());
+    auto entry = other.index().Find(item.name);
     const bool same_kind = entry.ok() && entry.value().meta.dtype() == item.entry.meta.dtype() &&
                            entry.value().meta.shape() == item.entry.meta.shape();
     if (!same_kind) {
       if (!entry.ok() && entry.status().code() != Code::kNotFound) return entry.status();
       ++figures.different_tensors;
-      terminal.Warn(fmt::format("tensor {}: {} in the second source", item.entry.meta.key(),
+      terminal.Warn(fmt::format("tensor {}: {} in the second source", item.name,
                                 entry.ok() ? "another dtype or shape" : "missing"));
       continue;
     }
@@ -96,7 +104,7 @@ Status Compare(const OpenedCheckpoint& other, const std::vector<Wanted>& wanted,
     if (std::memcmp(a, b, size) != 0) {
       ++figures.different_tensors;
       const auto at = static_cast<std::uint64_t>(std::mismatch(a, a + size, b).first - a);
-      terminal.Warn(fmt::format("tensor {} {}: byte {} of the slice differs", item.entry.meta.key(),
+      terminal.Warn(fmt::format("tensor {} {}: byte {} of the slice differs", item.name,
                                 item.region.ToString(), at));
     }
   }
@@ -110,6 +118,8 @@ nlohmann::ordered_json ToJson(const RankFigures& f) {
           {"bytes_by_leaf", f.by_leaf},
           {"bytes_by_digest", f.by_digest},
           {"bytes_unverified", f.unverified},
+          {"messages_sent", f.messages},
+          {"peak_buffer_bytes", f.peak_buffers},
           {"seconds", f.seconds},
           {"peak_memory", f.peak_memory},
           {"compared_bytes", f.compared_bytes},
@@ -125,6 +135,8 @@ void Print(const std::vector<RankFigures>& all, bool compared, Terminal& termina
     sum.by_leaf += f.by_leaf;
     sum.by_digest += f.by_digest;
     sum.unverified += f.unverified;
+    sum.messages += f.messages;
+    sum.peak_buffers = std::max(sum.peak_buffers, f.peak_buffers);
     sum.compared_bytes += f.compared_bytes;
     sum.different_tensors += f.different_tensors;
     sum.tensors = std::max(sum.tensors, f.tensors);
@@ -169,10 +181,15 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
   std::shared_ptr<OpenedCheckpoint> source;
   std::shared_ptr<OpenedCheckpoint> other;
   ShardRule rule;
+  std::optional<KeyRenames> renames;
   const auto prepare = [&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(source, OpenSource(fs, args.source, terminal));
     if (!args.compare.empty()) {
       TENSORMOUNT_ASSIGN_OR_RETURN(other, OpenSource(fs, args.compare, terminal));
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(fs, args.map));
+    if (map) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(renames, KeyRenames::Make(source->index(), *map));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(rule, ShardRule::ParseOrRead(fs, args.shard, group.size()));
     return {};
@@ -191,7 +208,9 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     StateDict request;
     std::vector<Wanted> wanted;
     Status mine = before;
-    if (mine.ok()) mine = FillRequest(*source, args, rule, comm.rank(), memory, wanted, request);
+    if (mine.ok())
+      mine = FillRequest(*source, args, rule, renames ? &*renames : nullptr, comm.rank(), memory,
+                         wanted, request);
     if (!mine.ok()) request.Fail(mine);
     LoadOptions options;
     options.progress = &progress.done();
@@ -208,6 +227,8 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     figures.by_leaf = report.bytes_by_leaf;
     figures.by_digest = report.bytes_by_digest;
     figures.unverified = report.bytes_unverified;
+    figures.messages = report.messages_sent;
+    figures.peak_buffers = report.peak_buffer_bytes;
     figures.tensors = wanted.size();
     figures.peak_memory = PeakMemory();
     Collective collective(comm, options.timeouts);

@@ -47,6 +47,7 @@ Result<fs::MountOptions> MakeOptions(const MountArgs& args) {
                   fmt::format("mount point {}: no such folder", args.mount_point));
   }
   options.mount_point = mount_point.value();
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(host, args.map));
   options.list_views = args.views;
   options.allow_other = args.allow_other;
   TENSORMOUNT_ASSIGN_OR_RETURN(options.tier, Choose<Tier>({{"auto", Tier::kAuto},

@@ -71,6 +71,15 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::
   return opened;
 }
 
+Result<std::shared_ptr<const KeyMap>> ReadKeyMap(FileSystem& fs, const std::string& path) {
+  if (path.empty()) return std::shared_ptr<const KeyMap>();
+  constexpr std::uint64_t kMaxBytes = 64 << 20;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, fs.ReadFile(path, kMaxBytes));
+  Result<KeyMap> map = KeyMap::FromJson(text);
+  if (!map.ok()) return map.status().WithContext(path);
+  return std::make_shared<const KeyMap>(std::move(map).value());
+}
+
 bool GlobMatches(const std::string& glob, const std::string& text) {
   return fnmatch(glob.c_str(), text.c_str(), 0) == 0;
 }

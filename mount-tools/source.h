@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "tensormount/key_map.h"
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
@@ -28,6 +29,10 @@ Result<Source> ResolveSource(FileSystem& fs, const std::string& text);
 // (damaged copy, rebuilt index) are printed.
 Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::string& text,
                                                      Terminal& terminal);
+
+// --map RULES.json: no map where the option was not given (empty `path`). kInvalidArgument names
+// the file and the rule.
+Result<std::shared_ptr<const KeyMap>> ReadKeyMap(FileSystem& fs, const std::string& path);
 
 // "STORE/NAME" in its two parts; a trailing slash is ignored. kInvalidArgument without a slash is
 // not an error: the store is then ".".

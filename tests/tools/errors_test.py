@@ -34,7 +34,7 @@ class Errors(harness.ToolTest):
         self.fails("import", self.dir / "missing", self.store / "a", code="NOT_FOUND", says="missing")
         self.fails("ls", self.dir, code="UNSUPPORTED", says="no COMMIT and no store.json")
         self.fails("layout", "a", "b", code="UNSUPPORTED", says="layout")
-        self.fails("import", self.model, self.store / "a", "--map", "x", code="UNSUPPORTED", says="--map")
+        self.fails("import", self.model, self.store / "a", "--map", "x", code="NOT_FOUND", says="x")
         self.fails("nonsense", code="INVALID_ARGUMENT", says="")
         self.fails("import", self.model, self.store / "a", "--ranks", "3", "--shard", "grid:2x2",
                    code="INVALID_ARGUMENT", says="is for 4 ranks, but there are 3")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
 import json
+import pathlib
 import unittest
 
 import numpy as np
@@ -110,6 +111,19 @@ class RoundTrip(harness.ToolTest):
         self.run_tool("load", path, "--compare", self.model)
         rules.write_text("{}")
         self.assertIn("a JSON list", self.run_tool("load", path, "--shard", rules, expect=2).stderr)
+
+    def test_content_metadata(self):
+        golden = pathlib.Path(__file__).parent.parent / "golden" / "v1" / "step-1000"
+        copy = self.store / "copy"
+        self.run_tool("import", golden, copy, "--ranks", "2")
+        for source in [golden, copy]:
+            (info,) = self.json_lines("info", source)
+            self.assertEqual(info["content"], {"model": "golden", "step": 1000})
+            self.assertEqual(info["common_values"], 6)
+            lines = self.run_tool("info", source).stdout.splitlines()
+            self.assertIn('content        model: "golden"', lines)
+            self.assertIn("content        step: 1000", lines)
+        self.assertNotIn("content", self.json_lines("info", self.model)[0])
 
     def test_store_behind_a_symlink(self):
         (self.dir / "real").mkdir()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other names for keys (--map), and specs of jobs (check)."""
+
+import json
+import os
+import pathlib
+import unittest
+
+import numpy as np
+from safetensors import safe_open
+
+import harness
+
+RULES = [
+    {"key": "bias", "to": "head/bias"},
+    {"match": "layers.*.attn/*", "to": "blocks.*.attention.*"},
+    {"prefix": "fp", "to": "float"},
+    {"drop": "empty"},
+]
+NAMES = {"bias": "head/bias", "layers.0.attn/qkv": "blocks.0.attention.qkv", "fp8": "float8", "fp4": "float4",
+         "empty": None}
+SPECS = pathlib.Path(__file__).resolve().parents[2] / "examples" / "specs"
+
+
+class Maps(harness.ToolTest):
+    def setUp(self):
+        super().setUp()
+        self.rules = self.dir / "rules.json"
+        self.rules.write_text(json.dumps(RULES))
+        self.renamed = {NAMES.get(k, k): v for k, v in self.tensors.items() if NAMES.get(k, k) is not None}
+
+    def test_import_renames_on_the_way_in(self):
+        path = self.save("a", "--map", self.rules, "--ranks", "3", "--shard", "flat")
+        self.assertEqual(self.run_tool("ls", path).stdout.split(), sorted(self.renamed))
+        for key, (_, _, raw) in self.renamed.items():
+            self.assertEqual(self.run_tool("cat", path, key, text=False).stdout, raw, key)
+        self.run_tool("verify", path)
+
+    def test_load_sees_the_names_of_the_map(self):
+        path = self.save("a")
+        other = self.dir / "renamed.safetensors"
+        harness.write_safetensors(other, self.renamed)
+        (report,) = self.json_lines("load", path, "--map", self.rules, "--compare", other, "--ranks", "2")
+        self.assertEqual(report["tensors"], len(self.renamed))
+        self.assertEqual(report["different_tensors"], 0)
+        self.assertEqual(report["compared_bytes"], report["bytes_wanted"])
+        self.assertIn("peak_buffer_bytes", report)
+        (report,) = self.json_lines("load", path, "--map", self.rules, "--keys", "float*")
+        self.assertEqual(report["tensors"], 2)
+        out = self.run_tool("load", path, "--map", self.rules, "--compare", self.model, expect=1)
+        self.assertIn("tensor head/bias: missing in the second source", out.stderr)
+
+    def test_the_mount_shows_the_names_of_the_map(self):
+        path = self.save("a", "--ranks", "2")
+        mnt = self.mount(path, "--map", self.rules)
+        for key, (dtype, shape, raw) in self.renamed.items():
+            self.assertEqual((mnt / "tensors" / key).read_bytes(), raw, key)
+        self.assertFalse((mnt / "tensors" / "empty").exists())
+        with safe_open(mnt / "model.safetensors", framework="numpy") as opened:
+            np.testing.assert_array_equal(opened.get_tensor("head/bias").view("u1"),
+                                          np.frombuffer(self.tensors["bias"][2], "u1"))
+            self.assertNotIn("bias", opened.keys())
+        listed = json.loads((mnt / "checkpoint.json").read_text())["tensors"]
+        self.assertEqual([t["key"] for t in listed], sorted(self.renamed))
+        self.assertEqual(os.getxattr(mnt / "tensors" / "head" / "bias", "user.tensormount.stored_key"), b"bias")
+
+    def test_rules_that_do_not_do(self):
+        self.rules.write_text(json.dumps([{"key": "w", "to": "tiny"}]))
+        path = self.save("a")
+        mnt = self.dir / "MNT"
+        mnt.mkdir()
+        for command in [["import", path, self.store / "b"], ["load", path], ["mount", path, mnt]]:
+            out = self.run_tool(*command, "--map", self.rules, expect=2)
+            self.assertRegex(out.stderr, "tiny and w would both be called tiny", command)
+        self.rules.write_text(json.dumps([{"prefix": "w", "too": "v"}]))
+        out = self.run_tool("load", path, "--map", self.rules, expect=2)
+        self.assertIn('rules.json: key map: rule 1: unknown field "too"', out.stderr)
+        self.assertFalse((self.store / "b").exists())
+
+
+class Check(harness.ToolTest):
+    def test_examples(self):
+        for spec in sorted(SPECS.glob("*.json")):
+            bad = "missing" in spec.name
+            (report,) = json.loads("[" + self.run_tool("check", spec, "--json", expect=1 if bad else 0).stdout + "]")
+            self.assertEqual(report["ok"], not bad)
+        self.assertEqual(report["world"], 16384)
+
+    def test_says_what_is_missing(self):
+        out = self.run_tool("check", SPECS / "missing_rows.json", expect=1).stdout
+        self.assertIn("tensor embed: [500:501, 0:64] is held by no rank", out)
+
+    def test_lists_as_many_as_wanted(self):
+        spec = self.dir / "spec.json"
+        spec.write_text(json.dumps({"world": 2, "tensors": [
+            {"key": "w{i}", "dtype": "f32", "shape": [4], "repeat": {"i": [0, 9]},
+             "shards": [{"ranks": 0, "begin": [0], "extent": [3]}]}]}))
+        (report,) = json.loads("[" + self.run_tool("--json", "check", spec, "--limit", "4", expect=1).stdout + "]")
+        self.assertEqual((len(report["findings"]), report["finding_count"]), (4, 9))
+
+    def test_what_is_no_spec(self):
+        spec = self.dir / "spec.json"
+        spec.write_text('{"world": 2, "tensors": [{"key": "w"}]}')
+        self.assertIn("tensors[0]: one of", self.run_tool("check", spec, expect=2).stderr)
+        self.assertIn("NOT_FOUND", self.run_tool("check", self.dir / "none", expect=2).stderr)
+
+
+if __name__ == "__main__":
+    harness.main()
