@@ -11,8 +11,11 @@
 #include "tensormount/communicator.h"
 #include "tensormount/dtype.h"
 #include "tensormount/load.h"
+#include "tensormount/optimizer.h"
 #include "tensormount/save.h"
+#include "tensormount/shard.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
+#include "tensormount/tree.h"
 
 #endif  // TENSORMOUNT_TENSORMOUNT_H_
