@@ -118,6 +118,7 @@ std::string LayoutCauses::FindSwapped() const {
     suspects.insert(overlap.first);
     suspects.insert(overlap.second);
   }
+  std::string text;
   for (const std::uint32_t i : suspects) {
     const Box box = regions_.At(i).box();
     for (int a = 0; a < box.rank(); ++a) {
@@ -129,12 +130,13 @@ std::string LayoutCauses::FindSwapped() const {
         const Result<Box> swapped = Box::Make(begin, extent);
         if (!swapped.ok() || swapped.value() == box) continue;
         if (!FillsHole(i, swapped.value())) continue;
-        return "the grid is transposed: " + swapped.value().ToString() + " is missing, and " +
+        if (!text.empty()) return {};  // It could be this one or that one.
+        text = "the grid is transposed: " + swapped.value().ToString() + " is missing, and " +
                Does(holders_[i], "hold") + " " + box.ToString();
       }
     }
   }
-  return {};
+  return text;
 }
 
 // Whether `box`, in the place of a region, would have missing cells and none of other regions.

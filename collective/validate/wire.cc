@@ -124,15 +124,13 @@ Result<Region> RegionOf(const ShardRecord& record, const Dims& shape) {
     extent.push_back(record.extent[a]);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, extent));
-  Region region = box;
-  if (record.flat) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(region, Region::Flat(box, record.first, record.count));
-  }
-  if (!region.Within(shape)) {
+  // Of the box that a range counts in too, though its cells may lie in a smaller one.
+  if (!box.Within(shape)) {
     return Status(Code::kDataLoss,
-                  "region " + region.ToString() + " lies outside of shape " + shape.ToString());
+                  "region " + box.ToString() + " lies outside of shape " + shape.ToString());
   }
-  return region;
+  if (record.flat) return Region::Flat(box, record.first, record.count);
+  return Region(box);
 }
 
 LayoutEncoder::LayoutEncoder(const StateDict& state) : state_(state) {

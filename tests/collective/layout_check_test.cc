@@ -324,11 +324,18 @@ TEST(LayoutCause, TransposedGrid) {
   }
   EXPECT_EQ(ranks.Cause(),
             "the grid is transposed: rank 1 holds the cell of (1, 0) instead of (0, 1)");
-  LayoutRanks swapped(2);
-  swapped.Tensor(0, "w", kF, {4, 4}, B({0, 0}, {2, 4}))
-      .Tensor(1, "w", kF, {4, 4}, B({0, 2}, {4, 2}));
+  // Rows, but rank 2 has its axes the other way round.
+  LayoutRanks swapped(4);
+  for (int r = 0; r < 4; ++r) {
+    swapped.Tensor(r, "w", kF, {8, 8}, r == 2 ? B({0, 4}, {8, 2}) : B({2 * r, 0}, {2, 8}));
+  }
   EXPECT_EQ(swapped.Cause(),
-            "the grid is transposed: [2:4, 0:4] is missing, and rank 1 holds [0:4, 2:4]");
+            "the grid is transposed: [4:6, 0:8] is missing, and rank 2 holds [0:8, 4:6]");
+  // Of two ranks it could be either.
+  LayoutRanks either(2);
+  either.Tensor(0, "w", kF, {4, 4}, B({0, 0}, {2, 4}))
+      .Tensor(1, "w", kF, {4, 4}, B({0, 2}, {4, 2}));
+  EXPECT_EQ(either.Cause(), "");
 }
 
 TEST(LayoutCause, ShardsThatBeginLate) {
