@@ -16,6 +16,7 @@
 #include "collective/load/target.h"
 #include "collective/phase_events.h"
 #include "collective/save_load.h"
+#include "collective/validate/layout_exchange.h"
 #include "index/store.h"
 
 namespace tensormount {
@@ -162,7 +163,19 @@ class LoadJob {
     return collective_.Agree(targets, "load: plan");
   }
 
-  Status Validate() { return {}; }
+  // The tensors that all ranks ask for, like those of a save. Collective.
+  Status Validate() {
+    StateDict tensors;
+    const Status copied = Guarded([&]() -> Status {
+      for (const StateDict::TensorItem& item : request_.tensors()) {
+        TENSORMOUNT_RETURN_IF_ERROR(tensors.AddTensor(item.key, item.shard));
+      }
+      return {};
+    });
+    if (!copied.ok()) (void)tensors.Fail(copied);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const JobLayout job, ExchangeLayouts(collective_, tensors, {}));
+    return job.report.ToStatus();
+  }
 
   // What the options say about keys on one side only. The lists are the same on every rank, and so
   // is the verdict.

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "base/file_system.h"
+#include "collective/save_load.h"
 #include "tests/support/random.h"
 #include "tests/support/temp_dir.h"
 
@@ -111,6 +112,16 @@ std::vector<LoadedRank> LoadWishes(const std::string& path,
                                    const std::vector<std::vector<Wish>>& wishes,
                                    const LoadOptions& options,
                                    const std::function<void(int, StateDict&)>& more) {
+  LoadSetup setup;
+  setup.options = [&](int) { return options; };
+  setup.more = more;
+  return LoadWishesWith(path, tensors, wishes, setup);
+}
+
+std::vector<LoadedRank> LoadWishesWith(const std::string& path,
+                                       const std::vector<GlobalTensor>& tensors,
+                                       const std::vector<std::vector<Wish>>& wishes,
+                                       const LoadSetup& setup) {
   std::vector<LoadedRank> loaded(wishes.size());
   const Status all = RunOnThreads(static_cast<int>(wishes.size()), [&](Communicator& comm) {
     const auto rank = static_cast<std::size_t>(comm.rank());
@@ -126,14 +137,37 @@ std::vector<LoadedRank> LoadWishes(const std::string& path,
           tensor.key,
           {tensor.shape, wish.region, BufferView::Host(tensor.dtype, data, Extents(wish.region))});
     }
-    if (more) more(comm.rank(), request);
-    Result<LoadReport> result = Load(request, path, comm, options);
+    if (setup.more) setup.more(comm.rank(), request);
+    FileSystem& fs = setup.fs ? setup.fs(comm.rank()) : HostFileSystem();
+    const LoadOptions options = setup.options ? setup.options(comm.rank()) : LoadOptions();
+    Result<LoadReport> result = setup.load ? setup.load(fs, request, comm, options)
+                                           : LoadOn(fs, request, path, comm, options);
     mine.status = result.status();
     if (result.ok()) mine.report = std::move(result).value();
     return Status();
   });
   EXPECT_TRUE(all.ok()) << all.ToString();
   return loaded;
+}
+
+std::string ElementOf(const GlobalTensor& tensor, const Dims& at) {
+  std::int64_t place = 0;
+  for (int a = 0; a < at.rank(); ++a) place = place * tensor.shape[a] + at[a];
+  const std::size_t size = ElementBytes(tensor.dtype);
+  return tensor.bytes.substr(static_cast<std::size_t>(place) * size, size);
+}
+
+void ForEachElement(const Region& region, const std::function<void(const Dims& at)>& fn) {
+  const Box& box = region.box();
+  for (std::int64_t i = 0; i < region.volume(); ++i) {
+    std::int64_t rest = region.flat_first() + i;
+    Dims at = box.begin();
+    for (int a = box.rank() - 1; a >= 0; --a) {
+      at[a] += rest % box.extent(a);
+      rest /= box.extent(a);
+    }
+    fn(at);
+  }
 }
 
 std::vector<std::vector<Wish>> WishesByRule(const std::vector<GlobalTensor>& tensors,

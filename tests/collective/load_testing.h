@@ -10,6 +10,8 @@
 #include "tensormount/load.h"
 #include "tensormount/save.h"
 
+#include "base/file_system.h"
+
 // Small global tensors, cut by rule, saved and loaded on threads, with an oracle that copies
 // element by element.
 
@@ -51,6 +53,21 @@ std::vector<LoadedRank> LoadWishes(
     const std::vector<std::vector<Wish>>& wishes, const LoadOptions& options = {},
     const std::function<void(int rank, StateDict& request)>& more = {});
 
+// The same with what differs between ranks. What is empty is as in LoadWishes.
+struct LoadSetup {
+  std::function<LoadOptions(int rank)> options;
+  std::function<FileSystem&(int rank)> fs;
+  std::function<void(int rank, StateDict& request)> more;
+  // Called on each rank instead of one load.
+  std::function<Result<LoadReport>(FileSystem&, const StateDict&, Communicator&,
+                                   const LoadOptions&)>
+      load;
+};
+std::vector<LoadedRank> LoadWishesWith(const std::string& path,
+                                       const std::vector<GlobalTensor>& tensors,
+                                       const std::vector<std::vector<Wish>>& wishes,
+                                       const LoadSetup& setup);
+
 std::vector<std::vector<Wish>> WishesByRule(const std::vector<GlobalTensor>& tensors,
                                             const std::string& rule, int ranks);
 
@@ -62,6 +79,11 @@ std::string WhatIsWrong(const std::vector<GlobalTensor>& tensors,
 
 // Names below DIRECTORY/data, sorted.
 std::vector<std::string> DataFiles(const std::string& checkpoint);
+// Element `at` of a tensor.
+std::string ElementOf(const GlobalTensor& tensor, const Dims& at);
+// Every element of a region, in the region's order.
+void ForEachElement(const Region& region, const std::function<void(const Dims& at)>& fn);
+
 // XORs one byte of a sealed file with 0x40.
 void FlipByte(const std::string& path, std::uint64_t offset);
 
