@@ -146,9 +146,6 @@ void PrintReport(const SaveReport& report, int ranks, Terminal& terminal) {
     return;
   }
   if (terminal.quiet) return;
-  for (const SaveReport::File& file : report.files) {
-    terminal.Note(fmt::format("rank 0 wrote {} of {}", HumanBytes(file.bytes), file.name));
-  }
   terminal.Line(fmt::format("committed {}: {} tensors, {} by {} rank{} in {} ({} written)",
                             report.path, report.tensors, HumanBytes(report.bytes), ranks,
                             ranks == 1 ? "" : "s", HumanSeconds(seconds),
@@ -215,6 +212,10 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
       mine = FillState(*source, rule, renames ? &*renames : nullptr, comm, memory, state);
     if (!mine.ok()) state.Fail(mine);
     TENSORMOUNT_ASSIGN_OR_RETURN(SaveReport r, Save(state, args.destination, comm, options));
+    for (const SaveReport::File& file : r.files) {
+      terminal.Note(
+          fmt::format("rank {}: {} in {}", comm.rank(), HumanBytes(file.bytes), file.name));
+    }
     if (comm.rank() == 0) {
       std::lock_guard lock(mutex);
       report = r;

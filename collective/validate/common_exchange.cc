@@ -33,11 +33,7 @@ CommonGlobs ExemptOf(const CommonRules& rules) {
 }  // namespace
 
 RankCommon CommonOf(const StateDict& state, int rank) {
-  RankCommon common{rank, SharedCommonRecords(state)};
-  for (const auto& [key, pattern] : state.layer_names()) {
-    common.values.emplace(std::string(kLayersRecordPrefix) + key, pattern);
-  }
-  return common;
+  return {rank, SharedCommonRecords(state)};
 }
 
 std::map<std::string, std::string> LayersOf(const std::map<std::string, CommonValue>& values) {

@@ -10,6 +10,7 @@
 #include "tensormount/common_value.h"
 #include "tensormount/communicator.h"
 #include "tensormount/dtype.h"
+#include "tensormount/key_map.h"
 #include "tensormount/load.h"
 #include "tensormount/optimizer.h"
 #include "tensormount/save.h"
@@ -17,5 +18,6 @@
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 #include "tensormount/tree.h"
+#include "tensormount/validate.h"
 
 #endif  // TENSORMOUNT_TENSORMOUNT_H_

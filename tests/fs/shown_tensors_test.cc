@@ -104,6 +104,16 @@ TEST_F(ShownTest, AStoreShowsEveryCheckpointMapped) {
   EXPECT_OK(ops_->Stat("step-1/tensors/zz/bias"));
 }
 
+TEST_F(ShownTest, ACheckpointThatTheMapDoesNotFitIsAnErrorAndOthersAreNot) {
+  TinySpec spec = DefaultTinySpec();
+  ASSERT_OK(WriteTinyCheckpoint(HostFileSystem(), store(), "step-0", spec));
+  spec.tensors[0].key = "other";
+  ASSERT_OK(WriteTinyCheckpoint(HostFileSystem(), store(), "step-1", spec));
+  ASSERT_OK(TryOpen(store(), R"([{"key": "embed.weight", "to": "bias"}])"));
+  EXPECT_OK(ops_->Stat("step-1/tensors/other"));
+  EXPECT_THAT(ops_->Stat("step-0/tensors"), HasCode(Code::kInvalidArgument));
+}
+
 // 100,000 keys: no call looks at all of them.
 TEST(ShownTensorsTest, LookupsOfManyRenamedKeysAreCheap) {
   Content content;

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other names for keys (--map), and specs of jobs (check)."""
 
+import io
 import json
 import os
 import pathlib
+import subprocess
 import unittest
 
 import numpy as np
@@ -76,6 +78,57 @@ class Maps(harness.ToolTest):
         out = self.run_tool("load", path, "--map", self.rules, expect=2)
         self.assertIn('rules.json: key map: rule 1: unknown field "too"', out.stderr)
         self.assertFalse((self.store / "b").exists())
+
+
+class Layers(harness.ToolTest):
+    """A stacked tensor whose layers have names of their own."""
+
+    def setUp(self):
+        super().setUp()
+        subprocess.run([harness.BIN / "tests" / "save_stacked", self.store / "s"], check=True, timeout=60)
+        self.path = self.store / "s"
+        self.w = np.arange(120, dtype="<f4").reshape(4, 6, 5)
+
+    def test_layers_are_listed_when_asked_for(self):
+        self.assertEqual(self.run_tool("ls", self.path).stdout.split(), ["bias", "w"])
+        names = [f"layers.{n}.w" for n in range(4)]
+        self.assertEqual(self.run_tool("ls", self.path, "--layers").stdout.split(), ["bias", "w", *names])
+        (layer,) = self.json_lines("ls", self.path, "layers.2*", "--layers")
+        self.assertEqual(layer, {"key": "layers.2.w", "dtype": "f32", "shape": [6, 5], "bytes": 120,
+                                 "stacked_key": "w", "layer": 2})
+        (info,) = self.json_lines("info", self.path)
+        self.assertEqual(info["layers"], {"w": "layers.{}.w"})
+        self.assertEqual(info["common_values"], 0)
+        self.assertIn("layer      3 of w, from byte 360", self.run_tool("info", self.path, "layers.3.w").stdout)
+        self.assertIn("NOT_FOUND", self.run_tool("info", self.path, "layers.4.w", expect=2).stderr)
+
+    def test_cat_of_a_layer(self):
+        for n in range(4):
+            raw = self.run_tool("cat", self.path, f"layers.{n}.w", text=False).stdout
+            self.assertEqual(raw, self.w[n].tobytes())
+        out = self.run_tool("cat", self.path, "layers.1.w[2:5, -1]", "--as", "npy", text=False).stdout
+        np.testing.assert_array_equal(np.load(io.BytesIO(out)), self.w[1, 2:5, -1])
+
+    def test_layers_in_the_mount(self):
+        mnt = self.mount(self.path)
+        self.assertEqual(sorted(os.listdir(mnt / "tensors")), ["bias", "w"])
+        for n in range(4):
+            self.assertEqual((mnt / "tensors" / f"layers.{n}.w").read_bytes(), self.w[n].tobytes())
+            np.testing.assert_array_equal(np.load(mnt / "npy" / f"layers.{n}.w.npy", mmap_mode="r"), self.w[n])
+        size = subprocess.run(["du", "-sb", mnt / "tensors"], check=True, capture_output=True, text=True).stdout
+        self.assertEqual(int(size.split()[0]), 480 + 3)
+
+    def test_names_survive_an_import_and_follow_its_map(self):
+        out = self.run_tool("import", self.path, self.store / "copy", "-v", "--ranks", "3", "--shard", "dim:2")
+        self.assertRegex(out.stderr, r"rank 1: \d+ B in data/")
+        raw = self.run_tool("cat", self.store / "copy", "layers.2.w", text=False).stdout
+        self.assertEqual(raw, self.w[2].tobytes())
+        rules = self.dir / "rules.json"
+        rules.write_text(json.dumps([{"match": "layers.*.w", "to": "h/*/weight"}, {"key": "w", "to": "stack"}]))
+        self.run_tool("import", self.path, self.store / "mapped", "--map", rules)
+        raw = self.run_tool("cat", self.store / "mapped", "h/2/weight", text=False).stdout
+        self.assertEqual(raw, self.w[2].tobytes())
+        self.run_tool("verify", self.store / "mapped")
 
 
 class Check(harness.ToolTest):
