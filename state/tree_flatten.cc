@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <iterator>
 #include <map>
 #include <string>
 #include <utility>
@@ -216,6 +218,17 @@ class StructureReader {
   std::size_t at_ = 0;
 };
 
+// A shard without data becomes the one of the same cells that has some.
+void TakeData(const std::vector<Shard>& from, Shard& shard) {
+  for (const Shard& other : from) {
+    if (!shard.metadata_only) return;
+    if (!other.metadata_only && other.global_shape == shard.global_shape &&
+        other.data.dtype == shard.data.dtype && other.region == shard.region) {
+      shard = other;
+    }
+  }
+}
+
 }  // namespace
 
 Status FlattenTree(const StateTree& tree, StateDict& state, const FlattenOptions& options) {
@@ -289,13 +302,18 @@ Result<StateTree> UnflattenTree(StateTree like, const TreeSource& source,
   const auto fill = [&](const TreePath& path, StateTree& leaf) -> Status {
     const std::string name = NameOfPath(path, options.names);
     if (auto* tensor = leaf.get_if<TreeTensor>()) {
-      if (!tensor->shards.empty()) return Status();
+      const bool unknown = tensor->shards.empty();
+      const auto no_data = [](const Shard& shard) { return shard.metadata_only; };
+      if (!unknown && std::none_of(tensor->shards.begin(), tensor->shards.end(), no_data)) {
+        return Status();
+      }
       const std::string& key = tensor->key.empty() ? name : tensor->key;
-      // As if no name was given: it would not be known which of the shards are whose.
-      TENSORMOUNT_RETURN_IF_ERROR(names.Take(key, path, leaf.kind(), false));
+      // Where no shards are known, it would not be known which of the key's are whose.
+      if (unknown) TENSORMOUNT_RETURN_IF_ERROR(names.Take(key, path, leaf.kind(), false));
       Result<std::vector<Shard>> shards = source.tensor(key);
       if (!shards.ok()) return missing(shards.status());
-      tensor->shards = std::move(shards).value();
+      if (unknown) tensor->shards = shards.value();
+      for (Shard& shard : tensor->shards) TakeData(shards.value(), shard);
       return Status();
     }
     if (auto* object = leaf.get_if<TreeObject>()) {

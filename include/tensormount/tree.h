@@ -232,8 +232,10 @@ struct UnflattenOptions {
   // Leaves that the source does not have stay as they are in `like`; otherwise that is kNotFound.
   bool keep_missing = false;
 };
-// A tree like `like`, with the values of the source. Tensors that have shards stay (a load fills
-// their buffers in place); others get all shards of their key, which no other leaf may have then.
+// A tree like `like`, with the values of the source. Tensors that have shards keep them (a load
+// fills their buffers in place); shards without data become those of the same region that have some
+// (StateDict::AllocateData). Tensors without shards get all of their key, which no other leaf may
+// have then.
 TENSORMOUNT_EXPORT Result<StateTree> UnflattenTree(StateTree like, const TreeSource& source,
                                                    const UnflattenOptions& options = {});
 

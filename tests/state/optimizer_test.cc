@@ -240,15 +240,15 @@ TEST(BucketTest, PartsOfParameters) {
   std::vector<std::int32_t> bucket(40);
   for (std::size_t i = 0; i < bucket.size(); ++i) bucket[i] = static_cast<std::int32_t>(i);
   const std::vector<BucketEntry> entries = {
-      {"b", 20, {6, 4}, B({2, 1}, {4, 3})},    // 12 elements, to 32.
-      {"a", 2, {16}, F(B({0}, {16}), 1, 15)},  // To 17; then padding.
+      {"b", 20, {6, 4}, B({2, 1}, {4, 3})},           // 12 elements, to 32.
+      {"a", 2, {4, 4}, F(B({0, 0}, {4, 4}), 1, 15)},  // To 17; then padding.
       {"none", 5, {0}, B({0}, {0})},
   };
   const auto parts = BucketShards(Ints(bucket.data() + 10, {15}), 10, entries);
   ASSERT_OK(parts);
   ASSERT_EQ(parts.value().size(), 2u);
   EXPECT_EQ(parts.value()[0].key, "a");
-  EXPECT_EQ(parts.value()[0].shard.region, Region(B({9}, {7})));
+  EXPECT_EQ(parts.value()[0].shard.region, F(B({0, 0}, {4, 4}), 9, 7));
   EXPECT_EQ(parts.value()[0].shard.data.data, bucket.data() + 10);
   EXPECT_EQ(parts.value()[1].key, "b");
   EXPECT_EQ(parts.value()[1].shard.region, F(B({2, 1}, {4, 3}), 0, 5));

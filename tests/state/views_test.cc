@@ -148,6 +148,75 @@ TEST(ViewsTest, StackedLayersOnUnevenStages) {
   });
 }
 
+// A nested state comes back from the checkpoint alone: its structure, its values, its tensors in
+// memory that the request allocates.
+TEST(ViewsTest, TreesComeBackWithoutATemplate) {
+  const TempDir dir;
+  const std::string path = dir.Join("store/step-1");
+  const Array truth = Array::Counting({6, 4});
+  const auto state_of = [&truth](int rank, std::vector<Piece>& memory) -> StateTree {
+    memory.push_back(MakePiece(truth, B({rank * 3, 0}, {3, 4})));
+    return TreeDict{
+        .items = {{"model", TreeList{{memory.back().shard, TreeTuple{{CommonValue(3)}}}}},
+                  {std::int64_t{5}, TreeObject{.key = {}, .bytes = "seed", .place = {}}},
+                  {"nothing", TreeDict{}},
+                  {"here", TreeLocal{CommonValue(rank)}}}};
+  };
+  const FlattenOptions options{.names = TreeNames::kReversible,
+                               .structure = FlattenOptions::Structure::kCommon};
+  std::vector<std::vector<Piece>> memory(2);
+  ASSERT_OK(OnRanks(
+      2,
+      [&](int rank, StateDict& state) {
+        return FlattenTree(state_of(rank, memory[static_cast<std::size_t>(rank)]), state, options);
+      },
+      [&](StateDict& state, Communicator& comm) { return Save(state, path, comm).status(); }));
+
+  const auto checkpoint = Checkpoint::Open(path);
+  ASSERT_OK(checkpoint);
+  const auto structure = checkpoint.value().common("tree");
+  ASSERT_OK(structure);
+  ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
+    StateDict request;
+    const Region mine = B({0, comm.rank() * 2}, {6, 2});
+    const auto ask = [&]() -> Result<StateTree> {
+      TENSORMOUNT_ASSIGN_OR_RETURN(StateTree tree, TreeFromStructure(structure.value()));
+      TENSORMOUNT_RETURN_IF_ERROR(AssignKeys(tree, options.names));
+      TENSORMOUNT_RETURN_IF_ERROR(MapLeaves(tree, [&](const TreePath&, StateTree& leaf) {
+        if (auto* tensor = leaf.get_if<TreeTensor>()) {
+          tensor->shards = {MetadataOnly(DType::kI32, truth.shape, mine)};
+        }
+        if (auto* local = leaf.get_if<TreeLocal>()) local->value = comm.rank() + 10;
+        return Status();
+      }));
+      TENSORMOUNT_RETURN_IF_ERROR(
+          FlattenTree(tree, request, {.names = options.names, .for_load = true}));
+      TENSORMOUNT_RETURN_IF_ERROR(request.AllocateData());
+      return tree;
+    };
+    const Result<StateTree> tree = ask();
+    if (!tree.ok()) (void)request.Fail(tree.status());
+    const Result<LoadReport> report = Load(request, path, comm);
+    if (!report.ok()) return report.status();
+    const auto back =
+        UnflattenTree(tree.value(), SourceOf(request, report.value()), {.names = options.names});
+    if (!back.ok()) return back.status();
+    const Piece expected_data = MakePiece(truth, mine);
+    const StateTree expected = TreeDict{
+        .items = {
+            {"model", TreeList{{TreeTensor{.key = "model.:0", .shards = {expected_data.shard}},
+                                TreeTuple{{CommonValue(3)}}}}},
+            {std::int64_t{5}, TreeObject{.key = "#5", .bytes = "seed", .place = {}}},
+            {"nothing", TreeDict{}},
+            {"here", TreeLocal{CommonValue(comm.rank() + 10)}}}};
+    const auto diff = DiffTrees(expected, back.value());
+    if (!diff.ok()) return diff.status();
+    EXPECT_TRUE(diff.value().empty()) << DescribeTree(back.value()).value();
+    for (const TreeMismatch& m : diff.value().mismatches) ADD_FAILURE() << m.path << ": " << m.what;
+    return Status();
+  }));
+}
+
 // ---- Chains of views, drawn at random --------------------------------------------------------
 
 // A tensor with an array that says what it is, and the shards of all ranks.
