@@ -13,6 +13,8 @@ int main(int argc, char** argv) {
   const std::vector<std::pair<std::string, Status (*)(const bench::Options&)>> workloads = {
       {"save", bench::BenchSave},
       {"async", bench::BenchAsync},
+      {"replicas", bench::BenchReplicas},
+      {"plan", bench::BenchPlan},
       {"load", bench::BenchLoad},
       {"reshard", bench::BenchReshard},
       {"mount-read", bench::BenchMountRead},
@@ -28,14 +30,14 @@ int main(int argc, char** argv) {
       "Figures of tensormount, each beside its floor in the same run: the same bytes by\n"
       "plain system calls. One line a case; medians of interleaved rounds.\n"
       "Example: ckptbench load reshard --gib 1 --ranks 4 --dir /tmp --json");
-  app.add_option(
-      "workload", wanted,
-      "save async load reshard mount-read mount-ls publish open hash; all where none is given");
+  app.add_option("workload", wanted,
+                 "save async replicas plan load reshard mount-read mount-ls publish open hash; all "
+                 "where none is given");
   app.add_option("--gib", options.gib, "GiB that a workload moves")->check(CLI::PositiveNumber);
   app.add_option("--ranks", options.ranks, "ranks")->check(CLI::Range(1, 64));
   app.add_option("--rounds", options.rounds, "rounds that count, of each")
       ->check(CLI::Range(1, 1000));
-  app.add_option("--tensors", options.tensors, "publish, open, mount-ls: tensors")
+  app.add_option("--tensors", options.tensors, "plan, publish, open, mount-ls: tensors")
       ->check(CLI::Range(1, 10'000'000));
   app.add_option("--chunks", options.chunks, "publish, open: chunks a tensor")
       ->check(CLI::Range(1, 1'000'000));

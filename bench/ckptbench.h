@@ -118,6 +118,8 @@ class WorkFolder {
 // The workloads.
 Status BenchSave(const Options& options);
 Status BenchAsync(const Options& options);
+Status BenchReplicas(const Options& options);
+Status BenchPlan(const Options& options);
 Status BenchLoad(const Options& options);
 Status BenchReshard(const Options& options);
 Status BenchMountRead(const Options& options);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every file operation of every rank, the coordinator's included, fails once: the verdict is the
-// same on all ranks, names the failing rank and no other, and agrees with the disk.
+// File operations of every rank, the coordinator's included, fail once, from the first to the last:
+// the verdict is the same on all ranks, names the failing rank and no other, and agrees with the
+// disk.
 #include <atomic>
 #include <cerrno>
 #include <set>
@@ -89,8 +90,9 @@ TEST_F(SaveFailureTest, OfEveryOperationOnEveryRankIsOneVerdictThatNamesIt) {
   for (int rank = 0; rank < kRanks; ++rank) {
     const int operations = counts[static_cast<std::size_t>(rank)];
     ASSERT_GT(operations, 8);
-    // All of a writer; of the coordinator, who does much more, some of each part.
-    const int step = rank == 0 ? std::max(1, operations / TestScale(20)) : 1;
+    // Every second of a writer; of the coordinator, who does much more, some of each part.
+    const int most = rank == 0 ? TestScale(20) : (operations + 1) / 2 * TestScale(1);
+    const int step = std::max(1, operations / most);
     for (int from = 0; from < operations; from += step) {
       const int point =
           from + static_cast<int>(random.Int(0, std::min(step, operations - from) - 1));
@@ -118,7 +120,7 @@ TEST_F(SaveFailureTest, OfEveryOperationOnEveryRankIsOneVerdictThatNamesIt) {
     }
   }
   // That the test reaches what it is about: nearly all fail, of all kinds.
-  EXPECT_GT(failures, (counts[1] + counts[2]) * 3 / 4);
+  EXPECT_GT(failures, (counts[1] + counts[2]) / 2);
   for (const char* op : {"write", "sync", "seal"}) EXPECT_EQ(failed_ops.count(op), 1u) << op;
   EXPECT_EQ(ReadAll(Path("old")).at("cols"), cols_.bytes);
   ASSERT_OK(Save("after"));

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/collective/save_testing.h"
 
+#include <array>
+#include <cstdlib>
+
 #include <gtest/gtest.h>
 
 #include "base/hash.h"
@@ -27,10 +30,17 @@ void RankState::Add(const RandomTensor& tensor, const Region& region, Random* st
   EXPECT_OK(dict.AddTensor(tensor.key, {tensor.shape, region, memory.back().view}));
 }
 
+void SetOwners(int owners) {
+  ASSERT_EQ(setenv("TENSORMOUNT_LAYOUT_OWNERS", std::to_string(owners).c_str(), 1), 0);
+}
+
 std::vector<Result<SaveReport>> SaveOnThreads(const std::string& path, int ranks,
                                               const std::function<void(int, RankState&)>& fill,
                                               const SaveOptions& options,
                                               const std::function<FileSystem&(int)>& fs_of) {
+  // Owners in turn: as many as the job asks for (one), three, two.
+  static int calls = 0;
+  SetOwners(std::array<int, 3>{0, 3, 2}[static_cast<std::size_t>(calls++ % 3)]);
   std::vector<RankState> states(static_cast<std::size_t>(ranks));
   for (int r = 0; r < ranks; ++r) fill(r, states[static_cast<std::size_t>(r)]);
   std::vector<Result<SaveReport>> results(static_cast<std::size_t>(ranks),

@@ -26,8 +26,12 @@ struct RankState {
   void Add(const RandomTensor& tensor, const Region& region, Random* strided = nullptr);
 };
 
-// Calls fill(rank, state) and then SaveOn on `ranks` threads; results by rank. `fs_of(rank)`: the
-// file system of a rank, the host's where empty.
+// How many ranks judge and plan in the saves to come, where they are as many; 0: as the size of
+// the job asks for. Not while other threads run.
+void SetOwners(int owners);
+
+// Calls fill(rank, state) and then SaveOn on `ranks` threads, with another number of owners each
+// time; results by rank. `fs_of(rank)`: the file system of a rank, the host's where empty.
 std::vector<Result<SaveReport>> SaveOnThreads(const std::string& path, int ranks,
                                               const std::function<void(int, RankState&)>& fill,
                                               const SaveOptions& options = {},

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Saved under any cut on any number of ranks, loaded under any other on any other number: every
 // cell is what it was, nothing else is touched, and a tensor's digest does not depend on the cut.
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <string>
@@ -84,6 +85,8 @@ TEST(SaveLoadProperty, AnyCutToAnyCut) {
     TempDir dir;
     const std::string path = dir.Join("store/step");
     const int savers = random.Pick(kRanks);
+    const std::string owners = std::to_string(random.Int(0, 4));  // 0: as many as the job asks for.
+    ASSERT_EQ(setenv("TENSORMOUNT_LAYOUT_OWNERS", owners.c_str(), 1), 0);
     const int loaders = random.Pick(kRanks);
     std::vector<RandomTensor> tensors;
     std::vector<Partition> cuts;
@@ -96,9 +99,9 @@ TEST(SaveLoadProperty, AnyCutToAnyCut) {
       cuts.push_back(RandomPartition(random, tensors.back().shape, savers));
       wishes.push_back(RandomRequest(random, tensors.back().shape, loaders, holes));
     }
-    SCOPED_TRACE("case " + std::to_string(i) + ", saved on " + std::to_string(savers) + ":\n" +
-                 Describe(tensors, cuts) + "loaded on " + std::to_string(loaders) + ":\n" +
-                 Describe(tensors, wishes));
+    SCOPED_TRACE("case " + std::to_string(i) + ", saved on " + std::to_string(savers) +
+                 ", planned by " + owners + ":\n" + Describe(tensors, cuts) + "loaded on " +
+                 std::to_string(loaders) + ":\n" + Describe(tensors, wishes));
 
     std::vector<Rank> saving = MakeRanks(random, tensors, cuts, savers, true);
     SaveOptions save;
