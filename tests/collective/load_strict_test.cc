@@ -398,5 +398,80 @@ TEST(LoadPlans, WhatReplacedACheckpointIsPlannedAnew) {
   }));
 }
 
+// ---- What travels ----
+
+// Counts what a rank sends.
+class CountingCommunicator final : public Communicator {
+ public:
+  explicit CountingCommunicator(Communicator& base) : base_(base) {}
+  std::uint64_t TakeSent() { return sent_.exchange(0); }
+
+  int rank() const override { return base_.rank(); }
+  int size() const override { return base_.size(); }
+  std::string kind() const override { return base_.kind(); }
+  Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
+    sent_ += static_cast<std::uint64_t>(CheckedProduct(view.shape).value());
+    return base_.Send(to, tag, view);
+  }
+  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
+    return base_.Receive(from, tag, view);
+  }
+  Result<bool> Test(Request request) override { return base_.Test(request); }
+  void Cancel(Request request) override { base_.Cancel(request); }
+  Status Progress() override { return base_.Progress(); }
+  std::chrono::nanoseconds SilentFor(int rank) const override { return base_.SilentFor(rank); }
+
+ private:
+  Communicator& base_;
+  std::atomic<std::uint64_t> sent_{0};
+};
+
+TEST(LoadTraffic, RequestsTravelOnceAndOnlyWhereTheyMust) {
+  TempDir dir;
+  const std::string path = dir.Join("store/step");
+  std::vector<GlobalTensor> tensors;
+  for (int i = 0; i < 200; ++i) {
+    tensors.push_back(MakeGlobal(std::string(100, 'k') + std::to_string(i), DType::kU8, {8, 64}));
+  }
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 1));
+  std::uint64_t sent[3][3];  // By load, by rank.
+  ASSERT_OK(RunOnThreads(3, [&](Communicator& base) -> Status {
+    CountingCommunicator comm(base);
+    const auto rank = static_cast<std::size_t>(comm.rank());
+    // Columns: the left half on rank 0, the right half on the two others.
+    const Region half = Box::Make({0, rank == 0 ? 0 : 32}, {8, 32}).value();
+    std::vector<std::string> buffers(tensors.size(), std::string(256, '\0'));
+    StateDict request;
+    for (std::size_t t = 0; t < tensors.size(); ++t) {
+      TENSORMOUNT_RETURN_IF_ERROR(request.AddTensor(
+          tensors[t].key,
+          {tensors[t].shape, half,
+           BufferView::Host(DType::kU8, static_cast<void*>(buffers[t].data()), {8, 32})}));
+    }
+    LoadOptions options;
+    options.path = LoadPath::kDirect;
+    for (std::size_t load = 0; load < 3; ++load) {
+      // Leaves need nobody else; a digest needs all, the first time.
+      options.verify = load == 0 ? LoadVerify::kLeaves : LoadVerify::kAuto;
+      (void)comm.TakeSent();
+      TENSORMOUNT_ASSIGN_OR_RETURN(const LoadReport report, Load(request, path, comm, options));
+      sent[load][rank] = comm.TakeSent();
+      EXPECT_EQ(report.bytes_unverified, 0u);
+      EXPECT_EQ(report.bytes_by_digest != 0, load > 0);
+      EXPECT_EQ(report.plan_reused, load == 2);
+      EXPECT_EQ(buffers[7], BytesOf(tensors[7], half));
+    }
+    return {};
+  }));
+  constexpr std::uint64_t kRequest = 200 * 100;  // More than its keys.
+  constexpr std::uint64_t kLittle = 8000;        // Frames, bits, digests.
+  for (const std::size_t rank : {1, 2}) {
+    EXPECT_LT(sent[0][rank], kLittle) << rank;
+    EXPECT_LT(sent[2][rank], kLittle) << rank;
+  }
+  EXPECT_GT(sent[1][1], kRequest);
+  EXPECT_LT(sent[1][2], kLittle);  // Rank 1 spoke for it.
+}
+
 }  // namespace
 }  // namespace tensormount
