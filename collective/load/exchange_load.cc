@@ -24,6 +24,8 @@ namespace {
 constexpr std::uint64_t kOutgoingBytes = 4u << 20;
 constexpr std::uint64_t kIncomingBytes = 4u << 20;
 constexpr std::size_t kMaxReceives = 64;
+// Units of one rank that are on their way, also from memory that is the caller's.
+constexpr std::size_t kMaxUnits = 16;
 // Shorter runs are cheaper copied out of a block than read one by one.
 constexpr std::uint64_t kShortestPiece = 512;
 // A gap that is worth a read of its own to leave out.
@@ -367,9 +369,11 @@ class UnitStream final : public LocalWork {
       {
         std::unique_lock lock(mutex_);
         room_.wait(lock, [&] {
-          return stop_ || outgoing_ == 0 || outgoing_ + out->size <= kOutgoingBytes;
+          return stop_ || in_flight_ == 0 ||
+                 (in_flight_ < kMaxUnits && outgoing_ + out->size <= kOutgoingBytes);
         });
         if (stop_) return {};
+        ++in_flight_;
         outgoing_ += out->size;
       }
       out->memory = pool_.Take(out->size);
@@ -381,6 +385,7 @@ class UnitStream final : public LocalWork {
       if (out->unsent > 0) {
         ready_.push_back(std::move(out));
       } else {
+        --in_flight_;
         outgoing_ -= out->size;
         pool_.Give(std::move(out->memory));
       }
@@ -459,6 +464,7 @@ class UnitStream final : public LocalWork {
   void Release(Outgoing& out) {
     {
       std::lock_guard lock(mutex_);
+      --in_flight_;
       outgoing_ -= out.size;
     }
     pool_.Give(std::move(out.memory));
@@ -553,7 +559,8 @@ class UnitStream final : public LocalWork {
   std::mutex mutex_;
   std::condition_variable room_;
   bool stop_ = false;
-  std::uint64_t outgoing_ = 0;  // Bytes of units that were read or are being read.
+  std::size_t in_flight_ = 0;   // Units that were read or are being read.
+  std::uint64_t outgoing_ = 0;  // Their memory, in bytes.
   std::deque<std::shared_ptr<Outgoing>> ready_;
   bool read_done_ = false;
   Status read_status_;
