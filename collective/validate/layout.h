@@ -28,9 +28,10 @@ namespace tensormount {
 std::uint32_t OwnerOf(std::string_view key, std::uint32_t owners);
 
 // What one rank holds of the keys of one owner, as it travels (validate/wire.cc says how). Ranks
-// with equal layouts have equal bytes: nothing in it depends on the rank.
+// with equal layouts have equal bytes: nothing in it depends on the rank. Empty where it is
+// nothing.
 std::string EncodeLayout(const StateDict& state, std::uint32_t owner, std::uint32_t owners);
-// Of a rank's whole layout: equal for equal layouts.
+// Of a rank's whole layout: equal for equal layouts. Lengths and contents of objects are no part.
 Hash128 LayoutFingerprint(const StateDict& state);
 
 // Layouts of all ranks, column by column: many boxes of few tensors, cheap to add to and to walk.
@@ -41,8 +42,9 @@ class LayoutTable {
   LayoutTable(LayoutTable&&) noexcept;
   LayoutTable& operator=(LayoutTable&&) noexcept;
 
-  // A layout and the ranks that have it (rising). kDataLoss "layout of rank N: ..." where the bytes
-  // break a rule.
+  // A layout and the ranks that have it (rising). Its tensors and its objects may come in two
+  // calls. kDataLoss "layout of rank N: ..." where the bytes break a rule; the table is then of no
+  // use.
   Status Add(std::string_view encoded, std::span<const int> ranks);
   std::uint64_t boxes() const;  // Of all ranks.
 

@@ -60,7 +60,8 @@ struct TENSORMOUNT_EXPORT LayoutReport {
   std::uint64_t objects = 0;
   std::uint64_t layouts = 0;       // Different ones among the ranks.
   std::vector<Finding> findings;   // By key, then kind, then place; at most the limit...
-  std::uint64_t finding_count = 0; // ... of so many.
+  // ... of so many. Of one tensor, 4,096 holes and as many overlaps are told apart.
+  std::uint64_t finding_count = 0;
 
   bool ok() const { return finding_count == 0; }
   // Ok, or kInvalidArgument with the first finding, its cause, and how many more there are.

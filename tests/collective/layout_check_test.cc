@@ -387,6 +387,62 @@ TEST(LayoutCause, NoneWhereNothingFits) {
   EXPECT_EQ(ranks.Cause(), "");
 }
 
+// ---- Cases of other systems ------------------------------------------------------------------
+
+// Megatron: data-parallel slices of the cells of a grid, with a hole and with an overlap.
+TEST(MegatronValidation, FlattenedTensorsAreProperlyValidated) {
+  const auto job = [](std::int64_t first, std::int64_t count) {
+    LayoutRanks ranks(4);
+    for (int r = 0; r < 4; ++r) {
+      const Box cell = B({0, 5 * (r / 2)}, {4, 5});
+      const Region half = r == 1
+                              ? Region::Flat(cell, first, count).value()
+                              : Region::Flat(cell, r % 2 == 0 ? 0 : 7, r % 2 == 0 ? 7 : 13).value();
+      ranks.Tensor(r, "w", kF, {4, 10}, half);
+    }
+    return ranks.Messages();
+  };
+  EXPECT_THAT(job(7, 13), IsEmpty());
+  EXPECT_THAT(job(8, 12), ElementsAre("tensor w: [1:2, 2:3] is held by no rank; parts are held by "
+                                      "ranks 0-3"));
+  EXPECT_THAT(job(6, 14), ElementsAre("tensor w: [1:2, 1:2] is held by rank 0 and rank 1"));
+}
+
+// DCP, TestValidateGlobalPlan and what it lets pass.
+TEST(DcpValidation, CutsAlongEveryAxisAreSound) {
+  for (int axis = 0; axis < 3; ++axis) {
+    LayoutRanks ranks(4);
+    for (int r = 0; r < 4; ++r) {
+      Dims begin = {0, 0, 0};
+      Dims extent = {8, 8, 8};
+      begin[axis] = 2 * r;
+      extent[axis] = 2;
+      ranks.Tensor(r, "w", kF, {8, 8, 8}, B(begin, extent));
+    }
+    EXPECT_THAT(ranks.Messages(), IsEmpty());
+  }
+}
+
+TEST(DcpValidation, AnEmptyChunkInsideAnotherIsNoOverlap) {
+  LayoutRanks ranks(2);
+  ranks.Tensor(0, "w", kF, {4, 4}, Box::Whole({4, 4}))
+      .Tensor(1, "w", kF, {4, 4}, B({2, 1}, {0, 2}));
+  EXPECT_THAT(ranks.Messages(), IsEmpty());
+}
+
+TEST(DcpValidation, ASmallerChunkAtTheSameOffsetIsNoReplica) {
+  LayoutRanks ranks(2);
+  ranks.Tensor(0, "w", kF, {4}, B({0}, {4})).Tensor(1, "w", kF, {4}, B({0}, {2}));
+  EXPECT_THAT(ranks.Messages(), ElementsAre("tensor w: [0:2] is held by rank 0 and rank 1"));
+}
+
+TEST(DcpValidation, AHoleOfASingleRankIsFound) {
+  LayoutRanks ranks(1);
+  ranks.Tensor(0, "w", kF, {4}, B({0}, {3}));
+  EXPECT_THAT(ranks.Messages(),
+              ElementsAre("tensor w: [3:4] is held by no rank; parts are held by rank 0"));
+}
+
 // ---- The wire -------------------------------------------------------------------------------
 
 TEST(LayoutWire, ShortRecordHas96BytesAndLongOne288) {
