@@ -3,7 +3,8 @@
 
 # One set of code-generation flags for libraries and programs alike: precompiled headers can then
 # be shared between all of them (-fPIC against -fPIE would make GCC refuse them).
-add_compile_options(-fPIC -fvisibility=hidden -fvisibility-inlines-hidden)
+add_compile_options(-fPIC -fvisibility=hidden
+                    $<$<COMPILE_LANGUAGE:CXX>:-fvisibility-inlines-hidden>)
 
 find_program(TENSORMOUNT_CCACHE ccache)
 mark_as_advanced(TENSORMOUNT_CCACHE)
@@ -40,7 +41,8 @@ endif()
 # Warnings. An INTERFACE target, so that consumers of the installed library never see them.
 add_library(tensormount_flags INTERFACE)
 target_compile_options(tensormount_flags INTERFACE
-  -Wall -Wextra -Wshadow -Wconversion -Wnon-virtual-dtor -Woverloaded-virtual
+  -Wall -Wextra -Wshadow -Wconversion
+  $<$<COMPILE_LANGUAGE:CXX>:-Wnon-virtual-dtor> $<$<COMPILE_LANGUAGE:CXX>:-Woverloaded-virtual>
   -Wno-missing-field-initializers  # Designated initialisers leave out what has a default.
   -Werror=unused-result -Werror=return-type -Winvalid-pch)
 if(TENSORMOUNT_WERROR)
@@ -49,7 +51,8 @@ endif()
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # GCC 12 reports these for its own std::string and std::variant once they are inlined.
   target_compile_options(tensormount_flags INTERFACE
-    -Wno-restrict -Wno-maybe-uninitialized -Wno-stringop-overflow -Wno-array-bounds)
+    -Wno-restrict -Wno-maybe-uninitialized -Wno-stringop-overflow -Wno-stringop-overread
+    -Wno-array-bounds)
   if(TENSORMOUNT_SANITIZE MATCHES "thread")
     target_compile_options(tensormount_flags INTERFACE -Wno-tsan)
   endif()

@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdlib>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include "tensormount/dtype.h"
+
+#include "lib/c_api.h"
+
+namespace tensormount::c_api {
+namespace {
+
+struct LastError {
+  std::string message;
+  int error_number = 0;
+};
+
+LastError& Last() {
+  static thread_local LastError last;
+  return last;
+}
+
+static_assert(static_cast<int>(Code::kInvalidArgument) == TM_INVALID_ARGUMENT);
+static_assert(static_cast<int>(Code::kDataLoss) == TM_DATA_LOSS);
+static_assert(static_cast<int>(Code::kUnknown) == TM_UNKNOWN);
+static_assert(static_cast<int>(Code::kInternal) == TM_INTERNAL);
+static_assert(static_cast<int>(DType::kBool) == TM_BOOL);
+static_assert(static_cast<int>(DType::kF32) == TM_F32);
+static_assert(static_cast<int>(DType::kC128) == TM_C128);
+static_assert(kMaxRank == TM_MAX_RANK);
+
+bool Known(tm_status status) { return status >= TM_OK && status <= TM_INTERNAL; }
+
+std::optional<DType> KnownDType(std::uint32_t number) {
+  if (number > std::numeric_limits<std::uint8_t>::max()) return std::nullopt;
+  const Result<DType> dtype = DTypeFromNumber(static_cast<std::uint8_t>(number));
+  if (!dtype.ok()) return std::nullopt;
+  return dtype.value();
+}
+
+}  // namespace
+
+tm_status Report(const Status& status) {
+  if (status.ok()) return TM_OK;
+  return tm_set_last_error(static_cast<tm_status>(status.code()), status.ToErrno(),
+                           status.message().c_str());
+}
+
+Status Need(std::initializer_list<Argument> arguments) {
+  for (const Argument& a : arguments) {
+    if (a.pointer == nullptr) {
+      return {Code::kInvalidArgument, std::string("argument '") + a.name + "' is NULL"};
+    }
+  }
+  return {};
+}
+
+Status CheckStruct(const void* given, std::size_t known, const char* name) {
+  std::uint32_t size = 0;
+  std::memcpy(&size, given, sizeof(size));
+  if (size < sizeof(size)) {
+    return {Code::kInvalidArgument, std::string(name) + ": struct_size is not set"};
+  }
+  const auto* bytes = static_cast<const unsigned char*>(given);
+  for (std::size_t i = known; i < size; ++i) {
+    if (bytes[i] == 0) continue;
+    return {Code::kUnsupported,
+            std::string(name) + ": has members that this version of the library does not know"};
+  }
+  return {};
+}
+
+Result<Dims> ReadDims(const std::int64_t* numbers, std::int32_t rank, const char* name) {
+  if (rank < 0 || rank > kMaxRank) {
+    return Status(Code::kInvalidArgument, std::string(name) + ": " + std::to_string(rank) +
+                                              " axes; at most " + std::to_string(kMaxRank) +
+                                              " are possible");
+  }
+  if (rank == 0) return Dims();
+  TENSORMOUNT_RETURN_IF_ERROR(Need({{numbers, name}}));
+  return Dims(std::span<const std::int64_t>(numbers, static_cast<std::size_t>(rank)));
+}
+
+Result<Region> ReadRegion(const tm_region* given, const Dims& shape) {
+  if (given == nullptr) {
+    // The caller's shape is not checked yet.
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Box all, Box::Make(Dims::Filled(shape.rank(), 0), shape));
+    return Region(all);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const tm_region r, ReadStruct(given, "tm_region"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extent, ReadDims(r.extent, r.rank, "tm_region.extent"));
+  Dims begin = Dims::Filled(extent.rank(), 0);
+  if (r.begin != nullptr) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(begin, ReadDims(r.begin, r.rank, "tm_region.begin"));
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, extent));
+  if (r.is_flat != 0) return Region::Flat(box, r.flat_first, r.flat_count);
+  return Region(box);
+}
+
+Result<BufferView> ReadBuffer(const tm_buffer* given) {
+  TENSORMOUNT_RETURN_IF_ERROR(Need({{given, "buffer"}}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const tm_buffer b, ReadStruct(given, "tm_buffer"));
+  const std::optional<DType> dtype = KnownDType(b.dtype);
+  if (!dtype) {
+    return Status(Code::kInvalidArgument,
+                  "tm_buffer.dtype: " + std::to_string(b.dtype) + " is no element type");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Dims shape, ReadDims(b.shape, b.rank, "tm_buffer.shape"));
+  if (!CheckedProduct(shape)) {
+    return Status(Code::kInvalidArgument, "tm_buffer.shape: " + shape.ToString() + " cannot be");
+  }
+  BufferView view = BufferView::Host(*dtype, b.data, shape);
+  if (b.strides != nullptr) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(view.strides, ReadDims(b.strides, b.rank, "tm_buffer.strides"));
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(view.device.kind, Choice("tm_buffer.device_kind", b.device_kind,
+                                                        {DeviceKind::kHost, DeviceKind::kCuda}));
+  view.device.ordinal = b.device_ordinal;
+  view.stream = b.stream;
+  return view;
+}
+
+Result<std::vector<std::string>> ReadTexts(const char* const* texts, std::size_t count,
+                                           const char* name) {
+  std::vector<std::string> out;
+  if (count != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{texts, name}}));
+  for (std::size_t i = 0; i < count; ++i) {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{texts[i], name}}));
+    out.emplace_back(texts[i]);
+  }
+  return out;
+}
+
+Timeouts ReadTimeouts(std::int64_t liveness_ms, std::int64_t arrival_ms) {
+  Timeouts timeouts;
+  if (liveness_ms > 0) timeouts.liveness = std::chrono::milliseconds(liveness_ms);
+  if (arrival_ms > 0) timeouts.arrival = std::chrono::milliseconds(arrival_ms);
+  return timeouts;
+}
+
+EventHook ReadHook(tm_event_hook hook, void* context) {
+  if (hook == nullptr) return {};
+  return [hook, context](const Event& e) {
+    const std::string job(e.job);
+    const std::string path(e.path);
+    const std::string phase(e.phase);
+    const std::string message = e.status.ok() ? std::string() : e.status.message();
+    tm_event event{};
+    event.struct_size = sizeof(event);
+    event.kind = static_cast<std::int32_t>(e.kind);
+    event.job = job.c_str();
+    event.path = path.c_str();
+    event.phase = phase.c_str();
+    event.rank = e.rank;
+    event.status = static_cast<tm_status>(e.status.code());
+    event.message = message.c_str();
+    event.bytes = e.bytes;
+    event.seconds = e.seconds;
+    hook(context, &event);
+  };
+}
+
+Status HandOut(std::string_view bytes, void** data, std::size_t* size) {
+  TENSORMOUNT_RETURN_IF_ERROR(Need({{data, "data"}, {size, "size"}}));
+  // A NUL behind it, so that text can be used as such.
+  auto* copy = static_cast<char*>(std::malloc(bytes.size() + 1));
+  if (copy == nullptr) return {Code::kResourceExhausted, "out of memory"};
+  if (!bytes.empty()) std::memcpy(copy, bytes.data(), bytes.size());
+  copy[bytes.size()] = '\0';
+  *data = copy;
+  *size = bytes.size();
+  return {};
+}
+
+Status HandOut(std::string_view text, char** out, std::size_t* size) {
+  TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "json"}}));
+  void* data = nullptr;
+  std::size_t length = 0;
+  TENSORMOUNT_RETURN_IF_ERROR(HandOut(text, &data, &length));
+  *out = static_cast<char*>(data);
+  if (size != nullptr) *size = length;
+  return {};
+}
+
+Status HandOut(std::vector<std::string> items, tm_list** out) {
+  TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+  *out = new tm_list{std::move(items)};
+  return {};
+}
+
+Status HandOut(const std::map<std::string, CommonValue>& values, const char* name,
+               std::string_view what, char** out, std::size_t* size) {
+  if (name != nullptr) {
+    const auto it = values.find(name);
+    if (it == values.end()) {
+      return {Code::kNotFound, "there is no " + std::string(what) + " '" + name + "'"};
+    }
+    return HandOut(CommonToJson(it->second), out, size);
+  }
+  CommonDict all;
+  for (const auto& [key, value] : values) all.items.emplace(key, value);
+  return HandOut(CommonToJson(CommonValue(std::move(all))), out, size);
+}
+
+}  // namespace tensormount::c_api
+
+using tensormount::CodeName;
+using tensormount::InfoOf;
+namespace c_api = tensormount::c_api;
+
+const char* tm_status_name(tm_status status) {
+  // Names of codes are literals.
+  return c_api::Known(status) ? CodeName(static_cast<tensormount::Code>(status)).data()
+                              : "UNKNOWN_STATUS";
+}
+
+const char* tm_last_error(void) { return c_api::Last().message.c_str(); }
+
+int tm_last_errno(void) { return c_api::Last().error_number; }
+
+tm_status tm_set_last_error(tm_status status, int error_number, const char* message) {
+  if (status == TM_OK) return TM_OK;
+  try {
+    c_api::LastError& last = c_api::Last();
+    last.message.assign(message == nullptr ? "" : message);
+    last.error_number = error_number;
+    if (error_number == 0 && c_api::Known(status)) {
+      last.error_number = tensormount::Status(static_cast<tensormount::Code>(status), "").ToErrno();
+    }
+  } catch (...) {
+    // No memory for the message: the status says it.
+  }
+  return status;
+}
+
+const char* tm_version(void) { return TENSORMOUNT_VERSION; }
+
+void tm_free(void* memory) { std::free(memory); }
+
+size_t tm_list_size(const tm_list* list) { return list == nullptr ? 0 : list->items.size(); }
+
+const char* tm_list_get(const tm_list* list, size_t index, size_t* length) {
+  if (list == nullptr || index >= list->items.size()) return nullptr;
+  if (length != nullptr) *length = list->items[index].size();
+  return list->items[index].c_str();
+}
+
+void tm_list_free(tm_list* list) { delete list; }
+
+const char* tm_dtype_name(uint32_t dtype) {
+  const auto known = c_api::KnownDType(dtype);
+  return known ? InfoOf(*known).name.data() : nullptr;
+}
+
+uint32_t tm_dtype_bits(uint32_t dtype) {
+  const auto known = c_api::KnownDType(dtype);
+  return known ? InfoOf(*known).bits : 0;
+}
+
+tm_status tm_dtype_from_name(const char* name, uint32_t* dtype) {
+  return c_api::Call([&]() -> tensormount::Status {
+    TENSORMOUNT_RETURN_IF_ERROR(c_api::Need({{name, "name"}, {dtype, "dtype"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::DType found, tensormount::DTypeFromName(name));
+    *dtype = static_cast<uint32_t>(found);
+    return {};
+  });
+}

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <utility>
+
+#include "tensormount/checkpoint.h"
+
+#include "lib/c_api.h"
+
+using tensormount::BufferView;
+using tensormount::Checkpoint;
+using tensormount::Dims;
+using tensormount::Region;
+using tensormount::Status;
+using tensormount::Tensor;
+using tensormount::c_api::Call;
+using tensormount::c_api::HandOut;
+using tensormount::c_api::Need;
+
+struct tm_checkpoint {
+  Checkpoint checkpoint;
+};
+
+tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}, {out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(Checkpoint opened, Checkpoint::Open(path));
+    *out = new tm_checkpoint{std::move(opened)};
+    return {};
+  });
+}
+
+void tm_checkpoint_close(tm_checkpoint* checkpoint) { delete checkpoint; }
+
+tm_status tm_checkpoint_keys(const tm_checkpoint* checkpoint, tm_list** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto keys, checkpoint->checkpoint.keys());
+    return HandOut(std::move(keys), out);
+  });
+}
+
+tm_status tm_checkpoint_objects(const tm_checkpoint* checkpoint, tm_list** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto keys, checkpoint->checkpoint.objects());
+    return HandOut(std::move(keys), out);
+  });
+}
+
+tm_status tm_checkpoint_warnings(const tm_checkpoint* checkpoint, tm_list** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
+    return HandOut(checkpoint->checkpoint.warnings(), out);
+  });
+}
+
+tm_status tm_checkpoint_tensor(const tm_checkpoint* checkpoint, const char* key,
+                               tm_tensor_info* info) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}, {key, "key"}, {info, "info"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
+    tm_tensor_info out{};
+    out.dtype = static_cast<uint32_t>(tensor.dtype());
+    out.rank = tensor.shape().rank();
+    for (int axis = 0; axis < out.rank; ++axis) out.shape[axis] = tensor.shape()[axis];
+    out.bytes = tensor.bytes();
+    out.has_digest = tensor.digest() ? 1 : 0;
+    out.digest = tensor.digest().value_or(0);
+    return tensormount::c_api::WriteStruct(out, info, "tm_tensor_info");
+  });
+}
+
+tm_status tm_checkpoint_read(const tm_checkpoint* checkpoint, const char* key,
+                             const tm_region* region, const tm_buffer* out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}, {key, "key"}, {out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Region wanted,
+                                 tensormount::c_api::ReadRegion(region, tensor.shape()));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const BufferView view, tensormount::c_api::ReadBuffer(out));
+    return tensor.Read(wanted, view);
+  });
+}
+
+tm_status tm_checkpoint_read_bytes(const tm_checkpoint* checkpoint, const char* key,
+                                   uint64_t offset, void* out, size_t size) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}, {key, "key"}}));
+    if (size != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
+    return tensor.ReadBytes(offset, out, size);
+  });
+}
+
+tm_status tm_checkpoint_object(const tm_checkpoint* checkpoint, const char* key,
+                               const int64_t* index, int32_t rank, void** data, size_t* size) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}, {key, "key"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Dims at, tensormount::c_api::ReadDims(index, rank, "index"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, checkpoint->checkpoint.object(key, at));
+    return HandOut(bytes, data, size);
+  });
+}
+
+tm_status tm_checkpoint_common(const tm_checkpoint* checkpoint, const char* name, char** json,
+                               size_t* size) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto values, checkpoint->checkpoint.common());
+    return HandOut(values, name, "common value", json, size);
+  });
+}
+
+tm_status tm_checkpoint_rank_common(const tm_checkpoint* checkpoint, int32_t rank, const char* name,
+                                    char** json, size_t* size) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto values, checkpoint->checkpoint.rank_common());
+    return HandOut(values[rank], name, "value of rank " + std::to_string(rank) + " named", json,
+                   size);
+  });
+}
+
+tm_status tm_checkpoint_metadata(const tm_checkpoint* checkpoint, char** json, size_t* size) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto metadata, checkpoint->checkpoint.content_metadata());
+    return HandOut(CommonToJson(tensormount::CommonValue(std::move(metadata))), json, size);
+  });
+}

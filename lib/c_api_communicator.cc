@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <chrono>
+#include <limits>
+#include <utility>
+
+#include "tensormount/callback_communicator.h"
+
+#include "lib/c_api.h"
+
+using tensormount::Communicator;
+using tensormount::Status;
+using tensormount::c_api::Call;
+using tensormount::c_api::Need;
+
+static_assert(TM_MAX_CALLBACK_MESSAGE == tensormount::kMaxCallbackMessage);
+
+void tm_communicator_free(tm_communicator* communicator) {
+  (void)Call([&] {  // What a destructor could not do is not known to anybody else either.
+    delete communicator;
+    return Status();
+  });
+}
+
+int32_t tm_communicator_rank(const tm_communicator* communicator) {
+  return communicator == nullptr ? -1 : communicator->comm->rank();
+}
+
+int32_t tm_communicator_size(const tm_communicator* communicator) {
+  return communicator == nullptr ? 0 : communicator->comm->size();
+}
+
+tm_status tm_communicator_self(tm_communicator** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+    *out = new tm_communicator{tensormount::MakeSelfCommunicator()};
+    return {};
+  });
+}
+
+tm_status tm_communicator_from_callbacks(const tm_callbacks* callbacks, int32_t rank, int32_t size,
+                                         tm_communicator** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{callbacks, "callbacks"}, {out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_callbacks given,
+                                 tensormount::c_api::ReadStruct(callbacks, "tm_callbacks"));
+    tensormount::CommunicatorCallbacks host;
+    host.context = given.context;
+    host.send = given.send;
+    host.receive = given.receive;
+    host.test = given.test;
+    host.cancel = given.cancel;
+    tensormount::CallbackOptions options;
+    options.tag = given.tag;
+    if (given.leave_wait_ms > 0) {
+      options.leave_wait = std::chrono::milliseconds(given.leave_wait_ms);
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto made,
+                                 tensormount::MakeCallbackCommunicator(host, rank, size, options));
+    *out = new tm_communicator{std::move(made)};
+    return {};
+  });
+}
+
+tm_status tm_communicator_channel(tm_communicator* parent, uint32_t channel,
+                                  tm_communicator** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{parent, "parent"}, {out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto made, tensormount::MakeChannel(*parent->comm, channel));
+    *out = new tm_communicator{std::move(made)};
+    return {};
+  });
+}
+
+tm_status tm_communicator_subgroup(tm_communicator* parent, const int32_t* ranks, size_t count,
+                                   uint32_t channel, tm_communicator** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{parent, "parent"}, {ranks, "ranks"}, {out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        auto made,
+        tensormount::MakeSubgroup(*parent->comm, std::vector<int>(ranks, ranks + count), channel));
+    *out = new tm_communicator{std::move(made)};
+    return {};
+  });
+}

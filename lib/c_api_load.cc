@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <utility>
+
+#include "tensormount/load.h"
+
+#include "lib/c_api.h"
+
+using tensormount::Code;
+using tensormount::Dims;
+using tensormount::LoadOptions;
+using tensormount::LoadPath;
+using tensormount::LoadReport;
+using tensormount::LoadRule;
+using tensormount::LoadVerify;
+using tensormount::Result;
+using tensormount::Status;
+using tensormount::Strict;
+using tensormount::c_api::Call;
+using tensormount::c_api::Choice;
+using tensormount::c_api::HandOut;
+using tensormount::c_api::Need;
+
+struct tm_load_report {
+  LoadReport report;
+};
+
+namespace {
+
+Result<Strict> ReadStrict(const char* field, int32_t number, Strict by_default) {
+  return Choice(field, number,
+                {by_default, Strict::kRaise, Strict::kLog, Strict::kReturn, Strict::kIgnore});
+}
+
+Result<tensormount::KeyRule> ReadRule(const tm_load_rule* rule) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const tm_load_rule given,
+                               tensormount::c_api::ReadStruct(rule, "tm_load_rule"));
+  TENSORMOUNT_RETURN_IF_ERROR(Need({{given.keys, "tm_load_rule.keys"}}));
+  tensormount::KeyRule out;
+  out.keys = given.keys;
+  out.rule.allow_shrink = given.allow_shrink != 0;
+  out.rule.convert_dtype = given.convert_dtype != 0;
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.rule.grow, Choice("tm_load_rule.grow", given.grow,
+                                                     {LoadRule::Grow::kError, LoadRule::Grow::kZero,
+                                                      LoadRule::Grow::kKeep}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.rule.grid,
+                               Choice("tm_load_rule.grid", given.grid,
+                                      {LoadRule::Grid::kError, LoadRule::Grid::kByIndex,
+                                       LoadRule::Grid::kFirst, LoadRule::Grid::kSkip}));
+  return out;
+}
+
+Result<LoadOptions> ReadOptions(const tm_load_options* options) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const tm_load_options given,
+                               tensormount::c_api::ReadStruct(options, "tm_load_options"));
+  LoadOptions out;
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      out.not_stored, ReadStrict("tm_load_options.not_stored", given.not_stored, out.not_stored));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      out.not_requested,
+      ReadStrict("tm_load_options.not_requested", given.not_requested, out.not_requested));
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.verify,
+                               Choice("tm_load_options.verify", given.verify,
+                                      {LoadVerify::kAuto, LoadVerify::kOff, LoadVerify::kLeaves}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.path,
+                               Choice("tm_load_options.path", given.path,
+                                      {LoadPath::kAuto, LoadPath::kDirect, LoadPath::kExchange}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      out.strict_exempt,
+      tensormount::c_api::ReadTexts(given.strict_exempt, given.strict_exempt_count,
+                                    "tm_load_options.strict_exempt"));
+  if (given.rule_count != 0) {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{given.rules, "tm_load_options.rules"}}));
+  }
+  // The caller's rules stand as far apart as they are large there.
+  const auto* rule = reinterpret_cast<const char*>(given.rules);
+  for (std::size_t i = 0; i < given.rule_count; ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto read, ReadRule(reinterpret_cast<const tm_load_rule*>(rule)));
+    out.rules.push_back(std::move(read));
+    rule += given.rules[0].struct_size;
+  }
+  out.validate = given.validate != 0;
+  out.reuse_plan = given.no_plan_reuse == 0;
+  out.exchange_group = given.exchange_group;
+  out.timeouts = tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms);
+  out.events = tensormount::c_api::ReadHook(given.on_event, given.on_event_context);
+  return out;
+}
+
+tm_status GiveList(const tm_load_report* report, std::vector<std::string> LoadReport::*member,
+                   tm_list** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
+    return HandOut(report->report.*member, out);
+  });
+}
+
+}  // namespace
+
+void tm_load_report_free(tm_load_report* report) { delete report; }
+
+tm_status tm_load(const tm_state* request, const char* path, tm_communicator* communicator,
+                  const tm_load_options* options, tm_load_report** report) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Need({{request, "request"}, {path, "path"}, {communicator, "communicator"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const LoadOptions how, ReadOptions(options));
+    auto out = std::make_unique<tm_load_report>();
+    TENSORMOUNT_ASSIGN_OR_RETURN(out->report,
+                                 tensormount::Load(request->dict, path, *communicator->comm, how));
+    if (report != nullptr) *report = out.release();
+    return {};
+  });
+}
+
+tm_status tm_load_report_numbers(const tm_load_report* report, tm_load_numbers* out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}, {out, "out"}}));
+    const LoadReport& r = report->report;
+    tm_load_numbers n{};
+    n.plan_reused = r.plan_reused ? 1 : 0;
+    n.bytes_wanted = r.bytes_wanted;
+    n.bytes_read = r.bytes_read;
+    n.bytes_received = r.bytes_received;
+    n.bytes_by_leaf = r.bytes_by_leaf;
+    n.bytes_by_digest = r.bytes_by_digest;
+    n.bytes_unverified = r.bytes_unverified;
+    n.messages_sent = r.messages_sent;
+    n.peak_buffer_bytes = r.peak_buffer_bytes;
+    n.plan_seconds = r.plan_seconds;
+    n.read_seconds = r.read_seconds;
+    n.proof_seconds = r.proof_seconds;
+    return tensormount::c_api::WriteStruct(n, out, "tm_load_numbers");
+  });
+}
+
+tm_status tm_load_report_not_stored(const tm_load_report* report, tm_list** out) {
+  return GiveList(report, &LoadReport::not_stored, out);
+}
+tm_status tm_load_report_not_requested(const tm_load_report* report, tm_list** out) {
+  return GiveList(report, &LoadReport::not_requested, out);
+}
+tm_status tm_load_report_skipped(const tm_load_report* report, tm_list** out) {
+  return GiveList(report, &LoadReport::skipped, out);
+}
+tm_status tm_load_report_converted(const tm_load_report* report, tm_list** out) {
+  return GiveList(report, &LoadReport::converted, out);
+}
+
+size_t tm_load_report_uncovered_count(const tm_load_report* report) {
+  return report == nullptr ? 0 : report->report.uncovered.size();
+}
+
+tm_status tm_load_report_uncovered(const tm_load_report* report, size_t index, tm_uncovered* out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}, {out, "out"}}));
+    const auto& all = report->report.uncovered;
+    if (index >= all.size()) {
+      return {Code::kNotFound, "there are " + std::to_string(all.size()) + " uncovered boxes"};
+    }
+    const LoadReport::Uncovered& u = all[index];
+    tm_uncovered n{};
+    n.key = u.key.c_str();
+    n.zeroed = u.zeroed ? 1 : 0;
+    n.rank = std::min(u.box.rank(), static_cast<int>(TM_MAX_RANK));
+    for (int axis = 0; axis < n.rank; ++axis) {
+      n.begin[axis] = u.box.begin(axis);
+      n.extent[axis] = u.box.extent(axis);
+    }
+    return tensormount::c_api::WriteStruct(n, out, "tm_uncovered");
+  });
+}
+
+tm_status tm_load_report_object(const tm_load_report* report, const char* key, const int64_t* index,
+                                int32_t rank, void** data, size_t* size) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}, {key, "key"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Dims at, tensormount::c_api::ReadDims(index, rank, "index"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, report->report.object(key, at));
+    return HandOut(bytes, data, size);
+  });
+}
+
+tm_status tm_load_report_common(const tm_load_report* report, const char* name, char** json,
+                                size_t* size) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
+    return HandOut(report->report.common_values, name, "common value", json, size);
+  });
+}
+
+tm_status tm_load_report_rank_common(const tm_load_report* report, int32_t rank, const char* name,
+                                     char** json, size_t* size) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
+    const auto& all = report->report.rank_common_values;
+    const auto it = all.find(rank);
+    return HandOut(it == all.end() ? decltype(it->second){} : it->second, name,
+                   "value of rank " + std::to_string(rank) + " named", json, size);
+  });
+}
+
+tm_status tm_load_report_metadata(const tm_load_report* report, char** json, size_t* size) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
+    return HandOut(CommonToJson(tensormount::CommonValue(report->report.content_metadata)), json,
+                   size);
+  });
+}
+
+tm_status tm_load_report_local(const tm_load_report* report, const char* name, char** json,
+                               size_t* size) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
+    return HandOut(report->report.locals, name, "local value", json, size);
+  });
+}

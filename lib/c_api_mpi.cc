@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// In libtensormount_mpi.
+#include <utility>
+
+#include "tensormount/mpi.h"
+
+#include "lib/c_api.h"
+
+using tensormount::Status;
+
+struct tm_mpi {
+  std::unique_ptr<tensormount::MpiSession> session;
+};
+
+namespace {
+
+// As c_api::Call, whose helpers are inside the other library.
+template <typename Fn>
+tm_status Call(Fn fn) {
+  try {
+    const Status status = fn();
+    if (status.ok()) return TM_OK;
+    return tm_set_last_error(static_cast<tm_status>(status.code()), status.ToErrno(),
+                             status.message().c_str());
+  } catch (const std::exception& e) {
+    return tm_set_last_error(TM_INTERNAL, 0, e.what());
+  } catch (...) {
+    return tm_set_last_error(TM_INTERNAL, 0, "unknown exception");
+  }
+}
+
+Status IsNull() { return {tensormount::Code::kInvalidArgument, "an argument is NULL"}; }
+
+}  // namespace
+
+tm_status tm_mpi_init(tm_mpi** out) {
+  return Call([&]() -> Status {
+    if (out == nullptr) return IsNull();
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto session, tensormount::MpiSession::Init());
+    *out = new tm_mpi{std::move(session)};
+    return {};
+  });
+}
+
+tm_status tm_mpi_world(tm_mpi* mpi, tm_communicator** out) {
+  return Call([&]() -> Status {
+    if (mpi == nullptr || out == nullptr) return IsNull();
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto world, mpi->session->World());
+    *out = new tm_communicator{std::move(world)};
+    return {};
+  });
+}
+
+void tm_mpi_abandon(tm_mpi* mpi) {
+  if (mpi != nullptr) mpi->session->Abandon();
+}
+
+void tm_mpi_free(tm_mpi* mpi) { delete mpi; }

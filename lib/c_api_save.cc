@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <chrono>
+#include <utility>
+
+#include "tensormount/async_save.h"
+#include "tensormount/save.h"
+
+#include "lib/c_api.h"
+
+using tensormount::CommonCheck;
+using tensormount::PlacementRule;
+using tensormount::ReplicaCheck;
+using tensormount::Result;
+using tensormount::SaveOptions;
+using tensormount::SaveReport;
+using tensormount::SaveStrategy;
+using tensormount::Status;
+using tensormount::c_api::Call;
+using tensormount::c_api::Choice;
+using tensormount::c_api::HandOut;
+using tensormount::c_api::Need;
+
+struct tm_save_report {
+  SaveReport report;
+};
+
+struct tm_save_job {
+  tensormount::SaveHandle handle;
+};
+
+namespace {
+
+Result<SaveOptions> ReadOptions(const tm_save_options* options) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const tm_save_options given,
+                               tensormount::c_api::ReadStruct(options, "tm_save_options"));
+  SaveOptions out;
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.placement,
+                               Choice("tm_save_options.placement", given.placement,
+                                      {PlacementRule::kAuto, PlacementRule::kTensorFile,
+                                       PlacementRule::kRankShard, PlacementRule::kSafetensors}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      out.replicas, Choice("tm_save_options.replica_check", given.replica_check,
+                           {ReplicaCheck::kRotating, ReplicaCheck::kFull, ReplicaCheck::kOff}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.strategy,
+                               Choice("tm_save_options.strategy", given.strategy,
+                                      {SaveStrategy::kParallel, SaveStrategy::kMain}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      out.common, Choice("tm_save_options.common_check", given.common_check,
+                         {CommonCheck::kError, CommonCheck::kWarn, CommonCheck::kOff}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      out.common_exempt,
+      tensormount::c_api::ReadTexts(given.common_exempt, given.common_exempt_count,
+                                    "tm_save_options.common_exempt"));
+  if (given.replace != 0) out.if_exists = tensormount::IfExists::kReplace;
+  out.validate = given.skip_validation == 0;
+  out.reuse_plan = given.no_plan_reuse == 0;
+  if (given.producer != nullptr) out.producer = given.producer;
+  out.timeouts = tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms);
+  out.events = tensormount::c_api::ReadHook(given.on_event, given.on_event_context);
+  return out;
+}
+
+}  // namespace
+
+void tm_save_report_free(tm_save_report* report) { delete report; }
+
+tm_status tm_save(const tm_state* state, const char* path, tm_communicator* communicator,
+                  const tm_save_options* options, tm_save_report** report) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Need({{state, "state"}, {path, "path"}, {communicator, "communicator"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const SaveOptions how, ReadOptions(options));
+    // Before the checkpoint exists: afterwards nothing may fail.
+    auto out = std::make_unique<tm_save_report>();
+    TENSORMOUNT_ASSIGN_OR_RETURN(out->report,
+                                 tensormount::Save(state->dict, path, *communicator->comm, how));
+    if (report != nullptr) *report = out.release();
+    return {};
+  });
+}
+
+tm_status tm_save_report_numbers(const tm_save_report* report, tm_save_numbers* out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}, {out, "out"}}));
+    const SaveReport& r = report->report;
+    tm_save_numbers n{};
+    n.plan_reused = r.plan_reused ? 1 : 0;
+    n.generation = r.generation;
+    n.tensors = r.tensors;
+    n.bytes = r.bytes;
+    n.bytes_written = r.bytes_written;
+    n.bytes_written_here = r.bytes_written_here;
+    n.replica_bytes = r.replica_bytes;
+    n.replica_bytes_compared = r.replica_bytes_compared;
+    n.validate_seconds = r.validate_seconds;
+    n.plan_seconds = r.plan_seconds;
+    n.write_seconds = r.write_seconds;
+    n.compare_seconds = r.compare_seconds;
+    n.publish_seconds = r.publish_seconds;
+    return tensormount::c_api::WriteStruct(n, out, "tm_save_numbers");
+  });
+}
+
+const char* tm_save_report_path(const tm_save_report* report) {
+  return report == nullptr ? "" : report->report.path.c_str();
+}
+
+const char* tm_save_report_uuid(const tm_save_report* report) {
+  return report == nullptr ? "" : report->report.uuid.c_str();
+}
+
+tm_status tm_save_report_files(const tm_save_report* report, tm_list** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
+    std::vector<std::string> names;
+    for (const SaveReport::File& file : report->report.files) names.push_back(file.name);
+    return HandOut(std::move(names), out);
+  });
+}
+
+tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
+    return HandOut(report->report.warnings, out);
+  });
+}
+
+tm_status tm_save_async(const tm_state* state, const char* path, tm_communicator* communicator,
+                        const tm_save_options* options, tm_save_job** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Need({{state, "state"}, {path, "path"}, {communicator, "communicator"}, {out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const SaveOptions how, ReadOptions(options));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        auto handle, tensormount::AsyncSave(state->dict, path, *communicator->comm, how));
+    *out = new tm_save_job{std::move(handle)};
+    return {};
+  });
+}
+
+tm_status tm_save_job_wait(tm_save_job* job, tm_save_report** report) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{job, "job"}}));
+    auto out = std::make_unique<tm_save_report>();
+    TENSORMOUNT_ASSIGN_OR_RETURN(out->report, job->handle.WaitCommitted());
+    if (report != nullptr) *report = out.release();
+    return {};
+  });
+}
+
+void tm_save_job_cancel(tm_save_job* job) {
+  if (job == nullptr) return;
+  (void)Call([&] {  // What comes of it is said by tm_save_job_wait.
+    job->handle.Cancel();
+    return Status();
+  });
+}
+
+tm_status tm_save_job_progress(const tm_save_job* job, tm_job_progress* out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{job, "job"}, {out, "out"}}));
+    const tensormount::SaveProgress p = job->handle.progress();
+    tm_job_progress n{};
+    n.state = static_cast<int32_t>(p.state);
+    n.bytes_total = p.bytes_total;
+    n.bytes_staged = p.bytes_staged;
+    n.bytes_written = p.bytes_written;
+    n.stalled_seconds = std::chrono::duration<double>(p.stalled).count();
+    return tensormount::c_api::WriteStruct(n, out, "tm_job_progress");
+  });
+}
+
+void tm_save_job_free(tm_save_job* job) {
+  (void)Call([&] {  // As above.
+    delete job;
+    return Status();
+  });
+}

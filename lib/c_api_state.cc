@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <optional>
+#include <utility>
+
+#include "tensormount/validate.h"
+
+#include "lib/c_api.h"
+
+using tensormount::BufferView;
+using tensormount::Code;
+using tensormount::CommonValue;
+using tensormount::Dims;
+using tensormount::ObjectPlace;
+using tensormount::Region;
+using tensormount::Replica;
+using tensormount::Result;
+using tensormount::Shard;
+using tensormount::Status;
+using tensormount::c_api::Call;
+using tensormount::c_api::Need;
+using tensormount::c_api::ReadDims;
+
+namespace {
+
+Result<Shard> ReadShard(const tm_shard* given) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const tm_shard s, tensormount::c_api::ReadStruct(given, "tm_shard"));
+  Shard shard;
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      shard.replica,
+      tensormount::c_api::Choice("tm_shard.replica", s.replica,
+                                 {Replica::kUnlabelled, Replica::kMain, Replica::kCopy}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(shard.global_shape,
+                               ReadDims(s.global_shape, s.global_rank, "tm_shard.global_shape"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(shard.region,
+                               tensormount::c_api::ReadRegion(s.region, shard.global_shape));
+  TENSORMOUNT_ASSIGN_OR_RETURN(shard.data, tensormount::c_api::ReadBuffer(s.data));
+  shard.metadata_only = s.metadata_only != 0;
+  return shard;
+}
+
+Result<ObjectPlace> ReadPlace(const int64_t* index, const int64_t* grid, int32_t rank) {
+  ObjectPlace place;
+  TENSORMOUNT_ASSIGN_OR_RETURN(place.index, ReadDims(index, rank, "index"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(place.grid, ReadDims(grid, rank, "grid"));
+  return place;
+}
+
+// What was wrong before the state saw it fails it, too.
+template <typename Fn>
+tm_status On(tm_state* state, Fn fn) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{state, "state"}}));
+    const Status status = fn(state->dict);
+    (void)state->dict.Fail(status);  // Returned, too.
+    return status;
+  });
+}
+
+Status CommonFromText(const char* json, CommonValue* value) {
+  TENSORMOUNT_RETURN_IF_ERROR(Need({{json, "json"}}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(*value, tensormount::CommonFromJson(json));
+  return {};
+}
+
+}  // namespace
+
+tm_status tm_state_new(tm_state** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+    *out = new tm_state;
+    return {};
+  });
+}
+
+void tm_state_free(tm_state* state) { delete state; }
+
+tm_status tm_state_add_tensor(tm_state* state, const char* key, const tm_shard* shard) {
+  return On(state, [&](tensormount::StateDict& dict) -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}, {shard, "shard"}}));
+    const Result<Shard> read = ReadShard(shard);
+    if (!read.ok()) return read.status().WithContext("tensor " + std::string(key));
+    return dict.AddTensor(key, read.value());
+  });
+}
+
+tm_status tm_state_add_object(tm_state* state, const char* key, const void* data, size_t size,
+                              const int64_t* index, const int64_t* grid, int32_t rank) {
+  return On(state, [&](tensormount::StateDict& dict) -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}}));
+    if (size != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{data, "data"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPlace place, ReadPlace(index, grid, rank));
+    return dict.AddObject(key, {static_cast<const char*>(data), size}, place);
+  });
+}
+
+tm_status tm_state_want_object(tm_state* state, const char* key, const int64_t* index,
+                               const int64_t* grid, int32_t rank) {
+  return On(state, [&](tensormount::StateDict& dict) -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPlace place, ReadPlace(index, grid, rank));
+    return dict.WantObject(key, place);
+  });
+}
+
+tm_status tm_state_set_common(tm_state* state, const char* name, const char* json) {
+  return On(state, [&](tensormount::StateDict& dict) -> Status {
+    CommonValue value;
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{name, "name"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CommonFromText(json, &value).WithContext(name));
+    return dict.SetCommon(name, std::move(value));
+  });
+}
+
+tm_status tm_state_set_rank_common(tm_state* state, const char* name, const char* json) {
+  return On(state, [&](tensormount::StateDict& dict) -> Status {
+    CommonValue value;
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{name, "name"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CommonFromText(json, &value).WithContext(name));
+    return dict.SetRankCommon(name, std::move(value));
+  });
+}
+
+tm_status tm_state_set_metadata(tm_state* state, const char* json) {
+  return On(state, [&](tensormount::StateDict& dict) -> Status {
+    CommonValue value;
+    TENSORMOUNT_RETURN_IF_ERROR(CommonFromText(json, &value).WithContext("content metadata"));
+    auto* object = value.get_if<tensormount::CommonDict>();
+    if (object == nullptr) return {Code::kInvalidArgument, "content metadata: not an object"};
+    return dict.SetContentMetadata(std::move(*object));
+  });
+}
+
+tm_status tm_state_set_local(tm_state* state, const char* name, const char* json) {
+  return On(state, [&](tensormount::StateDict& dict) -> Status {
+    CommonValue value;
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{name, "name"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CommonFromText(json, &value).WithContext(name));
+    return dict.SetLocal(name, std::move(value));
+  });
+}
+
+tm_status tm_state_name_layers(tm_state* state, const char* key, const char* pattern) {
+  return On(state, [&](tensormount::StateDict& dict) -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}, {pattern, "pattern"}}));
+    return dict.NameLayers(key, pattern);
+  });
+}
+
+tm_status tm_state_fail(tm_state* state, tm_status status, const char* message) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{state, "state"}, {message, "message"}}));
+    if (status <= TM_OK || status > TM_INTERNAL) {
+      return {Code::kInvalidArgument, std::to_string(status) + " is no status of a failure"};
+    }
+    (void)state->dict.Fail(Status(static_cast<Code>(status), message));
+    return {};
+  });
+}
+
+tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
+                      const tm_validate_options* options, int32_t* sound, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Need({{state, "state"}, {communicator, "communicator"}, {sound, "sound"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_validate_options given,
+                                 tensormount::c_api::ReadStruct(options, "tm_validate_options"));
+    tensormount::ValidateOptions how;
+    if (given.limit != 0) how.limit = given.limit;
+    how.timeouts = tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::LayoutReport report,
+                                 tensormount::Validate(state->dict, *communicator->comm, how));
+    if (json != nullptr) {
+      TENSORMOUNT_RETURN_IF_ERROR(tensormount::c_api::HandOut(report.ToJson(), json, nullptr));
+    }
+    *sound = report.ok() ? 1 : 0;
+    return {};
+  });
+}
