@@ -103,7 +103,8 @@ Result<Shard> Cut(const Shard& shard, int axis, std::int64_t lo, std::int64_t hi
   }
   const Box inside = BoxAccess::Make(Dims{cut_first - first}, Dims{cut_end - cut_first});
   TENSORMOUNT_ASSIGN_OR_RETURN(part.data, SliceView(shard.data, inside));
-  return part;
+  // What is left may be a box.
+  return Normalized(part);
 }
 
 // The region moved along an axis of a tensor that is `extent` long there.

@@ -19,6 +19,13 @@ std::int32_t Array::At(const Dims& index) const {
   return values.at(static_cast<std::size_t>(Position(shape, index)));
 }
 
+Array Part(const Array& whole, const Box& box) {
+  return Array::Of(box.extent(), [&](Dims at) {
+    for (int a = 0; a < at.rank(); ++a) at[a] += box.begin(a);
+    return whole.At(at);
+  });
+}
+
 std::int64_t Position(const Dims& shape, const Dims& index) {
   std::int64_t position = 0;
   for (int a = 0; a < shape.rank(); ++a) position = position * shape[a] + index[a];

@@ -25,6 +25,9 @@ struct Array {
   std::int32_t At(const Dims& index) const;
 };
 
+// A box of an array as one of its own.
+Array Part(const Array& whole, const Box& box);
+
 std::int64_t Position(const Dims& shape, const Dims& index);
 void ForEachIndex(const Dims& shape, const std::function<void(const Dims&)>& fn);
 

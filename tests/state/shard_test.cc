@@ -340,6 +340,11 @@ TEST(ShardViews, TransposedSplitAndSliced) {
   EXPECT_THAT(Transposed(flat.shard, axes), HasCode(Code::kUnsupported));
   EXPECT_THAT(Split(flat.shard, 1, Sizes{2, 3}), HasMessage("would not be one flat range"));
   EXPECT_OK(Split(flat.shard, 0, Sizes{1, 3}));
+  // One cut may leave a box of a flat range, which further ones can cut.
+  const auto column = Sliced(flat.shard, B({1, 0, 2}, {1, 5, 3}));
+  ASSERT_OK(column);
+  EXPECT_EQ(column.value().region, Region(B({0, 0, 0}, {1, 5, 3})));
+  EXPECT_TRUE(Holds(column.value(), Part(whole, B({1, 0, 2}, {1, 5, 3}))));
 }
 
 // Negative strides, buffers of one axis for boxes, buffers without leading axes: all are views'

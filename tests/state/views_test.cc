@@ -238,13 +238,6 @@ Result<std::vector<std::vector<Shard>>> One(const Result<Shard>& shard) {
   return std::vector<std::vector<Shard>>{{shard.value()}};
 }
 
-Array Part(const Array& whole, const Box& box) {
-  return Array::Of(box.extent(), [&](Dims at) {
-    for (int a = 0; a < at.rank(); ++a) at[a] += box.begin(a);
-    return whole.At(at);
-  });
-}
-
 Step RandomStep(Random& rnd, const std::vector<Viewed>& tensors) {
   const auto pick =
       static_cast<std::size_t>(rnd.Int(0, static_cast<std::int64_t>(tensors.size()) - 1));
