@@ -184,17 +184,13 @@ class SaveSession {
         at_hand_ = cache_->Find(key_, options_.validate);
         return Status();
       });
+      if (!looked.ok()) cache_.reset();
       if (!looked.ok()) at_hand_.reset();
       if (at_hand_) call.plan_at_hand = at_hand_->job;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(job_, ExchangeLayouts(collective_, state_, call));
-    if (job_.unchanged) {
-      if (!at_hand_ || at_hand_->job != job_.fingerprint) {
-        return Status(Code::kInternal, "plan: that of another job is at hand");
-      }
-      // What was found out when the plan was made; common values are looked at every time.
-      if (job_.report.ok()) job_.report = at_hand_->report;
-    }
+    // What was found out when the plan was made; common values are looked at every time.
+    if (job_.unchanged && at_hand_ && job_.report.ok()) job_.report = at_hand_->report;
     if (options_.layout != nullptr) *options_.layout = job_.report;
     report_.path = path_;
     report_.tensors = job_.report.tensors;
@@ -214,6 +210,10 @@ class SaveSession {
   Status Plan(Status* local) {
     *local = CheckData();
     if (job_.unchanged) {
+      if (!at_hand_ || at_hand_->job != job_.fingerprint) {
+        *local = Status(Code::kInternal, "plan: that of another job is at hand");
+        return Status();
+      }
       plan_ = at_hand_->plan;
       report_.plan_reused = true;
       return Status();
@@ -228,7 +228,10 @@ class SaveSession {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         plan_, ExchangePlans(collective_, state_, std::move(layout), rules, &merged));
     if (cache_ && merged.ok()) {
-      cache_->Keep({job_.fingerprint, key_, options_.validate, job_.report, plan_});
+      merged = Guarded([&] {
+        cache_->Keep({job_.fingerprint, key_, options_.validate, job_.report, plan_});
+        return Status();
+      });
     }
     if (!merged.ok()) *local = merged;
     return Status();

@@ -296,6 +296,28 @@ TEST(SavePlan, ReplicasComeOutEvenWithAnyNumberOfOwners) {
   }
 }
 
+TEST(SavePlan, OwnersDoNotAllBeginWithTheSameRank) {
+  // Too small to be cut: each owner has a few more than would come out even.
+  constexpr int kRanks = 8;
+  constexpr int kTensors = 640;
+  Ranks ranks(kRanks);
+  for (int t = 0; t < kTensors; ++t) {
+    for (int r = 0; r < kRanks; ++r) {
+      ranks.Tensor(r, "bias." + std::to_string(t), DType::kU8, {1000}, Box::Whole({1000}));
+    }
+  }
+  PlanRules rules;
+  rules.owners = 64;
+  ASSERT_OK_AND_ASSIGN(const OwnedPlans owned, PlanWithOwners(ranks, rules));
+  std::vector<std::size_t> chunks(kRanks, 0);
+  for (const SavePlan& plan : owned.plans) {
+    for (std::size_t r = 0; r < kRanks; ++r) chunks[r] += plan.ranks[r].chunks.size();
+  }
+  for (const std::size_t n : chunks) {
+    EXPECT_NEAR(static_cast<double>(n), kTensors / kRanks, 0.2 * kTensors / kRanks);
+  }
+}
+
 TEST(SavePlan, LargestTensorsOfAllOwnersHaveFilesOfTheirOwn) {
   Ranks ranks(1);
   for (int t = 0; t < 40; ++t) {
