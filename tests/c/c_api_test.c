@@ -526,7 +526,10 @@ static void what_cannot_be(void) {
 }
 
 int main(int argc, char** argv) {
-  char folder[] = "/tmp/tensormount-c-XXXXXX";
+  const char* base = getenv("TENSORMOUNT_TEST_TMPDIR");
+  if (base == NULL) base = getenv("TMPDIR");
+  char folder[200];
+  snprintf(folder, sizeof(folder), "%s/tensormount-c-XXXXXX", base == NULL ? "/tmp" : base);
   const char* store = argc > 1 ? argv[1] : mkdtemp(folder);
   if (store == NULL) return 3;
   char paths[4][256];

@@ -20,12 +20,18 @@ libraries=$(dirname "$library")
 echo "-- only the public API is visible"
 for name in tensormount tensormount_mpi; do
   strangers=$(nm -D --defined-only "$libraries/lib$name.so" |
-    awk '$3 !~ /^_Z(N|NK|TIN|TSN|TVN)11tensormount/ {print $3}')
+    awk '$3 !~ /^(_Z(N|NK|TIN|TSN|TVN)11tensormount|tm_)/ {print $3}')
   [ -z "$strangers" ] || fail "lib$name.so exports $strangers"
 done
 # Not by a pipe into grep -q: nm would end by SIGPIPE, and pipefail would call that a failure.
 exported=$(nm -DC --defined-only "$library")
 grep -q ' T tensormount::Save(' <<< "$exported" || fail "Save is not exported"
+# All that the C header declares, in one library or the other.
+companion=$(nm -D --defined-only "$libraries/libtensormount_mpi.so")
+for name in $(grep -oE '^TM_EXPORT .*' "$prefix/include/tensormount/c.h" | grep -oE 'tm_[a-z_]+\(' |
+  tr -d '('); do
+  grep -qE " T $name\$" <<< "$exported"$'\n'"$companion" || fail "$name is not exported"
+done
 loaded=$(ldd "$library")
 ! grep -q libmpi <<< "$loaded" || fail "libtensormount.so loads MPI"
 
@@ -53,6 +59,20 @@ if [ "$have_mpi" = ON ]; then
     timeout 60 mpirun -n 2 "$scratch/examples/save_mpi" "$scratch/store" | tee "$scratch/output"
   grep -q '2 processes saved' "$scratch/output" || fail "save_mpi did not save on 2 processes"
 fi
+
+"$scratch/examples/c_read" "$scratch/store/step-1000" | tee "$scratch/output"
+grep -q '^layer.weight f32 \[64, 48\]$' "$scratch/output" || fail "c_read does not list"
+row=$("$scratch/examples/c_read" "$scratch/store/latest" layer.weight)
+[ "${row:0:8}" = "0 1 2 3 " ] || fail "c_read shows $row"
+
+echo "-- the C interface"
+cc=${CC:-cc}
+"$cc" -std=c99 -Wall -Wextra -Wpedantic -Werror -I "$prefix/include" -I "$source" \
+  "$source/tests/c/c_api_test.c" "$source/tests/c/mail_host.c" -o "$scratch/c_api_test" \
+  -L "$libraries" -ltensormount -pthread -Wl,-rpath,"$libraries"
+mkdir "$scratch/c"
+"$scratch/c_api_test" "$scratch/c" 2> "$scratch/log" || { cat "$scratch/log"; fail "c_api_test"; }
+python3 "$source/tests/install/ctypes_test.py" "$library" "$scratch/store/step-1000"
 
 echo "-- pkg-config"
 export PKG_CONFIG_PATH=$libraries/pkgconfig
