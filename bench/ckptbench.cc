@@ -21,7 +21,8 @@ int main(int argc, char** argv) {
       {"mount-ls", bench::BenchMountLs},
       {"publish", bench::BenchPublish},
       {"open", bench::BenchOpen},
-      {"hash", bench::BenchHash}};
+      {"hash", bench::BenchHash},
+      {"validate", bench::BenchValidate}};
 
   bench::Options options;
   options.dir = "/tmp";
@@ -30,9 +31,10 @@ int main(int argc, char** argv) {
       "Figures of tensormount, each beside its floor in the same run: the same bytes by\n"
       "plain system calls. One line a case; medians of interleaved rounds.\n"
       "Example: ckptbench load reshard --gib 1 --ranks 4 --dir /tmp --json");
-  app.add_option("workload", wanted,
-                 "save async replicas plan load reshard mount-read mount-ls publish open hash; all "
-                 "where none is given");
+  app.add_option(
+      "workload", wanted,
+      "save async replicas plan load reshard mount-read mount-ls publish open hash validate; all "
+      "where none is given");
   app.add_option("--gib", options.gib, "GiB that a workload moves")->check(CLI::PositiveNumber);
   app.add_option("--ranks", options.ranks, "ranks")->check(CLI::Range(1, 64));
   app.add_option("--rounds", options.rounds, "rounds that count, of each")
@@ -41,6 +43,8 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 10'000'000));
   app.add_option("--chunks", options.chunks, "publish, open: chunks a tensor")
       ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--world", options.world, "validate: ranks of the jobs, a multiple of 128")
+      ->check(CLI::Range(128, 1 << 20));
   app.add_option("--row-bytes", options.row_bytes, "bytes of a row of a tensor")
       ->check(CLI::Range(64, 1 << 24));
   app.add_option("--dir", options.dir, "where files are made")->check(CLI::ExistingDirectory);

@@ -27,6 +27,7 @@ struct Options {
   int rounds = 7;
   int tensors = 10'000;           // publish, open: of this many tensors
   int chunks = 100;               // of this many chunks each. mount-ls: files of a folder.
+  int world = 16'384;             // validate: ranks of the jobs that are judged.
   std::int64_t row_bytes = 8192;  // Of a tensor: what a column cut divides.
   std::string dir;                // Where files are made; a folder of its own is made below.
   std::string only;               // Cases whose name contains this.
@@ -127,6 +128,7 @@ Status BenchMountLs(const Options& options);
 Status BenchPublish(const Options& options);
 Status BenchOpen(const Options& options);
 Status BenchHash(const Options& options);
+Status BenchValidate(const Options& options);
 
 }  // namespace tensormount::bench
 

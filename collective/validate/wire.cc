@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "collective/validate/wire.h"
 
-#include <unordered_map>
+#include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "collective/validate/layout.h"
@@ -11,6 +12,7 @@ namespace tensormount {
 namespace {
 
 constexpr std::string_view kMagic("TMLY", 4);
+constexpr std::size_t kHeaderBytes = 24;
 constexpr std::size_t kMaxMessage = std::size_t{1} << 20;
 constexpr std::uint32_t kFlatFlag = 1;
 constexpr std::uint32_t kReplicaShift = 1;
@@ -44,58 +46,77 @@ void WriteMeta(ByteWriter& out, const StateDict::TensorItem& item) {
   EncodeDims(out, item.shard.global_shape);
 }
 
-// What one owner is told.
-struct OwnerMessage {
-  std::uint32_t tensors = 0;
-  std::uint32_t short_shards = 0;
-  std::uint32_t long_shards = 0;
-  std::uint32_t objects = 0;
-  ByteWriter metas;
-  ByteWriter shards;
-  ByteWriter rest;  // Long shards, then objects.
+std::uint32_t OwnerOfHash(std::uint64_t hash, std::uint32_t owners) {
+  return static_cast<std::uint32_t>(((hash >> 32) * owners) >> 32);
+}
 
-  bool empty() const { return tensors == 0 && objects == 0; }
-  std::string Join() {
-    if (empty()) return {};
-    ByteWriter out;
-    out.bytes().reserve(kMagic.size() + 20 + metas.size() + shards.size() + rest.size());
-    out.Raw(kMagic.data(), kMagic.size());
-    out.U32(kLayoutVersion);
-    out.U32(tensors);
-    out.U32(short_shards);
-    out.U32(long_shards);
-    out.U32(objects);
-    for (ByteWriter* part : {&metas, &shards, &rest}) out.Raw(part->bytes().data(), part->size());
-    return std::move(out.bytes());
+// Finds the first item with the same key, by the hash of the key.
+class KeyTable {
+ public:
+  explicit KeyTable(std::size_t keys) : slots_(std::bit_ceil(2 * keys + 2), kNone) {}
+
+  // The number of an equal key, by `equal(number)`, or `fresh`, which then is in the table.
+  template <typename Equal>
+  std::uint32_t FindOrAdd(std::uint64_t hash, std::uint32_t fresh, Equal equal) {
+    for (std::size_t at = hash & (slots_.size() - 1);; at = (at + 1) & (slots_.size() - 1)) {
+      if (slots_[at] == kNone) return slots_[at] = fresh;
+      if (equal(slots_[at])) return slots_[at];
+    }
   }
+
+ private:
+  static constexpr std::uint32_t kNone = ~std::uint32_t{0};
+  std::vector<std::uint32_t> slots_;
 };
 
 }  // namespace
 
+// What one owner is told.
+struct LayoutEncoder::Message {
+  std::uint32_t tensors = 0;
+  std::uint32_t short_shards = 0;
+  std::uint32_t long_shards = 0;
+  std::uint32_t objects = 0;
+  std::size_t bytes = kHeaderBytes;
+  std::string out;
+
+  void Begin() {
+    if (bytes == kHeaderBytes) return;
+    ByteWriter header;
+    header.bytes().reserve(bytes);
+    header.Raw(kMagic.data(), kMagic.size());
+    header.U32(kLayoutVersion);
+    header.U32(tensors);
+    header.U32(short_shards);
+    header.U32(long_shards);
+    header.U32(objects);
+    out = std::move(header.bytes());
+  }
+};
+
 std::uint32_t OwnerOf(std::string_view key, std::uint32_t owners) {
-  const std::uint64_t high = Xxh3Low64(key) >> 32;
-  return static_cast<std::uint32_t>((high * owners) >> 32);
+  return OwnerOfHash(Xxh3Low64(key), owners);
 }
 
-void WriteShardRecord(ByteWriter& out, std::uint32_t tensor, std::uint32_t item,
+void WriteShardRecord(std::string& out, std::uint32_t tensor, std::uint32_t item,
                       const Region& region, Replica replica) {
   const Box& box = region.box();
-  const int slots = ShardSlots(box.rank());
-  std::int64_t words[2 + 2 * kMaxRank] = {};
+  const auto slots = static_cast<std::size_t>(ShardSlots(box.rank()));
+  std::int64_t words[4 + 2 * kMaxRank];
+  std::fill(words, words + 4 + 2 * slots, 0);
+  const std::uint32_t flags =
+      (region.is_flat() ? kFlatFlag : 0) | static_cast<std::uint32_t>(replica) << kReplicaShift;
+  words[0] = static_cast<std::int64_t>(tensor | std::uint64_t{item} << 32);
+  words[1] = flags;
   if (region.is_flat()) {
-    words[0] = region.flat_first();
-    words[1] = region.volume();
+    words[2] = region.flat_first();
+    words[3] = region.volume();
   }
   for (int a = 0; a < box.rank(); ++a) {
-    words[2 + a] = box.begin(a);
-    words[2 + slots + a] = box.extent(a);
+    words[4 + static_cast<std::size_t>(a)] = box.begin(a);
+    words[4 + slots + static_cast<std::size_t>(a)] = box.extent(a);
   }
-  out.U32(tensor);
-  out.U32(item);
-  out.U32((region.is_flat() ? kFlatFlag : 0) | static_cast<std::uint32_t>(replica)
-                                                   << kReplicaShift);
-  out.U32(0);
-  out.Raw(words, sizeof(std::int64_t) * static_cast<std::size_t>(2 + 2 * slots));
+  out.append(reinterpret_cast<const char*>(words), sizeof(std::int64_t) * (4 + 2 * slots));
 }
 
 template <int Slots>
@@ -133,72 +154,117 @@ Result<Region> RegionOf(const ShardRecord& record, const Dims& shape) {
   return Region(box);
 }
 
-LayoutEncoder::LayoutEncoder(const StateDict& state) : state_(state) {
-  std::unordered_map<std::string_view, std::uint32_t> numbers;
-  tensor_of_.reserve(state.tensors().size());
-  for (std::size_t i = 0; i < state.tensors().size(); ++i) {
-    const auto next = static_cast<std::uint32_t>(first_item_.size());
-    const auto [at, added] = numbers.try_emplace(state.tensors()[i].key, next);
-    if (added) first_item_.push_back(i);
-    tensor_of_.push_back(at->second);
+LayoutEncoder::LayoutEncoder(const StateDict& state) {
+  const std::vector<StateDict::TensorItem>& items = state.tensors();
+  KeyTable table(items.size());
+  std::vector<std::size_t> first_item;
+  ByteWriter metas;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const StateDict::TensorItem& item = items[i];
+    const std::uint64_t hash = Xxh3Low64(item.key);
+    const auto fresh = static_cast<std::uint32_t>(first_item.size());
+    const std::uint32_t tensor = table.FindOrAdd(hash, fresh, [&](std::uint32_t t) {
+      return tensor_keys_[t] == hash && items[first_item[t]].key == item.key;
+    });
+    if (tensor == fresh) {
+      first_item.push_back(i);
+      tensor_keys_.push_back(hash);
+      WriteMeta(metas, item);
+      metas_.ends.push_back(metas.size());
+      metas_.subjects.push_back(tensor);
+    }
+    Records& shards =
+        item.shard.global_shape.rank() <= kShortShardRank ? short_shards_ : long_shards_;
+    WriteShardRecord(shards.bytes, tensor, static_cast<std::uint32_t>(i), item.shard.region,
+                     item.shard.replica);
+    shards.subjects.push_back(tensor);
   }
-  object_hashes_.reserve(state.objects().size());
-  for (const StateDict::ObjectItem& object : state.objects()) {
-    object_hashes_.push_back(Xxh3(object.bytes));
+  metas_.bytes = std::move(metas.bytes());
+
+  ByteWriter objects;
+  ByteWriter places;
+  for (std::uint32_t i = 0; i < state.objects().size(); ++i) {
+    const StateDict::ObjectItem& object = state.objects()[i];
+    object_keys_.push_back(Xxh3Low64(object.key));
+    WriteObjectPlace(places, i, object);
+    WriteObjectPlace(objects, i, object);
+    objects.U64(object.bytes.size());
+    objects.Hash(Xxh3(object.bytes));
+    objects_.ends.push_back(objects.size());
+    objects_.subjects.push_back(i);
   }
+  objects_.bytes = std::move(objects.bytes());
+  places_ = std::move(places.bytes());
 }
 
 LayoutHashes LayoutEncoder::Hashes() const {
-  LayoutHashes hashes;
-  hashes.tensors = Xxh3(Encode(1, LayoutPart::kTensors)[0]);
-  if (state_.objects().empty()) return hashes;
-  ByteWriter places;
-  for (std::size_t i = 0; i < state_.objects().size(); ++i) {
-    WriteObjectPlace(places, static_cast<std::uint32_t>(i), state_.objects()[i]);
+  Xxh3Stream tensors;
+  for (const Records* records : {&metas_, &short_shards_, &long_shards_}) {
+    const std::uint64_t size = records->size();
+    tensors.Update(&size, sizeof(size));
+    tensors.Update(records->bytes.data(), records->bytes.size());
   }
-  hashes.objects = Xxh3Low64(places.bytes()) | 1;  // Not 0.
-  hashes.contents = Xxh3Low64(Encode(1, LayoutPart::kObjects)[0]) | 1;
+  LayoutHashes hashes;
+  hashes.tensors = tensors.Value();
+  if (objects_.size() == 0) return hashes;
+  hashes.objects = Xxh3Low64(places_) | 1;  // Not 0.
+  hashes.contents = Xxh3Low64(objects_.bytes) | 1;
   return hashes;
 }
 
 std::vector<std::string> LayoutEncoder::Encode(std::uint32_t owners, LayoutPart part) const {
-  std::vector<OwnerMessage> messages(owners);
-  if (part != LayoutPart::kObjects) {
-    std::vector<std::uint32_t> owner_of(first_item_.size());
-    std::vector<std::uint32_t> number(first_item_.size());  // In the owner's table.
-    for (std::size_t t = 0; t < first_item_.size(); ++t) {
-      const StateDict::TensorItem& item = state_.tensors()[first_item_[t]];
-      owner_of[t] = OwnerOf(item.key, owners);
-      OwnerMessage& message = messages[owner_of[t]];
-      number[t] = message.tensors++;
-      WriteMeta(message.metas, item);
-    }
-    for (std::size_t i = 0; i < state_.tensors().size(); ++i) {
-      const std::uint32_t t = tensor_of_[i];
-      const Shard& shard = state_.tensors()[i].shard;
-      OwnerMessage& message = messages[owner_of[t]];
-      const bool is_short = shard.global_shape.rank() <= kShortShardRank;
-      ++(is_short ? message.short_shards : message.long_shards);
-      WriteShardRecord(is_short ? message.shards : message.rest, number[t],
-                       static_cast<std::uint32_t>(i), shard.region, shard.replica);
-    }
+  std::vector<Message> messages(owners);
+  std::vector<std::uint32_t> owner_of;  // By tensor.
+  std::vector<std::uint32_t> number;    // By tensor: in its owner's table.
+  const bool tensors = part != LayoutPart::kObjects;
+  const bool objects = part != LayoutPart::kTensors;
+  const auto owner_of_object = [&](std::size_t i) { return OwnerOfHash(object_keys_[i], owners); };
+  // What each is told is counted first, so that no message has to grow.
+  for (std::size_t t = 0; tensors && t < metas_.size(); ++t) {
+    owner_of.push_back(OwnerOfHash(tensor_keys_[t], owners));
+    Message& message = messages[owner_of[t]];
+    number.push_back(message.tensors++);
+    message.bytes += metas_.at(t, 0).size();
   }
-  if (part != LayoutPart::kTensors) {
-    for (std::size_t i = 0; i < state_.objects().size(); ++i) {
-      const StateDict::ObjectItem& object = state_.objects()[i];
-      OwnerMessage& message = messages[OwnerOf(object.key, owners)];
-      ++message.objects;
-      WriteObjectPlace(message.rest, static_cast<std::uint32_t>(i), object);
-      message.rest.U64(object.bytes.size());
-      message.rest.Hash(object_hashes_[i]);
+  for (std::size_t i = 0; tensors && i < short_shards_.size(); ++i) {
+    Message& message = messages[owner_of[short_shards_.subjects[i]]];
+    ++message.short_shards;
+    message.bytes += kShortShardBytes;
+  }
+  for (std::size_t i = 0; tensors && i < long_shards_.size(); ++i) {
+    Message& message = messages[owner_of[long_shards_.subjects[i]]];
+    ++message.long_shards;
+    message.bytes += kLongShardBytes;
+  }
+  for (std::size_t i = 0; objects && i < objects_.size(); ++i) {
+    Message& message = messages[owner_of_object(i)];
+    ++message.objects;
+    message.bytes += objects_.at(i, 0).size();
+  }
+  for (Message& message : messages) message.Begin();
+
+  const auto add_shards = [&](const Records& shards, std::size_t each) {
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      const std::uint32_t t = shards.subjects[i];
+      std::string& out = messages[owner_of[t]].out;
+      const std::size_t at = out.size();
+      out.append(shards.at(i, each));
+      StoreLittle(&out[at], number[t]);
     }
+  };
+  if (tensors) {
+    for (std::size_t t = 0; t < metas_.size(); ++t) {
+      messages[owner_of[t]].out.append(metas_.at(t, 0));
+    }
+    add_shards(short_shards_, kShortShardBytes);
+    add_shards(long_shards_, kLongShardBytes);
+  }
+  for (std::size_t i = 0; objects && i < objects_.size(); ++i) {
+    messages[owner_of_object(i)].out.append(objects_.at(i, 0));
   }
   std::vector<std::string> encoded;
   encoded.reserve(owners);
-  for (OwnerMessage& message : messages) {
-    encoded.push_back(message.Join());
-    message = {};
-  }
+  for (Message& message : messages) encoded.push_back(std::move(message.out));
   return encoded;
 }
 

@@ -52,7 +52,7 @@ struct ShardRecord {
   std::int64_t extent[kMaxRank] = {};
 };
 
-void WriteShardRecord(ByteWriter& out, std::uint32_t tensor, std::uint32_t item,
+void WriteShardRecord(std::string& out, std::uint32_t tensor, std::uint32_t item,
                       const Region& region, Replica replica);
 // Reads the record of `Slots` axes at `p`. False where flags or what must be zero are broken;
 // tensor numbers and regions are for the caller to check.
@@ -74,8 +74,9 @@ struct LayoutHashes {
   std::uint64_t contents = 0;  // Keys, places, lengths and bytes of the objects.
 };
 
-// Writes one rank's layout. Hashes the objects once, when made. `state` must outlive it and have
-// fewer than 2^32 shards and objects.
+// Writes one rank's layout. Goes through the state dict once, when made, and does not need it after
+// that; takes about as much memory as the layout on the wire. The state must have fewer than 2^32
+// shards and objects.
 class LayoutEncoder {
  public:
   explicit LayoutEncoder(const StateDict& state);
@@ -86,10 +87,28 @@ class LayoutEncoder {
   std::vector<std::string> Encode(std::uint32_t owners, LayoutPart part) const;
 
  private:
-  const StateDict& state_;
-  std::vector<std::size_t> first_item_;   // By tensor: where it was first added.
-  std::vector<std::uint32_t> tensor_of_;  // By item.
-  std::vector<Hash128> object_hashes_;
+  // Records of one kind, one after the other, each about one key.
+  struct Records {
+    std::string bytes;
+    std::vector<std::size_t> ends;        // Empty where all are of one size.
+    std::vector<std::uint32_t> subjects;  // Of each: a tensor, or the object itself.
+
+    std::size_t size() const { return subjects.size(); }
+    std::string_view at(std::size_t i, std::size_t each) const {
+      if (ends.empty()) return std::string_view(bytes).substr(i * each, each);
+      const std::size_t begin = i == 0 ? 0 : ends[i - 1];
+      return std::string_view(bytes).substr(begin, ends[i] - begin);
+    }
+  };
+  struct Message;
+
+  Records metas_;
+  Records short_shards_;
+  Records long_shards_;
+  Records objects_;
+  std::string places_;                      // Of objects: what of them is the same in every save.
+  std::vector<std::uint64_t> tensor_keys_;  // Hashes, by tensor.
+  std::vector<std::uint64_t> object_keys_;
 };
 
 // An encoded layout taken apart, for those who have few of them (specs, tests). Tables of many

@@ -12,7 +12,7 @@ import tempfile
 
 # Workload -> how many cases it has.
 WORKLOADS = {"save": 2, "async": 2, "replicas": 4, "plan": 1, "load": 4, "reshard": 6,
-             "publish": 2, "open": 2, "hash": 3}
+             "publish": 2, "open": 2, "hash": 3, "validate": 4}
 MOUNTS = {"mount-read": 4, "mount-ls": 2}
 FIELDS = ["figure", "floor", "of_floor", "figure_p99", "floor_p99", "rounds"]
 
@@ -43,7 +43,7 @@ def main():
         for workload, cases in wanted.items():
             run = subprocess.run(
                 [sys.argv[1], workload, "--gib", "0.004", "--ranks", "2", "--rounds", "2",
-                 "--tensors", "50", "--chunks", "4", "--dir", folder, "--json"],
+                 "--tensors", "50", "--chunks", "4", "--world", "128", "--dir", folder, "--json"],
                 capture_output=True, text=True, timeout=60)
             if (workload in MOUNTS and run.returncode != 0 and
                     "UNSUPPORTED: built without FUSE" in run.stderr):
