@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <deque>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -29,6 +30,8 @@ using Clock = std::chrono::steady_clock;
 constexpr std::uint32_t kLanes = 2;  // Saves that may be under way at a time.
 constexpr std::uint32_t kSavers = (Communicator::kChannels - 1) / kLanes;
 constexpr std::chrono::milliseconds kProgressInterval{1000};
+// Longer waits are as good as endless, and clocks can count them.
+constexpr std::chrono::milliseconds kLongestWait{std::chrono::hours(24 * 365)};
 
 // Which savers of a communicator exist. The n-th one takes place n % kSavers, on every rank.
 struct SaverPlaces {
@@ -86,8 +89,68 @@ struct SaveHandle::Rep {
 
 namespace {
 
+// In which order the saves of one saver on this rank do what must not be done in any order. Lanes
+// know nothing of each other, and the same two saves may run in either order on two ranks; each
+// wait is for earlier saves alone, which end by their own deadlines whatever later ones do.
+class Turns {
+ public:
+  enum class Step { kQueued, kStaged, kBegun };
+
+  // A save that will come: its number. Numbers rise in the order of calls.
+  std::uint64_t Enter(std::string path) {
+    std::lock_guard lock(mutex_);
+    saves_.emplace(next_, Save{Step::kQueued, std::move(path)});
+    return next_++;
+  }
+  void Reach(std::uint64_t number, Step step) {
+    {
+      std::lock_guard lock(mutex_);
+      saves_.at(number).step = step;
+    }
+    changed_.notify_all();
+  }
+  void Leave(std::uint64_t number) {
+    {
+      std::lock_guard lock(mutex_);
+      saves_.erase(number);
+    }
+    changed_.notify_all();
+  }
+
+  // Until all earlier saves have come as far as `step`, or have ended.
+  void AwaitEarlier(std::uint64_t number, Step step) {
+    Await(number, [step](const Save& earlier, const Save&) { return earlier.step >= step; });
+  }
+  // Until no earlier save to the same name is under way.
+  void AwaitName(std::uint64_t number) {
+    Await(number, [](const Save& earlier, const Save& own) { return earlier.path != own.path; });
+  }
+
+ private:
+  struct Save {
+    Step step;
+    std::string path;
+  };
+
+  template <typename Passed>
+  void Await(std::uint64_t number, Passed passed) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] {
+      const auto own = saves_.find(number);
+      return std::all_of(saves_.begin(), own,
+                         [&](const auto& save) { return passed(save.second, own->second); });
+    });
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::uint64_t, Save> saves_;  // Those that have not ended.
+  std::uint64_t next_ = 0;
+};
+
 // What a lane has to do: saves, one after the other, on a channel and a thread of its own.
 struct Task {
+  std::uint64_t number = 0;  // Of its turn.
   std::shared_ptr<SaveHandle::Rep> job;
   StateDict state;  // To be staged by the lane where `staged.memory` is not set yet.
   std::optional<StagedState> staged;
@@ -97,8 +160,12 @@ struct Task {
 
 class Lane {
  public:
-  Lane(std::unique_ptr<Communicator> channel, std::shared_ptr<StagingPool> pool)
-      : channel_(std::move(channel)), pool_(std::move(pool)), thread_([this] { Run(); }) {}
+  Lane(std::unique_ptr<Communicator> channel, std::shared_ptr<StagingPool> pool,
+       std::shared_ptr<Turns> turns)
+      : channel_(std::move(channel)),
+        pool_(std::move(pool)),
+        turns_(std::move(turns)),
+        thread_([this] { Run(); }) {}
 
   // Waits for what is in the queue.
   ~Lane() {
@@ -122,12 +189,10 @@ class Lane {
   // Until nothing is under way; false where `limit` passes before.
   bool WaitIdle(std::chrono::milliseconds limit) {
     std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, limit, [&] { return unfinished_ == 0; });
+    return changed_.wait_for(lock, std::min(limit, kLongestWait), [&] { return unfinished_ == 0; });
   }
-  void WaitIdle() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return unfinished_ == 0; });
-  }
+  // Whether this is called by what it is working on, a callback.
+  bool IsThisThread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
  private:
   void Run() {
@@ -139,9 +204,11 @@ class Lane {
       queue_.pop_front();
       lock.unlock();
       const std::shared_ptr<SaveHandle::Rep> job = task->job;
+      const std::uint64_t number = task->number;
       Result<SaveReport> verdict = Save(*task);
       // The memory goes back before anybody hears of the end, who may want it for the next save.
       task.reset();
+      turns_->Leave(number);
       job->Ended(std::move(verdict));
       lock.lock();
       --unfinished_;
@@ -152,8 +219,12 @@ class Lane {
   Result<SaveReport> Save(Task& task) {
     SaveHandle::Rep& job = *task.job;
     if (!task.staged.has_value()) {
+      // Memory is given out in the order of saves, on every rank. Otherwise the first save might
+      // hold it on one rank and the second on another, and each wait for the other for ever.
+      turns_->AwaitEarlier(task.number, Turns::Step::kStaged);
       task.staged.emplace(StageState(task.state, *pool_, task.options.timeouts.arrival,
                                      &job.bytes_staged, &job.stalled));
+      turns_->Reach(task.number, Turns::Step::kStaged);
       job.Staged(task.staged->status);
     }
     SaveOptions options = task.options;
@@ -164,6 +235,7 @@ class Lane {
       if (event.kind != Event::Kind::kStart && event.phase == "write" && progress.has_value()) {
         progress->Stop();
       }
+      TakeTurn(task, event);
       if (task.options.events) task.options.events(event);
     };
     SaveControl control;
@@ -186,8 +258,25 @@ class Lane {
     return verdict;
   }
 
+  // Rank 0 claims generations in the order of saves, so that `latest` is the last one that was
+  // asked for; and of two saves that replace the same name, the second one stays.
+  void TakeTurn(const Task& task, const Event& event) {
+    if (channel_->rank() != 0) return;
+    const bool start = event.kind == Event::Kind::kStart;
+    if (event.phase == "stage") {
+      if (start) {
+        turns_->AwaitEarlier(task.number, Turns::Step::kBegun);
+      } else {
+        turns_->Reach(task.number, Turns::Step::kBegun);
+      }
+    } else if (event.phase == "publish" && start) {
+      turns_->AwaitName(task.number);
+    }
+  }
+
   const std::unique_ptr<Communicator> channel_;
   const std::shared_ptr<StagingPool> pool_;
+  const std::shared_ptr<Turns> turns_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> queue_;
@@ -202,7 +291,8 @@ struct AsyncSaver::Rep {
   Rep(Communicator& comm, const AsyncOptions& opts)
       : options(opts),
         places(PlacesOf(comm)),
-        pool(std::make_shared<StagingPool>(opts.staging_bytes)) {}
+        pool(std::make_shared<StagingPool>(opts.staging_bytes)),
+        turns(std::make_shared<Turns>()) {}
   ~Rep() {
     for (auto& lane : lanes) lane.reset();
     if (place.has_value()) {
@@ -215,11 +305,17 @@ struct AsyncSaver::Rep {
   std::shared_ptr<SaverPlaces> places;
   std::optional<std::uint32_t> place;
   std::shared_ptr<StagingPool> pool;
+  std::shared_ptr<Turns> turns;
   std::array<std::unique_ptr<Lane>, kLanes> lanes;
-  std::uint64_t saves = 0;
 };
 
 namespace {
+
+// The same for all ways to write a path.
+std::string NameOf(std::string_view path) {
+  while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
+  return std::string(path);
+}
 
 // Savers that exist, for the end of the process: what is under way is waited for, as long as the
 // time-outs of the saves allow.
@@ -231,10 +327,20 @@ LiveSavers& Live() {
   static auto* live = new LiveSavers;  // Never destroyed: atexit functions use it.
   return *live;
 }
+// In slices: other threads, whose saves may be what is waited for, can still make and destroy
+// savers meanwhile.
 void DrainAll() {
-  std::lock_guard lock(Live().mutex);
-  for (AsyncSaver::Rep* saver : Live().savers) {
-    for (const auto& lane : saver->lanes) lane->WaitIdle();
+  for (bool idle = false; !idle;) {
+    idle = true;
+    {
+      std::lock_guard lock(Live().mutex);
+      for (AsyncSaver::Rep* saver : Live().savers) {
+        for (const auto& lane : saver->lanes) {
+          idle = idle && (lane->IsThisThread() || lane->WaitIdle(std::chrono::milliseconds(20)));
+        }
+      }
+    }
+    if (!idle) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
 
@@ -319,7 +425,7 @@ Result<std::unique_ptr<AsyncSaver>> AsyncSaver::Make(Communicator& comm,
   for (std::uint32_t i = 0; i < kLanes; ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> channel,
                                  MakeChannel(comm, 1 + place * kLanes + i));
-    rep->lanes[i] = std::make_unique<Lane>(std::move(channel), rep->pool);
+    rep->lanes[i] = std::make_unique<Lane>(std::move(channel), rep->pool, rep->turns);
   }
   return std::unique_ptr<AsyncSaver>(new AsyncSaver(std::move(rep)));
 }
@@ -330,8 +436,9 @@ Result<SaveHandle> AsyncSaver::Save(const StateDict& state, std::string_view pat
   job->on_drop = rep_->options.on_drop;
   job->bytes_total = BytesOf(state);
   if (options.progress != nullptr) job->written = options.progress;
-  Lane& lane = *rep_->lanes[rep_->saves++ % kLanes];
   Task task;
+  task.number = rep_->turns->Enter(NameOf(path));
+  Lane& lane = *rep_->lanes[task.number % kLanes];
   task.job = job;
   task.path = std::string(path);
   task.options = options;
@@ -356,7 +463,10 @@ Result<SaveHandle> AsyncSaver::Save(const StateDict& state, std::string_view pat
     task.staged->status = prepared;
     (void)task.staged->dict.Fail(prepared);
   }
-  if (task.staged.has_value()) job->Staged(task.staged->status);
+  if (task.staged.has_value()) {
+    rep_->turns->Reach(task.number, Turns::Step::kStaged);
+    job->Staged(task.staged->status);
+  }
   lane.Add(std::move(task));
   return SaveHandle(std::move(job));
 }

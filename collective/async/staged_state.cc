@@ -45,10 +45,13 @@ Status Stage(const StateDict& state, StagingPool& pool, std::chrono::millisecond
   sources.reserve(state.tensors().size());
   std::uint64_t total = 0;
   for (const StateDict::TensorItem& item : state.tensors()) {
-    if (item.shard.metadata_only) {
-      return Status(Code::kInvalidArgument, "tensor " + item.key + ": has no data to save");
+    if (item.shard.metadata_only && !item.shard.region.empty()) {
+      return Status(Code::kInvalidArgument, "tensor " + item.key + ": shard " +
+                                                item.shard.region.ToString() + " has no data");
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(PackedSource source, PackedSource::Make(item.shard));
+    Result<PackedSource> made = PackedSource::Make(item.shard);
+    if (!made.ok()) return made.status().WithContext("tensor " + item.key);
+    PackedSource source = std::move(made).value();
     offsets.push_back(total);
     const auto end = CheckedAdd(total, source.bytes());
     if (!end || *end > ~std::uint64_t{0} - kAlign) {

@@ -14,6 +14,8 @@ namespace {
 constexpr std::uint64_t kRound = 2u << 20;
 // No more idle pieces than saves can be under way.
 constexpr std::size_t kMaxIdle = 2;
+// Longer waits are as good as endless, and clocks can count them.
+constexpr std::chrono::milliseconds kLongestWait{std::chrono::hours(24 * 365)};
 
 }  // namespace
 
@@ -21,7 +23,9 @@ StagingPool::~StagingPool() {
   for (const Piece& piece : idle_) ::munmap(piece.data, piece.size);
 }
 
-StagingPool::Memory::~Memory() { pool_->GiveBack({data_, size_}); }
+StagingPool::Memory::~Memory() {
+  if (data_ != nullptr) pool_->GiveBack({data_, size_});
+}
 
 Result<std::unique_ptr<StagingPool::Memory>> StagingPool::Take(std::uint64_t bytes,
                                                                std::chrono::milliseconds limit,
@@ -34,40 +38,48 @@ Result<std::unique_ptr<StagingPool::Memory>> StagingPool::Take(std::uint64_t byt
   std::uint64_t size = std::max(kRound, (bytes + kRound - 1) / kRound * kRound);
   if (bound_ != 0) size = std::min(size, std::max(bound_, bytes));
   const auto start = std::chrono::steady_clock::now();
+  const auto deadline = start + std::min<std::chrono::milliseconds>(limit, kLongestWait);
   std::unique_lock lock(mutex_);
   for (;;) {
     const auto fits = std::find_if(idle_.begin(), idle_.end(),
                                    [&](const Piece& piece) { return piece.size >= bytes; });
     if (fits != idle_.end()) {
       const Piece piece = *fits;
+      auto memory = std::unique_ptr<Memory>(new Memory(shared_from_this(), piece.data, piece.size));
       idle_.erase(fits);
-      return std::unique_ptr<Memory>(new Memory(shared_from_this(), piece.data, piece.size));
+      return memory;
     }
     MakeRoom(size);
     if (bound_ == 0 || mapped_ + size <= bound_) break;
     const auto before = std::chrono::steady_clock::now();
-    const bool in_time = returned_.wait_until(lock, start + limit) == std::cv_status::no_timeout;
+    if (before < deadline) returned_.wait_until(lock, deadline);
     if (stalled != nullptr) {
       stalled->fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(
                              std::chrono::steady_clock::now() - before)
                              .count(),
                          std::memory_order_relaxed);
     }
-    if (!in_time && std::chrono::steady_clock::now() >= start + limit) {
+    // What came back in the last moment is still looked at.
+    if (before >= deadline) {
       return Status(Code::kDeadlineExceeded, "staging needs " + std::to_string(bytes) +
                                                  " bytes, and earlier saves did not "
                                                  "give back enough of the " +
                                                  std::to_string(bound_) + " of staging_bytes");
     }
   }
+  // Giving back must not need memory.
+  idle_.reserve(pieces_ + 1);
+  auto memory = std::unique_ptr<Memory>(new Memory(shared_from_this(), nullptr, 0));
   void* data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) {
     return Status::FromErrno(errno, "map", std::to_string(size) + " bytes of staging memory");
   }
   ::madvise(data, size, MADV_HUGEPAGE);  // An offer: refusing it is no failure.
   mapped_ += size;
-  return std::unique_ptr<Memory>(
-      new Memory(shared_from_this(), static_cast<std::byte*>(data), size));
+  ++pieces_;
+  memory->data_ = static_cast<std::byte*>(data);
+  memory->size_ = size;
+  return memory;
 }
 
 void StagingPool::MakeRoom(std::uint64_t bytes) {
@@ -77,6 +89,7 @@ void StagingPool::MakeRoom(std::uint64_t bytes) {
     idle_.erase(idle_.begin());
     ::munmap(piece.data, piece.size);
     mapped_ -= piece.size;
+    --pieces_;
   }
 }
 

@@ -60,6 +60,7 @@ class StagingPool : public std::enable_shared_from_this<StagingPool> {
   mutable std::mutex mutex_;
   std::condition_variable returned_;
   std::uint64_t mapped_ = 0;
+  std::size_t pieces_ = 0;   // Mapped ones, idle or not.
   std::vector<Piece> idle_;  // By rising size.
 };
 

@@ -16,8 +16,9 @@
 namespace tensormount {
 
 struct AsyncOptions {
-  // Memory for copies of the caller's bytes, on this rank, of all saves that are under way. A save
-  // that finds it taken waits for an earlier one to give its part back (back-pressure, counted in
+  // Memory for copies of the caller's shards, on this rank, of all saves that are under way
+  // (objects and common values are copied besides, and not counted). A save that finds it taken
+  // waits for an earlier one to give its part back (back-pressure, counted in
   // SaveProgress::stalled); one that would never fit alone is kResourceExhausted. It is kept, and
   // its pages stay touched, between saves. 0: no bound.
   std::uint64_t staging_bytes = 0;
@@ -72,22 +73,29 @@ class TENSORMOUNT_EXPORT SaveHandle {
 
 // Saves in the background over channels of a communicator, with staging memory that is used again.
 // Make one a job and keep it. What it does on the caller's thread is local: nothing there waits for
-// another rank. Two saves may be under way at a time, a third waits for the first; `latest` never
-// moves back, whichever commits first. Every rank calls Save in the same order.
+// another rank, but for the third save: two may be under way at a time, and a third waits for the
+// first. Generations are in the order of the calls, so that `latest` never moves back, whichever
+// commits first; of several saves that replace one name the last one stays. Every rank calls Save
+// in the same order, from one thread at a time.
 class TENSORMOUNT_EXPORT AsyncSaver {
  public:
   // `comm` must outlive it, and its ranks must make their savers in the same order: each takes two
-  // channels of the communicator. kResourceExhausted where three exist already.
+  // channels of the communicator, of 1 to 6, in turns (MakeChannel's 7 stays free), whatever the
+  // order in which savers are destroyed. kResourceExhausted while the one that was made three
+  // before still exists; kInvalidArgument where `comm` is a channel itself.
   static Result<std::unique_ptr<AsyncSaver>> Make(Communicator& comm,
                                                   const AsyncOptions& options = {});
   // Waits for what is under way. So does the end of the process, for savers that still exist then.
   ~AsyncSaver();
 
   // As tensormount::Save, but returns when the bytes are staged (or at once:
-  // AsyncOptions::stage_in_background; then `state`'s buffers must stay until WaitStaged). `state`
+  // AsyncOptions::stage_in_background; then `state`'s buffers must stay until WaitStaged, and with
+  // them a `state` that owns them: StateDict::AllocateData). `state`
   // itself may be changed or destroyed when this returns. A failure that only this rank sees is
   // told to the others, and is the verdict on all of them: it is in the handle.
-  // Where options.events and callbacks are set they are called on the saver's thread.
+  // Where options.events and callbacks are set they are called on a thread of the saver, where they
+  // must not wait for saves of it; what options.layout and options.progress name must stay until
+  // the verdict.
   Result<SaveHandle> Save(const StateDict& state, std::string_view path,
                           const SaveOptions& options = {});
 

@@ -159,6 +159,52 @@ TEST_F(AsyncSaveTest, SavesOverlapAndLatestNeverMovesBack) {
   }
 }
 
+// A save that dawdles is not overtaken by the next one: neither in generation...
+TEST_F(AsyncSaveTest, GenerationsAreInTheOrderOfTheCalls) {
+  ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
+    SaveOptions slow;
+    slow.events = [](const Event& event) {
+      const bool first = event.phase == "validate" && event.kind == Event::Kind::kStart;
+      if (first) std::this_thread::sleep_for(milliseconds(200));
+    };
+    Rows rows(comm, 1);
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle a, saver->Save(rows.State(), Path("a"), slow));
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle b, saver->Save(rows.State(), Path("b")));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const SaveReport later, b.WaitCommitted());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const SaveReport earlier, a.WaitCommitted());
+    EXPECT_LT(earlier.generation, later.generation);
+    return {};
+  }));
+}
+
+// ...nor, where both go to one name, in what stays there.
+TEST_F(AsyncSaveTest, OfSavesThatReplaceEachOtherTheLastStays) {
+  ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
+    SaveOptions replace;
+    replace.if_exists = IfExists::kReplace;
+    SaveOptions slow = replace;
+    slow.events = [](const Event& event) {
+      const bool compare = event.phase == "compare" && event.kind == Event::Kind::kStart;
+      if (compare) std::this_thread::sleep_for(milliseconds(200));
+    };
+    std::vector<SaveHandle> handles;
+    for (int value = 1; value <= 3; ++value) {
+      Rows rows(comm, static_cast<float>(value));
+      TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
+                                   saver->Save(rows.State(), Path("same") + (value == 2 ? "/" : ""),
+                                               value == 2 ? slow : replace));
+      handles.push_back(std::move(handle));
+    }
+    for (SaveHandle& handle : handles) {
+      TENSORMOUNT_RETURN_IF_ERROR(handle.WaitCommitted().status());
+    }
+    return {};
+  }));
+  EXPECT_OK(AllAre(Path("same"), 3));
+}
+
 // The training goes on with collective calls of its own over the same communicator.
 TEST_F(AsyncSaveTest, RunsBesideOtherCollectiveCalls) {
   ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
@@ -326,6 +372,23 @@ TEST(StagedStateTest, PacksWhatIsStridedAndLacksLeadingAxes) {
   EXPECT_EQ(std::memcmp(staged.dict.tensors()[1].shard.data.data, memory.data(),
                         memory.size() * sizeof(float)),
             0);
+}
+
+// A shard without cells needs no memory, in a save that waits and in one that does not.
+TEST_F(AsyncSaveTest, ShardsWithoutCellsNeedNoData) {
+  ASSERT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+    Rows rows(comm, 1);
+    StateDict state = rows.State();
+    EXPECT_OK(state.AddTensor("none", MetadataOnly(DType::kF32, {0, 4}, Box::Whole({0, 4}))));
+    TENSORMOUNT_RETURN_IF_ERROR(Save(state, Path("sync"), comm).status());
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, AsyncSave(state, Path("async"), comm));
+    TENSORMOUNT_RETURN_IF_ERROR(handle.WaitCommitted().status());
+    EXPECT_OK(state.AddTensor("some", MetadataOnly(DType::kF32, {4}, Box::Whole({4}))));
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle refused, AsyncSave(state, Path("refused"), comm));
+    EXPECT_THAT(refused.WaitCommitted().status(),
+                HasMessage("tensor some: shard [0:4] has no data"));
+    return {};
+  }));
 }
 
 TEST(ProgressFileTest, SaysHowFarEachRankIsAndLeavesNothing) {
