@@ -27,7 +27,7 @@ namespace tensormount {
 // Which owner, of `owners`, judges a key. The same on every rank and machine.
 std::uint32_t OwnerOf(std::string_view key, std::uint32_t owners);
 
-// What one rank holds of the keys of one owner, as it travels (validate/wire.cc says how). Ranks
+// What one rank holds of the keys of one owner, as it travels (validate/wire.h says how). Ranks
 // with equal layouts have equal bytes: nothing in it depends on the rank. Empty where it is
 // nothing.
 std::string EncodeLayout(const StateDict& state, std::uint32_t owner, std::uint32_t owners);
