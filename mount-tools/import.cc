@@ -9,6 +9,7 @@
 
 #include "tensormount/save.h"
 
+#include "base/log.h"
 #include "index/key_renames.h"
 #include "index/layer_names.h"
 #include "mount-tools/commands.h"
@@ -91,6 +92,13 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const Ke
   }
   if (!common.content.items.empty()) {
     TENSORMOUNT_RETURN_IF_ERROR(state.SetContentMetadata(std::move(common.content)));
+  }
+  if (comm.rank() == 0 && !common.ranks.empty() && common.ranks.rbegin()->first >= comm.size()) {
+    Log(LogLevel::kWarning,
+        fmt::format(
+            "import: what rank {} and others set for themselves is left out: there are only "
+            "{} ranks here",
+            common.ranks.rbegin()->first, comm.size()));
   }
   for (const auto& [name, value] : common.ranks[comm.rank()]) {
     TENSORMOUNT_RETURN_IF_ERROR(state.SetRankCommon(name, value));
