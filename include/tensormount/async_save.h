@@ -94,8 +94,8 @@ class TENSORMOUNT_EXPORT AsyncSaver {
   // itself may be changed or destroyed when this returns. A failure that only this rank sees is
   // told to the others, and is the verdict on all of them: it is in the handle.
   // Where options.events and callbacks are set they are called on a thread of the saver, where they
-  // must not wait for saves of it; what options.layout and options.progress name must stay until
-  // the verdict.
+  // must not wait for saves of it; what options.layout and options.progress name must be of this
+  // save alone and stay until the verdict.
   Result<SaveHandle> Save(const StateDict& state, std::string_view path,
                           const SaveOptions& options = {});
 

@@ -374,6 +374,34 @@ TEST(StagedStateTest, PacksWhatIsStridedAndLacksLeadingAxes) {
             0);
 }
 
+// Each place of a communicator is taken many times; what a cancelled save left on the way there
+// does not reach the next one.
+TEST_F(AsyncSaveTest, SaversComeAndGoOnOneCommunicator) {
+  ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
+    Rows rows(comm, 2);
+    rows.shard.global_shape = {rows.rows * 3, kColumns};
+    std::vector<SaveHandle> handles;
+    for (int i = 0; i < 12; ++i) {
+      if (handles.size() == 3) handles.erase(handles.begin());  // The oldest; waits.
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          SaveHandle handle, AsyncSave(rows.State(), Path("step-" + std::to_string(i)), comm));
+      if (i % 3 == 1 && comm.rank() == i % 2) handle.Cancel();
+      handles.push_back(std::move(handle));
+    }
+    EXPECT_THAT(AsyncSaver::Make(comm).status(), HasCode(Code::kResourceExhausted));
+    for (SaveHandle& handle : handles) {
+      const Status verdict = handle.WaitCommitted().status();
+      EXPECT_TRUE(verdict.ok() || verdict.code() == Code::kCancelled) << verdict.ToString();
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto channel, MakeChannel(comm, 7));
+    EXPECT_THAT(AsyncSaver::Make(*channel).status(), HasCode(Code::kInvalidArgument));
+    return {};
+  }));
+  for (int i = 0; i < 12; i += 3) {
+    EXPECT_OK(Checkpoint::Open(Path("step-" + std::to_string(i))));
+  }
+}
+
 // A shard without cells needs no memory, in a save that waits and in one that does not.
 TEST_F(AsyncSaveTest, ShardsWithoutCellsNeedNoData) {
   ASSERT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
