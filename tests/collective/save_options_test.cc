@@ -61,6 +61,27 @@ TEST_F(SaveOptionsTest, MainReplicaWritesAlone) {
   EXPECT_EQ(ReadAll(Path("a")).at("labelled"), big_.bytes);
 }
 
+TEST_F(SaveOptionsTest, PlacementThatCannotBeIsRefusedByAllWhoeverOwnsTheKey) {
+  const RandomTensor short_runs = MakeTensor("short runs", DType::kU8, {10'000, 4});
+  SaveOptions options;
+  options.placement = PlacementRule::kTensorFile;
+  for (int owners = 0; owners < 3; ++owners) {  // SaveOnThreads takes another number each time.
+    const Status status = OneVerdict(SaveOnThreads(
+        Path("a"), 4,
+        [&](int rank, RankState& state) {
+          state.Add(short_runs, B({0, rank}, {10'000, 1}));
+          for (int t = 0; t < 9; ++t) {
+            state.Add(MakeTensor("t" + std::to_string(t), DType::kF32, {8}), B({2 * rank}, {2}));
+          }
+        },
+        options));
+    EXPECT_THAT(status, HasCode(Code::kUnsupported));
+    EXPECT_TRUE(status.message().starts_with("placement tensor-file: tensor short runs: shard "))
+        << status.message();
+    EXPECT_FALSE(HostFileSystem().Exists(Store()));
+  }
+}
+
 TEST_F(SaveOptionsTest, ReportNamesFilesAndTheirBytes) {
   const auto results = SaveOnThreads(Path("a"), 2, [&](int rank, RankState& state) {
     state.Add(big_, B({550 * rank, 0}, {550, 1024}));
@@ -285,6 +306,8 @@ std::vector<std::vector<Result<SaveReport>>> SaveSteps(
       static_cast<std::size_t>(steps),
       std::vector<Result<SaveReport>>(static_cast<std::size_t>(ranks),
                                       Status(Code::kInternal, "did not run")));
+  static int calls = 0;
+  SetOwners(calls++ % 3);
   EXPECT_OK(RunOnThreads(ranks, [&](Communicator& comm) {
     for (int step = 0; step < steps; ++step) {
       RankState state;
