@@ -62,15 +62,12 @@ TEST_P(CallbackRanksTest, Conforms) {
 
 TEST_P(CallbackRanksTest, EveryCollectiveOperation) { Holds(ExerciseCollective); }
 
-INSTANTIATE_TEST_SUITE_P(All, CallbackRanksTest, testing::Values(1, 2, 4),
+INSTANTIATE_TEST_SUITE_P(All, CallbackRanksTest, testing::Values(1, 3),
                          testing::PrintToStringParamName());
 
-TEST(CallbackCommunicatorTest, ChannelsAndSubgroupsConformAndWorkAtTheSameTime) {
+TEST(CallbackCommunicatorTest, SubgroupsConformAndWorkAtTheSameTime) {
   CallbackHost host(4);
-  EXPECT_OK(RunOnHost(host, 4, [](Communicator& comm) -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(ExerciseChannels(comm));
-    return ExerciseSubgroups(comm);
-  }));
+  EXPECT_OK(RunOnHost(host, 4, ExerciseSubgroups));
   EXPECT_THAT(host.violations(), testing::IsEmpty());
   EXPECT_EQ(host.under_way(), 0u);
 }
