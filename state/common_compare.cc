@@ -8,6 +8,7 @@
 
 #include "base/coding.h"
 #include "index/common_tree.h"
+#include "index/layer_names.h"
 #include "index/record_coding.h"
 
 namespace tensormount {
@@ -64,7 +65,8 @@ bool AppendCounted(ByteWriter& out, std::string_view name, const CommonValue& va
 }  // namespace
 
 bool IsExempt(CommonGlobs exempt, std::string_view path) {
-  if (exempt.empty()) return false;
+  // Names of layers are part of the layout: they are never a matter of taste.
+  if (exempt.empty() || path.starts_with(kLayersRecordPrefix)) return false;
   const std::string text(path);
   return std::any_of(exempt.begin(), exempt.end(), [&](const std::string& glob) {
     return fnmatch(glob.c_str(), text.c_str(), 0) == 0;

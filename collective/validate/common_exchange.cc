@@ -32,9 +32,7 @@ CommonGlobs ExemptOf(const CommonRules& rules) {
 
 }  // namespace
 
-RankCommon CommonOf(const StateDict& state, int rank) {
-  return {rank, SharedCommonRecords(state)};
-}
+RankCommon CommonOf(const StateDict& state, int rank) { return {rank, SharedCommonRecords(state)}; }
 
 std::map<std::string, std::string> LayersOf(const std::map<std::string, CommonValue>& values) {
   std::map<std::string, std::string> layers;
@@ -115,10 +113,12 @@ CommonUnion Unite(std::span<const RankCommon> ranks, const CommonRules& rules) {
   std::stable_sort(result.findings.begin(), result.findings.end(),
                    [](const Finding& a, const Finding& b) { return a.key < b.key; });
   if (rules.check != CommonCheck::kError) {
-    for (Finding& finding : result.findings) {
+    // Names of layers are part of the layout, whatever is said about common values.
+    std::erase_if(result.findings, [&](Finding& finding) {
+      if (finding.key.starts_with(kLayersRecordPrefix)) return false;
       result.warnings.push_back(std::move(finding.message));
-    }
-    result.findings.clear();
+      return true;
+    });
   }
   return result;
 }

@@ -17,6 +17,7 @@
 #include "collective/validate/layout_round.h"
 #include "collective/validate/report.h"
 #include "collective/validate/wire.h"
+#include "index/common_tree.h"
 
 namespace tensormount {
 namespace {
@@ -124,7 +125,9 @@ class Exchange {
     static constexpr const char* kChecks[] = {"off", "warn", "error"};
     options.emplace_back("common", kChecks[static_cast<std::size_t>(call_.common)]);
     std::string globs;
-    for (const std::string& glob : call_.common_exempt) globs += (globs.empty() ? "" : ", ") + glob;
+    for (const std::string& glob : call_.common_exempt) {
+      globs += (globs.empty() ? "" : ", ") + QuoteJson(glob);
+    }
     options.emplace_back("common_exempt", "[" + globs + "]");
     options.emplace_back("validate", call_.validate ? "on" : "off");
     options.emplace_back("limit", std::to_string(call_.limit));
@@ -309,6 +312,10 @@ class Exchange {
     }
     if (call_.validate) {
       report = CheckLayout(table, {static_cast<int>(world_), call_.limit, &layers_});
+    }
+    // What changes without the layout, the contents of objects, is looked at all the same.
+    if (answer_.unchanged && !call_.validate) {
+      return MakeLayout(table, static_cast<int>(world_)).status();
     }
     if (answer_.unchanged || !report.ok() || (call_.validate && !call_.plan)) return Status();
     TENSORMOUNT_ASSIGN_OR_RETURN(job_.layout, MakeLayout(table, static_cast<int>(world_)));

@@ -20,6 +20,8 @@ constexpr std::uint32_t kNone = LayoutTable::Rep::kNone;
 // Faults of one kind that are told apart within one tensor; more are counted as one.
 constexpr std::size_t kToldApart = 4096;
 constexpr std::size_t kRanksListed = 64;
+// Bytes of replicas where they cannot be counted.
+constexpr std::uint64_t kTooMany = ~std::uint64_t{0};
 
 class Judge {
  public:
@@ -189,7 +191,9 @@ class Judge {
     const auto add = [&](std::size_t claim, std::uint64_t extra) {
       if (extra == 0) return;
       const auto cells = static_cast<std::uint64_t>(tensor.regions.volume(claim));
-      report_.replica_bytes += cells * bits / 8 * extra;
+      const auto bytes = CheckedMul(cells * bits / 8, extra);
+      report_.replica_bytes =
+          bytes ? CheckedAdd(report_.replica_bytes, *bytes).value_or(kTooMany) : kTooMany;
     };
     if (groups == nullptr) {
       if (!AnyShared(tensor)) return;
