@@ -62,7 +62,7 @@ fi
 
 "$scratch/examples/c_read" "$scratch/store/step-1000" | tee "$scratch/output"
 grep -q '^layer.weight f32 \[64, 48\]$' "$scratch/output" || fail "c_read does not list"
-row=$("$scratch/examples/c_read" "$scratch/store/latest" layer.weight)
+row=$("$scratch/examples/c_read" "$scratch/store/step-1000" layer.weight)
 [ "${row:0:8}" = "0 1 2 3 " ] || fail "c_read shows $row"
 
 echo "-- the C interface"
@@ -72,6 +72,14 @@ cc=${CC:-cc}
   -L "$libraries" -ltensormount -pthread -Wl,-rpath,"$libraries"
 mkdir "$scratch/c"
 "$scratch/c_api_test" "$scratch/c" 2> "$scratch/log" || { cat "$scratch/log"; fail "c_api_test"; }
+if [ "$have_mpi" = ON ]; then
+  "$cc" -std=c99 -Wall -Wextra -Wpedantic -Werror -I "$prefix/include" \
+    "$source/tests/install/c_mpi.c" -o "$scratch/c_mpi" \
+    -L "$libraries" -ltensormount_mpi -ltensormount -Wl,-rpath,"$libraries"
+  OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 \
+    timeout 60 mpirun -n 2 "$scratch/c_mpi" "$scratch/store/step-2" | tee "$scratch/output"
+  grep -q '2 processes saved in C' "$scratch/output" || fail "c_mpi did not save on 2 processes"
+fi
 python3 "$source/tests/install/ctypes_test.py" "$library" "$scratch/store/step-1000"
 
 echo "-- pkg-config"
