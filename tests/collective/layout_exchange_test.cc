@@ -305,7 +305,7 @@ struct Second {
   std::vector<std::uint64_t> bytes;
 };
 Second CallTwice(int ranks, const std::function<void(int rank, int call, StateDict& state)>& fill,
-                 const std::function<bool(int rank)>& keeps = {}) {
+                 const std::function<bool(int rank)>& keeps = {}, bool validate = true) {
   Second second;
   second.jobs.assign(static_cast<std::size_t>(ranks), Status(Code::kInternal, "did not run"));
   second.bytes.assign(static_cast<std::size_t>(ranks), 0);
@@ -313,6 +313,7 @@ Second CallTwice(int ranks, const std::function<void(int rank, int call, StateDi
     const int rank = inner.rank();
     CountingCommunicator comm(inner);
     CallDescription call;
+    call.validate = validate;
     StateDict before;
     fill(rank, 0, before);
     {
@@ -392,6 +393,36 @@ TEST(ExchangeLayouts, ReplicasOfObjectsAreComparedEachTime) {
     ASSERT_EQ(job.value().report.finding_count, 1u);
     EXPECT_EQ(job.value().report.findings[0].message,
               "object args: contents differ between rank 0 and rank 2");
+  }
+}
+
+TEST(ExchangeLayouts, ReplicasOfObjectsAreComparedWithoutValidationToo) {
+  const Second second = CallTwice(
+      3,
+      [](int rank, int call, StateDict& state) {
+        EXPECT_OK(state.AddObject("args", call == 1 && rank == 2 ? "other" : "same"));
+      },
+      {}, /*validate=*/false);
+  for (const auto& job : second.jobs) {
+    EXPECT_THAT(job, HasCode(Code::kInvalidArgument));
+    EXPECT_THAT(job, HasMessage("contents differ between"));
+  }
+}
+
+TEST(ExchangeLayouts, NamesOfLayersMayNeverDiffer) {
+  for (const CommonCheck check : {CommonCheck::kOff, CommonCheck::kWarn}) {
+    ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
+      StateDict state;
+      Row(state, "w", comm.rank(), 2);
+      EXPECT_OK(state.NameLayers("w", comm.rank() == 0 ? "a.{}.w" : "b.{}.w"));
+      CallDescription call;
+      call.common = check;
+      call.common_exempt = {"*"};
+      Collective collective(comm, {});
+      TENSORMOUNT_ASSIGN_OR_RETURN(const JobLayout job, ExchangeLayouts(collective, state, call));
+      EXPECT_EQ(job.report.finding_count, 1u);
+      return Status();
+    }));
   }
 }
 
