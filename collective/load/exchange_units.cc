@@ -79,7 +79,8 @@ Result<bool> ExchangeUnits::Next() {
   for (; next_tensor_ < plan_.tensors.size(); ++next_tensor_, next_chunk_ = 0) {
     const PlannedTensor& tensor = plan_.tensors[next_tensor_];
     if (!tensor.exchange) continue;
-    if (next_chunk_ == 0) TENSORMOUNT_RETURN_IF_ERROR(Prepare(next_tensor_));
+    // A batch may have ended before this tensor's first chunk.
+    if (!prepared_.contains(next_tensor_)) TENSORMOUNT_RETURN_IF_ERROR(Prepare(next_tensor_));
     const std::vector<Stored>& stored = prepared_[next_tensor_].chunks;
     for (; next_chunk_ < stored.size(); ++next_chunk_) {
       if (bytes >= kBatchBytes || chunks >= kBatchChunks) return true;

@@ -28,8 +28,21 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenResolved(FileSystem& fs, const std
   return OpenedCheckpoint::Open(fs, path, {});
 }
 
-// What must be the same on all ranks: not some other checkpoint of this name on another node.
-std::string Identity(const OpenedCheckpoint& checkpoint) {
+// Where the chunks of a tensor stand.
+Status AppendPlaces(const CheckpointIndex& index, std::uint32_t ordinal, ByteWriter& out) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
+                               index.Extents(ordinal));
+  for (std::size_t i = 0; i < extents->size(); ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, extents->At(i));
+    out.U32(chunk.file);
+    out.U64(chunk.offset);
+  }
+  return {};
+}
+
+// What must be the same on all ranks, and for a plan to be used again: not some other checkpoint of
+// this name on another node.
+Result<std::string> Identity(const OpenedCheckpoint& checkpoint) {
   ByteWriter out;
   if (const DecodedCommit* commit = checkpoint.commit()) {
     out.String(commit->record.uuid.ToString());
@@ -41,9 +54,21 @@ std::string Identity(const OpenedCheckpoint& checkpoint) {
     out.String(checkpoint.directory());
     out.U64(file.length);
   }
-  out.U64(index.tensor_count());
-  out.U64(index.tensor_bytes());
-  return std::move(out.bytes());
+  // A file of the same length may have other tensors: plans of the one are wrong for the other.
+  Status failure;
+  TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {
+    out.String(entry.meta.key());
+    out.U8(static_cast<std::uint8_t>(entry.meta.dtype()));
+    out.U8(static_cast<std::uint8_t>(entry.meta.shape().rank()));
+    for (const std::int64_t extent : entry.meta.shape()) out.I64(extent);
+    failure = AppendPlaces(index, entry.ordinal, out);
+    return failure.ok();
+  }));
+  TENSORMOUNT_RETURN_IF_ERROR(failure);
+  const Hash128 hash = Xxh3(out.bytes());
+  ByteWriter identity;
+  identity.Hash(hash);
+  return std::move(identity.bytes());
 }
 
 std::string ListKeys(const std::vector<std::string>& keys) {
@@ -115,7 +140,8 @@ class LoadJob {
     ByteWriter out;
     out.String(resolved);
     out.String(checkpoint_->index().info().uuid.ToString());
-    out.String(Identity(*checkpoint_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string identity, Identity(*checkpoint_));
+    out.String(identity);
     return std::move(out.bytes());
   }
 
@@ -129,7 +155,8 @@ class LoadJob {
     if (checkpoint_ == nullptr) {
       TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenResolved(fs_, path));
     }
-    if (Identity(*checkpoint_) != identity) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string here, Identity(*checkpoint_));
+    if (here != identity) {
       return Status(Code::kStale, path + " is another checkpoint here than on rank 0");
     }
     identity_ = Xxh3(identity);
