@@ -79,20 +79,31 @@ void CompareBox(const TensorMeta& meta, const PlacedBox& whole, const PlacedBox&
   const Box part = Intersect(packed.box, placed.box);
   if (part.empty()) return;
   const StridedCopy runs = PlanCopy(part, packed, placed);
-  const StridedCopy names = PlanCopy(part, packed, whole);
+  struct Name {
+    std::int64_t from = 0;
+    std::int64_t to = 0;
+  };
+  std::vector<Name> names;  // Rising; made where something differs.
   // Both plans walk the packed bytes in the same order; the names' runs may be longer or shorter,
   // so that a differing byte is looked up by its place in the packed bytes.
   runs.ForEachRun([&](std::int64_t at, std::int64_t memory, std::uint64_t size) {
     if (std::memcmp(bytes + at, base + memory, size) == 0) return;
+    if (names.empty()) {
+      PlanCopy(part, packed, whole)
+          .ForEachRun([&](std::int64_t from, std::int64_t to, std::uint64_t) {
+            names.push_back({from, to});
+          });
+    }
     for (std::uint64_t i = 0; i < size; ++i) {
       if (bytes[at + static_cast<std::int64_t>(i)] == base[memory + static_cast<std::int64_t>(i)]) {
         continue;
       }
       const std::int64_t wrong = at + static_cast<std::int64_t>(i);
-      names.ForEachRun([&](std::int64_t from, std::int64_t to, std::uint64_t length) {
-        if (wrong < from || wrong >= from + static_cast<std::int64_t>(length)) return;
-        bounds.Add(ElementAt(meta, static_cast<std::uint64_t>(to + (wrong - from))));
-      });
+      const auto name =
+          std::upper_bound(names.begin(), names.end(), wrong,
+                           [](std::int64_t place, const Name& n) { return place < n.from; }) -
+          1;
+      bounds.Add(ElementAt(meta, static_cast<std::uint64_t>(name->to + (wrong - name->from))));
     }
   });
 }

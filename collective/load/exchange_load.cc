@@ -54,18 +54,26 @@ class Pool {
  public:
   Bytes Take(std::uint64_t size) {
     std::lock_guard lock(mutex_);
+    // Not a larger one either: what counts as a few bytes on their way must not hold many.
+    const auto fitting = std::find_if(free_.begin(), free_.end(),
+                                      [&](const Bytes& b) { return b.capacity() == size; });
     Bytes bytes;
-    if (!free_.empty()) {
-      bytes = std::move(free_.back());
-      free_.pop_back();
+    if (fitting != free_.end()) {
+      bytes = std::move(*fitting);
+      free_.erase(fitting);
+      return bytes;
     }
-    total_ -= bytes.capacity();
+    while (!free_.empty() && total_ + size > kOutgoingBytes + kIncomingBytes) {
+      total_ -= free_.front().capacity();
+      free_.erase(free_.begin());
+    }
     bytes.Reserve(size);
-    total_ += bytes.capacity();
+    total_ += size;
     peak_ = std::max(peak_, total_);
     return bytes;
   }
   void Give(Bytes bytes) {
+    if (bytes.capacity() == 0) return;
     std::lock_guard lock(mutex_);
     free_.push_back(std::move(bytes));
   }
