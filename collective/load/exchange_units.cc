@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/checked.h"
 #include "collective/load/digest_proof.h"
 #include "shard/copy_plan.h"
 
@@ -52,10 +53,18 @@ Status ExchangeUnits::Prepare(std::size_t t) {
   std::sort(chunks.begin(), chunks.end(), [](const ChunkRecord& a, const ChunkRecord& b) {
     return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);
   });
+  const std::vector<FileRecord>& files = checkpoint_.index().files();
   std::vector<std::vector<PlacedBox>> placed;
   for (const ChunkRecord& chunk : chunks) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                  ByteRegion(meta.dtype(), meta.shape(), chunk.region));
+    // Blocks are read from the file itself, without the checks of an ordinary read.
+    if (chunk.file >= files.size() ||
+        !RangeWithin(chunk.offset, static_cast<std::uint64_t>(bytes.volume()),
+                     files[chunk.file].length)) {
+      return Status(Code::kDataLoss, "index: tensor " + meta.key() + " " + chunk.region.ToString() +
+                                         ": lies in no file");
+    }
     placed.push_back(PlacePacked(bytes, 0));
     std::uint64_t offset = chunk.offset;
     for (const Box& box : chunk.region.Boxes()) {
