@@ -251,11 +251,15 @@ Result<StateTree> TreeFromStructure(const CommonValue& structure) {
 
 TreeSource SourceOf(const StateDict& state) {
   TreeSource source;
-  source.tensor = [&state](std::string_view key) -> Result<std::vector<Shard>> {
+  // By key, once: a tree asks for every one of them.
+  std::multimap<std::string_view, const Shard*> by_key;
+  for (const StateDict::TensorItem& item : state.tensors()) {
+    by_key.emplace(item.key, &item.shard);
+  }
+  source.tensor = [by_key = std::move(by_key)](std::string_view key) -> Result<std::vector<Shard>> {
     std::vector<Shard> shards;
-    for (const StateDict::TensorItem& item : state.tensors()) {
-      if (item.key == key) shards.push_back(item.shard);
-    }
+    const auto [begin, end] = by_key.equal_range(key);
+    for (auto at = begin; at != end; ++at) shards.push_back(*at->second);
     if (shards.empty()) return NotFound("tensor " + std::string(key));
     return shards;
   };
