@@ -35,6 +35,15 @@ constexpr std::size_t kBulk = kMaxCallbackMessage;
 // Heads and bulk messages that are not out yet. A packet is two at most; the last one is a head.
 constexpr std::size_t kMaxSends = 8;
 
+// What a host that cannot cancel may still read or write after its communicator is gone: stays
+// until the end of the process, where leak checkers can see it.
+void KeepForHost(std::vector<std::byte> bytes) {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<std::vector<std::byte>>;
+  std::lock_guard lock(mutex);
+  kept->push_back(std::move(bytes));
+}
+
 class CallbackStream final : public ByteStream {
  public:
   CallbackStream(const CommunicatorCallbacks& host, std::uint32_t tag, int peer)
@@ -43,14 +52,13 @@ class CallbackStream final : public ByteStream {
   ~CallbackStream() override {
     const auto give_up = [&](Flight& flight) {
       if (host_.cancel == nullptr) {
-        // The host may still read or write it.
-        new std::vector<std::byte>(std::move(flight.bytes));
+        KeepForHost(std::move(flight.bytes));
         return;
       }
       try {
         host_.cancel(host_.context, flight.request);
       } catch (...) {
-        new std::vector<std::byte>(std::move(flight.bytes));
+        KeepForHost(std::move(flight.bytes));
       }
     };
     for (Flight& flight : sends_) give_up(flight);
