@@ -11,7 +11,7 @@ if(TENSORMOUNT_SANITIZE)
   set(TENSORMOUNT_TEST_ENVIRONMENT
     "ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:exitcode=66:allocator_may_return_null=1"
     "UBSAN_OPTIONS=print_stacktrace=1:exitcode=66"
-    "TSAN_OPTIONS=exitcode=66:second_deadlock_stack=1:suppressions=${PROJECT_SOURCE_DIR}/tests/support/tsan.supp")
+    "TSAN_OPTIONS=exitcode=66:allocator_may_return_null=1:second_deadlock_stack=1:suppressions=${PROJECT_SOURCE_DIR}/tests/support/tsan.supp")
 endif()
 
 function(tensormount_set_test_properties name labels timeout)
