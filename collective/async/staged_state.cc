@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/checked.h"
+#include "base/stream_copy.h"
 #include "collective/guarded.h"
 #include "collective/save/packed_source.h"
 
@@ -15,6 +16,8 @@ namespace {
 
 // Shards begin at multiples of this in staging memory: a cache line, and what vector loads like.
 constexpr std::uint64_t kAlign = 64;
+// Larger copies do not stay in a cache until the save reads them.
+constexpr std::size_t kStreamBytes = 256 * 1024;
 
 // `shard_of` gives the shard that takes the place of an item's.
 StateDict Rebuild(const StateDict& state, const std::function<Shard(std::size_t)>& shard_of) {
@@ -68,9 +71,17 @@ Status Stage(const StateDict& state, StagingPool& pool, std::chrono::millisecond
     if (size == 0) continue;
     std::byte* to = out.memory->data() + offsets[i];
     const std::byte* from = sources[i].Fetch(0, size, to);
-    if (from != to) std::memcpy(to, from, size);
+    if (from != to) {
+      // memcpy goes past the caches for a whole state, but not for its tensors one by one.
+      if (size >= kStreamBytes) {
+        StreamBytes(from, to, size);
+      } else {
+        std::memcpy(to, from, size);
+      }
+    }
     if (staged != nullptr) staged->fetch_add(size, std::memory_order_relaxed);
   }
+  EndStream();
   out.dict = Rebuild(state, [&](std::size_t i) {
     Shard shard = state.tensors()[i].shard;
     Dims shape = shard.region.is_flat() ? Dims{shard.region.volume()} : shard.region.box().extent();
