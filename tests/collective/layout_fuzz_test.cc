@@ -11,6 +11,7 @@
 
 #include "collective/validate/layout.h"
 #include "tests/collective/layout_testing.h"
+#include "tests/support/cells.h"
 #include "tests/support/random.h"
 #include "tests/support/random_layout.h"
 
@@ -213,21 +214,6 @@ bool Spoil(Random& random, Job& job) {
 
 // ---- The oracle -----------------------------------------------------------------------------
 
-template <typename Fn>
-void ForEachCell(const Dims& shape, const Box& box, Fn fn) {
-  for (std::int64_t i = 0; i < box.volume(); ++i) {
-    std::int64_t rest = i;
-    std::int64_t cell = 0;
-    std::int64_t step = 1;
-    for (int a = box.rank() - 1; a >= 0; --a) {
-      cell += (box.begin(a) + rest % box.extent(a)) * step;
-      rest /= box.extent(a);
-      step *= shape[a];
-    }
-    fn(static_cast<std::size_t>(cell));
-  }
-}
-
 struct Truth {
   std::set<FindingKind> kinds;
   std::set<std::size_t> missing;
@@ -275,9 +261,9 @@ Truth TruthOf(const Job& job) {
   }
   std::vector<int> count(static_cast<std::size_t>(CheckedProduct(shape).value()));
   for (std::size_t g = 0; g < distinct.size(); ++g) {
-    for (const Box& box : distinct[g].Boxes()) {
-      ForEachCell(shape, box, [&](std::size_t cell) { count[cell] += twice.contains(g) ? 2 : 1; });
-    }
+    ForEachCell(shape, distinct[g], [&](std::int64_t, std::int64_t cell) {
+      count[static_cast<std::size_t>(cell)] += twice.contains(g) ? 2 : 1;
+    });
   }
   for (std::size_t cell = 0; cell < count.size(); ++cell) {
     if (count[cell] == 0) truth.missing.insert(cell);
@@ -320,7 +306,8 @@ void ExpectTrue(const Job& job, const Truth& truth, const LayoutReport& report) 
     EXPECT_EQ(finding.elements, static_cast<std::uint64_t>(finding.box->volume()));
     std::set<std::size_t>& cells = finding.kind == FindingKind::kMissing ? missing : doubled;
     const Dims& shape = job.odd_rank >= 0 ? job.odd_shape : job.shape;
-    ForEachCell(shape, *finding.box, [&](std::size_t cell) {
+    ForEachCell(shape, *finding.box, [&](std::int64_t, std::int64_t element) {
+      const auto cell = static_cast<std::size_t>(element);
       const bool added = cells.insert(cell).second;
       // Holes are told once; cells may be in several overlaps.
       EXPECT_TRUE(added || finding.kind == FindingKind::kOverlap) << report.ToText();

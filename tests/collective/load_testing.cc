@@ -9,6 +9,7 @@
 
 #include "base/file_system.h"
 #include "collective/save_load.h"
+#include "tests/support/cells.h"
 #include "tests/support/random.h"
 #include "tests/support/temp_dir.h"
 
@@ -72,19 +73,9 @@ std::vector<Region> CutByRule(const Dims& shape, const std::string& rule, int ra
 std::string BytesOf(const GlobalTensor& tensor, const Region& region) {
   const std::size_t size = ElementBytes(tensor.dtype);
   std::string out;
-  for (const Box& box : region.Boxes()) {
-    for (std::int64_t i = 0; i < box.volume(); ++i) {
-      std::int64_t rest = i;
-      std::int64_t at = 0;
-      std::int64_t step = 1;
-      for (int a = box.rank() - 1; a >= 0; --a) {
-        at += (box.begin(a) + rest % box.extent(a)) * step;
-        rest /= box.extent(a);
-        step *= tensor.shape[a];
-      }
-      out.append(tensor.bytes, static_cast<std::size_t>(at) * size, size);
-    }
-  }
+  ForEachCell(tensor.shape, region, [&](std::int64_t, std::int64_t element) {
+    out.append(tensor.bytes, static_cast<std::size_t>(element) * size, size);
+  });
   return out;
 }
 

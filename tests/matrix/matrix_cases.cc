@@ -11,6 +11,8 @@
 
 #include "tensormount/state_dict.h"
 
+#include "tests/support/cells.h"
+
 namespace tensormount {
 namespace {
 
@@ -48,26 +50,6 @@ std::array<std::byte, 8> CellAt(const MatrixTensor& tensor, std::uint64_t g) {
   std::array<std::byte, 8> cell;
   std::memcpy(cell.data(), &x, sizeof(x));
   return cell;
-}
-
-// Calls fn(i, g): element i of the region's row-major order is element g of the tensor's.
-template <typename Fn>
-void ForEachCell(const Dims& shape, const Region& region, Fn fn) {
-  std::uint64_t i = 0;
-  for (const Box& box : region.Boxes()) {
-    const std::int64_t volume = box.volume();
-    for (std::int64_t k = 0; k < volume; ++k) {
-      std::int64_t rest = k;
-      std::int64_t g = 0;
-      std::int64_t step = 1;
-      for (int a = shape.rank() - 1; a >= 0; --a) {
-        g += (box.begin(a) + rest % box.extent(a)) * step;
-        rest /= box.extent(a);
-        step *= shape[a];
-      }
-      fn(i++, static_cast<std::uint64_t>(g));
-    }
-  }
 }
 
 // Cuts `extent` into `parts` pieces of the size that torch.chunk takes.

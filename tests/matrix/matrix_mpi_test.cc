@@ -1,34 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // A sample of the matrix over MPI: 2, 3, 4 and 8 processes.
-#include <chrono>
 #include <string>
-#include <unistd.h>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include "tests/support/mpi_job.h"
 #include "tests/support/require.h"
-#include "tests/support/subprocess.h"
 #include "tests/support/temp_dir.h"
 
 namespace tensormount {
 namespace {
 
-// Empty where MPI jobs can be run here, otherwise why not.
-std::string WhyNoMpi() {
-  if (::access(BuiltProgram("tests/matrix_ranks").c_str(), X_OK) != 0) return "built without MPI";
-  if (RunProcess({"mpirun", "--version"}).exit_code != 0) return "there is no mpirun";
-  return "";
-}
-
 void ExpectGood(int ranks, const std::vector<std::string>& arguments) {
-  std::vector<std::string> command = {
-      "mpirun", "--allow-run-as-root", "--oversubscribe",
-      "-n",     std::to_string(ranks), BuiltProgram("tests/matrix_ranks")};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  ProcessOptions process;
-  process.deadline = std::chrono::seconds(100);
-  const ProcessOutcome outcome = RunProcess(command, process);
+  const ProcessOutcome outcome = StartMpi("tests/matrix_ranks", ranks, arguments)->Wait();
   EXPECT_EQ(outcome.exit_code, 0) << outcome;
   for (int r = 0; r < ranks; ++r) {
     EXPECT_NE(outcome.out.find("rank " + std::to_string(r) + ": OK"), std::string::npos) << outcome;
@@ -36,7 +21,7 @@ void ExpectGood(int ranks, const std::vector<std::string>& arguments) {
 }
 
 TEST(AcceptanceMatrixMpi, ASampleOnTwoThreeFourAndEightProcesses) {
-  if (const std::string why = WhyNoMpi(); !why.empty()) {
+  if (const std::string why = WhyNoMpi("tests/matrix_ranks"); !why.empty()) {
     TENSORMOUNT_SKIP_UNLESS_REQUIRED("mpi", why);
   }
   TempDir dir;

@@ -17,6 +17,7 @@
 #include <gtest/gtest.h>
 
 #include "tests/collective/collective_cases.h"
+#include "tests/support/mpi_job.h"
 #include "tests/support/require.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
@@ -25,37 +26,17 @@
 namespace tensormount {
 namespace {
 
-// Empty where MPI jobs can be run here, otherwise why not.
-std::string WhyNoMpi() {
-  if (::access(BuiltProgram("tests/mpi_ranks").c_str(), X_OK) != 0) return "built without MPI";
-  if (RunProcess({"mpirun", "--version"}).exit_code != 0) return "there is no mpirun";
-  return "";
-}
-
 class MpiTest : public testing::Test {
  protected:
   void SetUp() override {
-    static const std::string why = WhyNoMpi();
+    static const std::string why = WhyNoMpi("tests/mpi_ranks");
     if (!why.empty()) TENSORMOUNT_SKIP_UNLESS_REQUIRED("mpi", why);
   }
 };
 
 std::unique_ptr<Subprocess> StartRanks(int ranks, const std::vector<std::string>& arguments,
                                        const std::vector<std::string>& options = {}) {
-  // A folder each: of two that start at the same time, one fails where both make the usual one.
-  static const TempDir folder;
-  static int jobs = 0;
-  const std::string mine = folder.path() + "/" + std::to_string(jobs++);
-  ::mkdir(mine.c_str(), 0700);
-  std::vector<std::string> command = {"mpirun", "--allow-run-as-root", "--oversubscribe",
-                                      "--mca",  "orte_tmpdir_base",    mine,
-                                      "-n",     std::to_string(ranks)};
-  command.insert(command.end(), options.begin(), options.end());
-  command.push_back(BuiltProgram("tests/mpi_ranks"));
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  ProcessOptions process;
-  process.deadline = std::chrono::seconds(100);
-  return std::make_unique<Subprocess>(command, process);
+  return StartMpi("tests/mpi_ranks", ranks, arguments, options);
 }
 
 ProcessOutcome RunRanks(int ranks, const std::vector<std::string>& arguments,

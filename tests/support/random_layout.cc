@@ -6,6 +6,8 @@
 #include <functional>
 #include <utility>
 
+#include "tests/support/cells.h"
+
 namespace tensormount {
 namespace {
 
@@ -96,26 +98,6 @@ std::vector<Region> RandomPieces(Random& random, const Dims& shape, int ranks) {
       break;
   }
   return pieces;
-}
-
-// Calls fn(position in packed order, row-major element number in the tensor).
-void ForEachCell(const Dims& shape, const Region& region,
-                 const std::function<void(std::int64_t, std::int64_t)>& fn) {
-  std::int64_t position = 0;
-  for (const Box& box : region.Boxes()) {
-    const std::int64_t n = box.volume();
-    for (std::int64_t i = 0; i < n; ++i) {
-      std::int64_t rest = i;
-      std::int64_t element = 0;
-      std::int64_t row = 1;
-      for (int a = box.rank() - 1; a >= 0; --a) {
-        element += (box.begin(a) + rest % box.extent(a)) * row;
-        rest /= box.extent(a);
-        row *= shape[a];
-      }
-      fn(position++, element);
-    }
-  }
 }
 
 // Byte offset of cell `position` (packed order) of a buffer.
