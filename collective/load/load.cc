@@ -7,6 +7,7 @@
 
 #include "base/coding.h"
 #include "base/file_system.h"
+#include "base/hash.h"
 #include "base/log.h"
 #include "collective/comm/collective.h"
 #include "collective/guarded.h"
@@ -42,18 +43,16 @@ Status AppendPlaces(const CheckpointIndex& index, std::uint32_t ordinal, ByteWri
 
 // What must be the same on all ranks, and for a plan to be used again: not some other checkpoint of
 // this name on another node.
-Result<std::string> Identity(const OpenedCheckpoint& checkpoint) {
+Result<Hash128> Identity(const OpenedCheckpoint& checkpoint) {
   ByteWriter out;
   if (const DecodedCommit* commit = checkpoint.commit()) {
     out.String(commit->record.uuid.ToString());
     out.Hash(commit->record.content_root);
-    return std::move(out.bytes());
+    return Xxh3(out.bytes());
   }
   const CheckpointIndex& index = checkpoint.index();
-  for (const FileRecord& file : index.files()) {
-    out.String(checkpoint.directory());
-    out.U64(file.length);
-  }
+  out.String(checkpoint.directory());
+  for (const FileRecord& file : index.files()) out.U64(file.length);
   // A file of the same length may have other tensors: plans of the one are wrong for the other.
   Status failure;
   TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {
@@ -65,10 +64,7 @@ Result<std::string> Identity(const OpenedCheckpoint& checkpoint) {
     return failure.ok();
   }));
   TENSORMOUNT_RETURN_IF_ERROR(failure);
-  const Hash128 hash = Xxh3(out.bytes());
-  ByteWriter identity;
-  identity.Hash(hash);
-  return std::move(identity.bytes());
+  return Xxh3(out.bytes());
 }
 
 std::string ListKeys(const std::vector<std::string>& keys) {
@@ -140,8 +136,8 @@ class LoadJob {
     ByteWriter out;
     out.String(resolved);
     out.String(checkpoint_->index().info().uuid.ToString());
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string identity, Identity(*checkpoint_));
-    out.String(identity);
+    TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_));
+    out.Hash(identity_);
     return std::move(out.bytes());
   }
 
@@ -150,16 +146,15 @@ class LoadJob {
     ByteReader in(told, "load: what rank 0 opened");
     const std::string path(in.String(64 * 1024));
     report_.uuid = in.String(64);
-    const std::string identity(in.String(1u << 24));
+    const Hash128 told_identity = in.Hash();
     TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
     if (checkpoint_ == nullptr) {
       TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenResolved(fs_, path));
+      TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_));
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string here, Identity(*checkpoint_));
-    if (here != identity) {
+    if (identity_ != told_identity) {
       return Status(Code::kStale, path + " is another checkpoint here than on rank 0");
     }
-    identity_ = Xxh3(identity);
     return {};
   }
 
