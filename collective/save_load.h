@@ -5,13 +5,15 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <string>
 #include <string_view>
+
+#include "tensormount/load.h"
+#include "tensormount/save.h"
 
 #include "base/file_system.h"
 #include "index/checkpoint.h"
 #include "index/store.h"
-#include "tensormount/load.h"
-#include "tensormount/save.h"
 
 namespace tensormount {
 
@@ -24,6 +26,12 @@ struct SaveControl {
   std::function<void(const Staging&)> begun = {};
   std::function<void(const Staging&)> ending = {};
 };
+
+// "STORE/NAME" without slashes at its end: one name for all ways to write a path.
+std::string CheckpointPath(std::string_view path);
+// kInvalidArgument names the first shard with cells that is there for the layout alone
+// (Shard::metadata_only): it cannot be saved.
+Status CheckHasData(const StateDict& state);
 
 // Save and Load on any FileSystem: what the public calls do on the host's, and what tests do on
 // one that fails or crashes.

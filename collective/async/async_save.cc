@@ -311,12 +311,6 @@ struct AsyncSaver::Rep {
 
 namespace {
 
-// The same for all ways to write a path.
-std::string NameOf(std::string_view path) {
-  while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
-  return std::string(path);
-}
-
 // Savers that exist, for the end of the process: what is under way is waited for, as long as the
 // time-outs of the saves allow.
 struct LiveSavers {
@@ -437,7 +431,7 @@ Result<SaveHandle> AsyncSaver::Save(const StateDict& state, std::string_view pat
   job->bytes_total = BytesOf(state);
   if (options.progress != nullptr) job->written = options.progress;
   Task task;
-  task.number = rep_->turns->Enter(NameOf(path));
+  task.number = rep_->turns->Enter(CheckpointPath(path));
   Lane& lane = *rep_->lanes[task.number % kLanes];
   task.job = job;
   task.path = std::string(path);

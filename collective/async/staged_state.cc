@@ -10,6 +10,7 @@
 #include "base/stream_copy.h"
 #include "collective/guarded.h"
 #include "collective/save/packed_source.h"
+#include "collective/save_load.h"
 
 namespace tensormount {
 namespace {
@@ -43,15 +44,12 @@ Status Stage(const StateDict& state, StagingPool& pool, std::chrono::millisecond
              std::atomic<std::uint64_t>* staged, std::atomic<std::int64_t>* stalled,
              StagedState& out) {
   TENSORMOUNT_RETURN_IF_ERROR(state.status());
+  TENSORMOUNT_RETURN_IF_ERROR(CheckHasData(state));
   std::vector<PackedSource> sources;
   std::vector<std::uint64_t> offsets;
   sources.reserve(state.tensors().size());
   std::uint64_t total = 0;
   for (const StateDict::TensorItem& item : state.tensors()) {
-    if (item.shard.metadata_only && !item.shard.region.empty()) {
-      return Status(Code::kInvalidArgument, "tensor " + item.key + ": shard " +
-                                                item.shard.region.ToString() + " has no data");
-    }
     Result<PackedSource> made = PackedSource::Make(item.shard);
     if (!made.ok()) return made.status().WithContext("tensor " + item.key);
     PackedSource source = std::move(made).value();

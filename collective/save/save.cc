@@ -102,7 +102,7 @@ class SaveSession {
               const SaveOptions& options, const SaveControl& control)
       : fs_(fs),
         state_(state),
-        path_(WithoutSlashes(path)),
+        path_(CheckpointPath(path)),
         options_(options),
         control_(control),
         comm_(comm),
@@ -125,11 +125,6 @@ class SaveSession {
   }
 
  private:
-  static std::string WithoutSlashes(std::string_view path) {
-    while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
-    return std::string(path);
-  }
-
   Result<SaveReport> Steps() {
     TENSORMOUNT_RETURN_IF_ERROR(
         Phase("validate", &report_.validate_seconds, [&](std::uint64_t*) { return Validate(); }));
@@ -208,7 +203,7 @@ class SaveSession {
   }
 
   Status Plan(Status* local) {
-    *local = CheckData();
+    *local = CheckHasData(state_);
     if (job_.unchanged) {
       if (!at_hand_ || at_hand_->job != job_.fingerprint) {
         *local = Status(Code::kInternal, "plan: that of another job is at hand");
@@ -234,17 +229,6 @@ class SaveSession {
       });
     }
     if (!merged.ok()) *local = merged;
-    return Status();
-  }
-
-  // Shards may be there for the layout alone; those cannot be written.
-  Status CheckData() const {
-    for (const StateDict::TensorItem& item : state_.tensors()) {
-      if (item.shard.metadata_only && !item.shard.region.empty()) {
-        return Status(Code::kInvalidArgument, "tensor " + item.key + ": shard " +
-                                                  item.shard.region.ToString() + " has no data");
-      }
-    }
     return Status();
   }
 
@@ -551,6 +535,21 @@ class SaveSession {
 };
 
 }  // namespace
+
+std::string CheckpointPath(std::string_view path) {
+  while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
+  return std::string(path);
+}
+
+Status CheckHasData(const StateDict& state) {
+  for (const StateDict::TensorItem& item : state.tensors()) {
+    if (item.shard.metadata_only && !item.shard.region.empty()) {
+      return Status(Code::kInvalidArgument, "tensor " + item.key + ": shard " +
+                                                item.shard.region.ToString() + " has no data");
+    }
+  }
+  return Status();
+}
 
 Result<SaveReport> SaveOn(FileSystem& fs, const StateDict& state, std::string_view path,
                           Communicator& comm, const SaveOptions& options,
