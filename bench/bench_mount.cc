@@ -10,7 +10,7 @@
 #include "bench/bench_tensors.h"
 #include "bench/ckptbench.h"
 #include "bench/null_fuse.h"
-#include "fs/mount_session.h"
+#include "fs/mount/mount_session.h"
 
 namespace tensormount::bench {
 namespace {

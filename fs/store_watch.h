@@ -15,7 +15,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/checkpoint_view.h"
+#include "fs/views/checkpoint_view.h"
 #include "index/content.h"
 
 namespace tensormount::fs {

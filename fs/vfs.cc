@@ -7,7 +7,7 @@
 
 #include "base/coding.h"
 #include "base/hash.h"
-#include "fs/checkpoint_text.h"
+#include "fs/views/checkpoint_text.h"
 #include "index/commit_record.h"
 #include "index/store.h"
 

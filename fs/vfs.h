@@ -12,11 +12,11 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/checkpoint_view.h"
+#include "fs/views/checkpoint_view.h"
 #include "fs/mount_stats.h"
 #include "fs/node.h"
 #include "fs/store_watch.h"
-#include "fs/virtual_file.h"
+#include "fs/views/virtual_file.h"
 
 namespace tensormount::fs {
 

@@ -13,7 +13,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "fs/mount_session.h"
+#include "fs/mount/mount_session.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
 

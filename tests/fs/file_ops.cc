@@ -13,7 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/hash.h"
-#include "fs/key_path.h"
+#include "fs/views/key_path.h"
 #include "shard/npy.h"
 #include "shard/safetensors.h"
 #include "tests/support/random.h"

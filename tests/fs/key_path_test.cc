@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/key_path.h"
+#include "fs/views/key_path.h"
 
 #include <algorithm>
 #include <map>
 #include <set>
 
-#include "fs/key_tree.h"
+#include "fs/views/key_tree.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 

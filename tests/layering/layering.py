@@ -53,7 +53,7 @@ PUBLIC_HEADERS = {
 # Third-party headers and the only files that may include them.
 THIRD_PARTY = [
     (r"rocksdb/", ["index/*.cc", "tests/index/*.cc"]),
-    (r"(fuse3?/|fuse|linux/fuse)", ["fs/fuse_bridge.cc", "fs/mount_session.cc", "fs/fuse_shim*.cc",
+    (r"(fuse3?/|fuse|linux/fuse)", ["fs/mount/fuse_bridge.cc", "fs/mount/mount_session.cc", "fs/mount/fuse_shim*.cc",
                                     "bench/null_fuse.cc"]),
     (r"mpi\.h", ["collective/comm/mpi_communicator.cc", "tests/mpi/*.cc"]),
     (r"xxh", ["base/hash.cc"]),

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "base/deadline.h"
-#include "fs/mount_session.h"
+#include "fs/mount/mount_session.h"
 #include "index/store.h"
 #include "tests/fs/file_ops.h"
 #include "tests/support/require.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_KEY_TREE_H_
-#define TENSORMOUNT_FS_KEY_TREE_H_
+#ifndef TENSORMOUNT_FS_VIEWS_KEY_TREE_H_
+#define TENSORMOUNT_FS_VIEWS_KEY_TREE_H_
 
 #include <cstdint>
 #include <functional>
@@ -12,7 +12,7 @@
 
 #include "tensormount/status.h"
 
-#include "fs/key_path.h"
+#include "fs/views/key_path.h"
 #include "index/checkpoint_index.h"
 
 namespace tensormount::fs {
@@ -90,4 +90,4 @@ class KeyTree {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_KEY_TREE_H_
+#endif  // TENSORMOUNT_FS_VIEWS_KEY_TREE_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_CHECKPOINT_VIEW_H_
-#define TENSORMOUNT_FS_CHECKPOINT_VIEW_H_
+#ifndef TENSORMOUNT_FS_VIEWS_CHECKPOINT_VIEW_H_
+#define TENSORMOUNT_FS_VIEWS_CHECKPOINT_VIEW_H_
 
 #include <atomic>
 #include <cstdint>
@@ -15,10 +15,10 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/key_tree.h"
+#include "fs/views/key_tree.h"
 #include "fs/node.h"
-#include "fs/shown_tensors.h"
-#include "fs/virtual_file.h"
+#include "fs/views/shown_tensors.h"
+#include "fs/views/virtual_file.h"
 #include "index/checkpoint.h"
 
 namespace tensormount::fs {
@@ -181,4 +181,4 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_CHECKPOINT_VIEW_H_
+#endif  // TENSORMOUNT_FS_VIEWS_CHECKPOINT_VIEW_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_VIRTUAL_FILE_H_
-#define TENSORMOUNT_FS_VIRTUAL_FILE_H_
+#ifndef TENSORMOUNT_FS_VIEWS_VIRTUAL_FILE_H_
+#define TENSORMOUNT_FS_VIEWS_VIRTUAL_FILE_H_
 
 #include <cstdint>
 #include <memory>
@@ -10,7 +10,7 @@
 
 #include "tensormount/status.h"
 
-#include "fs/generated_text.h"
+#include "fs/views/generated_text.h"
 #include "index/checkpoint.h"
 
 namespace tensormount::fs {
@@ -68,4 +68,4 @@ class VirtualFile {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_VIRTUAL_FILE_H_
+#endif  // TENSORMOUNT_FS_VIEWS_VIRTUAL_FILE_H_

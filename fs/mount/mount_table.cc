@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/mount_table.h"
+#include "fs/mount/mount_table.h"
 
 #include <cerrno>
 #include <climits>
@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #include "base/deadline.h"
-#include "fs/mount_session.h"
+#include "fs/mount/mount_session.h"
 
 namespace tensormount::fs {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #define FUSE_USE_VERSION 314
-#include "fs/fuse_bridge.h"
+#include "fs/mount/fuse_bridge.h"
 
 #include <cerrno>
 #include <cstdarg>
@@ -15,7 +15,7 @@
 #include <fuse3/fuse_lowlevel.h>
 
 #include "base/log.h"
-#include "fs/mount_call.h"
+#include "fs/mount/mount_call.h"
 
 namespace tensormount::fs {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/mount_call.h"
+#include "fs/mount/mount_call.h"
 
 #include <cerrno>
 #include <cstring>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_FUSE_SHIM_H_
-#define TENSORMOUNT_FS_FUSE_SHIM_H_
+#ifndef TENSORMOUNT_FS_MOUNT_FUSE_SHIM_H_
+#define TENSORMOUNT_FS_MOUNT_FUSE_SHIM_H_
 
 #include <atomic>
 #include <cstdint>
@@ -40,4 +40,4 @@ class FuseShim {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_FUSE_SHIM_H_
+#endif  // TENSORMOUNT_FS_MOUNT_FUSE_SHIM_H_

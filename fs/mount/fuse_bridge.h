@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_FUSE_BRIDGE_H_
-#define TENSORMOUNT_FS_FUSE_BRIDGE_H_
+#ifndef TENSORMOUNT_FS_MOUNT_FUSE_BRIDGE_H_
+#define TENSORMOUNT_FS_MOUNT_FUSE_BRIDGE_H_
 
 #include <memory>
 
 #include "tensormount/status.h"
 
-#include "fs/blocking_work.h"
-#include "fs/fuse_shim.h"
+#include "fs/mount/blocking_work.h"
+#include "fs/mount/fuse_shim.h"
 #include "fs/vfs.h"
 
 namespace tensormount::fs {
@@ -37,4 +37,4 @@ class FuseBridge {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_FUSE_BRIDGE_H_
+#endif  // TENSORMOUNT_FS_MOUNT_FUSE_BRIDGE_H_

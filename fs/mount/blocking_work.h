@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_BLOCKING_WORK_H_
-#define TENSORMOUNT_FS_BLOCKING_WORK_H_
+#ifndef TENSORMOUNT_FS_MOUNT_BLOCKING_WORK_H_
+#define TENSORMOUNT_FS_MOUNT_BLOCKING_WORK_H_
 
 #include <chrono>
 #include <cstddef>
@@ -67,4 +67,4 @@ class BlockingWork {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_BLOCKING_WORK_H_
+#endif  // TENSORMOUNT_FS_MOUNT_BLOCKING_WORK_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/mount_session.h"
+#include "fs/mount/mount_session.h"
 
 // Without libfuse.
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/generated_text.h"
+#include "fs/views/generated_text.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/checkpoint_view.h"
+#include "fs/views/checkpoint_view.h"
 
 #include <algorithm>
 
 #include "base/coding.h"
 #include "base/hash.h"
 #include "base/log.h"
-#include "fs/checkpoint_text.h"
+#include "fs/views/checkpoint_text.h"
 #include "shard/npy.h"
 
 namespace tensormount::fs {

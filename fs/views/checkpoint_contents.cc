@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "fs/checkpoint_text.h"
-#include "fs/checkpoint_view.h"
-#include "fs/in_memory.h"
+#include "fs/views/checkpoint_text.h"
+#include "fs/views/checkpoint_view.h"
+#include "fs/views/in_memory.h"
 #include "index/safetensors_layout.h"
 #include "shard/leaf_hash.h"
 #include "shard/npy.h"

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/fuse_shim.h"
+#include "fs/mount/fuse_shim.h"
 
 #include <cstring>
 #include <unistd.h>
 
-#include "fs/mount_call.h"
+#include "fs/mount/mount_call.h"
 
 namespace tensormount::fs {
 namespace {

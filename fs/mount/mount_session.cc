@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/mount_session.h"
+#include "fs/mount/mount_session.h"
 
 #include <cerrno>
 #include <condition_variable>
@@ -16,12 +16,12 @@
 
 #include "base/deadline.h"
 #include "base/log.h"
-#include "fs/blocking_work.h"
-#include "fs/checkpoint_text.h"
-#include "fs/fuse_bridge.h"
-#include "fs/fuse_shim.h"
-#include "fs/mount_call.h"
-#include "fs/mount_table.h"
+#include "fs/mount/blocking_work.h"
+#include "fs/views/checkpoint_text.h"
+#include "fs/mount/fuse_bridge.h"
+#include "fs/mount/fuse_shim.h"
+#include "fs/mount/mount_call.h"
+#include "fs/mount/mount_table.h"
 #include "fs/vfs.h"
 
 namespace tensormount::fs {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_MOUNT_CALL_H_
-#define TENSORMOUNT_FS_MOUNT_CALL_H_
+#ifndef TENSORMOUNT_FS_MOUNT_MOUNT_CALL_H_
+#define TENSORMOUNT_FS_MOUNT_MOUNT_CALL_H_
 
 #include <cstddef>
 #include <string>
@@ -20,10 +20,10 @@ struct MountCall {
 };
 
 // Opens /dev/fuse and mounts it, by mount(2) as root and by fusermount3 otherwise: libfuse's own
-// way of mounting would not let us see the INIT reply (fs/fuse_shim.h). Returns the descriptor,
+// way of mounting would not let us see the INIT reply (fs/mount/fuse_shim.h). Returns the descriptor,
 // which the caller closes. kUnavailable: no /dev/fuse or fusermount3; kPermissionDenied.
 Result<int> MountFuse(const MountCall& call);
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_MOUNT_CALL_H_
+#endif  // TENSORMOUNT_FS_MOUNT_MOUNT_CALL_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/key_path.h"
+#include "fs/views/key_path.h"
 
 namespace tensormount::fs {
 namespace {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/virtual_file.h"
+#include "fs/views/virtual_file.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "fs/checkpoint_view.h"
+#include "fs/views/checkpoint_view.h"
 
 namespace tensormount::fs {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/in_memory.h"
+#include "fs/views/in_memory.h"
 
 #include <algorithm>
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_MOUNT_TABLE_H_
-#define TENSORMOUNT_FS_MOUNT_TABLE_H_
+#ifndef TENSORMOUNT_FS_MOUNT_MOUNT_TABLE_H_
+#define TENSORMOUNT_FS_MOUNT_MOUNT_TABLE_H_
 
 #include <optional>
 #include <string>
@@ -21,4 +21,4 @@ inline constexpr const char* kMountType = "fuse.tensormount";
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_MOUNT_TABLE_H_
+#endif  // TENSORMOUNT_FS_MOUNT_MOUNT_TABLE_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_IN_MEMORY_H_
-#define TENSORMOUNT_FS_IN_MEMORY_H_
+#ifndef TENSORMOUNT_FS_VIEWS_IN_MEMORY_H_
+#define TENSORMOUNT_FS_VIEWS_IN_MEMORY_H_
 
 #include <cstddef>
 
@@ -14,4 +14,4 @@ bool InMemory(const std::byte* data, std::size_t size);
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_IN_MEMORY_H_
+#endif  // TENSORMOUNT_FS_VIEWS_IN_MEMORY_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_KEY_PATH_H_
-#define TENSORMOUNT_FS_KEY_PATH_H_
+#ifndef TENSORMOUNT_FS_VIEWS_KEY_PATH_H_
+#define TENSORMOUNT_FS_VIEWS_KEY_PATH_H_
 
 #include <cstddef>
 #include <optional>
@@ -51,4 +51,4 @@ Result<std::string> KeyOfPath(std::string_view path);
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_KEY_PATH_H_
+#endif  // TENSORMOUNT_FS_VIEWS_KEY_PATH_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_MOUNT_SESSION_H_
-#define TENSORMOUNT_FS_MOUNT_SESSION_H_
+#ifndef TENSORMOUNT_FS_MOUNT_MOUNT_SESSION_H_
+#define TENSORMOUNT_FS_MOUNT_MOUNT_SESSION_H_
 
 #include <chrono>
 #include <functional>
@@ -57,4 +57,4 @@ bool IsMountPoint(const std::string& path);
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_MOUNT_SESSION_H_
+#endif  // TENSORMOUNT_FS_MOUNT_MOUNT_SESSION_H_

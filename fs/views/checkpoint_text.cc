@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/checkpoint_text.h"
+#include "fs/views/checkpoint_text.h"
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>

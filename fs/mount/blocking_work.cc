@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/blocking_work.h"
+#include "fs/mount/blocking_work.h"
 
 #include <condition_variable>
 #include <deque>

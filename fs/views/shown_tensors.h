@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_SHOWN_TENSORS_H_
-#define TENSORMOUNT_FS_SHOWN_TENSORS_H_
+#ifndef TENSORMOUNT_FS_VIEWS_SHOWN_TENSORS_H_
+#define TENSORMOUNT_FS_VIEWS_SHOWN_TENSORS_H_
 
 #include <cstdint>
 #include <memory>
@@ -11,7 +11,7 @@
 
 #include "tensormount/status.h"
 
-#include "fs/key_tree.h"
+#include "fs/views/key_tree.h"
 #include "index/checkpoint_index.h"
 #include "index/key_renames.h"
 
@@ -88,4 +88,4 @@ class LayerFiles {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_SHOWN_TENSORS_H_
+#endif  // TENSORMOUNT_FS_VIEWS_SHOWN_TENSORS_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_CHECKPOINT_TEXT_H_
-#define TENSORMOUNT_FS_CHECKPOINT_TEXT_H_
+#ifndef TENSORMOUNT_FS_VIEWS_CHECKPOINT_TEXT_H_
+#define TENSORMOUNT_FS_VIEWS_CHECKPOINT_TEXT_H_
 
 #include <string>
 #include <string_view>
@@ -8,8 +8,8 @@
 
 #include "tensormount/status.h"
 
-#include "fs/generated_text.h"
-#include "fs/shown_tensors.h"
+#include "fs/views/generated_text.h"
+#include "fs/views/shown_tensors.h"
 #include "index/checkpoint.h"
 
 // The JSON files of a checkpoint. Their text depends on the committed records alone, so that every
@@ -36,4 +36,4 @@ std::string JsonString(std::string_view text);
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_CHECKPOINT_TEXT_H_
+#endif  // TENSORMOUNT_FS_VIEWS_CHECKPOINT_TEXT_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/key_tree.h"
+#include "fs/views/key_tree.h"
 
 #include <algorithm>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/shown_tensors.h"
+#include "fs/views/shown_tensors.h"
 
 #include <algorithm>
 
