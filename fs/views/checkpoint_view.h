@@ -15,6 +15,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
+#include "fs/attributes.h"
 #include "fs/views/key_tree.h"
 #include "fs/node.h"
 #include "fs/views/shown_tensors.h"
@@ -25,31 +26,10 @@ namespace tensormount::fs {
 
 enum class ServeVerify { kOff, kFirst, kAlways };
 
-// What stat says of a node.
-struct Attributes {
-  FileKind kind = FileKind::kFile;
-  std::uint64_t inode = 0;
-  std::uint64_t size = 0;
-  std::uint32_t mode = 0;  // Permission bits.
-  std::uint32_t uid = 0;
-  std::uint32_t gid = 0;
-  std::int64_t mtime = 0;
-};
-
 struct Child {
   std::string name;
   Node node;
   Attributes attributes;
-};
-
-// Permission bits and owner of a source, which its nodes inherit: a mount never shows more than
-// the store's modes do.
-struct Ownership {
-  std::uint32_t uid = 0;
-  std::uint32_t gid = 0;
-  std::uint32_t file_mode = 0444;
-  std::uint32_t folder_mode = 0555;
-  friend bool operator==(const Ownership&, const Ownership&) = default;
 };
 
 // The tree of one opened checkpoint: folders and files computed from its index. Immutable in all

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_ATTRIBUTES_H_
+#define TENSORMOUNT_FS_ATTRIBUTES_H_
+
+#include <cstdint>
+
+#include "base/file_system.h"
+
+namespace tensormount::fs {
+
+// What stat says of a node.
+struct Attributes {
+  FileKind kind = FileKind::kFile;
+  std::uint64_t inode = 0;
+  std::uint64_t size = 0;
+  std::uint32_t mode = 0;  // Permission bits.
+  std::uint32_t uid = 0;
+  std::uint32_t gid = 0;
+  std::int64_t mtime = 0;
+};
+
+// Permission bits and owner of a source, which its nodes inherit: a mount never shows more than
+// the store's modes do.
+struct Ownership {
+  std::uint32_t uid = 0;
+  std::uint32_t gid = 0;
+  std::uint32_t file_mode = 0444;
+  std::uint32_t folder_mode = 0555;
+  friend bool operator==(const Ownership&, const Ownership&) = default;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_ATTRIBUTES_H_

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_STAGING_JOURNAL_H_
+#define TENSORMOUNT_FS_STAGING_JOURNAL_H_
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/box.h"
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "base/hash.h"
+#include "index/content.h"
+#include "shard/leaf_hash.h"
+
+// What one mount (one incarnation of its daemon) says it wrote into a staging: a file of records,
+// each with its length and checksum, that only grows (docs/format.md, "Journal"). A record counts
+// when it was synced; a torn tail is no damage, it was never promised.
+
+namespace tensormount::fs {
+
+// Where bytes are to go: a box of a tensor, in its packed row-major order. `tensors/KEY` is the box
+// of the whole tensor.
+struct StagedTarget {
+  std::string key;
+  Box box;
+  friend bool operator==(const StagedTarget&, const StagedTarget&) = default;
+};
+
+// Bytes [begin, begin + length) of a target that are on disk, side by side.
+struct StagedExtent {
+  std::uint32_t target = 0;  // Number of a JournalTarget record of this journal.
+  std::uint64_t begin = 0;   // In the target's packed bytes.
+  std::uint64_t length = 0;
+  std::uint32_t file = 0;       // Number of a JournalFile record.
+  std::uint64_t offset = 0;     // In that file.
+  std::vector<Hash128> leaves;  // Of each 64 KiB from `begin` on (shard/leaf_hash.h).
+  // Of these bytes to the digest of the whole tensor (base/hash.h).
+  Crc64 contribution = 0;
+};
+
+// A file without a shape: an object part.
+struct StagedObject {
+  std::string key;
+  Dims index;
+  std::uint32_t file = 0;
+  std::uint64_t offset = 0;
+  std::uint64_t length = 0;
+  std::vector<Hash128> leaves;
+};
+
+struct JournalRecord {
+  enum class Kind : std::uint8_t {
+    kFile = 1,      // `file_name` is data file number `number`.
+    kTarget = 2,    // `target` is target number `number`.
+    kExtent = 3,    // `extent` was written. Later records of one journal hold over earlier ones.
+    kForget = 4,    // What records of target `number` say about [begin, end) no longer holds
+                    // (truncation, removal).
+    kObject = 5,    // `object` is now these bytes.
+    kNoObject = 6,  // `object.key` and `.index` were removed.
+    kCondemn = 7,   // `file_name` of the view must not be published: `reason`.
+  } kind = Kind::kExtent;
+  std::uint32_t number = 0;
+  std::uint64_t begin = 0;
+  std::uint64_t end = 0;
+  std::string file_name;                   // "data/…", below the staging.
+  Placement placement = Placement::kPack;  // Of kFile: what it is for.
+  StagedTarget target;
+  StagedExtent extent;
+  StagedObject object;
+  std::string reason;
+};
+
+// Encodes one record, framed: u32 length, body, u64 low half of the XXH3-128 of the body.
+std::string EncodeRecord(const JournalRecord& record);
+
+struct Journal {
+  Uuid checkpoint;
+  std::string incarnation;  // 16 hex digits.
+  std::vector<JournalRecord> records;
+  std::uint64_t bytes = 0;  // Up to the end of the last whole record.
+};
+// What is in the file so far. kDataLoss for damage before the last whole record, and for records
+// that contradict themselves (numbers that were never given, ranges past the target, too few
+// leaves). Everything is checked before it is used as a size.
+Result<Journal> ReadJournal(FileSystem& fs, const std::string& path);
+
+// Writes the journal of this incarnation. Thread-safe.
+class JournalWriter {
+ public:
+  // Makes `path` (which must not exist) with its head and syncs it and its folder.
+  static Result<std::unique_ptr<JournalWriter>> Create(FileSystem& fs, const std::string& path,
+                                                       const Uuid& checkpoint,
+                                                       const std::string& incarnation);
+  // Appends whole records; not durable yet. After a failure the journal is condemned: all fails.
+  Status Append(std::string_view records);
+  // Until all that was appended before this call is durable. Callers that come while one syncs wait
+  // for the next sync together.
+  Status Sync();
+  std::uint64_t synced_bytes() const;
+  const std::string& path() const;
+  ~JournalWriter();
+
+ private:
+  struct Impl;
+  explicit JournalWriter(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_STAGING_JOURNAL_H_

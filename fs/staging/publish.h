@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_STAGING_PUBLISH_H_
+#define TENSORMOUNT_FS_STAGING_PUBLISH_H_
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "index/store.h"
+
+namespace tensormount::fs {
+
+// What stands in the way of a publish, or nothing. report.json and report.txt are made of it.
+struct StagingReport {
+  struct Problem {
+    std::string code;    // "missing", "conflict", "not_done", "no_manifest", "bad_common", ...
+    std::string object;  // "tensor w [0:4, 128:256]", "object rng[2]", "writer 3".
+    std::string detail;  // "written by no mount", "differs between mounts A and B".
+  };
+  std::vector<Problem> problems;  // At most 1,000; `more` counts the rest.
+  std::uint64_t more = 0;
+  std::uint64_t bytes_written = 0;
+  std::uint64_t bytes_missing = 0;
+  std::uint32_t mounts = 0;  // Incarnations that wrote.
+  std::vector<std::uint32_t> writers_missing;
+  std::string ToJson() const;
+  std::string ToText() const;  // A line a problem, with exact boxes in NumPy's spelling.
+};
+
+// Publishes what all mounts wrote into STORE/.staging/NAME as STORE/`as`. Only checks, compares
+// where two mounts wrote the same cells, writes records and renames: data were hashed and made
+// durable when they were written. Never waits for writers. Where it fails the staging is as it
+// was, and its report.json and report.txt say why (`report` too, where not null).
+//   ok                  committed and durable
+//   kUnavailable/EAGAIN done marks are missing
+//   kDataLoss/EIO       bytes are missing, or differ between mounts, or a file was condemned
+//   kNotFound/ENODATA   the journal that a done mark relies on is not there, or shorter
+//   kBusy/EBUSY         somebody has files open for writing
+//   kAlreadyExists      STORE/`as` exists
+//   kInvalidArgument    `as` is no name for a checkpoint; no schema; bad common.json
+//   kStale              it was published or removed meanwhile
+//   kUnknown/EIO        see Store::Publish
+Result<Store::Published> PublishStaging(const Store& store, FileSystem& fs, const std::string& name,
+                                        const std::string& as, StagingReport* report);
+// The same, waiting up to `wait` for done marks and for writers to close their files.
+Result<Store::Published> PublishStagingWhenDone(const Store& store, FileSystem& fs,
+                                                const std::string& name, const std::string& as,
+                                                std::chrono::milliseconds wait,
+                                                StagingReport* report);
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_STAGING_PUBLISH_H_

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_STAGING_STAGING_FOLDER_H_
+#define TENSORMOUNT_FS_STAGING_STAGING_FOLDER_H_
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "index/store.h"
+
+// STORE/.staging/NAME as several mounts share it (docs/format.md, "Staging of mounts"):
+//   UUID, lock, data/, manifest/       as in every staging; lock: see WriterLease
+//   journal/<incarnation>.tmj          what each mount wrote (journal.h)
+//   schema/<incarnation>-<n>.json      what there shall be (schema.h)
+//   done/<r>                           marks: which journals had how many bytes when it was made
+//   common/<incarnation>-<n>.json      the common values, the last one holds
+//   report.json, report.txt            the last failed publish
+
+namespace tensormount::fs {
+
+// Makes STORE/.staging/NAME with all of its folders and its uuid, and claims a generation, in one
+// step: others see it whole or not at all. kAlreadyExists where it is there (join it) or where
+// STORE/NAME is published.
+Result<Staging> CreateStaging(const Store& store, FileSystem& fs, const std::string& name);
+// One that is there. kNotFound; kUnsupported for one that the library writes (NAME.<id>).
+Result<Staging> OpenStaging(const Store& store, FileSystem& fs, const std::string& name);
+// Names of stagings of mounts, sorted.
+Result<std::vector<std::string>> ListStagings(const Store& store, FileSystem& fs);
+// Whether `staging` still stands at its name.
+bool StagingInPlace(FileSystem& fs, const Staging& staging);
+// Moves it to .trash, durably.
+Status RemoveStaging(const Store& store, FileSystem& fs, const Staging& staging);
+
+// The right to write into a staging: a shared flock on its lock file, held while anything is open
+// for writing. A publish takes it alone, so nothing that is published can still change: bytes
+// written later would fall into a file that COMMIT vouches for. Where the filesystem has no locks
+// it is granted without (`locked()` is false) and the check of StagingInPlace must do.
+class WriterLease {
+ public:
+  // kBusy: a publish is under way (try again); kStale: the staging has left its name.
+  static Result<std::shared_ptr<WriterLease>> Take(FileSystem& fs, const Staging& staging);
+  bool locked() const { return lock_ != nullptr; }
+
+ private:
+  std::unique_ptr<File> lock_;
+};
+
+// The right to publish it. kBusy: somebody, here or on another mount, has files open for writing.
+class PublisherLease {
+ public:
+  static Result<std::unique_ptr<PublisherLease>> Take(FileSystem& fs, const Staging& staging);
+
+ private:
+  std::unique_ptr<File> lock_;
+};
+
+// done/<rank>. `journals`: name and synced bytes of this mount's journal, what the writer with that
+// rank may rely on. Making a mark again replaces it. kInvalidArgument: not a number below
+// `writers`.
+struct DoneMark {
+  std::uint32_t rank = 0;
+  std::string journal;
+  std::uint64_t journal_bytes = 0;
+};
+Status MakeDoneMark(FileSystem& fs, const Staging& staging, const DoneMark& mark);
+Status RemoveDoneMark(FileSystem& fs, const Staging& staging, std::uint32_t rank);
+Result<std::vector<DoneMark>> ReadDoneMarks(FileSystem& fs, const Staging& staging);
+
+// common.json: durable; the last one written holds. `json` is checked (CommonFromJson, an object).
+Status WriteCommonJson(FileSystem& fs, const Staging& staging, const std::string& incarnation,
+                       std::string_view json);
+Result<std::string> ReadCommonJson(FileSystem& fs, const Staging& staging);  // Empty: none.
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_STAGING_STAGING_FOLDER_H_

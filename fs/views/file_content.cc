@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/views/file_content.h"
+
+#include "shard/tensor_meta.h"
+
+namespace tensormount::fs {
+
+void FileContent::Add(Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length,
+                      std::uint64_t skip) {
+  if (length == 0) return;
+  own_.push_back(
+      {.kind = kind, .ordinal = ordinal, .begin = size_, .length = length, .skip = skip});
+  size_ += length;
+  reads_data_ |= kind != Segment::Kind::kLiteral && kind != Segment::Kind::kText;
+}
+
+void FileContent::AddLiteral(std::string text) {
+  AddLiteral(std::make_shared<const std::string>(std::move(text)));
+}
+
+void FileContent::AddLiteral(std::shared_ptr<const std::string> text) {
+  if (text->empty()) return;
+  const std::uint64_t length = text->size();
+  literals_.push_back(std::move(text));
+  Add(Segment::Kind::kLiteral, static_cast<std::uint32_t>(literals_.size() - 1), length, 0);
+}
+
+void FileContent::AddText(std::shared_ptr<const GeneratedText> text) {
+  text_ = std::move(text);
+  Add(Segment::Kind::kText, 0, text_->size(), 0);
+}
+
+void FileContent::AddTensor(const TensorEntry& tensor, std::uint64_t skip, std::uint64_t length) {
+  if (length == 0) return;
+  if (!tensor_ && !several_tensors_) {
+    tensor_ = tensor;
+  } else if (tensor_ && tensor_->ordinal != tensor.ordinal) {
+    tensor_.reset();
+    several_tensors_ = true;
+  }
+  Add(Segment::Kind::kTensor, tensor.ordinal, length, skip);
+}
+
+Status FileContent::AddBox(const TensorEntry& tensor, const Box& box, const Dims& container) {
+  const TensorMeta& meta = tensor.meta;
+  const auto bad = [&](const char* why) {
+    return Status(Code::kInvalidArgument,
+                  "tensor " + meta.key() + " " + box.ToString() + ": " + why);
+  };
+  if (box.rank() != meta.shape().rank() || container.rank() != box.rank() ||
+      !box.Within(meta.shape())) {
+    return bad("not within the tensor");
+  }
+  for (int a = 0; a < box.rank(); ++a) {
+    if (container[a] < box.extent(a)) return bad("not within its container");
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(RegionBytes(meta.dtype(), meta.shape(), Region(box)).status());
+  // Checks overflow too, which a container larger than the tensor could reach.
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TensorMeta packed,
+                               TensorMeta::Make(meta.key(), meta.dtype(), container));
+  if (packed.bytes() == 0) return Status();
+  boxes_.push_back({.tensor = tensor, .box = box, .container = container, .bytes = packed.bytes()});
+  Add(Segment::Kind::kBox, static_cast<std::uint32_t>(boxes_.size() - 1), packed.bytes(), 0);
+  return Status();
+}
+
+void FileContent::AddObject(std::uint32_t part, std::uint64_t length) {
+  Add(Segment::Kind::kObject, part, length, 0);
+}
+
+FileContent FileContent::Shared(std::shared_ptr<const std::vector<Segment>> segments,
+                                std::shared_ptr<const std::string> head) {
+  FileContent content;
+  if (!segments->empty()) content.size_ = segments->back().begin + segments->back().length;
+  content.reads_data_ = true;
+  content.shared_ = std::move(segments);
+  content.literals_.push_back(std::move(head));
+  return content;
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_VIEWS_FILE_CONTENT_H_
+#define TENSORMOUNT_FS_VIEWS_FILE_CONTENT_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tensormount/box.h"
+
+#include "fs/views/generated_text.h"
+#include "index/checkpoint_index.h"
+
+namespace tensormount::fs {
+
+// What a virtual file is made of: segments side by side from 0 on. The one mechanism of all views;
+// made by a view, read by VirtualFile. A value; what it shares is immutable.
+class FileContent {
+ public:
+  struct Segment {
+    enum class Kind : std::uint8_t {
+      kLiteral,  // `skip` bytes into literal number `ordinal`.
+      kText,     // The generated text.
+      kTensor,   // Row-major bytes of tensor `ordinal` (of the index) from `skip` on.
+      kBox,      // Box number `ordinal`, row-major within its container.
+      kObject,   // Object part number `ordinal`.
+    } kind = Kind::kLiteral;
+    std::uint32_t ordinal = 0;
+    std::uint64_t begin = 0;  // In the file.
+    std::uint64_t length = 0;
+    std::uint64_t skip = 0;
+  };
+  // A box of a tensor as a packed row-major array of `container` elements, which has the box at its
+  // origin and zeros elsewhere (edge chunks of zarr). container == box.extent(): a plain slice.
+  struct BoxSource {
+    TensorEntry tensor;
+    Box box;
+    Dims container;
+    std::uint64_t bytes = 0;  // Of the container.
+  };
+
+  // These append. What is empty adds nothing.
+  void AddLiteral(std::string text);
+  void AddLiteral(std::shared_ptr<const std::string> text);
+  void AddText(std::shared_ptr<const GeneratedText> text);  // Once.
+  // `length` bytes of the tensor's row-major bytes from `skip` on.
+  void AddTensor(const TensorEntry& tensor, std::uint64_t skip, std::uint64_t length);
+  void AddTensor(const TensorEntry& tensor) { AddTensor(tensor, 0, tensor.meta.bytes()); }
+  // kInvalidArgument where the box is not within the tensor, not within the container, or does not
+  // begin and end on bytes.
+  Status AddBox(const TensorEntry& tensor, const Box& box, const Dims& container);
+  void AddObject(std::uint32_t part, std::uint64_t length);
+  // Instead of the above: very many segments that several files share, the first of them literal
+  // number 0. They must lie side by side from 0 on.
+  static FileContent Shared(std::shared_ptr<const std::vector<Segment>> segments,
+                            std::shared_ptr<const std::string> head);
+
+  std::uint64_t size() const { return size_; }
+  const std::vector<Segment>& segments() const { return shared_ ? *shared_ : own_; }
+  const std::string& literal(std::uint32_t n) const { return *literals_[n]; }
+  const GeneratedText& text() const { return *text_; }
+  const BoxSource& box(std::uint32_t n) const { return boxes_[n]; }
+  // The entry where all kTensor segments are of one tensor; others are looked up when read.
+  const std::optional<TensorEntry>& tensor() const { return tensor_; }
+  // Whether reads go to data files, and so may block for as long as these do.
+  bool reads_data() const { return reads_data_; }
+
+ private:
+  void Add(Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length, std::uint64_t skip);
+
+  std::uint64_t size_ = 0;
+  bool reads_data_ = false;
+  std::vector<Segment> own_;
+  std::shared_ptr<const std::vector<Segment>> shared_;  // Instead of own_, where not null.
+  std::vector<std::shared_ptr<const std::string>> literals_;
+  std::shared_ptr<const GeneratedText> text_;
+  std::vector<BoxSource> boxes_;
+  std::optional<TensorEntry> tensor_;
+  bool several_tensors_ = false;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_VIEWS_FILE_CONTENT_H_
