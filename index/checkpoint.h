@@ -100,6 +100,10 @@ class OpenedCheckpoint {
   };
   Result<std::vector<MappedPiece>> MapBytes(const TensorEntry& tensor, std::uint64_t offset,
                                             std::size_t size) const;
+  // The same for places of bytes as ReadPlaced takes them; they must fill their destination without
+  // gaps.
+  Result<std::vector<MappedPiece>> MapPlaced(const TensorEntry& tensor,
+                                             std::span<const PlacedBox> want) const;
   // A part of an object, always verified when all of it is read.
   Status ReadObject(const ObjectContent& object, std::uint64_t offset, void* out,
                     std::size_t size) const;

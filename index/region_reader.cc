@@ -5,6 +5,7 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
+#include "base/mapping_guard.h"
 #include "index/extent_row.h"
 #include "shard/copy_plan.h"
 #include "shard/leaf_hash.h"
@@ -113,8 +114,8 @@ Status ReadPiece(PieceReader& reader, std::uint64_t chunk_offset, bool extend,
         stats.bytes_read += copy.bytes();
         if (digest != nullptr) {
           ExecuteCopyWithDigest(copy, piece.part, map, base, byte_shape, digest);
-        } else {
-          ExecuteCopy(copy, map, base);
+        } else if (!RunOnMapping([&] { ExecuteCopy(copy, map, base); })) {
+          return reader.CutShort(static_cast<std::uint64_t>(copy.src_offset) - chunk_offset);
         }
         return Status();
       }
@@ -363,35 +364,52 @@ Status OpenedCheckpoint::ReadObject(const ObjectContent& object, std::uint64_t o
 Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapBytes(
     const TensorEntry& tensor, std::uint64_t offset, std::size_t size) const {
   const TensorMeta& meta = tensor.meta;
-  std::vector<MappedPiece> mapped;
   // What is refused here is refused in words by ReadBytes.
-  if (size == 0 || !RangeWithin(offset, size, meta.bytes())) return mapped;
+  if (size == 0 || !RangeWithin(offset, size, meta.bytes())) return std::vector<MappedPiece>();
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const Region region,
       Region::Flat(Box::Whole(ByteShape(meta.dtype(), meta.shape())),
                    static_cast<std::int64_t>(offset), static_cast<std::int64_t>(size)));
-  const std::vector<PlacedBox> want = PlacePacked(region, 0);
+  return MapPlaced(tensor, PlacePacked(region, 0));
+}
+
+Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapPlaced(
+    const TensorEntry& tensor, std::span<const PlacedBox> want) const {
+  struct Run {
+    CopyRun bytes;
+    std::uint32_t chunk = 0;
+  };
+  // More pieces are put together again where they lie side by side: whole rows of a box, say.
+  constexpr std::uint64_t kMaxRuns = 8 * kMaxMapped;
+  std::vector<MappedPiece> mapped;
+  if (want.empty()) return mapped;
   TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
-  std::vector<const CopyPlan::Piece*> pieces;
+  std::vector<Run> runs;
   for (const CopyPlan::Piece& piece : planned.plan.pieces()) {
-    if (piece.copy.axes != 0 || pieces.size() == 4 * kMaxMapped) return mapped;
-    pieces.push_back(&piece);
+    if (piece.copy.runs() > kMaxRuns - runs.size()) return mapped;
+    piece.copy.ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
+      runs.push_back({{src, dst, size}, piece.chunk});
+    });
   }
-  std::sort(pieces.begin(), pieces.end(),
-            [](const auto* a, const auto* b) { return a->copy.dst_offset < b->copy.dst_offset; });
-  for (const CopyPlan::Piece* piece : pieces) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<OpenDataFile> file,
-                                 files_->Open(FilePath(planned.chunks[piece->chunk].file)));
-    const auto at = static_cast<std::uint64_t>(piece->copy.src_offset);
-    const std::byte* const map = file->MappingTo(at + piece->copy.run);
+  std::sort(runs.begin(), runs.end(),
+            [](const Run& a, const Run& b) { return a.bytes.dst_offset < b.bytes.dst_offset; });
+  std::shared_ptr<OpenDataFile> file;  // Of the run before.
+  std::uint32_t file_number = 0;
+  for (const Run& run : runs) {
+    const std::uint32_t number = planned.chunks[run.chunk].file;
+    if (!file || number != file_number) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(file, files_->Open(FilePath(number)));
+      file_number = number;
+    }
+    const auto at = static_cast<std::uint64_t>(run.bytes.src_offset);
+    const std::byte* const map = file->MappingTo(at + run.bytes.size);
     if (map == nullptr) return std::vector<MappedPiece>();
-    // A byte range is cut at the ends of rows; what lies side by side is one piece again.
     if (!mapped.empty() && mapped.back().data + mapped.back().size == map + at) {
-      mapped.back().size += piece->copy.run;
+      mapped.back().size += run.bytes.size;
       continue;
     }
     if (mapped.size() == kMaxMapped) return std::vector<MappedPiece>();
-    mapped.push_back({.data = map + at, .size = piece->copy.run, .keep = std::move(file)});
+    mapped.push_back({.data = map + at, .size = run.bytes.size, .keep = file});
   }
   return mapped;
 }

@@ -52,6 +52,8 @@ class PieceReader {
   Status ReadStrided(const StridedCopy& copy, std::byte* base);
   // For gathers: the file's mapping where bytes of the piece up to `end` (of the file) are there.
   Result<const std::byte*> MappingTo(std::uint64_t end);
+  // What to say where a mapping lost its bytes from `at` of the piece on.
+  Status CutShort(std::uint64_t at) const { return Damage(at, "the file was cut short"); }
   bool verifies() const { return verify_ != ReadVerify::kOff; }
 
  private:

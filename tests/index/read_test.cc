@@ -59,6 +59,14 @@ Crc64 OracleDigest(const RandomTensor& tensor, const Region& region) {
   return digest;
 }
 
+std::string Joined(const std::vector<OpenedCheckpoint::MappedPiece>& pieces) {
+  std::string joined;
+  for (const auto& piece : pieces) {
+    joined.append(reinterpret_cast<const char*>(piece.data), piece.size);
+  }
+  return joined;
+}
+
 // Reads random regions and byte ranges of everything in every mode and compares with the oracle.
 void CompareWithOracle(Random& random, const OpenedCheckpoint& opened, const BuildSpec& spec,
                        int reads) {
@@ -70,6 +78,12 @@ void CompareWithOracle(Random& random, const OpenedCheckpoint& opened, const Bui
     const Partition request = RandomRequest(random, tensor.shape, ranks, true);
     for (const std::vector<Region>& mine : request) {
       for (const Region& region : mine) {
+        // Where they lie: all of them in order, or none at all.
+        ASSERT_OK_AND_ASSIGN(const Region cells, ByteRegion(tensor.dtype, tensor.shape, region));
+        ASSERT_OK_AND_ASSIGN(const auto placed, opened.MapPlaced(entry, PlacePacked(cells, 0)));
+        if (!placed.empty()) {
+          ASSERT_EQ(Joined(placed), OracleBytes(tensor, region)) << tensor.key << region.ToString();
+        }
         for (const ReadVerify mode : kModes) {
           ShardMemory out = MakeShardMemory(random, tensor, region, false);
           ReadStats stats;
@@ -106,11 +120,7 @@ void CompareWithOracle(Random& random, const OpenedCheckpoint& opened, const Bui
       // The bytes where they lie: all of them, or none at all.
       ASSERT_OK_AND_ASSIGN(const auto mapped, opened.MapBytes(entry, at, n));
       if (mapped.empty()) continue;
-      std::string joined;
-      for (const auto& piece : mapped) {
-        joined.append(reinterpret_cast<const char*>(piece.data), piece.size);
-      }
-      ASSERT_EQ(joined, tensor.bytes.substr(at, n)) << tensor.key << " " << at << "+" << n;
+      ASSERT_EQ(Joined(mapped), tensor.bytes.substr(at, n)) << tensor.key << " " << at << "+" << n;
     }
   }
   for (const BuildObject& object : spec.objects) {

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_BASE_MAPPING_GUARD_H_
+#define TENSORMOUNT_BASE_MAPPING_GUARD_H_
+
+// Reading a mapped file that somebody cuts short raises SIGBUS, which ends the process. A daemon
+// that serves everybody's reads must answer EIO instead.
+
+namespace tensormount {
+
+// From now on RunOnMapping survives it, in all threads. Takes over SIGBUS and passes on what is not
+// ours; for programs of our own, not for the library, whose host owns its signals. Idempotent.
+void EnableMappingGuard();
+
+// Calls fn(argument), which reads from a mapping and may own nothing (it is left by a jump: no
+// destructors run). False where a page of it could not be had. Without EnableMappingGuard just
+// calls it.
+bool RunOnMapping(void (*fn)(void*), void* argument);
+
+// The same for a callable whose captures are references.
+template <typename Fn>
+bool RunOnMapping(Fn&& fn) {
+  return RunOnMapping([](void* f) { (*static_cast<Fn*>(f))(); }, &fn);
+}
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_BASE_MAPPING_GUARD_H_

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "base/mapping_guard.h"
+
+#include <csignal>
+#include <cstddef>
+#include <fcntl.h>
+#include <string>
+#include <sys/mman.h>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tests/support/temp_dir.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::size_t kBytes = 16 * 4096;
+
+class MappingGuardTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    EnableMappingGuard();
+    fd_ = open(dir_.Join("file").c_str(), O_RDWR | O_CREAT, 0600);
+    ASSERT_GE(fd_, 0);
+    const std::string bytes(kBytes, 'x');
+    ASSERT_EQ(pwrite(fd_, bytes.data(), kBytes, 0), static_cast<ssize_t>(kBytes));
+    void* map = mmap(nullptr, kBytes, PROT_READ, MAP_SHARED, fd_, 0);
+    ASSERT_NE(map, MAP_FAILED);
+    map_ = static_cast<const volatile char*>(map);
+  }
+  void TearDown() override {
+    munmap(const_cast<char*>(map_), kBytes);
+    close(fd_);
+  }
+  // How many bytes were read before it ended.
+  bool Sum(std::size_t* read) const {
+    return RunOnMapping([&] {
+      for (*read = 0; *read < kBytes; ++*read) (void)map_[*read];
+    });
+  }
+
+  TempDir dir_;
+  int fd_ = -1;
+  const volatile char* map_ = nullptr;
+};
+
+TEST_F(MappingGuardTest, AFileThatIsCutShortIsAnAnswerAndNoCrash) {
+  std::size_t read = 0;
+  EXPECT_TRUE(Sum(&read));
+  EXPECT_EQ(read, kBytes);
+  ASSERT_EQ(ftruncate(fd_, 3 * 4096), 0);
+  EXPECT_FALSE(Sum(&read));
+  EXPECT_EQ(read, 3u * 4096);
+  EXPECT_FALSE(Sum(&read));  // Again and again.
+  ASSERT_EQ(ftruncate(fd_, kBytes), 0);
+  EXPECT_TRUE(Sum(&read));
+}
+
+TEST_F(MappingGuardTest, InEveryThreadAndInsideItself) {
+  ASSERT_EQ(ftruncate(fd_, 0), 0);
+  std::vector<std::thread> threads;
+  std::vector<int> failed(8, 0);
+  for (int& count : failed) {
+    threads.emplace_back([this, &count] {
+      for (int i = 0; i < 100; ++i) {
+        std::size_t read = 0;
+        bool inner = true;
+        const bool outer = RunOnMapping([&] { inner = Sum(&read); });
+        if (outer && !inner) ++count;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const int count : failed) EXPECT_EQ(count, 100);
+}
+
+// What is not ours ends the process as it always did.
+TEST(MappingGuardDeathTest, OutsideOfItNothingIsCaught) {
+  TempDir dir;
+  EXPECT_EXIT(
+      {
+        EnableMappingGuard();
+        const int fd = open(dir.Join("file").c_str(), O_RDWR | O_CREAT, 0600);
+        const void* map = mmap(nullptr, 4096, PROT_READ, MAP_SHARED, fd, 0);
+        (void)*static_cast<const volatile char*>(map);
+      },
+      ::testing::KilledBySignal(SIGBUS), "");
+}
+
+}  // namespace
+}  // namespace tensormount
