@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fs/mount_stats.h"
 
+#include <algorithm>
 #include <bit>
 
 #include <nlohmann/json.hpp>
@@ -18,22 +19,76 @@ std::string Dump(const nlohmann::ordered_json& json) {
 
 }  // namespace
 
-std::string_view OpName(Op op) {
-  static constexpr std::array<std::string_view, kOps> kNames = {
-      "lookup",   "getattr", "readdir", "open",    "read",
-      "readlink", "xattr",   "statfs",  "refused", "other"};
-  return kNames[static_cast<std::size_t>(op)];
+namespace {
+
+struct OpFacts {
+  std::string_view name;
+  Tier tier = Tier::kDaemon;
+};
+
+// In the order of Op.
+constexpr std::array<OpFacts, kOps> kFacts = {{
+    {.name = "lookup"},
+    {.name = "getattr"},
+    {.name = "readdir"},
+    {.name = "open"},
+    {.name = "read"},
+    {.name = "readlink"},
+    {.name = "xattr"},
+    {.name = "statfs"},
+    {.name = "refused"},
+    {.name = "other"},
+    {.name = "open", .tier = Tier::kPassthrough},
+    {.name = "open", .tier = Tier::kStaging},
+    {.name = "read", .tier = Tier::kStaging},
+    {.name = "create", .tier = Tier::kStaging},
+    {.name = "write", .tier = Tier::kStaging},
+    {.name = "flush", .tier = Tier::kStaging},
+    {.name = "fsync", .tier = Tier::kStaging},
+    {.name = "setattr", .tier = Tier::kStaging},
+    {.name = "mkdir", .tier = Tier::kStaging},
+    {.name = "remove", .tier = Tier::kStaging},
+    {.name = "rename", .tier = Tier::kStaging},
+}};
+static_assert(static_cast<std::size_t>(Op::kRename) + 1 == kOps);
+
+double Microseconds(std::uint64_t ns) { return static_cast<double>(ns / 100) / 10; }
+
+}  // namespace
+
+std::string_view TierName(Tier tier) {
+  static constexpr std::array<std::string_view, kTiers> kNames = {"daemon", "passthrough",
+                                                                  "staging"};
+  return kNames[static_cast<std::size_t>(tier)];
+}
+
+std::string_view OpName(Op op) { return kFacts[static_cast<std::size_t>(op)].name; }
+
+Tier OpTier(Op op) { return kFacts[static_cast<std::size_t>(op)].tier; }
+
+// 0 to 3 are classes of their own; from there on the two bits below the highest one tell.
+std::size_t MountStats::ClassOf(std::uint64_t ns) {
+  const auto width = static_cast<int>(std::bit_width(ns));
+  if (width < 3) return static_cast<std::size_t>(ns);
+  const auto octave = static_cast<std::size_t>(width - 2);
+  const auto quarter = static_cast<std::size_t>((ns >> (width - 3)) & 3);
+  return std::min(4 * octave + quarter, kClasses - 1);
+}
+
+std::uint64_t MountStats::UpperBound(std::size_t latency_class) {
+  if (latency_class < 4) return latency_class;
+  return ((std::uint64_t{latency_class} % 4 + 5) << (latency_class / 4 - 1)) - 1;
 }
 
 void MountStats::Count(Op op, std::chrono::nanoseconds took, bool failed) {
   PerOp& counters = ops_[static_cast<std::size_t>(op)];
   counters.requests.fetch_add(1, std::memory_order_relaxed);
   if (failed) counters.failed.fetch_add(1, std::memory_order_relaxed);
-  const auto us = static_cast<std::uint64_t>(
-      std::chrono::duration_cast<std::chrono::microseconds>(took).count());
-  const std::size_t n =
-      std::min<std::size_t>(static_cast<std::size_t>(std::bit_width(us)), kClasses - 1);
-  counters.latency[n].fetch_add(1, std::memory_order_relaxed);
+  const auto ns = static_cast<std::uint64_t>(std::max<std::int64_t>(took.count(), 0));
+  counters.latency[ClassOf(ns)].fetch_add(1, std::memory_order_relaxed);
+  std::uint64_t slowest = counters.slowest_ns.load(std::memory_order_relaxed);
+  while (ns > slowest && !counters.slowest_ns.compare_exchange_weak(slowest, ns)) {
+  }
 }
 
 void MountStats::CountBytes(std::uint64_t served, const ReadStats& read) {
@@ -64,37 +119,47 @@ void MountStats::Report(std::string_view operation, std::string_view object, con
 std::uint64_t MountStats::Percentile(const PerOp& op, int percent) {
   std::uint64_t total = 0;
   for (const auto& n : op.latency) total += n.load(std::memory_order_relaxed);
-  if (total == 0) return 0;
+  const std::uint64_t slowest = op.slowest_ns.load(std::memory_order_relaxed);
   const std::uint64_t wanted = (total * static_cast<std::uint64_t>(percent) + 99) / 100;
   std::uint64_t seen = 0;
   for (std::size_t i = 0; i < kClasses; ++i) {
     seen += op.latency[i].load(std::memory_order_relaxed);
-    if (seen >= wanted) return std::uint64_t{1} << i;
+    if (seen >= wanted) return std::min(UpperBound(i), slowest);
   }
-  return std::uint64_t{1} << (kClasses - 1);
+  return slowest;
 }
 
 std::string MountStats::StatsJson() const {
-  nlohmann::ordered_json ops = nlohmann::ordered_json::object();
-  for (std::size_t i = 0; i < kOps; ++i) {
-    const PerOp& op = ops_[i];
-    const std::uint64_t requests = op.requests.load(std::memory_order_relaxed);
-    if (requests == 0) continue;
-    ops[std::string(OpName(static_cast<Op>(i)))] = {
-        {"requests", requests},
-        {"failed", op.failed.load(std::memory_order_relaxed)},
-        {"p50_us", Percentile(op, 50)},
-        {"p99_us", Percentile(op, 99)}};
+  nlohmann::ordered_json tiers = nlohmann::ordered_json::object();
+  for (std::size_t t = 0; t < kTiers; ++t) {
+    nlohmann::ordered_json ops = nlohmann::ordered_json::object();
+    for (std::size_t i = 0; i < kOps; ++i) {
+      const PerOp& op = ops_[i];
+      const std::uint64_t requests = op.requests.load(std::memory_order_relaxed);
+      if (requests == 0 || kFacts[i].tier != static_cast<Tier>(t)) continue;
+      ops[std::string(kFacts[i].name)] = {
+          {"requests", requests},
+          {"failed", op.failed.load(std::memory_order_relaxed)},
+          {"p50_us", Microseconds(Percentile(op, 50))},
+          {"p90_us", Microseconds(Percentile(op, 90))},
+          {"p99_us", Microseconds(Percentile(op, 99))},
+          {"max_us", Microseconds(op.slowest_ns.load(std::memory_order_relaxed))}};
+    }
+    if (!ops.empty()) tiers[std::string(TierName(static_cast<Tier>(t)))] = std::move(ops);
   }
   const double seconds = std::chrono::duration<double>(Clock::now() - started_).count();
   return Dump(nlohmann::ordered_json{
       {"uptime_seconds", static_cast<std::int64_t>(seconds)},
-      {"bytes", {{"daemon", bytes_served_.load(std::memory_order_relaxed)}, {"passthrough", 0}}},
+      {"bytes",
+       {{"daemon", bytes_served_.load(std::memory_order_relaxed)},
+        {"passthrough", passthrough_bytes_.load(std::memory_order_relaxed)},
+        {"staging_read", staging_read_.load(std::memory_order_relaxed)},
+        {"staging_written", staging_written_.load(std::memory_order_relaxed)}}},
       {"bytes_read_from_storage", bytes_read_.load(std::memory_order_relaxed)},
       {"bytes_verified", bytes_verified_.load(std::memory_order_relaxed)},
       {"interrupted", interrupted_.load(std::memory_order_relaxed)},
       {"errors", errors()},
-      {"operations", ops}});
+      {"operations", std::move(tiers)}});
 }
 
 std::string MountStats::ErrorsJson() const {

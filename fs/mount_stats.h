@@ -17,6 +17,13 @@
 
 namespace tensormount::fs {
 
+// Who serves a request: the daemon, from the files of a published checkpoint or from what it knows;
+// the kernel, which reads the backing file itself once the daemon has opened it; a staging.
+enum class Tier : std::uint8_t { kDaemon, kPassthrough, kStaging };
+inline constexpr std::size_t kTiers = 3;
+std::string_view TierName(Tier tier);
+
+// What is counted: a kind of request, and for whom it was.
 enum class Op : std::uint8_t {
   kLookup,
   kGetattr,
@@ -28,9 +35,22 @@ enum class Op : std::uint8_t {
   kStatfs,
   kRefused,
   kOther,
+  kOpenPassthrough,  // An open that handed the file to the kernel.
+  kOpenStaged,       // From here on below .staging/.
+  kReadStaged,
+  kCreate,
+  kWrite,
+  kFlush,
+  kFsync,
+  kSetattr,
+  kMkdir,
+  kRemove,
+  kRename,
 };
-inline constexpr std::size_t kOps = 10;
+inline constexpr std::size_t kOps = 21;
+// "read" for kRead and for kReadStaged: names are told apart by their tier.
 std::string_view OpName(Op op);
+Tier OpTier(Op op);
 
 // What a mount counts, and the failures that an operator should know of. Thread-safe.
 class MountStats {
@@ -39,24 +59,38 @@ class MountStats {
 
   // One request that was answered after `took`.
   void Count(Op op, std::chrono::nanoseconds took, bool failed);
+  // Bytes of a published checkpoint that the daemon sent.
   void CountBytes(std::uint64_t served, const ReadStats& read);
+  // A file that was opened for the kernel to read; what it then reads of it nobody is told.
+  void CountPassthrough(std::uint64_t file_bytes) {
+    passthrough_bytes_.fetch_add(file_bytes, std::memory_order_relaxed);
+  }
+  // Bytes of a staging that programs read and wrote.
+  void CountStaged(std::uint64_t read, std::uint64_t written) {
+    staging_read_.fetch_add(read, std::memory_order_relaxed);
+    staging_written_.fetch_add(written, std::memory_order_relaxed);
+  }
   // Keeps the failure as one line of .tensormount/errors (the last 256 are kept), and logs it.
   void Report(std::string_view operation, std::string_view object, const Status& status);
   void CountInterrupted() { interrupted_.fetch_add(1, std::memory_order_relaxed); }
 
-  // .tensormount/stats: one line of JSON. Latencies are upper bounds of power-of-two classes.
+  // .tensormount/stats: one line of JSON, described in docs/operations.md. Latencies are upper
+  // bounds of classes that are a fifth to a quarter wide.
   std::string StatsJson() const;
   // .tensormount/errors: one line of JSON a failure, oldest first.
   std::string ErrorsJson() const;
   std::uint64_t errors() const { return errors_.load(std::memory_order_relaxed); }
 
  private:
-  static constexpr std::size_t kClasses = 32;  // Of microseconds, by powers of two.
+  static constexpr std::size_t kClasses = 156;  // Of nanoseconds: four to each power of two.
   struct PerOp {
     std::atomic<std::uint64_t> requests{0};
     std::atomic<std::uint64_t> failed{0};
+    std::atomic<std::uint64_t> slowest_ns{0};
     std::array<std::atomic<std::uint64_t>, kClasses> latency{};
   };
+  static std::size_t ClassOf(std::uint64_t ns);
+  static std::uint64_t UpperBound(std::size_t latency_class);
   static std::uint64_t Percentile(const PerOp& op, int percent);
 
   const Clock::time_point started_ = Clock::now();
@@ -64,6 +98,9 @@ class MountStats {
   std::atomic<std::uint64_t> bytes_served_{0};
   std::atomic<std::uint64_t> bytes_read_{0};
   std::atomic<std::uint64_t> bytes_verified_{0};
+  std::atomic<std::uint64_t> passthrough_bytes_{0};
+  std::atomic<std::uint64_t> staging_read_{0};
+  std::atomic<std::uint64_t> staging_written_{0};
   std::atomic<std::uint64_t> interrupted_{0};
   std::atomic<std::uint64_t> errors_{0};
   mutable std::mutex mutex_;

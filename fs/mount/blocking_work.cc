@@ -47,6 +47,8 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
   int pool_threads = 0;
   int pool_idle = 0;
   bool stop = false;
+  bool watched = false;
+  std::function<void()> wake_watchdog;
   std::deque<Item> queue;
   Active active;  // Of work that runs.
 
@@ -106,6 +108,12 @@ BlockingWork::~BlockingWork() {
 
 void BlockingWork::Run(std::shared_ptr<PendingAnswer> answer, std::function<void()> work) {
   std::unique_lock lock(core_->mutex);
+  if (!core_->watched && core_->wake_watchdog) {
+    core_->watched = true;
+    lock.unlock();
+    core_->wake_watchdog();
+    lock.lock();
+  }
   Core::Item item{std::move(answer), std::move(work)};
   const bool here = core_->callers < core_->on_caller;
   if (!here && core_->EnsureThread()) {
@@ -134,6 +142,18 @@ int BlockingWork::Watch() {
   int given_up = 0;
   for (const auto& answer : late) given_up += answer->GiveUpIfInterrupted() ? 1 : 0;
   return given_up;
+}
+
+void BlockingWork::SetWake(std::function<void()> wake) {
+  const std::lock_guard lock(core_->mutex);
+  core_->wake_watchdog = std::move(wake);
+}
+
+bool BlockingWork::Unwatched() {
+  const std::lock_guard lock(core_->mutex);
+  const bool none = core_->active.empty() && core_->queue.empty();
+  if (none) core_->watched = false;
+  return none;
 }
 
 BlockingWork::Load BlockingWork::load() const {

@@ -49,8 +49,14 @@ class BlockingWork {
   // Runs `work` now or later; it must Claim `answer` before it answers. Work whose answer was
   // given up before it begins is dropped.
   void Run(std::shared_ptr<PendingAnswer> answer, std::function<void()> work);
-  // Answers for interrupted callers whose storage does not. Called now and then; returns how many.
+  // Answers for interrupted callers whose storage does not; returns how many. To be called now and
+  // then while Unwatched() is false.
   int Watch();
+  // Calls `wake`, under no lock, when work comes and nobody watches: nothing else must happen for
+  // a mount that nobody uses. Set before the first Run(); `wake` must return soon.
+  void SetWake(std::function<void()> wake);
+  // Whether there is no work; if so nobody watches from now on, until `wake` was called again.
+  bool Unwatched();
 
   struct Load {
     int running = 0;

@@ -106,6 +106,7 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
   std::set<pthread_t> serving_;
   bool gone_ = false;  // Some thread heard that the mount is gone.
   bool stopping_ = false;
+  bool work_ = false;  // There may be some for the watchdog.
   bool watch_ended_ = false;
 };
 
@@ -126,6 +127,13 @@ Status MountCore::Start() {
     const auto alive = core.lock();
     return alive ? alive->StatusJson() : std::string();
   });
+  for (BlockingWork* work : {&reads_, &opens_}) {
+    work->SetWake([this] {
+      const std::lock_guard lock(mutex_);
+      work_ = true;
+      changed_.notify_all();
+    });
+  }
   // One more than may read data: that one always listens.
   for (int i = 0; i <= readers_; ++i) StartThread([this] { ServeLoop(); });
   std::thread([self = shared_from_this()] { self->WatchLoop(); }).detach();
@@ -176,15 +184,25 @@ void MountCore::StartThread(std::function<void()> body) {
 
 void MountCore::ServeLoop() { bridge_->Serve(); }
 
+// Sleeps while no work is pending: a mount that nobody uses does not wake up.
 void MountCore::WatchLoop() {
   std::unique_lock lock(mutex_);
-  while (!gone_ || !serving_.empty()) {
-    changed_.wait_for(lock, kTick);
+  const auto over = [this] { return (gone_ || stopping_) && serving_.empty(); };
+  while (!over()) {
+    if (work_) {
+      changed_.wait_for(lock, kTick, over);
+    } else {
+      changed_.wait(lock, [&] { return work_ || over(); });
+      continue;
+    }
+    work_ = false;  // Before asking: what comes in between sets it again.
     lock.unlock();
     (void)reads_.Watch();
     (void)opens_.Watch();
+    const bool none_reads = reads_.Unwatched();
+    const bool none_opens = opens_.Unwatched();
     lock.lock();
-    if (stopping_ && serving_.empty()) break;
+    work_ = work_ || !none_reads || !none_opens;
   }
   watch_ended_ = true;
   changed_.notify_all();
