@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_MOUNT_FUSE_BRIDGE_INTERNAL_H_
+#define TENSORMOUNT_FS_MOUNT_FUSE_BRIDGE_INTERNAL_H_
+
+// What the files of the bridge share; nobody else includes it. Each file of operations fills its
+// part of the table that FuseBridge gives to libfuse.
+
+#define FUSE_USE_VERSION 314
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <sys/stat.h>
+
+#include <fuse3/fuse_lowlevel.h>
+
+#include "tensormount/status.h"
+
+#include "fs/handle.h"
+#include "fs/mount/blocking_work.h"
+#include "fs/mount/fuse_shim.h"
+#include "fs/mount_stats.h"
+#include "fs/vfs.h"
+#include "fs/views/virtual_file.h"
+
+namespace tensormount::fs {
+
+// Files up to this go through the page cache in every mode: one request fetches them whole.
+inline constexpr std::uint64_t kSmallFile = 128 * 1024;
+inline constexpr std::size_t kPageBytes = 4096;
+
+// What operations work with: the userdata of every request. All outlive the session.
+struct Bridge {
+  Vfs& vfs;
+  BlockingWork& reads;
+  BlockingWork& opens;
+  FuseShim& shim;
+};
+inline Bridge& BridgeOf(fuse_req_t req) { return *static_cast<Bridge*>(fuse_req_userdata(req)); }
+
+// What fuse_file_info::fh of an open file points to; released by the RELEASE request. Exactly one
+// of both is set.
+struct OpenFile {
+  std::shared_ptr<const VirtualFile> file;  // Of a published checkpoint, of .tensormount/.
+  std::shared_ptr<WriteHandle> write;       // Below .staging/.
+};
+inline OpenFile& OpenFileOf(const fuse_file_info* fi) {
+  return *reinterpret_cast<OpenFile*>(fi->fh);
+}
+
+// One reference of a node that a reply is about to give to the kernel: goes back where the reply
+// does not reach it (its caller was interrupted).
+class NodeReference {
+ public:
+  NodeReference(Vfs& vfs, NodeId id) : vfs_(vfs), id_(id) {}
+  ~NodeReference();
+  NodeReference(const NodeReference&) = delete;
+  NodeReference& operator=(const NodeReference&) = delete;
+  // The kernel has it and will say when it forgets it.
+  void Keep() { kept_ = true; }
+
+ private:
+  Vfs& vfs_;
+  const NodeId id_;
+  bool kept_ = false;
+};
+
+// Sends the answer. Called once, on the thread that made it, under no lock; dropped where the
+// caller was interrupted and answered meanwhile, so what it holds must clean up by itself.
+using Reply = std::function<void(fuse_req_t)>;
+
+// Serves a request here, or, where it may block, so that others stay served: reads on `reads`, all
+// else on `opens`. `work` returns how to reply; every failure of it, an exception included, is
+// counted, reported and answered once.
+void Serve(fuse_req_t req, Op op, NodeId node, bool may_block, std::function<Result<Reply>()> work);
+// Runs work, exceptions turned into a Status.
+Result<Reply> Guarded(const std::function<Result<Reply>()>& work) noexcept;
+// Counts, reports and sends the result of work.
+void Answer(fuse_req_t req, Bridge& bridge, Op op, std::chrono::steady_clock::time_point since,
+            NodeId node, const Result<Reply>& result);
+// Failures that are answers and not worth a line.
+bool IsOrdinary(const Status& status);
+
+struct stat StatOf(const Attributes& attributes);
+fuse_entry_param ParamOf(const Vfs::Entry& entry);
+// A value for one who first asks how long it is (`size` 0).
+Reply XattrReply(std::string value, std::size_t size);
+// One page-aligned buffer of kMaxRequestBytes a thread, used again for every read.
+char* ThreadBuffer();
+
+// lookup, getattr, readdir, open, read, ...: what does not change anything.
+void AddReadOps(fuse_lowlevel_ops& ops);
+// create, write, rename, ...: below .staging/, and refused elsewhere. Also flush and fsync.
+void AddWriteOps(fuse_lowlevel_ops& ops);
+
+// The parts of operations on both kinds of files that fuse_write_ops.cc has.
+// Whether the node lies below .staging/.
+bool IsStaged(NodeId node);
+// open(2) of a node that is staged, or for writing, or to truncate.
+void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi);
+// read(2) and lseek(2) of a file that has OpenFile::write.
+void ReadStaged(fuse_req_t req, std::size_t size, off_t offset, fuse_file_info* fi);
+void SeekStaged(fuse_req_t req, off_t offset, int whence, fuse_file_info* fi);
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_MOUNT_FUSE_BRIDGE_INTERNAL_H_
