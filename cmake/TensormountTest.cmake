@@ -4,6 +4,13 @@
 
 find_package(GTest REQUIRED)
 
+# With the libraries that tests need: `scripts/setup --with python,clients` makes it. Tests that meet
+# another skip what they cannot import.
+set(TENSORMOUNT_TEST_PYTHON "${PROJECT_SOURCE_DIR}/.cache/venv/bin/python3")
+if(NOT EXISTS "${TENSORMOUNT_TEST_PYTHON}")
+  set(TENSORMOUNT_TEST_PYTHON python3)
+endif()
+
 set(TENSORMOUNT_TIMEOUT_FACTOR 1)
 set(TENSORMOUNT_TEST_ENVIRONMENT "")
 if(TENSORMOUNT_SANITIZE)
