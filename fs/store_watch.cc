@@ -328,6 +328,12 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::View(Slot& slot) {
   return view;
 }
 
+std::shared_ptr<const CheckpointView> StoreWatch::OpenedView(Slot& slot) {
+  if (!slot.opened()) return nullptr;
+  const std::lock_guard lock(slot.mutex_);
+  return slot.view_;
+}
+
 std::size_t StoreWatch::open_checkpoints() const {
   const std::lock_guard lock(core_->mutex);
   return static_cast<std::size_t>(std::count_if(core_->listing->by_id.begin(),

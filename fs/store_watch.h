@@ -87,6 +87,8 @@ class StoreWatch {
   Result<std::shared_ptr<Slot>> Find(std::uint32_t id);
   // Opens the checkpoint where it is not open. kStale where it is gone or was replaced.
   Result<std::shared_ptr<const CheckpointView>> View(Slot& slot);
+  // Null where it is not open; opens nothing.
+  static std::shared_ptr<const CheckpointView> OpenedView(Slot& slot);
   std::size_t open_checkpoints() const;
   bool answers() const;
 

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fs/vfs.h"
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
+#include <optional>
 
 #include <fmt/core.h>
 
@@ -38,9 +41,14 @@ std::string_view ControlName(Fixed fixed) {
   }
 }
 
-Node MountNode(Fixed fixed) {
-  const bool folder = fixed == Fixed::kRoot || fixed == Fixed::kControl;
-  return {.ordinal = static_cast<std::uint32_t>(fixed), .depth = folder ? 1u : 0u};
+Node MountNode(Fixed fixed) { return {.item = static_cast<std::uint64_t>(fixed)}; }
+
+// What a node of slot 0 is; nothing for numbers that mean nothing.
+std::optional<Fixed> FixedOf(const Node& node) {
+  if (node.slot != 0 || node.view != kOwnView) return std::nullopt;
+  const Fixed fixed = static_cast<Fixed>(node.item);
+  if (fixed == Fixed::kRoot || (fixed >= Fixed::kLatest && fixed <= Fixed::kErrors)) return fixed;
+  return std::nullopt;
 }
 
 Status NoSuch(std::string_view name) {
@@ -149,10 +157,8 @@ Result<std::unique_ptr<Vfs>> Vfs::Open(FileSystem& fs, const VfsOptions& options
 }
 
 Result<Vfs::Place> Vfs::PlaceOf(NodeId id) {
-  const std::optional<Node> node = NodeOf(id);
-  if (!node) return Status(Code::kStale, "no such node");
-  Place place{.node = *node, .view = nullptr};
-  if (node->slot == 0) {
+  Place place{.node = NodeOf(id), .view = nullptr};
+  if (place.node.slot == 0) {
     if (id != kRootId || kind_ == SourceKind::kStore) return place;
     place.node.slot = 1;
   }
@@ -162,9 +168,7 @@ Result<Vfs::Place> Vfs::PlaceOf(NodeId id) {
 }
 
 bool Vfs::MayBlock(NodeId id) {
-  const std::optional<Node> node = NodeOf(id);
-  if (!node) return false;
-  std::uint32_t slot = node->slot;
+  std::uint32_t slot = NodeOf(id).slot;
   if (slot == 0) {
     if (id != kRootId || kind_ == SourceKind::kStore) return false;
     slot = 1;
@@ -179,7 +183,7 @@ Vfs::Entry Vfs::EntryOf(const Child& child) const {
 
 Vfs::Entry Vfs::SlotEntry(const Slot& slot) const {
   Entry entry;
-  entry.id = IdOf({.slot = slot.id, .depth = 1});
+  entry.id = IdOf({.slot = slot.id, .item = kRootItem});
   entry.seconds = kRootSeconds;
   entry.attributes = {.kind = FileKind::kDirectory,
                       .inode = InodeOf(slot.uuid.ToString(), slot.name),
@@ -232,16 +236,15 @@ std::string Vfs::ControlText(Fixed fixed) {
 
 Result<Vfs::Entry> Vfs::ControlEntry(Fixed fixed) {
   const auto now = watch_->Last();
-  const Node node = MountNode(fixed);
-  Entry entry{.id = IdOf(node), .attributes = {}, .seconds = 0};
-  entry.attributes = {
-      .kind = node.is_folder() ? FileKind::kDirectory : FileKind::kFile,
-      .inode = InodeOf(source_, "/" + std::string(ControlName(fixed))),
-      .size = node.is_folder() ? 0 : ControlText(fixed).size(),
-      .mode = node.is_folder() ? now->ownership.folder_mode : now->ownership.file_mode,
-      .uid = now->ownership.uid,
-      .gid = now->ownership.gid,
-      .mtime = now->mtime};
+  const bool folder = fixed == Fixed::kControl;
+  Entry entry{.id = IdOf(MountNode(fixed)), .attributes = {}, .seconds = 0};
+  entry.attributes = {.kind = folder ? FileKind::kDirectory : FileKind::kFile,
+                      .inode = InodeOf(source_, "/" + std::string(ControlName(fixed))),
+                      .size = folder ? 0 : ControlText(fixed).size(),
+                      .mode = folder ? now->ownership.folder_mode : now->ownership.file_mode,
+                      .uid = now->ownership.uid,
+                      .gid = now->ownership.gid,
+                      .mtime = now->mtime};
   return entry;
 }
 
@@ -279,17 +282,14 @@ Result<Vfs::Entry> Vfs::Lookup(NodeId folder, std::string_view name) {
 
 Result<Vfs::Entry> Vfs::Stat(NodeId id) {
   if (id == kRootId) return RootEntry();
-  const std::optional<Node> node = NodeOf(id);
-  if (node && node->slot == 0 && node->view == View::kFixed) {
-    const Fixed fixed = static_cast<Fixed>(node->ordinal);
-    if (fixed == Fixed::kLatest) return LatestEntry(*watch_->Now());
-    if (*node == MountNode(fixed) && fixed >= Fixed::kControl && fixed <= Fixed::kErrors) {
-      return ControlEntry(fixed);
-    }
-    return Status(Code::kStale, "no such node");
+  const Node node = NodeOf(id);
+  if (node.slot == 0) {
+    const std::optional<Fixed> fixed = FixedOf(node);
+    if (!fixed) return Status(Code::kStale, "no such node");
+    return *fixed == Fixed::kLatest ? LatestEntry(*watch_->Now()) : ControlEntry(*fixed);
   }
-  if (node && node->view == View::kFixed && node->is_folder()) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, watch_->Find(node->slot));
+  if (node.view == kOwnView && node.item == kRootItem) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, watch_->Find(node.slot));
     return SlotEntry(*slot);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
@@ -358,15 +358,24 @@ Status Vfs::List(NodeId id, std::uint64_t cookie, const std::function<bool(const
 Result<std::shared_ptr<const VirtualFile>> Vfs::OpenFile(NodeId id) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
   if (place.view) return place.view->OpenFile(place.node);
-  const Fixed fixed = static_cast<Fixed>(place.node.ordinal);
+  const std::optional<Fixed> fixed = FixedOf(place.node);
+  if (!fixed) return Status(Code::kStale, "no such node");
   for (const Fixed control : kControlFiles) {
-    if (fixed == control) {
+    if (*fixed == control) {
       return VirtualFile::OfText(fmt::format("{}/{}", kControlName, ControlName(control)),
                                  ControlText(control));
     }
   }
-  if (place.node.is_folder()) return Status::FromErrno(EISDIR, "open", "a folder");
-  return Status(Code::kStale, "no such node");
+  return Status::FromErrno(*fixed == Fixed::kLatest ? ELOOP : EISDIR, "open", "this node");
+}
+
+void Vfs::Forget(NodeId id, std::uint64_t references) {
+  const Node node = NodeOf(id);
+  if (node.slot == 0) return;
+  const auto slot = watch_->Find(node.slot);
+  if (!slot.ok()) return;
+  // A checkpoint that was closed meanwhile has forgotten by itself.
+  if (const auto view = watch_->OpenedView(*slot.value())) view->Forget(node, references);
 }
 
 Result<std::string> Vfs::GetXattr(NodeId id, std::string_view name) {

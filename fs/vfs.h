@@ -12,10 +12,10 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/views/checkpoint_view.h"
 #include "fs/mount_stats.h"
 #include "fs/node.h"
 #include "fs/store_watch.h"
+#include "fs/views/checkpoint_view.h"
 #include "fs/views/virtual_file.h"
 
 namespace tensormount::fs {
@@ -29,8 +29,8 @@ struct VfsOptions {
 };
 
 // What lookup, stat, list, open, read mean in a mount, without the kernel: node ids in, answers or
-// the Status whose errno the caller shall see out. Read-only. Everything is computed from node
-// ids; there is nothing to forget. Thread-safe; no call holds a lock while it reads data.
+// the Status whose errno the caller shall see out. Read-only. What can be computed from node ids
+// is; other nodes count who knows them. Thread-safe; no call holds a lock while it reads data.
 class Vfs {
  public:
   // Seconds that the kernel may keep what it was told: below a sealed checkpoint, and for names
@@ -47,8 +47,10 @@ class Vfs {
     Attributes attributes;
     double seconds = 0;  // That name and attributes may be kept.
   };
-  // kNotFound where there is no such name now, kStale where the folder is gone.
+  // kNotFound where there is no such name now, kStale where the folder is gone. Counts a reference
+  // of the node, which Forget gives back.
   Result<Entry> Lookup(NodeId folder, std::string_view name);
+  void Forget(NodeId node, std::uint64_t references);
   Result<Entry> Stat(NodeId node);
   Result<std::string> ReadLink(NodeId node);
 

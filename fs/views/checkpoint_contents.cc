@@ -21,10 +21,13 @@ Status NoSuch(std::string_view name) {
 
 }  // namespace
 
-Result<std::shared_ptr<const VirtualFile>> CheckpointView::OpenFile(const Node& node) const {
+Result<std::shared_ptr<const VirtualFile>> CheckpointView::OpenFile(const Node& of) const {
+  const std::optional<KeyNode> known = KeyNodeOf(of);
+  if (!known) return Stale();
+  const KeyNode& node = *known;
   std::shared_ptr<VirtualFile> file(new VirtualFile);
   file->view_ = shared_from_this();
-  file->label_ = options_.name.empty() ? PathOf(node) : options_.name + "/" + PathOf(node);
+  file->label_ = options_.name.empty() ? PathOfKey(node) : options_.name + "/" + PathOfKey(node);
   if (node.is_folder()) return Status::FromErrno(EISDIR, "open", file->label_);
   const auto of_literal = [&](std::string text) {
     file->literal_ = std::make_shared<const std::string>(std::move(text));
@@ -34,17 +37,17 @@ Result<std::shared_ptr<const VirtualFile>> CheckpointView::OpenFile(const Node& 
     file->text_ = std::move(text);
     file->Add(Segment::Kind::kText, 0, file->text_->size());
   };
-  if (node.view == View::kFixed) {
-    switch (static_cast<Fixed>(node.ordinal)) {
-      case Fixed::kCheckpointJson: {
+  if (node.view == ViewKind::kFixed) {
+    switch (static_cast<FixedFile>(node.ordinal)) {
+      case FixedFile::kCheckpointJson: {
         TENSORMOUNT_ASSIGN_OR_RETURN(auto text, Json());
         of_text(std::move(text));
         return std::shared_ptr<const VirtualFile>(std::move(file));
       }
-      case Fixed::kCommonJson:
+      case FixedFile::kCommonJson:
         of_literal(common_json_);
         return std::shared_ptr<const VirtualFile>(std::move(file));
-      case Fixed::kSafetensors: {
+      case FixedFile::kSafetensors: {
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto safetensors, SafetensorsFile());
         file->shared_ = {safetensors, &safetensors->segments};
         file->literal_ = safetensors->header;
@@ -63,19 +66,19 @@ Result<std::shared_ptr<const VirtualFile>> CheckpointView::OpenFile(const Node& 
         return Stale();
     }
   }
-  if (node.view == View::kObjects) {
+  if (node.view == ViewKind::kObjects) {
     if (node.ordinal >= objects_->parts.size()) return Stale();
     file->Add(Segment::Kind::kObject, node.ordinal, objects_->parts[node.ordinal].length);
     return std::shared_ptr<const VirtualFile>(std::move(file));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(Served served, ServedBy(node));
   const TensorMeta& meta = served.shown.meta;
-  if (node.view == View::kExtents) {
+  if (node.view == ViewKind::kExtents) {
     TENSORMOUNT_ASSIGN_OR_RETURN(auto text, Extents(served.shown));
     of_text(std::move(text));
     return std::shared_ptr<const VirtualFile>(std::move(file));
   }
-  if (node.view == View::kNpy || node.view == View::kNpyLayers) {
+  if (node.view == ViewKind::kNpy || node.view == ViewKind::kNpyLayers) {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::string header, MakeNpyHeader(meta.dtype(), meta.shape()));
     of_literal(std::move(header));
   }
@@ -84,13 +87,16 @@ Result<std::shared_ptr<const VirtualFile>> CheckpointView::OpenFile(const Node& 
   return std::shared_ptr<const VirtualFile>(std::move(file));
 }
 
-Result<std::map<std::string, std::string>> CheckpointView::Xattrs(const Node& node) const {
+Result<std::map<std::string, std::string>> CheckpointView::Xattrs(const Node& of) const {
+  const std::optional<KeyNode> known = KeyNodeOf(of);
+  if (!known) return Stale();
+  const KeyNode& node = *known;
   std::map<std::string, std::string> all;
   const auto add = [&](std::string_view name, std::string value) {
     all.emplace("user.tensormount." + std::string(name), std::move(value));
   };
   const CheckpointInfo& info = opened_->index().info();
-  if (node.view == View::kFixed) {
+  if (node.view == ViewKind::kFixed) {
     if (node.is_folder()) {
       add("uuid", info.uuid.ToString());
       add("generation", std::to_string(info.generation));
@@ -101,7 +107,7 @@ Result<std::map<std::string, std::string>> CheckpointView::Xattrs(const Node& no
   }
   if (node.is_folder()) return all;
   add("tier", "daemon");
-  if (node.view == View::kObjects) {
+  if (node.view == ViewKind::kObjects) {
     if (node.ordinal >= objects_->parts.size()) return Stale();
     const ObjectContent& part = objects_->parts[node.ordinal];
     add("key", part.key);

@@ -16,34 +16,34 @@ constexpr std::string_view kNpySuffix = ".npy";
 constexpr std::string_view kJsonSuffix = ".json";
 
 // What is listed in a checkpoint, in this order; the last ones only with list_views.
-constexpr std::array<View, 4> kViewOrder = {View::kTensors, View::kObjects, View::kNpy,
-                                            View::kExtents};
+constexpr std::array<ViewKind, 4> kViewOrder = {ViewKind::kTensors, ViewKind::kObjects,
+                                                ViewKind::kNpy, ViewKind::kExtents};
 
-std::string_view ViewName(View view) {
+std::string_view ViewName(ViewKind view) {
   switch (view) {
-    case View::kTensors:
-    case View::kLayers:
+    case ViewKind::kTensors:
+    case ViewKind::kLayers:
       return "tensors";
-    case View::kNpy:
-    case View::kNpyLayers:
+    case ViewKind::kNpy:
+    case ViewKind::kNpyLayers:
       return "npy";
-    case View::kExtents:
+    case ViewKind::kExtents:
       return "extents";
-    case View::kObjects:
+    case ViewKind::kObjects:
       return "objects";
-    case View::kFixed:
+    case ViewKind::kFixed:
       break;
   }
   return "";
 }
 
-std::string_view FixedName(Fixed fixed) {
+std::string_view FixedName(FixedFile fixed) {
   switch (fixed) {
-    case Fixed::kCheckpointJson:
+    case FixedFile::kCheckpointJson:
       return "checkpoint.json";
-    case Fixed::kCommonJson:
+    case FixedFile::kCommonJson:
       return "common.json";
-    case Fixed::kSafetensors:
+    case FixedFile::kSafetensors:
       return "model.safetensors";
     default:
       return "";
@@ -51,9 +51,9 @@ std::string_view FixedName(Fixed fixed) {
 }
 
 // What files of a view are called after their key.
-std::string_view SuffixOf(View view) {
-  if (view == View::kNpy || view == View::kNpyLayers) return kNpySuffix;
-  if (view == View::kExtents) return kJsonSuffix;
+std::string_view SuffixOf(ViewKind view) {
+  if (view == ViewKind::kNpy || view == ViewKind::kNpyLayers) return kNpySuffix;
+  if (view == ViewKind::kExtents) return kJsonSuffix;
   return "";
 }
 
@@ -61,7 +61,7 @@ Status NoSuch(std::string_view name) {
   return Status(Code::kNotFound, "no " + std::string(name) + " here");
 }
 
-bool IsLayers(View view) { return view == View::kLayers || view == View::kNpyLayers; }
+bool IsLayers(ViewKind view) { return view == ViewKind::kLayers || view == ViewKind::kNpyLayers; }
 
 Status Stale() { return Status(Code::kStale, "the checkpoint has no such node"); }
 
@@ -186,40 +186,88 @@ Result<std::unique_ptr<CheckpointView::Objects>> CheckpointView::MakeObjects(
   return objects;
 }
 
-std::uint64_t CheckpointView::InodeOf(const Node& node, std::string_view path) const {
+std::optional<KeyNode> CheckpointView::KeyNodeOf(const Node& node) {
+  if (node.view == kOwnView) {
+    if (node.item != kRootItem) return std::nullopt;
+    return KeyNode{.slot = node.slot, .depth = 1};
+  }
+  if (node.view == kViewKinds) {
+    if (node.item > static_cast<std::uint32_t>(FixedFile::kSafetensors)) return std::nullopt;
+    return KeyNode{.slot = node.slot, .ordinal = static_cast<std::uint32_t>(node.item)};
+  }
+  if (node.view > kViewKinds) return std::nullopt;
+  return KeyNode{.slot = node.slot,
+                 .view = static_cast<ViewKind>(node.view),
+                 .ordinal = static_cast<std::uint32_t>(node.item >> 12),
+                 .depth = static_cast<std::uint32_t>(node.item & kMaxDepth)};
+}
+
+Node CheckpointView::NodeOfKey(const KeyNode& node) const {
+  if (node.view == ViewKind::kFixed) {
+    if (node.is_folder()) return {.slot = options_.slot, .view = kOwnView, .item = kRootItem};
+    return {.slot = options_.slot, .view = kViewKinds, .item = node.ordinal};
+  }
+  return {.slot = options_.slot,
+          .view = static_cast<std::uint8_t>(node.view),
+          .item = (std::uint64_t{node.ordinal} << 12) | node.depth};
+}
+
+Result<Child> CheckpointView::Lookup(const Node& folder, std::string_view name) const {
+  const std::optional<KeyNode> node = KeyNodeOf(folder);
+  if (!node) return Stale();
+  return LookupKey(*node, name);
+}
+
+Result<Attributes> CheckpointView::Stat(const Node& of) const {
+  const std::optional<KeyNode> node = KeyNodeOf(of);
+  if (!node) return Stale();
+  return StatKey(*node);
+}
+
+std::string CheckpointView::PathOf(const Node& of) const {
+  const std::optional<KeyNode> node = KeyNodeOf(of);
+  return node ? PathOfKey(*node) : "?";
+}
+
+void CheckpointView::Forget(const Node& node, std::uint64_t references) const {
+  (void)node;
+  (void)references;
+}
+
+std::uint64_t CheckpointView::InodeOf(const KeyNode& node, std::string_view path) const {
   ByteWriter text;
   text.U64(inode_seed_);
   text.U8(static_cast<std::uint8_t>(node.view));
   text.U32(node.depth);
-  if (node.view == View::kFixed) text.U32(node.ordinal);
+  if (node.view == ViewKind::kFixed) text.U32(node.ordinal);
   text.String(path);
   // 0 and 1 mean other things to some programs.
   return std::max<std::uint64_t>(Xxh3Low64(text.bytes()), 2);
 }
 
-Node CheckpointView::FixedNode(Fixed fixed) const {
+KeyNode CheckpointView::FixedNode(FixedFile fixed) const {
   return {.slot = options_.slot,
-          .view = View::kFixed,
+          .view = ViewKind::kFixed,
           .ordinal = static_cast<std::uint32_t>(fixed),
-          .depth = fixed == Fixed::kRoot ? 1u : 0u};
+          .depth = fixed == FixedFile::kRoot ? 1u : 0u};
 }
 
-Node CheckpointView::ViewRoot(View view) const {
+KeyNode CheckpointView::ViewRoot(ViewKind view) const {
   return {.slot = options_.slot, .view = view, .ordinal = 0, .depth = 1};
 }
 
-const KeyTree& CheckpointView::TreeOf(View view) const {
+const KeyTree& CheckpointView::TreeOf(ViewKind view) const {
   if (IsLayers(view)) return layers_->tree();
-  return view == View::kObjects ? objects_->tree : *tensors_;
+  return view == ViewKind::kObjects ? objects_->tree : *tensors_;
 }
 
-const KeySource& CheckpointView::KeysOf(View view) const {
+const KeySource& CheckpointView::KeysOf(ViewKind view) const {
   if (IsLayers(view)) return layers_->keys();
-  if (view == View::kObjects) return objects_->keys;
+  if (view == ViewKind::kObjects) return objects_->keys;
   return *tensor_keys_;
 }
 
-Result<CheckpointView::Served> CheckpointView::ServedBy(const Node& node) const {
+Result<CheckpointView::Served> CheckpointView::ServedBy(const KeyNode& node) const {
   if (node.ordinal >= KeysOf(node.view).count()) return Stale();
   Served served;
   if (IsLayers(node.view)) {
@@ -236,7 +284,7 @@ Result<CheckpointView::Served> CheckpointView::ServedBy(const Node& node) const 
   return served;
 }
 
-Attributes CheckpointView::FolderAttributes(const Node& node, std::string_view path,
+Attributes CheckpointView::FolderAttributes(const KeyNode& node, std::string_view path,
                                             std::int64_t mtime) const {
   return {.kind = FileKind::kDirectory,
           .inode = InodeOf(node, path),
@@ -247,7 +295,7 @@ Attributes CheckpointView::FolderAttributes(const Node& node, std::string_view p
           .mtime = mtime};
 }
 
-Attributes CheckpointView::FileAttributes(const Node& node, std::string_view path,
+Attributes CheckpointView::FileAttributes(const KeyNode& node, std::string_view path,
                                           std::uint64_t size, std::int64_t mtime) const {
   return {.kind = FileKind::kFile,
           .inode = InodeOf(node, path),
@@ -258,45 +306,45 @@ Attributes CheckpointView::FileAttributes(const Node& node, std::string_view pat
           .mtime = mtime};
 }
 
-Result<std::uint64_t> CheckpointView::SizeIn(View view, const TensorEntry& tensor) const {
-  if (view == View::kNpy || view == View::kNpyLayers) {
+Result<std::uint64_t> CheckpointView::SizeIn(ViewKind view, const TensorEntry& tensor) const {
+  if (view == ViewKind::kNpy || view == ViewKind::kNpyLayers) {
     const Result<std::string> header = MakeNpyHeader(tensor.meta.dtype(), tensor.meta.shape());
     if (!header.ok()) return Status(Code::kNotFound, "no .npy of this type");
     return header.value().size() + tensor.meta.bytes();
   }
-  if (view == View::kExtents) {
+  if (view == ViewKind::kExtents) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto text, Extents(tensor));
     return text->size();
   }
   return tensor.meta.bytes();
 }
 
-Result<Attributes> CheckpointView::FileStat(const Node& node, std::string_view path,
+Result<Attributes> CheckpointView::FileStat(const KeyNode& node, std::string_view path,
                                             const TensorEntry* entry) const {
-  if (node.view == View::kObjects) {
+  if (node.view == ViewKind::kObjects) {
     const ObjectContent& part = objects_->parts[node.ordinal];
     return FileAttributes(node, path, part.length, part.mtime);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t size, SizeIn(node.view, *entry));
   // Where the bytes are changes with every checkpoint.
   const std::int64_t mtime =
-      node.view == View::kExtents ? opened_->index().info().json_mtime : entry->mtime;
+      node.view == ViewKind::kExtents ? opened_->index().info().json_mtime : entry->mtime;
   return FileAttributes(node, path, size, mtime);
 }
 
-Result<Attributes> CheckpointView::FixedStat(Fixed fixed) const {
-  const Node node = FixedNode(fixed);
+Result<Attributes> CheckpointView::FixedStat(FixedFile fixed) const {
+  const KeyNode node = FixedNode(fixed);
   const CheckpointInfo& info = opened_->index().info();
   switch (fixed) {
-    case Fixed::kRoot:
+    case FixedFile::kRoot:
       return FolderAttributes(node, "", info.json_mtime);
-    case Fixed::kCheckpointJson: {
+    case FixedFile::kCheckpointJson: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto text, Json());
       return FileAttributes(node, "", text->size(), info.json_mtime);
     }
-    case Fixed::kCommonJson:
+    case FixedFile::kCommonJson:
       return FileAttributes(node, "", common_json_.size(), info.common_mtime);
-    case Fixed::kSafetensors: {
+    case FixedFile::kSafetensors: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto file, SafetensorsFile());
       const Segment& last = file->segments.back();
       return FileAttributes(node, "", last.begin + last.length, info.json_mtime);
@@ -306,34 +354,35 @@ Result<Attributes> CheckpointView::FixedStat(Fixed fixed) const {
   }
 }
 
-Result<Child> CheckpointView::FixedChild(Fixed fixed, std::string_view name) const {
+Result<Child> CheckpointView::FixedChild(FixedFile fixed, std::string_view name) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, FixedStat(fixed));
-  return Child{std::string(name), FixedNode(fixed), attributes};
+  return Child{std::string(name), NodeOfKey(FixedNode(fixed)), attributes};
 }
 
-Result<Child> CheckpointView::ViewChild(View view) const {
-  const Node node = ViewRoot(view);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, Stat(node));
-  return Child{std::string(ViewName(view)), node, attributes};
+Result<Child> CheckpointView::ViewChild(ViewKind view) const {
+  const KeyNode node = ViewRoot(view);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, StatKey(node));
+  return Child{std::string(ViewName(view)), NodeOfKey(node), attributes};
 }
 
 Result<Child> CheckpointView::LookupTop(std::string_view name) const {
-  for (const View view : kViewOrder) {
+  for (const ViewKind view : kViewOrder) {
     if (name == ViewName(view)) return ViewChild(view);
   }
-  for (const Fixed fixed : {Fixed::kCommonJson, Fixed::kCheckpointJson, Fixed::kSafetensors}) {
+  for (const FixedFile fixed :
+       {FixedFile::kCommonJson, FixedFile::kCheckpointJson, FixedFile::kSafetensors}) {
     if (name == FixedName(fixed)) return FixedChild(fixed, name);
   }
   return NoSuch(name);
 }
 
-Result<Child> CheckpointView::Lookup(const Node& folder, std::string_view name) const {
+Result<Child> CheckpointView::LookupKey(const KeyNode& folder, std::string_view name) const {
   if (!folder.is_folder()) return Status::FromErrno(ENOTDIR, "look up", name);
-  if (folder.view == View::kFixed) return LookupTop(name);
+  if (folder.view == ViewKind::kFixed) return LookupTop(name);
   const KeyTree& tree = TreeOf(folder.view);
   const TreeFolder in{.first = folder.ordinal, .depth = folder.depth - 1};
   const std::string_view suffix = SuffixOf(folder.view);
-  Node node{.slot = options_.slot, .view = folder.view};
+  KeyNode node{.slot = options_.slot, .view = folder.view};
   std::string_view stem = name;
   if (!suffix.empty() && name.size() > suffix.size() && name.ends_with(suffix)) {
     stem.remove_suffix(suffix.size());
@@ -349,17 +398,17 @@ Result<Child> CheckpointView::Lookup(const Node& folder, std::string_view name) 
   if (child.depth + 1 >= kMaxDepth) return NoSuch(name);
   node.ordinal = child.ordinal;
   node.depth = child.is_folder ? child.depth + 1 : 0;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, Stat(node));
-  return Child{std::string(name), node, attributes};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, StatKey(node));
+  return Child{std::string(name), NodeOfKey(node), attributes};
 }
 
-Result<Child> CheckpointView::LookupLayer(const Node& folder, std::string_view name,
+Result<Child> CheckpointView::LookupLayer(const KeyNode& folder, std::string_view name,
                                           std::string_view stem) const {
-  Node node{.slot = options_.slot};
-  if (folder.view == View::kTensors) {
-    node.view = View::kLayers;
-  } else if (folder.view == View::kNpy) {
-    node.view = View::kNpyLayers;
+  KeyNode node{.slot = options_.slot};
+  if (folder.view == ViewKind::kTensors) {
+    node.view = ViewKind::kLayers;
+  } else if (folder.view == ViewKind::kNpy) {
+    node.view = ViewKind::kNpyLayers;
   } else {
     return NoSuch(name);
   }
@@ -385,18 +434,18 @@ Result<Child> CheckpointView::LookupLayer(const Node& folder, std::string_view n
   if (child.depth + 1 >= kMaxDepth) return NoSuch(name);
   node.ordinal = child.ordinal;
   node.depth = child.is_folder ? child.depth + 1 : 0;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, Stat(node));
-  return Child{std::string(name), node, attributes};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, StatKey(node));
+  return Child{std::string(name), NodeOfKey(node), attributes};
 }
 
-Result<Attributes> CheckpointView::Stat(const Node& node) const {
-  if (node.view == View::kFixed) return FixedStat(static_cast<Fixed>(node.ordinal));
+Result<Attributes> CheckpointView::StatKey(const KeyNode& node) const {
+  if (node.view == ViewKind::kFixed) return FixedStat(static_cast<FixedFile>(node.ordinal));
   const std::uint32_t count = KeysOf(node.view).count();
   if (node.depth == 1 && count == 0) {
     return FolderAttributes(node, "", opened_->index().info().json_mtime);
   }
   if (node.ordinal >= count) return Stale();
-  const bool objects = node.view == View::kObjects;
+  const bool objects = node.view == ViewKind::kObjects;
   std::optional<Served> served;
   if (!objects) {
     TENSORMOUNT_ASSIGN_OR_RETURN(served, ServedBy(node));
@@ -418,14 +467,15 @@ Result<Attributes> CheckpointView::Stat(const Node& node) const {
 
 Status CheckpointView::ListTop(std::uint64_t cookie, const Visit& fn) const {
   std::uint64_t next = 0;
-  for (const View view : kViewOrder) {
-    if (!options_.list_views && view != View::kTensors && view != View::kObjects) continue;
+  for (const ViewKind view : kViewOrder) {
+    if (!options_.list_views && view != ViewKind::kTensors && view != ViewKind::kObjects) continue;
     if (++next <= cookie) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(const Child child, ViewChild(view));
     if (!fn(child, next)) return {};
   }
-  for (const Fixed fixed : {Fixed::kCommonJson, Fixed::kCheckpointJson, Fixed::kSafetensors}) {
-    if (!options_.list_views && fixed == Fixed::kSafetensors) continue;
+  for (const FixedFile fixed :
+       {FixedFile::kCommonJson, FixedFile::kCheckpointJson, FixedFile::kSafetensors}) {
+    if (!options_.list_views && fixed == FixedFile::kSafetensors) continue;
     if (++next <= cookie) continue;
     const Result<Child> child = FixedChild(fixed, FixedName(fixed));
     if (child.status().code() == Code::kNotFound) continue;
@@ -435,9 +485,12 @@ Status CheckpointView::ListTop(std::uint64_t cookie, const Visit& fn) const {
   return {};
 }
 
-Status CheckpointView::List(const Node& folder, std::uint64_t cookie, const Visit& fn) const {
-  if (!folder.is_folder()) return Status::FromErrno(ENOTDIR, "list", PathOf(folder));
-  if (folder.view == View::kFixed) return ListTop(cookie, fn);
+Status CheckpointView::List(const Node& of, std::uint64_t cookie, const Visit& fn) const {
+  const std::optional<KeyNode> known = KeyNodeOf(of);
+  if (!known) return Stale();
+  const KeyNode& folder = *known;
+  if (!folder.is_folder()) return Status::FromErrno(ENOTDIR, "list", PathOfKey(folder));
+  if (folder.view == ViewKind::kFixed) return ListTop(cookie, fn);
   if (IsLayers(folder.view)) return {};
   const KeyTree& tree = TreeOf(folder.view);
   const TreeFolder in{.first = folder.ordinal, .depth = folder.depth - 1};
@@ -446,13 +499,14 @@ Status CheckpointView::List(const Node& folder, std::uint64_t cookie, const Visi
   const Status listed = tree.List(in, cookie, [&](TreeChild& child, std::uint64_t next) {
     if (child.is_folder && child.depth + 1 >= kMaxDepth) return true;
     Child out;
-    out.node = {.slot = options_.slot,
-                .view = folder.view,
-                .ordinal = child.ordinal,
-                .depth = child.is_folder ? child.depth + 1 : 0};
+    const KeyNode key_node = {.slot = options_.slot,
+                              .view = folder.view,
+                              .ordinal = child.ordinal,
+                              .depth = child.is_folder ? child.depth + 1 : 0};
+    out.node = NodeOfKey(key_node);
     Result<Attributes> attributes = child.entry && !child.is_folder
-                                        ? FileStat(out.node, child.entry->meta.key(), &*child.entry)
-                                        : Stat(out.node);
+                                        ? FileStat(key_node, child.entry->meta.key(), &*child.entry)
+                                        : StatKey(key_node);
     if (attributes.status().code() == Code::kNotFound) return true;  // No .npy of this type.
     if (!attributes.ok()) {
       failed = attributes.status();
@@ -467,8 +521,9 @@ Status CheckpointView::List(const Node& folder, std::uint64_t cookie, const Visi
   return failed;
 }
 
-std::string CheckpointView::PathOf(const Node& node) const {
-  if (node.view == View::kFixed) return std::string(FixedName(static_cast<Fixed>(node.ordinal)));
+std::string CheckpointView::PathOfKey(const KeyNode& node) const {
+  if (node.view == ViewKind::kFixed)
+    return std::string(FixedName(static_cast<FixedFile>(node.ordinal)));
   std::string path(ViewName(node.view));
   if (node.depth == 1) return path;
   const Result<std::string> rest =

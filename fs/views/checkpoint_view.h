@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,8 +17,8 @@
 
 #include "base/file_system.h"
 #include "fs/attributes.h"
-#include "fs/views/key_tree.h"
 #include "fs/node.h"
+#include "fs/views/key_tree.h"
 #include "fs/views/shown_tensors.h"
 #include "fs/views/virtual_file.h"
 #include "index/checkpoint.h"
@@ -25,6 +26,33 @@
 namespace tensormount::fs {
 
 enum class ServeVerify { kOff, kFirst, kAlways };
+
+// What the items of a checkpoint's nodes mean: for now all are of one table.
+enum class ViewKind : std::uint8_t {
+  kFixed = 0,
+  kTensors = 1,
+  kNpy = 2,
+  kExtents = 3,
+  kObjects = 4,
+  kLayers = 5,  // Files below tensors/ and npy/ that are opened by name and not listed: layers of
+  kNpyLayers = 6,  // stacked tensors. `ordinal` counts their names.
+};
+inline constexpr std::uint8_t kViewKinds = 7;
+enum class FixedFile : std::uint32_t {
+  kRoot = 0,
+  kCheckpointJson = 1,
+  kCommonJson = 2,
+  kSafetensors = 3,
+};
+struct KeyNode {
+  std::uint32_t slot = 0;
+  ViewKind view = ViewKind::kFixed;
+  std::uint32_t ordinal = 0;
+  std::uint32_t depth = 0;  // 0: a file; d + 1: the folder of the first d names of the key's path.
+  bool is_folder() const { return depth > 0; }
+};
+inline constexpr std::uint32_t kMaxOrdinals = 1u << 28;
+inline constexpr std::uint32_t kMaxDepth = (1u << 12) - 1;
 
 struct Child {
   std::string name;
@@ -59,6 +87,8 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
 
   // All below take nodes of this slot. Numbers that are out of range answer kStale.
   Result<Child> Lookup(const Node& folder, std::string_view name) const;
+  // A reference that Lookup counted, of nodes that are made for it.
+  void Forget(const Node& node, std::uint64_t references) const;
   Result<Attributes> Stat(const Node& node) const;
   // Children from `cookie` on (0: all) without "." and "..", until fn returns false. The second
   // argument is the cookie of what follows.
@@ -114,25 +144,32 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   static Result<std::unique_ptr<Objects>> MakeObjects(const CheckpointIndex& index,
                                                       const KeyRenames* renames);
 
-  std::uint64_t InodeOf(const Node& node, std::string_view path) const;
-  Node FixedNode(Fixed fixed) const;
-  Node ViewRoot(View view) const;
-  const KeyTree& TreeOf(View view) const;
-  const KeySource& KeysOf(View view) const;
+  static std::optional<KeyNode> KeyNodeOf(const Node& node);
+  Node NodeOfKey(const KeyNode& node) const;
+  Result<Child> LookupKey(const KeyNode& folder, std::string_view name) const;
+  Result<Attributes> StatKey(const KeyNode& node) const;
+  std::string PathOfKey(const KeyNode& node) const;
+
+  std::uint64_t InodeOf(const KeyNode& node, std::string_view path) const;
+  KeyNode FixedNode(FixedFile fixed) const;
+  KeyNode ViewRoot(ViewKind view) const;
+  const KeyTree& TreeOf(ViewKind view) const;
+  const KeySource& KeysOf(ViewKind view) const;
   // Of a node of one key that is no object's; kStale for numbers that are out of range.
-  Result<Served> ServedBy(const Node& node) const;
+  Result<Served> ServedBy(const KeyNode& node) const;
   // A layer's file, or a folder of nothing else, below a folder of tensors/ or npy/.
-  Result<Child> LookupLayer(const Node& folder, std::string_view name, std::string_view stem) const;
-  Attributes FolderAttributes(const Node& node, std::string_view path, std::int64_t mtime) const;
-  Attributes FileAttributes(const Node& node, std::string_view path, std::uint64_t size,
+  Result<Child> LookupLayer(const KeyNode& folder, std::string_view name,
+                            std::string_view stem) const;
+  Attributes FolderAttributes(const KeyNode& node, std::string_view path, std::int64_t mtime) const;
+  Attributes FileAttributes(const KeyNode& node, std::string_view path, std::uint64_t size,
                             std::int64_t mtime) const;
   // Size of a key's file in a view; kNotFound where the view has none of this type.
-  Result<std::uint64_t> SizeIn(View view, const TensorEntry& tensor) const;
-  Result<Attributes> FileStat(const Node& node, std::string_view path,
+  Result<std::uint64_t> SizeIn(ViewKind view, const TensorEntry& tensor) const;
+  Result<Attributes> FileStat(const KeyNode& node, std::string_view path,
                               const TensorEntry* entry) const;
-  Result<Attributes> FixedStat(Fixed fixed) const;
-  Result<Child> FixedChild(Fixed fixed, std::string_view name) const;
-  Result<Child> ViewChild(View view) const;
+  Result<Attributes> FixedStat(FixedFile fixed) const;
+  Result<Child> FixedChild(FixedFile fixed, std::string_view name) const;
+  Result<Child> ViewChild(ViewKind view) const;
   Result<Child> LookupTop(std::string_view name) const;
   Status ListTop(std::uint64_t cookie, const Visit& fn) const;
   Result<std::shared_ptr<const GeneratedText>> Json() const;

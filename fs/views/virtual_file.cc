@@ -57,6 +57,20 @@ std::vector<OpenedCheckpoint::MappedPiece> VirtualFile::Map(std::uint64_t offset
   return {};
 }
 
+Result<std::string> VirtualFile::BackingPath() const {
+  const std::vector<Segment>& segments = shared_ ? *shared_ : own_;
+  if (view_ && tensor_ && segments.size() == 1 && segments[0].kind == Segment::Kind::kTensor &&
+      segments[0].skip == 0 && segments[0].length == tensor_->meta.bytes()) {
+    return view_->opened().WholeFileOf(*tensor_);
+  }
+  return Status(Code::kNotFound, label_ + ": no one file holds it and nothing else");
+}
+
+Status VirtualFile::VerifyWhole(const std::function<bool()>& cancelled) const {
+  (void)cancelled;
+  return Status(Code::kUnsupported, label_ + ": not verified as a whole yet");
+}
+
 Status VirtualFile::ReadSegment(const Segment& segment, std::uint64_t at, char* out,
                                 std::size_t size, ReadStats* stats) const {
   switch (segment.kind) {

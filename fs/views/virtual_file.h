@@ -3,6 +3,7 @@
 #define TENSORMOUNT_FS_VIEWS_VIRTUAL_FILE_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -47,6 +48,16 @@ class VirtualFile {
   // The same bytes where they are stored, for a system call to take; empty where they must be read
   // (views of several segments, short runs, verification).
   std::vector<OpenedCheckpoint::MappedPiece> Map(std::uint64_t offset, std::size_t size) const;
+
+  // Path of the one file of storage that is byte for byte this file from offset 0, and nothing
+  // more: what kernel passthrough wants. kNotFound where there is none. May read its header.
+  Result<std::string> BackingPath() const;
+  // Reads everything once, every byte checked against its leaf hash (where there are any), in steps
+  // of kVerifyStep, so that `cancelled` (may be empty) is asked often: then kCancelled. Success is
+  // remembered by the checkpoint: later calls for the same file cost nothing. kDataLoss names what
+  // is damaged.
+  static constexpr std::size_t kVerifyStep = std::size_t{1} << 20;
+  Status VerifyWhole(const std::function<bool()>& cancelled) const;
 
  private:
   friend class CheckpointView;

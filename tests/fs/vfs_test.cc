@@ -410,13 +410,17 @@ TEST(InMemoryTest, SaysWhatIsThereAndWhatIsNot) {
 TEST_F(VfsTest, NumbersThatMeanNothingAreStale) {
   Write("step-1", DefaultTinySpec());
   Open(store());
+  ASSERT_OK_AND_ASSIGN(const Vfs::Entry tensors_entry, ops_->Walk("step-1/tensors"));
+  ASSERT_OK_AND_ASSIGN(const Vfs::Entry objects_entry, ops_->Walk("step-1/objects"));
+  // Items of views of keys are the key's number << 12 and a depth.
+  const NodeId tensors = tensors_entry.id;
+  const NodeId objects = objects_entry.id;
   for (const NodeId id :
-       {NodeId{0}, NodeId{2}, NodeId{999}, ~NodeId{0}, IdOf({.slot = 7, .depth = 1}),
-        IdOf({.slot = 1, .view = View::kTensors, .ordinal = 5000}),
-        IdOf({.slot = 1, .view = View::kTensors, .ordinal = 5000, .depth = 9}),
-        IdOf({.slot = 1, .view = View::kObjects, .ordinal = 5000}),
-        IdOf({.slot = 1, .view = View::kTensors, .ordinal = 0, .depth = 9}),
-        IdOf({.slot = 1, .view = View::kFixed, .ordinal = 77})}) {
+       {NodeId{0}, NodeId{2}, NodeId{999}, ~NodeId{0}, IdOf({.slot = 7, .item = kRootItem}),
+        IdOf({.view = 3, .item = kRootItem}), IdOf({.slot = 1, .view = kOwnView, .item = 2}),
+        IdOf({.slot = 1, .view = kMaxViews - 1, .item = kRootItem}), tensors + (5000 << 12),
+        tensors + (5000 << 12) + 8, tensors + 8, tensors + (kMaxItems - (1 << 13)),
+        objects + (5000 << 12)}) {
     EXPECT_EQ(vfs_->Stat(id).status().ToErrno(), ESTALE) << id;
     EXPECT_FALSE(vfs_->OpenFile(id).ok()) << id;
     EXPECT_FALSE(vfs_->Lookup(id, "x").ok()) << id;
