@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -31,23 +30,30 @@ struct StagedTarget {
   friend bool operator==(const StagedTarget&, const StagedTarget&) = default;
 };
 
-// Bytes [begin, begin + length) of a target that are on disk, side by side.
+// Bytes of a target that are on disk, side by side: [begin, begin + length), or, where `runs` > 1,
+// that many runs of `length` bytes, run i from begin + i * stride on: what came in short writes at
+// one distance (columns, through `tensors/KEY`). In the file they follow each other without gaps,
+// as the packed order of a box does, so that a box of the tensor may come of one record.
 struct StagedExtent {
-  std::uint32_t target = 0;  // Number of a JournalTarget record of this journal.
+  std::uint32_t target = 0;  // Number of a kTarget record of this journal.
   std::uint64_t begin = 0;   // In the target's packed bytes.
-  std::uint64_t length = 0;
-  std::uint32_t file = 0;       // Number of a JournalFile record.
+  std::uint64_t length = 0;  // Of one run.
+  std::uint64_t runs = 1;
+  std::uint64_t stride = 0;     // 0 where runs is 1, otherwise more than `length`.
+  std::uint32_t file = 0;       // Number of a kFile record.
   std::uint64_t offset = 0;     // In that file.
-  std::vector<Hash128> leaves;  // Of each 64 KiB from `begin` on (shard/leaf_hash.h).
+  std::vector<Hash128> leaves;  // Of each 64 KiB from `offset` on (shard/leaf_hash.h).
   // Of these bytes to the digest of the whole tensor (base/hash.h).
   Crc64 contribution = 0;
+
+  std::uint64_t bytes() const { return runs * length; }  // Checked by ReadJournal.
 };
 
 // A file without a shape: an object part.
 struct StagedObject {
   std::string key;
   Dims index;
-  std::uint32_t file = 0;
+  std::uint32_t file = 0;  // kNoFile where length is 0.
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
   std::vector<Hash128> leaves;
@@ -56,24 +62,28 @@ struct StagedObject {
 struct JournalRecord {
   enum class Kind : std::uint8_t {
     kFile = 1,      // `file_name` is data file number `number`.
-    kTarget = 2,    // `target` is target number `number`.
+    kTarget = 2,    // `target`, of `end` packed bytes, is target number `number`.
     kExtent = 3,    // `extent` was written. Later records of one journal hold over earlier ones.
     kForget = 4,    // What records of target `number` say about [begin, end) no longer holds
                     // (truncation, removal).
     kObject = 5,    // `object` is now these bytes.
     kNoObject = 6,  // `object.key` and `.index` were removed.
-    kCondemn = 7,   // `file_name` of the view must not be published: `reason`.
+    kCondemn = 7,   // `file_name` of the view must not be published: `reason`. Its target is
+                    // number `number`, or kNoFile where it is not known.
   } kind = Kind::kExtent;
   std::uint32_t number = 0;
   std::uint64_t begin = 0;
   std::uint64_t end = 0;
-  std::string file_name;                   // "data/…", below the staging.
+  std::string file_name;                   // "data/…", below the staging; of kCondemn: see there.
   Placement placement = Placement::kPack;  // Of kFile: what it is for.
   StagedTarget target;
   StagedExtent extent;
   StagedObject object;
   std::string reason;
 };
+
+// Leaves of one record are at most 1 MiB.
+inline constexpr std::uint64_t kMaxExtentBytes = std::uint64_t{4} << 30;
 
 // Encodes one record, framed: u32 length, body, u64 low half of the XXH3-128 of the body.
 std::string EncodeRecord(const JournalRecord& record);
@@ -84,15 +94,19 @@ struct Journal {
   std::vector<JournalRecord> records;
   std::uint64_t bytes = 0;  // Up to the end of the last whole record.
 };
-// What is in the file so far. kDataLoss for damage before the last whole record, and for records
-// that contradict themselves (numbers that were never given, ranges past the target, too few
-// leaves). Everything is checked before it is used as a size.
+// What is in the file so far: up to the first record that is not whole. kDataLoss where that record
+// had been synced (a later mark of the writer says so), and for records that contradict themselves
+// (numbers that were never given, ranges past the target, too few leaves). What was synced last may
+// lack its mark after a power cut: whoever was promised synced_bytes() compares them with `bytes`.
+// kNotFound where there is no file or no whole head: nothing was promised. kUnsupported for a newer
+// version. Everything is checked before it is used as a size.
 Result<Journal> ReadJournal(FileSystem& fs, const std::string& path);
 
 // Writes the journal of this incarnation. Thread-safe.
 class JournalWriter {
  public:
-  // Makes `path` (which must not exist) with its head and syncs it and its folder.
+  // Makes `path` (which must not exist) with its head and syncs it and its folder. `incarnation`:
+  // 16 hex digits.
   static Result<std::unique_ptr<JournalWriter>> Create(FileSystem& fs, const std::string& path,
                                                        const Uuid& checkpoint,
                                                        const std::string& incarnation);
@@ -101,7 +115,10 @@ class JournalWriter {
   // Until all that was appended before this call is durable. Callers that come while one syncs wait
   // for the next sync together.
   Status Sync();
+  // Up to which byte the file is durable. Always the end of a record.
   std::uint64_t synced_bytes() const;
+  // Closes the file: later calls are kStale.
+  void Close();
   const std::string& path() const;
   ~JournalWriter();
 
