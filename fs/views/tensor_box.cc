@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/views/tensor_box.h"
+
+#include "shard/tensor_meta.h"
+
+namespace tensormount::fs {
+namespace {
+
+// One element on each of the first axes, any number on one, all on the rest.
+bool IsRun(const Box& box, const Dims& shape) {
+  int axis = 0;
+  while (axis < box.rank() && box.extent(axis) == 1) ++axis;
+  for (++axis; axis < box.rank(); ++axis) {
+    if (box.extent(axis) != shape[axis]) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+Status AddTensorBox(FileContent& content, const TensorEntry& tensor, const Box& box,
+                    const Dims& container) {
+  const TensorMeta& meta = tensor.meta;
+  const Dims& shape = meta.shape();
+  if (box.rank() != shape.rank() || !box.Within(shape) || box.empty() ||
+      container != box.extent() || !IsRun(box, shape)) {
+    return content.AddBox(tensor, box, container);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t bytes,
+                               RegionBytes(meta.dtype(), shape, Region(box)));
+  std::uint64_t first = 0;  // Below the tensor's number of elements.
+  for (int a = 0; a < box.rank(); ++a) {
+    first = first * static_cast<std::uint64_t>(shape[a]) + static_cast<std::uint64_t>(box.begin(a));
+  }
+  content.AddTensor(tensor, first * meta.bits() / 8, bytes);
+  return {};
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_VIEWS_TENSOR_BOX_H_
+#define TENSORMOUNT_FS_VIEWS_TENSOR_BOX_H_
+
+#include "tensormount/box.h"
+#include "tensormount/status.h"
+
+#include "fs/views/file_content.h"
+
+namespace tensormount::fs {
+
+// Appends a box of a tensor, packed in a container as FileContent::AddBox has it, and with its
+// errors. What is one run of the tensor's row-major bytes is added as that run: it may be served
+// from where it is stored.
+Status AddTensorBox(FileContent& content, const TensorEntry& tensor, const Box& box,
+                    const Dims& container);
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_VIEWS_TENSOR_BOX_H_
