@@ -17,6 +17,10 @@ struct Attributes {
   std::uint32_t uid = 0;
   std::uint32_t gid = 0;
   std::int64_t mtime = 0;
+  // Bytes that are there, what `du` counts: all of a published file, what was written of a staged
+  // one.
+  static constexpr std::uint64_t kAll = ~std::uint64_t{0};
+  std::uint64_t allocated = kAll;
 };
 
 // Permission bits and owner of a source, which its nodes inherit: a mount never shows more than

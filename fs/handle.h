@@ -37,6 +37,9 @@ class WriteHandle {
   // fsync(2): when it returns, what was written survives a power cut and counts at publish.
   virtual Status Sync() = 0;
   virtual Result<Attributes> Stat() = 0;
+  // lseek(2) with SEEK_DATA (`data`) or SEEK_HOLE: the first byte from `offset` on that was written,
+  // or that was not. ENXIO at and past the end, and where no data follow.
+  virtual Result<std::uint64_t> Seek(std::uint64_t offset, bool data) = 0;
   // A write that came through a shared mapping (whole pages, so that cells nobody wrote would count
   // as written): condemns the file, whose Flush and Sync then fail with ENODEV, and the publish.
   virtual void RefuseMappedWrite() = 0;
