@@ -82,8 +82,9 @@ struct JournalRecord {
   std::string reason;
 };
 
-// Leaves of one record are at most 1 MiB.
+// What one record may be of: its leaves are at most 8 MiB.
 inline constexpr std::uint64_t kMaxExtentBytes = std::uint64_t{4} << 30;
+inline constexpr std::uint64_t kMaxObjectBytes = std::uint64_t{32} << 30;
 
 // Encodes one record, framed: u32 length, body, u64 low half of the XXH3-128 of the body.
 std::string EncodeRecord(const JournalRecord& record);

@@ -1,0 +1,427 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/staging/journal.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "base/checked.h"
+#include "base/coding.h"
+#include "fs/staging/journal_coding.h"
+#include "index/record_coding.h"
+#include "shard/tensor_meta.h"
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::uint64_t kMaxPosition = 0x7FFF'FFFF'FFFF'FFFF;
+constexpr std::size_t kMaxReasonBytes = 4096;
+constexpr std::size_t kWindowBytes = std::size_t{4} << 20;
+
+std::uint64_t Checksum(std::string_view body) { return Xxh3(body).low; }
+
+std::string Frame(std::string_view body) {
+  ByteWriter out;
+  out.String(body);
+  out.U64(Checksum(body));
+  return std::move(out.bytes());
+}
+
+void EncodeLeaves(ByteWriter& out, const std::vector<Hash128>& leaves) {
+  for (const Hash128& leaf : leaves) out.Hash(leaf);
+}
+
+Status Broken(std::string_view what, const std::string& problem) {
+  return Status(Code::kDataLoss, std::string(what) + ": " + problem);
+}
+
+Result<Dims> DecodeDims(ByteReader& in, std::string_view what) {
+  const std::uint8_t rank = in.U8();
+  if (rank > kMaxRank) return Broken(what, "rank " + std::to_string(rank));
+  Dims dims;
+  for (int a = 0; a < rank; ++a) dims.push_back(in.I64());
+  TENSORMOUNT_RETURN_IF_ERROR(in.status());
+  return dims;
+}
+
+// The rest of a record: exactly the leaves of `bytes`.
+Result<std::vector<Hash128>> DecodeLeaves(ByteReader& in, std::uint64_t bytes,
+                                          std::string_view what) {
+  if (in.left() != LeafCount(bytes) * 16) {
+    return Broken(what, std::to_string(in.left()) + " bytes of leaf hashes for " +
+                            std::to_string(bytes) + " bytes");
+  }
+  std::vector<Hash128> leaves(static_cast<std::size_t>(LeafCount(bytes)));
+  for (Hash128& leaf : leaves) leaf = in.Hash();
+  return leaves;
+}
+
+// Bodies of records, checked against what earlier records of the journal said.
+class RecordDecoder {
+ public:
+  Result<JournalRecord> Decode(std::string_view body, std::string_view what) {
+    ByteReader in(body, what);
+    JournalRecord record;
+    const std::uint8_t kind = in.U8();
+    record.kind = static_cast<JournalRecord::Kind>(kind);
+    Status status;
+    switch (record.kind) {
+      case JournalRecord::Kind::kFile:
+        status = DecodeFile(in, what, record);
+        break;
+      case JournalRecord::Kind::kTarget:
+        status = DecodeTarget(in, what, record);
+        break;
+      case JournalRecord::Kind::kExtent:
+        status = DecodeExtent(in, what, record);
+        break;
+      case JournalRecord::Kind::kForget:
+        status = DecodeForget(in, what, record);
+        break;
+      case JournalRecord::Kind::kObject:
+      case JournalRecord::Kind::kNoObject:
+        status = DecodeObject(in, what, record);
+        break;
+      case JournalRecord::Kind::kCondemn:
+        status = DecodeCondemn(in, what, record);
+        break;
+      default:
+        return Broken(what, "a record of unknown kind " + std::to_string(kind));
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(status);
+    TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+    return record;
+  }
+
+ private:
+  Status DecodeFile(ByteReader& in, std::string_view what, JournalRecord& record) {
+    record.number = in.U32();
+    const std::uint8_t placement = in.U8();
+    record.file_name = in.String(kMaxFileNameBytes);
+    TENSORMOUNT_RETURN_IF_ERROR(in.status());
+    if (record.number != files_) return Broken(what, "file numbers do not rise by one");
+    record.placement = static_cast<Placement>(placement);
+    if (record.placement != Placement::kTensorFile && record.placement != Placement::kPack) {
+      return Broken(what, "a data file of placement " + std::to_string(placement));
+    }
+    if (!record.file_name.starts_with("data/") || !IsSafeName(record.file_name)) {
+      return Broken(what, "a data file called '" + record.file_name + "'");
+    }
+    ++files_;
+    return {};
+  }
+
+  Status DecodeTarget(ByteReader& in, std::string_view what, JournalRecord& record) {
+    record.number = in.U32();
+    record.end = in.U64();
+    record.target.key = in.String(kMaxKeyBytes);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Dims begin, DecodeDims(in, what));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extent, DecodeDims(in, what));
+    TENSORMOUNT_RETURN_IF_ERROR(in.status());
+    Result<Box> box = Box::Make(begin, extent);
+    if (!box.ok()) return Broken(what, box.status().message());
+    record.target.box = box.value();
+    if (Status key = CheckKey(record.target.key); !key.ok()) return Broken(what, key.message());
+    if (record.number != targets_.size()) return Broken(what, "target numbers do not rise by one");
+    if (record.end > kMaxPosition) return Broken(what, "a target of over 2^63 bytes");
+    targets_.push_back(record.end);
+    return {};
+  }
+
+  Status CheckFile(std::uint32_t file, std::uint64_t offset, std::uint64_t length,
+                   std::string_view what) const {
+    if (file >= files_) return Broken(what, "file " + std::to_string(file) + " was never named");
+    if (!RangeWithin(offset, length, kMaxPosition)) return Broken(what, "a place past 2^63");
+    return {};
+  }
+
+  Status DecodeExtent(ByteReader& in, std::string_view what, JournalRecord& record) {
+    StagedExtent& e = record.extent;
+    e.target = in.U32();
+    e.begin = in.U64();
+    e.length = in.U64();
+    e.runs = in.U64();
+    e.stride = in.U64();
+    e.file = in.U32();
+    e.offset = in.U64();
+    e.contribution = in.U64();
+    TENSORMOUNT_RETURN_IF_ERROR(in.status());
+    record.number = e.target;
+    if (e.target >= targets_.size()) {
+      return Broken(what, "target " + std::to_string(e.target) + " was never named");
+    }
+    if (e.length == 0 || e.runs == 0 || (e.runs == 1) != (e.stride == 0) ||
+        (e.runs > 1 && e.stride <= e.length)) {
+      return Broken(what, "runs that are none");
+    }
+    const std::optional<std::uint64_t> bytes = CheckedMul(e.runs, e.length);
+    const std::optional<std::uint64_t> last = CheckedMul(e.runs - 1, e.stride);
+    const std::optional<std::uint64_t> span =
+        last.has_value() ? CheckedAdd(*last, e.length) : std::nullopt;
+    if (!bytes.has_value() || !span.has_value() ||
+        !RangeWithin(e.begin, *span, targets_[e.target])) {
+      return Broken(what, "bytes past the end of target " + std::to_string(e.target));
+    }
+    if (*bytes > kMaxExtentBytes) return Broken(what, "an extent of over 4 GiB");
+    TENSORMOUNT_RETURN_IF_ERROR(CheckFile(e.file, e.offset, *bytes, what));
+    TENSORMOUNT_ASSIGN_OR_RETURN(e.leaves, DecodeLeaves(in, *bytes, what));
+    return {};
+  }
+
+  Status DecodeForget(ByteReader& in, std::string_view what, JournalRecord& record) {
+    record.number = in.U32();
+    record.begin = in.U64();
+    record.end = in.U64();
+    TENSORMOUNT_RETURN_IF_ERROR(in.status());
+    if (record.number >= targets_.size() || record.begin > record.end ||
+        record.end > targets_[record.number]) {
+      return Broken(what, "forgets bytes that no target has");
+    }
+    return {};
+  }
+
+  Status DecodeObject(ByteReader& in, std::string_view what, JournalRecord& record) {
+    StagedObject& o = record.object;
+    o.key = in.String(kMaxKeyBytes);
+    TENSORMOUNT_ASSIGN_OR_RETURN(o.index, DecodeDims(in, what));
+    if (Status key = CheckKey(o.key); !key.ok()) return Broken(what, key.message());
+    if (record.kind == JournalRecord::Kind::kNoObject) return {};
+    o.file = in.U32();
+    o.offset = in.U64();
+    o.length = in.U64();
+    TENSORMOUNT_RETURN_IF_ERROR(in.status());
+    if (o.length == 0) {
+      if (o.file != kNoFile || o.offset != 0) return Broken(what, "an empty object with a place");
+    } else {
+      if (o.length > kMaxObjectBytes) return Broken(what, "an object of over 32 GiB");
+      TENSORMOUNT_RETURN_IF_ERROR(CheckFile(o.file, o.offset, o.length, what));
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(o.leaves, DecodeLeaves(in, o.length, what));
+    return {};
+  }
+
+  Status DecodeCondemn(ByteReader& in, std::string_view what, JournalRecord& record) {
+    record.number = in.U32();
+    record.file_name = in.String(kMaxRecordBytes);
+    record.reason = in.String(kMaxReasonBytes);
+    TENSORMOUNT_RETURN_IF_ERROR(in.status());
+    if (record.number != kNoFile && record.number >= targets_.size()) {
+      return Broken(what, "condemns a target that was never named");
+    }
+    return {};
+  }
+
+  std::uint32_t files_ = 0;
+  std::vector<std::uint64_t> targets_;  // Their bytes.
+};
+
+// A file through a window, so that memory does not grow with what its size claims.
+class Window {
+ public:
+  Window(File& file, std::uint64_t size) : file_(file), size_(size) {}
+
+  std::uint64_t size() const { return size_; }
+  // `n` bytes at `at`, good until the next call; nothing where the file ends before.
+  Result<std::optional<std::string_view>> Get(std::uint64_t at, std::size_t n) {
+    if (!RangeWithin(at, n, size_)) return std::optional<std::string_view>();
+    if (at < begin_ || at + n > begin_ + bytes_.size()) {
+      const std::uint64_t want = std::min<std::uint64_t>(std::max(n, kWindowBytes), size_ - at);
+      bytes_.resize(static_cast<std::size_t>(want));
+      begin_ = at;
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got,
+                                   file_.ReadAt(at, bytes_.data(), bytes_.size()));
+      if (got < bytes_.size()) {
+        bytes_.resize(got);
+        size_ = at + got;  // Cut by somebody meanwhile.
+        if (got < n) return std::optional<std::string_view>();
+      }
+    }
+    return std::optional<std::string_view>(
+        std::string_view(bytes_).substr(static_cast<std::size_t>(at - begin_), n));
+  }
+
+  // The body of the frame at `at`; nothing where it is not whole.
+  Result<std::optional<std::string_view>> Body(std::uint64_t at) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto head, Get(at, 4));
+    if (!head.has_value()) return head;
+    const auto length = LoadLittle<std::uint32_t>(head->data());
+    if (length == 0 || length > kMaxRecordBytes) return std::optional<std::string_view>();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto frame, Get(at, length + kFrameBytes));
+    if (!frame.has_value()) return frame;
+    const std::string_view body = frame->substr(4, length);
+    if (LoadLittle<std::uint64_t>(frame->data() + 4 + length) != Checksum(body)) {
+      return std::optional<std::string_view>();
+    }
+    return std::optional<std::string_view>(body);
+  }
+
+ private:
+  File& file_;
+  std::uint64_t size_;
+  std::uint64_t begin_ = 0;
+  std::string bytes_;
+};
+
+struct Mark {
+  std::uint64_t position = 0;
+  std::uint64_t synced = 0;
+};
+Mark DecodeMark(std::string_view body) {
+  return {LoadLittle<std::uint64_t>(body.data() + 1), LoadLittle<std::uint64_t>(body.data() + 9)};
+}
+bool IsMark(std::string_view body) {
+  return body.size() == kMarkBodyBytes && static_cast<std::uint8_t>(body[0]) == kMarkKind;
+}
+
+// kDataLoss where a whole mark behind `bad` says that the byte at `bad` had been durable.
+Status CheckNotPromised(Window& window, std::uint64_t bad, std::string_view what) {
+  for (std::uint64_t at = bad + 1; RangeWithin(at, kMarkBytes, window.size()); ++at) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto frame, window.Get(at, kMarkBytes));
+    if (!frame.has_value()) break;
+    // Its own position rules out almost all places before anything is hashed.
+    if (LoadLittle<std::uint32_t>(frame->data()) != kMarkBodyBytes) continue;
+    const std::string_view body = frame->substr(4, kMarkBodyBytes);
+    if (!IsMark(body) || DecodeMark(body).position != at) continue;
+    if (LoadLittle<std::uint64_t>(frame->data() + 4 + kMarkBodyBytes) != Checksum(body)) continue;
+    if (DecodeMark(body).synced > bad) {
+      return Broken(what, "damaged at byte " + std::to_string(bad) + ", which had been synced");
+    }
+  }
+  return {};
+}
+
+// The head; kNotFound where there is none and nothing was promised.
+Status ReadHead(Window& window, std::string_view what, Journal& journal) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto head, window.Get(0, kJournalHeadBytes));
+  ByteReader in(head.value_or(std::string_view()), what);
+  const std::string_view magic = in.Raw(kJournalMagic.size());
+  const std::uint32_t version = in.U32();
+  const std::uint32_t length = in.U32();
+  journal.checkpoint = DecodeUuid(in);
+  journal.incarnation = in.Raw(kIncarnationDigits);
+  const Hash128 hash = in.Hash();
+  if (!head.has_value() || magic != kJournalMagic ||
+      hash != Xxh3(head->substr(0, kJournalHeadBytes - 16))) {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckNotPromised(window, 0, what));
+    return Status(Code::kNotFound, std::string(what) + ": nothing was written into this journal");
+  }
+  if (version != kJournalVersion || length != kJournalHeadBytes) {
+    return Status(Code::kUnsupported, std::string(what) + ": a journal of version " +
+                                          std::to_string(version) + ", known is 1");
+  }
+  if (!IsIncarnation(journal.incarnation)) return Broken(what, "a head without an incarnation");
+  return {};
+}
+
+}  // namespace
+
+bool IsIncarnation(std::string_view text) {
+  return text.size() == kIncarnationDigits && std::ranges::all_of(text, [](char c) {
+           return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
+         });
+}
+
+std::string EncodeHead(const Uuid& checkpoint, std::string_view incarnation) {
+  ByteWriter out;
+  out.Raw(kJournalMagic.data(), kJournalMagic.size());
+  out.U32(kJournalVersion);
+  out.U32(static_cast<std::uint32_t>(kJournalHeadBytes));
+  EncodeUuid(out, checkpoint);
+  out.Raw(incarnation.data(), incarnation.size());
+  out.Hash(Xxh3(out.bytes()));
+  return std::move(out.bytes());
+}
+
+std::string EncodeMark(std::uint64_t position, std::uint64_t synced) {
+  ByteWriter body;
+  body.U8(kMarkKind);
+  body.U64(position);
+  body.U64(synced);
+  return Frame(body.bytes());
+}
+
+std::string EncodeRecord(const JournalRecord& record) {
+  ByteWriter out;
+  out.U8(static_cast<std::uint8_t>(record.kind));
+  switch (record.kind) {
+    case JournalRecord::Kind::kFile:
+      out.U32(record.number);
+      out.U8(static_cast<std::uint8_t>(record.placement));
+      out.String(record.file_name);
+      break;
+    case JournalRecord::Kind::kTarget:
+      out.U32(record.number);
+      out.U64(record.end);
+      out.String(record.target.key);
+      EncodeDims(out, record.target.box.begin());
+      EncodeDims(out, record.target.box.extent());
+      break;
+    case JournalRecord::Kind::kExtent: {
+      const StagedExtent& e = record.extent;
+      out.U32(e.target);
+      out.U64(e.begin);
+      out.U64(e.length);
+      out.U64(e.runs);
+      out.U64(e.stride);
+      out.U32(e.file);
+      out.U64(e.offset);
+      out.U64(e.contribution);
+      EncodeLeaves(out, e.leaves);
+      break;
+    }
+    case JournalRecord::Kind::kForget:
+      out.U32(record.number);
+      out.U64(record.begin);
+      out.U64(record.end);
+      break;
+    case JournalRecord::Kind::kObject:
+    case JournalRecord::Kind::kNoObject: {
+      const StagedObject& o = record.object;
+      out.String(o.key);
+      EncodeDims(out, o.index);
+      if (record.kind == JournalRecord::Kind::kNoObject) break;
+      out.U32(o.file);
+      out.U64(o.offset);
+      out.U64(o.length);
+      EncodeLeaves(out, o.leaves);
+      break;
+    }
+    case JournalRecord::Kind::kCondemn:
+      out.U32(record.number);
+      out.String(record.file_name);
+      out.String(std::string_view(record.reason).substr(0, kMaxReasonBytes));
+      break;
+  }
+  return Frame(out.bytes());
+}
+
+Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
+  Window window(*file, info.size);
+  Journal journal;
+  TENSORMOUNT_RETURN_IF_ERROR(ReadHead(window, path, journal));
+  RecordDecoder decoder;
+  std::uint64_t at = kJournalHeadBytes;
+  for (;;) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto body, window.Body(at));
+    if (!body.has_value()) break;
+    const std::uint64_t end = at + body->size() + kFrameBytes;
+    if (IsMark(*body)) {
+      if (DecodeMark(*body).position != at || DecodeMark(*body).synced > at) {
+        return Broken(path, "a mark at byte " + std::to_string(at) + " that is of another place");
+      }
+    } else {
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          JournalRecord record,
+          decoder.Decode(*body, path + ": record at byte " + std::to_string(at)));
+      journal.records.push_back(std::move(record));
+    }
+    at = end;
+  }
+  journal.bytes = at;
+  TENSORMOUNT_RETURN_IF_ERROR(CheckNotPromised(window, at, path));
+  return journal;
+}
+
+}  // namespace tensormount::fs
