@@ -7,16 +7,18 @@
 
 namespace tensormount {
 
+bool SafetensorsHolds(DType dtype, std::string_view key) {
+  // "__metadata__" means something else there.
+  return !InfoOf(dtype).safetensors.empty() && key != "__metadata__";
+}
+
 Result<SafetensorsLayout> LayOutSafetensors(std::span<const TensorMeta* const> tensors) {
   SafetensorsLayout layout;
   layout.offsets.assign(tensors.size(), 0);
   layout.held.assign(tensors.size(), false);
   std::vector<std::size_t> order;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    // "__metadata__" means something else there.
-    if (!InfoOf(tensors[i]->dtype()).safetensors.empty() && tensors[i]->key() != "__metadata__") {
-      order.push_back(i);
-    }
+    if (SafetensorsHolds(tensors[i]->dtype(), tensors[i]->key())) order.push_back(i);
   }
   // The format wants no gaps and readers want aligned elements: large elements first.
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tensormount/status.h"
@@ -12,6 +13,9 @@
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
+
+// Whether the format can hold a tensor of this type under this key.
+bool SafetensorsHolds(DType dtype, std::string_view key);
 
 // How tensors stand in model.safetensors: by falling element size, then in the order given, so that
 // each is aligned.

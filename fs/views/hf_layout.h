@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_VIEWS_HF_LAYOUT_H_
+#define TENSORMOUNT_FS_VIEWS_HF_LAYOUT_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/key_map.h"
+#include "tensormount/status.h"
+
+#include "fs/views/file_content.h"
+#include "fs/views/generated_text.h"
+#include "fs/views/shown_checkpoint.h"
+
+namespace tensormount::fs {
+
+struct HfOptions {
+  // Bytes of tensors in a part of hf/, at most; a tensor larger than that is a part of its own. Not
+  // 0. The default is huggingface_hub's "5GB".
+  std::uint64_t part_bytes = 5'000'000'000;
+  // Which tensors hf/ has and what they are called there, over the keys that are shown; null: all,
+  // under these keys.
+  std::shared_ptr<const KeyMap> rules;
+};
+
+// "5GB", "512MiB", "100000": decimal for K, M, G, KB, MB, GB, binary for KiB, MiB, GiB.
+// kInvalidArgument for anything else, 0 and what overflows.
+Result<std::uint64_t> ParsePartSize(std::string_view text);
+
+// How the tensors of a checkpoint are divided into the parts of hf/: in the order of the shown
+// keys, each part closed when the next tensor would pass part_bytes (or its header the format's
+// limit). Parts are ranges of tensors, so that nothing is kept of single tensors. Immutable,
+// thread-safe.
+class HfLayout {
+ public:
+  struct Part {
+    std::uint32_t first = 0;  // Numbers of shown tensors.
+    std::uint32_t end = 0;
+    std::uint64_t header_bytes = 0;
+    std::uint64_t data_bytes = 0;
+    std::uint64_t size() const { return header_bytes + data_bytes; }
+  };
+  // What FileContent::Shared takes, and about how much memory it holds.
+  struct File {
+    std::shared_ptr<const std::vector<FileContent::Segment>> segments;
+    std::shared_ptr<const std::string> header;
+    std::uint64_t memory() const {
+      return header->size() + segments->size() * sizeof(FileContent::Segment);
+    }
+  };
+
+  // Whether the rules fit: kInvalidArgument where two tensors would get one name, or one a name
+  // that no key may have. Costs one scan of the keys.
+  static Status CheckRules(const ShownCheckpoint& shown, const HfOptions& options);
+  // Reads every tensor's entry once. `shown` must outlive the layout.
+  static Result<std::unique_ptr<const HfLayout>> Make(const ShownCheckpoint& shown,
+                                                      const HfOptions& options);
+
+  // At least one: without tensors it is a file with an empty header.
+  const std::vector<Part>& parts() const { return parts_; }
+  // "model-00002-of-00003.safetensors", or "model.safetensors" where there is only one.
+  std::string NameOf(std::size_t part) const;
+  // Lays a part out; nothing is kept.
+  Result<File> Build(std::size_t part) const;
+
+  // Whether there is a model.safetensors.index.json: not for one part that has everything.
+  bool has_index() const { return parts_.size() > 1 || left_out_ > 0; }
+  // Its text; the layout must outlive it.
+  Result<std::shared_ptr<const GeneratedText>> IndexJson() const;
+  // The name of a tensor there; empty where the rules drop it.
+  std::string TensorName(std::string_view shown_key) const {
+    return options_.rules ? options_.rules->Apply(shown_key) : std::string(shown_key);
+  }
+
+ private:
+  HfLayout(const ShownCheckpoint& shown, const HfOptions& options)
+      : shown_(shown), options_(options) {}
+  Status Divide();
+  Status RenderIndex(std::uint32_t first, std::uint32_t count, std::string& out) const;
+
+  ShownCheckpoint shown_;
+  HfOptions options_;
+  std::vector<Part> parts_;
+  std::uint64_t total_bytes_ = 0;  // Of all tensors that are held.
+  std::uint32_t left_out_ = 0;     // Tensors that the format cannot hold.
+  // Of the first tensor that is held, and that is left out: no comma before them.
+  std::uint32_t first_held_ = 0;
+  std::uint32_t first_left_out_ = 0;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_VIEWS_HF_LAYOUT_H_
