@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/views/zarr_grid.h"
+
+#include <algorithm>
+#include <charconv>
+
+#include "index/extent_table.h"
+
+namespace tensormount::fs {
+namespace {
+
+std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
+
+// The chunk shape of a regular grid, of which all stored chunks are cells; nullopt: there is none.
+// That every cell is stored was checked when the checkpoint was published.
+Result<std::optional<Dims>> StoredGrid(const CheckpointIndex& index, const TensorEntry& tensor) {
+  const Dims& shape = tensor.meta.shape();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,
+                               index.Extents(tensor.ordinal));
+  std::optional<Dims> cell;
+  for (std::size_t i = 0; i < table->size(); ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(i));
+    if (chunk.region.empty()) continue;
+    const Box& box = chunk.region.box();
+    if (chunk.region.is_flat() || !box.Within(shape)) return std::optional<Dims>();
+    // Rows are in the order of their first element: the first one is at the origin.
+    if (!cell) cell = box.extent();
+    for (int a = 0; a < shape.rank(); ++a) {
+      const std::int64_t extent = (*cell)[a];
+      if (box.begin(a) % extent != 0 ||
+          box.extent(a) != std::min(extent, shape[a] - box.begin(a))) {
+        return std::optional<Dims>();
+      }
+    }
+  }
+  return cell;
+}
+
+}  // namespace
+
+ZarrGrid::ZarrGrid(const Dims& shape, const Dims& chunk)
+    : shape_(shape), chunk_(chunk), counts_(shape), chunks_(1) {
+  for (int a = 0; a < shape.rank(); ++a) {
+    chunk_[a] = std::max<std::int64_t>(chunk[a], 1);
+    counts_[a] = CeilDiv(shape[a], chunk_[a]);
+    chunks_ *= static_cast<std::uint64_t>(counts_[a]);  // At most the number of elements.
+  }
+}
+
+ZarrGrid ZarrGrid::RowBlocks(const TensorMeta& meta, std::uint64_t max_chunks) {
+  const Dims& shape = meta.shape();
+  const std::uint64_t element = std::max<std::uint64_t>(meta.bits() / 8, 1);
+  std::uint64_t target = std::max(kRowBlockBytes / element, std::uint64_t{1});
+  for (;;) {
+    Dims chunk = shape;
+    std::uint64_t left = meta.elements();  // Of a box of one index on the axes so far.
+    for (int a = 0; a < shape.rank() && left > target; ++a) {
+      left /= static_cast<std::uint64_t>(shape[a]);
+      chunk[a] = static_cast<std::int64_t>(std::max<std::uint64_t>(target / left, 1));
+      if (left <= target) break;
+    }
+    const ZarrGrid grid(shape, chunk);
+    if (grid.chunks() <= max_chunks || target >= meta.elements()) return grid;
+    target *= 2;  // Elements fit 63 bits.
+  }
+}
+
+Result<ZarrGrid> ZarrGrid::Make(const CheckpointIndex& index, const TensorEntry& tensor,
+                                std::uint64_t max_chunks) {
+  const Dims& shape = tensor.meta.shape();
+  if (tensor.chunks == 1 || tensor.meta.elements() == 0) return ZarrGrid(shape, shape);
+  if (tensor.chunks <= max_chunks) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<Dims> cell, StoredGrid(index, tensor));
+    if (cell) {
+      const ZarrGrid grid(shape, *cell);
+      if (grid.chunks() <= max_chunks) return grid;
+    }
+  }
+  return RowBlocks(tensor.meta, max_chunks);
+}
+
+Box ZarrGrid::BoxOf(std::uint64_t number) const {
+  Dims begin = shape_;
+  Dims extent = shape_;
+  for (int a = shape_.rank() - 1; a >= 0; --a) {
+    const std::uint64_t count = static_cast<std::uint64_t>(counts_[a]);
+    begin[a] = static_cast<std::int64_t>(number % count) * chunk_[a];
+    extent[a] = std::min(chunk_[a], shape_[a] - begin[a]);
+    number /= count;
+  }
+  // Within a checked shape.
+  return Box::Make(begin, extent).value();
+}
+
+std::string ZarrGrid::NameOf(std::uint64_t number) const {
+  const Box box = BoxOf(number);
+  std::string name = "c";
+  for (int a = 0; a < box.rank(); ++a) name += '.' + std::to_string(box.begin(a) / chunk_[a]);
+  return name;
+}
+
+std::optional<std::uint64_t> ZarrGrid::NumberOf(std::string_view name) const {
+  if (!name.starts_with('c') || chunks_ == 0) return std::nullopt;
+  const std::string_view all = name;
+  name.remove_prefix(1);
+  std::uint64_t number = 0;
+  for (int a = 0; a < shape_.rank(); ++a) {
+    if (!name.starts_with('.')) return std::nullopt;
+    name.remove_prefix(1);
+    std::int64_t at = 0;
+    const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), at);
+    if (error != std::errc() || at < 0 || at >= counts_[a]) return std::nullopt;
+    name.remove_prefix(static_cast<std::size_t>(end - name.data()));
+    number = number * static_cast<std::uint64_t>(counts_[a]) + static_cast<std::uint64_t>(at);
+  }
+  // Refuses other spellings of a number.
+  if (!name.empty() || NameOf(number) != all) return std::nullopt;
+  return number;
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_VIEWS_ZARR_METADATA_H_
+#define TENSORMOUNT_FS_VIEWS_ZARR_METADATA_H_
+
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "tensormount/dtype.h"
+#include "tensormount/status.h"
+
+#include "fs/views/generated_text.h"
+#include "fs/views/key_tree.h"
+#include "fs/views/shown_tensors.h"
+#include "fs/views/zarr_grid.h"
+
+// The zarr.json files of zarr/ (Zarr v3 core specification).
+
+namespace tensormount::fs {
+
+inline constexpr std::string_view kZarrJson = "zarr.json";
+
+// The type that zarr/ gives elements of this type: of the format's core, or the unsigned integer of
+// the same size where that has none. Empty for types under a byte, which are no arrays there.
+std::string_view ZarrType(DType dtype);
+
+// The names that lead to the array of a key below zarr/: the key's path, but for a last name
+// "zarr.json", which would be that of the folder's metadata.
+std::string ZarrPath(std::string path_of_key);
+
+// Of a folder of keys.
+std::string ZarrGroupJson();
+// Of a tensor that has a ZarrType.
+std::string ZarrArrayJson(const TensorMeta& meta, const ZarrGrid& grid);
+// Of zarr/ itself, with the metadata of all groups and arrays below it ("consolidated", as
+// zarr-python 3 writes it). `tensors` and `tree`, its tree, must outlive the text.
+using ZarrGrids = std::function<Result<ZarrGrid>(std::uint32_t number, const TensorEntry& tensor)>;
+Result<GeneratedText::Parts> ZarrRootJson(const ShownTensors& tensors, const KeyTree& tree,
+                                          ZarrGrids grids);
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_VIEWS_ZARR_METADATA_H_
