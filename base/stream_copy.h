@@ -42,6 +42,26 @@ inline void StreamBytes(const std::byte* src, std::byte* dst, std::size_t size) 
 #endif
 }
 
+// memcpy through the caches, a cache line a step.
+inline void CopyByLines(const std::byte* src, std::byte* dst, std::size_t size) {
+  std::size_t at = 0;
+#if defined(__SSE2__)
+  for (; size - at >= 64; at += 64) {
+    const auto* from = reinterpret_cast<const __m128i*>(src + at);
+    auto* to = reinterpret_cast<__m128i*>(dst + at);
+    const __m128i a = _mm_loadu_si128(from);
+    const __m128i b = _mm_loadu_si128(from + 1);
+    const __m128i c = _mm_loadu_si128(from + 2);
+    const __m128i d = _mm_loadu_si128(from + 3);
+    _mm_storeu_si128(to, a);
+    _mm_storeu_si128(to + 1, b);
+    _mm_storeu_si128(to + 2, c);
+    _mm_storeu_si128(to + 3, d);
+  }
+#endif
+  std::memcpy(dst + at, src + at, size - at);
+}
+
 inline void EndStream() {
 #if defined(__SSE2__)
   _mm_sfence();

@@ -5,7 +5,7 @@
 
 #include "fs/views/checkpoint_text.h"
 #include "fs/views/checkpoint_view.h"
-#include "fs/views/in_memory.h"
+#include "base/mapping.h"
 #include "index/safetensors_layout.h"
 #include "shard/leaf_hash.h"
 #include "shard/npy.h"

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include "base/deadline.h"
-#include "fs/views/in_memory.h"
+#include "base/mapping.h"
 #include "shard/safetensors.h"
 #include "tests/fs/file_ops.h"
 #include "tests/fs/vfs_ops.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "base/mapping_guard.h"
+#include "base/mapping.h"
 
 #include <csignal>
 #include <cstddef>

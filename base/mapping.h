@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_BASE_MAPPING_GUARD_H_
-#define TENSORMOUNT_BASE_MAPPING_GUARD_H_
+#ifndef TENSORMOUNT_BASE_MAPPING_H_
+#define TENSORMOUNT_BASE_MAPPING_H_
 
-// Reading a mapped file that somebody cuts short raises SIGBUS, which ends the process. A daemon
-// that serves everybody's reads must answer EIO instead.
+#include <cstddef>
+
+// What is particular about memory that is a mapped file. Reading a mapped file that somebody cuts
+// short raises SIGBUS, which ends the process. A daemon that serves everybody's reads must answer
+// EIO instead.
 
 namespace tensormount {
 
@@ -22,6 +25,10 @@ bool RunOnMapping(Fn&& fn) {
   return RunOnMapping([](void* f) { (*static_cast<Fn*>(f))(); }, &fn);
 }
 
+// Whether all pages of this part of a mapping are in memory, so that reading it does not wait for
+// storage. By mincore, which says yes to a process that neither owns the file nor may write it.
+bool InMemory(const std::byte* data, std::size_t size);
+
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_BASE_MAPPING_GUARD_H_
+#endif  // TENSORMOUNT_BASE_MAPPING_H_
