@@ -16,6 +16,7 @@
 
 #include "base/deadline.h"
 #include "base/log.h"
+#include "base/mapping.h"
 #include "fs/mount/blocking_work.h"
 #include "fs/views/checkpoint_text.h"
 #include "fs/mount/fuse_bridge.h"
@@ -356,6 +357,8 @@ Status CheckAncestors(FileSystem& fs, const std::string& source) {
 
 Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
                                                           const MountOptions& options) {
+  // Reads of many short runs go through mappings of data files, which somebody may cut short.
+  EnableMappingGuard();
   if (options.tier == MountOptions::Tier::kPassthrough) {
     return Status(Code::kUnsupported, "--tier passthrough: not built yet; the daemon tier serves");
   }
