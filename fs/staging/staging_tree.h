@@ -39,8 +39,8 @@ class StagingTree {
   virtual void Forget(std::uint64_t item, std::uint64_t references) = 0;
   virtual Result<Node> Stat(std::uint64_t item) = 0;
   // Of `attributes` only kind and inode are set: names that are listed are not looked up.
-  using Visit = std::function<bool(std::string_view name, const Attributes& attributes,
-                                   std::uint64_t next)>;
+  using Visit =
+      std::function<bool(std::string_view name, const Attributes& attributes, std::uint64_t next)>;
   virtual Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) = 0;
 
   // EEXIST for a staging that is there: it is joined by looking it up.

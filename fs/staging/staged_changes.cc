@@ -1,0 +1,422 @@
+// SPDX-License-Identifier: Apache-2.0
+// What changes something below .staging/; names are in staging_tree.cc.
+#include <algorithm>
+#include <cerrno>
+#include <fcntl.h>
+
+#include "base/log.h"
+#include "fs/staging/publish.h"
+#include "fs/staging/staging_tree_impl.h"
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::size_t kCopyBytes = std::size_t{1} << 20;
+constexpr std::uint64_t kMaxReportBytes = std::uint64_t{64} << 20;
+
+// EPERM: never allowed, and not EROFS, because the mount is writable.
+Status Refused(std::string_view why) {
+  return Status::FromParts(Code::kPermissionDenied, EPERM, std::string(why));
+}
+
+bool Writes(int flags) { return (flags & O_ACCMODE) != O_RDONLY; }
+
+// Counts as an open writer while it lives.
+class Writing {
+ public:
+  explicit Writing(StagedCheckpoint& of) : of_(of), status_(of.BeginWriting()) {}
+  ~Writing() {
+    if (status_.ok()) of_.EndWriting();
+  }
+  Writing(const Writing&) = delete;
+  Writing& operator=(const Writing&) = delete;
+  const Status& status() const { return status_; }
+
+ private:
+  StagedCheckpoint& of_;
+  const Status status_;
+};
+
+Status RemoveFilesIn(FileSystem& fs, const std::string& folder) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto entries, fs.List(folder));
+  for (const DirectoryEntry& entry : entries) {
+    const Status removed = fs.RemoveFile(JoinPath(folder, entry.name));
+    if (!removed.ok() && removed.code() != Code::kNotFound) return removed;
+  }
+  return fs.SyncDirectory(folder);
+}
+
+// What rename(2) answers. `mv` takes EXDEV for a reason to copy, and EINVAL for a folder that is
+// moved into itself.
+Status AsRename(const Status& status) {
+  switch (status.ToErrno()) {
+    case EINVAL:
+      return Status::FromParts(status.code(), ENODATA, status.message());
+    case EXDEV:
+      return Status::FromParts(status.code(), EIO, status.message());
+    default:
+      return status;
+  }
+}
+
+}  // namespace
+
+HandleContext StagingTreeImpl::ContextOf(const NodePtr& node, bool writable) {
+  return {.of = node->of,
+          .label = node->Label(),
+          .writable = writable,
+          .stat = [this, node] { return Describe(*node); },
+          .stats = &stats_};
+}
+
+Result<StagingTree::Node> StagingTreeImpl::MakeDirectory(std::uint64_t folder,
+                                                         std::string_view name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
+  const Status exists = Status::FromErrno(EEXIST, "make", JoinedPath(parent->Label(), name));
+  switch (parent->place) {
+    case Place::kRoot: {
+      const std::string label = ".staging/" + std::string(name);
+      if (const Status bad = CheckCheckpointName(name); !bad.ok()) {
+        return Told("mkdir", label, Refused(bad.message()));
+      }
+      const Result<Staging> made = CreateStaging(store_, fs_, std::string(name));
+      if (!made.ok() && made.status().code() != Code::kAlreadyExists) {
+        return Told("mkdir", label, made.status());
+      }
+      if (!made.ok()) return made.status();
+      return Lookup(folder, name);
+    }
+    case Place::kObjects: {
+      const Result<StagedNode> there = ObjectChild(*parent, name);
+      if (there.ok()) return exists;
+      if (there.status().code() != Code::kNotFound) return there.status();
+      parent->of->AddObjectFolder(JoinedPath(parent->path, name));
+      return Lookup(folder, name);
+    }
+    default: {
+      if (Child(*parent, name).ok()) return exists;
+      return Told("mkdir", JoinedPath(parent->Label(), name),
+                  Refused("folders here are those of the keys in schema.json"));
+    }
+  }
+}
+
+Result<std::shared_ptr<WriteHandle>> StagingTreeImpl::OpenNode(const NodePtr& node, int flags) {
+  const bool writable = Writes(flags);
+  const bool truncates = (flags & O_TRUNC) != 0;
+  StagedCheckpoint& of = *node->of;
+  HandleContext context = ContextOf(node, writable);
+  std::shared_ptr<WriteHandle> handle;
+  switch (node->place) {
+    case Place::kTensor:
+    case Place::kSlice: {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema());
+      const TensorMeta* meta = view->Find(node->key);
+      if (meta == nullptr) return Status(Code::kStale, node->Label() + ": not in schema.json");
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto target, of.OpenTarget(*meta, node->box));
+      TENSORMOUNT_ASSIGN_OR_RETURN(handle, OpenTargetHandle(std::move(context), target));
+      if (writable && node->place == Place::kSlice) of.AddSlicePath(node->path);
+      break;
+    }
+    case Place::kObject: {
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto blob,
+                                   of.writer().OpenObject(node->key, node->index, false));
+      TENSORMOUNT_ASSIGN_OR_RETURN(handle, OpenObjectHandle(std::move(context), std::move(blob)));
+      break;
+    }
+    case Place::kSchema:
+    case Place::kCommon: {
+      const bool schema = node->place == Place::kSchema;
+      std::string text;
+      if (schema) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
+        if (!view->schema.empty()) text = view->text;
+      } else {
+        TENSORMOUNT_ASSIGN_OR_RETURN(text, ReadCommonJson(fs_, of.staging()));
+      }
+      if (!writable) return OpenTextHandle(std::move(context), std::move(text));
+      // An edit says what is added. It begins empty where the old text is cut off.
+      if (truncates) text.clear();
+      return OpenEditHandle(std::move(context), schema, std::move(text));
+    }
+    case Place::kReportJson:
+    case Place::kReportText: {
+      if (writable || truncates) return Refused(node->Label() + ": reports are read only");
+      const std::string path = JoinPath(
+          of.staging().directory, node->place == Place::kReportJson ? "report.json" : "report.txt");
+      TENSORMOUNT_ASSIGN_OR_RETURN(std::string text, fs_.ReadFile(path, kMaxReportBytes));
+      return OpenTextHandle(std::move(context), std::move(text));
+    }
+    case Place::kMark:
+      if (writable) TENSORMOUNT_RETURN_IF_ERROR(of.MarkDone(node->rank));
+      return OpenMarkHandle(std::move(context));
+    default:
+      return Status::FromErrno(EISDIR, "open", node->Label());
+  }
+  if (truncates && writable) TENSORMOUNT_RETURN_IF_ERROR(handle->Truncate(0));
+  return handle;
+}
+
+Result<std::shared_ptr<WriteHandle>> StagingTreeImpl::Open(std::uint64_t file, int flags) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, Live(file));
+  Result<std::shared_ptr<WriteHandle>> opened = OpenNode(node, flags);
+  if (!opened.ok() && Writes(flags) && opened.status().code() != Code::kStale &&
+      opened.status().ToErrno() != EISDIR) {
+    return Told("open", node->Label(), opened.status());
+  }
+  return opened;
+}
+
+Status StagingTreeImpl::MakeObject(const StagedNode& node) {
+  const Writing writing(*node.of);
+  TENSORMOUNT_RETURN_IF_ERROR(writing.status());
+  return node.of->writer().OpenObject(node.key, node.index, true).status();
+}
+
+Result<StagingTree::Opened> StagingTreeImpl::Create(std::uint64_t folder, std::string_view name,
+                                                    int flags) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
+  const std::string label = JoinedPath(parent->Label(), name);
+  Result<StagedNode> child = Child(*parent, name);
+  if (child.ok() && (flags & O_EXCL) != 0) return Status::FromErrno(EEXIST, "create", label);
+  if (child.status().code() == Code::kNotFound) {
+    StagedNode made;
+    made.of = parent->of;
+    made.path = JoinedPath(parent->path, name);
+    switch (parent->place) {
+      case Place::kStaging:
+        if (name != "schema.json" && name != "common.json") {
+          return Told(
+              "create", label,
+              Refused("files here are schema.json and common.json; objects go to objects/"));
+        }
+        made.place = name == "schema.json" ? Place::kSchema : Place::kCommon;
+        made.path.clear();
+        break;
+      case Place::kDone:
+        if (!ParseRank(name, &made.rank)) {
+          return Told("create", label, Refused("marks are called by the number of their writer"));
+        }
+        made.place = Place::kMark;
+        break;
+      case Place::kObjects: {
+        TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, parent->of->Schema(true));
+        const Result<ObjectPlace> place = ObjectAt(*view, made.path);
+        if (!place.ok()) return Told("create", label, place.status());
+        made.place = Place::kObject;
+        made.key = place.value().key;
+        made.index = place.value().index;
+        const Status status = MakeObject(made);
+        if (!status.ok()) return Told("create", label, status);
+        break;
+      }
+      case Place::kTensors:
+        return Told(
+            "create", label,
+            Status(Code::kNotFound, "no tensor with this key: schema.json must name it first"));
+      case Place::kSlices:
+        return Told("create", label,
+                    child.status().WithContext(
+                        "no box of a tensor that schema.json names (write KEY[0:4,:])"));
+      default:
+        return Told("create", label,
+                    Refused("make a folder here (mkdir): it becomes a checkpoint"));
+    }
+    // A mark is there only once it was made.
+    if (made.place == Place::kMark) {
+      const Status status = made.of->MarkDone(made.rank);
+      if (!status.ok()) return Told("create", label, status);
+    }
+    child = std::move(made);
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(child.status());
+  if (child.value().folder()) return Status::FromErrno(EISDIR, "open", label);
+  const NodePtr node = nodes_.Take(std::move(child).value());
+  Result<std::shared_ptr<WriteHandle>> handle = OpenNode(node, flags);
+  if (!handle.ok()) {
+    nodes_.Forget(node->item, 1);
+    return Told("open", label, handle.status());
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Node known, Known(node));
+  return Opened{.node = known, .handle = std::move(handle).value()};
+}
+
+Status StagingTreeImpl::Truncate(std::uint64_t file, std::uint64_t size) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, Live(file));
+  if (node->folder()) return Status::FromErrno(EISDIR, "truncate", node->Label());
+  if (node->place == Place::kMark) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto handle, OpenNode(node, O_WRONLY));
+  TENSORMOUNT_RETURN_IF_ERROR(handle->Truncate(size));
+  return handle->Flush();
+}
+
+Result<StagingTree::Node> StagingTreeImpl::SetAttributes(std::uint64_t item) { return Stat(item); }
+
+Status StagingTreeImpl::Unlink(std::uint64_t folder, std::string_view name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode node, Child(*parent, name));
+  if (node.folder()) return Status::FromErrno(EISDIR, "remove", node.Label());
+  StagedCheckpoint& of = *node.of;
+  const Status status = [&]() -> Status {
+    if (node.place == Place::kMark) return RemoveDoneMark(fs_, of.staging(), node.rank);
+    if (node.place == Place::kReportJson || node.place == Place::kReportText) {
+      return fs_.RemoveFile(JoinPath(of.staging().directory, name));
+    }
+    const Writing writing(of);
+    TENSORMOUNT_RETURN_IF_ERROR(writing.status());
+    switch (node.place) {
+      case Place::kSchema:
+        return of.WithdrawSchema();
+      case Place::kCommon:
+        return RemoveFilesIn(fs_, JoinPath(of.staging().directory, "common"));
+      case Place::kObject:
+        return of.writer().RemoveObject(node.key, node.index);
+      case Place::kTensor:
+      case Place::kSlice:
+        of.RemoveSlicePath(node.place == Place::kSlice ? node.path : "");
+        if (const auto target = of.FindTarget(node.key, node.box)) {
+          TENSORMOUNT_RETURN_IF_ERROR(target->Forget(0, target->size()));
+          return target->Sync();
+        }
+        return {};
+      default:
+        return {};
+    }
+  }();
+  of.Touch();
+  return status.code() == Code::kStale ? status : Told("unlink", node.Label(), status);
+}
+
+Status StagingTreeImpl::CheckEmpty(const StagedNode& folder) {
+  const Status full = Status::FromErrno(ENOTEMPTY, "remove", folder.Label());
+  switch (folder.place) {
+    case Place::kTensors:
+      // Names stay as long as schema.json does: empty is what this mount has not written to.
+      return folder.of->HasWrittenBelow(folder.path) ? full : Status();
+    case Place::kDone:
+    case Place::kSlices:
+    case Place::kObjects: {
+      bool any = false;
+      StagedNode copy = folder;
+      const auto visit = [&any](std::string_view, const Attributes& a, std::uint64_t) {
+        any = any || a.kind == FileKind::kFile;
+        return true;
+      };
+      if (folder.place == Place::kDone) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(const auto marks, ReadDoneMarks(fs_, folder.of->staging()));
+        any = !marks.empty();
+      } else if (folder.place == Place::kSlices) {
+        TENSORMOUNT_RETURN_IF_ERROR(
+            ListPaths(folder, {.files = folder.of->SlicePaths(), .folders = {}}, 0, visit));
+      } else {
+        TENSORMOUNT_ASSIGN_OR_RETURN(ObjectPaths paths, PathsOfObjects(*folder.of));
+        const std::string below = folder.path.empty() ? std::string() : folder.path + '/';
+        any = std::any_of(paths.files.begin(), paths.files.end(),
+                          [&](const std::string& path) { return path.starts_with(below); });
+      }
+      return any ? full : Status();
+    }
+    default:
+      return {};
+  }
+}
+
+Status StagingTreeImpl::RemoveStagingAt(std::string_view name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StagedPtr staged, Join(name));
+  const std::string label = ".staging/" + std::string(name);
+  const auto remove = [&]() -> Status {
+    const Status busy(Code::kBusy, "files are open for writing");
+    if (staged->open_writers() > 0) return busy;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto lease, PublisherLease::Take(fs_, staged->staging()));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool removable, staged->Removable());
+    if (!removable) {
+      return Status::FromErrno(
+          ENOTEMPTY, "remove (something was written; remove schema.json first, or rm -r)", label);
+    }
+    return RemoveStaging(store_, fs_, staged->staging());
+  };
+  const Status status = remove();
+  if (!status.ok() && status.code() != Code::kStale) return Told("rmdir", label, status);
+  Drop(staged);
+  return status;
+}
+
+Status StagingTreeImpl::RemoveDirectory(std::uint64_t folder, std::string_view name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
+  if (parent->place == Place::kRoot) return RemoveStagingAt(name);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode node, Child(*parent, name));
+  if (!node.folder()) return Status::FromErrno(ENOTDIR, "remove", node.Label());
+  TENSORMOUNT_RETURN_IF_ERROR(CheckEmpty(node));
+  if (node.place == Place::kObjects) node.of->RemoveObjectFolder(node.path);
+  return {};
+}
+
+Status StagingTreeImpl::Publish(std::string_view name, std::string_view as) {
+  const std::string label = ".staging/" + std::string(name) + " as " + std::string(as);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StagedPtr staged, Join(name));
+  const auto publish = [&]() -> Status {
+    if (const Status bad = CheckCheckpointName(as); !bad.ok()) return Refused(bad.message());
+    if (const int open = staged->open_writers(); open > 0) {
+      return Status(Code::kBusy,
+                    std::to_string(open) + " files are open for writing on this mount");
+    }
+    StagingReport report;
+    const auto published = PublishStaging(store_, fs_, std::string(name), std::string(as), &report);
+    if (published.ok()) return {};
+    std::string text = published.status().message();
+    if (!report.problems.empty()) {
+      const StagingReport::Problem& first = report.problems.front();
+      text += " (" + first.object + ": " + first.detail + "; report.txt has all)";
+    }
+    return Status::FromParts(published.status().code(), published.status().ToErrno(), text);
+  };
+  const Status status = publish();
+  if (status.ok() || status.code() == Code::kStale) {
+    Drop(staged);
+    return status;
+  }
+  (void)staged->CheckInPlace(true);  // kUnknown: it may be gone all the same.
+  return Told("publish", label, AsRename(status));
+}
+
+Status StagingTreeImpl::RenameWithin(std::uint64_t folder, std::string_view name,
+                                     std::uint64_t to_folder, std::string_view to_name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr to_parent, Live(to_folder));
+  const std::string label = JoinedPath(parent->Label(), name);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode from, Child(*parent, name));
+  if (from.place != Place::kObject || to_parent->place != Place::kObjects ||
+      from.of != to_parent->of) {
+    return Told("rename", label,
+                Refused("only objects can be renamed here (rsync: use --inplace), and a whole "
+                        "staging into the root, which publishes it"));
+  }
+  StagedCheckpoint& of = *from.of;
+  const Status status = [&]() -> Status {
+    const Writing writing(of);
+    TENSORMOUNT_RETURN_IF_ERROR(writing.status());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPlace to,
+                                 ObjectAt(*view, JoinedPath(to_parent->path, to_name)));
+    if (to.key == from.key && to.index == from.index) return {};
+    StagingWriter& writer = of.writer();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto source, writer.OpenObject(from.key, from.index, false));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto target, writer.OpenObject(to.key, to.index, true));
+    TENSORMOUNT_RETURN_IF_ERROR(target->Truncate(0));
+    std::string buffer(
+        static_cast<std::size_t>(std::min<std::uint64_t>(kCopyBytes, source->size())), '\0');
+    for (std::uint64_t at = 0; at < source->size();) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n,
+                                   source->Read(at, buffer.data(), buffer.size()));
+      if (n == 0) break;
+      TENSORMOUNT_RETURN_IF_ERROR(target->Write(at, buffer.data(), n));
+      at += n;
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(target->Sync());
+    return writer.RemoveObject(from.key, from.index);
+  }();
+  return status.ok() || status.code() == Code::kStale ? status
+                                                      : Told("rename", label, AsRename(status));
+}
+
+}  // namespace tensormount::fs

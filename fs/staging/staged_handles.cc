@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/staging/staged_handles.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <shared_mutex>
+#include <utility>
+
+namespace tensormount::fs {
+namespace {
+
+// A schema of a million tensors is about 80 MB.
+constexpr std::uint64_t kMaxEditBytes = std::uint64_t{256} << 20;
+
+// What handles have in common: the right to write, and telling what failed.
+class StagedHandle : public WriteHandle {
+ public:
+  explicit StagedHandle(HandleContext context) : context_(std::move(context)) {}
+  ~StagedHandle() override {
+    if (counted_) context_.of->EndWriting();
+  }
+  // Counts as an open writer.
+  Status Begin() {
+    if (!context_.writable) return {};
+    TENSORMOUNT_RETURN_IF_ERROR(context_.of->BeginWriting());
+    counted_ = true;
+    return {};
+  }
+
+  const std::string& label() const override { return context_.label; }
+  Result<Attributes> Stat() override { return context_.stat(); }
+  Result<std::uint64_t> Seek(std::uint64_t offset, bool data) override {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, Stat());
+    if (offset >= attributes.size) return Status::FromErrno(ENXIO, "seek in", label());
+    return data ? offset : attributes.size;
+  }
+  void RefuseMappedWrite() override {}
+
+ protected:
+  // Runs `change` as an open writer. Changes of one handle run in parallel.
+  template <typename Change>
+  Status Changing(std::string_view what, const Change& change) {
+    if (!context_.writable) return Status::FromErrno(EBADF, what, label());
+    for (;;) {
+      {
+        const std::shared_lock lock(mutex_);
+        if (counted_) {
+          Status status = context_.of->CheckInPlace();
+          if (status.ok()) status = change();
+          if (status.ok()) context_.of->Touch();
+          return Told(what, std::move(status));
+        }
+      }
+      const std::unique_lock lock(mutex_);
+      if (counted_) continue;
+      TENSORMOUNT_RETURN_IF_ERROR(Told(what, context_.of->BeginWriting()));
+      counted_ = true;
+    }
+  }
+  // close(2): `settle` with no change beside it; then this is no open writer any more.
+  template <typename Settle>
+  Status Closing(const Settle& settle) {
+    if (!context_.writable) return {};
+    const std::unique_lock lock(mutex_);
+    const Status status = settle();
+    if (std::exchange(counted_, false)) context_.of->EndWriting();
+    return Told("close", status);
+  }
+  Status Told(std::string_view what, Status status) {
+    // Who writes to what is gone knows it from the answer.
+    if (!status.ok() && status.code() != Code::kStale) {
+      context_.stats->Report(what, label(), status);
+    }
+    return status;
+  }
+  const HandleContext& context() const { return context_; }
+
+ private:
+  const HandleContext context_;
+  std::shared_mutex mutex_;
+  bool counted_ = false;  // Written under the lock alone.
+};
+
+class TargetHandle : public StagedHandle {
+ public:
+  TargetHandle(HandleContext context, std::shared_ptr<StagingWriter::Target> target)
+      : StagedHandle(std::move(context)), target_(std::move(target)) {}
+
+  Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) override {
+    return target_->Read(offset, out, size);
+  }
+  Status Write(std::uint64_t offset, const void* data, std::size_t size) override {
+    return Changing("write", [&]() -> Status {
+      if (mapped_.load(std::memory_order_relaxed)) return Mapped();
+      return target_->Write(offset, data, size);
+    });
+  }
+  // The end is where the schema says: there is never room behind it.
+  Result<std::uint64_t> Append(const void*, std::size_t size) override {
+    if (size == 0) return target_->size();
+    return Told("append to",
+                Status::FromErrno(EFBIG, "append to (its size is fixed by schema.json)", label()));
+  }
+  Status Truncate(std::uint64_t size) override {
+    return Changing("truncate", [&]() -> Status {
+      if (size > target_->size()) {
+        return Status::FromErrno(EFBIG, "lengthen (its size is fixed by schema.json)", label());
+      }
+      return size == target_->size() ? Status() : target_->Forget(size, target_->size());
+    });
+  }
+  Status Flush() override {
+    return Closing([this] { return SyncTarget(); });
+  }
+  Status Sync() override { return context().writable ? Told("fsync", SyncTarget()) : Status(); }
+  Result<std::uint64_t> Seek(std::uint64_t offset, bool data) override {
+    const Status none = Status::FromErrno(ENXIO, "seek in", label());
+    if (offset >= target_->size()) return none;
+    for (const auto& [begin, end] : target_->Written()) {
+      if (offset >= end) continue;
+      if (data) return std::max(begin, offset);
+      if (offset < begin) return offset;
+      return end;  // Ranges are merged.
+    }
+    if (data) return none;
+    return offset;
+  }
+  void RefuseMappedWrite() override {
+    if (mapped_.exchange(true)) return;
+    const Status status = Mapped();
+    target_->Condemn(status.message());
+    (void)Told("write", status);
+  }
+
+ private:
+  Status Mapped() const {
+    return Status::FromErrno(
+        ENODEV, "write through a shared mapping (use write or pwrite: pages would count whole)",
+        label());
+  }
+  Status SyncTarget() {
+    if (mapped_.load()) return Mapped();
+    return target_->Sync();
+  }
+
+  const std::shared_ptr<StagingWriter::Target> target_;
+  std::atomic<bool> mapped_{false};
+};
+
+class ObjectHandle : public StagedHandle {
+ public:
+  ObjectHandle(HandleContext context, std::shared_ptr<StagingWriter::Blob> blob)
+      : StagedHandle(std::move(context)), blob_(std::move(blob)) {}
+
+  Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) override {
+    return blob_->Read(offset, out, size);
+  }
+  Status Write(std::uint64_t offset, const void* data, std::size_t size) override {
+    return Changing("write", [&] { return blob_->Write(offset, data, size); });
+  }
+  Result<std::uint64_t> Append(const void* data, std::size_t size) override {
+    std::uint64_t at = 0;
+    TENSORMOUNT_RETURN_IF_ERROR(Changing("append to", [&]() -> Status {
+      TENSORMOUNT_ASSIGN_OR_RETURN(at, blob_->Append(data, size));
+      return {};
+    }));
+    return at;
+  }
+  Status Truncate(std::uint64_t size) override {
+    return Changing("truncate", [&] { return blob_->Truncate(size); });
+  }
+  Status Flush() override {
+    return Closing([this] { return blob_->Sync(); });
+  }
+  Status Sync() override { return context().writable ? Told("fsync", blob_->Sync()) : Status(); }
+  Result<std::uint64_t> Seek(std::uint64_t offset, bool data) override {
+    const std::uint64_t size = blob_->size();
+    if (offset >= size) return Status::FromErrno(ENXIO, "seek in", label());
+    return data ? offset : size;
+  }
+  // Bytes of an object have no cells that could be missing: pages are as good as writes, but they
+  // may come after close(2).
+  void RefuseMappedWrite() override {}
+
+ private:
+  const std::shared_ptr<StagingWriter::Blob> blob_;
+};
+
+class EditHandle : public StagedHandle {
+ public:
+  EditHandle(HandleContext context, bool schema, std::string text)
+      : StagedHandle(std::move(context)), schema_(schema), text_(std::move(text)) {
+    Note();
+  }
+  ~EditHandle() override { this->context().of->EndEdit(schema_, this); }
+
+  Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) override {
+    const std::lock_guard lock(text_mutex_);
+    if (offset >= text_.size()) return std::size_t{0};
+    const std::size_t n = std::min<std::uint64_t>(size, text_.size() - offset);
+    std::memcpy(out, text_.data() + offset, n);
+    return n;
+  }
+  Status Write(std::uint64_t offset, const void* data, std::size_t size) override {
+    return Changing("write", [&]() -> Status {
+      const std::lock_guard lock(text_mutex_);
+      return Put(offset, data, size);
+    });
+  }
+  Result<std::uint64_t> Append(const void* data, std::size_t size) override {
+    std::uint64_t at = 0;
+    TENSORMOUNT_RETURN_IF_ERROR(Changing("append to", [&]() -> Status {
+      const std::lock_guard lock(text_mutex_);
+      at = text_.size();
+      return Put(at, data, size);
+    }));
+    return at;
+  }
+  Status Truncate(std::uint64_t size) override {
+    return Changing("truncate", [&]() -> Status {
+      const std::lock_guard lock(text_mutex_);
+      if (size > kMaxEditBytes) return Status::FromErrno(EFBIG, "lengthen", label());
+      changed_ = size > 0 && (changed_ || size != text_.size());
+      text_.resize(size);
+      Note();
+      return {};
+    });
+  }
+  Status Flush() override {
+    return Closing([this] { return Take(); });
+  }
+  Status Sync() override {
+    return Changing("fsync", [this] { return Take(); });
+  }
+
+ private:
+  Status Put(std::uint64_t offset, const void* data, std::size_t size) {
+    if (offset > kMaxEditBytes || size > kMaxEditBytes - offset) {
+      return Status::FromErrno(EFBIG, "write", label());
+    }
+    text_.resize(std::max<std::size_t>(text_.size(), offset + size));
+    std::memcpy(text_.data() + offset, data, size);
+    changed_ = changed_ || size > 0;
+    Note();
+    return {};
+  }
+  void Note() { context().of->NoteEdit(schema_, this, text_.size()); }
+  Status Take() {
+    const std::lock_guard lock(text_mutex_);
+    if (!changed_) return {};
+    StagedCheckpoint& of = *context().of;
+    if (schema_) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const StagingSchema edit, StagingSchema::Parse(text_));
+      TENSORMOUNT_RETURN_IF_ERROR(of.ExtendSchema(edit));
+    } else {
+      TENSORMOUNT_RETURN_IF_ERROR(of.CheckInPlace(true));
+      TENSORMOUNT_RETURN_IF_ERROR(WriteCommonJson(of.fs(), of.staging(), of.incarnation(), text_));
+    }
+    changed_ = false;
+    return {};
+  }
+
+  const bool schema_;
+  std::mutex text_mutex_;
+  std::string text_;
+  bool changed_ = false;
+};
+
+class MarkHandle : public StagedHandle {
+ public:
+  using StagedHandle::StagedHandle;
+  Result<std::size_t> Read(std::uint64_t, void*, std::size_t) override { return std::size_t{0}; }
+  Status Write(std::uint64_t, const void*, std::size_t) override { return {}; }
+  Result<std::uint64_t> Append(const void*, std::size_t) override { return std::uint64_t{0}; }
+  Status Truncate(std::uint64_t) override { return {}; }
+  Status Flush() override { return {}; }
+  Status Sync() override { return {}; }
+};
+
+class TextHandle : public StagedHandle {
+ public:
+  TextHandle(HandleContext context, std::string text)
+      : StagedHandle(std::move(context)), text_(std::move(text)) {}
+  Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) override {
+    if (offset >= text_.size()) return std::size_t{0};
+    const std::size_t n = std::min<std::uint64_t>(size, text_.size() - offset);
+    std::memcpy(out, text_.data() + offset, n);
+    return n;
+  }
+  Status Write(std::uint64_t, const void*, std::size_t) override { return ReadOnly(); }
+  Result<std::uint64_t> Append(const void*, std::size_t) override { return ReadOnly(); }
+  Status Truncate(std::uint64_t) override { return ReadOnly(); }
+  Status Flush() override { return {}; }
+  Status Sync() override { return {}; }
+
+ private:
+  Status ReadOnly() const { return Status::FromErrno(EBADF, "write", label()); }
+  const std::string text_;
+};
+
+template <typename H, typename... Args>
+Result<std::shared_ptr<WriteHandle>> Begun(Args&&... args) {
+  auto handle = std::make_shared<H>(std::forward<Args>(args)...);
+  TENSORMOUNT_RETURN_IF_ERROR(handle->Begin());
+  return std::shared_ptr<WriteHandle>(std::move(handle));
+}
+
+}  // namespace
+
+Result<std::shared_ptr<WriteHandle>> OpenTargetHandle(
+    HandleContext context, std::shared_ptr<StagingWriter::Target> target) {
+  return Begun<TargetHandle>(std::move(context), std::move(target));
+}
+
+Result<std::shared_ptr<WriteHandle>> OpenObjectHandle(HandleContext context,
+                                                      std::shared_ptr<StagingWriter::Blob> blob) {
+  return Begun<ObjectHandle>(std::move(context), std::move(blob));
+}
+
+Result<std::shared_ptr<WriteHandle>> OpenEditHandle(HandleContext context, bool schema,
+                                                    std::string text) {
+  return Begun<EditHandle>(std::move(context), schema, std::move(text));
+}
+
+std::shared_ptr<WriteHandle> OpenMarkHandle(HandleContext context) {
+  return std::make_shared<MarkHandle>(std::move(context));
+}
+
+std::shared_ptr<WriteHandle> OpenTextHandle(HandleContext context, std::string text) {
+  return std::make_shared<TextHandle>(std::move(context), std::move(text));
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_STAGING_STAGED_HANDLES_H_
+#define TENSORMOUNT_FS_STAGING_STAGED_HANDLES_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "tensormount/status.h"
+
+#include "fs/handle.h"
+#include "fs/mount_stats.h"
+#include "fs/staging/staged_checkpoint.h"
+
+namespace tensormount::fs {
+
+// What every open file below .staging/ is made with.
+struct HandleContext {
+  std::shared_ptr<StagedCheckpoint> of;
+  std::string label;  // ".staging/step-3/slices/w[0:4]"
+  bool writable = false;
+  std::function<Result<Attributes>()> stat;
+  MountStats* stats = nullptr;  // Where failures are told; outlives the handle.
+};
+
+// Files that are open for writing count as open writers of their staging from Begin on, until the
+// last thing that happened to them is Flush, and again from the next write on: after close(2) has
+// returned a publish does not find them, although the kernel releases them later.
+
+// A tensor's file or a slice.
+Result<std::shared_ptr<WriteHandle>> OpenTargetHandle(
+    HandleContext context, std::shared_ptr<StagingWriter::Target> target);
+// An object part.
+Result<std::shared_ptr<WriteHandle>> OpenObjectHandle(HandleContext context,
+                                                      std::shared_ptr<StagingWriter::Blob> blob);
+// schema.json (or common.json) to be written: a text of this handle alone, which begins with
+// `text` and is taken when the file is closed or synced.
+Result<std::shared_ptr<WriteHandle>> OpenEditHandle(HandleContext context, bool schema,
+                                                    std::string text);
+// done/<rank>: what is written to it is dropped.
+std::shared_ptr<WriteHandle> OpenMarkHandle(HandleContext context);
+// Read-only text.
+std::shared_ptr<WriteHandle> OpenTextHandle(HandleContext context, std::string text);
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_STAGING_STAGED_HANDLES_H_

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/staging/staged_nodes.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include "base/hash.h"
+
+namespace tensormount::fs {
+namespace {
+
+std::string_view NameOf(Place place) {
+  switch (place) {
+    case Place::kRoot:
+    case Place::kStaging:
+      return "";
+    case Place::kSchema:
+      return "schema.json";
+    case Place::kCommon:
+      return "common.json";
+    case Place::kReportJson:
+      return "report.json";
+    case Place::kReportText:
+      return "report.txt";
+    case Place::kDone:
+    case Place::kMark:
+      return "done";
+    case Place::kTensors:
+    case Place::kTensor:
+      return "tensors";
+    case Place::kSlices:
+    case Place::kSlice:
+      return "slices";
+    case Place::kObjects:
+    case Place::kObject:
+      return "objects";
+  }
+  return "";
+}
+
+// Tells nodes apart: also a file from a folder of the same path.
+std::string Identity(const StagedNode& node) {
+  std::string name = node.of ? node.of->staging().uuid.ToString() : std::string();
+  name += static_cast<char>('a' + static_cast<int>(node.place));
+  return name + node.path;
+}
+
+}  // namespace
+
+bool StagedNode::folder() const {
+  switch (place) {
+    case Place::kRoot:
+    case Place::kStaging:
+    case Place::kDone:
+    case Place::kTensors:
+    case Place::kSlices:
+    case Place::kObjects:
+      return true;
+    default:
+      return false;
+  }
+}
+
+std::string StagedNode::Label() const {
+  std::string label = ".staging";
+  if (of) label += '/' + of->name();
+  if (!NameOf(place).empty()) label += '/' + std::string(NameOf(place));
+  if (!path.empty()) label += '/' + path;
+  return label;
+}
+
+std::uint64_t StagedNode::Inode() const {
+  const std::string name = "staging/" + Identity(*this);
+  return std::max<std::uint64_t>(Xxh3Low64(name), 2);
+}
+
+StagedNodes::StagedNodes() {
+  StagedNode root;
+  root.item = kRoot;
+  root_ = std::make_shared<const StagedNode>(std::move(root));
+}
+
+std::shared_ptr<const StagedNode> StagedNodes::Take(StagedNode node) {
+  if (node.place == Place::kRoot) return root_;
+  std::string name = Identity(node);
+  const std::lock_guard lock(mutex_);
+  const auto [at, fresh] = items_.try_emplace(name, next_);
+  Counted& counted = nodes_[at->second];
+  if (fresh) {
+    node.item = next_++;
+    counted.name = std::move(name);
+    counted.node = std::make_shared<const StagedNode>(std::move(node));
+  }
+  ++counted.references;
+  return counted.node;
+}
+
+Result<std::shared_ptr<const StagedNode>> StagedNodes::Find(std::uint64_t item) const {
+  if (item == kRoot) return root_;
+  const std::lock_guard lock(mutex_);
+  const auto it = nodes_.find(item);
+  if (it == nodes_.end()) return Status(Code::kStale, "no such node in .staging/");
+  return it->second.node;
+}
+
+void StagedNodes::Forget(std::uint64_t item, std::uint64_t references) {
+  if (item == kRoot) return;
+  const std::lock_guard lock(mutex_);
+  const auto it = nodes_.find(item);
+  if (it == nodes_.end()) return;
+  it->second.references -= std::min(it->second.references, references);
+  if (it->second.references > 0) return;
+  items_.erase(it->second.name);
+  nodes_.erase(it);
+}
+
+std::size_t StagedNodes::size() const {
+  const std::lock_guard lock(mutex_);
+  return nodes_.size();
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,576 @@
+// SPDX-License-Identifier: Apache-2.0
+// Names below .staging/ and what they are; changes are in staged_changes.cc.
+#include "fs/staging/staging_tree.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <chrono>
+#include <optional>
+#include <set>
+
+#include <fmt/core.h>
+
+#include "fs/staging/staging_tree_impl.h"
+#include "fs/views/checkpoint_text.h"
+#include "fs/views/slice_name.h"
+#include "shard/tensor_meta.h"
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::string_view kLongFolder = "%+";
+
+struct FixedName {
+  std::string_view name;
+  Place place;
+};
+constexpr FixedName kFixedNames[] = {
+    {"schema.json", Place::kSchema},
+    {"common.json", Place::kCommon},
+    {"report.json", Place::kReportJson},
+    {"report.txt", Place::kReportText},
+    {"done", Place::kDone},
+    {"tensors", Place::kTensors},
+    {"slices", Place::kSlices},
+    {"objects", Place::kObjects},
+};
+
+std::string IndexName(const Dims& index) {
+  std::string name;
+  for (int a = 0; a < index.rank(); ++a) {
+    if (a > 0) name += '.';
+    name += std::to_string(index[a]);
+  }
+  return name;
+}
+
+// "0.1" within a grid; nothing where it is written in another way.
+std::optional<Dims> ParseIndex(std::string_view name, const Dims& grid) {
+  Dims index;
+  std::string_view rest = name;
+  for (int a = 0; a < grid.rank(); ++a) {
+    const std::size_t dot = a + 1 < grid.rank() ? rest.find('.') : rest.size();
+    if (dot == std::string_view::npos) return std::nullopt;
+    std::uint32_t value = 0;
+    if (!ParseRank(rest.substr(0, dot), &value) || value >= grid[a]) return std::nullopt;
+    index.push_back(value);
+    rest.remove_prefix(std::min(dot + 1, rest.size()));
+  }
+  if (!rest.empty()) return std::nullopt;
+  return index;
+}
+
+// A tensor's file in a folder of the tree. A slice is never of a folder, so the mark that tells a
+// file from a folder of the same name may be left out.
+Result<std::string> KeyIn(const SchemaView& view, std::string_view folder, std::string_view stem) {
+  if (stem.empty()) {
+    const std::size_t slash = folder.rfind('/');
+    const std::size_t begin = slash == std::string_view::npos ? 0 : slash + 1;
+    if (!folder.substr(begin).starts_with(kLongFolder)) return NotHere("a slice without a tensor");
+    stem = folder.substr(begin + kLongFolder.size());
+    folder = folder.substr(0, slash == std::string_view::npos ? 0 : slash);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TreeFolder at, view.FolderAt(folder));
+  Result<TreeChild> child = view.tree.Lookup(at, stem);
+  if (child.ok() && child.value().is_folder) {
+    child = view.tree.Lookup(at, std::string(stem) + "%=");
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(child.status());
+  if (child.value().is_folder) return NotHere(stem);
+  return view.keys.KeyAt(child.value().ordinal);
+}
+
+}  // namespace
+
+std::string JoinedPath(std::string_view folder, std::string_view name) {
+  return folder.empty() ? std::string(name) : std::string(folder) + '/' + std::string(name);
+}
+
+bool ParseRank(std::string_view name, std::uint32_t* rank) {
+  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), *rank);
+  return error == std::errc() && end == name.data() + name.size() && std::to_string(*rank) == name;
+}
+
+Status NotHere(std::string_view name) {
+  return Status(Code::kNotFound, "no " + std::string(name) + " here");
+}
+
+Result<std::unique_ptr<StagingTree>> StagingTree::Make(FileSystem& fs, const std::string& store,
+                                                       MountStats& stats) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(Store opened, Store::Open(fs, store));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo folder, fs.Stat(store));
+  std::string incarnation = Uuid::Random().ToString().substr(0, 16);
+  return std::unique_ptr<StagingTree>(std::make_unique<StagingTreeImpl>(
+      fs, std::move(opened), folder, std::move(incarnation), stats));
+}
+
+StagingTreeImpl::StagingTreeImpl(FileSystem& fs, Store store, const FileInfo& folder,
+                                 std::string incarnation, MountStats& stats)
+    : fs_(fs),
+      store_(std::move(store)),
+      incarnation_(std::move(incarnation)),
+      stats_(stats),
+      folder_(folder) {}
+
+Status StagingTreeImpl::Told(std::string_view operation, std::string_view object, Status status) {
+  if (!status.ok()) stats_.Report(operation, object, status);
+  return status;
+}
+
+Result<StagingTreeImpl::NodePtr> StagingTreeImpl::Live(std::uint64_t item) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(NodePtr node, nodes_.Find(item));
+  if (node->of) {
+    const Status status = node->of->CheckInPlace();
+    if (!status.ok()) {
+      Drop(node->of);
+      return status;
+    }
+  }
+  return node;
+}
+
+void StagingTreeImpl::Drop(const StagedPtr& staged) {
+  staged->Retire();
+  const std::lock_guard lock(mutex_);
+  const auto it = staged_.find(staged->name());
+  if (it != staged_.end() && it->second == staged) staged_.erase(it);
+}
+
+Result<StagingTreeImpl::StagedPtr> StagingTreeImpl::Join(std::string_view name) {
+  StagedPtr known;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto it = staged_.find(name);
+    if (it != staged_.end()) known = it->second;
+  }
+  if (known) {
+    if (known->CheckInPlace().ok()) return known;
+    Drop(known);
+  }
+  if (!CheckCheckpointName(name).ok()) return NotHere(name);
+  Result<Staging> found = OpenStaging(store_, fs_, std::string(name));
+  if (found.status().code() == Code::kUnsupported) return NotHere(name);  // The library's own.
+  TENSORMOUNT_RETURN_IF_ERROR(found.status());
+  const std::lock_guard lock(mutex_);
+  StagedPtr& slot = staged_[std::string(name)];
+  if (!slot || slot->staging().uuid != found.value().uuid) {
+    if (slot) slot->Retire();
+    slot = std::make_shared<StagedCheckpoint>(fs_, std::move(found).value(), incarnation_);
+  }
+  return slot;
+}
+
+Result<StagedNode> StagingTreeImpl::ChildOfStaging(const StagedNode& parent,
+                                                   std::string_view name) {
+  StagedNode child;
+  child.of = parent.of;
+  StagedCheckpoint& of = *parent.of;
+  for (const FixedName& fixed : kFixedNames) {
+    if (name != fixed.name) continue;
+    child.place = fixed.place;
+    switch (fixed.place) {
+      case Place::kSchema: {
+        if (of.EditSize(true)) return child;
+        TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
+        if (view->schema.empty()) return NotHere(name);
+        return child;
+      }
+      case Place::kCommon: {
+        if (of.EditSize(false)) return child;
+        TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, ReadCommonJson(fs_, of.staging()));
+        if (text.empty()) return NotHere(name);
+        return child;
+      }
+      case Place::kReportJson:
+      case Place::kReportText:
+        TENSORMOUNT_RETURN_IF_ERROR(fs_.LinkStat(JoinPath(of.staging().directory, name)).status());
+        return child;
+      default:
+        return child;
+    }
+  }
+  return NotHere(name);
+}
+
+Result<StagedNode> StagingTreeImpl::TensorChild(const StagedNode& parent, std::string_view name,
+                                                const SchemaView& view) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TreeFolder folder, view.FolderAt(parent.path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TreeChild found, view.tree.Lookup(folder, name));
+  StagedNode child;
+  child.of = parent.of;
+  child.path = JoinedPath(parent.path, name);
+  child.place = found.is_folder ? Place::kTensors : Place::kTensor;
+  if (found.is_folder) return child;
+  TENSORMOUNT_ASSIGN_OR_RETURN(child.key, view.keys.KeyAt(found.ordinal));
+  child.box = Box::Whole(view.Find(child.key)->shape());
+  return child;
+}
+
+Result<StagedNode> StagingTreeImpl::SliceChild(const StagedNode& parent, std::string_view name,
+                                               const SchemaView& view) {
+  StagedNode child;
+  child.of = parent.of;
+  child.path = JoinedPath(parent.path, name);
+  const std::optional<SliceName> slice = ParseSliceName(name);
+  if (!slice) {
+    child.place = Place::kSlices;
+    const Result<TreeFolder> folder = view.FolderAt(child.path);
+    if (folder.ok()) return child;
+    // A folder for one tensor, whose slices have too long names otherwise.
+    if (!name.starts_with(kLongFolder)) return NotHere(name);
+    TENSORMOUNT_RETURN_IF_ERROR(KeyIn(view, parent.path, name.substr(kLongFolder.size())).status());
+    return child;
+  }
+  if (slice->npy) {
+    return Status(Code::kNotFound, "slices are written without .npy: " + std::string(name));
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(child.key, KeyIn(view, parent.path, slice->stem));
+  const Result<Slice> parsed = ParseSlice(slice->slice, view.Find(child.key)->shape());
+  if (!parsed.ok()) {
+    return Status(Code::kNotFound, "tensor " + child.key + ": " + parsed.status().message());
+  }
+  child.box = parsed.value().box;
+  child.place = Place::kSlice;
+  const TensorMeta& meta = *view.Find(child.key);
+  const auto bytes = RegionBytes(meta.dtype(), meta.shape(), Region(child.box));
+  if (!bytes.ok()) {
+    return Status(Code::kNotFound, "tensor " + child.key + ": " + bytes.status().message());
+  }
+  return child;
+}
+
+Result<StagingTreeImpl::ObjectPlace> StagingTreeImpl::ObjectAt(const SchemaView& view,
+                                                               std::string_view path) {
+  const auto& objects = view.schema.objects();
+  const std::size_t slash = path.rfind('/');
+  if (slash != std::string_view::npos) {
+    if (const auto key = KeyOfPath(path.substr(0, slash)); key.ok()) {
+      const auto spec = objects.find(key.value());
+      if (spec != objects.end() && spec->second.grid.rank() > 0) {
+        const auto index = ParseIndex(path.substr(slash + 1), spec->second.grid);
+        if (index) return ObjectPlace{.key = key.value(), .index = *index};
+        return Status(Code::kNotFound, "object " + key.value() + " has no part " +
+                                           std::string(path.substr(slash + 1)) +
+                                           " in the grid of schema.json");
+      }
+    }
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string key, KeyOfPath(path));
+  if (const auto spec = objects.find(key); spec != objects.end() && spec->second.grid.rank() > 0) {
+    return Status::FromErrno(EISDIR, "open (a folder of parts by schema.json)", path);
+  }
+  return ObjectPlace{.key = std::move(key), .index = {}};
+}
+
+Result<StagingTreeImpl::ObjectPaths> StagingTreeImpl::PathsOfObjects(StagedCheckpoint& of) {
+  ObjectPaths paths;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema());
+  for (const auto& [key, spec] : view->schema.objects()) {
+    const std::string path = PathOfKey(key, false);
+    if (spec.grid.rank() > 0) paths.folders.push_back(path);
+  }
+  for (const StagingWriter::ObjectName& object : of.writer().Objects()) {
+    std::string path = PathOfKey(object.key, false);
+    if (object.index.rank() > 0) path += '/' + IndexName(object.index);
+    paths.files.push_back(std::move(path));
+  }
+  for (std::string& folder : of.ObjectFolders()) paths.folders.push_back(std::move(folder));
+  return paths;
+}
+
+Result<StagedNode> StagingTreeImpl::ObjectChild(const StagedNode& parent, std::string_view name) {
+  StagedNode child;
+  child.of = parent.of;
+  child.path = JoinedPath(parent.path, name);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, parent.of->Schema());
+  const Result<ObjectPlace> place = ObjectAt(*view, child.path);
+  if (place.ok() &&
+      parent.of->writer().OpenObject(place.value().key, place.value().index, false).ok()) {
+    child.place = Place::kObject;
+    child.key = place.value().key;
+    child.index = place.value().index;
+    return child;
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPaths paths, PathsOfObjects(*parent.of));
+  child.place = Place::kObjects;
+  const std::string below = child.path + '/';
+  const auto inside = [&](const std::string& path) {
+    return path == child.path || path.starts_with(below);
+  };
+  if (std::any_of(paths.folders.begin(), paths.folders.end(), inside)) return child;
+  if (std::any_of(paths.files.begin(), paths.files.end(),
+                  [&](const std::string& path) { return path.starts_with(below); })) {
+    return child;
+  }
+  return NotHere(name);
+}
+
+Result<StagedNode> StagingTreeImpl::Child(const StagedNode& parent, std::string_view name) {
+  switch (parent.place) {
+    case Place::kRoot: {
+      StagedNode child;
+      TENSORMOUNT_ASSIGN_OR_RETURN(child.of, Join(name));
+      child.place = Place::kStaging;
+      return child;
+    }
+    case Place::kStaging:
+      return ChildOfStaging(parent, name);
+    case Place::kDone: {
+      StagedNode child;
+      child.of = parent.of;
+      child.place = Place::kMark;
+      child.path = std::string(name);
+      if (!ParseRank(name, &child.rank)) return NotHere(name);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto marks, ReadDoneMarks(fs_, parent.of->staging()));
+      for (const DoneMark& mark : marks) {
+        if (mark.rank == child.rank) return child;
+      }
+      return NotHere(name);
+    }
+    case Place::kTensors:
+    case Place::kSlices: {
+      const auto in = [&](const SchemaView& view) {
+        return parent.place == Place::kTensors ? TensorChild(parent, name, view)
+                                               : SliceChild(parent, name, view);
+      };
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto view, parent.of->Schema());
+      Result<StagedNode> child = in(*view);
+      if (child.status().code() != Code::kNotFound) return child;
+      // Another mount may have added it just now.
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto fresh, parent.of->Schema(true));
+      return fresh == view ? child : in(*fresh);
+    }
+    case Place::kObjects:
+      return ObjectChild(parent, name);
+    default:
+      return Status::FromErrno(ENOTDIR, "look up", name);
+  }
+}
+
+Result<Attributes> StagingTreeImpl::Describe(const StagedNode& node) {
+  Attributes a;
+  a.kind = node.folder() ? FileKind::kDirectory : FileKind::kFile;
+  a.inode = node.Inode();
+  a.mode = node.folder() ? folder_.mode & 0777 : folder_.mode & 0666;
+  a.uid = folder_.uid;
+  a.gid = folder_.gid;
+  a.mtime = node.of ? node.of->mtime() : folder_.mtime_seconds;
+  switch (node.place) {
+    case Place::kSchema: {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, node.of->Schema());
+      a.size = node.of->EditSize(true).value_or(view->schema.empty() ? 0 : view->text.size());
+      break;
+    }
+    case Place::kCommon: {
+      const auto edited = node.of->EditSize(false);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, ReadCommonJson(fs_, node.of->staging()));
+      a.size = edited.value_or(text.size());
+      break;
+    }
+    case Place::kReportJson:
+    case Place::kReportText: {
+      const std::string name = node.place == Place::kReportJson ? "report.json" : "report.txt";
+      TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info,
+                                   fs_.LinkStat(JoinPath(node.of->staging().directory, name)));
+      a.size = info.size;
+      a.mtime = info.mtime_seconds;
+      a.mode &= 0444;
+      break;
+    }
+    case Place::kTensor:
+    case Place::kSlice: {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, node.of->Schema());
+      const TensorMeta* meta = view->Find(node.key);
+      if (meta == nullptr) return Status(Code::kStale, node.Label() + ": not in schema.json");
+      TENSORMOUNT_ASSIGN_OR_RETURN(a.size,
+                                   RegionBytes(meta->dtype(), meta->shape(), Region(node.box)));
+      const auto target = node.of->FindTarget(node.key, node.box);
+      a.allocated = target ? target->written_bytes() : 0;
+      // Nobody shall take what was never written for a copy of something of the same size.
+      if (a.allocated == 0 && a.size > 0) a.mtime = 0;
+      break;
+    }
+    case Place::kObject: {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto blob,
+                                   node.of->writer().OpenObject(node.key, node.index, false));
+      a.size = blob->size();
+      break;
+    }
+    default:
+      break;
+  }
+  return a;
+}
+
+Result<StagingTree::Node> StagingTreeImpl::Known(NodePtr node) {
+  Result<Attributes> attributes = Describe(*node);
+  if (!attributes.ok()) {
+    nodes_.Forget(node->item, 1);
+    return attributes.status();
+  }
+  return Node{.item = node->item, .attributes = attributes.value()};
+}
+
+Result<StagingTree::Node> StagingTreeImpl::Lookup(std::uint64_t folder, std::string_view name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(StagedNode child, Child(*parent, name));
+  return Known(nodes_.Take(std::move(child)));
+}
+
+void StagingTreeImpl::Forget(std::uint64_t item, std::uint64_t references) {
+  nodes_.Forget(item, references);
+}
+
+Result<StagingTree::Node> StagingTreeImpl::Stat(std::uint64_t item) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, Live(item));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, Describe(*node));
+  return Node{.item = item, .attributes = attributes};
+}
+
+Status StagingTreeImpl::ListStaging(const StagedNode& folder, std::uint64_t cookie,
+                                    const Visit& fn) {
+  std::uint64_t next = 0;
+  for (const FixedName& fixed : kFixedNames) {
+    if (++next <= cookie) continue;
+    const Result<StagedNode> child = ChildOfStaging(folder, fixed.name);
+    if (child.status().code() == Code::kNotFound) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(child.status());
+    Attributes a;
+    a.kind = child.value().folder() ? FileKind::kDirectory : FileKind::kFile;
+    a.inode = child.value().Inode();
+    if (!fn(fixed.name, a, next)) return {};
+  }
+  return {};
+}
+
+Status StagingTreeImpl::ListTree(const StagedNode& folder, std::uint64_t cookie, const Visit& fn) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, folder.of->Schema());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TreeFolder at, view->FolderAt(folder.path));
+  StagedNode child;
+  child.of = folder.of;
+  return view->tree.List(at, cookie, [&](TreeChild& found, std::uint64_t next) {
+    child.place = found.is_folder ? Place::kTensors : Place::kTensor;
+    child.path = JoinedPath(folder.path, found.name);
+    Attributes a;
+    a.kind = found.is_folder ? FileKind::kDirectory : FileKind::kFile;
+    a.inode = child.Inode();
+    return fn(found.name, a, next);
+  });
+}
+
+Status StagingTreeImpl::ListPaths(const StagedNode& folder, const ObjectPaths& paths,
+                                  std::uint64_t cookie, const Visit& fn) {
+  std::map<std::string, bool> names;  // To whether it is a folder.
+  const std::string below = folder.path.empty() ? std::string() : folder.path + '/';
+  const auto add = [&](const std::string& path, bool is_folder) {
+    if (!path.starts_with(below) || path.size() == below.size()) return;
+    const std::size_t slash = path.find('/', below.size());
+    if (slash == std::string::npos) {
+      names.try_emplace(path.substr(below.size()), is_folder);
+    } else {
+      names[path.substr(below.size(), slash - below.size())] = true;
+    }
+  };
+  for (const std::string& path : paths.folders) add(path, true);
+  for (const std::string& path : paths.files) add(path, false);
+  const bool objects = folder.place == Place::kObjects;
+  StagedNode child;
+  child.of = folder.of;
+  std::uint64_t next = 0;
+  for (const auto& [name, is_folder] : names) {
+    if (++next <= cookie) continue;
+    child.place = is_folder ? folder.place : objects ? Place::kObject : Place::kSlice;
+    child.path = below + name;
+    Attributes a;
+    a.kind = is_folder ? FileKind::kDirectory : FileKind::kFile;
+    a.inode = child.Inode();
+    if (!fn(name, a, next)) return {};
+  }
+  return {};
+}
+
+Status StagingTreeImpl::List(std::uint64_t item, std::uint64_t cookie, const Visit& fn) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr folder, Live(item));
+  Attributes a;
+  std::uint64_t next = 0;
+  switch (folder->place) {
+    case Place::kRoot: {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, ListStagings(store_, fs_));
+      for (const std::string& name : names) {
+        if (++next <= cookie) continue;
+        const Result<StagedPtr> staged = Join(name);
+        if (!staged.ok()) continue;  // Published or removed meanwhile.
+        StagedNode child;
+        child.of = staged.value();
+        child.place = Place::kStaging;
+        a.kind = FileKind::kDirectory;
+        a.inode = child.Inode();
+        if (!fn(name, a, next)) return {};
+      }
+      return {};
+    }
+    case Place::kStaging:
+      return ListStaging(*folder, cookie, fn);
+    case Place::kDone: {
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto marks, ReadDoneMarks(fs_, folder->of->staging()));
+      std::set<std::uint32_t> ranks;
+      for (const DoneMark& mark : marks) ranks.insert(mark.rank);
+      for (const std::uint32_t rank : ranks) {
+        next = std::uint64_t{rank} + 1;
+        if (next <= cookie) continue;
+        StagedNode child;
+        child.of = folder->of;
+        child.place = Place::kMark;
+        child.path = std::to_string(rank);
+        a.inode = child.Inode();
+        if (!fn(child.path, a, next)) return {};
+      }
+      return {};
+    }
+    case Place::kTensors:
+      return ListTree(*folder, cookie, fn);
+    case Place::kSlices:
+      return ListPaths(*folder, {.files = folder->of->SlicePaths(), .folders = {}}, cookie, fn);
+    case Place::kObjects: {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPaths paths, PathsOfObjects(*folder->of));
+      return ListPaths(*folder, paths, cookie, fn);
+    }
+    default:
+      return Status::FromErrno(ENOTDIR, "list", folder->Label());
+  }
+}
+
+Status StagingTreeImpl::SyncAll() {
+  std::vector<StagedPtr> all;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [name, staged] : staged_) all.push_back(staged);
+  }
+  Status first;
+  for (const StagedPtr& staged : all) {
+    const Status status = staged->writer().SyncAll().WithContext(".staging/" + staged->name());
+    if (!status.ok() && status.code() != Code::kStale && first.ok()) first = status;
+  }
+  return first;
+}
+
+std::string StagingTreeImpl::StatusFields() {
+  const std::lock_guard lock(mutex_);
+  int writers = 0;
+  StagingWriter::Totals sum;
+  for (const auto& [name, staged] : staged_) {
+    writers += staged->open_writers();
+    const StagingWriter::Totals totals = staged->writer().totals();
+    sum.bytes_written += totals.bytes_written;
+    sum.syncs += totals.syncs;
+    sum.files += totals.files;
+  }
+  return fmt::format(
+      R"("incarnation": "{}", "stagings": {}, "open_writers": {}, "staged_bytes": {}, )"
+      R"("staged_files": {}, "staged_syncs": {}, "staged_nodes": {})",
+      incarnation_, staged_.size(), writers, sum.bytes_written, sum.files, sum.syncs,
+      nodes_.size());
+}
+
+}  // namespace tensormount::fs
