@@ -74,9 +74,26 @@ class ClientTest(harness.ToolTest):
             self.assertEqual(done.returncode, expect, f"{words}\n{done.stdout}")
         return done.stdout
 
+    def save(self, name="step-1", *more, model=None):
+        path = super().save(name, *more, model=model)
+        key = os.environ.get("TENSORMOUNT_PLANT")
+        if key:  # By hand, to see that a test fails for a wrong byte in the middle of this tensor.
+            (info,) = self.json_lines("info", path, key)
+            extent = info["extents"][len(info["extents"]) // 2]
+            self.flip(path / extent["file"], extent["offset"] + extent["length"] // 2)
+        return path
+
     def expected(self):
         """Bytes of every tensor by key."""
         return {key: raw for key, (_, _, raw) in self.tensors.items()}
+
+    def check_copy(self, folder, expected=None):
+        """That the files below `folder` are exactly these tensors."""
+        expected = self.expected() if expected is None else expected
+        found = {str(p.relative_to(folder)): p for p in pathlib.Path(folder).rglob("*") if p.is_file()}
+        self.assertEqual(sorted(found), sorted(expected))
+        for key, raw in expected.items():
+            self.assertEqual(found[key].read_bytes(), raw, key)
 
 
 def main():
