@@ -3,10 +3,16 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <map>
+#include <numeric>
+#include <set>
+#include <system_error>
 #include <thread>
 #include <tuple>
+#include <utility>
 
 #include "base/log.h"
+#include "fs/doorbell.h"
 #include "fs/node.h"
 #include "index/commit_record.h"
 #include "index/store.h"
@@ -18,8 +24,17 @@ using Clock = std::chrono::steady_clock;
 
 // How long the destructor waits for a look that the store does not answer.
 constexpr std::chrono::seconds kStopPatience{2};
-// How often somebody looks when nobody asks: checkpoints that were removed must be let go of.
+// How often somebody looks when nobody asks and the kernel tells nothing of changes, while a
+// checkpoint is open: those that were removed must be let go of.
 constexpr std::chrono::milliseconds kIdleLook{1000};
+// So many checkpoints are looked at each time even where the store's folder is as it was.
+constexpr std::size_t kWindow = 64;
+// How long a change of the folder may leave its time stamp as it is (whole seconds on some
+// filesystems).
+constexpr std::chrono::seconds kStampGrain{2};
+// Beside the looking one, for many commit records that are read for the first time.
+constexpr std::size_t kReadThreads = 3;
+constexpr std::size_t kReadsPerThread = 32;
 
 Ownership OwnershipOf(const FileInfo& folder, const FileInfo& file) {
   return {.uid = folder.uid,
@@ -30,78 +45,127 @@ Ownership OwnershipOf(const FileInfo& folder, const FileInfo& file) {
 
 }  // namespace
 
-const std::shared_ptr<Slot> StoreWatch::Listing::Find(std::string_view name) const {
-  for (const auto& slot : by_id) {
-    if (slot->name == name) return slot;
-  }
-  return nullptr;
+std::shared_ptr<Slot> StoreWatch::Listing::Find(std::string_view name) const {
+  const auto at = std::lower_bound(
+      by_name.begin(), by_name.end(), name,
+      [this](std::uint32_t i, std::string_view wanted) { return by_id[i]->name < wanted; });
+  return at == by_name.end() || by_id[*at]->name != name ? nullptr : by_id[*at];
 }
 
 // Shared with the looking thread, which may be stuck when the watch goes.
 struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
-  Core(FileSystem& f, SourceKind k, std::string p) : fs(f), kind(k), path(std::move(p)) {}
+  Core(FileSystem& f, SourceKind k, std::string p, std::unique_ptr<Doorbell> b)
+      : fs(f), kind(k), path(std::move(p)), bell(std::move(b)) {}
 
   FileSystem& fs;
   const SourceKind kind;
   const std::string path;
+  const std::unique_ptr<Doorbell> bell;
   bool list_views = false;
   std::shared_ptr<const KeyMap> map;
   ServeVerify verify = ServeVerify::kOff;
 
-  std::mutex mutex;
-  std::condition_variable wake;    // The looking thread.
-  std::condition_variable looked;  // Those who wait for it.
+  mutable std::mutex mutex;
+  std::condition_variable looked;  // Those who wait for the looking thread.
   bool stop = false;
   bool ended = false;
   bool wanted = false;
-  bool stuck = false;         // Somebody lost patience, and no look has ended since.
-  Clock::time_point begun{};  // Of the last look that has ended.
-  std::uint64_t looks = 0;    // That have ended.
+  bool stuck = false;              // Somebody lost patience, and no look has ended since.
+  Clock::time_point begun{};       // Of the last look that has ended.
+  Clock::time_point not_before{};  // Looks that began earlier do not count.
+  Clock::time_point last_asked{};
+  std::uint64_t looks = 0;  // That have ended.
   std::shared_ptr<const Listing> listing;
   std::vector<std::shared_ptr<Slot>> slots;  // By id; null: gone. Slot 0 is the mount itself.
   std::atomic<std::uint64_t> clock{0};
+  // Of the first look: names that somebody waits for, and what was found of such.
+  std::vector<std::string> asked_names;
+  std::map<std::string, std::shared_ptr<Slot>> early;
+
+  // Of the looking thread alone.
+  std::vector<std::string> names;  // Folders of the store that may be checkpoints, sorted.
+  std::set<std::string> pending;   // Of these, those that were none when they were looked at.
+  std::pair<std::int64_t, std::int64_t> stamp{-1, -1};
+  Clock::time_point stamp_seen{};
+  std::size_t window = 0;  // Where in `names` the next one begins.
+
+  // A name of the store, looked at.
+  struct Found {
+    std::string name;
+    Status status;  // kNotFound: no checkpoint.
+    FileInfo folder;
+    FileInfo commit;
+    std::shared_ptr<Slot> slot;  // Known already.
+    Uuid uuid;                   // Otherwise.
+    std::uint64_t generation = 0;
+  };
 
   // Looking; only by one thread at a time.
   Status Look();
   Status LookAtStore(Listing& now, const Listing& before);
   Status LookAtSingle(Listing& now, const Listing& before);
-  Result<std::shared_ptr<Slot>> Keep(const Listing& before, const std::string& name,
-                                     const std::string& folder, const FileInfo& folder_info,
-                                     const FileInfo& commit);
+  void LookAtName(const Listing& before, Found& found) const;
+  void LookAtNames(const Listing& before, std::vector<Found>& all);
+  void ServeAsked(const Listing& before);
+  Result<std::shared_ptr<Slot>> Keep(Found& found);
+  std::shared_ptr<Slot> Known(const Listing& before, const Found& found) const;
+  Status ReadCommit(const std::string& folder, Found& found) const;
   void Publish(std::shared_ptr<Listing> now, Clock::time_point started);
   void Loop();
-  void CloseUnused(const Listing& now);
+  void CloseUnused(const Listing& now, std::size_t kept);
+
+  // With the lock held.
+  bool Young(Clock::time_point now) const {
+    return looks > 0 && begun >= not_before && now - begun <= kMaxAge;
+  }
+  void Ask(Clock::time_point now) {
+    last_asked = now;
+    if (wanted || Young(now)) return;
+    wanted = true;
+    bell->Ring();
+  }
 };
 
-// The slot that shows this commit record: the one that did before, or a new one.
-Result<std::shared_ptr<Slot>> StoreWatch::Core::Keep(const Listing& before, const std::string& name,
-                                                     const std::string& folder,
-                                                     const FileInfo& folder_info,
-                                                     const FileInfo& commit) {
-  const Slot::Identity identity{commit.device, commit.inode, commit.size, commit.mtime_seconds,
-                                commit.mtime_nanoseconds};
-  const Ownership ownership = OwnershipOf(folder_info, commit);
-  if (const auto old = before.Find(name);
-      old && old->identity_ == identity && old->ownership == ownership) {
-    return old;
+Status StoreWatch::Core::ReadCommit(const std::string& folder, Found& found) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes,
+                               fs.ReadFile(JoinPath(folder, kCommitName), kMaxCommitBytes));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit decoded, DecodeCommit(bytes, kCommitName));
+  found.uuid = decoded.record.uuid;
+  found.generation = decoded.record.generation;
+  return {};
+}
+
+// The slot that shows this commit record already; null: none does.
+std::shared_ptr<Slot> StoreWatch::Core::Known(const Listing& before, const Found& found) const {
+  auto old = before.Find(found.name);
+  if (!old) {
+    const std::lock_guard lock(mutex);
+    if (const auto at = early.find(found.name); at != early.end()) old = at->second;
   }
+  const Slot::Identity identity{found.commit.device, found.commit.inode, found.commit.size,
+                                found.commit.mtime_seconds, found.commit.mtime_nanoseconds};
+  const bool same = old && old->identity_ == identity &&
+                    old->ownership == OwnershipOf(found.folder, found.commit);
+  return same ? old : nullptr;
+}
+
+// What was found, as a slot: the one that showed it before, or a new one.
+Result<std::shared_ptr<Slot>> StoreWatch::Core::Keep(Found& found) {
+  TENSORMOUNT_RETURN_IF_ERROR(found.status);
+  if (found.slot) return found.slot;
   auto slot = std::make_shared<Slot>();
-  slot->name = name;
-  slot->path = folder;
-  slot->ownership = ownership;
-  slot->mtime = commit.mtime_seconds;
-  slot->identity_ = identity;
-  if (kind != SourceKind::kSafetensors) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes,
-                                 fs.ReadFile(JoinPath(folder, kCommitName), kMaxCommitBytes));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit decoded, DecodeCommit(bytes, kCommitName));
-    slot->uuid = decoded.record.uuid;
-    slot->generation = decoded.record.generation;
-  }
+  slot->name = found.name;
+  slot->path = kind == SourceKind::kStore ? JoinPath(path, found.name) : path;
+  slot->ownership = OwnershipOf(found.folder, found.commit);
+  slot->mtime = found.commit.mtime_seconds;
+  slot->identity_ = {found.commit.device, found.commit.inode, found.commit.size,
+                     found.commit.mtime_seconds, found.commit.mtime_nanoseconds};
+  slot->uuid = found.uuid;
+  slot->generation = found.generation;
   const std::lock_guard lock(mutex);
   // A mount of one checkpoint is of that one only: what replaces it is not shown.
   if (kind != SourceKind::kStore && slots.size() > 1) {
-    return Status(Code::kStale, folder + ": another one has taken its place");
+    return Status(Code::kStale, slot->path + ": another one has taken its place");
   }
   if (slots.size() >= kMaxSlots) {
     return Status(Code::kResourceExhausted,
@@ -112,26 +176,111 @@ Result<std::shared_ptr<Slot>> StoreWatch::Core::Keep(const Listing& before, cons
   return slot;
 }
 
+void StoreWatch::Core::LookAtName(const Listing& before, Found& found) const {
+  const std::string folder = JoinPath(path, found.name);
+  found.status = [&]() -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(found.commit, fs.LinkStat(JoinPath(folder, kCommitName)));
+    TENSORMOUNT_ASSIGN_OR_RETURN(found.folder, fs.LinkStat(folder));
+    found.slot = Known(before, found);
+    return found.slot ? Status() : ReadCommit(folder, found);
+  }();
+}
+
+// The first look at a large store reads thousands of small files: with some help, and answering
+// meanwhile those who wait for one of them.
+void StoreWatch::Core::LookAtNames(const Listing& before, std::vector<Found>& all) {
+  std::atomic<std::size_t> next{0};
+  const auto work = [&](bool serve) {
+    for (std::size_t i = next++; i < all.size(); i = next++) {
+      if (serve) ServeAsked(before);
+      if (!all[i].slot) LookAtName(before, all[i]);
+    }
+  };
+  std::size_t unknown = 0;
+  for (const Found& found : all) unknown += !found.slot && !before.Find(found.name) ? 1 : 0;
+  std::vector<std::thread> helpers;
+  try {
+    const std::size_t wanted_threads = std::min(kReadThreads, unknown / kReadsPerThread);
+    while (helpers.size() < wanted_threads) helpers.emplace_back(work, false);
+  } catch (const std::system_error&) {
+    // Without them it takes longer.
+  }
+  work(true);
+  for (std::thread& helper : helpers) helper.join();
+}
+
+void StoreWatch::Core::ServeAsked(const Listing& before) {
+  std::vector<std::string> asked;
+  {
+    const std::lock_guard lock(mutex);
+    asked.swap(asked_names);
+  }
+  for (std::string& name : asked) {
+    Found found{.name = std::move(name)};
+    if (CheckCheckpointName(found.name).ok()) {
+      LookAtName(before, found);
+    } else {
+      found.status = Status(Code::kNotFound, "no checkpoint has such a name");
+    }
+    auto slot = Keep(found);
+    {
+      const std::lock_guard lock(mutex);
+      early[found.name] = slot.ok() ? slot.value() : nullptr;
+    }
+    looked.notify_all();
+  }
+}
+
 Status StoreWatch::Core::LookAtStore(Listing& now, const Listing& before) {
+  const Clock::time_point started = Clock::now();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo own, fs.Stat(path));
   now.ownership = OwnershipOf(own, own);
   now.mtime = own.mtime_seconds;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(path));
-  for (const DirectoryEntry& entry : entries) {
-    if (entry.kind != FileKind::kDirectory || !CheckCheckpointName(entry.name).ok()) continue;
-    const std::string folder = JoinPath(path, entry.name);
-    const Result<FileInfo> commit = fs.LinkStat(JoinPath(folder, kCommitName));
-    if (commit.status().code() == Code::kNotFound) continue;
-    const Result<std::shared_ptr<Slot>> slot = [&]() -> Result<std::shared_ptr<Slot>> {
-      TENSORMOUNT_RETURN_IF_ERROR(commit.status());
-      TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(folder));
-      return Keep(before, entry.name, folder, info, commit.value());
-    }();
+  ServeAsked(before);
+  const std::pair own_stamp{own.mtime_seconds, own.mtime_nanoseconds};
+  if (own_stamp != stamp) {
+    stamp = own_stamp;
+    stamp_seen = started;
+  }
+  const bool whole = names.size() <= kWindow || started - stamp_seen <= kStampGrain;
+  if (whole) {
+    auto entries = fs.List(path);
+    if (!entries.ok()) {
+      stamp = {-1, -1};
+      return entries.status();
+    }
+    names.clear();
+    for (DirectoryEntry& entry : entries.value()) {
+      if (entry.kind == FileKind::kDirectory && CheckCheckpointName(entry.name).ok()) {
+        names.push_back(std::move(entry.name));
+      }
+    }
+    window = 0;
+  }
+  std::vector<Found> all;
+  all.reserve(names.size());
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    Found found{.name = names[i]};
+    const bool in_turn = whole || (i >= window && i - window < kWindow);
+    if (!in_turn && !pending.contains(names[i])) {
+      auto slot = before.Find(names[i]);
+      if (slot && !slot->opened()) found.slot = std::move(slot);
+    }
+    all.push_back(std::move(found));
+  }
+  window = window + kWindow < names.size() ? window + kWindow : 0;
+  LookAtNames(before, all);
+  pending.clear();
+  for (Found& found : all) {
+    const Result<std::shared_ptr<Slot>> slot = Keep(found);
     if (slot.ok()) {
       now.by_id.push_back(slot.value());
-    } else if (slot.status().code() != Code::kNotFound) {  // Removed while we looked.
-      now.problems.push_back(entry.name + ": " + slot.status().message());
+      continue;
     }
+    pending.insert(found.name);
+    // Other folders are nobody's business; or it was removed while we looked.
+    if (slot.status().code() == Code::kNotFound) continue;
+    now.problems.push_back(found.name + ": " + slot.status().message());
   }
   return {};
 }
@@ -139,17 +288,18 @@ Status StoreWatch::Core::LookAtStore(Listing& now, const Listing& before) {
 Status StoreWatch::Core::LookAtSingle(Listing& now, const Listing& before) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo own, fs.Stat(path));
   const bool file = kind == SourceKind::kSafetensors;
-  FileInfo commit = own;
+  Found found{.name = path.substr(path.rfind('/') + 1)};
+  found.folder = found.commit = own;
   if (!file) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(commit, fs.LinkStat(JoinPath(path, kCommitName)));
+    TENSORMOUNT_ASSIGN_OR_RETURN(found.commit, fs.LinkStat(JoinPath(path, kCommitName)));
   }
-  FileInfo folder = own;
   // Whoever may read the file may enter the folder that shows it.
-  if (file) folder.mode = (own.mode & 0444) | ((own.mode & 0444) >> 2);
-  now.ownership = OwnershipOf(folder, commit);
-  now.mtime = commit.mtime_seconds;
-  std::string name = path.substr(path.rfind('/') + 1);
-  TENSORMOUNT_ASSIGN_OR_RETURN(auto slot, Keep(before, name, path, folder, commit));
+  if (file) found.folder.mode = (own.mode & 0444) | ((own.mode & 0444) >> 2);
+  now.ownership = OwnershipOf(found.folder, found.commit);
+  now.mtime = found.commit.mtime_seconds;
+  found.slot = Known(before, found);
+  if (!found.slot && !file) TENSORMOUNT_RETURN_IF_ERROR(ReadCommit(path, found));
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto slot, Keep(found));
   now.by_id.push_back(std::move(slot));
   return {};
 }
@@ -179,6 +329,11 @@ Status StoreWatch::Core::Look() {
 void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point started) {
   std::sort(now->by_id.begin(), now->by_id.end(),
             [](const auto& a, const auto& b) { return a->id < b->id; });
+  now->by_name.resize(now->by_id.size());
+  std::iota(now->by_name.begin(), now->by_name.end(), 0u);
+  std::sort(now->by_name.begin(), now->by_name.end(), [&](std::uint32_t a, std::uint32_t b) {
+    return now->by_id[a]->name < now->by_id[b]->name;
+  });
   for (const auto& slot : now->by_id) {
     const auto rank = [](const Slot& s) { return std::tie(s.generation, s.uuid, s.name); };
     if (!now->latest || rank(*now->latest) < rank(*slot)) now->latest = slot;
@@ -186,7 +341,7 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
   std::vector<std::shared_ptr<Slot>> gone;
   {
     const std::lock_guard lock(mutex);
-    for (const auto& slot : listing->by_id) {
+    const auto drop_if_gone = [&](const std::shared_ptr<Slot>& slot) {
       const auto at = std::lower_bound(
           now->by_id.begin(), now->by_id.end(), slot->id,
           [](const std::shared_ptr<Slot>& s, std::uint32_t id) { return s->id < id; });
@@ -194,7 +349,13 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
         slots[slot->id] = nullptr;
         gone.push_back(slot);
       }
+    };
+    for (const auto& slot : listing->by_id) drop_if_gone(slot);
+    for (const auto& [name, slot] : early) {
+      if (slot) drop_if_gone(slot);
     }
+    early.clear();
+    asked_names.clear();  // The listing answers them.
     listing = now;
     begun = started;
     ++looks;
@@ -207,18 +368,18 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
     slot->opened_ = false;
     slot->view_ = nullptr;  // Open files keep it, and with it the lock that gc waits for.
   }
-  CloseUnused(*now);
+  CloseUnused(*now, kKeptOpen);
 }
 
-void StoreWatch::Core::CloseUnused(const Listing& now) {
+void StoreWatch::Core::CloseUnused(const Listing& now, std::size_t kept) {
   std::vector<std::shared_ptr<Slot>> open;
   for (const auto& slot : now.by_id) {
     if (slot->opened()) open.push_back(slot);
   }
-  if (open.size() <= kKeptOpen) return;
+  if (open.size() <= kept) return;
   std::sort(open.begin(), open.end(),
             [](const auto& a, const auto& b) { return a->used_.load() > b->used_.load(); });
-  for (std::size_t i = kKeptOpen; i < open.size(); ++i) {
+  for (std::size_t i = kept; i < open.size(); ++i) {
     const std::lock_guard lock(open[i]->mutex_);
     open[i]->opened_ = false;
     open[i]->view_ = nullptr;
@@ -229,11 +390,32 @@ void StoreWatch::Core::Loop() {
   std::unique_lock lock(mutex);
   while (!stop) {
     if (!wanted) {
-      wake.wait_for(lock, kIdleLook);
-      if (stop) break;
-      const bool any_open = std::any_of(listing->by_id.begin(), listing->by_id.end(),
+      const std::shared_ptr<const Listing> shown = listing;
+      // What is opened meanwhile rings.
+      const bool any_open = std::any_of(shown->by_id.begin(), shown->by_id.end(),
                                         [](const auto& slot) { return slot->opened(); });
-      if (!wanted && !any_open) continue;
+      const auto idle = Clock::now() - last_asked;
+      if (any_open && idle >= kIdleRelease) {
+        lock.unlock();
+        CloseUnused(*shown, 0);
+        lock.lock();
+        continue;
+      }
+      std::optional<std::chrono::milliseconds> patience;
+      if (any_open) {
+        patience = std::chrono::duration_cast<std::chrono::milliseconds>(kIdleRelease - idle) +
+                   std::chrono::milliseconds(1);
+        if (!bell->watches()) patience = std::min(*patience, kIdleLook);
+      }
+      lock.unlock();
+      const bool changed = bell->Wait(patience);
+      lock.lock();
+      if (changed) not_before = Clock::now();
+      // Where nothing is open nothing need be let go of: those who ask later will look.
+      const bool must_look = changed || (!bell->watches() && Clock::now() - begun >= kIdleLook);
+      const bool now_open = std::any_of(listing->by_id.begin(), listing->by_id.end(),
+                                        [](const auto& slot) { return slot->opened(); });
+      if (stop || (!wanted && !(must_look && now_open))) continue;
     }
     wanted = false;
     lock.unlock();
@@ -248,13 +430,22 @@ Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(FileSystem& fs, SourceKind
                                                       const std::string& path, bool list_views,
                                                       ServeVerify verify,
                                                       std::shared_ptr<const KeyMap> map) {
-  auto core = std::make_shared<Core>(fs, kind, path);
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto bell, Doorbell::Make(path));
+  auto core = std::make_shared<Core>(fs, kind, path, std::move(bell));
   core->list_views = list_views;
   core->verify = verify;
   core->map = std::move(map);
   core->slots.push_back(nullptr);
-  core->listing = std::make_shared<const Listing>();
-  TENSORMOUNT_RETURN_IF_ERROR(core->Look());
+  auto first = std::make_shared<Listing>();
+  if (kind == SourceKind::kStore) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo own, fs.Stat(path));
+    first->ownership = OwnershipOf(own, own);
+    first->mtime = own.mtime_seconds;
+  }
+  core->listing = std::move(first);
+  core->wanted = kind == SourceKind::kStore;
+  core->last_asked = Clock::now();
+  if (kind != SourceKind::kStore) TENSORMOUNT_RETURN_IF_ERROR(core->Look());
   std::thread([core] { core->Loop(); }).detach();
   return std::unique_ptr<StoreWatch>(new StoreWatch(std::move(core)));
 }
@@ -262,23 +453,22 @@ Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(FileSystem& fs, SourceKind
 StoreWatch::~StoreWatch() {
   std::unique_lock lock(core_->mutex);
   core_->stop = true;
-  core_->wake.notify_all();
+  core_->bell->Ring();
   if (!core_->looked.wait_for(lock, kStopPatience, [&] { return core_->ended; })) {
     Log(LogLevel::kWarning, core_->path + " does not answer: left a thread behind");
   }
 }
 
-std::shared_ptr<const StoreWatch::Listing> StoreWatch::Now() {
+std::shared_ptr<const StoreWatch::Listing> StoreWatch::Now(
+    std::optional<std::chrono::milliseconds> patience) {
   std::unique_lock lock(core_->mutex);
   const Clock::time_point asked = Clock::now();
-  if (asked - core_->begun <= kMaxAge) return core_->listing;
-  if (!core_->wanted) {
-    core_->wanted = true;
-    core_->wake.notify_all();
-  }
-  if (core_->stuck) return core_->listing;
-  const bool came = core_->looked.wait_until(lock, asked + kPatience, [&] {
-    return core_->ended || Clock::now() - core_->begun <= kMaxAge || core_->begun >= asked;
+  core_->Ask(asked);
+  if (core_->Young(asked) || core_->stuck) return core_->listing;
+  if (!patience) patience = core_->looks > 0 ? kPatience : kFirstPatience;
+  const bool came = core_->looked.wait_until(lock, asked + *patience, [&] {
+    return core_->ended || core_->Young(Clock::now()) ||
+           (core_->looks > 0 && core_->begun >= asked);
   });
   if (!came) core_->stuck = true;
   return core_->listing;
@@ -286,11 +476,35 @@ std::shared_ptr<const StoreWatch::Listing> StoreWatch::Now() {
 
 std::shared_ptr<const StoreWatch::Listing> StoreWatch::Last() {
   const std::lock_guard lock(core_->mutex);
-  if (!core_->wanted && Clock::now() - core_->begun > kMaxAge) {
-    core_->wanted = true;
-    core_->wake.notify_all();
-  }
+  core_->Ask(Clock::now());
   return core_->listing;
+}
+
+std::shared_ptr<Slot> StoreWatch::FindName(const std::string& name) {
+  std::unique_lock lock(core_->mutex);
+  if (core_->looks == 0) {
+    const Clock::time_point asked = Clock::now();
+    core_->Ask(asked);
+    const auto known = [&] { return core_->early.contains(name); };
+    if (!known()) {
+      core_->asked_names.push_back(name);
+      core_->looked.wait_until(lock, asked + kFirstPatience,
+                               [&] { return core_->ended || core_->looks > 0 || known(); });
+    }
+    if (known()) return core_->early[name];
+  }
+  lock.unlock();
+  return Now()->Find(name);
+}
+
+bool StoreWatch::settled() const {
+  const std::lock_guard lock(core_->mutex);
+  return core_->looks > 0;
+}
+
+void StoreWatch::Refresh() {
+  const std::lock_guard lock(core_->mutex);
+  core_->not_before = Clock::now();
 }
 
 Result<std::shared_ptr<Slot>> StoreWatch::Find(std::uint32_t id) {
@@ -306,7 +520,12 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::View(Slot& slot) {
   slot.used_.store(core_->clock.fetch_add(1) + 1, std::memory_order_relaxed);
   const std::lock_guard lock(slot.mutex_);
   if (slot.gone()) return Status(Code::kStale, slot.name + " was removed or replaced");
-  if (slot.view_) return slot.view_;
+  if (!slot.view_) slot.view_ = slot.last_view_.lock();
+  if (slot.view_) {
+    // Rings where it must be let go of again some time.
+    if (!slot.opened_.exchange(true)) core_->bell->Ring();
+    return slot.view_;
+  }
   const CheckpointView::Options options{.slot = slot.id,
                                         .name = slot.name,
                                         .list_views = core_->list_views,
@@ -324,7 +543,9 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::View(Slot& slot) {
     return view.status().WithContext(slot.name);
   }
   slot.view_ = view.value();
-  slot.opened_.store(true, std::memory_order_release);
+  slot.last_view_ = slot.view_;
+  slot.opened_.store(true);
+  core_->bell->Ring();
   return view;
 }
 

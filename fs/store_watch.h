@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -51,20 +52,29 @@ class Slot {
   std::atomic<std::uint64_t> used_{0};
   std::mutex mutex_;
   std::shared_ptr<const CheckpointView> view_;
+  std::weak_ptr<const CheckpointView> last_view_;  // Open files may keep what was let go of.
 };
 
-// Which checkpoints there are now, seen by looking at the source's folder again and again: nobody
-// tells a mount of what others publish or remove. A thread of its own looks, so that a store that
-// does not answer blocks nobody for more than kPatience, once. Thread-safe.
+// Which checkpoints there are now, seen by looking at the source's folder: nobody tells a mount of
+// what other machines publish or remove. It looks when somebody asks and the last look is too old,
+// and when this machine's kernel says that names came or went while a checkpoint is open (so that
+// it is let go of); otherwise it sleeps. A thread of its own looks, so that a store that does not
+// answer blocks nobody for more than kPatience, once. Each commit record is read once. Thread-safe.
+//
+// A look at a large store is cheap: where the folder is as it was, a part of its checkpoints is
+// looked at in turn, beside those that are open or were not complete.
 class StoreWatch {
  public:
   // How old an answer may be; together with the kernel's caches of 0.4 s changes show within 1 s.
   static constexpr std::chrono::milliseconds kMaxAge{200};
   static constexpr std::chrono::milliseconds kPatience{1000};
-  // Checkpoints kept open beyond those in use.
+  // For the first look at a store, which reads all commit records.
+  static constexpr std::chrono::milliseconds kFirstPatience{30000};
+  // Checkpoints kept open beyond those in use, until nobody asked for kIdleRelease.
   static constexpr std::size_t kKeptOpen = 32;
+  static constexpr std::chrono::seconds kIdleRelease{60};
 
-  // `fs` must outlive this. `path` is resolved.
+  // `fs` must outlive this. `path` is resolved. Returns before a store has been looked at.
   static Result<std::unique_ptr<StoreWatch>> Start(FileSystem& fs, SourceKind kind,
                                                    const std::string& path, bool list_views,
                                                    ServeVerify verify,
@@ -76,13 +86,22 @@ class StoreWatch {
     std::shared_ptr<Slot> latest;              // Null: there is none.
     Ownership ownership;                       // Of the store's folder.
     std::int64_t mtime = 0;
-    std::vector<std::string> problems;  // Folders whose commit record cannot be read, and why.
-    const std::shared_ptr<Slot> Find(std::string_view name) const;
+    std::vector<std::string> problems;   // Folders whose commit record cannot be read, and why.
+    std::vector<std::uint32_t> by_name;  // Positions in by_id.
+    std::shared_ptr<Slot> Find(std::string_view name) const;
   };
-  // At most kMaxAge old, where the store answers.
-  std::shared_ptr<const Listing> Now();
+  // At most kMaxAge old, where the store answers within `patience` (by default kPatience, of the
+  // first look kFirstPatience).
+  std::shared_ptr<const Listing> Now(std::optional<std::chrono::milliseconds> patience = {});
   // As it was seen last; asks for a new look where that is too old.
   std::shared_ptr<const Listing> Last();
+  // The checkpoint of this name, null where there is none. During the first look, does not wait
+  // for the end of it.
+  std::shared_ptr<Slot> FindName(const std::string& name);
+  // Whether the first look has ended: before, Now() and FindName() may take long.
+  bool settled() const;
+  // What is seen from now on is younger than this call: for those who changed the store themselves.
+  void Refresh();
   // kStale for slots that are gone or never were.
   Result<std::shared_ptr<Slot>> Find(std::uint32_t id);
   // Opens the checkpoint where it is not open. kStale where it is gone or was replaced.

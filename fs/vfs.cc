@@ -150,8 +150,9 @@ Result<std::unique_ptr<Vfs>> Vfs::Open(FileSystem& fs, const VfsOptions& options
     // Say now what is wrong with it.
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, vfs->watch_->Find(1));
     TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*slot).status());
-  } else if (const auto now = vfs->watch_->Now(); options.map && now->latest) {
-    TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*now->latest).status());
+  } else if (options.map) {
+    const auto now = vfs->watch_->Now();
+    if (now->latest) TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*now->latest).status());
   }
   return vfs;
 }
@@ -170,7 +171,8 @@ Result<Vfs::Place> Vfs::PlaceOf(NodeId id) {
 bool Vfs::MayBlock(NodeId id) {
   std::uint32_t slot = NodeOf(id).slot;
   if (slot == 0) {
-    if (id != kRootId || kind_ == SourceKind::kStore) return false;
+    if (id != kRootId) return false;
+    if (kind_ == SourceKind::kStore) return !watch_->settled();
     slot = 1;
   }
   const auto found = watch_->Find(slot);
@@ -250,16 +252,16 @@ Result<Vfs::Entry> Vfs::ControlEntry(Fixed fixed) {
 
 Result<Vfs::Entry> Vfs::LookupInRoot(std::string_view name) {
   if (name == kControlName) return ControlEntry(Fixed::kControl);
-  const auto now = watch_->Now();
   if (kind_ != SourceKind::kStore) {
+    (void)watch_->Now();  // Sees whether it is still there.
     TENSORMOUNT_ASSIGN_OR_RETURN(const Place root, PlaceOf(kRootId));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Child child, root.view->Lookup(root.node, name));
     Entry entry = EntryOf(child);
     entry.seconds = kRootSeconds;  // A removal must show.
     return entry;
   }
-  if (name == kLatestName) return LatestEntry(*now);
-  const auto slot = now->Find(name);
+  if (name == kLatestName) return LatestEntry(*watch_->Now());
+  const auto slot = watch_->FindName(std::string(name));
   if (!slot) return NoSuch(name);
   return SlotEntry(*slot);
 }
@@ -401,7 +403,7 @@ Result<std::vector<std::string>> Vfs::ListXattrs(NodeId id) {
 }
 
 std::string Vfs::StatusFields() {
-  const auto now = watch_->Last();
+  const auto now = watch_->settled() ? watch_->Last() : watch_->Now(StoreWatch::kPatience);
   std::string problems;
   for (const std::string& problem : now->problems) {
     problems += (problems.empty() ? "" : ", ") + JsonString(problem);

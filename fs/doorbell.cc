@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/doorbell.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/inotify.h>
+#include <unistd.h>
+
+namespace tensormount::fs {
+
+Result<std::unique_ptr<Doorbell>> Doorbell::Make(const std::string& path) {
+  const int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (event < 0) return Status::FromErrno(errno, "make", "an event descriptor");
+  int inotify = inotify_init1(IN_CLOEXEC | IN_NONBLOCK);
+  // Of a folder the names in it, of a file only what befalls itself.
+  constexpr std::uint32_t kMask =
+      IN_CREATE | IN_DELETE | IN_MOVED_FROM | IN_MOVED_TO | IN_DELETE_SELF | IN_MOVE_SELF;
+  if (inotify >= 0 && inotify_add_watch(inotify, path.c_str(), kMask) < 0) {
+    close(inotify);
+    inotify = -1;
+  }
+  return std::unique_ptr<Doorbell>(new Doorbell(event, inotify));
+}
+
+Doorbell::~Doorbell() {
+  close(event_);
+  if (inotify_ >= 0) close(inotify_);
+}
+
+void Doorbell::Ring() {
+  // Fails only where it has been rung 2^64 - 2 times.
+  [[maybe_unused]] const int failed = eventfd_write(event_, 1);
+}
+
+bool Doorbell::Wait(std::optional<std::chrono::milliseconds> patience) {
+  int timeout = -1;
+  if (patience) {
+    timeout = static_cast<int>(std::clamp<std::int64_t>(patience->count(), 0, INT_MAX));
+  }
+  pollfd fds[2] = {{.fd = event_, .events = POLLIN, .revents = 0},
+                   {.fd = inotify_, .events = POLLIN, .revents = 0}};
+  if (poll(fds, 2, timeout) <= 0) return false;
+  eventfd_t count = 0;
+  [[maybe_unused]] const int failed = eventfd_read(event_, &count);
+  if (fds[1].revents == 0) return false;
+  // Which names it were does not matter. An overflow is an event too.
+  alignas(inotify_event) char buffer[4096];
+  while (read(inotify_, buffer, sizeof buffer) > 0) {
+  }
+  return true;
+}
+
+}  // namespace tensormount::fs

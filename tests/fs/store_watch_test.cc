@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a mount learns of the checkpoints of a store, without a mount.
+#include "fs/store_watch.h"
+
+#include <atomic>
+#include <thread>
+
+#include <gtest/gtest.h>
+
+#include "base/deadline.h"
+#include "fs/doorbell.h"
+#include "index/store.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+#include "tests/support/tiny_checkpoint.h"
+
+namespace tensormount::fs {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+TinySpec SmallSpec(std::uint64_t seed = 1) {
+  TinySpec spec;
+  spec.writers = 1;
+  spec.tensors.push_back({.key = "w", .shape = {4}, .seed = seed});
+  return spec;
+}
+
+class StoreWatchTest : public testing::Test {
+ protected:
+  std::string store() const { return dir_.Join("store"); }
+  void Write(const std::string& name, IfExists if_exists = IfExists::kFail) {
+    Store::PublishOptions options;
+    options.if_exists = if_exists;
+    ASSERT_OK(WriteTinyCheckpoint(HostFileSystem(), store(), name, SmallSpec(++seed_), options));
+  }
+  void Start(FileSystem& fs = HostFileSystem()) {
+    auto watch = StoreWatch::Start(fs, SourceKind::kStore, store(), false, ServeVerify::kOff, {});
+    ASSERT_OK(watch);
+    watch_ = std::move(watch).value();
+  }
+  template <typename Condition>
+  void ExpectWithinASecond(const Condition& condition) {
+    const Deadline deadline = Deadline::After(seconds(1));
+    while (!condition()) {
+      ASSERT_FALSE(deadline.Passed());
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+  }
+
+  TempDir dir_;
+  std::unique_ptr<StoreWatch> watch_;
+  std::uint64_t seed_ = 0;
+};
+
+// Copies whole checkpoints: quicker than to publish many. Their uuids are equal, which only
+// matters to `latest`.
+void CopyMany(const std::string& store, const std::string& from, int count) {
+  for (int i = 0; i < count; ++i) {
+    const std::string to = store + "/copy-" + std::to_string(i);
+    ASSERT_OK(HostFileSystem().CreateDirectory(to));
+    WriteWholeFile(to + "/COMMIT", ReadWholeFile(store + "/" + from + "/COMMIT"));
+  }
+}
+
+TEST_F(StoreWatchTest, ReadsEachCommitRecordOnceAndLooksAtLargeStoresInTurn) {
+  Write("step-1");
+  CopyMany(store(), "step-1", 300);
+  Write("step-2");
+  std::atomic<int> read{0};
+  std::atomic<int> asked{0};
+  ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) -> Status {
+    const bool commit = event.path.ends_with("COMMIT");
+    if (commit && event.op == FileOp::kOpenRead) ++read;
+    if (commit && event.op == FileOp::kStat) ++asked;
+    return {};
+  });
+  Start(fs);
+  EXPECT_EQ(watch_->Now()->by_id.size(), 302u);
+  EXPECT_EQ(watch_->Now()->latest->name, "step-2");
+  EXPECT_EQ(read, 302);
+  // While time stamps may be too coarse to tell, everything is looked at; then a part.
+  const Deadline deadline = Deadline::After(seconds(10));
+  for (bool part = false; !part;) {
+    ASSERT_FALSE(deadline.Passed());
+    std::this_thread::sleep_for(StoreWatch::kMaxAge + milliseconds(50));
+    asked = 0;
+    EXPECT_EQ(watch_->Now()->by_id.size(), 302u);
+    part = asked > 0 && asked <= 70;
+  }
+  EXPECT_EQ(read, 302);
+  Write("step-3");
+  ExpectWithinASecond([&] { return watch_->Now()->latest->name == "step-3"; });
+  EXPECT_EQ(read, 303);
+  const auto old = watch_->FindName("step-2");
+  Write("step-2", IfExists::kReplace);
+  ExpectWithinASecond([&] { return watch_->FindName("step-2") != old; });
+  EXPECT_TRUE(old->gone());
+  EXPECT_EQ(watch_->Now()->latest->name, "step-2");
+  ASSERT_OK_AND_ASSIGN(const Store opened, Store::Open(HostFileSystem(), store()));
+  ASSERT_OK(opened.Remove("step-2"));
+  ExpectWithinASecond([&] { return watch_->FindName("step-2") == nullptr; });
+  EXPECT_EQ(watch_->Now()->latest->name, "step-3");
+  EXPECT_EQ(watch_->FindName("copy-17")->name, "copy-17");
+  EXPECT_EQ(watch_->FindName("copy-300"), nullptr);
+  EXPECT_EQ(watch_->FindName(".staging"), nullptr);
+}
+
+// What `cp` or rsync bring is there when its commit record is, though the store's folder has not
+// changed since.
+TEST_F(StoreWatchTest, FindsCheckpointsThatAreCopiedIn) {
+  Write("step-1");
+  CopyMany(store(), "step-1", 100);
+  ASSERT_OK(HostFileSystem().CreateDirectory(store() + "/slow"));
+  Start();
+  EXPECT_EQ(watch_->Now()->by_id.size(), 101u);
+  std::this_thread::sleep_for(milliseconds(2300));  // Until the folder counts as unchanged.
+  EXPECT_EQ(watch_->FindName("slow"), nullptr);
+  WriteWholeFile(store() + "/slow/COMMIT", ReadWholeFile(store() + "/step-1/COMMIT"));
+  ExpectWithinASecond([&] { return watch_->FindName("slow") != nullptr; });
+}
+
+TEST_F(StoreWatchTest, AnswersForOneNameDuringTheFirstLook) {
+  Write("step-1");
+  CopyMany(store(), "step-1", 20);
+  ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) -> Status {
+    const bool slow = event.path.find("/copy-") != std::string::npos;
+    if (slow && event.op == FileOp::kOpenRead) std::this_thread::sleep_for(milliseconds(100));
+    return {};
+  });
+  const auto begun = std::chrono::steady_clock::now();
+  Start(fs);
+  EXPECT_FALSE(watch_->settled());
+  const auto found = watch_->FindName("step-1");
+  ASSERT_NE(found, nullptr);
+  EXPECT_EQ(watch_->FindName("step-2"), nullptr);
+  EXPECT_EQ(watch_->FindName(".trash"), nullptr);
+  EXPECT_LT(std::chrono::steady_clock::now() - begun, milliseconds(1000));
+  EXPECT_OK(watch_->View(*found));
+  // "latest" needs all.
+  const auto now = watch_->Now();
+  EXPECT_EQ(now->by_id.size(), 21u);
+  EXPECT_GE(std::chrono::steady_clock::now() - begun, milliseconds(1900));
+  EXPECT_EQ(now->Find("step-1"), found);
+  EXPECT_FALSE(found->gone());
+}
+
+TEST_F(StoreWatchTest, ReplacedDuringTheFirstLook) {
+  Write("step-1");
+  Write("a");
+  std::atomic<bool> hold{true};
+  ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) -> Status {
+    const bool slow = event.path.ends_with("/a/COMMIT") && event.op == FileOp::kOpenRead;
+    const Deadline deadline = Deadline::After(seconds(10));
+    while (slow && hold && !deadline.Passed()) std::this_thread::sleep_for(milliseconds(2));
+    return {};
+  });
+  std::shared_ptr<Slot> early;
+  {
+    Start(fs);
+    std::thread asks([&] { early = watch_->FindName("step-1"); });
+    std::this_thread::sleep_for(milliseconds(100));
+    Write("step-1", IfExists::kReplace);
+    hold = false;
+    asks.join();
+  }
+  const auto now = watch_->Now()->Find("step-1");
+  ASSERT_NE(now, nullptr);
+  ExpectWithinASecond([&] { return !watch_->FindName("step-1")->gone(); });
+  if (early && early != watch_->FindName("step-1")) {
+    EXPECT_TRUE(early->gone());
+  }
+}
+
+TEST_F(StoreWatchTest, RefreshSeesWhatWasThereBeforeIt) {
+  Write("step-1");
+  Start();
+  for (int i = 2; i < 6; ++i) {
+    EXPECT_NE(watch_->Now()->latest, nullptr);
+    const std::string name = "step-" + std::to_string(i);
+    Write(name);
+    watch_->Refresh();
+    EXPECT_EQ(watch_->Now()->latest->name, name);
+  }
+}
+
+// While somebody has a file open, what was let go of is found again and not opened twice.
+TEST_F(StoreWatchTest, KeepsAtMostSoManyOpen) {
+  Write("step-1");
+  for (int i = 0; i < 40; ++i) Write("more-" + std::to_string(i));
+  Start();
+  std::vector<std::shared_ptr<const CheckpointView>> views;
+  for (const auto& slot : watch_->Now()->by_id) {
+    auto view = watch_->View(*slot);
+    ASSERT_OK(view);
+    views.push_back(view.value());
+  }
+  EXPECT_EQ(watch_->open_checkpoints(), 41u);
+  std::this_thread::sleep_for(StoreWatch::kMaxAge);
+  ExpectWithinASecond([&] {
+    (void)watch_->Now();
+    return watch_->open_checkpoints() <= StoreWatch::kKeptOpen;
+  });
+  EXPECT_THAT(watch_->View(*watch_->Now()->by_id[0]), IsOkAndHolds(views[0]));
+}
+
+TEST(DoorbellTest, RingsForHandsAndNames) {
+  TempDir dir;
+  ASSERT_OK_AND_ASSIGN(const auto bell, Doorbell::Make(dir.path()));
+  EXPECT_TRUE(bell->watches());
+  EXPECT_FALSE(bell->Wait(milliseconds(1)));
+  bell->Ring();
+  bell->Ring();
+  EXPECT_FALSE(bell->Wait({}));  // Returns, though nothing has changed.
+  WriteWholeFile(dir.Join("x"), "x");
+  EXPECT_TRUE(bell->Wait({}));
+  EXPECT_FALSE(bell->Wait(milliseconds(1)));
+  ASSERT_OK_AND_ASSIGN(const auto deaf, Doorbell::Make(dir.Join("nothing")));
+  EXPECT_FALSE(deaf->watches());
+  deaf->Ring();
+  EXPECT_FALSE(deaf->Wait({}));
+}
+
+}  // namespace
+}  // namespace tensormount::fs
