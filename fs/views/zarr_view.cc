@@ -265,8 +265,8 @@ Status ZarrView::ListArray(const Place& array, std::uint64_t cookie, const Visit
 Result<FileContent> ZarrView::Open(std::uint64_t file) const {
   using Kind = Place::Kind;
   TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(file));
-  if (place.folder()) return Status::FromErrno(EISDIR, "open", PathOf(file));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(place));
+  if (place.folder()) return Status::FromErrno(EISDIR, "open", PathOf(file));
   FileContent content;
   if (place.kind == Kind::kChunk) {
     TENSORMOUNT_RETURN_IF_ERROR(
