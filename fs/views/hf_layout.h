@@ -8,27 +8,14 @@
 #include <string_view>
 #include <vector>
 
-#include "tensormount/key_map.h"
 #include "tensormount/status.h"
 
 #include "fs/views/file_content.h"
 #include "fs/views/generated_text.h"
+#include "fs/views/hf_options.h"
 #include "fs/views/shown_checkpoint.h"
 
 namespace tensormount::fs {
-
-struct HfOptions {
-  // Bytes of tensors in a part of hf/, at most; a tensor larger than that is a part of its own. Not
-  // 0. The default is huggingface_hub's "5GB".
-  std::uint64_t part_bytes = 5'000'000'000;
-  // Which tensors hf/ has and what they are called there, over the keys that are shown; null: all,
-  // under these keys.
-  std::shared_ptr<const KeyMap> rules;
-};
-
-// "5GB", "512MiB", "100000": decimal for K, M, G, KB, MB, GB, binary for KiB, MiB, GiB.
-// kInvalidArgument for anything else, 0 and what overflows.
-Result<std::uint64_t> ParsePartSize(std::string_view text);
 
 // How the tensors of a checkpoint are divided into the parts of hf/: in the order of the shown
 // keys, each part closed when the next tensor would pass part_bytes (or its header the format's
