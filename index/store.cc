@@ -272,17 +272,15 @@ Result<std::uint64_t> Store::ClaimGeneration(std::uint64_t above) const {
   return Status(Code::kBusy, folder + ": too many saves begin at once");
 }
 
-Result<Staging> Store::Begin(const std::string& name, IfExists if_exists) const {
+Status Store::ClaimPlace(const std::string& name, IfExists if_exists, Staging& staging) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
   TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
-  const std::string staging_folder = JoinPath(path_, kStagingFolder);
   for (const std::string_view folder : {kStagingFolder, kTrashFolder, kGenerationsFolder}) {
     TENSORMOUNT_RETURN_IF_ERROR(layout::EnsureDirectory(*fs_, JoinPath(path_, folder)));
   }
   if (if_exists == IfExists::kFail && fs_->Exists(CheckpointPath(name))) {
     return Status(Code::kAlreadyExists, CheckpointPath(name) + ": exists already");
   }
-  Staging staging;
   staging.store = path_;
   staging.name = name;
   std::uint64_t highest = 0;
@@ -295,6 +293,13 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists) const 
     return latest.status();
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(staging.generation, ClaimGeneration(highest));
+  return Status();
+}
+
+Result<Staging> Store::Begin(const std::string& name, IfExists if_exists) const {
+  const std::string staging_folder = JoinPath(path_, kStagingFolder);
+  Staging staging;
+  TENSORMOUNT_RETURN_IF_ERROR(ClaimPlace(name, if_exists, staging));
   // The folder's name must not pass 255 bytes.
   const std::string base = name.substr(0, 255 - 9);
   for (int attempt = 0; attempt < 16; ++attempt) {

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tensormount/status.h"
@@ -66,11 +68,28 @@ class Store {
   // crashed saves never block it.
   Result<Staging> Begin(const std::string& name, IfExists if_exists) const;
 
+  // The same for one that several writers share who do not know each other (mounts): makes
+  // STORE/.staging/NAME, with empty `folders` besides, in one step and durably. What a writer needs
+  // to know of it stands in its file staging.json. kAlreadyExists where that name is taken (then
+  // OpenShared joins it), or STORE/NAME.
+  Result<Staging> BeginShared(const std::string& name,
+                              std::span<const std::string_view> folders) const;
+  // kNotFound; kUnsupported for what is no shared staging (a library save's NAME.<id>);
+  // kDataLoss where its staging.json is damaged.
+  Result<Staging> OpenShared(const std::string& name) const;
+  // Names of shared stagings, sorted.
+  Result<std::vector<std::string>> ListShared() const;
+
   struct PublishOptions {
     IfExists if_exists = IfExists::kFail;
     std::int64_t now = 0;  // Seconds since 1970; 0: the clock's.
     // "rank-0.tmm": writers' manifests without which it is kDataLoss. Others are merged too.
     std::vector<std::string> expected_manifests;
+    // A shared staging, with IfExists::kFail: what belongs to no checkpoint (journals, data that
+    // were superseded) stays until the rename is durable, so that a publish that fails or crashes
+    // leaves a staging that can still be written and published. It is removed then; what a crash
+    // leaves of it gc removes.
+    bool shared = false;
   };
   // Publishes a staging in which all writers' data and manifests are durable: reads the manifests,
   // checks completeness, decides mtimes against the parent, writes the coordinator's manifest,
@@ -145,6 +164,8 @@ class Store {
   // kReadOnly where the store has features of which we only know that reading is safe.
   Status CheckWritable() const;
   Result<std::uint64_t> ClaimGeneration(std::uint64_t above) const;
+  // A generation and the parent of a save that begins now, after the folders for it were made.
+  Status ClaimPlace(const std::string& name, IfExists if_exists, Staging& staging) const;
   Result<Published> PublishSteps(const Staging& staging, const Content& coordinator,
                                  const PublishOptions& options) const;
   Status MoveIntoPlace(const Staging& staging, IfExists if_exists) const;

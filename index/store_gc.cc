@@ -70,6 +70,10 @@ class Collector {
       if (!info.ok() && info.status().code() != Code::kNotFound) return info.status();
       if (!info.ok()) continue;
       live_.push_back({info.value().device, info.value().inode, c.name});
+      // A publisher that died after its rename.
+      if (c.problem.ok() && !options_.dry_run) {
+        layout::SweepShared(fs_, JoinPath(store_, c.name));
+      }
     }
     for (const DirectoryEntry& e : ListOrNothing(fs_, store_)) SuperblockLeftover(e);
     for (const DirectoryEntry& e : ListOrNothing(fs_, Path(layout::kStagingFolder)))
@@ -128,10 +132,20 @@ class Collector {
     // that was published once, under the name of another's staging.
     const std::size_t dot = entry.name.rfind('.');
     const std::string id = dot == std::string::npos ? "" : entry.name.substr(dot + 1);
-    const bool replaced = id.size() == 8 && uuid.ok() && uuid.value().Short() != id &&
+    const bool shared = fs_.Exists(JoinPath(Path(below), layout::kSharedFile));
+    const bool replaced = !shared && id.size() == 8 && uuid.ok() && uuid.value().Short() != id &&
                           !fs_.Exists(JoinPath(Path(below), layout::kUuidFile));
     if (!replaced && Young(NewestMtime(fs_, Path(below), kMaxDepth), options_.staging_age)) {
       return Keep(below, "too young to be called abandoned");
+    }
+    // Whoever has files open in it holds a shared lock. Kept until it is in .trash.
+    std::unique_ptr<File> lock;
+    if (shared) {
+      Result<std::unique_ptr<File>> opened = fs_.OpenRead(JoinPath(Path(below), layout::kLockFile));
+      if (opened.ok()) lock = std::move(opened).value();
+      if (lock != nullptr && lock->TryLockExclusive().code() == Code::kBusy) {
+        return Keep(below, "somebody writes or publishes it");
+      }
     }
     if (options_.dry_run) {
       report_.removed.push_back(below);

@@ -27,6 +27,9 @@ inline constexpr std::string_view kGenerationsFolder = ".generations";
 inline constexpr std::string_view kCommitFile = kCommitName;
 inline constexpr std::string_view kUuidFile = "UUID";  // In a staging that has no COMMIT yet.
 inline constexpr std::string_view kManifestSuffix = ".tmm";
+// Of a staging that several writers share (docs/format.md, "Staging of mounts"): makes it one.
+inline constexpr std::string_view kSharedFile = "staging.json";
+inline constexpr std::string_view kLockFile = "lock";  // Beside it; writers and publishers lock it.
 // In .trash: UUID.aborted was never published, UUID was. Beside each stands ENTRY.since, a file
 // whose mtime says since when.
 inline constexpr std::string_view kAbortedSuffix = ".aborted";
@@ -48,6 +51,14 @@ Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const 
                                 std::string_view suffix);
 // The mark beside a trash entry. Gc makes it where it is missing, so failing is no harm.
 void MarkTrashed(FileSystem& fs, const std::string& entry);
+
+// Whether `name`, in a folder that has a staging.json, is there because the folder is or was a
+// shared staging, and belongs to no checkpoint.
+bool IsSharedLeftover(std::string_view name);
+// Removes from a published checkpoint what its shared staging left there, staging.json last: names
+// that IsSharedLeftover, and files of data/ and manifest/ that COMMIT does not list. Nothing where
+// there is no staging.json. Failing is no harm: gc does it again.
+void SweepShared(FileSystem& fs, const std::string& directory);
 
 // Where the uuid of a save is.
 enum class Place {

@@ -43,7 +43,7 @@ Status Bad(std::string message) { return Status(Code::kDataLoss, std::move(messa
 
 // Checks that the staging is whose it should be, and takes away what an earlier try left in it. At
 // every moment its uuid can be read, from UUID or from COMMIT.
-Status PrepareStaging(FileSystem& fs, const Staging& staging) {
+Status PrepareStaging(FileSystem& fs, const Staging& staging, bool shared) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Uuid uuid, layout::ReadFolderUuid(fs, staging.directory));
   if (uuid != staging.uuid) {
     return Status(Code::kInvalidArgument, staging.directory + ": belongs to " + uuid.ToString() +
@@ -62,6 +62,7 @@ Status PrepareStaging(FileSystem& fs, const Staging& staging) {
   for (const DirectoryEntry& entry : entries) {
     if (entry.name == "data" || entry.name == "manifest" || entry.name == layout::kUuidFile)
       continue;
+    if (shared && layout::IsSharedLeftover(entry.name)) continue;
     TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(staging.directory, entry.name)));
   }
   return Status();
@@ -181,7 +182,7 @@ bool IsPlainDataName(std::string_view name) {
 // Every data file is there with its length, and nothing else is. `folders` gets those that hold
 // data files, "data" among them.
 Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Content& content,
-                      std::set<std::string>& folders) {
+                      bool keep_others, std::set<std::string>& folders) {
   std::set<std::string_view> named;
   folders.insert("data");
   for (const FileRecord& file : content.files) {
@@ -203,6 +204,7 @@ Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Content& con
                  std::to_string(file.length));
     }
   }
+  if (keep_others) return Status();
   // What a writer gave up (a failed fsync condemns a file) must not become part of a checkpoint.
   for (const std::string& folder : folders) {
     const std::string directory = JoinPath(staging.directory, folder);
@@ -313,7 +315,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
   FileSystem& fs = *fs_;
   const std::string destination = CheckpointPath(staging.name);
   Stopwatch watch;
-  TENSORMOUNT_RETURN_IF_ERROR(PrepareStaging(fs, staging));
+  TENSORMOUNT_RETURN_IF_ERROR(PrepareStaging(fs, staging, options.shared));
   if (options.if_exists == IfExists::kFail && fs.Exists(destination)) {
     return Status(Code::kAlreadyExists, destination + ": exists already");
   }
@@ -326,7 +328,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
   Published published;
   TENSORMOUNT_ASSIGN_OR_RETURN(published.content_root, CheckAndHash(content));
   std::set<std::string> data_folders;
-  TENSORMOUNT_RETURN_IF_ERROR(CheckDataFiles(fs, staging, content, data_folders));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckDataFiles(fs, staging, content, options.shared, data_folders));
 
   CheckpointInfo& info = content.info;
   info.uuid = staging.uuid;
@@ -378,11 +380,15 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
             [](const auto& a, const auto& b) { return a.name < b.name; });
   TENSORMOUNT_RETURN_IF_ERROR(
       fs.WriteFileDurably(JoinPath(staging.directory, layout::kCommitFile), EncodeCommit(commit)));
-  // From here on the arbiter reads the uuid in COMMIT.
-  TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveFile(JoinPath(staging.directory, layout::kUuidFile)));
+  // From here on the arbiter reads the uuid in COMMIT. (A shared staging keeps the other one too:
+  // after a crash it must still be one.)
+  if (!options.shared) {
+    TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveFile(JoinPath(staging.directory, layout::kUuidFile)));
+  }
   TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(staging.directory));
 
   TENSORMOUNT_RETURN_IF_ERROR(MoveIntoPlace(staging, options.if_exists));
+  if (options.shared) layout::SweepShared(fs, destination);
   published.publish_seconds = watch.Lap();
   published.info = info;
   published.tensors = content.tensors.size();

@@ -13,6 +13,7 @@
 #include "index/memory_table.h"
 #include "index/rebuild.h"
 #include "index/sst_table.h"
+#include "index/store_layout.h"
 #include "index/verify_pieces.h"
 #include "shard/leaf_hash.h"
 
@@ -91,6 +92,7 @@ class Verifier {
       }
     }
     for (const char* name : {"data", "manifest", "index"}) folders.insert(name);
+    swept_ = !fs_.Exists(JoinPath(directory_, layout::kSharedFile));
     CheckFolder("", folders);
   }
 
@@ -103,6 +105,11 @@ class Verifier {
     }
     for (const DirectoryEntry& entry : entries.value()) {
       const std::string name = below.empty() ? entry.name : below + "/" + entry.name;
+      // What a publisher that died did not come to take away; gc does.
+      if (!swept_ && commit().Find(name) == nullptr &&
+          (layout::IsSharedLeftover(name) || name.starts_with("data/"))) {
+        continue;
+      }
       if (entry.kind == FileKind::kDirectory && folders.contains(name)) {
         CheckFolder(name, folders);
       } else if (name != kCommitName && commit().Find(name) == nullptr) {
@@ -242,6 +249,7 @@ class Verifier {
   std::unique_ptr<File> commit_file_;
   std::optional<DecodedCommit> decoded_;
   std::map<std::string, std::vector<Hash128>> leaves_;  // By name of manifest.
+  bool swept_ = true;  // False: leftovers of a shared staging may stand here.
   std::optional<Content> content_;
 };
 

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <optional>
+
+#include <nlohmann/json.hpp>
+
+#include "base/log.h"
+#include "index/store.h"
+#include "index/store_layout.h"
+
+// docs/format.md, "Staging of mounts": stagings whose writers only have the folder in common.
+
+namespace tensormount {
+namespace {
+
+constexpr std::uint64_t kMaxSharedFileBytes = 64 * 1024;
+
+// Folders and files of a shared staging besides data/ and manifest/.
+constexpr std::array<std::string_view, 8> kLeftovers = {
+    "journal",         "schema",          "done", "common", "report.json", "report.txt",
+    layout::kLockFile, layout::kUuidFile,
+};
+
+std::string EncodeShared(const Staging& staging) {
+  nlohmann::ordered_json json;
+  json["name"] = staging.name;
+  json["uuid"] = staging.uuid.ToString();
+  json["generation"] = staging.generation;
+  json["parent"] = staging.parent.ToString();
+  json["parent_name"] = staging.parent_name;
+  // The name of a parent is any bytes; it is only a hint where to look for that uuid.
+  return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+Status DecodeShared(std::string_view text, const std::string& path, Staging& staging) {
+  const auto bad = [&](const std::string& why) {
+    return Status(Code::kDataLoss, path + ": " + why);
+  };
+  const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
+  if (!json.is_object()) return bad("not a JSON object");
+  const auto uuid = [&](const char* name) -> std::optional<Uuid> {
+    const auto it = json.find(name);
+    if (it == json.end() || !it->is_string()) return std::nullopt;
+    return Uuid::Parse(it->get_ref<const std::string&>());
+  };
+  const std::optional<Uuid> own = uuid("uuid");
+  const std::optional<Uuid> parent = uuid("parent");
+  if (!own || !parent) return bad("\"uuid\" or \"parent\" is not 32 hex digits");
+  const auto generation = json.find("generation");
+  if (generation == json.end() || !generation->is_number_unsigned()) {
+    return bad("\"generation\" is not a number");
+  }
+  staging.uuid = *own;
+  staging.parent = *parent;
+  staging.generation = generation->get<std::uint64_t>();
+  const auto name = json.find("parent_name");
+  if (name != json.end() && name->is_string()) staging.parent_name = name->get<std::string>();
+  return Status();
+}
+
+}  // namespace
+
+namespace layout {
+
+bool IsSharedLeftover(std::string_view name) {
+  const std::string_view top = name.substr(0, name.find('/'));
+  if (top == kSharedFile) return true;
+  return std::any_of(kLeftovers.begin(), kLeftovers.end(), [&](std::string_view known) {
+    // Also what ReplaceFile makes and exchanges.
+    return top == known || (top.starts_with(known) && top.substr(known.size()) == ".new");
+  });
+}
+
+void SweepShared(FileSystem& fs, const std::string& directory) {
+  const std::string mark = JoinPath(directory, kSharedFile);
+  if (!fs.Exists(mark)) return;
+  const auto sweep = [&]() -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit, ReadCommit(fs, directory));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(directory));
+    for (const DirectoryEntry& e : entries) {
+      if (e.name == kSharedFile || !IsSharedLeftover(e.name)) continue;
+      TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(directory, e.name)));
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> files,
+                                 fs.List(JoinPath(directory, "data")));
+    for (const DirectoryEntry& e : files) {
+      const std::string name = "data/" + e.name;
+      if (e.kind == FileKind::kDirectory || commit.record.Find(name) != nullptr) continue;
+      TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(directory, name)));
+    }
+    // Else the mark may be gone after a power cut and what it stands for not.
+    TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(directory, "data")));
+    TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(directory));
+    return fs.RemoveFile(mark);
+  };
+  const Status swept = sweep();
+  if (!swept.ok() && swept.code() != Code::kNotFound) {
+    Log(LogLevel::kWarning, "leftovers of the staging stay until gc: " + swept.message());
+  }
+}
+
+}  // namespace layout
+
+Result<Staging> Store::BeginShared(const std::string& name,
+                                   std::span<const std::string_view> folders) const {
+  FileSystem& fs = *fs_;
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+  const std::string staging_folder = JoinPath(path_, layout::kStagingFolder);
+  const std::string directory = JoinPath(staging_folder, name);
+  // Most who come are late. The rename below decides.
+  if (fs.Exists(directory)) return Status(Code::kAlreadyExists, directory + ": exists already");
+  Staging staging;
+  TENSORMOUNT_RETURN_IF_ERROR(ClaimPlace(name, IfExists::kFail, staging));
+  staging.uuid = Uuid::Random();
+  staging.directory = directory;
+  // No name of a checkpoint begins with a dot, so this one is nobody's staging.
+  const std::string temporary = JoinPath(staging_folder, ".new-" + staging.uuid.ToString());
+  const auto build = [&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(temporary));
+    const auto make = [&](std::string_view folder) {
+      return fs.CreateDirectory(JoinPath(temporary, folder));
+    };
+    TENSORMOUNT_RETURN_IF_ERROR(make("data"));
+    TENSORMOUNT_RETURN_IF_ERROR(make("manifest"));
+    for (const std::string_view folder : folders) TENSORMOUNT_RETURN_IF_ERROR(make(folder));
+    const auto write = [&](std::string_view file, std::string_view text) {
+      return fs.WriteFileDurably(JoinPath(temporary, file), text);
+    };
+    TENSORMOUNT_RETURN_IF_ERROR(write(layout::kLockFile, ""));
+    TENSORMOUNT_RETURN_IF_ERROR(write(layout::kUuidFile, staging.uuid.ToString()));
+    TENSORMOUNT_RETURN_IF_ERROR(write(layout::kSharedFile, EncodeShared(staging)));
+    TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(temporary));
+    TENSORMOUNT_RETURN_IF_ERROR(fs.RenameNoReplace(temporary, directory));
+    // What is fsynced below it later must have a way to it: all of the way, also what others made.
+    TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(staging_folder));
+    TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(path_, layout::kGenerationsFolder)));
+    return fs.SyncDirectory(path_);
+  };
+  const Status built = build();
+  if (built.ok()) return staging;
+  (void)fs.RemoveTree(temporary);  // Gc takes it otherwise.
+  return built;
+}
+
+Result<Staging> Store::OpenShared(const std::string& name) const {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+  Staging staging;
+  staging.store = path_;
+  staging.name = name;
+  staging.directory = JoinPath(JoinPath(path_, layout::kStagingFolder), name);
+  const std::string path = JoinPath(staging.directory, layout::kSharedFile);
+  const Result<std::string> text = fs_->ReadFile(path, kMaxSharedFileBytes);
+  if (text.status().code() == Code::kNotFound) {
+    if (!fs_->Exists(staging.directory)) return Status(Code::kNotFound, staging.directory);
+    return Status(Code::kUnsupported,
+                  staging.directory + ": a save of the library, not one through mounts");
+  }
+  if (!text.ok()) return text.status();
+  TENSORMOUNT_RETURN_IF_ERROR(DecodeShared(text.value(), path, staging));
+  return staging;
+}
+
+Result<std::vector<std::string>> Store::ListShared() const {
+  const std::string folder = JoinPath(path_, layout::kStagingFolder);
+  const Result<std::vector<DirectoryEntry>> entries = fs_->List(folder);
+  std::vector<std::string> names;
+  if (entries.status().code() == Code::kNotFound) return names;
+  if (!entries.ok()) return entries.status();
+  for (const DirectoryEntry& e : entries.value()) {
+    if (e.kind != FileKind::kDirectory || !CheckCheckpointName(e.name).ok()) continue;
+    if (fs_->Exists(JoinPath(JoinPath(folder, e.name), layout::kSharedFile))) {
+      names.push_back(e.name);
+    }
+  }
+  return names;
+}
+
+}  // namespace tensormount
