@@ -145,12 +145,13 @@ Result<std::unique_ptr<Vfs>> Vfs::Open(FileSystem& fs, const VfsOptions& options
   vfs->source_ = found.path;
   TENSORMOUNT_ASSIGN_OR_RETURN(
       vfs->watch_, StoreWatch::Start(fs, found.kind, found.path, options.list_views, options.verify,
-                                     options.map));
+                                     options.map, options.hf));
+  if (options.writable) vfs->OpenStaging(fs);
   if (found.kind != SourceKind::kStore) {
     // Say now what is wrong with it.
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, vfs->watch_->Find(1));
     TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*slot).status());
-  } else if (options.map) {
+  } else if (options.map || options.hf.rules) {
     const auto now = vfs->watch_->Now();
     if (now->latest) TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*now->latest).status());
   }
@@ -171,7 +172,7 @@ Result<Vfs::Place> Vfs::PlaceOf(NodeId id) {
 bool Vfs::MayBlock(NodeId id) {
   std::uint32_t slot = NodeOf(id).slot;
   if (slot == 0) {
-    if (id != kRootId) return false;
+    if (id != kRootId) return IsStaged(id);
     if (kind_ == SourceKind::kStore) return !watch_->settled();
     slot = 1;
   }
@@ -260,6 +261,9 @@ Result<Vfs::Entry> Vfs::LookupInRoot(std::string_view name) {
     entry.seconds = kRootSeconds;  // A removal must show.
     return entry;
   }
+  if (name == kStagingName && staging_) {
+    return LookupStaged(kRootId, name);
+  }
   if (name == kLatestName) return LatestEntry(*watch_->Now());
   const auto slot = watch_->FindName(std::string(name));
   if (!slot) return NoSuch(name);
@@ -268,6 +272,7 @@ Result<Vfs::Entry> Vfs::LookupInRoot(std::string_view name) {
 
 Result<Vfs::Entry> Vfs::Lookup(NodeId folder, std::string_view name) {
   if (folder == kRootId) return LookupInRoot(name);
+  if (IsStaged(folder)) return LookupStaged(folder, name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(folder));
   if (place.view) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Child child, place.view->Lookup(place.node, name));
@@ -284,6 +289,7 @@ Result<Vfs::Entry> Vfs::Lookup(NodeId folder, std::string_view name) {
 
 Result<Vfs::Entry> Vfs::Stat(NodeId id) {
   if (id == kRootId) return RootEntry();
+  if (IsStaged(id)) return StatStaged(id);
   const Node node = NodeOf(id);
   if (node.slot == 0) {
     const std::optional<Fixed> fixed = FixedOf(node);
@@ -339,6 +345,7 @@ Status Vfs::ListControl(std::uint64_t cookie, const std::function<bool(const Lis
 
 Status Vfs::List(NodeId id, std::uint64_t cookie, const std::function<bool(const Listed&)>& fn) {
   if (id == kRootId && kind_ == SourceKind::kStore) return ListStore(cookie, fn);
+  if (IsStaged(id)) return ListStaged(id, cookie, fn);
   TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
   if (!place.view) {
     if (place.node == MountNode(Fixed::kControl)) return ListControl(cookie, fn);
@@ -373,6 +380,7 @@ Result<std::shared_ptr<const VirtualFile>> Vfs::OpenFile(NodeId id) {
 
 void Vfs::Forget(NodeId id, std::uint64_t references) {
   const Node node = NodeOf(id);
+  if (IsStaged(id) && staging_) staging_->Forget(node.item, references);
   if (node.slot == 0) return;
   const auto slot = watch_->Find(node.slot);
   if (!slot.ok()) return;
@@ -411,11 +419,12 @@ std::string Vfs::StatusFields() {
   return fmt::format(
       R"("source": {}, "kind": "{}", "verify": "{}", "views_listed": {}, "mapped": {}, "checkpoints": {}, )"
       R"("latest": {}, "open_checkpoints": {}, "store_answers": {}, "errors": {}, )"
-      R"("problems": [{}])",
+      R"({}, "problems": [{}])",
       JsonString(source_), KindName(kind_), VerifyName(options_.verify), options_.list_views,
       options_.map != nullptr, now->by_id.size(),
       now->latest && kind_ == SourceKind::kStore ? JsonString(now->latest->name) : "null",
-      watch_->open_checkpoints(), watch_->answers(), stats_.errors(), problems);
+      watch_->open_checkpoints(), watch_->answers(), stats_.errors(), StagingFields(),
+      problems);
 }
 
 }  // namespace tensormount::fs

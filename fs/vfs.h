@@ -12,8 +12,10 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
+#include "fs/handle.h"
 #include "fs/mount_stats.h"
 #include "fs/node.h"
+#include "fs/staging/staging_tree.h"
 #include "fs/store_watch.h"
 #include "fs/views/checkpoint_view.h"
 #include "fs/views/virtual_file.h"
@@ -26,10 +28,12 @@ struct VfsOptions {
   bool list_views = false;
   ServeVerify verify = ServeVerify::kOff;
   std::shared_ptr<const KeyMap> map = nullptr;  // Other names for keys.
+  HfOptions hf = {};                            // How hf/ is cut, and what it has.
+  bool writable = false;  // Show .staging/, where the source is a store that this process may write.
 };
 
 // What lookup, stat, list, open, read mean in a mount, without the kernel: node ids in, answers or
-// the Status whose errno the caller shall see out. Read-only. What can be computed from node ids
+// the Status whose errno the caller shall see out. What can be computed from node ids
 // is; other nodes count who knows them. Thread-safe; no call holds a lock while it reads data.
 class Vfs {
  public:
@@ -71,6 +75,39 @@ class Vfs {
   Result<std::string> GetXattr(NodeId node, std::string_view name);
   Result<std::vector<std::string>> ListXattrs(NodeId node);
 
+  // ---- Saving: what changes something. Below .staging/ of a writable mount it is StagingTree's;
+  // published checkpoints are kReadOnly, and so is all of a mount that is not writable. Every call
+  // may block.
+  bool writable() const { return staging_ != nullptr; }
+  // Why a mount that was to be writable is not; empty where it is or was not to be.
+  const std::string& not_writable_because() const { return not_writable_because_; }
+  static constexpr std::string_view kStagingName = ".staging";
+  static bool IsStaged(NodeId node) {
+    const Node n = NodeOf(node);
+    return n.slot == 0 && n.view == kStagingView;
+  }
+  // open(2) of a file below .staging/, and of any other for writing, which is refused.
+  Result<std::shared_ptr<WriteHandle>> OpenStaged(NodeId node, int flags);
+  struct Created {
+    Entry entry;  // With a reference counted.
+    std::shared_ptr<WriteHandle> handle;
+  };
+  Result<Created> Create(NodeId folder, std::string_view name, int flags);
+  Result<Entry> MakeDirectory(NodeId folder, std::string_view name);
+  Status Truncate(NodeId node, std::uint64_t size);
+  Result<Entry> SetAttributes(NodeId node);
+  Status Unlink(NodeId folder, std::string_view name);
+  Status RemoveDirectory(NodeId folder, std::string_view name);
+  // `flags` are renameat2's. Of a staging into the root: publishes.
+  Status Rename(NodeId folder, std::string_view name, NodeId to_folder, std::string_view to_name,
+                unsigned flags);
+  // Links and special files, which no folder here has: EPERM or EROFS.
+  Status RefuseMaking(NodeId folder, std::string_view name);
+  // What a change of this node answers that is not below .staging/ (extended attributes: of any).
+  Status RefuseChanging(NodeId node);
+  // Everything written so far is durable.
+  Status Drain();
+
   MountStats& stats() { return stats_; }
   StoreWatch& watch() { return *watch_; }
   const std::string& source() const { return source_; }
@@ -98,6 +135,15 @@ class Vfs {
   Result<Entry> LookupInRoot(std::string_view name);
   Status ListStore(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn);
   Status ListControl(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn);
+  // In vfs_staging.cc.
+  void OpenStaging(FileSystem& fs);
+  static Entry StagedEntry(const StagingTree::Node& node);
+  Result<Entry> LookupStaged(NodeId folder, std::string_view name);
+  Result<Entry> StatStaged(NodeId node);
+  Status ListStaged(NodeId folder, std::uint64_t cookie,
+                    const std::function<bool(const Listed&)>& fn);
+  std::string StagingFields();
+  Result<StagingTree*> StagingOf(NodeId node, std::string_view operation, std::string_view name);
 
   VfsOptions options_;
   SourceKind kind_ = SourceKind::kStore;
@@ -105,6 +151,8 @@ class Vfs {
   std::unique_ptr<StoreWatch> watch_;
   std::function<std::string()> status_;
   MountStats stats_;
+  std::unique_ptr<StagingTree> staging_;  // Null: not writable.
+  std::string not_writable_because_;
 };
 
 }  // namespace tensormount::fs
