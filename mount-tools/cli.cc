@@ -27,7 +27,6 @@ constexpr std::pair<const char*, const char*> kNotBuilt[] = {
     {"publish", "publishes a staging that was written through a mount"},
     {"compact", "turns rank shards into tensor files"},
     {"prune", "removes old checkpoints by rule"},
-    {"stats", "the counters of a mount"},
 };
 
 struct Program {
@@ -74,6 +73,7 @@ struct AllArgs {
   VerifyArgs verify;
   MountArgs mount;
   UnmountArgs unmount;
+  StatsArgs stats;
   RmArgs rm;
   GcArgs gc;
   FsckArgs fsck;
@@ -98,13 +98,22 @@ void AddMounting(Program& p, AllArgs& a) {
   c->add_flag("--allow-other", a.mount.allow_other, "Let other users in, as the store's modes say");
   c->add_option("--tier", a.mount.tier, "auto, passthrough or daemon")->capture_default_str();
   c->add_option("--verify", a.mount.verify, "off, first or always")->capture_default_str();
-  c->add_option("--log", a.mount.log_file, "Where the daemon's messages go");
+  c->add_option("--log", a.mount.log_file,
+                "Append messages to this file; otherwise a daemon's go to the system's log");
   AddMap(c, a.mount.map);
   for (const char* option : {"--hf-part-size", "--hf-rules"}) p.NotBuilt(c, option);
 
   c = p.Command("unmount", "Unmounts", "tensormount unmount /mnt/ckpt", a.unmount, RunUnmount);
   c->add_option("MNT", a.unmount.mount_point)->required();
   c->add_flag("--lazy", a.unmount.lazy, "Detach now, clean up when nobody uses it any more");
+
+  c = p.Command("stats", "The counters of a mount: bytes, requests, latencies by tier, errors",
+                "tensormount stats /mnt/ckpt --watch 2", a.stats, RunStats);
+  c->add_option("MNT", a.stats.mount_point)->required();
+  c->add_option("--watch", a.stats.watch_seconds, "Seconds after which to look again, for ever")
+      ->check(CLI::Range(0.1, 86400.0));
+  c->add_option("--rounds", a.stats.rounds, "With --watch: so many looks")
+      ->check(CLI::Range(1, 1'000'000));
 }
 
 // --liveness and --arrival, in seconds.

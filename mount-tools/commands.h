@@ -74,7 +74,7 @@ struct MountArgs {
   bool allow_other = false;
   std::string tier = "auto";
   std::string verify = "off";
-  std::string log_file;  // Where a daemon's messages go; empty: nowhere.
+  std::string log_file;  // Where a daemon's messages go; empty: to the system's log.
   std::string map;       // JSON file; empty: none.
 };
 int RunMount(const MountArgs& args, Terminal& terminal);
@@ -84,6 +84,13 @@ struct UnmountArgs {
   bool lazy = false;
 };
 int RunUnmount(const UnmountArgs& args, Terminal& terminal);
+
+struct StatsArgs {
+  std::string mount_point;
+  double watch_seconds = 0;  // Between two looks; 0: one look.
+  int rounds = 0;            // With watch_seconds; 0: until interrupted.
+};
+int RunStats(const StatsArgs& args, Terminal& terminal);
 
 struct RmArgs {
   std::vector<std::string> checkpoints;  // STORE/NAME

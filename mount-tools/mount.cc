@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <csignal>
 #include <fcntl.h>
+#include <filesystem>
 #include <map>
 #include <optional>
 #include <poll.h>
@@ -13,8 +14,10 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/log.h"
 #include "fs/mount/mount_session.h"
 #include "mount-tools/commands.h"
+#include "mount-tools/daemon_log.h"
 #include "mount-tools/source.h"
 
 namespace tensormount::tools {
@@ -41,6 +44,8 @@ Result<fs::MountOptions> MakeOptions(const MountArgs& args) {
   // Taken before the daemon leaves this folder, and "latest" once.
   TENSORMOUNT_ASSIGN_OR_RETURN(Source source, ResolveSource(host, args.source));
   options.source = source.path;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const bool dead, fs::ClearDeadMount(args.mount_point));
+  if (dead) Log(LogLevel::kWarning, args.mount_point + ": took away a mount whose daemon is gone");
   auto mount_point = host.Resolve(args.mount_point);
   if (!mount_point.ok()) {
     return Status(mount_point.status().code(),
@@ -78,16 +83,14 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
   if (!session.ok()) return session.status();
   std::atomic<bool> done{false};
   std::thread watcher([&] {
-    const timespec tick{.tv_sec = 0, .tv_nsec = 200'000'000};
-    while (!done) {
-      if (sigtimedwait(&signals, nullptr, &tick) > 0) {
-        session.value()->Stop();
-        return;
-      }
-    }
+    const int signal = sigwaitinfo(&signals, nullptr);
+    if (done || signal < 0) return;
+    Log(LogLevel::kInfo, fmt::format("signal {}: unmounting {}", signal, options.mount_point));
+    session.value()->Stop();
   });
   const Status status = session.value()->Wait();
   done = true;
+  pthread_kill(watcher.native_handle(), SIGTERM);  // Where it still waits for one.
   watcher.join();
   return status;
 }
@@ -124,20 +127,22 @@ Status DecodeOutcome(const std::string& text) {
   setsid();
   (void)!chdir("/");
   const int null_fd = open("/dev/null", O_RDWR | O_CLOEXEC);
-  const int log_fd = args.log_file.empty() ? -1
-                                           : open(args.log_file.c_str(),
-                                                  O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
   if (null_fd >= 0) {
     dup2(null_fd, STDIN_FILENO);
     dup2(null_fd, STDOUT_FILENO);
-    dup2(log_fd >= 0 ? log_fd : null_fd, STDERR_FILENO);
+    dup2(null_fd, STDERR_FILENO);
   }
+  if (args.log_file.empty()) LogToSyslog();
+  SetLogLevel(LogLevel::kInfo);
   const Status status = Serve(options, [&](const Status& started) {
     WriteAll(pipe_fd, EncodeOutcome(started));
     close(pipe_fd);
+    if (started.ok()) {
+      Log(LogLevel::kInfo, fmt::format("mounted {} at {}", options.source, options.mount_point));
+    }
   });
-  Terminal terminal;
-  _exit(status.ok() ? kDone : terminal.Fail(status));
+  if (!status.ok()) Log(LogLevel::kError, status.ToString());
+  _exit(status.ok() ? kDone : kFailed);
 }
 
 void PrintMounted(const fs::MountOptions& options, pid_t pid, Terminal& terminal) {
@@ -151,7 +156,15 @@ void PrintMounted(const fs::MountOptions& options, pid_t pid, Terminal& terminal
 
 }  // namespace
 
-int RunMount(const MountArgs& args, Terminal& terminal) {
+int RunMount(const MountArgs& given, Terminal& terminal) {
+  MountArgs args = given;
+  if (!args.log_file.empty()) {
+    // Opened here, where somebody can be told; the daemon leaves this folder.
+    std::error_code failed;
+    args.log_file = std::filesystem::absolute(args.log_file, failed).string();
+    const Status opened = LogToFile(args.log_file);
+    if (!opened.ok()) return terminal.Fail(opened);
+  }
   auto made = MakeOptions(args);
   if (!made.ok()) return terminal.Fail(made.status());
   const fs::MountOptions options = made.value();

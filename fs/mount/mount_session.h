@@ -52,6 +52,9 @@ class MountSession {
 // Unmounts what is mounted at `mount_point` (fusermount3, or umount2 as root) and waits until it
 // is gone or `deadline`: kBusy where it is in use and `lazy` is false.
 Status Unmount(const std::string& mount_point, bool lazy, std::chrono::milliseconds timeout);
+// Takes away what is mounted at `mount_point` where it is a mount of ours whose daemon is gone (every
+// access answers ENOTCONN). False: there is none; live mounts and others' are left alone.
+Result<bool> ClearDeadMount(const std::string& mount_point);
 // Whether something is mounted at exactly this path (from /proc/self/mountinfo).
 bool IsMountPoint(const std::string& path);
 

@@ -3,11 +3,13 @@
 
 #include <cerrno>
 #include <climits>
+#include <csignal>
 #include <cstdlib>
 #include <fstream>
 #include <spawn.h>
 #include <sstream>
 #include <sys/mount.h>
+#include <sys/statfs.h>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
@@ -96,6 +98,31 @@ Status TryUnmount(const std::string& mount_point, bool lazy) {
   return Status::FromErrno(EBUSY, "unmount", mount_point);
 }
 
+// Whether the daemon of this mount is gone. Asked by a child: a daemon that lives and does not
+// answer would hold whoever asks, and the kernel's caches answer stat(2) for a while.
+bool IsDead(const std::string& mount_point) {
+  constexpr std::chrono::seconds kPatience{2};
+  const pid_t child = fork();
+  if (child < 0) return false;
+  if (child == 0) {
+    struct statfs info;
+    _exit(statfs(mount_point.c_str(), &info) != 0 && errno == ENOTCONN ? 1 : 0);
+  }
+  const Deadline deadline = Deadline::After(kPatience);
+  int status = 0;
+  for (;;) {
+    const pid_t ended = waitpid(child, &status, WNOHANG);
+    if (ended == child) return WIFEXITED(status) && WEXITSTATUS(status) == 1;
+    if (ended < 0 && errno != EINTR) return false;
+    if (deadline.Passed()) break;
+    std::this_thread::sleep_for(kPoll);
+  }
+  kill(child, SIGKILL);
+  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  }
+  return false;
+}
+
 }  // namespace
 
 std::optional<MountEntry> FindMount(const std::string& path) {
@@ -119,6 +146,16 @@ std::optional<MountEntry> FindMount(const std::string& path) {
 }
 
 bool IsMountPoint(const std::string& path) { return FindMount(path).has_value(); }
+
+Result<bool> ClearDeadMount(const std::string& mount_point) {
+  bool any = false;
+  for (;;) {  // Dead ones may lie upon each other.
+    const std::optional<MountEntry> entry = FindMount(mount_point);
+    if (!entry || entry->type != kMountType || !IsDead(Absolute(mount_point))) return any;
+    TENSORMOUNT_RETURN_IF_ERROR(Unmount(mount_point, true, std::chrono::seconds(5)));
+    any = true;
+  }
+}
 
 Status Unmount(const std::string& mount_point, bool lazy, std::chrono::milliseconds timeout) {
   const std::string path = Absolute(mount_point);

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "mount-tools/daemon_log.h"
+
+#include <cerrno>
+#include <ctime>
+#include <fcntl.h>
+#include <memory>
+#include <sys/stat.h>
+#include <syslog.h>
+#include <unistd.h>
+
+#include <fmt/core.h>
+
+#include "base/log.h"
+
+namespace tensormount::tools {
+namespace {
+
+std::string_view NameOf(LogLevel level) {
+  switch (level) {
+    case LogLevel::kDebug:
+      return "DEBUG";
+    case LogLevel::kInfo:
+      return "INFO";
+    case LogLevel::kWarning:
+      return "WARNING";
+    case LogLevel::kError:
+      return "ERROR";
+  }
+  return "ERROR";
+}
+
+int PriorityOf(LogLevel level) {
+  switch (level) {
+    case LogLevel::kDebug:
+      return LOG_DEBUG;
+    case LogLevel::kInfo:
+      return LOG_INFO;
+    case LogLevel::kWarning:
+      return LOG_WARNING;
+    case LogLevel::kError:
+      return LOG_ERR;
+  }
+  return LOG_ERR;
+}
+
+std::string TimeStamp() {
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME, &now);
+  std::tm utc{};
+  gmtime_r(&now.tv_sec, &utc);
+  return fmt::format("{:04}-{:02}-{:02}T{:02}:{:02}:{:02}.{:03}Z", utc.tm_year + 1900,
+                     utc.tm_mon + 1, utc.tm_mday, utc.tm_hour, utc.tm_min, utc.tm_sec,
+                     now.tv_nsec / 1'000'000);
+}
+
+// Names from outside stand in messages: one message stays one line.
+std::string OneLine(std::string_view message) {
+  std::string line(message);
+  for (char& c : line) {
+    if (static_cast<unsigned char>(c) < 0x20) c = ' ';
+  }
+  return line;
+}
+
+class LogFile {
+ public:
+  explicit LogFile(std::string path) : path_(std::move(path)) {}
+  ~LogFile() {
+    if (fd_ >= 0) close(fd_);
+  }
+  LogFile(const LogFile&) = delete;
+  LogFile& operator=(const LogFile&) = delete;
+
+  // Also where it is another file by now.
+  Status Open() {
+    struct stat there {};
+    struct stat ours {};
+    const bool same = fd_ >= 0 && stat(path_.c_str(), &there) == 0 && fstat(fd_, &ours) == 0 &&
+                      there.st_dev == ours.st_dev && there.st_ino == ours.st_ino;
+    if (same) return {};
+    const int fd = open(path_.c_str(),
+                        O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0644);
+    if (fd < 0) return Status::FromErrno(errno, "open log file", path_);
+    if (fd_ >= 0) close(fd_);
+    fd_ = fd;
+    return {};
+  }
+  void Write(std::string_view line) {
+    (void)Open();  // The old one still serves where it fails.
+    // One write, so that lines of several mounts do not mix.
+    [[maybe_unused]] const ssize_t n = write(fd_, line.data(), line.size());
+  }
+
+ private:
+  const std::string path_;
+  int fd_ = -1;
+};
+
+}  // namespace
+
+void LogToSyslog() {
+  openlog("tensormount", LOG_PID, LOG_DAEMON);
+  SetLogSink([](LogLevel level, std::string_view message) {
+    syslog(PriorityOf(level), "%s: %s", NameOf(level).data(), OneLine(message).c_str());
+  });
+}
+
+Status LogToFile(const std::string& path) {
+  auto file = std::make_shared<LogFile>(path);
+  TENSORMOUNT_RETURN_IF_ERROR(file->Open());
+  SetLogSink([file](LogLevel level, std::string_view message) {
+    file->Write(fmt::format("{} tensormount[{}] {}: {}\n", TimeStamp(), getpid(), NameOf(level),
+                            OneLine(message)));
+  });
+  return {};
+}
+
+}  // namespace tensormount::tools

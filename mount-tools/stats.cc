@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <fcntl.h>
+#include <optional>
+#include <poll.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "fs/mount/mount_session.h"
+#include "mount-tools/commands.h"
+
+namespace tensormount::tools {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using Clock = std::chrono::steady_clock;
+
+// A mount whose daemon is stopped or gone mad must not hold whoever asks how it is.
+constexpr int kPatienceMs = 5000;
+constexpr std::size_t kMaxBytes = 1u << 20;
+
+// The whole of a control file, read by a child that can be killed where the mount does not answer.
+Result<std::string> ReadControl(const std::string& path) {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) return Status::FromErrno(errno, "make", "a pipe");
+  const pid_t child = fork();
+  if (child < 0) {
+    const Status status = Status::FromErrno(errno, "start", "a reader");
+    close(ends[0]);
+    close(ends[1]);
+    return status;
+  }
+  if (child == 0) {
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) _exit(errno);
+    char block[4096];
+    for (;;) {
+      const ssize_t n = read(fd, block, sizeof block);
+      if (n < 0) _exit(errno);
+      if (n == 0) _exit(0);
+      if (write(ends[1], block, static_cast<std::size_t>(n)) != n) _exit(EIO);
+    }
+  }
+  close(ends[1]);
+  std::string text;
+  const auto deadline = Clock::now() + std::chrono::milliseconds(kPatienceMs);
+  bool late = false;
+  for (;;) {
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    pollfd wait{.fd = ends[0], .events = POLLIN, .revents = 0};
+    const int ready = left > 0 ? poll(&wait, 1, static_cast<int>(left)) : 0;
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready <= 0 || text.size() > kMaxBytes) {
+      late = true;
+      kill(child, SIGKILL);
+      break;
+    }
+    char block[4096];
+    const ssize_t n = read(ends[0], block, sizeof block);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) break;
+    text.append(block, static_cast<std::size_t>(n));
+  }
+  close(ends[0]);
+  int ended = 0;
+  while (waitpid(child, &ended, 0) < 0 && errno == EINTR) {
+  }
+  if (late) {
+    return Status(Code::kDeadlineExceeded,
+                  fmt::format("read {}: no answer in {} s", path, kPatienceMs / 1000));
+  }
+  if (!WIFEXITED(ended)) return Status(Code::kInternal, "read " + path + ": the reader died");
+  if (WEXITSTATUS(ended) != 0) return Status::FromErrno(WEXITSTATUS(ended), "read", path);
+  return text;
+}
+
+Result<Json> ReadStats(const std::string& mount_point) {
+  if (!fs::IsMountPoint(mount_point)) {
+    return Status(Code::kInvalidArgument, fmt::format("{}: nothing is mounted here", mount_point));
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
+                               ReadControl(mount_point + "/.tensormount/stats"));
+  Json stats = Json::parse(text, nullptr, false);
+  if (!stats.is_object()) {
+    return Status(Code::kInvalidArgument, mount_point + ": not a mount of tensormount");
+  }
+  return stats;
+}
+
+std::uint64_t Number(const Json& stats, std::string_view name) {
+  const auto it = stats.find(name);
+  return it != stats.end() && it->is_number() ? it->get<std::uint64_t>() : 0;
+}
+
+std::string Micros(const Json& op, std::string_view name) {
+  const auto it = op.find(name);
+  const double us = it != op.end() && it->is_number() ? it->get<double>() : 0;
+  if (us >= 1e6) return fmt::format("{:.2f} s", us / 1e6);
+  if (us >= 1e3) return fmt::format("{:.1f} ms", us / 1e3);
+  return fmt::format("{:.1f} us", us);
+}
+
+// What came since `before` a second, where there was one.
+void PrintRates(const Json& stats, const Json& before, double seconds, Terminal& terminal) {
+  std::string line;
+  for (const auto& [name, value] : stats["bytes"].items()) {
+    if (!value.is_number()) continue;
+    const std::uint64_t now = value.get<std::uint64_t>();
+    const std::uint64_t then = Number(before["bytes"], name);
+    const double rate = static_cast<double>(now - std::min(then, now)) / seconds;
+    line += fmt::format("{}{} {}/s", line.empty() ? "" : ", ", name,
+                        HumanBytes(static_cast<std::uint64_t>(rate)));
+  }
+  std::uint64_t requests = 0;
+  std::uint64_t old_requests = 0;
+  for (const auto& [tier, ops] : stats["operations"].items()) {
+    for (const auto& [name, op] : ops.items()) {
+      requests += Number(op, "requests");
+      const Json& old_ops = before["operations"];
+      if (old_ops.contains(tier) && old_ops[tier].contains(name)) {
+        old_requests += Number(old_ops[tier][name], "requests");
+      }
+    }
+  }
+  const double rate = static_cast<double>(requests - std::min(old_requests, requests)) / seconds;
+  terminal.Line(
+      fmt::format("{}, {:.0f} requests/s, {} errors", line, rate, Number(stats, "errors")));
+}
+
+void Print(const Json& stats, Terminal& terminal) {
+  terminal.Line(fmt::format("up {} s, {} errors, {} interrupted", Number(stats, "uptime_seconds"),
+                            Number(stats, "errors"), Number(stats, "interrupted")));
+  const Json& bytes = stats["bytes"];
+  terminal.Line(fmt::format(
+      "bytes: {} served by the daemon, {} in files handed to the kernel, {} read from and {} "
+      "written to stagings",
+      HumanBytes(Number(bytes, "daemon")), HumanBytes(Number(bytes, "passthrough")),
+      HumanBytes(Number(bytes, "staging_read")), HumanBytes(Number(bytes, "staging_written"))));
+  terminal.Line(fmt::format("storage: {} read, {} of them verified",
+                            HumanBytes(Number(stats, "bytes_read_from_storage")),
+                            HumanBytes(Number(stats, "bytes_verified"))));
+  terminal.Line(fmt::format("{:<12} {:<10} {:>10} {:>8} {:>10} {:>10} {:>10} {:>10}", "tier",
+                            "operation", "requests", "failed", "p50", "p90", "p99", "max"));
+  for (const auto& [tier, ops] : stats["operations"].items()) {
+    for (const auto& [name, op] : ops.items()) {
+      terminal.Line(fmt::format("{:<12} {:<10} {:>10} {:>8} {:>10} {:>10} {:>10} {:>10}", tier,
+                                name, Number(op, "requests"), Number(op, "failed"),
+                                Micros(op, "p50_us"), Micros(op, "p90_us"), Micros(op, "p99_us"),
+                                Micros(op, "max_us")));
+    }
+  }
+}
+
+}  // namespace
+
+int RunStats(const StatsArgs& args, Terminal& terminal) {
+  std::optional<Json> before;
+  Clock::time_point last;
+  for (int round = 0;; ++round) {
+    auto stats = ReadStats(args.mount_point);
+    if (!stats.ok()) {
+      const bool dead = stats.status().ToErrno() == ENOTCONN;
+      return terminal.Fail(stats.status(),
+                           dead ? "its daemon is gone: `tensormount mount` again cleans up" : "");
+    }
+    Json& now = stats.value();
+    if (!now.contains("bytes")) now["bytes"] = Json::object();
+    if (!now.contains("operations")) now["operations"] = Json::object();
+    const Clock::time_point at = Clock::now();
+    if (terminal.json) {
+      terminal.Json(now);
+    } else if (before) {
+      PrintRates(now, *before, std::chrono::duration<double>(at - last).count(), terminal);
+    } else {
+      Print(now, terminal);
+    }
+    const int failed = terminal.Flush();
+    if (failed != kDone || args.watch_seconds <= 0) return failed;
+    if (args.rounds > 0 && round + 1 >= args.rounds) return kDone;
+    before = std::move(now);
+    last = at;
+    const auto nap = static_cast<std::int64_t>(args.watch_seconds * 1e9);
+    timespec left{.tv_sec = nap / 1'000'000'000, .tv_nsec = nap % 1'000'000'000};
+    while (nanosleep(&left, &left) != 0 && errno == EINTR) {
+    }
+  }
+}
+
+}  // namespace tensormount::tools
