@@ -24,8 +24,15 @@ namespace tensormount::fs {
 // whole tensor) is written into this mount's file of that tensor, each byte at its place in the
 // tensor: where this mount comes to write all of it, the file is the tensor (Placement::
 // kTensorFile) and can be passed through. Other large targets get a file of their own, packed.
-// Small targets and objects are appended to a pack. Synced bytes are never overwritten: a rewrite
-// goes to the pack, or a new file, and supersedes them in the journal.
+// Small targets get an area of the pack, objects too while they are small. Synced bytes are never
+// overwritten: a rewrite goes to the pack and supersedes them in the journal. Files are as long as
+// what was written into them, and may have holes.
+// Short writes (under 64 KiB) into a large target that have no neighbours, such as the columns of
+// one rank written through `tensors/KEY`, would leave a file of pieces far apart, a record for
+// each. They are appended to the pack instead, where those at one distance lie as the packed box
+// that they are, and become one record (StagedExtent::runs); docs/performance.md has figures. Where
+// neighbours follow and 64 KiB are together, they are copied to their place: who writes a
+// tensor in order by small writes still gets its file.
 class StagingWriter {
  public:
   static constexpr std::uint64_t kOwnFileBytes = std::uint64_t{4} << 20;
@@ -43,9 +50,10 @@ class StagingWriter {
     virtual Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) = 0;
     // EFBIG past size(); needs a WriterLease held by the caller. kStale once CloseForGood ran.
     virtual Status Write(std::uint64_t offset, const void* data, std::size_t size) = 0;
-    // Forgets what was written of [begin, end).
+    // Forgets what was written of [begin, end). Durable with the next sync of anything.
     virtual Status Forget(std::uint64_t begin, std::uint64_t end) = 0;
-    // Until what was written before this call is durable and recorded.
+    // Until what was written before this call is durable and recorded. Where that fails the target
+    // is condemned, in the journal too: later writes and syncs fail. Other targets go on.
     virtual Status Sync() = 0;
     virtual std::uint64_t written_bytes() const = 0;  // Distinct ones.
     virtual void Condemn(const std::string& reason) = 0;
@@ -68,6 +76,7 @@ class StagingWriter {
   };
   virtual Result<std::shared_ptr<Blob>> OpenObject(const std::string& key, const Dims& index,
                                                    bool create) = 0;
+  // kNotFound. Who has it open goes on with a file without a name. Durable with the next sync.
   virtual Status RemoveObject(const std::string& key, const Dims& index) = 0;
   struct ObjectName {
     std::string key;
@@ -76,9 +85,11 @@ class StagingWriter {
   };
   virtual std::vector<ObjectName> Objects() const = 0;
 
-  // Everything so far durable and recorded; data files that are complete sealed? No: publish does.
+  // Everything so far durable and recorded, each data file synced once. The first failure; it does
+  // not keep others from being synced. Data files are sealed by the publish, not here.
   virtual Status SyncAll() = 0;
-  // No more writes: the staging was published or removed. Later writes are kStale.
+  // No more writes: the staging was published or removed. Later calls are kStale, reads too;
+  // descriptors are closed.
   virtual void CloseForGood() = 0;
   // "<incarnation>.tmj" and its synced bytes, for done marks; empty while nothing was written.
   virtual std::string journal_name() const = 0;

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/staging/blob_writer.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "base/checked.h"
+#include "shard/leaf_hash.h"
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::size_t kBlockBytes = 256 * 1024;
+
+}  // namespace
+
+BlobWriter::BlobWriter(std::shared_ptr<StagedParts> shared, std::string key, const Dims& index)
+    : shared_(std::move(shared)), key_(std::move(key)), index_(index) {}
+
+std::string BlobWriter::Name() const {
+  return "object " + key_ + (index_.rank() == 0 ? "" : index_.ToString());
+}
+
+Status BlobWriter::Check() const {
+  if (shared_->files.closed()) return Status(Code::kStale, Name() + ": no longer written");
+  return failure_;
+}
+
+std::uint64_t BlobWriter::size() const {
+  const std::lock_guard lock(mutex_);
+  return size_;
+}
+
+Result<std::size_t> BlobWriter::Read(std::uint64_t offset, void* out, std::size_t size) {
+  const std::lock_guard lock(mutex_);
+  if (offset >= size_) return std::size_t{0};
+  size = static_cast<std::size_t>(std::min<std::uint64_t>(size, size_ - offset));
+  TENSORMOUNT_RETURN_IF_ERROR(area_.file->Read(area_.offset + offset, out, size));
+  return size;
+}
+
+Status BlobWriter::Zero(std::uint64_t begin, std::uint64_t end) {
+  if (begin >= end) return {};
+  const std::vector<std::byte> zeros(std::min<std::uint64_t>(kBlockBytes, end - begin));
+  for (std::uint64_t at = begin; at < end;) {
+    const std::size_t n = std::min<std::uint64_t>(zeros.size(), end - at);
+    TENSORMOUNT_RETURN_IF_ERROR(area_.file->Write(area_.offset + at, zeros.data(), n));
+    at += n;
+  }
+  return {};
+}
+
+Status BlobWriter::MakeWritable(std::uint64_t begin, std::uint64_t end) {
+  const bool good = area_.file != nullptr && !area_.file->condemned() && begin >= recorded_;
+  if (good && (end <= area_.size || shared_->files.Extend(area_, end - area_.size))) return {};
+  // Twice as much as before, so that what grows by little is seldom moved.
+  const std::uint64_t room = good ? std::max(end, 2 * area_.size) : end;
+  DataFiles::Area area;
+  if (room > StagingWriter::kOwnFileBytes) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(area.file, shared_->files.Create('o', Placement::kPack));
+    area.size = std::numeric_limits<std::uint64_t>::max() / 2;
+  } else {
+    TENSORMOUNT_ASSIGN_OR_RETURN(area, shared_->files.Allocate(room));
+  }
+  std::vector<std::byte> buffer(std::min<std::uint64_t>(kBlockBytes, size_));
+  for (std::uint64_t at = 0; at < size_;) {
+    const std::size_t n = std::min<std::uint64_t>(buffer.size(), size_ - at);
+    TENSORMOUNT_RETURN_IF_ERROR(area_.file->Read(area_.offset + at, buffer.data(), n));
+    TENSORMOUNT_RETURN_IF_ERROR(area.file->Write(area.offset + at, buffer.data(), n));
+    at += n;
+  }
+  area_ = std::move(area);
+  used_ = size_;
+  recorded_ = 0;
+  return {};
+}
+
+Status BlobWriter::WriteLocked(std::uint64_t offset, const void* data, std::size_t size) {
+  TENSORMOUNT_RETURN_IF_ERROR(Check());
+  if (!RangeWithin(offset, size, kMaxObjectBytes)) return Status::FromErrno(EFBIG, "write", Name());
+  if (size == 0) return {};
+  const std::uint64_t end = std::max(size_, offset + size);
+  TENSORMOUNT_RETURN_IF_ERROR(MakeWritable(std::min(offset, size_), end));
+  changed_ = true;
+  // What was cut off once is zeros if the object grows again.
+  TENSORMOUNT_RETURN_IF_ERROR(Zero(size_, std::min(offset, used_)));
+  used_ = std::max(used_, end);
+  TENSORMOUNT_RETURN_IF_ERROR(area_.file->Write(area_.offset + offset, data, size));
+  size_ = end;
+  shared_->bytes_written.fetch_add(size, std::memory_order_relaxed);
+  return {};
+}
+
+Status BlobWriter::Write(std::uint64_t offset, const void* data, std::size_t size) {
+  const std::lock_guard lock(mutex_);
+  return WriteLocked(offset, data, size);
+}
+
+Result<std::uint64_t> BlobWriter::Append(const void* data, std::size_t size) {
+  const std::lock_guard lock(mutex_);
+  const std::uint64_t at = size_;
+  TENSORMOUNT_RETURN_IF_ERROR(WriteLocked(at, data, size));
+  return at;
+}
+
+Status BlobWriter::Truncate(std::uint64_t size) {
+  const std::lock_guard lock(mutex_);
+  TENSORMOUNT_RETURN_IF_ERROR(Check());
+  if (size > kMaxObjectBytes) return Status::FromErrno(EFBIG, "truncate", Name());
+  if (size == size_) return {};
+  changed_ = true;
+  if (size == 0) {
+    area_ = {};
+    used_ = recorded_ = 0;
+  } else if (size > size_) {
+    TENSORMOUNT_RETURN_IF_ERROR(MakeWritable(size_, size));
+    // The last byte is written, so that the file reaches so far.
+    TENSORMOUNT_RETURN_IF_ERROR(Zero(size_, std::min(size, used_)));
+    TENSORMOUNT_RETURN_IF_ERROR(Zero(size - 1, size));
+    used_ = std::max(used_, size);
+  }
+  size_ = size;
+  return {};
+}
+
+Status BlobWriter::Prepare(PendingPart& pending) {
+  pending.turn = std::unique_lock(turn_);
+  const std::lock_guard lock(mutex_);
+  TENSORMOUNT_RETURN_IF_ERROR(Check());
+  if (removed_ || !changed_) return {};
+  TENSORMOUNT_RETURN_IF_ERROR(shared_->files.Open());
+  JournalRecord record;
+  record.kind = JournalRecord::Kind::kObject;
+  record.object.key = key_;
+  record.object.index = index_;
+  record.object.file = kNoFile;
+  record.object.length = size_;
+  if (size_ > 0) {
+    record.object.file = area_.file->number();
+    record.object.offset = area_.offset;
+    LeafHasher hasher;
+    std::vector<std::byte> buffer(std::min<std::uint64_t>(kBlockBytes, size_));
+    for (std::uint64_t at = 0; at < size_;) {
+      const std::size_t n = std::min<std::uint64_t>(buffer.size(), size_ - at);
+      TENSORMOUNT_RETURN_IF_ERROR(area_.file->Read(area_.offset + at, buffer.data(), n));
+      hasher.Update(buffer.data(), n);
+      at += n;
+    }
+    hasher.Finish();
+    record.object.leaves = hasher.leaves();
+    pending.files.push_back(area_.file);
+  }
+  pending.records = EncodeRecord(record);
+  recorded_ = std::max(recorded_, size_);
+  changed_ = false;
+  return {};
+}
+
+void BlobWriter::Finish(PendingPart& pending, const Status& status) {
+  if (!status.ok()) {
+    bool first = false;
+    {
+      const std::lock_guard lock(mutex_);
+      first = failure_.ok() && !removed_;
+      if (first) failure_ = status.WithContext(Name() + ": an earlier sync failed");
+    }
+    JournalWriter* const journal = shared_->files.journal();
+    if (first && status.code() != Code::kStale && journal != nullptr) {
+      // An older form of it must not pass for what was meant to be there.
+      JournalRecord record;
+      record.kind = JournalRecord::Kind::kCondemn;
+      record.number = kNoFile;
+      record.file_name = Name();
+      record.reason = status.message();
+      if (journal->Append(EncodeRecord(record)).ok()) (void)journal->Sync();
+    }
+  }
+  pending.turn.unlock();
+}
+
+Status BlobWriter::Sync() {
+  StagedPart* const self = this;
+  return SyncParts(*shared_, {&self, 1});
+}
+
+Status BlobWriter::Remove() {
+  // Not between a sync's hashing and its record.
+  const std::lock_guard turn(turn_);
+  const std::lock_guard lock(mutex_);
+  removed_ = true;
+  if (shared_->files.journal() == nullptr) return {};
+  JournalRecord record;
+  record.kind = JournalRecord::Kind::kNoObject;
+  record.object.key = key_;
+  record.object.index = index_;
+  return shared_->files.journal()->Append(EncodeRecord(record));
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_STAGING_BLOB_WRITER_H_
+#define TENSORMOUNT_FS_STAGING_BLOB_WRITER_H_
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "fs/staging/staged_part.h"
+#include "fs/staging/staging_writer.h"
+
+namespace tensormount::fs {
+
+// A part of an object: always one area, of the pack or, where it is large, of a file of its own.
+// What a record names of the area is never written again: a change there moves everything to a new
+// one. Calls come one after the other; hashed at the sync.
+class BlobWriter final : public StagingWriter::Blob, public StagedPart {
+ public:
+  BlobWriter(std::shared_ptr<StagedParts> shared, std::string key, const Dims& index);
+
+  std::uint64_t size() const override;
+  Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) override;
+  Status Write(std::uint64_t offset, const void* data, std::size_t size) override;
+  Result<std::uint64_t> Append(const void* data, std::size_t size) override;
+  Status Truncate(std::uint64_t size) override;
+  Status Sync() override;
+
+  // It has no name any more: later syncs record nothing. Recorded itself, not yet durable.
+  Status Remove();
+  const std::string& key() const { return key_; }
+  const Dims& index() const { return index_; }
+
+  Status Prepare(PendingPart& pending) override;
+  void Finish(PendingPart& pending, const Status& status) override;
+
+ private:
+  std::string Name() const;
+  Status Check() const;
+  Status WriteLocked(std::uint64_t offset, const void* data, std::size_t size);
+  // Makes bytes from `begin` on writable, and room for `end` bytes.
+  Status MakeWritable(std::uint64_t begin, std::uint64_t end);
+  Status Zero(std::uint64_t begin, std::uint64_t end);
+
+  const std::shared_ptr<StagedParts> shared_;
+  const std::string key_;
+  const Dims index_;
+
+  std::mutex turn_;  // Of syncs; taken before mutex_.
+  mutable std::mutex mutex_;
+  DataFiles::Area area_;  // No file: nothing in it.
+  std::uint64_t size_ = 0;
+  std::uint64_t used_ = 0;      // Of the area: behind it are zeros.
+  std::uint64_t recorded_ = 0;  // Of the area: never written again.
+  bool changed_ = true;         // Not recorded as it is.
+  bool removed_ = false;
+  Status failure_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_STAGING_BLOB_WRITER_H_

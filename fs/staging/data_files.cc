@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/staging/data_files.h"
+
+#include <chrono>
+#include <utility>
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::chrono::minutes kPatience{10};
+// From so many files on those that are synced are closed.
+constexpr std::size_t kFewFiles = 32;
+// At most about so many are open: older ones are synced early, and closed.
+constexpr std::size_t kManyFiles = 128;
+// A pack of this size is followed by another one.
+constexpr std::uint64_t kPackBytes = std::uint64_t{16} << 30;
+// Places in a pack: of the widest element.
+constexpr std::uint64_t kPackAlignment = 16;
+
+}  // namespace
+
+DataFile::DataFile(FileSystem& fs, const std::string& staging, std::string name,
+                   std::uint32_t number, std::unique_ptr<File> file)
+    : fs_(fs),
+      folder_(JoinPath(staging, "data")),
+      name_(std::move(name)),
+      path_(JoinPath(staging, name_)),
+      number_(number),
+      file_(std::move(file)) {}
+
+Result<std::shared_ptr<File>> DataFile::Handle() {
+  if (closed_) return Status(Code::kStale, path_ + ": no longer written");
+  if (file_ == nullptr) {
+    // Opening makes files: not in a folder that has another staging in it by now.
+    if (!fs_.Exists(path_)) return Status(Code::kStale, path_ + ": no longer there");
+    TENSORMOUNT_ASSIGN_OR_RETURN(file_, fs_.OpenShared(path_));
+  }
+  return file_;
+}
+
+Status DataFile::Write(std::uint64_t offset, const void* data, std::size_t size) {
+  std::unique_lock lock(mutex_);
+  TENSORMOUNT_RETURN_IF_ERROR(failure_);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, Handle());
+  ++started_;
+  lock.unlock();
+  Status status = file->WriteAt(offset, data, size);
+  lock.lock();
+  ++done_;
+  return status;
+}
+
+Status DataFile::Read(std::uint64_t offset, void* out, std::size_t size) {
+  std::unique_lock lock(mutex_);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, Handle());
+  lock.unlock();
+  return file->ReadExactAt(offset, out, size);
+}
+
+void DataFile::StartWriteback(std::uint64_t offset, std::uint64_t size) {
+  std::unique_lock lock(mutex_);
+  const std::shared_ptr<File> file = file_;
+  lock.unlock();
+  if (file != nullptr) file->StartWriteback(offset, size);
+}
+
+Status DataFile::Sync() {
+  std::unique_lock lock(mutex_);
+  const std::uint64_t target = done_;
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  while (failure_.ok() && synced_ < target) {
+    if (syncing_) {
+      if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) {
+        return Status(Code::kDeadlineExceeded, path_ + ": fsync does not return");
+      }
+      continue;
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, Handle());
+    syncing_ = true;
+    const std::uint64_t reaches = done_;
+    const bool name_too = !name_synced_;
+    lock.unlock();
+    Status status = file->Sync();
+    if (status.ok() && name_too) status = fs_.SyncDirectory(folder_);
+    lock.lock();
+    syncing_ = false;
+    if (status.ok()) {
+      synced_ = reaches;
+      name_synced_ = true;
+    } else {
+      // The kernel may have dropped the pages and says so once: nothing here may be believed.
+      failure_ = status.WithContext(name_ + " was given up");
+      condemned_.store(true, std::memory_order_release);
+    }
+    changed_.notify_all();
+  }
+  return failure_;
+}
+
+void DataFile::CloseIfIdle() {
+  const std::lock_guard lock(mutex_);
+  if (!syncing_ && started_ == done_ && done_ == synced_) file_.reset();
+}
+
+void DataFile::Close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  file_.reset();
+}
+
+DataFiles::DataFiles(FileSystem& fs, const Staging& staging, std::string incarnation)
+    : fs_(fs), staging_(staging), incarnation_(std::move(incarnation)) {}
+
+Status DataFiles::Open() {
+  if (closed()) return Status(Code::kStale, staging_.name + " was published or removed");
+  if (journal() != nullptr) return {};
+  const std::lock_guard lock(mutex_);
+  if (journal_ != nullptr) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      journal_,
+      JournalWriter::Create(fs_, JoinPath(staging_.directory, "journal/" + incarnation_ + ".tmj"),
+                            staging_.uuid, incarnation_));
+  journal_ptr_.store(journal_.get(), std::memory_order_release);
+  return {};
+}
+
+Result<std::shared_ptr<DataFile>> DataFiles::Create(char kind, Placement placement) {
+  TENSORMOUNT_RETURN_IF_ERROR(Open());
+  std::vector<std::shared_ptr<DataFile>> close;
+  std::shared_ptr<DataFile> made;
+  {
+    const std::lock_guard lock(mutex_);
+    JournalRecord record;
+    record.kind = JournalRecord::Kind::kFile;
+    record.number = static_cast<std::uint32_t>(files_.size());
+    record.placement = placement;
+    record.file_name = "data/" + staging_.ShortId() + "-" + incarnation_ + "-" + kind +
+                       std::to_string(record.number) + ".bin";
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        std::unique_ptr<File> file,
+        fs_.CreateExclusive(JoinPath(staging_.directory, record.file_name)));
+    TENSORMOUNT_RETURN_IF_ERROR(journal_->Append(EncodeRecord(record)));
+    made = std::make_shared<DataFile>(fs_, staging_.directory, record.file_name, record.number,
+                                      std::move(file));
+    files_.push_back(made);
+    while (next_to_close_ + kManyFiles < files_.size()) close.push_back(files_[next_to_close_++]);
+  }
+  for (const auto& file : close) {
+    // A failure condemns the file: whoever wrote there hears of it.
+    (void)file->Sync();
+    file->CloseIfIdle();
+  }
+  return made;
+}
+
+std::shared_ptr<DataFile> DataFiles::Get(std::uint32_t number) const {
+  const std::lock_guard lock(mutex_);
+  return files_[number];
+}
+
+Result<std::shared_ptr<TensorFile>> DataFiles::OfTensor(const std::string& key) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto at = tensors_.find(key);
+    if (at != tensors_.end() && !at->second->file->condemned()) return at->second;
+  }
+  auto made = std::make_shared<TensorFile>();
+  TENSORMOUNT_ASSIGN_OR_RETURN(made->file, Create('t', Placement::kTensorFile));
+  const std::lock_guard lock(mutex_);
+  std::shared_ptr<TensorFile>& entry = tensors_[key];
+  // Somebody was quicker: his serves, ours stays empty.
+  if (entry == nullptr || entry->file->condemned()) entry = std::move(made);
+  return entry;
+}
+
+Result<DataFiles::Area> DataFiles::Allocate(std::uint64_t bytes) {
+  const std::lock_guard lock(pack_mutex_);
+  if (pack_ == nullptr || pack_->condemned() || pack_end_ >= kPackBytes) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(pack_, Create('p', Placement::kPack));
+    pack_end_ = 0;
+  }
+  const std::uint64_t at = (pack_end_ + kPackAlignment - 1) / kPackAlignment * kPackAlignment;
+  pack_end_ = at + bytes;
+  return Area{pack_, at, bytes};
+}
+
+bool DataFiles::Extend(Area& area, std::uint64_t bytes) {
+  const std::lock_guard lock(pack_mutex_);
+  if (area.file == nullptr || area.file != pack_ || area.end() != pack_end_) return false;
+  area.size += bytes;
+  pack_end_ += bytes;
+  return true;
+}
+
+Result<std::uint32_t> DataFiles::AddTarget(const StagedTarget& target, std::uint64_t bytes) {
+  TENSORMOUNT_RETURN_IF_ERROR(Open());
+  const std::lock_guard lock(mutex_);
+  JournalRecord record;
+  record.kind = JournalRecord::Kind::kTarget;
+  record.number = targets_;
+  record.target = target;
+  record.end = bytes;
+  TENSORMOUNT_RETURN_IF_ERROR(journal_->Append(EncodeRecord(record)));
+  return targets_++;
+}
+
+void DataFiles::CloseIdle(DataFile& file) {
+  if (count() > kFewFiles) file.CloseIfIdle();
+}
+
+void DataFiles::CloseForGood() {
+  closed_.store(true, std::memory_order_release);
+  const std::lock_guard lock(mutex_);
+  if (journal_ != nullptr) journal_->Close();
+  for (const auto& file : files_) file->Close();
+}
+
+std::uint64_t DataFiles::count() const {
+  const std::lock_guard lock(mutex_);
+  return files_.size();
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_STAGING_STAGED_PART_H_
+#define TENSORMOUNT_FS_STAGING_STAGED_PART_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "fs/staging/data_files.h"
+#include "fs/staging/journal.h"
+#include "index/store.h"
+
+// How targets and objects become durable, one or many at once.
+
+namespace tensormount::fs {
+
+// What all parts of a StagingWriter share.
+struct StagedParts {
+  StagedParts(FileSystem& fs, const Staging& staging, const std::string& incarnation)
+      : files(fs, staging, incarnation) {}
+
+  DataFiles files;
+  std::atomic<std::uint64_t> bytes_written{0};
+  std::atomic<std::uint64_t> syncs{0};
+};
+
+// What one part has to say in a sync.
+struct PendingPart {
+  // Syncs of one part come one after the other.
+  std::unique_lock<std::mutex> turn;
+  std::vector<std::shared_ptr<DataFile>> files;  // To be durable before its records.
+  std::string records;
+};
+
+class StagedPart {
+ public:
+  virtual ~StagedPart() = default;
+  // Takes its turn, and all that was written before: from here on those bytes of its files are
+  // never written again. Hashes what was not hashed while it was written.
+  virtual Status Prepare(PendingPart& pending) = 0;
+  // Once a turn was taken, with the outcome. After a failure all later syncs of the part fail.
+  virtual void Finish(PendingPart& pending, const Status& status) = 0;
+};
+
+// Data files, each once; then the records of those whose files are durable; then the journal, once.
+// The first failure; each part hears of its own. To be called with parts in one order by all who
+// sync several at once.
+Status SyncParts(StagedParts& shared, std::span<StagedPart* const> parts);
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_STAGING_STAGED_PART_H_
