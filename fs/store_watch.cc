@@ -63,6 +63,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   const std::unique_ptr<Doorbell> bell;
   bool list_views = false;
   std::shared_ptr<const KeyMap> map;
+  HfOptions hf;
   ServeVerify verify = ServeVerify::kOff;
 
   mutable std::mutex mutex;
@@ -429,12 +430,14 @@ void StoreWatch::Core::Loop() {
 Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(FileSystem& fs, SourceKind kind,
                                                       const std::string& path, bool list_views,
                                                       ServeVerify verify,
-                                                      std::shared_ptr<const KeyMap> map) {
+                                                      std::shared_ptr<const KeyMap> map,
+                                                      const HfOptions& hf) {
   TENSORMOUNT_ASSIGN_OR_RETURN(auto bell, Doorbell::Make(path));
   auto core = std::make_shared<Core>(fs, kind, path, std::move(bell));
   core->list_views = list_views;
   core->verify = verify;
   core->map = std::move(map);
+  core->hf = hf;
   core->slots.push_back(nullptr);
   auto first = std::make_shared<Listing>();
   if (kind == SourceKind::kStore) {
@@ -530,7 +533,8 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::View(Slot& slot) {
                                         .name = slot.name,
                                         .list_views = core_->list_views,
                                         .verify = core_->verify,
-                                        .map = core_->map};
+                                        .map = core_->map,
+                                        .hf = core_->hf};
   Result<std::shared_ptr<const CheckpointView>> view =
       core_->kind == SourceKind::kSafetensors
           ? CheckpointView::OpenSafetensors(core_->fs, slot.path, slot.ownership, options)

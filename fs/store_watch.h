@@ -78,7 +78,8 @@ class StoreWatch {
   static Result<std::unique_ptr<StoreWatch>> Start(FileSystem& fs, SourceKind kind,
                                                    const std::string& path, bool list_views,
                                                    ServeVerify verify,
-                                                   std::shared_ptr<const KeyMap> map);
+                                                   std::shared_ptr<const KeyMap> map,
+                                                   const HfOptions& hf = {});
   ~StoreWatch();
 
   struct Listing {

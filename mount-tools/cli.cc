@@ -101,7 +101,9 @@ void AddMounting(Program& p, AllArgs& a) {
   c->add_option("--log", a.mount.log_file,
                 "Append messages to this file; otherwise a daemon's go to the system's log");
   AddMap(c, a.mount.map);
-  for (const char* option : {"--hf-part-size", "--hf-rules"}) p.NotBuilt(c, option);
+  c->add_option("--hf-part-size", a.mount.hf_part_size, "Most bytes of tensors in a file of hf/")
+      ->capture_default_str();
+  c->add_option("--hf-rules", a.mount.hf_rules, "JSON file of rules: what hf/ has, by which names");
 
   c = p.Command("unmount", "Unmounts", "tensormount unmount /mnt/ckpt", a.unmount, RunUnmount);
   c->add_option("MNT", a.unmount.mount_point)->required();

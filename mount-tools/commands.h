@@ -76,6 +76,8 @@ struct MountArgs {
   std::string verify = "off";
   std::string log_file;  // Where a daemon's messages go; empty: to the system's log.
   std::string map;       // JSON file; empty: none.
+  std::string hf_part_size = "5GB";
+  std::string hf_rules;  // JSON file; empty: none.
 };
 int RunMount(const MountArgs& args, Terminal& terminal);
 

@@ -53,6 +53,8 @@ Result<fs::MountOptions> MakeOptions(const MountArgs& args) {
   }
   options.mount_point = mount_point.value();
   TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(host, args.map));
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.rules, ReadKeyMap(host, args.hf_rules));
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.part_bytes, fs::ParsePartSize(args.hf_part_size));
   options.list_views = args.views;
   options.allow_other = args.allow_other;
   TENSORMOUNT_ASSIGN_OR_RETURN(options.tier, Choose<Tier>({{"auto", Tier::kAuto},

@@ -11,6 +11,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
+#include "fs/views/hf_options.h"
 
 namespace tensormount::fs {
 
@@ -20,6 +21,7 @@ struct MountOptions {
   std::string mount_point;  // An empty folder.
   bool list_views = false;  // List npy/, extents/, model.safetensors too.
   std::shared_ptr<const KeyMap> map;  // Other names for keys; null: none.
+  HfOptions hf;                       // How hf/ is cut, and what it has.
   bool allow_other = false;
   enum class Tier { kAuto, kPassthrough, kDaemon } tier = Tier::kAuto;
   enum class Verify { kOff, kFirst, kAlways } verify = Verify::kOff;
