@@ -51,6 +51,7 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
   std::function<void()> wake_watchdog;
   std::deque<Item> queue;
   Active active;  // Of work that runs.
+  Active parked;
 
   // Returns with the lock held again.
   void Execute(std::unique_lock<std::mutex>& lock, Item item) {
@@ -106,7 +107,8 @@ BlockingWork::~BlockingWork() {
   core_->ended.wait_for(lock, kPatience, [&] { return core_->pool_threads == 0; });
 }
 
-void BlockingWork::Run(std::shared_ptr<PendingAnswer> answer, std::function<void()> work) {
+void BlockingWork::Run(std::shared_ptr<PendingAnswer> answer, std::function<void()> work,
+                       const std::function<void()>& before_queueing) {
   std::unique_lock lock(core_->mutex);
   if (!core_->watched && core_->wake_watchdog) {
     core_->watched = true;
@@ -117,6 +119,11 @@ void BlockingWork::Run(std::shared_ptr<PendingAnswer> answer, std::function<void
   Core::Item item{std::move(answer), std::move(work)};
   const bool here = core_->callers < core_->on_caller;
   if (!here && core_->EnsureThread()) {
+    if (before_queueing) {
+      lock.unlock();
+      before_queueing();
+      lock.lock();
+    }
     core_->queue.push_back(std::move(item));
     lock.unlock();
     core_->wake.notify_one();
@@ -127,12 +134,25 @@ void BlockingWork::Run(std::shared_ptr<PendingAnswer> answer, std::function<void
   --core_->callers;
 }
 
+std::shared_ptr<void> BlockingWork::Park(std::shared_ptr<PendingAnswer> answer) {
+  // Still active, so that there is a watchdog that looks.
+  const std::lock_guard lock(core_->mutex);
+  const auto at = core_->parked.insert(core_->parked.end(), std::move(answer));
+  return std::shared_ptr<void>(nullptr, [core = core_, at](void*) {
+    const std::lock_guard ended(core->mutex);
+    core->parked.erase(at);
+  });
+}
+
 int BlockingWork::Watch() {
   std::vector<std::shared_ptr<PendingAnswer>> late;
   {
     const std::lock_guard lock(core_->mutex);
     const Clock::time_point before = Clock::now() - kGiveUpAfter;
     for (const auto& answer : core_->active) {
+      if (answer->since() < before) late.push_back(answer);
+    }
+    for (const auto& answer : core_->parked) {
       if (answer->since() < before) late.push_back(answer);
     }
     for (const Core::Item& item : core_->queue) {
@@ -151,7 +171,7 @@ void BlockingWork::SetWake(std::function<void()> wake) {
 
 bool BlockingWork::Unwatched() {
   const std::lock_guard lock(core_->mutex);
-  const bool none = core_->active.empty() && core_->queue.empty();
+  const bool none = core_->active.empty() && core_->queue.empty() && core_->parked.empty();
   if (none) core_->watched = false;
   return none;
 }
@@ -160,7 +180,7 @@ BlockingWork::Load BlockingWork::load() const {
   const std::lock_guard lock(core_->mutex);
   Load load;
   load.running = static_cast<int>(core_->active.size());
-  load.waiting = core_->queue.size();
+  load.waiting = core_->queue.size() + core_->parked.size();
   Clock::time_point oldest = Clock::now();
   const Clock::time_point now = oldest;
   for (const auto& answer : core_->active) oldest = std::min(oldest, answer->since());

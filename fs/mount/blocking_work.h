@@ -47,8 +47,12 @@ class BlockingWork {
   ~BlockingWork();
 
   // Runs `work` now or later; it must Claim `answer` before it answers. Work whose answer was
-  // given up before it begins is dropped.
-  void Run(std::shared_ptr<PendingAnswer> answer, std::function<void()> work);
+  // given up before it begins is dropped. `before_queueing` is called here where the work is not
+  // done before this returns: it then must not use what is the caller's.
+  void Run(std::shared_ptr<PendingAnswer> answer, std::function<void()> work,
+           const std::function<void()>& before_queueing = {});
+  // While the token lives, an answer that waits for other work, on no thread, is watched as well.
+  std::shared_ptr<void> Park(std::shared_ptr<PendingAnswer> answer);
   // Answers for interrupted callers whose storage does not; returns how many. To be called now and
   // then while Unwatched() is false.
   int Watch();

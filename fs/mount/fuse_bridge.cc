@@ -43,7 +43,7 @@ struct stat StatOf(const Attributes& a) {
   // What `cp` and `cat` take as the size of their reads.
   st.st_blksize = a.size > kSmallFile ? static_cast<blksize_t>(kMaxRequestBytes)
                                       : static_cast<blksize_t>(kPageBytes);
-  st.st_blocks = static_cast<blkcnt_t>((a.size + 511) / 512);
+  st.st_blocks = static_cast<blkcnt_t>((std::min(a.size, a.allocated) + 511) / 512);
   st.st_mtim.tv_sec = st.st_ctim.tv_sec = st.st_atim.tv_sec = static_cast<time_t>(a.mtime);
   return st;
 }
@@ -87,14 +87,15 @@ Result<Reply> Guarded(const std::function<Result<Reply>()>& op) noexcept {
 
 void Answer(fuse_req_t req, Bridge& bridge, Op op, Clock::time_point since, NodeId node,
             const Result<Reply>& result) {
-  bridge.vfs.stats().Count(op, Clock::now() - since, !result.ok());
   if (result.ok()) {
+    bridge.vfs.stats().Count(result.value().counted_as.value_or(op), Clock::now() - since, false);
     // A reply fails when the caller was interrupted: nobody is left to tell.
-    result.value()(req);
+    result.value().send(req);
     return;
   }
-  // Reads know the name of their file and have told.
-  if (op != Op::kRead && !IsOrdinary(result.status())) {
+  bridge.vfs.stats().Count(op, Clock::now() - since, true);
+  // Reads and stagings know the name of their file and have told.
+  if (op != Op::kRead && OpTier(op) != Tier::kStaging && !IsOrdinary(result.status())) {
     bridge.vfs.stats().Report(OpName(op), "node " + std::to_string(node), result.status());
   }
   fuse_reply_err(req, result.status().ToErrno());
@@ -102,28 +103,77 @@ void Answer(fuse_req_t req, Bridge& bridge, Op op, Clock::time_point since, Node
 
 void Serve(fuse_req_t req, Op op, NodeId node, bool may_block,
            std::function<Result<Reply>()> work) {
-  Bridge& bridge = BridgeOf(req);
-  const Clock::time_point since = Clock::now();
-  if (!may_block) {
-    Answer(req, bridge, op, since, node, Guarded(work));
+  if (may_block) {
+    ServeLong(req, op, node, [work = std::move(work)](LongWork&) { return work(); });
     return;
   }
-  auto answer =
+  const Clock::time_point since = Clock::now();
+  Answer(req, BridgeOf(req), op, since, node, Guarded(work));
+}
+
+namespace {
+
+// One request that is served on `queue`, maybe in several attempts.
+struct LongRequest : std::enable_shared_from_this<LongRequest> {
+  fuse_req_t req;
+  Op op;
+  NodeId node;
+  Bridge& bridge;
+  BlockingWork& queue;
+  std::function<Result<Reply>(LongWork&)> work;
+  const Clock::time_point since = Clock::now();
+  std::shared_ptr<PendingAnswer> answer;
+
+  LongRequest(fuse_req_t r, Op o, NodeId n, std::function<Result<Reply>(LongWork&)> w)
+      : req(r),
+        op(o),
+        node(n),
+        bridge(BridgeOf(r)),
+        queue(QueueOf(r, o)),
+        work(std::move(w)) {}
+
+  struct Attempt : LongWork {
+    explicit Attempt(LongRequest& r) : request(r) {}
+    bool Interrupted() override {
+      return request.answer->GiveUpIfInterrupted() || request.answer->answered();
+    }
+    std::function<void()> Again() override {
+      parked = true;
+      return [self = request.shared_from_this(), watched = request.queue.Park(request.answer)] {
+        self->Run();
+      };
+    }
+    LongRequest& request;
+    bool parked = false;
+  };
+
+  void Run() {
+    queue.Run(answer, [self = shared_from_this()] {
+      Attempt attempt(*self);
+      const Result<Reply> result = Guarded([&] { return self->work(attempt); });
+      if (!attempt.parked && self->answer->Claim()) {
+        Answer(self->req, self->bridge, self->op, self->since, self->node, result);
+      }
+    });
+  }
+};
+
+}  // namespace
+
+void ServeLong(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>(LongWork&)> work) {
+  const auto request = std::make_shared<LongRequest>(req, op, node, std::move(work));
+  request->answer =
       std::make_shared<PendingAnswer>([req] { return fuse_req_interrupted(req) != 0; },
-                                      [req, &bridge, op, since] {
+                                      [req, &bridge = request->bridge, op, since = request->since] {
                                         bridge.vfs.stats().CountInterrupted();
                                         bridge.vfs.stats().Count(op, Clock::now() - since, true);
                                         fuse_reply_err(req, EINTR);
                                       });
-  BlockingWork& queue = op == Op::kRead ? bridge.reads : bridge.opens;
-  queue.Run(answer, [req, &bridge, op, since, node, answer, work = std::move(work)] {
-    const Result<Reply> result = Guarded(work);
-    if (answer->Claim()) Answer(req, bridge, op, since, node, result);
-  });
+  request->Run();
 }
 
 Reply XattrReply(std::string value, std::size_t size) {
-  return [value = std::move(value), size](fuse_req_t r) {
+  return Reply([value = std::move(value), size](fuse_req_t r) {
     if (size == 0) {
       fuse_reply_xattr(r, value.size());
     } else if (value.size() > size) {
@@ -131,23 +181,43 @@ Reply XattrReply(std::string value, std::size_t size) {
     } else {
       fuse_reply_buf(r, value.data(), value.size());
     }
-  };
+  });
 }
 
 namespace {
 
+// Flags that libfuse has asked for by itself are taken back; those that the kernel lacks stay off.
+#if FUSE_VERSION >= FUSE_MAKE_VERSION(3, 17)
+void Want(fuse_conn_info* conn, std::uint64_t flag) { (void)fuse_set_feature_flag(conn, flag); }
+void DoNotWant(fuse_conn_info* conn, std::uint64_t flag) { fuse_unset_feature_flag(conn, flag); }
+#else
+void Want(fuse_conn_info* conn, unsigned flag) { conn->want |= conn->capable & flag; }
+void DoNotWant(fuse_conn_info* conn, unsigned flag) { conn->want &= ~flag; }
+#endif
+
 void OpInit(void* userdata, fuse_conn_info* conn) {
-  (void)userdata;
   conn->max_write = kMaxRequestBytes;
   conn->max_read = kMaxRequestBytes;
   conn->max_readahead = kMaxRequestBytes;
-  // Contents never change behind the kernel's back, and spliced replies are slower (measured).
-  conn->want &= ~static_cast<unsigned>(FUSE_CAP_AUTO_INVAL_DATA | FUSE_CAP_SPLICE_READ |
-                                       FUSE_CAP_SPLICE_WRITE | FUSE_CAP_SPLICE_MOVE);
-  conn->want |=
-      conn->capable &
-      static_cast<unsigned>(FUSE_CAP_READDIRPLUS | FUSE_CAP_READDIRPLUS_AUTO |
-                            FUSE_CAP_PARALLEL_DIROPS | FUSE_CAP_ASYNC_READ | FUSE_CAP_ASYNC_DIO);
+  // Contents never change behind the kernel's back, spliced replies are slower (measured), and a
+  // cache for writes is not faster and shuts passthrough out.
+  for (const unsigned flag : {FUSE_CAP_AUTO_INVAL_DATA, FUSE_CAP_SPLICE_READ, FUSE_CAP_SPLICE_WRITE,
+                              FUSE_CAP_SPLICE_MOVE, FUSE_CAP_WRITEBACK_CACHE}) {
+    DoNotWant(conn, flag);
+  }
+  for (const unsigned flag : {FUSE_CAP_READDIRPLUS, FUSE_CAP_READDIRPLUS_AUTO,
+                              FUSE_CAP_PARALLEL_DIROPS, FUSE_CAP_ASYNC_READ, FUSE_CAP_ASYNC_DIO}) {
+    Want(conn, flag);
+  }
+#if FUSE_VERSION >= FUSE_MAKE_VERSION(3, 17)
+  const std::uint32_t depth = static_cast<Bridge*>(userdata)->shim.options().passthrough_depth;
+  if (depth > 0) {
+    Want(conn, FUSE_CAP_PASSTHROUGH);
+    conn->max_backing_stack_depth = depth - 1;  // libfuse sends one more.
+  }
+#else
+  (void)userdata;
+#endif
   conn->time_gran = 1000000000;  // Whole seconds.
 }
 
@@ -186,9 +256,10 @@ struct FuseBridge::Impl {
 FuseBridge::FuseBridge(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Result<std::unique_ptr<FuseBridge>> FuseBridge::Make(Vfs& vfs, BlockingWork& reads,
-                                                     BlockingWork& opens, FuseShim& shim, int fd) {
+                                                     BlockingWork& opens, FuseShim& shim,
+                                                     OpenModes& modes, int fd) {
   fuse_set_log_func(LogLine);
-  auto impl = std::make_unique<Impl>(Impl{{vfs, reads, opens, shim}});
+  auto impl = std::make_unique<Impl>(Impl{{vfs, reads, opens, shim, modes}});
   std::string program = "tensormount";
   std::string option = "-o";
   std::string max_read = "max_read=" + std::to_string(kMaxRequestBytes);  // As it was mounted.
@@ -209,6 +280,10 @@ Result<std::unique_ptr<FuseBridge>> FuseBridge::Make(Vfs& vfs, BlockingWork& rea
   }
   return std::unique_ptr<FuseBridge>(new FuseBridge(std::move(impl)));
 }
+
+bool FuseBridge::LibfuseKnowsPassthrough() { return FUSE_VERSION >= FUSE_MAKE_VERSION(3, 17); }
+
+std::string FuseBridge::LibfuseVersion() { return fuse_pkgversion(); }
 
 FuseBridge::~FuseBridge() { fuse_session_destroy(impl_->session); }
 

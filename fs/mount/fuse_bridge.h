@@ -3,11 +3,13 @@
 #define TENSORMOUNT_FS_MOUNT_FUSE_BRIDGE_H_
 
 #include <memory>
+#include <string>
 
 #include "tensormount/status.h"
 
 #include "fs/mount/blocking_work.h"
 #include "fs/mount/fuse_shim.h"
+#include "fs/mount/open_modes.h"
 #include "fs/vfs.h"
 
 namespace tensormount::fs {
@@ -19,7 +21,11 @@ class FuseBridge {
   // Speaks over `fd`, which it closes in the end. All others must outlive it. Data are read by
   // `reads`, checkpoints opened by `opens`: readers that storage holds do not stop the latter.
   static Result<std::unique_ptr<FuseBridge>> Make(Vfs& vfs, BlockingWork& reads,
-                                                  BlockingWork& opens, FuseShim& shim, int fd);
+                                                  BlockingWork& opens, FuseShim& shim,
+                                                  OpenModes& modes, int fd);
+  // Whether passthrough is libfuse's business at INIT (FuseShim::Options::by_libfuse).
+  static bool LibfuseKnowsPassthrough();
+  static std::string LibfuseVersion();
   ~FuseBridge();
 
   // Receives and answers requests on the calling thread, until the mount is gone or Exit(). May

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <sys/stat.h>
 
@@ -20,6 +21,7 @@
 #include "fs/handle.h"
 #include "fs/mount/blocking_work.h"
 #include "fs/mount/fuse_shim.h"
+#include "fs/mount/open_modes.h"
 #include "fs/mount_stats.h"
 #include "fs/vfs.h"
 #include "fs/views/virtual_file.h"
@@ -36,6 +38,7 @@ struct Bridge {
   BlockingWork& reads;
   BlockingWork& opens;
   FuseShim& shim;
+  OpenModes& modes;
 };
 inline Bridge& BridgeOf(fuse_req_t req) { return *static_cast<Bridge*>(fuse_req_userdata(req)); }
 
@@ -44,6 +47,7 @@ inline Bridge& BridgeOf(fuse_req_t req) { return *static_cast<Bridge*>(fuse_req_
 struct OpenFile {
   std::shared_ptr<const VirtualFile> file;  // Of a published checkpoint, of .tensormount/.
   std::shared_ptr<WriteHandle> write;       // Below .staging/.
+  std::shared_ptr<OpenModes::Lease> lease = nullptr;  // Of `file` where there is a mode to keep to.
 };
 inline OpenFile& OpenFileOf(const fuse_file_info* fi) {
   return *reinterpret_cast<OpenFile*>(fi->fh);
@@ -66,14 +70,37 @@ class NodeReference {
   bool kept_ = false;
 };
 
-// Sends the answer. Called once, on the thread that made it, under no lock; dropped where the
+// How to send the answer. Called once, on the thread that made it, under no lock; dropped where the
 // caller was interrupted and answered meanwhile, so what it holds must clean up by itself.
-using Reply = std::function<void(fuse_req_t)>;
+struct Reply {
+  template <typename Send>
+  explicit Reply(Send s, std::optional<Op> op = std::nullopt)
+      : send(std::move(s)), counted_as(op) {}
+  std::function<void(fuse_req_t)> send;
+  std::optional<Op> counted_as;  // Instead of what the request was served as.
+};
 
 // Serves a request here, or, where it may block, so that others stay served: reads on `reads`, all
 // else on `opens`. `work` returns how to reply; every failure of it, an exception included, is
 // counted, reported and answered once.
 void Serve(fuse_req_t req, Op op, NodeId node, bool may_block, std::function<Result<Reply>()> work);
+// What long work can ask while it runs.
+class LongWork {
+ public:
+  virtual ~LongWork() = default;
+  // Whether the caller gave up; it then has been answered.
+  virtual bool Interrupted() = 0;
+  // For work that must wait for other work, and shall hold no thread meanwhile: it returns at once
+  // (with anything), and runs again from its beginning after somebody has called the result.
+  virtual std::function<void()> Again() = 0;
+};
+void ServeLong(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>(LongWork&)> work);
+// Where a request of this kind waits for storage: reads, writes and syncs apart from all else.
+inline BlockingWork& QueueOf(fuse_req_t req, Op op) {
+  const bool data = op == Op::kRead || op == Op::kReadStaged || op == Op::kWrite ||
+                    op == Op::kFlush || op == Op::kFsync;
+  return data ? BridgeOf(req).reads : BridgeOf(req).opens;
+}
 // Runs work, exceptions turned into a Status.
 Result<Reply> Guarded(const std::function<Result<Reply>()>& work) noexcept;
 // Counts, reports and sends the result of work.

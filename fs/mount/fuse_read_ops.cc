@@ -16,6 +16,8 @@ namespace {
 // From here on a reply from a mapping is faster than a read into a buffer.
 constexpr std::size_t kMappedFrom = 128 * 1024;
 
+constexpr std::string_view kTierXattr = "user.tensormount.tier";
+
 // Views whose nodes count references have Vfs::Forget; without it there is nothing to forget.
 template <typename V>
 void ForgetIn(V& vfs, NodeId node, std::uint64_t references) {
@@ -33,7 +35,8 @@ void OpLookup(fuse_req_t req, fuse_ino_t parent, const char* name) {
             reference = std::make_shared<NodeReference>(vfs, entry.value().id);
             param = ParamOf(entry.value());
           } else if (entry.status().code() == Code::kNotFound) {
-            param.entry_timeout = Vfs::kRootSeconds;  // "Not there" is worth remembering.
+            // "Not there" is worth remembering where names come and go rarely.
+            param.entry_timeout = IsStaged(parent) ? 0 : Vfs::kRootSeconds;
           } else {
             return entry.status();
           }
@@ -108,27 +111,89 @@ void OpReaddirplus(fuse_req_t req, fuse_ino_t node, std::size_t size, off_t offs
   ListInto(req, node, size, offset, true);
 }
 
+// Sends the reply to an open, in the mode that was chosen.
+void ReplyOpen(fuse_req_t req, fuse_file_info info, std::unique_ptr<OpenFile> open) {
+  const int backing = open->lease ? open->lease->backing_id() : 0;
+  info.fh = reinterpret_cast<std::uint64_t>(open.get());
+  int sent = 0;
+  if (backing > 0) {
+    info.direct_io = info.keep_cache = 0;
+#if FUSE_VERSION >= FUSE_MAKE_VERSION(3, 17)
+    info.backing_id = backing;
+    sent = fuse_reply_open(req, &info);
+#else
+    const FuseShim::NamesBacking names(backing);
+    sent = fuse_reply_open(req, &info);
+#endif
+  } else {
+    sent = fuse_reply_open(req, &info);
+  }
+  // Without an answer there is no release either.
+  if (sent == 0) (void)open.release();
+}
+
+// Whether the kernel could read the file itself: only for those is there a mode to decide on.
+bool MayPass(const VirtualFile& file) { return file.immutable() && file.reads_data(); }
+
+Reply OpenedReply(const Bridge& bridge, fuse_file_info info,
+                  const std::shared_ptr<const VirtualFile>& file,
+                  const std::shared_ptr<OpenModes::Lease>& lease) {
+  const bool passed = lease && lease->passthrough();
+  if (passed) bridge.vfs.stats().CountPassthrough(file->size());
+  // Small files go through the page cache: one request fetches them whole. One of both for a node,
+  // always: the kernel mixes them as little as passthrough.
+  info.direct_io = !file->immutable() || (file->reads_data() && file->size() > kSmallFile &&
+                                          bridge.shim.direct_io_mmap());
+  info.keep_cache = file->immutable();
+  info.noflush = 1;
+  return Reply(
+      [info, file, lease](fuse_req_t r) {
+        ReplyOpen(r, info, std::make_unique<OpenFile>(OpenFile{file, nullptr, lease}));
+      },
+      passed ? Op::kOpenPassthrough : Op::kOpen);
+}
+
+// An open that may have to look at storage first.
+Result<Reply> OpenSlowly(Bridge& bridge, NodeId node, const fuse_file_info& info, LongWork& self) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto file, bridge.vfs.OpenFile(node));
+  if (!MayPass(*file)) return OpenedReply(bridge, info, file, nullptr);
+  const auto lease = bridge.modes.Open(
+      node, *file, [&self] { return self.Interrupted(); }, [&self] { return self.Again(); });
+  if (lease.status().code() == Code::kCancelled) {
+    return Status::FromErrno(EINTR, "open", file->label());
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(lease.status());
+  if (!lease.value()) return Status::FromErrno(EAGAIN, "open", file->label());  // Runs again.
+  return OpenedReply(bridge, info, file, lease.value());
+}
+
 void OpOpen(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
-  Bridge& bridge = BridgeOf(req);
   if (IsStaged(node) || (fi->flags & O_ACCMODE) != O_RDONLY || (fi->flags & O_TRUNC) != 0) {
     OpenStaged(req, node, fi);
     return;
   }
-  Serve(req, Op::kOpen, node, bridge.vfs.MayBlock(node),
-        [&bridge, node, info = *fi]() mutable -> Result<Reply> {
-          TENSORMOUNT_ASSIGN_OR_RETURN(const auto file, bridge.vfs.OpenFile(node));
-          // One mode for an inode, always: the kernel mixes none.
-          info.direct_io = !file->immutable() || (file->reads_data() && file->size() > kSmallFile &&
-                                                  bridge.shim.direct_io_mmap());
-          info.keep_cache = file->immutable();
-          info.noflush = 1;
-          return Reply([info, file](fuse_req_t r) mutable {
-            auto handle = std::make_unique<OpenFile>(OpenFile{file, nullptr});
-            info.fh = reinterpret_cast<std::uint64_t>(handle.get());
-            // Without an answer there is no release either.
-            if (fuse_reply_open(r, &info) == 0) (void)handle.release();
-          });
-        });
+  Bridge& bridge = BridgeOf(req);
+  // Here where that needs no storage: an open of a status file waits for no disk.
+  if (!bridge.vfs.MayBlock(node)) {
+    const auto since = std::chrono::steady_clock::now();
+    bool slow = false;
+    const Result<Reply> reply = Guarded([&]() -> Result<Reply> {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto file, bridge.vfs.OpenFile(node));
+      if (!MayPass(*file)) return OpenedReply(bridge, *fi, file, nullptr);
+      if (const auto lease = bridge.modes.Join(node)) {
+        return OpenedReply(bridge, *fi, file, lease);
+      }
+      slow = true;
+      return Status::FromErrno(EAGAIN, "open", file->label());
+    });
+    if (!slow) {
+      Answer(req, bridge, Op::kOpen, since, node, reply);
+      return;
+    }
+  }
+  ServeLong(req, Op::kOpen, node, [&bridge, node, info = *fi](LongWork& self) {
+    return OpenSlowly(bridge, node, info, self);
+  });
 }
 
 void OpRelease(fuse_req_t req, fuse_ino_t, fuse_file_info* fi) {
@@ -201,9 +266,19 @@ void OpLseek(fuse_req_t req, fuse_ino_t, off_t offset, int whence, fuse_file_inf
 
 void OpGetxattr(fuse_req_t req, fuse_ino_t node, const char* name, std::size_t size) {
   Vfs& vfs = BridgeOf(req).vfs;
-  Serve(req, Op::kXattr, node, vfs.MayBlock(node),
-        [&vfs, node, size, name = std::string(name)]() -> Result<Reply> {
+  OpenModes& modes = BridgeOf(req).modes;
+  // To say which tier a file has, its first bytes may have to be compared with storage.
+  const bool may_block = vfs.MayBlock(node) || name == kTierXattr;
+  Serve(req, Op::kXattr, node, may_block,
+        [&vfs, &modes, node, size, name = std::string(name)]() -> Result<Reply> {
           TENSORMOUNT_ASSIGN_OR_RETURN(std::string value, vfs.GetXattr(node, name));
+          if (name == kTierXattr) {
+            // What an open would get now is for the mount to say.
+            const auto file = vfs.OpenFile(node);
+            if (file.ok() && MayPass(*file.value())) {
+              value = modes.WouldPass(node, *file.value()) ? "passthrough" : "daemon";
+            }
+          }
           return XattrReply(std::move(value), size);
         });
 }

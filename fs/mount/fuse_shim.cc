@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fs/mount/fuse_shim.h"
 
+#include <algorithm>
 #include <cstring>
 #include <unistd.h>
 
@@ -9,8 +10,8 @@
 namespace tensormount::fs {
 namespace {
 
-// The parts of the kernel's protocol that are needed here (linux/fuse.h, protocol 7.36 and later:
-// the headers of the machine that builds may be older than the kernel that runs).
+// The parts of the kernel's protocol that are needed here (linux/fuse.h, protocol 7.40: the headers
+// of the machine that builds may be older than the kernel that runs).
 struct InHeader {
   std::uint32_t length;
   std::uint32_t opcode;
@@ -33,14 +34,42 @@ struct InitOut {
   std::uint32_t max_write, time_gran;
   std::uint16_t max_pages, map_alignment;
   std::uint32_t flags2;
+  std::uint32_t max_stack_depth;  // Before 7.40: unused, and always sent.
 };
-static_assert(sizeof(InHeader) == 40 && sizeof(OutHeader) == 16 && sizeof(InitOut) == 36);
+struct OpenOut {
+  std::uint64_t handle;
+  std::uint32_t flags;
+  std::int32_t backing_id;  // Before 7.40: padding.
+};
+static_assert(sizeof(InHeader) == 40 && sizeof(OutHeader) == 16 && sizeof(InitOut) == 40 &&
+              sizeof(OpenOut) == 16);
 
 constexpr std::uint32_t kOpInit = 26;
+constexpr std::uint32_t kWritebackCache = 1u << 16;     // flags: shuts passthrough out.
 constexpr std::uint32_t kInitExt = 1u << 30;            // flags: flags2 counts too.
 constexpr std::uint32_t kDirectIoAllowMmap2 = 1u << 4;  // flags2: bit 36 of all flags.
+constexpr std::uint32_t kPassthrough2 = 1u << 5;        // flags2: bit 37 of all flags.
+constexpr std::uint32_t kOpenKeepCache = 1u << 1;       // Refused beside passthrough.
+constexpr std::uint32_t kOpenPassthrough = 1u << 7;
+
+// Replies are sent on the thread that asked for them, before the call that asked returns.
+thread_local int named_backing = 0;
+
+// The reply in one piece; its size, or 0 where it is longer than `room`.
+std::size_t Gather(const iovec* pieces, int count, char* out, std::size_t room) {
+  std::size_t size = 0;
+  for (int i = 0; i < count; ++i) {
+    if (pieces[i].iov_len > room - size) return 0;
+    std::memcpy(out + size, pieces[i].iov_base, pieces[i].iov_len);
+    size += pieces[i].iov_len;
+  }
+  return size;
+}
 
 }  // namespace
+
+FuseShim::NamesBacking::NamesBacking(int backing_id) { named_backing = backing_id; }
+FuseShim::NamesBacking::~NamesBacking() { named_backing = 0; }
 
 ssize_t FuseShim::Read(int fd, void* buffer, std::size_t size) {
   const ssize_t n = read(fd, buffer, size);
@@ -54,41 +83,73 @@ ssize_t FuseShim::Read(int fd, void* buffer, std::size_t size) {
   std::memcpy(&in, static_cast<const char*>(buffer) + sizeof header, std::min(have, sizeof in));
   init_unique_ = header.unique;
   kernel_minor_.store(in.minor, std::memory_order_relaxed);
-  offered_ = (in.flags & kInitExt) != 0 && (in.flags2 & kDirectIoAllowMmap2) != 0;
+  const std::uint32_t more = (in.flags & kInitExt) != 0 ? in.flags2 : 0;
+  mmap_offered_ = (more & kDirectIoAllowMmap2) != 0;
+  passthrough_offered_.store((more & kPassthrough2) != 0, std::memory_order_release);
   state_.store(State::kAsked, std::memory_order_release);
   return n;
 }
 
 ssize_t FuseShim::Writev(int fd, const iovec* pieces, int count) {
-  if (state_.load(std::memory_order_acquire) != State::kAsked) return writev(fd, pieces, count);
+  if (state_.load(std::memory_order_acquire) == State::kAsked) return WriteInit(fd, pieces, count);
+  if (named_backing > 0) return WriteOpen(fd, pieces, count, named_backing);
+  return writev(fd, pieces, count);
+}
+
+ssize_t FuseShim::WriteInit(int fd, const iovec* pieces, int count) {
   // Nothing but INIT is answered before INIT: this is it, unless it failed.
   char reply[256];
-  std::size_t size = 0;
-  for (int i = 0; i < count; ++i) {
-    if (pieces[i].iov_len > sizeof reply - size) return writev(fd, pieces, count);
-    std::memcpy(reply + size, pieces[i].iov_base, pieces[i].iov_len);
-    size += pieces[i].iov_len;
-  }
+  const std::size_t size = Gather(pieces, count, reply, sizeof reply);
   OutHeader header;
   if (size < sizeof header) return writev(fd, pieces, count);
   std::memcpy(&header, reply, sizeof header);
   if (header.unique != init_unique_) return writev(fd, pieces, count);
-  bool asked = false;
-  if (header.error == 0 && size >= sizeof header + sizeof(InitOut) && offered_ && want_mmap_) {
+  bool mmap = false;
+  bool passthrough = false;
+  if (header.error == 0 && size >= sizeof header + sizeof(InitOut)) {
     InitOut out;
     std::memcpy(&out, reply + sizeof header, sizeof out);
     // A reply of version negotiation alone has no flags that count.
     if (out.max_write > 0) {
-      out.flags |= kInitExt;
-      out.flags2 |= kDirectIoAllowMmap2;
+      if (mmap_offered_ && options_.want_mmap) {
+        out.flags |= kInitExt;
+        out.flags2 |= kDirectIoAllowMmap2;
+        mmap = true;
+      }
+      if (passthrough_offered() && options_.passthrough_depth > 0) {
+        if (!options_.by_libfuse) {
+          out.flags |= kInitExt;
+          out.flags &= ~kWritebackCache;
+          out.flags2 |= kPassthrough2;
+          out.max_stack_depth = options_.passthrough_depth;
+        }
+        passthrough = (out.flags2 & kPassthrough2) != 0 && out.max_stack_depth > 0 &&
+                      (out.flags & kWritebackCache) == 0;
+      }
       std::memcpy(reply + sizeof header, &out, sizeof out);
-      asked = true;
     }
   }
-  direct_io_mmap_.store(asked, std::memory_order_release);
+  // Before the kernel has the reply, and so before the first request.
+  direct_io_mmap_.store(mmap, std::memory_order_release);
+  passthrough_.store(passthrough, std::memory_order_release);
   const ssize_t written = write(fd, reply, size);
   if (written >= 0 && header.error == 0) state_.store(State::kDone, std::memory_order_release);
   return written;
+}
+
+ssize_t FuseShim::WriteOpen(int fd, const iovec* pieces, int count, int backing_id) {
+  char reply[sizeof(OutHeader) + sizeof(OpenOut)];
+  OutHeader header;
+  // Only a reply that opens has exactly this size; whatever else it is goes as it is.
+  if (Gather(pieces, count, reply, sizeof reply) != sizeof reply) return writev(fd, pieces, count);
+  std::memcpy(&header, reply, sizeof header);
+  if (header.error != 0) return writev(fd, pieces, count);
+  OpenOut out;
+  std::memcpy(&out, reply + sizeof header, sizeof out);
+  out.flags = (out.flags | kOpenPassthrough) & ~kOpenKeepCache;
+  out.backing_id = backing_id;
+  std::memcpy(reply + sizeof header, &out, sizeof out);
+  return write(fd, reply, sizeof reply);
 }
 
 }  // namespace tensormount::fs

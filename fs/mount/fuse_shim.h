@@ -9,20 +9,41 @@
 
 namespace tensormount::fs {
 
-// Stands between libfuse and /dev/fuse, and adds to libfuse's reply to INIT what libfuse 3.14 does
-// not know: that files opened with FOPEN_DIRECT_IO may be mapped (Linux 6.6). After INIT it only
-// passes on. Thread-safe.
+// Stands between libfuse and /dev/fuse, and adds to two of libfuse's replies what libfuse 3.14 does
+// not know. To INIT: that files opened with FOPEN_DIRECT_IO may be mapped (Linux 6.6), and that
+// the kernel may read backing files itself (passthrough, Linux 6.9). To OPEN: which backing file.
+// All else it passes on. Where libfuse knows passthrough (3.17) it is libfuse that asks for it and
+// names the file; the shim then only sees what was agreed. Thread-safe.
 class FuseShim {
  public:
-  // `want_mmap`: ask for it where the kernel offers it.
-  explicit FuseShim(bool want_mmap) : want_mmap_(want_mmap) {}
+  struct Options {
+    bool want_mmap = false;  // Ask that direct files can be mapped, where the kernel offers it.
+    // How deep a stack of filesystems may be with ours on top: 1 over plain ones, 2 over overlayfs
+    // (with which ours can no longer be part of another overlay). 0: do not ask for passthrough.
+    std::uint32_t passthrough_depth = 0;
+    bool by_libfuse = false;  // libfuse asks for passthrough, from OpInit.
+  };
+  explicit FuseShim(const Options& options) : options_(options) {}
 
   // read(2) and writev(2) of the device; what fuse_session_custom_io is given.
   ssize_t Read(int fd, void* buffer, std::size_t size);
   ssize_t Writev(int fd, const iovec* pieces, int count);
 
+  // While it lives, the OPEN reply that its thread sends names this backing file.
+  class NamesBacking {
+   public:
+    explicit NamesBacking(int backing_id);
+    ~NamesBacking();
+    NamesBacking(const NamesBacking&) = delete;
+    NamesBacking& operator=(const NamesBacking&) = delete;
+  };
+
+  const Options& options() const { return options_; }
   // After INIT: whether direct files can be mapped.
   bool direct_io_mmap() const { return direct_io_mmap_.load(std::memory_order_acquire); }
+  // After INIT: whether the kernel offered passthrough, and whether both sides agreed on it.
+  bool passthrough_offered() const { return passthrough_offered_.load(std::memory_order_acquire); }
+  bool passthrough() const { return passthrough_.load(std::memory_order_acquire); }
   // Whether INIT was answered.
   bool initialized() const { return state_.load(std::memory_order_acquire) == State::kDone; }
   // What the kernel spoke, 7.`minor`.
@@ -30,11 +51,16 @@ class FuseShim {
 
  private:
   enum class State { kWaiting, kAsked, kDone };
-  const bool want_mmap_;
+  ssize_t WriteInit(int fd, const iovec* pieces, int count);
+  ssize_t WriteOpen(int fd, const iovec* pieces, int count, int backing_id);
+
+  const Options options_;
   std::atomic<State> state_{State::kWaiting};
   std::atomic<bool> direct_io_mmap_{false};
+  std::atomic<bool> passthrough_offered_{false};
+  std::atomic<bool> passthrough_{false};
   std::atomic<std::uint32_t> kernel_minor_{0};
-  bool offered_ = false;  // Written before state_ becomes kAsked.
+  bool mmap_offered_ = false;  // Written before state_ becomes kAsked.
   std::uint64_t init_unique_ = 0;
 };
 

@@ -18,12 +18,14 @@
 #include "base/log.h"
 #include "base/mapping.h"
 #include "fs/mount/blocking_work.h"
-#include "fs/views/checkpoint_text.h"
+#include "fs/mount/fuse_backing.h"
 #include "fs/mount/fuse_bridge.h"
 #include "fs/mount/fuse_shim.h"
 #include "fs/mount/mount_call.h"
 #include "fs/mount/mount_table.h"
+#include "fs/mount/open_modes.h"
 #include "fs/vfs.h"
+#include "fs/views/checkpoint_text.h"
 
 namespace tensormount::fs {
 namespace {
@@ -37,8 +39,10 @@ constexpr std::chrono::milliseconds kUnmountPatience{3000};
 constexpr std::chrono::milliseconds kTick{250};
 // Threads beyond those that receive requests, for reads that wait.
 constexpr int kPoolThreads = 8;
-// For checkpoints that are being opened.
-constexpr int kOpenThreads = 4;
+// For checkpoints that are being opened, and for files at their first open.
+constexpr int kOpenThreads = 8;
+// For what was written to be durable before a mount ends.
+constexpr std::chrono::seconds kDrainPatience{60};
 constexpr int kReadaheadKiB = 1024;
 
 // Wakes threads out of read(2) on the device; its handler does nothing.
@@ -63,17 +67,46 @@ ServeVerify VerifyOf(MountOptions::Verify verify) {
   return ServeVerify::kAlways;
 }
 
+// Why nothing can be passed through whatever the kernel says; empty where it may be.
+std::string ReasonAgainstPassthrough(const MountOptions& options) {
+  if (options.tier == MountOptions::Tier::kDaemon) return "--tier daemon";
+  if (options.verify == MountOptions::Verify::kAlways) {
+    return "--verify always: every read is checked, by the daemon";
+  }
+  return PassthroughObstacle();
+}
+
+Status PassthroughRefused(const std::string& why) {
+  return Status(Code::kUnsupported,
+                "--tier passthrough: " + why +
+                    "; --tier auto passes through what it can and serves the rest");
+}
+
+FuseShim::Options ShimOptions(const MountOptions& options, const std::string& source) {
+  const bool pass = ReasonAgainstPassthrough(options).empty();
+  return {.want_mmap = !options.page_cache,
+          .passthrough_depth = pass ? PassthroughDepth(source) : 0,
+          .by_libfuse = FuseBridge::LibfuseKnowsPassthrough()};
+}
+
+OpenModes::Options ModeOptions(const MountOptions& options) {
+  return {.verify = options.verify == MountOptions::Verify::kFirst,
+          .refused = ReasonAgainstPassthrough(options)};
+}
+
 // Everything that the threads of a mount share. They may outlive the session where storage holds
 // them, so each holds this.
 class MountCore : public std::enable_shared_from_this<MountCore> {
  public:
-  MountCore(const MountOptions& options, std::unique_ptr<Vfs> vfs, int readers)
+  MountCore(FileSystem& fs, const MountOptions& options, std::unique_ptr<Vfs> vfs, int readers)
       : options_(options),
         readers_(readers),
         vfs_(std::move(vfs)),
         reads_(readers, kPoolThreads),
         opens_(0, kOpenThreads),
-        shim_(!options.page_cache) {}
+        shim_(ShimOptions(options, vfs_->source())),
+        modes_(
+            fs, backing_, [this] { return shim_.passthrough(); }, ModeOptions(options)) {}
 
   Status Start();
   // `failed`: the mount never answered, whatever its threads heard.
@@ -90,6 +123,9 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
   // Waits until no thread serves any more; false: some are stuck.
   bool WaitForThreads(std::chrono::nanoseconds patience);
   void SetReadahead();
+  // Makes durable what was written, on a thread that may be left behind.
+  void Drain();
+  std::string PassthroughJson();
 
   const MountOptions options_;
   const int readers_;
@@ -98,6 +134,8 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
   BlockingWork reads_;
   BlockingWork opens_;
   FuseShim shim_;
+  FuseBacking backing_;
+  OpenModes modes_;
   std::unique_ptr<FuseBridge> bridge_;
   std::string device_;
   int readahead_kib_ = 0;
@@ -115,8 +153,11 @@ Status MountCore::Start() {
   TENSORMOUNT_ASSIGN_OR_RETURN(mount_point_, HostFileSystem().Resolve(options_.mount_point));
   TENSORMOUNT_ASSIGN_OR_RETURN(const int fd, MountFuse({.mount_point = mount_point_,
                                                         .source = vfs_->source(),
-                                                        .allow_other = options_.allow_other}));
-  Result<std::unique_ptr<FuseBridge>> bridge = FuseBridge::Make(*vfs_, reads_, opens_, shim_, fd);
+                                                        .allow_other = options_.allow_other,
+                                                        .read_only = !vfs_->writable()}));
+  backing_.SetDevice(fd);
+  Result<std::unique_ptr<FuseBridge>> bridge =
+      FuseBridge::Make(*vfs_, reads_, opens_, shim_, modes_, fd);
   if (!bridge.ok()) {
     (void)Unmount(mount_point_, true, kUnmountPatience);
     return bridge.status();
@@ -151,6 +192,11 @@ Status MountCore::Start() {
   // The mount answers when this does.
   struct stat st;
   if (stat(mount_point_.c_str(), &st) != 0) return Status::FromErrno(errno, "stat", mount_point_);
+  if (options_.tier == MountOptions::Tier::kPassthrough) {
+    // Files that lie in pieces are the daemon's all the same; but it must be possible.
+    const Status possible = modes_.Probe();
+    if (!possible.ok()) return PassthroughRefused(possible.message());
+  }
   SetReadahead();
   return {};
 }
@@ -243,6 +289,7 @@ void MountCore::Stop(bool failed) {
     stopping_ = true;
   }
   if (mine) {
+    Drain();
     const auto entry = FindMount(mount_point_);
     if (entry && entry->device == device_) {
       Status status = Unmount(mount_point_, false, kUnmountPatience);
@@ -270,6 +317,27 @@ bool MountCore::Idle() {
   }
 }
 
+void MountCore::Drain() {
+  if (!vfs_->writable()) return;
+  struct State {
+    std::mutex mutex;
+    std::condition_variable ended;
+    bool done = false;
+  };
+  auto state = std::make_shared<State>();
+  std::thread([self = shared_from_this(), state] {
+    const Status status = self->vfs_->Drain();
+    if (!status.ok()) Log(LogLevel::kError, "not all that was written is safe: " + status.message());
+    const std::lock_guard lock(state->mutex);
+    state->done = true;
+    state->ended.notify_all();
+  }).detach();
+  std::unique_lock lock(state->mutex);
+  if (!state->ended.wait_for(lock, kDrainPatience, [&] { return state->done; })) {
+    Log(LogLevel::kError, "storage does not answer: not all that was written is safe");
+  }
+}
+
 void MountCore::SetReadahead() {
   if (device_.empty()) return;
   const std::string path = "/sys/class/bdi/" + device_ + "/read_ahead_kb";
@@ -282,16 +350,36 @@ void MountCore::SetReadahead() {
   in >> readahead_kib_;
 }
 
+// The fallbacks of `counts` as a JSON object.
+std::string ReasonsJson(const OpenModes::Counts& counts) {
+  std::string out;
+  for (const auto& [reason, opens] : counts.reasons) {
+    out += fmt::format("{}{}: {}", out.empty() ? "" : ", ", JsonString(reason), opens);
+  }
+  return "{" + out + "}";
+}
+
+std::string MountCore::PassthroughJson() {
+  const OpenModes::Counts counts = modes_.counts();
+  const std::string why = modes_.WhyNot();
+  return fmt::format(R"({{"negotiated": {}, "why_not": {}, "opens": {}, "daemon_opens": {}, )"
+                     R"("fell_back": {}, "reasons": {}, "live_backing_files": {}}})",
+                     shim_.passthrough(), JsonString(why), counts.passed, counts.daemon,
+                     counts.fell_back, ReasonsJson(counts), counts.live_backings);
+}
+
 std::string MountCore::StatusJson() {
   const BlockingWork::Load load = reads_.load();
   return fmt::format(
-      R"({{{}, "mount_point": {}, "pid": {}, "tier": "daemon", "data_files": "{}", )"
-      R"("passthrough": "not built yet", "max_read": {}, "readahead_kib": {}, "threads": {}, )"
+      R"({{{}, "mount_point": {}, "pid": {}, "tier": "{}", "data_files": "{}", )"
+      R"("passthrough": {}, "libfuse": {}, "max_read": {}, "readahead_kib": {}, "threads": {}, )"
       R"("kernel_protocol": "7.{}", "reads_running": {}, "reads_waiting": {}, "oldest_ms": {}}})"
       "\n",
       vfs_->StatusFields(), JsonString(mount_point_), getpid(),
-      shim_.direct_io_mmap() ? "direct_io" : "page_cache", kMaxRequestBytes, readahead_kib_,
-      readers_, shim_.kernel_minor(), load.running, load.waiting, load.oldest.count());
+      modes_.WhyNot().empty() ? "passthrough" : "daemon",
+      shim_.direct_io_mmap() ? "direct_io" : "page_cache", PassthroughJson(),
+      JsonString(FuseBridge::LibfuseVersion()), kMaxRequestBytes, readahead_kib_, readers_,
+      shim_.kernel_minor(), load.running, load.waiting, load.oldest.count());
 }
 
 class Session : public MountSession {
@@ -360,18 +448,21 @@ Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
   // Reads of many short runs go through mappings of data files, which somebody may cut short.
   EnableMappingGuard();
   if (options.tier == MountOptions::Tier::kPassthrough) {
-    return Status(Code::kUnsupported, "--tier passthrough: not built yet; the daemon tier serves");
+    const std::string why = ReasonAgainstPassthrough(options);
+    if (!why.empty()) return PassthroughRefused(why);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Vfs> vfs,
                                Vfs::Open(fs, {.source = options.source,
                                               .list_views = options.list_views,
                                               .verify = VerifyOf(options.verify),
-                                              .map = options.map}));
+                                              .map = options.map,
+                                              .hf = options.hf,
+                                              .writable = !options.read_only}));
   TENSORMOUNT_RETURN_IF_ERROR(CheckMountPoint(options.mount_point, vfs->source()));
   if (options.allow_other) TENSORMOUNT_RETURN_IF_ERROR(CheckAncestors(fs, vfs->source()));
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   const int readers = std::clamp(options.threads > 0 ? options.threads : cores, 2, 64);
-  auto core = std::make_shared<MountCore>(options, std::move(vfs), readers);
+  auto core = std::make_shared<MountCore>(fs, options, std::move(vfs), readers);
   const Status started = core->Start();
   if (!started.ok()) {
     Session::Leave(std::move(core), true);

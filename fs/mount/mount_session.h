@@ -19,6 +19,8 @@ namespace tensormount::fs {
 struct MountOptions {
   std::string source;       // A store, a checkpoint folder, STORE/latest, a .safetensors file.
   std::string mount_point;  // An empty folder.
+  // Nothing can be written. Otherwise a store that this process may write shows .staging/.
+  bool read_only = false;
   bool list_views = false;  // List npy/, extents/, model.safetensors too.
   std::shared_ptr<const KeyMap> map;  // Other names for keys; null: none.
   HfOptions hf;                       // How hf/ is cut, and what it has.

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/mount/open_modes.h"
+
+#include <cerrno>
+#include <cstring>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace tensormount::fs {
+namespace {
+
+// Reasons that are told apart; all others are counted together.
+constexpr std::size_t kMaxReasons = 16;
+constexpr std::uint32_t kWritableBits = 0222;
+
+std::string WhyErrno(int error) {
+  switch (error) {
+    case EPERM:
+      return "the kernel refused (EPERM): CAP_SYS_ADMIN is needed, outside of user namespaces";
+    case ELOOP:
+      return "the file lies on too many stacked filesystems (ELOOP)";
+    case EOPNOTSUPP:
+      return "the file's filesystem cannot be passed through (EOPNOTSUPP)";
+    default:
+      return std::string("the kernel refused: ") + std::strerror(error);
+  }
+}
+
+}  // namespace
+
+OpenModes::Lease::~Lease() {
+  if (counted_) modes_.Release(node_);
+}
+
+Result<std::shared_ptr<OpenModes::Lease>> OpenModes::Open(
+    NodeId node, const VirtualFile& file, const std::function<bool()>& interrupted,
+    const std::function<Again()>& make_again) {
+  const std::shared_ptr<Lease> lease(new Lease(*this, node));
+  std::unique_lock lock(mutex_);
+  if (const auto found = entries_.find(node); found != entries_.end()) {
+    Entry& entry = found->second;
+    if (entry.deciding) {
+      entry.waiting.push_back(make_again());
+      return std::shared_ptr<Lease>();
+    }
+    Share(entry, *lease);
+    return lease;
+  }
+  entries_.emplace(node, Entry());
+  lock.unlock();
+  const Result<Decision> decision = [&]() -> Result<Decision> {
+    try {
+      return Decide(file, interrupted);
+    } catch (const std::exception& e) {
+      return Status(Code::kInternal, file.label() + ": " + e.what());
+    }
+  }();
+  lock.lock();
+  Entry& entry = entries_.at(node);
+  const std::vector<Again> waiting = std::move(entry.waiting);
+  struct CallAll {
+    const std::vector<Again>& all;
+    ~CallAll() {
+      for (const Again& again : all) again();
+    }
+  } const call_all{waiting};
+  // Declared last: the lock is given back before they are called.
+  const std::unique_lock held = std::move(lock);
+  if (!decision.ok()) {
+    // Those who waited decide anew: this one may just have been interrupted.
+    entries_.erase(node);
+    return decision.status();
+  }
+  entry.deciding = false;
+  entry.backing_id = decision.value().backing_id;
+  if (entry.backing_id > 0) ++counts_.live_backings;
+  Share(entry, *lease);
+  if (const std::string& why = decision.value().fallback; !why.empty()) {
+    ++counts_.fell_back;
+    const bool room = counts_.reasons.size() < kMaxReasons || counts_.reasons.contains(why);
+    ++counts_.reasons[room ? why : "other reasons"];
+  }
+  return lease;
+}
+
+Result<OpenModes::Decision> OpenModes::Decide(const VirtualFile& file,
+                                              const std::function<bool()>& interrupted) {
+  if (!WhyNot().empty()) return Decision{};
+  const Result<std::string> path = file.BackingPath();
+  // Where it is made of several files, or of a part of one, there is nothing to fall back from.
+  if (path.status().code() == Code::kNotFound) return Decision{};
+  if (!path.ok()) return Decision{.fallback = "its file is not as the index says"};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Decision decision, Register(path.value(), file));
+  if (decision.backing_id == 0 || !options_.verify) return decision;
+  struct TakeBack {
+    BackingRegistrar& registrar;
+    int id;
+    ~TakeBack() {
+      if (id > 0) registrar.Unregister(id);
+    }
+  } take_back{registrar_, decision.backing_id};
+  // Only what will be passed through: of all else the daemon verifies what it reads.
+  const Status verified = file.VerifyWhole(interrupted);
+  if (verified.ok()) {
+    take_back.id = 0;
+    return decision;
+  }
+  if (verified.code() == Code::kUnsupported) {
+    return Decision{.fallback = "it has no hashes to verify it by"};
+  }
+  return verified;
+}
+
+Result<OpenModes::Decision> OpenModes::Register(const std::string& path, const VirtualFile& file) {
+  const auto opened = fs_.OpenRead(path);  // Follows no link, opens nothing but regular files.
+  if (!opened.ok()) {
+    return Decision{.fallback = std::string("its file cannot be opened: ") +
+                                std::strerror(opened.status().ToErrno())};
+  }
+  const Result<FileInfo> info = opened.value()->Stat();
+  if (!info.ok() || info.value().size != file.size()) {
+    return Decision{.fallback = "its file does not have the size that the index says"};
+  }
+  if ((info.value().mode & kWritableBits) != 0) {
+    return Decision{.fallback = "its file is not sealed (somebody may write to it)"};
+  }
+  if (opened.value()->descriptor() < 0) {
+    return Decision{.fallback = "its file has no descriptor"};
+  }
+  const Result<int> id = registrar_.Register(opened.value()->descriptor());
+  if (id.ok()) return Decision{.backing_id = id.value()};
+  const std::string why = WhyErrno(id.status().ToErrno());
+  if (id.status().code() == Code::kPermissionDenied) {
+    const std::lock_guard lock(mutex_);
+    forbidden_ = why;  // That does not change: no use in asking for every file.
+  }
+  return Decision{.fallback = why};
+}
+
+void OpenModes::Release(NodeId node) noexcept {
+  int id = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = entries_.find(node);
+    if (found == entries_.end() || --found->second.shares > 0) return;
+    id = found->second.backing_id;
+    entries_.erase(found);
+    if (id > 0) --counts_.live_backings;
+  }
+  if (id > 0) registrar_.Unregister(id);
+}
+
+std::shared_ptr<OpenModes::Lease> OpenModes::Join(NodeId node) {
+  const std::shared_ptr<Lease> lease(new Lease(*this, node));
+  const std::lock_guard lock(mutex_);
+  auto found = entries_.find(node);
+  if (found == entries_.end()) {
+    if (WhyNotLocked().empty()) return nullptr;
+    found = entries_.emplace(node, Entry{.deciding = false}).first;
+  }
+  if (found->second.deciding) return nullptr;
+  Share(found->second, *lease);
+  return lease;
+}
+
+void OpenModes::Share(Entry& entry, Lease& lease) {
+  ++entry.shares;
+  lease.counted_ = true;
+  lease.backing_id_ = entry.backing_id;
+  ++(lease.passthrough() ? counts_.passed : counts_.daemon);
+}
+
+bool OpenModes::WouldPass(NodeId node, const VirtualFile& file) const {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = entries_.find(node);
+    if (found != entries_.end() && !found->second.deciding) return found->second.backing_id > 0;
+  }
+  return WhyNot().empty() && file.BackingPath().ok();
+}
+
+std::string OpenModes::WhyNot() const {
+  const std::lock_guard lock(mutex_);
+  return WhyNotLocked();
+}
+
+std::string OpenModes::WhyNotLocked() const {
+  if (!options_.refused.empty()) return options_.refused;
+  if (!negotiated_()) return "the kernel does not offer it (Linux 6.9 and later do)";
+  return forbidden_;
+}
+
+Status OpenModes::Probe() {
+  if (std::string why = WhyNot(); !why.empty()) return Status(Code::kUnsupported, std::move(why));
+  const int fd = memfd_create("tensormount-probe", MFD_CLOEXEC);
+  if (fd < 0) return Status::FromErrno(errno, "make", "a file in memory");
+  const Result<int> id = registrar_.Register(fd);
+  close(fd);
+  if (id.ok()) {
+    registrar_.Unregister(id.value());
+    return {};
+  }
+  std::string why = WhyErrno(id.status().ToErrno());
+  if (id.status().code() == Code::kPermissionDenied) {
+    const std::lock_guard lock(mutex_);
+    forbidden_ = why;
+  }
+  return Status(id.status().code(), std::move(why));
+}
+
+OpenModes::Counts OpenModes::counts() const {
+  const std::lock_guard lock(mutex_);
+  return counts_;
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_MOUNT_OPEN_MODES_H_
+#define TENSORMOUNT_FS_MOUNT_OPEN_MODES_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "fs/node.h"
+#include "fs/views/virtual_file.h"
+
+namespace tensormount::fs {
+
+// Gives the kernel files to read by itself.
+class BackingRegistrar {
+ public:
+  virtual ~BackingRegistrar() = default;
+  // Registers an open file; the kernel holds it from then on, and the caller may close its
+  // descriptor. A number above 0 that replies to OPEN name it by. kPermissionDenied: this process
+  // will never be allowed to; ELOOP: it lies on too many filesystems.
+  virtual Result<int> Register(int descriptor) = 0;
+  // No OPEN reply that names it may be on its way. What is open keeps the file.
+  virtual void Unregister(int id) noexcept = 0;
+};
+
+// Which files the kernel reads itself. The kernel answers EIO to an open in another mode than, or
+// with another backing file than, those of the same node that are open. So the first open of a
+// node decides for all until the last of them is released, and one registration serves them.
+//
+// Races, and why none of them mixes modes:
+//  - Two first opens at once: one decides, the other comes again after its decision.
+//  - RELEASE comes late, long after close(2): a node then counts as open for longer than it is in
+//    the kernel, never for shorter, because the kernel takes the file out of the inode before it
+//    sends RELEASE. An open in between joins those that are as good as gone, in their mode.
+//  - An OPEN reply is on its way while the last RELEASE of the others is served: an open is counted
+//    from its decision on, before its reply, so that RELEASE is not the last.
+//  - The reply does not arrive (its caller was interrupted): the kernel sends no RELEASE for it,
+//  and
+//    the Lease that the reply held gives its share back.
+//  - The kernel takes the reply but cannot finish the open: it sends RELEASE as for any handle.
+//  - The last share goes while the next open comes: shares are counted under one lock. The next
+//  open
+//    registers anew; that both registrations live for a moment does no harm, because the kernel's
+//    inode has let go of the first one (see above).
+//
+// Thread-safe. Open() may block for as long as storage does, without a lock.
+class OpenModes {
+ public:
+  struct Options {
+    // "verify first": verified whole before the kernel reads it.
+    bool verify = false;
+    // Not empty: nothing is passed through, and why, for a person.
+    std::string refused;
+  };
+  // `negotiated`: whether the kernel agreed, asked at every first open. All must outlive it.
+  OpenModes(FileSystem& fs, BackingRegistrar& registrar, std::function<bool()> negotiated,
+            const Options& options)
+      : fs_(fs), registrar_(registrar), negotiated_(std::move(negotiated)), options_(options) {}
+
+  // One open's share in the mode of its node, from the decision until its release.
+  class Lease {
+   public:
+    ~Lease();
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+    bool passthrough() const { return backing_id_ > 0; }
+    int backing_id() const { return backing_id_; }  // 0: the daemon serves.
+
+   private:
+    friend class OpenModes;
+    Lease(OpenModes& modes, NodeId node) : modes_(modes), node_(node) {}
+    OpenModes& modes_;
+    const NodeId node_;
+    int backing_id_ = 0;
+    bool counted_ = false;
+  };
+
+  // The mode for one more open of a file of a published checkpoint. Null where another open is just
+  // deciding for this node: `again` is called once that is over, on whatever thread, and shall call
+  // Open() again (so that opens that wait for one hanging file hold no threads). kCancelled once
+  // `interrupted` says so; otherwise fails only where verification does (kDataLoss): a file that
+  // cannot be passed through is the daemon's.
+  using Again = std::function<void()>;
+  Result<std::shared_ptr<Lease>> Open(NodeId node, const VirtualFile& file,
+                                      const std::function<bool()>& interrupted,
+                                      const std::function<Again()>& make_again);
+  // The same where it can be said without looking at the file; null where it cannot.
+  std::shared_ptr<Lease> Join(NodeId node);
+  // Whether an open of the file would be passed through now, as far as can be said without trying.
+  bool WouldPass(NodeId node, const VirtualFile& file) const;
+  // Registers a file in memory and takes it back: whether this process may. For --tier passthrough.
+  Status Probe();
+
+  struct Counts {
+    std::uint64_t passed = 0;  // Opens.
+    std::uint64_t daemon = 0;
+    std::uint64_t fell_back = 0;    // Those of `daemon` that might have been passed through.
+    std::size_t live_backings = 0;  // Registrations now.
+    std::map<std::string, std::uint64_t> reasons;  // Of fell_back.
+  };
+  Counts counts() const;
+  // Why nothing is passed through; empty where files are.
+  std::string WhyNot() const;
+
+ private:
+  struct Entry {
+    bool deciding = true;
+    std::size_t shares = 0;
+    int backing_id = 0;
+    std::vector<Again> waiting;  // For the decision.
+  };
+  // The first open's decision: a registration, or 0 and why.
+  struct Decision {
+    int backing_id = 0;
+    std::string fallback;  // Not empty: it might have been passed through.
+  };
+  Result<Decision> Decide(const VirtualFile& file, const std::function<bool()>& interrupted);
+  Result<Decision> Register(const std::string& path, const VirtualFile& file);
+  // Both with the lock held.
+  void Share(Entry& entry, Lease& lease);
+  std::string WhyNotLocked() const;
+  void Release(NodeId node) noexcept;
+
+  FileSystem& fs_;
+  BackingRegistrar& registrar_;
+  const std::function<bool()> negotiated_;
+  const Options options_;
+  mutable std::mutex mutex_;
+  std::unordered_map<NodeId, Entry> entries_;
+  std::string forbidden_;  // Not empty: the kernel said that it never will.
+  Counts counts_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_MOUNT_OPEN_MODES_H_
