@@ -12,6 +12,11 @@ bool SafetensorsHolds(DType dtype, std::string_view key) {
   return !InfoOf(dtype).safetensors.empty() && key != "__metadata__";
 }
 
+bool SafetensorsHolds(const TensorMeta& tensor) {
+  // "__metadata__" means something else there.
+  return !InfoOf(tensor.dtype()).safetensors.empty() && tensor.key() != "__metadata__";
+}
+
 Result<SafetensorsLayout> LayOutSafetensors(std::span<const TensorMeta* const> tensors) {
   SafetensorsLayout layout;
   layout.offsets.assign(tensors.size(), 0);

@@ -17,6 +17,9 @@ namespace tensormount {
 // Whether the format can hold a tensor of this type under this key.
 bool SafetensorsHolds(DType dtype, std::string_view key);
 
+// Whether the format can hold the tensor: its dtype, and its key.
+bool SafetensorsHolds(const TensorMeta& tensor);
+
 // How tensors stand in model.safetensors: by falling element size, then in the order given, so that
 // each is aligned.
 struct SafetensorsLayout {

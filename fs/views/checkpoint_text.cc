@@ -4,6 +4,8 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "index/safetensors_layout.h"
+
 namespace tensormount::fs {
 namespace {
 
@@ -48,6 +50,26 @@ std::string RegionFields(const Region& region) {
   return text;
 }
 
+// Keys of the tensors that model.safetensors leaves out.
+Status AppendNotInSafetensors(const ShownTensors& tensors, std::string& out) {
+  Status inner;
+  const Status status =
+      tensors.Scan(0, [&](std::uint32_t number, const std::string& key, const TensorEntry* entry) {
+        std::optional<TensorEntry> read;
+        if (entry == nullptr) {
+          Result<TensorEntry> at = tensors.EntryAt(number);
+          inner = at.status();
+          if (!inner.ok()) return false;
+          entry = &read.emplace(std::move(at).value());
+        }
+        if (!SafetensorsHolds(entry->meta))
+          out += (out.back() == '[' ? "" : ", ") + JsonString(key);
+        return true;
+      });
+  TENSORMOUNT_RETURN_IF_ERROR(status);
+  return inner;
+}
+
 }  // namespace
 
 std::string JsonString(std::string_view text) { return Dump(Json(text)); }
@@ -56,9 +78,12 @@ std::string DimsText(const Dims& dims) { return dims.ToString(); }
 
 std::string DigestText(Crc64 digest) { return fmt::format("crc64-nvme:{:016x}", digest); }
 
-Result<GeneratedText::Parts> CheckpointJson(const OpenedCheckpoint& opened,
-                                            const ShownTensors& tensors, const LayerFiles& layers,
-                                            const std::vector<ObjectContent>& objects) {
+Result<GeneratedText::Parts> CheckpointJson(const ShownCheckpoint& shown,
+                                            const std::vector<std::string>& views) {
+  const OpenedCheckpoint& opened = shown.opened;
+  const ShownTensors& tensors = shown.tensors;
+  const LayerFiles& layers = shown.layers;
+  const std::vector<ObjectContent>& objects = shown.objects.parts();
   const CheckpointIndex& index = opened.index();
   const CheckpointInfo& info = index.info();
   const Result<CommonValue> content = index.CommonRecord(kContentRecord);
@@ -85,9 +110,13 @@ Result<GeneratedText::Parts> CheckpointJson(const OpenedCheckpoint& opened,
   }
   head += fmt::format("  \"tensor_count\": {},\n  \"tensor_bytes\": {},\n  \"chunk_count\": {},\n",
                       tensors.count(), tensors.bytes(), tensors.chunks());
-  head +=
-      "  \"views\": [\"tensors/KEY\", \"npy/KEY.npy\", \"extents/KEY.json\", \"objects/KEY\", "
-      "\"model.safetensors\"],\n";
+  head += "  \"views\": [";
+  for (const std::string& view : views) {
+    head += (head.back() == '[' ? "" : ", ") + JsonString(view);
+  }
+  head += "],\n  \"not_in_safetensors\": [";
+  TENSORMOUNT_RETURN_IF_ERROR(AppendNotInSafetensors(tensors, head));
+  head += "],\n";
   if (!layers.patterns().empty()) {
     head += "  \"layers\": {";
     for (const auto& [key, pattern] : layers.patterns()) {

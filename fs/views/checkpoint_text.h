@@ -9,18 +9,16 @@
 #include "tensormount/status.h"
 
 #include "fs/views/generated_text.h"
-#include "fs/views/shown_tensors.h"
-#include "index/checkpoint.h"
+#include "fs/views/shown_checkpoint.h"
 
 // The JSON files of a checkpoint. Their text depends on the committed records alone, so that every
 // mount on every machine (with the same map of keys) shows the same bytes.
 
 namespace tensormount::fs {
 
-// checkpoint.json. What it is given must outlive what is made of it.
-Result<GeneratedText::Parts> CheckpointJson(const OpenedCheckpoint& opened,
-                                            const ShownTensors& tensors, const LayerFiles& layers,
-                                            const std::vector<ObjectContent>& objects);
+// checkpoint.json. `shown` must outlive what is made of it. `views`: their names.
+Result<GeneratedText::Parts> CheckpointJson(const ShownCheckpoint& shown,
+                                            const std::vector<std::string>& views);
 // common.json: an object with a line for each value, as CommonToJson writes it, then what is
 // reserved (docs/format.md, "common.json").
 Result<std::string> CommonJson(const CheckpointIndex& index);

@@ -54,12 +54,27 @@ Status FileContent::AddBox(const TensorEntry& tensor, const Box& box, const Dims
   for (int a = 0; a < box.rank(); ++a) {
     if (container[a] < box.extent(a)) return bad("not within its container");
   }
-  TENSORMOUNT_RETURN_IF_ERROR(RegionBytes(meta.dtype(), meta.shape(), Region(box)).status());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
+                               ByteRegion(meta.dtype(), meta.shape(), Region(box)));
   // Checks overflow too, which a container larger than the tensor could reach.
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorMeta packed,
                                TensorMeta::Make(meta.key(), meta.dtype(), container));
   if (packed.bytes() == 0) return Status();
-  boxes_.push_back({.tensor = tensor, .box = box, .container = container, .bytes = packed.bytes()});
+  BoxSource source{.tensor = tensor, .box = box, .container = container, .bytes = packed.bytes()};
+  source.byte_box = bytes.box();
+  // Axes of elements that are one axis of bytes of the tensor are one of the container, too.
+  const int axes = ByteShape(meta.dtype(), meta.shape()).rank() - 1;
+  std::uint64_t bits = meta.bits();
+  bool whole = true;  // The box spans the container behind this axis.
+  for (int a = container.rank() - 1; a >= axes; --a) {
+    if (!whole && box.extent(a) > 1) return bad("does not begin and end on bytes of its container");
+    whole = whole && box.extent(a) == container[a];
+    bits *= static_cast<std::uint64_t>(container[a]);
+  }
+  if (bits % 8 != 0) return bad("its container has rows that do not end on a byte");
+  for (int a = 0; a < axes; ++a) source.byte_container.push_back(container[a]);
+  source.byte_container.push_back(static_cast<std::int64_t>(bits / 8));
+  boxes_.push_back(std::move(source));
   Add(Segment::Kind::kBox, static_cast<std::uint32_t>(boxes_.size() - 1), packed.bytes(), 0);
   return Status();
 }

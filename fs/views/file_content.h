@@ -39,6 +39,10 @@ class FileContent {
     Box box;
     Dims container;
     std::uint64_t bytes = 0;  // Of the container.
+    // The same as bytes (shard/tensor_meta.h): the box within ByteShape of the tensor, and the
+    // container in axes of that shape.
+    Box byte_box;
+    Dims byte_container;
   };
 
   // These append. What is empty adds nothing.
@@ -60,10 +64,14 @@ class FileContent {
   std::uint64_t size() const { return size_; }
   const std::vector<Segment>& segments() const { return shared_ ? *shared_ : own_; }
   const std::string& literal(std::uint32_t n) const { return *literals_[n]; }
+  const std::shared_ptr<const std::string>& shared_literal(std::uint32_t n) const {
+    return literals_[n];
+  }
   const GeneratedText& text() const { return *text_; }
   const BoxSource& box(std::uint32_t n) const { return boxes_[n]; }
   // The entry where all kTensor segments are of one tensor; others are looked up when read.
   const std::optional<TensorEntry>& tensor() const { return tensor_; }
+  bool is_shared() const { return shared_ != nullptr; }  // Made by Shared.
   // Whether reads go to data files, and so may block for as long as these do.
   bool reads_data() const { return reads_data_; }
 

@@ -24,6 +24,7 @@ class OwnTensors : public ShownTensors {
   }
   Result<TensorEntry> EntryAt(std::uint32_t number) const override { return index_.At(number); }
   Result<std::string> StoredKeyAt(std::uint32_t number) const override { return KeyAt(number); }
+  bool has_own_keys() const override { return true; }
   std::uint64_t bytes() const override { return index_.tensor_bytes(); }
   std::uint64_t chunks() const override { return index_.chunk_count(); }
 
@@ -80,6 +81,7 @@ class RenamedTensors : public ShownTensors {
     TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, index_.At(shown_[number].ordinal));
     return entry.meta.key();
   }
+  bool has_own_keys() const override { return false; }
   std::uint64_t bytes() const override { return bytes_; }
   std::uint64_t chunks() const override { return chunks_; }
 

@@ -26,6 +26,8 @@ class ShownTensors : public KeySource {
   // With the key that is shown; its ordinal is the index's.
   virtual Result<TensorEntry> EntryAt(std::uint32_t number) const = 0;
   virtual Result<std::string> StoredKeyAt(std::uint32_t number) const = 0;
+  // Whether keys are those that are stored, and all of them, so that numbers are ordinals.
+  virtual bool has_own_keys() const = 0;
   virtual std::uint64_t bytes() const = 0;  // Of all that are shown.
   virtual std::uint64_t chunks() const = 0;
   Result<std::string> KeyAt(std::uint32_t number) const override;

@@ -8,87 +8,136 @@
 
 namespace tensormount::fs {
 
+using Segment = FileContent::Segment;
+
 std::shared_ptr<const VirtualFile> VirtualFile::OfText(std::string label, std::string text) {
   std::shared_ptr<VirtualFile> file(new VirtualFile);
   file->label_ = std::move(label);
-  file->literal_ = std::make_shared<const std::string>(std::move(text));
-  file->Add(Segment::Kind::kLiteral, 0, file->literal_->size());
+  file->content_.AddLiteral(std::move(text));
   return file;
 }
 
-void VirtualFile::Add(Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length,
-                      std::uint64_t skip) {
-  if (length == 0) return;
-  own_.push_back(
-      {.kind = kind, .ordinal = ordinal, .begin = size_, .length = length, .skip = skip});
-  size_ += length;
-  reads_data_ |= kind == Segment::Kind::kTensor || kind == Segment::Kind::kObject;
-}
-
-Result<std::size_t> VirtualFile::Read(std::uint64_t offset, void* out, std::size_t size,
-                                      ReadStats* stats) const {
-  if (offset >= size_ || size == 0) return std::size_t{0};
-  size = static_cast<std::size_t>(std::min<std::uint64_t>(size, size_ - offset));
-  const std::vector<Segment>& segments = shared_ ? *shared_ : own_;
+Status VirtualFile::ForEachSegment(std::uint64_t offset, std::size_t size, const Visit& fn) const {
+  const std::vector<Segment>& segments = content_.segments();
   auto segment = std::upper_bound(segments.begin(), segments.end(), offset,
                                   [](std::uint64_t at, const Segment& s) { return at < s.begin; });
   --segment;  // The first one begins at 0.
-  char* to = static_cast<char*>(out);
   for (std::size_t done = 0; done < size; ++segment) {
     const std::uint64_t at = offset + done - segment->begin;
     const std::size_t n =
         static_cast<std::size_t>(std::min<std::uint64_t>(size - done, segment->length - at));
-    TENSORMOUNT_RETURN_IF_ERROR(ReadSegment(*segment, at, to + done, n, stats));
+    TENSORMOUNT_RETURN_IF_ERROR(fn(*segment, at, done, n));
     done += n;
-  }
-  return size;
-}
-
-std::vector<OpenedCheckpoint::MappedPiece> VirtualFile::Map(std::uint64_t offset,
-                                                            std::size_t size) const {
-  if (offset >= size_ || !tensor_) return {};
-  size = static_cast<std::size_t>(std::min<std::uint64_t>(size, size_ - offset));
-  const std::vector<Segment>& segments = shared_ ? *shared_ : own_;
-  for (const Segment& segment : segments) {
-    if (offset < segment.begin || offset + size > segment.begin + segment.length) continue;
-    if (segment.kind != Segment::Kind::kTensor) return {};
-    return view_->MapTensor(*tensor_, segment.skip + offset - segment.begin, size);
   }
   return {};
 }
 
-Result<std::string> VirtualFile::BackingPath() const {
-  const std::vector<Segment>& segments = shared_ ? *shared_ : own_;
-  if (view_ && tensor_ && segments.size() == 1 && segments[0].kind == Segment::Kind::kTensor &&
-      segments[0].skip == 0 && segments[0].length == tensor_->meta.bytes()) {
-    return view_->opened().WholeFileOf(*tensor_);
-  }
-  return Status(Code::kNotFound, label_ + ": no one file holds it and nothing else");
+Result<std::size_t> VirtualFile::Read(std::uint64_t offset, void* out, std::size_t size,
+                                      ReadStats* stats) const {
+  if (offset >= this->size() || size == 0) return std::size_t{0};
+  size = static_cast<std::size_t>(std::min<std::uint64_t>(size, this->size() - offset));
+  char* const to = static_cast<char*>(out);
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachSegment(
+      offset, size, [&](const Segment& segment, std::uint64_t at, std::size_t done, std::size_t n) {
+        return ReadSegment(segment, at, to + done, n, stats);
+      }));
+  return size;
 }
 
-Status VirtualFile::VerifyWhole(const std::function<bool()>& cancelled) const {
-  (void)cancelled;
-  return Status(Code::kUnsupported, label_ + ": not verified as a whole yet");
+Result<TensorEntry> VirtualFile::TensorOf(const Segment& segment) const {
+  if (content_.tensor()) return *content_.tensor();
+  return view_->opened().index().At(segment.ordinal);
 }
 
 Status VirtualFile::ReadSegment(const Segment& segment, std::uint64_t at, char* out,
                                 std::size_t size, ReadStats* stats) const {
   switch (segment.kind) {
     case Segment::Kind::kLiteral:
-      std::memcpy(out, literal_->data() + at, size);
+      std::memcpy(out, content_.literal(segment.ordinal).data() + segment.skip + at, size);
       return {};
     case Segment::Kind::kText:
-      return text_->Read(at, out, size);
+      return content_.text().Read(at, out, size);
     case Segment::Kind::kTensor: {
-      if (tensor_) return view_->ReadTensor(*tensor_, segment.skip + at, out, size, stats);
-      TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry,
-                                   view_->opened().index().At(segment.ordinal));
-      return view_->ReadTensor(entry, at, out, size, stats);
+      if (content_.tensor()) {
+        return view_->data().ReadTensor(*content_.tensor(), segment.skip + at, out, size, stats);
+      }
+      TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, TensorOf(segment));
+      return view_->data().ReadTensor(tensor, segment.skip + at, out, size, stats);
     }
+    case Segment::Kind::kBox:
+      return view_->data().ReadBox(content_.box(segment.ordinal), at, out, size, stats);
     case Segment::Kind::kObject:
-      return view_->ReadObject(segment.ordinal, at, out, size);
+      return view_->data().ReadObject(segment.ordinal, at, out, size);
   }
   return Status(Code::kInternal, "unknown kind of segment");
+}
+
+std::vector<OpenedCheckpoint::MappedPiece> VirtualFile::Map(std::uint64_t offset,
+                                                            std::size_t size) const {
+  std::vector<OpenedCheckpoint::MappedPiece> pieces;
+  if (offset >= this->size() || size == 0 || !content_.reads_data()) return pieces;
+  size = static_cast<std::size_t>(std::min<std::uint64_t>(size, this->size() - offset));
+  const Status mapped = ForEachSegment(
+      offset, size, [&](const Segment& segment, std::uint64_t at, std::size_t, std::size_t n) {
+        return MapSegment(segment, at, n, pieces)
+                   ? Status()
+                   : Status(Code::kUnavailable, "these bytes must be read");
+      });
+  if (!mapped.ok()) pieces.clear();
+  return pieces;
+}
+
+bool VirtualFile::MapSegment(const Segment& segment, std::uint64_t at, std::size_t size,
+                             std::vector<OpenedCheckpoint::MappedPiece>& out) const {
+  if (out.size() >= OpenedCheckpoint::kMaxMapped) return false;
+  switch (segment.kind) {
+    case Segment::Kind::kLiteral: {
+      const std::shared_ptr<const std::string>& text = content_.shared_literal(segment.ordinal);
+      out.push_back({.data = reinterpret_cast<const std::byte*>(text->data()) + segment.skip + at,
+                     .size = size,
+                     .keep = text});
+      return true;
+    }
+    case Segment::Kind::kTensor: {
+      const Result<TensorEntry> tensor = TensorOf(segment);
+      return tensor.ok() && view_->data().MapTensor(tensor.value(), segment.skip + at, size, out);
+    }
+    case Segment::Kind::kBox:
+      return view_->data().MapBox(content_.box(segment.ordinal), at, size, out);
+    case Segment::Kind::kText:
+    case Segment::Kind::kObject:
+      return false;
+  }
+  return false;
+}
+
+Result<std::string> VirtualFile::BackingPath() const {
+  if (view_ && content_.reads_data()) return view_->BackingPathOf(node_, content_);
+  return Status(Code::kNotFound, label_ + ": no one file holds it and nothing else");
+}
+
+Status VirtualFile::VerifyWhole(const std::function<bool()>& cancelled) const {
+  for (const Segment& segment : content_.segments()) {
+    switch (segment.kind) {
+      case Segment::Kind::kLiteral:
+      case Segment::Kind::kText:
+        break;
+      case Segment::Kind::kTensor: {
+        TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, TensorOf(segment));
+        TENSORMOUNT_RETURN_IF_ERROR(
+            view_->data().VerifyTensor(tensor, segment.skip, segment.length, cancelled));
+        break;
+      }
+      case Segment::Kind::kBox:
+        TENSORMOUNT_RETURN_IF_ERROR(
+            view_->data().VerifyBox(content_.box(segment.ordinal), cancelled));
+        break;
+      case Segment::Kind::kObject:
+        TENSORMOUNT_RETURN_IF_ERROR(view_->data().VerifyObject(segment.ordinal, cancelled));
+        break;
+    }
+  }
+  return {};
 }
 
 }  // namespace tensormount::fs

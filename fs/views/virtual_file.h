@@ -5,48 +5,41 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "tensormount/status.h"
 
-#include "fs/views/generated_text.h"
+#include "fs/node.h"
+#include "fs/views/file_content.h"
 #include "index/checkpoint.h"
 
 namespace tensormount::fs {
 
 class CheckpointView;
 
-// A stretch of a virtual file. Stretches lie side by side from 0 on.
-struct Segment {
-  enum class Kind : std::uint8_t { kLiteral, kText, kTensor, kObject } kind = Kind::kLiteral;
-  std::uint32_t ordinal = 0;  // Of the tensor or object part.
-  std::uint64_t begin = 0;    // In the file.
-  std::uint64_t length = 0;
-  std::uint64_t skip = 0;  // Bytes of the tensor before it.
-};
-
-// An open file of a mount: every view is a list of segments. Keeps its checkpoint open, so that it
-// can be read to the end whatever happens to the checkpoint's name. Immutable, thread-safe.
+// An open file of a mount: the content that a view gave, read as the mount verifies. Keeps its
+// checkpoint open, so that it can be read to the end whatever happens to the checkpoint's name.
+// Immutable, thread-safe.
 class VirtualFile {
  public:
   // Of text that no checkpoint stands behind (.tensormount/).
   static std::shared_ptr<const VirtualFile> OfText(std::string label, std::string text);
 
-  std::uint64_t size() const { return size_; }
+  std::uint64_t size() const { return content_.size(); }
   // Names the file in errors.
   const std::string& label() const { return label_; }
   // Whether reads go to data files, and so may block for as long as these do.
-  bool reads_data() const { return reads_data_; }
+  bool reads_data() const { return content_.reads_data(); }
   // Whether the bytes behind this open never change and may be cached.
   bool immutable() const { return view_ != nullptr; }
 
   // Up to `size` bytes from `offset`; fewer only at the end of the file.
   Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size,
                            ReadStats* stats) const;
-  // The same bytes where they are stored, for a system call to take; empty where they must be read
-  // (views of several segments, short runs, verification).
+  // The same bytes where they are stored, in order, for a system call to take (at most
+  // OpenedCheckpoint::kMaxMapped pieces); empty where they must be read (generated text, objects,
+  // short runs, zeros, what is not in memory now, mounts that verify).
   std::vector<OpenedCheckpoint::MappedPiece> Map(std::uint64_t offset, std::size_t size) const;
 
   // Path of the one file of storage that is byte for byte this file from offset 0, and nothing
@@ -62,19 +55,22 @@ class VirtualFile {
  private:
   friend class CheckpointView;
   VirtualFile() = default;
-  void Add(Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length, std::uint64_t skip = 0);
-  Status ReadSegment(const Segment& segment, std::uint64_t at, char* out, std::size_t size,
-                     ReadStats* stats) const;
+  // The segments that bytes [offset, offset + size) are in: until fn(segment, at, done, n) does not
+  // return ok. `at` is in the segment, `done` in the range.
+  using Visit = std::function<Status(const FileContent::Segment& segment, std::uint64_t at,
+                                     std::size_t done, std::size_t n)>;
+  Status ForEachSegment(std::uint64_t offset, std::size_t size, const Visit& fn) const;
+  Status ReadSegment(const FileContent::Segment& segment, std::uint64_t at, char* out,
+                     std::size_t size, ReadStats* stats) const;
+  bool MapSegment(const FileContent::Segment& segment, std::uint64_t at, std::size_t size,
+                  std::vector<OpenedCheckpoint::MappedPiece>& out) const;
+  // The tensor of a kTensor segment.
+  Result<TensorEntry> TensorOf(const FileContent::Segment& segment) const;
 
   std::shared_ptr<const CheckpointView> view_;  // Null: literal only.
+  Node node_;
   std::string label_;
-  std::uint64_t size_ = 0;
-  bool reads_data_ = false;
-  std::vector<Segment> own_;
-  std::shared_ptr<const std::vector<Segment>> shared_;  // Instead of own_, where not null.
-  std::shared_ptr<const std::string> literal_;
-  std::shared_ptr<const GeneratedText> text_;
-  std::optional<TensorEntry> tensor_;  // Of files of one tensor.
+  FileContent content_;
 };
 
 }  // namespace tensormount::fs

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/views/backing_file.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "shard/tensor_meta.h"
+
+namespace tensormount::fs {
+namespace {
+
+using Segment = FileContent::Segment;
+
+Status None() { return Status(Code::kNotFound, "no one file holds this and nothing else"); }
+
+// Where the run begins in the row-major order of `shape` that the box is; nothing where it is
+// several.
+std::optional<std::uint64_t> RunBegin(const Box& box, const Dims& shape) {
+  std::uint64_t begin = 0;
+  bool inside = false;  // Past an axis of which the box has more than one place.
+  for (int a = 0; a < box.rank(); ++a) {
+    begin = begin * static_cast<std::uint64_t>(shape[a]) + static_cast<std::uint64_t>(box.begin(a));
+    if (inside && box.extent(a) != shape[a]) return std::nullopt;
+    inside = inside || box.extent(a) != 1;
+  }
+  return begin;
+}
+
+// Whether byte n of the tensor stands at `at` + n of file `file`, which may be chosen by the first
+// chunk.
+Result<bool> StandsAt(const CheckpointIndex& index, const TensorEntry& tensor, std::uint64_t at,
+                      std::optional<std::uint32_t>& file) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,
+                               index.Extents(tensor.ordinal));
+  const TensorMeta& meta = tensor.meta;
+  const Dims shape = ByteShape(meta.dtype(), meta.shape());
+  for (std::size_t i = 0; i < table->size(); ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(i));
+    if (chunk.region.empty()) continue;
+    if (!file) file = chunk.file;
+    if (chunk.file != *file) return false;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
+                                 ByteRegion(meta.dtype(), meta.shape(), chunk.region));
+    std::uint64_t stored = chunk.offset;
+    for (const Box& box : bytes.Boxes()) {
+      const std::optional<std::uint64_t> begin = RunBegin(box, shape);
+      if (!begin || at + *begin != stored) return false;
+      stored += static_cast<std::uint64_t>(box.volume());
+    }
+  }
+  return true;
+}
+
+// The file's path, where it is as long as it must be.
+Result<std::string> FileOfSize(FileSystem& fs, const OpenedCheckpoint& opened, std::uint32_t file,
+                               std::uint64_t size) {
+  const CheckpointIndex& index = opened.index();
+  if (file >= index.files().size() || index.files()[file].length != size) return None();
+  std::string path = opened.FilePath(file);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(path));
+  // Sources may be named through a link; what lies in a checkpoint is never one.
+  if (info.kind == FileKind::kSymlink) return None();
+  if (info.kind != FileKind::kFile || info.size != size) {
+    return Status(Code::kDataLoss, index.files()[file].name + ": " + std::to_string(info.size) +
+                                       " bytes, " + std::to_string(size) + " expected");
+  }
+  return path;
+}
+
+Result<bool> HasBytes(FileSystem& fs, const std::string& path, std::uint64_t at,
+                      const std::string& bytes) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
+  std::string found(bytes.size(), '\0');
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n, file->ReadAt(at, found.data(), found.size()));
+  return n == bytes.size() && found == bytes;
+}
+
+}  // namespace
+
+Result<std::string> FindBackingFile(FileSystem& fs, const ShownCheckpoint& shown,
+                                    const FileContent& content) {
+  const OpenedCheckpoint& opened = shown.opened;
+  const std::vector<Segment>& segments = content.segments();
+  if (segments.size() == 1 && segments[0].kind == Segment::Kind::kObject) {
+    const std::uint32_t number = segments[0].ordinal;
+    if (number >= shown.objects.parts().size()) return None();
+    const ObjectContent& part = shown.objects.parts()[number];
+    if (part.offset != 0 || part.length != content.size()) return None();
+    return FileOfSize(fs, opened, part.file, part.length);
+  }
+  if (segments.size() == 1 && segments[0].kind == Segment::Kind::kTensor && content.tensor()) {
+    const TensorEntry& tensor = *content.tensor();
+    if (segments[0].skip != 0 || segments[0].length != tensor.meta.bytes()) return None();
+    return opened.WholeFileOf(tensor);
+  }
+  // Literal bytes and whole tensors.
+  std::optional<std::uint32_t> file;
+  for (const Segment& segment : segments) {
+    if (segment.kind == Segment::Kind::kLiteral) continue;
+    if (segment.kind != Segment::Kind::kTensor || segment.skip != 0) return None();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, opened.index().At(segment.ordinal));
+    if (segment.length != tensor.meta.bytes()) return None();
+    const bool first = !file;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool stands,
+                                 StandsAt(opened.index(), tensor, segment.begin, file));
+    if (!stands) return None();
+    // Most are told apart here.
+    if (first && (!file || *file >= opened.index().files().size() ||
+                  opened.index().files()[*file].length != content.size())) {
+      return None();
+    }
+  }
+  if (!file) return None();
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string path, FileOfSize(fs, opened, *file, content.size()));
+  for (const Segment& segment : segments) {
+    if (segment.kind != Segment::Kind::kLiteral) continue;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool same,
+                                 HasBytes(fs, path, segment.begin,
+                                          content.literal(segment.ordinal)
+                                              .substr(static_cast<std::size_t>(segment.skip),
+                                                      static_cast<std::size_t>(segment.length))));
+    if (!same) return None();
+  }
+  return path;
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_VIEWS_BACKING_FILE_H_
+#define TENSORMOUNT_FS_VIEWS_BACKING_FILE_H_
+
+#include <string>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "fs/views/file_content.h"
+#include "fs/views/shown_checkpoint.h"
+
+namespace tensormount::fs {
+
+// Path of the one file of storage that is byte for byte this content from offset 0, and nothing
+// more. Literal bytes are compared with the file's; for tensors and objects the index is believed.
+// kNotFound where there is none; kDataLoss where a file is not as long as the index says.
+Result<std::string> FindBackingFile(FileSystem& fs, const ShownCheckpoint& shown,
+                                    const FileContent& content);
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_VIEWS_BACKING_FILE_H_

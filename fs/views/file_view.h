@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_VIEWS_FILE_VIEW_H_
+#define TENSORMOUNT_FS_VIEWS_FILE_VIEW_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "tensormount/status.h"
+
+#include "fs/views/view.h"
+
+namespace tensormount::fs {
+
+// A view that is a single file: common.json.
+class FileView : public View {
+ public:
+  std::string_view name() const override { return name_; }
+  Result<ViewNode> Stat(std::uint64_t item) const override;
+  Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const override;
+  Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const override;
+  Result<FileContent> Open(std::uint64_t file) const override;
+  std::string PathOf(std::uint64_t item) const override;
+
+ protected:
+  FileView(std::string_view name, std::int64_t mtime) : name_(name), mtime_(mtime) {}
+  // kNotFound: the checkpoint has no such file.
+  virtual Result<FileContent> Content() const = 0;
+  virtual Result<std::uint64_t> Size() const;
+
+ private:
+  const std::string_view name_;
+  const std::int64_t mtime_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_VIEWS_FILE_VIEW_H_

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// checkpoint.json and common.json.
+#include <mutex>
+
+#include "fs/views/checkpoint_text.h"
+#include "fs/views/checkpoint_views.h"
+#include "fs/views/file_view.h"
+
+namespace tensormount::fs {
+namespace {
+
+class CheckpointJsonView : public FileView {
+ public:
+  CheckpointJsonView(const ShownCheckpoint& shown, const ViewList& views)
+      : FileView("checkpoint.json", shown.opened.index().info().json_mtime),
+        shown_(shown),
+        views_(views) {}
+  bool listed_by_default() const override { return true; }
+
+ private:
+  Result<FileContent> Content() const override {
+    const std::lock_guard lock(mutex_);
+    if (!text_) {
+      std::vector<std::string> names;
+      for (const auto& view : views_) {
+        const Status there = view.get() == this ? Status() : view->Stat(View::kRoot).status();
+        if (there.code() == Code::kNotFound) continue;
+        TENSORMOUNT_RETURN_IF_ERROR(there);
+        names.emplace_back(view->name());
+      }
+      TENSORMOUNT_ASSIGN_OR_RETURN(GeneratedText::Parts parts, CheckpointJson(shown_, names));
+      TENSORMOUNT_ASSIGN_OR_RETURN(text_, GeneratedText::Make(std::move(parts)));
+    }
+    FileContent content;
+    content.AddText(text_);
+    return content;
+  }
+
+  const ShownCheckpoint& shown_;
+  const ViewList& views_;
+  mutable std::mutex mutex_;
+  mutable std::shared_ptr<const GeneratedText> text_;
+};
+
+class CommonJsonView : public FileView {
+ public:
+  CommonJsonView(std::string text, std::int64_t mtime)
+      : FileView("common.json", mtime),
+        text_(std::make_shared<const std::string>(std::move(text))) {}
+  bool listed_by_default() const override { return true; }
+
+ private:
+  Result<FileContent> Content() const override {
+    FileContent content;
+    content.AddLiteral(text_);
+    return content;
+  }
+
+  const std::shared_ptr<const std::string> text_;
+};
+
+}  // namespace
+
+std::unique_ptr<const View> MakeCheckpointJsonView(const ShownCheckpoint& shown,
+                                                   const ViewList& views) {
+  return std::make_unique<CheckpointJsonView>(shown, views);
+}
+
+Result<std::unique_ptr<const View>> MakeCommonJsonView(const ShownCheckpoint& shown) {
+  const CheckpointIndex& index = shown.opened.index();
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string text, CommonJson(index));
+  return std::unique_ptr<const View>(
+      std::make_unique<CommonJsonView>(std::move(text), index.info().common_mtime));
+}
+
+}  // namespace tensormount::fs

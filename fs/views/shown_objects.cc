@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <utility>
+
+#include "fs/views/shown_checkpoint.h"
+#include "index/key_renames.h"
+
+namespace tensormount::fs {
+namespace {
+
+// "0.3" of an index.
+std::string PartName(const Dims& index) {
+  std::string name;
+  for (const std::int64_t i : index) {
+    if (!name.empty()) name += '.';
+    name += std::to_string(i);
+  }
+  return name;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointIndex& index,
+                                                               const KeyRenames* renames) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectContent> parts, index.Objects());
+  std::vector<std::string> stored;
+  if (renames != nullptr) {
+    std::erase_if(parts, [&](const ObjectContent& o) { return renames->Object(o.key).empty(); });
+    // By new key; parts of one key stay in their order.
+    std::stable_sort(parts.begin(), parts.end(), [&](const auto& a, const auto& b) {
+      return renames->Object(a.key) < renames->Object(b.key);
+    });
+    for (ObjectContent& part : parts) {
+      stored.push_back(part.key);
+      part.key = renames->Object(part.key);
+    }
+  }
+  // A part of a grid is a file in a folder with the key's name. Where keys of others begin with
+  // that name too, the folder is called "KEY%00": no key of ours has a NUL.
+  std::vector<std::pair<std::string, std::size_t>> paths;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    std::string path = parts[i].key;
+    if (parts[i].grid.rank() > 0) {
+      const std::string prefix = path + '/';
+      const auto below =
+          std::lower_bound(parts.begin(), parts.end(), prefix,
+                           [](const ObjectContent& o, const std::string& p) { return o.key < p; });
+      if (below != parts.end() && below->key.starts_with(prefix)) path += '\0';
+      path += '/' + PartName(parts[i].index);
+    }
+    paths.emplace_back(std::move(path), i);
+  }
+  std::sort(paths.begin(), paths.end());
+  std::vector<std::string> keys;
+  std::vector<ObjectContent> sorted;
+  for (auto& [path, i] : paths) {
+    keys.push_back(std::move(path));
+    sorted.push_back(std::move(parts[i]));
+  }
+  std::unique_ptr<ShownObjects> objects(new ShownObjects(std::move(keys)));
+  if (renames != nullptr) {
+    for (const auto& [path, i] : paths) objects->stored_keys_.push_back(std::move(stored[i]));
+  }
+  objects->parts_ = std::move(sorted);
+  return std::unique_ptr<const ShownObjects>(std::move(objects));
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// tensors/, npy/ and extents/.
+#include "fs/views/checkpoint_text.h"
+#include "fs/views/checkpoint_views.h"
+#include "fs/views/keyed_view.h"
+#include "shard/npy.h"
+
+namespace tensormount::fs {
+namespace {
+
+class TensorsView : public TensorFilesView {
+ public:
+  explicit TensorsView(const ShownCheckpoint& shown)
+      : TensorFilesView(shown, "tensors", "", Layers::kHidden) {}
+  bool listed_by_default() const override { return true; }
+
+ private:
+  Result<FileContent> ContentOf(const ShownTensor& tensor) const override {
+    FileContent content;
+    content.AddTensor(tensor.source, tensor.skip, tensor.shown.meta.bytes());
+    return content;
+  }
+  Result<std::uint64_t> SizeOf(const ShownTensor& tensor) const override {
+    return tensor.shown.meta.bytes();
+  }
+};
+
+class NpyView : public TensorFilesView {
+ public:
+  explicit NpyView(const ShownCheckpoint& shown)
+      : TensorFilesView(shown, "npy", ".npy", Layers::kHidden) {}
+
+ private:
+  Result<FileContent> ContentOf(const ShownTensor& tensor) const override {
+    const TensorMeta& meta = tensor.shown.meta;
+    Result<std::string> header = MakeNpyHeader(meta.dtype(), meta.shape());
+    if (!header.ok()) return Status(Code::kNotFound, "no .npy of this type");
+    FileContent content;
+    content.AddLiteral(std::move(header).value());
+    content.AddTensor(tensor.source, tensor.skip, meta.bytes());
+    return content;
+  }
+};
+
+class ExtentsView : public TensorFilesView {
+ public:
+  explicit ExtentsView(const ShownCheckpoint& shown)
+      : TensorFilesView(shown, "extents", ".json", Layers::kNo) {}
+
+ private:
+  Result<FileContent> ContentOf(const ShownTensor& tensor) const override {
+    TENSORMOUNT_ASSIGN_OR_RETURN(GeneratedText::Parts parts,
+                                 ExtentsJson(shown().opened.index(), tensor.shown));
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto text, GeneratedText::Make(std::move(parts)));
+    FileContent content;
+    content.AddText(std::move(text));
+    return content;
+  }
+  // Where the bytes are changes with every checkpoint.
+  std::int64_t MtimeOfFile(const TensorEntry&) const override {
+    return shown().opened.index().info().json_mtime;
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<const View> MakeTensorsView(const ShownCheckpoint& shown) {
+  return std::make_unique<TensorsView>(shown);
+}
+
+std::unique_ptr<const View> MakeNpyView(const ShownCheckpoint& shown) {
+  return std::make_unique<NpyView>(shown);
+}
+
+std::unique_ptr<const View> MakeExtentsView(const ShownCheckpoint& shown) {
+  return std::make_unique<ExtentsView>(shown);
+}
+
+}  // namespace tensormount::fs
