@@ -15,13 +15,16 @@ namespace tensormount::fs {
 
 // What stands in the way of a publish, or nothing. report.json and report.txt are made of it.
 struct StagingReport {
+  // "missing", "conflict", "not_done", "no_journal", "bad_journal", "bad_common", "bad_object",
+  // "condemned", "unknown", or, where a call failed, its code.
   struct Problem {
-    std::string code;    // "missing", "conflict", "not_done", "no_manifest", "bad_common", ...
+    std::string code;
     std::string object;  // "tensor w [0:4, 128:256]", "object rng[2]", "writer 3".
     std::string detail;  // "written by no mount", "differs between mounts A and B".
   };
   std::vector<Problem> problems;  // At most 1,000; `more` counts the rest.
   std::uint64_t more = 0;
+  std::string verdict;  // What the publish failed with, in words.
   std::uint64_t bytes_written = 0;
   std::uint64_t bytes_missing = 0;
   std::uint32_t mounts = 0;  // Incarnations that wrote.

@@ -1,0 +1,334 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/staging/publish.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "fs/staging/journal.h"
+#include "fs/staging/resolve_journals.h"
+#include "fs/staging/schema.h"
+#include "fs/staging/staged_manifests.h"
+#include "fs/staging/staged_reader.h"
+#include "fs/staging/staging_common.h"
+#include "fs/staging/staging_folder.h"
+#include "fs/staging/tensor_assembly.h"
+#include "index/common_state.h"
+
+// docs/format.md, "Staging of mounts": how journals become manifests. Nothing of what mounts wrote
+// is changed; the publisher adds manifests and perhaps a patch file, which a later try makes anew.
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::string_view kJournalSuffix = ".tmj";
+constexpr const char* kProducer = "tensormount 0.1 (mount)";
+
+class Publisher {
+ public:
+  Publisher(const Store& store, FileSystem& fs, Staging staging, StagingReport& report)
+      : store_(store), fs_(fs), staging_(std::move(staging)), report_(report) {}
+
+  Result<Store::Published> Run(const std::string& as) {
+    TENSORMOUNT_RETURN_IF_ERROR(Gather());
+    StagedReader reader(fs_, staging_.directory, journals_);
+    PatchFile patches(fs_, staging_);
+    StagedManifests manifests(staging_, journals_);
+    TENSORMOUNT_RETURN_IF_ERROR(CheckObjects(reader, manifests));
+    TENSORMOUNT_RETURN_IF_ERROR(AssembleTensors(reader, patches, manifests));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Content coordinator, Coordinator());
+    TENSORMOUNT_RETURN_IF_ERROR(Verdict());
+
+    TENSORMOUNT_RETURN_IF_ERROR(DropManifests());
+    if (manifests.needs_patch_file()) TENSORMOUNT_RETURN_IF_ERROR(patches.Open());
+    TENSORMOUNT_RETURN_IF_ERROR(patches.Finish());
+    const auto publish = [&]() -> Result<Store::Published> {
+      TENSORMOUNT_RETURN_IF_ERROR(manifests.Write(fs_, patches));
+      Staging named = staging_;
+      named.name = as;
+      Store::PublishOptions options;
+      options.shared = true;
+      return store_.Publish(named, coordinator, options);
+    };
+    Result<Store::Published> published = publish();
+    // Once it was renamed, or may have been, these files are the checkpoint's.
+    if (!published.ok() && StagingInPlace(fs_, staging_)) {
+      patches.Discard();
+      (void)DropManifests();  // The next try does.
+    }
+    return published;
+  }
+
+ private:
+  static Status NotAll(const StagingReport& report) {
+    const StagingReport::Problem& first = report.problems.front();
+    const std::uint64_t others = report.problems.size() - 1 + report.more;
+    return Status(Code::kDataLoss,
+                  first.object + ": " + first.detail +
+                      (others > 0 ? " (and " + std::to_string(others) + " problems more)" : ""));
+  }
+  Status Verdict() const { return report_.problems.empty() ? Status() : NotAll(report_); }
+
+  // Schema, marks and journals. Marks come first: until all are there nothing else means anything.
+  Status Gather() {
+    TENSORMOUNT_ASSIGN_OR_RETURN(schema_, ReadSchemas(fs_, staging_.directory));
+    if (schema_.empty()) {
+      return Status(Code::kInvalidArgument,
+                    staging_.directory + ": no schema.json was written that names anything");
+    }
+    std::vector<DoneMark> marks;
+    if (schema_.writers()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(marks, ReadDoneMarks(fs_, staging_));
+      TENSORMOUNT_RETURN_IF_ERROR(CheckMarks(marks));
+    }
+    const std::string folder = JoinPath(staging_.directory, "journal");
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_.List(folder));
+    for (const DirectoryEntry& entry : entries) {
+      if (entry.name.starts_with('.') || !entry.name.ends_with(kJournalSuffix)) continue;
+      Result<Journal> journal = ReadJournal(fs_, JoinPath(folder, entry.name));
+      // Its head was never synced, so nothing was promised. A mark that relies on it says so below.
+      if (journal.status().code() == Code::kNotFound) continue;
+      if (!journal.ok()) {
+        AddProblem(report_, "bad_journal", "journal/" + entry.name, journal.status().message());
+        continue;
+      }
+      if (journal.value().checkpoint != staging_.uuid ||
+          journal.value().incarnation + std::string(kJournalSuffix) != entry.name) {
+        AddProblem(report_, "bad_journal", "journal/" + entry.name,
+                   "of another staging or another mount");
+        continue;
+      }
+      journals_.push_back({entry.name, std::move(journal).value(), {}});
+    }
+    report_.mounts = static_cast<std::uint32_t>(journals_.size());
+    for (const DoneMark& mark : marks) TENSORMOUNT_RETURN_IF_ERROR(CheckReliedOn(mark));
+    TENSORMOUNT_ASSIGN_OR_RETURN(sorted_, SortJournals(journals_, schema_, report_));
+    return Status();
+  }
+
+  Status CheckMarks(std::vector<DoneMark>& marks) {
+    const std::uint32_t writers = *schema_.writers();
+    std::erase_if(marks, [&](const DoneMark& m) { return m.rank >= writers; });
+    std::size_t next = 0;
+    for (std::uint32_t rank = 0; rank < writers; ++rank) {
+      if (next < marks.size() && marks[next].rank == rank) {
+        ++next;
+      } else {
+        report_.writers_missing.push_back(rank);
+      }
+    }
+    if (report_.writers_missing.empty()) return Status();
+    std::string list;
+    for (std::size_t i = 0; i < report_.writers_missing.size() && i < 16; ++i) {
+      list += (i > 0 ? ", " : "") + std::to_string(report_.writers_missing[i]);
+    }
+    if (report_.writers_missing.size() > 16) list += ", ...";
+    for (const std::uint32_t rank : report_.writers_missing) {
+      AddProblem(report_, "not_done", "writer " + std::to_string(rank), "no done mark");
+    }
+    return Status(Code::kUnavailable, "done marks are missing of " +
+                                          std::to_string(report_.writers_missing.size()) + " of " +
+                                          std::to_string(writers) + " writers: " + list);
+  }
+
+  Status CheckReliedOn(const DoneMark& mark) {
+    if (mark.journal.empty()) return Status();
+    const auto found = std::find_if(journals_.begin(), journals_.end(),
+                                    [&](const auto& j) { return j.name == mark.journal; });
+    const std::uint64_t there = found == journals_.end() ? 0 : found->journal.bytes;
+    if (found != journals_.end() && there >= mark.journal_bytes) return Status();
+    const std::string detail = found == journals_.end()
+                                   ? "journal/" + mark.journal + " is not there"
+                                   : "journal/" + mark.journal + " has " + std::to_string(there) +
+                                         " bytes, had " + std::to_string(mark.journal_bytes);
+    const std::string object = "writer " + std::to_string(mark.rank);
+    AddProblem(report_, "no_journal", object, detail);
+    return Status::FromParts(Code::kNotFound, ENODATA, "what " + object + " relies on: " + detail);
+  }
+
+  Status AssembleTensors(StagedReader& reader, PatchFile& patches, StagedManifests& manifests) {
+    TensorAssembly assembly(journals_, reader, patches, report_);
+    static const std::vector<TargetRecords> kNone;
+    for (const auto& [key, meta] : schema_.tensors()) {
+      if (meta.bytes() == 0) {
+        manifests.AddTensor(meta, {});
+        continue;
+      }
+      const auto found = sorted_.tensors.find(key);
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const std::vector<StagedPiece> pieces,
+          PiecesOf(meta, found == sorted_.tensors.end() ? kNone : found->second));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<TensorAssembly::Live> live,
+                                   assembly.Resolve(meta, pieces));
+      // All that is wrong is found before anything is written.
+      if (!report_.problems.empty()) continue;
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<StagedChunk> chunks,
+                                   assembly.Emit(meta, live));
+      manifests.AddTensor(meta, chunks);
+    }
+    return Status();
+  }
+
+  // One of each part, and all parts of each grid.
+  Status CheckObjects(StagedReader& reader, StagedManifests& manifests) {
+    for (const auto& [name, claims] : sorted_.objects) {
+      const StagedObject& object = *claims.front().object;
+      const std::string text = ObjectText(object.key, object.index);
+      const auto spec = schema_.objects().find(object.key);
+      const Dims grid = spec == schema_.objects().end() ? Dims() : spec->second.grid;
+      bool fits = object.index.rank() == grid.rank() && CheckKey(object.key).ok();
+      for (int a = 0; fits && a < grid.rank(); ++a) {
+        fits = object.index[a] >= 0 && object.index[a] < grid[a];
+      }
+      if (!fits) {
+        AddProblem(report_, "bad_object", text,
+                   grid.rank() == 0 ? "the schema has no grid for it"
+                                    : "not a part of its grid " + grid.ToString());
+        continue;
+      }
+      for (std::size_t i = 1; i < claims.size(); ++i) {
+        const StagedObject& other = *claims[i].object;
+        // Leaves are of the same 64 KiB of each.
+        if (other.length == object.length && other.leaves == object.leaves) continue;
+        AddProblem(report_, "conflict", text,
+                   "differs between mounts " + journals_[claims[0].journal].journal.incarnation +
+                       " and " + journals_[claims[i].journal].journal.incarnation);
+      }
+      report_.bytes_written += object.length;
+      manifests.AddObject(object.length == 0 ? kPublisher : claims.front().journal, object, grid);
+    }
+    (void)reader;
+    for (const auto& [key, spec] : schema_.objects()) MissingParts(key, spec.grid);
+    return Status();
+  }
+
+  void MissingParts(const std::string& key, const Dims& grid) {
+    Dims index = Dims::Filled(grid.rank(), 0);
+    for (;;) {
+      const auto span = index.span();
+      if (!sorted_.objects.contains({key, {span.begin(), span.end()}})) {
+        AddProblem(report_, "missing", ObjectText(key, index), "written by no mount");
+      }
+      int a = grid.rank() - 1;
+      for (; a >= 0; --a) {
+        if (++index[a] < grid[a]) break;
+        index[a] = 0;
+      }
+      if (a < 0) return;
+    }
+  }
+
+  Result<Content> Coordinator() {
+    Content coordinator;
+    coordinator.info.producer = schema_.producer().empty() ? kProducer : schema_.producer();
+    coordinator.info.world_size =
+        schema_.writers().value_or(std::max<std::uint32_t>(report_.mounts, 1));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, ReadCommonJson(fs_, staging_));
+    if (!text.empty()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(coordinator.common, CommonRecordsOf(text));
+    }
+    if (schema_.content().items.empty()) return coordinator;
+    CommonValue& content = coordinator.common[std::string(kContentRecord)];
+    if (content.get_if<CommonDict>() == nullptr) content = CommonValue(CommonDict());
+    CommonDict& dict = *content.get_if<CommonDict>();
+    for (const auto& [key, value] : schema_.content().items) {
+      const auto [there, fresh] = dict.items.emplace(key, value);
+      if (fresh || there->second == value) continue;
+      const std::string* name = std::get_if<std::string>(&key);
+      return Status(Code::kInvalidArgument, "content" +
+                                                (name != nullptr ? "." + *name : std::string()) +
+                                                ": differs between schema.json and common.json");
+    }
+    return coordinator;
+  }
+
+  // What an earlier try wrote.
+  Status DropManifests() {
+    const std::string folder = JoinPath(staging_.directory, "manifest");
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_.List(folder));
+    for (const DirectoryEntry& entry : entries) {
+      TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveTree(JoinPath(folder, entry.name)));
+    }
+    return Status();
+  }
+
+  const Store& store_;
+  FileSystem& fs_;
+  const Staging staging_;
+  StagingReport& report_;
+  StagingSchema schema_;
+  std::vector<LoadedJournal> journals_;
+  SortedJournals sorted_;
+};
+
+// Both are for people; nothing relies on them.
+void WriteReport(FileSystem& fs, const Staging& staging, const StagingReport& report) {
+  (void)fs.ReplaceFile(JoinPath(staging.directory, "report.json"), report.ToJson());
+  (void)fs.ReplaceFile(JoinPath(staging.directory, "report.txt"), report.ToText());
+}
+
+Result<Store::Published> TryPublish(const Store& store, FileSystem& fs, const std::string& name,
+                                    const std::string& as, StagingReport& report) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(as));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Staging staging, OpenStaging(store, fs, name));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<PublisherLease> lease,
+                               PublisherLease::Take(fs, staging));
+  const auto run = [&]() -> Result<Store::Published> {
+    if (fs.Exists(store.CheckpointPath(as))) {
+      return Status(Code::kAlreadyExists, store.CheckpointPath(as) + ": exists already");
+    }
+    return Publisher(store, fs, staging, report).Run(as);
+  };
+  Result<Store::Published> published = run();
+  if (published.ok()) return published;
+  const Status status = published.status();
+  if (!StagingInPlace(fs, staging)) {
+    if (status.code() == Code::kUnknown) return status;
+    return Status(Code::kStale,
+                  staging.directory + ": published or removed meanwhile: " + status.message());
+  }
+  report.verdict = status.message();
+  if (report.problems.empty()) {
+    const bool common = status.code() == Code::kInvalidArgument &&
+                        status.message().find("common.json") != std::string::npos;
+    AddProblem(report, common ? "bad_common" : std::string(CodeName(status.code())),
+               "staging " + name, status.message());
+  }
+  WriteReport(fs, staging, report);
+  return status;
+}
+
+}  // namespace
+
+Result<Store::Published> PublishStaging(const Store& store, FileSystem& fs, const std::string& name,
+                                        const std::string& as, StagingReport* report) {
+  StagingReport own;
+  StagingReport& used = report != nullptr ? *report : own;
+  used = StagingReport();
+  Result<Store::Published> published = TryPublish(store, fs, name, as, used);
+  if (!published.ok()) used.verdict = published.status().message();
+  return published;
+}
+
+Result<Store::Published> PublishStagingWhenDone(const Store& store, FileSystem& fs,
+                                                const std::string& name, const std::string& as,
+                                                std::chrono::milliseconds wait,
+                                                StagingReport* report) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point deadline = Clock::now() + wait;
+  std::chrono::milliseconds pause{5};
+  for (;;) {
+    Result<Store::Published> published = PublishStaging(store, fs, name, as, report);
+    const Code code = published.status().code();
+    if (code != Code::kUnavailable && code != Code::kBusy) return published;
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    if (left.count() <= 0) return published;
+    std::this_thread::sleep_for(std::min(pause, left));
+    pause = std::min(pause * 2, std::chrono::milliseconds(500));
+  }
+}
+
+}  // namespace tensormount::fs

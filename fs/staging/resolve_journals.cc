@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/staging/resolve_journals.h"
+
+#include <algorithm>
+#include <set>
+#include <unordered_map>
+
+#include "base/checked.h"
+#include "shard/box_access.h"
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::size_t kMaxProblems = 1000;
+
+Status Bad(const std::string& what) { return Status(Code::kDataLoss, what); }
+
+std::int64_t Signed(std::uint64_t v) { return static_cast<std::int64_t>(v); }
+
+// "data/x": a file directly in data/, nothing that leads elsewhere.
+bool IsDataFile(const std::string& name) {
+  return name.starts_with("data/") && name.size() > 5 && name.find('/', 5) == std::string::npos &&
+         name.find('\0') == std::string::npos && name != "data/." && name != "data/..";
+}
+
+// What later ranges of a target leave of earlier ones. Only for extents of one run.
+class RangeMap {
+ public:
+  void Forget(std::uint64_t begin, std::uint64_t end) {
+    if (begin >= end) return;
+    auto it = ranges_.upper_bound(begin);
+    if (it != ranges_.begin()) --it;
+    while (it != ranges_.end() && it->first < end) {
+      const Range old = it->second;
+      const std::uint64_t old_begin = it->first;
+      if (old.end <= begin) {
+        ++it;
+        continue;
+      }
+      it = ranges_.erase(it);
+      if (old_begin < begin) ranges_[old_begin] = {begin, old.sequence, old.extent};
+      if (old.end > end) it = ranges_.insert_or_assign(end, old).first;
+    }
+  }
+  void Put(std::uint64_t sequence, const StagedExtent& extent) {
+    const std::uint64_t end = extent.begin + extent.length;
+    Forget(extent.begin, end);
+    if (extent.length > 0) ranges_[extent.begin] = {end, sequence, &extent};
+  }
+  struct Range {
+    std::uint64_t end = 0;
+    std::uint64_t sequence = 0;
+    const StagedExtent* extent = nullptr;
+  };
+  const std::map<std::uint64_t, Range>& ranges() const { return ranges_; }
+
+ private:
+  std::map<std::uint64_t, Range> ranges_;
+};
+
+// Turns records of one target into pieces.
+class TargetPieces {
+ public:
+  TargetPieces(const TensorMeta& meta, const TargetRecords& target, std::vector<StagedPiece>& out)
+      : meta_(meta), target_(target), out_(out) {}
+
+  Status Add() {
+    const Result<Region> bytes = ByteRegion(meta_.dtype(), meta_.shape(), target_.target->box);
+    if (!bytes.ok()) return bytes.status();
+    of_bytes_ = bytes.value().box();
+    size_ = static_cast<std::uint64_t>(of_bytes_.volume());
+    bool simple = true;
+    for (const auto& [sequence, record] : target_.records) {
+      if (record->kind == JournalRecord::Kind::kForget) continue;
+      TENSORMOUNT_RETURN_IF_ERROR(CheckExtent(record->extent));
+      simple = simple && record->extent.runs == 1;
+    }
+    return simple ? AddRanges() : AddInOrder();
+  }
+
+ private:
+  Status CheckExtent(const StagedExtent& e) const {
+    const auto bad = [&] {
+      return Bad("record of bytes " + std::to_string(e.begin) + " on, " + std::to_string(e.runs) +
+                 " times " + std::to_string(e.length) + ": not within " + std::to_string(size_) +
+                 " bytes");
+    };
+    if (e.runs == 0 || !RangeWithin(e.begin, e.length, size_)) return bad();
+    const auto stored = CheckedMul(e.runs, e.length);
+    if (!stored || *stored > size_ || e.leaves.size() != LeafCount(*stored)) return bad();
+    if (e.runs == 1) return Status();
+    const auto steps = CheckedMul(e.runs - 1, e.stride);
+    if (!steps || e.stride < e.length) return bad();
+    const auto last = CheckedAdd(e.begin, *steps);
+    if (!last || !RangeWithin(*last, e.length, size_)) return bad();
+    return Status();
+  }
+
+  StagedPiece Piece(std::uint64_t sequence, const StagedExtent* extent) const {
+    StagedPiece piece;
+    piece.journal = target_.journal;
+    piece.sequence = sequence;
+    piece.target = target_.number;
+    piece.extent = extent;
+    piece.of = target_.target->box;
+    piece.of_bytes = of_bytes_;
+    return piece;
+  }
+
+  Status AddRange(std::uint64_t sequence, const StagedExtent* extent, std::uint64_t at,
+                  std::uint64_t begin, std::uint64_t end) {
+    if (begin >= end) return Status();
+    StagedPiece piece = Piece(sequence, extent);
+    piece.at = at;
+    piece.size = end - begin;
+    piece.is_range = true;
+    piece.begin = begin;
+    TENSORMOUNT_ASSIGN_OR_RETURN(piece.bytes,
+                                 Region::Flat(of_bytes_, Signed(begin), Signed(end - begin)));
+    out_.push_back(std::move(piece));
+    return Status();
+  }
+
+  Status AddRanges() {
+    RangeMap ranges;
+    for (const auto& [sequence, record] : target_.records) {
+      if (record->kind == JournalRecord::Kind::kForget) {
+        ranges.Forget(record->begin, record->end);
+      } else {
+        ranges.Put(sequence, record->extent);
+      }
+    }
+    for (const auto& [begin, range] : ranges.ranges()) {
+      TENSORMOUNT_RETURN_IF_ERROR(
+          AddRange(range.sequence, range.extent, begin - range.extent->begin, begin, range.end));
+    }
+    return Status();
+  }
+
+  Status AddInOrder() {
+    for (const auto& [sequence, record] : target_.records) {
+      if (record->kind == JournalRecord::Kind::kForget) {
+        TENSORMOUNT_RETURN_IF_ERROR(AddRange(sequence, nullptr, 0, std::min(record->begin, size_),
+                                             std::min(record->end, size_)));
+      } else if (record->extent.runs == 1) {
+        const StagedExtent& e = record->extent;
+        TENSORMOUNT_RETURN_IF_ERROR(AddRange(sequence, &e, 0, e.begin, e.begin + e.length));
+      } else {
+        TENSORMOUNT_RETURN_IF_ERROR(AddRuns(sequence, record->extent));
+      }
+    }
+    return Status();
+  }
+
+  // Runs at one distance are a box for each box that their first bytes make on the outer axes,
+  // where the distance is that of neighbours there and a run lies within one of them.
+  Status AddRuns(std::uint64_t sequence, const StagedExtent& e) {
+    if (e.length == 0) return Status();
+    const int rank = of_bytes_.rank();
+    const Dims steps = PackedStrides(of_bytes_.extent());
+    for (int axis = rank - 1; axis >= 0; --axis) {
+      if (static_cast<std::uint64_t>(steps[axis]) != e.stride) continue;
+      const std::uint64_t within = e.begin % e.stride;
+      if (within + e.length > e.stride) break;
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Region run,
+                                   Region::Flat(of_bytes_, Signed(e.begin), Signed(e.length)));
+      if (run.is_flat()) break;
+      Dims begin;
+      Dims extent;
+      for (int a = 0; a <= axis; ++a) {
+        begin.push_back(of_bytes_.begin(a));
+        extent.push_back(of_bytes_.extent(a));
+      }
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Box outer, Box::Make(begin, extent));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Region firsts,
+                                   Region::Flat(outer, Signed(e.begin / e.stride), Signed(e.runs)));
+      std::uint64_t at = 0;
+      for (const Box& first : firsts.Boxes()) {
+        StagedPiece piece = Piece(sequence, &e);
+        piece.at = at;
+        piece.size = static_cast<std::uint64_t>(first.volume()) * e.length;
+        Box box = run.box();
+        for (int a = 0; a <= axis; ++a) {
+          box = BoxAccess::WithAxis(box, a, first.begin(a), first.extent(a));
+        }
+        piece.bytes = Region(box);
+        at += piece.size;
+        out_.push_back(std::move(piece));
+      }
+      return Status();
+    }
+    for (std::uint64_t i = 0; i < e.runs; ++i) {
+      const std::uint64_t begin = e.begin + i * e.stride;
+      TENSORMOUNT_RETURN_IF_ERROR(AddRange(sequence, &e, i * e.length, begin, begin + e.length));
+    }
+    return Status();
+  }
+
+  const TensorMeta& meta_;
+  const TargetRecords& target_;
+  std::vector<StagedPiece>& out_;
+  Box of_bytes_;
+  std::uint64_t size_ = 0;
+};
+
+// One journal, in its order.
+class Sorter {
+ public:
+  Sorter(std::uint32_t number, LoadedJournal& journal, const StagingSchema& schema,
+         SortedJournals& sorted, StagingReport& report)
+      : number_(number), journal_(journal), schema_(schema), sorted_(sorted), report_(report) {}
+
+  Status Run() {
+    for (std::size_t i = 0; i < journal_.journal.records.size(); ++i) {
+      const Status status = Take(i, journal_.journal.records[i]);
+      if (!status.ok()) return status.WithContext("journal/" + journal_.name);
+    }
+    for (auto& [number, target] : targets_) {
+      if (target.records.empty()) continue;
+      const std::string& key = target.target->key;
+      if (!schema_.tensors().contains(key)) {
+        AddProblem(report_, "unknown", "tensor " + key, "written, but in no schema");
+        continue;
+      }
+      sorted_.tensors[key].push_back(std::move(target));
+    }
+    for (auto& [name, object] : objects_) {
+      if (object != nullptr) sorted_.objects[name].push_back({number_, object});
+    }
+    for (const auto& [target, record] : condemned_) {
+      AddProblem(report_, "condemned", record->file_name,
+                 record->reason + " (mount " + journal_.journal.incarnation + ")");
+    }
+    return Status();
+  }
+
+ private:
+  using Kind = JournalRecord::Kind;
+
+  Status CheckFile(std::uint32_t file) const {
+    if (file < journal_.files.size() && !journal_.files[file].empty()) return Status();
+    return Bad("a record of file " + std::to_string(file) + ", which was never named");
+  }
+
+  Status Take(std::uint64_t sequence, const JournalRecord& record) {
+    switch (record.kind) {
+      case Kind::kFile: {
+        if (!IsDataFile(record.file_name)) return Bad("\"" + record.file_name + "\": no data file");
+        if (record.number > journal_.files.size()) return Bad("a file out of turn");
+        if (record.number == journal_.files.size()) journal_.files.emplace_back();
+        journal_.files[record.number] = record.file_name;
+        return Status();
+      }
+      case Kind::kTarget: {
+        TargetRecords& target = targets_[record.number];
+        if (target.target != nullptr) return Bad("a target that is there twice");
+        target.journal = number_;
+        target.number = record.number;
+        target.target = &record.target;
+        sizes_[record.number] = record.end;
+        return Status();
+      }
+      case Kind::kExtent:
+      case Kind::kForget: {
+        const bool extent = record.kind == Kind::kExtent;
+        const auto target = targets_.find(extent ? record.extent.target : record.number);
+        if (target == targets_.end()) return Bad("a record of a target that was never named");
+        if (extent) TENSORMOUNT_RETURN_IF_ERROR(CheckFile(record.extent.file));
+        target->second.records.emplace_back(sequence, &record);
+        // Who truncates or removes a file that was condemned may write it again.
+        if (!extent && record.begin == 0 && record.end >= sizes_[record.number]) {
+          condemned_.erase(record.number);
+        }
+        return Status();
+      }
+      case Kind::kObject:
+      case Kind::kNoObject: {
+        const StagedObject& object = record.object;
+        const bool there = record.kind == Kind::kObject;
+        if (there && object.length > 0) {
+          TENSORMOUNT_RETURN_IF_ERROR(CheckFile(object.file));
+          if (object.leaves.size() != LeafCount(object.length)) {
+            return Bad("object " + object.key + ": not as many leaf hashes as it needs");
+          }
+        }
+        const auto span = object.index.span();
+        objects_[{object.key, {span.begin(), span.end()}}] = there ? &object : nullptr;
+        return Status();
+      }
+      case Kind::kCondemn:
+        condemned_.emplace(record.number, &record);
+        return Status();
+    }
+    return Bad("a record of unknown kind");
+  }
+
+  const std::uint32_t number_;
+  LoadedJournal& journal_;
+  const StagingSchema& schema_;
+  SortedJournals& sorted_;
+  StagingReport& report_;
+  std::map<std::uint32_t, TargetRecords> targets_;
+  std::unordered_map<std::uint32_t, std::uint64_t> sizes_;
+  std::map<SortedJournals::ObjectName, const StagedObject*> objects_;
+  std::multimap<std::uint32_t, const JournalRecord*> condemned_;
+};
+
+}  // namespace
+
+void AddProblem(StagingReport& report, std::string code, std::string object, std::string detail) {
+  if (report.problems.size() >= kMaxProblems) {
+    ++report.more;
+    return;
+  }
+  report.problems.push_back({std::move(code), std::move(object), std::move(detail)});
+}
+
+std::string TensorBoxText(const TensorMeta& meta, const Box& box) {
+  std::string text = "tensor " + meta.key() + " [";
+  for (int a = 0; a < box.rank(); ++a) {
+    if (a > 0) text += ", ";
+    const bool all = box.begin(a) == 0 && box.extent(a) == meta.shape()[a];
+    text += all ? ":" : std::to_string(box.begin(a)) + ":" + std::to_string(box.end(a));
+  }
+  return text + "]";
+}
+
+std::string ObjectText(const std::string& key, const Dims& index) {
+  return "object " + key + (index.rank() > 0 ? index.ToString() : "");
+}
+
+bool StagedPiece::whole() const { return extent != nullptr && at == 0 && size == extent->bytes(); }
+
+Result<SortedJournals> SortJournals(std::vector<LoadedJournal>& journals,
+                                    const StagingSchema& schema, StagingReport& report) {
+  SortedJournals sorted;
+  std::map<std::string, std::string> owners;
+  for (std::size_t i = 0; i < journals.size(); ++i) {
+    journals[i].files.clear();
+    Sorter sorter(static_cast<std::uint32_t>(i), journals[i], schema, sorted, report);
+    TENSORMOUNT_RETURN_IF_ERROR(sorter.Run());
+    // A file belongs to one mount: else nobody could say who may write where.
+    for (const std::string& file : journals[i].files) {
+      const auto [owner, fresh] = owners.emplace(file, journals[i].name);
+      if (!fresh) {
+        return Bad(file + ": named by " + owner->second + " and " + journals[i].name);
+      }
+    }
+  }
+  return sorted;
+}
+
+Result<std::vector<StagedPiece>> PiecesOf(const TensorMeta& meta,
+                                          const std::vector<TargetRecords>& targets) {
+  std::vector<StagedPiece> pieces;
+  for (const TargetRecords& target : targets) {
+    const Status added = TargetPieces(meta, target, pieces).Add();
+    if (!added.ok()) {
+      return Bad("tensor " + meta.key() + " " + target.target->box.ToString() + ": " +
+                 added.message());
+    }
+  }
+  std::stable_sort(pieces.begin(), pieces.end(), [](const StagedPiece& a, const StagedPiece& b) {
+    return std::tie(a.journal, a.sequence) < std::tie(b.journal, b.sequence);
+  });
+  return pieces;
+}
+
+}  // namespace tensormount::fs

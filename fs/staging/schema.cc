@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/staging/schema.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <limits>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "index/store_layout.h"
+
+namespace tensormount::fs {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr std::uint64_t kMaxSchemaBytes = std::uint64_t{1} << 30;
+constexpr std::size_t kMaxProducerBytes = 4096;
+constexpr std::string_view kPlacements[] = {"auto", "tensor-file", "rank-shard"};
+
+Status Bad(std::string message) { return Status(Code::kInvalidArgument, std::move(message)); }
+
+// The text as a tree. nlohmann would keep the last of two members with one name, silently.
+Result<Json> ParseStrictly(std::string_view text) {
+  std::vector<std::set<std::string>> open;  // Names so far of each object around the reader.
+  std::string twice;
+  std::string too_deep;
+  const auto look = [&](int depth, Json::parse_event_t event, Json& parsed) {
+    if (depth > kMaxCommonDepth && too_deep.empty()) too_deep = "nested too deeply";
+    switch (event) {
+      case Json::parse_event_t::object_start:
+        open.emplace_back();
+        break;
+      case Json::parse_event_t::object_end:
+        if (!open.empty()) open.pop_back();
+        break;
+      case Json::parse_event_t::key:
+        if (!open.empty() && !open.back().insert(parsed.get<std::string>()).second &&
+            twice.empty()) {
+          twice = parsed.get<std::string>();
+        }
+        break;
+      default:
+        break;
+    }
+    return too_deep.empty();
+  };
+  try {
+    Json json = Json::parse(text, look);
+    if (!too_deep.empty()) return Bad(too_deep);
+    if (!twice.empty()) return Bad("\"" + twice + "\" is there twice");
+    return json;
+  } catch (const std::exception& e) {
+    return Bad(std::string("not JSON: ") + e.what());
+  }
+}
+
+Result<Dims> ParseDims(const Json& json, const std::string& at) {
+  if (!json.is_array()) return Bad(at + ": not a list of numbers");
+  if (json.size() > static_cast<std::size_t>(kMaxRank)) {
+    return Bad(fmt::format("{}: {} axes, at most {} are allowed", at, json.size(), kMaxRank));
+  }
+  Dims dims;
+  for (std::size_t i = 0; i < json.size(); ++i) {
+    if (!json[i].is_number_integer() || json[i] < 0 ||
+        (json[i].is_number_unsigned() &&
+         json[i].get<std::uint64_t>() >
+             static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()))) {
+      return Bad(
+          fmt::format("{}[{}]: {}: not a whole number from 0 to 2^63 - 1", at, i, json[i].dump()));
+    }
+    dims.push_back(json[i].get<std::int64_t>());
+  }
+  return dims;
+}
+
+// No members of `json` but these.
+Status CheckMembers(const Json& json, const std::string& at,
+                    std::initializer_list<std::string_view> known) {
+  if (!json.is_object()) return Bad(at + ": not an object");
+  for (const auto& member : json.items()) {
+    if (std::find(known.begin(), known.end(), member.key()) == known.end()) {
+      return Bad(fmt::format("{}{}\"{}\": unknown field", at, at.empty() ? "" : ": ",
+                             member.key().substr(0, 256)));
+    }
+  }
+  return Status();
+}
+
+Result<TensorMeta> ParseTensor(const std::string& key, const Json& json) {
+  const std::string at = "tensors." + key;
+  TENSORMOUNT_RETURN_IF_ERROR(CheckMembers(json, at, {"dtype", "shape"}));
+  const auto dtype = json.find("dtype");
+  if (dtype == json.end()) return Bad(at + ".dtype: missing");
+  if (!dtype->is_string()) return Bad(at + ".dtype: not a string");
+  const Result<DType> type = DTypeFromName(dtype->get_ref<const std::string&>());
+  if (!type.ok()) return Bad(at + ".dtype: " + type.status().message());
+  const auto shape = json.find("shape");
+  if (shape == json.end()) return Bad(at + ".shape: missing");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Dims dims, ParseDims(*shape, at + ".shape"));
+  const Status fits = CheckShape(type.value(), dims);
+  if (!fits.ok()) return Bad(at + ".shape: " + fits.message());
+  Result<TensorMeta> meta = TensorMeta::Make(key, type.value(), dims);
+  if (!meta.ok()) return Bad("tensors: " + meta.status().message());
+  return meta;
+}
+
+Result<StagingSchema::ObjectSpec> ParseObject(const std::string& key, const Json& json) {
+  const std::string at = "objects." + key;
+  const Status name = CheckKey(key);
+  if (!name.ok()) return Bad("objects: " + name.message());
+  TENSORMOUNT_RETURN_IF_ERROR(CheckMembers(json, at, {"grid"}));
+  StagingSchema::ObjectSpec spec;
+  const auto grid = json.find("grid");
+  if (grid == json.end()) return spec;
+  TENSORMOUNT_ASSIGN_OR_RETURN(spec.grid, ParseDims(*grid, at + ".grid"));
+  const std::optional<std::int64_t> parts = CheckedProduct(spec.grid);
+  if (!parts || *parts < 1 || *parts > std::numeric_limits<std::uint32_t>::max()) {
+    return Bad(at + ".grid: " + spec.grid.ToString() + " has not between 1 and 2^32 - 1 parts");
+  }
+  return spec;
+}
+
+std::string TensorText(const TensorMeta& meta) {
+  return std::string(InfoOf(meta.dtype()).name) + " " + meta.shape().ToString();
+}
+
+Json DimsJson(const Dims& dims) {
+  Json json = Json::array();
+  for (const std::int64_t d : dims) json.push_back(d);
+  return json;
+}
+
+struct SchemaFiles {
+  std::vector<std::string> names;
+  StagingSchema merged;
+};
+
+// One look at all of them. kAlreadyExists where two conflict: perhaps just now, for a moment.
+Result<SchemaFiles> LookAtSchemas(FileSystem& fs, const std::string& staging_directory) {
+  const std::string folder = JoinPath(staging_directory, "schema");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
+  SchemaFiles out;
+  for (const DirectoryEntry& entry : entries) {
+    if (entry.name.starts_with('.') || !entry.name.ends_with(".json")) continue;
+    const Result<std::string> text = fs.ReadFile(JoinPath(folder, entry.name), kMaxSchemaBytes);
+    // Withdrawn between our look and our reading.
+    if (text.status().code() == Code::kNotFound) continue;
+    if (!text.ok()) return text.status();
+    const Result<StagingSchema> one = StagingSchema::Parse(text.value());
+    if (!one.ok()) {
+      return Status(Code::kDataLoss, "schema/" + entry.name + ": " + one.status().message());
+    }
+    const Status merged = out.merged.Merge(one.value());
+    if (!merged.ok()) return merged.WithContext("schema/" + entry.name);
+    out.names.push_back(entry.name);
+  }
+  return out;
+}
+
+}  // namespace
+
+Result<StagingSchema> StagingSchema::Parse(std::string_view text) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Json json, ParseStrictly(text));
+  if (!json.is_object()) return Bad("not a JSON object");
+  TENSORMOUNT_RETURN_IF_ERROR(CheckMembers(
+      json, "", {"tensors", "objects", "writers", "placement", "producer", "content"}));
+  StagingSchema schema;
+  if (const auto tensors = json.find("tensors"); tensors != json.end()) {
+    if (!tensors->is_object()) return Bad("tensors: not an object");
+    for (const auto& member : tensors->items()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, ParseTensor(member.key(), member.value()));
+      schema.tensors_.emplace(member.key(), std::move(meta));
+    }
+  }
+  if (const auto objects = json.find("objects"); objects != json.end()) {
+    if (!objects->is_object()) return Bad("objects: not an object");
+    for (const auto& member : objects->items()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(ObjectSpec spec, ParseObject(member.key(), member.value()));
+      schema.objects_.emplace(member.key(), spec);
+    }
+  }
+  if (const auto writers = json.find("writers"); writers != json.end()) {
+    if (!writers->is_number_unsigned() || writers->get<std::uint64_t>() < 1 ||
+        writers->get<std::uint64_t>() > (1u << 20)) {
+      return Bad("writers: " + writers->dump().substr(0, 64) + ": not a number from 1 to 1048576");
+    }
+    schema.writers_ = writers->get<std::uint32_t>();
+  }
+  if (const auto placement = json.find("placement"); placement != json.end()) {
+    if (!placement->is_string() ||
+        std::find(std::begin(kPlacements), std::end(kPlacements),
+                  placement->get_ref<const std::string&>()) == std::end(kPlacements)) {
+      return Bad("placement: " + placement->dump().substr(0, 64) +
+                 ": not \"auto\", \"tensor-file\" or \"rank-shard\"");
+    }
+    schema.placement_ = placement->get<std::string>();
+  }
+  if (const auto producer = json.find("producer"); producer != json.end()) {
+    if (!producer->is_string()) return Bad("producer: not a string");
+    schema.producer_ = producer->get<std::string>();
+    if (schema.producer_.size() > kMaxProducerBytes) {
+      return Bad(fmt::format("producer: over {} bytes", kMaxProducerBytes));
+    }
+  }
+  if (const auto content = json.find("content"); content != json.end()) {
+    Result<CommonValue> value = CommonFromJson(content->dump());
+    if (!value.ok()) return Bad("content: " + value.status().message());
+    const CommonDict* dict = value.value().get_if<CommonDict>();
+    if (dict == nullptr) return Bad("content: not an object");
+    schema.content_ = *dict;
+  }
+  return schema;
+}
+
+std::string StagingSchema::ToJson() const {
+  Json json = Json::object();
+  Json& tensors = json["tensors"] = Json::object();
+  for (const auto& [key, meta] : tensors_) {
+    tensors[key] = {{"dtype", std::string(InfoOf(meta.dtype()).name)},
+                    {"shape", DimsJson(meta.shape())}};
+  }
+  if (!objects_.empty()) {
+    Json& objects = json["objects"] = Json::object();
+    for (const auto& [key, spec] : objects_) {
+      objects[key] = Json::object();
+      if (spec.grid.rank() > 0) objects[key]["grid"] = DimsJson(spec.grid);
+    }
+  }
+  if (writers_) json["writers"] = *writers_;
+  if (!placement_.empty()) json["placement"] = placement_;
+  if (!producer_.empty()) json["producer"] = producer_;
+  if (!content_.items.empty()) json["content"] = Json::parse(CommonToJson(CommonValue(content_)));
+  return json.dump(1, ' ') + "\n";
+}
+
+Status StagingSchema::Merge(const StagingSchema& other) {
+  const auto differs = [](const std::string& what, const std::string& here,
+                          const std::string& there) {
+    return Status(Code::kAlreadyExists, fmt::format("{}: {} here, {} there", what, here, there));
+  };
+  // All of it is looked at before anything is changed.
+  for (const auto& [key, meta] : other.tensors_) {
+    const auto mine = tensors_.find(key);
+    if (mine == tensors_.end()) continue;
+    if (mine->second.dtype() != meta.dtype() || !(mine->second.shape() == meta.shape())) {
+      return differs("tensor " + key, TensorText(mine->second), TensorText(meta));
+    }
+  }
+  for (const auto& [key, spec] : other.objects_) {
+    const auto mine = objects_.find(key);
+    if (mine != objects_.end() && !(mine->second == spec)) {
+      return differs("object " + key, "grid " + mine->second.grid.ToString(),
+                     "grid " + spec.grid.ToString());
+    }
+  }
+  if (writers_ && other.writers_ && *writers_ != *other.writers_) {
+    return differs("writers", std::to_string(*writers_), std::to_string(*other.writers_));
+  }
+  if (!placement_.empty() && !other.placement_.empty() && placement_ != other.placement_) {
+    return differs("placement", placement_, other.placement_);
+  }
+  if (!producer_.empty() && !other.producer_.empty() && producer_ != other.producer_) {
+    return differs("producer", "\"" + producer_ + "\"", "\"" + other.producer_ + "\"");
+  }
+  for (const auto& [key, value] : other.content_.items) {
+    const CommonValue* mine = content_.Find(key);
+    if (mine == nullptr || *mine == value) continue;
+    const std::string* name = std::get_if<std::string>(&key);
+    return differs("content" + (name != nullptr ? "." + *name : std::string()),
+                   CommonToJson(*mine).substr(0, 64), CommonToJson(value).substr(0, 64));
+  }
+  tensors_.insert(other.tensors_.begin(), other.tensors_.end());
+  objects_.insert(other.objects_.begin(), other.objects_.end());
+  if (other.writers_) writers_ = other.writers_;
+  if (!other.placement_.empty()) placement_ = other.placement_;
+  if (!other.producer_.empty()) producer_ = other.producer_;
+  content_.items.insert(other.content_.items.begin(), other.content_.items.end());
+  return Status();
+}
+
+Result<StagingSchema> ReadSchemas(FileSystem& fs, const std::string& staging_directory) {
+  // An edit that conflicts stands there for as long as its writer takes to see it.
+  for (int attempt = 0;; ++attempt) {
+    Result<SchemaFiles> files = LookAtSchemas(fs, staging_directory);
+    if (files.ok()) return std::move(files).value().merged;
+    if (files.status().code() != Code::kAlreadyExists || attempt == 5) return files.status();
+    std::this_thread::sleep_for(std::chrono::milliseconds(2 << attempt));
+  }
+}
+
+Status AddSchema(FileSystem& fs, const std::string& staging_directory,
+                 const std::string& incarnation, const StagingSchema& edit) {
+  const std::string folder = JoinPath(staging_directory, "schema");
+  // A conflict with what has stood there is seen before anything is written. What only conflicts
+  // with another edit under way passes here and is judged below.
+  TENSORMOUNT_ASSIGN_OR_RETURN(StagingSchema now, ReadSchemas(fs, staging_directory));
+  TENSORMOUNT_RETURN_IF_ERROR(now.Merge(edit));
+  // Under a hidden name first, so that nobody reads half of it.
+  const std::string temporary =
+      JoinPath(folder, "." + incarnation + "." + layout::RandomSuffix() + ".new");
+  Status moved = fs.WriteFileDurably(temporary, edit.ToJson());
+  std::string name;
+  for (int n = 0; moved.ok(); ++n) {
+    name = JoinPath(folder, fmt::format("{}-{}.json", incarnation, n));
+    if (fs.Exists(name)) continue;
+    moved = fs.RenameNoReplace(temporary, name);
+    if (moved.ok()) break;
+    if (moved.code() == Code::kAlreadyExists) moved = Status();
+  }
+  if (!moved.ok()) {
+    (void)fs.RemoveFile(temporary);  // Of no harm where it stays: nobody reads hidden names.
+    return moved;
+  }
+  // Both of two that conflict see each other here, because each reads after it has written.
+  const Result<SchemaFiles> all = LookAtSchemas(fs, staging_directory);
+  if (!all.ok()) {
+    const Status removed = fs.RemoveFile(name);
+    if (!removed.ok() && removed.code() != Code::kNotFound) return removed;
+    (void)fs.SyncDirectory(folder);  // A power cut may bring it back; the next edit names it.
+    return all.status();
+  }
+  return fs.SyncDirectory(folder);
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_STAGING_STAGED_MANIFESTS_H_
+#define TENSORMOUNT_FS_STAGING_STAGED_MANIFESTS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "fs/staging/tensor_assembly.h"
+#include "index/store.h"
+
+namespace tensormount::fs {
+
+// The manifests that journals become: one for each mount that wrote anything that counts, one for
+// the publisher, with its patches and the tensors that have no bytes. Not thread-safe.
+class StagedManifests {
+ public:
+  // Both must outlive this.
+  StagedManifests(const Staging& staging, const std::vector<LoadedJournal>& journals);
+  ~StagedManifests();
+
+  // Chunks of one tensor; tensors in rising order of their keys.
+  void AddTensor(const TensorMeta& meta, const std::vector<StagedChunk>& chunks);
+  // `object` as a part of `grid`, of that journal; kPublisher for one without bytes.
+  void AddObject(std::uint32_t journal, const StagedObject& object, const Dims& grid);
+  // Whether the publisher's file must be there though it has no bytes: objects without bytes
+  // must be in some file.
+  bool needs_patch_file() const;
+
+  // Seals the data files that count and learns their lengths; then writes the manifests, durably
+  // but for their names. kDataLoss where a file is not there or ends before its journal says.
+  Status Write(FileSystem& fs, const PatchFile& patches);
+
+ private:
+  struct Writer;
+  Writer& Of(std::uint32_t journal);
+  Status SealFiles(FileSystem& fs, const PatchFile& patches, std::uint32_t journal, Writer& writer);
+
+  const Staging& staging_;
+  const std::vector<LoadedJournal>& journals_;
+  std::vector<Writer> writers_;  // The publisher's is the last.
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_STAGING_STAGED_MANIFESTS_H_

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/staging/staged_reader.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "shard/box_access.h"
+#include "shard/copy_plan.h"
+#include "shard/leaf_hash.h"
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::uint64_t kWindowLeaves = 64;
+constexpr std::size_t kMaxOpenFiles = 64;
+
+}  // namespace
+
+StagedReader::StagedReader(FileSystem& fs, const std::string& staging_directory,
+                           const std::vector<LoadedJournal>& journals)
+    : fs_(fs), directory_(staging_directory), journals_(journals) {}
+
+Result<File*> StagedReader::Open(std::uint32_t journal, std::uint32_t file) {
+  const auto found = files_.find({journal, file});
+  if (found != files_.end()) return found->second.get();
+  if (files_.size() >= kMaxOpenFiles) files_.clear();
+  const std::string path = JoinPath(directory_, journals_[journal].files[file]);
+  Result<std::unique_ptr<File>> opened = fs_.OpenRead(path);
+  if (opened.status().code() == Code::kNotFound) {
+    return Status(Code::kDataLoss, path + ": missing, though a journal names it");
+  }
+  if (!opened.ok()) return opened.status();
+  return (files_[{journal, file}] = std::move(opened).value()).get();
+}
+
+// The window that has byte `at`, with as many of `size` bytes as it takes.
+Result<StagedReader::Window*> StagedReader::Load(const Stored& stored, std::uint64_t at,
+                                                 std::size_t size) {
+  for (Window& window : windows_) {
+    if (window.leaves != stored.leaves || at < window.begin ||
+        at >= window.begin + window.data.size()) {
+      continue;
+    }
+    window.used = ++clock_;
+    return &window;
+  }
+  Window& window =
+      *std::min_element(windows_.begin(), windows_.end(),
+                        [](const Window& a, const Window& b) { return a.used < b.used; });
+  window.leaves = nullptr;
+  const std::uint64_t first = at / kLeafBytes;
+  const std::uint64_t count = std::min(LeafCount(at + size) - first, kWindowLeaves);
+  window.begin = first * kLeafBytes;
+  const std::uint64_t end = std::min(stored.length, (first + count) * kLeafBytes);
+  window.data.resize(static_cast<std::size_t>(end - window.begin));
+  TENSORMOUNT_ASSIGN_OR_RETURN(File * file, Open(stored.journal, stored.file));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      file->ReadExactAt(stored.offset + window.begin, window.data.data(), window.data.size()));
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const std::size_t from = static_cast<std::size_t>(i * kLeafBytes);
+    const std::size_t n = std::min<std::size_t>(kLeafBytes, window.data.size() - from);
+    if (Xxh3(window.data.data() + from, n) != (*stored.leaves)[first + i]) {
+      return Status(Code::kDataLoss, file->path() + ": bytes from " +
+                                         std::to_string(stored.offset + window.begin + from) +
+                                         " on are not those that were written");
+    }
+  }
+  window.leaves = stored.leaves;
+  window.used = ++clock_;
+  return &window;
+}
+
+Status StagedReader::Read(const Stored& stored, std::uint64_t at, std::size_t size,
+                          std::byte* out) {
+  while (size > 0) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Window* window, Load(stored, at, size));
+    const auto from = static_cast<std::size_t>(at - window->begin);
+    const std::size_t n = std::min(size, window->data.size() - from);
+    std::memcpy(out, window->data.data() + from, n);
+    out += n;
+    at += n;
+    size -= n;
+  }
+  return Status();
+}
+
+Status StagedReader::Read(const StagedPiece& piece, std::uint64_t at, std::size_t size,
+                          std::byte* out) {
+  const StagedExtent& e = *piece.extent;
+  return Read(Stored{piece.journal, e.file, e.offset, e.bytes(), &e.leaves}, at, size, out);
+}
+
+Status StagedReader::ReadBox(const StagedPiece& piece, const Box& bytes, std::byte* out) {
+  const PlacedBox to{bytes, 0, PackedStrides(bytes.extent())};
+  for (const PlacedBox& from : PlacePacked(piece.bytes, piece.at)) {
+    const Box part = Intersect(from.box, bytes);
+    if (part.empty()) continue;
+    Status status;
+    PlanCopy(part, from, to)
+        .ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
+          if (!status.ok()) return;
+          status = Read(piece, static_cast<std::uint64_t>(src), static_cast<std::size_t>(size),
+                        out + dst);
+        });
+    TENSORMOUNT_RETURN_IF_ERROR(status);
+  }
+  return Status();
+}
+
+}  // namespace tensormount::fs

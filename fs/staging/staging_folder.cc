@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/staging/staging_folder.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <optional>
+#include <utility>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "tensormount/common_value.h"
+
+#include "fs/staging/schema.h"
+#include "fs/staging/staging_common.h"
+#include "index/store_layout.h"
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::array<std::string_view, 4> kFolders = {"journal", "schema", "done", "common"};
+constexpr std::uint64_t kMaxMarkBytes = 64 * 1024;
+constexpr std::uint64_t kMaxCommonBytes = std::uint64_t{1} << 30;
+
+std::string Below(const Staging& staging, std::string_view name) {
+  return JoinPath(staging.directory, name);
+}
+
+Status Gone(const Staging& staging) {
+  return Status(Code::kStale,
+                staging.directory + ": this staging was published or removed meanwhile");
+}
+
+// flock is a matter of taste on some network filesystems. Absent is not busy.
+bool HasNoLocks(const Status& locked) {
+  switch (locked.ToErrno()) {
+    case EOPNOTSUPP:
+    case ENOLCK:
+    case ENOSYS:
+    case EINVAL:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// The lock file, locked; null where there are no locks. `take` locks it.
+template <typename Take>
+Result<std::unique_ptr<File>> LockStaging(FileSystem& fs, const Staging& staging, Take take) {
+  Result<std::unique_ptr<File>> opened = fs.OpenRead(Below(staging, layout::kLockFile));
+  if (opened.status().code() == Code::kNotFound && !StagingInPlace(fs, staging)) {
+    return Gone(staging);
+  }
+  if (!opened.ok()) return opened.status();
+  std::unique_ptr<File> lock = std::move(opened).value();
+  const Status locked = take(*lock);
+  if (!locked.ok() && !HasNoLocks(locked)) return locked;
+  // What was locked may be the file of one that was published since it was opened.
+  if (!StagingInPlace(fs, staging)) return Gone(staging);
+  if (!locked.ok()) lock.reset();
+  return lock;
+}
+
+std::optional<std::uint64_t> ParseNumber(std::string_view text) {
+  std::uint64_t n = 0;
+  const auto end = std::from_chars(text.data(), text.data() + text.size(), n);
+  if (end.ec != std::errc() || end.ptr != text.data() + text.size()) return std::nullopt;
+  if (text.size() > 1 && text.front() == '0') return std::nullopt;
+  return n;
+}
+
+// Replaces `name` in `folder` durably: whoever reads gets the old text or the new one.
+Status ReplaceDurably(FileSystem& fs, const std::string& folder, const std::string& name,
+                      std::string_view text) {
+  const std::string path = JoinPath(folder, name);
+  const std::string fresh = JoinPath(folder, "." + name + "." + layout::RandomSuffix());
+  Status status = fs.WriteFileDurably(fresh, text);
+  for (int attempt = 0; status.ok() && attempt < 16; ++attempt) {
+    status = fs.RenameNoReplace(fresh, path);
+    if (status.ok()) return fs.SyncDirectory(folder);
+    if (status.code() != Code::kAlreadyExists) break;
+    status = fs.RemoveFile(path);
+    if (status.code() == Code::kNotFound) status = Status();
+  }
+  if (status.ok()) status = Status(Code::kBusy, path + ": others keep replacing it");
+  (void)fs.RemoveFile(fresh);  // Hidden names are read by nobody.
+  return status;
+}
+
+struct NumberedFile {
+  std::uint64_t number = 0;
+  std::string name;
+};
+
+// <incarnation>-<n>.json of a folder, the last one last.
+Result<std::vector<NumberedFile>> ListNumbered(FileSystem& fs, const std::string& folder) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
+  std::vector<NumberedFile> files;
+  for (const DirectoryEntry& e : entries) {
+    if (e.name.starts_with('.') || !e.name.ends_with(".json")) continue;
+    const std::string_view stem = std::string_view(e.name).substr(0, e.name.size() - 5);
+    const std::size_t dash = stem.rfind('-');
+    if (dash == std::string_view::npos) continue;
+    if (const auto n = ParseNumber(stem.substr(dash + 1))) files.push_back({*n, e.name});
+  }
+  std::sort(files.begin(), files.end(), [](const NumberedFile& a, const NumberedFile& b) {
+    return std::tie(a.number, a.name) < std::tie(b.number, b.name);
+  });
+  return files;
+}
+
+}  // namespace
+
+Result<Staging> CreateStaging(const Store& store, FileSystem& fs, const std::string& name) {
+  (void)fs;  // The store's own.
+  return store.BeginShared(name, kFolders);
+}
+
+Result<Staging> OpenStaging(const Store& store, FileSystem& fs, const std::string& name) {
+  (void)fs;
+  return store.OpenShared(name);
+}
+
+Result<std::vector<std::string>> ListStagings(const Store& store, FileSystem& fs) {
+  (void)fs;
+  return store.ListShared();
+}
+
+bool StagingInPlace(FileSystem& fs, const Staging& staging) {
+  const Result<Uuid> there = layout::ReadFolderUuid(fs, staging.directory);
+  return there.ok() && there.value() == staging.uuid;
+}
+
+Status RemoveStaging(const Store& store, FileSystem& fs, const Staging& staging) {
+  if (!StagingInPlace(fs, staging)) return Gone(staging);
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const std::string entry,
+      layout::MoveToTrash(fs, store.path(), staging.directory, layout::kAbortedSuffix));
+  TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(store.path(), layout::kTrashFolder)));
+  TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(store.path(), layout::kStagingFolder)));
+  // What takes space goes now; gc takes the rest, and this too where it fails.
+  (void)fs.RemoveTree(JoinPath(entry, "data"));
+  return Status();
+}
+
+Result<std::shared_ptr<WriterLease>> WriterLease::Take(FileSystem& fs, const Staging& staging) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> lock, LockStaging(fs, staging, [](File& file) {
+                                 return file.TryLockShared();
+                               }));
+  auto lease = std::make_shared<WriterLease>();
+  lease->lock_ = std::move(lock);
+  return lease;
+}
+
+Result<std::unique_ptr<PublisherLease>> PublisherLease::Take(FileSystem& fs,
+                                                             const Staging& staging) {
+  Result<std::unique_ptr<File>> lock =
+      LockStaging(fs, staging, [](File& file) { return file.TryLockExclusive(); });
+  if (lock.status().code() == Code::kBusy) {
+    return Status(Code::kBusy,
+                  staging.directory + ": somebody has files open for writing, or publishes it");
+  }
+  if (!lock.ok()) return lock.status();
+  auto lease = std::make_unique<PublisherLease>();
+  lease->lock_ = std::move(lock).value();
+  return lease;
+}
+
+Status MakeDoneMark(FileSystem& fs, const Staging& staging, const DoneMark& mark) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StagingSchema schema, ReadSchemas(fs, staging.directory));
+  if (schema.writers() && mark.rank >= *schema.writers()) {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("done mark {}: the schema says {} writers, 0 to {}", mark.rank,
+                              *schema.writers(), *schema.writers() - 1));
+  }
+  nlohmann::ordered_json json;
+  json["journal"] = mark.journal;
+  json["journal_bytes"] = mark.journal_bytes;
+  return ReplaceDurably(fs, Below(staging, "done"), std::to_string(mark.rank), json.dump() + "\n");
+}
+
+Status RemoveDoneMark(FileSystem& fs, const Staging& staging, std::uint32_t rank) {
+  const std::string folder = Below(staging, "done");
+  TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveFile(JoinPath(folder, std::to_string(rank))));
+  return fs.SyncDirectory(folder);
+}
+
+Result<std::vector<DoneMark>> ReadDoneMarks(FileSystem& fs, const Staging& staging) {
+  const std::string folder = Below(staging, "done");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
+  std::vector<DoneMark> marks;
+  for (const DirectoryEntry& e : entries) {
+    const std::optional<std::uint64_t> rank = ParseNumber(e.name);
+    if (!rank || *rank > 0xFFFFFFFFu) continue;
+    const Result<std::string> text = fs.ReadFile(JoinPath(folder, e.name), kMaxMarkBytes);
+    if (text.status().code() == Code::kNotFound) continue;  // Being replaced, or removed.
+    if (!text.ok()) return text.status();
+    const nlohmann::json json = nlohmann::json::parse(text.value(), nullptr, false);
+    const auto journal = json.is_object() ? json.find("journal") : json.end();
+    const auto bytes = json.is_object() ? json.find("journal_bytes") : json.end();
+    if (!json.is_object() || journal == json.end() || !journal->is_string() ||
+        bytes == json.end() || !bytes->is_number_unsigned()) {
+      return Status(Code::kDataLoss, "done/" + e.name + ": not a mark as a mount makes it");
+    }
+    DoneMark mark;
+    mark.rank = static_cast<std::uint32_t>(*rank);
+    mark.journal = journal->get<std::string>();
+    mark.journal_bytes = bytes->get<std::uint64_t>();
+    marks.push_back(std::move(mark));
+  }
+  std::sort(marks.begin(), marks.end(),
+            [](const DoneMark& a, const DoneMark& b) { return a.rank < b.rank; });
+  return marks;
+}
+
+Status WriteCommonJson(FileSystem& fs, const Staging& staging, const std::string& incarnation,
+                       std::string_view json) {
+  TENSORMOUNT_RETURN_IF_ERROR(CommonRecordsOf(json).status());
+  const std::string folder = Below(staging, "common");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<NumberedFile> before, ListNumbered(fs, folder));
+  const std::uint64_t number = before.empty() ? 0 : before.back().number + 1;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      ReplaceDurably(fs, folder, fmt::format("{}-{}.json", incarnation, number), json));
+  // Only the last one is read.
+  for (const NumberedFile& old : before) (void)fs.RemoveFile(JoinPath(folder, old.name));
+  return Status();
+}
+
+Result<std::string> ReadCommonJson(FileSystem& fs, const Staging& staging) {
+  const std::string folder = Below(staging, "common");
+  for (int attempt = 0; attempt < 16; ++attempt) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<NumberedFile> files, ListNumbered(fs, folder));
+    if (files.empty()) return std::string();
+    Result<std::string> text = fs.ReadFile(JoinPath(folder, files.back().name), kMaxCommonBytes);
+    // A later one has taken its place since we looked.
+    if (text.status().code() != Code::kNotFound) return text;
+  }
+  return Status(Code::kBusy, folder + ": others keep replacing common.json");
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "fs/staging/publish.h"
+
+namespace tensormount::fs {
+
+std::string StagingReport::ToJson() const {
+  nlohmann::ordered_json json;
+  json["verdict"] = verdict;
+  nlohmann::ordered_json& list = json["problems"] = nlohmann::ordered_json::array();
+  for (const Problem& p : problems) {
+    list.push_back({{"code", p.code}, {"object", p.object}, {"detail", p.detail}});
+  }
+  json["more"] = more;
+  json["bytes_written"] = bytes_written;
+  json["bytes_missing"] = bytes_missing;
+  json["mounts"] = mounts;
+  json["writers_missing"] = writers_missing;
+  // Names of objects and messages of the system need not be UTF-8.
+  return json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+std::string StagingReport::ToText() const {
+  std::string text = verdict.empty() ? std::string() : verdict + "\n";
+  for (const Problem& p : problems) text += p.object + ": " + p.detail + "\n";
+  if (more > 0) text += fmt::format("and {} problems more\n", more);
+  text += fmt::format("{} bytes written by {} mount{}, {} missing\n", bytes_written, mounts,
+                      mounts == 1 ? "" : "s", bytes_missing);
+  return text;
+}
+
+}  // namespace tensormount::fs

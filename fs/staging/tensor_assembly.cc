@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/staging/tensor_assembly.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "fs/staging/resolve_journals.h"
+#include "shard/box_access.h"
+#include "shard/coverage.h"
+#include "shard/coverage_search.h"
+#include "shard/region_set.h"
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::size_t kMaxPairs = std::size_t{1} << 24;
+constexpr std::size_t kMaxHolesListed = 1000;
+constexpr std::size_t kMaxDifferencesListed = 256;
+constexpr std::int64_t kCompareBytes = 1 << 20;
+
+// What `cut` leaves of `boxes`.
+void Subtract(std::vector<Box>& boxes, const Box& cut) {
+  std::vector<Box> left;
+  left.reserve(boxes.size());
+  for (const Box& box : boxes) {
+    const Box common = Intersect(box, cut);
+    if (common.empty()) {
+      left.push_back(box);
+      continue;
+    }
+    Box rest = box;
+    for (int a = 0; a < box.rank(); ++a) {
+      const std::int64_t low = rest.begin(a);
+      if (common.begin(a) > low) {
+        left.push_back(BoxAccess::WithAxis(rest, a, low, common.begin(a) - low));
+      }
+      if (common.end(a) < rest.end(a)) {
+        left.push_back(BoxAccess::WithAxis(rest, a, common.end(a), rest.end(a) - common.end(a)));
+      }
+      rest = BoxAccess::WithAxis(rest, a, common.begin(a), common.extent(a));
+    }
+  }
+  boxes = std::move(left);
+}
+
+// Where two packed boxes of bytes differ: runs along the last axis, each of whole elements later.
+// Around all of them where they are many.
+void AddDifferences(const Box& box, const std::byte* a, const std::byte* b, std::vector<Box>& out) {
+  const int rank = box.rank();
+  const std::int64_t row = rank > 0 ? box.extent(rank - 1) : 1;
+  const std::size_t before = out.size();
+  Dims at = Dims::Filled(rank, 0);
+  std::int64_t done = 0;
+  for (const std::int64_t all = box.volume(); done < all; done += row) {
+    if (std::memcmp(a + done, b + done, static_cast<std::size_t>(row)) != 0) {
+      for (std::int64_t i = 0; i < row;) {
+        if (a[done + i] == b[done + i]) {
+          ++i;
+          continue;
+        }
+        std::int64_t end = i + 1;
+        while (end < row && a[done + end] != b[done + end]) ++end;
+        Box run = box;
+        for (int x = 0; x + 1 < rank; ++x) {
+          run = BoxAccess::WithAxis(run, x, box.begin(x) + at[x], 1);
+        }
+        if (rank > 0) run = BoxAccess::WithAxis(run, rank - 1, box.begin(rank - 1) + i, end - i);
+        out.push_back(run);
+        i = end;
+      }
+    }
+    for (int x = rank - 2; x >= 0; --x) {
+      if (++at[x] < box.extent(x)) break;
+      at[x] = 0;
+    }
+  }
+  if (out.size() - before <= kMaxDifferencesListed) return;
+  Dims low = out[before].begin();
+  Dims high = low;
+  for (std::size_t i = before; i < out.size(); ++i) {
+    for (int x = 0; x < rank; ++x) {
+      low[x] = std::min(low[x], out[i].begin(x));
+      high[x] = std::max(high[x], out[i].end(x));
+    }
+  }
+  Box around = out[before];
+  for (int x = 0; x < rank; ++x) around = BoxAccess::WithAxis(around, x, low[x], high[x] - low[x]);
+  out.resize(before);
+  out.push_back(around);
+}
+
+// Boxes of elements around boxes of bytes, each cell once where it can be said so.
+std::vector<Box> ElementBoxes(const TensorMeta& meta, const std::vector<Box>& bytes) {
+  std::vector<Box> boxes;
+  for (const Box& b : bytes) {
+    const Box element = ElementBox(meta.dtype(), meta.shape(), b);
+    // Bytes of one element on both sides of a border between findings.
+    std::vector<Box> fresh = {element};
+    if (boxes.size() < 4096) {
+      for (const Box& known : boxes) Subtract(fresh, known);
+    }
+    boxes.insert(boxes.end(), fresh.begin(), fresh.end());
+  }
+  JoinBoxes(meta.shape().rank(), boxes);
+  return boxes;
+}
+
+bool SamePlaceAndHash(const StagedPiece& a, const StagedPiece& b) {
+  return a.whole() && b.whole() && a.bytes == b.bytes && a.extent->leaves == b.extent->leaves;
+}
+
+}  // namespace
+
+// Bands of a box, each small, compared one after the other.
+Status TensorAssembly::Compare(const TensorMeta& meta, const StagedPiece& a, const StagedPiece& b,
+                               const Box& bytes) {
+  std::vector<Box> todo = {bytes};
+  std::vector<Box> different;
+  std::vector<std::byte> left;
+  std::vector<std::byte> right;
+  while (!todo.empty()) {
+    const Box box = todo.back();
+    todo.pop_back();
+    if (box.volume() > kCompareBytes) {
+      int axis = 0;
+      while (box.extent(axis) == 1) ++axis;
+      const std::int64_t half = box.extent(axis) / 2;
+      todo.push_back(
+          BoxAccess::WithAxis(box, axis, box.begin(axis) + half, box.extent(axis) - half));
+      todo.push_back(BoxAccess::WithAxis(box, axis, box.begin(axis), half));
+      continue;
+    }
+    const auto size = static_cast<std::size_t>(box.volume());
+    left.resize(size);
+    right.resize(size);
+    TENSORMOUNT_RETURN_IF_ERROR(reader_.ReadBox(a, box, left.data()));
+    TENSORMOUNT_RETURN_IF_ERROR(reader_.ReadBox(b, box, right.data()));
+    if (left != right) AddDifferences(box, left.data(), right.data(), different);
+    if (different.size() > kMaxHolesListed) break;  // Enough to act upon.
+  }
+  for (const Box& box : ElementBoxes(meta, different)) {
+    AddProblem(report_, "conflict", TensorBoxText(meta, box),
+               "differs between mounts " + MountOf(a) + " and " + MountOf(b));
+  }
+  return Status();
+}
+
+Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Live>& live) {
+  RegionSet boxes(ByteShape(meta.dtype(), meta.shape()));
+  std::vector<std::uint32_t> owner;
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    live[i].boxes = live[i].piece->bytes.Boxes();
+    for (const Box& box : live[i].boxes) {
+      if (!boxes.Add(Region(box), static_cast<std::uint32_t>(owner.size()))) {
+        return Status(Code::kInternal, "a box outside of tensor " + meta.key());
+      }
+      owner.push_back(static_cast<std::uint32_t>(i));
+    }
+  }
+  const CoverageFindings found = SearchCoverage(boxes, kMaxPairs, true);
+  if (found.pairs_dropped) {
+    return Status(Code::kResourceExhausted,
+                  "tensor " + meta.key() + ": written over too many times in too many pieces");
+  }
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;
+  for (auto [a, b] : found.pairs) {
+    a = owner[a];
+    b = owner[b];
+    if (a != b) pairs.emplace_back(std::min(a, b), std::max(a, b));
+  }
+  std::sort(pairs.begin(), pairs.end());
+  pairs.erase(std::unique(pairs.begin(), pairs.end()), pairs.end());
+
+  // First what each mount says by itself: the later record holds. Pieces are in that order, and a
+  // later piece cuts as it was written, also where a still later one has cut it.
+  for (const auto& [a, b] : pairs) {
+    const StagedPiece& earlier = *live[a].piece;
+    const StagedPiece& later = *live[b].piece;
+    if (earlier.journal != later.journal || earlier.extent == nullptr) continue;
+    if (later.extent == nullptr && later.target != earlier.target) continue;
+    live[a].intact = false;
+    for (const Box& cut : later.bytes.Boxes()) Subtract(live[a].boxes, cut);
+  }
+  // Then between mounts, what is left: equal bytes are needed once.
+  for (const auto& [a, b] : pairs) {
+    Live& first = live[a];
+    Live& second = live[b];
+    if (first.piece->journal == second.piece->journal || first.piece->extent == nullptr ||
+        second.piece->extent == nullptr) {
+      continue;
+    }
+    if (first.intact && second.intact && SamePlaceAndHash(*first.piece, *second.piece)) {
+      second.intact = false;
+      second.boxes.clear();
+      continue;
+    }
+    const std::vector<Box> ours = second.boxes;
+    for (const Box& x : first.boxes) {
+      for (const Box& y : ours) {
+        const Box common = Intersect(x, y);
+        if (common.empty()) continue;
+        TENSORMOUNT_RETURN_IF_ERROR(Compare(meta, *first.piece, *second.piece, common));
+        second.intact = false;
+        Subtract(second.boxes, common);
+      }
+    }
+  }
+  std::erase_if(live, [](const Live& l) { return l.piece->extent == nullptr || l.boxes.empty(); });
+  return Status();
+}
+
+void TensorAssembly::FindMissing(const TensorMeta& meta, const std::vector<Live>& live) {
+  RegionSet set(ByteShape(meta.dtype(), meta.shape()));
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    const auto number = static_cast<std::uint32_t>(i);
+    if (live[i].intact) {
+      (void)set.Add(live[i].piece->bytes, number);  // Within: it was made of the tensor's shape.
+    } else {
+      for (const Box& box : live[i].boxes) (void)set.Add(Region(box), number);
+    }
+  }
+  if (IsPartition(set)) return;
+  const CoverageReport coverage = CheckCoverage(set, kMaxHolesListed);
+  report_.bytes_missing += coverage.missing_elements;
+  for (const Box& box : ElementBoxes(meta, coverage.missing)) {
+    AddProblem(report_, "missing", TensorBoxText(meta, box), "written by no mount");
+  }
+  if (coverage.truncated) ++report_.more;
+  if (!coverage.overlaps.empty()) {  // Of our own making: never to be published.
+    AddProblem(report_, "internal", "tensor " + meta.key(), "pieces overlap after they were cut");
+  }
+}
+
+Result<std::vector<TensorAssembly::Live>> TensorAssembly::Resolve(
+    const TensorMeta& meta, const std::vector<StagedPiece>& pieces) {
+  std::vector<Live> live;
+  live.reserve(pieces.size());
+  RegionSet set(ByteShape(meta.dtype(), meta.shape()));
+  bool forgets = false;
+  for (const StagedPiece& piece : pieces) {
+    live.push_back({&piece, true, {}});
+    forgets = forgets || piece.extent == nullptr;
+    if (!set.Add(piece.bytes, 0)) {
+      return Status(Code::kDataLoss, "tensor " + meta.key() + ": " + piece.bytes.ToString() +
+                                         " (in bytes) is not within it");
+    }
+  }
+  if (!forgets && IsPartition(set)) {
+    report_.bytes_written += meta.bytes();
+    return live;
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(ResolveOverlaps(meta, live));
+  for (const Live& l : live) {
+    if (l.intact) {
+      report_.bytes_written += l.piece->size;
+    } else {
+      for (const Box& b : l.boxes) report_.bytes_written += static_cast<std::uint64_t>(b.volume());
+    }
+  }
+  FindMissing(meta, live);
+  return live;
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_STAGING_TENSOR_ASSEMBLY_H_
+#define TENSORMOUNT_FS_STAGING_TENSOR_ASSEMBLY_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tensormount/box.h"
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "fs/staging/publish.h"
+#include "fs/staging/resolve_journals.h"
+#include "fs/staging/staged_reader.h"
+#include "index/store.h"
+#include "shard/tensor_meta.h"
+
+// From the pieces of one tensor that mounts wrote to chunks that cover it exactly.
+
+namespace tensormount::fs {
+
+// Instead of a journal's number: the publisher's own file.
+inline constexpr std::uint32_t kPublisher = 0xFFFFFFFF;
+
+// What the publisher itself has to write: elements whose bytes came in several writes, and boxes
+// that later writes left of earlier ones in pieces too scattered to be chunks. Made when the first
+// byte comes; removed by the destructor unless Finish was ok. One thread.
+class PatchFile {
+ public:
+  PatchFile(FileSystem& fs, const Staging& staging) : fs_(fs), staging_(staging) {}
+  ~PatchFile();
+  // Makes the file, where it is not there yet.
+  Status Open();
+  // Appends; the offset of the first byte is size() before.
+  Status Append(const std::byte* data, std::size_t size);
+  std::uint64_t size() const { return size_; }
+  bool used() const { return file_ != nullptr; }
+  const std::string& name() const { return name_; }  // "data/…"
+  // Synced and sealed. Kept from now on unless Discard is called.
+  Status Finish();
+  void Discard();
+
+ private:
+  FileSystem& fs_;
+  const Staging& staging_;
+  std::string name_;
+  std::unique_ptr<File> file_;
+  std::uint64_t size_ = 0;
+  bool kept_ = false;
+};
+
+struct StagedChunk {
+  std::uint32_t journal = 0;  // Or kPublisher.
+  std::uint32_t file = 0;     // Of that journal.
+  std::uint64_t offset = 0;
+  std::uint64_t length = 0;
+  Region region;  // In elements.
+  std::vector<Hash128> leaves;
+  Crc64 contribution = 0;
+  // Where the region is elements [first, first + count) of a target, so that neighbours can become
+  // one chunk.
+  bool is_range = false;
+  Box of;
+  std::int64_t first = 0;
+};
+
+// All references must outlive it. Not thread-safe.
+class TensorAssembly {
+ public:
+  TensorAssembly(const std::vector<LoadedJournal>& journals, StagedReader& reader,
+                 PatchFile& patches, StagingReport& report)
+      : journals_(journals), reader_(reader), patches_(patches), report_(report) {}
+
+  // What holds of the pieces of one tensor: later records of a journal over earlier ones; equal
+  // bytes of several mounts once. Unequal ones, and cells that nobody wrote, become problems.
+  // Afterwards `pieces` are disjoint: `left[i]` are the boxes of bytes that are left of piece i
+  // where it is not whole any more, and dead[i] says that nothing is.
+  struct Live {
+    const StagedPiece* piece = nullptr;
+    bool intact = true;
+    std::vector<Box> boxes;  // In bytes, disjoint. Of intact ones: of the whole piece, or nothing.
+  };
+  Result<std::vector<Live>> Resolve(const TensorMeta& meta, const std::vector<StagedPiece>& pieces);
+  // Chunks of what Resolve gave, where it found no problem.
+  Result<std::vector<StagedChunk>> Emit(const TensorMeta& meta, const std::vector<Live>& live);
+
+ private:
+  class Emitter;
+  Status Compare(const TensorMeta& meta, const StagedPiece& a, const StagedPiece& b,
+                 const Box& bytes);
+  Status ResolveOverlaps(const TensorMeta& meta, std::vector<Live>& live);
+  void FindMissing(const TensorMeta& meta, const std::vector<Live>& live);
+  const std::string& MountOf(const StagedPiece& piece) const {
+    return journals_[piece.journal].journal.incarnation;
+  }
+
+  const std::vector<LoadedJournal>& journals_;
+  StagedReader& reader_;
+  PatchFile& patches_;
+  StagingReport& report_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_STAGING_TENSOR_ASSEMBLY_H_

@@ -1,0 +1,376 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "fs/staging/tensor_assembly.h"
+#include "index/store_layout.h"
+#include "shard/box_access.h"
+#include "shard/copy_plan.h"
+#include "shard/strided_digest.h"
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::uint64_t kBandBytes = std::uint64_t{4} << 20;
+
+std::int64_t Signed(std::uint64_t v) { return static_cast<std::int64_t>(v); }
+
+// Of `region` (in bytes), whose packed bytes are given, to the tensor's digest.
+Crc64 ContributionOf(const Region& region, const std::byte* packed, const Dims& byte_shape) {
+  Crc64 crc = 0;
+  for (const PlacedBox& placed : PlacePacked(region, 0)) {
+    crc ^= DigestOfPlaced(placed, packed, byte_shape);
+  }
+  return crc;
+}
+
+}  // namespace
+
+PatchFile::~PatchFile() {
+  if (!kept_) Discard();
+}
+
+Status PatchFile::Open() {
+  if (file_ != nullptr) return Status();
+  name_ = "data/" + staging_.ShortId() + "-patch-" + layout::RandomSuffix() + ".bin";
+  TENSORMOUNT_ASSIGN_OR_RETURN(file_, fs_.CreateExclusive(JoinPath(staging_.directory, name_)));
+  return Status();
+}
+
+Status PatchFile::Append(const std::byte* data, std::size_t size) {
+  TENSORMOUNT_RETURN_IF_ERROR(Open());
+  TENSORMOUNT_RETURN_IF_ERROR(file_->WriteAt(size_, data, size));
+  size_ += size;
+  return Status();
+}
+
+Status PatchFile::Finish() {
+  if (file_ == nullptr) return Status();
+  TENSORMOUNT_RETURN_IF_ERROR(file_->Seal());
+  TENSORMOUNT_RETURN_IF_ERROR(file_->Sync());
+  TENSORMOUNT_RETURN_IF_ERROR(file_->Close());
+  kept_ = true;
+  return Status();
+}
+
+void PatchFile::Discard() {
+  if (name_.empty()) return;
+  file_.reset();
+  // Where it stays it is a file that no manifest names.
+  (void)fs_.RemoveFile(JoinPath(staging_.directory, name_));
+  name_.clear();
+}
+
+// A unit is the least run of elements that is whole bytes: one element, two of 4 bits, four of 6.
+// Chunks begin and end on units.
+class TensorAssembly::Emitter {
+ public:
+  Emitter(TensorAssembly& assembly, const TensorMeta& meta)
+      : assembly_(assembly),
+        meta_(meta),
+        byte_shape_(ByteShape(meta.dtype(), meta.shape())),
+        unit_bytes_(std::lcm(std::int64_t{meta.bits()}, std::int64_t{8}) / 8),
+        unit_elements_(unit_bytes_ * 8 / std::int64_t{meta.bits()}) {}
+
+  Status Add(const Live& live) {
+    if (live.intact && live.piece->is_range) return AddRange(*live.piece);
+    if (!live.intact) {
+      for (const Box& box : live.boxes) TENSORMOUNT_RETURN_IF_ERROR(AddBox(*live.piece, box));
+      return Status();
+    }
+    for (const Box& box : live.piece->bytes.Boxes()) {
+      TENSORMOUNT_RETURN_IF_ERROR(AddBox(*live.piece, box));
+    }
+    return Status();
+  }
+
+  Result<std::vector<StagedChunk>> Finish() {
+    TENSORMOUNT_RETURN_IF_ERROR(AddUnits());
+    JoinRanges();
+    return std::move(chunks_);
+  }
+
+ private:
+  // Some bytes of one unit.
+  struct Part {
+    std::int64_t unit = 0;  // In the tensor's row-major order.
+    std::int64_t from = 0;  // Byte of the unit.
+    const StagedPiece* piece = nullptr;
+    Box bytes;
+  };
+
+  StagedChunk ChunkOf(const StagedPiece& piece, std::uint64_t at, std::uint64_t length) const {
+    StagedChunk chunk;
+    chunk.journal = piece.journal;
+    chunk.file = piece.extent->file;
+    chunk.offset = piece.extent->offset + at;
+    chunk.length = length;
+    return chunk;
+  }
+
+  // Piece bytes [at, at + length) of its extent, which are the packed bytes of `bytes`.
+  Status Hash(const StagedPiece& piece, std::uint64_t at, const Region& bytes, StagedChunk& chunk) {
+    if (piece.whole() && at == piece.at && chunk.length == piece.size) {
+      chunk.leaves = piece.extent->leaves;
+      chunk.contribution = piece.extent->contribution;
+      return Status();
+    }
+    return Stream(bytes, chunk, [&](std::uint64_t done, const Region& part, std::byte* out) {
+      return assembly_.reader_.Read(piece, at + done, static_cast<std::size_t>(part.volume()), out);
+    });
+  }
+
+  // Calls read(done, part, out) for band after band of `bytes`, hashing as it goes.
+  template <typename Read>
+  Status Stream(const Region& bytes, StagedChunk& chunk, Read read) {
+    LeafHasher hasher;
+    const auto all = static_cast<std::uint64_t>(bytes.volume());
+    buffer_.resize(static_cast<std::size_t>(std::min(all, kBandBytes)));
+    for (std::uint64_t done = 0; done < all;) {
+      const std::uint64_t n = std::min(all - done, kBandBytes);
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const Region part,
+          Region::Flat(bytes.box(), bytes.flat_first() + Signed(done), Signed(n)));
+      TENSORMOUNT_RETURN_IF_ERROR(read(done, part, buffer_.data()));
+      hasher.Update(buffer_.data(), static_cast<std::size_t>(n));
+      chunk.contribution ^= ContributionOf(part, buffer_.data(), byte_shape_);
+      done += n;
+    }
+    hasher.Finish();
+    chunk.leaves = hasher.leaves();
+    return Status();
+  }
+
+  // What no later write has touched of a range of a target: its units where they are, and at its
+  // ends perhaps parts of units.
+  Status AddRange(const StagedPiece& piece) {
+    const std::int64_t begin = Signed(piece.begin);
+    const std::int64_t end = begin + Signed(piece.size);
+    const std::int64_t low = (begin + unit_bytes_ - 1) / unit_bytes_ * unit_bytes_;
+    const std::int64_t high = end / unit_bytes_ * unit_bytes_;
+    const auto part = [&](std::int64_t from, std::int64_t to) -> Status {
+      if (from >= to) return Status();
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
+                                   Region::Flat(piece.of_bytes, from, to - from));
+      for (const Box& box : bytes.Boxes()) AddParts(piece, box);
+      return Status();
+    };
+    if (low >= high) {
+      // Up to two units, none whole.
+      TENSORMOUNT_RETURN_IF_ERROR(part(begin, std::min(low, end)));
+      return part(std::min(low, end), end);
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(part(begin, low));
+    TENSORMOUNT_RETURN_IF_ERROR(part(high, end));
+    const auto length = static_cast<std::uint64_t>(high - low);
+    const std::uint64_t at = piece.at + static_cast<std::uint64_t>(low - begin);
+    StagedChunk chunk = ChunkOf(piece, at, length);
+    chunk.is_range = true;
+    chunk.of = piece.of;
+    chunk.first = low / unit_bytes_ * unit_elements_;
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        chunk.region,
+        Region::Flat(piece.of, chunk.first, (high - low) / unit_bytes_ * unit_elements_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes, Region::Flat(piece.of_bytes, low, high - low));
+    TENSORMOUNT_RETURN_IF_ERROR(Hash(piece, at, bytes, chunk));
+    chunks_.push_back(std::move(chunk));
+    return Status();
+  }
+
+  // A box of bytes of a piece: its units, and on both sides perhaps parts of units.
+  Status AddBox(const StagedPiece& piece, const Box& box) {
+    const int last = box.rank() - 1;
+    const std::int64_t low = (box.begin(last) + unit_bytes_ - 1) / unit_bytes_ * unit_bytes_;
+    const std::int64_t high = box.end(last) / unit_bytes_ * unit_bytes_;
+    const auto part = [&](std::int64_t from, std::int64_t to) {
+      if (from < to) AddParts(piece, BoxAccess::WithAxis(box, last, from, to - from));
+    };
+    part(box.begin(last), std::min(low, box.end(last)));
+    part(std::max(high, std::min(low, box.end(last))), box.end(last));
+    if (low >= high) return Status();
+    const Box units = BoxAccess::WithAxis(box, last, low, high - low);
+    return units.volume() == 0 ? Status() : AddUnitsBox(piece, units);
+  }
+
+  Status AddUnitsBox(const StagedPiece& piece, const Box& bytes) {
+    const Box elements = ElementBox(meta_.dtype(), meta_.shape(), bytes);
+    const Result<Region> back = ByteRegion(meta_.dtype(), meta_.shape(), elements);
+    if (back.ok() && back.value() == Region(bytes)) {
+      return AddChunk(piece, bytes, Region(elements));
+    }
+    // Where axes were joined to make whole bytes a box of bytes need not be one of elements, but
+    // each of its rows is a range of them.
+    const int last = bytes.rank() - 1;
+    Box row = bytes;
+    for (int a = 0; a < last; ++a) {
+      if (row.extent(a) == 1) continue;
+      const std::int64_t n = row.extent(a);
+      for (std::int64_t i = 0; i < n; ++i) {
+        TENSORMOUNT_RETURN_IF_ERROR(
+            AddUnitsBox(piece, BoxAccess::WithAxis(bytes, a, bytes.begin(a) + i, 1)));
+      }
+      return Status();
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const Region region, Region::Flat(Box::Whole(meta_.shape()), UnitOf(bytes) * unit_elements_,
+                                          bytes.extent(last) / unit_bytes_ * unit_elements_));
+    return AddChunk(piece, bytes, region);
+  }
+
+  // Where its bytes stand side by side it stays where it is; otherwise it is copied.
+  Status AddChunk(const StagedPiece& piece, const Box& bytes, const Region& region) {
+    const PlacedBox to{bytes, 0, PackedStrides(bytes.extent())};
+    int runs = 0;
+    std::uint64_t at = 0;
+    for (const PlacedBox& from : PlacePacked(piece.bytes, piece.at)) {
+      const Box part = Intersect(from.box, bytes);
+      if (part.empty()) continue;
+      const StridedCopy copy = PlanCopy(part, from, to);
+      runs += copy.runs() == 1 ? 1 : 2;
+      at = static_cast<std::uint64_t>(copy.src_offset);
+    }
+    if (runs == 1) {
+      StagedChunk chunk = ChunkOf(piece, at, static_cast<std::uint64_t>(bytes.volume()));
+      chunk.region = region;
+      TENSORMOUNT_RETURN_IF_ERROR(Hash(piece, at, Region(bytes), chunk));
+      chunks_.push_back(std::move(chunk));
+      return Status();
+    }
+    StagedChunk chunk = ChunkOf(piece, 0, static_cast<std::uint64_t>(bytes.volume()));
+    chunk.journal = kPublisher;
+    chunk.file = 0;
+    chunk.offset = assembly_.patches_.size();
+    chunk.region = region;
+    const auto copy = [&](std::uint64_t, const Region& part, std::byte* out) -> Status {
+      std::byte* next = out;
+      for (const Box& box : part.Boxes()) {
+        TENSORMOUNT_RETURN_IF_ERROR(assembly_.reader_.ReadBox(piece, box, next));
+        next += box.volume();
+      }
+      return assembly_.patches_.Append(out, static_cast<std::size_t>(next - out));
+    };
+    TENSORMOUNT_RETURN_IF_ERROR(Stream(Region(bytes), chunk, copy));
+    chunks_.push_back(std::move(chunk));
+    return Status();
+  }
+
+  // Number of the unit that a box begins in, in the tensor's row-major order.
+  std::int64_t UnitOf(const Box& bytes) const {
+    std::int64_t linear = 0;
+    for (int a = 0; a < bytes.rank(); ++a) linear = linear * byte_shape_[a] + bytes.begin(a);
+    return linear / unit_bytes_;
+  }
+
+  // Rows of a box that each lie within one unit.
+  void AddParts(const StagedPiece& piece, const Box& box) {
+    const int last = box.rank() - 1;
+    Dims at = Dims::Filled(box.rank(), 0);
+    for (;;) {
+      Box row = box;
+      for (int a = 0; a < last; ++a) row = BoxAccess::WithAxis(row, a, box.begin(a) + at[a], 1);
+      parts_.push_back({UnitOf(row), box.begin(last) % unit_bytes_, &piece, row});
+      int a = last - 1;
+      for (; a >= 0; --a) {
+        if (++at[a] < box.extent(a)) break;
+        at[a] = 0;
+      }
+      if (a < 0) return;
+    }
+  }
+
+  // Units that came in parts, neighbours as one chunk.
+  Status AddUnits() {
+    std::sort(parts_.begin(), parts_.end(), [](const Part& a, const Part& b) {
+      return std::tie(a.unit, a.from) < std::tie(b.unit, b.from);
+    });
+    for (std::size_t i = 0; i < parts_.size();) {
+      const std::int64_t first = parts_[i].unit;
+      std::vector<std::byte> bytes;
+      std::int64_t next = first;
+      while (i < parts_.size() && parts_[i].unit == next && bytes.size() < kBandBytes) {
+        const std::size_t base = bytes.size();
+        bytes.resize(base + static_cast<std::size_t>(unit_bytes_));
+        std::int64_t filled = 0;
+        for (; i < parts_.size() && parts_[i].unit == next; ++i) {
+          const Part& part = parts_[i];
+          if (part.from != filled || part.bytes.volume() > unit_bytes_ - filled) {
+            return Status(Code::kInternal, "tensor " + meta_.key() + ": parts of an element");
+          }
+          TENSORMOUNT_RETURN_IF_ERROR(assembly_.reader_.ReadBox(
+              *part.piece, part.bytes, bytes.data() + base + static_cast<std::size_t>(filled)));
+          filled += part.bytes.volume();
+        }
+        if (filled != unit_bytes_) {
+          return Status(Code::kInternal, "tensor " + meta_.key() + ": a part of an element");
+        }
+        ++next;
+      }
+      StagedChunk chunk;
+      chunk.journal = kPublisher;
+      chunk.offset = assembly_.patches_.size();
+      chunk.length = bytes.size();
+      TENSORMOUNT_ASSIGN_OR_RETURN(chunk.region,
+                                   Region::Flat(Box::Whole(meta_.shape()), first * unit_elements_,
+                                                (next - first) * unit_elements_));
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const Region region,
+          Region::Flat(Box::Whole(byte_shape_), first * unit_bytes_, Signed(bytes.size())));
+      LeafHasher hasher;
+      hasher.Update(bytes.data(), bytes.size());
+      hasher.Finish();
+      chunk.leaves = hasher.leaves();
+      chunk.contribution = ContributionOf(region, bytes.data(), byte_shape_);
+      TENSORMOUNT_RETURN_IF_ERROR(assembly_.patches_.Append(bytes.data(), bytes.size()));
+      chunks_.push_back(std::move(chunk));
+    }
+    return Status();
+  }
+
+  // Ranges that follow each other in the target and in the file are one chunk where the first ends
+  // with a whole leaf: a tensor that was written by the megabyte needs one row.
+  void JoinRanges() {
+    std::stable_sort(
+        chunks_.begin(), chunks_.end(), [](const StagedChunk& a, const StagedChunk& b) {
+          return std::tie(a.journal, a.file, a.offset) < std::tie(b.journal, b.file, b.offset);
+        });
+    std::vector<StagedChunk> joined;
+    for (StagedChunk& chunk : chunks_) {
+      StagedChunk* before = joined.empty() ? nullptr : &joined.back();
+      if (before != nullptr && before->is_range && chunk.is_range &&
+          before->journal == chunk.journal && before->file == chunk.file &&
+          before->offset + before->length == chunk.offset && before->length % kLeafBytes == 0 &&
+          before->of == chunk.of && before->first + before->region.volume() == chunk.first) {
+        const Result<Region> both =
+            Region::Flat(chunk.of, before->first, before->region.volume() + chunk.region.volume());
+        if (both.ok()) {
+          before->region = both.value();
+          before->length += chunk.length;
+          before->leaves.insert(before->leaves.end(), chunk.leaves.begin(), chunk.leaves.end());
+          before->contribution ^= chunk.contribution;
+          continue;
+        }
+      }
+      joined.push_back(std::move(chunk));
+    }
+    chunks_ = std::move(joined);
+  }
+
+  TensorAssembly& assembly_;
+  const TensorMeta& meta_;
+  const Dims byte_shape_;
+  const std::int64_t unit_bytes_;
+  const std::int64_t unit_elements_;
+  std::vector<Part> parts_;
+  std::vector<StagedChunk> chunks_;
+  std::vector<std::byte> buffer_;
+};
+
+Result<std::vector<StagedChunk>> TensorAssembly::Emit(const TensorMeta& meta,
+                                                      const std::vector<Live>& live) {
+  Emitter emitter(*this, meta);
+  for (const Live& l : live) TENSORMOUNT_RETURN_IF_ERROR(emitter.Add(l));
+  return emitter.Finish();
+}
+
+}  // namespace tensormount::fs
