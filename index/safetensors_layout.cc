@@ -13,8 +13,7 @@ bool SafetensorsHolds(DType dtype, std::string_view key) {
 }
 
 bool SafetensorsHolds(const TensorMeta& tensor) {
-  // "__metadata__" means something else there.
-  return !InfoOf(tensor.dtype()).safetensors.empty() && tensor.key() != "__metadata__";
+  return SafetensorsHolds(tensor.dtype(), tensor.key());
 }
 
 Result<SafetensorsLayout> LayOutSafetensors(std::span<const TensorMeta* const> tensors) {
