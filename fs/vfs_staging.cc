@@ -22,9 +22,6 @@ Status NotPermitted(std::string_view why) {
 
 }  // namespace
 
-#ifndef TENSORMOUNT_STAGING_IS_WHOLE
-void Vfs::OpenStaging(FileSystem&) {}
-#else
 void Vfs::OpenStaging(FileSystem& fs) {
   if (kind_ != SourceKind::kStore) return;  // Checkpoints never change.
   Status status;
@@ -40,7 +37,6 @@ void Vfs::OpenStaging(FileSystem& fs) {
   not_writable_because_ = status.message();
   Log(LogLevel::kWarning, "mounted read-only: " + not_writable_because_);
 }
-#endif
 
 Vfs::Entry Vfs::StagedEntry(const StagingTree::Node& node) {
   return {.id = IdOf({.slot = 0, .view = kStagingView, .item = node.item}),

@@ -86,14 +86,13 @@ void AddMap(CLI::App* command, std::string& map) {
 }
 
 void AddMounting(Program& p, AllArgs& a) {
-  CLI::App* c = p.Command("mount", "Mounts a source as a read-only filesystem",
+  CLI::App* c = p.Command("mount", "Mounts a source as a filesystem",
                           "tensormount mount STORE /mnt/ckpt && ls /mnt/ckpt/latest/tensors",
                           a.mount, RunMount);
   c->add_option("SOURCE", a.mount.source)->required();
   c->add_option("MNT", a.mount.mount_point, "An empty folder")->required();
   c->add_flag("-f,--foreground", a.mount.foreground, "Stay in the foreground");
-  c->add_flag_callback(
-      "--read-only", [] {}, "Refuse writes; so far every mount does");
+  c->add_flag("--read-only", a.mount.read_only, "No .staging/: nothing can be written");
   c->add_flag("--views", a.mount.views, "List npy/, extents/ and model.safetensors too");
   c->add_flag("--allow-other", a.mount.allow_other, "Let other users in, as the store's modes say");
   c->add_option("--tier", a.mount.tier, "auto, passthrough or daemon")->capture_default_str();

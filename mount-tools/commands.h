@@ -70,6 +70,7 @@ struct MountArgs {
   std::string source;
   std::string mount_point;
   bool foreground = false;
+  bool read_only = false;
   bool views = false;
   bool allow_other = false;
   std::string tier = "auto";

@@ -57,6 +57,7 @@ Result<fs::MountOptions> MakeOptions(const MountArgs& args) {
   TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.part_bytes, fs::ParsePartSize(args.hf_part_size));
   options.list_views = args.views;
   options.allow_other = args.allow_other;
+  options.read_only = args.read_only;
   TENSORMOUNT_ASSIGN_OR_RETURN(options.tier, Choose<Tier>({{"auto", Tier::kAuto},
                                                            {"passthrough", Tier::kPassthrough},
                                                            {"daemon", Tier::kDaemon}},

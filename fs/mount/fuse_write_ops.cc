@@ -1,52 +1,318 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operations that change something, and what only files below .staging/ have.
 #include <cerrno>
+#include <fcntl.h>
+#include <unistd.h>
+#include <utility>
 
 #include "fs/mount/fuse_bridge_internal.h"
+#include "fs/mount/mount_call.h"
 
 namespace tensormount::fs {
 
 namespace {
 
-// Whatever would change something. With the mount read-only the kernel refuses most before us.
-void Refuse(fuse_req_t req) {
+using WritePtr = std::shared_ptr<WriteHandle>;
+
+// What is refused without looking, on a mount that is not writable.
+void Refuse(fuse_req_t req, int error = EROFS) {
   BridgeOf(req).vfs.stats().Count(Op::kRefused, {}, true);
-  fuse_reply_err(req, EROFS);
+  fuse_reply_err(req, error);
 }
 
-void OpFlush(fuse_req_t req, fuse_ino_t, fuse_file_info*) { fuse_reply_err(req, 0); }
+// Whether the request can be refused at once.
+bool ReadOnlyHere(fuse_req_t req) {
+  if (BridgeOf(req).vfs.writable()) return false;
+  Refuse(req);
+  return true;
+}
+
+Reply Done() {
+  return Reply([](fuse_req_t r) { fuse_reply_err(r, 0); });
+}
+
+// Serves what answers with a Status. Stagings tell of their failures themselves.
+void ServeStatus(fuse_req_t req, Op op, NodeId node, std::function<Status()> work) {
+  Serve(req, op, node, true, [work = std::move(work)]() -> Result<Reply> {
+    TENSORMOUNT_RETURN_IF_ERROR(work());
+    return Done();
+  });
+}
+
+// Answers with an entry whose node was counted once for the kernel.
+Reply EntryReply(Vfs& vfs, const Vfs::Entry& entry) {
+  auto reference = std::make_shared<NodeReference>(vfs, entry.id);
+  return Reply([reference, param = ParamOf(entry)](fuse_req_t r) {
+    if (fuse_reply_entry(r, &param) == 0) reference->Keep();
+  });
+}
+
+// Serves what works on bytes that are only lent: `keep` makes them our own.
+void ServeData(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>()> work,
+               const std::function<void()>& keep) {
+  using Clock = std::chrono::steady_clock;
+  Bridge& bridge = BridgeOf(req);
+  const Clock::time_point since = Clock::now();
+  auto answer =
+      std::make_shared<PendingAnswer>([req] { return fuse_req_interrupted(req) != 0; },
+                                      [req, &bridge, op, since] {
+                                        bridge.vfs.stats().CountInterrupted();
+                                        bridge.vfs.stats().Count(op, Clock::now() - since, true);
+                                        fuse_reply_err(req, EINTR);
+                                      });
+  QueueOf(req, op).Run(
+      answer,
+      [req, &bridge, op, since, node, answer, work = std::move(work)] {
+        const Result<Reply> result = Guarded(work);
+        if (answer->Claim()) Answer(req, bridge, op, since, node, result);
+      },
+      keep);
+}
+
+// Past the page cache: what one program writes others see at once, and nothing is written late.
+void SetModes(fuse_file_info& info) {
+  info.direct_io = 1;
+  info.keep_cache = 0;
+  info.noflush = 0;
+}
+
+void OpCreate(fuse_req_t req, fuse_ino_t parent, const char* name, mode_t, fuse_file_info* fi) {
+  if (ReadOnlyHere(req)) return;
+  Vfs& vfs = BridgeOf(req).vfs;
+  Serve(req, Op::kCreate, parent, true,
+        [&vfs, parent, info = *fi, name = std::string(name)]() mutable -> Result<Reply> {
+          TENSORMOUNT_ASSIGN_OR_RETURN(Vfs::Created made, vfs.Create(parent, name, info.flags));
+          SetModes(info);
+          auto reference = std::make_shared<NodeReference>(vfs, made.entry.id);
+          return Reply([info, reference, param = ParamOf(made.entry),
+                        handle = std::move(made.handle)](fuse_req_t r) mutable {
+            auto open = std::make_unique<OpenFile>();
+            open->write = std::move(handle);
+            info.fh = reinterpret_cast<std::uint64_t>(open.get());
+            // Without an answer there is no release and nothing to forget.
+            if (fuse_reply_create(r, &param, &info) != 0) return;
+            (void)open.release();
+            reference->Keep();
+          });
+        });
+}
+
+void OpMkdir(fuse_req_t req, fuse_ino_t parent, const char* name, mode_t) {
+  if (ReadOnlyHere(req)) return;
+  Vfs& vfs = BridgeOf(req).vfs;
+  Serve(req, Op::kMkdir, parent, true, [&vfs, parent, name = std::string(name)]() -> Result<Reply> {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Vfs::Entry entry, vfs.MakeDirectory(parent, name));
+    return EntryReply(vfs, entry);
+  });
+}
+
+void OpUnlink(fuse_req_t req, fuse_ino_t parent, const char* name) {
+  if (ReadOnlyHere(req)) return;
+  Vfs& vfs = BridgeOf(req).vfs;
+  ServeStatus(req, Op::kRemove, parent,
+              [&vfs, parent, name = std::string(name)] { return vfs.Unlink(parent, name); });
+}
+
+void OpRmdir(fuse_req_t req, fuse_ino_t parent, const char* name) {
+  if (ReadOnlyHere(req)) return;
+  Vfs& vfs = BridgeOf(req).vfs;
+  ServeStatus(req, Op::kRemove, parent, [&vfs, parent, name = std::string(name)] {
+    return vfs.RemoveDirectory(parent, name);
+  });
+}
+
+void OpRename(fuse_req_t req, fuse_ino_t parent, const char* name, fuse_ino_t to_parent,
+              const char* to_name, unsigned flags) {
+  if (ReadOnlyHere(req)) return;
+  Vfs& vfs = BridgeOf(req).vfs;
+  // The kernel keeps both folders locked until the answer: nothing in here asks it for anything.
+  ServeStatus(req, Op::kRename, parent,
+              [&vfs, parent, name = std::string(name), to_parent, to_name = std::string(to_name),
+               flags] { return vfs.Rename(parent, name, to_parent, to_name, flags); });
+}
+
+void RefuseMaking(fuse_req_t req, fuse_ino_t parent, const char* name) {
+  if (ReadOnlyHere(req)) return;
+  Vfs& vfs = BridgeOf(req).vfs;
+  ServeStatus(req, Op::kRefused, parent,
+              [&vfs, parent, name = std::string(name)] { return vfs.RefuseMaking(parent, name); });
+}
+
+void OpSetattr(fuse_req_t req, fuse_ino_t node, struct stat* attributes, int to_set,
+               fuse_file_info* fi) {
+  if (ReadOnlyHere(req)) return;
+  Vfs& vfs = BridgeOf(req).vfs;
+  const WritePtr handle = fi != nullptr && fi->fh != 0 ? OpenFileOf(fi).write : nullptr;
+  const bool resize = (to_set & FUSE_SET_ATTR_SIZE) != 0;
+  const auto size = static_cast<std::uint64_t>(attributes->st_size);
+  Serve(req, Op::kSetattr, node, true, [&vfs, node, handle, resize, size]() -> Result<Reply> {
+    if (resize) {
+      TENSORMOUNT_RETURN_IF_ERROR(handle ? handle->Truncate(size) : vfs.Truncate(node, size));
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Vfs::Entry entry, vfs.SetAttributes(node));
+    return Reply([entry](fuse_req_t r) {
+      const struct stat st = StatOf(entry.attributes);
+      fuse_reply_attr(r, &st, entry.seconds);
+    });
+  });
+}
+
+void OpWrite(fuse_req_t req, fuse_ino_t node, const char* data, std::size_t size, off_t offset,
+             fuse_file_info* fi) {
+  Bridge& bridge = BridgeOf(req);
+  const WritePtr handle = OpenFileOf(fi).write;
+  if (!handle) return Refuse(req, EBADF);
+  if (offset < 0 || size > kMaxRequestBytes) return Refuse(req, EINVAL);
+  if (fi->writepage) {
+    // From the page cache, where only shared mappings write.
+    ServeStatus(req, Op::kWrite, node, [handle]() -> Status {
+      handle->RefuseMappedWrite();
+      return Status::FromErrno(ENODEV, "write through a shared mapping", handle->label());
+    });
+    return;
+  }
+  // The kernel's bytes lie in the buffer of this thread, which is used again when this returns:
+  // they are copied only where another thread is to write them.
+  struct Bytes {
+    const char* at = nullptr;
+    std::string copy;
+  };
+  auto bytes = std::make_shared<Bytes>();
+  bytes->at = data;
+  const bool append = (fi->flags & O_APPEND) != 0;
+  ServeData(
+      req, Op::kWrite, node,
+      [&bridge, handle, bytes, size, offset, append]() -> Result<Reply> {
+        if (append) {
+          TENSORMOUNT_RETURN_IF_ERROR(handle->Append(bytes->at, size).status());
+        } else {
+          TENSORMOUNT_RETURN_IF_ERROR(
+              handle->Write(static_cast<std::uint64_t>(offset), bytes->at, size));
+        }
+        bridge.vfs.stats().CountStaged(0, size);
+        return Reply([size](fuse_req_t r) { fuse_reply_write(r, size); });
+      },
+      [bytes, data, size] {
+        bytes->copy.assign(data, size);
+        bytes->at = bytes->copy.data();
+      });
+}
+
+void OpFlush(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
+  const WritePtr handle = OpenFileOf(fi).write;
+  if (!handle) {
+    fuse_reply_err(req, 0);
+    return;
+  }
+  ServeStatus(req, Op::kFlush, node, [handle] { return handle->Flush(); });
+}
+
+void OpFsync(fuse_req_t req, fuse_ino_t node, int, fuse_file_info* fi) {
+  const WritePtr handle = OpenFileOf(fi).write;
+  if (!handle) {
+    fuse_reply_err(req, 0);  // What is published is durable.
+    return;
+  }
+  ServeStatus(req, Op::kFsync, node, [handle] { return handle->Sync(); });
+}
+
+void OpFsyncdir(fuse_req_t req, fuse_ino_t, int, fuse_file_info*) { fuse_reply_err(req, 0); }
+
+// Room is found when bytes are written. Holes are made by truncating.
+void OpFallocate(fuse_req_t req, fuse_ino_t node, int mode, off_t offset, off_t length,
+                 fuse_file_info* fi) {
+  if (ReadOnlyHere(req)) return;
+  const WritePtr handle = OpenFileOf(fi).write;
+  if (!handle) return Refuse(req, EBADF);
+  if ((mode & ~FALLOC_FL_KEEP_SIZE) != 0) return Refuse(req, EOPNOTSUPP);
+  const bool keep = (mode & FALLOC_FL_KEEP_SIZE) != 0;
+  ServeStatus(req, Op::kSetattr, node, [handle, keep, offset, length]() -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes now, handle->Stat());
+    const auto end = static_cast<std::uint64_t>(offset) + static_cast<std::uint64_t>(length);
+    if (keep || end <= now.size) return {};
+    return handle->Truncate(end);
+  });
+}
+
+void RefuseAttribute(fuse_req_t req, fuse_ino_t node) {
+  if (ReadOnlyHere(req)) return;
+  Refuse(req, BridgeOf(req).vfs.RefuseChanging(node).ToErrno());
+}
 
 }  // namespace
 
-bool IsStaged(NodeId) { return false; }
+bool IsStaged(NodeId node) { return Vfs::IsStaged(node); }
 
-void OpenStaged(fuse_req_t req, fuse_ino_t, fuse_file_info*) { Refuse(req); }
+void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
+  Vfs& vfs = BridgeOf(req).vfs;
+  if (!IsStaged(node)) {
+    Refuse(req, vfs.writable() ? vfs.OpenStaged(node, fi->flags).status().ToErrno() : EROFS);
+    return;
+  }
+  Serve(req, Op::kOpenStaged, node, true, [&vfs, node, info = *fi]() mutable -> Result<Reply> {
+    TENSORMOUNT_ASSIGN_OR_RETURN(WritePtr handle, vfs.OpenStaged(node, info.flags));
+    SetModes(info);
+    return Reply([info, handle = std::move(handle)](fuse_req_t r) mutable {
+      auto open = std::make_unique<OpenFile>();
+      open->write = std::move(handle);
+      info.fh = reinterpret_cast<std::uint64_t>(open.get());
+      // Without an answer there is no release either.
+      if (fuse_reply_open(r, &info) == 0) (void)open.release();
+    });
+  });
+}
 
-void ReadStaged(fuse_req_t req, std::size_t, off_t, fuse_file_info*) { fuse_reply_err(req, EBADF); }
+void ReadStaged(fuse_req_t req, std::size_t size, off_t offset, fuse_file_info* fi) {
+  Bridge& bridge = BridgeOf(req);
+  if (size > kMaxRequestBytes || offset < 0) return Refuse(req, EINVAL);
+  const WritePtr handle = OpenFileOf(fi).write;
+  Serve(req, Op::kReadStaged, 0, true, [&bridge, handle, size, offset]() -> Result<Reply> {
+    char* buffer = ThreadBuffer();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n,
+                                 handle->Read(static_cast<std::uint64_t>(offset), buffer, size));
+    bridge.vfs.stats().CountStaged(n, 0);
+    // On the thread that read, before it reads again.
+    return Reply([buffer, n](fuse_req_t r) { fuse_reply_buf(r, buffer, n); });
+  });
+}
 
-void SeekStaged(fuse_req_t req, off_t, int, fuse_file_info*) { fuse_reply_err(req, EBADF); }
+void SeekStaged(fuse_req_t req, off_t offset, int whence, fuse_file_info* fi) {
+  if (offset < 0) return Refuse(req, ENXIO);
+  if (whence != SEEK_DATA && whence != SEEK_HOLE) return Refuse(req, EINVAL);
+  const WritePtr handle = OpenFileOf(fi).write;
+  Serve(req, Op::kOther, 0, true,
+        [handle, at = static_cast<std::uint64_t>(offset), whence]() -> Result<Reply> {
+          TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t found,
+                                       handle->Seek(at, whence == SEEK_DATA));
+          return Reply([found](fuse_req_t r) { fuse_reply_lseek(r, static_cast<off_t>(found)); });
+        });
+}
 
 void AddWriteOps(fuse_lowlevel_ops& ops) {
+  ops.create = OpCreate;
+  ops.mkdir = OpMkdir;
+  ops.unlink = OpUnlink;
+  ops.rmdir = OpRmdir;
+  ops.rename = OpRename;
+  ops.setattr = OpSetattr;
+  ops.write = OpWrite;
   ops.flush = OpFlush;
-  ops.setattr = [](fuse_req_t r, fuse_ino_t, struct stat*, int, fuse_file_info*) { Refuse(r); };
-  ops.mknod = [](fuse_req_t r, fuse_ino_t, const char*, mode_t, dev_t) { Refuse(r); };
-  ops.mkdir = [](fuse_req_t r, fuse_ino_t, const char*, mode_t) { Refuse(r); };
-  ops.unlink = [](fuse_req_t r, fuse_ino_t, const char*) { Refuse(r); };
-  ops.rmdir = [](fuse_req_t r, fuse_ino_t, const char*) { Refuse(r); };
-  ops.symlink = [](fuse_req_t r, const char*, fuse_ino_t, const char*) { Refuse(r); };
-  ops.rename = [](fuse_req_t r, fuse_ino_t, const char*, fuse_ino_t, const char*, unsigned) {
-    Refuse(r);
+  ops.fsync = OpFsync;
+  ops.fsyncdir = OpFsyncdir;
+  ops.fallocate = OpFallocate;
+  ops.mknod = [](fuse_req_t r, fuse_ino_t parent, const char* name, mode_t, dev_t) {
+    RefuseMaking(r, parent, name);
   };
-  ops.link = [](fuse_req_t r, fuse_ino_t, fuse_ino_t, const char*) { Refuse(r); };
-  ops.create = [](fuse_req_t r, fuse_ino_t, const char*, mode_t, fuse_file_info*) { Refuse(r); };
-  ops.write = [](fuse_req_t r, fuse_ino_t, const char*, std::size_t, off_t, fuse_file_info*) {
-    Refuse(r);
+  ops.symlink = [](fuse_req_t r, const char*, fuse_ino_t parent, const char* name) {
+    RefuseMaking(r, parent, name);
   };
-  ops.fallocate = [](fuse_req_t r, fuse_ino_t, int, off_t, off_t, fuse_file_info*) { Refuse(r); };
-  ops.setxattr = [](fuse_req_t r, fuse_ino_t, const char*, const char*, std::size_t, int) {
-    Refuse(r);
+  ops.link = [](fuse_req_t r, fuse_ino_t, fuse_ino_t parent, const char* name) {
+    RefuseMaking(r, parent, name);
   };
-  ops.removexattr = [](fuse_req_t r, fuse_ino_t, const char*) { Refuse(r); };
+  ops.setxattr = [](fuse_req_t r, fuse_ino_t node, const char*, const char*, std::size_t, int) {
+    RefuseAttribute(r, node);
+  };
+  ops.removexattr = [](fuse_req_t r, fuse_ino_t node, const char*) { RefuseAttribute(r, node); };
 }
 
 }  // namespace tensormount::fs

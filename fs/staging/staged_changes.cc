@@ -360,15 +360,8 @@ Status StagingTreeImpl::Publish(std::string_view name, std::string_view as) {
       return Status(Code::kBusy,
                     std::to_string(open) + " files are open for writing on this mount");
     }
-    StagingReport report;
-    const auto published = PublishStaging(store_, fs_, std::string(name), std::string(as), &report);
-    if (published.ok()) return {};
-    std::string text = published.status().message();
-    if (!report.problems.empty()) {
-      const StagingReport::Problem& first = report.problems.front();
-      text += " (" + first.object + ": " + first.detail + "; report.txt has all)";
-    }
-    return Status::FromParts(published.status().code(), published.status().ToErrno(), text);
+    // Its report is in the staging's report.txt and report.json.
+    return PublishStaging(store_, fs_, std::string(name), std::string(as), nullptr).status();
   };
   const Status status = publish();
   if (status.ok() || status.code() == Code::kStale) {
