@@ -174,15 +174,32 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Live>
   std::sort(pairs.begin(), pairs.end());
   pairs.erase(std::unique(pairs.begin(), pairs.end()), pairs.end());
 
-  // First what each mount says by itself: the later record holds. Pieces are in that order, and a
-  // later piece cuts as it was written, also where a still later one has cut it.
+  // First what was forgotten: it holds over nothing either.
   for (const auto& [a, b] : pairs) {
     const StagedPiece& earlier = *live[a].piece;
     const StagedPiece& later = *live[b].piece;
-    if (earlier.journal != later.journal || earlier.extent == nullptr) continue;
-    if (later.extent == nullptr && later.target != earlier.target) continue;
+    if (earlier.journal != later.journal || earlier.target != later.target ||
+        earlier.extent == nullptr || later.extent != nullptr) {
+      continue;
+    }
     live[a].intact = false;
     for (const Box& cut : later.bytes.Boxes()) Subtract(live[a].boxes, cut);
+  }
+  // Then what each mount says by itself: the later record holds. Pieces are in that order, so those
+  // that cut `a` come later and are not cut yet when it is its turn.
+  for (const auto& [a, b] : pairs) {
+    const StagedPiece& earlier = *live[a].piece;
+    const StagedPiece& later = *live[b].piece;
+    if (earlier.journal != later.journal || earlier.extent == nullptr || later.extent == nullptr) {
+      continue;
+    }
+    for (const Box& cut : live[b].boxes) {
+      const bool meets = std::any_of(live[a].boxes.begin(), live[a].boxes.end(),
+                                     [&](const Box& x) { return !Intersect(x, cut).empty(); });
+      if (!meets) continue;
+      live[a].intact = false;
+      Subtract(live[a].boxes, cut);
+    }
   }
   // Then between mounts, what is left: equal bytes are needed once.
   for (const auto& [a, b] : pairs) {
