@@ -2,7 +2,6 @@
 """NumPy, ml_dtypes and safetensors on a mount."""
 
 import json
-import unittest
 
 import clients
 
@@ -76,22 +75,65 @@ class SafeTensors(clients.ClientTest):
     def test_safe_open_and_get_slice(self):
         self.save("step-1", "--shard", "cols", "--ranks", "4")
         with self.mounted(self.store / "step-1") as mnt:
-            self.check_file(mnt / "model.safetensors", set(self.tensors))
+            self.check_file(mnt / "model.safetensors", {key: key for key in self.tensors})
 
-    def check_file(self, path, keys):
+    def check_file(self, path, names):
+        """names: what a tensor is called in the file, by key."""
         with safetensors.safe_open(path, framework="numpy") as opened:
-            self.assertEqual(set(opened.keys()), keys)
-            for key in keys:
+            self.assertEqual(opened.metadata(), {"format": "pt"})
+            self.assertEqual(set(opened.keys()), set(names.values()))
+            for key, name in names.items():
                 dtype, shape, raw = self.tensors[key]
+                part = opened.get_slice(name)
+                self.assertEqual((tuple(part.get_shape()), part.get_dtype()), (tuple(shape), dtype))
                 if dtype not in harness.NUMPY:
                     continue
-                self.assertEqual(opened.get_tensor(key).tobytes(), raw, key)
-                part = opened.get_slice(key)
-                self.assertEqual(tuple(part.get_shape()), tuple(shape))
+                self.assertEqual(opened.get_tensor(name).tobytes(), raw, key)
                 if len(shape) == 2 and raw:
                     whole = np.frombuffer(raw, harness.NUMPY[dtype]).reshape(shape)
                     rows, cols = shape[0] // 3, shape[1] // 2
                     self.assertEqual(part[rows:, 1:cols].tobytes(), whole[rows:, 1:cols].tobytes(), key)
+
+    def check_model(self, folder, names):
+        """A folder as transformers reads it: by its index, each tensor from the file that the index says."""
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        by_part = {}
+        for key, name in names.items():
+            by_part.setdefault(index["weight_map"].pop(name), {})[key] = name
+        self.assertEqual(index["weight_map"], {})
+        self.assertEqual(index["metadata"], {"total_size": sum(len(self.tensors[key][2]) for key in names)})
+        self.assertEqual({p.name for p in folder.iterdir()}, {*by_part, "model.safetensors.index.json"})
+        for part, of_part in by_part.items():
+            self.check_file(folder / part, of_part)
+        return sorted(by_part)
+
+    def test_hf_in_one_file(self):
+        self.save("step-1", "--shard", "cols", "--ranks", "4")
+        with self.mounted(self.store / "step-1") as mnt:
+            self.assertEqual([p.name for p in (mnt / "hf").iterdir()], ["model.safetensors"])
+            self.check_file(mnt / "hf" / "model.safetensors", {key: key for key in self.tensors})
+
+    def test_hf_in_parts(self):
+        self.save("step-1", "--shard", "cols", "--ranks", "4")
+        with self.mounted(self.store, "--hf-part-size", "32KiB") as mnt:
+            parts = self.check_model(mnt / "step-1" / "hf", {key: key for key in self.tensors})
+            self.assertEqual(parts, [f"model-{n:05}-of-00003.safetensors" for n in (1, 2, 3)])
+
+    def test_hf_by_rules(self):
+        self.save("step-1", "--shard", "cols", "--ranks", "4")
+        (self.dir / "rules.json").write_text(json.dumps([
+            {"match": "layers.*.attn/*", "to": "model.layers.*.self_attn.*.weight"},
+            {"key": "big", "to": "lm_head.weight"}, {"match": "w", "to": "w"}, {"drop": "*"}]))
+        names = {"layers.0.attn/qkv": "model.layers.0.self_attn.qkv.weight", "big": "lm_head.weight", "w": "w"}
+        with self.mounted(self.store, "--hf-rules", "rules.json", "--hf-part-size", "1MB") as mnt:
+            self.assertEqual(len(self.check_model(mnt / "latest" / "hf", names)), 2)
+            self.assertEqual((mnt / "latest" / "tensors" / "w").read_bytes(), self.tensors["w"][2])
+        (self.dir / "rules.json").write_text('[{"key": "big", "to": "w"}]')
+        (self.dir / "MNT").mkdir(exist_ok=True)
+        refused = self.run_tool("mount", self.store, self.dir / "MNT", "--hf-rules", "rules.json", expect=2)
+        self.assertIn("big and w would both be called w", refused.stderr)
+        refused = self.run_tool("mount", self.store, self.dir / "MNT", "--hf-part-size", "5 apples", expect=2)
+        self.assertIn("5 apples", refused.stderr)
 
 
 if __name__ == "__main__":
