@@ -2,6 +2,8 @@
 #include "fs/views/zarr_view.h"
 
 #include <cerrno>
+#include <chrono>
+#include <cstdio>
 #include <map>
 #include <set>
 
@@ -9,6 +11,8 @@
 
 #include "fs/views/zarr_metadata.h"
 #include "tests/fs/shown_fixture.h"
+#include "tests/support/random.h"
+#include "tests/support/synthetic_staging.h"
 
 namespace tensormount::fs {
 namespace {
@@ -32,6 +36,8 @@ TinySpec ZarrSpec() {
       {.key = "a/f4", .dtype = DType::kF4, .shape = {4, 6}, .seed = 10},
       {.key = "zarr.json", .dtype = DType::kU8, .shape = {3}, .seed = 11},
       {.key = "zarr.json/x", .dtype = DType::kU8, .shape = {3}, .seed = 12},
+      // Between keys of one "%+" folder stands one that is not in it.
+      {.key = "d/" + long_part.substr(0, 240) + "-x", .shape = {2}, .seed = 16},
       {.key = "d/" + long_part, .dtype = DType::kU8, .shape = {3, 2}, .seed = 13},
       {.key = "d/" + long_part.substr(0, 240) + "/in",
        .dtype = DType::kU8,
@@ -271,6 +277,56 @@ TEST_F(ZarrTest, TimesAndAttributes) {
   EXPECT_EQ(attributes.at("dtype"), "bf16");
   EXPECT_EQ(attributes.at("shape"), "[6, 3]");
   EXPECT_EQ(attributes.at("box"), "[0:6, 9:10]");
+}
+
+// With TENSORMOUNT_TEST_SCALE=100 the 100,000 tensors of a million chunks.
+TEST(ZarrScaleTest, MetadataOfManyTensorsIsMadeQuickly) {
+  const auto seconds_since = [](std::chrono::steady_clock::time_point start) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  TempDir dir;
+  const SyntheticSpec spec{.tensors = TestScale(1000), .chunks_per_tensor = 10, .writers = 4};
+  const Store store = Store::OpenOrCreate(HostFileSystem(), dir.Join("store")).value();
+  const Staging staging = store.Begin("step-1", IfExists::kFail).value();
+  ASSERT_OK(WriteSyntheticStaging(HostFileSystem(), staging, spec));
+  ASSERT_OK(store.Publish(staging, Content(), {.now = 5000}));
+  ASSERT_OK_AND_ASSIGN(const auto opened,
+                       OpenedCheckpoint::Open(HostFileSystem(), dir.Join("store/step-1"), {}));
+  const CheckpointIndex& index = opened->index();
+  const auto tensors = MakeShownTensors(index, nullptr).value();
+  const KeyTree tree(*tensors);
+  const auto layers = LayerFiles::Make(index, nullptr).value();
+  const auto objects = ShownObjects::Make(index, nullptr).value();
+  const ShownCheckpoint shown{*opened, *tensors, tree, *layers, *objects};
+  const ZarrView view(shown);
+  auto start = std::chrono::steady_clock::now();
+  ASSERT_OK_AND_ASSIGN(const ViewNode json, WalkView(view, "zarr.json"));
+  std::printf("%d tensors: zarr.json of %llu bytes sized in %.3f s", spec.tensors,
+              static_cast<unsigned long long>(json.size), seconds_since(start));
+  start = std::chrono::steady_clock::now();
+  std::uint64_t arrays = 0;
+  std::vector<std::uint64_t> folders;
+  ASSERT_OK(view.List(View::kRoot, 1, [&](const ViewChild& child, std::uint64_t) {
+    if (child.node.folder) folders.push_back(child.node.item);
+    ++arrays;
+    return true;
+  }));
+  std::printf(", %llu names listed in %.3f s", static_cast<unsigned long long>(arrays),
+              seconds_since(start));
+  start = std::chrono::steady_clock::now();
+  std::uint64_t files = 0;
+  for (const std::uint64_t folder : folders) {
+    ASSERT_OK(view.List(folder, 0, [&](const ViewChild&, std::uint64_t) {
+      ++files;
+      return true;
+    }));
+  }
+  std::printf(", %llu below in %.3f s\n", static_cast<unsigned long long>(files),
+              seconds_since(start));
+  ASSERT_OK_AND_ASSIGN(const std::string text, ReadView(shown, view, "zarr.json"));
+  EXPECT_EQ(Json::parse(text)["consolidated_metadata"]["metadata"].size(),
+            static_cast<std::size_t>(spec.tensors));
+  EXPECT_EQ(files, static_cast<std::uint64_t>(spec.tensors) * 11);
 }
 
 TEST(ZarrEmptyTest, ACheckpointWithoutTensors) {
