@@ -98,7 +98,7 @@ Status CheckpointView::MakeViews() {
   views_.push_back(MakeNpyView(shown));
   views_.push_back(std::make_unique<SlicesView>(shown));
   views_.push_back(std::make_unique<ZarrView>(shown));
-  views_.push_back(MakeSafetensorsView(shown));
+  views_.push_back(MakeSafetensorsView(fs_, shown));
   views_.push_back(std::move(hf));
   views_.push_back(MakeExtentsView(shown));
   if (views_.size() < kMaxViews) return {};
@@ -199,13 +199,19 @@ Status CheckpointView::List(const Node& folder, std::uint64_t cookie, const Visi
 Result<std::shared_ptr<const VirtualFile>> CheckpointView::OpenFile(const Node& node) const {
   if (IsTop(node)) return Status::FromErrno(EISDIR, "open", options_.name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const View* const view, ViewOf(node));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileContent content, view->Open(node.item));
+  return Serve(std::move(content), view->PathOf(node.item), node);
+}
+
+std::shared_ptr<const VirtualFile> CheckpointView::Serve(FileContent content,
+                                                         const std::string& path,
+                                                         const Node& node) const {
   std::shared_ptr<VirtualFile> file(new VirtualFile);
-  TENSORMOUNT_ASSIGN_OR_RETURN(file->content_, view->Open(node.item));
+  file->content_ = std::move(content);
   file->view_ = shared_from_this();
   file->node_ = node;
-  file->label_ = view->PathOf(node.item);
-  if (!options_.name.empty()) file->label_ = options_.name + "/" + file->label_;
-  return std::shared_ptr<const VirtualFile>(std::move(file));
+  file->label_ = options_.name.empty() ? path : options_.name + "/" + path;
+  return file;
 }
 
 Result<std::map<std::string, std::string>> CheckpointView::Xattrs(const Node& node) const {

@@ -14,14 +14,17 @@ using Segment = FileContent::Segment;
 
 class SafetensorsView : public FileView {
  public:
-  explicit SafetensorsView(const ShownCheckpoint& shown)
-      : FileView("model.safetensors", shown.opened.index().info().json_mtime), shown_(shown) {}
+  SafetensorsView(FileSystem& fs, const ShownCheckpoint& shown)
+      : FileView("model.safetensors", shown.opened.index().info().json_mtime),
+        fs_(fs),
+        shown_(shown) {}
 
  private:
   struct Layout {
     std::shared_ptr<const std::vector<Segment>> segments;
-    // Held only where keys are mapped; otherwise it is read from the index.
+    // Held only where keys are mapped; otherwise it is read from the index, or from the source.
     std::shared_ptr<const std::string> header;
+    bool is_source = false;  // A foreign file as it is.
   };
 
   Result<std::uint64_t> Size() const override {
@@ -32,8 +35,11 @@ class SafetensorsView : public FileView {
   Result<FileContent> Content() const override {
     TENSORMOUNT_ASSIGN_OR_RETURN(Layout layout, LaidOut());
     if (!layout.header) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(std::string header, shown_.opened.index().SafetensorsHeader());
-      if (header.size() != layout.segments->front().length) {
+      const std::uint64_t length = layout.segments->front().length;
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          std::string header,
+          layout.is_source ? SourceBytes(length) : shown_.opened.index().SafetensorsHeader());
+      if (header.size() != length) {
         return Status(Code::kDataLoss, "model.safetensors: the header has another length");
       }
       layout.header = std::make_shared<const std::string>(std::move(header));
@@ -45,20 +51,74 @@ class SafetensorsView : public FileView {
     const std::lock_guard lock(mutex_);
     if (layout_.segments) return layout_;
     std::vector<Segment> segments;
-    std::shared_ptr<const std::string> header;
-    TENSORMOUNT_RETURN_IF_ERROR(shown_.tensors.has_own_keys() ? LayOutOwn(segments)
-                                                              : LayOutRenamed(segments, header));
+    Layout made;
+    if (!shown_.tensors.has_own_keys()) {
+      TENSORMOUNT_RETURN_IF_ERROR(LayOutRenamed(segments, made.header));
+    } else {
+      if (shown_.opened.commit() == nullptr) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(made.is_source, LayOutSource(segments));
+      }
+      if (!made.is_source) TENSORMOUNT_RETURN_IF_ERROR(LayOutOwn(segments));
+    }
+    if (!SideBySide(segments)) {
+      return Status(Code::kDataLoss, "index: tensors of model.safetensors overlap or leave a gap");
+    }
+    made.segments = std::make_shared<const std::vector<Segment>>(std::move(segments));
+    layout_ = std::move(made);
+    return layout_;
+  }
+
+  // Sorts them.
+  static bool SideBySide(std::vector<Segment>& segments) {
     std::sort(segments.begin(), segments.end(),
               [](const Segment& a, const Segment& b) { return a.begin < b.begin; });
     for (std::size_t i = 1; i < segments.size(); ++i) {
-      if (segments[i].begin != segments[i - 1].begin + segments[i - 1].length) {
-        return Status(Code::kDataLoss,
-                      "index: tensors of model.safetensors overlap or leave a gap");
-      }
+      if (segments[i].begin != segments[i - 1].begin + segments[i - 1].length) return false;
     }
-    layout_ = {std::make_shared<const std::vector<Segment>>(std::move(segments)),
-               std::move(header)};
-    return layout_;
+    return true;
+  }
+
+  // The first bytes of the foreign file.
+  Result<std::string> SourceBytes(std::uint64_t size) const {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file,
+                                 fs_.OpenRead(shown_.opened.FilePath(0)));
+    std::string bytes(static_cast<std::size_t>(size), '\0');
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n, file->ReadAt(0, bytes.data(), bytes.size()));
+    bytes.resize(n);
+    return bytes;
+  }
+
+  // Tensors where they stand in the foreign file. False, and nothing laid out, where it is not
+  // wholly a header and these.
+  Result<bool> LayOutSource(std::vector<Segment>& segments) const {
+    const CheckpointIndex& index = shown_.opened.index();
+    if (index.files().size() != 1) return false;
+    const std::uint64_t size = index.files()[0].length;
+    std::uint64_t first = size;
+    std::vector<Segment> found;
+    Status inner;
+    TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& tensor) {
+      if (tensor.meta.bytes() == 0) return true;
+      const Result<std::shared_ptr<const ExtentTable>> table = index.Extents(tensor.ordinal);
+      inner = table.status();
+      if (!inner.ok()) return false;
+      const Result<ChunkRecord> chunk = table.value()->At(0);
+      inner = chunk.status();
+      if (!inner.ok()) return false;
+      found.push_back({.kind = Segment::Kind::kTensor,
+                       .ordinal = tensor.ordinal,
+                       .begin = chunk.value().offset,
+                       .length = tensor.meta.bytes()});
+      first = std::min(first, chunk.value().offset);
+      return true;
+    }));
+    TENSORMOUNT_RETURN_IF_ERROR(inner);
+    // What is before the data is the header, which was read when the source was opened.
+    if (first == 0) return false;
+    found.push_back({.kind = Segment::Kind::kLiteral, .length = first});
+    if (!SideBySide(found) || found.back().begin + found.back().length != size) return false;
+    segments = std::move(found);
+    return true;
   }
 
   static Status None() { return Status(Code::kNotFound, "no model.safetensors here"); }
@@ -105,6 +165,7 @@ class SafetensorsView : public FileView {
     return {};
   }
 
+  FileSystem& fs_;
   const ShownCheckpoint& shown_;
   mutable std::mutex mutex_;
   mutable Layout layout_;
@@ -112,8 +173,8 @@ class SafetensorsView : public FileView {
 
 }  // namespace
 
-std::unique_ptr<const View> MakeSafetensorsView(const ShownCheckpoint& shown) {
-  return std::make_unique<SafetensorsView>(shown);
+std::unique_ptr<const View> MakeSafetensorsView(FileSystem& fs, const ShownCheckpoint& shown) {
+  return std::make_unique<SafetensorsView>(fs, shown);
 }
 
 }  // namespace tensormount::fs

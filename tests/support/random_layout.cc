@@ -201,8 +201,28 @@ ShardMemory MakeShardMemory(Random& random, const RandomTensor& tensor, const Re
   return shard;
 }
 
+namespace {
+
+// Cells of bits, which fill bytes from their low end.
+std::string OracleBits(const RandomTensor& tensor, const Region& region) {
+  const std::size_t bits = InfoOf(tensor.dtype).bits;
+  std::string bytes((static_cast<std::size_t>(region.volume()) * bits + 7) / 8, '\0');
+  ForEachCell(tensor.shape, region, [&](std::int64_t position, std::int64_t element) {
+    for (std::size_t i = 0; i < bits; ++i) {
+      const std::size_t from = static_cast<std::size_t>(element) * bits + i;
+      const std::size_t to = static_cast<std::size_t>(position) * bits + i;
+      const int bit = (static_cast<unsigned char>(tensor.bytes[from / 8]) >> (from % 8)) & 1;
+      bytes[to / 8] = static_cast<char>(bytes[to / 8] | (bit << (to % 8)));
+    }
+  });
+  return bytes;
+}
+
+}  // namespace
+
 std::string OracleBytes(const RandomTensor& tensor, const Region& region) {
   const std::size_t size = tensor.element_bytes();
+  if (size == 0) return OracleBits(tensor, region);
   std::string bytes(static_cast<std::size_t>(region.volume()) * size, '\0');
   ForEachCell(tensor.shape, region, [&](std::int64_t position, std::int64_t element) {
     std::memcpy(bytes.data() + static_cast<std::size_t>(position) * size,

@@ -21,7 +21,7 @@ namespace tensormount {
 
 struct RandomTensor {
   std::string key;
-  DType dtype = DType::kU8;  // Of whole bytes.
+  DType dtype = DType::kU8;  // Under a byte: only for OracleBytes.
   Dims shape;
   std::string bytes;  // Row-major.
 
