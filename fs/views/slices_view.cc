@@ -2,6 +2,7 @@
 #include "fs/views/slices_view.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 
 #include "fs/views/tensor_box.h"
@@ -73,14 +74,15 @@ Result<std::shared_ptr<const SlicesView::Item>> SlicesView::Find(std::uint64_t n
 }
 
 ViewChild SlicesView::Remember(std::string_view name, Item item) const {
+  // Never used again in this process: a checkpoint may be closed and opened again, and its view
+  // made anew, while the kernel knows items of the one before.
+  static std::atomic<std::uint64_t> next_item{kRoot + 1};
   const auto made = std::make_shared<const Item>(std::move(item));
   const std::lock_guard lock(mutex_);
-  const auto [at, added] = numbers_.try_emplace(made->path, next_);
+  const auto [at, added] = numbers_.try_emplace(made->path, 0);
+  if (added) at->second = next_item.fetch_add(1);
   Remembered& remembered = items_[at->second];
-  if (added) {
-    remembered.item = made;
-    ++next_;
-  }
+  if (added) remembered.item = made;
   ++remembered.references;
   return {std::string(name), NodeOf(at->second, *made)};
 }

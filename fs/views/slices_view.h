@@ -87,7 +87,6 @@ class SlicesView : public View {
 
   const ShownCheckpoint& shown_;
   mutable std::mutex mutex_;
-  mutable std::uint64_t next_ = kRoot + 1;  // Never used again.
   mutable std::unordered_map<std::uint64_t, Remembered> items_;
   // By path; the keys are in the items. Folders and files never share one.
   mutable std::unordered_map<std::string_view, std::uint64_t> numbers_;

@@ -66,7 +66,9 @@ class View {
   }
 
   // For items that are made when somebody looks them up (slices): Lookup counts one reference,
-  // which Forget gives back. Views without such items need neither.
+  // which Forget gives back. Views without such items need neither. A view may be dropped and made
+  // anew at any time (checkpoints that nobody uses are closed): such items are never used again by
+  // any view of the process, and kStale where the view does not know them.
   virtual void Forget(std::uint64_t item, std::uint64_t references) const {
     (void)item;
     (void)references;
