@@ -24,7 +24,6 @@ constexpr std::pair<const char*, const char*> kNotBuilt[] = {
     {"export", "real files in other formats"},
     {"derive", "a new checkpoint from an old one by hard links"},
     {"adopt", "indexes a foreign checkpoint in place"},
-    {"publish", "publishes a staging that was written through a mount"},
     {"compact", "turns rank shards into tensor files"},
     {"prune", "removes old checkpoints by rule"},
 };
@@ -77,6 +76,7 @@ struct AllArgs {
   RmArgs rm;
   GcArgs gc;
   FsckArgs fsck;
+  PublishArgs publish;
   DoctorArgs doctor;
   CheckArgs check;
 };
@@ -221,6 +221,14 @@ void AddLifecycle(Program& p, AllArgs& a) {
   c->add_option("STORE", a.fsck.store)->required();
   c->add_flag("--rebuild", a.fsck.rebuild, "Repair");
   c->add_flag("--read-data", a.fsck.read_data, "Check every hash of every checkpoint too");
+
+  c = p.Command("publish", "Publishes what mounts wrote, or says what is missing",
+                "tensormount publish STORE/.staging/step-2000 --wait 60", a.publish, RunPublish);
+  c->add_option("STAGING", a.publish.staging, "STORE/.staging/NAME")->required();
+  c->add_option("--as", a.publish.as, "Name of the checkpoint; NAME where it is not given");
+  c->add_option("--wait", a.publish.wait_seconds,
+                "Seconds to wait for done marks and for open files")
+      ->check(CLI::Range(0.0, 1e9));
 }
 
 void AddNotBuilt(Program& p) {

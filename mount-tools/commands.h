@@ -116,6 +116,13 @@ struct FsckArgs {
 };
 int RunFsck(const FsckArgs& args, Terminal& terminal);
 
+struct PublishArgs {
+  std::string staging;  // STORE/.staging/NAME
+  std::string as;       // Empty: NAME.
+  double wait_seconds = 0;
+};
+int RunPublish(const PublishArgs& args, Terminal& terminal);
+
 struct CheckArgs {
   std::string spec;
   int limit = 100;

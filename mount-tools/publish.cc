@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/staging/publish.h"
+
+#include <chrono>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "index/store.h"
+#include "mount-tools/commands.h"
+#include "mount-tools/source.h"
+
+namespace tensormount::tools {
+namespace {
+
+constexpr std::size_t kProblemsShown = 20;
+
+struct StagingPath {
+  std::string store;
+  std::string name;
+};
+
+// "STORE/.staging/NAME".
+Result<StagingPath> SplitStagingPath(const std::string& path) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName outer, SplitCheckpointPath(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName inner, SplitCheckpointPath(outer.store));
+  if (inner.name != ".staging" || outer.name.empty()) {
+    return Status(Code::kInvalidArgument, path + ": not of the form STORE/.staging/NAME");
+  }
+  return StagingPath{inner.store, outer.name};
+}
+
+std::string_view HintFor(Code code) {
+  switch (code) {
+    case Code::kUnavailable:
+      return "--wait SECONDS waits for done marks";
+    case Code::kBusy:
+      return "--wait SECONDS waits until files are closed";
+    case Code::kAlreadyExists:
+      return "--as NAME publishes it under another name";
+    default:
+      return "";
+  }
+}
+
+int Failed(const Status& status, const fs::StagingReport& report, const std::string& staging,
+           Terminal& terminal) {
+  if (terminal.json) {
+    // Text from outside need not be UTF-8; the report's own text always is.
+    auto document = nlohmann::ordered_json::parse(report.ToJson(), nullptr, false);
+    document["event"] = "failed";
+    document["staging"] = staging;
+    document["code"] = std::string(CodeName(status.code()));
+    terminal.Json(document);
+    (void)terminal.Flush();  // It fails already.
+  } else if (!terminal.quiet) {
+    for (std::size_t i = 0; i < report.problems.size() && i < kProblemsShown; ++i) {
+      terminal.Line(fmt::format("{}: {}", report.problems[i].object, report.problems[i].detail));
+    }
+    if (report.problems.size() + report.more > kProblemsShown) {
+      terminal.Line(fmt::format("and {} more, in {}/report.txt",
+                                report.problems.size() + report.more - kProblemsShown, staging));
+    }
+    (void)terminal.Flush();  // It fails already.
+  }
+  return terminal.Fail(status, HintFor(status.code()));
+}
+
+}  // namespace
+
+int RunPublish(const PublishArgs& args, Terminal& terminal) {
+  const auto path = SplitStagingPath(args.staging);
+  if (!path.ok()) return terminal.Fail(path.status());
+  const auto store = Store::Open(HostFileSystem(), path.value().store);
+  if (!store.ok()) return terminal.Fail(store.status());
+  const std::string as = args.as.empty() ? path.value().name : args.as;
+  const std::chrono::milliseconds wait(static_cast<std::int64_t>(args.wait_seconds * 1000));
+  fs::StagingReport report;
+  const auto published = fs::PublishStagingWhenDone(store.value(), HostFileSystem(),
+                                                    path.value().name, as, wait, &report);
+  if (!published.ok()) return Failed(published.status(), report, args.staging, terminal);
+  const Store::Published& p = published.value();
+  const std::string checkpoint = store.value().CheckpointPath(as);
+  if (terminal.json) {
+    terminal.Json(nlohmann::ordered_json{{"event", "published"},
+                                         {"checkpoint", checkpoint},
+                                         {"uuid", p.info.uuid.ToString()},
+                                         {"generation", p.info.generation},
+                                         {"tensors", p.tensors},
+                                         {"chunks", p.chunks},
+                                         {"bytes", p.bytes},
+                                         {"mounts", report.mounts}});
+  } else if (!terminal.quiet) {
+    terminal.Line(fmt::format("published {}: {} tensors, {}, written by {} mount{}", checkpoint,
+                              p.tensors, HumanBytes(p.bytes), report.mounts,
+                              report.mounts == 1 ? "" : "s"));
+  }
+  return terminal.Flush();
+}
+
+}  // namespace tensormount::tools
