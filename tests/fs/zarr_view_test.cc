@@ -213,6 +213,11 @@ TEST_F(ZarrTest, ConsolidatedMetadataIsThatOfEveryFolder) {
     EXPECT_EQ(metadata[path], Metadata(path)) << path;
   }
   EXPECT_EQ(metadata.size(), folders);
+  // A line each: none is said twice, which the parser would not see.
+  const std::string text = Read("zarr.json").value();
+  std::size_t lines = 0;
+  for (std::size_t at = 0; (at = text.find("\n\"", at)) != std::string::npos; ++at) ++lines;
+  EXPECT_EQ(lines, folders);
 }
 
 TEST_F(ZarrTest, MetadataSaysWhatAZarrLibraryNeeds) {
