@@ -22,12 +22,18 @@ struct StagingPath {
 
 // "STORE/.staging/NAME".
 Result<StagingPath> SplitStagingPath(const std::string& path) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName outer, SplitCheckpointPath(path));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName inner, SplitCheckpointPath(outer.store));
-  if (inner.name != ".staging" || outer.name.empty()) {
+  constexpr std::string_view kFolder = ".staging/";
+  const std::size_t end = path.find_last_not_of('/') + 1;
+  const std::size_t name = path.substr(0, end).rfind('/') + 1;  // 0 where there is none.
+  const std::string_view before = std::string_view(path).substr(0, name);
+  if (name == end || !before.ends_with(kFolder)) {
     return Status(Code::kInvalidArgument, path + ": not of the form STORE/.staging/NAME");
   }
-  return StagingPath{inner.store, outer.name};
+  const std::string_view store = before.substr(0, before.size() - kFolder.size());
+  if (!store.empty() && store.back() != '/') {
+    return Status(Code::kInvalidArgument, path + ": not of the form STORE/.staging/NAME");
+  }
+  return StagingPath{store.empty() ? "." : std::string(store), path.substr(name, end - name)};
 }
 
 std::string_view HintFor(Code code) {
