@@ -90,7 +90,6 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
 Status CheckpointView::MakeViews() {
   const ShownCheckpoint& shown = *shown_;
   TENSORMOUNT_ASSIGN_OR_RETURN(auto common_json, MakeCommonJsonView(shown));
-  TENSORMOUNT_ASSIGN_OR_RETURN(auto hf, HfView::Make(shown, options_.hf));
   views_.push_back(MakeTensorsView(shown));
   views_.push_back(MakeObjectsView(shown));
   views_.push_back(std::move(common_json));
@@ -99,6 +98,7 @@ Status CheckpointView::MakeViews() {
   views_.push_back(std::make_unique<SlicesView>(shown));
   views_.push_back(std::make_unique<ZarrView>(shown));
   views_.push_back(MakeSafetensorsView(fs_, shown));
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto hf, HfView::Make(shown, *views_.back(), options_.hf));
   views_.push_back(std::move(hf));
   views_.push_back(MakeExtentsView(shown));
   if (views_.size() < kMaxViews) return {};

@@ -102,9 +102,16 @@ Status HfLayout::CheckRules(const ShownCheckpoint& shown, const HfOptions& optio
 }
 
 Result<std::unique_ptr<const HfLayout>> HfLayout::Make(const ShownCheckpoint& shown,
-                                                       const HfOptions& options) {
+                                                       const HfOptions& options,
+                                                       std::uint64_t whole_bytes) {
   std::unique_ptr<HfLayout> layout(new HfLayout(shown, options));
   TENSORMOUNT_RETURN_IF_ERROR(layout->Divide());
+  Part& first = layout->parts_[0];
+  if (layout->parts_.size() == 1 && !options.rules && whole_bytes > first.data_bytes) {
+    layout->is_whole_ = true;
+    first.header_bytes = whole_bytes - first.data_bytes;
+    return std::unique_ptr<const HfLayout>(std::move(layout));
+  }
   // What the header is, and so how long, is known only when it was made.
   for (std::size_t i = 0; i < layout->parts_.size(); ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const File file, layout->Build(i));

@@ -42,14 +42,18 @@ class HfLayout {
   // Whether the rules fit: kInvalidArgument where two tensors would get one name, or one a name
   // that no key may have. Costs one scan of the keys.
   static Status CheckRules(const ShownCheckpoint& shown, const HfOptions& options);
-  // Reads every tensor's entry once. `shown` must outlive the layout.
+  // Reads every tensor's entry once or twice. `shown` must outlive the layout. `whole_bytes` are
+  // those of model.safetensors, the file of all tensors beside hf/; 0: there is none.
   static Result<std::unique_ptr<const HfLayout>> Make(const ShownCheckpoint& shown,
-                                                      const HfOptions& options);
+                                                      const HfOptions& options,
+                                                      std::uint64_t whole_bytes);
 
   // At least one: without tensors it is a file with an empty header.
   const std::vector<Part>& parts() const { return parts_; }
   // "model-00002-of-00003.safetensors", or "model.safetensors" where there is only one.
   std::string NameOf(std::size_t part) const;
+  // Whether the only part is the file beside hf/, which then need not be laid out again.
+  bool is_whole() const { return is_whole_; }
   // Lays a part out; nothing is kept.
   Result<File> Build(std::size_t part) const;
 
@@ -71,6 +75,7 @@ class HfLayout {
   ShownCheckpoint shown_;
   HfOptions options_;
   std::vector<Part> parts_;
+  bool is_whole_ = false;
   std::uint64_t total_bytes_ = 0;  // Of all tensors that are held.
   std::uint32_t left_out_ = 0;     // Tensors that the format cannot hold.
   // Of the first tensor that is held, and that is left out: no comma before them.

@@ -28,10 +28,10 @@ Status Stale() { return Status(Code::kStale, "hf/ has no such node"); }
 
 }  // namespace
 
-Result<std::unique_ptr<const View>> HfView::Make(const ShownCheckpoint& shown,
+Result<std::unique_ptr<const View>> HfView::Make(const ShownCheckpoint& shown, const View& whole,
                                                  const HfOptions& options) {
   TENSORMOUNT_RETURN_IF_ERROR(HfLayout::CheckRules(shown, options));
-  std::unique_ptr<HfView> view(new HfView(shown, options));
+  std::unique_ptr<HfView> view(new HfView(shown, whole, options));
   view->FindCarried();
   return std::unique_ptr<const View>(std::move(view));
 }
@@ -60,7 +60,10 @@ void HfView::FindCarried() {
 Result<std::shared_ptr<const HfLayout>> HfView::Layout() const {
   const std::lock_guard lock(mutex_);
   if (!layout_) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(layout_, HfLayout::Make(shown_, options_));
+    const Result<ViewNode> whole = whole_.Stat(kRoot);
+    if (!whole.ok() && whole.status().code() != Code::kNotFound) return whole.status();
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        layout_, HfLayout::Make(shown_, options_, whole.ok() ? whole.value().size : 0));
   }
   return layout_;
 }
@@ -196,6 +199,7 @@ Result<FileContent> HfView::Open(std::uint64_t item) const {
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, Layout());
   if (item < first_part() || item - first_part() >= layout->parts().size()) return Stale();
+  if (layout->is_whole()) return whole_.Open(kRoot);
   TENSORMOUNT_ASSIGN_OR_RETURN(const HfLayout::File file, PartFile(*layout, item - first_part()));
   return FileContent::Shared(file.segments, file.header);
 }

@@ -23,8 +23,10 @@ namespace tensormount::fs {
 // are objects with these names. Laid out when somebody first looks into it.
 class HfView : public View {
  public:
-  // kInvalidArgument where the rules do not fit the shown keys (HfLayout::CheckRules).
-  static Result<std::unique_ptr<const View>> Make(const ShownCheckpoint& shown,
+  // kInvalidArgument where the rules do not fit the shown keys (HfLayout::CheckRules). `whole` is
+  // the view model.safetensors, which hf/ shows again where it is what hf/ would have; it must
+  // outlive this.
+  static Result<std::unique_ptr<const View>> Make(const ShownCheckpoint& shown, const View& whole,
                                                   const HfOptions& options);
 
   std::string_view name() const override { return "hf"; }
@@ -51,8 +53,8 @@ class HfView : public View {
   // Of laid out parts that are kept though nobody has them open.
   static constexpr std::uint64_t kKeptBytes = 12 << 20;
 
-  HfView(const ShownCheckpoint& shown, const HfOptions& options)
-      : shown_(shown), options_(options) {}
+  HfView(const ShownCheckpoint& shown, const View& whole, const HfOptions& options)
+      : shown_(shown), whole_(whole), options_(options) {}
   void FindCarried();
   std::uint64_t first_part() const { return kFirstCarried + carried_.size(); }
   Result<std::shared_ptr<const HfLayout>> Layout() const;
@@ -62,6 +64,7 @@ class HfView : public View {
   Result<std::string> NameOf(std::uint64_t item) const;
 
   ShownCheckpoint shown_;
+  const View& whole_;
   HfOptions options_;
   std::vector<Carried> carried_;  // By name.
 

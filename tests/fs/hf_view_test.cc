@@ -281,6 +281,16 @@ TEST_F(HfTest, ManyPartsStayRightWhileFewAreKept) {
     ReadPart(name, spec, found);
   }
   EXPECT_TRUE(found == BytesOf(spec));
+  // The index is made in pieces.
+  const nlohmann::json index = Index();
+  EXPECT_EQ(index["weight_map"].size(), spec.tensors.size());
+  std::map<std::string, int> in_part;
+  for (const auto& [key, part] : index["weight_map"].items()) ++in_part[part];
+  EXPECT_EQ(in_part.size(), names.size() - 1);
+  for (const auto& [part, tensors] : in_part) EXPECT_LE(tensors, 2) << part;
+  std::map<std::string, std::string> last;
+  ReadPart(index["weight_map"][spec.tensors.back().key], spec, last);
+  EXPECT_EQ(last.count(spec.tensors.back().key), 1u);
 }
 
 }  // namespace
