@@ -35,8 +35,10 @@ void OpLookup(fuse_req_t req, fuse_ino_t parent, const char* name) {
             reference = std::make_shared<NodeReference>(vfs, entry.value().id);
             param = ParamOf(entry.value());
           } else if (entry.status().code() == Code::kNotFound) {
-            // "Not there" is worth remembering where names come and go rarely.
-            param.entry_timeout = IsStaged(parent) ? 0 : Vfs::kRootSeconds;
+            // "Not there" is worth remembering below checkpoints. In the root it would let `latest`
+            // lead to a name that the kernel still takes for absent.
+            const bool comes = IsStaged(parent) || parent == kRootId;
+            param.entry_timeout = comes ? 0 : Vfs::kRootSeconds;
           } else {
             return entry.status();
           }
@@ -293,12 +295,15 @@ void OpListxattr(fuse_req_t req, fuse_ino_t node, std::size_t size) {
   });
 }
 
-void OpStatfs(fuse_req_t req, fuse_ino_t) {
-  struct statvfs st {};
-  st.f_bsize = st.f_frsize = kPageBytes;
-  st.f_namemax = 255;
-  BridgeOf(req).vfs.stats().Count(Op::kStatfs, {}, false);
-  fuse_reply_statfs(req, &st);
+// What is true of where the source lies, and the longest name there can be here.
+void OpStatfs(fuse_req_t req, fuse_ino_t node) {
+  SourceSpace& space = *BridgeOf(req).space;
+  Serve(req, Op::kStatfs, node, !space.Fresh(), [&space]() -> Result<Reply> {
+    TENSORMOUNT_ASSIGN_OR_RETURN(struct statvfs st, space.Get());
+    if (st.f_bsize == 0) st.f_bsize = st.f_frsize = kPageBytes;
+    st.f_namemax = 255;
+    return Reply([st](fuse_req_t r) { fuse_reply_statfs(r, &st); });
+  });
 }
 
 void OpForget(fuse_req_t req, fuse_ino_t node, std::uint64_t references) {

@@ -143,6 +143,17 @@ Status StagedCheckpoint::WithdrawSchema() {
   }
   TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(folder));
   TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(staging_.directory));
+  // What this mount wrote to tensors goes with their names.
+  std::vector<std::shared_ptr<StagingWriter::Target>> targets;
+  {
+    const std::lock_guard paths(mutex_);
+    for (const auto& [name, known] : targets_) targets.push_back(known.target);
+    slice_paths_.clear();
+  }
+  for (const auto& target : targets) {
+    if (target->written_bytes() == 0) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(target->Forget(0, target->size()));
+  }
   Touch();
   return ReadSchema();
 }

@@ -69,7 +69,8 @@ class StagedCheckpoint {
   // `fresh`: looks whether another mount has added to it.
   Result<std::shared_ptr<const SchemaView>> Schema(bool fresh = false);
   Status ExtendSchema(const StagingSchema& edit);
-  // rm of schema.json: takes back what all mounts said, and allows that the staging is removed.
+  // rm of schema.json: takes back what all mounts said and what this one wrote to tensors, and
+  // allows that the staging is removed.
   Status WithdrawSchema();
 
   // A file is open for writing (or writes again after it was flushed): takes the lease that keeps

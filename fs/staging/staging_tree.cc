@@ -25,15 +25,13 @@ struct FixedName {
   std::string_view name;
   Place place;
 };
+// In the order in which they are listed, and so removed by `rm -r`: without schema.json the others
+// are empty.
 constexpr FixedName kFixedNames[] = {
-    {"schema.json", Place::kSchema},
-    {"common.json", Place::kCommon},
-    {"report.json", Place::kReportJson},
-    {"report.txt", Place::kReportText},
-    {"done", Place::kDone},
-    {"tensors", Place::kTensors},
-    {"slices", Place::kSlices},
-    {"objects", Place::kObjects},
+    {"slices", Place::kSlices},          {"tensors", Place::kTensors},
+    {"objects", Place::kObjects},        {"done", Place::kDone},
+    {"report.json", Place::kReportJson}, {"report.txt", Place::kReportText},
+    {"common.json", Place::kCommon},     {"schema.json", Place::kSchema},
 };
 
 std::string IndexName(const Dims& index) {

@@ -128,11 +128,11 @@ TEST_F(StagingTreeTest, SchemaMakesTheTree) {
   ASSERT_OK(tree_->MakeDirectory(StagingTree::kRoot, "s"));
   EXPECT_EQ(tree_->MakeDirectory(StagingTree::kRoot, "s").status().ToErrno(), EEXIST);
   EXPECT_EQ(tree_->MakeDirectory(StagingTree::kRoot, "latest").status().ToErrno(), EPERM);
-  EXPECT_EQ(Names("s"), (std::vector<std::string>{"done", "tensors", "slices", "objects"}));
+  EXPECT_EQ(Names("s"), (std::vector<std::string>{"slices", "tensors", "objects", "done"}));
   EXPECT_EQ(OpenAt("s/tensors/w").status().ToErrno(), ENOENT);
   EXPECT_NE(stats_.ErrorsJson().find("schema.json"), std::string::npos);
   ASSERT_OK(Put("s/schema.json", kSchema));
-  EXPECT_EQ(Names("s").front(), "schema.json");
+  EXPECT_EQ(Names("s").back(), "schema.json");
   EXPECT_EQ(Names("s/tensors"), (std::vector<std::string>{"layers", "w"}));
   EXPECT_EQ(Names("s/tensors/layers"), std::vector<std::string>{"0"});
   ASSERT_OK_AND_ASSIGN(const auto w, At("s/tensors/w"));
