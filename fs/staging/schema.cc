@@ -5,8 +5,8 @@
 #include <chrono>
 #include <cstddef>
 #include <limits>
-#include <set>
 #include <thread>
+#include <unordered_set>
 #include <utility>
 
 #include <fmt/format.h>
@@ -25,39 +25,54 @@ constexpr std::string_view kPlacements[] = {"auto", "tensor-file", "rank-shard"}
 
 Status Bad(std::string message) { return Status(Code::kInvalidArgument, std::move(message)); }
 
-// The text as a tree. nlohmann would keep the last of two members with one name, silently.
-Result<Json> ParseStrictly(std::string_view text) {
-  std::vector<std::set<std::string>> open;  // Names so far of each object around the reader.
-  std::string twice;
-  std::string too_deep;
-  const auto look = [&](int depth, Json::parse_event_t event, Json& parsed) {
-    if (depth > kMaxCommonDepth && too_deep.empty()) too_deep = "nested too deeply";
-    switch (event) {
-      case Json::parse_event_t::object_start:
-        open.emplace_back();
-        break;
-      case Json::parse_event_t::object_end:
-        if (!open.empty()) open.pop_back();
-        break;
-      case Json::parse_event_t::key:
-        if (!open.empty() && !open.back().insert(parsed.get<std::string>()).second &&
-            twice.empty()) {
-          twice = parsed.get<std::string>();
-        }
-        break;
-      default:
-        break;
-    }
-    return too_deep.empty();
-  };
-  try {
-    Json json = Json::parse(text, look);
-    if (!too_deep.empty()) return Bad(too_deep);
-    if (!twice.empty()) return Bad("\"" + twice + "\" is there twice");
-    return json;
-  } catch (const std::exception& e) {
-    return Bad(std::string("not JSON: ") + e.what());
+// Looks at a text without building anything: the tree that nlohmann makes keeps the last of two
+// members with one name, silently. (Its parser with a callback would tell, but takes quadratic time
+// for an object of many objects.)
+class Checker : public Json::json_sax_t {
+ public:
+  const std::string& problem() const { return problem_; }
+
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool string(string_t&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+  bool start_object(std::size_t) override { return Open(); }
+  bool key(string_t& name) override {
+    if (open_.back().insert(name).second) return true;
+    return Fail("\"" + name + "\" is there twice");
   }
+  bool end_object() override { return Close(); }
+  bool start_array(std::size_t) override { return Open(); }
+  bool end_array() override { return Close(); }
+  bool parse_error(std::size_t, const std::string&, const Json::exception& e) override {
+    return Fail(std::string("not JSON: ") + e.what());
+  }
+
+ private:
+  bool Open() {
+    open_.emplace_back();
+    return open_.size() <= static_cast<std::size_t>(kMaxCommonDepth) || Fail("nested too deeply");
+  }
+  bool Close() {
+    open_.pop_back();
+    return true;
+  }
+  bool Fail(std::string problem) {
+    problem_ = std::move(problem);
+    return false;
+  }
+
+  std::vector<std::unordered_set<std::string>> open_;  // Names so far of what is around.
+  std::string problem_;
+};
+
+Result<Json> ParseStrictly(std::string_view text) {
+  Checker checker;
+  if (!Json::sax_parse(text, &checker)) return Bad(checker.problem());
+  return Json::parse(text, nullptr, false);
 }
 
 Result<Dims> ParseDims(const Json& json, const std::string& at) {
