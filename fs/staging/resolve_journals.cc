@@ -2,6 +2,7 @@
 #include "fs/staging/resolve_journals.h"
 
 #include <algorithm>
+#include <iterator>
 #include <set>
 #include <unordered_map>
 
@@ -285,6 +286,13 @@ class Sorter {
         }
         const auto span = object.index.span();
         objects_[{object.key, {span.begin(), span.end()}}] = there ? &object : nullptr;
+        if (!there) {
+          const std::string removed = ObjectText(object.key, object.index);
+          const auto [from, to] = condemned_.equal_range(kNoFile);
+          for (auto it = from; it != to;) {
+            it = it->second->file_name == removed ? condemned_.erase(it) : std::next(it);
+          }
+        }
         return Status();
       }
       case Kind::kCondemn:

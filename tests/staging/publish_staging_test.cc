@@ -214,6 +214,10 @@ TEST_F(PublishStagingTest, CondemnedUntilItIsWrittenAnew) {
   const std::uint32_t target = b.Whole(w);
   b.Write(target, 0, std::string(32, 'x'));
   b.Condemn(target, "tensors/w", "fsync failed");
+  b.Object("rng", {}, "old");
+  b.Condemn(kNoFile, "object rng", "fsync failed");
+  b.RemoveObject("rng", {});
+  b.Object("rng", {}, "new");
   b.Forget(target, 0, 32);
   b.Write(target, 0, bytes_);
   ASSERT_OK(b.Flush());
