@@ -199,22 +199,21 @@ Result<ShownTensor> TensorFilesView::TensorAt(const KeyPlace& key) const {
   return tensor;
 }
 
-Result<std::uint64_t> TensorFilesView::SizeOf(const ShownTensor& tensor) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileContent content, ContentOf(tensor));
-  return content.size();
-}
-
 Result<KeyedView::FileFacts> TensorFilesView::FactsOf(const KeyPlace& key,
                                                       const TensorEntry* entry) const {
+  if (entry != nullptr) {
+    const std::optional<std::uint64_t> known = KnownSize(entry->meta);
+    if (known) return FileFacts{.size = *known, .mtime = MtimeOfFile(*entry)};
+  }
   ShownTensor tensor;
-  if (entry != nullptr && !key.hidden) {
+  if (entry != nullptr) {
     tensor.shown = *entry;
     tensor.source = *entry;
   } else {
     TENSORMOUNT_ASSIGN_OR_RETURN(tensor, TensorAt(key));
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t size, SizeOf(tensor));
-  return FileFacts{.size = size, .mtime = MtimeOfFile(tensor.shown)};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileContent content, ContentOf(tensor));
+  return FileFacts{.size = content.size(), .mtime = MtimeOfFile(tensor.shown)};
 }
 
 Result<std::int64_t> TensorFilesView::MtimeOf(const KeyPlace& key) const {

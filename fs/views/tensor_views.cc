@@ -20,8 +20,8 @@ class TensorsView : public TensorFilesView {
     content.AddTensor(tensor.source, tensor.skip, tensor.shown.meta.bytes());
     return content;
   }
-  Result<std::uint64_t> SizeOf(const ShownTensor& tensor) const override {
-    return tensor.shown.meta.bytes();
+  std::optional<std::uint64_t> KnownSize(const TensorMeta& shown) const override {
+    return shown.bytes();
   }
 };
 
