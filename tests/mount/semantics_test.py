@@ -49,6 +49,7 @@ def prepare(folder, env):
     (folder / "w.bin").write_bytes(weight)
     (folder / "bias.bin").write_bytes(bias)
     (folder / "MNT").mkdir()
+    (folder / "HF").mkdir()
     for step, first in (("step-1", bias), ("step-2", bias[::-1])):
         write_model(folder / "in.safetensors", [("layers/0/w", [64, 128], weight), ("bias", [300], first)])
         done = run(["tensormount", "import", "in.safetensors", f"STORE/{step}", "--ranks", "2"], folder, env)
