@@ -390,6 +390,25 @@ TEST_F(ViewsTest, ItemsMeanTheSameUntilTheyMeanNothing) {
   }
 }
 
+// The kernel may keep the number of a slice while its checkpoint is closed and opened again.
+TEST_F(ViewsTest, MadeItemsAreForgottenAndNeverUsedAgain) {
+  ASSERT_OK_AND_ASSIGN(const ViewPtr view, OpenView(Write(DefaultTinySpec())));
+  ASSERT_OK_AND_ASSIGN(const Node slice, Walk(*view, "slices/bias[0:4]"));
+  ASSERT_OK(view->Stat(slice));
+  ASSERT_OK_AND_ASSIGN(const ViewPtr again, OpenView(dir_.Join("store/step-1")));
+  EXPECT_EQ(again->Stat(slice).status().ToErrno(), ESTALE);
+  ASSERT_OK_AND_ASSIGN(const Node other, Walk(*again, "slices/bias[4:8]"));
+  EXPECT_NE(other.item, slice.item);
+  again->Forget(slice, 1);
+  EXPECT_OK(again->Stat(other));
+  EXPECT_OK(Walk(*view, "slices/bias[0:4]"));  // A second reference.
+  view->Forget(slice, 1);
+  EXPECT_OK(view->Stat(slice));
+  view->Forget(slice, 1);
+  EXPECT_EQ(view->Stat(slice).status().ToErrno(), ESTALE);
+  EXPECT_EQ(view->OpenFile(slice).status().ToErrno(), ESTALE);
+}
+
 TEST_F(ViewsTest, BackingFilesAreTheFileByteForByte) {
   TinySpec spec = DefaultTinySpec();
   spec.tensors.push_back(
