@@ -4,6 +4,7 @@
 namespace tensormount::bench {
 
 Status BenchMountRead(const Options&) { return Status(Code::kUnsupported, "built without FUSE"); }
+Status BenchMountWrite(const Options&) { return Status(Code::kUnsupported, "built without FUSE"); }
 Status BenchMountLs(const Options&) { return Status(Code::kUnsupported, "built without FUSE"); }
 
 }  // namespace tensormount::bench
