@@ -62,6 +62,7 @@ TEST_F(PublishStagingTest, AFileThatIsTheTensorCanBePassedThrough) {
   const std::string big = Random(9).Bytes(3 * 65536 + 5);
   const Staging staging = Make(store_, "step",
                                R"({"tensors": {"w": {"dtype": "u8", "shape": [196613]},
+                                               "odd": {"dtype": "u8", "shape": [8]},
                                                "part": {"dtype": "u8", "shape": [8]}}})");
   TestMount a(fs(), staging, 1);
   const std::uint32_t whole = a.Whole(Meta(staging, "w"));
@@ -71,10 +72,14 @@ TEST_F(PublishStagingTest, AFileThatIsTheTensorCanBePassedThrough) {
   const std::uint32_t part = a.Whole(Meta(staging, "part"));
   a.WriteInPlace(part, 0, "1234");
   a.Write(part, 4, "5678");
+  const std::uint32_t odd = a.Whole(Meta(staging, "odd"));
+  a.WriteInPlace(odd, 0, "1234");
+  a.WriteInPlace(odd, 4, "5678");
   ASSERT_OK(a.Flush());
   const auto published = Publish("step");
   ASSERT_OK(published) << report_.ToText();
-  EXPECT_EQ(published.value().chunks, 3u) << "neighbours after whole leaves are one chunk";
+  EXPECT_EQ(published.value().chunks, 5u) << "neighbours after whole leaves are one chunk";
+  EXPECT_EQ(BytesOf("step", "odd"), "12345678");
   EXPECT_TRUE(IsSound("step"));
   EXPECT_EQ(BytesOf("step", "w"), big);
   EXPECT_EQ(BytesOf("step", "part"), "12345678");
@@ -85,7 +90,7 @@ TEST_F(PublishStagingTest, AFileThatIsTheTensorCanBePassedThrough) {
   EXPECT_THAT(opened.value()->WholeFileOf(index.Find("part").value()), HasCode(Code::kNotFound));
   int tensor_files = 0;
   for (const FileRecord& f : index.files()) tensor_files += f.placement == Placement::kTensorFile;
-  EXPECT_EQ(tensor_files, 1);
+  EXPECT_EQ(tensor_files, 2);
 }
 
 TEST_F(PublishStagingTest, MissingBoxesAreNamedExactlyAndCanBeWrittenLater) {
