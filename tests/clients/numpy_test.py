@@ -112,6 +112,11 @@ class SafeTensors(clients.ClientTest):
         with self.mounted(self.store / "step-1") as mnt:
             self.assertEqual([p.name for p in (mnt / "hf").iterdir()], ["model.safetensors"])
             self.check_file(mnt / "hf" / "model.safetensors", {key: key for key in self.tensors})
+        # Of a safetensors file it is that file, unless it is cut.
+        with self.mounted(self.model) as mnt:
+            self.assertEqual((mnt / "hf" / "model.safetensors").read_bytes(), self.model.read_bytes())
+        with self.mounted(self.model, "--hf-part-size", "32KiB") as mnt:
+            self.assertEqual(len(self.check_model(mnt / "hf", {key: key for key in self.tensors})), 3)
 
     def test_hf_in_parts(self):
         self.save("step-1", "--shard", "cols", "--ranks", "4")
