@@ -182,6 +182,33 @@ TEST_F(PublishStagingTest, EqualBytesOfTwoMountsAreStoredOnce) {
   EXPECT_TRUE(IsSound("step"));
 }
 
+TEST_F(PublishStagingTest, LargeOnesAreCutAndComparedInBands) {
+  const Staging staging =
+      Make(store_, "step", R"({"tensors": {"w": {"dtype": "u8", "shape": [1300, 4100]}}})");
+  const TensorMeta w = Meta(staging, "w");
+  const std::string all = Random(5).Bytes(1300 * 4100);
+  std::string old = all;
+  std::string columns;
+  for (std::size_t row = 100; row < 1200; ++row) {
+    columns += all.substr(row * 4100 + 1000, 3);
+    old.replace(row * 4100 + 1000, 3, "old");
+  }
+  TestMount a(fs(), staging, 1);
+  const std::uint32_t whole = a.Whole(w);
+  a.Write(whole, 0, std::string_view(old).substr(0, 3000001));
+  a.Write(whole, 3000001, std::string_view(old).substr(3000001));
+  a.Write(a.Target(w, Box::Make({100, 1000}, {1100, 3}).value()), 0, columns);
+  ASSERT_OK(a.Flush());
+  TestMount b(fs(), staging, 2);
+  b.Write(b.Target(w, Box::Make({600, 0}, {700, 4100}).value()), 0,
+          std::string_view(all).substr(std::size_t{600} * 4100));
+  ASSERT_OK(b.Flush());
+  ASSERT_OK(Publish("step")) << report_.ToText();
+  EXPECT_TRUE(BytesOf("step", "w") == all);
+  EXPECT_TRUE(IsSound("step"));
+  EXPECT_EQ(report_.bytes_written, all.size());
+}
+
 TEST_F(PublishStagingTest, DamagedBytesAreNeverCopied) {
   const Staging staging = MakeW("step");
   const TensorMeta w = Meta(staging, "w");
