@@ -50,10 +50,12 @@ constexpr std::uint32_t kInitExt = 1u << 30;            // flags: flags2 counts 
 constexpr std::uint32_t kDirectIoAllowMmap2 = 1u << 4;  // flags2: bit 36 of all flags.
 constexpr std::uint32_t kPassthrough2 = 1u << 5;        // flags2: bit 37 of all flags.
 constexpr std::uint32_t kOpenKeepCache = 1u << 1;       // Refused beside passthrough.
+constexpr std::uint32_t kOpenParallelWrites = 1u << 6;
 constexpr std::uint32_t kOpenPassthrough = 1u << 7;
 
 // Replies are sent on the thread that asked for them, before the call that asked returns.
 thread_local int named_backing = 0;
+thread_local bool writes_together = false;
 
 // The reply in one piece; its size, or 0 where it is longer than `room`.
 std::size_t Gather(const iovec* pieces, int count, char* out, std::size_t room) {
@@ -70,6 +72,8 @@ std::size_t Gather(const iovec* pieces, int count, char* out, std::size_t room) 
 
 FuseShim::NamesBacking::NamesBacking(int backing_id) { named_backing = backing_id; }
 FuseShim::NamesBacking::~NamesBacking() { named_backing = 0; }
+FuseShim::LetsWriteTogether::LetsWriteTogether() { writes_together = true; }
+FuseShim::LetsWriteTogether::~LetsWriteTogether() { writes_together = false; }
 
 ssize_t FuseShim::Read(int fd, void* buffer, std::size_t size) {
   const ssize_t n = read(fd, buffer, size);
@@ -92,7 +96,7 @@ ssize_t FuseShim::Read(int fd, void* buffer, std::size_t size) {
 
 ssize_t FuseShim::Writev(int fd, const iovec* pieces, int count) {
   if (state_.load(std::memory_order_acquire) == State::kAsked) return WriteInit(fd, pieces, count);
-  if (named_backing > 0) return WriteOpen(fd, pieces, count, named_backing);
+  if (named_backing > 0 || writes_together) return WriteOpen(fd, pieces, count, named_backing);
   return writev(fd, pieces, count);
 }
 
@@ -146,8 +150,11 @@ ssize_t FuseShim::WriteOpen(int fd, const iovec* pieces, int count, int backing_
   if (header.error != 0) return writev(fd, pieces, count);
   OpenOut out;
   std::memcpy(&out, reply + sizeof header, sizeof out);
-  out.flags = (out.flags | kOpenPassthrough) & ~kOpenKeepCache;
-  out.backing_id = backing_id;
+  if (backing_id > 0) {
+    out.flags = (out.flags | kOpenPassthrough) & ~kOpenKeepCache;
+    out.backing_id = backing_id;
+  }
+  if (writes_together) out.flags |= kOpenParallelWrites;
   std::memcpy(reply + sizeof header, &out, sizeof out);
   return write(fd, reply, sizeof reply);
 }

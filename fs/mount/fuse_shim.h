@@ -38,6 +38,16 @@ class FuseShim {
     NamesBacking& operator=(const NamesBacking&) = delete;
   };
 
+  // While it lives, the OPEN reply that its thread sends lets several write the file at once (Linux
+  // 6.2; older ones take no notice): the kernel otherwise holds the file's lock over each write.
+  class LetsWriteTogether {
+   public:
+    LetsWriteTogether();
+    ~LetsWriteTogether();
+    LetsWriteTogether(const LetsWriteTogether&) = delete;
+    LetsWriteTogether& operator=(const LetsWriteTogether&) = delete;
+  };
+
   const Options& options() const { return options_; }
   // After INIT: whether direct files can be mapped.
   bool direct_io_mmap() const { return direct_io_mmap_.load(std::memory_order_acquire); }
@@ -52,6 +62,7 @@ class FuseShim {
  private:
   enum class State { kWaiting, kAsked, kDone };
   ssize_t WriteInit(int fd, const iovec* pieces, int count);
+  // `backing_id` 0: none.
   ssize_t WriteOpen(int fd, const iovec* pieces, int count, int backing_id);
 
   const Options options_;

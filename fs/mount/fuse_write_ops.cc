@@ -256,6 +256,8 @@ void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
       auto open = std::make_unique<OpenFile>();
       open->write = std::move(handle);
       info.fh = reinterpret_cast<std::uint64_t>(open.get());
+      // Several writers of one tensor, each at its own offset.
+      const FuseShim::LetsWriteTogether together;
       // Without an answer there is no release either.
       if (fuse_reply_open(r, &info) == 0) (void)open.release();
     });
