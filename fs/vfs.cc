@@ -20,6 +20,9 @@ namespace {
 constexpr std::string_view kLatestName = "latest";
 constexpr std::string_view kControlName = ".tensormount";
 
+// Bytes of a name, as on other filesystems.
+constexpr std::size_t kMaxName = 255;
+
 // Cookies of a listing: the dots, then what the folder itself counts from 1.
 constexpr std::uint64_t kDots = 2;
 // Of the root of a store: latest, then the slots by id.
@@ -208,6 +211,11 @@ Result<Vfs::Entry> Vfs::RootEntry() {
                       .uid = now->ownership.uid,
                       .gid = now->ownership.gid,
                       .mtime = now->mtime};
+  if (staging_) {
+    // Who may write to the store may publish: the kernel looks at the root's mode.
+    const auto staging = staging_->Stat(StagingTree::kRoot);
+    if (staging.ok()) entry.attributes.mode = staging.value().attributes.mode;
+  }
   return entry;
 }
 
@@ -271,6 +279,7 @@ Result<Vfs::Entry> Vfs::LookupInRoot(std::string_view name) {
 }
 
 Result<Vfs::Entry> Vfs::Lookup(NodeId folder, std::string_view name) {
+  if (name.size() > kMaxName) return Status::FromErrno(ENAMETOOLONG, "look up", "a name");
   if (folder == kRootId) return LookupInRoot(name);
   if (IsStaged(folder)) return LookupStaged(folder, name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(folder));

@@ -511,6 +511,50 @@ TEST_F(SaveTest, ReadersWhilePublishing) {
   EXPECT_GT(reads.load(), 0);
 }
 
+// With the rights of the one who mounts, and no others.
+TEST_F(SaveTest, OrdinaryUsersSaveInTheirOwnStores) {
+  const std::vector<std::string> nobody = {"setpriv", "--reuid=65534", "--regid=65534",
+                                           "--clear-groups"};
+  const auto as_nobody = [&](std::vector<std::string> command) {
+    command.insert(command.begin(), nobody.begin(), nobody.end());
+    return command;
+  };
+  const std::string program = BuiltProgram("tensormount");
+  ASSERT_EQ(chmod(dir_.path().c_str(), 0755), 0);
+  ASSERT_EQ(chown(mount_point().c_str(), 65534, 65534), 0);
+  if (RunProcess(as_nobody({"test", "-w", "/dev/fuse"})).exit_code != 0 ||
+      RunProcess(as_nobody({"test", "-x", program})).exit_code != 0) {
+    GTEST_SKIP() << "an ordinary user cannot mount here";
+  }
+  const auto save = [&](const std::string& name) {
+    return RunProcess(as_nobody({"bash", "-euc",
+                                 "S=$0/.staging/$1; mkdir $S; echo '{\"tensors\": {\"b\": "
+                                 "{\"dtype\": \"u8\", \"shape\": [3]}}}' > $S/schema.json; "
+                                 "printf abc > $S/tensors/b; mv -T $S $0/$1; cat $0/$1/tensors/b",
+                                 mount_point(), name}));
+  };
+  const auto mounted = [&](const std::function<void()>& use) {
+    Subprocess daemon(as_nobody({program, "mount", "-f", store(), mount_point()}));
+    ExpectWithin(seconds(20), [&] { return IsMountPoint(mount_point()); });
+    use();
+    daemon.Signal(SIGTERM);
+    EXPECT_EQ(daemon.Wait().exit_code, 0);
+  };
+  // Somebody else's store is read-only, and status says why.
+  mounted([&] {
+    EXPECT_NE(save("a").exit_code, 0);
+    const auto status = RunProcess(as_nobody({"cat", At(".tensormount/status")}));
+    const auto fields = nlohmann::json::parse(status.out);
+    EXPECT_EQ(fields["writable"], false);
+    EXPECT_NE(fields["not_writable_because"].get<std::string>().find(store()), std::string::npos);
+  });
+  ASSERT_EQ(RunProcess({"chown", "-R", "65534:65534", store()}).exit_code, 0);
+  mounted([&] {
+    const ProcessOutcome saved = save("a");
+    EXPECT_EQ(saved.out, "abc") << saved;
+  });
+}
+
 TEST_F(SaveTest, ReadOnlyMountsHaveNoStaging) {
   MountOptions options;
   options.read_only = true;
