@@ -60,6 +60,7 @@ fuse_entry_param ParamOf(const Vfs::Entry& entry) {
 bool IsOrdinary(const Status& status) {
   switch (status.ToErrno()) {
     case ENOENT:
+    case ENAMETOOLONG:
     case ENODATA:
     case EOPNOTSUPP:
     case ESTALE:
@@ -260,6 +261,7 @@ Result<std::unique_ptr<FuseBridge>> FuseBridge::Make(Vfs& vfs, BlockingWork& rea
                                                      OpenModes& modes, int fd) {
   fuse_set_log_func(LogLine);
   auto impl = std::make_unique<Impl>(Impl{{vfs, reads, opens, shim, modes}});
+  impl->bridge.space = std::make_unique<SourceSpace>(vfs.source());
   std::string program = "tensormount";
   std::string option = "-o";
   std::string max_read = "max_read=" + std::to_string(kMaxRequestBytes);  // As it was mounted.

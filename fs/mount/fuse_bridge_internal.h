@@ -22,6 +22,7 @@
 #include "fs/mount/blocking_work.h"
 #include "fs/mount/fuse_shim.h"
 #include "fs/mount/open_modes.h"
+#include "fs/mount/source_space.h"
 #include "fs/mount_stats.h"
 #include "fs/vfs.h"
 #include "fs/views/virtual_file.h"
@@ -39,6 +40,7 @@ struct Bridge {
   BlockingWork& opens;
   FuseShim& shim;
   OpenModes& modes;
+  std::unique_ptr<SourceSpace> space = nullptr;
 };
 inline Bridge& BridgeOf(fuse_req_t req) { return *static_cast<Bridge*>(fuse_req_userdata(req)); }
 

@@ -42,10 +42,20 @@ Result<int> MountAsRoot(const MountCall& call) {
                               ",rootmode=40000,user_id=" + std::to_string(geteuid()) +
                               ",group_id=" + std::to_string(getegid()) + "," + CommonOptions(call);
   const std::string type = std::string("fuse.") + kSubtype;
-  const unsigned long flags = MS_NOSUID | MS_NODEV | (call.read_only ? MS_RDONLY : 0);
-  if (mount(call.source.c_str(), call.mount_point.c_str(), type.c_str(), flags, options.c_str()) !=
-      0) {
+  constexpr unsigned long kFlags = MS_NOSUID | MS_NODEV;
+  if (mount(call.source.c_str(), call.mount_point.c_str(), type.c_str(), kFlags,
+            options.c_str()) != 0) {
     const Status status = Status::FromErrno(errno, "mount", call.mount_point);
+    close(fd);
+    return status;
+  }
+  // Read-only is the mount, as a bind mount can be, and not the filesystem: an ordinary user then
+  // hears EACCES where modes forbid something anyway, and EROFS only where they do not. (What
+  // comes through before this is refused by the daemon.)
+  if (call.read_only && mount(nullptr, call.mount_point.c_str(), nullptr,
+                              MS_REMOUNT | MS_BIND | MS_RDONLY | kFlags, nullptr) != 0) {
+    const Status status = Status::FromErrno(errno, "make read-only", call.mount_point);
+    (void)umount2(call.mount_point.c_str(), MNT_DETACH);  // Nothing else can be done.
     close(fd);
     return status;
   }
