@@ -36,6 +36,21 @@ Result<std::optional<Dims>> StoredGrid(const CheckpointIndex& index, const Tenso
   return cell;
 }
 
+// The cell, halved along its first axis that can be until it is no more than a client holds gladly.
+Dims Halved(Dims cell, const TensorMeta& meta) {
+  const std::uint64_t per_element = std::max<std::uint64_t>(meta.bytes() / meta.elements(), 1);
+  std::uint64_t elements = 1;
+  for (const std::int64_t n : cell) elements *= static_cast<std::uint64_t>(n);
+  for (int a = 0; a < cell.rank(); ++a) {
+    while (cell[a] > 1 && elements > ZarrGrid::kMaxCellBytes / per_element) {
+      elements /= static_cast<std::uint64_t>(cell[a]);
+      cell[a] = (cell[a] + 1) / 2;
+      elements *= static_cast<std::uint64_t>(cell[a]);
+    }
+  }
+  return cell;
+}
+
 }  // namespace
 
 ZarrGrid::ZarrGrid(const Dims& shape, const Dims& chunk)
@@ -68,11 +83,14 @@ ZarrGrid ZarrGrid::RowBlocks(const TensorMeta& meta, std::uint64_t max_chunks) {
 Result<ZarrGrid> ZarrGrid::Make(const CheckpointIndex& index, const TensorEntry& tensor,
                                 std::uint64_t max_chunks) {
   const Dims& shape = tensor.meta.shape();
-  if (tensor.chunks == 1 || tensor.meta.elements() == 0) return ZarrGrid(shape, shape);
+  if (tensor.meta.elements() == 0) return ZarrGrid(shape, shape);
   if (tensor.chunks <= max_chunks) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<Dims> cell, StoredGrid(index, tensor));
+    std::optional<Dims> cell = shape;
+    if (tensor.chunks != 1) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(cell, StoredGrid(index, tensor));
+    }
     if (cell) {
-      const ZarrGrid grid(shape, *cell);
+      const ZarrGrid grid(shape, Halved(*cell, tensor.meta));
       if (grid.chunks() <= max_chunks) return grid;
     }
   }

@@ -23,6 +23,9 @@ class ZarrGrid {
   // memory.
   static constexpr std::uint64_t kRowBlockBytes = std::uint64_t{32} << 20;
 
+  // Stored pieces larger than this are cut: clients read a chunk whole to have one row of it.
+  static constexpr std::uint64_t kMaxCellBytes = std::uint64_t{256} << 20;
+
   // The grid that the tensor is stored in, so that a chunk is read from one place; row blocks where
   // that is none (flat ranges, uneven shards) or has over `max_chunks` (>= 1) chunks.
   static Result<ZarrGrid> Make(const CheckpointIndex& index, const TensorEntry& tensor,

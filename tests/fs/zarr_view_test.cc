@@ -382,6 +382,18 @@ TEST(ZarrGridTest, RegularGridsAreTheStoredOnes) {
   EXPECT_EQ(GridOf({4}, {B({0}, {2}), B({0}, {2}), B({2}, {2})}).chunk(), (Dims{2}));
 }
 
+TEST(ZarrGridTest, VeryLargePiecesAreCut) {
+  constexpr std::int64_t kMi = 1 << 20;
+  EXPECT_EQ(GridOf({1024, kMi}, {Box::Whole({1024, kMi})}).chunk(), (Dims{256, kMi}));
+  EXPECT_EQ(GridOf({256, kMi}, {Box::Whole({256, kMi})}).chunk(), (Dims{256, kMi}));
+  // Halves of columns of odd length.
+  const ZarrGrid halves = GridOf({601, 2 * kMi}, {B({0, 0}, {601, kMi}), B({0, kMi}, {601, kMi})});
+  EXPECT_EQ(halves.chunk(), (Dims{151, kMi}));
+  EXPECT_EQ(halves.chunks(), 8u);
+  // One row is too large.
+  EXPECT_EQ(GridOf({1024 * kMi}, {Box::Whole({1024 * kMi})}).chunk(), (Dims{256 * kMi}));
+}
+
 TEST(ZarrGridTest, WhatIsNoRegularGridIsCutInRows) {
   const Dims whole{6, 8};
   for (const std::vector<Region>& regions :
