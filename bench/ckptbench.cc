@@ -17,7 +17,9 @@ int main(int argc, char** argv) {
       {"plan", bench::BenchPlan},
       {"load", bench::BenchLoad},
       {"reshard", bench::BenchReshard},
+      {"staging-write", bench::BenchStagingWrite},
       {"mount-read", bench::BenchMountRead},
+      {"mount-write", bench::BenchMountWrite},
       {"mount-ls", bench::BenchMountLs},
       {"publish", bench::BenchPublish},
       {"open", bench::BenchOpen},
@@ -31,10 +33,9 @@ int main(int argc, char** argv) {
       "Figures of tensormount, each beside its floor in the same run: the same bytes by\n"
       "plain system calls. One line a case; medians of interleaved rounds.\n"
       "Example: ckptbench load reshard --gib 1 --ranks 4 --dir /tmp --json");
-  app.add_option(
-      "workload", wanted,
-      "save async replicas plan load reshard mount-read mount-ls publish open hash validate; all "
-      "where none is given");
+  app.add_option("workload", wanted,
+                 "save async replicas plan load reshard staging-write mount-read mount-write "
+                 "mount-ls publish open hash validate; all where none is given");
   app.add_option("--gib", options.gib, "GiB that a workload moves")->check(CLI::PositiveNumber);
   app.add_option("--ranks", options.ranks, "ranks")->check(CLI::Range(1, 64));
   app.add_option("--rounds", options.rounds, "rounds that count, of each")
