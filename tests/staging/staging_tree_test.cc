@@ -301,12 +301,21 @@ TEST_F(StagingTreeTest, Removal) {
     ASSERT_OK(Remove(path)) << path;
   }
   EXPECT_EQ(Names("s/tensors"), std::vector<std::string>{});
-  EXPECT_FALSE(tree_->Publish("s", "s").ok());
+  EXPECT_EQ(tree_->Publish("s", "s").ToErrno(), ENODATA);  // Not EINVAL.
   ASSERT_OK(Remove("s"));
   EXPECT_EQ(At("s").status().ToErrno(), ENOENT);
   // One into which nothing was written.
   ASSERT_OK(tree_->MakeDirectory(StagingTree::kRoot, "t"));
   ASSERT_OK(Remove("t"));
+  // With schema.json goes what this mount wrote to tensors.
+  ASSERT_OK(Begin("v"));
+  ASSERT_OK(Put("v/slices/w[0:4]", Cells(64)));
+  ASSERT_OK(Put("v/tensors/w", Cells(64), 64));
+  ASSERT_OK(Remove("v/schema.json"));
+  EXPECT_EQ(Names("v/slices"), std::vector<std::string>{});
+  ASSERT_OK(Remove("v/slices"));
+  ASSERT_OK(Remove("v/tensors"));
+  ASSERT_OK(Remove("v"));
   // What was withdrawn may be begun again.
   ASSERT_OK(Begin("u"));
   ASSERT_OK(Remove("u/schema.json"));
