@@ -46,7 +46,7 @@ class BlobWriter final : public StagingWriter::Blob, public StagedPart {
   const std::string key_;
   const Dims index_;
 
-  std::mutex turn_;  // Of syncs; taken before mutex_.
+  Turn turn_;  // Of syncs; taken before mutex_.
   mutable std::mutex mutex_;
   DataFiles::Area area_;  // No file: nothing in it.
   std::uint64_t size_ = 0;

@@ -22,7 +22,7 @@ Status TargetWriter::Number() {
 }
 
 Status TargetWriter::Prepare(PendingPart& pending) {
-  pending.turn = Lock(turn_);
+  pending.turn = std::unique_lock(turn_);
   if (shared_->files.closed()) return Status(Code::kStale, Name() + ": no longer written");
   std::vector<PlacedRange> ranges;
   Leaves leaves;

@@ -102,7 +102,7 @@ class TargetWriter final : public StagingWriter::Target, public StagedPart {
   const std::uint64_t owner_;
   const std::function<void()> on_first_write_;
 
-  std::mutex turn_;  // Of syncs; taken before mutex_.
+  Turn turn_;  // Of syncs; taken before mutex_.
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::pair<std::uint64_t, std::uint64_t>> writing_;  // By calls that run now.
