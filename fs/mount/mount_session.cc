@@ -89,8 +89,9 @@ FuseShim::Options ShimOptions(const MountOptions& options, const std::string& so
           .by_libfuse = FuseBridge::LibfuseKnowsPassthrough()};
 }
 
-OpenModes::Options ModeOptions(const MountOptions& options) {
+OpenModes::Options ModeOptions(const MountOptions& options, SourceKind kind) {
   return {.verify = options.verify == MountOptions::Verify::kFirst,
+          .sealed = kind != SourceKind::kSafetensors,
           .refused = ReasonAgainstPassthrough(options)};
 }
 
@@ -106,7 +107,7 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
         opens_(0, kOpenThreads),
         shim_(ShimOptions(options, vfs_->source())),
         modes_(
-            fs, backing_, [this] { return shim_.passthrough(); }, ModeOptions(options)) {}
+            fs, backing_, [this] { return shim_.passthrough(); }, ModeOptions(options, vfs_->kind())) {}
 
   Status Start();
   // `failed`: the mount never answered, whatever its threads heard.

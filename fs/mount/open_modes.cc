@@ -121,7 +121,7 @@ Result<OpenModes::Decision> OpenModes::Register(const std::string& path, const V
   if (!info.ok() || info.value().size != file.size()) {
     return Decision{.fallback = "its file does not have the size that the index says"};
   }
-  if ((info.value().mode & kWritableBits) != 0) {
+  if (options_.sealed && (info.value().mode & kWritableBits) != 0) {
     return Decision{.fallback = "its file is not sealed (somebody may write to it)"};
   }
   if (opened.value()->descriptor() < 0) {

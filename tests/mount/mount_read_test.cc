@@ -29,18 +29,27 @@ struct Fd {
   int fd;
 };
 
-class MountReadTest : public MountTest, public testing::WithParamInterface<bool> {
+// What files are served by: the kernel itself, where it can; the daemon, directly or through the
+// kernel's cache.
+enum class Served { kAuto, kDaemon, kPageCache };
+
+class MountReadTest : public MountTest, public testing::WithParamInterface<Served> {
  protected:
-  // Through the kernel's cache, or direct where the kernel can: the same for every reader.
   MountOptions Mode() const {
     MountOptions options;
-    options.page_cache = GetParam();
+    if (GetParam() != Served::kAuto) options.tier = MountOptions::Tier::kDaemon;
+    options.page_cache = GetParam() == Served::kPageCache;
     return options;
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Modes, MountReadTest, testing::Bool(),
-                         [](const auto& param) { return param.param ? "PageCache" : "Auto"; });
+INSTANTIATE_TEST_SUITE_P(Modes, MountReadTest,
+                         testing::Values(Served::kAuto, Served::kDaemon, Served::kPageCache),
+                         [](const auto& param) {
+                           return param.param == Served::kAuto     ? "Auto"
+                                  : param.param == Served::kDaemon ? "Daemon"
+                                                                   : "PageCache";
+                         });
 
 TEST_P(MountReadTest, StoreShowsItsCheckpoints) {
   const TinySpec spec = DefaultTinySpec();
