@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <set>
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
@@ -128,6 +129,16 @@ int InfoLayer(const LayerEntry& layer, Terminal& terminal) {
   return terminal.Flush();
 }
 
+// How a mount reads this tensor: by the kernel where one file is nothing but it.
+std::string TierOf(const std::vector<ChunkRecord>& chunks, bool whole_file) {
+  if (whole_file) return "passthrough";
+  std::set<std::uint32_t> files;
+  for (const ChunkRecord& chunk : chunks) files.insert(chunk.file);
+  return fmt::format("daemon: {} {} in {} {}", chunks.size(),
+                     chunks.size() == 1 ? "chunk" : "chunks", files.size(),
+                     files.size() == 1 ? "file" : "files");
+}
+
 int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Terminal& terminal) {
   auto found = checkpoint.index().Find(key);
   if (found.status().code() == Code::kNotFound) {
@@ -144,7 +155,8 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Termi
   const auto whole = checkpoint.WholeFileOf(tensor);
   nlohmann::ordered_json json = TensorJson(checkpoint, tensor);
   json["mtime"] = tensor.mtime;
-  json["tier"] = "daemon";
+  const std::string tier = TierOf(chunks.value(), whole.ok());
+  json["tier"] = tier;
   if (whole.ok()) json["whole_file"] = whole.value();
   for (const ChunkRecord& chunk : chunks.value()) {
     nlohmann::ordered_json c = {{"region", chunk.region.ToString()},
@@ -166,7 +178,7 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Termi
     terminal.Line(fmt::format("digest     {} (CRC-64/NVME)", DigestHex(tensor.digest)));
   }
   terminal.Line(fmt::format("placement  {}", PlacementOf(checkpoint, tensor)));
-  terminal.Line("tier       daemon (kernel passthrough is not built yet)");
+  terminal.Line(fmt::format("tier       {}", tier));
   if (whole.ok()) terminal.Line(fmt::format("file       {}", whole.value()));
   for (const ChunkRecord& chunk : chunks.value()) {
     terminal.Line(fmt::format("chunk      {} in {} at {}, {}", chunk.region.ToString(),
