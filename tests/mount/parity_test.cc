@@ -123,6 +123,8 @@ void TryReads(const std::string& path, off_t size, Answers& answers) {
   answers.Note("at the end", lseek(fd, 0, SEEK_CUR));
   answers.Note("read again", read(fd, buffer, 10));
   for (const off_t at : Offsets(size)) {
+    // How large a file may be differs between plain filesystems too.
+    if (at > size + 4096) continue;
     for (const int whence : {SEEK_SET, SEEK_CUR, SEEK_END, SEEK_DATA, SEEK_HOLE, 17}) {
       lseek(fd, 5, SEEK_SET);
       answers.Note("lseek " + std::to_string(at) + " " + std::to_string(whence),
