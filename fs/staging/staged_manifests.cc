@@ -147,6 +147,9 @@ Status StagedManifests::SealFiles(FileSystem& fs, const PatchFile& patches, std:
                                            ", its journal says " + std::to_string(use.end));
       }
       TENSORMOUNT_RETURN_IF_ERROR(file.value()->Seal());
+      // Behind what journals name may be bytes that nobody synced, of a mount that was killed. They
+      // mean nothing, but the length that is recorded must survive a power cut.
+      if (info.size > use.end) TENSORMOUNT_RETURN_IF_ERROR(file.value()->Sync());
       record.length = info.size;
       if (use.tensor && !use.other) {
         const TensorContent& tensor = writer.content.tensors[*use.tensor];

@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whole saves through StagingTree, with several mounts and threads at once, and power cuts.
+#include <atomic>
+#include <cerrno>
+#include <fcntl.h>
+#include <memory>
+#include <thread>
+
+#include "fs/mount_stats.h"
+#include "fs/staging/staging_tree.h"
+#include "fs/staging/staging_writer.h"
+#include "tests/staging/staging_test_support.h"
+#include "tests/support/power_cut.h"
+#include "tests/support/random.h"
+
+namespace tensormount::fs {
+namespace {
+
+// A tensor of two axes as units of whole bytes: one element, or two of four bits.
+struct Shape {
+  std::string key;
+  std::string dtype;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;  // In units.
+  std::int64_t unit_bytes = 1;
+  std::int64_t unit_elements = 1;
+  std::int64_t bytes() const { return rows * columns * unit_bytes; }
+};
+const std::vector<Shape>& Shapes() {
+  static const std::vector<Shape> shapes = {
+      {"w", "f32", 64, 300, 4, 1},
+      {"layers/0/big", "u8", 4500, 1000, 1, 1},  // Has a file of its own.
+      {"q b.\xc3\xbc/f4", "f4", 70, 111, 1, 2},
+      {"last", "u8", 2, 5, 1, 1},
+  };
+  return shapes;
+}
+
+std::string SchemaText() {
+  std::string text = R"({"objects": {"rng": {"grid": [2]}}, "tensors": {
+      "scalar": {"dtype": "f64", "shape": []}, "none": {"dtype": "f32", "shape": [0, 3]})";
+  for (const Shape& s : Shapes()) {
+    text += ", \"" + s.key + R"(": {"dtype": ")" + s.dtype + R"(", "shape": [)" +
+            std::to_string(s.rows) + ", " + std::to_string(s.columns * s.unit_elements) + "]}";
+  }
+  return text + "}}";
+}
+
+std::string Formula(const Shape& shape) {
+  return Random(Xxh3Low64(shape.key)).Bytes(static_cast<std::size_t>(shape.bytes()));
+}
+
+// A staging and programs that write to it through trees.
+class Programs {
+ public:
+  Programs() {
+    for (const Shape& s : Shapes()) wanted_.push_back(Formula(s));
+  }
+  const std::string& wanted(std::size_t i) const { return wanted_[i]; }
+
+  static Result<StagingTree::Node> At(StagingTree& tree, std::string_view path) {
+    StagingTree::Node node{.item = StagingTree::kRoot, .attributes = {}};
+    while (!path.empty()) {
+      const std::size_t slash = std::min(path.find('/'), path.size());
+      TENSORMOUNT_ASSIGN_OR_RETURN(node, tree.Lookup(node.item, path.substr(0, slash)));
+      path.remove_prefix(std::min(slash + 1, path.size()));
+    }
+    return node;
+  }
+  static Result<std::shared_ptr<WriteHandle>> Open(StagingTree& tree, const std::string& path,
+                                                   int flags) {
+    const std::size_t slash = path.rfind('/');
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto folder, At(tree, path.substr(0, slash)));
+    const std::string name = path.substr(slash + 1);
+    const auto there = tree.Lookup(folder.item, name);
+    if (there.ok()) return tree.Open(there.value().item, flags);
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto made, tree.Create(folder.item, name, flags));
+    return std::move(made.handle);
+  }
+  static Status Put(StagingTree& tree, const std::string& path, std::string_view bytes,
+                    std::uint64_t offset = 0, int flags = O_WRONLY | O_CREAT) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto handle, Open(tree, path, flags));
+    TENSORMOUNT_RETURN_IF_ERROR(handle->Write(offset, bytes.data(), bytes.size()));
+    return handle->Flush();
+  }
+  static Status Begin(StagingTree& tree) {
+    const auto made = tree.MakeDirectory(StagingTree::kRoot, "s");
+    TENSORMOUNT_RETURN_IF_ERROR(made.status());
+    return Put(tree, "s/schema.json", SchemaText(), 0, O_WRONLY | O_CREAT | O_TRUNC);
+  }
+
+  // Bytes [begin, end) of rows and columns of units, as slices/ wants them.
+  std::string Packed(std::size_t i, std::int64_t row, std::int64_t rows, std::int64_t column,
+                     std::int64_t columns) const {
+    const Shape& s = Shapes()[i];
+    std::string bytes;
+    for (std::int64_t r = row; r < row + rows; ++r) {
+      bytes += wanted_[i].substr(static_cast<std::size_t>((r * s.columns + column) * s.unit_bytes),
+                                 static_cast<std::size_t>(columns * s.unit_bytes));
+    }
+    return bytes;
+  }
+  static std::string SliceOf(std::size_t i, std::int64_t row, std::int64_t rows,
+                             std::int64_t column, std::int64_t columns) {
+    const Shape& s = Shapes()[i];
+    return "s/slices/" + s.key + "[" + std::to_string(row) + ":" + std::to_string(row + rows) +
+           "," + std::to_string(column * s.unit_elements) + ":" +
+           std::to_string((column + columns) * s.unit_elements) + "]";
+  }
+
+  // A program with one file open: writes here and there, now and then something else first.
+  Status WriteSome(StagingTree& tree, Random& random, bool garbage) const {
+    const auto i = static_cast<std::size_t>(random.Int(0, 2));
+    const Shape& s = Shapes()[i];
+    std::string path = "s/tensors/" + s.key;
+    std::string bytes = wanted_[i];
+    if (random.OneIn(2)) {
+      const std::int64_t row = random.Int(0, s.rows - 1);
+      const std::int64_t rows = random.Int(1, s.rows - row);
+      const std::int64_t column = random.OneIn(2) ? 0 : random.Int(0, s.columns - 1);
+      const std::int64_t columns = column == 0 ? s.columns : random.Int(1, s.columns - column);
+      path = SliceOf(i, row, rows, column, columns);
+      bytes = Packed(i, row, rows, column, columns);
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto handle, Open(tree, path, O_RDWR));
+    for (std::int64_t n = random.Int(1, 4); n > 0; --n) {
+      const std::int64_t most = random.OneIn(3) ? 300'000 : random.OneIn(2) ? 3000 : 70'000;
+      const auto all = static_cast<std::int64_t>(bytes.size());
+      const std::int64_t size = random.Int(1, std::min(all, most));
+      std::int64_t at = random.Int(0, all - size);
+      if (random.OneIn(2)) at -= at % std::min<std::int64_t>(65536, 1 + at);
+      const auto from = static_cast<std::size_t>(at);
+      const auto count = static_cast<std::size_t>(size);
+      if (garbage && random.OneIn(3)) {
+        const std::string wrong = random.Bytes(count);
+        TENSORMOUNT_RETURN_IF_ERROR(handle->Write(from, wrong.data(), count));
+        if (random.OneIn(2)) TENSORMOUNT_RETURN_IF_ERROR(handle->Sync());
+        if (random.OneIn(4)) TENSORMOUNT_RETURN_IF_ERROR(handle->Truncate(from));
+      }
+      TENSORMOUNT_RETURN_IF_ERROR(handle->Write(from, bytes.data() + from, count));
+      if (random.OneIn(4)) TENSORMOUNT_RETURN_IF_ERROR(handle->Sync());
+    }
+    // One that dies before: without.
+    return random.OneIn(8) && !garbage ? Status() : handle->Flush();
+  }
+  // Everything but "last", by `count` programs.
+  Status WriteAll(StagingTree& tree, std::int64_t part, std::int64_t count) const {
+    for (std::size_t i = 0; i < 3; ++i) {
+      const Shape& s = Shapes()[i];
+      const std::int64_t begin = s.rows * part / count;
+      const std::int64_t rows = s.rows * (part + 1) / count - begin;
+      if (part % 2 == 0) {
+        TENSORMOUNT_RETURN_IF_ERROR(
+            Put(tree, SliceOf(i, begin, rows, 0, s.columns), Packed(i, begin, rows, 0, s.columns)));
+      } else {
+        TENSORMOUNT_RETURN_IF_ERROR(
+            Put(tree, "s/tensors/" + s.key, Packed(i, begin, rows, 0, s.columns),
+                static_cast<std::uint64_t>(begin * s.columns * s.unit_bytes)));
+      }
+    }
+    if (part == 0) TENSORMOUNT_RETURN_IF_ERROR(Put(tree, "s/tensors/scalar", "12345678"));
+    return Put(tree, "s/objects/rng/" + std::to_string(part % 2),
+               "state of " + std::to_string(part % 2));
+  }
+  Status WriteLast(StagingTree& tree) const { return Put(tree, "s/tensors/last", wanted_[3]); }
+
+ private:
+  std::vector<std::string> wanted_;
+};
+
+class SaveStressTest : public StagingTest {
+ protected:
+  std::unique_ptr<StagingTree> Mount(FileSystem& fs, const std::string& store) {
+    auto made = StagingTree::Make(fs, store, stats_);
+    EXPECT_OK(made);
+    return std::move(made).value();
+  }
+  void ExpectSaved(FileSystem& fs, const std::string& path) {
+    const auto report = VerifyCheckpoint(fs, path, VerifyOptions{.threads = 1});
+    ASSERT_OK(report);
+    for (const auto& d : report.value().damages) {
+      FAIL() << d.object << ": " << d.file << ": " << d.reason;
+    }
+    const auto opened = OpenedCheckpoint::Open(fs, path, OpenedCheckpoint::Options());
+    ASSERT_OK(opened);
+    for (std::size_t i = 0; i < Shapes().size(); ++i) {
+      const auto entry = opened.value()->index().Find(Shapes()[i].key);
+      ASSERT_OK(entry);
+      std::string bytes(save_.wanted(i).size(), '?');
+      ASSERT_OK(opened.value()->ReadBytes(entry.value(), 0, bytes.data(), bytes.size(),
+                                          ReadVerify::kExtendLeaves, nullptr));
+      ASSERT_TRUE(bytes == save_.wanted(i)) << Shapes()[i].key;
+      ASSERT_EQ(entry.value().digest, Crc64Extend(0, bytes.data(), bytes.size()));
+    }
+  }
+
+  Programs save_;
+  MountStats stats_;
+};
+
+TEST_F(SaveStressTest, ThreadsOfSeveralMountsWriteWhileOthersTryToPublish) {
+  Random seeds(TestSeed());
+  for (int round = 0; round < TestScale(1); ++round) {
+    const std::string path = dir_.Join("store" + std::to_string(round));
+    ASSERT_OK(Store::OpenOrCreate(fs(), path));
+    // One that may rewrite, one that dies half-way, one that comes instead.
+    const auto a = Mount(fs(), path);
+    auto b = Mount(fs(), path);
+    const auto c = Mount(fs(), path);
+    ASSERT_OK(Programs::Begin(*a));
+    std::atomic<bool> stop{false};
+    std::thread publisher([&] {
+      while (!stop) {
+        const int error = c->Publish("s", "s").ToErrno();
+        ASSERT_TRUE(error == EBUSY || error == EIO) << error;
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      }
+    });
+    for (StagingTree* second : {b.get(), c.get()}) {
+      std::vector<std::thread> programs;
+      for (int t = 0; t < 4; ++t) {
+        programs.emplace_back([&, t, seed = seeds.Next()] {
+          Random random(seed);
+          for (int i = 0; i < 12; ++i) {
+            ASSERT_OK(save_.WriteSome(t % 2 == 0 ? *a : *second, random, t % 2 == 0));
+          }
+        });
+      }
+      for (std::thread& program : programs) program.join();
+      b.reset();  // As if it were killed: nothing is synced.
+    }
+    ASSERT_OK(save_.WriteAll(*a, 0, 2));
+    ASSERT_OK(save_.WriteAll(*c, 1, 2));
+    stop = true;
+    publisher.join();
+    ASSERT_OK(save_.WriteLast(*c));
+    ASSERT_OK(a->Publish("s", "s"));
+    ASSERT_NO_FATAL_FAILURE(ExpectSaved(fs(), path + "/s"));
+    EXPECT_EQ(Programs::Put(*c, "s/tensors/last", "x").ToErrno(), ESTALE);
+  }
+}
+
+TEST_F(SaveStressTest, APowerCutAnywhereLeavesWhatCanBeFinished) {
+  ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("live")));
+  PowerCutFileSystem live(dir_.Join("live"));
+  const std::string path = dir_.Join("live/store");
+  ASSERT_OK(Store::OpenOrCreate(live, path));
+  const std::size_t empty = live.op_count();
+  Random random(TestSeed());
+  {
+    const auto a = Mount(live, path);
+    const auto b = Mount(live, path);
+    ASSERT_OK(Programs::Begin(*a));
+    for (int i = 0; i < 6; ++i) ASSERT_OK(save_.WriteSome(i % 2 == 0 ? *a : *b, random, false));
+    ASSERT_OK(save_.WriteAll(*a, 0, 2));
+    ASSERT_OK(save_.WriteAll(*b, 1, 2));
+    ASSERT_OK(save_.WriteLast(*b));
+    ASSERT_OK(a->Publish("s", "s"));
+  }
+  const std::size_t end = live.op_count();
+  const std::size_t step = 1 + (end - empty) / static_cast<std::size_t>(TestScale(25));
+  for (std::size_t k = end;; k -= step) {
+    SCOPED_TRACE("power cut after " + live.Describe(k - 1));
+    const std::string after = dir_.Join("after");
+    ASSERT_OK(live.Materialise(k, random, after));
+    {
+      PowerCutFileSystem cut(after);
+      const std::string store = after + "/store";
+      if (!cut.Exists(store + "/s")) {
+        ASSERT_NE(k, end);
+        const auto c = Mount(cut, store);
+        const auto begun = Programs::Begin(*c);
+        ASSERT_TRUE(begun.ok() || begun.ToErrno() == EEXIST) << begun.ToString();
+        if (!begun.ok()) {
+          ASSERT_OK(
+              Programs::Put(*c, "s/schema.json", SchemaText(), 0, O_WRONLY | O_CREAT | O_TRUNC));
+        }
+        ASSERT_OK(save_.WriteAll(*c, 0, 2));
+        ASSERT_OK(save_.WriteAll(*c, 1, 2));
+        ASSERT_OK(save_.WriteLast(*c));
+        ASSERT_OK(c->Publish("s", "s"));
+      }
+      ASSERT_NO_FATAL_FAILURE(ExpectSaved(cut, store + "/s"));
+    }
+    ASSERT_OK(HostFileSystem().RemoveTree(after));
+    if (k < empty + step) break;
+  }
+}
+
+// Bytes that no record names may end a data file, and be lost when the power is cut.
+TEST_F(SaveStressTest, WhatAKilledMountLeftUnsyncedDoesNotDamageWhatIsPublished) {
+  ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("live")));
+  PowerCutFileSystem live(dir_.Join("live"));
+  const std::string path = dir_.Join("live/store");
+  ASSERT_OK(Store::OpenOrCreate(live, path));
+  auto a = Mount(live, path);
+  const auto b = Mount(live, path);
+  ASSERT_OK(Programs::Begin(*a));
+  ASSERT_OK(save_.WriteLast(*a));
+  for (const char* name : {"s/tensors/w", "s/tensors/layers/0/big"}) {
+    const auto handle = Programs::Open(*a, name, O_WRONLY);
+    ASSERT_OK(handle);
+    const std::string& bytes = save_.wanted(std::string_view(name).ends_with("w") ? 0 : 1);
+    ASSERT_OK(handle.value()->Write(0, bytes.data(), 9000));
+    ASSERT_OK(handle.value()->Sync());
+    ASSERT_OK(handle.value()->Write(9000, bytes.data() + 9000, 60'000));
+  }
+  a.reset();
+  ASSERT_OK(save_.WriteAll(*b, 0, 2));
+  ASSERT_OK(save_.WriteAll(*b, 1, 2));
+  ASSERT_OK(b->Publish("s", "s"));
+  Random random(TestSeed());
+  for (int i = 0; i < 20; ++i) {
+    const std::string after = dir_.Join("after");
+    ASSERT_OK(live.Materialise(live.op_count(), random, after));
+    ASSERT_NO_FATAL_FAILURE(ExpectSaved(HostFileSystem(), after + "/store/s"));
+    ASSERT_OK(HostFileSystem().RemoveTree(after));
+  }
+}
+
+}  // namespace
+}  // namespace tensormount::fs
