@@ -18,14 +18,15 @@ class Readme(harness.ToolTest):
         harness.need_fuse()
         text = (ROOT / "README.md").read_text()
         blocks = re.findall(r"<!-- executed by tests/docs -->\n```sh\n(.*?)```", text, re.S)
-        self.assertEqual(len(blocks), 1)
+        self.assertEqual(len(blocks), 2)
         self.mounts.append(self.dir / "MNT")
         env = {**os.environ, "PATH": f"{harness.BIN}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash", "-euxo", "pipefail", "-c", blocks[0]], cwd=self.dir, env=env, text=True,
+        done = subprocess.run(["bash", "-euxo", "pipefail", "-c", "".join(blocks)], cwd=self.dir, env=env, text=True,
                               capture_output=True, timeout=100)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("all bytes equal", done.stdout)
         self.assertIn("whole", done.stdout)
+        self.assertTrue((self.dir / "STORE" / "step-3" / "COMMIT").exists())
         self.assertEqual((self.dir / "copy" / "tensors" / "w").read_bytes(), self.tensors["w"][2])
 
     def test_links(self):
