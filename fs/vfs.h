@@ -29,7 +29,8 @@ struct VfsOptions {
   ServeVerify verify = ServeVerify::kOff;
   std::shared_ptr<const KeyMap> map = nullptr;  // Other names for keys.
   HfOptions hf = {};                            // How hf/ is cut, and what it has.
-  bool writable = false;  // Show .staging/, where the source is a store that this process may write.
+  bool writable =
+      false;  // Show .staging/, where the source is a store that this process may write.
 };
 
 // What lookup, stat, list, open, read mean in a mount, without the kernel: node ids in, answers or
