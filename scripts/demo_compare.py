@@ -8,6 +8,8 @@
   digests CHECKPOINT LIST...          digests of `ls --json` equal each other and a CRC-64/NVME
   loaded REPORT                       prints how many tensors a `load --compare --json` compared
   change MODEL OUT KEY                writes the model with one byte of one tensor changed
+  begin MODEL STAGING RANKS           makes a staging in a mount, with a schema of the model
+  write MODEL STAGING RANK RANKS      writes the rows of one rank through slices/, and its done mark
 """
 
 import json
@@ -123,6 +125,37 @@ def change(model, out, key):
     print(f"changed one bit of {key}")
 
 
+def begin(model, staging, ranks):
+    header, _ = read_header(model)
+    names = {"F64": "f64", "F32": "f32", "F16": "f16", "BF16": "bf16", "I64": "i64", "I32": "i32", "I16": "i16",
+             "I8": "i8", "U8": "u8", "BOOL": "bool", "F8_E4M3": "f8e4m3", "F8_E5M2": "f8e5m2"}
+    staging = pathlib.Path(staging)
+    staging.mkdir()
+    tensors = {k: {"dtype": names[e["dtype"]], "shape": e["shape"]} for k, e in header.items()}
+    (staging / "schema.json").write_text(json.dumps({"tensors": tensors, "writers": ranks}))
+    print(f"schema.json of {len(tensors)} tensors")
+
+
+def write(model, staging, rank, ranks):
+    """What any program does that holds rows: a plain file of just these, under the name of the slice."""
+    header, base = read_header(model)
+    staging = pathlib.Path(staging)
+    written = 0
+    for key, entry in header.items():
+        data = raw_bytes(model, entry, base)
+        rows = entry["shape"][0] if entry["shape"] else 1
+        each = -(-rows // ranks)
+        first, last = min(rank * each, rows), min((rank + 1) * each, rows)
+        if first == last:
+            continue
+        size = len(data) // rows
+        path = staging / "slices" / (f"{key}[{first}:{last}]" if entry["shape"] else f"{key}[]")
+        path.write_bytes(data[first * size : last * size])
+        written += (last - first) * size
+    (staging / "done" / str(rank)).touch()
+    print(f"rank {rank}: {written} bytes")
+
+
 def main(argv):
     commands = {
         "find-model": lambda: find_model(),
@@ -131,6 +164,8 @@ def main(argv):
         "digests": lambda: compare_digests(argv[2], argv[3:]),
         "loaded": lambda: loaded(argv[2]),
         "change": lambda: change(argv[2], argv[3], argv[4]),
+        "begin": lambda: begin(argv[2], argv[3], int(argv[4])),
+        "write": lambda: write(argv[2], argv[3], int(argv[4]), int(argv[5])),
     }
     if len(argv) < 2 or argv[1] not in commands:
         sys.exit(__doc__)

@@ -24,8 +24,13 @@ std::string StagingReport::ToJson() const {
 
 std::string StagingReport::ToText() const {
   std::string text = verdict.empty() ? std::string() : verdict + "\n";
-  for (const Problem& p : problems) text += p.object + ": " + p.detail + "\n";
+  for (const Problem& p : problems) {
+    const std::string line = p.object + ": " + p.detail;
+    if (line != verdict) text += line + "\n";
+  }
   if (more > 0) text += fmt::format("and {} problems more\n", more);
+  // Nobody looked where a mark is missing.
+  if (mounts == 0 && bytes_missing == 0) return text;
   text += fmt::format("{} bytes written by {} mount{}, {} missing\n", bytes_written, mounts,
                       mounts == 1 ? "" : "s", bytes_missing);
   return text;
