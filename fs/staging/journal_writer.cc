@@ -51,9 +51,13 @@ Result<std::unique_ptr<JournalWriter>> JournalWriter::Create(FileSystem& fs,
   auto impl = std::make_unique<Impl>();
   TENSORMOUNT_ASSIGN_OR_RETURN(impl->file, fs.CreateExclusive(path));
   const std::string head = EncodeHead(checkpoint, incarnation);
-  TENSORMOUNT_RETURN_IF_ERROR(impl->file->WriteAt(0, head.data(), head.size()));
-  TENSORMOUNT_RETURN_IF_ERROR(impl->file->Sync());
-  TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(FolderOf(path)));
+  Status status = impl->file->WriteAt(0, head.data(), head.size());
+  if (status.ok()) status = impl->file->Sync();
+  if (status.ok()) status = fs.SyncDirectory(FolderOf(path));
+  if (!status.ok()) {
+    (void)fs.RemoveFile(path);  // Else there could be no other try: it must not exist.
+    return status;
+  }
   impl->path = path;
   impl->end = impl->wanted = impl->synced = head.size();
   return std::unique_ptr<JournalWriter>(new JournalWriter(std::move(impl)));
