@@ -42,7 +42,6 @@ Status TargetWriter::Enter(Lock& lock, std::uint64_t begin, std::uint64_t end) {
   const bool free =
       changed_.wait_until(lock, deadline, [&] { return !taking_ && !Overlaps(begin, end); });
   if (!free) return Status(Code::kDeadlineExceeded, Name() + ": another write does not return");
-  TENSORMOUNT_RETURN_IF_ERROR(failure_);
   writing_.emplace_back(begin, end);
   return {};
 }
@@ -274,8 +273,8 @@ Status TargetWriter::Write(std::uint64_t offset, const void* data, std::size_t s
   std::uint64_t end = offset + size;
   Lock lock(mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(Enter(lock, begin, end));
-  Status status;
-  if (!began_) {
+  Status status = failure_;
+  if (status.ok() && !began_) {
     status = shared_->files.Open();
     if (status.ok()) {
       began_ = true;
@@ -350,6 +349,12 @@ Status TargetWriter::Forget(std::uint64_t begin, std::uint64_t end) {
   const std::lock_guard turn(turn_);
   Lock lock(mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(Enter(lock, begin, end));
+  // All of it: then nothing is left that could be wrong, and it may be written anew.
+  const bool all = begin == 0 && end == size();
+  if (!failure_.ok() && !all) {
+    Leave(begin, end);
+    return failure_;
+  }
   written_ -= KnownBytes(begin, end);
   fresh_.Erase(begin, end);
   synced_.Erase(begin, end);
@@ -363,6 +368,7 @@ Status TargetWriter::Forget(std::uint64_t begin, std::uint64_t end) {
     record.end = end;
     status = shared_->files.journal()->Append(EncodeRecord(record));
   }
+  if (all && status.ok()) failure_ = Status();
   Leave(begin, end);
   return status;
 }
