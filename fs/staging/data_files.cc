@@ -20,13 +20,27 @@ constexpr std::uint64_t kPackAlignment = 16;
 }  // namespace
 
 DataFile::DataFile(FileSystem& fs, const std::string& staging, std::string name,
-                   std::uint32_t number, std::unique_ptr<File> file)
+                   std::uint32_t number, std::unique_ptr<File> file,
+                   std::shared_ptr<std::atomic<std::size_t>> open_files)
     : fs_(fs),
+      open_files_(std::move(open_files)),
       folder_(JoinPath(staging, "data")),
       name_(std::move(name)),
       path_(JoinPath(staging, name_)),
       number_(number),
-      file_(std::move(file)) {}
+      file_(std::move(file)) {
+  ++*open_files_;
+}
+
+DataFile::~DataFile() { DropHandle(); }
+
+bool DataFile::TooManyOpen() const { return *open_files_ > kManyFiles; }
+
+void DataFile::DropHandle() {
+  if (file_ == nullptr) return;
+  file_.reset();
+  --*open_files_;
+}
 
 Result<std::shared_ptr<File>> DataFile::Handle() {
   if (closed_) return Status(Code::kStale, path_ + ": no longer written");
@@ -34,6 +48,7 @@ Result<std::shared_ptr<File>> DataFile::Handle() {
     // Opening makes files: not in a folder that has another staging in it by now.
     if (!fs_.Exists(path_)) return Status(Code::kStale, path_ + ": no longer there");
     TENSORMOUNT_ASSIGN_OR_RETURN(file_, fs_.OpenShared(path_));
+    ++*open_files_;
   }
   return file_;
 }
@@ -41,20 +56,29 @@ Result<std::shared_ptr<File>> DataFile::Handle() {
 Status DataFile::Write(std::uint64_t offset, const void* data, std::size_t size) {
   std::unique_lock lock(mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(failure_);
+  const bool was_closed = file_ == nullptr;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, Handle());
   ++started_;
   lock.unlock();
   Status status = file->WriteAt(offset, data, size);
   lock.lock();
   ++done_;
+  lock.unlock();
+  if (was_closed && TooManyOpen()) {
+    (void)Sync();  // A failure condemns the file, as in Create.
+    CloseIfIdle();
+  }
   return status;
 }
 
 Status DataFile::Read(std::uint64_t offset, void* out, std::size_t size) {
   std::unique_lock lock(mutex_);
+  const bool was_closed = file_ == nullptr;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, Handle());
   lock.unlock();
-  return file->ReadExactAt(offset, out, size);
+  const Status status = file->ReadExactAt(offset, out, size);
+  if (was_closed && TooManyOpen()) CloseIfIdle();
+  return status;
 }
 
 void DataFile::StartWriteback(std::uint64_t offset, std::uint64_t size) {
@@ -99,13 +123,13 @@ Status DataFile::Sync() {
 
 void DataFile::CloseIfIdle() {
   const std::lock_guard lock(mutex_);
-  if (!syncing_ && started_ == done_ && done_ == synced_) file_.reset();
+  if (!syncing_ && started_ == done_ && done_ == synced_) DropHandle();
 }
 
 void DataFile::Close() {
   const std::lock_guard lock(mutex_);
   closed_ = true;
-  file_.reset();
+  DropHandle();
 }
 
 DataFiles::DataFiles(FileSystem& fs, const Staging& staging, std::string incarnation)
@@ -141,7 +165,7 @@ Result<std::shared_ptr<DataFile>> DataFiles::Create(char kind, Placement placeme
         fs_.CreateExclusive(JoinPath(staging_.directory, record.file_name)));
     TENSORMOUNT_RETURN_IF_ERROR(journal_->Append(EncodeRecord(record)));
     made = std::make_shared<DataFile>(fs_, staging_.directory, record.file_name, record.number,
-                                      std::move(file));
+                                      std::move(file), open_files_);
     files_.push_back(made);
     while (next_to_close_ + kManyFiles < files_.size()) close.push_back(files_[next_to_close_++]);
   }

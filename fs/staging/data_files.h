@@ -27,7 +27,8 @@ namespace tensormount::fs {
 class DataFile {
  public:
   DataFile(FileSystem& fs, const std::string& staging, std::string name, std::uint32_t number,
-           std::unique_ptr<File> file);
+           std::unique_ptr<File> file, std::shared_ptr<std::atomic<std::size_t>> open_files);
+  ~DataFile();
 
   const std::string& name() const { return name_; }  // "data/…".
   std::uint32_t number() const { return number_; }
@@ -49,8 +50,11 @@ class DataFile {
 
  private:
   Result<std::shared_ptr<File>> Handle();
+  void DropHandle();
+  bool TooManyOpen() const;
 
   FileSystem& fs_;
+  const std::shared_ptr<std::atomic<std::size_t>> open_files_;  // Of all data files together.
   const std::string folder_;
   const std::string name_;
   const std::string path_;
@@ -114,6 +118,8 @@ class DataFiles {
   FileSystem& fs_;
   const Staging staging_;
   const std::string incarnation_;
+  const std::shared_ptr<std::atomic<std::size_t>> open_files_ =
+      std::make_shared<std::atomic<std::size_t>>(0);
   std::atomic<bool> closed_{false};
   std::atomic<JournalWriter*> journal_ptr_{nullptr};
 
