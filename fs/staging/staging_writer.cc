@@ -75,7 +75,11 @@ class Writer final : public StagingWriter {
       blob = at->second;
     }
     // Recorded before the name is free: what is made anew under it is recorded behind.
-    const Status status = blob->Remove();
+    Status status = blob->Remove();
+    // A publish on another machine reads what is synced.
+    if (JournalWriter* journal = shared_->files.journal(); status.ok() && journal != nullptr) {
+      status = journal->Sync();
+    }
     const std::lock_guard lock(registry_->mutex);
     const auto at = registry_->objects.find({key, Numbers(index)});
     if (at != registry_->objects.end() && at->second == blob) registry_->objects.erase(at);

@@ -50,7 +50,8 @@ class StagingWriter {
     virtual Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) = 0;
     // EFBIG past size(); needs a WriterLease held by the caller. kStale once CloseForGood ran.
     virtual Status Write(std::uint64_t offset, const void* data, std::size_t size) = 0;
-    // Forgets what was written of [begin, end). Durable with the next sync of anything.
+    // Forgets what was written of [begin, end). Durable with the next sync of anything. Where that
+    // is all of it a target that was condemned may be written again.
     virtual Status Forget(std::uint64_t begin, std::uint64_t end) = 0;
     // Until what was written before this call is durable and recorded. Where that fails the target
     // is condemned, in the journal too: later writes and syncs fail. Other targets go on.
@@ -76,7 +77,7 @@ class StagingWriter {
   };
   virtual Result<std::shared_ptr<Blob>> OpenObject(const std::string& key, const Dims& index,
                                                    bool create) = 0;
-  // kNotFound. Who has it open goes on with a file without a name. Durable with the next sync.
+  // kNotFound. Who has it open goes on with a file without a name. Durable.
   virtual Status RemoveObject(const std::string& key, const Dims& index) = 0;
   struct ObjectName {
     std::string key;
