@@ -135,6 +135,17 @@ void StagingTreeImpl::Drop(const StagedPtr& staged) {
   if (it != staged_.end() && it->second == staged) staged_.erase(it);
 }
 
+void StagingTreeImpl::DropGone() {
+  std::vector<StagedPtr> all;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [name, staged] : staged_) all.push_back(staged);
+  }
+  for (const StagedPtr& staged : all) {
+    if (!staged->CheckInPlace().ok()) Drop(staged);
+  }
+}
+
 Result<StagingTreeImpl::StagedPtr> StagingTreeImpl::Join(std::string_view name) {
   StagedPtr known;
   {
@@ -150,6 +161,7 @@ Result<StagingTreeImpl::StagedPtr> StagingTreeImpl::Join(std::string_view name) 
   Result<Staging> found = OpenStaging(store_, fs_, std::string(name));
   if (found.status().code() == Code::kUnsupported) return NotHere(name);  // The library's own.
   TENSORMOUNT_RETURN_IF_ERROR(found.status());
+  DropGone();
   const std::lock_guard lock(mutex_);
   StagedPtr& slot = staged_[std::string(name)];
   if (!slot || slot->staging().uuid != found.value().uuid) {

@@ -58,6 +58,9 @@ class StagingTreeImpl : public StagingTree {
   Result<StagedPtr> Join(std::string_view name);
   // It has left its name.
   void Drop(const StagedPtr& staged);
+  // Those that other mounts published or removed, and that nobody asks this one for any more: they
+  // have files open.
+  void DropGone();
 
   // What `name` is in `parent`, not counted yet. kNotFound; ENOTDIR.
   Result<StagedNode> Child(const StagedNode& parent, std::string_view name);
