@@ -360,6 +360,11 @@ Status StagingTreeImpl::Publish(std::string_view name, std::string_view as) {
       return Status(Code::kBusy,
                     std::to_string(open) + " files are open for writing on this mount");
     }
+    // What could not be recorded here must not be passed over because it is in no journal.
+    const Status synced = staged->writer().SyncAll();
+    if (!synced.ok() && synced.code() != Code::kStale) {
+      return Status::FromParts(Code::kDataLoss, EIO, synced.message());
+    }
     // Its report is in the staging's report.txt and report.json.
     return PublishStaging(store_, fs_, std::string(name), std::string(as), nullptr).status();
   };

@@ -159,9 +159,10 @@ Status StagedCheckpoint::WithdrawSchema() {
 }
 
 Status StagedCheckpoint::BeginWriting() {
+  // Of the call: those who wait for the mutex meanwhile do not wait as long once more.
+  const Deadline deadline = Deadline::After(kLeasePatience);
   const std::lock_guard lock(lease_mutex_);
   if (writing_.load() == 0) {
-    const Deadline deadline = Deadline::After(kLeasePatience);
     for (;;) {
       TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
       Result<std::shared_ptr<WriterLease>> lease = WriterLease::Take(fs_, staging_);
