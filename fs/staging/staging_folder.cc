@@ -55,7 +55,14 @@ Result<std::unique_ptr<File>> LockStaging(FileSystem& fs, const Staging& staging
   }
   if (!opened.ok()) return opened.status();
   std::unique_ptr<File> lock = std::move(opened).value();
-  const Status locked = take(*lock);
+  Status locked = take(*lock);
+  if (locked.ToErrno() == EBADF) {
+    // Over NFS only what is open for writing is locked alone.
+    Result<std::unique_ptr<File>> writable = fs.OpenShared(Below(staging, layout::kLockFile));
+    if (!writable.ok()) return writable.status();
+    lock = std::move(writable).value();
+    locked = take(*lock);
+  }
   if (!locked.ok() && !HasNoLocks(locked)) return locked;
   // What was locked may be the file of one that was published since it was opened.
   if (!StagingInPlace(fs, staging)) return Gone(staging);
