@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "fs/mount_stats.h"
+#include "fs/staging/staged_checkpoint.h"
 #include "fs/staging/staging_tree.h"
 #include "fs/staging/staging_writer.h"
 #include "tests/staging/staging_test_support.h"
@@ -234,9 +235,12 @@ TEST_F(SaveStressTest, ThreadsOfSeveralMountsWriteWhileOthersTryToPublish) {
     stop = true;
     publisher.join();
     ASSERT_OK(save_.WriteLast(*c));
+    const auto last = Programs::At(*c, "s/tensors/last");
+    ASSERT_OK(last);
     ASSERT_OK(a->Publish("s", "s"));
+    std::this_thread::sleep_for(StagedCheckpoint::kMaxAge * 5 / 4);
     ASSERT_NO_FATAL_FAILURE(ExpectSaved(fs(), path + "/s"));
-    EXPECT_EQ(Programs::Put(*c, "s/tensors/last", "x").ToErrno(), ESTALE);
+    EXPECT_EQ(c->Open(last.value().item, O_WRONLY).status().ToErrno(), ESTALE);
   }
 }
 
@@ -316,6 +320,108 @@ TEST_F(SaveStressTest, WhatAKilledMountLeftUnsyncedDoesNotDamageWhatIsPublished)
     ASSERT_NO_FATAL_FAILURE(ExpectSaved(HostFileSystem(), after + "/store/s"));
     ASSERT_OK(HostFileSystem().RemoveTree(after));
   }
+}
+
+TEST_F(SaveStressTest, WhatADiskRefusedOnceCanBeWrittenAnew) {
+  const std::string path = dir_.Join("store");
+  ASSERT_OK(Store::OpenOrCreate(fs(), path));
+  std::atomic<FileOp> fails{FileOp::kLock};
+  std::atomic<int> left{0};
+  std::string below = "/data/";
+  ObservedFileSystem disk(HostFileSystem(), [&](const FileEvent& e) {
+    if (e.op != fails || e.path.find(below) == std::string::npos || left.load() == 0) {
+      return Status();
+    }
+    --left;
+    return Status::FromErrno(EIO, "injected", e.path);
+  });
+  const auto a = Mount(disk, path);
+  ASSERT_OK(Programs::Begin(*a));
+  // The journal cannot be made at first.
+  below = "/journal/";
+  fails = FileOp::kSync;
+  left = 1;
+  EXPECT_EQ(save_.WriteLast(*a).ToErrno(), EIO);
+  ASSERT_OK(save_.WriteLast(*a));
+  ASSERT_OK(save_.WriteAll(*a, 0, 2));
+  ASSERT_OK(save_.WriteAll(*a, 1, 2));
+  // What was synced before must not pass for what was refused.
+  below = "/data/";
+  left = 1;
+  EXPECT_EQ(save_.WriteLast(*a).ToErrno(), EIO);
+  EXPECT_EQ(save_.WriteLast(*a).ToErrno(), EIO);
+  EXPECT_EQ(a->Publish("s", "s").ToErrno(), EIO);
+  EXPECT_EQ(Mount(fs(), path)->Publish("s", "s").ToErrno(), EIO);
+  // Forgotten as a whole it may be written anew.
+  ASSERT_OK(Programs::Put(*a, "s/tensors/last", save_.wanted(3), 0, O_WRONLY | O_TRUNC));
+  ASSERT_OK(a->Publish("s", "s"));
+  ASSERT_NO_FATAL_FAILURE(ExpectSaved(fs(), path + "/s"));
+}
+
+TEST_F(SaveStressTest, WhatNoJournalTakesIsNotPublishedWithout) {
+  const std::string path = dir_.Join("store");
+  ASSERT_OK(Store::OpenOrCreate(fs(), path));
+  std::atomic<bool> full{false};
+  ObservedFileSystem disk(HostFileSystem(), [&](const FileEvent& e) {
+    return full && e.op == FileOp::kWrite && e.path.find("/journal/") != std::string::npos
+               ? Status::FromErrno(ENOSPC, "injected", e.path)
+               : Status();
+  });
+  const auto a = Mount(disk, path);
+  ASSERT_OK(Programs::Begin(*a));
+  ASSERT_OK(save_.WriteAll(*a, 0, 2));
+  ASSERT_OK(save_.WriteAll(*a, 1, 2));
+  ASSERT_OK(save_.WriteLast(*a));
+  full = true;
+  EXPECT_EQ(Programs::Put(*a, "s/tensors/last", "xyz").ToErrno(), ENOSPC);
+  full = false;
+  EXPECT_EQ(a->Publish("s", "s").ToErrno(), EIO);
+}
+
+TEST_F(SaveStressTest, MountsLetGoOfWhatOthersPublished) {
+  const std::string path = dir_.Join("store");
+  ASSERT_OK(Store::OpenOrCreate(fs(), path));
+  const auto a = Mount(fs(), path);
+  const auto b = Mount(fs(), path);
+  for (int i = 0; i < 5; ++i) {
+    ASSERT_OK(Programs::Begin(*a));
+    ASSERT_OK(save_.WriteAll(*b, 0, 1));
+    ASSERT_OK(Programs::Put(*b, "s/objects/rng/1", "x"));
+    ASSERT_OK(save_.WriteLast(*b));
+    ASSERT_OK(a->Publish("s", "step-" + std::to_string(i)));
+    // Another name each time, as trainers have it, so that the old one is never looked up again.
+    ASSERT_OK(a->MakeDirectory(StagingTree::kRoot, "next-" + std::to_string(i)));
+    std::this_thread::sleep_for(StagedCheckpoint::kMaxAge * 5 / 4);
+    ASSERT_OK(b->Lookup(StagingTree::kRoot, "next-" + std::to_string(i)));
+    EXPECT_NE(b->StatusFields().find("\"staged_files\": 0,"), std::string::npos);
+  }
+}
+
+TEST_F(SaveStressTest, FewDescriptorsWhereverItIsWrittenAndRead) {
+  const auto store = Store::OpenOrCreate(fs(), dir_.Join("store"));
+  ASSERT_OK(store);
+  const auto staging = CreateStaging(store.value(), fs(), "s");
+  ASSERT_OK(staging);
+  const auto writer = StagingWriter::Make(fs(), staging.value(), "0123456789abcdef");
+  const auto open_files = [] { return HostFileSystem().List("/proc/self/fd").value().size(); };
+  const std::size_t before = open_files();
+  std::vector<std::shared_ptr<StagingWriter::Target>> targets;
+  const std::string data(70'000, 'x');
+  for (int i = 0; i < 200; ++i) {
+    const TensorMeta meta =
+        TensorMeta::Make("w" + std::to_string(i), DType::kU8, {5 << 20}).value();
+    targets.push_back(writer->OpenTarget(meta, Box::Whole(meta.shape())).value());
+    ASSERT_OK(targets.back()->Write(0, data.data(), data.size()));
+  }
+  for (const auto& target : targets) ASSERT_OK(target->Write(70'000, data.data(), data.size()));
+  EXPECT_LE(open_files(), before + 150);
+  for (const auto& target : targets) ASSERT_OK(target->Sync());
+  std::string read(140'000, '\0');
+  for (const auto& target : targets) {
+    ASSERT_OK(target->Read(0, read.data(), read.size()));
+    ASSERT_TRUE(read == data + data);
+  }
+  EXPECT_LE(open_files(), before + 150);
 }
 
 }  // namespace
