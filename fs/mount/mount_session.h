@@ -32,7 +32,12 @@ struct MountOptions {
   bool page_cache = false;
 };
 
-// A live mount. Read-only. Needs the right to mount (root, or fusermount3).
+// A live mount. Needs the right to mount (root, or fusermount3).
+//
+// The process that serves a mount must not map files of this mount into its own memory, nor pass
+// mapped pages of them to system calls: a page fault waits for the daemon's answer with the
+// process's memory lock held, and the daemon's own threads need that lock to answer. Map in another
+// process (a forked child will do).
 class MountSession {
  public:
   // Opens the source, mounts, and returns once the mount answers. The process must not have

@@ -3,9 +3,13 @@
 #define TENSORMOUNT_TESTS_MOUNT_MOUNT_FIXTURE_H_
 
 #include <chrono>
+#include <csignal>
+#include <functional>
 #include <memory>
 #include <string>
+#include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 
 #include "base/deadline.h"
 #include "fs/mount/mount_session.h"
@@ -17,6 +21,30 @@
 #include "tests/support/temp_dir.h"
 
 namespace tensormount::fs {
+
+// What `body` returns in a forked child; -1, and a failure, where that does not come back in time.
+// Whatever maps files of a mount that this process serves itself belongs there (see MountSession).
+inline int ChildStatus(const std::function<int()>& body) {
+  const pid_t child = fork();
+  if (child == 0) _exit(body());
+  const Deadline deadline = Deadline::After(std::chrono::seconds(30));
+  int status = 0;
+  pid_t ended = 0;
+  while (child > 0 && (ended = waitpid(child, &status, WNOHANG)) == 0) {
+    if (deadline.Passed()) {
+      kill(child, SIGKILL);  // And not waited for: what hangs in the kernel may not even die.
+      break;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  EXPECT_EQ(ended, child) << "a child that uses the mount did not come back";
+  return ended == child && WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// Expects it to return true, without failures of gtest's, which the child prints.
+inline void ExpectInChild(const std::function<bool()>& body) {
+  EXPECT_EQ(ChildStatus([&] { return body() && !testing::Test::HasFailure() ? 0 : 1; }), 0);
+}
 
 // A store and an empty folder to mount at; whatever a test leaves mounted goes with it.
 class MountTest : public testing::Test {

@@ -161,6 +161,31 @@ TEST_P(MountReadTest, ReadsLikeAPlainFile) {
   }
 }
 
+// In a process that does not serve the mount.
+bool MapsLike(const std::string& path, const std::string& bytes) {
+  const Fd fd(open(path.c_str(), O_RDONLY));
+  EXPECT_GE(fd.fd, 0) << path;
+  for (const int flags : {MAP_SHARED, MAP_PRIVATE}) {
+    void* map = mmap(nullptr, bytes.size(), PROT_READ, flags, fd, 0);
+    EXPECT_NE(map, MAP_FAILED) << path << ": " << std::strerror(errno);
+    if (map == MAP_FAILED) return false;
+    EXPECT_EQ(std::memcmp(map, bytes.data(), bytes.size()), 0) << path;
+    // Reading beside a mapping.
+    char buffer[100];
+    EXPECT_EQ(pread(fd, buffer, sizeof buffer, 10), 100);
+    EXPECT_EQ(std::memcmp(buffer, bytes.data() + 10, sizeof buffer), 0);
+    munmap(map, bytes.size());
+  }
+  void* map = mmap(nullptr, bytes.size(), PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+  EXPECT_NE(map, MAP_FAILED) << path << ": " << std::strerror(errno);
+  if (map == MAP_FAILED) return false;
+  static_cast<char*>(map)[0] = static_cast<char>(bytes[0] + 1);
+  EXPECT_EQ(std::memcmp(static_cast<char*>(map) + 1, bytes.data() + 1, bytes.size() - 1), 0);
+  munmap(map, bytes.size());
+  EXPECT_EQ(mmap(nullptr, bytes.size(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0), MAP_FAILED);
+  return true;
+}
+
 TEST_P(MountReadTest, MapsLikeAPlainFile) {
   const Pair pair = MakePair(dir_);
   Write("step-1", pair.spec);
@@ -168,27 +193,9 @@ TEST_P(MountReadTest, MapsLikeAPlainFile) {
   for (const char* path : {"step-1/tensors/big", "step-1/model.safetensors", "step-1/npy/big.npy",
                            "step-1/checkpoint.json"}) {
     ASSERT_OK_AND_ASSIGN(const std::string bytes, ops_->ReadAll(path));
-    for (const int flags : {MAP_SHARED, MAP_PRIVATE}) {
-      const Fd fd(open(At(path).c_str(), O_RDONLY));
-      ASSERT_GE(fd.fd, 0);
-      void* map = mmap(nullptr, bytes.size(), PROT_READ, flags, fd, 0);
-      ASSERT_NE(map, MAP_FAILED) << path << ": " << std::strerror(errno);
-      EXPECT_EQ(std::memcmp(map, bytes.data(), bytes.size()), 0) << path;
-      // Reading beside a mapping.
-      char buffer[100];
-      EXPECT_EQ(pread(fd, buffer, sizeof buffer, 10), 100);
-      EXPECT_EQ(std::memcmp(buffer, bytes.data() + 10, sizeof buffer), 0);
-      munmap(map, bytes.size());
-    }
-    // What is mapped for writing privately stays private.
-    const Fd fd(open(At(path).c_str(), O_RDONLY));
-    char* map =
-        static_cast<char*>(mmap(nullptr, bytes.size(), PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0));
-    ASSERT_NE(map, MAP_FAILED);
-    map[0] = static_cast<char>(map[0] + 1);
-    munmap(map, bytes.size());
+    ExpectInChild([&] { return MapsLike(At(path), bytes); });
+    // What was written to a private mapping stayed private.
     EXPECT_THAT(ops_->ReadAll(path), IsOkAndHolds(bytes));
-    EXPECT_EQ(mmap(nullptr, bytes.size(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0), MAP_FAILED);
   }
 }
 

@@ -144,15 +144,20 @@ TEST_F(MountTierTest, TheKernelReadsWholeFilesItself) {
     EXPECT_EQ(lseek(fd, 1000, SEEK_DATA), 1000);
     EXPECT_EQ(lseek(fd, 1000, SEEK_HOLE), kBig);
 
-    const Mapping shared(fd, want.size(), PROT_READ, MAP_SHARED);
-    ASSERT_TRUE(shared.ok());
-    EXPECT_TRUE(shared.text() == want);
-    const Mapping mine(fd, want.size(), PROT_READ | PROT_WRITE, MAP_PRIVATE);
-    ASSERT_TRUE(mine.ok());
-    static_cast<char*>(mine.at)[5] ^= 1;
-    EXPECT_TRUE(mine.text().substr(6) == std::string_view(want).substr(6));
-    EXPECT_TRUE(shared.text() == want);
-    EXPECT_FALSE(Mapping(fd, want.size(), PROT_READ | PROT_WRITE, MAP_SHARED).ok());
+    ExpectInChild([&] {
+      const Mapping shared(fd, want.size(), PROT_READ, MAP_SHARED);
+      EXPECT_TRUE(shared.ok());
+      if (!shared.ok()) return false;
+      EXPECT_TRUE(shared.text() == want);
+      const Mapping mine(fd, want.size(), PROT_READ | PROT_WRITE, MAP_PRIVATE);
+      EXPECT_TRUE(mine.ok());
+      if (!mine.ok()) return false;
+      static_cast<char*>(mine.at)[5] ^= 1;
+      EXPECT_TRUE(mine.text().substr(6) == std::string_view(want).substr(6));
+      EXPECT_TRUE(shared.text() == want);
+      EXPECT_FALSE(Mapping(fd, want.size(), PROT_READ | PROT_WRITE, MAP_SHARED).ok());
+      return true;
+    });
 
     const std::string copy = dir_.Join("copy");
     const Fd out(open(copy.c_str(), O_WRONLY | O_CREAT, 0644));
@@ -335,10 +340,12 @@ TEST_F(MountTierTest, ManyThreadsOpenAndClose) {
       }
     }
   };
-  std::vector<std::thread> threads;
-  for (int t = 0; t < 8; ++t) threads.emplace_back(work, t);
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(failures, 0);
+  ExpectInChild([&] {
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 8; ++t) threads.emplace_back(work, t);
+    for (std::thread& thread : threads) thread.join();
+    return failures == 0;
+  });
   ExpectLiveBackings(0);
 }
 
