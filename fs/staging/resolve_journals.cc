@@ -219,8 +219,17 @@ class Sorter {
     for (auto& [number, target] : targets_) {
       if (target.records.empty()) continue;
       const std::string& key = target.target->key;
-      if (!schema_.tensors().contains(key)) {
+      const auto meta = schema_.tensors().find(key);
+      if (meta == schema_.tensors().end()) {
         AddProblem(report_, "unknown", "tensor " + key, "written, but in no schema");
+        continue;
+      }
+      const auto bytes =
+          RegionBytes(meta->second.dtype(), meta->second.shape(), Region(target.target->box));
+      if (!bytes.ok() || bytes.value() != sizes_[number]) {
+        AddProblem(report_, "unknown", "tensor " + key + " " + target.target->box.ToString(),
+                   "written when a schema gave it another shape or type (mount " +
+                       journal_.journal.incarnation + ")");
         continue;
       }
       sorted_.tensors[key].push_back(std::move(target));
@@ -267,11 +276,14 @@ class Sorter {
         const auto target = targets_.find(extent ? record.extent.target : record.number);
         if (target == targets_.end()) return Bad("a record of a target that was never named");
         if (extent) TENSORMOUNT_RETURN_IF_ERROR(CheckFile(record.extent.file));
-        target->second.records.emplace_back(sequence, &record);
-        // Who truncates or removes a file that was condemned may write it again.
+        // All of it: as if nothing had been written to it. Who truncates or removes a file that was
+        // condemned may write it again, and what another schema said of it is of no matter.
         if (!extent && record.begin == 0 && record.end >= sizes_[record.number]) {
           condemned_.erase(record.number);
+          target->second.records.clear();
+          return Status();
         }
+        target->second.records.emplace_back(sequence, &record);
         return Status();
       }
       case Kind::kObject:

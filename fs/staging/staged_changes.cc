@@ -274,11 +274,14 @@ Status StagingTreeImpl::Unlink(std::uint64_t folder, std::string_view name) {
       case Place::kTensor:
       case Place::kSlice:
         of.RemoveSlicePath(node.place == Place::kSlice ? node.path : "");
-        if (const auto target = of.FindTarget(node.key, node.box)) {
+        {
+          TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema());
+          const TensorMeta* const meta = view->Find(node.key);
+          const auto target = meta == nullptr ? nullptr : of.FindTarget(*meta, node.box);
+          if (target == nullptr) return {};
           TENSORMOUNT_RETURN_IF_ERROR(target->Forget(0, target->size()));
           return target->Sync();
         }
-        return {};
       default:
         return {};
     }

@@ -24,8 +24,10 @@ std::vector<std::string> KeysOf(const StagingSchema& schema) {
   return keys;
 }
 
-std::string TargetName(const std::string& key, const Box& box) {
-  return key + '\0' + SliceText(box);  // Keys have no NUL.
+// With all that makes it what it is: a new schema may say something else of the same box.
+std::string TargetName(const TensorMeta& meta, const Box& box) {
+  return meta.key() + '\0' + SliceText(box) + ' ' + meta.shape().ToString() + ' ' +
+         std::to_string(meta.bits());  // Keys have no NUL.
 }
 
 Result<std::vector<std::string>> NamesIn(FileSystem& fs, const std::string& folder) {
@@ -186,7 +188,7 @@ void StagedCheckpoint::EndWriting() {
 
 Result<std::shared_ptr<StagingWriter::Target>> StagedCheckpoint::OpenTarget(const TensorMeta& meta,
                                                                             const Box& box) {
-  const std::string name = TargetName(meta.key(), box);
+  const std::string name = TargetName(meta, box);
   {
     const std::lock_guard lock(mutex_);
     const auto it = targets_.find(name);
@@ -201,10 +203,10 @@ Result<std::shared_ptr<StagingWriter::Target>> StagedCheckpoint::OpenTarget(cons
       .first->second.target;
 }
 
-std::shared_ptr<StagingWriter::Target> StagedCheckpoint::FindTarget(const std::string& key,
+std::shared_ptr<StagingWriter::Target> StagedCheckpoint::FindTarget(const TensorMeta& meta,
                                                                     const Box& box) {
   const std::lock_guard lock(mutex_);
-  const auto it = targets_.find(TargetName(key, box));
+  const auto it = targets_.find(TargetName(meta, box));
   return it == targets_.end() ? nullptr : it->second.target;
 }
 

@@ -83,7 +83,7 @@ class StagedCheckpoint {
   // A box that this mount has open or has written, for lists and attributes.
   Result<std::shared_ptr<StagingWriter::Target>> OpenTarget(const TensorMeta& meta, const Box& box);
   // Null where this mount has not opened it.
-  std::shared_ptr<StagingWriter::Target> FindTarget(const std::string& key, const Box& box);
+  std::shared_ptr<StagingWriter::Target> FindTarget(const TensorMeta& meta, const Box& box);
   // slices/`path` was opened for writing, or removed.
   void AddSlicePath(const std::string& path);
   void RemoveSlicePath(const std::string& path);
@@ -137,7 +137,7 @@ class StagedCheckpoint {
     std::string path;  // Below tensors/, where it is a whole tensor.
     std::shared_ptr<StagingWriter::Target> target;
   };
-  std::map<std::string, Known> targets_;  // By key and box.
+  std::map<std::string, Known> targets_;  // By tensor and box.
   std::set<std::string> slice_paths_;     // Below slices/.
   std::set<std::string> object_folders_;
   std::map<const void*, std::uint64_t> edits_[2];

@@ -90,6 +90,10 @@ std::shared_ptr<const StagedNode> StagedNodes::Take(StagedNode node) {
     node.item = next_++;
     counted.name = std::move(name);
     counted.node = std::make_shared<const StagedNode>(std::move(node));
+  } else if (node.key != counted.node->key || !(node.box == counted.node->box)) {
+    // The schema was taken back, and a new one says something else of this name.
+    node.item = at->second;
+    counted.node = std::make_shared<const StagedNode>(std::move(node));
   }
   ++counted.references;
   return counted.node;

@@ -395,7 +395,7 @@ Result<Attributes> StagingTreeImpl::Describe(const StagedNode& node) {
       if (meta == nullptr) return Status(Code::kStale, node.Label() + ": not in schema.json");
       TENSORMOUNT_ASSIGN_OR_RETURN(a.size,
                                    RegionBytes(meta->dtype(), meta->shape(), Region(node.box)));
-      const auto target = node.of->FindTarget(node.key, node.box);
+      const auto target = node.of->FindTarget(*meta, node.box);
       a.allocated = target ? target->written_bytes() : 0;
       // Nobody shall take what was never written for a copy of something of the same size.
       if (a.allocated == 0 && a.size > 0) a.mtime = 0;

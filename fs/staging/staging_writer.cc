@@ -24,7 +24,8 @@ class Writer final : public StagingWriter {
   Result<std::shared_ptr<Target>> OpenTarget(const TensorMeta& meta, const Box& box) override {
     if (shared_->files.closed()) return Closed();
     TENSORMOUNT_ASSIGN_OR_RETURN(TargetGeometry geometry, TargetGeometry::Make(meta, box));
-    TargetKey key(meta.key(), Numbers(box.begin()), Numbers(box.extent()));
+    TargetKey key(meta.key(), Numbers(box.begin()), Numbers(box.extent()), Numbers(meta.shape()),
+                  meta.bits());
     const std::lock_guard lock(registry_->mutex);
     TargetEntry& entry = registry_->targets[key];
     std::shared_ptr<TargetWriter> target = entry.open.lock();
@@ -132,7 +133,9 @@ class Writer final : public StagingWriter {
   }
 
  private:
-  using TargetKey = std::tuple<std::string, std::vector<std::int64_t>, std::vector<std::int64_t>>;
+  // Tensors of one key differ where a schema was taken back.
+  using Dimensions = std::vector<std::int64_t>;
+  using TargetKey = std::tuple<std::string, Dimensions, Dimensions, Dimensions, std::int64_t>;
   using ObjectKey = std::pair<std::string, std::vector<std::int64_t>>;
   struct TargetEntry {
     std::weak_ptr<TargetWriter> open;

@@ -378,6 +378,44 @@ TEST_F(SaveStressTest, WhatNoJournalTakesIsNotPublishedWithout) {
   EXPECT_EQ(a->Publish("s", "s").ToErrno(), EIO);
 }
 
+TEST_F(SaveStressTest, ASchemaThatWasTakenBackLeavesNothingBehind) {
+  const std::string path = dir_.Join("store");
+  ASSERT_OK(Store::OpenOrCreate(fs(), path));
+  const auto a = Mount(fs(), path);
+  ASSERT_OK(a->MakeDirectory(StagingTree::kRoot, "s"));
+  const int fresh = O_WRONLY | O_CREAT | O_TRUNC;
+  ASSERT_OK(Programs::Put(*a, "s/schema.json",
+                          R"({"tensors": {"w": {"dtype": "u8", "shape": [4, 30]},
+                              "v": {"dtype": "u8", "shape": [200]},
+                              "x": {"dtype": "f32", "shape": [10]},
+                              "gone": {"dtype": "u8", "shape": [9]}}})",
+                          0, fresh));
+  const std::string bytes = Random(5).Bytes(240);
+  for (const char* name : {"s/tensors/v", "s/slices/w[1:3,:]", "s/tensors/x", "s/tensors/gone"}) {
+    ASSERT_OK(Programs::Put(*a, name, bytes.substr(0, 9)));
+  }
+  const auto folder = Programs::At(*a, "s");
+  ASSERT_OK(folder);
+  ASSERT_OK(a->Unlink(folder.value().item, "schema.json"));
+  // Another size, another shape around the same box, another type.
+  ASSERT_OK(Programs::Put(*a, "s/schema.json",
+                          R"({"tensors": {"w": {"dtype": "u8", "shape": [5, 30]},
+                              "v": {"dtype": "u8", "shape": [100]},
+                              "x": {"dtype": "f64", "shape": [10]}}})",
+                          0, fresh));
+  EXPECT_EQ(Programs::Put(*a, "s/tensors/v", bytes).ToErrno(), EFBIG);
+  ASSERT_OK(Programs::Put(*a, "s/tensors/v", bytes.substr(0, 100)));
+  ASSERT_OK(Programs::Put(*a, "s/tensors/x", bytes.substr(0, 80)));
+  ASSERT_OK(Programs::Put(*a, "s/slices/w[1:3,:]", bytes.substr(30, 60)));
+  ASSERT_OK(Programs::Put(*a, "s/slices/w[0,:]", bytes.substr(0, 30)));
+  ASSERT_OK(Programs::Put(*a, "s/slices/w[3:,:]", bytes.substr(90, 60)));
+  ASSERT_OK(a->Publish("s", "s"));
+  EXPECT_TRUE(IsSound("s"));
+  EXPECT_EQ(BytesOf("s", "v"), bytes.substr(0, 100));
+  EXPECT_EQ(BytesOf("s", "w"), bytes.substr(0, 150));
+  EXPECT_EQ(BytesOf("s", "x"), bytes.substr(0, 80));
+}
+
 TEST_F(SaveStressTest, MountsLetGoOfWhatOthersPublished) {
   const std::string path = dir_.Join("store");
   ASSERT_OK(Store::OpenOrCreate(fs(), path));
