@@ -117,6 +117,8 @@ class RecordDecoder {
     record.target.key = in.String(kMaxKeyBytes);
     TENSORMOUNT_ASSIGN_OR_RETURN(const Dims begin, DecodeDims(in, what));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extent, DecodeDims(in, what));
+    TENSORMOUNT_ASSIGN_OR_RETURN(record.target.shape, DecodeDims(in, what));
+    record.target.bits = in.U8();
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     Result<Box> box = Box::Make(begin, extent);
     if (!box.ok()) return Broken(what, box.status().message());
@@ -355,6 +357,8 @@ std::string EncodeRecord(const JournalRecord& record) {
       out.String(record.target.key);
       EncodeDims(out, record.target.box.begin());
       EncodeDims(out, record.target.box.extent());
+      EncodeDims(out, record.target.shape);
+      out.U8(record.target.bits);
       break;
     case JournalRecord::Kind::kExtent: {
       const StagedExtent& e = record.extent;

@@ -27,6 +27,10 @@ namespace tensormount::fs {
 struct StagedTarget {
   std::string key;
   Box box;
+  // Of the tensor when it was written: contributions hold for no other, and a schema can be taken
+  // back.
+  Dims shape;
+  std::uint8_t bits = 0;  // Of an element.
   friend bool operator==(const StagedTarget&, const StagedTarget&) = default;
 };
 

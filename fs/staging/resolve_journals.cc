@@ -226,7 +226,9 @@ class Sorter {
       }
       const auto bytes =
           RegionBytes(meta->second.dtype(), meta->second.shape(), Region(target.target->box));
-      if (!bytes.ok() || bytes.value() != sizes_[number]) {
+      if (!bytes.ok() || bytes.value() != sizes_[number] ||
+          !(target.target->shape == meta->second.shape()) ||
+          target.target->bits != meta->second.bits()) {
         AddProblem(report_, "unknown", "tensor " + key + " " + target.target->box.ToString(),
                    "written when a schema gave it another shape or type (mount " +
                        journal_.journal.incarnation + ")");

@@ -32,7 +32,9 @@ class Writer final : public StagingWriter {
     if (target == nullptr) {
       // Kept once it was written; until then as long as somebody has it open.
       target = std::shared_ptr<TargetWriter>(
-          new TargetWriter(shared_, {meta.key(), box}, std::move(geometry), registry_->next_owner++,
+          new TargetWriter(shared_,
+                           {meta.key(), box, meta.shape(), static_cast<std::uint8_t>(meta.bits())},
+                           std::move(geometry), registry_->next_owner++,
                            [registry = std::weak_ptr(registry_), key] {
                              const auto r = registry.lock();
                              if (r == nullptr) return;

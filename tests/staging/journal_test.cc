@@ -21,7 +21,7 @@ std::vector<JournalRecord> SomeRecords() {
   records[0].kind = JournalRecord::Kind::kFile;
   records[0].file_name = "data/x-p0.bin";
   records[1].kind = JournalRecord::Kind::kTarget;
-  records[1].target = {"w", Box::Make({0, 4}, {100, 1000}).value()};
+  records[1].target = {"w", Box::Make({0, 4}, {100, 1000}).value(), {100, 2000}, 16};
   records[1].end = 400'000;
   records[2].extent.begin = 100;
   records[2].extent.length = 100'000;

@@ -416,6 +416,27 @@ TEST_F(SaveStressTest, ASchemaThatWasTakenBackLeavesNothingBehind) {
   EXPECT_EQ(BytesOf("s", "x"), bytes.substr(0, 80));
 }
 
+TEST_F(SaveStressTest, WhatAnotherMountWroteToAnotherShapeIsNotPublished) {
+  const std::string path = dir_.Join("store");
+  ASSERT_OK(Store::OpenOrCreate(fs(), path));
+  const auto a = Mount(fs(), path);
+  auto b = Mount(fs(), path);
+  ASSERT_OK(a->MakeDirectory(StagingTree::kRoot, "s"));
+  const int fresh = O_WRONLY | O_CREAT | O_TRUNC;
+  ASSERT_OK(Programs::Put(*a, "s/schema.json",
+                          R"({"tensors": {"w": {"dtype": "u8", "shape": [4, 30]}}})", 0, fresh));
+  ASSERT_OK(Programs::Put(*b, "s/slices/w[1:3,:]", std::string(60, 'b')));
+  b.reset();
+  const auto folder = Programs::At(*a, "s");
+  ASSERT_OK(folder);
+  ASSERT_OK(a->Unlink(folder.value().item, "schema.json"));
+  ASSERT_OK(Programs::Put(*a, "s/schema.json",
+                          R"({"tensors": {"w": {"dtype": "u8", "shape": [5, 30]}}})", 0, fresh));
+  ASSERT_OK(Programs::Put(*a, "s/slices/w[0,:]", std::string(30, 'a')));
+  ASSERT_OK(Programs::Put(*a, "s/slices/w[3:,:]", std::string(60, 'a')));
+  EXPECT_EQ(a->Publish("s", "s").ToErrno(), EIO);
+}
+
 TEST_F(SaveStressTest, MountsLetGoOfWhatOthersPublished) {
   const std::string path = dir_.Join("store");
   ASSERT_OK(Store::OpenOrCreate(fs(), path));

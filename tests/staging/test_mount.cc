@@ -49,7 +49,7 @@ std::uint32_t TestMount::Target(const TensorMeta& meta, const Box& box) {
   record.kind = JournalRecord::Kind::kTarget;
   record.number = number;
   record.end = targets_.back().bytes;
-  record.target = {meta.key(), box};
+  record.target = {meta.key(), box, meta.shape(), static_cast<std::uint8_t>(meta.bits())};
   Append(record);
   return number;
 }
