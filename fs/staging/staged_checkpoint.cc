@@ -253,10 +253,13 @@ Status StagedCheckpoint::MarkDone(std::uint32_t rank) {
   TENSORMOUNT_RETURN_IF_ERROR(writer_->SyncAll());
   TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
   Touch();
-  return MakeDoneMark(fs_, staging_,
-                      {.rank = rank,
-                       .journal = writer_->journal_name(),
-                       .journal_bytes = writer_->journal_bytes()});
+  const Status made = MakeDoneMark(fs_, staging_,
+                                   {.rank = rank,
+                                    .journal = writer_->journal_name(),
+                                    .journal_bytes = writer_->journal_bytes()});
+  // Where it left its name meanwhile, that is what to tell.
+  if (!made.ok()) TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
+  return made;
 }
 
 Result<bool> StagedCheckpoint::Removable() {
