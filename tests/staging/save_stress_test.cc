@@ -262,7 +262,7 @@ TEST_F(SaveStressTest, APowerCutAnywhereLeavesWhatCanBeFinished) {
     ASSERT_OK(a->Publish("s", "s"));
   }
   const std::size_t end = live.op_count();
-  const std::size_t step = 1 + (end - empty) / static_cast<std::size_t>(TestScale(25));
+  const std::size_t step = 1 + (end - empty) / static_cast<std::size_t>(TestScale(15));
   for (std::size_t k = end;; k -= step) {
     SCOPED_TRACE("power cut after " + live.Describe(k - 1));
     const std::string after = dir_.Join("after");
@@ -314,7 +314,7 @@ TEST_F(SaveStressTest, WhatAKilledMountLeftUnsyncedDoesNotDamageWhatIsPublished)
   ASSERT_OK(save_.WriteAll(*b, 1, 2));
   ASSERT_OK(b->Publish("s", "s"));
   Random random(TestSeed());
-  for (int i = 0; i < 20; ++i) {
+  for (int i = 0; i < TestScale(8); ++i) {
     const std::string after = dir_.Join("after");
     ASSERT_OK(live.Materialise(live.op_count(), random, after));
     ASSERT_NO_FATAL_FAILURE(ExpectSaved(HostFileSystem(), after + "/store/s"));
