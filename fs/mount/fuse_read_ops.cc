@@ -164,7 +164,8 @@ Result<Reply> OpenSlowly(Bridge& bridge, NodeId node, const fuse_file_info& info
   if (lease.status().code() == Code::kCancelled) {
     return Status::FromErrno(EINTR, "open", file->label());
   }
-  TENSORMOUNT_RETURN_IF_ERROR(lease.status());
+  // Told as what it is: "node 17" says little to a person.
+  if (!lease.ok()) return lease.status().WithContext(file->label());
   if (!lease.value()) return Status::FromErrno(EAGAIN, "open", file->label());  // Runs again.
   return OpenedReply(bridge, info, file, lease.value());
 }

@@ -307,6 +307,7 @@ TEST_F(MountTierTest, ManyThreadsOpenAndClose) {
   for (const TinyTensor& tensor : spec.tensors) {
     files.emplace_back(At("step-1/tensors/" + tensor.key), TinyBytes(tensor));
   }
+  const bool passes = Passes();
   std::atomic<int> failures{0};
   const auto work = [&](int thread) {
     Random random(TestSeed() + static_cast<std::uint64_t>(thread));
@@ -329,9 +330,10 @@ TEST_F(MountTierTest, ManyThreadsOpenAndClose) {
         ++failures;
         return;
       }
-      if (random.OneIn(4)) {
+      // A page of a file that the daemon serves would be faulted in under a lock of this process's
+      // memory that the daemon, in this same process, may want.
+      if (passes && !path.ends_with("/pieces") && random.OneIn(4)) {
         const Mapping map(fd, want.size(), PROT_READ, random.OneIn(2) ? MAP_SHARED : MAP_PRIVATE);
-        // Without DIRECT_IO_ALLOW_MMAP shared mappings of direct files are refused: never here.
         if (!map.ok() || map.text().substr(at, 50) != std::string_view(want).substr(at, 50)) {
           ADD_FAILURE() << path << ": mapped " << std::strerror(errno);
           ++failures;
