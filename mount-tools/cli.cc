@@ -247,14 +247,26 @@ void AddNotBuilt(Program& p) {
   }
 }
 
-// mount(8) calls `mount.tensormount SOURCE MNT [-sfnv] [-o opt,opt=value]`; options are our long
-// ones without dashes, and those that mount(8) itself understands are dropped.
-std::vector<std::string> FromMountHelper(int argc, const char* const* argv) {
+// mount(8) calls `mount.tensormount SOURCE MNT [-sfnvrw] [-N ns] [-t type] [-o opt,opt=value]`;
+// options are our long ones without dashes, and those that mount(8) itself understands are dropped.
+struct HelperCall {
+  std::vector<std::string> words;  // As of the command `mount`.
+  bool fake = false;               // -f: look at the arguments and mount nothing.
+};
+
+HelperCall FromMountHelper(int argc, const char* const* argv, const CLI::App& mount) {
   static constexpr std::string_view kGeneric[] = {
-      "defaults", "auto",    "noauto",   "user",       "nouser", "users",  "_netdev",   "nofail",
-      "ro",       "rw",      "exec",     "noexec",     "suid",   "nosuid", "dev",       "nodev",
-      "atime",    "noatime", "relatime", "norelatime", "sync",   "async",  "nodiratime"};
-  std::vector<std::string> out = {"mount"};
+      "defaults",     "auto",       "noauto",      "user",       "nouser", "users",
+      "owner",        "group",      "_netdev",     "_rnetdev",   "nofail", "exec",
+      "noexec",       "suid",       "nosuid",      "dev",        "nodev",  "atime",
+      "noatime",      "relatime",   "norelatime",  "sync",       "async",  "dirsync",
+      "strictatime",  "nodiratime", "lazytime",    "nolazytime", "silent", "loud",
+      "iversion",     "noiversion", "nosymfollow", "mand",       "nomand", "diratime",
+      "nostrictatime"};
+  HelperCall call{.words = {"mount"}};
+  bool read_only = false;
+  bool sloppy = false;  // -s: options that nobody knows are no error.
+  std::vector<std::string> options;
   for (int i = 1; i < argc; ++i) {
     const std::string_view arg = argv[i];
     if (arg == "-o" && i + 1 < argc) {
@@ -264,23 +276,35 @@ std::vector<std::string> FromMountHelper(int argc, const char* const* argv) {
         const std::string_view option = rest.substr(0, comma);
         rest = comma == std::string_view::npos ? "" : rest.substr(comma + 1);
         const std::string_view name = option.substr(0, option.find('='));
+        if (option == "ro" || option == "rw") {
+          read_only = option == "ro";  // The last one holds.
+          continue;
+        }
         const bool generic =
-            option.empty() || option.starts_with("x-") || option.starts_with("comment=") ||
+            option.empty() || option.starts_with("x-") || option.starts_with("X-") ||
+            option.starts_with("comment=") ||
             std::find(std::begin(kGeneric), std::end(kGeneric), name) != std::end(kGeneric);
         // fuse's own spelling of --allow-other is what people have in their fstab.
-        if (!generic) {
-          out.push_back("--" + std::string(option == "allow_other" ? "allow-other" : option));
-        }
+        if (!generic) options.emplace_back(option == "allow_other" ? "allow-other" : option);
       }
-    } else if (arg == "-t" && i + 1 < argc) {
+    } else if ((arg == "-t" || arg == "-N") && i + 1 < argc) {
       ++i;
-    } else if (arg.starts_with('-') && arg.size() > 1) {
-      continue;  // -s -f -n -v of mount(8).
+    } else if (arg.starts_with('-') && arg.size() > 1 && !arg.starts_with("--")) {
+      for (const char letter : arg.substr(1)) {
+        if (letter == 'r' || letter == 'w') read_only = letter == 'r';
+        sloppy = sloppy || letter == 's';
+        call.fake = call.fake || letter == 'f';
+      }
     } else {
-      out.push_back(std::string(arg));
+      call.words.emplace_back(arg);
     }
   }
-  return out;
+  for (const std::string& option : options) {
+    const std::string flag = "--" + option.substr(0, option.find('='));
+    if (!sloppy || mount.get_option_no_throw(flag) != nullptr) call.words.push_back("--" + option);
+  }
+  if (read_only) call.words.emplace_back("--read-only");
+  return call;
 }
 
 int Run(int argc, const char* const* argv) {
@@ -300,8 +324,9 @@ int Run(int argc, const char* const* argv) {
   const std::string_view self = argc > 0 ? argv[0] : "";
   try {
     if (self.substr(self.rfind('/') + 1) == "mount.tensormount") {
-      std::vector<std::string> words = FromMountHelper(argc, argv);
-      app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
+      const HelperCall call = FromMountHelper(argc, argv, *app.get_subcommand("mount"));
+      app.parse(std::vector<std::string>(call.words.rbegin(), call.words.rend()));
+      if (call.fake) return kDone;
     } else {
       app.parse(argc, argv);
     }

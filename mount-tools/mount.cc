@@ -86,7 +86,10 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
   if (!session.ok()) return session.status();
   std::atomic<bool> done{false};
   std::thread watcher([&] {
-    const int signal = sigwaitinfo(&signals, nullptr);
+    int signal = 0;
+    do {  // A process that is stopped and continued (a debugger, a frozen container) hears EINTR.
+      signal = sigwaitinfo(&signals, nullptr);
+    } while (signal < 0 && errno == EINTR);
     if (done || signal < 0) return;
     Log(LogLevel::kInfo, fmt::format("signal {}: unmounting {}", signal, options.mount_point));
     session.value()->Stop();

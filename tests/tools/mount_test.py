@@ -110,6 +110,28 @@ class Mount(harness.ToolTest):
         self.assertIn("npy", os.listdir(mnt / "step-1"))
         self.run_tool("unmount", mnt)
 
+    def test_options_of_mount_8(self):
+        self.save()
+        mnt = self.dir / "MNT"
+        mnt.mkdir()
+        self.mounts.append(mnt)
+
+        def helper(*args):
+            return subprocess.run([str(harness.BIN / "mount.tensormount"), str(self.store), str(mnt), *args],
+                                  timeout=60, capture_output=True).returncode
+
+        self.assertEqual(helper("-f", "-o", "ro,views"), 0)  # Fake.
+        self.assertFalse(os.path.ismount(mnt))
+        self.assertNotEqual(helper("-o", "whatisthis"), 0)
+        self.assertFalse(os.path.ismount(mnt))
+        generic = "defaults,nofail,_netdev,noauto,user=x,x-systemd.automount,X-mount.mkdir,comment=c"
+        # The last of ro and rw holds; -s drops what nobody knows.
+        for args, writable in [(["-o", generic], True), (["-snv", "-o", f"rw,whatisthis,{generic},ro"], False),
+                               (["-r"], False), (["-t", "tensormount", "-N", "1", "-o", "ro,rw"], True)]:
+            self.assertEqual(helper(*args), 0, args)
+            self.assertEqual((mnt / ".staging").is_dir(), writable, args)
+            self.run_tool("unmount", mnt)
+
     def test_damage_is_an_error_and_is_told(self):
         path = self.save("step-1", "--placement", "rank-shard")
         (w,) = self.json_lines("info", path, "big")
