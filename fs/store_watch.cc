@@ -348,6 +348,7 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
           [](const std::shared_ptr<Slot>& s, std::uint32_t id) { return s->id < id; });
       if (at == now->by_id.end() || (*at)->id != slot->id) {
         slots[slot->id] = nullptr;
+        slot->gone_.store(true, std::memory_order_release);  // Before anybody sees the new listing.
         gone.push_back(slot);
       }
     };
@@ -364,7 +365,6 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
   }
   looked.notify_all();
   for (const auto& slot : gone) {
-    slot->gone_.store(true, std::memory_order_release);
     const std::lock_guard lock(slot->mutex_);
     slot->opened_ = false;
     slot->view_ = nullptr;  // Open files keep it, and with it the lock that gc waits for.

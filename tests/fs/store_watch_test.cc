@@ -40,14 +40,23 @@ class StoreWatchTest : public testing::Test {
     ASSERT_OK(watch);
     watch_ = std::move(watch).value();
   }
+  // The patience is for machines that are busy: that changes show within a second is measured at
+  // real mounts.
   template <typename Condition>
-  void ExpectWithinASecond(const Condition& condition) {
-    const Deadline deadline = Deadline::After(seconds(1));
+  void ExpectSoon(const Condition& condition) {
+    const Deadline deadline = Deadline::After(seconds(30));
     while (!condition()) {
       ASSERT_FALSE(deadline.Passed());
       std::this_thread::sleep_for(milliseconds(5));
     }
   }
+
+  // Declared after a file system of the test's own, which the looking thread uses to its end.
+  struct WatchEnd {
+    explicit WatchEnd(StoreWatchTest& t) : test(t) {}
+    ~WatchEnd() { test.watch_ = nullptr; }
+    StoreWatchTest& test;
+  };
 
   TempDir dir_;
   std::unique_ptr<StoreWatch> watch_;
@@ -69,38 +78,49 @@ TEST_F(StoreWatchTest, ReadsEachCommitRecordOnceAndLooksAtLargeStoresInTurn) {
   CopyMany(store(), "step-1", 300);
   Write("step-2");
   std::atomic<int> read{0};
-  std::atomic<int> asked{0};
+  // How many commit records each look asked for; the last one may not have ended.
+  std::mutex mutex;
+  std::vector<int> looks;
   ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) -> Status {
     const bool commit = event.path.ends_with("COMMIT");
     if (commit && event.op == FileOp::kOpenRead) ++read;
-    if (commit && event.op == FileOp::kStat) ++asked;
+    if (event.op != FileOp::kStat) return {};
+    const std::lock_guard lock(mutex);
+    if (event.path.ends_with("/store")) looks.push_back(0);
+    if (commit && !looks.empty()) ++looks.back();
     return {};
   });
+  const WatchEnd end(*this);
   Start(fs);
-  EXPECT_EQ(watch_->Now()->by_id.size(), 302u);
+  ExpectSoon([&] { return watch_->Now()->by_id.size() == 302; });
   EXPECT_EQ(watch_->Now()->latest->name, "step-2");
   EXPECT_EQ(read, 302);
   // While time stamps may be too coarse to tell, everything is looked at; then a part.
-  const Deadline deadline = Deadline::After(seconds(10));
-  for (bool part = false; !part;) {
-    ASSERT_FALSE(deadline.Passed());
-    std::this_thread::sleep_for(StoreWatch::kMaxAge + milliseconds(50));
-    asked = 0;
+  ExpectSoon([&] {
     EXPECT_EQ(watch_->Now()->by_id.size(), 302u);
-    part = asked > 0 && asked <= 70;
+    const std::lock_guard lock(mutex);
+    return looks.size() >= 4 && looks[looks.size() - 2] <= 70;
+  });
+  {
+    const std::lock_guard lock(mutex);
+    EXPECT_GE(looks[1], 302);  // The first is that of Start, which only asks for the folder.
+    EXPECT_GE(looks[looks.size() - 2], 64);
   }
   EXPECT_EQ(read, 302);
   Write("step-3");
-  ExpectWithinASecond([&] { return watch_->Now()->latest->name == "step-3"; });
+  ExpectSoon([&] { return watch_->Now()->latest->name == "step-3"; });
   EXPECT_EQ(read, 303);
   const auto old = watch_->FindName("step-2");
   Write("step-2", IfExists::kReplace);
-  ExpectWithinASecond([&] { return watch_->FindName("step-2") != old; });
+  ExpectSoon([&] {
+    const auto now = watch_->FindName("step-2");
+    return now != nullptr && now != old;
+  });
   EXPECT_TRUE(old->gone());
   EXPECT_EQ(watch_->Now()->latest->name, "step-2");
   ASSERT_OK_AND_ASSIGN(const Store opened, Store::Open(HostFileSystem(), store()));
   ASSERT_OK(opened.Remove("step-2"));
-  ExpectWithinASecond([&] { return watch_->FindName("step-2") == nullptr; });
+  ExpectSoon([&] { return watch_->FindName("step-2") == nullptr; });
   EXPECT_EQ(watch_->Now()->latest->name, "step-3");
   EXPECT_EQ(watch_->FindName("copy-17")->name, "copy-17");
   EXPECT_EQ(watch_->FindName("copy-300"), nullptr);
@@ -118,30 +138,35 @@ TEST_F(StoreWatchTest, FindsCheckpointsThatAreCopiedIn) {
   std::this_thread::sleep_for(milliseconds(2300));  // Until the folder counts as unchanged.
   EXPECT_EQ(watch_->FindName("slow"), nullptr);
   WriteWholeFile(store() + "/slow/COMMIT", ReadWholeFile(store() + "/step-1/COMMIT"));
-  ExpectWithinASecond([&] { return watch_->FindName("slow") != nullptr; });
+  ExpectSoon([&] { return watch_->FindName("slow") != nullptr; });
 }
 
 TEST_F(StoreWatchTest, AnswersForOneNameDuringTheFirstLook) {
   Write("step-1");
   CopyMany(store(), "step-1", 20);
+  // The look gets on slowly, and does not end before this test has its answers.
+  std::atomic<bool> answered{false};
   ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) -> Status {
-    const bool slow = event.path.find("/copy-") != std::string::npos;
-    if (slow && event.op == FileOp::kOpenRead) std::this_thread::sleep_for(milliseconds(100));
+    if (event.op != FileOp::kOpenRead || event.path.find("/copy-") == std::string::npos) return {};
+    if (!answered) std::this_thread::sleep_for(milliseconds(20));
+    const Deadline deadline = Deadline::After(seconds(20));
+    const bool last = event.path.find("/copy-9/") != std::string::npos;
+    while (last && !answered && !deadline.Passed()) std::this_thread::sleep_for(milliseconds(2));
     return {};
   });
-  const auto begun = std::chrono::steady_clock::now();
+  const WatchEnd end(*this);
   Start(fs);
   EXPECT_FALSE(watch_->settled());
   const auto found = watch_->FindName("step-1");
   ASSERT_NE(found, nullptr);
   EXPECT_EQ(watch_->FindName("step-2"), nullptr);
   EXPECT_EQ(watch_->FindName(".trash"), nullptr);
-  EXPECT_LT(std::chrono::steady_clock::now() - begun, milliseconds(1000));
+  EXPECT_FALSE(watch_->settled());
   EXPECT_OK(watch_->View(*found));
+  answered = true;
   // "latest" needs all.
   const auto now = watch_->Now();
   EXPECT_EQ(now->by_id.size(), 21u);
-  EXPECT_GE(std::chrono::steady_clock::now() - begun, milliseconds(1900));
   EXPECT_EQ(now->Find("step-1"), found);
   EXPECT_FALSE(found->gone());
 }
@@ -157,6 +182,7 @@ TEST_F(StoreWatchTest, ReplacedDuringTheFirstLook) {
     return {};
   });
   std::shared_ptr<Slot> early;
+  const WatchEnd end(*this);
   {
     Start(fs);
     std::thread asks([&] { early = watch_->FindName("step-1"); });
@@ -165,9 +191,10 @@ TEST_F(StoreWatchTest, ReplacedDuringTheFirstLook) {
     hold = false;
     asks.join();
   }
-  const auto now = watch_->Now()->Find("step-1");
-  ASSERT_NE(now, nullptr);
-  ExpectWithinASecond([&] { return !watch_->FindName("step-1")->gone(); });
+  ExpectSoon([&] {
+    const auto now = watch_->FindName("step-1");
+    return now != nullptr && !now->gone();
+  });
   if (early && early != watch_->FindName("step-1")) {
     EXPECT_TRUE(early->gone());
   }
@@ -198,7 +225,7 @@ TEST_F(StoreWatchTest, KeepsAtMostSoManyOpen) {
   }
   EXPECT_EQ(watch_->open_checkpoints(), 41u);
   std::this_thread::sleep_for(StoreWatch::kMaxAge);
-  ExpectWithinASecond([&] {
+  ExpectSoon([&] {
     (void)watch_->Now();
     return watch_->open_checkpoints() <= StoreWatch::kKeptOpen;
   });
