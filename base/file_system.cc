@@ -24,6 +24,11 @@ Status File::ReadExactAt(std::uint64_t offset, void* out, std::size_t size) {
                                      std::to_string(offset + got));
 }
 
+Result<std::unique_ptr<File>> FileSystem::OpenReadBelow(const std::string& directory,
+                                                        const std::string& name) {
+  return OpenRead(JoinPath(directory, name));
+}
+
 Result<std::string> FileSystem::ReadFile(const std::string& path, std::uint64_t max_bytes) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, OpenRead(path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());

@@ -90,6 +90,11 @@ class FileSystem {
   virtual ~FileSystem() = default;
 
   virtual Result<std::unique_ptr<File>> OpenRead(const std::string& path) = 0;
+  // `name` ("data/x") below `directory`, which may itself be reached through symlinks: none is
+  // followed below it, and nothing outside of it is opened (ELOOP, EXDEV). Where there is no such
+  // thing: OpenRead.
+  virtual Result<std::unique_ptr<File>> OpenReadBelow(const std::string& directory,
+                                                      const std::string& name);
   // O_RDWR | O_CREAT | O_EXCL, mode 0666 less umask.
   virtual Result<std::unique_ptr<File>> CreateExclusive(const std::string& path) = 0;
   // O_RDWR | O_CREAT: several writers share one file, each at its own offsets.
@@ -166,6 +171,8 @@ class ObservedFileSystem : public FileSystem {
   ~ObservedFileSystem() override;
 
   Result<std::unique_ptr<File>> OpenRead(const std::string& path) override;
+  Result<std::unique_ptr<File>> OpenReadBelow(const std::string& directory,
+                                              const std::string& name) override;
   Result<std::unique_ptr<File>> CreateExclusive(const std::string& path) override;
   Result<std::unique_ptr<File>> OpenShared(const std::string& path) override;
   Status CreateDirectory(const std::string& path) override;

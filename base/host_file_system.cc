@@ -6,9 +6,11 @@
 #include <cstdlib>
 #include <fcntl.h>
 #include <limits>
+#include <linux/openat2.h>
 #include <mutex>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -203,6 +205,26 @@ class HostFs final : public FileSystem {
   Result<std::unique_ptr<File>> OpenRead(const std::string& path) override {
     return Open(path, O_RDONLY, "open");
   }
+  Result<std::unique_ptr<File>> OpenReadBelow(const std::string& directory,
+                                              const std::string& name) override {
+    const std::string path = JoinPath(directory, name);
+    const int folder = open(directory.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (folder < 0) return Status::FromErrno(errno, "open", directory);
+    open_how how{};
+    how.flags = static_cast<std::uint64_t>(O_RDONLY | kAlways);
+    how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS;
+    long fd;
+    do {
+      fd = syscall(SYS_openat2, folder, name.c_str(), &how, sizeof how);
+    } while (fd < 0 && (errno == EINTR || errno == EAGAIN));
+    const int error = errno;
+    close(folder);
+    // Before Linux 5.6, and in containers that do not know the call.
+    if (fd < 0 && (error == ENOSYS || error == EPERM)) return OpenRead(path);
+    errno = error;
+    return Opened(static_cast<int>(fd), path, "open");
+  }
+
   Result<std::unique_ptr<File>> CreateExclusive(const std::string& path) override {
     return Open(path, O_RDWR | O_CREAT | O_EXCL, "create");
   }
@@ -295,14 +317,21 @@ class HostFs final : public FileSystem {
   }
 
  private:
+  // O_NONBLOCK: a FIFO in a store must not hang us; regular files do not know it.
+  static constexpr int kAlways = O_CLOEXEC | O_NOFOLLOW | O_NOCTTY | O_NONBLOCK;
+
   static Result<std::unique_ptr<File>> Open(const std::string& path, int flags,
                                             std::string_view action) {
-    // O_NONBLOCK: a FIFO in a store must not hang us; regular files do not know it.
-    constexpr int kAlways = O_CLOEXEC | O_NOFOLLOW | O_NOCTTY | O_NONBLOCK;
     int fd;
     do {
       fd = open(path.c_str(), flags | kAlways, 0666);
     } while (fd < 0 && errno == EINTR);
+    return Opened(fd, path, action);
+  }
+
+  // `fd` -1: errno says why.
+  static Result<std::unique_ptr<File>> Opened(int fd, const std::string& path,
+                                              std::string_view action) {
     if (fd < 0) return Status::FromErrno(errno, action, path);
     auto file = std::make_unique<HostFile>(fd, path);
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());

@@ -105,6 +105,14 @@ Result<std::unique_ptr<File>> ObservedFileSystem::OpenRead(const std::string& pa
               hooks);
 }
 
+Result<std::unique_ptr<File>> ObservedFileSystem::OpenReadBelow(const std::string& directory,
+                                                                const std::string& name) {
+  const Hooks hooks{before_, after_};
+  return Wrap(hooks.Run(Event(FileOp::kOpenRead, JoinPath(directory, name)),
+                        [&] { return base_.OpenReadBelow(directory, name); }),
+              hooks);
+}
+
 Result<std::unique_ptr<File>> ObservedFileSystem::CreateExclusive(const std::string& path) {
   const Hooks hooks{before_, after_};
   return Wrap(hooks.Run(Event(FileOp::kCreate, path), [&] { return base_.CreateExclusive(path); }),

@@ -69,6 +69,14 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   }
   TENSORMOUNT_RETURN_IF_ERROR(index.status());
   opened->index_ = std::move(index).value();
+  // Records name files by absolute paths only where an operator adopted them, which is not built:
+  // nobody reads through us what only we may read.
+  for (const FileRecord& record : opened->index_->files()) {
+    if (record.placement == Placement::kForeign) {
+      return Status(Code::kUnsupported, directory + ": its data lie outside of it, in " +
+                                            record.name + ": not built yet");
+    }
+  }
   return opened;
 }
 
@@ -149,6 +157,12 @@ std::string OpenedCheckpoint::name() const {
 std::string OpenedCheckpoint::FilePath(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
   return record.placement == Placement::kForeign ? record.name : JoinPath(directory_, record.name);
+}
+
+Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) const {
+  const FileRecord& record = index_->files()[file];
+  return record.placement == Placement::kForeign ? fs_->OpenRead(record.name)
+                                                 : fs_->OpenReadBelow(directory_, record.name);
 }
 
 Result<std::string> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) const {

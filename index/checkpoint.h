@@ -114,6 +114,10 @@ class OpenedCheckpoint {
   // Path of file number n on the host; it must be below index().files().size().
   std::string FilePath(std::uint32_t file) const;
 
+  // Opens that file; of a checkpoint's own files nothing outside of its folder, whatever links
+  // somebody put there.
+  Result<std::unique_ptr<File>> OpenFile(std::uint32_t file) const;
+
   struct Files;  // index/file_cache.h; not for users.
 
  private:

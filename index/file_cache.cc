@@ -27,9 +27,10 @@ const std::byte* OpenDataFile::MappingTo(std::uint64_t end) {
   return end <= map_bytes_ ? static_cast<const std::byte*>(map_) : nullptr;
 }
 
-Result<std::shared_ptr<OpenDataFile>> OpenedCheckpoint::Files::Open(const std::string& path) {
+Result<std::shared_ptr<OpenDataFile>> OpenedCheckpoint::Files::Open(
+    const std::string& path, const std::function<Result<std::unique_ptr<File>>()>& opener) {
   if (std::shared_ptr<OpenDataFile> known = open.Get(path)) return known;
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file, fs.OpenRead(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file, opener());
   return open.Put(path, std::make_shared<OpenDataFile>(std::move(file)), 1);
 }
 

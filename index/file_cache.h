@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -49,8 +50,16 @@ struct ProvenLeaves {
 struct OpenedCheckpoint::Files {
   Files(FileSystem& f, std::size_t max_open) : fs(f), open(max_open) {}
 
-  // Opens `path` or finds it open.
-  Result<std::shared_ptr<OpenDataFile>> Open(const std::string& path);
+  // Finds `path` open, or opens it.
+  Result<std::shared_ptr<OpenDataFile>> Open(const std::string& path) {
+    return Open(path, [&] { return fs.OpenRead(path); });
+  }
+  Result<std::shared_ptr<OpenDataFile>> Open(
+      const std::string& path, const std::function<Result<std::unique_ptr<File>>()>& opener);
+  Result<std::shared_ptr<OpenDataFile>> Open(const OpenedCheckpoint& checkpoint,
+                                             std::uint32_t file) {
+    return Open(checkpoint.FilePath(file), [&] { return checkpoint.OpenFile(file); });
+  }
 
   FileSystem& fs;
   LruCache<std::string, OpenDataFile> open;

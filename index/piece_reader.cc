@@ -43,7 +43,7 @@ Status PieceReader::Damage(std::uint64_t at, std::string_view why) const {
 
 Status PieceReader::OpenFile() {
   if (file_) return Status();
-  Result<std::shared_ptr<OpenDataFile>> file = files_.Open(checkpoint_.FilePath(where_.file));
+  Result<std::shared_ptr<OpenDataFile>> file = files_.Open(checkpoint_, where_.file);
   if (file.status().code() == Code::kNotFound) {
     return Status(Code::kDataLoss, Name() + ": " + checkpoint_.index().files()[where_.file].name +
                                        ": the file is missing");

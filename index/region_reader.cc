@@ -401,7 +401,7 @@ Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapPlaced(
   for (const Run& run : runs) {
     const std::uint32_t number = planned.chunks[run.chunk].file;
     if (!file || number != file_number) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(file, files_->Open(FilePath(number)));
+      TENSORMOUNT_ASSIGN_OR_RETURN(file, files_->Open(*this, number));
       file_number = number;
     }
     const auto at = static_cast<std::uint64_t>(run.bytes.src_offset);

@@ -117,8 +117,8 @@ struct Outgoing {
 // Reads units one after the other and cuts them up.
 class UnitReader {
  public:
-  UnitReader(FileSystem& fs, const OpenedCheckpoint& checkpoint, LoadVerify verify)
-      : fs_(fs), checkpoint_(checkpoint), verify_(verify) {}
+  UnitReader(const OpenedCheckpoint& checkpoint, LoadVerify verify)
+      : checkpoint_(checkpoint), verify_(verify) {}
 
   // Finds places for the pieces of a unit; sets out.size. The memory may then be given.
   void Plan(const ExchangeUnits& units, const ExchangeUnit& unit, Outgoing& out) {
@@ -257,7 +257,7 @@ class UnitReader {
     std::unique_ptr<File>& file = files_[unit.file];
     if (file == nullptr) {
       const std::string name = checkpoint_.FilePath(unit.file);
-      Result<std::unique_ptr<File>> opened = fs_.OpenRead(name);
+      Result<std::unique_ptr<File>> opened = checkpoint_.OpenFile(unit.file);
       if (opened.status().code() == Code::kNotFound) {
         return Status(Code::kDataLoss, name + ": the file is missing");
       }
@@ -300,7 +300,6 @@ class UnitReader {
     return {};
   }
 
-  FileSystem& fs_;
   const OpenedCheckpoint& checkpoint_;
   const LoadVerify verify_;
   // Of the unit that was planned last.
@@ -577,13 +576,13 @@ class UnitStream final : public LocalWork {
 
 }  // namespace
 
-Result<ExchangeStats> LoadByExchange(FileSystem& fs, const OpenedCheckpoint& checkpoint,
-                                     Collective& collective, const LoadPlan& plan,
-                                     std::span<LoadTarget> targets, LoadVerify verify,
+Result<ExchangeStats> LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
+                                     const LoadPlan& plan, std::span<LoadTarget> targets,
+                                     LoadVerify verify,
                                      const std::function<void(std::uint64_t)>& progress) {
   ExchangeStats stats;
   ExchangeUnits units(checkpoint, plan, targets, collective.rank());
-  UnitReader reader(fs, checkpoint, verify);
+  UnitReader reader(checkpoint, verify);
   Pool pool;
   for (;;) {
     bool more = false;

@@ -28,9 +28,9 @@ struct ExchangeStats {
 // and what is on its way at a time is bounded. Adds to stats of the targets (bytes_wanted,
 // bytes_by_leaf). `progress` is called, on the reading thread, with what each block read.
 // Collective; the verdict is the same everywhere.
-Result<ExchangeStats> LoadByExchange(FileSystem& fs, const OpenedCheckpoint& checkpoint,
-                                     Collective& collective, const LoadPlan& plan,
-                                     std::span<LoadTarget> targets, LoadVerify verify,
+Result<ExchangeStats> LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
+                                     const LoadPlan& plan, std::span<LoadTarget> targets,
+                                     LoadVerify verify,
                                      const std::function<void(std::uint64_t)>& progress);
 
 }  // namespace tensormount

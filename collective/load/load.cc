@@ -284,7 +284,7 @@ class LoadJob {
     return events_.Run("exchange", &report_.read_seconds, [&](std::uint64_t* bytes) -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const ExchangeStats stats,
-          LoadByExchange(fs_, *checkpoint_, collective_, plan, targets_, options_.verify,
+          LoadByExchange(*checkpoint_, collective_, plan, targets_, options_.verify,
                          [&](std::uint64_t read) { CountRead(read); }));
       *bytes = stats.read + stats.received;
       report_.bytes_read += stats.read;

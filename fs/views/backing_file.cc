@@ -57,6 +57,12 @@ Result<std::string> FileOfSize(FileSystem& fs, const OpenedCheckpoint& opened, s
   const CheckpointIndex& index = opened.index();
   if (file >= index.files().size() || index.files()[file].length != size) return None();
   std::string path = opened.FilePath(file);
+  // Nothing outside of the checkpoint is handed to the kernel.
+  if (index.files()[file].placement != Placement::kForeign) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo folder,
+                                 fs.LinkStat(JoinPath(opened.directory(), "data")));
+    if (folder.kind != FileKind::kDirectory) return None();
+  }
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(path));
   // Sources may be named through a link; what lies in a checkpoint is never one.
   if (info.kind == FileKind::kSymlink) return None();

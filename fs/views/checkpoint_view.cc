@@ -97,7 +97,7 @@ Status CheckpointView::MakeViews() {
   views_.push_back(MakeNpyView(shown));
   views_.push_back(std::make_unique<SlicesView>(shown));
   views_.push_back(std::make_unique<ZarrView>(shown));
-  views_.push_back(MakeSafetensorsView(fs_, shown));
+  views_.push_back(MakeSafetensorsView(shown));
   TENSORMOUNT_ASSIGN_OR_RETURN(auto hf, HfView::Make(shown, *views_.back(), options_.hf));
   views_.push_back(std::move(hf));
   views_.push_back(MakeExtentsView(shown));

@@ -26,7 +26,7 @@ std::unique_ptr<const View> MakeNpyView(const ShownCheckpoint& shown);
 std::unique_ptr<const View> MakeExtentsView(const ShownCheckpoint& shown);
 std::unique_ptr<const View> MakeObjectsView(const ShownCheckpoint& shown);
 // Of a foreign .safetensors file the very same bytes, read by `fs`.
-std::unique_ptr<const View> MakeSafetensorsView(FileSystem& fs, const ShownCheckpoint& shown);
+std::unique_ptr<const View> MakeSafetensorsView(const ShownCheckpoint& shown);
 Result<std::unique_ptr<const View>> MakeCommonJsonView(const ShownCheckpoint& shown);
 // Names those of `views` that are there; the list may grow until the file is first looked at.
 std::unique_ptr<const View> MakeCheckpointJsonView(const ShownCheckpoint& shown,

@@ -14,10 +14,8 @@ using Segment = FileContent::Segment;
 
 class SafetensorsView : public FileView {
  public:
-  SafetensorsView(FileSystem& fs, const ShownCheckpoint& shown)
-      : FileView("model.safetensors", shown.opened.index().info().json_mtime),
-        fs_(fs),
-        shown_(shown) {}
+  explicit SafetensorsView(const ShownCheckpoint& shown)
+      : FileView("model.safetensors", shown.opened.index().info().json_mtime), shown_(shown) {}
 
  private:
   struct Layout {
@@ -80,8 +78,7 @@ class SafetensorsView : public FileView {
 
   // The first bytes of the foreign file.
   Result<std::string> SourceBytes(std::uint64_t size) const {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file,
-                                 fs_.OpenRead(shown_.opened.FilePath(0)));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, shown_.opened.OpenFile(0));
     std::string bytes(static_cast<std::size_t>(size), '\0');
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n, file->ReadAt(0, bytes.data(), bytes.size()));
     bytes.resize(n);
@@ -165,7 +162,6 @@ class SafetensorsView : public FileView {
     return {};
   }
 
-  FileSystem& fs_;
   const ShownCheckpoint& shown_;
   mutable std::mutex mutex_;
   mutable Layout layout_;
@@ -173,8 +169,8 @@ class SafetensorsView : public FileView {
 
 }  // namespace
 
-std::unique_ptr<const View> MakeSafetensorsView(FileSystem& fs, const ShownCheckpoint& shown) {
-  return std::make_unique<SafetensorsView>(fs, shown);
+std::unique_ptr<const View> MakeSafetensorsView(const ShownCheckpoint& shown) {
+  return std::make_unique<SafetensorsView>(shown);
 }
 
 }  // namespace tensormount::fs

@@ -289,7 +289,10 @@ void MountStressTest::ListLoop(std::uint64_t seed) {
     std::vector<long> places;
     std::map<std::string, int> names;
     while (const dirent* const entry = readdir(dir)) {
-      if (++names[entry->d_name] > 1) Fail(folder + ": lists " + entry->d_name + " twice");
+      // A checkpoint that was replaced while the root is listed may be met before and after.
+      if (++names[entry->d_name] > 1 && !folder.empty()) {
+        Fail(folder + ": lists " + entry->d_name + " twice");
+      }
       struct stat st;
       (void)fstatat(dirfd(dir), entry->d_name, &st, AT_SYMLINK_NOFOLLOW);
       places.push_back(telldir(dir));
