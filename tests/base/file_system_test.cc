@@ -166,6 +166,21 @@ TEST_P(FileSystemTest, LastComponentIsNeverAFollowedLink) {
   EXPECT_THAT(fs().Resolve(At("none")), HasCode(Code::kNotFound));
 }
 
+TEST_P(FileSystemTest, BelowAFolderNoLinkIsFollowed) {
+  ASSERT_OK(fs().CreateDirectory(At("d")));
+  ASSERT_OK(fs().CreateDirectory(At("out")));
+  Put("d/f", "x");
+  Put("out/f", "y");
+  ASSERT_EQ(symlink(At("out").c_str(), At("d/link").c_str()), 0);
+  ASSERT_EQ(symlink(At("d").c_str(), At("name").c_str()), 0);
+  EXPECT_OK(fs().OpenReadBelow(At("d"), "f"));
+  EXPECT_OK(fs().OpenReadBelow(At("name"), "f"));
+  EXPECT_EQ(fs().OpenReadBelow(At("d"), "link/f").status().ToErrno(), ELOOP);
+  EXPECT_EQ(fs().OpenReadBelow(At("d"), "../out/f").status().ToErrno(), EXDEV);
+  EXPECT_THAT(fs().OpenReadBelow(At("d"), "none"), HasCode(Code::kNotFound));
+  EXPECT_EQ(fs().OpenReadBelow(At(""), "d").status().ToErrno(), EISDIR);
+}
+
 TEST_P(FileSystemTest, ListIsSortedAndKnowsKinds) {
   Put("b", "");
   ASSERT_OK(fs().CreateDirectory(At("a")));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cerrno>
+#include <cstdio>
 #include <unistd.h>
 
 #include "tensormount/checkpoint.h"
@@ -285,6 +286,35 @@ TEST_F(OpenTest, AnIndexThatLiesUnderRightChecksumsIsSeenByVerify) {
   const auto damages = Damages();
   ASSERT_EQ(damages.size(), 1u);
   EXPECT_THAT(damages[0].reason, testing::HasSubstr("1 of "));
+}
+
+TEST_F(OpenTest, NothingOutsideOfTheCheckpointIsRead) {
+  // Under right checksums, a record that names somebody else's file.
+  const std::string secret = dir_.Join("secret");
+  Content content = built_.content;
+  WriteWholeFile(secret, std::string(content.files[0].length, 's'));
+  content.files[0].name = secret;
+  content.files[0].placement = Placement::kForeign;
+  ASSERT_OK(HostFileSystem().RemoveFile(Below(std::string(kIndexName))));
+  ASSERT_OK_AND_ASSIGN(
+      const CommitRecord::Entry entry,
+      CheckpointIndex::WriteSst(HostFileSystem(), content, built_.commit.content_root, path(),
+                                std::string(kIndexName)));
+  for (CommitRecord::Entry& file : built_.commit.files) {
+    if (file.name == kIndexName) file = entry;
+  }
+  WriteWholeFile(Below("COMMIT"), EncodeCommit(built_.commit));
+  EXPECT_THAT(Open(), HasCode(Code::kUnsupported));
+}
+
+TEST_F(OpenTest, LinksInACheckpointLeadNowhere) {
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+  ASSERT_EQ(rename(Below("data").c_str(), dir_.Join("elsewhere").c_str()), 0);
+  ASSERT_EQ(symlink(dir_.Join("elsewhere").c_str(), Below("data").c_str()), 0);
+  EXPECT_FALSE(Whole(*opened));
+  ASSERT_EQ(unlink(Below("data").c_str()), 0);
+  ASSERT_EQ(rename(dir_.Join("elsewhere").c_str(), Below("data").c_str()), 0);
+  EXPECT_TRUE(Whole(*opened));
 }
 
 TEST_F(OpenTest, TheIndexHoldsNoNameOfThisMachine) {

@@ -174,7 +174,18 @@ Result<PowerCutFileSystem::Place> PowerCutFileSystem::FindKnown(const std::strin
 
 Result<std::unique_ptr<File>> PowerCutFileSystem::OpenRead(const std::string& path) {
   const std::lock_guard lock(mutex_);
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file, base_.OpenRead(path));
+  return Opened(base_.OpenRead(path), path);
+}
+
+Result<std::unique_ptr<File>> PowerCutFileSystem::OpenReadBelow(const std::string& directory,
+                                                                const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  return Opened(base_.OpenReadBelow(directory, name), JoinPath(directory, name));
+}
+
+Result<std::unique_ptr<File>> PowerCutFileSystem::Opened(Result<std::unique_ptr<File>> opened,
+                                                         const std::string& path) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file, std::move(opened));
   const Result<Place> place = Find(path);
   return std::unique_ptr<File>(
       std::make_unique<PowerCutFile>(*this, place.ok() ? place.value().node : 0, std::move(file)));

@@ -65,6 +65,8 @@ class PowerCutFileSystem : public FileSystem {
   Status CompareWithDisk() const;
 
   Result<std::unique_ptr<File>> OpenRead(const std::string& path) override;
+  Result<std::unique_ptr<File>> OpenReadBelow(const std::string& directory,
+                                              const std::string& name) override;
   Result<std::unique_ptr<File>> CreateExclusive(const std::string& path) override;
   Result<std::unique_ptr<File>> OpenShared(const std::string& path) override;
   Status CreateDirectory(const std::string& path) override;
@@ -82,6 +84,10 @@ class PowerCutFileSystem : public FileSystem {
  private:
   friend class PowerCutFile;
   using NodeId = std::uint64_t;  // 0: none. The root is 1.
+
+  // Under the lock.
+  Result<std::unique_ptr<File>> Opened(Result<std::unique_ptr<File>> opened,
+                                       const std::string& path);
 
   struct Op {
     enum class Kind {
