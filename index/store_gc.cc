@@ -141,10 +141,15 @@ class Collector {
     // Whoever has files open in it holds a shared lock. Kept until it is in .trash.
     std::unique_ptr<File> lock;
     if (shared) {
-      Result<std::unique_ptr<File>> opened = fs_.OpenRead(JoinPath(Path(below), layout::kLockFile));
-      if (opened.ok()) lock = std::move(opened).value();
-      if (lock != nullptr && lock->TryLockExclusive().code() == Code::kBusy) {
-        return Keep(below, "somebody writes or publishes it");
+      // For writing: over NFS an exclusive lock asks for it.
+      const std::string path = JoinPath(Path(below), layout::kLockFile);
+      if (fs_.Exists(path)) {
+        Result<std::unique_ptr<File>> opened = fs_.OpenShared(path);
+        if (!opened.ok()) return Keep(below, opened.status().message());
+        lock = std::move(opened).value();
+        if (lock->TryLockExclusive().code() == Code::kBusy) {
+          return Keep(below, "somebody writes or publishes it");
+        }
       }
     }
     if (options_.dry_run) {
