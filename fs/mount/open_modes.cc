@@ -50,7 +50,7 @@ Result<std::shared_ptr<OpenModes::Lease>> OpenModes::Open(
   lock.unlock();
   const Result<Decision> decision = [&]() -> Result<Decision> {
     try {
-      return Decide(file, interrupted);
+      return Decide(node, file, interrupted);
     } catch (const std::exception& e) {
       return Status(Code::kInternal, file.label() + ": " + e.what());
     }
@@ -83,14 +83,15 @@ Result<std::shared_ptr<OpenModes::Lease>> OpenModes::Open(
   return lease;
 }
 
-Result<OpenModes::Decision> OpenModes::Decide(const VirtualFile& file,
+Result<OpenModes::Decision> OpenModes::Decide(NodeId node, const VirtualFile& file,
                                               const std::function<bool()>& interrupted) {
   if (!WhyNot().empty()) return Decision{};
   const Result<std::string> path = file.BackingPath();
   // Where it is made of several files, or of a part of one, there is nothing to fall back from.
   if (path.status().code() == Code::kNotFound) return Decision{};
   if (!path.ok()) return Decision{.fallback = "its file is not as the index says"};
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Decision decision, Register(path.value(), file));
+  Identity identity;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Decision decision, Register(path.value(), file, identity));
   if (decision.backing_id == 0 || !options_.verify) return decision;
   struct TakeBack {
     BackingRegistrar& registrar;
@@ -102,6 +103,11 @@ Result<OpenModes::Decision> OpenModes::Decide(const VirtualFile& file,
   // Only what will be passed through: of all else the daemon verifies what it reads.
   const Status verified = file.VerifyWhole(interrupted);
   if (verified.ok()) {
+    const std::lock_guard lock(mutex_);
+    // A file that was verified is not read again; one that took its place would go unseen.
+    if (verified_.try_emplace(node, identity).first->second != identity) {
+      return Decision{.fallback = "its file is another one than was verified"};
+    }
     take_back.id = 0;
     return decision;
   }
@@ -111,7 +117,8 @@ Result<OpenModes::Decision> OpenModes::Decide(const VirtualFile& file,
   return verified;
 }
 
-Result<OpenModes::Decision> OpenModes::Register(const std::string& path, const VirtualFile& file) {
+Result<OpenModes::Decision> OpenModes::Register(const std::string& path, const VirtualFile& file,
+                                                Identity& identity) {
   const auto opened = fs_.OpenRead(path);  // Follows no link, opens nothing but regular files.
   if (!opened.ok()) {
     return Decision{.fallback = std::string("its file cannot be opened: ") +
@@ -127,6 +134,8 @@ Result<OpenModes::Decision> OpenModes::Register(const std::string& path, const V
   if (opened.value()->descriptor() < 0) {
     return Decision{.fallback = "its file has no descriptor"};
   }
+  identity = {info.value().device, info.value().inode, info.value().mtime_seconds,
+              info.value().mtime_nanoseconds};
   const Result<int> id = registrar_.Register(opened.value()->descriptor());
   if (id.ok()) return Decision{.backing_id = id.value()};
   const std::string why = WhyErrno(id.status().ToErrno());

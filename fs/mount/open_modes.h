@@ -126,8 +126,15 @@ class OpenModes {
     int backing_id = 0;
     std::string fallback;  // Not empty: it might have been passed through.
   };
-  Result<Decision> Decide(const VirtualFile& file, const std::function<bool()>& interrupted);
-  Result<Decision> Register(const std::string& path, const VirtualFile& file);
+  // Which file of the disk was registered: another one under its name is not what was verified.
+  struct Identity {
+    std::uint64_t device = 0, inode = 0;
+    std::int64_t seconds = 0, nanoseconds = 0;
+    friend bool operator==(const Identity&, const Identity&) = default;
+  };
+  Result<Decision> Decide(NodeId node, const VirtualFile& file,
+                          const std::function<bool()>& interrupted);
+  Result<Decision> Register(const std::string& path, const VirtualFile& file, Identity& identity);
   // Both with the lock held.
   void Share(Entry& entry, Lease& lease);
   std::string WhyNotLocked() const;
@@ -139,7 +146,8 @@ class OpenModes {
   const Options options_;
   mutable std::mutex mutex_;
   std::unordered_map<NodeId, Entry> entries_;
-  std::string forbidden_;  // Not empty: the kernel said that it never will.
+  std::unordered_map<NodeId, Identity> verified_;  // 40 bytes a file that was opened.
+  std::string forbidden_;                          // Not empty: the kernel said that it never will.
   Counts counts_;
 };
 

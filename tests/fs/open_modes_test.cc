@@ -227,6 +227,21 @@ TEST_F(OpenModesTest, VerifiesBeforeTheFirstOpen) {
   EXPECT_TRUE(Open(modes, c).value()->passthrough());
 }
 
+TEST_F(OpenModesTest, AFileThatTookThePlaceOfAVerifiedOneIsNotPassedThrough) {
+  OpenModes modes = Modes({.verify = true});
+  const Opened a = File("a");
+  EXPECT_TRUE(Open(modes, a).value()->passthrough());
+  EXPECT_TRUE(Open(modes, a).value()->passthrough());
+  ASSERT_OK_AND_ASSIGN(const std::string path, a.file->BackingPath());
+  std::string bytes = ReadWholeFile(path);
+  bytes[99] ^= 1;
+  WriteWholeFile(path + "x", bytes);
+  ASSERT_EQ(chmod((path + "x").c_str(), 0444), 0);
+  ASSERT_EQ(rename((path + "x").c_str(), path.c_str()), 0);
+  EXPECT_FALSE(Open(modes, a).value()->passthrough());
+  EXPECT_EQ(kernel_.live(), 0u);
+}
+
 TEST_F(OpenModesTest, WhoComesDuringADecisionComesAgain) {
   std::atomic<bool> hold{true};
   std::atomic<bool> opening{false};
