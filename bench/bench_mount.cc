@@ -163,6 +163,8 @@ class ReadBench {
   static constexpr int kReaders = 4;
   static constexpr const char* kNull =
       "a null FUSE server with the same flags, request size and threads";
+  static constexpr const char* kNullMemory =
+      "a null FUSE server that answers out of as much memory as the file has";
 
   Status Prepare();
   Status Passthrough();
@@ -191,6 +193,7 @@ class ReadBench {
   std::unique_ptr<fs::MountSession> kernel_mount_;
   std::unique_ptr<fs::MountSession> daemon_mount_;
   std::unique_ptr<NullFuse> null_;
+  std::unique_ptr<NullFuse> null_memory_;
   bool passes_ = false;
   bool direct_io_ = false;
   std::uint64_t tensor_bytes_ = 0;
@@ -199,6 +202,7 @@ class ReadBench {
   Files passed_{{}};
   Files daemon_{{}};
   Files nothing_{{}};
+  Files memory_{{}};
 };
 
 Status ReadBench::Prepare() {
@@ -219,7 +223,8 @@ Status ReadBench::Prepare() {
   const std::string kernel_at = folder_.Join("kernel-" + rule);
   daemon_at_ = folder_.Join("daemon-" + rule);
   const std::string null_at = folder_.Join("null-" + rule);
-  for (const std::string& at : {kernel_at, daemon_at_, null_at}) {
+  const std::string memory_at = folder_.Join("null-memory-" + rule);
+  for (const std::string& at : {kernel_at, daemon_at_, null_at, memory_at}) {
     TENSORMOUNT_RETURN_IF_ERROR(HostFileSystem().CreateDirectory(at));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(kernel_mount_,
@@ -235,6 +240,9 @@ Status ReadBench::Prepare() {
   direct_io_ = daemon_mount_->StatusJson().find("\"page_cache\"") == std::string::npos;
   null_options.direct_io = direct_io_;
   TENSORMOUNT_ASSIGN_OR_RETURN(null_, NullFuse::Start(null_options));
+  null_options.mount_point = memory_at;
+  null_options.memory_bytes = bytes;
+  TENSORMOUNT_ASSIGN_OR_RETURN(null_memory_, NullFuse::Start(null_options));
   std::vector<std::string> data;
   for (const auto& [name, size] : FilesBelow(checkpoint_ + "/data")) data.push_back(name);
   std::vector<std::string> kernel_files;
@@ -248,6 +256,7 @@ Status ReadBench::Prepare() {
   passed_ = Files(kernel_files);
   daemon_ = Files(daemon_files);
   nothing_ = Files({null_at + "/f"});
+  memory_ = Files({memory_at + "/f"});
   return {};
 }
 
@@ -255,7 +264,9 @@ Status ReadBench::Sequential(const std::string& tier, const std::string& floor_n
                              const Files& ours, const Files& floor, int threads, bool cold) {
   Case c = Named(tier + " 1 MiB sequential, " + std::to_string(threads) +
                      (threads == 1 ? " thread" : " threads") + (cold ? ", disk-cold" : "") +
-                     (floor_name == kNull ? ", beside a null server" : ""),
+                     (floor_name == kNull         ? ", beside a null server"
+                      : floor_name == kNullMemory ? ", beside a null server that reads memory"
+                                                  : ""),
                  ours.bytes, floor_name);
   c.ours = [&, threads] { return ReadFiles(ours, threads, buffers_); };
   c.floor = [&, threads] { return ReadFiles(floor, threads, buffers_); };
@@ -284,6 +295,8 @@ Status ReadBench::Daemon() {
   for (const int threads : {1, kReaders}) {
     TENSORMOUNT_RETURN_IF_ERROR(
         Sequential("daemon", kNull, daemon_, nothing_, threads, options_.cold));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Sequential("daemon", kNullMemory, daemon_, memory_, threads, options_.cold));
     TENSORMOUNT_RETURN_IF_ERROR(Sequential("daemon", "pread of the data files by 1 MiB", daemon_,
                                            raw_, threads, options_.cold));
   }

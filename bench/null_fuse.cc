@@ -22,7 +22,7 @@ constexpr fuse_ino_t kFile = 2;
 struct Answers {
   std::uint64_t file_bytes;
   bool direct_io;
-  std::vector<char> bytes = std::vector<char>(kRequestBytes, 'x');
+  std::vector<char> bytes;
 
   struct stat Attributes(fuse_ino_t ino) const {
     struct stat st {};
@@ -68,13 +68,17 @@ void Read(fuse_req_t request, fuse_ino_t, std::size_t size, off_t offset, fuse_f
   const Answers& answers = Of(request);
   const std::uint64_t at = std::min(static_cast<std::uint64_t>(offset), answers.file_bytes);
   const std::uint64_t left = answers.file_bytes - at;
-  fuse_reply_buf(request, answers.bytes.data(),
+  const std::uint64_t places = answers.bytes.size() / kRequestBytes;
+  fuse_reply_buf(request, answers.bytes.data() + at / kRequestBytes % places * kRequestBytes,
                  static_cast<std::size_t>(std::min<std::uint64_t>({size, left, kRequestBytes})));
 }
 
 class Server : public NullFuse {
  public:
-  Server(const Options& options) : answers_{options.file_bytes, options.direct_io} {}
+  Server(const Options& options)
+      : answers_{
+            options.file_bytes, options.direct_io,
+            std::vector<char>(std::max<std::uint64_t>(options.memory_bytes, kRequestBytes), 'x')} {}
 
   Status Start(const Options& options) {
     fuse_lowlevel_ops operations{};
