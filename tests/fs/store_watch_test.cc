@@ -218,7 +218,8 @@ TEST_F(StoreWatchTest, KeepsAtMostSoManyOpen) {
   for (int i = 0; i < 40; ++i) Write("more-" + std::to_string(i));
   Start();
   std::vector<std::shared_ptr<const CheckpointView>> views;
-  for (const auto& slot : watch_->Now()->by_id) {
+  const auto now = watch_->Now();
+  for (const auto& slot : now->by_id) {
     auto view = watch_->View(*slot);
     ASSERT_OK(view);
     views.push_back(view.value());
