@@ -55,7 +55,8 @@ bool RunOnMapping(void (*fn)(void*), void* argument) {
   }
   sigjmp_buf escape;
   sigjmp_buf* const outer = t_escape;
-  if (sigsetjmp(escape, 0) != 0) {
+  // With the signal mask: what calls handlers for us (sanitizers) may block signals meanwhile.
+  if (sigsetjmp(escape, 1) != 0) {
     t_escape = outer;
     return false;
   }
