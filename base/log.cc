@@ -8,20 +8,8 @@
 #include <utility>
 
 namespace tensormount {
-namespace {
 
-struct Logger {
-  std::atomic<LogLevel> level{LogLevel::kWarning};
-  std::mutex mutex;  // Held while the sink runs, so that a replaced sink is never running.
-  std::function<void(LogLevel, std::string_view)> sink;
-};
-
-Logger& Global() {
-  static auto* logger = new Logger;  // Never destroyed: threads may log during exit.
-  return *logger;
-}
-
-std::string_view LevelName(LogLevel level) {
+std::string_view LogLevelName(LogLevel level) {
   switch (level) {
     case LogLevel::kDebug:
       return "DEBUG";
@@ -35,13 +23,30 @@ std::string_view LevelName(LogLevel level) {
   return "ERROR";
 }
 
-void ToStandardError(LogLevel level, std::string_view message) {
-  std::string line = "tensormount: ";
-  line.append(LevelName(level)).append(": ").append(message);
-  // Names from outside stand in messages; one message stays one line.
+std::string OneLine(std::string_view message) {
+  std::string line(message);
   for (char& c : line) {
     if (static_cast<unsigned char>(c) < 0x20) c = ' ';
   }
+  return line;
+}
+
+namespace {
+
+struct Logger {
+  std::atomic<LogLevel> level{LogLevel::kWarning};
+  std::mutex mutex;  // Held while the sink runs, so that a replaced sink is never running.
+  std::function<void(LogLevel, std::string_view)> sink;
+};
+
+Logger& Global() {
+  static auto* logger = new Logger;  // Never destroyed: threads may log during exit.
+  return *logger;
+}
+
+void ToStandardError(LogLevel level, std::string_view message) {
+  std::string line = "tensormount: ";
+  line.append(LogLevelName(level)).append(": ").append(OneLine(message));
   line.push_back('\n');
   // One write, so that lines of several processes do not mix. Nobody could be told of a failure.
   [[maybe_unused]] const ssize_t n = write(STDERR_FILENO, line.data(), line.size());

@@ -3,6 +3,7 @@
 #define TENSORMOUNT_BASE_LOG_H_
 
 #include <functional>
+#include <string>
 #include <string_view>
 
 namespace tensormount {
@@ -14,6 +15,11 @@ enum class LogLevel { kDebug, kInfo, kWarning, kError };
 void Log(LogLevel level, std::string_view message);
 // Drops what is below; kWarning at start.
 void SetLogLevel(LogLevel level);
+// "WARNING". Ends with a NUL, which its size does not count.
+std::string_view LogLevelName(LogLevel level);
+// Names from outside stand in messages: with blanks for control characters a message stays one
+// line.
+std::string OneLine(std::string_view message);
 // Where lines go instead; an empty function restores standard error.
 void SetLogSink(std::function<void(LogLevel, std::string_view)> sink);
 

@@ -10,6 +10,7 @@
 
 #include "base/coding.h"
 #include "base/hash.h"
+#include "fs/answers.h"
 #include "fs/views/checkpoint_text.h"
 #include "index/commit_record.h"
 #include "index/store.h"
@@ -52,10 +53,6 @@ std::optional<Fixed> FixedOf(const Node& node) {
   const Fixed fixed = static_cast<Fixed>(node.item);
   if (fixed == Fixed::kRoot || (fixed >= Fixed::kLatest && fixed <= Fixed::kErrors)) return fixed;
   return std::nullopt;
-}
-
-Status NoSuch(std::string_view name) {
-  return Status(Code::kNotFound, "no " + std::string(name) + " here");
 }
 
 std::uint64_t InodeOf(std::string_view source, std::string_view name) {
@@ -107,20 +104,8 @@ struct FoundSource {
 };
 
 Result<FoundSource> FindSource(FileSystem& fs, const std::string& text) {
-  std::string path = text;
-  while (path.size() > 1 && path.ends_with('/')) path.pop_back();
-  const std::size_t slash = path.rfind('/');
-  const std::string last = slash == std::string::npos ? path : path.substr(slash + 1);
-  if (last == kLatestName && !fs.LinkStat(path).ok()) {
-    const std::string parent = slash == std::string::npos ? "."
-                               : slash == 0               ? "/"
-                                                          : path.substr(0, slash);
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, parent));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const CheckpointListing latest, store.Latest());
-    path = store.CheckpointPath(latest.name);
-  }
   FoundSource found;
-  TENSORMOUNT_ASSIGN_OR_RETURN(found.path, fs.Resolve(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(found.path, ResolveSourcePath(fs, text));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(found.path));
   if (info.kind == FileKind::kFile) {
     found.kind = SourceKind::kSafetensors;
@@ -432,8 +417,7 @@ std::string Vfs::StatusFields() {
       JsonString(source_), KindName(kind_), VerifyName(options_.verify), options_.list_views,
       options_.map != nullptr, now->by_id.size(),
       now->latest && kind_ == SourceKind::kStore ? JsonString(now->latest->name) : "null",
-      watch_->open_checkpoints(), watch_->answers(), stats_.errors(), StagingFields(),
-      problems);
+      watch_->open_checkpoints(), watch_->answers(), stats_.errors(), StagingFields(), problems);
 }
 
 }  // namespace tensormount::fs

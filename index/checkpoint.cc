@@ -165,7 +165,7 @@ Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) con
                                                  : fs_->OpenReadBelow(directory_, record.name);
 }
 
-Result<std::string> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) const {
+Result<std::uint32_t> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) const {
   const Status none(Code::kNotFound,
                     "tensor " + tensor.meta.key() + ": no file holds it and nothing else");
   if (tensor.meta.bytes() == 0 || tensor.chunks == 0) return none;
@@ -175,15 +175,14 @@ Result<std::string> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) con
   if (file >= index_->files().size() || index_->files()[file].length != tensor.meta.bytes()) {
     return none;
   }
-  const std::string path = FilePath(file);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_->LinkStat(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_->LinkStat(FilePath(file)));
   if (info.kind != FileKind::kFile || info.size != tensor.meta.bytes()) {
     return Status(Code::kDataLoss, "tensor " + tensor.meta.key() + ": " +
                                        index_->files()[file].name + ": " +
                                        std::to_string(info.size) + " bytes, " +
                                        std::to_string(tensor.meta.bytes()) + " expected");
   }
-  return path;
+  return file;
 }
 
 }  // namespace tensormount

@@ -109,8 +109,8 @@ class OpenedCheckpoint {
                     std::size_t size) const;
 
   // The only file that is the tensor's row-major bytes from offset 0, if there is one: what
-  // passthrough and adoption want. Path, or kNotFound.
-  Result<std::string> WholeFileOf(const TensorEntry& tensor) const;
+  // passthrough and adoption want. Its number (FilePath, OpenFile), or kNotFound.
+  Result<std::uint32_t> WholeFileOf(const TensorEntry& tensor) const;
   // Path of file number n on the host; it must be below index().files().size().
   std::string FilePath(std::uint32_t file) const;
 

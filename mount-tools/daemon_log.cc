@@ -16,20 +16,6 @@
 namespace tensormount::tools {
 namespace {
 
-std::string_view NameOf(LogLevel level) {
-  switch (level) {
-    case LogLevel::kDebug:
-      return "DEBUG";
-    case LogLevel::kInfo:
-      return "INFO";
-    case LogLevel::kWarning:
-      return "WARNING";
-    case LogLevel::kError:
-      return "ERROR";
-  }
-  return "ERROR";
-}
-
 int PriorityOf(LogLevel level) {
   switch (level) {
     case LogLevel::kDebug:
@@ -52,15 +38,6 @@ std::string TimeStamp() {
   return fmt::format("{:04}-{:02}-{:02}T{:02}:{:02}:{:02}.{:03}Z", utc.tm_year + 1900,
                      utc.tm_mon + 1, utc.tm_mday, utc.tm_hour, utc.tm_min, utc.tm_sec,
                      now.tv_nsec / 1'000'000);
-}
-
-// Names from outside stand in messages: one message stays one line.
-std::string OneLine(std::string_view message) {
-  std::string line(message);
-  for (char& c : line) {
-    if (static_cast<unsigned char>(c) < 0x20) c = ' ';
-  }
-  return line;
 }
 
 class LogFile {
@@ -102,7 +79,7 @@ class LogFile {
 void LogToSyslog() {
   openlog("tensormount", LOG_PID, LOG_DAEMON);
   SetLogSink([](LogLevel level, std::string_view message) {
-    syslog(PriorityOf(level), "%s: %s", NameOf(level).data(), OneLine(message).c_str());
+    syslog(PriorityOf(level), "%s: %s", LogLevelName(level).data(), OneLine(message).c_str());
   });
 }
 
@@ -110,8 +87,8 @@ Status LogToFile(const std::string& path) {
   auto file = std::make_shared<LogFile>(path);
   TENSORMOUNT_RETURN_IF_ERROR(file->Open());
   SetLogSink([file](LogLevel level, std::string_view message) {
-    file->Write(fmt::format("{} tensormount[{}] {}: {}\n", TimeStamp(), getpid(), NameOf(level),
-                            OneLine(message)));
+    file->Write(fmt::format("{} tensormount[{}] {}: {}\n", TimeStamp(), getpid(),
+                            LogLevelName(level), OneLine(message)));
   });
   return {};
 }

@@ -157,7 +157,7 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Termi
   json["mtime"] = tensor.mtime;
   const std::string tier = TierOf(chunks.value(), whole.ok());
   json["tier"] = tier;
-  if (whole.ok()) json["whole_file"] = whole.value();
+  if (whole.ok()) json["whole_file"] = checkpoint.FilePath(whole.value());
   for (const ChunkRecord& chunk : chunks.value()) {
     nlohmann::ordered_json c = {{"region", chunk.region.ToString()},
                                 {"file", checkpoint.index().files()[chunk.file].name},

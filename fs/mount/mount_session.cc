@@ -99,7 +99,7 @@ OpenModes::Options ModeOptions(const MountOptions& options, SourceKind kind) {
 // them, so each holds this.
 class MountCore : public std::enable_shared_from_this<MountCore> {
  public:
-  MountCore(FileSystem& fs, const MountOptions& options, std::unique_ptr<Vfs> vfs, int readers)
+  MountCore(const MountOptions& options, std::unique_ptr<Vfs> vfs, int readers)
       : options_(options),
         readers_(readers),
         vfs_(std::move(vfs)),
@@ -107,7 +107,7 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
         opens_(0, kOpenThreads),
         shim_(ShimOptions(options, vfs_->source())),
         modes_(
-            fs, backing_, [this] { return shim_.passthrough(); }, ModeOptions(options, vfs_->kind())) {}
+            backing_, [this] { return shim_.passthrough(); }, ModeOptions(options, vfs_->kind())) {}
 
   Status Start();
   // `failed`: the mount never answered, whatever its threads heard.
@@ -328,7 +328,8 @@ void MountCore::Drain() {
   auto state = std::make_shared<State>();
   std::thread([self = shared_from_this(), state] {
     const Status status = self->vfs_->Drain();
-    if (!status.ok()) Log(LogLevel::kError, "not all that was written is safe: " + status.message());
+    if (!status.ok())
+      Log(LogLevel::kError, "not all that was written is safe: " + status.message());
     const std::lock_guard lock(state->mutex);
     state->done = true;
     state->ended.notify_all();
@@ -463,7 +464,7 @@ Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
   if (options.allow_other) TENSORMOUNT_RETURN_IF_ERROR(CheckAncestors(fs, vfs->source()));
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   const int readers = std::clamp(options.threads > 0 ? options.threads : cores, 2, 64);
-  auto core = std::make_shared<MountCore>(fs, options, std::move(vfs), readers);
+  auto core = std::make_shared<MountCore>(options, std::move(vfs), readers);
   const Status started = core->Start();
   if (!started.ok()) {
     Session::Leave(std::move(core), true);

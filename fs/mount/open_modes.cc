@@ -86,12 +86,8 @@ Result<std::shared_ptr<OpenModes::Lease>> OpenModes::Open(
 Result<OpenModes::Decision> OpenModes::Decide(NodeId node, const VirtualFile& file,
                                               const std::function<bool()>& interrupted) {
   if (!WhyNot().empty()) return Decision{};
-  const Result<std::string> path = file.BackingPath();
-  // Where it is made of several files, or of a part of one, there is nothing to fall back from.
-  if (path.status().code() == Code::kNotFound) return Decision{};
-  if (!path.ok()) return Decision{.fallback = "its file is not as the index says"};
   Identity identity;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Decision decision, Register(path.value(), file, identity));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Decision decision, Register(file, identity));
   if (decision.backing_id == 0 || !options_.verify) return decision;
   struct TakeBack {
     BackingRegistrar& registrar;
@@ -117,9 +113,13 @@ Result<OpenModes::Decision> OpenModes::Decide(NodeId node, const VirtualFile& fi
   return verified;
 }
 
-Result<OpenModes::Decision> OpenModes::Register(const std::string& path, const VirtualFile& file,
-                                                Identity& identity) {
-  const auto opened = fs_.OpenRead(path);  // Follows no link, opens nothing but regular files.
+Result<OpenModes::Decision> OpenModes::Register(const VirtualFile& file, Identity& identity) {
+  const auto opened = file.OpenBacking();  // Follows no link, opens nothing but regular files.
+  // Where it is made of several files, or of a part of one, there is nothing to fall back from.
+  if (opened.status().code() == Code::kNotFound) return Decision{};
+  if (opened.status().code() == Code::kDataLoss) {
+    return Decision{.fallback = "its file is not as the index says"};
+  }
   if (!opened.ok()) {
     return Decision{.fallback = std::string("its file cannot be opened: ") +
                                 std::strerror(opened.status().ToErrno())};

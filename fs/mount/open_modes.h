@@ -65,9 +65,8 @@ class OpenModes {
     std::string refused;
   };
   // `negotiated`: whether the kernel agreed, asked at every first open. All must outlive it.
-  OpenModes(FileSystem& fs, BackingRegistrar& registrar, std::function<bool()> negotiated,
-            const Options& options)
-      : fs_(fs), registrar_(registrar), negotiated_(std::move(negotiated)), options_(options) {}
+  OpenModes(BackingRegistrar& registrar, std::function<bool()> negotiated, const Options& options)
+      : registrar_(registrar), negotiated_(std::move(negotiated)), options_(options) {}
 
   // One open's share in the mode of its node, from the decision until its release.
   class Lease {
@@ -134,13 +133,12 @@ class OpenModes {
   };
   Result<Decision> Decide(NodeId node, const VirtualFile& file,
                           const std::function<bool()>& interrupted);
-  Result<Decision> Register(const std::string& path, const VirtualFile& file, Identity& identity);
+  Result<Decision> Register(const VirtualFile& file, Identity& identity);
   // Both with the lock held.
   void Share(Entry& entry, Lease& lease);
   std::string WhyNotLocked() const;
   void Release(NodeId node) noexcept;
 
-  FileSystem& fs_;
   BackingRegistrar& registrar_;
   const std::function<bool()> negotiated_;
   const Options options_;

@@ -51,31 +51,24 @@ Result<bool> StandsAt(const CheckpointIndex& index, const TensorEntry& tensor, s
   return true;
 }
 
-// The file's path, where it is as long as it must be.
-Result<std::string> FileOfSize(FileSystem& fs, const OpenedCheckpoint& opened, std::uint32_t file,
-                               std::uint64_t size) {
+// The file, where it is as long as it must be.
+Result<std::uint32_t> FileOfSize(FileSystem& fs, const OpenedCheckpoint& opened, std::uint32_t file,
+                                 std::uint64_t size) {
   const CheckpointIndex& index = opened.index();
   if (file >= index.files().size() || index.files()[file].length != size) return None();
-  std::string path = opened.FilePath(file);
-  // Nothing outside of the checkpoint is handed to the kernel.
-  if (index.files()[file].placement != Placement::kForeign) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo folder,
-                                 fs.LinkStat(JoinPath(opened.directory(), "data")));
-    if (folder.kind != FileKind::kDirectory) return None();
-  }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(opened.FilePath(file)));
   // Sources may be named through a link; what lies in a checkpoint is never one.
   if (info.kind == FileKind::kSymlink) return None();
   if (info.kind != FileKind::kFile || info.size != size) {
     return Status(Code::kDataLoss, index.files()[file].name + ": " + std::to_string(info.size) +
                                        " bytes, " + std::to_string(size) + " expected");
   }
-  return path;
+  return file;
 }
 
-Result<bool> HasBytes(FileSystem& fs, const std::string& path, std::uint64_t at,
+Result<bool> HasBytes(const OpenedCheckpoint& opened, std::uint32_t number, std::uint64_t at,
                       const std::string& bytes) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, opened.OpenFile(number));
   std::string found(bytes.size(), '\0');
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n, file->ReadAt(at, found.data(), found.size()));
   return n == bytes.size() && found == bytes;
@@ -83,8 +76,8 @@ Result<bool> HasBytes(FileSystem& fs, const std::string& path, std::uint64_t at,
 
 }  // namespace
 
-Result<std::string> FindBackingFile(FileSystem& fs, const ShownCheckpoint& shown,
-                                    const FileContent& content) {
+Result<std::uint32_t> FindBackingFile(FileSystem& fs, const ShownCheckpoint& shown,
+                                      const FileContent& content) {
   const OpenedCheckpoint& opened = shown.opened;
   const std::vector<Segment>& segments = content.segments();
   if (segments.size() == 1 && segments[0].kind == Segment::Kind::kObject) {
@@ -117,17 +110,18 @@ Result<std::string> FindBackingFile(FileSystem& fs, const ShownCheckpoint& shown
     }
   }
   if (!file) return None();
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::string path, FileOfSize(fs, opened, *file, content.size()));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t found,
+                               FileOfSize(fs, opened, *file, content.size()));
   for (const Segment& segment : segments) {
     if (segment.kind != Segment::Kind::kLiteral) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool same,
-                                 HasBytes(fs, path, segment.begin,
+                                 HasBytes(opened, found, segment.begin,
                                           content.literal(segment.ordinal)
                                               .substr(static_cast<std::size_t>(segment.skip),
                                                       static_cast<std::size_t>(segment.length))));
     if (!same) return None();
   }
-  return path;
+  return found;
 }
 
 }  // namespace tensormount::fs

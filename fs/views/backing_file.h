@@ -2,7 +2,7 @@
 #ifndef TENSORMOUNT_FS_VIEWS_BACKING_FILE_H_
 #define TENSORMOUNT_FS_VIEWS_BACKING_FILE_H_
 
-#include <string>
+#include <cstdint>
 
 #include "tensormount/status.h"
 
@@ -12,11 +12,11 @@
 
 namespace tensormount::fs {
 
-// Path of the one file of storage that is byte for byte this content from offset 0, and nothing
-// more. Literal bytes are compared with the file's; for tensors and objects the index is believed.
-// kNotFound where there is none; kDataLoss where a file is not as long as the index says.
-Result<std::string> FindBackingFile(FileSystem& fs, const ShownCheckpoint& shown,
-                                    const FileContent& content);
+// Number of the one file of the checkpoint that is byte for byte this content from offset 0, and
+// nothing more. Literal bytes are compared with the file's; for tensors and objects the index is
+// believed. kNotFound where there is none; kDataLoss where a file is not as long as the index says.
+Result<std::uint32_t> FindBackingFile(FileSystem& fs, const ShownCheckpoint& shown,
+                                      const FileContent& content);
 
 }  // namespace tensormount::fs
 

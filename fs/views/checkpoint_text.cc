@@ -52,22 +52,12 @@ std::string RegionFields(const Region& region) {
 
 // Keys of the tensors that model.safetensors leaves out.
 Status AppendNotInSafetensors(const ShownTensors& tensors, std::string& out) {
-  Status inner;
-  const Status status =
-      tensors.Scan(0, [&](std::uint32_t number, const std::string& key, const TensorEntry* entry) {
-        std::optional<TensorEntry> read;
-        if (entry == nullptr) {
-          Result<TensorEntry> at = tensors.EntryAt(number);
-          inner = at.status();
-          if (!inner.ok()) return false;
-          entry = &read.emplace(std::move(at).value());
-        }
-        if (!SafetensorsHolds(entry->meta))
-          out += (out.back() == '[' ? "" : ", ") + JsonString(key);
-        return true;
-      });
-  TENSORMOUNT_RETURN_IF_ERROR(status);
-  return inner;
+  return tensors.ForEachEntry(0, tensors.count(), [&](std::uint32_t, const TensorEntry& entry) {
+    if (!SafetensorsHolds(entry.meta)) {
+      out += (out.back() == '[' ? "" : ", ") + JsonString(entry.meta.key());
+    }
+    return Status();
+  });
 }
 
 }  // namespace
@@ -140,23 +130,11 @@ Result<GeneratedText::Parts> CheckpointJson(const ShownCheckpoint& shown,
   parts.tail = "\n  ]\n}\n";
   parts.items = tensors.count();
   parts.render = [&tensors](std::uint32_t first, std::uint32_t count, std::string& out) {
-    std::uint32_t left = count;
-    Status inner;
-    const Status status = tensors.Scan(
-        first, [&](std::uint32_t number, const std::string&, const TensorEntry* entry) {
-          std::optional<TensorEntry> read;
-          if (entry == nullptr) {
-            Result<TensorEntry> at = tensors.EntryAt(number);
-            inner = at.status();
-            if (!inner.ok()) return false;
-            entry = &read.emplace(std::move(at).value());
-          }
-          AppendItem(out, number == 0, TensorLine(*entry));
-          return --left > 0;
-        });
-    TENSORMOUNT_RETURN_IF_ERROR(status);
-    TENSORMOUNT_RETURN_IF_ERROR(inner);
-    return left == 0 ? Status() : Status(Code::kDataLoss, "index: tensors are missing");
+    return tensors.ForEachEntry(first, first + count,
+                                [&](std::uint32_t number, const TensorEntry& entry) {
+                                  AppendItem(out, number == 0, TensorLine(entry));
+                                  return Status();
+                                });
   };
   return parts;
 }

@@ -7,6 +7,7 @@
 #include "base/coding.h"
 #include "base/hash.h"
 #include "base/log.h"
+#include "fs/answers.h"
 #include "fs/views/backing_file.h"
 #include "fs/views/checkpoint_views.h"
 #include "fs/views/hf_view.h"
@@ -15,11 +16,7 @@
 #include "fs/views/zarr_view.h"
 
 namespace tensormount::fs {
-namespace {
-
-Status Stale() { return Status(Code::kStale, "the checkpoint has no such node"); }
-
-}  // namespace
+namespace {}  // namespace
 
 Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& fs,
                                                                    const std::string& directory,
@@ -106,7 +103,7 @@ Status CheckpointView::MakeViews() {
 }
 
 Result<const View*> CheckpointView::ViewOf(const Node& node) const {
-  if (node.view == kOwnView || node.view > views_.size()) return Stale();
+  if (node.view == kOwnView || node.view > views_.size()) return StaleNode("the checkpoint");
   return views_[node.view - 1u].get();
 }
 
@@ -239,25 +236,25 @@ std::string CheckpointView::PathOf(const Node& node) const {
   return view.ok() ? view.value()->PathOf(node.item) : std::string();
 }
 
-Result<std::string> CheckpointView::BackingPathOf(const Node& node,
-                                                  const FileContent& content) const {
+Result<std::uint32_t> CheckpointView::BackingFileOf(const Node& node,
+                                                    const FileContent& content) const {
   // What is one piece is found quickly.
   if (content.segments().size() == 1) return FindBackingFile(fs_, *shown_, content);
   const Status none(Code::kNotFound, "no one file holds this and nothing else");
   {
     const std::lock_guard lock(mutex_);
-    const auto known = backing_paths_.find(IdOf(node));
-    if (known != backing_paths_.end()) {
-      if (known->second.empty()) return none;
-      return known->second;
+    const auto known = backing_files_.find(IdOf(node));
+    if (known != backing_files_.end()) {
+      if (!known->second) return none;
+      return *known->second;
     }
   }
   // Only files of fixed items share their segments; others (slices) come and go.
-  const Result<std::string> found = FindBackingFile(fs_, *shown_, content);
+  const Result<std::uint32_t> found = FindBackingFile(fs_, *shown_, content);
   if (!found.ok() && found.status().code() != Code::kNotFound) return found.status();
   if (content.is_shared()) {
     const std::lock_guard lock(mutex_);
-    backing_paths_[IdOf(node)] = found.ok() ? found.value() : std::string();
+    backing_files_[IdOf(node)] = found.ok() ? std::optional(found.value()) : std::nullopt;
   }
   return found;
 }

@@ -77,8 +77,8 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   // Path below the checkpoint, for messages.
   std::string PathOf(const Node& node) const;
 
-  // For VirtualFile: VirtualFile::BackingPath of the file that is this node. Found once.
-  Result<std::string> BackingPathOf(const Node& node, const FileContent& content) const;
+  // For VirtualFile: the file of storage that is this node's (FindBackingFile). Found once.
+  Result<std::uint32_t> BackingFileOf(const Node& node, const FileContent& content) const;
 
  private:
   CheckpointView(FileSystem& fs, std::shared_ptr<OpenedCheckpoint> opened)
@@ -111,7 +111,7 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
 
   mutable std::mutex mutex_;
   // Of files of several tensors; empty: there is none.
-  mutable std::map<NodeId, std::string> backing_paths_;
+  mutable std::map<NodeId, std::optional<std::uint32_t>> backing_files_;
 };
 
 }  // namespace tensormount::fs

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <optional>
 
 #include <fmt/core.h>
 
@@ -18,28 +17,6 @@ namespace {
 constexpr std::uint64_t kMaxHeaderBytes = 99'000'000;
 // From the list or the number before it to the first tensor of the map.
 constexpr std::string_view kAfterMetadata = "\n  },\n  \"weight_map\": {";
-
-// Calls fn for shown tensors [first, end) in order.
-Status ForEach(const ShownTensors& tensors, std::uint32_t first, std::uint32_t end,
-               const std::function<Status(std::uint32_t, const TensorEntry&)>& fn) {
-  if (first >= end) return {};
-  std::uint32_t expected = first;
-  Status inner;
-  TENSORMOUNT_RETURN_IF_ERROR(
-      tensors.Scan(first, [&](std::uint32_t number, const std::string&, const TensorEntry* entry) {
-        std::optional<TensorEntry> read;
-        if (entry == nullptr) {
-          Result<TensorEntry> at = tensors.EntryAt(number);
-          inner = at.status();
-          if (!inner.ok()) return false;
-          entry = &read.emplace(std::move(at).value());
-        }
-        inner = fn(number, *entry);
-        return inner.ok() && ++expected < end;
-      }));
-  TENSORMOUNT_RETURN_IF_ERROR(inner);
-  return expected == end ? Status() : Status(Code::kDataLoss, "index: tensors are missing");
-}
 
 // At least what an entry takes in a header: JSON may escape a byte as six.
 std::uint64_t HeaderBytesBound(std::string_view name, const TensorMeta& meta) {
@@ -127,7 +104,7 @@ Status HfLayout::Divide() {
   std::uint64_t header = 0;  // A bound of the open part's.
   bool empty = true;         // The open part has no tensor yet.
   TENSORMOUNT_RETURN_IF_ERROR(
-      ForEach(shown_.tensors, 0, count, [&](std::uint32_t number, const TensorEntry& entry) {
+      shown_.tensors.ForEachEntry(0, count, [&](std::uint32_t number, const TensorEntry& entry) {
         const std::string name = TensorName(entry.meta.key());
         if (name.empty()) return Status();
         if (!SafetensorsHolds(entry.meta.dtype(), name)) {
@@ -166,8 +143,8 @@ Result<HfLayout::File> HfLayout::Build(std::size_t number) const {
   const Part& part = parts_[number];
   std::vector<TensorMeta> metas;
   std::vector<std::uint32_t> ordinals;
-  TENSORMOUNT_RETURN_IF_ERROR(
-      ForEach(shown_.tensors, part.first, part.end, [&](std::uint32_t, const TensorEntry& entry) {
+  TENSORMOUNT_RETURN_IF_ERROR(shown_.tensors.ForEachEntry(
+      part.first, part.end, [&](std::uint32_t, const TensorEntry& entry) {
         std::string name = TensorName(entry.meta.key());
         if (name.empty() || !SafetensorsHolds(entry.meta.dtype(), name)) return Status();
         TENSORMOUNT_ASSIGN_OR_RETURN(
@@ -233,8 +210,8 @@ Status HfLayout::RenderIndex(std::uint32_t first, std::uint32_t count, std::stri
   const std::uint32_t end = first + count;
   if (first < lists) {
     const std::uint32_t last = std::min(end, lists);
-    TENSORMOUNT_RETURN_IF_ERROR(
-        ForEach(shown_.tensors, first, last, [&](std::uint32_t number, const TensorEntry& entry) {
+    TENSORMOUNT_RETURN_IF_ERROR(shown_.tensors.ForEachEntry(
+        first, last, [&](std::uint32_t number, const TensorEntry& entry) {
           const std::string name = TensorName(entry.meta.key());
           if (name.empty() || SafetensorsHolds(entry.meta.dtype(), name)) return Status();
           out += number == first_left_out_ ? "\n      " : ",\n      ";
@@ -253,17 +230,17 @@ Status HfLayout::RenderIndex(std::uint32_t first, std::uint32_t count, std::stri
       std::upper_bound(parts_.begin(), parts_.end(), first,
                        [](std::uint32_t n, const Part& p) { return n < p.end; }) -
       parts_.begin());
-  return ForEach(shown_.tensors, first, end - lists,
-                 [&](std::uint32_t number, const TensorEntry& entry) {
-                   while (number >= parts_[part].end) ++part;
-                   const std::string name = TensorName(entry.meta.key());
-                   if (name.empty() || !SafetensorsHolds(entry.meta.dtype(), name)) {
-                     return Status();
-                   }
-                   out += number == first_held_ ? "\n    " : ",\n    ";
-                   out += fmt::format("{}: \"{}\"", JsonString(name), NameOf(part));
-                   return Status();
-                 });
+  return shown_.tensors.ForEachEntry(
+      first, end - lists, [&](std::uint32_t number, const TensorEntry& entry) {
+        while (number >= parts_[part].end) ++part;
+        const std::string name = TensorName(entry.meta.key());
+        if (name.empty() || !SafetensorsHolds(entry.meta.dtype(), name)) {
+          return Status();
+        }
+        out += number == first_held_ ? "\n    " : ",\n    ";
+        out += fmt::format("{}: \"{}\"", JsonString(name), NameOf(part));
+        return Status();
+      });
 }
 
 }  // namespace tensormount::fs

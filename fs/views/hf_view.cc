@@ -5,6 +5,7 @@
 #include <array>
 #include <cerrno>
 
+#include "fs/answers.h"
 #include "index/glob_captures.h"
 
 namespace tensormount::fs {
@@ -23,8 +24,6 @@ bool IsCarried(std::string_view name) {
     return GlobCaptures(pattern, name).has_value();
   });
 }
-
-Status Stale() { return Status(Code::kStale, "hf/ has no such node"); }
 
 }  // namespace
 
@@ -70,7 +69,7 @@ Result<std::shared_ptr<const HfLayout>> HfView::Layout() const {
 
 Result<std::shared_ptr<const GeneratedText>> HfView::Index() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, Layout());
-  if (!layout->has_index()) return Stale();
+  if (!layout->has_index()) return StaleNode("hf/");
   const std::lock_guard lock(mutex_);
   if (!index_) {
     TENSORMOUNT_ASSIGN_OR_RETURN(index_, layout->IndexJson());
@@ -103,7 +102,7 @@ Result<std::string> HfView::NameOf(std::uint64_t item) const {
   if (item >= kFirstCarried && item < first_part()) return carried_[item - kFirstCarried].name;
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, Layout());
   if (item == kIndexItem && layout->has_index()) return std::string(kIndexFile);
-  if (item < first_part() || item - first_part() >= layout->parts().size()) return Stale();
+  if (item < first_part() || item - first_part() >= layout->parts().size()) return StaleNode("hf/");
   return layout->NameOf(item - first_part());
 }
 
@@ -198,7 +197,7 @@ Result<FileContent> HfView::Open(std::uint64_t item) const {
     return content;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, Layout());
-  if (item < first_part() || item - first_part() >= layout->parts().size()) return Stale();
+  if (item < first_part() || item - first_part() >= layout->parts().size()) return StaleNode("hf/");
   if (layout->is_whole()) return whole_.Open(kRoot);
   TENSORMOUNT_ASSIGN_OR_RETURN(const HfLayout::File file, PartFile(*layout, item - first_part()));
   return FileContent::Shared(file.segments, file.header);

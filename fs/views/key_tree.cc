@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "fs/answers.h"
+
 namespace tensormount::fs {
 namespace {
 
@@ -11,10 +13,6 @@ namespace {
 std::string After(std::string prefix) {
   prefix.back() = static_cast<char>(prefix.back() + 1);
   return prefix;
-}
-
-Status NoSuch(std::string_view name) {
-  return Status(Code::kNotFound, "no " + std::string(name) + " here");
 }
 
 }  // namespace

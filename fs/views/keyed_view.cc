@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "fs/answers.h"
 #include "fs/views/checkpoint_text.h"
 
 namespace tensormount::fs {
@@ -11,12 +12,6 @@ namespace {
 
 constexpr int kDepthBits = 12;
 constexpr std::uint64_t kHiddenBit = std::uint64_t{1} << 39;
-
-Status Stale() { return Status(Code::kStale, "the checkpoint has no such node"); }
-
-Status NoSuch(std::string_view name) {
-  return Status(Code::kNotFound, "no " + std::string(name) + " here");
-}
 
 }  // namespace
 
@@ -34,7 +29,7 @@ Result<KeyedView::Place> KeyedView::PlaceOf(std::uint64_t item) const {
   // The folder itself has but the one number.
   if (item >= kMaxItems || place.depth == 1 || (place.key.hidden && !hidden_) ||
       place.key.number >= KeysOf(place).keys.count()) {
-    return Stale();
+    return StaleNode("the checkpoint");
   }
   return place;
 }

@@ -98,6 +98,28 @@ class RenamedTensors : public ShownTensors {
 
 }  // namespace
 
+Status ShownTensors::ForEachEntry(
+    std::uint32_t first, std::uint32_t end,
+    const std::function<Status(std::uint32_t, const TensorEntry&)>& fn) const {
+  if (first >= end) return {};
+  std::uint32_t expected = first;
+  Status inner;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      Scan(first, [&](std::uint32_t number, const std::string&, const TensorEntry* entry) {
+        std::optional<TensorEntry> read;
+        if (entry == nullptr) {
+          Result<TensorEntry> at = EntryAt(number);
+          inner = at.status();
+          if (!inner.ok()) return false;
+          entry = &read.emplace(std::move(at).value());
+        }
+        inner = fn(number, *entry);
+        return inner.ok() && ++expected < end;
+      }));
+  TENSORMOUNT_RETURN_IF_ERROR(inner);
+  return expected == end ? Status() : Status(Code::kDataLoss, "index: tensors are missing");
+}
+
 Result<std::string> ShownTensors::KeyAt(std::uint32_t number) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, EntryAt(number));
   return entry.meta.key();

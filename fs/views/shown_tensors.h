@@ -3,6 +3,7 @@
 #define TENSORMOUNT_FS_VIEWS_SHOWN_TENSORS_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,6 +32,10 @@ class ShownTensors : public KeySource {
   virtual std::uint64_t bytes() const = 0;  // Of all that are shown.
   virtual std::uint64_t chunks() const = 0;
   Result<std::string> KeyAt(std::uint32_t number) const override;
+  // Calls fn for [first, end) in order, until it fails. kDataLoss where the index ends before.
+  Status ForEachEntry(
+      std::uint32_t first, std::uint32_t end,
+      const std::function<Status(std::uint32_t number, const TensorEntry& entry)>& fn) const;
 };
 
 // `renames` null: the checkpoint's own keys, nothing kept in memory. Otherwise new names are kept,

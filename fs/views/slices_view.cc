@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cerrno>
 
+#include "fs/answers.h"
 #include "fs/views/tensor_box.h"
 #include "index/checkpoint.h"
 #include "shard/npy.h"
@@ -12,10 +13,6 @@
 
 namespace tensormount::fs {
 namespace {
-
-Status NoSuch(std::string_view name) {
-  return Status(Code::kNotFound, "no " + std::string(name) + " here");
-}
 
 // SliceText; for .npy with integers where axes are dropped, so that the header can be made from it.
 std::string CanonicalText(const Slice& slice, bool npy) {

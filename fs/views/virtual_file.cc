@@ -112,7 +112,17 @@ bool VirtualFile::MapSegment(const Segment& segment, std::uint64_t at, std::size
 }
 
 Result<std::string> VirtualFile::BackingPath() const {
-  if (view_ && content_.reads_data()) return view_->BackingPathOf(node_, content_);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, BackingFile());
+  return view_->opened().FilePath(file);
+}
+
+Result<std::unique_ptr<File>> VirtualFile::OpenBacking() const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, BackingFile());
+  return view_->opened().OpenFile(file);
+}
+
+Result<std::uint32_t> VirtualFile::BackingFile() const {
+  if (view_ && content_.reads_data()) return view_->BackingFileOf(node_, content_);
   return Status(Code::kNotFound, label_ + ": no one file holds it and nothing else");
 }
 

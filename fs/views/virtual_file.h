@@ -45,6 +45,8 @@ class VirtualFile {
   // Path of the one file of storage that is byte for byte this file from offset 0, and nothing
   // more: what kernel passthrough wants. kNotFound where there is none. May read its header.
   Result<std::string> BackingPath() const;
+  // That file, opened as OpenedCheckpoint::OpenFile does.
+  Result<std::unique_ptr<File>> OpenBacking() const;
   // Reads everything once, every byte checked against its leaf hash (where there are any), in steps
   // of kVerifyStep, so that `cancelled` (may be empty) is asked often: then kCancelled. Success is
   // remembered by the checkpoint: later calls for the same file cost nothing. kDataLoss names what
@@ -64,6 +66,7 @@ class VirtualFile {
                      std::size_t size, ReadStats* stats) const;
   bool MapSegment(const FileContent::Segment& segment, std::uint64_t at, std::size_t size,
                   std::vector<OpenedCheckpoint::MappedPiece>& out) const;
+  Result<std::uint32_t> BackingFile() const;
   // The tensor of a kTensor segment.
   Result<TensorEntry> TensorOf(const FileContent::Segment& segment) const;
 

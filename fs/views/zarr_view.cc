@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <utility>
 
+#include "fs/answers.h"
 #include "fs/views/tensor_box.h"
 #include "fs/views/zarr_metadata.h"
 #include "index/checkpoint.h"
@@ -20,12 +21,6 @@ static_assert(kGroupBit * 2 == View::kMaxItems);
 constexpr int kDepthBits = 12;
 static_assert(kMaxKeyBytes < (1u << kDepthBits));
 constexpr std::size_t kCachedGrids = 256;
-
-Status NoSuch(std::string_view name) {
-  return Status(Code::kNotFound, "no " + std::string(name) + " here");
-}
-
-Status Stale() { return Status(Code::kStale, "zarr/ has no such node"); }
 
 std::string Join(const std::string& folder, std::string_view name) {
   return folder.empty() ? std::string(name) : folder + '/' + std::string(name);
@@ -56,7 +51,7 @@ Result<ZarrView::Place> ZarrView::PlaceOf(std::uint64_t item) const {
   if (shift_ < kDepthBits + 1) return NoSuch(name());
   if (item == kRoot) return Place{.kind = Kind::kGroup};
   if (item == kRootJson) return Place{.kind = Kind::kGroupJson};
-  if (item >= View::kMaxItems) return Stale();
+  if (item >= View::kMaxItems) return StaleNode("zarr/");
   const std::uint64_t high = (item & (kGroupBit - 1)) >> shift_;
   const std::uint64_t low = item & ((std::uint64_t{1} << shift_) - 1);
   const std::uint32_t count = shown_.tensors.count();
@@ -64,10 +59,11 @@ Result<ZarrView::Place> ZarrView::PlaceOf(std::uint64_t item) const {
     const Place place{.kind = (low & 1) != 0 ? Kind::kGroupJson : Kind::kGroup,
                       .number = static_cast<std::uint32_t>(high),
                       .depth = static_cast<std::uint32_t>(low >> 1)};
-    if (high >= count || place.depth == 0 || (low >> 1) >= (1u << kDepthBits)) return Stale();
+    if (high >= count || place.depth == 0 || (low >> 1) >= (1u << kDepthBits))
+      return StaleNode("zarr/");
     return place;
   }
-  if (high == 0 || high > count) return Stale();
+  if (high == 0 || high > count) return StaleNode("zarr/");
   Place place{.kind = Kind::kArray, .number = static_cast<std::uint32_t>(high - 1)};
   if (low == 1) place.kind = Kind::kArrayJson;
   if (low > 1) {
@@ -82,10 +78,11 @@ Result<ZarrView::Known> ZarrView::Know(const Place& place) const {
   if (place.group() && shown_.tensors.count() == 0) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(known.tensor, shown_.tensors.EntryAt(place.number));
   if (place.group()) return known;
-  if (ZarrType(known.tensor->meta.dtype()).empty()) return Stale();
+  if (ZarrType(known.tensor->meta.dtype()).empty()) return StaleNode("zarr/");
   if (place.folder()) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(known.grid, GridOf(place.number, *known.tensor));
-  if (place.kind == Place::Kind::kChunk && place.chunk >= known.grid->chunks()) return Stale();
+  if (place.kind == Place::Kind::kChunk && place.chunk >= known.grid->chunks())
+    return StaleNode("zarr/");
   return known;
 }
 
@@ -155,7 +152,7 @@ Result<ViewNode> ZarrView::NodeOf(const Known& known, const std::string& folder_
       node.identity = Join(folder_path, known.grid->NameOf(place.chunk));
       return node;
   }
-  return Stale();
+  return StaleNode("zarr/");
 }
 
 Result<ViewNode> ZarrView::Stat(std::uint64_t item) const {

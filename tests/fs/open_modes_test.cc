@@ -25,8 +25,9 @@ class FakeKernel : public BackingRegistrar {
   Result<int> Register(int descriptor) override {
     struct stat st;
     if (fstat(descriptor, &st) != 0) return Status::FromErrno(errno, "register", "a file");
-    const std::lock_guard lock(mutex_);
     ++asked;
+    while (hold) std::this_thread::yield();
+    const std::lock_guard lock(mutex_);
     if (refusal != 0) return Status::FromErrno(refusal, "register", "a file");
     live_.insert(++last_);
     return last_;
@@ -56,6 +57,7 @@ class FakeKernel : public BackingRegistrar {
   }
 
   int refusal = 0;
+  std::atomic<bool> hold{false};  // Does not answer.
   std::atomic<int> asked{0};
   std::atomic<int> mistakes{0};
 
@@ -97,7 +99,7 @@ class OpenModesTest : public testing::Test {
   }
   OpenModes Modes(OpenModes::Options options = {}) {
     return OpenModes(
-        HostFileSystem(), kernel_, [this] { return negotiated_; }, options);
+        kernel_, [this] { return negotiated_; }, options);
   }
   static Result<std::shared_ptr<OpenModes::Lease>> Open(OpenModes& modes, const Opened& of) {
     return modes.Open(of.node, *of.file, {}, [] { return [] {}; });
@@ -227,6 +229,18 @@ TEST_F(OpenModesTest, VerifiesBeforeTheFirstOpen) {
   EXPECT_TRUE(Open(modes, c).value()->passthrough());
 }
 
+TEST_F(OpenModesTest, NothingOutsideOfTheCheckpointIsPassedThrough) {
+  OpenModes modes = Modes();
+  const std::string data = dir_.Join("store/step/data");
+  ASSERT_EQ(rename(data.c_str(), dir_.Join("elsewhere").c_str()), 0);
+  ASSERT_EQ(symlink(dir_.Join("elsewhere").c_str(), data.c_str()), 0);
+  EXPECT_FALSE(Open(modes, File("a")).value()->passthrough());
+  EXPECT_EQ(kernel_.asked, 0);
+  ASSERT_EQ(unlink(data.c_str()), 0);
+  ASSERT_EQ(rename(dir_.Join("elsewhere").c_str(), data.c_str()), 0);
+  EXPECT_TRUE(Open(modes, File("a")).value()->passthrough());
+}
+
 TEST_F(OpenModesTest, AFileThatTookThePlaceOfAVerifiedOneIsNotPassedThrough) {
   OpenModes modes = Modes({.verify = true});
   const Opened a = File("a");
@@ -243,26 +257,19 @@ TEST_F(OpenModesTest, AFileThatTookThePlaceOfAVerifiedOneIsNotPassedThrough) {
 }
 
 TEST_F(OpenModesTest, WhoComesDuringADecisionComesAgain) {
-  std::atomic<bool> hold{true};
-  std::atomic<bool> opening{false};
-  ObservedFileSystem slow(HostFileSystem(), [&](const FileEvent& event) -> Status {
-    if (event.op != FileOp::kOpenRead) return {};
-    opening = true;
-    while (hold) std::this_thread::yield();
-    return {};
-  });
-  OpenModes modes(slow, kernel_, [] { return true; }, {});
+  kernel_.hold = true;
+  OpenModes modes = Modes();
   const Opened a = File("a");
   std::shared_ptr<OpenModes::Lease> first;
   std::thread decides([&] { first = Open(modes, a).value(); });
-  while (!opening) std::this_thread::yield();
+  while (kernel_.asked == 0) std::this_thread::yield();
   int again = 0;
   const auto waits = modes.Open(a.node, *a.file, {}, [&] { return [&] { ++again; }; });
   ASSERT_OK(waits);
   EXPECT_EQ(waits.value(), nullptr);
   EXPECT_EQ(modes.Join(a.node), nullptr);
   EXPECT_EQ(again, 0);
-  hold = false;
+  kernel_.hold = false;
   decides.join();
   EXPECT_EQ(again, 1);
   EXPECT_EQ(Open(modes, a).value()->backing_id(), first->backing_id());

@@ -55,6 +55,18 @@ class OpenTest : public testing::Test {
     EXPECT_OK(report);
     return report.ok() ? report.value().damages : std::vector<VerifyReport::Damage>{};
   }
+  // An index of other content, listed by COMMIT: every checksum holds.
+  void ReplaceIndex(const Content& content) {
+    ASSERT_OK(HostFileSystem().RemoveFile(Below(std::string(kIndexName))));
+    ASSERT_OK_AND_ASSIGN(
+        const CommitRecord::Entry entry,
+        CheckpointIndex::WriteSst(HostFileSystem(), content, built_.commit.content_root, path(),
+                                  std::string(kIndexName)));
+    for (CommitRecord::Entry& file : built_.commit.files) {
+      if (file.name == kIndexName) file = entry;
+    }
+    WriteWholeFile(Below("COMMIT"), EncodeCommit(built_.commit));
+  }
   void Flip(const std::string& name, std::size_t byte, int bit) {
     std::string bytes = ReadWholeFile(Below(name));
     bytes[byte] = static_cast<char>(bytes[byte] ^ (1 << bit));
@@ -271,18 +283,10 @@ TEST_F(OpenTest, VerifyNamesWhatDoesNotBelongThere) {
 }
 
 TEST_F(OpenTest, AnIndexThatLiesUnderRightChecksumsIsSeenByVerify) {
-  // An index of content with another mtime, listed by COMMIT: every checksum holds.
+  // Of content with another mtime.
   Content content = built_.content;
   content.tensors[0].mtime += 1;
-  ASSERT_OK(HostFileSystem().RemoveFile(Below(std::string(kIndexName))));
-  ASSERT_OK_AND_ASSIGN(
-      const CommitRecord::Entry entry,
-      CheckpointIndex::WriteSst(HostFileSystem(), content, built_.commit.content_root, path(),
-                                std::string(kIndexName)));
-  for (CommitRecord::Entry& file : built_.commit.files) {
-    if (file.name == kIndexName) file = entry;
-  }
-  WriteWholeFile(Below("COMMIT"), EncodeCommit(built_.commit));
+  ReplaceIndex(content);
   const auto damages = Damages();
   ASSERT_EQ(damages.size(), 1u);
   EXPECT_THAT(damages[0].reason, testing::HasSubstr("1 of "));
@@ -295,15 +299,7 @@ TEST_F(OpenTest, NothingOutsideOfTheCheckpointIsRead) {
   WriteWholeFile(secret, std::string(content.files[0].length, 's'));
   content.files[0].name = secret;
   content.files[0].placement = Placement::kForeign;
-  ASSERT_OK(HostFileSystem().RemoveFile(Below(std::string(kIndexName))));
-  ASSERT_OK_AND_ASSIGN(
-      const CommitRecord::Entry entry,
-      CheckpointIndex::WriteSst(HostFileSystem(), content, built_.commit.content_root, path(),
-                                std::string(kIndexName)));
-  for (CommitRecord::Entry& file : built_.commit.files) {
-    if (file.name == kIndexName) file = entry;
-  }
-  WriteWholeFile(Below("COMMIT"), EncodeCommit(built_.commit));
+  ReplaceIndex(content);
   EXPECT_THAT(Open(), HasCode(Code::kUnsupported));
 }
 

@@ -12,22 +12,11 @@
 #include <unistd.h>
 
 #include "tests/mount/mount_fixture.h"
+#include "tests/support/fd.h"
 #include "tests/support/random.h"
 
 namespace tensormount::fs {
 namespace {
-
-// Closes on the way out.
-struct Fd {
-  explicit Fd(int f) : fd(f) {}
-  ~Fd() {
-    if (fd >= 0) close(fd);
-  }
-  Fd(const Fd&) = delete;
-  Fd& operator=(const Fd&) = delete;
-  operator int() const { return fd; }  // NOLINT(google-explicit-constructor)
-  int fd;
-};
 
 // What files are served by: the kernel itself, where it can; the daemon, directly or through the
 // kernel's cache.

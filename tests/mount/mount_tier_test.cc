@@ -18,6 +18,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/mount/mount_fixture.h"
+#include "tests/support/fd.h"
 #include "tests/support/random.h"
 
 namespace tensormount::fs {
@@ -25,18 +26,6 @@ namespace {
 
 using Tier = MountOptions::Tier;
 using Verify = MountOptions::Verify;
-
-// Closes on the way out.
-struct Fd {
-  explicit Fd(int f) : fd(f) {}
-  ~Fd() {
-    if (fd >= 0) close(fd);
-  }
-  Fd(const Fd&) = delete;
-  Fd& operator=(const Fd&) = delete;
-  operator int() const { return fd; }  // NOLINT(google-explicit-constructor)
-  int fd;
-};
 
 struct Mapping {
   Mapping(int fd, std::size_t s, int protection, int flags)

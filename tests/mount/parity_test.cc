@@ -25,6 +25,7 @@
 
 #include "base/hash.h"
 #include "tests/mount/mount_fixture.h"
+#include "tests/support/fd.h"
 
 namespace tensormount::fs {
 namespace {
@@ -59,17 +60,6 @@ void ExpectSame(const Answers& ours, const Answers& theirs, const std::string& c
   }
   EXPECT_EQ(ours.all().size(), theirs.all().size()) << context;
 }
-
-struct Fd {
-  explicit Fd(int f) : fd(f) {}
-  ~Fd() {
-    if (fd >= 0) close(fd);
-  }
-  Fd(const Fd&) = delete;
-  Fd& operator=(const Fd&) = delete;
-  operator int() const { return fd; }  // NOLINT(google-explicit-constructor)
-  int fd;
-};
 
 std::vector<off_t> Offsets(off_t size) {
   std::set<off_t> all = {-1,          0,

@@ -11,6 +11,7 @@
 #include "fs/staging/staging_tree.h"
 #include "fs/staging/staging_writer.h"
 #include "tests/staging/staging_test_support.h"
+#include "tests/staging/walk.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/random.h"
 
@@ -60,13 +61,7 @@ class Programs {
   const std::string& wanted(std::size_t i) const { return wanted_[i]; }
 
   static Result<StagingTree::Node> At(StagingTree& tree, std::string_view path) {
-    StagingTree::Node node{.item = StagingTree::kRoot, .attributes = {}};
-    while (!path.empty()) {
-      const std::size_t slash = std::min(path.find('/'), path.size());
-      TENSORMOUNT_ASSIGN_OR_RETURN(node, tree.Lookup(node.item, path.substr(0, slash)));
-      path.remove_prefix(std::min(slash + 1, path.size()));
-    }
-    return node;
+    return WalkStaging(tree, path);
   }
   static Result<std::shared_ptr<WriteHandle>> Open(StagingTree& tree, const std::string& path,
                                                    int flags) {

@@ -13,6 +13,7 @@
 
 #include "fs/staging/staging_folder.h"
 #include "fs/vfs.h"
+#include "tests/staging/walk.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
@@ -39,13 +40,7 @@ class StagingTreeTest : public testing::Test {
 
   // Walks a path below .staging; references are not given back.
   static Result<StagingTree::Node> At(StagingTree& tree, std::string_view path) {
-    StagingTree::Node node{.item = StagingTree::kRoot, .attributes = {}};
-    while (!path.empty()) {
-      const std::size_t slash = std::min(path.find('/'), path.size());
-      TENSORMOUNT_ASSIGN_OR_RETURN(node, tree.Lookup(node.item, path.substr(0, slash)));
-      path.remove_prefix(std::min(slash + 1, path.size()));
-    }
-    return node;
+    return WalkStaging(tree, path);
   }
   Result<StagingTree::Node> At(std::string_view path) { return At(*tree_, path); }
   static std::pair<std::string, std::string> Split(const std::string& path) {
