@@ -42,10 +42,15 @@ enum class Placement : std::uint8_t {
 std::string_view PlacementName(Placement p);
 
 struct FileRecord {
-  std::string name;  // "data/<short uuid>-r0.safetensors", below the checkpoint; absolute: foreign.
+  // "data/<short uuid>-r0.safetensors", below the checkpoint; of a foreign file below info.root.
+  std::string name;
   Placement placement = Placement::kRankShard;
   std::uint64_t length = 0;
   Hash128 root;  // FileRoot over its pieces; zero for foreign files.
+  // Of a foreign file: when it was written last, as it was when it was looked at. One that has
+  // another length or time now is refused.
+  std::int64_t mtime_seconds = 0;
+  std::int64_t mtime_nanoseconds = 0;
 };
 
 // Bytes of a data file that belong to no tensor or object (safetensors headers): hashed and
@@ -70,6 +75,8 @@ struct TensorContent {
 
 // Instead of a file number, in the coordinator's manifest: where the bytes are stands elsewhere.
 inline constexpr std::uint32_t kNoFile = 0xFFFFFFFF;
+// Instead of a manifest number: there are no hashes, which only foreign files may lack.
+inline constexpr std::uint32_t kNoManifest = 0xFFFFFFFF;
 
 // An opaque object, or one part of it on a grid (index within grid; both empty for the plain kind).
 struct ObjectContent {
@@ -83,6 +90,7 @@ struct ObjectContent {
   std::uint32_t manifest = 0;
   std::uint64_t first_leaf = 0;
   std::int64_t mtime = 0;
+  bool has_hash() const { return manifest != kNoManifest; }
 };
 
 // Facts of a checkpoint as a whole.
@@ -96,7 +104,8 @@ struct CheckpointInfo {
   std::int64_t created = 0;     // Seconds since 1970, when published.
   std::int64_t json_mtime = 0;  // Of checkpoint.json.
   std::int64_t common_mtime = 0;
-  bool self_contained = true;  // False: data live in foreign files.
+  bool self_contained = true;  // False: data live in foreign files,
+  std::string root;            // all of them below this folder, which is an absolute path.
 };
 
 // Every logical record of a checkpoint: merged from manifests, or made from a foreign file. What

@@ -16,12 +16,17 @@
 namespace tensormount {
 
 // One stored piece of a tensor. Regions are in elements; the bytes of a chunk are the packed
-// row-major order of its region.
+// row-major order of its region, or, in a foreign file, a strided window: the byte at
+// `offset` + sum over axes of index[a] * strides[a] begins the element at begin + index of a box.
 struct ChunkRecord {
   Region region;
   std::uint32_t file = 0;        // Index into the checkpoint's file table.
   std::uint64_t offset = 0;      // In that file.
-  std::uint64_t length = 0;      // Bytes.
+  std::uint64_t length = 0;      // Bytes; of a strided window from its first to the end of its last.
+  Dims strides;                  // Bytes along each axis, none negative; empty: packed.
+  // Of a foreign file, in memory only: offset and length name an item, and where in it the bytes
+  // are is found when they are wanted (index/adopt/foreign.h, ItemResolver).
+  bool pending = false;
   bool has_hash = true;          // False only for foreign files.
   Hash128 hash;                  // ChunkRoot over its leaves.
   std::uint32_t manifest = 0;    // Which manifest holds its leaf hashes,

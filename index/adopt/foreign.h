@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_ADOPT_FOREIGN_H_
+#define TENSORMOUNT_INDEX_ADOPT_FOREIGN_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/common_value.h"
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "index/content.h"
+
+// What adapters of foreign formats share: the folder that they may look into, and the content that
+// they make of it.
+
+namespace tensormount {
+
+// A folder (or one file) of a foreign checkpoint, and the root that nothing may lead out of: the
+// folder itself, or one above it that the operator named. Names are relative to the folder and have
+// no "..". Thread-safe.
+class ForeignFolder {
+ public:
+  // `path` is resolved (ResolveSourcePath). `roots`: folders that the operator named besides; the
+  // deepest that `path` lies below is the root, else `path` (of a file: its folder) itself.
+  static Result<ForeignFolder> Open(FileSystem& fs, const std::string& path,
+                                    std::span<const std::string> roots);
+
+  FileSystem& fs() const { return *fs_; }
+  const std::string& path() const { return path_; }  // As resolved; of a file: the file's.
+  const std::string& root() const { return root_; }
+  // The name of the only file where the source is one; empty: a folder.
+  const std::string& file() const { return file_; }
+  std::string Shown(std::string_view name) const;  // For messages.
+
+  // kPermissionDenied "... leads out of ROOT: name a folder that holds both with --root" for links
+  // and names that do; kDataLoss for names that are no relative path.
+  Result<std::unique_ptr<File>> OpenRead(std::string_view name) const;
+  Result<std::string> ReadFile(std::string_view name, std::uint64_t max_bytes) const;
+  // Below the folder; "" is the folder itself. Sorted.
+  Result<std::vector<DirectoryEntry>> List(std::string_view name) const;
+  // Whether there is such a file or folder (of any kind), without opening it.
+  bool Has(std::string_view name) const;
+  // The name relative to the root, as FileRecord::name has it. kDataLoss as above.
+  Result<std::string> BelowRoot(std::string_view name) const;
+  // A folder below this one, with the same root.
+  Result<ForeignFolder> Below(std::string_view name) const;
+
+ private:
+  FileSystem* fs_ = nullptr;
+  std::string path_;
+  std::string root_;
+  std::string folder_;  // Relative to the root; empty: the root itself.
+  std::string file_;
+};
+
+// Finds where in a foreign item the bytes of a chunk are, when they are wanted for the first time:
+// a checkpoint of a million items opens without a million small reads. Thread-safe.
+class ItemResolver {
+ public:
+  virtual ~ItemResolver() = default;
+  // `chunk` is pending: its offset and length name the item in `file`. Replaces them and the
+  // strides by those of the bytes, which hold chunk.region. kDataLoss where the item is not what the
+  // metadata says (dtype, shape, size), kUnsupported where its bytes cannot be read in place.
+  virtual Status Resolve(const TensorMeta& meta, File& file, ChunkRecord& chunk) const = 0;
+};
+
+// A foreign checkpoint, ready to be opened.
+struct ForeignContent {
+  Content content;
+  std::shared_ptr<const ItemResolver> resolver;  // Null: no chunk is pending.
+  std::vector<std::string> warnings;             // What was left out or is not whole, and why.
+};
+
+// Collects what an adapter finds and checks all of it. An adapter calls Add* in any order and
+// returns the first failure: what concerns the checkpoint as a whole ends the read, what concerns
+// one tensor leaves it out with a warning (Drop).
+class ForeignBuilder {
+ public:
+  // `producer`: "torch.distributed.checkpoint".
+  ForeignBuilder(const ForeignFolder& folder, std::string producer);
+  ~ForeignBuilder();
+
+  const ForeignFolder& folder() const { return folder_; }
+  void SetProducer(std::string producer) { content_.info.producer = std::move(producer); }
+  void SetWorldSize(std::uint32_t n) { content_.info.world_size = n; }
+
+  // The number of a file, which is looked at once (size, mtime). Errors as ForeignFolder's.
+  Result<std::uint32_t> AddFile(std::string_view name);
+  std::uint64_t FileLength(std::uint32_t file) const;
+  // Opened for reading once and kept while the builder lives (at most some hundred at a time).
+  Result<std::shared_ptr<File>> OpenFile(std::uint32_t file);
+
+  // The number of a new tensor. kDataLoss: a key that is no UTF-8, empty, over 2,048 bytes, holds
+  // NUL or was added before; a shape that overflows.
+  Result<std::uint32_t> AddTensor(std::string_view key, DType dtype, const Dims& shape);
+  const TensorMeta& MetaOf(std::uint32_t tensor) const;
+  // A piece of it. `strides`: bytes along each axis, empty for packed rows; `length`: from the first
+  // byte to the end of the last. kDataLoss where it does not lie within the file and the shape or
+  // has not the length of its region. Empty regions are ignored.
+  Status AddChunk(std::uint32_t tensor, const Region& region, std::uint32_t file,
+                  std::uint64_t offset, std::uint64_t length, const Dims& strides = {});
+  // A piece whose bytes are found later in an item of the file (ItemResolver).
+  Status AddPendingChunk(std::uint32_t tensor, const Region& region, std::uint32_t file,
+                         std::uint64_t offset, std::uint64_t length);
+  void SetResolver(std::shared_ptr<const ItemResolver> resolver);
+
+  // Opaque bytes; index and grid as in ObjectContent. kDataLoss as for tensors.
+  Status AddObject(std::string_view key, std::uint32_t file, std::uint64_t offset,
+                   std::uint64_t length, const Dims& index = {}, const Dims& grid = {});
+  // Reserved names and trees over the limits are left out with a warning.
+  void AddCommon(const std::string& name, CommonValue value);
+  void Warn(std::string warning);
+  // Leaves a tensor out and warns: "tensor w: left out: ...".
+  void Drop(std::uint32_t tensor, std::string_view why);
+
+  // Sorts, finds what chunks leave uncovered (kept, with a warning: reading these cells fails) and
+  // cover twice (left out, with a warning), and gives the whole an identity made of root, files,
+  // sizes, mtimes and records: the same source opened again is the same checkpoint.
+  Result<ForeignContent> Finish();
+
+ private:
+  const ForeignFolder& folder_;
+  Content content_;
+  struct Rep;
+  std::unique_ptr<Rep> rep_;
+};
+
+// A common value of what a pickle holds, where it is made of None, bool, int, float, str, bytes,
+// tuples, lists and dicts with string or integer keys (OrderedDict, Namespace and path objects too).
+// nullopt: it is something else.
+namespace pickle {
+class Value;
+}
+std::optional<CommonValue> CommonFromPickle(const pickle::Value& value);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_ADOPT_FOREIGN_H_

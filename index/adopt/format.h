@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_ADOPT_FORMAT_H_
+#define TENSORMOUNT_INDEX_ADOPT_FORMAT_H_
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "index/adopt/foreign.h"
+
+// Formats of others. A new one is one file with a class of these two calls, a line in formats.cc and
+// a row in docs/formats-adopted.md; nothing else learns of it.
+
+namespace tensormount {
+
+class ForeignFormat {
+ public:
+  virtual ~ForeignFormat() = default;
+  virtual std::string_view name() const = 0;  // "torch.distributed.checkpoint"
+  // Whether the folder (or file) looks like one: names, and at most the first bytes of a file. Never
+  // fails: what cannot be read is no such format. Formats are asked in the order of formats.cc.
+  virtual bool Probe(const ForeignFolder& folder) const = 0;
+  // Reads what describes the checkpoint and adds its records. Sizes are checked before anything is
+  // allocated for them. kDataLoss, kUnsupported, or the errno of a read.
+  virtual Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const = 0;
+};
+
+std::span<const ForeignFormat* const> ForeignFormats();
+
+// Reads a folder or file with the first format whose Probe says so. kUnsupported: none; says what is
+// there instead where that can be told (".distcp files without .metadata: a save that did not end").
+Result<ForeignContent> ReadForeign(const ForeignFolder& folder);
+
+// A training directory of checkpoints in a foreign format: Megatron-LM's (iter_0001000/, release/,
+// latest_checkpointed_iteration.txt), OLMo-core's and others' (step1000/). Shown like a store.
+struct ForeignStep {
+  std::string name;  // Of its folder: "iter_0001000".
+  std::uint64_t generation = 0;  // The iteration; 0 for "release".
+};
+struct ForeignSteps {
+  std::vector<ForeignStep> steps;  // By name.
+  std::string latest;              // One of them, or empty.
+};
+// nullopt: the folder is no such directory.
+Result<std::optional<ForeignSteps>> ReadForeignSteps(const ForeignFolder& folder);
+
+// One instance each; in formats.cc. Adapters live in files of these names.
+const ForeignFormat& TorchDcpFormat();         // dcp.cc: DCP, Megatron torch_dist, OLMo-core >= 1.0
+const ForeignFormat& TorchDcpRankFormat();     // dcp.cc: __R.metadata only
+const ForeignFormat& MegatronZarrFormat();     // megatron_zarr.cc
+const ForeignFormat& OlmoFormat();             // olmo.cc: 0.1
+const ForeignFormat& HuggingFaceFormat();      // hugging_face.cc: folders and .safetensors files
+const ForeignFormat& TorchSaveFormat();        // torch_save.cc: .pt .pth .bin files, Megatron's mp_rank_* folders
+const ForeignFormat& NumpyFormat();            // numpy.cc: .npz, .npy, folders of .npy
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_ADOPT_FORMAT_H_

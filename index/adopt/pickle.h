@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_ADOPT_PICKLE_H_
+#define TENSORMOUNT_INDEX_ADOPT_PICKLE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "tensormount/status.h"
+
+#include "index/adopt/pickle_classes.h"
+
+// Python pickles, read as data (the opcodes are those of CPython's Lib/pickletools.py). Nothing is
+// imported, called or constructed: what a stream says to build becomes records of what it said.
+// Time and memory are linear in the size of the stream, whatever is in it.
+
+namespace tensormount::pickle {
+
+enum class Kind : std::uint8_t {
+  kNone,
+  kBool,
+  kInt,    // Fits 64 bits.
+  kLong,   // Does not: text() is two's complement, little-endian.
+  kFloat,
+  kString,  // UTF-8, checked.
+  kBytes,
+  kTuple,
+  kList,
+  kSet,
+  kDict,
+  kGlobal,      // A name "module.name".
+  kObject,      // What the stream wants made by calling callee() with args(): never done.
+  kPersistent,  // BINPERSID; args() is its id.
+};
+
+// A place in a Document, cheap to copy; valid as long as the document. Reads below answer for the
+// kinds that they name only (asserted); look at kind() first. Values may be shared and may form
+// cycles: whoever walks them counts depth.
+class Value {
+ public:
+  Value() = default;  // None.
+
+  Kind kind() const;
+  bool boolean() const;
+  std::int64_t integer() const;
+  double real() const;
+  // kString, kBytes, kLong.
+  std::string_view text() const;
+  // kGlobal.
+  std::string_view module() const;
+  std::string_view name() const;
+  KnownClass known() const;  // KnownClass::kUnknown only where the parse was told to let them be.
+
+  // Items of kTuple, kList, kSet; pairs of kDict; also those that were put into a kObject
+  // (OrderedDict) by SETITEMS, and appended by APPENDS.
+  std::size_t size() const;
+  Value item(std::size_t i) const;  // Of kDict and of pairs in a kObject: the value.
+  Value key(std::size_t i) const;   // kDict, kObject: None for what was appended.
+
+  // kObject. `state`: what BUILD set; None where there was no BUILD.
+  Value callee() const;  // A kGlobal.
+  Value args() const;    // A kTuple; of kPersistent anything.
+  Value state() const;
+  // Whether it is a kObject made by that class or function.
+  bool Is(KnownClass of) const;
+
+  // The value under a string key: of a kDict, or of the dict that is a kObject's state (its
+  // attributes; of a pair (dict, slots) either). nullopt: none. Of equal keys the last one.
+  std::optional<Value> Find(std::string_view key) const;
+
+  // The same record in the document (not equality).
+  bool SameAs(const Value& other) const { return rep_ == other.rep_ && bits_ == other.bits_; }
+
+ private:
+  friend class Machine;
+  friend class Document;
+  // H2: representation is yours; 16 bytes, scalars in place, so that 100,000 chunks of a DCP
+  // .metadata take no more than 500 bytes each.
+  std::uint64_t rep_ = 0;
+  std::uint64_t bits_ = 0;
+};
+
+// A parsed stream. Movable; keeps the bytes that it was made from.
+class Document {
+ public:
+  Document(Document&&) noexcept;
+  Document& operator=(Document&&) noexcept;
+  ~Document();
+
+  Value root() const;
+  // Bytes of the stream, STOP included: what follows is not the pickle's.
+  std::size_t bytes() const;
+  std::size_t memory() const;
+
+ private:
+  friend class Machine;
+  Document();
+  struct Rep;
+  std::unique_ptr<Rep> rep_;
+};
+
+enum class Unknown {
+  kRefuse,  // A name that is not in pickle_classes.h ends the parse.
+  kInert,   // It stays a name. For listings, which show what a stream would have asked for.
+};
+
+struct Options {
+  Unknown unknown = Unknown::kRefuse;
+  bool trailing_bytes = false;  // Whether bytes after STOP are allowed.
+  std::size_t max_bytes = std::size_t{2} << 30;
+};
+
+// kDataLoss "pickle: byte 17: ..." for what is truncated or no pickle: unknown opcode, stack or mark
+// underflow, a memo slot that was never filled or lies outside of what its number of entries
+// allows, lengths past the end, text that is not UTF-8, numbers out of range, no STOP.
+// kUnsupported "pickle: byte 17: asks for os.system, which ..." for names outside of the
+// allow-list, and for opcodes of the language that these formats never use (INST, OBJ, EXT*, PERSID,
+// out-of-band buffers). kResourceExhausted where the records would pass 48 MiB + 4 x the stream.
+Result<Document> Parse(std::string bytes, const Options& options = {});
+
+// What the document holds, for a person: one line a value, indented, names that were asked for
+// marked "(not called)", long ones cut, at most `max_lines`. Shared values are shown once.
+std::string Describe(const Document& document, std::size_t max_lines = 1000);
+
+}  // namespace tensormount::pickle
+
+#endif  // TENSORMOUNT_INDEX_ADOPT_PICKLE_H_
