@@ -34,12 +34,14 @@ function(tensormount_set_test_properties name labels timeout)
 endfunction()
 
 # tensormount_add_test(<name> SOURCES file... [DEPS target...] [LABELS label...] [TIMEOUT seconds]
-#                      [NO_SANITIZE])
+#                      [NO_SANITIZE] [NO_TSAN])
 # A GoogleTest program <name> with the main of tests/support, run as the ctest test <name>.
-# NO_SANITIZE: not built under sanitizers (mounts, MPI, tools). Labels default to "unit".
+# NO_SANITIZE: not built under sanitizers (mounts, MPI, tools). NO_TSAN: not under that of threads,
+# because it has one (or processes), or has them only as other tests do. Labels default to "unit".
 function(tensormount_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_SANITIZE" "TIMEOUT" "SOURCES;DEPS;LABELS")
-  if(arg_NO_SANITIZE AND TENSORMOUNT_SANITIZE)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_SANITIZE;NO_TSAN" "TIMEOUT" "SOURCES;DEPS;LABELS")
+  if((arg_NO_SANITIZE AND TENSORMOUNT_SANITIZE) OR
+     (arg_NO_TSAN AND TENSORMOUNT_SANITIZE STREQUAL "thread"))
     return()
   endif()
   if(NOT arg_LABELS)
