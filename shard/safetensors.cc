@@ -11,6 +11,7 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
+#include "shard/strict_json.h"
 #include "shard/utf8.h"
 
 namespace tensormount {
@@ -360,9 +361,7 @@ Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
                   std::to_string(file_size));
   }
   if (header_json.empty() || header_json.front() != '{') return Broken("does not begin with '{'");
-  if (!IsUtf8(header_json)) return Broken("is not UTF-8");
-  // The parser takes a NUL for the end of its input.
-  if (header_json.find('\0') != std::string_view::npos) return Broken("contains a NUL byte");
+  if (const Status text = CheckJsonText(header_json); !text.ok()) return Broken(text.message());
   Reader reader;
   if (!nlohmann::json::sax_parse(header_json.begin(), header_json.end(), &reader)) {
     return reader.error.ok() ? Broken("is not JSON") : reader.error;
