@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/file_system.h"
 
+#include <cerrno>
+
 #include "base/checked.h"
 
 namespace tensormount {
@@ -27,6 +29,37 @@ Status File::ReadExactAt(std::uint64_t offset, void* out, std::size_t size) {
 Result<std::unique_ptr<File>> FileSystem::OpenReadBelow(const std::string& directory,
                                                         const std::string& name) {
   return OpenRead(JoinPath(directory, name));
+}
+
+namespace {
+
+// Where `name` below `directory` leads, which is inside of it. Somebody may exchange a folder for a
+// link before it is used.
+Result<std::string> ResolveBeneath(FileSystem& fs, const std::string& directory,
+                                   const std::string& name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string root, fs.Resolve(directory));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string path, fs.Resolve(JoinPath(directory, name)));
+  if (path == root || root == "/" || path.starts_with(root + "/")) return path;
+  return Status::FromErrno(EXDEV, "open", JoinPath(directory, name));
+}
+
+}  // namespace
+
+Result<std::unique_ptr<File>> FileSystem::OpenReadBeneath(const std::string& directory,
+                                                          const std::string& name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, ResolveBeneath(*this, directory, name));
+  return OpenRead(path);
+}
+
+Result<std::vector<DirectoryEntry>> FileSystem::ListBeneath(const std::string& directory,
+                                                            const std::string& name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, ResolveBeneath(*this, directory, name));
+  return List(path);
+}
+
+Result<FileInfo> FileSystem::StatBeneath(const std::string& directory, const std::string& name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, ResolveBeneath(*this, directory, name));
+  return Stat(path);
 }
 
 Result<std::string> FileSystem::ReadFile(const std::string& path, std::uint64_t max_bytes) {

@@ -95,6 +95,16 @@ class FileSystem {
   // thing: OpenRead.
   virtual Result<std::unique_ptr<File>> OpenReadBelow(const std::string& directory,
                                                       const std::string& name);
+  // `name` below `directory`, which may itself be reached through symlinks; "" is the directory.
+  // Symlinks below it are followed where they stay inside of it; what leads out, by a link, by ".."
+  // or absolutely, fails with EXDEV. Where the kernel cannot promise that (before Linux 5.6, in
+  // some containers), links are refused (ELOOP). Only regular files open; FIFOs and devices do not
+  // block. Where there is no such thing: by the operations above, after Resolve() of the whole.
+  virtual Result<std::unique_ptr<File>> OpenReadBeneath(const std::string& directory,
+                                                        const std::string& name);
+  virtual Result<std::vector<DirectoryEntry>> ListBeneath(const std::string& directory,
+                                                          const std::string& name);
+  virtual Result<FileInfo> StatBeneath(const std::string& directory, const std::string& name);
   // O_RDWR | O_CREAT | O_EXCL, mode 0666 less umask.
   virtual Result<std::unique_ptr<File>> CreateExclusive(const std::string& path) = 0;
   // O_RDWR | O_CREAT: several writers share one file, each at its own offsets.
@@ -103,7 +113,7 @@ class FileSystem {
   virtual Status CreateDirectory(const std::string& path) = 0;
   // Sorted by name, without . and ..
   virtual Result<std::vector<DirectoryEntry>> List(const std::string& path) = 0;
-  virtual Result<FileInfo> Stat(const std::string& path) = 0;    // Follows symlinks.
+  virtual Result<FileInfo> Stat(const std::string& path) = 0;      // Follows symlinks.
   virtual Result<FileInfo> LinkStat(const std::string& path) = 0;  // Does not.
   virtual Status Link(const std::string& from, const std::string& to) = 0;
   // renameat2(RENAME_NOREPLACE); where the filesystem refuses the flag, plain rename of a folder
@@ -125,13 +135,14 @@ class FileSystem {
   Result<std::string> ReadFile(const std::string& path, std::uint64_t max_bytes);
   // Create, write, sync, close; not the directory.
   Status WriteFileDurably(const std::string& path, std::string_view data);
-  // Puts `data` at `path` in one step, replacing what is there: readers see the old bytes or the new
-  // ones. Not durable; one writer a path. For what only tells about progress.
+  // Puts `data` at `path` in one step, replacing what is there: readers see the old bytes or the
+  // new ones. Not durable; one writer a path. For what only tells about progress.
   Status ReplaceFile(const std::string& path, std::string_view data);
   // mkdir -p for the parts that do not exist (the existing ones may be symlinks).
   Status CreateDirectories(const std::string& path);
   // rm -r: never follows symlinks; a missing path is fine. This form goes through the operations
-  // above; the host's goes from descriptor to descriptor and opens folders without write permission.
+  // above; the host's goes from descriptor to descriptor and opens folders without write
+  // permission.
   virtual Status RemoveTree(const std::string& path);
   bool Exists(const std::string& path);
 };
@@ -144,9 +155,25 @@ std::string JoinPath(std::string_view directory, std::string_view name);
 
 // What a FileSystem or File was asked to do, as an observer sees it.
 enum class FileOp {
-  kOpenRead, kCreate, kOpenShared, kRead, kWrite, kTruncate, kSync, kSeal, kClose,
-  kCreateDirectory, kList, kStat, kLink, kRename, kExchange, kRemoveFile, kRemoveDirectory,
-  kSyncDirectory, kLock,
+  kOpenRead,
+  kCreate,
+  kOpenShared,
+  kRead,
+  kWrite,
+  kTruncate,
+  kSync,
+  kSeal,
+  kClose,
+  kCreateDirectory,
+  kList,
+  kStat,
+  kLink,
+  kRename,
+  kExchange,
+  kRemoveFile,
+  kRemoveDirectory,
+  kSyncDirectory,
+  kLock,
 };
 std::string_view FileOpName(FileOp op);
 
@@ -173,6 +200,11 @@ class ObservedFileSystem : public FileSystem {
   Result<std::unique_ptr<File>> OpenRead(const std::string& path) override;
   Result<std::unique_ptr<File>> OpenReadBelow(const std::string& directory,
                                               const std::string& name) override;
+  Result<std::unique_ptr<File>> OpenReadBeneath(const std::string& directory,
+                                                const std::string& name) override;
+  Result<std::vector<DirectoryEntry>> ListBeneath(const std::string& directory,
+                                                  const std::string& name) override;
+  Result<FileInfo> StatBeneath(const std::string& directory, const std::string& name) override;
   Result<std::unique_ptr<File>> CreateExclusive(const std::string& path) override;
   Result<std::unique_ptr<File>> OpenShared(const std::string& path) override;
   Status CreateDirectory(const std::string& path) override;

@@ -5,9 +5,13 @@
 #include <cerrno>
 #include <dirent.h>
 #include <fcntl.h>
+#include <linux/openat2.h>
 #include <memory>
+#include <string_view>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
+#include <utility>
 
 namespace tensormount {
 namespace {
@@ -132,6 +136,94 @@ Status RemoveAt(int at, const std::string& name, const std::string& path) {
 Result<std::vector<DirectoryEntry>> ListHostDirectory(const std::string& path) {
   const DirHandle dir = OpenDir(AT_FDCWD, path.c_str());
   if (!dir) return Status::FromErrno(errno, "list", path);
+  return ReadAll(dir.get(), path);
+}
+
+namespace {
+
+int OpenAt(int at, const std::string& name, int flags) {
+  int fd;
+  do {
+    fd = openat(at, name.c_str(), flags);
+  } while (fd < 0 && errno == EINTR);
+  return fd;
+}
+
+void CloseKeepingErrno(int fd) {
+  const int error = errno;
+  close(fd);
+  errno = error;
+}
+
+// Component by component, following no link. Takes `folder`.
+int WalkBeneath(int folder, std::string_view name, int flags) {
+  for (;;) {
+    const std::size_t slash = name.find('/');
+    const std::string part(name.substr(0, slash));
+    const bool last = slash == std::string_view::npos;
+    if (part == "..") {
+      close(folder);
+      errno = EXDEV;
+      return -1;
+    }
+    struct stat st;
+    int fd = -1;
+    if (part.empty() && !last) {
+      name.remove_prefix(1);  // Doubled slashes.
+      continue;
+    }
+    const std::string step = part.empty() ? "." : part;
+    if (fstatat(folder, step.c_str(), &st, AT_SYMLINK_NOFOLLOW) == 0 && S_ISLNK(st.st_mode)) {
+      errno = ELOOP;
+    } else {
+      fd = OpenAt(folder, step, O_NOFOLLOW | O_CLOEXEC | (last ? flags : O_PATH | O_DIRECTORY));
+    }
+    CloseKeepingErrno(folder);
+    if (fd < 0 || last) return fd;
+    folder = fd;
+    name.remove_prefix(slash + 1);
+  }
+}
+
+}  // namespace
+
+int OpenHostBeneath(const std::string& directory, const std::string& name, int flags, bool walk) {
+  const int folder = OpenAt(AT_FDCWD, directory, O_PATH | O_DIRECTORY | O_CLOEXEC);
+  if (folder < 0) return -1;
+  if (name.starts_with('/')) {
+    close(folder);
+    errno = EXDEV;
+    return -1;
+  }
+  if (!walk) {
+    open_how how{};
+    how.flags = static_cast<std::uint64_t>(flags | O_CLOEXEC);
+    how.resolve = RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS;
+    // Somebody who keeps renaming folders can make the kernel give up each time.
+    constexpr int kTries = 128;
+    long fd = -1;
+    for (int i = 0; i < kTries; ++i) {
+      fd = syscall(SYS_openat2, folder, name.empty() ? "." : name.c_str(), &how, sizeof how);
+      if (fd >= 0 || (errno != EINTR && errno != EAGAIN)) break;
+    }
+    if (fd >= 0 || (errno != ENOSYS && errno != EPERM)) {
+      CloseKeepingErrno(folder);
+      return static_cast<int>(fd);
+    }
+  }
+  return WalkBeneath(folder, name, flags);
+}
+
+Result<std::vector<DirectoryEntry>> ListHostBeneath(const std::string& directory,
+                                                    const std::string& name) {
+  const std::string path = name.empty() ? directory : JoinPath(directory, name);
+  const int fd = OpenHostBeneath(directory, name, O_RDONLY | O_DIRECTORY | O_NONBLOCK);
+  if (fd < 0) return Status::FromErrno(errno, "list", path);
+  const DirHandle dir(fdopendir(fd));
+  if (!dir) {
+    CloseKeepingErrno(fd);
+    return Status::FromErrno(errno, "list", path);
+  }
   return ReadAll(dir.get(), path);
 }
 

@@ -12,6 +12,13 @@
 namespace tensormount {
 
 Result<std::vector<DirectoryEntry>> ListHostDirectory(const std::string& path);
+// Opens `name` below `directory` with these flags of open(2): what FileSystem::OpenReadBeneath says
+// of links. A descriptor for the caller to close; negative: errno says why. `walk`: as where the
+// kernel has no openat2, for tests.
+int OpenHostBeneath(const std::string& directory, const std::string& name, int flags,
+                    bool walk = false);
+Result<std::vector<DirectoryEntry>> ListHostBeneath(const std::string& directory,
+                                                    const std::string& name);
 Status SyncHostDirectory(const std::string& path);
 // Goes from descriptor to descriptor: a folder that somebody exchanges for a symlink meanwhile
 // leads nowhere else. Folders without write permission are given it first.

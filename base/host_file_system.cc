@@ -225,6 +225,27 @@ class HostFs final : public FileSystem {
     return Opened(static_cast<int>(fd), path, "open");
   }
 
+  Result<std::unique_ptr<File>> OpenReadBeneath(const std::string& directory,
+                                                const std::string& name) override {
+    const int fd = OpenHostBeneath(directory, name, O_RDONLY | (kAlways & ~O_NOFOLLOW));
+    return Opened(fd, JoinPath(directory, name), "open");
+  }
+  Result<std::vector<DirectoryEntry>> ListBeneath(const std::string& directory,
+                                                  const std::string& name) override {
+    return ListHostBeneath(directory, name);
+  }
+  Result<FileInfo> StatBeneath(const std::string& directory, const std::string& name) override {
+    const std::string path = JoinPath(directory, name);
+    const int fd = OpenHostBeneath(directory, name, O_PATH);
+    if (fd < 0) return Status::FromErrno(errno, "stat", path);
+    struct stat st;
+    const int result = fstat(fd, &st);
+    const int error = errno;
+    close(fd);
+    if (result != 0) return Status::FromErrno(error, "stat", path);
+    return InfoOf(st);
+  }
+
   Result<std::unique_ptr<File>> CreateExclusive(const std::string& path) override {
     return Open(path, O_RDWR | O_CREAT | O_EXCL, "create");
   }

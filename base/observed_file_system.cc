@@ -113,6 +113,26 @@ Result<std::unique_ptr<File>> ObservedFileSystem::OpenReadBelow(const std::strin
               hooks);
 }
 
+Result<std::unique_ptr<File>> ObservedFileSystem::OpenReadBeneath(const std::string& directory,
+                                                                  const std::string& name) {
+  const Hooks hooks{before_, after_};
+  return Wrap(hooks.Run(Event(FileOp::kOpenRead, JoinPath(directory, name)),
+                        [&] { return base_.OpenReadBeneath(directory, name); }),
+              hooks);
+}
+
+Result<std::vector<DirectoryEntry>> ObservedFileSystem::ListBeneath(const std::string& directory,
+                                                                    const std::string& name) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kList, JoinPath(directory, name)),
+                                    [&] { return base_.ListBeneath(directory, name); });
+}
+
+Result<FileInfo> ObservedFileSystem::StatBeneath(const std::string& directory,
+                                                 const std::string& name) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kStat, JoinPath(directory, name)),
+                                    [&] { return base_.StatBeneath(directory, name); });
+}
+
 Result<std::unique_ptr<File>> ObservedFileSystem::CreateExclusive(const std::string& path) {
   const Hooks hooks{before_, after_};
   return Wrap(hooks.Run(Event(FileOp::kCreate, path), [&] { return base_.CreateExclusive(path); }),

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/file_system.h"
 
+#include <cerrno>
+#include <fcntl.h>
 #include <functional>
 #include <memory>
 #include <string>
@@ -12,6 +14,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "base/host_directory.h"
 #include "base/host_rename.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/status_matchers.h"
@@ -179,6 +182,38 @@ TEST_P(FileSystemTest, BelowAFolderNoLinkIsFollowed) {
   EXPECT_EQ(fs().OpenReadBelow(At("d"), "../out/f").status().ToErrno(), EXDEV);
   EXPECT_THAT(fs().OpenReadBelow(At("d"), "none"), HasCode(Code::kNotFound));
   EXPECT_EQ(fs().OpenReadBelow(At(""), "d").status().ToErrno(), EISDIR);
+}
+
+TEST_P(FileSystemTest, BeneathAFolderLinksMayStayInside) {
+  ASSERT_OK(fs().CreateDirectory(At("d")));
+  ASSERT_OK(fs().CreateDirectory(At("d/blobs")));
+  ASSERT_OK(fs().CreateDirectory(At("d/snap")));
+  ASSERT_OK(fs().CreateDirectory(At("out")));
+  Put("d/blobs/b", "inside");
+  Put("out/f", "outside");
+  ASSERT_EQ(symlink("../blobs/b", At("d/snap/in").c_str()), 0);
+  ASSERT_EQ(symlink("../../out/f", At("d/snap/out").c_str()), 0);
+  ASSERT_EQ(symlink("../../out", At("d/snap/folder").c_str()), 0);
+  ASSERT_EQ(symlink(At("d").c_str(), At("name").c_str()), 0);
+  for (const char* directory : {"d", "name"}) {
+    ASSERT_OK_AND_ASSIGN(const auto file, fs().OpenReadBeneath(At(directory), "snap/in"));
+    std::string got(6, '\0');
+    EXPECT_OK(file->ReadExactAt(0, got.data(), got.size()));
+    EXPECT_EQ(got, "inside");
+    EXPECT_EQ(fs().OpenReadBeneath(At(directory), "snap/out").status().ToErrno(), EXDEV);
+    EXPECT_EQ(fs().OpenReadBeneath(At(directory), "snap/folder/f").status().ToErrno(), EXDEV);
+    EXPECT_EQ(fs().OpenReadBeneath(At(directory), "../out/f").status().ToErrno(), EXDEV);
+    EXPECT_EQ(fs().ListBeneath(At(directory), "snap/folder").status().ToErrno(), EXDEV);
+    EXPECT_EQ(fs().StatBeneath(At(directory), "snap/out").status().ToErrno(), EXDEV);
+    EXPECT_EQ(fs().StatBeneath(At(directory), "snap/in").value().size, 6u);
+    EXPECT_EQ(fs().StatBeneath(At(directory), "").value().kind, FileKind::kDirectory);
+    ASSERT_OK_AND_ASSIGN(const auto all, fs().ListBeneath(At(directory), ""));
+    ASSERT_EQ(all.size(), 2u);
+    EXPECT_EQ(all[0].name, "blobs");
+    EXPECT_EQ(fs().ListBeneath(At(directory), "snap").value().size(), 3u);
+    EXPECT_THAT(fs().OpenReadBeneath(At(directory), "none"), HasCode(Code::kNotFound));
+    EXPECT_EQ(fs().OpenReadBeneath(At(directory), "snap").status().ToErrno(), EISDIR);
+  }
 }
 
 TEST_P(FileSystemTest, ListIsSortedAndKnowsKinds) {
@@ -379,6 +414,40 @@ TEST(HostFileSystemTest, AFifoDoesNotHang) {
   TempDir dir;
   ASSERT_EQ(mkfifo(dir.Join("p").c_str(), 0600), 0);
   EXPECT_THAT(HostFileSystem().OpenRead(dir.Join("p")), HasCode(Code::kInvalidArgument));
+}
+
+TEST(HostFileSystemTest, BeneathAFolderNothingButFilesOpens) {
+  TempDir dir;
+  ASSERT_EQ(mkfifo(dir.Join("p").c_str(), 0600), 0);
+  EXPECT_THAT(HostFileSystem().OpenReadBeneath(dir.path(), "p"), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(HostFileSystem().OpenReadBeneath("/dev", "zero"), HasCode(Code::kInvalidArgument));
+  EXPECT_EQ(HostFileSystem().StatBeneath(dir.path(), "p").value().kind, FileKind::kOther);
+  EXPECT_EQ(HostFileSystem().OpenReadBeneath(dir.path(), "/etc/passwd").status().ToErrno(), EXDEV);
+}
+
+TEST(HostFileSystemTest, BeneathAFolderOldKernelsFollowNoLink) {
+  TempDir dir;
+  FileSystem& fs = HostFileSystem();
+  ASSERT_OK(fs.CreateDirectory(dir.Join("d")));
+  ASSERT_OK(fs.WriteFileDurably(dir.Join("d/f"), "x"));
+  ASSERT_EQ(symlink("f", dir.Join("d/link").c_str()), 0);
+  ASSERT_EQ(symlink("d", dir.Join("folder").c_str()), 0);
+  const auto walk = [&](const std::string& name) {
+    const int fd = OpenHostBeneath(dir.path(), name, O_RDONLY, true);
+    if (fd < 0) return errno;
+    close(fd);
+    return 0;
+  };
+  EXPECT_EQ(walk("d/f"), 0);
+  EXPECT_EQ(walk("d//f"), 0);
+  EXPECT_EQ(walk("./d/./f"), 0);
+  EXPECT_EQ(walk(""), 0);
+  EXPECT_EQ(walk("d/link"), ELOOP);
+  EXPECT_EQ(walk("folder/f"), ELOOP);
+  EXPECT_EQ(walk("d/../d/f"), EXDEV);
+  EXPECT_EQ(walk("/etc/passwd"), EXDEV);
+  EXPECT_EQ(walk("d/none"), ENOENT);
+  EXPECT_EQ(walk("d/f/x"), ENOTDIR);
 }
 
 TEST(HostFileSystemTest, ADeviceIsNotAFile) {
