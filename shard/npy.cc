@@ -2,8 +2,124 @@
 #include "shard/npy.h"
 
 #include <algorithm>
+#include <charconv>
+#include <optional>
+
+#include "base/coding.h"
+#include "shard/tensor_meta.h"
 
 namespace tensormount {
+namespace {
+
+constexpr std::string_view kMagic = "\x93NUMPY";
+
+Status Broken(const std::string& why) { return Status(Code::kDataLoss, "npy header: " + why); }
+
+// Printable, at most 64 bytes: for messages.
+std::string Shown(std::string_view text) {
+  std::string out = "'";
+  for (const char c : text.substr(0, 64)) out += c >= ' ' && c < 127 ? c : '?';
+  return out + (text.size() > 64 ? "...'" : "'");
+}
+
+// The part of Python's literals that these headers are made of.
+class Literal {
+ public:
+  explicit Literal(std::string_view text) : text_(text) {}
+
+  void Space() {
+    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n')) ++at_;
+  }
+  bool Take(char c) {
+    Space();
+    if (at_ == text_.size() || text_[at_] != c) return false;
+    ++at_;
+    return true;
+  }
+  bool Take(std::string_view word) {
+    Space();
+    if (!text_.substr(at_).starts_with(word)) return false;
+    at_ += word.size();
+    return true;
+  }
+  bool At(char c) {
+    Space();
+    return at_ < text_.size() && text_[at_] == c;
+  }
+  // Without escapes: no name of a type or key has one.
+  std::optional<std::string_view> String() {
+    Space();
+    if (at_ == text_.size() || (text_[at_] != '\'' && text_[at_] != '"')) return std::nullopt;
+    const std::size_t end = text_.find(text_[at_], at_ + 1);
+    if (end == std::string_view::npos) return std::nullopt;
+    const std::string_view inner = text_.substr(at_ + 1, end - at_ - 1);
+    if (inner.find('\\') != std::string_view::npos) return std::nullopt;
+    at_ = end + 1;
+    return inner;
+  }
+  std::optional<std::int64_t> Number() {
+    Space();
+    if (at_ == text_.size() || text_[at_] < '0' || text_[at_] > '9') return std::nullopt;
+    std::int64_t value = 0;
+    const char* const begin = text_.data() + at_;
+    const auto [end, error] = std::from_chars(begin, text_.data() + text_.size(), value);
+    if (error != std::errc()) return std::nullopt;
+    at_ += static_cast<std::size_t>(end - begin);
+    if (at_ < text_.size() && text_[at_] == 'L') ++at_;  // Python 2.
+    return value;
+  }
+  bool AtEnd() {
+    Space();
+    return at_ == text_.size();
+  }
+  std::string Where() const { return "byte " + std::to_string(at_) + " of its dictionary"; }
+
+ private:
+  std::string_view text_;
+  std::size_t at_ = 0;
+};
+
+Result<Dims> ParseShape(Literal& in) {
+  if (!in.Take('(')) return Broken(in.Where() + ": the shape is no tuple");
+  Dims shape;
+  while (!in.Take(')')) {
+    const auto extent = in.Number();
+    if (!extent) return Broken(in.Where() + ": the shape holds what is no whole number");
+    if (shape.rank() == kMaxRank) {
+      return Status(Code::kUnsupported,
+                    "npy header: more than " + std::to_string(kMaxRank) + " axes");
+    }
+    shape.push_back(*extent);
+    if (in.Take(',')) continue;
+    // "(3)" is a number, no tuple.
+    if (!in.At(')') || shape.rank() == 1) {
+      return Broken(in.Where() + ": the shape is no tuple of numbers");
+    }
+  }
+  return shape;
+}
+
+// How bytes of such a kind are called, for messages.
+std::string KindName(std::string_view descr) {
+  const std::size_t at = descr.find_first_not_of("<>=|");
+  switch (at == std::string_view::npos ? '\0' : descr[at]) {
+    case 'O':
+      return "Python objects, which are pickles";
+    case 'U':
+    case 'S':
+    case 'a':
+      return "text";
+    case 'M':
+    case 'm':
+      return "dates or times";
+    case 'V':
+      return "raw bytes of an unknown type";
+    default:
+      return "not known";
+  }
+}
+
+}  // namespace
 
 Result<std::string> MakeNpyHeader(DType dtype, const Dims& shape) {
   const DTypeInfo& info = InfoOf(dtype);
@@ -34,6 +150,98 @@ Result<std::string> MakeNpyHeader(DType dtype, const Dims& shape) {
   header += static_cast<char>(dict.size() & 0xFF);
   header += static_cast<char>(dict.size() >> 8);
   return header + dict;
+}
+
+Result<DType> DTypeFromNpyDescr(std::string_view descr) {
+  const auto unsupported = [&](const std::string& what) {
+    return Status(Code::kUnsupported, "elements of type " + Shown(descr) + " are " + what);
+  };
+  if (descr == "<f1") return DType::kF8E5M2;  // ml_dtypes.
+  if (descr == "<V1") return unsupported("a float of one byte, of which there are several kinds");
+  for (const DTypeInfo& info : AllDTypes()) {
+    if (info.npy_descr.empty()) continue;
+    if (info.npy_descr == descr) return info.dtype;
+    // Of one byte there is no order, whatever is said.
+    if (info.npy_descr.starts_with('|') && descr.size() == 3 &&
+        (descr[0] == '<' || descr[0] == '>' || descr[0] == '=') &&
+        info.npy_descr.substr(1) == descr.substr(1)) {
+      return info.dtype;
+    }
+    if (descr.starts_with('>') && info.npy_descr.starts_with('<') &&
+        info.npy_descr.substr(1) == descr.substr(1)) {
+      return unsupported("big-endian");
+    }
+  }
+  return unsupported(KindName(descr));
+}
+
+Result<std::uint64_t> NpyDataOffset(std::string_view first_bytes) {
+  if (!first_bytes.starts_with(kMagic) || first_bytes.size() < 10) {
+    return Broken("does not begin as .npy files do");
+  }
+  const auto major = static_cast<unsigned char>(first_bytes[6]);
+  const auto minor = static_cast<unsigned char>(first_bytes[7]);
+  if (major < 1 || major > 3 || minor != 0) {
+    return Status(Code::kUnsupported, "npy header: version " + std::to_string(major) + "." +
+                                          std::to_string(minor) + " is not known");
+  }
+  if (major == 1) return std::uint64_t{10} + LoadLittle<std::uint16_t>(first_bytes.data() + 8);
+  if (first_bytes.size() < kNpyPrefix) return Broken("is cut short");
+  const std::uint64_t offset = kNpyPrefix + LoadLittle<std::uint32_t>(first_bytes.data() + 8);
+  if (offset > kMaxNpyHeader) {
+    return Status(Code::kUnsupported, "npy header: " + std::to_string(offset) + " bytes, at most " +
+                                          std::to_string(kMaxNpyHeader) + " are read");
+  }
+  return offset;
+}
+
+Result<NpyHeader> ParseNpyHeader(std::string_view first_bytes) {
+  NpyHeader header;
+  TENSORMOUNT_ASSIGN_OR_RETURN(header.data_offset, NpyDataOffset(first_bytes));
+  if (header.data_offset > first_bytes.size()) return Broken("is cut short");
+  const std::size_t prefix = first_bytes[6] == 1 ? 10 : kNpyPrefix;
+  Literal in(first_bytes.substr(prefix, header.data_offset - prefix));
+  if (!in.Take('{')) return Broken("is no dictionary");
+  std::optional<std::string> descr;
+  std::optional<bool> fortran;
+  std::optional<Dims> shape;
+  while (!in.Take('}')) {
+    const auto key = in.String();
+    if (!key || !in.Take(':')) return Broken(in.Where() + ": a key is expected");
+    const bool twice = (*key == "descr" && descr) || (*key == "fortran_order" && fortran) ||
+                       (*key == "shape" && shape);
+    if (twice) return Broken("key " + Shown(*key) + " occurs twice");
+    if (*key == "descr") {
+      if (in.At('[') || in.At('(')) {
+        return Status(Code::kUnsupported, "npy header: elements are records of several fields");
+      }
+      const auto text = in.String();
+      if (!text) return Broken(in.Where() + ": descr is no string");
+      descr = std::string(*text);
+    } else if (*key == "fortran_order") {
+      if (in.Take(std::string_view("True"))) {
+        fortran = true;
+      } else if (in.Take(std::string_view("False"))) {
+        fortran = false;
+      } else {
+        return Broken(in.Where() + ": fortran_order is neither True nor False");
+      }
+    } else if (*key == "shape") {
+      TENSORMOUNT_ASSIGN_OR_RETURN(shape, ParseShape(in));
+    } else {
+      return Broken("key " + Shown(*key) + " is none of descr, fortran_order and shape");
+    }
+    if (!in.Take(',') && !in.At('}')) return Broken(in.Where() + ": a comma or '}' is expected");
+  }
+  if (!in.AtEnd()) return Broken(in.Where() + ": bytes after the dictionary");
+  if (!descr || !fortran || !shape) return Broken("lacks descr, fortran_order or shape");
+  TENSORMOUNT_ASSIGN_OR_RETURN(header.dtype, DTypeFromNpyDescr(*descr));
+  if (const Status fits = CheckShape(header.dtype, *shape); !fits.ok()) {
+    return Broken(fits.message());
+  }
+  header.shape = *shape;
+  header.fortran_order = *fortran;
+  return header;
 }
 
 }  // namespace tensormount

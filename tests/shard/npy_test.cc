@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "shard/npy.h"
 
+#include <map>
+#include <string>
+
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {
@@ -37,6 +40,118 @@ TEST(NpyTest, LongShapesStayAligned) {
 
 TEST(NpyTest, SubByteTypesHaveNoForm) {
   EXPECT_THAT(MakeNpyHeader(DType::kF4, {2}), HasCode(Code::kUnsupported));
+}
+
+// A file's first bytes around a dictionary.
+std::string File(const std::string& dict, char major = 1) {
+  std::string out = std::string("\x93NUMPY") + major + '\0';
+  out += static_cast<char>(dict.size() & 0xFF);
+  out += static_cast<char>(dict.size() >> 8);
+  if (major > 1) out += std::string(2, '\0');
+  return out + dict;
+}
+
+std::string Descr(const std::string& descr) {
+  return File("{'descr': " + descr + ", 'fortran_order': False, 'shape': (2,), }\n");
+}
+
+TEST(NpyTest, OwnHeadersAreReadBack) {
+  for (const DTypeInfo& info : AllDTypes()) {
+    if (info.npy_descr.empty() || info.npy_descr == "<V1") continue;
+    for (const Dims& shape : {Dims{}, Dims{7}, Dims{3, 0, 2}, Dims::Filled(16, 2)}) {
+      const std::string bytes = MakeNpyHeader(info.dtype, shape).value();
+      const auto header = ParseNpyHeader(bytes + "elements");
+      ASSERT_OK(header);
+      EXPECT_EQ(header.value().dtype, info.dtype);
+      EXPECT_EQ(header.value().shape, shape);
+      EXPECT_FALSE(header.value().fortran_order);
+      EXPECT_EQ(header.value().data_offset, bytes.size());
+    }
+  }
+}
+
+TEST(NpyTest, OtherSpellingsOfTheSame) {
+  for (const std::string& bytes : {
+           File("{'descr':'<f4','fortran_order':True,'shape':(2,3)}"),
+           File("{\"shape\": (2, 3,), \"descr\": \"<f4\", \"fortran_order\": True}  \n"),
+           File("{'descr': '<f4', 'fortran_order': True, 'shape': (2L, 3L), }\n"),
+           File("{'descr': '<f4', 'fortran_order': True, 'shape': (2, 3), }\n", 2),
+           File("{'descr': '<f4', 'fortran_order': True, 'shape': (2, 3), }\n", 3),
+       }) {
+    const auto header = ParseNpyHeader(bytes);
+    ASSERT_OK(header);
+    EXPECT_EQ(header.value().dtype, DType::kF32);
+    EXPECT_EQ(header.value().shape, (Dims{2, 3}));
+    EXPECT_TRUE(header.value().fortran_order);
+    EXPECT_EQ(header.value().data_offset, bytes.size());
+  }
+}
+
+TEST(NpyTest, NamesTypesThatAreNotRowsOfNumbers) {
+  EXPECT_EQ(ParseNpyHeader(Descr("'<V2'")).value().dtype, DType::kBF16);
+  EXPECT_EQ(ParseNpyHeader(Descr("'<f1'")).value().dtype, DType::kF8E5M2);
+  EXPECT_EQ(ParseNpyHeader(Descr("'<u1'")).value().dtype, DType::kU8);
+  const std::map<std::string, std::string> refused = {
+      {"'|O'", "elements of type '|O' are Python objects"},
+      {"'>f4'", "elements of type '>f4' are big-endian"},
+      {"'>i8'", "big-endian"},
+      {"'<U5'", "text"},
+      {"'|S3'", "text"},
+      {"'<M8[ns]'", "dates"},
+      {"'|V2'", "raw bytes"},
+      {"'<V1'", "several kinds"},
+      {"'<f16'", "not known"},
+      {"''", "not known"},
+      {"[('a', '<f4'), ('b', '<i4')]", "records of several fields"},
+  };
+  for (const auto& [descr, message] : refused) {
+    const auto header = ParseNpyHeader(Descr(descr));
+    EXPECT_THAT(header, HasCode(Code::kUnsupported)) << descr;
+    EXPECT_THAT(header, HasMessage(message)) << descr;
+  }
+  EXPECT_THAT(ParseNpyHeader(File("{'descr': '<f4', 'fortran_order': False, 'shape': (" +
+                                  [] {
+                                    std::string s;
+                                    for (int i = 0; i < 17; ++i) s += "1,";
+                                    return s;
+                                  }() +
+                                  ")}")),
+              HasCode(Code::kUnsupported));
+}
+
+TEST(NpyTest, RefusesWhatIsNotTheLiteral) {
+  const std::map<std::string, std::string> bad = {
+      {"", "is no dictionary"},
+      {"{'descr': '<f4', 'fortran_order': False}", "lacks"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (2,), 'shape': (3,)}", "occurs twice"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (2,), 'x': 1}", "none of descr"},
+      {"{'descr': '<f4', 'fortran_order': 0, 'shape': (2,)}", "neither True nor False"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (2)}", "no tuple"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': 2}", "no tuple"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (-2,)}", "no whole number"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (2 ,3 4)}", "no tuple"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,)}",
+       "no whole number"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296)}", "4294967296"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (2,)} or exit()", "after the dictionary"},
+      {"{'descr': __import__('os'), 'fortran_order': False, 'shape': (2,)}", "descr is no string"},
+      {"{'descr': '\\x3cf4', 'fortran_order': False, 'shape': (2,)}", "descr is no string"},
+      {"{'descr': '<f4' 'fortran_order': False, 'shape': (2,)}", "comma"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (2,)", "comma"},
+  };
+  for (const auto& [dict, message] : bad) {
+    const auto header = ParseNpyHeader(File(dict));
+    EXPECT_THAT(header, HasCode(Code::kDataLoss)) << dict;
+    EXPECT_THAT(header, HasMessage(message)) << dict;
+  }
+  EXPECT_THAT(ParseNpyHeader("PK\3\4 and so on"), HasCode(Code::kDataLoss));
+  EXPECT_THAT(ParseNpyHeader(File("{}", 4)), HasCode(Code::kUnsupported));
+  const std::string whole = MakeNpyHeader(DType::kF32, {2}).value();
+  for (std::size_t n = 0; n < whole.size(); ++n) {
+    EXPECT_THAT(ParseNpyHeader(whole.substr(0, n)), HasCode(Code::kDataLoss)) << n;
+  }
+  const std::string long_one = std::string("\x93NUMPY\x02\0", 8) + "\xff\xff\xff\x7f";
+  EXPECT_THAT(ParseNpyHeader(long_one), HasCode(Code::kUnsupported));
 }
 
 }  // namespace
