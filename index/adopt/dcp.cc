@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "index/adopt/dcp_items.h"
+#include "index/adopt/dcp_metadata.h"
+#include "index/adopt/dcp_objects.h"
+#include "index/adopt/format.h"
+#include "index/adopt/megatron.h"
+
+// torch.distributed.checkpoint: a pickle named .metadata that says where in *.distcp files the
+// items lie, and what Megatron-Core (torch_dist) and OLMo-core (>= 1.0) put around it.
+
+namespace tensormount {
+namespace {
+
+using pickle::Kind;
+using pickle::Value;
+
+constexpr std::string_view kMetadataFile = ".metadata";
+constexpr std::string_view kOlmoFolder = "model_and_optim/";
+constexpr std::uint64_t kMaxMetadata = std::uint64_t{2} << 30;
+// planner_data in the common values, which are read whole when a checkpoint is opened.
+constexpr std::string_view kPlannerName = "torch.planner_data";
+constexpr std::size_t kMaxPlannerBytes = std::size_t{1} << 20;
+
+// The digits that `text` begins with, taken off; nullopt: none, or too many for a rank.
+std::optional<std::uint32_t> TakeNumber(std::string_view& text) {
+  std::uint32_t out = 0;
+  std::size_t n = 0;
+  for (; n < text.size() && n < 9 && text[n] >= '0' && text[n] <= '9'; ++n) {
+    out = out * 10 + static_cast<std::uint32_t>(text[n] - '0');
+  }
+  if (n == 0) return std::nullopt;
+  text.remove_prefix(n);
+  return out;
+}
+
+// The rank that wrote "prefix__3_0.distcp".
+std::optional<std::uint32_t> RankOfFile(std::string_view name) {
+  const std::size_t mark = name.rfind("__");
+  if (mark == std::string_view::npos) return std::nullopt;
+  name.remove_prefix(mark + 2);
+  const std::optional<std::uint32_t> rank = TakeNumber(name);
+  if (!rank || !name.starts_with('_')) return std::nullopt;
+  name.remove_prefix(1);
+  if (!TakeNumber(name) || name != ".distcp") return std::nullopt;
+  return rank;
+}
+
+// The rank of "__3.metadata", of a save without a global plan.
+std::optional<std::uint32_t> RankOfMetadata(std::string_view name) {
+  if (!name.starts_with("__")) return std::nullopt;
+  name.remove_prefix(2);
+  const std::optional<std::uint32_t> rank = TakeNumber(name);
+  return rank && name == kMetadataFile ? rank : std::nullopt;
+}
+
+// One .metadata and what it points into.
+class Reader {
+ public:
+  // `below`: the folder of the metadata, "model_and_optim/" or empty; `key_prefix`: before every
+  // key.
+  Reader(const ForeignFolder& folder, ForeignBuilder& builder, std::string below,
+         std::string key_prefix)
+      : folder_(folder),
+        builder_(builder),
+        below_(std::move(below)),
+        key_prefix_(std::move(key_prefix)),
+        objects_(builder) {}
+
+  Status Read(std::string_view metadata_name, bool megatron) {
+    const std::string name = below_ + std::string(metadata_name);
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes, folder_.ReadFile(name, kMaxMetadata));
+    Result<DcpMetadata> parsed = ParseDcpMetadata(std::move(bytes), left_out_);
+    if (!parsed.ok()) return parsed.status().WithContext(folder_.Shown(name));
+    const DcpMetadata metadata = std::move(parsed).value();
+    for (const std::string& warning : metadata.warnings) builder_.Warn(name + ": " + warning);
+    ReadFlatShapes(metadata.mcore_data);
+    for (const DcpTensor& tensor : metadata.tensors) {
+      TENSORMOUNT_RETURN_IF_ERROR(AddTensor(metadata, tensor));
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(AddObjects(metadata, megatron));
+    AddPlannerData(metadata.planner_data);
+    left_out_.WarnAll(builder_);
+    return Status();
+  }
+
+  const std::unordered_set<std::string>& flattened() const { return flattened_; }
+  const std::set<std::uint32_t>& ranks() const { return ranks_; }
+
+ private:
+  struct FileState {
+    std::uint32_t number = 0;
+    std::uint64_t length = 0;
+    std::string missing;  // Why it cannot be read; empty: it can.
+  };
+
+  // What the metadata say about a file is only a wish: one that leads elsewhere ends the read, one
+  // that is not there concerns the tensors in it.
+  Result<const FileState*> FileOf(std::string_view path) {
+    if (last_file_ != nullptr && last_path_ == path) return last_file_;
+    auto it = files_.find(path);
+    if (it == files_.end()) {
+      FileState state;
+      if (path.starts_with('/')) {
+        return Status(Code::kPermissionDenied, folder_.Shown(kMetadataFile) + ": names the file " +
+                                                   std::string(path) + ", which is not below it");
+      }
+      Result<std::uint32_t> added = builder_.AddFile(below_ + std::string(path));
+      if (added.ok()) {
+        state.number = added.value();
+        state.length = builder_.FileLength(state.number);
+        if (const std::optional<std::uint32_t> rank = RankOfFile(path)) ranks_.insert(*rank);
+      } else if (added.status().code() == Code::kNotFound) {
+        state.missing = "the file " + below_ + std::string(path) + " is missing";
+      } else {
+        return added.status();
+      }
+      it = files_.emplace(path, std::move(state)).first;
+    }
+    last_path_ = path;
+    last_file_ = &it->second;
+    return last_file_;
+  }
+
+  // The file of an item that can be read in place; else `why` says why it cannot.
+  Result<const FileState*> FileOfItem(const DcpItem& item, std::string& why) {
+    if (!item.transform.empty()) {
+      why = "its items are transformed by '" + std::string(item.transform) + "'";
+      return nullptr;
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file, FileOf(item.path));
+    if (!file->missing.empty()) {
+      why = file->missing;
+      return nullptr;
+    }
+    if (item.offset > file->length || item.length > file->length - item.offset) {
+      why = "the file " + below_ + std::string(item.path) + " ends after " +
+            std::to_string(file->length) + " bytes, before an item does";
+      return nullptr;
+    }
+    return file;
+  }
+
+  Status AddTensor(const DcpMetadata& metadata, const DcpTensor& tensor) {
+    // All of it is looked at before anything is added.
+    struct Piece {
+      Region region;
+      const FileState* file;
+      const DcpItem* item;
+    };
+    std::vector<Piece> pieces;
+    pieces.reserve(tensor.count);
+    const auto leave_out = [&](std::string why) {
+      left_out_.Add("tensor", tensor.fqn, std::move(why));
+      return Status();
+    };
+    const MegatronFlatShape* flat = FlatShape(tensor);
+    for (std::size_t i = 0; i < tensor.count; ++i) {
+      const DcpItem& item = metadata.items[tensor.first + i];
+      const std::span<const std::int64_t> sizes = metadata.Sizes(tensor, i);
+      // Ranks without a share write chunks without elements, all of them with one identity.
+      if (std::ranges::find(sizes, 0) != sizes.end()) continue;
+      Result<Region> region = flat != nullptr ? flat->RegionOf(metadata.Offsets(tensor, i), sizes)
+                                              : BoxOf(tensor, metadata.Offsets(tensor, i), sizes);
+      if (!region.ok()) return leave_out(region.status().message());
+      if (!item.stored) continue;  // A hole, which the builder tells of.
+      std::string why;
+      TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file, FileOfItem(item, why));
+      if (file == nullptr) return leave_out(std::move(why));
+      pieces.push_back(Piece{std::move(region).value(), file, &item});
+    }
+    const std::string key = key_prefix_ + std::string(tensor.fqn);
+    Result<std::uint32_t> added =
+        builder_.AddTensor(key, tensor.dtype, flat != nullptr ? flat->original() : tensor.shape);
+    if (!added.ok()) return leave_out(added.status().message());
+    for (const Piece& piece : pieces) {
+      const Status status = builder_.AddPendingChunk(
+          added.value(), piece.region, piece.file->number, piece.item->offset, piece.item->length);
+      if (!status.ok()) {
+        builder_.Drop(added.value(), status.message());
+        return Status();
+      }
+    }
+    if (flat != nullptr) flattened_.insert(key);
+    return Status();
+  }
+
+  static Result<Region> BoxOf(const DcpTensor& tensor, std::span<const std::int64_t> offsets,
+                              std::span<const std::int64_t> sizes) {
+    Result<Box> box = Box::Make(Dims(offsets), Dims(sizes));
+    if (!box.ok() || !box.value().Within(tensor.shape)) {
+      return Status(Code::kDataLoss, "its chunk at " + Dims(offsets).ToString() + " of size " +
+                                         Dims(sizes).ToString() + " does not lie within shape " +
+                                         tensor.shape.ToString());
+    }
+    return Region(box.value());
+  }
+
+  // Megatron-Core up to 0.14 kept the shape of flattened optimizer state aside.
+  void ReadFlatShapes(const Value& mcore_data) {
+    if (mcore_data.kind() != Kind::kDict) return;
+    std::vector<std::int64_t> numbers;
+    for (std::size_t i = 0; i < mcore_data.size(); ++i) {
+      const Value data = mcore_data.item(i);
+      if (mcore_data.key(i).kind() != Kind::kString || data.kind() != Kind::kDict ||
+          data.size() > 64) {
+        continue;
+      }
+      const std::optional<Value> shape = data.Find("nd_reformulated_orig_global_shape");
+      numbers.clear();
+      if (!shape || !ReadPickledSize(*shape, numbers) ||
+          numbers.size() > static_cast<std::size_t>(kMaxRank)) {
+        continue;
+      }
+      original_shapes_.insert_or_assign(mcore_data.key(i).text(), Dims(numbers));
+    }
+  }
+
+  // Null: the tensor is stored in its own shape.
+  const MegatronFlatShape* FlatShape(const DcpTensor& tensor) {
+    const auto it = original_shapes_.find(tensor.fqn);
+    if (it == original_shapes_.end()) return nullptr;
+    flat_ = MegatronFlatShape::Make(tensor.shape, it->second);
+    if (!flat_) {
+      builder_.Warn("tensor " + std::string(tensor.fqn) + ": shown as stored, " +
+                    tensor.shape.ToString() + ": its original shape is given as " +
+                    it->second.ToString() + ", which does not go with that");
+      return nullptr;
+    }
+    return &*flat_;
+  }
+
+  Status AddObjects(const DcpMetadata& metadata, bool megatron) {
+    std::vector<std::string> names;
+    for (const DcpObject& object : metadata.objects) {
+      names.push_back(key_prefix_ + std::string(object.fqn));
+    }
+    std::vector<MegatronObject> parsed;
+    if (megatron) parsed = MegatronObjects(names);
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      const DcpObject& object = metadata.objects[i];
+      if (!object.item.stored) {
+        left_out_.Add("object", names[i], "the metadata do not say where it is stored");
+        continue;
+      }
+      std::string why;
+      TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file, FileOfItem(object.item, why));
+      if (file == nullptr) {
+        left_out_.Add("object", names[i], std::move(why));
+        continue;
+      }
+      DcpObjects::Item item;
+      item.object = megatron ? parsed[i] : MegatronObject{names[i], {}, {}};
+      item.file = file->number;
+      item.offset = object.item.offset;
+      item.length = object.item.length;
+      objects_.Add(std::move(item));
+    }
+    return objects_.Finish(megatron, left_out_);
+  }
+
+  // What torch needs to nest keys again: which parts of a key are names of dicts.
+  void AddPlannerData(const Value& data) {
+    if (data.kind() != Kind::kDict) return;
+    CommonDict out;
+    std::size_t bytes = 0;
+    for (std::size_t i = 0; i < data.size() && bytes <= kMaxPlannerBytes; ++i) {
+      const Value path = data.item(i);
+      if (data.key(i).kind() != Kind::kString || path.kind() != Kind::kTuple) return;
+      const std::string_view fqn = data.key(i).text();
+      if (path.size() == 1 && path.item(0).kind() == Kind::kString && path.item(0).text() == fqn) {
+        continue;  // Not nested: nothing to tell.
+      }
+      CommonTuple parts;
+      bytes += fqn.size() + 16;
+      for (std::size_t n = 0; n < path.size() && bytes <= kMaxPlannerBytes; ++n) {
+        const Value part = path.item(n);
+        if (part.kind() == Kind::kString) {
+          parts.items.emplace_back(part.text());
+          bytes += part.text().size() + 16;
+        } else if (part.kind() == Kind::kInt) {
+          parts.items.emplace_back(part.integer());
+          bytes += 16;
+        } else {
+          return;
+        }
+      }
+      out.items.emplace(key_prefix_ + std::string(fqn), std::move(parts));
+    }
+    if (bytes > kMaxPlannerBytes) {
+      builder_.Warn("planner_data, which say how keys nest, are larger than 1 MiB and left out");
+    } else if (!out.items.empty()) {
+      builder_.AddCommon(std::string(kPlannerName), std::move(out));
+    }
+  }
+
+  const ForeignFolder& folder_;
+  ForeignBuilder& builder_;
+  std::string below_;
+  std::string key_prefix_;
+  DcpObjects objects_;
+  LeftOut left_out_;
+  std::unordered_map<std::string_view, FileState> files_;
+  std::string_view last_path_;
+  const FileState* last_file_ = nullptr;
+  std::unordered_map<std::string_view, Dims> original_shapes_;
+  std::optional<MegatronFlatShape> flat_;
+  std::unordered_set<std::string> flattened_;
+  std::set<std::uint32_t> ranks_;
+};
+
+// "train/rank0.pt": what the trainer keeps for every rank beside the tensors.
+Status AddOlmoTrainerFiles(const ForeignFolder& folder, ForeignBuilder& builder) {
+  if (!folder.Has("train")) return Status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List("train"));
+  for (const DirectoryEntry& entry : entries) {
+    if (!entry.name.starts_with("rank") || !entry.name.ends_with(".pt")) continue;
+    const std::string name = "train/" + entry.name;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder.AddFile(name));
+    TENSORMOUNT_RETURN_IF_ERROR(builder.AddObject(name, file, 0, builder.FileLength(file)));
+  }
+  return Status();
+}
+
+class Dcp : public ForeignFormat {
+ public:
+  std::string_view name() const override { return "torch.distributed.checkpoint"; }
+
+  bool Probe(const ForeignFolder& folder) const override {
+    return folder.file().empty() && (folder.Has(kMetadataFile) || IsOlmo(folder));
+  }
+
+  Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
+    const bool olmo = !folder.Has(kMetadataFile);
+    const bool torch_dist = !olmo && MegatronBackend(folder) == "torch_dist";
+    const bool megatron = torch_dist || (!olmo && folder.Has("common.pt"));
+    if (olmo) builder.SetProducer("olmo-core");
+    if (megatron) builder.SetProducer("megatron.core.dist_checkpointing");
+    if (megatron && !torch_dist) {
+      builder.Warn(
+          "metadata.json is missing, which Megatron-Core writes last: was this save ended?");
+    }
+    Reader reader(folder, builder, olmo ? std::string(kOlmoFolder) : std::string(), "");
+    TENSORMOUNT_RETURN_IF_ERROR(reader.Read(kMetadataFile, megatron));
+    if (olmo) TENSORMOUNT_RETURN_IF_ERROR(AddOlmoTrainerFiles(folder, builder));
+    if (megatron) TENSORMOUNT_RETURN_IF_ERROR(AddMegatronCommonFile(folder, builder));
+    builder.SetWorldSize(static_cast<std::uint32_t>(reader.ranks().size()));
+    builder.SetResolver(MakeDcpItemResolver(reader.flattened()));
+    return Status();
+  }
+
+ private:
+  static bool IsOlmo(const ForeignFolder& folder) {
+    return folder.Has("model_and_optim/.metadata");
+  }
+};
+
+// Saves without a global plan: every rank has metadata of its own, and nothing says how their
+// tensors go together.
+class DcpRanks : public ForeignFormat {
+ public:
+  std::string_view name() const override {
+    return "torch.distributed.checkpoint without a global plan";
+  }
+
+  bool Probe(const ForeignFolder& folder) const override {
+    if (!folder.file().empty() || folder.Has(kMetadataFile)) return false;
+    const Result<std::vector<DirectoryEntry>> entries = folder.List("");
+    return entries.ok() && std::ranges::any_of(entries.value(), [](const DirectoryEntry& entry) {
+             return RankOfMetadata(entry.name).has_value();
+           });
+  }
+
+  Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List(""));
+    std::uint32_t ranks = 0;
+    for (const DirectoryEntry& entry : entries) {
+      const std::optional<std::uint32_t> rank = RankOfMetadata(entry.name);
+      if (!rank) continue;
+      ++ranks;
+      Reader reader(folder, builder, "", "rank" + std::to_string(*rank) + "/");
+      TENSORMOUNT_RETURN_IF_ERROR(reader.Read(entry.name, false));
+    }
+    builder.Warn("saved without a global plan: every rank's keys are shown by themselves");
+    builder.SetWorldSize(ranks);
+    builder.SetResolver(MakeDcpItemResolver({}));
+    return Status();
+  }
+};
+
+}  // namespace
+
+const ForeignFormat& TorchDcpFormat() {
+  static const Dcp format;
+  return format;
+}
+
+const ForeignFormat& TorchDcpRankFormat() {
+  static const DcpRanks format;
+  return format;
+}
+
+}  // namespace tensormount

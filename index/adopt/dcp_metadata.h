@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_ADOPT_DCP_METADATA_H_
+#define TENSORMOUNT_INDEX_ADOPT_DCP_METADATA_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "tensormount/box.h"
+#include "tensormount/dtype.h"
+#include "tensormount/status.h"
+
+#include "index/adopt/pickle.h"
+
+// The .metadata pickle of torch.distributed.checkpoint as plain records, whatever release wrote it:
+// torch 1.13 (torch.distributed._shard.checkpoint) to 2.13, Megatron-Core, OLMo-core.
+
+namespace tensormount {
+
+class ForeignBuilder;
+
+// What was left out and why, told in one line a reason: the loss of one file may concern ten
+// thousand tensors.
+class LeftOut {
+ public:
+  // `what`: "tensor" or "object"; `why`: "its file __1_0.distcp is missing".
+  void Add(std::string_view what, std::string_view key, std::string why);
+  // "tensor w: left out: ..." or "12 tensors left out: ... (the first: w)".
+  void WarnAll(ForeignBuilder& builder) const;
+
+ private:
+  struct Count {
+    std::size_t number = 0;
+    std::string first;
+  };
+  std::map<std::pair<std::string, std::string>, Count> counts_;  // By reason, what.
+};
+
+// Where an item lies: a torch archive of one tensor, or the bytes of an object.
+struct DcpItem {
+  std::string_view path;  // relative_path, unchecked; views are into the document.
+  std::uint64_t offset = 0;
+  std::uint64_t length = 0;
+  std::string_view transform;  // The first of transform_descriptors; empty: stored as it is.
+  bool stored = false;         // False: the metadata name a chunk, but not where it lies.
+};
+
+struct DcpTensor {
+  std::string_view fqn;
+  DType dtype = DType::kU8;
+  Dims shape;
+  std::size_t first = 0;  // Chunk i's item is items[first + i],
+  std::size_t count = 0;
+  std::size_t numbers = 0;  // its offsets and sizes are numbers[numbers + i * 2 * rank...].
+};
+
+struct DcpObject {
+  std::string_view fqn;
+  DcpItem item;
+};
+
+struct DcpMetadata {
+  pickle::Document document;
+  std::vector<DcpTensor> tensors;  // In the order of the file.
+  std::vector<DcpItem> items;
+  std::vector<std::int64_t> numbers;  // None is negative.
+  std::vector<DcpObject> objects;
+  pickle::Value planner_data;  // None where there is none.
+  pickle::Value mcore_data;
+  std::vector<std::string> warnings;
+
+  std::span<const std::int64_t> Offsets(const DcpTensor& tensor, std::size_t chunk) const;
+  std::span<const std::int64_t> Sizes(const DcpTensor& tensor, std::size_t chunk) const;
+};
+
+// kDataLoss: no such pickle; kUnsupported: asks for names that are not on the list. A tensor whose
+// records contradict each other, or of a dtype that we lack, is left out.
+Result<DcpMetadata> ParseDcpMetadata(std::string bytes, LeftOut& left_out);
+
+// A torch.Size, tuple or list of integers that are not negative; false: it is none.
+bool ReadPickledSize(const pickle::Value& value, std::vector<std::int64_t>& out);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_ADOPT_DCP_METADATA_H_

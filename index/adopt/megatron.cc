@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/adopt/megatron.h"
+
+#include <algorithm>
+#include <charconv>
+#include <map>
+#include <set>
+#include <unordered_set>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "index/adopt/torch_archive.h"
+#include "shard/strict_json.h"
+
+namespace tensormount {
+namespace {
+
+using pickle::Kind;
+using pickle::KnownClass;
+using pickle::Value;
+
+constexpr std::string_view kCommonFile = "common.pt";
+constexpr std::uint64_t kMaxCommonFile = std::uint64_t{64} << 20;
+
+// "1.0.3"; nullopt: something else, or more axes than tensors have.
+std::optional<Dims> ParseDotted(std::string_view text) {
+  Dims out;
+  while (true) {
+    std::int64_t number = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+    if (error != std::errc() || number < 0 || out.rank() == kMaxRank) return std::nullopt;
+    out.push_back(number);
+    text.remove_prefix(static_cast<std::size_t>(end - text.data()));
+    if (text.empty()) return out;
+    if (text.front() != '.') return std::nullopt;
+    text.remove_prefix(1);
+  }
+}
+
+// The name taken apart, the grid as it stands: one axis short in old releases.
+std::optional<MegatronObject> ParseName(std::string_view name) {
+  constexpr std::string_view kMark = "/shard_";
+  const std::size_t mark = name.rfind(kMark);
+  if (mark == std::string_view::npos || mark == 0) return std::nullopt;
+  const std::string_view rest = name.substr(mark + kMark.size());
+  const std::size_t underscore = rest.find('_');
+  if (underscore == std::string_view::npos) return std::nullopt;
+  const std::optional<Dims> index = ParseDotted(rest.substr(0, underscore));
+  const std::optional<Dims> grid = ParseDotted(rest.substr(underscore + 1));
+  if (!index || !grid) return std::nullopt;
+  if (grid->rank() != index->rank() && grid->rank() + 1 != index->rank()) return std::nullopt;
+  return MegatronObject{std::string(name.substr(0, mark)), *index, *grid};
+}
+
+// Whether parts (of one key) fill one grid; completes grids that lack their last axis.
+bool FillGrid(std::span<MegatronObject* const> parts) {
+  const int rank = parts.front()->index.rank();
+  Dims grid = parts.front()->grid;
+  for (const MegatronObject* part : parts) {
+    if (part->index.rank() != rank || !(part->grid == parts.front()->grid)) return false;
+  }
+  if (grid.rank() < rank) {
+    std::int64_t last = 0;
+    for (const MegatronObject* part : parts) last = std::max(last, part->index[rank - 1]);
+    if (last >= static_cast<std::int64_t>(parts.size())) return false;
+    grid.push_back(last + 1);
+  }
+  const std::optional<std::int64_t> cells = CheckedProduct(grid);
+  if (!cells || *cells != static_cast<std::int64_t>(parts.size())) return false;
+  std::set<std::vector<std::int64_t>> seen;
+  for (const MegatronObject* part : parts) {
+    for (int a = 0; a < rank; ++a) {
+      if (part->index[a] >= grid[a]) return false;
+    }
+    if (!seen.emplace(part->index.begin(), part->index.end()).second) return false;
+  }
+  for (MegatronObject* part : parts) part->grid = grid;
+  return true;
+}
+
+std::string KeyText(const Value& key) {
+  return key.kind() == Kind::kInt ? std::to_string(key.integer()) : std::string(key.text());
+}
+
+bool IsNamed(const Value& key) { return key.kind() == Kind::kString || key.kind() == Kind::kInt; }
+
+// A dict, or the attributes of a namespace, without what is no plain data. One level deep: the
+// arguments of a run, where a dtype or an enum stands among hundreds of numbers.
+std::optional<CommonDict> PlainPart(const Value& value, std::string_view name,
+                                    std::vector<std::string>& lost) {
+  Value items = value;
+  if (value.kind() == Kind::kObject && value.state().kind() == Kind::kDict) items = value.state();
+  if (items.kind() != Kind::kDict) return std::nullopt;
+  CommonDict out;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    if (!IsNamed(items.key(i))) return std::nullopt;
+    std::optional<CommonValue> plain = CommonFromPickle(items.item(i));
+    if (!plain) {
+      lost.push_back(std::string(name) + "." + KeyText(items.key(i)));
+      continue;
+    }
+    const CommonKey key = items.key(i).kind() == Kind::kInt
+                              ? CommonKey(items.key(i).integer())
+                              : CommonKey(std::string(items.key(i).text()));
+    out.items.insert_or_assign(key, std::move(*plain));
+  }
+  return out;
+}
+
+}  // namespace
+
+std::string MegatronBackend(const ForeignFolder& folder) {
+  const Result<std::string> text = folder.ReadFile("metadata.json", std::uint64_t{1} << 20);
+  if (!text.ok()) return {};
+  const Result<nlohmann::json> json = ParseStrictJson(text.value());
+  if (!json.ok()) return {};
+  const auto backend = json.value().find("sharded_backend");
+  if (backend == json.value().end() || !backend->is_string()) return {};
+  return backend->get<std::string>();
+}
+
+std::vector<MegatronObject> MegatronObjects(std::span<const std::string> names) {
+  std::vector<MegatronObject> out;
+  out.reserve(names.size());
+  const std::unordered_set<std::string_view> all(names.begin(), names.end());
+  std::map<std::string, std::vector<std::size_t>> by_key;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    std::optional<MegatronObject> parsed = ParseName(names[i]);
+    if (parsed) by_key[parsed->key].push_back(i);
+    out.push_back(parsed ? std::move(*parsed) : MegatronObject{names[i], {}, {}});
+  }
+  for (const auto& [key, numbers] : by_key) {
+    std::vector<MegatronObject*> parts;
+    for (const std::size_t i : numbers) parts.push_back(&out[i]);
+    // A plain object of the same name leaves no room for one of several parts.
+    if (!all.contains(key) && FillGrid(parts)) continue;
+    for (const std::size_t i : numbers) out[i] = MegatronObject{names[i], {}, {}};
+  }
+  return out;
+}
+
+std::optional<MegatronFlatShape> MegatronFlatShape::Make(const Dims& stored, const Dims& original) {
+  if (stored.rank() != original.rank() + 1 || original.rank() == 0) return std::nullopt;
+  MegatronFlatShape out;
+  out.original_ = original;
+  for (int a = 0; a < original.rank(); ++a) {
+    if (stored[a] < 1 || original[a] % stored[a] != 0) return std::nullopt;
+    out.fragment_.push_back(original[a] / stored[a]);
+  }
+  if (CheckedProduct(out.fragment_) != stored[original.rank()]) return std::nullopt;
+  return out;
+}
+
+Result<Region> MegatronFlatShape::RegionOf(std::span<const std::int64_t> offsets,
+                                           std::span<const std::int64_t> sizes) const {
+  const int rank = original_.rank();
+  const Status bad(Code::kDataLoss, "a chunk of flattened state does not lie in one fragment");
+  if (offsets.size() != static_cast<std::size_t>(rank) + 1 || sizes.size() != offsets.size()) {
+    return bad;
+  }
+  Dims begin;
+  for (int a = 0; a < rank; ++a) {
+    const std::int64_t at = offsets[static_cast<std::size_t>(a)];
+    std::int64_t place = 0;
+    if (sizes[static_cast<std::size_t>(a)] != 1 ||
+        __builtin_mul_overflow(at, fragment_[a], &place)) {
+      return bad;
+    }
+    begin.push_back(place);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, fragment_));
+  if (!box.Within(original_)) return bad;
+  Result<Region> region = Region::Flat(box, offsets.back(), sizes.back());
+  if (!region.ok()) return bad;
+  return region;
+}
+
+std::size_t AddMegatronCommon(const Value& dict, std::string_view from, ForeignBuilder& builder) {
+  Value items = dict;
+  // An object is stored as a list that holds it.
+  if (items.kind() == Kind::kList && items.size() == 1) items = items.item(0);
+  if (items.kind() != Kind::kDict) return 0;
+  std::vector<std::string> lost;
+  std::size_t added = 0;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    if (!IsNamed(items.key(i))) continue;
+    const std::string name = KeyText(items.key(i));
+    if (std::optional<CommonValue> plain = CommonFromPickle(items.item(i))) {
+      builder.AddCommon(name, std::move(*plain));
+      ++added;
+    } else if (std::optional<CommonDict> part = PlainPart(items.item(i), name, lost)) {
+      builder.AddCommon(name, std::move(*part));
+      ++added;
+    } else {
+      lost.push_back(name);
+    }
+  }
+  if (!lost.empty()) {
+    builder.Warn(std::string(from) + ": " + std::to_string(lost.size()) +
+                 (lost.size() == 1 ? " value is" : " values are") +
+                 " no plain data and in the object only (the first: " + lost.front() + ")");
+  }
+  return added;
+}
+
+Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builder) {
+  if (!folder.Has(kCommonFile)) return Status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder.AddFile(kCommonFile));
+  const std::uint64_t length = builder.FileLength(file);
+  TENSORMOUNT_RETURN_IF_ERROR(builder.AddObject(kCommonFile, file, 0, length));
+  const auto opaque = [&](const std::string& why) {
+    builder.Warn("common.pt: shown as an object only: " + why);
+    return Status();
+  };
+  if (length > kMaxCommonFile) return opaque("it is larger than 64 MiB");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> opened, builder.OpenFile(file));
+  const Result<TorchArchive> archive = TorchArchive::Read(*opened, 0, length);
+  if (!archive.ok()) return opaque(archive.status().message());
+  if (archive.value().document().root().kind() != Kind::kDict) return opaque("it holds no dict");
+  AddMegatronCommon(archive.value().document().root(), kCommonFile, builder);
+  return Status();
+}
+
+}  // namespace tensormount

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_ADOPT_MEGATRON_H_
+#define TENSORMOUNT_INDEX_ADOPT_MEGATRON_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/box.h"
+#include "tensormount/status.h"
+
+#include "index/adopt/foreign.h"
+#include "index/adopt/pickle.h"
+
+// What Megatron-Core's dist_checkpointing adds to the formats that it writes
+// (megatron/core/dist_checkpointing/{core,mapping}.py, strategies/torch.py).
+
+namespace tensormount {
+
+// "torch_dist" or "zarr": sharded_backend of metadata.json; empty: it is not there or something
+// else.
+std::string MegatronBackend(const ForeignFolder& folder);
+
+// A sharded object's name, "KEY/shard_1.0_2.4": element [1, 0] of a grid of [2, 4].
+struct MegatronObject {
+  std::string key;
+  Dims index;  // Both of rank 0: no sharded object, `key` is the whole name.
+  Dims grid;
+};
+// Takes names apart from their right end (keys may hold '/'), all of one checkpoint at once: names
+// that old releases cut off after the last but one extent get the missing one from the others.
+// Objects whose parts do not fill their grid exactly stay plain objects with their full names.
+std::vector<MegatronObject> MegatronObjects(std::span<const std::string> names);
+
+// The original shape of optimizer state that was stored flattened: its stored shape is the number
+// of fragments along every axis and the elements of a fragment.
+class MegatronFlatShape {
+ public:
+  // nullopt where the two do not go together.
+  static std::optional<MegatronFlatShape> Make(const Dims& stored, const Dims& original);
+  const Dims& original() const { return original_; }
+  // What a stored chunk holds of the original: it must lie in one fragment. kDataLoss.
+  Result<Region> RegionOf(std::span<const std::int64_t> offsets,
+                          std::span<const std::int64_t> sizes) const;
+
+ private:
+  Dims original_;
+  Dims fragment_;  // Extents of one fragment.
+};
+
+// Adds what is plain data of a dict (common.pt; or a list that holds one dict), a common value a
+// key; `from` names the dict in warnings about what is not. Returns how many were added.
+std::size_t AddMegatronCommon(const pickle::Value& dict, std::string_view from,
+                              ForeignBuilder& builder);
+
+// Adds common.pt, where there is one, as an object and as common values.
+Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builder);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_ADOPT_MEGATRON_H_
