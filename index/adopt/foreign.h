@@ -3,8 +3,8 @@
 #define TENSORMOUNT_INDEX_ADOPT_FOREIGN_H_
 
 #include <cstdint>
-#include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -51,7 +51,16 @@ class ForeignFolder {
   // A folder below this one, with the same root.
   Result<ForeignFolder> Below(std::string_view name) const;
 
+  // BelowRoot of what the name leads to, where an absolute link stands on the way: a name that can
+  // be opened without following it. The same errors as OpenRead.
+  Result<std::string> Locate(std::string_view name) const;
+  // What is there. The same errors.
+  Result<FileInfo> Stat(std::string_view name) const;
+
  private:
+  template <typename F>
+  auto Beneath(std::string_view name, F f) const -> decltype(f(std::string()));
+
   FileSystem* fs_ = nullptr;
   std::string path_;
   std::string root_;
@@ -69,6 +78,8 @@ class ItemResolver {
   // metadata says (dtype, shape, size), kUnsupported where its bytes cannot be read in place.
   virtual Status Resolve(const TensorMeta& meta, File& file, ChunkRecord& chunk) const = 0;
 };
+
+class RegionSet;
 
 // A foreign checkpoint, ready to be opened.
 struct ForeignContent {
@@ -110,7 +121,8 @@ class ForeignBuilder {
                          std::uint64_t offset, std::uint64_t length);
   void SetResolver(std::shared_ptr<const ItemResolver> resolver);
 
-  // Opaque bytes; index and grid as in ObjectContent. kDataLoss as for tensors.
+  // Opaque bytes; index and grid as in ObjectContent. kDataLoss as for tensors; parts that are
+  // missing from a grid are found by Finish, which leaves the object out with a warning.
   Status AddObject(std::string_view key, std::uint32_t file, std::uint64_t offset,
                    std::uint64_t length, const Dims& index = {}, const Dims& grid = {});
   // Reserved names and trees over the limits are left out with a warning.
@@ -125,6 +137,12 @@ class ForeignBuilder {
   Result<ForeignContent> Finish();
 
  private:
+  Status Place(std::uint32_t tensor, ChunkRecord& chunk);
+  Status CheckCover(std::uint32_t tensor, RegionSet& scratch);
+  void CheckObjects();
+  Status SortFiles();
+  void SetIdentity();
+
   const ForeignFolder& folder_;
   Content content_;
   struct Rep;

@@ -32,6 +32,9 @@ class ForeignFormat {
 
 std::span<const ForeignFormat* const> ForeignFormats();
 
+// The first whose Probe says so; null: none.
+const ForeignFormat* FindForeignFormat(const ForeignFolder& folder);
+
 // Reads a folder or file with the first format whose Probe says so. kUnsupported: none; says what is
 // there instead where that can be told (".distcp files without .metadata: a save that did not end").
 Result<ForeignContent> ReadForeign(const ForeignFolder& folder);
@@ -48,6 +51,12 @@ struct ForeignSteps {
 };
 // nullopt: the folder is no such directory.
 Result<std::optional<ForeignSteps>> ReadForeignSteps(const ForeignFolder& folder);
+
+// Whether some format's Probe accepts it.
+bool HoldsForeignCheckpoint(const ForeignFolder& folder);
+// What changes when somebody replaces the checkpoint in a folder: the newest of the files that its
+// format is found by, where `inode` is a number made of all of them.
+Result<FileInfo> MarkOf(const ForeignFolder& folder);
 
 // One instance each; in formats.cc. Adapters live in files of these names.
 const ForeignFormat& TorchDcpFormat();         // dcp.cc: DCP, Megatron torch_dist, OLMo-core >= 1.0

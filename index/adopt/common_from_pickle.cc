@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "base/coding.h"
+#include "index/adopt/foreign.h"
+#include "index/adopt/pickle.h"
+
+namespace tensormount {
+namespace {
+
+using pickle::Kind;
+using pickle::KnownClass;
+using pickle::Value;
+
+// A value may hold the same other one many times, and that one too: what the tree would come to is
+// bounded, not what the stream says.
+constexpr std::size_t kMaxNodes = std::size_t{1} << 20;
+constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
+
+class Converter {
+ public:
+  std::optional<CommonValue> Convert(const Value& value, int depth) {
+    if (++nodes_ > kMaxNodes || depth > kMaxCommonDepth) return std::nullopt;
+    switch (value.kind()) {
+      case Kind::kNone:
+        return CommonValue();
+      case Kind::kBool:
+        return CommonValue(value.boolean());
+      case Kind::kInt:
+        return CommonValue(value.integer());
+      case Kind::kLong:
+        return Long(value.text());
+      case Kind::kFloat:
+        return CommonValue(value.real());
+      case Kind::kString:
+        if (!Take(value.text().size())) return std::nullopt;
+        return CommonValue(value.text());
+      case Kind::kBytes:
+        if (!Take(value.text().size())) return std::nullopt;
+        return CommonValue(CommonBytes{std::string(value.text())});
+      case Kind::kList:
+        return Items<CommonList>(value, depth);
+      case Kind::kTuple:
+        return Items<CommonTuple>(value, depth);
+      case Kind::kDict: {
+        CommonDict dict;
+        if (!AddPairs(value, depth, dict)) return std::nullopt;
+        return CommonValue(std::move(dict));
+      }
+      case Kind::kObject:
+        return Object(value, depth);
+      case Kind::kSet:
+      case Kind::kGlobal:
+      case Kind::kPersistent:
+        return std::nullopt;
+    }
+    return std::nullopt;
+  }
+
+ private:
+  bool Take(std::size_t bytes) {
+    if (bytes > kMaxBytes - bytes_) return false;
+    bytes_ += bytes;
+    return true;
+  }
+
+  // Two's complement: 64 bits without a sign are the only ones that we have besides kInt.
+  static std::optional<CommonValue> Long(std::string_view text) {
+    if (text.size() != 9 || text[8] != '\0') return std::nullopt;
+    return CommonValue(LoadLittle<std::uint64_t>(text.data()));
+  }
+
+  template <typename T>
+  std::optional<CommonValue> Items(const Value& value, int depth) {
+    T out;
+    for (std::size_t i = 0; i < value.size(); ++i) {
+      std::optional<CommonValue> item = Convert(value.item(i), depth + 1);
+      if (!item) return std::nullopt;
+      out.items.push_back(*std::move(item));
+    }
+    return CommonValue(std::move(out));
+  }
+
+  std::optional<CommonKey> Key(const Value& key) {
+    if (key.kind() == Kind::kInt) return CommonKey(key.integer());
+    if (key.kind() != Kind::kString || !Take(key.text().size())) return std::nullopt;
+    return CommonKey(std::string(key.text()));
+  }
+
+  bool AddPair(const Value& key, const Value& value, int depth, CommonDict& dict) {
+    std::optional<CommonKey> name = Key(key);
+    if (!name) return false;
+    std::optional<CommonValue> item = Convert(value, depth + 1);
+    if (!item) return false;
+    dict.items.insert_or_assign(*std::move(name), *std::move(item));
+    return true;
+  }
+
+  bool AddPairs(const Value& value, int depth, CommonDict& dict) {
+    for (std::size_t i = 0; i < value.size(); ++i) {
+      if (!AddPair(value.key(i), value.item(i), depth, dict)) return false;
+    }
+    return true;
+  }
+
+  // A list of pairs, as OrderedDict was made from before there were dicts that keep their order; or
+  // a dict.
+  bool AddArgument(const Value& from, int depth, CommonDict& dict) {
+    if (from.kind() == Kind::kDict) return AddPairs(from, depth, dict);
+    if (from.kind() != Kind::kList) return false;
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      const Value pair = from.item(i);
+      if ((pair.kind() != Kind::kList && pair.kind() != Kind::kTuple) || pair.size() != 2 ||
+          !AddPair(pair.item(0), pair.item(1), depth, dict)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  std::optional<CommonValue> Object(const Value& value, int depth) {
+    if (value.args().kind() != Kind::kTuple) return std::nullopt;
+    if (value.Is(KnownClass::kOrderedDict) || value.Is(KnownClass::kCounter)) {
+      CommonDict dict;
+      const Value args = value.args();
+      if (args.size() > 1 || (args.size() == 1 && !AddArgument(args.item(0), depth, dict)) ||
+          !AddPairs(value, depth, dict)) {
+        return std::nullopt;
+      }
+      return CommonValue(std::move(dict));
+    }
+    if (value.Is(KnownClass::kDefaultDict)) {  // Its argument is what makes new values.
+      CommonDict dict;
+      if (!AddPairs(value, depth, dict)) return std::nullopt;
+      return CommonValue(std::move(dict));
+    }
+    if (value.Is(KnownClass::kDictLike)) {
+      CommonDict dict;
+      if (value.state().kind() == Kind::kDict && !AddPairs(value.state(), depth, dict)) {
+        return std::nullopt;
+      }
+      if (!AddPairs(value, depth, dict)) return std::nullopt;
+      return CommonValue(std::move(dict));
+    }
+    if (value.Is(KnownClass::kPath)) return Path(value.args());
+    if (value.Is(KnownClass::kCodecsEncode)) return Encoded(value.args());
+    return std::nullopt;
+  }
+
+  // PosixPath('/', 'data', 'run1').
+  std::optional<CommonValue> Path(const Value& args) {
+    std::string path;
+    for (std::size_t i = 0; i < args.size(); ++i) {
+      const Value part = args.item(i);
+      if (part.kind() != Kind::kString || !Take(part.text().size())) return std::nullopt;
+      if (!path.empty() && path.back() != '/') path += '/';
+      path += part.text();
+    }
+    return CommonValue(path.empty() ? std::string(".") : std::move(path));
+  }
+
+  // _codecs.encode('text', 'latin1'): every character is a byte.
+  std::optional<CommonValue> Encoded(const Value& args) {
+    if (args.size() != 2 || args.item(0).kind() != Kind::kString ||
+        args.item(1).kind() != Kind::kString || args.item(1).text() != "latin1") {
+      return std::nullopt;
+    }
+    const std::string_view text = args.item(0).text();
+    if (!Take(text.size())) return std::nullopt;
+    std::string bytes;
+    for (std::size_t i = 0; i < text.size(); ++i) {
+      const auto c = static_cast<unsigned char>(text[i]);
+      if (c < 0x80) {
+        bytes += text[i];
+        continue;
+      }
+      // The text is UTF-8, checked; U+0080 to U+00FF are C2 and C3 with one more byte.
+      if ((c != 0xC2 && c != 0xC3) || i + 1 >= text.size()) return std::nullopt;
+      const auto next = static_cast<unsigned char>(text[++i]);
+      bytes += static_cast<char>(((c & 3) << 6) | (next & 0x3F));
+    }
+    return CommonValue(CommonBytes{std::move(bytes)});
+  }
+
+  std::size_t nodes_ = 0;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace
+
+std::optional<CommonValue> CommonFromPickle(const pickle::Value& value) {
+  return Converter().Convert(value, 0);
+}
+
+}  // namespace tensormount

@@ -1,0 +1,443 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+#include "base/checked.h"
+#include "base/coding.h"
+#include "base/hash.h"
+#include "index/adopt/foreign.h"
+#include "index/common_state.h"
+#include "index/record_coding.h"
+#include "shard/coverage.h"
+#include "shard/region_set.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::size_t kMaxOpenFiles = 256;
+// More are counted, not kept: a lying checkpoint could have a million.
+constexpr std::size_t kMaxWarnings = 100;
+
+Status Bad(std::string message) { return Status(Code::kDataLoss, std::move(message)); }
+
+// What comes from outside and cannot work is damage, whoever found it.
+Status AsDamage(const Status& status) {
+  return status.code() == Code::kInvalidArgument ? Bad(status.message()) : status;
+}
+
+bool IndexLess(const Dims& a, const Dims& b) {
+  return std::lexicographical_compare(a.begin(), a.end(), b.begin(), b.end());
+}
+
+bool ObjectLess(const ObjectContent& a, const ObjectContent& b) {
+  return a.key != b.key ? a.key < b.key : IndexLess(a.index, b.index);
+}
+
+std::string ListBoxes(const std::vector<Box>& boxes, bool more) {
+  std::string text;
+  for (const Box& box : boxes) text += (text.empty() ? "" : ", ") + box.ToString();
+  return more ? text + " and more" : text;
+}
+
+}  // namespace
+
+struct ForeignBuilder::Rep {
+  struct OpenFile {
+    std::shared_ptr<File> file;
+    std::uint64_t used = 0;
+  };
+  std::unordered_map<std::string, std::uint32_t> files;
+  std::unordered_map<std::string, std::uint32_t> tensors;
+  std::vector<bool> dropped;
+  std::vector<std::string> warnings;
+  std::uint64_t more_warnings = 0;
+  std::shared_ptr<const ItemResolver> resolver;
+  bool pending = false;
+  std::unordered_map<std::uint32_t, OpenFile> open;
+  std::uint64_t clock = 0;
+};
+
+ForeignBuilder::ForeignBuilder(const ForeignFolder& folder, std::string producer)
+    : folder_(folder), rep_(std::make_unique<Rep>()) {
+  content_.info.producer = std::move(producer);
+  content_.info.world_size = 1;
+  content_.info.self_contained = false;
+  content_.info.root = folder.root();
+}
+
+ForeignBuilder::~ForeignBuilder() = default;
+
+Result<std::uint32_t> ForeignBuilder::AddFile(std::string_view name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string below, folder_.BelowRoot(name));
+  if (const auto known = rep_->files.find(below); known != rep_->files.end()) return known->second;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, folder_.Stat(name));
+  if (info.kind != FileKind::kFile) return Bad(folder_.Shown(name) + ": not a regular file");
+  if (content_.files.size() >= kNoFile) return Bad("too many files");
+  const auto number = static_cast<std::uint32_t>(content_.files.size());
+  FileRecord record;
+  TENSORMOUNT_ASSIGN_OR_RETURN(record.name, folder_.Locate(name));
+  record.placement = Placement::kForeign;
+  record.length = info.size;
+  record.mtime_seconds = info.mtime_seconds;
+  record.mtime_nanoseconds = info.mtime_nanoseconds;
+  content_.files.push_back(std::move(record));
+  rep_->files.emplace(std::move(below), number);
+  return number;
+}
+
+std::uint64_t ForeignBuilder::FileLength(std::uint32_t file) const {
+  return file < content_.files.size() ? content_.files[file].length : 0;
+}
+
+Result<std::shared_ptr<File>> ForeignBuilder::OpenFile(std::uint32_t file) {
+  if (file >= content_.files.size()) return Bad("a file that is not in the table");
+  ++rep_->clock;
+  if (const auto known = rep_->open.find(file); known != rep_->open.end()) {
+    known->second.used = rep_->clock;
+    return known->second.file;
+  }
+  if (rep_->open.size() >= kMaxOpenFiles) {
+    rep_->open.erase(std::min_element(
+        rep_->open.begin(), rep_->open.end(),
+        [](const auto& a, const auto& b) { return a.second.used < b.second.used; }));
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      std::unique_ptr<File> opened,
+      folder_.fs().OpenReadBeneath(folder_.root(), content_.files[file].name));
+  std::shared_ptr<File> shared = std::move(opened);
+  rep_->open.emplace(file, Rep::OpenFile{shared, rep_->clock});
+  return shared;
+}
+
+Result<std::uint32_t> ForeignBuilder::AddTensor(std::string_view key, DType dtype,
+                                                const Dims& shape) {
+  Result<TensorMeta> meta = TensorMeta::Make(std::string(key), dtype, shape);
+  if (!meta.ok()) {
+    const Status why = AsDamage(meta.status());
+    return CheckKey(key).ok() ? why.WithContext("tensor " + std::string(key)) : why;
+  }
+  if (content_.tensors.size() >= std::numeric_limits<std::uint32_t>::max()) {
+    return Bad("too many tensors");
+  }
+  const auto number = static_cast<std::uint32_t>(content_.tensors.size());
+  if (!rep_->tensors.emplace(std::string(key), number).second) {
+    return Bad("tensor " + std::string(key) + ": occurs twice");
+  }
+  content_.tensors.emplace_back(std::move(meta).value());
+  rep_->dropped.push_back(false);
+  return number;
+}
+
+const TensorMeta& ForeignBuilder::MetaOf(std::uint32_t tensor) const {
+  return content_.tensors.at(tensor).meta;
+}
+
+Status ForeignBuilder::Place(std::uint32_t tensor, ChunkRecord& chunk) {
+  TensorContent& content = content_.tensors.at(tensor);
+  const TensorMeta& meta = content.meta;
+  const auto bad = [&](const std::string& why) {
+    return Bad("tensor " + meta.key() + " " + chunk.region.ToString() + ": " + why);
+  };
+  if (chunk.region.box().rank() != meta.shape().rank() || !chunk.region.Within(meta.shape())) {
+    return bad("is not within " + meta.shape().ToString());
+  }
+  if (chunk.file >= content_.files.size()) return bad("in a file that is not in the table");
+  const FileRecord& file = content_.files[chunk.file];
+  if (!RangeWithin(chunk.offset, chunk.length, file.length)) {
+    return bad("bytes " + std::to_string(chunk.offset) + " to " +
+               std::to_string(chunk.offset + chunk.length) + " of " + folder_.Shown("") + ": " +
+               file.name + ", which has " + std::to_string(file.length));
+  }
+  chunk.has_hash = false;
+  content.mtime = std::max(content.mtime, file.mtime_seconds);
+  content.extents.Append(chunk);
+  return {};
+}
+
+Status ForeignBuilder::AddChunk(std::uint32_t tensor, const Region& region, std::uint32_t file,
+                                std::uint64_t offset, std::uint64_t length, const Dims& strides) {
+  if (region.empty()) return {};
+  const TensorMeta& meta = content_.tensors.at(tensor).meta;
+  const auto bad = [&](const std::string& why) {
+    return Bad("tensor " + meta.key() + " " + region.ToString() + ": " + why);
+  };
+  if (region.box().rank() != meta.shape().rank() || !region.Within(meta.shape())) {
+    return bad("is not within " + meta.shape().ToString());
+  }
+  std::uint64_t needed = 0;
+  if (strides.rank() == 0) {
+    const Result<std::uint64_t> bytes = RegionBytes(meta.dtype(), meta.shape(), region);
+    if (!bytes.ok()) return bad(bytes.status().message());
+    needed = bytes.value();
+  } else {
+    if (region.is_flat() || strides.rank() != meta.shape().rank() || meta.bits() % 8 != 0) {
+      return bad("strides do not go with it");
+    }
+    std::optional<std::int64_t> span = static_cast<std::int64_t>(meta.bits() / 8);
+    for (int a = 0; a < strides.rank() && span; ++a) {
+      if (strides[a] < 0) return bad("a negative stride");
+      const auto step = CheckedMul<std::int64_t>(region.box().extent(a) - 1, strides[a]);
+      span = step ? CheckedAdd(*span, *step) : std::nullopt;
+    }
+    if (!span) return bad("its strides overflow");
+    needed = static_cast<std::uint64_t>(*span);
+  }
+  if (needed != length) {
+    return bad(std::to_string(length) + " bytes stored, " + std::to_string(needed) + " needed");
+  }
+  ChunkRecord chunk;
+  chunk.region = region;
+  chunk.file = file;
+  chunk.offset = offset;
+  chunk.length = length;
+  chunk.strides = strides;
+  return Place(tensor, chunk);
+}
+
+Status ForeignBuilder::AddPendingChunk(std::uint32_t tensor, const Region& region,
+                                       std::uint32_t file, std::uint64_t offset,
+                                       std::uint64_t length) {
+  if (region.empty()) return {};
+  ChunkRecord chunk;
+  chunk.region = region;
+  chunk.file = file;
+  chunk.offset = offset;
+  chunk.length = length;
+  chunk.pending = true;
+  rep_->pending = true;
+  return Place(tensor, chunk);
+}
+
+void ForeignBuilder::SetResolver(std::shared_ptr<const ItemResolver> resolver) {
+  rep_->resolver = std::move(resolver);
+}
+
+Status ForeignBuilder::AddObject(std::string_view key, std::uint32_t file, std::uint64_t offset,
+                                 std::uint64_t length, const Dims& index, const Dims& grid) {
+  TENSORMOUNT_RETURN_IF_ERROR(AsDamage(CheckKey(key)));
+  const auto bad = [&](const std::string& why) {
+    return Bad("object " + std::string(key) + " " + index.ToString() + ": " + why);
+  };
+  if (index.rank() != grid.rank() || grid.rank() > kMaxRank) return bad("grid and index differ");
+  for (int a = 0; a < grid.rank(); ++a) {
+    if (index[a] < 0 || index[a] >= grid[a]) return bad("not on its grid " + grid.ToString());
+  }
+  if (!CheckedProduct(grid)) return bad("its grid " + grid.ToString() + " overflows");
+  if (file >= content_.files.size()) return bad("in a file that is not in the table");
+  const FileRecord& record = content_.files[file];
+  if (!RangeWithin(offset, length, record.length)) {
+    return bad("reaches past the end of " + record.name);
+  }
+  ObjectContent object;
+  object.key = key;
+  object.index = index;
+  object.grid = grid;
+  object.file = file;
+  object.offset = offset;
+  object.length = length;
+  object.manifest = kNoManifest;
+  object.mtime = record.mtime_seconds;
+  content_.objects.push_back(std::move(object));
+  return {};
+}
+
+void ForeignBuilder::AddCommon(const std::string& name, CommonValue value) {
+  Status status = CheckCommonName(name);
+  if (status.ok()) status = CheckCommon(value);
+  if (status.ok() && !content_.common.emplace(name, std::move(value)).second) {
+    status = Status(Code::kDataLoss, "occurs twice");
+  }
+  if (!status.ok()) {
+    Warn("common value " + name.substr(0, 256) + ": left out: " + status.message());
+  }
+}
+
+void ForeignBuilder::Warn(std::string warning) {
+  if (rep_->warnings.size() < kMaxWarnings) {
+    rep_->warnings.push_back(std::move(warning));
+  } else {
+    ++rep_->more_warnings;
+  }
+}
+
+void ForeignBuilder::Drop(std::uint32_t tensor, std::string_view why) {
+  if (rep_->dropped.at(tensor)) return;
+  rep_->dropped[tensor] = true;
+  Warn("tensor " + content_.tensors[tensor].meta.key() + ": left out: " + std::string(why));
+}
+
+// What is stored in no chunk, or in two.
+Status ForeignBuilder::CheckCover(std::uint32_t number, RegionSet& scratch) {
+  const TensorContent& tensor = content_.tensors[number];
+  scratch.Reset(tensor.meta.shape());
+  scratch.Reserve(tensor.extents.size());
+  for (std::size_t i = 0; i < tensor.extents.size(); ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, tensor.extents.At(i));
+    if (!scratch.Add(chunk.region, static_cast<std::uint32_t>(i))) {
+      return Bad("tensor " + tensor.meta.key() + " " + chunk.region.ToString() +
+                 ": is not within " + tensor.meta.shape().ToString());
+    }
+  }
+  if (IsPartition(scratch)) return {};
+  const CoverageReport report = CheckCoverage(scratch, 4);
+  const auto file_of = [&](std::uint32_t row) -> std::string {
+    const Result<ChunkRecord> chunk = tensor.extents.At(row);
+    return chunk.ok() ? content_.files[chunk.value().file].name : "?";
+  };
+  if (!report.overlaps.empty()) {
+    const Overlap& overlap = report.overlaps.front();
+    Drop(number, overlap.box.ToString() + " is stored twice: in " + file_of(overlap.first) +
+                     " and " + file_of(overlap.second));
+  } else if (!report.missing.empty()) {
+    Warn("tensor " + tensor.meta.key() + ": " + ListBoxes(report.missing, report.truncated) +
+         " is stored nowhere (" + std::to_string(report.missing_elements) + " of " +
+         std::to_string(tensor.meta.elements()) + " elements): reading it fails");
+  }
+  return {};
+}
+
+// Sorts objects and leaves those out of whose grid a part is missing or double.
+void ForeignBuilder::CheckObjects() {
+  std::vector<ObjectContent>& all = content_.objects;
+  std::sort(all.begin(), all.end(), ObjectLess);
+  std::vector<ObjectContent> kept;
+  kept.reserve(all.size());
+  for (std::size_t i = 0; i < all.size();) {
+    std::size_t end = i;
+    std::string why;
+    for (; end < all.size() && all[end].key == all[i].key; ++end) {
+      if (!(all[end].grid == all[i].grid)) {
+        why =
+            "its parts are on grids " + all[i].grid.ToString() + " and " + all[end].grid.ToString();
+      } else if (end > i && all[end].index == all[end - 1].index) {
+        why = "part " + all[end].index.ToString() + " is stored twice";
+      }
+    }
+    // Distinct and on the grid: as many as it has are all of them.
+    const auto parts = static_cast<std::uint64_t>(*CheckedProduct(all[i].grid));
+    if (why.empty() && parts != end - i) {
+      why = std::to_string(end - i) + " of the " + std::to_string(parts) + " parts of its grid " +
+            all[i].grid.ToString() + " are stored";
+    }
+    if (why.empty()) {
+      std::move(all.begin() + static_cast<std::ptrdiff_t>(i),
+                all.begin() + static_cast<std::ptrdiff_t>(end), std::back_inserter(kept));
+    } else {
+      Warn("object " + all[i].key + ": left out: " + why);
+    }
+    i = end;
+  }
+  all = std::move(kept);
+}
+
+// Files in the order of their names, everywhere.
+Status ForeignBuilder::SortFiles() {
+  std::vector<std::uint32_t> order(content_.files.size());
+  std::iota(order.begin(), order.end(), 0u);
+  std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
+    return content_.files[a].name < content_.files[b].name;
+  });
+  std::vector<std::uint32_t> map(order.size());
+  std::vector<FileRecord> sorted;
+  sorted.reserve(order.size());
+  for (const std::uint32_t old : order) {
+    // Two names may lead to one file by links.
+    if (sorted.empty() || sorted.back().name != content_.files[old].name) {
+      sorted.push_back(content_.files[old]);
+    }
+    map[old] = static_cast<std::uint32_t>(sorted.size() - 1);
+  }
+  content_.files = std::move(sorted);
+  for (ObjectContent& object : content_.objects) object.file = map[object.file];
+  constexpr std::array<std::uint32_t, 1> kManifests{0};
+  for (TensorContent& tensor : content_.tensors) {
+    TENSORMOUNT_RETURN_IF_ERROR(tensor.extents.Remap(map, kManifests));
+    tensor.extents.Sort();
+  }
+  return {};
+}
+
+void ForeignBuilder::SetIdentity() {
+  Xxh3Stream stream;
+  ByteWriter head;
+  head.String(folder_.path());
+  head.String(content_.info.root);
+  head.String(content_.info.producer);
+  std::int64_t newest = 0;
+  for (const FileRecord& file : content_.files) {
+    head.String(file.name);
+    head.U64(file.length);
+    head.I64(file.mtime_seconds);
+    head.I64(file.mtime_nanoseconds);
+    newest = std::max(newest, file.mtime_seconds);
+  }
+  for (const auto& [name, value] : content_.common) {
+    head.String(name);
+    EncodeCommon(head, value);
+  }
+  stream.Update(head.bytes().data(), head.bytes().size());
+  for (TensorContent& tensor : content_.tensors) {
+    if (tensor.extents.size() == 0) tensor.mtime = newest;
+    ByteWriter out;
+    out.String(tensor.meta.key());
+    out.U8(static_cast<std::uint8_t>(tensor.meta.dtype()));
+    out.U8(static_cast<std::uint8_t>(tensor.meta.shape().rank()));
+    for (const std::int64_t extent : tensor.meta.shape()) out.I64(extent);
+    out.U64(tensor.extents.size());
+    stream.Update(out.bytes().data(), out.bytes().size());
+    const std::string_view rows = tensor.extents.packed();
+    stream.Update(rows.data(), rows.size());
+  }
+  for (const ObjectContent& object : content_.objects) {
+    ByteWriter out;
+    out.String(object.key);
+    for (const std::int64_t i : object.index) out.I64(i);
+    out.U32(object.file);
+    out.U64(object.offset);
+    out.U64(object.length);
+    stream.Update(out.bytes().data(), out.bytes().size());
+  }
+  const Hash128 hash = stream.Value();
+  content_.info.uuid = {hash.high, hash.low};
+  content_.info.created = content_.info.json_mtime = content_.info.common_mtime = newest;
+}
+
+Result<ForeignContent> ForeignBuilder::Finish() {
+  rep_->open.clear();
+  if (rep_->pending && rep_->resolver == nullptr) {
+    return Status(Code::kInternal, "items to be found later, and nobody who finds them");
+  }
+  RegionSet scratch;
+  for (std::uint32_t i = 0; i < content_.tensors.size(); ++i) {
+    if (!rep_->dropped[i]) TENSORMOUNT_RETURN_IF_ERROR(CheckCover(i, scratch));
+  }
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < content_.tensors.size(); ++i) {
+    if (rep_->dropped[i]) continue;
+    if (kept != i) content_.tensors[kept] = std::move(content_.tensors[i]);
+    ++kept;
+  }
+  content_.tensors.erase(content_.tensors.begin() + static_cast<std::ptrdiff_t>(kept),
+                         content_.tensors.end());
+  std::sort(
+      content_.tensors.begin(), content_.tensors.end(),
+      [](const TensorContent& a, const TensorContent& b) { return a.meta.key() < b.meta.key(); });
+  CheckObjects();
+  TENSORMOUNT_RETURN_IF_ERROR(SortFiles());
+  SetIdentity();
+  if (rep_->more_warnings > 0) {
+    rep_->warnings.push_back("and " + std::to_string(rep_->more_warnings) + " more warnings");
+  }
+  ForeignContent out;
+  out.content = std::move(content_);
+  out.resolver = std::move(rep_->resolver);
+  out.warnings = std::move(rep_->warnings);
+  return out;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "index/adopt/foreign.h"
+
+namespace tensormount {
+namespace {
+
+// Linux takes no longer path.
+constexpr std::size_t kMaxNameBytes = 4095;
+// What a message shows of a name that came from outside.
+constexpr std::size_t kShownBytes = 256;
+
+std::string Cut(std::string_view name) {
+  std::string out;
+  for (const char c : name.substr(0, kShownBytes)) {
+    const auto u = static_cast<unsigned char>(c);
+    out += u < 0x20 || u == 0x7F ? '?' : c;
+  }
+  if (name.size() > kShownBytes) out += "...";
+  return out;
+}
+
+// "a/b" below "a" is "b"; the folder itself is "". nullopt: not below it.
+std::optional<std::string> RelativeTo(const std::string& root, const std::string& path) {
+  if (path == root) return std::string();
+  if (root == "/") return path.substr(1);
+  if (!path.starts_with(root) || path[root.size()] != '/') return std::nullopt;
+  return path.substr(root.size() + 1);
+}
+
+std::string ParentOf(const std::string& path) {
+  const std::size_t slash = path.rfind('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+std::string Joined(const std::string& folder, std::string_view name) {
+  if (folder.empty()) return std::string(name);
+  return name.empty() ? folder : JoinPath(folder, name);
+}
+
+}  // namespace
+
+Result<ForeignFolder> ForeignFolder::Open(FileSystem& fs, const std::string& path,
+                                          std::span<const std::string> roots) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
+  ForeignFolder out;
+  out.fs_ = &fs;
+  out.path_ = path;
+  std::string folder = path;
+  if (info.kind == FileKind::kFile) {
+    out.file_ = path.substr(path.rfind('/') + 1);
+    folder = ParentOf(path);
+  } else if (info.kind != FileKind::kDirectory) {
+    return Status(Code::kInvalidArgument, path + ": neither a file nor a folder");
+  }
+  out.root_ = folder;
+  std::size_t deepest = 0;
+  for (const std::string& named : roots) {
+    Result<std::string> root = fs.Resolve(named);
+    if (!root.ok()) return root.status().WithContext("--root " + named);
+    const std::optional<std::string> below = RelativeTo(root.value(), folder);
+    if (!below || root.value().size() <= deepest) continue;
+    deepest = root.value().size();
+    out.root_ = root.value();
+    out.folder_ = *below;
+  }
+  return out;
+}
+
+std::string ForeignFolder::Shown(std::string_view name) const {
+  const std::string folder = file_.empty() ? path_ : ParentOf(path_);
+  return name.empty() ? folder : JoinPath(folder, Cut(name));
+}
+
+Result<std::string> ForeignFolder::BelowRoot(std::string_view name) const {
+  const auto refused = [&](Code code, std::string_view why) {
+    return Status(code, Shown("") + ": the name '" + Cut(name) + "' " + std::string(why));
+  };
+  if (name.empty()) return refused(Code::kDataLoss, "is empty");
+  if (name.size() > kMaxNameBytes) return refused(Code::kDataLoss, "is too long");
+  if (name.find('\0') != std::string_view::npos) return refused(Code::kDataLoss, "holds a NUL");
+  if (name.front() == '/') return refused(Code::kDataLoss, "is no relative path");
+  for (std::size_t at = 0; at <= name.size();) {
+    const std::size_t end = std::min(name.find('/', at), name.size());
+    const std::string_view part = name.substr(at, end - at);
+    if (part == "..") {
+      return refused(Code::kPermissionDenied, "leads out of its folder by '..'");
+    }
+    if (part.empty() || part == ".") return refused(Code::kDataLoss, "is no plain relative path");
+    at = end + 1;
+  }
+  return Joined(folder_, name);
+}
+
+// Calls f with a name relative to the root, and again with where an absolute link leads to: the
+// kernel takes none of these, though it may stay inside.
+template <typename F>
+auto ForeignFolder::Beneath(std::string_view name, F f) const -> decltype(f(std::string())) {
+  std::string below = folder_;
+  if (!name.empty()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(below, BelowRoot(name));
+  }
+  auto result = f(below);
+  if (result.ok() || result.status().ToErrno() != EXDEV) return result;
+  const Result<std::string> real = fs_->Resolve(Joined(root_, below));
+  if (!real.ok()) return real.status();
+  if (const std::optional<std::string> inside = RelativeTo(root_, real.value())) {
+    return f(*inside);
+  }
+  return Status(Code::kPermissionDenied, Shown(name) + ": leads to " + real.value() + ", out of " +
+                                             root_ + ": name a folder that holds both with --root");
+}
+
+Result<std::unique_ptr<File>> ForeignFolder::OpenRead(std::string_view name) const {
+  if (name.empty()) return BelowRoot(name).status();
+  return Beneath(name,
+                 [&](const std::string& below) { return fs_->OpenReadBeneath(root_, below); });
+}
+
+Result<FileInfo> ForeignFolder::Stat(std::string_view name) const {
+  return Beneath(name, [&](const std::string& below) { return fs_->StatBeneath(root_, below); });
+}
+
+Result<std::string> ForeignFolder::Locate(std::string_view name) const {
+  if (name.empty()) return BelowRoot(name).status();
+  return Beneath(name, [&](const std::string& below) -> Result<std::string> {
+    TENSORMOUNT_RETURN_IF_ERROR(fs_->StatBeneath(root_, below).status());
+    return below;
+  });
+}
+
+Result<std::string> ForeignFolder::ReadFile(std::string_view name, std::uint64_t max_bytes) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, OpenRead(name));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
+  if (info.size > max_bytes) {
+    return Status(Code::kDataLoss, Shown(name) + ": " + std::to_string(info.size) +
+                                       " bytes, at most " + std::to_string(max_bytes) +
+                                       " expected");
+  }
+  std::string data(static_cast<std::size_t>(info.size), '\0');
+  TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(0, data.data(), data.size()));
+  return data;
+}
+
+Result<std::vector<DirectoryEntry>> ForeignFolder::List(std::string_view name) const {
+  return Beneath(name, [&](const std::string& below) { return fs_->ListBeneath(root_, below); });
+}
+
+bool ForeignFolder::Has(std::string_view name) const { return Stat(name).ok(); }
+
+Result<ForeignFolder> ForeignFolder::Below(std::string_view name) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, Stat(name));
+  if (info.kind != FileKind::kDirectory) {
+    return Status(Code::kNotFound, Shown(name) + ": not a folder");
+  }
+  ForeignFolder out = *this;
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.folder_, Locate(name));
+  out.path_ = Joined(root_, out.folder_);
+  out.file_.clear();
+  return out;
+}
+
+}  // namespace tensormount
