@@ -20,7 +20,7 @@
 namespace tensormount::pickle {
 
 enum class Kind : std::uint8_t {
-  kNone,
+  kNone = 0,
   kBool,
   kInt,    // Fits 64 bits.
   kLong,   // Does not: text() is two's complement, little-endian.
@@ -75,10 +75,8 @@ class Value {
   bool SameAs(const Value& other) const { return rep_ == other.rep_ && bits_ == other.bits_; }
 
  private:
-  friend class Machine;
-  friend class Document;
-  // H2: representation is yours; 16 bytes, scalars in place, so that 100,000 chunks of a DCP
-  // .metadata take no more than 500 bytes each.
+  friend struct Access;
+  // kind, form and length; the scalar itself or a place in the document (pickle_record.h).
   std::uint64_t rep_ = 0;
   std::uint64_t bits_ = 0;
 };
@@ -97,8 +95,9 @@ class Document {
 
  private:
   friend class Machine;
-  Document();
+  friend struct Access;
   struct Rep;
+  explicit Document(std::unique_ptr<Rep> rep);
   std::unique_ptr<Rep> rep_;
 };
 

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/adopt/pickle.h"
+
+#include <bit>
+#include <cassert>
+#include <cstring>
+#include <random>
+
+#include "index/adopt/pickle_record.h"
+
+namespace tensormount::pickle {
+namespace {
+
+const ClassRow& SizeRow() {
+  static const ClassRow* const row = FindClassRow("torch", "Size", nullptr);
+  return *row;
+}
+
+Value IntsItem(const Value& v, std::size_t i) {
+  return Access::Make(Kind::kInt,
+                      static_cast<std::uint64_t>(Access::Place<const std::int64_t>(v)[i]));
+}
+
+// The pairs of a kDict, or of a kObject; null: none.
+const Container* PairsOf(const Value& v) {
+  if (v.kind() == Kind::kDict) return Access::Place<const Container>(v);
+  if (v.kind() != Kind::kObject || Access::FormOf(v) != Form::kPlain) return nullptr;
+  const ObjectExtra* extra = Access::Place<const ObjectRecord>(v)->extra;
+  return extra == nullptr ? nullptr : &extra->pairs;
+}
+
+std::optional<Value> FindIn(const Container& c, std::string_view key) {
+  const std::size_t pairs = c.count / 2;
+  if (c.capacity == Container::kIndexed) {
+    const KeyIndex& index = *reinterpret_cast<const KeyIndex*>(c.items);
+    for (std::uint64_t at = HashKey(key) & index.mask; index.slots[at] != 0;
+         at = (at + 1) & index.mask) {
+      const std::size_t pair = index.slots[at] - 1;
+      if (PairKey(c, pair).text() == key) return PairValue(c, pair);
+    }
+    return std::nullopt;
+  }
+  for (std::size_t i = pairs; i-- > 0;) {
+    const Value k = PairKey(c, i);
+    if (k.kind() == Kind::kString && k.text() == key) return PairValue(c, i);
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+// Seeded anew in every process, so that no stream can choose keys that collide.
+std::uint64_t HashKey(std::string_view key) {
+  static const std::uint64_t seed = [] {
+    std::random_device device;
+    return static_cast<std::uint64_t>(device()) << 32 | device();
+  }();
+  const auto mix = [](std::uint64_t a, std::uint64_t b) {
+    const auto product = static_cast<unsigned __int128>(a) * b;
+    return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
+  };
+  std::uint64_t h = seed ^ key.size();
+  const char* p = key.data();
+  std::size_t left = key.size();
+  for (; left >= 8; left -= 8, p += 8) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, p, 8);
+    h = mix(h ^ word, seed | 1) + 0x9e3779b97f4a7c15u;
+  }
+  std::uint64_t word = 0;
+  if (left > 0) std::memcpy(&word, p, left);
+  return mix(h ^ word, 0xd6e8feb86659fd93u ^ seed);
+}
+
+std::string ShownName(std::string_view text) {
+  constexpr std::size_t kMax = 120;
+  std::string out;
+  for (const char c : text.substr(0, kMax)) {
+    const auto u = static_cast<unsigned char>(c);
+    if (u >= 0x20 && u != 0x7f) {
+      out += c;
+    } else {
+      constexpr char kHex[] = "0123456789abcdef";
+      out += "\\x";
+      out += kHex[u >> 4];
+      out += kHex[u & 15];
+    }
+  }
+  if (text.size() > kMax) {
+    // Not in the middle of a character.
+    while (!out.empty() && (static_cast<unsigned char>(out.back()) & 0xc0) == 0x80) out.pop_back();
+    if (!out.empty() && static_cast<unsigned char>(out.back()) >= 0xc0) out.pop_back();
+    out += "...";
+  }
+  return out;
+}
+
+Arena::~Arena() {
+  for (void* block : blocks_) std::free(block);
+}
+
+void* Arena::TakeSlow(std::size_t bytes) {
+  constexpr std::size_t kFirst = std::size_t{16} << 10;
+  constexpr std::size_t kLast = std::size_t{1} << 20;
+  const bool large = bytes > kLast / 4;
+  const std::size_t grown = kFirst << std::min<std::size_t>(blocks_.size(), 6);
+  std::size_t size = large ? bytes : std::max(grown, bytes);
+  // Near the limit what is asked for, and no more.
+  if (size > limit_ - used_) size = bytes;
+  if (!Charge(size)) return nullptr;
+  void* block = std::malloc(size);
+  if (block == nullptr) {
+    Refund(size);
+    return nullptr;
+  }
+  blocks_.push_back(block);
+  if (!large) {
+    at_ = static_cast<char*>(block) + bytes;
+    end_ = static_cast<char*>(block) + size;
+  }
+  return block;
+}
+
+Kind Value::kind() const { return static_cast<Kind>(rep_ & 0xff); }
+
+bool Value::boolean() const {
+  assert(kind() == Kind::kBool);
+  return bits_ != 0;
+}
+
+std::int64_t Value::integer() const {
+  assert(kind() == Kind::kInt);
+  return static_cast<std::int64_t>(bits_);
+}
+
+double Value::real() const {
+  assert(kind() == Kind::kFloat);
+  return std::bit_cast<double>(bits_);
+}
+
+std::string_view Value::text() const {
+  assert(kind() == Kind::kString || kind() == Kind::kBytes || kind() == Kind::kLong);
+  return {Access::Place<const char>(*this), Access::Length(*this)};
+}
+
+std::string_view Value::module() const {
+  assert(kind() == Kind::kGlobal);
+  return Access::Place<const ClassRow>(*this)->module;
+}
+
+std::string_view Value::name() const {
+  assert(kind() == Kind::kGlobal);
+  return Access::Place<const ClassRow>(*this)->name;
+}
+
+KnownClass Value::known() const {
+  assert(kind() == Kind::kGlobal);
+  return Access::Place<const ClassRow>(*this)->known;
+}
+
+std::size_t Value::size() const {
+  switch (kind()) {
+    case Kind::kTuple:
+      return Access::FormOf(*this) == Form::kOneInts ? 1 : Access::Length(*this);
+    case Kind::kList:
+    case Kind::kSet:
+      return Access::Place<const Container>(*this)->count;
+    default: {
+      assert(kind() == Kind::kDict || kind() == Kind::kObject);
+      const Container* pairs = PairsOf(*this);
+      return pairs == nullptr ? 0 : pairs->count / 2;
+    }
+  }
+}
+
+Value Value::item(std::size_t i) const {
+  assert(i < size());
+  switch (kind()) {
+    case Kind::kTuple:
+      switch (Access::FormOf(*this)) {
+        case Form::kPlain:
+          return Access::Place<const Value>(*this)[i];
+        case Form::kInts:
+          return IntsItem(*this, i);
+        case Form::kOneInts:
+          return Access::Make(Kind::kTuple, bits_, Access::Length(*this), Form::kInts);
+      }
+      return {};
+    case Kind::kList:
+    case Kind::kSet:
+      return Access::Place<const Container>(*this)->items[i];
+    default:
+      return PairValue(*PairsOf(*this), i);
+  }
+}
+
+Value Value::key(std::size_t i) const {
+  assert(i < size());
+  assert(kind() == Kind::kDict || kind() == Kind::kObject);
+  return PairKey(*PairsOf(*this), i);
+}
+
+Value Value::callee() const {
+  assert(kind() == Kind::kObject);
+  if (Access::FormOf(*this) == Form::kInts) return Access::At(Kind::kGlobal, &SizeRow());
+  return Access::At(Kind::kGlobal, Access::Place<const ObjectRecord>(*this)->callee);
+}
+
+Value Value::args() const {
+  if (kind() == Kind::kPersistent) return *Access::Place<const Value>(*this);
+  assert(kind() == Kind::kObject);
+  if (Access::FormOf(*this) == Form::kInts) {
+    return Access::Make(Kind::kTuple, bits_, Access::Length(*this), Form::kOneInts);
+  }
+  const ObjectExtra* extra = Access::Place<const ObjectRecord>(*this)->extra;
+  return extra == nullptr ? Access::Make(Kind::kTuple, 0) : extra->args;
+}
+
+Value Value::state() const {
+  assert(kind() == Kind::kObject);
+  if (Access::FormOf(*this) == Form::kInts) return {};
+  return Access::Place<const ObjectRecord>(*this)->state;
+}
+
+bool Value::Is(KnownClass of) const {
+  if (kind() != Kind::kObject) return false;
+  if (Access::FormOf(*this) == Form::kInts) return of == KnownClass::kTorchSize;
+  return Access::Place<const ObjectRecord>(*this)->callee->known == of;
+}
+
+std::optional<Value> Value::Find(std::string_view key) const {
+  if (kind() == Kind::kDict) return FindIn(*Access::Place<const Container>(*this), key);
+  assert(kind() == Kind::kObject);
+  const Value attributes = state();
+  if (attributes.kind() == Kind::kDict) return attributes.Find(key);
+  if (attributes.kind() != Kind::kTuple || attributes.size() != 2) return std::nullopt;
+  // (dict, slots): a name is in one of them.
+  for (const std::size_t i : {std::size_t{1}, std::size_t{0}}) {
+    const Value part = attributes.item(i);
+    if (part.kind() != Kind::kDict) continue;
+    if (std::optional<Value> found = part.Find(key)) return found;
+  }
+  return std::nullopt;
+}
+
+Document::Document(std::unique_ptr<Rep> rep) : rep_(std::move(rep)) {}
+Document::Document(Document&&) noexcept = default;
+Document& Document::operator=(Document&&) noexcept = default;
+Document::~Document() = default;
+
+Value Document::root() const { return rep_->root; }
+std::size_t Document::bytes() const { return rep_->consumed; }
+std::size_t Document::memory() const { return rep_->arena.used() + rep_->bytes.capacity(); }
+
+}  // namespace tensormount::pickle

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/adopt/pickle_containers.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+namespace tensormount::pickle {
+
+Value* ContainerMaker::TakeArray(std::size_t n) {
+  const auto size_class = static_cast<std::size_t>(std::bit_width(n) - 1);
+  if (std::has_single_bit(n) && free_[size_class] != nullptr) {
+    Value* out = free_[size_class];
+    free_[size_class] = Access::Place<Value>(out[0]);
+    return out;
+  }
+  return static_cast<Value*>(arena_.Take(n * sizeof(Value)));
+}
+
+void ContainerMaker::GiveArray(Value* array, std::size_t n) {
+  if (n < 4) return;
+  const auto size_class = static_cast<std::size_t>(std::bit_width(n) - 1);
+  array[0] = Access::At(Kind::kNone, free_[size_class]);
+  free_[size_class] = array;
+}
+
+bool ContainerMaker::Reserve(Container& c, std::size_t more) {
+  if (more > Container::kMaxCount - c.count) return false;
+  const std::size_t wanted = c.count + more;
+  if (wanted <= c.capacity) return true;
+  // What comes in one go is often all.
+  const std::size_t capacity = c.capacity == 0 ? wanted : std::bit_ceil(wanted);
+  Value* grown = TakeArray(capacity);
+  if (grown == nullptr) return false;
+  std::copy_n(c.items, c.count, grown);
+  if (c.capacity > 0) GiveArray(c.items, c.capacity);
+  c.items = grown;
+  c.capacity = static_cast<std::uint32_t>(capacity);
+  return true;
+}
+
+bool ContainerMaker::Append(Container& c, const Value* from, std::size_t n) {
+  if (n == 0) return true;
+  if (!Reserve(c, n)) return false;
+  std::copy_n(from, n, c.items + c.count);
+  c.count += static_cast<std::uint32_t>(n);
+  return true;
+}
+
+// Keys in common with a dict seen before; null: none, or not yet.
+const Value* ContainerMaker::ShapeOf(const Value* pairs, std::size_t n) {
+  std::uint64_t hash = n;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (pairs[2 * i].kind() != Kind::kString) return nullptr;
+    hash = (hash ^ Access::Bits(pairs[2 * i])) * 0x9e3779b97f4a7c15u;
+  }
+  Seen& seen = shapes_[hash >> 58];
+  bool same = seen.keys == n;
+  for (std::size_t i = 0; i < n && same; ++i) same = seen.shape.keys[i].SameAs(pairs[2 * i]);
+  if (!same) {
+    seen.keys = static_cast<std::uint32_t>(n);
+    seen.kept = nullptr;
+    for (std::size_t i = 0; i < n; ++i) seen.shape.keys[i] = pairs[2 * i];
+    return nullptr;
+  }
+  if (seen.kept == nullptr) {
+    auto* keys = static_cast<Value*>(arena_.Take(n * sizeof(Value)));
+    if (keys == nullptr) return nullptr;
+    std::copy_n(seen.shape.keys, n, keys);
+    seen.kept = keys;
+  }
+  return seen.kept;
+}
+
+bool ContainerMaker::Unshape(Container& c, std::size_t more) {
+  Container plain;
+  if (!Reserve(plain, c.count + more)) return false;
+  for (std::size_t i = 0; i < c.count / 2; ++i) {
+    plain.items[2 * i] = PairKey(c, i);
+    plain.items[2 * i + 1] = PairValue(c, i);
+  }
+  plain.count = c.count;
+  c = plain;
+  return true;
+}
+
+bool ContainerMaker::AddPairs(Container& c, const Value* from, std::size_t values) {
+  if (values == 0) return true;
+  const std::size_t pairs = values / 2;
+  if (c.count == 0 && pairs >= 2 && pairs <= Shape::kMaxKeys) {
+    if (const Value* keys = ShapeOf(from, pairs); keys != nullptr) {
+      auto* items = static_cast<Value*>(arena_.Take((pairs + 1) * sizeof(Value)));
+      if (items == nullptr) return false;
+      items[0] = Access::At(Kind::kNone, keys);
+      for (std::size_t i = 0; i < pairs; ++i) items[1 + i] = from[2 * i + 1];
+      c.items = items;
+      c.count = static_cast<std::uint32_t>(values);
+      c.capacity = Container::kShaped;
+      return true;
+    }
+  }
+  if (c.capacity == Container::kShaped && !Unshape(c, values)) return false;
+  const std::size_t before = c.count;
+  if (!Append(c, from, values)) return false;
+  return before >= kIndexedFrom || c.count < kIndexedFrom || large_.Push(&c);
+}
+
+bool ContainerMaker::BuildIndexes() {
+  for (std::size_t i = 0; i < large_.size(); ++i) {
+    if (!BuildIndex(*large_[i])) return false;
+  }
+  return true;
+}
+
+bool ContainerMaker::BuildIndex(Container& c) {
+  const std::size_t pairs = c.count / 2;
+  std::size_t keys = 0;
+  for (std::size_t i = 0; i < pairs; ++i) {
+    if (c.items[2 * i].kind() == Kind::kString) ++keys;
+  }
+  if (keys < kIndexedFrom / 2) return true;
+  const std::size_t slots = std::bit_ceil(2 * keys);
+  auto* index = static_cast<KeyIndex*>(arena_.Take(sizeof(KeyIndex)));
+  auto* table = static_cast<std::uint32_t*>(arena_.Take(slots * sizeof(std::uint32_t)));
+  if (index == nullptr || table == nullptr) return false;
+  std::memset(table, 0, slots * sizeof(std::uint32_t));
+  *index = {slots - 1, table, c.items};
+  for (std::size_t i = 0; i < pairs; ++i) {
+    const Value key = c.items[2 * i];
+    if (key.kind() != Kind::kString) continue;
+    std::uint64_t at = HashKey(key.text()) & index->mask;
+    while (table[at] != 0 && c.items[2 * (table[at] - 1)].text() != key.text()) {
+      at = (at + 1) & index->mask;
+    }
+    table[at] = static_cast<std::uint32_t>(i + 1);
+  }
+  c.items = reinterpret_cast<Value*>(index);
+  c.capacity = Container::kIndexed;
+  return true;
+}
+
+}  // namespace tensormount::pickle

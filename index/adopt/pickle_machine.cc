@@ -1,0 +1,630 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <array>
+#include <bit>
+#include <cstring>
+#include <limits>
+
+#include "base/checked.h"
+#include "base/coding.h"
+#include "index/adopt/pickle_containers.h"
+#include "index/adopt/pickle_record.h"
+#include "shard/utf8.h"
+
+namespace tensormount::pickle {
+namespace {
+
+std::uint64_t BigEndian64(const char* p) { return __builtin_bswap64(LoadLittle<std::uint64_t>(p)); }
+
+std::string_view KindName(Kind kind) {
+  constexpr std::array<std::string_view, 14> kNames = {
+      "None",    "a bool", "an int", "a long int", "a float", "a str",     "bytes",
+      "a tuple", "a list", "a set",  "a dict",     "a name",  "an object", "a persistent id"};
+  return kNames[static_cast<std::size_t>(kind)];
+}
+
+}  // namespace
+
+// One parse. A step that fails leaves its reason in status_ and returns false.
+class Machine {
+ public:
+  Machine(std::string bytes, const Options& options)
+      : rep_(std::make_unique<Access::Rep>()),
+        options_(options),
+        arena_(rep_->arena),
+        stack_(arena_),
+        marks_(arena_),
+        memo_(arena_) {
+    rep_->bytes = std::move(bytes);
+    at_ = begin_ = rep_->bytes.data();
+    end_ = begin_ + rep_->bytes.size();
+    arena_.set_limit((std::size_t{48} << 20) + 4 * rep_->bytes.size());
+  }
+
+  Result<Document> Run() {
+    if (rep_->bytes.size() > std::min(options_.max_bytes, std::size_t{Container::kMaxCount})) {
+      return Status(Code::kResourceExhausted, "pickle: " + std::to_string(rep_->bytes.size()) +
+                                                  " bytes, over the limit of " +
+                                                  std::to_string(options_.max_bytes));
+    }
+    while (!done_) {
+      if (!Step()) return status_;
+    }
+    return Access::Finish(std::move(rep_));
+  }
+
+ private:
+  bool Fail(Code code, std::string_view what) {
+    status_ =
+        Status(code, "pickle: byte " + std::to_string(op_ - begin_) + ": " + std::string(what));
+    return false;
+  }
+  bool Damaged(std::string_view what) { return Fail(Code::kDataLoss, what); }
+  bool Exhausted() {
+    return Fail(Code::kResourceExhausted, "its records would need over " +
+                                              std::to_string((48 << 20) + 4 * rep_->bytes.size()) +
+                                              " bytes, which is more than a stream of " +
+                                              std::to_string(rep_->bytes.size()) + " bytes may");
+  }
+
+  bool Need(std::uint64_t n) {
+    if (n <= static_cast<std::uint64_t>(end_ - at_)) return true;
+    return Damaged("truncated: " + std::to_string(n) + " bytes wanted, " +
+                   std::to_string(end_ - at_) + " left");
+  }
+  template <typename T>
+  bool Number(T& out) {
+    if (!Need(sizeof(T))) return false;
+    out = LoadLittle<T>(at_);
+    at_ += sizeof(T);
+    return true;
+  }
+  bool Push(const Value& v) { return stack_.Push(v) || Exhausted(); }
+
+  // Values that the operation may take: those above the last mark.
+  std::size_t Free() { return stack_.size() - (marks_.size() == 0 ? 0 : marks_.back()); }
+  bool Have(std::size_t n) {
+    return n <= Free() ||
+           Damaged("takes " + std::to_string(n) + " values, there are " + std::to_string(Free()));
+  }
+  // Where the values above the last mark begin; the mark is gone.
+  bool PopMark(std::size_t& first) {
+    if (marks_.size() == 0) return Damaged("there is no mark");
+    first = marks_.back();
+    marks_.Shrink(marks_.size() - 1);
+    return true;
+  }
+
+  template <typename Length>
+  bool Text(Kind kind) {
+    Length length = 0;
+    if (!Number(length) || !Need(length)) return false;
+    const std::string_view text(at_, static_cast<std::size_t>(length));
+    at_ += length;
+    if (kind == Kind::kString && !IsUtf8(text)) return Damaged("text that is no UTF-8");
+    return Push(Access::At(kind, text.data(), text.size()));
+  }
+
+  bool Long(std::uint64_t length) {
+    if (!Need(length)) return false;
+    const char* p = at_;
+    at_ += length;
+    // Without what only repeats the sign.
+    while (length > 1) {
+      const auto last = static_cast<unsigned char>(p[length - 1]);
+      const bool below = (static_cast<unsigned char>(p[length - 2]) & 0x80) != 0;
+      if (!((last == 0 && !below) || (last == 0xff && below))) break;
+      --length;
+    }
+    if (length > 8) return Push(Access::At(Kind::kLong, p, length));
+    std::uint64_t v = 0;
+    if (length > 0) {
+      if ((static_cast<unsigned char>(p[length - 1]) & 0x80) != 0) v = ~std::uint64_t{0};
+      std::memcpy(&v, p, length);
+    }
+    return Push(Access::Make(Kind::kInt, v));
+  }
+
+  bool Int(std::int64_t v) { return Push(Access::Make(Kind::kInt, static_cast<std::uint64_t>(v))); }
+
+  // The top n values become a tuple.
+  bool Tuple(std::size_t n) {
+    Value* from = stack_.data() + stack_.size() - n;
+    if (n == 1 && from->kind() == Kind::kTuple &&
+        (Access::FormOf(*from) == Form::kInts || from->size() == 0)) {
+      *from =
+          Access::Make(Kind::kTuple, Access::Bits(*from), Access::Length(*from), Form::kOneInts);
+      return true;
+    }
+    bool ints = n > 0;
+    for (std::size_t i = 0; i < n && ints; ++i) ints = from[i].kind() == Kind::kInt;
+    Value made = Access::Make(Kind::kTuple, 0);
+    if (n > 0) {
+      void* place = arena_.Take(n * (ints ? sizeof(std::int64_t) : sizeof(Value)));
+      if (place == nullptr) return Exhausted();
+      if (ints) {
+        auto* out = static_cast<std::uint64_t*>(place);
+        for (std::size_t i = 0; i < n; ++i) out[i] = Access::Bits(from[i]);
+      } else {
+        std::memcpy(place, static_cast<const void*>(from), n * sizeof(Value));
+      }
+      made = Access::At(Kind::kTuple, place, n, ints ? Form::kInts : Form::kPlain);
+    }
+    stack_.Shrink(stack_.size() - n);
+    return Push(made);
+  }
+
+  bool NewContainer(Kind kind) {
+    auto* c = static_cast<Container*>(arena_.Take(sizeof(Container)));
+    if (c == nullptr) return Exhausted();
+    *c = Container();
+    return Push(Access::At(kind, c));
+  }
+
+  // --- Objects ---
+  bool Callable(const Value& callee, std::string_view how) {
+    if (callee.kind() != Kind::kGlobal) {
+      return Fail(Code::kUnsupported,
+                  std::string(how) + ": asks to call " + std::string(KindName(callee.kind())));
+    }
+    if (callee.known() == KnownClass::kTorchDtype) {
+      return Damaged("asks to call " + FullName(callee) + ", which is no function");
+    }
+    return true;
+  }
+  static std::string FullName(const Value& global) {
+    return ShownName(std::string(global.module()) + "." + std::string(global.name()));
+  }
+
+  // getattr is how enums of some versions are written, and means nothing else here.
+  bool CheckGetattr(const Value& args) {
+    if (args.size() == 2 && args.item(0).kind() == Kind::kGlobal &&
+        args.item(1).kind() == Kind::kString) {
+      switch (args.item(0).known()) {
+        case KnownClass::kMemFormatEncoding:
+        case KnownClass::kWriteItemType:
+        case KnownClass::kTrainerRecord:
+          return true;
+        default:
+          if (options_.unknown == Unknown::kInert) return true;
+          return Fail(Code::kUnsupported, "asks for getattr(" + FullName(args.item(0)) + ", \"" +
+                                              ShownName(args.item(1).text()) +
+                                              "\"), which is no member of an enum");
+      }
+    }
+    return options_.unknown == Unknown::kInert ||
+           Fail(Code::kUnsupported, "asks for getattr of something that is no class");
+  }
+
+  // Leaves `made` in place of the top `popped` values.
+  bool MakeObject(const Value& callee, const Value& args, std::size_t popped) {
+    Value made;
+    if (callee.known() == KnownClass::kTorchSize && args.kind() == Kind::kTuple &&
+        Access::FormOf(args) == Form::kOneInts) {
+      made = Access::Make(Kind::kObject, Access::Bits(args), Access::Length(args), Form::kInts);
+    } else {
+      auto* object = static_cast<ObjectRecord*>(arena_.Take(sizeof(ObjectRecord)));
+      if (object == nullptr) return Exhausted();
+      *object = ObjectRecord();
+      object->callee = Access::Place<const ClassRow>(callee);
+      if (args.size() > 0) {
+        if (!Extra(*object)) return false;
+        object->extra->args = args;
+      }
+      made = Access::At(Kind::kObject, object);
+    }
+    stack_.Shrink(stack_.size() - popped);
+    return Push(made);
+  }
+  bool Extra(ObjectRecord& object) {
+    if (object.extra != nullptr) return true;
+    object.extra = static_cast<ObjectExtra*>(arena_.Take(sizeof(ObjectExtra)));
+    if (object.extra == nullptr) return Exhausted();
+    *object.extra = ObjectExtra();
+    object.extra->args = Access::Make(Kind::kTuple, 0);
+    return true;
+  }
+
+  bool Reduce(bool newobj) {
+    const std::string_view how = newobj ? "NEWOBJ" : "REDUCE";
+    if (!Have(2)) return false;
+    const Value args = stack_.back();
+    const Value callee = stack_[stack_.size() - 2];
+    if (!Callable(callee, how)) return false;
+    if (args.kind() != Kind::kTuple) {
+      return Damaged(std::string(how) + " with arguments that are " +
+                     std::string(KindName(args.kind())));
+    }
+    if (callee.known() == KnownClass::kGetattr && !CheckGetattr(args)) return false;
+    return MakeObject(callee, args, 2);
+  }
+
+  bool NewobjEx() {
+    if (!Have(3)) return false;
+    const Value named = stack_.back();
+    const Value args = stack_[stack_.size() - 2];
+    const Value callee = stack_[stack_.size() - 3];
+    if (!Callable(callee, "NEWOBJ_EX")) return false;
+    if (args.kind() != Kind::kTuple || named.kind() != Kind::kDict) {
+      return Damaged("NEWOBJ_EX without a tuple and a dict");
+    }
+    if (callee.known() == KnownClass::kGetattr && !CheckGetattr(args)) return false;
+    if (named.size() == 0) return MakeObject(callee, args, 3);
+    // One more argument: the named ones.
+    const std::size_t n = args.size();
+    auto* all = static_cast<Value*>(arena_.Take((n + 1) * sizeof(Value)));
+    if (all == nullptr) return Exhausted();
+    for (std::size_t i = 0; i < n; ++i) all[i] = args.item(i);
+    all[n] = named;
+    return MakeObject(callee, Access::At(Kind::kTuple, all, n + 1), 3);
+  }
+
+  bool Build() {
+    if (!Have(2)) return false;
+    const Value state = stack_.back();
+    const Value object = stack_[stack_.size() - 2];
+    if (object.kind() != Kind::kObject || Access::FormOf(object) != Form::kPlain) {
+      return Damaged("BUILD of " + std::string(KindName(object.kind())) + ", which has no state");
+    }
+    auto& record = *Access::Place<ObjectRecord>(object);
+    if (record.state.kind() != Kind::kNone) return Damaged("a second BUILD of the same object");
+    record.state = state;
+    stack_.Shrink(stack_.size() - 1);
+    return true;
+  }
+
+  // `values` on the top are pairs for what lies below them.
+  bool SetItems(std::size_t values) {
+    const std::size_t first = stack_.size() - values;
+    const std::size_t floor = marks_.size() == 0 ? 0 : marks_.back();
+    if (first <= floor) return Damaged("there is nothing to set items of");
+    if (values % 2 != 0) return Damaged("a key without a value");
+    const Value into = stack_[first - 1];
+    Container* c = nullptr;
+    if (into.kind() == Kind::kDict) {
+      c = Access::Place<Container>(into);
+    } else if (into.kind() == Kind::kObject && Access::FormOf(into) == Form::kPlain) {
+      auto& record = *Access::Place<ObjectRecord>(into);
+      if (!Extra(record)) return false;
+      c = &record.extra->pairs;
+    } else {
+      return Damaged("sets items of " + std::string(KindName(into.kind())));
+    }
+    if (!containers_.AddPairs(*c, stack_.data() + first, values)) return Exhausted();
+    stack_.Shrink(first);
+    return true;
+  }
+
+  bool AppendTop(std::size_t values, bool to_set) {
+    const std::size_t first = stack_.size() - values;
+    const std::size_t floor = marks_.size() == 0 ? 0 : marks_.back();
+    if (first <= floor) return Damaged("there is nothing to append to");
+    const Value into = stack_[first - 1];
+    if (into.kind() == (to_set ? Kind::kSet : Kind::kList)) {
+      if (!containers_.Append(*Access::Place<Container>(into), stack_.data() + first, values)) {
+        return Exhausted();
+      }
+    } else if (!to_set && into.kind() == Kind::kObject && Access::FormOf(into) == Form::kPlain) {
+      auto& record = *Access::Place<ObjectRecord>(into);
+      if (!Extra(record)) return false;
+      for (std::size_t i = 0; i < values; ++i) {
+        const Value pair[2] = {Value(), stack_[first + i]};
+        if (!containers_.AddPairs(record.extra->pairs, pair, 2)) return Exhausted();
+      }
+    } else {
+      return Damaged("appends to " + std::string(KindName(into.kind())));
+    }
+    stack_.Shrink(first);
+    return true;
+  }
+
+  // --- Names ---
+  bool Name(std::string_view module, std::string_view name) {
+    KnownClass prefix = KnownClass::kUnknown;
+    const ClassRow* row = FindClassRow(module, name, &prefix);
+    if (row == nullptr) {
+      if (prefix == KnownClass::kUnknown && options_.unknown == Unknown::kRefuse) {
+        return Fail(Code::kUnsupported,
+                    "asks for " + ShownName(std::string(module) + "." + std::string(name)) +
+                        ", which is not among the names that a checkpoint may speak of");
+      }
+      void* place = arena_.Take(sizeof(ClassRow));
+      if (place == nullptr) return Exhausted();
+      row = new (place) ClassRow{module, name, prefix};
+    }
+    return Push(Access::At(Kind::kGlobal, row));
+  }
+  bool Line(std::string_view& out) {
+    const void* end = std::memchr(at_, '\n', static_cast<std::size_t>(end_ - at_));
+    if (end == nullptr) return Damaged("truncated: a line without an end");
+    out = {at_, static_cast<std::size_t>(static_cast<const char*>(end) - at_)};
+    at_ += out.size() + 1;
+    return IsUtf8(out) || Damaged("a name that is no UTF-8");
+  }
+  bool Global() {
+    std::string_view module;
+    std::string_view name;
+    return Line(module) && Line(name) && Name(module, name);
+  }
+  bool StackGlobal() {
+    if (!Have(2)) return false;
+    const Value name = stack_.back();
+    const Value module = stack_[stack_.size() - 2];
+    if (name.kind() != Kind::kString || module.kind() != Kind::kString) {
+      return Damaged("STACK_GLOBAL of what is no text");
+    }
+    stack_.Shrink(stack_.size() - 2);
+    return Name(module.text(), name.text());
+  }
+
+  // --- Memo ---
+  bool Memoize() {
+    if (!Have(1)) return false;
+    return Put(filled_);
+  }
+  bool Put(std::uint64_t slot) {
+    if (!Have(1)) return false;
+    // Writers number them in order, Python 2's from one; a number far ahead asks for memory only.
+    if (slot > filled_ + 1) {
+      return Damaged("memo slot " + std::to_string(slot) + ", after " + std::to_string(filled_) +
+                     " entries");
+    }
+    while (memo_.size() <= slot) {
+      if (!memo_.Push(Access::EmptySlot())) return Exhausted();
+    }
+    if (Access::Empty(memo_[slot])) ++filled_;
+    memo_[slot] = stack_.back();
+    return true;
+  }
+  bool Get(std::uint64_t slot) {
+    if (slot >= memo_.size() || Access::Empty(memo_[slot])) {
+      return Damaged("memo slot " + std::to_string(slot) + " was never filled");
+    }
+    return Push(memo_[slot]);
+  }
+  template <typename Index>
+  bool PutNumbered() {
+    Index slot = 0;
+    return Number(slot) && Put(slot);
+  }
+  template <typename Index>
+  bool GetNumbered() {
+    Index slot = 0;
+    return Number(slot) && Get(slot);
+  }
+
+  bool Persistent() {
+    if (!Have(1)) return false;
+    auto* id = static_cast<Value*>(arena_.Take(sizeof(Value)));
+    if (id == nullptr) return Exhausted();
+    *id = stack_.back();
+    stack_.back() = Access::At(Kind::kPersistent, id);
+    return true;
+  }
+
+  bool Pop() {
+    if (Free() == 0 && marks_.size() > 0) {
+      marks_.Shrink(marks_.size() - 1);
+      return true;
+    }
+    if (!Have(1)) return false;
+    stack_.Shrink(stack_.size() - 1);
+    return true;
+  }
+
+  bool Stop() {
+    if (stack_.size() != 1 || marks_.size() != 0) {
+      return Damaged("ends with " + std::to_string(stack_.size()) + " values and " +
+                     std::to_string(marks_.size()) + " marks instead of one value");
+    }
+    if (at_ != end_ && !options_.trailing_bytes) {
+      return Damaged("ends " + std::to_string(end_ - at_) + " bytes before the stream does");
+    }
+    rep_->consumed = static_cast<std::size_t>(at_ - begin_);
+    rep_->root = stack_.back();
+    done_ = true;
+    return containers_.BuildIndexes() || Exhausted();
+  }
+
+  bool Proto() {
+    std::uint8_t version = 0;
+    if (!Number(version)) return false;
+    if (op_ != begin_) return Damaged("PROTO in the middle");
+    if (version >= 2 && version <= 5) return true;
+    return Fail(Code::kUnsupported, "protocol " + std::to_string(version) + ", not 2 to 5");
+  }
+
+  bool Step();
+  bool Refused(unsigned char op);
+
+  std::unique_ptr<Access::Rep> rep_;
+  const Options options_;
+  Arena& arena_;
+  Row<Value> stack_;
+  Row<std::size_t> marks_;
+  Row<Value> memo_;
+  ContainerMaker containers_{arena_};
+  std::uint64_t filled_ = 0;  // Slots of the memo that hold something.
+  const char* begin_ = nullptr;
+  const char* at_ = nullptr;
+  const char* op_ = nullptr;  // The operation under way.
+  const char* end_ = nullptr;
+  bool done_ = false;
+  Status status_;
+};
+
+// The numbers are pickletools.opcodes'.
+bool Machine::Step() {
+  op_ = at_;
+  if (at_ == end_) return Damaged("truncated: no STOP");
+  const auto op = static_cast<unsigned char>(*at_++);
+  if (op_ == begin_ && op != 0x80) {
+    return Damaged("is no pickle of protocol 2 or later");
+  }
+  std::size_t first = 0;
+  switch (op) {
+    case 0x80:  // PROTO
+      return Proto();
+    case 0x95: {  // FRAME: only a hint for readers of pipes.
+      std::uint64_t length = 0;
+      return Number(length) && Need(length);
+    }
+    case '.':
+      return Stop();
+    case 'N':
+      return Push(Value());
+    case 0x88:
+      return Push(Access::Make(Kind::kBool, 1));
+    case 0x89:
+      return Push(Access::Make(Kind::kBool, 0));
+    case 'J': {
+      std::int32_t v = 0;
+      return Number(v) && Int(v);
+    }
+    case 'K': {
+      std::uint8_t v = 0;
+      return Number(v) && Int(v);
+    }
+    case 'M': {
+      std::uint16_t v = 0;
+      return Number(v) && Int(v);
+    }
+    case 0x8a: {  // LONG1
+      std::uint8_t length = 0;
+      return Number(length) && Long(length);
+    }
+    case 0x8b: {  // LONG4
+      std::int32_t length = 0;
+      if (!Number(length)) return false;
+      if (length < 0) return Damaged("a number of negative length");
+      return Long(static_cast<std::uint64_t>(length));
+    }
+    case 'G': {  // BINFLOAT: the one that is big-endian.
+      if (!Need(8)) return false;
+      at_ += 8;
+      return Push(Access::Make(Kind::kFloat, BigEndian64(at_ - 8)));
+    }
+    case 0x8c:
+      return Text<std::uint8_t>(Kind::kString);
+    case 'X':
+      return Text<std::uint32_t>(Kind::kString);
+    case 0x8d:
+      return Text<std::uint64_t>(Kind::kString);
+    case 'C':
+      return Text<std::uint8_t>(Kind::kBytes);
+    case 'B':
+      return Text<std::uint32_t>(Kind::kBytes);
+    case 0x8e:
+    case 0x96:  // BYTEARRAY8
+      return Text<std::uint64_t>(Kind::kBytes);
+    case '(':
+      return marks_.Push(stack_.size()) || Exhausted();
+    case ')':
+      return Push(Access::Make(Kind::kTuple, 0));
+    case 't':
+      return PopMark(first) && Tuple(stack_.size() - first);
+    case 0x85:
+    case 0x86:
+    case 0x87: {
+      const std::size_t n = op - 0x84u;
+      return Have(n) && Tuple(n);
+    }
+    case ']':
+      return NewContainer(Kind::kList);
+    case 'a':
+      return Have(2) && AppendTop(1, false);
+    case 'e':
+      return PopMark(first) && AppendTop(stack_.size() - first, false);
+    case '}':
+      return NewContainer(Kind::kDict);
+    case 's':
+      return Have(3) && SetItems(2);
+    case 'u':
+      return PopMark(first) && SetItems(stack_.size() - first);
+    case 0x8f:  // EMPTY_SET
+      return NewContainer(Kind::kSet);
+    case 0x90:  // ADDITEMS
+      return PopMark(first) && AppendTop(stack_.size() - first, true);
+    case 0x91: {  // FROZENSET
+      if (!PopMark(first)) return false;
+      auto* c = static_cast<Container*>(arena_.Take(sizeof(Container)));
+      if (c == nullptr) return Exhausted();
+      *c = Container();
+      if (!containers_.Append(*c, stack_.data() + first, stack_.size() - first)) return Exhausted();
+      stack_.Shrink(first);
+      return Push(Access::At(Kind::kSet, c));
+    }
+    case 0x94:
+      return Memoize();
+    case 'h':
+      return GetNumbered<std::uint8_t>();
+    case 'j':
+      return GetNumbered<std::uint32_t>();
+    case 'q':
+      return PutNumbered<std::uint8_t>();
+    case 'r':
+      return PutNumbered<std::uint32_t>();
+    case 'c':
+      return Global();
+    case 0x93:
+      return StackGlobal();
+    case 0x81:
+      return Reduce(true);
+    case 0x92:
+      return NewobjEx();
+    case 'R':
+      return Reduce(false);
+    case 'b':
+      return Build();
+    case 'Q':
+      return Persistent();
+    case '0':
+      return Pop();
+    case '1':  // POP_MARK
+      if (!PopMark(first)) return false;
+      stack_.Shrink(first);
+      return true;
+    default:
+      return Refused(op);
+  }
+}
+
+// What Python knows and no checkpoint uses, by name; anything else is no opcode at all.
+bool Machine::Refused(unsigned char op) {
+  struct Named {
+    unsigned char op;
+    std::string_view name;
+  };
+  static constexpr Named kNamed[] = {{'i', "INST"},
+                                     {'o', "OBJ"},
+                                     {0x82, "EXT1"},
+                                     {0x83, "EXT2"},
+                                     {0x84, "EXT4"},
+                                     {'P', "PERSID"},
+                                     {0x97, "NEXT_BUFFER"},
+                                     {0x98, "READONLY_BUFFER"},
+                                     {'2', "DUP"},
+                                     {'I', "INT"},
+                                     {'L', "LONG"},
+                                     {'F', "FLOAT"},
+                                     {'S', "STRING"},
+                                     {'T', "BINSTRING"},
+                                     {'U', "SHORT_BINSTRING"},
+                                     {'V', "UNICODE"},
+                                     {'d', "DICT"},
+                                     {'l', "LIST"},
+                                     {'g', "GET"},
+                                     {'p', "PUT"}};
+  for (const Named& named : kNamed) {
+    if (named.op == op) {
+      return Fail(Code::kUnsupported, "asks for the operation " + std::string(named.name) +
+                                          ", which no checkpoint uses");
+    }
+  }
+  return Damaged("operation " + std::to_string(op) + " does not exist");
+}
+
+Result<Document> Parse(std::string bytes, const Options& options) {
+  return Machine(std::move(bytes), options).Run();
+}
+
+}  // namespace tensormount::pickle
