@@ -3,8 +3,11 @@
 
 #include <algorithm>
 
+#include "base/checked.h"
 #include "base/coding.h"
+#include "index/adopt/foreign.h"
 #include "index/file_cache.h"
+#include "index/foreign_file.h"
 #include "index/store_layout.h"
 #include "shard/safetensors.h"
 
@@ -69,34 +72,46 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   }
   TENSORMOUNT_RETURN_IF_ERROR(index.status());
   opened->index_ = std::move(index).value();
-  // Records name files by absolute paths only where an operator adopted them, which is not built:
-  // nobody reads through us what only we may read.
-  for (const FileRecord& record : opened->index_->files()) {
-    if (record.placement == Placement::kForeign) {
-      return Status(Code::kUnsupported, directory + ": its data lie outside of it, in " +
-                                            record.name + ": not built yet");
+  TENSORMOUNT_RETURN_IF_ERROR(
+      CheckMayReadForeign(fs, directory, opened->index_->info(), info, options.roots));
+  return opened;
+}
+
+Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSystem& fs,
+                                                                        ForeignContent content,
+                                                                        const std::string& path,
+                                                                        const Options& options) {
+  std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
+  opened->fs_ = &fs;
+  opened->directory_ = path;
+  opened->files_ = std::make_unique<Files>(fs, options.max_open_files);
+  opened->resolver_ = std::move(content.resolver);
+  opened->warnings_ = std::move(content.warnings);
+  const Content& found = content.content;
+  for (const FileRecord& file : found.files) {
+    if (file.placement != Placement::kForeign || found.info.self_contained) {
+      return Status(Code::kInternal, path + ": " + file.name + " is not recorded as foreign");
     }
   }
+  opened->is_file_ =
+      found.files.size() == 1 && JoinPath(found.info.root, found.files[0].name) == path;
+  TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_, CheckpointIndex::FromContent(found));
   return opened;
 }
 
 Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenSafetensors(
     FileSystem& fs, const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(path));
-  std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
-  opened->fs_ = &fs;
-  opened->directory_ = resolved;
-  opened->files_ = std::make_unique<Files>(fs, 1);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<OpenDataFile> file,
-                               opened->files_->Open(resolved));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->file().Stat());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(resolved));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
   if (info.kind != FileKind::kFile) {
     return Status(Code::kInvalidArgument, path + ": not a file");
   }
-  Result<SafetensorsHeader> header = ReadSafetensorsHeader(file->file());
+  Result<SafetensorsHeader> header = ReadSafetensorsHeader(*file);
   if (!header.ok()) return header.status().WithContext(path);
 
-  Content content;
+  ForeignContent foreign;
+  Content& content = foreign.content;
   // The same file is the same checkpoint; another file in its place is another.
   ByteWriter identity;
   identity.String(resolved);
@@ -109,8 +124,14 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenSafetensors(
   content.info.world_size = 1;
   content.info.created = content.info.json_mtime = content.info.common_mtime = info.mtime_seconds;
   content.info.self_contained = false;
-  content.files.push_back(
-      {.name = resolved, .placement = Placement::kForeign, .length = info.size, .root = {}});
+  const std::size_t slash = resolved.rfind('/');
+  content.info.root = slash == 0 ? "/" : resolved.substr(0, slash);
+  content.files.push_back({.name = resolved.substr(slash + 1),
+                           .placement = Placement::kForeign,
+                           .length = info.size,
+                           .root = {},
+                           .mtime_seconds = info.mtime_seconds,
+                           .mtime_nanoseconds = info.mtime_nanoseconds});
   for (const SafetensorsEntry& entry : header.value().entries) {
     Result<TensorMeta> meta = TensorMeta::Make(entry.key, entry.dtype, entry.shape);
     if (!meta.ok()) {
@@ -131,14 +152,13 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenSafetensors(
       [](const TensorContent& a, const TensorContent& b) { return a.meta.key() < b.meta.key(); });
   for (const auto& [key, value] : header.value().metadata) {
     if (IsReservedCommonName(key)) {
-      opened->warnings_.push_back(path + ": metadata " + key + " has a reserved name, left out");
+      foreign.warnings.push_back(path + ": metadata " + key + " has a reserved name, left out");
     } else {
       content.common.emplace(key, value);
     }
   }
   TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(content).WithContext(path));
-  TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_, CheckpointIndex::FromContent(content));
-  return opened;
+  return OpenForeign(fs, std::move(foreign), resolved, Options());
 }
 
 std::string OpenedCheckpoint::name() const {
@@ -147,22 +167,85 @@ std::string OpenedCheckpoint::name() const {
   if (const std::size_t slash = name.rfind('/'); slash != std::string_view::npos) {
     name.remove_prefix(slash + 1);
   }
-  constexpr std::string_view kSuffix = ".safetensors";
-  if (!has_commit_ && name.size() > kSuffix.size() && name.ends_with(kSuffix)) {
-    name.remove_suffix(kSuffix.size());
+  if (is_file_) {
+    const std::size_t dot = name.rfind('.');
+    if (dot != std::string::npos && dot > 0) name = name.substr(0, dot);
   }
   return std::string(name);
 }
 
 std::string OpenedCheckpoint::FilePath(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
-  return record.placement == Placement::kForeign ? record.name : JoinPath(directory_, record.name);
+  return JoinPath(record.placement == Placement::kForeign ? index_->info().root : directory_,
+                  record.name);
 }
 
 Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
-  return record.placement == Placement::kForeign ? fs_->OpenRead(record.name)
-                                                 : fs_->OpenReadBelow(directory_, record.name);
+  return record.placement == Placement::kForeign
+             ? OpenForeignFile(*fs_, index_->info(), record, has_commit_)
+             : fs_->OpenReadBelow(directory_, record.name);
+}
+
+Status OpenedCheckpoint::CheckStill(std::uint32_t file, File& open) const {
+  const FileRecord& record = index_->files()[file];
+  if (record.placement != Placement::kForeign) return Status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, open.Stat());
+  return CheckUnchanged(record, info, has_commit_);
+}
+
+Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::Extents(
+    const TensorEntry& tensor) const {
+  if (!tensor.pending) return index_->Extents(tensor.ordinal);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentLookup> lookup, Lookup(tensor));
+  return lookup->shared_table();
+}
+
+Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::ResolvePending(
+    const TensorEntry& tensor, const ExtentTable& table) const {
+  const TensorMeta& meta = tensor.meta;
+  auto resolved = std::make_shared<ExtentTable>(table.rank(), table.wide());
+  resolved->Reserve(table.size());
+  std::shared_ptr<OpenDataFile> file;
+  std::uint32_t number = kNoFile;
+  for (std::size_t i = 0; i < table.size(); ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, table.At(i));
+    if (chunk.pending) {
+      const auto failed = [&](const Status& why) {
+        return why.WithContext("tensor " + meta.key() + " " + chunk.region.ToString());
+      };
+      if (resolver_ == nullptr || chunk.file >= index_->files().size()) {
+        return failed(Status(Code::kDataLoss, "index: nothing tells where its bytes are"));
+      }
+      if (!file || number != chunk.file) {
+        Result<std::shared_ptr<OpenDataFile>> open = files_->Open(*this, chunk.file);
+        if (open.status().code() == Code::kNotFound) {
+          return failed(Status(Code::kDataLoss, open.status().message()));
+        }
+        if (!open.ok()) return failed(open.status());
+        file = std::move(open).value();
+        number = chunk.file;
+      }
+      const Region region = chunk.region;
+      const Status found = resolver_->Resolve(meta, file->file(), chunk);
+      if (Status still = CheckStill(number, file->file()); !still.ok()) return failed(still);
+      if (!found.ok()) return failed(found);
+      chunk.pending = false;
+      chunk.region = region;
+      chunk.file = number;
+      if (!RangeWithin(chunk.offset, chunk.length, index_->files()[number].length)) {
+        return failed(Status(
+            Code::kDataLoss,
+            index_->files()[number].name + ": its bytes would end past the end of the file"));
+      }
+      if (!region.is_flat() &&
+          ArePackedStrides(meta.dtype(), region.box().extent(), chunk.strides)) {
+        chunk.strides = Dims();
+      }
+    }
+    resolved->Append(chunk);
+  }
+  return std::shared_ptr<const ExtentTable>(std::move(resolved));
 }
 
 Result<std::uint32_t> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) const {
@@ -176,6 +259,9 @@ Result<std::uint32_t> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) c
     return none;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_->LinkStat(FilePath(file)));
+  const bool foreign = index_->files()[file].placement == Placement::kForeign;
+  if (foreign && info.kind == FileKind::kSymlink) return none;  // To be opened with care only.
+  TENSORMOUNT_RETURN_IF_ERROR(CheckUnchanged(index_->files()[file], info, has_commit_));
   if (info.kind != FileKind::kFile || info.size != tensor.meta.bytes()) {
     return Status(Code::kDataLoss, "tensor " + tensor.meta.key() + ": " +
                                        index_->files()[file].name + ": " +

@@ -21,6 +21,8 @@
 namespace tensormount {
 
 class ExtentLookup;
+class ItemResolver;
+struct ForeignContent;
 
 // How much a read checks.
 enum class ReadVerify {
@@ -40,7 +42,7 @@ struct ReadStats {
   }
 };
 
-// An opened committed checkpoint (or a foreign file in the same clothes). Read-only, immutable,
+// An opened committed checkpoint (or a foreign one in the same clothes). Read-only, immutable,
 // thread-safe. Holds a shared flock on COMMIT, so that gc waits for it. Data files are opened
 // when first read, at most `max_open_files` at a time.
 class OpenedCheckpoint {
@@ -50,14 +52,24 @@ class OpenedCheckpoint {
     // warning); false: fail.
     bool rebuild_index = true;
     std::size_t max_open_files = 512;
+    // Folders of which the operator said that data of adopted checkpoints may lie below them,
+    // whoever published these (index/foreign_file.h).
+    std::vector<std::string> roots;
   };
 
   // A checkpoint folder. kNotFound: no COMMIT here. kStale: it is being deleted. kDataLoss: both
   // copies of COMMIT, or the index and what it could be rebuilt from, are damaged. kUnsupported:
-  // written in a newer format.
+  // written in a newer format. kPermissionDenied: its data lie elsewhere, where only the operator
+  // may send us (Options::roots).
   static Result<std::shared_ptr<OpenedCheckpoint>> Open(FileSystem& fs,
                                                         const std::string& directory,
                                                         const Options& options);
+  // What an adapter found of a foreign checkpoint at `path`, a folder or a file, as resolved. Its
+  // warnings become warnings().
+  static Result<std::shared_ptr<OpenedCheckpoint>> OpenForeign(FileSystem& fs,
+                                                               ForeignContent content,
+                                                               const std::string& path,
+                                                               const Options& options);
   // A .safetensors file: name "model.safetensors" becomes checkpoint "model". No hashes.
   static Result<std::shared_ptr<OpenedCheckpoint>> OpenSafetensors(FileSystem& fs,
                                                                    const std::string& path);
@@ -66,17 +78,23 @@ class OpenedCheckpoint {
   const std::string& directory() const { return directory_; }
   std::string name() const;  // Last component.
   const CheckpointIndex& index() const { return *index_; }
-  // Null for foreign files.
+  // Null for foreign checkpoints that are read in place.
   const DecodedCommit* commit() const { return has_commit_ ? &commit_ : nullptr; }
   // What was out of order at open but could be mended (damaged copy, rebuilt index); empty:
   // nothing.
   const std::vector<std::string>& warnings() const { return warnings_; }
   bool index_was_rebuilt() const { return index_rebuilt_; }
 
+  // Where the chunks of a tensor are. Those that were pending are looked up now, which reads a
+  // little of each of their items: kDataLoss, kUnsupported (ItemResolver), kStale, the errno of a
+  // read. The bytes of no tensor but this one are concerned.
+  Result<std::shared_ptr<const ExtentTable>> Extents(const TensorEntry& tensor) const;
+
   // Reads `region` of a tensor into `out` (whose shape is the region's extents; may be strided).
   // `digest`, where not null, receives the contribution of the bytes *as they arrived in `out`*
   // to the tensor's digest (base/hash.h). Errors: kInvalidArgument (region, dtype, shape);
   // kDataLoss naming tensor, box, file and byte (checksum differs, short file, missing file);
+  // kStale where a foreign file changed before its bytes were here and no hash proved them;
   // or the errno of the read. On error the contents of `out` are undefined.
   Status Read(const TensorEntry& tensor, const Region& region, const BufferView& out,
               ReadVerify verify, ReadStats* stats, Crc64* digest) const;
@@ -104,7 +122,7 @@ class OpenedCheckpoint {
   // gaps.
   Result<std::vector<MappedPiece>> MapPlaced(const TensorEntry& tensor,
                                              std::span<const PlacedBox> want) const;
-  // A part of an object, always verified when all of it is read.
+  // A part of an object, always verified when all of it is read and it has a hash.
   Status ReadObject(const ObjectContent& object, std::uint64_t offset, void* out,
                     std::size_t size) const;
 
@@ -114,9 +132,13 @@ class OpenedCheckpoint {
   // Path of file number n on the host; it must be below index().files().size().
   std::string FilePath(std::uint32_t file) const;
 
-  // Opens that file; of a checkpoint's own files nothing outside of its folder, whatever links
-  // somebody put there.
+  // Opens that file; of a checkpoint's own files nothing outside of its folder, of foreign ones
+  // nothing outside of info().root, whatever links somebody put there. kStale where a foreign one
+  // is not what it was (index/foreign_file.h).
   Result<std::unique_ptr<File>> OpenFile(std::uint32_t file) const;
+  // To be called after bytes of a foreign file were read which no hash proves: whether it still is
+  // what it was. kStale. Ok for a checkpoint's own files.
+  Status CheckStill(std::uint32_t file, File& open) const;
 
   struct Files;  // index/file_cache.h; not for users.
 
@@ -125,9 +147,13 @@ class OpenedCheckpoint {
   struct PlannedRead;  // The chunks that a read touches, and the plan over them.
   Result<PlannedRead> PlanRead(const TensorEntry& tensor, std::span<const PlacedBox> want) const;
   Result<std::shared_ptr<const ExtentLookup>> Lookup(const TensorEntry& tensor) const;
+  Result<std::shared_ptr<const ExtentTable>> ResolvePending(const TensorEntry& tensor,
+                                                            const ExtentTable& table) const;
   FileSystem* fs_ = nullptr;
   std::string directory_;  // Of a foreign file: its own path.
   std::shared_ptr<const CheckpointIndex> index_;
+  std::shared_ptr<const ItemResolver> resolver_;  // Null: nothing is pending.
+  bool is_file_ = false;                          // A foreign checkpoint of one file.
   DecodedCommit commit_;
   bool has_commit_ = false;
   bool index_rebuilt_ = false;
@@ -142,8 +168,9 @@ Result<Content> RebuildContent(FileSystem& fs, const std::string& directory,
                                const CommitRecord& commit);
 
 struct VerifyOptions {
-  bool quick = false;  // Commit record, lengths and index only.
-  int threads = 0;     // 0: as many as cores.
+  bool quick = false;              // Commit record, lengths and index only.
+  std::vector<std::string> roots;  // OpenedCheckpoint::Options::roots.
+  int threads = 0;                 // 0: as many as cores.
   // Called now and then with bytes done and bytes in all; may be empty. From several threads.
   std::function<void(std::uint64_t done, std::uint64_t total)> progress;
 };

@@ -42,8 +42,9 @@ Result<CommitRecord::Entry> CheckpointIndex::WriteSst(FileSystem& fs, const Cont
                                                       const std::string& name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(
       CommitRecord::Entry entry,
-      SstTable::Write(fs, JoinPath(directory, name), IdentityOf(content.info.uuid, content_root),
-                      [&](const SstTable::Emit& emit) { return record::ForEach(content, emit); }));
+      SstTable::Write(
+          fs, JoinPath(directory, name), IdentityOf(content.info.uuid, content_root),
+          [&](const SstTable::Emit& emit) { return record::ForEach(content, false, emit); }));
   entry.name = name;
   return entry;
 }
@@ -52,11 +53,11 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::FromContent(
     const Content& content) {
   auto table = std::make_unique<MemoryTable>();
   TENSORMOUNT_RETURN_IF_ERROR(
-      record::ForEach(content, [&](std::string_view key, std::string_view value) {
+      record::ForEach(content, true, [&](std::string_view key, std::string_view value) {
         table->Append(key, value);
         return Status();
       }));
-  return Load(std::move(table));
+  return Load(std::move(table), true);
 }
 
 Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
@@ -83,7 +84,7 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
     return Bad(name + ": it is the index of another checkpoint");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const CheckpointIndex> index,
-                               Load(std::move(table)));
+                               Load(std::move(table), false));
   if (index->info().uuid != commit.uuid || index->info().generation != commit.generation ||
       index->info().parent != commit.parent) {
     return Bad(name + ": uuid, generation or parent is not what " + std::string(kCommitName) +
@@ -92,8 +93,10 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
   return index;
 }
 
-Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::Load(std::unique_ptr<Table> table) {
+Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::Load(std::unique_ptr<Table> table,
+                                                                     bool in_memory) {
   std::shared_ptr<CheckpointIndex> index(new CheckpointIndex);
+  index->in_memory_ = in_memory;
   index->table_ = std::move(table);
   TENSORMOUNT_RETURN_IF_ERROR(index->LoadLists());
   return std::shared_ptr<const CheckpointIndex>(std::move(index));
@@ -116,6 +119,9 @@ Status CheckpointIndex::LoadLists() {
         ByteReader in(value, "index: file");
         Result<FileRecord> file = DecodeFile(in);
         inner = file.ok() ? in.Finish() : file.status();
+        if (inner.ok() && info_.self_contained && file.value().placement == Placement::kForeign) {
+          inner = Bad(file.value().name + ": a foreign file without a root");
+        }
         if (inner.ok()) files_.push_back(std::move(file).value());
         return inner.ok();
       }));
@@ -159,7 +165,7 @@ Result<TensorEntry> CheckpointIndex::At(std::uint32_t ordinal) const {
     return ordinal < tensor_count_ ? Bad(what) : Status(Code::kNotFound, what);
   }
   TENSORMOUNT_RETURN_IF_ERROR(value.status());
-  return record::DecodeTensor(value.value(), ordinal);
+  return record::DecodeTensor(value.value(), ordinal, in_memory_);
 }
 
 Status CheckpointIndex::ForEachTensor(std::uint32_t first,
@@ -175,7 +181,7 @@ Status CheckpointIndex::ForEachTensor(std::uint32_t first,
                        inner = Bad("tensors are not numbered in order");
                        return false;
                      }
-                     Result<TensorEntry> entry = record::DecodeTensor(value, next);
+                     Result<TensorEntry> entry = record::DecodeTensor(value, next, in_memory_);
                      if (!entry.ok()) {
                        inner = entry.status();
                        return false;
@@ -220,7 +226,8 @@ Result<std::shared_ptr<const ExtentTable>> CheckpointIndex::Extents(std::uint32_
         return in_order;
       }));
   if (!in_order) return Bad("tensor " + entry.meta.key() + ": a page of extents is missing");
-  Result<ExtentTable> table = ExtentTable::FromPacked(entry.meta.shape().rank(), std::move(rows));
+  Result<ExtentTable> table = ExtentTable::FromPacked(entry.meta.shape().rank(), std::move(rows),
+                                                      entry.wide, entry.pending);
   if (!table.ok()) return table.status().WithContext("index: tensor " + entry.meta.key());
   if (table.value().size() != entry.chunks) {
     return Bad("tensor " + entry.meta.key() + ": " + std::to_string(table.value().size()) +
@@ -319,21 +326,21 @@ Result<std::shared_ptr<const LayerNames>> CheckpointIndex::Layers() const {
   if (cache_->layers) return cache_->layers;
   std::map<std::string, std::string> patterns;
   Status inner;
-  TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(
-      record::Key(record::kCommon, kLayersRecordPrefix), {},
-      [&](std::string_view key, std::string_view encoded) {
-        ByteReader in(encoded, "index: names of layers");
-        const Result<CommonValue> value = DecodeCommon(in, "index: names of layers");
-        inner = value.ok() ? in.Finish() : value.status();
-        if (!inner.ok()) return false;
-        const auto* pattern = value.value().get_if<std::string>();
-        if (pattern == nullptr) {
-          inner = Bad("names of layers: not a string");
-          return false;
-        }
-        patterns.emplace(key.substr(1 + kLayersRecordPrefix.size()), *pattern);
-        return true;
-      }));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      table_->Scan(record::Key(record::kCommon, kLayersRecordPrefix), {},
+                   [&](std::string_view key, std::string_view encoded) {
+                     ByteReader in(encoded, "index: names of layers");
+                     const Result<CommonValue> value = DecodeCommon(in, "index: names of layers");
+                     inner = value.ok() ? in.Finish() : value.status();
+                     if (!inner.ok()) return false;
+                     const auto* pattern = value.value().get_if<std::string>();
+                     if (pattern == nullptr) {
+                       inner = Bad("names of layers: not a string");
+                       return false;
+                     }
+                     patterns.emplace(key.substr(1 + kLayersRecordPrefix.size()), *pattern);
+                     return true;
+                   }));
   TENSORMOUNT_RETURN_IF_ERROR(inner);
   cache_->layers = std::make_shared<const LayerNames>(std::move(patterns));
   return cache_->layers;

@@ -33,6 +33,8 @@ struct TensorEntry {
   std::uint64_t chunks = 0;
   std::uint64_t safetensors_offset = 0;  // Of its bytes in model.safetensors; if in_safetensors.
   bool in_safetensors = false;           // False: a dtype that the format lacks.
+  bool wide = false;                     // A chunk may be strided.
+  bool pending = false;                  // A chunk is pending: OpenedCheckpoint::Extents.
 };
 
 class LayerNames;
@@ -84,6 +86,7 @@ class CheckpointIndex {
                        const std::function<bool(const TensorEntry&)>& fn) const;
   // First ordinal whose key is >= `key`: prefix listings of the mount.
   Result<std::uint32_t> LowerBound(std::string_view key) const;
+  // As recorded: what is pending is resolved by OpenedCheckpoint::Extents.
   Result<std::shared_ptr<const ExtentTable>> Extents(std::uint32_t ordinal) const;
 
   Result<std::vector<ObjectContent>> Objects() const;
@@ -114,10 +117,12 @@ class CheckpointIndex {
   struct Cache;
   CheckpointIndex();
   // Reads what is kept in memory.
-  static Result<std::shared_ptr<const CheckpointIndex>> Load(std::unique_ptr<Table> table);
+  static Result<std::shared_ptr<const CheckpointIndex>> Load(std::unique_ptr<Table> table,
+                                                             bool in_memory);
   Status LoadLists();
 
   std::unique_ptr<Table> table_;
+  bool in_memory_ = false;
   std::unique_ptr<Cache> cache_;
   CheckpointInfo info_;
   std::vector<FileRecord> files_;

@@ -48,8 +48,26 @@ std::optional<FlatRange> AsRange(const char* row, const Dims& shape) {
   return FlatRange{first + flat_first, flat_count};
 }
 
+// Whether a row has the length of its `count` elements. False says nothing yet: CheckExactly does.
+bool HasItsLength(const ExtentTable& table, const char* row, const TensorMeta& meta,
+                  std::uint64_t count) {
+  const std::uint32_t flags = extent_row::Flags(row);
+  if ((flags & extent_row::kPending) != 0) return true;  // Of an item, which is not looked at yet.
+  const auto length = LoadLittle<std::uint64_t>(row + extent_row::kLength);
+  if ((flags & extent_row::kStrided) == 0) return length == count * meta.bits() / 8;
+  if (!table.wide()) return false;
+  Dims extents;
+  Dims strides;
+  for (int a = 0; a < table.rank(); ++a) {
+    extents.push_back(extent_row::Extent(row, table.rank(), a));
+    strides.push_back(extent_row::Stride(row, table.rank(), a));
+  }
+  const Result<std::uint64_t> span = StridedSpan(meta.dtype(), extents, strides);
+  return span.ok() && span.value() == length;
+}
+
 // File, place and hash of a row; its length is the caller's to compare.
-Status CheckPlace(const Content& content, const char* row) {
+Status CheckPlace(const Content& content, const ExtentTable& table, const char* row) {
   const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
   if (file >= content.files.size()) return Bad("a chunk in a file that is not in the table");
   const FileRecord& record = content.files[file];
@@ -57,16 +75,19 @@ Status CheckPlace(const Content& content, const char* row) {
                    LoadLittle<std::uint64_t>(row + extent_row::kLength), record.length)) {
     return Bad(record.name + ": a chunk reaches past its end");
   }
-  const auto flags = LoadLittle<std::uint32_t>(row + extent_row::kFlags);
-  if ((flags & ~extent_row::kKnownFlags) != 0)
-    return Bad(record.name + ": a chunk of unknown kind");
-  if (record.placement != Placement::kForeign) {
-    if ((flags & extent_row::kHasHash) == 0) {
-      return Bad(record.name + ": a chunk without a hash");
-    }
-    if (LoadLittle<std::uint32_t>(row + extent_row::kManifest) >= content.manifests.size()) {
-      return Bad(record.name + ": a chunk of a manifest that is not in the table");
-    }
+  const std::uint32_t flags = extent_row::Flags(row);
+  const std::uint32_t known =
+      extent_row::kKnownFlags | (table.pending() ? extent_row::kPending : 0u);
+  if ((flags & ~known) != 0) return Bad(record.name + ": a chunk of unknown kind");
+  const bool foreign = record.placement == Placement::kForeign;
+  if (!foreign && (flags & (extent_row::kStrided | extent_row::kPending)) != 0) {
+    return Bad(record.name + ": a strided chunk");
+  }
+  if ((flags & extent_row::kHasHash) == 0) {
+    return foreign ? Status() : Bad(record.name + ": a chunk without a hash");
+  }
+  if (LoadLittle<std::uint32_t>(row + extent_row::kManifest) >= content.manifests.size()) {
+    return Bad(record.name + ": a chunk of a manifest that is not in the table");
   }
   return Status();
 }
@@ -77,15 +98,15 @@ Result<bool> IsChainOfRanges(const Content& content, const TensorContent& tensor
   const std::uint32_t bits = tensor.meta.bits();
   std::uint64_t next = 0;
   const std::string_view rows = tensor.extents.packed();
-  const std::size_t row_bytes = ExtentTable::RowBytes(tensor.extents.rank());
+  const std::size_t row_bytes = tensor.extents.row_bytes();
   for (std::size_t at = 0; at < rows.size(); at += row_bytes) {
     const char* row = rows.data() + at;
     const std::optional<FlatRange> range = AsRange(row, tensor.meta.shape());
     if (!range || static_cast<std::uint64_t>(range->first) != next) return false;
     const auto count = static_cast<std::uint64_t>(range->count);
     if (bits % 8 != 0 && (next * bits % 8 != 0 || count * bits % 8 != 0)) return false;
-    if (LoadLittle<std::uint64_t>(row + extent_row::kLength) != count * bits / 8) return false;
-    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(content, row));
+    if (!HasItsLength(tensor.extents, row, tensor.meta, count)) return false;
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(content, tensor.extents, row));
     next += count;
   }
   return next == tensor.meta.elements();
@@ -104,7 +125,7 @@ Result<bool> IsGrid(const Content& content, const TensorContent& tensor,
   std::array<std::size_t, kMaxRank + 1> first{};
   std::uint64_t cells = 1;
   const std::string_view rows = tensor.extents.packed();
-  const std::size_t row_bytes = ExtentTable::RowBytes(rank);
+  const std::size_t row_bytes = tensor.extents.row_bytes();
   for (int a = 0; a < rank; ++a) {
     const auto u = static_cast<std::size_t>(a);
     std::int64_t last = -1;
@@ -130,7 +151,6 @@ Result<bool> IsGrid(const Content& content, const TensorContent& tensor,
   }
   if (cells != n) return false;
   std::array<std::size_t, kMaxRank> at{};
-  const std::uint64_t element_bytes = meta.bits() / 8;
   for (std::size_t i = 0; i < n; ++i) {
     const char* row = rows.data() + i * row_bytes;
     if ((LoadLittle<std::uint32_t>(row + extent_row::kFlags) & extent_row::kFlat) != 0) {
@@ -147,11 +167,8 @@ Result<bool> IsGrid(const Content& content, const TensorContent& tensor,
       }
       volume *= extent;  // Within the tensor, whose element count fits.
     }
-    if (LoadLittle<std::uint64_t>(row + extent_row::kLength) !=
-        static_cast<std::uint64_t>(volume) * element_bytes) {
-      return false;
-    }
-    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(content, row));
+    if (!HasItsLength(tensor.extents, row, meta, static_cast<std::uint64_t>(volume))) return false;
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(content, tensor.extents, row));
     for (int a = rank - 1; a >= 0; --a) {
       const auto u = static_cast<std::size_t>(a);
       if (++at[u] + 1 < first[u + 1] - first[u]) break;
@@ -161,44 +178,63 @@ Result<bool> IsGrid(const Content& content, const TensorContent& tensor,
   return true;
 }
 
-Status CheckExactly(const Content& content, const TensorContent& tensor) {
+// Whether a decoded chunk has the length of its region.
+Status CheckLength(const Content& content, const TensorMeta& meta, const ChunkRecord& chunk) {
+  if (!chunk.region.Within(meta.shape())) {
+    return Bad(chunk.region.ToString() + " is not within " + meta.shape().ToString());
+  }
+  Result<std::uint64_t> bytes =
+      chunk.strides.rank() > 0
+          ? StridedSpan(meta.dtype(), chunk.region.box().extent(), chunk.strides)
+          : RegionBytes(meta.dtype(), meta.shape(), chunk.region);
+  if (!bytes.ok()) return Bad(chunk.region.ToString() + ": " + bytes.status().message());
+  if (chunk.pending || bytes.value() == chunk.length) return Status();
+  return Bad(chunk.region.ToString() + ": " + content.files[chunk.file].name + ": " +
+             std::to_string(chunk.length) + " bytes stored, " + std::to_string(bytes.value()) +
+             " needed");
+}
+
+TensorCheck CheckExactly(const Content& content, const TensorContent& tensor) {
   const TensorMeta& meta = tensor.meta;
   std::vector<OwnedRegion> regions;
   regions.reserve(tensor.extents.size());
   std::vector<std::uint32_t> files;
   files.reserve(tensor.extents.size());
   for (std::size_t i = 0; i < tensor.extents.size(); ++i) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, tensor.extents.At(i));
-    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(content, tensor.extents.Row(i).data()));
-    if (!chunk.region.Within(meta.shape())) {
-      return Bad(chunk.region.ToString() + " is not within " + meta.shape().ToString());
+    Result<ChunkRecord> chunk = tensor.extents.At(i);
+    Status status = chunk.status();
+    if (status.ok()) {
+      status = CheckPlace(content, tensor.extents, tensor.extents.Row(i).data());
     }
-    Result<std::uint64_t> bytes = RegionBytes(meta.dtype(), meta.shape(), chunk.region);
-    if (!bytes.ok()) return Bad(chunk.region.ToString() + ": " + bytes.status().message());
-    if (bytes.value() != chunk.length) {
-      return Bad(chunk.region.ToString() + ": " + content.files[chunk.file].name + ": " +
-                 std::to_string(chunk.length) + " bytes stored, " + std::to_string(bytes.value()) +
-                 " needed");
-    }
-    files.push_back(chunk.file);
-    if (chunk.region.empty()) continue;
-    regions.push_back({std::move(chunk.region), static_cast<std::uint32_t>(i)});
+    if (status.ok()) status = CheckLength(content, meta, chunk.value());
+    if (!status.ok()) return {Completeness::kBad, status.message()};
+    files.push_back(chunk.value().file);
+    if (chunk.value().region.empty()) continue;
+    regions.push_back({std::move(chunk.value().region), static_cast<std::uint32_t>(i)});
   }
   const CoverageReport report = CheckCoverage(meta.shape(), regions, 4);
   if (!report.overlaps.empty()) {
     const Overlap& overlap = report.overlaps.front();
-    return Bad(overlap.box.ToString() + " is stored twice: in " +
-               content.files[files[overlap.first]].name + " and " +
-               content.files[files[overlap.second]].name);
+    return {Completeness::kOverlap, overlap.box.ToString() + " is stored twice: in " +
+                                        content.files[files[overlap.first]].name + " and " +
+                                        content.files[files[overlap.second]].name};
   }
   if (!report.missing.empty()) {
     std::string message = report.missing.front().ToString() + " is stored in no chunk";
     if (report.missing.size() > 1 || report.truncated) {
       message += " (" + std::to_string(report.missing_elements) + " elements are missing in all)";
     }
-    return Bad(std::move(message));
+    return {Completeness::kHole, std::move(message)};
   }
-  return Status();
+  return {};
+}
+
+TensorCheck CheckOne(const Content& content, const TensorContent& tensor,
+                     std::vector<std::int64_t>& scratch) {
+  Result<bool> complete = IsChainOfRanges(content, tensor);
+  if (complete.ok() && !complete.value()) complete = IsGrid(content, tensor, scratch);
+  if (!complete.ok()) return {Completeness::kBad, complete.status().message()};
+  return complete.value() ? TensorCheck() : CheckExactly(content, tensor);
 }
 
 Status CheckObjects(const Content& content) {
@@ -211,8 +247,11 @@ Status CheckObjects(const Content& content) {
         return Bad("object " + first.key + ": its parts are on grids " + first.grid.ToString() +
                    " and " + part.grid.ToString());
       }
-      if (part.file >= content.files.size() || part.manifest >= content.manifests.size() ||
-          !RangeWithin(part.offset, part.length, content.files[part.file].length)) {
+      const bool in_tables =
+          part.file < content.files.size() &&
+          (part.has_hash() ? part.manifest < content.manifests.size()
+                           : content.files[part.file].placement == Placement::kForeign);
+      if (!in_tables || !RangeWithin(part.offset, part.length, content.files[part.file].length)) {
         return Bad("object " + first.key + ": part " + part.index.ToString() +
                    " is not within a file of the table");
       }
@@ -240,13 +279,17 @@ Status CheckObjects(const Content& content) {
 Status CheckComplete(const Content& content) {
   std::vector<std::int64_t> scratch;
   for (const TensorContent& tensor : content.tensors) {
-    Result<bool> complete = IsChainOfRanges(content, tensor);
-    if (complete.ok() && !complete.value()) complete = IsGrid(content, tensor, scratch);
-    Status status = complete.status();
-    if (complete.ok() && !complete.value()) status = CheckExactly(content, tensor);
-    if (!status.ok()) return status.WithContext("tensor " + tensor.meta.key());
+    TensorCheck check = CheckOne(content, tensor, scratch);
+    if (check.verdict != Completeness::kWhole) {
+      return Bad("tensor " + tensor.meta.key() + ": " + check.why);
+    }
   }
   return CheckObjects(content);
+}
+
+TensorCheck CheckTensor(const Content& content, const TensorContent& tensor) {
+  std::vector<std::int64_t> scratch;
+  return CheckOne(content, tensor, scratch);
 }
 
 }  // namespace tensormount

@@ -59,7 +59,7 @@ template <typename Fn>
 Status ForEachPiece(const Content& content, Fn fn) {
   for (const TensorContent& tensor : content.tensors) {
     const std::string_view rows = tensor.extents.packed();
-    const std::size_t row_bytes = ExtentTable::RowBytes(tensor.extents.rank());
+    const std::size_t row_bytes = tensor.extents.row_bytes();
     for (std::size_t at = 0; at < rows.size(); at += row_bytes) {
       const char* row = rows.data() + at;
       const Hash128 hash{LoadLittle<std::uint64_t>(row + extent_row::kHash),
@@ -73,7 +73,7 @@ Status ForEachPiece(const Content& content, Fn fn) {
   }
   for (const ObjectContent& object : content.objects) {
     TENSORMOUNT_RETURN_IF_ERROR(
-        fn(object.file, FilePiece{object.offset, object.length, object.hash}, true));
+        fn(object.file, FilePiece{object.offset, object.length, object.hash}, object.has_hash()));
   }
   for (const ExtraPiece& extra : content.extras) {
     TENSORMOUNT_RETURN_IF_ERROR(
@@ -157,7 +157,7 @@ Hash128 ContentRoot(const Content& content) {
     field.U64(tensor.extents.size());
     add_field();
     const std::string_view rows = tensor.extents.packed();
-    const std::size_t row_bytes = ExtentTable::RowBytes(tensor.extents.rank());
+    const std::size_t row_bytes = tensor.extents.row_bytes();
     for (std::size_t at = 0; at < rows.size(); at += row_bytes) {
       hasher.Add(rows.substr(at + extent_row::kFlags, row_bytes - extent_row::kFlags));
     }
@@ -212,6 +212,7 @@ Status ComputeFileRoots(Content& content) {
   for (std::size_t f = 0; f < files; ++f) {
     FileRecord& file = content.files[f];
     file.root = Hash128{};
+    // Its pieces may overlap: tensors that share a storage.
     if (file.placement == Placement::kForeign) continue;
     const auto first = pieces.begin() + static_cast<std::ptrdiff_t>(begin[f]);
     const auto last = pieces.begin() + static_cast<std::ptrdiff_t>(begin[f + 1]);
@@ -249,7 +250,7 @@ Content CoordinatorContent(const Content& merged) {
   for (ObjectContent object : merged.objects) {
     object.file = kNoFile;
     object.offset = 0;
-    object.manifest = 0;
+    if (object.has_hash()) object.manifest = 0;
     object.first_leaf = 0;
     out.objects.push_back(std::move(object));
   }

@@ -166,6 +166,20 @@ class ContentMerger {
 // missing or doubled box, and the files concerned.
 Status CheckComplete(const Content& content);
 
+// What chunks make of one tensor.
+enum class Completeness {
+  kWhole,
+  kHole,     // A box is stored in no chunk; no cell is stored twice.
+  kOverlap,  // A box is stored twice.
+  kBad,      // A chunk breaks a rule: outside of its file or the shape, not as long as its region.
+};
+struct TensorCheck {
+  Completeness verdict = Completeness::kWhole;
+  std::string why;  // Without the name of the tensor; empty: it is whole.
+};
+// `tensor`: sorted chunks, whose files are in content.files.
+TensorCheck CheckTensor(const Content& content, const TensorContent& tensor);
+
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_INDEX_CONTENT_H_

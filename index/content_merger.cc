@@ -76,7 +76,9 @@ Status ContentMerger::Add(const Content& from, const std::string& manifest_name)
       merged_.files.push_back(file);
     } else {
       const FileRecord& known = merged_.files[it->second];
-      if (known.length != file.length || known.placement != file.placement) {
+      if (known.length != file.length || known.placement != file.placement ||
+          known.mtime_seconds != file.mtime_seconds ||
+          known.mtime_nanoseconds != file.mtime_nanoseconds) {
         return Bad(manifest_name + ": " + file.name +
                    ": writers disagree: " + std::to_string(known.length) + " bytes (" +
                    std::string(PlacementName(known.placement)) + ") and " +
@@ -149,7 +151,7 @@ Status ContentMerger::AddObject(const ObjectContent& object,
   }
   ObjectContent& merged = merged_.objects.emplace_back(object);
   merged.file = file_map[object.file];
-  merged.manifest = manifest;
+  if (merged.has_hash()) merged.manifest = manifest;
   return Status();
 }
 
@@ -206,7 +208,7 @@ Status ContentMerger::SortNumbers() {
   }
   for (ObjectContent& object : merged_.objects) {
     object.file = file_map[object.file];
-    object.manifest = manifest_map[object.manifest];
+    if (object.has_hash()) object.manifest = manifest_map[object.manifest];
   }
   for (ExtraPiece& extra : merged_.extras) {
     extra.file = file_map[extra.file];

@@ -54,7 +54,11 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
                                          ": " + std::string(why));
     };
     if (!chunk.region.Within(meta.shape())) return bad("not within the tensor's shape");
-    Result<std::uint64_t> bytes = RegionBytes(meta.dtype(), meta.shape(), chunk.region);
+    if (chunk.pending) return bad("its chunk is not resolved");
+    Result<std::uint64_t> bytes =
+        chunk.strides.rank() > 0
+            ? StridedSpan(meta.dtype(), chunk.region.box().extent(), chunk.strides)
+            : RegionBytes(meta.dtype(), meta.shape(), chunk.region);
     if (!bytes.ok()) return bad(bytes.status().message());
     if (bytes.value() != chunk.length) return bad("its length is not its region's");
     std::uint64_t first = before;  // Empty ones stand where they are and hold nothing.
@@ -67,7 +71,8 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
       if (first < before) return bad("chunks are not in order");
       if (linear) {
         if (lookup->max_end_.empty()) linear_file = chunk.file;
-        linear = chunk.file == linear_file && chunk.offset == first && chunk.length == end - first;
+        linear = chunk.strides.rank() == 0 && chunk.file == linear_file && chunk.offset == first &&
+                 chunk.length == end - first;
       }
     }
     max_end = std::max(max_end, end);

@@ -17,7 +17,8 @@ namespace tensormount {
 // The extents of one tensor, made ready for finding the few chunks that a read touches. Immutable.
 class ExtentLookup {
  public:
-  // kDataLoss where a row breaks a rule, lies outside the shape or has not its region's length.
+  // kDataLoss where a row breaks a rule, is pending, lies outside the shape or has not its region's
+  // length.
   static Result<std::shared_ptr<const ExtentLookup>> Make(const TensorMeta& meta,
                                                           std::shared_ptr<const ExtentTable> table);
 
@@ -33,6 +34,7 @@ class ExtentLookup {
     return first_[i] < end && end_[i] > first;
   }
   const ExtentTable& table() const { return *table_; }
+  const std::shared_ptr<const ExtentTable>& shared_table() const { return table_; }
 
   // The file of which byte n is byte n of the tensor, for every stored chunk; nullopt: none.
   std::optional<std::uint32_t> linear_file() const { return linear_file_; }

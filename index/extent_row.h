@@ -22,13 +22,18 @@ inline constexpr std::size_t kLength = 28;     // u64
 inline constexpr std::size_t kHash = 36;       // 16 bytes
 inline constexpr std::size_t kFlatFirst = 52;  // i64
 inline constexpr std::size_t kFlatCount = 60;  // i64
-inline constexpr std::size_t kBegin = 68;      // i64 an axis, then i64 extents
+inline constexpr std::size_t kBegin = 68;  // i64 an axis, then i64 extents, then strides if wide
 
 inline constexpr std::uint32_t kHasHash = 1;
 inline constexpr std::uint32_t kFlat = 2;
-inline constexpr std::uint32_t kKnownFlags = kHasHash | kFlat;
+inline constexpr std::uint32_t kStrided = 4;  // In wide rows alone.
+inline constexpr std::uint32_t kPending = 8;  // In memory alone (ChunkRecord::pending).
+inline constexpr std::uint32_t kKnownFlags = kHasHash | kFlat | kStrided;
 
-constexpr std::size_t Bytes(int rank) { return kBegin + 16 * static_cast<std::size_t>(rank); }
+// `wide`: rows of a table that has strided chunks.
+constexpr std::size_t Bytes(int rank, bool wide) {
+  return kBegin + (wide ? 24 : 16) * static_cast<std::size_t>(rank);
+}
 
 inline std::int64_t Begin(const char* row, int axis) {
   return LoadLittle<std::int64_t>(row + kBegin + 8 * static_cast<std::size_t>(axis));
@@ -36,6 +41,11 @@ inline std::int64_t Begin(const char* row, int axis) {
 inline std::int64_t Extent(const char* row, int rank, int axis) {
   return LoadLittle<std::int64_t>(row + kBegin + 8 * static_cast<std::size_t>(rank + axis));
 }
+// Of a wide row.
+inline std::int64_t Stride(const char* row, int rank, int axis) {
+  return LoadLittle<std::int64_t>(row + kBegin + 8 * static_cast<std::size_t>(2 * rank + axis));
+}
+inline std::uint32_t Flags(const char* row) { return LoadLittle<std::uint32_t>(row + kFlags); }
 
 }  // namespace tensormount::extent_row
 

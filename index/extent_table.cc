@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/checked.h"
 #include "base/coding.h"
 #include "index/extent_row.h"
 
@@ -32,35 +33,84 @@ void FirstElement(const char* row, int rank, std::int64_t* out) {
   }
 }
 
+// Of a wide row, whose region is decoded.
+Status DecodeStrides(const char* row, int rank, ChunkRecord& chunk) {
+  const bool strided = (extent_row::Flags(row) & extent_row::kStrided) != 0;
+  const auto bad = [](std::string_view why) { return Status(Code::kDataLoss, std::string(why)); };
+  if (strided && (rank == 0 || chunk.region.is_flat())) return bad("strides of what is no box");
+  std::int64_t reach = 0;
+  for (int a = 0; a < rank; ++a) {
+    const std::int64_t stride = extent_row::Stride(row, rank, a);
+    if (!strided) {
+      if (stride != 0) return bad("strides that are not said to be");
+      continue;
+    }
+    if (stride < 0) return bad("a negative stride");
+    const std::int64_t steps = std::max<std::int64_t>(chunk.region.box().extent(a) - 1, 0);
+    const auto along = CheckedMul(steps, stride);
+    const auto sum = along ? CheckedAdd(reach, *along) : std::nullopt;
+    if (!sum || static_cast<std::uint64_t>(*sum) > INT64_MAX - chunk.offset) {
+      return bad("strides overflow");
+    }
+    reach = *sum;
+    chunk.strides.push_back(stride);
+  }
+  return Status();
+}
+
 }  // namespace
 
-std::size_t ExtentTable::RowBytes(int rank) { return extent_row::Bytes(rank); }
+std::size_t ExtentTable::row_bytes() const { return extent_row::Bytes(rank_, wide_); }
 
-Result<ExtentTable> ExtentTable::FromPacked(int rank, std::string rows) {
+Result<ExtentTable> ExtentTable::FromPacked(int rank, std::string rows, bool wide,
+                                            bool from_memory) {
   if (rank < 0 || rank > kMaxRank) {
     return Status(Code::kDataLoss, "extent table: rank " + std::to_string(rank));
   }
-  if (rows.size() % RowBytes(rank) != 0) {
+  ExtentTable table(rank, wide);
+  const std::size_t row_bytes = table.row_bytes();
+  if (rows.size() % row_bytes != 0) {
     return Status(Code::kDataLoss, "extent table: " + std::to_string(rows.size()) +
                                        " bytes are no multiple of a row's " +
-                                       std::to_string(RowBytes(rank)));
+                                       std::to_string(row_bytes));
   }
-  ExtentTable table(rank);
   table.rows_ = std::move(rows);
+  for (std::size_t at = 0; from_memory && at < table.rows_.size(); at += row_bytes) {
+    if ((extent_row::Flags(table.rows_.data() + at) & extent_row::kPending) != 0) {
+      table.pending_ = true;
+      break;
+    }
+  }
   return table;
 }
 
 std::uint64_t ExtentTable::DataBytes() const {
   std::uint64_t bytes = 0;
-  for (std::size_t at = 0; at < rows_.size(); at += RowBytes(rank_)) {
+  for (std::size_t at = 0; at < rows_.size(); at += row_bytes()) {
     bytes += LoadLittle<std::uint64_t>(rows_.data() + at + extent_row::kLength);
   }
   return bytes;
 }
 
+void ExtentTable::Widen() {
+  if (wide_) return;
+  const std::size_t narrow = row_bytes();
+  wide_ = true;
+  std::string rows;
+  rows.reserve(rows_.size() / narrow * row_bytes());
+  for (std::size_t at = 0; at < rows_.size(); at += narrow) {
+    rows.append(rows_, at, narrow);
+    rows.append(row_bytes() - narrow, '\0');
+  }
+  rows_ = std::move(rows);
+}
+
 void ExtentTable::Append(const ChunkRecord& chunk) {
+  const bool strided = chunk.strides.rank() > 0;
+  if (strided) Widen();
+  pending_ = pending_ || chunk.pending;
   const std::size_t at = rows_.size();
-  rows_.resize(at + RowBytes(rank_));
+  rows_.resize(at + row_bytes());
   char* row = rows_.data() + at;
   const Box& box = chunk.region.box();
   StoreLittle(row + extent_row::kFile, chunk.file);
@@ -68,7 +118,9 @@ void ExtentTable::Append(const ChunkRecord& chunk) {
   StoreLittle(row + extent_row::kOffset, chunk.offset);
   StoreLittle(row + extent_row::kFirstLeaf, chunk.first_leaf);
   StoreLittle(row + extent_row::kFlags, (chunk.has_hash ? extent_row::kHasHash : 0u) |
-                                            (chunk.region.is_flat() ? extent_row::kFlat : 0u));
+                                            (chunk.region.is_flat() ? extent_row::kFlat : 0u) |
+                                            (strided ? extent_row::kStrided : 0u) |
+                                            (chunk.pending ? extent_row::kPending : 0u));
   StoreLittle(row + extent_row::kLength, chunk.length);
   StoreLittle(row + extent_row::kHash, chunk.hash.low);
   StoreLittle(row + extent_row::kHash + 8, chunk.hash.high);
@@ -78,20 +130,30 @@ void ExtentTable::Append(const ChunkRecord& chunk) {
   for (int a = 0; a < rank_; ++a) {
     StoreLittle(row + extent_row::kBegin + 8 * static_cast<std::size_t>(a), box.begin(a));
     StoreLittle(row + extent_row::kBegin + 8 * static_cast<std::size_t>(rank_ + a), box.extent(a));
+    if (strided) {
+      StoreLittle(row + extent_row::kBegin + 8 * static_cast<std::size_t>(2 * rank_ + a),
+                  chunk.strides[a]);
+    }
   }
 }
 
 Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
                                  std::uint32_t manifest) {
   if (other.rank_ != rank_) return Status(Code::kDataLoss, "extent table: ranks differ");
-  const std::size_t row_bytes = RowBytes(rank_);
+  if (wide_ && !other.wide_) {
+    ExtentTable wide = other;
+    wide.Widen();
+    return AppendMapped(wide, file_map, manifest);
+  }
+  if (other.wide_) Widen();
+  pending_ = pending_ || other.pending_;
+  const std::size_t row_bytes = this->row_bytes();
   std::size_t at = rows_.size();
   rows_.append(other.rows_);
   for (; at < rows_.size(); at += row_bytes) {
     char* row = rows_.data() + at;
     const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
     if (file >= file_map.size()) {
-      rows_.resize(rows_.size() - other.rows_.size());
       return Status(Code::kDataLoss,
                     "extent table: file number " + std::to_string(file) + " is not in the table");
     }
@@ -103,7 +165,7 @@ Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::
 
 Status ExtentTable::Remap(std::span<const std::uint32_t> file_map,
                           std::span<const std::uint32_t> manifest_map) {
-  const std::size_t row_bytes = RowBytes(rank_);
+  const std::size_t row_bytes = this->row_bytes();
   for (std::size_t at = 0; at < rows_.size(); at += row_bytes) {
     char* row = rows_.data() + at;
     const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
@@ -120,7 +182,7 @@ Status ExtentTable::Remap(std::span<const std::uint32_t> file_map,
 
 Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
   if (i >= size()) return Broken(i, "there is no such row");
-  const char* row = rows_.data() + i * RowBytes(rank_);
+  const char* row = rows_.data() + i * row_bytes();
   ChunkRecord chunk;
   chunk.file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
   chunk.manifest = LoadLittle<std::uint32_t>(row + extent_row::kManifest);
@@ -130,7 +192,9 @@ Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
   chunk.hash.low = LoadLittle<std::uint64_t>(row + extent_row::kHash);
   chunk.hash.high = LoadLittle<std::uint64_t>(row + extent_row::kHash + 8);
   const auto flags = LoadLittle<std::uint32_t>(row + extent_row::kFlags);
-  if ((flags & ~extent_row::kKnownFlags) != 0) return Broken(i, "unknown flags");
+  const std::uint32_t known = extent_row::kKnownFlags | (pending_ ? extent_row::kPending : 0u);
+  if ((flags & ~known) != 0) return Broken(i, "unknown flags");
+  chunk.pending = (flags & extent_row::kPending) != 0;
   chunk.has_hash = (flags & extent_row::kHasHash) != 0;
   if (!chunk.has_hash && chunk.hash != Hash128{}) return Broken(i, "a hash that is not said to be");
   Dims begin;
@@ -156,6 +220,12 @@ Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
       chunk.offset + chunk.length > static_cast<std::uint64_t>(INT64_MAX)) {
     return Broken(i, "offset and length overflow");
   }
+  if ((flags & extent_row::kStrided) != 0 && !wide_) return Broken(i, "strides in a narrow row");
+  if (wide_) {
+    if (Status strides = DecodeStrides(row, rank_, chunk); !strides.ok()) {
+      return Broken(i, strides.message());
+    }
+  }
   return chunk;
 }
 
@@ -172,7 +242,7 @@ Result<std::vector<ChunkRecord>> ExtentTable::All() const {
 void ExtentTable::Sort() {
   const std::size_t n = size();
   if (n < 2) return;
-  const std::size_t row_bytes = RowBytes(rank_);
+  const std::size_t row_bytes = this->row_bytes();
   // Lexicographic order of coordinates is row-major order, whatever the shape.
   const auto key_len = static_cast<std::size_t>(rank_);
   std::vector<std::int64_t> keys(n * key_len);

@@ -20,10 +20,10 @@ namespace tensormount {
 // `offset` + sum over axes of index[a] * strides[a] begins the element at begin + index of a box.
 struct ChunkRecord {
   Region region;
-  std::uint32_t file = 0;        // Index into the checkpoint's file table.
-  std::uint64_t offset = 0;      // In that file.
-  std::uint64_t length = 0;      // Bytes; of a strided window from its first to the end of its last.
-  Dims strides;                  // Bytes along each axis, none negative; empty: packed.
+  std::uint32_t file = 0;    // Index into the checkpoint's file table.
+  std::uint64_t offset = 0;  // In that file.
+  std::uint64_t length = 0;  // Bytes; of a strided window from its first to the end of its last.
+  Dims strides;              // Bytes along each axis, none negative; empty: packed.
   // Of a foreign file, in memory only: offset and length name an item, and where in it the bytes
   // are is found when they are wanted (index/adopt/foreign.h, ItemResolver).
   bool pending = false;
@@ -35,24 +35,30 @@ struct ChunkRecord {
 
 // All chunks of one tensor, packed as they stand in manifests and in the index (docs/format.md,
 // "Extent table"): fixed-size rows for one rank of tensor, so that a million chunks are merged and
-// written without being decoded. Decoding checks every field.
+// written without being decoded. Decoding checks every field. A table with a strided chunk in it
+// has wide rows, all of them.
 class ExtentTable {
  public:
-  explicit ExtentTable(int rank) : rank_(rank) {}
+  explicit ExtentTable(int rank, bool wide = false) : rank_(rank), wide_(wide) {}
   // Takes packed rows from disk: kDataLoss where the size is no multiple of the row's.
-  static Result<ExtentTable> FromPacked(int rank, std::string rows);
+  // `from_memory`: rows that never were on disk, which may be pending.
+  static Result<ExtentTable> FromPacked(int rank, std::string rows, bool wide = false,
+                                        bool from_memory = false);
 
-  static std::size_t RowBytes(int rank);
   int rank() const { return rank_; }
-  std::size_t size() const { return rows_.size() / RowBytes(rank_); }
+  bool wide() const { return wide_; }
+  // Whether a row may be pending. Such a table is never written.
+  bool pending() const { return pending_; }
+  std::size_t row_bytes() const;
+  std::size_t size() const { return rows_.size() / row_bytes(); }
   std::string_view packed() const { return rows_; }
   // Packed row i, unchecked (index/extent_row.h).
   std::string_view Row(std::size_t i) const {
-    return std::string_view(rows_).substr(i * RowBytes(rank_), RowBytes(rank_));
+    return std::string_view(rows_).substr(i * row_bytes(), row_bytes());
   }
 
   // Makes room for so many rows in all.
-  void Reserve(std::size_t rows) { rows_.reserve(rows * RowBytes(rank_)); }
+  void Reserve(std::size_t rows) { rows_.reserve(rows * row_bytes()); }
   // Bytes of data in all chunks, for estimates.
   std::uint64_t DataBytes() const;
   void Append(const ChunkRecord& chunk);
@@ -70,7 +76,11 @@ class ExtentTable {
   void Sort();
 
  private:
+  void Widen();
+
   int rank_;
+  bool wide_ = false;
+  bool pending_ = false;
   std::string rows_;
 };
 

@@ -10,6 +10,8 @@ namespace {
 
 constexpr std::uint8_t kHasDigest = 1;
 constexpr std::uint8_t kInSafetensors = 2;
+constexpr std::uint8_t kWide = 4;
+constexpr std::uint8_t kPending = 8;  // In memory alone.
 
 void AppendBig32(std::string& out, std::uint32_t v) {
   for (int shift = 24; shift >= 0; shift -= 8) out += static_cast<char>((v >> shift) & 255);
@@ -43,7 +45,7 @@ std::uint32_t LoadBig32(const char* p) {
   return v;
 }
 
-Status ForEach(const Content& content,
+Status ForEach(const Content& content, bool to_memory,
                const std::function<Status(std::string_view, std::string_view)>& fn) {
   if (content.tensors.size() >= UINT32_MAX || content.files.size() >= UINT32_MAX ||
       content.extras.size() >= UINT32_MAX || content.objects.size() >= UINT32_MAX) {
@@ -59,6 +61,10 @@ Status ForEach(const Content& content,
   for (const TensorContent& tensor : content.tensors) {
     counts.tensor_bytes += tensor.meta.bytes();
     counts.chunks += tensor.extents.size();
+    if (tensor.extents.pending() && !to_memory) {
+      return Status(Code::kInvalidArgument,
+                    "index: tensor " + tensor.meta.key() + ": its chunks are not resolved");
+    }
   }
 
   // Kinds in the order of their letters.
@@ -70,7 +76,7 @@ Status ForEach(const Content& content,
   }
   for (std::uint32_t i = 0; i < counts.tensors; ++i) {
     const ExtentTable& extents = content.tensors[i].extents;
-    const std::size_t row = ExtentTable::RowBytes(extents.rank());
+    const std::size_t row = extents.row_bytes();
     const std::size_t page = kPageBytes / row * row;
     const std::string_view rows = extents.packed();
     for (std::size_t at = 0; at < rows.size(); at += page) {
@@ -120,8 +126,9 @@ Status ForEach(const Content& content,
     const TensorContent& tensor = content.tensors[i];
     value.bytes().clear();
     EncodeMeta(value, tensor.meta);
-    value.U8(static_cast<std::uint8_t>((tensor.has_digest ? kHasDigest : 0) |
-                                       (layout.held[i] ? kInSafetensors : 0)));
+    value.U8(static_cast<std::uint8_t>(
+        (tensor.has_digest ? kHasDigest : 0) | (layout.held[i] ? kInSafetensors : 0) |
+        (tensor.extents.wide() ? kWide : 0) | (tensor.extents.pending() ? kPending : 0)));
     value.U64(tensor.digest);
     value.I64(tensor.mtime);
     value.U64(tensor.extents.size());
@@ -136,7 +143,7 @@ Status ForEach(const Content& content,
   return Status();
 }
 
-Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal) {
+Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal, bool from_memory) {
   const std::string what = "index: tensor " + std::to_string(ordinal);
   ByteReader in(value, what);
   TensorEntry entry;
@@ -148,11 +155,14 @@ Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal) 
   entry.chunks = in.U64();
   entry.safetensors_offset = in.U64();
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
-  if ((flags & ~(kHasDigest | kInSafetensors)) != 0) {
+  const int known = kHasDigest | kInSafetensors | kWide | (from_memory ? kPending : 0);
+  if ((flags & ~known) != 0) {
     return Status(Code::kDataLoss, what + ": unknown flags");
   }
   entry.has_digest = (flags & kHasDigest) != 0;
   entry.in_safetensors = (flags & kInSafetensors) != 0;
+  entry.wide = (flags & kWide) != 0;
+  entry.pending = (flags & kPending) != 0;
   return entry;
 }
 

@@ -44,11 +44,12 @@ struct Counts {
   std::uint32_t manifests = 0;
 };
 
-// Calls fn for every record in key order until it fails.
-Status ForEach(const Content& content,
+// Calls fn for every record in key order until it fails. `to_memory`: chunks may be pending.
+Status ForEach(const Content& content, bool to_memory,
                const std::function<Status(std::string_view key, std::string_view value)>& fn);
 
-Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal);
+// `from_memory`: of a table that never was on disk, where chunks may be pending.
+Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal, bool from_memory);
 Result<Counts> DecodeInfoRecord(std::string_view value, CheckpointInfo& info);
 
 }  // namespace tensormount::index_record

@@ -18,6 +18,7 @@ constexpr std::size_t kHashBytes = 16;
 static_assert(sizeof(Hash128) == kHashBytes);
 
 constexpr std::uint8_t kHasDigest = 1;
+constexpr std::uint8_t kWide = 2;
 
 struct Header {
   std::uint32_t version = kFormatVersion;
@@ -111,24 +112,26 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
     TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, DecodeMeta(in, name));
     TensorContent& tensor = out.tensors.emplace_back(std::move(meta));
     const std::uint8_t flags = in.U8();
-    if ((flags & ~kHasDigest) != 0) return bad("tensor " + tensor.meta.key() + ": unknown flags");
+    if ((flags & ~(kHasDigest | kWide)) != 0)
+      return bad("tensor " + tensor.meta.key() + ": unknown flags");
     tensor.has_digest = (flags & kHasDigest) != 0;
     tensor.digest = in.U64();
     tensor.mtime = in.I64();
     const std::uint64_t rows = in.U64();
-    const auto row_bytes =
-        CheckedMul<std::uint64_t>(rows, ExtentTable::RowBytes(tensor.meta.shape().rank()));
+    const int rank = tensor.meta.shape().rank();
+    const bool wide = (flags & kWide) != 0;
+    const auto row_bytes = CheckedMul<std::uint64_t>(rows, ExtentTable(rank, wide).row_bytes());
     if (!row_bytes || *row_bytes > in.left()) {
       return bad("tensor " + tensor.meta.key() + ": truncated");
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        tensor.extents,
-        ExtentTable::FromPacked(tensor.meta.shape().rank(), std::string(in.Raw(*row_bytes))));
+        tensor.extents, ExtentTable::FromPacked(rank, std::string(in.Raw(*row_bytes)), wide));
   }
   const std::uint32_t objects = in.U32();
   for (std::uint32_t i = 0; i < objects; ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(ObjectContent object, DecodeObject(in, name));
-    if (!LeavesExist(object.first_leaf, leaves)) return bad("object " + object.key + ": no leaves");
+    if (object.has_hash() && !LeavesExist(object.first_leaf, leaves))
+      return bad("object " + object.key + ": no leaves");
     out.objects.push_back(std::move(object));
   }
   const std::uint32_t extras = in.U32();
@@ -173,8 +176,13 @@ Result<std::string> EncodeManifest(const Content& content, std::span<const Hash1
   for (const FileRecord& file : content.files) EncodeFile(out, file);
   out.U32(static_cast<std::uint32_t>(content.tensors.size()));
   for (const TensorContent& tensor : content.tensors) {
+    if (tensor.extents.pending()) {
+      return Status(Code::kInvalidArgument,
+                    "manifest: tensor " + tensor.meta.key() + ": its chunks are not resolved");
+    }
     EncodeMeta(out, tensor.meta);
-    out.U8(tensor.has_digest ? kHasDigest : 0);
+    out.U8(static_cast<std::uint8_t>((tensor.has_digest ? kHasDigest : 0) |
+                                     (tensor.extents.wide() ? kWide : 0)));
     out.U64(tensor.digest);
     out.I64(tensor.mtime);
     out.U64(tensor.extents.size());

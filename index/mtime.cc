@@ -73,8 +73,8 @@ Status DecideMtimes(std::span<const CheckpointIndex* const> priors, std::int64_t
       if (i == content.objects.size()) break;
       const ObjectContent& mine = content.objects[i];
       if (ComparePart(mine, part) != 0) continue;
-      const bool same =
-          mine.grid == part.grid && mine.length == part.length && mine.hash == part.hash;
+      const bool same = mine.has_hash() && part.has_hash() && mine.grid == part.grid &&
+                        mine.length == part.length && mine.hash == part.hash;
       objects[i].Add(same, part.mtime);
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const CommonValues values, prior->CommonRecords());

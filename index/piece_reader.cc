@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "base/checked.h"
@@ -19,6 +20,33 @@ constexpr std::uint64_t kBlockBytes = std::uint64_t{1} << 20;
 static_assert(kBlockBytes % kLeafBytes == 0);
 
 std::uint64_t LeafBegin(std::uint64_t leaf) { return leaf * kLeafBytes; }
+
+// Whether every run begins where the one before it ends, or later.
+bool Rises(const StridedCopy& copy) {
+  auto end = static_cast<std::int64_t>(copy.run);
+  for (int a = copy.axes - 1; a >= 0; --a) {
+    const auto u = static_cast<std::size_t>(a);
+    if (copy.src_step[u] < end) return false;
+    end += (copy.count[u] - 1) * copy.src_step[u];
+  }
+  return true;
+}
+
+StridedCopy ByFallingSteps(const StridedCopy& copy) {
+  std::array<std::size_t, kMaxAxes> order{};
+  const auto axes = static_cast<std::size_t>(copy.axes);
+  for (std::size_t a = 0; a < axes; ++a) order[a] = a;
+  std::stable_sort(order.begin(), order.begin() + copy.axes, [&](std::size_t a, std::size_t b) {
+    return copy.src_step[a] > copy.src_step[b];
+  });
+  StridedCopy sorted = copy;
+  for (std::size_t a = 0; a < axes; ++a) {
+    sorted.count[a] = copy.count[order[a]];
+    sorted.src_step[a] = copy.src_step[order[a]];
+    sorted.dst_step[a] = copy.dst_step[order[a]];
+  }
+  return sorted;
+}
 
 }  // namespace
 
@@ -45,8 +73,11 @@ Status PieceReader::OpenFile() {
   if (file_) return Status();
   Result<std::shared_ptr<OpenDataFile>> file = files_.Open(checkpoint_, where_.file);
   if (file.status().code() == Code::kNotFound) {
-    return Status(Code::kDataLoss, Name() + ": " + checkpoint_.index().files()[where_.file].name +
-                                       ": the file is missing");
+    const FileRecord& record = checkpoint_.index().files()[where_.file];
+    return Status(Code::kDataLoss, Name() + ": " +
+                                       (record.placement == Placement::kForeign
+                                            ? file.status().message()
+                                            : record.name + ": the file is missing"));
   }
   if (!file.ok()) return file.status().WithContext(Name());
   file_ = std::move(file).value();
@@ -244,12 +275,9 @@ bool PieceReader::ReadScattered(const StridedCopy& copy, std::byte* base) {
 
 Status PieceReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
   if (copy.run == 0) return Status();
+  if (!Rises(copy)) return ReadTransposed(ByFallingSteps(copy), base);
   const auto first = static_cast<std::uint64_t>(copy.src_offset) - where_.offset;
-  std::uint64_t span = copy.run;
-  for (int a = 0; a < copy.axes; ++a) {
-    const auto u = static_cast<std::size_t>(a);
-    span += static_cast<std::uint64_t>((copy.count[u] - 1) * copy.src_step[u]);
-  }
+  const std::uint64_t span = SourceSpan(copy);
   // One stretch of the file and nothing to check on the way: straight to where its runs belong.
   // What fails is read again below, where it is worded.
   if (verify_ == ReadVerify::kOff && span == copy.bytes() && copy.run >= kScatterRun &&
@@ -264,6 +292,52 @@ Status PieceReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
     status = window.Copy(static_cast<std::uint64_t>(src) - where_.offset, base + dst, size);
   });
   return status;
+}
+
+Status PieceReader::ReadSlab(const StridedCopy& slab, std::byte* base) {
+  const std::uint64_t span = SourceSpan(slab);
+  if (slab_.size() < span) slab_.resize(span);
+  const std::uint64_t by_leaf = stats_.bytes_by_leaf;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      ReadRun(static_cast<std::uint64_t>(slab.src_offset) - where_.offset, slab_.data(), span, {}));
+  // Of the wanted bytes, and never more than were proved.
+  const bool all = stats_.bytes_by_leaf - by_leaf == span;
+  stats_.bytes_by_leaf = by_leaf + (all ? slab.bytes() : 0);
+  StridedCopy from_memory = slab;
+  from_memory.src_offset = 0;
+  ExecuteCopy(from_memory, slab_.data(), base);
+  return Status();
+}
+
+Status PieceReader::ReadTransposed(const StridedCopy& copy, std::byte* base) {
+  const std::uint64_t span = SourceSpan(copy);
+  if (span <= kBlockBytes) return ReadSlab(copy, base);
+  if (copy.axes == 0) {  // One long run.
+    return ReadRun(static_cast<std::uint64_t>(copy.src_offset) - where_.offset,
+                   base + copy.dst_offset, copy.run, {});
+  }
+  // As many steps of the outermost axis at once as a slab holds, or each by the axes within.
+  const auto step = static_cast<std::uint64_t>(copy.src_step[0]);
+  const auto count = static_cast<std::uint64_t>(copy.count[0]);
+  const std::uint64_t within = span - (count - 1) * step;
+  const std::uint64_t most = within > kBlockBytes ? 1
+                             : step == 0          ? count
+                                                  : (kBlockBytes - within) / step + 1;
+  for (std::uint64_t at = 0; at < count; at += most) {
+    const std::uint64_t n = std::min(most, count - at);
+    StridedCopy part = copy;
+    part.src_offset += static_cast<std::int64_t>(at * step);
+    part.dst_offset += static_cast<std::int64_t>(at) * copy.dst_step[0];
+    part.count[0] = static_cast<std::int64_t>(n);
+    if (n == 1) {
+      --part.axes;
+      std::copy(copy.count.begin() + 1, copy.count.end(), part.count.begin());
+      std::copy(copy.src_step.begin() + 1, copy.src_step.end(), part.src_step.begin());
+      std::copy(copy.dst_step.begin() + 1, copy.dst_step.end(), part.dst_step.begin());
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(ReadTransposed(part, base));
+  }
+  return Status();
 }
 
 Result<const std::byte*> PieceReader::MappingTo(std::uint64_t end) {

@@ -31,6 +31,11 @@ Result<Content> FinishRebuild(ContentMerger& merger, const CommitRecord& commit)
       info.parent != commit.parent) {
     return Bad("manifests", "they are of another checkpoint than COMMIT");
   }
+  for (const FileRecord& file : content.files) {
+    if (file.placement == Placement::kForeign && info.self_contained) {
+      return Bad(file.name, "a foreign file without a root");
+    }
+  }
   TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(content));
   TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(content));
   if (ContentRoot(content) != commit.content_root) {

@@ -182,11 +182,8 @@ class CommonDecoder {
 
 }  // namespace
 
-bool IsSafeName(std::string_view name) {
+bool IsRelativeName(std::string_view name) {
   if (name.size() > kMaxFileNameBytes || name.find('\0') != std::string_view::npos) return false;
-  if (!name.starts_with("data/") && !name.starts_with("manifest/") && !name.starts_with("index/")) {
-    return false;
-  }
   while (true) {
     const std::size_t slash = name.find('/');
     const std::string_view part = name.substr(0, slash);
@@ -194,6 +191,12 @@ bool IsSafeName(std::string_view name) {
     if (slash == std::string_view::npos) return true;
     name.remove_prefix(slash + 1);
   }
+}
+
+bool IsSafeName(std::string_view name) {
+  return (name.starts_with("data/") || name.starts_with("manifest/") ||
+          name.starts_with("index/")) &&
+         IsRelativeName(name);
 }
 
 void EncodeUuid(ByteWriter& out, const Uuid& uuid) {
@@ -224,6 +227,7 @@ void EncodeInfo(ByteWriter& out, const CheckpointInfo& info) {
   out.I64(info.json_mtime);
   out.I64(info.common_mtime);
   out.U8(info.self_contained ? 1 : 0);
+  if (!info.self_contained) out.String(info.root);
 }
 
 Result<CheckpointInfo> DecodeInfo(ByteReader& in) {
@@ -238,7 +242,12 @@ Result<CheckpointInfo> DecodeInfo(ByteReader& in) {
   info.json_mtime = in.I64();
   info.common_mtime = in.I64();
   info.self_contained = in.U8() != 0;
+  if (!info.self_contained) info.root = in.String(kMaxFileNameBytes);
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
+  if (!info.self_contained &&
+      (!info.root.starts_with('/') || info.root.find('\0') != std::string::npos)) {
+    return Broken("info", "\"" + info.root + "\" is not the path of a folder");
+  }
   return info;
 }
 
@@ -247,6 +256,10 @@ void EncodeFile(ByteWriter& out, const FileRecord& file) {
   out.U8(static_cast<std::uint8_t>(file.placement));
   out.U64(file.length);
   out.Hash(file.root);
+  if (file.placement == Placement::kForeign) {
+    out.I64(file.mtime_seconds);
+    out.I64(file.mtime_nanoseconds);
+  }
 }
 
 Result<FileRecord> DecodeFile(ByteReader& in) {
@@ -255,16 +268,19 @@ Result<FileRecord> DecodeFile(ByteReader& in) {
   const std::uint8_t placement = in.U8();
   file.length = in.U64();
   file.root = in.Hash();
+  if (placement == static_cast<std::uint8_t>(Placement::kForeign)) {
+    file.mtime_seconds = in.I64();
+    file.mtime_nanoseconds = in.I64();
+  }
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   if (placement < static_cast<std::uint8_t>(Placement::kTensorFile) ||
       placement > static_cast<std::uint8_t>(Placement::kSafetensors)) {
     return Broken("file " + file.name, "unknown placement " + std::to_string(placement));
   }
   file.placement = static_cast<Placement>(placement);
-  const bool named_well =
-      file.placement == Placement::kForeign
-          ? file.name.starts_with("/") && file.name.find('\0') == std::string::npos
-          : file.name.starts_with("data/") && IsSafeName(file.name);
+  const bool named_well = file.placement == Placement::kForeign
+                              ? IsRelativeName(file.name)
+                              : file.name.starts_with("data/") && IsSafeName(file.name);
   if (!named_well) return Broken("file " + file.name, "not a name of a data file");
   return file;
 }

@@ -24,6 +24,8 @@ inline constexpr std::size_t kMaxTextBytes = 4096;
 inline constexpr std::size_t kMaxCommonBytes = std::size_t{64} << 20;
 inline constexpr std::size_t kMaxCommonNodes = std::size_t{4} << 20;
 
+// Whether `name` is a path below a folder, without empty, "." or ".." parts.
+bool IsRelativeName(std::string_view name);
 // Whether `name` is a relative path below a checkpoint's data/, manifest/ or index/ that can lead
 // nowhere else.
 bool IsSafeName(std::string_view name);

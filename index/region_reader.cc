@@ -101,12 +101,8 @@ Status ReadPiece(PieceReader& reader, std::uint64_t chunk_offset, bool extend,
     TENSORMOUNT_RETURN_IF_ERROR(status);
     if (linear) return Status();
   } else {
-    std::uint64_t end = static_cast<std::uint64_t>(copy.src_offset) + copy.run;
-    for (int a = 0; a < copy.axes; ++a) {
-      const auto u = static_cast<std::size_t>(a);
-      end += static_cast<std::uint64_t>((copy.count[u] - 1) * copy.src_step[u]);
-    }
-    const std::uint64_t span = end - static_cast<std::uint64_t>(copy.src_offset);
+    const std::uint64_t span = SourceSpan(copy);
+    const std::uint64_t end = static_cast<std::uint64_t>(copy.src_offset) + span;
     // Gaps in the file: pick from a mapping. Without gaps a read is as good where storage is waited
     // for, and checks leaves; from memory to memory short runs cost a third less without the
     // kernel.
@@ -141,7 +137,7 @@ std::size_t JoinablePieces(std::span<const CopyPlan::Piece> pieces, std::size_t 
   for (; i < pieces.size(); ++i) {
     const StridedCopy& copy = pieces[i].copy;
     const ChunkRecord& chunk = chunks[pieces[i].chunk];
-    if (copy.axes != 0 || bytes + copy.run > kJoinedBytes) break;
+    if (copy.axes != 0 || bytes + copy.run > kJoinedBytes || chunk.strides.rank() > 0) break;
     if (verify == ReadVerify::kExtendLeaves && chunk.has_hash && copy.run != chunk.length) break;
     if (i > first) {
       const StridedCopy& before = pieces[i - 1].copy;
@@ -186,7 +182,28 @@ Status CheckJoined(PieceReader& reader, std::uint64_t chunk_offset, const CopyPl
   return Status();
 }
 
+// After a read from a file: where it is a foreign one that changed meanwhile, that is why the read
+// failed, or why what it gave may not be believed. `proven`: hashes found that something is wrong.
+Status StillTrue(const OpenedCheckpoint& checkpoint, const TensorMeta& meta, std::uint32_t number,
+                 OpenDataFile& file, const Status& status, bool proven) {
+  const Status still = checkpoint.CheckStill(number, file.file());
+  if (still.ok()) return status;
+  if (proven && status.code() == Code::kDataLoss) {
+    return Status(Code::kDataLoss, status.message() + "; " + still.message());
+  }
+  return still.WithContext("tensor " + meta.key());
+}
+
 }  // namespace
+
+std::uint64_t SourceSpan(const StridedCopy& copy) {
+  std::uint64_t span = copy.run;
+  for (int a = 0; a < copy.axes; ++a) {
+    const auto u = static_cast<std::size_t>(a);
+    span += static_cast<std::uint64_t>((copy.count[u] - 1) * copy.src_step[u]);
+  }
+  return span;
+}
 
 Result<std::shared_ptr<const ExtentLookup>> OpenedCheckpoint::Lookup(
     const TensorEntry& tensor) const {
@@ -196,6 +213,9 @@ Result<std::shared_ptr<const ExtentLookup>> OpenedCheckpoint::Lookup(
   if (table->rank() != tensor.meta.shape().rank()) {
     return Status(Code::kInvalidArgument,
                   "tensor " + tensor.meta.key() + ": not of this checkpoint");
+  }
+  if (table->pending()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(table, ResolvePending(tensor, *table));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const ExtentLookup> lookup,
                                ExtentLookup::Make(tensor.meta, std::move(table)));
@@ -233,9 +253,9 @@ Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanRead(
       return Status(Code::kDataLoss, "index: tensor " + meta.key() + " " + chunk.region.ToString() +
                                          ": file or manifest is not in the table");
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
-                                 ByteRegion(meta.dtype(), meta.shape(), chunk.region));
-    placed.push_back(PlacePacked(bytes, chunk.offset));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        placed.emplace_back(),
+        PlaceChunk(meta.dtype(), meta.shape(), chunk.region, chunk.offset, chunk.strides));
     chunks.push_back(std::move(chunk));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(planned.plan, CopyPlan::Make(want, placed, &meta));
@@ -256,6 +276,8 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
   const std::span<const CopyPlan::Piece> pieces = plan.pieces();
   std::shared_ptr<OpenDataFile> file;  // Of the piece before.
   std::uint32_t file_number = 0;
+  // Whether bytes of that file are here that only its size and mtime vouch for.
+  bool unproven = false;
   std::size_t arrived = 0;  // Pieces before this one stand in the buffer already, unchecked.
   for (std::size_t i = 0; i < pieces.size();) {
     const std::uint32_t number = pieces[i].chunk;
@@ -272,6 +294,10 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
                         .manifest = chunk.manifest,
                         .first_leaf = chunk.first_leaf},
                        verify, stats);
+    if (file && file_number != chunk.file && unproven) {
+      TENSORMOUNT_RETURN_IF_ERROR(StillTrue(*this, meta, file_number, *file, Status(), false));
+      unproven = false;
+    }
     if (file && file_number == chunk.file) {
       reader.UseFile(file);
       if (i >= arrived) {
@@ -282,19 +308,21 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
       }
     }
     const bool extend = verify == ReadVerify::kExtendLeaves && chunk.has_hash;
-    for (; i < pieces.size() && pieces[i].chunk == number; ++i) {
-      if (i < arrived) {
-        TENSORMOUNT_RETURN_IF_ERROR(
-            CheckJoined(reader, chunk.offset, pieces[i], want, base, byte_shape, digest));
-      } else {
-        TENSORMOUNT_RETURN_IF_ERROR(ReadPiece(reader, chunk.offset, extend, pieces[i], want, base,
-                                              byte_shape, stats, digest));
-      }
+    Status status;
+    for (; status.ok() && i < pieces.size() && pieces[i].chunk == number; ++i) {
+      status = i < arrived
+                   ? CheckJoined(reader, chunk.offset, pieces[i], want, base, byte_shape, digest)
+                   : ReadPiece(reader, chunk.offset, extend, pieces[i], want, base, byte_shape,
+                               stats, digest);
     }
     file = reader.file();
     file_number = chunk.file;
+    unproven = unproven || !extend;
+    if (!status.ok()) {
+      return file ? StillTrue(*this, meta, file_number, *file, status, chunk.has_hash) : status;
+    }
   }
-  return Status();
+  return file && unproven ? StillTrue(*this, meta, file_number, *file, Status(), false) : Status();
 }
 
 Status OpenedCheckpoint::Read(const TensorEntry& tensor, const Region& region,
@@ -347,7 +375,8 @@ Status OpenedCheckpoint::ReadObject(const ObjectContent& object, std::uint64_t o
                                               std::to_string(offset + size) + " of " +
                                               std::to_string(object.length));
   }
-  if (object.file >= index_->files().size() || object.manifest >= index_->manifests().size()) {
+  if (object.file >= index_->files().size() ||
+      (object.has_hash() && object.manifest >= index_->manifests().size())) {
     return Status(Code::kDataLoss, "index: " + name + ": file or manifest is not in the table");
   }
   ReadStats stats;
@@ -356,12 +385,16 @@ Status OpenedCheckpoint::ReadObject(const ObjectContent& object, std::uint64_t o
                       .file = object.file,
                       .offset = object.offset,
                       .length = object.length,
-                      .has_hash = true,
+                      .has_hash = object.has_hash(),
                       .hash = object.hash,
                       .manifest = object.manifest,
                       .first_leaf = object.first_leaf},
                      ReadVerify::kWholeLeaves, stats);
-  return reader.ReadRun(offset, static_cast<std::byte*>(out), size, {});
+  const Status read = reader.ReadRun(offset, static_cast<std::byte*>(out), size, {});
+  if (!reader.file()) return read;
+  const Status still = CheckStill(object.file, reader.file()->file());
+  if (still.ok()) return read;
+  return still.WithContext("object " + object.key);
 }
 
 Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapBytes(
@@ -403,6 +436,7 @@ Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapPlaced(
     if (!file || number != file_number) {
       TENSORMOUNT_ASSIGN_OR_RETURN(file, files_->Open(*this, number));
       file_number = number;
+      TENSORMOUNT_RETURN_IF_ERROR(CheckStill(number, file->file()));
     }
     const auto at = static_cast<std::uint64_t>(run.bytes.src_offset);
     const std::byte* const map = file->MappingTo(at + run.bytes.size);

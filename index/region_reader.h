@@ -16,6 +16,9 @@
 
 namespace tensormount {
 
+// Bytes from the first source byte of a copy to the end of its last; steps are not negative.
+std::uint64_t SourceSpan(const StridedCopy& copy);
+
 // Reads one stored piece (a chunk, a part of an object) by pieces of itself, checking leaves.
 // Lives for one call; not thread-safe.
 class PieceReader {
@@ -48,7 +51,7 @@ class PieceReader {
   Status ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size, const Arrived& arrived);
   // The same for bytes that stand in `data` already.
   Status CheckRun(std::uint64_t at, const std::byte* data, std::uint64_t size);
-  // The runs of `copy`, whose source offsets are the file's and rise, to `base`.
+  // The runs of `copy`, whose source offsets are the file's, to `base`.
   Status ReadStrided(const StridedCopy& copy, std::byte* base);
   // For gathers: the file's mapping where bytes of the piece up to `end` (of the file) are there.
   Result<const std::byte*> MappingTo(std::uint64_t end);
@@ -60,6 +63,10 @@ class PieceReader {
   class WindowReader;
   // The runs of `copy`, one stretch of the file, by vectored reads. False where that failed.
   bool ReadScattered(const StridedCopy& copy, std::byte* base);
+  // The same where runs do not rise (transposed chunks, and those of which bytes are used twice):
+  // by stretches of the file that are copied from memory. `copy` has its axes by falling steps.
+  Status ReadTransposed(const StridedCopy& copy, std::byte* base);
+  Status ReadSlab(const StridedCopy& slab, std::byte* base);
   Status OpenFile();
   std::string Name() const;
   // Damage at a byte of the piece.
@@ -84,6 +91,7 @@ class PieceReader {
   std::shared_ptr<OpenDataFile> file_;
   std::shared_ptr<const ProvenLeaves> leaves_;
   std::vector<std::byte> scratch_;
+  std::vector<std::byte> slab_;
 };
 
 }  // namespace tensormount

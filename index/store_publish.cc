@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "base/log.h"
+#include "index/foreign_file.h"
 #include "index/manifest.h"
 #include "index/mtime.h"
 #include "index/store.h"
@@ -186,16 +187,17 @@ Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Content& con
   std::set<std::string_view> named;
   folders.insert("data");
   for (const FileRecord& file : content.files) {
-    const bool foreign = file.placement == Placement::kForeign;
-    if (!foreign && !IsPlainDataName(file.name)) return Bad(file.name + ": not a name below data/");
-    if (!foreign) {
-      named.insert(file.name);
-      for (std::size_t at = file.name.rfind('/'); at != std::string::npos && at > 0;
-           at = file.name.rfind('/', at - 1)) {
-        folders.insert(file.name.substr(0, at));
-      }
+    if (file.placement == Placement::kForeign) {
+      TENSORMOUNT_RETURN_IF_ERROR(OpenForeignFile(fs, content.info, file, true).status());
+      continue;
     }
-    const std::string path = foreign ? file.name : JoinPath(staging.directory, file.name);
+    if (!IsPlainDataName(file.name)) return Bad(file.name + ": not a name below data/");
+    named.insert(file.name);
+    for (std::size_t at = file.name.rfind('/'); at != std::string::npos && at > 0;
+         at = file.name.rfind('/', at - 1)) {
+      folders.insert(file.name.substr(0, at));
+    }
+    const std::string path = JoinPath(staging.directory, file.name);
     const Result<FileInfo> info = fs.LinkStat(path);
     if (!info.ok()) return info.status().WithContext("a data file that a manifest names");
     if (info.value().kind != FileKind::kFile) return Bad(path + ": not a regular file");
@@ -339,6 +341,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
   info.self_contained =
       std::none_of(content.files.begin(), content.files.end(),
                    [](const FileRecord& f) { return f.placement == Placement::kForeign; });
+  if (info.self_contained) info.root.clear();
   {
     const auto priors = OpenPriors(fs, *this, staging, options.if_exists);
     TENSORMOUNT_RETURN_IF_ERROR(DecideAgainst(fs, priors, info.created, content));

@@ -8,6 +8,7 @@
 #include "base/checked.h"
 #include "index/checkpoint.h"
 #include "index/file_cache.h"
+#include "index/foreign_file.h"
 #include "index/index_records.h"
 #include "index/manifest.h"
 #include "index/memory_table.h"
@@ -36,6 +37,10 @@ class Verifier {
     TENSORMOUNT_RETURN_IF_ERROR(CheckIndexRecords());
     CheckDataFiles();
     if (content_) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, commit_file_->Stat());
+      TENSORMOUNT_RETURN_IF_ERROR(
+          CheckMayReadForeign(fs_, directory_, content_->info, info, options_.roots));
+      CheckForeignFiles();
       report_.tensors = content_->tensors.size();
       for (const TensorContent& t : content_->tensors) report_.chunks += t.extents.size();
       if (!options_.quick) {
@@ -202,7 +207,7 @@ class Verifier {
     }
     MemoryTable wanted;
     TENSORMOUNT_RETURN_IF_ERROR(
-        index_record::ForEach(*content_, [&](std::string_view key, std::string_view value) {
+        index_record::ForEach(*content_, false, [&](std::string_view key, std::string_view value) {
           wanted.Append(key, value);
           return Status();
         }));
@@ -239,6 +244,15 @@ class Verifier {
                std::to_string(info.value().size) + " bytes, " + std::to_string(entry.length) +
                    " expected");
       }
+    }
+  }
+
+  // Damage of each is named once, here; their pieces then say nothing more of it.
+  void CheckForeignFiles() {
+    for (const FileRecord& file : content_->files) {
+      if (file.placement != Placement::kForeign) continue;
+      const Status opened = OpenForeignFile(fs_, content_->info, file, true).status();
+      if (!opened.ok()) Damage(file.name, file.name, opened.message());
     }
   }
 

@@ -87,7 +87,7 @@ Result<Region> SubByteRegion(DType dtype, const Dims& shape, const Region& regio
 
 // The span of byte offsets, relative to the first element, that a strided box touches; false where
 // it passes 2^62.
-bool StridedSpan(const Dims& extents, const Dims& strides, std::int64_t* low, std::int64_t* high) {
+bool ReachOf(const Dims& extents, const Dims& strides, std::int64_t* low, std::int64_t* high) {
   constexpr std::int64_t kLimit = std::int64_t{1} << 62;
   *low = 0;
   *high = 0;
@@ -283,7 +283,7 @@ Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims strides, ByteStrides(buffer.strides, element_bytes));
   std::int64_t low = 0;
   std::int64_t high = 0;
-  if (!StridedSpan(buffer.shape, strides, &low, &high)) {
+  if (!ReachOf(buffer.shape, strides, &low, &high)) {
     return Status(Code::kInvalidArgument, "buffer of shape " + buffer.shape.ToString() +
                                               " with strides " + buffer.strides.ToString() +
                                               " reaches past 2^62 bytes");
@@ -322,14 +322,57 @@ Result<std::vector<PlacedBox>> PlaceStrided(DType dtype, const Dims& shape, cons
   std::int64_t low = 0;
   std::int64_t high = 0;
   const auto at = CheckedCast<std::int64_t>(offset);
-  if (!at || *at > (std::int64_t{1} << 62) ||
-      !StridedSpan(box.extent(), byte_strides, &low, &high) || *at + low < 0 ||
-      *at + high > (std::int64_t{1} << 62) - element_bytes) {
+  if (!at || *at > (std::int64_t{1} << 62) || !ReachOf(box.extent(), byte_strides, &low, &high) ||
+      *at + low < 0 || *at + high > (std::int64_t{1} << 62) - element_bytes) {
     return bad(Code::kInvalidArgument, "reaches outside of a file");
   }
   Dims strides = byte_strides;
   strides.push_back(1);
   return std::vector<PlacedBox>{{ByteBox(box, element_bytes), *at, strides}};
+}
+
+Result<std::uint64_t> StridedSpan(DType dtype, const Dims& extents, const Dims& byte_strides) {
+  const auto bad = [&](Code code, const std::string& why) {
+    return Status(code, "strides " + byte_strides.ToString() + " of a box of " +
+                            extents.ToString() + " " + why);
+  };
+  if (byte_strides.rank() != extents.rank()) return bad(Code::kInvalidArgument, "differ in rank");
+  if (InfoOf(dtype).bits < 8) {
+    return bad(Code::kUnsupported, "of elements smaller than a byte: only packed chunks are known");
+  }
+  bool empty = false;
+  for (int a = 0; a < extents.rank(); ++a) {
+    if (byte_strides[a] < 0 || extents[a] < 0) return bad(Code::kInvalidArgument, "are negative");
+    empty = empty || extents[a] == 0;
+  }
+  if (empty) return std::uint64_t{0};
+  std::int64_t low = 0;
+  std::int64_t high = 0;
+  if (!ReachOf(extents, byte_strides, &low, &high)) {
+    return bad(Code::kInvalidArgument, "reach past 2^62 bytes");
+  }
+  return static_cast<std::uint64_t>(high) + InfoOf(dtype).bits / 8;
+}
+
+bool ArePackedStrides(DType dtype, const Dims& extents, const Dims& byte_strides) {
+  if (byte_strides.rank() != extents.rank() || InfoOf(dtype).bits < 8) return false;
+  std::int64_t packed = InfoOf(dtype).bits / 8;
+  for (int a = extents.rank() - 1; a >= 0; --a) {
+    if (extents[a] == 0) return true;
+    if (extents[a] != 1 && byte_strides[a] != packed) return false;
+    if (__builtin_mul_overflow(packed, extents[a], &packed)) return false;
+  }
+  return true;
+}
+
+Result<std::vector<PlacedBox>> PlaceChunk(DType dtype, const Dims& shape, const Region& region,
+                                          std::uint64_t offset, const Dims& byte_strides) {
+  if (byte_strides.rank() > 0) {
+    if (region.is_flat()) return Status(Code::kInvalidArgument, "strides of a flat range");
+    return PlaceStrided(dtype, shape, region.box(), offset, byte_strides);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes, ByteRegion(dtype, shape, region));
+  return PlacePacked(bytes, offset);
 }
 
 }  // namespace tensormount

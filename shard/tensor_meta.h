@@ -84,6 +84,17 @@ Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype
 Result<std::vector<PlacedBox>> PlaceStrided(DType dtype, const Dims& shape, const Box& box,
                                             std::uint64_t offset, const Dims& byte_strides);
 
+// Bytes from the first to the end of the last element of such a chunk; 0 for an empty one.
+// kInvalidArgument: another rank, negative strides, or past 2^62 bytes; kUnsupported as above.
+Result<std::uint64_t> StridedSpan(DType dtype, const Dims& extents, const Dims& byte_strides);
+// Whether these are the strides of packed rows (which records then leave out); of axes of one
+// element they do not matter.
+bool ArePackedStrides(DType dtype, const Dims& extents, const Dims& byte_strides);
+// Where the bytes of a chunk stand in its file: PlaceStrided where it has strides, else
+// PlacePacked.
+Result<std::vector<PlacedBox>> PlaceChunk(DType dtype, const Dims& shape, const Region& region,
+                                          std::uint64_t offset, const Dims& byte_strides);
+
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_SHARD_TENSOR_META_H_

@@ -88,7 +88,7 @@ TEST(ExtentTable, RowsComeBackAsTheyWere) {
 }
 
 TEST(ExtentTable, RefusesWhatIsNoRow) {
-  EXPECT_THAT(ExtentTable::FromPacked(2, std::string(ExtentTable::RowBytes(2) + 1, '\0')),
+  EXPECT_THAT(ExtentTable::FromPacked(2, std::string(ExtentTable(2).row_bytes() + 1, '\0')),
               HasCode(Code::kDataLoss));
   EXPECT_THAT(ExtentTable::FromPacked(17, ""), HasCode(Code::kDataLoss));
   // No flip of a bit may crash; what still decodes lies within bounds.
@@ -278,12 +278,15 @@ TEST(CheckComplete, RefusesChunksOfAKindThatNoReaderTakes) {
   ASSERT_OK_AND_ASSIGN(Content content,
                        Merge({WriterContent("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})})}));
   ASSERT_OK(CheckComplete(content));
-  std::string rows(content.tensors[0].extents.packed());
-  rows[24] = static_cast<char>(rows[24] | 4);  // A flag that format 1 does not have.
-  Result<ExtentTable> odd = ExtentTable::FromPacked(2, rows);
-  ASSERT_OK(odd);
-  content.tensors[0].extents = odd.value();
-  EXPECT_THAT(CheckComplete(content), HasMessage("a chunk of unknown kind"));
+  const std::string rows(content.tensors[0].extents.packed());
+  // Flags that format 1 does not have on disk: pending, and one that is nothing.
+  for (const int flag : {8, 16}) {
+    std::string odd = rows;
+    odd[24] = static_cast<char>(odd[24] | flag);
+    ASSERT_OK_AND_ASSIGN(content.tensors[0].extents, ExtentTable::FromPacked(2, odd));
+    EXPECT_THAT(CheckComplete(content), HasMessage("a chunk of unknown kind"));
+    EXPECT_FALSE(content.tensors[0].extents.At(0).ok());
+  }
 }
 
 TEST(CheckComplete, ObjectsFillTheirGrids) {

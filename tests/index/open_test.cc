@@ -292,15 +292,53 @@ TEST_F(OpenTest, AnIndexThatLiesUnderRightChecksumsIsSeenByVerify) {
   EXPECT_THAT(damages[0].reason, testing::HasSubstr("1 of "));
 }
 
-TEST_F(OpenTest, NothingOutsideOfTheCheckpointIsRead) {
-  // Under right checksums, a record that names somebody else's file.
-  const std::string secret = dir_.Join("secret");
+TEST_F(OpenTest, ForeignFilesAreReadOnlyBelowTheRootThatAFriendNamed) {
+  // Under right checksums, a record that names a file elsewhere.
+  ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("root")));
+  const std::string theirs = dir_.Join("root/theirs");
   Content content = built_.content;
-  WriteWholeFile(secret, std::string(content.files[0].length, 's'));
-  content.files[0].name = secret;
-  content.files[0].placement = Placement::kForeign;
+  WriteWholeFile(theirs, std::string(content.files[0].length, 's'));
+  ASSERT_OK_AND_ASSIGN(const FileInfo info, HostFileSystem().Stat(theirs));
+  content.info.self_contained = false;
+  content.info.root = dir_.Join("root");
+  FileRecord& file = content.files[0];
+  file.name = "theirs";
+  file.placement = Placement::kForeign;
+  file.mtime_seconds = info.mtime_seconds;
+  file.mtime_nanoseconds = info.mtime_nanoseconds;
   ReplaceIndex(content);
-  EXPECT_THAT(Open(), HasCode(Code::kUnsupported));
+  {
+    ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+    ASSERT_OK(opened->OpenFile(0).status());
+    WriteWholeFile(theirs, "longer or shorter");
+    EXPECT_THAT(opened->OpenFile(0).status(), HasCode(Code::kStale));
+    // A link out of the root.
+    ASSERT_EQ(unlink(theirs.c_str()), 0);
+    WriteWholeFile(dir_.Join("secret"), std::string(file.length, 's'));
+    ASSERT_EQ(symlink("../secret", theirs.c_str()), 0);
+    EXPECT_FALSE(opened->OpenFile(0).ok());
+  }
+  // Without a root there is nothing that they could be below.
+  content.info.self_contained = true;
+  ReplaceIndex(content);
+  {
+    ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+    EXPECT_TRUE(opened->index_was_rebuilt());
+    EXPECT_NE(opened->index().files()[0].placement, Placement::kForeign);
+  }
+  content.info.self_contained = false;
+  ReplaceIndex(content);
+  // COMMIT of somebody else, whom the operator does not vouch for.
+  if (geteuid() != 0) GTEST_SKIP() << "cannot give files away";
+  ASSERT_EQ(chown(Below("COMMIT").c_str(), 12345, 12345), 0);
+  EXPECT_THAT(Open(), HasCode(Code::kPermissionDenied));
+  EXPECT_THAT(Open(), HasMessage("--root"));
+  const auto open = [&](const std::string& root) {
+    return OpenedCheckpoint::Open(HostFileSystem(), path(), {.roots = {dir_.Join(root)}});
+  };
+  EXPECT_OK(open("root"));
+  EXPECT_OK(open(""));
+  EXPECT_THAT(open("roo"), HasCode(Code::kPermissionDenied));
 }
 
 TEST_F(OpenTest, LinksInACheckpointLeadNowhere) {

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_FOREIGN_FILE_H_
+#define TENSORMOUNT_INDEX_FOREIGN_FILE_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "index/content.h"
+
+// Files of others that records point into: what must hold before and after bytes of them are
+// believed.
+
+namespace tensormount {
+
+// kStale "NAME: changed since it was adopted (1024 bytes, 2048 then)" where a foreign file is not
+// what it was when it was looked at. `adopted`: a store has the record; else it was made when the
+// source was opened. Files of our own are never changed: ok.
+Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopted);
+
+// Opens it below info.root, which nothing leads out of, and checks that it did not change.
+// kNotFound names the file and the root where it is gone, or the root is.
+Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const CheckpointInfo& info,
+                                              const FileRecord& record, bool adopted);
+
+// Whether a stored checkpoint may have us read what lies outside of it, with our rights: its COMMIT
+// belongs to us or to root, or info.root lies in one of the folders that the operator named.
+// kPermissionDenied says how to name it. Ok for a checkpoint that has all its data.
+Status CheckMayReadForeign(FileSystem& fs, const std::string& directory, const CheckpointInfo& info,
+                           const FileInfo& commit, const std::vector<std::string>& roots);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_FOREIGN_FILE_H_
