@@ -51,6 +51,14 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::OpenSafetensors(
   return std::shared_ptr<const CheckpointView>(std::move(view));
 }
 
+Result<std::shared_ptr<const CheckpointView>> CheckpointView::Of(
+    FileSystem& fs, std::shared_ptr<OpenedCheckpoint> opened, const Ownership& ownership,
+    const Options& options) {
+  std::shared_ptr<CheckpointView> view(new CheckpointView(fs, std::move(opened)));
+  TENSORMOUNT_RETURN_IF_ERROR(view->Prepare(ownership, options));
+  return std::shared_ptr<const CheckpointView>(std::move(view));
+}
+
 Status CheckpointView::Prepare(const Ownership& ownership, const Options& options) {
   ownership_ = ownership;
   options_ = options;

@@ -56,8 +56,15 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
                                                                        const Ownership& ownership,
                                                                        const Options& options);
 
+  // One that is open already.
+  static Result<std::shared_ptr<const CheckpointView>> Of(FileSystem& fs,
+                                                          std::shared_ptr<OpenedCheckpoint> opened,
+                                                          const Ownership& ownership,
+                                                          const Options& options);
+
   const OpenedCheckpoint& opened() const { return *opened_; }
   const ServedData& data() const { return *data_; }
+  const ShownCheckpoint& shown() const { return *shown_; }
 
   // All below take nodes of this slot. Numbers that are out of range answer kStale.
   Result<Child> Lookup(const Node& folder, std::string_view name) const;
