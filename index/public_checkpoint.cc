@@ -2,9 +2,9 @@
 #include "tensormount/checkpoint.h"
 
 #include "base/file_system.h"
+#include "index/adopt/open_source.h"
 #include "index/checkpoint.h"
 #include "index/layer_names.h"
-#include "index/store.h"
 
 namespace tensormount {
 
@@ -57,16 +57,11 @@ Status Tensor::ReadBytes(std::uint64_t offset, void* out, std::size_t size) cons
 
 Checkpoint::Checkpoint(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 
-Result<Checkpoint> Checkpoint::Open(const std::string& path) {
-  FileSystem& fs = HostFileSystem();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, ResolveSourcePath(fs, path));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(resolved));
+Result<Checkpoint> Checkpoint::Open(const std::string& path) { return Open(path, OpenOptions()); }
+
+Result<Checkpoint> Checkpoint::Open(const std::string& path, const OpenOptions& options) {
   auto impl = std::make_shared<Impl>();
-  if (info.kind == FileKind::kDirectory) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenedCheckpoint::Open(fs, resolved, {}));
-  } else {
-    TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenedCheckpoint::OpenSafetensors(fs, resolved));
-  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenNamed(HostFileSystem(), path, options.roots));
   return Checkpoint(std::move(impl));
 }
 

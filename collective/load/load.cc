@@ -18,16 +18,10 @@
 #include "collective/phase_events.h"
 #include "collective/save_load.h"
 #include "collective/validate/layout_exchange.h"
-#include "index/store.h"
+#include "index/adopt/open_source.h"
 
 namespace tensormount {
 namespace {
-
-Result<std::shared_ptr<OpenedCheckpoint>> OpenResolved(FileSystem& fs, const std::string& path) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
-  if (info.kind == FileKind::kFile) return OpenedCheckpoint::OpenSafetensors(fs, path);
-  return OpenedCheckpoint::Open(fs, path, {});
-}
 
 // Where the chunks of a tensor stand.
 Status AppendPlaces(const CheckpointIndex& index, std::uint32_t ordinal, ByteWriter& out) {
@@ -128,8 +122,9 @@ class LoadJob {
 
   // Rank 0: opens and says what was opened.
   Result<std::string> OpenFirst() {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, ResolveSourcePath(fs_, path_));
-    TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenResolved(fs_, resolved));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs_, path_, options_.roots));
+    TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenFound(fs_, found, options_.roots));
+    const std::string& resolved = found.path;
     for (const std::string& warning : checkpoint_->warnings()) {
       Log(LogLevel::kWarning, resolved + ": " + warning);
     }
@@ -149,7 +144,7 @@ class LoadJob {
     const Hash128 told_identity = in.Hash();
     TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
     if (checkpoint_ == nullptr) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenResolved(fs_, path));
+      TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenNamed(fs_, path, options_.roots));
       TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_));
     }
     if (identity_ != told_identity) {

@@ -47,15 +47,26 @@ class TENSORMOUNT_EXPORT Tensor {
   std::shared_ptr<const Impl> impl_;
 };
 
-// A published checkpoint or a .safetensors file, opened for reading without any ranks. A cheap
+// How a checkpoint is opened.
+struct OpenOptions {
+  // Folders that may be trusted: below them data of adopted checkpoints may lie, whoever published
+  // these, and links of checkpoints in foreign formats may lead to other places in them.
+  std::vector<std::string> roots = {};
+};
+
+// A published checkpoint, or one in a format of others, opened for reading without any ranks. A cheap
 // handle; thread-safe. Runs no code from the checkpoint and writes nothing.
 class TENSORMOUNT_EXPORT Checkpoint {
  public:
-  // `path`: a checkpoint ("STORE/step-1000"), "STORE/latest", or a .safetensors file.
-  //   kNotFound     nothing there, or not a checkpoint
-  //   kDataLoss     what describes it is damaged beyond repair
-  //   kUnsupported  written in a newer format
+  // `path`: a checkpoint ("STORE/step-1000"), "STORE/latest", or a folder or file in a format of
+  // docs/formats-adopted.md.
+  //   kNotFound          nothing there
+  //   kInvalidArgument   it holds several checkpoints: name one, or "latest"
+  //   kDataLoss          what describes it is damaged beyond repair
+  //   kUnsupported       written in a newer format, or in one that is not read
+  //   kPermissionDenied  it leads to places outside of it that no root covers
   static Result<Checkpoint> Open(const std::string& path);
+  static Result<Checkpoint> Open(const std::string& path, const OpenOptions& options);
 
   const std::string& path() const;
   // What was out of order but could be mended.

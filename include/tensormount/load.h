@@ -87,6 +87,9 @@ struct LoadOptions {
   bool reuse_plan = true;
   Timeouts timeouts = {};
 
+  // OpenOptions::roots: folders below which data of adopted and foreign checkpoints may lie.
+  std::vector<std::string> roots = {};
+
   // ---- Of this rank alone ----
   EventHook events = {};
   // Where not null, counts bytes as this rank has read them: for progress displays.

@@ -13,8 +13,8 @@
 
 #include "index/adopt/foreign.h"
 
-// Formats of others. A new one is one file with a class of these two calls, a line in formats.cc and
-// a row in docs/formats-adopted.md; nothing else learns of it.
+// Formats of others. A new one is one file with a class of these two calls, a line in formats.cc
+// and a row in docs/formats-adopted.md; nothing else learns of it.
 
 namespace tensormount {
 
@@ -22,8 +22,9 @@ class ForeignFormat {
  public:
   virtual ~ForeignFormat() = default;
   virtual std::string_view name() const = 0;  // "torch.distributed.checkpoint"
-  // Whether the folder (or file) looks like one: names, and at most the first bytes of a file. Never
-  // fails: what cannot be read is no such format. Formats are asked in the order of formats.cc.
+  // Whether the folder (or file) looks like one: names, and at most the first bytes of a file.
+  // Never fails: what cannot be read is no such format. Formats are asked in the order of
+  // formats.cc.
   virtual bool Probe(const ForeignFolder& folder) const = 0;
   // Reads what describes the checkpoint and adds its records. Sizes are checked before anything is
   // allocated for them. kDataLoss, kUnsupported, or the errno of a read.
@@ -35,14 +36,15 @@ std::span<const ForeignFormat* const> ForeignFormats();
 // The first whose Probe says so; null: none.
 const ForeignFormat* FindForeignFormat(const ForeignFolder& folder);
 
-// Reads a folder or file with the first format whose Probe says so. kUnsupported: none; says what is
-// there instead where that can be told (".distcp files without .metadata: a save that did not end").
+// Reads a folder or file with the first format whose Probe says so. kUnsupported: none; says what
+// is there instead where that can be told (".distcp files without .metadata: a save that did not
+// end").
 Result<ForeignContent> ReadForeign(const ForeignFolder& folder);
 
 // A training directory of checkpoints in a foreign format: Megatron-LM's (iter_0001000/, release/,
 // latest_checkpointed_iteration.txt), OLMo-core's and others' (step1000/). Shown like a store.
 struct ForeignStep {
-  std::string name;  // Of its folder: "iter_0001000".
+  std::string name;              // Of its folder: "iter_0001000".
   std::uint64_t generation = 0;  // The iteration; 0 for "release".
 };
 struct ForeignSteps {
@@ -52,20 +54,25 @@ struct ForeignSteps {
 // nullopt: the folder is no such directory.
 Result<std::optional<ForeignSteps>> ReadForeignSteps(const ForeignFolder& folder);
 
-// Whether some format's Probe accepts it.
-bool HoldsForeignCheckpoint(const ForeignFolder& folder);
+// The iteration that a folder of this name holds, by the prefixes that trainers use
+// ("iter_0001000", "release": 0, "step1000", "checkpoint-500"). nullopt: another name.
+std::optional<std::uint64_t> IterationOf(std::string_view name);
+// Which of the steps that there are is the latest: the one that latest_checkpointed_iteration.txt
+// names, else the one of the highest iteration; empty where there are none.
+std::string LatestStep(const ForeignFolder& folder, const std::vector<ForeignStep>& steps);
 // What changes when somebody replaces the checkpoint in a folder: the newest of the files that its
 // format is found by, where `inode` is a number made of all of them.
 Result<FileInfo> MarkOf(const ForeignFolder& folder);
 
 // One instance each; in formats.cc. Adapters live in files of these names.
-const ForeignFormat& TorchDcpFormat();         // dcp.cc: DCP, Megatron torch_dist, OLMo-core >= 1.0
-const ForeignFormat& TorchDcpRankFormat();     // dcp.cc: __R.metadata only
-const ForeignFormat& MegatronZarrFormat();     // megatron_zarr.cc
-const ForeignFormat& OlmoFormat();             // olmo.cc: 0.1
-const ForeignFormat& HuggingFaceFormat();      // hugging_face.cc: folders and .safetensors files
-const ForeignFormat& TorchSaveFormat();        // torch_save.cc: .pt .pth .bin files, Megatron's mp_rank_* folders
-const ForeignFormat& NumpyFormat();            // numpy.cc: .npz, .npy, folders of .npy
+const ForeignFormat& TorchDcpFormat();      // dcp.cc: DCP, Megatron torch_dist, OLMo-core >= 1.0
+const ForeignFormat& TorchDcpRankFormat();  // dcp.cc: __R.metadata only
+const ForeignFormat& MegatronZarrFormat();  // megatron_zarr.cc
+const ForeignFormat& OlmoFormat();          // olmo.cc: 0.1
+const ForeignFormat& HuggingFaceFormat();   // hugging_face.cc: folders and .safetensors files
+const ForeignFormat&
+TorchSaveFormat();  // torch_save.cc: .pt .pth .bin files, Megatron's mp_rank_* folders
+const ForeignFormat& NumpyFormat();  // numpy.cc: .npz, .npy, folders of .npy
 
 }  // namespace tensormount
 

@@ -11,8 +11,8 @@
 #include "base/file_system.h"
 #include "index/checkpoint.h"
 
-// What a user may name as SOURCE, found and opened in one place for the library, the mount and every
-// command.
+// What a user may name as SOURCE, found and opened in one place for the library, the mount and
+// every command.
 
 namespace tensormount {
 
@@ -41,6 +41,10 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundS
 // The latest checkpoint of a kStore or kForeignSteps; others as they are. kNotFound: it has none.
 Result<FoundSource> LatestOf(FileSystem& fs, const FoundSource& source,
                              const std::vector<std::string>& roots);
+
+// FindSource and OpenFound.
+Result<std::shared_ptr<OpenedCheckpoint>> OpenNamed(FileSystem& fs, const std::string& text,
+                                                    const std::vector<std::string>& roots);
 
 }  // namespace tensormount
 

@@ -30,7 +30,8 @@ constexpr std::string_view kMarks[] = {
 // Of a folder without any of them, so many files are looked at.
 constexpr std::size_t kMaxLookedAt = 1000;
 
-// The number behind one of the prefixes that trainers use. nullopt: another name.
+}  // namespace
+
 std::optional<std::uint64_t> IterationOf(std::string_view name) {
   if (name == "release") return 0;
   for (const std::string_view prefix : {"iter_", "step-", "step_", "step", "checkpoint-"}) {
@@ -43,14 +44,16 @@ std::optional<std::uint64_t> IterationOf(std::string_view name) {
   return std::nullopt;
 }
 
-std::string Trimmed(std::string text) {
+namespace {
+
+std::string Trimmed(const std::string& text) {
   const std::size_t first = text.find_first_not_of(" \t\r\n");
   if (first == std::string::npos) return {};
   return text.substr(first, text.find_last_not_of(" \t\r\n") - first + 1);
 }
 
 // What Megatron-LM's file of the last save says, where it names one of the steps.
-std::string SaidToBeLatest(const ForeignFolder& folder, const std::vector<ForeignStep>& steps) {
+std::string SaidLatest(const ForeignFolder& folder, const std::vector<ForeignStep>& steps) {
   const Result<std::string> text = folder.ReadFile(kLatestFile, kMaxLatestBytes);
   if (!text.ok()) return {};
   const std::string said = Trimmed(text.value());
@@ -80,8 +83,14 @@ void AddMark(const FileInfo& info, std::string_view name, FileInfo& mark, Xxh3St
 
 }  // namespace
 
-bool HoldsForeignCheckpoint(const ForeignFolder& folder) {
-  return FindForeignFormat(folder) != nullptr;
+std::string LatestStep(const ForeignFolder& folder, const std::vector<ForeignStep>& steps) {
+  std::string said = SaidLatest(folder, steps);
+  if (!said.empty() || steps.empty()) return said;
+  return std::max_element(steps.begin(), steps.end(),
+                          [](const ForeignStep& a, const ForeignStep& b) {
+                            return std::tie(a.generation, a.name) < std::tie(b.generation, b.name);
+                          })
+      ->name;
 }
 
 Result<FileInfo> MarkOf(const ForeignFolder& folder) {
@@ -119,21 +128,13 @@ Result<std::optional<ForeignSteps>> ReadForeignSteps(const ForeignFolder& folder
     if (!iteration) continue;
     const Result<ForeignFolder> below = folder.Below(entry.name);
     // A save that has not ended, or something else by that name.
-    if (!below.ok() || !HoldsForeignCheckpoint(below.value())) continue;
+    if (!below.ok() || FindForeignFormat(below.value()) == nullptr) continue;
     out.steps.push_back({.name = entry.name, .generation = *iteration});
   }
   if (out.steps.empty()) return std::optional<ForeignSteps>();
   std::sort(out.steps.begin(), out.steps.end(),
             [](const ForeignStep& a, const ForeignStep& b) { return a.name < b.name; });
-  out.latest = SaidToBeLatest(folder, out.steps);
-  if (out.latest.empty()) {
-    out.latest =
-        std::max_element(out.steps.begin(), out.steps.end(),
-                         [](const ForeignStep& a, const ForeignStep& b) {
-                           return std::tie(a.generation, a.name) < std::tie(b.generation, b.name);
-                         })
-            ->name;
-  }
+  out.latest = LatestStep(folder, out.steps);
   return std::optional<ForeignSteps>(std::move(out));
 }
 

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/adopt/open_source.h"
+
+#include <optional>
+#include <utility>
+
+#include "index/adopt/foreign.h"
+#include "index/adopt/format.h"
+#include "index/commit_record.h"
+#include "index/store.h"
+#include "index/store_layout.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::string_view kLatest = "latest";
+
+// "run1" of "run1/latest", where no such name exists. nullopt: something else.
+std::optional<std::string> LatestIn(FileSystem& fs, std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  const std::size_t slash = path.rfind('/');
+  if (path.substr(slash == std::string::npos ? 0 : slash + 1) != kLatest || fs.Exists(path)) {
+    return std::nullopt;
+  }
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+Result<FoundSource> FindResolved(FileSystem& fs, const std::string& path,
+                                 const std::vector<std::string>& roots) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
+  if (info.kind == FileKind::kDirectory) {
+    if (fs.LinkStat(JoinPath(path, kCommitName)).ok()) {
+      return FoundSource{.kind = SourceKind::kCheckpoint, .path = path};
+    }
+    if (fs.Exists(JoinPath(path, layout::kSuperblockFile))) {
+      return FoundSource{.kind = SourceKind::kStore, .path = path};
+    }
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder, ForeignFolder::Open(fs, path, roots));
+  if (FindForeignFormat(folder) != nullptr) {
+    return FoundSource{.kind = SourceKind::kForeign, .path = path};
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<ForeignSteps> steps, ReadForeignSteps(folder));
+  if (steps) return FoundSource{.kind = SourceKind::kForeignSteps, .path = path};
+  return ReadForeign(folder).status();  // Says what is there instead.
+}
+
+}  // namespace
+
+Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
+                               const std::vector<std::string>& roots) {
+  const Result<std::string> path = ResolveSourcePath(fs, text);
+  if (path.ok()) return FindResolved(fs, path.value(), roots);
+  const std::optional<std::string> parent = LatestIn(fs, text);
+  if (!parent) return path.status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(*parent));
+  const Result<FoundSource> found = FindResolved(fs, resolved, roots);
+  if (!found.ok() || found.value().kind != SourceKind::kForeignSteps) return path.status();
+  return LatestOf(fs, found.value(), roots);
+}
+
+Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundSource& source,
+                                                    const std::vector<std::string>& roots) {
+  OpenedCheckpoint::Options options;
+  options.roots = roots;
+  switch (source.kind) {
+    case SourceKind::kCheckpoint:
+      return OpenedCheckpoint::Open(fs, source.path, options);
+    case SourceKind::kForeign: {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
+                                   ForeignFolder::Open(fs, source.path, roots));
+      TENSORMOUNT_ASSIGN_OR_RETURN(ForeignContent content, ReadForeign(folder));
+      return OpenedCheckpoint::OpenForeign(fs, std::move(content), source.path, options);
+    }
+    case SourceKind::kStore:
+    case SourceKind::kForeignSteps:
+      break;
+  }
+  return Status(Code::kInvalidArgument, source.path + ": holds several checkpoints: name one");
+}
+
+Result<FoundSource> LatestOf(FileSystem& fs, const FoundSource& source,
+                             const std::vector<std::string>& roots) {
+  if (source.kind == SourceKind::kStore) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, source.path));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const CheckpointListing latest, store.Latest());
+    return FoundSource{.kind = SourceKind::kCheckpoint, .path = store.CheckpointPath(latest.name)};
+  }
+  if (source.kind != SourceKind::kForeignSteps) return source;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
+                               ForeignFolder::Open(fs, source.path, roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<ForeignSteps> steps, ReadForeignSteps(folder));
+  if (!steps) return Status(Code::kNotFound, source.path + ": no checkpoint in it any more");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path,
+                               fs.Resolve(JoinPath(source.path, steps->latest)));
+  return FoundSource{.kind = SourceKind::kForeign, .path = path};
+}
+
+Result<std::shared_ptr<OpenedCheckpoint>> OpenNamed(FileSystem& fs, const std::string& text,
+                                                    const std::vector<std::string>& roots) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, text, roots));
+  return OpenFound(fs, found, roots);
+}
+
+}  // namespace tensormount
