@@ -44,7 +44,7 @@ std::string Instead(const ForeignFolder& folder) {
 std::span<const ForeignFormat* const> ForeignFormats() {
   static const std::vector<const ForeignFormat*> kFormats = {
       // &MegatronZarrFormat(),
-      // &OlmoFormat(),
+      &OlmoFormat(),
       // &TorchDcpFormat(),
       // &TorchDcpRankFormat(),
       &HuggingFaceFormat(),

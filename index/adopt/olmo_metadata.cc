@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/adopt/olmo_metadata.h"
+
+#include <unordered_map>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "shard/strict_json.h"
+#include "shard/tensor_meta.h"
+
+namespace tensormount {
+namespace {
+
+using Json = nlohmann::json;
+
+Status Bad(const std::string& why) { return Status(Code::kDataLoss, why); }
+
+// A whole number from 0 on; nullopt: something else.
+std::optional<std::int64_t> Number(const Json& json) {
+  if (!json.is_number_unsigned()) return std::nullopt;
+  const auto value = json.get<std::uint64_t>();
+  if (value > static_cast<std::uint64_t>(INT64_MAX)) return std::nullopt;
+  return static_cast<std::int64_t>(value);
+}
+
+Result<Dims> Numbers(const Json& json, std::string_view what) {
+  if (!json.is_array()) return Bad(std::string(what) + " is no list");
+  if (json.size() > static_cast<std::size_t>(kMaxRank)) {
+    return Status(Code::kUnsupported,
+                  std::string(what) + " has more than " + std::to_string(kMaxRank) + " axes");
+  }
+  Dims out;
+  for (const Json& item : json) {
+    const auto number = Number(item);
+    if (!number) return Bad(std::string(what) + " holds what is no whole number");
+    out.push_back(*number);
+  }
+  return out;
+}
+
+// The value of a field; null where it is absent.
+const Json* Field(const Json& object, const char* name) {
+  const auto found = object.find(name);
+  return found == object.end() || found->is_null() ? nullptr : &*found;
+}
+
+Status AddRange(const Box& whole, const Json& json, std::vector<Region>& out) {
+  const auto begin = json.is_array() && json.size() == 2 ? Number(json[0]) : std::nullopt;
+  const auto end = begin ? Number(json[1]) : std::nullopt;
+  if (!end) return Bad("a flattened range is no pair of whole numbers");
+  if (*end < *begin || *end > whole.volume()) {
+    return Bad("flattened range " + std::to_string(*begin) + " to " + std::to_string(*end) +
+               " of " + std::to_string(whole.volume()) + " elements");
+  }
+  if (*end == *begin) return Status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(Region region, Region::Flat(whole, *begin, *end - *begin));
+  out.push_back(std::move(region));
+  return Status();
+}
+
+// A list of pairs, or, of older releases, one pair.
+Status AddRanges(const Box& whole, const Json& json, std::vector<Region>& out) {
+  if (!json.is_array()) return Bad("flattened offsets are no list");
+  if (!json.empty() && json[0].is_number()) return AddRange(whole, json, out);
+  for (const Json& range : json) TENSORMOUNT_RETURN_IF_ERROR(AddRange(whole, range, out));
+  return Status();
+}
+
+Status AddSpec(const Box& whole, const Json& spec, std::vector<Region>& out) {
+  if (!spec.is_object()) return Bad("a shard's description is no object");
+  const Json* const ranges = Field(spec, "flattened_offsets");
+  const Json* const extent = Field(spec, "local_shape");
+  const Json* const offset = Field(spec, "global_offset");
+  if (ranges != nullptr) return AddRanges(whole, *ranges, out);
+  if (extent == nullptr && offset == nullptr) return Status();  // No share.
+  if (extent == nullptr || offset == nullptr) return Bad("local_shape without global_offset");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extents, Numbers(*extent, "local_shape"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Dims begin, Numbers(*offset, "global_offset"));
+  const Result<Box> box = Box::Make(begin, extents);
+  if (!box.ok()) return Bad(box.status().message());
+  if (box.value().rank() != whole.rank() || !box.value().Within(whole.extent())) {
+    return Bad("shard " + box.value().ToString() + " is not within " + whole.extent().ToString());
+  }
+  if (!box.value().empty()) out.emplace_back(box.value());
+  return Status();
+}
+
+class Reader {
+ public:
+  OlmoMetadata metadata;
+
+  Status Add(const std::string& key, const Json& json) {
+    OlmoTensor tensor;
+    tensor.key = key;
+    if (const Status status = Fill(json, tensor); !status.ok()) {
+      return status.WithContext("tensor " + key.substr(0, 256));
+    }
+    metadata.tensors.push_back(std::move(tensor));
+    return Status();
+  }
+
+ private:
+  Status Fill(const Json& json, OlmoTensor& tensor) {
+    if (!json.is_object()) return Bad("is described by no object");
+    const Json* const shape = Field(json, "shape");
+    if (shape == nullptr) return Bad("has no shape");
+    TENSORMOUNT_ASSIGN_OR_RETURN(tensor.shape, Numbers(*shape, "shape"));
+    if (const Status fits = CheckShape(DType::kC128, tensor.shape); !fits.ok()) {
+      return Bad("shape " + tensor.shape.ToString() + " overflows");
+    }
+    if (const Json* const dtype = Field(json, "dtype")) {
+      if (!dtype->is_string()) return Bad("dtype is no string");
+      const Result<DType> known = DTypeFromName(dtype->get_ref<const std::string&>());
+      if (known.ok()) {
+        tensor.dtype = known.value();
+      } else {
+        tensor.problem = known.status();
+      }
+    }
+    const Json* const specs = Field(json, "shard_spec_per_file");
+    const Json* const older = Field(json, "flattened_offsets_per_file");
+    if ((specs == nullptr) == (older == nullptr)) {
+      return Bad("has not one of shard_spec_per_file and flattened_offsets_per_file");
+    }
+    const Json& files = specs != nullptr ? *specs : *older;
+    if (!files.is_object()) return Bad("its shards are no object");
+    const Box whole = Box::Whole(tensor.shape);
+    for (const auto& [name, spec] : files.items()) {
+      OlmoShard shard;
+      // Absent shares are written as null, too.
+      if (!spec.is_null()) {
+        const Status status = specs != nullptr ? AddSpec(whole, spec, shard.regions)
+                                               : AddRanges(whole, spec, shard.regions);
+        if (!status.ok()) return status.WithContext("in " + name.substr(0, 256));
+      }
+      if (shard.regions.empty()) continue;
+      shard.file = NumberOf(name);
+      tensor.shards.push_back(std::move(shard));
+    }
+    return Status();
+  }
+
+  std::uint32_t NumberOf(const std::string& name) {
+    const auto next = static_cast<std::uint32_t>(metadata.files.size());
+    const auto [at, fresh] = numbers_.emplace(name, next);
+    if (fresh) metadata.files.push_back(name);
+    return at->second;
+  }
+
+  std::unordered_map<std::string, std::uint32_t> numbers_;
+};
+
+}  // namespace
+
+Result<OlmoMetadata> ParseOlmoMetadata(std::string_view json) {
+  Reader reader;
+  const auto rest = ParseStrictJson(
+      json, "tensors",
+      [&](const std::string& key, const Json& value) { return reader.Add(key, value); });
+  if (!rest.ok()) return rest.status();
+  const auto tensors = rest.value().find("tensors");
+  if (tensors == rest.value().end() || !tensors->is_object()) {
+    return Bad("JSON: has no object 'tensors'");
+  }
+  return std::move(reader.metadata);
+}
+
+}  // namespace tensormount
