@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "shard/compare_values.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "shard/element_values.h"
+
+namespace tensormount {
+namespace {
+
+// Elements decoded at a time: what fits the first cache.
+constexpr std::size_t kStep = 512;
+
+void Raise(std::optional<ValueDifference::Largest>& largest, double value, std::uint64_t at) {
+  if (!largest || value > largest->value || (value == largest->value && at < largest->at)) {
+    largest = ValueDifference::Largest{.value = value, .at = at};
+  }
+}
+
+double Relative(double distance, double size_a, double size_b) {
+  const double size = std::max(size_a, size_b);
+  return std::isinf(size) ? 1 : distance / size;  // Not zero: the two differ.
+}
+
+// One element that has other bits on the two sides (or another type).
+class Tally {
+ public:
+  Tally(ValueDifference& sum, bool same_type) : sum_(sum), same_type_(same_type) {}
+
+  void Reals(double a, double b, std::uint64_t at) {
+    if (std::isnan(a) || std::isnan(b)) return Nan(std::isnan(a) && std::isnan(b), at);
+    if (a == b) return Equal();
+    Differs(std::abs(a - b), std::abs(a), std::abs(b), at);
+  }
+  void Complex(const double* a, const double* b, std::uint64_t at) {
+    const bool nan_a = std::isnan(a[0]) || std::isnan(a[1]);
+    const bool nan_b = std::isnan(b[0]) || std::isnan(b[1]);
+    if (nan_a || nan_b) return Nan(nan_a && nan_b, at);
+    if (a[0] == b[0] && a[1] == b[1]) return Equal();
+    // Equal infinities are no distance, and inf - inf would be NaN.
+    const double real = a[0] == b[0] ? 0 : a[0] - b[0];
+    const double imaginary = a[1] == b[1] ? 0 : a[1] - b[1];
+    Differs(std::hypot(real, imaginary), std::hypot(a[0], a[1]), std::hypot(b[0], b[1]), at);
+  }
+  void Integers(std::int64_t a, std::int64_t b, std::uint64_t at) {
+    if (a == b) return Equal();
+    Exact(a > b ? Distance(a, b) : Distance(b, a), static_cast<double>(a), static_cast<double>(b),
+          at);
+  }
+  void Unsigned(std::uint64_t a, std::uint64_t b, std::uint64_t at) {
+    if (a == b) return Equal();
+    Exact(a > b ? a - b : b - a, static_cast<double>(a), static_cast<double>(b), at);
+  }
+
+ private:
+  static std::uint64_t Distance(std::int64_t larger, std::int64_t smaller) {
+    return static_cast<std::uint64_t>(larger) - static_cast<std::uint64_t>(smaller);
+  }
+  void Count(std::uint64_t at) {
+    sum_.first = sum_.differing == 0 ? at : std::min(sum_.first, at);
+    ++sum_.differing;
+  }
+  void Equal() {
+    if (same_type_) ++sum_.equal_other_bits;
+  }
+  void Nan(bool both, std::uint64_t at) {
+    if (both) {
+      if (same_type_) ++sum_.nan_both;
+      return;
+    }
+    Count(at);
+    ++sum_.nan_beside;
+  }
+  void Differs(double distance, double size_a, double size_b, std::uint64_t at) {
+    Count(at);
+    Raise(sum_.max_abs, distance, at);
+    Raise(sum_.max_rel, Relative(distance, size_a, size_b), at);
+  }
+  void Exact(std::uint64_t distance, double a, double b, std::uint64_t at) {
+    Count(at);
+    // Several integers may be one double: `at` follows the exact ones.
+    const std::uint64_t before = sum_.max_abs_integer.value_or(0);
+    if (distance > before || (distance == before && at < sum_.max_abs->at)) {
+      sum_.max_abs_integer = distance;
+      sum_.max_abs = ValueDifference::Largest{.value = static_cast<double>(distance), .at = at};
+    }
+    Raise(sum_.max_rel, Relative(static_cast<double>(distance), std::abs(a), std::abs(b)), at);
+  }
+
+  ValueDifference& sum_;
+  const bool same_type_;
+};
+
+enum class How { kReals, kIntegers, kUnsigned, kComplex, kNone };
+
+How HowOf(DType a, DType b) {
+  const NumberKind kind_a = NumberKindOf(a);
+  const NumberKind kind_b = NumberKindOf(b);
+  if (kind_a == NumberKind::kNone || kind_b == NumberKind::kNone) return How::kNone;
+  if (kind_a == NumberKind::kComplex || kind_b == NumberKind::kComplex) {
+    return kind_a == kind_b ? How::kComplex : How::kNone;
+  }
+  if (kind_a != kind_b) return How::kReals;
+  if (kind_a == NumberKind::kInteger) return How::kIntegers;
+  return kind_a == NumberKind::kUnsigned ? How::kUnsigned : How::kReals;
+}
+
+}  // namespace
+
+void ValueDifference::Add(const ValueDifference& other) {
+  if (other.differing > 0) first = differing == 0 ? other.first : std::min(first, other.first);
+  compared += other.compared;
+  differing += other.differing;
+  nan_beside += other.nan_beside;
+  nan_both += other.nan_both;
+  equal_other_bits += other.equal_other_bits;
+  if (other.max_abs_integer) {
+    const std::uint64_t before = max_abs_integer.value_or(0);
+    if (*other.max_abs_integer > before ||
+        (*other.max_abs_integer == before && other.max_abs->at < max_abs->at)) {
+      max_abs_integer = other.max_abs_integer;
+      max_abs = other.max_abs;
+    }
+  } else if (other.max_abs) {
+    Raise(max_abs, other.max_abs->value, other.max_abs->at);
+  }
+  if (other.max_rel) Raise(max_rel, other.max_rel->value, other.max_rel->at);
+}
+
+bool CanCompareValues(DType a, DType b) { return HowOf(a, b) != How::kNone; }
+
+void CompareValues(DType type_a, const std::byte* a, DType type_b, const std::byte* b,
+                   std::size_t count, std::uint64_t first, ValueDifference* sum) {
+  const How how = HowOf(type_a, type_b);
+  const std::size_t item_a = InfoOf(type_a).bits / 8;
+  const std::size_t item_b = InfoOf(type_b).bits / 8;
+  const bool same_type = type_a == type_b;
+  Tally tally(*sum, same_type);
+  sum->compared += count;
+  double reals_a[2 * kStep];
+  double reals_b[2 * kStep];
+  std::int64_t integers_a[kStep];
+  std::int64_t integers_b[kStep];
+  for (std::size_t done = 0; done < count; done += kStep) {
+    const std::size_t n = std::min(kStep, count - done);
+    const std::byte* at_a = a + done * item_a;
+    const std::byte* at_b = b + done * item_b;
+    // Most of two like tensors is the same.
+    if (same_type && std::memcmp(at_a, at_b, n * item_a) == 0) continue;
+    const auto differs = [&](std::size_t i) {
+      return !same_type || std::memcmp(at_a + i * item_a, at_b + i * item_b, item_a) != 0;
+    };
+    if (how == How::kIntegers || how == How::kUnsigned) {
+      DecodeIntegers(type_a, at_a, n, integers_a);
+      DecodeIntegers(type_b, at_b, n, integers_b);
+    } else {
+      DecodeNumbers(type_a, at_a, n, reals_a);
+      DecodeNumbers(type_b, at_b, n, reals_b);
+    }
+    for (std::size_t i = 0; i < n; ++i) {
+      if (!differs(i)) continue;
+      const std::uint64_t at = first + done + i;
+      switch (how) {
+        case How::kReals:
+          tally.Reals(reals_a[i], reals_b[i], at);
+          break;
+        case How::kComplex:
+          tally.Complex(reals_a + 2 * i, reals_b + 2 * i, at);
+          break;
+        case How::kIntegers:
+          tally.Integers(integers_a[i], integers_b[i], at);
+          break;
+        case How::kUnsigned:
+          tally.Unsigned(static_cast<std::uint64_t>(integers_a[i]),
+                         static_cast<std::uint64_t>(integers_b[i]), at);
+          break;
+        case How::kNone:
+          break;
+      }
+    }
+  }
+}
+
+}  // namespace tensormount

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "shard/element_values.h"
+
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace tensormount {
+namespace {
+
+// What the bits of a small float mean.
+struct SmallFloat {
+  int exponent_bits;
+  int fraction_bits;
+  int bias;
+  // kIeee: infinities and NaNs at the highest exponent; kNanAllOnes (fn): no infinities, NaN is all
+  // ones; kNanMinusZero (fnuz): no infinities, NaN is what would be minus zero.
+  enum class Specials { kIeee, kNanAllOnes, kNanMinusZero } specials;
+};
+using Specials = SmallFloat::Specials;
+
+float Decode(std::uint32_t bits, const SmallFloat& f) {
+  const int total = 1 + f.exponent_bits + f.fraction_bits;
+  const bool negative = (bits >> (total - 1) & 1) != 0;
+  const std::uint32_t highest = (1U << f.exponent_bits) - 1;
+  const std::uint32_t exponent = bits >> f.fraction_bits & highest;
+  const std::uint32_t all_ones = (1U << f.fraction_bits) - 1;
+  const std::uint32_t fraction = bits & all_ones;
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  switch (f.specials) {
+    case Specials::kIeee:
+      if (exponent != highest) break;
+      if (fraction != 0) return kNan;
+      return negative ? -INFINITY : INFINITY;
+    case Specials::kNanAllOnes:
+      if (exponent == highest && fraction == all_ones) return kNan;
+      break;
+    case Specials::kNanMinusZero:
+      if (negative && exponent == 0 && fraction == 0) return kNan;
+      break;
+  }
+  const float value = exponent == 0
+                          ? std::ldexp(static_cast<float>(fraction), 1 - f.bias - f.fraction_bits)
+                          : std::ldexp(static_cast<float>(fraction + (1U << f.fraction_bits)),
+                                       static_cast<int>(exponent) - f.bias - f.fraction_bits);
+  return negative ? -value : value;
+}
+
+std::vector<float> Table(int bits, const SmallFloat& f) {
+  std::vector<float> table(std::size_t{1} << bits);
+  for (std::size_t i = 0; i < table.size(); ++i)
+    table[i] = Decode(static_cast<std::uint32_t>(i), f);
+  return table;
+}
+
+std::vector<float> ScaleTable() {
+  std::vector<float> table(256);
+  for (int e = 0; e < 255; ++e) table[static_cast<std::size_t>(e)] = std::ldexp(1.0F, e - 127);
+  table[255] = std::numeric_limits<float>::quiet_NaN();
+  return table;
+}
+
+// Every value of a type of 8 or 16 bits by its bits; made when it is wanted first.
+const std::vector<float>& TableOf(DType dtype) {
+  static const std::vector<float> f16 = Table(16, {5, 10, 15, Specials::kIeee});
+  static const std::vector<float> e4m3 = Table(8, {4, 3, 7, Specials::kNanAllOnes});
+  static const std::vector<float> e5m2 = Table(8, {5, 2, 15, Specials::kIeee});
+  static const std::vector<float> e4m3fnuz = Table(8, {4, 3, 8, Specials::kNanMinusZero});
+  static const std::vector<float> e5m2fnuz = Table(8, {5, 2, 16, Specials::kNanMinusZero});
+  static const std::vector<float> e8m0 = ScaleTable();
+  switch (dtype) {
+    case DType::kF16:
+      return f16;
+    case DType::kF8E4M3:
+      return e4m3;
+    case DType::kF8E5M2:
+      return e5m2;
+    case DType::kF8E4M3FNUZ:
+      return e4m3fnuz;
+    case DType::kF8E5M2FNUZ:
+      return e5m2fnuz;
+    default:
+      return e8m0;
+  }
+}
+
+template <typename T>
+T Load(const std::byte* src, std::size_t i) {
+  T value;
+  std::memcpy(&value, src + i * sizeof(T), sizeof(T));
+  return value;
+}
+
+template <typename T, typename Out>
+void Widen(const std::byte* src, std::size_t count, Out* out) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = static_cast<Out>(Load<T>(src, i));
+}
+
+template <typename Bits>
+void LookUp(DType dtype, const std::byte* src, std::size_t count, double* out) {
+  const std::vector<float>& table = TableOf(dtype);
+  for (std::size_t i = 0; i < count; ++i) out[i] = static_cast<double>(table[Load<Bits>(src, i)]);
+}
+
+// Calls of integers: true where `dtype` is one.
+template <typename Out>
+bool WidenIntegers(DType dtype, const std::byte* src, std::size_t count, Out* out) {
+  switch (dtype) {
+    case DType::kBool:
+      for (std::size_t i = 0; i < count; ++i) {
+        out[i] = Load<std::uint8_t>(src, i) != 0 ? Out{1} : Out{0};
+      }
+      return true;
+    case DType::kI8:
+      Widen<std::int8_t>(src, count, out);
+      return true;
+    case DType::kU8:
+      Widen<std::uint8_t>(src, count, out);
+      return true;
+    case DType::kI16:
+      Widen<std::int16_t>(src, count, out);
+      return true;
+    case DType::kU16:
+      Widen<std::uint16_t>(src, count, out);
+      return true;
+    case DType::kI32:
+      Widen<std::int32_t>(src, count, out);
+      return true;
+    case DType::kU32:
+      Widen<std::uint32_t>(src, count, out);
+      return true;
+    case DType::kI64:
+      Widen<std::int64_t>(src, count, out);
+      return true;
+    case DType::kU64:
+      Widen<std::uint64_t>(src, count, out);
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+NumberKind NumberKindOf(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kI8:
+    case DType::kU8:
+    case DType::kI16:
+    case DType::kU16:
+    case DType::kI32:
+    case DType::kU32:
+    case DType::kI64:
+      return NumberKind::kInteger;
+    case DType::kU64:
+      return NumberKind::kUnsigned;
+    case DType::kC64:
+    case DType::kC128:
+      return NumberKind::kComplex;
+    case DType::kF6E2M3:
+    case DType::kF6E3M2:
+    case DType::kF4:
+      return NumberKind::kNone;
+    default:
+      return NumberKind::kReal;
+  }
+}
+
+void DecodeNumbers(DType dtype, const std::byte* src, std::size_t count, double* out) {
+  switch (dtype) {
+    case DType::kF64:
+      std::memcpy(out, src, count * sizeof(double));
+      return;
+    case DType::kC128:
+      std::memcpy(out, src, count * 2 * sizeof(double));
+      return;
+    case DType::kF32:
+      Widen<float>(src, count, out);
+      return;
+    case DType::kC64:
+      Widen<float>(src, count * 2, out);
+      return;
+    case DType::kBF16:
+      for (std::size_t i = 0; i < count; ++i) {
+        const std::uint32_t bits = static_cast<std::uint32_t>(Load<std::uint16_t>(src, i)) << 16;
+        out[i] = static_cast<double>(std::bit_cast<float>(bits));
+      }
+      return;
+    case DType::kF16:
+      LookUp<std::uint16_t>(dtype, src, count, out);
+      return;
+    case DType::kF8E4M3:
+    case DType::kF8E5M2:
+    case DType::kF8E4M3FNUZ:
+    case DType::kF8E5M2FNUZ:
+    case DType::kF8E8M0:
+      LookUp<std::uint8_t>(dtype, src, count, out);
+      return;
+    default:
+      (void)WidenIntegers(dtype, src, count, out);  // Of the rest kNone alone is none.
+  }
+}
+
+void DecodeIntegers(DType dtype, const std::byte* src, std::size_t count, std::int64_t* out) {
+  (void)WidenIntegers(dtype, src, count, out);  // As the caller promised.
+}
+
+}  // namespace tensormount
