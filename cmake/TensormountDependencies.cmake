@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Finds what is built on. Required: xxHash, RocksDB, fmt, nlohmann-json, threads. Optional parts
+# Finds what is built on. Required: xxHash, RocksDB, zlib, fmt, nlohmann-json, threads. Optional parts
 # (TENSORMOUNT_MPI, _FUSE, _GPU) end in TENSORMOUNT_HAVE_<PART> = ON or OFF.
 
 set(THREADS_PREFER_PTHREAD_FLAG OFF)
@@ -20,6 +20,7 @@ function(tensormount_import name library header)
 endfunction()
 tensormount_import(xxhash xxhash xxhash.h)
 tensormount_import(rocksdb rocksdb rocksdb/db.h)
+tensormount_import(zlib z zlib.h)
 
 # Decides one optional part: wanted says AUTO, ON or OFF, found whether it is there.
 macro(tensormount_decide part found what)

@@ -21,11 +21,12 @@
 namespace tensormount {
 
 // A strided window of a storage: bytes of an element stand at
-// offset + sum(index[a] * strides[a]). Strides are bytes, never negative; zero where torch expanded.
+// offset + sum(index[a] * strides[a]). Strides are bytes, never negative; zero where torch
+// expanded.
 struct StoredTensor {
   DType dtype = DType::kU8;
   Dims shape;
-  Dims strides;
+  Dims strides;              // Of f4 (two elements a byte, always packed) empty.
   std::uint64_t offset = 0;  // In the file.
   std::uint64_t length = 0;  // From there to the end of the last element; 0 for no elements.
   bool packed = false;       // Dense rows: strides say nothing more.
@@ -34,8 +35,9 @@ struct StoredTensor {
 // The archive in bytes [begin, begin + length) of a file.
 class TorchArchive {
  public:
-  // kDataLoss, kUnsupported as ZipArchive::Read and pickle::Parse say; also where data.pkl or
-  // byteorder is missing or says big-endian (kUnsupported).
+  // kDataLoss, kUnsupported as ZipArchive::Read and pickle::Parse say; kDataLoss where data.pkl is
+  // missing or fails its CRC; kUnsupported where byteorder says "big" (none: little) and of
+  // TorchScript programs.
   static Result<TorchArchive> Read(File& file, std::uint64_t begin, std::uint64_t length,
                                    const pickle::Options& options = {});
 
@@ -45,7 +47,8 @@ class TorchArchive {
   // Whether a value is a tensor (or a parameter around one).
   static bool IsTensor(const pickle::Value& value);
   // Where it is. kDataLoss: a storage that is not there, is too short for the view, or numbers that
-  // overflow; kUnsupported by name: quantised, sparse, nested, meta, subclasses, dtypes that we lack.
+  // overflow; kUnsupported by name: quantised, sparse, nested, meta, subclasses, dtypes that we
+  // lack.
   Result<StoredTensor> TensorOf(const pickle::Value& value) const;
 
  private:
@@ -56,7 +59,8 @@ class TorchArchive {
 
 // The one tensor that an archive is (an item of a .distcp file): one read of its first bytes where
 // the archive is as torch writes it, checked against the data descriptor behind the payload; by the
-// central directory otherwise. Same errors, and kDataLoss where the root of the pickle is no tensor.
+// central directory otherwise. Same errors, and kDataLoss where the root of the pickle is no
+// tensor.
 Result<StoredTensor> ReadTorchItem(File& file, std::uint64_t begin, std::uint64_t length);
 
 // What an object's bytes are, for a person: the listing of the pickle in a torch archive or of a

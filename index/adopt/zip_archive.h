@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_INDEX_ADOPT_ZIP_ARCHIVE_H_
 #define TENSORMOUNT_INDEX_ADOPT_ZIP_ARCHIVE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -31,9 +32,9 @@ class ZipArchive {
   //   kUnsupported  compressed or encrypted entries, several disks (named)
   //   kDataLoss     anything that does not agree: end records, counts, an entry's local and central
   //                 header (name, method, flags; sizes and CRC where flag bit 3 is clear, the data
-  //                 descriptor where it is set), entries that overlap or reach outside, duplicate or
-  //                 unsafe names (absolute, "..", NUL, backslash), a central directory of over 64
-  //                 MiB or with more entries than fit it
+  //                 descriptor where it is set), entries that overlap or reach outside, duplicate
+  //                 or unsafe names (absolute, "..", NUL, backslash), a central directory of over
+  //                 64 MiB or with more entries than fit it
   static Result<ZipArchive> Read(File& file, std::uint64_t begin, std::uint64_t length);
 
   const std::vector<ZipEntry>& entries() const { return entries_; }  // By name.
@@ -46,6 +47,12 @@ class ZipArchive {
 // CRC-32 of an entry's bytes against its record; kDataLoss names entry and file. torch may write
 // archives without CRCs (zero): then ok.
 Status CheckZipCrc(File& file, const ZipEntry& entry);
+
+// CRC-32 as zip has it, of what is put together piece by piece from 0.
+std::uint32_t ZipCrc(std::uint32_t crc, const void* data, std::size_t size);
+// The length of the data descriptor that `bytes` begin with, if it says this: 16, or 24 with 64-bit
+// sizes; 0: it does not.
+std::size_t ZipDescriptorBytes(std::string_view bytes, std::uint32_t crc, std::uint64_t size);
 
 }  // namespace tensormount
 

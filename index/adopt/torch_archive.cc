@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/adopt/torch_archive.h"
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include "base/checked.h"
+#include "base/coding.h"
+#include "index/adopt/torch_tensor.h"
+#include "shard/utf8.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::uint64_t kMaxDescribed = std::uint64_t{64} << 20;
+constexpr std::size_t kHead = 2048;
+constexpr std::uint32_t kLocalSignature = 0x04034b50;
+constexpr std::size_t kLocalBytes = 30;
+constexpr std::string_view kPickleName = "data.pkl";
+
+Status At(const File& file, std::uint64_t begin, const Status& status) {
+  return status.WithContext(file.path() + ": torch archive at byte " + std::to_string(begin));
+}
+
+Status CheckByteOrder(std::string_view text) {
+  if (text == "little") return Status();
+  if (text == "big") {
+    return Status(Code::kUnsupported, "its tensors are big-endian");
+  }
+  return Status(Code::kDataLoss, "its byteorder is neither little nor big");
+}
+
+// --- The quick way: an item of one tensor, by its first bytes ---
+
+// What an item's head says; nullopt: it is not as torch writes it, or does not fit the head.
+struct HeadTensor {
+  TorchTensor tensor;
+  std::uint64_t payload = 0;  // From the item's begin.
+};
+
+// One local header in the head, and what follows it.
+struct HeadEntry {
+  std::string_view name;
+  std::uint16_t flags = 0;
+  std::uint32_t crc = 0;
+  std::uint64_t size = 0;
+  std::size_t data = 0;  // In the head.
+};
+
+std::optional<HeadEntry> EntryAt(std::string_view head, std::size_t at) {
+  if (head.size() - at < kLocalBytes) return std::nullopt;
+  const char* p = head.data() + at;
+  HeadEntry out;
+  out.flags = LoadLittle<std::uint16_t>(p + 6);
+  if (LoadLittle<std::uint32_t>(p) != kLocalSignature || LoadLittle<std::uint16_t>(p + 8) != 0 ||
+      (out.flags & ~0x0808u) != 0) {
+    return std::nullopt;
+  }
+  const std::size_t name = LoadLittle<std::uint16_t>(p + 26);
+  const std::size_t extra = LoadLittle<std::uint16_t>(p + 28);
+  if (name + extra > head.size() - at - kLocalBytes) return std::nullopt;
+  out.name = head.substr(at + kLocalBytes, name);
+  out.crc = LoadLittle<std::uint32_t>(p + 14);
+  out.size = LoadLittle<std::uint32_t>(p + 22);
+  out.data = at + kLocalBytes + name + extra;
+  return out;
+}
+
+// Where a small record with a descriptor ends: the first place whose descriptor fits the distance
+// and the CRC. 0: nowhere in the head.
+std::size_t EndOfSmall(std::string_view head, const HeadEntry& entry, std::uint64_t& size) {
+  if ((entry.flags & 8) == 0) {
+    size = entry.size;
+    return entry.size <= head.size() - entry.data ? entry.data + static_cast<std::size_t>(size) : 0;
+  }
+  for (std::size_t at = entry.data; at + 16 <= head.size(); ++at) {
+    if (head.compare(at, 4, "PK\7\10") != 0) continue;
+    const std::uint32_t crc = ZipCrc(0, head.data() + entry.data, at - entry.data);
+    const auto said = LoadLittle<std::uint32_t>(head.data() + at + 4);
+    const std::size_t bytes = ZipDescriptorBytes(head.substr(at), said, at - entry.data);
+    if (bytes == 0 || (said != 0 && said != crc)) continue;
+    size = at - entry.data;
+    return at + bytes;
+  }
+  return 0;
+}
+
+std::optional<HeadTensor> ReadHead(std::string_view head) {
+  const std::optional<HeadEntry> first = EntryAt(head, 0);
+  if (!first) return std::nullopt;
+  const std::size_t slash = first->name.find('/');
+  if (slash == std::string_view::npos || first->name.substr(slash + 1) != kPickleName) {
+    return std::nullopt;
+  }
+  const std::string prefix(first->name.substr(0, slash + 1));
+  pickle::Options options;
+  options.trailing_bytes = true;
+  const Result<pickle::Document> document =
+      pickle::Parse(std::string(head.substr(first->data)), options);
+  if (!document.ok()) return std::nullopt;
+  std::uint64_t size = 0;
+  std::size_t at = EndOfSmall(head, *first, size);
+  if (at == 0 || size != document.value().bytes()) return std::nullopt;
+  Result<TorchTensor> tensor = TorchTensorOf(document.value().root());
+  if (!tensor.ok()) return std::nullopt;
+  const std::string wanted = prefix + "data/" + tensor.value().storage;
+  while (true) {
+    const std::optional<HeadEntry> entry = EntryAt(head, at);
+    if (!entry) return std::nullopt;
+    if (entry->name == wanted) {
+      // Empty records have sizes in their header and no descriptor.
+      if ((entry->flags & 8) == 0 && entry->size != tensor.value().storage_bytes) {
+        return std::nullopt;
+      }
+      HeadTensor out;
+      out.tensor = std::move(tensor).value();
+      out.payload = entry->data;
+      return out;
+    }
+    at = EndOfSmall(head, *entry, size);
+    if (at == 0) return std::nullopt;
+    if (entry->name == prefix + "byteorder" &&
+        !CheckByteOrder(head.substr(entry->data, static_cast<std::size_t>(size))).ok()) {
+      return std::nullopt;
+    }
+  }
+}
+
+// Whether the payload ends where its descriptor says.
+Result<bool> CheckPayload(File& file, std::uint64_t begin, std::uint64_t length,
+                          const HeadTensor& found, std::string_view head) {
+  const std::uint64_t bytes = found.tensor.storage_bytes;
+  if (!RangeWithin(found.payload, bytes, length)) return false;
+  if (bytes == 0) return true;
+  const std::uint64_t end = found.payload + bytes;
+  char buffer[24];
+  const auto n = static_cast<std::size_t>(std::min<std::uint64_t>(24, length - end));
+  if (n < 16) return false;
+  std::string_view descriptor;
+  if (end + n <= head.size()) {
+    descriptor = head.substr(static_cast<std::size_t>(end), n);
+  } else {
+    TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(begin + end, buffer, n));
+    descriptor = {buffer, n};
+  }
+  const auto crc = LoadLittle<std::uint32_t>(descriptor.data() + 4);
+  return ZipDescriptorBytes(descriptor, crc, bytes) != 0;
+}
+
+Status CheckLength(File& file, std::uint64_t begin, std::uint64_t length) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
+  if (RangeWithin(begin, length, info.size)) return Status();
+  return Status(Code::kDataLoss, file.path() + ": " + std::to_string(length) + " bytes at byte " +
+                                     std::to_string(begin) + " reach past the end of the file");
+}
+
+}  // namespace
+
+Result<TorchArchive> TorchArchive::Read(File& file, std::uint64_t begin, std::uint64_t length,
+                                        const pickle::Options& options) {
+  TorchArchive out;
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.zip_, ZipArchive::Read(file, begin, length));
+  const auto fail = [&](Code code, const std::string& what) {
+    return At(file, begin, Status(code, what));
+  };
+  const ZipEntry* pickled = nullptr;
+  for (const ZipEntry& entry : out.zip_.entries()) {
+    const std::size_t slash = entry.name.find('/');
+    if (slash == std::string::npos || std::string_view(entry.name).substr(slash + 1) != kPickleName)
+      continue;
+    if (pickled != nullptr) return fail(Code::kDataLoss, "it has two data.pkl");
+    pickled = &entry;
+    out.prefix_ = entry.name.substr(0, slash + 1);
+  }
+  if (pickled == nullptr) return fail(Code::kDataLoss, "it has no data.pkl");
+  if (out.zip_.Find(out.prefix_ + "constants.pkl") != nullptr) {
+    return fail(Code::kUnsupported, "it is a TorchScript program, not a checkpoint");
+  }
+  if (const ZipEntry* order = out.zip_.Find(out.prefix_ + "byteorder"); order != nullptr) {
+    char text[8] = {};
+    const auto n = static_cast<std::size_t>(std::min<std::uint64_t>(order->size, sizeof(text)));
+    TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(order->offset, text, n));
+    if (const Status status = CheckByteOrder({text, n}); !status.ok()) {
+      return At(file, begin, status);
+    }
+  }
+  if (pickled->size > options.max_bytes) {
+    return fail(Code::kResourceExhausted, "its data.pkl takes " + std::to_string(pickled->size) +
+                                              " bytes, over the limit of " +
+                                              std::to_string(options.max_bytes));
+  }
+  std::string bytes(static_cast<std::size_t>(pickled->size), '\0');
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(pickled->offset, bytes.data(), bytes.size()));
+  if (pickled->crc != 0 && ZipCrc(0, bytes.data(), bytes.size()) != pickled->crc) {
+    return fail(Code::kDataLoss, "its data.pkl fails its CRC-32");
+  }
+  Result<pickle::Document> document = pickle::Parse(std::move(bytes), options);
+  if (!document.ok()) return At(file, begin, document.status());
+  out.document_ = std::make_unique<pickle::Document>(std::move(document).value());
+  return out;
+}
+
+bool TorchArchive::IsTensor(const pickle::Value& value) { return IsTorchTensor(value); }
+
+Result<StoredTensor> TorchArchive::TensorOf(const pickle::Value& value) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TorchTensor tensor, TorchTensorOf(value));
+  const ZipEntry* entry = zip_.Find(prefix_ + "data/" + tensor.storage);
+  if (entry == nullptr) {
+    return Status(Code::kDataLoss, "its storage 'data/" + tensor.storage + "' is not there");
+  }
+  if (entry->size != tensor.storage_bytes) {
+    return Status(Code::kDataLoss, "its storage 'data/" + tensor.storage + "' has " +
+                                       std::to_string(entry->size) + " bytes instead of " +
+                                       std::to_string(tensor.storage_bytes));
+  }
+  return tensor.In(entry->offset);
+}
+
+Result<StoredTensor> ReadTorchItem(File& file, std::uint64_t begin, std::uint64_t length) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckLength(file, begin, length));
+  std::string head(static_cast<std::size_t>(std::min<std::uint64_t>(kHead, length)), '\0');
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(begin, head.data(), head.size()));
+  if (const std::optional<HeadTensor> found = ReadHead(head)) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool fits, CheckPayload(file, begin, length, *found, head));
+    if (fits) return found->tensor.In(begin + found->payload);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TorchArchive archive, TorchArchive::Read(file, begin, length));
+  const pickle::Value root = archive.document().root();
+  if (!TorchArchive::IsTensor(root)) {
+    return At(file, begin, Status(Code::kDataLoss, "what it holds is no tensor"));
+  }
+  Result<StoredTensor> out = archive.TensorOf(root);
+  if (!out.ok()) return At(file, begin, out.status());
+  return out;
+}
+
+Result<std::string> DescribeObject(File& file, std::uint64_t begin, std::uint64_t length) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckLength(file, begin, length));
+  if (length == 0) return std::string("no bytes\n");
+  char magic[4] = {};
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(
+      begin, magic, static_cast<std::size_t>(std::min<std::uint64_t>(length, sizeof(magic)))));
+  const std::string size = std::to_string(length) + " bytes";
+  pickle::Options options;
+  options.unknown = pickle::Unknown::kInert;
+  options.max_bytes = kMaxDescribed;
+  // What it is not is an answer here, unless reading itself failed.
+  const auto answer = [&](const std::string& what, const Status& status) -> Result<std::string> {
+    switch (status.code()) {
+      case Code::kDataLoss:
+      case Code::kUnsupported:
+      case Code::kResourceExhausted:
+        return size + " that begin like " + what + ": " + status.message() + "\n";
+      default:
+        return status;
+    }
+  };
+  if (LoadLittle<std::uint32_t>(magic) == kLocalSignature) {
+    const Result<TorchArchive> archive = TorchArchive::Read(file, begin, length, options);
+    if (!archive.ok()) return answer("a zip archive", archive.status());
+    return pickle::Describe(archive.value().document());
+  }
+  if (length > kMaxDescribed) return size + ", too many for a listing\n";
+  std::string bytes(static_cast<std::size_t>(length), '\0');
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(begin, bytes.data(), bytes.size()));
+  if (static_cast<unsigned char>(bytes[0]) == 0x80) {
+    const Result<pickle::Document> document = pickle::Parse(std::move(bytes), options);
+    if (!document.ok()) return answer("a pickle", document.status());
+    return pickle::Describe(document.value());
+  }
+  const bool text =
+      IsUtf8(bytes) && std::none_of(bytes.begin(), bytes.end(), [](char c) {
+        return static_cast<unsigned char>(c) < 0x20 && c != '\n' && c != '\t' && c != '\r';
+      });
+  return size + (text ? " of text\n" : ", neither a pickle nor a torch archive\n");
+}
+
+}  // namespace tensormount

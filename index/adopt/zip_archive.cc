@@ -1,0 +1,459 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/adopt/zip_archive.h"
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <zlib.h>
+
+#include "base/checked.h"
+#include "base/coding.h"
+#include "shard/utf8.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::uint32_t kLocalSignature = 0x04034b50;
+constexpr std::uint32_t kCentralSignature = 0x02014b50;
+constexpr std::uint32_t kDescriptorSignature = 0x08074b50;
+constexpr std::uint32_t kEndSignature = 0x06054b50;
+constexpr std::uint32_t kEnd64Signature = 0x06064b50;
+constexpr std::uint32_t kLocator64Signature = 0x07064b50;
+constexpr std::size_t kLocalBytes = 30;
+constexpr std::size_t kCentralBytes = 46;
+constexpr std::size_t kEndBytes = 22;
+constexpr std::size_t kEnd64Bytes = 56;
+constexpr std::size_t kLocator64Bytes = 20;
+constexpr std::uint32_t kIn64 = 0xffffffff;  // "See the zip64 field."
+constexpr std::uint16_t kIn64Short = 0xffff;
+constexpr std::uint64_t kMaxDirectory = std::uint64_t{64} << 20;
+
+constexpr std::uint16_t kEncrypted = 1 << 0;
+constexpr std::uint16_t kHasDescriptor = 1 << 3;
+constexpr std::uint16_t kStrongEncryption = 1 << 6;
+constexpr std::uint16_t kMasked = 1 << 13;
+
+// What the central directory says of an entry and the local header must repeat.
+struct Listed {
+  std::uint16_t flags = 0;
+  std::uint16_t method = 0;
+};
+
+std::string ShownEntry(std::string_view name) {
+  std::string out = "entry '";
+  for (const char c : name.substr(0, 100)) {
+    const auto u = static_cast<unsigned char>(c);
+    out += u < 0x20 || u >= 0x7f ? '?' : c;
+  }
+  return out + (name.size() > 100 ? "...'" : "'");
+}
+
+// Why a name must not be used; empty: it may.
+std::string_view NameFault(std::string_view name) {
+  if (name.empty()) return "has no name";
+  if (name.front() == '/') return "has an absolute name";
+  if (!IsUtf8(name)) return "has a name that is no UTF-8";
+  for (const char c : name) {
+    if (c == '\0') return "has a NUL in its name";
+    if (c == '\\') return "has a backslash in its name";
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f)
+      return "has control characters in its name";
+  }
+  for (std::size_t at = 0; at <= name.size();) {
+    const std::size_t end = std::min(name.find('/', at), name.size());
+    const std::string_view part = name.substr(at, end - at);
+    if (part == ".." || part == ".") return "has a name with '.' or '..'";
+    at = end + 1;
+  }
+  return {};
+}
+
+// Reads small pieces that lie near each other in few reads.
+class Window {
+ public:
+  Window(File& file, std::uint64_t begin, std::uint64_t length)
+      : file_(file), begin_(begin), length_(length) {}
+
+  // Bytes [offset, offset + n) of the archive; valid until the next call. kDataLoss past the end.
+  Result<const char*> Get(std::uint64_t offset, std::size_t n) {
+    if (!RangeWithin(offset, n, length_)) {
+      return Status(Code::kDataLoss, "reaches past the end of the archive");
+    }
+    if (offset < at_ || offset + n > at_ + size_) {
+      const std::uint64_t size =
+          std::min<std::uint64_t>(std::max<std::uint64_t>(n, 4096), length_ - offset);
+      buffer_.resize(static_cast<std::size_t>(size));
+      size_ = 0;
+      TENSORMOUNT_RETURN_IF_ERROR(
+          file_.ReadExactAt(begin_ + offset, buffer_.data(), buffer_.size()));
+      at_ = offset;
+      size_ = size;
+    }
+    return buffer_.data() + (offset - at_);
+  }
+
+ private:
+  File& file_;
+  const std::uint64_t begin_;
+  const std::uint64_t length_;
+  std::string buffer_;
+  std::uint64_t at_ = 0;
+  std::uint64_t size_ = 0;
+};
+
+// The zip64 field among extra fields; nullopt: damaged. Empty where there is none.
+std::optional<std::string_view> Zip64Field(std::string_view extra) {
+  std::string_view found;
+  while (!extra.empty()) {
+    // Some writers pad with fewer than four bytes.
+    if (extra.size() < 4) return found;
+    const auto id = LoadLittle<std::uint16_t>(extra.data());
+    const std::size_t size = LoadLittle<std::uint16_t>(extra.data() + 2);
+    if (size > extra.size() - 4) return std::nullopt;
+    if (id == 1) {
+      if (!found.empty()) return std::nullopt;
+      found = extra.substr(4, size);
+    }
+    extra.remove_prefix(4 + size);
+  }
+  return found;
+}
+
+// Takes the next 8 bytes of a zip64 field for a number that did not fit.
+bool Take64(std::string_view& field, std::uint64_t& out) {
+  if (field.size() < 8) return false;
+  out = LoadLittle<std::uint64_t>(field.data());
+  field.remove_prefix(8);
+  return true;
+}
+
+class Reader {
+ public:
+  Reader(File& file, std::uint64_t begin, std::uint64_t length)
+      : file_(file), begin_(begin), length_(length), window_(file, begin, length) {}
+
+  Result<std::vector<ZipEntry>> Run() {
+    TENSORMOUNT_RETURN_IF_ERROR(ReadEnd());
+    TENSORMOUNT_RETURN_IF_ERROR(ReadDirectory());
+    TENSORMOUNT_RETURN_IF_ERROR(ReadLocals());
+    return std::move(entries_);
+  }
+
+ private:
+  Status Damaged(std::string_view what) const {
+    return Status(Code::kDataLoss, file_.path() + ": zip archive at byte " +
+                                       std::to_string(begin_) + ": " + std::string(what));
+  }
+  Status Unsupported(std::string_view what) const {
+    return Status(Code::kUnsupported, file_.path() + ": zip archive at byte " +
+                                          std::to_string(begin_) + ": " + std::string(what));
+  }
+
+  Status ReadEnd();
+  Status ReadEnd64(std::uint64_t end, bool needed);
+  Status ReadDirectory();
+  Status ReadCentral(std::string_view& left);
+  Status ReadLocals();
+  Status ReadLocal(std::size_t i, std::uint64_t& end);
+
+  File& file_;
+  const std::uint64_t begin_;
+  const std::uint64_t length_;
+  Window window_;
+  std::uint64_t directory_ = 0;
+  std::uint64_t directory_bytes_ = 0;
+  std::uint64_t count_ = 0;
+  std::vector<ZipEntry> entries_;
+  std::vector<Listed> listed_;
+};
+
+Status Reader::ReadEnd() {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file_.Stat());
+  if (!RangeWithin(begin_, length_, info.size)) {
+    return Damaged("its " + std::to_string(length_) + " bytes reach past the end of the file");
+  }
+  if (length_ < kEndBytes) {
+    return Damaged(std::to_string(length_) + " bytes are too few for one");
+  }
+  // Without a comment, as almost always, the last bytes are the record.
+  for (const std::uint64_t tail : {std::uint64_t{1024}, std::uint64_t{kEndBytes} + 0xffff}) {
+    const auto size = static_cast<std::size_t>(std::min(tail, length_));
+    std::string bytes(size, '\0');
+    const std::uint64_t first = length_ - size;
+    TENSORMOUNT_RETURN_IF_ERROR(file_.ReadExactAt(begin_ + first, bytes.data(), size));
+    for (std::size_t at = size - kEndBytes + 1; at-- > 0;) {
+      const char* p = bytes.data() + at;
+      if (LoadLittle<std::uint32_t>(p) != kEndSignature ||
+          LoadLittle<std::uint16_t>(p + 20) != size - at - kEndBytes) {
+        continue;
+      }
+      const auto disk = LoadLittle<std::uint16_t>(p + 4);
+      const auto directory_disk = LoadLittle<std::uint16_t>(p + 6);
+      const auto here = LoadLittle<std::uint16_t>(p + 8);
+      count_ = LoadLittle<std::uint16_t>(p + 10);
+      directory_bytes_ = LoadLittle<std::uint32_t>(p + 12);
+      directory_ = LoadLittle<std::uint32_t>(p + 16);
+      if ((disk != 0 && disk != kIn64Short) ||
+          (directory_disk != 0 && directory_disk != kIn64Short)) {
+        return Unsupported("it is spread over several disks");
+      }
+      if (here != count_) return Damaged("its end record counts entries in two ways");
+      const bool needed = count_ == kIn64Short || directory_bytes_ == kIn64 ||
+                          directory_ == kIn64 || disk == kIn64Short;
+      return ReadEnd64(first + at, needed);
+    }
+    if (size == length_) break;
+  }
+  return Damaged("there is no end record");
+}
+
+Status Reader::ReadEnd64(std::uint64_t end, bool needed) {
+  std::uint64_t directory_end = end;
+  const char* p = nullptr;
+  if (end >= kLocator64Bytes) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(p, window_.Get(end - kLocator64Bytes, kLocator64Bytes));
+  }
+  if (p != nullptr && LoadLittle<std::uint32_t>(p) == kLocator64Signature) {
+    const auto offset = LoadLittle<std::uint64_t>(p + 8);
+    if (LoadLittle<std::uint32_t>(p + 4) != 0 || LoadLittle<std::uint32_t>(p + 16) > 1) {
+      return Unsupported("it is spread over several disks");
+    }
+    const std::uint64_t locator = end - kLocator64Bytes;
+    if (!RangeWithin(offset, kEnd64Bytes, locator)) {
+      return Damaged("its zip64 locator points outside of it");
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(p, window_.Get(offset, kEnd64Bytes));
+    // The record's own length does not count the first twelve bytes.
+    const auto size = LoadLittle<std::uint64_t>(p + 4);
+    if (LoadLittle<std::uint32_t>(p) != kEnd64Signature || size != locator - offset - 12) {
+      return Damaged("its zip64 end record is not where the locator points");
+    }
+    const auto here = LoadLittle<std::uint64_t>(p + 24);
+    const auto count = LoadLittle<std::uint64_t>(p + 32);
+    const auto bytes = LoadLittle<std::uint64_t>(p + 40);
+    const auto directory = LoadLittle<std::uint64_t>(p + 48);
+    if (LoadLittle<std::uint32_t>(p + 16) != 0 || LoadLittle<std::uint32_t>(p + 20) != 0) {
+      return Unsupported("it is spread over several disks");
+    }
+    if (here != count || (count_ != kIn64Short && count_ != count) ||
+        (directory_bytes_ != kIn64 && directory_bytes_ != bytes) ||
+        (directory_ != kIn64 && directory_ != directory)) {
+      return Damaged("its two end records disagree");
+    }
+    count_ = count;
+    directory_bytes_ = bytes;
+    directory_ = directory;
+    directory_end = offset;
+  } else if (needed) {
+    return Damaged("there is no zip64 end record, which its end record asks for");
+  }
+  if (!RangeWithin(directory_, directory_bytes_, directory_end) ||
+      directory_ + directory_bytes_ != directory_end) {
+    return Damaged("its central directory does not end where its end record begins");
+  }
+  if (directory_bytes_ > kMaxDirectory) {
+    return Damaged("its central directory takes " + std::to_string(directory_bytes_) +
+                   " bytes, over the limit of " + std::to_string(kMaxDirectory));
+  }
+  if (count_ > directory_bytes_ / kCentralBytes) {
+    return Damaged("its central directory is too short for " + std::to_string(count_) + " entries");
+  }
+  return Status();
+}
+
+Status Reader::ReadDirectory() {
+  std::string bytes(static_cast<std::size_t>(directory_bytes_), '\0');
+  TENSORMOUNT_RETURN_IF_ERROR(file_.ReadExactAt(begin_ + directory_, bytes.data(), bytes.size()));
+  entries_.reserve(static_cast<std::size_t>(count_));
+  listed_.reserve(static_cast<std::size_t>(count_));
+  std::string_view left = bytes;
+  for (std::uint64_t i = 0; i < count_; ++i) TENSORMOUNT_RETURN_IF_ERROR(ReadCentral(left));
+  if (!left.empty()) return Damaged("its central directory has more than its entries");
+  return Status();
+}
+
+Status Reader::ReadCentral(std::string_view& left) {
+  const char* p = left.data();
+  if (left.size() < kCentralBytes || LoadLittle<std::uint32_t>(p) != kCentralSignature) {
+    return Damaged("entry " + std::to_string(entries_.size()) +
+                   " of its central directory is none");
+  }
+  const std::size_t name_bytes = LoadLittle<std::uint16_t>(p + 28);
+  const std::size_t extra_bytes = LoadLittle<std::uint16_t>(p + 30);
+  const std::size_t comment_bytes = LoadLittle<std::uint16_t>(p + 32);
+  if (name_bytes + extra_bytes + comment_bytes > left.size() - kCentralBytes) {
+    return Damaged("its central directory is cut short");
+  }
+  const std::string_view name = left.substr(kCentralBytes, name_bytes);
+  const std::string_view extra = left.substr(kCentralBytes + name_bytes, extra_bytes);
+  left.remove_prefix(kCentralBytes + name_bytes + extra_bytes + comment_bytes);
+
+  ZipEntry entry;
+  entry.name = std::string(name);
+  const auto damaged = [&](std::string_view what) {
+    return Damaged(ShownEntry(name) + ' ' + std::string(what));
+  };
+  if (const std::string_view fault = NameFault(name); !fault.empty()) return damaged(fault);
+  const Listed listed{LoadLittle<std::uint16_t>(p + 8), LoadLittle<std::uint16_t>(p + 10)};
+  if ((listed.flags & (kEncrypted | kStrongEncryption | kMasked)) != 0) {
+    return Unsupported(ShownEntry(name) + " is encrypted");
+  }
+  if (listed.method != 0) {
+    return Unsupported(ShownEntry(name) + " is compressed (method " +
+                       std::to_string(listed.method) + "), so that nothing in it has a place");
+  }
+  entry.crc = LoadLittle<std::uint32_t>(p + 16);
+  std::uint64_t packed = LoadLittle<std::uint32_t>(p + 20);
+  entry.size = LoadLittle<std::uint32_t>(p + 24);
+  entry.header = LoadLittle<std::uint32_t>(p + 42);
+  const std::optional<std::string_view> field = Zip64Field(extra);
+  if (!field) return damaged("has damaged extra fields");
+  std::string_view big = *field;
+  if ((entry.size == kIn64 && !Take64(big, entry.size)) ||
+      (packed == kIn64 && !Take64(big, packed)) ||
+      (entry.header == kIn64 && !Take64(big, entry.header))) {
+    return damaged("lacks its zip64 sizes");
+  }
+  if (const auto disk = LoadLittle<std::uint16_t>(p + 34); disk != 0 && disk != kIn64Short) {
+    return Unsupported(ShownEntry(name) + " lies on another disk");
+  }
+  if (packed != entry.size) return damaged("is stored and has two sizes");
+  if (!RangeWithin(entry.header, entry.size, directory_)) {
+    return damaged("lies outside of the archive");
+  }
+  entries_.push_back(std::move(entry));
+  listed_.push_back(listed);
+  return Status();
+}
+
+Status Reader::ReadLocals() {
+  std::vector<std::uint32_t> order(entries_.size());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::uint32_t>(i);
+  std::sort(order.begin(), order.end(), [this](std::uint32_t a, std::uint32_t b) {
+    return entries_[a].header < entries_[b].header;
+  });
+  std::uint64_t end = 0;
+  for (const std::uint32_t i : order) {
+    if (entries_[i].header < end) {
+      return Damaged(ShownEntry(entries_[i].name) + " overlaps another");
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(ReadLocal(i, end));
+  }
+  std::sort(entries_.begin(), entries_.end(),
+            [](const ZipEntry& a, const ZipEntry& b) { return a.name < b.name; });
+  const auto twice =
+      std::adjacent_find(entries_.begin(), entries_.end(),
+                         [](const ZipEntry& a, const ZipEntry& b) { return a.name == b.name; });
+  if (twice != entries_.end()) return Damaged(ShownEntry(twice->name) + " is there twice");
+  return Status();
+}
+
+Status Reader::ReadLocal(std::size_t i, std::uint64_t& end) {
+  ZipEntry& entry = entries_[i];
+  const Listed& listed = listed_[i];
+  const auto damaged = [&](std::string_view what) {
+    return Damaged(ShownEntry(entry.name) + ' ' + std::string(what));
+  };
+  const auto outside = [&](const Status& status) {
+    return status.code() == Code::kDataLoss ? damaged(status.message()) : status;
+  };
+  Result<const char*> got = window_.Get(entry.header, kLocalBytes);
+  if (!got.ok()) return outside(got.status());
+  const std::size_t name_bytes = LoadLittle<std::uint16_t>(got.value() + 26);
+  const std::size_t extra_bytes = LoadLittle<std::uint16_t>(got.value() + 28);
+  got = window_.Get(entry.header, kLocalBytes + name_bytes + extra_bytes);
+  if (!got.ok()) return outside(got.status());
+  const char* p = got.value();
+  if (LoadLittle<std::uint32_t>(p) != kLocalSignature) return damaged("has no local header");
+  if (LoadLittle<std::uint16_t>(p + 6) != listed.flags ||
+      LoadLittle<std::uint16_t>(p + 8) != listed.method ||
+      std::string_view(p + kLocalBytes, name_bytes) != entry.name) {
+    return damaged("has a local header with another name, method or flags");
+  }
+  const bool described = (listed.flags & kHasDescriptor) != 0;
+  const auto crc = LoadLittle<std::uint32_t>(p + 14);
+  std::uint64_t packed = LoadLittle<std::uint32_t>(p + 18);
+  std::uint64_t size = LoadLittle<std::uint32_t>(p + 22);
+  const std::optional<std::string_view> field =
+      Zip64Field({p + kLocalBytes + name_bytes, extra_bytes});
+  if (!field) return damaged("has damaged extra fields in its local header");
+  std::string_view big = *field;
+  if ((size == kIn64 && !Take64(big, size)) || (packed == kIn64 && !Take64(big, packed))) {
+    return damaged("lacks its zip64 sizes in its local header");
+  }
+  // With a descriptor the local header need not know them.
+  const bool unknown = described && crc == 0 && packed == 0 && size == 0;
+  if (!unknown && (crc != entry.crc || packed != entry.size || size != entry.size)) {
+    return damaged("has a local header with another size or CRC");
+  }
+  entry.offset = entry.header + kLocalBytes + name_bytes + extra_bytes;
+  if (!RangeWithin(entry.offset, entry.size, directory_)) {
+    return damaged("lies outside of the archive");
+  }
+  end = entry.offset + entry.size;
+  if (described) {
+    const auto left = static_cast<std::size_t>(std::min<std::uint64_t>(24, directory_ - end));
+    got = window_.Get(end, left);
+    if (!got.ok()) return outside(got.status());
+    const std::size_t bytes = ZipDescriptorBytes({got.value(), left}, entry.crc, entry.size);
+    if (bytes == 0) return damaged("has a data descriptor that disagrees");
+    end += bytes;
+  }
+  entry.header += begin_;
+  entry.offset += begin_;
+  return Status();
+}
+
+}  // namespace
+
+std::size_t ZipDescriptorBytes(std::string_view bytes, std::uint32_t crc, std::uint64_t size) {
+  if (bytes.size() < 16 || LoadLittle<std::uint32_t>(bytes.data()) != kDescriptorSignature ||
+      LoadLittle<std::uint32_t>(bytes.data() + 4) != crc) {
+    return 0;
+  }
+  const char* p = bytes.data() + 8;
+  if (size < kIn64 && LoadLittle<std::uint32_t>(p) == size &&
+      LoadLittle<std::uint32_t>(p + 4) == size) {
+    return 16;
+  }
+  if (bytes.size() >= 24 && LoadLittle<std::uint64_t>(p) == size &&
+      LoadLittle<std::uint64_t>(p + 8) == size) {
+    return 24;
+  }
+  return 0;
+}
+
+std::uint32_t ZipCrc(std::uint32_t crc, const void* data, std::size_t size) {
+  return static_cast<std::uint32_t>(crc32_z(crc, static_cast<const Bytef*>(data), size));
+}
+
+Result<ZipArchive> ZipArchive::Read(File& file, std::uint64_t begin, std::uint64_t length) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ZipEntry> entries, Reader(file, begin, length).Run());
+  ZipArchive out;
+  out.entries_ = std::move(entries);
+  return out;
+}
+
+const ZipEntry* ZipArchive::Find(std::string_view name) const {
+  const auto at =
+      std::lower_bound(entries_.begin(), entries_.end(), name,
+                       [](const ZipEntry& e, std::string_view wanted) { return e.name < wanted; });
+  return at != entries_.end() && at->name == name ? &*at : nullptr;
+}
+
+Status CheckZipCrc(File& file, const ZipEntry& entry) {
+  if (entry.crc == 0) return Status();
+  std::string buffer(static_cast<std::size_t>(std::min<std::uint64_t>(entry.size, 1 << 20)), '\0');
+  std::uint32_t crc = 0;
+  for (std::uint64_t done = 0; done < entry.size;) {
+    const auto n =
+        static_cast<std::size_t>(std::min<std::uint64_t>(buffer.size(), entry.size - done));
+    TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(entry.offset + done, buffer.data(), n));
+    crc = ZipCrc(crc, buffer.data(), n);
+    done += n;
+  }
+  if (crc == entry.crc) return Status();
+  return Status(Code::kDataLoss, file.path() + ": " + ShownEntry(entry.name) + " fails its CRC-32");
+}
+
+}  // namespace tensormount
