@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_COMPARE_H_
+#define TENSORMOUNT_INDEX_COMPARE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "tensormount/status.h"
+
+#include "index/checkpoint.h"
+#include "shard/compare_values.h"
+#include "shard/tensor_meta.h"
+
+// What differs between two opened checkpoints, ours or foreign ones, however they are cut.
+
+namespace tensormount {
+
+class KeyRenames;
+
+struct Difference {
+  enum class What { kTensor, kObject, kCommon };
+  enum class Kind { kAdded, kRemoved, kChanged };  // Added: only the second has it.
+  What what = What::kTensor;
+  Kind kind = Kind::kChanged;
+  // The key; "rng [0]" of an object part; the path of a common value ("args.lr", "rank 3: seed",
+  // "content: run.name", "layers of w").
+  std::string key;
+  std::optional<TensorMeta> first;  // Of tensors, where it is there.
+  std::optional<TensorMeta> second;
+  std::optional<std::uint64_t> first_bytes;  // Of objects.
+  std::optional<std::uint64_t> second_bytes;
+  // Of what changed, and how: "dtype bf16 and f32", "shape [4] and [5]", "digests differ", "bytes
+  // differ", "0.1 and 0.2". Of common values that one side has: the value, cut.
+  std::string reason;
+  // The first element of a tensor with other bytes, where bytes were compared.
+  std::optional<std::uint64_t> first_element;
+  std::optional<ValueDifference> values;
+};
+
+struct CompareSummary {
+  std::uint64_t added = 0;
+  std::uint64_t removed = 0;
+  std::uint64_t changed = 0;
+  std::uint64_t equal = 0;
+  // Of the tensors and objects that both have with one dtype and shape: how they were compared.
+  std::uint64_t by_digest = 0;  // Without reading.
+  std::uint64_t by_bytes = 0;
+  std::uint64_t bytes_read = 0;  // On both sides together.
+  bool same() const { return added + removed + changed == 0; }
+};
+
+struct CompareOptions {
+  bool values = false;                      // Read what differs and fill Difference::values.
+  std::string keys;                         // Glob (fnmatch, '*' crosses '/'); empty: all.
+  const KeyRenames* first_names = nullptr;  // What the keys of the first are called; must live.
+  int threads = 0;                          // 0: as many as cores, at most 8.
+  std::size_t block_bytes = std::size_t{4} << 20;  // Each thread has two.
+  // Now and then, from several threads: bytes read, and in all as far as known.
+  std::function<void(std::uint64_t done, std::uint64_t total)> progress;
+};
+
+// Calls `each` for every difference, on this thread: tensors by key, then objects, then common
+// values. Nothing is read where both sides have a digest (objects: a hash) and values are not
+// asked for. The data of a tensor are read in blocks of its row-major bytes, by several threads;
+// memory is two blocks a thread and what a few thousand keys take. Every byte that is read is
+// verified where there are hashes. An error of reading ends it and names tensor and file; an error
+// of `each` ends it too.
+Result<CompareSummary> CompareCheckpoints(const OpenedCheckpoint& first,
+                                          const OpenedCheckpoint& second,
+                                          const CompareOptions& options,
+                                          const std::function<Status(const Difference&)>& each);
+
+// The common state alone (compare_common.cc): values, those of single ranks, content metadata,
+// patterns of layers' names. Dicts are compared entry by entry, lists to their first difference.
+Status CompareCommon(const CheckpointIndex& first, const CheckpointIndex& second,
+                     const CompareOptions& options, CompareSummary& summary,
+                     const std::function<Status(const Difference&)>& each);
+
+// Multi-dimensional index of a row-major position, which must lie within the shape.
+Dims IndexOf(std::uint64_t element, const Dims& shape);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_COMPARE_H_

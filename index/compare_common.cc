@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fnmatch.h>
+#include <set>
+
+#include "index/common_tree.h"
+#include "index/compare.h"
+#include "index/key_renames.h"
+#include "index/layer_names.h"
+
+namespace tensormount {
+namespace {
+
+using Each = std::function<Status(const Difference&)>;
+
+constexpr std::size_t kMostText = 60;  // Bytes of a value that are shown.
+
+std::string Shown(const CommonValue& value) {
+  std::string text = CommonToJson(value);
+  if (text.size() <= kMostText) return text;
+  std::size_t end = kMostText;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
+  return text.substr(0, end) + "...";
+}
+
+class Walk {
+ public:
+  Walk(const std::string& glob, CompareSummary& summary, const Each& each)
+      : glob_(glob), summary_(summary), each_(each) {}
+
+  // `prefix` says whose dict it is and is no part of paths, so that globs are about paths alone.
+  Status Dicts(const std::string& prefix, const std::string& path, const CommonDict& a,
+               const CommonDict& b) {
+    std::set<CommonKey> keys;
+    for (const auto& [key, value] : a.items) keys.insert(key);
+    for (const auto& [key, value] : b.items) keys.insert(key);
+    for (const CommonKey& key : keys) {
+      TENSORMOUNT_RETURN_IF_ERROR(
+          Values(prefix, path + CommonPathPart(key, path.empty()), a.Find(key), b.Find(key)));
+    }
+    return {};
+  }
+
+  // What a name stands for, without parts. Empty: nothing.
+  Status Texts(const std::string& name, const std::string& a, const std::string& b) {
+    const CommonValue first(a);
+    const CommonValue second(b);
+    return Values("", name, a.empty() ? nullptr : &first, b.empty() ? nullptr : &second);
+  }
+
+ private:
+  Status Values(const std::string& prefix, const std::string& path, const CommonValue* a,
+                const CommonValue* b) {
+    if (a != nullptr && b != nullptr) {
+      const auto* dict_a = a->get_if<CommonDict>();
+      const auto* dict_b = b->get_if<CommonDict>();
+      if (dict_a != nullptr && dict_b != nullptr &&
+          !(dict_a->items.empty() && dict_b->items.empty())) {
+        return Dicts(prefix, path, *dict_a, *dict_b);
+      }
+    }
+    if (!glob_.empty() && fnmatch(glob_.c_str(), path.c_str(), 0) != 0) return {};
+    Difference d;
+    d.what = Difference::What::kCommon;
+    d.key = prefix + path;
+    if (a == nullptr || b == nullptr) {
+      d.kind = a == nullptr ? Difference::Kind::kAdded : Difference::Kind::kRemoved;
+      ++(a == nullptr ? summary_.added : summary_.removed);
+      d.reason = Shown(a == nullptr ? *b : *a);
+      return each_(d);
+    }
+    const std::optional<CommonSides> sides = CompareAt(path, *a, *b, {});
+    if (!sides) {
+      ++summary_.equal;
+      return {};
+    }
+    ++summary_.changed;
+    d.key = prefix + sides->path;
+    d.reason = sides->What("in the first", "in the second");
+    return each_(d);
+  }
+
+  const std::string& glob_;
+  CompareSummary& summary_;
+  const Each& each_;
+};
+
+CommonDict AsDict(const CommonValues& values) {
+  CommonDict dict;
+  for (const auto& [name, value] : values) dict.items.emplace(name, value);
+  return dict;
+}
+
+// By the name of the stacked key, renamed.
+Result<std::map<std::string, std::string>> PatternsOf(const CheckpointIndex& index,
+                                                      const KeyRenames* names) {
+  if (names == nullptr) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto layers, index.Layers());
+    return layers->patterns();
+  }
+  std::map<std::string, std::string> patterns;
+  for (const auto& [ordinal, pattern] : names->layers()) {
+    patterns.emplace(names->tensors()[ordinal], pattern);
+  }
+  return patterns;
+}
+
+}  // namespace
+
+Status CompareCommon(const CheckpointIndex& first, const CheckpointIndex& second,
+                     const CompareOptions& options, CompareSummary& summary, const Each& each) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState a, first.Common());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState b, second.Common());
+  Walk walk(options.keys, summary, each);
+  TENSORMOUNT_RETURN_IF_ERROR(walk.Dicts("", "", AsDict(a.values), AsDict(b.values)));
+  std::set<int> ranks;
+  for (const auto& [rank, values] : a.ranks) ranks.insert(rank);
+  for (const auto& [rank, values] : b.ranks) ranks.insert(rank);
+  const auto of_rank = [](const CommonState& state, int rank) {
+    const auto found = state.ranks.find(rank);
+    return found == state.ranks.end() ? CommonDict() : AsDict(found->second);
+  };
+  for (const int rank : ranks) {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        walk.Dicts("rank " + std::to_string(rank) + ": ", "", of_rank(a, rank), of_rank(b, rank)));
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(walk.Dicts("content: ", "", a.content, b.content));
+
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto mine, PatternsOf(first, options.first_names));
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto theirs, PatternsOf(second, nullptr));
+  for (const auto& [key, pattern] : mine) theirs.try_emplace(key, "");
+  for (const auto& [key, pattern] : theirs) {
+    TENSORMOUNT_RETURN_IF_ERROR(walk.Texts("layers of " + key, mine[key], pattern));
+  }
+  return {};
+}
+
+}  // namespace tensormount
