@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_EXPORT_EXPORT_H_
+#define TENSORMOUNT_FS_EXPORT_EXPORT_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tensormount/communicator.h"
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "fs/export/export_plan.h"
+#include "index/checkpoint.h"
+
+namespace tensormount::fs {
+
+struct ExportOptions {
+  ExportFormat format = ExportFormat::kSafetensors;
+  bool replace = false;  // An earlier export of the same format; nothing else is ever replaced.
+  std::shared_ptr<const KeyMap> map;  // Other names for keys; null: none.
+  HfOptions hf;
+  std::uint64_t dcp_piece_bytes = std::uint64_t{512} << 20;  // Of a tensor in one item.
+  Timeouts timeouts;
+  std::atomic<std::uint64_t>* progress = nullptr;  // Bytes that this process is done with.
+};
+
+struct ExportReport {
+  std::string path;  // Absolute.
+  std::uint64_t files = 0;
+  std::uint64_t tensors = 0;
+  std::uint64_t bytes = 0;          // Of all files.
+  std::uint64_t bytes_written = 0;  // Less what is shared with the source's files:
+  std::uint64_t files_cloned = 0;   // reflinks,
+  std::uint64_t files_linked = 0;   // and hard links to sealed files.
+  double plan_seconds = 0;
+  double write_seconds = 0;
+  double sync_seconds = 0;
+  std::vector<std::string> notes;     // What the format has no place for.
+  std::vector<std::string> warnings;  // Rank 0's.
+};
+
+// Real files out of a checkpoint, made by all ranks together; collective. They are, byte for byte,
+// those that a mount shows (safetensors, hf, npy, zarr), or those that torch reads (dcp, torch).
+// Every byte is read once and checked against its leaf hash, where it has one. `destination`
+// appears whole and durable in one step, or not at all; what a failed export wrote is removed,
+// unless ranks could not be reached: then the message names it.
+//
+// `before`: what this rank found wrong beforehand; `source` may be null then. Every rank opened the
+// same checkpoint. Same verdict and report on every rank.
+//   kUnsupported        the format cannot hold some tensor; nothing was written
+//   kAlreadyExists      `destination` is there, and options.replace is not set
+//   kInvalidArgument    what is there is no export of this format; keys or rules do not fit
+//   kResourceExhausted  no room; looked at before anything is written, too
+//   kDataLoss           names what is damaged or not stored
+Result<ExportReport> Export(FileSystem& fs, const Status& before,
+                            std::shared_ptr<OpenedCheckpoint> source,
+                            const std::string& destination, Communicator& comm,
+                            const ExportOptions& options);
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_EXPORT_EXPORT_H_

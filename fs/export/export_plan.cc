@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/export/export_plan.h"
+
+#include <array>
+
+#include <fmt/core.h>
+
+#include "base/coding.h"
+#include "base/hash.h"
+#include "fs/views/zarr_metadata.h"
+#include "shard/npy.h"
+
+namespace tensormount::fs {
+namespace {
+
+constexpr std::array<std::pair<ExportFormat, std::string_view>, 6> kNames = {{
+    {ExportFormat::kSafetensors, "safetensors"},
+    {ExportFormat::kHf, "hf"},
+    {ExportFormat::kNpy, "npy"},
+    {ExportFormat::kZarr, "zarr"},
+    {ExportFormat::kDcp, "dcp"},
+    {ExportFormat::kTorch, "torch"},
+}};
+constexpr std::uint32_t kNamed = 3;  // Of what a format cannot hold.
+
+bool Holds(const PlanOptions& options, const TensorEntry& tensor) {
+  const DType dtype = tensor.meta.dtype();
+  switch (options.format) {
+    case ExportFormat::kSafetensors:
+      return tensor.in_safetensors;
+    case ExportFormat::kHf:
+      return tensor.in_safetensors ||
+             (options.hf.rules && options.hf.rules->Apply(tensor.meta.key()).empty());
+    case ExportFormat::kNpy:
+      return !InfoOf(dtype).npy_descr.empty();
+    case ExportFormat::kZarr:
+      return !ZarrType(dtype).empty();
+    case ExportFormat::kDcp:
+    case ExportFormat::kTorch:
+      return !InfoOf(dtype).torch.empty();
+  }
+  return false;
+}
+
+// Everything of the checkpoint must be in the copy, or be named.
+Status CheckHolds(const ShownCheckpoint& shown, const PlanOptions& options) {
+  std::uint64_t lost = 0;
+  std::string named;
+  TENSORMOUNT_RETURN_IF_ERROR(shown.tensors.ForEachEntry(
+      0, shown.tensors.count(), [&](std::uint32_t, const TensorEntry& tensor) -> Status {
+        if (Holds(options, tensor)) return {};
+        if (lost++ < kNamed) {
+          named += fmt::format("{}{} ({})", named.empty() ? "" : ", ", tensor.meta.key(),
+                               InfoOf(tensor.meta.dtype()).name);
+        }
+        return {};
+      }));
+  if (lost == 0) return {};
+  return Status(Code::kUnsupported,
+                fmt::format("{} has no element type for {} of the tensors: {}{}",
+                            ExportFormatName(options.format), lost, named,
+                            lost > kNamed ? fmt::format(" and {} more", lost - kNamed) : ""));
+}
+
+// Files and folders below a folder of a view, depth first.
+Status Walk(const CheckpointView& view, const Node& folder, const std::string& prefix,
+            ExportPlan& plan) {
+  struct Below {
+    std::string name;
+    Node node;
+  };
+  std::vector<Below> below;
+  TENSORMOUNT_RETURN_IF_ERROR(view.List(folder, 0, [&](const Child& child, std::uint64_t) {
+    std::string name = prefix + child.name;
+    if (child.attributes.kind == FileKind::kDirectory) {
+      below.push_back({std::move(name), child.node});
+    } else {
+      plan.bytes += child.attributes.size;
+      plan.files.push_back({.name = std::move(name),
+                            .size = child.attributes.size,
+                            .node = child.node,
+                            .made = nullptr,
+                            .holes = {}});
+    }
+    return true;
+  }));
+  for (const Below& next : below) {
+    plan.folders.push_back(next.name);
+    TENSORMOUNT_RETURN_IF_ERROR(Walk(view, next.node, next.name + "/", plan));
+  }
+  return {};
+}
+
+Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& plan) {
+  const std::string name = format == ExportFormat::kSafetensors
+                               ? "model.safetensors"
+                               : std::string(ExportFormatName(format));
+  const Node top{.slot = 0, .view = kOwnView, .item = kRootItem};
+  Result<Child> found = view.Lookup(top, name);
+  if (!found.ok()) return found.status().WithContext("the view " + name);
+  const Child& root = found.value();
+  plan.folder = root.attributes.kind == FileKind::kDirectory;
+  if (plan.folder) {
+    TENSORMOUNT_RETURN_IF_ERROR(Walk(view, root.node, "", plan));
+  } else {
+    plan.bytes = root.attributes.size;
+    plan.files.push_back({.name = "",
+                          .size = root.attributes.size,
+                          .node = root.node,
+                          .made = nullptr,
+                          .holes = {}});
+  }
+  if (format != ExportFormat::kSafetensors && format != ExportFormat::kHf) return {};
+  for (ExportFile& file : plan.files) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, plan.Open(view, file));
+    file.backed = opened->BackingPath().ok();
+  }
+  return {};
+}
+
+// What these formats have no place for.
+Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& plan) {
+  std::size_t objects = view.shown().objects.parts().size();
+  if (format == ExportFormat::kHf) {
+    for (const ExportFile& file : plan.files) {
+      if (objects > 0 && !file.name.starts_with("model")) --objects;  // Stands beside the parts.
+    }
+  }
+  if (format == ExportFormat::kDcp) objects = 0;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, view.opened().index().Common());
+  const bool values = format == ExportFormat::kDcp || format == ExportFormat::kTorch;
+  const std::size_t left = (values ? 0 : common.values.size()) + common.ranks.size();
+  const auto note = [&](std::size_t count, std::string_view what) {
+    if (count == 0) return;
+    plan.notes.push_back(fmt::format("{} has no place for {} {}{}: left out",
+                                     ExportFormatName(format), count, what, count == 1 ? "" : "s"));
+  };
+  note(objects, "object");
+  note(left, "common value");
+  return {};
+}
+
+}  // namespace
+
+std::string_view ExportFormatName(ExportFormat format) {
+  return kNames[static_cast<std::size_t>(format)].second;
+}
+
+std::optional<ExportFormat> ExportFormatOf(std::string_view name) {
+  for (const auto& [format, known] : kNames) {
+    if (known == name) return format;
+  }
+  return std::nullopt;
+}
+
+Result<std::shared_ptr<const VirtualFile>> ExportPlan::Open(const CheckpointView& view,
+                                                            const ExportFile& file) const {
+  if (file.made) return file.made;
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto opened, view.OpenFile(file.node));
+  if (opened->size() == file.size) return opened;
+  return Status(Code::kInternal, opened->label() + ": has not the size that was listed");
+}
+
+Hash128 ExportPlan::Identity() const {
+  Xxh3Stream stream;
+  for (const ExportFile& file : files) {
+    ByteWriter record;
+    record.String(file.name);
+    record.U64(file.size);
+    record.U64(file.holes.size());
+    stream.Update(record.bytes().data(), record.bytes().size());
+  }
+  return stream.Value();
+}
+
+Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const PlanOptions& options) {
+  ExportPlan plan;
+  TENSORMOUNT_RETURN_IF_ERROR(CheckHolds(view.shown(), options));
+  plan.tensors = view.shown().tensors.count();
+  switch (options.format) {
+    case ExportFormat::kDcp:
+      TENSORMOUNT_RETURN_IF_ERROR(PlanDcp(view, options, plan));
+      break;
+    case ExportFormat::kTorch:
+      TENSORMOUNT_RETURN_IF_ERROR(PlanTorch(view, plan));
+      break;
+    default:
+      TENSORMOUNT_RETURN_IF_ERROR(PlanOfView(view, options.format, plan));
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(NoteLeftOut(view, options.format, plan));
+  return plan;
+}
+
+FileBuilder::Text FileBuilder::Keep(std::string_view text) {
+  const Text kept{.skip = text_.size(), .length = text.size()};
+  text_.append(text);
+  return kept;
+}
+
+void FileBuilder::Append(FileContent::Segment::Kind kind, std::uint32_t ordinal,
+                         std::uint64_t length, std::uint64_t skip) {
+  if (length == 0) return;
+  if (!segments_.empty()) {
+    FileContent::Segment& last = segments_.back();
+    if (kind == FileContent::Segment::Kind::kLiteral && last.kind == kind &&
+        last.skip + last.length == skip) {
+      last.length += length;
+      size_ += length;
+      return;
+    }
+  }
+  segments_.push_back(
+      {.kind = kind, .ordinal = ordinal, .begin = size_, .length = length, .skip = skip});
+  size_ += length;
+}
+
+void FileBuilder::Add(Text kept) {
+  Append(FileContent::Segment::Kind::kLiteral, 0, kept.length, kept.skip);
+}
+
+void FileBuilder::AddTensor(std::uint32_t ordinal, std::uint64_t skip, std::uint64_t length) {
+  Append(FileContent::Segment::Kind::kTensor, ordinal, length, skip);
+}
+
+void FileBuilder::AddObject(std::uint32_t part, std::uint64_t length) {
+  Append(FileContent::Segment::Kind::kObject, part, length, 0);
+}
+
+FileContent FileBuilder::Finish() {
+  return FileContent::Shared(
+      std::make_shared<const std::vector<FileContent::Segment>>(std::move(segments_)),
+      std::make_shared<const std::string>(std::move(text_)));
+}
+
+void AddMadeFile(ExportPlan& plan, const CheckpointView& view, std::string name,
+                 FileContent content, std::vector<CrcHole> holes) {
+  ExportFile file{.name = std::move(name),
+                  .size = content.size(),
+                  .node = {},
+                  .made = nullptr,
+                  .holes = std::move(holes)};
+  file.made = view.Serve(std::move(content), file.name.empty() ? "export" : file.name, Node{});
+  plan.bytes += file.size;
+  plan.files.push_back(std::move(file));
+}
+
+}  // namespace tensormount::fs

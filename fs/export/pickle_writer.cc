@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/export/pickle_writer.h"
+
+#include <bit>
+#include <limits>
+
+namespace tensormount::fs {
+
+PickleWriter::PickleWriter(int protocol) : protocol_(protocol) {
+  Op('\x80');
+  Op(static_cast<char>(protocol));
+}
+
+void PickleWriter::Little(std::uint64_t value, int bytes) {
+  for (int i = 0; i < bytes; ++i) out_.push_back(static_cast<char>(value >> (8 * i)));
+}
+
+void PickleWriter::Int(std::int64_t value) {
+  if (value >= 0 && value <= 0xFF) {
+    Op('K');
+    Little(static_cast<std::uint64_t>(value), 1);
+  } else if (value >= 0 && value <= 0xFFFF) {
+    Op('M');
+    Little(static_cast<std::uint64_t>(value), 2);
+  } else if (value >= std::numeric_limits<std::int32_t>::min() &&
+             value <= std::numeric_limits<std::int32_t>::max()) {
+    Op('J');
+    Little(static_cast<std::uint64_t>(value), 4);
+  } else {
+    Op('\x8a');
+    Little(8, 1);
+    Little(static_cast<std::uint64_t>(value), 8);
+  }
+}
+
+void PickleWriter::Unsigned(std::uint64_t value) {
+  if (value <= static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
+    Int(static_cast<std::int64_t>(value));
+    return;
+  }
+  Op('\x8a');  // Two's complement: a zero byte more keeps it from being negative.
+  Little(9, 1);
+  Little(value, 8);
+  Little(0, 1);
+}
+
+void PickleWriter::Float(double value) {
+  Op('G');
+  const auto bits = std::bit_cast<std::uint64_t>(value);
+  for (int i = 7; i >= 0; --i) out_.push_back(static_cast<char>(bits >> (8 * i)));
+}
+
+void PickleWriter::RawString(std::string_view utf8) {
+  if (protocol_ >= 4 && utf8.size() <= 0xFF) {
+    Op('\x8c');
+    Little(utf8.size(), 1);
+  } else {
+    Op('X');
+    Little(utf8.size(), 4);
+  }
+  out_.append(utf8);
+}
+
+void PickleWriter::String(std::string_view utf8) {
+  const auto [it, added] = strings_.emplace(utf8, slots_);
+  if (!added) {
+    Get(it->second);
+    return;
+  }
+  RawString(utf8);
+  Put();
+}
+
+std::string PickleWriter::BytesHead(std::uint64_t length) {
+  std::string out("\x80\x04\x8e", 3);
+  for (int i = 0; i < 8; ++i) out.push_back(static_cast<char>(length >> (8 * i)));
+  return out;
+}
+
+void PickleWriter::Bytes(std::string_view bytes) {
+  if (protocol_ >= 4) {
+    Op('\x8e');
+    Little(bytes.size(), 8);
+    out_.append(bytes);
+    return;
+  }
+  // As Python does it where the protocol has no bytes: the text of Latin-1 that encodes to them.
+  Global("_codecs", "encode");
+  std::string text;
+  for (const char c : bytes) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte < 0x80) {
+      text.push_back(c);
+    } else {
+      text.push_back(static_cast<char>(0xC0 | (byte >> 6)));
+      text.push_back(static_cast<char>(0x80 | (byte & 0x3F)));
+    }
+  }
+  RawString(text);
+  String("latin1");
+  Tuple2();
+  Reduce();
+}
+
+void PickleWriter::Global(std::string_view module, std::string_view name) {
+  const auto [it, added] = globals_.emplace(std::pair(module, name), 0);
+  if (!added) {
+    Get(it->second);
+    return;
+  }
+  if (protocol_ >= 4) {
+    String(module);
+    String(name);
+    Op('\x93');
+  } else {
+    Op('c');
+    out_.append(module).push_back('\n');
+    out_.append(name).push_back('\n');
+  }
+  it->second = Put();
+}
+
+std::uint32_t PickleWriter::Put() {
+  if (slots_ <= 0xFF) {
+    Op('q');
+    Little(slots_, 1);
+  } else {
+    Op('r');
+    Little(slots_, 4);
+  }
+  return slots_++;
+}
+
+void PickleWriter::Get(std::uint32_t slot) {
+  if (slot <= 0xFF) {
+    Op('h');
+    Little(slot, 1);
+  } else {
+    Op('j');
+    Little(slot, 4);
+  }
+}
+
+void PickleWriter::Tuple(const Dims& values) {
+  if (values.rank() == 0) {
+    EmptyTuple();
+    return;
+  }
+  if (values.rank() > 3) Mark();
+  for (const std::int64_t value : values) Int(value);
+  constexpr char kOps[] = {'\x85', '\x86', '\x87'};
+  Op(values.rank() > 3 ? 't' : kOps[values.rank() - 1]);
+}
+
+void PickleWriter::Common(const CommonValue& value) {
+  const auto items = [this](const std::vector<CommonValue>& list) {
+    Mark();
+    for (const CommonValue& item : list) Common(item);
+  };
+  if (const auto* b = value.get_if<bool>()) {
+    Bool(*b);
+  } else if (const auto* i = value.get_if<std::int64_t>()) {
+    Int(*i);
+  } else if (const auto* u = value.get_if<std::uint64_t>()) {
+    Unsigned(*u);
+  } else if (const auto* f = value.get_if<double>()) {
+    Float(*f);
+  } else if (const auto* s = value.get_if<std::string>()) {
+    String(*s);
+  } else if (const auto* bytes = value.get_if<CommonBytes>()) {
+    Bytes(bytes->data);
+  } else if (const auto* list = value.get_if<CommonList>()) {
+    EmptyList();
+    items(list->items);
+    Appends();
+  } else if (const auto* tuple = value.get_if<CommonTuple>()) {
+    if (tuple->items.empty()) {
+      EmptyTuple();
+    } else {
+      items(tuple->items);
+      TupleFromMark();
+    }
+  } else if (const auto* dict = value.get_if<CommonDict>()) {
+    EmptyDict();
+    Mark();
+    for (const auto& [key, item] : dict->items) {
+      if (const auto* number = std::get_if<std::int64_t>(&key)) {
+        Int(*number);
+      } else {
+        String(std::get<std::string>(key));
+      }
+      Common(item);
+    }
+    SetItems();
+  } else {
+    None();
+  }
+}
+
+std::string PickleWriter::Finish() {
+  Op('.');
+  return std::move(out_);
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_EXPORT_ZIP_WRITER_H_
+#define TENSORMOUNT_FS_EXPORT_ZIP_WRITER_H_
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tensormount::fs {
+
+// Bytes of a file whose CRC-32 is known when they were copied, and where it then goes (4 bytes,
+// little-endian). Offsets are the file's.
+struct CrcHole {
+  std::uint64_t begin = 0;
+  std::uint64_t length = 0;
+  std::array<std::uint64_t, 2> places = {};
+};
+
+// Lays out an archive as torch.save writes it (caffe2/serialize/inline_container.cc over miniz):
+// entries stored, their bytes at multiples of 64 by padding in the extra field "FB", sizes and CRC
+// in a data descriptor behind them, zip64 where 32 bits do not do, and zip64 end records always.
+// Makes the text around the entries; their bytes may come from elsewhere.
+class ZipWriter {
+ public:
+  static constexpr std::uint64_t kAlignment = 64;
+
+  // Bytes laid out so far, holes included. The archive begins at 0.
+  std::uint64_t size() const { return size_; }
+
+  // A whole entry.
+  void Add(std::string_view name, std::string_view bytes, std::string& out);
+  // An entry whose `size` bytes follow what is in `out` now; End() then continues behind them.
+  void Begin(std::string_view name, std::uint64_t size, std::string& out);
+  void End(std::string& out);
+  // The central directory. After it nothing may be added, and `holes` is complete.
+  void Finish(std::string& out);
+
+  // Of entries made by Begin that have any bytes.
+  const std::vector<CrcHole>& holes() const { return holes_; }
+
+ private:
+  struct Entry {
+    std::string name;
+    std::uint64_t header = 0;
+    std::uint64_t size = 0;
+    std::uint32_t crc = 0;
+    std::size_t hole = kNoHole;
+  };
+  static constexpr std::size_t kNoHole = ~std::size_t{0};
+  static bool IsLong(const Entry& entry);
+  void Header(const Entry& entry, std::string& out);
+  void Descriptor(const Entry& entry, std::string& out);
+
+  std::uint64_t size_ = 0;
+  std::vector<Entry> entries_;
+  std::vector<CrcHole> holes_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_EXPORT_ZIP_WRITER_H_

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/export/export.h"
+
+#include <mutex>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "mount-tools/commands.h"
+#include "mount-tools/ranks.h"
+#include "mount-tools/source.h"
+
+namespace tensormount::tools {
+namespace {
+
+using fs::ExportFormat;
+
+Status MakeOptions(const ExportArgs& args, fs::ExportOptions& options) {
+  const auto format = fs::ExportFormatOf(args.to);
+  if (!format) {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("--to {}: one of safetensors, hf, npy, zarr, dcp, torch", args.to));
+  }
+  options.format = *format;
+  if (args.if_exists != "fail" && args.if_exists != "replace") {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("--if-exists {}: fail or replace", args.if_exists));
+  }
+  options.replace = args.if_exists == "replace";
+  if (*format != ExportFormat::kHf && (args.hf_part_size || args.hf_rules)) {
+    return Status(Code::kInvalidArgument, "--hf-part-size and --hf-rules go with --to hf");
+  }
+  FileSystem& host = HostFileSystem();
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(host, args.map));
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.rules, ReadKeyMap(host, args.hf_rules.value_or("")));
+  if (args.hf_part_size) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.part_bytes, fs::ParsePartSize(*args.hf_part_size));
+  }
+  return {};
+}
+
+// Where a mount shows the same files; empty: nowhere.
+std::string ViewOf(ExportFormat format) {
+  switch (format) {
+    case ExportFormat::kSafetensors:
+      return "model.safetensors";
+    case ExportFormat::kHf:
+    case ExportFormat::kNpy:
+    case ExportFormat::kZarr:
+      return std::string(fs::ExportFormatName(format)) + "/";
+    default:
+      return {};
+  }
+}
+
+void PrintReport(const fs::ExportReport& report, const ExportArgs& args, ExportFormat format,
+                 int ranks, Terminal& terminal) {
+  for (const std::string& warning : report.warnings) terminal.Warn(warning);
+  for (const std::string& note : report.notes) terminal.Warn(note);
+  const double seconds = report.plan_seconds + report.write_seconds + report.sync_seconds;
+  if (terminal.json) {
+    terminal.Json(nlohmann::ordered_json{{"path", report.path},
+                                         {"format", fs::ExportFormatName(format)},
+                                         {"ranks", ranks},
+                                         {"files", report.files},
+                                         {"tensors", report.tensors},
+                                         {"bytes", report.bytes},
+                                         {"bytes_written", report.bytes_written},
+                                         {"files_cloned", report.files_cloned},
+                                         {"files_linked", report.files_linked},
+                                         {"plan_seconds", report.plan_seconds},
+                                         {"write_seconds", report.write_seconds},
+                                         {"sync_seconds", report.sync_seconds},
+                                         {"notes", report.notes}});
+    return;
+  }
+  if (terminal.quiet) return;
+  terminal.Line(fmt::format(
+      "exported {}: {} tensors, {} in {} file{} by {} rank{} in {} ({} written)", report.path,
+      report.tensors, HumanBytes(report.bytes), report.files, report.files == 1 ? "" : "s", ranks,
+      ranks == 1 ? "" : "s", HumanSeconds(seconds), HumanBytes(report.bytes_written)));
+  const std::string view = ViewOf(format);
+  if (!view.empty()) {
+    terminal.Line(fmt::format(
+        "the mount shows the same bytes without a copy: tensormount mount {} MNT; MNT/{}",
+        args.source, view));
+  }
+}
+
+}  // namespace
+
+int RunExport(const ExportArgs& args, Terminal& terminal) {
+  auto ranks = Ranks::Make(args.ranks);
+  if (!ranks.ok()) return terminal.Fail(ranks.status());
+  Ranks group = std::move(ranks).value();
+
+  // What this process finds wrong is carried into the collective call, so that no rank waits for
+  // one that has already given up.
+  fs::ExportOptions options;
+  options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
+  Status before = MakeOptions(args, options);
+  std::shared_ptr<OpenedCheckpoint> source;
+  if (before.ok()) {
+    auto opened = OpenSource(HostFileSystem(), args.source, terminal);
+    before = opened.status();
+    if (opened.ok()) source = opened.value();
+  }
+  // Alone, nobody waits: say it plainly.
+  if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
+
+  Progress progress(terminal, "export");
+  if (source) progress.SetTotal(source->index().tensor_bytes());
+  options.progress = &progress.done();
+  std::mutex mutex;
+  fs::ExportReport report;
+  const Status status = group.Run([&](Communicator& comm) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        fs::ExportReport mine,
+        fs::Export(HostFileSystem(), before, source, args.destination, comm, options));
+    if (comm.rank() == 0) {
+      const std::lock_guard lock(mutex);
+      report = std::move(mine);
+    }
+    return {};
+  });
+  if (!status.ok()) {
+    if (!group.Tells(status)) return kFailed;
+    return terminal.Fail(status, status.code() == Code::kAlreadyExists
+                                     ? "choose another name, or pass --if-exists replace"
+                                     : std::string_view());
+  }
+  if (group.prints()) PrintReport(report, args, options.format, group.size(), terminal);
+  return terminal.Flush();
+}
+
+}  // namespace tensormount::tools
