@@ -45,8 +45,8 @@ std::span<const ForeignFormat* const> ForeignFormats() {
   static const std::vector<const ForeignFormat*> kFormats = {
       // &MegatronZarrFormat(),
       &OlmoFormat(),
-      // &TorchDcpFormat(),
-      // &TorchDcpRankFormat(),
+      &TorchDcpFormat(),
+      &TorchDcpRankFormat(),
       &HuggingFaceFormat(),
       // &TorchSaveFormat(),
       // &NumpyFormat(),
