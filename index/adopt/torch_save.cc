@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "index/adopt/format.h"
+#include "index/adopt/torch_archive.h"
+#include "index/adopt/torch_tree.h"
+#include "shard/strict_json.h"
+
+// Files that torch.save wrote since 1.6: single ones, the sharded form that Hugging Face's
+// transformers wrote before safetensors, and Megatron-LM's legacy folders of one a rank.
+
+namespace tensormount {
+namespace {
+
+constexpr std::string_view kIndexName = "pytorch_model.bin.index.json";
+constexpr std::string_view kSingleName = "pytorch_model.bin";
+constexpr std::string_view kRankFolder = "mp_rank_";
+constexpr std::array<std::string_view, 2> kRankModels = {"model_optim_rng.pt", "model_rng.pt"};
+constexpr std::uint64_t kMaxIndex = std::uint64_t{64} << 20;
+constexpr std::uint64_t kMaxPickle = std::uint64_t{256} << 20;
+// PROTO 2, LONG1 of the magic number, STOP: how torch.save began before it wrote zips.
+constexpr std::string_view kLegacy("\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.", 15);
+
+enum class Begins { kElse, kZip, kLegacy };
+
+Begins BeginningOf(const ForeignFolder& folder, const std::string& name) {
+  const Result<std::unique_ptr<File>> file = folder.OpenRead(name);
+  if (!file.ok()) return Begins::kElse;
+  std::array<char, kLegacy.size()> head{};
+  const Result<std::size_t> got = file.value()->ReadAt(0, head.data(), head.size());
+  if (!got.ok()) return Begins::kElse;
+  const std::string_view bytes(head.data(), got.value());
+  if (bytes.starts_with("PK\3\4")) return Begins::kZip;
+  return bytes == kLegacy ? Begins::kLegacy : Begins::kElse;
+}
+
+// Without its folder and what follows the last dot.
+std::string StemOf(std::string_view name) {
+  name = name.substr(name.rfind('/') + 1);
+  const std::size_t dot = name.rfind('.');
+  return std::string(dot == 0 ? name : name.substr(0, dot));
+}
+
+// Whether the names at the end of an archive are those of a program.
+bool IsTorchScript(File& file, std::uint64_t length) {
+  std::string tail(std::min<std::uint64_t>(length, 256 << 10), '\0');
+  if (!file.ReadExactAt(length - tail.size(), tail.data(), tail.size()).ok()) return false;
+  return tail.find("/constants.pkl") != std::string::npos;
+}
+
+class Reader {
+ public:
+  Reader(const ForeignFolder& folder, ForeignBuilder& builder)
+      : folder_(folder), builder_(builder) {}
+
+  Status AddFile(const std::string& name, const std::string& prefix) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, builder_.AddFile(name));
+    if (BeginningOf(folder_, name) == Begins::kLegacy) {
+      return Status(Code::kUnsupported,
+                    folder_.Shown(name) +
+                        ": written by torch.save before 1.6, or told to write no zip: load it and "
+                        "save it again");
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, builder_.OpenFile(number));
+    const std::uint64_t length = builder_.FileLength(number);
+    pickle::Options options;
+    options.max_bytes = kMaxPickle;
+    const Result<TorchArchive> archive = TorchArchive::Read(*file, 0, length, options);
+    if (IsTorchScript(*file, length)) {
+      return Status(Code::kUnsupported, folder_.Shown(name) +
+                                            ": a TorchScript archive, which is a program and no "
+                                            "table of tensors");
+    }
+    if (!archive.ok()) return archive.status();
+    TorchTreeOptions tree;
+    tree.prefix = prefix;
+    tree.alone = StemOf(name);
+    tree.added = [&](const std::string& key) { held_[name].insert(key); };
+    const Status status =
+        TorchTree(builder_, archive.value(), number, tensors_, common_, tree).Add();
+    return status.WithContext(folder_.Shown(name));
+  }
+
+  // The form of several files: which tensor stands in which.
+  Status AddIndexed() {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, folder_.ReadFile(kIndexName, kMaxIndex));
+    std::map<std::string, std::vector<std::string>> files;
+    const auto rest = ParseStrictJson(
+        text, "weight_map", [&](const std::string& key, const nlohmann::json& file) {
+          if (!file.is_string()) {
+            return Status(Code::kDataLoss, "weight_map names no file for " + key.substr(0, 256));
+          }
+          files[file.get<std::string>()].push_back(key);
+          return Status();
+        });
+    if (!rest.ok()) return rest.status().WithContext(folder_.Shown(kIndexName));
+    if (!rest.value().contains("weight_map") || !rest.value()["weight_map"].is_object()) {
+      return Status(Code::kDataLoss, folder_.Shown(kIndexName) + ": has no object 'weight_map'");
+    }
+    for (const auto& [name, keys] : files) {
+      const Status status = AddFile(name, "");
+      if (status.code() == Code::kNotFound) {
+        builder_.Warn("file " + name.substr(0, 256) +
+                      " is missing: " + std::to_string(keys.size()) + " tensors, " + keys.front() +
+                      " the first, are left out");
+        continue;
+      }
+      TENSORMOUNT_RETURN_IF_ERROR(status);
+      const std::set<std::string>& held = held_[name];
+      for (const std::string& key : keys) {
+        if (held.contains(key)) continue;
+        builder_.Warn("tensor " + key.substr(0, 256) + ": left out: it is not in " +
+                      name.substr(0, 256) + ", which the index names");
+      }
+    }
+    return Status();
+  }
+
+  // Megatron-LM before dist_checkpointing: nothing says how the ranks' tensors go together.
+  Status AddRankFolders(const std::vector<std::string>& ranks) {
+    Status first;
+    std::size_t added = 0;
+    for (const std::string& rank : ranks) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder_.List(rank));
+      for (const DirectoryEntry& entry : entries) {
+        if (entry.kind == FileKind::kDirectory || !entry.name.ends_with(".pt")) continue;
+        const bool model = std::ranges::find(kRankModels, entry.name) != kRankModels.end();
+        const std::string name = rank + "/" + entry.name;
+        const Status status =
+            AddFile(name, rank + "/" + (model ? std::string() : StemOf(entry.name) + "/"));
+        if (status.ok()) {
+          ++added;
+        } else if (status.code() == Code::kUnsupported || status.code() == Code::kDataLoss) {
+          if (first.ok()) first = status;
+          builder_.Warn("file " + name + ": left out: " + status.message());
+        } else {
+          return status;
+        }
+      }
+    }
+    builder_.SetWorldSize(static_cast<std::uint32_t>(ranks.size()));
+    return added > 0 ? Status() : first;
+  }
+
+ private:
+  const ForeignFolder& folder_;
+  ForeignBuilder& builder_;
+  TorchNames tensors_;
+  TorchNames common_;
+  std::map<std::string, std::set<std::string>> held_;  // Keys by file.
+};
+
+std::vector<std::string> RankFolders(const ForeignFolder& folder) {
+  std::vector<std::string> out;
+  const Result<std::vector<DirectoryEntry>> entries = folder.List("");
+  if (!entries.ok()) return out;
+  for (const DirectoryEntry& entry : entries.value()) {
+    if (entry.kind != FileKind::kDirectory || !entry.name.starts_with(kRankFolder)) continue;
+    const bool model = std::ranges::any_of(kRankModels, [&](std::string_view file) {
+      return folder.Has(entry.name + "/" + std::string(file));
+    });
+    if (model) out.push_back(entry.name);
+  }
+  return out;
+}
+
+class TorchSave : public ForeignFormat {
+ public:
+  std::string_view name() const override { return "torch.save"; }
+
+  bool Probe(const ForeignFolder& folder) const override {
+    if (folder.file().empty()) {
+      return folder.Has(kIndexName) || folder.Has(kSingleName) || !RankFolders(folder).empty();
+    }
+    for (const std::string_view end : {".pt", ".pth", ".bin", ".ckpt"}) {
+      if (folder.file().ends_with(end)) {
+        return BeginningOf(folder, folder.file()) != Begins::kElse;
+      }
+    }
+    return false;
+  }
+
+  Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
+    Reader reader(folder, builder);
+    if (!folder.file().empty()) return reader.AddFile(folder.file(), "");
+    if (folder.Has(kIndexName)) return reader.AddIndexed();
+    if (folder.Has(kSingleName)) return reader.AddFile(std::string(kSingleName), "");
+    builder.SetProducer("megatron-lm");
+    return reader.AddRankFolders(RankFolders(folder));
+  }
+};
+
+}  // namespace
+
+const ForeignFormat& TorchSaveFormat() {
+  static const TorchSave kFormat;
+  return kFormat;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/adopt/torch_tree.h"
+
+#include <optional>
+#include <utility>
+
+#include "shard/tensor_meta.h"
+
+namespace tensormount {
+namespace {
+
+using pickle::Kind;
+using pickle::KnownClass;
+using pickle::Value;
+
+constexpr int kMaxDepth = 200;
+// Values may be shared: a stream of n bytes can describe 2^n paths. Honest ones share a few.
+constexpr std::size_t kMinValues = std::size_t{1} << 20;
+constexpr std::uint32_t kHoldsTensor = std::uint32_t{1} << 31;
+
+std::string Joined(const std::vector<TorchNames::Part>& path) {
+  std::string out;
+  for (std::size_t i = 0; i < path.size(); ++i) {
+    if (i > 0) out += '.';
+    out += path[i].text;
+  }
+  return out;
+}
+
+std::string SpelledOut(const std::vector<TorchNames::Part>& path) {
+  std::string out;
+  for (const TorchNames::Part& part : path) {
+    out += '[';
+    if (!part.number) out += '"';
+    for (const char c : part.text) {
+      if (c == '"' || c == '\\') out += '\\';
+      out += c;
+    }
+    out += part.number ? "]" : "\"]";
+  }
+  return out;
+}
+
+bool IsDict(const Value& value) {
+  if (value.kind() == Kind::kDict) return true;
+  return value.kind() == Kind::kObject &&
+         (value.Is(KnownClass::kOrderedDict) || value.Is(KnownClass::kDefaultDict) ||
+          value.Is(KnownClass::kCounter) || value.Is(KnownClass::kDictLike));
+}
+
+// nullopt: neither text nor a number.
+std::optional<TorchNames::Part> PartOf(const Value& key) {
+  if (key.kind() == Kind::kString) return TorchNames::Part{std::string(key.text()), false};
+  if (key.kind() == Kind::kInt) return TorchNames::Part{std::to_string(key.integer()), true};
+  return std::nullopt;
+}
+
+TorchNames::Part PartOf(std::size_t index) { return {std::to_string(index), true}; }
+
+// Calls f(key or index, value) for what a value holds, always in the same order, until it fails.
+template <typename F>
+Status ForEachChild(const Value& value, F f) {
+  if (IsDict(value)) {
+    for (std::size_t i = 0; i < value.size(); ++i) {
+      TENSORMOUNT_RETURN_IF_ERROR(f(value.key(i), value.item(i)));
+    }
+    const bool bag = value.kind() == Kind::kObject && value.Is(KnownClass::kDictLike) &&
+                     value.state().kind() == Kind::kDict;
+    const Value state = bag ? value.state() : Value();
+    for (std::size_t i = 0; bag && i < state.size(); ++i) {
+      TENSORMOUNT_RETURN_IF_ERROR(f(state.key(i), state.item(i)));
+    }
+  } else if (value.kind() == Kind::kList || value.kind() == Kind::kTuple) {
+    for (std::size_t i = 0; i < value.size(); ++i) {
+      TENSORMOUNT_RETURN_IF_ERROR(f(i, value.item(i)));
+    }
+  }
+  return Status();
+}
+
+// Whether it concerns one tensor only.
+bool LeavesOut(const Status& status) {
+  return status.code() == Code::kUnsupported || status.code() == Code::kDataLoss;
+}
+
+}  // namespace
+
+std::string TorchNames::Of(const std::string& prefix, const std::vector<Part>& path) {
+  std::string name = prefix + Joined(path);
+  if (name.size() == prefix.size() || taken_.contains(name)) name = prefix + SpelledOut(path);
+  // Only a key that is itself such a spelling gets here.
+  while (taken_.contains(name)) name += '\'';
+  taken_.insert(name);
+  return name;
+}
+
+TorchTree::TorchTree(ForeignBuilder& builder, const TorchArchive& archive, std::uint32_t file,
+                     TorchNames& tensors, TorchNames& common, const TorchTreeOptions& options)
+    : builder_(builder),
+      archive_(archive),
+      file_(file),
+      tensor_names_(tensors),
+      common_names_(common),
+      options_(options) {}
+
+std::string TorchTree::Shown() const { return options_.prefix + Joined(path_).substr(0, 256); }
+
+Status TorchTree::Add() {
+  const Value root = archive_.document().root();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const bool any, Scan(root, 0));
+  const bool container =
+      IsDict(root) || (any && (root.kind() == Kind::kList || root.kind() == Kind::kTuple));
+  if (!container) path_.push_back({options_.alone, false});
+  if (any || container) return Emit(root);
+  AddCommon(root);
+  return Status();
+}
+
+Result<bool> TorchTree::Scan(const Value& value, int depth) {
+  const std::size_t at = nodes_.size();
+  if (at >= kMinValues + 2 * archive_.document().bytes() || at >= kHoldsTensor - 1) {
+    return Status(Code::kDataLoss, "values that hold each other so often that they have no end");
+  }
+  nodes_.push_back(0);
+  bool any = TorchArchive::IsTensor(value);
+  if (!any && depth < kMaxDepth) {
+    TENSORMOUNT_RETURN_IF_ERROR(ForEachChild(value, [&](const auto&, const Value& child) {
+      const Result<bool> below = Scan(child, depth + 1);
+      any = any || (below.ok() && below.value());
+      return below.status();
+    }));
+    // Not listed, but walked by whoever makes a common value of it.
+    if (value.kind() == Kind::kObject) {
+      TENSORMOUNT_RETURN_IF_ERROR(Scan(value.args(), depth + 1).status());
+    }
+  }
+  nodes_[at] = static_cast<std::uint32_t>(nodes_.size() - at) | (any ? kHoldsTensor : 0);
+  return any;
+}
+
+// Adds what was found in `value`, which is the next one of nodes_.
+Status TorchTree::Emit(const Value& value) {
+  ++next_;
+  if (TorchArchive::IsTensor(value)) return AddTensor(value);
+  return ForEachChild(value, [&](const auto& key, const Value& child) {
+    const std::uint32_t node = nodes_[next_];
+    const std::size_t end = next_ + (node & ~kHoldsTensor);
+    std::optional<TorchNames::Part> part = PartOf(key);
+    if (part) {
+      path_.push_back(*std::move(part));
+    } else {
+      builder_.Warn(Shown() + ": an item is left out: its key is neither text nor a number");
+    }
+    Status status;
+    if (part && (node & kHoldsTensor) != 0) {
+      status = Emit(child);
+    } else if (part) {
+      AddCommon(child);
+    }
+    next_ = end;
+    if (part) path_.pop_back();
+    return status;
+  });
+}
+
+Status TorchTree::AddTensor(const Value& value) {
+  const Result<StoredTensor> stored = archive_.TensorOf(value);
+  Status status = stored.status();
+  if (status.ok()) {
+    const std::string key = tensor_names_.Of(options_.prefix, path_);
+    status = CheckKey(key).ok() ? AddStored(key, stored.value())
+                                : Status(Code::kDataLoss, CheckKey(key).message());
+  }
+  if (status.ok() || !LeavesOut(status)) return status;
+  builder_.Warn("tensor " + Shown() + ": left out: " + status.message());
+  return Status();
+}
+
+Status TorchTree::AddStored(const std::string& key, const StoredTensor& stored) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t tensor,
+                               builder_.AddTensor(key, stored.dtype, stored.shape));
+  if (options_.added) options_.added(key);
+  const Status status = builder_.AddChunk(tensor, Box::Whole(stored.shape), file_, stored.offset,
+                                          stored.length, stored.packed ? Dims() : stored.strides);
+  if (LeavesOut(status)) {
+    builder_.Drop(tensor, status.message());
+    return Status();
+  }
+  return status;
+}
+
+void TorchTree::AddCommon(const Value& value) {
+  if (std::optional<CommonValue> plain = CommonFromPickle(value)) {
+    builder_.AddCommon(common_names_.Of(options_.prefix, path_), *std::move(plain));
+    return;
+  }
+  builder_.Warn("common value " + Shown() + ": left out: it is no plain data");
+}
+
+}  // namespace tensormount

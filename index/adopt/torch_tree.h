@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_ADOPT_TORCH_TREE_H_
+#define TENSORMOUNT_INDEX_ADOPT_TORCH_TREE_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <unordered_set>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "index/adopt/foreign.h"
+#include "index/adopt/pickle.h"
+#include "index/adopt/torch_archive.h"
+
+// The dicts and lists that torch.save was given, as keys of tensors and names of common values.
+
+namespace tensormount {
+
+// Keys of one checkpoint. The parts of a path are joined with dots, as everybody names parameters;
+// where two paths come to the same text, or one to none, the later one is spelled out as Python
+// would: ["a.b"][0]. Nothing is lost.
+class TorchNames {
+ public:
+  // A part of a path; of a number `text` is its digits.
+  struct Part {
+    std::string text;
+    bool number = false;
+  };
+
+  // `prefix` stands before either spelling ("mp_rank_00/"). Each result is given once.
+  std::string Of(const std::string& prefix, const std::vector<Part>& path);
+
+ private:
+  std::unordered_set<std::string> taken_;
+};
+
+struct TorchTreeOptions {
+  std::string prefix;  // Before every key.
+  std::string alone;   // The key where the root is no dict or list but one tensor or value.
+  // Told of every tensor that was added, where not empty.
+  std::function<void(const std::string& key)> added;
+};
+
+// Adds all tensors of an archive that is file number `file` of the builder as strided windows, and
+// what holds none as common values, each as large as can be: {"optimizer": {"state": {0: tensor},
+// "param_groups": [...]}} gives optimizer.state.0 and optimizer.param_groups. What cannot be shown
+// is left out with a warning. kDataLoss: structures that hold themselves so often that listing them
+// would take unbounded time.
+class TorchTree {
+ public:
+  TorchTree(ForeignBuilder& builder, const TorchArchive& archive, std::uint32_t file,
+            TorchNames& tensors, TorchNames& common, const TorchTreeOptions& options);
+  Status Add();
+
+ private:
+  Result<bool> Scan(const pickle::Value& value, int depth);
+  Status Emit(const pickle::Value& value);
+  Status AddTensor(const pickle::Value& value);
+  Status AddStored(const std::string& key, const StoredTensor& stored);
+  void AddCommon(const pickle::Value& value);
+  std::string Shown() const;
+
+  ForeignBuilder& builder_;
+  const TorchArchive& archive_;
+  std::uint32_t file_;
+  TorchNames& tensor_names_;
+  TorchNames& common_names_;
+  const TorchTreeOptions& options_;
+  // Of every value in the order in which they are met: how many there are from it to the end of
+  // what it holds, and, in the top bit, whether there is a tensor among them.
+  std::vector<std::uint32_t> nodes_;
+  std::size_t next_ = 0;  // While they are met again.
+  std::vector<TorchNames::Part> path_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_ADOPT_TORCH_TREE_H_
