@@ -28,6 +28,8 @@ using pickle::Value;
 
 constexpr std::string_view kMetadataFile = ".metadata";
 constexpr std::string_view kOlmoFolder = "model_and_optim/";
+// Of a relative_path: PATH_MAX.
+constexpr std::size_t kMaxPath = 4096;
 constexpr std::uint64_t kMaxMetadata = std::uint64_t{2} << 30;
 // planner_data in the common values, which are read whole when a checkpoint is opened.
 constexpr std::string_view kPlannerName = "torch.planner_data";
@@ -108,6 +110,10 @@ class Reader {
   // What the metadata say about a file is only a wish: one that leads elsewhere ends the read, one
   // that is not there concerns the tensors in it.
   Result<const FileState*> FileOf(std::string_view path) {
+    if (path.size() > kMaxPath) {
+      return Status(Code::kDataLoss, folder_.Shown(kMetadataFile) + ": the name of a file has " +
+                                         std::to_string(path.size()) + " bytes");
+    }
     if (last_file_ != nullptr && last_path_ == path) return last_file_;
     auto it = files_.find(path);
     if (it == files_.end()) {
@@ -136,7 +142,7 @@ class Reader {
   // The file of an item that can be read in place; else `why` says why it cannot.
   Result<const FileState*> FileOfItem(const DcpItem& item, std::string& why) {
     if (!item.transform.empty()) {
-      why = "its items are transformed by '" + std::string(item.transform) + "'";
+      why = "its items are transformed by '" + std::string(item.transform.substr(0, 64)) + "'";
       return nullptr;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file, FileOf(item.path));
@@ -155,9 +161,8 @@ class Reader {
   Status AddTensor(const DcpMetadata& metadata, const DcpTensor& tensor) {
     // All of it is looked at before anything is added.
     struct Piece {
-      Region region;
-      const FileState* file;
-      const DcpItem* item;
+      std::size_t chunk;
+      std::uint32_t file;
     };
     std::vector<Piece> pieces;
     pieces.reserve(tensor.count);
@@ -171,22 +176,23 @@ class Reader {
       const std::span<const std::int64_t> sizes = metadata.Sizes(tensor, i);
       // Ranks without a share write chunks without elements, all of them with one identity.
       if (std::ranges::find(sizes, 0) != sizes.end()) continue;
-      Result<Region> region = flat != nullptr ? flat->RegionOf(metadata.Offsets(tensor, i), sizes)
-                                              : BoxOf(tensor, metadata.Offsets(tensor, i), sizes);
+      const Result<Region> region = RegionOf(metadata, tensor, i, flat);
       if (!region.ok()) return leave_out(region.status().message());
       if (!item.stored) continue;  // A hole, which the builder tells of.
       std::string why;
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file, FileOfItem(item, why));
       if (file == nullptr) return leave_out(std::move(why));
-      pieces.push_back(Piece{std::move(region).value(), file, &item});
+      pieces.push_back(Piece{i, file->number});
     }
     const std::string key = key_prefix_ + std::string(tensor.fqn);
     Result<std::uint32_t> added =
         builder_.AddTensor(key, tensor.dtype, flat != nullptr ? flat->original() : tensor.shape);
     if (!added.ok()) return leave_out(added.status().message());
     for (const Piece& piece : pieces) {
+      const DcpItem& item = metadata.items[tensor.first + piece.chunk];
       const Status status = builder_.AddPendingChunk(
-          added.value(), piece.region, piece.file->number, piece.item->offset, piece.item->length);
+          added.value(), RegionOf(metadata, tensor, piece.chunk, flat).value(), piece.file,
+          item.offset, item.length);
       if (!status.ok()) {
         builder_.Drop(added.value(), status.message());
         return Status();
@@ -196,9 +202,12 @@ class Reader {
     return Status();
   }
 
-  static Result<Region> BoxOf(const DcpTensor& tensor, std::span<const std::int64_t> offsets,
-                              std::span<const std::int64_t> sizes) {
-    Result<Box> box = Box::Make(Dims(offsets), Dims(sizes));
+  static Result<Region> RegionOf(const DcpMetadata& metadata, const DcpTensor& tensor,
+                                 std::size_t chunk, const MegatronFlatShape* flat) {
+    const std::span<const std::int64_t> offsets = metadata.Offsets(tensor, chunk);
+    const std::span<const std::int64_t> sizes = metadata.Sizes(tensor, chunk);
+    if (flat != nullptr) return flat->RegionOf(offsets, sizes);
+    const Result<Box> box = Box::Make(Dims(offsets), Dims(sizes));
     if (!box.ok() || !box.value().Within(tensor.shape)) {
       return Status(Code::kDataLoss, "its chunk at " + Dims(offsets).ToString() + " of size " +
                                          Dims(sizes).ToString() + " does not lie within shape " +
@@ -220,6 +229,7 @@ class Reader {
       const std::optional<Value> shape = data.Find("nd_reformulated_orig_global_shape");
       numbers.clear();
       if (!shape || !ReadPickledSize(*shape, numbers) ||
+          mcore_data.key(i).text().size() > kMaxKeyBytes ||
           numbers.size() > static_cast<std::size_t>(kMaxRank)) {
         continue;
       }
@@ -279,6 +289,7 @@ class Reader {
       const Value path = data.item(i);
       if (data.key(i).kind() != Kind::kString || path.kind() != Kind::kTuple) return;
       const std::string_view fqn = data.key(i).text();
+      if (fqn.size() > kMaxKeyBytes) return;
       if (path.size() == 1 && path.item(0).kind() == Kind::kString && path.item(0).text() == fqn) {
         continue;  // Not nested: nothing to tell.
       }
@@ -301,7 +312,7 @@ class Reader {
     if (bytes > kMaxPlannerBytes) {
       builder_.Warn("planner_data, which say how keys nest, are larger than 1 MiB and left out");
     } else if (!out.items.empty()) {
-      builder_.AddCommon(std::string(kPlannerName), std::move(out));
+      builder_.AddCommon(key_prefix_ + std::string(kPlannerName), std::move(out));
     }
   }
 

@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "index/adopt/foreign.h"
+#include "shard/tensor_meta.h"
 
 // torch/distributed/checkpoint/{metadata,filesystem}.py are where the classes below come from.
 
@@ -18,6 +19,8 @@ using pickle::KnownClass;
 using pickle::Value;
 
 Status Bad(std::string what) { return Status(Code::kDataLoss, "DCP metadata: " + std::move(what)); }
+
+std::string Short(std::string_view key) { return std::string(key.substr(0, 256)); }
 
 // An attribute of an object; nullopt where it has none, or more of them than any class here: their
 // number must not be multiplied by that of the objects that share them.
@@ -83,6 +86,10 @@ class Reader {
   Status AddState(const Value& key, const Value& state) {
     if (key.kind() != Kind::kString) return Bad("a key of state_dict_metadata is no string");
     const std::string_view fqn = key.text();
+    if (fqn.size() > kMaxKeyBytes) {  // Not even looked up: many keys may be one long string.
+      left_out_.Add("tensor", fqn, "its key has " + std::to_string(fqn.size()) + " bytes");
+      return Status();
+    }
     Slot slot;
     if (state.Is(KnownClass::kBytesStorageMetadata)) {
       slot = {Slot::Kind::kObject, out_.objects.size()};
@@ -199,7 +206,7 @@ class Reader {
 
   static Status ReadItem(const Value& info, std::string_view fqn, DcpItem& item) {
     const auto bad = [&](std::string_view what) {
-      return Bad("where '" + std::string(fqn) + "' is stored: " + std::string(what));
+      return Bad("where '" + Short(fqn) + "' is stored: " + std::string(what));
     };
     if (!info.Is(KnownClass::kStorageInfo)) return bad("no _StorageInfo");
     const std::optional<Value> path = Attribute(info, "relative_path");
@@ -228,6 +235,7 @@ class Reader {
   // Items of one tensor mostly follow each other and share the string of its name.
   const Slot* Find(const Value& fqn) {
     if (last_slot_ != nullptr && last_fqn_.SameAs(fqn)) return last_slot_;
+    if (fqn.text().size() > kMaxKeyBytes) return nullptr;
     const auto it = slots_.find(fqn.text());
     if (it == slots_.end()) return nullptr;
     last_fqn_ = fqn;
@@ -298,7 +306,7 @@ class Reader {
     if (stray_ > 0) {
       out_.warnings.push_back(std::to_string(stray_) +
                               " stored items belong to no chunk of the metadata (the first: " +
-                              std::string(first_stray_) + ")");
+                              Short(first_stray_) + ")");
     }
     if (other_keys_ > 0) {
       out_.warnings.push_back(std::to_string(other_keys_) +
@@ -356,7 +364,7 @@ class Reader {
 
 void LeftOut::Add(std::string_view what, std::string_view key, std::string why) {
   Count& count = counts_[{std::move(why), std::string(what)}];
-  if (count.number++ == 0) count.first = key;
+  if (count.number++ == 0) count.first = Short(key);
 }
 
 void LeftOut::WarnAll(ForeignBuilder& builder) const {

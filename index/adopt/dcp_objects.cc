@@ -21,6 +21,7 @@ constexpr std::size_t kMaxValues = 4096;
 constexpr std::uint64_t kMaxValuesBytes = std::uint64_t{16} << 20;
 // One read; items of one file follow each other.
 constexpr std::uint64_t kWindow = std::uint64_t{1} << 20;
+constexpr std::uint64_t kMaxGap = std::uint64_t{16} << 10;
 
 // Where Megatron-Core since 0.19 keeps what was in common.pt.
 constexpr std::string_view kCommonState = "common_state";
@@ -96,8 +97,14 @@ Status DcpObjects::AddCommon(bool megatron) {
     total += item.length;
     if (window.empty() || item.file != file || item.offset < begin ||
         item.offset + item.length > begin + window.size()) {
-      const std::uint64_t end = builder_.FileLength(item.file);
-      window.resize(std::min(std::max(kWindow, item.length), end - item.offset));
+      // As far as others follow closely.
+      std::uint64_t end = item.offset + item.length;
+      for (std::size_t n = i + 1; n < items_.size() && items_[n].file == item.file; ++n) {
+        const std::uint64_t next = items_[n].offset + items_[n].length;
+        if (items_[n].offset > end + kMaxGap || next > item.offset + kWindow) break;
+        end = std::max(end, next);
+      }
+      window.resize(end - item.offset);
       file = item.file;
       begin = item.offset;
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> opened, builder_.OpenFile(file));
@@ -116,12 +123,12 @@ void DcpObjects::AddValue(const Item& item, const std::string& bytes, bool megat
   pickle::Value root = archive.value().document().root();
   if (megatron && item.object.grid.rank() > 0) {
     if (IsCommonState(item)) {
-      AddMegatronCommon(root, item.object.key, builder_);
+      AddMegatronCommon(root, item.object.key, builder_, budget_);
       return;
     }
     if (root.kind() == pickle::Kind::kList && root.size() == 1) root = root.item(0);
   }
-  if (std::optional<CommonValue> value = CommonFromPickle(root)) {
+  if (std::optional<CommonValue> value = budget_.Convert(root)) {
     builder_.AddCommon(item.object.key, std::move(*value));
   }
 }

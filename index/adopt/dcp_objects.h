@@ -39,6 +39,7 @@ class DcpObjects {
 
   ForeignBuilder& builder_;
   std::vector<Item> items_;
+  ValueBudget budget_;
 };
 
 }  // namespace tensormount

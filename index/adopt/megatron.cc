@@ -88,14 +88,14 @@ bool IsNamed(const Value& key) { return key.kind() == Kind::kString || key.kind(
 // A dict, or the attributes of a namespace, without what is no plain data. One level deep: the
 // arguments of a run, where a dtype or an enum stands among hundreds of numbers.
 std::optional<CommonDict> PlainPart(const Value& value, std::string_view name,
-                                    std::vector<std::string>& lost) {
+                                    std::vector<std::string>& lost, ValueBudget& budget) {
   Value items = value;
   if (value.kind() == Kind::kObject && value.state().kind() == Kind::kDict) items = value.state();
   if (items.kind() != Kind::kDict) return std::nullopt;
   CommonDict out;
   for (std::size_t i = 0; i < items.size(); ++i) {
     if (!IsNamed(items.key(i))) return std::nullopt;
-    std::optional<CommonValue> plain = CommonFromPickle(items.item(i));
+    std::optional<CommonValue> plain = budget.Convert(items.item(i));
     if (!plain) {
       lost.push_back(std::string(name) + "." + KeyText(items.key(i)));
       continue;
@@ -176,7 +176,8 @@ Result<Region> MegatronFlatShape::RegionOf(std::span<const std::int64_t> offsets
   return region;
 }
 
-std::size_t AddMegatronCommon(const Value& dict, std::string_view from, ForeignBuilder& builder) {
+std::size_t AddMegatronCommon(const Value& dict, std::string_view from, ForeignBuilder& builder,
+                              ValueBudget& budget) {
   Value items = dict;
   // An object is stored as a list that holds it.
   if (items.kind() == Kind::kList && items.size() == 1) items = items.item(0);
@@ -186,10 +187,10 @@ std::size_t AddMegatronCommon(const Value& dict, std::string_view from, ForeignB
   for (std::size_t i = 0; i < items.size(); ++i) {
     if (!IsNamed(items.key(i))) continue;
     const std::string name = KeyText(items.key(i));
-    if (std::optional<CommonValue> plain = CommonFromPickle(items.item(i))) {
+    if (std::optional<CommonValue> plain = budget.Convert(items.item(i))) {
       builder.AddCommon(name, std::move(*plain));
       ++added;
-    } else if (std::optional<CommonDict> part = PlainPart(items.item(i), name, lost)) {
+    } else if (std::optional<CommonDict> part = PlainPart(items.item(i), name, lost, budget)) {
       builder.AddCommon(name, std::move(*part));
       ++added;
     } else {
@@ -218,7 +219,8 @@ Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builde
   const Result<TorchArchive> archive = TorchArchive::Read(*opened, 0, length);
   if (!archive.ok()) return opaque(archive.status().message());
   if (archive.value().document().root().kind() != Kind::kDict) return opaque("it holds no dict");
-  AddMegatronCommon(archive.value().document().root(), kCommonFile, builder);
+  ValueBudget budget;
+  AddMegatronCommon(archive.value().document().root(), kCommonFile, builder, budget);
   return Status();
 }
 

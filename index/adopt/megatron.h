@@ -15,6 +15,7 @@
 
 #include "index/adopt/foreign.h"
 #include "index/adopt/pickle.h"
+#include "index/adopt/value_budget.h"
 
 // What Megatron-Core's dist_checkpointing adds to the formats that it writes
 // (megatron/core/dist_checkpointing/{core,mapping}.py, strategies/torch.py).
@@ -55,7 +56,7 @@ class MegatronFlatShape {
 // Adds what is plain data of a dict (common.pt; or a list that holds one dict), a common value a
 // key; `from` names the dict in warnings about what is not. Returns how many were added.
 std::size_t AddMegatronCommon(const pickle::Value& dict, std::string_view from,
-                              ForeignBuilder& builder);
+                              ForeignBuilder& builder, ValueBudget& budget);
 
 // Adds common.pt, where there is one, as an object and as common values.
 Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builder);
