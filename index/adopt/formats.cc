@@ -43,13 +43,13 @@ std::string Instead(const ForeignFolder& folder) {
 // Asked in this order: what names itself most clearly comes first.
 std::span<const ForeignFormat* const> ForeignFormats() {
   static const std::vector<const ForeignFormat*> kFormats = {
-      // &MegatronZarrFormat(),
+      &MegatronZarrFormat(),
       &OlmoFormat(),
       &TorchDcpFormat(),
       &TorchDcpRankFormat(),
       &HuggingFaceFormat(),
-      // &TorchSaveFormat(),
-      // &NumpyFormat(),
+      &TorchSaveFormat(),
+      &NumpyFormat(),
   };
   return kFormats;
 }

@@ -28,19 +28,20 @@ constexpr std::array<std::string_view, 2> kRankModels = {"model_optim_rng.pt", "
 constexpr std::uint64_t kMaxIndex = std::uint64_t{64} << 20;
 constexpr std::uint64_t kMaxPickle = std::uint64_t{256} << 20;
 // PROTO 2, LONG1 of the magic number, STOP: how torch.save began before it wrote zips.
-constexpr std::string_view kLegacy("\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.", 15);
+constexpr std::string_view kLegacyMagic("\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
+                                        15);
 
 enum class Begins { kElse, kZip, kLegacy };
 
 Begins BeginningOf(const ForeignFolder& folder, const std::string& name) {
   const Result<std::unique_ptr<File>> file = folder.OpenRead(name);
   if (!file.ok()) return Begins::kElse;
-  std::array<char, kLegacy.size()> head{};
+  std::array<char, kLegacyMagic.size()> head{};
   const Result<std::size_t> got = file.value()->ReadAt(0, head.data(), head.size());
   if (!got.ok()) return Begins::kElse;
   const std::string_view bytes(head.data(), got.value());
   if (bytes.starts_with("PK\3\4")) return Begins::kZip;
-  return bytes == kLegacy ? Begins::kLegacy : Begins::kElse;
+  return bytes == kLegacyMagic ? Begins::kLegacy : Begins::kElse;
 }
 
 // Without its folder and what follows the last dot.

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "index/adopt/format.h"
+#include "index/adopt/zip_archive.h"
+#include "shard/npy.h"
+#include "shard/tensor_meta.h"
+
+// NumPy's own files (numpy/lib/format.py): .npy, .npz as numpy.savez writes it, and folders of
+// .npy.
+
+namespace tensormount {
+namespace {
+
+constexpr std::string_view kNpy = ".npy";
+constexpr std::string_view kNpz = ".npz";
+constexpr int kMaxDepth = 32;
+
+// Of one array: whether it is left out, rather than ending the read of all.
+bool ConcernsOneArray(const Status& status) {
+  return status.code() == Code::kUnsupported || status.code() == Code::kDataLoss;
+}
+
+Result<NpyHeader> ReadNpyHeader(File& file, std::uint64_t begin, std::uint64_t length) {
+  std::string head(std::min<std::uint64_t>(length, 4096), '\0');
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(begin, head.data(), head.size()));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t wanted, NpyDataOffset(head));
+  if (wanted > head.size() && wanted <= length) {
+    head.resize(wanted);
+    TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(begin, head.data(), head.size()));
+  }
+  return ParseNpyHeader(head);
+}
+
+// Bytes from an element to the next along each axis where the first axis is the dense one.
+Dims FortranStrides(DType dtype, const Dims& shape) {
+  Dims strides;
+  auto step = static_cast<std::int64_t>(InfoOf(dtype).bits / 8);
+  for (const std::int64_t extent : shape) {
+    strides.push_back(step);
+    step *= std::max<std::int64_t>(extent, 1);  // Fits: TensorMeta was made.
+  }
+  return strides;
+}
+
+// The array in bytes [begin, begin + length) of a file.
+Status AddArray(ForeignBuilder& builder, std::string_view key, std::uint32_t number,
+                std::uint64_t begin, std::uint64_t length) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, builder.OpenFile(number));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NpyHeader header, ReadNpyHeader(*file, begin, length));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TensorMeta meta,
+                               TensorMeta::Make("x", header.dtype, header.shape));
+  const std::uint64_t available = length - header.data_offset;
+  if (available < meta.bytes()) {
+    return Status(Code::kDataLoss, std::to_string(available) + " bytes of elements, but shape " +
+                                       header.shape.ToString() + " of " +
+                                       std::string(InfoOf(header.dtype).name) + " takes " +
+                                       std::to_string(meta.bytes()));
+  }
+  if (available > meta.bytes()) {
+    builder.Warn("tensor " + std::string(key.substr(0, 256)) + ": " +
+                 std::to_string(available - meta.bytes()) + " bytes after it are not shown");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t tensor,
+                               builder.AddTensor(key, header.dtype, header.shape));
+  Dims strides;
+  if (header.fortran_order) {
+    strides = FortranStrides(header.dtype, header.shape);
+    if (ArePackedStrides(header.dtype, header.shape, strides)) strides = {};
+  }
+  return builder.AddChunk(tensor, Box::Whole(header.shape), number, begin + header.data_offset,
+                          meta.bytes(), strides);
+}
+
+// One of several arrays: what is wrong with it alone becomes a warning.
+Status AddOneOf(ForeignBuilder& builder, std::string_view key, std::uint32_t number,
+                std::uint64_t begin, std::uint64_t length) {
+  const Status status = AddArray(builder, key, number, begin, length);
+  if (status.ok() || !ConcernsOneArray(status)) return status;
+  builder.Warn("tensor " + std::string(key.substr(0, 256)) + ": left out: " + status.message());
+  return Status();
+}
+
+Status ReadNpz(ForeignBuilder& builder, std::uint32_t number) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, builder.OpenFile(number));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ZipArchive zip,
+                               ZipArchive::Read(*file, 0, builder.FileLength(number)));
+  for (const ZipEntry& entry : zip.entries()) {
+    if (!entry.name.ends_with(kNpy) || entry.name.size() == kNpy.size()) {
+      builder.Warn("entry " + entry.name.substr(0, 256) + ": left out: it is no .npy file");
+      continue;
+    }
+    const std::string_view key =
+        std::string_view(entry.name).substr(0, entry.name.size() - kNpy.size());
+    TENSORMOUNT_RETURN_IF_ERROR(AddOneOf(builder, key, number, entry.offset, entry.size));
+  }
+  return Status();
+}
+
+// Links to folders are not followed: they could lead in circles.
+Status ReadBelow(const ForeignFolder& folder, ForeignBuilder& builder, const std::string& below,
+                 int depth) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List(below));
+  for (const DirectoryEntry& entry : entries) {
+    if (entry.name.starts_with('.')) continue;
+    const std::string name = below.empty() ? entry.name : below + "/" + entry.name;
+    if (entry.kind == FileKind::kDirectory) {
+      if (depth == kMaxDepth) {
+        builder.Warn("folder " + name + ": left out: nested too deep");
+        continue;
+      }
+      TENSORMOUNT_RETURN_IF_ERROR(ReadBelow(folder, builder, name, depth + 1));
+      continue;
+    }
+    if (!name.ends_with(kNpy) || entry.name.size() == kNpy.size()) continue;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, builder.AddFile(name));
+    const std::string_view key = std::string_view(name).substr(0, name.size() - kNpy.size());
+    TENSORMOUNT_RETURN_IF_ERROR(AddOneOf(builder, key, number, 0, builder.FileLength(number)));
+  }
+  return Status();
+}
+
+// Whether there is a .npy file in a folder or right below it.
+bool HasArrays(const ForeignFolder& folder, const std::string& below, bool descend) {
+  const Result<std::vector<DirectoryEntry>> entries = folder.List(below);
+  if (!entries.ok()) return false;
+  for (const DirectoryEntry& entry : entries.value()) {
+    if (entry.kind != FileKind::kDirectory && entry.name.ends_with(kNpy)) return true;
+  }
+  if (!descend) return false;
+  for (const DirectoryEntry& entry : entries.value()) {
+    if (entry.kind == FileKind::kDirectory && HasArrays(folder, entry.name, false)) return true;
+  }
+  return false;
+}
+
+class Numpy : public ForeignFormat {
+ public:
+  std::string_view name() const override { return "numpy"; }
+
+  bool Probe(const ForeignFolder& folder) const override {
+    if (folder.file().empty()) return HasArrays(folder, "", true);
+    const bool npy = folder.file().ends_with(kNpy);
+    if (!npy && !folder.file().ends_with(kNpz)) return false;
+    const Result<std::unique_ptr<File>> file = folder.OpenRead(folder.file());
+    if (!file.ok()) return false;
+    std::array<char, 6> magic{};
+    const Result<std::size_t> got = file.value()->ReadAt(0, magic.data(), magic.size());
+    if (!got.ok()) return false;
+    const std::string_view head(magic.data(), got.value());
+    // An archive without entries begins with its end record.
+    return npy ? head == "\x93NUMPY" : head.starts_with("PK\3\4") || head.starts_with("PK\5\6");
+  }
+
+  Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
+    if (folder.file().empty()) return ReadBelow(folder, builder, "", 0);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, builder.AddFile(folder.file()));
+    if (folder.file().ends_with(kNpz)) return ReadNpz(builder, number);
+    const std::string key = folder.file().substr(0, folder.file().size() - kNpy.size());
+    return AddArray(builder, key, number, 0, builder.FileLength(number))
+        .WithContext(folder.Shown(folder.file()));
+  }
+};
+
+}  // namespace
+
+const ForeignFormat& NumpyFormat() {
+  static const Numpy kFormat;
+  return kFormat;
+}
+
+}  // namespace tensormount
