@@ -359,12 +359,14 @@ Status Reader::ReadLocal(std::size_t i, std::uint64_t& end) {
   };
   Result<const char*> got = window_.Get(entry.header, kLocalBytes);
   if (!got.ok()) return outside(got.status());
+  if (LoadLittle<std::uint32_t>(got.value()) != kLocalSignature) {
+    return damaged("has no local header");
+  }
   const std::size_t name_bytes = LoadLittle<std::uint16_t>(got.value() + 26);
   const std::size_t extra_bytes = LoadLittle<std::uint16_t>(got.value() + 28);
   got = window_.Get(entry.header, kLocalBytes + name_bytes + extra_bytes);
   if (!got.ok()) return outside(got.status());
   const char* p = got.value();
-  if (LoadLittle<std::uint32_t>(p) != kLocalSignature) return damaged("has no local header");
   if (LoadLittle<std::uint16_t>(p + 6) != listed.flags ||
       LoadLittle<std::uint16_t>(p + 8) != listed.method ||
       std::string_view(p + kLocalBytes, name_bytes) != entry.name) {
