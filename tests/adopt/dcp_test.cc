@@ -8,6 +8,7 @@
 #include "index/adopt/format.h"
 #include "index/adopt/megatron.h"
 #include "index/adopt/pickle.h"
+#include "index/checkpoint.h"
 #include "tests/support/cells.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
@@ -370,6 +371,80 @@ TEST(DcpTest, NamesOfShardedObjectsAreTakenApartFromTheRight) {
   EXPECT_THAT(keys, ElementsAre("a[1]", "b/shard_1_x[1]", "c/shard_0_0[]", "d/shard_-1_1[]",
                                 "/shard_0_1[]", "e/shard_0.0_1.1.1[]", "f/shard_0.5_1[]", "plain[]",
                                 "g/shard_0_1[]", "g[]"));
+}
+
+// Through the code that reads every checkpoint: whole tensors, and windows that cut chunks.
+TEST(DcpTest, ReadsAsAnyCheckpointDoes) {
+  for (const std::string fixture : {"dcp-2.13/global", "dcp-2.13/files", "dcp-old/torch-1.13",
+                                    "dcp-old/olmo/step100", "dcp-old/megatron"}) {
+    SCOPED_TRACE(fixture);
+    Opened opened = MustOpen(fixture);
+    const Result<std::shared_ptr<OpenedCheckpoint>> checkpoint =
+        OpenedCheckpoint::OpenForeign(HostFileSystem(), std::move(opened.content), opened.root, {});
+    ASSERT_OK(checkpoint);
+    const CheckpointIndex& index = checkpoint.value()->index();
+    for (std::uint32_t n = 0; n < index.tensor_count(); ++n) {
+      const TensorEntry tensor = index.At(n).value();
+      const TensorMeta& meta = tensor.meta;
+      SCOPED_TRACE(meta.key());
+      // These two are the formula's turned, `lost` is shown as it is stored.
+      if (meta.key() == "model.transposed" || meta.key() == "strided" ||
+          meta.key() == "optimizer.lost") {
+        continue;
+      }
+      std::string whole;
+      for (std::uint64_t i = 0; i < meta.elements(); ++i) {
+        whole += Formula(meta.dtype(), static_cast<std::int64_t>(i));
+      }
+      for (std::size_t begin = 0; begin < whole.size() || begin == 0; begin += 7) {
+        for (const std::size_t size : {whole.size() - begin, std::size_t{5}}) {
+          std::string bytes(std::min(size, whole.size() - begin), '?');
+          ASSERT_OK(checkpoint.value()->ReadBytes(tensor, begin, bytes.data(), bytes.size(),
+                                                  ReadVerify::kWholeLeaves, nullptr));
+          EXPECT_EQ(bytes, whole.substr(begin, bytes.size())) << begin;
+        }
+      }
+    }
+  }
+}
+
+TEST(DcpTest, ReadsTurnedPayloadsInTheOrderOfTheTensor) {
+  Opened opened = MustOpen("dcp-2.13/global");
+  const Result<std::shared_ptr<OpenedCheckpoint>> checkpoint =
+      OpenedCheckpoint::OpenForeign(HostFileSystem(), std::move(opened.content), opened.root, {});
+  ASSERT_OK(checkpoint);
+  for (const auto& [key, rows, columns] :
+       {std::tuple("model.transposed", 6, 4), std::tuple("strided", 4, 5)}) {
+    const TensorEntry tensor = checkpoint.value()->index().Find(key).value();
+    std::string bytes(tensor.meta.bytes(), '?');
+    ASSERT_OK(checkpoint.value()->ReadBytes(tensor, 0, bytes.data(), bytes.size(),
+                                            ReadVerify::kWholeLeaves, nullptr));
+    for (int r = 0; r < rows; ++r) {
+      for (int c = 0; c < columns; ++c) {
+        EXPECT_EQ(bytes.substr(static_cast<std::size_t>(r * columns + c) * 4, 4),
+                  Formula(DType::kF32, c * rows + r));
+      }
+    }
+  }
+}
+
+TEST(DcpTest, ReadingWhatIsNotThereFails) {
+  Opened opened = MustOpen("dcp-old/odd");
+  const Result<std::shared_ptr<OpenedCheckpoint>> checkpoint =
+      OpenedCheckpoint::OpenForeign(HostFileSystem(), std::move(opened.content), opened.root, {});
+  ASSERT_OK(checkpoint);
+  char bytes[16];
+  for (const char* key : {"hole", "other_dtype", "other_shape"}) {
+    const TensorEntry tensor = checkpoint.value()->index().Find(key).value();
+    EXPECT_THAT(checkpoint.value()->ReadBytes(tensor, 0, bytes, sizeof bytes,
+                                              ReadVerify::kWholeLeaves, nullptr),
+                HasCode(Code::kDataLoss))
+        << key;
+  }
+  // What is there of it can be read.
+  const TensorEntry hole = checkpoint.value()->index().Find("hole").value();
+  ASSERT_OK(checkpoint.value()->ReadBytes(hole, 0, bytes, 8, ReadVerify::kWholeLeaves, nullptr));
+  EXPECT_EQ(std::string(bytes, 4), Formula(DType::kF32, 0));
 }
 
 class ChangedDcpTest : public testing::Test {
