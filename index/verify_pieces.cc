@@ -10,14 +10,13 @@
 
 #include "base/checked.h"
 #include "index/file_cache.h"
-#include "shard/copy_plan.h"
+#include "index/foreign_file.h"
+#include "index/stretch_read.h"
 #include "shard/leaf_hash.h"
 
 namespace tensormount {
 namespace {
 
-constexpr std::uint64_t kBlockBytes = std::uint64_t{1} << 20;
-static_assert(kBlockBytes % kLeafBytes == 0);
 constexpr std::uint32_t kNone = UINT32_MAX;
 
 // Something to read and compare.
@@ -37,54 +36,6 @@ struct Piece {
   Hash128 hash;
   std::uint32_t manifest = 0;
   std::uint64_t first_leaf = 0;
-};
-
-// The digest of a chunk from its bytes in order.
-class ChunkDigest {
- public:
-  ChunkDigest(const TensorMeta& meta, const Region& bytes) : tensor_bytes_(meta.bytes()) {
-    const Dims shape = ByteShape(meta.dtype(), meta.shape());
-    PlacedBox whole{Box::Whole(shape), 0, Dims::Filled(shape.rank(), 1)};
-    for (int a = shape.rank() - 2; a >= 0; --a) {
-      whole.strides[a] = whole.strides[a + 1] * shape[a + 1];
-    }
-    for (const PlacedBox& placed : PlacePacked(bytes, 0)) {
-      copies_.push_back(PlanCopy(placed.box, placed, whole));
-    }
-  }
-
-  // Calls load(at) for the memory of byte `at` of the chunk, which gives a pointer and how many
-  // bytes follow it there; nullptr ends it.
-  template <typename Load>
-  bool Walk(Load load) {
-    bool going = true;
-    for (const StridedCopy& copy : copies_) {
-      copy.ForEachRun([&](std::int64_t src, std::int64_t position, std::uint64_t size) {
-        auto at = static_cast<std::uint64_t>(src);
-        auto to = static_cast<std::uint64_t>(position);
-        while (going && size > 0) {
-          std::uint64_t n = 0;
-          const std::byte* data = load(at, n);
-          if (data == nullptr) {
-            going = false;
-            break;
-          }
-          n = std::min(n, size);
-          digest_.AddRun(to, Crc64Extend(0, data, n), n);
-          at += n;
-          to += n;
-          size -= n;
-        }
-      });
-    }
-    return going;
-  }
-  Crc64 Finish() const { return digest_.Finish(tensor_bytes_); }
-
- private:
-  const std::uint64_t tensor_bytes_;
-  std::vector<StridedCopy> copies_;
-  DigestAccumulator digest_;
 };
 
 class PieceVerifier {
@@ -132,7 +83,10 @@ class PieceVerifier {
     }
     for (std::uint32_t i = 0; i < content_.objects.size(); ++i) tasks_.push_back({.object = i});
     for (std::uint32_t i = 0; i < content_.extras.size(); ++i) tasks_.push_back({.extra = i});
-    for (const FileRecord& file : content_.files) total_ += file.length;
+    // Stretches of foreign files may overlap, and not all of such a file need belong to us.
+    for (const TensorContent& tensor : content_.tensors) total_ += tensor.extents.DataBytes();
+    for (const ObjectContent& object : content_.objects) total_ += object.length;
+    for (const ExtraPiece& extra : content_.extras) total_ += extra.length;
   }
 
   // A thread's body: nothing may leave it by exception.
@@ -145,8 +99,8 @@ class PieceVerifier {
   }
 
   void Work() {
-    std::vector<std::byte> buffer(kBlockBytes);
-    for (std::size_t i = next_++; i < tasks_.size(); i = next_++) Check(tasks_[i], buffer);
+    StretchReader reader;
+    for (std::size_t i = next_++; i < tasks_.size(); i = next_++) Check(tasks_[i], reader);
   }
 
   void Damage(const Piece& piece, std::uint64_t at, std::string reason) {
@@ -158,7 +112,7 @@ class PieceVerifier {
          .reason = std::move(reason)});
   }
 
-  void Check(const Task& task, std::vector<std::byte>& buffer) {
+  void Check(const Task& task, StretchReader& reader) {
     if (task.tensor == kNone) {
       Piece piece;
       if (task.object != kNone) {
@@ -167,6 +121,7 @@ class PieceVerifier {
                  .file = o.file,
                  .offset = o.offset,
                  .length = o.length,
+                 .has_hash = o.has_hash(),
                  .hash = o.hash,
                  .manifest = o.manifest,
                  .first_leaf = o.first_leaf};
@@ -181,18 +136,19 @@ class PieceVerifier {
                  .manifest = e.manifest,
                  .first_leaf = e.first_leaf};
       }
-      (void)CheckPiece(piece, nullptr, buffer);  // Says so itself.
+      (void)CheckPiece(piece, {}, {}, reader);  // Says so itself.
       return;
     }
     const TensorContent& tensor = content_.tensors[task.tensor];
     TensorDigest& digest = digests_[task.tensor];
     Result<ChunkRecord> chunk = tensor.extents.At(task.row);
-    Result<Region> bytes =
-        chunk.ok() ? ByteRegion(tensor.meta.dtype(), tensor.meta.shape(), chunk.value().region)
-                   : Result<Region>(chunk.status());
-    if (!bytes.ok()) {
+    using Boxes = Result<std::vector<PlacedBox>>;
+    Boxes boxes = chunk.ok() ? PlaceChunk(tensor.meta.dtype(), tensor.meta.shape(),
+                                          chunk.value().region, 0, chunk.value().strides)
+                             : Boxes(chunk.status());
+    if (!boxes.ok()) {
       digest.whole = false;
-      Damage({.object = "tensor " + tensor.meta.key(), .file = kNone}, 0, bytes.status().message());
+      Damage({.object = "tensor " + tensor.meta.key(), .file = kNone}, 0, boxes.status().message());
       return;
     }
     const ChunkRecord& c = chunk.value();
@@ -204,67 +160,65 @@ class PieceVerifier {
                          .hash = c.hash,
                          .manifest = c.manifest,
                          .first_leaf = c.first_leaf};
-    std::optional<ChunkDigest> walk;
-    if (tensor.has_digest) walk.emplace(tensor.meta, bytes.value());
-    if (CheckPiece(piece, walk ? &*walk : nullptr, buffer)) {
-      if (walk) digest.value ^= walk->Finish();
+    if (!tensor.has_digest) boxes.value().clear();
+    const Dims shape = ByteShape(tensor.meta.dtype(), tensor.meta.shape());
+    const std::optional<Crc64> contribution = CheckPiece(piece, boxes.value(), shape, reader);
+    if (contribution) {
+      digest.value ^= *contribution;
     } else {
       digest.whole = false;
     }
   }
 
-  // False where it is damaged, after saying so. Reads every byte once.
-  bool CheckPiece(const Piece& piece, ChunkDigest* digest, std::vector<std::byte>& buffer) {
+  // What the boxes contribute to the digest. Nothing where the piece is damaged, after saying so.
+  // Reads every byte once.
+  std::optional<Crc64> CheckPiece(const Piece& piece, std::span<const PlacedBox> boxes,
+                                  const Dims& byte_shape, StretchReader& reader) {
     if (piece.file >= content_.files.size()) {
       Damage(piece, 0, "its file is not in the table");
-      return false;
+      return std::nullopt;
     }
     const FileRecord& record = content_.files[piece.file];
-    Result<std::shared_ptr<OpenDataFile>> file = files_.Open(
-        record.placement == Placement::kForeign ? record.name : JoinPath(directory_, record.name));
+    const bool foreign = record.placement == Placement::kForeign;
+    Result<std::shared_ptr<OpenDataFile>> file =
+        foreign
+            ? files_.Open("foreign/" + record.name,
+                          [&] { return OpenForeignFile(files_.fs, content_.info, record, true); })
+            : files_.Open(JoinPath(directory_, record.name));
     if (!file.ok()) {
-      Damage(piece, 0,
-             file.status().code() == Code::kNotFound ? "the file is missing"
-                                                     : file.status().message());
-      return false;
-    }
-    std::vector<Hash128> leaves;
-    leaves.reserve(LeafCount(piece.length));
-    std::uint64_t begin = 0;
-    std::uint64_t end = 0;
-    bool failed = false;
-    // Loads the block at `end`, hashing it; blocks are asked for in order.
-    const auto load_next = [&] {
-      const std::uint64_t size = std::min<std::uint64_t>(kBlockBytes, piece.length - end);
-      Result<std::size_t> got =
-          file.value()->file().ReadAt(piece.offset + end, buffer.data(), size);
-      if (!got.ok() || got.value() != size) {
-        failed = true;
-        Damage(piece, got.ok() ? end + got.value() : end,
-               got.ok() ? "the file ends here" : got.status().message());
-        return;
+      // Of a foreign file that was said once for all of it.
+      if (!foreign) {
+        Damage(piece, 0,
+               file.status().code() == Code::kNotFound ? "the file is missing"
+                                                       : file.status().message());
       }
-      for (std::uint64_t at = 0; at < size; at += kLeafBytes) {
-        leaves.push_back(Xxh3(buffer.data() + at, std::min(kLeafBytes, size - at)));
-      }
-      begin = end;
-      end += size;
-      const std::uint64_t done = done_ += size;
-      if (options_.progress) options_.progress(done, total_);
-    };
-    if (digest != nullptr) {
-      digest->Walk([&](std::uint64_t at, std::uint64_t& n) -> const std::byte* {
-        while (at >= end && !failed) load_next();
-        if (failed) return nullptr;
-        n = end - at;
-        return buffer.data() + (at - begin);
-      });
+      return std::nullopt;
     }
-    while (end < piece.length && !failed) load_next();
-    if (failed) return false;
-    if (!piece.has_hash || ChunkRoot(leaves, piece.length) == piece.hash) return true;
-    SayWhere(piece, leaves);
-    return false;
+    StretchReader::Findings found;
+    const Status read = reader.Read(
+        file.value()->file(), piece.offset, piece.length, boxes, byte_shape,
+        [&](std::uint64_t bytes) {
+          const std::uint64_t done = done_ += bytes;
+          if (options_.progress) options_.progress(std::min(done, total_), total_);
+        },
+        found);
+    if (foreign) {
+      const Result<FileInfo> now = file.value()->file().Stat();
+      const Status still = now.ok() ? CheckUnchanged(record, now.value(), true) : now.status();
+      if (!still.ok()) {
+        Damage(piece, 0, still.message());
+        return std::nullopt;
+      }
+    }
+    if (!read.ok()) {
+      Damage(piece, found.bytes, read.message());
+      return std::nullopt;
+    }
+    if (piece.has_hash && ChunkRoot(found.leaves, piece.length) != piece.hash) {
+      SayWhere(piece, found.leaves);
+      return std::nullopt;
+    }
+    return found.contribution;
   }
 
   // Names the first byte of the first leaf that differs.

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_ADOPT_ADOPT_H_
+#define TENSORMOUNT_INDEX_ADOPT_ADOPT_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "tensormount/status.h"
+#include "tensormount/store.h"
+
+#include "base/file_system.h"
+#include "index/checkpoint.h"
+#include "index/store.h"
+
+namespace tensormount {
+
+struct AdoptOptions {
+  // Read all data once, for leaf hashes and digests: reads are verified then, and verify can tell
+  // damage. Without, only lengths and mtimes of files are recorded.
+  bool hashes = true;
+  IfExists if_exists = IfExists::kFail;
+  int threads = 0;  // 0: as many as cores.
+  // Called now and then with bytes done and bytes in all; may be empty. From several threads.
+  std::function<void(std::uint64_t done, std::uint64_t total)> progress;
+};
+
+// Publishes a foreign checkpoint (OpenedCheckpoint::OpenForeign) as STORE/NAME: records alone, the
+// bytes stay where they are (docs/format.md, "Foreign files"). Everything that was pending is
+// looked up. Leaves no staging behind where it fails.
+//   kInvalidArgument   `foreign` has data files of its own;
+//   kDataLoss          a tensor is not whole (names the box), a file ends early;
+//   kStale             a file changed meanwhile;
+//   and what Store::Begin and Store::Publish say.
+Result<Store::Published> AdoptSource(FileSystem& fs, const OpenedCheckpoint& foreign, Store& store,
+                                     const std::string& name, const AdoptOptions& options);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_ADOPT_ADOPT_H_

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_STRETCH_READ_H_
+#define TENSORMOUNT_INDEX_STRETCH_READ_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "base/hash.h"
+#include "shard/tensor_meta.h"
+
+namespace tensormount {
+
+// Reads a stored piece once, from its first byte to its last, for what can be said of all of it:
+// leaf hashes, and what it contributes to the digest of its tensor. Keep one for many pieces of one
+// thread: it holds a buffer of some MiB.
+class StretchReader {
+ public:
+  // Told of bytes as they come.
+  using Progress = std::function<void(std::uint64_t bytes)>;
+
+  struct Findings {
+    std::vector<Hash128> leaves;
+    Crc64 contribution = 0;   // Of the boxes.
+    std::uint64_t bytes = 0;  // Read before the end, or the failure.
+  };
+
+  // Bytes [offset, offset + length) of the file. `boxes`: what stands in them, placed relative to
+  // `offset`, no byte outside (PlaceChunk at 0); empty: no digest is wanted. `byte_shape`: the
+  // tensor's. kDataLoss where the file ends before; the errno of a read. Where boxes are so
+  // interleaved that no buffer holds a step of them, bytes are read twice.
+  Status Read(File& file, std::uint64_t offset, std::uint64_t length,
+              std::span<const PlacedBox> boxes, const Dims& byte_shape, const Progress& progress,
+              Findings& findings);
+
+ private:
+  class Window;
+  std::vector<std::byte> buffer_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_STRETCH_READ_H_

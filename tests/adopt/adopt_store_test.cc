@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+// A foreign checkpoint that was adopted: published, opened, read, verified, rebuilt.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "index/adopt/adopt.h"
+#include "index/store.h"
+#include "tests/adopt/foreign_support.h"
+#include "tests/support/status_matchers.h"
+
+namespace tensormount {
+namespace {
+
+class AdoptTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    AddManyKinds(made_);
+    Result<Store> store = Store::OpenOrCreate(HostFileSystem(), dir_.Join("store"));
+    ASSERT_OK(store);
+    store_.emplace(std::move(store).value());
+  }
+  Status Adopt(const std::string& name, bool hashes = true) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto foreign, made_.Open(HostFileSystem()));
+    AdoptOptions options;
+    options.hashes = hashes;
+    options.threads = 3;
+    return AdoptSource(HostFileSystem(), *foreign, *store_, name, options).status();
+  }
+  std::string Path(const std::string& name) { return store_->CheckpointPath(name); }
+  Result<std::shared_ptr<OpenedCheckpoint>> Open(const std::string& name) {
+    return OpenedCheckpoint::Open(HostFileSystem(), Path(name), {});
+  }
+  std::vector<VerifyReport::Damage> Damages(const std::string& name) {
+    Result<VerifyReport> report = VerifyCheckpoint(HostFileSystem(), Path(name), {.threads = 2});
+    EXPECT_OK(report);
+    return report.ok() ? report.value().damages : std::vector<VerifyReport::Damage>{};
+  }
+  // Changes a byte of a file behind its size and mtime.
+  void Flip(std::uint32_t file, off_t at) {
+    const std::string path = made_.FilePath(file);
+    struct stat info = {};
+    ASSERT_EQ(stat(path.c_str(), &info), 0);
+    const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    char byte = 0;
+    ASSERT_EQ(pread(fd, &byte, 1, at), 1);
+    byte = static_cast<char>(byte ^ 64);
+    ASSERT_EQ(pwrite(fd, &byte, 1, at), 1);
+    const timespec times[2] = {info.st_atim, info.st_mtim};
+    ASSERT_EQ(futimens(fd, times), 0);
+    ASSERT_EQ(close(fd), 0);
+  }
+  bool NothingIsStaged() {
+    const auto staged = HostFileSystem().List(JoinPath(store_->path(), ".staging"));
+    return !staged.ok() || staged.value().empty();
+  }
+  static Status ReadWhole(const OpenedCheckpoint& opened, const std::string& key,
+                          ReadVerify verify) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, opened.index().Find(key));
+    std::string got(entry.meta.bytes(), '?');
+    return opened.ReadBytes(entry, 0, got.data(), got.size(), verify, nullptr);
+  }
+
+  TempDir dir_;
+  Random random_{TestSeed()};
+  HandMade made_{dir_.Join("source"), random_, kManyKindsSizes};
+  std::optional<Store> store_;
+};
+
+TEST_F(AdoptTest, ReadsAndVerifiesAsWhatItIs) {
+  ASSERT_OK(Adopt("a"));
+  EXPECT_TRUE(Damages("a").empty());
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open("a"));
+  EXPECT_FALSE(opened->index().info().self_contained);
+  EXPECT_EQ(opened->index().info().producer, "by hand");
+  for (const auto& [key, bytes] : made_.all_bytes()) {
+    ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find(key));
+    EXPECT_TRUE(entry.has_digest);
+    EXPECT_FALSE(entry.pending);
+    EXPECT_EQ(entry.digest, Crc64Extend(0, bytes.data(), bytes.size())) << key;
+  }
+  CompareWithHandMade(random_, *opened, made_, TestScale(6));
+  UnmappedFileSystem fs;
+  ASSERT_OK_AND_ASSIGN(const auto unmapped, OpenedCheckpoint::Open(fs, Path("a"), {}));
+  CompareWithHandMade(random_, *unmapped, made_, TestScale(6));
+  ASSERT_OK_AND_ASSIGN(const auto parts, opened->index().ObjectParts("object"));
+  EXPECT_TRUE(parts[0].has_hash());
+  std::string got(parts[0].length, '?');
+  EXPECT_OK(opened->ReadObject(parts[0], 0, got.data(), got.size()));
+}
+
+TEST_F(AdoptTest, WithoutHashesToo) {
+  ASSERT_OK(Adopt("q", false));
+  EXPECT_TRUE(Damages("q").empty());
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open("q"));
+  ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find("transposed"));
+  EXPECT_FALSE(entry.has_digest);
+  CompareWithHandMade(random_, *opened, made_, TestScale(3));
+  ASSERT_OK_AND_ASSIGN(const auto parts, opened->index().ObjectParts("object"));
+  EXPECT_FALSE(parts[0].has_hash());
+  std::string got(parts[0].length, '?');
+  EXPECT_OK(opened->ReadObject(parts[0], 0, got.data(), got.size()));
+  // One that was adopted can be adopted again.
+  AdoptOptions options;
+  ASSERT_OK(AdoptSource(HostFileSystem(), *opened, *store_, "full", options));
+  EXPECT_TRUE(Damages("full").empty());
+  ASSERT_OK_AND_ASSIGN(const auto full, Open("full"));
+  options.hashes = false;
+  ASSERT_OK(AdoptSource(HostFileSystem(), *full, *store_, "q2", options));
+  EXPECT_TRUE(Damages("q2").empty());
+}
+
+TEST_F(AdoptTest, EveryByteThatCountsIsProved) {
+  ASSERT_OK(Adopt("a"));
+  // In a leaf of "large", transposed, whose stretch is [5, 1680005) of file 0.
+  Flip(0, 1000000);
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open("a"));
+  const Status read = ReadWhole(*opened, "large", ReadVerify::kExtendLeaves);
+  EXPECT_THAT(read, HasCode(Code::kDataLoss));
+  EXPECT_THAT(read, HasMessage("tensor large [0:600, 0:700]: part/0.bin: byte 983045: checksum"));
+  const auto damages = Damages("a");
+  ASSERT_FALSE(damages.empty());
+  bool found = false;
+  for (const auto& damage : damages) {
+    EXPECT_EQ(damage.file, "part/0.bin");
+    found = found || (damage.object == "tensor large [0:600, 0:700]" && damage.offset == 983045);
+  }
+  EXPECT_TRUE(found);
+  EXPECT_OK(ReadWhole(*opened, "permuted", ReadVerify::kExtendLeaves));
+}
+
+TEST_F(AdoptTest, AChangedSourceIsNoticed) {
+  ASSERT_OK(Adopt("a"));
+  ASSERT_OK(Adopt("q", false));
+  ASSERT_OK_AND_ASSIGN(const auto before, Open("a"));
+  ASSERT_OK(ReadWhole(*before, "packed", ReadVerify::kExtendLeaves));
+  const std::string bytes = ReadWholeFile(made_.FilePath(0));
+  WriteWholeFile(made_.FilePath(0), bytes + "more");
+  for (const char* name : {"a", "q"}) {
+    ASSERT_OK_AND_ASSIGN(const auto opened, Open(name));
+    const Status read = ReadWhole(*opened, "packed", ReadVerify::kExtendLeaves);
+    EXPECT_THAT(read, HasCode(Code::kStale));
+    EXPECT_THAT(read, HasMessage("part/0.bin: changed since it was adopted (6291460 bytes, "
+                                 "6291456 then)"));
+    const auto damages = Damages(name);
+    ASSERT_EQ(damages.size(), 1u);
+    EXPECT_THAT(damages[0].reason, testing::HasSubstr("changed since it was adopted"));
+    Result<VerifyReport> quick =
+        VerifyCheckpoint(HostFileSystem(), Path(name), {.quick = true, .threads = 1});
+    ASSERT_OK(quick);
+    EXPECT_EQ(quick.value().damages.size(), 1u);
+  }
+  // Hashes tell that bytes which were read already open are still those.
+  EXPECT_OK(ReadWhole(*before, "packed", ReadVerify::kExtendLeaves));
+  EXPECT_THAT(ReadWhole(*before, "packed", ReadVerify::kOff), HasCode(Code::kStale));
+  // And where they are not, why.
+  std::string other = bytes;
+  for (char& c : other) c = static_cast<char>(c ^ 1);
+  WriteWholeFile(made_.FilePath(0), other);
+  const Status damaged = ReadWhole(*before, "packed", ReadVerify::kExtendLeaves);
+  EXPECT_THAT(damaged, HasCode(Code::kDataLoss));
+  EXPECT_THAT(damaged, HasMessage("changed since it was adopted"));
+}
+
+TEST_F(AdoptTest, ASourceThatIsGoneIsNamed) {
+  ASSERT_OK(Adopt("a"));
+  ASSERT_EQ(rename(dir_.Join("source").c_str(), dir_.Join("elsewhere").c_str()), 0);
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open("a"));
+  EXPECT_THAT(ReadWhole(*opened, "packed", ReadVerify::kOff),
+              HasMessage(dir_.Join("source") + " is gone"));
+  const auto damages = Damages("a");
+  ASSERT_EQ(damages.size(), 2u);  // One a file.
+  EXPECT_THAT(damages[0].reason, testing::HasSubstr(dir_.Join("source") + " is gone"));
+}
+
+TEST_F(AdoptTest, ALostIndexIsRebuilt) {
+  ASSERT_OK(Adopt("a"));
+  ASSERT_EQ(unlink(JoinPath(Path("a"), kIndexName).c_str()), 0);
+  {
+    ASSERT_OK_AND_ASSIGN(const auto opened, Open("a"));
+    EXPECT_TRUE(opened->index_was_rebuilt());
+    CompareWithHandMade(random_, *opened, made_, 1);
+  }
+  ASSERT_OK_AND_ASSIGN(const auto findings, store_->Fsck({.rebuild = true}));
+  ASSERT_EQ(findings.size(), 1u);
+  EXPECT_TRUE(findings[0].repaired) << findings[0].problem;
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open("a"));
+  EXPECT_FALSE(opened->index_was_rebuilt());
+  CompareWithHandMade(random_, *opened, made_, 1);
+}
+
+TEST_F(AdoptTest, WhatIsNotWholeIsRefused) {
+  made_.Add("hole", DType::kU8, {4, 6}, {{Region(Box::Make({0, 0}, {4, 2}).value()), 0, 10, {}}});
+  const Status status = Adopt("a");
+  EXPECT_THAT(status, HasCode(Code::kDataLoss));
+  EXPECT_THAT(status, HasMessage("tensor hole: [0:4, 2:6] is stored in no chunk"));
+  EXPECT_TRUE(NothingIsStaged());
+}
+
+TEST_F(AdoptTest, AFailureLeavesNothingBehind) {
+  Random random(5);
+  HandMade made(dir_.Join("cut"), random, {1000});
+  made.Add("w", DType::kU8, {10, 10}, {{Region(Box::Whole({10, 10})), 0, 900, {1, 10}}});
+  ASSERT_OK_AND_ASSIGN(const auto foreign, made.Open(HostFileSystem()));
+  ASSERT_EQ(truncate(made.FilePath(0).c_str(), 950), 0);
+  for (const bool hashes : {true, false}) {
+    AdoptOptions options;
+    options.hashes = hashes;
+    const auto adopted = AdoptSource(HostFileSystem(), *foreign, *store_, "a", options);
+    EXPECT_THAT(adopted, HasMessage("part/0.bin: changed since it was"));
+    EXPECT_TRUE(NothingIsStaged());
+    EXPECT_THAT(Open("a"), HasCode(Code::kNotFound));
+  }
+}
+
+TEST_F(AdoptTest, ProgressReachesItsTotal) {
+  ASSERT_OK_AND_ASSIGN(const auto foreign, made_.Open(HostFileSystem()));
+  AdoptOptions options;
+  options.threads = 1;
+  std::uint64_t last = 0;
+  std::uint64_t all = 0;
+  options.progress = [&](std::uint64_t done, std::uint64_t total) {
+    EXPECT_GE(done, last);
+    last = done;
+    all = total;
+  };
+  ASSERT_OK(AdoptSource(HostFileSystem(), *foreign, *store_, "a", options));
+  EXPECT_EQ(last, all);
+  EXPECT_GT(all, 0u);
+}
+
+TEST_F(AdoptTest, ACheckpointOfSomebodyElseIsReadOnlyWhereTheOperatorSaysSo) {
+  if (geteuid() != 0) GTEST_SKIP() << "cannot give files away";
+  ASSERT_OK(Adopt("a"));
+  ASSERT_EQ(chown(JoinPath(Path("a"), "COMMIT").c_str(), 12345, 12345), 0);
+  EXPECT_THAT(Open("a"), HasCode(Code::kPermissionDenied));
+  EXPECT_THAT(VerifyCheckpoint(HostFileSystem(), Path("a"), {.threads = 1}),
+              HasCode(Code::kPermissionDenied));
+  EXPECT_OK(OpenedCheckpoint::Open(HostFileSystem(), Path("a"), {.roots = {dir_.path()}}));
+  EXPECT_OK(VerifyCheckpoint(HostFileSystem(), Path("a"), {.roots = {dir_.path()}, .threads = 1}));
+}
+
+}  // namespace
+}  // namespace tensormount
