@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "fs/doorbell.h"
 #include "fs/node.h"
+#include "index/adopt/format.h"
 #include "index/commit_record.h"
 #include "index/store.h"
 
@@ -64,6 +65,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   bool list_views = false;
   std::shared_ptr<const KeyMap> map;
   HfOptions hf;
+  std::vector<std::string> roots;
   ServeVerify verify = ServeVerify::kOff;
 
   mutable std::mutex mutex;
@@ -100,6 +102,12 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
     Uuid uuid;                   // Otherwise.
     std::uint64_t generation = 0;
   };
+  bool foreign() const { return kind == SourceKind::kForeign || kind == SourceKind::kForeignSteps; }
+
+  static Slot::Identity IdentityOf(const FileInfo& commit) {
+    return {commit.device, commit.inode, commit.size, commit.mtime_seconds,
+            commit.mtime_nanoseconds};
+  }
 
   // Looking; only by one thread at a time.
   Status Look();
@@ -111,6 +119,10 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   Result<std::shared_ptr<Slot>> Keep(Found& found);
   std::shared_ptr<Slot> Known(const Listing& before, const Found& found) const;
   Status ReadCommit(const std::string& folder, Found& found) const;
+  Status LookAtStep(const Listing& before, Found& found) const;
+  Result<std::shared_ptr<const CheckpointView>> OpenForeign(
+      const Slot& slot, const CheckpointView::Options& options) const;
+  std::string LatestOf(const Listing& now) const;
   void Publish(std::shared_ptr<Listing> now, Clock::time_point started);
   void Loop();
   void CloseUnused(const Listing& now, std::size_t kept);
@@ -143,9 +155,7 @@ std::shared_ptr<Slot> StoreWatch::Core::Known(const Listing& before, const Found
     const std::lock_guard lock(mutex);
     if (const auto at = early.find(found.name); at != early.end()) old = at->second;
   }
-  const Slot::Identity identity{found.commit.device, found.commit.inode, found.commit.size,
-                                found.commit.mtime_seconds, found.commit.mtime_nanoseconds};
-  const bool same = old && old->identity_ == identity &&
+  const bool same = old && old->identity_ == IdentityOf(found.commit) &&
                     old->ownership == OwnershipOf(found.folder, found.commit);
   return same ? old : nullptr;
 }
@@ -156,16 +166,15 @@ Result<std::shared_ptr<Slot>> StoreWatch::Core::Keep(Found& found) {
   if (found.slot) return found.slot;
   auto slot = std::make_shared<Slot>();
   slot->name = found.name;
-  slot->path = kind == SourceKind::kStore ? JoinPath(path, found.name) : path;
+  slot->path = HoldsMany(kind) ? JoinPath(path, found.name) : path;
   slot->ownership = OwnershipOf(found.folder, found.commit);
   slot->mtime = found.commit.mtime_seconds;
-  slot->identity_ = {found.commit.device, found.commit.inode, found.commit.size,
-                     found.commit.mtime_seconds, found.commit.mtime_nanoseconds};
+  slot->identity_ = IdentityOf(found.commit);
   slot->uuid = found.uuid;
   slot->generation = found.generation;
   const std::lock_guard lock(mutex);
   // A mount of one checkpoint is of that one only: what replaces it is not shown.
-  if (kind != SourceKind::kStore && slots.size() > 1) {
+  if (!HoldsMany(kind) && slots.size() > 1) {
     return Status(Code::kStale, slot->path + ": another one has taken its place");
   }
   if (slots.size() >= kMaxSlots) {
@@ -177,7 +186,49 @@ Result<std::shared_ptr<Slot>> StoreWatch::Core::Keep(Found& found) {
   return slot;
 }
 
+// A folder of a training directory: kNotFound where it holds no checkpoint (yet).
+Status StoreWatch::Core::LookAtStep(const Listing& before, Found& found) const {
+  const std::optional<std::uint64_t> iteration = IterationOf(found.name);
+  if (!iteration) return Status(Code::kNotFound, "no iteration has such a name");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder all, ForeignFolder::Open(fs, path, roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder, all.Below(found.name));
+  TENSORMOUNT_ASSIGN_OR_RETURN(found.folder, folder.Stat(""));
+  TENSORMOUNT_ASSIGN_OR_RETURN(found.commit, MarkOf(folder));
+  found.slot = Known(before, found);
+  if (found.slot) return {};
+  if (FindForeignFormat(folder) == nullptr) return Status(Code::kNotFound, "no checkpoint");
+  found.generation = *iteration;
+  // For inode numbers: what is put in its place gets others.
+  found.uuid = {found.commit.inode, static_cast<std::uint64_t>(found.commit.mtime_seconds)};
+  return {};
+}
+
+// The one that the slot stands for: not another that took its place while it was read.
+Result<std::shared_ptr<const CheckpointView>> StoreWatch::Core::OpenForeign(
+    const Slot& slot, const CheckpointView::Options& options) const {
+  auto view = CheckpointView::OpenForeign(fs, slot.path, slot.ownership, options);
+  if (!view.ok()) return view;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
+                               ForeignFolder::Open(fs, slot.path, roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo mark, MarkOf(folder));
+  if (IdentityOf(mark) == slot.identity_) return view;
+  return Status(Code::kStale, slot.path + ": another one has taken its place");
+}
+
+std::string StoreWatch::Core::LatestOf(const Listing& now) const {
+  const Result<ForeignFolder> folder = ForeignFolder::Open(fs, path, roots);
+  std::vector<ForeignStep> steps;
+  for (const auto& slot : now.by_id) {
+    steps.push_back({.name = slot->name, .generation = slot->generation});
+  }
+  return folder.ok() ? LatestStep(folder.value(), steps) : std::string();
+}
+
 void StoreWatch::Core::LookAtName(const Listing& before, Found& found) const {
+  if (kind == SourceKind::kForeignSteps) {
+    found.status = LookAtStep(before, found);
+    return;
+  }
   const std::string folder = JoinPath(path, found.name);
   found.status = [&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(found.commit, fs.LinkStat(JoinPath(folder, kCommitName)));
@@ -252,7 +303,9 @@ Status StoreWatch::Core::LookAtStore(Listing& now, const Listing& before) {
     }
     names.clear();
     for (DirectoryEntry& entry : entries.value()) {
-      if (entry.kind == FileKind::kDirectory && CheckCheckpointName(entry.name).ok()) {
+      const bool folder = entry.kind == FileKind::kDirectory ||
+                          (kind == SourceKind::kForeignSteps && entry.kind == FileKind::kSymlink);
+      if (folder && CheckCheckpointName(entry.name).ok()) {
         names.push_back(std::move(entry.name));
       }
     }
@@ -288,10 +341,13 @@ Status StoreWatch::Core::LookAtStore(Listing& now, const Listing& before) {
 
 Status StoreWatch::Core::LookAtSingle(Listing& now, const Listing& before) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo own, fs.Stat(path));
-  const bool file = kind == SourceKind::kSafetensors;
+  const bool file = own.kind == FileKind::kFile;
   Found found{.name = path.substr(path.rfind('/') + 1)};
   found.folder = found.commit = own;
-  if (!file) {
+  if (kind == SourceKind::kForeign) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder, ForeignFolder::Open(fs, path, roots));
+    TENSORMOUNT_ASSIGN_OR_RETURN(found.commit, MarkOf(folder));
+  } else {
     TENSORMOUNT_ASSIGN_OR_RETURN(found.commit, fs.LinkStat(JoinPath(path, kCommitName)));
   }
   // Whoever may read the file may enter the folder that shows it.
@@ -299,7 +355,7 @@ Status StoreWatch::Core::LookAtSingle(Listing& now, const Listing& before) {
   now.ownership = OwnershipOf(found.folder, found.commit);
   now.mtime = found.commit.mtime_seconds;
   found.slot = Known(before, found);
-  if (!found.slot && !file) TENSORMOUNT_RETURN_IF_ERROR(ReadCommit(path, found));
+  if (!found.slot && !foreign()) TENSORMOUNT_RETURN_IF_ERROR(ReadCommit(path, found));
   TENSORMOUNT_ASSIGN_OR_RETURN(auto slot, Keep(found));
   now.by_id.push_back(std::move(slot));
   return {};
@@ -315,8 +371,7 @@ Status StoreWatch::Core::Look() {
   auto now = std::make_shared<Listing>();
   now->ownership = before->ownership;
   now->mtime = before->mtime;
-  const Status status =
-      kind == SourceKind::kStore ? LookAtStore(*now, *before) : LookAtSingle(*now, *before);
+  const Status status = HoldsMany(kind) ? LookAtStore(*now, *before) : LookAtSingle(*now, *before);
   const bool removed = status.code() == Code::kNotFound || status.code() == Code::kStale;
   if (!status.ok()) {
     // A store that cannot be read now is shown as it was; one that is gone is empty.
@@ -339,6 +394,7 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
     const auto rank = [](const Slot& s) { return std::tie(s.generation, s.uuid, s.name); };
     if (!now->latest || rank(*now->latest) < rank(*slot)) now->latest = slot;
   }
+  if (kind == SourceKind::kForeignSteps && now->latest) now->latest = now->Find(LatestOf(*now));
   std::vector<std::shared_ptr<Slot>> gone;
   {
     const std::lock_guard lock(mutex);
@@ -427,28 +483,27 @@ void StoreWatch::Core::Loop() {
   looked.notify_all();
 }
 
-Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(FileSystem& fs, SourceKind kind,
-                                                      const std::string& path, bool list_views,
-                                                      ServeVerify verify,
-                                                      std::shared_ptr<const KeyMap> map,
-                                                      const HfOptions& hf) {
+Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(
+    FileSystem& fs, SourceKind kind, const std::string& path, bool list_views, ServeVerify verify,
+    std::shared_ptr<const KeyMap> map, const HfOptions& hf, std::vector<std::string> roots) {
   TENSORMOUNT_ASSIGN_OR_RETURN(auto bell, Doorbell::Make(path));
   auto core = std::make_shared<Core>(fs, kind, path, std::move(bell));
   core->list_views = list_views;
   core->verify = verify;
   core->map = std::move(map);
   core->hf = hf;
+  core->roots = std::move(roots);
   core->slots.push_back(nullptr);
   auto first = std::make_shared<Listing>();
-  if (kind == SourceKind::kStore) {
+  if (HoldsMany(kind)) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo own, fs.Stat(path));
     first->ownership = OwnershipOf(own, own);
     first->mtime = own.mtime_seconds;
   }
   core->listing = std::move(first);
-  core->wanted = kind == SourceKind::kStore;
+  core->wanted = HoldsMany(kind);
   core->last_asked = Clock::now();
-  if (kind != SourceKind::kStore) TENSORMOUNT_RETURN_IF_ERROR(core->Look());
+  if (!HoldsMany(kind)) TENSORMOUNT_RETURN_IF_ERROR(core->Look());
   std::thread([core] { core->Loop(); }).detach();
   return std::unique_ptr<StoreWatch>(new StoreWatch(std::move(core)));
 }
@@ -534,10 +589,11 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::View(Slot& slot) {
                                         .list_views = core_->list_views,
                                         .verify = core_->verify,
                                         .map = core_->map,
-                                        .hf = core_->hf};
+                                        .hf = core_->hf,
+                                        .roots = core_->roots};
   Result<std::shared_ptr<const CheckpointView>> view =
-      core_->kind == SourceKind::kSafetensors
-          ? CheckpointView::OpenSafetensors(core_->fs, slot.path, slot.ownership, options)
+      core_->foreign()
+          ? core_->OpenForeign(slot, options)
           : CheckpointView::Open(core_->fs, slot.path, slot.uuid, slot.ownership, options);
   if (!view.ok()) {
     // Removed a moment ago.

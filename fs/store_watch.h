@@ -17,13 +17,18 @@
 
 #include "base/file_system.h"
 #include "fs/views/checkpoint_view.h"
+#include "index/adopt/open_source.h"
 #include "index/content.h"
 
 namespace tensormount::fs {
 
-enum class SourceKind { kStore, kCheckpoint, kSafetensors };
+// Whether a mount shows a folder for each of its checkpoints, which come and go.
+constexpr bool HoldsMany(SourceKind kind) {
+  return kind == SourceKind::kStore || kind == SourceKind::kForeignSteps;
+}
 
-// One checkpoint that a mount has seen, from when it appeared until it went. Thread-safe.
+// One checkpoint that a mount has seen, from when it appeared until it went. One in a foreign
+// format goes when somebody replaces what describes it, and another one comes. Thread-safe.
 class Slot {
  public:
   std::uint32_t id = 0;
@@ -32,7 +37,7 @@ class Slot {
   Uuid uuid;
   std::uint64_t generation = 0;
   Ownership ownership;
-  std::int64_t mtime = 0;  // Of its commit record.
+  std::int64_t mtime = 0;  // Of its commit record, or of what describes it.
 
   bool gone() const { return gone_.load(std::memory_order_acquire); }
   // Whether View() need not open anything.
@@ -40,7 +45,7 @@ class Slot {
 
  private:
   friend class StoreWatch;
-  // What tells one commit record from another without reading it.
+  // What tells one commit record (of a foreign format: MarkOf) from another without reading it.
   struct Identity {
     std::uint64_t device = 0, inode = 0, size = 0;
     std::int64_t seconds = 0, nanoseconds = 0;
@@ -79,7 +84,8 @@ class StoreWatch {
                                                    const std::string& path, bool list_views,
                                                    ServeVerify verify,
                                                    std::shared_ptr<const KeyMap> map,
-                                                   const HfOptions& hf = {});
+                                                   const HfOptions& hf = {},
+                                                   std::vector<std::string> roots = {});
   ~StoreWatch();
 
   struct Listing {

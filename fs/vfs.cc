@@ -68,8 +68,10 @@ std::string_view KindName(SourceKind kind) {
       return "store";
     case SourceKind::kCheckpoint:
       return "checkpoint";
-    case SourceKind::kSafetensors:
-      return "safetensors";
+    case SourceKind::kForeign:
+      return "foreign";
+    case SourceKind::kForeignSteps:
+      return "foreign-steps";
   }
   return "";
 }
@@ -98,44 +100,23 @@ bool ListDots(const Attributes& attributes, std::uint64_t cookie,
   return true;
 }
 
-struct FoundSource {
-  SourceKind kind = SourceKind::kStore;
-  std::string path;
-};
-
-Result<FoundSource> FindSource(FileSystem& fs, const std::string& text) {
-  FoundSource found;
-  TENSORMOUNT_ASSIGN_OR_RETURN(found.path, ResolveSourcePath(fs, text));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(found.path));
-  if (info.kind == FileKind::kFile) {
-    found.kind = SourceKind::kSafetensors;
-    return found;
-  }
-  if (fs.LinkStat(JoinPath(found.path, kCommitName)).ok()) {
-    found.kind = SourceKind::kCheckpoint;
-    return found;
-  }
-  const Result<Store> store = Store::Open(fs, found.path);
-  if (store.status().code() == Code::kNotFound) {
-    return Status(Code::kUnsupported, text + ": neither a store nor a checkpoint");
-  }
-  TENSORMOUNT_RETURN_IF_ERROR(store.status());
-  return found;
-}
-
 }  // namespace
 
 Result<std::unique_ptr<Vfs>> Vfs::Open(FileSystem& fs, const VfsOptions& options) {
   std::unique_ptr<Vfs> vfs(new Vfs);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, options.source));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found,
+                               FindSource(fs, options.source, options.roots));
+  if (found.kind == SourceKind::kStore) {
+    TENSORMOUNT_RETURN_IF_ERROR(Store::Open(fs, found.path).status());
+  }
   vfs->options_ = options;
   vfs->kind_ = found.kind;
   vfs->source_ = found.path;
   TENSORMOUNT_ASSIGN_OR_RETURN(
       vfs->watch_, StoreWatch::Start(fs, found.kind, found.path, options.list_views, options.verify,
-                                     options.map, options.hf));
+                                     options.map, options.hf, options.roots));
   if (options.writable) vfs->OpenStaging(fs);
-  if (found.kind != SourceKind::kStore) {
+  if (!HoldsMany(found.kind)) {
     // Say now what is wrong with it.
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, vfs->watch_->Find(1));
     TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*slot).status());
@@ -149,7 +130,7 @@ Result<std::unique_ptr<Vfs>> Vfs::Open(FileSystem& fs, const VfsOptions& options
 Result<Vfs::Place> Vfs::PlaceOf(NodeId id) {
   Place place{.node = NodeOf(id), .view = nullptr};
   if (place.node.slot == 0) {
-    if (id != kRootId || kind_ == SourceKind::kStore) return place;
+    if (id != kRootId || HoldsMany(kind_)) return place;
     place.node.slot = 1;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, watch_->Find(place.node.slot));
@@ -161,7 +142,7 @@ bool Vfs::MayBlock(NodeId id) {
   std::uint32_t slot = NodeOf(id).slot;
   if (slot == 0) {
     if (id != kRootId) return IsStaged(id);
-    if (kind_ == SourceKind::kStore) return !watch_->settled();
+    if (HoldsMany(kind_)) return !watch_->settled();
     slot = 1;
   }
   const auto found = watch_->Find(slot);
@@ -246,7 +227,7 @@ Result<Vfs::Entry> Vfs::ControlEntry(Fixed fixed) {
 
 Result<Vfs::Entry> Vfs::LookupInRoot(std::string_view name) {
   if (name == kControlName) return ControlEntry(Fixed::kControl);
-  if (kind_ != SourceKind::kStore) {
+  if (!HoldsMany(kind_)) {
     (void)watch_->Now();  // Sees whether it is still there.
     TENSORMOUNT_ASSIGN_OR_RETURN(const Place root, PlaceOf(kRootId));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Child child, root.view->Lookup(root.node, name));
@@ -338,7 +319,7 @@ Status Vfs::ListControl(std::uint64_t cookie, const std::function<bool(const Lis
 }
 
 Status Vfs::List(NodeId id, std::uint64_t cookie, const std::function<bool(const Listed&)>& fn) {
-  if (id == kRootId && kind_ == SourceKind::kStore) return ListStore(cookie, fn);
+  if (id == kRootId && HoldsMany(kind_)) return ListStore(cookie, fn);
   if (IsStaged(id)) return ListStaged(id, cookie, fn);
   TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
   if (!place.view) {
@@ -416,7 +397,7 @@ std::string Vfs::StatusFields() {
       R"({}, "problems": [{}])",
       JsonString(source_), KindName(kind_), VerifyName(options_.verify), options_.list_views,
       options_.map != nullptr, now->by_id.size(),
-      now->latest && kind_ == SourceKind::kStore ? JsonString(now->latest->name) : "null",
+      now->latest && HoldsMany(kind_) ? JsonString(now->latest->name) : "null",
       watch_->open_checkpoints(), watch_->answers(), stats_.errors(), StagingFields(), problems);
 }
 

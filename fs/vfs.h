@@ -23,14 +23,16 @@
 namespace tensormount::fs {
 
 struct VfsOptions {
-  std::string
-      source;  // A store, a checkpoint folder, STORE/latest (taken once), a .safetensors file.
+  // A store, a checkpoint, STORE/latest (taken once), a checkpoint in a foreign format, a training
+  // directory of such.
+  std::string source;
   bool list_views = false;
   ServeVerify verify = ServeVerify::kOff;
   std::shared_ptr<const KeyMap> map = nullptr;  // Other names for keys.
   HfOptions hf = {};                            // How hf/ is cut, and what it has.
   bool writable =
       false;  // Show .staging/, where the source is a store that this process may write.
+  std::vector<std::string> roots = {};  // OpenedCheckpoint::Options::roots.
 };
 
 // What lookup, stat, list, open, read mean in a mount, without the kernel: node ids in, answers or
@@ -43,7 +45,7 @@ class Vfs {
   static constexpr double kSealedSeconds = 3600;
   static constexpr double kRootSeconds = 0.4;
 
-  // kNotFound: no such source; kUnsupported: neither store, checkpoint nor .safetensors file;
+  // kNotFound: no such source; kUnsupported: neither ours nor in a format that we read;
   // kInvalidArgument: the map of keys does not fit the checkpoint (of a store: its latest).
   static Result<std::unique_ptr<Vfs>> Open(FileSystem& fs, const VfsOptions& options);
 

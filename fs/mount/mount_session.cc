@@ -89,9 +89,8 @@ FuseShim::Options ShimOptions(const MountOptions& options, const std::string& so
           .by_libfuse = FuseBridge::LibfuseKnowsPassthrough()};
 }
 
-OpenModes::Options ModeOptions(const MountOptions& options, SourceKind kind) {
+OpenModes::Options ModeOptions(const MountOptions& options) {
   return {.verify = options.verify == MountOptions::Verify::kFirst,
-          .sealed = kind != SourceKind::kSafetensors,
           .refused = ReasonAgainstPassthrough(options)};
 }
 
@@ -107,7 +106,7 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
         opens_(0, kOpenThreads),
         shim_(ShimOptions(options, vfs_->source())),
         modes_(
-            backing_, [this] { return shim_.passthrough(); }, ModeOptions(options, vfs_->kind())) {}
+            backing_, [this] { return shim_.passthrough(); }, ModeOptions(options)) {}
 
   Status Start();
   // `failed`: the mount never answered, whatever its threads heard.
@@ -459,7 +458,8 @@ Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
                                               .verify = VerifyOf(options.verify),
                                               .map = options.map,
                                               .hf = options.hf,
-                                              .writable = !options.read_only}));
+                                              .writable = !options.read_only,
+                                              .roots = options.roots}));
   TENSORMOUNT_RETURN_IF_ERROR(CheckMountPoint(options.mount_point, vfs->source()));
   if (options.allow_other) TENSORMOUNT_RETURN_IF_ERROR(CheckAncestors(fs, vfs->source()));
   const int cores = static_cast<int>(std::thread::hardware_concurrency());

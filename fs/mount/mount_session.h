@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "tensormount/key_map.h"
 #include "tensormount/status.h"
@@ -17,11 +18,12 @@ namespace tensormount::fs {
 
 // What `mount` may be told. Paths are the host's.
 struct MountOptions {
-  std::string source;       // A store, a checkpoint folder, STORE/latest, a .safetensors file.
-  std::string mount_point;  // An empty folder.
+  std::string source;                   // VfsOptions::source.
+  std::vector<std::string> roots = {};  // VfsOptions::roots.
+  std::string mount_point;              // An empty folder.
   // Nothing can be written. Otherwise a store that this process may write shows .staging/.
   bool read_only = false;
-  bool list_views = false;  // List npy/, extents/, model.safetensors too.
+  bool list_views = false;            // List npy/, extents/, model.safetensors too.
   std::shared_ptr<const KeyMap> map;  // Other names for keys; null: none.
   HfOptions hf;                       // How hf/ is cut, and what it has.
   bool allow_other = false;
@@ -61,8 +63,8 @@ class MountSession {
 // Unmounts what is mounted at `mount_point` (fusermount3, or umount2 as root) and waits until it
 // is gone or `deadline`: kBusy where it is in use and `lazy` is false.
 Status Unmount(const std::string& mount_point, bool lazy, std::chrono::milliseconds timeout);
-// Takes away what is mounted at `mount_point` where it is a mount of ours whose daemon is gone (every
-// access answers ENOTCONN). False: there is none; live mounts and others' are left alone.
+// Takes away what is mounted at `mount_point` where it is a mount of ours whose daemon is gone
+// (every access answers ENOTCONN). False: there is none; live mounts and others' are left alone.
 Result<bool> ClearDeadMount(const std::string& mount_point);
 // Whether something is mounted at exactly this path (from /proc/self/mountinfo).
 bool IsMountPoint(const std::string& path);

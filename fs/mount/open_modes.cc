@@ -128,7 +128,9 @@ Result<OpenModes::Decision> OpenModes::Register(const VirtualFile& file, Identit
   if (!info.ok() || info.value().size != file.size()) {
     return Decision{.fallback = "its file does not have the size that the index says"};
   }
-  if (options_.sealed && (info.value().mode & kWritableBits) != 0) {
+  // Of a store they are. What other programs wrote is not, and whether it changed is looked at with
+  // every read: the kernel would not.
+  if ((info.value().mode & kWritableBits) != 0) {
     return Decision{.fallback = "its file is not sealed (somebody may write to it)"};
   }
   if (opened.value()->descriptor() < 0) {

@@ -59,8 +59,6 @@ class OpenModes {
   struct Options {
     // "verify first": verified whole before the kernel reads it.
     bool verify = false;
-    // Whether files must be sealed (of a store they are; a lone .safetensors file is as it is).
-    bool sealed = true;
     // Not empty: nothing is passed through, and why, for a person.
     std::string refused;
   };

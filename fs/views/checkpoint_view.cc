@@ -14,9 +14,9 @@
 #include "fs/views/keyed_view.h"
 #include "fs/views/slices_view.h"
 #include "fs/views/zarr_view.h"
+#include "index/adopt/open_source.h"
 
 namespace tensormount::fs {
-namespace {}  // namespace
 
 Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& fs,
                                                                    const std::string& directory,
@@ -25,10 +25,14 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& f
                                                                    const Options& options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const std::string> pinned,
                                fs.PinDirectory(directory));
-  auto opened = OpenedCheckpoint::Open(fs, *pinned, {.rebuild_index = false});
+  OpenedCheckpoint::Options how;
+  how.roots = options.roots;
+  how.rebuild_index = false;
+  auto opened = OpenedCheckpoint::Open(fs, *pinned, how);
   if (!opened.ok() && opened.status().code() != Code::kStale) {
     // Rebuilt copies are found by the folder's own path.
-    opened = OpenedCheckpoint::Open(fs, directory, {});
+    how.rebuild_index = true;
+    opened = OpenedCheckpoint::Open(fs, directory, how);
   }
   TENSORMOUNT_RETURN_IF_ERROR(opened.status());
   for (const std::string& warning : opened.value()->warnings()) {
@@ -43,12 +47,14 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& f
   return std::shared_ptr<const CheckpointView>(std::move(view));
 }
 
-Result<std::shared_ptr<const CheckpointView>> CheckpointView::OpenSafetensors(
+Result<std::shared_ptr<const CheckpointView>> CheckpointView::OpenForeign(
     FileSystem& fs, const std::string& path, const Ownership& ownership, const Options& options) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(auto opened, OpenedCheckpoint::OpenSafetensors(fs, path));
-  std::shared_ptr<CheckpointView> view(new CheckpointView(fs, std::move(opened)));
-  TENSORMOUNT_RETURN_IF_ERROR(view->Prepare(ownership, options));
-  return std::shared_ptr<const CheckpointView>(std::move(view));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      auto opened, OpenFound(fs, {.kind = SourceKind::kForeign, .path = path}, options.roots));
+  for (const std::string& warning : opened->warnings()) {
+    Log(LogLevel::kWarning, path + ": " + warning);
+  }
+  return Of(fs, std::move(opened), ownership, options);
 }
 
 Result<std::shared_ptr<const CheckpointView>> CheckpointView::Of(

@@ -43,7 +43,8 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
     ServeVerify verify = ServeVerify::kOff;
     // Other names for keys; null: none. kInvalidArgument where two keys would share one.
     std::shared_ptr<const KeyMap> map;
-    HfOptions hf;  // kInvalidArgument where its rules do not fit.
+    HfOptions hf;                    // kInvalidArgument where its rules do not fit.
+    std::vector<std::string> roots;  // OpenedCheckpoint::Options::roots.
   };
   // A checkpoint folder. kStale where its uuid is not `expected` (unless that is zero).
   static Result<std::shared_ptr<const CheckpointView>> Open(FileSystem& fs,
@@ -51,10 +52,11 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
                                                             const Uuid& expected,
                                                             const Ownership& ownership,
                                                             const Options& options);
-  static Result<std::shared_ptr<const CheckpointView>> OpenSafetensors(FileSystem& fs,
-                                                                       const std::string& path,
-                                                                       const Ownership& ownership,
-                                                                       const Options& options);
+  // A folder or a file in a foreign format, as resolved.
+  static Result<std::shared_ptr<const CheckpointView>> OpenForeign(FileSystem& fs,
+                                                                   const std::string& path,
+                                                                   const Ownership& ownership,
+                                                                   const Options& options);
 
   // One that is open already.
   static Result<std::shared_ptr<const CheckpointView>> Of(FileSystem& fs,

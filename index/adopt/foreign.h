@@ -74,8 +74,8 @@ class ItemResolver {
  public:
   virtual ~ItemResolver() = default;
   // `chunk` is pending: its offset and length name the item in `file`. Replaces them and the
-  // strides by those of the bytes, which hold chunk.region. kDataLoss where the item is not what the
-  // metadata says (dtype, shape, size), kUnsupported where its bytes cannot be read in place.
+  // strides by those of the bytes, which hold chunk.region. kDataLoss where the item is not what
+  // the metadata says (dtype, shape, size), kUnsupported where its bytes cannot be read in place.
   virtual Status Resolve(const TensorMeta& meta, File& file, ChunkRecord& chunk) const = 0;
 };
 
@@ -86,6 +86,12 @@ struct ForeignContent {
   Content content;
   std::shared_ptr<const ItemResolver> resolver;  // Null: no chunk is pending.
   std::vector<std::string> warnings;             // What was left out or is not whole, and why.
+  // Of these what concerns tensors and objects, as verify reports it. Cut at the same number.
+  struct Damage {
+    std::string object;  // "tensor w"
+    std::string reason;
+  };
+  std::vector<Damage> damages;
 };
 
 // Collects what an adapter finds and checks all of it. An adapter calls Add* in any order and
@@ -111,9 +117,9 @@ class ForeignBuilder {
   // NUL or was added before; a shape that overflows.
   Result<std::uint32_t> AddTensor(std::string_view key, DType dtype, const Dims& shape);
   const TensorMeta& MetaOf(std::uint32_t tensor) const;
-  // A piece of it. `strides`: bytes along each axis, empty for packed rows; `length`: from the first
-  // byte to the end of the last. kDataLoss where it does not lie within the file and the shape or
-  // has not the length of its region. Empty regions are ignored.
+  // A piece of it. `strides`: bytes along each axis, empty for packed rows; `length`: from the
+  // first byte to the end of the last. kDataLoss where it does not lie within the file and the
+  // shape or has not the length of its region. Empty regions are ignored.
   Status AddChunk(std::uint32_t tensor, const Region& region, std::uint32_t file,
                   std::uint64_t offset, std::uint64_t length, const Dims& strides = {});
   // A piece whose bytes are found later in an item of the file (ItemResolver).
@@ -140,6 +146,7 @@ class ForeignBuilder {
   Status Place(std::uint32_t tensor, ChunkRecord& chunk);
   Status CheckCover(std::uint32_t tensor, RegionSet& scratch);
   void CheckObjects();
+  void Damaged(std::string object, std::string reason, std::string_view consequence);
   Status SortFiles();
   void SetIdentity();
 
@@ -150,8 +157,8 @@ class ForeignBuilder {
 };
 
 // A common value of what a pickle holds, where it is made of None, bool, int, float, str, bytes,
-// tuples, lists and dicts with string or integer keys (OrderedDict, Namespace and path objects too).
-// nullopt: it is something else.
+// tuples, lists and dicts with string or integer keys (OrderedDict, Namespace and path objects
+// too). nullopt: it is something else.
 namespace pickle {
 class Value;
 }

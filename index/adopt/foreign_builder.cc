@@ -23,6 +23,8 @@ constexpr std::size_t kMaxOpenFiles = 256;
 // More are counted, not kept: a lying checkpoint could have a million.
 constexpr std::size_t kMaxWarnings = 100;
 
+constexpr std::string_view kLeftOut = "left out";
+
 Status Bad(std::string message) { return Status(Code::kDataLoss, std::move(message)); }
 
 // What comes from outside and cannot work is damage, whoever found it.
@@ -55,6 +57,7 @@ struct ForeignBuilder::Rep {
   std::unordered_map<std::string, std::uint32_t> tensors;
   std::vector<bool> dropped;
   std::vector<std::string> warnings;
+  std::vector<ForeignContent::Damage> damages;
   std::uint64_t more_warnings = 0;
   std::shared_ptr<const ItemResolver> resolver;
   bool pending = false;
@@ -265,10 +268,17 @@ void ForeignBuilder::Warn(std::string warning) {
   }
 }
 
+void ForeignBuilder::Damaged(std::string object, std::string reason, std::string_view consequence) {
+  Warn(object + ": " + (consequence.empty() ? "" : std::string(consequence) + ": ") + reason);
+  if (rep_->damages.size() < kMaxWarnings) {
+    rep_->damages.push_back({std::move(object), std::move(reason)});
+  }
+}
+
 void ForeignBuilder::Drop(std::uint32_t tensor, std::string_view why) {
   if (rep_->dropped.at(tensor)) return;
   rep_->dropped[tensor] = true;
-  Warn("tensor " + content_.tensors[tensor].meta.key() + ": left out: " + std::string(why));
+  Damaged("tensor " + content_.tensors[tensor].meta.key(), std::string(why), kLeftOut);
 }
 
 // What is stored in no chunk, or in two.
@@ -294,9 +304,11 @@ Status ForeignBuilder::CheckCover(std::uint32_t number, RegionSet& scratch) {
     Drop(number, overlap.box.ToString() + " is stored twice: in " + file_of(overlap.first) +
                      " and " + file_of(overlap.second));
   } else if (!report.missing.empty()) {
-    Warn("tensor " + tensor.meta.key() + ": " + ListBoxes(report.missing, report.truncated) +
-         " is stored nowhere (" + std::to_string(report.missing_elements) + " of " +
-         std::to_string(tensor.meta.elements()) + " elements): reading it fails");
+    Damaged("tensor " + tensor.meta.key(),
+            ListBoxes(report.missing, report.truncated) + " is stored nowhere (" +
+                std::to_string(report.missing_elements) + " of " +
+                std::to_string(tensor.meta.elements()) + " elements): reading it fails",
+            {});
   }
   return {};
 }
@@ -328,7 +340,7 @@ void ForeignBuilder::CheckObjects() {
       std::move(all.begin() + static_cast<std::ptrdiff_t>(i),
                 all.begin() + static_cast<std::ptrdiff_t>(end), std::back_inserter(kept));
     } else {
-      Warn("object " + all[i].key + ": left out: " + why);
+      Damaged("object " + all[i].key, why, kLeftOut);
     }
     i = end;
   }
@@ -437,6 +449,7 @@ Result<ForeignContent> ForeignBuilder::Finish() {
   out.content = std::move(content_);
   out.resolver = std::move(rep_->resolver);
   out.warnings = std::move(rep_->warnings);
+  out.damages = std::move(rep_->damages);
   return out;
 }
 

@@ -449,7 +449,7 @@ TEST_F(ViewsTest, ForeignSafetensorsIsServedAsItIs) {
   const std::string path = dir_.Join("model.safetensors");
   WriteWholeFile(path, bytes);
   ASSERT_OK_AND_ASSIGN(const ViewPtr view,
-                       CheckpointView::OpenSafetensors(HostFileSystem(), path, {}, {.slot = 3}));
+                       CheckpointView::OpenForeign(HostFileSystem(), path, {}, {.slot = 3}));
   ASSERT_OK_AND_ASSIGN(const FilePtr file, OpenPath(*view, "model.safetensors"));
   EXPECT_THAT(ReadRange(*file, 0, 1 << 20), IsOkAndHolds(bytes));
   EXPECT_THAT(file->BackingPath(), IsOkAndHolds(path));
@@ -461,10 +461,10 @@ TEST_F(ViewsTest, ForeignSafetensorsIsServedAsItIs) {
   other[other.find("somebody")] = 'X';
   WriteWholeFile(path, other);
   ASSERT_OK_AND_ASSIGN(const ViewPtr fresh,
-                       CheckpointView::OpenSafetensors(HostFileSystem(), path, {}, {.slot = 3}));
+                       CheckpointView::OpenForeign(HostFileSystem(), path, {}, {.slot = 3}));
   ASSERT_OK_AND_ASSIGN(const FilePtr opened, OpenPath(*fresh, "model.safetensors"));
   WriteWholeFile(path, bytes);
-  EXPECT_THAT(opened->BackingPath(), HasCode(Code::kNotFound));
+  EXPECT_THAT(opened->BackingPath(), HasCode(Code::kStale));
 }
 
 TEST_F(ViewsTest, WholeFilesAreVerifiedOnce) {
