@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves a checkpoint with megatron.core.dist_checkpointing: make_megatron.py FOLDER.
+
+Four ranks as tensor parallelism of two by pipeline of two.
+"""
+
+import pathlib
+import sys
+
+import torch
+
+# The save path asks for both even where all tensors are in the memory of the host.
+torch.cuda.synchronize = lambda *_: None
+torch.cuda.current_device = lambda: "cpu"
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor  # noqa: E402
+
+import formula  # noqa: E402
+import make_torch  # noqa: E402
+import ranks  # noqa: E402
+
+# key -> (dtype, global shape). What the ranks hold of it stands in state().
+MODEL = {
+    "embedding.word_embeddings.weight": ("bf16", (64, 16)),  # A vocabulary padded for two.
+    "decoder.layers.self_attention.qkv.weight": ("bf16", (4, 24, 16)),  # Four layers in one key.
+    "decoder.layers.mlp.fc2.weight": ("f32", (4, 16, 20)),
+    "decoder.layers.norm.weight": ("f32", (4, 16)),
+    "decoder.final_norm.weight": ("f32", (16,)),
+    "decoder.experts.weight": ("f16", (2, 2, 6, 8)),  # Two axes in front.
+    "output_layer.weight": ("f32", (32, 16)),
+    "optimizer.state.exp_avg.output_layer.weight": ("f32", (32, 16)),
+    "optimizer.state.turned": ("f32", (12, 8)),
+    "optimizer.state.step": ("i64", ()),
+}
+
+COMMON = {"iteration": 77, "checkpoint_version": 3.0, "args": {"lr": 0.5, "names": ["a", "b"]},
+          "optimizer": {"param_groups": [{"wd": 0.1}]}}
+
+
+def part(key, box):
+    dtype, shape = MODEL[key]
+    return make_torch.tensor(key, dtype, shape, box)
+
+
+def state(rank):
+    tp, pp = rank % 2, rank // 2
+    of = {}
+
+    def add(name, key, box, offsets, prepend=0, replica=0, turned=False, **more):
+        data = part(key, box)
+        data = data.reshape(data.shape[prepend:])
+        if turned:
+            data = data.t().contiguous().t()
+        of[name] = ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica,
+                                                   prepend_axis_num=prepend, **more)
+
+    if pp == 0:
+        add("embedding", "embedding.word_embeddings.weight", (slice(32 * tp, 32 * tp + 32),), [(0, tp, 2)],
+            allow_shape_mismatch=True)
+    for local in range(2):
+        layer = 2 * pp + local
+        row = slice(12 * tp, 12 * tp + 12)
+        add(f"qkv{local}", "decoder.layers.self_attention.qkv.weight", (slice(layer, layer + 1), row),
+            [(0, layer, 4), (1, tp, 2)], prepend=1)
+        column = slice(10 * tp, 10 * tp + 10)
+        add(f"fc2{local}", "decoder.layers.mlp.fc2.weight", (slice(layer, layer + 1), slice(0, 16), column),
+            [(0, layer, 4), (2, tp, 2)], prepend=1)
+        add(f"norm{local}", "decoder.layers.norm.weight", (slice(layer, layer + 1),), [(0, layer, 4)],
+            prepend=1, replica=tp)
+    add("experts", "decoder.experts.weight", (slice(pp, pp + 1), slice(tp, tp + 1)), [(0, pp, 2), (1, tp, 2)],
+        prepend=2)
+    if pp == 1:
+        add("final", "decoder.final_norm.weight", (slice(0, 16),), [], replica=tp)
+        rows = slice(16 * tp, 16 * tp + 16)
+        add("output", "output_layer.weight", (rows,), [(0, tp, 2)])
+        add("avg", "optimizer.state.exp_avg.output_layer.weight", (rows,), [(0, tp, 2)])
+    add("turned", "optimizer.state.turned", (slice(3 * rank, 3 * rank + 3),), [(0, rank, 4)], turned=True)
+    add("step", "optimizer.state.step", (), [], replica=rank)
+    of["rng"] = ShardedObject("rng_state", {"seed": 11 * rank, "where": [pp, tp]}, (2, 2), (pp, tp))
+    of["extra"] = ShardedObject("decoder.extra_state", [1, 2, 3], (1,), (0,), replica_id=rank)
+    return {"model": of, **COMMON}
+
+
+def make(rank, count, folder):
+    dist_checkpointing.save(state(rank), folder)
+
+
+def main():
+    folder = sys.argv[1]
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    ranks.run(4, make, folder)
+
+
+if __name__ == "__main__":
+    main()
