@@ -96,6 +96,32 @@ def make_dcp_twice(rank, count, folder):
              storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True, overwrite=True))
 
 
+def make_like_stand_ins(rank, count, folder):
+    """What common_cases() of tests/golden/foreign/make_dcp_old.py writes, saved by torch on two ranks."""
+
+    def cells(dtype, *shape):
+        index = torch.arange(torch.Size(shape).numel())
+        return ((index * 7 + 3) % 251).to(dtype).reshape(shape)
+
+    line = init_device_mesh("cpu", (count,))
+
+    def part(value, axis, turned=False):
+        shape = value.shape
+        local = value.chunk(count, axis)[rank].contiguous()
+        if turned:
+            local = local.t().contiguous().t()
+        return DTensor.from_local(local, line, [Shard(axis)], run_check=False, shape=shape, stride=value.stride())
+
+    dcp.save({
+        "iteration": 1200,
+        "rows": part(cells(torch.float32, 4, 6), 0),
+        "columns": part(cells(torch.bfloat16, 4, 6), 1),
+        "scalar": cells(torch.float64),
+        "empty": cells(torch.int64, 0, 3),
+        "turned": part(cells(torch.float32, 5, 4), 1, turned=True),
+    }, checkpoint_id=folder)
+
+
 HF = {key: spec for key, spec in formula.MODEL.items()
       if spec[0] in ("f32", "bf16", "f16") and spec[1] and 0 not in spec[1]
       and not set(spec[2].split()) & {"transposed", "permuted", "channels_last"}}
