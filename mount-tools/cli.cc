@@ -19,8 +19,6 @@ constexpr const char* kVersion = "tensormount 0.1.0";
 
 // Commands that the interface fixes and that are not built yet: they answer so.
 constexpr std::pair<const char*, const char*> kNotBuilt[] = {
-    {"layout", "picture of which rank's chunk holds which box"},
-    {"diff", "added, removed and changed keys of two sources"},
     {"export", "real files in other formats"},
     {"derive", "a new checkpoint from an old one by hard links"},
     {"adopt", "indexes a foreign checkpoint in place"},
@@ -69,6 +67,8 @@ struct AllArgs {
   LsArgs ls;
   InfoArgs info;
   CatArgs cat;
+  DiffArgs diff;
+  LayoutArgs layout;
   VerifyArgs verify;
   MountArgs mount;
   UnmountArgs unmount;
@@ -181,6 +181,22 @@ void AddLooking(Program& p, AllArgs& a) {
   c->add_option("SOURCE", a.cat.source)->required();
   c->add_option("KEY[SLICE]", a.cat.key, "Also KEY@SLICE")->required();
   c->add_option("--as", a.cat.as, "raw, npy or text")->capture_default_str();
+
+  c = p.Command("diff", "Added, removed and changed keys of two sources; 1 if there are any",
+                "tensormount diff STORE/step-0 STORE/step-100 --values", a.diff, RunDiff);
+  c->add_option("SOURCE1", a.diff.first)->required();
+  c->add_option("SOURCE2", a.diff.second)->required();
+  c->add_flag("--values", a.diff.values, "How many elements differ, and how far");
+  c->add_option("--keys", a.diff.keys, "Only keys that match this glob; '*' crosses '/'");
+  AddMap(c, a.diff.map);
+
+  c = p.Command("layout", "Draws which rank's chunk holds which box of a tensor",
+                "tensormount layout STORE/step-0 encoder.weight --svg encoder.svg", a.layout,
+                RunLayout);
+  c->add_option("SOURCE", a.layout.source)->required();
+  c->add_option("KEY", a.layout.key, "Also the name of a layer")->required();
+  c->add_option("--svg", a.layout.svg, "Write the picture to this file; - is standard output");
+  c->add_option("--html", a.layout.html, "Write a report to this file, readable on its own");
 
   c = p.Command("verify", "Checks every hash; names tensor, box and file of each damage",
                 "tensormount verify STORE/step-0", a.verify, RunVerify);

@@ -60,6 +60,23 @@ struct CatArgs {
 };
 int RunCat(const CatArgs& args, Terminal& terminal);
 
+struct DiffArgs {
+  std::string first;
+  std::string second;
+  bool values = false;
+  std::string keys;  // Glob; empty: all.
+  std::string map;   // JSON file, of the first source; empty: none.
+};
+int RunDiff(const DiffArgs& args, Terminal& terminal);
+
+struct LayoutArgs {
+  std::string source;
+  std::string key;
+  std::string svg;   // File to write; empty: none.
+  std::string html;  // The same.
+};
+int RunLayout(const LayoutArgs& args, Terminal& terminal);
+
 struct VerifyArgs {
   std::string source;
   bool quick = false;

@@ -3,11 +3,33 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <fmt/core.h>
 
 namespace tensormount::tools {
+
+bool Terminal::colours() const {
+  if (json || isatty(STDOUT_FILENO) == 0) return false;
+  const char* none = std::getenv("NO_COLOR");
+  const char* kind = std::getenv("TERM");
+  return (none == nullptr || *none == '\0') &&
+         (kind == nullptr || std::string_view(kind) != "dumb");
+}
+
+std::string Terminal::Coloured(Colour colour, std::string text) const {
+  if (!colours()) return text;
+  static constexpr const char* kCodes[] = {"\033[31m", "\033[32m", "\033[33m"};
+  return kCodes[static_cast<std::size_t>(colour)] + text + "\033[0m";
+}
+
+int Terminal::Columns() {
+  winsize size{};
+  if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
+  return size.ws_col;
+}
 
 void Terminal::Line(std::string_view text) {
   if (output_failed_) return;

@@ -28,6 +28,14 @@ class Terminal {
   bool quiet = false;
   bool verbose = false;
 
+  // Colours are for people who look at a terminal: not in files, pipes or JSON, nor where NO_COLOR
+  // is set or TERM says "dumb".
+  enum class Colour { kRed, kGreen, kYellow };
+  bool colours() const;
+  std::string Coloured(Colour colour, std::string text) const;
+  // Columns of the terminal that standard output is; 80 where it is none.
+  static int Columns();
+
   // Standard output, a line. Failures of the pipe end up in Flush().
   void Line(std::string_view text);
   // A document or an event on a line of its own. Text that is not UTF-8 (names of files may be

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Saves a checkpoint with a stacked tensor from two threads, each with half of every layer's rows:
-//   save_stacked STORE/NAME
+//   save_stacked STORE/NAME [LR]
 // "w" is f32 [4, 6, 5] and counts from 0; its layers are called "layers.{}.w". "bias" is u8 [3].
+// With LR there are also a common value "args" that has it as "lr", and an object "rng", the
+// first 4 characters of it.
 #include <cstdint>
 #include <cstdio>
-#include <numeric>
+#include <string>
 #include <vector>
 
 #include "tensormount/communicator.h"
@@ -13,7 +15,7 @@
 namespace tensormount {
 namespace {
 
-Status SaveHalf(Communicator& comm, const char* path) {
+Status SaveHalf(Communicator& comm, const char* path, const char* rate) {
   const std::int64_t first = comm.rank() * 3;
   std::vector<float> rows;
   for (std::int64_t layer = 0; layer < 4; ++layer) {
@@ -30,6 +32,11 @@ Status SaveHalf(Communicator& comm, const char* path) {
   state.AddTensor("bias", {.global_shape = {3},
                            .region = Box::Whole({3}),
                            .data = BufferView::Host(DType::kU8, bias, {3})});
+  if (rate != nullptr) {
+    const std::string text = rate;
+    state.SetCommon("args", CommonDict{.items = {{"lr", std::stod(text)}, {"seed", 1}}});
+    if (comm.rank() == 0) state.AddObject("rng", text.substr(0, 4));
+  }
   state.NameLayers("w", "layers.{}.w");
   return Save(state, path, comm).status();
 }
@@ -39,12 +46,12 @@ Status SaveHalf(Communicator& comm, const char* path) {
 
 int main(int argc, char** argv) {
   using namespace tensormount;  // NOLINT
-  if (argc != 2) {
-    std::fprintf(stderr, "usage: save_stacked STORE/NAME\n");
+  if (argc != 2 && argc != 3) {
+    std::fprintf(stderr, "usage: save_stacked STORE/NAME [LR]\n");
     return 2;
   }
   const Status status =
-      RunOnThreads(2, [&](Communicator& comm) { return SaveHalf(comm, argv[1]); });
+      RunOnThreads(2, [&](Communicator& comm) { return SaveHalf(comm, argv[1], argv[2]); });
   if (!status.ok()) std::fprintf(stderr, "%s\n", status.ToString().c_str());
   return status.ok() ? 0 : 1;
 }

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+#include <optional>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "index/compare.h"
+#include "index/key_renames.h"
+#include "mount-tools/commands.h"
+#include "mount-tools/source.h"
+
+namespace tensormount::tools {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string TypeText(const TensorMeta& meta) {
+  return fmt::format("{} {}", InfoOf(meta.dtype()).name, meta.shape().ToString());
+}
+
+// JSON has no infinity.
+Json NumberJson(double value) { return std::isfinite(value) ? Json(value) : Json("inf"); }
+
+std::string ValuesText(const ValueDifference& v, const Dims& shape) {
+  const auto at = [&](std::uint64_t element) { return IndexOf(element, shape).ToString(); };
+  std::string text = fmt::format("{} of {} elements differ", v.differing, v.compared);
+  if (v.max_abs) {
+    text += v.max_abs_integer ? fmt::format(", max abs {}", *v.max_abs_integer)
+                              : fmt::format(", max abs {:.6g}", v.max_abs->value);
+    text += fmt::format(" at {}, max rel {:.3g} at {}", at(v.max_abs->at), v.max_rel->value,
+                        at(v.max_rel->at));
+  }
+  if (v.differing > 0) text += ", first at " + at(v.first);
+  if (v.nan_beside > 0) text += fmt::format("; {} are NaN on one side", v.nan_beside);
+  if (v.nan_both > 0) text += fmt::format("; {} are NaN on both, with other bits", v.nan_both);
+  if (v.equal_other_bits > 0) {
+    text += fmt::format("; {} are equal with other bits", v.equal_other_bits);
+  }
+  return text;
+}
+
+std::string TensorText(const Difference& d) {
+  if (d.kind != Difference::Kind::kChanged) {
+    return fmt::format("{} {}", d.key, TypeText(d.first ? *d.first : *d.second));
+  }
+  const Dims& shape = d.first->shape();
+  const bool same_kind = d.first->dtype() == d.second->dtype() && shape == d.second->shape();
+  std::string text = same_kind ? fmt::format("{} {}: ", d.key, TypeText(*d.first))
+                               : fmt::format("{}: {}", d.key, d.reason);
+  if (d.values) return text + (same_kind ? "" : "; ") + ValuesText(*d.values, shape);
+  if (!same_kind) return text;
+  text += d.reason;
+  if (d.first_element) text += ", first at " + IndexOf(*d.first_element, shape).ToString();
+  return text;
+}
+
+std::string ObjectText(const Difference& d) {
+  if (d.kind == Difference::Kind::kChanged) return fmt::format("object {}: {}", d.key, d.reason);
+  return fmt::format("object {} {}", d.key,
+                     HumanBytes(d.first_bytes ? *d.first_bytes : *d.second_bytes));
+}
+
+std::string CommonText(const Difference& d) {
+  const bool changed = d.kind == Difference::Kind::kChanged;
+  return fmt::format("common {}{} {}", d.key, changed ? ":" : "", d.reason);
+}
+
+// The mark, and the colour that it has on a terminal.
+struct Mark {
+  char sign;
+  const char* word;
+  Terminal::Colour colour;
+};
+
+Mark MarkOf(Difference::Kind kind) {
+  switch (kind) {
+    case Difference::Kind::kAdded:
+      return {'+', "added", Terminal::Colour::kGreen};
+    case Difference::Kind::kRemoved:
+      return {'-', "removed", Terminal::Colour::kRed};
+    case Difference::Kind::kChanged:
+      break;
+  }
+  return {'~', "changed", Terminal::Colour::kYellow};
+}
+
+void PrintText(const Difference& d, Terminal& terminal) {
+  const Mark mark = MarkOf(d.kind);
+  std::string text;
+  switch (d.what) {
+    case Difference::What::kTensor:
+      text = TensorText(d);
+      break;
+    case Difference::What::kObject:
+      text = ObjectText(d);
+      break;
+    case Difference::What::kCommon:
+      text = CommonText(d);
+      break;
+  }
+  terminal.Line(terminal.Coloured(mark.colour, fmt::format("{} {}", mark.sign, text)));
+}
+
+Json ValuesJson(const ValueDifference& v, const Dims& shape) {
+  const auto at = [&](std::uint64_t element) {
+    const Dims index = IndexOf(element, shape);
+    return std::vector<std::int64_t>(index.begin(), index.end());
+  };
+  Json json = {{"elements", v.compared},
+               {"differing", v.differing},
+               {"nan_on_one_side", v.nan_beside},
+               {"nan_on_both", v.nan_both},
+               {"equal_with_other_bits", v.equal_other_bits}};
+  if (v.differing > 0) json["first_at"] = at(v.first);
+  if (v.max_abs) {
+    json["max_abs"] = v.max_abs_integer ? Json(*v.max_abs_integer) : NumberJson(v.max_abs->value);
+    json["max_abs_at"] = at(v.max_abs->at);
+    json["max_rel"] = NumberJson(v.max_rel->value);
+    json["max_rel_at"] = at(v.max_rel->at);
+  }
+  return json;
+}
+
+Json SideJson(const std::optional<TensorMeta>& meta, const std::optional<std::uint64_t>& bytes) {
+  if (!meta) return Json{{"bytes", *bytes}};
+  return Json{{"dtype", InfoOf(meta->dtype()).name},
+              {"shape", std::vector<std::int64_t>(meta->shape().begin(), meta->shape().end())},
+              {"bytes", meta->bytes()}};
+}
+
+void PrintJson(const Difference& d, Terminal& terminal) {
+  static constexpr const char* kWhat[] = {"tensor", "object", "common"};
+  Json json = {{"event", MarkOf(d.kind).word},
+               {"what", kWhat[static_cast<std::size_t>(d.what)]},
+               {"key", d.key}};
+  if (d.first || d.first_bytes) json["first"] = SideJson(d.first, d.first_bytes);
+  if (d.second || d.second_bytes) json["second"] = SideJson(d.second, d.second_bytes);
+  if (!d.reason.empty()) json["reason"] = d.reason;
+  if (d.first_element) {
+    const Dims index = IndexOf(*d.first_element, d.first->shape());
+    json["first_at"] = std::vector<std::int64_t>(index.begin(), index.end());
+  }
+  if (d.values) json["values"] = ValuesJson(*d.values, d.first->shape());
+  terminal.Json(json);
+}
+
+void PrintSummary(const CompareSummary& s, Terminal& terminal) {
+  if (terminal.json) {
+    terminal.Json(Json{{"event", "compared"},
+                       {"same", s.same()},
+                       {"added", s.added},
+                       {"removed", s.removed},
+                       {"changed", s.changed},
+                       {"equal", s.equal},
+                       {"by_digest", s.by_digest},
+                       {"by_bytes", s.by_bytes},
+                       {"bytes_read", s.bytes_read}});
+    return;
+  }
+  if (terminal.quiet) return;
+  std::string text = s.same() ? fmt::format("no difference: {} equal", s.equal)
+                              : fmt::format("{} added, {} removed, {} changed, {} equal", s.added,
+                                            s.removed, s.changed, s.equal);
+  text += fmt::format("; {} compared by digest, {} by bytes", s.by_digest, s.by_bytes);
+  if (s.bytes_read > 0) text += fmt::format(" ({} read)", HumanBytes(s.bytes_read));
+  terminal.Line(text);
+}
+
+}  // namespace
+
+int RunDiff(const DiffArgs& args, Terminal& terminal) {
+  FileSystem& fs = HostFileSystem();
+  const auto first = OpenSource(fs, args.first, terminal);
+  if (!first.ok()) return terminal.Fail(first.status());
+  const auto second = OpenSource(fs, args.second, terminal);
+  if (!second.ok()) return terminal.Fail(second.status());
+  const auto map = ReadKeyMap(fs, args.map);
+  if (!map.ok()) return terminal.Fail(map.status());
+  std::optional<KeyRenames> names;
+  if (map.value()) {
+    auto made = KeyRenames::Make(first.value()->index(), *map.value());
+    if (!made.ok()) return terminal.Fail(made.status());
+    names = std::move(made).value();
+  }
+  Result<CompareSummary> summary = [&] {
+    Progress progress(terminal, "diff");
+    CompareOptions options;
+    options.values = args.values;
+    options.keys = args.keys;
+    options.first_names = names ? &*names : nullptr;
+    options.progress = [&](std::uint64_t done, std::uint64_t total) { progress.Set(done, total); };
+    return CompareCheckpoints(*first.value(), *second.value(), options, [&](const Difference& d) {
+      terminal.json ? PrintJson(d, terminal) : PrintText(d, terminal);
+      return Status();
+    });
+  }();
+  if (!summary.ok()) return terminal.Fail(summary.status());
+  PrintSummary(summary.value(), terminal);
+  const int flushed = terminal.Flush();
+  if (flushed != kDone) return flushed;
+  return summary.value().same() ? kDone : kCheckFailed;
+}
+
+}  // namespace tensormount::tools

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "mount-tools/layout.h"
+
+#include <limits>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "mount-tools/commands.h"
+#include "mount-tools/source.h"
+
+namespace tensormount::tools {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr std::size_t kTableRows = 40;
+
+std::vector<std::int64_t> List(const Dims& dims) { return {dims.begin(), dims.end()}; }
+
+Json ToJson(const Layout& layout) {
+  static constexpr const char* kKinds[] = {"rank", "part", "mount", "file"};
+  Json json = {{"key", layout.key},           {"dtype", layout.dtype},
+               {"shape", List(layout.shape)}, {"bytes", layout.bytes},
+               {"checkpoint", layout.source}, {"files", layout.files},
+               {"elements", layout.elements}, {"elements_in_chunks", layout.covered},
+               {"holders", Json::array()},    {"chunks", Json::array()}};
+  if (!layout.layer_note.empty()) json["layer"] = layout.layer_note;
+  for (const LayoutHolder& holder : layout.holders) {
+    Json item = {{"kind", kKinds[static_cast<std::size_t>(holder.kind)]},
+                 {"name", holder.name},
+                 {"chunks", holder.chunks},
+                 {"bytes", holder.bytes}};
+    const bool numbered =
+        holder.kind == LayoutHolder::Kind::kRank || holder.kind == LayoutHolder::Kind::kPart;
+    if (numbered) item["number"] = holder.number;
+    json["holders"].push_back(std::move(item));
+  }
+  for (const LayoutChunk& chunk : layout.chunks) {
+    Json item = {{"region", chunk.region}};
+    for (const Box& box : chunk.boxes) {
+      item["boxes"].push_back({{"begin", List(box.begin())}, {"extent", List(box.extent())}});
+    }
+    item["holder"] = chunk.holder;
+    item["file"] = chunk.file;
+    item["offset"] = chunk.offset;
+    item["length"] = chunk.length;
+    item["strided"] = chunk.strides.rank() > 0;
+    if (chunk.strides.rank() > 0) item["strides"] = List(chunk.strides);
+    if (!chunk.hash.empty()) item["hash"] = chunk.hash;
+    json["chunks"].push_back(std::move(item));
+  }
+  return json;
+}
+
+}  // namespace
+
+int RunLayout(const LayoutArgs& args, Terminal& terminal) {
+  FileSystem& fs = HostFileSystem();
+  const auto opened = OpenSource(fs, args.source, terminal);
+  if (!opened.ok()) return terminal.Fail(opened.status());
+  const auto layout = DescribeLayout(*opened.value(), args.key);
+  if (!layout.ok()) {
+    return terminal.Fail(layout.status(), layout.status().code() == Code::kNotFound
+                                              ? "`tensormount ls SOURCE` lists the keys"
+                                              : std::string_view());
+  }
+  const bool to_files = !args.svg.empty() || !args.html.empty();
+  for (const bool svg : {true, false}) {
+    const std::string& path = svg ? args.svg : args.html;
+    if (path.empty()) continue;
+    const std::string text = svg ? LayoutSvg(layout.value()) : LayoutHtml(layout.value());
+    const Status written =
+        path == "-" ? terminal.Write(text.data(), text.size()) : fs.ReplaceFile(path, text);
+    if (!written.ok()) return terminal.Fail(written);
+    if (path != "-" && !terminal.json && !terminal.quiet) {
+      terminal.Line(fmt::format("{}: {} chunks of {}, {}", path, layout.value().chunks.size(),
+                                args.key, HumanBytes(text.size())));
+    }
+  }
+  if (terminal.json) {
+    terminal.Json(ToJson(layout.value()));
+  } else if (!to_files) {
+    terminal.Line(
+        LayoutText(layout.value(), Terminal::Columns(), terminal.colours(),
+                   terminal.verbose ? std::numeric_limits<std::size_t>::max() : kTableRows));
+  }
+  return terminal.Flush();
+}
+
+}  // namespace tensormount::tools

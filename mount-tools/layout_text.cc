@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <fmt/core.h>
+
+#include "mount-tools/layout.h"
+#include "mount-tools/terminal.h"
+
+namespace tensormount::tools {
+namespace {
+
+constexpr int kMostWidth = 72;  // Cells of a picture.
+constexpr int kMostHeight = 24;
+constexpr std::size_t kMostLegend = 32;
+constexpr std::size_t kMostTextPanels = 4;
+
+// Which lines meet in a character: left, right, up, down.
+constexpr const char* kLines[16] = {" ", "╴", "╶", "─", "╵", "┘", "└", "┴",
+                                    "╷", "┐", "┌", "┬", "│", "┤", "├", "┼"};
+// Of 256 terminal colours, light ones, on which black can be read.
+constexpr int kPalette[] = {117, 215, 157, 218, 229, 183, 123, 180, 152, 211, 194, 189};
+
+class PanelText {
+ public:
+  PanelText(const Layout& layout, const LayoutPanel& panel, int width, bool colours)
+      : layout_(layout),
+        panel_(panel),
+        colours_(colours),
+        row_edges_(RowEdges(layout.picture, panel)),
+        column_edges_(ColumnEdges(layout.picture, panel)) {
+    const LayoutPicture& picture = layout.picture;
+    for (const std::int64_t edge : row_edges_) {
+      margin_ = std::max(margin_, static_cast<int>(std::to_string(edge).size()));
+    }
+    if (picture.row_label.empty()) margin_ = 0;
+    // Characters are twice as high as wide.
+    width_ = std::clamp(width - margin_ - 2, 16, kMostWidth);
+    const double shape = static_cast<double>(picture.rows) / static_cast<double>(picture.columns);
+    if (picture.row_label.empty()) {
+      height_ = 2;
+    } else {
+      if (shape > 4) width_ = std::min(width_, 40);
+      const auto pieces = static_cast<double>(row_edges_.size() - 1);
+      height_ = static_cast<int>(std::clamp(std::max(width_ * shape / 2, 2 * pieces), 4.0,
+                                            static_cast<double>(kMostHeight)));
+    }
+  }
+
+  std::string Draw() {
+    const LayoutScale rows(row_edges_, layout_.picture.rows, height_, 2);
+    const LayoutScale columns(column_edges_, layout_.picture.columns, width_, 6);
+    raster_ = Rasterize(panel_, rows, columns, height_, width_);
+    Letter(rows, columns);
+    std::string text;
+    if (!panel_.title.empty()) text += panel_.title + "\n";
+    text += std::string(Margin(), ' ') + Ruler(columns) + "\n";
+    for (int y = 0; y <= height_; ++y) {
+      text += RowLabel(rows, y);
+      for (int x = 0; x <= width_; ++x) text += Character(y, x);
+      while (text.back() == ' ') text.pop_back();
+      text += "\n";
+    }
+    const std::size_t hidden = Hidden();
+    if (hidden > 0) {
+      text += fmt::format("{} of {} boxes are too small to be seen\n", hidden, panel_.rects.size());
+    }
+    return text;
+  }
+
+ private:
+  std::size_t Margin() const { return static_cast<std::size_t>(margin_ == 0 ? 0 : margin_ + 1); }
+
+  std::size_t Hidden() const {
+    std::vector<bool> seen(panel_.rects.size());
+    for (const int rect : raster_.cells) {
+      if (rect >= 0) seen[static_cast<std::size_t>(rect)] = true;
+    }
+    return static_cast<std::size_t>(std::count(seen.begin(), seen.end(), false));
+  }
+
+  std::string Ruler(const LayoutScale& columns) const {
+    std::string line;
+    for (const std::int64_t edge : columns.edges()) {
+      const auto at = static_cast<std::size_t>(columns.At(edge));
+      const std::string number = std::to_string(edge);
+      if (!line.empty() && at < line.size() + 1) continue;
+      line.resize(at, ' ');
+      line += number;
+    }
+    return line;
+  }
+
+  std::string RowLabel(const LayoutScale& rows, int y) const {
+    if (margin_ == 0) return "";
+    if (y == height_) return fmt::format("{:>{}} ", rows.edges().back(), margin_);
+    for (const std::int64_t edge : rows.edges()) {
+      if (rows.At(edge) == y) return fmt::format("{:>{}} ", edge, margin_);
+    }
+    return std::string(Margin(), ' ');
+  }
+
+  int Group(int y, int x) const {
+    const int rect = raster_.At(y, x);
+    return rect < 0 ? rect : static_cast<int>(panel_.rects[static_cast<std::size_t>(rect)].group);
+  }
+
+  // The character at a corner of four cells: lines between cells of two groups, or a letter.
+  std::string Character(int y, int x) const {
+    const int up_left = Group(y - 1, x - 1);
+    const int up_right = Group(y - 1, x);
+    const int down_left = Group(y, x - 1);
+    const int down_right = Group(y, x);
+    const unsigned lines = (up_left != down_left ? 1U : 0U) | (up_right != down_right ? 2U : 0U) |
+                           (up_left != up_right ? 4U : 0U) | (down_left != down_right ? 8U : 0U);
+    if (lines != 0) return kLines[lines];
+    const int rect = raster_.At(y, x);
+    if (rect < 0) return "░";
+    const char letter = letters_[static_cast<std::size_t>(y * (width_ + 1) + x)];
+    if (!colours_) return std::string(1, letter);
+    const std::size_t holder =
+        layout_.chunks[panel_.rects[static_cast<std::size_t>(rect)].chunk].holder;
+    return fmt::format("\033[30;48;5;{}m{}\033[0m", kPalette[holder % std::size(kPalette)], letter);
+  }
+
+  // A name in the middle of every rectangle that has room for one.
+  void Letter(const LayoutScale& rows, const LayoutScale& columns) {
+    letters_.assign(static_cast<std::size_t>((height_ + 1) * (width_ + 1)), ' ');
+    std::size_t last_group = panel_.rects.size() + layout_.chunks.size();
+    for (const LayoutRect& rect : panel_.rects) {
+      if (rect.group == last_group) continue;  // The pieces of a run: its first one has it.
+      const int top = rows.At(rect.row_begin) + 1;
+      const int bottom = rows.At(rect.row_end) - 1;
+      const int left = columns.At(rect.column_begin) + 1;
+      const int right = columns.At(rect.column_end) - 1;
+      const std::size_t place = layout_.chunks[rect.chunk].holder;
+      const LayoutHolder& holder = layout_.holders[place];
+      std::string name = holder.kind == LayoutHolder::Kind::kFile ? "" : holder.name;
+      const auto room = static_cast<std::size_t>(std::max(0, right - left + 1));
+      if (name.empty() || name.size() > room) name = holder.Short(place);
+      if (top > bottom || name.size() > room) continue;
+      last_group = rect.group;
+      const std::size_t start =
+          static_cast<std::size_t>((top + bottom) / 2) * static_cast<std::size_t>(width_ + 1) +
+          static_cast<std::size_t>(left) + (room - name.size()) / 2;
+      letters_.replace(start, name.size(), name);
+    }
+  }
+
+  const Layout& layout_;
+  const LayoutPanel& panel_;
+  const bool colours_;
+  const std::vector<std::int64_t> row_edges_;
+  const std::vector<std::int64_t> column_edges_;
+  int margin_ = 0;
+  int width_ = 0;
+  int height_ = 0;
+  LayoutRaster raster_;
+  std::string letters_;
+};
+
+std::vector<std::int64_t> Edges(const LayoutPanel& panel, std::int64_t extent,
+                                std::int64_t LayoutRect::*begin, std::int64_t LayoutRect::*end) {
+  std::vector<std::int64_t> edges = {0, extent};
+  for (const LayoutRect& rect : panel.rects) {
+    edges.push_back(rect.*begin);
+    edges.push_back(rect.*end);
+  }
+  std::sort(edges.begin(), edges.end());
+  edges.erase(std::unique(edges.begin(), edges.end()), edges.end());
+  return edges;
+}
+
+std::string TableText(const Layout& layout, std::size_t most) {
+  std::size_t region = 3;
+  std::size_t holder = 4;
+  std::size_t file = 4;
+  const std::size_t rows = std::min(most, layout.chunks.size());
+  for (std::size_t i = 0; i < rows; ++i) {
+    const LayoutChunk& chunk = layout.chunks[i];
+    region = std::max(region, chunk.region.size());
+    if (layout.holders[chunk.holder].kind != LayoutHolder::Kind::kFile) {
+      holder = std::max(holder, layout.holders[chunk.holder].name.size());
+    }
+    file = std::max(file, chunk.file.size());
+  }
+  std::string text = fmt::format("{:<{}}  {:<{}}  {:<{}}  {:>14}  {:>14}\n", "box", region, "from",
+                                 holder, "file", file, "offset", "bytes");
+  for (std::size_t i = 0; i < rows; ++i) {
+    const LayoutChunk& chunk = layout.chunks[i];
+    const LayoutHolder& from = layout.holders[chunk.holder];
+    const std::string who =
+        from.kind == LayoutHolder::Kind::kFile ? from.Short(chunk.holder) : from.name;
+    text += fmt::format("{:<{}}  {:<{}}  {:<{}}  {:>14}  {:>14}", chunk.region, region, who, holder,
+                        chunk.file, file, chunk.offset, chunk.length);
+    if (chunk.strides.rank() > 0) text += "  strided " + chunk.strides.ToString();
+    if (chunk.hash.empty()) text += "  no hash";
+    text += "\n";
+  }
+  if (rows < layout.chunks.size()) {
+    text += fmt::format("... and {} chunks more (-v, --json and --html have all)\n",
+                        layout.chunks.size() - rows);
+  }
+  return text;
+}
+
+}  // namespace
+
+LayoutScale::LayoutScale(std::vector<std::int64_t> edges, std::int64_t extent, int cells, int least)
+    : edges_(std::move(edges)) {
+  const auto pieces = static_cast<int>(edges_.size()) - 1;
+  const int reserved = pieces * least <= cells ? least : (pieces * 2 <= cells ? 2 : 0);
+  const int rest = cells - pieces * reserved;
+  for (std::size_t i = 0; i < edges_.size(); ++i) {
+    const double part =
+        extent == 0 ? 0 : static_cast<double>(edges_[i]) / static_cast<double>(extent);
+    cells_.push_back(static_cast<int>(i) * reserved + static_cast<int>(part * rest + 0.5));
+  }
+}
+
+int LayoutScale::At(std::int64_t edge) const {
+  const auto at = std::lower_bound(edges_.begin(), edges_.end(), edge);
+  return at == edges_.end() ? cells_.back() : cells_[static_cast<std::size_t>(at - edges_.begin())];
+}
+
+std::vector<std::int64_t> RowEdges(const LayoutPicture& picture, const LayoutPanel& panel) {
+  return Edges(panel, picture.rows, &LayoutRect::row_begin, &LayoutRect::row_end);
+}
+
+std::vector<std::int64_t> ColumnEdges(const LayoutPicture& picture, const LayoutPanel& panel) {
+  return Edges(panel, picture.columns, &LayoutRect::column_begin, &LayoutRect::column_end);
+}
+
+LayoutRaster Rasterize(const LayoutPanel& panel, const LayoutScale& rows,
+                       const LayoutScale& columns, int height, int width) {
+  LayoutRaster raster{.height = height, .width = width, .cells = {}};
+  raster.cells.assign(static_cast<std::size_t>(height) * static_cast<std::size_t>(width), -1);
+  for (std::size_t i = 0; i < panel.rects.size(); ++i) {
+    const LayoutRect& rect = panel.rects[i];
+    for (int y = rows.At(rect.row_begin); y < std::min(height, rows.At(rect.row_end)); ++y) {
+      for (int x = columns.At(rect.column_begin); x < std::min(width, columns.At(rect.column_end));
+           ++x) {
+        raster.cells[static_cast<std::size_t>(y) * static_cast<std::size_t>(width) +
+                     static_cast<std::size_t>(x)] = static_cast<int>(i);
+      }
+    }
+  }
+  return raster;
+}
+
+std::string LayoutText(const Layout& layout, int columns, bool colours, std::size_t table_rows) {
+  const LayoutPicture& picture = layout.picture;
+  std::string text =
+      fmt::format("{}  {} {}  {}\n{} {} in {} {} of {}", layout.key, layout.dtype,
+                  layout.shape.ToString(), HumanBytes(layout.bytes), layout.chunks.size(),
+                  layout.chunks.size() == 1 ? "chunk" : "chunks", layout.files,
+                  layout.files == 1 ? "file" : "files", layout.source);
+  if (layout.covered < layout.elements) {
+    text += fmt::format("; {} of {} elements are in no chunk", layout.elements - layout.covered,
+                        layout.elements);
+  }
+  text += "\n";
+  if (!layout.layer_note.empty()) text += layout.layer_note + "\n";
+  if (!picture.row_label.empty()) {
+    text += fmt::format("down: {}, across: {}\n", picture.row_label, picture.column_label);
+  }
+  for (const std::string& note : picture.notes) text += note + "\n";
+  if (layout.elements > 0) {
+    text += "\n";
+    const std::size_t panels = std::min(kMostTextPanels, picture.panels.size());
+    for (std::size_t i = 0; i < panels; ++i) {
+      text += PanelText(layout, picture.panels[i], columns, colours).Draw();
+    }
+    const std::uint64_t left = picture.panels_left_out + picture.panels.size() - panels;
+    if (left > 0) text += fmt::format("... and {} pictures more\n", left);
+  }
+  text += "\n";
+  for (std::size_t i = 0; i < std::min(kMostLegend, layout.holders.size()); ++i) {
+    const LayoutHolder& h = layout.holders[i];
+    const std::string mark = h.kind == LayoutHolder::Kind::kFile ? h.Short(i) + " " : "";
+    text += fmt::format("{}{}: {} {}, {}\n", mark, h.name, h.chunks,
+                        h.chunks == 1 ? "chunk" : "chunks", HumanBytes(h.bytes));
+  }
+  if (layout.holders.size() > kMostLegend) {
+    text += fmt::format("... and {} more\n", layout.holders.size() - kMostLegend);
+  }
+  if (!layout.chunks.empty()) text += "\n" + TableText(layout, table_rows);
+  while (!text.empty() && text.back() == '\n') text.pop_back();
+  return text;
+}
+
+}  // namespace tensormount::tools
