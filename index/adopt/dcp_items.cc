@@ -24,10 +24,10 @@ class Resolver : public ItemResolver {
 
   Status Resolve(const TensorMeta& meta, File& file, ChunkRecord& chunk) const override {
     Result<StoredTensor> read = ReadTorchItem(file, chunk.offset, chunk.length);
-    if (!read.ok()) return read.status().WithContext(Where(meta, file, chunk));
+    if (!read.ok()) return read.status().WithContext(Where(file, chunk));
     const StoredTensor& stored = read.value();
     const auto bad = [&](std::string what) {
-      return Status(Code::kDataLoss, Where(meta, file, chunk) + ": " + std::move(what));
+      return Status(Code::kDataLoss, Where(file, chunk) + ": " + std::move(what));
     };
     if (stored.dtype != meta.dtype()) {
       return bad("the item is of dtype " + std::string(InfoOf(stored.dtype).name) +
@@ -43,7 +43,7 @@ class Resolver : public ItemResolver {
                    std::to_string(chunk.region.volume()) + " elements");
       }
       if (!stored.packed) {
-        return Status(Code::kUnsupported, Where(meta, file, chunk) +
+        return Status(Code::kUnsupported, Where(file, chunk) +
                                               ": a flattened chunk whose elements are not stored "
                                               "one after the other");
       }
@@ -77,9 +77,9 @@ class Resolver : public ItemResolver {
   }
 
  private:
-  static std::string Where(const TensorMeta& meta, const File& file, const ChunkRecord& chunk) {
-    return "tensor " + meta.key() + " " + chunk.region.ToString() + ": " + file.path() +
-           ": item at byte " + std::to_string(chunk.offset);
+  // Tensor and region are the caller's to name.
+  static std::string Where(const File& file, const ChunkRecord& chunk) {
+    return file.path() + ": item at byte " + std::to_string(chunk.offset);
   }
 
   std::unordered_set<std::string> flattened_;

@@ -297,6 +297,13 @@ TEST(DcpTest, LeavesOutWhatCannotBeReadAndSaysWhy) {
               HasMessage("the item has shape [2, 3], the chunk [3, 2]"));
 }
 
+TEST(DcpTest, SharedListsDoNotMultiplyWhatIsRead) {
+  const Opened opened = MustOpen("dcp-old/shared");
+  EXPECT_THAT(opened.Keys(), Contains("a"));
+  EXPECT_LT(opened.Keys().size(), 50u);
+  EXPECT_THAT(opened.Warnings(), HasSubstr("tensors left out: it has more chunks than the file"));
+}
+
 TEST(DcpTest, ReadsMegatronWithBothKindsOfCommonState) {
   for (const std::string release : {"megatron", "megatron-0.19"}) {
     SCOPED_TRACE(release);

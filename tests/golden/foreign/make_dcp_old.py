@@ -346,6 +346,16 @@ def odd(folder):
     write(os.path.join(folder, "odd", "__9_0.distcp"), b"left over from an earlier save")
 
 
+def shared(folder):
+    """A small file that speaks of very many chunks: one list of them for all tensors."""
+    w = Writer(os.path.join(folder, "shared"), torch_2_6())
+    w.metadata("a", "f32", (100,), [((i,), (1,)) for i in range(100)])
+    for i in range(100):
+        w.metadata(f"t{i}", "f32", (100,), [])
+        w.states[f"t{i}"].chunks = w.states["a"].chunks
+    w.close()
+
+
 def olmo(folder):
     step = os.path.join(folder, "olmo", "step100")
     name = "olmo_core.distributed.checkpoint.filesystem"
@@ -384,7 +394,7 @@ def megatron(folder):
 
 def main():
     folder = sys.argv[1]
-    for make in (torch_releases, odd, olmo, megatron):
+    for make in (torch_releases, odd, shared, olmo, megatron):
         make(folder)
 
 
