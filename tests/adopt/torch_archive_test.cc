@@ -292,7 +292,7 @@ TEST_F(TorchArchiveTest, WhatWrapsATensor) {
   TensorSpec conjugate;
   conjugate.metadata = Bytes('}', Str("conj"), 0x88, 's');
   EXPECT_THAT(ReadItem(conjugate), AllOf(HasCode(Code::kUnsupported), HasMessage("conj")));
-  for (const std::string& name :
+  for (const std::string name :
        {"_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_nested_tensor",
         "_rebuild_meta_tensor_no_storage", "_rebuild_wrapper_subclass"}) {
     EXPECT_THAT(ReadItem(ArchiveOf(Glob("torch._utils", name) + ")R", payload).Finish()),
