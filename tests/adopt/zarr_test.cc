@@ -6,6 +6,7 @@
 
 #include "index/adopt/zarr_array.h"
 #include "tests/adopt/adopted.h"
+#include "tests/support/subprocess.h"
 
 namespace tensormount {
 namespace {
@@ -145,6 +146,36 @@ TEST(ZarrTest, HierarchiesOfOthers) {
   const auto alone = Adopt(MegatronZarrFormat(), c + "/nested");
   ASSERT_OK(alone);
   ExpectCells(alone.value(), "nested", DType::kF32, {5, 3, 2});
+}
+
+// tests/golden/foreign/make_zarr.py
+TEST(ZarrTest, WrittenByZarrPython218) {
+  const std::string folder = SourcePath("tests/golden/foreign/zarr-2.18/");
+  const auto plain = Adopt(MegatronZarrFormat(), folder + "plain");
+  ASSERT_OK(plain);
+  EXPECT_THAT(KeysOf(plain.value()),
+              ElementsAre("edges", "fortran", "layer/bool", "layer/nested", "scalar"));
+  EXPECT_EQ(plain.value()->index().ToContent().value().info.producer, "zarr");
+  ExpectCells(plain.value(), "edges", DType::kF32, {10, 6});
+  ExpectCells(plain.value(), "fortran", DType::kI64, {5, 7});
+  ExpectCells(plain.value(), "layer/bool", DType::kBool, {7});
+  ExpectCells(plain.value(), "layer/nested", DType::kI16, {4, 3, 5});
+  ExpectCells(plain.value(), "scalar", DType::kF64, {});
+  const std::string warnings = WarningsOf(plain.value());
+  EXPECT_EQ(plain.value()->warnings().size(), 2u) << warnings;
+  EXPECT_THAT(warnings, HasSubstr("tensor blosc: left out: .zarray: compressed with blosc"));
+  EXPECT_THAT(warnings, HasSubstr("tensor sparse: left out: 3 of its chunks are not stored"));
+  const auto megatron = Adopt(MegatronZarrFormat(), folder + "megatron");
+  ASSERT_OK(megatron);
+  EXPECT_THAT(megatron.value()->warnings(), IsEmpty());
+  EXPECT_EQ(megatron.value()->index().ToContent().value().info.producer,
+            "megatron.core.dist_checkpointing");
+  ExpectCells(megatron.value(), "decoder.layers.self_attention.weight", DType::kF32, {2, 6, 4});
+  ExpectCells(megatron.value(), "uneven", DType::kF32, {7, 5});
+  ExpectCells(megatron.value(), "steps", DType::kI64, {});
+  ExpectCells(megatron.value(), "half", DType::kBF16, {6, 4});
+  ExpectCells(megatron.value(), "patched", DType::kBF16, {6, 4});
+  EXPECT_EQ(KeysOf(megatron.value()).size(), 5u);
 }
 
 TEST(ZarrTest, ChunksThatAreNotThere) {

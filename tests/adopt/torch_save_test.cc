@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// Files of torch.save of PyTorch 2.13 (tests/golden/foreign/make_torch_save.py) and such as it
+// would not write.
+#include <string>
+
+#include "index/adopt/torch_tree.h"
+#include "tests/adopt/adopted.h"
+#include "tests/adopt/zip_builder.h"
+#include "tests/support/subprocess.h"
+
+namespace tensormount {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+std::string Golden(const std::string& name) {
+  return SourcePath("tests/golden/foreign/torch-save-2.13/" + name);
+}
+
+CommonValues CommonOf(const Adopted& adopted) { return adopted->index().CommonRecords().value(); }
+
+TEST(TorchSaveTest, TensorsOfPyTorch213) {
+  const auto adopted = Adopt(TorchSaveFormat(), Golden("nested.pt"));
+  ASSERT_OK(adopted);
+  const Adopted& c = adopted.value();
+  ExpectCells(c, "model.w", DType::kF32, {4, 6});
+  ExpectCells(c, "model.transposed", DType::kF32, {4, 6});
+  ExpectCells(c, "model.permuted", DType::kI32, {2, 3, 4});
+  ExpectCells(c, "model.window", DType::kF32, {4, 4});
+  ExpectCells(c, "model.first_half", DType::kF32, {3, 4});
+  ExpectCells(c, "model.second_half", DType::kF32, {12});
+  ExpectCells(c, "model.tied", DType::kF32, {5});
+  ExpectCells(c, "model.tied_too", DType::kF32, {5});
+  ExpectCells(c, "model.parameter", DType::kF32, {3, 3});
+  ExpectCells(c, "model.bf16", DType::kBF16, {5, 3});
+  ExpectCells(c, "model.f16", DType::kF16, {6});
+  ExpectCells(c, "model.f64", DType::kF64, {6});
+  ExpectCells(c, "model.f8", DType::kF8E4M3, {4, 4});
+  ExpectCells(c, "model.i64", DType::kI64, {7});
+  ExpectCells(c, "model.u16", DType::kU16, {7});
+  ExpectCells(c, "model.u8", DType::kU8, {7});
+  ExpectCells(c, "model.bool", DType::kBool, {7});
+  ExpectCells(c, "model.c64", DType::kC64, {3});
+  ExpectCells(c, "model.scalar", DType::kF32, {});
+  ExpectCells(c, "model.empty", DType::kF32, {0, 3});
+  std::string threes;
+  for (int i = 0; i < 4; ++i) threes += CellBytes(DType::kF32, 0);
+  EXPECT_THAT(ReadTensor(c, "model.expanded"), IsOkAndHolds(threes));
+  ExpectCells(c, "optimizer.state.0.step", DType::kF32, {});
+  ExpectCells(c, "optimizer.state.0.exp_avg", DType::kF32, {4, 6});
+  ExpectCells(c, "optimizer.state.1.exp_avg", DType::kF32, {2});
+  ExpectCells(c, "list.0", DType::kI64, {2});
+  ExpectCells(c, "list.1.x", DType::kI64, {3});
+  // {"a": {"b": ...}, "a.b": ...}: the first has the name, the second is spelled out.
+  ExpectCells(c, "a.b", DType::kF32, {2});
+  ExpectCells(c, "[\"a.b\"]", DType::kF32, {3});
+  EXPECT_EQ(KeysOf(c).size(), 28u);
+  const std::string warnings = WarningsOf(c);
+  EXPECT_EQ(c->warnings().size(), 2u) << warnings;
+  EXPECT_THAT(warnings, HasSubstr("tensor model.sparse: left out: "));
+  EXPECT_THAT(warnings, HasSubstr("an item is left out: its key is neither text nor a number"));
+}
+
+TEST(TorchSaveTest, EverythingElseIsCommon) {
+  const auto adopted = Adopt(TorchSaveFormat(), Golden("nested.pt"));
+  ASSERT_OK(adopted);
+  const CommonValues common = CommonOf(adopted.value());
+  std::vector<std::string> names;
+  for (const auto& [name, value] : common) names.push_back(name);
+  EXPECT_THAT(names, ElementsAre("[\"a.c\"]", "a.c", "args", "epoch", "list.2",
+                                 "optimizer.param_groups", "optimizer.state.1.step"));
+  EXPECT_EQ(common.at("a.c"), CommonValue(1));
+  EXPECT_EQ(common.at("[\"a.c\"]"), CommonValue(2));
+  EXPECT_EQ(common.at("epoch"), CommonValue(3));
+  EXPECT_EQ(common.at("list.2"), CommonValue(5));
+  EXPECT_EQ(common.at("optimizer.state.1.step"), CommonValue(7));
+  EXPECT_EQ(common.at("optimizer.param_groups").At("[0].lr").value(), CommonValue(0.125));
+  EXPECT_EQ(common.at("optimizer.param_groups").At("[0].betas(1)").value(), CommonValue(0.95));
+  EXPECT_EQ(common.at("args").At("seed").value(), CommonValue(1));
+  EXPECT_EQ(common.at("args").At("path").value(), CommonValue("/data/x"));
+}
+
+TEST(TorchSaveTest, RootsThatAreNoDict) {
+  const auto alone = Adopt(TorchSaveFormat(), Golden("alone.weights.pth"));
+  ASSERT_OK(alone);
+  EXPECT_THAT(KeysOf(alone.value()), ElementsAre("alone.weights"));
+  ExpectCells(alone.value(), "alone.weights", DType::kF32, {3, 2});
+  const auto number = Adopt(TorchSaveFormat(), Golden("number.pt"));
+  ASSERT_OK(number);
+  EXPECT_EQ(CommonOf(number.value()).at("number"), CommonValue(17));
+  const auto plain = Adopt(TorchSaveFormat(), Golden("plain.bin"));
+  ASSERT_OK(plain);
+  EXPECT_THAT(KeysOf(plain.value()), IsEmpty());
+  const CommonValues common = CommonOf(plain.value());
+  EXPECT_EQ(common.size(), 3u);
+  EXPECT_EQ(common.at("epoch"), CommonValue(4));
+  EXPECT_EQ(common.at("5"), CommonValue());
+}
+
+TEST(TorchSaveTest, RefusesByName) {
+  const auto old = Adopt(TorchSaveFormat(), Golden("old.pt"));
+  EXPECT_THAT(old, HasCode(Code::kUnsupported));
+  EXPECT_THAT(old, HasMessage("written by torch.save before 1.6"));
+  const auto script = Adopt(TorchSaveFormat(), Golden("script.pt"));
+  EXPECT_THAT(script, HasCode(Code::kUnsupported));
+  EXPECT_THAT(script, HasMessage("a TorchScript archive"));
+  const auto refused = Adopt(TorchSaveFormat(), Golden("refused.pt"));
+  EXPECT_THAT(refused, HasCode(Code::kUnsupported));
+  EXPECT_THAT(refused, HasMessage("functools.partial"));
+}
+
+TEST(TorchSaveTest, HuggingFacesOldForm) {
+  const auto adopted = Adopt(TorchSaveFormat(), Golden("hf"));
+  ASSERT_OK(adopted);
+  EXPECT_THAT(KeysOf(adopted.value()), ElementsAre("embed.w", "head.w", "layers.0.w"));
+  ExpectCells(adopted.value(), "embed.w", DType::kBF16, {4, 2});
+  ExpectCells(adopted.value(), "head.w", DType::kBF16, {4, 2});
+  ExpectCells(adopted.value(), "layers.0.w", DType::kBF16, {4, 3});
+  const std::string warnings = WarningsOf(adopted.value());
+  EXPECT_THAT(warnings, HasSubstr("file pytorch_model-00003-of-00002.bin is missing: 1 tensors, "
+                                  "gone.w the first, are left out"));
+  EXPECT_THAT(warnings, HasSubstr("tensor lost.w: left out: it is not in pytorch_model-00002"));
+}
+
+TEST(TorchSaveTest, MegatronsRankFolders) {
+  const auto adopted = Adopt(TorchSaveFormat(), Golden("ranks"));
+  ASSERT_OK(adopted);
+  EXPECT_THAT(adopted.value()->warnings(), IsEmpty());
+  EXPECT_THAT(KeysOf(adopted.value()),
+              ElementsAre("mp_rank_00/distrib_optim/0.param", "mp_rank_00/model.language_model.w",
+                          "mp_rank_01/distrib_optim/0.param", "mp_rank_01/model.language_model.w"));
+  ExpectCells(adopted.value(), "mp_rank_00/model.language_model.w", DType::kF32, {3, 1});
+  ExpectCells(adopted.value(), "mp_rank_01/model.language_model.w", DType::kF32, {3, 2});
+  ExpectCells(adopted.value(), "mp_rank_01/distrib_optim/0.param", DType::kF32, {6});
+  const CommonValues common = CommonOf(adopted.value());
+  EXPECT_EQ(common.at("mp_rank_01/iteration"), CommonValue(10));
+  EXPECT_EQ(common.at("mp_rank_00/args").At("tensor_model_parallel_size").value(), CommonValue(2));
+}
+
+TEST(TorchSaveTest, IndexesLeadNowhereElse) {
+  const TempDir dir;
+  const auto adopt = [&](const std::string& json) {
+    PutFile(dir.Join("c/pytorch_model.bin.index.json"), json);
+    return Adopt(TorchSaveFormat(), dir.Join("c"));
+  };
+  EXPECT_THAT(adopt(R"({"weight_map":{"w":"../../x.bin"}})"), HasCode(Code::kPermissionDenied));
+  EXPECT_THAT(adopt(R"({"weight_map":{"w":"/etc/passwd"}})"), HasCode(Code::kDataLoss));
+  EXPECT_THAT(adopt(R"({"weight_map":{"w":7}})"), HasMessage("weight_map names no file for w"));
+  EXPECT_THAT(adopt(R"({"weight_map":{"w":"a","w":"b"}})"), HasMessage("'w' occurs twice"));
+  EXPECT_THAT(adopt(R"({"weight_map":[]})"), HasMessage("has no object 'weight_map'"));
+  EXPECT_THAT(adopt("{}"), HasMessage("has no object 'weight_map'"));
+}
+
+// A zip around a pickle that was written by hand.
+std::string Archive(const std::string& pickle) {
+  ZipBuilder zip;
+  zip.Add("x/data.pkl", pickle);
+  zip.Add("x/byteorder", "little");
+  zip.Add("x/version", "3\n");
+  return zip.Finish();
+}
+
+// Tuples that hold the one before twice: 2^60 paths, or circles, out of some hundred bytes.
+TEST(TorchSaveTest, ValuesThatHoldEachOtherEndSomewhere) {
+  const TempDir dir;
+  std::string doubled = "\x80\x02]q";
+  doubled += '\0';
+  for (char i = 0; i < 60; ++i) {
+    doubled += 'h';
+    doubled += i;
+    doubled += "\x86q";
+    doubled += static_cast<char>(i + 1);
+  }
+  doubled += '.';
+  PutFile(dir.Join("doubled.pt"), Archive(doubled));
+  const auto bomb = Adopt(TorchSaveFormat(), dir.Join("doubled.pt"));
+  EXPECT_THAT(bomb, HasCode(Code::kDataLoss));
+  EXPECT_THAT(bomb, HasMessage("hold each other so often"));
+  // {"self": itself}
+  std::string circle = "\x80\x02}q";
+  circle += '\0';
+  circle += std::string("X\4\0\0\0self", 9) + "h";
+  circle += '\0';
+  circle += "s.";
+  PutFile(dir.Join("circle.pt"), Archive(circle));
+  const auto adopted = Adopt(TorchSaveFormat(), dir.Join("circle.pt"));
+  ASSERT_OK(adopted);
+  EXPECT_THAT(WarningsOf(adopted.value()), HasSubstr("common value self: left out"));
+}
+
+TEST(TorchNamesTest, NoTwoPathsHaveOneName) {
+  using Part = TorchNames::Part;
+  TorchNames names;
+  EXPECT_EQ(names.Of("", {Part{"a"}, Part{"b"}}), "a.b");
+  EXPECT_EQ(names.Of("", {Part{"a.b"}}), "[\"a.b\"]");
+  EXPECT_EQ(names.Of("", {Part{"[\"a.b\"]"}}), "[\"[\\\"a.b\\\"]\"]");
+  EXPECT_EQ(names.Of("", {Part{"x"}, Part{"0", true}}), "x.0");
+  EXPECT_EQ(names.Of("", {Part{"x"}, Part{"0"}}), "[\"x\"][\"0\"]");
+  EXPECT_EQ(names.Of("", {Part{""}}), "[\"\"]");
+  EXPECT_EQ(names.Of("r/", {Part{""}}), "r/[\"\"]");
+  EXPECT_EQ(names.Of("r/", {Part{"a"}, Part{"b"}}), "r/a.b");
+  // Whoever has a key like that gets it all the same, somehow.
+  TorchNames odd;
+  EXPECT_EQ(odd.Of("", {Part{"[\"a.b\"]"}}), "[\"a.b\"]");
+  EXPECT_EQ(odd.Of("", {Part{"a"}, Part{"b"}}), "a.b");
+  EXPECT_EQ(odd.Of("", {Part{"a.b"}}), "[\"a.b\"]'");
+}
+
+}  // namespace
+}  // namespace tensormount
