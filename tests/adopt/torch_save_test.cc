@@ -190,6 +190,31 @@ TEST(TorchSaveTest, ValuesThatHoldEachOtherEndSomewhere) {
   EXPECT_THAT(WarningsOf(adopted.value()), HasSubstr("common value self: left out"));
 }
 
+// Whom the whole table of formats gives a source to.
+TEST(FormatsTest, EachFindsItsOwn) {
+  const std::pair<const char*, const char*> kinds[] = {
+      {"torch-save-2.13/nested.pt", "torch.save"},
+      {"torch-save-2.13/alone.weights.pth", "torch.save"},
+      {"torch-save-2.13/plain.bin", "torch.save"},
+      {"torch-save-2.13/hf", "torch.save"},
+      {"torch-save-2.13/ranks", "megatron-lm"},
+      {"numpy-2.4/folder", "numpy"},
+      {"numpy-2.4/folder/w.npy", "numpy"},
+      {"numpy-2.4/stored.npz", "numpy"},
+      {"zarr-2.18/plain", "zarr"},
+      {"zarr-2.18/plain/layer/nested", "zarr"},
+      {"zarr-2.18/megatron", "megatron.core.dist_checkpointing"},
+  };
+  for (const auto& [name, producer] : kinds) {
+    const auto folder = ForeignFolder::Open(
+        HostFileSystem(), SourcePath(std::string("tests/golden/foreign/") + name), {});
+    ASSERT_OK(folder);
+    const auto found = ReadForeign(folder.value());
+    ASSERT_OK(found);
+    EXPECT_EQ(found.value().content.info.producer, producer) << name;
+  }
+}
+
 TEST(TorchNamesTest, NoTwoPathsHaveOneName) {
   using Part = TorchNames::Part;
   TorchNames names;
