@@ -1,0 +1,413 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/export/export.h"
+
+#include <atomic>
+#include <cerrno>
+#include <mutex>
+
+#include "base/crc32.h"
+#include "index/adopt/open_source.h"
+#include "index/adopt/zip_archive.h"
+#include "tests/fs/vfs_ops.h"
+#include "tests/support/power_cut.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace tensormount::fs {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+// Names of files below a folder (or "" for a file) and their bytes.
+using Tree = std::map<std::string, std::string>;
+
+Result<Tree> ReadTree(FileSystem& fs, const std::string& path, const std::string& prefix = "") {
+  Tree out;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(path));
+  if (info.kind == FileKind::kFile) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(out[prefix], fs.ReadFile(path, 1 << 26));
+    return out;
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto entries, fs.List(path));
+  for (const DirectoryEntry& entry : entries) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(Tree below,
+                                 ReadTree(fs, JoinPath(path, entry.name),
+                                          prefix.empty() ? entry.name : prefix + "/" + entry.name));
+    out.merge(below);
+  }
+  return out;
+}
+
+Result<Tree> ReadView(FileOps& ops, const std::string& path, const std::string& prefix = "") {
+  Tree out;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileStat stat, ops.Stat(path));
+  if (stat.kind == FileKind::kFile) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(out[prefix], ops.ReadAll(path));
+    return out;
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, ops.List(path));
+  for (const std::string& name : names) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        Tree below, ReadView(ops, path + "/" + name, prefix.empty() ? name : prefix + "/" + name));
+    out.merge(below);
+  }
+  return out;
+}
+
+// Every type that torch has, shapes with and without elements, a tensor of several blocks, names
+// that no filesystem could hold.
+TinySpec WideSpec() {
+  TinySpec spec = StrangeTinySpec();
+  int n = 0;
+  for (const DTypeInfo& info : AllDTypes()) {
+    if (info.torch.empty()) continue;
+    spec.tensors.push_back({.key = "types." + std::string(info.name),
+                            .dtype = info.dtype,
+                            .shape = Dims({3, 5}),
+                            .seed = static_cast<std::uint64_t>(100 + n++)});
+  }
+  spec.tensors.push_back({.key = "scalar", .dtype = DType::kBF16, .shape = Dims(), .seed = 90});
+  spec.tensors.push_back(
+      {.key = "nothing", .dtype = DType::kF32, .shape = Dims({3, 0, 2}), .seed = 91});
+  spec.tensors.push_back(
+      {.key = "ones", .dtype = DType::kI16, .shape = Dims({1, 1, 700, 3}), .seed = 92, .parts = 1});
+  spec.tensors.push_back({.key = "large",
+                          .dtype = DType::kF32,
+                          .shape = Dims({900, 1201}),
+                          .seed = 93,
+                          .parts = 3,
+                          .axis = 1});
+  spec.common["args"] = CommonDict{{{"lr", 0.5}, {"betas", CommonTuple{{0.9, 0.95}}}}};
+  return spec;
+}
+
+class ExportTest : public testing::Test {
+ protected:
+  void Write(const TinySpec& spec) {
+    ASSERT_OK(WriteTinyCheckpoint(HostFileSystem(), dir_.Join("store"), "step-1", spec));
+    Open();
+  }
+  void Open() {
+    ASSERT_OK_AND_ASSIGN(source_,
+                         OpenedCheckpoint::Open(HostFileSystem(), dir_.Join("store/step-1"), {}));
+  }
+  // On so many ranks; all must say the same.
+  Result<ExportReport> Run(const std::string& name, const ExportOptions& options, int ranks = 1,
+                           FileSystem* fs = nullptr) {
+    std::mutex mutex;
+    std::vector<Result<ExportReport>> all;
+    const Status status = RunOnThreads(ranks, [&](Communicator& comm) -> Status {
+      Result<ExportReport> mine = Export(fs != nullptr ? *fs : HostFileSystem(), {}, source_,
+                                         dir_.Join("out/") + name, comm, options);
+      const Status mine_status = mine.status();
+      const std::lock_guard lock(mutex);
+      if (comm.rank() == 0) {
+        all.insert(all.begin(), std::move(mine));
+      } else {
+        all.push_back(std::move(mine));
+      }
+      return mine_status;
+    });
+    for (const auto& one : all) EXPECT_EQ(one.status().code(), status.code());
+    return all.at(0);
+  }
+  std::vector<std::string> Out() {
+    std::vector<std::string> names;
+    const auto entries = HostFileSystem().List(dir_.Join("out"));
+    if (!entries.ok()) return {"unreadable"};
+    for (const DirectoryEntry& entry : entries.value()) names.push_back(entry.name);
+    return names;
+  }
+  void SetUp() override { ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("out"))); }
+
+  TempDir dir_;
+  std::shared_ptr<OpenedCheckpoint> source_;
+};
+
+TEST_F(ExportTest, FilesOfViewsAreThoseOfTheMount) {
+  TinySpec spec = WideSpec();
+  // What safetensors has no type for.
+  std::erase_if(spec.tensors, [](const TinyTensor& t) { return t.dtype == DType::kC128; });
+  Write(spec);
+  VfsOptions mounted{.source = dir_.Join("store/step-1"), .list_views = true};
+  mounted.hf.part_bytes = 1 << 20;
+  ASSERT_OK_AND_ASSIGN(auto vfs, Vfs::Open(HostFileSystem(), mounted));
+  VfsOps ops(*vfs);
+  const std::pair<ExportFormat, const char*> kFormats[] = {
+      {ExportFormat::kSafetensors, "model.safetensors"},
+      {ExportFormat::kHf, "hf"},
+      {ExportFormat::kNpy, "npy"},
+      {ExportFormat::kZarr, "zarr"}};
+  for (const auto& [format, view] : kFormats) {
+    ASSERT_OK_AND_ASSIGN(const Tree want, ReadView(ops, view));
+    for (const int ranks : {1, 2, 4}) {
+      ExportOptions options;
+      options.format = format;
+      options.hf = mounted.hf;
+      std::atomic<std::uint64_t> progress{0};
+      options.progress = &progress;
+      const std::string name = std::string(view) + "-" + std::to_string(ranks);
+      ASSERT_OK_AND_ASSIGN(const ExportReport report, Run(name, options, ranks));
+      ASSERT_OK_AND_ASSIGN(const Tree got, ReadTree(HostFileSystem(), dir_.Join("out/") + name));
+      EXPECT_TRUE(got == want) << name;
+      EXPECT_EQ(report.files, want.size());
+      EXPECT_EQ(report.bytes_written, report.bytes);
+      EXPECT_EQ(progress, report.bytes);
+      EXPECT_EQ(report.path, dir_.Join("out/") + name);
+      EXPECT_THAT(report.notes, testing::Contains(HasSubstr("object")));
+    }
+  }
+}
+
+// Bytes of tensors by key, as our own reader of the format finds them.
+Result<Tree> ReadForeignTensors(const std::string& path) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(HostFileSystem(), path, {}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, OpenFound(HostFileSystem(), found, {}));
+  for (const std::string& warning : opened->warnings()) {
+    if (warning.find("tensor") != std::string::npos) return Status(Code::kDataLoss, warning);
+  }
+  Tree out;
+  Status failure;
+  TENSORMOUNT_RETURN_IF_ERROR(opened->index().ForEachTensor(0, [&](const TensorEntry& tensor) {
+    std::string bytes(tensor.meta.bytes(), '\0');
+    failure = opened->ReadBytes(tensor, 0, bytes.data(), bytes.size(), ReadVerify::kOff, nullptr);
+    out[std::string(InfoOf(tensor.meta.dtype()).name) + tensor.meta.shape().ToString() + " " +
+        tensor.meta.key()] = std::move(bytes);
+    return failure.ok();
+  }));
+  TENSORMOUNT_RETURN_IF_ERROR(failure);
+  return out;
+}
+
+Tree TensorsOf(const TinySpec& spec) {
+  Tree out;
+  for (const TinyTensor& tensor : spec.tensors) {
+    out[std::string(InfoOf(tensor.dtype).name) + tensor.shape.ToString() + " " + tensor.key] =
+        TinyBytes(tensor);
+  }
+  return out;
+}
+
+TEST_F(ExportTest, TorchFormatsHoldEveryTensor) {
+  const TinySpec spec = WideSpec();
+  Write(spec);
+  const Tree want = TensorsOf(spec);
+  for (const int ranks : {1, 2, 4}) {
+    for (const ExportFormat format : {ExportFormat::kDcp, ExportFormat::kTorch}) {
+      ExportOptions options;
+      options.format = format;
+      options.dcp_piece_bytes = 1000;
+      const std::string name = std::string(ExportFormatName(format)) + std::to_string(ranks) +
+                               (format == ExportFormat::kTorch ? ".pt" : "");
+      ASSERT_OK_AND_ASSIGN(const ExportReport report, Run(name, options, ranks));
+      const Result<Tree> got = ReadForeignTensors(dir_.Join("out/") + name);
+      ASSERT_OK(got.status());
+      EXPECT_EQ(got.value().size(), want.size()) << name;
+      EXPECT_TRUE(got.value() == want) << name;
+      if (format == ExportFormat::kDcp) {
+        EXPECT_EQ(report.files, static_cast<std::uint64_t>(ranks) + 1);
+        EXPECT_THAT(report.notes, IsEmpty());
+      }
+    }
+  }
+  // The same file, whoever wrote which part of it.
+  ASSERT_OK_AND_ASSIGN(const Tree one, ReadTree(HostFileSystem(), dir_.Join("out/torch1.pt")));
+  ASSERT_OK_AND_ASSIGN(const Tree four, ReadTree(HostFileSystem(), dir_.Join("out/torch4.pt")));
+  EXPECT_TRUE(one == four);
+  ASSERT_OK_AND_ASSIGN(const auto file, HostFileSystem().OpenRead(dir_.Join("out/torch4.pt")));
+  ASSERT_OK_AND_ASSIGN(const FileInfo info, file->Stat());
+  ASSERT_OK_AND_ASSIGN(const ZipArchive archive, ZipArchive::Read(*file, 0, info.size));
+  for (const ZipEntry& entry : archive.entries()) {
+    EXPECT_EQ(entry.offset % 64, 0u) << entry.name;
+    EXPECT_EQ(Crc32Extend(0, one.at("").data() + entry.offset, entry.size), entry.crc)
+        << entry.name;
+    EXPECT_OK(CheckZipCrc(*file, entry));
+  }
+}
+
+TEST_F(ExportTest, ValuesAndObjectsOfDcp) {
+  TinySpec spec = DefaultTinySpec();
+  spec.common["torch.planner_data"] = CommonDict{{{"layers.0.w", CommonTuple{{"layers", 0, "w"}}}}};
+  Write(spec);
+  ExportOptions options;
+  options.format = ExportFormat::kDcp;
+  ASSERT_OK(Run("dcp", options, 2));
+  ASSERT_OK_AND_ASSIGN(const FoundSource found,
+                       FindSource(HostFileSystem(), dir_.Join("out/dcp"), {}));
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenFound(HostFileSystem(), found, {}));
+  ASSERT_OK_AND_ASSIGN(const CommonState common, opened->index().Common());
+  EXPECT_EQ(common.values.at("iteration"), spec.common.at("iteration"));
+  EXPECT_EQ(common.values.at("lr"), spec.common.at("lr"));
+  EXPECT_EQ(common.values.at("torch.planner_data"), spec.common.at("torch.planner_data"));
+  // Opaque objects are bytes in a pickle, and so a value again, or an archive that holds them.
+  for (const TinyObject& object : spec.objects) {
+    if (object.grid.rank() > 0) continue;
+    const auto value = common.values.find(object.key);
+    if (value != common.values.end()) {
+      EXPECT_EQ(value->second, CommonValue(CommonBytes{object.bytes}));
+      continue;
+    }
+    ASSERT_OK_AND_ASSIGN(const auto parts, opened->index().ObjectParts(object.key));
+    std::string bytes(parts.at(0).length, '\0');
+    ASSERT_OK(opened->ReadObject(parts.at(0), 0, bytes.data(), bytes.size()));
+    EXPECT_THAT(bytes, HasSubstr(object.bytes));
+  }
+}
+
+TEST_F(ExportTest, WhatAFormatLacksIsNamedAndNothingWritten) {
+  TinySpec spec = DefaultTinySpec();
+  spec.tensors.push_back({.key = "six", .dtype = DType::kF6E2M3, .shape = Dims({4, 4}), .seed = 7});
+  spec.tensors.push_back({.key = "z", .dtype = DType::kC128, .shape = Dims({2}), .seed = 8});
+  Write(spec);
+  for (const ExportFormat format : {ExportFormat::kNpy, ExportFormat::kZarr, ExportFormat::kDcp,
+                                    ExportFormat::kTorch, ExportFormat::kSafetensors}) {
+    ExportOptions options;
+    options.format = format;
+    const auto result = Run("x", options, 2);
+    EXPECT_THAT(result.status(), HasCode(Code::kUnsupported));
+    EXPECT_THAT(result.status().message(),
+                HasSubstr(format == ExportFormat::kSafetensors ? "z (c128)" : "six (f6_e2m3)"));
+  }
+  EXPECT_THAT(Out(), IsEmpty());
+}
+
+TEST_F(ExportTest, FailedWritesLeaveNothing) {
+  Write(DefaultTinySpec());
+  for (const ExportFormat format :
+       {ExportFormat::kSafetensors, ExportFormat::kNpy, ExportFormat::kDcp, ExportFormat::kTorch}) {
+    for (const FileOp op : {FileOp::kWrite, FileOp::kSync, FileOp::kOpenShared,
+                            FileOp::kSyncDirectory, FileOp::kRename}) {
+      std::atomic<int> count{0};
+      ObservedFileSystem faulty(HostFileSystem(), [&](const FileEvent& event) -> Status {
+        const bool here = event.op == op && event.path.find("/out/") != std::string::npos;
+        if (!here || ++count < 2 - (op == FileOp::kRename ? 1 : 0)) return {};
+        return Status::FromErrno(ENOSPC, "write", event.path);
+      });
+      ExportOptions options;
+      options.format = format;
+      const auto result = Run("x", options, 2, &faulty);
+      if (result.ok()) {  // One file is made by one open; there is one folder only.
+        EXPECT_LT(count, 2) << FileOpName(op);
+        ASSERT_OK(HostFileSystem().RemoveTree(dir_.Join("out/x")));
+      } else {
+        EXPECT_THAT(result.status(), HasCode(Code::kResourceExhausted)) << FileOpName(op);
+      }
+      EXPECT_THAT(Out(), IsEmpty()) << FileOpName(op);
+    }
+  }
+}
+
+TEST_F(ExportTest, DamageIsNamedAndNothingIsLeft) {
+  Write(WideSpec());
+  // Each data file, in its middle: some tensor is hit in one of them.
+  ASSERT_OK_AND_ASSIGN(const auto files, HostFileSystem().List(dir_.Join("store/step-1/data")));
+  ASSERT_FALSE(files.empty());
+  for (const DirectoryEntry& entry : files) {
+    const std::string path = dir_.Join("store/step-1/data/") + entry.name;
+    ASSERT_EQ(chmod(path.c_str(), 0644), 0);
+    ASSERT_OK_AND_ASSIGN(const auto file, HostFileSystem().OpenShared(path));
+    ASSERT_OK_AND_ASSIGN(const FileInfo info, file->Stat());
+    std::string bytes(info.size, '\0');
+    ASSERT_OK(file->ReadExactAt(0, bytes.data(), bytes.size()));
+    for (char& byte : bytes) byte = static_cast<char>(byte ^ 1);
+    ASSERT_OK(file->WriteAt(0, bytes.data(), bytes.size()));
+  }
+  for (const ExportFormat format :
+       {ExportFormat::kNpy, ExportFormat::kZarr, ExportFormat::kDcp, ExportFormat::kTorch}) {
+    ExportOptions options;
+    options.format = format;
+    const auto result = Run("x", options, 2);
+    EXPECT_THAT(result.status(), HasCode(Code::kDataLoss));
+    EXPECT_THAT(Out(), IsEmpty());
+  }
+}
+
+TEST_F(ExportTest, OnlyExportsAreReplaced) {
+  Write(DefaultTinySpec());
+  ExportOptions options;
+  options.format = ExportFormat::kDcp;
+  ASSERT_OK(Run("x", options));
+  EXPECT_THAT(Run("x", options).status(), HasCode(Code::kAlreadyExists));
+  options.replace = true;
+  ASSERT_OK(Run("x", options, 2));
+  EXPECT_THAT(Out(), ElementsAre("x"));
+  ASSERT_OK_AND_ASSIGN(const Tree dcp, ReadTree(HostFileSystem(), dir_.Join("out/x")));
+  EXPECT_TRUE(dcp.contains("__1_0.distcp"));
+  // Another format's, somebody's own files, a file where a folder is meant.
+  options.format = ExportFormat::kNpy;
+  EXPECT_THAT(Run("x", options).status(), HasCode(Code::kInvalidArgument));
+  options.format = ExportFormat::kTorch;
+  EXPECT_THAT(Run("x", options).status(), HasCode(Code::kInvalidArgument));
+  ASSERT_OK(Run("f", options));
+  ASSERT_OK(Run("f", options));
+  options.format = ExportFormat::kNpy;
+  EXPECT_THAT(Run("f", options).status(), HasCode(Code::kInvalidArgument));
+  ASSERT_OK(Run("n", options));
+  ASSERT_OK(Run("n", options));
+  ASSERT_OK(HostFileSystem().WriteFileDurably(dir_.Join("out/n/notes.txt"), "mine"));
+  EXPECT_THAT(Run("n", options).status(), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(Run("../store", options).status(), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(Run("no/such", options).status(), HasCode(Code::kNotFound));
+  EXPECT_THAT(Run("..", options).status(), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(Out(), ElementsAre("f", "n", "x"));
+}
+
+TEST_F(ExportTest, LeftoversAreTold) {
+  Write(DefaultTinySpec());
+  ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("out/x.0123abcd.tmp")));
+  ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("out/x.notes.tmp")));
+  ExportOptions options;
+  options.format = ExportFormat::kNpy;
+  ASSERT_OK_AND_ASSIGN(const ExportReport report, Run("x", options));
+  EXPECT_THAT(report.warnings, ElementsAre(HasSubstr("x.0123abcd.tmp")));
+}
+
+TEST_F(ExportTest, KeysByMap) {
+  Write(DefaultTinySpec());
+  ExportOptions options;
+  options.format = ExportFormat::kTorch;
+  ASSERT_OK_AND_ASSIGN(KeyMap map, KeyMap::FromJson(R"([{"match": "embed.*", "to": "e.*"}])"));
+  options.map = std::make_shared<const KeyMap>(std::move(map));
+  ASSERT_OK(Run("m.pt", options));
+  ASSERT_OK_AND_ASSIGN(const Tree got, ReadForeignTensors(dir_.Join("out/m.pt")));
+  EXPECT_TRUE(got.contains("bf16[8, 16] e.weight"));
+}
+
+// After a power cut at any moment there is the whole export under its name, or nothing; once the
+// call has returned, it is there.
+TEST_F(ExportTest, DurableWhenItReturns) {
+  TinySpec spec;
+  spec.writers = 1;
+  spec.tensors.push_back({.key = "a/b", .dtype = DType::kF32, .shape = Dims({5}), .seed = 1});
+  Write(spec);
+  for (const ExportFormat format : {ExportFormat::kNpy, ExportFormat::kDcp, ExportFormat::kTorch}) {
+    const std::string live = dir_.Join("live");
+    ASSERT_OK(HostFileSystem().CreateDirectory(live));
+    PowerCutFileSystem fs(live);
+    ExportOptions options;
+    options.format = format;
+    const Status status = RunOnThreads(1, [&](Communicator& comm) {
+      return Export(fs, {}, source_, live + "/x", comm, options).status();
+    });
+    ASSERT_OK(status);
+    ASSERT_OK_AND_ASSIGN(const Tree want, ReadTree(HostFileSystem(), live + "/x"));
+    Random random(7);
+    for (std::size_t k = 0; k <= fs.op_count(); ++k) {
+      ASSERT_OK(fs.Materialise(k, random, dir_.Join("after")));
+      const Result<Tree> got = ReadTree(HostFileSystem(), dir_.Join("after/x"));
+      if (got.ok()) {
+        EXPECT_TRUE(got.value() == want) << k;
+      } else {
+        EXPECT_THAT(got.status(), HasCode(Code::kNotFound));
+        EXPECT_LT(k, fs.op_count());
+      }
+      ASSERT_OK(HostFileSystem().RemoveTree(dir_.Join("after")));
+    }
+    ASSERT_OK(HostFileSystem().RemoveTree(live));
+  }
+}
+
+}  // namespace
+}  // namespace tensormount::fs

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// The texts of torch's formats: pickles and zip archives.
+#include "fs/export/torch_text.h"
+
+#include <cstring>
+
+#include <gtest/gtest.h>
+
+#include "base/crc32.h"
+#include "fs/export/pickle_writer.h"
+#include "fs/export/zip_writer.h"
+#include "index/adopt/foreign.h"
+#include "index/adopt/pickle.h"
+#include "index/adopt/zip_archive.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace tensormount::fs {
+namespace {
+
+CommonValue SomeOfEverything() {
+  CommonDict dict;
+  dict.items["none"] = CommonNone();
+  dict.items["bools"] = CommonList{{true, false}};
+  CommonList numbers;
+  for (const std::int64_t n : {0L, 1L, 255L, 256L, 65535L, 65536L, -1L, 2147483647L, 2147483648L,
+                               -2147483648L, -2147483649L, 9223372036854775807L}) {
+    numbers.items.emplace_back(n);
+  }
+  numbers.items.emplace_back(std::uint64_t{18446744073709551615u});
+  dict.items["ints"] = numbers;
+  dict.items["floats"] = CommonTuple{{0.1, -0.0, 1e308, 5e-324}};
+  dict.items["strings"] =
+      CommonList{{"", "one", "one", std::string(300, 'x'), "\xc3\xa4\xe2\x82\xac"}};
+  std::string all;
+  for (int byte = 0; byte < 256; ++byte) all.push_back(static_cast<char>(byte));
+  dict.items["bytes"] = CommonBytes{all};
+  dict.items[std::int64_t{7}] = CommonTuple();
+  dict.items["empty"] = CommonList{{CommonList(), CommonDict(), CommonTuple()}};
+  // So many strings that places in the memo need more than a byte.
+  CommonList many;
+  for (int i = 0; i < 600; ++i) many.items.emplace_back("s" + std::to_string(i % 400));
+  dict.items["many"] = many;
+  return dict;
+}
+
+TEST(PickleWriterTest, ValuesCanBeReadBack) {
+  const CommonValue value = SomeOfEverything();
+  for (const int protocol : {2, 4}) {
+    PickleWriter writer(protocol);
+    writer.Common(value);
+    ASSERT_OK_AND_ASSIGN(const pickle::Document document, pickle::Parse(writer.Finish(), {}));
+    const std::optional<CommonValue> back = CommonFromPickle(document.root());
+    ASSERT_TRUE(back.has_value()) << protocol;
+    const auto difference = FirstDifference(value, *back);
+    EXPECT_FALSE(difference.has_value())
+        << protocol << ": " << difference->path << ": " << difference->what;
+  }
+}
+
+TEST(PickleWriterTest, TensorAsTorchWritesIt) {
+  PickleWriter writer(2);
+  PickleTensor(writer, DType::kBF16, Dims({2, 3}), "0");
+  const std::string text = writer.Finish();
+  // torch 2.13's data.pkl of such a tensor, less what it puts into the memo and never uses.
+  EXPECT_EQ(text, std::string("\x80\x02"
+                              "ctorch._utils\n_rebuild_tensor_v2\nq\0((X\7\0\0\0storageq\1"
+                              "ctorch\nBFloat16Storage\nq\2X\1\0\0\0"
+                              "0q\3X\3\0\0\0cpuq\4K\6tQ"
+                              "K\0K\2K\3\x86K\3K\1\x86\x89"
+                              "ccollections\nOrderedDict\nq\5)RtR.",
+                              146));
+}
+
+// torch.save(0.1) of torch 2.13 has this length and this CRC-32.
+TEST(ZipWriterTest, ArchiveAsTorchWritesIt) {
+  PickleWriter pickle(2);
+  pickle.Float(0.1);
+  ZipWriter zip;
+  std::string text;
+  zip.Add("data.pkl", pickle.Finish(), text);
+  AddEntriesBeforeData(zip, text);
+  zip.Add("version", "3\n", text);
+  zip.Add(".data/serialization_id", "0290846867776292310400117280476085745929", text);
+  zip.Finish(text);
+  EXPECT_EQ(text.size(), 1261u);
+  EXPECT_EQ(zip.size(), text.size());
+  EXPECT_EQ(Crc32Extend(0, text.data(), text.size()), 0x8dc32befu);
+}
+
+// The same with data: [[0., 1., 2.], [3., 4., 5.]] of bfloat16; the pickle is torch's own.
+TEST(ZipWriterTest, ArchiveWithAHoleAsTorchWritesIt) {
+  const std::string pickle(
+      "\x80\x02"
+      "ctorch._utils\n_rebuild_tensor_v2\nq\0((X\7\0\0\0storageq\1ctorch\nBFloat16Storage\nq\2"
+      "X\1\0\0\0"
+      "0q\3X\3\0\0\0cpuq\4K\6tq\5QK\0K\2K\3\x86q\6K\3K\1\x86q\7\x89"
+      "ccollections\nOrderedDict\nq\10)Rq\ttq\nRq\v.",
+      157);
+  const std::string data("\0\0\x80\x3f\0\x40\x40\x40\x80\x40\xa0\x40", 12);
+  ZipWriter zip;
+  std::string text;
+  zip.Add("data.pkl", pickle, text);
+  AddEntriesBeforeData(zip, text);
+  zip.Begin("data/0", data.size(), text);
+  EXPECT_EQ(text.size() % ZipWriter::kAlignment, 0u);
+  text += data;
+  zip.End(text);
+  zip.Add("version", "3\n", text);
+  zip.Add(".data/serialization_id", "1572819951185464302603333058002045942079", text);
+  zip.Finish(text);
+  ASSERT_EQ(zip.holes().size(), 1u);
+  const std::uint32_t crc = Crc32Extend(0, data.data(), data.size());
+  for (const std::uint64_t place : zip.holes()[0].places) std::memcpy(&text[place], &crc, 4);
+  EXPECT_EQ(text.size(), 1577u);
+  EXPECT_EQ(Crc32Extend(0, text.data(), text.size()), 0xe1158e9bu);
+}
+
+// Entries over 4 GiB, and entries behind them: in a file that is mostly holes.
+TEST(ZipWriterTest, Zip64) {
+  TempDir dir;
+  constexpr std::uint64_t kHuge = (std::uint64_t{5} << 30) + 3;
+  ASSERT_OK_AND_ASSIGN(const auto file, HostFileSystem().CreateExclusive(dir.Join("a.pt")));
+  ZipWriter zip;
+  std::uint64_t at = 0;
+  std::string text;
+  const auto flush = [&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(file->WriteAt(at, text.data(), text.size()));
+    at += text.size();
+    text.clear();
+    return {};
+  };
+  zip.Add("data.pkl", "N.", text);
+  for (const auto& [name, size] : {std::pair("data/0", kHuge), {"data/1", 7}, {"data/2", 0}}) {
+    zip.Begin(name, size, text);
+    ASSERT_OK(flush());
+    EXPECT_EQ(at % ZipWriter::kAlignment, 0u) << name;
+    at += size;
+    zip.End(text);
+  }
+  zip.Add("version", "3\n", text);
+  zip.Finish(text);
+  ASSERT_OK(flush());
+  ASSERT_EQ(at, zip.size());
+  const std::string zeros(1 << 20, '\0');
+  std::uint32_t crc = 0;
+  for (std::uint64_t n = 0; n + zeros.size() <= kHuge; n += zeros.size()) {
+    crc = Crc32Combine(crc, Crc32Extend(0, zeros.data(), zeros.size()), zeros.size());
+  }
+  crc = Crc32Extend(crc, zeros.data(), 3);
+  ASSERT_EQ(zip.holes().size(), 2u);
+  for (const std::uint64_t place : zip.holes()[0].places) ASSERT_OK(file->WriteAt(place, &crc, 4));
+  crc = Crc32Extend(0, zeros.data(), 7);
+  for (const std::uint64_t place : zip.holes()[1].places) ASSERT_OK(file->WriteAt(place, &crc, 4));
+
+  ASSERT_OK_AND_ASSIGN(const ZipArchive archive, ZipArchive::Read(*file, 0, at));
+  ASSERT_EQ(archive.entries().size(), 5u);
+  ASSERT_NE(archive.Find("archive/data/0"), nullptr);
+  EXPECT_EQ(archive.Find("archive/data/0")->size, kHuge);
+  const ZipEntry* behind = archive.Find("archive/data/1");
+  ASSERT_NE(behind, nullptr);
+  EXPECT_GT(behind->header, kHuge);
+  EXPECT_EQ(behind->size, 7u);
+  EXPECT_OK(CheckZipCrc(*file, *behind));
+  EXPECT_OK(CheckZipCrc(*file, *archive.Find("archive/version")));
+}
+
+TEST(PlannerPathsTest, OnlyOfKeysThatKeepTheirNames) {
+  CommonDict dict;
+  dict.items["model.w"] = CommonTuple{{"model", "w"}};
+  dict.items["opt.1"] = CommonTuple{{"opt", 1}};
+  dict.items["bad"] = CommonTuple{{0.5}};
+  ASSERT_OK_AND_ASSIGN(const PlannerPaths paths,
+                       PlannerPaths::Make({{std::string(kPlannerData), dict}}));
+  using Path = std::vector<CommonKey>;
+  EXPECT_TRUE(paths.nested());
+  EXPECT_EQ(paths.PathOf("model.w", "model.w"), (Path{"model", "w"}));
+  EXPECT_EQ(paths.PathOf("opt.1", "opt.1"), (Path{"opt", std::int64_t{1}}));
+  EXPECT_EQ(paths.PathOf("new", "model.w"), (Path{"new"}));
+  EXPECT_EQ(paths.PathOf("model.w", "old"), (Path{"model.w"}));
+  EXPECT_EQ(paths.PathOf("bad", "bad"), (Path{"bad"}));
+}
+
+}  // namespace
+}  // namespace tensormount::fs
