@@ -19,7 +19,6 @@ constexpr const char* kVersion = "tensormount 0.1.0";
 
 // Commands that the interface fixes and that are not built yet: they answer so.
 constexpr std::pair<const char*, const char*> kNotBuilt[] = {
-    {"export", "real files in other formats"},
     {"derive", "a new checkpoint from an old one by hard links"},
     {"adopt", "indexes a foreign checkpoint in place"},
     {"compact", "turns rank shards into tensor files"},
@@ -63,6 +62,7 @@ void AddCommon(CLI::App& app, Terminal& terminal) {
 
 struct AllArgs {
   ImportArgs import;
+  ExportArgs export_;
   LoadArgs load;
   LsArgs ls;
   InfoArgs info;
@@ -161,6 +161,26 @@ void AddSaving(Program& p, AllArgs& a) {
                 "Compare every byte with this source; 1 if it differs");
   AddMap(c, a.load.map);
   AddTimeouts(c, a.load.liveness_seconds, a.load.arrival_seconds);
+}
+
+void AddExport(Program& p, AllArgs& a) {
+  ExportArgs& args = a.export_;
+  CLI::App* c =
+      p.Command("export", "Writes a source as real files in a format of others",
+                "mpirun -n 4 tensormount export STORE/step-0 model.dcp --to dcp", args, RunExport);
+  c->add_option("SOURCE", args.source)->required();
+  c->add_option("DEST", args.destination, "A file (safetensors, torch) or a folder")->required();
+  c->add_option("--to", args.to, "safetensors, hf, npy, zarr, dcp or torch")->required();
+  c->add_option("--if-exists", args.if_exists, "fail, or replace an earlier export")
+      ->capture_default_str();
+  AddMap(c, args.map);
+  c->add_option("--hf-part-size", args.hf_part_size,
+                "With --to hf: most bytes of tensors in a file (5GB)");
+  c->add_option("--hf-rules", args.hf_rules,
+                "With --to hf: JSON file of rules: what it has, by which names");
+  c->add_option("--ranks", args.ranks, "Threads to write with (1); under mpirun its ranks")
+      ->check(CLI::Range(1, 4096));
+  AddTimeouts(c, args.liveness_seconds, args.arrival_seconds);
 }
 
 void AddLooking(Program& p, AllArgs& a) {
@@ -333,6 +353,7 @@ int Run(int argc, const char* const* argv) {
   AddCommon(app, program.terminal);
   AddMounting(program, args);
   AddSaving(program, args);
+  AddExport(program, args);
   AddLooking(program, args);
   AddLifecycle(program, args);
   AddNotBuilt(program);

@@ -3,6 +3,7 @@
 #define TENSORMOUNT_MOUNT_TOOLS_COMMANDS_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,20 @@ struct ImportArgs {
   double arrival_seconds = 1800;
 };
 int RunImport(const ImportArgs& args, Terminal& terminal);
+
+struct ExportArgs {
+  std::string source;
+  std::string destination;
+  std::string to;  // Format.
+  std::string if_exists = "fail";
+  std::string map;  // JSON file; empty: none.
+  std::optional<std::string> hf_part_size;
+  std::optional<std::string> hf_rules;  // JSON file.
+  int ranks = 0;                        // 0: not given.
+  double liveness_seconds = 30;
+  double arrival_seconds = 1800;
+};
+int RunExport(const ExportArgs& args, Terminal& terminal);
 
 struct LoadArgs {
   std::string source;
