@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index/compare.h"
 
+#include <atomic>
+#include <cstring>
 #include <map>
 
+#include "index/adopt/open_source.h"
 #include "index/key_renames.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -40,7 +43,7 @@ class CompareTest : public testing::Test {
     const std::string path = dir_.path() + "/" + name + ".safetensors";
     EXPECT_OK(HostFileSystem().WriteFileDurably(
         path, std::string(reinterpret_cast<const char*>(&length), 8) + header + data));
-    auto opened = OpenedCheckpoint::OpenSafetensors(HostFileSystem(), path);
+    auto opened = OpenNamed(HostFileSystem(), path, {});
     EXPECT_OK(opened.status());
     return opened.ok() ? opened.value() : nullptr;
   }
@@ -151,8 +154,8 @@ TEST_F(CompareTest, TheFirstElementThatDiffersIsNamedWhicheverThreadFindsIt) {
     std::memcpy(&bytes[data + element * 4], &value, 4);
   }
   ASSERT_OK(HostFileSystem().WriteFileDurably(dir_.path() + "/other.safetensors", bytes));
-  ASSERT_OK_AND_ASSIGN(const auto other, OpenedCheckpoint::OpenSafetensors(
-                                             HostFileSystem(), dir_.path() + "/other.safetensors"));
+  ASSERT_OK_AND_ASSIGN(const auto other,
+                       OpenNamed(HostFileSystem(), dir_.path() + "/other.safetensors", {}));
   CompareOptions options;
   options.block_bytes = 4096;
   options.threads = 4;
