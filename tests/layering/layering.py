@@ -19,6 +19,7 @@ MAY_INCLUDE["fs"] = LAYERS + ["fs"]
 MAY_INCLUDE["lib"] = LAYERS + ["gpu", "fs", "lib"]
 MAY_INCLUDE["mount-tools"] = LAYERS + ["gpu", "fs", "mount-tools"]
 MAY_INCLUDE["bench"] = LAYERS + ["gpu", "fs", "bench"]
+MAY_INCLUDE["fuzz"] = LAYERS + ["fuzz"]
 MAY_INCLUDE["tests"] = LAYERS + ["gpu", "fs", "mount-tools", "bench", "tests"]
 MAY_INCLUDE["examples"] = []  # Public headers only.
 MAY_INCLUDE["include"] = []

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/adopt/dcp_metadata.h"
+#include "index/adopt/foreign.h"
+
+using namespace tensormount;
+
+// Of what the parser can do afterwards, and does not here.
+void ForeignBuilder::Warn(std::string) {}
+
+extern "C" int LLVMFuzzerTestOneInput(const unsigned char* data, std::size_t size) {
+  LeftOut left_out;
+  const auto metadata =
+      ParseDcpMetadata(std::string(reinterpret_cast<const char*>(data), size), left_out);
+  if (!metadata.ok()) return 0;
+  for (const DcpTensor& tensor : metadata.value().tensors) {
+    for (std::size_t i = 0; i < tensor.count; ++i) {
+      (void)metadata.value().Offsets(tensor, i);
+      (void)metadata.value().Sizes(tensor, i);
+    }
+  }
+  return 0;
+}

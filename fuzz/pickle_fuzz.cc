@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fuzz/walk.h"
+#include "index/adopt/pickle.h"
+
+using namespace tensormount;
+
+// The machine must stay within its memory, and whatever it makes must be safe to look at.
+extern "C" int LLVMFuzzerTestOneInput(const unsigned char* data, std::size_t size) {
+  const std::string bytes(reinterpret_cast<const char*>(data), size);
+  pickle::Options options;
+  for (const auto unknown : {pickle::Unknown::kRefuse, pickle::Unknown::kInert}) {
+    options.unknown = unknown;
+    options.trailing_bytes = unknown == pickle::Unknown::kInert;
+    const Result<pickle::Document> document = pickle::Parse(bytes, options);
+    if (!document.ok()) continue;
+    if (document.value().memory() > (std::size_t{48} << 20) + 6 * size + 64) std::abort();
+    int left = 2000;
+    Walk(document.value().root(), 0, left);
+    if (pickle::Describe(document.value(), 100).size() > 200000) std::abort();
+    (void)CommonFromPickle(document.value().root());
+  }
+  return 0;
+}
