@@ -166,6 +166,10 @@ class Reader {
     };
     const Result<nlohmann::json> rest = ParseStrictJson(text, "weight_map", member);
     if (!rest.ok()) return rest.status().WithContext(folder_.Shown(name));
+    const auto map = rest.value().find("weight_map");
+    if (map != rest.value().end() && !map->is_object()) {
+      return Bad(folder_.Shown(name) + ": weight_map is no object");
+    }
     if (by_file.empty() && text.find("\"weight_map\"") == std::string::npos) {
       return Bad(folder_.Shown(name) + ": no weight_map");
     }
