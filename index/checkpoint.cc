@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index/checkpoint.h"
 
-#include <algorithm>
-
 #include "base/checked.h"
-#include "base/coding.h"
 #include "index/adopt/foreign.h"
 #include "index/file_cache.h"
 #include "index/foreign_file.h"
 #include "index/store_layout.h"
-#include "shard/safetensors.h"
 
 namespace tensormount {
 
@@ -97,68 +93,6 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
       found.files.size() == 1 && JoinPath(found.info.root, found.files[0].name) == path;
   TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_, CheckpointIndex::FromContent(found));
   return opened;
-}
-
-Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenSafetensors(
-    FileSystem& fs, const std::string& path) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(path));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(resolved));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
-  if (info.kind != FileKind::kFile) {
-    return Status(Code::kInvalidArgument, path + ": not a file");
-  }
-  Result<SafetensorsHeader> header = ReadSafetensorsHeader(*file);
-  if (!header.ok()) return header.status().WithContext(path);
-
-  ForeignContent foreign;
-  Content& content = foreign.content;
-  // The same file is the same checkpoint; another file in its place is another.
-  ByteWriter identity;
-  identity.String(resolved);
-  identity.U64(info.size);
-  identity.I64(info.mtime_seconds);
-  identity.I64(info.mtime_nanoseconds);
-  const Hash128 hash = Xxh3(identity.bytes());
-  content.info.uuid = {hash.high, hash.low};
-  content.info.producer = "safetensors";
-  content.info.world_size = 1;
-  content.info.created = content.info.json_mtime = content.info.common_mtime = info.mtime_seconds;
-  content.info.self_contained = false;
-  const std::size_t slash = resolved.rfind('/');
-  content.info.root = slash == 0 ? "/" : resolved.substr(0, slash);
-  content.files.push_back({.name = resolved.substr(slash + 1),
-                           .placement = Placement::kForeign,
-                           .length = info.size,
-                           .root = {},
-                           .mtime_seconds = info.mtime_seconds,
-                           .mtime_nanoseconds = info.mtime_nanoseconds});
-  for (const SafetensorsEntry& entry : header.value().entries) {
-    Result<TensorMeta> meta = TensorMeta::Make(entry.key, entry.dtype, entry.shape);
-    if (!meta.ok()) {
-      return Status(Code::kDataLoss, path + ": " + meta.status().message());
-    }
-    TensorContent& tensor = content.tensors.emplace_back(std::move(meta).value());
-    tensor.mtime = info.mtime_seconds;
-    if (tensor.meta.bytes() == 0) continue;
-    ChunkRecord chunk;
-    chunk.region = Region(Box::Whole(entry.shape));
-    chunk.offset = header.value().data_offset + entry.begin;
-    chunk.length = entry.end - entry.begin;
-    chunk.has_hash = false;
-    tensor.extents.Append(chunk);
-  }
-  std::sort(
-      content.tensors.begin(), content.tensors.end(),
-      [](const TensorContent& a, const TensorContent& b) { return a.meta.key() < b.meta.key(); });
-  for (const auto& [key, value] : header.value().metadata) {
-    if (IsReservedCommonName(key)) {
-      foreign.warnings.push_back(path + ": metadata " + key + " has a reserved name, left out");
-    } else {
-      content.common.emplace(key, value);
-    }
-  }
-  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(content).WithContext(path));
-  return OpenForeign(fs, std::move(foreign), resolved, Options());
 }
 
 std::string OpenedCheckpoint::name() const {

@@ -70,9 +70,6 @@ class OpenedCheckpoint {
                                                                ForeignContent content,
                                                                const std::string& path,
                                                                const Options& options);
-  // A .safetensors file: name "model.safetensors" becomes checkpoint "model". No hashes.
-  static Result<std::shared_ptr<OpenedCheckpoint>> OpenSafetensors(FileSystem& fs,
-                                                                   const std::string& path);
   ~OpenedCheckpoint();
 
   const std::string& directory() const { return directory_; }

@@ -100,6 +100,30 @@ Status CatText(const OpenedCheckpoint& checkpoint, const Target& target, Termina
   });
 }
 
+// All parts of an object one after the other, as they are or described.
+Status CatObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectContent>& parts,
+                 const std::string& as, Terminal& terminal) {
+  if (as == "npy") {
+    return Status(Code::kInvalidArgument, "--as npy: an object is no tensor; raw or text");
+  }
+  for (const ObjectContent& part : parts) {
+    if (as == "text") {
+      TENSORMOUNT_ASSIGN_OR_RETURN(std::string text, DescribePart(checkpoint, part));
+      if (!text.ends_with('\n')) text += '\n';
+      TENSORMOUNT_RETURN_IF_ERROR(terminal.Write(text.data(), text.size()));
+      continue;
+    }
+    std::string block;
+    constexpr std::uint64_t kBlock = std::uint64_t{32} << 20;
+    for (std::uint64_t at = 0; at < part.length; at += block.size()) {
+      block.resize(static_cast<std::size_t>(std::min(kBlock, part.length - at)));
+      TENSORMOUNT_RETURN_IF_ERROR(checkpoint.ReadObject(part, at, block.data(), block.size()));
+      TENSORMOUNT_RETURN_IF_ERROR(terminal.Write(block.data(), block.size()));
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 int RunCat(const CatArgs& args, Terminal& terminal) {
@@ -111,6 +135,13 @@ int RunCat(const CatArgs& args, Terminal& terminal) {
   if (!opened.ok()) return terminal.Fail(opened.status());
   const OpenedCheckpoint& checkpoint = *opened.value();
   auto target = FindTarget(checkpoint, args.key);
+  if (target.status().code() == Code::kNotFound) {
+    const auto parts = checkpoint.index().ObjectParts(args.key);
+    if (parts.ok() && !parts.value().empty()) {
+      const Status written = CatObject(checkpoint, parts.value(), args.as, terminal);
+      return written.ok() ? terminal.Flush() : terminal.Fail(written);
+    }
+  }
   if (!target.ok()) {
     return terminal.Fail(target.status(), target.status().code() == Code::kNotFound
                                               ? "`tensormount ls SOURCE` lists the keys"

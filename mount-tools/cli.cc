@@ -20,15 +20,17 @@ constexpr const char* kVersion = "tensormount 0.1.0";
 // Commands that the interface fixes and that are not built yet: they answer so.
 constexpr std::pair<const char*, const char*> kNotBuilt[] = {
     {"derive", "a new checkpoint from an old one by hard links"},
-    {"adopt", "indexes a foreign checkpoint in place"},
     {"compact", "turns rank shards into tensor files"},
     {"prune", "removes old checkpoints by rule"},
 };
 
+constexpr const char* kNotBuiltGroup = "Not built yet";
+
 struct Program {
   CLI::App app{
       "Mounts, saves, loads and checks checkpoints of distributed training.\n"
-      "SOURCE is a checkpoint (STORE/step-1000), a STORE, or a .safetensors file.",
+      "SOURCE is a checkpoint (STORE/step-1000), a STORE, or what other programs saved: a folder\n"
+      "or file in a format of docs/formats-adopted.md, or a training directory of such.",
       "tensormount"};
   Terminal terminal;
   std::function<int()> run;              // Set by the subcommand that was named.
@@ -50,7 +52,7 @@ struct Program {
         ->add_option_function<std::string>(
             option, [this, option](const std::string&) { unsupported.push_back(option); },
             "not built yet")
-        ->group("Not built yet");
+        ->group(kNotBuiltGroup);
   }
 };
 
@@ -70,6 +72,7 @@ struct AllArgs {
   DiffArgs diff;
   LayoutArgs layout;
   VerifyArgs verify;
+  AdoptArgs adopt;
   MountArgs mount;
   UnmountArgs unmount;
   StatsArgs stats;
@@ -146,6 +149,14 @@ void AddSaving(Program& p, AllArgs& a) {
   c->add_option("--if-exists", a.import.if_exists, "fail or replace")->capture_default_str();
   AddMap(c, a.import.map);
   AddTimeouts(c, a.import.liveness_seconds, a.import.arrival_seconds);
+
+  c = p.Command("adopt",
+                "Records what other programs saved as a checkpoint; the data stay in place",
+                "tensormount adopt /runs/7b/iter_0001000 STORE/step-1000", a.adopt, RunAdopt);
+  c->add_option("SOURCE", a.adopt.source)->required();
+  c->add_option("STORE/NAME", a.adopt.destination, "The store is made on first write")->required();
+  c->add_option("--if-exists", a.adopt.if_exists, "fail or replace")->capture_default_str();
+  c->add_flag("--quick", a.adopt.quick, "Read no data: without hashes, reads are not verified");
 
   c = p.Command("load", "Loads every rank's slices into memory and reports",
                 "tensormount load STORE/step-0 --shard cols --ranks 2 --compare model.safetensors",
@@ -267,10 +278,27 @@ void AddLifecycle(Program& p, AllArgs& a) {
       ->check(CLI::Range(0.0, 1e9));
 }
 
+// --root, of every command that opens sources.
+void AddRoots(Program& p) {
+  static constexpr const char* kOpening[] = {"mount", "load",   "import", "ls",     "info", "cat",
+                                             "diff",  "layout", "export", "verify", "adopt"};
+  for (const char* name : kOpening) {
+    CLI::App* command = p.app.get_subcommand(name);
+    if (command->get_group() == kNotBuiltGroup) continue;
+    command
+        ->add_option("--root", p.terminal.roots,
+                     "A folder that data and links of the source may lead to, where they lead out "
+                     "of it; may be given several times")
+        ->expected(1)
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+        ->option_text("DIR");
+  }
+}
+
 void AddNotBuilt(Program& p) {
   for (const auto& [name, what] : kNotBuilt) {
     CLI::App* c = p.app.add_subcommand(name, std::string(what) + " (not built yet)");
-    c->group("Not built yet");
+    c->group(kNotBuiltGroup);
     c->fallthrough(false);
     c->prefix_command();  // Whatever follows is not looked at.
     const std::string command = name;
@@ -357,6 +385,7 @@ int Run(int argc, const char* const* argv) {
   AddLooking(program, args);
   AddLifecycle(program, args);
   AddNotBuilt(program);
+  AddRoots(program);
 
   const std::string_view self = argc > 0 ? argv[0] : "";
   try {

@@ -92,6 +92,14 @@ struct LayoutArgs {
 };
 int RunLayout(const LayoutArgs& args, Terminal& terminal);
 
+struct AdoptArgs {
+  std::string source;
+  std::string destination;  // STORE/NAME
+  std::string if_exists = "fail";
+  bool quick = false;  // No hashes.
+};
+int RunAdopt(const AdoptArgs& args, Terminal& terminal);
+
 struct VerifyArgs {
   std::string source;
   bool quick = false;

@@ -5,6 +5,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "index/adopt/format.h"
 #include "index/layer_names.h"
 #include "index/store.h"
 #include "mount-tools/commands.h"
@@ -26,7 +27,73 @@ nlohmann::ordered_json TensorJson(const OpenedCheckpoint& checkpoint, const Tens
   return json;
 }
 
-int ListStore(const Source& source, Terminal& terminal) {
+// The steps of a training directory, which has no uuids.
+int ListSteps(const FoundSource& source, Terminal& terminal) {
+  const auto folder = ForeignFolder::Open(HostFileSystem(), source.path, terminal.roots);
+  if (!folder.ok()) return terminal.Fail(folder.status());
+  const auto steps = ReadForeignSteps(folder.value());
+  if (!steps.ok()) return terminal.Fail(steps.status());
+  if (!steps.value()) return terminal.Flush();  // Gone meanwhile.
+  for (const ForeignStep& step : steps.value()->steps) {
+    if (terminal.json) {
+      terminal.Json(nlohmann::ordered_json{{"checkpoint", step.name},
+                                           {"generation", step.generation},
+                                           {"latest", step.name == steps.value()->latest}});
+    } else {
+      terminal.Line(fmt::format("{}\tgeneration {}{}", step.name, step.generation,
+                                step.name == steps.value()->latest ? "\tlatest" : ""));
+    }
+  }
+  return terminal.Flush();
+}
+
+int InfoSteps(const FoundSource& source, Terminal& terminal) {
+  const auto folder = ForeignFolder::Open(HostFileSystem(), source.path, terminal.roots);
+  if (!folder.ok()) return terminal.Fail(folder.status());
+  const auto steps = ReadForeignSteps(folder.value());
+  if (!steps.ok()) return terminal.Fail(steps.status());
+  const ForeignSteps all = steps.value().value_or(ForeignSteps());
+  if (terminal.json) {
+    terminal.Json(nlohmann::ordered_json{{"training_directory", source.path},
+                                         {"checkpoints", all.steps.size()},
+                                         {"latest", all.latest}});
+  } else {
+    terminal.Line(fmt::format("training directory  {}", source.path));
+    terminal.Line(fmt::format("checkpoints         {}", all.steps.size()));
+    terminal.Line(fmt::format("latest              {}", all.latest.empty() ? "none" : all.latest));
+  }
+  return terminal.Flush();
+}
+
+// An object: its parts, and what each is for a person.
+int InfoObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectContent>& parts,
+               Terminal& terminal) {
+  for (const ObjectContent& part : parts) {
+    const auto text = DescribePart(checkpoint, part);
+    if (!text.ok()) return terminal.Fail(text.status().WithContext("object " + part.key));
+    const std::string& file = checkpoint.index().files()[part.file].name;
+    if (terminal.json) {
+      terminal.Json(nlohmann::ordered_json{
+          {"object", part.key},
+          {"index", std::vector<std::int64_t>(part.index.begin(), part.index.end())},
+          {"file", file},
+          {"offset", part.offset},
+          {"bytes", part.length},
+          {"text", text.value()}});
+      continue;
+    }
+    terminal.Line(fmt::format("object     {}", part.key));
+    if (part.grid.rank() > 0) {
+      terminal.Line(
+          fmt::format("part       {} of {}", part.index.ToString(), part.grid.ToString()));
+    }
+    terminal.Line(fmt::format("bytes      {} in {} at {}", part.length, file, part.offset));
+    terminal.Line(text.value());
+  }
+  return terminal.Flush();
+}
+
+int ListStore(const FoundSource& source, Terminal& terminal) {
   auto store = Store::Open(HostFileSystem(), source.path);
   if (!store.ok()) return terminal.Fail(store.status());
   auto list = store.value().List();
@@ -145,10 +212,14 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Termi
     const auto layer = checkpoint.index().ResolveLayer(key);
     if (!layer.ok()) return terminal.Fail(layer.status());
     if (layer.value()) return InfoLayer(*layer.value(), terminal);
+    const auto parts = checkpoint.index().ObjectParts(key);
+    if (parts.ok() && !parts.value().empty()) {
+      return InfoObject(checkpoint, parts.value(), terminal);
+    }
   }
   if (!found.ok()) return terminal.Fail(found.status(), "`tensormount ls SOURCE` lists the keys");
   const TensorEntry& tensor = found.value();
-  auto extents = checkpoint.index().Extents(tensor.ordinal);
+  auto extents = checkpoint.Extents(tensor);
   if (!extents.ok()) return terminal.Fail(extents.status());
   auto chunks = extents.value()->All();
   if (!chunks.ok()) return terminal.Fail(chunks.status());
@@ -163,6 +234,9 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Termi
                                 {"file", checkpoint.index().files()[chunk.file].name},
                                 {"offset", chunk.offset},
                                 {"length", chunk.length}};
+    if (chunk.strides.rank() > 0) {
+      c["strides"] = std::vector<std::int64_t>(chunk.strides.begin(), chunk.strides.end());
+    }
     if (chunk.has_hash) c["hash"] = chunk.hash.ToHex();
     json["extents"].push_back(c);
   }
@@ -181,9 +255,11 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Termi
   terminal.Line(fmt::format("tier       {}", tier));
   if (whole.ok()) terminal.Line(fmt::format("file       {}", whole.value()));
   for (const ChunkRecord& chunk : chunks.value()) {
-    terminal.Line(fmt::format("chunk      {} in {} at {}, {}", chunk.region.ToString(),
+    const std::string strides =
+        chunk.strides.rank() > 0 ? ", strides " + chunk.strides.ToString() : "";
+    terminal.Line(fmt::format("chunk      {} in {} at {}, {}{}", chunk.region.ToString(),
                               checkpoint.index().files()[chunk.file].name, chunk.offset,
-                              HumanBytes(chunk.length)));
+                              HumanBytes(chunk.length), strides));
   }
   return terminal.Flush();
 }
@@ -224,6 +300,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
                                {"common_values", common.value().values.size()},
                                {"self_contained", info.self_contained},
                                {"warnings", checkpoint.warnings()}};
+    if (!info.self_contained) json["root"] = info.root;
     for (const auto& [key, pattern] : layers.value()->patterns()) json["layers"][key] = pattern;
     if (!content.items.empty()) {
       json["content"] = nlohmann::ordered_json::parse(CommonToJson(content));
@@ -254,17 +331,23 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   for (const auto& [key, value] : content.items) {
     terminal.Line(fmt::format("content        {}: {}", CommonKeyText(key), CommonToJson(value)));
   }
-  if (!info.self_contained) terminal.Line("self-contained no: the data lie in foreign files");
+  if (!info.self_contained) {
+    terminal.Line(
+        fmt::format("self-contained no: the data lie in files of others below {}", info.root));
+  }
   return terminal.Flush();
 }
 
 }  // namespace
 
 int RunLs(const LsArgs& args, Terminal& terminal) {
-  auto source = ResolveSource(HostFileSystem(), args.source);
+  auto source = FindSource(HostFileSystem(), args.source, terminal.roots);
   if (!source.ok()) return terminal.Fail(source.status());
-  if (source.value().kind == Source::Kind::kStore && args.glob.empty()) {
+  if (args.glob.empty() && source.value().kind == SourceKind::kStore) {
     return ListStore(source.value(), terminal);
+  }
+  if (args.glob.empty() && source.value().kind == SourceKind::kForeignSteps) {
+    return ListSteps(source.value(), terminal);
   }
   auto opened = OpenSource(HostFileSystem(), args.source, terminal);
   if (!opened.ok()) return terminal.Fail(opened.status());
@@ -272,9 +355,12 @@ int RunLs(const LsArgs& args, Terminal& terminal) {
 }
 
 int RunInfo(const InfoArgs& args, Terminal& terminal) {
-  auto source = ResolveSource(HostFileSystem(), args.source);
+  auto source = FindSource(HostFileSystem(), args.source, terminal.roots);
   if (!source.ok()) return terminal.Fail(source.status());
-  if (source.value().kind == Source::Kind::kStore && args.key.empty()) {
+  if (source.value().kind == SourceKind::kForeignSteps && args.key.empty()) {
+    return InfoSteps(source.value(), terminal);
+  }
+  if (source.value().kind == SourceKind::kStore && args.key.empty()) {
     auto store = Store::Open(HostFileSystem(), source.value().path);
     if (!store.ok()) return terminal.Fail(store.status());
     auto list = store.value().List();

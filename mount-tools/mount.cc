@@ -36,13 +36,19 @@ Result<T> Choose(const std::map<std::string, T>& choices, const std::string& opt
   return Status(Code::kInvalidArgument, fmt::format("{} {}: one of {}", option, text, names));
 }
 
-Result<fs::MountOptions> MakeOptions(const MountArgs& args) {
+Result<fs::MountOptions> MakeOptions(const MountArgs& args, const std::vector<std::string>& roots) {
   using Tier = fs::MountOptions::Tier;
   using Verify = fs::MountOptions::Verify;
   fs::MountOptions options;
   FileSystem& host = HostFileSystem();
   // Taken before the daemon leaves this folder, and "latest" once.
-  TENSORMOUNT_ASSIGN_OR_RETURN(Source source, ResolveSource(host, args.source));
+  for (const std::string& root : roots) {
+    Result<std::string> resolved = host.Resolve(root);
+    if (!resolved.ok()) return resolved.status().WithContext("--root");
+    options.roots.push_back(std::move(resolved).value());
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource source,
+                               FindSource(host, args.source, options.roots));
   options.source = source.path;
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool dead, fs::ClearDeadMount(args.mount_point));
   if (dead) Log(LogLevel::kWarning, args.mount_point + ": took away a mount whose daemon is gone");
@@ -171,7 +177,7 @@ int RunMount(const MountArgs& given, Terminal& terminal) {
     const Status opened = LogToFile(args.log_file);
     if (!opened.ok()) return terminal.Fail(opened);
   }
-  auto made = MakeOptions(args);
+  auto made = MakeOptions(args, terminal.roots);
   if (!made.ok()) return terminal.Fail(made.status());
   const fs::MountOptions options = made.value();
 

@@ -6,6 +6,7 @@
 
 #include <fmt/core.h>
 
+#include "index/adopt/torch_archive.h"
 #include "index/store.h"
 
 namespace tensormount::tools {
@@ -31,42 +32,15 @@ Result<StoreAndName> SplitCheckpointPath(const std::string& path) {
   return out;
 }
 
-Result<Source> ResolveSource(FileSystem& fs, const std::string& text) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::string resolved, ResolveSourcePath(fs, text));
-  TENSORMOUNT_ASSIGN_OR_RETURN(FileInfo info, fs.Stat(resolved));
-  if (info.kind == FileKind::kFile) {
-    return Source{.kind = Source::Kind::kSafetensors, .path = resolved};
-  }
-  if (info.kind != FileKind::kDirectory) {
-    return Status(Code::kInvalidArgument, fmt::format("{}: neither a file nor a folder", text));
-  }
-  if (fs.Exists(JoinPath(resolved, "COMMIT"))) {
-    return Source{.kind = Source::Kind::kCheckpoint, .path = resolved};
-  }
-  if (fs.Exists(JoinPath(resolved, "store.json"))) {
-    return Source{.kind = Source::Kind::kStore, .path = resolved};
-  }
-  return Status(
-      Code::kUnsupported,
-      fmt::format("{}: no COMMIT and no store.json in it: not a checkpoint of tensormount "
-                  "(folders in formats of others are not read yet)",
-                  text));
-}
-
 Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::string& text,
                                                      Terminal& terminal) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(Source source, ResolveSource(fs, text));
-  if (source.kind == Source::Kind::kSafetensors) {
-    return OpenedCheckpoint::OpenSafetensors(fs, source.path);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, text, terminal.roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource one, LatestOf(fs, found, terminal.roots));
+  if (one.path != found.path) {
+    terminal.Note(fmt::format("{}: using its latest checkpoint, {}", text,
+                              one.path.substr(one.path.rfind('/') + 1)));
   }
-  if (source.kind == Source::Kind::kStore) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::Open(fs, source.path));
-    TENSORMOUNT_ASSIGN_OR_RETURN(CheckpointListing latest, store.Latest());
-    terminal.Note(fmt::format("{}: using its latest checkpoint, {}", text, latest.name));
-    source.path = store.CheckpointPath(latest.name);
-  }
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      auto opened, OpenedCheckpoint::Open(fs, source.path, OpenedCheckpoint::Options{}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto opened, OpenFound(fs, one, terminal.roots));
   for (const std::string& warning : opened->warnings()) terminal.Warn(warning);
   return opened;
 }
@@ -78,6 +52,14 @@ Result<std::shared_ptr<const KeyMap>> ReadKeyMap(FileSystem& fs, const std::stri
   Result<KeyMap> map = KeyMap::FromJson(text);
   if (!map.ok()) return map.status().WithContext(path);
   return std::make_shared<const KeyMap>(std::move(map).value());
+}
+
+Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectContent& part) {
+  if (part.file >= checkpoint.index().files().size()) {
+    return Status(Code::kDataLoss, "in a file that is not in the table");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, checkpoint.OpenFile(part.file));
+  return DescribeObject(*file, part.offset, part.length);
 }
 
 bool GlobMatches(const std::string& glob, const std::string& text) {

@@ -10,23 +10,15 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
+#include "index/adopt/open_source.h"
 #include "index/checkpoint.h"
 #include "mount-tools/terminal.h"
 
 namespace tensormount::tools {
 
-// What a user may name as SOURCE.
-struct Source {
-  enum class Kind { kCheckpoint, kStore, kSafetensors } kind = Kind::kCheckpoint;
-  std::string path;  // Resolved: symlinks and "latest" are taken once.
-};
-
-// kNotFound where there is nothing; kUnsupported for a folder that is neither a checkpoint nor a
-// store (formats of others are not read yet).
-Result<Source> ResolveSource(FileSystem& fs, const std::string& text);
-
-// Opens a source as one checkpoint; of a store the latest, said in a note. Warnings of the open
-// (damaged copy, rebuilt index) are printed.
+// Opens a source (FindSource, with the terminal's --root) as one checkpoint; of a store or a
+// training directory the latest, said in a note. Warnings of the open (damaged copy, rebuilt index,
+// what was left out of a foreign one) are printed.
 Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::string& text,
                                                      Terminal& terminal);
 
@@ -41,6 +33,9 @@ struct StoreAndName {
   std::string name;
 };
 Result<StoreAndName> SplitCheckpointPath(const std::string& path);
+
+// What an object's bytes are, for a person (DescribeObject of index/adopt/torch_archive.h).
+Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectContent& part);
 
 // fnmatch without FNM_PATHNAME: '*' crosses '/'.
 bool GlobMatches(const std::string& glob, const std::string& text);

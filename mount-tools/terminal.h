@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <vector>
 
 #include "tensormount/status.h"
 
@@ -27,6 +28,8 @@ class Terminal {
   bool json = false;
   bool quiet = false;
   bool verbose = false;
+  // --root, of the commands that open sources.
+  std::vector<std::string> roots;
 
   // Colours are for people who look at a terminal: not in files, pipes or JSON, nor where NO_COLOR
   // is set or TERM says "dumb".

@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <vector>
+
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "index/adopt/format.h"
+#include "index/adopt/verify_foreign.h"
 #include "index/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
@@ -44,81 +49,69 @@ bool Print(const std::string& name, const VerifyReport& report, bool quick, Term
 }
 
 // kDone, kCheckFailed or kFailed.
-int VerifyOne(const std::string& path, bool quick, Terminal& terminal) {
-  const std::string name = path.substr(path.rfind('/') + 1);
-  Progress progress(terminal, "verify " + name);
+int VerifyOne(const FoundSource& source, bool quick, Terminal& terminal) {
+  const bool foreign = source.kind == SourceKind::kForeign;
+  const std::string name = source.path.substr(source.path.rfind('/') + 1);
   VerifyOptions options;
   options.quick = quick;
-  options.progress = [&](std::uint64_t done, std::uint64_t total) { progress.Set(done, total); };
-  auto report = VerifyCheckpoint(HostFileSystem(), path, options);
+  options.roots = terminal.roots;
+  Result<VerifyReport> report = VerifyReport();
+  {
+    Progress progress(terminal, "verify " + name);
+    options.progress = [&](std::uint64_t done, std::uint64_t total) { progress.Set(done, total); };
+    report = foreign ? VerifyForeign(HostFileSystem(), source.path, options)
+                     : VerifyCheckpoint(HostFileSystem(), source.path, options);
+  }
   if (!report.ok()) {
     // What cannot even be opened is damaged: that is what the command is for.
     terminal.Fail(report.status().WithContext(name));
     return report.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
   }
+  if (foreign && !terminal.json && !terminal.quiet) {
+    terminal.Line(
+        fmt::format("{}: its format holds no hashes: what describes it, lengths and "
+                    "readability were checked",
+                    name));
+  }
   return Print(name, report.value(), quick, terminal) ? kDone : kCheckFailed;
 }
 
-// A foreign file has no hashes: its header is checked against every rule of the format, and all
-// of it is read.
-int VerifyForeign(const Source& source, bool quick, Terminal& terminal) {
-  auto opened = OpenedCheckpoint::OpenSafetensors(HostFileSystem(), source.path);
-  if (!opened.ok()) {
-    terminal.Fail(opened.status());
-    return opened.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
-  }
-  std::uint64_t bytes = 0;
-  if (!quick) {
-    auto file = HostFileSystem().OpenRead(source.path);
-    if (!file.ok()) return terminal.Fail(file.status());
-    Progress progress(terminal, "read");
-    std::string block(1 << 20, '\0');
-    for (;;) {
-      auto n = file.value()->ReadAt(bytes, block.data(), block.size());
-      if (!n.ok()) return terminal.Fail(n.status());
-      bytes += n.value();
-      progress.Set(bytes, 0);
-      if (n.value() < block.size()) break;
+// Every checkpoint of a store or a training directory.
+Result<std::vector<FoundSource>> AllOf(const FoundSource& source, const Terminal& terminal) {
+  std::vector<FoundSource> all;
+  if (source.kind == SourceKind::kStore) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(HostFileSystem(), source.path));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> list, store.List());
+    for (const CheckpointListing& item : list) {
+      all.push_back({.kind = SourceKind::kCheckpoint, .path = store.CheckpointPath(item.name)});
     }
+  } else if (source.kind == SourceKind::kForeignSteps) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const ForeignFolder folder,
+        ForeignFolder::Open(HostFileSystem(), source.path, terminal.roots));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto steps, ReadForeignSteps(folder));
+    for (const ForeignStep& step : steps.value_or(ForeignSteps()).steps) {
+      all.push_back({.kind = SourceKind::kForeign, .path = JoinPath(source.path, step.name)});
+    }
+  } else {
+    all.push_back(source);
   }
-  VerifyReport report;
-  report.tensors = opened.value()->index().tensor_count();
-  report.chunks = opened.value()->index().chunk_count();
-  report.bytes_checked = bytes;
-  if (!terminal.json && !terminal.quiet) {
-    terminal.Line(
-        fmt::format("{}: a safetensors file holds no hashes: header, lengths and "
-                    "readability were checked",
-                    source.path));
-  }
-  Print(opened.value()->name(), report, quick, terminal);
-  return kDone;
+  return all;
 }
 
 }  // namespace
 
 int RunVerify(const VerifyArgs& args, Terminal& terminal) {
-  auto source = ResolveSource(HostFileSystem(), args.source);
-  if (!source.ok()) return terminal.Fail(source.status());
+  const auto source = FindSource(HostFileSystem(), args.source, terminal.roots);
+  if (!source.ok()) {
+    terminal.Fail(source.status());
+    return source.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
+  }
+  const auto all = AllOf(source.value(), terminal);
+  if (!all.ok()) return terminal.Fail(all.status());
   int worst = kDone;
-  switch (source.value().kind) {
-    case Source::Kind::kSafetensors:
-      worst = VerifyForeign(source.value(), args.quick, terminal);
-      break;
-    case Source::Kind::kCheckpoint:
-      worst = VerifyOne(source.value().path, args.quick, terminal);
-      break;
-    case Source::Kind::kStore: {
-      auto store = Store::Open(HostFileSystem(), source.value().path);
-      if (!store.ok()) return terminal.Fail(store.status());
-      auto list = store.value().List();
-      if (!list.ok()) return terminal.Fail(list.status());
-      for (const CheckpointListing& item : list.value()) {
-        worst = std::max(worst,
-                         VerifyOne(store.value().CheckpointPath(item.name), args.quick, terminal));
-      }
-      break;
-    }
+  for (const FoundSource& one : all.value()) {
+    worst = std::max(worst, VerifyOne(one, args.quick, terminal));
   }
   const int flushed = terminal.Flush();
   return flushed != kDone ? flushed : worst;

@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include "base/hash.h"
+#include "index/adopt/open_source.h"
 #include "index/checkpoint.h"
 #include "index/manifest.h"
 #include "shard/safetensors.h"
@@ -213,9 +214,8 @@ TEST_F(SaveTest, SafetensorsPlacementIsTheWholeModelInOneFile) {
         for (const RandomTensor* t : {&a, &b, &none}) state.Add(*t, Box::Whole(t->shape));
       },
       options)));
-  ASSERT_OK_AND_ASSIGN(
-      const auto opened,
-      OpenedCheckpoint::OpenSafetensors(HostFileSystem(), DataFile(Path("a"), ".safetensors")));
+  ASSERT_OK_AND_ASSIGN(const auto opened,
+                       OpenNamed(HostFileSystem(), DataFile(Path("a"), ".safetensors"), {}));
   EXPECT_EQ(opened->index().tensor_count(), 3u);
   EXPECT_EQ(ReadAll(Path("a")).at("b"), b.bytes);
   ExpectWhole(Path("a"));

@@ -2,6 +2,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "index/adopt/open_source.h"
 #include "index/checkpoint.h"
 #include "shard/strided_digest.h"
 #include "tests/index/checkpoint_builder.h"
@@ -402,8 +403,8 @@ TEST(Read, ASafetensorsFileIsACheckpoint) {
   std::string file(8, '\0');
   file[0] = 64;
   WriteWholeFile(dir.Join("model.safetensors"), file + header + bytes);
-  ASSERT_OK_AND_ASSIGN(const auto opened, OpenedCheckpoint::OpenSafetensors(
-                                              HostFileSystem(), dir.Join("model.safetensors")));
+  ASSERT_OK_AND_ASSIGN(const auto opened,
+                       OpenNamed(HostFileSystem(), dir.Join("model.safetensors"), {}));
   EXPECT_EQ(opened->name(), "model");
   EXPECT_EQ(opened->commit(), nullptr);
   ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find("w"));

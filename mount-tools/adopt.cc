@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/adopt/adopt.h"
+
+#include <algorithm>
+#include <optional>
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "index/store.h"
+#include "mount-tools/commands.h"
+#include "mount-tools/source.h"
+
+namespace tensormount::tools {
+namespace {
+
+// Everything that the checkpoint takes besides the data.
+Result<std::uint64_t> BytesBelow(FileSystem& fs, const std::string& folder) {
+  std::uint64_t bytes = 0;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
+  for (const DirectoryEntry& entry : entries) {
+    const std::string path = JoinPath(folder, entry.name);
+    if (entry.kind == FileKind::kDirectory) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t inside, BytesBelow(fs, path));
+      bytes += inside;
+    } else {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(path));
+      bytes += info.size;
+    }
+  }
+  return bytes;
+}
+
+struct Outcome {
+  std::string format;
+  std::string root;
+  Store::Published published;
+  std::string path;
+  std::uint64_t data_bytes = 0;
+  std::uint64_t index_bytes = 0;
+};
+
+Result<Outcome> Adopt(const AdoptArgs& args, Terminal& terminal) {
+  if (args.if_exists != "fail" && args.if_exists != "replace") {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("--if-exists {}: fail or replace", args.if_exists));
+  }
+  FileSystem& fs = HostFileSystem();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName to, SplitCheckpointPath(args.destination));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, OpenSource(fs, args.source, terminal));
+  if (opened->index().info().self_contained || opened->commit() != nullptr) {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("{} is a checkpoint of tensormount: `tensormount import` copies it",
+                              args.source));
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(fs, to.store));
+  AdoptOptions options;
+  options.hashes = !args.quick;
+  options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
+  Outcome out;
+  {
+    Progress progress(terminal, "adopt " + to.name);
+    options.progress = [&](std::uint64_t done, std::uint64_t total) { progress.Set(done, total); };
+    TENSORMOUNT_ASSIGN_OR_RETURN(out.published, AdoptSource(fs, *opened, store, to.name, options));
+  }
+  out.format = opened->index().info().producer;
+  out.root = opened->index().info().root;
+  out.path = store.CheckpointPath(to.name);
+  out.data_bytes = opened->index().tensor_bytes();
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.index_bytes, BytesBelow(fs, out.path));
+  return out;
+}
+
+}  // namespace
+
+int RunAdopt(const AdoptArgs& args, Terminal& terminal) {
+  const Result<Outcome> adopted = Adopt(args, terminal);
+  if (!adopted.ok()) return terminal.Fail(adopted.status());
+  const Outcome& out = adopted.value();
+  const double share = out.data_bytes == 0 ? 0.0
+                                           : 100.0 * static_cast<double>(out.index_bytes) /
+                                                 static_cast<double>(out.data_bytes);
+  if (terminal.json) {
+    terminal.Json(nlohmann::ordered_json{{"adopted", out.path},
+                                         {"uuid", out.published.info.uuid.ToString()},
+                                         {"format", out.format},
+                                         {"root", out.root},
+                                         {"tensors", out.published.tensors},
+                                         {"chunks", out.published.chunks},
+                                         {"bytes", out.data_bytes},
+                                         {"bytes_hashed", args.quick ? 0 : out.published.bytes},
+                                         {"index_bytes", out.index_bytes},
+                                         {"self_contained", false}});
+    return terminal.Flush();
+  }
+  if (!terminal.quiet) {
+    terminal.Line(fmt::format("adopted {} ({}) as {}: {} tensors, {} chunks, {}", out.root,
+                              out.format, out.path, out.published.tensors, out.published.chunks,
+                              HumanBytes(out.data_bytes)));
+    terminal.Line(args.quick ? std::string("no data were read: reads are not verified (--quick)")
+                             : fmt::format("{} hashed", HumanBytes(out.published.bytes)));
+    terminal.Line(fmt::format("the index takes {}, {:.3f} % of the data",
+                              HumanBytes(out.index_bytes), share));
+    terminal.Line(
+        fmt::format("not self-contained: the data stay in {}, and are read from there", out.root));
+  }
+  return terminal.Flush();
+}
+
+}  // namespace tensormount::tools
