@@ -50,8 +50,8 @@ class Dcp(libraries.LibraryTest):
             self.skipTest("/dev/fuse cannot be opened")
         with self.mounted(self.made / "dcp") as mnt:
             found = {p.name: p for p in (mnt / "objects").rglob("*") if p.is_file()}
-            self.assertLessEqual(set(formula.OBJECTS), set(found))
-            for key, value in formula.OBJECTS.items():
+            self.assertEqual(set(formula.OBJECT_VALUES), set(found))
+            for key, value in formula.OBJECT_VALUES.items():
                 self.assertEqual(torch.load(io.BytesIO(found[key].read_bytes()), weights_only=False), value, key)
 
     def test_changes_are_noticed(self):

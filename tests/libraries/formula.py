@@ -111,13 +111,18 @@ MODEL = {
     "optim.state.large": ("f32", (300, 257), "grid"),
 }
 
-# What is no tensor. Lists and tuples without tensors stay one object.
+# What is no tensor, and by which names it is found again: dicts are split, in lists too, and lists and
+# tuples of plain values stay one object.
 OBJECTS = {
     "meta.iteration": 1000,
     "meta.name": "a run",
     "meta.rate": 0.125,
     "optim.groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["a", "b"]}],
     "optim.flags": (True, None, 3),
+}
+OBJECT_VALUES = {
+    **{key: value for key, value in OBJECTS.items() if key != "optim.groups"},
+    **{f"optim.groups.0.{name}": value for name, value in OBJECTS["optim.groups"][0].items()},
 }
 
 
