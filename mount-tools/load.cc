@@ -215,6 +215,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     LoadOptions options;
     options.progress = &progress.done();
     options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
+    options.roots = terminal.roots;
     options.not_requested = Strict::kIgnore;  // --keys asks for a part.
     const auto start = std::chrono::steady_clock::now();
     TENSORMOUNT_ASSIGN_OR_RETURN(LoadReport report, Load(request, path, comm, options));

@@ -32,7 +32,10 @@ class Errors(harness.ToolTest):
 
     def test_usage(self):
         self.fails("import", self.dir / "missing", self.store / "a", code="NOT_FOUND", says="missing")
-        self.fails("ls", self.dir, code="UNSUPPORTED", says="no COMMIT and no store.json")
+        (self.dir / "other").mkdir()
+        self.fails("ls", self.dir / "other", code="UNSUPPORTED", says="an empty folder")
+        (self.dir / "other" / "notes.txt").write_text("x")
+        self.fails("ls", self.dir / "other", code="UNSUPPORTED", says="no COMMIT, no store.json")
         self.fails("derive", "a", "b", code="UNSUPPORTED", says="derive")
         self.fails("import", self.model, self.store / "a", "--map", "x", code="NOT_FOUND", says="x")
         self.fails("nonsense", code="INVALID_ARGUMENT", says="")
@@ -41,7 +44,7 @@ class Errors(harness.ToolTest):
         self.fails("import", self.model, self.store / "a", "--shard", "diagonal", code="INVALID_ARGUMENT",
                    says="diagonal")
         self.assertFalse(self.store.exists())
-        for command in ["mount", "import", "load", "ls", "info", "cat", "diff", "layout", "verify", "rm", "gc", "fsck", "doctor"]:
+        for command in ["mount", "import", "adopt", "load", "ls", "info", "cat", "diff", "layout", "verify", "rm", "gc", "fsck", "doctor"]:
             self.assertIn("Example:", self.run_tool(command, "--help").stdout)
 
     def test_a_flipped_byte_of_data_is_named(self):
