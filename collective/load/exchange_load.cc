@@ -297,6 +297,9 @@ class UnitReader {
                                         ": the file ends here"));
       }
     }
+    if (Status still = checkpoint_.CheckStill(unit.file, *file.value()); !still.ok()) {
+      return failed(still);
+    }
     return {};
   }
 

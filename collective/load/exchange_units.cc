@@ -48,7 +48,7 @@ Status ExchangeUnits::Prepare(std::size_t t) {
     prepared.wants.push_back({want.rank, bytes.Boxes(), target});
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
-                               checkpoint_.index().Extents(tensor.entry.ordinal));
+                               checkpoint_.Extents(tensor.entry));
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ChunkRecord> chunks, extents->All());
   std::sort(chunks.begin(), chunks.end(), [](const ChunkRecord& a, const ChunkRecord& b) {
     return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);
@@ -59,6 +59,9 @@ Status ExchangeUnits::Prepare(std::size_t t) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                  ByteRegion(meta.dtype(), meta.shape(), chunk.region));
     // Blocks are read from the file itself, without the checks of an ordinary read.
+    if (chunk.strides.rank() > 0) {
+      return Status(Code::kInternal, "tensor " + meta.key() + ": an exchange of strided chunks");
+    }
     if (chunk.file >= files.size() ||
         !RangeWithin(chunk.offset, static_cast<std::uint64_t>(bytes.volume()),
                      files[chunk.file].length)) {

@@ -23,20 +23,8 @@
 namespace tensormount {
 namespace {
 
-// Where the chunks of a tensor stand.
-Status AppendPlaces(const CheckpointIndex& index, std::uint32_t ordinal, ByteWriter& out) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
-                               index.Extents(ordinal));
-  for (std::size_t i = 0; i < extents->size(); ++i) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, extents->At(i));
-    out.U32(chunk.file);
-    out.U64(chunk.offset);
-  }
-  return {};
-}
-
 // What must be the same on all ranks, and for a plan to be used again: not some other checkpoint of
-// this name on another node.
+// this name on another node, nor a foreign one that was written again.
 Result<Hash128> Identity(const OpenedCheckpoint& checkpoint) {
   ByteWriter out;
   if (const DecodedCommit* commit = checkpoint.commit()) {
@@ -46,15 +34,24 @@ Result<Hash128> Identity(const OpenedCheckpoint& checkpoint) {
   }
   const CheckpointIndex& index = checkpoint.index();
   out.String(checkpoint.directory());
-  for (const FileRecord& file : index.files()) out.U64(file.length);
-  // A file of the same length may have other tensors: plans of the one are wrong for the other.
+  out.String(index.info().root);
+  for (const FileRecord& file : index.files()) {
+    out.String(file.name);
+    out.U64(file.length);
+    out.I64(file.mtime_seconds);
+    out.I64(file.mtime_nanoseconds);
+  }
+  // Files of the same lengths may have other tensors: plans of the one are wrong for the other.
+  // Where items stand says enough of what is pending.
   Status failure;
   TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {
     out.String(entry.meta.key());
     out.U8(static_cast<std::uint8_t>(entry.meta.dtype()));
     out.U8(static_cast<std::uint8_t>(entry.meta.shape().rank()));
     for (const std::int64_t extent : entry.meta.shape()) out.I64(extent);
-    failure = AppendPlaces(index, entry.ordinal, out);
+    const Result<std::shared_ptr<const ExtentTable>> extents = index.Extents(entry.ordinal);
+    failure = extents.status();
+    if (failure.ok()) out.Hash(Xxh3(extents.value()->packed()));
     return failure.ok();
   }));
   TENSORMOUNT_RETURN_IF_ERROR(failure);

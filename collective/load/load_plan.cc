@@ -29,10 +29,11 @@ Result<Geometry> Measure(const CheckpointIndex& index, const TensorEntry& entry,
   std::size_t seen = 0;
   for (std::size_t i = 0; i < extents->size() && seen < max_chunks; ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, extents->At(i));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
-                                 ByteRegion(entry.meta.dtype(), entry.meta.shape(), chunk.region));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::vector<PlacedBox> boxes_of_chunk,
+        PlaceChunk(entry.meta.dtype(), entry.meta.shape(), chunk.region, 0, chunk.strides));
     bool met = false;
-    for (const PlacedBox& placed : PlacePacked(bytes, 0)) {
+    for (const PlacedBox& placed : boxes_of_chunk) {
       for (const Box& box : boxes) {
         const Box part = Intersect(placed.box, box);
         if (part.empty()) continue;
@@ -53,7 +54,8 @@ Result<Geometry> Measure(const CheckpointIndex& index, const TensorEntry& entry,
         const std::uint64_t to =
             std::min((end + kLeafBytes - 1) / kLeafBytes * kLeafBytes, chunk.length);
         const std::uint64_t span = std::max(to, end) - from;
-        g.widened_by += std::min(span - size, (span - (end - begin)) * runs.runs());
+        // Of elements that are used many times there is less in the file than is wanted.
+        g.widened_by += std::min(span - std::min(span, size), (span - (end - begin)) * runs.runs());
       }
     }
     if (met) ++seen;
@@ -67,8 +69,14 @@ Result<Geometry> Measure(const CheckpointIndex& index, const TensorEntry& entry,
 constexpr std::uint64_t kExchangeRun = 64u << 10;
 constexpr std::uint64_t kExchangeBytes = 8u << 20;
 
+// Blocks are cut along boxes of whole bytes and read as one run of a file each. What is pending is
+// not looked up for a plan: every rank would read every item.
+bool MayExchange(const TensorEntry& entry) {
+  return entry.meta.bits() % 8 == 0 && !entry.wide && !entry.pending;
+}
+
 Result<bool> IsShort(const CheckpointIndex& index, const TensorEntry& entry, const Region& region) {
-  if (entry.meta.bytes() < kExchangeBytes) return false;
+  if (entry.meta.bytes() < kExchangeBytes || !MayExchange(entry)) return false;
   TENSORMOUNT_ASSIGN_OR_RETURN(const Geometry g, Measure(index, entry, region, 4));
   return g.shortest_run <= kExchangeRun;
 }
@@ -137,8 +145,7 @@ Result<LoadPlan> MakeLoadPlan(const CheckpointIndex& index, std::span<const Reso
       tensor.place = {first.file, first.offset};
     }
     if (!all_known) continue;
-    // Elements under a byte have no boxes of whole bytes to cut blocks along.
-    const bool can_exchange = ranks.size() > 1 && tensor.entry.meta.bits() % 8 == 0;
+    const bool can_exchange = ranks.size() > 1 && MayExchange(tensor.entry);
     if (can_exchange && options.path == LoadPath::kExchange) tensor.exchange = true;
     if (can_exchange && several_machines && options.path == LoadPath::kAuto &&
         !WantedByOneRank(tensor)) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "index/foreign_file.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount::fs {
@@ -28,17 +29,17 @@ std::optional<std::uint64_t> RunBegin(const Box& box, const Dims& shape) {
 
 // Whether byte n of the tensor stands at `at` + n of file `file`, which may be chosen by the first
 // chunk.
-Result<bool> StandsAt(const CheckpointIndex& index, const TensorEntry& tensor, std::uint64_t at,
+Result<bool> StandsAt(const OpenedCheckpoint& opened, const TensorEntry& tensor, std::uint64_t at,
                       std::optional<std::uint32_t>& file) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,
-                               index.Extents(tensor.ordinal));
+                               opened.Extents(tensor));
   const TensorMeta& meta = tensor.meta;
   const Dims shape = ByteShape(meta.dtype(), meta.shape());
   for (std::size_t i = 0; i < table->size(); ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(i));
     if (chunk.region.empty()) continue;
     if (!file) file = chunk.file;
-    if (chunk.file != *file) return false;
+    if (chunk.file != *file || chunk.strides.rank() > 0) return false;
     TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                  ByteRegion(meta.dtype(), meta.shape(), chunk.region));
     std::uint64_t stored = chunk.offset;
@@ -59,6 +60,8 @@ Result<std::uint32_t> FileOfSize(FileSystem& fs, const OpenedCheckpoint& opened,
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(opened.FilePath(file)));
   // Sources may be named through a link; what lies in a checkpoint is never one.
   if (info.kind == FileKind::kSymlink) return None();
+  TENSORMOUNT_RETURN_IF_ERROR(
+      CheckUnchanged(index.files()[file], info, opened.commit() != nullptr));
   if (info.kind != FileKind::kFile || info.size != size) {
     return Status(Code::kDataLoss, index.files()[file].name + ": " + std::to_string(info.size) +
                                        " bytes, " + std::to_string(size) + " expected");
@@ -100,8 +103,7 @@ Result<std::uint32_t> FindBackingFile(FileSystem& fs, const ShownCheckpoint& sho
     TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, opened.index().At(segment.ordinal));
     if (segment.length != tensor.meta.bytes()) return None();
     const bool first = !file;
-    TENSORMOUNT_ASSIGN_OR_RETURN(const bool stands,
-                                 StandsAt(opened.index(), tensor, segment.begin, file));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool stands, StandsAt(opened, tensor, segment.begin, file));
     if (!stands) return None();
     // Most are told apart here.
     if (first && (!file || *file >= opened.index().files().size() ||

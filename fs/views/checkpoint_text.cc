@@ -93,6 +93,7 @@ Result<GeneratedText::Parts> CheckpointJson(const ShownCheckpoint& shown,
   head += fmt::format("  \"producer\": {},\n  \"world_size\": {},\n  \"created\": {},\n",
                       JsonString(info.producer), info.world_size, info.created);
   head += fmt::format("  \"self_contained\": {},\n", info.self_contained);
+  if (!info.self_contained) head += fmt::format("  \"root\": {},\n", JsonString(info.root));
   if (content.ok()) head += fmt::format("  \"content\": {},\n", CommonToJson(content.value()));
   if (opened.commit() != nullptr) {
     head += fmt::format("  \"content_root\": \"xxh3-128:{}\",\n",
@@ -162,9 +163,10 @@ Result<std::string> CommonJson(const CheckpointIndex& index) {
   return text + (first ? "}\n" : "\n}\n");
 }
 
-Result<GeneratedText::Parts> ExtentsJson(const CheckpointIndex& index, const TensorEntry& tensor) {
+Result<GeneratedText::Parts> ExtentsJson(const OpenedCheckpoint& opened,
+                                         const TensorEntry& tensor) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,
-                               index.Extents(tensor.ordinal));
+                               opened.Extents(tensor));
   GeneratedText::Parts parts;
   const std::string line = TensorLine(tensor);
   // The tensor's own fields, then its chunks.
@@ -174,15 +176,22 @@ Result<GeneratedText::Parts> ExtentsJson(const CheckpointIndex& index, const Ten
     return Status(Code::kUnsupported, "tensor " + tensor.meta.key() + ": too many chunks");
   }
   parts.items = static_cast<std::uint32_t>(table->size());
-  parts.render = [&index, table](std::uint32_t first, std::uint32_t count, std::string& out) {
+  parts.render = [&opened, table](std::uint32_t first, std::uint32_t count, std::string& out) {
     for (std::uint32_t i = first; i < first + count; ++i) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(i));
-      if (chunk.file >= index.files().size()) {
+      const std::vector<FileRecord>& files = opened.index().files();
+      if (chunk.file >= files.size()) {
         return Status(Code::kDataLoss, "index: a chunk is in a file that is not in the table");
       }
+      // Names of foreign files are relative to a root that this text does not give.
+      const bool foreign = files[chunk.file].placement == Placement::kForeign;
       std::string item =
           fmt::format(R"({{{}, "file": {}, "offset": {}, "bytes": {})", RegionFields(chunk.region),
-                      JsonString(index.files()[chunk.file].name), chunk.offset, chunk.length);
+                      JsonString(foreign ? opened.FilePath(chunk.file) : files[chunk.file].name),
+                      chunk.offset, chunk.length);
+      if (chunk.strides.rank() > 0) {
+        item += fmt::format(R"(, "strides": {})", chunk.strides.ToString());
+      }
       if (chunk.has_hash) item += fmt::format(R"(, "hash": "xxh3-128:{}")", chunk.hash.ToHex());
       AppendItem(out, i == 0, item + "}");
     }

@@ -23,7 +23,7 @@ Result<GeneratedText::Parts> CheckpointJson(const ShownCheckpoint& shown,
 // reserved (docs/format.md, "common.json").
 Result<std::string> CommonJson(const CheckpointIndex& index);
 // extents/KEY.json.
-Result<GeneratedText::Parts> ExtentsJson(const CheckpointIndex& index, const TensorEntry& tensor);
+Result<GeneratedText::Parts> ExtentsJson(const OpenedCheckpoint& opened, const TensorEntry& tensor);
 
 // "[2, 3]"
 std::string DimsText(const Dims& dims);

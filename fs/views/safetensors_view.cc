@@ -89,19 +89,24 @@ class SafetensorsView : public FileView {
   // wholly a header and these.
   Result<bool> LayOutSource(std::vector<Segment>& segments) const {
     const CheckpointIndex& index = shown_.opened.index();
-    if (index.files().size() != 1) return false;
+    if (index.files().size() != 1 || !index.files()[0].name.ends_with(".safetensors")) return false;
     const std::uint64_t size = index.files()[0].length;
     std::uint64_t first = size;
     std::vector<Segment> found;
+    bool whole = true;  // Each tensor is one packed run.
     Status inner;
     TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& tensor) {
       if (tensor.meta.bytes() == 0) return true;
+      whole = whole && tensor.chunks == 1 && !tensor.wide && !tensor.pending;
+      if (!whole) return false;
       const Result<std::shared_ptr<const ExtentTable>> table = index.Extents(tensor.ordinal);
       inner = table.status();
       if (!inner.ok()) return false;
       const Result<ChunkRecord> chunk = table.value()->At(0);
       inner = chunk.status();
       if (!inner.ok()) return false;
+      whole = chunk.value().length == tensor.meta.bytes();
+      if (!whole) return false;
       found.push_back({.kind = Segment::Kind::kTensor,
                        .ordinal = tensor.ordinal,
                        .begin = chunk.value().offset,
@@ -110,6 +115,7 @@ class SafetensorsView : public FileView {
       return true;
     }));
     TENSORMOUNT_RETURN_IF_ERROR(inner);
+    if (!whole) return false;
     // What is before the data is the header, which was read when the source was opened.
     if (first == 0) return false;
     found.push_back({.kind = Segment::Kind::kLiteral, .length = first});

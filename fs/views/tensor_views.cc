@@ -50,7 +50,7 @@ class ExtentsView : public TensorFilesView {
  private:
   Result<FileContent> ContentOf(const ShownTensor& tensor) const override {
     TENSORMOUNT_ASSIGN_OR_RETURN(GeneratedText::Parts parts,
-                                 ExtentsJson(shown().opened.index(), tensor.shown));
+                                 ExtentsJson(shown().opened, tensor.shown));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto text, GeneratedText::Make(std::move(parts)));
     FileContent content;
     content.AddText(std::move(text));
