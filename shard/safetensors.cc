@@ -19,6 +19,10 @@ namespace {
 
 constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr std::string_view kMetadataKey = "__metadata__";
+// Of a header of the size that the format allows, one string could be all, and parsers keep several
+// copies of it. No writer has more to say.
+constexpr std::size_t kMaxStringBytes = std::size_t{16} << 20;
+constexpr std::size_t kMaxMetadataBytes = std::size_t{32} << 20;
 
 Status Broken(const std::string& why) {
   return Status(Code::kDataLoss, "safetensors header: " + why);
@@ -43,6 +47,23 @@ std::optional<std::uint64_t> PackedBytes(DType dtype, const Dims& shape) {
                                               std::uint64_t{InfoOf(dtype).bits});
   if (!bits || *bits % 8 != 0) return std::nullopt;
   return *bits / 8;
+}
+
+// Whether a string of the text is longer than may be copied. Strings end at a quote that no
+// backslash hides; what is no JSON the parser finds out.
+bool HasLongString(std::string_view json) {
+  std::size_t at = 0;
+  while ((at = json.find('"', at)) != std::string_view::npos) {
+    const std::size_t begin = ++at;
+    for (;; at += 2) {
+      at = json.find_first_of("\"\\", at);
+      if (at == std::string_view::npos) return json.size() - begin > kMaxStringBytes;
+      if (json[at] == '"') break;
+    }
+    if (at - begin > kMaxStringBytes) return true;
+    ++at;
+  }
+  return false;
 }
 
 // Receives the events of the JSON parser. Knows at each moment what the format allows there; the
@@ -158,6 +179,11 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
   bool string(string_t& value) override {
     if (skip_ > 0) return true;
     if (at_ == At::kMetadataValue) {
+      metadata_bytes_ += metadata_key_.size() + value.size();
+      if (metadata_bytes_ > kMaxMetadataBytes) {
+        error = Status(Code::kUnsupported, "safetensors header: metadata of more than 32 MiB");
+        return false;
+      }
       metadata.emplace(std::move(metadata_key_), value);
       at_ = At::kMetadataEntry;
       return true;
@@ -285,6 +311,7 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
   std::size_t skip_ = 0;  // Depth inside a value that is ignored.
   std::string key_;
   std::string metadata_key_;
+  std::size_t metadata_bytes_ = 0;
   std::unordered_set<std::string> keys_;
   std::unordered_set<std::string> fields_;
   SafetensorsEntry entry_;
@@ -362,6 +389,9 @@ Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
   }
   if (header_json.empty() || header_json.front() != '{') return Broken("does not begin with '{'");
   if (const Status text = CheckJsonText(header_json); !text.ok()) return Broken(text.message());
+  if (HasLongString(header_json)) {
+    return Status(Code::kUnsupported, "safetensors header: a string of more than 16 MiB");
+  }
   Reader reader;
   if (!nlohmann::json::sax_parse(header_json.begin(), header_json.end(), &reader)) {
     return reader.error.ok() ? Broken("is not JSON") : reader.error;

@@ -38,7 +38,9 @@ struct SafetensorsHeader {
 // `file_size` is the whole file's. kDataLoss says which rule is broken and by which key: header
 // length, UTF-8, JSON (duplicate keys too), types, dtype, shape × dtype = length, overlap, gaps,
 // data past the end or bytes left over. Keys are not checked against CheckKey: the format
-// allows more. kUnsupported for a dtype that we do not know and for ranks over kMaxRank.
+// allows more. kUnsupported for a dtype that we do not know, for ranks over kMaxRank, for a string
+// of over 16 MiB and metadata of over 32 MiB. Memory besides the text is that of the entries and
+// the metadata.
 Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
                                                  std::uint64_t file_size);
 Result<SafetensorsHeader> ReadSafetensorsHeader(File& file);
