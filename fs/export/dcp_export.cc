@@ -104,10 +104,7 @@ class Planner {
   }
 
   Status FindByteItems() {
-    for (const auto& [name, value] : common_.values) {
-      if (name == kPlannerData) continue;
-      byte_items_.push_back({.fqn = name, .stored = name, .value = &value, .part = 0, .item = {}});
-    }
+    std::set<std::string> as_stored;
     const std::vector<ObjectContent>& parts = shown_.objects.parts();
     for (std::uint32_t n = 0; n < parts.size(); ++n) {
       ByteItem item{.fqn = {}, .stored = parts[n].key, .value = nullptr, .part = n, .item = {}};
@@ -121,7 +118,16 @@ class Planner {
         item.fqn += fmt::format("shard_{}_{}", index, Join(parts[n].grid));
         item.stored.clear();
       }
+      // What an adopted DCP checkpoint has as a plain value, it has as it was stored, too.
+      if (common_.values.contains(item.fqn)) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(const bool archive, IsArchive(n));
+        if (archive) as_stored.insert(item.fqn);
+      }
       byte_items_.push_back(std::move(item));
+    }
+    for (const auto& [name, value] : common_.values) {
+      if (name == kPlannerData || as_stored.contains(name)) continue;
+      byte_items_.push_back({.fqn = name, .stored = name, .value = &value, .part = 0, .item = {}});
     }
     return {};
   }

@@ -129,6 +129,12 @@ Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& 
   if (format == ExportFormat::kDcp) objects = 0;
   TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, view.opened().index().Common());
   const bool values = format == ExportFormat::kDcp || format == ExportFormat::kTorch;
+  if (format == ExportFormat::kTorch) {
+    // Plain values of adopted checkpoints are objects, too.
+    for (const ObjectContent& part : view.shown().objects.parts()) {
+      if (part.grid.rank() == 0 && common.values.contains(part.key)) --objects;
+    }
+  }
   const std::size_t left = (values ? 0 : common.values.size()) + common.ranks.size();
   const auto note = [&](std::size_t count, std::string_view what) {
     if (count == 0) return;
