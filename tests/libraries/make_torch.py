@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves checkpoints with torch: make_torch.py WHAT[,WHAT...] FOLDER [RANKS]; each at FOLDER/WHAT."""
+"""Saves checkpoints with torch: make_torch.py WHAT[,WHAT...] FOLDER [RANKS]; each at FOLDER/WHAT.
+
+load@PATH loads that checkpoint and compares it.
+"""
 
 import pathlib
 import sys
@@ -142,15 +145,38 @@ def make_hf_consolidated(rank, count, folder):
         folder, fqn_to_index_mapping=names, save_distributed=True, enable_consolidation=True))
 
 
+def load(rank, count, source):
+    """Loads MODEL from a checkpoint that need not be torch's, as rows, and compares every byte."""
+    line = init_device_mesh("cpu", (count,))
+    wanted, boxes = {}, {}
+    for key, (dtype, shape, _) in formula.MODEL.items():
+        box = formula.local_box(shape, "rows" if shape else "plain", rank, count)
+        local = torch.zeros([s.stop - s.start for s in box], dtype=getattr(torch, formula.DTYPES[dtype][2]))
+        stride = torch.empty(shape, device="meta").stride()
+        wanted[key] = local if not shape else DTensor.from_local(
+            local, line, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+        boxes[key] = box
+    dcp.load(wanted, checkpoint_id=source)
+    for key, value in wanted.items():
+        value = value.to_local() if isinstance(value, DTensor) else value
+        found = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        if found != formula.raw(key, *formula.MODEL[key][:2], boxes[key]):
+            raise AssertionError(f"rank {rank} of {count}: {key} differs")
+
+
 def all_of(rank, count, wanted, folder):
     for what in wanted:
+        if what.startswith("load@"):
+            load(rank, count, what[5:])
+            continue
         globals()[f"make_{what}"](rank, count, f"{folder}/{what}")
 
 
 def main():
     wanted, folder, *more = sys.argv[1:]
     for what in wanted.split(","):
-        pathlib.Path(folder, what).mkdir(parents=True, exist_ok=True)
+        if not what.startswith("load@"):
+            pathlib.Path(folder, what).mkdir(parents=True, exist_ok=True)
     ranks.run(int(more[0]) if more else 4, all_of, wanted.split(","), folder)
 
 
