@@ -103,8 +103,8 @@ Status ExportDestination::CheckOld(const FileInfo& old) const {
   if (folder != options_.folder || (!folder && old.kind != FileKind::kFile)) {
     return refuse(options_.folder ? "is no folder" : "is no file");
   }
-  if (Within(options_.source, path_) || Within(path_, options_.source)) {
-    return refuse("is, holds, or lies in what is exported");
+  for (const std::string& source : options_.sources) {
+    if (Within(source, path_)) return refuse(fmt::format("holds {}, which is exported", source));
   }
   if (!folder) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool exported, LooksExported(*fs_, path_, options_.format));

@@ -21,8 +21,8 @@ class ExportDestination {
     ExportFormat format = ExportFormat::kSafetensors;
     bool folder = false;
     bool replace = false;
-    std::uint64_t bytes = 0;  // That will be written.
-    std::string source;       // Path of what is exported: never replaced.
+    std::uint64_t bytes = 0;           // That will be written.
+    std::vector<std::string> sources;  // Paths of what is read: nothing that holds one is replaced.
   };
   // Checks all that can be known beforehand, then makes the folder of the temporary name and, of
   // what others left behind, a warning each. kAlreadyExists: `path` is taken, and not to be

@@ -123,7 +123,13 @@ class Job {
                                        .folder = plan_.folder,
                                        .replace = options_.replace,
                                        .bytes = 0,
-                                       .source = source_};
+                                       .sources = {source_}};
+        const OpenedCheckpoint& opened = view_->opened();
+        if (!opened.index().info().self_contained) {
+          for (std::uint32_t n = 0; n < opened.index().files().size(); ++n) {
+            how.sources.push_back(opened.FilePath(n));
+          }
+        }
         for (const ExportFile& file : plan_.files) {
           if (!file.backed) how.bytes += file.size;
         }

@@ -349,6 +349,15 @@ TEST_F(ExportTest, OnlyExportsAreReplaced) {
   ASSERT_OK(HostFileSystem().WriteFileDurably(dir_.Join("out/n/notes.txt"), "mine"));
   EXPECT_THAT(Run("n", options).status(), HasCode(Code::kInvalidArgument));
   EXPECT_THAT(Run("../store", options).status(), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(Run("../store/step-1", options).status(), HasCode(Code::kInvalidArgument));
+  // What is read is not replaced, even where it is an export.
+  ASSERT_OK_AND_ASSIGN(const FoundSource found,
+                       FindSource(HostFileSystem(), dir_.Join("out/x"), {}));
+  ASSERT_OK_AND_ASSIGN(source_, OpenFound(HostFileSystem(), found, {}));
+  options.format = ExportFormat::kDcp;
+  const auto itself = Run("x", options);
+  EXPECT_THAT(itself.status(), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(itself.status().message(), HasSubstr("which is exported"));
   EXPECT_THAT(Run("no/such", options).status(), HasCode(Code::kNotFound));
   EXPECT_THAT(Run("..", options).status(), HasCode(Code::kInvalidArgument));
   EXPECT_THAT(Out(), ElementsAre("f", "n", "x"));
