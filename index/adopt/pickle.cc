@@ -121,8 +121,6 @@ void* Arena::TakeSlow(std::size_t bytes) {
   return block;
 }
 
-Kind Value::kind() const { return static_cast<Kind>(rep_ & 0xff); }
-
 bool Value::boolean() const {
   assert(kind() == Kind::kBool);
   return bits_ != 0;

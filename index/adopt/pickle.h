@@ -43,7 +43,7 @@ class Value {
  public:
   Value() = default;  // None.
 
-  Kind kind() const;
+  Kind kind() const { return static_cast<Kind>(rep_ & 0xff); }
   bool boolean() const;
   std::int64_t integer() const;
   double real() const;

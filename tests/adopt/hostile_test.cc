@@ -196,10 +196,10 @@ class HostileMade : public testing::Test {
 // Streams that ask for more memory than their size may.
 TEST_F(HostileMade, MemoryBombs) {
   const std::pair<std::string, std::string> cases[] = {
-      {"RESOURCE_EXHAUSTED-nones", "](" + std::string(24 << 20, 'N') + "e"},
-      {"RESOURCE_EXHAUSTED-marks", std::string(24 << 20, '(')},
-      {"RESOURCE_EXHAUSTED-lists", "(" + std::string(24 << 20, ']') + "t"},
-      {"RESOURCE_EXHAUSTED-memos", "N" + std::string(24 << 20, '\x94')}};
+      {"RESOURCE_EXHAUSTED-nones", "](" + std::string(6 << 20, 'N') + "e"},
+      {"RESOURCE_EXHAUSTED-marks", std::string(16 << 20, '(')},
+      {"RESOURCE_EXHAUSTED-lists", "(" + std::string(6 << 20, ']') + "t"},
+      {"RESOURCE_EXHAUSTED-memos", "N" + std::string(6 << 20, '\x94')}};
   for (const auto& [name, operations] : cases) {
     const std::string bytes = Pickle(operations);
     const Outcome outcome = Apart([&](std::string&) { return pickle::Parse(bytes).status(); });
@@ -212,8 +212,7 @@ TEST_F(HostileMade, MemoryBombs) {
 
 TEST_F(HostileMade, HeadersOf100Megabytes) {
   const std::uint64_t size = 100 << 20;
-  Check("DATA_LOSS-", OpenApart(Write("a.safetensors", U64(size) + std::string(size, ' '))), size);
-  Check("DATA_LOSS-", OpenApart(Write("b.safetensors", U64(size) + std::string(size, '['))), size);
+  Check("DATA_LOSS-", OpenApart(Write("a.safetensors", U64(size) + std::string(size, '['))), size);
   // Sizes without the bytes: nothing is allocated for them.
   Check("DATA_LOSS-", OpenApart(Write("c.safetensors", U64(size) + "{")), 0);
 }
