@@ -154,6 +154,7 @@ TEST(Pickle, Memo) {
   EXPECT_EQ(Listing(Bytes("(K", 7, 'q', 1, "K", 8, 'q', 1, 'h', 1, 't')), "(7, 8, 8)\n");
   EXPECT_THAT(ParseOps(Bytes('h', 0)), HasMessage("byte 2: memo slot 0 was never filled"));
   EXPECT_THAT(ParseOps(Bytes('N', 'q', 1, 'h', 0)), HasMessage("slot 0 was never filled"));
+  EXPECT_THAT(ParseOps(Bytes('N', 'q', 2)), HasMessage("memo slot 2, after 0 entries"));
   EXPECT_THAT(ParseOps(Bytes('N', 'r', U32(0xfffffff0))),
               AllOf(HasCode(Code::kDataLoss), HasMessage("memo slot 4294967280, after 0 entries")));
   EXPECT_THAT(ParseOps(Bytes(0x94)), HasMessage("takes 1 values, there are 0"));
