@@ -48,8 +48,10 @@ void EnableMappingGuard() {
   });
 }
 
+bool MappingGuarded() { return g_enabled.load(std::memory_order_acquire); }
+
 bool RunOnMapping(void (*fn)(void*), void* argument) {
-  if (!g_enabled.load(std::memory_order_acquire)) {
+  if (!MappingGuarded()) {
     fn(argument);
     return true;
   }

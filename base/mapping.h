@@ -14,6 +14,9 @@ namespace tensormount {
 // ours; for programs of our own, not for the library, whose host owns its signals. Idempotent.
 void EnableMappingGuard();
 
+// Whether it is enabled. Where not, what others may cut short at any time is better not mapped.
+bool MappingGuarded();
+
 // Calls fn(argument), which reads from a mapping and may own nothing (it is left by a jump: no
 // destructors run). False where a page of it could not be had. Without EnableMappingGuard just
 // calls it.

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/checked.h"
+#include "base/mapping.h"
 #include "index/manifest.h"
 #include "index/region_reader.h"
 #include "shard/leaf_hash.h"
@@ -340,7 +341,9 @@ Status PieceReader::ReadTransposed(const StridedCopy& copy, std::byte* base) {
   return Status();
 }
 
-Result<const std::byte*> PieceReader::MappingTo(std::uint64_t end) {
+Result<const std::byte*> PieceReader::MappingTo(std::uint64_t end, bool guarded) {
+  const FileRecord& record = checkpoint_.index().files()[where_.file];
+  if (record.placement == Placement::kForeign && !(guarded && MappingGuarded())) return nullptr;
   TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
   return file_->MappingTo(end);
 }

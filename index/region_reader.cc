@@ -107,7 +107,8 @@ Status ReadPiece(PieceReader& reader, std::uint64_t chunk_offset, bool extend,
     // for, and checks leaves; from memory to memory short runs cost a third less without the
     // kernel.
     if (!extend && (span != copy.bytes() || !reader.verifies())) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map, reader.MappingTo(end));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map,
+                                   reader.MappingTo(end, digest == nullptr));
       if (map != nullptr && (span != copy.bytes() ||
                              InMemory(map + copy.src_offset, static_cast<std::size_t>(span)))) {
         stats.bytes_read += copy.bytes();

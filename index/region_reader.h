@@ -54,7 +54,9 @@ class PieceReader {
   // The runs of `copy`, whose source offsets are the file's, to `base`.
   Status ReadStrided(const StridedCopy& copy, std::byte* base);
   // For gathers: the file's mapping where bytes of the piece up to `end` (of the file) are there.
-  Result<const std::byte*> MappingTo(std::uint64_t end);
+  // `guarded`: what reads from it does so by RunOnMapping. Null where there is none, and for files
+  // of others where nothing would stand between us and their being cut short.
+  Result<const std::byte*> MappingTo(std::uint64_t end, bool guarded);
   // What to say where a mapping lost its bytes from `at` of the piece on.
   Status CutShort(std::uint64_t at) const { return Damage(at, "the file was cut short"); }
   bool verifies() const { return verify_ != ReadVerify::kOff; }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reading in place what an adapter found: strided, shared, pending, changed.
 #include <fcntl.h>
+#include <filesystem>
 #include <sys/stat.h>
 #include <thread>
 #include <unistd.h>
@@ -215,6 +216,42 @@ TEST_F(ForeignReadTest, BytesThatWereWrittenDuringTheReadAreNotBelieved) {
   ASSERT_OK(ReadWhole(*opened, "packed"));
   armed = true;
   EXPECT_THAT(ReadWhole(*opened, "packed"), HasCode(Code::kStale));
+}
+
+TEST_F(ForeignReadTest, AFileThatIsCutShortDuringTheReadEndsNoProcess) {
+  AddManyKinds(made_);
+  namespace stdfs = std::filesystem;
+  const auto copy_all = [](const stdfs::path& from, const stdfs::path& to) {
+    stdfs::remove_all(to);
+    stdfs::copy(from, to, stdfs::copy_options::recursive);
+    for (const auto& file : stdfs::recursive_directory_iterator(from)) {
+      stdfs::last_write_time(to / stdfs::relative(file.path(), from), file.last_write_time());
+    }
+  };
+  const std::string kept = dir_.Join("kept");
+  copy_all(made_.root(), kept);
+  for (const auto& [key, bytes] : made_.all_bytes()) {
+    for (Crc64 digest = 0; Crc64* const taken : {static_cast<Crc64*>(nullptr), &digest}) {
+      copy_all(kept, made_.root());
+      CutFileSystem fs;
+      ASSERT_OK_AND_ASSIGN(const auto opened, made_.Open(fs));
+      ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find(key));
+      const DType dtype = entry.meta.dtype();
+      const Dims& shape = entry.meta.shape();
+      if (entry.meta.bits() % 8 != 0 || entry.meta.elements() == 0 || shape.rank() == 0) continue;
+      // A column, so that what lies between is not wanted.
+      Dims extent = shape;
+      extent[shape.rank() - 1] = 1;
+      std::string got(bytes.size(), '?');
+      const Status status =
+          opened->Read(entry, Region(Box::Make(Dims::Filled(shape.rank(), 0), extent).value()),
+                       BufferView::Host(dtype, static_cast<void*>(got.data()), extent),
+                       ReadVerify::kOff, nullptr, taken);
+      if (!status.ok()) {
+        EXPECT_THAT(status, HasCode(Code::kStale)) << key;
+      }
+    }
+  }
 }
 
 TEST_F(ForeignReadTest, AFileThatIsGoneIsNamed) {

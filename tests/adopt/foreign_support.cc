@@ -2,6 +2,7 @@
 #include "tests/adopt/foreign_support.h"
 
 #include <algorithm>
+#include <unistd.h>
 
 #include "base/coding.h"
 #include "tests/support/status_matchers.h"
@@ -27,8 +28,25 @@ class UnmappedFile : public File {
   Status Close() override { return base_->Close(); }
   const std::string& path() const override { return base_->path(); }
 
- private:
+ protected:
   std::unique_ptr<File> base_;
+};
+
+class CutFile : public UnmappedFile {
+ public:
+  using UnmappedFile::UnmappedFile;
+  int descriptor() const override {
+    asked_ = true;
+    return base_->descriptor();
+  }
+  Result<FileInfo> Stat() override {
+    const Result<FileInfo> info = base_->Stat();
+    if (asked_) (void)!truncate(path().c_str(), 0);
+    return info;
+  }
+
+ private:
+  mutable std::atomic<bool> asked_{false};
 };
 
 std::size_t At(std::int64_t n) { return static_cast<std::size_t>(n); }
@@ -62,6 +80,13 @@ Result<std::unique_ptr<File>> UnmappedFileSystem::OpenReadBeneath(const std::str
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file,
                                HostFileSystem().OpenReadBeneath(directory, name));
   return std::unique_ptr<File>(std::make_unique<UnmappedFile>(std::move(file)));
+}
+
+Result<std::unique_ptr<File>> CutFileSystem::OpenReadBeneath(const std::string& directory,
+                                                             const std::string& name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file,
+                               HostFileSystem().OpenReadBeneath(directory, name));
+  return std::unique_ptr<File>(std::make_unique<CutFile>(std::move(file)));
 }
 
 Status HandMade::Resolver::Resolve(const TensorMeta&, File& file, ChunkRecord& chunk) const {

@@ -23,6 +23,15 @@ class UnmappedFileSystem : public ObservedFileSystem {
                                                 const std::string& name) override;
 };
 
+// Files of others, each of which is cut to nothing once somebody who can map it has asked how long
+// it is.
+class CutFileSystem : public ObservedFileSystem {
+ public:
+  CutFileSystem() : ObservedFileSystem(HostFileSystem(), {}) {}
+  Result<std::unique_ptr<File>> OpenReadBeneath(const std::string& directory,
+                                                const std::string& name) override;
+};
+
 // A foreign checkpoint made by hand: tensors are windows of files of random bytes. Knows what each
 // tensor is by an oracle that shares nothing with the code under test.
 class HandMade {
