@@ -60,7 +60,7 @@ def run_apart(words, seconds, **more):
         return code, said.read()
 
 
-def make(program, *args, seconds=100):
+def make(program, *args, seconds=150):
     """Runs make_PROGRAM.py, which saves with the library."""
     # Not as the main program: processes that a library spawns would import that, with all it imports.
     code, said = run_apart(
