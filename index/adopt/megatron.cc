@@ -85,19 +85,36 @@ std::string KeyText(const Value& key) {
 
 bool IsNamed(const Value& key) { return key.kind() == Kind::kString || key.kind() == Kind::kInt; }
 
+// A pickle may say a text once and mean it everywhere: long ones are not even copied.
+bool IsTooLong(const Value& key) {
+  return key.kind() == Kind::kString && key.text().size() > kMaxKeyBytes;
+}
+
+// What is no plain data: how many there are, and the name of the first.
+struct Lost {
+  std::size_t count = 0;
+  std::string first;
+
+  void Add(std::string_view prefix, const Value& key) {
+    if (++count > 1) return;
+    first = std::string(prefix) + (IsTooLong(key) ? "a very long key" : KeyText(key));
+  }
+};
+
 // A dict, or the attributes of a namespace, without what is no plain data. One level deep: the
 // arguments of a run, where a dtype or an enum stands among hundreds of numbers.
-std::optional<CommonDict> PlainPart(const Value& value, std::string_view name,
-                                    std::vector<std::string>& lost, ValueBudget& budget) {
+std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, Lost& lost,
+                                    ValueBudget& budget) {
   Value items = value;
   if (value.kind() == Kind::kObject && value.state().kind() == Kind::kDict) items = value.state();
   if (items.kind() != Kind::kDict) return std::nullopt;
   CommonDict out;
   for (std::size_t i = 0; i < items.size(); ++i) {
     if (!IsNamed(items.key(i))) return std::nullopt;
-    std::optional<CommonValue> plain = budget.Convert(items.item(i));
+    std::optional<CommonValue> plain;
+    if (!IsTooLong(items.key(i))) plain = budget.Convert(items.item(i));
     if (!plain) {
-      lost.push_back(std::string(name) + "." + KeyText(items.key(i)));
+      lost.Add(std::string(name) + ".", items.key(i));
       continue;
     }
     const CommonKey key = items.key(i).kind() == Kind::kInt
@@ -182,10 +199,14 @@ std::size_t AddMegatronCommon(const Value& dict, std::string_view from, ForeignB
   // An object is stored as a list that holds it.
   if (items.kind() == Kind::kList && items.size() == 1) items = items.item(0);
   if (items.kind() != Kind::kDict) return 0;
-  std::vector<std::string> lost;
+  Lost lost;
   std::size_t added = 0;
   for (std::size_t i = 0; i < items.size(); ++i) {
     if (!IsNamed(items.key(i))) continue;
+    if (IsTooLong(items.key(i))) {
+      lost.Add("", items.key(i));
+      continue;
+    }
     const std::string name = KeyText(items.key(i));
     if (std::optional<CommonValue> plain = budget.Convert(items.item(i))) {
       builder.AddCommon(name, std::move(*plain));
@@ -194,13 +215,13 @@ std::size_t AddMegatronCommon(const Value& dict, std::string_view from, ForeignB
       builder.AddCommon(name, std::move(*part));
       ++added;
     } else {
-      lost.push_back(name);
+      lost.Add("", items.key(i));
     }
   }
-  if (!lost.empty()) {
-    builder.Warn(std::string(from) + ": " + std::to_string(lost.size()) +
-                 (lost.size() == 1 ? " value is" : " values are") +
-                 " no plain data and in the object only (the first: " + lost.front() + ")");
+  if (lost.count > 0) {
+    builder.Warn(std::string(from) + ": " + std::to_string(lost.count) +
+                 (lost.count == 1 ? " value is" : " values are") +
+                 " no plain data and in the object only (the first: " + lost.first + ")");
   }
   return added;
 }

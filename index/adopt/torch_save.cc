@@ -87,7 +87,7 @@ class Reader {
     tree.alone = StemOf(name);
     tree.added = [&](const std::string& key) { held_[name].insert(key); };
     const Status status =
-        TorchTree(builder_, archive.value(), number, tensors_, common_, tree).Add();
+        TorchTree(builder_, archive.value(), number, tensors_, common_, budget_, tree).Add();
     return status.WithContext(folder_.Shown(name));
   }
 
@@ -157,6 +157,7 @@ class Reader {
   ForeignBuilder& builder_;
   TorchNames tensors_;
   TorchNames common_;
+  ValueBudget budget_;
   std::map<std::string, std::set<std::string>> held_;  // Keys by file.
 };
 

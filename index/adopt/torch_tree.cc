@@ -17,6 +17,9 @@ constexpr int kMaxDepth = 200;
 // Values may be shared: a stream of n bytes can describe 2^n paths. Honest ones share a few.
 constexpr std::size_t kMinValues = std::size_t{1} << 20;
 constexpr std::uint32_t kHoldsTensor = std::uint32_t{1} << 31;
+// Names of one checkpoint together; so many of one spelling.
+constexpr std::size_t kMaxNameBytes = std::size_t{128} << 20;
+constexpr int kMaxSpellings = 8;
 
 std::string Joined(const std::vector<TorchNames::Part>& path) {
   std::string out;
@@ -48,9 +51,11 @@ bool IsDict(const Value& value) {
           value.Is(KnownClass::kCounter) || value.Is(KnownClass::kDictLike));
 }
 
-// nullopt: neither text nor a number.
+// nullopt: neither text nor a number, or a text of which no key can be made.
 std::optional<TorchNames::Part> PartOf(const Value& key) {
-  if (key.kind() == Kind::kString) return TorchNames::Part{std::string(key.text()), false};
+  if (key.kind() == Kind::kString && key.text().size() <= kMaxKeyBytes) {
+    return TorchNames::Part{std::string(key.text()), false};
+  }
   if (key.kind() == Kind::kInt) return TorchNames::Part{std::to_string(key.integer()), true};
   return std::nullopt;
 }
@@ -85,22 +90,30 @@ bool LeavesOut(const Status& status) {
 
 }  // namespace
 
-std::string TorchNames::Of(const std::string& prefix, const std::vector<Part>& path) {
+std::optional<std::string> TorchNames::Of(const std::string& prefix,
+                                          const std::vector<Part>& path) {
   std::string name = prefix + Joined(path);
   if (name.size() == prefix.size() || taken_.contains(name)) name = prefix + SpelledOut(path);
-  // Only a key that is itself such a spelling gets here.
-  while (taken_.contains(name)) name += '\'';
+  // Only a key that is itself such a spelling gets here, or one that is said again.
+  for (int i = 0; taken_.contains(name); ++i) {
+    if (i == kMaxSpellings) return std::nullopt;
+    name += '\'';
+  }
+  if (name.size() > kMaxNameBytes - bytes_) return std::nullopt;
+  bytes_ += name.size();
   taken_.insert(name);
   return name;
 }
 
 TorchTree::TorchTree(ForeignBuilder& builder, const TorchArchive& archive, std::uint32_t file,
-                     TorchNames& tensors, TorchNames& common, const TorchTreeOptions& options)
+                     TorchNames& tensors, TorchNames& common, ValueBudget& budget,
+                     const TorchTreeOptions& options)
     : builder_(builder),
       archive_(archive),
       file_(file),
       tensor_names_(tensors),
       common_names_(common),
+      budget_(budget),
       options_(options) {}
 
 std::string TorchTree::Shown() const { return options_.prefix + Joined(path_).substr(0, 256); }
@@ -146,10 +159,16 @@ Status TorchTree::Emit(const Value& value) {
     const std::uint32_t node = nodes_[next_];
     const std::size_t end = next_ + (node & ~kHoldsTensor);
     std::optional<TorchNames::Part> part = PartOf(key);
-    if (part) {
-      path_.push_back(*std::move(part));
+    const std::size_t bytes = part ? part->text.size() + 1 : 0;
+    if (!part) {
+      builder_.Warn(Shown() +
+                    ": an item is left out: its key is neither text nor a number, or too long");
+    } else if (path_bytes_ + bytes > kMaxKeyBytes) {
+      part.reset();
+      builder_.Warn(Shown() + ": an item is left out: its name would be too long");
     } else {
-      builder_.Warn(Shown() + ": an item is left out: its key is neither text nor a number");
+      path_.push_back(*std::move(part));
+      path_bytes_ += bytes;
     }
     Status status;
     if (part && (node & kHoldsTensor) != 0) {
@@ -158,7 +177,10 @@ Status TorchTree::Emit(const Value& value) {
       AddCommon(child);
     }
     next_ = end;
-    if (part) path_.pop_back();
+    if (part) {
+      path_.pop_back();
+      path_bytes_ -= bytes;
+    }
     return status;
   });
 }
@@ -167,9 +189,14 @@ Status TorchTree::AddTensor(const Value& value) {
   const Result<StoredTensor> stored = archive_.TensorOf(value);
   Status status = stored.status();
   if (status.ok()) {
-    const std::string key = tensor_names_.Of(options_.prefix, path_);
-    status = CheckKey(key).ok() ? AddStored(key, stored.value())
-                                : Status(Code::kDataLoss, CheckKey(key).message());
+    const std::optional<std::string> key = tensor_names_.Of(options_.prefix, path_);
+    if (!key) {
+      status = Status(Code::kDataLoss, "there are too many of that name, or of long names");
+    } else if (const Status good = CheckKey(*key); !good.ok()) {
+      status = Status(Code::kDataLoss, good.message());
+    } else {
+      status = AddStored(*key, stored.value());
+    }
   }
   if (status.ok() || !LeavesOut(status)) return status;
   builder_.Warn("tensor " + Shown() + ": left out: " + status.message());
@@ -190,11 +217,15 @@ Status TorchTree::AddStored(const std::string& key, const StoredTensor& stored) 
 }
 
 void TorchTree::AddCommon(const Value& value) {
-  if (std::optional<CommonValue> plain = CommonFromPickle(value)) {
-    builder_.AddCommon(common_names_.Of(options_.prefix, path_), *std::move(plain));
-    return;
+  std::optional<CommonValue> plain = budget_.Convert(value);
+  if (!plain) {
+    builder_.Warn("common value " + Shown() + ": left out: it is no plain data, or too much");
+  } else if (std::optional<std::string> name = common_names_.Of(options_.prefix, path_)) {
+    builder_.AddCommon(*name, *std::move(plain));
+  } else {
+    builder_.Warn("common value " + Shown() +
+                  ": left out: there are too many of that name, or of long names");
   }
-  builder_.Warn("common value " + Shown() + ": left out: it is no plain data");
 }
 
 }  // namespace tensormount

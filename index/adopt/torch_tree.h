@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_set>
@@ -14,6 +15,7 @@
 #include "index/adopt/foreign.h"
 #include "index/adopt/pickle.h"
 #include "index/adopt/torch_archive.h"
+#include "index/adopt/value_budget.h"
 
 // The dicts and lists that torch.save was given, as keys of tensors and names of common values.
 
@@ -30,11 +32,14 @@ class TorchNames {
     bool number = false;
   };
 
-  // `prefix` stands before either spelling ("mp_rank_00/"). Each result is given once.
-  std::string Of(const std::string& prefix, const std::vector<Part>& path);
+  // `prefix` stands before either spelling ("mp_rank_00/"). Each result is given once. nullopt: a
+  // dict that says one key many times, or so many long names that nobody saved them: a pickle may
+  // say a text once and mean it everywhere.
+  std::optional<std::string> Of(const std::string& prefix, const std::vector<Part>& path);
 
  private:
   std::unordered_set<std::string> taken_;
+  std::size_t bytes_ = 0;  // Of all of them.
 };
 
 struct TorchTreeOptions {
@@ -48,11 +53,12 @@ struct TorchTreeOptions {
 // what holds none as common values, each as large as can be: {"optimizer": {"state": {0: tensor},
 // "param_groups": [...]}} gives optimizer.state.0 and optimizer.param_groups. What cannot be shown
 // is left out with a warning. kDataLoss: structures that hold themselves so often that listing them
-// would take unbounded time.
+// would take unbounded time. `budget` bounds what the common values of all archives come to.
 class TorchTree {
  public:
   TorchTree(ForeignBuilder& builder, const TorchArchive& archive, std::uint32_t file,
-            TorchNames& tensors, TorchNames& common, const TorchTreeOptions& options);
+            TorchNames& tensors, TorchNames& common, ValueBudget& budget,
+            const TorchTreeOptions& options);
   Status Add();
 
  private:
@@ -68,12 +74,14 @@ class TorchTree {
   std::uint32_t file_;
   TorchNames& tensor_names_;
   TorchNames& common_names_;
+  ValueBudget& budget_;
   const TorchTreeOptions& options_;
   // Of every value in the order in which they are met: how many there are from it to the end of
   // what it holds, and, in the top bit, whether there is a tensor among them.
   std::vector<std::uint32_t> nodes_;
   std::size_t next_ = 0;  // While they are met again.
   std::vector<TorchNames::Part> path_;
+  std::size_t path_bytes_ = 0;  // Of its texts, and a dot each.
 };
 
 }  // namespace tensormount

@@ -190,6 +190,62 @@ TEST(TorchSaveTest, ValuesThatHoldEachOtherEndSomewhere) {
   EXPECT_THAT(WarningsOf(adopted.value()), HasSubstr("common value self: left out"));
 }
 
+// Text that a stream says once, of `bytes` letters, kept in memo slot `slot`.
+std::string Kept(std::size_t bytes, char slot) {
+  std::string out = "X";
+  for (int i = 0; i < 4; ++i) out += static_cast<char>(bytes >> (8 * i));
+  return out + std::string(bytes, 'k') + "q" + slot;
+}
+
+// Text is said once and meant everywhere: what comes of it is bounded, not what was said.
+TEST(TorchSaveTest, LongTextsAndKeysThatAreSaidAgainAreBounded) {
+  const TempDir dir;
+  // 4000 keys, one value of 1 MiB.
+  std::string shared = std::string("\x80\x02}(", 4);
+  for (int i = 0; i < 4000; ++i) {
+    const std::string key = std::to_string(i);
+    shared += "X" + std::string(1, static_cast<char>(key.size())) + std::string(3, '\0') + key;
+    shared += i == 0 ? Kept(1 << 20, 1) : std::string("h\1");
+  }
+  PutFile(dir.Join("shared.pt"), Archive(shared + "u."));
+  const auto adopted = Adopt(TorchSaveFormat(), dir.Join("shared.pt"));
+  ASSERT_OK(adopted);
+  EXPECT_LT(CommonOf(adopted.value()).size(), 1000u);
+  EXPECT_THAT(WarningsOf(adopted.value()), HasSubstr("left out: it is no plain data, or too much"));
+  // Dicts 100 deep below one long key each time.
+  std::string deep = std::string("\x80\x02N0", 4) + Kept(1 << 20, 1) + "0";
+  for (int i = 0; i < 100; ++i) deep += "}h\1";
+  deep += "N" + std::string(100, 's') + ".";
+  PutFile(dir.Join("deep.pt"), Archive(deep));
+  const auto long_names = Adopt(TorchSaveFormat(), dir.Join("deep.pt"));
+  ASSERT_OK(long_names);
+  EXPECT_TRUE(CommonOf(long_names.value()).empty());
+  EXPECT_LT(WarningsOf(long_names.value()).size(), 10000u);
+  // Keys of 1000 letters: two of them go, three do not.
+  const auto text = [](const std::string& t) {
+    return "X" + std::string(1, static_cast<char>(t.size())) + std::string(3, '\0') + t;
+  };
+  const std::string tensor = "ctorch._utils\n_rebuild_tensor_v2\n((" + text("storage") +
+                             "ctorch\nFloatStorage\n" + text("0") + text("cpu") +
+                             std::string("K\1tQK\0))\x89NtR", 12);
+  const std::string three = std::string("\x80\x02N0", 4) + Kept(1000, 1) + "0}(h\1}(h\1}h\1" +
+                            tensor + "s" + text("v") + "K\7uu.";
+  PutFile(dir.Join("three.pt"), Archive(three));
+  const auto kept = Adopt(TorchSaveFormat(), dir.Join("three.pt"));
+  ASSERT_OK(kept);
+  const CommonValues common = CommonOf(kept.value());
+  ASSERT_EQ(common.size(), 1u) << WarningsOf(kept.value());
+  EXPECT_EQ(common.begin()->first.size(), 1002u);
+  EXPECT_THAT(WarningsOf(kept.value()), HasSubstr("its name would be too long"));
+  // One key 20000 times.
+  std::string again = std::string("\x80\x02N0", 4) + Kept(1, 1) + "0}(";
+  for (int i = 0; i < 20000; ++i) again += "h\1N";
+  PutFile(dir.Join("again.pt"), Archive(again + "u."));
+  const auto once = Adopt(TorchSaveFormat(), dir.Join("again.pt"));
+  ASSERT_OK(once);
+  EXPECT_LT(CommonOf(once.value()).size(), 16u);
+}
+
 // Whom the whole table of formats gives a source to.
 TEST(FormatsTest, EachFindsItsOwn) {
   const std::pair<const char*, const char*> kinds[] = {
