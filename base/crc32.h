@@ -10,11 +10,8 @@ namespace tensormount {
 // The CRC-32 of zip archives (polynomial 0x04C11DB7 reflected, init and xorout all ones; of
 // "123456789" 0xCBF43926, of nothing 0): what others' archives are checked with and ours written.
 
-// The CRC of what `crc` is of, followed by `data`. Start with 0. By carry-less multiplication where
-// the CPU has it (chosen at run time), else by tables.
+// The CRC of what `crc` is of, followed by `data`. Start with 0.
 std::uint32_t Crc32Extend(std::uint32_t crc, const void* data, std::size_t size);
-// By tables always: what the fast form is tested against.
-std::uint32_t Crc32Portable(std::uint32_t crc, const void* data, std::size_t size);
 // CRC of A followed by B from those of A and B.
 std::uint32_t Crc32Combine(std::uint32_t a, std::uint32_t b, std::uint64_t b_bytes);
 

@@ -22,6 +22,7 @@ namespace tensormount {
 
 class ExtentLookup;
 class ItemResolver;
+struct ForeignBase;
 struct ForeignContent;
 
 // How much a read checks.
@@ -104,7 +105,7 @@ class OpenedCheckpoint {
   Status ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out, std::size_t size,
                    ReadVerify verify, ReadStats* stats) const;
   // The same bytes where they are stored, without a copy: pieces in order, at most kMaxMapped of
-  // them. Empty where they are not long runs of files that can be mapped; then read. Nothing is
+  // them. Empty where they are not long runs of files of ours that can be mapped; then read. None is
   // verified. A file that somebody truncates later raises SIGBUS where a program touches the
   // bytes; a system call that takes them fails with EFAULT, so hand them to one.
   static constexpr std::size_t kMaxMapped = 8;
@@ -153,6 +154,7 @@ class OpenedCheckpoint {
   bool is_file_ = false;                          // A foreign checkpoint of one file.
   DecodedCommit commit_;
   bool has_commit_ = false;
+  std::unique_ptr<const ForeignBase> foreign_base_;
   bool index_rebuilt_ = false;
   std::vector<std::string> warnings_;
   std::unique_ptr<File> lock_;

@@ -8,6 +8,7 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
+#include "base/crc32.h"
 #include "index/adopt/torch_tensor.h"
 #include "shard/utf8.h"
 
@@ -77,7 +78,7 @@ std::size_t EndOfSmall(std::string_view head, const HeadEntry& entry, std::uint6
   }
   for (std::size_t at = entry.data; at + 16 <= head.size(); ++at) {
     if (head.compare(at, 4, "PK\7\10") != 0) continue;
-    const std::uint32_t crc = ZipCrc(0, head.data() + entry.data, at - entry.data);
+    const std::uint32_t crc = Crc32Extend(0, head.data() + entry.data, at - entry.data);
     const auto said = LoadLittle<std::uint32_t>(head.data() + at + 4);
     const std::size_t bytes = ZipDescriptorBytes(head.substr(at), said, at - entry.data);
     if (bytes == 0 || (said != 0 && said != crc)) continue;
@@ -193,7 +194,7 @@ Result<TorchArchive> TorchArchive::Read(File& file, std::uint64_t begin, std::ui
   }
   std::string bytes(static_cast<std::size_t>(pickled->size), '\0');
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(pickled->offset, bytes.data(), bytes.size()));
-  if (pickled->crc != 0 && ZipCrc(0, bytes.data(), bytes.size()) != pickled->crc) {
+  if (pickled->crc != 0 && Crc32Extend(0, bytes.data(), bytes.size()) != pickled->crc) {
     return fail(Code::kDataLoss, "its data.pkl fails its CRC-32");
   }
   Result<pickle::Document> document = pickle::Parse(std::move(bytes), options);

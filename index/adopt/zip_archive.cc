@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
-#include <zlib.h>
 
 #include "base/checked.h"
 #include "base/coding.h"
+#include "base/crc32.h"
 #include "shard/utf8.h"
 
 namespace tensormount {
@@ -425,10 +425,6 @@ std::size_t ZipDescriptorBytes(std::string_view bytes, std::uint32_t crc, std::u
   return 0;
 }
 
-std::uint32_t ZipCrc(std::uint32_t crc, const void* data, std::size_t size) {
-  return static_cast<std::uint32_t>(crc32_z(crc, static_cast<const Bytef*>(data), size));
-}
-
 Result<ZipArchive> ZipArchive::Read(File& file, std::uint64_t begin, std::uint64_t length) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ZipEntry> entries, Reader(file, begin, length).Run());
   ZipArchive out;
@@ -451,7 +447,7 @@ Status CheckZipCrc(File& file, const ZipEntry& entry) {
     const auto n =
         static_cast<std::size_t>(std::min<std::uint64_t>(buffer.size(), entry.size - done));
     TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(entry.offset + done, buffer.data(), n));
-    crc = ZipCrc(crc, buffer.data(), n);
+    crc = Crc32Extend(crc, buffer.data(), n);
     done += n;
   }
   if (crc == entry.crc) return Status();

@@ -48,8 +48,6 @@ class ZipArchive {
 // archives without CRCs (zero): then ok.
 Status CheckZipCrc(File& file, const ZipEntry& entry);
 
-// CRC-32 as zip has it, of what is put together piece by piece from 0.
-std::uint32_t ZipCrc(std::uint32_t crc, const void* data, std::size_t size);
 // The length of the data descriptor that `bytes` begin with, if it says this: 16, or 24 with 64-bit
 // sizes; 0: it does not.
 std::size_t ZipDescriptorBytes(std::string_view bytes, std::uint32_t crc, std::uint64_t size);

@@ -278,12 +278,7 @@ void CompareWithHandMade(Random& random, const OpenedCheckpoint& opened, const H
       ASSERT_EQ(got, bytes.substr(At(first), count));
       ASSERT_OK_AND_ASSIGN(const auto mapped,
                            opened.MapBytes(entry, static_cast<std::uint64_t>(first), count));
-      if (mapped.empty()) continue;
-      got.clear();
-      for (const auto& piece : mapped) {
-        got.append(reinterpret_cast<const char*>(piece.data), piece.size);
-      }
-      ASSERT_EQ(got, bytes.substr(At(first), count));
+      EXPECT_TRUE(mapped.empty());
     }
   }
 }

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "index/adopt/zip_archive.h"
+#include "base/crc32.h"
 #include "tests/adopt/bytes.h"
 
 namespace tensormount {
@@ -46,7 +46,7 @@ struct ZipBuilder {
     std::string listing;
     for (const Entry& e : entries) {
       const std::uint64_t begin = out.size();
-      const std::uint32_t crc = e.crc.value_or(ZipCrc(0, e.data.data(), e.data.size()));
+      const std::uint32_t crc = e.crc.value_or(Crc32Extend(0, e.data.data(), e.data.size()));
       const std::uint64_t size = e.data.size();
       const auto flags = static_cast<std::uint16_t>(e.flags | (e.described ? 8 : 0));
       const std::string& local_name = e.local_name ? *e.local_name : e.name;

@@ -21,18 +21,8 @@ std::string Noise(std::size_t size) {
 TEST(Crc32Test, KnownValues) {
   EXPECT_EQ(Crc32Extend(0, "", 0), 0u);
   EXPECT_EQ(Crc32Extend(0, "123456789", 9), 0xCBF43926u);
-  EXPECT_EQ(Crc32Portable(0, "123456789", 9), 0xCBF43926u);
   const std::string zeros(1000, '\0');
   EXPECT_EQ(Crc32Extend(0, zeros.data(), 32), 0x190A55ADu);
-}
-
-TEST(Crc32Test, FormsAgreeAtEveryLengthAndAlignment) {
-  const std::string noise = Noise(700);
-  for (std::size_t size = 0; size < 600; ++size) {
-    const std::size_t at = size % 17;
-    EXPECT_EQ(Crc32Extend(7, noise.data() + at, size), Crc32Portable(7, noise.data() + at, size))
-        << size;
-  }
 }
 
 TEST(Crc32Test, Combines) {

@@ -58,7 +58,7 @@ THIRD_PARTY = [
                                     "bench/null_fuse.cc"]),
     (r"mpi\.h", ["collective/comm/mpi_communicator.cc", "tests/mpi/*.cc"]),
     (r"xxh", ["base/hash.cc"]),
-    (r"zlib", ["index/adopt/zip_archive.cc"]),
+    (r"zlib", ["base/crc32.cc"]),
     (r"(cuda|nccl|cufile|nvml)", ["gpu/*.cc", "gpu/*.cu", "gpu/*.cuh"]),
     (r"nlohmann/(?!json_fwd\.hpp)", ["*.cc"]),
     (r"fmt/", ["*.cc"]),
