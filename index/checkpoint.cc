@@ -68,8 +68,10 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   }
   TENSORMOUNT_RETURN_IF_ERROR(index.status());
   opened->index_ = std::move(index).value();
-  TENSORMOUNT_RETURN_IF_ERROR(
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      ForeignBase base,
       CheckMayReadForeign(fs, directory, opened->index_->info(), info, options.roots));
+  opened->foreign_base_ = std::make_unique<const ForeignBase>(std::move(base));
   return opened;
 }
 
@@ -92,6 +94,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
   opened->is_file_ =
       found.files.size() == 1 && JoinPath(found.info.root, found.files[0].name) == path;
   TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_, CheckpointIndex::FromContent(found));
+  opened->foreign_base_ = std::make_unique<const ForeignBase>(found.info.root, "");
   return opened;
 }
 
@@ -117,7 +120,7 @@ std::string OpenedCheckpoint::FilePath(std::uint32_t file) const {
 Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
   return record.placement == Placement::kForeign
-             ? OpenForeignFile(*fs_, index_->info(), record, has_commit_)
+             ? OpenForeignFile(*fs_, *foreign_base_, record, has_commit_)
              : fs_->OpenReadBelow(directory_, record.name);
 }
 

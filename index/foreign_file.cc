@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index/foreign_file.h"
 
+#include <cerrno>
 #include <unistd.h>
 
 namespace tensormount {
@@ -23,12 +24,19 @@ Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopt
   return Status();
 }
 
-Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const CheckpointInfo& info,
+Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase& base,
                                               const FileRecord& record, bool adopted) {
-  Result<std::unique_ptr<File>> file = fs.OpenReadBeneath(info.root, record.name);
+  const std::string name = base.below.empty() ? record.name : JoinPath(base.below, record.name);
+  Result<std::unique_ptr<File>> file = fs.OpenReadBeneath(base.directory, name);
   if (file.status().code() == Code::kNotFound) {
-    const std::string gone = fs.Exists(info.root) ? JoinPath(info.root, record.name) : info.root;
+    const std::string root =
+        base.below.empty() ? base.directory : JoinPath(base.directory, base.below);
+    const std::string gone = fs.Exists(root) ? JoinPath(root, record.name) : root;
     return Status(Code::kNotFound, record.name + ": " + gone + " is gone");
+  }
+  if (!file.ok() && file.status().ToErrno() == EXDEV) {
+    return Status(Code::kPermissionDenied, record.name + ": " + JoinPath(base.directory, name) +
+                                               " leads out of " + base.directory);
   }
   TENSORMOUNT_RETURN_IF_ERROR(file.status());
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo now, file.value()->Stat());
@@ -36,14 +44,20 @@ Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const CheckpointIn
   return file;
 }
 
-Status CheckMayReadForeign(FileSystem& fs, const std::string& directory, const CheckpointInfo& info,
-                           const FileInfo& commit, const std::vector<std::string>& roots) {
-  if (info.self_contained || commit.uid == 0 || commit.uid == geteuid()) return Status();
+Result<ForeignBase> CheckMayReadForeign(FileSystem& fs, const std::string& directory,
+                                        const CheckpointInfo& info, const FileInfo& commit,
+                                        const std::vector<std::string>& roots) {
+  if (info.self_contained || commit.uid == 0 || commit.uid == geteuid()) {
+    return ForeignBase{info.root, ""};
+  }
   for (const std::string& named : roots) {
     const Result<std::string> root = fs.Resolve(named);
     if (!root.ok()) continue;
-    const std::string below = root.value() == "/" ? "/" : root.value() + "/";
-    if (info.root == root.value() || info.root.starts_with(below)) return Status();
+    if (info.root == root.value()) return ForeignBase{root.value(), ""};
+    const std::string above = root.value() == "/" ? "/" : root.value() + "/";
+    if (info.root.starts_with(above)) {
+      return ForeignBase{root.value(), info.root.substr(above.size())};
+    }
   }
   return Status(Code::kPermissionDenied,
                 directory + ": its data lie outside of it, below " + info.root +

@@ -21,16 +21,25 @@ namespace tensormount {
 // source was opened. Files of our own are never changed: ok.
 Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopted);
 
-// Opens it below info.root, which nothing leads out of, and checks that it did not change.
-// kNotFound names the file and the root where it is gone, or the root is.
-Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const CheckpointInfo& info,
+// The folder that nothing of a checkpoint's foreign files may lead out of, and where below it they
+// are: info.root itself where that is trusted, else the folder that the operator named. Whoever can
+// write there could make info.root a link to elsewhere at any time.
+struct ForeignBase {
+  std::string directory;
+  std::string below;  // Empty: directly in it.
+};
+
+// Opens it below the base, which nothing leads out of (kPermissionDenied), and checks that it did
+// not change. kNotFound names the file and the root where it is gone, or the root is.
+Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase& base,
                                               const FileRecord& record, bool adopted);
 
 // Whether a stored checkpoint may have us read what lies outside of it, with our rights: its COMMIT
 // belongs to us or to root, or info.root lies in one of the folders that the operator named.
 // kPermissionDenied says how to name it. Ok for a checkpoint that has all its data.
-Status CheckMayReadForeign(FileSystem& fs, const std::string& directory, const CheckpointInfo& info,
-                           const FileInfo& commit, const std::vector<std::string>& roots);
+Result<ForeignBase> CheckMayReadForeign(FileSystem& fs, const std::string& directory,
+                                        const CheckpointInfo& info, const FileInfo& commit,
+                                        const std::vector<std::string>& roots);
 
 }  // namespace tensormount
 

@@ -245,7 +245,7 @@ Result<CheckpointInfo> DecodeInfo(ByteReader& in) {
   if (!info.self_contained) info.root = in.String(kMaxFileNameBytes);
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   if (!info.self_contained &&
-      (!info.root.starts_with('/') || info.root.find('\0') != std::string::npos)) {
+      !(info.root == "/" || (info.root.starts_with('/') && IsRelativeName(info.root.substr(1))))) {
     return Broken("info", "\"" + info.root + "\" is not the path of a folder");
   }
   return info;

@@ -188,7 +188,8 @@ Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Content& con
   folders.insert("data");
   for (const FileRecord& file : content.files) {
     if (file.placement == Placement::kForeign) {
-      TENSORMOUNT_RETURN_IF_ERROR(OpenForeignFile(fs, content.info, file, true).status());
+      TENSORMOUNT_RETURN_IF_ERROR(
+          OpenForeignFile(fs, {content.info.root, ""}, file, true).status());
       continue;
     }
     if (!IsPlainDataName(file.name)) return Bad(file.name + ": not a name below data/");

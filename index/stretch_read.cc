@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/checked.h"
 #include "shard/box_access.h"
 #include "shard/leaf_hash.h"
 #include "shard/strided_digest.h"
@@ -151,6 +152,11 @@ Status StretchReader::Read(File& file, std::uint64_t offset, std::uint64_t lengt
   Window window(buffer_, file, offset, length, progress, findings);
   for (const PlacedBox& box : boxes) {
     if (box.box.empty()) continue;
+    // Where verify knows a piece from a damaged checkpoint's index alone, nobody compared the two.
+    if (box.offset < 0 ||
+        !RangeWithin(static_cast<std::uint64_t>(box.offset), SpanOf(box), length)) {
+      return Status(Code::kDataLoss, "what is to stand in it reaches past its end");
+    }
     // Runs of the file stay in cache; only what is interleaved needs more at once.
     const std::uint64_t limit = SpanOf(box) == static_cast<std::uint64_t>(box.box.volume()) &&
                                         box.strides == PackedStrides(box.box.extent())

@@ -31,9 +31,9 @@ class StretchReader {
   };
 
   // Bytes [offset, offset + length) of the file. `boxes`: what stands in them, placed relative to
-  // `offset`, no byte outside (PlaceChunk at 0); empty: no digest is wanted. `byte_shape`: the
-  // tensor's. kDataLoss where the file ends before; the errno of a read. Where boxes are so
-  // interleaved that no buffer holds a step of them, bytes are read twice.
+  // `offset` (PlaceChunk at 0); empty: no digest is wanted. `byte_shape`: the tensor's. kDataLoss
+  // where a box reaches past the piece, or the file ends before it; the errno of a read. Where
+  // boxes are so interleaved that no buffer holds a step of them, bytes are read twice.
   Status Read(File& file, std::uint64_t offset, std::uint64_t length,
               std::span<const PlacedBox> boxes, const Dims& byte_shape, const Progress& progress,
               Findings& findings);

@@ -38,14 +38,15 @@ class Verifier {
     CheckDataFiles();
     if (content_) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, commit_file_->Stat());
-      TENSORMOUNT_RETURN_IF_ERROR(
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const ForeignBase base,
           CheckMayReadForeign(fs_, directory_, content_->info, info, options_.roots));
-      CheckForeignFiles();
+      CheckForeignFiles(base);
       report_.tensors = content_->tensors.size();
       for (const TensorContent& t : content_->tensors) report_.chunks += t.extents.size();
       if (!options_.quick) {
         TENSORMOUNT_RETURN_IF_ERROR(
-            VerifyPieces(fs_, directory_, *content_, leaves_, options_, report_));
+            VerifyPieces(fs_, directory_, base, *content_, leaves_, options_, report_));
       }
     }
     return std::move(report_);
@@ -248,10 +249,10 @@ class Verifier {
   }
 
   // Damage of each is named once, here; their pieces then say nothing more of it.
-  void CheckForeignFiles() {
+  void CheckForeignFiles(const ForeignBase& base) {
     for (const FileRecord& file : content_->files) {
       if (file.placement != Placement::kForeign) continue;
-      const Status opened = OpenForeignFile(fs_, content_->info, file, true).status();
+      const Status opened = OpenForeignFile(fs_, base, file, true).status();
       if (!opened.ok()) Damage(file.name, file.name, opened.message());
     }
   }

@@ -40,10 +40,11 @@ struct Piece {
 
 class PieceVerifier {
  public:
-  PieceVerifier(FileSystem& fs, const std::string& directory, const Content& content,
-                const std::map<std::string, std::vector<Hash128>>& leaves,
+  PieceVerifier(FileSystem& fs, const std::string& directory, const ForeignBase& base,
+                const Content& content, const std::map<std::string, std::vector<Hash128>>& leaves,
                 const VerifyOptions& options, VerifyReport& report)
       : directory_(directory),
+        base_(base),
         content_(content),
         leaves_(leaves),
         options_(options),
@@ -181,10 +182,9 @@ class PieceVerifier {
     const FileRecord& record = content_.files[piece.file];
     const bool foreign = record.placement == Placement::kForeign;
     Result<std::shared_ptr<OpenDataFile>> file =
-        foreign
-            ? files_.Open("foreign/" + record.name,
-                          [&] { return OpenForeignFile(files_.fs, content_.info, record, true); })
-            : files_.Open(JoinPath(directory_, record.name));
+        foreign ? files_.Open("foreign/" + record.name,
+                              [&] { return OpenForeignFile(files_.fs, base_, record, true); })
+                : files_.Open(JoinPath(directory_, record.name));
     if (!file.ok()) {
       // Of a foreign file that was said once for all of it.
       if (!foreign) {
@@ -261,6 +261,7 @@ class PieceVerifier {
   }
 
   const std::string& directory_;
+  const ForeignBase& base_;
   const Content& content_;
   const std::map<std::string, std::vector<Hash128>>& leaves_;
   const VerifyOptions& options_;
@@ -278,10 +279,11 @@ class PieceVerifier {
 
 }  // namespace
 
-Status VerifyPieces(FileSystem& fs, const std::string& directory, const Content& content,
+Status VerifyPieces(FileSystem& fs, const std::string& directory, const ForeignBase& base,
+                    const Content& content,
                     const std::map<std::string, std::vector<Hash128>>& leaves,
                     const VerifyOptions& options, VerifyReport& report) {
-  return PieceVerifier(fs, directory, content, leaves, options, report).Run();
+  return PieceVerifier(fs, directory, base, content, leaves, options, report).Run();
 }
 
 }  // namespace tensormount

@@ -8,6 +8,7 @@
 
 #include "index/checkpoint.h"
 #include "index/content.h"
+#include "index/foreign_file.h"
 
 namespace tensormount {
 
@@ -15,7 +16,9 @@ namespace tensormount {
 // roots, and the digests of tensors of which every chunk was whole. `leaves`: leaf hashes by name
 // of manifest, to say which byte is wrong; where a manifest is not there, only the piece is named.
 // Adds damages and bytes to `report`. Fails where nothing could be checked.
-Status VerifyPieces(FileSystem& fs, const std::string& directory, const Content& content,
+// `base`: what foreign files are opened below.
+Status VerifyPieces(FileSystem& fs, const std::string& directory, const ForeignBase& base,
+                    const Content& content,
                     const std::map<std::string, std::vector<Hash128>>& leaves,
                     const VerifyOptions& options, VerifyReport& report);
 

@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include "index/adopt/adopt.h"
+#include "index/record_coding.h"
 #include "index/store.h"
+#include "index/stretch_read.h"
 #include "tests/adopt/foreign_support.h"
 #include "tests/support/status_matchers.h"
 
@@ -238,6 +240,75 @@ TEST_F(AdoptTest, ACheckpointOfSomebodyElseIsReadOnlyWhereTheOperatorSaysSo) {
               HasCode(Code::kPermissionDenied));
   EXPECT_OK(OpenedCheckpoint::Open(HostFileSystem(), Path("a"), {.roots = {dir_.path()}}));
   EXPECT_OK(VerifyCheckpoint(HostFileSystem(), Path("a"), {.roots = {dir_.path()}, .threads = 1}));
+}
+
+// The folder that the operator named is one in which somebody else makes links.
+TEST_F(AdoptTest, ALinkInANamedFolderLeadsNowhere) {
+  if (geteuid() != 0) GTEST_SKIP() << "cannot give files away";
+  ASSERT_OK(Adopt("a"));
+  ASSERT_EQ(chown(JoinPath(Path("a"), "COMMIT").c_str(), 12345, 12345), 0);
+  const std::string named = dir_.Join("theirs");
+  ASSERT_EQ(mkdir(named.c_str(), 0755), 0);
+  ASSERT_EQ(rename(dir_.Join("source").c_str(), JoinPath(named, "source").c_str()), 0);
+  const auto open = [&] {
+    return OpenedCheckpoint::Open(HostFileSystem(), Path("a"), {.roots = {named}});
+  };
+  // Its root is elsewhere, whatever leads there.
+  EXPECT_THAT(open(), HasCode(Code::kPermissionDenied));
+  ASSERT_EQ(rename(JoinPath(named, "source").c_str(), dir_.Join("source").c_str()), 0);
+  const std::vector<std::string> all = {dir_.path()};
+  ASSERT_OK_AND_ASSIGN(const auto before,
+                       OpenedCheckpoint::Open(HostFileSystem(), Path("a"), {.roots = all}));
+  const std::string key = made_.all_bytes().begin()->first;
+  EXPECT_OK(ReadWhole(*before, key, ReadVerify::kExtendLeaves));
+  // The same bytes, sizes and times, out of what was named.
+  const TempDir elsewhere;
+  ASSERT_EQ(rename(dir_.Join("source").c_str(), elsewhere.Join("real").c_str()), 0);
+  ASSERT_EQ(symlink(elsewhere.Join("real").c_str(), dir_.Join("source").c_str()), 0);
+  ASSERT_OK_AND_ASSIGN(const auto after,
+                       OpenedCheckpoint::Open(HostFileSystem(), Path("a"), {.roots = all}));
+  EXPECT_THAT(ReadWhole(*after, key, ReadVerify::kExtendLeaves), HasCode(Code::kPermissionDenied));
+  ASSERT_OK_AND_ASSIGN(const VerifyReport report,
+                       VerifyCheckpoint(HostFileSystem(), Path("a"), {.roots = all, .threads = 1}));
+  EXPECT_FALSE(report.damages.empty());
+  // Whoever is trusted may have a link there.
+  ASSERT_EQ(chown(JoinPath(Path("a"), "COMMIT").c_str(), 0, 0), 0);
+  ASSERT_OK_AND_ASSIGN(const auto trusted, Open("a"));
+  EXPECT_OK(ReadWhole(*trusted, key, ReadVerify::kExtendLeaves));
+}
+
+TEST(CheckpointInfoTest, ARootIsAPlainPath) {
+  const auto decoded = [](const std::string& root) {
+    CheckpointInfo info;
+    info.self_contained = false;
+    info.root = root;
+    ByteWriter out;
+    EncodeInfo(out, info);
+    ByteReader in(out.bytes(), "info");
+    return DecodeInfo(in).status();
+  };
+  for (const char* root : {"/", "/a", "/a/b c"}) EXPECT_OK(decoded(root));
+  // "/named/../etc" would lie in "/named/".
+  for (const char* root : {"", "a", "/a/../b", "/a/..", "/a/", "//a", "/a//b", "/./a"}) {
+    EXPECT_THAT(decoded(root), HasCode(Code::kDataLoss)) << root;
+  }
+}
+
+TEST(StretchReaderTest, ABoxThatReachesPastItsPieceIsDamage) {
+  const TempDir dir;
+  WriteWholeFile(dir.Join("f"), std::string(4096, 'x'));
+  ASSERT_OK_AND_ASSIGN(const auto file, HostFileSystem().OpenRead(dir.Join("f")));
+  const auto read = [&](std::uint64_t length, const Dims& strides) {
+    const Dims shape = {4, 100};
+    const std::vector<PlacedBox> boxes = {{Box::Whole(shape), 0, strides}};
+    StretchReader reader;
+    StretchReader::Findings found;
+    return reader.Read(*file, 0, length, boxes, shape, nullptr, found);
+  };
+  EXPECT_OK(read(400, {100, 1}));
+  EXPECT_THAT(read(399, {100, 1}), HasCode(Code::kDataLoss));
+  EXPECT_OK(read(1600, {1, 16}));
+  EXPECT_THAT(read(1500, {1, 16}), HasCode(Code::kDataLoss));
 }
 
 }  // namespace
