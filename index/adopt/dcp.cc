@@ -31,6 +31,8 @@ constexpr std::string_view kOlmoFolder = "model_and_optim/";
 // Of a relative_path: PATH_MAX.
 constexpr std::size_t kMaxPath = 4096;
 constexpr std::uint64_t kMaxMetadata = std::uint64_t{2} << 30;
+// Seconds. More than it takes to copy what is small, or than clocks of machines differ.
+constexpr std::int64_t kMuchNewer = 60;
 // planner_data in the common values, which are read whole when a checkpoint is opened.
 constexpr std::string_view kPlannerName = "torch.planner_data";
 constexpr std::size_t kMaxPlannerBytes = std::size_t{1} << 20;
@@ -82,6 +84,7 @@ class Reader {
 
   Status Read(std::string_view metadata_name, bool megatron) {
     const std::string name = below_ + std::string(metadata_name);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, folder_.Stat(name));
     TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes, folder_.ReadFile(name, kMaxMetadata));
     Result<DcpMetadata> parsed = ParseDcpMetadata(std::move(bytes), left_out_);
     if (!parsed.ok()) return parsed.status().WithContext(folder_.Shown(name));
@@ -94,6 +97,7 @@ class Reader {
     TENSORMOUNT_RETURN_IF_ERROR(AddObjects(metadata, megatron));
     AddPlannerData(metadata.planner_data);
     left_out_.WarnAll(builder_);
+    WarnOfNewer(name, info.mtime_seconds);
     return Status();
   }
 
@@ -156,6 +160,23 @@ class Reader {
       return nullptr;
     }
     return file;
+  }
+
+  // Metadata are written last. Where a save replaces a checkpoint in place, those of the one before
+  // stay until then, and files of both are there: no number in them can tell.
+  void WarnOfNewer(const std::string& name, std::int64_t written) {
+    std::size_t newer = 0;
+    std::string_view first;
+    for (const auto& [path, state] : files_) {
+      if (!state.missing.empty() || builder_.FileTime(state.number) - written <= kMuchNewer)
+        continue;
+      if (newer++ == 0 || path < first) first = path;
+    }
+    if (newer == 0) return;
+    builder_.Warn(below_ + std::string(first) + (newer > 1 ? " and others are" : " is") +
+                  " newer than " + name +
+                  ": copied in this order, or a save into this folder has not ended, and tensors "
+                  "may be of two saves");
   }
 
   Status AddTensor(const DcpMetadata& metadata, const DcpTensor& tensor) {

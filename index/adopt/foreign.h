@@ -110,6 +110,7 @@ class ForeignBuilder {
   // The number of a file, which is looked at once (size, mtime). Errors as ForeignFolder's.
   Result<std::uint32_t> AddFile(std::string_view name);
   std::uint64_t FileLength(std::uint32_t file) const;
+  std::int64_t FileTime(std::uint32_t file) const;  // Its mtime in seconds.
   // Opened for reading once and kept while the builder lives (at most some hundred at a time).
   Result<std::shared_ptr<File>> OpenFile(std::uint32_t file);
 

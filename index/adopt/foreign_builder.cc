@@ -97,6 +97,10 @@ std::uint64_t ForeignBuilder::FileLength(std::uint32_t file) const {
   return file < content_.files.size() ? content_.files[file].length : 0;
 }
 
+std::int64_t ForeignBuilder::FileTime(std::uint32_t file) const {
+  return file < content_.files.size() ? content_.files[file].mtime_seconds : 0;
+}
+
 Result<std::shared_ptr<File>> ForeignBuilder::OpenFile(std::uint32_t file) {
   if (file >= content_.files.size()) return Bad("a file that is not in the table");
   ++rep_->clock;

@@ -38,7 +38,7 @@ const ForeignFormat* FindForeignFormat(const ForeignFolder& folder);
 
 // Reads a folder or file with the first format whose Probe says so. kUnsupported: none; says what
 // is there instead where that can be told (".distcp files without .metadata: a save that did not
-// end").
+// end"). kStale: somebody replaced it meanwhile.
 Result<ForeignContent> ReadForeign(const ForeignFolder& folder);
 
 // A training directory of checkpoints in a foreign format: Megatron-LM's (iter_0001000/, release/,

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "index/adopt/format.h"
@@ -66,8 +67,18 @@ Result<ForeignContent> ReadForeign(const ForeignFolder& folder) {
   if (format == nullptr) {
     return Status(Code::kUnsupported, folder.path() + ": " + Instead(folder));
   }
+  const Result<FileInfo> before = MarkOf(folder);
   ForeignBuilder builder(folder, std::string(format->name()));
-  TENSORMOUNT_RETURN_IF_ERROR(format->Read(folder, builder));
+  const Status read = format->Read(folder, builder);
+  // A save that ended meanwhile, in place: sizes and times are of its files, records of the last.
+  const Result<FileInfo> after = MarkOf(folder);
+  const auto mark = [](const FileInfo& info) {
+    return std::tuple(info.inode, info.size, info.mtime_seconds, info.mtime_nanoseconds);
+  };
+  if (before.ok() && after.ok() && mark(before.value()) != mark(after.value())) {
+    return Status(Code::kStale, folder.path() + ": was written to while it was opened");
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(read);
   return builder.Finish();
 }
 

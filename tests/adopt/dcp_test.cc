@@ -2,7 +2,10 @@
 // Checkpoints of torch.distributed.checkpoint, Megatron-Core and OLMo-core, read in place. The
 // fixtures are written by tests/golden/foreign/make_dcp.py (torch 2.13 itself) and make_dcp_old.py.
 #include <cstring>
+#include <ctime>
+#include <fcntl.h>
 #include <map>
+#include <sys/stat.h>
 
 #include "index/adopt/dcp_metadata.h"
 #include "index/adopt/format.h"
@@ -521,6 +524,25 @@ TEST_F(ChangedDcpTest, TruncatedMetadataAreDamage) {
     WriteWholeFile(path + "/.metadata", whole.substr(0, n));
     EXPECT_THAT(Open(path), HasCode(Code::kDataLoss)) << n;
   }
+}
+
+TEST_F(ChangedDcpTest, FilesOfASaveThatHasNotEndedAreToldOf) {
+  const std::string path = Changed("dcp-old/torch-1.13", "", "");
+  const auto at = [&](const char* name, std::time_t seconds) {
+    const timespec times[2] = {{.tv_sec = seconds, .tv_nsec = 0},
+                               {.tv_sec = seconds, .tv_nsec = 0}};
+    EXPECT_EQ(utimensat(AT_FDCWD, (path + "/" + name).c_str(), times, 0), 0);
+  };
+  at(".metadata", 1000);
+  at("__0_0.distcp", 900);
+  at("__1_0.distcp", 1060);
+  Result<Opened> opened = Open(path);
+  ASSERT_OK(opened);
+  EXPECT_THAT(opened.value().content.warnings, IsEmpty());
+  at("__1_0.distcp", 1061);
+  opened = Open(path);
+  ASSERT_OK(opened);
+  EXPECT_THAT(opened.value().Warnings(), HasSubstr("__1_0.distcp is newer than .metadata"));
 }
 
 TEST_F(ChangedDcpTest, LeftoverMegatronWithoutItsConfigurationIsToldOf) {

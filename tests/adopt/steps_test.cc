@@ -156,5 +156,18 @@ TEST_F(StepsTest, AMarkIsThatOfTheFilesThatDescribe) {
   EXPECT_EQ(MarkOf(Folder("run/step2")).value().kind, FileKind::kFile);
 }
 
+TEST_F(StepsTest, WhatIsReplacedWhileItIsOpenedIsStale) {
+  Step("step1");
+  const std::string path = Folder("run/step1").path();
+  bool armed = false;
+  ObservedFileSystem fs(HostFileSystem(), {}, [&](const FileEvent& event) {
+    if (armed && event.op == FileOp::kRead) Step("step1");
+  });
+  ASSERT_OK_AND_ASSIGN(const ForeignFolder folder, ForeignFolder::Open(fs, path, {}));
+  ASSERT_OK(ReadForeign(folder));
+  armed = true;
+  EXPECT_THAT(ReadForeign(folder), HasCode(Code::kStale));
+}
+
 }  // namespace
 }  // namespace tensormount
