@@ -31,7 +31,7 @@ const Container* PairsOf(const Value& v) {
 
 std::optional<Value> FindIn(const Container& c, std::string_view key) {
   const std::size_t pairs = c.count / 2;
-  if (c.capacity == Container::kIndexed) {
+  if (c.capacity == Container::kIndexed && key.size() <= KeyIndex::kMaxKey) {
     const KeyIndex& index = *reinterpret_cast<const KeyIndex*>(c.items);
     for (std::uint64_t at = HashKey(key) & index.mask; index.slots[at] != 0;
          at = (at + 1) & index.mask) {

@@ -127,7 +127,7 @@ bool ContainerMaker::BuildIndex(Container& c) {
   *index = {slots - 1, table, c.items};
   for (std::size_t i = 0; i < pairs; ++i) {
     const Value key = c.items[2 * i];
-    if (key.kind() != Kind::kString) continue;
+    if (key.kind() != Kind::kString || key.text().size() > KeyIndex::kMaxKey) continue;
     std::uint64_t at = HashKey(key.text()) & index->mask;
     while (table[at] != 0 && c.items[2 * (table[at] - 1)].text() != key.text()) {
       at = (at + 1) & index->mask;

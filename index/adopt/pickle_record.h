@@ -64,8 +64,11 @@ struct ObjectRecord {
   ObjectExtra* extra = nullptr;
 };
 
-// String keys of a large dict: open addressing, slots hold the number of the pair plus one.
+// String keys of a large dict: open addressing, slots hold the number of the pair plus one. Long
+// ones are not in it: a stream may say one text once and make it every key.
 struct KeyIndex {
+  static constexpr std::size_t kMaxKey = 2048;
+
   std::uint64_t mask = 0;
   std::uint32_t* slots = nullptr;
   Value* items = nullptr;

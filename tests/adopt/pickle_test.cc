@@ -220,6 +220,35 @@ TEST(Pickle, WhatIsNotOnTheListIsRefusedByName) {
   EXPECT_EQ(Describe(shown), "os.system (not called)\n  argument: \"rm -rf /\"\n");
 }
 
+// One long text, said once and used everywhere, must not cost its length every time.
+TEST(Pickle, LongTextsAreNoNamesAndNotHashed) {
+  const std::string module = "megatron.core." + std::string(300, 'a');
+  EXPECT_THAT(ParseOps(Bytes(Str(module.substr(0, 250)), Str("Class"), 0x93)), IsOk());
+  EXPECT_THAT(ParseOps(Bytes('X', U32(static_cast<std::uint32_t>(module.size())), module,
+                             Str("Class"), 0x93)),
+              HasCode(Code::kUnsupported));
+  // Of a large dict with long keys each is found all the same.
+  const auto text = [](char c, std::size_t n) {
+    return Bytes('X', U32(static_cast<std::uint32_t>(n)), std::string(n, c));
+  };
+  std::string dict = "}(";
+  for (char c = 'a'; c <= 'z'; ++c) dict += Bytes(text(c, 3000), 'K', c, text(c, 30), 'K', c - 32);
+  dict += Bytes(text('q', 3000), 'K', 1);
+  const Document document = Read(Bytes(dict, "u"));
+  for (char c = 'a'; c <= 'z'; ++c) {
+    const auto lengthy = document.root().Find(std::string(3000, c));
+    const auto brief = document.root().Find(std::string(30, c));
+    ASSERT_TRUE(lengthy && brief);
+    EXPECT_EQ(lengthy->integer(), c == 'q' ? 1 : c);
+    EXPECT_EQ(brief->integer(), c - 32);
+  }
+  EXPECT_FALSE(document.root().Find(std::string(3001, 'a')));
+  // A stream of 1.3 MB that would take minutes.
+  std::string many = Bytes('X', U32(1 << 20), std::string(1 << 20, 'k'), 'q', 0, "0}(");
+  for (int i = 0; i < 100000; ++i) many += Bytes('h', 0, 'N');
+  EXPECT_THAT(ParseOps(Bytes(many, "u")), IsOk());
+}
+
 TEST(Pickle, TrainersMayNameTheirClasses) {
   EXPECT_EQ(Read(Glob("megatron.core.transformer.enums", "AttnBackend")).root().known(),
             KnownClass::kTrainerRecord);
