@@ -48,7 +48,12 @@ std::optional<std::uint64_t> ForeignRank(std::string_view base) {
   for (const std::string_view before : {"__", "rank_", "rank"}) {  // DCP; OLMo-core; others.
     if (const auto rank = NumberAfter(base, before)) return rank;
   }
-  return std::nullopt;
+  // torch's HuggingFaceStorageWriter counts from 1: "shard-00003-model-00001-of-00002.safetensors".
+  constexpr std::string_view kShard = "shard-";
+  if (!base.starts_with(kShard)) return std::nullopt;
+  const std::string_view rest = base.substr(kShard.size());
+  const auto shard = Number(rest.substr(0, std::min(rest.find('-'), rest.size())));
+  return shard && *shard > 0 ? std::optional(*shard - 1) : std::nullopt;
 }
 
 // "model-00002-of-00005.safetensors".
