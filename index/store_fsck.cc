@@ -31,8 +31,14 @@ class Checker {
     const std::string directory = JoinPath(store_, listing.name);
     VerifyOptions verify;
     verify.quick = !options_.read_data;
-    TENSORMOUNT_ASSIGN_OR_RETURN(const VerifyReport report,
-                                 VerifyCheckpoint(fs_, directory, verify));
+    const Result<VerifyReport> verified = VerifyCheckpoint(fs_, directory, verify);
+    if (verified.status().code() == Code::kPermissionDenied) {
+      // Data that somebody else adopted are no matter of the store, and must not hide the rest.
+      Note(listing.name, verified.status().message(), "");
+      return Status();
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(verified.status());
+    const VerifyReport& report = verified.value();
     bool index_damaged = false;
     for (const VerifyReport::Damage& d : report.damages) {
       if (d.file.starts_with("index/") || d.object == "index") {

@@ -242,6 +242,19 @@ TEST_F(AdoptTest, ACheckpointOfSomebodyElseIsReadOnlyWhereTheOperatorSaysSo) {
   EXPECT_OK(VerifyCheckpoint(HostFileSystem(), Path("a"), {.roots = {dir_.path()}, .threads = 1}));
 }
 
+TEST_F(AdoptTest, FsckSaysWhatItMayNotReadAndGoesOn) {
+  if (geteuid() != 0) GTEST_SKIP() << "cannot give files away";
+  ASSERT_OK(Adopt("a"));
+  ASSERT_OK(Adopt("b"));
+  ASSERT_EQ(chown(JoinPath(Path("a"), "COMMIT").c_str(), 12345, 12345), 0);
+  ASSERT_EQ(truncate(JoinPath(Path("b"), "index/index.sst").c_str(), 10), 0);
+  ASSERT_OK_AND_ASSIGN(const auto findings, store_->Fsck({}));
+  std::string text;
+  for (const auto& finding : findings) text += finding.object + ": " + finding.problem + "\n";
+  EXPECT_THAT(text, testing::HasSubstr("a: " + Path("a") + ": its data lie outside of it"));
+  EXPECT_THAT(text, testing::HasSubstr("b: index: "));
+}
+
 // The folder that the operator named is one in which somebody else makes links.
 TEST_F(AdoptTest, ALinkInANamedFolderLeadsNowhere) {
   if (geteuid() != 0) GTEST_SKIP() << "cannot give files away";
