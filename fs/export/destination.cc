@@ -24,40 +24,81 @@ bool Within(std::string_view inner, std::string_view outer) {
          (inner.starts_with(outer) && inner.substr(outer.size()).starts_with('/'));
 }
 
-// A name that exports of this format have at their top, and nothing else is likely to.
-bool MarksExport(ExportFormat format, const std::string& name) {
+bool IsDigits(std::string_view text) {
+  return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;
+}
+
+// "__12_0.distcp"
+bool IsDcpFile(std::string_view name) {
+  constexpr std::string_view kEnd = "_0.distcp";
+  return name.starts_with("__") && name.ends_with(kEnd) && name.size() > 2 + kEnd.size() &&
+         IsDigits(name.substr(2, name.size() - 2 - kEnd.size()));
+}
+
+// "model-00001-of-00002.safetensors"
+bool IsHfPart(std::string_view name) {
+  return name.starts_with("model-") && name.ends_with(".safetensors") &&
+         name.find("-of-") != std::string_view::npos;
+}
+
+// What an entry at the top of a folder says of it.
+enum class Says { kExport, kNothing, kElse };
+
+Says EntrySays(const DirectoryEntry& entry, ExportFormat format,
+               const std::set<std::string>& written) {
+  const bool file = entry.kind == FileKind::kFile;
+  const auto file_if = [file](bool ours) { return file && ours ? Says::kNothing : Says::kElse; };
+  const std::string& name = entry.name;
   switch (format) {
     case ExportFormat::kHf:
-      return name == "model.safetensors" || name == "model.safetensors.index.json";
+      if (file && (name == "model.safetensors" || name == "model.safetensors.index.json")) {
+        return Says::kExport;
+      }
+      // A tokenizer that somebody put beside it is not in what would replace it.
+      return file_if(IsHfPart(name) || written.contains(name));
     case ExportFormat::kZarr:
-      return name == "zarr.json";
+      if (file && name == "zarr.json") return Says::kExport;
+      return entry.kind == FileKind::kDirectory ? Says::kNothing : Says::kElse;
     case ExportFormat::kDcp:
-      return name == ".metadata";
+      if (file && name == ".metadata") return Says::kExport;
+      return file_if(IsDcpFile(name));
     default:
-      return false;
+      return Says::kElse;
   }
 }
 
-// Whether a folder may be replaced by an export: it is one, or holds nothing. An .npy folder has no
-// file of a known name: nothing else may be in it.
-Result<bool> LooksExported(FileSystem& fs, const std::string& path, ExportFormat format) {
+// Whether a folder may be replaced by an export that writes files called `written` at its top: it
+// is one itself, or holds nothing. An .npy folder has no file of a known name: nothing else may be
+// in it.
+Result<bool> LooksExported(FileSystem& fs, const std::string& path, ExportFormat format,
+                           const std::set<std::string>& written) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto entries, fs.List(path));
   if (entries.empty()) return true;
-  if (format != ExportFormat::kNpy) {
-    return std::any_of(entries.begin(), entries.end(), [&](const DirectoryEntry& entry) {
-      return entry.kind == FileKind::kFile && MarksExport(format, entry.name);
-    });
-  }
+  bool known = format == ExportFormat::kNpy;
   for (const DirectoryEntry& entry : entries) {
-    if (entry.kind == FileKind::kDirectory) {
+    if (format != ExportFormat::kNpy) {
+      const Says says = EntrySays(entry, format, written);
+      if (says == Says::kElse) return false;
+      known = known || says == Says::kExport;
+    } else if (entry.kind == FileKind::kDirectory) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const bool below,
-                                   LooksExported(fs, JoinPath(path, entry.name), format));
+                                   LooksExported(fs, JoinPath(path, entry.name), format, written));
       if (!below) return false;
     } else if (entry.kind != FileKind::kFile || !entry.name.ends_with(".npy")) {
       return false;
     }
   }
-  return true;
+  return known;
+}
+
+// Whether a file may be replaced by an export to one file: it begins like one, or holds nothing.
+Result<bool> FileLooksExported(FileSystem& fs, const std::string& path, ExportFormat format) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
+  char head[9] = {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got, file->ReadAt(0, head, sizeof head));
+  if (got == 0) return true;
+  if (format == ExportFormat::kTorch) return std::string_view(head, got).starts_with("PK\3\4");
+  return got == sizeof head && head[8] == '{';  // Behind the length of a safetensors header.
 }
 
 }  // namespace
@@ -106,8 +147,9 @@ Status ExportDestination::CheckOld(const FileInfo& old) const {
   for (const std::string& source : options_.sources) {
     if (Within(source, path_)) return refuse(fmt::format("holds {}, which is exported", source));
   }
-  if (!folder) return {};
-  TENSORMOUNT_ASSIGN_OR_RETURN(const bool exported, LooksExported(*fs_, path_, options_.format));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const bool exported, folder ? LooksExported(*fs_, path_, options_.format, options_.written)
+                                  : FileLooksExported(*fs_, path_, options_.format));
   if (exported) return {};
   return refuse(
       fmt::format("holds something else than an export to {}", ExportFormatName(options_.format)));

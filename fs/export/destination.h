@@ -3,6 +3,7 @@
 #define TENSORMOUNT_FS_EXPORT_DESTINATION_H_
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,7 @@ class ExportDestination {
     bool folder = false;
     bool replace = false;
     std::uint64_t bytes = 0;           // That will be written.
+    std::set<std::string> written;     // Names of files that it will have at its top.
     std::vector<std::string> sources;  // Paths of what is read: nothing that holds one is replaced.
   };
   // Checks all that can be known beforehand, then makes the folder of the temporary name and, of

@@ -123,6 +123,7 @@ class Job {
                                        .folder = plan_.folder,
                                        .replace = options_.replace,
                                        .bytes = 0,
+                                       .written = {},
                                        .sources = {source_}};
         const OpenedCheckpoint& opened = view_->opened();
         if (!opened.index().info().self_contained) {
@@ -132,6 +133,9 @@ class Job {
         }
         for (const ExportFile& file : plan_.files) {
           if (!file.backed) how.bytes += file.size;
+          if (plan_.folder && file.name.find('/') == std::string::npos) {
+            how.written.insert(file.name);
+          }
         }
         TENSORMOUNT_ASSIGN_OR_RETURN(
             rank0_, ExportDestination::Prepare(fs_, destination_, how, report_.warnings));

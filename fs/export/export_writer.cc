@@ -2,8 +2,10 @@
 #include "fs/export/export_writer.h"
 
 #include <algorithm>
+#include <fcntl.h>
 #include <linux/fs.h>
 #include <sys/ioctl.h>
+#include <unistd.h>
 
 #include <fmt/core.h>
 
@@ -80,10 +82,12 @@ std::vector<ExportWriter::Shared> ExportWriter::ShareFiles() {
       }
       if (!made.value()->Close().ok() || !fs_.RemoveFile(path).ok()) continue;
     }
-    // A second name is only right for bytes that never change: a store's own, sealed ones.
+    // A second name is only right for bytes that never change: a store's own, sealed ones. Whom the
+    // seal does not stop, as root, could change the store by writing to the export.
     const Result<FileInfo> info = source.value()->Stat();
     const bool sealed = view_.opened().index().info().self_contained && info.ok() &&
-                        (info.value().mode & 0222) == 0;
+                        (info.value().mode & 0222) == 0 &&
+                        faccessat(AT_FDCWD, source_path.value().c_str(), W_OK, AT_EACCESS) != 0;
     if (sealed && fs_.Link(source_path.value(), path).ok()) {
       shared.push_back({.file = n, .linked = true});
     }

@@ -348,6 +348,34 @@ TEST_F(ExportTest, OnlyExportsAreReplaced) {
   ASSERT_OK(Run("n", options));
   ASSERT_OK(HostFileSystem().WriteFileDurably(dir_.Join("out/n/notes.txt"), "mine"));
   EXPECT_THAT(Run("n", options).status(), HasCode(Code::kInvalidArgument));
+  const auto put = [this](const std::string& name, const std::string& text) {
+    ASSERT_OK(HostFileSystem().WriteFileDurably(dir_.Join("out/" + name), text));
+  };
+  for (const auto& [format, own, theirs] :
+       {std::tuple(ExportFormat::kHf, "model-00001-of-00002.safetensors", "tokenizer.json"),
+        std::tuple(ExportFormat::kZarr, "", "notes.txt"),
+        std::tuple(ExportFormat::kDcp, "__7_0.distcp", "common.pt")}) {
+    options.format = format;
+    const std::string name(ExportFormatName(format));
+    ASSERT_OK(Run(name, options));
+    if (*own != 0) put(name + "/" + own, "of an earlier one");
+    ASSERT_OK(Run(name, options));
+    put(name + "/" + theirs, "mine");
+    EXPECT_THAT(Run(name, options).status(), HasCode(Code::kInvalidArgument)) << name;
+    EXPECT_TRUE(HostFileSystem().Exists(dir_.Join("out/" + name + "/" + theirs)));
+    ASSERT_OK(HostFileSystem().RemoveTree(dir_.Join("out/" + name)));
+  }
+  for (const ExportFormat format : {ExportFormat::kTorch, ExportFormat::kSafetensors}) {
+    options.format = format;
+    put("notes", "my notes");
+    EXPECT_THAT(Run("notes", options).status(), HasCode(Code::kInvalidArgument));
+    ASSERT_OK(HostFileSystem().RemoveFile(dir_.Join("out/notes")));
+    put("notes", "");
+    ASSERT_OK(Run("notes", options));
+    ASSERT_OK(Run("notes", options));
+    ASSERT_OK(HostFileSystem().RemoveFile(dir_.Join("out/notes")));
+  }
+  options.format = ExportFormat::kNpy;
   EXPECT_THAT(Run("../store", options).status(), HasCode(Code::kInvalidArgument));
   EXPECT_THAT(Run("../store/step-1", options).status(), HasCode(Code::kInvalidArgument));
   // What is read is not replaced, even where it is an export.
