@@ -165,10 +165,16 @@ Result<std::string> CommonJson(const CheckpointIndex& index) {
 
 Result<GeneratedText::Parts> ExtentsJson(const OpenedCheckpoint& opened,
                                          const TensorEntry& tensor) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,
-                               opened.Extents(tensor));
+  const Result<std::shared_ptr<const ExtentTable>> found = opened.Extents(tensor);
   GeneratedText::Parts parts;
   const std::string line = TensorLine(tensor);
+  if (!found.ok()) {
+    // One tensor whose items cannot be read must not hide the others from who lists the folder.
+    parts.head = line.substr(0, line.size() - 1) +
+                 fmt::format(", \"error\": {}}}\n", JsonString(found.status().ToString()));
+    return parts;
+  }
+  const std::shared_ptr<const ExtentTable> table = found.value();
   // The tensor's own fields, then its chunks.
   parts.head = line.substr(0, line.size() - 1) + ", \"extents\": [";
   parts.tail = "\n  ]}\n";

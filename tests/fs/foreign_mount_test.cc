@@ -15,6 +15,7 @@
 #include "tests/adopt/safetensors_maker.h"
 #include "tests/fs/vfs_ops.h"
 #include "tests/support/status_matchers.h"
+#include "tests/support/subprocess.h"
 #include "tests/support/temp_dir.h"
 
 namespace tensormount::fs {
@@ -125,6 +126,27 @@ TEST_F(ForeignMountTest, LinksIntoAHubNeedARoot) {
               HasCode(Code::kPermissionDenied));
   Open(dir_.Join("hub/snapshots/x"), {dir_.Join("hub")});
   EXPECT_THAT(ops_->ReadAll("tensors/w"), IsOkAndHolds(Tensor("w").bytes()));
+}
+
+TEST_F(ForeignMountTest, AnItemThatCannotBeReadHidesNoOther) {
+  const std::string source = SourcePath("tests/golden/foreign/dcp-old/torch-1.13");
+  ASSERT_OK(HostFileSystem().CreateDirectories(run()));
+  for (const char* name : {".metadata", "__0_0.distcp", "__1_0.distcp"}) {
+    WriteWholeFile(run() + "/" + name, ReadWholeFile(source + "/" + name));
+  }
+  const std::string damaged = run() + "/__1_0.distcp";
+  WriteWholeFile(damaged, std::string(ReadWholeFile(damaged).size(), 'x'));
+  Open(run());
+  EXPECT_EQ(ops_->ReadAll("tensors/rows").status().ToErrno(), EIO);
+  ASSERT_OK_AND_ASSIGN(const std::vector<std::string> names, ops_->List("extents"));
+  EXPECT_THAT(names, testing::IsSupersetOf({"rows.json", "scalar.json"}));
+  for (const std::string& name : names) {
+    ASSERT_OK_AND_ASSIGN(const std::string text, ops_->ReadAll("extents/" + name));
+    EXPECT_EQ(ops_->Stat("extents/" + name).value().size, text.size());
+    EXPECT_EQ(nlohmann::json::parse(text).contains("error"),
+              !ops_->ReadAll("tensors/" + name.substr(0, name.size() - 5)).ok())
+        << text;
+  }
 }
 
 }  // namespace
