@@ -10,6 +10,21 @@
 namespace tensormount {
 namespace {
 
+// A folder of a hub's cache may have nothing but links that lead out of it, by which no format can
+// be found: kPermissionDenied, with what to name as root.
+Status LinksLeadOut(const ForeignFolder& folder) {
+  constexpr std::size_t kMaxLookedAt = 1000;
+  const Result<std::vector<DirectoryEntry>> entries = folder.List("");
+  if (!folder.file().empty() || !entries.ok()) return Status();
+  for (std::size_t i = 0; i < std::min(entries.value().size(), kMaxLookedAt); ++i) {
+    const DirectoryEntry& entry = entries.value()[i];
+    if (entry.kind != FileKind::kSymlink) continue;
+    const Status status = folder.Stat(entry.name).status();
+    if (status.code() == Code::kPermissionDenied) return status;
+  }
+  return Status();
+}
+
 // What is there instead of a checkpoint, where that can be told.
 std::string Instead(const ForeignFolder& folder) {
   if (!folder.file().empty()) {
@@ -65,6 +80,7 @@ const ForeignFormat* FindForeignFormat(const ForeignFolder& folder) {
 Result<ForeignContent> ReadForeign(const ForeignFolder& folder) {
   const ForeignFormat* format = FindForeignFormat(folder);
   if (format == nullptr) {
+    TENSORMOUNT_RETURN_IF_ERROR(LinksLeadOut(folder));
     return Status(Code::kUnsupported, folder.path() + ": " + Instead(folder));
   }
   const Result<FileInfo> before = MarkOf(folder);

@@ -156,6 +156,16 @@ TEST_F(StepsTest, AMarkIsThatOfTheFilesThatDescribe) {
   EXPECT_EQ(MarkOf(Folder("run/step2")).value().kind, FileKind::kFile);
 }
 
+TEST_F(StepsTest, LinksThatLeadOutAreNamedAndNoSaveThatDidNotEnd) {
+  ASSERT_OK(HostFileSystem().CreateDirectories(dir_.Join("run/step1")));
+  WriteWholeFile(dir_.Join("run/blob"), "x");
+  WriteWholeFile(dir_.Join("run/step1/__0_0.distcp"), "x");
+  EXPECT_THAT(Find("run/step1").status().message(), HasSubstr("a save that did not end"));
+  ASSERT_EQ(symlink("../blob", dir_.Join("run/step1/.metadata").c_str()), 0);
+  EXPECT_THAT(Find("run/step1"), HasCode(Code::kPermissionDenied));
+  EXPECT_THAT(Find("run/step1").status().message(), HasSubstr("--root"));
+}
+
 TEST_F(StepsTest, WhatIsReplacedWhileItIsOpenedIsStale) {
   Step("step1");
   const std::string path = Folder("run/step1").path();
