@@ -8,6 +8,7 @@
 #include <fmt/core.h>
 
 #include "index/content.h"
+#include "index/store_layout.h"
 
 namespace tensormount::fs {
 namespace {
@@ -121,6 +122,7 @@ Result<ExportDestination> ExportDestination::Prepare(FileSystem& fs, const std::
     return parent.status().WithContext(fmt::format("the folder that {} is to be in", path));
   }
   out.parent_ = std::move(parent).value();
+  TENSORMOUNT_RETURN_IF_ERROR(out.CheckPlace());
   out.path_ = JoinPath(out.parent_, out.name_);
   const Result<FileInfo> old = fs.LinkStat(out.path_);
   if (old.ok()) {
@@ -133,6 +135,20 @@ Result<ExportDestination> ExportDestination::Prepare(FileSystem& fs, const std::
   out.temporary_ = fmt::format("{}.{}.tmp", out.path_, Uuid::Random().Short());
   if (options.folder) TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(out.temporary_));
   return out;
+}
+
+// What is in a store or a checkpoint without being of it is damage to both.
+Status ExportDestination::CheckPlace() const {
+  const auto refuse = [this](const std::string& what) {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("{}: {}: nothing is exported into it", parent_, what));
+  };
+  if (fs_->Exists(JoinPath(parent_, layout::kSuperblockFile))) return refuse("is a store");
+  const std::string above = parent_.substr(0, std::max<std::size_t>(parent_.rfind('/'), 1));
+  for (const std::string& folder : {parent_, above}) {  // The other is its data/ and the like.
+    if (fs_->Exists(JoinPath(folder, layout::kCommitFile))) return refuse("is in a checkpoint");
+  }
+  return {};
 }
 
 Status ExportDestination::CheckOld(const FileInfo& old) const {

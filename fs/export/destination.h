@@ -45,6 +45,7 @@ class ExportDestination {
 
  private:
   ExportDestination(FileSystem& fs, const Options& options) : fs_(&fs), options_(options) {}
+  Status CheckPlace() const;
   Status CheckOld(const FileInfo& old) const;
   Status CheckRoom() const;
   void FindLeftovers(std::vector<std::string>& warnings) const;

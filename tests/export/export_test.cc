@@ -348,6 +348,10 @@ TEST_F(ExportTest, OnlyExportsAreReplaced) {
   ASSERT_OK(Run("n", options));
   ASSERT_OK(HostFileSystem().WriteFileDurably(dir_.Join("out/n/notes.txt"), "mine"));
   EXPECT_THAT(Run("n", options).status(), HasCode(Code::kInvalidArgument));
+  // Neither is a store or a checkpoint the place for one.
+  for (const char* in_store : {"../store/y", "../store/step-1/y", "../store/step-1/data/y"}) {
+    EXPECT_THAT(Run(in_store, options).status(), HasCode(Code::kInvalidArgument)) << in_store;
+  }
   const auto put = [this](const std::string& name, const std::string& text) {
     ASSERT_OK(HostFileSystem().WriteFileDurably(dir_.Join("out/" + name), text));
   };
