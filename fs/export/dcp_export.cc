@@ -70,6 +70,7 @@ struct ByteItem {
   std::string fqn;
   std::string stored;
   const CommonValue* value = nullptr;  // Null: part number `part`.
+  std::vector<CommonKey> below = {};   // Of what is in a dict: where, from the value `stored`.
   std::uint32_t part = 0;
   Item item;
 };
@@ -127,9 +128,62 @@ class Planner {
     }
     for (const auto& [name, value] : common_.values) {
       if (name == kPlannerData || as_stored.contains(name)) continue;
-      byte_items_.push_back({.fqn = name, .stored = name, .value = &value, .part = 0, .item = {}});
+      AddValue(name, value);
     }
     return {};
+  }
+
+  // As torch's planners cut: what stands in a dict, or in a list that holds one, is an item by
+  // itself. Not where that would give two items one name.
+  void AddValue(const std::string& name, const CommonValue& value) {
+    std::vector<ByteItem> leaves;
+    std::vector<CommonKey> below;
+    AddLeaves(name, name, value, below, leaves);
+    std::set<std::string_view> names;
+    const bool apart = std::ranges::all_of(leaves, [&](const ByteItem& leaf) {
+      return names.insert(leaf.fqn).second &&
+             (leaf.below.empty() || !common_.values.contains(leaf.fqn));
+    });
+    if (!apart) leaves = {{.fqn = name, .stored = name, .value = &value}};
+    std::ranges::move(leaves, std::back_inserter(byte_items_));
+  }
+
+  static bool HoldsDict(const CommonValue& value) {
+    if (value.get_if<CommonDict>() != nullptr) return true;
+    const auto* list = value.get_if<CommonList>();
+    return list != nullptr && std::ranges::any_of(list->items, HoldsDict);
+  }
+
+  static void AddLeaves(const std::string& stored, const std::string& fqn, const CommonValue& value,
+                        std::vector<CommonKey>& below, std::vector<ByteItem>& out) {
+    const auto add = [&](const std::string& part, CommonKey key, const CommonValue& item) {
+      below.push_back(std::move(key));
+      AddLeaves(stored, fqn + "." + part, item, below, out);
+      below.pop_back();
+    };
+    const auto* dict = value.get_if<CommonDict>();
+    const auto* list = value.get_if<CommonList>();
+    if (dict != nullptr && !dict->items.empty()) {
+      for (const auto& [key, item] : dict->items) {
+        const auto* number = std::get_if<std::int64_t>(&key);
+        const std::string text =
+            number != nullptr ? std::to_string(*number) : std::get<std::string>(key);
+        add(text, text, item);
+      }
+    } else if (list != nullptr && HoldsDict(value)) {
+      for (std::size_t i = 0; i < list->items.size(); ++i) {
+        add(std::to_string(i), static_cast<std::int64_t>(i), list->items[i]);
+      }
+    } else {
+      out.push_back({.fqn = fqn, .stored = stored, .value = &value, .below = below});
+    }
+  }
+
+  std::vector<CommonKey> PathOf(const ByteItem& item) const {
+    if (item.below.empty()) return paths_.PathOf(item.fqn, item.stored);
+    std::vector<CommonKey> path = paths_.PathOf(item.stored, item.stored);
+    path.insert(path.end(), item.below.begin(), item.below.end());
+    return path;
   }
 
   static std::string Join(const Dims& numbers) {
@@ -445,7 +499,7 @@ class Planner {
         }));
     for (const ByteItem& bytes : byte_items_) {
       pickle.String(bytes.fqn);
-      PicklePath(pickle, paths_.PathOf(bytes.fqn, bytes.stored));
+      PicklePath(pickle, PathOf(bytes));
     }
     pickle.SetItems();
 

@@ -26,6 +26,9 @@ constexpr std::string_view kSingleName = "pytorch_model.bin";
 constexpr std::string_view kRankFolder = "mp_rank_";
 constexpr std::array<std::string_view, 2> kRankModels = {"model_optim_rng.pt", "model_rng.pt"};
 constexpr std::uint64_t kMaxIndex = std::uint64_t{64} << 20;
+// Of all paths, in the common values, which are read whole when a checkpoint is opened.
+constexpr std::string_view kPlannerData = "torch.planner_data";
+constexpr std::size_t kMaxPaths = std::size_t{1} << 20;
 constexpr std::uint64_t kMaxPickle = std::uint64_t{256} << 20;
 // PROTO 2, LONG1 of the magic number, STOP: how torch.save began before it wrote zips.
 constexpr std::string_view kLegacyMagic("\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
@@ -86,9 +89,23 @@ class Reader {
     tree.prefix = prefix;
     tree.alone = StemOf(name);
     tree.added = [&](const std::string& key) { held_[name].insert(key); };
+    if (prefix.empty()) {
+      tree.nested = [this](const std::string& key, const std::vector<TorchNames::Part>& path) {
+        AddPath(key, path);
+      };
+    }
     const Status status =
         TorchTree(builder_, archive.value(), number, tensors_, common_, budget_, tree).Add();
     return status.WithContext(folder_.Shown(name));
+  }
+
+  // When all files are added: where in nested dicts and lists everything stands, as DCP says it.
+  void AddPaths() {
+    if (path_bytes_ > kMaxPaths) {
+      builder_.Warn("the paths of its nested dicts are larger than 1 MiB and left out");
+    } else if (!paths_.items.empty()) {
+      builder_.AddCommon(std::string(kPlannerData), std::move(paths_));
+    }
   }
 
   // The form of several files: which tensor stands in which.
@@ -153,12 +170,33 @@ class Reader {
   }
 
  private:
+  void AddPath(const std::string& key, const std::vector<TorchNames::Part>& path) {
+    path_bytes_ += key.size() + 16;
+    for (const TorchNames::Part& part : path) path_bytes_ += part.text.size() + 16;
+    if (path_bytes_ > kMaxPaths) {
+      paths_.items.clear();
+      return;
+    }
+    CommonTuple parts;
+    for (const TorchNames::Part& part : path) {
+      // torch's planners make text of keys that are numbers; integers are positions in lists.
+      if (part.position) {
+        parts.items.emplace_back(std::stoll(part.text));
+      } else {
+        parts.items.emplace_back(part.text);
+      }
+    }
+    paths_.items.insert_or_assign(key, std::move(parts));
+  }
+
   const ForeignFolder& folder_;
   ForeignBuilder& builder_;
   TorchNames tensors_;
   TorchNames common_;
   ValueBudget budget_;
   std::map<std::string, std::set<std::string>> held_;  // Keys by file.
+  CommonDict paths_;
+  std::size_t path_bytes_ = 0;
 };
 
 std::vector<std::string> RankFolders(const ForeignFolder& folder) {
@@ -193,6 +231,13 @@ class TorchSave : public ForeignFormat {
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
     Reader reader(folder, builder);
+    TENSORMOUNT_RETURN_IF_ERROR(ReadAll(folder, builder, reader));
+    reader.AddPaths();
+    return Status();
+  }
+
+ private:
+  static Status ReadAll(const ForeignFolder& folder, ForeignBuilder& builder, Reader& reader) {
     if (!folder.file().empty()) return reader.AddFile(folder.file(), "");
     if (folder.Has(kIndexName)) return reader.AddIndexed();
     if (folder.Has(kSingleName)) return reader.AddFile(std::string(kSingleName), "");

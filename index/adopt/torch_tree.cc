@@ -54,13 +54,13 @@ bool IsDict(const Value& value) {
 // nullopt: neither text nor a number, or a text of which no key can be made.
 std::optional<TorchNames::Part> PartOf(const Value& key) {
   if (key.kind() == Kind::kString && key.text().size() <= kMaxKeyBytes) {
-    return TorchNames::Part{std::string(key.text()), false};
+    return TorchNames::Part{std::string(key.text()), false, false};
   }
-  if (key.kind() == Kind::kInt) return TorchNames::Part{std::to_string(key.integer()), true};
+  if (key.kind() == Kind::kInt) return TorchNames::Part{std::to_string(key.integer()), true, false};
   return std::nullopt;
 }
 
-TorchNames::Part PartOf(std::size_t index) { return {std::to_string(index), true}; }
+TorchNames::Part PartOf(std::size_t index) { return {std::to_string(index), true, true}; }
 
 // Calls f(key or index, value) for what a value holds, always in the same order, until it fails.
 template <typename F>
@@ -123,7 +123,7 @@ Status TorchTree::Add() {
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool any, Scan(root, 0));
   const bool container =
       IsDict(root) || (any && (root.kind() == Kind::kList || root.kind() == Kind::kTuple));
-  if (!container) path_.push_back({options_.alone, false});
+  if (!container) path_.push_back({options_.alone, false, false});
   if (any || container) return Emit(root);
   AddCommon(root);
   return Status();
@@ -207,6 +207,7 @@ Status TorchTree::AddStored(const std::string& key, const StoredTensor& stored) 
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t tensor,
                                builder_.AddTensor(key, stored.dtype, stored.shape));
   if (options_.added) options_.added(key);
+  TellPath(key);
   const Status status = builder_.AddChunk(tensor, Box::Whole(stored.shape), file_, stored.offset,
                                           stored.length, stored.packed ? Dims() : stored.strides);
   if (LeavesOut(status)) {
@@ -216,11 +217,17 @@ Status TorchTree::AddStored(const std::string& key, const StoredTensor& stored) 
   return status;
 }
 
+void TorchTree::TellPath(const std::string& name) const {
+  const bool plain = path_.size() == 1 && path_[0].text == name;
+  if (options_.nested && !plain) options_.nested(name, path_);
+}
+
 void TorchTree::AddCommon(const Value& value) {
   std::optional<CommonValue> plain = budget_.Convert(value);
   if (!plain) {
     builder_.Warn("common value " + Shown() + ": left out: it is no plain data, or too much");
   } else if (std::optional<std::string> name = common_names_.Of(options_.prefix, path_)) {
+    TellPath(*name);
     builder_.AddCommon(*name, *std::move(plain));
   } else {
     builder_.Warn("common value " + Shown() +

@@ -26,10 +26,12 @@ namespace tensormount {
 // would: ["a.b"][0]. Nothing is lost.
 class TorchNames {
  public:
-  // A part of a path; of a number `text` is its digits.
+  // A part of a path; of a number `text` is its digits, and `position` whether it counts the items
+  // of a list.
   struct Part {
     std::string text;
     bool number = false;
+    bool position = false;
   };
 
   // `prefix` stands before either spelling ("mp_rank_00/"). Each result is given once. nullopt: a
@@ -47,6 +49,8 @@ struct TorchTreeOptions {
   std::string alone;   // The key where the root is no dict or list but one tensor or value.
   // Told of every tensor that was added, where not empty.
   std::function<void(const std::string& key)> added;
+  // Told of every name of a tensor or common value that is not simply a key of the root.
+  std::function<void(const std::string& name, const std::vector<TorchNames::Part>& path)> nested;
 };
 
 // Adds all tensors of an archive that is file number `file` of the builder as strided windows, and
@@ -67,6 +71,7 @@ class TorchTree {
   Status AddTensor(const pickle::Value& value);
   Status AddStored(const std::string& key, const StoredTensor& stored);
   void AddCommon(const pickle::Value& value);
+  void TellPath(const std::string& name) const;
   std::string Shown() const;
 
   ForeignBuilder& builder_;

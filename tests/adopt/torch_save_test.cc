@@ -69,8 +69,21 @@ TEST(TorchSaveTest, EverythingElseIsCommon) {
   const CommonValues common = CommonOf(adopted.value());
   std::vector<std::string> names;
   for (const auto& [name, value] : common) names.push_back(name);
-  EXPECT_THAT(names, ElementsAre("[\"a.c\"]", "a.c", "args", "epoch", "list.2",
-                                 "optimizer.param_groups", "optimizer.state.1.step"));
+  EXPECT_THAT(names,
+              ElementsAre("[\"a.c\"]", "a.c", "args", "epoch", "list.2", "optimizer.param_groups",
+                          "optimizer.state.1.step", "torch.planner_data"));
+  // Of what is more than a key of the root; as DCP spells keys that are numbers.
+  const auto path = [&](const std::string& name) {
+    const auto* paths = common.at("torch.planner_data").get_if<CommonDict>();
+    const CommonValue* found = paths->Find(name);
+    return found != nullptr ? *found : CommonValue();
+  };
+  EXPECT_EQ(path("list.1.x"), CommonValue(CommonTuple{{"list", 1, "x"}}));
+  EXPECT_EQ(path("optimizer.state.1.step"),
+            CommonValue(CommonTuple{{"optimizer", "state", "1", "step"}}));
+  EXPECT_EQ(path("a.b"), CommonValue(CommonTuple{{"a", "b"}}));
+  EXPECT_EQ(path("[\"a.b\"]"), CommonValue(CommonTuple{{"a.b"}}));
+  EXPECT_EQ(path("epoch"), CommonValue());
   EXPECT_EQ(common.at("a.c"), CommonValue(1));
   EXPECT_EQ(common.at("[\"a.c\"]"), CommonValue(2));
   EXPECT_EQ(common.at("epoch"), CommonValue(3));
@@ -234,7 +247,8 @@ TEST(TorchSaveTest, LongTextsAndKeysThatAreSaidAgainAreBounded) {
   const auto kept = Adopt(TorchSaveFormat(), dir.Join("three.pt"));
   ASSERT_OK(kept);
   const CommonValues common = CommonOf(kept.value());
-  ASSERT_EQ(common.size(), 1u) << WarningsOf(kept.value());
+  ASSERT_EQ(common.size(), 2u) << WarningsOf(kept.value());
+  EXPECT_TRUE(common.contains("torch.planner_data"));
   EXPECT_EQ(common.begin()->first.size(), 1002u);
   EXPECT_THAT(WarningsOf(kept.value()), HasSubstr("its name would be too long"));
   // One key 20000 times.

@@ -8,9 +8,12 @@ libraries.need("torch", "safetensors", "zarr")
 import numpy as np  # noqa: E402
 import safetensors  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
 import zarr  # noqa: E402
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp  # noqa: E402
 
 import formula  # noqa: E402
+import make_torch  # noqa: E402
 
 harness = libraries.harness
 # Without the bytes of the large one there is nothing to wait for.
@@ -115,6 +118,53 @@ class Export(libraries.LibraryTest):
                 array = zarr.open_array(str(out / key), mode="r")[...]
                 self.assertEqual(np.shape(array), shape, key)
                 self.assertEqual(np.ascontiguousarray(array).tobytes(), formula.raw(key, dtype, shape), key)
+
+    def test_torch_save_to_dcp(self):
+        """A file that torch.save wrote becomes a checkpoint that any number of ranks can load."""
+        flat = {key: make_torch.laid_out(make_torch.tensor(key, dtype, shape), how)
+                for key, (dtype, shape, how) in formula.MODEL.items()}
+        tied = flat["model.layers.0.attn.qkv"]
+        views = {"tied": tied, "turned": tied.t(), "window": tied[3:60:2, 5:9], "rows": tied[10:20], "many": tied[0].expand(5, 48)}
+        values = {"step": 7, "lr": 0.5, "name": "x", "betas": (0.9, 0.95)}
+        saved = {**formula.nested(flat), "views": {"of one": views}, "values": values, "more": {
+            "groups": [{"lr": 0.5, "params": [0, 1]}, {}], "state": {0: {"step": torch.tensor(3.0)}, 1: {"step": 4}},
+            "pair": [torch.ones(2), 5], "nothing": {}}}
+        torch.save(saved, self.dir / "saved.pt")
+        out = self.dir / "out"
+        self.run_tool("export", self.dir / "saved.pt", out, "--to", "dcp", "--ranks", "3")
+        for count in (2, 3):
+            libraries.make("torch", f"load@{out}", self.dir, count)
+        wanted = {"views": {"of one": {name: torch.full(view.shape, -1.0) for name, view in views.items()}},
+                  "values": {name: None for name in values}}
+        dcp.load(wanted, checkpoint_id=out, no_dist=True)
+        for name, view in views.items():
+            self.assertTrue(torch.equal(wanted["views"]["of one"][name].view(torch.int32),
+                                        view.contiguous().view(torch.int32)), name)
+        self.assertEqual(wanted["values"], values)
+        # Under the names that torch gives, but for empty dicts, which theirs loses; and back by theirs.
+        torch_save_to_dcp(self.dir / "saved.pt", self.dir / "theirs")
+        ours, theirs = (dcp.FileSystemReader(path).read_metadata().planner_data for path in (out, self.dir / "theirs"))
+        self.assertEqual({key: path for key, path in ours.items() if key not in ("more.nothing", "more.groups.1")}, theirs)
+        dcp_to_torch_save(out, self.dir / "back.pt")
+        back = torch.load(self.dir / "back.pt", weights_only=True)
+
+        def walk(path, first, second):
+            self.assertIs(type(first), type(second), path)
+            if isinstance(first, dict):
+                self.assertEqual({str(key) for key in first}, set(second), path)
+                for key in first:
+                    walk(f"{path}/{key}", first[key], second[str(key)])
+            elif isinstance(first, list):
+                self.assertEqual(len(first), len(second), path)
+                for one, other in zip(first, second):
+                    walk(f"{path}/[]", one, other)
+            elif isinstance(first, torch.Tensor):
+                self.assertEqual((first.dtype, first.shape), (second.dtype, second.shape), path)
+                self.assertEqual(raw_of(first), raw_of(second), path)
+            else:
+                self.assertEqual(first, second, path)
+
+        walk("", saved, back)
 
 
 if __name__ == "__main__":
