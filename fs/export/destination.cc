@@ -207,17 +207,13 @@ Status ExportDestination::Publish() {
     TENSORMOUNT_RETURN_IF_ERROR(CheckOld(old));
     const Status exchanged = fs_->Exchange(temporary_, path_);
     if (exchanged.code() == Code::kUnsupported) {
-      // Where the filesystem cannot exchange names, the old one steps aside.
-      const std::string aside = fmt::format("{}.{}.tmp", path_, Uuid::Random().Short());
-      TENSORMOUNT_RETURN_IF_ERROR(fs_->RenameNoReplace(path_, aside));
-      const Status second = fs_->RenameNoReplace(temporary_, path_);
-      if (!second.ok()) {
-        return second.WithContext(fmt::format("what was there before is {} now", aside));
-      }
-      temporary_ = aside;
-    } else {
-      TENSORMOUNT_RETURN_IF_ERROR(exchanged);
+      // Never by two renames: between them there would be nothing of that name.
+      return Status(Code::kUnsupported,
+                    fmt::format("{}: its filesystem cannot exchange two names in one step, so that "
+                                "it is not replaced: remove it first",
+                                path_));
     }
+    TENSORMOUNT_RETURN_IF_ERROR(exchanged);
   }
   const Status synced = fs_->SyncDirectory(parent_);
   if (!synced.ok()) {

@@ -256,6 +256,48 @@ TEST_F(ExportTest, ValuesAndObjectsOfDcp) {
   }
 }
 
+// As torch's planners cut, so that a nested dict can be loaded from it.
+TEST_F(ExportTest, ValuesInDictsAreItemsOfDcp) {
+  TinySpec spec = DefaultTinySpec();
+  spec.common.clear();
+  spec.objects.clear();
+  spec.common["args"] =
+      CommonDict{{{"lr", 0.5}, {"betas", CommonTuple{{0.9, 0.95}}}, {"none", CommonDict{}}}};
+  spec.common["groups"] = CommonList{{CommonDict{{{"lr", 1}, {2, "two"}}}, CommonList{{3}}}};
+  spec.common["list"] = CommonList{{1, CommonTuple{{CommonDict{{{"a", 1}}}}}}};
+  // Two would get one name: it stays whole.
+  spec.common["same"] = CommonDict{{{1, 1}, {"1", 2}}};
+  spec.common["taken"] = CommonDict{{{"x", 1}}};
+  spec.common["taken.x"] = 2;
+  Write(spec);
+  ExportOptions options;
+  options.format = ExportFormat::kDcp;
+  ASSERT_OK(Run("dcp", options, 2));
+  ASSERT_OK_AND_ASSIGN(const FoundSource found,
+                       FindSource(HostFileSystem(), dir_.Join("out/dcp"), {}));
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenFound(HostFileSystem(), found, {}));
+  ASSERT_OK_AND_ASSIGN(CommonState common, opened->index().Common());
+  const CommonValue paths = common.values.at("torch.planner_data");
+  common.values.erase("torch.planner_data");
+  const CommonValues want = {{"args.lr", 0.5},
+                             {"args.betas", CommonTuple{{0.9, 0.95}}},
+                             {"args.none", CommonDict{}},
+                             {"groups.0.2", "two"},
+                             {"groups.0.lr", 1},
+                             {"groups.1", CommonList{{3}}},
+                             {"list", spec.common.at("list")},
+                             {"same", spec.common.at("same")},
+                             {"taken", spec.common.at("taken")},
+                             {"taken.x", 2}};
+  EXPECT_TRUE(common.values == want)
+      << CommonToJson(CommonDict{{common.values.begin(), common.values.end()}});
+  const auto* dict = paths.get_if<CommonDict>();
+  ASSERT_NE(dict, nullptr);
+  EXPECT_EQ(dict->items.size(), 6u);
+  EXPECT_EQ(*dict->Find("groups.0.2"), CommonValue(CommonTuple{{"groups", 0, "2"}}));
+  EXPECT_EQ(*dict->Find("args.none"), CommonValue(CommonTuple{{"args", "none"}}));
+}
+
 TEST_F(ExportTest, WhatAFormatLacksIsNamedAndNothingWritten) {
   TinySpec spec = DefaultTinySpec();
   spec.tensors.push_back({.key = "six", .dtype = DType::kF6E2M3, .shape = Dims({4, 4}), .seed = 7});
@@ -393,6 +435,32 @@ TEST_F(ExportTest, OnlyExportsAreReplaced) {
   EXPECT_THAT(Run("no/such", options).status(), HasCode(Code::kNotFound));
   EXPECT_THAT(Run("..", options).status(), HasCode(Code::kInvalidArgument));
   EXPECT_THAT(Out(), ElementsAre("f", "n", "x"));
+}
+
+TEST_F(ExportTest, WhereNamesCannotBeExchangedNothingIsReplaced) {
+  Write(DefaultTinySpec());
+  int exchanges = 0;
+  ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) -> Status {
+    if (event.op != FileOp::kExchange) return {};
+    ++exchanges;
+    return Status(Code::kUnsupported, "no RENAME_EXCHANGE");
+  });
+  ExportOptions options;
+  for (const ExportFormat format : {ExportFormat::kDcp, ExportFormat::kTorch}) {
+    options.format = format;
+    options.replace = false;
+    ASSERT_OK(Run("x", options, 1, &fs));
+    ASSERT_OK_AND_ASSIGN(const FileInfo old, HostFileSystem().LinkStat(dir_.Join("out/x")));
+    options.replace = true;
+    const Status status = Run("x", options, 2, &fs).status();
+    EXPECT_THAT(status, HasCode(Code::kUnsupported));
+    EXPECT_THAT(status.message(), HasSubstr("remove it first"));
+    EXPECT_THAT(Out(), ElementsAre("x"));
+    ASSERT_OK_AND_ASSIGN(const FileInfo now, HostFileSystem().LinkStat(dir_.Join("out/x")));
+    EXPECT_EQ(now.inode, old.inode);
+    ASSERT_OK(HostFileSystem().RemoveTree(dir_.Join("out/x")));
+  }
+  EXPECT_EQ(exchanges, 2);
 }
 
 TEST_F(ExportTest, LeftoversAreTold) {
