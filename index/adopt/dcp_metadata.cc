@@ -6,7 +6,9 @@
 #include <optional>
 #include <unordered_map>
 
+#include "base/checked.h"
 #include "index/adopt/foreign.h"
+#include "index/adopt/torch_tensor.h"
 #include "shard/tensor_meta.h"
 
 // torch/distributed/checkpoint/{metadata,filesystem}.py are where the classes below come from.
@@ -120,12 +122,15 @@ class Reader {
     }
     DcpTensor tensor;
     tensor.fqn = fqn;
-    if (std::string why = ReadDType(*properties, tensor.dtype); !why.empty()) return why;
+    if (std::string why = ReadDType(*properties, tensor); !why.empty()) return why;
     scratch_.clear();
     if (!ReadPickledSize(*size, scratch_)) return "its size is no size";
     if (scratch_.size() > static_cast<std::size_t>(kMaxRank)) {
       return "it has " + std::to_string(scratch_.size()) + " axes, more than " +
              std::to_string(kMaxRank);
+    }
+    if (tensor.pairs && (scratch_.empty() || !DoubleLast(scratch_))) {
+      return "its size is none of pairs of f4";
     }
     tensor.shape = Dims(scratch_);
     tensor.first = out_.items.size();
@@ -141,7 +146,8 @@ class Reader {
       const Value chunk = chunks->item(i);
       const std::size_t before = out_.numbers.size();
       const bool read = chunk.Is(KnownClass::kChunkStorageMetadata) &&
-                        AppendSize(chunk, "offsets") && AppendSize(chunk, "sizes");
+                        AppendSize(chunk, "offsets", tensor.pairs) &&
+                        AppendSize(chunk, "sizes", tensor.pairs);
       if (!read || out_.numbers.size() - before != 2 * rank) {
         out_.numbers.resize(tensor.numbers);
         return "a chunk of it has no offsets and sizes of " + std::to_string(rank) + " numbers";
@@ -152,12 +158,20 @@ class Reader {
     return {};
   }
 
-  bool AppendSize(const Value& object, std::string_view name) {
+  bool AppendSize(const Value& object, std::string_view name, bool pairs) {
     const std::optional<Value> value = Attribute(object, name);
-    return value && ReadPickledSize(*value, out_.numbers);
+    if (!value || !ReadPickledSize(*value, out_.numbers)) return false;
+    return !pairs || DoubleLast(out_.numbers);
   }
 
-  static std::string ReadDType(const Value& properties, DType& out) {
+  static bool DoubleLast(std::vector<std::int64_t>& numbers) {
+    const auto doubled =
+        numbers.empty() ? std::nullopt : CheckedMul(numbers.back(), std::int64_t{2});
+    if (doubled) numbers.back() = *doubled;
+    return doubled.has_value();
+  }
+
+  static std::string ReadDType(const Value& properties, DcpTensor& out) {
     if (!properties.Is(KnownClass::kTensorProperties)) return "its properties are no properties";
     const Value state = properties.state();
     std::optional<Value> dtype;
@@ -169,10 +183,12 @@ class Reader {
     if (!dtype || dtype->kind() != Kind::kGlobal || dtype->known() != KnownClass::kTorchDtype) {
       return "its dtype is no dtype of torch";
     }
-    const std::string name = "torch." + std::string(dtype->name());
-    Result<DType> known = DTypeFromName(name);
-    if (!known.ok()) return "its dtype is " + name + ", which cannot be read in place";
-    out = known.value();
+    Result<DType> known = TorchDType(dtype->name());
+    if (!known.ok()) {
+      return "its dtype is torch." + std::string(dtype->name()) + ", which cannot be read in place";
+    }
+    out.dtype = known.value();
+    out.pairs = out.dtype == DType::kF4;
     return {};
   }
 
@@ -248,7 +264,9 @@ class Reader {
     const DcpTensor& tensor = out_.tensors[number];
     scratch_.clear();
     if (offset && offset->kind() != Kind::kNone) {
-      if (!ReadPickledSize(*offset, scratch_)) return TellStray(tensor.fqn);
+      if (!ReadPickledSize(*offset, scratch_) || (tensor.pairs && !DoubleLast(scratch_))) {
+        return TellStray(tensor.fqn);
+      }
     } else {
       scratch_.assign(static_cast<std::size_t>(tensor.shape.rank()), 0);
     }

@@ -54,6 +54,7 @@ struct DcpTensor {
   std::string_view fqn;
   DType dtype = DType::kU8;
   Dims shape;
+  bool pairs = false;     // torch's f4 are pairs; here they are one by one, on the last axis.
   std::size_t first = 0;  // Chunk i's item is items[first + i],
   std::size_t count = 0;
   std::size_t numbers = 0;  // its offsets and sizes are numbers[numbers + i * 2 * rank...].

@@ -12,6 +12,7 @@
 #include "index/adopt/megatron.h"
 #include "index/adopt/pickle.h"
 #include "index/checkpoint.h"
+#include "tests/adopt/adopted.h"
 #include "tests/support/cells.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
@@ -415,6 +416,24 @@ TEST(DcpTest, ReadsAsAnyCheckpointDoes) {
         }
       }
     }
+  }
+}
+
+// torch has two of them in one element: sizes and offsets count those.
+TEST(DcpTest, ReadsPairsOfF4OneByOne) {
+  const auto adopted = Adopt(TorchDcpFormat(), SourcePath("tests/golden/foreign/dcp-2.13/f4"));
+  ASSERT_OK(adopted);
+  EXPECT_EQ(WarningsOf(adopted.value()), "");
+  const std::pair<const char*, Dims> kTensors[] = {
+      {"rows", {4, 12}}, {"columns", {4, 12}}, {"line", {10}}};
+  for (const auto& [key, shape] : kTensors) {
+    ASSERT_OK_AND_ASSIGN(const TensorEntry entry, adopted.value()->index().Find(key));
+    EXPECT_EQ(entry.meta.dtype(), DType::kF4);
+    EXPECT_EQ(entry.meta.shape(), shape);
+    EXPECT_EQ(entry.chunks, 2u);
+    const auto bytes = static_cast<std::int64_t>(entry.meta.bytes());
+    ASSERT_OK_AND_ASSIGN(const std::string got, ReadTensor(adopted.value(), key));
+    EXPECT_EQ(got, CellRange(DType::kU8, 0, bytes)) << key;
   }
 }
 

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes small checkpoints with the PyTorch that is installed, for tests of reading them in place:
 
-    make_dcp.py DIR    DIR/global (4 ranks), DIR/ranks (no global plan), DIR/files (2 files a rank)
+    make_dcp.py DIR    DIR/global (4 ranks), DIR/ranks (no global plan), DIR/files (2 files a rank),
+                       DIR/f4 (2 ranks)
 
 Cell i of a tensor, in global row-major order, is (i * 7 + 3) % 251, so that every cell can be
 compared without keeping what was saved. Only of bool it is i % 3 == 0; float8 has these bytes.
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 
 def formula(dtype, *shape):
@@ -89,9 +90,25 @@ def save_ranks(rank, folder, port):
     dist.destroy_process_group()
 
 
+def save_f4(rank, folder, port):
+    """Two elements a byte: byte i of a tensor, in global row-major order, is (i * 7 + 3) % 251."""
+    dist.init_process_group("gloo", init_method=f"file://{port}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def part(axis, *shape):
+        whole = formula(torch.uint8, *shape)
+        local = whole.chunk(2, axis)[rank].contiguous().view(torch.float4_e2m1fn_x2)
+        return DTensor.from_local(local, mesh, [Shard(axis)], run_check=False, shape=whole.shape,
+                                  stride=whole.stride())
+
+    dcp.save({"rows": part(0, 4, 6), "columns": part(1, 4, 6), "line": part(0, 5)},
+             checkpoint_id=os.path.join(folder, "f4"))
+    dist.destroy_process_group()
+
+
 def main():
     folder = sys.argv[1]
-    for function, ranks in ((save_global, 4), (save_ranks, 2)):
+    for function, ranks in ((save_global, 4), (save_ranks, 2), (save_f4, 2)):
         with tempfile.TemporaryDirectory() as port:
             mp.spawn(function, args=(folder, os.path.join(port, "store")), nprocs=ranks)
     values = {"a": formula(torch.float32, 9), "b": formula(torch.int16, 3, 3), "n": 5}
