@@ -10,17 +10,21 @@ import re
 import sys
 
 WHY_NOT = ("not applicable", "not needed", "not built")
+PYTHON_TEST = re.compile(r"^    def (test_\w+)\(", re.MULTILINE)
 TEST = re.compile(r"^\s*(?:TYPED_)?TEST(?:_[FP])?\(\s*(\w+)\s*,\s*(\w+)\s*\)", re.MULTILINE)
 
 
 def tests_of(root):
-    """All "Suite.Name" of the C++ tests, all suites, and all scripts, below root."""
+    """All "Suite.Name" of the C++ tests, all suites, and all scripts and "SCRIPT:test" of them, below root."""
     found = set()
     for folder, _, files in os.walk(os.path.join(root, "tests")):
         for name in files:
             path = os.path.join(folder, name)
             if name.endswith(".py"):
-                found.add(os.path.relpath(path, root))
+                script = os.path.relpath(path, root)
+                found.add(script)
+                with open(path, encoding="utf-8") as file:
+                    found.update(f"{script}:{test}" for test in PYTHON_TEST.findall(file.read()))
             if not name.endswith(".cc"):
                 continue
             with open(path, encoding="utf-8") as file:
