@@ -187,7 +187,8 @@ int WalkBeneath(int folder, std::string_view name, int flags) {
 
 }  // namespace
 
-int OpenHostBeneath(const std::string& directory, const std::string& name, int flags, bool walk) {
+int OpenHostBeneath(const std::string& directory, const std::string& name, int flags,
+                    HostLinks links, bool walk) {
   const int folder = OpenAt(AT_FDCWD, directory, O_PATH | O_DIRECTORY | O_CLOEXEC);
   if (folder < 0) return -1;
   if (name.starts_with('/')) {
@@ -199,6 +200,7 @@ int OpenHostBeneath(const std::string& directory, const std::string& name, int f
     open_how how{};
     how.flags = static_cast<std::uint64_t>(flags | O_CLOEXEC);
     how.resolve = RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS;
+    if (links == HostLinks::kNone) how.resolve |= RESOLVE_NO_SYMLINKS;
     // Somebody who keeps renaming folders can make the kernel give up each time.
     constexpr int kTries = 128;
     long fd = -1;
@@ -206,6 +208,7 @@ int OpenHostBeneath(const std::string& directory, const std::string& name, int f
       fd = syscall(SYS_openat2, folder, name.empty() ? "." : name.c_str(), &how, sizeof how);
       if (fd >= 0 || (errno != EINTR && errno != EAGAIN)) break;
     }
+    // Not before Linux 5.6, nor in containers that do not know the call: then no link is followed.
     if (fd >= 0 || (errno != ENOSYS && errno != EPERM)) {
       CloseKeepingErrno(folder);
       return static_cast<int>(fd);

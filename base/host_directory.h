@@ -12,11 +12,13 @@
 namespace tensormount {
 
 Result<std::vector<DirectoryEntry>> ListHostDirectory(const std::string& path);
-// Opens `name` below `directory` with these flags of open(2): what FileSystem::OpenReadBeneath says
-// of links. A descriptor for the caller to close; negative: errno says why. `walk`: as where the
-// kernel has no openat2, for tests.
+// Which links a path below a folder may go through.
+enum class HostLinks { kInside, kNone };
+// Opens `name` below `directory` with these flags of open(2). kInside: what
+// FileSystem::OpenReadBeneath says of links; kNone: any link is ELOOP. A descriptor for the caller
+// to close; negative: errno says why. `walk`: as where the kernel has no openat2, for tests.
 int OpenHostBeneath(const std::string& directory, const std::string& name, int flags,
-                    bool walk = false);
+                    HostLinks links = HostLinks::kInside, bool walk = false);
 Result<std::vector<DirectoryEntry>> ListHostBeneath(const std::string& directory,
                                                     const std::string& name);
 Status SyncHostDirectory(const std::string& path);

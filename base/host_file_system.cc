@@ -6,11 +6,9 @@
 #include <cstdlib>
 #include <fcntl.h>
 #include <limits>
-#include <linux/openat2.h>
 #include <mutex>
 #include <sys/file.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -207,24 +205,9 @@ class HostFs final : public FileSystem {
   }
   Result<std::unique_ptr<File>> OpenReadBelow(const std::string& directory,
                                               const std::string& name) override {
-    const std::string path = JoinPath(directory, name);
-    const int folder = open(directory.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
-    if (folder < 0) return Status::FromErrno(errno, "open", directory);
-    open_how how{};
-    how.flags = static_cast<std::uint64_t>(O_RDONLY | kAlways);
-    how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS;
-    long fd;
-    do {
-      fd = syscall(SYS_openat2, folder, name.c_str(), &how, sizeof how);
-    } while (fd < 0 && (errno == EINTR || errno == EAGAIN));
-    const int error = errno;
-    close(folder);
-    // Before Linux 5.6, and in containers that do not know the call.
-    if (fd < 0 && (error == ENOSYS || error == EPERM)) return OpenRead(path);
-    errno = error;
-    return Opened(static_cast<int>(fd), path, "open");
+    const int fd = OpenHostBeneath(directory, name, O_RDONLY | kAlways, HostLinks::kNone);
+    return Opened(fd, JoinPath(directory, name), "open");
   }
-
   Result<std::unique_ptr<File>> OpenReadBeneath(const std::string& directory,
                                                 const std::string& name) override {
     const int fd = OpenHostBeneath(directory, name, O_RDONLY | (kAlways & ~O_NOFOLLOW));

@@ -184,9 +184,7 @@ Status CheckLength(const Content& content, const TensorMeta& meta, const ChunkRe
     return Bad(chunk.region.ToString() + " is not within " + meta.shape().ToString());
   }
   Result<std::uint64_t> bytes =
-      chunk.strides.rank() > 0
-          ? StridedSpan(meta.dtype(), chunk.region.box().extent(), chunk.strides)
-          : RegionBytes(meta.dtype(), meta.shape(), chunk.region);
+      ChunkBytes(meta.dtype(), meta.shape(), chunk.region, chunk.strides);
   if (!bytes.ok()) return Bad(chunk.region.ToString() + ": " + bytes.status().message());
   if (chunk.pending || bytes.value() == chunk.length) return Status();
   return Bad(chunk.region.ToString() + ": " + content.files[chunk.file].name + ": " +
@@ -207,24 +205,25 @@ TensorCheck CheckExactly(const Content& content, const TensorContent& tensor) {
       status = CheckPlace(content, tensor.extents, tensor.extents.Row(i).data());
     }
     if (status.ok()) status = CheckLength(content, meta, chunk.value());
-    if (!status.ok()) return {Completeness::kBad, status.message()};
+    if (!status.ok()) return {Completeness::kBad, status.message(), {}};
     files.push_back(chunk.value().file);
     if (chunk.value().region.empty()) continue;
     regions.push_back({std::move(chunk.value().region), static_cast<std::uint32_t>(i)});
   }
-  const CoverageReport report = CheckCoverage(meta.shape(), regions, 4);
+  CoverageReport report = CheckCoverage(meta.shape(), regions, 4);
   if (!report.overlaps.empty()) {
     const Overlap& overlap = report.overlaps.front();
-    return {Completeness::kOverlap, overlap.box.ToString() + " is stored twice: in " +
-                                        content.files[files[overlap.first]].name + " and " +
-                                        content.files[files[overlap.second]].name};
+    std::string message = overlap.box.ToString() + " is stored twice: in " +
+                          content.files[files[overlap.first]].name + " and " +
+                          content.files[files[overlap.second]].name;
+    return {Completeness::kOverlap, std::move(message), std::move(report)};
   }
   if (!report.missing.empty()) {
     std::string message = report.missing.front().ToString() + " is stored in no chunk";
     if (report.missing.size() > 1 || report.truncated) {
       message += " (" + std::to_string(report.missing_elements) + " elements are missing in all)";
     }
-    return {Completeness::kHole, std::move(message)};
+    return {Completeness::kHole, std::move(message), std::move(report)};
   }
   return {};
 }
@@ -233,7 +232,7 @@ TensorCheck CheckOne(const Content& content, const TensorContent& tensor,
                      std::vector<std::int64_t>& scratch) {
   Result<bool> complete = IsChainOfRanges(content, tensor);
   if (complete.ok() && !complete.value()) complete = IsGrid(content, tensor, scratch);
-  if (!complete.ok()) return {Completeness::kBad, complete.status().message()};
+  if (!complete.ok()) return {Completeness::kBad, complete.status().message(), {}};
   return complete.value() ? TensorCheck() : CheckExactly(content, tensor);
 }
 

@@ -15,6 +15,7 @@
 
 #include "base/hash.h"
 #include "index/extent_table.h"
+#include "shard/coverage.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
@@ -175,7 +176,8 @@ enum class Completeness {
 };
 struct TensorCheck {
   Completeness verdict = Completeness::kWhole;
-  std::string why;  // Without the name of the tensor; empty: it is whole.
+  std::string why;          // Without the name of the tensor; empty: it is whole.
+  CoverageReport coverage;  // Of a hole or an overlap: what is missing, and what is double.
 };
 // `tensor`: sorted chunks, whose files are in content.files.
 TensorCheck CheckTensor(const Content& content, const TensorContent& tensor);

@@ -56,9 +56,7 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
     if (!chunk.region.Within(meta.shape())) return bad("not within the tensor's shape");
     if (chunk.pending) return bad("its chunk is not resolved");
     Result<std::uint64_t> bytes =
-        chunk.strides.rank() > 0
-            ? StridedSpan(meta.dtype(), chunk.region.box().extent(), chunk.strides)
-            : RegionBytes(meta.dtype(), meta.shape(), chunk.region);
+        ChunkBytes(meta.dtype(), meta.shape(), chunk.region, chunk.strides);
     if (!bytes.ok()) return bad(bytes.status().message());
     if (bytes.value() != chunk.length) return bad("its length is not its region's");
     std::uint64_t first = before;  // Empty ones stand where they are and hold nothing.

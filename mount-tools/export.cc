@@ -123,12 +123,7 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
     }
     return {};
   });
-  if (!status.ok()) {
-    if (!group.Tells(status)) return kFailed;
-    return terminal.Fail(status, status.code() == Code::kAlreadyExists
-                                     ? "choose another name, or pass --if-exists replace"
-                                     : std::string_view());
-  }
+  if (!status.ok()) return group.Fail(terminal, status);
   if (group.prints()) PrintReport(report, args, options.format, group.size(), terminal);
   return terminal.Flush();
 }

@@ -230,12 +230,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     }
     return {};
   });
-  if (!status.ok()) {
-    if (!group.Tells(status)) return kFailed;
-    return terminal.Fail(status, status.code() == Code::kAlreadyExists
-                                     ? "choose another name, or pass --if-exists replace"
-                                     : std::string_view());
-  }
+  if (!status.ok()) return group.Fail(terminal, status);
   if (group.prints()) PrintReport(report, group.size(), terminal);
   return terminal.Flush();
 }

@@ -250,9 +250,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     }
     return {};
   });
-  if (!status.ok()) {
-    return group.Tells(status) ? terminal.Fail(status) : kFailed;
-  }
+  if (!status.ok()) return group.Fail(terminal, status);
   if (group.prints()) Print(all, other != nullptr, terminal);
   const int flushed = terminal.Flush();
   if (flushed != kDone) return flushed;

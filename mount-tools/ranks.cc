@@ -29,6 +29,15 @@ Result<Ranks> Ranks::Make(int wanted) {
   return out;
 }
 
+int Ranks::Fail(Terminal& terminal, const Status& failure) const {
+  const bool alone =
+      failure.code() == Code::kDeadlineExceeded || failure.code() == Code::kUnavailable;
+  if (!prints() && !alone) return kFailed;
+  return terminal.Fail(failure, failure.code() == Code::kAlreadyExists
+                                    ? "choose another name, or pass --if-exists replace"
+                                    : std::string_view());
+}
+
 Status Ranks::Run(const std::function<Status(Communicator&)>& body) {
   if (!mpi_) return RunOnThreads(size_, body);
   Status status = body(*world_);

@@ -9,6 +9,8 @@
 #include "tensormount/mpi.h"
 #include "tensormount/status.h"
 
+#include "mount-tools/terminal.h"
+
 namespace tensormount::tools {
 
 // Seconds, as options give them.
@@ -25,12 +27,9 @@ class Ranks {
   bool is_mpi() const { return mpi_ != nullptr; }
   // Whether this process prints the result: it has rank 0.
   bool prints() const { return !mpi_ || world_->rank() == 0; }
-  // Whether this process tells a failure: all ranks have the same verdict, so one line is enough,
-  // except where ranks could not be reached and each can only speak for itself.
-  bool Tells(const Status& failure) const {
-    return prints() || failure.code() == Code::kDeadlineExceeded ||
-           failure.code() == Code::kUnavailable;
-  }
+  // Ends a command that failed on the ranks. All of them have the same verdict, so one process
+  // tells it, except where ranks could not be reached and each can only speak for itself.
+  int Fail(Terminal& terminal, const Status& failure) const;
   // Runs `body` once a rank that lives in this process. The first failure by rank; after one under
   // MPI, the session is abandoned, because others may be gone.
   Status Run(const std::function<Status(Communicator&)>& body);

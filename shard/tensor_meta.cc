@@ -365,6 +365,13 @@ bool ArePackedStrides(DType dtype, const Dims& extents, const Dims& byte_strides
   return true;
 }
 
+Result<std::uint64_t> ChunkBytes(DType dtype, const Dims& shape, const Region& region,
+                                 const Dims& byte_strides) {
+  if (byte_strides.rank() == 0) return RegionBytes(dtype, shape, region);
+  if (region.is_flat()) return Status(Code::kInvalidArgument, "strides of a flat range");
+  return StridedSpan(dtype, region.box().extent(), byte_strides);
+}
+
 Result<std::vector<PlacedBox>> PlaceChunk(DType dtype, const Dims& shape, const Region& region,
                                           std::uint64_t offset, const Dims& byte_strides) {
   if (byte_strides.rank() > 0) {

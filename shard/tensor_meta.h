@@ -90,6 +90,10 @@ Result<std::uint64_t> StridedSpan(DType dtype, const Dims& extents, const Dims& 
 // Whether these are the strides of packed rows (which records then leave out); of axes of one
 // element they do not matter.
 bool ArePackedStrides(DType dtype, const Dims& extents, const Dims& byte_strides);
+// Bytes that a chunk takes in its file: StridedSpan where it has strides, else RegionBytes. Same
+// errors, and kInvalidArgument for strides of a flat range.
+Result<std::uint64_t> ChunkBytes(DType dtype, const Dims& shape, const Region& region,
+                                 const Dims& byte_strides);
 // Where the bytes of a chunk stand in its file: PlaceStrided where it has strides, else
 // PlacePacked.
 Result<std::vector<PlacedBox>> PlaceChunk(DType dtype, const Dims& shape, const Region& region,

@@ -79,8 +79,6 @@ class ItemResolver {
   virtual Status Resolve(const TensorMeta& meta, File& file, ChunkRecord& chunk) const = 0;
 };
 
-class RegionSet;
-
 // A foreign checkpoint, ready to be opened.
 struct ForeignContent {
   Content content;
@@ -145,7 +143,7 @@ class ForeignBuilder {
 
  private:
   Status Place(std::uint32_t tensor, ChunkRecord& chunk);
-  Status CheckCover(std::uint32_t tensor, RegionSet& scratch);
+  Status CheckCover(std::uint32_t tensor);
   void CheckObjects();
   void Damaged(std::string object, std::string reason, std::string_view consequence);
   Status SortFiles();

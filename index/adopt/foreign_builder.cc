@@ -3,7 +3,6 @@
 #include <array>
 #include <limits>
 #include <numeric>
-#include <optional>
 #include <unordered_map>
 #include <utility>
 
@@ -14,7 +13,6 @@
 #include "index/common_state.h"
 #include "index/record_coding.h"
 #include "shard/coverage.h"
-#include "shard/region_set.h"
 
 namespace tensormount {
 namespace {
@@ -153,6 +151,15 @@ Status ForeignBuilder::Place(std::uint32_t tensor, ChunkRecord& chunk) {
   if (chunk.region.box().rank() != meta.shape().rank() || !chunk.region.Within(meta.shape())) {
     return bad("is not within " + meta.shape().ToString());
   }
+  if (!chunk.pending) {
+    const Result<std::uint64_t> needed =
+        ChunkBytes(meta.dtype(), meta.shape(), chunk.region, chunk.strides);
+    if (!needed.ok()) return bad(needed.status().message());
+    if (needed.value() != chunk.length) {
+      return bad(std::to_string(chunk.length) + " bytes stored, " + std::to_string(needed.value()) +
+                 " needed");
+    }
+  }
   if (chunk.file >= content_.files.size()) return bad("in a file that is not in the table");
   const FileRecord& file = content_.files[chunk.file];
   if (!RangeWithin(chunk.offset, chunk.length, file.length)) {
@@ -169,34 +176,6 @@ Status ForeignBuilder::Place(std::uint32_t tensor, ChunkRecord& chunk) {
 Status ForeignBuilder::AddChunk(std::uint32_t tensor, const Region& region, std::uint32_t file,
                                 std::uint64_t offset, std::uint64_t length, const Dims& strides) {
   if (region.empty()) return {};
-  const TensorMeta& meta = content_.tensors.at(tensor).meta;
-  const auto bad = [&](const std::string& why) {
-    return Bad("tensor " + meta.key() + " " + region.ToString() + ": " + why);
-  };
-  if (region.box().rank() != meta.shape().rank() || !region.Within(meta.shape())) {
-    return bad("is not within " + meta.shape().ToString());
-  }
-  std::uint64_t needed = 0;
-  if (strides.rank() == 0) {
-    const Result<std::uint64_t> bytes = RegionBytes(meta.dtype(), meta.shape(), region);
-    if (!bytes.ok()) return bad(bytes.status().message());
-    needed = bytes.value();
-  } else {
-    if (region.is_flat() || strides.rank() != meta.shape().rank() || meta.bits() % 8 != 0) {
-      return bad("strides do not go with it");
-    }
-    std::optional<std::int64_t> span = static_cast<std::int64_t>(meta.bits() / 8);
-    for (int a = 0; a < strides.rank() && span; ++a) {
-      if (strides[a] < 0) return bad("a negative stride");
-      const auto step = CheckedMul<std::int64_t>(region.box().extent(a) - 1, strides[a]);
-      span = step ? CheckedAdd(*span, *step) : std::nullopt;
-    }
-    if (!span) return bad("its strides overflow");
-    needed = static_cast<std::uint64_t>(*span);
-  }
-  if (needed != length) {
-    return bad(std::to_string(length) + " bytes stored, " + std::to_string(needed) + " needed");
-  }
   ChunkRecord chunk;
   chunk.region = region;
   chunk.file = file;
@@ -286,33 +265,26 @@ void ForeignBuilder::Drop(std::uint32_t tensor, std::string_view why) {
 }
 
 // What is stored in no chunk, or in two.
-Status ForeignBuilder::CheckCover(std::uint32_t number, RegionSet& scratch) {
-  const TensorContent& tensor = content_.tensors[number];
-  scratch.Reset(tensor.meta.shape());
-  scratch.Reserve(tensor.extents.size());
-  for (std::size_t i = 0; i < tensor.extents.size(); ++i) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, tensor.extents.At(i));
-    if (!scratch.Add(chunk.region, static_cast<std::uint32_t>(i))) {
-      return Bad("tensor " + tensor.meta.key() + " " + chunk.region.ToString() +
-                 ": is not within " + tensor.meta.shape().ToString());
-    }
-  }
-  if (IsPartition(scratch)) return {};
-  const CoverageReport report = CheckCoverage(scratch, 4);
-  const auto file_of = [&](std::uint32_t row) -> std::string {
-    const Result<ChunkRecord> chunk = tensor.extents.At(row);
-    return chunk.ok() ? content_.files[chunk.value().file].name : "?";
-  };
-  if (!report.overlaps.empty()) {
-    const Overlap& overlap = report.overlaps.front();
-    Drop(number, overlap.box.ToString() + " is stored twice: in " + file_of(overlap.first) +
-                     " and " + file_of(overlap.second));
-  } else if (!report.missing.empty()) {
-    Damaged("tensor " + tensor.meta.key(),
-            ListBoxes(report.missing, report.truncated) + " is stored nowhere (" +
-                std::to_string(report.missing_elements) + " of " +
-                std::to_string(tensor.meta.elements()) + " elements): reading it fails",
-            {});
+Status ForeignBuilder::CheckCover(std::uint32_t number) {
+  TensorContent& tensor = content_.tensors[number];
+  tensor.extents.Sort();
+  const TensorCheck check = CheckTensor(content_, tensor);
+  const CoverageReport& found = check.coverage;
+  switch (check.verdict) {
+    case Completeness::kWhole:
+      break;
+    case Completeness::kOverlap:
+      Drop(number, check.why);
+      break;
+    case Completeness::kHole:
+      Damaged("tensor " + tensor.meta.key(),
+              ListBoxes(found.missing, found.truncated) + " is stored nowhere (" +
+                  std::to_string(found.missing_elements) + " of " +
+                  std::to_string(tensor.meta.elements()) + " elements): reading it fails",
+              {});
+      break;
+    case Completeness::kBad:
+      return Bad("tensor " + tensor.meta.key() + ": " + check.why);
   }
   return {};
 }
@@ -428,9 +400,8 @@ Result<ForeignContent> ForeignBuilder::Finish() {
   if (rep_->pending && rep_->resolver == nullptr) {
     return Status(Code::kInternal, "items to be found later, and nobody who finds them");
   }
-  RegionSet scratch;
   for (std::uint32_t i = 0; i < content_.tensors.size(); ++i) {
-    if (!rep_->dropped[i]) TENSORMOUNT_RETURN_IF_ERROR(CheckCover(i, scratch));
+    if (!rep_->dropped[i]) TENSORMOUNT_RETURN_IF_ERROR(CheckCover(i));
   }
   std::size_t kept = 0;
   for (std::size_t i = 0; i < content_.tensors.size(); ++i) {

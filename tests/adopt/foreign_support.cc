@@ -6,32 +6,12 @@
 
 #include "base/coding.h"
 #include "tests/support/status_matchers.h"
+#include "tests/support/unmapped_file.h"
 
 namespace tensormount {
 namespace {
 
-class UnmappedFile : public File {
- public:
-  explicit UnmappedFile(std::unique_ptr<File> base) : base_(std::move(base)) {}
-  Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) override {
-    return base_->ReadAt(offset, out, size);
-  }
-  Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) override {
-    return base_->WriteAt(offset, data, size);
-  }
-  Status Truncate(std::uint64_t size) override { return base_->Truncate(size); }
-  Status Sync() override { return base_->Sync(); }
-  Status Seal() override { return base_->Seal(); }
-  Result<FileInfo> Stat() override { return base_->Stat(); }
-  Status TryLockShared() override { return base_->TryLockShared(); }
-  Status TryLockExclusive() override { return base_->TryLockExclusive(); }
-  Status Close() override { return base_->Close(); }
-  const std::string& path() const override { return base_->path(); }
-
- protected:
-  std::unique_ptr<File> base_;
-};
-
+// Is cut to nothing once somebody has asked for its descriptor.
 class CutFile : public UnmappedFile {
  public:
   using UnmappedFile::UnmappedFile;

@@ -433,7 +433,7 @@ TEST(HostFileSystemTest, BeneathAFolderOldKernelsFollowNoLink) {
   ASSERT_EQ(symlink("f", dir.Join("d/link").c_str()), 0);
   ASSERT_EQ(symlink("d", dir.Join("folder").c_str()), 0);
   const auto walk = [&](const std::string& name) {
-    const int fd = OpenHostBeneath(dir.path(), name, O_RDONLY, true);
+    const int fd = OpenHostBeneath(dir.path(), name, O_RDONLY, HostLinks::kInside, true);
     if (fd < 0) return errno;
     close(fd);
     return 0;

@@ -9,6 +9,7 @@
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/tiny_checkpoint.h"
+#include "tests/support/unmapped_file.h"
 
 namespace tensormount {
 namespace {
@@ -16,35 +17,13 @@ namespace {
 constexpr ReadVerify kModes[] = {ReadVerify::kOff, ReadVerify::kWholeLeaves,
                                  ReadVerify::kExtendLeaves};
 
-// A file without a descriptor: what is not on this machine's disk. Reads then never map.
-class PlainFile : public File {
- public:
-  explicit PlainFile(std::unique_ptr<File> base) : base_(std::move(base)) {}
-  Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) override {
-    return base_->ReadAt(offset, out, size);
-  }
-  Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) override {
-    return base_->WriteAt(offset, data, size);
-  }
-  Status Truncate(std::uint64_t size) override { return base_->Truncate(size); }
-  Status Sync() override { return base_->Sync(); }
-  Status Seal() override { return base_->Seal(); }
-  Result<FileInfo> Stat() override { return base_->Stat(); }
-  Status TryLockShared() override { return base_->TryLockShared(); }
-  Status TryLockExclusive() override { return base_->TryLockExclusive(); }
-  Status Close() override { return base_->Close(); }
-  const std::string& path() const override { return base_->path(); }
-
- private:
-  std::unique_ptr<File> base_;
-};
-
+// What is not on this machine's disk: reads never map.
 class Undescribed : public ObservedFileSystem {
  public:
   Undescribed() : ObservedFileSystem(HostFileSystem(), {}) {}
   Result<std::unique_ptr<File>> OpenRead(const std::string& path) override {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file, HostFileSystem().OpenRead(path));
-    return std::unique_ptr<File>(std::make_unique<PlainFile>(std::move(file)));
+    return std::unique_ptr<File>(std::make_unique<UnmappedFile>(std::move(file)));
   }
 };
 
