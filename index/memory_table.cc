@@ -5,25 +5,37 @@
 
 namespace tensormount {
 
+void MemoryTable::Append(std::string_view key, std::string_view value) {
+  constexpr std::size_t kBlock = std::size_t{256} << 10;
+  const std::size_t size = key.size() + value.size();
+  if (size > left_) {
+    left_ = std::max(kBlock, size);
+    blocks_.push_back(std::make_unique_for_overwrite<char[]>(left_));
+    next_ = blocks_.back().get();
+  }
+  records_.push_back({next_, static_cast<std::uint32_t>(key.size()),
+                      static_cast<std::uint32_t>(value.size())});
+  next_ += key.copy(next_, key.size());
+  next_ += value.copy(next_, value.size());
+  left_ -= size;
+}
+
 std::vector<MemoryTable::Record>::const_iterator MemoryTable::Seek(std::string_view key) const {
-  return std::lower_bound(
-      records_.begin(), records_.end(), key,
-      [](const Record& record, std::string_view wanted) { return record.first < wanted; });
+  return std::ranges::lower_bound(records_, key, {}, &Record::Key);
 }
 
 Result<std::string> MemoryTable::Get(std::string_view key) const {
   const auto it = Seek(key);
-  if (it == records_.end() || it->first != key) {
+  if (it == records_.end() || it->Key() != key) {
     return Status(Code::kNotFound, "index: no such record");
   }
-  return it->second;
+  return std::string(it->Value());
 }
 
 Status MemoryTable::Scan(std::string_view prefix, std::string_view from,
                          const std::function<bool(std::string_view, std::string_view)>& fn) const {
   for (auto it = Seek(std::max(prefix, from)); it != records_.end(); ++it) {
-    if (!std::string_view(it->first).starts_with(prefix)) break;
-    if (!fn(it->first, it->second)) break;
+    if (!it->Key().starts_with(prefix) || !fn(it->Key(), it->Value())) break;
   }
   return Status();
 }

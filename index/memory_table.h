@@ -2,20 +2,24 @@
 #ifndef TENSORMOUNT_INDEX_MEMORY_TABLE_H_
 #define TENSORMOUNT_INDEX_MEMORY_TABLE_H_
 
+#include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
-#include <utility>
+#include <string_view>
 #include <vector>
 
 #include "index/checkpoint_index.h"
 
 namespace tensormount {
 
-// Records in memory: indexes of foreign files and rebuilt ones.
+// Records in memory: indexes of foreign files and rebuilt ones. Packed, because a checkpoint of a
+// million tensors has three million of them.
 class MemoryTable : public Table {
  public:
   std::size_t size() const { return records_.size(); }
-  // Keys must rise from call to call.
-  void Append(std::string_view key, std::string_view value) { records_.emplace_back(key, value); }
+  // Keys must rise from call to call; each of both is less than 4 GiB.
+  void Append(std::string_view key, std::string_view value);
 
   Result<std::string> Get(std::string_view key) const override;
   Status Scan(
@@ -23,8 +27,19 @@ class MemoryTable : public Table {
       const std::function<bool(std::string_view key, std::string_view value)>& fn) const override;
 
  private:
-  using Record = std::pair<std::string, std::string>;
+  struct Record {
+    const char* key = nullptr;  // The value follows it.
+    std::uint32_t key_size = 0;
+    std::uint32_t value_size = 0;
+    std::string_view Key() const { return {key, key_size}; }
+    std::string_view Value() const { return {key + key_size, value_size}; }
+  };
+  // The first record whose key is not below this one.
   std::vector<Record>::const_iterator Seek(std::string_view key) const;
+
+  std::vector<std::unique_ptr<char[]>> blocks_;  // Of what is appended, never moved.
+  std::size_t left_ = 0;                         // Bytes at the end of the last one.
+  char* next_ = nullptr;
   std::vector<Record> records_;
 };
 

@@ -28,22 +28,27 @@ Result<SafetensorsLayout> LayOutSafetensors(std::span<const TensorMeta* const> t
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
     return tensors[a]->bits() > tensors[b]->bits();
   });
-  std::vector<SafetensorsEntry> entries;
-  entries.reserve(order.size());
-  for (const std::size_t i : order) {
-    entries.push_back(
-        {.key = tensors[i]->key(), .dtype = tensors[i]->dtype(), .shape = tensors[i]->shape()});
-  }
-  // "pt" is what readers of the Hugging Face family ask for before they load anything.
-  Result<std::string> header = MakeSafetensorsHeader(entries, {{"format", "pt"}});
+  const auto write = [&]() -> Result<std::string> {
+    SafetensorsHeaderWriter writer(order.size());
+    // "pt" is what readers of the Hugging Face family ask for before they load anything.
+    TENSORMOUNT_RETURN_IF_ERROR(writer.AddMetadata({{"format", "pt"}}));
+    for (const std::size_t i : order) {
+      const TensorMeta& tensor = *tensors[i];
+      TENSORMOUNT_ASSIGN_OR_RETURN(layout.offsets[i],
+                                   writer.Add(tensor.key(), tensor.dtype(), tensor.shape()));
+    }
+    return writer.Finish();
+  };
+  Result<std::string> header = write();
   if (!header.ok()) {
-    if (header.status().code() == Code::kInvalidArgument) return layout;  // Over the limit.
-    return header.status();
+    if (header.status().code() != Code::kInvalidArgument) return header.status();
+    layout.offsets.assign(tensors.size(), 0);  // Over the limit.
+    return layout;
   }
   layout.header = std::move(header).value();
-  for (std::size_t i = 0; i < order.size(); ++i) {
-    layout.offsets[order[i]] = layout.header.size() + entries[i].begin;
-    layout.held[order[i]] = true;
+  for (const std::size_t i : order) {
+    layout.offsets[i] += layout.header.size();
+    layout.held[i] = true;
   }
   return layout;
 }

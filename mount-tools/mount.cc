@@ -4,6 +4,7 @@
 #include <csignal>
 #include <fcntl.h>
 #include <filesystem>
+#include <malloc.h>
 #include <map>
 #include <optional>
 #include <poll.h>
@@ -92,10 +93,18 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
   if (!session.ok()) return session.status();
   std::atomic<bool> done{false};
   std::thread watcher([&] {
-    int signal = 0;
-    do {  // A process that is stopped and continued (a debugger, a frozen container) hears EINTR.
+    // Once whoever waited for the mount has read from it, what opening took and gave back is the
+    // kernel's again, and so is what is freed later (main.cc).
+    const timespec soon{.tv_sec = 0, .tv_nsec = 300'000'000};
+    int signal = sigtimedwait(&signals, nullptr, &soon);
+    mallopt(M_MMAP_THRESHOLD, 1 << 20);
+    mallopt(M_TRIM_THRESHOLD, 1 << 20);
+    malloc_trim(0);
+    while (signal < 0) {
       signal = sigwaitinfo(&signals, nullptr);
-    } while (signal < 0 && errno == EINTR);
+      // A process that is stopped and continued (a debugger, a frozen container) hears EINTR.
+      if (signal < 0 && errno != EINTR) break;
+    }
     if (done || signal < 0) return;
     Log(LogLevel::kInfo, fmt::format("signal {}: unmounting {}", signal, options.mount_point));
     session.value()->Stop();

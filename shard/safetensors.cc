@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <optional>
-#include <unordered_set>
 #include <utility>
 
 #include <nlohmann/json.hpp>
@@ -358,20 +358,33 @@ Status CheckLayout(const std::vector<SafetensorsEntry>& entries, std::uint64_t d
 void AppendJsonString(std::string_view s, std::string& out) {
   constexpr std::string_view kHex = "0123456789abcdef";
   out += '"';
-  for (const char c : s) {
-    const auto u = static_cast<unsigned char>(c);
-    if (c == '"' || c == '\\') {
+  std::size_t plain = 0;  // What was not appended yet begins here.
+  for (std::size_t i = 0; i < s.size(); ++i) {
+    const auto u = static_cast<unsigned char>(s[i]);
+    if (u >= 0x20 && u != '"' && u != '\\') continue;
+    out.append(s, plain, i - plain);
+    plain = i + 1;
+    if (u >= 0x20) {
       out += '\\';
-      out += c;
-    } else if (u < 0x20) {
+      out += s[i];
+    } else {
       out += "\\u00";
       out += kHex[u >> 4];
       out += kHex[u & 15];
-    } else {
-      out += c;
     }
   }
+  out.append(s, plain);
   out += '"';
+}
+
+void AppendNumber(std::uint64_t n, std::string& out) {
+  std::array<char, 20> digits{};
+  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), n).ptr;
+  out.append(digits.data(), end);
+}
+
+Status BadEntry(Code code, std::string_view key, const std::string& why) {
+  return Status(code, "safetensors header: " + Quoted(key) + ": " + why);
 }
 
 }  // namespace
@@ -436,76 +449,92 @@ Result<SafetensorsHeader> ReadSafetensorsHeader(File& file) {
   return header;
 }
 
-Result<std::string> MakeSafetensorsHeader(std::vector<SafetensorsEntry>& entries,
-                                          const std::map<std::string, std::string>& metadata,
-                                          std::uint64_t alignment) {
+SafetensorsHeaderWriter::SafetensorsHeaderWriter(std::size_t tensors) : out_(8, '\0') {
+  keys_.reserve(tensors);
+  out_ += '{';
+}
+
+Status SafetensorsHeaderWriter::AddMetadata(const std::map<std::string, std::string>& metadata) {
+  if (metadata.empty()) return {};
+  AppendJsonString(kMetadataKey, out_);
+  char before = '{';
+  out_ += ':';
+  for (const auto& [name, value] : metadata) {
+    if (!IsUtf8(name) || !IsUtf8(value)) {
+      return BadEntry(Code::kInvalidArgument, kMetadataKey, "an entry is not UTF-8");
+    }
+    out_ += before;
+    before = ',';
+    AppendJsonString(name, out_);
+    out_ += ':';
+    AppendJsonString(value, out_);
+  }
+  out_ += '}';
+  return {};
+}
+
+Result<std::uint64_t> SafetensorsHeaderWriter::Add(std::string_view key, DType dtype,
+                                                   const Dims& shape) {
+  const DTypeInfo& info = InfoOf(dtype);
+  if (info.safetensors.empty()) {
+    return BadEntry(Code::kUnsupported, key,
+                    "the format has no element type " + std::string(info.name));
+  }
+  const auto bad = [&](const std::string& why) {
+    return BadEntry(Code::kInvalidArgument, key, why);
+  };
+  if (key == kMetadataKey) return bad("the name is reserved");
+  if (!IsUtf8(key)) return bad("is not UTF-8");
+  if (!keys_.insert(key).second) return bad("occurs twice");
+  const auto bytes = PackedBytes(dtype, shape);
+  const auto end = bytes ? CheckedAdd(at_, *bytes) : std::nullopt;
+  if (!end) return bad("shape " + shape.ToString() + " overflows or does not fill whole bytes");
+  const std::uint64_t begin = std::exchange(at_, *end);
+  if (out_.size() - 8 > kMaxHeaderBytes) return begin;  // Finish says so.
+  if (out_.size() > 9) out_ += ',';
+  AppendJsonString(key, out_);
+  out_ += ":{\"dtype\":\"";
+  out_ += info.safetensors;
+  out_ += "\",\"shape\":[";
+  for (int a = 0; a < shape.rank(); ++a) {
+    if (a > 0) out_ += ',';
+    AppendNumber(static_cast<std::uint64_t>(shape[a]), out_);
+  }
+  out_ += "],\"data_offsets\":[";
+  AppendNumber(begin, out_);
+  out_ += ',';
+  AppendNumber(*end, out_);
+  out_ += "]}";
+  return begin;
+}
+
+Result<std::string> SafetensorsHeaderWriter::Finish(std::uint64_t alignment) {
   if (alignment < 8 || (alignment & (alignment - 1)) != 0 || alignment > kMaxHeaderBytes) {
     return Status(Code::kInvalidArgument, "safetensors header: alignment " +
                                               std::to_string(alignment) +
                                               " is not a power of two from 8 on");
   }
-  const auto bad = [](Code code, std::string_view key, const std::string& why) {
-    return Status(code, "safetensors header: " + Quoted(key) + ": " + why);
-  };
-  std::string out(8, '\0');
-  out += '{';
-  if (!metadata.empty()) {
-    AppendJsonString(kMetadataKey, out);
-    out += ":{";
-    bool first = true;
-    for (const auto& [name, value] : metadata) {
-      if (!IsUtf8(name) || !IsUtf8(value)) {
-        return bad(Code::kInvalidArgument, kMetadataKey, "an entry is not UTF-8");
-      }
-      if (!first) out += ',';
-      first = false;
-      AppendJsonString(name, out);
-      out += ':';
-      AppendJsonString(value, out);
-    }
-    out += '}';
-  }
-  std::unordered_set<std::string_view> keys;
-  std::uint64_t at = 0;
-  for (SafetensorsEntry& e : entries) {
-    const DTypeInfo& info = InfoOf(e.dtype);
-    if (info.safetensors.empty()) {
-      return bad(Code::kUnsupported, e.key,
-                 "the format has no element type " + std::string(info.name));
-    }
-    if (e.key == kMetadataKey) return bad(Code::kInvalidArgument, e.key, "the name is reserved");
-    if (!IsUtf8(e.key)) return bad(Code::kInvalidArgument, e.key, "is not UTF-8");
-    if (!keys.insert(e.key).second) return bad(Code::kInvalidArgument, e.key, "occurs twice");
-    const auto bytes = PackedBytes(e.dtype, e.shape);
-    const auto end = bytes ? CheckedAdd(at, *bytes) : std::nullopt;
-    if (!end) {
-      return bad(Code::kInvalidArgument, e.key,
-                 "shape " + e.shape.ToString() + " overflows or does not fill whole bytes");
-    }
-    e.begin = at;
-    e.end = *end;
-    at = *end;
-    if (out.size() > 9) out += ',';
-    AppendJsonString(e.key, out);
-    out += ":{\"dtype\":\"";
-    out += info.safetensors;
-    out += "\",\"shape\":[";
-    for (int a = 0; a < e.shape.rank(); ++a) {
-      if (a > 0) out += ',';
-      out += std::to_string(e.shape[a]);
-    }
-    out += "],\"data_offsets\":[" + std::to_string(e.begin) + "," + std::to_string(e.end) + "]}";
-    if (out.size() - 8 > kMaxHeaderBytes) break;
-  }
-  out += '}';
-  out.append((alignment - out.size() % alignment) % alignment, ' ');
-  if (out.size() - 8 > kMaxHeaderBytes) {
+  out_ += '}';
+  out_.append((alignment - out_.size() % alignment) % alignment, ' ');
+  if (out_.size() - 8 > kMaxHeaderBytes) {
     return Status(Code::kInvalidArgument, "safetensors header: more than the " +
                                               std::to_string(kMaxHeaderBytes) +
                                               " bytes that the format allows");
   }
-  StoreLittle<std::uint64_t>(out.data(), out.size() - 8);
-  return out;
+  StoreLittle<std::uint64_t>(out_.data(), out_.size() - 8);
+  return std::move(out_);
+}
+
+Result<std::string> MakeSafetensorsHeader(std::vector<SafetensorsEntry>& entries,
+                                          const std::map<std::string, std::string>& metadata,
+                                          std::uint64_t alignment) {
+  SafetensorsHeaderWriter writer(entries.size());
+  TENSORMOUNT_RETURN_IF_ERROR(writer.AddMetadata(metadata));
+  for (SafetensorsEntry& e : entries) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(e.begin, writer.Add(e.key, e.dtype, e.shape));
+    e.end = e.begin + *PackedBytes(e.dtype, e.shape);
+  }
+  return writer.Finish(alignment);
 }
 
 }  // namespace tensormount

@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_set>
 #include <vector>
 
 #include "tensormount/box.h"
@@ -45,11 +46,32 @@ Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
                                                  std::uint64_t file_size);
 Result<SafetensorsHeader> ReadSafetensorsHeader(File& file);
 
-// Bytes 0 up to the data part for these tensors in this order: u64 length and JSON padded with
-// spaces so that data begin at a multiple of `alignment` (a power of two >= 8). Entries are placed
-// without gaps, as the format demands; begin/end of `entries` are filled in.
-// kUnsupported for a dtype that the format lacks, kInvalidArgument for duplicate keys or a header
-// over the format's limit.
+// Writes a header, tensor by tensor: the order of calls is that of the data. Entries are placed
+// without gaps, as the format demands.
+class SafetensorsHeaderWriter {
+ public:
+  // Memory for so many tensors, not a limit.
+  explicit SafetensorsHeaderWriter(std::size_t tensors = 0);
+
+  // Before all tensors. kInvalidArgument: not UTF-8.
+  Status AddMetadata(const std::map<std::string, std::string>& metadata);
+  // Where the tensor begins in the data part; it ends where the next one begins. `key` is kept as
+  // it is until Finish. kUnsupported for a dtype that the format lacks; kInvalidArgument for a key
+  // that is no UTF-8, reserved or was added before, or a shape that overflows.
+  Result<std::uint64_t> Add(std::string_view key, DType dtype, const Dims& shape);
+  // Bytes 0 up to the data part: u64 length and JSON padded with spaces so that data begin at a
+  // multiple of `alignment` (a power of two >= 8). kInvalidArgument for another alignment and a
+  // header over the format's limit.
+  Result<std::string> Finish(std::uint64_t alignment = 4096);
+
+ private:
+  std::string out_;
+  std::unordered_set<std::string_view> keys_;
+  std::uint64_t at_ = 0;
+};
+
+// The header for these tensors in this order; begin and end of `entries` are filled in. Errors: as
+// those of the writer.
 Result<std::string> MakeSafetensorsHeader(std::vector<SafetensorsEntry>& entries,
                                           const std::map<std::string, std::string>& metadata,
                                           std::uint64_t alignment = 4096);

@@ -91,6 +91,7 @@ class Reader {
     const DcpMetadata metadata = std::move(parsed).value();
     for (const std::string& warning : metadata.warnings) builder_.Warn(name + ": " + warning);
     ReadFlatShapes(metadata.mcore_data);
+    builder_.ReserveTensors(metadata.tensors.size());
     for (const DcpTensor& tensor : metadata.tensors) {
       TENSORMOUNT_RETURN_IF_ERROR(AddTensor(metadata, tensor));
     }
@@ -191,13 +192,14 @@ class Reader {
       left_out_.Add("tensor", tensor.fqn, std::move(why));
       return Status();
     };
-    const MegatronFlatShape* flat = FlatShape(tensor);
+    const Dims shape = metadata.Shape(tensor);
+    const MegatronFlatShape* flat = FlatShape(tensor, shape);
     for (std::size_t i = 0; i < tensor.count; ++i) {
       const DcpItem& item = metadata.items[tensor.first + i];
       const std::span<const std::int64_t> sizes = metadata.Sizes(tensor, i);
       // Ranks without a share write chunks without elements, all of them with one identity.
       if (std::ranges::find(sizes, 0) != sizes.end()) continue;
-      const Result<Region> region = RegionOf(metadata, tensor, i, flat);
+      const Result<Region> region = RegionOf(metadata, tensor, shape, i, flat);
       if (!region.ok()) return leave_out(region.status().message());
       if (!item.stored) continue;  // A hole, which the builder tells of.
       std::string why;
@@ -207,12 +209,12 @@ class Reader {
     }
     const std::string key = key_prefix_ + std::string(tensor.fqn);
     Result<std::uint32_t> added =
-        builder_.AddTensor(key, tensor.dtype, flat != nullptr ? flat->original() : tensor.shape);
+        builder_.AddTensor(key, tensor.dtype, flat != nullptr ? flat->original() : shape);
     if (!added.ok()) return leave_out(added.status().message());
     for (const Piece& piece : pieces) {
       const DcpItem& item = metadata.items[tensor.first + piece.chunk];
       const Status status = builder_.AddPendingChunk(
-          added.value(), RegionOf(metadata, tensor, piece.chunk, flat).value(), piece.file,
+          added.value(), RegionOf(metadata, tensor, shape, piece.chunk, flat).value(), piece.file,
           item.offset, item.length);
       if (!status.ok()) {
         builder_.Drop(added.value(), status.message());
@@ -224,15 +226,16 @@ class Reader {
   }
 
   static Result<Region> RegionOf(const DcpMetadata& metadata, const DcpTensor& tensor,
-                                 std::size_t chunk, const MegatronFlatShape* flat) {
+                                 const Dims& shape, std::size_t chunk,
+                                 const MegatronFlatShape* flat) {
     const std::span<const std::int64_t> offsets = metadata.Offsets(tensor, chunk);
     const std::span<const std::int64_t> sizes = metadata.Sizes(tensor, chunk);
     if (flat != nullptr) return flat->RegionOf(offsets, sizes);
     const Result<Box> box = Box::Make(Dims(offsets), Dims(sizes));
-    if (!box.ok() || !box.value().Within(tensor.shape)) {
+    if (!box.ok() || !box.value().Within(shape)) {
       return Status(Code::kDataLoss, "its chunk at " + Dims(offsets).ToString() + " of size " +
                                          Dims(sizes).ToString() + " does not lie within shape " +
-                                         tensor.shape.ToString());
+                                         shape.ToString());
     }
     return Region(box.value());
   }
@@ -259,13 +262,13 @@ class Reader {
   }
 
   // Null: the tensor is stored in its own shape.
-  const MegatronFlatShape* FlatShape(const DcpTensor& tensor) {
+  const MegatronFlatShape* FlatShape(const DcpTensor& tensor, const Dims& shape) {
     const auto it = original_shapes_.find(tensor.fqn);
     if (it == original_shapes_.end()) return nullptr;
-    flat_ = MegatronFlatShape::Make(tensor.shape, it->second);
+    flat_ = MegatronFlatShape::Make(shape, it->second);
     if (!flat_) {
       builder_.Warn("tensor " + std::string(tensor.fqn) + ": shown as stored, " +
-                    tensor.shape.ToString() + ": its original shape is given as " +
+                    shape.ToString() + ": its original shape is given as " +
                     it->second.ToString() + ", which does not go with that");
       return nullptr;
     }

@@ -31,11 +31,7 @@ std::optional<Value> Attribute(const Value& object, std::string_view name) {
   Value state = object.state();
   if (state.kind() == Kind::kTuple && state.size() == 2) state = state.item(0);
   if (state.kind() != Kind::kDict || state.size() > 64) return std::nullopt;
-  for (std::size_t i = state.size(); i-- > 0;) {
-    const Value key = state.key(i);
-    if (key.kind() == Kind::kString && key.text() == name) return state.item(i);
-  }
-  return std::nullopt;
+  return state.Find(name);
 }
 
 bool ReadUnsigned(const std::optional<Value>& value, std::uint64_t& out) {
@@ -66,6 +62,7 @@ class Reader {
     out_.planner_data = Attribute(root, "planner_data").value_or(Value());
     out_.mcore_data = Attribute(root, "mcore_data").value_or(Value());
     slots_.reserve(states->size());
+    out_.tensors.reserve(states->size());
     // A checkpoint has about as many stored items as chunks.
     out_.items.reserve(storage->size());
     for (std::size_t i = 0; i < states->size(); ++i) {
@@ -132,16 +129,17 @@ class Reader {
     if (tensor.pairs && (scratch_.empty() || !DoubleLast(scratch_))) {
       return "its size is none of pairs of f4";
     }
-    tensor.shape = Dims(scratch_);
+    const std::size_t rank = scratch_.size();
+    tensor.rank = static_cast<std::uint8_t>(rank);
     tensor.first = out_.items.size();
     tensor.count = chunks->size();
     tensor.numbers = out_.numbers.size();
-    const std::size_t rank = scratch_.size();
     // Lists may be shared in a pickle, so that the chunks of all tensors could be many more than
     // the file has bytes for. A real one takes at least 18 of them.
     if (tensor.count > out_.document.bytes() / 16 - chunks_)
       return "it has more chunks than the file";
     chunks_ += tensor.count;
+    out_.numbers.insert(out_.numbers.end(), scratch_.begin(), scratch_.end());
     for (std::size_t i = 0; i < tensor.count; ++i) {
       const Value chunk = chunks->item(i);
       const std::size_t before = out_.numbers.size();
@@ -268,7 +266,7 @@ class Reader {
         return TellStray(tensor.fqn);
       }
     } else {
-      scratch_.assign(static_cast<std::size_t>(tensor.shape.rank()), 0);
+      scratch_.assign(tensor.rank, 0);
     }
     std::size_t at = tensor.count == 1 ? 0 : tensor.count;
     if (std::uint64_t i = 0; ReadUnsigned(hint, i) && i < tensor.count) at = i;
@@ -397,15 +395,17 @@ void LeftOut::WarnAll(ForeignBuilder& builder) const {
   }
 }
 
+Dims DcpMetadata::Shape(const DcpTensor& tensor) const {
+  return Dims(std::span(numbers).subspan(tensor.numbers, tensor.rank));
+}
+
 std::span<const std::int64_t> DcpMetadata::Offsets(const DcpTensor& tensor,
                                                    std::size_t chunk) const {
-  const auto rank = static_cast<std::size_t>(tensor.shape.rank());
-  return std::span(numbers).subspan(tensor.numbers + chunk * 2 * rank, rank);
+  return std::span(numbers).subspan(tensor.numbers + (1 + 2 * chunk) * tensor.rank, tensor.rank);
 }
 
 std::span<const std::int64_t> DcpMetadata::Sizes(const DcpTensor& tensor, std::size_t chunk) const {
-  const auto rank = static_cast<std::size_t>(tensor.shape.rank());
-  return std::span(numbers).subspan(tensor.numbers + chunk * 2 * rank + rank, rank);
+  return std::span(numbers).subspan(tensor.numbers + (2 + 2 * chunk) * tensor.rank, tensor.rank);
 }
 
 bool ReadPickledSize(const Value& value, std::vector<std::int64_t>& out) {

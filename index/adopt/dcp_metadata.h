@@ -53,11 +53,12 @@ struct DcpItem {
 struct DcpTensor {
   std::string_view fqn;
   DType dtype = DType::kU8;
-  Dims shape;
-  bool pairs = false;     // torch's f4 are pairs; here they are one by one, on the last axis.
+  bool pairs = false;  // torch's f4 are pairs; here they are one by one, on the last axis.
+  std::uint8_t rank = 0;
   std::size_t first = 0;  // Chunk i's item is items[first + i],
   std::size_t count = 0;
-  std::size_t numbers = 0;  // its offsets and sizes are numbers[numbers + i * 2 * rank...].
+  // its offsets and sizes are numbers[numbers + (1 + 2 * i) * rank...], behind the shape.
+  std::size_t numbers = 0;
 };
 
 struct DcpObject {
@@ -75,6 +76,7 @@ struct DcpMetadata {
   pickle::Value mcore_data;
   std::vector<std::string> warnings;
 
+  Dims Shape(const DcpTensor& tensor) const;
   std::span<const std::int64_t> Offsets(const DcpTensor& tensor, std::size_t chunk) const;
   std::span<const std::int64_t> Sizes(const DcpTensor& tensor, std::size_t chunk) const;
 };

@@ -112,6 +112,8 @@ class ForeignBuilder {
   // Opened for reading once and kept while the builder lives (at most some hundred at a time).
   Result<std::shared_ptr<File>> OpenFile(std::uint32_t file);
 
+  // So many tensors will be added, or more, or fewer.
+  void ReserveTensors(std::size_t n);
   // The number of a new tensor. kDataLoss: a key that is no UTF-8, empty, over 2,048 bytes, holds
   // NUL or was added before; a shape that overflows.
   Result<std::uint32_t> AddTensor(std::string_view key, DType dtype, const Dims& shape);
@@ -144,6 +146,7 @@ class ForeignBuilder {
  private:
   Status Place(std::uint32_t tensor, ChunkRecord& chunk);
   Status CheckCover(std::uint32_t tensor);
+  void SortTensors();
   void CheckObjects();
   void Damaged(std::string object, std::string reason, std::string_view consequence);
   Status SortFiles();

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "base/checked.h"
@@ -47,12 +49,23 @@ std::string ListBoxes(const std::vector<Box>& boxes, bool more) {
 }  // namespace
 
 struct ForeignBuilder::Rep {
+  // Numbers of tensors, found by their keys.
+  struct ByKey {
+    using is_transparent = void;
+    const std::vector<TensorContent>& tensors;
+    std::string_view Key(std::uint32_t n) const { return tensors[n].meta.key(); }
+    static std::string_view Key(std::string_view key) { return key; }
+    std::size_t operator()(const auto& a) const { return std::hash<std::string_view>()(Key(a)); }
+    bool operator()(const auto& a, const auto& b) const { return Key(a) == Key(b); }
+  };
+  explicit Rep(const std::vector<TensorContent>& all) : tensors(0, ByKey{all}, ByKey{all}) {}
+
   struct OpenFile {
     std::shared_ptr<File> file;
     std::uint64_t used = 0;
   };
   std::unordered_map<std::string, std::uint32_t> files;
-  std::unordered_map<std::string, std::uint32_t> tensors;
+  std::unordered_set<std::uint32_t, ByKey, ByKey> tensors;
   std::vector<bool> dropped;
   std::vector<std::string> warnings;
   std::vector<ForeignContent::Damage> damages;
@@ -64,7 +77,7 @@ struct ForeignBuilder::Rep {
 };
 
 ForeignBuilder::ForeignBuilder(const ForeignFolder& folder, std::string producer)
-    : folder_(folder), rep_(std::make_unique<Rep>()) {
+    : folder_(folder), rep_(std::make_unique<Rep>(content_.tensors)) {
   content_.info.producer = std::move(producer);
   content_.info.world_size = 1;
   content_.info.self_contained = false;
@@ -119,6 +132,11 @@ Result<std::shared_ptr<File>> ForeignBuilder::OpenFile(std::uint32_t file) {
   return shared;
 }
 
+void ForeignBuilder::ReserveTensors(std::size_t n) {
+  content_.tensors.reserve(n);
+  rep_->tensors.reserve(n);
+}
+
 Result<std::uint32_t> ForeignBuilder::AddTensor(std::string_view key, DType dtype,
                                                 const Dims& shape) {
   Result<TensorMeta> meta = TensorMeta::Make(std::string(key), dtype, shape);
@@ -129,11 +147,10 @@ Result<std::uint32_t> ForeignBuilder::AddTensor(std::string_view key, DType dtyp
   if (content_.tensors.size() >= std::numeric_limits<std::uint32_t>::max()) {
     return Bad("too many tensors");
   }
+  if (rep_->tensors.contains(key)) return Bad("tensor " + std::string(key) + ": occurs twice");
   const auto number = static_cast<std::uint32_t>(content_.tensors.size());
-  if (!rep_->tensors.emplace(std::string(key), number).second) {
-    return Bad("tensor " + std::string(key) + ": occurs twice");
-  }
   content_.tensors.emplace_back(std::move(meta).value());
+  rep_->tensors.insert(number);
   rep_->dropped.push_back(false);
   return number;
 }
@@ -289,6 +306,34 @@ Status ForeignBuilder::CheckCover(std::uint32_t number) {
   return {};
 }
 
+// Without those that were dropped. In place and each moved once: tensors are large.
+void ForeignBuilder::SortTensors() {
+  std::vector<TensorContent>& all = content_.tensors;
+  rep_->tensors.clear();
+  std::vector<std::uint32_t> order(all.size());
+  std::iota(order.begin(), order.end(), 0u);
+  const auto dropped = std::ranges::stable_partition(
+      order, [&](std::uint32_t i) { return !rep_->dropped[i]; });
+  const std::size_t kept = order.size() - dropped.size();
+  std::sort(order.begin(), dropped.begin(), [&](std::uint32_t a, std::uint32_t b) {
+    return all[a].meta.key() < all[b].meta.key();
+  });
+  for (std::uint32_t first = 0; first < order.size(); ++first) {
+    if (order[first] == first) continue;
+    TensorContent held = std::move(all[first]);
+    std::uint32_t to = first;
+    while (order[to] != first) {
+      const std::uint32_t from = order[to];
+      all[to] = std::move(all[from]);
+      order[to] = to;
+      to = from;
+    }
+    all[to] = std::move(held);
+    order[to] = to;
+  }
+  all.erase(all.begin() + static_cast<std::ptrdiff_t>(kept), all.end());
+}
+
 // Sorts objects and leaves those out of whose grid a part is missing or double.
 void ForeignBuilder::CheckObjects() {
   std::vector<ObjectContent>& all = content_.objects;
@@ -403,17 +448,7 @@ Result<ForeignContent> ForeignBuilder::Finish() {
   for (std::uint32_t i = 0; i < content_.tensors.size(); ++i) {
     if (!rep_->dropped[i]) TENSORMOUNT_RETURN_IF_ERROR(CheckCover(i));
   }
-  std::size_t kept = 0;
-  for (std::size_t i = 0; i < content_.tensors.size(); ++i) {
-    if (rep_->dropped[i]) continue;
-    if (kept != i) content_.tensors[kept] = std::move(content_.tensors[i]);
-    ++kept;
-  }
-  content_.tensors.erase(content_.tensors.begin() + static_cast<std::ptrdiff_t>(kept),
-                         content_.tensors.end());
-  std::sort(
-      content_.tensors.begin(), content_.tensors.end(),
-      [](const TensorContent& a, const TensorContent& b) { return a.meta.key() < b.meta.key(); });
+  SortTensors();
   CheckObjects();
   TENSORMOUNT_RETURN_IF_ERROR(SortFiles());
   SetIdentity();

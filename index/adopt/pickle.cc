@@ -5,6 +5,7 @@
 #include <cassert>
 #include <cstring>
 #include <random>
+#include <sys/mman.h>
 
 #include "index/adopt/pickle_record.h"
 
@@ -95,20 +96,26 @@ std::string ShownName(std::string_view text) {
   return out;
 }
 
+void* TakeHugePage() {
+  void* page = std::aligned_alloc(kHugePage, kHugePage);
+  if (page != nullptr) madvise(page, kHugePage, MADV_HUGEPAGE);  // An offer.
+  return page;
+}
+
 Arena::~Arena() {
   for (void* block : blocks_) std::free(block);
 }
 
 void* Arena::TakeSlow(std::size_t bytes) {
   constexpr std::size_t kFirst = std::size_t{16} << 10;
-  constexpr std::size_t kLast = std::size_t{1} << 20;
-  const bool large = bytes > kLast / 4;
-  const std::size_t grown = kFirst << std::min<std::size_t>(blocks_.size(), 6);
+  const bool large = bytes > kHugePage / 8;
+  const std::size_t grown =
+      kFirst << std::min<std::size_t>(blocks_.size(), std::bit_width(kHugePage / kFirst) - 1);
   std::size_t size = large ? bytes : std::max(grown, bytes);
   // Near the limit what is asked for, and no more.
   if (size > limit_ - used_) size = bytes;
   if (!Charge(size)) return nullptr;
-  void* block = std::malloc(size);
+  void* block = size == kHugePage ? TakeHugePage() : std::malloc(size);
   if (block == nullptr) {
     Refund(size);
     return nullptr;

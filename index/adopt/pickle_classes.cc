@@ -279,4 +279,35 @@ KnownClass FindClass(std::string_view module, std::string_view name) {
   return row == nullptr ? prefix : row->known;
 }
 
+std::string_view UnusedOperation(unsigned char op) {
+  struct Named {
+    unsigned char op;
+    std::string_view name;
+  };
+  static constexpr Named kNamed[] = {{'i', "INST"},
+                                     {'o', "OBJ"},
+                                     {0x82, "EXT1"},
+                                     {0x83, "EXT2"},
+                                     {0x84, "EXT4"},
+                                     {'P', "PERSID"},
+                                     {0x97, "NEXT_BUFFER"},
+                                     {0x98, "READONLY_BUFFER"},
+                                     {'2', "DUP"},
+                                     {'I', "INT"},
+                                     {'L', "LONG"},
+                                     {'F', "FLOAT"},
+                                     {'S', "STRING"},
+                                     {'T', "BINSTRING"},
+                                     {'U', "SHORT_BINSTRING"},
+                                     {'V', "UNICODE"},
+                                     {'d', "DICT"},
+                                     {'l', "LIST"},
+                                     {'g', "GET"},
+                                     {'p', "PUT"}};
+  for (const Named& named : kNamed) {
+    if (named.op == op) return named.name;
+  }
+  return {};
+}
+
 }  // namespace tensormount::pickle

@@ -63,6 +63,9 @@ enum class KnownClass : std::uint8_t {
 // kUnknown where the name is not in the table.
 KnownClass FindClass(std::string_view module, std::string_view name);
 
+// The name of an operation of the language that no checkpoint uses; empty: something else.
+std::string_view UnusedOperation(unsigned char op);
+
 }  // namespace tensormount::pickle
 
 #endif  // TENSORMOUNT_INDEX_ADOPT_PICKLE_CLASSES_H_

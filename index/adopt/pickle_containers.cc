@@ -4,8 +4,41 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <sys/mman.h>
 
 namespace tensormount::pickle {
+
+namespace {
+
+constexpr std::size_t kSmallRow = std::size_t{128} << 10;
+
+}  // namespace
+
+std::size_t GrownBytes(std::size_t wanted) {
+  return wanted <= kSmallRow ? wanted : (wanted + kHugePage - 1) / kHugePage * kHugePage;
+}
+
+void* Regrow(void* data, std::size_t before, std::size_t bytes) {
+  if (bytes <= kSmallRow) return std::realloc(data, bytes);
+  if (before > kSmallRow) {
+    void* moved = mremap(data, before, bytes, MREMAP_MAYMOVE);
+    return moved == MAP_FAILED ? nullptr : moved;
+  }
+  void* fresh = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (fresh == MAP_FAILED) return nullptr;
+  madvise(fresh, bytes, MADV_HUGEPAGE);  // An offer.
+  if (before > 0) std::memcpy(fresh, data, before);
+  std::free(data);
+  return fresh;
+}
+
+void Release(void* data, std::size_t bytes) {
+  if (bytes > kSmallRow) {
+    munmap(data, bytes);
+  } else {
+    std::free(data);
+  }
+}
 
 Value* ContainerMaker::TakeArray(std::size_t n) {
   const auto size_class = static_cast<std::size_t>(std::bit_width(n) - 1);

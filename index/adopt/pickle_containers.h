@@ -14,6 +14,13 @@
 
 namespace tensormount::pickle {
 
+// Memory of rows: from 128 KiB on whole huge pages, which grow without being copied.
+std::size_t GrownBytes(std::size_t wanted);
+// `before` and `bytes`: results of GrownBytes; 0: there was none. Null: there is no memory, and
+// `data` is as it was.
+void* Regrow(void* data, std::size_t before, std::size_t bytes);
+void Release(void* data, std::size_t bytes);
+
 // A growing row of values on the machine's side: what it holds counts while the parse lasts.
 template <typename T>
 class Row {
@@ -22,7 +29,7 @@ class Row {
   Row(const Row&) = delete;
   Row& operator=(const Row&) = delete;
   ~Row() {
-    std::free(data_);
+    Release(data_, capacity_ * sizeof(T));
     arena_.Refund(capacity_ * sizeof(T));
   }
 
@@ -41,15 +48,17 @@ class Row {
  private:
   bool Grow() {
     // By a quarter where it is large: the budget is a multiple of the stream.
-    const std::size_t more = capacity_ < 4096 ? capacity_ + 64 : capacity_ / 4;
-    if (!arena_.Charge(more * sizeof(T))) return false;
-    void* grown = std::realloc(data_, (capacity_ + more) * sizeof(T));
+    const std::size_t wanted = capacity_ + (capacity_ < 4096 ? capacity_ + 64 : capacity_ / 4);
+    const std::size_t bytes = GrownBytes(wanted * sizeof(T));
+    const std::size_t before = capacity_ * sizeof(T);
+    if (!arena_.Charge(bytes - before)) return false;
+    void* grown = Regrow(data_, before, bytes);
     if (grown == nullptr) {
-      arena_.Refund(more * sizeof(T));
+      arena_.Refund(bytes - before);
       return false;
     }
     data_ = static_cast<T*>(grown);
-    capacity_ += more;
+    capacity_ = bytes / sizeof(T);
     return true;
   }
 

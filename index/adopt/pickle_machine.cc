@@ -40,26 +40,17 @@ class Machine {
     arena_.set_limit((std::size_t{48} << 20) + 4 * rep_->bytes.size());
   }
 
-  Result<Document> Run() {
-    if (rep_->bytes.size() > std::min(options_.max_bytes, std::size_t{Container::kMaxCount})) {
-      return Status(Code::kResourceExhausted, "pickle: " + std::to_string(rep_->bytes.size()) +
-                                                  " bytes, over the limit of " +
-                                                  std::to_string(options_.max_bytes));
-    }
-    while (!done_) {
-      if (!Step()) return status_;
-    }
-    return Access::Finish(std::move(rep_));
-  }
+  Result<Document> Run();
 
  private:
-  bool Fail(Code code, std::string_view what) {
+  // What tells of failures is kept out of what every operation runs.
+  [[gnu::cold, gnu::noinline]] bool Fail(Code code, std::string_view what) {
     status_ =
         Status(code, "pickle: byte " + std::to_string(op_ - begin_) + ": " + std::string(what));
     return false;
   }
   bool Damaged(std::string_view what) { return Fail(Code::kDataLoss, what); }
-  bool Exhausted() {
+  [[gnu::cold, gnu::noinline]] bool Exhausted() {
     return Fail(Code::kResourceExhausted, "its records would need over " +
                                               std::to_string((48 << 20) + 4 * rep_->bytes.size()) +
                                               " bytes, which is more than a stream of " +
@@ -67,7 +58,9 @@ class Machine {
   }
 
   bool Need(std::uint64_t n) {
-    if (n <= static_cast<std::uint64_t>(end_ - at_)) return true;
+    return n <= static_cast<std::uint64_t>(end_ - at_) || Truncated(n);
+  }
+  [[gnu::cold, gnu::noinline]] bool Truncated(std::uint64_t n) {
     return Damaged("truncated: " + std::to_string(n) + " bytes wanted, " +
                    std::to_string(end_ - at_) + " left");
   }
@@ -81,17 +74,26 @@ class Machine {
   bool Push(const Value& v) { return stack_.Push(v) || Exhausted(); }
 
   // Values that the operation may take: those above the last mark.
-  std::size_t Free() { return stack_.size() - (marks_.size() == 0 ? 0 : marks_.back()); }
-  bool Have(std::size_t n) {
-    return n <= Free() ||
-           Damaged("takes " + std::to_string(n) + " values, there are " + std::to_string(Free()));
+  std::size_t Free() { return stack_.size() - floor_; }
+  bool Have(std::size_t n) { return n <= Free() || TooFew(n); }
+  [[gnu::cold, gnu::noinline]] bool TooFew(std::size_t n) {
+    return Damaged("takes " + std::to_string(n) + " values, there are " + std::to_string(Free()));
   }
   // Where the values above the last mark begin; the mark is gone.
   bool PopMark(std::size_t& first) {
     if (marks_.size() == 0) return Damaged("there is no mark");
-    first = marks_.back();
-    marks_.Shrink(marks_.size() - 1);
+    first = floor_;
+    DropMark();
     return true;
+  }
+  bool Mark() {
+    if (!marks_.Push(stack_.size())) return Exhausted();
+    floor_ = stack_.size();
+    return true;
+  }
+  void DropMark() {
+    marks_.Shrink(marks_.size() - 1);
+    floor_ = marks_.size() == 0 ? 0 : marks_.back();
   }
 
   template <typename Length>
@@ -162,14 +164,15 @@ class Machine {
 
   // --- Objects ---
   bool Callable(const Value& callee, std::string_view how) {
+    return (callee.kind() == Kind::kGlobal && callee.known() != KnownClass::kTorchDtype) ||
+           NotCallable(callee, how);
+  }
+  [[gnu::cold, gnu::noinline]] bool NotCallable(const Value& callee, std::string_view how) {
     if (callee.kind() != Kind::kGlobal) {
       return Fail(Code::kUnsupported,
                   std::string(how) + ": asks to call " + std::string(KindName(callee.kind())));
     }
-    if (callee.known() == KnownClass::kTorchDtype) {
-      return Damaged("asks to call " + FullName(callee) + ", which is no function");
-    }
-    return true;
+    return Damaged("asks to call " + FullName(callee) + ", which is no function");
   }
   static std::string FullName(const Value& global) {
     return ShownName(std::string(global.module()) + "." + std::string(global.name()));
@@ -224,16 +227,18 @@ class Machine {
     return true;
   }
 
+  [[gnu::cold, gnu::noinline]] bool Misused(std::string_view how, std::string_view with,
+                                            const Value& v) {
+    return Damaged(std::string(how) + std::string(with) + std::string(KindName(v.kind())));
+  }
+
   bool Reduce(bool newobj) {
     const std::string_view how = newobj ? "NEWOBJ" : "REDUCE";
     if (!Have(2)) return false;
     const Value args = stack_.back();
     const Value callee = stack_[stack_.size() - 2];
     if (!Callable(callee, how)) return false;
-    if (args.kind() != Kind::kTuple) {
-      return Damaged(std::string(how) + " with arguments that are " +
-                     std::string(KindName(args.kind())));
-    }
+    if (args.kind() != Kind::kTuple) return Misused(how, " with arguments that are ", args);
     if (callee.known() == KnownClass::kGetattr && !CheckGetattr(args)) return false;
     return MakeObject(callee, args, 2);
   }
@@ -263,7 +268,7 @@ class Machine {
     const Value state = stack_.back();
     const Value object = stack_[stack_.size() - 2];
     if (object.kind() != Kind::kObject || Access::FormOf(object) != Form::kPlain) {
-      return Damaged("BUILD of " + std::string(KindName(object.kind())) + ", which has no state");
+      return Misused("BUILD", " of ", object);
     }
     auto& record = *Access::Place<ObjectRecord>(object);
     if (record.state.kind() != Kind::kNone) return Damaged("a second BUILD of the same object");
@@ -275,8 +280,7 @@ class Machine {
   // `values` on the top are pairs for what lies below them.
   bool SetItems(std::size_t values) {
     const std::size_t first = stack_.size() - values;
-    const std::size_t floor = marks_.size() == 0 ? 0 : marks_.back();
-    if (first <= floor) return Damaged("there is nothing to set items of");
+    if (first <= floor_) return Damaged("there is nothing to set items of");
     if (values % 2 != 0) return Damaged("a key without a value");
     const Value into = stack_[first - 1];
     Container* c = nullptr;
@@ -287,7 +291,7 @@ class Machine {
       if (!Extra(record)) return false;
       c = &record.extra->pairs;
     } else {
-      return Damaged("sets items of " + std::string(KindName(into.kind())));
+      return Misused("sets", " items of ", into);
     }
     if (!containers_.AddPairs(*c, stack_.data() + first, values)) return Exhausted();
     stack_.Shrink(first);
@@ -296,8 +300,7 @@ class Machine {
 
   bool AppendTop(std::size_t values, bool to_set) {
     const std::size_t first = stack_.size() - values;
-    const std::size_t floor = marks_.size() == 0 ? 0 : marks_.back();
-    if (first <= floor) return Damaged("there is nothing to append to");
+    if (first <= floor_) return Damaged("there is nothing to append to");
     const Value into = stack_[first - 1];
     if (into.kind() == (to_set ? Kind::kSet : Kind::kList)) {
       if (!containers_.Append(*Access::Place<Container>(into), stack_.data() + first, values)) {
@@ -311,7 +314,7 @@ class Machine {
         if (!containers_.AddPairs(record.extra->pairs, pair, 2)) return Exhausted();
       }
     } else {
-      return Damaged("appends to " + std::string(KindName(into.kind())));
+      return Misused("appends", " to ", into);
     }
     stack_.Shrink(first);
     return true;
@@ -357,16 +360,13 @@ class Machine {
   }
 
   // --- Memo ---
-  bool Memoize() {
-    if (!Have(1)) return false;
-    return Put(filled_);
-  }
   bool Put(std::uint64_t slot) {
     if (!Have(1)) return false;
     // Writers number them in order, Python 2's from one; a number far ahead asks for memory only.
-    if (slot > filled_ + 1) {
-      return Damaged("memo slot " + std::to_string(slot) + ", after " + std::to_string(filled_) +
-                     " entries");
+    if (slot > filled_ + 1) return FarSlot(slot);
+    if (slot == memo_.size()) {
+      ++filled_;
+      return memo_.Push(stack_.back()) || Exhausted();
     }
     while (memo_.size() <= slot) {
       if (!memo_.Push(Access::EmptySlot())) return Exhausted();
@@ -376,10 +376,15 @@ class Machine {
     return true;
   }
   bool Get(std::uint64_t slot) {
-    if (slot >= memo_.size() || Access::Empty(memo_[slot])) {
-      return Damaged("memo slot " + std::to_string(slot) + " was never filled");
-    }
+    if (slot >= memo_.size() || Access::Empty(memo_[slot])) return EmptySlot(slot);
     return Push(memo_[slot]);
+  }
+  [[gnu::cold, gnu::noinline]] bool FarSlot(std::uint64_t slot) {
+    return Damaged("memo slot " + std::to_string(slot) + ", after " + std::to_string(filled_) +
+                   " entries");
+  }
+  [[gnu::cold, gnu::noinline]] bool EmptySlot(std::uint64_t slot) {
+    return Damaged("memo slot " + std::to_string(slot) + " was never filled");
   }
   template <typename Index>
   bool PutNumbered() {
@@ -403,7 +408,7 @@ class Machine {
 
   bool Pop() {
     if (Free() == 0 && marks_.size() > 0) {
-      marks_.Shrink(marks_.size() - 1);
+      DropMark();
       return true;
     }
     if (!Have(1)) return false;
@@ -411,7 +416,7 @@ class Machine {
     return true;
   }
 
-  bool Stop() {
+  [[gnu::cold, gnu::noinline]] bool Stop() {
     if (stack_.size() != 1 || marks_.size() != 0) {
       return Damaged("ends with " + std::to_string(stack_.size()) + " values and " +
                      std::to_string(marks_.size()) + " marks instead of one value");
@@ -425,7 +430,7 @@ class Machine {
     return containers_.BuildIndexes() || Exhausted();
   }
 
-  bool Proto() {
+  [[gnu::cold, gnu::noinline]] bool Proto() {
     std::uint8_t version = 0;
     if (!Number(version)) return false;
     if (op_ != begin_) return Damaged("PROTO in the middle");
@@ -433,8 +438,8 @@ class Machine {
     return Fail(Code::kUnsupported, "protocol " + std::to_string(version) + ", not 2 to 5");
   }
 
-  bool Step();
-  bool Refused(unsigned char op);
+  [[gnu::always_inline]] bool Step();
+  [[gnu::cold, gnu::noinline]] bool Refused(unsigned char op);
 
   std::unique_ptr<Access::Rep> rep_;
   const Options options_;
@@ -442,6 +447,7 @@ class Machine {
   Row<Value> stack_;
   Row<std::size_t> marks_;
   Row<Value> memo_;
+  std::size_t floor_ = 0;  // The last mark: values below it are not for the taking.
   ContainerMaker containers_{arena_};
   std::uint64_t filled_ = 0;  // Slots of the memo that hold something.
   const char* begin_ = nullptr;
@@ -453,7 +459,7 @@ class Machine {
 };
 
 // The numbers are pickletools.opcodes'.
-bool Machine::Step() {
+inline bool Machine::Step() {
   op_ = at_;
   if (at_ == end_) return Damaged("truncated: no STOP");
   const auto op = static_cast<unsigned char>(*at_++);
@@ -517,7 +523,7 @@ bool Machine::Step() {
     case 0x96:  // BYTEARRAY8
       return Text<std::uint64_t>(Kind::kBytes);
     case '(':
-      return marks_.Push(stack_.size()) || Exhausted();
+      return Mark();
     case ')':
       return Push(Access::Make(Kind::kTuple, 0));
     case 't':
@@ -554,7 +560,7 @@ bool Machine::Step() {
       return Push(Access::At(Kind::kSet, c));
     }
     case 0x94:
-      return Memoize();
+      return Put(filled_);
     case 'h':
       return GetNumbered<std::uint8_t>();
     case 'j':
@@ -588,37 +594,22 @@ bool Machine::Step() {
   }
 }
 
-// What Python knows and no checkpoint uses, by name; anything else is no opcode at all.
+Result<Document> Machine::Run() {
+  if (rep_->bytes.size() > std::min(options_.max_bytes, std::size_t{Container::kMaxCount})) {
+    return Status(Code::kResourceExhausted, "pickle: " + std::to_string(rep_->bytes.size()) +
+                                                " bytes, over the limit of " +
+                                                std::to_string(options_.max_bytes));
+  }
+  while (Step()) {
+    if (done_) return Access::Finish(std::move(rep_));
+  }
+  return status_;
+}
+
 bool Machine::Refused(unsigned char op) {
-  struct Named {
-    unsigned char op;
-    std::string_view name;
-  };
-  static constexpr Named kNamed[] = {{'i', "INST"},
-                                     {'o', "OBJ"},
-                                     {0x82, "EXT1"},
-                                     {0x83, "EXT2"},
-                                     {0x84, "EXT4"},
-                                     {'P', "PERSID"},
-                                     {0x97, "NEXT_BUFFER"},
-                                     {0x98, "READONLY_BUFFER"},
-                                     {'2', "DUP"},
-                                     {'I', "INT"},
-                                     {'L', "LONG"},
-                                     {'F', "FLOAT"},
-                                     {'S', "STRING"},
-                                     {'T', "BINSTRING"},
-                                     {'U', "SHORT_BINSTRING"},
-                                     {'V', "UNICODE"},
-                                     {'d', "DICT"},
-                                     {'l', "LIST"},
-                                     {'g', "GET"},
-                                     {'p', "PUT"}};
-  for (const Named& named : kNamed) {
-    if (named.op == op) {
-      return Fail(Code::kUnsupported, "asks for the operation " + std::string(named.name) +
-                                          ", which no checkpoint uses");
-    }
+  if (const std::string_view name = UnusedOperation(op); !name.empty()) {
+    return Fail(Code::kUnsupported,
+                "asks for the operation " + std::string(name) + ", which no checkpoint uses");
   }
   return Damaged("operation " + std::to_string(op) + " does not exist");
 }

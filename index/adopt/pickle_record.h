@@ -75,6 +75,11 @@ struct KeyIndex {
 };
 std::uint64_t HashKey(std::string_view key);
 
+// Of large streams: faults of small pages would take as long as the parse. For std::free; null:
+// there is no memory.
+inline constexpr std::size_t kHugePage = std::size_t{2} << 20;
+void* TakeHugePage();
+
 // The document's only way to memory: counts, never frees a piece.
 class Arena {
  public:
