@@ -31,8 +31,9 @@ struct TensorEntry {
   bool has_digest = false;
   std::int64_t mtime = 0;
   std::uint64_t chunks = 0;
-  std::uint64_t safetensors_offset = 0;  // Of its bytes in model.safetensors; if in_safetensors.
-  bool in_safetensors = false;           // False: a dtype that the format lacks.
+  // Of its bytes in model.safetensors; if in_safetensors.
+  std::uint64_t safetensors_offset = 0;
+  bool in_safetensors = false;  // False: a dtype that the format lacks, or an index in memory.
   bool wide = false;                     // A chunk may be strided.
   bool pending = false;                  // A chunk is pending: OpenedCheckpoint::Extents.
 };
@@ -72,6 +73,8 @@ class CheckpointIndex {
                                                                 const std::string& directory,
                                                                 const CommitRecord& commit);
 
+  // Made by FromContent.
+  bool in_memory() const { return in_memory_; }
   const CheckpointInfo& info() const { return info_; }
   const std::vector<FileRecord>& files() const { return files_; }
   const std::vector<std::string>& manifests() const { return manifests_; }
@@ -102,9 +105,9 @@ class CheckpointIndex {
   // What a key that is no tensor's own may stand for: one layer of a stacked tensor. nullopt:
   // nothing. Cheap: no scan.
   Result<std::optional<LayerEntry>> ResolveLayer(std::string_view key) const;
-  // Bytes of model.safetensors before its data; made when the index was built. Tensors stand in it
-  // by falling element size, then by key, so that each is aligned. kUnsupported where the header
-  // would pass the format's limit.
+  // Bytes of model.safetensors before its data; made when the index was written, never in memory.
+  // Tensors stand in it by falling element size, then by key, so that each is aligned. kUnsupported
+  // where the header would pass the format's limit.
   Result<std::string> SafetensorsHeader() const;
   // Its length without reading it; 0 where there is none.
   std::uint64_t safetensors_header_bytes() const { return safetensors_header_bytes_; }

@@ -51,10 +51,13 @@ Status ForEach(const Content& content, bool to_memory,
       content.extras.size() >= UINT32_MAX || content.objects.size() >= UINT32_MAX) {
     return Status(Code::kInvalidArgument, "index: too many tensors, files or objects");
   }
-  std::vector<const TensorMeta*> metas;
-  metas.reserve(content.tensors.size());
-  for (const TensorContent& tensor : content.tensors) metas.push_back(&tensor.meta);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const SafetensorsLayout layout, LayOutSafetensors(metas));
+  SafetensorsLayout layout;
+  if (!to_memory) {
+    std::vector<const TensorMeta*> metas;
+    metas.reserve(content.tensors.size());
+    for (const TensorContent& tensor : content.tensors) metas.push_back(&tensor.meta);
+    TENSORMOUNT_ASSIGN_OR_RETURN(layout, LayOutSafetensors(metas));
+  }
   Counts counts;
   counts.tensors = static_cast<std::uint32_t>(content.tensors.size());
   counts.safetensors_header_bytes = layout.header.size();
@@ -127,12 +130,13 @@ Status ForEach(const Content& content, bool to_memory,
     value.bytes().clear();
     EncodeMeta(value, tensor.meta);
     value.U8(static_cast<std::uint8_t>(
-        (tensor.has_digest ? kHasDigest : 0) | (layout.held[i] ? kInSafetensors : 0) |
-        (tensor.extents.wide() ? kWide : 0) | (tensor.extents.pending() ? kPending : 0)));
+        (tensor.has_digest ? kHasDigest : 0) |
+        (!to_memory && layout.held[i] ? kInSafetensors : 0) | (tensor.extents.wide() ? kWide : 0) |
+        (tensor.extents.pending() ? kPending : 0)));
     value.U64(tensor.digest);
     value.I64(tensor.mtime);
     value.U64(tensor.extents.size());
-    value.U64(layout.offsets[i]);
+    value.U64(to_memory ? 0 : layout.offsets[i]);
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kTensor, i), value.bytes()));
   }
   for (std::uint32_t i = 0; i < content.extras.size(); ++i) {

@@ -44,7 +44,8 @@ struct Counts {
   std::uint32_t manifests = 0;
 };
 
-// Calls fn for every record in key order until it fails. `to_memory`: chunks may be pending.
+// Calls fn for every record in key order until it fails. `to_memory`: chunks may be pending, and
+// model.safetensors is not laid out: few of those who open a checkpoint of others want that file.
 Status ForEach(const Content& content, bool to_memory,
                const std::function<Status(std::string_view key, std::string_view value)>& fn);
 

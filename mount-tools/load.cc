@@ -211,12 +211,14 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     if (mine.ok())
       mine = FillRequest(*source, args, rule, renames ? &*renames : nullptr, comm.rank(), memory,
                          wanted, request);
-    if (!mine.ok()) request.Fail(mine);
     LoadOptions options;
     options.progress = &progress.done();
     options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
     options.roots = terminal.roots;
     options.not_requested = Strict::kIgnore;  // --keys asks for a part.
+    // Everybody's memory is there before the clock runs.
+    Collective collective(comm, options.timeouts);
+    TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(mine, "prepare"));
     const auto start = std::chrono::steady_clock::now();
     TENSORMOUNT_ASSIGN_OR_RETURN(LoadReport report, Load(request, path, comm, options));
     RankFigures figures;
@@ -232,7 +234,6 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     figures.peak_buffers = report.peak_buffer_bytes;
     figures.tensors = wanted.size();
     figures.peak_memory = PeakMemory();
-    Collective collective(comm, options.timeouts);
     const Status compared = other ? Compare(*other, wanted, terminal, figures) : Status();
     TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(compared, "compare"));
     TENSORMOUNT_ASSIGN_OR_RETURN(

@@ -8,6 +8,7 @@
 #include "base/coding.h"
 #include "base/hash.h"
 #include "fs/views/zarr_metadata.h"
+#include "index/safetensors_layout.h"
 #include "shard/npy.h"
 
 namespace tensormount::fs {
@@ -27,9 +28,9 @@ bool Holds(const PlanOptions& options, const TensorEntry& tensor) {
   const DType dtype = tensor.meta.dtype();
   switch (options.format) {
     case ExportFormat::kSafetensors:
-      return tensor.in_safetensors;
+      return SafetensorsHolds(tensor.meta);
     case ExportFormat::kHf:
-      return tensor.in_safetensors ||
+      return SafetensorsHolds(tensor.meta) ||
              (options.hf.rules && options.hf.rules->Apply(tensor.meta.key()).empty());
     case ExportFormat::kNpy:
       return !InfoOf(dtype).npy_descr.empty();

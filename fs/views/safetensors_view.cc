@@ -20,7 +20,7 @@ class SafetensorsView : public FileView {
  private:
   struct Layout {
     std::shared_ptr<const std::vector<Segment>> segments;
-    // Held only where keys are mapped; otherwise it is read from the index, or from the source.
+    // Held only where it was made anew; otherwise it is read from the index, or from the source.
     std::shared_ptr<const std::string> header;
     bool is_source = false;  // A foreign file as it is.
   };
@@ -50,13 +50,14 @@ class SafetensorsView : public FileView {
     if (layout_.segments) return layout_;
     std::vector<Segment> segments;
     Layout made;
-    if (!shown_.tensors.has_own_keys()) {
-      TENSORMOUNT_RETURN_IF_ERROR(LayOutRenamed(segments, made.header));
-    } else {
-      if (shown_.opened.commit() == nullptr) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(made.is_source, LayOutSource(segments));
-      }
-      if (!made.is_source) TENSORMOUNT_RETURN_IF_ERROR(LayOutOwn(segments));
+    const bool own_keys = shown_.tensors.has_own_keys();
+    if (own_keys && shown_.opened.commit() == nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(made.is_source, LayOutSource(segments));
+    }
+    if (!made.is_source) {
+      TENSORMOUNT_RETURN_IF_ERROR(own_keys && !shown_.opened.index().in_memory()
+                                      ? LayOutRecorded(segments)
+                                      : LayOutAnew(segments, made.header));
     }
     if (!SideBySide(segments)) {
       return Status(Code::kDataLoss, "index: tensors of model.safetensors overlap or leave a gap");
@@ -126,7 +127,7 @@ class SafetensorsView : public FileView {
 
   static Status None() { return Status(Code::kNotFound, "no model.safetensors here"); }
 
-  Status LayOutOwn(std::vector<Segment>& segments) const {
+  Status LayOutRecorded(std::vector<Segment>& segments) const {
     const CheckpointIndex& index = shown_.opened.index();
     // The format has a limit: a model past it has no file of this kind.
     if (index.safetensors_header_bytes() == 0) return None();
@@ -143,9 +144,9 @@ class SafetensorsView : public FileView {
     });
   }
 
-  // The names in the header are others than those that the index has it with.
-  Status LayOutRenamed(std::vector<Segment>& segments,
-                       std::shared_ptr<const std::string>& header) const {
+  // The names in the header are others than those that the index has it with, or the index has none.
+  Status LayOutAnew(std::vector<Segment>& segments,
+                    std::shared_ptr<const std::string>& header) const {
     std::vector<TensorEntry> entries;
     entries.reserve(shown_.tensors.count());
     std::vector<const TensorMeta*> metas;
