@@ -184,6 +184,9 @@ struct VerifyReport {
   };
   std::vector<Damage> damages;
   std::uint64_t bytes_checked = 0;
+  // Of them, of tensors and objects that have no hash: they could only be read. Formats of others
+  // hold none, and `adopt --quick` makes none.
+  std::uint64_t bytes_without_hash = 0;
   std::uint64_t tensors = 0;
   std::uint64_t chunks = 0;
 };

@@ -64,6 +64,7 @@ class PieceVerifier {
     if (out_of_memory_) return Status(Code::kResourceExhausted, "verify: out of memory");
     CompareDigests();
     report_.bytes_checked += done_;
+    report_.bytes_without_hash += unhashed_;
     std::sort(damages_.begin(), damages_.end(), [](const auto& a, const auto& b) {
       return a.file != b.file ? a.file < b.file : a.offset < b.offset;
     });
@@ -214,7 +215,9 @@ class PieceVerifier {
       Damage(piece, found.bytes, read.message());
       return std::nullopt;
     }
-    if (piece.has_hash && ChunkRoot(found.leaves, piece.length) != piece.hash) {
+    if (!piece.has_hash) {
+      unhashed_ += piece.length;
+    } else if (ChunkRoot(found.leaves, piece.length) != piece.hash) {
       SayWhere(piece, found.leaves);
       return std::nullopt;
     }
@@ -272,6 +275,7 @@ class PieceVerifier {
   std::atomic<bool> out_of_memory_{false};
   std::atomic<std::size_t> next_{0};
   std::atomic<std::uint64_t> done_{0};
+  std::atomic<std::uint64_t> unhashed_{0};
   std::uint64_t total_ = 0;
   std::mutex mutex_;
   std::vector<VerifyReport::Damage> damages_;

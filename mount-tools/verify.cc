@@ -38,8 +38,15 @@ bool Print(const std::string& name, const VerifyReport& report, bool quick, Term
                                          {"tensors", report.tensors},
                                          {"chunks", report.chunks},
                                          {"bytes", report.bytes_checked},
+                                         {"bytes_without_hash", report.bytes_without_hash},
                                          {"damages", report.damages.size()}});
   } else if (!terminal.quiet) {
+    if (report.bytes_without_hash > 0) {
+      terminal.Line(
+          fmt::format("{}: {} have no hashes: what describes them, lengths and readability were "
+                      "checked",
+                      name, HumanBytes(report.bytes_without_hash)));
+    }
     terminal.Line(fmt::format("{}: {}: {} tensors, {} chunks, {} checked{}", name,
                               whole ? "whole" : fmt::format("{} damages", report.damages.size()),
                               report.tensors, report.chunks, HumanBytes(report.bytes_checked),
@@ -66,12 +73,6 @@ int VerifyOne(const FoundSource& source, bool quick, Terminal& terminal) {
     // What cannot even be opened is damaged: that is what the command is for.
     terminal.Fail(report.status().WithContext(name));
     return report.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
-  }
-  if (foreign && !terminal.json && !terminal.quiet) {
-    terminal.Line(
-        fmt::format("{}: its format holds no hashes: what describes it, lengths and "
-                    "readability were checked",
-                    name));
   }
   return Print(name, report.value(), quick, terminal) ? kDone : kCheckFailed;
 }

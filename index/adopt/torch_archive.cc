@@ -2,7 +2,6 @@
 #include "index/adopt/torch_archive.h"
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <utility>
 
@@ -16,9 +15,7 @@ namespace tensormount {
 namespace {
 
 constexpr std::uint64_t kMaxDescribed = std::uint64_t{64} << 20;
-constexpr std::size_t kHead = 2048;
 constexpr std::uint32_t kLocalSignature = 0x04034b50;
-constexpr std::size_t kLocalBytes = 30;
 constexpr std::string_view kPickleName = "data.pkl";
 
 Status At(const File& file, std::uint64_t begin, const Status& status) {
@@ -31,123 +28,6 @@ Status CheckByteOrder(std::string_view text) {
     return Status(Code::kUnsupported, "its tensors are big-endian");
   }
   return Status(Code::kDataLoss, "its byteorder is neither little nor big");
-}
-
-// --- The quick way: an item of one tensor, by its first bytes ---
-
-// What an item's head says; nullopt: it is not as torch writes it, or does not fit the head.
-struct HeadTensor {
-  TorchTensor tensor;
-  std::uint64_t payload = 0;  // From the item's begin.
-};
-
-// One local header in the head, and what follows it.
-struct HeadEntry {
-  std::string_view name;
-  std::uint16_t flags = 0;
-  std::uint32_t crc = 0;
-  std::uint64_t size = 0;
-  std::size_t data = 0;  // In the head.
-};
-
-std::optional<HeadEntry> EntryAt(std::string_view head, std::size_t at) {
-  if (head.size() - at < kLocalBytes) return std::nullopt;
-  const char* p = head.data() + at;
-  HeadEntry out;
-  out.flags = LoadLittle<std::uint16_t>(p + 6);
-  if (LoadLittle<std::uint32_t>(p) != kLocalSignature || LoadLittle<std::uint16_t>(p + 8) != 0 ||
-      (out.flags & ~0x0808u) != 0) {
-    return std::nullopt;
-  }
-  const std::size_t name = LoadLittle<std::uint16_t>(p + 26);
-  const std::size_t extra = LoadLittle<std::uint16_t>(p + 28);
-  if (name + extra > head.size() - at - kLocalBytes) return std::nullopt;
-  out.name = head.substr(at + kLocalBytes, name);
-  out.crc = LoadLittle<std::uint32_t>(p + 14);
-  out.size = LoadLittle<std::uint32_t>(p + 22);
-  out.data = at + kLocalBytes + name + extra;
-  return out;
-}
-
-// Where a small record with a descriptor ends: the first place whose descriptor fits the distance
-// and the CRC. 0: nowhere in the head.
-std::size_t EndOfSmall(std::string_view head, const HeadEntry& entry, std::uint64_t& size) {
-  if ((entry.flags & 8) == 0) {
-    size = entry.size;
-    return entry.size <= head.size() - entry.data ? entry.data + static_cast<std::size_t>(size) : 0;
-  }
-  for (std::size_t at = entry.data; at + 16 <= head.size(); ++at) {
-    if (head.compare(at, 4, "PK\7\10") != 0) continue;
-    const std::uint32_t crc = Crc32Extend(0, head.data() + entry.data, at - entry.data);
-    const auto said = LoadLittle<std::uint32_t>(head.data() + at + 4);
-    const std::size_t bytes = ZipDescriptorBytes(head.substr(at), said, at - entry.data);
-    if (bytes == 0 || (said != 0 && said != crc)) continue;
-    size = at - entry.data;
-    return at + bytes;
-  }
-  return 0;
-}
-
-std::optional<HeadTensor> ReadHead(std::string_view head) {
-  const std::optional<HeadEntry> first = EntryAt(head, 0);
-  if (!first) return std::nullopt;
-  const std::size_t slash = first->name.find('/');
-  if (slash == std::string_view::npos || first->name.substr(slash + 1) != kPickleName) {
-    return std::nullopt;
-  }
-  const std::string prefix(first->name.substr(0, slash + 1));
-  pickle::Options options;
-  options.trailing_bytes = true;
-  const Result<pickle::Document> document =
-      pickle::Parse(std::string(head.substr(first->data)), options);
-  if (!document.ok()) return std::nullopt;
-  std::uint64_t size = 0;
-  std::size_t at = EndOfSmall(head, *first, size);
-  if (at == 0 || size != document.value().bytes()) return std::nullopt;
-  Result<TorchTensor> tensor = TorchTensorOf(document.value().root());
-  if (!tensor.ok()) return std::nullopt;
-  const std::string wanted = prefix + "data/" + tensor.value().storage;
-  while (true) {
-    const std::optional<HeadEntry> entry = EntryAt(head, at);
-    if (!entry) return std::nullopt;
-    if (entry->name == wanted) {
-      // Empty records have sizes in their header and no descriptor.
-      if ((entry->flags & 8) == 0 && entry->size != tensor.value().storage_bytes) {
-        return std::nullopt;
-      }
-      HeadTensor out;
-      out.tensor = std::move(tensor).value();
-      out.payload = entry->data;
-      return out;
-    }
-    at = EndOfSmall(head, *entry, size);
-    if (at == 0) return std::nullopt;
-    if (entry->name == prefix + "byteorder" &&
-        !CheckByteOrder(head.substr(entry->data, static_cast<std::size_t>(size))).ok()) {
-      return std::nullopt;
-    }
-  }
-}
-
-// Whether the payload ends where its descriptor says.
-Result<bool> CheckPayload(File& file, std::uint64_t begin, std::uint64_t length,
-                          const HeadTensor& found, std::string_view head) {
-  const std::uint64_t bytes = found.tensor.storage_bytes;
-  if (!RangeWithin(found.payload, bytes, length)) return false;
-  if (bytes == 0) return true;
-  const std::uint64_t end = found.payload + bytes;
-  char buffer[24];
-  const auto n = static_cast<std::size_t>(std::min<std::uint64_t>(24, length - end));
-  if (n < 16) return false;
-  std::string_view descriptor;
-  if (end + n <= head.size()) {
-    descriptor = head.substr(static_cast<std::size_t>(end), n);
-  } else {
-    TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(begin + end, buffer, n));
-    descriptor = {buffer, n};
-  }
-  const auto crc = LoadLittle<std::uint32_t>(descriptor.data() + 4);
-  return ZipDescriptorBytes(descriptor, crc, bytes) != 0;
 }
 
 Status CheckLength(File& file, std::uint64_t begin, std::uint64_t length) {
@@ -220,13 +100,6 @@ Result<StoredTensor> TorchArchive::TensorOf(const pickle::Value& value) const {
 }
 
 Result<StoredTensor> ReadTorchItem(File& file, std::uint64_t begin, std::uint64_t length) {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckLength(file, begin, length));
-  std::string head(static_cast<std::size_t>(std::min<std::uint64_t>(kHead, length)), '\0');
-  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(begin, head.data(), head.size()));
-  if (const std::optional<HeadTensor> found = ReadHead(head)) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const bool fits, CheckPayload(file, begin, length, *found, head));
-    if (fits) return found->tensor.In(begin + found->payload);
-  }
   TENSORMOUNT_ASSIGN_OR_RETURN(const TorchArchive archive, TorchArchive::Read(file, begin, length));
   const pickle::Value root = archive.document().root();
   if (!TorchArchive::IsTensor(root)) {

@@ -57,10 +57,8 @@ class TorchArchive {
   std::unique_ptr<pickle::Document> document_;
 };
 
-// The one tensor that an archive is (an item of a .distcp file): one read of its first bytes where
-// the archive is as torch writes it, checked against the data descriptor behind the payload; by the
-// central directory otherwise. Same errors, and kDataLoss where the root of the pickle is no
-// tensor.
+// The one tensor that an archive is (an item of a .distcp file). Errors: as those of
+// TorchArchive, and kDataLoss where the root of the pickle is no tensor.
 Result<StoredTensor> ReadTorchItem(File& file, std::uint64_t begin, std::uint64_t length);
 
 // What an object's bytes are, for a person: the listing of the pickle in a torch archive or of a

@@ -175,6 +175,7 @@ class Verifier {
 
   void Count(std::uint64_t bytes) {
     report_.bytes_checked += bytes;
+    report_.bytes_without_hash += bytes;
     if (options_.progress) options_.progress(report_.bytes_checked, total_);
   }
 

@@ -68,7 +68,7 @@ std::string_view NameFault(std::string_view name) {
   return {};
 }
 
-// Reads small pieces that lie near each other in few reads.
+// Reads small pieces that lie near each other in few reads, and small archives in one.
 class Window {
  public:
   Window(File& file, std::uint64_t begin, std::uint64_t length)
@@ -80,19 +80,19 @@ class Window {
       return Status(Code::kDataLoss, "reaches past the end of the archive");
     }
     if (offset < at_ || offset + n > at_ + size_) {
-      const std::uint64_t size =
-          std::min<std::uint64_t>(std::max<std::uint64_t>(n, 4096), length_ - offset);
-      buffer_.resize(static_cast<std::size_t>(size));
+      at_ = length_ <= kSmall ? 0 : offset;
       size_ = 0;
-      TENSORMOUNT_RETURN_IF_ERROR(
-          file_.ReadExactAt(begin_ + offset, buffer_.data(), buffer_.size()));
-      at_ = offset;
-      size_ = size;
+      buffer_.resize(static_cast<std::size_t>(
+          std::min(length_ - at_, std::max<std::uint64_t>(n, kSmall))));
+      TENSORMOUNT_RETURN_IF_ERROR(file_.ReadExactAt(begin_ + at_, buffer_.data(), buffer_.size()));
+      size_ = buffer_.size();
     }
     return buffer_.data() + (offset - at_);
   }
 
  private:
+  static constexpr std::uint64_t kSmall = 4096;
+
   File& file_;
   const std::uint64_t begin_;
   const std::uint64_t length_;
@@ -125,6 +125,25 @@ bool Take64(std::string_view& field, std::uint64_t& out) {
   out = LoadLittle<std::uint64_t>(field.data());
   field.remove_prefix(8);
   return true;
+}
+
+// The length of the data descriptor that `bytes` begin with, if it says this: 16, or 24 with 64-bit
+// sizes; 0: it does not.
+std::size_t DescriptorBytes(std::string_view bytes, std::uint32_t crc, std::uint64_t size) {
+  if (bytes.size() < 16 || LoadLittle<std::uint32_t>(bytes.data()) != kDescriptorSignature ||
+      LoadLittle<std::uint32_t>(bytes.data() + 4) != crc) {
+    return 0;
+  }
+  const char* p = bytes.data() + 8;
+  if (size < kIn64 && LoadLittle<std::uint32_t>(p) == size &&
+      LoadLittle<std::uint32_t>(p + 4) == size) {
+    return 16;
+  }
+  if (bytes.size() >= 24 && LoadLittle<std::uint64_t>(p) == size &&
+      LoadLittle<std::uint64_t>(p + 8) == size) {
+    return 24;
+  }
+  return 0;
 }
 
 class Reader {
@@ -178,11 +197,10 @@ Status Reader::ReadEnd() {
   // Without a comment, as almost always, the last bytes are the record.
   for (const std::uint64_t tail : {std::uint64_t{1024}, std::uint64_t{kEndBytes} + 0xffff}) {
     const auto size = static_cast<std::size_t>(std::min(tail, length_));
-    std::string bytes(size, '\0');
     const std::uint64_t first = length_ - size;
-    TENSORMOUNT_RETURN_IF_ERROR(file_.ReadExactAt(begin_ + first, bytes.data(), size));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const char* const bytes, window_.Get(first, size));
     for (std::size_t at = size - kEndBytes + 1; at-- > 0;) {
-      const char* p = bytes.data() + at;
+      const char* p = bytes + at;
       if (LoadLittle<std::uint32_t>(p) != kEndSignature ||
           LoadLittle<std::uint16_t>(p + 20) != size - at - kEndBytes) {
         continue;
@@ -262,11 +280,11 @@ Status Reader::ReadEnd64(std::uint64_t end, bool needed) {
 }
 
 Status Reader::ReadDirectory() {
-  std::string bytes(static_cast<std::size_t>(directory_bytes_), '\0');
-  TENSORMOUNT_RETURN_IF_ERROR(file_.ReadExactAt(begin_ + directory_, bytes.data(), bytes.size()));
+  const auto size = static_cast<std::size_t>(directory_bytes_);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const char* const bytes, window_.Get(directory_, size));
   entries_.reserve(static_cast<std::size_t>(count_));
   listed_.reserve(static_cast<std::size_t>(count_));
-  std::string_view left = bytes;
+  std::string_view left(bytes, size);
   for (std::uint64_t i = 0; i < count_; ++i) TENSORMOUNT_RETURN_IF_ERROR(ReadCentral(left));
   if (!left.empty()) return Damaged("its central directory has more than its entries");
   return Status();
@@ -397,7 +415,7 @@ Status Reader::ReadLocal(std::size_t i, std::uint64_t& end) {
     const auto left = static_cast<std::size_t>(std::min<std::uint64_t>(24, directory_ - end));
     got = window_.Get(end, left);
     if (!got.ok()) return outside(got.status());
-    const std::size_t bytes = ZipDescriptorBytes({got.value(), left}, entry.crc, entry.size);
+    const std::size_t bytes = DescriptorBytes({got.value(), left}, entry.crc, entry.size);
     if (bytes == 0) return damaged("has a data descriptor that disagrees");
     end += bytes;
   }
@@ -407,23 +425,6 @@ Status Reader::ReadLocal(std::size_t i, std::uint64_t& end) {
 }
 
 }  // namespace
-
-std::size_t ZipDescriptorBytes(std::string_view bytes, std::uint32_t crc, std::uint64_t size) {
-  if (bytes.size() < 16 || LoadLittle<std::uint32_t>(bytes.data()) != kDescriptorSignature ||
-      LoadLittle<std::uint32_t>(bytes.data() + 4) != crc) {
-    return 0;
-  }
-  const char* p = bytes.data() + 8;
-  if (size < kIn64 && LoadLittle<std::uint32_t>(p) == size &&
-      LoadLittle<std::uint32_t>(p + 4) == size) {
-    return 16;
-  }
-  if (bytes.size() >= 24 && LoadLittle<std::uint64_t>(p) == size &&
-      LoadLittle<std::uint64_t>(p + 8) == size) {
-    return 24;
-  }
-  return 0;
-}
 
 Result<ZipArchive> ZipArchive::Read(File& file, std::uint64_t begin, std::uint64_t length) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ZipEntry> entries, Reader(file, begin, length).Run());

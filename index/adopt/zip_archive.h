@@ -48,10 +48,6 @@ class ZipArchive {
 // archives without CRCs (zero): then ok.
 Status CheckZipCrc(File& file, const ZipEntry& entry);
 
-// The length of the data descriptor that `bytes` begin with, if it says this: 16, or 24 with 64-bit
-// sizes; 0: it does not.
-std::size_t ZipDescriptorBytes(std::string_view bytes, std::uint32_t crc, std::uint64_t size);
-
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_INDEX_ADOPT_ZIP_ARCHIVE_H_

@@ -131,6 +131,25 @@ TEST_F(AdoptTest, EveryByteThatCountsIsProved) {
   EXPECT_OK(ReadWhole(*opened, "permuted", ReadVerify::kExtendLeaves));
 }
 
+TEST_F(AdoptTest, VerifyTellsWhatHasNoHashes) {
+  ASSERT_OK(Adopt("a"));
+  ASSERT_OK(Adopt("q", false));
+  const auto without = [&](const char* name) {
+    const auto report = VerifyCheckpoint(HostFileSystem(), Path(name), {.threads = 2});
+    EXPECT_OK(report);
+    return report.value().bytes_without_hash;
+  };
+  EXPECT_EQ(without("a"), 0u);
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open("q"));
+  std::uint64_t stored = 0;
+  for (std::uint32_t i = 0; i < opened->index().tensor_count(); ++i) {
+    stored += opened->index().Extents(i).value()->DataBytes();
+  }
+  for (const ObjectContent& object : opened->index().Objects().value()) stored += object.length;
+  EXPECT_GT(stored, 0u);
+  EXPECT_EQ(without("q"), stored);
+}
+
 TEST_F(AdoptTest, AChangedSourceIsNoticed) {
   ASSERT_OK(Adopt("a"));
   ASSERT_OK(Adopt("q", false));

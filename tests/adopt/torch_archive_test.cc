@@ -2,6 +2,7 @@
 #include "index/adopt/torch_archive.h"
 
 #include <functional>
+#include <numeric>
 
 #include "index/adopt/torch_tensor.h"
 #include "tests/adopt/zip_builder.h"
@@ -76,7 +77,6 @@ class TorchArchiveTest : public testing::Test {
   Result<StoredTensor> ReadItem(const TensorSpec& spec, std::size_t payload = 48) {
     return ReadItem(ArchiveOf(spec.Operations(), std::string(payload, 'x')).Finish());
   }
-  // The slow way says the same.
   Result<StoredTensor> ReadWhole(const std::string& bytes) {
     const auto file = Open(bytes);
     TENSORMOUNT_ASSIGN_OR_RETURN(const TorchArchive archive,
@@ -103,23 +103,45 @@ TEST_F(TorchArchiveTest, RowsOfElements) {
   }
 }
 
-// One read of the head and one of the descriptor; not the central directory.
-TEST_F(TorchArchiveTest, ItemsAreFoundInTwoReads) {
-  TensorSpec spec;
-  spec.count = 10000;
-  spec.shape = {100, 100};
-  spec.strides = {100, 1};
-  const std::string bytes = ArchiveOf(spec.Operations(), std::string(40000, 'x')).Finish();
-  const std::string path = dir_.Join("item");
-  ASSERT_OK(HostFileSystem().WriteFileDurably(path, bytes));
-  std::vector<std::uint64_t> reads;
-  ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) {
-    if (event.op == FileOp::kRead) reads.push_back(event.size);
-    return Status();
-  });
-  ASSERT_OK_AND_ASSIGN(const auto file, fs.OpenRead(path));
-  ASSERT_OK(ReadTorchItem(*file, 0, bytes.size()));
-  EXPECT_THAT(reads, testing::ElementsAre(2048u, 24u));
+// The end with the central directory, the head with its local headers, what follows the payload, and
+// the pickle: never the payload.
+TEST_F(TorchArchiveTest, ItemsAreFoundInFewReads) {
+  const auto reads_of = [&](std::int64_t rows) {
+    TensorSpec spec;
+    spec.count = rows * 100;
+    spec.shape = {rows, 100};
+    spec.strides = {100, 1};
+    const std::string payload(static_cast<std::size_t>(rows) * 400, 'x');
+    const std::string bytes = ArchiveOf(spec.Operations(), payload).Finish();
+    const std::string path = dir_.Join("item" + std::to_string(rows));
+    EXPECT_OK(HostFileSystem().WriteFileDurably(path, bytes));
+    std::vector<std::uint64_t> reads;
+    ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) {
+      if (event.op == FileOp::kRead) reads.push_back(event.size);
+      return Status();
+    });
+    const auto file = fs.OpenRead(path).value();
+    EXPECT_OK(ReadTorchItem(*file, 0, bytes.size()));
+    return reads;
+  };
+  EXPECT_LE(reads_of(4).size(), 3u);
+  const std::vector<std::uint64_t> large = reads_of(2500);
+  EXPECT_LE(large.size(), 6u);
+  EXPECT_LE(std::accumulate(large.begin(), large.end(), std::uint64_t{0}), 16384u);
+}
+
+// torch itself reads by the central directory.
+TEST_F(TorchArchiveTest, ItemsWhoseDirectoryLiesAreRefused) {
+  const std::string good = ArchiveOf(TensorSpec().Operations(), std::string(48, 'x')).Finish();
+  ASSERT_OK(ReadItem(good));
+  const std::size_t central = good.rfind("data/0");
+  const std::size_t header = good.rfind("PK\1\2", central);
+  ASSERT_NE(header, std::string::npos);
+  for (const std::size_t field : {16u, 24u, 42u, 46u}) {  // CRC, size, place, name.
+    std::string bad = good;
+    bad[header + field] = static_cast<char>(bad[header + field] ^ 1);
+    EXPECT_THAT(ReadItem(bad), HasCode(Code::kDataLoss)) << field;
+  }
 }
 
 TEST_F(TorchArchiveTest, Views) {
