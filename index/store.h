@@ -145,6 +145,8 @@ class Store {
   struct FsckOptions {
     bool rebuild = false;    // Repair: rebuild lost or damaged indexes into .derived/.
     bool read_data = false;  // Verify all data too.
+    // As OpenedCheckpoint::Options::roots, of adopted checkpoints.
+    std::vector<std::string> roots = {};
   };
   struct FsckFinding {
     std::string object;  // Checkpoint or path below the store.

@@ -31,6 +31,7 @@ class Checker {
     const std::string directory = JoinPath(store_, listing.name);
     VerifyOptions verify;
     verify.quick = !options_.read_data;
+    verify.roots = options_.roots;
     const Result<VerifyReport> verified = VerifyCheckpoint(fs_, directory, verify);
     if (verified.status().code() == Code::kPermissionDenied) {
       // Data that somebody else adopted are no matter of the store, and must not hide the rest.

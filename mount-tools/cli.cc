@@ -280,8 +280,9 @@ void AddLifecycle(Program& p, AllArgs& a) {
 
 // --root, of every command that opens sources.
 void AddRoots(Program& p) {
-  static constexpr const char* kOpening[] = {"mount", "load",   "import", "ls",     "info", "cat",
-                                             "diff",  "layout", "export", "verify", "adopt"};
+  static constexpr const char* kOpening[] = {"mount", "load",   "import", "ls",
+                                             "info",  "cat",    "diff",   "layout",
+                                             "export", "verify", "adopt",  "fsck"};
   for (const char* name : kOpening) {
     CLI::App* command = p.app.get_subcommand(name);
     if (command->get_group() == kNotBuiltGroup) continue;

@@ -77,7 +77,8 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
 int RunFsck(const FsckArgs& args, Terminal& terminal) {
   auto store = Store::Open(HostFileSystem(), args.store);
   if (!store.ok()) return terminal.Fail(store.status());
-  auto findings = store.value().Fsck({.rebuild = args.rebuild, .read_data = args.read_data});
+  auto findings = store.value().Fsck(
+      {.rebuild = args.rebuild, .read_data = args.read_data, .roots = terminal.roots});
   if (!findings.ok()) return terminal.Fail(findings.status());
   bool sound = true;
   for (const Store::FsckFinding& finding : findings.value()) {

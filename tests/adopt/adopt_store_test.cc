@@ -267,11 +267,20 @@ TEST_F(AdoptTest, FsckSaysWhatItMayNotReadAndGoesOn) {
   ASSERT_OK(Adopt("b"));
   ASSERT_EQ(chown(JoinPath(Path("a"), "COMMIT").c_str(), 12345, 12345), 0);
   ASSERT_EQ(truncate(JoinPath(Path("b"), "index/index.sst").c_str(), 10), 0);
-  ASSERT_OK_AND_ASSIGN(const auto findings, store_->Fsck({}));
-  std::string text;
-  for (const auto& finding : findings) text += finding.object + ": " + finding.problem + "\n";
-  EXPECT_THAT(text, testing::HasSubstr("a: " + Path("a") + ": its data lie outside of it"));
-  EXPECT_THAT(text, testing::HasSubstr("b: index: "));
+  const auto text_of = [&](const Store::FsckOptions& options) {
+    const auto findings = store_->Fsck(options);
+    EXPECT_OK(findings);
+    std::string text;
+    for (const auto& f : findings.value()) text += f.object + ": " + f.problem + "\n";
+    return text;
+  };
+  const std::string refused = "a: " + Path("a") + ": its data lie outside of it";
+  EXPECT_THAT(text_of({}), testing::HasSubstr(refused));
+  EXPECT_THAT(text_of({}), testing::HasSubstr("b: index: "));
+  EXPECT_THAT(text_of({.roots = {dir_.path()}}), testing::Not(testing::HasSubstr("a: ")));
+  // Then its data are checked too.
+  ASSERT_EQ(truncate(made_.FilePath(0).c_str(), 100), 0);
+  EXPECT_THAT(text_of({.roots = {dir_.path()}}), testing::HasSubstr("a: "));
 }
 
 // The folder that the operator named is one in which somebody else makes links.
