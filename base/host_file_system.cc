@@ -208,6 +208,7 @@ class HostFs final : public FileSystem {
     const int fd = OpenHostBeneath(directory, name, O_RDONLY | kAlways, HostLinks::kNone);
     return Opened(fd, JoinPath(directory, name), "open");
   }
+
   Result<std::unique_ptr<File>> OpenReadBeneath(const std::string& directory,
                                                 const std::string& name) override {
     const int fd = OpenHostBeneath(directory, name, O_RDONLY | (kAlways & ~O_NOFOLLOW));

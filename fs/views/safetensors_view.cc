@@ -144,7 +144,8 @@ class SafetensorsView : public FileView {
     });
   }
 
-  // The names in the header are others than those that the index has it with, or the index has none.
+  // The names in the header are others than those that the index has it with, or the index is in
+  // memory and has none.
   Status LayOutAnew(std::vector<Segment>& segments,
                     std::shared_ptr<const std::string>& header) const {
     std::vector<TensorEntry> entries;

@@ -49,14 +49,15 @@ std::string ListBoxes(const std::vector<Box>& boxes, bool more) {
 }  // namespace
 
 struct ForeignBuilder::Rep {
-  // Numbers of tensors, found by their keys.
+  // Numbers of tensors, told apart by their keys.
   struct ByKey {
-    using is_transparent = void;
     const std::vector<TensorContent>& tensors;
-    std::string_view Key(std::uint32_t n) const { return tensors[n].meta.key(); }
-    static std::string_view Key(std::string_view key) { return key; }
-    std::size_t operator()(const auto& a) const { return std::hash<std::string_view>()(Key(a)); }
-    bool operator()(const auto& a, const auto& b) const { return Key(a) == Key(b); }
+    std::size_t operator()(std::uint32_t n) const {
+      return std::hash<std::string_view>()(tensors[n].meta.key());
+    }
+    bool operator()(std::uint32_t a, std::uint32_t b) const {
+      return tensors[a].meta.key() == tensors[b].meta.key();
+    }
   };
   explicit Rep(const std::vector<TensorContent>& all) : tensors(0, ByKey{all}, ByKey{all}) {}
 
@@ -147,10 +148,12 @@ Result<std::uint32_t> ForeignBuilder::AddTensor(std::string_view key, DType dtyp
   if (content_.tensors.size() >= std::numeric_limits<std::uint32_t>::max()) {
     return Bad("too many tensors");
   }
-  if (rep_->tensors.contains(key)) return Bad("tensor " + std::string(key) + ": occurs twice");
   const auto number = static_cast<std::uint32_t>(content_.tensors.size());
   content_.tensors.emplace_back(std::move(meta).value());
-  rep_->tensors.insert(number);
+  if (!rep_->tensors.insert(number).second) {
+    content_.tensors.pop_back();
+    return Bad("tensor " + std::string(key) + ": occurs twice");
+  }
   rep_->dropped.push_back(false);
   return number;
 }
@@ -389,8 +392,8 @@ Status ForeignBuilder::SortFiles() {
   for (ObjectContent& object : content_.objects) object.file = map[object.file];
   constexpr std::array<std::uint32_t, 1> kManifests{0};
   for (TensorContent& tensor : content_.tensors) {
+    // Sorted since CheckCover, by where they begin: no two begin at one cell, whatever their files.
     TENSORMOUNT_RETURN_IF_ERROR(tensor.extents.Remap(map, kManifests));
-    tensor.extents.Sort();
   }
   return {};
 }

@@ -2,7 +2,6 @@
 #include "index/adopt/torch_archive.h"
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 #include "base/checked.h"

@@ -103,8 +103,8 @@ TEST_F(TorchArchiveTest, RowsOfElements) {
   }
 }
 
-// The end with the central directory, the head with its local headers, what follows the payload, and
-// the pickle: never the payload.
+// The end with the central directory, the head with its local headers, what follows the payload,
+// and the pickle: never the payload.
 TEST_F(TorchArchiveTest, ItemsAreFoundInFewReads) {
   const auto reads_of = [&](std::int64_t rows) {
     TensorSpec spec;
