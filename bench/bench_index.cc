@@ -16,11 +16,6 @@
 namespace tensormount::bench {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-double SecondsSince(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
 // Makes the compiler believe that somebody needs the value.
 void Keep(std::uint64_t value) { asm volatile("" : : "r"(value)); }
 

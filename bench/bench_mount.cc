@@ -16,11 +16,6 @@
 namespace tensormount::bench {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-double SecondsSince(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
 constexpr int kServerThreads = 2;
 
 // Files read as if they were one after the other.

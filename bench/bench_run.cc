@@ -25,8 +25,6 @@
 namespace tensormount::bench {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr std::uint64_t kStep = 1u << 20;
 
 double Quantile(std::vector<double> sorted, double q) {

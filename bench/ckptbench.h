@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_BENCH_CKPTBENCH_H_
 #define TENSORMOUNT_BENCH_CKPTBENCH_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -35,6 +36,11 @@ struct Options {
   bool sockets = false;           // Ranks as forked processes instead of threads.
   bool json = false;
 };
+
+using Clock = std::chrono::steady_clock;
+inline double SecondsSince(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
 
 // Seconds that one round took.
 using Round = std::function<Result<double>()>;

@@ -20,6 +20,13 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
 endif()
 add_compile_options("-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=")
 
+# Files of one target are compiled a dozen at a time: most of the time goes into headers and into
+# templates that all of them use. So names in anonymous namespaces are unique in a folder, and
+# definitions do not hang on what a neighbour includes (tests/layering/unity_names.py; a build
+# without batches is a part of scripts/test --long).
+set(CMAKE_UNITY_BUILD ${TENSORMOUNT_UNITY})
+set(CMAKE_UNITY_BUILD_BATCH_SIZE 12)
+
 # The quickest linker that works; the default one otherwise.
 include(CheckLinkerFlag)
 foreach(linker IN ITEMS mold lld gold)
@@ -48,11 +55,22 @@ target_compile_options(tensormount_flags INTERFACE
 if(TENSORMOUNT_WERROR)
   target_compile_options(tensormount_flags INTERFACE -Werror)
 endif()
+if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+  # It compares with names of anonymous namespaces too, which in a batch are those of neighbours. And
+  # it sees sign changes that GCC's -Wconversion does not: GCC says what the tree is held to.
+  target_compile_options(tensormount_flags INTERFACE -Wno-shadow -Wno-sign-conversion)
+endif()
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # GCC 12 reports these for its own std::string and std::variant once they are inlined.
   target_compile_options(tensormount_flags INTERFACE
     -Wno-restrict -Wno-maybe-uninitialized -Wno-stringop-overflow -Wno-stringop-overread
     -Wno-array-bounds)
+  if(TENSORMOUNT_UNITY)
+    # A class whose members are of an anonymous namespace is one file's own; in a batch GCC takes
+    # its file for a header. The build without batches warns.
+    target_compile_options(tensormount_flags INTERFACE
+      $<$<COMPILE_LANGUAGE:CXX>:-Wno-subobject-linkage>)
+  endif()
   if(TENSORMOUNT_SANITIZE MATCHES "thread")
     target_compile_options(tensormount_flags INTERFACE -Wno-tsan)
   endif()

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t kKeptErrors = 256;
 
-std::string Dump(const nlohmann::ordered_json& json) {
+std::string StatsLine(const nlohmann::ordered_json& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
@@ -100,7 +100,7 @@ void MountStats::CountBytes(std::uint64_t served, const ReadStats& read) {
 void MountStats::Report(std::string_view operation, std::string_view object, const Status& status) {
   errors_.fetch_add(1, std::memory_order_relaxed);
   const auto now = std::chrono::system_clock::now().time_since_epoch();
-  std::string line = Dump(nlohmann::ordered_json{
+  std::string line = StatsLine(nlohmann::ordered_json{
       {"time", std::chrono::duration_cast<std::chrono::seconds>(now).count()},
       {"operation", operation},
       {"path", object},
@@ -148,7 +148,7 @@ std::string MountStats::StatsJson() const {
     if (!ops.empty()) tiers[std::string(TierName(static_cast<Tier>(t)))] = std::move(ops);
   }
   const double seconds = std::chrono::duration<double>(Clock::now() - started_).count();
-  return Dump(nlohmann::ordered_json{
+  return StatsLine(nlohmann::ordered_json{
       {"uptime_seconds", static_cast<std::int64_t>(seconds)},
       {"bytes",
        {{"daemon", bytes_served_.load(std::memory_order_relaxed)},

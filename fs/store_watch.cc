@@ -24,7 +24,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // How long the destructor waits for a look that the store does not answer.
-constexpr std::chrono::seconds kStopPatience{2};
+constexpr std::chrono::seconds kWatchStopPatience{2};
 // How often somebody looks when nobody asks and the kernel tells nothing of changes, while a
 // checkpoint is open: those that were removed must be let go of.
 constexpr std::chrono::milliseconds kIdleLook{1000};
@@ -512,7 +512,7 @@ StoreWatch::~StoreWatch() {
   std::unique_lock lock(core_->mutex);
   core_->stop = true;
   core_->bell->Ring();
-  if (!core_->looked.wait_for(lock, kStopPatience, [&] { return core_->ended; })) {
+  if (!core_->looked.wait_for(lock, kWatchStopPatience, [&] { return core_->ended; })) {
     Log(LogLevel::kWarning, core_->path + " does not answer: left a thread behind");
   }
 }

@@ -94,7 +94,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
   opened->is_file_ =
       found.files.size() == 1 && JoinPath(found.info.root, found.files[0].name) == path;
   TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_, CheckpointIndex::FromContent(found));
-  opened->foreign_base_ = std::make_unique<const ForeignBase>(found.info.root, "");
+  opened->foreign_base_ = std::make_unique<const ForeignBase>(ForeignBase{found.info.root, ""});
   return opened;
 }
 

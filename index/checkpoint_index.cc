@@ -19,7 +19,9 @@ namespace record = index_record;
 
 constexpr std::size_t kExtentCacheBytes = std::size_t{16} << 20;
 
-Status Bad(std::string message) { return Status(Code::kDataLoss, "index: " + std::move(message)); }
+Status BadIndex(std::string message) {
+  return Status(Code::kDataLoss, "index: " + std::move(message));
+}
 
 SstIdentity IdentityOf(const Uuid& uuid, const Hash128& content_root) {
   return {uuid.ToString(), content_root.ToHex()};
@@ -65,30 +67,31 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
   const std::string name(kIndexName);
   const std::string path = JoinPath(directory, name);
   const CommitRecord::Entry* entry = commit.Find(name);
-  if (entry == nullptr) return Bad(std::string(kCommitName) + " does not list " + name);
+  if (entry == nullptr) return BadIndex(std::string(kCommitName) + " does not list " + name);
   // The tail is what RocksDB does not check itself: footer, properties, its own index.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
   if (info.size != entry->length) {
-    return Bad(name + ": " + std::to_string(info.size) + " bytes, " +
-               std::to_string(entry->length) + " expected");
+    return BadIndex(name + ": " + std::to_string(info.size) + " bytes, " +
+                    std::to_string(entry->length) + " expected");
   }
   std::string tail(std::min(kIndexTailBytes, entry->length), '\0');
   const std::uint64_t tail_offset = entry->length - tail.size();
   TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(tail_offset, tail.data(), tail.size()));
   if (Xxh3(tail) != entry->tail) {
-    return Bad(name + ": checksum of its last " + std::to_string(tail.size()) + " bytes differs");
+    return BadIndex(name + ": checksum of its last " + std::to_string(tail.size()) +
+                    " bytes differs");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<SstTable> table, SstTable::Open(fs, path));
   if (table->identity() != IdentityOf(commit.uuid, commit.content_root)) {
-    return Bad(name + ": it is the index of another checkpoint");
+    return BadIndex(name + ": it is the index of another checkpoint");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const CheckpointIndex> index,
                                Load(std::move(table), false));
   if (index->info().uuid != commit.uuid || index->info().generation != commit.generation ||
       index->info().parent != commit.parent) {
-    return Bad(name + ": uuid, generation or parent is not what " + std::string(kCommitName) +
-               " says");
+    return BadIndex(name + ": uuid, generation or parent is not what " + std::string(kCommitName) +
+                    " says");
   }
   return index;
 }
@@ -113,14 +116,14 @@ Status CheckpointIndex::LoadLists() {
   TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(
       record::Key(record::kFile), {}, [&](std::string_view key, std::string_view value) {
         if (key != record::Key(record::kFile, static_cast<std::uint32_t>(files_.size()))) {
-          inner = Bad("files are not numbered in order");
+          inner = BadIndex("files are not numbered in order");
           return false;
         }
         ByteReader in(value, "index: file");
         Result<FileRecord> file = DecodeFile(in);
         inner = file.ok() ? in.Finish() : file.status();
         if (inner.ok() && info_.self_contained && file.value().placement == Placement::kForeign) {
-          inner = Bad(file.value().name + ": a foreign file without a root");
+          inner = BadIndex(file.value().name + ": a foreign file without a root");
         }
         if (inner.ok()) files_.push_back(std::move(file).value());
         return inner.ok();
@@ -129,9 +132,9 @@ Status CheckpointIndex::LoadLists() {
   TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(
       record::Key(record::kManifest), {}, [&](std::string_view key, std::string_view value) {
         if (key != record::Key(record::kManifest, static_cast<std::uint32_t>(manifests_.size()))) {
-          inner = Bad("manifests are not numbered in order");
+          inner = BadIndex("manifests are not numbered in order");
         } else if (!value.starts_with("manifest/") || !IsSafeName(value)) {
-          inner = Bad("\"" + std::string(value) + "\" is not a name of a manifest");
+          inner = BadIndex("\"" + std::string(value) + "\" is not a name of a manifest");
         } else {
           manifests_.emplace_back(value);
         }
@@ -139,7 +142,7 @@ Status CheckpointIndex::LoadLists() {
       }));
   TENSORMOUNT_RETURN_IF_ERROR(inner);
   if (files_.size() != counts.files || manifests_.size() != counts.manifests) {
-    return Bad("files or manifests are missing");
+    return BadIndex("files or manifests are missing");
   }
   return Status();
 }
@@ -150,10 +153,10 @@ Result<TensorEntry> CheckpointIndex::Find(std::string_view key) const {
     return Status(Code::kNotFound, "no tensor " + std::string(key));
   }
   TENSORMOUNT_RETURN_IF_ERROR(ordinal.status());
-  if (ordinal.value().size() != 4) return Bad("tensor " + std::string(key) + ": bad number");
+  if (ordinal.value().size() != 4) return BadIndex("tensor " + std::string(key) + ": bad number");
   TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry entry, At(record::LoadBig32(ordinal.value().data())));
   if (entry.meta.key() != key) {
-    return Bad("tensor " + std::string(key) + ": its record is of " + entry.meta.key());
+    return BadIndex("tensor " + std::string(key) + ": its record is of " + entry.meta.key());
   }
   return entry;
 }
@@ -162,7 +165,7 @@ Result<TensorEntry> CheckpointIndex::At(std::uint32_t ordinal) const {
   Result<std::string> value = table_->Get(record::Key(record::kTensor, ordinal));
   if (value.status().code() == Code::kNotFound) {
     const std::string what = "no tensor number " + std::to_string(ordinal);
-    return ordinal < tensor_count_ ? Bad(what) : Status(Code::kNotFound, what);
+    return ordinal < tensor_count_ ? BadIndex(what) : Status(Code::kNotFound, what);
   }
   TENSORMOUNT_RETURN_IF_ERROR(value.status());
   return record::DecodeTensor(value.value(), ordinal, in_memory_);
@@ -178,7 +181,7 @@ Status CheckpointIndex::ForEachTensor(std::uint32_t first,
       table_->Scan(record::Key(record::kTensor), record::Key(record::kTensor, first),
                    [&](std::string_view key, std::string_view value) {
                      if (key != record::Key(record::kTensor, next)) {
-                       inner = Bad("tensors are not numbered in order");
+                       inner = BadIndex("tensors are not numbered in order");
                        return false;
                      }
                      Result<TensorEntry> entry = record::DecodeTensor(value, next, in_memory_);
@@ -191,7 +194,7 @@ Status CheckpointIndex::ForEachTensor(std::uint32_t first,
                      return !stopped;
                    }));
   TENSORMOUNT_RETURN_IF_ERROR(inner);
-  if (!stopped && next != tensor_count_) return Bad("tensors are missing");
+  if (!stopped && next != tensor_count_) return BadIndex("tensors are missing");
   return Status();
 }
 
@@ -204,7 +207,7 @@ Result<std::uint32_t> CheckpointIndex::LowerBound(std::string_view key) const {
                                              if (value.size() == 4) {
                                                ordinal = record::LoadBig32(value.data());
                                              } else {
-                                               inner = Bad("a key without a number");
+                                               inner = BadIndex("a key without a number");
                                              }
                                              return false;
                                            }));
@@ -225,13 +228,13 @@ Result<std::shared_ptr<const ExtentTable>> CheckpointIndex::Extents(std::uint32_
         if (in_order) rows.append(value);
         return in_order;
       }));
-  if (!in_order) return Bad("tensor " + entry.meta.key() + ": a page of extents is missing");
+  if (!in_order) return BadIndex("tensor " + entry.meta.key() + ": a page of extents is missing");
   Result<ExtentTable> table = ExtentTable::FromPacked(entry.meta.shape().rank(), std::move(rows),
                                                       entry.wide, entry.pending);
   if (!table.ok()) return table.status().WithContext("index: tensor " + entry.meta.key());
   if (table.value().size() != entry.chunks) {
-    return Bad("tensor " + entry.meta.key() + ": " + std::to_string(table.value().size()) +
-               " chunks, " + std::to_string(entry.chunks) + " expected");
+    return BadIndex("tensor " + entry.meta.key() + ": " + std::to_string(table.value().size()) +
+                    " chunks, " + std::to_string(entry.chunks) + " expected");
   }
   const std::size_t weight = table.value().packed().size() + 256;
   return cache_->extents.Put(ordinal, std::make_shared<const ExtentTable>(std::move(table).value()),
@@ -264,7 +267,7 @@ Result<std::vector<ObjectContent>> CheckpointIndex::ObjectParts(std::string_view
         Result<ObjectContent> object = DecodeObject(in, "index: object");
         inner = object.ok() ? in.Finish() : object.status();
         if (inner.ok() && object.value().key != key) {
-          inner = Bad("object " + std::string(key) + ": its record is of another");
+          inner = BadIndex("object " + std::string(key) + ": its record is of another");
         }
         if (inner.ok()) parts.push_back(std::move(object).value());
         return inner.ok();
@@ -335,7 +338,7 @@ Result<std::shared_ptr<const LayerNames>> CheckpointIndex::Layers() const {
                      if (!inner.ok()) return false;
                      const auto* pattern = value.value().get_if<std::string>();
                      if (pattern == nullptr) {
-                       inner = Bad("names of layers: not a string");
+                       inner = BadIndex("names of layers: not a string");
                        return false;
                      }
                      patterns.emplace(key.substr(1 + kLayersRecordPrefix.size()), *pattern);
@@ -361,7 +364,7 @@ Result<std::string> CheckpointIndex::SafetensorsHeader() const {
                                              header.append(value);
                                              return true;
                                            }));
-  if (header.size() != safetensors_header_bytes_) return Bad("the safetensors header is cut");
+  if (header.size() != safetensors_header_bytes_) return BadIndex("the safetensors header is cut");
   return header;
 }
 

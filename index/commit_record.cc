@@ -10,16 +10,16 @@ namespace tensormount {
 namespace {
 
 // docs/format.md, "Commit record".
-constexpr std::string_view kMagic{"TMCOMMIT", 8};
+constexpr std::string_view kCommitMagic{"TMCOMMIT", 8};
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t kHeaderBytes = 112;
-constexpr std::size_t kHashBytes = 16;
+constexpr std::size_t kCommitHeaderBytes = 112;
+constexpr std::size_t kCommitHashBytes = 16;
 
 std::string EncodeCopy(const CommitRecord& record) {
   ByteWriter out;
-  out.Raw(kMagic.data(), kMagic.size());
+  out.Raw(kCommitMagic.data(), kCommitMagic.size());
   out.U32(record.version);
-  out.U32(kHeaderBytes);
+  out.U32(kCommitHeaderBytes);
   out.U64(record.compatible);
   out.U64(record.read_compatible);
   out.U64(record.incompatible);
@@ -35,7 +35,7 @@ std::string EncodeCopy(const CommitRecord& record) {
     out.Hash(file.hash);
     out.Hash(file.tail);
   }
-  StoreLittle<std::uint64_t>(out.bytes().data() + 40, out.size() + kHashBytes);
+  StoreLittle<std::uint64_t>(out.bytes().data() + 40, out.size() + kCommitHashBytes);
   out.Hash(Xxh3(out.bytes()));
   return std::move(out.bytes());
 }
@@ -44,24 +44,25 @@ std::string EncodeCopy(const CommitRecord& record) {
 // unknown.
 Result<CommitRecord> DecodeCopy(std::string_view bytes) {
   const auto bad = [](std::string why) { return Status(Code::kDataLoss, std::move(why)); };
-  if (bytes.size() < kHeaderBytes + kHashBytes) return bad("truncated");
-  if (!bytes.starts_with(kMagic)) return bad("not a commit record");
+  if (bytes.size() < kCommitHeaderBytes + kCommitHashBytes) return bad("truncated");
+  if (!bytes.starts_with(kCommitMagic)) return bad("not a commit record");
   const auto length = LoadLittle<std::uint64_t>(bytes.data() + 40);
-  if (length < kHeaderBytes + kHashBytes || length > bytes.size()) return bad("wrong length");
-  const std::string_view body = bytes.substr(0, length - kHashBytes);
-  ByteReader sum(bytes.substr(body.size(), kHashBytes), "checksum");
+  if (length < kCommitHeaderBytes + kCommitHashBytes || length > bytes.size())
+    return bad("wrong length");
+  const std::string_view body = bytes.substr(0, length - kCommitHashBytes);
+  ByteReader sum(bytes.substr(body.size(), kCommitHashBytes), "checksum");
   if (sum.Hash() != Xxh3(body)) return bad("checksum differs");
   if (bytes.find_first_not_of('\0', length) != std::string_view::npos) {
     return bad("bytes after its end");
   }
   CommitRecord record;
-  ByteReader in(body.substr(kMagic.size()), "commit record");
+  ByteReader in(body.substr(kCommitMagic.size()), "commit record");
   record.version = in.U32();
   const std::uint32_t header_bytes = in.U32();
   record.compatible = in.U64();
   record.read_compatible = in.U64();
   record.incompatible = in.U64();
-  if (record.version != kFormatVersion || header_bytes != kHeaderBytes) {
+  if (record.version != kFormatVersion || header_bytes != kCommitHeaderBytes) {
     return Status(Code::kUnsupported,
                   "written in a newer format: version " + std::to_string(record.version));
   }

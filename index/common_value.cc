@@ -92,9 +92,9 @@ std::size_t ShowFrom(std::string_view a, std::string_view b) {
 }
 
 // Appends to one path while it goes down, so that equal trees cost few allocations.
-class Comparison {
+class ValueComparison {
  public:
-  Comparison(std::string path, const CommonExempt& exempt)
+  ValueComparison(std::string path, const CommonExempt& exempt)
       : path_(std::move(path)), exempt_(exempt) {}
 
   std::optional<CommonSides> Values(const CommonValue& a, const CommonValue& b) {
@@ -356,7 +356,7 @@ std::string CommonSides::What(std::string_view where_first, std::string_view whe
 
 std::optional<CommonSides> CompareAt(std::string path, const CommonValue& a, const CommonValue& b,
                                      const CommonExempt& exempt) {
-  return Comparison(std::move(path), exempt).Values(a, b);
+  return ValueComparison(std::move(path), exempt).Values(a, b);
 }
 
 std::optional<CommonDifference> FirstDifference(const CommonValue& a, const CommonValue& b) {

@@ -19,7 +19,7 @@ namespace {
 
 using Each = std::function<Status(const Difference&)>;
 
-constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
+constexpr std::uint64_t kNoTensor = std::numeric_limits<std::uint64_t>::max();
 // Keys and tensors to be read that are worked on together; what is known of them is in memory.
 constexpr std::size_t kMostPending = 4096;
 
@@ -100,17 +100,17 @@ struct Job {
   std::size_t difference = 0;  // Its place in the batch.
   std::uint64_t block = 0;     // Elements a unit; whole bytes.
   std::uint64_t units = 0;
-  std::atomic<std::uint64_t> first_element{kNone};
+  std::atomic<std::uint64_t> first_element{kNoTensor};
   std::mutex mutex;
   ValueDifference sum;
 
   bool same_type() const { return first.meta.dtype() == second.meta.dtype(); }
 };
 
-class Comparison {
+class CheckpointComparison {
  public:
-  Comparison(const OpenedCheckpoint& first, const OpenedCheckpoint& second,
-             const CompareOptions& options, const Each& each)
+  CheckpointComparison(const OpenedCheckpoint& first, const OpenedCheckpoint& second,
+                       const CompareOptions& options, const Each& each)
       : first_(first), second_(second), options_(options), each_(each) {}
 
   Result<CompareSummary> Run() {
@@ -200,7 +200,7 @@ class Comparison {
     TENSORMOUNT_RETURN_IF_ERROR(RunJobs());
     for (const auto& job : jobs_) {
       Entry& entry = batch_[job->difference];
-      entry.equal = !job->by_digest && job->same_type() && job->first_element == kNone;
+      entry.equal = !job->by_digest && job->same_type() && job->first_element == kNoTensor;
       Conclude(*job, entry.difference);
     }
     jobs_.clear();
@@ -211,7 +211,7 @@ class Comparison {
 
   static void Conclude(const Job& job, Difference& d) {
     const std::uint64_t at = job.first_element;
-    if (at != kNone) {
+    if (at != kNoTensor) {
       d.first_element = at;
     } else if (job.same_type()) {
       d.reason = "digests differ, bytes do not: one digest is wrong";
@@ -290,7 +290,7 @@ class Comparison {
     const std::uint64_t count = std::min(job.block, mine.elements() - begin);
     TENSORMOUNT_RETURN_IF_ERROR(ReadBlock(first_, job.first, begin, count, a));
     TENSORMOUNT_RETURN_IF_ERROR(ReadBlock(second_, job.second, begin, count, b));
-    std::uint64_t found = kNone;
+    std::uint64_t found = kNoTensor;
     if (job.same_type() && std::memcmp(a.data(), b.data(), a.size()) != 0) {
       const auto byte = static_cast<std::uint64_t>(
           std::mismatch(a.begin(), a.end(), b.begin()).first - a.begin());
@@ -425,7 +425,7 @@ class Comparison {
 Result<CompareSummary> CompareCheckpoints(const OpenedCheckpoint& first,
                                           const OpenedCheckpoint& second,
                                           const CompareOptions& options, const Each& each) {
-  Comparison comparison(first, second, options, each);
+  CheckpointComparison comparison(first, second, options, each);
   TENSORMOUNT_ASSIGN_OR_RETURN(CompareSummary summary, comparison.Run());
   summary.bytes_read = comparison.bytes_read();
   return summary;

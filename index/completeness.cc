@@ -4,14 +4,13 @@
 #include <optional>
 
 #include "base/checked.h"
+#include "base/errors.h"
 #include "index/content.h"
 #include "index/extent_row.h"
 #include "shard/coverage.h"
 
 namespace tensormount {
 namespace {
-
-Status Bad(std::string message) { return Status(Code::kDataLoss, std::move(message)); }
 
 // [first, first + count) of the row-major order of a whole tensor.
 struct FlatRange {
@@ -69,25 +68,25 @@ bool HasItsLength(const ExtentTable& table, const char* row, const TensorMeta& m
 // File, place and hash of a row; its length is the caller's to compare.
 Status CheckPlace(const Content& content, const ExtentTable& table, const char* row) {
   const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
-  if (file >= content.files.size()) return Bad("a chunk in a file that is not in the table");
+  if (file >= content.files.size()) return DataLoss("a chunk in a file that is not in the table");
   const FileRecord& record = content.files[file];
   if (!RangeWithin(LoadLittle<std::uint64_t>(row + extent_row::kOffset),
                    LoadLittle<std::uint64_t>(row + extent_row::kLength), record.length)) {
-    return Bad(record.name + ": a chunk reaches past its end");
+    return DataLoss(record.name + ": a chunk reaches past its end");
   }
   const std::uint32_t flags = extent_row::Flags(row);
   const std::uint32_t known =
       extent_row::kKnownFlags | (table.pending() ? extent_row::kPending : 0u);
-  if ((flags & ~known) != 0) return Bad(record.name + ": a chunk of unknown kind");
+  if ((flags & ~known) != 0) return DataLoss(record.name + ": a chunk of unknown kind");
   const bool foreign = record.placement == Placement::kForeign;
   if (!foreign && (flags & (extent_row::kStrided | extent_row::kPending)) != 0) {
-    return Bad(record.name + ": a strided chunk");
+    return DataLoss(record.name + ": a strided chunk");
   }
   if ((flags & extent_row::kHasHash) == 0) {
-    return foreign ? Status() : Bad(record.name + ": a chunk without a hash");
+    return foreign ? Status() : DataLoss(record.name + ": a chunk without a hash");
   }
   if (LoadLittle<std::uint32_t>(row + extent_row::kManifest) >= content.manifests.size()) {
-    return Bad(record.name + ": a chunk of a manifest that is not in the table");
+    return DataLoss(record.name + ": a chunk of a manifest that is not in the table");
   }
   return Status();
 }
@@ -179,17 +178,16 @@ Result<bool> IsGrid(const Content& content, const TensorContent& tensor,
 }
 
 // Whether a decoded chunk has the length of its region.
-Status CheckLength(const Content& content, const TensorMeta& meta, const ChunkRecord& chunk) {
+Status CheckChunkLength(const Content& content, const TensorMeta& meta, const ChunkRecord& chunk) {
   if (!chunk.region.Within(meta.shape())) {
-    return Bad(chunk.region.ToString() + " is not within " + meta.shape().ToString());
+    return DataLoss(chunk.region.ToString() + " is not within " + meta.shape().ToString());
   }
-  Result<std::uint64_t> bytes =
-      ChunkBytes(meta.dtype(), meta.shape(), chunk.region, chunk.strides);
-  if (!bytes.ok()) return Bad(chunk.region.ToString() + ": " + bytes.status().message());
+  Result<std::uint64_t> bytes = ChunkBytes(meta.dtype(), meta.shape(), chunk.region, chunk.strides);
+  if (!bytes.ok()) return DataLoss(chunk.region.ToString() + ": " + bytes.status().message());
   if (chunk.pending || bytes.value() == chunk.length) return Status();
-  return Bad(chunk.region.ToString() + ": " + content.files[chunk.file].name + ": " +
-             std::to_string(chunk.length) + " bytes stored, " + std::to_string(bytes.value()) +
-             " needed");
+  return DataLoss(chunk.region.ToString() + ": " + content.files[chunk.file].name + ": " +
+                  std::to_string(chunk.length) + " bytes stored, " + std::to_string(bytes.value()) +
+                  " needed");
 }
 
 TensorCheck CheckExactly(const Content& content, const TensorContent& tensor) {
@@ -204,7 +202,7 @@ TensorCheck CheckExactly(const Content& content, const TensorContent& tensor) {
     if (status.ok()) {
       status = CheckPlace(content, tensor.extents, tensor.extents.Row(i).data());
     }
-    if (status.ok()) status = CheckLength(content, meta, chunk.value());
+    if (status.ok()) status = CheckChunkLength(content, meta, chunk.value());
     if (!status.ok()) return {Completeness::kBad, status.message(), {}};
     files.push_back(chunk.value().file);
     if (chunk.value().region.empty()) continue;
@@ -243,16 +241,16 @@ Status CheckObjects(const Content& content) {
     for (; end < content.objects.size() && content.objects[end].key == first.key; ++end) {
       const ObjectContent& part = content.objects[end];
       if (!(part.grid == first.grid)) {
-        return Bad("object " + first.key + ": its parts are on grids " + first.grid.ToString() +
-                   " and " + part.grid.ToString());
+        return DataLoss("object " + first.key + ": its parts are on grids " +
+                        first.grid.ToString() + " and " + part.grid.ToString());
       }
       const bool in_tables =
           part.file < content.files.size() &&
           (part.has_hash() ? part.manifest < content.manifests.size()
                            : content.files[part.file].placement == Placement::kForeign);
       if (!in_tables || !RangeWithin(part.offset, part.length, content.files[part.file].length)) {
-        return Bad("object " + first.key + ": part " + part.index.ToString() +
-                   " is not within a file of the table");
+        return DataLoss("object " + first.key + ": part " + part.index.ToString() +
+                        " is not within a file of the table");
       }
     }
     const std::optional<std::int64_t> parts = CheckedProduct(first.grid);
@@ -265,8 +263,8 @@ Status CheckObjects(const Content& content) {
           want[a] = 0;
         }
       }
-      return Bad("object " + first.key + ": part " + want.ToString() + " of its grid " +
-                 first.grid.ToString() + " is missing");
+      return DataLoss("object " + first.key + ": part " + want.ToString() + " of its grid " +
+                      first.grid.ToString() + " is missing");
     }
     i = end;
   }
@@ -280,7 +278,7 @@ Status CheckComplete(const Content& content) {
   for (const TensorContent& tensor : content.tensors) {
     TensorCheck check = CheckOne(content, tensor, scratch);
     if (check.verdict != Completeness::kWhole) {
-      return Bad("tensor " + tensor.meta.key() + ": " + check.why);
+      return DataLoss("tensor " + tensor.meta.key() + ": " + check.why);
     }
   }
   return CheckObjects(content);

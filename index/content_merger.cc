@@ -2,13 +2,12 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/errors.h"
 #include "index/content.h"
 #include "index/manifest.h"
 
 namespace tensormount {
 namespace {
-
-Status Bad(std::string message) { return Status(Code::kDataLoss, std::move(message)); }
 
 std::string PartName(const ObjectContent& object) {
   std::string name = "object " + object.key;
@@ -52,13 +51,13 @@ bool IsIdentity(std::span<const std::uint32_t> map) {
 Status ContentMerger::Add(const Content& from, const std::string& manifest_name) {
   if (std::find(merged_.manifests.begin(), merged_.manifests.end(), manifest_name) !=
       merged_.manifests.end()) {
-    return Bad(manifest_name + ": there twice");
+    return DataLoss(manifest_name + ": there twice");
   }
   if (!from.info.uuid.IsZero()) {
     if (uuid_.IsZero()) uuid_ = from.info.uuid;
     if (uuid_ != from.info.uuid) {
-      return Bad(manifest_name + ": belongs to checkpoint " + from.info.uuid.ToString() +
-                 ", not to " + uuid_.ToString());
+      return DataLoss(manifest_name + ": belongs to checkpoint " + from.info.uuid.ToString() +
+                      ", not to " + uuid_.ToString());
     }
   }
   const auto manifest = static_cast<std::uint32_t>(merged_.manifests.size());
@@ -79,11 +78,11 @@ Status ContentMerger::Add(const Content& from, const std::string& manifest_name)
       if (known.length != file.length || known.placement != file.placement ||
           known.mtime_seconds != file.mtime_seconds ||
           known.mtime_nanoseconds != file.mtime_nanoseconds) {
-        return Bad(manifest_name + ": " + file.name +
-                   ": writers disagree: " + std::to_string(known.length) + " bytes (" +
-                   std::string(PlacementName(known.placement)) + ") and " +
-                   std::to_string(file.length) + " (" + std::string(PlacementName(file.placement)) +
-                   ")");
+        return DataLoss(manifest_name + ": " + file.name +
+                        ": writers disagree: " + std::to_string(known.length) + " bytes (" +
+                        std::string(PlacementName(known.placement)) + ") and " +
+                        std::to_string(file.length) + " (" +
+                        std::string(PlacementName(file.placement)) + ")");
       }
     }
     file_map.push_back(it->second);
@@ -103,7 +102,7 @@ Status ContentMerger::Add(const Content& from, const std::string& manifest_name)
   }
   for (ExtraPiece extra : from.extras) {
     if (extra.file >= file_map.size()) {
-      return Bad(manifest_name + ": an extra piece in a file that is not in the table");
+      return DataLoss(manifest_name + ": an extra piece in a file that is not in the table");
     }
     extra.file = file_map[extra.file];
     extra.manifest = manifest;
@@ -112,7 +111,7 @@ Status ContentMerger::Add(const Content& from, const std::string& manifest_name)
   for (const auto& [key, value] : from.common) {
     const auto [it, inserted] = merged_.common.try_emplace(key, value);
     if (!inserted && it->second != value) {
-      return Bad(manifest_name + ": writers disagree on the common value " + key);
+      return DataLoss(manifest_name + ": writers disagree on the common value " + key);
     }
   }
   return Status();
@@ -133,10 +132,10 @@ Status ContentMerger::AddTensor(const TensorContent& tensor,
   }
   TensorContent& merged = merged_.tensors[it->second];
   if (merged.meta.dtype() != tensor.meta.dtype() || !(merged.meta.shape() == tensor.meta.shape())) {
-    return Bad("tensor " + tensor.meta.key() +
-               ": writers disagree: " + std::string(InfoOf(merged.meta.dtype()).name) +
-               merged.meta.shape().ToString() + " and " +
-               std::string(InfoOf(tensor.meta.dtype()).name) + tensor.meta.shape().ToString());
+    return DataLoss("tensor " + tensor.meta.key() +
+                    ": writers disagree: " + std::string(InfoOf(merged.meta.dtype()).name) +
+                    merged.meta.shape().ToString() + " and " +
+                    std::string(InfoOf(tensor.meta.dtype()).name) + tensor.meta.shape().ToString());
   }
   merged.has_digest = merged.has_digest && tensor.has_digest;
   merged.digest ^= tensor.digest;
@@ -147,7 +146,7 @@ Status ContentMerger::AddTensor(const TensorContent& tensor,
 Status ContentMerger::AddObject(const ObjectContent& object,
                                 std::span<const std::uint32_t> file_map, std::uint32_t manifest) {
   if (object.file >= file_map.size()) {
-    return Bad(PartName(object) + ": in a file that is not in the table");
+    return DataLoss(PartName(object) + ": in a file that is not in the table");
   }
   ObjectContent& merged = merged_.objects.emplace_back(object);
   merged.file = file_map[object.file];
@@ -160,20 +159,20 @@ Status ContentMerger::ApplyCoordinator() {
   if (list.tensors.empty() && list.objects.empty()) return Status();  // Not written yet.
   const std::string who(kCoordinatorManifest);
   if (list.tensors.size() != merged_.tensors.size()) {
-    return Bad(who + ": lists " + std::to_string(list.tensors.size()) +
-               " tensors, the writers wrote " + std::to_string(merged_.tensors.size()));
+    return DataLoss(who + ": lists " + std::to_string(list.tensors.size()) +
+                    " tensors, the writers wrote " + std::to_string(merged_.tensors.size()));
   }
   for (const TensorContent& tensor : list.tensors) {
     const auto it = tensor_number_.find(tensor.meta.key());
     if (it == tensor_number_.end()) {
-      return Bad(who + ": tensor " + tensor.meta.key() + ": no writer has it");
+      return DataLoss(who + ": tensor " + tensor.meta.key() + ": no writer has it");
     }
     TensorContent& merged = merged_.tensors[it->second];
     if (merged.meta.dtype() != tensor.meta.dtype() ||
         !(merged.meta.shape() == tensor.meta.shape()) || merged.has_digest != tensor.has_digest ||
         (merged.has_digest && merged.digest != tensor.digest)) {
-      return Bad(who + ": tensor " + tensor.meta.key() +
-                 ": dtype, shape or digest is not what the writers say");
+      return DataLoss(who + ": tensor " + tensor.meta.key() +
+                      ": dtype, shape or digest is not what the writers say");
     }
     merged.mtime = tensor.mtime;
   }
@@ -182,14 +181,15 @@ Status ContentMerger::ApplyCoordinator() {
   std::sort(parts.begin(), parts.end(),
             [](const ObjectContent* a, const ObjectContent* b) { return PartLess(*a, *b); });
   if (parts.size() != merged_.objects.size()) {
-    return Bad(who + ": lists " + std::to_string(parts.size()) +
-               " parts of objects, the writers wrote " + std::to_string(merged_.objects.size()));
+    return DataLoss(who + ": lists " + std::to_string(parts.size()) +
+                    " parts of objects, the writers wrote " +
+                    std::to_string(merged_.objects.size()));
   }
   for (std::size_t i = 0; i < parts.size(); ++i) {
     ObjectContent& merged = merged_.objects[i];
     if (merged.key != parts[i]->key || !(merged.index == parts[i]->index) ||
         merged.length != parts[i]->length || merged.hash != parts[i]->hash) {
-      return Bad(who + ": " + PartName(*parts[i]) + ": not what the writers say");
+      return DataLoss(who + ": " + PartName(*parts[i]) + ": not what the writers say");
     }
     merged.mtime = parts[i]->mtime;
   }
@@ -221,7 +221,7 @@ Result<Content> ContentMerger::Finish() {
   std::sort(merged_.objects.begin(), merged_.objects.end(), PartLess);
   for (std::size_t i = 1; i < merged_.objects.size(); ++i) {
     if (!PartLess(merged_.objects[i - 1], merged_.objects[i])) {
-      return Bad(PartName(merged_.objects[i]) + ": written twice");
+      return DataLoss(PartName(merged_.objects[i]) + ": written twice");
     }
   }
   if (coordinator_) TENSORMOUNT_RETURN_IF_ERROR(ApplyCoordinator());

@@ -14,7 +14,7 @@ namespace {
 using extent_row::Begin;
 using extent_row::Extent;
 
-Status Broken(std::size_t row, std::string_view why) {
+Status BrokenRow(std::size_t row, std::string_view why) {
   return Status(Code::kDataLoss,
                 "extent table: row " + std::to_string(row) + ": " + std::string(why));
 }
@@ -170,9 +170,9 @@ Status ExtentTable::Remap(std::span<const std::uint32_t> file_map,
     char* row = rows_.data() + at;
     const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
     const auto manifest = LoadLittle<std::uint32_t>(row + extent_row::kManifest);
-    if (file >= file_map.size()) return Broken(at / row_bytes, "file number out of range");
+    if (file >= file_map.size()) return BrokenRow(at / row_bytes, "file number out of range");
     if (manifest >= manifest_map.size()) {
-      return Broken(at / row_bytes, "manifest number out of range");
+      return BrokenRow(at / row_bytes, "manifest number out of range");
     }
     StoreLittle(row + extent_row::kFile, file_map[file]);
     StoreLittle(row + extent_row::kManifest, manifest_map[manifest]);
@@ -181,7 +181,7 @@ Status ExtentTable::Remap(std::span<const std::uint32_t> file_map,
 }
 
 Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
-  if (i >= size()) return Broken(i, "there is no such row");
+  if (i >= size()) return BrokenRow(i, "there is no such row");
   const char* row = rows_.data() + i * row_bytes();
   ChunkRecord chunk;
   chunk.file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
@@ -193,10 +193,11 @@ Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
   chunk.hash.high = LoadLittle<std::uint64_t>(row + extent_row::kHash + 8);
   const auto flags = LoadLittle<std::uint32_t>(row + extent_row::kFlags);
   const std::uint32_t known = extent_row::kKnownFlags | (pending_ ? extent_row::kPending : 0u);
-  if ((flags & ~known) != 0) return Broken(i, "unknown flags");
+  if ((flags & ~known) != 0) return BrokenRow(i, "unknown flags");
   chunk.pending = (flags & extent_row::kPending) != 0;
   chunk.has_hash = (flags & extent_row::kHasHash) != 0;
-  if (!chunk.has_hash && chunk.hash != Hash128{}) return Broken(i, "a hash that is not said to be");
+  if (!chunk.has_hash && chunk.hash != Hash128{})
+    return BrokenRow(i, "a hash that is not said to be");
   Dims begin;
   Dims extent;
   for (int a = 0; a < rank_; ++a) {
@@ -204,26 +205,26 @@ Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
     extent.push_back(Extent(row, rank_, a));
   }
   Result<Box> box = Box::Make(begin, extent);
-  if (!box.ok()) return Broken(i, box.status().message());
+  if (!box.ok()) return BrokenRow(i, box.status().message());
   const auto first = LoadLittle<std::int64_t>(row + extent_row::kFlatFirst);
   const auto count = LoadLittle<std::int64_t>(row + extent_row::kFlatCount);
   if ((flags & extent_row::kFlat) == 0) {
-    if (first != 0 || count != 0) return Broken(i, "a box with a flat range");
+    if (first != 0 || count != 0) return BrokenRow(i, "a box with a flat range");
     chunk.region = Region(box.value());
   } else {
     Result<Region> region = Region::Flat(box.value(), first, count);
-    if (!region.ok()) return Broken(i, region.status().message());
-    if (!region.value().is_flat()) return Broken(i, "a flat range that is a box");
+    if (!region.ok()) return BrokenRow(i, region.status().message());
+    if (!region.value().is_flat()) return BrokenRow(i, "a flat range that is a box");
     chunk.region = std::move(region).value();
   }
   if (chunk.offset + chunk.length < chunk.offset ||
       chunk.offset + chunk.length > static_cast<std::uint64_t>(INT64_MAX)) {
-    return Broken(i, "offset and length overflow");
+    return BrokenRow(i, "offset and length overflow");
   }
-  if ((flags & extent_row::kStrided) != 0 && !wide_) return Broken(i, "strides in a narrow row");
+  if ((flags & extent_row::kStrided) != 0 && !wide_) return BrokenRow(i, "strides in a narrow row");
   if (wide_) {
     if (Status strides = DecodeStrides(row, rank_, chunk); !strides.ok()) {
-      return Broken(i, strides.message());
+      return BrokenRow(i, strides.message());
     }
   }
   return chunk;

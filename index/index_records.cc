@@ -8,9 +8,9 @@
 namespace tensormount::index_record {
 namespace {
 
-constexpr std::uint8_t kHasDigest = 1;
+constexpr std::uint8_t kRecordHasDigest = 1;
 constexpr std::uint8_t kInSafetensors = 2;
-constexpr std::uint8_t kWide = 4;
+constexpr std::uint8_t kRecordWide = 4;
 constexpr std::uint8_t kPending = 8;  // In memory alone.
 
 void AppendBig32(std::string& out, std::uint32_t v) {
@@ -129,10 +129,10 @@ Status ForEach(const Content& content, bool to_memory,
     const TensorContent& tensor = content.tensors[i];
     value.bytes().clear();
     EncodeMeta(value, tensor.meta);
-    value.U8(static_cast<std::uint8_t>(
-        (tensor.has_digest ? kHasDigest : 0) |
-        (!to_memory && layout.held[i] ? kInSafetensors : 0) | (tensor.extents.wide() ? kWide : 0) |
-        (tensor.extents.pending() ? kPending : 0)));
+    value.U8(static_cast<std::uint8_t>((tensor.has_digest ? kRecordHasDigest : 0) |
+                                       (!to_memory && layout.held[i] ? kInSafetensors : 0) |
+                                       (tensor.extents.wide() ? kRecordWide : 0) |
+                                       (tensor.extents.pending() ? kPending : 0)));
     value.U64(tensor.digest);
     value.I64(tensor.mtime);
     value.U64(tensor.extents.size());
@@ -159,13 +159,13 @@ Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal, 
   entry.chunks = in.U64();
   entry.safetensors_offset = in.U64();
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
-  const int known = kHasDigest | kInSafetensors | kWide | (from_memory ? kPending : 0);
+  const int known = kRecordHasDigest | kInSafetensors | kRecordWide | (from_memory ? kPending : 0);
   if ((flags & ~known) != 0) {
     return Status(Code::kDataLoss, what + ": unknown flags");
   }
-  entry.has_digest = (flags & kHasDigest) != 0;
+  entry.has_digest = (flags & kRecordHasDigest) != 0;
   entry.in_safetensors = (flags & kInSafetensors) != 0;
-  entry.wide = (flags & kWide) != 0;
+  entry.wide = (flags & kRecordWide) != 0;
   entry.pending = (flags & kPending) != 0;
   return entry;
 }

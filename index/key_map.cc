@@ -15,10 +15,10 @@ namespace tensormount {
 namespace {
 
 using Rule = KeyMap::Rule;
-using Kind = Rule::Kind;
+using RuleKind = Rule::Kind;
 using Json = nlohmann::json;
 
-std::string Quoted(std::string_view text) {
+std::string QuotedJson(std::string_view text) {
   return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
@@ -53,18 +53,18 @@ struct Renamed {
 };
 std::optional<Renamed> ApplyRule(const Rule& rule, std::string_view key) {
   switch (rule.kind) {
-    case Kind::kKey:
+    case RuleKind::kKey:
       if (key != rule.from) return std::nullopt;
       return Renamed{.name = rule.to};
-    case Kind::kPrefix:
+    case RuleKind::kPrefix:
       if (!key.starts_with(rule.from)) return std::nullopt;
       return Renamed{.name = rule.to + std::string(key.substr(rule.from.size()))};
-    case Kind::kMatch: {
+    case RuleKind::kMatch: {
       const auto captures = GlobCaptures(rule.from, key);
       if (!captures) return std::nullopt;
       return Renamed{.name = Fill(rule.to, *captures)};
     }
-    case Kind::kDrop:
+    case RuleKind::kDrop:
       if (!GlobCaptures(rule.from, key)) return std::nullopt;
       return Renamed{.name = {}, .dropped = true};
   }
@@ -80,16 +80,16 @@ Renamed ApplyRules(const std::vector<Rule>& rules, std::string_view key) {
 
 // One object of the list.
 Result<Rule> RuleFromJson(const Json& json, std::size_t number) {
-  static constexpr std::pair<const char*, Kind> kKinds[] = {{"key", Kind::kKey},
-                                                            {"prefix", Kind::kPrefix},
-                                                            {"match", Kind::kMatch},
-                                                            {"drop", Kind::kDrop}};
+  static constexpr std::pair<const char*, RuleKind> kKinds[] = {{"key", RuleKind::kKey},
+                                                                {"prefix", RuleKind::kPrefix},
+                                                                {"match", RuleKind::kMatch},
+                                                                {"drop", RuleKind::kDrop}};
   if (!json.is_object()) return BadRule(number, "an object is wanted");
   Rule rule;
   bool has_kind = false;
   bool has_to = false;
   for (const auto& [name, value] : json.items()) {
-    if (!value.is_string()) return BadRule(number, Quoted(name) + " must be a string");
+    if (!value.is_string()) return BadRule(number, QuotedJson(name) + " must be a string");
     if (name == "to") {
       rule.to = value.get<std::string>();
       has_to = true;
@@ -97,14 +97,14 @@ Result<Rule> RuleFromJson(const Json& json, std::size_t number) {
     }
     const auto* kind = std::find_if(std::begin(kKinds), std::end(kKinds),
                                     [&, &n = name](const auto& k) { return n == k.first; });
-    if (kind == std::end(kKinds)) return BadRule(number, "unknown field " + Quoted(name));
+    if (kind == std::end(kKinds)) return BadRule(number, "unknown field " + QuotedJson(name));
     if (has_kind) return BadRule(number, "one of key, prefix, match and drop is wanted, not two");
     has_kind = true;
     rule.kind = kind->second;
     rule.from = value.get<std::string>();
   }
   if (!has_kind) return BadRule(number, "one of key, prefix, match and drop is wanted");
-  if (has_to != (rule.kind != Kind::kDrop)) {
+  if (has_to != (rule.kind != RuleKind::kDrop)) {
     return BadRule(number, has_to ? "drop has no \"to\"" : "\"to\" is missing");
   }
   return rule;
@@ -128,7 +128,7 @@ Result<KeyMap> KeyMap::FromJson(std::string_view json) {
   const Json parsed = Json::parse(json, watch, /*allow_exceptions=*/false);
   if (parsed.is_discarded()) return Status(Code::kInvalidArgument, "key map: not JSON");
   if (!repeated.empty()) {
-    return Status(Code::kInvalidArgument, "key map: field " + Quoted(repeated) + " twice");
+    return Status(Code::kInvalidArgument, "key map: field " + QuotedJson(repeated) + " twice");
   }
   if (!parsed.is_array()) return Status(Code::kInvalidArgument, "key map: a list is wanted");
   std::vector<Rule> rules;
@@ -143,14 +143,14 @@ Result<KeyMap> KeyMap::Make(std::vector<Rule> rules) {
   for (std::size_t i = 0; i < rules.size(); ++i) {
     const Rule& rule = rules[i];
     if (rule.from.empty()) return BadRule(i, "matches nothing: what it is for is empty");
-    if (rule.kind == Kind::kDrop && !rule.to.empty()) return BadRule(i, "drop has no \"to\"");
-    if (rule.kind == Kind::kKey) {
+    if (rule.kind == RuleKind::kDrop && !rule.to.empty()) return BadRule(i, "drop has no \"to\"");
+    if (rule.kind == RuleKind::kKey) {
       const Status legal = CheckKey(rule.to);
       if (!legal.ok()) return BadRule(i, "\"to\": " + legal.message());
     }
-    if (rule.kind == Kind::kMatch && Stars(rule.from) != Stars(rule.to)) {
-      return BadRule(i, Quoted(rule.from) + " has " + std::to_string(Stars(rule.from)) +
-                            " '*' and " + Quoted(rule.to) + " has " +
+    if (rule.kind == RuleKind::kMatch && Stars(rule.from) != Stars(rule.to)) {
+      return BadRule(i, QuotedJson(rule.from) + " has " + std::to_string(Stars(rule.from)) +
+                            " '*' and " + QuotedJson(rule.to) + " has " +
                             std::to_string(Stars(rule.to)));
     }
   }
@@ -170,7 +170,7 @@ Result<std::vector<std::string>> KeyMap::ApplyToAll(std::span<const std::string>
       const Status legal = CheckKey(renamed.name);
       if (!legal.ok()) {
         return Status(Code::kInvalidArgument, "key map: " + key + " becomes " +
-                                                  Quoted(renamed.name) +
+                                                  QuotedJson(renamed.name) +
                                                   ", which no key may be: " + legal.message());
       }
     }

@@ -11,14 +11,14 @@ namespace tensormount {
 namespace {
 
 // docs/format.md, "Manifest".
-constexpr std::string_view kMagic{"TMMANIF\0", 8};
-constexpr std::size_t kHeaderBytes = 128;
+constexpr std::string_view kManifestMagic{"TMMANIF\0", 8};
+constexpr std::size_t kManifestHeaderBytes = 128;
 constexpr std::size_t kLeafAlign = 64;
-constexpr std::size_t kHashBytes = 16;
-static_assert(sizeof(Hash128) == kHashBytes);
+constexpr std::size_t kManifestHashBytes = 16;
+static_assert(sizeof(Hash128) == kManifestHashBytes);
 
 constexpr std::uint8_t kHasDigest = 1;
-constexpr std::uint8_t kWide = 2;
+constexpr std::uint8_t kManifestWide = 2;
 
 struct Header {
   std::uint32_t version = kFormatVersion;
@@ -35,9 +35,9 @@ struct Header {
 
 std::string EncodeHeader(const Header& h) {
   ByteWriter out;
-  out.Raw(kMagic.data(), kMagic.size());
+  out.Raw(kManifestMagic.data(), kManifestMagic.size());
   out.U32(h.version);
-  out.U32(kHeaderBytes);
+  out.U32(kManifestHeaderBytes);
   out.U64(h.compatible);
   out.U64(h.read_compatible);
   out.U64(h.incompatible);
@@ -56,10 +56,10 @@ Result<Header> DecodeHeader(std::string_view bytes, std::string_view name) {
   const auto bad = [&](std::string_view why) {
     return Status(Code::kDataLoss, std::string(name) + ": " + std::string(why));
   };
-  if (bytes.size() < kHeaderBytes) return bad("truncated");
-  bytes = bytes.substr(0, kHeaderBytes);
-  if (!bytes.starts_with(kMagic)) return bad("not a manifest");
-  ByteReader in(bytes.substr(kMagic.size()), name);
+  if (bytes.size() < kManifestHeaderBytes) return bad("truncated");
+  bytes = bytes.substr(0, kManifestHeaderBytes);
+  if (!bytes.starts_with(kManifestMagic)) return bad("not a manifest");
+  ByteReader in(bytes.substr(kManifestMagic.size()), name);
   Header h;
   h.version = in.U32();
   const std::uint32_t header_bytes = in.U32();
@@ -73,15 +73,15 @@ Result<Header> DecodeHeader(std::string_view bytes, std::string_view name) {
   h.records_hash = in.Hash();
   h.leaves_hash = in.Hash();
   const std::uint64_t reserved = in.U64();
-  if (in.Hash() != Xxh3(bytes.substr(0, kHeaderBytes - kHashBytes))) {
+  if (in.Hash() != Xxh3(bytes.substr(0, kManifestHeaderBytes - kManifestHashBytes))) {
     return bad("checksum of the header differs");
   }
-  if (h.version != kFormatVersion || header_bytes != kHeaderBytes || reserved != 0 ||
+  if (h.version != kFormatVersion || header_bytes != kManifestHeaderBytes || reserved != 0 ||
       (h.incompatible & ~kKnownIncompatible) != 0) {
     return Status(Code::kUnsupported, std::string(name) + ": written in a newer format");
   }
-  const auto records_end = CheckedAdd<std::uint64_t>(kHeaderBytes, h.records_bytes);
-  const auto leaves_bytes = CheckedMul<std::uint64_t>(h.leaves, kHashBytes);
+  const auto records_end = CheckedAdd<std::uint64_t>(kManifestHeaderBytes, h.records_bytes);
+  const auto leaves_bytes = CheckedMul<std::uint64_t>(h.leaves, kManifestHashBytes);
   if (!records_end || !leaves_bytes || h.leaves_offset < *records_end ||
       h.leaves_offset - *records_end >= kLeafAlign ||
       CheckedAdd(h.leaves_offset, *leaves_bytes) != h.file_bytes) {
@@ -112,14 +112,14 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
     TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, DecodeMeta(in, name));
     TensorContent& tensor = out.tensors.emplace_back(std::move(meta));
     const std::uint8_t flags = in.U8();
-    if ((flags & ~(kHasDigest | kWide)) != 0)
+    if ((flags & ~(kHasDigest | kManifestWide)) != 0)
       return bad("tensor " + tensor.meta.key() + ": unknown flags");
     tensor.has_digest = (flags & kHasDigest) != 0;
     tensor.digest = in.U64();
     tensor.mtime = in.I64();
     const std::uint64_t rows = in.U64();
     const int rank = tensor.meta.shape().rank();
-    const bool wide = (flags & kWide) != 0;
+    const bool wide = (flags & kManifestWide) != 0;
     const auto row_bytes = CheckedMul<std::uint64_t>(rows, ExtentTable(rank, wide).row_bytes());
     if (!row_bytes || *row_bytes > in.left()) {
       return bad("tensor " + tensor.meta.key() + ": truncated");
@@ -157,9 +157,9 @@ Result<std::string> EncodeManifest(const Content& content, std::span<const Hash1
   std::size_t row_bytes = 0;
   for (const TensorContent& tensor : content.tensors) row_bytes += tensor.extents.packed().size();
   ByteWriter out;
-  out.bytes().reserve(kHeaderBytes + row_bytes + content.tensors.size() * 128 +
-                      leaves.size() * kHashBytes + 4096);
-  out.bytes().resize(kHeaderBytes, '\0');
+  out.bytes().reserve(kManifestHeaderBytes + row_bytes + content.tensors.size() * 128 +
+                      leaves.size() * kManifestHashBytes + 4096);
+  out.bytes().resize(kManifestHeaderBytes, '\0');
   if (content.files.size() > UINT32_MAX) return TooLarge("files");
   if (content.tensors.size() > UINT32_MAX) return TooLarge("tensors");
   if (content.objects.size() > UINT32_MAX) return TooLarge("objects");
@@ -182,7 +182,7 @@ Result<std::string> EncodeManifest(const Content& content, std::span<const Hash1
     }
     EncodeMeta(out, tensor.meta);
     out.U8(static_cast<std::uint8_t>((tensor.has_digest ? kHasDigest : 0) |
-                                     (tensor.extents.wide() ? kWide : 0)));
+                                     (tensor.extents.wide() ? kManifestWide : 0)));
     out.U64(tensor.digest);
     out.I64(tensor.mtime);
     out.U64(tensor.extents.size());
@@ -205,8 +205,8 @@ Result<std::string> EncodeManifest(const Content& content, std::span<const Hash1
     EncodeCommon(out, value);
   }
   Header header;
-  header.records_bytes = out.size() - kHeaderBytes;
-  header.records_hash = Xxh3(std::string_view(out.bytes()).substr(kHeaderBytes));
+  header.records_bytes = out.size() - kManifestHeaderBytes;
+  header.records_hash = Xxh3(std::string_view(out.bytes()).substr(kManifestHeaderBytes));
   out.bytes().resize((out.size() + kLeafAlign - 1) / kLeafAlign * kLeafAlign, '\0');
   header.leaves_offset = out.size();
   header.leaves = leaves.size();
@@ -214,7 +214,7 @@ Result<std::string> EncodeManifest(const Content& content, std::span<const Hash1
   out.Raw(leaves.data(), leaves.size_bytes());
   header.file_bytes = out.size();
   const std::string head = EncodeHeader(header);
-  out.bytes().replace(0, kHeaderBytes, head);
+  out.bytes().replace(0, kManifestHeaderBytes, head);
   return std::move(out.bytes());
 }
 
@@ -227,9 +227,9 @@ Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
     return bad(std::to_string(bytes.size()) + " bytes, its header says " +
                std::to_string(header.file_bytes));
   }
-  const std::string_view records = bytes.substr(kHeaderBytes, header.records_bytes);
+  const std::string_view records = bytes.substr(kManifestHeaderBytes, header.records_bytes);
   if (Xxh3(records) != header.records_hash) return bad("checksum of the records differs");
-  const std::size_t records_end = kHeaderBytes + records.size();
+  const std::size_t records_end = kManifestHeaderBytes + records.size();
   const std::string_view padding = bytes.substr(records_end, header.leaves_offset - records_end);
   if (padding.find_first_not_of('\0') != std::string_view::npos) return bad("padding is not zero");
   const std::string_view leaf_bytes = bytes.substr(header.leaves_offset);
@@ -248,7 +248,7 @@ Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
 
 Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
                                                 std::uint64_t count) {
-  char head[kHeaderBytes];
+  char head[kManifestHeaderBytes];
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(0, head, sizeof(head)));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Header header,
                                DecodeHeader({head, sizeof(head)}, file.path()));
@@ -265,8 +265,8 @@ Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
                                        std::to_string(header.file_bytes));
   }
   std::vector<Hash128> leaves(count);
-  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(header.leaves_offset + first * kHashBytes,
-                                               leaves.data(), count * kHashBytes));
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(header.leaves_offset + first * kManifestHashBytes,
+                                               leaves.data(), count * kManifestHashBytes));
   return leaves;
 }
 

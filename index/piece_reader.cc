@@ -17,8 +17,8 @@ constexpr std::uint64_t kScatterRun = 512;
 constexpr std::size_t kMaxScatter = 1024;  // What the kernel takes in one call.
 
 // What stays in the second-level cache between the read and the hash.
-constexpr std::uint64_t kBlockBytes = std::uint64_t{1} << 20;
-static_assert(kBlockBytes % kLeafBytes == 0);
+constexpr std::uint64_t kPieceBlockBytes = std::uint64_t{1} << 20;
+static_assert(kPieceBlockBytes % kLeafBytes == 0);
 
 std::uint64_t LeafBegin(std::uint64_t leaf) { return leaf * kLeafBytes; }
 
@@ -169,7 +169,8 @@ Status PieceReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size
                             const Arrived& arrived) {
   const std::uint64_t end = at + size;
   while (at < end) {
-    std::uint64_t block = std::min(end, at / kBlockBytes * kBlockBytes + kBlockBytes) - at;
+    std::uint64_t block =
+        std::min(end, at / kPieceBlockBytes * kPieceBlockBytes + kPieceBlockBytes) - at;
     if (verify_ == ReadVerify::kExtendLeaves) {
       const std::uint64_t leaf = at / kLeafBytes;
       const std::uint64_t leaf_end = std::min(LeafBegin(leaf + 1), where_.length);
@@ -222,16 +223,16 @@ class PieceReader::WindowReader {
     std::uint64_t stop = 0;
     if (piece_.verify_ == ReadVerify::kExtendLeaves) {
       begin_ = at / kLeafBytes * kLeafBytes;
-      stop = begin_ + (dense_ ? kBlockBytes : kLeafBytes);
+      stop = begin_ + (dense_ ? kPieceBlockBytes : kLeafBytes);
       stop = std::min(stop, (end_ + kLeafBytes - 1) / kLeafBytes * kLeafBytes);
       stop = std::min(stop, piece_.where_.length);
     } else {
       begin_ = at;
-      stop = dense_ ? std::min(end_, at / kLeafBytes * kLeafBytes + kBlockBytes)
-                    : at + std::min(size, kBlockBytes);
+      stop = dense_ ? std::min(end_, at / kLeafBytes * kLeafBytes + kPieceBlockBytes)
+                    : at + std::min(size, kPieceBlockBytes);
     }
     bytes_ = stop - begin_;
-    if (buffer_.size() < bytes_) buffer_.resize(std::max(bytes_, std::min(end_, kBlockBytes)));
+    if (buffer_.size() < bytes_) buffer_.resize(std::max(bytes_, std::min(end_, kPieceBlockBytes)));
     const std::uint64_t want = bytes_;
     bytes_ = 0;  // Nothing is there where the read fails.
     TENSORMOUNT_RETURN_IF_ERROR(piece_.ReadAt(begin_, buffer_.data(), want));
@@ -312,7 +313,7 @@ Status PieceReader::ReadSlab(const StridedCopy& slab, std::byte* base) {
 
 Status PieceReader::ReadTransposed(const StridedCopy& copy, std::byte* base) {
   const std::uint64_t span = SourceSpan(copy);
-  if (span <= kBlockBytes) return ReadSlab(copy, base);
+  if (span <= kPieceBlockBytes) return ReadSlab(copy, base);
   if (copy.axes == 0) {  // One long run.
     return ReadRun(static_cast<std::uint64_t>(copy.src_offset) - where_.offset,
                    base + copy.dst_offset, copy.run, {});
@@ -321,9 +322,9 @@ Status PieceReader::ReadTransposed(const StridedCopy& copy, std::byte* base) {
   const auto step = static_cast<std::uint64_t>(copy.src_step[0]);
   const auto count = static_cast<std::uint64_t>(copy.count[0]);
   const std::uint64_t within = span - (count - 1) * step;
-  const std::uint64_t most = within > kBlockBytes ? 1
-                             : step == 0          ? count
-                                                  : (kBlockBytes - within) / step + 1;
+  const std::uint64_t most = within > kPieceBlockBytes ? 1
+                             : step == 0               ? count
+                                                       : (kPieceBlockBytes - within) / step + 1;
   for (std::uint64_t at = 0; at < count; at += most) {
     const std::uint64_t n = std::min(most, count - at);
     StridedCopy part = copy;

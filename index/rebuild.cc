@@ -1,26 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index/rebuild.h"
 
+#include "base/errors.h"
+
 namespace tensormount {
-namespace {
-
-Status Bad(const std::string& object, std::string_view why) {
-  return Status(Code::kDataLoss, object + ": " + std::string(why));
-}
-
-}  // namespace
+namespace {}  // namespace
 
 Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory,
                                     const CommitRecord::Entry& entry) {
   // One byte more than it may have tells a grown file from a whole one.
   Result<std::string> bytes = fs.ReadFile(JoinPath(directory, entry.name), entry.length + 1);
-  if (bytes.status().code() == Code::kNotFound) return Bad(entry.name, "the file is missing");
+  if (bytes.status().code() == Code::kNotFound) return DataLoss(entry.name, "the file is missing");
   TENSORMOUNT_RETURN_IF_ERROR(bytes.status());
   if (bytes.value().size() != entry.length) {
-    return Bad(entry.name, std::to_string(bytes.value().size()) + " bytes, " +
-                               std::to_string(entry.length) + " expected");
+    return DataLoss(entry.name, std::to_string(bytes.value().size()) + " bytes, " +
+                                    std::to_string(entry.length) + " expected");
   }
-  if (Xxh3(bytes.value()) != entry.hash) return Bad(entry.name, "checksum differs");
+  if (Xxh3(bytes.value()) != entry.hash) return DataLoss(entry.name, "checksum differs");
   return DecodeManifest(bytes.value(), entry.name);
 }
 
@@ -29,23 +25,23 @@ Result<Content> FinishRebuild(ContentMerger& merger, const CommitRecord& commit)
   const CheckpointInfo& info = content.info;
   if (info.uuid != commit.uuid || info.generation != commit.generation ||
       info.parent != commit.parent) {
-    return Bad("manifests", "they are of another checkpoint than COMMIT");
+    return DataLoss("manifests", "they are of another checkpoint than COMMIT");
   }
   for (const FileRecord& file : content.files) {
     if (file.placement == Placement::kForeign && info.self_contained) {
-      return Bad(file.name, "a foreign file without a root");
+      return DataLoss(file.name, "a foreign file without a root");
     }
   }
   TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(content));
   TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(content));
   if (ContentRoot(content) != commit.content_root) {
-    return Bad("manifests", "the content root is not what COMMIT says");
+    return DataLoss("manifests", "the content root is not what COMMIT says");
   }
   for (const FileRecord& file : content.files) {
     if (file.placement == Placement::kForeign) continue;
     const CommitRecord::Entry* entry = commit.Find(file.name);
     if (entry == nullptr || entry->length != file.length || entry->hash != file.root) {
-      return Bad(file.name, "length or file root is not what COMMIT says");
+      return DataLoss(file.name, "length or file root is not what COMMIT says");
     }
   }
   return content;

@@ -4,23 +4,21 @@
 #include <utility>
 #include <vector>
 
+#include "base/errors.h"
+
 namespace tensormount {
 namespace {
 
-Status Broken(std::string_view what, std::string_view why) {
-  return Status(Code::kDataLoss, std::string(what) + ": " + std::string(why));
-}
-
 Result<Dims> DecodeDims(ByteReader& in, int max_rank, std::string_view what) {
   const std::uint8_t rank = in.U8();
-  if (rank > max_rank) return Broken(what, "rank " + std::to_string(rank));
+  if (rank > max_rank) return DataLoss(what, "rank " + std::to_string(rank));
   Dims dims;
   for (int a = 0; a < rank; ++a) dims.push_back(in.I64());
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   return dims;
 }
 
-using Kind = CommonValue::Kind;
+using ValueKind = CommonValue::Kind;
 
 // Of a list or a tuple; null for others.
 const std::vector<CommonValue>* ItemsOf(const CommonValue& value) {
@@ -56,9 +54,9 @@ struct CommonSize {
         bytes += text == nullptr ? 9 : 5 + text->size();
         if (!Add(item, depth + 1)) return false;
       }
-    } else if (value.kind() == Kind::kBool) {
+    } else if (value.kind() == ValueKind::kBool) {
       bytes += 1;
-    } else if (value.kind() != Kind::kNone) {
+    } else if (value.kind() != ValueKind::kNone) {
       bytes += 8;
     }
     return true;
@@ -74,59 +72,59 @@ class CommonDecoder {
   Result<CommonValue> Value(int depth) {
     const std::uint8_t kind = in_.U8();
     CommonValue value;
-    switch (static_cast<Kind>(kind)) {
-      case Kind::kBool: {
+    switch (static_cast<ValueKind>(kind)) {
+      case ValueKind::kBool: {
         const std::uint8_t b = in_.U8();
-        if (b > 1) return Broken(what_, "a bool that is neither");
+        if (b > 1) return DataLoss(what_, "a bool that is neither");
         value = b != 0;
         break;
       }
-      case Kind::kInt:
+      case ValueKind::kInt:
         value = in_.I64();
         break;
-      case Kind::kUnsigned: {
+      case ValueKind::kUnsigned: {
         const std::uint64_t u = in_.U64();
         value = u;
-        if (value.kind() != Kind::kUnsigned && in_.status().ok()) {
-          return Broken(what_, "an unsigned value that fits in an int");
+        if (value.kind() != ValueKind::kUnsigned && in_.status().ok()) {
+          return DataLoss(what_, "an unsigned value that fits in an int");
         }
         break;
       }
-      case Kind::kFloat:
+      case ValueKind::kFloat:
         value = in_.F64();
         break;
-      case Kind::kString:
+      case ValueKind::kString:
         value = std::string(in_.String(kMaxCommonBytes));
         break;
-      case Kind::kBytes:
+      case ValueKind::kBytes:
         value = CommonBytes{std::string(in_.String(kMaxCommonBytes))};
         break;
-      case Kind::kNone:
+      case ValueKind::kNone:
         break;
-      case Kind::kList: {
+      case ValueKind::kList: {
         CommonList list;
         TENSORMOUNT_RETURN_IF_ERROR(Items(depth, list.items));
         value = std::move(list);
         break;
       }
-      case Kind::kTuple: {
+      case ValueKind::kTuple: {
         CommonTuple tuple;
         TENSORMOUNT_RETURN_IF_ERROR(Items(depth, tuple.items));
         value = std::move(tuple);
         break;
       }
-      case Kind::kDict: {
+      case ValueKind::kDict: {
         CommonDict dict;
         TENSORMOUNT_RETURN_IF_ERROR(Entries(depth, dict));
         value = std::move(dict);
         break;
       }
       default:
-        return Broken(what_, "unknown kind of value " + std::to_string(kind));
+        return DataLoss(what_, "unknown kind of value " + std::to_string(kind));
     }
     TENSORMOUNT_RETURN_IF_ERROR(in_.status());
     if (in_.position() - begin_ > kMaxCommonBytes || ++nodes_ > kMaxCommonNodes) {
-      return Broken(what_, "a common value that is too large");
+      return DataLoss(what_, "a common value that is too large");
     }
     return value;
   }
@@ -135,11 +133,11 @@ class CommonDecoder {
   // The number of items of a container at `depth`.
   Result<std::uint32_t> Count(int depth) {
     if (depth >= kMaxCommonDepth) {
-      return Broken(what_, "nested more than " + std::to_string(kMaxCommonDepth) + " deep");
+      return DataLoss(what_, "nested more than " + std::to_string(kMaxCommonDepth) + " deep");
     }
     const std::uint32_t count = in_.U32();
     TENSORMOUNT_RETURN_IF_ERROR(in_.status());
-    if (count > in_.left()) return Broken(what_, "more items are announced than there are bytes");
+    if (count > in_.left()) return DataLoss(what_, "more items are announced than there are bytes");
     return count;
   }
 
@@ -157,16 +155,16 @@ class CommonDecoder {
     for (std::uint32_t i = 0; i < count; ++i) {
       CommonKey key;
       const std::uint8_t kind = in_.U8();
-      if (kind == static_cast<std::uint8_t>(Kind::kInt)) {
+      if (kind == static_cast<std::uint8_t>(ValueKind::kInt)) {
         key = in_.I64();
-      } else if (kind == static_cast<std::uint8_t>(Kind::kString)) {
+      } else if (kind == static_cast<std::uint8_t>(ValueKind::kString)) {
         key = std::string(in_.String(kMaxCommonBytes));
       } else {
-        return Broken(what_, "unknown kind of key " + std::to_string(kind));
+        return DataLoss(what_, "unknown kind of key " + std::to_string(kind));
       }
       TENSORMOUNT_RETURN_IF_ERROR(in_.status());
       if (!dict.items.empty() && !(dict.items.rbegin()->first < key)) {
-        return Broken(what_, "the keys of a dict are not in order");
+        return DataLoss(what_, "the keys of a dict are not in order");
       }
       TENSORMOUNT_ASSIGN_OR_RETURN(CommonValue value, Value(depth + 1));
       dict.items.emplace_hint(dict.items.end(), std::move(key), std::move(value));
@@ -246,7 +244,7 @@ Result<CheckpointInfo> DecodeInfo(ByteReader& in) {
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   if (!info.self_contained &&
       !(info.root == "/" || (info.root.starts_with('/') && IsRelativeName(info.root.substr(1))))) {
-    return Broken("info", "\"" + info.root + "\" is not the path of a folder");
+    return DataLoss("info", "\"" + info.root + "\" is not the path of a folder");
   }
   return info;
 }
@@ -275,13 +273,13 @@ Result<FileRecord> DecodeFile(ByteReader& in) {
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   if (placement < static_cast<std::uint8_t>(Placement::kTensorFile) ||
       placement > static_cast<std::uint8_t>(Placement::kSafetensors)) {
-    return Broken("file " + file.name, "unknown placement " + std::to_string(placement));
+    return DataLoss("file " + file.name, "unknown placement " + std::to_string(placement));
   }
   file.placement = static_cast<Placement>(placement);
   const bool named_well = file.placement == Placement::kForeign
                               ? IsRelativeName(file.name)
                               : file.name.starts_with("data/") && IsSafeName(file.name);
-  if (!named_well) return Broken("file " + file.name, "not a name of a data file");
+  if (!named_well) return DataLoss("file " + file.name, "not a name of a data file");
   return file;
 }
 
@@ -298,7 +296,7 @@ Result<TensorMeta> DecodeMeta(ByteReader& in, std::string_view what) {
   Result<DType> dtype = DTypeFromNumber(number);
   if (!dtype.ok()) return dtype.status().WithContext(std::string(what) + ": tensor " + key);
   Result<TensorMeta> meta = TensorMeta::Make(std::move(key), dtype.value(), shape);
-  if (!meta.ok()) return Broken(what, meta.status().message());
+  if (!meta.ok()) return DataLoss(what, meta.status().message());
   return meta;
 }
 
@@ -328,18 +326,18 @@ Result<ObjectContent> DecodeObject(ByteReader& in, std::string_view what) {
   object.first_leaf = in.U64();
   object.mtime = in.I64();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  if (Status s = CheckKey(object.key); !s.ok()) return Broken(what, s.message());
+  if (Status s = CheckKey(object.key); !s.ok()) return DataLoss(what, s.message());
   if (object.index.rank() != object.grid.rank()) {
-    return Broken(what, "object " + object.key + ": index and grid differ in rank");
+    return DataLoss(what, "object " + object.key + ": index and grid differ in rank");
   }
   for (int a = 0; a < object.grid.rank(); ++a) {
     if (object.index[a] < 0 || object.index[a] >= object.grid[a]) {
-      return Broken(what, "object " + object.key + ": part " + object.index.ToString() +
-                              " is not on its grid " + object.grid.ToString());
+      return DataLoss(what, "object " + object.key + ": part " + object.index.ToString() +
+                                " is not on its grid " + object.grid.ToString());
     }
   }
   if (object.offset + object.length < object.offset) {
-    return Broken(what, "object " + object.key + ": offset and length overflow");
+    return DataLoss(what, "object " + object.key + ": offset and length overflow");
   }
   return object;
 }
@@ -405,10 +403,10 @@ void EncodeCommon(ByteWriter& out, const CommonValue& value) {
     for (const auto& [key, item] : dict->items) {
       // As values of that kind.
       if (const auto* number = std::get_if<std::int64_t>(&key)) {
-        out.U8(static_cast<std::uint8_t>(Kind::kInt));
+        out.U8(static_cast<std::uint8_t>(ValueKind::kInt));
         out.I64(*number);
       } else {
-        out.U8(static_cast<std::uint8_t>(Kind::kString));
+        out.U8(static_cast<std::uint8_t>(ValueKind::kString));
         out.String(*std::get_if<std::string>(&key));
       }
       EncodeCommon(out, item);

@@ -18,7 +18,7 @@ namespace {
 
 constexpr char kUuidProperty[] = "tensormount.uuid";
 constexpr char kRootProperty[] = "tensormount.content_root";
-constexpr std::size_t kBlockBytes = 16 * 1024;
+constexpr std::size_t kSstBlockBytes = 16 * 1024;
 constexpr std::size_t kBlockCacheBytes = std::size_t{2} << 20;
 
 // Debian's RocksDB ends the process when it cannot write a log of its own.
@@ -62,7 +62,7 @@ class IdentityCollectorFactory : public rocksdb::TablePropertiesCollectorFactory
 
 rocksdb::Options MakeOptions(rocksdb::Env* env) {
   rocksdb::BlockBasedTableOptions table;
-  table.block_size = kBlockBytes;
+  table.block_size = kSstBlockBytes;
   table.checksum = rocksdb::kXXH3;
   table.format_version = 5;
   table.block_cache = rocksdb::NewLRUCache(kBlockCacheBytes, 0);

@@ -85,7 +85,7 @@ Result<Superblock> DecodeSuperblock(std::string_view text, const std::string& pa
   return Superblock{*parsed, *read_compatible};
 }
 
-std::string ParentOf(const std::string& path) {
+std::string ParentOrRoot(const std::string& path) {
   const std::size_t slash = path.rfind('/');
   return slash == 0 || slash == std::string::npos ? "/" : path.substr(0, slash);
 }
@@ -111,7 +111,7 @@ Result<std::string> MakeStoreFolder(FileSystem& fs, const std::string& path) {
   // Somebody may have made it a moment ago and not come to sync it. A parent that we may not even
   // open was not made by a save.
   if (at != "/") {
-    const Status synced = fs.SyncDirectory(ParentOf(at));
+    const Status synced = fs.SyncDirectory(ParentOrRoot(at));
     if (!synced.ok() && synced.code() != Code::kPermissionDenied &&
         synced.code() != Code::kReadOnly && synced.code() != Code::kInvalidArgument) {
       return synced;

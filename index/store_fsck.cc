@@ -11,11 +11,6 @@ namespace {
 
 using Finding = Store::FsckFinding;
 
-std::vector<DirectoryEntry> ListOrNothing(FileSystem& fs, const std::string& path) {
-  auto entries = fs.List(path);
-  return entries.ok() ? std::move(entries).value() : std::vector<DirectoryEntry>();
-}
-
 class Checker {
  public:
   Checker(FileSystem& fs, const std::string& store, const Store::FsckOptions& options)
@@ -78,7 +73,7 @@ class Checker {
   }
 
   void Leftovers(const std::vector<CheckpointListing>& all) {
-    for (const DirectoryEntry& e : ListOrNothing(fs_, store_)) {
+    for (const DirectoryEntry& e : layout::ListOrNothing(fs_, store_)) {
       if (e.name == layout::kSuperblockFile || e.name == layout::kStagingFolder ||
           e.name == layout::kTrashFolder || e.name == layout::kDerivedFolder ||
           e.name == layout::kGenerationsFolder) {
@@ -90,15 +85,18 @@ class Checker {
         Note(e.name, "does not belong to the store", "");
       }
     }
-    for (const DirectoryEntry& e : ListOrNothing(fs_, JoinPath(store_, layout::kStagingFolder))) {
+    for (const DirectoryEntry& e :
+         layout::ListOrNothing(fs_, JoinPath(store_, layout::kStagingFolder))) {
       Note(std::string(layout::kStagingFolder) + "/" + e.name,
            "a save that is under way, or was given up", "gc removes it after a day");
     }
-    for (const DirectoryEntry& e : ListOrNothing(fs_, JoinPath(store_, layout::kTrashFolder))) {
+    for (const DirectoryEntry& e :
+         layout::ListOrNothing(fs_, JoinPath(store_, layout::kTrashFolder))) {
       if (e.name.ends_with(layout::kSinceSuffix)) continue;
       Note(std::string(layout::kTrashFolder) + "/" + e.name, "removed", "gc deletes it");
     }
-    for (const DirectoryEntry& e : ListOrNothing(fs_, JoinPath(store_, layout::kDerivedFolder))) {
+    for (const DirectoryEntry& e :
+         layout::ListOrNothing(fs_, JoinPath(store_, layout::kDerivedFolder))) {
       const bool used = std::any_of(all.begin(), all.end(), [&](const CheckpointListing& c) {
         return c.problem.ok() && c.uuid.ToString() == e.name;
       });

@@ -51,12 +51,7 @@ std::int64_t NewestMtime(FileSystem& fs, const std::string& path, int depth) {
   return newest;
 }
 
-constexpr int kMaxDepth = 8;
-
-std::vector<DirectoryEntry> ListOrNothing(FileSystem& fs, const std::string& path) {
-  auto entries = fs.List(path);
-  return entries.ok() ? std::move(entries).value() : std::vector<DirectoryEntry>();
-}
+constexpr int kMaxGcDepth = 8;
 
 class Collector {
  public:
@@ -75,10 +70,11 @@ class Collector {
         layout::SweepShared(fs_, JoinPath(store_, c.name));
       }
     }
-    for (const DirectoryEntry& e : ListOrNothing(fs_, store_)) SuperblockLeftover(e);
-    for (const DirectoryEntry& e : ListOrNothing(fs_, Path(layout::kStagingFolder)))
+    for (const DirectoryEntry& e : layout::ListOrNothing(fs_, store_)) SuperblockLeftover(e);
+    for (const DirectoryEntry& e : layout::ListOrNothing(fs_, Path(layout::kStagingFolder)))
       StagingEntry(e);
-    const std::vector<DirectoryEntry> trash = ListOrNothing(fs_, Path(layout::kTrashFolder));
+    const std::vector<DirectoryEntry> trash =
+        layout::ListOrNothing(fs_, Path(layout::kTrashFolder));
     for (const DirectoryEntry& e : trash) TrashEntry(e, trash);
     Derived(live);
     Generations();
@@ -104,7 +100,7 @@ class Collector {
     return std::nullopt;
   }
   void Delete(const std::string& below) {
-    const std::uint64_t bytes = BytesBelow(fs_, Path(below), kMaxDepth);
+    const std::uint64_t bytes = BytesBelow(fs_, Path(below), kMaxGcDepth);
     if (!options_.dry_run) {
       const Status removed = fs_.RemoveTree(Path(below));
       if (!removed.ok()) return Keep(below, removed.message());
@@ -135,7 +131,7 @@ class Collector {
     const bool shared = fs_.Exists(JoinPath(Path(below), layout::kSharedFile));
     const bool replaced = !shared && id.size() == 8 && uuid.ok() && uuid.value().Short() != id &&
                           !fs_.Exists(JoinPath(Path(below), layout::kUuidFile));
-    if (!replaced && Young(NewestMtime(fs_, Path(below), kMaxDepth), options_.staging_age)) {
+    if (!replaced && Young(NewestMtime(fs_, Path(below), kMaxGcDepth), options_.staging_age)) {
       return Keep(below, "too young to be called abandoned");
     }
     // Whoever has files open in it holds a shared lock. Kept until it is in .trash.
@@ -154,7 +150,7 @@ class Collector {
     }
     if (options_.dry_run) {
       report_.removed.push_back(below);
-      report_.bytes_freed += BytesBelow(fs_, Path(below), kMaxDepth);
+      report_.bytes_freed += BytesBelow(fs_, Path(below), kMaxGcDepth);
       return;
     }
     const auto moved =
@@ -203,10 +199,11 @@ class Collector {
       all_known = all_known && c.problem.ok();
       known.insert(c.uuid.ToString());
     }
-    for (const DirectoryEntry& e : ListOrNothing(fs_, Path(layout::kDerivedFolder))) {
+    for (const DirectoryEntry& e : layout::ListOrNothing(fs_, Path(layout::kDerivedFolder))) {
       const std::string below = std::string(layout::kDerivedFolder) + "/" + e.name;
       if (known.contains(e.name)) continue;
-      if (!Uuid::Parse(e.name) && Young(NewestMtime(fs_, Path(below), kMaxDepth), options_.grace)) {
+      if (!Uuid::Parse(e.name) &&
+          Young(NewestMtime(fs_, Path(below), kMaxGcDepth), options_.grace)) {
         Keep(below, "too young");
       } else if (Uuid::Parse(e.name) && !all_known) {
         Keep(below, "some checkpoint cannot be read, it may be that one's");
@@ -219,7 +216,7 @@ class Collector {
   // In ascending order and never the highest: Store::ClaimGeneration relies on it.
   void Generations() {
     std::vector<std::uint64_t> claims;
-    for (const DirectoryEntry& e : ListOrNothing(fs_, Path(layout::kGenerationsFolder))) {
+    for (const DirectoryEntry& e : layout::ListOrNothing(fs_, Path(layout::kGenerationsFolder))) {
       std::uint64_t n = 0;
       const auto end = std::from_chars(e.name.data(), e.name.data() + e.name.size(), n);
       if (end.ec == std::errc() && std::to_string(n) == e.name) claims.push_back(n);

@@ -30,6 +30,11 @@ std::int64_t NowSeconds() {
       .count();
 }
 
+std::vector<DirectoryEntry> ListOrNothing(FileSystem& fs, const std::string& path) {
+  auto entries = fs.List(path);
+  return entries.ok() ? std::move(entries).value() : std::vector<DirectoryEntry>();
+}
+
 Result<DecodedCommit> ReadCommit(FileSystem& fs, const std::string& directory) {
   const std::string path = JoinPath(directory, kCommitFile);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, fs.ReadFile(path, kMaxCommitBytes));

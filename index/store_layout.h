@@ -35,6 +35,9 @@ inline constexpr std::string_view kLockFile = "lock";  // Beside it; writers and
 inline constexpr std::string_view kAbortedSuffix = ".aborted";
 inline constexpr std::string_view kSinceSuffix = ".since";
 
+// The entries of a folder; none where it cannot be listed.
+std::vector<DirectoryEntry> ListOrNothing(FileSystem& fs, const std::string& path);
+
 Result<DecodedCommit> ReadCommit(FileSystem& fs, const std::string& directory);
 
 // Of a staging or of anything in .trash: its file UUID, or else its COMMIT. At every moment of a

@@ -10,6 +10,7 @@
 #include <thread>
 #include <tuple>
 
+#include "base/errors.h"
 #include "base/log.h"
 #include "index/foreign_file.h"
 #include "index/manifest.h"
@@ -39,8 +40,6 @@ class Stopwatch {
  private:
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
-
-Status Bad(std::string message) { return Status(Code::kDataLoss, std::move(message)); }
 
 // Checks that the staging is whose it should be, and takes away what an earlier try left in it. At
 // every moment its uuid can be read, from UUID or from COMMIT.
@@ -136,10 +135,10 @@ Result<Content> GatherManifests(FileSystem& fs, const Staging& staging, const Co
     names.push_back(name);
   }
   if (!missing.empty()) {
-    return Bad(*missing.begin() + ": missing" +
-               (missing.size() == 1
-                    ? std::string()
-                    : " (and " + std::to_string(missing.size() - 1) + " manifests more)"));
+    return DataLoss(*missing.begin() + ": missing" +
+                    (missing.size() == 1
+                         ? std::string()
+                         : " (and " + std::to_string(missing.size() - 1) + " manifests more)"));
   }
   ContentMerger merger;
   Content ours;
@@ -192,7 +191,7 @@ Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Content& con
           OpenForeignFile(fs, {content.info.root, ""}, file, true).status());
       continue;
     }
-    if (!IsPlainDataName(file.name)) return Bad(file.name + ": not a name below data/");
+    if (!IsPlainDataName(file.name)) return DataLoss(file.name + ": not a name below data/");
     named.insert(file.name);
     for (std::size_t at = file.name.rfind('/'); at != std::string::npos && at > 0;
          at = file.name.rfind('/', at - 1)) {
@@ -201,10 +200,10 @@ Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Content& con
     const std::string path = JoinPath(staging.directory, file.name);
     const Result<FileInfo> info = fs.LinkStat(path);
     if (!info.ok()) return info.status().WithContext("a data file that a manifest names");
-    if (info.value().kind != FileKind::kFile) return Bad(path + ": not a regular file");
+    if (info.value().kind != FileKind::kFile) return DataLoss(path + ": not a regular file");
     if (info.value().size != file.length) {
-      return Bad(path + ": " + std::to_string(info.value().size) + " bytes, its manifest says " +
-                 std::to_string(file.length));
+      return DataLoss(path + ": " + std::to_string(info.value().size) +
+                      " bytes, its manifest says " + std::to_string(file.length));
     }
   }
   if (keep_others) return Status();
@@ -307,7 +306,7 @@ Result<Store::Published> Store::Publish(const Staging& staging, const Content& c
                                         " is gone: aborted by a rank at its deadline");
     } else if (still.ok() && status.code() == Code::kNotFound) {
       // Something that a manifest or the layout promises.
-      status = Bad(status.message());
+      status = DataLoss(status.message());
     }
   }
   return status.WithContext("publish " + staging.name);

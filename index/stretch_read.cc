@@ -13,8 +13,8 @@ namespace tensormount {
 namespace {
 
 // What is read at once: stays in cache until it is hashed.
-constexpr std::uint64_t kBlockBytes = std::uint64_t{1} << 20;
-static_assert(kBlockBytes % kLeafBytes == 0);
+constexpr std::uint64_t kStretchBlockBytes = std::uint64_t{1} << 20;
+static_assert(kStretchBlockBytes % kLeafBytes == 0);
 // Of boxes that are interleaved, a step along the axis of the largest stride must fit.
 constexpr std::uint64_t kSlabBytes = std::uint64_t{4} << 20;
 
@@ -88,7 +88,7 @@ class StretchReader::Window {
       std::memmove(buffer_.data(), buffer_.data() + (begin - begin_), kept);
     }
     begin_ = begin;
-    const std::uint64_t until = std::min(length_, std::max(end, hashed_ + kBlockBytes));
+    const std::uint64_t until = std::min(length_, std::max(end, hashed_ + kStretchBlockBytes));
     TENSORMOUNT_RETURN_IF_ERROR(Load(until));
     return buffer_.data();
   }
@@ -105,7 +105,7 @@ class StretchReader::Window {
   Status PassTo(std::uint64_t at) {
     while (hashed_ < at) {
       begin_ = hashed_;
-      TENSORMOUNT_RETURN_IF_ERROR(Load(std::min(length_, hashed_ + kBlockBytes)));
+      TENSORMOUNT_RETURN_IF_ERROR(Load(std::min(length_, hashed_ + kStretchBlockBytes)));
     }
     return Status();
   }
@@ -115,7 +115,7 @@ class StretchReader::Window {
     const std::uint64_t size = until - begin_;
     if (buffer_.size() < size) buffer_.resize(size);
     while (hashed_ < until) {
-      const std::uint64_t n = std::min(until - hashed_, kBlockBytes);
+      const std::uint64_t n = std::min(until - hashed_, kStretchBlockBytes);
       std::byte* const to = buffer_.data() + (hashed_ - begin_);
       TENSORMOUNT_RETURN_IF_ERROR(ReadAt(hashed_, to, n));
       hasher_.Update(to, n);
@@ -160,7 +160,7 @@ Status StretchReader::Read(File& file, std::uint64_t offset, std::uint64_t lengt
     // Runs of the file stay in cache; only what is interleaved needs more at once.
     const std::uint64_t limit = SpanOf(box) == static_cast<std::uint64_t>(box.box.volume()) &&
                                         box.strides == PackedStrides(box.box.extent())
-                                    ? kBlockBytes
+                                    ? kStretchBlockBytes
                                     : kSlabBytes;
     TENSORMOUNT_RETURN_IF_ERROR(
         ForEachSlab(box, limit, [&](const PlacedBox& part, std::uint64_t span) {

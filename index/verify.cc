@@ -23,9 +23,9 @@ namespace {
 
 // Reads and checks everything, collecting damages. One thread; the data are checked by
 // VerifyPieces.
-class Verifier {
+class CheckpointVerifier {
  public:
-  Verifier(FileSystem& fs, std::string directory, const VerifyOptions& options)
+  CheckpointVerifier(FileSystem& fs, std::string directory, const VerifyOptions& options)
       : fs_(fs), directory_(std::move(directory)), options_(options) {}
 
   Result<VerifyReport> Run() {
@@ -272,7 +272,7 @@ class Verifier {
 
 Result<VerifyReport> VerifyCheckpoint(FileSystem& fs, const std::string& directory,
                                       const VerifyOptions& options) {
-  return Verifier(fs, directory, options).Run();
+  return CheckpointVerifier(fs, directory, options).Run();
 }
 
 }  // namespace tensormount

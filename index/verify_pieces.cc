@@ -17,17 +17,17 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint32_t kNone = UINT32_MAX;
+constexpr std::uint32_t kNoFile = UINT32_MAX;
 
 // Something to read and compare.
 struct Task {
-  std::uint32_t tensor = kNone;  // Ordinal, and row of its extents;
+  std::uint32_t tensor = kNoFile;  // Ordinal, and row of its extents;
   std::uint32_t row = 0;
-  std::uint32_t object = kNone;  // or an object; or
-  std::uint32_t extra = kNone;   // an extra piece.
+  std::uint32_t object = kNoFile;  // or an object; or
+  std::uint32_t extra = kNoFile;   // an extra piece.
 };
 
-struct Piece {
+struct HashedPiece {
   std::string object;
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
@@ -105,7 +105,7 @@ class PieceVerifier {
     for (std::size_t i = next_++; i < tasks_.size(); i = next_++) Check(tasks_[i], reader);
   }
 
-  void Damage(const Piece& piece, std::uint64_t at, std::string reason) {
+  void Damage(const HashedPiece& piece, std::uint64_t at, std::string reason) {
     std::lock_guard lock(mutex_);
     damages_.push_back(
         {.object = piece.object,
@@ -115,9 +115,9 @@ class PieceVerifier {
   }
 
   void Check(const Task& task, StretchReader& reader) {
-    if (task.tensor == kNone) {
-      Piece piece;
-      if (task.object != kNone) {
+    if (task.tensor == kNoFile) {
+      HashedPiece piece;
+      if (task.object != kNoFile) {
         const ObjectContent& o = content_.objects[task.object];
         piece = {.object = "object " + o.key,
                  .file = o.file,
@@ -150,18 +150,19 @@ class PieceVerifier {
                              : Boxes(chunk.status());
     if (!boxes.ok()) {
       digest.whole = false;
-      Damage({.object = "tensor " + tensor.meta.key(), .file = kNone}, 0, boxes.status().message());
+      Damage({.object = "tensor " + tensor.meta.key(), .file = kNoFile}, 0,
+             boxes.status().message());
       return;
     }
     const ChunkRecord& c = chunk.value();
-    const Piece piece = {.object = "tensor " + tensor.meta.key() + " " + c.region.ToString(),
-                         .file = c.file,
-                         .offset = c.offset,
-                         .length = c.length,
-                         .has_hash = c.has_hash,
-                         .hash = c.hash,
-                         .manifest = c.manifest,
-                         .first_leaf = c.first_leaf};
+    const HashedPiece piece = {.object = "tensor " + tensor.meta.key() + " " + c.region.ToString(),
+                               .file = c.file,
+                               .offset = c.offset,
+                               .length = c.length,
+                               .has_hash = c.has_hash,
+                               .hash = c.hash,
+                               .manifest = c.manifest,
+                               .first_leaf = c.first_leaf};
     if (!tensor.has_digest) boxes.value().clear();
     const Dims shape = ByteShape(tensor.meta.dtype(), tensor.meta.shape());
     const std::optional<Crc64> contribution = CheckPiece(piece, boxes.value(), shape, reader);
@@ -174,7 +175,7 @@ class PieceVerifier {
 
   // What the boxes contribute to the digest. Nothing where the piece is damaged, after saying so.
   // Reads every byte once.
-  std::optional<Crc64> CheckPiece(const Piece& piece, std::span<const PlacedBox> boxes,
+  std::optional<Crc64> CheckPiece(const HashedPiece& piece, std::span<const PlacedBox> boxes,
                                   const Dims& byte_shape, StretchReader& reader) {
     if (piece.file >= content_.files.size()) {
       Damage(piece, 0, "its file is not in the table");
@@ -225,7 +226,7 @@ class PieceVerifier {
   }
 
   // Names the first byte of the first leaf that differs.
-  void SayWhere(const Piece& piece, const std::vector<Hash128>& leaves) {
+  void SayWhere(const HashedPiece& piece, const std::vector<Hash128>& leaves) {
     if (piece.manifest < content_.manifests.size()) {
       const auto known = leaves_.find(content_.manifests[piece.manifest]);
       if (known != leaves_.end() &&

@@ -49,7 +49,7 @@ Result<tensormount::KeyRule> ReadRule(const tm_load_rule* rule) {
   return out;
 }
 
-Result<LoadOptions> ReadOptions(const tm_load_options* options) {
+Result<LoadOptions> ReadLoadOptions(const tm_load_options* options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const tm_load_options given,
                                tensormount::c_api::ReadStruct(options, "tm_load_options"));
   LoadOptions out;
@@ -103,7 +103,7 @@ tm_status tm_load(const tm_state* request, const char* path, tm_communicator* co
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(
         Need({{request, "request"}, {path, "path"}, {communicator, "communicator"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const LoadOptions how, ReadOptions(options));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const LoadOptions how, ReadLoadOptions(options));
     auto out = std::make_unique<tm_load_report>();
     TENSORMOUNT_ASSIGN_OR_RETURN(out->report,
                                  tensormount::Load(request->dict, path, *communicator->comm, how));

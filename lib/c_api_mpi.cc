@@ -16,7 +16,7 @@ namespace {
 
 // As c_api::Call, whose helpers are inside the other library.
 template <typename Fn>
-tm_status Call(Fn fn) {
+tm_status CallMpi(Fn fn) {
   try {
     const Status status = fn();
     if (status.ok()) return TM_OK;
@@ -34,7 +34,7 @@ Status IsNull() { return {tensormount::Code::kInvalidArgument, "an argument is N
 }  // namespace
 
 tm_status tm_mpi_init(tm_mpi** out) {
-  return Call([&]() -> Status {
+  return CallMpi([&]() -> Status {
     if (out == nullptr) return IsNull();
     TENSORMOUNT_ASSIGN_OR_RETURN(auto session, tensormount::MpiSession::Init());
     *out = new tm_mpi{std::move(session)};
@@ -43,7 +43,7 @@ tm_status tm_mpi_init(tm_mpi** out) {
 }
 
 tm_status tm_mpi_world(tm_mpi* mpi, tm_communicator** out) {
-  return Call([&]() -> Status {
+  return CallMpi([&]() -> Status {
     if (mpi == nullptr || out == nullptr) return IsNull();
     TENSORMOUNT_ASSIGN_OR_RETURN(auto world, mpi->session->World());
     *out = new tm_communicator{std::move(world)};

@@ -30,7 +30,7 @@ struct tm_save_job {
 
 namespace {
 
-Result<SaveOptions> ReadOptions(const tm_save_options* options) {
+Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const tm_save_options given,
                                tensormount::c_api::ReadStruct(options, "tm_save_options"));
   SaveOptions out;
@@ -69,7 +69,7 @@ tm_status tm_save(const tm_state* state, const char* path, tm_communicator* comm
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(
         Need({{state, "state"}, {path, "path"}, {communicator, "communicator"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const SaveOptions how, ReadOptions(options));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const SaveOptions how, ReadSaveOptions(options));
     // Before the checkpoint exists: afterwards nothing may fail.
     auto out = std::make_unique<tm_save_report>();
     TENSORMOUNT_ASSIGN_OR_RETURN(out->report,
@@ -130,7 +130,7 @@ tm_status tm_save_async(const tm_state* state, const char* path, tm_communicator
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(
         Need({{state, "state"}, {path, "path"}, {communicator, "communicator"}, {out, "out"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const SaveOptions how, ReadOptions(options));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const SaveOptions how, ReadSaveOptions(options));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         auto handle, tensormount::AsyncSave(state->dict, path, *communicator->comm, how));
     *out = new tm_save_job{std::move(handle)};

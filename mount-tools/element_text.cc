@@ -12,7 +12,7 @@ namespace tensormount::tools {
 namespace {
 
 template <typename T>
-std::string Number(const std::byte* p) {
+std::string NumberText(const std::byte* p) {
   return fmt::format("{}", LoadLittle<T>(p));
 }
 
@@ -27,15 +27,15 @@ std::string ElementText(DType dtype, const std::byte* p) {
     case DType::kBool:
       return LoadLittle<std::uint8_t>(p) != 0 ? "true" : "false";
     case DType::kU64:
-      return Number<std::uint64_t>(p);
+      return NumberText<std::uint64_t>(p);
     case DType::kF32:
-      return Number<float>(p);
+      return NumberText<float>(p);
     case DType::kF64:
-      return Number<double>(p);
+      return NumberText<double>(p);
     case DType::kC64:
-      return Complex(LoadLittle<float>(p + 4), Number<float>(p), Number<float>(p + 4));
+      return Complex(LoadLittle<float>(p + 4), NumberText<float>(p), NumberText<float>(p + 4));
     case DType::kC128:
-      return Complex(LoadLittle<double>(p + 8), Number<double>(p), Number<double>(p + 8));
+      return Complex(LoadLittle<double>(p + 8), NumberText<double>(p), NumberText<double>(p + 8));
     default:
       break;
   }

@@ -15,7 +15,7 @@ namespace {
 
 using fs::ExportFormat;
 
-Status MakeOptions(const ExportArgs& args, fs::ExportOptions& options) {
+Status MakeExportOptions(const ExportArgs& args, fs::ExportOptions& options) {
   const auto format = fs::ExportFormatOf(args.to);
   if (!format) {
     return Status(Code::kInvalidArgument,
@@ -53,7 +53,7 @@ std::string ViewOf(ExportFormat format) {
   }
 }
 
-void PrintReport(const fs::ExportReport& report, const ExportArgs& args, ExportFormat format,
+void PrintExport(const fs::ExportReport& report, const ExportArgs& args, ExportFormat format,
                  int ranks, Terminal& terminal) {
   for (const std::string& warning : report.warnings) terminal.Warn(warning);
   for (const std::string& note : report.notes) terminal.Warn(note);
@@ -98,7 +98,7 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
   // one that has already given up.
   fs::ExportOptions options;
   options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
-  Status before = MakeOptions(args, options);
+  Status before = MakeExportOptions(args, options);
   std::shared_ptr<OpenedCheckpoint> source;
   if (before.ok()) {
     auto opened = OpenSource(HostFileSystem(), args.source, terminal);
@@ -124,7 +124,7 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
     return {};
   });
   if (!status.ok()) return group.Fail(terminal, status);
-  if (group.prints()) PrintReport(report, args, options.format, group.size(), terminal);
+  if (group.prints()) PrintExport(report, args, options.format, group.size(), terminal);
   return terminal.Flush();
 }
 

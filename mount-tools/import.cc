@@ -130,7 +130,7 @@ nlohmann::ordered_json FilesJson(const SaveReport& report) {
   return files;
 }
 
-void PrintReport(const SaveReport& report, int ranks, Terminal& terminal) {
+void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
   const double seconds = report.validate_seconds + report.plan_seconds + report.write_seconds +
                          report.compare_seconds + report.publish_seconds;
   for (const std::string& warning : report.warnings) terminal.Warn(warning);
@@ -231,7 +231,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     return {};
   });
   if (!status.ok()) return group.Fail(terminal, status);
-  if (group.prints()) PrintReport(report, group.size(), terminal);
+  if (group.prints()) PrintImport(report, group.size(), terminal);
   return terminal.Flush();
 }
 

@@ -18,7 +18,7 @@ constexpr std::size_t kTableRows = 40;
 
 std::vector<std::int64_t> List(const Dims& dims) { return {dims.begin(), dims.end()}; }
 
-Json ToJson(const Layout& layout) {
+Json LayoutJson(const Layout& layout) {
   static constexpr const char* kKinds[] = {"rank", "part", "mount", "file"};
   Json json = {{"key", layout.key},           {"dtype", layout.dtype},
                {"shape", List(layout.shape)}, {"bytes", layout.bytes},
@@ -79,7 +79,7 @@ int RunLayout(const LayoutArgs& args, Terminal& terminal) {
     }
   }
   if (terminal.json) {
-    terminal.Json(ToJson(layout.value()));
+    terminal.Json(LayoutJson(layout.value()));
   } else if (!to_files) {
     terminal.Line(
         LayoutText(layout.value(), Terminal::Columns(), terminal.colours(),

@@ -17,9 +17,9 @@ namespace {
 
 constexpr std::size_t kMostPanels = 12;
 // Of a panel; where there are more, those of one holder that touch are drawn as one.
-constexpr std::size_t kMostRects = 256;
+constexpr std::size_t kMostModelRects = 256;
 
-std::optional<std::uint64_t> Number(std::string_view text) {
+std::optional<std::uint64_t> ParseNumber(std::string_view text) {
   std::uint64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (text.empty() || error != std::errc() || end != text.data() + text.size()) return std::nullopt;
@@ -33,7 +33,7 @@ std::optional<std::uint64_t> NumberAfter(std::string_view text, std::string_view
   std::size_t digits = 0;
   while (digits < text.size() && text[digits] >= '0' && text[digits] <= '9') ++digits;
   const bool ends = digits == text.size() || text[digits] == '.' || text[digits] == '_';
-  return ends ? Number(text.substr(0, digits)) : std::nullopt;
+  return ends ? ParseNumber(text.substr(0, digits)) : std::nullopt;
 }
 
 LayoutHolder Numbered(LayoutHolder::Kind kind, std::string_view word, std::uint64_t number) {
@@ -52,7 +52,7 @@ std::optional<std::uint64_t> ForeignRank(std::string_view base) {
   constexpr std::string_view kShard = "shard-";
   if (!base.starts_with(kShard)) return std::nullopt;
   const std::string_view rest = base.substr(kShard.size());
-  const auto shard = Number(rest.substr(0, std::min(rest.find('-'), rest.size())));
+  const auto shard = ParseNumber(rest.substr(0, std::min(rest.find('-'), rest.size())));
   return shard && *shard > 0 ? std::optional(*shard - 1) : std::nullopt;
 }
 
@@ -62,7 +62,7 @@ std::optional<std::uint64_t> PartNumber(std::string_view base) {
   if (of == std::string_view::npos) return std::nullopt;
   const std::string_view before = base.substr(0, of);
   const std::size_t dash = before.rfind('-');
-  return dash == std::string_view::npos ? std::nullopt : Number(before.substr(dash + 1));
+  return dash == std::string_view::npos ? std::nullopt : ParseNumber(before.substr(dash + 1));
 }
 
 std::int64_t Product(const Dims& shape, int begin, int end) {
@@ -278,7 +278,7 @@ LayoutPicture MakePicture(const std::vector<Piece>& pieces, const Dims& shape,
   const auto runs = flat ? AsRuns(pieces, shape) : std::nullopt;
   picture = runs ? DrawRuns(pieces, *runs, shape) : BoxDrawing(pieces, shape).Draw();
   for (LayoutPanel& panel : picture.panels) {
-    if (panel.rects.size() > kMostRects) MergeTouching(panel.rects, chunks);
+    if (panel.rects.size() > kMostModelRects) MergeTouching(panel.rects, chunks);
   }
   return picture;
 }

@@ -15,9 +15,9 @@ constexpr int kPictureHeight = 520;
 constexpr int kLegendWidth = 300;
 constexpr int kMargin = 24;
 constexpr int kAxis = 56;  // Room for the numbers of an axis.
-constexpr std::size_t kMostLegend = 32;
+constexpr std::size_t kMostSvgLegend = 32;
 // Rectangles of one panel; where merging leaves more, the picture is made of cells instead.
-constexpr std::size_t kMostRects = 4000;
+constexpr std::size_t kMostSvgRects = 4000;
 constexpr std::size_t kMostTableRows = 20000;
 
 // For XML and HTML: what is no text at all becomes U+FFFD.
@@ -155,7 +155,7 @@ class Svg {
     body_ += fmt::format(
         "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"#eee\" stroke=\"#333\"/>\n", x,
         y, width, height);
-    if (panel.rects.size() > kMostRects) {
+    if (panel.rects.size() > kMostSvgRects) {
       Cells(panel, frame);
     } else {
       for (const LayoutRect& rect : panel.rects) Rect(rect, frame);
@@ -278,7 +278,7 @@ class Svg {
 
   int Legend(int x, int y) {
     Text(x, y, "Held by", "font-weight=\"600\"");
-    for (std::size_t i = 0; i < std::min(kMostLegend, layout_.holders.size()); ++i) {
+    for (std::size_t i = 0; i < std::min(kMostSvgLegend, layout_.holders.size()); ++i) {
       y += 20;
       const LayoutHolder& holder = layout_.holders[i];
       const bool file = holder.kind == LayoutHolder::Kind::kFile;
@@ -290,8 +290,8 @@ class Svg {
       shown.name = (file ? holder.Short(i) + " " : "") + Shorten(holder.name, 28);
       Text(x + 20, y, HolderText(shown));
     }
-    if (layout_.holders.size() > kMostLegend) {
-      Text(x, y += 20, fmt::format("and {} more", layout_.holders.size() - kMostLegend));
+    if (layout_.holders.size() > kMostSvgLegend) {
+      Text(x, y += 20, fmt::format("and {} more", layout_.holders.size() - kMostSvgLegend));
     }
     return y;
   }

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kMostWidth = 72;  // Cells of a picture.
 constexpr int kMostHeight = 24;
-constexpr std::size_t kMostLegend = 32;
+constexpr std::size_t kMostTextLegend = 32;
 constexpr std::size_t kMostTextPanels = 4;
 
 // Which lines meet in a character: left, right, up, down.
@@ -274,14 +274,14 @@ std::string LayoutText(const Layout& layout, int columns, bool colours, std::siz
     if (left > 0) text += fmt::format("... and {} pictures more\n", left);
   }
   text += "\n";
-  for (std::size_t i = 0; i < std::min(kMostLegend, layout.holders.size()); ++i) {
+  for (std::size_t i = 0; i < std::min(kMostTextLegend, layout.holders.size()); ++i) {
     const LayoutHolder& h = layout.holders[i];
     const std::string mark = h.kind == LayoutHolder::Kind::kFile ? h.Short(i) + " " : "";
     text += fmt::format("{}{}: {} {}, {}\n", mark, h.name, h.chunks,
                         h.chunks == 1 ? "chunk" : "chunks", HumanBytes(h.bytes));
   }
-  if (layout.holders.size() > kMostLegend) {
-    text += fmt::format("... and {} more\n", layout.holders.size() - kMostLegend);
+  if (layout.holders.size() > kMostTextLegend) {
+    text += fmt::format("... and {} more\n", layout.holders.size() - kMostTextLegend);
   }
   if (!layout.chunks.empty()) text += "\n" + TableText(layout, table_rows);
   while (!text.empty() && text.back() == '\n') text.pop_back();

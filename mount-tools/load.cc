@@ -111,7 +111,7 @@ Status Compare(const OpenedCheckpoint& other, const std::vector<Wanted>& wanted,
   return {};
 }
 
-nlohmann::ordered_json ToJson(const RankFigures& f) {
+nlohmann::ordered_json FiguresJson(const RankFigures& f) {
   return {{"bytes_wanted", f.wanted},
           {"bytes_read", f.read},
           {"bytes_received", f.received},
@@ -126,7 +126,7 @@ nlohmann::ordered_json ToJson(const RankFigures& f) {
           {"different_tensors", f.different_tensors}};
 }
 
-void Print(const std::vector<RankFigures>& all, bool compared, Terminal& terminal) {
+void PrintFigures(const std::vector<RankFigures>& all, bool compared, Terminal& terminal) {
   RankFigures sum;
   for (const RankFigures& f : all) {
     sum.wanted += f.wanted;
@@ -144,10 +144,10 @@ void Print(const std::vector<RankFigures>& all, bool compared, Terminal& termina
     sum.peak_memory = std::max(sum.peak_memory, f.peak_memory);
   }
   if (terminal.json) {
-    nlohmann::ordered_json json = ToJson(sum);
+    nlohmann::ordered_json json = FiguresJson(sum);
     json["ranks"] = all.size();
     json["tensors"] = sum.tensors;
-    for (const RankFigures& f : all) json["per_rank"].push_back(ToJson(f));
+    for (const RankFigures& f : all) json["per_rank"].push_back(FiguresJson(f));
     terminal.Json(json);
     return;
   }
@@ -252,7 +252,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     return {};
   });
   if (!status.ok()) return group.Fail(terminal, status);
-  if (group.prints()) Print(all, other != nullptr, terminal);
+  if (group.prints()) PrintFigures(all, other != nullptr, terminal);
   const int flushed = terminal.Flush();
   if (flushed != kDone) return flushed;
   return different == 0 ? kDone : kCheckFailed;

@@ -37,7 +37,8 @@ Result<T> Choose(const std::map<std::string, T>& choices, const std::string& opt
   return Status(Code::kInvalidArgument, fmt::format("{} {}: one of {}", option, text, names));
 }
 
-Result<fs::MountOptions> MakeOptions(const MountArgs& args, const std::vector<std::string>& roots) {
+Result<fs::MountOptions> MakeMountOptions(const MountArgs& args,
+                                          const std::vector<std::string>& roots) {
   using Tier = fs::MountOptions::Tier;
   using Verify = fs::MountOptions::Verify;
   fs::MountOptions options;
@@ -186,7 +187,7 @@ int RunMount(const MountArgs& given, Terminal& terminal) {
     const Status opened = LogToFile(args.log_file);
     if (!opened.ok()) return terminal.Fail(opened);
   }
-  auto made = MakeOptions(args, terminal.roots);
+  auto made = MakeMountOptions(args, terminal.roots);
   if (!made.ok()) return terminal.Fail(made.status());
   const fs::MountOptions options = made.value();
 

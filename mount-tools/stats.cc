@@ -93,7 +93,7 @@ Result<Json> ReadStats(const std::string& mount_point) {
   return stats;
 }
 
-std::uint64_t Number(const Json& stats, std::string_view name) {
+std::uint64_t NumberIn(const Json& stats, std::string_view name) {
   const auto it = stats.find(name);
   return it != stats.end() && it->is_number() ? it->get<std::uint64_t>() : 0;
 }
@@ -112,7 +112,7 @@ void PrintRates(const Json& stats, const Json& before, double seconds, Terminal&
   for (const auto& [name, value] : stats["bytes"].items()) {
     if (!value.is_number()) continue;
     const std::uint64_t now = value.get<std::uint64_t>();
-    const std::uint64_t then = Number(before["bytes"], name);
+    const std::uint64_t then = NumberIn(before["bytes"], name);
     const double rate = static_cast<double>(now - std::min(then, now)) / seconds;
     line += fmt::format("{}{} {}/s", line.empty() ? "" : ", ", name,
                         HumanBytes(static_cast<std::uint64_t>(rate)));
@@ -121,36 +121,36 @@ void PrintRates(const Json& stats, const Json& before, double seconds, Terminal&
   std::uint64_t old_requests = 0;
   for (const auto& [tier, ops] : stats["operations"].items()) {
     for (const auto& [name, op] : ops.items()) {
-      requests += Number(op, "requests");
+      requests += NumberIn(op, "requests");
       const Json& old_ops = before["operations"];
       if (old_ops.contains(tier) && old_ops[tier].contains(name)) {
-        old_requests += Number(old_ops[tier][name], "requests");
+        old_requests += NumberIn(old_ops[tier][name], "requests");
       }
     }
   }
   const double rate = static_cast<double>(requests - std::min(old_requests, requests)) / seconds;
   terminal.Line(
-      fmt::format("{}, {:.0f} requests/s, {} errors", line, rate, Number(stats, "errors")));
+      fmt::format("{}, {:.0f} requests/s, {} errors", line, rate, NumberIn(stats, "errors")));
 }
 
-void Print(const Json& stats, Terminal& terminal) {
-  terminal.Line(fmt::format("up {} s, {} errors, {} interrupted", Number(stats, "uptime_seconds"),
-                            Number(stats, "errors"), Number(stats, "interrupted")));
+void PrintStats(const Json& stats, Terminal& terminal) {
+  terminal.Line(fmt::format("up {} s, {} errors, {} interrupted", NumberIn(stats, "uptime_seconds"),
+                            NumberIn(stats, "errors"), NumberIn(stats, "interrupted")));
   const Json& bytes = stats["bytes"];
   terminal.Line(fmt::format(
       "bytes: {} served by the daemon, {} in files handed to the kernel, {} read from and {} "
       "written to stagings",
-      HumanBytes(Number(bytes, "daemon")), HumanBytes(Number(bytes, "passthrough")),
-      HumanBytes(Number(bytes, "staging_read")), HumanBytes(Number(bytes, "staging_written"))));
+      HumanBytes(NumberIn(bytes, "daemon")), HumanBytes(NumberIn(bytes, "passthrough")),
+      HumanBytes(NumberIn(bytes, "staging_read")), HumanBytes(NumberIn(bytes, "staging_written"))));
   terminal.Line(fmt::format("storage: {} read, {} of them verified",
-                            HumanBytes(Number(stats, "bytes_read_from_storage")),
-                            HumanBytes(Number(stats, "bytes_verified"))));
+                            HumanBytes(NumberIn(stats, "bytes_read_from_storage")),
+                            HumanBytes(NumberIn(stats, "bytes_verified"))));
   terminal.Line(fmt::format("{:<12} {:<10} {:>10} {:>8} {:>10} {:>10} {:>10} {:>10}", "tier",
                             "operation", "requests", "failed", "p50", "p90", "p99", "max"));
   for (const auto& [tier, ops] : stats["operations"].items()) {
     for (const auto& [name, op] : ops.items()) {
       terminal.Line(fmt::format("{:<12} {:<10} {:>10} {:>8} {:>10} {:>10} {:>10} {:>10}", tier,
-                                name, Number(op, "requests"), Number(op, "failed"),
+                                name, NumberIn(op, "requests"), NumberIn(op, "failed"),
                                 Micros(op, "p50_us"), Micros(op, "p90_us"), Micros(op, "p99_us"),
                                 Micros(op, "max_us")));
     }
@@ -178,7 +178,7 @@ int RunStats(const StatsArgs& args, Terminal& terminal) {
     } else if (before) {
       PrintRates(now, *before, std::chrono::duration<double>(at - last).count(), terminal);
     } else {
-      Print(now, terminal);
+      PrintStats(now, terminal);
     }
     const int failed = terminal.Flush();
     if (failed != kDone || args.watch_seconds <= 0) return failed;

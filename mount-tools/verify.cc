@@ -15,7 +15,8 @@ namespace tensormount::tools {
 namespace {
 
 // Prints the report of one checkpoint; whether it is whole.
-bool Print(const std::string& name, const VerifyReport& report, bool quick, Terminal& terminal) {
+bool PrintVerdict(const std::string& name, const VerifyReport& report, bool quick,
+                  Terminal& terminal) {
   for (const VerifyReport::Damage& damage : report.damages) {
     if (terminal.json) {
       terminal.Json(nlohmann::ordered_json{{"event", "damage"},
@@ -74,7 +75,7 @@ int VerifyOne(const FoundSource& source, bool quick, Terminal& terminal) {
     terminal.Fail(report.status().WithContext(name));
     return report.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
   }
-  return Print(name, report.value(), quick, terminal) ? kDone : kCheckFailed;
+  return PrintVerdict(name, report.value(), quick, terminal) ? kDone : kCheckFailed;
 }
 
 // Every checkpoint of a store or a training directory.

@@ -48,7 +48,7 @@ struct Exact {
 };
 
 template <FloatFormat F>
-Exact Decode(std::uint64_t bits) {
+Exact DecodeExact(std::uint64_t bits) {
   Exact x;
   x.negative = (bits >> (F.bits - 1)) != 0;
   const std::uint64_t exponent = (bits >> F.fraction_bits) & F.exponent_mask();
@@ -103,7 +103,7 @@ std::uint64_t Encode(const Exact& x) {
 }
 
 template <typename T>
-T Load(const std::byte* p) {
+T LoadElement(const std::byte* p) {
   T v;
   std::memcpy(&v, p, sizeof(T));
   return v;
@@ -223,7 +223,7 @@ typename To::Storage FloatToFloat(typename From::Storage bits) {
     }
     return std::bit_cast<typename To::Storage>(value);
   } else {
-    return static_cast<typename To::Storage>(Encode<To::kFormat>(Decode<From::kFormat>(bits)));
+    return static_cast<typename To::Storage>(Encode<To::kFormat>(DecodeExact<From::kFormat>(bits)));
   }
 }
 
@@ -234,14 +234,14 @@ std::optional<UnfitElement> Convert(const std::byte* src, std::byte* dst, std::i
     if constexpr (kIsFloat<To>) {
       using Bits = typename From::Storage;
       for (std::size_t i = 0; i < count; ++i, src += sizeof(Bits), dst += step) {
-        Store(dst, FloatToFloat<From, To>(Load<Bits>(src)));
+        Store(dst, FloatToFloat<From, To>(LoadElement<Bits>(src)));
       }
     }
     return std::nullopt;  // Floats to integers: CanConvert said no.
   } else {
     using Source = std::conditional_t<std::is_same_v<From, BoolTag>, std::uint8_t, From>;
     for (std::size_t i = 0; i < count; ++i, src += sizeof(Source), dst += step) {
-      Source value = Load<Source>(src);
+      Source value = LoadElement<Source>(src);
       if constexpr (std::is_same_v<From, BoolTag>) value = value != 0 ? 1 : 0;
       if constexpr (kIsFloat<To>) {
         Exact x;

@@ -111,11 +111,11 @@ bool Meet(const RegionSet& regions, std::size_t i, const Box& box) {
 // False, and nothing reported, where the proof was of no use.
 bool UseDifferences(const RegionSet& regions, std::size_t limit, CoverageReport& report) {
   constexpr std::size_t kPlacesApart = 16;
-  std::vector<Difference> differences;
+  std::vector<Miscount> differences;
   ProveByCorners(regions, &differences);
   if (differences.empty()) return false;
   std::vector<Box> twice;
-  for (const Difference& d : differences) {
+  for (const Miscount& d : differences) {
     if (d.surplus > 0) {
       twice.push_back(d.box);
       continue;

@@ -22,7 +22,7 @@ struct SmallFloat {
 };
 using Specials = SmallFloat::Specials;
 
-float Decode(std::uint32_t bits, const SmallFloat& f) {
+float DecodeSmall(std::uint32_t bits, const SmallFloat& f) {
   const int total = 1 + f.exponent_bits + f.fraction_bits;
   const bool negative = (bits >> (total - 1) & 1) != 0;
   const std::uint32_t highest = (1U << f.exponent_bits) - 1;
@@ -52,7 +52,7 @@ float Decode(std::uint32_t bits, const SmallFloat& f) {
 std::vector<float> Table(int bits, const SmallFloat& f) {
   std::vector<float> table(std::size_t{1} << bits);
   for (std::size_t i = 0; i < table.size(); ++i)
-    table[i] = Decode(static_cast<std::uint32_t>(i), f);
+    table[i] = DecodeSmall(static_cast<std::uint32_t>(i), f);
   return table;
 }
 
@@ -88,7 +88,7 @@ const std::vector<float>& TableOf(DType dtype) {
 }
 
 template <typename T>
-T Load(const std::byte* src, std::size_t i) {
+T LoadAt(const std::byte* src, std::size_t i) {
   T value;
   std::memcpy(&value, src + i * sizeof(T), sizeof(T));
   return value;
@@ -96,13 +96,13 @@ T Load(const std::byte* src, std::size_t i) {
 
 template <typename T, typename Out>
 void Widen(const std::byte* src, std::size_t count, Out* out) {
-  for (std::size_t i = 0; i < count; ++i) out[i] = static_cast<Out>(Load<T>(src, i));
+  for (std::size_t i = 0; i < count; ++i) out[i] = static_cast<Out>(LoadAt<T>(src, i));
 }
 
 template <typename Bits>
 void LookUp(DType dtype, const std::byte* src, std::size_t count, double* out) {
   const std::vector<float>& table = TableOf(dtype);
-  for (std::size_t i = 0; i < count; ++i) out[i] = static_cast<double>(table[Load<Bits>(src, i)]);
+  for (std::size_t i = 0; i < count; ++i) out[i] = static_cast<double>(table[LoadAt<Bits>(src, i)]);
 }
 
 // Calls of integers: true where `dtype` is one.
@@ -111,7 +111,7 @@ bool WidenIntegers(DType dtype, const std::byte* src, std::size_t count, Out* ou
   switch (dtype) {
     case DType::kBool:
       for (std::size_t i = 0; i < count; ++i) {
-        out[i] = Load<std::uint8_t>(src, i) != 0 ? Out{1} : Out{0};
+        out[i] = LoadAt<std::uint8_t>(src, i) != 0 ? Out{1} : Out{0};
       }
       return true;
     case DType::kI8:
@@ -186,7 +186,7 @@ void DecodeNumbers(DType dtype, const std::byte* src, std::size_t count, double*
       return;
     case DType::kBF16:
       for (std::size_t i = 0; i < count; ++i) {
-        const std::uint32_t bits = static_cast<std::uint32_t>(Load<std::uint16_t>(src, i)) << 16;
+        const std::uint32_t bits = static_cast<std::uint32_t>(LoadAt<std::uint16_t>(src, i)) << 16;
         out[i] = static_cast<double>(std::bit_cast<float>(bits));
       }
       return;

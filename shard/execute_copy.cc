@@ -13,15 +13,15 @@ namespace {
 
 constexpr std::uint64_t kStreamFrom = 2 * 1024 * 1024;
 
-struct Axis {
+struct CopyAxis {
   std::int64_t count;
   std::int64_t src;
   std::int64_t dst;
 };
 
 // Axes of a copy in the order of execution, outermost first.
-struct Nest {
-  std::array<Axis, kMaxAxes + 1> axes;
+struct CopyNest {
+  std::array<CopyAxis, kMaxAxes + 1> axes;
   int size = 0;
   std::uint64_t run = 0;
 };
@@ -29,8 +29,8 @@ struct Nest {
 // The destination decides the order (writes in sequence are worth most), then axes that continue
 // each other on both sides merge: this finds the long runs of two buffers that are transposed
 // alike.
-Nest Ordered(const StridedCopy& plan) {
-  Nest nest;
+CopyNest Ordered(const StridedCopy& plan) {
+  CopyNest nest;
   nest.run = plan.run;
   for (int a = 0; a < plan.axes; ++a) {
     const auto u = static_cast<std::size_t>(a);
@@ -38,11 +38,11 @@ Nest Ordered(const StridedCopy& plan) {
   }
   std::stable_sort(
       nest.axes.begin(), nest.axes.begin() + plan.axes,
-      [](const Axis& a, const Axis& b) { return std::llabs(a.dst) > std::llabs(b.dst); });
+      [](const CopyAxis& a, const CopyAxis& b) { return std::llabs(a.dst) > std::llabs(b.dst); });
   for (int a = 0; a < plan.axes; ++a) {
-    const Axis next = nest.axes[static_cast<std::size_t>(a)];
+    const CopyAxis next = nest.axes[static_cast<std::size_t>(a)];
     if (nest.size > 0) {
-      Axis& last = nest.axes[static_cast<std::size_t>(nest.size - 1)];
+      CopyAxis& last = nest.axes[static_cast<std::size_t>(nest.size - 1)];
       if (last.src == next.count * next.src && last.dst == next.count * next.dst) {
         last = {last.count * next.count, next.src, next.dst};
         continue;
@@ -51,7 +51,7 @@ Nest Ordered(const StridedCopy& plan) {
     nest.axes[static_cast<std::size_t>(nest.size++)] = next;
   }
   if (nest.size > 0) {
-    const Axis& last = nest.axes[static_cast<std::size_t>(nest.size - 1)];
+    const CopyAxis& last = nest.axes[static_cast<std::size_t>(nest.size - 1)];
     const auto run = static_cast<std::int64_t>(nest.run);
     if (last.src == run && last.dst == run) {
       nest.run *= static_cast<std::uint64_t>(last.count);
@@ -62,7 +62,7 @@ Nest Ordered(const StridedCopy& plan) {
 }
 
 template <std::size_t kRun>
-void CopyLine(const Axis& x, const std::byte* src, std::byte* dst) {
+void CopyLine(const CopyAxis& x, const std::byte* src, std::byte* dst) {
   for (std::int64_t i = 0; i < x.count; ++i) {
     std::memcpy(dst, src, kRun);
     src += x.src;
@@ -74,13 +74,13 @@ void CopyLine(const Axis& x, const std::byte* src, std::byte* dst) {
 // is used up while it is there. Tiles are few lines wide, because a power-of-two step maps all of
 // them to one cache set. (Measured: passing tiles through a packed block is slower.)
 template <std::size_t kRun>
-void CopyTiles(const Axis& outer, const Axis& inner, const std::byte* src, std::byte* dst) {
+void CopyTiles(const CopyAxis& outer, const CopyAxis& inner, const std::byte* src, std::byte* dst) {
   constexpr std::int64_t kRows = kRun >= 8 ? 16 : 64 / static_cast<std::int64_t>(kRun);
   constexpr std::int64_t kColumns = kRun >= 8 ? 16 : 8;
   for (std::int64_t i = 0; i < outer.count; i += kRows) {
     const std::int64_t rows = std::min(kRows, outer.count - i);
     for (std::int64_t j = 0; j < inner.count; j += kColumns) {
-      const Axis line = {std::min(kColumns, inner.count - j), inner.src, inner.dst};
+      const CopyAxis line = {std::min(kColumns, inner.count - j), inner.src, inner.dst};
       for (std::int64_t r = 0; r < rows; ++r) {
         CopyLine<kRun>(line, src + (i + r) * outer.src + j * inner.src,
                        dst + (i + r) * outer.dst + j * inner.dst);
@@ -90,7 +90,7 @@ void CopyTiles(const Axis& outer, const Axis& inner, const std::byte* src, std::
 }
 
 template <std::size_t kRun>
-void CopyPlane(const Axis& outer, const Axis& inner, const std::byte* src, std::byte* dst) {
+void CopyPlane(const CopyAxis& outer, const CopyAxis& inner, const std::byte* src, std::byte* dst) {
   if (std::llabs(inner.src) > std::llabs(outer.src) && outer.count > 1) {
     CopyTiles<kRun>(outer, inner, src, dst);
     return;
@@ -105,7 +105,7 @@ void CopyPlane(const Axis& outer, const Axis& inner, const std::byte* src, std::
 constexpr std::uint64_t kLoopFrom = 256;
 constexpr std::uint64_t kLoopTo = 16 * 1024;
 
-void CopyRuns(std::uint64_t run, bool stream, const Axis& outer, const Axis& inner,
+void CopyRuns(std::uint64_t run, bool stream, const CopyAxis& outer, const CopyAxis& inner,
               const std::byte* src, std::byte* dst) {
   const bool loop = run >= kLoopFrom && run < kLoopTo;
   for (std::int64_t i = 0; i < outer.count; ++i) {
@@ -128,7 +128,7 @@ void CopyRuns(std::uint64_t run, bool stream, const Axis& outer, const Axis& inn
   }
 }
 
-using PlaneFn = void (*)(const Axis&, const Axis&, const std::byte*, std::byte*);
+using PlaneFn = void (*)(const CopyAxis&, const CopyAxis&, const std::byte*, std::byte*);
 
 PlaneFn PlaneOf(std::uint64_t run) {
   switch (run) {
@@ -157,10 +157,10 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst) 
     std::memcpy(dst, src, plan.run);
     return;
   }
-  Nest nest = Ordered(plan);
-  const Axis once = {1, 0, 0};
-  const Axis inner = nest.size > 0 ? nest.axes[static_cast<std::size_t>(nest.size - 1)] : once;
-  Axis outer = once;
+  CopyNest nest = Ordered(plan);
+  const CopyAxis once = {1, 0, 0};
+  const CopyAxis inner = nest.size > 0 ? nest.axes[static_cast<std::size_t>(nest.size - 1)] : once;
+  CopyAxis outer = once;
   int outside = std::max(0, nest.size - 2);  // Axes that the odometer below walks.
   if (nest.size > 1) {
     // The axis that the source likes innermost goes next to the one that the destination does.
@@ -190,7 +190,7 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst) 
     int a = outside - 1;
     for (; a >= 0; --a) {
       const auto u = static_cast<std::size_t>(a);
-      const Axis& x = nest.axes[u];
+      const CopyAxis& x = nest.axes[u];
       src += x.src;
       dst += x.dst;
       if (++at[u] < x.count) break;

@@ -13,7 +13,9 @@ namespace {
 
 constexpr std::string_view kMagic = "\x93NUMPY";
 
-Status Broken(const std::string& why) { return Status(Code::kDataLoss, "npy header: " + why); }
+Status BadNpyHeader(const std::string& why) {
+  return Status(Code::kDataLoss, "npy header: " + why);
+}
 
 // Printable, at most 64 bytes: for messages.
 std::string Shown(std::string_view text) {
@@ -80,11 +82,11 @@ class Literal {
 };
 
 Result<Dims> ParseShape(Literal& in) {
-  if (!in.Take('(')) return Broken(in.Where() + ": the shape is no tuple");
+  if (!in.Take('(')) return BadNpyHeader(in.Where() + ": the shape is no tuple");
   Dims shape;
   while (!in.Take(')')) {
     const auto extent = in.Number();
-    if (!extent) return Broken(in.Where() + ": the shape holds what is no whole number");
+    if (!extent) return BadNpyHeader(in.Where() + ": the shape holds what is no whole number");
     if (shape.rank() == kMaxRank) {
       return Status(Code::kUnsupported,
                     "npy header: more than " + std::to_string(kMaxRank) + " axes");
@@ -93,7 +95,7 @@ Result<Dims> ParseShape(Literal& in) {
     if (in.Take(',')) continue;
     // "(3)" is a number, no tuple.
     if (!in.At(')') || shape.rank() == 1) {
-      return Broken(in.Where() + ": the shape is no tuple of numbers");
+      return BadNpyHeader(in.Where() + ": the shape is no tuple of numbers");
     }
   }
   return shape;
@@ -177,7 +179,7 @@ Result<DType> DTypeFromNpyDescr(std::string_view descr) {
 
 Result<std::uint64_t> NpyDataOffset(std::string_view first_bytes) {
   if (!first_bytes.starts_with(kMagic) || first_bytes.size() < 10) {
-    return Broken("does not begin as .npy files do");
+    return BadNpyHeader("does not begin as .npy files do");
   }
   const auto major = static_cast<unsigned char>(first_bytes[6]);
   const auto minor = static_cast<unsigned char>(first_bytes[7]);
@@ -186,7 +188,7 @@ Result<std::uint64_t> NpyDataOffset(std::string_view first_bytes) {
                                           std::to_string(minor) + " is not known");
   }
   if (major == 1) return std::uint64_t{10} + LoadLittle<std::uint16_t>(first_bytes.data() + 8);
-  if (first_bytes.size() < kNpyPrefix) return Broken("is cut short");
+  if (first_bytes.size() < kNpyPrefix) return BadNpyHeader("is cut short");
   const std::uint64_t offset = kNpyPrefix + LoadLittle<std::uint32_t>(first_bytes.data() + 8);
   if (offset > kMaxNpyHeader) {
     return Status(Code::kUnsupported, "npy header: " + std::to_string(offset) + " bytes, at most " +
@@ -198,25 +200,25 @@ Result<std::uint64_t> NpyDataOffset(std::string_view first_bytes) {
 Result<NpyHeader> ParseNpyHeader(std::string_view first_bytes) {
   NpyHeader header;
   TENSORMOUNT_ASSIGN_OR_RETURN(header.data_offset, NpyDataOffset(first_bytes));
-  if (header.data_offset > first_bytes.size()) return Broken("is cut short");
+  if (header.data_offset > first_bytes.size()) return BadNpyHeader("is cut short");
   const std::size_t prefix = first_bytes[6] == 1 ? 10 : kNpyPrefix;
   Literal in(first_bytes.substr(prefix, header.data_offset - prefix));
-  if (!in.Take('{')) return Broken("is no dictionary");
+  if (!in.Take('{')) return BadNpyHeader("is no dictionary");
   std::optional<std::string> descr;
   std::optional<bool> fortran;
   std::optional<Dims> shape;
   while (!in.Take('}')) {
     const auto key = in.String();
-    if (!key || !in.Take(':')) return Broken(in.Where() + ": a key is expected");
+    if (!key || !in.Take(':')) return BadNpyHeader(in.Where() + ": a key is expected");
     const bool twice = (*key == "descr" && descr) || (*key == "fortran_order" && fortran) ||
                        (*key == "shape" && shape);
-    if (twice) return Broken("key " + Shown(*key) + " occurs twice");
+    if (twice) return BadNpyHeader("key " + Shown(*key) + " occurs twice");
     if (*key == "descr") {
       if (in.At('[') || in.At('(')) {
         return Status(Code::kUnsupported, "npy header: elements are records of several fields");
       }
       const auto text = in.String();
-      if (!text) return Broken(in.Where() + ": descr is no string");
+      if (!text) return BadNpyHeader(in.Where() + ": descr is no string");
       descr = std::string(*text);
     } else if (*key == "fortran_order") {
       if (in.Take(std::string_view("True"))) {
@@ -224,20 +226,21 @@ Result<NpyHeader> ParseNpyHeader(std::string_view first_bytes) {
       } else if (in.Take(std::string_view("False"))) {
         fortran = false;
       } else {
-        return Broken(in.Where() + ": fortran_order is neither True nor False");
+        return BadNpyHeader(in.Where() + ": fortran_order is neither True nor False");
       }
     } else if (*key == "shape") {
       TENSORMOUNT_ASSIGN_OR_RETURN(shape, ParseShape(in));
     } else {
-      return Broken("key " + Shown(*key) + " is none of descr, fortran_order and shape");
+      return BadNpyHeader("key " + Shown(*key) + " is none of descr, fortran_order and shape");
     }
-    if (!in.Take(',') && !in.At('}')) return Broken(in.Where() + ": a comma or '}' is expected");
+    if (!in.Take(',') && !in.At('}'))
+      return BadNpyHeader(in.Where() + ": a comma or '}' is expected");
   }
-  if (!in.AtEnd()) return Broken(in.Where() + ": bytes after the dictionary");
-  if (!descr || !fortran || !shape) return Broken("lacks descr, fortran_order or shape");
+  if (!in.AtEnd()) return BadNpyHeader(in.Where() + ": bytes after the dictionary");
+  if (!descr || !fortran || !shape) return BadNpyHeader("lacks descr, fortran_order or shape");
   TENSORMOUNT_ASSIGN_OR_RETURN(header.dtype, DTypeFromNpyDescr(*descr));
   if (const Status fits = CheckShape(header.dtype, *shape); !fits.ok()) {
-    return Broken(fits.message());
+    return BadNpyHeader(fits.message());
   }
   header.shape = *shape;
   header.fortran_order = *fortran;

@@ -264,7 +264,7 @@ class Corners {
 
   // After SumIsWhole: undoes the differences that corners are, on the grid through those that are
   // left. Nothing where there are too many.
-  std::vector<Difference> Rest(const Dims& shape);
+  std::vector<Miscount> Rest(const Dims& shape);
 
  private:
   // A box on the axes that matter.
@@ -346,7 +346,7 @@ class Corners {
   CornerTable table_;
 };
 
-std::vector<Difference> Corners::Rest(const Dims& shape) {
+std::vector<Miscount> Corners::Rest(const Dims& shape) {
   if (table_.NonZero() > kMaxRest) return {};
   std::array<std::vector<std::int64_t>, kMaxCornerAxes> cuts;
   const auto at = [&](std::uint64_t place, std::size_t k) {
@@ -381,7 +381,7 @@ std::vector<Difference> Corners::Rest(const Dims& shape) {
       if (i % block >= step) sum[i] += sum[i - step];
     }
   }
-  std::vector<Difference> rest;
+  std::vector<Miscount> rest;
   for (std::size_t i = 0; i < cells; ++i) {
     if (sum[i] == 0) continue;
     Box box = Box::Whole(shape);
@@ -448,7 +448,7 @@ Proof ProveAsGrid(const RegionSet& regions) {
   return Proof::kPartition;
 }
 
-Proof ProveByCorners(const RegionSet& regions, std::vector<Difference>* differences) {
+Proof ProveByCorners(const RegionSet& regions, std::vector<Miscount>* differences) {
   std::optional<Corners> corners = Corners::Of(regions);
   if (!corners) return Proof::kUnknown;
   for (std::size_t i = 0; i < regions.size(); ++i) {

@@ -19,7 +19,7 @@ enum class Proof {
 };
 
 // Cells that not exactly one region has.
-struct Difference {
+struct Miscount {
   Box box;
   std::int64_t surplus = 0;  // How many more than one have all of them: -1 where none has.
 };
@@ -44,7 +44,7 @@ Proof ProveAsGrid(const RegionSet& regions);
 // Corners that are left over tell where the sum differs, however many regions there are: where
 // these are few, `differences` (if not null) gets all such cells, as disjoint boxes; it stays empty
 // otherwise.
-Proof ProveByCorners(const RegionSet& regions, std::vector<Difference>* differences);
+Proof ProveByCorners(const RegionSet& regions, std::vector<Miscount>* differences);
 // The same along the one axis of the row-major order; all regions must be ranges of it.
 Proof ProveByEnds(const RegionSet& regions);
 

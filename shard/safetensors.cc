@@ -24,11 +24,11 @@ constexpr std::string_view kMetadataKey = "__metadata__";
 constexpr std::size_t kMaxStringBytes = std::size_t{16} << 20;
 constexpr std::size_t kMaxMetadataBytes = std::size_t{32} << 20;
 
-Status Broken(const std::string& why) {
+Status BadSafetensorsHeader(const std::string& why) {
   return Status(Code::kDataLoss, "safetensors header: " + why);
 }
 
-std::string Quoted(std::string_view key) {
+std::string QuotedKey(std::string_view key) {
   return "tensor '" + std::string(key.substr(0, 256)) + (key.size() > 256 ? "...'" : "'");
 }
 
@@ -107,7 +107,7 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
         return true;
       case At::kField:
         if (!fields_.insert(name).second) {
-          return Fail(Quoted(key_) + ": field '" + name + "' occurs twice");
+          return Fail(QuotedKey(key_) + ": field '" + name + "' occurs twice");
         }
         at_ = name == "dtype"          ? At::kDType
               : name == "shape"        ? At::kShape
@@ -131,9 +131,9 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
         at_ = At::kEnd;
         return true;
       case At::kField:
-        if (!has_dtype_) return Fail(Quoted(key_) + ": no dtype");
-        if (!has_shape_) return Fail(Quoted(key_) + ": no shape");
-        if (!has_offsets_) return Fail(Quoted(key_) + ": no data_offsets");
+        if (!has_dtype_) return Fail(QuotedKey(key_) + ": no dtype");
+        if (!has_shape_) return Fail(QuotedKey(key_) + ": no shape");
+        if (!has_offsets_) return Fail(QuotedKey(key_) + ": no data_offsets");
         entries.push_back(std::move(entry_));
         at_ = At::kTop;
         return true;
@@ -167,7 +167,7 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
     if (at_ == At::kExtent) {
       has_shape_ = true;
     } else if (at_ == At::kOffset) {
-      if (offsets_ != 2) return Fail(Quoted(key_) + ": data_offsets are not two numbers");
+      if (offsets_ != 2) return Fail(QuotedKey(key_) + ": data_offsets are not two numbers");
       has_offsets_ = true;
     } else {
       return Wrong("the end of an array");
@@ -191,7 +191,7 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
     if (at_ == At::kDType) {
       const auto dtype = FromSafetensorsName(value);
       if (!dtype) {
-        error = Status(Code::kUnsupported, "safetensors header: " + Quoted(key_) + ": dtype '" +
+        error = Status(Code::kUnsupported, "safetensors header: " + QuotedKey(key_) + ": dtype '" +
                                                value.substr(0, 64) + "' is not known");
         return false;
       }
@@ -207,19 +207,20 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
     if (skip_ > 0) return true;
     if (at_ == At::kExtent) {
       if (entry_.shape.rank() == kMaxRank) {
-        error = Status(Code::kUnsupported, "safetensors header: " + Quoted(key_) + ": more than " +
-                                               std::to_string(kMaxRank) + " axes");
+        error = Status(Code::kUnsupported, "safetensors header: " + QuotedKey(key_) +
+                                               ": more than " + std::to_string(kMaxRank) + " axes");
         return false;
       }
       const auto extent = CheckedCast<std::int64_t>(value);
-      if (!extent) return Fail(Quoted(key_) + ": extent " + std::to_string(value) + " overflows");
+      if (!extent)
+        return Fail(QuotedKey(key_) + ": extent " + std::to_string(value) + " overflows");
       entry_.shape.push_back(*extent);
       return true;
     }
     if (at_ == At::kOffset) {
       if (offsets_ == 0) entry_.begin = value;
       if (offsets_ == 1) entry_.end = value;
-      if (offsets_ == 2) return Fail(Quoted(key_) + ": data_offsets are not two numbers");
+      if (offsets_ == 2) return Fail(QuotedKey(key_) + ": data_offsets are not two numbers");
       ++offsets_;
       return true;
     }
@@ -264,7 +265,7 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
   };
 
   bool Fail(const std::string& why) {
-    if (error.ok()) error = Broken(why);
+    if (error.ok()) error = BadSafetensorsHeader(why);
     return false;
   }
 
@@ -273,15 +274,15 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
       case At::kStart:
         return Fail("is not a JSON object");
       case At::kTensor:
-        return Fail(Quoted(key_) + " is " + got + ", not an object");
+        return Fail(QuotedKey(key_) + " is " + got + ", not an object");
       case At::kDType:
-        return Fail(Quoted(key_) + ": dtype is " + got + ", not a string");
+        return Fail(QuotedKey(key_) + ": dtype is " + got + ", not a string");
       case At::kShape:
       case At::kExtent:
-        return Fail(Quoted(key_) + ": shape holds " + got + ", not whole numbers");
+        return Fail(QuotedKey(key_) + ": shape holds " + got + ", not whole numbers");
       case At::kOffsets:
       case At::kOffset:
-        return Fail(Quoted(key_) + ": data_offsets hold " + got + ", not two whole numbers");
+        return Fail(QuotedKey(key_) + ": data_offsets hold " + got + ", not two whole numbers");
       case At::kMetadata:
       case At::kMetadataEntry:
       case At::kMetadataValue:
@@ -327,30 +328,34 @@ Status CheckLayout(const std::vector<SafetensorsEntry>& entries, std::uint64_t d
   const SafetensorsEntry* before = nullptr;
   for (const SafetensorsEntry& e : entries) {
     const std::string place =
-        Quoted(e.key) + ": bytes " + std::to_string(e.begin) + " to " + std::to_string(e.end);
-    if (e.end < e.begin) return Broken(place + " end before they begin");
+        QuotedKey(e.key) + ": bytes " + std::to_string(e.begin) + " to " + std::to_string(e.end);
+    if (e.end < e.begin) return BadSafetensorsHeader(place + " end before they begin");
     const auto bytes = PackedBytes(e.dtype, e.shape);
     if (!bytes) {
-      return Broken(Quoted(e.key) + ": shape " + e.shape.ToString() + " of " +
-                    std::string(InfoOf(e.dtype).safetensors) +
-                    " overflows or does not fill whole bytes");
+      return BadSafetensorsHeader(QuotedKey(e.key) + ": shape " + e.shape.ToString() + " of " +
+                                  std::string(InfoOf(e.dtype).safetensors) +
+                                  " overflows or does not fill whole bytes");
     }
     if (e.end - e.begin != *bytes) {
-      return Broken(place + ", but shape " + e.shape.ToString() + " of " +
-                    std::string(InfoOf(e.dtype).safetensors) + " takes " + std::to_string(*bytes));
+      return BadSafetensorsHeader(place + ", but shape " + e.shape.ToString() + " of " +
+                                  std::string(InfoOf(e.dtype).safetensors) + " takes " +
+                                  std::to_string(*bytes));
     }
-    if (e.begin < at) return Broken(place + " overlap " + Quoted(before->key));
+    if (e.begin < at) return BadSafetensorsHeader(place + " overlap " + QuotedKey(before->key));
     if (e.begin > at) {
-      return Broken(place + " leave a gap, the data before end at " + std::to_string(at));
+      return BadSafetensorsHeader(place + " leave a gap, the data before end at " +
+                                  std::to_string(at));
     }
     if (e.end > data_bytes) {
-      return Broken(place + " pass the end of the data at " + std::to_string(data_bytes));
+      return BadSafetensorsHeader(place + " pass the end of the data at " +
+                                  std::to_string(data_bytes));
     }
     at = e.end;
     before = &e;
   }
   if (at != data_bytes) {
-    return Broken(std::to_string(data_bytes - at) + " bytes are left over after the last tensor");
+    return BadSafetensorsHeader(std::to_string(data_bytes - at) +
+                                " bytes are left over after the last tensor");
   }
   return Status();
 }
@@ -384,7 +389,7 @@ void AppendNumber(std::uint64_t n, std::string& out) {
 }
 
 Status BadEntry(Code code, std::string_view key, const std::string& why) {
-  return Status(code, "safetensors header: " + Quoted(key) + ": " + why);
+  return Status(code, "safetensors header: " + QuotedKey(key) + ": " + why);
 }
 
 }  // namespace
@@ -392,22 +397,24 @@ Status BadEntry(Code code, std::string_view key, const std::string& why) {
 Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
                                                  std::uint64_t file_size) {
   if (header_json.size() > kMaxHeaderBytes) {
-    return Broken(std::to_string(header_json.size()) + " bytes, the format allows " +
-                  std::to_string(kMaxHeaderBytes));
+    return BadSafetensorsHeader(std::to_string(header_json.size()) + " bytes, the format allows " +
+                                std::to_string(kMaxHeaderBytes));
   }
   const std::uint64_t data_offset = 8 + header_json.size();
   if (data_offset > file_size) {
-    return Broken(std::to_string(header_json.size()) + " bytes do not fit a file of " +
-                  std::to_string(file_size));
+    return BadSafetensorsHeader(std::to_string(header_json.size()) +
+                                " bytes do not fit a file of " + std::to_string(file_size));
   }
-  if (header_json.empty() || header_json.front() != '{') return Broken("does not begin with '{'");
-  if (const Status text = CheckJsonText(header_json); !text.ok()) return Broken(text.message());
+  if (header_json.empty() || header_json.front() != '{')
+    return BadSafetensorsHeader("does not begin with '{'");
+  if (const Status text = CheckJsonText(header_json); !text.ok())
+    return BadSafetensorsHeader(text.message());
   if (HasLongString(header_json)) {
     return Status(Code::kUnsupported, "safetensors header: a string of more than 16 MiB");
   }
   Reader reader;
   if (!nlohmann::json::sax_parse(header_json.begin(), header_json.end(), &reader)) {
-    return reader.error.ok() ? Broken("is not JSON") : reader.error;
+    return reader.error.ok() ? BadSafetensorsHeader("is not JSON") : reader.error;
   }
   std::sort(reader.entries.begin(), reader.entries.end(),
             [](const SafetensorsEntry& a, const SafetensorsEntry& b) {
@@ -426,20 +433,21 @@ Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
 Result<SafetensorsHeader> ReadSafetensorsHeader(File& file) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
   if (info.size < 8) {
-    return Broken("a file of " + std::to_string(info.size) + " bytes has no header length")
+    return BadSafetensorsHeader("a file of " + std::to_string(info.size) +
+                                " bytes has no header length")
         .WithContext(file.path());
   }
   std::array<char, 8> prefix{};
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(0, prefix.data(), prefix.size()));
   const auto length = LoadLittle<std::uint64_t>(prefix.data());
   if (length > kMaxHeaderBytes) {
-    return Broken(std::to_string(length) + " bytes, the format allows " +
-                  std::to_string(kMaxHeaderBytes))
+    return BadSafetensorsHeader(std::to_string(length) + " bytes, the format allows " +
+                                std::to_string(kMaxHeaderBytes))
         .WithContext(file.path());
   }
   if (length > info.size - 8) {
-    return Broken(std::to_string(length) + " bytes do not fit a file of " +
-                  std::to_string(info.size))
+    return BadSafetensorsHeader(std::to_string(length) + " bytes do not fit a file of " +
+                                std::to_string(info.size))
         .WithContext(file.path());
   }
   std::string json(length, '\0');

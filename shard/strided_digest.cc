@@ -17,7 +17,7 @@ constexpr std::int64_t kScratchBytes = 256 * 1024;
 // Below this a run is cheaper gathered first: starting and ending a CRC costs tens of bytes' time.
 constexpr std::int64_t kShortRun = 64;
 
-struct Axis {
+struct DigestAxis {
   std::int64_t count = 0;
   std::int64_t src = 0;  // Steps in bytes.
   std::int64_t dst = 0;
@@ -25,16 +25,16 @@ struct Axis {
 };
 
 // Loops around runs that are contiguous in both memories and in the tensor, in the tensor's order.
-struct Nest {
+struct DigestNest {
   std::int64_t src = 0;
   std::int64_t dst = 0;
   std::int64_t position = 0;  // Of the first byte in the tensor.
   std::int64_t run = 0;
   int size = 0;
-  std::array<Axis, kMaxAxes> axes;
+  std::array<DigestAxis, kMaxAxes> axes;
 
-  Axis& axis(int a) { return axes[static_cast<std::size_t>(a)]; }
-  const Axis& axis(int a) const { return axes[static_cast<std::size_t>(a)]; }
+  DigestAxis& axis(int a) { return axes[static_cast<std::size_t>(a)]; }
+  const DigestAxis& axis(int a) const { return axes[static_cast<std::size_t>(a)]; }
   // Bytes of one step of the axis before `from`.
   std::int64_t Bytes(int from) const {
     std::int64_t n = run;
@@ -51,16 +51,16 @@ struct Nest {
 
 // Adds the axes of `part`, outermost first; src and dst steps are those of its axes.
 void AddAxes(const Box& part, const Dims& src, const Dims& dst, const Dims& byte_shape,
-             Nest& nest) {
+             DigestNest& nest) {
   const Dims tensor = PackedStrides(byte_shape);
   nest.run = 1;
   for (int a = 0; a < part.rank(); ++a) {
     nest.position += part.begin(a) * tensor[a];
     const std::int64_t n = part.extent(a);
     if (n == 1) continue;
-    const Axis next = {n, src[a], dst[a], tensor[a]};
+    const DigestAxis next = {n, src[a], dst[a], tensor[a]};
     if (nest.size > 0) {
-      Axis& last = nest.axis(nest.size - 1);
+      DigestAxis& last = nest.axis(nest.size - 1);
       if (last.src == n * next.src && last.dst == n * next.dst &&
           last.position == n * next.position) {
         last = {last.count * n, next.src, next.dst, next.position};
@@ -70,7 +70,7 @@ void AddAxes(const Box& part, const Dims& src, const Dims& dst, const Dims& byte
     nest.axis(nest.size++) = next;
   }
   if (nest.size > 0) {
-    const Axis& last = nest.axis(nest.size - 1);
+    const DigestAxis& last = nest.axis(nest.size - 1);
     if (last.src == 1 && last.dst == 1 && last.position == 1) {
       nest.run = last.count;
       --nest.size;
@@ -81,7 +81,7 @@ void AddAxes(const Box& part, const Dims& src, const Dims& dst, const Dims& byte
 // One shift for each axis: the distance between two neighbours on it is always the same.
 class Shifts {
  public:
-  explicit Shifts(const Nest& nest, int axes) {
+  explicit Shifts(const DigestNest& nest, int axes) {
     shifts_.reserve(static_cast<std::size_t>(axes));
     for (int a = 0; a < axes; ++a) {
       shifts_.emplace_back(static_cast<std::uint64_t>(nest.axis(a).position));
@@ -98,10 +98,10 @@ class Shifts {
 // Horner's rule over the axes from `axis` to `axes`: the CRCs that `leaf(src, dst)` gives, each
 // shifted by what lies between it and the end of the last one.
 template <typename Leaf>
-Crc64 Horner(const Nest& nest, const Shifts& shifts, int axis, int axes, std::int64_t src,
+Crc64 Horner(const DigestNest& nest, const Shifts& shifts, int axis, int axes, std::int64_t src,
              std::int64_t dst, const Leaf& leaf) {
   if (axis == axes) return leaf(src, dst);
-  const Axis& x = nest.axis(axis);
+  const DigestAxis& x = nest.axis(axis);
   Crc64 crc = 0;
   if (axis + 1 == axes) {
     for (std::int64_t i = 0; i < x.count; ++i) {
@@ -116,7 +116,7 @@ Crc64 Horner(const Nest& nest, const Shifts& shifts, int axis, int axes, std::in
   return crc;
 }
 
-Crc64 BehindEnd(const Nest& nest, const Dims& byte_shape, Crc64 crc) {
+Crc64 BehindEnd(const DigestNest& nest, const Dims& byte_shape, Crc64 crc) {
   const std::int64_t behind = Box::Whole(byte_shape).volume() - nest.End();
   return Crc64Shift(static_cast<std::uint64_t>(behind)).Apply(crc);
 }
@@ -124,7 +124,7 @@ Crc64 BehindEnd(const Nest& nest, const Dims& byte_shape, Crc64 crc) {
 // The memory of `nest` (its src side), brought into the tensor's order where that differs.
 class Gatherer {
  public:
-  Gatherer(const Nest& nest, const std::byte* base) : nest_(nest), base_(base) {
+  Gatherer(const DigestNest& nest, const std::byte* base) : nest_(nest), base_(base) {
     // Axes from here on continue each other in the tensor.
     joined_ = nest.size;
     std::int64_t run = nest.run;
@@ -151,7 +151,7 @@ class Gatherer {
   // Whole rows of the tensor, as many at a time as scratch holds, so that cache lines of a
   // transposed memory serve all of them.
   Crc64 Rows(const Shifts& shifts, int axis, std::int64_t row, std::int64_t src) const {
-    const Axis& x = nest_.axis(axis);
+    const DigestAxis& x = nest_.axis(axis);
     const std::int64_t at_once = kScratchBytes / row;
     Crc64 crc = 0;
     for (std::int64_t i = 0; i < x.count; i += at_once) {
@@ -170,7 +170,7 @@ class Gatherer {
     if (axis == nest_.size) {
       return Crc64Extend(crc, base_ + src, static_cast<std::size_t>(nest_.run));
     }
-    const Axis& x = nest_.axis(axis);
+    const DigestAxis& x = nest_.axis(axis);
     const std::int64_t step = nest_.Bytes(axis + 1);
     if (nest_.run >= kShortRun || step > kScratchBytes) {
       for (std::int64_t i = 0; i < x.count; ++i) crc = Run(axis + 1, src + i * x.src, crc);
@@ -199,7 +199,7 @@ class Gatherer {
     ExecuteCopy(copy, base_, scratch_.get());
   }
 
-  const Nest& nest_;
+  const DigestNest& nest_;
   const std::byte* base_;
   int joined_ = 0;
   std::unique_ptr<std::byte[]> scratch_;
@@ -227,7 +227,7 @@ Dims StepsOfPart(const StridedCopy& plan, const Box& part, Step step) {
   return steps;
 }
 
-StridedCopy AsCopy(const Nest& nest) {
+StridedCopy AsCopy(const DigestNest& nest) {
   StridedCopy copy;
   copy.src_offset = nest.src;
   copy.dst_offset = nest.dst;
@@ -243,23 +243,23 @@ StridedCopy AsCopy(const Nest& nest) {
 }
 
 // Short runs: copies block by block and reads each block's digest from the destination.
-Crc64 CopyThenDigest(const Nest& nest, const std::byte* src, std::byte* dst,
+Crc64 CopyThenDigest(const DigestNest& nest, const std::byte* src, std::byte* dst,
                      const Dims& byte_shape) {
   if (nest.size == 0 || nest.Bytes(0) <= kScratchBytes) {
     ExecuteCopy(AsCopy(nest), src, dst);
-    Nest written = nest;
+    DigestNest written = nest;
     written.src = nest.dst;
     for (int a = 0; a < nest.size; ++a) written.axis(a).src = nest.axis(a).dst;
     return BehindEnd(nest, byte_shape, Gatherer(written, dst).Digest());
   }
   if (nest.axis(0).count == 1) {
-    Nest inner = nest;
+    DigestNest inner = nest;
     std::move(inner.axes.begin() + 1, inner.axes.begin() + inner.size, inner.axes.begin());
     --inner.size;
     return CopyThenDigest(inner, src, dst, byte_shape);
   }
-  Nest low = nest;
-  Nest high = nest;
+  DigestNest low = nest;
+  DigestNest high = nest;
   const std::int64_t half = nest.axis(0).count / 2;
   low.axis(0).count = half;
   high.axis(0).count -= half;
@@ -273,7 +273,7 @@ Crc64 CopyThenDigest(const Nest& nest, const std::byte* src, std::byte* dst,
 
 Crc64 DigestOfPlaced(const PlacedBox& placed, const std::byte* base, const Dims& byte_shape) {
   if (placed.box.empty()) return 0;
-  Nest nest;
+  DigestNest nest;
   nest.src = placed.offset;
   AddAxes(placed.box, placed.strides, placed.strides, byte_shape, nest);
   return BehindEnd(nest, byte_shape, Gatherer(nest, base).Digest());
@@ -282,7 +282,7 @@ Crc64 DigestOfPlaced(const PlacedBox& placed, const std::byte* base, const Dims&
 void ExecuteCopyWithDigest(const StridedCopy& plan, const Box& part, const std::byte* src,
                            std::byte* dst, const Dims& byte_shape, Crc64* contribution) {
   if (plan.run == 0) return;
-  Nest nest;
+  DigestNest nest;
   nest.src = plan.src_offset;
   nest.dst = plan.dst_offset;
   AddAxes(part, StepsOfPart(plan, part, [&](std::size_t a) { return plan.src_step[a]; }),

@@ -6,12 +6,11 @@
 #include <utility>
 
 #include "base/checked.h"
+#include "base/errors.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
 namespace {
-
-Status Invalid(const std::string& why) { return Status(Code::kInvalidArgument, why); }
 
 std::string SlotText(std::string_view slot, std::string_view parameter) {
   return "slot " + std::string(slot) + " of parameter " + std::string(parameter);
@@ -20,7 +19,7 @@ std::string SlotText(std::string_view slot, std::string_view parameter) {
 // A slot's name ends at the first dot of what follows "state.".
 Status CheckSlotName(std::string_view slot) {
   if (!slot.empty() && slot.find('.') == std::string_view::npos) return Status();
-  return Invalid("slot \"" + std::string(slot) + "\": must be a word without dots");
+  return InvalidArgument("slot \"" + std::string(slot) + "\": must be a word without dots");
 }
 
 CommonValue Words(const std::vector<std::string>& words) {
@@ -48,14 +47,14 @@ Result<std::vector<KeyedShard>> BucketShards(const BufferView& data, std::int64_
                                              std::span<const BucketEntry> entries) {
   const auto end = data.shape.rank() == 1 ? CheckedAdd(first, data.shape[0]) : std::nullopt;
   if (first < 0 || !end) {
-    return Invalid("a buffer of shape " + data.shape.ToString() + " from element " +
-                   std::to_string(first) + " on is no part of a bucket");
+    return InvalidArgument("a buffer of shape " + data.shape.ToString() + " from element " +
+                           std::to_string(first) + " on is no part of a bucket");
   }
   std::vector<const BucketEntry*> sorted;
   for (const BucketEntry& entry : entries) {
     if (entry.offset < 0 || !CheckedAdd(entry.offset, entry.region.volume())) {
-      return Invalid("parameter " + entry.key + " at element " + std::to_string(entry.offset) +
-                     " of its bucket");
+      return InvalidArgument("parameter " + entry.key + " at element " +
+                             std::to_string(entry.offset) + " of its bucket");
     }
     if (!entry.region.empty()) sorted.push_back(&entry);
   }
@@ -66,8 +65,8 @@ Result<std::vector<KeyedShard>> BucketShards(const BufferView& data, std::int64_
     const BucketEntry& entry = *sorted[i];
     const std::int64_t entry_end = entry.offset + entry.region.volume();
     if (i + 1 < sorted.size() && entry_end > sorted[i + 1]->offset) {
-      return Invalid("parameters " + entry.key + " and " + sorted[i + 1]->key +
-                     " overlap in their bucket");
+      return InvalidArgument("parameters " + entry.key + " and " + sorted[i + 1]->key +
+                             " overlap in their bucket");
     }
     const std::int64_t from = std::max(first, entry.offset);
     const std::int64_t to = std::min(*end, entry_end);
@@ -134,7 +133,7 @@ Status OptimizerState::AddParameters(std::string_view name, const BufferView& lo
   const auto fail = [&](const Status& status) {
     return status.WithContext("parameter " + std::string(name));
   };
-  if (rep_->sources.contains(name)) return fail(Invalid("added twice"));
+  if (rep_->sources.contains(name)) return fail(InvalidArgument("added twice"));
   Result<std::vector<KeyedShard>> parts = view(local);
   if (!parts.ok()) return fail(parts.status());
   for (const KeyedShard& part : parts.value()) {
@@ -142,14 +141,15 @@ Status OptimizerState::AddParameters(std::string_view name, const BufferView& lo
     Status status = CheckKey(part.key);
     if (status.ok()) status = CheckShape(part.shard.data.dtype, part.shard.global_shape);
     if (status.ok() && !part.shard.region.Within(part.shard.global_shape)) {
-      status = Invalid("region " + part.shard.region.ToString() + " lies outside of shape " +
-                       part.shard.global_shape.ToString());
+      status = InvalidArgument("region " + part.shard.region.ToString() +
+                               " lies outside of shape " + part.shard.global_shape.ToString());
     }
     const auto known = rep_->parameters.find(part.key);
     if (status.ok() && known != rep_->parameters.end() &&
         !(known->second.shards[0].global_shape == part.shard.global_shape)) {
-      status = Invalid("shape " + part.shard.global_shape.ToString() + " of " + part.key +
-                       ", which was added with " + known->second.shards[0].global_shape.ToString());
+      status = InvalidArgument("shape " + part.shard.global_shape.ToString() + " of " + part.key +
+                               ", which was added with " +
+                               known->second.shards[0].global_shape.ToString());
     }
     if (!status.ok()) return fail(status);
   }
@@ -171,17 +171,17 @@ Status OptimizerState::AddSlot(std::string_view parameter, std::string_view slot
   };
   if (Status status = CheckSlotName(slot); !status.ok()) return fail(status);
   const auto source = rep_->sources.find(parameter);
-  if (source == rep_->sources.end()) return fail(Invalid("no such parameter was added"));
+  if (source == rep_->sources.end()) return fail(InvalidArgument("no such parameter was added"));
   if (!(data.shape == source->second.local.shape)) {
-    return fail(Invalid("shape " + data.shape.ToString() + ", but the parameter's is " +
-                        source->second.local.shape.ToString()));
+    return fail(InvalidArgument("shape " + data.shape.ToString() + ", but the parameter's is " +
+                                source->second.local.shape.ToString()));
   }
   Result<std::vector<KeyedShard>> parts = source->second.view(data);
   if (!parts.ok()) return fail(parts.status());
   const std::vector<std::size_t>& places = rep_->places.find(parameter)->second;
   if (parts.value().size() != places.size()) {
-    return fail(Invalid("is " + std::to_string(parts.value().size()) +
-                        " shards, but the parameter is " + std::to_string(places.size())));
+    return fail(InvalidArgument("is " + std::to_string(parts.value().size()) +
+                                " shards, but the parameter is " + std::to_string(places.size())));
   }
   for (std::size_t i = 0; i < places.size(); ++i) {
     const KeyedShard& part = parts.value()[i];
@@ -189,11 +189,11 @@ Status OptimizerState::AddSlot(std::string_view parameter, std::string_view slot
     if (of == rep_->parameters.end() || of->second.shards.size() <= places[i] ||
         !(of->second.shards[places[i]].region == part.shard.region) ||
         !(of->second.shards[places[i]].global_shape == part.shard.global_shape)) {
-      return fail(Invalid("is " + part.shard.region.ToString() + " of " + part.key +
-                          ", which the parameter is not"));
+      return fail(InvalidArgument("is " + part.shard.region.ToString() + " of " + part.key +
+                                  ", which the parameter is not"));
     }
   }
-  if (!rep_->filled.emplace(parameter, slot).second) return fail(Invalid("added twice"));
+  if (!rep_->filled.emplace(parameter, slot).second) return fail(InvalidArgument("added twice"));
   for (const KeyedShard& part : parts.value()) {
     rep_->parameters.find(part.key)->second.slots[std::string(slot)].push_back(part.shard);
   }
@@ -205,11 +205,12 @@ Status OptimizerState::AddScalar(std::string_view key, std::string_view slot,
   const auto fail = [&](const Status& status) { return status.WithContext(SlotText(slot, key)); };
   if (Status status = CheckSlotName(slot); !status.ok()) return fail(status);
   const auto found = rep_->parameters.find(key);
-  if (found == rep_->parameters.end()) return fail(Invalid("no such parameter was added"));
+  if (found == rep_->parameters.end()) return fail(InvalidArgument("no such parameter was added"));
   if (CheckedProduct(data.shape) != 1) {
-    return fail(Invalid("shape " + data.shape.ToString() + ": one element is wanted"));
+    return fail(InvalidArgument("shape " + data.shape.ToString() + ": one element is wanted"));
   }
-  if (!found->second.scalars.emplace(slot, data).second) return fail(Invalid("added twice"));
+  if (!found->second.scalars.emplace(slot, data).second)
+    return fail(InvalidArgument("added twice"));
   return Status();
 }
 
@@ -219,16 +220,16 @@ Status OptimizerState::AddGroup(OptimizerGroup group) {
   for (const std::vector<std::string>* slots : {&group.slots, &group.scalars}) {
     for (const std::string& slot : *slots) {
       if (Status status = CheckSlotName(slot); !status.ok()) return status.WithContext(context);
-      if (!names.insert(slot).second) return Invalid(context + ": slot " + slot + " twice");
+      if (!names.insert(slot).second) return InvalidArgument(context + ": slot " + slot + " twice");
     }
   }
   std::set<std::string_view> parameters(group.parameters.begin(), group.parameters.end());
   if (parameters.size() != group.parameters.size()) {
-    return Invalid(context + ": lists a parameter twice");
+    return InvalidArgument(context + ": lists a parameter twice");
   }
   for (const std::string& frozen : group.frozen) {
     if (!parameters.contains(frozen)) {
-      return Invalid(context + ": frozen parameter " + frozen + " is not one of it");
+      return InvalidArgument(context + ": frozen parameter " + frozen + " is not one of it");
     }
   }
   rep_->groups.push_back(std::move(group));
@@ -244,27 +245,30 @@ Status OptimizerState::Rep::CheckParameter(const std::string& key, const Paramet
   };
   for (const auto& [slot, shards] : parameter.slots) {
     if (!listed(group.slots, slot)) {
-      return Invalid(SlotText(slot, key) +
-                     (frozen ? " was added, though it is frozen" : " is not one of its group"));
+      return InvalidArgument(SlotText(slot, key) + (frozen ? " was added, though it is frozen"
+                                                           : " is not one of its group"));
     }
     if (shards.size() != parameter.shards.size()) {
-      return Invalid(SlotText(slot, key) + " has " + std::to_string(shards.size()) + " of the " +
-                     std::to_string(parameter.shards.size()) + " shards of the parameter");
+      return InvalidArgument(SlotText(slot, key) + " has " + std::to_string(shards.size()) +
+                             " of the " + std::to_string(parameter.shards.size()) +
+                             " shards of the parameter");
     }
   }
   for (const auto& [slot, data] : parameter.scalars) {
     if (!listed(group.scalars, slot)) {
-      return Invalid("scalar " + SlotText(slot, key) +
-                     (frozen ? " was added, though it is frozen" : " is not one of its group"));
+      return InvalidArgument(
+          "scalar " + SlotText(slot, key) +
+          (frozen ? " was added, though it is frozen" : " is not one of its group"));
     }
   }
   if (frozen) return Status();
   for (const std::string& slot : group.slots) {
-    if (!parameter.slots.contains(slot)) return Invalid(SlotText(slot, key) + " is missing");
+    if (!parameter.slots.contains(slot))
+      return InvalidArgument(SlotText(slot, key) + " is missing");
   }
   for (const std::string& slot : group.scalars) {
     if (!parameter.scalars.contains(slot)) {
-      return Invalid("scalar " + SlotText(slot, key) + " is missing");
+      return InvalidArgument("scalar " + SlotText(slot, key) + " is missing");
     }
   }
   return Status();
@@ -275,13 +279,13 @@ Status OptimizerState::Rep::CheckComplete() const {
   for (const OptimizerGroup& group : groups) {
     for (const std::string& key : group.parameters) {
       if (!group_of.emplace(key, &group).second) {
-        return Invalid("parameter " + key + " is in two groups");
+        return InvalidArgument("parameter " + key + " is in two groups");
       }
     }
   }
   for (const auto& [key, parameter] : parameters) {
     const auto group = group_of.find(key);
-    if (group == group_of.end()) return Invalid("parameter " + key + " is in no group");
+    if (group == group_of.end()) return InvalidArgument("parameter " + key + " is in no group");
     TENSORMOUNT_RETURN_IF_ERROR(CheckParameter(key, parameter, *group->second));
   }
   return Status();

@@ -7,14 +7,13 @@
 #include <string>
 
 #include "base/checked.h"
+#include "base/errors.h"
 #include "shard/box_access.h"
 #include "shard/tensor_meta.h"
 #include "state/shard_check.h"
 
 namespace tensormount {
 namespace {
-
-Status Invalid(const std::string& why) { return Status(Code::kInvalidArgument, why); }
 
 struct Grid {
   Dims shape;
@@ -34,25 +33,25 @@ Result<Grid> PlaceOnGrid(const Dims& extents, std::span<const AxisFragment> frag
   grid.begin = Dims::Filled(extents.rank(), 0);
   for (const AxisFragment& f : fragments) {
     if (f.axis < 0 || f.axis >= extents.rank()) {
-      return Invalid(axis_text(f) + ": the tensor has " + std::to_string(extents.rank()) +
-                     " axes, those before the local ones included");
+      return InvalidArgument(axis_text(f) + ": the tensor has " + std::to_string(extents.rank()) +
+                             " axes, those before the local ones included");
     }
     if (named[static_cast<std::size_t>(f.axis)]) {
-      return Invalid("axis " + std::to_string(f.axis) + " is named twice");
+      return InvalidArgument("axis " + std::to_string(f.axis) + " is named twice");
     }
     named[static_cast<std::size_t>(f.axis)] = true;
     if (f.count < 1 || f.index < 0 || f.index >= f.count) {
-      return Invalid(axis_text(f) + " is not possible");
+      return InvalidArgument(axis_text(f) + " is not possible");
     }
     const auto whole = CheckedMul(extents[f.axis], f.count);
-    if (!whole) return Invalid(axis_text(f) + ": the extent passes 2^63 - 1");
+    if (!whole) return InvalidArgument(axis_text(f) + ": the extent passes 2^63 - 1");
     grid.shape[f.axis] = *whole;
     grid.begin[f.axis] = extents[f.axis] * f.index;
   }
   for (int a = 0; a < prepended_axes; ++a) {
     if (!named[static_cast<std::size_t>(a)]) {
-      return Invalid("axis " + std::to_string(a) +
-                     " is not one of the local buffer, so that its place must be named");
+      return InvalidArgument("axis " + std::to_string(a) +
+                             " is not one of the local buffer, so that its place must be named");
     }
   }
   return grid;
@@ -60,29 +59,30 @@ Result<Grid> PlaceOnGrid(const Dims& extents, std::span<const AxisFragment> frag
 
 Result<Dims> WithPrepended(const Dims& local, int prepended_axes) {
   if (prepended_axes < 0 || prepended_axes > kMaxRank - std::min(local.rank(), kMaxRank)) {
-    return Invalid(std::to_string(prepended_axes) + " axes before the " +
-                   std::to_string(local.rank()) + " local ones: at most 16 in all are allowed");
+    return InvalidArgument(std::to_string(prepended_axes) + " axes before the " +
+                           std::to_string(local.rank()) +
+                           " local ones: at most 16 in all are allowed");
   }
   Dims extents = Dims::Filled(prepended_axes, 1);
   for (const std::int64_t e : local) {
-    if (e < 0) return Invalid("local shape " + local.ToString() + " has a negative extent");
+    if (e < 0) return InvalidArgument("local shape " + local.ToString() + " has a negative extent");
     extents.push_back(e);
   }
   return extents;
 }
 
-Result<Shard> Checked(Shard shard) {
+Result<Shard> CheckedShard(Shard shard) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckShard(shard));
   return shard;
 }
 
 Status CheckBuffer(const BufferView& buffer) {
   if (buffer.strides.rank() != buffer.shape.rank()) {
-    return Invalid("buffer of shape " + buffer.shape.ToString() + " with strides " +
-                   buffer.strides.ToString());
+    return InvalidArgument("buffer of shape " + buffer.shape.ToString() + " with strides " +
+                           buffer.strides.ToString());
   }
   if (!CheckedProduct(buffer.shape)) {
-    return Invalid("buffer of shape " + buffer.shape.ToString() + " is not possible");
+    return InvalidArgument("buffer of shape " + buffer.shape.ToString() + " is not possible");
   }
   return Status();
 }
@@ -113,12 +113,12 @@ BufferView WithoutMemory(DType dtype, const Region& region) {
 Status CheckShard(const Shard& shard) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckShape(shard.data.dtype, shard.global_shape));
   if (shard.region.box().rank() != shard.global_shape.rank()) {
-    return Invalid("region " + shard.region.ToString() + " has another rank than shape " +
-                   shard.global_shape.ToString());
+    return InvalidArgument("region " + shard.region.ToString() + " has another rank than shape " +
+                           shard.global_shape.ToString());
   }
   if (!shard.region.Within(shard.global_shape)) {
-    return Invalid("region " + shard.region.ToString() + " lies outside of shape " +
-                   shard.global_shape.ToString());
+    return InvalidArgument("region " + shard.region.ToString() + " lies outside of shape " +
+                           shard.global_shape.ToString());
   }
   TENSORMOUNT_RETURN_IF_ERROR(
       ByteRegion(shard.data.dtype, shard.global_shape, shard.region).status());
@@ -132,7 +132,7 @@ Result<Shard> ShardFromOffsets(const BufferView& local, std::span<const AxisFrag
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extents, WithPrepended(local.shape, prepended_axes));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Grid grid, PlaceOnGrid(extents, fragments, prepended_axes));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(grid.begin, extents));
-  return Checked(
+  return CheckedShard(
       {.global_shape = grid.shape, .region = Region(box), .data = local, .replica = replica});
 }
 
@@ -141,14 +141,15 @@ Result<Shard> FlatShardFromOffsets(const Dims& local_shape, std::span<const Axis
                                    Replica replica) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckBuffer(data));
   if (data.shape.rank() != 1) {
-    return Invalid("buffer of shape " + data.shape.ToString() +
-                   ": of a flat range it has one axis");
+    return InvalidArgument("buffer of shape " + data.shape.ToString() +
+                           ": of a flat range it has one axis");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extents, WithPrepended(local_shape, prepended_axes));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Grid grid, PlaceOnGrid(extents, fragments, prepended_axes));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(grid.begin, extents));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Region region, Region::Flat(box, first, data.shape[0]));
-  return Checked({.global_shape = grid.shape, .region = region, .data = data, .replica = replica});
+  return CheckedShard(
+      {.global_shape = grid.shape, .region = region, .data = data, .replica = replica});
 }
 
 Shard MetadataOnly(DType dtype, const Dims& global_shape, const Region& region, Replica replica) {
@@ -163,8 +164,8 @@ Result<BufferView> SliceView(const BufferView& buffer, const Box& box) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckBuffer(buffer));
   TENSORMOUNT_RETURN_IF_ERROR(CheckStillPacked(buffer, "slice"));
   if (!box.Within(buffer.shape)) {
-    return Invalid("slice " + box.ToString() + " does not lie within a buffer of shape " +
-                   buffer.shape.ToString());
+    return InvalidArgument("slice " + box.ToString() + " does not lie within a buffer of shape " +
+                           buffer.shape.ToString());
   }
   BufferView view = buffer;
   view.shape = box.extent();
@@ -180,8 +181,8 @@ Result<BufferView> SliceView(const BufferView& buffer, const Box& box) {
     const auto moved = step ? CheckedMul(*step, box.begin(a)) : std::nullopt;
     const auto sum = moved ? CheckedAdd(bits, *moved) : std::nullopt;
     if (!sum) {
-      return Invalid("slice " + box.ToString() + " of a buffer with strides " +
-                     buffer.strides.ToString() + " begins past 2^63 bits");
+      return InvalidArgument("slice " + box.ToString() + " of a buffer with strides " +
+                             buffer.strides.ToString() + " begins past 2^63 bits");
     }
     bits = *sum;
   }
@@ -213,8 +214,8 @@ Result<BufferView> TransposeView(const BufferView& buffer, std::span<const int> 
     for (const int axis : axes.first(std::min<std::size_t>(axes.size(), kMaxAxes))) {
       list += (list.empty() ? "" : ", ") + std::to_string(axis);
     }
-    return Invalid("axes (" + list + ") are not an order of the " + std::to_string(rank) +
-                   " axes there are");
+    return InvalidArgument("axes (" + list + ") are not an order of the " + std::to_string(rank) +
+                           " axes there are");
   }
   TENSORMOUNT_RETURN_IF_ERROR(CheckStillPacked(view, "transpose"));
   return view;
@@ -224,8 +225,8 @@ Result<BufferView> UnsqueezeView(const BufferView& buffer, int axis) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckBuffer(buffer));
   const int rank = buffer.shape.rank();
   if (axis < 0 || axis > rank || rank >= kMaxRank) {
-    return Invalid("no axis " + std::to_string(axis) + " can be added to a buffer of shape " +
-                   buffer.shape.ToString());
+    return InvalidArgument("no axis " + std::to_string(axis) +
+                           " can be added to a buffer of shape " + buffer.shape.ToString());
   }
   BufferView view = buffer;
   view.shape = Dims();

@@ -5,14 +5,13 @@
 #include "tensormount/shard.h"
 
 #include "base/checked.h"
+#include "base/errors.h"
 #include "shard/box_access.h"
 #include "shard/tensor_meta.h"
 #include "state/shard_check.h"
 
 namespace tensormount {
 namespace {
-
-Status Invalid(const std::string& why) { return Status(Code::kInvalidArgument, why); }
 
 // `box` with another extent and begin on one axis, whose numbers the caller has checked.
 Region WithAxis(const Region& region, int axis, std::int64_t begin, std::int64_t extent) {
@@ -56,8 +55,8 @@ Result<Shard> Normalized(const Shard& shard) {
 
 Status CheckAxis(const Shard& shard, int axis) {
   if (axis >= 0 && axis < shard.global_shape.rank()) return Status();
-  return Invalid("a tensor of shape " + shard.global_shape.ToString() + " has no axis " +
-                 std::to_string(axis));
+  return InvalidArgument("a tensor of shape " + shard.global_shape.ToString() + " has no axis " +
+                         std::to_string(axis));
 }
 
 // What a normalized shard has of [lo, hi) on `axis`, in the same coordinates; empty parts lie at
@@ -123,21 +122,21 @@ Result<Shard> Moved(Shard shard, int axis, std::int64_t distance, std::int64_t e
 }
 
 // The last look at a view: shapes grow, and elements under a byte may be cut inside of one.
-Result<Shard> Checked(Result<Shard> shard) {
+Result<Shard> CheckedView(Result<Shard> shard) {
   if (!shard.ok()) return shard;
   TENSORMOUNT_RETURN_IF_ERROR(CheckShard(shard.value()));
   return shard;
 }
 
 // Whether ranges [begin, begin + extent) of checked numbers share an element.
-bool Overlap(std::int64_t a, std::int64_t a_extent, std::int64_t b, std::int64_t b_extent) {
+bool OverlapOf(std::int64_t a, std::int64_t a_extent, std::int64_t b, std::int64_t b_extent) {
   return std::max(a, b) < std::min(a + a_extent, b + b_extent);
 }
 
 Status CheckRange(std::int64_t begin, std::int64_t extent, std::int64_t whole, const char* what) {
   if (begin >= 0 && extent >= 0 && begin <= whole && extent <= whole - begin) return Status();
-  return Invalid(std::to_string(extent) + " elements from " + std::to_string(begin) +
-                 " do not lie within the " + std::to_string(whole) + " of " + what);
+  return InvalidArgument(std::to_string(extent) + " elements from " + std::to_string(begin) +
+                         " do not lie within the " + std::to_string(whole) + " of " + what);
 }
 
 }  // namespace
@@ -155,13 +154,13 @@ Result<std::vector<Shard>> Split(const Shard& shard, int axis,
       break;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const Shard cut, Cut(whole, axis, at, at + size));
-    TENSORMOUNT_ASSIGN_OR_RETURN(Shard part, Checked(Moved(cut, axis, -at, size)));
+    TENSORMOUNT_ASSIGN_OR_RETURN(Shard part, CheckedView(Moved(cut, axis, -at, size)));
     parts.push_back(std::move(part));
     at += size;
   }
   if (at != extent) {
-    return Invalid("sizes of parts do not add up to the " + std::to_string(extent) + " of axis " +
-                   std::to_string(axis));
+    return InvalidArgument("sizes of parts do not add up to the " + std::to_string(extent) +
+                           " of axis " + std::to_string(axis));
   }
   return parts;
 }
@@ -171,22 +170,23 @@ Result<Shard> Concatenated(const Shard& shard, int axis, std::int64_t offset, st
   TENSORMOUNT_RETURN_IF_ERROR(CheckAxis(shard, axis));
   TENSORMOUNT_RETURN_IF_ERROR(
       CheckRange(offset, shard.global_shape[axis], total, "the whole that it is put into"));
-  return Checked(Moved(shard, axis, offset, total));
+  return CheckedView(Moved(shard, axis, offset, total));
 }
 
 Result<Shard> Stacked(const Shard& shard, int axis, std::int64_t index, std::int64_t count) {
   TENSORMOUNT_ASSIGN_OR_RETURN(Shard out, Normalized(shard));
   const int rank = out.global_shape.rank();
   if (axis < 0 || axis > rank) {
-    return Invalid("no axis " + std::to_string(axis) + " can be added to shape " +
-                   out.global_shape.ToString());
+    return InvalidArgument("no axis " + std::to_string(axis) + " can be added to shape " +
+                           out.global_shape.ToString());
   }
   if (rank == kMaxRank) {
-    return Invalid("shape " + out.global_shape.ToString() + " has no room for one more axis");
+    return InvalidArgument("shape " + out.global_shape.ToString() +
+                           " has no room for one more axis");
   }
   if (index < 0 || index >= count) {
-    return Invalid("layer " + std::to_string(index) + " of " + std::to_string(count) +
-                   " is not possible");
+    return InvalidArgument("layer " + std::to_string(index) + " of " + std::to_string(count) +
+                           " is not possible");
   }
   const auto insert = [axis](const Dims& dims, std::int64_t value) {
     Dims longer;
@@ -206,7 +206,7 @@ Result<Shard> Stacked(const Shard& shard, int axis, std::int64_t index, std::int
     out.region = box;
     TENSORMOUNT_ASSIGN_OR_RETURN(out.data, UnsqueezeView(out.data, axis));
   }
-  return Checked(std::move(out));
+  return CheckedView(std::move(out));
 }
 
 Result<Shard> Transposed(const Shard& shard, std::span<const int> axes) {
@@ -234,14 +234,14 @@ Result<Shard> Transposed(const Shard& shard, std::span<const int> axes) {
   out.region =
       BoxAccess::Make(permuted(out.region.box().begin()), permuted(out.region.box().extent()));
   if (out.metadata_only) out.data = WithoutMemory(out.data.dtype, out.region);
-  return Checked(std::move(out));
+  return CheckedView(std::move(out));
 }
 
 Result<Shard> Sliced(const Shard& shard, const Box& box) {
   TENSORMOUNT_ASSIGN_OR_RETURN(Shard out, Normalized(shard));
   if (!box.Within(out.global_shape)) {
-    return Invalid("slice " + box.ToString() + " does not lie within shape " +
-                   out.global_shape.ToString());
+    return InvalidArgument("slice " + box.ToString() + " does not lie within shape " +
+                           out.global_shape.ToString());
   }
   for (int a = 0; a < box.rank(); ++a) {
     TENSORMOUNT_ASSIGN_OR_RETURN(out, Cut(out, a, box.begin(a), box.end(a)));
@@ -249,7 +249,7 @@ Result<Shard> Sliced(const Shard& shard, const Box& box) {
   for (int a = 0; a < box.rank(); ++a) {
     TENSORMOUNT_ASSIGN_OR_RETURN(out, Moved(std::move(out), a, -box.begin(a), box.extent(a)));
   }
-  return Checked(std::move(out));
+  return CheckedView(std::move(out));
 }
 
 Result<Shard> Narrowed(const Shard& shard, int axis, std::int64_t begin, std::int64_t extent) {
@@ -263,7 +263,7 @@ Result<Shard> Narrowed(const Shard& shard, int axis, std::int64_t begin, std::in
   const Box& box = whole.region.box();
   TENSORMOUNT_RETURN_IF_ERROR(CheckRange(begin, extent, box.extent(axis), "the shard's own axis"));
   const std::int64_t from = box.begin(axis) + begin;
-  return Checked(Cut(whole, axis, from, from + extent));
+  return CheckedView(Cut(whole, axis, from, from + extent));
 }
 
 Result<Shard> NarrowedOnGrid(const Shard& shard, int axis, std::int64_t local_extent,
@@ -272,8 +272,8 @@ Result<Shard> NarrowedOnGrid(const Shard& shard, int axis, std::int64_t local_ex
   TENSORMOUNT_RETURN_IF_ERROR(CheckAxis(whole, axis));
   const std::int64_t global = whole.global_shape[axis];
   if (local_extent < 1 || global % local_extent != 0) {
-    return Invalid("axis " + std::to_string(axis) + " of " + std::to_string(global) +
-                   " elements is not a grid of pieces of " + std::to_string(local_extent));
+    return InvalidArgument("axis " + std::to_string(axis) + " of " + std::to_string(global) +
+                           " elements is not a grid of pieces of " + std::to_string(local_extent));
   }
   TENSORMOUNT_RETURN_IF_ERROR(CheckRange(begin, extent, local_extent, "a piece of the grid"));
   const Box& box = whole.region.box();
@@ -283,13 +283,14 @@ Result<Shard> NarrowedOnGrid(const Shard& shard, int axis, std::int64_t local_ex
       std::max<std::int64_t>(0, std::min(box.begin(axis) / local_extent, pieces - 1));
   const std::int64_t at = std::min(piece * local_extent, global);
   if (!box.empty() && box.end(axis) > at + local_extent) {
-    return Invalid("region " + whole.region.ToString() + " lies in more than one piece of " +
-                   std::to_string(local_extent) + " on axis " + std::to_string(axis));
+    return InvalidArgument("region " + whole.region.ToString() +
+                           " lies in more than one piece of " + std::to_string(local_extent) +
+                           " on axis " + std::to_string(axis));
   }
   const std::int64_t from = std::min(at + begin, global);
   const std::int64_t to = std::min(from + extent, global);
   TENSORMOUNT_ASSIGN_OR_RETURN(const Shard cut, Cut(whole, axis, from, to));
-  return Checked(Moved(cut, axis, piece * extent - from, pieces * extent));
+  return CheckedView(Moved(cut, axis, piece * extent - from, pieces * extent));
 }
 
 Result<std::vector<Shard>> Interleaved(const Shard& shard, int axis,
@@ -304,20 +305,20 @@ Result<std::vector<Shard>> Interleaved(const Shard& shard, int axis,
     TENSORMOUNT_RETURN_IF_ERROR(CheckRange(m.from, m.extent, extent, "the axis"));
     TENSORMOUNT_RETURN_IF_ERROR(CheckRange(m.to, m.extent, extent, "the axis"));
     for (const AxisMove& before : moves.first(i)) {
-      if (Overlap(m.from, m.extent, before.from, before.extent) ||
-          Overlap(m.to, m.extent, before.to, before.extent)) {
-        return Invalid("parts of an interleaved axis overlap: from " + std::to_string(m.from) +
-                       " and from " + std::to_string(before.from));
+      if (OverlapOf(m.from, m.extent, before.from, before.extent) ||
+          OverlapOf(m.to, m.extent, before.to, before.extent)) {
+        return InvalidArgument("parts of an interleaved axis overlap: from " +
+                               std::to_string(m.from) + " and from " + std::to_string(before.from));
       }
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const Shard cut, Cut(whole, axis, m.from, m.from + m.extent));
-    TENSORMOUNT_ASSIGN_OR_RETURN(Shard part, Checked(Moved(cut, axis, m.to - m.from, extent)));
+    TENSORMOUNT_ASSIGN_OR_RETURN(Shard part, CheckedView(Moved(cut, axis, m.to - m.from, extent)));
     volume += part.region.volume();
     parts.push_back(std::move(part));
   }
   if (volume != whole.region.volume()) {
-    return Invalid("parts of an interleaved axis leave out some of region " +
-                   whole.region.ToString());
+    return InvalidArgument("parts of an interleaved axis leave out some of region " +
+                           whole.region.ToString());
   }
   return parts;
 }
@@ -325,17 +326,17 @@ Result<std::vector<Shard>> Interleaved(const Shard& shard, int axis,
 Result<std::vector<AxisMove>> FusedMoves(std::span<const std::int64_t> sizes, std::int64_t index,
                                          std::int64_t count) {
   if (count < 1 || index < 0 || index >= count) {
-    return Invalid("rank " + std::to_string(index) + " of " + std::to_string(count) +
-                   " is not possible");
+    return InvalidArgument("rank " + std::to_string(index) + " of " + std::to_string(count) +
+                           " is not possible");
   }
   std::int64_t total = 0;
   for (const std::int64_t size : sizes) {
     if (size < 0 || size % count != 0) {
-      return Invalid("a part of " + std::to_string(size) + " elements cannot be cut into " +
-                     std::to_string(count) + " equal pieces");
+      return InvalidArgument("a part of " + std::to_string(size) + " elements cannot be cut into " +
+                             std::to_string(count) + " equal pieces");
     }
     const auto sum = CheckedAdd(total, size);
-    if (!sum) return Invalid("parts of 2^63 elements or more");
+    if (!sum) return InvalidArgument("parts of 2^63 elements or more");
     total = *sum;
   }
   std::vector<AxisMove> moves;

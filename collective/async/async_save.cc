@@ -31,7 +31,7 @@ constexpr std::uint32_t kLanes = 2;  // Saves that may be under way at a time.
 constexpr std::uint32_t kSavers = (Communicator::kChannels - 1) / kLanes;
 constexpr std::chrono::milliseconds kProgressInterval{1000};
 // Longer waits are as good as endless, and clocks can count them.
-constexpr std::chrono::milliseconds kLongestWait{std::chrono::hours(24 * 365)};
+constexpr std::chrono::milliseconds kLongestSaveWait{std::chrono::hours(24 * 365)};
 
 // Which savers of a communicator exist. The n-th one takes place n % kSavers, on every rank.
 struct SaverPlaces {
@@ -189,7 +189,8 @@ class Lane {
   // Until nothing is under way; false where `limit` passes before.
   bool WaitIdle(std::chrono::milliseconds limit) {
     std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, std::min(limit, kLongestWait), [&] { return unfinished_ == 0; });
+    return changed_.wait_for(lock, std::min(limit, kLongestSaveWait),
+                             [&] { return unfinished_ == 0; });
   }
   // Whether this is called by what it is working on, a callback.
   bool IsThisThread() const { return std::this_thread::get_id() == thread_.get_id(); }

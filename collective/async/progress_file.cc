@@ -15,9 +15,9 @@ constexpr std::chrono::milliseconds kPerRank{2};
 constexpr std::uint64_t kMaxLine = 4096;
 constexpr char kFolder[] = "status";
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
-double Seconds(std::chrono::steady_clock::time_point since) {
+double SecondsSince(std::chrono::steady_clock::time_point since) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count();
 }
 
@@ -69,10 +69,10 @@ void ProgressFile::Run() {
 
 void ProgressFile::WriteOwn() {
   const Line line = line_();
-  const Json json = {{"rank", rank_},
-                     {"bytes_total", line.bytes_total},
-                     {"bytes_written", line.bytes_written},
-                     {"seconds", Seconds(start_)}};
+  const OrderedJson json = {{"rank", rank_},
+                            {"bytes_total", line.bytes_total},
+                            {"bytes_written", line.bytes_written},
+                            {"seconds", SecondsSince(start_)}};
   (void)fs_.ReplaceFile(
       JoinPath(JoinPath(staging_.directory, kFolder), "rank-" + std::to_string(rank_)),
       json.dump());
@@ -80,27 +80,27 @@ void ProgressFile::WriteOwn() {
 
 void ProgressFile::WriteAll() {
   const std::string folder = JoinPath(staging_.directory, kFolder);
-  std::vector<Json> ranks;
+  std::vector<OrderedJson> ranks;
   std::uint64_t total = 0;
   std::uint64_t written = 0;
   for (int r = 0; r < world_; ++r) {
     const Result<std::string> text =
         fs_.ReadFile(JoinPath(folder, "rank-" + std::to_string(r)), kMaxLine);
     if (!text.ok()) continue;  // It has said nothing yet.
-    Json line = Json::parse(text.value(), nullptr, /*allow_exceptions=*/false);
+    OrderedJson line = OrderedJson::parse(text.value(), nullptr, /*allow_exceptions=*/false);
     if (!line.is_object()) continue;
     total += line.value("bytes_total", std::uint64_t{0});
     written += line.value("bytes_written", std::uint64_t{0});
     ranks.push_back(std::move(line));
   }
-  const Json json = {{"name", staging_.name},
-                     {"uuid", staging_.uuid.ToString()},
-                     {"generation", staging_.generation},
-                     {"world_size", world_},
-                     {"updated", static_cast<std::int64_t>(std::time(nullptr))},
-                     {"bytes_total", total},
-                     {"bytes_written", written},
-                     {"ranks", ranks}};
+  const OrderedJson json = {{"name", staging_.name},
+                            {"uuid", staging_.uuid.ToString()},
+                            {"generation", staging_.generation},
+                            {"world_size", world_},
+                            {"updated", static_cast<std::int64_t>(std::time(nullptr))},
+                            {"bytes_total", total},
+                            {"bytes_written", written},
+                            {"ranks", ranks}};
   (void)fs_.ReplaceFile(JoinPath(staging_.directory, "status.json"), json.dump(1) + "\n");
 }
 

@@ -15,7 +15,7 @@ constexpr std::uint64_t kRound = 2u << 20;
 // No more idle pieces than saves can be under way.
 constexpr std::size_t kMaxIdle = 2;
 // Longer waits are as good as endless, and clocks can count them.
-constexpr std::chrono::milliseconds kLongestWait{std::chrono::hours(24 * 365)};
+constexpr std::chrono::milliseconds kLongestPoolWait{std::chrono::hours(24 * 365)};
 
 }  // namespace
 
@@ -38,7 +38,7 @@ Result<std::unique_ptr<StagingPool::Memory>> StagingPool::Take(std::uint64_t byt
   std::uint64_t size = std::max(kRound, (bytes + kRound - 1) / kRound * kRound);
   if (bound_ != 0) size = std::min(size, std::max(bound_, bytes));
   const auto start = std::chrono::steady_clock::now();
-  const auto deadline = start + std::min<std::chrono::milliseconds>(limit, kLongestWait);
+  const auto deadline = start + std::min<std::chrono::milliseconds>(limit, kLongestPoolWait);
   std::unique_lock lock(mutex_);
   for (;;) {
     const auto fits = std::find_if(idle_.begin(), idle_.end(),

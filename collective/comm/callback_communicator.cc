@@ -26,7 +26,7 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint32_t kMagic = 0x50434d54;  // "TMCP"
+constexpr std::uint32_t kCallbackMagic = 0x50434d54;  // "TMCP"
 // magic 4, flags 4, bytes in the head 4, bytes in the bulk message 4; then the bytes.
 constexpr std::size_t kHeadFixed = 16;
 constexpr std::size_t kHead = 512;
@@ -155,7 +155,7 @@ class CallbackStream final : public ByteStream {
   bool SendPacket(std::uint32_t flags) {
     const bool in_head = packet_.size() <= kInHead;
     std::vector<std::byte> head(kHead);
-    StoreLittle(head.data(), kMagic);
+    StoreLittle(head.data(), kCallbackMagic);
     StoreLittle(head.data() + 4, flags);
     StoreLittle(head.data() + 8, static_cast<std::uint32_t>(in_head ? packet_.size() : 0));
     StoreLittle(head.data() + 12, static_cast<std::uint32_t>(in_head ? 0 : packet_.size()));
@@ -235,7 +235,7 @@ class CallbackStream final : public ByteStream {
     const auto flags = LoadLittle<std::uint32_t>(head + 4);
     const auto in_head = LoadLittle<std::uint32_t>(head + 8);
     const auto bulk = LoadLittle<std::uint32_t>(head + 12);
-    if (LoadLittle<std::uint32_t>(head) != kMagic || in_head > kInHead || bulk > kBulk ||
+    if (LoadLittle<std::uint32_t>(head) != kCallbackMagic || in_head > kInHead || bulk > kBulk ||
         (in_head != 0 && bulk != 0) || flags > kFlagBye) {
       failure_ = Status(Code::kDataLoss, "connection to rank " + std::to_string(peer_) +
                                              ": a packet has an impossible head");

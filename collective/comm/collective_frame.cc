@@ -13,8 +13,8 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint32_t kMagic = 0x43434d54;  // "TMCC"
-constexpr std::uint16_t kVersion = 1;
+constexpr std::uint32_t kFrameMagic = 0x43434d54;  // "TMCC"
+constexpr std::uint16_t kFrameVersion = 1;
 constexpr std::size_t kPhaseBytes = 40;
 // magic 4, version 2, kind 1, op 1, job 4, round 4, phase hash 8, code 4, errno 4, payload 8,
 // fatal 1, phase length 1, zero 6.
@@ -35,8 +35,8 @@ bool CodeKnown(std::uint32_t code) { return code <= static_cast<std::uint32_t>(C
 
 FrameBytes EncodeFrame(const Frame& frame, std::string_view payload) {
   ByteWriter w;
-  w.U32(kMagic);
-  w.U16(kVersion);
+  w.U32(kFrameMagic);
+  w.U16(kFrameVersion);
   w.U8(frame.kind);
   w.U8(frame.op);
   w.U32(frame.job);
@@ -65,8 +65,8 @@ Result<Frame> DecodeFrame(const FrameBytes& bytes, std::string* inline_payload) 
   };
   const std::string_view all(bytes.data(), bytes.size());
   ByteReader r(all.substr(0, kChecksumAt), "message between ranks");
-  if (r.U32() != kMagic) return damaged("does not begin with its magic number");
-  if (r.U16() != kVersion) return damaged("of another version of tensormount");
+  if (r.U32() != kFrameMagic) return damaged("does not begin with its magic number");
+  if (r.U16() != kFrameVersion) return damaged("of another version of tensormount");
   if (LoadLittle<std::uint64_t>(bytes.data() + kChecksumAt) !=
       Xxh3Low64(all.substr(0, kChecksumAt))) {
     return damaged("checksum differs");

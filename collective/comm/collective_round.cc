@@ -24,13 +24,13 @@ constexpr std::uint32_t kTagTurns = 4096;
 static_assert(kTagTurns % (Communicator::kChannels * Communicator::kChannels) == 0);
 static_assert(kFirstTag + 4 * kTagTurns - 1 <= Communicator::kMaxTag);
 // Messages of failures are cut, so that they always go out at once.
-constexpr std::size_t kMaxMessage = 2000;
+constexpr std::size_t kMaxVerdictMessage = 2000;
 // After which rank 0 tells those who came that it waits for others.
 constexpr milliseconds kRemindAfter{50};
 // For telling the others of a failure: those who can be reached take it at once.
 constexpr milliseconds kFarewell{200};
 
-std::string Seconds(nanoseconds d) {
+std::string SecondsText(nanoseconds d) {
   char text[32];
   std::snprintf(text, sizeof(text), "%.1f s",
                 static_cast<double>(duration_cast<milliseconds>(d).count()) / 1000.0);
@@ -38,7 +38,7 @@ std::string Seconds(nanoseconds d) {
 }
 
 // "rank 2" or "ranks 1, 4 and 2 more".
-std::string RankList(const std::vector<int>& ranks) {
+std::string NamesOfRanks(const std::vector<int>& ranks) {
   constexpr std::size_t kNamed = 16;
   std::string out = ranks.size() == 1 ? "rank " : "ranks ";
   for (std::size_t i = 0; i < std::min(ranks.size(), kNamed); ++i) {
@@ -53,9 +53,9 @@ std::string Waiting(const CollectiveEngine::Round& round) {
 }
 
 Status Cut(const Status& status) {
-  if (status.message().size() <= kMaxMessage) return status;
+  if (status.message().size() <= kMaxVerdictMessage) return status;
   return Status::FromParts(status.code(), status.ToErrno(),
-                           status.message().substr(0, kMaxMessage) + "...");
+                           status.message().substr(0, kMaxVerdictMessage) + "...");
 }
 
 nanoseconds BeatInterval(nanoseconds liveness) {
@@ -306,7 +306,7 @@ Status CollectiveEngine::Collect(const Round& round, Gathered& g, bool* moved) {
     }
   }
   if (lost.size() > 1 && why.code() == Code::kUnavailable) {
-    why = Status(Code::kUnavailable, RankList(lost) + " are gone");
+    why = Status(Code::kUnavailable, NamesOfRanks(lost) + " are gone");
   }
   return why.WithContext(Waiting(round));
 }
@@ -371,11 +371,11 @@ Status CollectiveEngine::Missing(const Round& round, const Gathered& g, Clock::t
   if (silent.empty() && late.empty()) return {};
   std::string what = Waiting(round);
   if (!silent.empty()) {
-    what += ": " + RankList(silent) + ": not heard of for " + Seconds(timeouts_.liveness);
+    what += ": " + NamesOfRanks(silent) + ": not heard of for " + SecondsText(timeouts_.liveness);
   }
   if (!late.empty()) {
-    what += ": " + RankList(late) + " did not come within " +
-            Seconds(timeouts_.arrival + round.allowance);
+    what += ": " + NamesOfRanks(late) + " did not come within " +
+            SecondsText(timeouts_.arrival + round.allowance);
   }
   return {Code::kDeadlineExceeded, what};
 }
@@ -415,7 +415,7 @@ Status CollectiveEngine::Judge(const Round& round, Gathered& g, std::string* ver
                                  ? " (1 other rank failed too)"
                                  : " (" + std::to_string(failed - 1) + " other ranks failed too)";
   return Status::FromParts(out.code(), out.ToErrno(),
-                           out.message().substr(0, kMaxMessage) + others);
+                           out.message().substr(0, kMaxVerdictMessage) + others);
 }
 
 Result<CollectiveEngine::Payload> CollectiveEngine::TellAll(const Round& round,
@@ -520,12 +520,13 @@ Result<CollectiveEngine::Payload> CollectiveEngine::RunMember(const Round& round
     (void)sender_.Poll();
     if (watch_.Lost(0, now)) {
       return GiveUp(round,
-                    {Code::kDeadlineExceeded,
-                     Waiting(round) + ": rank 0: not heard of for " + Seconds(timeouts_.liveness)});
+                    {Code::kDeadlineExceeded, Waiting(round) + ": rank 0: not heard of for " +
+                                                  SecondsText(timeouts_.liveness)});
     }
     if (now > deadline) {
-      return GiveUp(round, {Code::kDeadlineExceeded,
-                            Waiting(round) + ": rank 0 did not come within " + Seconds(patience)});
+      return GiveUp(round,
+                    {Code::kDeadlineExceeded,
+                     Waiting(round) + ": rank 0 did not come within " + SecondsText(patience)});
     }
     backoff.Pause();
   }

@@ -128,9 +128,9 @@ Result<Sockets> Connect(int ranks) {
   ::_exit(code);
 }
 
-class Group final : public ForkedGroup {
+class SocketGroup final : public ForkedGroup {
  public:
-  ~Group() override {
+  ~SocketGroup() override {
     for (std::size_t r = 0; r < pids_.size(); ++r) {
       if (!exits_[r].exited) ::kill(pids_[r], SIGKILL);
     }
@@ -185,7 +185,7 @@ Result<std::unique_ptr<ForkedGroup>> ForkedGroup::Start(
                   "a forked group has 1 to 64 ranks, not " + std::to_string(ranks));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(Sockets sockets, Connect(ranks));
-  auto group = std::make_unique<Group>();
+  auto group = std::make_unique<SocketGroup>();
   std::fflush(nullptr);  // Or every child would write the parent's buffered output again.
   const pid_t parent = ::getpid();
   for (int r = 0; r < ranks; ++r) {

@@ -10,7 +10,7 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint32_t kMagic = 0x50534d54;  // "TMSP"
+constexpr std::uint32_t kStreamMagic = 0x50534d54;  // "TMSP"
 // How much one Advance moves in each direction, so that the mutex is not held for long.
 constexpr std::size_t kBytesPerTurn = 1 << 20;
 constexpr int kCallsPerTurn = 64;
@@ -32,7 +32,7 @@ void StreamPeer::Queue(Kind kind, std::uint32_t tag, std::uint32_t aux, std::uin
                        std::uint64_t size) {
   if (write_closed_) return;
   Out out;
-  out.header = {kMagic, kind, tag, aux, id, size};
+  out.header = {kStreamMagic, kind, tag, aux, id, size};
   out_.push_back(std::move(out));
 }
 
@@ -230,7 +230,7 @@ StreamPeer::MessagePtr StreamPeer::TakePosted(std::uint32_t tag) {
 }
 
 void StreamPeer::OnHeader() {
-  if (in_.magic != kMagic) {
+  if (in_.magic != kStreamMagic) {
     Broken("a frame does not begin with its magic number");
     return;
   }

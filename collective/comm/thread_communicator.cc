@@ -85,8 +85,8 @@ std::uint64_t KeyOf(int from, std::uint32_t tag) {
   return static_cast<std::uint64_t>(from) << 32 | tag;
 }
 
-struct Group {
-  explicit Group(int ranks)
+struct ThreadGroup {
+  explicit ThreadGroup(int ranks)
       : boxes(static_cast<std::size_t>(ranks)),
         heard(static_cast<std::size_t>(ranks)),
         gone(static_cast<std::size_t>(ranks)) {
@@ -101,7 +101,7 @@ struct Group {
 
 class ThreadCommunicator final : public Communicator {
  public:
-  ThreadCommunicator(std::shared_ptr<Group> group, int rank, std::string kind)
+  ThreadCommunicator(std::shared_ptr<ThreadGroup> group, int rank, std::string kind)
       : group_(std::move(group)), rank_(rank), kind_(std::move(kind)) {}
 
   ~ThreadCommunicator() override {
@@ -297,7 +297,7 @@ class ThreadCommunicator final : public Communicator {
   }
   static std::size_t Index(int rank) { return static_cast<std::size_t>(rank); }
 
-  const std::shared_ptr<Group> group_;
+  const std::shared_ptr<ThreadGroup> group_;
   const int rank_;
   const std::string kind_;
   std::mutex mutex_;  // Never taken while a mailbox is held.
@@ -308,7 +308,7 @@ class ThreadCommunicator final : public Communicator {
 }  // namespace
 
 std::vector<std::unique_ptr<Communicator>> MakeThreadGroup(int ranks) {
-  auto group = std::make_shared<Group>(std::max(ranks, 0));
+  auto group = std::make_shared<ThreadGroup>(std::max(ranks, 0));
   std::vector<std::unique_ptr<Communicator>> out;
   for (int r = 0; r < ranks; ++r) {
     out.push_back(std::make_unique<ThreadCommunicator>(group, r, "threads"));
@@ -317,7 +317,7 @@ std::vector<std::unique_ptr<Communicator>> MakeThreadGroup(int ranks) {
 }
 
 std::unique_ptr<Communicator> MakeSelfCommunicator() {
-  return std::make_unique<ThreadCommunicator>(std::make_shared<Group>(1), 0, "self");
+  return std::make_unique<ThreadCommunicator>(std::make_shared<ThreadGroup>(1), 0, "self");
 }
 
 Status RunOnThreads(int ranks, const std::function<Status(Communicator&)>& body) {

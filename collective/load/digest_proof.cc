@@ -13,7 +13,7 @@ namespace tensormount {
 namespace {
 
 // What is read from storage at once for a proof or a diagnosis.
-constexpr std::uint64_t kBlockBytes = 8u << 20;
+constexpr std::uint64_t kProofBlockBytes = 8u << 20;
 
 PlacedBox WholeTensor(const Dims& byte_shape) {
   std::vector<PlacedBox> placed = PlacePacked(Region(Box::Whole(byte_shape)), 0);
@@ -175,7 +175,7 @@ Result<Crc64> DigestFromStorage(const OpenedCheckpoint& checkpoint, const Tensor
   const TensorMeta& meta = entry.meta;
   const std::uint64_t element_bytes = std::max<std::uint64_t>(1, meta.bits() / 8);
   // Parts of boxes of elements under a byte could end inside one.
-  const std::uint64_t block = meta.bits() % 8 == 0 ? kBlockBytes : ~std::uint64_t{0};
+  const std::uint64_t block = meta.bits() % 8 == 0 ? kProofBlockBytes : ~std::uint64_t{0};
   std::vector<std::byte> bytes;
   Crc64 digest = 0;
   Status status;
@@ -206,7 +206,7 @@ Status FindDamage(const OpenedCheckpoint& checkpoint, const TensorEntry& entry,
   std::vector<Region> parts;
   if (cut) {
     for (const Box& box : region.Boxes()) {
-      SplitBox(box, meta.bits() / 8, kBlockBytes,
+      SplitBox(box, meta.bits() / 8, kProofBlockBytes,
                [&](const Box& part) { parts.push_back(Region(part)); });
     }
   } else {

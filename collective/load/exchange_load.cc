@@ -34,7 +34,7 @@ constexpr std::uint64_t kLongGap = 64u << 10;
 constexpr std::size_t kMaxFiles = 64;
 
 // Memory that is only ever overwritten: growing does not clear or keep anything.
-class Bytes {
+class GrowingBuffer {
  public:
   void Reserve(std::uint64_t wanted) {
     if (wanted <= capacity_) return;
@@ -52,12 +52,12 @@ class Bytes {
 // Buffers that are used again, and how much memory they ever were. Thread-safe.
 class Pool {
  public:
-  Bytes Take(std::uint64_t size) {
+  GrowingBuffer Take(std::uint64_t size) {
     std::lock_guard lock(mutex_);
     // Not a larger one either: what counts as a few bytes on their way must not hold many.
     const auto fitting = std::find_if(free_.begin(), free_.end(),
-                                      [&](const Bytes& b) { return b.capacity() == size; });
-    Bytes bytes;
+                                      [&](const GrowingBuffer& b) { return b.capacity() == size; });
+    GrowingBuffer bytes;
     if (fitting != free_.end()) {
       bytes = std::move(*fitting);
       free_.erase(fitting);
@@ -72,7 +72,7 @@ class Pool {
     peak_ = std::max(peak_, total_);
     return bytes;
   }
-  void Give(Bytes bytes) {
+  void Give(GrowingBuffer bytes) {
     if (bytes.capacity() == 0) return;
     std::lock_guard lock(mutex_);
     free_.push_back(std::move(bytes));
@@ -81,7 +81,7 @@ class Pool {
 
  private:
   std::mutex mutex_;
-  std::vector<Bytes> free_;
+  std::vector<GrowingBuffer> free_;
   std::uint64_t total_ = 0;
   std::uint64_t peak_ = 0;
 };
@@ -97,8 +97,8 @@ std::byte* ContiguousPlace(const Box& bytes, const LoadTarget& target) {
 }
 
 // Copies the bytes of a piece, which stand as `from` says, to where a target wants them.
-void Place(const PlacedBox& from, const std::byte* bytes, const Box& part,
-           const LoadTarget& target) {
+void PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part,
+                const LoadTarget& target) {
   for (const PlacedBox& to : target.placed) {
     const Box common = Intersect(part, to.box);
     if (!common.empty()) ExecuteCopy(PlanCopy(common, from, to), bytes, target.base);
@@ -109,7 +109,7 @@ void Place(const PlacedBox& from, const std::byte* bytes, const Box& part,
 struct Outgoing {
   std::vector<ExchangePiece> pieces;
   std::vector<const std::byte*> at;  // Of each piece that others want: its bytes, packed.
-  Bytes memory;
+  GrowingBuffer memory;
   std::uint64_t size = 0;  // Of the memory that it needs.
   std::size_t unsent = 0;
 };
@@ -178,9 +178,9 @@ class UnitReader {
       for (std::size_t m = 0; m < piece.mine.size(); ++m) {
         const LoadTarget& target = *piece.mine[m];
         if (!in_place_) {
-          Place(bytes_, memory, piece.bytes, target);
+          PlaceBytes(bytes_, memory, piece.bytes, target);
         } else if (packed_at_[p] != kElsewhere) {
-          Place(packed, out.at[p], piece.bytes, target);
+          PlaceBytes(packed, out.at[p], piece.bytes, target);
         } else if (m > 0) {
           CopyBetween(piece.bytes, *piece.mine.front(), target);
         }
@@ -211,7 +211,7 @@ class UnitReader {
   static void CopyBetween(const Box& part, const LoadTarget& from, const LoadTarget& to) {
     for (const PlacedBox& placed : from.placed) {
       const Box common = Intersect(part, placed.box);
-      if (!common.empty()) Place(placed, from.base, common, to);
+      if (!common.empty()) PlaceBytes(placed, from.base, common, to);
     }
   }
 
@@ -311,7 +311,7 @@ class UnitReader {
   bool in_place_ = false;
   std::vector<FileRun> runs_;
   std::vector<File::Piece> pieces_;
-  Bytes gap_;
+  GrowingBuffer gap_;
   std::map<std::uint32_t, std::unique_ptr<File>> files_;  // By number.
   ReadStats stats_;
 };
@@ -365,7 +365,7 @@ class UnitStream final : public LocalWork {
     Communicator::Request request = 0;
     ExchangePiece piece;
     std::byte* to = nullptr;
-    Bytes staged;
+    GrowingBuffer staged;
   };
 
   // ---- The reading thread ----
@@ -545,7 +545,7 @@ class UnitStream final : public LocalWork {
     const bool staged = receive.staged.capacity() != 0;
     const PlacedBox packed = PlacePacked(Region(piece.bytes), 0).front();
     for (std::size_t m = staged ? 0 : 1; m < piece.mine.size(); ++m) {
-      Place(packed, receive.to, piece.bytes, *piece.mine[m]);
+      PlaceBytes(packed, receive.to, piece.bytes, *piece.mine[m]);
     }
     if (staged) {
       incoming_ -= piece.size();

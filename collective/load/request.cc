@@ -9,16 +9,16 @@
 namespace tensormount {
 namespace {
 
-constexpr std::string_view kMagic("TMLOADR\0", 8);
+constexpr std::string_view kRequestMagic("TMLOADR\0", 8);
 // Of this format, and of what ranks make of it: in every fingerprint.
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kRequestVersion = 1;
 
 void WriteDims(ByteWriter& out, const Dims& dims) {
   out.U8(static_cast<std::uint8_t>(dims.rank()));
   for (const std::int64_t v : dims) out.I64(v);
 }
 
-Result<Dims> ReadDims(ByteReader& in) {
+Result<Dims> ReadRequestDims(ByteReader& in) {
   const int rank = in.U8();
   if (rank > kMaxRank) {
     return Status(Code::kDataLoss, "a request of rank " + std::to_string(rank));
@@ -58,7 +58,7 @@ Result<LoadRequest> ReadBody(ByteReader& in) {
   const std::uint32_t tensors = in.U32();
   for (std::uint32_t i = 0; i < tensors && in.status().ok(); ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const DType dtype, DTypeFromNumber(in.U8()));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Dims shape, ReadDims(in));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Dims shape, ReadRequestDims(in));
     const std::string_view key = in.String(kMaxKeyBytes);
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, TensorMeta::Make(std::string(key), dtype, shape));
@@ -73,8 +73,8 @@ Result<LoadRequest> ReadBody(ByteReader& in) {
   for (std::uint32_t i = 0; i < objects && in.status().ok(); ++i) {
     LoadRequest::Object object;
     object.key = in.String(kMaxKeyBytes);
-    TENSORMOUNT_ASSIGN_OR_RETURN(object.index, ReadDims(in));
-    TENSORMOUNT_ASSIGN_OR_RETURN(object.grid, ReadDims(in));
+    TENSORMOUNT_ASSIGN_OR_RETURN(object.index, ReadRequestDims(in));
+    TENSORMOUNT_ASSIGN_OR_RETURN(object.grid, ReadRequestDims(in));
     request.objects.push_back(std::move(object));
   }
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
@@ -89,8 +89,8 @@ Result<std::string> EncodeRequest(const StateDict& request) {
     return Status(Code::kInvalidArgument, "more than 2^32 shards or objects on one rank");
   }
   ByteWriter out;
-  out.Raw(kMagic.data(), kMagic.size());
-  out.U32(kVersion);
+  out.Raw(kRequestMagic.data(), kRequestMagic.size());
+  out.U32(kRequestVersion);
   std::unordered_map<std::string_view, std::uint32_t> numbers;
   std::vector<const StateDict::TensorItem*> table;
   for (const StateDict::TensorItem& item : request.tensors()) {
@@ -134,7 +134,7 @@ Result<std::string> EncodeRequest(const StateDict& request) {
 
 Result<LoadRequest> DecodeRequest(std::string_view bytes) {
   ByteReader in(bytes, "request of a load");
-  if (in.Raw(kMagic.size()) != kMagic || in.U32() != kVersion) {
+  if (in.Raw(kRequestMagic.size()) != kRequestMagic || in.U32() != kRequestVersion) {
     return Status(Code::kInvalidArgument, "a rank runs another version of tensormount");
   }
   Result<LoadRequest> request = ReadBody(in);
@@ -144,7 +144,7 @@ Result<LoadRequest> DecodeRequest(std::string_view bytes) {
 
 Hash128 CallFingerprint(std::string_view path, const LoadOptions& options) {
   ByteWriter out;
-  out.U32(kVersion);
+  out.U32(kRequestVersion);
   out.String(path);
   out.U8(static_cast<std::uint8_t>(options.not_stored));
   out.U8(static_cast<std::uint8_t>(options.not_requested));

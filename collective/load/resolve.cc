@@ -109,7 +109,7 @@ Fit FitTensor(const TensorMeta& asked, const Found& found, const LoadRule& rule)
   return fit;
 }
 
-Result<Box> InStack(const Box& box, std::int64_t layer) {
+Result<Box> BoxInStack(const Box& box, std::int64_t layer) {
   if (layer < 0) return box;
   Dims begin{layer};
   Dims extent{1};
@@ -128,7 +128,7 @@ Status ResolveItem(const LoadRequest::Item& item, const Found& found, const Fit&
   r.convert = fit.convert;
   r.zero = fit.zero;
   if (fit.same_shape) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, InStack(item.region.box(), found.layer));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, BoxInStack(item.region.box(), found.layer));
     Region region = box;
     if (item.region.is_flat()) {
       TENSORMOUNT_ASSIGN_OR_RETURN(
@@ -144,7 +144,7 @@ Status ResolveItem(const LoadRequest::Item& item, const Found& found, const Fit&
         continue;
       }
       for (const Box& rest : Without(box, common)) r.uncovered.push_back(rest);
-      TENSORMOUNT_ASSIGN_OR_RETURN(const Box part, InStack(common, found.layer));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Box part, BoxInStack(common, found.layer));
       r.regions.push_back(part);
     }
   }

@@ -12,7 +12,7 @@ namespace tensormount {
 namespace {
 
 // The same cells as a box of the stack that they are a layer of.
-Result<PlacedBox> InStack(const PlacedBox& placed, std::int64_t layer) {
+Result<PlacedBox> PlacedInStack(const PlacedBox& placed, std::int64_t layer) {
   if (layer < 0) return placed;
   Dims begin{layer};
   Dims extent{1};
@@ -87,7 +87,7 @@ Result<LoadTarget> MakeTarget(const PlannedTensor& tensor, std::uint32_t want,
     TENSORMOUNT_ASSIGN_OR_RETURN(placed, AsElements(placed));
   }
   for (PlacedBox& box : placed) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(box, InStack(box, item.layer));
+    TENSORMOUNT_ASSIGN_OR_RETURN(box, PlacedInStack(box, item.layer));
   }
   const bool cropped = item.regions.size() != 1 || !item.uncovered.empty();
   if (cropped) {

@@ -16,7 +16,7 @@ namespace tensormount {
 namespace {
 
 // Hashed, digested and written block by block: a block stays in the second-level cache meanwhile.
-constexpr std::size_t kBlockBytes = 256 * 1024;
+constexpr std::size_t kCopyBlockBytes = 256 * 1024;
 // Small pieces are put together to writes of this size.
 constexpr std::size_t kBufferBytes = 1024 * 1024;
 // The device begins with what was written when there is this much of it, so that it works while
@@ -32,7 +32,7 @@ class FileAppender {
 
   std::uint64_t offset() const { return at_ + buffer_.size(); }
   Status Append(const void* data, std::size_t size) {
-    if (size >= kBlockBytes / 2) {
+    if (size >= kCopyBlockBytes / 2) {
       TENSORMOUNT_RETURN_IF_ERROR(Flush());
       return Write(data, size);
     }
@@ -74,7 +74,7 @@ class DataWriter {
         rank_(rank),
         progress_(progress),
         cancel_(cancel),
-        scratch_(std::make_unique<std::byte[]>(kBlockBytes)) {
+        scratch_(std::make_unique<std::byte[]>(kCopyBlockBytes)) {
     out_.content.info.uuid = staging.uuid;
   }
 
@@ -179,7 +179,7 @@ class DataWriter {
     for (std::uint64_t done = 0; done < chunk.bytes;) {
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancel());
       const auto n =
-          static_cast<std::size_t>(std::min<std::uint64_t>(kBlockBytes, chunk.bytes - done));
+          static_cast<std::size_t>(std::min<std::uint64_t>(kCopyBlockBytes, chunk.bytes - done));
       const std::byte* data = source.value().Fetch(chunk.begin + done, n, scratch_.get());
       hasher.Update(data, n);
       tensor.digest ^= source.value().Digest(chunk.begin + done, n, data);

@@ -35,7 +35,7 @@ constexpr std::size_t kTensorBytes = 4 + 1 + 1 + 1;  // At least.
 constexpr std::size_t kChunkBytes = 4 + 4 + 4 + 8 + 8 + 8;
 constexpr std::size_t kReplicaBytes = 4 + 4 + 4;
 
-Status Broken(const std::string& why) { return Status(Code::kDataLoss, "plan: " + why); }
+Status BrokenPlan(const std::string& why) { return Status(Code::kDataLoss, "plan: " + why); }
 
 std::string Hex16(std::uint64_t v) {
   char text[17];
@@ -137,14 +137,14 @@ class PartDecoder {
     const std::uint32_t count = in_.U32();
     TENSORMOUNT_RETURN_IF_ERROR(in_.status());
     if (count > in_.left() / least_bytes) {
-      return Broken(std::string("more ") + what + " are announced than there are bytes");
+      return BrokenPlan(std::string("more ") + what + " are announced than there are bytes");
     }
     return count;
   }
 
   Result<TensorMeta> MetaOf(std::uint32_t item) {
     if (item == kNoItem) return DecodeMeta(in_, "plan");
-    if (item >= state_.tensors().size()) return Broken("no such tensor in the state dict");
+    if (item >= state_.tensors().size()) return BrokenPlan("no such tensor in the state dict");
     const StateDict::TensorItem& mine = state_.tensors()[item];
     return TensorMeta::Make(mine.key, mine.shard.data.dtype, mine.shard.global_shape);
   }
@@ -165,15 +165,15 @@ class PartDecoder {
           tensor.placement == Placement::kTensorFile || tensor.placement == Placement::kRankShard ||
           tensor.placement == Placement::kPack || tensor.placement == Placement::kSafetensors;
       if (!known || (flags & ~(kShared | kSeals | kEmpty)) != 0) {
-        return Broken("a tensor of an unknown kind");
+        return BrokenPlan("a tensor of an unknown kind");
       }
       for (const char c : tensor.file) {
         if (!(c >= 'a' && c <= 'z') && !(c >= '0' && c <= '9') && c != '-') {
-          return Broken("a file name that cannot be");
+          return BrokenPlan("a file name that cannot be");
         }
       }
       if (tensor.file.empty() && tensor.placement == Placement::kTensorFile) {
-        return Broken("a tensor file without a name");
+        return BrokenPlan("a tensor file without a name");
       }
       tensor.shared = (flags & kShared) != 0;
       tensor.seals = (flags & kSeals) != 0;
@@ -197,21 +197,21 @@ class PartDecoder {
       chunk.offset = in_.U64();
       TENSORMOUNT_RETURN_IF_ERROR(in_.status());
       if (tensor >= tensors || chunk.item >= state_.tensors().size()) {
-        return Broken("a chunk of a tensor that is not there");
+        return BrokenPlan("a chunk of a tensor that is not there");
       }
       chunk.tensor = static_cast<std::uint32_t>(first_ + tensor);
       const RankTask::Tensor& of = task_.tensors[chunk.tensor];
       const StateDict::TensorItem& item = state_.tensors()[chunk.item];
       if (item.key != of.meta.key() || item.shard.data.dtype != of.meta.dtype() ||
           !(item.shard.global_shape == of.meta.shape())) {
-        return Broken("a chunk of tensor " + of.meta.key() + " from a shard of " + item.key);
+        return BrokenPlan("a chunk of tensor " + of.meta.key() + " from a shard of " + item.key);
       }
       if (chunk.bytes == 0 || (of.placement == Placement::kTensorFile &&
                                !RangeWithin(chunk.offset, chunk.bytes, of.meta.bytes()))) {
-        return Broken("a chunk of tensor " + of.meta.key() + " outside of its file");
+        return BrokenPlan("a chunk of tensor " + of.meta.key() + " outside of its file");
       }
       Result<Region> region = PartOfRegion(of.meta, item.shard.region, chunk.begin, chunk.bytes);
-      if (!region.ok()) return Broken(region.status().message());
+      if (!region.ok()) return BrokenPlan(region.status().message());
       chunk.region = std::move(region).value();
       task_.chunks.push_back(std::move(chunk));
     }
@@ -222,7 +222,7 @@ class PartDecoder {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t count, Count(4, "objects"));
     for (std::uint32_t i = 0; i < count; ++i) {
       const std::uint32_t item = in_.U32();
-      if (item >= state_.objects().size()) return Broken("no such object in the state dict");
+      if (item >= state_.objects().size()) return BrokenPlan("no such object in the state dict");
       task_.objects.push_back(item);
     }
     return Status();
@@ -239,11 +239,11 @@ class PartDecoder {
       replica.position = in_.U32();
       if (replica.item >= state_.tensors().size() || replica.position >= replica.holders ||
           replica.holders > static_cast<std::uint32_t>(world_)) {
-        return Broken("a replica that is not there");
+        return BrokenPlan("a replica that is not there");
       }
       const Shard& shard = state_.tensors()[replica.item].shard;
       Result<std::uint64_t> bytes = RegionBytes(shard.data.dtype, shard.global_shape, shard.region);
-      if (!bytes.ok()) return Broken(bytes.status().message());
+      if (!bytes.ok()) return BrokenPlan(bytes.status().message());
       replica.bytes = bytes.value();
       replicas.push_back(replica);
     }

@@ -11,7 +11,7 @@
 namespace tensormount {
 namespace {
 
-constexpr std::size_t kMaxText = std::size_t{1} << 16;
+constexpr std::size_t kMaxSaveText = std::size_t{1} << 16;
 
 void WriteVote(ByteWriter& out, const Vote& vote) {
   WriteStatus(out, vote.status);
@@ -89,13 +89,13 @@ Result<Staging> DecodeStaging(std::string_view bytes) {
   ByteReader in(bytes, "staging that rank 0 sent");
   TENSORMOUNT_RETURN_IF_ERROR(ReadStatus(in));
   Staging staging;
-  staging.store = in.String(kMaxText);
-  staging.directory = in.String(kMaxText);
-  staging.name = in.String(kMaxText);
+  staging.store = in.String(kMaxSaveText);
+  staging.directory = in.String(kMaxSaveText);
+  staging.name = in.String(kMaxSaveText);
   staging.uuid = DecodeUuid(in);
   staging.generation = in.U64();
   staging.parent = DecodeUuid(in);
-  staging.parent_name = in.String(kMaxText);
+  staging.parent_name = in.String(kMaxSaveText);
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
   return staging;
 }
@@ -127,7 +127,7 @@ Result<WriterReport> DecodeReport(std::string_view bytes) {
     return Status(Code::kDataLoss, "report: too many findings");
   }
   for (std::uint32_t i = 0; i < lines; ++i) {
-    report.replicas.listed.emplace_back(in.String(kMaxText));
+    report.replicas.listed.emplace_back(in.String(kMaxSaveText));
   }
   const bool common = in.U8() != 0;
   TENSORMOUNT_RETURN_IF_ERROR(in.status());

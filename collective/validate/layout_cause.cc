@@ -13,7 +13,7 @@
 namespace tensormount {
 namespace {
 
-std::string Place(const std::vector<std::int64_t>& cell) {
+std::string CellText(const std::vector<std::int64_t>& cell) {
   std::string text = "(";
   for (std::size_t i = 0; i < cell.size(); ++i) {
     text += (i == 0 ? "" : ", ") + std::to_string(cell[i]);
@@ -101,8 +101,8 @@ std::string LayoutCauses::FindTransposed() const {
     if (cell != std::pair(wanted.second, wanted.first) || taken.contains(wanted)) return {};
     if (text.empty()) {
       text = "the grid is transposed: " + RankName(rank) + " holds the cell of " +
-             Place({cell.first, cell.second}) + " instead of " +
-             Place({wanted.first, wanted.second});
+             CellText({cell.first, cell.second}) + " instead of " +
+             CellText({wanted.first, wanted.second});
     }
   }
   return text;

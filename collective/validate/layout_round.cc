@@ -13,7 +13,7 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint8_t kVersion = 0xA1;  // And that it is a message of this kind.
+constexpr std::uint8_t kRoundVersion = 0xA1;  // And that it is a message of this kind.
 constexpr std::uint8_t kFailedFlag = 1;
 constexpr std::string_view kDomain("tensormount job layout v1\0", 26);
 
@@ -32,7 +32,7 @@ Result<RoundMessage> DecodeRound(std::string_view bytes, std::size_t rank, std::
   m.call = in.U64();
   m.common = in.U64();
   m.plan = in.U64();
-  if (bytes.size() != kRoundBytes || version != kVersion) {
+  if (bytes.size() != kRoundBytes || version != kRoundVersion) {
     return Status(Code::kInvalidArgument, who + " runs another version of tensormount");
   }
   if (flags > kFailedFlag) return Status(Code::kDataLoss, who + ": its first message is damaged");
@@ -102,7 +102,7 @@ std::vector<std::uint32_t> Speakers(const RankClasses& classes) {
 }  // namespace
 
 std::string EncodeRound(const RoundMessage& m) {
-  const std::uint64_t head = kVersion | std::uint64_t{m.failed ? kFailedFlag : 0u} << 8 |
+  const std::uint64_t head = kRoundVersion | std::uint64_t{m.failed ? kFailedFlag : 0u} << 8 |
                              std::uint64_t{m.world & 0xffff} << 16 | std::uint64_t{m.boxes} << 32;
   const std::uint64_t words[] = {head,
                                  m.layout.tensors.low,

@@ -5,14 +5,10 @@
 #include <cstring>
 #include <utility>
 
+#include "base/errors.h"
+
 namespace tensormount {
-namespace {
-
-Status Broken(std::string_view what, std::string_view why) {
-  return Status(Code::kDataLoss, std::string(what) + ": " + std::string(why));
-}
-
-}  // namespace
+namespace {}  // namespace
 
 int CompareDims(const Dims& a, const Dims& b) {
   const auto x = a.span();
@@ -118,19 +114,19 @@ Status LayoutTable::Rep::AddShards(std::string_view records, std::string_view wh
   ShardRecord record;
   for (const char* p = records.data(); p != records.data() + records.size(); p += kBytes) {
     if (!ReadShardRecord<Slots>(p, &record) || record.tensor >= ids.size()) {
-      return Broken(what, "a shard record is damaged");
+      return DataLoss(what, "a shard record is damaged");
     }
     Tensor& tensor = tensors[ids[record.tensor]];
     if (ShardSlots(tensor.regions.rank()) != Slots) {
-      return Broken(what, "tensor " + tensor.meta.key() + ": a shard record of another rank");
+      return DataLoss(what, "tensor " + tensor.meta.key() + ": a shard record of another rank");
     }
     const std::size_t before = tensor.regions.size();
     const bool within = record.flat ? tensor.regions.AddFlat(record.begin, record.extent,
                                                              record.first, record.count, layout)
                                     : tensor.regions.AddBox(record.begin, record.extent, layout);
     if (!within) {
-      return Broken(what, "tensor " + tensor.meta.key() + ": a region lies outside of shape " +
-                              tensor.meta.shape().ToString());
+      return DataLoss(what, "tensor " + tensor.meta.key() + ": a region lies outside of shape " +
+                                tensor.meta.shape().ToString());
     }
     if (tensor.regions.size() == before) continue;  // Empty.
     tensor.items.push_back(record.item);

@@ -14,10 +14,10 @@
 namespace tensormount {
 namespace {
 
-constexpr std::size_t kMaxMessage = std::size_t{1} << 20;
+constexpr std::size_t kMaxReportMessage = std::size_t{1} << 20;
 constexpr std::size_t kMinFindingBytes = 1 + 4 + 4 + 8 + 1 + 8 + 4 + 4;
 
-std::string Bytes(std::uint64_t bytes) {
+std::string SizeText(std::uint64_t bytes) {
   static constexpr const char* kUnits[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   if (bytes < 1024) return std::to_string(bytes) + (bytes == 1 ? " byte" : " bytes");
   std::size_t unit = 0;
@@ -38,7 +38,7 @@ std::string Counted(std::uint64_t n, const std::string& what) {
   return std::to_string(n) + " " + what + (n == 1 ? "" : "s");
 }
 
-Result<Dims> ReadDims(ByteReader& in, std::string_view what) {
+Result<Dims> ReadReportDims(ByteReader& in, std::string_view what) {
   const int rank = in.U8();
   if (rank > kMaxAxes) return Status(Code::kDataLoss, std::string(what) + ": a damaged box");
   Dims dims;
@@ -93,11 +93,11 @@ Status LayoutReport::ToStatus() const {
 }
 
 std::string LayoutReport::ToText() const {
-  std::string text = Counted(tensors, "tensor") + " of " + Bytes(bytes) + " and " +
+  std::string text = Counted(tensors, "tensor") + " of " + SizeText(bytes) + " and " +
                      Counted(objects, "object") + " on " +
                      Counted(static_cast<std::uint64_t>(world), "rank") + ": " +
                      Counted(boxes, "shard") + " in " + Counted(layouts, "different layout") +
-                     ", " + Bytes(replica_bytes) + " of replicas\n";
+                     ", " + SizeText(replica_bytes) + " of replicas\n";
   if (ok()) return text + "sound: every cell is held, replicas apart once\n";
   text += Counted(finding_count, "finding") + "\n";
   for (const Finding& finding : findings) {
@@ -188,8 +188,8 @@ void EncodeReport(ByteWriter& out, const LayoutReport& report) {
       EncodeDims(out, finding.box->extent());
     }
     out.U64(finding.elements);
-    out.String(std::string_view(finding.message).substr(0, kMaxMessage));
-    out.String(std::string_view(finding.cause).substr(0, kMaxMessage));
+    out.String(std::string_view(finding.message).substr(0, kMaxReportMessage));
+    out.String(std::string_view(finding.cause).substr(0, kMaxReportMessage));
   }
 }
 
@@ -211,7 +211,7 @@ Result<LayoutReport> DecodeReport(ByteReader& in, std::string_view what) {
     const std::uint8_t kind = in.U8();
     if (kind > static_cast<std::uint8_t>(FindingKind::kCommon)) return broken("an unknown kind");
     finding.kind = static_cast<FindingKind>(kind);
-    finding.key = in.String(kMaxMessage);
+    finding.key = in.String(kMaxReportMessage);
     const std::uint32_t ranks = in.U32();
     if (ranks > in.left() / 4) return broken("announces more than there are bytes");
     for (std::uint32_t r = 0; r < ranks; ++r) {
@@ -219,15 +219,15 @@ Result<LayoutReport> DecodeReport(ByteReader& in, std::string_view what) {
     }
     finding.rank_count = in.U64();
     if (in.U8() != 0) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const Dims begin, ReadDims(in, what));
-      TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extent, ReadDims(in, what));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Dims begin, ReadReportDims(in, what));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extent, ReadReportDims(in, what));
       Result<Box> box = Box::Make(begin, extent);
       if (!box.ok()) return broken(box.status().message());
       finding.box = std::move(box).value();
     }
     finding.elements = in.U64();
-    finding.message = in.String(kMaxMessage);
-    finding.cause = in.String(kMaxMessage);
+    finding.message = in.String(kMaxReportMessage);
+    finding.cause = in.String(kMaxReportMessage);
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     report.findings.push_back(std::move(finding));
   }

@@ -18,22 +18,22 @@ namespace tensormount {
 namespace {
 
 // Fields in the order in which they are written.
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
-constexpr std::size_t kMaxText = 2 * kMaxKeyBytes;  // Of keys and patterns.
+constexpr std::size_t kMaxSpecText = 2 * kMaxKeyBytes;  // Of keys and patterns.
 
-Json Numbers(const Dims& dims) {
-  Json list = Json::array();
+OrderedJson Numbers(const Dims& dims) {
+  OrderedJson list = OrderedJson::array();
   for (const std::int64_t v : dims) list.push_back(v);
   return list;
 }
 
-Json ShardJson(const TensorMeta& meta, const DecodedLayout::ShardItem& shard) {
-  Json json = {{"key", meta.key()},
-               {"dtype", InfoOf(meta.dtype()).name},
-               {"shape", Numbers(meta.shape())},
-               {"begin", Numbers(shard.region.box().begin())},
-               {"extent", Numbers(shard.region.box().extent())}};
+OrderedJson ShardJson(const TensorMeta& meta, const DecodedLayout::ShardItem& shard) {
+  OrderedJson json = {{"key", meta.key()},
+                      {"dtype", InfoOf(meta.dtype()).name},
+                      {"shape", Numbers(meta.shape())},
+                      {"begin", Numbers(shard.region.box().begin())},
+                      {"extent", Numbers(shard.region.box().extent())}};
   if (shard.region.is_flat()) {
     json["flat"] = {shard.region.flat_first(), shard.region.volume()};
   }
@@ -42,8 +42,8 @@ Json ShardJson(const TensorMeta& meta, const DecodedLayout::ShardItem& shard) {
   return json;
 }
 
-Json ObjectJson(const DecodedLayout::ObjectItem& object) {
-  Json json = {{"key", object.key}};
+OrderedJson ObjectJson(const DecodedLayout::ObjectItem& object) {
+  OrderedJson json = {{"key", object.key}};
   if (object.grid.rank() > 0) {
     json["index"] = Numbers(object.index);
     json["grid"] = Numbers(object.grid);
@@ -53,8 +53,8 @@ Json ObjectJson(const DecodedLayout::ObjectItem& object) {
   return json;
 }
 
-std::string Line(const Json& json) {
-  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+std::string Line(const OrderedJson& json) {
+  return json.dump(-1, ' ', false, OrderedJson::error_handler_t::replace);
 }
 
 Result<std::string> SpecOf(int world, const std::vector<GatheredLayout>& layouts,
@@ -84,7 +84,7 @@ Result<std::string> SpecOf(int world, const std::vector<GatheredLayout>& layouts
     text += "]}";
   }
   text += "]";
-  if (!layers.empty()) text += ",\n \"layers\": " + Line(Json(layers));
+  if (!layers.empty()) text += ",\n \"layers\": " + Line(OrderedJson(layers));
   return text + "}\n";
 }
 
@@ -110,8 +110,8 @@ Result<std::string> DumpSpec(const StateDict& state, Communicator& comm, const T
       ByteReader in(bytes, "names of layers");
       const std::uint32_t count = in.U32();
       for (std::uint32_t i = 0; i < count && in.status().ok(); ++i) {
-        std::string key(in.String(kMaxText));
-        layers.emplace(std::move(key), std::string(in.String(kMaxText)));
+        std::string key(in.String(kMaxSpecText));
+        layers.emplace(std::move(key), std::string(in.String(kMaxSpecText)));
       }
       TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
     }

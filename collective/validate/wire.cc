@@ -5,15 +5,16 @@
 #include <bit>
 #include <utility>
 
+#include "base/errors.h"
 #include "collective/validate/layout.h"
 #include "index/record_coding.h"
 
 namespace tensormount {
 namespace {
 
-constexpr std::string_view kMagic("TMLY", 4);
+constexpr std::string_view kLayoutMagic("TMLY", 4);
 constexpr std::size_t kHeaderBytes = 24;
-constexpr std::size_t kMaxMessage = std::size_t{1} << 20;
+constexpr std::size_t kMaxLayoutMessage = std::size_t{1} << 20;
 constexpr std::uint32_t kFlatFlag = 1;
 constexpr std::uint32_t kReplicaShift = 1;
 constexpr std::uint32_t kMaxFlags = kFlatFlag | static_cast<std::uint32_t>(Replica::kCopy)
@@ -21,13 +22,9 @@ constexpr std::uint32_t kMaxFlags = kFlatFlag | static_cast<std::uint32_t>(Repli
 // An object's record without key and dims.
 constexpr std::size_t kMinObjectBytes = 4 + 4 + 1 + 1 + 8 + 16;
 
-Status Broken(std::string_view what, std::string_view why) {
-  return Status(Code::kDataLoss, std::string(what) + ": " + std::string(why));
-}
-
 Result<Dims> ReadDims(ByteReader& in, std::string_view what) {
   const int rank = in.U8();
-  if (rank > kMaxRank) return Broken(what, "rank " + std::to_string(rank) + " is too high");
+  if (rank > kMaxRank) return DataLoss(what, "rank " + std::to_string(rank) + " is too high");
   Dims dims;
   for (int a = 0; a < rank; ++a) dims.push_back(in.I64());
   return dims;
@@ -84,7 +81,7 @@ struct LayoutEncoder::Message {
     if (bytes == kHeaderBytes) return;
     ByteWriter header;
     header.bytes().reserve(bytes);
-    header.Raw(kMagic.data(), kMagic.size());
+    header.Raw(kLayoutMagic.data(), kLayoutMagic.size());
     header.U32(kLayoutVersion);
     header.U32(tensors);
     header.U32(short_shards);
@@ -281,7 +278,7 @@ Hash128 LayoutFingerprint(const StateDict& state) {
 }
 
 Result<LayoutHeader> ReadLayoutHeader(ByteReader& in, std::string_view what) {
-  const std::string_view magic = in.Raw(kMagic.size());
+  const std::string_view magic = in.Raw(kLayoutMagic.size());
   const std::uint32_t version = in.U32();
   LayoutHeader header;
   header.tensors = in.U32();
@@ -289,14 +286,14 @@ Result<LayoutHeader> ReadLayoutHeader(ByteReader& in, std::string_view what) {
   header.long_shards = in.U32();
   header.objects = in.U32();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  if (magic != kMagic || version != kLayoutVersion) {
-    return Broken(what, "not a layout of this version");
+  if (magic != kLayoutMagic || version != kLayoutVersion) {
+    return DataLoss(what, "not a layout of this version");
   }
   // Before anything is sized by these numbers; no sum can overflow.
   const std::uint64_t least = header.short_shards * kShortShardBytes +
                               header.long_shards * kLongShardBytes +
                               header.objects * kMinObjectBytes + header.tensors * std::uint64_t{6};
-  if (least > in.left()) return Broken(what, "announces more than there are bytes");
+  if (least > in.left()) return DataLoss(what, "announces more than there are bytes");
   return header;
 }
 
@@ -317,17 +314,17 @@ Result<DecodedLayout::ObjectItem> ReadObjectItem(ByteReader& in, std::string_vie
   object.length = in.U64();
   object.hash = in.Hash();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  if (Status status = CheckKey(object.key); !status.ok()) return Broken(what, status.message());
+  if (Status status = CheckKey(object.key); !status.ok()) return DataLoss(what, status.message());
   if (object.index.rank() != object.grid.rank()) {
-    return Broken(what, "object " + object.key + ": index and grid differ in rank");
+    return DataLoss(what, "object " + object.key + ": index and grid differ in rank");
   }
   for (int a = 0; a < object.grid.rank(); ++a) {
     if (object.index[a] < 0 || object.index[a] >= object.grid[a]) {
-      return Broken(what, "object " + object.key + ": index outside of its grid");
+      return DataLoss(what, "object " + object.key + ": index outside of its grid");
     }
   }
   if (!CheckedProduct(object.grid)) {
-    return Broken(what, "object " + object.key + ": its grid is too large");
+    return DataLoss(what, "object " + object.key + ": its grid is too large");
   }
   return object;
 }
@@ -351,15 +348,15 @@ Result<DecodedLayout> DecodeLayout(std::string_view encoded, std::string_view wh
     const bool sane = is_short ? ReadShardRecord<kShortShardRank>(bytes.data(), &record)
                                : ReadShardRecord<kMaxRank>(bytes.data(), &record);
     if (!sane || record.tensor >= layout.tensors.size()) {
-      return Broken(what, "a shard record is damaged");
+      return DataLoss(what, "a shard record is damaged");
     }
     const TensorMeta& meta = layout.tensors[record.tensor];
     if ((meta.shape().rank() <= kShortShardRank) != is_short) {
-      return Broken(what, "tensor " + meta.key() + ": a shard record of another rank");
+      return DataLoss(what, "tensor " + meta.key() + ": a shard record of another rank");
     }
     Result<Region> region = RegionOf(record, meta.shape());
     if (!region.ok()) {
-      return Broken(what, "tensor " + meta.key() + ": " + region.status().message());
+      return DataLoss(what, "tensor " + meta.key() + ": " + region.status().message());
     }
     layout.shards.push_back(
         {record.tensor, record.item, record.replica, std::move(region).value()});
@@ -376,14 +373,14 @@ void WriteStatus(ByteWriter& out, const Status& status) {
   out.U8(static_cast<std::uint8_t>(status.code()));
   if (status.ok()) return;
   out.U32(static_cast<std::uint32_t>(status.ToErrno()));
-  out.String(std::string_view(status.message()).substr(0, kMaxMessage));
+  out.String(std::string_view(status.message()).substr(0, kMaxLayoutMessage));
 }
 
 Status ReadStatus(ByteReader& in) {
   const std::uint8_t code = in.U8();
   if (code == 0) return Status();
   const std::uint32_t err = in.U32();
-  const std::string_view message = in.String(kMaxMessage);
+  const std::string_view message = in.String(kMaxLayoutMessage);
   if (code > static_cast<std::uint8_t>(Code::kInternal) || err > 4095 || !in.status().ok()) {
     return Status(Code::kDataLoss, "a status that came from another rank is damaged");
   }

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kMarkDigits = 8;
 
-bool IsMark(std::string_view text) {
+bool IsExportMark(std::string_view text) {
   return text.size() == kMarkDigits &&
          text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
 }
@@ -189,7 +189,7 @@ void ExportDestination::FindLeftovers(std::vector<std::string>& warnings) const 
     if (!rest.starts_with(name_) || !rest.ends_with(".tmp")) continue;
     rest = rest.substr(name_.size());
     if (rest.size() != 1 + kMarkDigits + 4 || rest[0] != '.' ||
-        !IsMark(rest.substr(1, kMarkDigits))) {
+        !IsExportMark(rest.substr(1, kMarkDigits))) {
       continue;
     }
     warnings.push_back(fmt::format(

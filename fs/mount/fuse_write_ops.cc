@@ -50,16 +50,15 @@ Reply EntryReply(Vfs& vfs, const Vfs::Entry& entry) {
 // Serves what works on bytes that are only lent: `keep` makes them our own.
 void ServeData(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>()> work,
                const std::function<void()>& keep) {
-  using Clock = std::chrono::steady_clock;
   Bridge& bridge = BridgeOf(req);
-  const Clock::time_point since = Clock::now();
-  auto answer =
-      std::make_shared<PendingAnswer>([req] { return fuse_req_interrupted(req) != 0; },
-                                      [req, &bridge, op, since] {
-                                        bridge.vfs.stats().CountInterrupted();
-                                        bridge.vfs.stats().Count(op, Clock::now() - since, true);
-                                        fuse_reply_err(req, EINTR);
-                                      });
+  const auto since = std::chrono::steady_clock::now();
+  auto answer = std::make_shared<PendingAnswer>(
+      [req] { return fuse_req_interrupted(req) != 0; },
+      [req, &bridge, op, since] {
+        bridge.vfs.stats().CountInterrupted();
+        bridge.vfs.stats().Count(op, std::chrono::steady_clock::now() - since, true);
+        fuse_reply_err(req, EINTR);
+      });
   QueueOf(req, op).Run(
       answer,
       [req, &bridge, op, since, node, answer, work = std::move(work)] {

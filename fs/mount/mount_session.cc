@@ -33,7 +33,7 @@ namespace {
 // Until the kernel has said hello and been answered.
 constexpr std::chrono::seconds kStartPatience{10};
 // For threads that still serve when the mount is gone; those that are stuck are left behind.
-constexpr std::chrono::seconds kStopPatience{5};
+constexpr std::chrono::seconds kSessionStopPatience{5};
 constexpr std::chrono::milliseconds kUnmountPatience{3000};
 // Between two looks of the watchdog.
 constexpr std::chrono::milliseconds kTick{250};
@@ -274,7 +274,7 @@ Status MountCore::Wait() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return gone_; });
   }
-  if (!WaitForThreads(kStopPatience)) {
+  if (!WaitForThreads(kSessionStopPatience)) {
     Log(LogLevel::kWarning, mount_point_ + ": unmounted; left threads behind that storage holds");
   }
   return {};
@@ -302,11 +302,11 @@ void MountCore::Stop(bool failed) {
     // A lazy unmount would let those serve on who have files open.
     bridge_->Exit();
   }
-  (void)WaitForThreads(kStopPatience);
+  (void)WaitForThreads(kSessionStopPatience);
 }
 
 bool MountCore::Idle() {
-  const Deadline deadline = Deadline::After(kStopPatience);
+  const Deadline deadline = Deadline::After(kSessionStopPatience);
   std::unique_lock lock(mutex_);
   changed_.notify_all();
   for (;;) {

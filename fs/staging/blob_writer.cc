@@ -13,7 +13,7 @@
 namespace tensormount::fs {
 namespace {
 
-constexpr std::size_t kBlockBytes = 256 * 1024;
+constexpr std::size_t kBlobBlockBytes = 256 * 1024;
 
 }  // namespace
 
@@ -44,7 +44,7 @@ Result<std::size_t> BlobWriter::Read(std::uint64_t offset, void* out, std::size_
 
 Status BlobWriter::Zero(std::uint64_t begin, std::uint64_t end) {
   if (begin >= end) return {};
-  const std::vector<std::byte> zeros(std::min<std::uint64_t>(kBlockBytes, end - begin));
+  const std::vector<std::byte> zeros(std::min<std::uint64_t>(kBlobBlockBytes, end - begin));
   for (std::uint64_t at = begin; at < end;) {
     const std::size_t n = std::min<std::uint64_t>(zeros.size(), end - at);
     TENSORMOUNT_RETURN_IF_ERROR(area_.file->Write(area_.offset + at, zeros.data(), n));
@@ -65,7 +65,7 @@ Status BlobWriter::MakeWritable(std::uint64_t begin, std::uint64_t end) {
   } else {
     TENSORMOUNT_ASSIGN_OR_RETURN(area, shared_->files.Allocate(room));
   }
-  std::vector<std::byte> buffer(std::min<std::uint64_t>(kBlockBytes, size_));
+  std::vector<std::byte> buffer(std::min<std::uint64_t>(kBlobBlockBytes, size_));
   for (std::uint64_t at = 0; at < size_;) {
     const std::size_t n = std::min<std::uint64_t>(buffer.size(), size_ - at);
     TENSORMOUNT_RETURN_IF_ERROR(area_.file->Read(area_.offset + at, buffer.data(), n));
@@ -142,7 +142,7 @@ Status BlobWriter::Prepare(PendingPart& pending) {
     record.object.file = area_.file->number();
     record.object.offset = area_.offset;
     LeafHasher hasher;
-    std::vector<std::byte> buffer(std::min<std::uint64_t>(kBlockBytes, size_));
+    std::vector<std::byte> buffer(std::min<std::uint64_t>(kBlobBlockBytes, size_));
     for (std::uint64_t at = 0; at < size_;) {
       const std::size_t n = std::min<std::uint64_t>(buffer.size(), size_ - at);
       TENSORMOUNT_RETURN_IF_ERROR(area_.file->Read(area_.offset + at, buffer.data(), n));

@@ -7,7 +7,7 @@
 namespace tensormount::fs {
 namespace {
 
-constexpr std::chrono::minutes kPatience{10};
+constexpr std::chrono::minutes kDataFilePatience{10};
 // From so many files on those that are synced are closed.
 constexpr std::size_t kFewFiles = 32;
 // At most about so many are open: older ones are synced early, and closed.
@@ -91,7 +91,7 @@ void DataFile::StartWriteback(std::uint64_t offset, std::uint64_t size) {
 Status DataFile::Sync() {
   std::unique_lock lock(mutex_);
   const std::uint64_t target = done_;
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  const auto deadline = std::chrono::steady_clock::now() + kDataFilePatience;
   while (failure_.ok() && synced_ < target) {
     if (syncing_) {
       if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) {

@@ -271,7 +271,7 @@ struct Mark {
 Mark DecodeMark(std::string_view body) {
   return {LoadLittle<std::uint64_t>(body.data() + 1), LoadLittle<std::uint64_t>(body.data() + 9)};
 }
-bool IsMark(std::string_view body) {
+bool IsJournalMark(std::string_view body) {
   return body.size() == kMarkBodyBytes && static_cast<std::uint8_t>(body[0]) == kMarkKind;
 }
 
@@ -283,7 +283,7 @@ Status CheckNotPromised(Window& window, std::uint64_t bad, std::string_view what
     // Its own position rules out almost all places before anything is hashed.
     if (LoadLittle<std::uint32_t>(frame->data()) != kMarkBodyBytes) continue;
     const std::string_view body = frame->substr(4, kMarkBodyBytes);
-    if (!IsMark(body) || DecodeMark(body).position != at) continue;
+    if (!IsJournalMark(body) || DecodeMark(body).position != at) continue;
     if (LoadLittle<std::uint64_t>(frame->data() + 4 + kMarkBodyBytes) != Checksum(body)) continue;
     if (DecodeMark(body).synced > bad) {
       return Broken(what, "damaged at byte " + std::to_string(bad) + ", which had been synced");
@@ -411,7 +411,7 @@ Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto body, window.Body(at));
     if (!body.has_value()) break;
     const std::uint64_t end = at + body->size() + kFrameBytes;
-    if (IsMark(*body)) {
+    if (IsJournalMark(*body)) {
       if (DecodeMark(*body).position != at || DecodeMark(*body).synced > at) {
         return Broken(path, "a mark at byte " + std::to_string(at) + " that is of another place");
       }

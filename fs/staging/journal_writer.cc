@@ -11,7 +11,7 @@ namespace tensormount::fs {
 namespace {
 
 // For those who wait for another one's fsync: a disk that hangs so long will not come back.
-constexpr std::chrono::minutes kPatience{10};
+constexpr std::chrono::minutes kJournalPatience{10};
 
 std::string FolderOf(const std::string& path) {
   const std::size_t slash = path.rfind('/');
@@ -79,7 +79,7 @@ Status JournalWriter::Append(std::string_view records) {
 Status JournalWriter::Sync() {
   std::unique_lock lock(impl_->mutex);
   const std::uint64_t target = impl_->wanted;
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  const auto deadline = std::chrono::steady_clock::now() + kJournalPatience;
   while (impl_->synced < target) {
     TENSORMOUNT_RETURN_IF_ERROR(impl_->Check());
     if (impl_->syncing) {

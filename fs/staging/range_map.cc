@@ -5,7 +5,7 @@ namespace tensormount::fs {
 namespace {
 
 // Whether `b`, which begins where `a` ends in the target, continues it in the file.
-bool Continues(const Place& a, const Place& b) {
+bool Continues(const StoredRange& a, const StoredRange& b) {
   return a.file == b.file && a.grid == b.grid && a.offset + a.length == b.offset;
 }
 
@@ -26,7 +26,7 @@ void RangeMap::Erase(std::uint64_t begin, std::uint64_t end) {
   auto it = first == ranges_.end() ? ranges_.end() : ranges_.find(first->first);
   while (it != ranges_.end() && it->first < end) {
     const std::uint64_t from = it->first;
-    const Place place = it->second;
+    const StoredRange place = it->second;
     const std::uint64_t to = from + place.length;
     if (from < begin) {
       it->second.length = begin - from;
@@ -35,7 +35,7 @@ void RangeMap::Erase(std::uint64_t begin, std::uint64_t end) {
       it = ranges_.erase(it);
     }
     if (to > end) {
-      Place rest = place;
+      StoredRange rest = place;
       rest.offset += end - from;
       rest.length = to - end;
       ranges_.emplace_hint(it, end, rest);
@@ -48,7 +48,7 @@ void RangeMap::Insert(const PlacedRange& range) {
   if (range.place.length == 0) return;
   Erase(range.begin, range.end());
   std::uint64_t begin = range.begin;
-  Place place = range.place;
+  StoredRange place = range.place;
   auto next = ranges_.lower_bound(begin);
   if (next != ranges_.end() && next->first == range.end() && Continues(place, next->second)) {
     place.length += next->second.length;

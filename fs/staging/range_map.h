@@ -13,7 +13,7 @@
 namespace tensormount::fs {
 
 // Where bytes of a target are.
-struct Place {
+struct StoredRange {
   std::uint64_t length = 0;
   std::uint64_t offset = 0;  // In the data file.
   std::uint32_t file = 0;
@@ -21,7 +21,7 @@ struct Place {
 };
 struct PlacedRange {
   std::uint64_t begin = 0;  // In the target.
-  Place place;
+  StoredRange place;
   std::uint64_t end() const { return begin + place.length; }
 };
 
@@ -48,7 +48,7 @@ class RangeMap {
     for (auto it = First(begin); it != ranges_.end() && it->first < end; ++it) {
       const std::uint64_t from = std::max(begin, it->first);
       const std::uint64_t to = std::min(end, it->first + it->second.length);
-      Place place = it->second;
+      StoredRange place = it->second;
       place.offset += from - it->first;
       place.length = to - from;
       fn(PlacedRange{from, place});
@@ -67,7 +67,7 @@ class RangeMap {
   std::vector<PlacedRange> All() const;
 
  private:
-  using Ranges = std::map<std::uint64_t, Place>;
+  using Ranges = std::map<std::uint64_t, StoredRange>;
   // The first range that ends behind `at`.
   Ranges::const_iterator First(std::uint64_t at) const;
 

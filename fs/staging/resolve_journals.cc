@@ -7,14 +7,13 @@
 #include <unordered_map>
 
 #include "base/checked.h"
+#include "base/errors.h"
 #include "shard/box_access.h"
 
 namespace tensormount::fs {
 namespace {
 
 constexpr std::size_t kMaxProblems = 1000;
-
-Status Bad(const std::string& what) { return Status(Code::kDataLoss, what); }
 
 std::int64_t Signed(std::uint64_t v) { return static_cast<std::int64_t>(v); }
 
@@ -82,9 +81,9 @@ class TargetPieces {
  private:
   Status CheckExtent(const StagedExtent& e) const {
     const auto bad = [&] {
-      return Bad("record of bytes " + std::to_string(e.begin) + " on, " + std::to_string(e.runs) +
-                 " times " + std::to_string(e.length) + ": not within " + std::to_string(size_) +
-                 " bytes");
+      return DataLoss("record of bytes " + std::to_string(e.begin) + " on, " +
+                      std::to_string(e.runs) + " times " + std::to_string(e.length) +
+                      ": not within " + std::to_string(size_) + " bytes");
     };
     if (e.runs == 0 || !RangeWithin(e.begin, e.length, size_)) return bad();
     const auto stored = CheckedMul(e.runs, e.length);
@@ -251,21 +250,22 @@ class Sorter {
 
   Status CheckFile(std::uint32_t file) const {
     if (file < journal_.files.size() && !journal_.files[file].empty()) return Status();
-    return Bad("a record of file " + std::to_string(file) + ", which was never named");
+    return DataLoss("a record of file " + std::to_string(file) + ", which was never named");
   }
 
   Status Take(std::uint64_t sequence, const JournalRecord& record) {
     switch (record.kind) {
       case Kind::kFile: {
-        if (!IsDataFile(record.file_name)) return Bad("\"" + record.file_name + "\": no data file");
-        if (record.number > journal_.files.size()) return Bad("a file out of turn");
+        if (!IsDataFile(record.file_name))
+          return DataLoss("\"" + record.file_name + "\": no data file");
+        if (record.number > journal_.files.size()) return DataLoss("a file out of turn");
         if (record.number == journal_.files.size()) journal_.files.emplace_back();
         journal_.files[record.number] = record.file_name;
         return Status();
       }
       case Kind::kTarget: {
         TargetRecords& target = targets_[record.number];
-        if (target.target != nullptr) return Bad("a target that is there twice");
+        if (target.target != nullptr) return DataLoss("a target that is there twice");
         target.journal = number_;
         target.number = record.number;
         target.target = &record.target;
@@ -276,7 +276,7 @@ class Sorter {
       case Kind::kForget: {
         const bool extent = record.kind == Kind::kExtent;
         const auto target = targets_.find(extent ? record.extent.target : record.number);
-        if (target == targets_.end()) return Bad("a record of a target that was never named");
+        if (target == targets_.end()) return DataLoss("a record of a target that was never named");
         if (extent) TENSORMOUNT_RETURN_IF_ERROR(CheckFile(record.extent.file));
         // All of it: as if nothing had been written to it. Who truncates or removes a file that was
         // condemned may write it again, and what another schema said of it is of no matter.
@@ -295,7 +295,7 @@ class Sorter {
         if (there && object.length > 0) {
           TENSORMOUNT_RETURN_IF_ERROR(CheckFile(object.file));
           if (object.leaves.size() != LeafCount(object.length)) {
-            return Bad("object " + object.key + ": not as many leaf hashes as it needs");
+            return DataLoss("object " + object.key + ": not as many leaf hashes as it needs");
           }
         }
         const auto span = object.index.span();
@@ -313,7 +313,7 @@ class Sorter {
         condemned_.emplace(record.number, &record);
         return Status();
     }
-    return Bad("a record of unknown kind");
+    return DataLoss("a record of unknown kind");
   }
 
   const std::uint32_t number_;
@@ -365,7 +365,7 @@ Result<SortedJournals> SortJournals(std::vector<LoadedJournal>& journals,
     for (const std::string& file : journals[i].files) {
       const auto [owner, fresh] = owners.emplace(file, journals[i].name);
       if (!fresh) {
-        return Bad(file + ": named by " + owner->second + " and " + journals[i].name);
+        return DataLoss(file + ": named by " + owner->second + " and " + journals[i].name);
       }
     }
   }
@@ -378,8 +378,8 @@ Result<std::vector<StagedPiece>> PiecesOf(const TensorMeta& meta,
   for (const TargetRecords& target : targets) {
     const Status added = TargetPieces(meta, target, pieces).Add();
     if (!added.ok()) {
-      return Bad("tensor " + meta.key() + " " + target.target->box.ToString() + ": " +
-                 added.message());
+      return DataLoss("tensor " + meta.key() + " " + target.target->box.ToString() + ": " +
+                      added.message());
     }
   }
   std::stable_sort(pieces.begin(), pieces.end(), [](const StagedPiece& a, const StagedPiece& b) {

@@ -12,6 +12,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "base/errors.h"
 #include "index/store_layout.h"
 
 namespace tensormount::fs {
@@ -22,8 +23,6 @@ using Json = nlohmann::json;
 constexpr std::uint64_t kMaxSchemaBytes = std::uint64_t{1} << 30;
 constexpr std::size_t kMaxProducerBytes = 4096;
 constexpr std::string_view kPlacements[] = {"auto", "tensor-file", "rank-shard"};
-
-Status Bad(std::string message) { return Status(Code::kInvalidArgument, std::move(message)); }
 
 // Looks at a text without building anything: the tree that nlohmann makes keeps the last of two
 // members with one name, silently. (Its parser with a callback would tell, but takes quadratic time
@@ -71,14 +70,15 @@ class Checker : public Json::json_sax_t {
 
 Result<Json> ParseStrictly(std::string_view text) {
   Checker checker;
-  if (!Json::sax_parse(text, &checker)) return Bad(checker.problem());
+  if (!Json::sax_parse(text, &checker)) return InvalidArgument(checker.problem());
   return Json::parse(text, nullptr, false);
 }
 
 Result<Dims> ParseDims(const Json& json, const std::string& at) {
-  if (!json.is_array()) return Bad(at + ": not a list of numbers");
+  if (!json.is_array()) return InvalidArgument(at + ": not a list of numbers");
   if (json.size() > static_cast<std::size_t>(kMaxRank)) {
-    return Bad(fmt::format("{}: {} axes, at most {} are allowed", at, json.size(), kMaxRank));
+    return InvalidArgument(
+        fmt::format("{}: {} axes, at most {} are allowed", at, json.size(), kMaxRank));
   }
   Dims dims;
   for (std::size_t i = 0; i < json.size(); ++i) {
@@ -86,7 +86,7 @@ Result<Dims> ParseDims(const Json& json, const std::string& at) {
         (json[i].is_number_unsigned() &&
          json[i].get<std::uint64_t>() >
              static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()))) {
-      return Bad(
+      return InvalidArgument(
           fmt::format("{}[{}]: {}: not a whole number from 0 to 2^63 - 1", at, i, json[i].dump()));
     }
     dims.push_back(json[i].get<std::int64_t>());
@@ -97,11 +97,11 @@ Result<Dims> ParseDims(const Json& json, const std::string& at) {
 // No members of `json` but these.
 Status CheckMembers(const Json& json, const std::string& at,
                     std::initializer_list<std::string_view> known) {
-  if (!json.is_object()) return Bad(at + ": not an object");
+  if (!json.is_object()) return InvalidArgument(at + ": not an object");
   for (const auto& member : json.items()) {
     if (std::find(known.begin(), known.end(), member.key()) == known.end()) {
-      return Bad(fmt::format("{}{}\"{}\": unknown field", at, at.empty() ? "" : ": ",
-                             member.key().substr(0, 256)));
+      return InvalidArgument(fmt::format("{}{}\"{}\": unknown field", at, at.empty() ? "" : ": ",
+                                         member.key().substr(0, 256)));
     }
   }
   return Status();
@@ -111,24 +111,24 @@ Result<TensorMeta> ParseTensor(const std::string& key, const Json& json) {
   const std::string at = "tensors." + key;
   TENSORMOUNT_RETURN_IF_ERROR(CheckMembers(json, at, {"dtype", "shape"}));
   const auto dtype = json.find("dtype");
-  if (dtype == json.end()) return Bad(at + ".dtype: missing");
-  if (!dtype->is_string()) return Bad(at + ".dtype: not a string");
+  if (dtype == json.end()) return InvalidArgument(at + ".dtype: missing");
+  if (!dtype->is_string()) return InvalidArgument(at + ".dtype: not a string");
   const Result<DType> type = DTypeFromName(dtype->get_ref<const std::string&>());
-  if (!type.ok()) return Bad(at + ".dtype: " + type.status().message());
+  if (!type.ok()) return InvalidArgument(at + ".dtype: " + type.status().message());
   const auto shape = json.find("shape");
-  if (shape == json.end()) return Bad(at + ".shape: missing");
+  if (shape == json.end()) return InvalidArgument(at + ".shape: missing");
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims dims, ParseDims(*shape, at + ".shape"));
   const Status fits = CheckShape(type.value(), dims);
-  if (!fits.ok()) return Bad(at + ".shape: " + fits.message());
+  if (!fits.ok()) return InvalidArgument(at + ".shape: " + fits.message());
   Result<TensorMeta> meta = TensorMeta::Make(key, type.value(), dims);
-  if (!meta.ok()) return Bad("tensors: " + meta.status().message());
+  if (!meta.ok()) return InvalidArgument("tensors: " + meta.status().message());
   return meta;
 }
 
 Result<StagingSchema::ObjectSpec> ParseObject(const std::string& key, const Json& json) {
   const std::string at = "objects." + key;
   const Status name = CheckKey(key);
-  if (!name.ok()) return Bad("objects: " + name.message());
+  if (!name.ok()) return InvalidArgument("objects: " + name.message());
   TENSORMOUNT_RETURN_IF_ERROR(CheckMembers(json, at, {"grid"}));
   StagingSchema::ObjectSpec spec;
   const auto grid = json.find("grid");
@@ -136,7 +136,8 @@ Result<StagingSchema::ObjectSpec> ParseObject(const std::string& key, const Json
   TENSORMOUNT_ASSIGN_OR_RETURN(spec.grid, ParseDims(*grid, at + ".grid"));
   const std::optional<std::int64_t> parts = CheckedProduct(spec.grid);
   if (!parts || *parts < 1 || *parts > std::numeric_limits<std::uint32_t>::max()) {
-    return Bad(at + ".grid: " + spec.grid.ToString() + " has not between 1 and 2^32 - 1 parts");
+    return InvalidArgument(at + ".grid: " + spec.grid.ToString() +
+                           " has not between 1 and 2^32 - 1 parts");
   }
   return spec;
 }
@@ -182,19 +183,19 @@ Result<SchemaFiles> LookAtSchemas(FileSystem& fs, const std::string& staging_dir
 
 Result<StagingSchema> StagingSchema::Parse(std::string_view text) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Json json, ParseStrictly(text));
-  if (!json.is_object()) return Bad("not a JSON object");
+  if (!json.is_object()) return InvalidArgument("not a JSON object");
   TENSORMOUNT_RETURN_IF_ERROR(CheckMembers(
       json, "", {"tensors", "objects", "writers", "placement", "producer", "content"}));
   StagingSchema schema;
   if (const auto tensors = json.find("tensors"); tensors != json.end()) {
-    if (!tensors->is_object()) return Bad("tensors: not an object");
+    if (!tensors->is_object()) return InvalidArgument("tensors: not an object");
     for (const auto& member : tensors->items()) {
       TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, ParseTensor(member.key(), member.value()));
       schema.tensors_.emplace(member.key(), std::move(meta));
     }
   }
   if (const auto objects = json.find("objects"); objects != json.end()) {
-    if (!objects->is_object()) return Bad("objects: not an object");
+    if (!objects->is_object()) return InvalidArgument("objects: not an object");
     for (const auto& member : objects->items()) {
       TENSORMOUNT_ASSIGN_OR_RETURN(ObjectSpec spec, ParseObject(member.key(), member.value()));
       schema.objects_.emplace(member.key(), spec);
@@ -203,7 +204,8 @@ Result<StagingSchema> StagingSchema::Parse(std::string_view text) {
   if (const auto writers = json.find("writers"); writers != json.end()) {
     if (!writers->is_number_unsigned() || writers->get<std::uint64_t>() < 1 ||
         writers->get<std::uint64_t>() > (1u << 20)) {
-      return Bad("writers: " + writers->dump().substr(0, 64) + ": not a number from 1 to 1048576");
+      return InvalidArgument("writers: " + writers->dump().substr(0, 64) +
+                             ": not a number from 1 to 1048576");
     }
     schema.writers_ = writers->get<std::uint32_t>();
   }
@@ -211,23 +213,23 @@ Result<StagingSchema> StagingSchema::Parse(std::string_view text) {
     if (!placement->is_string() ||
         std::find(std::begin(kPlacements), std::end(kPlacements),
                   placement->get_ref<const std::string&>()) == std::end(kPlacements)) {
-      return Bad("placement: " + placement->dump().substr(0, 64) +
-                 ": not \"auto\", \"tensor-file\" or \"rank-shard\"");
+      return InvalidArgument("placement: " + placement->dump().substr(0, 64) +
+                             ": not \"auto\", \"tensor-file\" or \"rank-shard\"");
     }
     schema.placement_ = placement->get<std::string>();
   }
   if (const auto producer = json.find("producer"); producer != json.end()) {
-    if (!producer->is_string()) return Bad("producer: not a string");
+    if (!producer->is_string()) return InvalidArgument("producer: not a string");
     schema.producer_ = producer->get<std::string>();
     if (schema.producer_.size() > kMaxProducerBytes) {
-      return Bad(fmt::format("producer: over {} bytes", kMaxProducerBytes));
+      return InvalidArgument(fmt::format("producer: over {} bytes", kMaxProducerBytes));
     }
   }
   if (const auto content = json.find("content"); content != json.end()) {
     Result<CommonValue> value = CommonFromJson(content->dump());
-    if (!value.ok()) return Bad("content: " + value.status().message());
+    if (!value.ok()) return InvalidArgument("content: " + value.status().message());
     const CommonDict* dict = value.value().get_if<CommonDict>();
-    if (dict == nullptr) return Bad("content: not an object");
+    if (dict == nullptr) return InvalidArgument("content: not an object");
     schema.content_ = *dict;
   }
   return schema;

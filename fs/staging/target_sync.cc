@@ -11,7 +11,7 @@
 namespace tensormount::fs {
 namespace {
 
-constexpr std::chrono::minutes kPatience{10};
+constexpr std::chrono::minutes kTargetSyncPatience{10};
 
 }  // namespace
 
@@ -31,8 +31,9 @@ Status TargetWriter::Prepare(PendingPart& pending) {
     TENSORMOUNT_RETURN_IF_ERROR(failure_);
     // New writes wait until those that run are over, so that this comes to an end.
     taking_ = true;
-    const bool over = changed_.wait_until(lock, std::chrono::steady_clock::now() + kPatience,
-                                          [&] { return writing_.empty(); });
+    const bool over =
+        changed_.wait_until(lock, std::chrono::steady_clock::now() + kTargetSyncPatience,
+                            [&] { return writing_.empty(); });
     taking_ = false;
     changed_.notify_all();
     if (!over) return Status(Code::kDeadlineExceeded, Name() + ": a write does not return");

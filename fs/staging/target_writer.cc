@@ -11,9 +11,9 @@
 namespace tensormount::fs {
 namespace {
 
-constexpr std::chrono::minutes kPatience{10};
+constexpr std::chrono::minutes kTargetPatience{10};
 // Hashed and written block by block: a block stays in the second-level cache meanwhile.
-constexpr std::uint64_t kBlockBytes = 256 * 1024;
+constexpr std::uint64_t kTargetBlockBytes = 256 * 1024;
 // The device begins when so much follows each other.
 constexpr std::uint64_t kWritebackBytes = std::uint64_t{8} << 20;
 constexpr std::uint64_t kWorthWriteback = std::uint64_t{1} << 20;
@@ -38,7 +38,7 @@ bool TargetWriter::Overlaps(std::uint64_t begin, std::uint64_t end) const {
 }
 
 Status TargetWriter::Enter(Lock& lock, std::uint64_t begin, std::uint64_t end) {
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  const auto deadline = std::chrono::steady_clock::now() + kTargetPatience;
   const bool free =
       changed_.wait_until(lock, deadline, [&] { return !taking_ && !Overlaps(begin, end); });
   if (!free) return Status(Code::kDeadlineExceeded, Name() + ": another write does not return");
@@ -207,7 +207,8 @@ Status TargetWriter::WritePiece(const Piece& piece, const std::byte* data, Leave
   const PlacedRange& range = piece.range;
   if (!range.place.grid) return piece.file->Write(range.place.offset, data, range.place.length);
   for (std::uint64_t at = range.begin; at < range.end();) {
-    const std::uint64_t block = std::min(range.end(), (at / kBlockBytes + 1) * kBlockBytes);
+    const std::uint64_t block =
+        std::min(range.end(), (at / kTargetBlockBytes + 1) * kTargetBlockBytes);
     for (std::uint64_t leaf = at; leaf < block;) {
       const std::uint64_t next = std::min(size(), (leaf / kLeafBytes + 1) * kLeafBytes);
       if (leaf % kLeafBytes == 0 && next <= block) {
@@ -227,7 +228,7 @@ Status TargetWriter::WritePiece(const Piece& piece, const std::byte* data, Leave
 
 Status TargetWriter::CopyPiece(const Piece& piece) {
   const std::shared_ptr<DataFile> from = shared_->files.Get(piece.copied->place.file);
-  std::vector<std::byte> buffer(std::min(kBlockBytes, piece.range.place.length));
+  std::vector<std::byte> buffer(std::min(kTargetBlockBytes, piece.range.place.length));
   for (std::uint64_t done = 0; done < piece.range.place.length;) {
     const std::size_t n = std::min<std::uint64_t>(buffer.size(), piece.range.place.length - done);
     TENSORMOUNT_RETURN_IF_ERROR(from->Read(piece.copied->place.offset + done, buffer.data(), n));

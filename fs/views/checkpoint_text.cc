@@ -9,9 +9,9 @@
 namespace tensormount::fs {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
-std::string Dump(const Json& json) {
+std::string JsonText(const OrderedJson& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
@@ -62,7 +62,7 @@ Status AppendNotInSafetensors(const ShownTensors& tensors, std::string& out) {
 
 }  // namespace
 
-std::string JsonString(std::string_view text) { return Dump(Json(text)); }
+std::string JsonString(std::string_view text) { return JsonText(OrderedJson(text)); }
 
 std::string DimsText(const Dims& dims) { return dims.ToString(); }
 

@@ -10,20 +10,20 @@
 namespace tensormount::fs {
 namespace {
 
-constexpr int kDepthBits = 12;
+constexpr int kKeyedDepthBits = 12;
 constexpr std::uint64_t kHiddenBit = std::uint64_t{1} << 39;
 
 }  // namespace
 
 std::uint64_t KeyedView::ItemOf(const Place& place) {
-  return (place.key.hidden ? kHiddenBit : 0) | (std::uint64_t{place.key.number} << kDepthBits) |
-         place.depth;
+  return (place.key.hidden ? kHiddenBit : 0) |
+         (std::uint64_t{place.key.number} << kKeyedDepthBits) | place.depth;
 }
 
 Result<KeyedView::Place> KeyedView::PlaceOf(std::uint64_t item) const {
   Place place;
   place.key.hidden = (item & kHiddenBit) != 0;
-  place.key.number = static_cast<std::uint32_t>((item & ~kHiddenBit) >> kDepthBits);
+  place.key.number = static_cast<std::uint32_t>((item & ~kHiddenBit) >> kKeyedDepthBits);
   place.depth = static_cast<std::uint32_t>(item & kMaxDepth);
   if (item == kRoot) return place;
   // The folder itself has but the one number.

@@ -35,15 +35,15 @@ Status ForEachStep(std::uint64_t begin, std::uint64_t end, const ServedData::Can
 
 // Where bytes [offset, offset + size) of a box's container come from: places of the tensor, and
 // whether there are others, which are zero.
-struct PlacedRange {
+struct ServedRange {
   std::vector<PlacedBox> want;
   // Consecutive bytes of the range that are not all in `want`.
   std::vector<std::pair<std::size_t, std::size_t>> zeros;
 };
 
-Result<PlacedRange> PlaceRange(const FileContent::BoxSource& source, std::uint64_t offset,
+Result<ServedRange> PlaceRange(const FileContent::BoxSource& source, std::uint64_t offset,
                                std::size_t size) {
-  PlacedRange placed;
+  ServedRange placed;
   TENSORMOUNT_ASSIGN_OR_RETURN(const Region range, Region::Flat(Box::Whole(source.byte_container),
                                                                 static_cast<std::int64_t>(offset),
                                                                 static_cast<std::int64_t>(size)));
@@ -176,7 +176,7 @@ Status ServedData::ReadBox(const FileContent::BoxSource& box, std::uint64_t offs
 
 Status ServedData::ReadBoxAs(const FileContent::BoxSource& box, std::uint64_t offset, char* out,
                              std::size_t size, ReadVerify verify, ReadStats* stats) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const PlacedRange placed, PlaceRange(box, offset, size));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ServedRange placed, PlaceRange(box, offset, size));
   for (const auto& [at, bytes] : placed.zeros) std::memset(out + at, 0, bytes);
   ReadStats local;
   const Status status = opened_.ReadPlaced(
@@ -217,7 +217,7 @@ bool ServedData::MapTensor(const TensorEntry& tensor, std::uint64_t offset, std:
 bool ServedData::MapBox(const FileContent::BoxSource& box, std::uint64_t offset, std::size_t size,
                         std::vector<Piece>& out) const {
   if (verify_ != ServeVerify::kOff) return false;
-  const Result<PlacedRange> placed = PlaceRange(box, offset, size);
+  const Result<ServedRange> placed = PlaceRange(box, offset, size);
   if (!placed.ok() || !placed.value().zeros.empty()) return false;
   return AppendIfInMemory(opened_.MapPlaced(box.tensor, placed.value().want), out);
 }

@@ -18,8 +18,8 @@ constexpr int kItemBits = 39;  // Besides the bit that tells folders of keys.
 constexpr std::uint64_t kGroupBit = std::uint64_t{1} << kItemBits;
 static_assert(kGroupBit * 2 == View::kMaxItems);
 // A key has at most kMaxKeyBytes slashes, so its path has not more folders.
-constexpr int kDepthBits = 12;
-static_assert(kMaxKeyBytes < (1u << kDepthBits));
+constexpr int kZarrDepthBits = 12;
+static_assert(kMaxKeyBytes < (1u << kZarrDepthBits));
 constexpr std::size_t kCachedGrids = 256;
 
 std::string Join(const std::string& folder, std::string_view name) {
@@ -48,7 +48,7 @@ std::uint64_t ZarrView::ItemOf(const Place& place) const {
 Result<ZarrView::Place> ZarrView::PlaceOf(std::uint64_t item) const {
   using Kind = Place::Kind;
   // A hundred times what fits any mount; there is no such view then.
-  if (shift_ < kDepthBits + 1) return NoSuch(name());
+  if (shift_ < kZarrDepthBits + 1) return NoSuch(name());
   if (item == kRoot) return Place{.kind = Kind::kGroup};
   if (item == kRootJson) return Place{.kind = Kind::kGroupJson};
   if (item >= View::kMaxItems) return StaleNode("zarr/");
@@ -59,7 +59,7 @@ Result<ZarrView::Place> ZarrView::PlaceOf(std::uint64_t item) const {
     const Place place{.kind = (low & 1) != 0 ? Kind::kGroupJson : Kind::kGroup,
                       .number = static_cast<std::uint32_t>(high),
                       .depth = static_cast<std::uint32_t>(low >> 1)};
-    if (high >= count || place.depth == 0 || (low >> 1) >= (1u << kDepthBits))
+    if (high >= count || place.depth == 0 || (low >> 1) >= (1u << kZarrDepthBits))
       return StaleNode("zarr/");
     return place;
   }

@@ -30,7 +30,7 @@ constexpr std::string_view kMetadataFile = ".metadata";
 constexpr std::string_view kOlmoFolder = "model_and_optim/";
 // Of a relative_path: PATH_MAX.
 constexpr std::size_t kMaxPath = 4096;
-constexpr std::uint64_t kMaxMetadata = std::uint64_t{2} << 30;
+constexpr std::uint64_t kMaxDcpMetadata = std::uint64_t{2} << 30;
 // Seconds. More than it takes to copy what is small, or than clocks of machines differ.
 constexpr std::int64_t kMuchNewer = 60;
 // planner_data in the common values, which are read whole when a checkpoint is opened.
@@ -70,12 +70,12 @@ std::optional<std::uint32_t> RankOfMetadata(std::string_view name) {
 }
 
 // One .metadata and what it points into.
-class Reader {
+class DcpReader {
  public:
   // `below`: the folder of the metadata, "model_and_optim/" or empty; `key_prefix`: before every
   // key.
-  Reader(const ForeignFolder& folder, ForeignBuilder& builder, std::string below,
-         std::string key_prefix)
+  DcpReader(const ForeignFolder& folder, ForeignBuilder& builder, std::string below,
+            std::string key_prefix)
       : folder_(folder),
         builder_(builder),
         below_(std::move(below)),
@@ -85,7 +85,7 @@ class Reader {
   Status Read(std::string_view metadata_name, bool megatron) {
     const std::string name = below_ + std::string(metadata_name);
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, folder_.Stat(name));
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes, folder_.ReadFile(name, kMaxMetadata));
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes, folder_.ReadFile(name, kMaxDcpMetadata));
     Result<DcpMetadata> parsed = ParseDcpMetadata(std::move(bytes), left_out_);
     if (!parsed.ok()) return parsed.status().WithContext(folder_.Shown(name));
     const DcpMetadata metadata = std::move(parsed).value();
@@ -267,9 +267,9 @@ class Reader {
     if (it == original_shapes_.end()) return nullptr;
     flat_ = MegatronFlatShape::Make(shape, it->second);
     if (!flat_) {
-      builder_.Warn("tensor " + std::string(tensor.fqn) + ": shown as stored, " +
-                    shape.ToString() + ": its original shape is given as " +
-                    it->second.ToString() + ", which does not go with that");
+      builder_.Warn("tensor " + std::string(tensor.fqn) + ": shown as stored, " + shape.ToString() +
+                    ": its original shape is given as " + it->second.ToString() +
+                    ", which does not go with that");
       return nullptr;
     }
     return &*flat_;
@@ -386,7 +386,7 @@ class Dcp : public ForeignFormat {
       builder.Warn(
           "metadata.json is missing, which Megatron-Core writes last: was this save ended?");
     }
-    Reader reader(folder, builder, olmo ? std::string(kOlmoFolder) : std::string(), "");
+    DcpReader reader(folder, builder, olmo ? std::string(kOlmoFolder) : std::string(), "");
     TENSORMOUNT_RETURN_IF_ERROR(reader.Read(kMetadataFile, megatron));
     if (olmo) TENSORMOUNT_RETURN_IF_ERROR(AddOlmoTrainerFiles(folder, builder));
     if (megatron) TENSORMOUNT_RETURN_IF_ERROR(AddMegatronCommonFile(folder, builder));
@@ -424,7 +424,7 @@ class DcpRanks : public ForeignFormat {
       const std::optional<std::uint32_t> rank = RankOfMetadata(entry.name);
       if (!rank) continue;
       ++ranks;
-      Reader reader(folder, builder, "", "rank" + std::to_string(*rank) + "/");
+      DcpReader reader(folder, builder, "", "rank" + std::to_string(*rank) + "/");
       TENSORMOUNT_RETURN_IF_ERROR(reader.Read(entry.name, false));
     }
     builder.Warn("saved without a global plan: every rank's keys are shown by themselves");

@@ -20,7 +20,9 @@ using pickle::Kind;
 using pickle::KnownClass;
 using pickle::Value;
 
-Status Bad(std::string what) { return Status(Code::kDataLoss, "DCP metadata: " + std::move(what)); }
+Status BadMetadata(std::string what) {
+  return Status(Code::kDataLoss, "DCP metadata: " + std::move(what));
+}
 
 std::string Short(std::string_view key) { return std::string(key.substr(0, 256)); }
 
@@ -46,19 +48,20 @@ bool IsEmpty(std::span<const std::int64_t> sizes) {
 }
 
 // Puts together the two halves of the metadata: the chunks of every tensor, and where they lie.
-class Reader {
+class DcpMetadataReader {
  public:
-  Reader(DcpMetadata& out, LeftOut& left_out) : out_(out), left_out_(left_out) {}
+  DcpMetadataReader(DcpMetadata& out, LeftOut& left_out) : out_(out), left_out_(left_out) {}
 
   Status Read() {
     const Value root = out_.document.root();
     if (!root.Is(KnownClass::kMetadata)) {
-      return Bad("the pickle is no Metadata of torch.distributed.checkpoint");
+      return BadMetadata("the pickle is no Metadata of torch.distributed.checkpoint");
     }
     const std::optional<Value> states = Attribute(root, "state_dict_metadata");
-    if (!states || states->kind() != Kind::kDict) return Bad("state_dict_metadata is no dict");
+    if (!states || states->kind() != Kind::kDict)
+      return BadMetadata("state_dict_metadata is no dict");
     const std::optional<Value> storage = Attribute(root, "storage_data");
-    if (!storage || storage->kind() != Kind::kDict) return Bad("storage_data is no dict");
+    if (!storage || storage->kind() != Kind::kDict) return BadMetadata("storage_data is no dict");
     out_.planner_data = Attribute(root, "planner_data").value_or(Value());
     out_.mcore_data = Attribute(root, "mcore_data").value_or(Value());
     slots_.reserve(states->size());
@@ -83,7 +86,8 @@ class Reader {
   };
 
   Status AddState(const Value& key, const Value& state) {
-    if (key.kind() != Kind::kString) return Bad("a key of state_dict_metadata is no string");
+    if (key.kind() != Kind::kString)
+      return BadMetadata("a key of state_dict_metadata is no string");
     const std::string_view fqn = key.text();
     if (fqn.size() > kMaxKeyBytes) {  // Not even looked up: many keys may be one long string.
       left_out_.Add("tensor", fqn, "its key has " + std::to_string(fqn.size()) + " bytes");
@@ -101,10 +105,11 @@ class Reader {
         left_out_.Add("tensor", fqn, std::move(why));
       }
     } else {
-      return Bad("the entry of '" + std::string(fqn) + "' is neither a tensor's nor an object's");
+      return BadMetadata("the entry of '" + std::string(fqn) +
+                         "' is neither a tensor's nor an object's");
     }
     if (!slots_.emplace(fqn, slot).second) {
-      return Bad("state_dict_metadata has '" + std::string(fqn) + "' twice");
+      return BadMetadata("state_dict_metadata has '" + std::string(fqn) + "' twice");
     }
     return Status();
   }
@@ -220,7 +225,7 @@ class Reader {
 
   static Status ReadItem(const Value& info, std::string_view fqn, DcpItem& item) {
     const auto bad = [&](std::string_view what) {
-      return Bad("where '" + Short(fqn) + "' is stored: " + std::string(what));
+      return BadMetadata("where '" + Short(fqn) + "' is stored: " + std::string(what));
     };
     if (!info.Is(KnownClass::kStorageInfo)) return bad("no _StorageInfo");
     const std::optional<Value> path = Attribute(info, "relative_path");
@@ -429,7 +434,7 @@ bool ReadPickledSize(const Value& value, std::vector<std::int64_t>& out) {
 Result<DcpMetadata> ParseDcpMetadata(std::string bytes, LeftOut& left_out) {
   TENSORMOUNT_ASSIGN_OR_RETURN(pickle::Document document, pickle::Parse(std::move(bytes)));
   DcpMetadata out{std::move(document), {}, {}, {}, {}, {}, {}, {}};
-  TENSORMOUNT_RETURN_IF_ERROR(Reader(out, left_out).Read());
+  TENSORMOUNT_RETURN_IF_ERROR(DcpMetadataReader(out, left_out).Read());
   return out;
 }
 

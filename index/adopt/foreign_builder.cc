@@ -10,6 +10,7 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
+#include "base/errors.h"
 #include "base/hash.h"
 #include "index/adopt/foreign.h"
 #include "index/common_state.h"
@@ -25,11 +26,9 @@ constexpr std::size_t kMaxWarnings = 100;
 
 constexpr std::string_view kLeftOut = "left out";
 
-Status Bad(std::string message) { return Status(Code::kDataLoss, std::move(message)); }
-
 // What comes from outside and cannot work is damage, whoever found it.
 Status AsDamage(const Status& status) {
-  return status.code() == Code::kInvalidArgument ? Bad(status.message()) : status;
+  return status.code() == Code::kInvalidArgument ? DataLoss(status.message()) : status;
 }
 
 bool IndexLess(const Dims& a, const Dims& b) {
@@ -91,8 +90,8 @@ Result<std::uint32_t> ForeignBuilder::AddFile(std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string below, folder_.BelowRoot(name));
   if (const auto known = rep_->files.find(below); known != rep_->files.end()) return known->second;
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, folder_.Stat(name));
-  if (info.kind != FileKind::kFile) return Bad(folder_.Shown(name) + ": not a regular file");
-  if (content_.files.size() >= kNoFile) return Bad("too many files");
+  if (info.kind != FileKind::kFile) return DataLoss(folder_.Shown(name) + ": not a regular file");
+  if (content_.files.size() >= kNoFile) return DataLoss("too many files");
   const auto number = static_cast<std::uint32_t>(content_.files.size());
   FileRecord record;
   TENSORMOUNT_ASSIGN_OR_RETURN(record.name, folder_.Locate(name));
@@ -114,7 +113,7 @@ std::int64_t ForeignBuilder::FileTime(std::uint32_t file) const {
 }
 
 Result<std::shared_ptr<File>> ForeignBuilder::OpenFile(std::uint32_t file) {
-  if (file >= content_.files.size()) return Bad("a file that is not in the table");
+  if (file >= content_.files.size()) return DataLoss("a file that is not in the table");
   ++rep_->clock;
   if (const auto known = rep_->open.find(file); known != rep_->open.end()) {
     known->second.used = rep_->clock;
@@ -146,13 +145,13 @@ Result<std::uint32_t> ForeignBuilder::AddTensor(std::string_view key, DType dtyp
     return CheckKey(key).ok() ? why.WithContext("tensor " + std::string(key)) : why;
   }
   if (content_.tensors.size() >= std::numeric_limits<std::uint32_t>::max()) {
-    return Bad("too many tensors");
+    return DataLoss("too many tensors");
   }
   const auto number = static_cast<std::uint32_t>(content_.tensors.size());
   content_.tensors.emplace_back(std::move(meta).value());
   if (!rep_->tensors.insert(number).second) {
     content_.tensors.pop_back();
-    return Bad("tensor " + std::string(key) + ": occurs twice");
+    return DataLoss("tensor " + std::string(key) + ": occurs twice");
   }
   rep_->dropped.push_back(false);
   return number;
@@ -166,7 +165,7 @@ Status ForeignBuilder::Place(std::uint32_t tensor, ChunkRecord& chunk) {
   TensorContent& content = content_.tensors.at(tensor);
   const TensorMeta& meta = content.meta;
   const auto bad = [&](const std::string& why) {
-    return Bad("tensor " + meta.key() + " " + chunk.region.ToString() + ": " + why);
+    return DataLoss("tensor " + meta.key() + " " + chunk.region.ToString() + ": " + why);
   };
   if (chunk.region.box().rank() != meta.shape().rank() || !chunk.region.Within(meta.shape())) {
     return bad("is not within " + meta.shape().ToString());
@@ -227,7 +226,7 @@ Status ForeignBuilder::AddObject(std::string_view key, std::uint32_t file, std::
                                  std::uint64_t length, const Dims& index, const Dims& grid) {
   TENSORMOUNT_RETURN_IF_ERROR(AsDamage(CheckKey(key)));
   const auto bad = [&](const std::string& why) {
-    return Bad("object " + std::string(key) + " " + index.ToString() + ": " + why);
+    return DataLoss("object " + std::string(key) + " " + index.ToString() + ": " + why);
   };
   if (index.rank() != grid.rank() || grid.rank() > kMaxRank) return bad("grid and index differ");
   for (int a = 0; a < grid.rank(); ++a) {
@@ -304,7 +303,7 @@ Status ForeignBuilder::CheckCover(std::uint32_t number) {
               {});
       break;
     case Completeness::kBad:
-      return Bad("tensor " + tensor.meta.key() + ": " + check.why);
+      return DataLoss("tensor " + tensor.meta.key() + ": " + check.why);
   }
   return {};
 }
@@ -315,10 +314,10 @@ void ForeignBuilder::SortTensors() {
   rep_->tensors.clear();
   std::vector<std::uint32_t> order(all.size());
   std::iota(order.begin(), order.end(), 0u);
-  const auto dropped = std::ranges::stable_partition(
-      order, [&](std::uint32_t i) { return !rep_->dropped[i]; });
-  const std::size_t kept = order.size() - dropped.size();
-  std::sort(order.begin(), dropped.begin(), [&](std::uint32_t a, std::uint32_t b) {
+  const auto dropped = std::stable_partition(order.begin(), order.end(),
+                                             [&](std::uint32_t i) { return !rep_->dropped[i]; });
+  const auto kept = static_cast<std::size_t>(dropped - order.begin());
+  std::sort(order.begin(), dropped, [&](std::uint32_t a, std::uint32_t b) {
     return all[a].meta.key() < all[b].meta.key();
   });
   for (std::uint32_t first = 0; first < order.size(); ++first) {

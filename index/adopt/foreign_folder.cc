@@ -9,7 +9,7 @@ namespace tensormount {
 namespace {
 
 // Linux takes no longer path.
-constexpr std::size_t kMaxNameBytes = 4095;
+constexpr std::size_t kMaxPathBytes = 4095;
 // What a message shows of a name that came from outside.
 constexpr std::size_t kShownBytes = 256;
 
@@ -31,13 +31,13 @@ std::optional<std::string> RelativeTo(const std::string& root, const std::string
   return path.substr(root.size() + 1);
 }
 
-std::string ParentOf(const std::string& path) {
+std::string ParentOrHere(const std::string& path) {
   const std::size_t slash = path.rfind('/');
   if (slash == std::string::npos) return ".";
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
-std::string Joined(const std::string& folder, std::string_view name) {
+std::string JoinedBelow(const std::string& folder, std::string_view name) {
   if (folder.empty()) return std::string(name);
   return name.empty() ? folder : JoinPath(folder, name);
 }
@@ -53,7 +53,7 @@ Result<ForeignFolder> ForeignFolder::Open(FileSystem& fs, const std::string& pat
   std::string folder = path;
   if (info.kind == FileKind::kFile) {
     out.file_ = path.substr(path.rfind('/') + 1);
-    folder = ParentOf(path);
+    folder = ParentOrHere(path);
   } else if (info.kind != FileKind::kDirectory) {
     return Status(Code::kInvalidArgument, path + ": neither a file nor a folder");
   }
@@ -72,7 +72,7 @@ Result<ForeignFolder> ForeignFolder::Open(FileSystem& fs, const std::string& pat
 }
 
 std::string ForeignFolder::Shown(std::string_view name) const {
-  const std::string folder = file_.empty() ? path_ : ParentOf(path_);
+  const std::string folder = file_.empty() ? path_ : ParentOrHere(path_);
   return name.empty() ? folder : JoinPath(folder, Cut(name));
 }
 
@@ -81,7 +81,7 @@ Result<std::string> ForeignFolder::BelowRoot(std::string_view name) const {
     return Status(code, Shown("") + ": the name '" + Cut(name) + "' " + std::string(why));
   };
   if (name.empty()) return refused(Code::kDataLoss, "is empty");
-  if (name.size() > kMaxNameBytes) return refused(Code::kDataLoss, "is too long");
+  if (name.size() > kMaxPathBytes) return refused(Code::kDataLoss, "is too long");
   if (name.find('\0') != std::string_view::npos) return refused(Code::kDataLoss, "holds a NUL");
   if (name.front() == '/') return refused(Code::kDataLoss, "is no relative path");
   for (std::size_t at = 0; at <= name.size();) {
@@ -93,7 +93,7 @@ Result<std::string> ForeignFolder::BelowRoot(std::string_view name) const {
     if (part.empty() || part == ".") return refused(Code::kDataLoss, "is no plain relative path");
     at = end + 1;
   }
-  return Joined(folder_, name);
+  return JoinedBelow(folder_, name);
 }
 
 // Calls f with a name relative to the root, and again with where an absolute link leads to: the
@@ -106,7 +106,7 @@ auto ForeignFolder::Beneath(std::string_view name, F f) const -> decltype(f(std:
   }
   auto result = f(below);
   if (result.ok() || result.status().ToErrno() != EXDEV) return result;
-  const Result<std::string> real = fs_->Resolve(Joined(root_, below));
+  const Result<std::string> real = fs_->Resolve(JoinedBelow(root_, below));
   if (!real.ok()) return real.status();
   if (const std::optional<std::string> inside = RelativeTo(root_, real.value())) {
     return f(*inside);
@@ -159,7 +159,7 @@ Result<ForeignFolder> ForeignFolder::Below(std::string_view name) const {
   }
   ForeignFolder out = *this;
   TENSORMOUNT_ASSIGN_OR_RETURN(out.folder_, Locate(name));
-  out.path_ = Joined(root_, out.folder_);
+  out.path_ = JoinedBelow(root_, out.folder_);
   out.file_.clear();
   return out;
 }

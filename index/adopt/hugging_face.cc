@@ -12,6 +12,7 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
+#include "base/errors.h"
 #include "index/adopt/format.h"
 #include "index/common_state.h"
 #include "shard/safetensors.h"
@@ -30,8 +31,6 @@ constexpr std::uint64_t kMaxIndexBytes = 100'000'000;  // As the format's header
 constexpr std::string_view kShardingKey = "DCP_SHARDING_INFO";
 constexpr std::size_t kShownNames = 3;
 
-Status Bad(std::string message) { return Status(Code::kDataLoss, std::move(message)); }
-
 // Begins like a file of the format: a header length that fits, and the header's '{'.
 bool BeginsLikeSafetensors(File& file) {
   std::array<char, 9> head{};
@@ -43,7 +42,7 @@ bool BeginsLikeSafetensors(File& file) {
 }
 
 // A tensor as it stands in one file.
-struct Piece {
+struct ShardPiece {
   std::string key;
   DType dtype = DType::kU8;
   Dims shape;
@@ -62,7 +61,7 @@ Result<SavedOffsets> ParseOffsets(std::string_view text) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const nlohmann::json all, ParseStrictJson(text, limits));
   SavedOffsets out;
   for (const auto& [key, item] : all.items()) {
-    const auto bad = [&] { return Bad("tensor '" + key + "' has no saved_offsets"); };
+    const auto bad = [&key = key] { return DataLoss("tensor '" + key + "' has no saved_offsets"); };
     if (!item.is_object() || !item.contains("saved_offsets")) return bad();
     const nlohmann::json& offsets = item.at("saved_offsets");
     if (!offsets.is_array() || offsets.size() > static_cast<std::size_t>(kMaxRank)) return bad();
@@ -78,9 +77,9 @@ Result<SavedOffsets> ParseOffsets(std::string_view text) {
   return out;
 }
 
-class Reader {
+class HuggingFaceReader {
  public:
-  Reader(const ForeignFolder& folder, ForeignBuilder& builder)
+  HuggingFaceReader(const ForeignFolder& folder, ForeignBuilder& builder)
       : folder_(folder), builder_(builder) {}
 
   Status Read() {
@@ -158,7 +157,7 @@ class Reader {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, folder_.ReadFile(name, kMaxIndexBytes));
     std::map<std::string, Wanted> by_file;
     const auto member = [&](const std::string& key, nlohmann::json& value) -> Status {
-      if (!value.is_string()) return Bad("weight_map: '" + key + "' is in no file");
+      if (!value.is_string()) return DataLoss("weight_map: '" + key + "' is in no file");
       const auto& file = value.get_ref<const std::string&>();
       TENSORMOUNT_RETURN_IF_ERROR(folder_.BelowRoot(file).status());
       by_file[file].emplace(key, false);
@@ -168,10 +167,10 @@ class Reader {
     if (!rest.ok()) return rest.status().WithContext(folder_.Shown(name));
     const auto map = rest.value().find("weight_map");
     if (map != rest.value().end() && !map->is_object()) {
-      return Bad(folder_.Shown(name) + ": weight_map is no object");
+      return DataLoss(folder_.Shown(name) + ": weight_map is no object");
     }
     if (by_file.empty() && text.find("\"weight_map\"") == std::string::npos) {
-      return Bad(folder_.Shown(name) + ": no weight_map");
+      return DataLoss(folder_.Shown(name) + ": no weight_map");
     }
     for (auto& [file, wanted] : by_file) {
       if (!folder_.Has(file)) {
@@ -231,13 +230,13 @@ class Reader {
         }
         listed->second = true;
       }
-      Piece piece;
+      ShardPiece piece;
       piece.begin = Dims::Filled(entry.shape.rank(), 0);
       if (const auto at = offsets.find(entry.key); at != offsets.end()) {
         if (at->second.rank() != entry.shape.rank()) {
-          return Bad(folder_.Shown(name) + ": " + std::string(kShardingKey) + ": tensor '" +
-                     entry.key + "': offsets " + at->second.ToString() + " of shape " +
-                     entry.shape.ToString());
+          return DataLoss(folder_.Shown(name) + ": " + std::string(kShardingKey) + ": tensor '" +
+                          entry.key + "': offsets " + at->second.ToString() + " of shape " +
+                          entry.shape.ToString());
         }
         const bool moved = !(at->second == piece.begin);
         shards += moved ? 1 : 0;
@@ -278,7 +277,7 @@ class Reader {
 
   Status AddPieces() {
     std::stable_sort(pieces_.begin(), pieces_.end(),
-                     [](const Piece& a, const Piece& b) { return a.key < b.key; });
+                     [](const ShardPiece& a, const ShardPiece& b) { return a.key < b.key; });
     for (std::size_t i = 0; i < pieces_.size();) {
       std::size_t end = i + 1;
       while (end < pieces_.size() && pieces_[end].key == pieces_[i].key) ++end;
@@ -289,23 +288,23 @@ class Reader {
   }
 
   // The global shape is not stored: it reaches as far as the shards do.
-  Status AddTensor(std::span<const Piece> pieces) {
-    const Piece& first = pieces.front();
+  Status AddTensor(std::span<const ShardPiece> pieces) {
+    const ShardPiece& first = pieces.front();
     Dims shape = first.shape;
-    for (const Piece& piece : pieces) {
+    for (const ShardPiece& piece : pieces) {
       if (piece.dtype != first.dtype || piece.shape.rank() != shape.rank()) {
         builder_.Warn("tensor " + first.key + ": left out: its shards are of several types");
         return {};
       }
       for (int a = 0; a < shape.rank(); ++a) {
         const auto reach = CheckedAdd(piece.begin[a], piece.shape[a]);
-        if (!reach) return Bad("tensor '" + first.key + "': its saved_offsets overflow");
+        if (!reach) return DataLoss("tensor '" + first.key + "': its saved_offsets overflow");
         shape[a] = std::max(shape[a], *reach);
       }
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t tensor,
                                  builder_.AddTensor(first.key, first.dtype, shape));
-    for (const Piece& piece : pieces) {
+    for (const ShardPiece& piece : pieces) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(piece.begin, piece.shape));
       TENSORMOUNT_RETURN_IF_ERROR(
           builder_.AddChunk(tensor, Region(box), piece.file, piece.offset, piece.length));
@@ -315,7 +314,7 @@ class Reader {
 
   const ForeignFolder& folder_;
   ForeignBuilder& builder_;
-  std::vector<Piece> pieces_;
+  std::vector<ShardPiece> pieces_;
   std::map<std::string, std::string> common_;  // What the files said so far.
 };
 
@@ -339,7 +338,7 @@ class HuggingFace final : public ForeignFormat {
   }
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
-    return Reader(folder, builder).Read();
+    return HuggingFaceReader(folder, builder).Read();
   }
 };
 

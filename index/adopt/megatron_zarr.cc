@@ -21,10 +21,10 @@ constexpr std::string_view kZarr3 = "zarr.json";
 constexpr std::string_view kSync = ".sync";  // Locks that writers of flattened state left.
 constexpr std::string_view kMegatron = "zarr";
 constexpr std::uint64_t kMaxArrayJson = std::uint64_t{1} << 20;
-constexpr int kMaxDepth = 64;
+constexpr int kMaxZarrDepth = 64;
 constexpr int kProbed = 16;  // Folders that a probe looks into.
 
-std::string Joined(const std::string& below, const std::string& name) {
+std::string JoinedNames(const std::string& below, const std::string& name) {
   return below.empty() ? name : below + "/" + name;
 }
 
@@ -80,7 +80,7 @@ class ArrayReader {
       if (entry.kind == FileKind::kDirectory) {
         const auto parts = std::count(name.begin(), name.end(), '/') + 1;
         if (array_.separator == '/' && parts < grid_.rank()) {
-          TENSORMOUNT_RETURN_IF_ERROR(List(Joined(below, entry.name), name + "/"));
+          TENSORMOUNT_RETURN_IF_ERROR(List(JoinedNames(below, entry.name), name + "/"));
         }
         continue;
       }
@@ -89,7 +89,7 @@ class ArrayReader {
         if (strange_++ == 0) first_strange_ = name.substr(0, 256);
         continue;
       }
-      TENSORMOUNT_RETURN_IF_ERROR(Add(*index, Joined(below, entry.name)));
+      TENSORMOUNT_RETURN_IF_ERROR(Add(*index, JoinedNames(below, entry.name)));
     }
     return Status();
   }
@@ -166,11 +166,11 @@ class HierarchyReader {
       return Status();
     }
     for (const DirectoryEntry& entry : entries) {
-      const std::string name = Joined(below, entry.name);
+      const std::string name = JoinedNames(below, entry.name);
       if (entry.kind == FileKind::kDirectory) {
         // Links to folders are not followed: they could lead in circles.
         if (entry.name.starts_with('.') || entry.name.ends_with(kSync)) continue;
-        if (depth == kMaxDepth) {
+        if (depth == kMaxZarrDepth) {
           builder_.Warn("folder " + name.substr(0, 256) + ": left out: nested too deep");
           continue;
         }
@@ -193,7 +193,7 @@ class HierarchyReader {
     };
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const std::string json,
-        folder_.ReadFile(Joined(below, std::string(kArray)), kMaxArrayJson));
+        folder_.ReadFile(JoinedNames(below, std::string(kArray)), kMaxArrayJson));
     const Result<ZarrArray> array = ParseZarray(json, megatron_);
     if (!array.ok()) {
       const Code code = array.status().code();

@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::string_view kNpy = ".npy";
 constexpr std::string_view kNpz = ".npz";
-constexpr int kMaxDepth = 32;
+constexpr int kMaxNumpyDepth = 32;
 
 // Of one array: whether it is left out, rather than ending the read of all.
 bool ConcernsOneArray(const Status& status) {
@@ -109,7 +109,7 @@ Status ReadBelow(const ForeignFolder& folder, ForeignBuilder& builder, const std
     if (entry.name.starts_with('.')) continue;
     const std::string name = below.empty() ? entry.name : below + "/" + entry.name;
     if (entry.kind == FileKind::kDirectory) {
-      if (depth == kMaxDepth) {
+      if (depth == kMaxNumpyDepth) {
         builder.Warn("folder " + name + ": left out: nested too deep");
         continue;
       }

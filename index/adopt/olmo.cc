@@ -20,8 +20,8 @@ namespace tensormount {
 namespace {
 
 constexpr std::string_view kMetadataName = "metadata.json";
-constexpr std::uint64_t kMaxMetadata = std::uint64_t{256} << 20;
-constexpr std::uint64_t kMaxPickle = std::uint64_t{1} << 20;
+constexpr std::uint64_t kMaxOlmoMetadata = std::uint64_t{256} << 20;
+constexpr std::uint64_t kMaxOlmoPickle = std::uint64_t{1} << 20;
 // The halves of a trainer's checkpoint; keys get these prefixes, as they have them since 1.0.
 constexpr std::array<std::string_view, 2> kHalves = {"model", "optim"};
 
@@ -62,7 +62,7 @@ class HalfReader {
 
   Status Read() {
     const std::string name = below_ + std::string(kMetadataName);
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string json, folder_.ReadFile(name, kMaxMetadata));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string json, folder_.ReadFile(name, kMaxOlmoMetadata));
     Result<OlmoMetadata> parsed = ParseOlmoMetadata(json);
     if (!parsed.ok()) return parsed.status().WithContext(folder_.Shown(name));
     metadata_ = std::move(parsed).value();
@@ -188,7 +188,7 @@ class HalfReader {
       if (!whole) return false;
       const std::uint64_t offset = file.data_offset + entry.begin;
       TENSORMOUNT_RETURN_IF_ERROR(builder_.AddObject(key, file.number, offset, length));
-      if (length > kMaxPickle) return true;
+      if (length > kMaxOlmoPickle) return true;
       std::string bytes(length, '\0');
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> opened,
                                    builder_.OpenFile(file.number));

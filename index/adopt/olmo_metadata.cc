@@ -6,6 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "base/errors.h"
 #include "shard/strict_json.h"
 #include "shard/tensor_meta.h"
 
@@ -13,8 +14,6 @@ namespace tensormount {
 namespace {
 
 using Json = nlohmann::json;
-
-Status Bad(const std::string& why) { return Status(Code::kDataLoss, why); }
 
 // A whole number from 0 on; nullopt: something else.
 std::optional<std::int64_t> Number(const Json& json) {
@@ -24,8 +23,8 @@ std::optional<std::int64_t> Number(const Json& json) {
   return static_cast<std::int64_t>(value);
 }
 
-Result<Dims> Numbers(const Json& json, std::string_view what) {
-  if (!json.is_array()) return Bad(std::string(what) + " is no list");
+Result<Dims> NumbersOf(const Json& json, std::string_view what) {
+  if (!json.is_array()) return DataLoss(std::string(what) + " is no list");
   if (json.size() > static_cast<std::size_t>(kMaxRank)) {
     return Status(Code::kUnsupported,
                   std::string(what) + " has more than " + std::to_string(kMaxRank) + " axes");
@@ -33,7 +32,7 @@ Result<Dims> Numbers(const Json& json, std::string_view what) {
   Dims out;
   for (const Json& item : json) {
     const auto number = Number(item);
-    if (!number) return Bad(std::string(what) + " holds what is no whole number");
+    if (!number) return DataLoss(std::string(what) + " holds what is no whole number");
     out.push_back(*number);
   }
   return out;
@@ -48,10 +47,10 @@ const Json* Field(const Json& object, const char* name) {
 Status AddRange(const Box& whole, const Json& json, std::vector<Region>& out) {
   const auto begin = json.is_array() && json.size() == 2 ? Number(json[0]) : std::nullopt;
   const auto end = begin ? Number(json[1]) : std::nullopt;
-  if (!end) return Bad("a flattened range is no pair of whole numbers");
+  if (!end) return DataLoss("a flattened range is no pair of whole numbers");
   if (*end < *begin || *end > whole.volume()) {
-    return Bad("flattened range " + std::to_string(*begin) + " to " + std::to_string(*end) +
-               " of " + std::to_string(whole.volume()) + " elements");
+    return DataLoss("flattened range " + std::to_string(*begin) + " to " + std::to_string(*end) +
+                    " of " + std::to_string(whole.volume()) + " elements");
   }
   if (*end == *begin) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(Region region, Region::Flat(whole, *begin, *end - *begin));
@@ -61,32 +60,33 @@ Status AddRange(const Box& whole, const Json& json, std::vector<Region>& out) {
 
 // A list of pairs, or, of older releases, one pair.
 Status AddRanges(const Box& whole, const Json& json, std::vector<Region>& out) {
-  if (!json.is_array()) return Bad("flattened offsets are no list");
+  if (!json.is_array()) return DataLoss("flattened offsets are no list");
   if (!json.empty() && json[0].is_number()) return AddRange(whole, json, out);
   for (const Json& range : json) TENSORMOUNT_RETURN_IF_ERROR(AddRange(whole, range, out));
   return Status();
 }
 
 Status AddSpec(const Box& whole, const Json& spec, std::vector<Region>& out) {
-  if (!spec.is_object()) return Bad("a shard's description is no object");
+  if (!spec.is_object()) return DataLoss("a shard's description is no object");
   const Json* const ranges = Field(spec, "flattened_offsets");
   const Json* const extent = Field(spec, "local_shape");
   const Json* const offset = Field(spec, "global_offset");
   if (ranges != nullptr) return AddRanges(whole, *ranges, out);
   if (extent == nullptr && offset == nullptr) return Status();  // No share.
-  if (extent == nullptr || offset == nullptr) return Bad("local_shape without global_offset");
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extents, Numbers(*extent, "local_shape"));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Dims begin, Numbers(*offset, "global_offset"));
+  if (extent == nullptr || offset == nullptr) return DataLoss("local_shape without global_offset");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extents, NumbersOf(*extent, "local_shape"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Dims begin, NumbersOf(*offset, "global_offset"));
   const Result<Box> box = Box::Make(begin, extents);
-  if (!box.ok()) return Bad(box.status().message());
+  if (!box.ok()) return DataLoss(box.status().message());
   if (box.value().rank() != whole.rank() || !box.value().Within(whole.extent())) {
-    return Bad("shard " + box.value().ToString() + " is not within " + whole.extent().ToString());
+    return DataLoss("shard " + box.value().ToString() + " is not within " +
+                    whole.extent().ToString());
   }
   if (!box.value().empty()) out.emplace_back(box.value());
   return Status();
 }
 
-class Reader {
+class OlmoMetadataReader {
  public:
   OlmoMetadata metadata;
 
@@ -102,15 +102,15 @@ class Reader {
 
  private:
   Status Fill(const Json& json, OlmoTensor& tensor) {
-    if (!json.is_object()) return Bad("is described by no object");
+    if (!json.is_object()) return DataLoss("is described by no object");
     const Json* const shape = Field(json, "shape");
-    if (shape == nullptr) return Bad("has no shape");
-    TENSORMOUNT_ASSIGN_OR_RETURN(tensor.shape, Numbers(*shape, "shape"));
+    if (shape == nullptr) return DataLoss("has no shape");
+    TENSORMOUNT_ASSIGN_OR_RETURN(tensor.shape, NumbersOf(*shape, "shape"));
     if (const Status fits = CheckShape(DType::kC128, tensor.shape); !fits.ok()) {
-      return Bad("shape " + tensor.shape.ToString() + " overflows");
+      return DataLoss("shape " + tensor.shape.ToString() + " overflows");
     }
     if (const Json* const dtype = Field(json, "dtype")) {
-      if (!dtype->is_string()) return Bad("dtype is no string");
+      if (!dtype->is_string()) return DataLoss("dtype is no string");
       const Result<DType> known = DTypeFromName(dtype->get_ref<const std::string&>());
       if (known.ok()) {
         tensor.dtype = known.value();
@@ -121,10 +121,10 @@ class Reader {
     const Json* const specs = Field(json, "shard_spec_per_file");
     const Json* const older = Field(json, "flattened_offsets_per_file");
     if ((specs == nullptr) == (older == nullptr)) {
-      return Bad("has not one of shard_spec_per_file and flattened_offsets_per_file");
+      return DataLoss("has not one of shard_spec_per_file and flattened_offsets_per_file");
     }
     const Json& files = specs != nullptr ? *specs : *older;
-    if (!files.is_object()) return Bad("its shards are no object");
+    if (!files.is_object()) return DataLoss("its shards are no object");
     const Box whole = Box::Whole(tensor.shape);
     for (const auto& [name, spec] : files.items()) {
       OlmoShard shard;
@@ -154,14 +154,14 @@ class Reader {
 }  // namespace
 
 Result<OlmoMetadata> ParseOlmoMetadata(std::string_view json) {
-  Reader reader;
+  OlmoMetadataReader reader;
   const auto rest = ParseStrictJson(
       json, "tensors",
       [&](const std::string& key, const Json& value) { return reader.Add(key, value); });
   if (!rest.ok()) return rest.status();
   const auto tensors = rest.value().find("tensors");
   if (tensors == rest.value().end() || !tensors->is_object()) {
-    return Bad("JSON: has no object 'tensors'");
+    return DataLoss("JSON: has no object 'tensors'");
   }
   return std::move(reader.metadata);
 }

@@ -215,7 +215,7 @@ constexpr Prefix kPrefixes[] = {
     {"olmo_core.", kTrainerRecord},
 };
 
-constexpr std::size_t kMaxNameBytes = 256;
+constexpr std::size_t kMaxClassNameBytes = 256;
 
 // A class of the module itself: one word that begins with a capital after any underscores. What
 // such modules import from elsewhere ("os.system") is not one.
@@ -264,7 +264,8 @@ const ClassRow* FindClassRow(std::string_view module, std::string_view name, Kno
       [](const ClassRow& a, const ClassRow& b) { return OrderOf(a) < OrderOf(b); });
   if (at != rows.end() && at->module == module && at->name == name) return &*at;
   // A stream may say one long text and ask for it as a name every six bytes.
-  const bool short_enough = module.size() <= kMaxNameBytes && name.size() <= kMaxNameBytes;
+  const bool short_enough =
+      module.size() <= kMaxClassNameBytes && name.size() <= kMaxClassNameBytes;
   if (prefix != nullptr && short_enough && IsClassName(name) && IsModulePath(module)) {
     for (const Prefix& p : kPrefixes) {
       if (module.starts_with(p.module)) *prefix = p.known;

@@ -7,11 +7,11 @@
 namespace tensormount::pickle {
 namespace {
 
-constexpr std::size_t kMaxText = 80;    // Of one text, in bytes.
-constexpr std::size_t kMaxDepth = 40;   // Of what is shown.
-constexpr std::size_t kMaxInline = 16;  // Items of a tuple of numbers on one line.
+constexpr std::size_t kMaxText = 80;        // Of one text, in bytes.
+constexpr std::size_t kMaxShownDepth = 40;  // Of what is shown.
+constexpr std::size_t kMaxInline = 16;      // Items of a tuple of numbers on one line.
 
-std::string Quoted(std::string_view text) {
+std::string QuotedStart(std::string_view text) {
   return '"' + ShownName(text.substr(0, kMaxText)) + (text.size() > kMaxText ? "\"..." : "\"");
 }
 
@@ -58,7 +58,7 @@ class Describer {
         return std::string(text, end);
       }
       case Kind::kString:
-        return Quoted(v.text());
+        return QuotedStart(v.text());
       case Kind::kBytes:
         return std::to_string(v.text().size()) + " bytes";
       case Kind::kGlobal:
@@ -125,7 +125,7 @@ class Describer {
     }
     const bool again = !shown_.insert(Access::Place<const void>(v)).second;
     if (!Line(depth, label, what + (again ? ", shown above" : "")) || again) return;
-    if (depth >= kMaxDepth) {
+    if (depth >= kMaxShownDepth) {
       Line(depth + 1, "", "...");
       return;
     }

@@ -14,7 +14,7 @@ namespace tensormount {
 namespace {
 
 constexpr std::uint64_t kMaxDescribed = std::uint64_t{64} << 20;
-constexpr std::uint32_t kLocalSignature = 0x04034b50;
+constexpr std::uint32_t kTorchLocalSignature = 0x04034b50;
 constexpr std::string_view kPickleName = "data.pkl";
 
 Status At(const File& file, std::uint64_t begin, const Status& status) {
@@ -29,7 +29,7 @@ Status CheckByteOrder(std::string_view text) {
   return Status(Code::kDataLoss, "its byteorder is neither little nor big");
 }
 
-Status CheckLength(File& file, std::uint64_t begin, std::uint64_t length) {
+Status CheckLocalLengths(File& file, std::uint64_t begin, std::uint64_t length) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
   if (RangeWithin(begin, length, info.size)) return Status();
   return Status(Code::kDataLoss, file.path() + ": " + std::to_string(length) + " bytes at byte " +
@@ -110,7 +110,7 @@ Result<StoredTensor> ReadTorchItem(File& file, std::uint64_t begin, std::uint64_
 }
 
 Result<std::string> DescribeObject(File& file, std::uint64_t begin, std::uint64_t length) {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckLength(file, begin, length));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckLocalLengths(file, begin, length));
   if (length == 0) return std::string("no bytes\n");
   char magic[4] = {};
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(
@@ -130,7 +130,7 @@ Result<std::string> DescribeObject(File& file, std::uint64_t begin, std::uint64_
         return status;
     }
   };
-  if (LoadLittle<std::uint32_t>(magic) == kLocalSignature) {
+  if (LoadLittle<std::uint32_t>(magic) == kTorchLocalSignature) {
     const Result<TorchArchive> archive = TorchArchive::Read(file, begin, length, options);
     if (!archive.ok()) return answer("a zip archive", archive.status());
     return pickle::Describe(archive.value().document());

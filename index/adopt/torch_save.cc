@@ -29,7 +29,7 @@ constexpr std::uint64_t kMaxIndex = std::uint64_t{64} << 20;
 // Of all paths, in the common values, which are read whole when a checkpoint is opened.
 constexpr std::string_view kPlannerData = "torch.planner_data";
 constexpr std::size_t kMaxPaths = std::size_t{1} << 20;
-constexpr std::uint64_t kMaxPickle = std::uint64_t{256} << 20;
+constexpr std::uint64_t kMaxTorchPickle = std::uint64_t{256} << 20;
 // PROTO 2, LONG1 of the magic number, STOP: how torch.save began before it wrote zips.
 constexpr std::string_view kLegacyMagic("\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
                                         15);
@@ -61,9 +61,9 @@ bool IsTorchScript(File& file, std::uint64_t length) {
   return tail.find("/constants.pkl") != std::string::npos;
 }
 
-class Reader {
+class TorchSaveReader {
  public:
-  Reader(const ForeignFolder& folder, ForeignBuilder& builder)
+  TorchSaveReader(const ForeignFolder& folder, ForeignBuilder& builder)
       : folder_(folder), builder_(builder) {}
 
   Status AddFile(const std::string& name, const std::string& prefix) {
@@ -77,7 +77,7 @@ class Reader {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, builder_.OpenFile(number));
     const std::uint64_t length = builder_.FileLength(number);
     pickle::Options options;
-    options.max_bytes = kMaxPickle;
+    options.max_bytes = kMaxTorchPickle;
     const Result<TorchArchive> archive = TorchArchive::Read(*file, 0, length, options);
     if (IsTorchScript(*file, length)) {
       return Status(Code::kUnsupported, folder_.Shown(name) +
@@ -230,14 +230,15 @@ class TorchSave : public ForeignFormat {
   }
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
-    Reader reader(folder, builder);
+    TorchSaveReader reader(folder, builder);
     TENSORMOUNT_RETURN_IF_ERROR(ReadAll(folder, builder, reader));
     reader.AddPaths();
     return Status();
   }
 
  private:
-  static Status ReadAll(const ForeignFolder& folder, ForeignBuilder& builder, Reader& reader) {
+  static Status ReadAll(const ForeignFolder& folder, ForeignBuilder& builder,
+                        TorchSaveReader& reader) {
     if (!folder.file().empty()) return reader.AddFile(folder.file(), "");
     if (folder.Has(kIndexName)) return reader.AddIndexed();
     if (folder.Has(kSingleName)) return reader.AddFile(std::string(kSingleName), "");

@@ -20,7 +20,7 @@ constexpr std::string_view kPairOfF4 = "float4_e2m1fn_x2";
 Status Damaged(std::string_view what) {
   return Status(Code::kDataLoss, "tensor: " + std::string(what));
 }
-Status Unsupported(std::string_view what) {
+Status UnsupportedTensor(std::string_view what) {
   return Status(Code::kUnsupported, "tensor: " + std::string(what));
 }
 
@@ -39,8 +39,8 @@ Result<Dims> DimsOf(const Value& value, std::string_view what) {
     return Damaged(std::string(what) + " is no tuple");
   }
   if (tuple.size() > static_cast<std::size_t>(kMaxRank)) {
-    return Unsupported("it has " + std::to_string(tuple.size()) + " axes, over the limit of " +
-                       std::to_string(kMaxRank));
+    return UnsupportedTensor("it has " + std::to_string(tuple.size()) +
+                             " axes, over the limit of " + std::to_string(kMaxRank));
   }
   Dims out;
   for (std::size_t i = 0; i < tuple.size(); ++i) {
@@ -70,8 +70,8 @@ Result<Call> Unwrap(const Value& value) {
       case KnownClass::kRebuildTensorV3:
         return Call{at.callee(), at.args()};
       case KnownClass::kRebuildOther:
-        return Unsupported("made by " + NameOf(at.callee()) +
-                           ", which keeps no plain rows of elements");
+        return UnsupportedTensor("made by " + NameOf(at.callee()) +
+                                 ", which keeps no plain rows of elements");
       case KnownClass::kRebuildParameter:
         if (at.args().size() == 0) return Damaged("a parameter without data");
         at = at.args().item(0);
@@ -85,7 +85,7 @@ Result<Call> Unwrap(const Value& value) {
         }
         const std::string_view type = args.item(1).name();
         if (type != "Tensor" && type != "Parameter" && type != "Buffer") {
-          return Unsupported("of the subclass " + NameOf(args.item(1)));
+          return UnsupportedTensor("of the subclass " + NameOf(args.item(1)));
         }
         switch (args.item(0).known()) {
           case KnownClass::kRebuildTensor:
@@ -93,7 +93,7 @@ Result<Call> Unwrap(const Value& value) {
           case KnownClass::kRebuildTensorV3:
             return Call{args.item(0), args.item(2)};
           default:
-            return Unsupported("made by " + NameOf(args.item(0)));
+            return UnsupportedTensor("made by " + NameOf(args.item(0)));
         }
       }
       default:
@@ -123,7 +123,7 @@ Result<std::string_view> StorageDType(std::string_view name) {
   for (const auto& [storage, dtype] : kNames) {
     if (storage == name) return dtype;
   }
-  return Unsupported("in a " + std::string(name) + ", whose elements are no plain numbers");
+  return UnsupportedTensor("in a " + std::string(name) + ", whose elements are no plain numbers");
 }
 
 struct Storage {
@@ -145,7 +145,7 @@ Result<Storage> StorageOf(const Value& value) {
     return Damaged("its storage is no reference to one");
   }
   if (id.item(3).kind() == Kind::kString && id.item(3).text() == "meta") {
-    return Unsupported("on the device meta, which has no bytes");
+    return UnsupportedTensor("on the device meta, which has no bytes");
   }
   Storage out;
   out.key = std::string(id.item(2).text());
@@ -160,7 +160,8 @@ Status CheckViewBits(const Value& metadata) {
   for (const std::string_view bit : {"conj", "neg"}) {
     const std::optional<Value> set = metadata.Find(bit);
     if (set && set->kind() == Kind::kBool && set->boolean()) {
-      return Unsupported("a lazy view (" + std::string(bit) + ") whose bytes are not its values");
+      return UnsupportedTensor("a lazy view (" + std::string(bit) +
+                               ") whose bytes are not its values");
     }
   }
   return Status();
@@ -215,8 +216,8 @@ Result<DType> TorchDType(std::string_view name) {
   if (name == kPairOfF4) return DType::kF4;
   const Result<DType> found = DTypeFromName("torch." + std::string(name));
   if (found.ok()) return found;
-  return Unsupported("of torch." + std::string(name.substr(0, 64)) +
-                     ", which has no element type here");
+  return UnsupportedTensor("of torch." + std::string(name.substr(0, 64)) +
+                           ", which has no element type here");
 }
 
 bool IsTorchTensor(const Value& value) {
@@ -278,7 +279,7 @@ Result<TorchTensor> TorchTensorOf(const Value& value) {
   if (pairs) {
     const int last = out.view.shape.rank() - 1;
     if (last < 0 || !out.view.packed) {
-      return Unsupported("of torch.float4_e2m1fn_x2 in another order than rows");
+      return UnsupportedTensor("of torch.float4_e2m1fn_x2 in another order than rows");
     }
     const std::optional<std::int64_t> doubled = CheckedMul(out.view.shape[last], std::int64_t{2});
     if (!doubled) return Damaged("its shape overflows");

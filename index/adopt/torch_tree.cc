@@ -13,15 +13,15 @@ using pickle::Kind;
 using pickle::KnownClass;
 using pickle::Value;
 
-constexpr int kMaxDepth = 200;
+constexpr int kMaxTreeDepth = 200;
 // Values may be shared: a stream of n bytes can describe 2^n paths. Honest ones share a few.
 constexpr std::size_t kMinValues = std::size_t{1} << 20;
 constexpr std::uint32_t kHoldsTensor = std::uint32_t{1} << 31;
 // Names of one checkpoint together; so many of one spelling.
-constexpr std::size_t kMaxNameBytes = std::size_t{128} << 20;
+constexpr std::size_t kMaxTreeNameBytes = std::size_t{128} << 20;
 constexpr int kMaxSpellings = 8;
 
-std::string Joined(const std::vector<TorchNames::Part>& path) {
+std::string JoinedPath(const std::vector<TorchNames::Part>& path) {
   std::string out;
   for (std::size_t i = 0; i < path.size(); ++i) {
     if (i > 0) out += '.';
@@ -92,14 +92,14 @@ bool LeavesOut(const Status& status) {
 
 std::optional<std::string> TorchNames::Of(const std::string& prefix,
                                           const std::vector<Part>& path) {
-  std::string name = prefix + Joined(path);
+  std::string name = prefix + JoinedPath(path);
   if (name.size() == prefix.size() || taken_.contains(name)) name = prefix + SpelledOut(path);
   // Only a key that is itself such a spelling gets here, or one that is said again.
   for (int i = 0; taken_.contains(name); ++i) {
     if (i == kMaxSpellings) return std::nullopt;
     name += '\'';
   }
-  if (name.size() > kMaxNameBytes - bytes_) return std::nullopt;
+  if (name.size() > kMaxTreeNameBytes - bytes_) return std::nullopt;
   bytes_ += name.size();
   taken_.insert(name);
   return name;
@@ -116,7 +116,7 @@ TorchTree::TorchTree(ForeignBuilder& builder, const TorchArchive& archive, std::
       budget_(budget),
       options_(options) {}
 
-std::string TorchTree::Shown() const { return options_.prefix + Joined(path_).substr(0, 256); }
+std::string TorchTree::Shown() const { return options_.prefix + JoinedPath(path_).substr(0, 256); }
 
 Status TorchTree::Add() {
   const Value root = archive_.document().root();
@@ -136,7 +136,7 @@ Result<bool> TorchTree::Scan(const Value& value, int depth) {
   }
   nodes_.push_back(0);
   bool any = TorchArchive::IsTensor(value);
-  if (!any && depth < kMaxDepth) {
+  if (!any && depth < kMaxTreeDepth) {
     TENSORMOUNT_RETURN_IF_ERROR(ForEachChild(value, [&](const auto&, const Value& child) {
       const Result<bool> below = Scan(child, depth + 1);
       any = any || (below.ok() && below.value());

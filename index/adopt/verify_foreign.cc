@@ -25,7 +25,7 @@ bool BeginsZip(File& file, std::uint64_t offset, std::uint64_t length) {
 }
 
 // A run of bytes of a file that belongs to somebody.
-struct Piece {
+struct ForeignPiece {
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
@@ -36,9 +36,9 @@ struct Piece {
 // Owners are tensors, then objects.
 constexpr std::uint32_t kObjects = 0x80000000;
 
-class Verifier {
+class ForeignVerifier {
  public:
-  Verifier(const OpenedCheckpoint& opened, const VerifyOptions& options)
+  ForeignVerifier(const OpenedCheckpoint& opened, const VerifyOptions& options)
       : opened_(opened), options_(options) {}
 
   Result<VerifyReport> Run(const std::vector<ForeignContent::Damage>& found) {
@@ -93,7 +93,7 @@ class Verifier {
     return {};
   }
 
-  std::string NameOf(const Piece& piece) const {
+  std::string NameOf(const ForeignPiece& piece) const {
     if (piece.owner >= kObjects) {
       const ObjectContent& object = objects_[piece.owner - kObjects];
       return "object " + object.key +
@@ -109,10 +109,10 @@ class Verifier {
 
   // In the order of files and offsets; a file is open once at a time.
   void ReadPieces() {
-    std::sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) {
+    std::sort(pieces_.begin(), pieces_.end(), [](const ForeignPiece& a, const ForeignPiece& b) {
       return std::tie(a.file, a.offset, a.length) < std::tie(b.file, b.offset, b.length);
     });
-    for (const Piece& piece : pieces_) total_ += piece.length;
+    for (const ForeignPiece& piece : pieces_) total_ += piece.length;
     for (std::size_t i = 0; i < pieces_.size();) {
       const std::uint32_t number = pieces_[i].file;
       std::size_t end = i;
@@ -134,7 +134,7 @@ class Verifier {
     File& open = *file.value();
     // An archive as a whole: what the tensors are windows of has a CRC an entry.
     const std::uint64_t length = opened_.index().files()[number].length;
-    const Piece whole{.file = number, .length = length};
+    const ForeignPiece whole{.file = number, .length = length};
     if (BeginsZip(open, 0, length) && CheckArchive(open, whole, name, begin, end)) {
       for (std::size_t i = begin; i < end; ++i) Count(pieces_[i].length);
     } else {
@@ -147,8 +147,8 @@ class Verifier {
 
   // Whether the bytes are one archive; then its entries were checked. Damage is said of those of
   // the pieces [begin, end) that an entry holds bytes of.
-  bool CheckArchive(File& file, const Piece& where, const std::string& name, std::size_t begin,
-                    std::size_t end) {
+  bool CheckArchive(File& file, const ForeignPiece& where, const std::string& name,
+                    std::size_t begin, std::size_t end) {
     const Result<ZipArchive> archive = ZipArchive::Read(file, where.offset, where.length);
     if (!archive.ok()) {
       // A file of many archives is none itself; an item has to be one.
@@ -160,7 +160,7 @@ class Verifier {
       if (checked.ok()) continue;
       bool owned = false;
       for (std::size_t i = begin; i < end; ++i) {
-        const Piece& piece = pieces_[i];
+        const ForeignPiece& piece = pieces_[i];
         if (piece.offset >= entry.offset + entry.size ||
             entry.offset >= piece.offset + piece.length) {
           continue;
@@ -180,7 +180,7 @@ class Verifier {
   }
 
   void ReadPiece(File& file, std::size_t number, const std::string& name) {
-    const Piece& piece = pieces_[number];
+    const ForeignPiece& piece = pieces_[number];
     // Of an object that is no archive, or one in an archive that was not found whole, bytes are
     // read.
     if (piece.item && BeginsZip(file, piece.offset, piece.length)) {
@@ -206,7 +206,7 @@ class Verifier {
   const VerifyOptions& options_;
   VerifyReport report_;
   std::vector<ObjectContent> objects_;
-  std::vector<Piece> pieces_;
+  std::vector<ForeignPiece> pieces_;
   std::uint64_t total_ = 0;
   std::string buffer_;
 };
@@ -223,7 +223,7 @@ Result<VerifyReport> VerifyForeign(FileSystem& fs, const std::string& path,
   how.roots = options.roots;
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
                                OpenedCheckpoint::OpenForeign(fs, std::move(content), path, how));
-  return Verifier(*opened, options).Run(damages);
+  return ForeignVerifier(*opened, options).Run(damages);
 }
 
 }  // namespace tensormount

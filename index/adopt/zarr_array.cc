@@ -15,19 +15,23 @@ namespace {
 
 using Json = nlohmann::json;
 
-Status Bad(const std::string& why) { return Status(Code::kDataLoss, ".zarray: " + why); }
-Status Unsupported(const std::string& why) { return Status(Code::kUnsupported, ".zarray: " + why); }
+Status BadZarray(const std::string& why) { return Status(Code::kDataLoss, ".zarray: " + why); }
+Status UnsupportedZarray(const std::string& why) {
+  return Status(Code::kUnsupported, ".zarray: " + why);
+}
 
 Result<Dims> Numbers(const Json& json, const char* name) {
   const auto found = json.find(name);
-  if (found == json.end() || !found->is_array()) return Bad(std::string(name) + " is no list");
+  if (found == json.end() || !found->is_array())
+    return BadZarray(std::string(name) + " is no list");
   if (found->size() > static_cast<std::size_t>(kMaxRank)) {
-    return Unsupported(std::string(name) + " has more than " + std::to_string(kMaxRank) + " axes");
+    return UnsupportedZarray(std::string(name) + " has more than " + std::to_string(kMaxRank) +
+                             " axes");
   }
   Dims out;
   for (const Json& item : *found) {
     if (!item.is_number_unsigned() || item.get<std::uint64_t>() > std::uint64_t{INT64_MAX}) {
-      return Bad(std::string(name) + " holds what is no whole number");
+      return BadZarray(std::string(name) + " holds what is no whole number");
     }
     out.push_back(static_cast<std::int64_t>(item.get<std::uint64_t>()));
   }
@@ -45,20 +49,20 @@ std::string CodecName(const Json& codec) {
 Status CheckStoredPlainly(const Json& json) {
   const auto compressor = json.find("compressor");
   if (compressor != json.end() && !compressor->is_null()) {
-    return Unsupported("compressed with " + CodecName(*compressor));
+    return UnsupportedZarray("compressed with " + CodecName(*compressor));
   }
   const auto filters = json.find("filters");
   if (filters == json.end() || filters->is_null()) return Status();
-  if (!filters->is_array()) return Bad("filters are no list");
+  if (!filters->is_array()) return BadZarray("filters are no list");
   if (filters->empty()) return Status();
-  return Unsupported("filtered with " + CodecName((*filters)[0]));
+  return UnsupportedZarray("filtered with " + CodecName((*filters)[0]));
 }
 
 Result<DType> ParseDType(const Json& json, bool raw_is_bf16) {
   const auto found = json.find("dtype");
-  if (found == json.end()) return Bad("has no dtype");
-  if (found->is_array()) return Unsupported("elements are records of several fields");
-  if (!found->is_string()) return Bad("dtype is no string");
+  if (found == json.end()) return BadZarray("has no dtype");
+  if (found->is_array()) return UnsupportedZarray("elements are records of several fields");
+  if (!found->is_string()) return BadZarray("dtype is no string");
   const auto& name = found->get_ref<const std::string&>();
   if (name == "bfloat16" || (raw_is_bf16 && name == "|V2")) return DType::kBF16;
   const Result<DType> dtype = DTypeFromNpyDescr(name);
@@ -78,33 +82,34 @@ Dims ZarrArray::Grid() const {
 
 Result<ZarrArray> ParseZarray(std::string_view text, bool raw_is_bf16) {
   const Result<Json> parsed = ParseStrictJson(text, {.max_depth = 8, .max_values = 10'000});
-  if (!parsed.ok()) return Bad(parsed.status().message());
+  if (!parsed.ok()) return BadZarray(parsed.status().message());
   const Json& json = parsed.value();
   const auto version = json.find("zarr_format");
-  if (version == json.end()) return Bad("has no zarr_format");
-  if (*version != 2) return Unsupported("zarr_format " + version->dump().substr(0, 32));
+  if (version == json.end()) return BadZarray("has no zarr_format");
+  if (*version != 2) return UnsupportedZarray("zarr_format " + version->dump().substr(0, 32));
   TENSORMOUNT_RETURN_IF_ERROR(CheckStoredPlainly(json));
   ZarrArray array;
   TENSORMOUNT_ASSIGN_OR_RETURN(array.dtype, ParseDType(json, raw_is_bf16));
   TENSORMOUNT_ASSIGN_OR_RETURN(array.shape, Numbers(json, "shape"));
   TENSORMOUNT_ASSIGN_OR_RETURN(array.chunks, Numbers(json, "chunks"));
   if (array.chunks.rank() != array.shape.rank()) {
-    return Bad("chunks " + array.chunks.ToString() + " of shape " + array.shape.ToString());
+    return BadZarray("chunks " + array.chunks.ToString() + " of shape " + array.shape.ToString());
   }
   for (const std::int64_t extent : array.chunks) {
-    if (extent < 1) return Bad("chunks " + array.chunks.ToString());
+    if (extent < 1) return BadZarray("chunks " + array.chunks.ToString());
   }
   if (const Status fits = CheckShape(array.dtype, array.shape); !fits.ok()) {
-    return Bad(fits.message());
+    return BadZarray(fits.message());
   }
   if (const Status fits = CheckShape(array.dtype, array.chunks); !fits.ok()) {
-    return Bad("chunks: " + fits.message());
+    return BadZarray("chunks: " + fits.message());
   }
   const auto order = json.find("order");
-  if (order == json.end() || (*order != "C" && *order != "F")) return Bad("order is not C or F");
+  if (order == json.end() || (*order != "C" && *order != "F"))
+    return BadZarray("order is not C or F");
   array.fortran_order = *order == "F";
   if (const auto found = json.find("dimension_separator"); found != json.end()) {
-    if (*found != "." && *found != "/") return Bad("dimension_separator is not . or /");
+    if (*found != "." && *found != "/") return BadZarray("dimension_separator is not . or /");
     array.separator = *found == "." ? '.' : '/';
   }
   const auto fill = json.find("fill_value");

@@ -82,8 +82,8 @@ class Window {
     if (offset < at_ || offset + n > at_ + size_) {
       at_ = length_ <= kSmall ? 0 : offset;
       size_ = 0;
-      buffer_.resize(static_cast<std::size_t>(
-          std::min(length_ - at_, std::max<std::uint64_t>(n, kSmall))));
+      buffer_.resize(
+          static_cast<std::size_t>(std::min(length_ - at_, std::max<std::uint64_t>(n, kSmall))));
       TENSORMOUNT_RETURN_IF_ERROR(file_.ReadExactAt(begin_ + at_, buffer_.data(), buffer_.size()));
       size_ = buffer_.size();
     }
@@ -146,9 +146,9 @@ std::size_t DescriptorBytes(std::string_view bytes, std::uint32_t crc, std::uint
   return 0;
 }
 
-class Reader {
+class ZipReader {
  public:
-  Reader(File& file, std::uint64_t begin, std::uint64_t length)
+  ZipReader(File& file, std::uint64_t begin, std::uint64_t length)
       : file_(file), begin_(begin), length_(length), window_(file, begin, length) {}
 
   Result<std::vector<ZipEntry>> Run() {
@@ -186,7 +186,7 @@ class Reader {
   std::vector<Listed> listed_;
 };
 
-Status Reader::ReadEnd() {
+Status ZipReader::ReadEnd() {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file_.Stat());
   if (!RangeWithin(begin_, length_, info.size)) {
     return Damaged("its " + std::to_string(length_) + " bytes reach past the end of the file");
@@ -225,7 +225,7 @@ Status Reader::ReadEnd() {
   return Damaged("there is no end record");
 }
 
-Status Reader::ReadEnd64(std::uint64_t end, bool needed) {
+Status ZipReader::ReadEnd64(std::uint64_t end, bool needed) {
   std::uint64_t directory_end = end;
   const char* p = nullptr;
   if (end >= kLocator64Bytes) {
@@ -279,7 +279,7 @@ Status Reader::ReadEnd64(std::uint64_t end, bool needed) {
   return Status();
 }
 
-Status Reader::ReadDirectory() {
+Status ZipReader::ReadDirectory() {
   const auto size = static_cast<std::size_t>(directory_bytes_);
   TENSORMOUNT_ASSIGN_OR_RETURN(const char* const bytes, window_.Get(directory_, size));
   entries_.reserve(static_cast<std::size_t>(count_));
@@ -290,7 +290,7 @@ Status Reader::ReadDirectory() {
   return Status();
 }
 
-Status Reader::ReadCentral(std::string_view& left) {
+Status ZipReader::ReadCentral(std::string_view& left) {
   const char* p = left.data();
   if (left.size() < kCentralBytes || LoadLittle<std::uint32_t>(p) != kCentralSignature) {
     return Damaged("entry " + std::to_string(entries_.size()) +
@@ -344,7 +344,7 @@ Status Reader::ReadCentral(std::string_view& left) {
   return Status();
 }
 
-Status Reader::ReadLocals() {
+Status ZipReader::ReadLocals() {
   std::vector<std::uint32_t> order(entries_.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::uint32_t>(i);
   std::sort(order.begin(), order.end(), [this](std::uint32_t a, std::uint32_t b) {
@@ -366,7 +366,7 @@ Status Reader::ReadLocals() {
   return Status();
 }
 
-Status Reader::ReadLocal(std::size_t i, std::uint64_t& end) {
+Status ZipReader::ReadLocal(std::size_t i, std::uint64_t& end) {
   ZipEntry& entry = entries_[i];
   const Listed& listed = listed_[i];
   const auto damaged = [&](std::string_view what) {
@@ -427,7 +427,7 @@ Status Reader::ReadLocal(std::size_t i, std::uint64_t& end) {
 }  // namespace
 
 Result<ZipArchive> ZipArchive::Read(File& file, std::uint64_t begin, std::uint64_t length) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ZipEntry> entries, Reader(file, begin, length).Run());
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ZipEntry> entries, ZipReader(file, begin, length).Run());
   ZipArchive out;
   out.entries_ = std::move(entries);
   return out;

@@ -236,8 +236,9 @@ void CompareWithHandMade(Random& random, const OpenedCheckpoint& opened, const H
       }
       const Box box = Box::Make(begin, extent).value();
       std::string want;
-      ForEachElement(
-          box, [&](const Dims& at) { want.append(bytes, Linear(at, shape) * element, element); });
+      ForEachElement(box, [&, bytes = bytes](const Dims& at) {
+        want.append(bytes, Linear(at, shape) * element, element);
+      });
       std::string got(want.size(), '?');
       ReadStats stats;
       Crc64 digest = 0;

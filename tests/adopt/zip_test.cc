@@ -116,7 +116,7 @@ TEST_F(ZipTest, UnsafeNames) {
       {"a\\b", "backslash"},       {"a\nb", "control characters"}, {"a\xff", "no UTF-8"},
       {"", "has no name"}};
   for (const auto& [name, message] : cases) {
-    EXPECT_THAT(Spoiled([&](ZipBuilder& zip) { zip.entries[0].name = name; }),
+    EXPECT_THAT(Spoiled([&name = name](ZipBuilder& zip) { zip.entries[0].name = name; }),
                 AllOf(HasCode(Code::kDataLoss), HasMessage(message)));
   }
   EXPECT_THAT(Spoiled([](ZipBuilder& zip) { zip.entries[1].name = "a/one"; }),

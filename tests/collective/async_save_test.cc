@@ -29,16 +29,17 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr std::int64_t kRows = 64;
-constexpr std::int64_t kColumns = 1024;
+constexpr std::int64_t kStateRows = 64;
+constexpr std::int64_t kStateColumns = 1024;
 
 // One rank's rows of "w", all of one value, and its memory.
-struct Rows {
-  Rows(Communicator& comm, float value)
-      : rows(kRows / comm.size()), memory(static_cast<std::size_t>(rows * kColumns), value) {
-    shard.global_shape = {kRows, kColumns};
-    shard.region = Box::Make({rows * comm.rank(), 0}, {rows, kColumns}).value();
-    shard.data = BufferView::Host(DType::kF32, memory.data(), {rows, kColumns});
+struct RowsState {
+  RowsState(Communicator& comm, float value)
+      : rows(kStateRows / comm.size()),
+        memory(static_cast<std::size_t>(rows * kStateColumns), value) {
+    shard.global_shape = {kStateRows, kStateColumns};
+    shard.region = Box::Make({rows * comm.rank(), 0}, {rows, kStateColumns}).value();
+    shard.data = BufferView::Host(DType::kF32, memory.data(), {rows, kStateColumns});
   }
   StateDict State() const {
     StateDict state;
@@ -56,10 +57,10 @@ struct Rows {
 Status AllAre(const std::string& path, float value) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::Open(path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint.tensor("w"));
-  std::vector<float> cells(static_cast<std::size_t>(kRows * kColumns));
+  std::vector<float> cells(static_cast<std::size_t>(kStateRows * kStateColumns));
   TENSORMOUNT_RETURN_IF_ERROR(
-      tensor.Read(Box::Whole({kRows, kColumns}),
-                  BufferView::Host(DType::kF32, cells.data(), {kRows, kColumns})));
+      tensor.Read(Box::Whole({kStateRows, kStateColumns}),
+                  BufferView::Host(DType::kF32, cells.data(), {kStateRows, kStateColumns})));
   const bool equal = std::all_of(cells.begin(), cells.end(), [&](float x) { return x == value; });
   return equal ? Status() : Status(Code::kDataLoss, path + ": cells differ");
 }
@@ -74,7 +75,7 @@ class AsyncSaveTest : public testing::Test {
 TEST_F(AsyncSaveTest, SavesTheValuesAtTheCallWhileTheCallerScribbles) {
   ASSERT_OK(RunOnThreads(4, [&](Communicator& comm) -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
-    Rows rows(comm, 0);
+    RowsState rows(comm, 0);
     for (int step = 1; step <= 3; ++step) {
       std::fill(rows.memory.begin(), rows.memory.end(), static_cast<float>(step));
       TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
@@ -102,7 +103,7 @@ TEST_F(AsyncSaveTest, StagesInTheBackgroundUntilItSaysSo) {
     options.stage_in_background = true;
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver,
                                  AsyncSaver::Make(comm, options));
-    Rows rows(comm, 5);
+    RowsState rows(comm, 5);
     TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(rows.State(), Path("step")));
     TENSORMOUNT_RETURN_IF_ERROR(handle.WaitStaged());
     std::fill(rows.memory.begin(), rows.memory.end(), -1.0f);
@@ -114,7 +115,7 @@ TEST_F(AsyncSaveTest, StagesInTheBackgroundUntilItSaysSo) {
 // The same checkpoint as a save that waits: test_async_is_equivalent_to_sync.
 TEST_F(AsyncSaveTest, IsEquivalentToASaveThatWaits) {
   ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
-    Rows rows(comm, 3);
+    RowsState rows(comm, 3);
     TENSORMOUNT_RETURN_IF_ERROR(Save(rows.State(), Path("sync"), comm).status());
     TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, AsyncSave(rows.State(), Path("async"), comm));
     return handle.WaitCommitted().status();
@@ -133,7 +134,7 @@ TEST_F(AsyncSaveTest, SavesOverlapAndLatestNeverMovesBack) {
     std::vector<SaveHandle> handles;
     std::uint64_t last = 0;
     for (int step = 1; step <= 5; ++step) {
-      Rows rows(comm, static_cast<float>(step));
+      RowsState rows(comm, static_cast<float>(step));
       TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
                                    saver->Save(rows.State(), Path("step-" + std::to_string(step))));
       handles.push_back(std::move(handle));
@@ -168,7 +169,7 @@ TEST_F(AsyncSaveTest, GenerationsAreInTheOrderOfTheCalls) {
       const bool first = event.phase == "validate" && event.kind == Event::Kind::kStart;
       if (first) std::this_thread::sleep_for(milliseconds(200));
     };
-    Rows rows(comm, 1);
+    RowsState rows(comm, 1);
     TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle a, saver->Save(rows.State(), Path("a"), slow));
     TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle b, saver->Save(rows.State(), Path("b")));
     TENSORMOUNT_ASSIGN_OR_RETURN(const SaveReport later, b.WaitCommitted());
@@ -191,7 +192,7 @@ TEST_F(AsyncSaveTest, OfSavesThatReplaceEachOtherTheLastStays) {
     };
     std::vector<SaveHandle> handles;
     for (int value = 1; value <= 3; ++value) {
-      Rows rows(comm, static_cast<float>(value));
+      RowsState rows(comm, static_cast<float>(value));
       TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
                                    saver->Save(rows.State(), Path("same") + (value == 2 ? "/" : ""),
                                                value == 2 ? slow : replace));
@@ -208,11 +209,11 @@ TEST_F(AsyncSaveTest, OfSavesThatReplaceEachOtherTheLastStays) {
 // The training goes on with collective calls of its own over the same communicator.
 TEST_F(AsyncSaveTest, RunsBesideOtherCollectiveCalls) {
   ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
-    Rows rows(comm, 9);
-    rows.shard.global_shape = {rows.rows * 3, kColumns};
+    RowsState rows(comm, 9);
+    rows.shard.global_shape = {rows.rows * 3, kStateColumns};
     TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, AsyncSave(rows.State(), Path("async"), comm));
-    Rows other(comm, 4);
-    other.shard.global_shape = {other.rows * 3, kColumns};
+    RowsState other(comm, 4);
+    other.shard.global_shape = {other.rows * 3, kStateColumns};
     for (int i = 0; i < 3; ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(
           Save(other.State(), Path("sync-" + std::to_string(i)), comm).status());
@@ -236,8 +237,8 @@ TEST_F(AsyncSaveTest, AFailureOfOneRankIsTheVerdictOnAll) {
     EXPECT_EQ(handle.progress().state, SaveProgress::State::kFailed);
     ++failed;
     // The next one is none the worse for it.
-    Rows rows(comm, 1);
-    rows.shard.global_shape = {rows.rows * 3, kColumns};
+    RowsState rows(comm, 1);
+    rows.shard.global_shape = {rows.rows * 3, kStateColumns};
     TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle next, saver->Save(rows.State(), Path("next")));
     return next.WaitCommitted().status();
   }));
@@ -250,8 +251,8 @@ TEST_F(AsyncSaveTest, CancelsByVote) {
   for (int i = 0; i < 10; ++i) {
     std::atomic<int> committed{0};
     ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
-      Rows rows(comm, 1);
-      rows.shard.global_shape = {rows.rows * 3, kColumns};
+      RowsState rows(comm, 1);
+      rows.shard.global_shape = {rows.rows * 3, kStateColumns};
       TENSORMOUNT_ASSIGN_OR_RETURN(
           SaveHandle handle, AsyncSave(rows.State(), Path("step-" + std::to_string(i)), comm));
       if (comm.rank() == 2) {
@@ -278,7 +279,7 @@ TEST_F(AsyncSaveTest, CancelsByVote) {
 TEST_F(AsyncSaveTest, DroppingTheHandleWaitsOrCancels) {
   ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> waits, AsyncSaver::Make(comm));
-    Rows rows(comm, 2);
+    RowsState rows(comm, 2);
     TENSORMOUNT_RETURN_IF_ERROR(waits->Save(rows.State(), Path("waits")).status());
     EXPECT_OK(AllAre(Path("waits"), 2));
     AsyncOptions options;
@@ -378,8 +379,8 @@ TEST(StagedStateTest, PacksWhatIsStridedAndLacksLeadingAxes) {
 // does not reach the next one.
 TEST_F(AsyncSaveTest, SaversComeAndGoOnOneCommunicator) {
   ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
-    Rows rows(comm, 2);
-    rows.shard.global_shape = {rows.rows * 3, kColumns};
+    RowsState rows(comm, 2);
+    rows.shard.global_shape = {rows.rows * 3, kStateColumns};
     std::vector<SaveHandle> handles;
     for (int i = 0; i < 12; ++i) {
       if (handles.size() == 3) handles.erase(handles.begin());  // The oldest; waits.
@@ -405,7 +406,7 @@ TEST_F(AsyncSaveTest, SaversComeAndGoOnOneCommunicator) {
 // A shard without cells needs no memory, in a save that waits and in one that does not.
 TEST_F(AsyncSaveTest, ShardsWithoutCellsNeedNoData) {
   ASSERT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
-    Rows rows(comm, 1);
+    RowsState rows(comm, 1);
     StateDict state = rows.State();
     EXPECT_OK(state.AddTensor("none", MetadataOnly(DType::kF32, {0, 4}, Box::Whole({0, 4}))));
     TENSORMOUNT_RETURN_IF_ERROR(Save(state, Path("sync"), comm).status());
@@ -451,7 +452,7 @@ TEST(AsyncSaveExitTest, DrainsAtTheEndOfTheProcess) {
       {
         static std::unique_ptr<Communicator> comm = MakeSelfCommunicator();
         static auto saver = AsyncSaver::Make(*comm);
-        Rows rows(*comm, 6);
+        RowsState rows(*comm, 6);
         static auto handle = saver.value()->Save(rows.State(), path);
         std::exit(handle.ok() ? 0 : 1);
       },

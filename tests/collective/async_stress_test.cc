@@ -142,9 +142,9 @@ bool HoldsAlone(const Layout& layout, int rank, std::size_t tensor) {
   return false;
 }
 
-class Job {
+class StressJob {
  public:
-  Job(std::uint64_t seed, const std::string& store) : random_(seed), store_(store) {
+  StressJob(std::uint64_t seed, const std::string& store) : random_(seed), store_(store) {
     ranks_ = static_cast<int>(random_.Int(1, 5));
     SetOwners(static_cast<int>(random_.Int(0, 3)));
     const auto layouts = random_.Int(1, 3);
@@ -414,7 +414,7 @@ TEST(AsyncStressTest, RanksEndAlikeAndWhatIsCommittedIsWhatWasThere) {
   for (int i = 0; i < cases && !testing::Test::HasFailure(); ++i) {
     SCOPED_TRACE("case " + std::to_string(i));
     TempDir dir;
-    Job job(seeds.Next(), dir.Join("store"));
+    StressJob job(seeds.Next(), dir.Join("store"));
     job.Run();
     job.Check();
     committed += job.committed();

@@ -22,7 +22,7 @@ namespace {
 
 using std::chrono::seconds;
 
-int Report(const Communicator& comm, const Status& status) {
+int ReportCase(const Communicator& comm, const Status& status) {
   if (status.ok()) return 0;
   std::fprintf(stderr, "rank %d: %s\n", comm.rank(), status.ToString().c_str());
   return 1;
@@ -35,7 +35,7 @@ TEST_P(SocketConformanceTest, Holds) {
   ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(GetParam(), [](Communicator& comm) {
                          Status status = Conform(comm, /*cancels=*/false);
                          if (status.ok()) status = Conform(comm, /*cancels=*/true);
-                         return Report(comm, status);
+                         return ReportCase(comm, status);
                        }));
   for (const ForkedGroup::Exit& e : group->Wait(seconds(120))) {
     EXPECT_TRUE(e.exited);
@@ -50,7 +50,7 @@ TEST(SocketGroupViewTest, ChannelsAndSubgroupsConformAndWorkAtTheSameTime) {
   ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(4, [](Communicator& comm) {
                          Status status = ExerciseChannels(comm);
                          if (status.ok()) status = ExerciseSubgroups(comm);
-                         return Report(comm, status);
+                         return ReportCase(comm, status);
                        }));
   for (const ForkedGroup::Exit& e : group->Wait(seconds(120))) EXPECT_EQ(e.code, 0);
 }
@@ -75,7 +75,7 @@ TEST(SocketGroupViewTest, ADeadOrStoppedRankOfASubgroupIsNamed) {
     ASSERT_OK_AND_ASSIGN(fate.group, ForkedGroup::Start(4, [&](Communicator& comm) {
                            if (comm.rank() == 2) return 0;
                            const auto sub = MakeSubgroup(comm, ranks, 2);
-                           if (!sub.ok()) return Report(comm, sub.status());
+                           if (!sub.ok()) return ReportCase(comm, sub.status());
                            return WatchVictim(*sub.value(), Operation::kAllToAll, fate.victim,
                                               fate.signal);
                          }));

@@ -8,6 +8,7 @@
 #include "collective/validate/layout.h"
 #include "collective/validate/wire.h"
 #include "tests/collective/layout_testing.h"
+#include "tests/shard/boxes.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {
@@ -18,7 +19,6 @@ using testing::IsEmpty;
 
 constexpr DType kF = DType::kF32;
 
-Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
 Region Flat(const Dims& shape, std::int64_t first, std::int64_t count) {
   return Region::Flat(Box::Whole(shape), first, count).value();
 }

@@ -14,7 +14,9 @@
 
 #include "collective/validate/layout_gather.h"
 #include "collective/validate/wire.h"
+#include "tests/collective/counting_communicator.h"
 #include "tests/collective/layout_testing.h"
+#include "tests/shard/boxes.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {
@@ -24,9 +26,7 @@ using testing::ElementsAre;
 using testing::IsEmpty;
 using testing::SizeIs;
 
-constexpr DType kF = DType::kF32;
-
-Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
+constexpr DType kF32 = DType::kF32;
 
 class Owners {
  public:
@@ -36,37 +36,11 @@ class Owners {
   ~Owners() { unsetenv("TENSORMOUNT_LAYOUT_OWNERS"); }
 };
 
-// Counts what a rank sends.
-class CountingCommunicator final : public Communicator {
- public:
-  explicit CountingCommunicator(Communicator& inner) : inner_(inner) {}
-  int rank() const override { return inner_.rank(); }
-  int size() const override { return inner_.size(); }
-  std::string kind() const override { return inner_.kind(); }
-  Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
-    sent_ += static_cast<std::uint64_t>(CheckedProduct(view.shape).value());
-    return inner_.Send(to, tag, view);
-  }
-  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
-    return inner_.Receive(from, tag, view);
-  }
-  Result<bool> Test(Request request) override { return inner_.Test(request); }
-  void Cancel(Request request) override { inner_.Cancel(request); }
-  Status Progress() override { return inner_.Progress(); }
-  std::chrono::nanoseconds SilentFor(int rank) const override { return inner_.SilentFor(rank); }
+using FillState = std::function<void(int rank, StateDict& state)>;
+using DescribeCall = std::function<void(int rank, CallDescription& call)>;
 
-  std::uint64_t sent() const { return sent_; }
-
- private:
-  Communicator& inner_;
-  std::atomic<std::uint64_t> sent_{0};
-};
-
-using Fill = std::function<void(int rank, StateDict& state)>;
-using Describe = std::function<void(int rank, CallDescription& call)>;
-
-std::vector<Result<JobLayout>> Exchange(int ranks, const Fill& fill,
-                                        const Describe& describe = {}) {
+std::vector<Result<JobLayout>> Exchange(int ranks, const FillState& fill,
+                                        const DescribeCall& describe = {}) {
   std::vector<Result<JobLayout>> results(static_cast<std::size_t>(ranks),
                                          Status(Code::kInternal, "did not run"));
   EXPECT_OK(RunOnThreads(ranks, [&](Communicator& comm) -> Status {
@@ -92,16 +66,16 @@ Status OneFailure(const std::vector<Result<JobLayout>>& results) {
 void Row(StateDict& state, const std::string& key, int rank, int ranks,
          Replica replica = Replica::kUnlabelled) {
   EXPECT_OK(
-      state.AddTensor(key, MetadataOnly(kF, {2 * ranks, 3}, B({2 * rank, 0}, {2, 3}), replica)));
+      state.AddTensor(key, MetadataOnly(kF32, {2 * ranks, 3}, B({2 * rank, 0}, {2, 3}), replica)));
 }
 
 // Twelve tensors by rows, one on rank 0 alone, and objects.
 void FillModel(int rank, int ranks, StateDict& state) {
   for (int t = 0; t < 12; ++t) Row(state, "layers." + std::to_string(t), rank, ranks);
   if (rank == 0) {
-    EXPECT_OK(state.AddTensor("alone", MetadataOnly(kF, {4}, Box::Whole({4}))));
+    EXPECT_OK(state.AddTensor("alone", MetadataOnly(kF32, {4}, Box::Whole({4}))));
   }
-  EXPECT_OK(state.AddTensor("same", MetadataOnly(kF, {4}, Box::Whole({4}))));
+  EXPECT_OK(state.AddTensor("same", MetadataOnly(kF32, {4}, Box::Whole({4}))));
   EXPECT_OK(state.AddObject("rng", "state of " + std::to_string(rank),
                             {.index = {rank}, .grid = {ranks}}));
   EXPECT_OK(state.AddObject("args", "the same"));
@@ -268,11 +242,11 @@ TEST(ExchangeLayouts, NamesOfLayersThatOneRankGaveCountEverywhere) {
     const Owners wanted(owners);
     const auto results = Exchange(3, [](int rank, StateDict& state) {
       if (rank == 1) {
-        ASSERT_OK(state.AddTensor("layers.w", MetadataOnly(kF, {4, 2}, Box::Whole({4, 2}))));
+        ASSERT_OK(state.AddTensor("layers.w", MetadataOnly(kF32, {4, 2}, Box::Whole({4, 2}))));
         ASSERT_OK(state.NameLayers("layers.w", "layers.{}.w"));
       }
       if (rank == 2) {
-        ASSERT_OK(state.AddTensor("layers.3.w", MetadataOnly(kF, {2}, Box::Whole({2}))));
+        ASSERT_OK(state.AddTensor("layers.3.w", MetadataOnly(kF32, {2}, Box::Whole({2}))));
       }
     });
     for (const auto& result : results) {
@@ -368,7 +342,7 @@ TEST(ExchangeLayouts, AChangeOnOneRankOrAPlanThatIsGoneIsSeen) {
   const Second changed = CallTwice(3, [](int rank, int call, StateDict& state) {
     Row(state, "w", rank, 3);
     if (call == 1 && rank == 2) {
-      EXPECT_OK(state.AddTensor("more", MetadataOnly(kF, {1}, Box::Whole({1}))));
+      EXPECT_OK(state.AddTensor("more", MetadataOnly(kF32, {1}, Box::Whole({1}))));
     }
   });
   const Second gone = CallTwice(

@@ -24,7 +24,7 @@ struct Piece {
 };
 
 // One tensor over some ranks.
-struct Job {
+struct FuzzJob {
   Dims shape;
   std::vector<std::vector<Piece>> held;  // By rank.
   // What a rank takes dtype and shape for; -1: nobody is wrong.
@@ -48,8 +48,8 @@ Dims RandomShape(Random& random) {
 }
 
 // Equal cells in rank order, replicated some times.
-Job GridJob(Random& random) {
-  Job job;
+FuzzJob GridJob(Random& random) {
+  FuzzJob job;
   const std::int64_t rows = random.Int(1, 3);
   const std::int64_t columns = random.Int(1, 3);
   const std::int64_t copies = random.Int(1, 3);
@@ -68,7 +68,7 @@ Job GridJob(Random& random) {
 }
 
 // All holders of a region labelled, the one with the highest rank main, or nobody.
-void LabelAll(Random& random, Job& job) {
+void LabelAll(Random& random, FuzzJob& job) {
   if (!random.OneIn(3)) return;
   std::vector<Region> seen;
   for (std::size_t r = job.held.size(); r-- > 0;) {
@@ -80,8 +80,8 @@ void LabelAll(Random& random, Job& job) {
   }
 }
 
-Job SoundJob(Random& random) {
-  Job job;
+FuzzJob SoundJob(Random& random) {
+  FuzzJob job;
   if (random.OneIn(2)) {
     job = GridJob(random);
   } else {
@@ -99,7 +99,7 @@ Job SoundJob(Random& random) {
 // ---- Faults ---------------------------------------------------------------------------------
 
 // A piece with cells, or null.
-Piece* AnyPiece(Random& random, Job& job) {
+Piece* AnyPiece(Random& random, FuzzJob& job) {
   std::vector<Piece*> pieces;
   for (std::vector<Piece>& held : job.held) {
     for (Piece& piece : held) {
@@ -109,7 +109,7 @@ Piece* AnyPiece(Random& random, Job& job) {
   return pieces.empty() ? nullptr : random.Pick(pieces);
 }
 
-bool Gap(Random& random, Job& job) {
+bool Gap(Random& random, FuzzJob& job) {
   const Piece* piece = AnyPiece(random, job);
   if (piece == nullptr) return false;
   const Region gone = piece->region;
@@ -120,7 +120,7 @@ bool Gap(Random& random, Job& job) {
 }
 
 // One end of a box on one axis moved, or all of it, by one.
-bool Move(Random& random, Job& job, std::int64_t begin_by, std::int64_t end_by) {
+bool Move(Random& random, FuzzJob& job, std::int64_t begin_by, std::int64_t end_by) {
   Piece* piece = AnyPiece(random, job);
   if (piece == nullptr || piece->region.is_flat()) return false;
   const int axis = static_cast<int>(random.Int(0, job.shape.rank() - 1));
@@ -135,7 +135,7 @@ bool Move(Random& random, Job& job, std::int64_t begin_by, std::int64_t end_by) 
   return true;
 }
 
-bool OddMeta(Random& random, Job& job, bool shape) {
+bool OddMeta(Random& random, FuzzJob& job, bool shape) {
   const int rank = static_cast<int>(random.Int(0, job.ranks() - 1));
   if (job.held[static_cast<std::size_t>(rank)].empty()) return false;
   job.odd_rank = rank;
@@ -149,7 +149,7 @@ bool OddMeta(Random& random, Job& job, bool shape) {
 }
 
 // A state dict refuses ranks that label some shards of a tensor and others not.
-bool Relabel(Random& random, Job& job) {
+bool Relabel(Random& random, FuzzJob& job) {
   std::vector<Piece>& held = job.held[static_cast<std::size_t>(random.Int(0, job.ranks() - 1))];
   if (held.empty()) return false;
   const auto label = static_cast<Replica>(random.Int(0, 2));
@@ -161,13 +161,13 @@ bool Relabel(Random& random, Job& job) {
   return true;
 }
 
-bool MissingRank(Random& random, Job& job) {
+bool MissingRank(Random& random, FuzzJob& job) {
   job.held[static_cast<std::size_t>(random.Int(0, job.ranks() - 1))].clear();
   return true;
 }
 
 // (i, j) exchanged, of a cell or of the box itself.
-bool Transpose(Random& random, Job& job) {
+bool Transpose(Random& random, FuzzJob& job) {
   Piece* piece = AnyPiece(random, job);
   if (piece == nullptr || piece->region.is_flat() || job.shape.rank() < 2) return false;
   Dims begin = piece->region.box().begin();
@@ -187,7 +187,7 @@ bool Transpose(Random& random, Job& job) {
   return true;
 }
 
-bool Spoil(Random& random, Job& job) {
+bool Spoil(Random& random, FuzzJob& job) {
   switch (random.Int(0, 9)) {
     case 0:
       return Gap(random, job);
@@ -220,7 +220,7 @@ struct Truth {
   std::set<std::size_t> doubled;
 };
 
-Truth TruthOf(const Job& job) {
+Truth TruthOf(const FuzzJob& job) {
   Truth truth;
   int namers = 0;
   bool others = false;
@@ -281,7 +281,7 @@ Truth TruthOf(const Job& job) {
   return truth;
 }
 
-LayoutReport ReportOf(const Job& job) {
+LayoutReport ReportOf(const FuzzJob& job) {
   LayoutRanks ranks(job.ranks());
   for (int r = 0; r < job.ranks(); ++r) {
     const bool odd = r == job.odd_rank;
@@ -294,7 +294,7 @@ LayoutReport ReportOf(const Job& job) {
 }
 
 // What the report says is what is so, cell by cell.
-void ExpectTrue(const Job& job, const Truth& truth, const LayoutReport& report) {
+void ExpectTrue(const FuzzJob& job, const Truth& truth, const LayoutReport& report) {
   std::set<FindingKind> kinds;
   std::set<std::size_t> missing;
   std::set<std::size_t> doubled;
@@ -324,7 +324,7 @@ TEST(LayoutFuzz, NoFalseAlarmInSoundLayouts) {
   Random random(TestSeed());
   const int cases = TestScale(10'000);
   for (int i = 0; i < cases && !::testing::Test::HasFailure(); ++i) {
-    const Job job = SoundJob(random);
+    const FuzzJob job = SoundJob(random);
     const LayoutReport report = ReportOf(job);
     EXPECT_TRUE(report.ok()) << "case " << i << ", shape " << job.shape.ToString() << "\n"
                              << report.ToText();
@@ -336,7 +336,7 @@ TEST(LayoutFuzz, EveryFaultIsFoundWithItsExactBox) {
   const int cases = TestScale(10'000);
   std::size_t with_cause = 0;
   for (int faults = 0; faults < cases && !::testing::Test::HasFailure();) {
-    Job job = SoundJob(random);
+    FuzzJob job = SoundJob(random);
     // Sometimes two faults, that may hide or mend each other.
     if (!Spoil(random, job) || (random.OneIn(8) && !Spoil(random, job))) continue;
     if (job.odd_rank >= 0 && job.held[static_cast<std::size_t>(job.odd_rank)].empty()) {

@@ -10,14 +10,13 @@
 #include "tensormount/load.h"
 
 #include "tests/collective/load_testing.h"
+#include "tests/shard/boxes.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
 namespace tensormount {
 namespace {
-
-Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
 
 LoadSetup InGroups(const std::vector<int>& groups, LoadVerify verify = LoadVerify::kAuto) {
   LoadSetup setup;

@@ -20,7 +20,7 @@
 namespace tensormount {
 namespace {
 
-constexpr int kRanks = 3;
+constexpr int kFaultRanks = 3;
 
 // The host's file system, on which the file operations of one rank fail from a given number on.
 class FailingFs {
@@ -79,8 +79,8 @@ class LoadFaults : public testing::Test {
   const std::string path_ = dir_.Join("store/step");
   const std::vector<GlobalTensor> tensors_ = {MakeGlobal("w", DType::kF32, {200, 300}),
                                               MakeGlobal("b", DType::kI64, {40})};
-  const std::vector<std::vector<Wish>> wishes_ = WishesByRule(tensors_, "cols", kRanks);
-  FailingFs fs_[kRanks];
+  const std::vector<std::vector<Wish>> wishes_ = WishesByRule(tensors_, "cols", kFaultRanks);
+  FailingFs fs_[kFaultRanks];
 };
 
 TEST_F(LoadFaults, OnAnyRankAtAnyStage) {
@@ -88,7 +88,7 @@ TEST_F(LoadFaults, OnAnyRankAtAnyStage) {
   for (const LoadPath way : {LoadPath::kDirect, LoadPath::kExchange}) {
     for (FailingFs& fs : fs_) fs.Reset(FailingFs::kNever);
     ASSERT_EQ(WhatIsWrong(tensors_, wishes_, LoadWith(way, LoadVerify::kAuto)), "");
-    for (int victim = 0; victim < kRanks; ++victim) {
+    for (int victim = 0; victim < kFaultRanks; ++victim) {
       FailingFs& fs = fs_[victim];
       for (FailingFs& other : fs_) other.Reset(FailingFs::kNever);
       (void)LoadWith(way, LoadVerify::kAuto);
@@ -136,12 +136,12 @@ TEST_F(LoadFaults, OnSeveralRanksAtOnce) {
 
 // What only the proof reads: a quarter of the rows that nobody asked for.
 TEST_F(LoadFaults, WhileAProofIsCompleted) {
-  std::vector<std::vector<Wish>> wishes(kRanks);
-  for (int r = 0; r < kRanks; ++r) {
+  std::vector<std::vector<Wish>> wishes(kFaultRanks);
+  for (int r = 0; r < kFaultRanks; ++r) {
     wishes[static_cast<std::size_t>(r)] = {{0, Box::Make({0, 100 * r}, {160, 100}).value()}};
   }
   int completers = 0;
-  for (int victim = 0; victim < kRanks; ++victim) {
+  for (int victim = 0; victim < kFaultRanks; ++victim) {
     static std::atomic<FailingFs*> armed;
     for (FailingFs& fs : fs_) fs.Reset(FailingFs::kNever);
     armed = &fs_[victim];

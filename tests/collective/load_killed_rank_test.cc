@@ -16,7 +16,7 @@
 namespace tensormount {
 namespace {
 
-constexpr int kRanks = 3;
+constexpr int kLoadRanks = 3;
 constexpr std::int64_t kRows = 90;
 constexpr std::int64_t kColumns = 60;
 
@@ -24,10 +24,11 @@ constexpr std::int64_t kColumns = 60;
 // Exit codes: 0 as expected, others say where it went wrong.
 int Body(Communicator& comm, const std::string& path, int signal) {
   const std::int64_t rank = comm.rank();
-  std::string rows(static_cast<std::size_t>(kRows / kRanks * kColumns),
+  std::string rows(static_cast<std::size_t>(kRows / kLoadRanks * kColumns),
                    static_cast<char>('a' + rank));
   StateDict state;
-  const Box mine = Box::Make({kRows / kRanks * rank, 0}, {kRows / kRanks, kColumns}).value();
+  const Box mine =
+      Box::Make({kRows / kLoadRanks * rank, 0}, {kRows / kLoadRanks, kColumns}).value();
   if (!state
            .AddTensor(
                "w",
@@ -37,9 +38,10 @@ int Body(Communicator& comm, const std::string& path, int signal) {
   }
   if (!Save(state, path, comm).ok()) return 3;
 
-  std::string columns(static_cast<std::size_t>(kRows * kColumns / kRanks), '\0');
+  std::string columns(static_cast<std::size_t>(kRows * kColumns / kLoadRanks), '\0');
   StateDict request;
-  const Box want = Box::Make({0, kColumns / kRanks * rank}, {kRows, kColumns / kRanks}).value();
+  const Box want =
+      Box::Make({0, kColumns / kLoadRanks * rank}, {kRows, kColumns / kLoadRanks}).value();
   if (!request
            .AddTensor("w", {{kRows, kColumns},
                             want,
@@ -59,7 +61,7 @@ int Body(Communicator& comm, const std::string& path, int signal) {
   if (signal == 0) {
     if (!status.ok()) return 5;
     for (std::size_t i = 0; i < columns.size(); ++i) {
-      if (columns[i] != static_cast<char>('a' + i / (columns.size() / kRanks))) return 6;
+      if (columns[i] != static_cast<char>('a' + i / (columns.size() / kLoadRanks))) return 6;
     }
     return 0;
   }
@@ -74,7 +76,7 @@ int Body(Communicator& comm, const std::string& path, int signal) {
 void RunWith(int signal) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
-  ASSERT_OK_AND_ASSIGN(auto group, ForkedGroup::Start(kRanks, [&](Communicator& comm) {
+  ASSERT_OK_AND_ASSIGN(auto group, ForkedGroup::Start(kLoadRanks, [&](Communicator& comm) {
                          return Body(comm, path, signal);
                        }));
   const std::vector<ForkedGroup::Exit> exits = group->Wait(std::chrono::seconds(20));
@@ -92,7 +94,7 @@ TEST(LoadKilledRank, AKilledRankIsNamed) { RunWith(SIGKILL); }
 TEST(LoadKilledRank, AStoppedRankIsNamedByTheDeadline) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
-  ASSERT_OK_AND_ASSIGN(auto group, ForkedGroup::Start(kRanks, [&](Communicator& comm) {
+  ASSERT_OK_AND_ASSIGN(auto group, ForkedGroup::Start(kLoadRanks, [&](Communicator& comm) {
                          return Body(comm, path, SIGSTOP);
                        }));
   // The stopped one never ends by itself: asked for again once the others are done.

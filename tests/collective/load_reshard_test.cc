@@ -10,6 +10,7 @@
 #include "tensormount/load.h"
 
 #include "tests/collective/load_testing.h"
+#include "tests/shard/boxes.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
@@ -17,8 +18,6 @@ namespace tensormount {
 namespace {
 
 using Shards = std::vector<std::vector<Wish>>;
-
-Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
 
 // Each rank saves the regions that stand for it.
 Status SaveShards(const std::string& path, const std::vector<GlobalTensor>& tensors,

@@ -11,6 +11,7 @@
 #include "tensormount/load.h"
 
 #include "tests/collective/load_testing.h"
+#include "tests/shard/boxes.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -22,8 +23,6 @@ using testing::ElementsAre;
 using testing::IsEmpty;
 using Grow = LoadRule::Grow;
 using Grid = LoadRule::Grid;
-
-Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
 
 LoadOptions WithRule(const LoadRule& rule, const std::string& keys = "*") {
   LoadOptions options;

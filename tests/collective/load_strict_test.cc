@@ -12,6 +12,7 @@
 #include "tensormount/load.h"
 
 #include "base/log.h"
+#include "tests/collective/counting_communicator.h"
 #include "tests/collective/load_testing.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -399,32 +400,6 @@ TEST(LoadPlans, WhatReplacedACheckpointIsPlannedAnew) {
 }
 
 // ---- What travels ----
-
-// Counts what a rank sends.
-class CountingCommunicator final : public Communicator {
- public:
-  explicit CountingCommunicator(Communicator& base) : base_(base) {}
-  std::uint64_t TakeSent() { return sent_.exchange(0); }
-
-  int rank() const override { return base_.rank(); }
-  int size() const override { return base_.size(); }
-  std::string kind() const override { return base_.kind(); }
-  Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
-    sent_ += static_cast<std::uint64_t>(CheckedProduct(view.shape).value());
-    return base_.Send(to, tag, view);
-  }
-  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
-    return base_.Receive(from, tag, view);
-  }
-  Result<bool> Test(Request request) override { return base_.Test(request); }
-  void Cancel(Request request) override { base_.Cancel(request); }
-  Status Progress() override { return base_.Progress(); }
-  std::chrono::nanoseconds SilentFor(int rank) const override { return base_.SilentFor(rank); }
-
- private:
-  Communicator& base_;
-  std::atomic<std::uint64_t> sent_{0};
-};
 
 TEST(LoadTraffic, RequestsTravelOnceAndOnlyWhereTheyMust) {
   TempDir dir;

@@ -14,6 +14,7 @@
 
 #include "index/checkpoint.h"
 #include "tests/collective/save_testing.h"
+#include "tests/shard/boxes.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
@@ -22,8 +23,6 @@ namespace {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
-
-Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
 
 class SaveErrorsTest : public testing::Test {
  protected:

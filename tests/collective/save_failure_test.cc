@@ -18,7 +18,7 @@
 namespace tensormount {
 namespace {
 
-constexpr int kRanks = 3;
+constexpr int kFailureRanks = 3;
 
 // Fails the n-th operation that it is asked for.
 class FailingOnce {
@@ -53,14 +53,14 @@ class SaveFailureTest : public testing::Test {
  protected:
   Status Save(const std::string& name) {
     return OneVerdict(SaveOnThreads(
-        Path(name), kRanks,
+        Path(name), kFailureRanks,
         [&](int rank, RankState& state) {
           // A shared tensor file, rank shards, packs, replicas, objects, values of each rank.
           state.Add(big_, Box::Make({600 * rank, 0}, {600, 600}).value());
           state.Add(cols_, Box::Make({0, 100 * rank}, {64, 100}).value());
           state.Add(same_, Box::Whole(same_.shape));
           ASSERT_OK(state.dict.AddObject("rng", std::to_string(rank),
-                                         {.index = {rank}, .grid = {kRanks}}));
+                                         {.index = {rank}, .grid = {kFailureRanks}}));
           ASSERT_OK(state.dict.SetRankCommon("seed", rank));
         },
         {}, [&](int rank) -> FileSystem& { return disks_[static_cast<std::size_t>(rank)].fs(); }));
@@ -71,7 +71,7 @@ class SaveFailureTest : public testing::Test {
   }
 
   TempDir dir_;
-  std::vector<FailingOnce> disks_ = std::vector<FailingOnce>(kRanks);
+  std::vector<FailingOnce> disks_ = std::vector<FailingOnce>(kFailureRanks);
   const RandomTensor big_ = MakeTensor("big", DType::kF32, {1800, 600});
   const RandomTensor cols_ = MakeTensor("cols", DType::kF32, {64, 300});
   const RandomTensor same_ = MakeTensor("same", DType::kF32, {64, 64});
@@ -87,7 +87,7 @@ TEST_F(SaveFailureTest, OfEveryOperationOnEveryRankIsOneVerdictThatNamesIt) {
   Random random(TestSeed());
   std::set<std::string> failed_ops;
   int failures = 0;
-  for (int rank = 0; rank < kRanks; ++rank) {
+  for (int rank = 0; rank < kFailureRanks; ++rank) {
     const int operations = counts[static_cast<std::size_t>(rank)];
     ASSERT_GT(operations, 8);
     // Every second of a writer; of the coordinator, who does much more, some of each part.

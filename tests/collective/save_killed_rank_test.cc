@@ -32,7 +32,7 @@ constexpr int kRanks = 4;
 constexpr milliseconds kLiveness{1500};
 
 // A tensor file that all share, rank shards by columns, replicas, an object a rank.
-void Fill(int rank, RankState& state) {
+void FillRank(int rank, RankState& state) {
   const RandomTensor big = MakeTensor("big", DType::kF32, {2048, 520});
   const RandomTensor cols = MakeTensor("cols", DType::kF32, {64, 400});
   const RandomTensor same = MakeTensor("same", DType::kF32, {64, 64});
@@ -82,7 +82,7 @@ int RankBody(Communicator& comm, const Group& group, bool again) {
     return Status();
   });
   RankState state;
-  Fill(comm.rank(), state);
+  FillRank(comm.rank(), state);
   SaveOptions options;
   options.timeouts.liveness = kLiveness;
   options.timeouts.arrival = milliseconds(20'000);
@@ -133,7 +133,7 @@ class SaveKilledRankTest : public testing::Test {
   }
 };
 
-std::string Describe(const Scenario& s) {
+std::string ScenarioName(const Scenario& s) {
   return std::string(s.signal == SIGKILL ? "killed" : "stopped") + " rank " +
          std::to_string(s.victim) + " before operation " + std::to_string(s.operation);
 }
@@ -172,7 +172,7 @@ void CheckLeftovers(const Group& group) {
 
 // Waits for everybody but stopped victims; wakes these up and waits for them.
 void Finish(Group& group) {
-  SCOPED_TRACE(Describe(group.scenario));
+  SCOPED_TRACE(ScenarioName(group.scenario));
   const auto v = static_cast<std::size_t>(group.scenario.victim);
   if (group.scenario.signal == SIGSTOP) {
     // Survivors write their outcome last.
@@ -258,7 +258,7 @@ TEST_F(SaveKilledRankTest, SurvivorsAgreeWithEachOtherAndWithTheDisk) {
   }
   int committed = 0;
   for (Group& group : groups) {
-    SCOPED_TRACE(Describe(group.scenario));
+    SCOPED_TRACE(ScenarioName(group.scenario));
     const bool published = IsPublished(group);
     committed += published ? 1 : 0;
     // The same save in a new job.

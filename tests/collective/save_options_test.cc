@@ -16,6 +16,7 @@
 #include "base/log.h"
 #include "index/checkpoint.h"
 #include "tests/collective/save_testing.h"
+#include "tests/shard/boxes.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
@@ -25,8 +26,6 @@ namespace {
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
-
-Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
 
 class SaveOptionsTest : public testing::Test {
  protected:

@@ -12,6 +12,7 @@
 #include "collective/save/replica_check.h"
 #include "shard/coverage.h"
 #include "tests/collective/save_plan_testing.h"
+#include "tests/shard/boxes.h"
 #include "tests/support/random.h"
 #include "tests/support/random_layout.h"
 #include "tests/support/status_matchers.h"
@@ -22,8 +23,6 @@ namespace {
 using testing::ElementsAre;
 
 constexpr std::int64_t kMi = 1024 * 1024;
-
-Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
 
 Region RegionOf(const GlobalLayout& layout, const PlannedChunk& c) {
   const LayoutTensor& tensor = layout.tensors[c.tensor];

@@ -11,6 +11,7 @@
 #include "collective/save/plan_exchange.h"
 #include "collective/save/rank_task.h"
 #include "tests/collective/save_plan_testing.h"
+#include "tests/shard/boxes.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 
@@ -19,16 +20,14 @@ namespace {
 
 using testing::ElementsAre;
 
-constexpr std::int64_t kMi = 1024 * 1024;
-
-Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
+constexpr std::int64_t kMebi = 1024 * 1024;
 
 // A shared tensor file, a pack, replicas, a tensor without cells, objects.
 Ranks SomeRanks() {
   Ranks ranks(2);
   for (int r = 0; r < 2; ++r) {
     ranks.Tensor(r, "small", DType::kF32, {8}, B({4 * r}, {4}))
-        .Tensor(r, "big", DType::kF32, {2 * kMi}, B({r * kMi}, {kMi}))
+        .Tensor(r, "big", DType::kF32, {2 * kMebi}, B({r * kMebi}, {kMebi}))
         .Tensor(r, "same", DType::kBF16, {600'000}, Box::Whole({600'000}))
         .Tensor(r, "none", DType::kF32, {0, 3}, Box::Whole({0, 3}))
         .Object(r, "rng", "x", {.index = {r}, .grid = {2}})
@@ -56,8 +55,8 @@ TEST(RankTask, SaysAllThatARankDoes) {
   EXPECT_EQ(task.tensors[2].placement, Placement::kPack);
   ASSERT_EQ(task.chunks.size(), 3u);
   EXPECT_EQ(task.chunks[0].item, 1u);
-  EXPECT_EQ(task.chunks[0].offset, static_cast<std::uint64_t>(4 * kMi));
-  EXPECT_EQ(task.chunks[0].region, Region(B({kMi}, {kMi})));
+  EXPECT_EQ(task.chunks[0].offset, static_cast<std::uint64_t>(4 * kMebi));
+  EXPECT_EQ(task.chunks[0].region, Region(B({kMebi}, {kMebi})));
   EXPECT_EQ(task.chunks[1].begin + task.chunks[1].bytes, 1'200'000u) << "the second half";
   EXPECT_EQ(task.chunks[2].region, Region(B({4}, {4})));
   EXPECT_THAT(task.objects, ElementsAre(0u)) << "its part of rng; rank 0 has args";
@@ -135,7 +134,7 @@ TEST(RankTask, WhatDoesNotFitTheStateDictIsRefused) {
   EXPECT_THAT(decode(fewer.at(0)), HasCode(Code::kDataLoss));
   // The same items in another order.
   Ranks other(1);
-  other.Tensor(0, "big", DType::kF32, {2 * kMi}, B({0}, {kMi}))
+  other.Tensor(0, "big", DType::kF32, {2 * kMebi}, B({0}, {kMebi}))
       .Tensor(0, "small", DType::kF32, {8}, B({0}, {4}))
       .Tensor(0, "same", DType::kBF16, {600'000}, Box::Whole({600'000}))
       .Tensor(0, "none", DType::kF32, {0, 3}, Box::Whole({0, 3}));

@@ -16,6 +16,7 @@
 #include "index/manifest.h"
 #include "shard/safetensors.h"
 #include "tests/collective/save_testing.h"
+#include "tests/shard/boxes.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
@@ -24,10 +25,8 @@ namespace {
 
 using testing::ElementsAre;
 
-Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
-
 // Rank r's rows, ceil-sized.
-Region Rows(const Dims& shape, int rank, int ranks) {
+Region RowsOf(const Dims& shape, int rank, int ranks) {
   const std::int64_t step = (shape[0] + ranks - 1) / ranks;
   const std::int64_t begin = std::min(shape[0], rank * step);
   Dims from = Dims::Filled(shape.rank(), 0);
@@ -104,7 +103,7 @@ TEST_F(SaveTest, EveryDtypeUnderEveryPlacement) {
         Path(name), 2,
         [&](int rank, RankState& state) {
           for (const RandomTensor& t : tensors) {
-            const Region rows = Rows(t.shape, rank, 2);
+            const Region rows = RowsOf(t.shape, rank, 2);
             ShardMemory memory;
             memory.region = rows;
             // Rows are whole bytes for every dtype here, so halves of the bytes are halves of rows.
@@ -135,11 +134,11 @@ TEST_F(SaveTest, EveryDtypeUnderEveryPlacement) {
 TEST_F(SaveTest, TensorFileIsTheTensorUnderRowsFlatAndReplicas) {
   const RandomTensor big = MakeTensor("big", DType::kBF16, {2050, 1024});
   const std::map<std::string, Region (*)(const Dims&, int, int)> cuts = {
-      {"rows", &Rows}, {"flat", &FlatPart}, {"replicas", [](const Dims& shape, int, int) {
-                                               return Region(Box::Whole(shape));
-                                             }}};
+      {"rows", &RowsOf}, {"flat", &FlatPart}, {"replicas", [](const Dims& shape, int, int) {
+                                                 return Region(Box::Whole(shape));
+                                               }}};
   for (const auto& [name, cut] : cuts) {
-    const auto results = SaveOnThreads(Path(name), 4, [&](int rank, RankState& state) {
+    const auto results = SaveOnThreads(Path(name), 4, [&, &cut = cut](int rank, RankState& state) {
       state.Add(big, cut(big.shape, rank, 4));
     });
     ASSERT_OK(OneVerdict(results));
@@ -163,15 +162,16 @@ TEST_F(SaveTest, TensorFileIsTheTensorUnderRowsFlatAndReplicas) {
 TEST_F(SaveTest, DigestIsTheSameUnderEveryCut) {
   const RandomTensor w = MakeTensor("w", DType::kF32, {96, 64});
   const std::map<std::string, Region (*)(const Dims&, int, int)> cuts = {
-      {"rows", &Rows},
+      {"rows", &RowsOf},
       {"cols", &Columns},
       {"flat", &FlatPart},
       {"grid", [](const Dims&, int rank, int) {
          return Region(B({48 * (rank / 2), 32 * (rank % 2)}, {48, 32}));
        }}};
   for (const auto& [name, cut] : cuts) {
-    ASSERT_OK(OneVerdict(SaveOnThreads(
-        Path(name), 4, [&](int rank, RankState& state) { state.Add(w, cut(w.shape, rank, 4)); })));
+    ASSERT_OK(OneVerdict(SaveOnThreads(Path(name), 4, [&, &cut = cut](int rank, RankState& state) {
+      state.Add(w, cut(w.shape, rank, 4));
+    })));
     EXPECT_EQ(ReadAll(Path(name)).at("w"), w.bytes) << name;  // Checks the digest too.
   }
 }

@@ -9,7 +9,7 @@
 namespace tensormount {
 namespace {
 
-constexpr int kMaxOps = 2000;
+constexpr int kMaxRaceOps = 2000;
 
 class PublishRaceTest : public StoreTest, public testing::WithParamInterface<bool> {
  protected:
@@ -41,7 +41,7 @@ TEST_P(PublishRaceTest, TheVerdictOfAnArbiterAtAnyMomentIsWhatPublishReturnsAndT
   int aborted = 0;
   int committed = 0;
   for (int k = 0;; ++k) {
-    ASSERT_LT(k, kMaxOps);
+    ASSERT_LT(k, kMaxRaceOps);
     std::optional<Uuid> replaced;
     if (replace) {
       const auto old = Save("step", old_spec);
@@ -96,7 +96,7 @@ TEST_P(PublishRaceTest, AVerdictHoldsAlsoWhenThePublishHappensWhileItIsBeingMade
   const Store store = MakeStore();
   const TinySpec spec = CrashSpec(20);
   for (int k = 0;; ++k) {
-    ASSERT_LT(k, kMaxOps);
+    ASSERT_LT(k, kMaxRaceOps);
     if (replace) {
       ASSERT_OK(Save("step", CrashSpec(1)));
     }
@@ -168,7 +168,7 @@ TEST_F(PublishRaceTest, ARemovalThatHitsTheNewOneLeavesItsVerdictCommitted) {
   const Store store = MakeStore();
   const TinySpec spec = CrashSpec(20);
   for (int k = 0;; ++k) {
-    ASSERT_LT(k, kMaxOps);
+    ASSERT_LT(k, kMaxRaceOps);
     ASSERT_OK(Save("step", CrashSpec(1)));
     const Staging staging = Written(store, "step", spec, IfExists::kReplace);
     const auto hooked = ActingBefore(k, [&] {
@@ -214,7 +214,7 @@ TEST_F(PublishRaceTest, AnotherPublisherOfTheNameAtAnyMomentLeavesOneWinner) {
   const TinySpec theirs = CrashSpec(30);
   int lost = 0;
   for (int k = 0;; ++k) {
-    ASSERT_LT(k, kMaxOps);
+    ASSERT_LT(k, kMaxRaceOps);
     const Staging a = Written(store, "step", mine);
     const Staging b = Written(store, "step", theirs);
     Result<Store::Published> other = Status(Code::kInternal, "not run");
@@ -240,7 +240,7 @@ TEST_F(PublishRaceTest, TheParentOrTheReplacedOneMayGoAtAnyMoment) {
   const Store store = MakeStore();
   const TinySpec spec = CrashSpec(20);
   for (int k = 0;; ++k) {
-    ASSERT_LT(k, kMaxOps);
+    ASSERT_LT(k, kMaxRaceOps);
     ASSERT_OK(Save("step", CrashSpec(1)));
     const Staging staging = Written(store, "step", spec, IfExists::kReplace);
     const auto hooked = ActingBefore(k, [&] {

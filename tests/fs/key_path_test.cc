@@ -96,8 +96,8 @@ TEST(KeyPath, ReversibleAndAFileSystemCanHoldIt) {
 }
 
 // All files below a folder of the tree, as path -> ordinal, looking each one up on the way.
-void Walk(const KeyTree& tree, const TreeFolder& folder, const std::string& prefix, int page,
-          std::map<std::string, std::uint32_t>& files) {
+void WalkTree(const KeyTree& tree, const TreeFolder& folder, const std::string& prefix, int page,
+              std::map<std::string, std::uint32_t>& files) {
   std::uint64_t from = 0;
   std::vector<TreeChild> children;
   for (bool more = true; more;) {
@@ -124,7 +124,7 @@ void Walk(const KeyTree& tree, const TreeFolder& folder, const std::string& pref
     const std::string path = prefix + child.name;
     EXPECT_THAT(tree.PathOf(child.ordinal, child.is_folder ? child.depth : 0), IsOkAndHolds(path));
     if (child.is_folder) {
-      Walk(tree, {.first = child.ordinal, .depth = child.depth}, path + "/", page, files);
+      WalkTree(tree, {.first = child.ordinal, .depth = child.depth}, path + "/", page, files);
     } else {
       ASSERT_TRUE(files.emplace(path, child.ordinal).second);
     }
@@ -148,7 +148,7 @@ TEST(KeyTree, ListsEveryKeyOnceUnderItsPath) {
     }
     ASSERT_EQ(expected.size(), keys.size());  // No two keys share a path.
     std::map<std::string, std::uint32_t> files;
-    Walk(tree, {}, "", static_cast<int>(random.Int(1, 8)), files);
+    WalkTree(tree, {}, "", static_cast<int>(random.Int(1, 8)), files);
     ASSERT_EQ(files, expected) << "round " << round;
   }
 }

@@ -45,7 +45,7 @@ class ShownTest : public testing::Test {
   std::unique_ptr<VfsOps> ops_;
 };
 
-constexpr std::string_view kRules = R"([
+constexpr std::string_view kShownRules = R"([
   {"key": "bias", "to": "zz/bias"},
   {"match": "layers.*.*", "to": "blocks/*/*"},
   {"key": "rng", "to": "random"},
@@ -53,7 +53,7 @@ constexpr std::string_view kRules = R"([
 
 // The spec as a mount with kRules shows it.
 TinySpec Renamed(TinySpec spec) {
-  const KeyMap map = KeyMap::FromJson(kRules).value();
+  const KeyMap map = KeyMap::FromJson(kShownRules).value();
   std::erase_if(spec.tensors, [&](const TinyTensor& t) { return map.Apply(t.key).empty(); });
   for (TinyTensor& tensor : spec.tensors) tensor.key = map.Apply(tensor.key);
   for (TinyObject& object : spec.objects) object.key = map.Apply(object.key);
@@ -62,7 +62,7 @@ TinySpec Renamed(TinySpec spec) {
 
 TEST_F(ShownTest, EveryViewShowsMappedNames) {
   Write(DefaultTinySpec());
-  Open(kRules);
+  Open(kShownRules);
   const TinySpec spec = Renamed(DefaultTinySpec());
   CheckTensorFiles(*ops_, "", spec);
   CheckNpyFiles(*ops_, "", spec);
@@ -81,7 +81,7 @@ TEST_F(ShownTest, EveryViewShowsMappedNames) {
 
 TEST_F(ShownTest, AttributesTellTheStoredKey) {
   Write(DefaultTinySpec());
-  Open(kRules);
+  Open(kShownRules);
   EXPECT_THAT(ops_->Xattr("tensors/zz/bias", "user.tensormount.key"), IsOkAndHolds("zz/bias"));
   EXPECT_THAT(ops_->Xattr("tensors/zz/bias", "user.tensormount.stored_key"), IsOkAndHolds("bias"));
   EXPECT_THAT(ops_->Xattr("objects/random/0", "user.tensormount.stored_key"), IsOkAndHolds("rng"));
@@ -100,7 +100,7 @@ TEST_F(ShownTest, CollisionsFailTheMountInWords) {
 
 TEST_F(ShownTest, AStoreShowsEveryCheckpointMapped) {
   Write(DefaultTinySpec());
-  ASSERT_OK(TryOpen(store(), kRules));
+  ASSERT_OK(TryOpen(store(), kShownRules));
   EXPECT_OK(ops_->Stat("step-1/tensors/zz/bias"));
 }
 

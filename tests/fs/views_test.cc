@@ -46,7 +46,7 @@ Result<std::string> ReadRange(const VirtualFile& file, std::uint64_t offset, std
 }
 
 // By path, as the kernel would walk.
-Result<Node> Walk(const CheckpointView& view, const std::string& path) {
+Result<Node> WalkPath(const CheckpointView& view, const std::string& path) {
   Node at{.slot = 3, .view = kOwnView, .item = kRootItem};
   for (std::size_t begin = 0; begin < path.size();) {
     const std::size_t end = std::min(path.find('/', begin), path.size());
@@ -59,7 +59,7 @@ Result<Node> Walk(const CheckpointView& view, const std::string& path) {
 }
 
 Result<FilePtr> OpenPath(const CheckpointView& view, const std::string& path) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Node node, Walk(view, path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Node node, WalkPath(view, path));
   return view.OpenFile(node);
 }
 
@@ -329,9 +329,9 @@ TEST_F(ViewsTest, CheckpointJsonNamesWhatIsThere) {
   }
   EXPECT_EQ(json["not_in_safetensors"], nlohmann::json({"wide"}));
   // The type has no .npy, and the name is not there in this view alone.
-  EXPECT_THAT(Walk(*view, "npy/tiny.npy"), HasCode(Code::kNotFound));
-  EXPECT_OK(Walk(*view, "npy/bias.npy"));
-  EXPECT_OK(Walk(*view, "tensors/tiny"));
+  EXPECT_THAT(WalkPath(*view, "npy/tiny.npy"), HasCode(Code::kNotFound));
+  EXPECT_OK(WalkPath(*view, "npy/bias.npy"));
+  EXPECT_OK(WalkPath(*view, "tensors/tiny"));
 }
 
 // Every node of every view, by the numbers that listing it gave.
@@ -393,15 +393,15 @@ TEST_F(ViewsTest, ItemsMeanTheSameUntilTheyMeanNothing) {
 // The kernel may keep the number of a slice while its checkpoint is closed and opened again.
 TEST_F(ViewsTest, MadeItemsAreForgottenAndNeverUsedAgain) {
   ASSERT_OK_AND_ASSIGN(const ViewPtr view, OpenView(Write(DefaultTinySpec())));
-  ASSERT_OK_AND_ASSIGN(const Node slice, Walk(*view, "slices/bias[0:4]"));
+  ASSERT_OK_AND_ASSIGN(const Node slice, WalkPath(*view, "slices/bias[0:4]"));
   ASSERT_OK(view->Stat(slice));
   ASSERT_OK_AND_ASSIGN(const ViewPtr again, OpenView(dir_.Join("store/step-1")));
   EXPECT_EQ(again->Stat(slice).status().ToErrno(), ESTALE);
-  ASSERT_OK_AND_ASSIGN(const Node other, Walk(*again, "slices/bias[4:8]"));
+  ASSERT_OK_AND_ASSIGN(const Node other, WalkPath(*again, "slices/bias[4:8]"));
   EXPECT_NE(other.item, slice.item);
   again->Forget(slice, 1);
   EXPECT_OK(again->Stat(other));
-  EXPECT_OK(Walk(*view, "slices/bias[0:4]"));  // A second reference.
+  EXPECT_OK(WalkPath(*view, "slices/bias[0:4]"));  // A second reference.
   view->Forget(slice, 1);
   EXPECT_OK(view->Stat(slice));
   view->Forget(slice, 1);

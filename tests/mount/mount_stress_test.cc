@@ -29,7 +29,7 @@ using Tier = MountOptions::Tier;
 using Verify = MountOptions::Verify;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::int64_t kRows = 512;
+constexpr std::int64_t kStressRows = 512;
 constexpr std::int64_t kColumns = 640;
 // How long a name may still lead to what it named before (docs/semantics.md: within a second), with
 // room for a machine that is busy with other things.
@@ -51,7 +51,7 @@ TinySpec SpecOf(std::uint64_t seed) {
                           .tensor_file = true});
   spec.tensors.push_back({.key = "grid",
                           .dtype = DType::kU8,
-                          .shape = {kRows, kColumns},
+                          .shape = {kStressRows, kColumns},
                           .seed = seed,
                           .parts = 2,
                           .axis = 1});
@@ -87,10 +87,10 @@ std::map<std::string, std::string> FilesOf(std::uint64_t seed) {
   files["slices/grid[3:500,5:600]"] = Cut(grid, 3, 497, 5, 595);
   files["slices/grid@3:500,5:600"] = files["slices/grid[3:500,5:600]"];
   files["slices/grid%=[3:500,5:600]"] = files["slices/grid[3:500,5:600]"];
-  files["slices/grid[:,7]"] = Cut(grid, 0, kRows, 7, 1);
+  files["slices/grid[:,7]"] = Cut(grid, 0, kStressRows, 7, 1);
   files["slices/grid/below[1:699]"] = files["tensors/grid/below"].substr(1, 698);
-  files["zarr/grid%=/c.0.0"] = Cut(grid, 0, kRows, 0, kColumns / 2);
-  files["zarr/grid%=/c.0.1"] = Cut(grid, 0, kRows, kColumns / 2, kColumns / 2);
+  files["zarr/grid%=/c.0.0"] = Cut(grid, 0, kStressRows, 0, kColumns / 2);
+  files["zarr/grid%=/c.0.1"] = Cut(grid, 0, kStressRows, kColumns / 2, kColumns / 2);
   files["zarr/few/c.0"] = files["tensors/few"];
   return files;
 }

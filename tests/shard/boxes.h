@@ -74,7 +74,7 @@ inline KnownRegion RandomRegion(Random& rnd, const Dims& shape) {
 }
 
 // Disjoint regions that cover `box`: cut at random, `depth` times deep; leaves may be flat ranges.
-inline void Partition(Random& rnd, const Box& box, int depth, std::vector<Region>& out) {
+inline void CutAtRandom(Random& rnd, const Box& box, int depth, std::vector<Region>& out) {
   const int axis = box.rank() == 0 ? 0 : static_cast<int>(rnd.Int(0, box.rank() - 1));
   if (depth == 0 || box.rank() == 0 || box.extent(axis) < 2) {
     if (rnd.OneIn(3)) {
@@ -90,10 +90,10 @@ inline void Partition(Random& rnd, const Box& box, int depth, std::vector<Region
   Dims begin = box.begin();
   Dims extent = box.extent();
   extent[axis] = cut;
-  Partition(rnd, B(begin, extent), depth - 1, out);
+  CutAtRandom(rnd, B(begin, extent), depth - 1, out);
   begin[axis] += cut;
   extent[axis] = box.extent(axis) - cut;
-  Partition(rnd, B(begin, extent), depth - 1, out);
+  CutAtRandom(rnd, B(begin, extent), depth - 1, out);
 }
 
 }  // namespace tensormount

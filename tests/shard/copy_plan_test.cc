@@ -172,7 +172,7 @@ TEST(CopyPlanPropertyTest, MatchesNaiveIndexingForAnyPartition) {
 
     std::string tensor = rnd.Bytes(meta.value().bytes());
     std::vector<Region> regions;
-    Partition(rnd, Box::Whole(shape), static_cast<int>(rnd.Int(0, 4)), regions);
+    CutAtRandom(rnd, Box::Whole(shape), static_cast<int>(rnd.Int(0, 4)), regions);
     std::vector<std::vector<PlacedBox>> chunks;
     std::vector<std::vector<std::byte>> stored;
     bool on_bytes = true;

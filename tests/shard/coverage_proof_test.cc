@@ -85,7 +85,7 @@ std::vector<Region> SoundLayout(Random& rnd, const Dims& shape) {
   if (kind == 0) {
     CutFlat(rnd, whole, regions);
   } else if (kind == 1) {
-    Partition(rnd, whole, static_cast<int>(rnd.Int(0, 5)), regions);
+    CutAtRandom(rnd, whole, static_cast<int>(rnd.Int(0, 5)), regions);
   } else {
     const std::int64_t rows_only = rnd.Int(0, 1);
     std::vector<std::vector<std::int64_t>> cuts;
@@ -366,7 +366,7 @@ TEST(CoverageProofTest, FaultsAmongThousandsInNoOrder) {
     std::vector<Region> regions;
     while (regions.size() < 3000) {
       regions.clear();
-      Partition(rnd, Box::Whole(shape), 13, regions);
+      CutAtRandom(rnd, Box::Whole(shape), 13, regions);
     }
     if (i < 2) std::erase_if(regions, [](const Region& r) { return r.empty(); });
     rnd.Shuffle(regions);
@@ -411,7 +411,7 @@ TEST(CoverageProofTest, MoreFaultsThanTheCornersTell) {
     for (std::int64_t c = r % 2; c < n; c += 2) white.push_back(B({r, c}, {1, 1}));
   }
   const RegionSet set = SetOf({n, n}, white);
-  std::vector<Difference> differences;
+  std::vector<Miscount> differences;
   EXPECT_EQ(ProveByCorners(set, &differences), Proof::kNotPartition);
   EXPECT_THAT(differences, IsEmpty());
   const CoverageReport report = CheckCoverage(set, 3);
@@ -432,7 +432,7 @@ TEST(CoverageProofTest, MoreHolesThanTheirGridMayHaveCells) {
     holes.push_back(B({2 * r, at}, {1, 1}));
   }
   const RegionSet set = SetOf({2 * n, 2000}, regions);
-  std::vector<Difference> differences;
+  std::vector<Miscount> differences;
   EXPECT_EQ(ProveByCorners(set, &differences), Proof::kNotPartition);
   EXPECT_THAT(differences, IsEmpty());
   EXPECT_EQ(CheckCoverage(set, 1000).missing, holes);
@@ -493,7 +493,7 @@ TEST(CoverageProofTest, ExtentsAsLargeAsTheyGet) {
     std::vector<Region> regions;
     for (int tries = 0; tries < 20; ++tries) {
       regions.clear();
-      Partition(rnd, Box::Whole(shape), 6, regions);
+      CutAtRandom(rnd, Box::Whole(shape), 6, regions);
       std::erase_if(regions, [](const Region& r) { return r.empty(); });
       EXPECT_TRUE(IsPartition(SetOf(shape, regions)));
       if (regions[0].is_flat()) continue;

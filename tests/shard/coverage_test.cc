@@ -144,7 +144,7 @@ TEST(CoveragePropertyTest, MatchesCountingEveryCell) {
     if (rnd.OneIn(2)) {
       // A partition with some of it taken away and some of it doubled.
       std::vector<Region> regions;
-      Partition(rnd, Box::Whole(shape), static_cast<int>(rnd.Int(0, 5)), regions);
+      CutAtRandom(rnd, Box::Whole(shape), static_cast<int>(rnd.Int(0, 5)), regions);
       rnd.Shuffle(regions);
       for (const Region& r : regions) {
         if (rnd.OneIn(8)) continue;
@@ -171,7 +171,7 @@ TEST(CoveragePropertyTest, OneMissingBoxIsNamedWhole) {
     Dims shape = RandomShape(rnd, 3, 30);
     shape.push_back(rnd.Int(1, 30));
     std::vector<Region> regions;
-    Partition(rnd, Box::Whole(shape), static_cast<int>(rnd.Int(0, 8)), regions);
+    CutAtRandom(rnd, Box::Whole(shape), static_cast<int>(rnd.Int(0, 8)), regions);
     rnd.Shuffle(regions);
     const auto gone =
         std::ranges::find_if(regions, [](const Region& r) { return !r.is_flat() && !r.empty(); });
@@ -207,7 +207,7 @@ TEST(CoverageScaleTest, ThousandsOfIrregularBoxes) {
   Random rnd(TestSeed());
   const Dims shape = {4000, 4000, 4000};
   std::vector<Region> regions;
-  Partition(rnd, Box::Whole(shape), 12, regions);
+  CutAtRandom(rnd, Box::Whole(shape), 12, regions);
   EXPECT_GT(regions.size(), 2000u);
   rnd.Shuffle(regions);
   EXPECT_TRUE(CheckCoverage(shape, Owned(regions)).complete());

@@ -43,7 +43,7 @@ TEST(NpyTest, SubByteTypesHaveNoForm) {
 }
 
 // A file's first bytes around a dictionary.
-std::string File(const std::string& dict, char major = 1) {
+std::string NpyFile(const std::string& dict, char major = 1) {
   std::string out = std::string("\x93NUMPY") + major + '\0';
   out += static_cast<char>(dict.size() & 0xFF);
   out += static_cast<char>(dict.size() >> 8);
@@ -52,7 +52,7 @@ std::string File(const std::string& dict, char major = 1) {
 }
 
 std::string Descr(const std::string& descr) {
-  return File("{'descr': " + descr + ", 'fortran_order': False, 'shape': (2,), }\n");
+  return NpyFile("{'descr': " + descr + ", 'fortran_order': False, 'shape': (2,), }\n");
 }
 
 TEST(NpyTest, OwnHeadersAreReadBack) {
@@ -72,11 +72,11 @@ TEST(NpyTest, OwnHeadersAreReadBack) {
 
 TEST(NpyTest, OtherSpellingsOfTheSame) {
   for (const std::string& bytes : {
-           File("{'descr':'<f4','fortran_order':True,'shape':(2,3)}"),
-           File("{\"shape\": (2, 3,), \"descr\": \"<f4\", \"fortran_order\": True}  \n"),
-           File("{'descr': '<f4', 'fortran_order': True, 'shape': (2L, 3L), }\n"),
-           File("{'descr': '<f4', 'fortran_order': True, 'shape': (2, 3), }\n", 2),
-           File("{'descr': '<f4', 'fortran_order': True, 'shape': (2, 3), }\n", 3),
+           NpyFile("{'descr':'<f4','fortran_order':True,'shape':(2,3)}"),
+           NpyFile("{\"shape\": (2, 3,), \"descr\": \"<f4\", \"fortran_order\": True}  \n"),
+           NpyFile("{'descr': '<f4', 'fortran_order': True, 'shape': (2L, 3L), }\n"),
+           NpyFile("{'descr': '<f4', 'fortran_order': True, 'shape': (2, 3), }\n", 2),
+           NpyFile("{'descr': '<f4', 'fortran_order': True, 'shape': (2, 3), }\n", 3),
        }) {
     const auto header = ParseNpyHeader(bytes);
     ASSERT_OK(header);
@@ -109,13 +109,13 @@ TEST(NpyTest, NamesTypesThatAreNotRowsOfNumbers) {
     EXPECT_THAT(header, HasCode(Code::kUnsupported)) << descr;
     EXPECT_THAT(header, HasMessage(message)) << descr;
   }
-  EXPECT_THAT(ParseNpyHeader(File("{'descr': '<f4', 'fortran_order': False, 'shape': (" +
-                                  [] {
-                                    std::string s;
-                                    for (int i = 0; i < 17; ++i) s += "1,";
-                                    return s;
-                                  }() +
-                                  ")}")),
+  EXPECT_THAT(ParseNpyHeader(NpyFile("{'descr': '<f4', 'fortran_order': False, 'shape': (" +
+                                     [] {
+                                       std::string s;
+                                       for (int i = 0; i < 17; ++i) s += "1,";
+                                       return s;
+                                     }() +
+                                     ")}")),
               HasCode(Code::kUnsupported));
 }
 
@@ -140,12 +140,12 @@ TEST(NpyTest, RefusesWhatIsNotTheLiteral) {
       {"{'descr': '<f4', 'fortran_order': False, 'shape': (2,)", "comma"},
   };
   for (const auto& [dict, message] : bad) {
-    const auto header = ParseNpyHeader(File(dict));
+    const auto header = ParseNpyHeader(NpyFile(dict));
     EXPECT_THAT(header, HasCode(Code::kDataLoss)) << dict;
     EXPECT_THAT(header, HasMessage(message)) << dict;
   }
   EXPECT_THAT(ParseNpyHeader("PK\3\4 and so on"), HasCode(Code::kDataLoss));
-  EXPECT_THAT(ParseNpyHeader(File("{}", 4)), HasCode(Code::kUnsupported));
+  EXPECT_THAT(ParseNpyHeader(NpyFile("{}", 4)), HasCode(Code::kUnsupported));
   const std::string whole = MakeNpyHeader(DType::kF32, {2}).value();
   for (std::size_t n = 0; n < whole.size(); ++n) {
     EXPECT_THAT(ParseNpyHeader(whole.substr(0, n)), HasCode(Code::kDataLoss)) << n;

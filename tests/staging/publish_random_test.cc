@@ -11,7 +11,7 @@
 namespace tensormount::fs {
 namespace {
 
-struct ModelTarget {
+struct RandomTarget {
   Box box;
   Box bytes_box;
   std::uint32_t number = 0;
@@ -23,7 +23,7 @@ struct ModelTarget {
 struct ModelMount {
   explicit ModelMount(TestMount m) : mount(std::move(m)) {}
   TestMount mount;
-  std::vector<ModelTarget> targets;
+  std::vector<RandomTarget> targets;
   int next = 0;
 };
 
@@ -43,7 +43,7 @@ class Case {
     const auto writes = random_.Int(0, 24);
     for (int i = 0; i < writes; ++i) {
       ModelMount& m = Pick(mounts_);
-      ModelTarget& t = Pick(m.targets);
+      RandomTarget& t = Pick(m.targets);
       const std::uint64_t size = t.cells.size();
       const std::uint64_t begin = static_cast<std::uint64_t>(random_.Int(0, Last(size)));
       const std::uint64_t length =
@@ -96,7 +96,7 @@ class Case {
       box = tried;
       break;
     }
-    ModelTarget t;
+    RandomTarget t;
     t.box = box;
     t.bytes_box = ByteRegion(meta_.dtype(), meta_.shape(), Region(box)).value().box();
     t.number = m.mount.Target(meta_, box);
@@ -121,12 +121,12 @@ class Case {
   char ValueFor(std::size_t cell, bool garbage) {
     return garbage ? static_cast<char>(random_.Next()) : truth_[cell];
   }
-  void Put(ModelMount& m, ModelTarget& t, std::uint64_t at, char value) {
+  void Put(ModelMount& m, RandomTarget& t, std::uint64_t at, char value) {
     t.sequence[at] = m.next;
     t.values[at] = value;
   }
 
-  void Write(ModelMount& m, ModelTarget& t, std::uint64_t begin, std::uint64_t length,
+  void Write(ModelMount& m, RandomTarget& t, std::uint64_t begin, std::uint64_t length,
              bool garbage) {
     std::string bytes;
     ++m.next;
@@ -137,7 +137,7 @@ class Case {
     m.mount.Write(t.number, begin, bytes);
   }
 
-  void WriteRuns(ModelMount& m, ModelTarget& t) {
+  void WriteRuns(ModelMount& m, RandomTarget& t) {
     const std::uint64_t size = t.cells.size();
     // Often the distance of rows, sometimes any.
     std::uint64_t stride = static_cast<std::uint64_t>(random_.Int(2, 40));
@@ -172,7 +172,7 @@ class Case {
   std::optional<char> Live(const ModelMount& m, std::size_t cell) const {
     int best = 0;
     char value = 0;
-    for (const ModelTarget& t : m.targets) {
+    for (const RandomTarget& t : m.targets) {
       for (std::size_t i = 0; i < t.cells.size(); ++i) {
         if (t.cells[i] != cell || t.sequence[i] <= best) continue;
         best = t.sequence[i];

@@ -17,7 +17,7 @@
 namespace tensormount::fs {
 namespace {
 
-TensorMeta Meta(const std::string& key, DType dtype, const Dims& shape) {
+TensorMeta FaultMeta(const std::string& key, DType dtype, const Dims& shape) {
   return TensorMeta::Make(key, dtype, shape).value();
 }
 
@@ -37,8 +37,8 @@ TEST(StagingFaultsTest, WhatWasSyncedSurvivesPowerCuts) {
     const Staging staging = MakeTestStaging(HostFileSystem(), dir.Join("live/s"));
     PowerCutFileSystem fs(dir.Join("live"));
     const auto writer = StagingWriter::Make(fs, staging, kTestIncarnation);
-    const std::vector<TensorMeta> tensors = {Meta("a", DType::kU8, {40, 50}),
-                                             Meta("big", DType::kU8, {5 << 20})};
+    const std::vector<TensorMeta> tensors = {FaultMeta("a", DType::kU8, {40, 50}),
+                                             FaultMeta("big", DType::kU8, {5 << 20})};
     std::vector<std::shared_ptr<StagingWriter::Target>> targets;
     std::vector<std::string> names;
     std::vector<KnownBytes> now;
@@ -131,7 +131,7 @@ TEST(StagingFaultsTest, AFailedSyncCondemnsTheFileAndWhoseBytesWereInIt) {
   std::vector<TensorMeta> tensors;
   std::vector<std::shared_ptr<StagingWriter::Target>> targets;
   for (const char* key : {"a", "b", "c", "d"}) {
-    tensors.push_back(Meta(key, DType::kU8, {1000}));
+    tensors.push_back(FaultMeta(key, DType::kU8, {1000}));
     targets.push_back(writer->OpenTarget(tensors.back(), Box::Whole({1000})).value());
   }
   const std::string data(1000, 'x');
@@ -174,7 +174,7 @@ TEST(StagingFaultsTest, AFullDiskFailsTheWriteAndNoMore) {
                                               : Status();
   });
   const auto writer = StagingWriter::Make(fs, staging, kTestIncarnation);
-  const TensorMeta meta = Meta("a", DType::kU8, {200'000});
+  const TensorMeta meta = FaultMeta("a", DType::kU8, {200'000});
   ASSERT_OK_AND_ASSIGN(const auto target, writer->OpenTarget(meta, Box::Whole({200'000})));
   Random random(TestSeed());
   const std::string data = random.Bytes(200'000);
@@ -197,12 +197,13 @@ TEST(StagingFaultsTest, ManyThreadsOnOneTargetAndOnMany) {
   constexpr std::size_t kStep = 100'000;  // Neighbours share blocks of 64 KiB.
   constexpr std::size_t kSteps = 12;
   constexpr std::size_t kSize = kThreads * kSteps * kStep;
-  std::vector<TensorMeta> tensors = {Meta("w", DType::kU8, {static_cast<std::int64_t>(kSize)})};
+  std::vector<TensorMeta> tensors = {
+      FaultMeta("w", DType::kU8, {static_cast<std::int64_t>(kSize)})};
   ASSERT_OK_AND_ASSIGN(const auto target, writer->OpenTarget(tensors[0], Box::Whole({kSize})));
   Random random(TestSeed());
   const std::string data = random.Bytes(kSize);
   for (std::size_t t = 0; t < kThreads; ++t) {
-    tensors.push_back(Meta("own" + std::to_string(t), DType::kU8, {100'000}));
+    tensors.push_back(FaultMeta("own" + std::to_string(t), DType::kU8, {100'000}));
   }
   std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
@@ -272,7 +273,7 @@ TEST(StagingFaultsTest, FewDescriptorsForManyFilesAndNoneInTheEnd) {
   std::vector<std::shared_ptr<StagingWriter::Target>> targets;
   const std::string data(70'000, 'x');
   for (int i = 0; i < 150; ++i) {
-    const TensorMeta meta = Meta("w" + std::to_string(i), DType::kU8, {5 << 20});
+    const TensorMeta meta = FaultMeta("w" + std::to_string(i), DType::kU8, {5 << 20});
     targets.push_back(writer->OpenTarget(meta, Box::Whole(meta.shape())).value());
     ASSERT_OK(targets.back()->Write(1000, data.data(), data.size()));
   }

@@ -14,6 +14,11 @@
 
 namespace tensormount {
 
+// A buffer of i32 at `data`, which stays the caller's.
+inline BufferView Ints(void* data, const Dims& shape) {
+  return BufferView::Host(DType::kI32, data, shape);
+}
+
 struct Array {
   Dims shape;
   std::vector<std::int32_t> values;  // Row-major.

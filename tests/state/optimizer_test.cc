@@ -20,10 +20,6 @@
 namespace tensormount {
 namespace {
 
-BufferView Ints(void* data, const Dims& shape) {
-  return BufferView::Host(DType::kI32, data, shape);
-}
-
 OptimizerGroup Adam(std::vector<std::string> parameters, std::vector<std::string> frozen = {}) {
   OptimizerGroup group;
   group.hyperparameters.items["lr"] = 0.001;

@@ -18,10 +18,6 @@ namespace {
 
 constexpr std::int64_t kBig = std::int64_t{1} << 62;
 
-BufferView Ints(void* data, const Dims& shape) {
-  return BufferView::Host(DType::kI32, data, shape);
-}
-
 using Fragments = std::vector<AxisFragment>;
 using Sizes = std::vector<std::int64_t>;
 

@@ -17,7 +17,7 @@ namespace {
 
 using Kind = StateTree::Kind;
 
-TreeStep Key(CommonKey key) { return {TreeStep::Kind::kKey, std::move(key)}; }
+TreeStep TreeKey(CommonKey key) { return {TreeStep::Kind::kKey, std::move(key)}; }
 TreeStep Item(std::int64_t index) { return {TreeStep::Kind::kListItem, index}; }
 TreeStep TupleItem(std::int64_t index) { return {TreeStep::Kind::kTupleItem, index}; }
 
@@ -44,13 +44,14 @@ StateTree Sample(std::int32_t* memory) {
 }
 
 TEST(TreePathTest, TextAndNames) {
-  const TreePath path = {Key("opt"), Key(7), Key("exp.avg"), Item(3), TupleItem(0)};
+  const TreePath path = {TreeKey("opt"), TreeKey(7), TreeKey("exp.avg"), Item(3), TupleItem(0)};
   EXPECT_EQ(PathText(path), "opt{7}.\"exp.avg\"[3](0)");
   EXPECT_EQ(NameOfPath(path, TreeNames::kDotted), "opt.7.exp.avg.3.0");
   EXPECT_EQ(NameOfPath(path, TreeNames::kReversible), "opt.#7.exp%2Eavg.:3.,0");
   EXPECT_THAT(PathOfName("opt.#7.exp%2Eavg.:3.,0"), IsOkAndHolds(path));
-  EXPECT_EQ(NameOfPath({Key("")}, TreeNames::kReversible), "%");
-  EXPECT_EQ(NameOfPath({Key("#1"), Key("a#1"), Key(-1)}, TreeNames::kReversible), "%231.a#1.#-1");
+  EXPECT_EQ(NameOfPath({TreeKey("")}, TreeNames::kReversible), "%");
+  EXPECT_EQ(NameOfPath({TreeKey("#1"), TreeKey("a#1"), TreeKey(-1)}, TreeNames::kReversible),
+            "%231.a#1.#-1");
   for (const char* bad : {"", "a..b", "a.", "#", "#x", "#01", "#+1", ":-1", ":00", "%2", "%2e",
                           "%61", "a%", "%%", ",", "%C3%A4", "#99999999999999999999"}) {
     EXPECT_THAT(PathOfName(bad), HasCode(Code::kInvalidArgument)) << bad;
@@ -66,8 +67,8 @@ TEST(TreePathTest, ReversibleNamesAreReversible) {
     for (std::int64_t n = rnd.Int(1, 4); n > 0; --n) {
       const std::int64_t kind = rnd.Int(0, 5);
       if (kind == 0)
-        path.push_back(Key(rnd.OneIn(3) ? std::int64_t{rnd.Int(-3, 3)}
-                                        : static_cast<std::int64_t>(rnd.Next())));
+        path.push_back(TreeKey(rnd.OneIn(3) ? std::int64_t{rnd.Int(-3, 3)}
+                                            : static_cast<std::int64_t>(rnd.Next())));
       if (kind == 1) path.push_back(Item(rnd.Int(0, 12)));
       if (kind == 2) path.push_back(TupleItem(rnd.Int(0, 12)));
       if (kind < 3) continue;
@@ -78,7 +79,7 @@ TEST(TreePathTest, ReversibleNamesAreReversible) {
                            static_cast<std::size_t>(rnd.Int(1, 2)));
         if (rnd.OneIn(9)) key += '\0';
       }
-      path.push_back(Key(key));
+      path.push_back(TreeKey(key));
     }
     const std::string name = NameOfPath(path, TreeNames::kReversible);
     ASSERT_THAT(PathOfName(name), IsOkAndHolds(path)) << name;
@@ -107,10 +108,10 @@ TEST(TreeTest, WalksInOrder) {
                                                            "numbered.7: string\n"
                                                            "pair(0): bool\n"
                                                            "pair(1): object\n")));
-  EXPECT_EQ(FindPath(tree, {Key("model"), Key("layers"), Item(1)})->kind(), Kind::kCommon);
-  EXPECT_EQ(FindPath(tree, {Key("model"), Key("layers"), TupleItem(1)}), nullptr);
-  EXPECT_EQ(FindPath(tree, {Key("model"), Key("layers"), Item(2)}), nullptr);
-  EXPECT_EQ(FindPath(tree, {Key("numbered"), Key("8")}), nullptr);
+  EXPECT_EQ(FindPath(tree, {TreeKey("model"), TreeKey("layers"), Item(1)})->kind(), Kind::kCommon);
+  EXPECT_EQ(FindPath(tree, {TreeKey("model"), TreeKey("layers"), TupleItem(1)}), nullptr);
+  EXPECT_EQ(FindPath(tree, {TreeKey("model"), TreeKey("layers"), Item(2)}), nullptr);
+  EXPECT_EQ(FindPath(tree, {TreeKey("numbered"), TreeKey("8")}), nullptr);
 }
 
 TEST(TreeTest, MapsLeavesInPlaceAndOutOfPlace) {
@@ -121,7 +122,7 @@ TEST(TreeTest, MapsLeavesInPlaceAndOutOfPlace) {
         const auto* value = leaf.get_if<CommonValue>();
         const auto* number = value == nullptr ? nullptr : value->get_if<std::int64_t>();
         if (number != nullptr) return Common(*number * 2);
-        return path.back() == Key("here") ? Common(PathText(path)) : leaf;
+        return path.back() == TreeKey("here") ? Common(PathText(path)) : leaf;
       });
   ASSERT_OK(doubled);
   const auto diff = DiffTrees(tree, doubled.value());

@@ -23,10 +23,6 @@
 namespace tensormount {
 namespace {
 
-BufferView Ints(void* data, const Dims& shape) {
-  return BufferView::Host(DType::kI32, data, shape);
-}
-
 // All of a stored tensor.
 Array Stored(const std::string& path, const std::string& key) {
   const auto checkpoint = Checkpoint::Open(path);
@@ -405,7 +401,7 @@ Viewed Distribute(Random& rnd, const Array& truth, std::size_t ranks, bool flats
                   std::vector<Piece>& memory) {
   Viewed out{truth, std::vector<std::vector<Shard>>(ranks)};
   std::vector<Region> regions;
-  Partition(rnd, Box::Whole(truth.shape), static_cast<int>(rnd.Int(0, 3)), regions);
+  CutAtRandom(rnd, Box::Whole(truth.shape), static_cast<int>(rnd.Int(0, 3)), regions);
   const auto add = [&](const Region& region) {
     memory.push_back(MakePiece(truth, region));
     Piece& piece = memory.back();

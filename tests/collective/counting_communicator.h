@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_TESTS_COLLECTIVE_COUNTING_COMMUNICATOR_H_
+#define TENSORMOUNT_TESTS_COLLECTIVE_COUNTING_COMMUNICATOR_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+#include "tensormount/communicator.h"
+
+namespace tensormount {
+
+// Counts the bytes that this rank sends through another communicator, which outlives it.
+class CountingCommunicator final : public Communicator {
+ public:
+  explicit CountingCommunicator(Communicator& inner) : inner_(inner) {}
+
+  // Bytes since it was made; since the last call.
+  std::uint64_t sent() const { return sent_; }
+  std::uint64_t TakeSent() { return sent_.exchange(0); }
+
+  int rank() const override { return inner_.rank(); }
+  int size() const override { return inner_.size(); }
+  std::string kind() const override { return inner_.kind(); }
+  Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
+    sent_ += static_cast<std::uint64_t>(CheckedProduct(view.shape).value());
+    return inner_.Send(to, tag, view);
+  }
+  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
+    return inner_.Receive(from, tag, view);
+  }
+  Result<bool> Test(Request request) override { return inner_.Test(request); }
+  void Cancel(Request request) override { inner_.Cancel(request); }
+  Status Progress() override { return inner_.Progress(); }
+  std::chrono::nanoseconds SilentFor(int rank) const override { return inner_.SilentFor(rank); }
+
+ private:
+  Communicator& inner_;
+  std::atomic<std::uint64_t> sent_{0};
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_TESTS_COLLECTIVE_COUNTING_COMMUNICATOR_H_
