@@ -34,14 +34,23 @@ function(tensormount_set_test_properties name labels timeout)
 endfunction()
 
 # tensormount_add_test(<name> SOURCES file... [DEPS target...] [LABELS label...] [TIMEOUT seconds]
-#                      [NO_SANITIZE] [NO_TSAN])
+#                      [NO_SANITIZE] [NO_TSAN] [ASAN_LONG] [TSAN_LONG])
 # A GoogleTest program <name> with the main of tests/support, run as the ctest test <name>.
 # NO_SANITIZE: not built under sanitizers (mounts, MPI, tools). NO_TSAN: not under that of threads,
-# because it has one (or processes), or has them only as other tests do. Labels default to "unit".
+# because it has one (or processes), or has them only as other tests do. ASAN_LONG and TSAN_LONG: under
+# that sanitizer only with TENSORMOUNT_LONG, as scripts/test --long does, because the code that touches
+# memory by hand, or where threads meet, is run by other tests too. Labels default to "unit".
 function(tensormount_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_SANITIZE;NO_TSAN" "TIMEOUT" "SOURCES;DEPS;LABELS")
-  if((arg_NO_SANITIZE AND TENSORMOUNT_SANITIZE) OR
-     (arg_NO_TSAN AND TENSORMOUNT_SANITIZE STREQUAL "thread"))
+  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_SANITIZE;NO_TSAN;ASAN_LONG;TSAN_LONG"
+    "TIMEOUT" "SOURCES;DEPS;LABELS")
+  if(TENSORMOUNT_SANITIZE STREQUAL "thread")
+    set(only_long ${arg_TSAN_LONG})
+    set(never ${arg_NO_TSAN})
+  else()
+    set(only_long ${arg_ASAN_LONG})
+    set(never FALSE)
+  endif()
+  if(TENSORMOUNT_SANITIZE AND (arg_NO_SANITIZE OR never OR (only_long AND NOT TENSORMOUNT_LONG)))
     return()
   endif()
   if(NOT arg_LABELS)
@@ -56,6 +65,19 @@ function(tensormount_add_test name)
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin/tests")
   add_test(NAME ${name} COMMAND ${name})
   tensormount_set_test_properties(${name} "${arg_LABELS}" ${arg_TIMEOUT})
+endfunction()
+
+# tensormount_add_test_library(<name> SOURCES file... [DEPS target...])
+# What several tests share: models, oracles, builders of data. They go over every cell one by one, so
+# that they are optimised where tests are not, and without the precompiled headers of tests.
+function(tensormount_add_test_library name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPS")
+  add_library(${name} STATIC EXCLUDE_FROM_ALL ${arg_SOURCES})
+  target_link_libraries(${name} PUBLIC tensormount_test_support ${arg_DEPS})
+  # Of the files: what a target says comes before what tensormount_test_support asks for.
+  set_source_files_properties(${arg_SOURCES} PROPERTIES
+    COMPILE_OPTIONS -O1
+    SKIP_PRECOMPILE_HEADERS ON)
 endfunction()
 
 # tensormount_add_script_test(<name> COMMAND command... [LABELS label...] [TIMEOUT seconds])

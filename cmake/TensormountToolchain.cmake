@@ -17,6 +17,9 @@ if(TENSORMOUNT_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
 endif()
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   add_compile_options(-fpch-preprocess)
+else()
+  # Times of headers in precompiled ones would never let a compiler cache hit.
+  add_compile_options("SHELL:-Xclang -fno-pch-timestamp")
 endif()
 add_compile_options("-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=")
 

@@ -30,9 +30,6 @@ constexpr std::chrono::seconds kWatchStopPatience{2};
 constexpr std::chrono::milliseconds kIdleLook{1000};
 // So many checkpoints are looked at each time even where the store's folder is as it was.
 constexpr std::size_t kWindow = 64;
-// How long a change of the folder may leave its time stamp as it is (whole seconds on some
-// filesystems).
-constexpr std::chrono::seconds kStampGrain{2};
 // Beside the looking one, for many commit records that are read for the first time.
 constexpr std::size_t kReadThreads = 3;
 constexpr std::size_t kReadsPerThread = 32;
@@ -67,6 +64,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   HfOptions hf;
   std::vector<std::string> roots;
   ServeVerify verify = ServeVerify::kOff;
+  std::chrono::milliseconds grain{};
 
   mutable std::mutex mutex;
   std::condition_variable looked;  // Those who wait for the looking thread.
@@ -294,7 +292,7 @@ Status StoreWatch::Core::LookAtStore(Listing& now, const Listing& before) {
     stamp = own_stamp;
     stamp_seen = started;
   }
-  const bool whole = names.size() <= kWindow || started - stamp_seen <= kStampGrain;
+  const bool whole = names.size() <= kWindow || started - stamp_seen <= grain;
   if (whole) {
     auto entries = fs.List(path);
     if (!entries.ok()) {
@@ -485,7 +483,8 @@ void StoreWatch::Core::Loop() {
 
 Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(
     FileSystem& fs, SourceKind kind, const std::string& path, bool list_views, ServeVerify verify,
-    std::shared_ptr<const KeyMap> map, const HfOptions& hf, std::vector<std::string> roots) {
+    std::shared_ptr<const KeyMap> map, const HfOptions& hf, std::vector<std::string> roots,
+    std::chrono::milliseconds grain) {
   TENSORMOUNT_ASSIGN_OR_RETURN(auto bell, Doorbell::Make(path));
   auto core = std::make_shared<Core>(fs, kind, path, std::move(bell));
   core->list_views = list_views;
@@ -493,6 +492,7 @@ Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(
   core->map = std::move(map);
   core->hf = hf;
   core->roots = std::move(roots);
+  core->grain = grain;
   core->slots.push_back(nullptr);
   auto first = std::make_shared<Listing>();
   if (HoldsMany(kind)) {

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "base/checked.h"
+#include "index/content.h"
 #include "index/file_cache.h"
 #include "index/foreign_file.h"
 #include "index/stretch_read.h"
@@ -17,14 +18,14 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint32_t kNoFile = UINT32_MAX;
+constexpr std::uint32_t kUnset = UINT32_MAX;
 
 // Something to read and compare.
 struct Task {
-  std::uint32_t tensor = kNoFile;  // Ordinal, and row of its extents;
+  std::uint32_t tensor = kUnset;  // Ordinal, and row of its extents;
   std::uint32_t row = 0;
-  std::uint32_t object = kNoFile;  // or an object; or
-  std::uint32_t extra = kNoFile;   // an extra piece.
+  std::uint32_t object = kUnset;  // or an object; or
+  std::uint32_t extra = kUnset;   // an extra piece.
 };
 
 struct HashedPiece {
@@ -115,9 +116,9 @@ class PieceVerifier {
   }
 
   void Check(const Task& task, StretchReader& reader) {
-    if (task.tensor == kNoFile) {
+    if (task.tensor == kUnset) {
       HashedPiece piece;
-      if (task.object != kNoFile) {
+      if (task.object != kUnset) {
         const ObjectContent& o = content_.objects[task.object];
         piece = {.object = "object " + o.key,
                  .file = o.file,

@@ -15,7 +15,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::string TypeText(const TensorMeta& meta) {
+std::string TensorTypeText(const TensorMeta& meta) {
   return fmt::format("{} {}", InfoOf(meta.dtype()).name, meta.shape().ToString());
 }
 
@@ -42,11 +42,11 @@ std::string ValuesText(const ValueDifference& v, const Dims& shape) {
 
 std::string TensorText(const Difference& d) {
   if (d.kind != Difference::Kind::kChanged) {
-    return fmt::format("{} {}", d.key, TypeText(d.first ? *d.first : *d.second));
+    return fmt::format("{} {}", d.key, TensorTypeText(d.first ? *d.first : *d.second));
   }
   const Dims& shape = d.first->shape();
   const bool same_kind = d.first->dtype() == d.second->dtype() && shape == d.second->shape();
-  std::string text = same_kind ? fmt::format("{} {}: ", d.key, TypeText(*d.first))
+  std::string text = same_kind ? fmt::format("{} {}: ", d.key, TensorTypeText(*d.first))
                                : fmt::format("{}: {}", d.key, d.reason);
   if (d.values) return text + (same_kind ? "" : "; ") + ValuesText(*d.values, shape);
   if (!same_kind) return text;
@@ -73,7 +73,7 @@ struct Mark {
   Terminal::Colour colour;
 };
 
-Mark MarkOf(Difference::Kind kind) {
+Mark DiffMarkOf(Difference::Kind kind) {
   switch (kind) {
     case Difference::Kind::kAdded:
       return {'+', "added", Terminal::Colour::kGreen};
@@ -86,7 +86,7 @@ Mark MarkOf(Difference::Kind kind) {
 }
 
 void PrintText(const Difference& d, Terminal& terminal) {
-  const Mark mark = MarkOf(d.kind);
+  const Mark mark = DiffMarkOf(d.kind);
   std::string text;
   switch (d.what) {
     case Difference::What::kTensor:
@@ -131,7 +131,7 @@ Json SideJson(const std::optional<TensorMeta>& meta, const std::optional<std::ui
 
 void PrintJson(const Difference& d, Terminal& terminal) {
   static constexpr const char* kWhat[] = {"tensor", "object", "common"};
-  Json json = {{"event", MarkOf(d.kind).word},
+  Json json = {{"event", DiffMarkOf(d.kind).word},
                {"what", kWhat[static_cast<std::size_t>(d.what)]},
                {"key", d.key}};
   if (d.first || d.first_bytes) json["first"] = SideJson(d.first, d.first_bytes);

@@ -20,7 +20,7 @@
 namespace tensormount::tools {
 namespace {
 
-struct Finding {
+struct Diagnosis {
   std::string name;
   bool good = false;
   std::string detail;
@@ -54,7 +54,7 @@ std::string Which(const std::string& command) {
   return "";
 }
 
-Finding Fuse() {
+Diagnosis Fuse() {
   const int fd = open("/dev/fuse", O_RDWR | O_CLOEXEC);
   if (fd >= 0) {
     close(fd);
@@ -66,7 +66,7 @@ Finding Fuse() {
                 : "load the module with `modprobe fuse`; in a container pass --device /dev/fuse"};
 }
 
-Finding Fusermount() {
+Diagnosis Fusermount() {
   const std::string path = Which("fusermount3");
   if (!path.empty()) return {"fusermount3", true, path, ""};
   return {"fusermount3", geteuid() == 0,
@@ -76,7 +76,7 @@ Finding Fusermount() {
 
 // Whether the kernel can be asked to read files of a mount itself. Only a mount finds out for sure:
 // the kernel may be built without it.
-Finding Passthrough() {
+Diagnosis Passthrough() {
   if (!KernelAtLeast(6, 9)) {
     return {"passthrough", false, "needs Linux 6.9",
             "mounts work without it: the daemon reads for programs, at about half the speed"};
@@ -92,7 +92,7 @@ Finding Passthrough() {
 }
 
 // Tries what the store asks of a filesystem, in a folder of its own that it removes.
-void FileSystemFeatures(const std::string& directory, std::vector<Finding>& out) {
+void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& out) {
   FileSystem& fs = HostFileSystem();
   const std::string probe =
       JoinPath(directory, fmt::format(".tensormount-doctor-{}", static_cast<int>(getpid())));
@@ -138,7 +138,7 @@ void FileSystemFeatures(const std::string& directory, std::vector<Finding>& out)
 }  // namespace
 
 int RunDoctor(const DoctorArgs& args, Terminal& terminal) {
-  std::vector<Finding> findings;
+  std::vector<Diagnosis> findings;
   findings.push_back({"kernel", true, KernelRelease(), ""});
   findings.push_back(Fuse());
   findings.push_back(Fusermount());
@@ -159,7 +159,7 @@ int RunDoctor(const DoctorArgs& args, Terminal& terminal) {
   FileSystemFeatures(args.directory, findings);
 
   bool usable = true;
-  for (const Finding& finding : findings) {
+  for (const Diagnosis& finding : findings) {
     if (terminal.json) {
       terminal.Json(nlohmann::ordered_json{{"name", finding.name},
                                            {"good", finding.good},

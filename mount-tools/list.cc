@@ -14,15 +14,15 @@
 namespace tensormount::tools {
 namespace {
 
-std::vector<std::int64_t> ShapeOf(const TensorEntry& tensor) {
+std::vector<std::int64_t> ShapeVector(const TensorEntry& tensor) {
   return {tensor.meta.shape().begin(), tensor.meta.shape().end()};
 }
 
 nlohmann::ordered_json TensorJson(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor) {
   nlohmann::ordered_json json = {
-      {"key", tensor.meta.key()}, {"dtype", InfoOf(tensor.meta.dtype()).name},
-      {"shape", ShapeOf(tensor)}, {"bytes", tensor.meta.bytes()},
-      {"chunks", tensor.chunks},  {"placement", PlacementOf(checkpoint, tensor)}};
+      {"key", tensor.meta.key()},     {"dtype", InfoOf(tensor.meta.dtype()).name},
+      {"shape", ShapeVector(tensor)}, {"bytes", tensor.meta.bytes()},
+      {"chunks", tensor.chunks},      {"placement", PlacementOf(checkpoint, tensor)}};
   if (tensor.has_digest) json["digest"] = DigestHex(tensor.digest);
   return json;
 }

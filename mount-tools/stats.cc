@@ -80,7 +80,7 @@ Result<std::string> ReadControl(const std::string& path) {
   return text;
 }
 
-Result<Json> ReadStats(const std::string& mount_point) {
+Result<Json> ReadMountStats(const std::string& mount_point) {
   if (!fs::IsMountPoint(mount_point)) {
     return Status(Code::kInvalidArgument, fmt::format("{}: nothing is mounted here", mount_point));
   }
@@ -163,7 +163,7 @@ int RunStats(const StatsArgs& args, Terminal& terminal) {
   std::optional<Json> before;
   Clock::time_point last;
   for (int round = 0;; ++round) {
-    auto stats = ReadStats(args.mount_point);
+    auto stats = ReadMountStats(args.mount_point);
     if (!stats.ok()) {
       const bool dead = stats.status().ToErrno() == ENOTCONN;
       return terminal.Fail(stats.status(),

@@ -185,7 +185,7 @@ void Shuffle(std::vector<T>& items, Generator& random) {
   }
 }
 
-void Fill(const Layout& layout, RegionSet& set) {
+void FillSet(const Layout& layout, RegionSet& set) {
   set.Reset(layout.shape);
   set.Reserve(layout.boxes.size() + layout.flats.size());
   std::uint32_t owner = 0;
@@ -202,7 +202,7 @@ void Fill(const Layout& layout, RegionSet& set) {
 
 RegionSet SetOf(const Layout& layout) {
   RegionSet set;
-  Fill(layout, set);
+  FillSet(layout, set);
   return set;
 }
 
@@ -220,7 +220,7 @@ bool VolumesFit(const Layout& layout) {
   return sum == CheckedProduct(layout.shape).value_or(-1);
 }
 
-bool Overlap(const Plain& a, const Plain& b, int rank) {
+bool PlainOverlap(const Plain& a, const Plain& b, int rank) {
   for (int k = 0; k < rank; ++k) {
     if (a.low[k] >= b.high[k] || b.low[k] >= a.high[k]) return false;
   }
@@ -233,7 +233,7 @@ bool PairsAreFine(const Layout& layout) {
   bool fine = VolumesFit(layout);
   for (std::size_t i = 0; i < boxes.size(); ++i) {
     for (std::size_t j = 0; j < i; ++j) {
-      if (Overlap(boxes[i], boxes[j], rank)) fine = false;
+      if (PlainOverlap(boxes[i], boxes[j], rank)) fine = false;
     }
   }
   return fine;
@@ -262,7 +262,7 @@ bool LongestAxisSweepIsFine(const Layout& layout) {
     active.erase(active.begin(), std::upper_bound(active.begin(), active.end(),
                                                   Active{box.low[axis], ~std::uint32_t{0}}));
     for (const Active& other : active) {
-      if (Overlap(box, boxes[other.second], rank)) fine = false;
+      if (PlainOverlap(box, boxes[other.second], rank)) fine = false;
     }
     const Active entry{box.high[axis], i};
     active.insert(std::upper_bound(active.begin(), active.end(), entry), entry);
@@ -319,7 +319,7 @@ void Run(const Options& options, const Layout& layout, bool shuffled, bool other
   for (int round = 0; round < options.rounds; ++round) {
     fill.push_back(Milliseconds(
         [&] {
-          Fill(layout, filled);
+          FillSet(layout, filled);
           return filled.size() == set.size();
         },
         true, "fill"));

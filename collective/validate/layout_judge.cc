@@ -13,7 +13,7 @@
 namespace tensormount {
 namespace {
 
-using Tensor = LayoutTable::Rep::Tensor;
+using TableTensor = LayoutTable::Rep::Tensor;
 using Object = LayoutTable::Rep::Object;
 constexpr std::uint32_t kNone = LayoutTable::Rep::kNone;
 
@@ -38,7 +38,7 @@ class Judge {
     std::size_t k = 0;
     std::size_t o = 0;
     while (k < keys.size() || o < objects.size()) {
-      const Tensor* tensor = k < keys.size() ? &table_.tensors[keys[k]] : nullptr;
+      const TableTensor* tensor = k < keys.size() ? &table_.tensors[keys[k]] : nullptr;
       const Object* object = o < objects.size() ? &table_.objects[objects[o]] : nullptr;
       int order = 0;  // Which of the two keys comes first.
       if (tensor == nullptr || object == nullptr) {
@@ -110,12 +110,12 @@ class Judge {
     const std::span<const int> ranks = table_.RanksOf(layout);
     to.insert(to.end(), ranks.begin(), ranks.end());
   }
-  std::vector<int> Namers(const Tensor& tensor) const {
+  std::vector<int> Namers(const TableTensor& tensor) const {
     std::vector<int> ranks;
     for (const std::uint32_t layout : tensor.namers) AddRanks(layout, ranks);
     return ranks;
   }
-  std::vector<int> Both(const Tensor& tensor, const Object& object) const {
+  std::vector<int> Both(const TableTensor& tensor, const Object& object) const {
     std::vector<int> ranks = Namers(tensor);
     AddRanks(object.layout, ranks);
     return ranks;
@@ -123,11 +123,11 @@ class Judge {
 
   // ---- Tensors -------------------------------------------------------------------------------
 
-  void JudgeTensor(const Tensor& first) {
+  void JudgeTensor(const TableTensor& first) {
     ++report_.tensors;
     report_.bytes = CheckedAdd(report_.bytes, first.meta.bytes()).value_or(UINT64_MAX);
-    const Tensor* tensor = &first;
-    Tensor joined;
+    const TableTensor* tensor = &first;
+    TableTensor joined;
     if (first.variant != kNone) {
       if (!CompareVariants(first)) return;
       joined = Join(first);
@@ -177,7 +177,8 @@ class Judge {
     for (const std::uint32_t claim : groups->of(g)) fn(claim);
   }
 
-  std::vector<int> HoldersOf(const Tensor& tensor, std::uint32_t g, const Groups* groups) const {
+  std::vector<int> HoldersOf(const TableTensor& tensor, std::uint32_t g,
+                             const Groups* groups) const {
     std::vector<int> ranks;
     ForEachClaim(g, groups,
                  [&](std::uint32_t claim) { AddRanks(tensor.regions.owner(claim), ranks); });
@@ -186,7 +187,7 @@ class Judge {
     return ranks;
   }
 
-  void CountReplicas(const Tensor& tensor, const Groups* groups) {
+  void CountReplicas(const TableTensor& tensor, const Groups* groups) {
     const std::uint64_t bits = tensor.meta.bits();
     const auto add = [&](std::size_t claim, std::uint64_t extra) {
       if (extra == 0) return;
@@ -211,21 +212,21 @@ class Judge {
     }
   }
   // Whether a layout of several ranks has it.
-  bool AnyShared(const Tensor& tensor) const {
+  bool AnyShared(const TableTensor& tensor) const {
     return table_.ranks.size() != table_.layouts() &&
            std::any_of(tensor.namers.begin(), tensor.namers.end(),
                        [&](std::uint32_t layout) { return table_.RanksOf(layout).size() > 1; });
   }
 
   // False where shapes differ, so that regions of the key cannot be compared.
-  bool CompareVariants(const Tensor& first) {
+  bool CompareVariants(const TableTensor& first) {
     bool same_shape = true;
     for (std::uint32_t v = first.variant; v != kNone; v = table_.tensors[v].variant) {
-      const Tensor& other = table_.tensors[v];
+      const TableTensor& other = table_.tensors[v];
       // The lower rank is named first.
       const bool in_order = table_.FirstRank(first) <= table_.FirstRank(other);
-      const Tensor& a = in_order ? first : other;
-      const Tensor& b = in_order ? other : first;
+      const TableTensor& a = in_order ? first : other;
+      const TableTensor& b = in_order ? other : first;
       const auto tell = [&](FindingKind kind, const std::string& what, const std::string& of_a,
                             const std::string& of_b) -> Finding& {
         std::vector<int> ranks = Namers(a);
@@ -249,12 +250,12 @@ class Judge {
   }
 
   // All variants as one, for those that differ in dtype only.
-  Tensor Join(const Tensor& first) const {
-    Tensor joined;
+  TableTensor Join(const TableTensor& first) const {
+    TableTensor joined;
     joined.meta = first.meta;
     joined.regions.Reset(first.meta.shape());
     bool labelled = false;
-    for (const Tensor* t = &first;; t = &table_.tensors[t->variant]) {
+    for (const TableTensor* t = &first;; t = &table_.tensors[t->variant]) {
       for (std::size_t i = 0; i < t->regions.size(); ++i) {
         joined.regions.AddFrom(t->regions, i, t->regions.owner(i));
         joined.labels.push_back(t->label(i));
@@ -269,7 +270,7 @@ class Judge {
   }
 
   // The same region twice on one rank.
-  void JudgeTwice(const Tensor& tensor, const RegionSet& distinct, const Groups& groups) {
+  void JudgeTwice(const TableTensor& tensor, const RegionSet& distinct, const Groups& groups) {
     std::vector<std::uint32_t> layouts;
     for (std::uint32_t g = 0; g < distinct.size(); ++g) {
       layouts.clear();
@@ -291,7 +292,7 @@ class Judge {
     }
   }
 
-  void TellCoverage(const Tensor& tensor, const RegionSet& distinct, const Groups& groups,
+  void TellCoverage(const TableTensor& tensor, const RegionSet& distinct, const Groups& groups,
                     const CoverageReport& coverage) {
     // Overlaps of one box are one.
     std::vector<std::size_t> starts;
@@ -361,7 +362,7 @@ class Judge {
   }
 
   // `regions` are distinct ones; without groups the tensor's own.
-  void JudgeLabels(const Tensor& tensor, const RegionSet& regions, const Groups* groups) {
+  void JudgeLabels(const TableTensor& tensor, const RegionSet& regions, const Groups* groups) {
     std::vector<int> labelled;
     std::vector<int> unlabelled;
     for (std::size_t i = 0; i < tensor.regions.size(); ++i) {
@@ -526,7 +527,7 @@ class Judge {
             (more == 0 ? "" : ", nor are " + std::to_string(more) + " others"));
   }
 
-  void JudgeName(const Tensor* tensor, const Object* object) {
+  void JudgeName(const TableTensor* tensor, const Object* object) {
     if (layers_.empty()) return;
     const std::optional<LayerNames::Found> found = layers_.Find(key_);
     if (!found || found->stacked_key == key_) return;

@@ -43,6 +43,7 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
   std::condition_variable ended;
   int on_caller = 1;
   int on_pool = 1;
+  std::chrono::milliseconds give_up_after{};
   int callers = 0;  // Running work now.
   int pool_threads = 0;
   int pool_idle = 0;
@@ -93,7 +94,9 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
   }
 };
 
-BlockingWork::BlockingWork(int on_caller, int on_pool) : core_(std::make_shared<Core>()) {
+BlockingWork::BlockingWork(int on_caller, int on_pool, std::chrono::milliseconds give_up_after)
+    : core_(std::make_shared<Core>()) {
+  core_->give_up_after = give_up_after;
   core_->on_caller = on_caller;
   core_->on_pool = on_pool;
 }
@@ -148,7 +151,7 @@ int BlockingWork::Watch() {
   std::vector<std::shared_ptr<PendingAnswer>> late;
   {
     const std::lock_guard lock(core_->mutex);
-    const Clock::time_point before = Clock::now() - kGiveUpAfter;
+    const Clock::time_point before = Clock::now() - core_->give_up_after;
     for (const auto& answer : core_->active) {
       if (answer->since() < before) late.push_back(answer);
     }

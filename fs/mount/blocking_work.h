@@ -38,11 +38,11 @@ class PendingAnswer {
 // some of it on the calling thread, the rest on a few threads of its own. Thread-safe.
 class BlockingWork {
  public:
-  // A caller that was interrupted is answered by the watchdog after this; before, storage may.
+  // A caller that was interrupted is answered by the watchdog after this long; before, storage may.
   static constexpr std::chrono::milliseconds kGiveUpAfter{2000};
 
   // At most `on_caller` at a time on calling threads and `on_pool` on the pool's; the rest waits.
-  BlockingWork(int on_caller, int on_pool);
+  BlockingWork(int on_caller, int on_pool, std::chrono::milliseconds give_up_after = kGiveUpAfter);
   // Abandons pool threads that are stuck.
   ~BlockingWork();
 

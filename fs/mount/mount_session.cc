@@ -102,8 +102,8 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
       : options_(options),
         readers_(readers),
         vfs_(std::move(vfs)),
-        reads_(readers, kPoolThreads),
-        opens_(0, kOpenThreads),
+        reads_(readers, kPoolThreads, options.give_up_after),
+        opens_(0, kOpenThreads, options.give_up_after),
         shim_(ShimOptions(options, vfs_->source())),
         modes_(
             backing_, [this] { return shim_.passthrough(); }, ModeOptions(options)) {}

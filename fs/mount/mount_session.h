@@ -32,6 +32,8 @@ struct MountOptions {
   int threads = 0;  // That read data, 0: as many as cores, at least 2.
   // As where the kernel cannot map direct files (before Linux 6.6): reads go through its cache.
   bool page_cache = false;
+  // BlockingWork::kGiveUpAfter. Tests set less.
+  std::chrono::milliseconds give_up_after{2000};
 };
 
 // A live mount. Needs the right to mount (root, or fusermount3).

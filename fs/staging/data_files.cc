@@ -13,7 +13,7 @@ constexpr std::size_t kFewFiles = 32;
 // At most about so many are open: older ones are synced early, and closed.
 constexpr std::size_t kManyFiles = 128;
 // A pack of this size is followed by another one.
-constexpr std::uint64_t kPackBytes = std::uint64_t{16} << 30;
+constexpr std::uint64_t kStagedPackBytes = std::uint64_t{16} << 30;
 // Places in a pack: of the widest element.
 constexpr std::uint64_t kPackAlignment = 16;
 
@@ -199,7 +199,7 @@ Result<std::shared_ptr<TensorFile>> DataFiles::OfTensor(const std::string& key) 
 
 Result<DataFiles::Area> DataFiles::Allocate(std::uint64_t bytes) {
   const std::lock_guard lock(pack_mutex_);
-  if (pack_ == nullptr || pack_->condemned() || pack_end_ >= kPackBytes) {
+  if (pack_ == nullptr || pack_->condemned() || pack_end_ >= kStagedPackBytes) {
     TENSORMOUNT_ASSIGN_OR_RETURN(pack_, Create('p', Placement::kPack));
     pack_end_ = 0;
   }

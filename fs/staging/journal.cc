@@ -20,7 +20,7 @@ constexpr std::size_t kWindowBytes = std::size_t{4} << 20;
 
 std::uint64_t Checksum(std::string_view body) { return Xxh3(body).low; }
 
-std::string Frame(std::string_view body) {
+std::string FrameRecord(std::string_view body) {
   ByteWriter out;
   out.String(body);
   out.U64(Checksum(body));
@@ -339,7 +339,7 @@ std::string EncodeMark(std::uint64_t position, std::uint64_t synced) {
   body.U8(kMarkKind);
   body.U64(position);
   body.U64(synced);
-  return Frame(body.bytes());
+  return FrameRecord(body.bytes());
 }
 
 std::string EncodeRecord(const JournalRecord& record) {
@@ -396,7 +396,7 @@ std::string EncodeRecord(const JournalRecord& record) {
       out.String(std::string_view(record.reason).substr(0, kMaxReasonBytes));
       break;
   }
-  return Frame(out.bytes());
+  return FrameRecord(out.bytes());
 }
 
 Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {

@@ -24,7 +24,7 @@ bool IsDataFile(const std::string& name) {
 }
 
 // What later ranges of a target leave of earlier ones. Only for extents of one run.
-class RangeMap {
+class ExtentRanges {
  public:
   void Forget(std::uint64_t begin, std::uint64_t end) {
     if (begin >= end) return;
@@ -122,7 +122,7 @@ class TargetPieces {
   }
 
   Status AddRanges() {
-    RangeMap ranges;
+    ExtentRanges ranges;
     for (const auto& [sequence, record] : target_.records) {
       if (record->kind == JournalRecord::Kind::kForget) {
         ranges.Forget(record->begin, record->end);

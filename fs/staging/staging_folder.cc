@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::array<std::string_view, 4> kFolders = {"journal", "schema", "done", "common"};
 constexpr std::uint64_t kMaxMarkBytes = 64 * 1024;
-constexpr std::uint64_t kMaxCommonBytes = std::uint64_t{1} << 30;
+constexpr std::uint64_t kMaxStagedCommonBytes = std::uint64_t{1} << 30;
 
 std::string Below(const Staging& staging, std::string_view name) {
   return JoinPath(staging.directory, name);
@@ -240,7 +240,8 @@ Result<std::string> ReadCommonJson(FileSystem& fs, const Staging& staging) {
   for (int attempt = 0; attempt < 16; ++attempt) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<NumberedFile> files, ListNumbered(fs, folder));
     if (files.empty()) return std::string();
-    Result<std::string> text = fs.ReadFile(JoinPath(folder, files.back().name), kMaxCommonBytes);
+    Result<std::string> text =
+        fs.ReadFile(JoinPath(folder, files.back().name), kMaxStagedCommonBytes);
     // A later one has taken its place since we looked.
     if (text.status().code() != Code::kNotFound) return text;
   }

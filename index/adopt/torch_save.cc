@@ -21,7 +21,7 @@
 namespace tensormount {
 namespace {
 
-constexpr std::string_view kIndexName = "pytorch_model.bin.index.json";
+constexpr std::string_view kTorchIndexName = "pytorch_model.bin.index.json";
 constexpr std::string_view kSingleName = "pytorch_model.bin";
 constexpr std::string_view kRankFolder = "mp_rank_";
 constexpr std::array<std::string_view, 2> kRankModels = {"model_optim_rng.pt", "model_rng.pt"};
@@ -110,7 +110,8 @@ class TorchSaveReader {
 
   // The form of several files: which tensor stands in which.
   Status AddIndexed() {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, folder_.ReadFile(kIndexName, kMaxIndex));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
+                                 folder_.ReadFile(kTorchIndexName, kMaxIndex));
     std::map<std::string, std::vector<std::string>> files;
     const auto rest = ParseStrictJson(
         text, "weight_map", [&](const std::string& key, const nlohmann::json& file) {
@@ -120,9 +121,10 @@ class TorchSaveReader {
           files[file.get<std::string>()].push_back(key);
           return Status();
         });
-    if (!rest.ok()) return rest.status().WithContext(folder_.Shown(kIndexName));
+    if (!rest.ok()) return rest.status().WithContext(folder_.Shown(kTorchIndexName));
     if (!rest.value().contains("weight_map") || !rest.value()["weight_map"].is_object()) {
-      return Status(Code::kDataLoss, folder_.Shown(kIndexName) + ": has no object 'weight_map'");
+      return Status(Code::kDataLoss,
+                    folder_.Shown(kTorchIndexName) + ": has no object 'weight_map'");
     }
     for (const auto& [name, keys] : files) {
       const Status status = AddFile(name, "");
@@ -219,7 +221,7 @@ class TorchSave : public ForeignFormat {
 
   bool Probe(const ForeignFolder& folder) const override {
     if (folder.file().empty()) {
-      return folder.Has(kIndexName) || folder.Has(kSingleName) || !RankFolders(folder).empty();
+      return folder.Has(kTorchIndexName) || folder.Has(kSingleName) || !RankFolders(folder).empty();
     }
     for (const std::string_view end : {".pt", ".pth", ".bin", ".ckpt"}) {
       if (folder.file().ends_with(end)) {
@@ -240,7 +242,7 @@ class TorchSave : public ForeignFormat {
   static Status ReadAll(const ForeignFolder& folder, ForeignBuilder& builder,
                         TorchSaveReader& reader) {
     if (!folder.file().empty()) return reader.AddFile(folder.file(), "");
-    if (folder.Has(kIndexName)) return reader.AddIndexed();
+    if (folder.Has(kTorchIndexName)) return reader.AddIndexed();
     if (folder.Has(kSingleName)) return reader.AddFile(std::string(kSingleName), "");
     builder.SetProducer("megatron-lm");
     return reader.AddRankFolders(RankFolders(folder));

@@ -33,7 +33,7 @@ std::size_t At(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 // Calls fn(coordinates) for every element of a box, in row-major order.
 template <typename Fn>
-void ForEachElement(const Box& box, Fn fn) {
+void ForEachAt(const Box& box, Fn fn) {
   if (box.empty()) return;
   Dims at = box.begin();
   while (true) {
@@ -124,7 +124,7 @@ void HandMade::Add(const std::string& key, DType dtype, const Dims& shape,
     std::int64_t packed = 0;
     std::int64_t end = 0;
     for (const Box& box : window.region.Boxes()) {
-      ForEachElement(box, [&](const Dims& at) {
+      ForEachAt(box, [&](const Dims& at) {
         std::int64_t from = packed++ * element;
         if (window.strides.rank() > 0) {
           from = 0;
@@ -236,7 +236,7 @@ void CompareWithHandMade(Random& random, const OpenedCheckpoint& opened, const H
       }
       const Box box = Box::Make(begin, extent).value();
       std::string want;
-      ForEachElement(box, [&, bytes = bytes](const Dims& at) {
+      ForEachAt(box, [&, bytes = bytes](const Dims& at) {
         want.append(bytes, Linear(at, shape) * element, element);
       });
       std::string got(want.size(), '?');

@@ -19,7 +19,9 @@ std::string Golden(const std::string& name) {
   return SourcePath("tests/golden/foreign/torch-save-2.13/" + name);
 }
 
-CommonValues CommonOf(const Adopted& adopted) { return adopted->index().CommonRecords().value(); }
+CommonValues AdoptedCommon(const Adopted& adopted) {
+  return adopted->index().CommonRecords().value();
+}
 
 TEST(TorchSaveTest, TensorsOfPyTorch213) {
   const auto adopted = Adopt(TorchSaveFormat(), Golden("nested.pt"));
@@ -66,7 +68,7 @@ TEST(TorchSaveTest, TensorsOfPyTorch213) {
 TEST(TorchSaveTest, EverythingElseIsCommon) {
   const auto adopted = Adopt(TorchSaveFormat(), Golden("nested.pt"));
   ASSERT_OK(adopted);
-  const CommonValues common = CommonOf(adopted.value());
+  const CommonValues common = AdoptedCommon(adopted.value());
   std::vector<std::string> names;
   for (const auto& [name, value] : common) names.push_back(name);
   EXPECT_THAT(names,
@@ -102,11 +104,11 @@ TEST(TorchSaveTest, RootsThatAreNoDict) {
   ExpectCells(alone.value(), "alone.weights", DType::kF32, {3, 2});
   const auto number = Adopt(TorchSaveFormat(), Golden("number.pt"));
   ASSERT_OK(number);
-  EXPECT_EQ(CommonOf(number.value()).at("number"), CommonValue(17));
+  EXPECT_EQ(AdoptedCommon(number.value()).at("number"), CommonValue(17));
   const auto plain = Adopt(TorchSaveFormat(), Golden("plain.bin"));
   ASSERT_OK(plain);
   EXPECT_THAT(KeysOf(plain.value()), IsEmpty());
-  const CommonValues common = CommonOf(plain.value());
+  const CommonValues common = AdoptedCommon(plain.value());
   EXPECT_EQ(common.size(), 3u);
   EXPECT_EQ(common.at("epoch"), CommonValue(4));
   EXPECT_EQ(common.at("5"), CommonValue());
@@ -147,7 +149,7 @@ TEST(TorchSaveTest, MegatronsRankFolders) {
   ExpectCells(adopted.value(), "mp_rank_00/model.language_model.w", DType::kF32, {3, 1});
   ExpectCells(adopted.value(), "mp_rank_01/model.language_model.w", DType::kF32, {3, 2});
   ExpectCells(adopted.value(), "mp_rank_01/distrib_optim/0.param", DType::kF32, {6});
-  const CommonValues common = CommonOf(adopted.value());
+  const CommonValues common = AdoptedCommon(adopted.value());
   EXPECT_EQ(common.at("mp_rank_01/iteration"), CommonValue(10));
   EXPECT_EQ(common.at("mp_rank_00/args").At("tensor_model_parallel_size").value(), CommonValue(2));
 }
@@ -223,7 +225,7 @@ TEST(TorchSaveTest, LongTextsAndKeysThatAreSaidAgainAreBounded) {
   PutFile(dir.Join("shared.pt"), Archive(shared + "u."));
   const auto adopted = Adopt(TorchSaveFormat(), dir.Join("shared.pt"));
   ASSERT_OK(adopted);
-  EXPECT_LT(CommonOf(adopted.value()).size(), 1000u);
+  EXPECT_LT(AdoptedCommon(adopted.value()).size(), 1000u);
   EXPECT_THAT(WarningsOf(adopted.value()), HasSubstr("left out: it is no plain data, or too much"));
   // Dicts 100 deep below one long key each time.
   std::string deep = std::string("\x80\x02N0", 4) + Kept(1 << 20, 1) + "0";
@@ -232,7 +234,7 @@ TEST(TorchSaveTest, LongTextsAndKeysThatAreSaidAgainAreBounded) {
   PutFile(dir.Join("deep.pt"), Archive(deep));
   const auto long_names = Adopt(TorchSaveFormat(), dir.Join("deep.pt"));
   ASSERT_OK(long_names);
-  EXPECT_TRUE(CommonOf(long_names.value()).empty());
+  EXPECT_TRUE(AdoptedCommon(long_names.value()).empty());
   EXPECT_LT(WarningsOf(long_names.value()).size(), 10000u);
   // Keys of 1000 letters: two of them go, three do not.
   const auto text = [](const std::string& t) {
@@ -246,7 +248,7 @@ TEST(TorchSaveTest, LongTextsAndKeysThatAreSaidAgainAreBounded) {
   PutFile(dir.Join("three.pt"), Archive(three));
   const auto kept = Adopt(TorchSaveFormat(), dir.Join("three.pt"));
   ASSERT_OK(kept);
-  const CommonValues common = CommonOf(kept.value());
+  const CommonValues common = AdoptedCommon(kept.value());
   ASSERT_EQ(common.size(), 2u) << WarningsOf(kept.value());
   EXPECT_TRUE(common.contains("torch.planner_data"));
   EXPECT_EQ(common.begin()->first.size(), 1002u);
@@ -257,7 +259,7 @@ TEST(TorchSaveTest, LongTextsAndKeysThatAreSaidAgainAreBounded) {
   PutFile(dir.Join("again.pt"), Archive(again + "u."));
   const auto once = Adopt(TorchSaveFormat(), dir.Join("again.pt"));
   ASSERT_OK(once);
-  EXPECT_LT(CommonOf(once.value()).size(), 16u);
+  EXPECT_LT(AdoptedCommon(once.value()).size(), 16u);
 }
 
 // Whom the whole table of formats gives a source to.

@@ -6,6 +6,7 @@ A mark is a header with magic, length, offset and checksum at every `interval` b
 or missing is found. An odd interval makes every read begin and end at odd offsets.
 """
 
+import concurrent.futures
 import json
 
 import clients
@@ -40,14 +41,15 @@ class Fio(clients.ClientTest):
     def read_back(self, path, interval, kind, access, direct):
         """By four processes at once, each its quarter, in blocks of several sizes."""
         quarter = interval * (ROWS // 4)
-        command = ["fio", "--output-format=json", "--output=fio.json", "--readonly"]
+        output = f"fio-{kind}-{access}.json"
+        command = ["fio", "--output-format=json", f"--output={output}", "--readonly"]
         for i, blocks in enumerate((1, 4, 16, 64)):
             command += [f"--name=process{i}", f"--filename={path}", f"--rw={access}", "--ioengine=psync",
                         f"--bs={interval * blocks}", f"--offset={quarter * i}", f"--size={quarter}",
                         f"--verify={kind}", f"--verify_interval={interval}", "--verify_fatal=1",
                         f"--direct={direct}", "--allow_file_create=0", "--randseed=7"]
         done = self.sh(*command, expect=None)
-        text = (self.dir / "fio.json").read_text()
+        text = (self.dir / output).read_text()
         self.assertIn("{", text, f"{command}\n{done}{text}")
         jobs = json.loads(text[text.index("{"):])["jobs"]
         self.assertEqual([(job["error"], job["read"]["io_bytes"]) for job in jobs], [(0, quarter)] * 4,
@@ -59,11 +61,16 @@ class Fio(clients.ClientTest):
         with self.mounted(self.store) as mnt:
             for i, name in enumerate(RULES):
                 with self.subTest(shard=name):
-                    for access in ["read", "randread"]:
-                        tensors = mnt / f"step-{i}" / "tensors"
-                        self.read_back(tensors / "even", EVEN, "crc32c", access, direct)
-                        if not direct:  # Which wants even offsets.
-                            self.read_back(tensors / "odd", ODD, "xxhash", access, 0)
+                    tensors = mnt / f"step-{i}" / "tensors"
+                    # Beside each other: fio mostly waits for its own processes.
+                    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                        readings = []
+                        for access in ["read", "randread"]:
+                            readings.append(pool.submit(self.read_back, tensors / "even", EVEN, "crc32c", access, direct))
+                            if not direct:  # Which wants even offsets.
+                                readings.append(pool.submit(self.read_back, tensors / "odd", ODD, "xxhash", access, 0))
+                    for reading in readings:
+                        reading.result()
 
     def test_through_the_page_cache(self):
         self.run_all([], 0)

@@ -66,7 +66,7 @@ struct Step {
   bool throws = false;
 };
 
-std::string BytesOf(const RandomTensor& tensor, std::uint64_t version) {
+std::string VersionBytes(const RandomTensor& tensor, std::uint64_t version) {
   const std::size_t size =
       static_cast<std::size_t>(CheckedProduct(tensor.shape).value()) * tensor.element_bytes();
   return Random(Xxh3Low64(tensor.key) + version).Bytes(size);
@@ -269,7 +269,7 @@ class StressJob {
     for (std::size_t t = 0; t < layout.tensors.size(); ++t) {
       if (t == 0 && troubled && step.trouble == Trouble::kHole) continue;
       RandomTensor tensor = layout.tensors[t];
-      tensor.bytes = BytesOf(tensor, step.version);
+      tensor.bytes = VersionBytes(tensor, step.version);
       RandomTensor other = tensor;
       for (char& c : other.bytes) c = static_cast<char>(c + 1);
       for (std::size_t i = 0; i < layout.pieces[t][r].size(); ++i) {
@@ -379,7 +379,7 @@ class StressJob {
     for (const RandomTensor& tensor : layout.tensors) {
       const auto at = all.find(tensor.key);
       ASSERT_TRUE(at != all.end()) << tensor.key;
-      EXPECT_TRUE(at->second == BytesOf(tensor, step.version)) << tensor.key;
+      EXPECT_TRUE(at->second == VersionBytes(tensor, step.version)) << tensor.key;
     }
     if (std::count(layout.has_object.begin(), layout.has_object.end(), true) > 0) {
       EXPECT_EQ(checkpoint.object("same").value(), ObjectOf("same", step.version));

@@ -15,7 +15,7 @@ namespace tensormount {
 // For tests in which nobody fails: nothing that a loaded machine does may reach these.
 inline constexpr Timeouts kPatient{std::chrono::seconds(60), std::chrono::seconds(120)};
 // For tests in which a rank dies or stops.
-inline constexpr Timeouts kWatchful{std::chrono::milliseconds(2000), std::chrono::seconds(60)};
+inline constexpr Timeouts kWatchful{std::chrono::milliseconds(1000), std::chrono::seconds(60)};
 // Nobody is let wait longer than its deadline and this.
 inline constexpr std::chrono::seconds kMargin{10};
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -64,14 +65,26 @@ TEST(CollectiveForkTest, ADeadOrStoppedRankIsNamedByAllInEveryOperation) {
       {0, SIGSTOP, kSawFailure + static_cast<int>(Code::kDeadlineExceeded)},
       {2, SIGSTOP, kSawFailure + static_cast<int>(Code::kDeadlineExceeded)},
   };
-  for (const Victim& v : victims) {
-    std::vector<std::unique_ptr<ForkedGroup>> groups;
+  // The groups of the next victim start while those of a stopped one wait for its deadline.
+  std::vector<std::vector<std::unique_ptr<ForkedGroup>>> started(victims.size());
+  const auto start = [&](std::size_t i) {
     for (int op = 0; op < kOperations; ++op) {
+      const Victim& v = victims[i];
       ASSERT_OK_AND_ASSIGN(auto group, ForkedGroup::Start(kRanks, [&](Communicator& comm) {
                              return WatchVictim(comm, static_cast<Operation>(op), v.rank, v.signal);
                            }));
-      groups.push_back(std::move(group));
+      started[i].push_back(std::move(group));
     }
+  };
+  for (std::size_t i = 0; i < victims.size(); ++i) {
+    const Victim& v = victims[i];
+    const std::size_t ahead = v.signal == SIGSTOP ? std::min(i + 2, victims.size()) : i + 1;
+    for (std::size_t n = i; n < ahead; ++n) {
+      if (started[n].empty()) {
+        ASSERT_NO_FATAL_FAILURE(start(n));
+      }
+    }
+    std::vector<std::unique_ptr<ForkedGroup>> groups = std::move(started[i]);
     for (int op = 0; op < kOperations; ++op) {
       SCOPED_TRACE("operation " + std::to_string(op) + ", victim " + std::to_string(v.rank) +
                    ", signal " + std::to_string(v.signal));

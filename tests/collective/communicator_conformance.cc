@@ -20,14 +20,14 @@
 namespace tensormount {
 namespace {
 
-using Bytes = std::vector<std::byte>;
+using ByteVector = std::vector<std::byte>;
 using Request = Communicator::Request;
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kMiB = 1 << 20;
 
-Bytes Pattern(std::size_t size, int from, std::size_t index) {
-  Bytes out(size);
+ByteVector Pattern(std::size_t size, int from, std::size_t index) {
+  ByteVector out(size);
   std::uint32_t x = static_cast<std::uint32_t>(from * 7919 + static_cast<int>(index) * 104729 + 1);
   for (std::byte& b : out) {
     x = x * 1664525u + 1013904223u;
@@ -36,7 +36,7 @@ Bytes Pattern(std::size_t size, int from, std::size_t index) {
   return out;
 }
 
-BufferView View(Bytes& bytes) {
+BufferView View(ByteVector& bytes) {
   return BufferView::Host(DType::kU8, bytes.data(), Dims{static_cast<std::int64_t>(bytes.size())});
 }
 
@@ -65,13 +65,13 @@ Status WaitAll(Communicator& comm, const std::vector<Request>& requests) {
   return {};
 }
 
-Status SendNow(Communicator& comm, int to, std::uint32_t tag, Bytes bytes) {
+Status SendNow(Communicator& comm, int to, std::uint32_t tag, ByteVector bytes) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Request r, comm.Send(to, tag, View(bytes)));
   return Wait(comm, r);
 }
 
-Status ReceiveNow(Communicator& comm, int from, std::uint32_t tag, const Bytes& expected) {
-  Bytes got(expected.size(), std::byte{0x5a});
+Status ReceiveNow(Communicator& comm, int from, std::uint32_t tag, const ByteVector& expected) {
+  ByteVector got(expected.size(), std::byte{0x5a});
   TENSORMOUNT_ASSIGN_OR_RETURN(const Request r, comm.Receive(from, tag, View(got)));
   TENSORMOUNT_RETURN_IF_ERROR(Wait(comm, r));
   CONFORM(got == expected);
@@ -85,12 +85,12 @@ Status SizesArriveInOrder(Communicator& comm) {
                                           3,    2048,  kMiB - 1, 512 << 10, (512 << 10) + 1};
   const int to = (comm.rank() + 1) % comm.size();
   const int from = (comm.rank() + comm.size() - 1) % comm.size();
-  std::vector<Bytes> out;
-  std::vector<Bytes> in;
+  std::vector<ByteVector> out;
+  std::vector<ByteVector> in;
   std::vector<Request> requests;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     out.push_back(Pattern(sizes[i], comm.rank(), i));
-    in.push_back(Bytes(sizes[i]));
+    in.push_back(ByteVector(sizes[i]));
   }
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Request r, comm.Receive(from, 100, View(in[i])));
@@ -110,8 +110,8 @@ Status ManyOutstandingToEverybody(Communicator& comm) {
   const auto size_of = [](std::size_t i) -> std::size_t {
     return i % 40 == 39 ? 200'000 + i : (i * 37) % 900;
   };
-  std::vector<Bytes> out;
-  std::vector<Bytes> in(n * kMessages);
+  std::vector<ByteVector> out;
+  std::vector<ByteVector> in(n * kMessages);
   std::vector<Request> requests;
   for (std::size_t i = 0; i < kMessages; ++i) out.push_back(Pattern(size_of(i), comm.rank(), i));
   for (std::size_t i = 0; i < kMessages; ++i) {
@@ -123,7 +123,7 @@ Status ManyOutstandingToEverybody(Communicator& comm) {
   }
   for (std::size_t from = 0; from < n; ++from) {
     for (std::size_t i = 0; i < kMessages; ++i) {
-      Bytes& b = in[from * kMessages + i];
+      ByteVector& b = in[from * kMessages + i];
       b.resize(size_of(i));
       TENSORMOUNT_ASSIGN_OR_RETURN(const Request r,
                                    comm.Receive(static_cast<int>(from), 200, View(b)));
@@ -143,7 +143,7 @@ Status ManyOutstandingToEverybody(Communicator& comm) {
 Status TagsDoNotBlockEachOther(Communicator& comm) {
   if (comm.rank() > 1) return {};
   if (comm.rank() == 0) {
-    std::vector<Bytes> out;
+    std::vector<ByteVector> out;
     std::vector<Request> requests;
     for (std::size_t tag = 0; tag < 6; ++tag) {
       out.push_back(Pattern(tag % 2 == 0 ? 2 * kMiB : 100, 0, tag));
@@ -167,23 +167,23 @@ Status LateReceiverGetsAll(Communicator& comm) {
   if (comm.rank() > 1) return {};
   for (std::size_t burst = 0; burst < 3; ++burst) {
     if (comm.rank() == 0) {
-      std::vector<Bytes> out;
+      std::vector<ByteVector> out;
       std::vector<Request> requests;
       for (std::size_t i = 0; i < kMessages; ++i)
         out.push_back(Pattern(3000 + i % 3, 0, i + burst));
-      for (Bytes& b : out) {
+      for (ByteVector& b : out) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const Request s, comm.Send(1, 400, View(b)));
         requests.push_back(s);
       }
       TENSORMOUNT_RETURN_IF_ERROR(WaitAll(comm, requests));
-      TENSORMOUNT_RETURN_IF_ERROR(ReceiveNow(comm, 1, 401, Bytes(1)));
+      TENSORMOUNT_RETURN_IF_ERROR(ReceiveNow(comm, 1, 401, ByteVector(1)));
       continue;
     }
     TENSORMOUNT_RETURN_IF_ERROR(ProgressFor(comm, std::chrono::milliseconds(30)));
     for (std::size_t i = 0; i < kMessages; ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(ReceiveNow(comm, 0, 400, Pattern(3000 + i % 3, 0, i + burst)));
     }
-    TENSORMOUNT_RETURN_IF_ERROR(SendNow(comm, 0, 401, Bytes(1)));
+    TENSORMOUNT_RETURN_IF_ERROR(SendNow(comm, 0, 401, ByteVector(1)));
   }
   return {};
 }
@@ -209,7 +209,7 @@ Status WrongSizeIsDataLoss(Communicator& comm) {
       TENSORMOUNT_RETURN_IF_ERROR(SendNow(comm, 1, 500, Pattern(100, 0, i)));
       continue;
     }
-    Bytes got(pairs[i].wanted);
+    ByteVector got(pairs[i].wanted);
     TENSORMOUNT_ASSIGN_OR_RETURN(const Request r, comm.Receive(0, 500, View(got)));
     const Status status = Wait(comm, r);
     CONFORM(status.code() == Code::kDataLoss);
@@ -220,7 +220,7 @@ Status WrongSizeIsDataLoss(Communicator& comm) {
 }
 
 Status WhatCannotBeIsRefused(Communicator& comm) {
-  Bytes bytes(16);
+  ByteVector bytes(16);
   const auto code = [](const auto& result) { return result.status().code(); };
   CONFORM(code(comm.Send(-1, 0, View(bytes))) == Code::kInvalidArgument);
   CONFORM(code(comm.Send(comm.size(), 0, View(bytes))) == Code::kInvalidArgument);
@@ -243,8 +243,8 @@ Status WhatCannotBeIsRefused(Communicator& comm) {
 
 Status ARankReachesItself(Communicator& comm) {
   for (const std::size_t size : {std::size_t{0}, std::size_t{33}, 2 * kMiB}) {
-    Bytes out = Pattern(size, comm.rank(), 1);
-    Bytes in(size);
+    ByteVector out = Pattern(size, comm.rank(), 1);
+    ByteVector in(size);
     TENSORMOUNT_ASSIGN_OR_RETURN(const Request s, comm.Send(comm.rank(), 600, View(out)));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Request r, comm.Receive(comm.rank(), 600, View(in)));
     TENSORMOUNT_RETURN_IF_ERROR(WaitAll(comm, {s, r}));
@@ -271,7 +271,7 @@ Status ElementsAreBytes(Communicator& comm) {
 
 // Rank 0 and the others hear of each other although nobody sends a message.
 Status ProgressIsHeard(Communicator& comm) {
-  const auto until = Clock::now() + std::chrono::milliseconds(400);
+  const auto until = Clock::now() + std::chrono::milliseconds(250);
   while (Clock::now() < until) {
     TENSORMOUNT_RETURN_IF_ERROR(comm.Progress());
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -281,7 +281,7 @@ Status ProgressIsHeard(Communicator& comm) {
   const int last = comm.rank() == 0 ? comm.size() - 1 : 0;
   for (int r = first; r <= last; ++r) {
     const auto give_up = Clock::now() + std::chrono::seconds(30);
-    while (comm.SilentFor(r) > std::chrono::milliseconds(300)) {
+    while (comm.SilentFor(r) > std::chrono::milliseconds(200)) {
       CONFORM(Clock::now() < give_up);
       TENSORMOUNT_RETURN_IF_ERROR(comm.Progress());
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -289,11 +289,11 @@ Status ProgressIsHeard(Communicator& comm) {
   }
   // The others may still want to hear of this one.
   if (comm.rank() != 0) {
-    TENSORMOUNT_RETURN_IF_ERROR(SendNow(comm, 0, 800, Bytes(1)));
+    TENSORMOUNT_RETURN_IF_ERROR(SendNow(comm, 0, 800, ByteVector(1)));
     return ReceiveNow(comm, 0, 800, Pattern(1, 0, 0));
   }
   for (int r = 1; r < comm.size(); ++r) {
-    TENSORMOUNT_RETURN_IF_ERROR(ReceiveNow(comm, r, 800, Bytes(1)));
+    TENSORMOUNT_RETURN_IF_ERROR(ReceiveNow(comm, r, 800, ByteVector(1)));
   }
   for (int r = 1; r < comm.size(); ++r) {
     TENSORMOUNT_RETURN_IF_ERROR(SendNow(comm, r, 800, Pattern(1, 0, 0)));
@@ -339,8 +339,8 @@ Status CancelledMemoryIsFree(Communicator& comm) {
   }
   TENSORMOUNT_RETURN_IF_ERROR(ProgressFor(comm, std::chrono::milliseconds(100)));
   // Other tags still work, so the connection did not lose its place.
-  Bytes out = Pattern(3 * kMiB, comm.rank(), 5);
-  Bytes in(3 * kMiB);
+  ByteVector out = Pattern(3 * kMiB, comm.rank(), 5);
+  ByteVector in(3 * kMiB);
   TENSORMOUNT_ASSIGN_OR_RETURN(const Request s, comm.Send(peer, 901, View(out)));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Request r, comm.Receive(peer, 901, View(in)));
   TENSORMOUNT_RETURN_IF_ERROR(WaitAll(comm, {s, r}));

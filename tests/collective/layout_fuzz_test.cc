@@ -18,7 +18,7 @@
 namespace tensormount {
 namespace {
 
-struct Piece {
+struct HeldPiece {
   Region region;
   Replica replica = Replica::kUnlabelled;
 };
@@ -26,7 +26,7 @@ struct Piece {
 // One tensor over some ranks.
 struct FuzzJob {
   Dims shape;
-  std::vector<std::vector<Piece>> held;  // By rank.
+  std::vector<std::vector<HeldPiece>> held;  // By rank.
   // What a rank takes dtype and shape for; -1: nobody is wrong.
   int odd_rank = -1;
   DType odd_dtype = DType::kF32;
@@ -35,7 +35,7 @@ struct FuzzJob {
   int ranks() const { return static_cast<int>(held.size()); }
 };
 
-Dims RandomShape(Random& random) {
+Dims FuzzShape(Random& random) {
   Dims shape;
   const int rank = static_cast<int>(random.Int(1, 4));
   std::int64_t left = 160;
@@ -72,7 +72,7 @@ void LabelAll(Random& random, FuzzJob& job) {
   if (!random.OneIn(3)) return;
   std::vector<Region> seen;
   for (std::size_t r = job.held.size(); r-- > 0;) {
-    for (Piece& piece : job.held[r]) {
+    for (HeldPiece& piece : job.held[r]) {
       const bool known = std::find(seen.begin(), seen.end(), piece.region) != seen.end();
       piece.replica = known ? Replica::kCopy : Replica::kMain;
       seen.push_back(piece.region);
@@ -85,10 +85,10 @@ FuzzJob SoundJob(Random& random) {
   if (random.OneIn(2)) {
     job = GridJob(random);
   } else {
-    job.shape = RandomShape(random);
+    job.shape = FuzzShape(random);
     const int ranks = static_cast<int>(random.Int(1, 6));
     for (const std::vector<Region>& regions : RandomPartition(random, job.shape, ranks)) {
-      std::vector<Piece>& held = job.held.emplace_back();
+      std::vector<HeldPiece>& held = job.held.emplace_back();
       for (const Region& region : regions) held.push_back({region, Replica::kUnlabelled});
     }
   }
@@ -99,10 +99,10 @@ FuzzJob SoundJob(Random& random) {
 // ---- Faults ---------------------------------------------------------------------------------
 
 // A piece with cells, or null.
-Piece* AnyPiece(Random& random, FuzzJob& job) {
-  std::vector<Piece*> pieces;
-  for (std::vector<Piece>& held : job.held) {
-    for (Piece& piece : held) {
+HeldPiece* AnyPiece(Random& random, FuzzJob& job) {
+  std::vector<HeldPiece*> pieces;
+  for (std::vector<HeldPiece>& held : job.held) {
+    for (HeldPiece& piece : held) {
       if (!piece.region.empty()) pieces.push_back(&piece);
     }
   }
@@ -110,18 +110,18 @@ Piece* AnyPiece(Random& random, FuzzJob& job) {
 }
 
 bool Gap(Random& random, FuzzJob& job) {
-  const Piece* piece = AnyPiece(random, job);
+  const HeldPiece* piece = AnyPiece(random, job);
   if (piece == nullptr) return false;
   const Region gone = piece->region;
-  for (std::vector<Piece>& held : job.held) {
-    std::erase_if(held, [&](const Piece& p) { return p.region == gone; });
+  for (std::vector<HeldPiece>& held : job.held) {
+    std::erase_if(held, [&](const HeldPiece& p) { return p.region == gone; });
   }
   return true;
 }
 
 // One end of a box on one axis moved, or all of it, by one.
 bool Move(Random& random, FuzzJob& job, std::int64_t begin_by, std::int64_t end_by) {
-  Piece* piece = AnyPiece(random, job);
+  HeldPiece* piece = AnyPiece(random, job);
   if (piece == nullptr || piece->region.is_flat()) return false;
   const int axis = static_cast<int>(random.Int(0, job.shape.rank() - 1));
   Dims begin = piece->region.box().begin();
@@ -150,11 +150,11 @@ bool OddMeta(Random& random, FuzzJob& job, bool shape) {
 
 // A state dict refuses ranks that label some shards of a tensor and others not.
 bool Relabel(Random& random, FuzzJob& job) {
-  std::vector<Piece>& held = job.held[static_cast<std::size_t>(random.Int(0, job.ranks() - 1))];
+  std::vector<HeldPiece>& held = job.held[static_cast<std::size_t>(random.Int(0, job.ranks() - 1))];
   if (held.empty()) return false;
   const auto label = static_cast<Replica>(random.Int(0, 2));
   if (random.OneIn(2) || label == Replica::kUnlabelled || held[0].replica == Replica::kUnlabelled) {
-    for (Piece& piece : held) piece.replica = label;
+    for (HeldPiece& piece : held) piece.replica = label;
   } else {
     held[static_cast<std::size_t>(random.Int(0, std::ssize(held) - 1))].replica = label;
   }
@@ -168,7 +168,7 @@ bool MissingRank(Random& random, FuzzJob& job) {
 
 // (i, j) exchanged, of a cell or of the box itself.
 bool Transpose(Random& random, FuzzJob& job) {
-  Piece* piece = AnyPiece(random, job);
+  HeldPiece* piece = AnyPiece(random, job);
   if (piece == nullptr || piece->region.is_flat() || job.shape.rank() < 2) return false;
   Dims begin = piece->region.box().begin();
   Dims extent = piece->region.box().extent();
@@ -243,9 +243,9 @@ Truth TruthOf(const FuzzJob& job) {
   std::set<std::size_t> twice;
   std::size_t labelled = 0;
   std::size_t all = 0;
-  for (const std::vector<Piece>& held : job.held) {
+  for (const std::vector<HeldPiece>& held : job.held) {
     std::set<std::size_t> here;
-    for (const Piece& piece : held) {
+    for (const HeldPiece& piece : held) {
       if (piece.region.empty()) continue;
       const auto g = static_cast<std::size_t>(
           std::find(distinct.begin(), distinct.end(), piece.region) - distinct.begin());
@@ -285,7 +285,7 @@ LayoutReport ReportOf(const FuzzJob& job) {
   LayoutRanks ranks(job.ranks());
   for (int r = 0; r < job.ranks(); ++r) {
     const bool odd = r == job.odd_rank;
-    for (const Piece& piece : job.held[static_cast<std::size_t>(r)]) {
+    for (const HeldPiece& piece : job.held[static_cast<std::size_t>(r)]) {
       ranks.Tensor(r, "w", odd ? job.odd_dtype : DType::kF32, odd ? job.odd_shape : job.shape,
                    piece.region, piece.replica);
     }

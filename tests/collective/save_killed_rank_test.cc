@@ -29,7 +29,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr int kRanks = 4;
-constexpr milliseconds kLiveness{1500};
+constexpr milliseconds kLiveness{1200};
 
 // A tensor file that all share, rank shards by columns, replicas, an object a rank.
 void FillRank(int rank, RankState& state) {
@@ -238,17 +238,17 @@ TEST_F(SaveKilledRankTest, SurvivorsAgreeWithEachOtherAndWithTheDisk) {
   ASSERT_GT(of_writer, 8);
 
   std::vector<Scenario> scenarios;
-  for (const int n : Sample(random, of_coordinator, TestScale(9))) {
-    scenarios.push_back({0, n, SIGKILL});
-  }
-  for (const int n : Sample(random, of_writer, TestScale(4))) scenarios.push_back({2, n, SIGKILL});
   for (const int n : Sample(random, of_coordinator, TestScale(5))) {
     scenarios.push_back({0, n, SIGSTOP});
   }
   for (const int n : Sample(random, of_writer, TestScale(2))) scenarios.push_back({2, n, SIGSTOP});
+  for (const int n : Sample(random, of_coordinator, TestScale(9))) {
+    scenarios.push_back({0, n, SIGKILL});
+  }
+  for (const int n : Sample(random, of_writer, TestScale(4))) scenarios.push_back({2, n, SIGKILL});
 
-  // They mostly wait: several groups at once.
-  constexpr std::size_t kAtOnce = 5;
+  // They mostly wait: several groups at once, those with stopped ranks together.
+  constexpr std::size_t kAtOnce = 7;
   std::vector<Group> groups;
   for (const Scenario& s : scenarios) groups.push_back(NewGroup(s));
   for (std::size_t from = 0; from < groups.size(); from += kAtOnce) {

@@ -24,7 +24,7 @@ using testing::ElementsAre;
 
 constexpr std::int64_t kMi = 1024 * 1024;
 
-Region RegionOf(const GlobalLayout& layout, const PlannedChunk& c) {
+Region ChunkRegion(const GlobalLayout& layout, const PlannedChunk& c) {
   const LayoutTensor& tensor = layout.tensors[c.tensor];
   return PartOfRegion(tensor.meta, tensor.holdings[c.holding].region, c.begin, c.bytes).value();
 }
@@ -38,7 +38,7 @@ void ExpectWritesEverythingOnce(const GlobalLayout& layout, const SavePlan& plan
       for (const PlannedChunk& c : plan.ranks[r].chunks) {
         if (c.tensor != t) continue;
         EXPECT_GT(c.bytes, 0u);
-        const Region region = RegionOf(layout, c);
+        const Region region = ChunkRegion(layout, c);
         EXPECT_THAT(
             RegionBytes(layout.tensors[t].meta.dtype(), layout.tensors[t].meta.shape(), region),
             IsOkAndHolds(c.bytes));
@@ -126,8 +126,8 @@ TEST(SavePlan, RankShardsAreCutAtRows) {
   ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
   ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kRankShard));
   ASSERT_EQ(plan.ranks[1].chunks.size(), 1u);
-  EXPECT_EQ(RegionOf(layout, plan.ranks[0].chunks[0]), Region(B({0, 0}, {500, 1000})));
-  EXPECT_EQ(RegionOf(layout, plan.ranks[1].chunks[0]), Region(B({500, 0}, {500, 1000})));
+  EXPECT_EQ(ChunkRegion(layout, plan.ranks[0].chunks[0]), Region(B({0, 0}, {500, 1000})));
+  EXPECT_EQ(ChunkRegion(layout, plan.ranks[1].chunks[0]), Region(B({500, 0}, {500, 1000})));
   EXPECT_EQ(plan.ranks[1].chunks[0].begin, 2000000u);
   EXPECT_EQ(plan.ranks[1].chunks[0].part, 1u);
 }
@@ -139,7 +139,7 @@ TEST(SavePlan, ForcedTensorFileMakesAChunkOfEachRun) {
   ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kTensorFile));
   ExpectWritesEverythingOnce(layout, plan);
   ASSERT_EQ(plan.ranks[1].chunks.size(), 3u);
-  EXPECT_EQ(RegionOf(layout, plan.ranks[1].chunks[2]), Region(B({2, 2}, {1, 2})));
+  EXPECT_EQ(ChunkRegion(layout, plan.ranks[1].chunks[2]), Region(B({2, 2}, {1, 2})));
   EXPECT_EQ(plan.ranks[1].chunks[2].offset, 40u);
   EXPECT_EQ(plan.ranks[1].chunks[2].begin, 16u);
 }

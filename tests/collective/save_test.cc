@@ -56,7 +56,7 @@ void ExpectWhole(const std::string& path) {
   }
 }
 
-std::vector<std::string> DataFiles(const std::string& path) {
+std::vector<std::string> FilesInData(const std::string& path) {
   std::vector<std::string> names;
   for (const DirectoryEntry& e : HostFileSystem().List(path + "/data").value()) {
     names.push_back(e.name);
@@ -67,7 +67,7 @@ std::vector<std::string> DataFiles(const std::string& path) {
 // The only data file whose name contains `part`.
 std::string DataFile(const std::string& path, const std::string& part) {
   std::string found;
-  for (const std::string& name : DataFiles(path)) {
+  for (const std::string& name : FilesInData(path)) {
     if (name.find(part) == std::string::npos) continue;
     EXPECT_TRUE(found.empty()) << found << " and " << name;
     found = path + "/data/" + name;
@@ -123,12 +123,12 @@ TEST_F(SaveTest, EveryDtypeUnderEveryPlacement) {
     ASSERT_EQ(read.size(), tensors.size());
     for (const RandomTensor& t : tensors) EXPECT_EQ(read.at(t.key), t.bytes) << t.key << name;
     ExpectWhole(Path(name));
-    for (const std::string& file : DataFiles(Path(name)))
+    for (const std::string& file : FilesInData(Path(name)))
       ExpectSealed(Path(name) + "/data/" + file);
   }
-  EXPECT_EQ(DataFiles(Path("auto")).size(), 2u) << "a pack of each rank";
-  EXPECT_EQ(DataFiles(Path("file")).size(), tensors.size());
-  EXPECT_EQ(DataFiles(Path("shard")).size(), 2u);
+  EXPECT_EQ(FilesInData(Path("auto")).size(), 2u) << "a pack of each rank";
+  EXPECT_EQ(FilesInData(Path("file")).size(), tensors.size());
+  EXPECT_EQ(FilesInData(Path("shard")).size(), 2u);
 }
 
 TEST_F(SaveTest, TensorFileIsTheTensorUnderRowsFlatAndReplicas) {

@@ -40,7 +40,7 @@ Result<Tree> ReadTree(FileSystem& fs, const std::string& path, const std::string
   return out;
 }
 
-Result<Tree> ReadView(FileOps& ops, const std::string& path, const std::string& prefix = "") {
+Result<Tree> ReadShownView(FileOps& ops, const std::string& path, const std::string& prefix = "") {
   Tree out;
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileStat stat, ops.Stat(path));
   if (stat.kind == FileKind::kFile) {
@@ -50,7 +50,8 @@ Result<Tree> ReadView(FileOps& ops, const std::string& path, const std::string& 
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, ops.List(path));
   for (const std::string& name : names) {
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        Tree below, ReadView(ops, path + "/" + name, prefix.empty() ? name : prefix + "/" + name));
+        Tree below,
+        ReadShownView(ops, path + "/" + name, prefix.empty() ? name : prefix + "/" + name));
     out.merge(below);
   }
   return out;
@@ -141,7 +142,7 @@ TEST_F(ExportTest, FilesOfViewsAreThoseOfTheMount) {
       {ExportFormat::kNpy, "npy"},
       {ExportFormat::kZarr, "zarr"}};
   for (const auto& [format, view] : kFormats) {
-    ASSERT_OK_AND_ASSIGN(const Tree want, ReadView(ops, view));
+    ASSERT_OK_AND_ASSIGN(const Tree want, ReadShownView(ops, view));
     for (const int ranks : {1, 2, 4}) {
       ExportOptions options;
       options.format = format;

@@ -68,7 +68,7 @@ class HfTest : public testing::Test {
   std::unique_ptr<VfsOps> ops_;
 };
 
-std::map<std::string, std::string> BytesOf(const TinySpec& spec) {
+std::map<std::string, std::string> BytesByKey(const TinySpec& spec) {
   std::map<std::string, std::string> bytes;
   for (const TinyTensor& tensor : spec.tensors) bytes[tensor.key] = TinyBytes(tensor);
   return bytes;
@@ -97,7 +97,7 @@ TEST_F(HfTest, OneFileWhereAllFitsOnePart) {
   EXPECT_THAT(ops_->Stat("hf/model-00001-of-00001.safetensors"), HasCode(Code::kNotFound));
   std::map<std::string, std::string> found;
   ReadPart("model.safetensors", spec, found);
-  EXPECT_TRUE(found == BytesOf(spec));
+  EXPECT_TRUE(found == BytesByKey(spec));
   // The same file as the one beside it.
   EXPECT_EQ(ops_->ReadAll("hf/model.safetensors").value(),
             ops_->ReadAll("model.safetensors").value());
@@ -131,7 +131,7 @@ TEST_F(HfTest, PartsOfAChosenSize) {
     for (const auto& [name, bytes] : one) EXPECT_EQ(index["weight_map"][name], part(n));
     found.merge(one);
   }
-  EXPECT_TRUE(found == BytesOf(spec));
+  EXPECT_TRUE(found == BytesByKey(spec));
   for (const char* none :
        {"model.safetensors", "model-00005-of-00004.safetensors", "model-00000-of-00004.safetensors",
         "model-1-of-00004.safetensors", "model-00001-of-00003.safetensors", "model-.safetensors",
@@ -162,7 +162,7 @@ TEST_F(HfTest, RulesSelectAndRename) {
   ASSERT_OK(TryOpen(1 << 20, kRules));
   std::map<std::string, std::string> found;
   ReadPart("model.safetensors", spec, found);
-  EXPECT_TRUE(found == BytesOf(spec));
+  EXPECT_TRUE(found == BytesByKey(spec));
   // Only here.
   EXPECT_OK(ops_->Stat("tensors/step"));
   CheckSafetensors(*ops_, "", DefaultTinySpec());
@@ -176,7 +176,7 @@ TEST_F(HfTest, RulesSelectAndRename) {
   found.clear();
   ReadPart("model-00001-of-00002.safetensors", spec, found);
   ReadPart("model-00002-of-00002.safetensors", spec, found);
-  EXPECT_TRUE(found == BytesOf(spec));
+  EXPECT_TRUE(found == BytesByKey(spec));
 }
 
 TEST_F(HfTest, RulesSeeWhatAMapShows) {
@@ -215,7 +215,7 @@ TEST_F(HfTest, WhatTheFormatCannotHoldIsLeftOutAndListed) {
   EXPECT_EQ(Index()["metadata"]["total_size"], 128 + 256 + 240 + 2048 + 8);
   std::map<std::string, std::string> found;
   ReadPart("model.safetensors", held, found);
-  EXPECT_TRUE(found == BytesOf(held));
+  EXPECT_TRUE(found == BytesByKey(held));
 
   ASSERT_OK(TryOpen(384));
   EXPECT_EQ(Index()["metadata"]["tensormount_left_out"].size(), 3u);
@@ -280,7 +280,7 @@ TEST_F(HfTest, ManyPartsStayRightWhileFewAreKept) {
     if (name.ends_with(".json")) continue;
     ReadPart(name, spec, found);
   }
-  EXPECT_TRUE(found == BytesOf(spec));
+  EXPECT_TRUE(found == BytesByKey(spec));
   // The index is made in pieces.
   const nlohmann::json index = Index();
   EXPECT_EQ(index["weight_map"].size(), spec.tensors.size());

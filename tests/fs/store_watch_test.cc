@@ -35,8 +35,10 @@ class StoreWatchTest : public testing::Test {
     options.if_exists = if_exists;
     ASSERT_OK(WriteTinyCheckpoint(HostFileSystem(), store(), name, SmallSpec(++seed_), options));
   }
-  void Start(FileSystem& fs = HostFileSystem()) {
-    auto watch = StoreWatch::Start(fs, SourceKind::kStore, store(), false, ServeVerify::kOff, {});
+  void Start(FileSystem& fs = HostFileSystem(),
+             milliseconds grain = StoreWatch::kStampGrain) {
+    auto watch = StoreWatch::Start(fs, SourceKind::kStore, store(), false, ServeVerify::kOff, {},
+                                   {}, {}, grain);
     ASSERT_OK(watch);
     watch_ = std::move(watch).value();
   }
@@ -91,7 +93,7 @@ TEST_F(StoreWatchTest, ReadsEachCommitRecordOnceAndLooksAtLargeStoresInTurn) {
     return {};
   });
   const WatchEnd end(*this);
-  Start(fs);
+  Start(fs, milliseconds(800));
   ExpectSoon([&] { return watch_->Now()->by_id.size() == 302; });
   EXPECT_EQ(watch_->Now()->latest->name, "step-2");
   EXPECT_EQ(read, 302);
@@ -133,9 +135,9 @@ TEST_F(StoreWatchTest, FindsCheckpointsThatAreCopiedIn) {
   Write("step-1");
   CopyMany(store(), "step-1", 100);
   ASSERT_OK(HostFileSystem().CreateDirectory(store() + "/slow"));
-  Start();
+  Start(HostFileSystem(), milliseconds(150));
   EXPECT_EQ(watch_->Now()->by_id.size(), 101u);
-  std::this_thread::sleep_for(milliseconds(2300));  // Until the folder counts as unchanged.
+  std::this_thread::sleep_for(milliseconds(250));  // Until the folder counts as unchanged.
   EXPECT_EQ(watch_->FindName("slow"), nullptr);
   WriteWholeFile(store() + "/slow/COMMIT", ReadWholeFile(store() + "/step-1/COMMIT"));
   ExpectSoon([&] { return watch_->FindName("slow") != nullptr; });

@@ -164,7 +164,7 @@ void CompareFile(Random& random, const VirtualFile& file, const std::string& wan
   }
 }
 
-void FlipByte(const std::string& path, std::uint64_t at) {
+void FlipByteAt(const std::string& path, std::uint64_t at) {
   ASSERT_EQ(chmod(path.c_str(), 0644), 0);
   std::string bytes = ReadWholeFile(path);
   ASSERT_LT(at, bytes.size());
@@ -262,7 +262,8 @@ TEST(ViewBoxes, DamageIsAnErrorEachTime) {
                          BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
     const std::string file = JoinPath(dir.Join("c"), "data/" + spec.uuid.Short() + "-r1.bin");
     // Behind 32 bytes that are no tensor's: a cell of the right half.
-    FlipByte(file, 32 + static_cast<std::uint64_t>(random.Int(0, rows * (columns - cut) * 4 - 1)));
+    FlipByteAt(file,
+               32 + static_cast<std::uint64_t>(random.Int(0, rows * (columns - cut) * 4 - 1)));
     const Box right = Box::Make({1, cut}, {3, columns - cut}).value();
     const Box left = Box::Make({1, 0}, {3, cut}).value();
     for (const ServeVerify verify : {ServeVerify::kFirst, ServeVerify::kAlways}) {
@@ -480,7 +481,7 @@ TEST_F(ViewsTest, WholeFilesAreVerifiedOnce) {
     for (const DirectoryEntry& entry : files) {
       const std::string path = folder + "/data/" + entry.name;
       const std::size_t at = ReadWholeFile(path).find(part);
-      if (at != std::string::npos) return FlipByte(path, at);
+      if (at != std::string::npos) return FlipByteAt(path, at);
     }
     FAIL() << "no data file holds these bytes";
   };

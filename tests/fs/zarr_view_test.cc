@@ -360,7 +360,7 @@ ZarrGrid GridOf(const Dims& shape, const std::vector<Region>& regions, std::uint
   return ZarrGrid::Make(*index, index->At(0).value(), max).value();
 }
 
-Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
+Box BoxFrom(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
 
 TEST(ZarrGridTest, RegularGridsAreTheStoredOnes) {
   // 2-D, the last row and column smaller.
@@ -368,18 +368,22 @@ TEST(ZarrGridTest, RegularGridsAreTheStoredOnes) {
   for (std::int64_t r = 0; r < 10; r += 4) {
     for (std::int64_t c = 0; c < 7; c += 3) {
       regions.push_back(
-          B({r, c}, {std::min<std::int64_t>(4, 10 - r), std::min<std::int64_t>(3, 7 - c)}));
+          BoxFrom({r, c}, {std::min<std::int64_t>(4, 10 - r), std::min<std::int64_t>(3, 7 - c)}));
     }
   }
   const ZarrGrid grid = GridOf({10, 7}, regions);
   EXPECT_EQ(grid.chunk(), (Dims{4, 3}));
   EXPECT_EQ(grid.chunks(), 9u);
-  EXPECT_EQ(grid.BoxOf(5), B({4, 6}, {4, 1}));
+  EXPECT_EQ(grid.BoxOf(5), BoxFrom({4, 6}, {4, 1}));
   EXPECT_EQ(grid.NameOf(5), "c.1.2");
   EXPECT_EQ(grid.NumberOf("c.1.2"), 5u);
   // Chunks that hold nothing, and copies of one, do not count.
-  EXPECT_EQ(GridOf({4}, {B({0}, {0}), B({0}, {2}), B({2}, {2}), B({4}, {0})}).chunk(), (Dims{2}));
-  EXPECT_EQ(GridOf({4}, {B({0}, {2}), B({0}, {2}), B({2}, {2})}).chunk(), (Dims{2}));
+  EXPECT_EQ(
+      GridOf({4}, {BoxFrom({0}, {0}), BoxFrom({0}, {2}), BoxFrom({2}, {2}), BoxFrom({4}, {0})})
+          .chunk(),
+      (Dims{2}));
+  EXPECT_EQ(GridOf({4}, {BoxFrom({0}, {2}), BoxFrom({0}, {2}), BoxFrom({2}, {2})}).chunk(),
+            (Dims{2}));
 }
 
 TEST(ZarrGridTest, VeryLargePiecesAreCut) {
@@ -387,7 +391,8 @@ TEST(ZarrGridTest, VeryLargePiecesAreCut) {
   EXPECT_EQ(GridOf({1024, kMi}, {Box::Whole({1024, kMi})}).chunk(), (Dims{256, kMi}));
   EXPECT_EQ(GridOf({256, kMi}, {Box::Whole({256, kMi})}).chunk(), (Dims{256, kMi}));
   // Halves of columns of odd length.
-  const ZarrGrid halves = GridOf({601, 2 * kMi}, {B({0, 0}, {601, kMi}), B({0, kMi}, {601, kMi})});
+  const ZarrGrid halves =
+      GridOf({601, 2 * kMi}, {BoxFrom({0, 0}, {601, kMi}), BoxFrom({0, kMi}, {601, kMi})});
   EXPECT_EQ(halves.chunk(), (Dims{151, kMi}));
   EXPECT_EQ(halves.chunks(), 8u);
   // One row is too large.
@@ -397,16 +402,17 @@ TEST(ZarrGridTest, VeryLargePiecesAreCut) {
 TEST(ZarrGridTest, WhatIsNoRegularGridIsCutInRows) {
   const Dims whole{6, 8};
   for (const std::vector<Region>& regions :
-       {std::vector<Region>{B({0, 0}, {2, 8}), B({2, 0}, {3, 8}), B({5, 0}, {1, 8})},
-        {B({0, 0}, {4, 8}), B({4, 0}, {1, 8}), B({5, 0}, {1, 8})},
-        {B({0, 0}, {3, 4}), B({0, 4}, {3, 4}), B({3, 0}, {3, 8})},
+       {std::vector<Region>{BoxFrom({0, 0}, {2, 8}), BoxFrom({2, 0}, {3, 8}),
+                            BoxFrom({5, 0}, {1, 8})},
+        {BoxFrom({0, 0}, {4, 8}), BoxFrom({4, 0}, {1, 8}), BoxFrom({5, 0}, {1, 8})},
+        {BoxFrom({0, 0}, {3, 4}), BoxFrom({0, 4}, {3, 4}), BoxFrom({3, 0}, {3, 8})},
         {Region::Flat(Box::Whole(whole), 0, 13).value(),
          Region::Flat(Box::Whole(whole), 13, 35).value()}}) {
     EXPECT_EQ(GridOf(whole, regions).chunk(), whole);
   }
   // Too many chunks for the numbers that there are.
   std::vector<Region> cells;
-  for (std::int64_t i = 0; i < 20; ++i) cells.push_back(B({i}, {1}));
+  for (std::int64_t i = 0; i < 20; ++i) cells.push_back(BoxFrom({i}, {1}));
   EXPECT_EQ(GridOf({20}, cells, 20).chunk(), (Dims{1}));
   EXPECT_EQ(GridOf({20}, cells, 19).chunk(), (Dims{20}));
 }

@@ -54,7 +54,7 @@ Result<CommonValue> Decoded(std::string_view bytes) {
   return value;
 }
 
-std::string Difference(const CommonValue& a, const CommonValue& b) {
+std::string DifferenceOf(const CommonValue& a, const CommonValue& b) {
   const auto found = FirstDifference(a, b);
   return found ? found->path + ": " + found->what : "";
 }
@@ -179,7 +179,7 @@ TEST(CommonValue, EqualityKeepsKindsAndBitsApart) {
   for (std::size_t i = 0; i < distinct.size(); ++i) {
     for (std::size_t j = 0; j < distinct.size(); ++j) {
       EXPECT_EQ(distinct[i] == distinct[j], i == j) << i << " " << j;
-      EXPECT_EQ(Difference(distinct[i], distinct[j]).empty(), i == j) << i << " " << j;
+      EXPECT_EQ(DifferenceOf(distinct[i], distinct[j]).empty(), i == j) << i << " " << j;
     }
     encodings.insert(Encoded(distinct[i]));
     texts.insert(CommonToJson(distinct[i]));
@@ -195,12 +195,12 @@ TEST(CommonValue, RandomTreesSurviveBothCodings) {
     ASSERT_OK(CheckCommon(value));
     const std::string bytes = Encoded(value);
     ASSERT_OK_AND_ASSIGN(const CommonValue decoded, Decoded(bytes));
-    ASSERT_EQ(Difference(value, decoded), "");
+    ASSERT_EQ(DifferenceOf(value, decoded), "");
     ASSERT_EQ(Encoded(decoded), bytes);
     const std::string text = CommonToJson(value);
     const Result<CommonValue> read = CommonFromJson(text);
     ASSERT_OK(read) << text;
-    ASSERT_EQ(Difference(value, read.value()), "") << text;
+    ASSERT_EQ(DifferenceOf(value, read.value()), "") << text;
     ASSERT_TRUE(value == read.value()) << text;
     ASSERT_EQ(CommonToJson(read.value()), text);
   }
@@ -446,7 +446,7 @@ TEST(CommonPath, DifferencesReadAsPeopleSayThem) {
   const auto changed = [&](const std::function<void(CommonDict&)>& change) {
     CommonValue b = a;
     change(*b.get_if<CommonDict>());
-    return Difference(a, b);
+    return DifferenceOf(a, b);
   };
   const auto optimizer = [](CommonDict& top) -> CommonDict& {
     return *top.items.at(Key("optimizer")).get_if<CommonDict>();
@@ -458,7 +458,7 @@ TEST(CommonPath, DifferencesReadAsPeopleSayThem) {
                 ->items[0]
                 .get_if<CommonDict>();
   };
-  EXPECT_EQ(Difference(a, a), "");
+  EXPECT_EQ(DifferenceOf(a, a), "");
   EXPECT_EQ(changed([&](CommonDict& b) { group(b).items[Key("lr")] = 0.01; }),
             "optimizer.param_groups[0].lr: 0.001 and 0.01");
   EXPECT_EQ(changed([&](CommonDict& b) {
@@ -478,23 +478,23 @@ TEST(CommonPath, DifferencesReadAsPeopleSayThem) {
   EXPECT_EQ(changed([&](CommonDict& b) { b.items[Key("args.fp8")] = 1; }),
             "\"args.fp8\": only in the second");
   EXPECT_EQ(changed([&](CommonDict& b) { b.items[Key("")] = 1; }), "\"\": bool true and int 1");
-  EXPECT_EQ(Difference(1, "1"), ": int 1 and string \"1\"");
-  EXPECT_EQ(Difference(List({1}), List({})), ": has 1 item and 0");
-  EXPECT_EQ(Difference(0.0, -0.0), ": 0.0 and -0.0");
-  EXPECT_EQ(Difference(OfBits(0x7ff8000000000000), HUGE_VAL),
+  EXPECT_EQ(DifferenceOf(1, "1"), ": int 1 and string \"1\"");
+  EXPECT_EQ(DifferenceOf(List({1}), List({})), ": has 1 item and 0");
+  EXPECT_EQ(DifferenceOf(0.0, -0.0), ": 0.0 and -0.0");
+  EXPECT_EQ(DifferenceOf(OfBits(0x7ff8000000000000), HUGE_VAL),
             ": nan (bits 7ff8000000000000) and inf");
-  EXPECT_EQ(Difference(CommonBytes{"ab"}, CommonBytes{"ac"}),
+  EXPECT_EQ(DifferenceOf(CommonBytes{"ab"}, CommonBytes{"ac"}),
             ": 6162 (2 bytes) and 6163 (2 bytes)");
   // Long ones are cut, around what differs.
   std::string x(1000, 'x');
   std::string y = x;
   y[700] = 'y';
-  const std::string text = Difference(x, y);
+  const std::string text = DifferenceOf(x, y);
   EXPECT_LT(text.size(), 200u) << text;
   EXPECT_THAT(text, HasSubstr("xy"));
   std::string umlauts;
   for (int i = 0; i < 500; ++i) umlauts += "\u00fc";
-  EXPECT_EQ(Difference(umlauts, umlauts + "!").find("\ufffd"), std::string::npos);
+  EXPECT_EQ(DifferenceOf(umlauts, umlauts + "!").find("\ufffd"), std::string::npos);
 }
 
 TEST(CommonState, RecordsSplitIntoWhatTheyHold) {

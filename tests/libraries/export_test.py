@@ -58,10 +58,10 @@ class Export(libraries.LibraryTest):
             self.assertEqual(raw_of(found[key]), formula.raw(key, dtype, shape), key)
 
     def test_dcp(self):
-        for source, out in self.exported("dcp"):
-            # Two and three ranks, which hold rows of everything that has rows.
-            for count in (2, 3):
-                libraries.make("torch", f"load@{out}", self.dir, count)
+        exported = list(self.exported("dcp"))
+        # Two and three ranks, which hold rows of everything that has rows.
+        libraries.make("torch", ",".join(f"load@{out}" for _, out in exported), self.dir, 2, 3)
+        for source, out in exported:
             self.check_list(out, ALL)
             self.check_load(out, ALL)
             self.run_tool("diff", source, out)
@@ -132,8 +132,7 @@ class Export(libraries.LibraryTest):
         torch.save(saved, self.dir / "saved.pt")
         out = self.dir / "out"
         self.run_tool("export", self.dir / "saved.pt", out, "--to", "dcp", "--ranks", "3")
-        for count in (2, 3):
-            libraries.make("torch", f"load@{out}", self.dir, count)
+        libraries.make("torch", f"load@{out}", self.dir, 2, 3)
         wanted = {"views": {"of one": {name: torch.full(view.shape, -1.0) for name, view in views.items()}},
                   "values": {name: None for name in values}}
         dcp.load(wanted, checkpoint_id=out, no_dist=True)

@@ -4,6 +4,7 @@
 Four ranks as tensor parallelism of two by pipeline of two.
 """
 
+import multiprocessing
 import pathlib
 import sys
 
@@ -15,6 +16,7 @@ torch.cuda.current_device = lambda: "cpu"
 
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 
 import formula  # noqa: E402
 import make_torch  # noqa: E402
@@ -82,14 +84,18 @@ def state(rank):
     return {"model": of, **COMMON}
 
 
-def make(rank, count, folder):
+def make(rank, count, folder, manager):
+    # Or each rank would start a manager of its own, which imports all of this again.
+    if hasattr(filesystem_async, "_results_queue"):
+        filesystem_async._results_queue = manager.Queue()
     dist_checkpointing.save(state(rank), folder)
 
 
 def main():
     folder = sys.argv[1]
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-    ranks.run(4, make, folder)
+    with multiprocessing.get_context("fork").Manager() as manager:
+        ranks.run(4, make, folder, manager)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves checkpoints with torch: make_torch.py WHAT[,WHAT...] FOLDER [RANKS]; each at FOLDER/WHAT.
+"""Saves checkpoints with torch: make_torch.py WHAT[,WHAT...] FOLDER [RANKS...]; each at FOLDER/WHAT.
 
-load@PATH loads that checkpoint and compares it.
+load@PATH loads that checkpoint and compares it. Of several numbers of ranks each does all of it.
 """
 
 import pathlib
@@ -177,7 +177,8 @@ def main():
     for what in wanted.split(","):
         if not what.startswith("load@"):
             pathlib.Path(folder, what).mkdir(parents=True, exist_ok=True)
-    ranks.run(int(more[0]) if more else 4, all_of, wanted.split(","), folder)
+    for count in more or ["4"]:
+        ranks.run(int(count), all_of, wanted.split(","), folder)
 
 
 if __name__ == "__main__":

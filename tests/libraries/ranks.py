@@ -5,6 +5,7 @@ The caller of the whole program holds the deadline and ends its process group: l
 may wait for ever for a rank that died.
 """
 
+import contextlib
 import datetime
 import os
 import pathlib
@@ -15,6 +16,10 @@ import traceback
 
 def run(count, function, *args):
     """function(rank, count, *args) on each; ends the program with 1 where one failed."""
+    # What torch imports at its first save: a second of each rank's time, or of all ranks'.
+    with contextlib.suppress(ImportError):
+        import fsspec.core  # noqa: F401
+        import torch._dynamo  # noqa: F401
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
         children = {}

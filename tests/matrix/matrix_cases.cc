@@ -82,7 +82,7 @@ Region Rows(const Dims& shape, int axis, std::pair<std::int64_t, std::int64_t> p
 }
 
 // One rank's shards and their memory.
-struct Part {
+struct RankPart {
   StateDict state;
   struct Piece {
     const MatrixTensor* tensor;
@@ -92,11 +92,11 @@ struct Part {
   std::vector<std::unique_ptr<Piece>> pieces;
 };
 
-Status Build(Communicator& comm, Cut cut, bool filled, Part& part) {
+Status Build(Communicator& comm, Cut cut, bool filled, RankPart& part) {
   for (const MatrixTensor& tensor : Tensors()) {
     const std::size_t size = ElementBytes(tensor.dtype);
     for (const Region& region : RegionsOf(cut, tensor.shape, comm.rank(), comm.size())) {
-      auto piece = std::make_unique<Part::Piece>();
+      auto piece = std::make_unique<RankPart::Piece>();
       piece->tensor = &tensor;
       piece->region = region;
       piece->memory.assign(static_cast<std::size_t>(region.volume()) * size, kUntouched);
@@ -121,7 +121,7 @@ Status Build(Communicator& comm, Cut cut, bool filled, Part& part) {
   return {};
 }
 
-Status CheckCells(const Part& part) {
+Status CheckCells(const RankPart& part) {
   for (const auto& piece : part.pieces) {
     const MatrixTensor& tensor = *piece->tensor;
     const std::size_t size = ElementBytes(tensor.dtype);
@@ -224,7 +224,7 @@ std::vector<Region> RegionsOf(Cut cut, const Dims& shape, int rank, int world) {
 }
 
 Status SaveCut(Communicator& comm, const std::string& path, Cut cut, const SaveOptions& options) {
-  Part part;
+  RankPart part;
   if (const Status built = Build(comm, cut, /*filled=*/true, part); !built.ok()) {
     part.state.Fail(built);
   }
@@ -232,7 +232,7 @@ Status SaveCut(Communicator& comm, const std::string& path, Cut cut, const SaveO
 }
 
 Status LoadCut(Communicator& comm, const std::string& path, Cut cut, const LoadOptions& options) {
-  Part part;
+  RankPart part;
   if (const Status built = Build(comm, cut, /*filled=*/false, part); !built.ok()) {
     part.state.Fail(built);
   }

@@ -379,6 +379,7 @@ TEST_P(StuckStorageTest, DeafensNobody) {
   MountOptions options;
   options.threads = 2;
   options.tier = GetParam();
+  options.give_up_after = milliseconds(300);
   Mount(store(), options, fs);
   std::vector<std::unique_ptr<Subprocess>> readers;
   for (int i = 0; i < 14; ++i) {  // More than there are threads.

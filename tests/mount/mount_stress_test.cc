@@ -25,7 +25,7 @@
 namespace tensormount::fs {
 namespace {
 
-using Tier = MountOptions::Tier;
+using MountTier = MountOptions::Tier;
 using Verify = MountOptions::Verify;
 using Clock = std::chrono::steady_clock;
 
@@ -61,8 +61,8 @@ TinySpec SpecOf(std::uint64_t seed) {
   return spec;
 }
 
-std::string Cut(const std::string& grid, std::int64_t row, std::int64_t rows, std::int64_t column,
-                std::int64_t columns) {
+std::string CutOut(const std::string& grid, std::int64_t row, std::int64_t rows,
+                   std::int64_t column, std::int64_t columns) {
   std::string out;
   for (std::int64_t r = row; r < row + rows; ++r) {
     out += grid.substr(static_cast<std::size_t>(r * kColumns + column),
@@ -84,13 +84,13 @@ std::map<std::string, std::string> FilesOf(std::uint64_t seed) {
   files["slices/whole[:]"] = files["tensors/whole"];
   files["slices/whole[0:300000]"] = files["tensors/whole"].substr(0, 300'000);
   files["slices/whole@0:300000"] = files["slices/whole[0:300000]"];
-  files["slices/grid[3:500,5:600]"] = Cut(grid, 3, 497, 5, 595);
+  files["slices/grid[3:500,5:600]"] = CutOut(grid, 3, 497, 5, 595);
   files["slices/grid@3:500,5:600"] = files["slices/grid[3:500,5:600]"];
   files["slices/grid%=[3:500,5:600]"] = files["slices/grid[3:500,5:600]"];
-  files["slices/grid[:,7]"] = Cut(grid, 0, kStressRows, 7, 1);
+  files["slices/grid[:,7]"] = CutOut(grid, 0, kStressRows, 7, 1);
   files["slices/grid/below[1:699]"] = files["tensors/grid/below"].substr(1, 698);
-  files["zarr/grid%=/c.0.0"] = Cut(grid, 0, kStressRows, 0, kColumns / 2);
-  files["zarr/grid%=/c.0.1"] = Cut(grid, 0, kStressRows, kColumns / 2, kColumns / 2);
+  files["zarr/grid%=/c.0.0"] = CutOut(grid, 0, kStressRows, 0, kColumns / 2);
+  files["zarr/grid%=/c.0.1"] = CutOut(grid, 0, kStressRows, kColumns / 2, kColumns / 2);
   files["zarr/few/c.0"] = files["tensors/few"];
   return files;
 }
@@ -333,13 +333,13 @@ void MountStressTest::Churn(const MountOptions& options) {
   });
 }
 
-TEST_F(MountStressTest, WhatTheKernelReads) { Churn({.tier = Tier::kAuto}); }
+TEST_F(MountStressTest, WhatTheKernelReads) { Churn({.tier = MountTier::kAuto}); }
 TEST_F(MountStressTest, WhatTheKernelReadsOnceItIsVerified) {
-  Churn({.tier = Tier::kAuto, .verify = Verify::kFirst});
+  Churn({.tier = MountTier::kAuto, .verify = Verify::kFirst});
 }
-TEST_F(MountStressTest, WhatTheDaemonReads) { Churn({.tier = Tier::kDaemon}); }
+TEST_F(MountStressTest, WhatTheDaemonReads) { Churn({.tier = MountTier::kDaemon}); }
 TEST_F(MountStressTest, WhatTheDaemonReadsThroughThePageCache) {
-  Churn({.tier = Tier::kDaemon, .verify = Verify::kAlways, .page_cache = true});
+  Churn({.tier = MountTier::kDaemon, .verify = Verify::kAlways, .page_cache = true});
 }
 
 }  // namespace

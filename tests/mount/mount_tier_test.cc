@@ -24,7 +24,7 @@
 namespace tensormount::fs {
 namespace {
 
-using Tier = MountOptions::Tier;
+using MountTier = MountOptions::Tier;
 using Verify = MountOptions::Verify;
 
 struct Mapping {
@@ -169,7 +169,7 @@ TEST_F(MountTierTest, TheKernelReadsWholeFilesItself) {
 
 TEST_F(MountTierTest, TheDaemonTierIsToldToStay) {
   Write("step-1", TierSpec());
-  Mount(store(), {.tier = Tier::kDaemon});
+  Mount(store(), {.tier = MountTier::kDaemon});
   EXPECT_EQ(TierOf("step-1/tensors/whole"), "daemon");
   EXPECT_TRUE(ops_->ReadAll("step-1/tensors/whole").value() == Want("whole"));
   EXPECT_EQ(Status()["tier"], "daemon");
@@ -180,7 +180,8 @@ TEST_F(MountTierTest, TheDaemonTierIsToldToStay) {
 
 TEST_F(MountTierTest, PassthroughCanBeAskedFor) {
   Write("step-1", TierSpec());
-  MountOptions options{.source = store(), .mount_point = mount_point(), .tier = Tier::kPassthrough};
+  MountOptions options{
+      .source = store(), .mount_point = mount_point(), .tier = MountTier::kPassthrough};
   auto session = MountSession::Start(HostFileSystem(), options);
   if (session.ok()) {
     session_ = std::move(session).value();

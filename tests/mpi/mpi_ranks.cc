@@ -55,7 +55,7 @@ int Victim(Communicator& comm, Operation operation, int victim, int signal) {
 int Late(Communicator& comm, const std::string& folder) {
   const auto mark = [&](int rank) { return folder + "/" + std::to_string(rank); };
   const int last = comm.size() - 1;
-  Collective c(comm, {std::chrono::seconds(60), std::chrono::milliseconds(700)});
+  Collective c(comm, {std::chrono::seconds(60), std::chrono::milliseconds(500)});
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   for (int r = 0; comm.rank() == last && r < last;) {
     if (::access(mark(r).c_str(), F_OK) == 0 || std::chrono::steady_clock::now() > give_up) ++r;

@@ -26,10 +26,10 @@ RegionSet SetOf(const Dims& shape, const std::vector<Region>& regions) {
   return set;
 }
 
-std::vector<std::int64_t> CellsOf(const Region& region, const Dims& shape) {
+std::vector<std::int64_t> CellsOfRegion(const Region& region, const Dims& shape) {
   std::vector<std::int64_t> cells;
   for (const Box& box : region.Boxes()) {
-    for (const std::int64_t c : CellsOf(box, shape)) cells.push_back(c);
+    for (const std::int64_t c : CellsOfRegion(box, shape)) cells.push_back(c);
   }
   return cells;
 }
@@ -37,7 +37,7 @@ std::vector<std::int64_t> CellsOf(const Region& region, const Dims& shape) {
 std::vector<int> CountCells(const Dims& shape, const std::vector<Region>& regions) {
   std::vector<int> count(static_cast<std::size_t>(Box::Whole(shape).volume()));
   for (const Region& r : regions) {
-    for (const std::int64_t c : CellsOf(r, shape)) ++count[static_cast<std::size_t>(c)];
+    for (const std::int64_t c : CellsOfRegion(r, shape)) ++count[static_cast<std::size_t>(c)];
   }
   return count;
 }
@@ -70,7 +70,7 @@ void CutGrid(const std::vector<std::vector<std::int64_t>>& cuts, std::size_t axi
   }
 }
 
-void CutFlat(Random& rnd, const Box& box, std::vector<Region>& out) {
+void SplitFlat(Random& rnd, const Box& box, std::vector<Region>& out) {
   const std::vector<std::int64_t> cuts = RandomCuts(rnd, box.volume(), 6);
   for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
     out.push_back(F(box, cuts[i], cuts[i + 1] - cuts[i]));
@@ -83,7 +83,7 @@ std::vector<Region> SoundLayout(Random& rnd, const Dims& shape) {
   const Box whole = Box::Whole(shape);
   const std::int64_t kind = rnd.Int(0, 4);
   if (kind == 0) {
-    CutFlat(rnd, whole, regions);
+    SplitFlat(rnd, whole, regions);
   } else if (kind == 1) {
     CutAtRandom(rnd, whole, static_cast<int>(rnd.Int(0, 5)), regions);
   } else {
@@ -95,7 +95,7 @@ std::vector<Region> SoundLayout(Random& rnd, const Dims& shape) {
     CutGrid(cuts, 0, {}, {}, regions);
     if (kind == 4) {
       std::vector<Region> parts;
-      for (const Region& r : regions) CutFlat(rnd, r.box(), parts);
+      for (const Region& r : regions) SplitFlat(rnd, r.box(), parts);
       regions = std::move(parts);
     }
   }
@@ -194,7 +194,7 @@ void ExpectExact(const Dims& shape, const std::vector<Region>& regions,
                  std::uint64_t missing_elements, const std::vector<Overlap>& overlaps) {
   std::vector<int> listed(count.size());
   for (const Box& box : missing) {
-    for (const std::int64_t c : CellsOf(box, shape)) ++listed[static_cast<std::size_t>(c)];
+    for (const std::int64_t c : CellsOfRegion(box, shape)) ++listed[static_cast<std::size_t>(c)];
   }
   std::uint64_t cells = 0;
   for (std::size_t c = 0; c < count.size(); ++c) {
@@ -211,9 +211,9 @@ void ExpectExact(const Dims& shape, const std::vector<Region>& regions,
     if (!a.is_flat() && !b.is_flat()) {
       ASSERT_EQ(o.box, Intersect(a.box(), b.box()));
     }
-    const std::vector<std::int64_t> of_a = CellsOf(a, shape);
-    const std::vector<std::int64_t> of_b = CellsOf(b, shape);
-    for (const std::int64_t c : CellsOf(o.box, shape)) {
+    const std::vector<std::int64_t> of_a = CellsOfRegion(a, shape);
+    const std::vector<std::int64_t> of_b = CellsOfRegion(b, shape);
+    for (const std::int64_t c : CellsOfRegion(o.box, shape)) {
       ++shared[static_cast<std::size_t>(c)];
       ASSERT_EQ(std::ranges::count(of_a, c), 1);
       ASSERT_EQ(std::ranges::count(of_b, c), 1);

@@ -11,14 +11,14 @@ namespace {
 
 Crc64 Whole(const std::string& tensor) { return Crc64Bitwise(0, tensor.data(), tensor.size()); }
 
-const std::byte* BytesOf(const std::string& s) {
+const std::byte* BytePointer(const std::string& s) {
   return reinterpret_cast<const std::byte*>(s.data());
 }
 
 TEST(StridedDigestTest, WholeTensorIsItsCrc) {
   const std::string text = "123456789";
   const PlacedBox placed{B({0}, {9}), 0, {1}};
-  EXPECT_EQ(DigestOfPlaced(placed, BytesOf(text), {9}), 0xAE8B14860A799888u);
+  EXPECT_EQ(DigestOfPlaced(placed, BytePointer(text), {9}), 0xAE8B14860A799888u);
 }
 
 TEST(StridedDigestTest, EmptyContributesNothing) {
@@ -33,8 +33,8 @@ TEST(StridedDigestTest, TwoColumnsMakeTheWhole) {
   const std::string left = "abef";
   const std::string right = "cdgh";
   const Dims shape = {2, 4};
-  EXPECT_EQ(DigestOfPlaced({B({0, 0}, {2, 2}), 0, {2, 1}}, BytesOf(left), shape) ^
-                DigestOfPlaced({B({0, 2}, {2, 2}), 0, {2, 1}}, BytesOf(right), shape),
+  EXPECT_EQ(DigestOfPlaced({B({0, 0}, {2, 2}), 0, {2, 1}}, BytePointer(left), shape) ^
+                DigestOfPlaced({B({0, 2}, {2, 2}), 0, {2, 1}}, BytePointer(right), shape),
             Whole(tensor));
 }
 
@@ -56,8 +56,8 @@ TEST(StridedDigestTest, LargeTransposedMemory) {
     std::vector<std::byte> memory(tensor.size());
     const PlacedBox packed = PlacePacked(box, 0)[0];
     Crc64 copied = 0;
-    ExecuteCopyWithDigest(PlanCopy(box, packed, placed), box, BytesOf(tensor), memory.data(), shape,
-                          &copied);
+    ExecuteCopyWithDigest(PlanCopy(box, packed, placed), box, BytePointer(tensor), memory.data(),
+                          shape, &copied);
     const Crc64 whole = Crc64Extend(0, tensor.data(), tensor.size());
     EXPECT_EQ(copied, whole) << shape.ToString();
     EXPECT_EQ(DigestOfPlaced(placed, memory.data(), shape), whole) << shape.ToString();
@@ -80,7 +80,7 @@ TEST(StridedDigestTest, LongColumnRuns) {
     const Box part = B({0, c}, {40, 128});
     const PlacedBox packed = PlacePacked(part, 0)[0];
     std::string out(40 * 128, '\0');
-    ExecuteCopyWithDigest(PlanCopy(part, whole, packed), part, BytesOf(tensor),
+    ExecuteCopyWithDigest(PlanCopy(part, whole, packed), part, BytePointer(tensor),
                           reinterpret_cast<std::byte*>(out.data()), shape, &sum);
     for (std::size_t r = 0; r < 40; ++r) {
       ASSERT_EQ(0, std::memcmp(out.data() + r * 128,

@@ -21,7 +21,7 @@ TensorMeta FaultMeta(const std::string& key, DType dtype, const Dims& shape) {
   return TensorMeta::Make(key, dtype, shape).value();
 }
 
-StagedContent ReadContent(const Staging& staging, const std::vector<TensorMeta>& tensors) {
+StagedContent ReadStagedContent(const Staging& staging, const std::vector<TensorMeta>& tensors) {
   const Result<Journal> journal = ReadJournal(HostFileSystem(), JournalPath(staging));
   EXPECT_OK(journal);
   if (!journal.ok()) return {};
@@ -157,7 +157,7 @@ TEST(StagingFaultsTest, AFailedSyncCondemnsTheFileAndWhoseBytesWereInIt) {
     ASSERT_OK(targets[t]->Sync());
   }
   EXPECT_FALSE(writer->SyncAll().ok());
-  const StagedContent content = ReadContent(staging, tensors);
+  const StagedContent content = ReadStagedContent(staging, tensors);
   EXPECT_EQ(content.condemned, (std::vector<std::string>{"a[0:1000]", "b[0:1000]", "object o"}));
   EXPECT_EQ(content.targets.at("a[0:1000]").bytes, data);
   EXPECT_EQ(content.targets.at("c[0:1000]").bytes, data.substr(500) + z.substr(500));
@@ -186,7 +186,7 @@ TEST(StagingFaultsTest, AFullDiskFailsTheWriteAndNoMore) {
   EXPECT_EQ(target->written_bytes(), 100'000u);
   ASSERT_OK(target->Write(100'000, data.data() + 100'000, 100'000));
   ASSERT_OK(target->Sync());
-  EXPECT_EQ(ReadContent(staging, {meta}).targets.at("a[0:200000]").bytes, data);
+  EXPECT_EQ(ReadStagedContent(staging, {meta}).targets.at("a[0:200000]").bytes, data);
 }
 
 TEST(StagingFaultsTest, ManyThreadsOnOneTargetAndOnMany) {
@@ -247,7 +247,7 @@ TEST(StagingFaultsTest, ManyThreadsOnOneTargetAndOnMany) {
   syncer.join();
   reader.join();
   ASSERT_OK(writer->SyncAll());
-  const StagedContent content = ReadContent(staging, tensors);
+  const StagedContent content = ReadStagedContent(staging, tensors);
   EXPECT_TRUE(content.targets.at(TargetName("w", Box::Whole({kSize}))).bytes == data);
   for (std::size_t t = 0; t < kThreads; ++t) {
     EXPECT_EQ(content.targets.at(TargetName(tensors[t + 1].key(), Box::Whole({100'000}))).count(),

@@ -36,7 +36,7 @@ void CutAxis(Random& random, const Box& box, int axis, int parts, std::vector<Re
   }
 }
 
-void CutFlat(Random& random, const Box& box, int parts, std::vector<Region>& out) {
+void SplitFlat(Random& random, const Box& box, int parts, std::vector<Region>& out) {
   const std::vector<std::int64_t> cuts = RandomCuts(random, box.volume(), parts);
   for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
     out.push_back(Region::Flat(box, cuts[i], cuts[i + 1] - cuts[i]).value());
@@ -51,7 +51,7 @@ void CutRecursively(Random& random, const Box& box, int depth, std::vector<Regio
   }
   if (depth == 0 || axes.empty()) {
     if (random.OneIn(4)) {
-      CutFlat(random, box, static_cast<int>(random.Int(1, 3)), out);
+      SplitFlat(random, box, static_cast<int>(random.Int(1, 3)), out);
     } else {
       out.push_back(box);
     }
@@ -72,7 +72,7 @@ std::vector<Region> RandomPieces(Random& random, const Dims& shape, int ranks) {
       pieces.push_back(whole);
       break;
     case 1:
-      CutFlat(random, whole, ranks, pieces);
+      SplitFlat(random, whole, ranks, pieces);
       break;
     case 2:
       if (shape.rank() == 0) {
@@ -83,7 +83,7 @@ std::vector<Region> RandomPieces(Random& random, const Dims& shape, int ranks) {
       break;
     case 3: {  // A grid: cuts along one axis are cut along another.
       if (shape.rank() < 2) {
-        CutFlat(random, whole, ranks + 1, pieces);
+        SplitFlat(random, whole, ranks + 1, pieces);
         break;
       }
       std::vector<Region> rows;

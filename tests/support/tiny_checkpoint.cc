@@ -17,7 +17,7 @@ namespace {
 std::size_t ToSize(std::uint64_t v) { return static_cast<std::size_t>(v); }
 
 // One piece of a tensor as a writer holds it.
-struct Piece {
+struct TensorPiece {
   const TinyTensor* tensor = nullptr;
   int number = 0;
   Box box;
@@ -26,11 +26,11 @@ struct Piece {
   std::uint64_t tensor_offset = 0;  // Of its first byte in the tensor.
 };
 
-Result<std::vector<Piece>> Cut(const TinyTensor& t) {
+Result<std::vector<TensorPiece>> CutTensor(const TinyTensor& t) {
   const std::string all = TinyBytes(t);
-  std::vector<Piece> pieces;
+  std::vector<TensorPiece> pieces;
   if (t.parts <= 1 || t.shape.rank() == 0) {
-    Piece p;
+    TensorPiece p;
     p.tensor = &t;
     p.box = Box::Whole(t.shape);
     p.bytes = all;
@@ -55,7 +55,7 @@ Result<std::vector<Piece>> Cut(const TinyTensor& t) {
     Dims box_extent = t.shape;
     box_begin[t.axis] = begin;
     box_extent[t.axis] = count;
-    Piece p;
+    TensorPiece p;
     p.tensor = &t;
     p.number = n;
     TENSORMOUNT_ASSIGN_OR_RETURN(p.box, Box::Make(box_begin, box_extent));
@@ -92,7 +92,7 @@ struct Writer {
     leaves.insert(leaves.end(), hasher.leaves().begin(), hasher.leaves().end());
     return {hasher.Root(), first};
   }
-  Status AddChunk(const Piece& piece, std::uint32_t file, std::uint64_t offset) {
+  Status AddChunk(const TensorPiece& piece, std::uint32_t file, std::uint64_t offset) {
     TENSORMOUNT_ASSIGN_OR_RETURN(TensorContent * tensor, TensorOf(*piece.tensor));
     ChunkRecord chunk;
     chunk.region = Region(piece.box);
@@ -125,11 +125,11 @@ Status WriteSealed(FileSystem& fs, const std::string& path, std::string_view byt
 
 // All pieces of one writer that go to its rank shard, a valid safetensors file.
 Status WriteRankShard(FileSystem& fs, const Staging& staging, int rank,
-                      const std::vector<Piece>& pieces, Writer& writer) {
+                      const std::vector<TensorPiece>& pieces, Writer& writer) {
   if (pieces.empty()) return Status();
   std::vector<SafetensorsEntry> entries;
   std::map<std::string, std::string> metadata;
-  for (const Piece& p : pieces) {
+  for (const TensorPiece& p : pieces) {
     SafetensorsEntry e;
     e.key = p.tensor->parts <= 1 ? p.tensor->key : p.tensor->key + "#" + std::to_string(p.number);
     e.dtype = p.tensor->dtype;
@@ -143,7 +143,7 @@ Status WriteRankShard(FileSystem& fs, const Staging& staging, int rank,
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes, MakeSafetensorsHeader(entries, metadata, 64));
   const std::uint64_t header = bytes.size();
-  for (const Piece& p : pieces) bytes += p.bytes;
+  for (const TensorPiece& p : pieces) bytes += p.bytes;
   const std::string name =
       "data/" + staging.ShortId() + "-r" + std::to_string(rank) + ".safetensors";
   const std::uint32_t file = writer.AddFile(name, Placement::kRankShard, bytes.size());
@@ -154,7 +154,7 @@ Status WriteRankShard(FileSystem& fs, const Staging& staging, int rank,
       writer.Hash(std::string_view(bytes).substr(0, ToSize(header)));
   writer.content.extras.push_back(extra);
   std::uint64_t at = header;
-  for (const Piece& p : pieces) {
+  for (const TensorPiece& p : pieces) {
     TENSORMOUNT_RETURN_IF_ERROR(writer.AddChunk(p, file, at));
     at += p.bytes.size();
   }
@@ -210,12 +210,12 @@ std::string TinyBytes(const TinyTensor& t) {
 Status WriteTinyStaging(FileSystem& fs, const Staging& staging, const TinySpec& spec) {
   std::vector<Writer> writers(static_cast<std::size_t>(spec.writers));
   for (Writer& writer : writers) writer.content.info.uuid = staging.uuid;
-  std::vector<std::vector<Piece>> shard_pieces(writers.size());
+  std::vector<std::vector<TensorPiece>> shard_pieces(writers.size());
   for (const TinyTensor& t : spec.tensors) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<Piece> pieces, Cut(t));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<TensorPiece> pieces, CutTensor(t));
     // Writer 0 declares it also where it holds none of its bytes: empty tensors exist.
     TENSORMOUNT_RETURN_IF_ERROR(writers[0].TensorOf(t).status());
-    for (const Piece& p : pieces) {
+    for (const TensorPiece& p : pieces) {
       const std::size_t w = static_cast<std::size_t>(p.number) % writers.size();
       if (!t.tensor_file) {
         shard_pieces[w].push_back(p);

@@ -46,13 +46,16 @@ def mpirun(ranks, *more):
 
 def write_safetensors(path, tensors):
     """tensors: key -> (dtype name, shape, bytes). By hand, so that every dtype is possible."""
-    header, data = {}, b""
+    header, at = {}, 0
     for key, (dtype, shape, raw) in tensors.items():
-        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(data), len(data) + len(raw)]}
-        data += raw
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(raw)]}
+        at += len(raw)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    pathlib.Path(path).write_bytes(struct.pack("<Q", len(text)) + text + data)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, _, raw in tensors.values():
+            file.write(raw)
 
 
 def sample_tensors(seed=1):
@@ -126,6 +129,16 @@ class ToolTest(unittest.TestCase):
         while not condition():
             self.assertLess(time.monotonic(), deadline, f"waited {seconds} s for {what}")
             time.sleep(0.02)
+
+    @staticmethod
+    def has_ended(pid):
+        """Also where its parent, which may be an init that is slow to ask, does not know yet."""
+        process = pathlib.Path(f"/proc/{pid}")
+        try:
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+            return state == "Z" and len(os.listdir(process / "task")) == 1
+        except (FileNotFoundError, ProcessLookupError):
+            return True
 
     @staticmethod
     def flip(path, offset, mask=1):

@@ -52,7 +52,7 @@ class Mpi(harness.ToolTest):
             script = self.dir / "victim.sh"
             script.write_text(VICTIM.format(pid=pid_file))
             command = [*harness.mpirun(3, "--enable-recovery"), "sh", str(script), harness.TOOL, "import",
-                       str(self.model), str(path), "--liveness", "3"]
+                       str(self.model), str(path), "--liveness", "2"]
             with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
                                   cwd=self.dir) as job:
                 staging = self.store / ".staging"
