@@ -84,13 +84,10 @@ class StoreWatch {
   static constexpr std::chrono::milliseconds kStampGrain{2000};
 
   // `fs` must outlive this. `path` is resolved. Returns before a store has been looked at.
-  static Result<std::unique_ptr<StoreWatch>> Start(FileSystem& fs, SourceKind kind,
-                                                   const std::string& path, bool list_views,
-                                                   ServeVerify verify,
-                                                   std::shared_ptr<const KeyMap> map,
-                                                   const HfOptions& hf = {},
-                                                   std::vector<std::string> roots = {},
-                                                   std::chrono::milliseconds grain = kStampGrain);
+  static Result<std::unique_ptr<StoreWatch>> Start(
+      FileSystem& fs, SourceKind kind, const std::string& path, bool list_views, ServeVerify verify,
+      std::shared_ptr<const KeyMap> map, const HfOptions& hf = {},
+      std::vector<std::string> roots = {}, std::chrono::milliseconds grain = kStampGrain);
   ~StoreWatch();
 
   struct Listing {

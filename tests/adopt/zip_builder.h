@@ -29,7 +29,9 @@ struct ZipBuilder {
     std::optional<std::uint64_t> size, packed_size, header;
     std::optional<std::string> local_name;
     std::optional<std::uint16_t> local_method, local_flags;
-    std::optional<std::uint32_t> local_size, local_crc, descriptor_size, descriptor_crc;
+    // The packed sizes are the others where they are not given.
+    std::optional<std::uint32_t> local_size, local_packed, local_crc;
+    std::optional<std::uint32_t> descriptor_size, descriptor_packed, descriptor_crc;
     bool lose_descriptor = false;
     bool lose_field_64 = false;
   };
@@ -56,14 +58,16 @@ struct ZipBuilder {
         extra += "FB" + U16(n) + std::string(n, 'Z');
       }
       const std::uint64_t said = e.described ? 0 : e.local_size.value_or(size);
+      const std::uint64_t packed = e.described ? 0 : e.local_packed.value_or(said);
       out += "PK\3\4" + U16(0) + U16(e.local_flags.value_or(flags)) +
              U16(e.local_method.value_or(e.method)) + U32(0) +
-             U32(e.described ? 0 : e.local_crc.value_or(crc)) + U32(said) + U32(said) +
+             U32(e.described ? 0 : e.local_crc.value_or(crc)) + U32(packed) + U32(said) +
              U16(local_name.size()) + U16(extra.size()) + local_name + extra + e.data;
       if (e.described && !e.lose_descriptor) {
         const std::uint64_t n = e.descriptor_size.value_or(size);
+        const std::uint64_t p = e.descriptor_packed.value_or(n);
         out += "PK\7\10" + U32(e.descriptor_crc.value_or(crc)) +
-               (e.wide_descriptor ? U64(n) + U64(n) : U32(n) + U32(n));
+               (e.wide_descriptor ? U64(p) + U64(n) : U32(p) + U32(n));
       }
       std::string field = e.extra;
       if (e.sizes_in_64 && !e.lose_field_64) {

@@ -141,6 +141,9 @@ TEST_F(ZipTest, HeadersThatDisagree) {
       {[](ZipBuilder& z) { z.entries[0].local_method = 8; }, "another name, method or flags"},
       {[](ZipBuilder& z) { z.entries[0].local_flags = 0x0800; }, "another name, method or flags"},
       {[](ZipBuilder& z) { z.entries[0].local_size = 4; }, "another size or CRC"},
+      {[](ZipBuilder& z) { z.entries[0].local_packed = 4; }, "another size or CRC"},
+      {[](ZipBuilder& z) { z.entries[0].local_size = 4, z.entries[0].local_packed = 5; },
+       "another size or CRC"},
       {[](ZipBuilder& z) { z.entries[0].local_crc = 4; }, "another size or CRC"},
       {[](ZipBuilder& z) { z.entries[0].packed_size = 4; }, "is stored and has two sizes"},
       {[](ZipBuilder& z) { z.entries[0].size = 400; }, "lies outside of the archive"},
@@ -153,6 +156,11 @@ TEST_F(ZipTest, HeadersThatDisagree) {
       {[](ZipBuilder& z) {
          z.entries[0].described = true;
          z.entries[0].descriptor_size = 6;
+       },
+       "data descriptor that disagrees"},
+      {[](ZipBuilder& z) {
+         z.entries[0].described = true;
+         z.entries[0].descriptor_packed = 6;
        },
        "data descriptor that disagrees"},
       {[](ZipBuilder& z) {

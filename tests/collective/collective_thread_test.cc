@@ -72,7 +72,7 @@ TEST(CollectiveTest, DifferentOperationsOfOnePhaseAreFound) {
 
 // `late` beats its heart but does not come to a call until all others have failed.
 void RankThatDoesNotCome(int ranks, int late, Operation operation) {
-  const Timeouts timeouts{seconds(60), milliseconds(400)};
+  const Timeouts timeouts{seconds(60), milliseconds(300)};
   std::vector<Status> seen(static_cast<std::size_t>(ranks));
   std::atomic<int> failed{0};
   EXPECT_OK(RunOnThreads(ranks, [&](Communicator& comm) -> Status {
@@ -202,10 +202,10 @@ TEST(CollectiveTest, AJobAfterAFailedOneWorks) {
 // The heartbeat goes on while the owner is busy elsewhere for longer than liveness.
 TEST(CollectiveTest, ABusyRankIsNotTakenForDead) {
   EXPECT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
-    Collective c(comm, {milliseconds(1000), seconds(60)});
+    Collective c(comm, {milliseconds(900), seconds(60)});
     TENSORMOUNT_RETURN_IF_ERROR(c.Agree({}, "begin"));
     if (comm.rank() != 1) return c.Agree({}, "end");
-    std::this_thread::sleep_for(milliseconds(1500));
+    std::this_thread::sleep_for(milliseconds(1200));
     return c.Agree({}, "end");
   }));
 }
@@ -216,14 +216,14 @@ TEST(CollectiveTest, ARankWaitsAlongWithRankZero) {
   auto group = MakeThreadGroup(2);
   Status seen;
   std::thread member([&] {
-    Collective c(*group[1], {seconds(60), milliseconds(600)});
+    Collective c(*group[1], {seconds(60), milliseconds(500)});
     seen = c.Agree({}, "together");
   });
   FrameSender sender(*group[0], 16385);
   Frame frame;
   frame.op = 5;
   frame.round = 1;
-  for (int i = 0; i < 12; ++i) {
+  for (int i = 0; i < 10; ++i) {
     frame.kind = Frame::kWaiting;
     sender.Send(1, frame, {});
     std::this_thread::sleep_for(milliseconds(100));

@@ -52,7 +52,7 @@ int Body(Communicator& comm, const std::string& path, int signal) {
   static int sent;
   sent = signal;
   LoadOptions options;
-  options.timeouts.liveness = std::chrono::milliseconds(1000);
+  options.timeouts.liveness = std::chrono::milliseconds(800);
   options.timeouts.arrival = std::chrono::seconds(30);
   options.before_proof = [](int r) {
     if (r == 1 && sent != 0) raise(sent);

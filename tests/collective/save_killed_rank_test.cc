@@ -29,7 +29,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr int kRanks = 4;
-constexpr milliseconds kLiveness{1200};
+constexpr milliseconds kLiveness{1000};
 
 // A tensor file that all share, rank shards by columns, replicas, an object a rank.
 void FillRank(int rank, RankState& state) {

@@ -35,8 +35,7 @@ class StoreWatchTest : public testing::Test {
     options.if_exists = if_exists;
     ASSERT_OK(WriteTinyCheckpoint(HostFileSystem(), store(), name, SmallSpec(++seed_), options));
   }
-  void Start(FileSystem& fs = HostFileSystem(),
-             milliseconds grain = StoreWatch::kStampGrain) {
+  void Start(FileSystem& fs = HostFileSystem(), milliseconds grain = StoreWatch::kStampGrain) {
     auto watch = StoreWatch::Start(fs, SourceKind::kStore, store(), false, ServeVerify::kOff, {},
                                    {}, {}, grain);
     ASSERT_OK(watch);

@@ -233,7 +233,7 @@ TEST_F(SaveStressTest, ThreadsOfSeveralMountsWriteWhileOthersTryToPublish) {
     const auto last = Programs::At(*c, "s/tensors/last");
     ASSERT_OK(last);
     ASSERT_OK(a->Publish("s", "s"));
-    std::this_thread::sleep_for(StagedCheckpoint::kMaxAge * 5 / 4);
+    std::this_thread::sleep_for(StagedCheckpoint::kMaxAge * 21 / 20);
     ASSERT_NO_FATAL_FAILURE(ExpectSaved(fs(), path + "/s"));
     EXPECT_EQ(c->Open(last.value().item, O_WRONLY).status().ToErrno(), ESTALE);
   }
@@ -445,7 +445,7 @@ TEST_F(SaveStressTest, MountsLetGoOfWhatOthersPublished) {
     ASSERT_OK(a->Publish("s", "step-" + std::to_string(i)));
     // Another name each time, as trainers have it, so that the old one is never looked up again.
     ASSERT_OK(a->MakeDirectory(StagingTree::kRoot, "next-" + std::to_string(i)));
-    std::this_thread::sleep_for(StagedCheckpoint::kMaxAge * 5 / 4);
+    std::this_thread::sleep_for(StagedCheckpoint::kMaxAge * 21 / 20);
     ASSERT_OK(b->Lookup(StagingTree::kRoot, "next-" + std::to_string(i)));
     EXPECT_NE(b->StatusFields().find("\"staged_files\": 0,"), std::string::npos);
   }

@@ -46,28 +46,33 @@ class Mpi(harness.ToolTest):
         # the checkpoint must be there, whole.
         big = {f"t{i}": ("U8", (16 << 20,), bytes(16 << 20)) for i in range(24)}
         harness.write_safetensors(self.model, big)
+        # The second job begins while the survivors of the first wait for their deadline.
+        jobs = {}
         for number in [signal.SIGKILL, signal.SIGSTOP]:
-            path = self.store / f"step-{number}"
+            store = self.dir / f"store-{number}"
             pid_file = self.dir / f"pid-{number}"
-            script = self.dir / "victim.sh"
+            script = self.dir / f"victim-{number}.sh"
             script.write_text(VICTIM.format(pid=pid_file))
-            command = [*harness.mpirun(3, "--enable-recovery"), "sh", str(script), harness.TOOL, "import",
-                       str(self.model), str(path), "--liveness", "2"]
-            with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-                                  cwd=self.dir) as job:
-                staging = self.store / ".staging"
-                begun = time.monotonic() + 60
-                while not (staging.is_dir() and any(staging.iterdir())) and time.monotonic() < begun:
-                    time.sleep(0.001)
-                victim = int(pid_file.read_text())
-                os.kill(victim, number)
-                struck = time.monotonic()
-                # mpirun itself waits for a rank that is stopped: the others' verdict is what counts.
-                errors = self.read_until(job, "rank 1", 30)
-                waited = time.monotonic() - struck
-                if number == signal.SIGSTOP:
-                    os.kill(victim, signal.SIGKILL)
-                job.wait(timeout=60)
+            runtime = self.dir / f"mpi-{number}"
+            runtime.mkdir(mode=0o700)
+            command = [*harness.mpirun(3, "--enable-recovery", "--mca", "orte_tmpdir_base", str(runtime)), "sh",
+                       str(script), harness.TOOL, "import", str(self.model), str(store / "step"), "--liveness", "2"]
+            job = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=self.dir)
+            self.addCleanup(self.end, job)
+            staging = store / ".staging"
+            begun = time.monotonic() + 60
+            while not (staging.is_dir() and any(staging.iterdir())) and time.monotonic() < begun:
+                time.sleep(0.001)
+            victim = int(pid_file.read_text())
+            os.kill(victim, number)
+            jobs[number] = (store / "step", job, victim, time.monotonic())
+        for number, (path, job, victim, struck) in jobs.items():
+            # mpirun itself waits for a rank that is stopped: the others' verdict is what counts.
+            errors = self.read_until(job, "rank 1", 30)
+            waited = time.monotonic() - struck
+            if number == signal.SIGSTOP:
+                os.kill(victim, signal.SIGKILL)
+            job.wait(timeout=60)
             if path.exists():
                 self.run_tool("load", path, "--compare", self.model)
                 continue
@@ -76,6 +81,13 @@ class Mpi(harness.ToolTest):
             # The same save in a new job.
             self.run_tool("import", self.model, path, prefix=harness.mpirun(3))
             self.run_tool("verify", path)
+
+    @staticmethod
+    def end(job):
+        if job.poll() is None:
+            job.kill()
+        job.wait()
+        job.stderr.close()
 
     @staticmethod
     def read_until(job, words, seconds):
