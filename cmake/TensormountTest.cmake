@@ -16,7 +16,7 @@ set(TENSORMOUNT_TEST_ENVIRONMENT "")
 if(TENSORMOUNT_SANITIZE)
   set(TENSORMOUNT_TIMEOUT_FACTOR 4)
   set(TENSORMOUNT_TEST_ENVIRONMENT
-    "ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:exitcode=66:allocator_may_return_null=1"
+    "ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:exitcode=66:allocator_may_return_null=1:malloc_context_size=8"
     "UBSAN_OPTIONS=print_stacktrace=1:exitcode=66"
     "TSAN_OPTIONS=exitcode=66:allocator_may_return_null=1:second_deadlock_stack=1:suppressions=${PROJECT_SOURCE_DIR}/tests/support/tsan.supp")
 endif()

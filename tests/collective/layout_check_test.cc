@@ -55,6 +55,19 @@ TEST(LayoutCheck, GapOfOneElementNamesTensorBoxAndRanks) {
             "is one element short at its beginning: off by one?)");
 }
 
+TEST(LayoutCheck, OfManyRanksSomeAreListedAndAllAreCounted) {
+  LayoutRanks ranks(100);
+  for (int r = 0; r < 100; ++r) ranks.Tensor(r, "w", kF, {101}, B({r}, {1}));
+  const LayoutReport report = ranks.Check();
+  ASSERT_EQ(report.findings.size(), 1u);
+  const Finding& finding = report.findings[0];
+  EXPECT_EQ(finding.box, B({100}, {1}));
+  EXPECT_EQ(finding.rank_count, 100u);
+  ASSERT_EQ(finding.ranks.size(), 64u);
+  EXPECT_EQ(finding.ranks.front(), 0);
+  EXPECT_EQ(finding.ranks.back(), 63);
+}
+
 TEST(LayoutCheck, AllGapsAreFoundAndCounted) {
   LayoutRanks ranks(1);
   for (int i = 0; i < 10; ++i) ranks.Tensor(0, "w", kF, {40}, B({4 * i}, {3}));

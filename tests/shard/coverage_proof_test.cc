@@ -29,7 +29,7 @@ RegionSet SetOf(const Dims& shape, const std::vector<Region>& regions) {
 std::vector<std::int64_t> CellsOfRegion(const Region& region, const Dims& shape) {
   std::vector<std::int64_t> cells;
   for (const Box& box : region.Boxes()) {
-    for (const std::int64_t c : CellsOfRegion(box, shape)) cells.push_back(c);
+    for (const std::int64_t c : CellsOf(box, shape)) cells.push_back(c);
   }
   return cells;
 }

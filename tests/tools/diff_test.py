@@ -46,6 +46,15 @@ class Diff(harness.ToolTest):
         self.assertIn("~ big f32 [1100, 1024]: digests differ", self.lines(path, self.save("b")))
         self.assertEqual(self.lines(path, self.model, "--keys", "*i*")[:-1], [lines[0], lines[1], lines[3]])
 
+    def test_the_largest_differences_have_places_of_their_own(self):
+        first, second = self.dir / "first.safetensors", self.dir / "second.safetensors"
+        for path, values in ((first, [5, 100, 0.25]), (second, [5, 101, 0.75])):
+            harness.write_safetensors(path, {"w": ("F32", (3,), np.array(values, "<f4").tobytes())})
+        values = self.json_lines("diff", first, second, "--values", expect=1)[0]["values"]
+        self.assertEqual((values["max_abs"], values["max_abs_at"]), (1, [1]))
+        self.assertEqual((values["max_rel"], values["max_rel_at"]), (0.5 / 0.75, [2]))
+        self.assertEqual(values["first_at"], [1])
+
     def test_values(self):
         a = np.linspace(-1, 1, 1024, dtype="<f4").reshape(32, 32)
         b = a.copy()
