@@ -4,7 +4,6 @@
 #include "base/errors.h"
 
 namespace tensormount {
-namespace {}  // namespace
 
 Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory,
                                     const CommitRecord::Entry& entry) {

@@ -8,7 +8,6 @@
 #include "base/errors.h"
 
 namespace tensormount {
-namespace {}  // namespace
 
 int CompareDims(const Dims& a, const Dims& b) {
   const auto x = a.span();

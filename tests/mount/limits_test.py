@@ -19,6 +19,9 @@ import tempfile
 import threading
 import time
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support"))
+from processes import has_ended
+
 BIN = pathlib.Path(sys.argv[1]).resolve()
 PROGRAM = str(BIN / "tensormount")
 failures = 0
@@ -62,16 +65,6 @@ def switches(pid):
     for task in pathlib.Path(f"/proc/{pid}/task").iterdir():
         total += sum(int(n) for n in re.findall(r"_switches:\s+(\d+)", (task / "status").read_text()))
     return total
-
-
-def has_ended(pid):
-    """Also where its parent, which may be an init that is slow to ask, does not know yet."""
-    process = pathlib.Path(f"/proc/{pid}")
-    try:
-        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-        return state == "Z" and len(os.listdir(process / "task")) == 1
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 class Mount:

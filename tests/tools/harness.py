@@ -15,6 +15,9 @@ import unittest
 
 import numpy as np
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support"))
+from processes import has_ended
+
 BIN = pathlib.Path(os.environ["TENSORMOUNT_BIN"])
 TOOL = str(BIN / "tensormount")
 REQUIRED = os.environ.get("TENSORMOUNT_REQUIRE", "").split(",")
@@ -129,16 +132,6 @@ class ToolTest(unittest.TestCase):
         while not condition():
             self.assertLess(time.monotonic(), deadline, f"waited {seconds} s for {what}")
             time.sleep(0.02)
-
-    @staticmethod
-    def has_ended(pid):
-        """Also where its parent, which may be an init that is slow to ask, does not know yet."""
-        process = pathlib.Path(f"/proc/{pid}")
-        try:
-            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-            return state == "Z" and len(os.listdir(process / "task")) == 1
-        except (FileNotFoundError, ProcessLookupError):
-            return True
 
     @staticmethod
     def flip(path, offset, mask=1):

@@ -86,7 +86,7 @@ class Mount(harness.ToolTest):
             else:
                 os.kill(pid, how)
             self.wait_for("the unmount", lambda: not os.path.ismount(mnt))
-            self.wait_for("the daemon's end", lambda: self.has_ended(pid))
+            self.wait_for("the daemon's end", lambda: harness.has_ended(pid))
 
     def daemon_of(self, mnt):
         for entry in os.listdir("/proc"):
