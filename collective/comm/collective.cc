@@ -2,10 +2,11 @@
 #include "collective/comm/collective.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <exception>
-#include <optional>
+#include <deque>
+#include <iterator>
+#include <map>
+#include <span>
 #include <utility>
 
 #include "base/checked.h"
@@ -51,199 +52,162 @@ Result<std::vector<std::string>> DecodeParts(std::string_view bytes, int ranks) 
   return parts;
 }
 
+Frame LetterFrame() {
+  Frame frame;
+  frame.kind = Frame::kLetter;
+  return frame;
+}
+
+// Only letters come on that tag.
+Status CheckLetter(const Frame& frame, int from) {
+  if (frame.kind == Frame::kLetter) return {};
+  return {Code::kDataLoss, "message of rank " + std::to_string(from) + ": is no letter"};
+}
+
 // The transfers of one rank, all at once.
 class Transfers final : public LocalWork {
  public:
-  Transfers(Communicator& comm, std::uint32_t tag) : comm_(comm), tag_(tag) {}
-  ~Transfers() override { Cancel(); }
-
-  void Post(const Collective::Transfer& t, bool is_send) {
-    if (t.size == 0 || !failure_.ok()) return;
-    const auto size = CheckedCast<std::int64_t>(t.size);
-    if (!size) {
-      failure_ = Status(Code::kInvalidArgument, "exchange: an impossible size");
-      return;
+  Transfers(CollectiveEngine& engine, std::span<const Collective::Transfer> sends,
+            std::span<const Collective::Transfer> receives)
+      : engine_(engine) {
+    for (const Collective::Transfer& t : receives) {
+      if (t.size == 0 || !CheckPeer(t.peer)) continue;
+      std::deque<std::span<std::byte>>& rooms = coming_[t.peer];
+      rooms.emplace_back(static_cast<std::byte*>(t.data), static_cast<std::size_t>(t.size));
     }
-    const BufferView view = BufferView::Host(DType::kU8, t.data, Dims{*size});
-    const Result<Communicator::Request> request =
-        is_send ? comm_.Send(t.peer, tag_, view) : comm_.Receive(t.peer, tag_, view);
-    if (request.ok()) {
-      pending_.push_back(request.value());
-    } else {
-      failure_ = request.status();
+    for (const Collective::Transfer& t : sends) {
+      if (t.size == 0 || !CheckPeer(t.peer)) continue;
+      const Payload payload(
+          std::string_view(static_cast<const char*>(t.data), static_cast<std::size_t>(t.size)));
+      engine_.data_out().Send(t.peer, LetterFrame(), payload);
     }
   }
+  ~Transfers() override { Cancel(); }
 
   Result<bool> Step() override {
-    std::size_t kept = 0;
-    for (std::size_t i = 0; i < pending_.size(); ++i) {
-      if (failure_.ok()) {
-        const Result<bool> done = comm_.Test(pending_[i]);
-        if (!done.ok()) {
-          failure_ = done.status();
-          continue;
-        }
-        if (done.value()) continue;
-      }
-      pending_[kept++] = pending_[i];
-    }
-    pending_.resize(kept);
+    if (failure_.ok()) failure_ = Receive();
+    const bool sent = engine_.data_out().Poll();
+    if (failure_.ok()) failure_ = engine_.data_out().failure();
     if (!failure_.ok()) {
       Cancel();
       return failure_;
     }
-    return pending_.empty();
+    return sent && coming_.empty();
   }
 
   void Cancel() override {
-    for (const Communicator::Request request : pending_) comm_.Cancel(request);
-    pending_.clear();
+    engine_.data_out().CancelAll();
+    for (const auto& [peer, rooms] : coming_) {
+      engine_.data_in(peer).Cancel();
+      engine_.data_in(peer).ReceiveInto({});
+    }
+    coming_.clear();
   }
 
  private:
-  Communicator& comm_;
-  const std::uint32_t tag_;
-  std::vector<Communicator::Request> pending_;
+  bool CheckPeer(int peer) {
+    const bool good = peer >= 0 && peer < engine_.comm().size();
+    if (!good && failure_.ok()) {
+      failure_ = Status(Code::kInvalidArgument, "exchange: rank " + std::to_string(peer) +
+                                                    " is outside [0, " +
+                                                    std::to_string(engine_.comm().size()) + ")");
+    }
+    return good;
+  }
+
+  Status Receive() {
+    for (auto it = coming_.begin(); it != coming_.end();) {
+      auto& [peer, rooms] = *it;
+      FrameReceiver& in = engine_.data_in(peer);
+      while (!rooms.empty()) {
+        in.ReceiveInto(rooms.front());
+        TENSORMOUNT_ASSIGN_OR_RETURN(const bool came, in.Poll());
+        if (!came) break;
+        TENSORMOUNT_RETURN_IF_ERROR(CheckLetter(in.Take().frame, peer));
+        rooms.pop_front();
+        moved = true;
+      }
+      if (rooms.empty()) in.ReceiveInto({});
+      it = rooms.empty() ? coming_.erase(it) : std::next(it);
+    }
+    return {};
+  }
+
+  CollectiveEngine& engine_;
+  std::map<int, std::deque<std::span<std::byte>>> coming_;  // By peer, in order.
   Status failure_;
 };
 
-// One rank's messages to all and from all. To each other rank goes first the size alone, and after
-// it the bytes, where there are any; nobody knows beforehand who has something to say.
+// One rank's messages to all and from all. To each other rank goes one, also where there is nothing
+// to say; nobody knows beforehand.
 class Letters final : public LocalWork {
  public:
   // No message may be larger than `most`: what the most talkative rank says in all.
-  Letters(Communicator& comm, std::uint32_t tag, const std::vector<std::string>& to_each,
-          std::uint64_t most)
-      : comm_(comm), tag_(tag), most_(most), in_(to_each.size()), out_sizes_(to_each.size()) {
+  Letters(CollectiveEngine& engine, const std::vector<std::string>& to_each, std::uint64_t most)
+      : engine_(engine), texts_(to_each.size()) {
     // Starts with the next rank, so that not all talk to the same one at once.
-    const auto n = static_cast<std::size_t>(comm.size());
-    const auto self = static_cast<std::size_t>(comm.rank());
-    texts_.resize(n);
+    const auto n = texts_.size();
+    const auto self = static_cast<std::size_t>(engine.comm().rank());
     texts_[self] = to_each[self];
     for (std::size_t k = 1; k < n; ++k) {
-      Incoming& in = in_[(self + n - k) % n];
-      in.peer = static_cast<int>((self + n - k) % n);
-      Start(comm.Receive(in.peer, tag, View(in.size, sizeof(in.size))), &in.request);
-      in.stage = Incoming::kSize;
-      ++coming_;
+      const std::size_t from = (self + n - k) % n;
+      coming_.push_back(static_cast<int>(from));
+      engine_.data_in(coming_.back()).LimitPayload(most);
     }
     for (std::size_t k = 1; k < n; ++k) {
       const std::size_t to = (self + k) % n;
-      StoreLittle(out_sizes_[to].data(), std::uint64_t{to_each[to].size()});
-      Post(to, out_sizes_[to].data(), out_sizes_[to].size());
-      if (!to_each[to].empty()) Post(to, to_each[to].data(), to_each[to].size());
+      engine_.data_out().Send(static_cast<int>(to), LetterFrame(), Payload(to_each[to]));
     }
   }
   ~Letters() override { Cancel(); }
 
   Result<bool> Step() override {
-    for (Incoming& in : in_) {
-      while (failure_.ok() && Advance(in)) {
-      }
-    }
-    std::erase_if(sends_, [&](Communicator::Request request) {
-      if (!failure_.ok()) return false;
-      const Result<bool> done = comm_.Test(request);
-      if (!done.ok()) failure_ = done.status();
-      return !done.ok() || done.value();
-    });
-    if (!failure_.ok()) {
+    Status failure = Receive();
+    const bool sent = engine_.data_out().Poll();
+    if (failure.ok()) failure = engine_.data_out().failure();
+    if (!failure.ok()) {
       Cancel();
-      return failure_;
+      return failure;
     }
-    return coming_ == 0 && sends_.empty();
+    return sent && coming_.empty();
   }
 
   void Cancel() override {
-    for (const Communicator::Request request : sends_) comm_.Cancel(request);
-    sends_.clear();
-    for (Incoming& in : in_) {
-      if (in.stage != Incoming::kNothing && in.request) comm_.Cancel(*in.request);
-      in.stage = Incoming::kNothing;
-    }
+    engine_.data_out().CancelAll();
+    for (const int peer : coming_) engine_.data_in(peer).Cancel();
+    coming_.clear();
   }
 
   std::vector<std::string> Take() { return std::move(texts_); }
 
  private:
-  struct Incoming {
-    enum Stage { kNothing, kSize, kText };
-    Stage stage = kNothing;
-    int peer = 0;
-    char size[8] = {};
-    std::optional<Communicator::Request> request;
-  };
-
-  static BufferView View(const void* data, std::size_t size) {
-    return BufferView::Host(DType::kU8, data, Dims{static_cast<std::int64_t>(size)});
-  }
-  static BufferView View(void* data, std::size_t size) {
-    return BufferView::Host(DType::kU8, data, Dims{static_cast<std::int64_t>(size)});
-  }
-
-  void Start(const Result<Communicator::Request>& request,
-             std::optional<Communicator::Request>* out) {
-    out->reset();
-    if (request.ok()) {
-      *out = request.value();
-    } else if (failure_.ok()) {
-      failure_ = request.status();
-    }
-  }
-  void Post(std::size_t to, const void* data, std::size_t size) {
-    std::optional<Communicator::Request> request;
-    Start(comm_.Send(static_cast<int>(to), tag_, View(data, size)), &request);
-    if (request) sends_.push_back(*request);
+  Status Receive() {
+    Status failure;
+    std::erase_if(coming_, [&](int peer) {
+      if (!failure.ok()) return false;
+      FrameReceiver& in = engine_.data_in(peer);
+      const Result<bool> came = in.Poll();
+      if (!came.ok()) failure = came.status();
+      if (!came.ok() || !came.value()) return false;
+      FrameReceiver::Received letter = in.Take();
+      in.LimitPayload(kMaxPayload);
+      failure = CheckLetter(letter.frame, peer);
+      total_ = CheckedAdd(total_, std::uint64_t{letter.payload.size()}).value_or(kMaxPayload + 1);
+      if (failure.ok() && total_ > kMaxPayload) {
+        failure = Status(Code::kDataLoss,
+                         "messages of all ranks: " + std::to_string(total_) + " bytes cannot be");
+      }
+      texts_[static_cast<std::size_t>(peer)] = std::move(letter.payload);
+      moved = true;
+      return true;
+    });
+    return failure;
   }
 
-  // True where it came one stage further.
-  bool Advance(Incoming& in) {
-    if (in.stage == Incoming::kNothing || !in.request) return false;
-    const Result<bool> done = comm_.Test(*in.request);
-    if (done.ok() && !done.value()) return false;
-    in.request.reset();
-    if (!done.ok()) {
-      failure_ = done.status();
-      return false;
-    }
-    if (in.stage == Incoming::kSize) {
-      failure_ = OnSize(in, LoadLittle<std::uint64_t>(in.size));
-      if (!failure_.ok() || in.stage == Incoming::kText) return failure_.ok();
-    }
-    in.stage = Incoming::kNothing;
-    --coming_;
-    return false;
-  }
-
-  Status OnSize(Incoming& in, std::uint64_t size) {
-    if (size == 0) return {};
-    total_ = CheckedAdd(total_, size).value_or(~std::uint64_t{0});
-    if (size > most_ || total_ > kMaxPayload) {
-      return {Code::kDataLoss, "message of rank " + std::to_string(in.peer) + ": " +
-                                   std::to_string(size) + " bytes cannot be"};
-    }
-    std::string& text = texts_[static_cast<std::size_t>(in.peer)];
-    try {
-      text.resize(static_cast<std::size_t>(size));
-    } catch (const std::exception&) {
-      return {Code::kResourceExhausted, "no memory for " + std::to_string(size) +
-                                            " bytes of rank " + std::to_string(in.peer)};
-    }
-    Start(comm_.Receive(in.peer, tag_, View(text.data(), text.size())), &in.request);
-    in.stage = Incoming::kText;
-    return failure_;
-  }
-
-  Communicator& comm_;
-  const std::uint32_t tag_;
-  const std::uint64_t most_;
+  CollectiveEngine& engine_;
   std::uint64_t total_ = 0;
   std::vector<std::string> texts_;
-  std::vector<Incoming> in_;
-  std::vector<std::array<char, 8>> out_sizes_;
-  std::vector<Communicator::Request> sends_;
-  std::size_t coming_ = 0;
-  Status failure_;
+  std::vector<int> coming_;
 };
 
 using Parts = std::vector<std::string>;
@@ -255,7 +219,7 @@ class Collective::Impl {
   Impl(Communicator& comm, const Timeouts& timeouts) : engine(comm, timeouts) {}
 
   // One round without work: everybody's bytes and a verdict.
-  Result<CollectiveEngine::Payload> Decide(
+  Result<CollectiveEngine::Told> Decide(
       CollectiveOp op, std::string_view phase, const Result<std::string_view>& mine,
       std::function<Status(Parts& parts, std::string* verdict)> decide) {
     Round round;
@@ -293,7 +257,7 @@ class Collective::Impl {
     const Result<std::string_view> payload =
         bytes.ok() ? Result<std::string_view>(std::string_view(mine, sizeof(mine)))
                    : Result<std::string_view>(bytes.status());
-    TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Payload told,
+    TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told told,
                                  Decide(op, phase, payload, decide));
     if (told->size() != 16) return Volume{};
     return Volume{LoadLittle<std::uint64_t>(told->data()),
@@ -327,7 +291,7 @@ Result<std::vector<std::string>> Collective::AllGather(std::string_view mine,
     if (size() > 1) *verdict = EncodeParts(all);
     return {};
   };
-  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Payload payload,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
                                impl_->Decide(CollectiveOp::kAllGather, phase, mine, decide));
   if (rank() == 0) return all;
   return DecodeParts(*payload, size());
@@ -350,7 +314,7 @@ Result<std::string> Collective::Broadcast(const Result<std::string>& mine, std::
     *verdict = mine.value();
     return {};
   };
-  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Payload payload,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
                                impl_->Decide(CollectiveOp::kBroadcast, phase, status, decide));
   return *payload;
 }
@@ -373,7 +337,7 @@ Result<std::vector<std::uint64_t>> Collective::AllReduceXor(std::span<const std:
     }
     return {};
   };
-  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Payload payload,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
                                impl_->Decide(CollectiveOp::kXor, phase, bytes, decide));
   if (payload->size() != mine.size_bytes()) {
     return Status(Code::kDataLoss, "XOR of all ranks: the answer has another length");
@@ -395,7 +359,7 @@ Result<std::string> Collective::Decide(std::string_view mine, std::string_view p
     TENSORMOUNT_ASSIGN_OR_RETURN(*verdict, decide(parts));
     return {};
   };
-  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Payload payload,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
                                impl_->Decide(CollectiveOp::kDecide, phase, mine, told));
   return *payload;
 }
@@ -412,7 +376,7 @@ Result<std::vector<std::string>> Collective::AllToAll(const std::vector<std::str
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Impl::Volume volume,
                                impl_->Arrive(CollectiveOp::kAllToAll, phase, bytes));
-  Letters work(impl_->engine.comm(), impl_->engine.data_tag(), to_each, volume.most);
+  Letters work(impl_->engine, to_each, volume.most);
   TENSORMOUNT_RETURN_IF_ERROR(impl_->Transfer(work, phase, volume.all));
   return work.Take();
 }
@@ -428,6 +392,8 @@ Status Collective::Run(LocalWork& work, std::uint64_t bytes, std::string_view ph
 
 Communicator& Collective::comm() { return impl_->engine.comm(); }
 std::uint32_t Collective::data_tag() const { return impl_->engine.data_tag(); }
+FrameSender& Collective::data_out() { return impl_->engine.data_out(); }
+FrameReceiver& Collective::data_in(int from) { return impl_->engine.data_in(from); }
 
 Status Collective::Exchange(std::span<const Transfer> sends, std::span<const Transfer> receives,
                             std::string_view phase) {
@@ -439,9 +405,7 @@ Status Collective::Exchange(std::span<const Transfer> sends, std::span<const Tra
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Impl::Volume volume,
                                impl_->Arrive(CollectiveOp::kExchange, phase, bytes));
-  Transfers work(impl_->engine.comm(), impl_->engine.data_tag());
-  for (const Transfer& t : receives) work.Post(t, /*is_send=*/false);
-  for (const Transfer& t : sends) work.Post(t, /*is_send=*/true);
+  Transfers work(impl_->engine, sends, receives);
   return impl_->Transfer(work, phase, volume.most);
 }
 

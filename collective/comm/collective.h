@@ -15,7 +15,9 @@
 
 namespace tensormount {
 
-class LocalWork;  // collective_round.h
+class LocalWork;      // collective_round.h
+class FrameReceiver;  // collective_frame.h
+class FrameSender;
 
 // Collective operations with deadlines over a Communicator; one object for one collective job
 // (a save, a load). While it lives a heartbeat thread calls Progress(), so that a rank that is
@@ -64,15 +66,16 @@ class Collective {
       const std::function<Result<std::string>(std::vector<std::string>&)>& decide);
   // A message from any rank to any rank: `to_each` by rank, empty where there is nothing to say.
   // Returns what each rank said to this one. Sizes need not be known beforehand, and no rank sees
-  // more than its own messages. To every other rank go 8 bytes, and what is not empty. Ends with an
-  // Agree, as Exchange does. kInvalidArgument, on all ranks, where one gives not as many messages
-  // as there are ranks; that does not spend the object.
+  // more than its own messages. To every other rank goes one frame, and what does not fit into it.
+  // Ends with an Agree, as Exchange does. kInvalidArgument, on all ranks, where one gives not as
+  // many messages as there are ranks; that does not spend the object.
   Result<std::vector<std::string>> AllToAll(const std::vector<std::string>& to_each,
                                             std::string_view phase);
 
   // Point to point bulk, all at once: sends and receives complete or the call fails (everywhere,
   // after the Agree that it ends with). Between one pair, sends and receives match in the order
-  // given. Memory is the caller's, and free again on return; empty transfers are skipped.
+  // given; what came is compared with its checksum. Memory is the caller's, and free again on
+  // return; empty transfers are skipped.
   struct Transfer {
     int peer = 0;
     void* data = nullptr;
@@ -81,13 +84,16 @@ class Collective {
   Status Exchange(std::span<const Transfer> sends, std::span<const Transfer> receives,
                   std::string_view phase);
 
-  // Work of this rank that sends and receives by itself, piece by piece, on comm() with data_tag().
+  // Work of this rank that sends and receives by itself, piece by piece: letters by data_out() and
+  // data_in(), and behind each, on comm() with data_tag(), what it announces with its checksum.
   // Every rank comes with some; the call ends when the work of all is done, and fails on all as
   // soon as that of one does (which spends this object). `bytes`: how many this rank moves at most,
   // for the time limit.
   Status Run(LocalWork& work, std::uint64_t bytes, std::string_view phase);
   Communicator& comm();
   std::uint32_t data_tag() const;
+  FrameSender& data_out();
+  FrameReceiver& data_in(int from);
 
  private:
   class Impl;

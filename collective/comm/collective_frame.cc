@@ -14,13 +14,16 @@ namespace tensormount {
 namespace {
 
 constexpr std::uint32_t kFrameMagic = 0x43434d54;  // "TMCC"
-constexpr std::uint16_t kFrameVersion = 1;
+constexpr std::uint16_t kFrameVersion = 2;
 constexpr std::size_t kPhaseBytes = 40;
-// magic 4, version 2, kind 1, op 1, job 4, round 4, phase hash 8, code 4, errno 4, payload 8,
-// fatal 1, phase length 1, zero 6.
-constexpr std::size_t kFixedBytes = 48;
+// magic 4, version 2, kind 1, op 1, job 16, sequence 4, round 4, phase hash 8, code 4, errno 4,
+// payload size 8 and hash 8, fatal 1, phase length 1, zero 2.
+constexpr std::size_t kFixedBytes = 68;
 constexpr std::size_t kChecksumAt = kFrameBytes - 8;
 static_assert(kFixedBytes + kPhaseBytes + kInlinePayload == kChecksumAt);
+// What failed jobs leave on a tag is a few messages. More, and somebody floods the connection, or
+// it fails at each call.
+constexpr std::uint32_t kMostDropped = 1 << 16;
 
 BufferView BytesView(const void* data, std::size_t size) {
   return BufferView::Host(DType::kU8, data, Dims{static_cast<std::int64_t>(size)});
@@ -29,29 +32,49 @@ BufferView BytesView(void* data, std::size_t size) {
   return BufferView::Host(DType::kU8, data, Dims{static_cast<std::int64_t>(size)});
 }
 
+// Whether bytes that are no good frame were one of this job before they changed: most of what is
+// known beforehand stands there.
+bool WasFrameOf(const FrameBytes& bytes, const Communicator::Job& job) {
+  ByteWriter w;
+  w.U32(kFrameMagic);
+  w.U16(kFrameVersion);
+  w.U8(bytes[6]);
+  w.U8(bytes[7]);
+  w.U64(job.number);
+  w.U64(job.group);
+  std::size_t equal = 0;
+  for (std::size_t i = 0; i < w.bytes().size(); ++i) equal += w.bytes()[i] == bytes[i] ? 1 : 0;
+  return equal > w.bytes().size() / 2 + 4;
+}
+
 bool CodeKnown(std::uint32_t code) { return code <= static_cast<std::uint32_t>(Code::kInternal); }
 
 }  // namespace
 
-FrameBytes EncodeFrame(const Frame& frame, std::string_view payload) {
+Payload::Payload(std::string_view b) : bytes(b), hash(Xxh3Low64(b)) {}
+
+FrameBytes EncodeFrame(const Frame& frame, const Payload& payload) {
   ByteWriter w;
   w.U32(kFrameMagic);
   w.U16(kFrameVersion);
   w.U8(frame.kind);
   w.U8(frame.op);
-  w.U32(frame.job);
+  w.U64(frame.job.number);
+  w.U64(frame.job.group);
+  w.U32(frame.sequence);
   w.U32(frame.round);
   w.U64(frame.phase_hash);
   w.U32(static_cast<std::uint32_t>(frame.status.code()));
   w.U32(frame.status.ok() ? 0 : static_cast<std::uint32_t>(frame.status.ToErrno()));
-  w.U64(payload.size());
+  w.U64(payload.bytes.size());
+  w.U64(payload.hash);
   w.U8(frame.fatal ? 1 : 0);
   const std::size_t phase = std::min(frame.phase.size(), kPhaseBytes);
   w.U8(static_cast<std::uint8_t>(phase));
-  w.Raw("\0\0\0\0\0\0", 6);
+  w.Raw("\0\0", 2);
   w.Raw(frame.phase.data(), phase);
   w.bytes().resize(kFixedBytes + kPhaseBytes);
-  if (payload.size() <= kInlinePayload) w.Raw(payload.data(), payload.size());
+  if (payload.bytes.size() <= kInlinePayload) w.Raw(payload.bytes.data(), payload.bytes.size());
   w.bytes().resize(kChecksumAt);
   w.U64(Xxh3Low64(std::string_view(w.bytes())));
   FrameBytes out;
@@ -73,15 +96,18 @@ Result<Frame> DecodeFrame(const FrameBytes& bytes, std::string* inline_payload) 
   }
   Frame frame;
   const std::uint8_t kind = r.U8();
-  if (kind < Frame::kHello || kind > Frame::kGaveUp) return damaged("of unknown kind");
+  if (kind < Frame::kHello || kind > Frame::kLetter) return damaged("of unknown kind");
   frame.kind = static_cast<Frame::Kind>(kind);
   frame.op = r.U8();
-  frame.job = r.U32();
+  frame.job.number = r.U64();
+  frame.job.group = r.U64();
+  frame.sequence = r.U32();
   frame.round = r.U32();
   frame.phase_hash = r.U64();
   const std::uint32_t code = r.U32();
   const std::uint32_t err = r.U32();
   frame.payload_size = r.U64();
+  frame.payload_hash = r.U64();
   frame.fatal = r.U8() != 0;
   const std::size_t phase = r.U8();
   if (!CodeKnown(code)) return damaged("with an unknown error code");
@@ -100,48 +126,110 @@ Result<Frame> DecodeFrame(const FrameBytes& bytes, std::string* inline_payload) 
 }
 
 Result<bool> FrameReceiver::Poll() {
-  if (stage_ == Stage::kReady) return true;
-  if (stage_ == Stage::kIdle) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        request_, comm_.Receive(peer_, tag_, BytesView(bytes_.data(), bytes_.size())));
-    stage_ = Stage::kFrame;
-  }
-  if (stage_ == Stage::kFrame) {
-    const Result<bool> done = comm_.Test(request_);
-    if (!done.ok()) {
-      stage_ = Stage::kIdle;
-      return done;
-    }
-    if (!done.value()) return false;
-    stage_ = Stage::kIdle;
-    TENSORMOUNT_RETURN_IF_ERROR(OnFrame());
+  while (true) {
     if (stage_ == Stage::kReady) return true;
-  }
-  const Result<bool> done = comm_.Test(request_);
-  if (!done.ok()) {
+    if (stage_ == Stage::kIdle) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          request_, comm_.Receive(peer_, tag_, BytesView(bytes_.data(), bytes_.size())));
+      stage_ = Stage::kFrame;
+    }
+    const Result<bool> done = comm_.Test(request_);
+    if (done.ok() && !done.value()) return false;
+    if (stage_ == Stage::kPayload) {
+      stage_ = Stage::kIdle;
+      if (!done.ok()) return done;
+      TENSORMOUNT_RETURN_IF_ERROR(CheckPayload());
+      continue;
+    }
     stage_ = Stage::kIdle;
-    return done;
+    const Result<bool> next = done.ok() ? OnFrame() : done;
+    if (!next.ok()) {
+      // Of another size, withdrawn, or no frame at all: what an earlier job left.
+      const Code code = next.status().code();
+      const bool left = code == Code::kCancelled || code == Code::kDataLoss;
+      if (begun_ || !left || (done.ok() && WasFrameOf(bytes_, job_))) return next;
+      TENSORMOUNT_RETURN_IF_ERROR(Drop(next.status()));
+    } else if (!next.value()) {
+      TENSORMOUNT_RETURN_IF_ERROR(Drop(Damaged("old messages come without end")));
+    }
   }
-  if (done.value()) stage_ = Stage::kReady;
-  return done.value();
 }
 
-Status FrameReceiver::OnFrame() {
+Status FrameReceiver::Drop(const Status& why) {
+  received_ = {};
+  return ++dropped_ <= kMostDropped ? Status() : why;
+}
+
+Status FrameReceiver::Damaged(const std::string& what) const {
+  return {Code::kDataLoss, "message of rank " + std::to_string(peer_) + ": " + what};
+}
+
+Result<bool> FrameReceiver::IsNext(const Frame& frame) {
+  if (frame.job.group != job_.group || frame.job.number < job_.number) return false;
+  if (frame.job.number > job_.number) {
+    return Status(Code::kUnavailable, "rank " + std::to_string(peer_) + " has gone on to job " +
+                                          std::to_string(frame.job.number) +
+                                          " while this rank is in job " +
+                                          std::to_string(job_.number));
+  }
+  if (frame.sequence < next_) return false;
+  if (frame.sequence > next_) {
+    return Damaged("number " + std::to_string(next_) + " is missing, number " +
+                   std::to_string(frame.sequence) + " came");
+  }
+  begun_ = true;
+  ++next_;
+  return true;
+}
+
+// True where a frame of this job came whose payload is there or on its way.
+Result<bool> FrameReceiver::OnFrame() {
   TENSORMOUNT_ASSIGN_OR_RETURN(received_.frame, DecodeFrame(bytes_, &received_.payload));
-  const auto size = static_cast<std::size_t>(received_.frame.payload_size);
-  if (size <= kInlinePayload) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const bool next, IsNext(received_.frame));
+  if (!next) return false;
+  const std::uint64_t size = received_.frame.payload_size;
+  if (size > most_) return Damaged(std::to_string(size) + " bytes cannot be");
+  if (!room_.empty() && size != room_.size()) {
+    return Damaged(std::to_string(size) + " bytes came where " + std::to_string(room_.size()) +
+                   " were expected");
+  }
+  if (size > kInlinePayload) {
+    TENSORMOUNT_RETURN_IF_ERROR(ReceivePayload());
+  } else {
+    if (!room_.empty()) {
+      std::memcpy(room_.data(), received_.payload.data(), room_.size());
+      received_.payload.clear();
+    }
     stage_ = Stage::kReady;
-    return {};
   }
-  try {
-    received_.payload.resize(size);
-  } catch (const std::exception&) {
-    return {Code::kResourceExhausted,
-            "no memory for " + std::to_string(size) + " bytes of rank " + std::to_string(peer_)};
+  return true;
+}
+
+Status FrameReceiver::ReceivePayload() {
+  const auto size = static_cast<std::size_t>(received_.frame.payload_size);
+  void* to = room_.data();
+  if (room_.empty()) {
+    try {
+      received_.payload.resize(size);
+    } catch (const std::exception&) {
+      return {Code::kResourceExhausted,
+              "no memory for " + std::to_string(size) + " bytes of rank " + std::to_string(peer_)};
+    }
+    to = received_.payload.data();
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      request_, comm_.Receive(peer_, tag_, BytesView(received_.payload.data(), size)));
+  TENSORMOUNT_ASSIGN_OR_RETURN(request_, comm_.Receive(peer_, tag_, BytesView(to, size)));
   stage_ = Stage::kPayload;
+  return {};
+}
+
+Status FrameReceiver::CheckPayload() {
+  const std::string_view bytes =
+      room_.empty() ? std::string_view(received_.payload)
+                    : std::string_view(reinterpret_cast<const char*>(room_.data()), room_.size());
+  if (Xxh3Low64(bytes) != received_.frame.payload_hash) {
+    return Damaged("its bytes changed on the way");
+  }
+  stage_ = Stage::kReady;
   return {};
 }
 
@@ -160,19 +248,28 @@ void FrameReceiver::Cancel() {
   stage_ = Stage::kIdle;
 }
 
-void FrameSender::Send(int peer, const Frame& frame, std::string_view payload,
+void FrameSender::Send(int peer, Frame frame, const Payload& payload,
                        std::shared_ptr<const std::string> keep) {
+  frame.job = job_;
+  frame.sequence = next_[static_cast<std::size_t>(peer)]++;
   Item& item = items_.emplace_back();
   item.peer = peer;
   item.frame = EncodeFrame(frame, payload);
   item.keep = std::move(keep);
   const FrameBytes& bytes = item.frame;
-  Result<Communicator::Request> sent =
-      comm_.Send(peer, tag_, BytesView(bytes.data(), bytes.size()));
-  if (sent.ok()) item.frame_request = sent.value();
-  if (sent.ok() && payload.size() > kInlinePayload) {
-    sent = comm_.Send(peer, tag_, BytesView(payload.data(), payload.size()));
-    if (sent.ok()) item.payload_request = sent.value();
+  Start(comm_.Send(peer, tag_, BytesView(bytes.data(), bytes.size())), &item.frame_request);
+  if (item.frame_request && payload.bytes.size() > kInlinePayload) {
+    Start(comm_.Send(peer, tag_, BytesView(payload.bytes.data(), payload.bytes.size())),
+          &item.payload_request);
+  }
+}
+
+void FrameSender::Start(const Result<Communicator::Request>& sent,
+                        std::optional<Communicator::Request>* request) {
+  if (sent.ok()) {
+    *request = sent.value();
+  } else if (failure_.ok()) {
+    failure_ = sent.status();
   }
 }
 
@@ -180,6 +277,7 @@ void FrameSender::Finish(std::optional<Communicator::Request>& request) {
   if (!request) return;
   const Result<bool> done = comm_.Test(*request);
   if (!done.ok() || done.value()) request.reset();
+  if (!done.ok() && failure_.ok()) failure_ = done.status();
 }
 
 bool FrameSender::Poll() {

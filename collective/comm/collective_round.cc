@@ -16,13 +16,19 @@ using std::chrono::duration_cast;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-// Tags of Collective: four of the upper half a job, in turns. Job numbers of different channels
-// differ modulo kChannels^2, which divides kTagTurns: their tags are never equal. On one channel a
-// tag comes back after 64 jobs; frames carry the whole number.
+// Tags of Collective: four of the upper half a job, in turns, others for each channel. On one
+// channel a tag comes back after 64 jobs, and groups of other ranks may use the same: frames say
+// whose they are, what is left from before is dropped (FrameReceiver).
 constexpr std::uint32_t kFirstTag = 16384;
-constexpr std::uint32_t kTagTurns = 4096;
-static_assert(kTagTurns % (Communicator::kChannels * Communicator::kChannels) == 0);
-static_assert(kFirstTag + 4 * kTagTurns - 1 <= Communicator::kMaxTag);
+constexpr std::uint32_t kTagTurns = 64;
+constexpr std::uint32_t kAllChannels = Communicator::kChannels * Communicator::kChannels;
+static_assert(kFirstTag + 4 * kTagTurns * kAllChannels - 1 <= Communicator::kMaxTag);
+
+std::uint32_t TagOf(const Communicator& comm, const Communicator::Job& job) {
+  const auto turn = static_cast<std::uint32_t>(job.number % kTagTurns);
+  return kFirstTag + 4 * (turn * kAllChannels + comm.channel());
+}
+
 // Messages of failures are cut, so that they always go out at once.
 constexpr std::size_t kMaxVerdictMessage = 2000;
 // After which rank 0 tells those who came that it waits for others.
@@ -104,11 +110,27 @@ Heartbeat::~Heartbeat() {
   thread_.join();
 }
 
+void LostRanks::Add(int rank, Clock::time_point now) {
+  std::lock_guard lock(mutex_);
+  since_.emplace(rank, now);
+}
+
+bool LostRanks::Contains(int rank, Clock::time_point now, nanoseconds silent) {
+  std::lock_guard lock(mutex_);
+  const auto it = since_.find(rank);
+  if (it == since_.end()) return false;
+  if (silent >= now - it->second) return true;
+  since_.erase(it);
+  return false;
+}
+
 LivenessWatch::LivenessWatch(Communicator& comm, nanoseconds liveness)
     : comm_(comm),
       liveness_(liveness),
       confirm_(BeatInterval(liveness)),
-      seats_(static_cast<std::size_t>(comm.size())) {
+      seats_(static_cast<std::size_t>(comm.size())),
+      lost_(std::static_pointer_cast<LostRanks>(
+          comm.Kept("lost ranks", [] { return std::make_shared<LostRanks>(); }))) {
   Start(Clock::now());
   base_ = last_turn_;
 }
@@ -128,8 +150,10 @@ void LivenessWatch::Turn(Clock::time_point now) {
 
 bool LivenessWatch::Lost(int rank, Clock::time_point now) {
   Seat& seat = seats_[static_cast<std::size_t>(rank)];
+  const nanoseconds silent = comm_.SilentFor(rank);
+  if (lost_->Contains(rank, now, silent)) return true;
   if (!seat.joined) return false;
-  if (std::min<nanoseconds>(comm_.SilentFor(rank), now - base_) <= liveness_) {
+  if (std::min<nanoseconds>(silent, now - base_) <= liveness_) {
     seat.suspected = false;
     return false;
   }
@@ -137,7 +161,9 @@ bool LivenessWatch::Lost(int rank, Clock::time_point now) {
     seat.suspected = true;
     seat.since = now;
   }
-  return now - seat.since >= confirm_;
+  if (now - seat.since < confirm_) return false;
+  lost_->Add(rank, now);
+  return true;
 }
 
 // Of work: a rank that fails withdraws its messages, and those who wait for them are told
@@ -168,9 +194,11 @@ CollectiveEngine::CollectiveEngine(Communicator& comm, const Timeouts& timeouts)
     : comm_(comm),
       timeouts_(timeouts),
       job_(comm.BeginJob()),
-      tag_(kFirstTag + 4 * (job_ % kTagTurns)),
+      tag_(TagOf(comm, job_)),
       watch_(comm, timeouts.liveness),
-      sender_(comm, comm.rank() == 0 ? tag_ + 1 : tag_) {
+      sender_(comm, job_, comm.rank() == 0 ? tag_ + 1 : tag_),
+      data_out_(comm, job_, data_tag()),
+      data_in_(static_cast<std::size_t>(comm.size())) {
   const int peers = comm.rank() == 0 ? comm.size() : 1;
   Round nothing;
   for (int r = 0; r < peers; ++r) {
@@ -178,8 +206,9 @@ CollectiveEngine::CollectiveEngine(Communicator& comm, const Timeouts& timeouts)
       from_.push_back(nullptr);
       continue;
     }
-    from_.push_back(std::make_unique<FrameReceiver>(comm, r, comm.rank() == 0 ? tag_ : tag_ + 1));
-    sender_.Send(r, MakeFrame(nothing, Frame::kHello), {});
+    from_.push_back(
+        std::make_unique<FrameReceiver>(comm, job_, r, comm.rank() == 0 ? tag_ : tag_ + 1));
+    sender_.Send(r, MakeFrame(nothing, Frame::kHello));
   }
   if (comm.size() > 1) {
     heartbeat_ = std::make_unique<Heartbeat>(comm, BeatInterval(timeouts.liveness));
@@ -187,6 +216,12 @@ CollectiveEngine::CollectiveEngine(Communicator& comm, const Timeouts& timeouts)
 }
 
 CollectiveEngine::~CollectiveEngine() = default;
+
+FrameReceiver& CollectiveEngine::data_in(int from) {
+  std::unique_ptr<FrameReceiver>& in = data_in_[static_cast<std::size_t>(from)];
+  if (in == nullptr) in = std::make_unique<FrameReceiver>(comm_, job_, from, data_tag());
+  return *in;
+}
 
 nanoseconds CollectiveEngine::AllowanceFor(std::uint64_t bytes) {
   constexpr std::uint64_t kBytesPerMillisecond = 8000;
@@ -197,7 +232,6 @@ nanoseconds CollectiveEngine::AllowanceFor(std::uint64_t bytes) {
 Frame CollectiveEngine::MakeFrame(const Round& round, Frame::Kind kind) const {
   Frame f;
   f.kind = kind;
-  f.job = job_;
   f.round = round_;
   f.op = static_cast<std::uint8_t>(round.op);
   f.phase_hash = Xxh3Low64(round.phase);
@@ -205,14 +239,14 @@ Frame CollectiveEngine::MakeFrame(const Round& round, Frame::Kind kind) const {
   return f;
 }
 
-Result<CollectiveEngine::Payload> CollectiveEngine::Run(const Round& round) {
+Result<CollectiveEngine::Told> CollectiveEngine::Run(const Round& round) {
   if (!spent_.ok()) {
     if (round.work != nullptr) round.work->Cancel();
     return spent_;
   }
   ++round_;
   watch_.Start(Clock::now());
-  Result<Payload> out = comm_.rank() == 0 ? RunRoot(round) : RunMember(round);
+  Result<Told> out = comm_.rank() == 0 ? RunRoot(round) : RunMember(round);
   if (!out.ok() && round.work != nullptr) round.work->Cancel();
   return out;
 }
@@ -220,15 +254,18 @@ Result<CollectiveEngine::Payload> CollectiveEngine::Run(const Round& round) {
 Status CollectiveEngine::Spend(const Status& why) {
   spent_ = why;
   sender_.CancelAll();
-  for (const auto& receiver : from_) {
-    if (receiver) receiver->Cancel();
+  data_out_.CancelAll();
+  for (const auto* receivers : {&from_, &data_in_}) {
+    for (const auto& receiver : *receivers) {
+      if (receiver) receiver->Cancel();
+    }
   }
   return why;
 }
 
 // Rank 0.
 
-Result<CollectiveEngine::Payload> CollectiveEngine::RunRoot(const Round& round) {
+Result<CollectiveEngine::Told> CollectiveEngine::RunRoot(const Round& round) {
   Gathered g(comm_.size());
   bool working = round.work != nullptr;
   const auto self_came = [&](const Status& status) {
@@ -315,9 +352,6 @@ Status CollectiveEngine::OnContribution(const Round& round, Gathered& g, int fro
                                         FrameReceiver::Received in) {
   const Frame& f = in.frame;
   const std::string who = "rank " + std::to_string(from);
-  if (f.job != job_) {
-    return {Code::kInternal, who + " is in another job than rank 0"};
-  }
   if (f.kind == Frame::kHello) return {};
   if (f.kind == Frame::kGaveUp) return f.status.WithContext(who + " gave up");
   const Frame mine = MakeFrame(round, Frame::kContribution);
@@ -388,7 +422,7 @@ void CollectiveEngine::Remind(const Round& round, Gathered& g, Clock::time_point
     if (!seat.came && round.work == nullptr) continue;
     if (seat.reminded != Clock::time_point{} && now - seat.reminded < again) continue;
     seat.reminded = now;
-    sender_.Send(static_cast<int>(r), MakeFrame(round, Frame::kWaiting), {});
+    sender_.Send(static_cast<int>(r), MakeFrame(round, Frame::kWaiting));
   }
 }
 
@@ -418,21 +452,20 @@ Status CollectiveEngine::Judge(const Round& round, Gathered& g, std::string* ver
                            out.message().substr(0, kMaxVerdictMessage) + others);
 }
 
-Result<CollectiveEngine::Payload> CollectiveEngine::TellAll(const Round& round,
-                                                            const Status& failure, bool fatal,
-                                                            std::string verdict) {
+Result<CollectiveEngine::Told> CollectiveEngine::TellAll(const Round& round, const Status& failure,
+                                                         bool fatal, std::string verdict) {
   const Status cut = failure.ok() ? failure : Cut(failure);
   Frame frame = MakeFrame(round, Frame::kVerdict);
   frame.status = cut;
   frame.fatal = fatal;
-  const auto payload =
-      std::make_shared<const std::string>(cut.ok() ? std::move(verdict) : cut.message());
-  for (int r = 1; r < comm_.size(); ++r) sender_.Send(r, frame, *payload, payload);
+  auto text = std::make_shared<const std::string>(cut.ok() ? std::move(verdict) : cut.message());
+  const Payload payload(*text);
+  for (int r = 1; r < comm_.size(); ++r) sender_.Send(r, frame, payload, text);
   Drain(fatal ? Clock::duration(kFarewell)
-              : Clock::duration(timeouts_.arrival + AllowanceFor(payload->size())));
+              : Clock::duration(timeouts_.arrival + AllowanceFor(text->size())));
   if (fatal) return Spend(cut);
   if (!cut.ok()) return cut;
-  return payload;
+  return text;
 }
 
 void CollectiveEngine::Drain(Clock::duration limit) {
@@ -457,15 +490,19 @@ void CollectiveEngine::Drain(Clock::duration limit) {
 void CollectiveEngine::Contribute(const Round& round, const Status& mine) {
   Frame frame = MakeFrame(round, Frame::kContribution);
   if (mine.ok()) {
-    sender_.Send(0, frame, round.payload);
+    sender_.Send(0, frame, Payload(round.payload));
     return;
   }
-  frame.status = Cut(mine);
-  const auto message = std::make_shared<const std::string>(frame.status.message());
-  sender_.Send(0, frame, *message, message);
+  SendFailure(std::move(frame), mine);
 }
 
-Result<CollectiveEngine::Payload> CollectiveEngine::RunMember(const Round& round) {
+void CollectiveEngine::SendFailure(Frame frame, const Status& why) {
+  frame.status = Cut(why);
+  const auto message = std::make_shared<const std::string>(frame.status.message());
+  sender_.Send(0, std::move(frame), Payload(*message), message);
+}
+
+Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
   bool working = round.work != nullptr;
   if (!working) Contribute(round, round.mine);
 
@@ -487,7 +524,6 @@ Result<CollectiveEngine::Payload> CollectiveEngine::RunMember(const Round& round
       watch_.Join(0);
       FrameReceiver::Received in = from_[0]->Take();
       const Frame& f = in.frame;
-      if (f.job != job_) return GiveUp(round, {Code::kInternal, "rank 0 is in another job"});
       if (f.kind == Frame::kHello) continue;
       if (f.kind == Frame::kWaiting) {
         // It came, and waits as long as it may for somebody else.
@@ -535,9 +571,7 @@ Result<CollectiveEngine::Payload> CollectiveEngine::RunMember(const Round& round
 Status CollectiveEngine::GiveUp(const Round& round, const Status& why) {
   // The round that rank 0 would wait in next learns it.
   Frame frame = MakeFrame(round, Frame::kGaveUp);
-  frame.status = Cut(why);
-  const auto message = std::make_shared<const std::string>(frame.status.message());
-  sender_.Send(0, frame, *message, message);
+  SendFailure(std::move(frame), why);
   Drain(kFarewell);
   return Spend(why);
 }

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -36,6 +37,20 @@ class Heartbeat {
   std::thread thread_;
 };
 
+// Who was silent for too long in an earlier job of this group and was not heard of since.
+// Thread-safe.
+class LostRanks {
+ public:
+  using Clock = std::chrono::steady_clock;
+  void Add(int rank, Clock::time_point now);
+  // Whether it still is: `silent` is how long it says nothing.
+  bool Contains(int rank, Clock::time_point now, std::chrono::nanoseconds silent);
+
+ private:
+  std::mutex mutex_;
+  std::map<int, Clock::time_point> since_;
+};
+
 // Judges who is silent for too long.
 class LivenessWatch {
  public:
@@ -48,7 +63,8 @@ class LivenessWatch {
   // rank itself was stopped or starved, and says nothing about the others.
   void Start(Clock::time_point now);
   void Turn(Clock::time_point now);
-  // Silent for longer than liveness, and still so a heartbeat after this was first seen.
+  // Silent for longer than liveness, and still so a heartbeat after this was first seen; or lost in
+  // an earlier job and not heard of since.
   bool Lost(int rank, Clock::time_point now);
 
  private:
@@ -63,6 +79,7 @@ class LivenessWatch {
   Clock::time_point base_;
   Clock::time_point last_turn_;
   std::vector<Seat> seats_;
+  const std::shared_ptr<LostRanks> lost_;
 };
 
 // Work of one rank that goes on beside a round: the transfers of an exchange.
@@ -110,12 +127,16 @@ class CollectiveEngine {
     LocalWork* work = nullptr;
     std::chrono::nanoseconds allowance{0};  // For the work, on top of `arrival`.
   };
-  using Payload = std::shared_ptr<const std::string>;
+  using Told = std::shared_ptr<const std::string>;
   // The verdict's payload, the same on every rank, or its failure.
-  Result<Payload> Run(const Round& round);
+  Result<Told> Run(const Round& round);
 
   Communicator& comm() { return comm_; }
+  // What any rank says to any other beside the rounds: letters, and what they announce, on
+  // data_tag() and in the same order on both sides.
   std::uint32_t data_tag() const { return tag_ + 2; }
+  FrameSender& data_out() { return data_out_; }
+  FrameReceiver& data_in(int from);
   // How long `bytes` may take at the slowest.
   static std::chrono::nanoseconds AllowanceFor(std::uint64_t bytes);
 
@@ -123,8 +144,8 @@ class CollectiveEngine {
   using Clock = std::chrono::steady_clock;
   struct Gathered;
 
-  Result<Payload> RunRoot(const Round& round);
-  Result<Payload> RunMember(const Round& round);
+  Result<Told> RunRoot(const Round& round);
+  Result<Told> RunMember(const Round& round);
   // One look at everybody who is still missing.
   Status Collect(const Round& round, Gathered& g, bool* moved);
   Status OnContribution(const Round& round, Gathered& g, int from, FrameReceiver::Received in);
@@ -132,10 +153,10 @@ class CollectiveEngine {
   Status Missing(const Round& round, const Gathered& g, Clock::time_point now);
   void Remind(const Round& round, Gathered& g, Clock::time_point now);
   Status Judge(const Round& round, Gathered& g, std::string* verdict);
-  Result<Payload> TellAll(const Round& round, const Status& failure, bool fatal,
-                          std::string verdict);
+  Result<Told> TellAll(const Round& round, const Status& failure, bool fatal, std::string verdict);
   Frame MakeFrame(const Round& round, Frame::Kind kind) const;
   void Contribute(const Round& round, const Status& mine);
+  void SendFailure(Frame frame, const Status& why);  // To rank 0.
   // Until all that was sent is out, or whoever does not take it is lost.
   void Drain(Clock::duration limit);
   Status GiveUp(const Round& round, const Status& why);
@@ -143,14 +164,16 @@ class CollectiveEngine {
 
   Communicator& comm_;
   const Timeouts timeouts_;
-  const std::uint32_t job_;
+  const Communicator::Job job_;
   const std::uint32_t tag_;
   std::uint32_t round_ = 0;
   Status spent_;
   LivenessWatch watch_;
   FrameSender sender_;
   std::vector<std::unique_ptr<FrameReceiver>> from_;  // By rank; at the others only rank 0's.
-  std::unique_ptr<Heartbeat> heartbeat_;              // Last: stops first.
+  FrameSender data_out_;
+  std::vector<std::unique_ptr<FrameReceiver>> data_in_;  // By rank, made when first asked for.
+  std::unique_ptr<Heartbeat> heartbeat_;                 // Last: stops first.
 };
 
 }  // namespace tensormount

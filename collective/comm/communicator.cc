@@ -5,13 +5,15 @@
 #include <mutex>
 #include <utility>
 
+#include "base/hash.h"
+
 namespace tensormount {
 
 // What a communicator and the channels and subgroups of it have in common, by channel.
 struct Communicator::Root {
   std::mutex mutex;
   using Group = std::pair<std::uint32_t, std::string>;  // Channel and ranks.
-  std::map<Group, std::uint32_t> jobs;
+  std::map<Group, std::uint64_t> jobs;
   std::map<std::pair<Group, std::string>, std::shared_ptr<void>> kept;
 };
 
@@ -20,9 +22,9 @@ Communicator::Communicator(std::uint32_t channel, const Communicator* parent, st
       group_(std::move(group)),
       root_(parent != nullptr ? parent->root_ : std::make_shared<Root>()) {}
 
-std::uint32_t Communicator::BeginJob() {
+Communicator::Job Communicator::BeginJob() {
   std::lock_guard lock(root_->mutex);
-  return root_->jobs[{channel_, group_}]++ * kChannels * kChannels + channel_;
+  return {root_->jobs[{channel_, group_}]++, Xxh3Low64(std::to_string(channel_) + ": " + group_)};
 }
 
 std::shared_ptr<void> Communicator::Kept(const std::string& name,

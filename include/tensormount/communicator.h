@@ -51,13 +51,17 @@ class TENSORMOUNT_EXPORT Communicator {
   // receives), and reach a peer that asks later even if the sender has left meanwhile; large ones
   // may wait for the receiver.
   virtual Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) = 0;
-  // The sender's size must be equal: kDataLoss from Test where it is not (the message is consumed).
+  // The sender's size must be equal: kDataLoss from Test where it is not (the message is consumed,
+  // and the next receive gets the next one).
   virtual Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) = 0;
   // True once done; then, and after a failure, the request is forgotten. kUnavailable naming the
   // rank where the peer is known to be gone (socket closed).
   virtual Result<bool> Test(Request request) = 0;
-  // Forgets a request; its memory may be reused when this returns. The pair's order for that tag
-  // is undefined afterwards: a communicator with cancelled requests is only good for closing.
+  // Forgets a request; its memory may be reused when this returns. The message of a cancelled
+  // receive stays for the next receive of that tag, or is dropped whole. That of a cancelled send
+  // comes whole or not at all; a receive that had met it ends with kCancelled or kDataLoss. Those
+  // behind it keep their order. What a failed job leaves in a communicator is told from what
+  // the next ones say by their number and checksum (Job): the communicator stays good.
   virtual void Cancel(Request request) = 0;
 
   // Moves messages and heartbeats. Cheap where there is nothing to do.
@@ -69,11 +73,17 @@ class TENSORMOUNT_EXPORT Communicator {
   // with false. Both ranks ask. The default is for kinds that keep it up between all pairs.
   virtual void KeepUp(int /*rank*/, bool /*wanted*/) {}
 
-  // Numbers the collective jobs of this rank, so that a message left over from a failed one is
-  // never taken for one of the next. Every rank begins the same jobs in the same order, on each
-  // channel and in each subgroup for itself. Numbers of different channels differ modulo
-  // kChannels * kChannels.
-  std::uint32_t BeginJob();
+  // Names one collective job among all of its ranks, for ever: every message of a job carries it,
+  // so that one left over from a failed job, or of other ranks on the same channel, is never taken
+  // for one of the next.
+  struct Job {
+    std::uint64_t number = 0;  // From 0, one more each time, in each group and channel for itself.
+    std::uint64_t group = 0;   // A hash of the channel and of the ranks.
+    friend bool operator==(const Job&, const Job&) = default;
+  };
+  // The next job of this rank. Every rank begins the same jobs in the same order, on each channel
+  // and in each subgroup for itself.
+  Job BeginJob();
   // Which of the kChannels * kChannels channels of its root it is: that of its subgroup times
   // kChannels, plus that of MakeChannel.
   std::uint32_t channel() const { return channel_; }

@@ -105,10 +105,12 @@ class TENSORMOUNT_EXPORT LoadReport {
   std::uint64_t bytes_wanted = 0;  // Of this rank.
   std::uint64_t bytes_read = 0;
   std::uint64_t bytes_received = 0;  // From other ranks.
-  std::uint64_t bytes_by_leaf = 0;   // Verified how; the three add up to bytes_wanted.
+  // Verified how; the three add up to bytes_wanted. What another rank read was compared with its
+  // leaves by that rank, and with that rank's checksum by this one.
+  std::uint64_t bytes_by_leaf = 0;
   std::uint64_t bytes_by_digest = 0;
   std::uint64_t bytes_unverified = 0;
-  std::uint64_t messages_sent = 0;   // Of the exchange, by this rank.
+  std::uint64_t messages_sent = 0;      // Pieces of the exchange, by this rank.
   std::uint64_t peak_buffer_bytes = 0;  // Of memory besides the caller's, on this rank.
   bool plan_reused = false;
   // With Strict::kReturn; the same on every rank.

@@ -61,6 +61,7 @@ TEST_P(CallbackRanksTest, Conforms) {
 }
 
 TEST_P(CallbackRanksTest, EveryCollectiveOperation) { Holds(ExerciseCollective); }
+TEST_P(CallbackRanksTest, JobsAfterFailedOnes) { Holds(ExerciseFailures); }
 
 INSTANTIATE_TEST_SUITE_P(All, CallbackRanksTest, testing::Values(1, 3),
                          testing::PrintToStringParamName());

@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <signal.h>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -228,6 +229,61 @@ Status ExerciseLargePayload(Communicator& comm, std::size_t bytes) {
   return {};
 }
 
+namespace {
+
+// Everything that every rank says in job `number`.
+Status ExerciseJob(Communicator& comm, const Timeouts& timeouts, std::uint64_t number,
+                   bool rank_zero_fails) {
+  const int n = comm.size();
+  const auto said = [&](int from, int to) {
+    return Text(static_cast<int>(number) * 100 + from * 10 + to, 1000);
+  };
+  Collective c(comm, timeouts);
+  std::vector<std::string> out;
+  std::vector<std::string> in(static_cast<std::size_t>(n), std::string(1000, ' '));
+  for (int r = 0; r < n; ++r) out.push_back(said(comm.rank(), r));
+  std::vector<Collective::Transfer> sends;
+  std::vector<Collective::Transfer> receives;
+  for (std::size_t r = 0; r < out.size(); ++r) {
+    sends.push_back({static_cast<int>(r), out[r].data(), out[r].size()});
+    receives.push_back({static_cast<int>(r), in[r].data(), in[r].size()});
+  }
+  if (rank_zero_fails && comm.rank() == 0) sends[0].peer = n;
+  TENSORMOUNT_RETURN_IF_ERROR(c.Exchange(sends, receives, "bulk"));
+  for (int r = 0; r < n; ++r) {
+    CHECK_THAT(in[static_cast<std::size_t>(r)] == said(r, comm.rank()));
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto letters, c.AllToAll(out, "letters"));
+  for (int r = 0; r < n; ++r) {
+    CHECK_THAT(letters[static_cast<std::size_t>(r)] == said(r, comm.rank()));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status ExerciseFailures(Communicator& comm) {
+  std::uint64_t number = 0;
+  const auto good_jobs = [&]() -> Status {
+    for (const std::uint64_t end = number + 200; number < end; ++number) {
+      TENSORMOUNT_RETURN_IF_ERROR(
+          ExerciseJob(comm, kPatient, number, false).WithContext("job " + std::to_string(number)));
+    }
+    return {};
+  };
+  // What the others said is on its way when rank 0 fails.
+  CHECK_THAT(ExerciseJob(comm, kPatient, number++, true).code() == Code::kInvalidArgument);
+  TENSORMOUNT_RETURN_IF_ERROR(good_jobs());
+  for (const int late : {comm.size() - 1, 0}) {
+    if (comm.size() == 1) break;
+    const Timeouts hasty{kPatient.liveness, std::chrono::milliseconds(100)};
+    if (comm.rank() == late) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    CHECK_THAT(ExerciseJob(comm, hasty, number++, false).code() == Code::kDeadlineExceeded);
+    TENSORMOUNT_RETURN_IF_ERROR(good_jobs());
+  }
+  return {};
+}
+
 Status CallOperation(Collective& c, Operation operation, const std::string& phase) {
   switch (operation) {
     case Operation::kAllGather:
@@ -299,6 +355,20 @@ int WatchVictim(Communicator& comm, Operation operation, int victim, int signal)
   if (again.code() != failure.code() || again.message() != failure.message()) {
     complain("the next call says something else", again);
     return 5;
+  }
+  // The next job does not wait for it a second time.
+  if (comm.rank() != victim) {
+    const auto begin = Clock::now();
+    const Status later = Collective(comm, kWatchful).Agree({}, "the next job");
+    if (later.ok() || later.message().find("rank " + std::to_string(victim)) == std::string::npos ||
+        later.code() == Code::kInternal) {
+      complain("the victim is not named in the next job", later);
+      return 6;
+    }
+    if (Clock::now() - begin > kWatchful.liveness / 2) {
+      complain("the next job waited for the victim", later);
+      return 7;
+    }
   }
   return kSawFailure + static_cast<int>(failure.code());
 }

@@ -21,6 +21,9 @@ inline constexpr std::chrono::seconds kMargin{10};
 
 // Every operation with payloads of many sizes, run by all ranks. Returns what was wrong.
 Status ExerciseCollective(Communicator& comm);
+// Jobs that fail with messages under way, or because a rank comes late; after each, jobs until all
+// tags were used three times. Returns what was wrong.
+Status ExerciseFailures(Communicator& comm);
 // One rank's payload is large.
 Status ExerciseLargePayload(Communicator& comm, std::size_t bytes);
 
@@ -40,7 +43,8 @@ Status CallOperation(Collective& collective, Operation operation, const std::str
 
 // What a rank saw of a group in which `victim` gets `signal` before an operation: a number to
 // exit with. kSawFailure + code where the failure named the victim within the deadline and was
-// given again at once by the next call; something below 40 where not (printed).
+// given again at once by the next call, and the next job failed at once too; something below 40
+// where not (printed).
 inline constexpr int kSawFailure = 40;
 int WatchVictim(Communicator& comm, Operation operation, int victim, int signal);
 

@@ -39,6 +39,13 @@ TEST_P(CollectiveSocketTest, EveryOperationOnEveryRank) {
   for (const ForkedGroup::Exit& e : group->Wait(seconds(120))) EXPECT_EQ(e.code, 0);
 }
 
+TEST_P(CollectiveSocketTest, JobsAfterFailedOnes) {
+  ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(GetParam(), [](Communicator& comm) {
+                         return Report(comm, ExerciseFailures(comm));
+                       }));
+  for (const ForkedGroup::Exit& e : group->Wait(seconds(120))) EXPECT_EQ(e.code, 0);
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, CollectiveSocketTest, testing::Values(1, 2, 3, 4, 8),
                          testing::PrintToStringParamName());
 

@@ -30,6 +30,9 @@ class CollectiveThreadTest : public testing::TestWithParam<int> {};
 TEST_P(CollectiveThreadTest, EveryOperationOnEveryRank) {
   EXPECT_OK(RunOnThreads(GetParam(), ExerciseCollective));
 }
+TEST_P(CollectiveThreadTest, JobsAfterFailedOnes) {
+  EXPECT_OK(RunOnThreads(GetParam(), ExerciseFailures));
+}
 
 INSTANTIATE_TEST_SUITE_P(Ranks, CollectiveThreadTest, testing::Values(1, 2, 3, 4, 8),
                          testing::PrintToStringParamName());
@@ -156,7 +159,7 @@ TEST(CollectiveTest, AnExchangeOfUnequalSizesFailsEverywhere) {
   }));
   for (const Status& s : seen) {
     EXPECT_THAT(s, HasCode(Code::kDataLoss));
-    EXPECT_THAT(s, HasMessage("rank 1: receive from rank 0"));
+    EXPECT_THAT(s, HasMessage("rank 1: message of rank 0: 1048576 bytes came"));
   }
 }
 
@@ -169,17 +172,18 @@ TEST(CollectiveTest, AnImpossibleSizeOfAMessageIsRefused) {
     Collective c(*group[0], {seconds(60), seconds(60)});
     seen = c.AllToAll({"mine", "yours"}, "letters").status();
   });
-  FrameSender sender(*group[1], 16384);
+  const Communicator::Job job = group[1]->BeginJob();
+  FrameSender sender(*group[1], job, 16384);
   Frame frame;
   frame.kind = Frame::kContribution;
   frame.op = static_cast<std::uint8_t>(CollectiveOp::kAllToAll);
   frame.round = 1;
   frame.phase = "letters";
   frame.phase_hash = Xxh3Low64(frame.phase);
-  sender.Send(0, frame, std::string_view("\x10\0\0\0\0\0\0\0", 8));
-  char size[8];
-  StoreLittle(size, std::uint64_t{17});
-  EXPECT_OK(group[1]->Send(0, 16386, BufferView::Host(DType::kU8, size, Dims{8})));
+  sender.Send(0, frame, Payload(std::string_view("\x10\0\0\0\0\0\0\0", 8)));
+  FrameSender letters(*group[1], job, 16386);
+  frame.kind = Frame::kLetter;
+  letters.Send(0, frame, Payload("seventeen letters"));
   root.join();
   EXPECT_THAT(seen, HasCode(Code::kDataLoss));
   EXPECT_THAT(seen, HasMessage("message of rank 1: 17 bytes cannot be"));
@@ -219,17 +223,17 @@ TEST(CollectiveTest, ARankWaitsAlongWithRankZero) {
     Collective c(*group[1], {seconds(60), milliseconds(500)});
     seen = c.Agree({}, "together");
   });
-  FrameSender sender(*group[0], 16385);
+  FrameSender sender(*group[0], group[0]->BeginJob(), 16385);
   Frame frame;
   frame.op = 5;
   frame.round = 1;
   for (int i = 0; i < 10; ++i) {
     frame.kind = Frame::kWaiting;
-    sender.Send(1, frame, {});
+    sender.Send(1, frame);
     std::this_thread::sleep_for(milliseconds(100));
   }
   frame.kind = Frame::kVerdict;
-  sender.Send(1, frame, {});
+  sender.Send(1, frame);
   member.join();
   EXPECT_OK(seen);
 }
@@ -238,19 +242,21 @@ TEST(CollectiveFrameTest, SurvivesTheWay) {
   Frame f;
   f.kind = Frame::kVerdict;
   f.fatal = true;
-  f.job = 7;
+  f.job = {0x123456789abcdef0, 0xfedcba9876543210};
+  f.sequence = 11;
   f.round = 9;
   f.op = 3;
   f.phase_hash = 0x1234567890abcdef;
   f.phase = "a phase whose name is longer than what fits into a frame of this size";
   f.status = Status::FromErrno(28, "write", "x");
-  for (const std::size_t size : {std::size_t{0}, std::size_t{160}, std::size_t{161}}) {
+  for (const std::size_t size : {std::size_t{0}, kInlinePayload, kInlinePayload + 1}) {
+    const std::string text(size, 'p');
     std::string payload;
-    ASSERT_OK_AND_ASSIGN(const Frame g,
-                         DecodeFrame(EncodeFrame(f, std::string(size, 'p')), &payload));
+    ASSERT_OK_AND_ASSIGN(const Frame g, DecodeFrame(EncodeFrame(f, Payload(text)), &payload));
     EXPECT_EQ(g.kind, f.kind);
     EXPECT_TRUE(g.fatal);
-    EXPECT_EQ(g.job, 7u);
+    EXPECT_EQ(g.job, f.job);
+    EXPECT_EQ(g.sequence, 11u);
     EXPECT_EQ(g.round, 9u);
     EXPECT_EQ(g.op, 3);
     EXPECT_EQ(g.phase_hash, f.phase_hash);
@@ -258,7 +264,8 @@ TEST(CollectiveFrameTest, SurvivesTheWay) {
     EXPECT_EQ(g.status.code(), f.status.code());
     EXPECT_EQ(g.status.ToErrno(), 28);
     EXPECT_EQ(g.payload_size, size);
-    EXPECT_EQ(payload, size <= 160 ? std::string(size, 'p') : "");
+    EXPECT_EQ(g.payload_hash, Xxh3Low64(text));
+    EXPECT_EQ(payload, size <= kInlinePayload ? text : "");
   }
 }
 
@@ -266,7 +273,7 @@ TEST(CollectiveFrameTest, EveryFlippedByteIsRefused) {
   Frame f;
   f.kind = Frame::kContribution;
   f.phase = "save";
-  const FrameBytes good = EncodeFrame(f, "payload");
+  const FrameBytes good = EncodeFrame(f, Payload("payload"));
   for (std::size_t i = 0; i < good.size(); ++i) {
     FrameBytes bad = good;
     bad[i] = static_cast<char>(bad[i] ^ 0x10);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -54,15 +55,17 @@ TEST(GroupViewTest, WhatCannotBeIsRefused) {
   EXPECT_OK(subgroup(*two, {1}, 4));
 }
 
-// Every pair of jobs that can be under way at once has tags of its own.
+// Every pair of jobs that can be under way at once has tags of its own, and a name of its own.
 TEST(GroupViewTest, JobNumbersOfDifferentChannelsDiffer) {
   const auto group = MakeThreadGroup(1);
   std::vector<std::uint32_t> first;
+  std::set<std::uint64_t> groups;
   const auto begin = [&](Communicator& comm) {
-    const std::uint32_t number = comm.BeginJob();
-    const std::uint32_t next = comm.BeginJob();
-    EXPECT_EQ(number % 64, next % 64);
-    first.push_back(number % 64);
+    const Communicator::Job job = comm.BeginJob();
+    EXPECT_EQ(comm.BeginJob(), (Communicator::Job{job.number + 1, job.group}));
+    EXPECT_TRUE(groups.insert(job.group).second);
+    EXPECT_LT(comm.channel(), 64u);
+    first.push_back(comm.channel());
   };
   begin(*group[0]);
   for (std::uint32_t c = 1; c < Communicator::kChannels; ++c) {

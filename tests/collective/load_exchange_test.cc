@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Loads in which ranks read for each other: what is read, what is sent, and how much memory it
 // takes.
+#include <atomic>
+#include <barrier>
+#include <chrono>
 #include <map>
 #include <string>
 
@@ -9,6 +12,8 @@
 
 #include "tensormount/load.h"
 
+#include "collective/save_load.h"
+#include "tests/collective/disturbed_communicator.h"
 #include "tests/collective/load_testing.h"
 #include "tests/shard/boxes.h"
 #include "tests/support/random.h"
@@ -194,6 +199,78 @@ TEST_F(ExchangeLoad, ShortRunsOverlapsAndRepeatedWishes) {
     const auto loaded =
         LoadWishesWith(path, tensors, wishes, InGroups(groups, verifies[random.Int(0, 2)]));
     ASSERT_EQ(WhatIsWrong(tensors, wishes, loaded), "") << "case " << i;
+  }
+}
+
+// Only what is said beside the rounds: pieces, and the letters that announce them.
+bool IsData(std::uint32_t tag) { return tag % 4 == 2; }
+
+// One bit of one message of one rank changes: never OK with other bytes, whatever is verified.
+TEST_F(ExchangeLoad, ABitThatChangesOnTheWayIsFound) {
+  int damaged = 0;
+  for (const LoadVerify verify : {LoadVerify::kOff, LoadVerify::kAuto, LoadVerify::kLeaves}) {
+    for (const std::string rule : {"cols", "replicate"}) {
+      for (int message = 0; message < 6; ++message) {
+        const auto wishes = WishesByRule(tensors_, rule, 4);
+        LoadSetup setup = InGroups({0, 0, 0, 0}, verify);
+        std::atomic<bool> flipped{false};
+        setup.load = [&](FileSystem& fs, const StateDict& request, Communicator& comm,
+                         const LoadOptions& options) {
+          DisturbedCommunicator disturbed(comm);
+          int seen = 0;
+          disturbed.SetFaults([&](int, std::uint32_t tag, std::size_t) {
+            const bool flip = comm.rank() == 1 && IsData(tag) && seen++ == message;
+            if (flip) flipped = true;
+            return flip ? DisturbedCommunicator::Fault::kFlip : DisturbedCommunicator::Fault::kNone;
+          });
+          return LoadOn(fs, request, path_, disturbed, options);
+        };
+        const auto loaded = LoadWishesWith(path_, tensors_, wishes, setup);
+        if (!flipped) continue;  // So many messages it did not send.
+        ++damaged;
+        for (const LoadedRank& rank : loaded) {
+          EXPECT_THAT(rank.status, HasCode(Code::kDataLoss)) << rule << " " << message;
+        }
+      }
+    }
+  }
+  EXPECT_GE(damaged, 24);
+}
+
+// Pieces of a load that failed come when a load of another checkpoint has the same tags.
+TEST_F(ExchangeLoad, PiecesOfAFailedLoadAreNotTakenForThoseOfALaterOne) {
+  std::vector<GlobalTensor> others = tensors_;
+  for (char& c : others[0].bytes) c = static_cast<char>(c ^ 0x5a);
+  const std::string other_path = dir_.Join("store/other");
+  SaveOptions options;
+  options.placement = PlacementRule::kTensorFile;
+  ASSERT_OK(SaveByRule(other_path, others, "rows", 4, options));
+  for (const std::string rule : {"cols", "replicate"}) {
+    const auto wishes = WishesByRule(others, rule, 4);
+    LoadSetup setup = InGroups({0, 0, 0, 0}, LoadVerify::kLeaves);
+    std::barrier all_failed(4);
+    std::atomic<int> failed{0};
+    setup.load = [&](FileSystem& fs, const StateDict& request, Communicator& comm,
+                     LoadOptions load_options) {
+      DisturbedCommunicator disturbed(comm);
+      disturbed.SetFaults([&](int, std::uint32_t tag, std::size_t) {
+        return comm.rank() != 0 && IsData(tag) ? DisturbedCommunicator::Fault::kHold
+                                               : DisturbedCommunicator::Fault::kNone;
+      });
+      load_options.timeouts.arrival = std::chrono::milliseconds(100);
+      const std::uint64_t first = disturbed.BeginJob().number;
+      if (!LoadOn(fs, request, path_, disturbed, load_options).ok()) ++failed;
+      disturbed.SetFaults(nullptr);
+      all_failed.arrive_and_wait();
+      while (disturbed.BeginJob().number < first + 64) {
+      }
+      disturbed.Release();
+      load_options.timeouts = {};
+      return LoadOn(fs, request, other_path, disturbed, load_options);
+    };
+    const auto loaded = LoadWishesWith(path_, others, wishes, setup);
+    EXPECT_EQ(failed, 4);
+    EXPECT_EQ(WhatIsWrong(others, wishes, loaded), "") << rule;
   }
 }
 

@@ -104,6 +104,7 @@ int Main(int argc, char** argv) {
     Status status = ExerciseCollective(world);
     if (status.ok())
       status = ExerciseLargePayload(world, world.size() == 2 ? 100'000'000 : 10'000'000);
+    if (status.ok()) status = ExerciseFailures(world);
     return Say(world, mode, status);
   }
   if (mode == "late" && argc == 3) return Late(world, argv[2]);
