@@ -13,6 +13,8 @@
 #include <unistd.h>
 #include <utility>
 
+#include "base/host_pins.h"
+
 namespace tensormount {
 namespace {
 
@@ -75,7 +77,7 @@ Result<std::vector<DirectoryEntry>> ReadAll(DIR* dir, const std::string& path) {
     if (name == "." || name == "..") continue;
     out.push_back({std::string(name), KindOf(dir, *entry)});
   }
-  if (errno != 0) return Status::FromErrno(errno, "list", path);
+  if (errno != 0) return HostError(errno, "list", path);
   std::sort(out.begin(), out.end(),
             [](const DirectoryEntry& a, const DirectoryEntry& b) { return a.name < b.name; });
   return out;
@@ -108,7 +110,7 @@ DirHandle OpenForRemoval(int at, const char* name) {
 // Removes `name` below the folder `at`; `path` is for messages.
 Status RemoveAt(int at, const std::string& name, const std::string& path) {
   if (unlinkat(at, name.c_str(), 0) == 0 || errno == ENOENT) return Status();
-  if (errno != EISDIR && errno != EPERM) return Status::FromErrno(errno, "unlink", path);
+  if (errno != EISDIR && errno != EPERM) return HostError(errno, "unlink", path);
   const int unlink_errno = errno;
   {
     const DirHandle dir = OpenForRemoval(at, name.c_str());
@@ -116,7 +118,7 @@ Status RemoveAt(int at, const std::string& name, const std::string& path) {
       if (errno == ENOENT) return Status();
       // Not a folder: then the refusal of unlink is what there is to say.
       const bool is_folder = errno != ENOTDIR && errno != ELOOP;
-      return Status::FromErrno(is_folder ? errno : unlink_errno, "remove", path);
+      return HostError(is_folder ? errno : unlink_errno, "remove", path);
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
                                  ReadAll(dir.get(), path));
@@ -126,7 +128,7 @@ Status RemoveAt(int at, const std::string& name, const std::string& path) {
     }
   }
   if (unlinkat(at, name.c_str(), AT_REMOVEDIR) != 0 && errno != ENOENT) {
-    return Status::FromErrno(errno, "rmdir", path);
+    return HostError(errno, "rmdir", path);
   }
   return Status();
 }
@@ -135,7 +137,7 @@ Status RemoveAt(int at, const std::string& name, const std::string& path) {
 
 Result<std::vector<DirectoryEntry>> ListHostDirectory(const std::string& path) {
   const DirHandle dir = OpenDir(AT_FDCWD, path.c_str());
-  if (!dir) return Status::FromErrno(errno, "list", path);
+  if (!dir) return HostError(errno, "list", path);
   return ReadAll(dir.get(), path);
 }
 
@@ -221,20 +223,20 @@ Result<std::vector<DirectoryEntry>> ListHostBeneath(const std::string& directory
                                                     const std::string& name) {
   const std::string path = name.empty() ? directory : JoinPath(directory, name);
   const int fd = OpenHostBeneath(directory, name, O_RDONLY | O_DIRECTORY | O_NONBLOCK);
-  if (fd < 0) return Status::FromErrno(errno, "list", path);
+  if (fd < 0) return HostError(errno, "list", path);
   const DirHandle dir(fdopendir(fd));
   if (!dir) {
     CloseKeepingErrno(fd);
-    return Status::FromErrno(errno, "list", path);
+    return HostError(errno, "list", path);
   }
   return ReadAll(dir.get(), path);
 }
 
 Status SyncHostDirectory(const std::string& path) {
   const DirHandle dir = OpenDir(AT_FDCWD, path.c_str());
-  if (!dir) return Status::FromErrno(errno, "open", path);
+  if (!dir) return HostError(errno, "open", path);
   while (fsync(dirfd(dir.get())) != 0) {
-    if (errno != EINTR) return Status::FromErrno(errno, "fsync", path);
+    if (errno != EINTR) return HostError(errno, "fsync", path);
   }
   return Status();
 }

@@ -15,6 +15,7 @@
 #include "base/checked.h"
 #include "base/file_system.h"
 #include "base/host_directory.h"
+#include "base/host_pins.h"
 #include "base/host_rename.h"
 
 namespace tensormount {
@@ -27,7 +28,7 @@ constexpr std::uint64_t kMaxOffset =
     static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
 
 Status PositionError(std::string_view action, const std::string& path) {
-  return Status::FromErrno(EOVERFLOW, action, path);
+  return HostError(EOVERFLOW, action, path);
 }
 
 FileInfo InfoOf(const struct stat& st) {
@@ -66,7 +67,7 @@ class HostFile final : public File {
       } else if (n == 0) {
         break;
       } else if (errno != EINTR) {
-        return Status::FromErrno(errno, "read", path_);
+        return HostError(errno, "read", path_);
       }
     }
     return done;
@@ -95,7 +96,7 @@ class HostFile final : public File {
       const ssize_t n =
           preadv(fd_, vector.data(), static_cast<int>(count), ToOffset(offset + done));
       if (n < 0 && errno == EINTR) continue;
-      if (n < 0) return Status::FromErrno(errno, "read", path_);
+      if (n < 0) return HostError(errno, "read", path_);
       // The pieces that came whole are done; the rest of one that was cut short is read alone.
       auto left = static_cast<std::size_t>(n);
       if (left == 0 && wanted > 0) return done;
@@ -125,9 +126,9 @@ class HostFile final : public File {
         done += static_cast<std::size_t>(n);
       } else if (n == 0) {
         // POSIX lets a device do so; going on might never end.
-        return Status::FromErrno(EIO, "write", path_);
+        return HostError(EIO, "write", path_);
       } else if (errno != EINTR) {
-        return Status::FromErrno(errno, "write", path_);
+        return HostError(errno, "write", path_);
       }
     }
     return Status();
@@ -149,13 +150,13 @@ class HostFile final : public File {
 
   Status Seal() override {
     struct stat st;
-    if (fstat(fd_, &st) != 0) return Status::FromErrno(errno, "stat", path_);
+    if (fstat(fd_, &st) != 0) return HostError(errno, "stat", path_);
     return Call("seal", [&] { return fchmod(fd_, st.st_mode & 0444); });
   }
 
   Result<FileInfo> Stat() override {
     struct stat st;
-    if (fstat(fd_, &st) != 0) return Status::FromErrno(errno, "stat", path_);
+    if (fstat(fd_, &st) != 0) return HostError(errno, "stat", path_);
     return InfoOf(st);
   }
 
@@ -167,7 +168,7 @@ class HostFile final : public File {
     if (fd_ < 0) return Status();
     const int fd = std::exchange(fd_, -1);
     // Linux frees the descriptor whatever it answers; EINTR here is not a failure of the file.
-    if (close(fd) != 0 && errno != EINTR) return Status::FromErrno(errno, "close", path_);
+    if (close(fd) != 0 && errno != EINTR) return HostError(errno, "close", path_);
     return Status();
   }
 
@@ -180,7 +181,7 @@ class HostFile final : public File {
   template <typename F>
   Status Call(std::string_view action, F f) {
     while (f() != 0) {
-      if (errno != EINTR) return Status::FromErrno(errno, action, path_);
+      if (errno != EINTR) return HostError(errno, action, path_);
     }
     return Status();
   }
@@ -188,7 +189,7 @@ class HostFile final : public File {
   Status Lock(int how) {
     while (flock(fd_, how | LOCK_NB) != 0) {
       if (errno == EWOULDBLOCK) return Status(Code::kBusy, "lock " + path_ + ": held by another");
-      if (errno != EINTR) return Status::FromErrno(errno, "lock", path_);
+      if (errno != EINTR) return HostError(errno, "lock", path_);
     }
     return Status();
   }
@@ -221,12 +222,12 @@ class HostFs final : public FileSystem {
   Result<FileInfo> StatBeneath(const std::string& directory, const std::string& name) override {
     const std::string path = JoinPath(directory, name);
     const int fd = OpenHostBeneath(directory, name, O_PATH);
-    if (fd < 0) return Status::FromErrno(errno, "stat", path);
+    if (fd < 0) return HostError(errno, "stat", path);
     struct stat st;
     const int result = fstat(fd, &st);
     const int error = errno;
     close(fd);
-    if (result != 0) return Status::FromErrno(error, "stat", path);
+    if (result != 0) return HostError(error, "stat", path);
     return InfoOf(st);
   }
 
@@ -238,7 +239,7 @@ class HostFs final : public FileSystem {
   }
 
   Status CreateDirectory(const std::string& path) override {
-    if (mkdir(path.c_str(), 0777) != 0) return Status::FromErrno(errno, "mkdir", path);
+    if (mkdir(path.c_str(), 0777) != 0) return HostError(errno, "mkdir", path);
     return Status();
   }
 
@@ -248,19 +249,19 @@ class HostFs final : public FileSystem {
 
   Result<FileInfo> Stat(const std::string& path) override {
     struct stat st;
-    if (stat(path.c_str(), &st) != 0) return Status::FromErrno(errno, "stat", path);
+    if (stat(path.c_str(), &st) != 0) return HostError(errno, "stat", path);
     return InfoOf(st);
   }
 
   Result<FileInfo> LinkStat(const std::string& path) override {
     struct stat st;
-    if (lstat(path.c_str(), &st) != 0) return Status::FromErrno(errno, "stat", path);
+    if (lstat(path.c_str(), &st) != 0) return HostError(errno, "stat", path);
     return InfoOf(st);
   }
 
   Status Link(const std::string& from, const std::string& to) override {
     if (linkat(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), 0) != 0) {
-      return Status::FromErrno(errno, "link " + from + " to", to);
+      return HostError(errno, "link " + from + " to", to);
     }
     return Status();
   }
@@ -272,7 +273,7 @@ class HostFs final : public FileSystem {
     if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) {
       return RenameNoReplaceWithoutFlag(from, to);
     }
-    return Status::FromErrno(errno, "rename " + from + " to", to);
+    return HostError(errno, "rename " + from + " to", to);
   }
 
   Status Exchange(const std::string& a, const std::string& b) override {
@@ -281,17 +282,17 @@ class HostFs final : public FileSystem {
       return Status(Code::kUnsupported,
                     "exchange " + a + " and " + b + ": this filesystem cannot do it atomically");
     }
-    return Status::FromErrno(errno, "exchange " + a + " and", b);
+    return HostError(errno, "exchange " + a + " and", b);
   }
 
   Status RemoveFile(const std::string& path) override {
-    if (unlinkat(AT_FDCWD, path.c_str(), 0) != 0) return Status::FromErrno(errno, "unlink", path);
+    if (unlinkat(AT_FDCWD, path.c_str(), 0) != 0) return HostError(errno, "unlink", path);
     return Status();
   }
 
   Status RemoveDirectory(const std::string& path) override {
     if (unlinkat(AT_FDCWD, path.c_str(), AT_REMOVEDIR) != 0) {
-      return Status::FromErrno(errno, "rmdir", path);
+      return HostError(errno, "rmdir", path);
     }
     return Status();
   }
@@ -300,7 +301,7 @@ class HostFs final : public FileSystem {
 
   Result<std::string> Resolve(const std::string& path) override {
     char* resolved = realpath(path.c_str(), nullptr);
-    if (resolved == nullptr) return Status::FromErrno(errno, "resolve", path);
+    if (resolved == nullptr) return HostError(errno, "resolve", path);
     std::string out = resolved;
     std::free(resolved);
     return out;
@@ -309,16 +310,7 @@ class HostFs final : public FileSystem {
   Status RemoveTree(const std::string& path) override { return RemoveHostTree(path); }
 
   Result<std::shared_ptr<const std::string>> PinDirectory(const std::string& path) override {
-    const int fd = open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
-    if (fd < 0) return Status::FromErrno(errno, "open", path);
-    std::string pinned = "/proc/self/fd/" + std::to_string(fd);
-    // Without /proc the name has to do.
-    if (access(pinned.c_str(), F_OK) != 0) pinned = path;
-    return std::shared_ptr<const std::string>(new std::string(std::move(pinned)),
-                                              [fd](const std::string* p) {
-                                                close(fd);
-                                                delete p;
-                                              });
+    return PinHostDirectory(path);
   }
 
  private:
@@ -337,10 +329,10 @@ class HostFs final : public FileSystem {
   // `fd` -1: errno says why.
   static Result<std::unique_ptr<File>> Opened(int fd, const std::string& path,
                                               std::string_view action) {
-    if (fd < 0) return Status::FromErrno(errno, action, path);
+    if (fd < 0) return HostError(errno, action, path);
     auto file = std::make_unique<HostFile>(fd, path);
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
-    if (info.kind == FileKind::kDirectory) return Status::FromErrno(EISDIR, action, path);
+    if (info.kind == FileKind::kDirectory) return HostError(EISDIR, action, path);
     if (info.kind != FileKind::kFile) {
       return Status(Code::kInvalidArgument,
                     std::string(action) + " " + path + ": not a regular file");
@@ -354,13 +346,13 @@ class HostFs final : public FileSystem {
 Status RenameNoReplaceWithoutFlag(const std::string& from, const std::string& to) {
   const std::string action = "rename " + from + " to";
   struct stat st;
-  if (lstat(from.c_str(), &st) != 0) return Status::FromErrno(errno, "rename", from);
+  if (lstat(from.c_str(), &st) != 0) return HostError(errno, "rename", from);
   if (!S_ISDIR(st.st_mode)) {
     if (linkat(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), 0) != 0) {
-      return Status::FromErrno(errno, action, to);
+      return HostError(errno, action, to);
     }
     // Under both names now. The new one stays whatever happens to the old: nothing is lost.
-    if (unlinkat(AT_FDCWD, from.c_str(), 0) != 0) return Status::FromErrno(errno, "unlink", from);
+    if (unlinkat(AT_FDCWD, from.c_str(), 0) != 0) return HostError(errno, "unlink", from);
     return Status();
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, ListHostDirectory(from));
@@ -370,11 +362,11 @@ Status RenameNoReplaceWithoutFlag(const std::string& from, const std::string& to
         action + " " + to + ": the filesystem cannot refuse to replace, and the folder is empty");
   }
   struct stat target;
-  if (lstat(to.c_str(), &target) == 0) return Status::FromErrno(EEXIST, action, to);
-  if (errno != ENOENT) return Status::FromErrno(errno, action, to);
+  if (lstat(to.c_str(), &target) == 0) return HostError(EEXIST, action, to);
+  if (errno != ENOENT) return HostError(errno, action, to);
   if (rename(from.c_str(), to.c_str()) == 0) return Status();
   // A folder onto a file: the name was taken since.
-  return Status::FromErrno(errno == ENOTDIR ? EEXIST : errno, action, to);
+  return HostError(errno == ENOTDIR ? EEXIST : errno, action, to);
 }
 
 FileSystem& HostFileSystem() {

@@ -12,6 +12,8 @@
 namespace tensormount {
 namespace {
 
+constexpr std::uintptr_t kPageBytes = 4096;
+
 // Where this thread goes on when a page cannot be had; null: nowhere.
 thread_local sigjmp_buf* t_escape = nullptr;
 std::atomic<bool> g_enabled{false};
@@ -68,8 +70,18 @@ bool RunOnMapping(void (*fn)(void*), void* argument) {
   return true;
 }
 
+bool Populate(const std::byte* data, std::size_t size) {
+#ifdef MADV_POPULATE_READ
+  constexpr int kPopulate = MADV_POPULATE_READ;
+#else
+  constexpr int kPopulate = 22;  // Of a newer kernel than the headers.
+#endif
+  const auto begin = reinterpret_cast<std::uintptr_t>(data) / kPageBytes * kPageBytes;
+  const auto end = reinterpret_cast<std::uintptr_t>(data) + size;
+  return madvise(reinterpret_cast<void*>(begin), end - begin, kPopulate) == 0;
+}
+
 bool InMemory(const std::byte* data, std::size_t size) {
-  constexpr std::uintptr_t kPageBytes = 4096;
   constexpr std::size_t kPages = 512;
   const auto at = reinterpret_cast<std::uintptr_t>(data);
   unsigned char there[kPages];

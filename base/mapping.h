@@ -28,6 +28,11 @@ bool RunOnMapping(Fn&& fn) {
   return RunOnMapping([](void* f) { (*static_cast<Fn*>(f))(); }, &fn);
 }
 
+// Brings all pages of this part of a mapping into memory. False where one cannot be had, or before
+// Linux 5.14: then reading it is not safe where nothing is guarded. What is true may end at once,
+// where somebody cuts the file short or memory is so scarce that the pages leave again.
+bool Populate(const std::byte* data, std::size_t size);
+
 // Whether all pages of this part of a mapping are in memory, so that reading it does not wait for
 // storage. By mincore, which says yes to a process that neither owns the file nor may write it.
 bool InMemory(const std::byte* data, std::size_t size);

@@ -18,9 +18,12 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
   opened->fs_ = &fs;
   opened->directory_ = directory;
+  // Everything is opened below this very folder, which may be removed or replaced by then. (The
+  // last component may be a symlink.)
+  TENSORMOUNT_ASSIGN_OR_RETURN(opened->pinned_, fs.PinDirectory(JoinPath(directory, ".")));
+  const std::string& root = *opened->pinned_;
   opened->files_ = std::make_unique<Files>(fs, options.max_open_files);
-  const std::string path = JoinPath(directory, kCommitName);
-  Result<std::unique_ptr<File>> file = fs.OpenRead(path);
+  Result<std::unique_ptr<File>> file = fs.OpenReadBelow(root, std::string(kCommitName));
   if (file.status().code() == Code::kNotFound) {
     return Status(Code::kNotFound, directory + ": not a checkpoint: it has no COMMIT");
   }
@@ -34,28 +37,37 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
     return locked;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, opened->lock_->Stat());
-  if (info.size > kMaxCommitBytes) {
-    return Status(Code::kDataLoss, path + ": " + std::to_string(info.size) + " bytes");
-  }
-  std::string bytes(info.size, '\0');
-  TENSORMOUNT_RETURN_IF_ERROR(opened->lock_->ReadExactAt(0, bytes.data(), bytes.size()));
-  TENSORMOUNT_ASSIGN_OR_RETURN(opened->commit_, DecodeCommit(bytes, kCommitName));
+  // Gc had it before we had the lock.
+  if (info.links == 0) return Status(Code::kStale, directory + ": it was deleted");
+  TENSORMOUNT_ASSIGN_OR_RETURN(opened->commit_, ReadCommitFile(*opened->lock_, kCommitName));
   opened->has_commit_ = true;
   if (opened->commit_.one_copy_damaged) opened->warnings_.push_back(opened->commit_.damage);
 
   const CommitRecord& commit = opened->commit_.record;
+  CheckpointIndex::SstOptions sst;
+  sst.check_bytes = options.check_index_bytes;
+  if (options.rebuild_index) {
+    // For damage that shows at a later read.
+    sst.again = [&fs, pinned = opened->pinned_, directory,
+                 commit]() -> Result<std::shared_ptr<const Table>> {
+      if (const auto derived = OpenDerivedIndex(fs, directory, commit); derived.ok()) {
+        return std::shared_ptr<const Table>(derived.value(), &derived.value()->table());
+      }
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Content content, RebuildContent(fs, *pinned, commit));
+      return CheckpointIndex::RecordsOf(content);
+    };
+  }
   Result<std::shared_ptr<const CheckpointIndex>> index =
-      CheckpointIndex::OpenSst(fs, directory, commit);
+      CheckpointIndex::OpenSst(fs, root, commit, std::move(sst));
+  // An index of another version is as good as none, manifests have versions of their own; and so is
+  // what is no file, or cannot be read.
   const Status damage = index.status();
-  // An index of another version is as good as none: manifests have versions of their own.
-  const bool lost = damage.code() == Code::kDataLoss || damage.code() == Code::kNotFound ||
-                    damage.code() == Code::kUnsupported;
-  if (lost && options.rebuild_index) {
+  if (CheckpointIndex::IsLost(damage) && options.rebuild_index) {
     index = OpenDerivedIndex(fs, directory, commit);
     if (index.ok()) {
       opened->warnings_.push_back(damage.message() + "; using the one that fsck rebuilt");
     } else {
-      Result<Content> content = RebuildContent(fs, directory, commit);
+      Result<Content> content = RebuildContent(fs, root, commit);
       if (!content.ok()) {
         const bool newer = content.status().code() == Code::kUnsupported;
         return Status(newer ? Code::kUnsupported : Code::kDataLoss,
@@ -75,6 +87,12 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   return opened;
 }
 
+std::vector<std::string> OpenedCheckpoint::warnings() const {
+  std::vector<std::string> all = warnings_;
+  if (std::string since = index_->recovered(); !since.empty()) all.push_back(std::move(since));
+  return all;
+}
+
 Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSystem& fs,
                                                                         ForeignContent content,
                                                                         const std::string& path,
@@ -82,6 +100,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
   std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
   opened->fs_ = &fs;
   opened->directory_ = path;
+  opened->pinned_ = std::make_shared<const std::string>(path);
   opened->files_ = std::make_unique<Files>(fs, options.max_open_files);
   opened->resolver_ = std::move(content.resolver);
   opened->warnings_ = std::move(content.warnings);
@@ -121,7 +140,7 @@ Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) con
   const FileRecord& record = index_->files()[file];
   return record.placement == Placement::kForeign
              ? OpenForeignFile(*fs_, *foreign_base_, record, has_commit_)
-             : fs_->OpenReadBelow(directory_, record.name);
+             : fs_->OpenReadBelow(*pinned_, record.name);
 }
 
 Status OpenedCheckpoint::CheckStill(std::uint32_t file, File& open) const {
@@ -195,8 +214,10 @@ Result<std::uint32_t> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) c
   if (file >= index_->files().size() || index_->files()[file].length != tensor.meta.bytes()) {
     return none;
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_->LinkStat(FilePath(file)));
   const bool foreign = index_->files()[file].placement == Placement::kForeign;
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const FileInfo info,
+      fs_->LinkStat(foreign ? FilePath(file) : JoinPath(*pinned_, index_->files()[file].name)));
   if (foreign && info.kind == FileKind::kSymlink) return none;  // To be opened with care only.
   TENSORMOUNT_RETURN_IF_ERROR(CheckUnchanged(index_->files()[file], info, has_commit_));
   if (info.kind != FileKind::kFile || info.size != tensor.meta.bytes()) {

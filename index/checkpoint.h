@@ -52,16 +52,19 @@ class OpenedCheckpoint {
     // Where index/ is missing or damaged, rebuild it in memory from the manifests (with a
     // warning); false: fail.
     bool rebuild_index = true;
+    // An index of up to this size is compared with its hash now; of a larger one only the tail, and
+    // damage elsewhere shows, and is made good, when it is read.
+    std::uint64_t check_index_bytes = kIndexCheckedWhole;
     std::size_t max_open_files = 512;
     // Folders of which the operator said that data of adopted checkpoints may lie below them,
     // whoever published these (index/foreign_file.h).
     std::vector<std::string> roots;
   };
 
-  // A checkpoint folder. kNotFound: no COMMIT here. kStale: it is being deleted. kDataLoss: both
-  // copies of COMMIT, or the index and what it could be rebuilt from, are damaged. kUnsupported:
-  // written in a newer format. kPermissionDenied: its data lie elsewhere, where only the operator
-  // may send us (Options::roots).
+  // A checkpoint folder. kNotFound: no COMMIT here. kStale: it is being deleted, or was. kDataLoss:
+  // both copies of COMMIT, or the index and what it could be rebuilt from, are damaged.
+  // kUnsupported: written in a newer format. kPermissionDenied: its data lie elsewhere, where only
+  // the operator may send us (Options::roots).
   static Result<std::shared_ptr<OpenedCheckpoint>> Open(FileSystem& fs,
                                                         const std::string& directory,
                                                         const Options& options);
@@ -74,13 +77,15 @@ class OpenedCheckpoint {
   ~OpenedCheckpoint();
 
   const std::string& directory() const { return directory_; }
+  // For opening what is in it: leads there as long as this lives.
+  const std::string& pinned_directory() const { return *pinned_; }
   std::string name() const;  // Last component.
   const CheckpointIndex& index() const { return *index_; }
   // Null for foreign checkpoints that are read in place.
   const DecodedCommit* commit() const { return has_commit_ ? &commit_ : nullptr; }
-  // What was out of order at open but could be mended (damaged copy, rebuilt index); empty:
-  // nothing.
-  const std::vector<std::string>& warnings() const { return warnings_; }
+  // What was out of order, at open or since, but could be mended (damaged copy, rebuilt index);
+  // empty: nothing.
+  std::vector<std::string> warnings() const;
   bool index_was_rebuilt() const { return index_rebuilt_; }
 
   // Where the chunks of a tensor are. Those that were pending are looked up now, which reads a
@@ -105,8 +110,8 @@ class OpenedCheckpoint {
   Status ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out, std::size_t size,
                    ReadVerify verify, ReadStats* stats) const;
   // The same bytes where they are stored, without a copy: pieces in order, at most kMaxMapped of
-  // them. Empty where they are not long runs of files of ours that can be mapped; then read. None is
-  // verified. A file that somebody truncates later raises SIGBUS where a program touches the
+  // them. Empty where they are not long runs of files of ours that can be mapped; then read. None
+  // is verified. A file that somebody truncates later raises SIGBUS where a program touches the
   // bytes; a system call that takes them fails with EFAULT, so hand them to one.
   static constexpr std::size_t kMaxMapped = 8;
   struct MappedPiece {
@@ -149,6 +154,9 @@ class OpenedCheckpoint {
                                                             const ExtentTable& table) const;
   FileSystem* fs_ = nullptr;
   std::string directory_;  // Of a foreign file: its own path.
+  // Leads to the same folder, whatever it is called since it was opened: removed and replaced ones
+  // are read to the end. For a foreign checkpoint: directory_.
+  std::shared_ptr<const std::string> pinned_;
   std::shared_ptr<const CheckpointIndex> index_;
   std::shared_ptr<const ItemResolver> resolver_;  // Null: nothing is pending.
   bool is_file_ = false;                          // A foreign checkpoint of one file.
@@ -183,6 +191,9 @@ struct VerifyReport {
     std::string reason;
   };
   std::vector<Damage> damages;
+  // What is damaged, and of which something else in the store serves whole: an index that fsck
+  // rebuilt.
+  std::vector<std::string> warnings;
   std::uint64_t bytes_checked = 0;
   // Of them, of tensors and objects that have no hash: they could only be read. Formats of others
   // hold none, and `adopt --quick` makes none.

@@ -10,6 +10,7 @@
 #include "index/lru_cache.h"
 #include "index/memory_table.h"
 #include "index/record_coding.h"
+#include "index/recovering_table.h"
 #include "index/sst_table.h"
 
 namespace tensormount {
@@ -21,6 +22,19 @@ constexpr std::size_t kExtentCacheBytes = std::size_t{16} << 20;
 
 Status BadIndex(std::string message) {
   return Status(Code::kDataLoss, "index: " + std::move(message));
+}
+
+// All of an index file against its hash.
+Status CheckWholeFile(File& file, const CommitRecord::Entry& entry) {
+  Xxh3Stream hash;
+  std::string block(std::min<std::uint64_t>(entry.length, std::uint64_t{1} << 20), '\0');
+  for (std::uint64_t at = 0; at < entry.length;) {
+    const std::size_t n = std::min<std::uint64_t>(block.size(), entry.length - at);
+    TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(at, block.data(), n));
+    hash.Update(block.data(), n);
+    at += n;
+  }
+  return hash.Value() == entry.hash ? Status() : BadIndex(entry.name + ": checksum differs");
 }
 
 SstIdentity IdentityOf(const Uuid& uuid, const Hash128& content_root) {
@@ -62,18 +76,43 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::FromContent(
   return Load(std::move(table), true);
 }
 
+Result<std::shared_ptr<const Table>> CheckpointIndex::RecordsOf(const Content& content) {
+  auto table = std::make_shared<MemoryTable>();
+  TENSORMOUNT_RETURN_IF_ERROR(
+      record::ForEach(content, false, [&](std::string_view key, std::string_view value) {
+        table->Append(key, value);
+        return Status();
+      }));
+  return std::shared_ptr<const Table>(std::move(table));
+}
+
+bool CheckpointIndex::IsLost(const Status& status) {
+  switch (status.code()) {
+    case Code::kOk:
+    case Code::kResourceExhausted:
+    case Code::kCancelled:
+    case Code::kInternal:
+      return false;
+    default:
+      return true;
+  }
+}
+
 Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
-    FileSystem& fs, const std::string& directory, const CommitRecord& commit) {
+    FileSystem& fs, const std::string& directory, const CommitRecord& commit, SstOptions options) {
   const std::string name(kIndexName);
   const std::string path = JoinPath(directory, name);
   const CommitRecord::Entry* entry = commit.Find(name);
   if (entry == nullptr) return BadIndex(std::string(kCommitName) + " does not list " + name);
   // The tail is what RocksDB does not check itself: footer, properties, its own index.
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenReadBelow(directory, name));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
   if (info.size != entry->length) {
     return BadIndex(name + ": " + std::to_string(info.size) + " bytes, " +
                     std::to_string(entry->length) + " expected");
+  }
+  if (entry->length <= options.check_bytes) {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckWholeFile(*file, *entry));
   }
   std::string tail(std::min(kIndexTailBytes, entry->length), '\0');
   const std::uint64_t tail_offset = entry->length - tail.size();
@@ -82,9 +121,13 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
     return BadIndex(name + ": checksum of its last " + std::to_string(tail.size()) +
                     " bytes differs");
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<SstTable> table, SstTable::Open(fs, path));
-  if (table->identity() != IdentityOf(commit.uuid, commit.content_root)) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<SstTable> sst, SstTable::Open(fs, path));
+  if (sst->identity() != IdentityOf(commit.uuid, commit.content_root)) {
     return BadIndex(name + ": it is the index of another checkpoint");
+  }
+  std::unique_ptr<Table> table = std::move(sst);
+  if (options.again) {
+    table = std::make_unique<RecoveringTable>(std::move(table), std::move(options.again));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const CheckpointIndex> index,
                                Load(std::move(table), false));

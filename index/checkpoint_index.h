@@ -22,6 +22,8 @@ namespace tensormount {
 inline constexpr std::string_view kIndexName = "index/index.sst";
 // How much of its end is checked at open.
 inline constexpr std::uint64_t kIndexTailBytes = 64 * 1024;
+// An index of up to this size is compared with its hash at open: a millisecond where it is cached.
+inline constexpr std::uint64_t kIndexCheckedWhole = 4 << 20;
 
 // What the index says of one tensor, without its extents.
 struct TensorEntry {
@@ -34,8 +36,8 @@ struct TensorEntry {
   // Of its bytes in model.safetensors; if in_safetensors.
   std::uint64_t safetensors_offset = 0;
   bool in_safetensors = false;  // False: a dtype that the format lacks, or an index in memory.
-  bool wide = false;                     // A chunk may be strided.
-  bool pending = false;                  // A chunk is pending: OpenedCheckpoint::Extents.
+  bool wide = false;            // A chunk may be strided.
+  bool pending = false;         // A chunk is pending: OpenedCheckpoint::Extents.
 };
 
 class LayerNames;
@@ -50,6 +52,8 @@ class Table {
   virtual Status Scan(
       std::string_view prefix, std::string_view from,
       const std::function<bool(std::string_view key, std::string_view value)>& fn) const = 0;
+  // CheckpointIndex::recovered.
+  virtual std::string recovered() const { return {}; }
 };
 
 // The chunk index of one checkpoint: an SST file, or the same records in memory (foreign files,
@@ -67,12 +71,31 @@ class CheckpointIndex {
                                               const std::string& directory,
                                               const std::string& name);
   static Result<std::shared_ptr<const CheckpointIndex>> FromContent(const Content& content);
-  // Checks length and tail against `entry`, and uuid and content root in the SST's properties
-  // against the record: an index of another checkpoint is kDataLoss.
+  struct SstOptions {
+    // A file of up to this size is compared with its hash, a larger one only its tail.
+    std::uint64_t check_bytes = kIndexCheckedWhole;
+    // The same records from elsewhere, for when damage shows only as they are read. Called at most
+    // once at a time, until it succeeds; may be empty.
+    std::function<Result<std::shared_ptr<const Table>>()> again;
+  };
+  // Checks length, tail and, as `options` say, the hash of all of it against COMMIT, and uuid and
+  // content root in the SST's properties: an index of another checkpoint is kDataLoss.
   static Result<std::shared_ptr<const CheckpointIndex>> OpenSst(FileSystem& fs,
                                                                 const std::string& directory,
-                                                                const CommitRecord& commit);
+                                                                const CommitRecord& commit,
+                                                                SstOptions options);
+  static Result<std::shared_ptr<const CheckpointIndex>> OpenSst(FileSystem& fs,
+                                                                const std::string& directory,
+                                                                const CommitRecord& commit) {
+    return OpenSst(fs, directory, commit, SstOptions());
+  }
+  // What Content's records are in an SST file, in memory.
+  static Result<std::shared_ptr<const Table>> RecordsOf(const Content& content);
 
+  // Whether a failure of reading it is a matter of this copy: the same records may stand elsewhere.
+  static bool IsLost(const Status& status);
+  // What was found damaged since it was opened and is read from elsewhere now; empty: nothing.
+  std::string recovered() const { return table_->recovered(); }
   // Made by FromContent.
   bool in_memory() const { return in_memory_; }
   const CheckpointInfo& info() const { return info_; }

@@ -55,6 +55,10 @@ struct DecodedCommit {
 // feature bits 0x…" where a bit is unknown.
 Result<DecodedCommit> DecodeCommit(std::string_view bytes, std::string_view name);
 
+// Reads and decodes it. A page that cannot be read costs the copy in which it lies, as a damaged
+// one does; where no copy is left that failure is the answer. kDataLoss for a size that cannot be.
+Result<DecodedCommit> ReadCommitFile(File& file, std::string_view name);
+
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_INDEX_COMMIT_RECORD_H_

@@ -13,8 +13,8 @@ void MemoryTable::Append(std::string_view key, std::string_view value) {
     blocks_.push_back(std::make_unique_for_overwrite<char[]>(left_));
     next_ = blocks_.back().get();
   }
-  records_.push_back({next_, static_cast<std::uint32_t>(key.size()),
-                      static_cast<std::uint32_t>(value.size())});
+  records_.push_back(
+      {next_, static_cast<std::uint32_t>(key.size()), static_cast<std::uint32_t>(value.size())});
   next_ += key.copy(next_, key.size());
   next_ += value.copy(next_, value.size());
   left_ -= size;

@@ -105,9 +105,10 @@ Status PieceReader::LoadLeaves() {
   const auto bad = [&](const Status& status) {
     return Status(Code::kDataLoss, Name() + ": its leaf hashes: " + status.message());
   };
-  const std::string path =
-      JoinPath(checkpoint_.directory(), checkpoint_.index().manifests()[where_.manifest]);
-  Result<std::shared_ptr<OpenDataFile>> manifest = files_.Open(path);
+  const std::string& name = checkpoint_.index().manifests()[where_.manifest];
+  const std::string path = JoinPath(checkpoint_.directory(), name);
+  Result<std::shared_ptr<OpenDataFile>> manifest = files_.Open(
+      path, [&] { return files_.fs.OpenReadBelow(checkpoint_.pinned_directory(), name); });
   if (!manifest.ok()) return bad(manifest.status());
   Result<std::vector<Hash128>> leaves =
       ReadManifestLeaves(manifest.value()->file(), where_.first_leaf, count);
@@ -342,11 +343,22 @@ Status PieceReader::ReadTransposed(const StridedCopy& copy, std::byte* base) {
   return Status();
 }
 
-Result<const std::byte*> PieceReader::MappingTo(std::uint64_t end, bool guarded) {
+Result<const std::byte*> PieceReader::MappingTo(std::uint64_t end) {
   const FileRecord& record = checkpoint_.index().files()[where_.file];
-  if (record.placement == Placement::kForeign && !(guarded && MappingGuarded())) return nullptr;
+  if (record.placement == Placement::kForeign && !MappingGuarded()) return nullptr;
   TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
   return file_->MappingTo(end);
+}
+
+Status PieceReader::WhyNotThere(std::uint64_t at, std::uint64_t size) {
+  constexpr std::uint64_t kBlock = 4096;
+  char block[kBlock];
+  for (const std::uint64_t end = at + size; at < end;) {
+    const std::uint64_t n = std::min(kBlock - (where_.offset + at) % kBlock, end - at);
+    TENSORMOUNT_RETURN_IF_ERROR(ReadAt(at, block, n));
+    at += n;
+  }
+  return Damage(at, "its mapping lost a page that can be read now");
 }
 
 }  // namespace tensormount

@@ -7,16 +7,18 @@ namespace tensormount {
 
 Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory,
                                     const CommitRecord::Entry& entry) {
-  // One byte more than it may have tells a grown file from a whole one.
-  Result<std::string> bytes = fs.ReadFile(JoinPath(directory, entry.name), entry.length + 1);
-  if (bytes.status().code() == Code::kNotFound) return DataLoss(entry.name, "the file is missing");
-  TENSORMOUNT_RETURN_IF_ERROR(bytes.status());
-  if (bytes.value().size() != entry.length) {
-    return DataLoss(entry.name, std::to_string(bytes.value().size()) + " bytes, " +
+  Result<std::unique_ptr<File>> file = fs.OpenReadBelow(directory, entry.name);
+  if (file.status().code() == Code::kNotFound) return DataLoss(entry.name, "the file is missing");
+  TENSORMOUNT_RETURN_IF_ERROR(file.status());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.value()->Stat());
+  if (info.size != entry.length) {
+    return DataLoss(entry.name, std::to_string(info.size) + " bytes, " +
                                     std::to_string(entry.length) + " expected");
   }
-  if (Xxh3(bytes.value()) != entry.hash) return DataLoss(entry.name, "checksum differs");
-  return DecodeManifest(bytes.value(), entry.name);
+  std::string bytes(static_cast<std::size_t>(entry.length), '\0');
+  TENSORMOUNT_RETURN_IF_ERROR(file.value()->ReadExactAt(0, bytes.data(), bytes.size()));
+  if (Xxh3(bytes) != entry.hash) return DataLoss(entry.name, "checksum differs");
+  return DecodeManifest(bytes, entry.name);
 }
 
 Result<Content> FinishRebuild(ContentMerger& merger, const CommitRecord& commit) {

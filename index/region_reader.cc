@@ -14,6 +14,9 @@
 namespace tensormount {
 namespace {
 
+// How much may be fetched for each byte that is wanted.
+constexpr std::uint64_t kMostGaps = 8;
+
 // Runs of at least this many bytes are read where they belong; shorter ones are gathered.
 constexpr std::uint64_t kLongRun = 32 * 1024;
 // Neighbouring pieces are read at once up to this, which stays in cache until it is checked.
@@ -107,17 +110,29 @@ Status ReadPiece(PieceReader& reader, std::uint64_t chunk_offset, bool extend,
     // for, and checks leaves; from memory to memory short runs cost a third less without the
     // kernel.
     if (!extend && (span != copy.bytes() || !reader.verifies())) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map,
-                                   reader.MappingTo(end, digest == nullptr));
-      if (map != nullptr && (span != copy.bytes() ||
-                             InMemory(map + copy.src_offset, static_cast<std::size_t>(span)))) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map, reader.MappingTo(end));
+      // Without a guard a page that the disk does not give would end the program: all of them are
+      // fetched first, unless most would be for nothing. What fails is read, which says why.
+      const auto safe = [&] {
+        return MappingGuarded() ||
+               (span / kMostGaps <= copy.bytes() &&
+                Populate(map + copy.src_offset, static_cast<std::size_t>(span)));
+      };
+      if (map != nullptr &&
+          (span != copy.bytes() ||
+           InMemory(map + copy.src_offset, static_cast<std::size_t>(span))) &&
+          safe()) {
         stats.bytes_read += copy.bytes();
-        if (digest != nullptr) {
-          ExecuteCopyWithDigest(copy, piece.part, map, base, byte_shape, digest);
-        } else if (!RunOnMapping([&] { ExecuteCopy(copy, map, base); })) {
-          return reader.CutShort(static_cast<std::uint64_t>(copy.src_offset) - chunk_offset);
-        }
-        return Status();
+        // Where it is left by a jump, the load fails: the few KiB that the digest had are lost.
+        const bool copied = RunOnMapping([&] {
+          if (digest != nullptr) {
+            ExecuteCopyWithDigest(copy, piece.part, map, base, byte_shape, digest);
+          } else {
+            ExecuteCopy(copy, map, base);
+          }
+        });
+        if (copied) return Status();
+        return reader.WhyNotThere(static_cast<std::uint64_t>(copy.src_offset) - chunk_offset, span);
       }
     }
     TENSORMOUNT_RETURN_IF_ERROR(reader.ReadStrided(copy, base));

@@ -53,12 +53,13 @@ class PieceReader {
   Status CheckRun(std::uint64_t at, const std::byte* data, std::uint64_t size);
   // The runs of `copy`, whose source offsets are the file's, to `base`.
   Status ReadStrided(const StridedCopy& copy, std::byte* base);
-  // For gathers: the file's mapping where bytes of the piece up to `end` (of the file) are there.
-  // `guarded`: what reads from it does so by RunOnMapping. Null where there is none, and for files
-  // of others where nothing would stand between us and their being cut short.
-  Result<const std::byte*> MappingTo(std::uint64_t end, bool guarded);
-  // What to say where a mapping lost its bytes from `at` of the piece on.
-  Status CutShort(std::uint64_t at) const { return Damage(at, "the file was cut short"); }
+  // For gathers by RunOnMapping: the file's mapping where bytes of the piece up to `end` (of the
+  // file) are there. Null where there is none, and for files of others in programs that are not
+  // guarded: one that is cut short would end them.
+  Result<const std::byte*> MappingTo(std::uint64_t end);
+  // What to say where a mapping does not give `size` bytes from `at` of the piece on: the first
+  // that cannot be read, and why.
+  Status WhyNotThere(std::uint64_t at, std::uint64_t size);
   bool verifies() const { return verify_ != ReadVerify::kOff; }
 
  private:

@@ -36,6 +36,9 @@ class Checker {
     TENSORMOUNT_RETURN_IF_ERROR(verified.status());
     const VerifyReport& report = verified.value();
     bool index_damaged = false;
+    for (const std::string& warning : report.warnings) {
+      findings_.push_back({listing.name, warning, "", true, true});
+    }
     for (const VerifyReport::Damage& d : report.damages) {
       if (d.file.starts_with("index/") || d.object == "index") {
         if (!index_damaged) Index(listing, directory, d);
@@ -125,15 +128,22 @@ class Checker {
     const auto commit = layout::ReadCommit(fs_, directory);
     if (!commit.ok()) {
       f.remedy = commit.status().message();
-    } else if (OpenDerivedIndex(fs_, directory, commit.value().record).ok()) {
-      f.remedy = "rebuilt in " + derived;
-      f.repaired = true;
     } else if (!options_.rebuild) {
       f.remedy = "fsck --rebuild makes it again from manifest/, in " + derived;
     } else {
       const Status rebuilt = layout::WriteDerivedIndex(fs_, directory, commit.value().record);
-      f.repaired = rebuilt.ok();
-      f.remedy = rebuilt.ok() ? "rebuilt in " + derived : rebuilt.message();
+      // Nothing is repaired before it was opened as readers do.
+      Status served = rebuilt;
+      if (served.ok()) {
+        OpenedCheckpoint::Options options;
+        options.roots = options_.roots;
+        const auto opened = OpenedCheckpoint::Open(fs_, directory, options);
+        served = opened.ok() && opened.value()->index_was_rebuilt()
+                     ? Status(Code::kDataLoss, "what was rebuilt is not used")
+                     : opened.status();
+      }
+      f.repaired = served.ok();
+      f.remedy = served.ok() ? "rebuilt in " + derived : served.message();
     }
     findings_.push_back(std::move(f));
   }

@@ -37,8 +37,8 @@ std::vector<DirectoryEntry> ListOrNothing(FileSystem& fs, const std::string& pat
 
 Result<DecodedCommit> ReadCommit(FileSystem& fs, const std::string& directory) {
   const std::string path = JoinPath(directory, kCommitFile);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, fs.ReadFile(path, kMaxCommitBytes));
-  return DecodeCommit(bytes, path);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
+  return ReadCommitFile(*file, path);
 }
 
 Result<Uuid> ReadFolderUuid(FileSystem& fs, const std::string& directory) {
@@ -138,7 +138,9 @@ Result<std::shared_ptr<const CheckpointIndex>> OpenDerivedIndex(FileSystem& fs,
   if (decoded.record.uuid != commit.uuid || decoded.record.content_root != commit.content_root) {
     return Status(Code::kDataLoss, path + ": belongs to another checkpoint");
   }
-  return CheckpointIndex::OpenSst(fs, derived, decoded.record);
+  // It stands in for one that is damaged: a second damage must show now, not at some later read.
+  return CheckpointIndex::OpenSst(fs, derived, decoded.record,
+                                  {.check_bytes = ~std::uint64_t{0}, .again = {}});
 }
 
 }  // namespace tensormount

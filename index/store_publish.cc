@@ -227,7 +227,11 @@ std::vector<std::shared_ptr<OpenedCheckpoint>> OpenPriors(FileSystem& fs, const 
                                                           IfExists if_exists) {
   std::vector<std::shared_ptr<OpenedCheckpoint>> priors;
   const auto open = [&](const std::string& directory, const Uuid* wanted) {
-    auto opened = OpenedCheckpoint::Open(fs, directory, OpenedCheckpoint::Options());
+    // Without comparing all of its index: what of it is read is enough, and says what it can even
+    // where it cannot be made again.
+    OpenedCheckpoint::Options how;
+    how.check_index_bytes = 0;
+    auto opened = OpenedCheckpoint::Open(fs, directory, how);
     if (!opened.ok()) return false;
     const Uuid uuid = opened.value()->index().info().uuid;
     if (wanted != nullptr && uuid != *wanted) return false;
@@ -276,7 +280,7 @@ Status DecideAgainst(FileSystem& fs, std::span<const std::shared_ptr<OpenedCheck
   for (const auto& p : priors) {
     Content known;
     if (p->commit() != nullptr) {
-      Result<Content> rebuilt = RebuildContent(fs, p->directory(), p->commit()->record);
+      Result<Content> rebuilt = RebuildContent(fs, p->pinned_directory(), p->commit()->record);
       if (rebuilt.ok()) known = std::move(rebuilt).value();
     }
     if (known.info.uuid.IsZero()) known.info = p->index().info();

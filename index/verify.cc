@@ -9,11 +9,8 @@
 #include "index/checkpoint.h"
 #include "index/file_cache.h"
 #include "index/foreign_file.h"
-#include "index/index_records.h"
 #include "index/manifest.h"
-#include "index/memory_table.h"
 #include "index/rebuild.h"
-#include "index/sst_table.h"
 #include "index/store_layout.h"
 #include "index/verify_pieces.h"
 #include "shard/leaf_hash.h"
@@ -33,8 +30,7 @@ class CheckpointVerifier {
     if (!decoded_) return std::move(report_);
     CheckListing();
     CheckManifests();
-    CheckIndexFiles();
-    TENSORMOUNT_RETURN_IF_ERROR(CheckIndexRecords());
+    TENSORMOUNT_RETURN_IF_ERROR(CheckIndex());
     CheckDataFiles();
     if (content_) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, commit_file_->Stat());
@@ -46,7 +42,7 @@ class CheckpointVerifier {
       for (const TensorContent& t : content_->tensors) report_.chunks += t.extents.size();
       if (!options_.quick) {
         TENSORMOUNT_RETURN_IF_ERROR(
-            VerifyPieces(fs_, directory_, base, *content_, leaves_, options_, report_));
+            VerifyPieces(fs_, *pinned_, base, *content_, leaves_, options_, report_));
       }
     }
     return std::move(report_);
@@ -61,8 +57,9 @@ class CheckpointVerifier {
   }
 
   Status ReadCommit() {
-    const std::string path = JoinPath(directory_, kCommitName);
-    Result<std::unique_ptr<File>> file = fs_.OpenRead(path);
+    // Below this very folder, whatever becomes of its name meanwhile.
+    TENSORMOUNT_ASSIGN_OR_RETURN(pinned_, fs_.PinDirectory(JoinPath(directory_, ".")));
+    Result<std::unique_ptr<File>> file = fs_.OpenReadBelow(*pinned_, std::string(kCommitName));
     if (file.status().code() == Code::kNotFound) {
       return Status(Code::kNotFound, directory_ + ": not a checkpoint: it has no COMMIT");
     }
@@ -73,11 +70,10 @@ class CheckpointVerifier {
       return Status(Code::kStale, directory_ + ": it is being deleted");
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, commit_file_->Stat());
-    std::string bytes(std::min(info.size, kMaxCommitBytes), '\0');
-    TENSORMOUNT_RETURN_IF_ERROR(commit_file_->ReadExactAt(0, bytes.data(), bytes.size()));
-    report_.bytes_checked += bytes.size();
-    Result<DecodedCommit> decoded = DecodeCommit(bytes, kCommitName);
-    if (decoded.status().code() == Code::kUnsupported) return decoded.status();
+    if (info.links == 0) return Status(Code::kStale, directory_ + ": it was deleted");
+    report_.bytes_checked += std::min(info.size, kMaxCommitBytes);
+    Result<DecodedCommit> decoded = ReadCommitFile(*commit_file_, kCommitName);
+    if (!decoded.ok() && decoded.status().code() != Code::kDataLoss) return decoded.status();
     if (!decoded.ok()) {
       Damage("COMMIT", "COMMIT", decoded.status().message());
       return Status();
@@ -98,13 +94,13 @@ class CheckpointVerifier {
       }
     }
     for (const char* name : {"data", "manifest", "index"}) folders.insert(name);
-    swept_ = !fs_.Exists(JoinPath(directory_, layout::kSharedFile));
+    swept_ = !fs_.Exists(JoinPath(*pinned_, layout::kSharedFile));
     CheckFolder("", folders);
   }
 
   void CheckFolder(const std::string& below, const std::set<std::string, std::less<>>& folders) {
     Result<std::vector<DirectoryEntry>> entries =
-        fs_.List(below.empty() ? directory_ : JoinPath(directory_, below));
+        fs_.List(below.empty() ? JoinPath(*pinned_, ".") : JoinPath(*pinned_, below));
     if (!entries.ok()) {
       Damage(below, below, entries.status().message());
       return;
@@ -131,7 +127,7 @@ class CheckpointVerifier {
     Status status;
     for (const CommitRecord::Entry& entry : commit().files) {
       if (!entry.name.starts_with("manifest/")) continue;
-      Result<Manifest> manifest = ReadListedManifest(fs_, directory_, entry);
+      Result<Manifest> manifest = ReadListedManifest(fs_, *pinned_, entry);
       if (manifest.ok()) {
         report_.bytes_checked += entry.length;
         if (status.ok()) status = merger.Add(manifest.value().content, entry.name);
@@ -151,91 +147,61 @@ class CheckpointVerifier {
     }
   }
 
-  void CheckIndexFiles() {
-    for (const CommitRecord::Entry& entry : commit().files) {
-      if (!entry.name.starts_with("index/")) continue;
-      Result<std::unique_ptr<File>> file = fs_.OpenRead(JoinPath(directory_, entry.name));
-      if (!file.ok()) {
-        Damage("index", entry.name, file.status().message());
-        continue;
-      }
-      const Result<FileInfo> info = file.value()->Stat();
-      if (!info.ok()) {
-        Damage("index", entry.name, info.status().message());
-        continue;
-      }
-      if (info.value().size != entry.length) {
-        Damage("index", entry.name,
-               std::to_string(info.value().size) + " bytes, " + std::to_string(entry.length) +
-                   " expected");
-        continue;
-      }
-      Xxh3Stream hash;
-      std::string block(std::size_t{1} << 20, '\0');
-      Status read;
-      for (std::uint64_t at = 0; at < entry.length && read.ok();) {
-        const std::size_t n = std::min<std::uint64_t>(block.size(), entry.length - at);
-        read = file.value()->ReadExactAt(at, block.data(), n);
-        hash.Update(block.data(), n);
-        at += n;
-      }
-      report_.bytes_checked += entry.length;
-      if (!read.ok()) {
-        Damage("index", entry.name, read.message());
-      } else if (hash.Value() != entry.hash) {
-        Damage("index", entry.name, "checksum differs");
-      }
+  // The index by its hash and record by record. One that is damaged is no matter where another made
+  // from the manifests stands in for it, which is checked in the same way.
+  Status CheckIndex() {
+    const std::string name(kIndexName);
+    const CommitRecord::Entry* entry = commit().Find(name);
+    Result<std::shared_ptr<const CheckpointIndex>> index = CheckpointIndex::OpenSst(
+        fs_, *pinned_, commit(), {.check_bytes = ~std::uint64_t{0}, .again = {}});
+    if (entry != nullptr) report_.bytes_checked += entry->length;
+    const Status damage = index.ok() ? CheckRecords(*index.value()) : index.status();
+    if (damage.ok()) return Status();
+    if (!CheckpointIndex::IsLost(damage)) return damage;
+    index = OpenDerivedIndex(fs_, directory_, commit());
+    Status derived = index.status();
+    if (derived.ok()) derived = CheckRecords(*index.value());
+    if (derived.ok() && content_) {
+      report_.warnings.push_back(damage.message() + "; the one that fsck rebuilt serves");
+    } else {
+      Damage("index", name, damage.message());
     }
+    return Status();
   }
 
   // Every record against what the manifests say.
-  Status CheckIndexRecords() {
-    const std::string name(kIndexName);
-    Result<std::shared_ptr<const CheckpointIndex>> index =
-        CheckpointIndex::OpenSst(fs_, directory_, commit());
-    if (!index.ok()) {
-      Damage("index", name, index.status().message());
-      return Status();
-    }
+  Status CheckRecords(const CheckpointIndex& index) {
     if (!content_) {  // The index is the only one left to say what the data should be.
-      Result<Content> content = index.value()->ToContent();
-      if (content.ok()) {
-        content_ = std::move(content).value();
-      } else {
-        Damage("index", name, content.status().message());
-      }
+      TENSORMOUNT_ASSIGN_OR_RETURN(content_, index.ToContent());
       return Status();
     }
-    MemoryTable wanted;
-    TENSORMOUNT_RETURN_IF_ERROR(
-        index_record::ForEach(*content_, false, [&](std::string_view key, std::string_view value) {
-          wanted.Append(key, value);
-          return Status();
-        }));
+    if (wanted_ == nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(wanted_, CheckpointIndex::RecordsOf(*content_));
+    }
     std::uint64_t seen = 0;
     std::uint64_t differ = 0;
-    const Status scanned =
-        index.value()->table().Scan("", "", [&](std::string_view key, std::string_view value) {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        index.table().Scan("", "", [&](std::string_view key, std::string_view value) {
           ++seen;
-          Result<std::string> record = wanted.Get(key);
+          Result<std::string> record = wanted_->Get(key);
           if (!record.ok() || record.value() != value) ++differ;
           return true;
-        });
-    if (!scanned.ok()) {
-      Damage("index", name, scanned.message());
-    } else if (differ != 0 || seen != wanted.size()) {
-      Damage("index", name,
-             std::to_string(differ) + " of " + std::to_string(seen) +
-                 " records differ from what the manifests say (" + std::to_string(wanted.size()) +
-                 " wanted)");
-    }
-    return Status();
+        }));
+    std::uint64_t wanted = 0;
+    TENSORMOUNT_RETURN_IF_ERROR(wanted_->Scan("", "", [&](std::string_view, std::string_view) {
+      ++wanted;
+      return true;
+    }));
+    if (differ == 0 && seen == wanted) return Status();
+    return {Code::kDataLoss, std::to_string(differ) + " of " + std::to_string(seen) +
+                                 " records differ from what the manifests say (" +
+                                 std::to_string(wanted) + " wanted)"};
   }
 
   void CheckDataFiles() {
     for (const CommitRecord::Entry& entry : commit().files) {
       if (!entry.name.starts_with("data/")) continue;
-      Result<FileInfo> info = fs_.LinkStat(JoinPath(directory_, entry.name));
+      Result<FileInfo> info = fs_.LinkStat(JoinPath(*pinned_, entry.name));
       if (!info.ok()) {
         Damage(entry.name, entry.name,
                info.status().code() == Code::kNotFound ? "the file is missing"
@@ -261,11 +227,13 @@ class CheckpointVerifier {
   const std::string directory_;
   const VerifyOptions& options_;
   VerifyReport report_;
+  std::shared_ptr<const std::string> pinned_;  // Leads to directory_.
   std::unique_ptr<File> commit_file_;
   std::optional<DecodedCommit> decoded_;
   std::map<std::string, std::vector<Hash128>> leaves_;  // By name of manifest.
   bool swept_ = true;  // False: leftovers of a shared staging may stand here.
   std::optional<Content> content_;
+  std::shared_ptr<const Table> wanted_;  // Its records.
 };
 
 }  // namespace

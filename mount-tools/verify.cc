@@ -17,6 +17,7 @@ namespace {
 // Prints the report of one checkpoint; whether it is whole.
 bool PrintVerdict(const std::string& name, const VerifyReport& report, bool quick,
                   Terminal& terminal) {
+  for (const std::string& warning : report.warnings) terminal.Warn(name + ": " + warning);
   for (const VerifyReport::Damage& damage : report.damages) {
     if (terminal.json) {
       terminal.Json(nlohmann::ordered_json{{"event", "damage"},

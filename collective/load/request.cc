@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "collective/load/request.h"
 
+#include <algorithm>
+#include <optional>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
+#include "base/checked.h"
 #include "base/coding.h"
 
 namespace tensormount {
@@ -81,6 +85,30 @@ Result<LoadRequest> ReadBody(ByteReader& in) {
   return request;
 }
 
+// Whether two cells of a buffer may have the same place, as in an expanded tensor: unless each axis
+// steps over all that the smaller steps reach.
+bool MayShareMemory(const BufferView& buffer) {
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> axes;  // Step and extent.
+  for (int a = 0; a < buffer.shape.rank(); ++a) {
+    if (buffer.shape[a] == 0) return false;
+    if (buffer.shape[a] == 1) continue;
+    const std::int64_t step = buffer.strides[a];
+    axes.emplace_back(step < 0 ? std::uint64_t{0} - static_cast<std::uint64_t>(step)
+                               : static_cast<std::uint64_t>(step),
+                      static_cast<std::uint64_t>(buffer.shape[a]));
+  }
+  std::sort(axes.begin(), axes.end());
+  std::uint64_t reached = 0;  // The farthest cell from the first by the axes before.
+  for (const auto& [step, extent] : axes) {
+    if (step <= reached) return true;
+    const auto more = CheckedMul(step, extent - 1);
+    const auto sum = more ? CheckedAdd(reached, *more) : std::nullopt;
+    if (!sum) return false;  // No memory is that large; others say so.
+    reached = *sum;
+  }
+  return false;
+}
+
 }  // namespace
 
 Result<std::string> EncodeRequest(const StateDict& request) {
@@ -99,6 +127,13 @@ Result<std::string> EncodeRequest(const StateDict& request) {
                     "tensor " + item.key + " " + item.shard.region.ToString() +
                         ": the shard has no memory to load into; give it some "
                         "(StateDict::AllocateData)");
+    }
+    if (MayShareMemory(item.shard.data)) {
+      return Status(Code::kInvalidArgument,
+                    "tensor " + item.key + " " + item.shard.region.ToString() +
+                        ": cells of its buffer share memory (shape " +
+                        item.shard.data.shape.ToString() + ", strides " +
+                        item.shard.data.strides.ToString() + "): they cannot all be loaded");
     }
     const auto next = static_cast<std::uint32_t>(table.size());
     if (numbers.try_emplace(item.key, next).second) table.push_back(&item);

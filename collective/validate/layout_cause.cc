@@ -333,7 +333,32 @@ std::string LayoutCauses::OfOverlap(const Box& box,
       }
     }
   }
-  return {};
+  return Differing(regions);
+}
+
+// Without a better guess: what each of them has, and how that lies to each other.
+std::string LayoutCauses::Differing(const std::vector<std::uint32_t>& regions) const {
+  constexpr std::size_t kNamed = 4;
+  if (regions.size() < 2) return {};
+  std::string out;
+  bool boxes = true;
+  bool within = false;  // One of them holds all of another.
+  for (std::size_t i = 0; i < regions.size(); ++i) {
+    if (i < kNamed) {
+      out += (i == 0 ? "" : ", ") + RankList(holders_[regions[i]]) + ": " +
+             regions_.At(regions[i]).ToString();
+    }
+    boxes = boxes && !regions_.is_flat(regions[i]);
+  }
+  if (regions.size() > kNamed) out += " and " + std::to_string(regions.size() - kNamed) + " more";
+  for (std::size_t i = 0; boxes && i < regions.size(); ++i) {
+    for (std::size_t k = 0; k < regions.size(); ++k) {
+      within = within ||
+               (i != k && regions_.At(regions[i]).box().Contains(regions_.At(regions[k]).box()));
+    }
+  }
+  return out + (within ? ": a whole on some ranks and a part of it on others?"
+                       : ": cut in different places?");
 }
 
 std::string CauseOfShapes(const Dims& a, const Dims& b) {

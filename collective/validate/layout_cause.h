@@ -34,6 +34,7 @@ class LayoutCauses {
   std::string FindReported() const;
   std::string FindAllShort() const;
   std::string Neighbour(const Box& box) const;
+  std::string Differing(const std::vector<std::uint32_t>& regions) const;
   std::int64_t Usual(int axis) const;  // The extent that most boxes have.
   std::string Units(std::int64_t count, int axis) const;
   bool SameAcross(std::size_t region, const Box& box, int axis) const;

@@ -41,11 +41,14 @@ Status MakeHoldings(const LayoutTable::Rep& table, const LayoutTable::Rep::Tenso
     if (!std::is_sorted(holding.holders.begin(), holding.holders.end(), by_rank)) {
       std::sort(holding.holders.begin(), holding.holders.end(), by_rank);
     }
-    // Twice on one rank, where nobody checked: once is enough.
-    holding.holders.erase(
-        std::unique(holding.holders.begin(), holding.holders.end(),
-                    [](const Holder& a, const Holder& b) { return a.rank == b.rank; }),
-        holding.holders.end());
+    // Only where nobody checked before. Its bytes would be compared with nothing.
+    const auto twice =
+        std::adjacent_find(holding.holders.begin(), holding.holders.end(),
+                           [](const Holder& a, const Holder& b) { return a.rank == b.rank; });
+    if (twice != holding.holders.end()) {
+      return Invalid("tensor " + meta.key() + ": " + holding.region.ToString() +
+                     " is held twice by rank " + std::to_string(twice->rank));
+    }
   }
   const auto in_place = [](const Holding& a, const Holding& b) {
     return CompareRegions(a.region, b.region) < 0;

@@ -206,6 +206,9 @@ void MountCore::StartThread(std::function<void()> body) {
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
+  // But for those that a thread raises itself: blocked, they end the process whatever handler there
+  // is, and the one of SIGBUS answers EIO (base/mapping.h).
+  for (const int own : {SIGBUS, SIGSEGV, SIGFPE, SIGILL}) sigdelset(&all, own);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   const std::lock_guard lock(mutex_);
   std::thread thread([self = shared_from_this(), body = std::move(body)] {

@@ -154,7 +154,8 @@ class TENSORMOUNT_EXPORT LoadReport {
 // partly filled.
 //   kNotFound         no such checkpoint, or keys that are not stored (not_stored = kRaise)
 //   kInvalidArgument  shape, dtype or grid differ from what is stored and no rule allows it; a
-//                     region outside the tensor; requests that do not cover (validate)
+//                     region outside the tensor; requests that do not cover (validate); a buffer
+//                     whose cells share memory (an expanded tensor)
 //   kDataLoss         stored bytes are missing or damaged: names tensor, box, file and byte; also
 //                     where bytes changed on the way to the buffer
 TENSORMOUNT_EXPORT Result<LoadReport> Load(const StateDict& request, std::string_view path,

@@ -47,6 +47,17 @@ class MappingGuardTest : public ::testing::Test {
   const volatile char* map_ = nullptr;
 };
 
+TEST_F(MappingGuardTest, WhatCannotBeFetchedIsSaidBeforeItIsTouched) {
+  const auto* map = reinterpret_cast<const std::byte*>(const_cast<const char*>(map_));
+  EXPECT_TRUE(Populate(map, kBytes));
+  EXPECT_TRUE(Populate(map + 5000, 10));
+  EXPECT_TRUE(InMemory(map, kBytes));
+  ASSERT_EQ(ftruncate(fd_, 3 * 4096), 0);
+  EXPECT_FALSE(Populate(map, kBytes));
+  EXPECT_FALSE(Populate(map + 5 * 4096 + 7, 1));
+  EXPECT_TRUE(Populate(map + 100, 2 * 4096));
+}
+
 TEST_F(MappingGuardTest, AFileThatIsCutShortIsAnAnswerAndNoCrash) {
   std::size_t read = 0;
   EXPECT_TRUE(Sum(&read));

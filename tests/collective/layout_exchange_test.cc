@@ -273,6 +273,21 @@ TEST(ExchangeLayouts, WithoutTheCheckALayoutWithGapsIsPlanned) {
   EXPECT_EQ(results[0].value().report.tensors, 1u);
 }
 
+// The second one's bytes would be stored nowhere and compared with nothing.
+TEST(ExchangeLayouts, WithoutTheCheckARegionTwiceOnOneRankIsRefused) {
+  const auto results = Exchange(
+      2,
+      [](int rank, StateDict& state) {
+        Row(state, "w", rank, 2);
+        if (rank == 1) Row(state, "w", 1, 2);
+      },
+      [](int, CallDescription& call) { call.validate = false; });
+  for (const auto& result : results) {
+    EXPECT_THAT(result, HasCode(Code::kInvalidArgument));
+    EXPECT_THAT(result.status(), HasMessage("is held twice by rank 1"));
+  }
+}
+
 // Two calls over one group; what the second one sent, more than a call of no bytes.
 struct Second {
   std::vector<Result<JobLayout>> jobs;

@@ -319,6 +319,32 @@ TEST(LoadConvert, OtherPairsAndOtherRulesAreRefusedBeforeAnythingIsWritten) {
   EXPECT_EQ(loaded[0].buffers[0].find_first_not_of('\xEE'), std::string::npos);
 }
 
+// An expanded tensor has one row for all: of what is loaded into it three quarters would be lost.
+TEST(LoadRequest, CellsThatShareMemoryAreRefused) {
+  TempDir dir;
+  const std::string path = dir.Join("store/step");
+  ASSERT_OK(SaveByRule(path, {MakeGlobal("w", DType::kF32, {4, 8})}, "rows", 2));
+  const std::vector<std::pair<Dims, bool>> strides = {
+      {{0, 1}, false}, {{8, 0}, false}, {{7, 1}, false}, {{8, 1}, true},  {{-8, 1}, true},
+      {{1, 4}, true},  {{1, 3}, false}, {{1, -4}, true}, {{16, 2}, true}, {{-7, -1}, false}};
+  for (const auto& [steps, good] : strides) {
+    std::vector<float> memory(256);
+    StateDict request;
+    ASSERT_OK(request.AddTensor(
+        "w", {{4, 8},
+              Box::Whole({4, 8}),
+              BufferView::HostStrided(DType::kF32, memory.data() + 128, {4, 8}, steps)}));
+    const auto comm = MakeSelfCommunicator();
+    const Status loaded = Load(request, path, *comm, {}).status();
+    if (good) {
+      EXPECT_OK(loaded) << steps.ToString();
+    } else {
+      EXPECT_THAT(loaded, HasCode(Code::kInvalidArgument)) << steps.ToString();
+      EXPECT_THAT(loaded, HasMessage("share memory"));
+    }
+  }
+}
+
 TEST(LoadConvert, IntoStridesWithCropAndGrowth) {
   TempDir dir;
   const std::string path = dir.Join("store/step");

@@ -59,7 +59,9 @@ TEST_F(SaveErrorsTest, OverlapOfOneElement) {
     if (rank == 3) state.Add(w_, B({3, 7}, {1, 1}));
   }));
   EXPECT_THAT(status, HasCode(Code::kInvalidArgument));
-  EXPECT_EQ(status.message(), "tensor w: [3:4, 7:8] is held by rank 1 and rank 3");
+  EXPECT_EQ(status.message(),
+            "tensor w: [3:4, 7:8] is held by rank 1 and rank 3 (rank 1: [2:4, 0:8], rank 3: [3:4, "
+            "7:8]: a whole on some ranks and a part of it on others?)");
 }
 
 TEST_F(SaveErrorsTest, DtypeAndShapeThatDiffer) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cerrno>
 #include <cstdio>
+#include <functional>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "tensormount/checkpoint.h"
@@ -146,8 +148,9 @@ TEST_F(OpenTest, FlipsInTheIndexNeverGiveOtherAnswers) {
   }
 }
 
-// The same where the tail that open checks is not all of the file.
-TEST(OpenLargeIndex, FlipsInFrontOfTheTailAreDataLossOrHarmless) {
+// The same where only the tail is looked at when it is opened: what is damaged shows as it is read,
+// and is read from elsewhere then.
+TEST(OpenLargeIndex, FlipsInFrontOfTheTailAreReadFromElsewhere) {
   TempDir dir;
   BuildSpec spec;
   Random random(5);
@@ -172,27 +175,125 @@ TEST(OpenLargeIndex, FlipsInFrontOfTheTailAreDataLossOrHarmless) {
         random.Int(0, static_cast<std::int64_t>(whole.size() - kIndexTailBytes) - 1));
     flipped[byte] = static_cast<char>(flipped[byte] ^ (1 << random.Int(0, 7)));
     WriteWholeFile(path, flipped);
-    const auto opened = OpenedCheckpoint::Open(HostFileSystem(), dir.Join("c"), {});
-    ASSERT_OK(opened);
-    for (const RandomTensor& tensor : spec.tensors) {
-      const auto entry = opened.value()->index().Find(tensor.key);
-      std::string got(8, '?');
-      const Status read = entry.ok() ? opened.value()->ReadBytes(entry.value(), 0, got.data(), 8,
-                                                                 ReadVerify::kOff, nullptr)
-                                     : entry.status();
-      if (read.ok()) {
-        ASSERT_EQ(got, tensor.bytes);
-      } else {
-        ASSERT_THAT(read, HasCode(Code::kDataLoss));
-        ASSERT_THAT(read, HasMessage("index"));
-        ++seen_by_read;
-      }
+    // By default so small an index is compared with its hash at once.
+    ASSERT_OK_AND_ASSIGN(const auto checked,
+                         OpenedCheckpoint::Open(HostFileSystem(), dir.Join("c"), {}));
+    ASSERT_EQ(checked->warnings().size(), 1u);
+    ASSERT_TRUE(checked->index_was_rebuilt());
+    OpenedCheckpoint::Options options;
+    options.check_index_bytes = 0;
+    ASSERT_OK_AND_ASSIGN(const auto opened,
+                         OpenedCheckpoint::Open(HostFileSystem(), dir.Join("c"), options));
+    // By scans and by single records, whichever comes first.
+    std::uint32_t next = 0;
+    const auto scan = [&] {
+      return opened->index().ForEachTensor(
+          0, [&](const TensorEntry& entry) { return entry.ordinal == next++; });
+    };
+    if (i % 2 == 0) {
+      ASSERT_OK(scan());
+      ASSERT_EQ(next, spec.tensors.size());
     }
+    for (const RandomTensor& tensor : spec.tensors) {
+      ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find(tensor.key));
+      std::string got(8, '?');
+      ASSERT_OK(opened->ReadBytes(entry, 0, got.data(), 8, ReadVerify::kOff, nullptr));
+      ASSERT_EQ(got, tensor.bytes);
+    }
+    next = 0;
+    ASSERT_OK(scan());
+    ASSERT_EQ(next, spec.tensors.size());
+    EXPECT_THAT(opened->index().Find("none"), HasCode(Code::kNotFound));
+    if (!opened->warnings().empty()) ++seen_by_read;
     ASSERT_OK_AND_ASSIGN(const VerifyReport report,
                          VerifyCheckpoint(HostFileSystem(), dir.Join("c"), {.quick = true}));
-    ASSERT_FALSE(report.damages.empty());
+    ASSERT_EQ(report.damages.size(), 1u);
   }
   EXPECT_GT(seen_by_read, 0);
+}
+
+// An index that is no file, leads elsewhere or cannot be read is as good as none.
+TEST_F(OpenTest, AnIndexThatIsNoFileIsRebuilt) {
+  const std::string index = Below(std::string(kIndexName));
+  const std::string bytes = ReadWholeFile(index);
+  WriteWholeFile(dir_.Join("elsewhere"), bytes);
+  const std::vector<std::function<int()>> ways = {
+      [&] { return ::mkdir(index.c_str(), 0755); },
+      [&] { return ::mkfifo(index.c_str(), 0644); },
+      [&] { return ::symlink(dir_.Join("elsewhere").c_str(), index.c_str()); },
+      [&] { return ::symlink("index.sst", index.c_str()); },
+  };
+  for (std::size_t way = 0; way < ways.size(); ++way) {
+    ASSERT_OK(HostFileSystem().RemoveTree(index));
+    ASSERT_EQ(ways[way](), 0);
+    ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+    EXPECT_TRUE(opened->index_was_rebuilt()) << way;
+    EXPECT_TRUE(Whole(*opened)) << way;
+  }
+  // Its folder elsewhere: nothing below a checkpoint is followed out of it.
+  ASSERT_OK(HostFileSystem().RemoveTree(Below("index")));
+  ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("folder")));
+  WriteWholeFile(dir_.Join("folder/index.sst"), bytes);
+  ASSERT_EQ(::symlink(dir_.Join("folder").c_str(), Below("index").c_str()), 0);
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+  EXPECT_TRUE(opened->index_was_rebuilt());
+  // Likewise manifests, of which there is no second copy.
+  ASSERT_EQ(::rename(Below("manifest").c_str(), dir_.Join("manifests").c_str()), 0);
+  ASSERT_EQ(::symlink(dir_.Join("manifests").c_str(), Below("manifest").c_str()), 0);
+  EXPECT_THAT(Open(), HasCode(Code::kDataLoss));
+}
+
+// One page of COMMIT that the disk does not give costs one copy.
+TEST_F(OpenTest, AnUnreadablePageOfCommitCostsOneCopy) {
+  const std::uint64_t size = ReadWholeFile(Below("COMMIT")).size();
+  ASSERT_EQ(size % 8192, 0u);
+  for (std::uint64_t page = 0; page < size; page += 4096) {
+    ObservedFileSystem bad(HostFileSystem(), [&](const FileEvent& event) {
+      const bool hit = event.op == FileOp::kRead && event.path.ends_with("/COMMIT") &&
+                       event.offset < page + 4096 && event.offset + event.size > page;
+      return hit ? Status::FromErrno(EIO, "read", event.path) : Status();
+    });
+    ASSERT_OK_AND_ASSIGN(const auto opened, OpenedCheckpoint::Open(bad, path(), {}));
+    EXPECT_THAT(opened->warnings(), testing::ElementsAre(testing::HasSubstr("copy is damaged")));
+    EXPECT_TRUE(Whole(*opened));
+    ASSERT_OK_AND_ASSIGN(const VerifyReport report, VerifyCheckpoint(bad, path(), {.threads = 1}));
+    ASSERT_EQ(report.damages.size(), 1u);
+    EXPECT_EQ(report.damages[0].file, "COMMIT");
+  }
+}
+
+// What is open is read to its end under whatever name, or none.
+TEST_F(OpenTest, ARemovedOrReplacedCheckpointIsReadToTheEnd) {
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+  ASSERT_OK(HostFileSystem().RenameNoReplace(path(), dir_.Join("trash")));
+  EXPECT_TRUE(Whole(*opened));
+  BuildSpec other = SmallSpec(4);
+  other.uuid.low ^= 1;
+  ASSERT_OK(BuildCheckpoint(HostFileSystem(), path(), other));
+  ASSERT_OK_AND_ASSIGN(const auto again, Open());
+  EXPECT_NE(again->commit()->record.uuid, opened->commit()->record.uuid);
+  EXPECT_TRUE(Whole(*opened));
+}
+
+TEST_F(OpenTest, VerifyEndsWithTheCheckpointThatItBegan) {
+  VerifyOptions options;
+  options.threads = 1;
+  bool moved = false;
+  options.progress = [&](std::uint64_t, std::uint64_t) {
+    if (!moved) moved = HostFileSystem().RenameNoReplace(path(), dir_.Join("trash")).ok();
+  };
+  ASSERT_OK_AND_ASSIGN(const VerifyReport report,
+                       VerifyCheckpoint(HostFileSystem(), path(), options));
+  EXPECT_TRUE(moved);
+  EXPECT_TRUE(report.damages.empty()) << report.damages[0].reason;
+}
+
+// Errors name files as people know them, not by the descriptor that leads there.
+TEST_F(OpenTest, ErrorsNameTheCheckpoint) {
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+  ASSERT_OK(HostFileSystem().RemoveTree(Below("data")));
+  const Status failed = opened->OpenFile(0).status();
+  EXPECT_THAT(failed, HasMessage(path() + "/data/"));
 }
 
 TEST_F(OpenTest, AnIndexOfAnotherCheckpointIsNotUsed) {

@@ -2,6 +2,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/mapping.h"
 #include "index/adopt/open_source.h"
 #include "index/checkpoint.h"
 #include "shard/strided_digest.h"
@@ -156,6 +157,36 @@ TEST(Read, ColumnHalvesAreScatteredAndRowsAreMapped) {
   }
   ASSERT_OK_AND_ASSIGN(const auto cut, opened->MapBytes(rows, 100, 400000));
   EXPECT_TRUE(cut.empty());
+}
+
+// Where nothing catches SIGBUS, as in the programs of others, a bad block must not end them: few
+// columns of long rows are read instead of mapped, others fetched before they are touched. (In this
+// process nothing enables the guard.)
+TEST(Read, WithoutAGuardColumnsAreReadAllTheSame) {
+  ASSERT_FALSE(MappingGuarded());
+  TempDir dir;
+  Random random(TestSeed());
+  BuildSpec spec;
+  RandomTensor tensor{.key = "c", .dtype = DType::kF32, .shape = {64, 512}, .bytes = {}};
+  tensor.bytes = random.Bytes(64 * 512 * 4);
+  spec.tensors.push_back(tensor);
+  spec.partitions = {{{Region(Box::Make({0, 0}, {64, 512}).value())}, {}}};
+  ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
+  ASSERT_OK_AND_ASSIGN(const auto opened,
+                       OpenedCheckpoint::Open(HostFileSystem(), dir.Join("c"), {}));
+  ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find("c"));
+  for (const std::int64_t columns : {1, 100, 400}) {
+    std::string got(static_cast<std::size_t>(64 * columns * 4), '?');
+    const Region part(Box::Make({0, 7}, {64, columns}).value());
+    Crc64 digest = 0;
+    ReadStats stats;
+    ASSERT_OK(opened->Read(entry, part, BufferView::Host(DType::kF32, got.data(), {64, columns}),
+                           ReadVerify::kOff, &stats, columns == 1 ? nullptr : &digest));
+    for (std::int64_t row = 0; row < 64; ++row) {
+      ASSERT_EQ(got.substr(static_cast<std::size_t>(row * columns * 4), 4),
+                tensor.bytes.substr(static_cast<std::size_t>((row * 512 + 7) * 4), 4));
+    }
+  }
 }
 
 TEST(ReadProperty, AnyRegionOfAnyPartitionEqualsTheOracle) {

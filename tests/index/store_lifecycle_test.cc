@@ -356,6 +356,46 @@ TEST_F(StoreLifecycleTest, ALostIndexIsFoundAndRebuiltWithTheSameAnswers) {
   EXPECT_OK(OpenDerivedIndex(fs(), InStore("a"), commit.value().record));
 }
 
+// One flipped byte wherever it stands in what fsck rebuilt: never used, made again; and verify and
+// fsck agree on what serves.
+TEST_F(StoreLifecycleTest, ADamagedRebuiltIndexIsNotUsedAndMadeAgain) {
+  const TinySpec spec = DefaultTinySpec();
+  ASSERT_OK(Save("a", spec));
+  ASSERT_OK(fs().RemoveFile(InStore("a/index/index.sst")));
+  const Store store = MakeStore();
+  ASSERT_OK(store.Fsck({.rebuild = true}));
+  ASSERT_OK_AND_ASSIGN(const auto commit, layout::ReadCommit(fs(), InStore("a")));
+  const std::string derived =
+      InStore(".derived/" + commit.record.uuid.ToString() + "/index/index.sst");
+  const std::string whole = ReadWholeFile(derived);
+  const auto verify = [&] { return VerifyCheckpoint(fs(), InStore("a"), {}); };
+  ASSERT_OK_AND_ASSIGN(const VerifyReport repaired, verify());
+  EXPECT_THAT(repaired.damages, IsEmpty());
+  EXPECT_THAT(repaired.warnings, ElementsAre(HasSubstr("the one that fsck rebuilt serves")));
+  ASSERT_OK_AND_ASSIGN(auto found, store.Fsck({}));
+  ASSERT_THAT(found, SizeIs(1));
+  EXPECT_TRUE(found[0].repaired);
+  for (std::size_t byte = 0; byte < whole.size(); byte += whole.size() / 7) {
+    std::string flipped = whole;
+    flipped[byte] = static_cast<char>(flipped[byte] ^ 0x10);
+    WriteWholeFile(derived, flipped);
+    ASSERT_OK_AND_ASSIGN(const auto opened, OpenedCheckpoint::Open(fs(), InStore("a"), {}));
+    EXPECT_TRUE(opened->index_was_rebuilt()) << byte;
+    EXPECT_EQ(opened->index().tensor_count(), spec.tensors.size());
+    ASSERT_OK_AND_ASSIGN(const VerifyReport report, verify());
+    ASSERT_THAT(report.damages, SizeIs(1)) << byte;
+    EXPECT_EQ(report.damages[0].object, "index");
+    ASSERT_OK_AND_ASSIGN(found, store.Fsck({}));
+    ASSERT_THAT(found, SizeIs(1));
+    EXPECT_FALSE(found[0].repaired);
+    ASSERT_OK_AND_ASSIGN(found, store.Fsck({.rebuild = true}));
+    ASSERT_THAT(found, SizeIs(1));
+    EXPECT_TRUE(found[0].repaired) << found[0].remedy;
+    ASSERT_OK_AND_ASSIGN(const VerifyReport after, verify());
+    EXPECT_THAT(after.damages, IsEmpty());
+  }
+}
+
 TEST_F(StoreLifecycleTest, FsckNamesDamageCopiesAndLeftovers) {
   const auto saved = Save("a", DefaultTinySpec());
   ASSERT_OK(saved);

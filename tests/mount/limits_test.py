@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -213,14 +214,20 @@ def first_stat(store, at, name):
 
 def test_many_checkpoints(store, at):
     commit = (store / "step-1/COMMIT").read_bytes()
-    small = min(first_stat(store, at, "step-1/tensors/t1")[0] for _ in range(3))
+    few = store.with_name("few")
+    shutil.copytree(store, few, symlinks=True)
     for i in range(1000):
         folder = store / f"more-{i}"
         folder.mkdir()
         (folder / "COMMIT").write_bytes(commit)
-    rounds = [first_stat(store, at, "step-1/tensors/t1") for _ in range(3)]
-    large = min(r[0] for r in rounds)
-    latest = min(r[1] for r in rounds)
+    # In turns, until a moment is quiet enough: whoever reads all of them first never has one.
+    small = large = latest = float("inf")
+    rounds = []
+    while not rounds or (large > small * 2 + 0.05 and len(rounds) < 10):
+        small = min(small, first_stat(few, at, "step-1/tensors/t1")[0])
+        rounds.append(first_stat(store, at, "step-1/tensors/t1"))
+        large = min(large, rounds[-1][0])
+        latest = min(latest, rounds[-1][1])
     print(f"mount to first stat: {small * 1e3:.1f} ms; with 1,001 checkpoints {large * 1e3:.1f} ms, to `latest` {latest * 1e3:.1f} ms")
     expect(all(r[2] == 1002 for r in rounds), f"listed {[r[2] for r in rounds]}")
     expect(large <= small * 2 + 0.05, "a large store mounts as fast as a small one")

@@ -198,6 +198,27 @@ TEST_F(MountTest, StatusTellsHowFilesAreServed) {
   EXPECT_GT(nlohmann::json::parse(stats)["bytes"]["daemon"], 0);
 }
 
+// A thread that blocks what it raises itself ends the process, whatever handler there is: one page
+// that the disk does not give would end the mount for everybody.
+TEST_F(MountTest, NoServingThreadBlocksItsOwnFaults) {
+  Write("step-1", DefaultTinySpec());
+  Mount(store());
+  CheckTensorFiles(*ops_, "step-1", DefaultTinySpec());
+  std::uint64_t faults = 0;
+  for (const int signal : {SIGBUS, SIGSEGV, SIGFPE, SIGILL}) faults |= 1ull << (signal - 1);
+  ASSERT_OK_AND_ASSIGN(const auto threads, HostFileSystem().List("/proc/self/task"));
+  int serving = 0;
+  for (const DirectoryEntry& thread : threads) {
+    const std::string text = ReadWholeFile("/proc/self/task/" + thread.name + "/status");
+    const std::size_t at = text.find("SigBlk:");
+    ASSERT_NE(at, std::string::npos);
+    const std::uint64_t blocked = std::stoull(text.substr(at + 7), nullptr, 16);
+    if ((blocked & (1ull << (SIGTERM - 1))) != 0) ++serving;
+    EXPECT_EQ(blocked & faults, 0u) << text;
+  }
+  EXPECT_GT(serving, 0);
+}
+
 TEST_F(MountTest, UnmountFromOutsideEndsTheSession) {
   Write("step-1", DefaultTinySpec());
   Mount(store());

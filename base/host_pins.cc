@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "base/host_pins.h"
+
+#include <cerrno>
+#include <charconv>
+#include <fcntl.h>
+#include <map>
+#include <mutex>
+#include <unistd.h>
+#include <utility>
+
+namespace tensormount {
+namespace {
+
+constexpr std::string_view kDescriptors = "/proc/self/fd/";
+
+// Names of pinned folders by descriptor.
+struct PinNames {
+  std::mutex mutex;
+  std::map<int, std::string> names;
+};
+
+PinNames& AllPins() {
+  static PinNames* const pins = new PinNames;  // Never destroyed: others may still fail.
+  return *pins;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& path) {
+  const int fd = open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
+  if (fd < 0) return HostError(errno, "open", path);
+  std::string pinned = std::string(kDescriptors) + std::to_string(fd);
+  // Without /proc the name has to do.
+  if (access(pinned.c_str(), F_OK) != 0) {
+    close(fd);
+    return std::make_shared<const std::string>(path);
+  }
+  std::string name = ShownPath(path);
+  if (name.ends_with("/.")) name.resize(name.size() - 2);
+  {
+    std::lock_guard lock(AllPins().mutex);
+    AllPins().names[fd] = std::move(name);
+  }
+  return std::shared_ptr<const std::string>(new std::string(std::move(pinned)),
+                                            [fd](const std::string* p) {
+                                              {
+                                                std::lock_guard lock(AllPins().mutex);
+                                                AllPins().names.erase(fd);
+                                              }
+                                              close(fd);
+                                              delete p;
+                                            });
+}
+
+std::string ShownPath(const std::string& path) {
+  if (!path.starts_with(kDescriptors)) return path;
+  const char* const end = path.data() + path.size();
+  int fd = -1;
+  const auto [rest, error] = std::from_chars(path.data() + kDescriptors.size(), end, fd);
+  if (error != std::errc() || (rest != end && *rest != '/')) return path;
+  std::lock_guard lock(AllPins().mutex);
+  const auto it = AllPins().names.find(fd);
+  return it == AllPins().names.end() ? path : it->second + std::string(rest, end);
+}
+
+Status HostError(int error, std::string_view action, const std::string& path) {
+  return Status::FromErrno(error, action, ShownPath(path));
+}
+
+}  // namespace tensormount
