@@ -81,6 +81,8 @@ class OpenedCheckpoint {
   // What was out of order at open but could be mended (damaged copy, rebuilt index); empty:
   // nothing.
   const std::vector<std::string>& warnings() const { return warnings_; }
+  // What whoever chose this one has to say. Before it is shared.
+  void AddWarning(std::string warning) { warnings_.push_back(std::move(warning)); }
   bool index_was_rebuilt() const { return index_rebuilt_; }
 
   // Where the chunks of a tensor are. Those that were pending are looked up now, which reads a
@@ -105,8 +107,8 @@ class OpenedCheckpoint {
   Status ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out, std::size_t size,
                    ReadVerify verify, ReadStats* stats) const;
   // The same bytes where they are stored, without a copy: pieces in order, at most kMaxMapped of
-  // them. Empty where they are not long runs of files of ours that can be mapped; then read. None is
-  // verified. A file that somebody truncates later raises SIGBUS where a program touches the
+  // them. Empty where they are not long runs of files of ours that can be mapped; then read. None
+  // is verified. A file that somebody truncates later raises SIGBUS where a program touches the
   // bytes; a system call that takes them fails with EFAULT, so hand them to one.
   static constexpr std::size_t kMaxMapped = 8;
   struct MappedPiece {
@@ -181,6 +183,7 @@ struct VerifyReport {
     std::string file;  // Below the checkpoint.
     std::uint64_t offset = 0;
     std::string reason;
+    bool surplus = false;  // It stands there and belongs to no checkpoint.
   };
   std::vector<Damage> damages;
   std::uint64_t bytes_checked = 0;

@@ -391,7 +391,6 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
   TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(staging.directory));
 
   TENSORMOUNT_RETURN_IF_ERROR(MoveIntoPlace(staging, options.if_exists));
-  if (options.shared) layout::SweepShared(fs, destination);
   published.publish_seconds = watch.Lap();
   published.info = info;
   published.tensors = content.tensors.size();
