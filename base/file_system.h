@@ -124,6 +124,9 @@ class FileSystem {
   virtual Status RemoveFile(const std::string& path) = 0;
   virtual Status RemoveDirectory(const std::string& path) = 0;
   virtual Status SyncDirectory(const std::string& path) = 0;
+  // syncfs: all of the filesystem that `path` lies in, what was deleted too. May take long. Where
+  // there is no such thing: SyncDirectory.
+  virtual Status SyncFileSystem(const std::string& path) { return SyncDirectory(path); }
   // realpath.
   virtual Result<std::string> Resolve(const std::string& path) = 0;
   // A path that leads to this folder while the result is kept, also when somebody renames the

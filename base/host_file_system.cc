@@ -299,6 +299,14 @@ class HostFs final : public FileSystem {
 
   Status SyncDirectory(const std::string& path) override { return SyncHostDirectory(path); }
 
+  Status SyncFileSystem(const std::string& path) override {
+    const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) return Status::FromErrno(errno, "open", path);
+    const int err = syncfs(fd) == 0 ? 0 : errno;
+    close(fd);
+    return err == 0 ? Status() : Status::FromErrno(err, "sync the filesystem of", path);
+  }
+
   Result<std::string> Resolve(const std::string& path) override {
     char* resolved = realpath(path.c_str(), nullptr);
     if (resolved == nullptr) return HostError(errno, "resolve", path);

@@ -93,7 +93,8 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   // A name of the store, looked at.
   struct Found {
     std::string name;
-    Status status;  // kNotFound: no checkpoint.
+    Status status;         // kNotFound: no checkpoint.
+    bool damaged = false;  // Its commit record was read, and that is what is wrong with it.
     FileInfo folder;
     FileInfo commit;
     std::shared_ptr<Slot> slot;  // Known already.
@@ -140,7 +141,10 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
 Status StoreWatch::Core::ReadCommit(const std::string& folder, Found& found) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes,
                                fs.ReadFile(JoinPath(folder, kCommitName), kMaxCommitBytes));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit decoded, DecodeCommit(bytes, kCommitName));
+  const Result<DecodedCommit> read = DecodeCommit(bytes, kCommitName);
+  found.damaged = read.status().code() == Code::kDataLoss;
+  TENSORMOUNT_RETURN_IF_ERROR(read.status());
+  const DecodedCommit& decoded = read.value();
   found.uuid = decoded.record.uuid;
   found.generation = decoded.record.generation;
   return {};
@@ -333,6 +337,9 @@ Status StoreWatch::Core::LookAtStore(Listing& now, const Listing& before) {
     // Other folders are nobody's business; or it was removed while we looked.
     if (slot.status().code() == Code::kNotFound) continue;
     now.problems.push_back(found.name + ": " + slot.status().message());
+    if (!found.damaged && now.latest_unknown.ok() && kind == SourceKind::kStore) {
+      now.latest_unknown = slot.status().WithContext(found.name + " may be the latest");
+    }
   }
   return {};
 }
@@ -392,6 +399,8 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
     const auto rank = [](const Slot& s) { return std::tie(s.generation, s.uuid, s.name); };
     if (!now->latest || rank(*now->latest) < rank(*slot)) now->latest = slot;
   }
+  // An older one in its place would be believed.
+  if (!now->latest_unknown.ok()) now->latest = nullptr;
   if (kind == SourceKind::kForeignSteps && now->latest) now->latest = now->Find(LatestOf(*now));
   std::vector<std::shared_ptr<Slot>> gone;
   {

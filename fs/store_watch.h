@@ -92,8 +92,10 @@ class StoreWatch {
 
   struct Listing {
     std::vector<std::shared_ptr<Slot>> by_id;  // Those that are there, in the order of their ids.
-    std::shared_ptr<Slot> latest;              // Null: there is none.
-    Ownership ownership;                       // Of the store's folder.
+    std::shared_ptr<Slot> latest;              // Null: there is none, or it is not known.
+    // Not ok: some commit record could not be read, and may be the latest one's.
+    Status latest_unknown;
+    Ownership ownership;  // Of the store's folder.
     std::int64_t mtime = 0;
     std::vector<std::string> problems;   // Folders whose commit record cannot be read, and why.
     std::vector<std::uint32_t> by_name;  // Positions in by_id.

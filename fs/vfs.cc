@@ -186,6 +186,7 @@ Result<Vfs::Entry> Vfs::RootEntry() {
 }
 
 Result<Vfs::Entry> Vfs::LatestEntry(const StoreWatch::Listing& now) {
+  TENSORMOUNT_RETURN_IF_ERROR(now.latest_unknown);
   if (!now.latest) return NoSuch(kLatestName);
   Entry entry{.id = IdOf(MountNode(Fixed::kLatest)), .attributes = {}, .seconds = kRootSeconds};
   entry.attributes = {.kind = FileKind::kSymlink,
@@ -286,6 +287,7 @@ Result<std::string> Vfs::ReadLink(NodeId id) {
     return Status(Code::kInvalidArgument, "not a symbolic link");
   }
   const auto now = watch_->Now();
+  TENSORMOUNT_RETURN_IF_ERROR(now->latest_unknown);
   if (!now->latest) return NoSuch(kLatestName);
   return now->latest->name;
 }

@@ -29,7 +29,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   }
   TENSORMOUNT_RETURN_IF_ERROR(file.status());
   opened->lock_ = std::move(file).value();
-  if (Status locked = opened->lock_->TryLockShared(); !locked.ok()) {
+  if (Status locked = layout::LockAsReader(*opened->lock_); !locked.ok()) {
     // Only gc asks for it alone, and only for what was removed.
     if (locked.code() == Code::kBusy) {
       return Status(Code::kStale, directory + ": it is being deleted");

@@ -86,6 +86,8 @@ class OpenedCheckpoint {
   // What was out of order, at open or since, but could be mended (damaged copy, rebuilt index);
   // empty: nothing.
   std::vector<std::string> warnings() const;
+  // What whoever chose this one has to say. Before it is shared.
+  void AddWarning(std::string warning) { warnings_.push_back(std::move(warning)); }
   bool index_was_rebuilt() const { return index_rebuilt_; }
 
   // Where the chunks of a tensor are. Those that were pending are looked up now, which reads a
@@ -189,6 +191,7 @@ struct VerifyReport {
     std::string file;  // Below the checkpoint.
     std::uint64_t offset = 0;
     std::string reason;
+    bool surplus = false;  // It stands there and belongs to no checkpoint.
   };
   std::vector<Damage> damages;
   // What is damaged, and of which something else in the store serves whole: an index that fsck

@@ -146,26 +146,28 @@ Result<DecodedCommit> DecodeCommit(std::string_view bytes, std::string_view name
   return decoded;
 }
 
-Result<DecodedCommit> ReadCommitFile(File& file, std::string_view name) {
+Result<std::string> ReadCommitBytes(File& file, std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
   if (info.size > kMaxCommitBytes) {
     return Status(Code::kDataLoss, std::string(name) + ": " + std::to_string(info.size) + " bytes");
   }
   std::string bytes(static_cast<std::size_t>(info.size), '\0');
   const Status whole = file.ReadExactAt(0, bytes.data(), bytes.size());
-  if (whole.ok()) return DecodeCommit(bytes, name);
+  if (whole.ok()) return bytes;
   for (std::size_t at = 0; at < bytes.size(); at += kPage) {
     const std::size_t size = std::min<std::size_t>(kPage, bytes.size() - at);
     if (!file.ReadExactAt(at, bytes.data() + at, size).ok()) {
       std::fill_n(bytes.begin() + static_cast<std::ptrdiff_t>(at), size, '\0');
     }
   }
-  Result<DecodedCommit> decoded = DecodeCommit(bytes, name);
-  if (decoded.status().code() == Code::kDataLoss) return whole;
-  if (decoded.ok() && decoded.value().one_copy_damaged) {
-    decoded.value().damage += ": " + whole.message();
-  }
-  return decoded;
+  // Nothing is proven damaged that was not read.
+  if (DecodeCommit(bytes, name).status().code() == Code::kDataLoss) return whole;
+  return bytes;
+}
+
+Result<DecodedCommit> ReadCommitFile(File& file, std::string_view name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, ReadCommitBytes(file, name));
+  return DecodeCommit(bytes, name);
 }
 
 }  // namespace tensormount

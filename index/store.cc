@@ -152,6 +152,27 @@ std::optional<std::uint64_t> ParseGeneration(const std::string& name) {
 
 }  // namespace
 
+namespace layout {
+
+Status SuperblockDamage(FileSystem& fs, const std::string& store) {
+  const std::string path = JoinPath(store, kSuperblockFile);
+  const Result<std::string> text = fs.ReadFile(path, kMaxSuperblockBytes);
+  if (text.status().code() == Code::kNotFound) return text.status();
+  if (!text.ok()) return Status();
+  const Status decoded = DecodeSuperblock(text.value(), path).status();
+  return decoded.code() == Code::kDataLoss ? decoded : Status();
+}
+
+Status RemakeSuperblock(FileSystem& fs, const std::string& store) {
+  const std::string path = JoinPath(store, kSuperblockFile);
+  const Status aside = fs.RenameNoReplace(
+      path, JoinPath(store, "." + std::string(kSuperblockFile) + "." + RandomSuffix()));
+  if (!aside.ok() && aside.code() != Code::kNotFound) return aside;
+  return CreateSuperblock(fs, store);
+}
+
+}  // namespace layout
+
 Status CheckCheckpointName(std::string_view name) {
   const auto bad = [&](std::string_view why) {
     return Status(Code::kInvalidArgument, "checkpoint name \"" + std::string(name.substr(0, 255)) +
@@ -201,28 +222,64 @@ Result<std::vector<CheckpointListing>> Store::List() const {
   std::vector<CheckpointListing> out;
   for (const DirectoryEntry& entry : entries) {
     if (entry.kind != FileKind::kDirectory || !CheckCheckpointName(entry.name).ok()) continue;
-    CheckpointListing listing;
-    listing.name = entry.name;
-    const std::string directory = CheckpointPath(entry.name);
-    const Result<DecodedCommit> commit = layout::ReadCommit(*fs_, directory);
-    if (commit.ok()) {
-      listing.uuid = commit.value().record.uuid;
-      listing.generation = commit.value().record.generation;
-      listing.parent = commit.value().record.parent;
-    } else if (commit.status().code() != Code::kNotFound) {
-      listing.problem = commit.status();
-    } else if (fs_->Exists(directory)) {
-      listing.problem = Status(Code::kDataLoss, directory + ": no COMMIT: not a checkpoint");
-    } else {
-      continue;  // Removed since we looked.
-    }
+    CheckpointListing listing = Look(entry.name);
+    if (listing.problem.code() == Code::kNotFound) continue;  // Removed since we looked.
     out.push_back(std::move(listing));
   }
   return out;
 }
 
-Result<CheckpointListing> Store::Latest() const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
+CheckpointListing Store::Look(const std::string& name) const {
+  using State = CheckpointListing::State;
+  const std::string directory = CheckpointPath(name);
+  CheckpointListing listing;
+  listing.name = name;
+  const auto bad = [&](State state, Status problem) {
+    listing.state = state;
+    listing.problem = std::move(problem);
+    return listing;
+  };
+  // Only what was read can prove damage: a code alone does not tell it from a disk that fails.
+  Result<std::string> bytes = layout::ReadCommitBytes(*fs_, directory);
+  for (int again = 0; again < 3 && !bytes.ok(); ++again) {
+    const Code code = bytes.status().code();
+    if (code != Code::kNotFound && code != Code::kStale) break;
+    const Status there = fs_->LinkStat(directory).status();
+    if (there.code() == Code::kNotFound) return bad(State::kUnread, there);
+    if (!there.ok()) return bad(State::kUnread, there);
+    // Perhaps another one has just taken its place.
+    bytes = layout::ReadCommitBytes(*fs_, directory);
+  }
+  if (bytes.status().code() == Code::kNotFound) {
+    for (const char* part : {"manifest", "data"}) {
+      const Status there = fs_->LinkStat(JoinPath(directory, part)).status();
+      if (there.code() == Code::kNotFound) {
+        return bad(State::kNoCheckpoint,
+                   Status(Code::kDataLoss, directory + ": no COMMIT: not a checkpoint"));
+      }
+      if (!there.ok()) return bad(State::kUnread, there);
+    }
+    return bad(State::kDamaged,
+               Status(Code::kDataLoss, directory + ": no COMMIT: it is lost, or never was there"));
+  }
+  if (!bytes.ok()) {
+    const Result<FileInfo> info = fs_->LinkStat(JoinPath(directory, kCommitFile));
+    const bool is_file = !info.ok() || info.value().kind == FileKind::kFile;
+    return bad(is_file ? State::kUnread : State::kDamaged, bytes.status());
+  }
+  const Result<DecodedCommit> commit =
+      DecodeCommit(bytes.value(), JoinPath(directory, kCommitFile));
+  if (!commit.ok()) {
+    return bad(commit.status().code() == Code::kDataLoss ? State::kDamaged : State::kUnread,
+               commit.status());
+  }
+  listing.uuid = commit.value().record.uuid;
+  listing.generation = commit.value().record.generation;
+  listing.parent = commit.value().record.parent;
+  return listing;
+}
+
+const CheckpointListing* Store::Highest(const std::vector<CheckpointListing>& all) {
   const CheckpointListing* best = nullptr;
   for (const CheckpointListing& c : all) {
     if (!c.problem.ok()) continue;
@@ -231,8 +288,30 @@ Result<CheckpointListing> Store::Latest() const {
       best = &c;
     }
   }
-  if (best == nullptr) return Status(Code::kNotFound, path_ + ": no checkpoint in this store");
-  return *best;
+  return best;
+}
+
+Result<LatestCheckpoint> Store::Latest() const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
+  LatestCheckpoint latest;
+  for (const CheckpointListing& c : all) {
+    if (c.state == CheckpointListing::State::kUnread) {
+      return c.problem.WithContext("checkpoint " + c.name +
+                                   " cannot be read now and may be the latest: name another one");
+    }
+    if (c.state == CheckpointListing::State::kDamaged) {
+      latest.warnings.push_back("checkpoint " + c.name +
+                                " was passed over and may be later: " + c.problem.message());
+    }
+  }
+  const CheckpointListing* best = Highest(all);
+  if (best == nullptr) {
+    std::string why = path_ + ": no checkpoint in this store";
+    for (const std::string& warning : latest.warnings) why += "; " + warning;
+    return Status(Code::kNotFound, why);
+  }
+  static_cast<CheckpointListing&>(latest) = *best;
+  return latest;
 }
 
 // Gc removes claims below the highest, in ascending order. So while the highest claim that we saw
@@ -284,13 +363,13 @@ Status Store::ClaimPlace(const std::string& name, IfExists if_exists, Staging& s
   staging.store = path_;
   staging.name = name;
   std::uint64_t highest = 0;
-  const Result<CheckpointListing> latest = Latest();
-  if (latest.ok()) {
-    highest = latest.value().generation;
-    staging.parent = latest.value().uuid;
-    staging.parent_name = latest.value().name;
-  } else if (latest.status().code() != Code::kNotFound) {
-    return latest.status();
+  // A checkpoint that this user may not read must not stop saves: its generation is claimed, and
+  // the parent only serves mtimes.
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
+  if (const CheckpointListing* latest = Highest(all); latest != nullptr) {
+    highest = latest->generation;
+    staging.parent = latest->uuid;
+    staging.parent_name = latest->name;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(staging.generation, ClaimGeneration(highest));
   return Status();
@@ -334,12 +413,34 @@ Status Store::Remove(std::string_view name) const {
       !(has(kCommitFile) || (has("manifest") && has("data")))) {
     return Status(Code::kInvalidArgument, directory + ": not a checkpoint");
   }
-  TENSORMOUNT_RETURN_IF_ERROR(layout::MoveToTrash(*fs_, path_, directory, "").status());
-  TENSORMOUNT_RETURN_IF_ERROR(fs_->SyncDirectory(JoinPath(path_, kTrashFolder)));
-  return fs_->SyncDirectory(path_);
+  const Status moved = layout::MoveToTrash(*fs_, path_, directory, "").status();
+  if (!moved.ok()) {
+    // The truth is where the folder is: over NFS a rename that happened may be reported as failed.
+    const Result<FileInfo> still = fs_->LinkStat(directory);
+    if (still.ok() && still.value().device == info.value().device &&
+        still.value().inode == info.value().inode) {
+      return moved;
+    }
+    if (!still.ok() && still.status().code() != Code::kNotFound) {
+      return Status(Code::kUnknown, directory + ": removed or not: " + moved.message());
+    }
+    // Gone from its name. By us, or by somebody else who came first, who then says so.
+    if (moved.code() == Code::kNotFound) {
+      return Status(Code::kNotFound, directory + ": no such checkpoint");
+    }
+  }
+  for (const std::string& folder : {JoinPath(path_, kTrashFolder), path_}) {
+    const Status synced = fs_->SyncDirectory(folder);
+    if (!synced.ok()) {
+      return Status(Code::kUnknown, directory + ": removed, but a power cut may undo it or not: " +
+                                        synced.message());
+    }
+  }
+  return Status();
 }
 
-Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view given) {
+Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view given,
+                                      std::vector<std::string>* warnings) {
   std::string path(given);
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   const std::size_t slash = path.rfind('/');
@@ -348,8 +449,11 @@ Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view given) {
                                : slash == 0               ? "/"
                                                           : path.substr(0, slash);
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, parent));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const CheckpointListing latest, store.Latest());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const LatestCheckpoint latest, store.Latest());
     path = store.CheckpointPath(latest.name);
+    if (warnings != nullptr) {
+      warnings->insert(warnings->end(), latest.warnings.begin(), latest.warnings.end());
+    }
   }
   return fs.Resolve(path);
 }

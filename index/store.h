@@ -29,6 +29,19 @@ struct CheckpointListing {
   std::uint64_t generation = 0;
   Uuid parent;
   Status problem;  // Not ok: the folder is there but its COMMIT cannot be read.
+  // What is known of one with a problem. Anything but kUnread was proven by reading.
+  enum class State {
+    kGood,
+    kDamaged,       // COMMIT was read and both copies are damaged, or it is gone from a checkpoint.
+    kNoCheckpoint,  // A folder that has nothing of a checkpoint.
+    kUnread,        // Not read, now or by this program or user: may be a whole checkpoint.
+  };
+  State state = State::kGood;
+};
+
+struct LatestCheckpoint : CheckpointListing {
+  // Damaged checkpoints that were passed over: any of them may have been a later one.
+  std::vector<std::string> warnings;
 };
 
 // What a save that is being written may know of itself.
@@ -60,8 +73,10 @@ class Store {
 
   // Published checkpoints by name. Broken ones are listed with their problem.
   Result<std::vector<CheckpointListing>> List() const;
-  // Highest generation, ties by uuid, then name. kNotFound in an empty store.
-  Result<CheckpointListing> Latest() const;
+  // Highest generation, ties by uuid, then name. kNotFound in an empty store. Where some COMMIT
+  // could not be read (kUnread) its error: that one may be the latest, and an older one in its
+  // place would lose steps unnoticed.
+  Result<LatestCheckpoint> Latest() const;
 
   // Claims a generation and makes the staging folder with data/ and manifest/ in it and a file
   // that holds its uuid. kAlreadyExists where NAME is taken and `if_exists` is kFail. Leftovers of
@@ -87,8 +102,9 @@ class Store {
     std::vector<std::string> expected_manifests;
     // A shared staging, with IfExists::kFail: what belongs to no checkpoint (journals, data that
     // were superseded) stays until the rename is durable, so that a publish that fails or crashes
-    // leaves a staging that can still be written and published. It is removed then; what a crash
-    // leaves of it gc removes.
+    // leaves a staging that can still be written and published. Gc removes it: where a filesystem
+    // has no journal, what is deleted here could be given to the next save before it is durable
+    // that we no longer have it.
     bool shared = false;
   };
   // Publishes a staging in which all writers' data and manifests are durable: reads the manifests,
@@ -124,20 +140,25 @@ class Store {
   Result<Verdict> AbortOrDecide(const Staging& staging) const;
 
   // Moves a checkpoint to .trash (then Gc deletes it), durably. kNotFound; kInvalidArgument for a
-  // folder that has nothing of a checkpoint.
+  // folder that has nothing of a checkpoint; kUnknown where it is gone from its name but a power
+  // cut may bring it back.
   Status Remove(std::string_view name) const;
 
   struct GcOptions {
     bool dry_run = false;
-    std::chrono::seconds grace{60};           // For what lies in .trash.
+    std::chrono::seconds grace{60};  // For what lies in .trash.
+    // The caller says that no reader is older than `grace`: enough where there are no locks.
+    bool trust_grace = false;
     std::chrono::seconds staging_age{86400};  // Stagings untouched for so long were abandoned.
   };
   struct GcReport {
     std::vector<std::string> removed;  // Paths below the store, also in a dry run.
     std::vector<std::string> kept;     // With the reason: "….: still read", "...: too young".
+    std::vector<std::string> failed;   // With the error: could not be looked at or deleted.
     std::uint64_t bytes_freed = 0;
   };
-  // Deletes from .trash what nobody reads (exclusive flock on its COMMIT) after the grace period,
+  // Deletes from .trash what nobody reads (exclusive flock on its COMMIT) after the grace period
+  // (where the filesystem has no locks, only with `trust_grace`),
   // abandoned stagings, .derived of checkpoints that are gone, and generation claims below the
   // highest. Never a folder whose device and inode a live checkpoint has.
   Result<GcReport> Gc(const GcOptions& options) const;
@@ -153,9 +174,14 @@ class Store {
     std::string problem;
     std::string remedy;  // What would repair it, or what did.
     bool repaired = false;
-    bool damage = true;  // False: mere leftovers.
+    bool damage = true;   // False: mere leftovers.
+    bool unread = false;  // Could not be looked at, so nothing is known of it; no damage.
   };
   Result<std::vector<FsckFinding>> Fsck(const FsckOptions& options) const;
+  // The same for a folder whose store.json may be lost or damaged, which is then a finding too;
+  // with `rebuild` it is made anew. kNotFound: nothing of a store is there.
+  static Result<std::vector<FsckFinding>> FsckFolder(FileSystem& fs, const std::string& path,
+                                                     const FsckOptions& options);
 
  private:
   Store(FileSystem& fs, std::string path, Uuid uuid, std::uint64_t unknown_read_compatible)
@@ -166,6 +192,9 @@ class Store {
   // kReadOnly where the store has features of which we only know that reading is safe.
   Status CheckWritable() const;
   Result<std::uint64_t> ClaimGeneration(std::uint64_t above) const;
+  // The highest of `all` that could be read; null: none.
+  static const CheckpointListing* Highest(const std::vector<CheckpointListing>& all);
+  CheckpointListing Look(const std::string& name) const;
   // A generation and the parent of a save that begins now, after the folders for it were made.
   Status ClaimPlace(const std::string& name, IfExists if_exists, Staging& staging) const;
   Result<Published> PublishSteps(const Staging& staging, const Content& coordinator,
@@ -181,7 +210,9 @@ class Store {
 // What a user named, to be opened: "STORE/latest" becomes its latest checkpoint (where no such name
 // exists in the folder itself), symlinks are taken once and trailing slashes dropped, so that all
 // who open it read one checkpoint whatever is published meanwhile. kNotFound.
-Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view path);
+// Warnings of Latest() are appended to `warnings`.
+Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view path,
+                                      std::vector<std::string>* warnings = nullptr);
 
 }  // namespace tensormount
 

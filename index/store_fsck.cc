@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <tuple>
 
@@ -16,24 +17,39 @@ class Checker {
   Checker(FileSystem& fs, const std::string& store, const Store::FsckOptions& options)
       : fs_(fs), store_(store), options_(options) {}
 
-  Status Checkpoint(const CheckpointListing& listing) {
-    if (!listing.problem.ok()) {
-      Damage(listing.name, listing.problem.message(),
-             "without its commit record a checkpoint cannot be trusted: save it again, then "
-             "`rm` it");
-      return Status();
+  void Checkpoint(const CheckpointListing& listing) {
+    using State = CheckpointListing::State;
+    switch (listing.state) {
+      case State::kGood:
+        break;
+      case State::kDamaged:
+        Damage(listing.name, listing.problem.message(),
+               "without its commit record a checkpoint cannot be trusted: save it again, then "
+               "`rm` it");
+        return;
+      case State::kNoCheckpoint:
+        Note(listing.name, "a folder that is no checkpoint: it has no COMMIT", "");
+        return;
+      case State::kUnread:
+        Unread(listing.name, listing.problem);
+        return;
     }
     const std::string directory = JoinPath(store_, listing.name);
     VerifyOptions verify;
     verify.quick = !options_.read_data;
     verify.roots = options_.roots;
-    const Result<VerifyReport> verified = VerifyCheckpoint(fs_, directory, verify);
-    if (verified.status().code() == Code::kPermissionDenied) {
-      // Data that somebody else adopted are no matter of the store, and must not hide the rest.
-      Note(listing.name, verified.status().message(), "");
-      return Status();
+    Result<VerifyReport> verified = VerifyCheckpoint(fs_, directory, verify);
+    // Replaced while we read it: what stands there now is looked at.
+    if (verified.status().code() == Code::kStale) {
+      verified = VerifyCheckpoint(fs_, directory, verify);
     }
-    TENSORMOUNT_RETURN_IF_ERROR(verified.status());
+    if (!verified.ok()) {
+      // Removed while we read it. Anything else must not hide the other checkpoints.
+      if (fs_.LinkStat(directory).status().code() != Code::kNotFound) {
+        Unread(listing.name, verified.status());
+      }
+      return;
+    }
     const VerifyReport& report = verified.value();
     bool index_damaged = false;
     for (const std::string& warning : report.warnings) {
@@ -48,11 +64,8 @@ class Checker {
       std::string problem = d.object + ": " + d.file;
       if (d.offset != 0) problem += ": byte " + std::to_string(d.offset);
       problem += ": " + d.reason;
-      Damage(listing.name, problem,
-             d.file == layout::kCommitFile ? "the other copy serves; save it again, or copy it anew"
-                                           : "restore the file from a copy, or save it again");
+      Damage(listing.name, problem, RemedyOf(d));
     }
-    return Status();
   }
 
   // Names that share what no two checkpoints share.
@@ -76,7 +89,7 @@ class Checker {
   }
 
   void Leftovers(const std::vector<CheckpointListing>& all) {
-    for (const DirectoryEntry& e : layout::ListOrNothing(fs_, store_)) {
+    for (const DirectoryEntry& e : Entries("")) {
       if (e.name == layout::kSuperblockFile || e.name == layout::kStagingFolder ||
           e.name == layout::kTrashFolder || e.name == layout::kDerivedFolder ||
           e.name == layout::kGenerationsFolder) {
@@ -88,18 +101,15 @@ class Checker {
         Note(e.name, "does not belong to the store", "");
       }
     }
-    for (const DirectoryEntry& e :
-         layout::ListOrNothing(fs_, JoinPath(store_, layout::kStagingFolder))) {
+    for (const DirectoryEntry& e : Entries(layout::kStagingFolder)) {
       Note(std::string(layout::kStagingFolder) + "/" + e.name,
            "a save that is under way, or was given up", "gc removes it after a day");
     }
-    for (const DirectoryEntry& e :
-         layout::ListOrNothing(fs_, JoinPath(store_, layout::kTrashFolder))) {
+    for (const DirectoryEntry& e : Entries(layout::kTrashFolder)) {
       if (e.name.ends_with(layout::kSinceSuffix)) continue;
       Note(std::string(layout::kTrashFolder) + "/" + e.name, "removed", "gc deletes it");
     }
-    for (const DirectoryEntry& e :
-         layout::ListOrNothing(fs_, JoinPath(store_, layout::kDerivedFolder))) {
+    for (const DirectoryEntry& e : Entries(layout::kDerivedFolder)) {
       const bool used = std::any_of(all.begin(), all.end(), [&](const CheckpointListing& c) {
         return c.problem.ok() && c.uuid.ToString() == e.name;
       });
@@ -111,12 +121,58 @@ class Checker {
 
   std::vector<Finding>& findings() { return findings_; }
 
+  // store.json, which `read` says cannot be used.
+  void Superblock(const Status& read) {
+    Finding f;
+    f.object = layout::kSuperblockFile;
+    f.problem = read.code() == Code::kNotFound ? "it is lost" : read.message();
+    if (options_.rebuild) {
+      const Status made = layout::RemakeSuperblock(fs_, store_);
+      f.repaired = made.ok();
+      f.remedy = made.ok() ? "made anew, with another uuid" : made.message();
+    } else {
+      f.remedy = "fsck --rebuild makes it anew: it only says that this folder is a store";
+    }
+    findings_.push_back(std::move(f));
+  }
+
  private:
+  // What cannot be listed is a finding of its own: nobody may take it for empty.
+  std::vector<DirectoryEntry> Entries(std::string_view below) {
+    auto entries = layout::ListIfThere(fs_, below.empty() ? store_ : JoinPath(store_, below));
+    if (entries.ok()) return std::move(entries).value();
+    Unread(below.empty() ? "." : std::string(below), entries.status());
+    return {};
+  }
+
+  static std::string RemedyOf(const VerifyReport::Damage& damage) {
+    if (damage.file == layout::kCommitFile) {
+      return "the other copy serves; save it again, or copy it anew";
+    }
+    if (damage.surplus) return "nothing reads it: remove it, or move it elsewhere";
+    return "restore the file from a copy, or save it again";
+  }
+
+  // Nothing is known of it, so nothing is advised that would change it.
+  void Unread(const std::string& object, const Status& why) {
+    // Who may not read it, and data that somebody else adopted, are no matter of the store.
+    if (why.code() == Code::kPermissionDenied) {
+      return Note(object, "not checked: " + why.message(), "run fsck as its owner");
+    }
+    findings_.push_back({.object = object,
+                         .problem = "not checked: " + why.message(),
+                         .remedy = why.code() == Code::kUnsupported
+                                       ? "it needs a newer program, and may be whole"
+                                       : "it could not be read now, and may be whole: try again",
+                         .repaired = false,
+                         .damage = false,
+                         .unread = true});
+  }
   void Damage(const std::string& object, std::string problem, std::string remedy) {
-    findings_.push_back({object, std::move(problem), std::move(remedy), false, true});
+    findings_.push_back({object, std::move(problem), std::move(remedy), false, true, false});
   }
   void Note(const std::string& object, std::string problem, std::string remedy) {
-    findings_.push_back({object, std::move(problem), std::move(remedy), false, false});
+    findings_.push_back({object, std::move(problem), std::move(remedy), false, false, false});
   }
 
   void Index(const CheckpointListing& listing, const std::string& directory,
@@ -160,15 +216,33 @@ Result<std::vector<Store::FsckFinding>> Store::Fsck(const FsckOptions& options) 
   if (options.rebuild) TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
   Checker checker(*fs_, path_, options);
-  for (const CheckpointListing& listing : all) {
-    const Status checked = checker.Checkpoint(listing);
-    // Removed while we read it.
-    if (checked.code() == Code::kNotFound && !fs_->Exists(CheckpointPath(listing.name))) continue;
-    TENSORMOUNT_RETURN_IF_ERROR(checked.WithContext(listing.name));
-  }
+  for (const CheckpointListing& listing : all) checker.Checkpoint(listing);
   checker.Duplicates(all);
   checker.Leftovers(all);
   return std::move(checker.findings());
+}
+
+Result<std::vector<Store::FsckFinding>> Store::FsckFolder(FileSystem& fs, const std::string& path,
+                                                          const FsckOptions& options) {
+  Result<Store> store = Open(fs, path);
+  if (store.ok()) return store.value().Fsck(options);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(path));
+  const Status lost = layout::SuperblockDamage(fs, resolved);
+  if (lost.ok()) return store.status();
+  const Store bare(fs, resolved, Uuid(), 0);
+  // A folder without store.json is one where something else of a store is.
+  if (lost.code() == Code::kNotFound &&
+      fs.LinkStat(JoinPath(resolved, layout::kGenerationsFolder)).status().code() ==
+          Code::kNotFound) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, bare.List());
+    if (Highest(all) == nullptr) return store.status();
+  }
+  Checker checker(fs, resolved, options);
+  checker.Superblock(lost);
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<Finding> rest, bare.Fsck(options));
+  std::vector<Finding> all = std::move(checker.findings());
+  all.insert(all.end(), std::make_move_iterator(rest.begin()), std::make_move_iterator(rest.end()));
+  return all;
 }
 
 }  // namespace tensormount

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
+#include <limits>
 #include <optional>
 #include <set>
 
@@ -20,6 +22,16 @@ struct FolderId {
   std::string name;
 };
 
+// The first thing that went wrong while a folder was looked at; what went away meanwhile is no
+// failure.
+struct Looked {
+  std::int64_t newest = std::numeric_limits<std::int64_t>::min();
+  Status failed;
+  void Fail(const Status& status) {
+    if (failed.ok() && status.code() != Code::kNotFound) failed = status;
+  }
+};
+
 // Adds up what deleting frees: files that no other name keeps. Unreadable parts count nothing.
 std::uint64_t BytesBelow(FileSystem& fs, const std::string& path, int depth) {
   const Result<FileInfo> info = fs.LinkStat(path);
@@ -37,18 +49,17 @@ std::uint64_t BytesBelow(FileSystem& fs, const std::string& path, int depth) {
   return bytes;
 }
 
-// When anything in it was last touched.
-std::int64_t NewestMtime(FileSystem& fs, const std::string& path, int depth) {
+// When anything in it was last touched. A part that cannot be looked at may be the newest.
+void LookAtMtimes(FileSystem& fs, const std::string& path, int depth, Looked& looked) {
   const Result<FileInfo> info = fs.LinkStat(path);
-  if (!info.ok()) return 0;
-  std::int64_t newest = info.value().mtime_seconds;
-  if (info.value().kind != FileKind::kDirectory || depth == 0) return newest;
+  if (!info.ok()) return looked.Fail(info.status());
+  looked.newest = std::max(looked.newest, info.value().mtime_seconds);
+  if (info.value().kind != FileKind::kDirectory || depth == 0) return;
   const auto entries = fs.List(path);
-  if (!entries.ok()) return newest;
+  if (!entries.ok()) return looked.Fail(entries.status());
   for (const DirectoryEntry& e : entries.value()) {
-    newest = std::max(newest, NewestMtime(fs, JoinPath(path, e.name), depth - 1));
+    LookAtMtimes(fs, JoinPath(path, e.name), depth - 1, looked);
   }
-  return newest;
 }
 
 constexpr int kMaxGcDepth = 8;
@@ -65,19 +76,21 @@ class Collector {
       if (!info.ok() && info.status().code() != Code::kNotFound) return info.status();
       if (!info.ok()) continue;
       live_.push_back({info.value().device, info.value().inode, c.name});
-      // A publisher that died after its rename.
-      if (c.problem.ok() && !options_.dry_run) {
-        layout::SweepShared(fs_, JoinPath(store_, c.name));
-      }
+      if (c.problem.ok()) StagingLeftovers(c.name);
+      if (c.state == CheckpointListing::State::kUnread) Fail(c.name, c.problem);
     }
-    for (const DirectoryEntry& e : layout::ListOrNothing(fs_, store_)) SuperblockLeftover(e);
-    for (const DirectoryEntry& e : layout::ListOrNothing(fs_, Path(layout::kStagingFolder)))
-      StagingEntry(e);
-    const std::vector<DirectoryEntry> trash =
-        layout::ListOrNothing(fs_, Path(layout::kTrashFolder));
+    for (const DirectoryEntry& e : Entries("")) SuperblockLeftover(e);
+    for (const DirectoryEntry& e : Entries(layout::kStagingFolder)) StagingEntry(e);
+    const std::vector<DirectoryEntry> trash = Entries(layout::kTrashFolder);
     for (const DirectoryEntry& e : trash) TrashEntry(e, trash);
     Derived(live);
     Generations();
+    if (deleted_) {
+      // Without a journal the next save may get blocks that deleted files still have on the disk,
+      // and repairing the filesystem after a power cut would take them from it.
+      const Status synced = fs_.SyncFileSystem(store_);
+      if (!synced.ok()) Fail(".", synced);
+    }
     return Status();
   }
 
@@ -88,64 +101,119 @@ class Collector {
   void Keep(const std::string& below, std::string_view why) {
     report_.kept.push_back(below + ": " + std::string(why));
   }
-  bool Young(std::int64_t since, std::chrono::seconds limit) const {
-    return limit.count() > 0 && now_ - since < limit.count();
+  // Nothing is done to what could not be looked at; what went meanwhile is no failure.
+  void Fail(const std::string& below, const Status& why) {
+    if (why.code() != Code::kNotFound) report_.failed.push_back(below + ": " + why.message());
   }
-  std::optional<std::string> LiveFolder(const std::string& below) const {
-    const Result<FileInfo> info = fs_.LinkStat(Path(below));
-    if (!info.ok()) return std::nullopt;
-    for (const FolderId& id : live_) {
-      if (id.device == info.value().device && id.inode == info.value().inode) return id.name;
+  std::vector<DirectoryEntry> Entries(std::string_view below) {
+    auto entries = layout::ListIfThere(fs_, below.empty() ? store_ : Path(below));
+    if (entries.ok()) return std::move(entries).value();
+    Fail(below.empty() ? "." : std::string(below), entries.status());
+    return {};
+  }
+  bool Young(std::int64_t since, std::chrono::seconds limit) const {
+    if (limit.count() <= 0) return false;
+    // Time stamps may be anything: their difference may not fit.
+    std::int64_t age = 0;
+    if (__builtin_sub_overflow(now_, since, &age)) return since > now_;
+    return age < limit.count();
+  }
+  // Of a clock that was set back, or another machine's that is ahead. A little is normal.
+  bool InFuture(std::int64_t since) const { return since > now_ && since - 3600 > now_; }
+  // Whether anything in it was touched within `limit`; then, and where that is not known, it is
+  // kept.
+  bool KeptAsYoung(const std::string& below, int depth, std::chrono::seconds limit,
+                   std::string_view why) {
+    Looked looked;
+    LookAtMtimes(fs_, Path(below), depth, looked);
+    if (!looked.failed.ok()) {
+      Fail(below, looked.failed);
+      return true;
     }
-    return std::nullopt;
+    if (!Young(looked.newest, limit)) return false;
+    Keep(below,
+         std::string(why) + (InFuture(looked.newest) ? ": its time stamps are in the future" : ""));
+    return true;
+  }
+  // Whether it is, under another name, a live checkpoint; or may be.
+  bool KeptAsLive(const std::string& below) {
+    const Result<FileInfo> info = fs_.LinkStat(Path(below));
+    if (!info.ok()) {
+      Fail(below, info.status());
+      return true;
+    }
+    for (const FolderId& id : live_) {
+      if (id.device != info.value().device || id.inode != info.value().inode) continue;
+      Keep(below, "the same folder as checkpoint " + id.name);
+      return true;
+    }
+    return false;
   }
   void Delete(const std::string& below) {
     const std::uint64_t bytes = BytesBelow(fs_, Path(below), kMaxGcDepth);
     if (!options_.dry_run) {
       const Status removed = fs_.RemoveTree(Path(below));
-      if (!removed.ok()) return Keep(below, removed.message());
+      deleted_ = true;
+      if (!removed.ok()) return Fail(below, removed);
     }
     report_.removed.push_back(below);
     report_.bytes_freed += bytes;
   }
 
+  // What a publish of a shared staging leaves to us. Not at once: see Run().
+  void StagingLeftovers(const std::string& name) {
+    const std::string mark = JoinPath(name, layout::kSharedFile);
+    const Result<FileInfo> there = fs_.LinkStat(Path(mark));
+    if (!there.ok()) return Fail(mark, there.status());
+    const Result<FileInfo> commit = fs_.LinkStat(JoinPath(Path(name), layout::kCommitFile));
+    if (!commit.ok()) return Fail(name, commit.status());
+    if (options_.dry_run || Young(commit.value().mtime_seconds, options_.grace)) return;
+    const Status swept = layout::SweepShared(fs_, Path(name));
+    deleted_ = true;
+    if (!swept.ok()) Fail(name, swept);
+  }
+
   // What a creator of the store left that lost the race or died.
   void SuperblockLeftover(const DirectoryEntry& entry) {
     if (!entry.name.starts_with("." + std::string(layout::kSuperblockFile) + ".")) return;
-    if (Young(NewestMtime(fs_, Path(entry.name), 0), options_.grace)) {
-      return Keep(entry.name, "too young");
-    }
-    Delete(entry.name);
+    if (!KeptAsYoung(entry.name, 0, options_.grace, "too young")) Delete(entry.name);
   }
 
   void StagingEntry(const DirectoryEntry& entry) {
     const std::string below = std::string(layout::kStagingFolder) + "/" + entry.name;
-    if (const auto name = LiveFolder(below)) {
-      return Keep(below, "the same folder as checkpoint " + *name);
-    }
+    if (KeptAsLive(below)) return;
     const Result<Uuid> uuid = layout::ReadFolderUuid(fs_, Path(below));
     // What an exchange put here and its publisher did not live to take away: a whole checkpoint
     // that was published once, under the name of another's staging.
     const std::size_t dot = entry.name.rfind('.');
     const std::string id = dot == std::string::npos ? "" : entry.name.substr(dot + 1);
-    const bool shared = fs_.Exists(JoinPath(Path(below), layout::kSharedFile));
-    const bool replaced = !shared && id.size() == 8 && uuid.ok() && uuid.value().Short() != id &&
-                          !fs_.Exists(JoinPath(Path(below), layout::kUuidFile));
-    if (!replaced && Young(NewestMtime(fs_, Path(below), kMaxGcDepth), options_.staging_age)) {
-      return Keep(below, "too young to be called abandoned");
+    const Status mark = fs_.LinkStat(JoinPath(Path(below), layout::kSharedFile)).status();
+    const Status own = fs_.LinkStat(JoinPath(Path(below), layout::kUuidFile)).status();
+    for (const Status& looked : {mark, own}) {
+      if (!looked.ok() && looked.code() != Code::kNotFound) return Fail(below, looked);
+    }
+    const bool shared = mark.ok();
+    const bool replaced =
+        !shared && id.size() == 8 && uuid.ok() && uuid.value().Short() != id && !own.ok();
+    if (!replaced &&
+        KeptAsYoung(below, kMaxGcDepth, options_.staging_age, "too young to be called abandoned")) {
+      return;
     }
     // Whoever has files open in it holds a shared lock. Kept until it is in .trash.
     std::unique_ptr<File> lock;
     if (shared) {
       // For writing: over NFS an exclusive lock asks for it.
       const std::string path = JoinPath(Path(below), layout::kLockFile);
-      if (fs_.Exists(path)) {
+      const Status there = fs_.LinkStat(path).status();
+      if (!there.ok() && there.code() != Code::kNotFound) return Fail(below, there);
+      if (there.ok()) {
         Result<std::unique_ptr<File>> opened = fs_.OpenShared(path);
-        if (!opened.ok()) return Keep(below, opened.status().message());
+        if (!opened.ok()) return Fail(below, opened.status());
         lock = std::move(opened).value();
-        if (lock->TryLockExclusive().code() == Code::kBusy) {
-          return Keep(below, "somebody writes or publishes it");
-        }
+        const Status locked = lock->TryLockExclusive();
+        if (locked.code() == Code::kBusy) return Keep(below, "somebody writes or publishes it");
+        // Writers go on without locks where there are none; then its age alone counts.
+        if (!locked.ok() && !layout::HasNoLocks(locked)) return Fail(below, locked);
       }
     }
     if (options_.dry_run) {
@@ -155,7 +223,7 @@ class Collector {
     }
     const auto moved =
         layout::MoveToTrash(fs_, store_, Path(below), replaced ? "" : layout::kAbortedSuffix);
-    if (!moved.ok()) Keep(below, moved.status().message());
+    if (!moved.ok()) Fail(below, moved.status());
     // It is listed when it goes from .trash, in this run where there is no grace.
   }
 
@@ -171,22 +239,45 @@ class Collector {
     }
     const std::string mark = Path(below) + std::string(layout::kSinceSuffix);
     const Result<FileInfo> since = fs_.LinkStat(mark);
-    if (!since.ok() && !options_.dry_run) layout::MarkTrashed(fs_, Path(below));
-    if (Young(since.ok() ? since.value().mtime_seconds : now_, options_.grace)) {
+    if (!since.ok() && since.status().code() != Code::kNotFound) return Fail(below, since.status());
+    // A mark that a clock set in the future would hold the entry until then: its grace begins anew.
+    const bool known = since.ok() && !InFuture(since.value().mtime_seconds);
+    if (!known && !options_.dry_run) {
+      if (since.ok()) (void)fs_.RemoveFile(mark);  // Next time.
+      layout::MarkTrashed(fs_, Path(below));
+    }
+    if (Young(known ? since.value().mtime_seconds : now_, options_.grace)) {
       return Keep(below, "too young");
     }
     // After a crash on a filesystem without a journal one folder may stand under two names.
-    if (const auto name = LiveFolder(below)) {
-      return Keep(below, "the same folder as checkpoint " + *name);
-    }
-    // Readers hold a shared lock on COMMIT. Kept until all is deleted.
-    const auto commit = fs_.OpenRead(JoinPath(Path(below), layout::kCommitFile));
-    if (commit.ok()) {
-      const Status locked = commit.value()->TryLockExclusive();
+    if (KeptAsLive(below)) return;
+    // Readers hold a shared lock on COMMIT. Kept until all is deleted. What is no file, nobody
+    // could open to read from.
+    const std::string path = JoinPath(Path(below), layout::kCommitFile);
+    const Result<FileInfo> info = fs_.LinkStat(path);
+    if (!info.ok() && info.status().code() != Code::kNotFound) return Fail(below, info.status());
+    std::unique_ptr<File> commit;
+    if (info.ok() && info.value().kind == FileKind::kFile) {
+      Result<std::unique_ptr<File>> opened = fs_.OpenRead(path);
+      if (!opened.ok()) return Fail(below, opened.status());
+      commit = std::move(opened).value();
+      Status locked = commit->TryLockExclusive();
+      if (locked.ToErrno() == EBADF) {  // Over NFS only what is open for writing is locked alone.
+        opened = fs_.OpenShared(path);
+        if (!opened.ok()) return Fail(below, opened.status());
+        commit = std::move(opened).value();
+        locked = commit->TryLockExclusive();
+      }
       if (locked.code() == Code::kBusy) return Keep(below, "still read");
-      if (!locked.ok()) return Keep(below, locked.message());
-    } else if (commit.status().code() != Code::kNotFound) {
-      return Keep(below, commit.status().message());
+      if (layout::HasNoLocks(locked)) {
+        if (!options_.trust_grace) {
+          return Keep(below,
+                      "this filesystem has no locks, so its readers cannot be seen: pass --grace "
+                      "with more seconds than the longest read takes");
+        }
+      } else if (!locked.ok()) {
+        return Fail(below, locked);
+      }
     }
     Delete(below);
     if (!options_.dry_run && !fs_.Exists(Path(below))) (void)fs_.RemoveFile(mark);  // Next time.
@@ -199,24 +290,25 @@ class Collector {
       all_known = all_known && c.problem.ok();
       known.insert(c.uuid.ToString());
     }
-    for (const DirectoryEntry& e : layout::ListOrNothing(fs_, Path(layout::kDerivedFolder))) {
+    for (const DirectoryEntry& e : Entries(layout::kDerivedFolder)) {
       const std::string below = std::string(layout::kDerivedFolder) + "/" + e.name;
       if (known.contains(e.name)) continue;
-      if (!Uuid::Parse(e.name) &&
-          Young(NewestMtime(fs_, Path(below), kMaxGcDepth), options_.grace)) {
-        Keep(below, "too young");
-      } else if (Uuid::Parse(e.name) && !all_known) {
-        Keep(below, "some checkpoint cannot be read, it may be that one's");
-      } else {
-        Delete(below);
+      if (Uuid::Parse(e.name)) {
+        if (!all_known) {
+          Keep(below, "some checkpoint cannot be read, it may be that one's");
+          continue;
+        }
+      } else if (KeptAsYoung(below, kMaxGcDepth, options_.grace, "too young")) {
+        continue;
       }
+      Delete(below);
     }
   }
 
   // In ascending order and never the highest: Store::ClaimGeneration relies on it.
   void Generations() {
     std::vector<std::uint64_t> claims;
-    for (const DirectoryEntry& e : layout::ListOrNothing(fs_, Path(layout::kGenerationsFolder))) {
+    for (const DirectoryEntry& e : Entries(layout::kGenerationsFolder)) {
       std::uint64_t n = 0;
       const auto end = std::from_chars(e.name.data(), e.name.data() + e.name.size(), n);
       if (end.ec == std::errc() && std::to_string(n) == e.name) claims.push_back(n);
@@ -228,7 +320,7 @@ class Collector {
       if (!options_.dry_run) {
         const Status removed = fs_.RemoveDirectory(Path(below));
         if (!removed.ok()) {
-          Keep(below, removed.message());
+          Fail(below, removed);
           // A gap in the order would break what claims rely on.
           return;
         }
@@ -243,6 +335,7 @@ class Collector {
   const std::int64_t now_;
   std::vector<FolderId> live_;
   Store::GcReport report_;
+  bool deleted_ = false;
 };
 
 }  // namespace

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index/store_layout.h"
 
+#include <atomic>
+#include <cerrno>
 #include <chrono>
+
+#include "base/log.h"
 
 namespace tensormount::layout {
 namespace {
@@ -30,15 +34,45 @@ std::int64_t NowSeconds() {
       .count();
 }
 
-std::vector<DirectoryEntry> ListOrNothing(FileSystem& fs, const std::string& path) {
+Result<std::vector<DirectoryEntry>> ListIfThere(FileSystem& fs, const std::string& path) {
   auto entries = fs.List(path);
-  return entries.ok() ? std::move(entries).value() : std::vector<DirectoryEntry>();
+  if (entries.status().code() == Code::kNotFound) return std::vector<DirectoryEntry>();
+  return entries;
+}
+
+bool HasNoLocks(const Status& locked) {
+  switch (locked.ToErrno()) {
+    case EOPNOTSUPP:
+    case ENOLCK:
+    case ENOSYS:
+    case EINVAL:
+      return true;
+    default:
+      return false;
+  }
+}
+
+Status LockAsReader(File& commit) {
+  const Status locked = commit.TryLockShared();
+  if (!HasNoLocks(locked)) return locked;
+  static std::atomic<bool> said{false};
+  if (!said.exchange(true)) {
+    Log(LogLevel::kWarning, locked.message() +
+                                ": read without a lock; gc there cannot see readers and keeps what "
+                                "was removed unless it is given --grace");
+  }
+  return Status();
+}
+
+Result<std::string> ReadCommitBytes(FileSystem& fs, const std::string& directory) {
+  const std::string path = JoinPath(directory, kCommitFile);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
+  return tensormount::ReadCommitBytes(*file, path);
 }
 
 Result<DecodedCommit> ReadCommit(FileSystem& fs, const std::string& directory) {
-  const std::string path = JoinPath(directory, kCommitFile);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
-  return ReadCommitFile(*file, path);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, ReadCommitBytes(fs, directory));
+  return DecodeCommit(bytes, JoinPath(directory, kCommitFile));
 }
 
 Result<Uuid> ReadFolderUuid(FileSystem& fs, const std::string& directory) {
@@ -80,8 +114,10 @@ Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const 
   // uuid's name must have that uuid, because the arbiter looks there.
   const Result<Uuid> moved = ReadFolderUuid(fs, entry);
   if (before.ok() && moved.ok() && moved.value() != before.value()) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        entry, RenameIntoTrash(fs, trash, entry, moved.value().ToString() + std::string(suffix)));
+    // Without the suffix, which was said of the other one: a committed checkpoint that was
+    // exchanged for what we looked at must not be found as "aborted".
+    TENSORMOUNT_ASSIGN_OR_RETURN(entry,
+                                 RenameIntoTrash(fs, trash, entry, moved.value().ToString()));
   }
   MarkTrashed(fs, entry);
   return entry;

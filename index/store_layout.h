@@ -35,14 +35,30 @@ inline constexpr std::string_view kLockFile = "lock";  // Beside it; writers and
 inline constexpr std::string_view kAbortedSuffix = ".aborted";
 inline constexpr std::string_view kSinceSuffix = ".since";
 
-// The entries of a folder; none where it cannot be listed.
-std::vector<DirectoryEntry> ListOrNothing(FileSystem& fs, const std::string& path);
+// The entries of a folder; none where there is no such folder.
+Result<std::vector<DirectoryEntry>> ListIfThere(FileSystem& fs, const std::string& path);
 
+// Whether a lock was refused because the filesystem has none (some network filesystems: Lustre
+// without -o flock, NFS version 3 without its lock daemon), not because somebody holds it.
+bool HasNoLocks(const Status& locked);
+// The shared lock of a reader on COMMIT: kBusy where gc deletes it. Where there are no locks it is
+// ok without one; the first time that is logged.
+Status LockAsReader(File& commit);
+
+// COMMIT as it stands there, not looked at.
+Result<std::string> ReadCommitBytes(FileSystem& fs, const std::string& directory);
 Result<DecodedCommit> ReadCommit(FileSystem& fs, const std::string& directory);
 
 // Of a staging or of anything in .trash: its file UUID, or else its COMMIT. At every moment of a
 // publish one of the two can be read. kNotFound where neither is there (or the folder is gone).
 Result<Uuid> ReadFolderUuid(FileSystem& fs, const std::string& directory);
+
+// Why store.json cannot be used: kNotFound, or the decoder's kDataLoss of what was read. Ok: it
+// can, or it could not be read, or is of a newer format.
+Status SuperblockDamage(FileSystem& fs, const std::string& store);
+// Another store.json for a store that lost its own; what stands there is kept under a name that gc
+// removes.
+Status RemakeSuperblock(FileSystem& fs, const std::string& store);
 
 // mkdir where it is missing.
 Status EnsureDirectory(FileSystem& fs, const std::string& path);
@@ -60,8 +76,8 @@ void MarkTrashed(FileSystem& fs, const std::string& entry);
 bool IsSharedLeftover(std::string_view name);
 // Removes from a published checkpoint what its shared staging left there, staging.json last: names
 // that IsSharedLeftover, and files of data/ and manifest/ that COMMIT does not list. Nothing where
-// there is no staging.json. Failing is no harm: gc does it again.
-void SweepShared(FileSystem& fs, const std::string& directory);
+// there is no staging.json. Failing is no harm: gc does it again. Only gc calls it.
+Status SweepShared(FileSystem& fs, const std::string& directory);
 
 // Where the uuid of a save is.
 enum class Place {

@@ -395,7 +395,6 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
   TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(staging.directory));
 
   TENSORMOUNT_RETURN_IF_ERROR(MoveIntoPlace(staging, options.if_exists));
-  if (options.shared) layout::SweepShared(fs, destination);
   published.publish_seconds = watch.Lap();
   published.info = info;
   published.tensors = content.tensors.size();

@@ -5,7 +5,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include "base/log.h"
 #include "index/store.h"
 #include "index/store_layout.h"
 
@@ -72,9 +71,9 @@ bool IsSharedLeftover(std::string_view name) {
   });
 }
 
-void SweepShared(FileSystem& fs, const std::string& directory) {
+Status SweepShared(FileSystem& fs, const std::string& directory) {
   const std::string mark = JoinPath(directory, kSharedFile);
-  if (!fs.Exists(mark)) return;
+  if (!fs.Exists(mark)) return Status();
   const auto sweep = [&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit, ReadCommit(fs, directory));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(directory));
@@ -95,9 +94,7 @@ void SweepShared(FileSystem& fs, const std::string& directory) {
     return fs.RemoveFile(mark);
   };
   const Status swept = sweep();
-  if (!swept.ok() && swept.code() != Code::kNotFound) {
-    Log(LogLevel::kWarning, "leftovers of the staging stay until gc: " + swept.message());
-  }
+  return swept.code() == Code::kNotFound ? Status() : swept;
 }
 
 }  // namespace layout

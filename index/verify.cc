@@ -32,6 +32,7 @@ class CheckpointVerifier {
     CheckManifests();
     TENSORMOUNT_RETURN_IF_ERROR(CheckIndex());
     CheckDataFiles();
+    TENSORMOUNT_RETURN_IF_ERROR(unread_);
     if (content_) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, commit_file_->Stat());
       TENSORMOUNT_ASSIGN_OR_RETURN(
@@ -49,6 +50,22 @@ class CheckpointVerifier {
   }
 
  private:
+  // What could not be read: damage where the disk or the bytes say so; nothing is known where this
+  // process has no descriptors or no permission.
+  void Unreadable(const std::string& object, const std::string& file, const Status& status) {
+    switch (status.code()) {
+      case Code::kPermissionDenied:
+      case Code::kResourceExhausted:
+      case Code::kUnavailable:
+      case Code::kDeadlineExceeded:
+      case Code::kBusy:
+      case Code::kCancelled:
+        if (unread_.ok()) unread_ = status;
+        return;
+      default:
+        Damage(object, file, status.message());
+    }
+  }
   void Damage(std::string object, std::string file, std::string reason) {
     report_.damages.push_back({.object = std::move(object),
                                .file = std::move(file),
@@ -65,7 +82,7 @@ class CheckpointVerifier {
     }
     TENSORMOUNT_RETURN_IF_ERROR(file.status());
     commit_file_ = std::move(file).value();
-    if (Status locked = commit_file_->TryLockShared(); !locked.ok()) {
+    if (Status locked = layout::LockAsReader(*commit_file_); !locked.ok()) {
       if (locked.code() != Code::kBusy) return locked;
       return Status(Code::kStale, directory_ + ": it is being deleted");
     }
@@ -102,7 +119,7 @@ class CheckpointVerifier {
     Result<std::vector<DirectoryEntry>> entries =
         fs_.List(below.empty() ? JoinPath(*pinned_, ".") : JoinPath(*pinned_, below));
     if (!entries.ok()) {
-      Damage(below, below, entries.status().message());
+      Unreadable(below, below, entries.status());
       return;
     }
     for (const DirectoryEntry& entry : entries.value()) {
@@ -116,6 +133,7 @@ class CheckpointVerifier {
         CheckFolder(name, folders);
       } else if (name != kCommitName && commit().Find(name) == nullptr) {
         Damage(name, name, "not part of this checkpoint");
+        report_.damages.back().surplus = true;
       } else if (entry.kind != FileKind::kFile) {
         Damage(name, name, "not a file");
       }
@@ -130,12 +148,17 @@ class CheckpointVerifier {
       Result<Manifest> manifest = ReadListedManifest(fs_, *pinned_, entry);
       if (manifest.ok()) {
         report_.bytes_checked += entry.length;
-        if (status.ok()) status = merger.Add(manifest.value().content, entry.name);
-        if (!status.ok()) Damage(entry.name, entry.name, status.message());
+        // Each is named for what is wrong with itself; without one of them none can be merged.
+        const Status added =
+            status.ok() ? merger.Add(manifest.value().content, entry.name) : Status();
+        if (!added.ok()) {
+          Damage(entry.name, entry.name, added.message());
+          status = added;
+        }
         leaves_[entry.name] = std::move(manifest.value().leaves);
       } else {
         status = manifest.status();
-        Damage(entry.name, entry.name, status.message());
+        Unreadable(entry.name, entry.name, status);
       }
     }
     if (!status.ok()) return;
@@ -164,7 +187,7 @@ class CheckpointVerifier {
     if (derived.ok() && content_) {
       report_.warnings.push_back(damage.message() + "; the one that fsck rebuilt serves");
     } else {
-      Damage("index", name, damage.message());
+      Unreadable("index", name, damage);
     }
     return Status();
   }
@@ -202,10 +225,10 @@ class CheckpointVerifier {
     for (const CommitRecord::Entry& entry : commit().files) {
       if (!entry.name.starts_with("data/")) continue;
       Result<FileInfo> info = fs_.LinkStat(JoinPath(*pinned_, entry.name));
-      if (!info.ok()) {
-        Damage(entry.name, entry.name,
-               info.status().code() == Code::kNotFound ? "the file is missing"
-                                                       : info.status().message());
+      if (info.status().code() == Code::kNotFound) {
+        Damage(entry.name, entry.name, "the file is missing");
+      } else if (!info.ok()) {
+        Unreadable(entry.name, entry.name, info.status());
       } else if (info.value().size != entry.length) {
         Damage(entry.name, entry.name,
                std::to_string(info.value().size) + " bytes, " + std::to_string(entry.length) +
@@ -230,6 +253,7 @@ class CheckpointVerifier {
   std::shared_ptr<const std::string> pinned_;  // Leads to directory_.
   std::unique_ptr<File> commit_file_;
   std::optional<DecodedCommit> decoded_;
+  Status unread_;  // Why a part of it could not be checked at all.
   std::map<std::string, std::vector<Hash128>> leaves_;  // By name of manifest.
   bool swept_ = true;  // False: leftovers of a shared staging may stand here.
   std::optional<Content> content_;

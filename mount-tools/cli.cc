@@ -255,9 +255,11 @@ void AddLifecycle(Program& p, AllArgs& a) {
   c = p.Command("gc", "Frees what was removed or left behind", "tensormount gc STORE", a.gc, RunGc);
   c->add_option("STORE", a.gc.store)->required();
   c->add_flag("--dry-run", a.gc.dry_run, "Only say what would go");
-  c->add_option("--grace", a.gc.grace_seconds, "Seconds that removed checkpoints are kept")
+  c->add_option("--grace", a.gc.grace_seconds,
+                "Seconds that removed checkpoints are kept; where there are no file locks, more "
+                "than the longest read takes")
       ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+      ->default_str("60");
   c->add_option("--staging-age", a.gc.staging_age_seconds,
                 "Seconds after which an untouched staging counts as abandoned")
       ->check(CLI::NonNegativeNumber)
@@ -280,8 +282,8 @@ void AddLifecycle(Program& p, AllArgs& a) {
 
 // --root, of every command that opens sources.
 void AddRoots(Program& p) {
-  static constexpr const char* kOpening[] = {"mount", "load",   "import", "ls",
-                                             "info",  "cat",    "diff",   "layout",
+  static constexpr const char* kOpening[] = {"mount",  "load",   "import", "ls",
+                                             "info",   "cat",    "diff",   "layout",
                                              "export", "verify", "adopt",  "fsck"};
   for (const char* name : kOpening) {
     CLI::App* command = p.app.get_subcommand(name);

@@ -144,9 +144,10 @@ int RunRm(const RmArgs& args, Terminal& terminal);
 struct GcArgs {
   std::string store;
   bool dry_run = false;
-  std::int64_t grace_seconds = 60;
+  std::optional<std::int64_t> grace_seconds;  // Asked for: it is to be relied on.
   std::int64_t staging_age_seconds = 86400;
 };
+inline constexpr std::int64_t kDefaultGraceSeconds = 60;
 int RunGc(const GcArgs& args, Terminal& terminal);
 
 struct FsckArgs {

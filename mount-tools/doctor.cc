@@ -127,9 +127,21 @@ void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& ou
   add("exchange (import --if-exists replace)", fs.Exchange(a, b),
       "replacing a checkpoint under its name is refused on this filesystem");
   add("hard links", fs.Link(JoinPath(a, "f"), JoinPath(a, "g")), "");
+  // As a reader does, then as gc does beside it: some filesystems grant whatever is asked for.
   auto lock = fs.OpenRead(JoinPath(a, "f"));
-  add("file locks", lock.ok() ? lock.value()->TryLockShared() : lock.status(),
-      "gc cannot see readers here: keep its grace period longer than the longest read");
+  Status locks = lock.ok() ? lock.value()->TryLockShared() : lock.status();
+  if (locks.ok()) {
+    const auto other = fs.OpenShared(JoinPath(a, "f"));
+    const Status alone = other.ok() ? other.value()->TryLockExclusive() : other.status();
+    if (alone.ok()) {
+      locks = Status(Code::kUnsupported, "granted to two at once");
+    } else if (alone.code() != Code::kBusy) {
+      locks = alone;
+    }
+  }
+  add("file locks", locks,
+      "readers work without; gc cannot see them here and keeps what was removed unless it is given "
+      "--grace with more seconds than the longest read takes");
   lock = Status(Code::kCancelled, "closed");
   (void)fs.RemoveTree(
       probe);  // A folder of ours in a place that the user named; nothing depends on it.

@@ -50,16 +50,19 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
   if (!store.ok()) return terminal.Fail(store.status());
   Store::GcOptions options;
   options.dry_run = args.dry_run;
-  options.grace = std::chrono::seconds(args.grace_seconds);
+  options.grace = std::chrono::seconds(args.grace_seconds.value_or(kDefaultGraceSeconds));
+  options.trust_grace = args.grace_seconds.has_value();
   options.staging_age = std::chrono::seconds(args.staging_age_seconds);
   auto report = store.value().Gc(options);
   if (!report.ok()) return terminal.Fail(report.status());
   if (terminal.json) {
     terminal.Json(nlohmann::ordered_json{{"removed", report.value().removed},
                                          {"kept", report.value().kept},
+                                         {"failed", report.value().failed},
                                          {"bytes_freed", report.value().bytes_freed},
                                          {"dry_run", args.dry_run}});
-    return terminal.Flush();
+    const int flushed = terminal.Flush();
+    return flushed == kDone && !report.value().failed.empty() ? kFailed : flushed;
   }
   if (!terminal.quiet) {
     for (const std::string& path : report.value().removed) {
@@ -71,24 +74,30 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
     terminal.Line(fmt::format("{} {}", HumanBytes(report.value().bytes_freed),
                               args.dry_run ? "would be freed" : "freed"));
   }
-  return terminal.Flush();
+  for (const std::string& path : report.value().failed) {
+    terminal.Fail(Status(Code::kUnavailable, "left as it is: " + path));
+  }
+  const int flushed = terminal.Flush();
+  return flushed == kDone && !report.value().failed.empty() ? kFailed : flushed;
 }
 
 int RunFsck(const FsckArgs& args, Terminal& terminal) {
-  auto store = Store::Open(HostFileSystem(), args.store);
-  if (!store.ok()) return terminal.Fail(store.status());
-  auto findings = store.value().Fsck(
+  auto findings = Store::FsckFolder(
+      HostFileSystem(), args.store,
       {.rebuild = args.rebuild, .read_data = args.read_data, .roots = terminal.roots});
   if (!findings.ok()) return terminal.Fail(findings.status());
   bool sound = true;
+  std::size_t unread = 0;
   for (const Store::FsckFinding& finding : findings.value()) {
     if (finding.damage && !finding.repaired) sound = false;
+    unread += finding.unread ? 1 : 0;
     if (terminal.json) {
       terminal.Json(nlohmann::ordered_json{{"event", "finding"},
                                            {"object", finding.object},
                                            {"problem", finding.problem},
                                            {"remedy", finding.remedy},
                                            {"damage", finding.damage},
+                                           {"unread", finding.unread},
                                            {"repaired", finding.repaired}});
     } else {
       terminal.Line(fmt::format("{}: {}{}{}", finding.object, finding.problem,
@@ -96,15 +105,20 @@ int RunFsck(const FsckArgs& args, Terminal& terminal) {
     }
   }
   if (terminal.json) {
-    terminal.Json(nlohmann::ordered_json{
-        {"event", "checked"}, {"sound", sound}, {"findings", findings.value().size()}});
+    terminal.Json(nlohmann::ordered_json{{"event", "checked"},
+                                         {"sound", sound && unread == 0},
+                                         {"findings", findings.value().size()},
+                                         {"unread", unread}});
   } else if (!terminal.quiet) {
-    terminal.Line(fmt::format("{}: {}", store.value().path(),
-                              sound ? "sound" : "damaged; see the lines above"));
+    terminal.Line(fmt::format("{}: {}", args.store,
+                              !sound        ? "damaged; see the lines above"
+                              : unread != 0 ? "not all of it could be checked; see the lines above"
+                                            : "sound"));
   }
   const int flushed = terminal.Flush();
   if (flushed != kDone) return flushed;
-  return sound ? kDone : kCheckFailed;
+  if (!sound) return kCheckFailed;
+  return unread != 0 ? kFailed : kDone;
 }
 
 }  // namespace tensormount::tools

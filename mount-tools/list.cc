@@ -98,7 +98,12 @@ int ListStore(const FoundSource& source, Terminal& terminal) {
   if (!store.ok()) return terminal.Fail(store.status());
   auto list = store.value().List();
   if (!list.ok()) return terminal.Fail(list.status());
+  int worst = kDone;
   for (const CheckpointListing& item : list.value()) {
+    // What is listed with a problem is listed; that nothing is known of it, or damage, is said in
+    // the exit status too.
+    if (item.state == CheckpointListing::State::kUnread) worst = kFailed;
+    if (item.state == CheckpointListing::State::kDamaged) worst = std::max(worst, kCheckFailed);
     if (terminal.json) {
       nlohmann::ordered_json json = {{"checkpoint", item.name},
                                      {"uuid", item.uuid.ToString()},
@@ -109,10 +114,14 @@ int ListStore(const FoundSource& source, Terminal& terminal) {
       terminal.Line(
           fmt::format("{}\tgeneration {}\t{}", item.name, item.generation, item.uuid.ToString()));
     } else {
-      terminal.Line(fmt::format("{}\t{}", item.name, item.problem.ToString()));
+      terminal.Line(fmt::format("{}\t{}", item.name,
+                                item.state == CheckpointListing::State::kNoCheckpoint
+                                    ? "no checkpoint: a folder without COMMIT"
+                                    : item.problem.ToString()));
     }
   }
-  return terminal.Flush();
+  const int flushed = terminal.Flush();
+  return flushed != kDone ? flushed : worst;
 }
 
 // The names by which layers of stacked tensors can be read.
@@ -366,7 +375,16 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
     auto list = store.value().List();
     if (!list.ok()) return terminal.Fail(list.status());
     auto latest = store.value().Latest();
+    // "None" is only said of a store that has none.
+    if (!latest.ok() && latest.status().code() != Code::kNotFound) {
+      return terminal.Fail(latest.status(), "`tensormount ls STORE` lists the checkpoints");
+    }
     const std::string name = latest.ok() ? latest.value().name : "";
+    if (latest.ok()) {
+      for (const std::string& warning : latest.value().warnings) terminal.Warn(warning);
+    } else if (!list.value().empty()) {
+      terminal.Warn(latest.status().message());
+    }
     if (terminal.json) {
       terminal.Json(nlohmann::ordered_json{{"store", source.value().path},
                                            {"uuid", store.value().uuid().ToString()},

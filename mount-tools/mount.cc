@@ -52,6 +52,7 @@ Result<fs::MountOptions> MakeMountOptions(const MountArgs& args,
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource source,
                                FindSource(host, args.source, options.roots));
   options.source = source.path;
+  for (const std::string& warning : source.warnings) Log(LogLevel::kWarning, warning);
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool dead, fs::ClearDeadMount(args.mount_point));
   if (dead) Log(LogLevel::kWarning, args.mount_point + ": took away a mount whose daemon is gone");
   auto mount_point = host.Resolve(args.mount_point);

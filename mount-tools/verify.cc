@@ -110,6 +110,7 @@ int RunVerify(const VerifyArgs& args, Terminal& terminal) {
     terminal.Fail(source.status());
     return source.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
   }
+  for (const std::string& warning : source.value().warnings) terminal.Warn(warning);
   const auto all = AllOf(source.value(), terminal);
   if (!all.ok()) return terminal.Fail(all.status());
   int worst = kDone;

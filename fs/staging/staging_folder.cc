@@ -33,19 +33,6 @@ Status Gone(const Staging& staging) {
                 staging.directory + ": this staging was published or removed meanwhile");
 }
 
-// flock is a matter of taste on some network filesystems. Absent is not busy.
-bool HasNoLocks(const Status& locked) {
-  switch (locked.ToErrno()) {
-    case EOPNOTSUPP:
-    case ENOLCK:
-    case ENOSYS:
-    case EINVAL:
-      return true;
-    default:
-      return false;
-  }
-}
-
 // The lock file, locked; null where there are no locks. `take` locks it.
 template <typename Take>
 Result<std::unique_ptr<File>> LockStaging(FileSystem& fs, const Staging& staging, Take take) {
@@ -63,7 +50,7 @@ Result<std::unique_ptr<File>> LockStaging(FileSystem& fs, const Staging& staging
     lock = std::move(writable).value();
     locked = take(*lock);
   }
-  if (!locked.ok() && !HasNoLocks(locked)) return locked;
+  if (!locked.ok() && !layout::HasNoLocks(locked)) return locked;
   // What was locked may be the file of one that was published since it was opened.
   if (!StagingInPlace(fs, staging)) return Gone(staging);
   if (!locked.ok()) lock.reset();

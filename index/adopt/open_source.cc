@@ -50,8 +50,13 @@ Result<FoundSource> FindResolved(FileSystem& fs, const std::string& path,
 
 Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
                                const std::vector<std::string>& roots) {
-  const Result<std::string> path = ResolveSourcePath(fs, text);
-  if (path.ok()) return FindResolved(fs, path.value(), roots);
+  std::vector<std::string> warnings;
+  const Result<std::string> path = ResolveSourcePath(fs, text, &warnings);
+  if (path.ok()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource found, FindResolved(fs, path.value(), roots));
+    found.warnings = std::move(warnings);
+    return found;
+  }
   const std::optional<std::string> parent = LatestIn(fs, text);
   if (!parent) return path.status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(*parent));
@@ -65,8 +70,11 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundS
   OpenedCheckpoint::Options options;
   options.roots = roots;
   switch (source.kind) {
-    case SourceKind::kCheckpoint:
-      return OpenedCheckpoint::Open(fs, source.path, options);
+    case SourceKind::kCheckpoint: {
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto opened, OpenedCheckpoint::Open(fs, source.path, options));
+      for (const std::string& warning : source.warnings) opened->AddWarning(warning);
+      return opened;
+    }
     case SourceKind::kForeign: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
                                    ForeignFolder::Open(fs, source.path, roots));
@@ -84,8 +92,10 @@ Result<FoundSource> LatestOf(FileSystem& fs, const FoundSource& source,
                              const std::vector<std::string>& roots) {
   if (source.kind == SourceKind::kStore) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, source.path));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const CheckpointListing latest, store.Latest());
-    return FoundSource{.kind = SourceKind::kCheckpoint, .path = store.CheckpointPath(latest.name)};
+    TENSORMOUNT_ASSIGN_OR_RETURN(LatestCheckpoint latest, store.Latest());
+    return FoundSource{.kind = SourceKind::kCheckpoint,
+                       .path = store.CheckpointPath(latest.name),
+                       .warnings = std::move(latest.warnings)};
   }
   if (source.kind != SourceKind::kForeignSteps) return source;
   TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,

@@ -26,6 +26,8 @@ enum class SourceKind {
 struct FoundSource {
   SourceKind kind = SourceKind::kStore;
   std::string path;  // Resolved: symlinks and "latest" are taken once.
+  // Damaged checkpoints that were passed over for the latest. OpenFound makes them warnings().
+  std::vector<std::string> warnings = {};
 };
 
 // `roots`: folders that the operator named with --root: data of adopted checkpoints and links of

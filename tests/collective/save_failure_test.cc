@@ -2,8 +2,11 @@
 // File operations of every rank, the coordinator's included, fail once, from the first to the last:
 // the verdict is the same on all ranks, names the failing rank and no other, and agrees with the
 // disk.
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <map>
+#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
@@ -76,6 +79,41 @@ class SaveFailureTest : public testing::Test {
   const RandomTensor cols_ = MakeTensor("cols", DType::kF32, {64, 300});
   const RandomTensor same_ = MakeTensor("same", DType::kF32, {64, 64});
 };
+
+// A power cut keeps what an fsync after it vouches for: its mode too, which says that nobody writes
+// there any more.
+TEST(SaveSealTest, WhatIsSealedIsSyncedAfterwards) {
+  const TempDir dir;
+  std::mutex mutex;
+  std::map<std::string, std::vector<FileOp>> seen;
+  ObservedFileSystem fs(HostFileSystem(), {}, [&](const FileEvent& e) {
+    if (e.op != FileOp::kWrite && e.op != FileOp::kSeal && e.op != FileOp::kSync) return;
+    const std::lock_guard lock(mutex);
+    seen[e.path].push_back(e.op);
+  });
+  const RandomTensor big = MakeTensor("big", DType::kF32, {1800, 600});
+  const RandomTensor cols = MakeTensor("cols", DType::kF32, {64, 300});
+  ASSERT_OK(OneVerdict(SaveOnThreads(
+      dir.Join("store/a"), kFailureRanks,
+      [&](int rank, RankState& state) {
+        state.Add(big, Box::Make({600 * rank, 0}, {600, 600}).value());
+        state.Add(cols, Box::Make({0, 100 * rank}, {64, 100}).value());
+      },
+      {}, [&](int) -> FileSystem& { return fs; })));
+  int shared = 0;
+  int sealed = 0;
+  for (const auto& [path, ops] : seen) {
+    const auto seal = std::find(ops.begin(), ops.end(), FileOp::kSeal);
+    if (path.find("/data/") == std::string::npos) continue;
+    ASSERT_NE(seal, ops.end()) << path;
+    ++sealed;
+    shared += path.ends_with(".bin") && path.find("-t") != std::string::npos ? 1 : 0;
+    EXPECT_NE(std::find(seal, ops.end(), FileOp::kSync), ops.end()) << path;
+    EXPECT_EQ(std::find(seal, ops.end(), FileOp::kWrite), ops.end()) << path;
+  }
+  EXPECT_EQ(shared, 1);
+  EXPECT_GT(sealed, shared);
+}
 
 TEST_F(SaveFailureTest, OfEveryOperationOnEveryRankIsOneVerdictThatNamesIt) {
   ASSERT_OK(Save("old"));

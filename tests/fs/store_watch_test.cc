@@ -3,6 +3,7 @@
 #include "fs/store_watch.h"
 
 #include <atomic>
+#include <cerrno>
 #include <thread>
 
 #include <gtest/gtest.h>
@@ -140,6 +141,34 @@ TEST_F(StoreWatchTest, FindsCheckpointsThatAreCopiedIn) {
   EXPECT_EQ(watch_->FindName("slow"), nullptr);
   WriteWholeFile(store() + "/slow/COMMIT", ReadWholeFile(store() + "/step-1/COMMIT"));
   ExpectSoon([&] { return watch_->FindName("slow") != nullptr; });
+}
+
+TEST_F(StoreWatchTest, LatestIsNotKnownWhileACommitRecordCannotBeRead) {
+  Write("old");
+  Write("new");
+  std::atomic<bool> fails{true};
+  ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& e) {
+    return fails && e.op == FileOp::kRead && e.path.ends_with("new/COMMIT")
+               ? Status::FromErrno(EIO, "read", e.path)
+               : Status();
+  });
+  const WatchEnd end(*this);
+  Start(fs);
+  const auto now = watch_->Now();
+  EXPECT_EQ(now->latest, nullptr) << "an older one would be believed";
+  EXPECT_THAT(now->latest_unknown, HasCode(Code::kDataLoss));
+  EXPECT_THAT(now->problems, testing::SizeIs(1));
+  fails = false;
+  ExpectSoon([&] {
+    const auto later = watch_->Now();
+    return later->latest && later->latest->name == "new";
+  });
+  // Damage that was proven is passed over.
+  ASSERT_OK(HostFileSystem().CreateDirectory(store() + "/bad"));
+  WriteWholeFile(store() + "/bad/COMMIT", "nonsense");
+  ExpectSoon([&] { return watch_->Now()->problems.size() == 1; });
+  EXPECT_EQ(watch_->Now()->latest->name, "new");
+  EXPECT_OK(watch_->Now()->latest_unknown);
 }
 
 TEST_F(StoreWatchTest, AnswersForOneNameDuringTheFirstLook) {

@@ -246,6 +246,29 @@ TEST(JournalTest, SyncsOfManyAreGroupedAndDurable) {
   EXPECT_THAT(journal->Append(one), HasCode(Code::kStale));
 }
 
+TEST(JournalTest, WhatIsAppendedDuringAnFsyncNeedsAnother) {
+  const TempDir dir;
+  std::unique_ptr<JournalWriter> journal;
+  const std::string record = EncodeRecord(SomeRecords()[0]);
+  std::atomic<int> syncs{0};
+  // The kernel's fsync has begun: what comes now may not be in it.
+  ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) {
+    if (event.op == FileOp::kSync && journal != nullptr && ++syncs == 1) {
+      EXPECT_OK(journal->Append(record));
+    }
+    return Status();
+  });
+  journal = JournalWriter::Create(fs, dir.Join("j"), kUuid, kIncarnation).value();
+  const std::uint64_t empty = journal->synced_bytes();
+  ASSERT_OK(journal->Append(record));
+  ASSERT_OK(journal->Sync());
+  EXPECT_EQ(syncs, 1);
+  EXPECT_EQ(journal->synced_bytes(), empty + record.size());
+  ASSERT_OK(journal->Sync());
+  EXPECT_EQ(syncs, 2);
+  EXPECT_GE(journal->synced_bytes(), empty + 2 * record.size());
+}
+
 TEST(JournalTest, AFailedSyncCondemnsTheJournal) {
   const TempDir dir;
   std::atomic<bool> fail{false};

@@ -103,7 +103,7 @@ TEST_F(PublishCrashTest, AfterAFailureAnywhereItCanBePublishedAgain) {
     ASSERT_OK(HostFileSystem().RemoveTree(root));
   }
   EXPECT_GT(k, 100);
-  EXPECT_GT(published, 5);
+  EXPECT_GE(published, 3);  // The rename, and the syncs of both folders after it.
 }
 
 TEST_F(PublishCrashTest, AfterAPowerCutAnywhereItIsPublishedOrCanBe) {
@@ -117,7 +117,7 @@ TEST_F(PublishCrashTest, AfterAPowerCutAnywhereItIsPublishedOrCanBe) {
   int again = 0;
   const int tries = TestScale(2);
   for (std::size_t k = written; k <= acknowledged; ++k) {
-    // What is swept last matters most.
+    // The last steps matter most.
     for (int i = 0; i < (k + 6 > acknowledged ? 4 * tries : tries); ++i) {
       const std::string after = dir_.Join("after");
       ASSERT_OK(live.Materialise(k, random, after));

@@ -97,6 +97,54 @@ class Errors(harness.ToolTest):
         self.fails("ls", path, code="DATA_LOSS", says="COMMIT")
         self.run_tool("verify", path, expect=1)
 
+    def test_a_damaged_latest_is_passed_over_aloud(self):
+        self.save("step-1")
+        path = self.save("step-2")
+        (path / "COMMIT").write_bytes(b"nonsense")
+        for command in ["info", "ls", "verify"]:
+            result = self.run_tool(command, self.store / "latest")
+            self.assertIn("warning: checkpoint step-2 was passed over", result.stderr)
+        result = self.run_tool("info", self.store)
+        self.assertIn("warning: checkpoint step-2 was passed over", result.stderr)
+        self.assertEqual(self.json_lines("info", self.store)[0]["latest"], "step-1")
+        self.assertIn("DATA_LOSS", self.run_tool("ls", self.store, expect=1).stdout)
+        (path / "COMMIT").unlink()  # Lost: that is damage too, but of a folder of somebody's it is none.
+        self.assertIn("step-2", self.run_tool("info", self.store).stderr)
+        shutil.rmtree(path)
+        path.mkdir()
+        self.assertEqual(self.run_tool("info", self.store).stderr, "")
+        self.assertIn("no checkpoint", self.run_tool("ls", self.store).stdout)
+        self.assertIn("no checkpoint", self.run_tool("fsck", self.store).stdout)
+
+    def test_a_checkpoint_of_a_newer_program_may_be_the_latest(self):
+        self.save("step-1")
+        path = self.save("step-2")
+        newer = harness.pathlib.Path(__file__).resolve().parents[1] / "golden/bad/UNSUPPORTED-incompatible-bit.commit"
+        shutil.copyfile(newer, path / "COMMIT")
+        for command in [["info", self.store], ["load", self.store / "latest"], ["ls", self.store / "latest"]]:
+            self.fails(*command, code="UNSUPPORTED", says="step-2")
+        self.assertIn("step-1", self.run_tool("ls", self.store, expect=2).stdout)
+        found = self.run_tool("fsck", self.store, expect=2).stdout
+        self.assertIn("newer program", found)
+        self.assertNotIn("rm", found.replace("program", "").replace("format", ""))
+        self.save("step-3")  # Saves go on.
+
+    def test_a_lost_superblock(self):
+        path = self.save("step-1")
+        superblock = self.store / "store.json"
+        for text in ["", "{\"format\": \"tens", None]:
+            os.chmod(superblock, 0o644)
+            superblock.write_text(text) if text is not None else superblock.unlink()
+            found = self.run_tool("fsck", self.store, expect=1)
+            self.assertIn("store.json", found.stdout)
+            self.assertIn("--rebuild", found.stdout)
+            self.run_tool("fsck", self.store, "--rebuild")
+            self.run_tool("fsck", self.store)
+            self.assertEqual(len(self.json_lines("ls", self.store)), 1)
+            self.save("after")
+            self.run_tool("rm", self.store / "after")
+        self.fails("fsck", self.dir, code="NOT_FOUND", says="not a store")
+
     def test_the_index(self):
         path = self.save("step-1")
         other = self.save("step-2", "--shard", "cols", "--ranks", "2")

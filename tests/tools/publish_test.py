@@ -56,6 +56,7 @@ class PublishTest(harness.ToolTest):
         self.assertEqual(event["checkpoint"], str(self.store / "step-2"))
         self.assertEqual((event["tensors"], event["generation"], event["mounts"]), (1, 9, 0))
         self.run_tool("verify", self.store / "step-2")
+        self.run_tool("gc", self.store, "--grace", "0")
         self.assertEqual(sorted(p.name for p in (self.store / "step-2").iterdir()),
                          ["COMMIT", "data", "index", "manifest"])
         self.assertFalse(folder.exists())
