@@ -249,5 +249,55 @@ TEST_F(HabitsTest, AChildWritesOnWhatItsParentOpened) {
   for (const int end : {ready[0], ready[1], go[0], go[1]}) close(end);
 }
 
+// Every tier, and a view that is made when it is asked for.
+TEST_F(HabitsTest, OpenFilesOfARemovedCheckpointAnswer) {
+  TinySpec spec = DefaultTinySpec();
+  spec.tensors.push_back(
+      {.key = "big", .dtype = DType::kU8, .shape = {500000}, .seed = 5, .tensor_file = true});
+  Write("step-1", spec);
+  Mount(store());
+  std::vector<std::unique_ptr<Fd>> files;
+  const std::vector<std::string> names = {
+      "tensors/big",     "tensors/layers.0.w", "npy/big.npy",        "slices/big[5:200000]",
+      "checkpoint.json", "model.safetensors",  "zarr/big/zarr.json", "extents/big.json",
+  };
+  std::vector<off_t> sizes;
+  for (const std::string& name : names) {
+    files.push_back(std::make_unique<Fd>(open(At("step-1/" + name).c_str(), O_RDONLY | O_CLOEXEC)));
+    ASSERT_GE(files.back()->fd, 0) << name;
+    struct stat st;
+    ASSERT_EQ(fstat(*files.back(), &st), 0);
+    sizes.push_back(st.st_size);
+  }
+  const Fd folder(open(At("step-1/tensors").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  ASSERT_OK_AND_ASSIGN(const Store opened, Store::Open(HostFileSystem(), store()));
+  ASSERT_OK(opened.Remove("step-1"));
+  ExpectWithin(std::chrono::milliseconds(2000),
+               [&] { return ops_->Stat("step-1").status().ToErrno() == ENOENT; });
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    char byte = 0;
+    ASSERT_EQ(pread(*files[i], &byte, 1, 0), 1) << names[i];  // The kernel then asks for the time.
+    struct stat st;
+    EXPECT_EQ(fstat(*files[i], &st), 0) << names[i] << ": " << std::strerror(errno);
+    EXPECT_EQ(st.st_size, sizes[i]) << names[i];
+    char key[64];
+    if (names[i].starts_with("tensors/")) {
+      EXPECT_GT(fgetxattr(*files[i], "user.tensormount.key", key, sizeof key), 0) << names[i];
+    }
+    const std::string self = "/proc/self/fd/" + std::to_string(files[i]->fd);
+    const Fd again(open(self.c_str(), O_RDONLY | O_CLOEXEC));
+    EXPECT_GE(again.fd, 0) << names[i] << ": " << std::strerror(errno);
+    EXPECT_EQ(pread(again, &byte, 1, st.st_size - 1), 1) << names[i];
+  }
+  // Folders are no open files: they are gone.
+  EXPECT_EQ(openat(folder, "bias", O_RDONLY | O_CLOEXEC), -1);
+  files.clear();
+  // And gc waits for nobody any more.
+  ExpectWithin(std::chrono::milliseconds(2000), [&] {
+    EXPECT_OK(opened.Gc({.grace = std::chrono::seconds(0)}));
+    return HostFileSystem().List(store() + "/.trash").value().empty();
+  });
+}
+
 }  // namespace
 }  // namespace tensormount::fs
