@@ -37,12 +37,20 @@ class WriteHandle {
   // fsync(2): when it returns, what was written survives a power cut and counts at publish.
   virtual Status Sync() = 0;
   virtual Result<Attributes> Stat() = 0;
-  // lseek(2) with SEEK_DATA (`data`) or SEEK_HOLE: the first byte from `offset` on that was written,
-  // or that was not. ENXIO at and past the end, and where no data follow.
+  // lseek(2) with SEEK_DATA (`data`) or SEEK_HOLE: the first byte from `offset` on that was
+  // written, or that was not. ENXIO at and past the end, and where no data follow.
   virtual Result<std::uint64_t> Seek(std::uint64_t offset, bool data) = 0;
-  // A write that came through a shared mapping (whole pages, so that cells nobody wrote would count
-  // as written): condemns the file, whose Flush and Sync then fail with ENODEV, and the publish.
-  virtual void RefuseMappedWrite() = 0;
+  // The kernel reads pages for a mapping. What is written to those it says later, maybe long after
+  // close(2): until Release() such a file counts as open for writing.
+  virtual Status NoteMapping() = 0;
+  // Pages that were written to through a shared mapping. Bytes past the end are dropped, they are
+  // nobody's. Where cells that nobody wrote would count as written, the file is condemned instead:
+  // its Flush and Sync then fail with ENODEV, and so does the publish.
+  virtual Status WritePages(std::uint64_t offset, const void* data, std::size_t size) = 0;
+  // The kernel has let go of the file, mappings too: nothing can come any more. Needed where
+  // writing() is true then: what came after the last Flush is made durable as it would have.
+  virtual Status Release() = 0;
+  virtual bool writing() = 0;
 };
 
 }  // namespace tensormount::fs

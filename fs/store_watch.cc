@@ -78,6 +78,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   std::uint64_t looks = 0;  // That have ended.
   std::shared_ptr<const Listing> listing;
   std::vector<std::shared_ptr<Slot>> slots;  // By id; null: gone. Slot 0 is the mount itself.
+  std::map<std::uint32_t, std::weak_ptr<const CheckpointView>> still_open;  // Of those.
   std::atomic<std::uint64_t> clock{0};
   // Of the first look: names that somebody waits for, and what was found of such.
   std::vector<std::string> asked_names;
@@ -427,10 +428,17 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
     stuck = false;
   }
   looked.notify_all();
+  std::vector<std::pair<std::uint32_t, std::weak_ptr<const CheckpointView>>> let_go;
   for (const auto& slot : gone) {
     const std::lock_guard lock(slot->mutex_);
     slot->opened_ = false;
     slot->view_ = nullptr;  // Open files keep it, and with it the lock that gc waits for.
+    if (!slot->last_view_.expired()) let_go.emplace_back(slot->id, slot->last_view_);
+  }
+  {
+    const std::lock_guard lock(mutex);
+    std::erase_if(still_open, [](const auto& entry) { return entry.second.expired(); });
+    still_open.insert(let_go.begin(), let_go.end());
   }
   CloseUnused(*now, kKeptOpen);
 }
@@ -581,6 +589,12 @@ Result<std::shared_ptr<Slot>> StoreWatch::Find(std::uint32_t id) {
     return Status(Code::kStale, "the checkpoint was removed or replaced");
   }
   return core_->slots[id];
+}
+
+std::shared_ptr<const CheckpointView> StoreWatch::KeptView(std::uint32_t id) {
+  const std::lock_guard lock(core_->mutex);
+  const auto at = core_->still_open.find(id);
+  return at == core_->still_open.end() ? nullptr : at->second.lock();
 }
 
 Result<std::shared_ptr<const CheckpointView>> StoreWatch::View(Slot& slot) {

@@ -117,6 +117,8 @@ class StoreWatch {
   Result<std::shared_ptr<Slot>> Find(std::uint32_t id);
   // Opens the checkpoint where it is not open. kStale where it is gone or was replaced.
   Result<std::shared_ptr<const CheckpointView>> View(Slot& slot);
+  // Of a checkpoint that is gone: what files that are open of it still hold. Null where none are.
+  std::shared_ptr<const CheckpointView> KeptView(std::uint32_t id);
   // Null where it is not open; opens nothing.
   static std::shared_ptr<const CheckpointView> OpenedView(Slot& slot);
   std::size_t open_checkpoints() const;

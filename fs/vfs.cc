@@ -138,6 +138,18 @@ Result<Vfs::Place> Vfs::PlaceOf(NodeId id) {
   return place;
 }
 
+Result<Vfs::Place> Vfs::PlaceOfFile(NodeId id) {
+  Result<Place> place = PlaceOf(id);
+  if (place.status().code() != Code::kStale) return place;
+  const Node node = NodeOf(id);
+  const auto kept = watch_->KeptView(node.slot);
+  if (!kept) return place;
+  // A folder leads to files that nobody has open.
+  const Result<Attributes> attributes = kept->Stat(node);
+  if (!attributes.ok() || attributes.value().kind != FileKind::kFile) return place;
+  return Place{.node = node, .view = kept};
+}
+
 bool Vfs::MayBlock(NodeId id) {
   std::uint32_t slot = NodeOf(id).slot;
   if (slot == 0) {
@@ -276,7 +288,7 @@ Result<Vfs::Entry> Vfs::Stat(NodeId id) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, watch_->Find(node.slot));
     return SlotEntry(*slot);
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOfFile(id));
   if (!place.view) return Status(Code::kStale, "no such node");
   TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, place.view->Stat(place.node));
   return Entry{.id = id, .attributes = attributes, .seconds = kSealedSeconds};
@@ -342,7 +354,7 @@ Status Vfs::List(NodeId id, std::uint64_t cookie, const std::function<bool(const
 }
 
 Result<std::shared_ptr<const VirtualFile>> Vfs::OpenFile(NodeId id) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOfFile(id));
   if (place.view) return place.view->OpenFile(place.node);
   const std::optional<Fixed> fixed = FixedOf(place.node);
   if (!fixed) return Status(Code::kStale, "no such node");
@@ -370,7 +382,7 @@ Result<std::string> Vfs::GetXattr(NodeId id, std::string_view name) {
     return Status(Code::kUnsupported, "only user. attributes here");
   }
   const Status none = Status::FromErrno(ENODATA, "read attribute", name);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOfFile(id));
   if (!place.view) return none;
   TENSORMOUNT_ASSIGN_OR_RETURN(auto all, place.view->Xattrs(place.node));
   const auto it = all.find(std::string(name));
@@ -380,7 +392,7 @@ Result<std::string> Vfs::GetXattr(NodeId id, std::string_view name) {
 
 Result<std::vector<std::string>> Vfs::ListXattrs(NodeId id) {
   std::vector<std::string> names;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOfFile(id));
   if (!place.view) return names;
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto all, place.view->Xattrs(place.node));
   for (const auto& [name, value] : all) names.push_back(name);

@@ -129,6 +129,9 @@ class Vfs {
     std::shared_ptr<const CheckpointView> view;  // Null: a node of the mount itself.
   };
   Result<Place> PlaceOf(NodeId id);
+  // Of what the kernel asks about open files too: theirs is found as long as any file of their
+  // checkpoint is open, also when that is gone.
+  Result<Place> PlaceOfFile(NodeId id);
   Result<Entry> ControlEntry(Fixed fixed);
   Result<Entry> RootEntry();
   Result<Entry> LatestEntry(const StoreWatch::Listing& now);

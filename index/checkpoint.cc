@@ -138,16 +138,19 @@ std::string OpenedCheckpoint::FilePath(std::uint32_t file) const {
 
 Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
-  return record.placement == Placement::kForeign
-             ? OpenForeignFile(*fs_, *foreign_base_, record, has_commit_)
-             : fs_->OpenReadBelow(*pinned_, record.name);
+  if (record.placement != Placement::kForeign) return fs_->OpenReadBelow(*pinned_, record.name);
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> opened,
+                               OpenForeignFile(*fs_, *foreign_base_, record, has_commit_));
+  TENSORMOUNT_RETURN_IF_ERROR(files_->changes.Check(file, record, opened->descriptor()));
+  return opened;
 }
 
 Status OpenedCheckpoint::CheckStill(std::uint32_t file, File& open) const {
   const FileRecord& record = index_->files()[file];
   if (record.placement != Placement::kForeign) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, open.Stat());
-  return CheckUnchanged(record, info, has_commit_);
+  TENSORMOUNT_RETURN_IF_ERROR(CheckUnchanged(record, info, has_commit_));
+  return files_->changes.Check(file, record, open.descriptor());
 }
 
 Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::Extents(

@@ -12,6 +12,7 @@
 #include "base/file_system.h"
 #include "index/checkpoint.h"
 #include "index/extent_lookup.h"
+#include "index/foreign_file.h"
 #include "index/lru_cache.h"
 
 namespace tensormount {
@@ -63,6 +64,7 @@ struct OpenedCheckpoint::Files {
 
   FileSystem& fs;
   LruCache<std::string, OpenDataFile> open;
+  ForeignChanges changes;
   LruCache<std::uint32_t, const ExtentLookup> lookups{std::size_t{16} << 20};  // By ordinal.
   LruCache<std::uint64_t, const ProvenLeaves> leaves{std::size_t{8} << 20};    // By place.
 };

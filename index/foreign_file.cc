@@ -2,6 +2,7 @@
 #include "index/foreign_file.h"
 
 #include <cerrno>
+#include <sys/stat.h>
 #include <unistd.h>
 
 namespace tensormount {
@@ -21,6 +22,33 @@ Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopt
       info.mtime_nanoseconds != record.mtime_nanoseconds) {
     return changed("written at another time");
   }
+  return Status();
+}
+
+Status ForeignChanges::Check(std::uint32_t number, const FileRecord& record, int descriptor) {
+  struct stat st;
+  if (descriptor < 0 || fstat(descriptor, &st) != 0) return Status();
+  const Seen now{.seconds = st.st_ctim.tv_sec,
+                 .nanoseconds = st.st_ctim.tv_nsec,
+                 .inode = st.st_ino,
+                 .links = st.st_nlink,
+                 .mode = st.st_mode,
+                 .uid = st.st_uid,
+                 .gid = st.st_gid};
+  const std::lock_guard lock(mutex_);
+  const auto [at, first] = seen_.try_emplace(number, now);
+  Seen& before = at->second;
+  if (first || (now.seconds == before.seconds && now.nanoseconds == before.nanoseconds)) {
+    return Status();
+  }
+  const bool attributes = now.links != before.links || now.mode != before.mode ||
+                          now.uid != before.uid || now.gid != before.gid;
+  if (now.inode == before.inode && !attributes) {
+    return Status(Code::kStale, record.name +
+                                    ": changed since it was opened (its old time was put "
+                                    "back, or it was renamed)");
+  }
+  before = now;
   return Status();
 }
 

@@ -2,7 +2,10 @@
 #ifndef TENSORMOUNT_INDEX_FOREIGN_FILE_H_
 #define TENSORMOUNT_INDEX_FOREIGN_FILE_H_
 
+#include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -20,6 +23,30 @@ namespace tensormount {
 // what it was when it was looked at. `adopted`: a store has the record; else it was made when the
 // source was opened. Files of our own are never changed: ok.
 Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopted);
+
+// When inodes of foreign files were changed last, as it was when each was first opened here.
+// Records lack that: a copy has another. Whoever writes in place and puts the old time back changes
+// it. Thread-safe.
+class ForeignChanges {
+ public:
+  // kStale where file `number`, open as `descriptor`, was changed since it was first asked about,
+  // and not only its mode, owner or names. Ok where there is no descriptor to ask.
+  Status Check(std::uint32_t number, const FileRecord& record, int descriptor);
+
+ private:
+  struct Seen {
+    std::int64_t seconds = 0;
+    std::int64_t nanoseconds = 0;
+    std::uint64_t inode = 0;
+    // What may change it without a byte being written.
+    std::uint64_t links = 0;
+    std::uint32_t mode = 0;
+    std::uint32_t uid = 0;
+    std::uint32_t gid = 0;
+  };
+  std::mutex mutex_;
+  std::map<std::uint32_t, Seen> seen_;
+};
 
 // The folder that nothing of a checkpoint's foreign files may lead out of, and where below it they
 // are: info.root itself where that is trusted, else the folder that the operator named. Whoever can

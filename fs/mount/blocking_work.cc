@@ -12,6 +12,12 @@ namespace tensormount::fs {
 
 using Clock = std::chrono::steady_clock;
 
+bool PendingAnswer::Begin() {
+  const std::lock_guard lock(mutex_);
+  begun_ = true;
+  return !answered_;
+}
+
 bool PendingAnswer::Claim() {
   const std::lock_guard lock(mutex_);
   return !std::exchange(answered_, true);
@@ -20,7 +26,8 @@ bool PendingAnswer::Claim() {
 bool PendingAnswer::GiveUpIfInterrupted() {
   // Held over the calls: the request must not be answered, and so freed, meanwhile.
   const std::lock_guard lock(mutex_);
-  if (answered_ || !interrupted_()) return false;
+  if (answered_ || (begun_ && once_begun_ == Work::kIsFinished)) return false;
+  if (!interrupted_()) return false;
   answered_ = true;
   give_up_();
   return true;
@@ -58,7 +65,7 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
   void Execute(std::unique_lock<std::mutex>& lock, Item item) {
     const auto at = active.insert(active.end(), item.answer);
     lock.unlock();
-    if (!item.answer->answered()) item.work();
+    if (item.answer->Begin()) item.work();
     item.work = nullptr;
     lock.lock();
     active.erase(at);

@@ -14,11 +14,19 @@ namespace tensormount::fs {
 // did the work, or, where the caller was interrupted and storage does not answer, the watchdog.
 class PendingAnswer {
  public:
+  // What an interrupted caller may be told while the work is under way. Programs make a call again
+  // that was interrupted: an append would be done twice, a rename fail that has succeeded. So what
+  // changes something is given up only while it waits for its turn.
+  enum class Work { kMayBeGivenUp, kIsFinished };
   // `interrupted`: whether the caller gave up. `give_up`: answers so. Neither is called after the
   // answer was given.
-  PendingAnswer(std::function<bool()> interrupted, std::function<void()> give_up)
-      : interrupted_(std::move(interrupted)), give_up_(std::move(give_up)) {}
+  PendingAnswer(Work once_begun, std::function<bool()> interrupted, std::function<void()> give_up)
+      : once_begun_(once_begun),
+        interrupted_(std::move(interrupted)),
+        give_up_(std::move(give_up)) {}
 
+  // The work begins now. False: it was given up, and must not.
+  bool Begin();
   // True once, for the one who shall answer.
   bool Claim();
   // Answers for a caller that was interrupted. True where it did.
@@ -28,7 +36,9 @@ class PendingAnswer {
 
  private:
   const std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
+  const Work once_begun_;
   mutable std::mutex mutex_;
+  bool begun_ = false;
   bool answered_ = false;
   std::function<bool()> interrupted_;
   std::function<void()> give_up_;

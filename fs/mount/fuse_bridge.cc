@@ -74,6 +74,23 @@ bool IsOrdinary(const Status& status) {
   }
 }
 
+PendingAnswer::Work OnceBegun(Op op) {
+  switch (op) {
+    case Op::kOpenStaged:  // May cut off what was written, or make a mark.
+    case Op::kCreate:
+    case Op::kWrite:
+    case Op::kFlush:
+    case Op::kFsync:
+    case Op::kSetattr:
+    case Op::kMkdir:
+    case Op::kRemove:
+    case Op::kRename:
+      return PendingAnswer::Work::kIsFinished;
+    default:
+      return PendingAnswer::Work::kMayBeGivenUp;
+  }
+}
+
 Result<Reply> Guarded(const std::function<Result<Reply>()>& op) noexcept {
   try {
     return op();
@@ -126,12 +143,7 @@ struct LongRequest : std::enable_shared_from_this<LongRequest> {
   std::shared_ptr<PendingAnswer> answer;
 
   LongRequest(fuse_req_t r, Op o, NodeId n, std::function<Result<Reply>(LongWork&)> w)
-      : req(r),
-        op(o),
-        node(n),
-        bridge(BridgeOf(r)),
-        queue(QueueOf(r, o)),
-        work(std::move(w)) {}
+      : req(r), op(o), node(n), bridge(BridgeOf(r)), queue(QueueOf(r, o)), work(std::move(w)) {}
 
   struct Attempt : LongWork {
     explicit Attempt(LongRequest& r) : request(r) {}
@@ -163,13 +175,13 @@ struct LongRequest : std::enable_shared_from_this<LongRequest> {
 
 void ServeLong(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>(LongWork&)> work) {
   const auto request = std::make_shared<LongRequest>(req, op, node, std::move(work));
-  request->answer =
-      std::make_shared<PendingAnswer>([req] { return fuse_req_interrupted(req) != 0; },
-                                      [req, &bridge = request->bridge, op, since = request->since] {
-                                        bridge.vfs.stats().CountInterrupted();
-                                        bridge.vfs.stats().Count(op, Clock::now() - since, true);
-                                        fuse_reply_err(req, EINTR);
-                                      });
+  request->answer = std::make_shared<PendingAnswer>(
+      OnceBegun(op), [req] { return fuse_req_interrupted(req) != 0; },
+      [req, &bridge = request->bridge, op, since = request->since] {
+        bridge.vfs.stats().CountInterrupted();
+        bridge.vfs.stats().Count(op, Clock::now() - since, true);
+        fuse_reply_err(req, EINTR);
+      });
   request->Run();
 }
 

@@ -20,6 +20,7 @@
 
 #include "fs/handle.h"
 #include "fs/mount/blocking_work.h"
+#include "fs/mount/file_users.h"
 #include "fs/mount/fuse_shim.h"
 #include "fs/mount/open_modes.h"
 #include "fs/mount/source_space.h"
@@ -50,6 +51,7 @@ struct OpenFile {
   std::shared_ptr<const VirtualFile> file;  // Of a published checkpoint, of .tensormount/.
   std::shared_ptr<WriteHandle> write;       // Below .staging/.
   std::shared_ptr<OpenModes::Lease> lease = nullptr;  // Of `file` where there is a mode to keep to.
+  std::unique_ptr<FileUsers> users = nullptr;         // Of `write`.
 };
 inline OpenFile& OpenFileOf(const fuse_file_info* fi) {
   return *reinterpret_cast<OpenFile*>(fi->fh);
@@ -103,6 +105,8 @@ inline BlockingWork& QueueOf(fuse_req_t req, Op op) {
                     op == Op::kFlush || op == Op::kFsync;
   return data ? BridgeOf(req).reads : BridgeOf(req).opens;
 }
+// Whether an interrupted caller can be told so while its request is under way.
+PendingAnswer::Work OnceBegun(Op op);
 // Runs work, exceptions turned into a Status.
 Result<Reply> Guarded(const std::function<Result<Reply>()>& work) noexcept;
 // Counts, reports and sends the result of work.
@@ -131,6 +135,8 @@ void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi);
 // read(2) and lseek(2) of a file that has OpenFile::write.
 void ReadStaged(fuse_req_t req, std::size_t size, off_t offset, fuse_file_info* fi);
 void SeekStaged(fuse_req_t req, off_t offset, int whence, fuse_file_info* fi);
+// The last that is heard of such a file.
+void ReleaseStaged(fuse_req_t req, fuse_ino_t node, std::unique_ptr<OpenFile> open);
 
 }  // namespace tensormount::fs
 

@@ -199,8 +199,13 @@ void OpOpen(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
   });
 }
 
-void OpRelease(fuse_req_t req, fuse_ino_t, fuse_file_info* fi) {
-  delete reinterpret_cast<OpenFile*>(fi->fh);
+void OpRelease(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
+  std::unique_ptr<OpenFile> open(&OpenFileOf(fi));
+  if (open->write) {
+    ReleaseStaged(req, node, std::move(open));
+    return;
+  }
+  open.reset();
   fuse_reply_err(req, 0);
 }
 

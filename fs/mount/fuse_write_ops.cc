@@ -53,7 +53,7 @@ void ServeData(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>()
   Bridge& bridge = BridgeOf(req);
   const auto since = std::chrono::steady_clock::now();
   auto answer = std::make_shared<PendingAnswer>(
-      [req] { return fuse_req_interrupted(req) != 0; },
+      OnceBegun(op), [req] { return fuse_req_interrupted(req) != 0; },
       [req, &bridge, op, since] {
         bridge.vfs.stats().CountInterrupted();
         bridge.vfs.stats().Count(op, std::chrono::steady_clock::now() - since, true);
@@ -87,6 +87,7 @@ void OpCreate(fuse_req_t req, fuse_ino_t parent, const char* name, mode_t, fuse_
                         handle = std::move(made.handle)](fuse_req_t r) mutable {
             auto open = std::make_unique<OpenFile>();
             open->write = std::move(handle);
+            open->users = std::make_unique<FileUsers>(fuse_req_ctx(r)->pid);
             info.fh = reinterpret_cast<std::uint64_t>(open.get());
             // Without an answer there is no release and nothing to forget.
             if (fuse_reply_create(r, &param, &info) != 0) return;
@@ -162,14 +163,6 @@ void OpWrite(fuse_req_t req, fuse_ino_t node, const char* data, std::size_t size
   const WritePtr handle = OpenFileOf(fi).write;
   if (!handle) return Refuse(req, EBADF);
   if (offset < 0 || size > kMaxRequestBytes) return Refuse(req, EINVAL);
-  if (fi->writepage) {
-    // From the page cache, where only shared mappings write.
-    ServeStatus(req, Op::kWrite, node, [handle]() -> Status {
-      handle->RefuseMappedWrite();
-      return Status::FromErrno(ENODEV, "write through a shared mapping", handle->label());
-    });
-    return;
-  }
   // The kernel's bytes lie in the buffer of this thread, which is used again when this returns:
   // they are copied only where another thread is to write them.
   struct Bytes {
@@ -178,11 +171,18 @@ void OpWrite(fuse_req_t req, fuse_ino_t node, const char* data, std::size_t size
   };
   auto bytes = std::make_shared<Bytes>();
   bytes->at = data;
-  const bool append = (fi->flags & O_APPEND) != 0;
+  // From the page cache, where only shared mappings write: at the place of the page, whatever the
+  // file was opened for, and by nobody that could be named.
+  const bool pages = fi->writepage != 0;
+  const bool append = !pages && (fi->flags & O_APPEND) != 0;
+  if (!pages) OpenFileOf(fi).users->Wrote(fi->lock_owner, fuse_req_ctx(req)->pid);
   ServeData(
       req, Op::kWrite, node,
-      [&bridge, handle, bytes, size, offset, append]() -> Result<Reply> {
-        if (append) {
+      [&bridge, handle, bytes, size, offset, append, pages]() -> Result<Reply> {
+        if (pages) {
+          TENSORMOUNT_RETURN_IF_ERROR(
+              handle->WritePages(static_cast<std::uint64_t>(offset), bytes->at, size));
+        } else if (append) {
           TENSORMOUNT_RETURN_IF_ERROR(handle->Append(bytes->at, size).status());
         } else {
           TENSORMOUNT_RETURN_IF_ERROR(
@@ -203,7 +203,16 @@ void OpFlush(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
     fuse_reply_err(req, 0);
     return;
   }
-  ServeStatus(req, Op::kFlush, node, [handle] { return handle->Flush(); });
+  switch (OpenFileOf(fi).users->Closed(fi->lock_owner, fuse_req_ctx(req)->pid)) {
+    case FileUsers::Close::kNobodys:
+      fuse_reply_err(req, 0);
+      return;
+    case FileUsers::Close::kOne:
+      ServeStatus(req, Op::kFlush, node, [handle] { return handle->Sync(); });
+      return;
+    case FileUsers::Close::kLast:
+      ServeStatus(req, Op::kFlush, node, [handle] { return handle->Flush(); });
+  }
 }
 
 void OpFsync(fuse_req_t req, fuse_ino_t node, int, fuse_file_info* fi) {
@@ -254,6 +263,7 @@ void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
     return Reply([info, handle = std::move(handle)](fuse_req_t r) mutable {
       auto open = std::make_unique<OpenFile>();
       open->write = std::move(handle);
+      open->users = std::make_unique<FileUsers>(fuse_req_ctx(r)->pid);
       info.fh = reinterpret_cast<std::uint64_t>(open.get());
       // Several writers of one tensor, each at its own offset.
       const FuseShim::LetsWriteTogether together;
@@ -267,7 +277,10 @@ void ReadStaged(fuse_req_t req, std::size_t size, off_t offset, fuse_file_info* 
   Bridge& bridge = BridgeOf(req);
   if (size > kMaxRequestBytes || offset < 0) return Refuse(req, EINVAL);
   const WritePtr handle = OpenFileOf(fi).write;
-  Serve(req, Op::kReadStaged, 0, true, [&bridge, handle, size, offset]() -> Result<Reply> {
+  // Reads past the page cache name whose they are; pages are nobody's.
+  const bool pages = fi->lock_owner == 0;
+  Serve(req, Op::kReadStaged, 0, true, [&bridge, handle, size, offset, pages]() -> Result<Reply> {
+    if (pages) TENSORMOUNT_RETURN_IF_ERROR(handle->NoteMapping());
     char* buffer = ThreadBuffer();
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n,
                                  handle->Read(static_cast<std::uint64_t>(offset), buffer, size));
@@ -287,6 +300,15 @@ void SeekStaged(fuse_req_t req, off_t offset, int whence, fuse_file_info* fi) {
                                        handle->Seek(at, whence == SEEK_DATA));
           return Reply([found](fuse_req_t r) { fuse_reply_lseek(r, static_cast<off_t>(found)); });
         });
+}
+
+void ReleaseStaged(fuse_req_t req, fuse_ino_t node, std::unique_ptr<OpenFile> open) {
+  const std::shared_ptr<OpenFile> last(std::move(open));
+  if (!last->write->writing()) {
+    fuse_reply_err(req, 0);
+    return;
+  }
+  ServeStatus(req, Op::kFlush, node, [last] { return last->write->Release(); });
 }
 
 void AddWriteOps(fuse_lowlevel_ops& ops) {

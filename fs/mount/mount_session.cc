@@ -37,6 +37,7 @@ constexpr std::chrono::seconds kSessionStopPatience{5};
 constexpr std::chrono::milliseconds kUnmountPatience{3000};
 // Between two looks of the watchdog.
 constexpr std::chrono::milliseconds kTick{250};
+constexpr std::chrono::milliseconds kShortTick{10};
 // Threads beyond those that receive requests, for reads that wait.
 constexpr int kPoolThreads = 8;
 // For checkpoints that are being opened, and for files at their first open.
@@ -240,7 +241,7 @@ void MountCore::WatchLoop() {
   const auto over = [this] { return (gone_ || stopping_) && serving_.empty(); };
   while (!over()) {
     if (work_) {
-      changed_.wait_for(lock, kTick, over);
+      changed_.wait_for(lock, std::clamp(options_.give_up_after, kShortTick, kTick), over);
     } else {
       changed_.wait(lock, [&] { return work_ || over(); });
       continue;

@@ -99,6 +99,13 @@ Status BlobWriter::Write(std::uint64_t offset, const void* data, std::size_t siz
   return WriteLocked(offset, data, size);
 }
 
+Status BlobWriter::Overwrite(std::uint64_t offset, const void* data, std::size_t size) {
+  const std::lock_guard lock(mutex_);
+  if (offset >= size_) return Check();
+  return WriteLocked(offset, data,
+                     static_cast<std::size_t>(std::min<std::uint64_t>(size, size_ - offset)));
+}
+
 Result<std::uint64_t> BlobWriter::Append(const void* data, std::size_t size) {
   const std::lock_guard lock(mutex_);
   const std::uint64_t at = size_;
@@ -154,6 +161,7 @@ Status BlobWriter::Prepare(PendingPart& pending) {
     pending.files.push_back(area_.file);
   }
   pending.records = EncodeRecord(record);
+  last_ = std::move(record.object);
   recorded_ = std::max(recorded_, size_);
   changed_ = false;
   return {};
@@ -184,6 +192,52 @@ void BlobWriter::Finish(PendingPart& pending, const Status& status) {
 Status BlobWriter::Sync() {
   StagedPart* const self = this;
   return SyncParts(*shared_, {&self, 1});
+}
+
+Status BlobWriter::MoveTo(const std::string& key, const Dims& index) {
+  const std::lock_guard turn(turn_);
+  const std::lock_guard lock(mutex_);
+  TENSORMOUNT_RETURN_IF_ERROR(Check());
+  if (removed_) return Status(Code::kNotFound, Name() + ": removed");
+  JournalRecord added;
+  added.kind = JournalRecord::Kind::kObject;
+  added.object = last_;
+  added.object.key = key;
+  added.object.index = index;
+  JournalRecord removed;
+  removed.kind = JournalRecord::Kind::kNoObject;
+  removed.object.key = key_;
+  removed.object.index = index_;
+  // In this order: where a power cut tears them apart, both names are there rather than none.
+  TENSORMOUNT_RETURN_IF_ERROR(
+      shared_->files.journal()->Append(EncodeRecord(added) + EncodeRecord(removed)));
+  last_ = std::move(added.object);
+  key_ = key;
+  index_ = index;
+  return {};
+}
+
+Status BlobWriter::Leave() {
+  const std::lock_guard turn(turn_);
+  const std::lock_guard lock(mutex_);
+  TENSORMOUNT_RETURN_IF_ERROR(Check());
+  removed_ = true;
+  return {};
+}
+
+void BlobWriter::Stay() {
+  const std::lock_guard lock(mutex_);
+  removed_ = false;
+}
+
+std::string BlobWriter::key() const {
+  const std::lock_guard lock(mutex_);
+  return key_;
+}
+
+Dims BlobWriter::index() const {
+  const std::lock_guard lock(mutex_);
+  return index_;
 }
 
 Status BlobWriter::Remove() {

@@ -22,14 +22,23 @@ class BlobWriter final : public StagingWriter::Blob, public StagedPart {
   std::uint64_t size() const override;
   Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) override;
   Status Write(std::uint64_t offset, const void* data, std::size_t size) override;
+  Status Overwrite(std::uint64_t offset, const void* data, std::size_t size) override;
   Result<std::uint64_t> Append(const void* data, std::size_t size) override;
   Status Truncate(std::uint64_t size) override;
   Status Sync() override;
 
   // It has no name any more: later syncs record nothing. Recorded itself, not yet durable.
   Status Remove();
-  const std::string& key() const { return key_; }
-  const Dims& index() const { return index_; }
+  // To be called once it was synced: all that was recorded is now of another name, in records that
+  // are appended together; not yet durable. Later syncs record it under that. kNotFound once it was
+  // removed.
+  Status MoveTo(const std::string& key, const Dims& index);
+  // Another one is about to take its name: no sync of it may record anything after that. Fails
+  // where one of its syncs failed, which only removing it takes back.
+  Status Leave();
+  void Stay();  // The other did not.
+  std::string key() const;
+  Dims index() const;
 
   Status Prepare(PendingPart& pending) override;
   void Finish(PendingPart& pending, const Status& status) override;
@@ -43,8 +52,9 @@ class BlobWriter final : public StagingWriter::Blob, public StagedPart {
   Status Zero(std::uint64_t begin, std::uint64_t end);
 
   const std::shared_ptr<StagedParts> shared_;
-  const std::string key_;
-  const Dims index_;
+  // Changed with a turn and the lock.
+  std::string key_;
+  Dims index_;
 
   Turn turn_;  // Of syncs; taken before mutex_.
   mutable std::mutex mutex_;
@@ -53,6 +63,7 @@ class BlobWriter final : public StagingWriter::Blob, public StagedPart {
   std::uint64_t used_ = 0;      // Of the area: behind it are zeros.
   std::uint64_t recorded_ = 0;  // Of the area: never written again.
   bool changed_ = true;         // Not recorded as it is.
+  StagedObject last_;           // As it was recorded last.
   bool removed_ = false;
   Status failure_;
 };

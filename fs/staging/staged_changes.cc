@@ -11,7 +11,6 @@
 namespace tensormount::fs {
 namespace {
 
-constexpr std::size_t kCopyBytes = std::size_t{1} << 20;
 constexpr std::uint64_t kMaxReportBytes = std::uint64_t{64} << 20;
 
 // EPERM: never allowed, and not EROFS, because the mount is writable.
@@ -65,7 +64,11 @@ HandleContext StagingTreeImpl::ContextOf(const NodePtr& node, bool writable) {
   return {.of = node->of,
           .label = node->Label(),
           .writable = writable,
-          .stat = [this, node] { return Describe(*node); },
+          // As it is called now.
+          .stat = [this, node]() -> Result<Attributes> {
+            const Result<NodePtr> now = nodes_.Find(node->item);
+            return Describe(now.ok() ? *now.value() : *node);
+          },
           .stats = &stats_};
 }
 
@@ -329,7 +332,7 @@ Status StagingTreeImpl::RemoveStagingAt(std::string_view name) {
   const std::string label = ".staging/" + std::string(name);
   const auto remove = [&]() -> Status {
     const Status busy(Code::kBusy, "files are open for writing");
-    if (staged->open_writers() > 0) return busy;
+    if (staged->AwaitReleases() > 0) return busy;
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto lease, PublisherLease::Take(fs_, staged->staging()));
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool removable, staged->Removable());
     if (!removable) {
@@ -359,7 +362,7 @@ Status StagingTreeImpl::Publish(std::string_view name, std::string_view as) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedPtr staged, Join(name));
   const auto publish = [&]() -> Status {
     if (const Status bad = CheckCheckpointName(as); !bad.ok()) return Refused(bad.message());
-    if (const int open = staged->open_writers(); open > 0) {
+    if (const int open = staged->AwaitReleases(); open > 0) {
       return Status(Code::kBusy,
                     std::to_string(open) + " files are open for writing on this mount");
     }
@@ -400,21 +403,14 @@ Status StagingTreeImpl::RenameWithin(std::uint64_t folder, std::string_view name
     TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPlace to,
                                  ObjectAt(*view, JoinedPath(to_parent->path, to_name)));
     if (to.key == from.key && to.index == from.index) return {};
-    StagingWriter& writer = of.writer();
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto source, writer.OpenObject(from.key, from.index, false));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto target, writer.OpenObject(to.key, to.index, true));
-    TENSORMOUNT_RETURN_IF_ERROR(target->Truncate(0));
-    std::string buffer(
-        static_cast<std::size_t>(std::min<std::uint64_t>(kCopyBytes, source->size())), '\0');
-    for (std::uint64_t at = 0; at < source->size();) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n,
-                                   source->Read(at, buffer.data(), buffer.size()));
-      if (n == 0) break;
-      TENSORMOUNT_RETURN_IF_ERROR(target->Write(at, buffer.data(), n));
-      at += n;
-    }
-    TENSORMOUNT_RETURN_IF_ERROR(target->Sync());
-    return writer.RemoveObject(from.key, from.index);
+    TENSORMOUNT_RETURN_IF_ERROR(of.writer().RenameObject(from.key, from.index, to.key, to.index));
+    StagedNode moved = from;
+    moved.path = JoinedPath(to_parent->path, to_name);
+    moved.key = to.key;
+    moved.index = to.index;
+    nodes_.Move(from, std::move(moved));
+    of.Touch();
+    return {};
   }();
   return status.ok() || status.code() == Code::kStale ? status
                                                       : Told("rename", label, AsRename(status));

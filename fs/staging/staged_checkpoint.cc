@@ -184,6 +184,26 @@ Status StagedCheckpoint::BeginWriting() {
 void StagedCheckpoint::EndWriting() {
   const std::lock_guard lock(lease_mutex_);
   if (--writing_ == 0) lease_ = nullptr;
+  fewer_writers_.notify_all();
+}
+
+void StagedCheckpoint::Linger(const Lingering& more) {
+  const std::lock_guard lock(lease_mutex_);
+  lingering_.closed += more.closed;
+  lingering_.releasing += more.releasing;
+  fewer_writers_.notify_all();
+}
+
+int StagedCheckpoint::AwaitReleases() {
+  const auto begun = Clock::now();
+  std::unique_lock lock(lease_mutex_);
+  const auto settled = [this] {
+    return writing_.load() == 0 || writing_.load() > lingering_.closed;
+  };
+  fewer_writers_.wait_until(lock, begun + kReleasePatience, settled);
+  fewer_writers_.wait_until(lock, begun + kLeasePatience,
+                            [&] { return settled() || lingering_.releasing == 0; });
+  return writing_.load();
 }
 
 Result<std::shared_ptr<StagingWriter::Target>> StagedCheckpoint::OpenTarget(const TensorMeta& meta,

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -50,6 +51,8 @@ class StagedCheckpoint {
   static constexpr std::chrono::milliseconds kMaxAge{200};
   // How long a writer waits for a publish that is under way to fail or to succeed.
   static constexpr std::chrono::seconds kLeasePatience{10};
+  // How long a publish waits for the kernel to let go of what was closed and unmapped.
+  static constexpr std::chrono::milliseconds kReleasePatience{250};
 
   // `fs` must outlive it.
   StagedCheckpoint(FileSystem& fs, Staging staging, std::string incarnation);
@@ -78,7 +81,18 @@ class StagedCheckpoint {
   // did not end in kLeasePatience.
   Status BeginWriting();
   void EndWriting();
+  // Of those that are writing one was closed by all, but is mapped, or written to through its
+  // mapping: it ends when the kernel lets go of it, which it does a moment after munmap(2).
+  // `releasing`: it did, and what came last is made durable now.
+  struct Lingering {
+    int closed = 0;
+    int releasing = 0;
+  };
+  void Linger(const Lingering& more);
   int open_writers() const { return writing_.load(); }
+  // Waits for those that linger, if there are no others, a moment, and for those that are releasing
+  // as long as a writer would wait for a publish. How many are open then.
+  int AwaitReleases();
 
   // A box that this mount has open or has written, for lists and attributes.
   Result<std::shared_ptr<StagingWriter::Target>> OpenTarget(const TensorMeta& meta, const Box& box);
@@ -129,7 +143,9 @@ class StagedCheckpoint {
   Clock::time_point schema_read_{};
 
   std::mutex lease_mutex_;
+  std::condition_variable fewer_writers_;
   std::atomic<int> writing_{0};
+  Lingering lingering_;
   std::shared_ptr<WriterLease> lease_;
 
   std::mutex mutex_;

@@ -19,7 +19,8 @@ class StagedHandle : public WriteHandle {
  public:
   explicit StagedHandle(HandleContext context) : context_(std::move(context)) {}
   ~StagedHandle() override {
-    if (counted_) context_.of->EndWriting();
+    const std::unique_lock lock(mutex_);
+    End();
   }
   // Counts as an open writer.
   Status Begin() {
@@ -36,7 +37,36 @@ class StagedHandle : public WriteHandle {
     if (offset >= attributes.size) return Status::FromErrno(ENXIO, "seek in", label());
     return data ? offset : attributes.size;
   }
-  void RefuseMappedWrite() override {}
+  Status NoteMapping() override {
+    if (!context_.writable) return {};
+    {
+      const std::shared_lock lock(mutex_);
+      if (paged_ && counted_) return {};
+    }
+    const std::unique_lock lock(mutex_);
+    paged_ = true;
+    if (counted_) return {};
+    // It was closed before the first page was touched, as np.memmap does.
+    TENSORMOUNT_RETURN_IF_ERROR(Told("map", context_.of->BeginWriting()));
+    counted_ = true;
+    Linger();
+    return {};
+  }
+  Status Release() override {
+    context_.of->Linger({.closed = 0, .releasing = 1});
+    {
+      const std::unique_lock lock(mutex_);
+      paged_ = false;
+      Linger();
+    }
+    const Status status = Flush();
+    context_.of->Linger({.closed = 0, .releasing = -1});
+    return status;
+  }
+  bool writing() override {
+    const std::shared_lock lock(mutex_);
+    return counted_;
+  }
 
  protected:
   // Runs `change` as an open writer. Changes of one handle run in parallel.
@@ -59,13 +89,18 @@ class StagedHandle : public WriteHandle {
       counted_ = true;
     }
   }
-  // close(2): `settle` with no change beside it; then this is no open writer any more.
+  // close(2): `settle` with no change beside it; then this is no open writer any more, unless a
+  // mapping can still write.
   template <typename Settle>
   Status Closing(const Settle& settle) {
     if (!context_.writable) return {};
     const std::unique_lock lock(mutex_);
     const Status status = settle();
-    if (std::exchange(counted_, false)) context_.of->EndWriting();
+    if (paged_) {
+      Linger();
+    } else {
+      End();
+    }
     return Told("close", status);
   }
   Status Told(std::string_view what, Status status) {
@@ -78,9 +113,21 @@ class StagedHandle : public WriteHandle {
   const HandleContext& context() const { return context_; }
 
  private:
+  // Both with the lock held alone.
+  void Linger() {
+    if (counted_ && !std::exchange(lingers_, true)) context_.of->Linger({.closed = 1});
+  }
+  void End() {
+    if (std::exchange(lingers_, false)) context_.of->Linger({.closed = -1});
+    if (std::exchange(counted_, false)) context_.of->EndWriting();
+  }
+
   const HandleContext context_;
   std::shared_mutex mutex_;
-  bool counted_ = false;  // Written under the lock alone.
+  // Written under the lock alone.
+  bool counted_ = false;
+  bool paged_ = false;    // Its pages were asked for since it was opened.
+  bool lingers_ = false;  // Counted, though everybody has closed it.
 };
 
 class TargetHandle : public StagedHandle {
@@ -127,11 +174,11 @@ class TargetHandle : public StagedHandle {
     if (data) return none;
     return offset;
   }
-  void RefuseMappedWrite() override {
-    if (mapped_.exchange(true)) return;
-    const Status status = Mapped();
+  Status WritePages(std::uint64_t, const void*, std::size_t) override {
+    Status status = Mapped();
+    if (mapped_.exchange(true)) return status;
     target_->Condemn(status.message());
-    (void)Told("write", status);
+    return Told("write", std::move(status));
   }
 
  private:
@@ -180,9 +227,10 @@ class ObjectHandle : public StagedHandle {
     if (offset >= size) return Status::FromErrno(ENXIO, "seek in", label());
     return data ? offset : size;
   }
-  // Bytes of an object have no cells that could be missing: pages are as good as writes, but they
-  // may come after close(2).
-  void RefuseMappedWrite() override {}
+  // Bytes of an object have no cells that could be missing: pages are as good as writes.
+  Status WritePages(std::uint64_t offset, const void* data, std::size_t size) override {
+    return Changing("write", [&] { return blob_->Overwrite(offset, data, size); });
+  }
 
  private:
   const std::shared_ptr<StagingWriter::Blob> blob_;
@@ -226,6 +274,13 @@ class EditHandle : public StagedHandle {
       text_.resize(size);
       Note();
       return {};
+    });
+  }
+  Status WritePages(std::uint64_t offset, const void* data, std::size_t size) override {
+    return Changing("write", [&]() -> Status {
+      const std::lock_guard lock(text_mutex_);
+      if (offset >= text_.size()) return {};
+      return Put(offset, data, std::min<std::uint64_t>(size, text_.size() - offset));
     });
   }
   Status Flush() override {
@@ -275,6 +330,7 @@ class MarkHandle : public StagedHandle {
   Status Write(std::uint64_t, const void*, std::size_t) override { return {}; }
   Result<std::uint64_t> Append(const void*, std::size_t) override { return std::uint64_t{0}; }
   Status Truncate(std::uint64_t) override { return {}; }
+  Status WritePages(std::uint64_t, const void*, std::size_t) override { return {}; }
   Status Flush() override { return {}; }
   Status Sync() override { return {}; }
 };
@@ -292,6 +348,7 @@ class TextHandle : public StagedHandle {
   Status Write(std::uint64_t, const void*, std::size_t) override { return ReadOnly(); }
   Result<std::uint64_t> Append(const void*, std::size_t) override { return ReadOnly(); }
   Status Truncate(std::uint64_t) override { return ReadOnly(); }
+  Status WritePages(std::uint64_t, const void*, std::size_t) override { return ReadOnly(); }
   Status Flush() override { return {}; }
   Status Sync() override { return {}; }
 

@@ -23,9 +23,9 @@ struct HandleContext {
   MountStats* stats = nullptr;  // Where failures are told; outlives the handle.
 };
 
-// Files that are open for writing count as open writers of their staging from Begin on, until the
-// last thing that happened to them is Flush, and again from the next write on: after close(2) has
-// returned a publish does not find them, although the kernel releases them later.
+// Files open for writing count as open writers of their staging from Begin on, until the last thing
+// that happened to them is Flush (of mapped ones Release), and again from the next write on: after
+// close(2) has returned a publish does not find them, although the kernel releases them later.
 
 // A tensor's file or a slice.
 Result<std::shared_ptr<WriteHandle>> OpenTargetHandle(

@@ -114,8 +114,23 @@ void StagedNodes::Forget(std::uint64_t item, std::uint64_t references) {
   if (it == nodes_.end()) return;
   it->second.references -= std::min(it->second.references, references);
   if (it->second.references > 0) return;
-  items_.erase(it->second.name);
+  const auto named = items_.find(it->second.name);
+  if (named != items_.end() && named->second == item) items_.erase(named);
   nodes_.erase(it);
+}
+
+void StagedNodes::Move(const StagedNode& from, StagedNode to) {
+  const std::lock_guard lock(mutex_);
+  std::string name = Identity(to);
+  items_.erase(name);
+  const auto at = items_.find(Identity(from));
+  if (at == items_.end()) return;
+  to.item = at->second;
+  items_.erase(at);
+  items_[name] = to.item;
+  Counted& counted = nodes_[to.item];
+  counted.name = std::move(name);
+  counted.node = std::make_shared<const StagedNode>(std::move(to));
 }
 
 std::size_t StagedNodes::size() const {

@@ -63,6 +63,9 @@ class StagedNodes {
   // kStale for what nobody knows any more.
   Result<std::shared_ptr<const StagedNode>> Find(std::uint64_t item) const;
   void Forget(std::uint64_t item, std::uint64_t references);
+  // The node of this place and path, if somebody knows it, is `to` from now on; who knows what was
+  // there keeps that.
+  void Move(const StagedNode& from, StagedNode to);
   std::size_t size() const;
 
  private:

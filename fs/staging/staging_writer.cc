@@ -89,6 +89,38 @@ class Writer final : public StagingWriter {
     return status;
   }
 
+  Status RenameObject(const std::string& key, const Dims& index, const std::string& to_key,
+                      const Dims& to_index) override {
+    if (shared_->files.closed()) return Closed();
+    TENSORMOUNT_RETURN_IF_ERROR(CheckKey(to_key));
+    const ObjectKey from(key, Numbers(index));
+    const ObjectKey to(to_key, Numbers(to_index));
+    if (from == to) return {};
+    const std::lock_guard renames(registry_->renames);
+    std::shared_ptr<BlobWriter> blob;
+    std::shared_ptr<BlobWriter> replaced;
+    {
+      const std::lock_guard lock(registry_->mutex);
+      const auto at = registry_->objects.find(from);
+      if (at == registry_->objects.end()) return NoObject(key, index);
+      blob = at->second;
+      const auto there = registry_->objects.find(to);
+      if (there != registry_->objects.end()) replaced = there->second;
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(blob->Sync());
+    if (replaced) TENSORMOUNT_RETURN_IF_ERROR(replaced->Leave());
+    if (const Status moved = blob->MoveTo(to_key, to_index); !moved.ok()) {
+      if (replaced) replaced->Stay();
+      return moved;
+    }
+    {
+      const std::lock_guard lock(registry_->mutex);
+      registry_->objects.erase(from);
+      registry_->objects[to] = std::move(blob);
+    }
+    return shared_->files.journal()->Sync();
+  }
+
   std::vector<ObjectName> Objects() const override {
     std::vector<std::shared_ptr<BlobWriter>> blobs;
     {
@@ -147,6 +179,7 @@ class Writer final : public StagingWriter {
     std::mutex mutex;  // Taken after those of targets.
     std::map<TargetKey, TargetEntry> targets;
     std::map<ObjectKey, std::shared_ptr<BlobWriter>> objects;
+    std::mutex renames;  // One after the other. Taken before all others.
     std::uint64_t next_owner = 0;
   };
 

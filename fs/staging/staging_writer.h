@@ -71,6 +71,8 @@ class StagingWriter {
     virtual std::uint64_t size() const = 0;
     virtual Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) = 0;
     virtual Status Write(std::uint64_t offset, const void* data, std::size_t size) = 0;
+    // Where there are bytes already: what lies past the end is dropped.
+    virtual Status Overwrite(std::uint64_t offset, const void* data, std::size_t size) = 0;
     virtual Result<std::uint64_t> Append(const void* data, std::size_t size) = 0;
     virtual Status Truncate(std::uint64_t size) = 0;
     virtual Status Sync() = 0;
@@ -79,6 +81,10 @@ class StagingWriter {
                                                    bool create) = 0;
   // kNotFound. Who has it open goes on with a file without a name. Durable.
   virtual Status RemoveObject(const std::string& key, const Dims& index) = 0;
+  // kNotFound. What was written and synced goes with it, and those who have it open; what had the
+  // new name goes on without one. Durable, and nothing is copied: one of both names at any time.
+  virtual Status RenameObject(const std::string& key, const Dims& index, const std::string& to_key,
+                              const Dims& to_index) = 0;
   struct ObjectName {
     std::string key;
     Dims index;

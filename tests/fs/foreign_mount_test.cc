@@ -77,6 +77,30 @@ TEST_F(ForeignMountTest, AFolderIsACheckpoint) {
   EXPECT_EQ(ops_->ReadAll("tensors/w").status().ToErrno(), ESTALE);
 }
 
+// As `rsync -t --inplace` does: size and time are what they were.
+TEST_F(ForeignMountTest, AFileThatIsRewrittenUnderItsOldTimeIsRefused) {
+  Step("step1");
+  const timespec times[2] = {{.tv_sec = 1000, .tv_nsec = 5}, {.tv_sec = 1000, .tv_nsec = 5}};
+  const std::string file = run() + "/step1/model.safetensors";
+  ASSERT_EQ(utimensat(AT_FDCWD, file.c_str(), times, 0), 0);
+  Open(run() + "/step1");
+  ASSERT_OK_AND_ASSIGN(const auto open, ops_->Open("tensors/w"));
+  EXPECT_THAT(open->Read(0, 100), IsOkAndHolds(Tensor("w").bytes()));
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // Longer than the clock's grain.
+  // Another name or another mode changes no byte.
+  ASSERT_EQ(link(file.c_str(), (run() + "/backup").c_str()), 0);
+  EXPECT_THAT(open->Read(0, 100), IsOkAndHolds(Tensor("w").bytes()));
+  ASSERT_EQ(chmod(file.c_str(), 0600), 0);
+  EXPECT_THAT(open->Read(0, 100), IsOkAndHolds(Tensor("w").bytes()));
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  std::string bytes = ReadWholeFile(file);
+  bytes.back() ^= 1;
+  WriteWholeFile(file, bytes);
+  ASSERT_EQ(utimensat(AT_FDCWD, file.c_str(), times, 0), 0);
+  EXPECT_EQ(open->Read(0, 100).status().ToErrno(), ESTALE);
+  EXPECT_EQ(ops_->ReadAll("tensors/w").status().ToErrno(), ESTALE);
+}
+
 TEST_F(ForeignMountTest, ATrainingDirectoryIsAStore) {
   Step("iter_0000010", "a");
   Step("iter_0000020", "b");

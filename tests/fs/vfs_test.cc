@@ -167,13 +167,18 @@ TEST_F(VfsTest, RemovalShowsAndOpenFilesReadOn) {
   Open(store());
   ASSERT_OK_AND_ASSIGN(const Vfs::Entry node, ops_->Walk("step-1/tensors/bias"));
   // Opened before, first read after: data files must be found although the folder has moved.
-  ASSERT_OK_AND_ASSIGN(const auto handle, ops_->Open("step-1/tensors/layers.0.w"));
+  ASSERT_OK_AND_ASSIGN(const Vfs::Entry folder, ops_->Walk("step-1/tensors"));
+  ASSERT_OK_AND_ASSIGN(auto handle, ops_->Open("step-1/tensors/layers.0.w"));
   ASSERT_OK_AND_ASSIGN(const Store opened, Store::Open(HostFileSystem(), store()));
   ASSERT_OK(opened.Remove("step-1"));
   ExpectWithinASecond([&] { return ops_->Stat("step-1").status().ToErrno() == ENOENT; });
-  EXPECT_EQ(vfs_->Stat(node.id).status().ToErrno(), ESTALE);
-  EXPECT_EQ(vfs_->OpenFile(node.id).status().ToErrno(), ESTALE);
-  EXPECT_EQ(vfs_->List(node.id, 0, [](const Vfs::Listed&) { return true; }).ToErrno(), ESTALE);
+  // The kernel asks about open files by their nodes alone. Folders lead to others, and are gone.
+  EXPECT_EQ(vfs_->Stat(node.id).value().attributes.size, node.attributes.size);
+  EXPECT_OK(vfs_->GetXattr(node.id, "user.tensormount.key"));
+  EXPECT_OK(vfs_->OpenFile(node.id));
+  EXPECT_EQ(vfs_->Stat(folder.id).status().ToErrno(), ESTALE);
+  EXPECT_EQ(vfs_->Lookup(folder.id, "bias").status().ToErrno(), ESTALE);
+  EXPECT_EQ(vfs_->List(folder.id, 0, [](const Vfs::Listed&) { return true; }).ToErrno(), ESTALE);
   for (const TinyTensor& tensor : spec.tensors) {
     if (tensor.key != "layers.0.w") continue;
     EXPECT_THAT(handle->Read(0, 1 << 20), IsOkAndHolds(TinyBytes(tensor)));
@@ -184,6 +189,9 @@ TEST_F(VfsTest, RemovalShowsAndOpenFilesReadOn) {
   ASSERT_OK_AND_ASSIGN(const auto kept, opened.Gc(now));
   EXPECT_THAT(kept.removed, testing::Each(testing::Not(testing::HasSubstr(".trash"))));
   EXPECT_THAT(kept.kept, testing::Contains(testing::HasSubstr(".trash")));
+  handle = nullptr;
+  EXPECT_EQ(vfs_->Stat(node.id).status().ToErrno(), ESTALE);
+  EXPECT_EQ(vfs_->OpenFile(node.id).status().ToErrno(), ESTALE);
 }
 
 TEST_F(VfsTest, RemovedCheckpointIsLetGoOf) {
@@ -212,7 +220,7 @@ TEST_F(VfsTest, ReplacementIsAnotherCheckpoint) {
   Write("step-1", DefaultTinySpec());
   Open(store());
   ASSERT_OK_AND_ASSIGN(const Vfs::Entry old, ops_->Walk("step-1/tensors/bias"));
-  ASSERT_OK_AND_ASSIGN(const auto handle, ops_->Open("step-1/tensors/bias"));
+  ASSERT_OK_AND_ASSIGN(auto handle, ops_->Open("step-1/tensors/bias"));
   Store::PublishOptions replace;
   replace.if_exists = IfExists::kReplace;
   Write("step-1", DefaultTinySpec(2), replace);
@@ -220,12 +228,14 @@ TEST_F(VfsTest, ReplacementIsAnotherCheckpoint) {
     const auto now = ops_->Walk("step-1/tensors/bias");
     return now.ok() && now.value().id != old.id;
   });
-  EXPECT_EQ(vfs_->Stat(old.id).status().ToErrno(), ESTALE);
+  EXPECT_EQ(vfs_->Stat(old.id).value().attributes.inode, old.attributes.inode);  // It is open.
   CheckTensorFiles(*ops_, "step-1", DefaultTinySpec(2));
   for (const TinyTensor& tensor : DefaultTinySpec().tensors) {
     if (tensor.key != "bias") continue;
     EXPECT_THAT(handle->Read(0, 1000), IsOkAndHolds(TinyBytes(tensor)));
   }
+  handle = nullptr;
+  EXPECT_EQ(vfs_->Stat(old.id).status().ToErrno(), ESTALE);
 }
 
 TEST_F(VfsTest, BrokenCommitHidesTheCheckpointAndIsReported) {

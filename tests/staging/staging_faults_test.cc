@@ -117,6 +117,60 @@ TEST(StagingFaultsTest, WhatWasSyncedSurvivesPowerCuts) {
   }
 }
 
+// Before rename(2) has returned either name may be there, or both; never neither, never other
+// bytes.
+TEST(StagingFaultsTest, ARenamedObjectSurvivesPowerCuts) {
+  Random random(TestSeed());
+  const TempDir dir;
+  ASSERT_OK(HostFileSystem().CreateDirectory(dir.Join("live")));
+  const Staging staging = MakeTestStaging(HostFileSystem(), dir.Join("live/s"));
+  PowerCutFileSystem fs(dir.Join("live"));
+  const auto writer = StagingWriter::Make(fs, staging, kTestIncarnation);
+  const std::string first = random.Bytes(5000);
+  const std::string second = random.Bytes(9000);
+  ASSERT_OK_AND_ASSIGN(const auto old, writer->OpenObject("state", {}, true));
+  ASSERT_OK(old->Write(0, first.data(), first.size()));
+  ASSERT_OK(old->Sync());
+  ASSERT_OK_AND_ASSIGN(const auto next, writer->OpenObject("state.tmp", {}, true));
+  ASSERT_OK(next->Write(0, second.data(), second.size()));
+  ASSERT_OK(next->Sync());
+  const std::string state = ObjectName("state", {});
+  const std::string tmp = ObjectName("state.tmp", {});
+  const std::size_t begun = fs.op_count();
+  ASSERT_OK(writer->RenameObject("state.tmp", {}, "state", {}));
+  const std::size_t ended = fs.op_count();
+  for (std::size_t k = begun; k <= ended; ++k) {
+    for (int tries = 0; tries < 8; ++tries) {
+      SCOPED_TRACE("after " + std::to_string(k - begun) + " operations");
+      ASSERT_OK(fs.Materialise(k, random, dir.Join("after")));
+      Staging after = staging;
+      after.directory = dir.Join("after/s");
+      ASSERT_OK_AND_ASSIGN(const Journal journal,
+                           ReadJournal(HostFileSystem(), JournalPath(after)));
+      const StagedContent content =
+          Resolve(HostFileSystem(), after.directory, journal, std::vector<TensorMeta>());
+      ASSERT_TRUE(content.objects.contains(state));
+      const bool moved = content.objects.at(state) == second;
+      EXPECT_TRUE(moved || content.objects.at(state) == first);
+      EXPECT_TRUE(moved || k < ended);
+      if (content.objects.contains(tmp)) {
+        EXPECT_TRUE(content.objects.at(tmp) == second);
+        EXPECT_LT(k, ended);
+      } else {
+        EXPECT_TRUE(moved);
+      }
+      ASSERT_OK(HostFileSystem().RemoveTree(dir.Join("after")));
+    }
+  }
+  // Once it has its name, a handle of the one before records nothing under it.
+  ASSERT_OK(old->Write(0, "late", 4));
+  ASSERT_OK(old->Sync());
+  ASSERT_OK(next->Append("!", 1));
+  ASSERT_OK(writer->SyncAll());
+  EXPECT_TRUE(ReadStagedContent(staging, {}).objects.at(state) == second + "!");
+  EXPECT_EQ(ReadStagedContent(staging, {}).objects.size(), 1u);
+}
+
 TEST(StagingFaultsTest, AFailedSyncCondemnsTheFileAndWhoseBytesWereInIt) {
   const TempDir dir;
   const Staging staging = MakeTestStaging(HostFileSystem(), dir.Join("s"));

@@ -255,7 +255,7 @@ TEST_F(StagingTreeTest, FilesOfFixedSize) {
   ASSERT_OK_AND_ASSIGN(const auto reader, OpenAt("s/tensors/w", O_RDONLY));
   EXPECT_EQ(reader->Write(0, "x", 1).ToErrno(), EBADF);
   // A shared mapping condemns it.
-  w->RefuseMappedWrite();
+  EXPECT_EQ(w->WritePages(0, "page", 4).ToErrno(), ENODEV);
   EXPECT_EQ(w->Flush().ToErrno(), ENODEV);
 }
 

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/mount/file_users.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <unistd.h>
+
+namespace tensormount::fs {
+namespace {
+
+// The process of a thread that waits for us; 0 where that cannot be seen.
+pid_t ProcessOf(pid_t thread) {
+  if (thread <= 0) return 0;
+  const std::string path = "/proc/" + std::to_string(thread) + "/status";
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "re"),
+                                                             std::fclose);
+  if (!file) return 0;
+  char line[256];
+  int process = 0;
+  while (std::fgets(line, sizeof line, file.get()) != nullptr) {
+    if (std::sscanf(line, "Tgid: %d", &process) == 1) return process;
+  }
+  return 0;
+}
+
+bool IsThreadOf(pid_t process, pid_t thread) {
+  if (process == thread) return true;
+  const std::string path = "/proc/" + std::to_string(process) + "/task/" + std::to_string(thread);
+  return access(path.c_str(), F_OK) == 0;
+}
+
+}  // namespace
+
+FileUsers::FileUsers(pid_t thread) : opener_(ProcessOf(thread)) {}
+
+bool FileUsers::IsOpener(std::uint64_t table, pid_t thread) const {
+  if (opener_table_ != 0 && table == opener_table_) return true;
+  // From another namespace: whoever wrote first.
+  if (opener_ == 0 || thread <= 0) return opener_table_ == 0;
+  return IsThreadOf(opener_, thread);
+}
+
+void FileUsers::Wrote(std::uint64_t table, pid_t thread) {
+  const std::lock_guard lock(mutex_);
+  if (std::find(writers_.begin(), writers_.end(), table) != writers_.end()) return;
+  writers_.push_back(table);
+  if (opener_table_ == 0 && IsOpener(table, thread)) opener_table_ = table;
+}
+
+FileUsers::Close FileUsers::Closed(std::uint64_t table, pid_t thread) {
+  const std::lock_guard lock(mutex_);
+  const bool wrote = std::erase(writers_, table) > 0;
+  const bool opened = IsOpener(table, thread);
+  if (!wrote && !opened) return Close::kNobodys;
+  if (opened) opener_has_it_ = false;
+  return opener_has_it_ || !writers_.empty() ? Close::kOne : Close::kLast;
+}
+
+}  // namespace tensormount::fs
