@@ -99,7 +99,7 @@ void PrintText(const Difference& d, Terminal& terminal) {
       text = CommonText(d);
       break;
   }
-  terminal.Line(terminal.Coloured(mark.colour, fmt::format("{} {}", mark.sign, text)));
+  terminal.Line(fmt::format("{} {}", mark.sign, text), mark.colour);
 }
 
 Json ValuesJson(const ValueDifference& v, const Dims& shape) {
