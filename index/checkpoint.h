@@ -16,6 +16,7 @@
 #include "base/file_system.h"
 #include "index/checkpoint_index.h"
 #include "index/commit_record.h"
+#include "index/foreign_loss.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
@@ -81,6 +82,9 @@ class OpenedCheckpoint {
   // What was out of order at open but could be mended (damaged copy, rebuilt index); empty:
   // nothing.
   const std::vector<std::string>& warnings() const { return warnings_; }
+  // What a foreign checkpoint names and its files lack; its warnings tell of it too. Those of ours
+  // have none: what they lack fails the open or the read.
+  const std::vector<ForeignLoss>& lost() const { return lost_; }
   bool index_was_rebuilt() const { return index_rebuilt_; }
 
   // Where the chunks of a tensor are. Those that were pending are looked up now, which reads a
@@ -105,8 +109,8 @@ class OpenedCheckpoint {
   Status ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out, std::size_t size,
                    ReadVerify verify, ReadStats* stats) const;
   // The same bytes where they are stored, without a copy: pieces in order, at most kMaxMapped of
-  // them. Empty where they are not long runs of files of ours that can be mapped; then read. None is
-  // verified. A file that somebody truncates later raises SIGBUS where a program touches the
+  // them. Empty where they are not long runs of files of ours that can be mapped; then read. None
+  // is verified. A file that somebody truncates later raises SIGBUS where a program touches the
   // bytes; a system call that takes them fails with EFAULT, so hand them to one.
   static constexpr std::size_t kMaxMapped = 8;
   struct MappedPiece {
@@ -157,6 +161,7 @@ class OpenedCheckpoint {
   std::unique_ptr<const ForeignBase> foreign_base_;
   bool index_rebuilt_ = false;
   std::vector<std::string> warnings_;
+  std::vector<ForeignLoss> lost_;
   std::unique_ptr<File> lock_;
   std::unique_ptr<Files> files_;
 };
@@ -181,8 +186,11 @@ struct VerifyReport {
     std::string file;  // Below the checkpoint.
     std::uint64_t offset = 0;
     std::string reason;
+    // The files of a foreign checkpoint lack it: what is left may be whole.
+    bool lost = false;
   };
   std::vector<Damage> damages;
+  std::vector<std::string> warnings;  // Of a foreign one: what else the open told.
   std::uint64_t bytes_checked = 0;
   // Of them, of tensors and objects that have no hash: they could only be read. Formats of others
   // hold none, and `adopt --quick` makes none.
