@@ -107,7 +107,7 @@ std::string HumanSeconds(double seconds) {
 std::string DigestHex(std::uint64_t digest) { return fmt::format("{:016x}", digest); }
 
 Progress::Progress(const Terminal& terminal, std::string label)
-    : label_(std::move(label)), start_(std::chrono::steady_clock::now()) {
+    : label_(ShownText(label)), start_(std::chrono::steady_clock::now()) {
   if (terminal.quiet || terminal.json || isatty(STDERR_FILENO) == 0) return;
   thread_ = std::thread([this] { Run(); });
 }

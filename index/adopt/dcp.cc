@@ -521,8 +521,9 @@ class DcpRanks : public ForeignFormat {
       TENSORMOUNT_RETURN_IF_ERROR(reader->Add(false, &united));
     }
     builder.Warn("saved without a global plan: " + std::to_string(united.size()) +
-                 " tensors are put together from what the ranks stored of them, " +
-                 std::to_string(apart) + " and all objects are shown as rankN/KEY");
+                 (united.size() == 1 ? " tensor is" : " tensors are") +
+                 " put together from what the ranks stored, " + std::to_string(apart) +
+                 " and all objects are shown as rankN/KEY");
     builder.SetWorldSize(static_cast<std::uint32_t>(readers.size()));
     builder.SetResolver(MakeDcpItemResolver({}));
     return Status();

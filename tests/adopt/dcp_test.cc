@@ -235,7 +235,7 @@ TEST(DcpTest, PutsTogetherWhatRanksStoredWithoutAGlobalPlan) {
   ExpectWhole(opened, "rank1/own", DType::kI32, {2});
   ExpectWhole(opened, "w", DType::kF32, {4, 3});
   EXPECT_THAT(opened.content.lost, IsEmpty());
-  EXPECT_THAT(opened.Warnings(), HasSubstr("without a global plan: 1 tensors are put together"));
+  EXPECT_THAT(opened.Warnings(), HasSubstr("without a global plan: 1 tensor is put together"));
   EXPECT_EQ(*opened.Common("rank1/rank"), CommonValue(1));
   EXPECT_EQ(opened.content.content.info.world_size, 2u);
 }
