@@ -24,9 +24,21 @@ std::string_view LogLevelName(LogLevel level) {
 }
 
 std::string OneLine(std::string_view message) {
-  std::string line(message);
-  for (char& c : line) {
-    if (static_cast<unsigned char>(c) < 0x20) c = ' ';
+  std::string line;
+  line.reserve(message.size());
+  const auto byte = [&](std::size_t at) {
+    return at < message.size() ? static_cast<unsigned char>(message[at]) : 0;
+  };
+  for (std::size_t i = 0; i < message.size(); ++i) {
+    const bool c1 = byte(i) == 0xC2 && byte(i + 1) >= 0x80 && byte(i + 1) <= 0x9F;
+    // U+200B to U+200F, U+2028 to U+202E, U+2060 to U+206F: invisible, or they turn the direction.
+    const bool mark = byte(i) == 0xE2 &&
+                      ((byte(i + 1) == 0x80 && byte(i + 2) >= 0x8B &&
+                        (byte(i + 2) <= 0x8F || (byte(i + 2) >= 0xA8 && byte(i + 2) <= 0xAE))) ||
+                       (byte(i + 1) == 0x81 && byte(i + 2) >= 0xA0 && byte(i + 2) <= 0xAF));
+    const bool plain = byte(i) >= 0x20 && byte(i) != 0x7F && !c1 && !mark;
+    line += plain ? message[i] : ' ';
+    i += c1 ? 1 : mark ? 2 : 0;
   }
   return line;
 }

@@ -17,8 +17,9 @@ void Log(LogLevel level, std::string_view message);
 void SetLogLevel(LogLevel level);
 // "WARNING". Ends with a NUL, which its size does not count.
 std::string_view LogLevelName(LogLevel level);
-// Names from outside stand in messages: with blanks for control characters a message stays one
-// line.
+// Names from outside stand in messages: with blanks for control characters (C1 too), invisible
+// ones and those that turn the direction of text, a message stays one line and does no more than
+// show.
 std::string OneLine(std::string_view message);
 // Where lines go instead; an empty function restores standard error.
 void SetLogSink(std::function<void(LogLevel, std::string_view)> sink);

@@ -104,6 +104,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
   opened->files_ = std::make_unique<Files>(fs, options.max_open_files);
   opened->resolver_ = std::move(content.resolver);
   opened->warnings_ = std::move(content.warnings);
+  opened->lost_ = std::move(content.lost);
   const Content& found = content.content;
   for (const FileRecord& file : found.files) {
     if (file.placement != Placement::kForeign || found.info.self_contained) {

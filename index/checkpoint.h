@@ -16,6 +16,7 @@
 #include "base/file_system.h"
 #include "index/checkpoint_index.h"
 #include "index/commit_record.h"
+#include "index/foreign_loss.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
@@ -88,6 +89,9 @@ class OpenedCheckpoint {
   std::vector<std::string> warnings() const;
   // What whoever chose this one has to say. Before it is shared.
   void AddWarning(std::string warning) { warnings_.push_back(std::move(warning)); }
+  // What a foreign checkpoint names and its files lack; its warnings tell of it too. Those of ours
+  // have none: what they lack fails the open or the read.
+  const std::vector<ForeignLoss>& lost() const { return lost_; }
   bool index_was_rebuilt() const { return index_rebuilt_; }
 
   // Where the chunks of a tensor are. Those that were pending are looked up now, which reads a
@@ -167,6 +171,7 @@ class OpenedCheckpoint {
   std::unique_ptr<const ForeignBase> foreign_base_;
   bool index_rebuilt_ = false;
   std::vector<std::string> warnings_;
+  std::vector<ForeignLoss> lost_;
   std::unique_ptr<File> lock_;
   std::unique_ptr<Files> files_;
 };
@@ -192,10 +197,12 @@ struct VerifyReport {
     std::uint64_t offset = 0;
     std::string reason;
     bool surplus = false;  // It stands there and belongs to no checkpoint.
+    // The files of a foreign checkpoint lack it: what is left may be whole.
+    bool lost = false;
   };
   std::vector<Damage> damages;
-  // What is damaged, and of which something else in the store serves whole: an index that fsck
-  // rebuilt.
+  // What is damaged, and of which something else in the store serves whole (an index that fsck
+  // rebuilt). Of a foreign one: what else the open told.
   std::vector<std::string> warnings;
   std::uint64_t bytes_checked = 0;
   // Of them, of tensors and objects that have no hash: they could only be read. Formats of others

@@ -47,7 +47,8 @@ Result<Outcome> Adopt(const AdoptArgs& args, Terminal& terminal) {
   }
   FileSystem& fs = HostFileSystem();
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName to, SplitCheckpointPath(args.destination));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, OpenSource(fs, args.source, terminal));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
+                               OpenSource(fs, args.source, terminal, IfLostOf(args.partial)));
   if (opened->index().info().self_contained || opened->commit() != nullptr) {
     return Status(Code::kInvalidArgument,
                   fmt::format("{} is a checkpoint of tensormount: `tensormount import` copies it",

@@ -7,6 +7,7 @@
 #include "index/layer_names.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/element_text.h"
+#include "mount-tools/shown_text.h"
 #include "mount-tools/source.h"
 #include "shard/npy.h"
 
@@ -109,6 +110,7 @@ Status CatObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectCon
   for (const ObjectContent& part : parts) {
     if (as == "text") {
       TENSORMOUNT_ASSIGN_OR_RETURN(std::string text, DescribePart(checkpoint, part));
+      text = ShownText(text, "\n\t");
       if (!text.ends_with('\n')) text += '\n';
       TENSORMOUNT_RETURN_IF_ERROR(terminal.Write(text.data(), text.size()));
       continue;

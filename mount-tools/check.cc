@@ -5,6 +5,7 @@
 
 #include "base/file_system.h"
 #include "mount-tools/commands.h"
+#include "mount-tools/shown_text.h"
 
 namespace tensormount::tools {
 
@@ -19,7 +20,9 @@ int RunCheck(const CheckArgs& args, Terminal& terminal) {
   }
   std::string shown = terminal.json ? report.value().ToJson() : report.value().ToText();
   while (shown.ends_with('\n')) shown.pop_back();
-  if (terminal.json || !terminal.quiet || !report.value().ok()) terminal.Line(shown);
+  if (terminal.json || !terminal.quiet || !report.value().ok()) {
+    terminal.Text(terminal.json ? shown : ShownText(shown, "\n"));
+  }
   const int flushed = terminal.Flush();
   if (flushed != kDone) return flushed;
   return report.value().ok() ? kDone : kCheckFailed;

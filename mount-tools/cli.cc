@@ -3,6 +3,7 @@
 
 #include <exception>
 #include <functional>
+#include <new>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -88,6 +89,11 @@ void AddMap(CLI::App* command, std::string& map) {
   command->add_option("--map", map, "JSON file of rules that give keys other names");
 }
 
+void AddPartial(CLI::App* command, bool& partial) {
+  command->add_flag("--partial", partial,
+                    "Go on without what the files of a foreign checkpoint lack");
+}
+
 void AddMounting(Program& p, AllArgs& a) {
   CLI::App* c = p.Command("mount", "Mounts a source as a filesystem",
                           "tensormount mount STORE /mnt/ckpt && ls /mnt/ckpt/latest/tensors",
@@ -148,6 +154,7 @@ void AddSaving(Program& p, AllArgs& a) {
       ->capture_default_str();
   c->add_option("--if-exists", a.import.if_exists, "fail or replace")->capture_default_str();
   AddMap(c, a.import.map);
+  AddPartial(c, a.import.partial);
   AddTimeouts(c, a.import.liveness_seconds, a.import.arrival_seconds);
 
   c = p.Command("adopt",
@@ -157,6 +164,7 @@ void AddSaving(Program& p, AllArgs& a) {
   c->add_option("STORE/NAME", a.adopt.destination, "The store is made on first write")->required();
   c->add_option("--if-exists", a.adopt.if_exists, "fail or replace")->capture_default_str();
   c->add_flag("--quick", a.adopt.quick, "Read no data: without hashes, reads are not verified");
+  AddPartial(c, a.adopt.partial);
 
   c = p.Command("load", "Loads every rank's slices into memory and reports",
                 "tensormount load STORE/step-0 --shard cols --ranks 2 --compare model.safetensors",
@@ -171,6 +179,7 @@ void AddSaving(Program& p, AllArgs& a) {
   c->add_option("--compare", a.load.compare,
                 "Compare every byte with this source; 1 if it differs");
   AddMap(c, a.load.map);
+  AddPartial(c, a.load.partial);
   AddTimeouts(c, a.load.liveness_seconds, a.load.arrival_seconds);
 }
 
@@ -185,6 +194,7 @@ void AddExport(Program& p, AllArgs& a) {
   c->add_option("--if-exists", args.if_exists, "fail, or replace an earlier export")
       ->capture_default_str();
   AddMap(c, args.map);
+  AddPartial(c, args.partial);
   c->add_option("--hf-part-size", args.hf_part_size,
                 "With --to hf: most bytes of tensors in a file (5GB)");
   c->add_option("--hf-rules", args.hf_rules,
@@ -233,6 +243,7 @@ void AddLooking(Program& p, AllArgs& a) {
                 "tensormount verify STORE/step-0", a.verify, RunVerify);
   c->add_option("SOURCE", a.verify.source)->required();
   c->add_flag("--quick", a.verify.quick, "Commit record, lengths and index only");
+  AddPartial(c, a.verify.partial);
 
   c = p.Command("check", "Checks a described job: missing and doubled boxes, without any data",
                 "tensormount check job.json", a.check, RunCheck);
@@ -418,6 +429,9 @@ int Main(int argc, const char* const* argv) {
   // The one place that turns exceptions of libraries into an error line.
   try {
     return Run(argc, argv);
+  } catch (const std::bad_alloc&) {
+    Terminal terminal;
+    return terminal.Fail(Status(Code::kResourceExhausted, "out of memory"));
   } catch (const std::exception& error) {
     Terminal terminal;
     return terminal.Fail(Status(Code::kInternal, error.what()));

@@ -25,6 +25,7 @@ struct ImportArgs {
   std::string map;               // JSON file; empty: none.
   double liveness_seconds = 30;  // After so long without a sign of life a rank counts as dead.
   double arrival_seconds = 1800;
+  bool partial = false;  // Without what a foreign source names and lacks.
 };
 int RunImport(const ImportArgs& args, Terminal& terminal);
 
@@ -39,6 +40,7 @@ struct ExportArgs {
   int ranks = 0;                        // 0: not given.
   double liveness_seconds = 30;
   double arrival_seconds = 1800;
+  bool partial = false;  // Without what a foreign source names and lacks.
 };
 int RunExport(const ExportArgs& args, Terminal& terminal);
 
@@ -51,6 +53,7 @@ struct LoadArgs {
   std::string map;      // JSON file; empty: none.
   double liveness_seconds = 30;
   double arrival_seconds = 1800;
+  bool partial = false;  // Without what a foreign source names and lacks.
 };
 int RunLoad(const LoadArgs& args, Terminal& terminal);
 
@@ -96,13 +99,15 @@ struct AdoptArgs {
   std::string source;
   std::string destination;  // STORE/NAME
   std::string if_exists = "fail";
-  bool quick = false;  // No hashes.
+  bool quick = false;    // No hashes.
+  bool partial = false;  // Without what a foreign source names and lacks.
 };
 int RunAdopt(const AdoptArgs& args, Terminal& terminal);
 
 struct VerifyArgs {
   std::string source;
   bool quick = false;
+  bool partial = false;  // Without what a foreign source names and lacks.
 };
 int RunVerify(const VerifyArgs& args, Terminal& terminal);
 

@@ -99,7 +99,7 @@ void PrintText(const Difference& d, Terminal& terminal) {
       text = CommonText(d);
       break;
   }
-  terminal.Line(terminal.Coloured(mark.colour, fmt::format("{} {}", mark.sign, text)));
+  terminal.Line(fmt::format("{} {}", mark.sign, text), mark.colour);
 }
 
 Json ValuesJson(const ValueDifference& v, const Dims& shape) {
@@ -196,9 +196,20 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
     });
   }();
   if (!summary.ok()) return terminal.Fail(summary.status());
+  const CompareSummary& seen = summary.value();
+  // A glob with a slip in it would find everything equal.
+  if (!args.keys.empty() && seen.added + seen.removed + seen.changed + seen.equal == 0) {
+    return terminal.Fail(
+        Status(Code::kNotFound, fmt::format("--keys '{}': no key matches it", args.keys)));
+  }
   PrintSummary(summary.value(), terminal);
   const int flushed = terminal.Flush();
   if (flushed != kDone) return flushed;
+  // What is lost was not compared.
+  for (const auto& source : {first.value(), second.value()}) {
+    const Status whole = CheckNothingLost(*source, args.keys);
+    if (!whole.ok()) return terminal.Fail(whole);
+  }
   return summary.value().same() ? kDone : kCheckFailed;
 }
 

@@ -101,7 +101,7 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
   Status before = MakeExportOptions(args, options);
   std::shared_ptr<OpenedCheckpoint> source;
   if (before.ok()) {
-    auto opened = OpenSource(HostFileSystem(), args.source, terminal);
+    auto opened = OpenSource(HostFileSystem(), args.source, terminal, IfLostOf(args.partial));
     before = opened.status();
     if (opened.ok()) source = opened.value();
   }

@@ -187,7 +187,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   ShardRule rule;
   std::optional<KeyRenames> renames;
   if (before.ok()) {
-    auto opened = OpenSource(fs, args.source, terminal);
+    auto opened = OpenSource(fs, args.source, terminal, IfLostOf(args.partial));
     before = opened.status();
     if (opened.ok()) source = opened.value();
   }

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "mount-tools/commands.h"
+#include "mount-tools/shown_text.h"
 #include "mount-tools/source.h"
 
 namespace tensormount::tools {
@@ -53,6 +54,16 @@ Json LayoutJson(const Layout& layout) {
   return json;
 }
 
+// The same as text: what came from outside does no more than show.
+Layout ShownLayout(Layout layout) {
+  for (std::string* field : {&layout.source, &layout.key, &layout.layer_note}) {
+    *field = ShownText(*field);
+  }
+  for (LayoutHolder& holder : layout.holders) holder.name = ShownText(holder.name);
+  for (LayoutChunk& chunk : layout.chunks) chunk.file = ShownText(chunk.file);
+  return layout;
+}
+
 }  // namespace
 
 int RunLayout(const LayoutArgs& args, Terminal& terminal) {
@@ -81,8 +92,8 @@ int RunLayout(const LayoutArgs& args, Terminal& terminal) {
   if (terminal.json) {
     terminal.Json(LayoutJson(layout.value()));
   } else if (!to_files) {
-    terminal.Line(
-        LayoutText(layout.value(), Terminal::Columns(), terminal.colours(),
+    terminal.Text(
+        LayoutText(ShownLayout(layout.value()), Terminal::Columns(), terminal.colours(),
                    terminal.verbose ? std::numeric_limits<std::size_t>::max() : kTableRows));
   }
   return terminal.Flush();

@@ -9,6 +9,7 @@
 #include "index/layer_names.h"
 #include "index/store.h"
 #include "mount-tools/commands.h"
+#include "mount-tools/shown_text.h"
 #include "mount-tools/source.h"
 
 namespace tensormount::tools {
@@ -88,7 +89,7 @@ int InfoObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectConte
           fmt::format("part       {} of {}", part.index.ToString(), part.grid.ToString()));
     }
     terminal.Line(fmt::format("bytes      {} in {} at {}", part.length, file, part.offset));
-    terminal.Line(text.value());
+    terminal.Text(ShownText(text.value(), "\n\t"));
   }
   return terminal.Flush();
 }

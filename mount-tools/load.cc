@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <sys/resource.h>
+#include <unordered_set>
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
@@ -73,6 +75,49 @@ Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const S
     return failure.ok();
   }));
   return failure;
+}
+
+// Calls fn(name) for the name of each tensor of the source, which the map has not dropped.
+Status ForEachName(const OpenedCheckpoint& source, const KeyRenames* renames,
+                   const std::function<void(const std::string&)>& fn) {
+  return source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
+    const std::string& name =
+        renames != nullptr ? renames->tensors()[tensor.ordinal] : tensor.meta.key();
+    if (!name.empty()) fn(name);
+    return true;
+  });
+}
+
+// A glob with a slip in it would load nothing, and find all of it equal.
+Status CheckKeysChoose(const OpenedCheckpoint& source, const OpenedCheckpoint* other,
+                       const LoadArgs& args, const KeyRenames* renames) {
+  if (args.keys.empty()) return {};
+  bool any = false;
+  const auto look = [&](const std::string& name) { any |= GlobMatches(args.keys, name); };
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachName(source, renames, look));
+  if (!any && other != nullptr) TENSORMOUNT_RETURN_IF_ERROR(ForEachName(*other, nullptr, look));
+  if (any) return {};
+  return {Code::kNotFound, fmt::format("--keys '{}': no key matches it", args.keys)};
+}
+
+// Counts and names what only the second source has. What the map dropped nobody wants.
+Status CompareKeys(const OpenedCheckpoint& source, const OpenedCheckpoint& other,
+                   const LoadArgs& args, const KeyRenames* renames, Terminal& terminal,
+                   RankFigures& figures) {
+  std::unordered_set<std::string> names;
+  const auto note = [&](const std::string& name) { names.insert(name); };
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachName(source, renames, note));
+  if (renames != nullptr) {
+    TENSORMOUNT_RETURN_IF_ERROR(source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
+      if (renames->tensors()[tensor.ordinal].empty()) note(tensor.meta.key());
+      return true;
+    }));
+  }
+  return ForEachName(other, nullptr, [&](const std::string& name) {
+    if (names.contains(name) || (!args.keys.empty() && !GlobMatches(args.keys, name))) return;
+    ++figures.different_tensors;
+    terminal.Warn(fmt::format("tensor {}: missing in the first source", name));
+  });
 }
 
 // Compares what was loaded with the same regions of `other`, byte for byte, in blocks. Names the
@@ -183,16 +228,22 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
   ShardRule rule;
   std::optional<KeyRenames> renames;
   const auto prepare = [&]() -> Status {
-    TENSORMOUNT_ASSIGN_OR_RETURN(source, OpenSource(fs, args.source, terminal));
+    // What is lost beside the keys that were asked for concerns nobody.
+    const IfLost lost = args.partial ? IfLost::kLeaveOut : IfLost::kShow;
+    TENSORMOUNT_ASSIGN_OR_RETURN(source, OpenSource(fs, args.source, terminal, lost));
     if (!args.compare.empty()) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(other, OpenSource(fs, args.compare, terminal));
+      TENSORMOUNT_ASSIGN_OR_RETURN(other, OpenSource(fs, args.compare, terminal, lost));
+    }
+    if (!args.partial) {
+      TENSORMOUNT_RETURN_IF_ERROR(CheckNothingLost(*source, args.keys));
+      if (other) TENSORMOUNT_RETURN_IF_ERROR(CheckNothingLost(*other, args.keys));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(fs, args.map));
     if (map) {
       TENSORMOUNT_ASSIGN_OR_RETURN(renames, KeyRenames::Make(source->index(), *map));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(rule, ShardRule::ParseOrRead(fs, args.shard, group.size()));
-    return {};
+    return CheckKeysChoose(*source, other.get(), args, renames ? &*renames : nullptr);
   };
   before = prepare();
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
@@ -234,7 +285,11 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     figures.peak_buffers = report.peak_buffer_bytes;
     figures.tensors = wanted.size();
     figures.peak_memory = PeakMemory();
-    const Status compared = other ? Compare(*other, wanted, terminal, figures) : Status();
+    Status compared = other ? Compare(*other, wanted, terminal, figures) : Status();
+    if (compared.ok() && other && comm.rank() == 0) {
+      compared =
+          CompareKeys(*source, *other, args, renames ? &*renames : nullptr, terminal, figures);
+    }
     TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(compared, "compare"));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const std::vector<std::string> gathered,

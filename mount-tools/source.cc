@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "mount-tools/source.h"
 
+#include <algorithm>
 #include <fnmatch.h>
 #include <set>
 
@@ -33,16 +34,40 @@ Result<StoreAndName> SplitCheckpointPath(const std::string& path) {
 }
 
 Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::string& text,
-                                                     Terminal& terminal) {
+                                                     Terminal& terminal, IfLost lost) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, text, terminal.roots));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource one, LatestOf(fs, found, terminal.roots));
   if (one.path != found.path) {
     terminal.Note(fmt::format("{}: using its latest checkpoint, {}", text,
                               one.path.substr(one.path.rfind('/') + 1)));
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(auto opened, OpenFound(fs, one, terminal.roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto opened,
+                               OpenFound(fs, one, terminal.roots, lost == IfLost::kLeaveOut));
   for (const std::string& warning : opened->warnings()) terminal.Warn(warning);
+  if (lost == IfLost::kRefuse) TENSORMOUNT_RETURN_IF_ERROR(CheckNothingLost(*opened));
   return opened;
+}
+
+Status CheckNothingLost(const OpenedCheckpoint& source, const std::string& keys) {
+  std::string text;
+  std::size_t more = 0;
+  for (const ForeignLoss& loss : source.lost()) {
+    const auto chosen = [&](const std::string& key) { return GlobMatches(keys, key); };
+    const bool known = !loss.tensors.empty() || !loss.objects.empty();
+    if (!keys.empty() && known && std::ranges::none_of(loss.tensors, chosen) &&
+        std::ranges::none_of(loss.objects, chosen)) {
+      continue;
+    }
+    if (text.empty()) {
+      text = loss.ToString();
+    } else {
+      ++more;
+    }
+  }
+  if (text.empty()) return {};
+  if (more > 0) text += fmt::format("; and {} more", more);
+  return {Code::kDataLoss,
+          fmt::format("{}: {} (--partial goes on without what is lost)", source.directory(), text)};
 }
 
 Result<std::shared_ptr<const KeyMap>> ReadKeyMap(FileSystem& fs, const std::string& path) {

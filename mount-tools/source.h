@@ -18,9 +18,22 @@ namespace tensormount::tools {
 
 // Opens a source (FindSource, with the terminal's --root) as one checkpoint; of a store or a
 // training directory the latest, said in a note. Warnings of the open (damaged copy, rebuilt index,
-// what was left out of a foreign one) are printed.
+// what was left out of a foreign one) are printed. `lost`: what to do where a foreign checkpoint
+// names what its files lack.
+enum class IfLost {
+  kShow,      // Only tell: what is there can be looked at.
+  kRefuse,    // kDataLoss, naming it: what would be made could not be told from a whole one.
+  kLeaveOut,  // --partial: tell, and take the tensors that are whole.
+};
 Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::string& text,
-                                                     Terminal& terminal);
+                                                     Terminal& terminal,
+                                                     IfLost lost = IfLost::kShow);
+
+// Of --partial.
+inline IfLost IfLostOf(bool partial) { return partial ? IfLost::kLeaveOut : IfLost::kRefuse; }
+
+// kDataLoss where something is lost that `keys` chooses (a glob; empty: everything).
+Status CheckNothingLost(const OpenedCheckpoint& source, const std::string& keys = {});
 
 // --map RULES.json: no map where the option was not given (empty `path`). kInvalidArgument names
 // the file and the rule.

@@ -9,6 +9,8 @@
 
 #include <fmt/core.h>
 
+#include "mount-tools/shown_text.h"
+
 namespace tensormount::tools {
 
 bool Terminal::colours() const {
@@ -19,10 +21,10 @@ bool Terminal::colours() const {
          (kind == nullptr || std::string_view(kind) != "dumb");
 }
 
-std::string Terminal::Coloured(Colour colour, std::string text) const {
-  if (!colours()) return text;
+void Terminal::Line(std::string_view text, Colour colour) {
+  if (!colours()) return Line(text);
   static constexpr const char* kCodes[] = {"\033[31m", "\033[32m", "\033[33m"};
-  return kCodes[static_cast<std::size_t>(colour)] + text + "\033[0m";
+  Text(kCodes[static_cast<std::size_t>(colour)] + ShownText(text, "\t") + "\033[0m");
 }
 
 int Terminal::Columns() {
@@ -31,7 +33,9 @@ int Terminal::Columns() {
   return size.ws_col;
 }
 
-void Terminal::Line(std::string_view text) {
+void Terminal::Line(std::string_view text) { Text(ShownText(text, "\t")); }
+
+void Terminal::Text(std::string_view text) {
   if (output_failed_) return;
   if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() ||
       std::fputc('\n', stdout) == EOF) {
@@ -59,7 +63,12 @@ int Terminal::Flush() {
 }
 
 int Terminal::Fail(const Status& status, std::string_view hint) {
-  std::string line = fmt::format("tensormount: {}\n", status.ToString());
+  std::string line = "tensormount: ";
+  for (const char c : ShownText(status.ToString(), "\n")) {
+    line += c;
+    if (c == '\n') line += "    ";
+  }
+  line += '\n';
   if (!hint.empty()) line += fmt::format("tensormount: hint: {}\n", hint);
   std::fwrite(line.data(), 1, line.size(), stderr);
   return kFailed;
@@ -67,13 +76,13 @@ int Terminal::Fail(const Status& status, std::string_view hint) {
 
 void Terminal::Warn(std::string_view text) {
   if (quiet) return;
-  const std::string line = fmt::format("tensormount: warning: {}\n", text);
+  const std::string line = fmt::format("tensormount: warning: {}\n", ShownText(text));
   std::fwrite(line.data(), 1, line.size(), stderr);
 }
 
 void Terminal::Note(std::string_view text) {
   if (!verbose) return;
-  const std::string line = fmt::format("tensormount: {}\n", text);
+  const std::string line = fmt::format("tensormount: {}\n", ShownText(text));
   std::fwrite(line.data(), 1, line.size(), stderr);
 }
 
@@ -98,7 +107,7 @@ std::string HumanSeconds(double seconds) {
 std::string DigestHex(std::uint64_t digest) { return fmt::format("{:016x}", digest); }
 
 Progress::Progress(const Terminal& terminal, std::string label)
-    : label_(std::move(label)), start_(std::chrono::steady_clock::now()) {
+    : label_(ShownText(label)), start_(std::chrono::steady_clock::now()) {
   if (terminal.quiet || terminal.json || isatty(STDERR_FILENO) == 0) return;
   thread_ = std::thread([this] { Run(); });
 }

@@ -35,12 +35,15 @@ class Terminal {
   // is set or TERM says "dumb".
   enum class Colour { kRed, kGreen, kYellow };
   bool colours() const;
-  std::string Coloured(Colour colour, std::string text) const;
   // Columns of the terminal that standard output is; 80 where it is none.
   static int Columns();
 
-  // Standard output, a line. Failures of the pipe end up in Flush().
+  // Standard output, one line whatever the text holds: keys and names come from outside, and do no
+  // more than show (ShownText). Failures of the pipe end up in Flush().
   void Line(std::string_view text);
+  void Line(std::string_view text, Colour colour);
+  // Several lines, or with colours of ours: what came from outside was made harmless before.
+  void Text(std::string_view text);
   // A document or an event on a line of its own. Text that is not UTF-8 (names of files may be
   // anything) is shown with replacement characters.
   // J is nlohmann's; a template keeps that header out of this one.
@@ -53,8 +56,8 @@ class Terminal {
   // kDone, or kFailed with an error line where standard output could not take it all.
   int Flush();
 
-  // "tensormount: CODE: message" and, where there is one, a line about what to do.
-  // Returns kFailed.
+  // "tensormount: CODE: message" and, where there is one, a line about what to do. Further lines of
+  // a message are indented: none looks like one of ours. Returns kFailed.
   int Fail(const Status& status, std::string_view hint = {});
   void Warn(std::string_view text);  // Not with --quiet.
   // What happened beside the result; standard error, only with --verbose.

@@ -14,18 +14,26 @@
 namespace tensormount::tools {
 namespace {
 
-// Prints the report of one checkpoint; whether it is whole.
-bool PrintVerdict(const std::string& name, const VerifyReport& report, bool quick,
+// Prints the report of one checkpoint; whether it is what was asked for: whole, or, with --partial,
+// whole but for what is lost.
+bool PrintVerdict(const std::string& name, const VerifyReport& report, const VerifyArgs& args,
                   Terminal& terminal) {
+  const bool quick = args.quick;
   for (const std::string& warning : report.warnings) terminal.Warn(name + ": " + warning);
+  std::size_t lost = 0;
   for (const VerifyReport::Damage& damage : report.damages) {
+    lost += damage.lost ? 1 : 0;
     if (terminal.json) {
       terminal.Json(nlohmann::ordered_json{{"event", "damage"},
                                            {"checkpoint", name},
                                            {"object", damage.object},
                                            {"file", damage.file},
                                            {"offset", damage.offset},
-                                           {"reason", damage.reason}});
+                                           {"reason", damage.reason},
+                                           {"lost", damage.lost}});
+    } else if (damage.lost) {
+      terminal.Line(fmt::format("{}: {}: {}{}", name, damage.object,
+                                damage.file.empty() ? "" : damage.file + ": ", damage.reason));
     } else {
       terminal.Line(fmt::format("{}: {}: {}: byte {}: {}", name, damage.object, damage.file,
                                 damage.offset, damage.reason));
@@ -41,7 +49,8 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, bool quic
                                          {"chunks", report.chunks},
                                          {"bytes", report.bytes_checked},
                                          {"bytes_without_hash", report.bytes_without_hash},
-                                         {"damages", report.damages.size()}});
+                                         {"damages", report.damages.size()},
+                                         {"lost", lost}});
   } else if (!terminal.quiet) {
     if (report.bytes_without_hash > 0) {
       terminal.Line(
@@ -49,20 +58,22 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, bool quic
                       "checked",
                       name, HumanBytes(report.bytes_without_hash)));
     }
-    terminal.Line(fmt::format("{}: {}: {} tensors, {} chunks, {} checked{}", name,
-                              whole ? "whole" : fmt::format("{} damages", report.damages.size()),
+    const std::size_t damages = report.damages.size();
+    const std::string verdict =
+        whole ? "whole" : fmt::format("{} damage{}", damages, damages == 1 ? "" : "s");
+    terminal.Line(fmt::format("{}: {}: {} tensors, {} chunks, {} checked{}", name, verdict,
                               report.tensors, report.chunks, HumanBytes(report.bytes_checked),
                               quick ? " (quick: no data read)" : ""));
   }
-  return whole;
+  return whole || (args.partial && lost == report.damages.size());
 }
 
 // kDone, kCheckFailed or kFailed.
-int VerifyOne(const FoundSource& source, bool quick, Terminal& terminal) {
+int VerifyOne(const FoundSource& source, const VerifyArgs& args, Terminal& terminal) {
   const bool foreign = source.kind == SourceKind::kForeign;
   const std::string name = source.path.substr(source.path.rfind('/') + 1);
   VerifyOptions options;
-  options.quick = quick;
+  options.quick = args.quick;
   options.roots = terminal.roots;
   Result<VerifyReport> report = VerifyReport();
   {
@@ -76,7 +87,7 @@ int VerifyOne(const FoundSource& source, bool quick, Terminal& terminal) {
     terminal.Fail(report.status().WithContext(name));
     return report.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
   }
-  return PrintVerdict(name, report.value(), quick, terminal) ? kDone : kCheckFailed;
+  return PrintVerdict(name, report.value(), args, terminal) ? kDone : kCheckFailed;
 }
 
 // Every checkpoint of a store or a training directory.
@@ -115,7 +126,7 @@ int RunVerify(const VerifyArgs& args, Terminal& terminal) {
   if (!all.ok()) return terminal.Fail(all.status());
   int worst = kDone;
   for (const FoundSource& one : all.value()) {
-    worst = std::max(worst, VerifyOne(one, args.quick, terminal));
+    worst = std::max(worst, VerifyOne(one, args, terminal));
   }
   const int flushed = terminal.Flush();
   return flushed != kDone ? flushed : worst;

@@ -27,7 +27,7 @@ std::string Shown(std::string_view text) {
 // The part of Python's literals that these headers are made of.
 class Literal {
  public:
-  explicit Literal(std::string_view text) : text_(text) {}
+  Literal(std::string_view text, bool python2) : text_(text), python2_(python2) {}
 
   void Space() {
     while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n')) ++at_;
@@ -59,15 +59,18 @@ class Literal {
     at_ = end + 1;
     return inner;
   }
+  // As Python reads it: zeros stand before no other digit.
   std::optional<std::int64_t> Number() {
     Space();
     if (at_ == text_.size() || text_[at_] < '0' || text_[at_] > '9') return std::nullopt;
+    const bool zero = text_[at_] == '0';
     std::int64_t value = 0;
     const char* const begin = text_.data() + at_;
     const auto [end, error] = std::from_chars(begin, text_.data() + text_.size(), value);
-    if (error != std::errc()) return std::nullopt;
+    if (error != std::errc() || (zero && value != 0)) return std::nullopt;
     at_ += static_cast<std::size_t>(end - begin);
-    if (at_ < text_.size() && text_[at_] == 'L') ++at_;  // Python 2.
+    // Python 2, whose files NumPy mends, but not those of version 3, which it never wrote.
+    if (python2_ && at_ < text_.size() && text_[at_] == 'L') ++at_;
     return value;
   }
   bool AtEnd() {
@@ -78,6 +81,7 @@ class Literal {
 
  private:
   std::string_view text_;
+  bool python2_;
   std::size_t at_ = 0;
 };
 
@@ -202,7 +206,7 @@ Result<NpyHeader> ParseNpyHeader(std::string_view first_bytes) {
   TENSORMOUNT_ASSIGN_OR_RETURN(header.data_offset, NpyDataOffset(first_bytes));
   if (header.data_offset > first_bytes.size()) return BadNpyHeader("is cut short");
   const std::size_t prefix = first_bytes[6] == 1 ? 10 : kNpyPrefix;
-  Literal in(first_bytes.substr(prefix, header.data_offset - prefix));
+  Literal in(first_bytes.substr(prefix, header.data_offset - prefix), first_bytes[6] < 3);
   if (!in.Take('{')) return BadNpyHeader("is no dictionary");
   std::optional<std::string> descr;
   std::optional<bool> fortran;

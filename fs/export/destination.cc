@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <limits>
 #include <sys/statvfs.h>
 
 #include <fmt/core.h>
@@ -171,10 +172,18 @@ Status ExportDestination::CheckOld(const FileInfo& old) const {
       fmt::format("holds something else than an export to {}", ExportFormatName(options_.format)));
 }
 
-Status ExportDestination::CheckRoom() const {
+std::uint64_t ExportDestination::RoomAt(const std::string& path) {
+  std::string above = path;
+  while (above.size() > 1 && above.back() == '/') above.pop_back();
+  const std::size_t slash = above.rfind('/');
+  above = slash == std::string::npos ? "." : above.substr(0, std::max<std::size_t>(slash, 1));
   struct statvfs space {};
-  if (statvfs(parent_.c_str(), &space) != 0) return {};  // It will be seen.
-  const std::uint64_t free = static_cast<std::uint64_t>(space.f_bavail) * space.f_frsize;
+  if (statvfs(above.c_str(), &space) != 0) return std::numeric_limits<std::uint64_t>::max();
+  return static_cast<std::uint64_t>(space.f_bavail) * space.f_frsize;
+}
+
+Status ExportDestination::CheckRoom() const {
+  const std::uint64_t free = RoomAt(path_);
   if (free >= options_.bytes) return {};
   return Status(Code::kResourceExhausted,
                 fmt::format("{}: the export takes {} bytes, and its filesystem has room for {}",

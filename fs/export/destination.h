@@ -34,6 +34,10 @@ class ExportDestination {
                                            const Options& options,
                                            std::vector<std::string>& warnings);
 
+  // Bytes that the filesystem has for what is to be called `path`; all there could be where that
+  // cannot be told.
+  static std::uint64_t RoomAt(const std::string& path);
+
   const std::string& path() const { return path_; }  // Absolute.
   const std::string& temporary() const { return temporary_; }
 

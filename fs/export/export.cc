@@ -91,7 +91,8 @@ class Job {
     const PlanOptions plan{.format = options_.format,
                            .hf = options_.hf,
                            .dcp_files = comm_.size(),
-                           .dcp_piece_bytes = options_.dcp_piece_bytes};
+                           .dcp_piece_bytes = options_.dcp_piece_bytes,
+                           .room = ExportDestination::RoomAt(destination_)};
     TENSORMOUNT_ASSIGN_OR_RETURN(plan_, MakeExportPlan(*view_, plan));
     report_.files = plan_.files.size();
     report_.tensors = plan_.tensors;

@@ -22,6 +22,7 @@ constexpr std::array<std::pair<ExportFormat, std::string_view>, 6> kNames = {{
     {ExportFormat::kDcp, "dcp"},
     {ExportFormat::kTorch, "torch"},
 }};
+constexpr std::size_t kMaxPlannedFiles = std::size_t{1} << 22;
 constexpr std::uint32_t kNamed = 3;  // Of what a format cannot hold.
 
 bool Holds(const PlanOptions& options, const TensorEntry& tensor) {
@@ -71,11 +72,16 @@ Status Walk(const CheckpointView& view, const Node& folder, const std::string& p
     Node node;
   };
   std::vector<Below> below;
+  bool too_many = false;
   TENSORMOUNT_RETURN_IF_ERROR(view.List(folder, 0, [&](const Child& child, std::uint64_t) {
     std::string name = prefix + child.name;
     if (child.attributes.kind == FileKind::kDirectory) {
       below.push_back({std::move(name), child.node});
     } else {
+      if (plan.files.size() == kMaxPlannedFiles) {
+        too_many = true;
+        return false;
+      }
       plan.bytes += child.attributes.size;
       plan.files.push_back({.name = std::move(name),
                             .size = child.attributes.size,
@@ -85,11 +91,34 @@ Status Walk(const CheckpointView& view, const Node& folder, const std::string& p
     }
     return true;
   }));
+  if (too_many) {
+    return Status(Code::kResourceExhausted,
+                  fmt::format("more than {} files would be made", kMaxPlannedFiles));
+  }
   for (const Below& next : below) {
     plan.folders.push_back(next.name);
     TENSORMOUNT_RETURN_IF_ERROR(Walk(view, next.node, next.name + "/", plan));
   }
   return {};
+}
+
+// Before files are listed, of which a tensor may have many millions.
+Status CheckRoomFor(const ShownCheckpoint& shown, const PlanOptions& options) {
+  std::uint64_t bytes = 0;
+  TENSORMOUNT_RETURN_IF_ERROR(shown.tensors.ForEachEntry(
+      0, shown.tensors.count(), [&](std::uint32_t, const TensorEntry& tensor) -> Status {
+        const bool dropped = options.format == ExportFormat::kHf && options.hf.rules &&
+                             options.hf.rules->Apply(tensor.meta.key()).empty();
+        if (dropped) return {};
+        if (__builtin_add_overflow(bytes, tensor.meta.bytes(), &bytes)) {
+          bytes = std::numeric_limits<std::uint64_t>::max();
+        }
+        return {};
+      }));
+  if (bytes <= options.room) return {};
+  return Status(
+      Code::kResourceExhausted,
+      fmt::format("the tensors take {} bytes, and there is room for {}", bytes, options.room));
 }
 
 Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& plan) {
@@ -183,6 +212,7 @@ Hash128 ExportPlan::Identity() const {
 Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const PlanOptions& options) {
   ExportPlan plan;
   TENSORMOUNT_RETURN_IF_ERROR(CheckHolds(view.shown(), options));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckRoomFor(view.shown(), options));
   plan.tensors = view.shown().tensors.count();
   switch (options.format) {
     case ExportFormat::kDcp:

@@ -3,6 +3,7 @@
 #define TENSORMOUNT_FS_EXPORT_EXPORT_PLAN_H_
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -55,11 +56,14 @@ struct PlanOptions {
   // DCP: into how many data files, and how large a stored piece of a tensor may be.
   int dcp_files = 1;
   std::uint64_t dcp_piece_bytes = std::uint64_t{512} << 20;
+  // Bytes that there is room for.
+  std::uint64_t room = std::numeric_limits<std::uint64_t>::max();
 };
 
 // The same for the same checkpoint and options, on every rank. Reads no data.
 // kUnsupported names what the format cannot hold: "npy cannot hold 2 of the tensors: a (f4), b
-// (f4)".
+// (f4)". kResourceExhausted: the tensors alone take more than the room, or the view has more files
+// than a plan lists; a shape costs whoever writes it nothing.
 Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const PlanOptions& options);
 
 // ---- For the makers of formats -----------------------------------------------------------------

@@ -16,6 +16,8 @@
 #include "index/adopt/dcp_objects.h"
 #include "index/adopt/format.h"
 #include "index/adopt/megatron.h"
+#include "shard/coverage.h"
+#include "shard/tensor_meta.h"
 
 // torch.distributed.checkpoint: a pickle named .metadata that says where in *.distcp files the
 // items lie, and what Megatron-Core (torch_dist) and OLMo-core (>= 1.0) put around it.
@@ -27,6 +29,7 @@ using pickle::Kind;
 using pickle::Value;
 
 constexpr std::string_view kMetadataFile = ".metadata";
+constexpr std::string_view kProto = "\x80";  // Pickles of protocol 2 and later.
 constexpr std::string_view kOlmoFolder = "model_and_optim/";
 // Of a relative_path: PATH_MAX.
 constexpr std::size_t kMaxPath = 4096;
@@ -69,6 +72,10 @@ std::optional<std::uint32_t> RankOfMetadata(std::string_view name) {
   return rank && name == kMetadataFile ? rank : std::nullopt;
 }
 
+// By key: a tensor of which several ranks have pieces, and its number once the first was added.
+// Keys are views into the metadata of the ranks.
+using UnitedTensors = std::unordered_map<std::string_view, std::optional<std::uint32_t>>;
+
 // One .metadata and what it points into.
 class DcpReader {
  public:
@@ -83,24 +90,42 @@ class DcpReader {
         objects_(builder) {}
 
   Status Read(std::string_view metadata_name, bool megatron) {
+    TENSORMOUNT_RETURN_IF_ERROR(Parse(metadata_name));
+    return Add(megatron, nullptr);
+  }
+
+  // Read in two steps: what the metadata say,
+  Status Parse(std::string_view metadata_name) {
     const std::string name = below_ + std::string(metadata_name);
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, folder_.Stat(name));
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes, folder_.ReadFile(name, kMaxDcpMetadata));
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes,
+                                 folder_.ReadFile(name, kMaxDcpMetadata, kProto));
     Result<DcpMetadata> parsed = ParseDcpMetadata(std::move(bytes), left_out_);
     if (!parsed.ok()) return parsed.status().WithContext(folder_.Shown(name));
-    const DcpMetadata metadata = std::move(parsed).value();
-    for (const std::string& warning : metadata.warnings) builder_.Warn(name + ": " + warning);
-    ReadFlatShapes(metadata.mcore_data);
-    builder_.ReserveTensors(metadata.tensors.size());
-    for (const DcpTensor& tensor : metadata.tensors) {
-      TENSORMOUNT_RETURN_IF_ERROR(AddTensor(metadata, tensor));
-    }
-    TENSORMOUNT_RETURN_IF_ERROR(AddObjects(metadata, megatron));
-    AddPlannerData(metadata.planner_data);
-    left_out_.WarnAll(builder_);
-    WarnOfNewer(name, info.mtime_seconds);
+    metadata_.emplace(std::move(parsed).value());
+    metadata_name_ = name;
+    written_ = info.mtime_seconds;
     return Status();
   }
+
+  // and what comes of it. `united`: tensors that readers share, which have no prefix; null: none.
+  Status Add(bool megatron, UnitedTensors* united) {
+    for (const std::string& warning : metadata_->warnings) {
+      builder_.Warn(metadata_name_ + ": " + warning);
+    }
+    ReadFlatShapes(metadata_->mcore_data);
+    builder_.ReserveTensors(metadata_->tensors.size());
+    for (const DcpTensor& tensor : metadata_->tensors) {
+      TENSORMOUNT_RETURN_IF_ERROR(AddTensor(*metadata_, tensor, united));
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(AddObjects(*metadata_, megatron));
+    AddPlannerData(metadata_->planner_data);
+    left_out_.WarnAll(builder_);
+    WarnOfNewer(metadata_name_, written_);
+    return Status();
+  }
+
+  const DcpMetadata& metadata() const { return *metadata_; }
 
   const std::unordered_set<std::string>& flattened() const { return flattened_; }
   const std::set<std::uint32_t>& ranks() const { return ranks_; }
@@ -109,7 +134,7 @@ class DcpReader {
   struct FileState {
     std::uint32_t number = 0;
     std::uint64_t length = 0;
-    std::string missing;  // Why it cannot be read; empty: it can.
+    std::string_view missing;  // What is wrong with it; empty: nothing.
   };
 
   // What the metadata say about a file is only a wish: one that leads elsewhere ends the read, one
@@ -133,7 +158,10 @@ class DcpReader {
         state.length = builder_.FileLength(state.number);
         if (const std::optional<std::uint32_t> rank = RankOfFile(path)) ranks_.insert(*rank);
       } else if (added.status().code() == Code::kNotFound) {
-        state.missing = "the file " + below_ + std::string(path) + " is missing";
+        state.missing = "the file is missing";
+      } else if (added.status().code() == Code::kDataLoss &&
+                 folder_.BelowRoot(below_ + std::string(path)).ok()) {
+        state.missing = "is no regular file";
       } else {
         return added.status();
       }
@@ -144,20 +172,26 @@ class DcpReader {
     return last_file_;
   }
 
-  // The file of an item that can be read in place; else `why` says why it cannot.
-  Result<const FileState*> FileOfItem(const DcpItem& item, std::string& why) {
+  // The file of an item of `key` that can be read in place. Null: it cannot, which was told.
+  Result<const FileState*> FileOfItem(const DcpItem& item, ForeignBuilder::What what,
+                                      std::string_view key) {
     if (!item.transform.empty()) {
-      why = "its items are transformed by '" + std::string(item.transform.substr(0, 64)) + "'";
+      left_out_.Add(
+          what == ForeignBuilder::What::kTensor ? "tensor" : "object", key,
+          "its items are transformed by '" + std::string(item.transform.substr(0, 64)) + "'");
       return nullptr;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file, FileOf(item.path));
+    const std::string name = below_ + std::string(item.path);
     if (!file->missing.empty()) {
-      why = file->missing;
+      builder_.Lose(name, file->missing, what, key);
       return nullptr;
     }
     if (item.offset > file->length || item.length > file->length - item.offset) {
-      why = "the file " + below_ + std::string(item.path) + " ends after " +
-            std::to_string(file->length) + " bytes, before an item does";
+      builder_.Lose(
+          name,
+          "the file ends after " + std::to_string(file->length) + " bytes, before an item does",
+          what, key);
       return nullptr;
     }
     return file;
@@ -180,7 +214,7 @@ class DcpReader {
                   "may be of two saves");
   }
 
-  Status AddTensor(const DcpMetadata& metadata, const DcpTensor& tensor) {
+  Status AddTensor(const DcpMetadata& metadata, const DcpTensor& tensor, UnitedTensors* united) {
     // All of it is looked at before anything is added.
     struct Piece {
       std::size_t chunk;
@@ -188,8 +222,18 @@ class DcpReader {
     };
     std::vector<Piece> pieces;
     pieces.reserve(tensor.count);
-    const auto leave_out = [&](std::string why) {
-      left_out_.Add("tensor", tensor.fqn, std::move(why));
+    std::optional<std::uint32_t>* shared = nullptr;
+    if (united != nullptr) {
+      const auto found = united->find(tensor.fqn);
+      if (found != united->end()) shared = &found->second;
+    }
+    const std::string key = (shared != nullptr ? "" : key_prefix_) + std::string(tensor.fqn);
+    if (const Status usable = CheckKey(key); !usable.ok()) {
+      left_out_.Add("tensor", key, usable.message());
+      return Status();
+    }
+    const auto contradicted = [&](const std::string& why) {
+      builder_.Lose({}, why, ForeignBuilder::What::kTensor, key);
       return Status();
     };
     const Dims shape = metadata.Shape(tensor);
@@ -200,17 +244,19 @@ class DcpReader {
       // Ranks without a share write chunks without elements, all of them with one identity.
       if (std::ranges::find(sizes, 0) != sizes.end()) continue;
       const Result<Region> region = RegionOf(metadata, tensor, shape, i, flat);
-      if (!region.ok()) return leave_out(region.status().message());
+      if (!region.ok()) return contradicted(region.status().message());
       if (!item.stored) continue;  // A hole, which the builder tells of.
-      std::string why;
-      TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file, FileOfItem(item, why));
-      if (file == nullptr) return leave_out(std::move(why));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file,
+                                   FileOfItem(item, ForeignBuilder::What::kTensor, key));
+      if (file == nullptr) return Status();
       pieces.push_back(Piece{i, file->number});
     }
-    const std::string key = key_prefix_ + std::string(tensor.fqn);
+    const bool known = shared != nullptr && shared->has_value();
     Result<std::uint32_t> added =
-        builder_.AddTensor(key, tensor.dtype, flat != nullptr ? flat->original() : shape);
-    if (!added.ok()) return leave_out(added.status().message());
+        known ? Result<std::uint32_t>(**shared)
+              : builder_.AddTensor(key, tensor.dtype, flat != nullptr ? flat->original() : shape);
+    if (!added.ok()) return contradicted(added.status().message());
+    if (shared != nullptr) *shared = added.value();
     for (const Piece& piece : pieces) {
       const DcpItem& item = metadata.items[tensor.first + piece.chunk];
       const Status status = builder_.AddPendingChunk(
@@ -285,15 +331,13 @@ class DcpReader {
     for (std::size_t i = 0; i < names.size(); ++i) {
       const DcpObject& object = metadata.objects[i];
       if (!object.item.stored) {
-        left_out_.Add("object", names[i], "the metadata do not say where it is stored");
+        builder_.Lose({}, "the metadata do not say where it is stored",
+                      ForeignBuilder::What::kObject, names[i]);
         continue;
       }
-      std::string why;
-      TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file, FileOfItem(object.item, why));
-      if (file == nullptr) {
-        left_out_.Add("object", names[i], std::move(why));
-        continue;
-      }
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const FileState* file, FileOfItem(object.item, ForeignBuilder::What::kObject, names[i]));
+      if (file == nullptr) continue;
       DcpObjects::Item item;
       item.object = megatron ? parsed[i] : MegatronObject{names[i], {}, {}};
       item.file = file->number;
@@ -344,6 +388,9 @@ class DcpReader {
   ForeignBuilder& builder_;
   std::string below_;
   std::string key_prefix_;
+  std::optional<DcpMetadata> metadata_;  // After Parse.
+  std::string metadata_name_;
+  std::int64_t written_ = 0;  // When the metadata were.
   DcpObjects objects_;
   LeftOut left_out_;
   std::unordered_map<std::string_view, FileState> files_;
@@ -378,13 +425,15 @@ class Dcp : public ForeignFormat {
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
     const bool olmo = !folder.Has(kMetadataFile);
+    if (!olmo) TENSORMOUNT_RETURN_IF_ERROR(CheckMegatronBackend(folder));
     const bool torch_dist = !olmo && MegatronBackend(folder) == "torch_dist";
     const bool megatron = torch_dist || (!olmo && folder.Has("common.pt"));
     if (olmo) builder.SetProducer("olmo-core");
     if (megatron) builder.SetProducer("megatron.core.dist_checkpointing");
     if (megatron && !torch_dist) {
-      builder.Warn(
-          "metadata.json is missing, which Megatron-Core writes last: was this save ended?");
+      builder.Warn(std::string(folder.Has("metadata.json") ? "metadata.json names no backend"
+                                                           : "metadata.json is missing") +
+                   ", which Megatron-Core writes last: was this save ended?");
     }
     DcpReader reader(folder, builder, olmo ? std::string(kOlmoFolder) : std::string(), "");
     TENSORMOUNT_RETURN_IF_ERROR(reader.Read(kMetadataFile, megatron));
@@ -401,8 +450,32 @@ class Dcp : public ForeignFormat {
   }
 };
 
+// Whether what the ranks stored of a tensor makes a whole: of one dtype and shape, every cell once.
+class RankUnion {
+ public:
+  void Add(const DcpMetadata& metadata, const DcpTensor& tensor) {
+    const Dims shape = metadata.Shape(tensor);
+    if (!regions_) {
+      dtype_ = tensor.dtype;
+      regions_.emplace(shape);
+    }
+    fits_ = fits_ && tensor.dtype == dtype_ && shape == regions_->shape();
+    for (std::size_t i = 0; fits_ && i < tensor.count; ++i) {
+      if (!metadata.items[tensor.first + i].stored) continue;
+      fits_ = regions_->AddBox(metadata.Offsets(tensor, i).data(), metadata.Sizes(tensor, i).data(),
+                               static_cast<std::uint32_t>(regions_->size()));
+    }
+  }
+  bool exact() const { return fits_ && regions_ && IsPartition(*regions_); }
+
+ private:
+  DType dtype_ = DType::kU8;
+  std::optional<RegionSet> regions_;
+  bool fits_ = true;
+};
+
 // Saves without a global plan: every rank has metadata of its own, and nothing says how their
-// tensors go together.
+// tensors go together, except where their pieces fit into one whole and nothing else.
 class DcpRanks : public ForeignFormat {
  public:
   std::string_view name() const override {
@@ -419,16 +492,39 @@ class DcpRanks : public ForeignFormat {
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List(""));
-    std::uint32_t ranks = 0;
+    std::vector<std::unique_ptr<DcpReader>> readers;
     for (const DirectoryEntry& entry : entries) {
       const std::optional<std::uint32_t> rank = RankOfMetadata(entry.name);
       if (!rank) continue;
-      ++ranks;
-      DcpReader reader(folder, builder, "", "rank" + std::to_string(*rank) + "/");
-      TENSORMOUNT_RETURN_IF_ERROR(reader.Read(entry.name, false));
+      readers.push_back(
+          std::make_unique<DcpReader>(folder, builder, "", "rank" + std::to_string(*rank) + "/"));
+      TENSORMOUNT_RETURN_IF_ERROR(readers.back()->Parse(entry.name));
     }
-    builder.Warn("saved without a global plan: every rank's keys are shown by themselves");
-    builder.SetWorldSize(ranks);
+    std::unordered_map<std::string_view, RankUnion> unions;
+    for (const auto& reader : readers) {
+      for (const DcpTensor& tensor : reader->metadata().tensors) {
+        if (CheckShape(tensor.dtype, reader->metadata().Shape(tensor)).ok()) {
+          unions[tensor.fqn].Add(reader->metadata(), tensor);
+        }
+      }
+    }
+    UnitedTensors united;
+    std::size_t apart = 0;
+    for (const auto& [key, all] : unions) {
+      if (all.exact()) {
+        united.emplace(key, std::nullopt);
+      } else {
+        ++apart;
+      }
+    }
+    for (const auto& reader : readers) {
+      TENSORMOUNT_RETURN_IF_ERROR(reader->Add(false, &united));
+    }
+    builder.Warn("saved without a global plan: " + std::to_string(united.size()) +
+                 (united.size() == 1 ? " tensor is" : " tensors are") +
+                 " put together from what the ranks stored, " + std::to_string(apart) +
+                 " and all objects are shown as rankN/KEY");
+    builder.SetWorldSize(static_cast<std::uint32_t>(readers.size()));
     builder.SetResolver(MakeDcpItemResolver({}));
     return Status();
   }

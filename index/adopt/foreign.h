@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -15,6 +16,7 @@
 
 #include "base/file_system.h"
 #include "index/content.h"
+#include "index/foreign_loss.h"
 
 // What adapters of foreign formats share: the folder that they may look into, and the content that
 // they make of it.
@@ -38,10 +40,14 @@ class ForeignFolder {
   const std::string& file() const { return file_; }
   std::string Shown(std::string_view name) const;  // For messages.
 
+  // kDataLoss for what is no file or folder, as a FIFO or links that lead round;
   // kPermissionDenied "... leads out of ROOT: name a folder that holds both with --root" for links
   // and names that do; kDataLoss for names that are no relative path.
   Result<std::unique_ptr<File>> OpenRead(std::string_view name) const;
-  Result<std::string> ReadFile(std::string_view name, std::uint64_t max_bytes) const;
+  // `first`: what it begins with after white space, "{" of JSON: looked at before a large file is
+  // read, since a size costs whoever writes it nothing. kDataLoss: not that. Empty: anything.
+  Result<std::string> ReadFile(std::string_view name, std::uint64_t max_bytes,
+                               std::string_view first = {}) const;
   // Below the folder; "" is the folder itself. Sorted.
   Result<std::vector<DirectoryEntry>> List(std::string_view name) const;
   // Whether there is such a file or folder (of any kind), without opening it.
@@ -60,6 +66,7 @@ class ForeignFolder {
  private:
   template <typename F>
   auto Beneath(std::string_view name, F f) const -> decltype(f(std::string()));
+  Status DamageOf(std::string_view name, const Status& status) const;
 
   FileSystem* fs_ = nullptr;
   std::string path_;
@@ -83,14 +90,14 @@ class ItemResolver {
 struct ForeignContent {
   Content content;
   std::shared_ptr<const ItemResolver> resolver;  // Null: no chunk is pending.
-  std::vector<std::string> warnings;             // What was left out or is not whole, and why.
-  // Of these what concerns tensors and objects, as verify reports it. Cut at the same number.
-  struct Damage {
-    std::string object;  // "tensor w"
-    std::string reason;
-  };
-  std::vector<Damage> damages;
+  // What was left out or is not whole, and why, cut at some number. What is lost comes first.
+  std::vector<std::string> warnings;
+  std::vector<ForeignLoss> lost;
 };
+
+// For whoever takes what is there: without the tensors that are not whole, and with the content
+// metadata saying under "lost" what the checkpoint lacks. Nothing where nothing is lost.
+void LeaveOutLost(ForeignContent& content);
 
 // Collects what an adapter finds and checks all of it. An adapter calls Add* in any order and
 // returns the first failure: what concerns the checkpoint as a whole ends the read, what concerns
@@ -112,6 +119,9 @@ class ForeignBuilder {
   // Opened for reading once and kept while the builder lives (at most some hundred at a time).
   Result<std::shared_ptr<File>> OpenFile(std::uint32_t file);
 
+  // Until it is called again: only tensors with these keys are taken, others are left out without
+  // a word. Null: all. Not owned.
+  void TakeOnly(const std::set<std::string>* keys) { only_ = keys; }
   // So many tensors will be added, or more, or fewer.
   void ReserveTensors(std::size_t n);
   // The number of a new tensor. kDataLoss: a key that is no UTF-8, empty, over 2,048 bytes, holds
@@ -135,8 +145,16 @@ class ForeignBuilder {
   // Reserved names and trees over the limits are left out with a warning.
   void AddCommon(const std::string& name, CommonValue value);
   void Warn(std::string warning);
-  // Leaves a tensor out and warns: "tensor w: left out: ...".
+  // Leaves a tensor out and warns: "tensor w: left out: ...". What it should be is lost.
   void Drop(std::uint32_t tensor, std::string_view why);
+  // The same where its bytes are there, or stand for themselves, in a form that we do not read.
+  void LeaveOut(std::uint32_t tensor, std::string_view why);
+  // The checkpoint names the tensor or object, which was not added, and its files lack it.
+  // `file`: empty where it is in none; `reason`: "the file is missing". Told in one line a reason.
+  enum class What { kTensor, kObject };
+  void Lose(std::string_view file, std::string_view reason, What what, std::string_view key);
+  // The same of a file of which nobody knows what was in it.
+  void LoseFile(std::string_view file, std::string_view reason);
 
   // Sorts, finds what chunks leave uncovered (kept, with a warning: reading these cells fails) and
   // cover twice (left out, with a warning), and gives the whole an identity made of root, files,
@@ -148,12 +166,14 @@ class ForeignBuilder {
   Status CheckCover(std::uint32_t tensor);
   void SortTensors();
   void CheckObjects();
-  void Damaged(std::string object, std::string reason, std::string_view consequence);
+  void Lost(ForeignLoss loss);
+  std::vector<ForeignLoss> TakeLost();
   Status SortFiles();
   void SetIdentity();
 
   const ForeignFolder& folder_;
   Content content_;
+  const std::set<std::string>* only_ = nullptr;
   struct Rep;
   std::unique_ptr<Rep> rep_;
 };

@@ -3,6 +3,7 @@
 #include <array>
 #include <functional>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <unordered_map>
 #include <unordered_set>
@@ -24,7 +25,10 @@ constexpr std::size_t kMaxOpenFiles = 256;
 // More are counted, not kept: a lying checkpoint could have a million.
 constexpr std::size_t kMaxWarnings = 100;
 
-constexpr std::string_view kLeftOut = "left out";
+// What a message shows of a key.
+constexpr std::size_t kShownKeyOf = 256;
+// Under this name of the content metadata.
+constexpr const char* kLostName = "lost";
 
 // What comes from outside and cannot work is damage, whoever found it.
 Status AsDamage(const Status& status) {
@@ -68,7 +72,10 @@ struct ForeignBuilder::Rep {
   std::unordered_set<std::uint32_t, ByKey, ByKey> tensors;
   std::vector<bool> dropped;
   std::vector<std::string> warnings;
-  std::vector<ForeignContent::Damage> damages;
+  std::map<std::pair<std::string, std::string>, ForeignLoss> lost_by_file;  // And reason.
+  std::vector<ForeignLoss> lost;
+  ForeignLoss more_lost{.reason = "for other reasons"};
+  ForeignLoss more_holes{.reason = "have cells that are stored nowhere", .holes = true};
   std::uint64_t more_warnings = 0;
   std::shared_ptr<const ItemResolver> resolver;
   bool pending = false;
@@ -149,11 +156,12 @@ Result<std::uint32_t> ForeignBuilder::AddTensor(std::string_view key, DType dtyp
   }
   const auto number = static_cast<std::uint32_t>(content_.tensors.size());
   content_.tensors.emplace_back(std::move(meta).value());
-  if (!rep_->tensors.insert(number).second) {
+  const bool wanted = only_ == nullptr || only_->contains(std::string(key));
+  if (wanted && !rep_->tensors.insert(number).second) {
     content_.tensors.pop_back();
     return DataLoss("tensor " + std::string(key) + ": occurs twice");
   }
-  rep_->dropped.push_back(false);
+  rep_->dropped.push_back(!wanted);
   return number;
 }
 
@@ -270,17 +278,69 @@ void ForeignBuilder::Warn(std::string warning) {
   }
 }
 
-void ForeignBuilder::Damaged(std::string object, std::string reason, std::string_view consequence) {
-  Warn(object + ": " + (consequence.empty() ? "" : std::string(consequence) + ": ") + reason);
-  if (rep_->damages.size() < kMaxWarnings) {
-    rep_->damages.push_back({std::move(object), std::move(reason)});
+void ForeignBuilder::Lost(ForeignLoss loss) {
+  Warn(loss.ToString());
+  if (rep_->lost.size() < kMaxWarnings) {
+    rep_->lost.push_back(std::move(loss));
+    return;
   }
+  // Every key counts, though not every reason is told.
+  ForeignLoss& more = loss.holes ? rep_->more_holes : rep_->more_lost;
+  std::ranges::move(loss.tensors, std::back_inserter(more.tensors));
+  std::ranges::move(loss.objects, std::back_inserter(more.objects));
+}
+
+void ForeignBuilder::Lose(std::string_view file, std::string_view reason, What what,
+                          std::string_view key) {
+  auto& by_file = rep_->lost_by_file;
+  auto at = by_file.find({std::string(file), std::string(reason)});
+  if (at == by_file.end() && by_file.size() >= kMaxWarnings) {
+    (what == What::kTensor ? rep_->more_lost.tensors : rep_->more_lost.objects).emplace_back(key);
+    return;
+  }
+  if (at == by_file.end()) {
+    ForeignLoss loss{.file = std::string(file), .reason = std::string(reason)};
+    at = by_file.emplace(std::pair(loss.file, loss.reason), loss).first;
+  }
+  (what == What::kTensor ? at->second.tensors : at->second.objects).emplace_back(key);
+}
+
+void ForeignBuilder::LoseFile(std::string_view file, std::string_view reason) {
+  auto& by_file = rep_->lost_by_file;
+  ForeignLoss loss{.file = std::string(file), .reason = std::string(reason)};
+  // A marker of its own where so many files are gone that their names are not kept.
+  if (by_file.size() >= kMaxWarnings) loss = {.file = "other files", .reason = "are damaged"};
+  by_file.emplace(std::pair(loss.file, loss.reason), loss);
+}
+
+// Files first, each in one line.
+std::vector<ForeignLoss> ForeignBuilder::TakeLost() {
+  std::vector<ForeignLoss> all;
+  std::vector<std::string> warnings;
+  const auto add = [&](ForeignLoss& loss) {
+    warnings.push_back(loss.ToString());
+    all.push_back(std::move(loss));
+  };
+  for (auto& [reason, loss] : rep_->lost_by_file) add(loss);
+  if (!rep_->more_lost.tensors.empty() || !rep_->more_lost.objects.empty()) add(rep_->more_lost);
+  std::ranges::move(rep_->warnings, std::back_inserter(warnings));
+  rep_->warnings = std::move(warnings);
+  std::ranges::move(rep_->lost, std::back_inserter(all));
+  if (!rep_->more_holes.tensors.empty()) all.push_back(std::move(rep_->more_holes));
+  return all;
 }
 
 void ForeignBuilder::Drop(std::uint32_t tensor, std::string_view why) {
   if (rep_->dropped.at(tensor)) return;
   rep_->dropped[tensor] = true;
-  Damaged("tensor " + content_.tensors[tensor].meta.key(), std::string(why), kLeftOut);
+  Lost({.reason = std::string(why), .tensors = {content_.tensors[tensor].meta.key()}});
+}
+
+void ForeignBuilder::LeaveOut(std::uint32_t tensor, std::string_view why) {
+  if (rep_->dropped.at(tensor)) return;
+  rep_->dropped[tensor] = true;
+  Warn("tensor " + content_.tensors[tensor].meta.key().substr(0, kShownKeyOf) +
+       ": left out: " + std::string(why));
 }
 
 // What is stored in no chunk, or in two.
@@ -296,11 +356,11 @@ Status ForeignBuilder::CheckCover(std::uint32_t number) {
       Drop(number, check.why);
       break;
     case Completeness::kHole:
-      Damaged("tensor " + tensor.meta.key(),
-              ListBoxes(found.missing, found.truncated) + " is stored nowhere (" +
-                  std::to_string(found.missing_elements) + " of " +
-                  std::to_string(tensor.meta.elements()) + " elements): reading it fails",
-              {});
+      Lost({.reason = ListBoxes(found.missing, found.truncated) + " is stored nowhere (" +
+                      std::to_string(found.missing_elements) + " of " +
+                      std::to_string(tensor.meta.elements()) + " elements): reading it fails",
+            .tensors = {tensor.meta.key()},
+            .holes = true});
       break;
     case Completeness::kBad:
       return DataLoss("tensor " + tensor.meta.key() + ": " + check.why);
@@ -363,7 +423,7 @@ void ForeignBuilder::CheckObjects() {
       std::move(all.begin() + static_cast<std::ptrdiff_t>(i),
                 all.begin() + static_cast<std::ptrdiff_t>(end), std::back_inserter(kept));
     } else {
-      Damaged("object " + all[i].key, why, kLeftOut);
+      Lost({.reason = why, .objects = {all[i].key}});
     }
     i = end;
   }
@@ -454,15 +514,30 @@ Result<ForeignContent> ForeignBuilder::Finish() {
   CheckObjects();
   TENSORMOUNT_RETURN_IF_ERROR(SortFiles());
   SetIdentity();
+  ForeignContent out;
+  out.lost = TakeLost();
   if (rep_->more_warnings > 0) {
     rep_->warnings.push_back("and " + std::to_string(rep_->more_warnings) + " more warnings");
   }
-  ForeignContent out;
   out.content = std::move(content_);
   out.resolver = std::move(rep_->resolver);
   out.warnings = std::move(rep_->warnings);
-  out.damages = std::move(rep_->damages);
   return out;
+}
+
+void LeaveOutLost(ForeignContent& content) {
+  if (content.lost.empty()) return;
+  std::unordered_set<std::string_view> holed;
+  CommonList told;
+  for (const ForeignLoss& loss : content.lost) {
+    told.items.emplace_back(loss.ToString());
+    if (loss.holes) holed.insert(loss.tensors.begin(), loss.tensors.end());
+  }
+  std::erase_if(content.content.tensors,
+                [&](const TensorContent& tensor) { return holed.contains(tensor.meta.key()); });
+  CommonDict marks;
+  marks.items.emplace(std::string(kLostName), std::move(told));
+  content.content.common.insert_or_assign(std::string(kContentRecord), std::move(marks));
 }
 
 }  // namespace tensormount

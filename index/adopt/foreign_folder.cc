@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <utility>
 
@@ -12,6 +13,9 @@ namespace {
 constexpr std::size_t kMaxPathBytes = 4095;
 // What a message shows of a name that came from outside.
 constexpr std::size_t kShownBytes = 256;
+// A larger file is read only when it begins as it should.
+constexpr std::uint64_t kReadAtOnce = std::uint64_t{1} << 20;
+constexpr std::size_t kFirstBytes = 4096;
 
 std::string Cut(std::string_view name) {
   std::string out;
@@ -96,6 +100,16 @@ Result<std::string> ForeignFolder::BelowRoot(std::string_view name) const {
   return JoinedBelow(folder_, name);
 }
 
+// Whoever named the checkpoint did nothing wrong where a FIFO, a device or links that lead round
+// stand in the place of a file.
+Status ForeignFolder::DamageOf(std::string_view name, const Status& status) const {
+  if (status.ToErrno() == ELOOP) {
+    return {Code::kDataLoss, Shown(name) + ": links that lead round, or too many of them"};
+  }
+  if (status.code() != Code::kInvalidArgument) return status;
+  return {Code::kDataLoss, status.message()};
+}
+
 // Calls f with a name relative to the root, and again with where an absolute link leads to: the
 // kernel takes none of these, though it may stay inside.
 template <typename F>
@@ -105,11 +119,14 @@ auto ForeignFolder::Beneath(std::string_view name, F f) const -> decltype(f(std:
     TENSORMOUNT_ASSIGN_OR_RETURN(below, BelowRoot(name));
   }
   auto result = f(below);
-  if (result.ok() || result.status().ToErrno() != EXDEV) return result;
+  if (result.ok()) return result;
+  if (result.status().ToErrno() != EXDEV) return DamageOf(name, result.status());
   const Result<std::string> real = fs_->Resolve(JoinedBelow(root_, below));
-  if (!real.ok()) return real.status();
+  if (!real.ok()) return DamageOf(name, real.status());
   if (const std::optional<std::string> inside = RelativeTo(root_, real.value())) {
-    return f(*inside);
+    auto found = f(*inside);
+    if (found.ok()) return found;
+    return DamageOf(name, found.status());
   }
   return Status(Code::kPermissionDenied, Shown(name) + ": leads to " + real.value() + ", out of " +
                                              root_ + ": name a folder that holds both with --root");
@@ -133,13 +150,24 @@ Result<std::string> ForeignFolder::Locate(std::string_view name) const {
   });
 }
 
-Result<std::string> ForeignFolder::ReadFile(std::string_view name, std::uint64_t max_bytes) const {
+Result<std::string> ForeignFolder::ReadFile(std::string_view name, std::uint64_t max_bytes,
+                                            std::string_view first) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, OpenRead(name));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
   if (info.size > max_bytes) {
     return Status(Code::kDataLoss, Shown(name) + ": " + std::to_string(info.size) +
                                        " bytes, at most " + std::to_string(max_bytes) +
                                        " expected");
+  }
+  std::array<char, kFirstBytes> head{};
+  const std::size_t looked_at = std::min<std::uint64_t>(info.size, head.size());
+  if (!first.empty() && info.size > kReadAtOnce) {
+    TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(0, head.data(), looked_at));
+    const std::string_view text(head.data(), looked_at);
+    const std::size_t begin = text.find_first_not_of(" \t\r\n");
+    if (begin == std::string_view::npos || !text.substr(begin).starts_with(first)) {
+      return Status(Code::kDataLoss, Shown(name) + ": does not begin as such a file does");
+    }
   }
   std::string data(static_cast<std::size_t>(info.size), '\0');
   TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(0, data.data(), data.size()));

@@ -17,6 +17,7 @@
 #include "index/common_state.h"
 #include "shard/safetensors.h"
 #include "shard/strict_json.h"
+#include "shard/tensor_meta.h"
 
 // Files and folders of safetensors: a single file; a folder of them with or without an index
 // (transformers, diffusers); and what torch.distributed.checkpoint's HuggingFaceStorageWriter
@@ -29,7 +30,6 @@ constexpr std::string_view kSuffix = ".safetensors";
 constexpr std::string_view kIndexSuffix = ".safetensors.index.json";
 constexpr std::uint64_t kMaxIndexBytes = 100'000'000;  // As the format's header.
 constexpr std::string_view kShardingKey = "DCP_SHARDING_INFO";
-constexpr std::size_t kShownNames = 3;
 
 // Begins like a file of the format: a header length that fits, and the header's '{'.
 bool BeginsLikeSafetensors(File& file) {
@@ -147,14 +147,16 @@ class HuggingFaceReader {
     }
     for (const auto& [pattern, set] : sets) {
       if (set.seen.size() < set.count) {
-        builder_.Warn(pattern + std::string(kSuffix) + ": " + std::to_string(set.seen.size()) +
-                      " of " + std::to_string(set.count) + " files are there");
+        builder_.LoseFile(pattern + std::string(kSuffix), std::to_string(set.seen.size()) + " of " +
+                                                              std::to_string(set.count) +
+                                                              " files are there");
       }
     }
   }
 
   Status ReadByIndex(const std::string& name) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, folder_.ReadFile(name, kMaxIndexBytes));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
+                                 folder_.ReadFile(name, kMaxIndexBytes, "{"));
     std::map<std::string, Wanted> by_file;
     const auto member = [&](const std::string& key, nlohmann::json& value) -> Status {
       if (!value.is_string()) return DataLoss("weight_map: '" + key + "' is in no file");
@@ -177,36 +179,26 @@ class HuggingFaceReader {
         // A link that leads out is not a file that is missing.
         const Status why = folder_.Stat(file).status();
         if (why.code() == Code::kPermissionDenied) return why;
-        builder_.Warn(file + ": is in " + name + ", but not in the folder: " +
-                      std::to_string(wanted.size()) + " tensors are left out" + Examples(wanted));
+        for (const auto& [key, found] : wanted) {
+          builder_.Lose(file, "is in " + name + ", but not in the folder",
+                        ForeignBuilder::What::kTensor, key);
+        }
         continue;
       }
       TENSORMOUNT_RETURN_IF_ERROR(ReadHeader(file, &wanted, true));
-      Wanted missing;
       for (const auto& [key, found] : wanted) {
-        if (!found) missing.emplace(key, false);
-      }
-      if (!missing.empty()) {
-        builder_.Warn(file + ": " + name + " says that it has " + std::to_string(missing.size()) +
-                      " tensors that are not in it" + Examples(missing));
+        if (found) continue;
+        builder_.Lose(file, "does not hold what " + name + " says", ForeignBuilder::What::kTensor,
+                      key);
       }
     }
     return {};
   }
 
-  static std::string Examples(const Wanted& wanted) {
-    std::string text;
-    std::size_t shown = 0;
-    for (const auto& [key, found] : wanted) {
-      if (shown++ == kShownNames) return text + ", ...";
-      text += (text.empty() ? ": " : ", ") + key;
-    }
-    return text;
-  }
-
   // `wanted`: the tensors that the index says are in it; null: all are wanted.
   Status ReadHeader(const std::string& name, Wanted* wanted, bool in_folder) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder_.AddFile(name));
+    file_names_[file] = name;
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> opened, builder_.OpenFile(file));
     TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsHeader header, ReadSafetensorsHeader(*opened));
     SavedOffsets offsets;
@@ -290,10 +282,16 @@ class HuggingFaceReader {
   // The global shape is not stored: it reaches as far as the shards do.
   Status AddTensor(std::span<const ShardPiece> pieces) {
     const ShardPiece& first = pieces.front();
+    if (const Status usable = CheckKey(first.key); !usable.ok()) {
+      // The format allows more. One name that we cannot show is no reason to show nothing.
+      builder_.Warn(file_names_[first.file] + ": a tensor is left out: " + usable.message());
+      return {};
+    }
     Dims shape = first.shape;
     for (const ShardPiece& piece : pieces) {
       if (piece.dtype != first.dtype || piece.shape.rank() != shape.rank()) {
-        builder_.Warn("tensor " + first.key + ": left out: its shards are of several types");
+        builder_.Lose({}, "its shards are of several types", ForeignBuilder::What::kTensor,
+                      first.key);
         return {};
       }
       for (int a = 0; a < shape.rank(); ++a) {
@@ -315,6 +313,7 @@ class HuggingFaceReader {
   const ForeignFolder& folder_;
   ForeignBuilder& builder_;
   std::vector<ShardPiece> pieces_;
+  std::map<std::uint32_t, std::string> file_names_;
   std::map<std::string, std::string> common_;  // What the files said so far.
 };
 

@@ -2,6 +2,7 @@
 #include "index/adopt/megatron.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <map>
 #include <set>
@@ -21,6 +22,10 @@ using pickle::KnownClass;
 using pickle::Value;
 
 constexpr std::string_view kCommonFile = "common.pt";
+constexpr std::string_view kConfigFile = "metadata.json";
+constexpr std::array<std::string_view, 2> kBackends = {"torch_dist", "zarr"};
+constexpr const char* kBackendField = "sharded_backend";
+constexpr int kBackendVersion = 1;  // Of both, in every release so far.
 constexpr std::uint64_t kMaxCommonFile = std::uint64_t{64} << 20;
 
 // "1.0.3"; nullopt: something else, or more axes than tensors have.
@@ -125,16 +130,39 @@ std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, L
   return out;
 }
 
+// metadata.json where it is Megatron-Core's: it names a backend.
+std::optional<nlohmann::json> ConfigOf(const ForeignFolder& folder) {
+  const Result<std::string> text = folder.ReadFile(kConfigFile, std::uint64_t{1} << 20);
+  if (!text.ok()) return std::nullopt;
+  Result<nlohmann::json> json = ParseStrictJson(text.value());
+  if (!json.ok()) return std::nullopt;
+  const auto backend = json.value().find(kBackendField);
+  if (backend == json.value().end() || !backend->is_string()) return std::nullopt;
+  return std::move(json).value();
+}
+
 }  // namespace
 
 std::string MegatronBackend(const ForeignFolder& folder) {
-  const Result<std::string> text = folder.ReadFile("metadata.json", std::uint64_t{1} << 20);
-  if (!text.ok()) return {};
-  const Result<nlohmann::json> json = ParseStrictJson(text.value());
-  if (!json.ok()) return {};
-  const auto backend = json.value().find("sharded_backend");
-  if (backend == json.value().end() || !backend->is_string()) return {};
-  return backend->get<std::string>();
+  const std::optional<nlohmann::json> json = ConfigOf(folder);
+  return json ? json->at(kBackendField).get<std::string>() : std::string();
+}
+
+Status CheckMegatronBackend(const ForeignFolder& folder) {
+  const std::optional<nlohmann::json> json = ConfigOf(folder);
+  if (!json) return Status();
+  const auto unsupported = [&](const std::string& what) {
+    return Status(Code::kUnsupported, folder.Shown(kConfigFile) + ": " + what);
+  };
+  const std::string backend = json->at(kBackendField).get<std::string>();
+  if (std::ranges::find(kBackends, backend) == kBackends.end()) {
+    return unsupported("sharded_backend '" + backend.substr(0, 64) +
+                       "', we read torch_dist and zarr");
+  }
+  const auto version = json->find("sharded_backend_version");
+  if (version == json->end() || *version == kBackendVersion) return Status();
+  return unsupported("sharded_backend_version " + version->dump().substr(0, 64) + " of " + backend +
+                     ", we read version " + std::to_string(kBackendVersion));
 }
 
 std::vector<MegatronObject> MegatronObjects(std::span<const std::string> names) {

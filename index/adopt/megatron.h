@@ -25,6 +25,8 @@ namespace tensormount {
 // "torch_dist" or "zarr": sharded_backend of metadata.json; empty: it is not there or something
 // else.
 std::string MegatronBackend(const ForeignFolder& folder);
+// kUnsupported, by name, where metadata.json names a backend or a version that nobody looked at.
+Status CheckMegatronBackend(const ForeignFolder& folder);
 
 // A sharded object's name, "KEY/shard_1.0_2.4": element [1, 0] of a grid of [2, 4].
 struct MegatronObject {

@@ -17,6 +17,7 @@ namespace tensormount {
 namespace {
 
 constexpr std::string_view kArray = ".zarray";
+constexpr std::string_view kZgroup = ".zgroup";
 constexpr std::string_view kZarr3 = "zarr.json";
 constexpr std::string_view kSync = ".sync";  // Locks that writers of flattened state left.
 constexpr std::string_view kMegatron = "zarr";
@@ -63,9 +64,9 @@ class ArrayReader {
     }
     const std::optional<std::int64_t> all = CheckedProduct(grid_);
     if (array_.fill_value && (!all || stored_ < *all)) {
-      builder_.Drop(tensor_, (all ? std::to_string(*all - stored_) : std::string("most")) +
-                                 " of its chunks are not stored and stand for its fill value " +
-                                 array_.fill_value->substr(0, 64) + ", which no file holds");
+      builder_.LeaveOut(tensor_, (all ? std::to_string(*all - stored_) : std::string("most")) +
+                                     " of its chunks are not stored and stand for its fill value " +
+                                     array_.fill_value->substr(0, 64) + ", which no file holds");
     }
     return Status();
   }
@@ -109,7 +110,15 @@ class ArrayReader {
       extent.push_back(std::min(array_.chunks[a], array_.shape[a] - begin[a]));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, extent));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder_.AddFile(name));
+    const Result<std::uint32_t> added = builder_.AddFile(name);
+    if (added.status().code() == Code::kDataLoss) {
+      // A chunk that is no file: as much as one that is not stored.
+      builder_.Warn("tensor " + builder_.MetaOf(tensor_).key() + " " + box.ToString() + ": " +
+                    added.status().message());
+      ++stored_;
+      return Status();
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, added);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t whole, RegionBytes(array_.dtype, array_.chunks,
                                                                         Box::Whole(array_.chunks)));
     ++stored_;
@@ -159,8 +168,27 @@ class HierarchyReader {
       return std::any_of(entries.begin(), entries.end(),
                          [&](const DirectoryEntry& entry) { return entry.name == name; });
     };
+    const std::string shown = below.empty() ? "." : below.substr(0, 256);
+    if (has(kArray) && has(kZarr3)) {
+      // zarr-python takes version 3, whose chunks may be others.
+      builder_.Warn("folder " + shown +
+                    ": left out: .zarray and zarr.json are both there, and say each for itself "
+                    "which array it is");
+      return Status();
+    }
     if (has(kArray)) return AddArray(below);
-    if (has(kZarr3)) {
+    if (has(kZgroup)) {
+      const Status known = CheckGroup(below);
+      if (!known.ok() && below.empty()) return known;
+      if (known.code() == Code::kDataLoss) {
+        builder_.LoseFile(JoinedNames(below, std::string(kZgroup)), known.message());
+        return Status();
+      }
+      if (!known.ok()) {
+        builder_.Warn("folder " + shown + ": left out: " + known.message());
+        return Status();
+      }
+    } else if (has(kZarr3)) {
       builder_.Warn("folder " + (below.empty() ? "." : below) +
                     ": left out: zarr of version 3, we read version 2");
       return Status();
@@ -183,6 +211,13 @@ class HierarchyReader {
     return Status();
   }
 
+  // Arrays below one of another version may be laid out in another way.
+  Status CheckGroup(const std::string& below) {
+    const std::string name = JoinedNames(below, std::string(kZgroup));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, folder_.ReadFile(name, kMaxArrayJson));
+    return ParseZgroup(text).WithContext(folder_.Shown(name));
+  }
+
   Status AddArray(const std::string& below) {
     // An array that is the whole checkpoint is called like its folder.
     const std::string& path = folder_.path();
@@ -191,13 +226,17 @@ class HierarchyReader {
       builder_.Warn("tensor " + key.substr(0, 256) + ": left out: " + why);
       return Status();
     };
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        const std::string json,
-        folder_.ReadFile(JoinedNames(below, std::string(kArray)), kMaxArrayJson));
-    const Result<ZarrArray> array = ParseZarray(json, megatron_);
+    const Result<std::string> json =
+        folder_.ReadFile(JoinedNames(below, std::string(kArray)), kMaxArrayJson);
+    const Result<ZarrArray> array =
+        json.ok() ? ParseZarray(json.value(), megatron_) : Result<ZarrArray>(json.status());
     if (!array.ok()) {
       const Code code = array.status().code();
-      if (code != Code::kUnsupported && code != Code::kDataLoss) return array.status();
+      if (code == Code::kDataLoss) {
+        builder_.Lose({}, array.status().message(), ForeignBuilder::What::kTensor, key);
+        return Status();
+      }
+      if (code != Code::kUnsupported) return array.status();
       return left_out(array.status().message());
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t tensor,
@@ -231,7 +270,7 @@ class MegatronZarr : public ForeignFormat {
     const Result<std::vector<DirectoryEntry>> entries = folder.List("");
     if (!entries.ok()) return false;
     for (const DirectoryEntry& entry : entries.value()) {
-      if (entry.name == kArray || entry.name == ".zgroup" || entry.name == kZarr3) return true;
+      if (entry.name == kArray || entry.name == kZgroup || entry.name == kZarr3) return true;
     }
     int probed = 0;
     for (const DirectoryEntry& entry : entries.value()) {
@@ -243,10 +282,11 @@ class MegatronZarr : public ForeignFormat {
   }
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckMegatronBackend(folder));
     const bool megatron = MegatronBackend(folder) == kMegatron;
     builder.SetProducer(megatron ? "megatron.core.dist_checkpointing" : "zarr");
     if (!megatron) {
-      if (folder.Has(kZarr3) && !folder.Has(kArray) && !folder.Has(".zgroup")) {
+      if (folder.Has(kZarr3) && !folder.Has(kArray) && !folder.Has(kZgroup)) {
         return Status(Code::kUnsupported, folder.path() + ": zarr of version 3, we read version 2");
       }
     }

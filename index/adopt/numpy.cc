@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -81,6 +82,10 @@ Status AddOneOf(ForeignBuilder& builder, std::string_view key, std::uint32_t num
                 std::uint64_t begin, std::uint64_t length) {
   const Status status = AddArray(builder, key, number, begin, length);
   if (status.ok() || !ConcernsOneArray(status)) return status;
+  if (status.code() == Code::kDataLoss) {
+    builder.Lose({}, status.message(), ForeignBuilder::What::kTensor, key);
+    return Status();
+  }
   builder.Warn("tensor " + std::string(key.substr(0, 256)) + ": left out: " + status.message());
   return Status();
 }
@@ -89,6 +94,8 @@ Status ReadNpz(ForeignBuilder& builder, std::uint32_t number) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, builder.OpenFile(number));
   TENSORMOUNT_ASSIGN_OR_RETURN(const ZipArchive zip,
                                ZipArchive::Read(*file, 0, builder.FileLength(number)));
+  std::set<std::string_view> names;
+  for (const ZipEntry& entry : zip.entries()) names.insert(entry.name);
   for (const ZipEntry& entry : zip.entries()) {
     if (!entry.name.ends_with(kNpy) || entry.name.size() == kNpy.size()) {
       builder.Warn("entry " + entry.name.substr(0, 256) + ": left out: it is no .npy file");
@@ -96,6 +103,13 @@ Status ReadNpz(ForeignBuilder& builder, std::uint32_t number) {
     }
     const std::string_view key =
         std::string_view(entry.name).substr(0, entry.name.size() - kNpy.size());
+    if (names.contains(key)) {
+      // NumPy takes the entry of that very name.
+      builder.Warn("tensor " + std::string(key.substr(0, 256)) +
+                   ": left out: the archive has an entry '" + std::string(key.substr(0, 256)) +
+                   "' too, and NumPy shows that by this name");
+      continue;
+    }
     TENSORMOUNT_RETURN_IF_ERROR(AddOneOf(builder, key, number, entry.offset, entry.size));
   }
   return Status();
@@ -117,8 +131,13 @@ Status ReadBelow(const ForeignFolder& folder, ForeignBuilder& builder, const std
       continue;
     }
     if (!name.ends_with(kNpy) || entry.name.size() == kNpy.size()) continue;
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, builder.AddFile(name));
+    const Result<std::uint32_t> added = builder.AddFile(name);
     const std::string_view key = std::string_view(name).substr(0, name.size() - kNpy.size());
+    if (added.status().code() == Code::kDataLoss) {  // A FIFO, a link that leads round.
+      builder.Lose(name, "is no regular file", ForeignBuilder::What::kTensor, key);
+      continue;
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, added);
     TENSORMOUNT_RETURN_IF_ERROR(AddOneOf(builder, key, number, 0, builder.FileLength(number)));
   }
   return Status();

@@ -62,7 +62,8 @@ class HalfReader {
 
   Status Read() {
     const std::string name = below_ + std::string(kMetadataName);
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string json, folder_.ReadFile(name, kMaxOlmoMetadata));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string json,
+                                 folder_.ReadFile(name, kMaxOlmoMetadata, "{"));
     Result<OlmoMetadata> parsed = ParseOlmoMetadata(json);
     if (!parsed.ok()) return parsed.status().WithContext(folder_.Shown(name));
     metadata_ = std::move(parsed).value();
@@ -94,7 +95,7 @@ class HalfReader {
         rank.entries.emplace(std::move(key), std::move(entry));
       }
     } else if (number.status().code() == Code::kNotFound) {
-      builder_.Warn("file " + name + " is missing: what it held cannot be read");
+      builder_.LoseFile(name, "the file is missing");
     } else {
       return number.status();
     }
@@ -120,7 +121,10 @@ class HalfReader {
     };
     if (!tensor.problem.ok()) return left_out(tensor.problem.message());
     const std::optional<DType> dtype = DTypeOf(tensor);
-    if (!dtype) return left_out("its element type stands nowhere");
+    if (!dtype) {
+      builder_.Lose({}, "its element type stands nowhere", ForeignBuilder::What::kTensor, key);
+      return Status();
+    }
     if (IsPickled(tensor)) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const bool added, AddPickled(tensor, key));
       if (added) return Status();

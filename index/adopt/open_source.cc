@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index/adopt/open_source.h"
 
+#include <new>
 #include <optional>
 #include <utility>
 
@@ -26,11 +27,23 @@ std::optional<std::string> LatestIn(FileSystem& fs, std::string path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
+// A checkpoint that stands in a store is read by the rules of that store: one of a newer version is
+// refused before anything else is looked at. Others stand alone, as copies do.
+Status CheckStoreAbove(FileSystem& fs, const std::string& path) {
+  const std::size_t slash = path.rfind('/');
+  if (slash == std::string::npos || slash == 0) return Status();
+  const std::string store = path.substr(0, slash);
+  if (!fs.Exists(JoinPath(store, layout::kSuperblockFile))) return Status();
+  const Status opened = Store::Open(fs, store).status();
+  return opened.code() == Code::kUnsupported ? opened : Status();
+}
+
 Result<FoundSource> FindResolved(FileSystem& fs, const std::string& path,
                                  const std::vector<std::string>& roots) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
   if (info.kind == FileKind::kDirectory) {
     if (fs.LinkStat(JoinPath(path, kCommitName)).ok()) {
+      TENSORMOUNT_RETURN_IF_ERROR(CheckStoreAbove(fs, path));
       return FoundSource{.kind = SourceKind::kCheckpoint, .path = path};
     }
     if (fs.Exists(JoinPath(path, layout::kSuperblockFile))) {
@@ -66,7 +79,8 @@ Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
 }
 
 Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundSource& source,
-                                                    const std::vector<std::string>& roots) {
+                                                    const std::vector<std::string>& roots,
+                                                    bool whole_only) {
   OpenedCheckpoint::Options options;
   options.roots = roots;
   switch (source.kind) {
@@ -78,8 +92,13 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundS
     case SourceKind::kForeign: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
                                    ForeignFolder::Open(fs, source.path, roots));
-      TENSORMOUNT_ASSIGN_OR_RETURN(ForeignContent content, ReadForeign(folder));
-      return OpenedCheckpoint::OpenForeign(fs, std::move(content), source.path, options);
+      try {
+        TENSORMOUNT_ASSIGN_OR_RETURN(ForeignContent content, ReadForeign(folder));
+        if (whole_only) LeaveOutLost(content);
+        return OpenedCheckpoint::OpenForeign(fs, std::move(content), source.path, options);
+      } catch (const std::bad_alloc&) {
+        return Status(Code::kResourceExhausted, source.path + ": not enough memory to open it");
+      }
     }
     case SourceKind::kStore:
     case SourceKind::kForeignSteps:

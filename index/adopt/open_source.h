@@ -36,9 +36,11 @@ Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
                                const std::vector<std::string>& roots);
 
 // Opens a kCheckpoint or kForeign. For the others kInvalidArgument: choose one first
-// (LatestOf).
+// (LatestOf). `whole_only`: of a foreign one that lacks something, only the tensors that are whole
+// (LeaveOutLost).
 Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundSource& source,
-                                                    const std::vector<std::string>& roots);
+                                                    const std::vector<std::string>& roots,
+                                                    bool whole_only = false);
 
 // The latest checkpoint of a kStore or kForeignSteps; others as they are. kNotFound: it has none.
 Result<FoundSource> LatestOf(FileSystem& fs, const FoundSource& source,

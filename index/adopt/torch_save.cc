@@ -66,7 +66,9 @@ class TorchSaveReader {
   TorchSaveReader(const ForeignFolder& folder, ForeignBuilder& builder)
       : folder_(folder), builder_(builder) {}
 
-  Status AddFile(const std::string& name, const std::string& prefix) {
+  // `listed`: the keys that an index says are in it; null: all are wanted.
+  Status AddFile(const std::string& name, const std::string& prefix,
+                 const std::set<std::string>* listed = nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, builder_.AddFile(name));
     if (BeginningOf(folder_, name) == Begins::kLegacy) {
       return Status(Code::kUnsupported,
@@ -90,12 +92,19 @@ class TorchSaveReader {
     tree.alone = StemOf(name);
     tree.added = [&](const std::string& key) { held_[name].insert(key); };
     if (prefix.empty()) {
-      tree.nested = [this](const std::string& key, const std::vector<TorchNames::Part>& path) {
-        AddPath(key, path);
+      tree.nested = [&](const std::string& key, const std::vector<TorchNames::Part>& path) {
+        if (listed == nullptr || listed->contains(key) || !held_[name].contains(key)) {
+          AddPath(key, path);
+        }
       };
     }
-    const Status status =
-        TorchTree(builder_, archive.value(), number, tensors_, common_, budget_, tree).Add();
+    // Of files with an index each has its names for itself: that two have one is for it to settle.
+    TorchNames own;
+    builder_.TakeOnly(listed);
+    const Status status = TorchTree(builder_, archive.value(), number,
+                                    listed != nullptr ? own : tensors_, common_, budget_, tree)
+                              .Add();
+    builder_.TakeOnly(nullptr);
     return status.WithContext(folder_.Shown(name));
   }
 
@@ -111,14 +120,14 @@ class TorchSaveReader {
   // The form of several files: which tensor stands in which.
   Status AddIndexed() {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
-                                 folder_.ReadFile(kTorchIndexName, kMaxIndex));
-    std::map<std::string, std::vector<std::string>> files;
+                                 folder_.ReadFile(kTorchIndexName, kMaxIndex, "{"));
+    std::map<std::string, std::set<std::string>> files;
     const auto rest = ParseStrictJson(
         text, "weight_map", [&](const std::string& key, const nlohmann::json& file) {
           if (!file.is_string()) {
             return Status(Code::kDataLoss, "weight_map names no file for " + key.substr(0, 256));
           }
-          files[file.get<std::string>()].push_back(key);
+          files[file.get<std::string>()].insert(key);
           return Status();
         });
     if (!rest.ok()) return rest.status().WithContext(folder_.Shown(kTorchIndexName));
@@ -127,19 +136,25 @@ class TorchSaveReader {
                     folder_.Shown(kTorchIndexName) + ": has no object 'weight_map'");
     }
     for (const auto& [name, keys] : files) {
-      const Status status = AddFile(name, "");
+      const Status status = AddFile(name, "", &keys);
       if (status.code() == Code::kNotFound) {
-        builder_.Warn("file " + name.substr(0, 256) +
-                      " is missing: " + std::to_string(keys.size()) + " tensors, " + keys.front() +
-                      " the first, are left out");
+        for (const std::string& key : keys) {
+          builder_.Lose(name, "the file is missing", ForeignBuilder::What::kTensor, key);
+        }
         continue;
       }
       TENSORMOUNT_RETURN_IF_ERROR(status);
       const std::set<std::string>& held = held_[name];
+      const auto unlisted =
+          std::ranges::count_if(held, [&](const std::string& key) { return !keys.contains(key); });
+      if (unlisted > 0) {
+        builder_.Warn(name + ": " + std::to_string(unlisted) +
+                      " tensors in it are not those of the index: left out");
+      }
       for (const std::string& key : keys) {
         if (held.contains(key)) continue;
-        builder_.Warn("tensor " + key.substr(0, 256) + ": left out: it is not in " +
-                      name.substr(0, 256) + ", which the index names");
+        builder_.Lose(name, "does not hold what the index says", ForeignBuilder::What::kTensor,
+                      key);
       }
     }
     return Status();
@@ -161,7 +176,11 @@ class TorchSaveReader {
           ++added;
         } else if (status.code() == Code::kUnsupported || status.code() == Code::kDataLoss) {
           if (first.ok()) first = status;
-          builder_.Warn("file " + name + ": left out: " + status.message());
+          if (status.code() == Code::kDataLoss) {
+            builder_.LoseFile(name, status.message());
+          } else {
+            builder_.Warn("file " + name + ": left out: " + status.message());
+          }
         } else {
           return status;
         }

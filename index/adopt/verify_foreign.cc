@@ -6,6 +6,7 @@
 #include <memory>
 #include <string_view>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -41,8 +42,19 @@ class ForeignVerifier {
   ForeignVerifier(const OpenedCheckpoint& opened, const VerifyOptions& options)
       : opened_(opened), options_(options) {}
 
-  Result<VerifyReport> Run(const std::vector<ForeignContent::Damage>& found) {
-    for (const ForeignContent::Damage& damage : found) Add(damage.object, {}, 0, damage.reason);
+  Result<VerifyReport> Run() {
+    std::unordered_set<std::string> told;
+    for (const ForeignLoss& loss : opened_.lost()) {
+      told.insert(loss.ToString());
+      report_.damages.push_back({.object = loss.What(),
+                                 .file = loss.file,
+                                 .offset = 0,
+                                 .reason = loss.reason + loss.Examples(),
+                                 .lost = true});
+    }
+    for (const std::string& warning : opened_.warnings()) {
+      if (!told.contains(warning)) report_.warnings.push_back(warning);
+    }
     const CheckpointIndex& index = opened_.index();
     report_.tensors = index.tensor_count();
     report_.chunks = index.chunk_count();
@@ -82,6 +94,9 @@ class ForeignVerifier {
     if (!found.ok()) Add("tensor " + tensor.meta.key(), {}, 0, found.status().message());
     for (std::size_t i = 0; i < stored->size(); ++i) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, stored->At(i));
+      // That an item is none is known by now: its bytes, of which there may be any number, say
+      // nothing more.
+      if (!found.ok() && chunk.pending) continue;
       // Of an item all bytes are looked at, of which the tensor's are a part.
       pieces_.push_back({.file = chunk.file,
                          .offset = chunk.offset,
@@ -218,12 +233,11 @@ Result<VerifyReport> VerifyForeign(FileSystem& fs, const std::string& path,
   TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
                                ForeignFolder::Open(fs, path, options.roots));
   TENSORMOUNT_ASSIGN_OR_RETURN(ForeignContent content, ReadForeign(folder));
-  const std::vector<ForeignContent::Damage> damages = content.damages;
   OpenedCheckpoint::Options how;
   how.roots = options.roots;
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
                                OpenedCheckpoint::OpenForeign(fs, std::move(content), path, how));
-  return ForeignVerifier(*opened, options).Run(damages);
+  return ForeignVerifier(*opened, options).Run();
 }
 
 }  // namespace tensormount

@@ -117,6 +117,16 @@ Result<ZarrArray> ParseZarray(std::string_view text, bool raw_is_bf16) {
   return array;
 }
 
+Status ParseZgroup(std::string_view text) {
+  const Result<Json> json = ParseStrictJson(text, {.max_depth = 8, .max_values = 10'000});
+  if (!json.ok()) return {Code::kDataLoss, json.status().message()};
+  const auto version = json.value().find("zarr_format");
+  if (version == json.value().end()) return {Code::kDataLoss, "has no zarr_format"};
+  if (*version == 2) return {};
+  return {Code::kUnsupported,
+          "zarr_format " + version->dump().substr(0, 32) + ", we read version 2"};
+}
+
 std::optional<Dims> ParseChunkName(std::string_view name, int rank, char separator) {
   if (rank == 0) return name == "0" ? std::optional(Dims()) : std::nullopt;
   Dims out;

@@ -36,6 +36,10 @@ Result<ZarrArray> ParseZarray(std::string_view json, bool raw_is_bf16 = false);
 // chunk of that many axes. A chunk of no axes is called "0" and has no numbers.
 std::optional<Dims> ParseChunkName(std::string_view name, int rank, char separator);
 
+// The .zgroup of a group: kUnsupported where its format is not version 2, kDataLoss where it is
+// none.
+Status ParseZgroup(std::string_view text);
+
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_INDEX_ADOPT_ZARR_ARRAY_H_

@@ -227,14 +227,15 @@ TEST(DcpTest, ReadsSeveralFilesARank) {
   EXPECT_EQ(*opened.Common("n"), CommonValue(5));
 }
 
-TEST(DcpTest, ShowsRanksByThemselvesWithoutAGlobalPlan) {
+TEST(DcpTest, PutsTogetherWhatRanksStoredWithoutAGlobalPlan) {
   const Opened opened = MustOpen("dcp-2.13/ranks");
-  EXPECT_THAT(opened.Keys(), ElementsAre("rank0/own", "rank0/w", "rank1/own", "rank1/w"));
+  // Of `own` every rank has another shape.
+  EXPECT_THAT(opened.Keys(), ElementsAre("rank0/own", "rank1/own", "w"));
   ExpectWhole(opened, "rank0/own", DType::kI32, {1});
   ExpectWhole(opened, "rank1/own", DType::kI32, {2});
-  EXPECT_THAT(CheckCells(opened, *opened.Tensor("rank0/w")), IsOkAndHolds(6));
-  EXPECT_THAT(CheckCells(opened, *opened.Tensor("rank1/w")), IsOkAndHolds(6));
-  EXPECT_THAT(opened.Warnings(), HasSubstr("without a global plan"));
+  ExpectWhole(opened, "w", DType::kF32, {4, 3});
+  EXPECT_THAT(opened.content.lost, IsEmpty());
+  EXPECT_THAT(opened.Warnings(), HasSubstr("without a global plan: 1 tensor is put together"));
   EXPECT_EQ(*opened.Common("rank1/rank"), CommonValue(1));
   EXPECT_EQ(opened.content.content.info.world_size, 2u);
 }
@@ -287,8 +288,8 @@ TEST(DcpTest, LeavesOutWhatCannotBeReadAndSaysWhy) {
         "tensor twice: left out: two of its chunks begin at the same place",
         "tensor outside: left out: its chunk at [0] of size [5] does not lie within shape [4]",
         "tensor quantised: left out: its dtype is torch.qint8",
-        "tensor no_file: left out: the file __7_0.distcp is missing",
-        "tensor short_file: left out: the file __0_0.distcp ends after",
+        "__7_0.distcp: the file is missing: tensor no_file is left out",
+        "__0_0.distcp: the file ends after 8974 bytes, before an item does: tensor short_file is",
         "1 stored items belong to no chunk of the metadata (the first: stray)"}) {
     EXPECT_THAT(opened.Warnings(), HasSubstr(warning));
   }
@@ -532,8 +533,20 @@ TEST_F(ChangedDcpTest, ShorterFilesLoseOnlyTheirOwn) {
   ASSERT_OK(opened);
   EXPECT_THAT(opened.value().Keys(), ElementsAre("empty", "scalar"));
   EXPECT_THAT(opened.value().Warnings(),
-              HasSubstr("3 tensors left out: the file __1_0.distcp ends after 0 bytes, before an "
-                        "item does (the first: rows)"));
+              HasSubstr("__1_0.distcp: the file ends after 0 bytes, before an item does: 3 tensors "
+                        "are left out: rows, columns, turned"));
+}
+
+// Half of what the ranks stored is half a tensor each, as it was before.
+TEST_F(ChangedDcpTest, RanksThatDoNotFitTogetherAreShownByThemselves) {
+  const std::string path = Changed("dcp-2.13/ranks", "", "");
+  ASSERT_OK(HostFileSystem().RemoveFile(path + "/__1.metadata"));
+  Result<Opened> opened = Open(path);
+  ASSERT_OK(opened);
+  EXPECT_THAT(opened.value().Keys(), ElementsAre("own", "rank0/w"));
+  EXPECT_THAT(CheckCells(opened.value(), *opened.value().Tensor("rank0/w")), IsOkAndHolds(6));
+  ASSERT_EQ(opened.value().content.lost.size(), 1u);
+  EXPECT_TRUE(opened.value().content.lost[0].holes);
 }
 
 TEST_F(ChangedDcpTest, TruncatedMetadataAreDamage) {

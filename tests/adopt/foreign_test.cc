@@ -102,7 +102,7 @@ TEST_F(ForeignTest, AFileIsAFolderOfOne) {
 TEST_F(ForeignTest, ThingsThatAreNoFilesAreNotRead) {
   ASSERT_EQ(mkfifo(dir_.Join("ckpt/fifo").c_str(), 0600), 0);
   const ForeignFolder folder = Open();
-  EXPECT_THAT(folder.OpenRead("fifo"), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(folder.OpenRead("fifo"), HasCode(Code::kDataLoss));
   ForeignBuilder builder(folder, "test");
   EXPECT_THAT(builder.AddFile("fifo"), HasCode(Code::kDataLoss));
   EXPECT_THAT(builder.AddFile("sub"), HasCode(Code::kDataLoss));
@@ -220,7 +220,7 @@ TEST_F(ForeignTest, HolesStayAndDoubledCellsLeave) {
                           HasSubstr("object part: left out: 1 of the 2 parts"),
                           HasSubstr("object same: left out: part [0] is stored twice")));
   // What verify counts as damage: not the values that only are not shown.
-  EXPECT_EQ(found.damages.size(), 5u);
+  EXPECT_EQ(found.lost.size(), 5u);
 }
 
 TEST_F(ForeignTest, IdentityIsThatOfContentAndFiles) {

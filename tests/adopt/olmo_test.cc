@@ -199,7 +199,8 @@ TEST(OlmoTest, MissingFilesAreHoles) {
   ASSERT_OK(HostFileSystem().RemoveFile(dir.Join("c/rank_1.safetensors")));
   const auto adopted = Adopt(OlmoFormat(), dir.Join("c"));
   ASSERT_OK(adopted);
-  EXPECT_THAT(WarningsOf(adopted.value()), HasSubstr("rank_1.safetensors is missing"));
+  EXPECT_THAT(WarningsOf(adopted.value()),
+              HasSubstr("rank_1.safetensors: the file is missing: what it held is lost"));
   EXPECT_THAT(WarningsOf(adopted.value()), HasSubstr("tensor w: [4:8] is stored nowhere"));
   ExpectCells(adopted.value(), "first", DType::kF32, {2});
   EXPECT_THAT(ReadTensor(adopted.value(), "w"), HasCode(Code::kDataLoss));

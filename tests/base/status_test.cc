@@ -219,5 +219,16 @@ TEST(LogTest, StandardErrorGetsOneLine) {
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "tensormount: WARNING: key a b\n");
 }
 
+TEST(LogTest, NamesDoNoMoreThanShow) {
+  EXPECT_EQ(OneLine("a\x1b[2Jb\x7f"
+                    "c\xc2\x9b"
+                    "d\xe2\x80\xae"
+                    "e\xe2\x81\xa6"
+                    "f"),
+            "a [2Jb c d e f");
+  // Letters of others stay, whole or cut.
+  EXPECT_EQ(OneLine("\xc3\xa9\xe2\x80\x94\xe2\x80"), "\xc3\xa9\xe2\x80\x94\xe2\x80");
+}
+
 }  // namespace
 }  // namespace tensormount

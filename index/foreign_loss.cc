@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/foreign_loss.h"
+
+#include <cstddef>
+#include <string_view>
+
+namespace tensormount {
+namespace {
+
+constexpr std::size_t kShownLosses = 3;
+constexpr std::size_t kShownKeyBytes = 256;
+
+std::string CountOf(std::size_t number, std::string_view what) {
+  return std::to_string(number) + " " + std::string(what) + (number == 1 ? "" : "s");
+}
+
+}  // namespace
+
+std::string ForeignLoss::What() const {
+  if (tensors.size() == 1 && objects.empty())
+    return "tensor " + tensors[0].substr(0, kShownKeyBytes);
+  if (objects.size() == 1 && tensors.empty())
+    return "object " + objects[0].substr(0, kShownKeyBytes);
+  if (tensors.empty() && objects.empty()) return "what it held";
+  if (objects.empty()) return CountOf(tensors.size(), "tensor");
+  if (tensors.empty()) return CountOf(objects.size(), "object");
+  return CountOf(tensors.size(), "tensor") + " and " + CountOf(objects.size(), "object");
+}
+
+std::string ForeignLoss::Examples() const {
+  if (tensors.size() + objects.size() < 2) return {};
+  std::string text;
+  std::size_t shown = 0;
+  for (const std::vector<std::string>* keys : {&tensors, &objects}) {
+    for (const std::string& key : *keys) {
+      if (shown++ == kShownLosses) return text + ", ...";
+      text += (text.empty() ? ": " : ", ") + key.substr(0, kShownKeyBytes);
+    }
+  }
+  return text;
+}
+
+std::string ForeignLoss::ToString() const {
+  if (file.empty()) {
+    return What() + ": " + (holes ? "" : "left out: ") + reason + Examples();
+  }
+  if (tensors.empty() && objects.empty()) return file + ": " + reason + ": what it held is lost";
+  const bool one = tensors.size() + objects.size() <= 1;
+  return file + ": " + reason + ": " + What() + (one ? " is left out" : " are left out") +
+         Examples();
+}
+
+}  // namespace tensormount

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "mount-tools/shown_text.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include <fmt/core.h>
+
+#include "shard/utf8.h"
+
+namespace tensormount::tools {
+namespace {
+
+// Bytes of the character that begins here; 0: no UTF-8.
+std::size_t CharacterBytes(std::string_view text) {
+  const auto lead = static_cast<unsigned char>(text.front());
+  const std::size_t bytes = lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
+  return bytes <= text.size() && IsUtf8(text.substr(0, bytes)) ? bytes : 0;
+}
+
+std::uint32_t CodePoint(std::string_view character) {
+  const auto lead = static_cast<unsigned char>(character.front());
+  if (character.size() == 1) return lead;
+  std::uint32_t code = lead & (0x7Fu >> character.size());
+  for (const char c : character.substr(1)) code = code << 6 | (static_cast<unsigned char>(c) & 63u);
+  return code;
+}
+
+bool DoesMoreThanShow(std::uint32_t c) {
+  return c < 0x20 || (c >= 0x7F && c <= 0x9F) || c == 0x061C || (c >= 0x200B && c <= 0x200F) ||
+         (c >= 0x2028 && c <= 0x202E) || (c >= 0x2060 && c <= 0x206F) || c == 0xFEFF;
+}
+
+}  // namespace
+
+std::string ShownText(std::string_view text, std::string_view keep) {
+  std::string out;
+  out.reserve(text.size());
+  while (!text.empty()) {
+    const std::size_t bytes = CharacterBytes(text);
+    const std::string_view character = text.substr(0, std::max<std::size_t>(bytes, 1));
+    if (bytes == 0) {
+      out += fmt::format("\\x{:02x}", static_cast<unsigned char>(character.front()));
+    } else if (const std::uint32_t code = CodePoint(character);
+               !DoesMoreThanShow(code) || keep.find(character) != std::string_view::npos) {
+      out += character;
+    } else {
+      out += code == '\n' ? std::string("\\n") : fmt::format("\\u{:04x}", code);
+    }
+    text.remove_prefix(character.size());
+  }
+  return out;
+}
+
+}  // namespace tensormount::tools
