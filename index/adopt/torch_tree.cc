@@ -69,10 +69,14 @@ Status ForEachChild(const Value& value, F f) {
     for (std::size_t i = 0; i < value.size(); ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(f(value.key(i), value.item(i)));
     }
-    const bool bag = value.kind() == Kind::kObject && value.Is(KnownClass::kDictLike) &&
-                     value.state().kind() == Kind::kDict;
-    const Value state = bag ? value.state() : Value();
-    for (std::size_t i = 0; bag && i < state.size(); ++i) {
+    if (!value.Is(KnownClass::kDictLike) || !value.built()) return Status();
+    const Value state = value.state();
+    if (state.kind() != Kind::kDict) {
+      // Python sets attributes of a pair (dict, slots) too.
+      return Status(Code::kUnsupported,
+                    std::string(value.callee().name()) + " whose attributes are no dict");
+    }
+    for (std::size_t i = 0; i < state.size(); ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(f(state.key(i), state.item(i)));
     }
   } else if (value.kind() == Kind::kList || value.kind() == Kind::kTuple) {
