@@ -132,7 +132,10 @@ class DcpMetadataReader {
     tensor.fqn = fqn;
     if (std::string why = ReadDType(*properties, tensor); !why.empty()) return why;
     scratch_.clear();
-    if (!ReadPickledSize(*size, scratch_)) return "its size is no size";
+    // A list is no size to torch, which compares it with one.
+    if (size->kind() == Kind::kList || !ReadPickledSize(*size, scratch_)) {
+      return "its size is no size";
+    }
     if (scratch_.size() > static_cast<std::size_t>(kMaxRank)) {
       return "it has " + std::to_string(scratch_.size()) + " axes, more than " +
              std::to_string(kMaxRank);

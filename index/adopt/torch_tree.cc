@@ -66,10 +66,14 @@ TorchNames::Part PartOf(std::size_t index) { return {std::to_string(index), true
 template <typename F>
 Status ForEachChild(const Value& value, F f) {
   if (IsDict(value)) {
+    const bool bag = value.Is(KnownClass::kDictLike) && value.callee().name() != "dict";
+    if (bag && value.size() > 0) {
+      return Status(Code::kUnsupported, std::string(value.callee().name()) + " that has items");
+    }
     for (std::size_t i = 0; i < value.size(); ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(f(value.key(i), value.item(i)));
     }
-    if (!value.Is(KnownClass::kDictLike) || !value.built()) return Status();
+    if (!bag || !value.built()) return Status();
     const Value state = value.state();
     if (state.kind() != Kind::kDict) {
       // Python sets attributes of a pair (dict, slots) too.
