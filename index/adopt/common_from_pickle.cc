@@ -114,7 +114,7 @@ class Converter {
       // What they were made from is among their pairs.
       CommonDict dict;
       const bool bag = value.Is(KnownClass::kDictLike) && value.built();
-      if (bag && value.state().kind() != Kind::kDict) return std::nullopt;
+      if (value.built() && value.state().kind() != Kind::kDict) return std::nullopt;
       if ((bag && !AddPairs(value.state(), depth, dict)) || !AddPairs(value, depth, dict)) {
         return std::nullopt;
       }

@@ -73,13 +73,17 @@ Status ForEachChild(const Value& value, F f) {
     for (std::size_t i = 0; i < value.size(); ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(f(value.key(i), value.item(i)));
     }
-    if (!bag || !value.built()) return Status();
+    if (value.kind() == Kind::kDict || !value.built()) return Status();
     const Value state = value.state();
-    if (state.kind() != Kind::kDict) {
-      // Python sets attributes of a pair (dict, slots) too.
-      return Status(Code::kUnsupported,
-                    std::string(value.callee().name()) + " whose attributes are no dict");
+    // Python sets attributes of a pair (dict, slots) too, and others have none.
+    const bool has_attributes =
+        bag || value.Is(KnownClass::kOrderedDict) || value.Is(KnownClass::kCounter);
+    if (!has_attributes || state.kind() != Kind::kDict) {
+      return Status(Code::kUnsupported, std::string(value.callee().name()) +
+                                            " that is given a state which is no dict " +
+                                            "of attributes");
     }
+    if (!bag) return Status();
     for (std::size_t i = 0; i < state.size(); ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(f(state.key(i), state.item(i)));
     }

@@ -171,6 +171,14 @@ TEST_F(TorchPythonTest, DictsAreMadeFromTheirArguments) {
   // Made without a call, none of it.
   EXPECT_EQ(Shown(Bytes(ordered, pairs, 0x85, 0x81)), "");
   EXPECT_EQ(Shown(Bytes(ordered, Str("ab"), 0x85, 'R')), "UNSUPPORTED");
+  // Attributes, which torch gives to what state_dict() returns, are not items.
+  EXPECT_EQ(Shown(Bytes(ordered, dict, 0x85, "R}", Str("_metadata"), "}sb")), both);
+  EXPECT_EQ(Shown(Bytes(ordered, dict, 0x85, "RN}", Str("x"), "Ns", 0x86, 'b')), "UNSUPPORTED");
+  EXPECT_EQ(Shown(Bytes(Glob("builtins", "dict"), dict, 0x85, "R}b")), "UNSUPPORTED");
+  const std::string bag = Bytes(Glob("argparse", "Namespace"), ")R");
+  EXPECT_EQ(Shown(Bytes(bag, dict, 'b')), both);
+  EXPECT_EQ(Shown(Bytes(bag, 'N', dict, 0x86, 'b')), "UNSUPPORTED");
+  EXPECT_EQ(Shown(Bytes(bag, Str("w"), TensorA(), 's')), "UNSUPPORTED");
 }
 
 TEST_F(TorchPythonTest, ArgumentsAreAsManyAsTheFunctionTakes) {
