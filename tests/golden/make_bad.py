@@ -358,7 +358,7 @@ def sources():
             ("key-with-nul", "OK", archive(dct([(text("a\0b"), tensor())]))),
             ("key-with-newline", "OK", archive(dct([(text("a\nb"), tensor())]))),
             ("key-parent", "OK", archive(dct([(text("../../x"), tensor())]))),
-            # Python keeps the last one: torch-python-semantics says which bytes that must be.
+            # Python keeps the last one: torch_python_test.cc says which bytes that must be.
             ("same-key-twice", "OK", archive(dct([(text("w"), tensor(shape=(4, 3), stride=(3, 1))),
                                                   (text("w"), tensor())]))),
             ("build-of-a-tensor", "OK", archive(dct([(text("w"), tensor() + b"Nb")]))),
