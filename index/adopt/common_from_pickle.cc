@@ -107,43 +107,17 @@ class Converter {
     return true;
   }
 
-  // A list of pairs, as OrderedDict was made from before there were dicts that keep their order; or
-  // a dict.
-  bool AddArgument(const Value& from, int depth, CommonDict& dict) {
-    if (from.kind() == Kind::kDict) return AddPairs(from, depth, dict);
-    if (from.kind() != Kind::kList) return false;
-    for (std::size_t i = 0; i < from.size(); ++i) {
-      const Value pair = from.item(i);
-      if ((pair.kind() != Kind::kList && pair.kind() != Kind::kTuple) || pair.size() != 2 ||
-          !AddPair(pair.item(0), pair.item(1), depth, dict)) {
-        return false;
-      }
-    }
-    return true;
-  }
-
   std::optional<CommonValue> Object(const Value& value, int depth) {
     if (value.args().kind() != Kind::kTuple) return std::nullopt;
-    if (value.Is(KnownClass::kOrderedDict) || value.Is(KnownClass::kCounter)) {
+    if (value.Is(KnownClass::kOrderedDict) || value.Is(KnownClass::kCounter) ||
+        value.Is(KnownClass::kDefaultDict) || value.Is(KnownClass::kDictLike)) {
+      // What they were made from is among their pairs.
       CommonDict dict;
-      const Value args = value.args();
-      if (args.size() > 1 || (args.size() == 1 && !AddArgument(args.item(0), depth, dict)) ||
-          !AddPairs(value, depth, dict)) {
+      const bool bag = value.Is(KnownClass::kDictLike) && value.built();
+      if (value.built() && value.state().kind() != Kind::kDict) return std::nullopt;
+      if ((bag && !AddPairs(value.state(), depth, dict)) || !AddPairs(value, depth, dict)) {
         return std::nullopt;
       }
-      return CommonValue(std::move(dict));
-    }
-    if (value.Is(KnownClass::kDefaultDict)) {  // Its argument is what makes new values.
-      CommonDict dict;
-      if (!AddPairs(value, depth, dict)) return std::nullopt;
-      return CommonValue(std::move(dict));
-    }
-    if (value.Is(KnownClass::kDictLike)) {
-      CommonDict dict;
-      if (value.state().kind() == Kind::kDict && !AddPairs(value.state(), depth, dict)) {
-        return std::nullopt;
-      }
-      if (!AddPairs(value, depth, dict)) return std::nullopt;
       return CommonValue(std::move(dict));
     }
     if (value.Is(KnownClass::kPath)) return Path(value.args());

@@ -26,12 +26,18 @@ Status BadMetadata(std::string what) {
 
 std::string Short(std::string_view key) { return std::string(key.substr(0, 256)); }
 
+// Whether an object has what BUILD set and nothing else: none of these classes is made by a call
+// with arguments, which would set attributes too, or has items.
+bool IsRecord(const Value& object) {
+  return object.kind() == Kind::kObject && object.args().size() == 0 && object.size() == 0;
+}
+
 // An attribute of an object; nullopt where it has none, or more of them than any class here: their
-// number must not be multiplied by that of the objects that share them.
+// number must not be multiplied by that of the objects that share them. None of these classes has
+// slots, so that a pair (dict, slots) has none either.
 std::optional<Value> Attribute(const Value& object, std::string_view name) {
-  if (object.kind() != Kind::kObject) return std::nullopt;
-  Value state = object.state();
-  if (state.kind() == Kind::kTuple && state.size() == 2) state = state.item(0);
+  if (!IsRecord(object)) return std::nullopt;
+  const Value state = object.state();
   if (state.kind() != Kind::kDict || state.size() > 64) return std::nullopt;
   return state.Find(name);
 }
@@ -126,7 +132,10 @@ class DcpMetadataReader {
     tensor.fqn = fqn;
     if (std::string why = ReadDType(*properties, tensor); !why.empty()) return why;
     scratch_.clear();
-    if (!ReadPickledSize(*size, scratch_)) return "its size is no size";
+    // A list is no size to torch, which compares it with one.
+    if (size->kind() == Kind::kList || !ReadPickledSize(*size, scratch_)) {
+      return "its size is no size";
+    }
     if (scratch_.size() > static_cast<std::size_t>(kMaxRank)) {
       return "it has " + std::to_string(scratch_.size()) + " axes, more than " +
              std::to_string(kMaxRank);
@@ -175,10 +184,11 @@ class DcpMetadataReader {
   }
 
   static std::string ReadDType(const Value& properties, DcpTensor& out) {
-    if (!properties.Is(KnownClass::kTensorProperties)) return "its properties are no properties";
+    if (!properties.Is(KnownClass::kTensorProperties) || !IsRecord(properties))
+      return "its properties are no properties";
     const Value state = properties.state();
     std::optional<Value> dtype;
-    if (state.kind() == Kind::kTuple && state.size() > 0) {
+    if (state.kind() == Kind::kTuple && state.size() == 5) {
       dtype = state.item(0);
     } else {
       dtype = Attribute(properties, "dtype");
@@ -417,7 +427,8 @@ bool ReadPickledSize(const Value& value, std::vector<std::int64_t>& out) {
   Value items = value;
   if (value.Is(KnownClass::kTorchSize)) {
     const Value args = value.args();
-    if (args.kind() != Kind::kTuple || args.size() != 1) return false;
+    // Of a list it would be a copy, as that was then.
+    if (args.size() != 1 || args.item(0).kind() != Kind::kTuple) return false;
     items = args.item(0);
   }
   if (items.kind() != Kind::kTuple && items.kind() != Kind::kList) return false;

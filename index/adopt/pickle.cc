@@ -37,7 +37,8 @@ std::optional<Value> FindIn(const Container& c, std::string_view key) {
     for (std::uint64_t at = HashKey(key) & index.mask; index.slots[at] != 0;
          at = (at + 1) & index.mask) {
       const std::size_t pair = index.slots[at] - 1;
-      if (PairKey(c, pair).text() == key) return PairValue(c, pair);
+      const Value k = PairKey(c, pair);
+      if (k.kind() == Kind::kString && k.text() == key) return PairValue(c, pair);
     }
     return std::nullopt;
   }
@@ -71,6 +72,51 @@ std::uint64_t HashKey(std::string_view key) {
   std::uint64_t word = 0;
   if (left > 0) std::memcpy(&word, p, left);
   return mix(h ^ word, 0xd6e8feb86659fd93u ^ seed);
+}
+
+namespace {
+
+// The integer that a key equals, if it does.
+std::optional<std::int64_t> KeyInteger(const Value& key) {
+  switch (key.kind()) {
+    case Kind::kBool:
+      return key.boolean() ? 1 : 0;
+    case Kind::kInt:
+      return key.integer();
+    case Kind::kFloat: {
+      const double v = key.real();
+      constexpr double kEnd = 9223372036854775808.0;  // 2^63
+      if (!(v >= -kEnd && v < kEnd)) return std::nullopt;
+      const auto whole = static_cast<std::int64_t>(v);
+      const auto back = static_cast<double>(whole);
+      if (back < v || back > v) return std::nullopt;
+      return whole;
+    }
+    default:
+      return std::nullopt;
+  }
+}
+
+}  // namespace
+
+bool SameKey(const Value& a, const Value& b) {
+  if (a.kind() == Kind::kString || b.kind() == Kind::kString) {
+    return a.kind() == b.kind() && a.text().size() <= KeyIndex::kMaxKey && a.text() == b.text();
+  }
+  const std::optional<std::int64_t> number = KeyInteger(a);
+  return number && number == KeyInteger(b);
+}
+
+bool KeyHash(const Value& key, std::uint64_t& hash) {
+  if (key.kind() == Kind::kString) {
+    if (key.text().size() > KeyIndex::kMaxKey) return false;
+    hash = HashKey(key.text());
+    return true;
+  }
+  const std::optional<std::int64_t> number = KeyInteger(key);
+  if (!number) return false;
+  hash = HashKey({reinterpret_cast<const char*>(&*number), sizeof(*number)});
+  return true;
 }
 
 std::string ShownName(std::string_view text) {
@@ -227,6 +273,8 @@ Value Value::state() const {
   return Access::Place<const ObjectRecord>(*this)->state;
 }
 
+bool Value::built() const { return !state().SameAs(Value()); }
+
 bool Value::Is(KnownClass of) const {
   if (kind() != Kind::kObject) return false;
   if (Access::FormOf(*this) == Form::kInts) return of == KnownClass::kTorchSize;
@@ -254,6 +302,11 @@ Document& Document::operator=(Document&&) noexcept = default;
 Document::~Document() = default;
 
 Value Document::root() const { return rep_->root; }
+std::size_t Document::persistent_count() const { return rep_->persistent.count; }
+Value Document::persistent(std::size_t i) const {
+  assert(i < persistent_count());
+  return rep_->persistent.items[i];
+}
 std::size_t Document::bytes() const { return rep_->consumed; }
 std::size_t Document::memory() const { return rep_->arena.used() + rep_->bytes.capacity(); }
 

@@ -22,8 +22,8 @@ namespace tensormount::pickle {
 enum class Kind : std::uint8_t {
   kNone = 0,
   kBool,
-  kInt,    // Fits 64 bits.
-  kLong,   // Does not: text() is two's complement, little-endian.
+  kInt,   // Fits 64 bits.
+  kLong,  // Does not: text() is two's complement, little-endian.
   kFloat,
   kString,  // UTF-8, checked.
   kBytes,
@@ -54,8 +54,10 @@ class Value {
   std::string_view name() const;
   KnownClass known() const;  // KnownClass::kUnknown only where the parse was told to let them be.
 
-  // Items of kTuple, kList, kSet; pairs of kDict; also those that were put into a kObject
-  // (OrderedDict) by SETITEMS, and appended by APPENDS.
+  // Items of kTuple, kList, kSet; pairs of kDict; also those that a kObject (OrderedDict) was made
+  // from, that were put into it by SETITEMS, and appended by APPENDS. Of equal keys, as in Python,
+  // there is one pair: in the place of the first with the value of the last. Keys over 2,048 bytes
+  // are not compared.
   std::size_t size() const;
   Value item(std::size_t i) const;  // Of kDict and of pairs in a kObject: the value.
   Value key(std::size_t i) const;   // kDict, kObject: None for what was appended.
@@ -64,11 +66,12 @@ class Value {
   Value callee() const;  // A kGlobal.
   Value args() const;    // A kTuple; of kPersistent anything.
   Value state() const;
+  bool built() const;  // Whether there was a BUILD, of None too.
   // Whether it is a kObject made by that class or function.
   bool Is(KnownClass of) const;
 
   // The value under a string key: of a kDict, or of the dict that is a kObject's state (its
-  // attributes; of a pair (dict, slots) either). nullopt: none. Of equal keys the last one.
+  // attributes; of a pair (dict, slots) either). nullopt: none.
   std::optional<Value> Find(std::string_view key) const;
 
   // The same record in the document (not equality).
@@ -89,6 +92,9 @@ class Document {
   ~Document();
 
   Value root() const;
+  // Every kPersistent in the order of the stream, also those that nothing refers to.
+  std::size_t persistent_count() const;
+  Value persistent(std::size_t i) const;
   // Bytes of the stream, STOP included: what follows is not the pickle's.
   std::size_t bytes() const;
   std::size_t memory() const;
@@ -112,12 +118,16 @@ struct Options {
   std::size_t max_bytes = std::size_t{2} << 30;
 };
 
-// kDataLoss "pickle: byte 17: ..." for what is truncated or no pickle: unknown opcode, stack or mark
-// underflow, a memo slot that was never filled or lies outside of what its number of entries
+// kDataLoss "pickle: byte 17: ..." for what is truncated or no pickle: unknown opcode, stack or
+// mark underflow, a memo slot that was never filled or lies outside of what its number of entries
 // allows, lengths past the end, text that is not UTF-8, numbers out of range, no STOP.
 // kUnsupported "pickle: byte 17: asks for os.system, which ..." for names outside of the
-// allow-list, and for opcodes of the language that these formats never use (INST, OBJ, EXT*, PERSID,
-// out-of-band buffers). kResourceExhausted where the records would pass 48 MiB + 4 x the stream.
+// allow-list, for opcodes of the language that these formats never use (INST, OBJ, EXT*, PERSID,
+// out-of-band buffers), and where records would not be what Python makes: dicts made from what is
+// neither a dict nor a list of pairs, keys that are lists or dicts, dicts that mix keys made by
+// calls (which may equal others) with others, a dict that is changed after Python has copied it
+// into an object, functions that are asked to be made instead of called. kResourceExhausted where
+// the records would pass 48 MiB + 4 x the stream.
 Result<Document> Parse(std::string bytes, const Options& options = {});
 
 // What the document holds, for a person: one line a value, indented, names that were asked for

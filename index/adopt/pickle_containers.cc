@@ -6,6 +6,8 @@
 #include <cstring>
 #include <sys/mman.h>
 
+#include "index/adopt/pickle_calls.h"
+
 namespace tensormount::pickle {
 
 namespace {
@@ -91,6 +93,12 @@ const Value* ContainerMaker::ShapeOf(const Value* pairs, std::size_t n) {
   bool same = seen.keys == n;
   for (std::size_t i = 0; i < n && same; ++i) same = seen.shape.keys[i].SameAs(pairs[2 * i]);
   if (!same) {
+    // Keys of a shape are all different.
+    for (std::size_t i = 1; i < n; ++i) {
+      for (std::size_t j = 0; j < i; ++j) {
+        if (SameKey(pairs[2 * i], pairs[2 * j])) return nullptr;
+      }
+    }
     seen.keys = static_cast<std::uint32_t>(n);
     seen.kept = nullptr;
     for (std::size_t i = 0; i < n; ++i) seen.shape.keys[i] = pairs[2 * i];
@@ -117,6 +125,22 @@ bool ContainerMaker::Unshape(Container& c, std::size_t more) {
   return true;
 }
 
+// Pairs from `first` on were added to others, which have different keys.
+void ContainerMaker::DropEqual(Container& c, std::size_t first) {
+  const std::size_t pairs = c.count / 2;
+  std::size_t kept = first;
+  for (std::size_t i = first; i < pairs; ++i) {
+    const Value key = c.items[2 * i];
+    const Value value = c.items[2 * i + 1];
+    std::size_t same = 0;
+    while (same < kept && !SameKey(c.items[2 * same], key)) ++same;
+    c.items[2 * same + 1] = value;
+    if (same < kept) continue;
+    c.items[2 * kept++] = key;
+  }
+  c.count = static_cast<std::uint32_t>(2 * kept);
+}
+
 bool ContainerMaker::AddPairs(Container& c, const Value* from, std::size_t values) {
   if (values == 0) return true;
   const std::size_t pairs = values / 2;
@@ -135,7 +159,36 @@ bool ContainerMaker::AddPairs(Container& c, const Value* from, std::size_t value
   if (c.capacity == Container::kShaped && !Unshape(c, values)) return false;
   const std::size_t before = c.count;
   if (!Append(c, from, values)) return false;
-  return before >= kIndexedFrom || c.count < kIndexedFrom || large_.Push(&c);
+  if (c.count < kIndexedFrom) {
+    DropEqual(c, before / 2);
+    return true;
+  }
+  return before >= kIndexedFrom || large_.Push(&c);
+}
+
+ContainerMaker::Took ContainerMaker::TakeItems(Container& c, const Value& from, bool listed) {
+  const auto add = [&](const Value& key, const Value& value) {
+    const Value pair[2] = {key, value};
+    if (!KeyFault(c.count > 0 ? PairKey(c, 0) : key, key).empty()) return Took::kNothing;
+    return AddPairs(c, pair, 2) ? Took::kAll : Took::kNoMemory;
+  };
+  Took took = Took::kAll;
+  if (IsPythonDict(from)) {
+    for (std::size_t i = 0; i < from.size() && took == Took::kAll; ++i) {
+      took = add(from.key(i), from.item(i));
+    }
+    return took;
+  }
+  const auto is_row = [](const Value& v) {
+    return v.kind() == Kind::kList || v.kind() == Kind::kTuple;
+  };
+  if (!listed || !is_row(from)) return Took::kNothing;
+  for (std::size_t i = 0; i < from.size() && took == Took::kAll; ++i) {
+    const Value pair = from.item(i);
+    if (!is_row(pair) || pair.size() != 2) return Took::kNothing;
+    took = add(pair.item(0), pair.item(1));
+  }
+  return took;
 }
 
 bool ContainerMaker::BuildIndexes() {
@@ -146,27 +199,35 @@ bool ContainerMaker::BuildIndexes() {
 }
 
 bool ContainerMaker::BuildIndex(Container& c) {
+  if (c.capacity == Container::kIndexed) return true;
   const std::size_t pairs = c.count / 2;
-  std::size_t keys = 0;
-  for (std::size_t i = 0; i < pairs; ++i) {
-    if (c.items[2 * i].kind() == Kind::kString) ++keys;
-  }
-  if (keys < kIndexedFrom / 2) return true;
-  const std::size_t slots = std::bit_ceil(2 * keys);
+  const std::size_t slots = std::bit_ceil(2 * pairs);
   auto* index = static_cast<KeyIndex*>(arena_.Take(sizeof(KeyIndex)));
   auto* table = static_cast<std::uint32_t*>(arena_.Take(slots * sizeof(std::uint32_t)));
   if (index == nullptr || table == nullptr) return false;
   std::memset(table, 0, slots * sizeof(std::uint32_t));
   *index = {slots - 1, table, c.items};
+  std::size_t kept = 0;
   for (std::size_t i = 0; i < pairs; ++i) {
     const Value key = c.items[2 * i];
-    if (key.kind() != Kind::kString || key.text().size() > KeyIndex::kMaxKey) continue;
-    std::uint64_t at = HashKey(key.text()) & index->mask;
-    while (table[at] != 0 && c.items[2 * (table[at] - 1)].text() != key.text()) {
-      at = (at + 1) & index->mask;
+    const Value value = c.items[2 * i + 1];
+    std::uint64_t at = 0;
+    if (KeyHash(key, at)) {
+      at &= index->mask;
+      while (table[at] != 0 && !SameKey(c.items[2 * (table[at] - 1)], key)) {
+        at = (at + 1) & index->mask;
+      }
+      if (table[at] != 0) {
+        c.items[2 * (table[at] - 1) + 1] = value;
+        continue;
+      }
+      table[at] = static_cast<std::uint32_t>(kept + 1);
     }
-    table[at] = static_cast<std::uint32_t>(i + 1);
+    c.items[2 * kept] = key;
+    c.items[2 * kept + 1] = value;
+    ++kept;
   }
+  c.count = static_cast<std::uint32_t>(2 * kept);
   c.items = reinterpret_cast<Value*>(index);
   c.capacity = Container::kIndexed;
   return true;

@@ -74,9 +74,13 @@ class ContainerMaker {
   explicit ContainerMaker(Arena& arena) : arena_(arena), large_(arena) {}
 
   bool Append(Container& c, const Value* from, std::size_t n);
-  // `values`: keys and values by turns, an even number.
+  // `values`: keys and values by turns, an even number. Of equal keys the first stays, with the
+  // last value: at once where there are few, else when the indexes are built.
   bool AddPairs(Container& c, const Value* from, std::size_t values);
-  // Once, at the end: large dicts get an index of their string keys.
+  // What dict(from) holds: a copy of the pairs of a dict or, where `listed`, of a list of pairs.
+  enum class Took { kAll, kNoMemory, kNothing };
+  Took TakeItems(Container& c, const Value& from, bool listed);
+  // Once, at the end: large dicts get an index of their keys.
   bool BuildIndexes();
 
  private:
@@ -94,6 +98,7 @@ class ContainerMaker {
   bool Reserve(Container& c, std::size_t more);
   const Value* ShapeOf(const Value* pairs, std::size_t n);
   bool Unshape(Container& c, std::size_t more);
+  static void DropEqual(Container& c, std::size_t first);
   bool BuildIndex(Container& c);
 
   Arena& arena_;

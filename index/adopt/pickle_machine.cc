@@ -6,6 +6,7 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
+#include "index/adopt/pickle_calls.h"
 #include "index/adopt/pickle_containers.h"
 #include "index/adopt/pickle_record.h"
 #include "shard/utf8.h"
@@ -14,13 +15,6 @@ namespace tensormount::pickle {
 namespace {
 
 std::uint64_t BigEndian64(const char* p) { return __builtin_bswap64(LoadLittle<std::uint64_t>(p)); }
-
-std::string_view KindName(Kind kind) {
-  constexpr std::array<std::string_view, 14> kNames = {
-      "None",    "a bool", "an int", "a long int", "a float", "a str",     "bytes",
-      "a tuple", "a list", "a set",  "a dict",     "a name",  "an object", "a persistent id"};
-  return kNames[static_cast<std::size_t>(kind)];
-}
 
 }  // namespace
 
@@ -57,9 +51,7 @@ class Machine {
                                               std::to_string(rep_->bytes.size()) + " bytes may");
   }
 
-  bool Need(std::uint64_t n) {
-    return n <= static_cast<std::uint64_t>(end_ - at_) || Truncated(n);
-  }
+  bool Need(std::uint64_t n) { return n <= static_cast<std::uint64_t>(end_ - at_) || Truncated(n); }
   [[gnu::cold, gnu::noinline]] bool Truncated(std::uint64_t n) {
     return Damaged("truncated: " + std::to_string(n) + " bytes wanted, " +
                    std::to_string(end_ - at_) + " left");
@@ -174,28 +166,30 @@ class Machine {
     }
     return Damaged("asks to call " + FullName(callee) + ", which is no function");
   }
-  static std::string FullName(const Value& global) {
-    return ShownName(std::string(global.module()) + "." + std::string(global.name()));
-  }
 
-  // getattr is how enums of some versions are written, and means nothing else here.
-  bool CheckGetattr(const Value& args) {
-    if (args.size() == 2 && args.item(0).kind() == Kind::kGlobal &&
-        args.item(1).kind() == Kind::kString) {
-      switch (args.item(0).known()) {
-        case KnownClass::kMemFormatEncoding:
-        case KnownClass::kWriteItemType:
-        case KnownClass::kTrainerRecord:
-          return true;
-        default:
-          if (options_.unknown == Unknown::kInert) return true;
-          return Fail(Code::kUnsupported, "asks for getattr(" + FullName(args.item(0)) + ", \"" +
-                                              ShownName(args.item(1).text()) +
-                                              "\"), which is no member of an enum");
-      }
+  // Listings show whatever a stream asks for.
+  bool CheckCall(const Value& callee, const Value& args, bool made_new) {
+    if (options_.unknown == Unknown::kInert) return true;
+    if (callee.known() == KnownClass::kGetattr) {
+      const std::string fault = GetattrFault(args);
+      if (!fault.empty()) return Fail(Code::kUnsupported, fault);
     }
-    return options_.unknown == Unknown::kInert ||
-           Fail(Code::kUnsupported, "asks for getattr of something that is no class");
+    return !made_new || !IsTensorFunction(callee.known()) ||
+           Damaged("asks for a new " + FullName(callee) + ", which is a function");
+  }
+  // A dict is made from a copy of its argument as that is now.
+  bool TakeItems(const Value& object, const Value& args) {
+    const ItemsArgument from = ItemsArgumentOf(object, args);
+    if (from.none) return true;
+    auto took = ContainerMaker::Took::kNothing;
+    if (from.good) {
+      Container& pairs = Access::Place<ObjectRecord>(object)->extra->pairs;
+      took = containers_.TakeItems(pairs, from.value, from.listed);
+    }
+    if (took == ContainerMaker::Took::kNoMemory) return Exhausted();
+    if (took == ContainerMaker::Took::kAll || options_.unknown == Unknown::kInert) return true;
+    return Fail(Code::kUnsupported, "makes a " + FullName(object.callee()) +
+                                        " from what is neither a dict nor a list of pairs");
   }
 
   // Leaves `made` in place of the top `popped` values.
@@ -239,8 +233,10 @@ class Machine {
     const Value callee = stack_[stack_.size() - 2];
     if (!Callable(callee, how)) return false;
     if (args.kind() != Kind::kTuple) return Misused(how, " with arguments that are ", args);
-    if (callee.known() == KnownClass::kGetattr && !CheckGetattr(args)) return false;
-    return MakeObject(callee, args, 2);
+    if (!CheckCall(callee, args, newobj)) return false;
+    // Made without a call, a dict takes no notice of its arguments.
+    return MakeObject(callee, args, 2) &&
+           (newobj || args.size() == 0 || TakeItems(stack_.back(), args));
   }
 
   bool NewobjEx() {
@@ -252,7 +248,7 @@ class Machine {
     if (args.kind() != Kind::kTuple || named.kind() != Kind::kDict) {
       return Damaged("NEWOBJ_EX without a tuple and a dict");
     }
-    if (callee.known() == KnownClass::kGetattr && !CheckGetattr(args)) return false;
+    if (!CheckCall(callee, args, true)) return false;
     if (named.size() == 0) return MakeObject(callee, args, 3);
     // One more argument: the named ones.
     const std::size_t n = args.size();
@@ -271,10 +267,19 @@ class Machine {
       return Misused("BUILD", " of ", object);
     }
     auto& record = *Access::Place<ObjectRecord>(object);
-    if (record.state.kind() != Kind::kNone) return Damaged("a second BUILD of the same object");
-    record.state = state;
+    if (object.built()) return Damaged("a second BUILD of the same object");
+    // None is told from no state by its length.
+    record.state = state.kind() == Kind::kNone ? Access::Make(Kind::kNone, 0, 1) : state;
+    NoteCopied(state);
+    for (std::size_t i = 0; state.kind() == Kind::kTuple && i < state.size() && i < 2; ++i) {
+      NoteCopied(state.item(i));
+    }
     stack_.Shrink(stack_.size() - 1);
     return true;
+  }
+
+  static void NoteCopied(const Value& v) {
+    if (v.kind() == Kind::kDict) Access::Place<Container>(v)->copied = true;
   }
 
   // `values` on the top are pairs for what lies below them.
@@ -292,6 +297,17 @@ class Machine {
       c = &record.extra->pairs;
     } else {
       return Misused("sets", " items of ", into);
+    }
+    if (options_.unknown == Unknown::kRefuse) {
+      if (c->copied) {
+        return Fail(Code::kUnsupported, "changes a dict that was copied into an object");
+      }
+      const Value beside = c->count > 0 ? PairKey(*c, 0) : stack_[first];
+      for (std::size_t i = first; i < stack_.size(); i += 2) {
+        if (const auto fault = KeyFault(beside, stack_[i]); !fault.empty()) {
+          return Fail(Code::kUnsupported, fault);
+        }
+      }
     }
     if (!containers_.AddPairs(*c, stack_.data() + first, values)) return Exhausted();
     stack_.Shrink(first);
@@ -403,7 +419,7 @@ class Machine {
     if (id == nullptr) return Exhausted();
     *id = stack_.back();
     stack_.back() = Access::At(Kind::kPersistent, id);
-    return true;
+    return containers_.Append(rep_->persistent, &stack_.back(), 1) || Exhausted();
   }
 
   bool Pop() {

@@ -46,6 +46,7 @@ struct Container {
   Value* items = nullptr;
   std::uint32_t count = 0;  // Of values; of a dict twice the pairs, shaped or not.
   std::uint32_t capacity = 0;
+  bool copied = false;  // Python took a copy of it; what is put in afterwards is not in that.
 };
 
 struct Shape {
@@ -122,6 +123,7 @@ struct Document::Rep {
   std::string bytes;
   Arena arena;
   Value root;
+  Container persistent;  // All of them, in the order of the stream.
   std::size_t consumed = 0;
 };
 
@@ -179,6 +181,12 @@ inline Value PairValue(const Container& c, std::size_t pair) {
       return c.items[2 * pair + 1];
   }
 }
+
+// Whether Python takes two keys of a dict for one: equal texts, and equal numbers whatever their
+// type (True, 1 and 1.0). What cannot equal a text or an integer is not looked at.
+bool SameKey(const Value& a, const Value& b);
+// Whether SameKey can be true of it, and the hash that then is the same.
+bool KeyHash(const Value& key, std::uint64_t& hash);
 
 // For messages: printable, cut.
 std::string ShownName(std::string_view text);

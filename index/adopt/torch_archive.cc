@@ -2,7 +2,9 @@
 #include "index/adopt/torch_archive.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
+#include <vector>
 
 #include "base/checked.h"
 #include "base/coding.h"
@@ -27,6 +29,35 @@ Status CheckByteOrder(std::string_view text) {
     return Status(Code::kUnsupported, "its tensors are big-endian");
   }
   return Status(Code::kDataLoss, "its byteorder is neither little nor big");
+}
+
+// torch finds entries without regard to case, of equal ones any. What is wrong with the names;
+// empty: nothing.
+std::string NamesFault(const ZipArchive& zip, const std::string& prefix) {
+  constexpr std::string_view kLookedFor[] = {
+      "data.pkl",        "byteorder",          "version", "constants.pkl",
+      ".format_version", ".storage_alignment", ".data/"};
+  std::vector<std::string> lower;
+  lower.reserve(zip.entries().size());
+  for (const ZipEntry& entry : zip.entries()) {
+    if (!entry.name.starts_with(prefix)) return "an entry of it lies outside of " + prefix;
+    std::string name = entry.name.substr(prefix.size());
+    const std::string exact = name;
+    for (char& c : name) {
+      if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+    }
+    const bool known =
+        std::ranges::find(kLookedFor, std::string_view(name)) != std::end(kLookedFor);
+    if ((known && name != exact) || (name.starts_with("data/") && !exact.starts_with("data/"))) {
+      return "an entry differs in case only from its " + name.substr(0, 100);
+    }
+    lower.push_back(std::move(name));
+  }
+  std::ranges::sort(lower);
+  const auto twice = std::ranges::adjacent_find(lower);
+  return twice == lower.end()
+             ? std::string()
+             : "two of its entries are called " + twice->substr(0, 100) + ", but for case";
 }
 
 Status CheckLocalLengths(File& file, std::uint64_t begin, std::uint64_t length) {
@@ -55,6 +86,9 @@ Result<TorchArchive> TorchArchive::Read(File& file, std::uint64_t begin, std::ui
     out.prefix_ = entry.name.substr(0, slash + 1);
   }
   if (pickled == nullptr) return fail(Code::kDataLoss, "it has no data.pkl");
+  if (const std::string fault = NamesFault(out.zip_, out.prefix_); !fault.empty()) {
+    return fail(Code::kDataLoss, fault);
+  }
   if (out.zip_.Find(out.prefix_ + "constants.pkl") != nullptr) {
     return fail(Code::kUnsupported, "it is a TorchScript program, not a checkpoint");
   }
@@ -79,6 +113,7 @@ Result<TorchArchive> TorchArchive::Read(File& file, std::uint64_t begin, std::ui
   Result<pickle::Document> document = pickle::Parse(std::move(bytes), options);
   if (!document.ok()) return At(file, begin, document.status());
   out.document_ = std::make_unique<pickle::Document>(std::move(document).value());
+  out.two_kinds_ = StoragesOfTwoKinds(*out.document_);
   return out;
 }
 
@@ -86,6 +121,10 @@ bool TorchArchive::IsTensor(const pickle::Value& value) { return IsTorchTensor(v
 
 Result<StoredTensor> TorchArchive::TensorOf(const pickle::Value& value) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const TorchTensor tensor, TorchTensorOf(value));
+  if (two_kinds_.contains(tensor.storage)) {
+    return Status(Code::kDataLoss, "its storage 'data/" + tensor.storage +
+                                       "' is said to be of several types or sizes");
+  }
   const ZipEntry* entry = zip_.Find(prefix_ + "data/" + tensor.storage);
   if (entry == nullptr) {
     return Status(Code::kDataLoss, "its storage 'data/" + tensor.storage + "' is not there");

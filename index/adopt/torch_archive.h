@@ -3,7 +3,9 @@
 #define TENSORMOUNT_INDEX_ADOPT_TORCH_ARCHIVE_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 
@@ -36,8 +38,9 @@ struct StoredTensor {
 class TorchArchive {
  public:
   // kDataLoss, kUnsupported as ZipArchive::Read and pickle::Parse say; kDataLoss where data.pkl is
-  // missing or fails its CRC; kUnsupported where byteorder says "big" (none: little) and of
-  // TorchScript programs.
+  // missing or fails its CRC, where entries lie outside of its folder, and where names differ in
+  // nothing but case, or in case from what torch looks for: it finds them; kUnsupported where
+  // byteorder says "big" (none: little) and of TorchScript programs.
   static Result<TorchArchive> Read(File& file, std::uint64_t begin, std::uint64_t length,
                                    const pickle::Options& options = {});
 
@@ -55,6 +58,8 @@ class TorchArchive {
   std::string prefix_;  // "archive/"
   ZipArchive zip_;
   std::unique_ptr<pickle::Document> document_;
+  std::set<std::string, std::less<>>
+      two_kinds_;  // Keys of storages that are said to be two things.
 };
 
 // The one tensor that an archive is (an item of a .distcp file). Errors: as those of

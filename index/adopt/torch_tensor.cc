@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <optional>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 
 #include "base/checked.h"
+#include "index/adopt/pickle_calls.h"
 
 namespace tensormount {
 namespace {
@@ -35,9 +37,8 @@ Result<Dims> DimsOf(const Value& value, std::string_view what) {
     if (value.args().size() != 1) return Damaged(std::string(what) + " is no torch.Size");
     tuple = value.args().item(0);
   }
-  if (tuple.kind() != Kind::kTuple && tuple.kind() != Kind::kList) {
-    return Damaged(std::string(what) + " is no tuple");
-  }
+  // No list: that may have changed since the call.
+  if (tuple.kind() != Kind::kTuple) return Damaged(std::string(what) + " is no tuple");
   if (tuple.size() > static_cast<std::size_t>(kMaxRank)) {
     return UnsupportedTensor("it has " + std::to_string(tuple.size()) +
                              " axes, over the limit of " + std::to_string(kMaxRank));
@@ -53,45 +54,129 @@ Result<Dims> DimsOf(const Value& value, std::string_view what) {
   return out;
 }
 
+// What was done to a tensor after it was made: BUILD calls set_() with other data, items are cells.
+Status CheckUntouched(const Value& object) {
+  if (object.built()) return UnsupportedTensor("given another state after it was made");
+  if (object.size() > 0) return UnsupportedTensor("given items after it was made");
+  return Status();
+}
+
+// Attributes that people give to parameters are just that; these mean something to a tensor:
+// "data" replaces its bytes. Those of PyTorch 2.13 that can be set, or say that they cannot.
+bool IsTensorsOwn(std::string_view name) {
+  constexpr std::string_view kOwn =
+      " H T data device dtype grad grad_dtype grad_fn imag is_cpu is_cuda is_ipu is_leaf is_maia "
+      "is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan "
+      "is_xla is_xpu itemsize layout mH mT name names nbytes ndim output_nr real requires_grad "
+      "retains_grad shape volatile _backward_hooks _base _cdata _grad _grad_fn "
+      "_has_symbolic_sizes_strides _post_accumulate_grad_hooks _python_dispatch _version ";
+  if (name.starts_with("__") || name.find(' ') != std::string_view::npos) return true;
+  const std::size_t at = kOwn.find(' ' + std::string(name.substr(0, 64)) + ' ');
+  return at != std::string_view::npos;
+}
+
+// A dict of attributes, or a pair of that and slots.
+Status CheckAttributes(const Value& state) {
+  const bool pair = state.kind() == Kind::kTuple && state.size() == 2;
+  for (std::size_t part = 0; part < (pair ? 2u : 1u); ++part) {
+    const Value names = pair ? state.item(part) : state;
+    if (names.kind() == Kind::kNone) continue;
+    if (names.kind() != Kind::kDict) return UnsupportedTensor("with a state that is no dict");
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      const Value name = names.key(i);
+      if (name.kind() != Kind::kString || IsTensorsOwn(name.text())) {
+        return UnsupportedTensor("with a state that changes more than attributes of its own");
+      }
+    }
+  }
+  return Status();
+}
+
+// Floating point, real and complex.
+bool MayRequireGrad(std::string_view dtype) {
+  return dtype.starts_with("float") || dtype.starts_with("bfloat") || dtype.starts_with("c") ||
+         dtype == "double" || dtype == "half";
+}
+
 // The function that makes the tensor and its arguments, without what only wraps them.
 struct Call {
   Value function;
   Value args;
+  // Of the tensor and of what wraps it.
+  bool requires_grad = false;
 };
+
+Result<Call> CallOf(const Value& function, const Value& args) {
+  std::size_t least = 6;  // (storage, offset, size, stride, requires_grad, hooks[, metadata])
+  std::size_t most = 7;
+  if (function.known() == KnownClass::kRebuildTensor) {
+    least = most = 4;
+  } else if (function.known() == KnownClass::kRebuildTensorV3) {
+    ++least;  // dtype
+    ++most;
+  }
+  if (args.size() < least || args.size() > most) {
+    return Damaged(NameOf(function) + " with " + std::to_string(args.size()) + " arguments");
+  }
+  return Call{function, args, false};
+}
+
+Result<bool> RequiresGrad(const Value& value) {
+  if (value.kind() != Kind::kBool) return Damaged("requires_grad is neither true nor false");
+  return value.boolean();
+}
 
 Result<Call> Unwrap(const Value& value) {
   Value at = value;
+  bool requires_grad = false;
+  const auto found = [&](const Value& function, const Value& args) -> Result<Call> {
+    TENSORMOUNT_ASSIGN_OR_RETURN(Call out, CallOf(function, args));
+    if (args.size() > 4) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(out.requires_grad, RequiresGrad(args.item(4)));
+    }
+    out.requires_grad = out.requires_grad || requires_grad;
+    return out;
+  };
   // A parameter around a subclass around a tensor, and no deeper.
   for (int depth = 0; depth < 4; ++depth) {
     if (at.kind() != Kind::kObject) break;
+    TENSORMOUNT_RETURN_IF_ERROR(CheckUntouched(at));
+    const Value args = at.args();
     switch (at.callee().known()) {
       case KnownClass::kRebuildTensor:
       case KnownClass::kRebuildTensorV2:
       case KnownClass::kRebuildTensorV3:
-        return Call{at.callee(), at.args()};
+        return found(at.callee(), args);
       case KnownClass::kRebuildOther:
         return UnsupportedTensor("made by " + NameOf(at.callee()) +
                                  ", which keeps no plain rows of elements");
-      case KnownClass::kRebuildParameter:
-        if (at.args().size() == 0) return Damaged("a parameter without data");
-        at = at.args().item(0);
+      case KnownClass::kRebuildParameter: {
+        // (data, requires_grad, hooks[, state])
+        const bool with_state = at.callee().name() == "_rebuild_parameter_with_state";
+        if (args.size() != (with_state ? 4u : 3u)) return Damaged("a parameter without its parts");
+        TENSORMOUNT_ASSIGN_OR_RETURN(const bool grad, RequiresGrad(args.item(1)));
+        requires_grad = requires_grad || grad;
+        if (with_state) TENSORMOUNT_RETURN_IF_ERROR(CheckAttributes(args.item(3)));
+        at = args.item(0);
         break;
+      }
       case KnownClass::kRebuildFromTypeV2: {
         // (function, type, its arguments, state)
-        const Value args = at.args();
-        if (args.size() < 3 || args.item(0).kind() != Kind::kGlobal ||
+        if (args.size() != 4 || args.item(0).kind() != Kind::kGlobal ||
             args.item(1).kind() != Kind::kGlobal || args.item(2).kind() != Kind::kTuple) {
           return Damaged("a subclass without its parts");
         }
         const std::string_view type = args.item(1).name();
-        if (type != "Tensor" && type != "Parameter" && type != "Buffer") {
+        if (args.item(1).known() != KnownClass::kTorchOther ||
+            (type != "Tensor" && type != "Parameter" && type != "Buffer")) {
           return UnsupportedTensor("of the subclass " + NameOf(args.item(1)));
         }
+        TENSORMOUNT_RETURN_IF_ERROR(CheckAttributes(args.item(3)));
         switch (args.item(0).known()) {
           case KnownClass::kRebuildTensor:
           case KnownClass::kRebuildTensorV2:
           case KnownClass::kRebuildTensorV3:
-            return Call{args.item(0), args.item(2)};
+            return found(args.item(0), args.item(2));
           default:
             return UnsupportedTensor("made by " + NameOf(args.item(0)));
         }
@@ -132,13 +217,13 @@ struct Storage {
   std::int64_t count = 0;
 };
 
-// ('storage', class, key, location, count[, view])
+// ('storage', class, key, location, count)
 Result<Storage> StorageOf(const Value& value) {
   if (value.kind() != Kind::kPersistent || value.args().kind() != Kind::kTuple) {
     return Damaged("its storage is no reference to one");
   }
   const Value id = value.args();
-  if (id.size() < 5 || id.item(0).kind() != Kind::kString || id.item(0).text() != "storage" ||
+  if (id.size() != 5 || id.item(0).kind() != Kind::kString || id.item(0).text() != "storage" ||
       id.item(1).kind() != Kind::kGlobal || id.item(1).known() != KnownClass::kTorchStorage ||
       id.item(2).kind() != Kind::kString || id.item(4).kind() != Kind::kInt ||
       id.item(4).integer() < 0) {
@@ -154,17 +239,26 @@ Result<Storage> StorageOf(const Value& value) {
   return out;
 }
 
-// Conjugate and negated views keep the bytes of what they are views of.
+// What torch keeps there are marks of views whose bytes are not their values (conj, neg), and it
+// takes them from any dict, whatever they are set to.
 Status CheckViewBits(const Value& metadata) {
-  if (metadata.kind() != Kind::kDict) return Status();
-  for (const std::string_view bit : {"conj", "neg"}) {
-    const std::optional<Value> set = metadata.Find(bit);
-    if (set && set->kind() == Kind::kBool && set->boolean()) {
-      return UnsupportedTensor("a lazy view (" + std::string(bit) +
-                               ") whose bytes are not its values");
-    }
-  }
-  return Status();
+  if (metadata.kind() == Kind::kNone) return Status();
+  if (metadata.kind() == Kind::kDict && metadata.size() == 0) return Status();
+  return UnsupportedTensor("a lazy view (conj, neg) whose bytes are not its values");
+}
+
+// Expanded tensors show their elements many times; far more than any that were saved would take
+// for ever to read.
+Status CheckShown(std::int64_t volume, std::int64_t item_bytes, std::uint64_t storage_bytes) {
+  constexpr std::uint64_t kMaxTimes = 1024;
+  constexpr std::uint64_t kSmall = std::uint64_t{1} << 20;
+  const std::optional<std::int64_t> shown = CheckedMul(volume, item_bytes);
+  if (!shown) return Damaged("its bytes overflow");
+  const auto bytes = static_cast<std::uint64_t>(*shown);
+  if (bytes <= kSmall || bytes / kMaxTimes <= storage_bytes) return Status();
+  return UnsupportedTensor("a view that shows its storage of " + std::to_string(storage_bytes) +
+                           " bytes as " + std::to_string(bytes) + ", over " +
+                           std::to_string(kMaxTimes) + " times as many");
 }
 
 // Fills strides, offset, length and packed of a view whose dtype and shape are set.
@@ -205,6 +299,7 @@ Status PlaceView(const Dims& torch_strides, std::int64_t first, std::int64_t ite
     return Damaged("its view reaches past the end of its storage of " +
                    std::to_string(storage_bytes) + " bytes");
   }
+  TENSORMOUNT_RETURN_IF_ERROR(CheckShown(*volume, item_bytes, storage_bytes));
   view.offset = static_cast<std::uint64_t>(*offset);
   view.length = static_cast<std::uint64_t>(*span);
   return Status();
@@ -221,25 +316,41 @@ Result<DType> TorchDType(std::string_view name) {
 }
 
 bool IsTorchTensor(const Value& value) {
-  if (value.kind() != Kind::kObject) return false;
-  switch (value.callee().known()) {
-    case KnownClass::kRebuildTensor:
-    case KnownClass::kRebuildTensorV2:
-    case KnownClass::kRebuildTensorV3:
-    case KnownClass::kRebuildParameter:
-    case KnownClass::kRebuildFromTypeV2:
-    case KnownClass::kRebuildOther:
-      return true;
-    default:
-      return false;
+  return value.kind() == Kind::kObject && pickle::IsTensorFunction(value.callee().known());
+}
+
+std::set<std::string, std::less<>> StoragesOfTwoKinds(const pickle::Document& document) {
+  struct Reference {
+    Value type;
+    std::int64_t count;
+    bool meta;
+  };
+  std::unordered_map<std::string_view, Reference> first;
+  std::set<std::string, std::less<>> out;
+  for (std::size_t i = 0; i < document.persistent_count(); ++i) {
+    const Value id = document.persistent(i).args();
+    if (id.kind() != Kind::kTuple || id.size() != 5 || id.item(1).kind() != Kind::kGlobal ||
+        id.item(2).kind() != Kind::kString || id.item(4).kind() != Kind::kInt) {
+      continue;  // Whoever wants its tensor is told.
+    }
+    // torch keeps no storage without bytes.
+    if (id.item(4).integer() == 0) continue;
+    const bool meta = id.item(3).kind() == Kind::kString && id.item(3).text() == "meta";
+    const Reference here{id.item(1), id.item(4).integer(), meta};
+    const auto [at, fresh] = first.try_emplace(id.item(2).text(), here);
+    const Reference& there = at->second;
+    if (!fresh && (there.type.name() != here.type.name() || there.count != here.count ||
+                   there.meta != here.meta)) {
+      out.emplace(id.item(2).text());
+    }
   }
+  return out;
 }
 
 Result<TorchTensor> TorchTensorOf(const Value& value) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Call call, Unwrap(value));
   const Value& args = call.args;
   const KnownClass function = call.function.known();
-  if (args.size() < 4) return Damaged(NameOf(call.function) + " with too few arguments");
   TENSORMOUNT_ASSIGN_OR_RETURN(Storage storage, StorageOf(args.item(0)));
   if (args.item(1).kind() != Kind::kInt || args.item(1).integer() < 0) {
     return Damaged("its offset is no number");
@@ -256,8 +367,7 @@ Result<TorchTensor> TorchTensorOf(const Value& value) {
   if (function == KnownClass::kRebuildTensorV3) {
     // Of untyped storage; the type is an argument of its own.
     metadata = 7;
-    if (args.size() < 7 || args.item(6).kind() != Kind::kGlobal ||
-        args.item(6).known() != KnownClass::kTorchDtype) {
+    if (args.item(6).kind() != Kind::kGlobal || args.item(6).known() != KnownClass::kTorchDtype) {
       return Damaged("it says no element type");
     }
     if (!storage.dtype.empty()) return Damaged("a typed storage where bytes were announced");
@@ -267,6 +377,9 @@ Result<TorchTensor> TorchTensorOf(const Value& value) {
   }
   if (args.size() > metadata) TENSORMOUNT_RETURN_IF_ERROR(CheckViewBits(args.item(metadata)));
   TENSORMOUNT_ASSIGN_OR_RETURN(out.view.dtype, TorchDType(dtype));
+  if (call.requires_grad && !MayRequireGrad(dtype)) {
+    return Damaged("it requires a gradient, which torch." + std::string(dtype) + " cannot have");
+  }
   const bool pairs = dtype == kPairOfF4;
   const std::int64_t item_bytes = pairs ? 1 : InfoOf(out.view.dtype).bits / 8;
   const std::optional<std::int64_t> bytes =

@@ -3,6 +3,8 @@
 #define TENSORMOUNT_INDEX_ADOPT_TORCH_TENSOR_H_
 
 #include <cstdint>
+#include <functional>
+#include <set>
 #include <string>
 
 #include "index/adopt/torch_archive.h"
@@ -23,6 +25,10 @@ struct TorchTensor {
     return out;
   }
 };
+
+// Keys of storages that a pickle refers to with several types or sizes: torch takes the first one's
+// for all, in the order of the stream.
+std::set<std::string, std::less<>> StoragesOfTwoKinds(const pickle::Document& document);
 
 bool IsTorchTensor(const pickle::Value& value);
 

@@ -66,13 +66,25 @@ TorchNames::Part PartOf(std::size_t index) { return {std::to_string(index), true
 template <typename F>
 Status ForEachChild(const Value& value, F f) {
   if (IsDict(value)) {
+    const bool bag = value.Is(KnownClass::kDictLike) && value.callee().name() != "dict";
+    if (bag && value.size() > 0) {
+      return Status(Code::kUnsupported, std::string(value.callee().name()) + " that has items");
+    }
     for (std::size_t i = 0; i < value.size(); ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(f(value.key(i), value.item(i)));
     }
-    const bool bag = value.kind() == Kind::kObject && value.Is(KnownClass::kDictLike) &&
-                     value.state().kind() == Kind::kDict;
-    const Value state = bag ? value.state() : Value();
-    for (std::size_t i = 0; bag && i < state.size(); ++i) {
+    if (value.kind() == Kind::kDict || !value.built()) return Status();
+    const Value state = value.state();
+    // Python sets attributes of a pair (dict, slots) too, and others have none.
+    const bool has_attributes =
+        bag || value.Is(KnownClass::kOrderedDict) || value.Is(KnownClass::kCounter);
+    if (!has_attributes || state.kind() != Kind::kDict) {
+      return Status(Code::kUnsupported, std::string(value.callee().name()) +
+                                            " that is given a state which is no dict " +
+                                            "of attributes");
+    }
+    if (!bag) return Status();
+    for (std::size_t i = 0; i < state.size(); ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(f(state.key(i), state.item(i)));
     }
   } else if (value.kind() == Kind::kList || value.kind() == Kind::kTuple) {

@@ -201,9 +201,15 @@ Status ZipReader::ReadEnd() {
     TENSORMOUNT_ASSIGN_OR_RETURN(const char* const bytes, window_.Get(first, size));
     for (std::size_t at = size - kEndBytes + 1; at-- > 0;) {
       const char* p = bytes + at;
-      if (LoadLittle<std::uint32_t>(p) != kEndSignature ||
-          LoadLittle<std::uint16_t>(p + 20) != size - at - kEndBytes) {
-        continue;
+      if (LoadLittle<std::uint32_t>(p) != kEndSignature) continue;
+      // Others take the last signature there is, whatever it says: another one than that would be
+      // another archive.
+      const std::string_view comment(p + kEndBytes, size - at - kEndBytes);
+      if (LoadLittle<std::uint16_t>(p + 20) != comment.size()) {
+        return Damaged("its last end record has a comment of another length");
+      }
+      if (comment.find("PK\5\6") != std::string_view::npos) {
+        return Damaged("its comment looks like an end record");
       }
       const auto disk = LoadLittle<std::uint16_t>(p + 4);
       const auto directory_disk = LoadLittle<std::uint16_t>(p + 6);

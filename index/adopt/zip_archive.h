@@ -30,7 +30,8 @@ class ZipArchive {
   // The archive in bytes [begin, begin + length) of the file. Read from its end: end record, zip64
   // locator and record where they are, central directory, then every local header.
   //   kUnsupported  compressed or encrypted entries, several disks (named)
-  //   kDataLoss     anything that does not agree: end records, counts, an entry's local and central
+  //   kDataLoss     anything that does not agree: end records (the last signature counts), counts,
+  //   an entry's local and central
   //                 header (name, method, flags; sizes and CRC where flag bit 3 is clear, the data
   //                 descriptor where it is set), entries that overlap or reach outside, duplicate
   //                 or unsafe names (absolute, "..", NUL, backslash), a central directory of over

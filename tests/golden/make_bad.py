@@ -263,19 +263,30 @@ def zips():
 
 
 # --- What is opened as SOURCE: a file, or a dict of them ---
-def tensor(count=12, first=0, shape=(3, 4), stride=(4, 1), storage="FloatStorage", key="0", kind="storage"):
+def tensor(count=12, first=0, shape=(3, 4), stride=(4, 1), storage="FloatStorage", key="0", kind="storage",
+           metadata=b""):
     ident = tup(text(kind), name("torch", storage), text(key), text("cpu"), num(count)) + b"Q"
     ordered = name("collections", "OrderedDict") + b")R"
     return name("torch._utils", "_rebuild_tensor_v2") + tup(
-        ident, num(first), tup(*map(num, shape)), tup(*map(num, stride)), FALSE, ordered) + b"R"
+        ident, num(first), tup(*map(num, shape)), tup(*map(num, stride)), FALSE, ordered, metadata) + b"R"
 
 
-def archive(operations, payload=b"x" * 48, byteorder=b"little", key="archive/data/0", **crooked):
+def archive(operations, payload=b"x" * 48, byteorder=b"little", key="archive/data/0", order="archive/byteorder", more=None,
+            **crooked):
     z = Zip().add("archive/data.pkl", stream(operations, 2), described=True, **crooked)
-    z.add("archive/byteorder", byteorder, described=True)
+    z.add(order, byteorder, described=True)
     z.add(key, payload, described=bool(payload))
     z.add("archive/version", b"3\n", described=True)
+    if more:
+        z.add(more, b"x", described=True)
     return z.end(zip64=True)
+
+
+def two_ends():
+    """A second end record in the comment of the first, with a comment that would be longer than what is left."""
+    one = archive(dct([(text("w"), tensor())]))
+    end = struct.pack("<IHHHHIIH", 0x06054b50, 0, 0, 0, 0, 0, 0, 9)
+    return one[:-2] + struct.pack("<H", len(end)) + end
 
 
 def dcp(tensors, files=None, extra=()):
@@ -347,7 +358,29 @@ def sources():
             ("key-with-nul", "OK", archive(dct([(text("a\0b"), tensor())]))),
             ("key-with-newline", "OK", archive(dct([(text("a\nb"), tensor())]))),
             ("key-parent", "OK", archive(dct([(text("../../x"), tensor())]))),
-            ("same-key-twice", "OK", archive(dct([(text("w"), tensor()), (text("w"), tensor())]))),
+            # Python keeps the last one: torch_python_test.cc says which bytes that must be.
+            ("same-key-twice", "OK", archive(dct([(text("w"), tensor(shape=(4, 3), stride=(3, 1))),
+                                                  (text("w"), tensor())]))),
+            ("build-of-a-tensor", "OK", archive(dct([(text("w"), tensor() + b"Nb")]))),
+            ("metadata-conj-false", "OK", archive(dct([(text("w"), tensor(metadata=dct([(text("conj"), FALSE)])))]))),
+            ("storage-of-two-types", "OK", archive(dct([(text("v"), tensor(storage="IntStorage")),
+                                                        (text("w"), tensor())]))),
+            ("key-made-by-a-call", "UNSUPPORTED",
+             archive(dct([(text("w"), tensor()), (call(name("builtins", "str"), text("w")), tensor())]))),
+            ("key-is-a-list", "UNSUPPORTED", archive(dct([(b"]", tensor())]))),
+            ("ordered-dict-of-text", "UNSUPPORTED", archive(call(name("collections", "OrderedDict"), lst(text("ab"))))),
+            ("counter-of-a-list", "UNSUPPORTED", archive(call(name("collections", "Counter"), lst(tup(text("a"), num(1)))))),
+            ("tensor-by-newobj", "DATA_LOSS", archive(tensor()[:-1] + b"\x81")),
+            ("attributes-with-slots", "UNSUPPORTED",
+             archive(call(name("argparse", "Namespace")) + tup(NONE, dct([(text("w"), tensor())])) + b"b")),
+            ("attributes-changed-later", "UNSUPPORTED",
+             archive(tup(dct([(text("w"), tensor())]) + b"q\1", call(name("argparse", "Namespace")) + b"h\1b",
+                         b"h\1" + text("w") + NONE + b"s"))),
+            ("names-but-for-case", "DATA_LOSS", archive(dct([(text("w"), tensor())]), more="archive/DATA/0")),
+            ("byteorder-in-capitals", "DATA_LOSS", archive(dct([(text("w"), tensor())]), order="archive/BYTEORDER")),
+            ("entry-outside", "DATA_LOSS", archive(dct([(text("w"), tensor())]), more="elsewhere")),
+            ("two-end-records", "DATA_LOSS", two_ends()),
+            ("shown-too-often", "OK", archive(dct([(text("w"), tensor(shape=(1 << 25, 1 << 25), stride=(0, 0)))]))),
             ("quantised", "OK", archive(dct([(text("w"), call(name("torch._utils", "_rebuild_qtensor")))])))]:
         yield f"{code}-torch-{what}.pt", made
     # DCP
@@ -385,7 +418,13 @@ def sources():
     item = ((0, 0), (3, 4), "__0_0.distcp", 0, n)
     yield "OK-dcp-chunks-overlap", dcp([("w", ((3, 4), [item, ((1, 0), (2, 4), "__0_0.distcp", 0, n)]))])
     yield "OK-dcp-hole", dcp([("w", ((6, 4), [item]))])
-    yield "DATA_LOSS-dcp-same-key-twice", dcp([("w", ((3, 4), [item])), ("w", ((3, 4), [item]))])
+    yield "OK-dcp-same-key-twice", dcp([("w", ((3, 4), [item])), ("w", ((3, 4), [item]))])
+    # Where it is stored is set last by its slots, or by the call that makes it.
+    slots = lambda ops: ops.replace(text("length") + num(n) + b"ub", text("length") + num(n) + b"u}(" + text("offset") +
+                                    num(1) + b"u\x86b")
+    yield "DATA_LOSS-dcp-info-with-slots", {**one(), ".metadata": slots(one()[".metadata"])}
+    called = lambda ops: ops.replace(b"_StorageInfo\n)", b"_StorageInfo\n" + tup(text("other")))
+    yield "DATA_LOSS-dcp-info-with-arguments", {**one(), ".metadata": called(one()[".metadata"])}
     yield "OK-dcp-payload-of-other-shape", one(shape=(4, 3), sizes=(4, 3))
     yield "OK-dcp-item-is-junk", {**one(), "__0_0.distcp": b"junk" * 1000}
     # Safetensors

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index/adopt/pickle_calls.h"
+
+#include <array>
+
+#include "index/adopt/pickle_record.h"
+
+namespace tensormount::pickle {
+namespace {
+
+// Of some it is known that they equal no text and no number.
+bool MadeByCall(const Value& key) {
+  if (key.kind() != Kind::kObject) return false;
+  switch (key.callee().known()) {
+    case KnownClass::kMetadataIndex:
+    case KnownClass::kTorchSize:
+    case KnownClass::kTorchDevice:
+    case KnownClass::kPath:
+    case KnownClass::kDatetime:
+      return false;
+    default:
+      return true;
+  }
+}
+
+}  // namespace
+
+std::string_view KindName(Kind kind) {
+  constexpr std::array<std::string_view, 14> kNames = {
+      "None",    "a bool", "an int", "a long int", "a float", "a str",     "bytes",
+      "a tuple", "a list", "a set",  "a dict",     "a name",  "an object", "a persistent id"};
+  return kNames[static_cast<std::size_t>(kind)];
+}
+
+std::string FullName(const Value& global) {
+  return ShownName(std::string(global.module()) + "." + std::string(global.name()));
+}
+
+std::string GetattrFault(const Value& args) {
+  if (args.size() != 2 || args.item(0).kind() != Kind::kGlobal ||
+      args.item(1).kind() != Kind::kString) {
+    return "asks for getattr of something that is no class";
+  }
+  switch (args.item(0).known()) {
+    case KnownClass::kMemFormatEncoding:
+    case KnownClass::kWriteItemType:
+    case KnownClass::kTrainerRecord:
+      return {};
+    default:
+      return "asks for getattr(" + FullName(args.item(0)) + ", \"" +
+             ShownName(args.item(1).text()) + "\"), which is no member of an enum";
+  }
+}
+
+bool IsTensorFunction(KnownClass known) {
+  switch (known) {
+    case KnownClass::kRebuildTensor:
+    case KnownClass::kRebuildTensorV2:
+    case KnownClass::kRebuildTensorV3:
+    case KnownClass::kRebuildParameter:
+    case KnownClass::kRebuildFromTypeV2:
+    case KnownClass::kRebuildOther:
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool IsPythonDict(const Value& v) {
+  if (v.kind() == Kind::kDict) return true;
+  return v.Is(KnownClass::kOrderedDict) || v.Is(KnownClass::kDefaultDict) ||
+         v.Is(KnownClass::kCounter) || (v.Is(KnownClass::kDictLike) && v.callee().name() == "dict");
+}
+
+ItemsArgument ItemsArgumentOf(const Value& object, const Value& args) {
+  ItemsArgument out;
+  out.none = args.size() == 0 || !(IsPythonDict(object) || object.Is(KnownClass::kDictLike)) ||
+             (object.Is(KnownClass::kDefaultDict) && args.size() == 1);  // What makes new values.
+  if (out.none) return out;
+  const bool bag = object.Is(KnownClass::kDictLike) && !IsPythonDict(object);
+  out.good = !bag && args.size() == (object.Is(KnownClass::kDefaultDict) ? 2u : 1u);
+  out.listed = !object.Is(KnownClass::kCounter);  // That counts what is in a list.
+  out.value = args.item(args.size() - 1);
+  return out;
+}
+
+std::string_view KeyFault(const Value& beside, const Value& key) {
+  if (key.kind() == Kind::kList || key.kind() == Kind::kDict) {
+    return "a key that is a list or a dict, which Python does not take";
+  }
+  if (MadeByCall(beside) != MadeByCall(key)) {
+    return "a key made by a call beside others, which it may equal";
+  }
+  return {};
+}
+
+}  // namespace tensormount::pickle
