@@ -140,14 +140,13 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
 };
 
 Status StoreWatch::Core::ReadCommit(const std::string& folder, Found& found) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes,
-                               fs.ReadFile(JoinPath(folder, kCommitName), kMaxCommitBytes));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto file, fs.OpenRead(JoinPath(folder, kCommitName)));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, ReadCommitBytes(*file, kCommitName));
   const Result<DecodedCommit> read = DecodeCommit(bytes, kCommitName);
   found.damaged = read.status().code() == Code::kDataLoss;
   TENSORMOUNT_RETURN_IF_ERROR(read.status());
-  const DecodedCommit& decoded = read.value();
-  found.uuid = decoded.record.uuid;
-  found.generation = decoded.record.generation;
+  found.uuid = read.value().record.uuid;
+  found.generation = read.value().record.generation;
   return {};
 }
 
@@ -393,9 +392,8 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
             [](const auto& a, const auto& b) { return a->id < b->id; });
   now->by_name.resize(now->by_id.size());
   std::iota(now->by_name.begin(), now->by_name.end(), 0u);
-  std::sort(now->by_name.begin(), now->by_name.end(), [&](std::uint32_t a, std::uint32_t b) {
-    return now->by_id[a]->name < now->by_id[b]->name;
-  });
+  std::ranges::sort(now->by_name, {},
+                    [&](std::uint32_t i) -> const std::string& { return now->by_id[i]->name; });
   for (const auto& slot : now->by_id) {
     const auto rank = [](const Slot& s) { return std::tie(s.generation, s.uuid, s.name); };
     if (!now->latest || rank(*now->latest) < rank(*slot)) now->latest = slot;
