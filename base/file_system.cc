@@ -117,7 +117,8 @@ Status FileSystem::CreateDirectories(const std::string& path) {
 }
 
 Result<std::shared_ptr<const std::string>> FileSystem::PinDirectory(const std::string& path) {
-  return std::make_shared<const std::string>(path);
+  return std::make_shared<const std::string>(path.ends_with("/.") ? path.substr(0, path.size() - 2)
+                                                                  : path);
 }
 
 // Through the interface, so that an observer sees each step. HostFileSystem has a stricter form.

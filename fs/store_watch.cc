@@ -180,8 +180,7 @@ Result<std::shared_ptr<Slot>> StoreWatch::Core::Keep(Found& found) {
     return Status(Code::kStale, slot->path + ": another one has taken its place");
   }
   if (slots.size() >= kMaxSlots) {
-    return Status(Code::kResourceExhausted,
-                  "this mount has seen too many checkpoints: mount again");
+    return Status(Code::kResourceExhausted, "this mount saw too many checkpoints: mount again");
   }
   slot->id = static_cast<std::uint32_t>(slots.size());
   slots.push_back(slot);
@@ -392,8 +391,8 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
             [](const auto& a, const auto& b) { return a->id < b->id; });
   now->by_name.resize(now->by_id.size());
   std::iota(now->by_name.begin(), now->by_name.end(), 0u);
-  std::ranges::sort(now->by_name, {},
-                    [&](std::uint32_t i) -> const std::string& { return now->by_id[i]->name; });
+  const auto name_of = [&](auto i) -> auto& { return now->by_id[i]->name; };
+  std::ranges::sort(now->by_name, {}, name_of);
   for (const auto& slot : now->by_id) {
     const auto rank = [](const Slot& s) { return std::tie(s.generation, s.uuid, s.name); };
     if (!now->latest || rank(*now->latest) < rank(*slot)) now->latest = slot;
