@@ -55,9 +55,9 @@ struct DecodedCommit {
 // feature bits 0x…" where a bit is unknown.
 Result<DecodedCommit> DecodeCommit(std::string_view bytes, std::string_view name);
 
-// The bytes of it, to be decoded. A page that cannot be read comes as zeros, and so costs the copy in
-// which it lies; where no copy is left that failure is the answer. kDataLoss for a size that cannot
-// be.
+// The bytes of it, to be decoded. A page that cannot be read comes as zeros, and so costs the copy
+// in which it lies; where no copy is left that failure is the answer. kDataLoss for a size that
+// cannot be.
 Result<std::string> ReadCommitBytes(File& file, std::string_view name);
 Result<DecodedCommit> ReadCommitFile(File& file, std::string_view name);
 
