@@ -145,8 +145,8 @@ class TorchSaveReader {
       }
       TENSORMOUNT_RETURN_IF_ERROR(status);
       const std::set<std::string>& held = held_[name];
-      const auto unlisted =
-          std::ranges::count_if(held, [&](const std::string& key) { return !keys.contains(key); });
+      const auto unlisted = std::ranges::count_if(
+          held, [&listed = keys](const std::string& key) { return !listed.contains(key); });
       if (unlisted > 0) {
         builder_.Warn(name + ": " + std::to_string(unlisted) +
                       " tensors in it are not those of the index: left out");

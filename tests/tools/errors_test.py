@@ -126,7 +126,7 @@ class Errors(harness.ToolTest):
         self.assertIn("step-1", self.run_tool("ls", self.store, expect=2).stdout)
         found = self.run_tool("fsck", self.store, expect=2).stdout
         self.assertIn("newer program", found)
-        self.assertNotIn("rm", found.replace("program", "").replace("format", ""))
+        self.assertNotIn("`rm`", found)
         self.save("step-3")  # Saves go on.
 
     def test_a_lost_superblock(self):
