@@ -5,6 +5,7 @@
 #include "index/adopt/foreign.h"
 #include "index/file_cache.h"
 #include "index/foreign_file.h"
+#include "index/memory_table.h"
 #include "index/store_layout.h"
 
 namespace tensormount {
@@ -18,9 +19,11 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
   opened->fs_ = &fs;
   opened->directory_ = directory;
-  // Everything is opened below this very folder, which may be removed or replaced by then. (The
-  // last component may be a symlink.)
-  TENSORMOUNT_ASSIGN_OR_RETURN(opened->pinned_, fs.PinDirectory(JoinPath(directory, ".")));
+  // Everything is opened below this very folder, which may be removed or replaced by then.
+  opened->pinned_ = options.pinned;
+  if (opened->pinned_ == nullptr) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(opened->pinned_, fs.PinDirectory(JoinPath(directory, ".")));
+  }
   const std::string& root = *opened->pinned_;
   opened->files_ = std::make_unique<Files>(fs, options.max_open_files);
   Result<std::unique_ptr<File>> file = fs.OpenReadBelow(root, std::string(kCommitName));
@@ -54,7 +57,8 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
         return std::shared_ptr<const Table>(derived.value(), &derived.value()->table());
       }
       TENSORMOUNT_ASSIGN_OR_RETURN(const Content content, RebuildContent(fs, *pinned, commit));
-      return CheckpointIndex::RecordsOf(content);
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto records, CheckpointIndex::RecordsOf(content));
+      return std::shared_ptr<const Table>(std::move(records));
     };
   }
   Result<std::shared_ptr<const CheckpointIndex>> index =
@@ -135,6 +139,11 @@ std::string OpenedCheckpoint::FilePath(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
   return JoinPath(record.placement == Placement::kForeign ? index_->info().root : directory_,
                   record.name);
+}
+
+std::string OpenedCheckpoint::AccessPath(std::uint32_t file) const {
+  const FileRecord& record = index_->files()[file];
+  return record.placement == Placement::kForeign ? FilePath(file) : JoinPath(*pinned_, record.name);
 }
 
 Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) const {
@@ -218,10 +227,8 @@ Result<std::uint32_t> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) c
   if (file >= index_->files().size() || index_->files()[file].length != tensor.meta.bytes()) {
     return none;
   }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_->LinkStat(AccessPath(file)));
   const bool foreign = index_->files()[file].placement == Placement::kForeign;
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      const FileInfo info,
-      fs_->LinkStat(foreign ? FilePath(file) : JoinPath(*pinned_, index_->files()[file].name)));
   if (foreign && info.kind == FileKind::kSymlink) return none;  // To be opened with care only.
   TENSORMOUNT_RETURN_IF_ERROR(CheckUnchanged(index_->files()[file], info, has_commit_));
   if (info.kind != FileKind::kFile || info.size != tensor.meta.bytes()) {

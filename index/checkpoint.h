@@ -60,6 +60,9 @@ class OpenedCheckpoint {
     // Folders of which the operator said that data of adopted checkpoints may lie below them,
     // whoever published these (index/foreign_file.h).
     std::vector<std::string> roots;
+    // The folder, pinned by the caller (FileSystem::PinDirectory). Null: done here, where a symlink
+    // as last component is followed.
+    std::shared_ptr<const std::string> pinned;
   };
 
   // A checkpoint folder. kNotFound: no COMMIT here. kStale: it is being deleted, or was. kDataLoss:
@@ -138,8 +141,10 @@ class OpenedCheckpoint {
   // The only file that is the tensor's row-major bytes from offset 0, if there is one: what
   // passthrough and adoption want. Its number (FilePath, OpenFile), or kNotFound.
   Result<std::uint32_t> WholeFileOf(const TensorEntry& tensor) const;
-  // Path of file number n on the host; it must be below index().files().size().
+  // Path of file number n on the host, for people; it must be below index().files().size().
   std::string FilePath(std::uint32_t file) const;
+  // A path that leads there as long as this lives, whatever the checkpoint is called meanwhile.
+  std::string AccessPath(std::uint32_t file) const;
 
   // Opens that file; of a checkpoint's own files nothing outside of its folder, of foreign ones
   // nothing outside of info().root, whatever links somebody put there. kStale where a foreign one

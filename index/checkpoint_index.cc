@@ -76,14 +76,14 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::FromContent(
   return Load(std::move(table), true);
 }
 
-Result<std::shared_ptr<const Table>> CheckpointIndex::RecordsOf(const Content& content) {
+Result<std::shared_ptr<const MemoryTable>> CheckpointIndex::RecordsOf(const Content& content) {
   auto table = std::make_shared<MemoryTable>();
   TENSORMOUNT_RETURN_IF_ERROR(
       record::ForEach(content, false, [&](std::string_view key, std::string_view value) {
         table->Append(key, value);
         return Status();
       }));
-  return std::shared_ptr<const Table>(std::move(table));
+  return std::shared_ptr<const MemoryTable>(std::move(table));
 }
 
 bool CheckpointIndex::IsLost(const Status& status) {

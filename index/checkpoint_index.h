@@ -41,6 +41,7 @@ struct TensorEntry {
 };
 
 class LayerNames;
+class MemoryTable;
 struct LayerEntry;
 
 // Sorted key/value records; the one thing that differs between an SST file and memory.
@@ -90,7 +91,7 @@ class CheckpointIndex {
     return OpenSst(fs, directory, commit, SstOptions());
   }
   // What Content's records are in an SST file, in memory.
-  static Result<std::shared_ptr<const Table>> RecordsOf(const Content& content);
+  static Result<std::shared_ptr<const MemoryTable>> RecordsOf(const Content& content);
 
   // Whether a failure of reading it is a matter of this copy: the same records may stand elsewhere.
   static bool IsLost(const Status& status);

@@ -245,7 +245,6 @@ CheckpointListing Store::Look(const std::string& name) const {
     const Code code = bytes.status().code();
     if (code != Code::kNotFound && code != Code::kStale) break;
     const Status there = fs_->LinkStat(directory).status();
-    if (there.code() == Code::kNotFound) return bad(State::kUnread, there);
     if (!there.ok()) return bad(State::kUnread, there);
     // Perhaps another one has just taken its place.
     bytes = layout::ReadCommitBytes(*fs_, directory);

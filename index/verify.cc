@@ -10,6 +10,7 @@
 #include "index/file_cache.h"
 #include "index/foreign_file.h"
 #include "index/manifest.h"
+#include "index/memory_table.h"
 #include "index/rebuild.h"
 #include "index/store_layout.h"
 #include "index/verify_pieces.h"
@@ -216,15 +217,10 @@ class CheckpointVerifier {
           if (!record.ok() || record.value() != value) ++differ;
           return true;
         }));
-    std::uint64_t wanted = 0;
-    TENSORMOUNT_RETURN_IF_ERROR(wanted_->Scan("", "", [&](std::string_view, std::string_view) {
-      ++wanted;
-      return true;
-    }));
-    if (differ == 0 && seen == wanted) return Status();
+    if (differ == 0 && seen == wanted_->size()) return Status();
     return {Code::kDataLoss, std::to_string(differ) + " of " + std::to_string(seen) +
                                  " records differ from what the manifests say (" +
-                                 std::to_string(wanted) + " wanted)"};
+                                 std::to_string(wanted_->size()) + " wanted)"};
   }
 
   void CheckDataFiles() {
@@ -263,7 +259,7 @@ class CheckpointVerifier {
   std::map<std::string, std::vector<Hash128>> leaves_;  // By name of manifest.
   bool swept_ = true;  // False: leftovers of a shared staging may stand here.
   std::optional<Content> content_;
-  std::shared_ptr<const Table> wanted_;  // Its records.
+  std::shared_ptr<const MemoryTable> wanted_;  // Its records.
 };
 
 }  // namespace

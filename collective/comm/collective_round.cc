@@ -115,13 +115,14 @@ void LostRanks::Add(int rank, Clock::time_point now) {
   since_.emplace(rank, now);
 }
 
-bool LostRanks::Contains(int rank, Clock::time_point now, nanoseconds silent) {
+void LostRanks::Remove(int rank) {
   std::lock_guard lock(mutex_);
-  const auto it = since_.find(rank);
-  if (it == since_.end()) return false;
-  if (silent >= now - it->second) return true;
-  since_.erase(it);
-  return false;
+  since_.erase(rank);
+}
+
+std::map<int, LostRanks::Clock::time_point> LostRanks::All() const {
+  std::lock_guard lock(mutex_);
+  return since_;
 }
 
 LivenessWatch::LivenessWatch(Communicator& comm, nanoseconds liveness)
@@ -131,6 +132,9 @@ LivenessWatch::LivenessWatch(Communicator& comm, nanoseconds liveness)
       seats_(static_cast<std::size_t>(comm.size())),
       lost_(std::static_pointer_cast<LostRanks>(
           comm.Kept("lost ranks", [] { return std::make_shared<LostRanks>(); }))) {
+  for (const auto& [rank, since] : lost_->All()) {
+    seats_[static_cast<std::size_t>(rank)].lost_since = since;
+  }
   Start(Clock::now());
   base_ = last_turn_;
 }
@@ -150,10 +154,13 @@ void LivenessWatch::Turn(Clock::time_point now) {
 
 bool LivenessWatch::Lost(int rank, Clock::time_point now) {
   Seat& seat = seats_[static_cast<std::size_t>(rank)];
-  const nanoseconds silent = comm_.SilentFor(rank);
-  if (lost_->Contains(rank, now, silent)) return true;
+  if (seat.lost_since) {
+    if (comm_.SilentFor(rank) >= now - *seat.lost_since) return true;
+    seat.lost_since.reset();
+    lost_->Remove(rank);
+  }
   if (!seat.joined) return false;
-  if (std::min<nanoseconds>(silent, now - base_) <= liveness_) {
+  if (std::min<nanoseconds>(comm_.SilentFor(rank), now - base_) <= liveness_) {
     seat.suspected = false;
     return false;
   }

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -43,11 +44,12 @@ class LostRanks {
  public:
   using Clock = std::chrono::steady_clock;
   void Add(int rank, Clock::time_point now);
-  // Whether it still is: `silent` is how long it says nothing.
-  bool Contains(int rank, Clock::time_point now, std::chrono::nanoseconds silent);
+  void Remove(int rank);
+  // All of them, and since when.
+  std::map<int, Clock::time_point> All() const;
 
  private:
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::map<int, Clock::time_point> since_;
 };
 
@@ -72,6 +74,7 @@ class LivenessWatch {
     bool joined = false;
     bool suspected = false;
     Clock::time_point since;
+    std::optional<Clock::time_point> lost_since;  // In an earlier job; until it is heard of.
   };
   Communicator& comm_;
   const std::chrono::nanoseconds liveness_;

@@ -15,7 +15,27 @@
 namespace tensormount::fs {
 
 namespace {
+
 using Clock = std::chrono::steady_clock;
+
+// Whether an interrupted caller can be told so while its request is under way.
+PendingAnswer::Work OnceBegun(Op op) {
+  switch (op) {
+    case Op::kOpenStaged:  // May cut off what was written, or make a mark.
+    case Op::kCreate:
+    case Op::kWrite:
+    case Op::kFlush:
+    case Op::kFsync:
+    case Op::kSetattr:
+    case Op::kMkdir:
+    case Op::kRemove:
+    case Op::kRename:
+      return PendingAnswer::Work::kIsFinished;
+    default:
+      return PendingAnswer::Work::kMayBeGivenUp;
+  }
+}
+
 }  // namespace
 
 char* ThreadBuffer() {
@@ -74,21 +94,15 @@ bool IsOrdinary(const Status& status) {
   }
 }
 
-PendingAnswer::Work OnceBegun(Op op) {
-  switch (op) {
-    case Op::kOpenStaged:  // May cut off what was written, or make a mark.
-    case Op::kCreate:
-    case Op::kWrite:
-    case Op::kFlush:
-    case Op::kFsync:
-    case Op::kSetattr:
-    case Op::kMkdir:
-    case Op::kRemove:
-    case Op::kRename:
-      return PendingAnswer::Work::kIsFinished;
-    default:
-      return PendingAnswer::Work::kMayBeGivenUp;
-  }
+std::shared_ptr<PendingAnswer> PendingAnswerOf(fuse_req_t req, Op op, Bridge& bridge,
+                                               Clock::time_point since) {
+  return std::make_shared<PendingAnswer>(
+      OnceBegun(op), [req] { return fuse_req_interrupted(req) != 0; },
+      [req, &bridge, op, since] {
+        bridge.vfs.stats().CountInterrupted();
+        bridge.vfs.stats().Count(op, Clock::now() - since, true);
+        fuse_reply_err(req, EINTR);
+      });
 }
 
 Result<Reply> Guarded(const std::function<Result<Reply>()>& op) noexcept {
@@ -175,13 +189,7 @@ struct LongRequest : std::enable_shared_from_this<LongRequest> {
 
 void ServeLong(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>(LongWork&)> work) {
   const auto request = std::make_shared<LongRequest>(req, op, node, std::move(work));
-  request->answer = std::make_shared<PendingAnswer>(
-      OnceBegun(op), [req] { return fuse_req_interrupted(req) != 0; },
-      [req, &bridge = request->bridge, op, since = request->since] {
-        bridge.vfs.stats().CountInterrupted();
-        bridge.vfs.stats().Count(op, Clock::now() - since, true);
-        fuse_reply_err(req, EINTR);
-      });
+  request->answer = PendingAnswerOf(req, op, request->bridge, request->since);
   request->Run();
 }
 

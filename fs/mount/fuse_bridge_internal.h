@@ -105,8 +105,9 @@ inline BlockingWork& QueueOf(fuse_req_t req, Op op) {
                     op == Op::kFlush || op == Op::kFsync;
   return data ? BridgeOf(req).reads : BridgeOf(req).opens;
 }
-// Whether an interrupted caller can be told so while its request is under way.
-PendingAnswer::Work OnceBegun(Op op);
+// The answer that a request waits for, which began `since`: who gives up is told EINTR.
+std::shared_ptr<PendingAnswer> PendingAnswerOf(fuse_req_t req, Op op, Bridge& bridge,
+                                               std::chrono::steady_clock::time_point since);
 // Runs work, exceptions turned into a Status.
 Result<Reply> Guarded(const std::function<Result<Reply>()>& work) noexcept;
 // Counts, reports and sends the result of work.

@@ -52,13 +52,7 @@ void ServeData(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>()
                const std::function<void()>& keep) {
   Bridge& bridge = BridgeOf(req);
   const auto since = std::chrono::steady_clock::now();
-  auto answer = std::make_shared<PendingAnswer>(
-      OnceBegun(op), [req] { return fuse_req_interrupted(req) != 0; },
-      [req, &bridge, op, since] {
-        bridge.vfs.stats().CountInterrupted();
-        bridge.vfs.stats().Count(op, std::chrono::steady_clock::now() - since, true);
-        fuse_reply_err(req, EINTR);
-      });
+  auto answer = PendingAnswerOf(req, op, bridge, since);
   QueueOf(req, op).Run(
       answer,
       [req, &bridge, op, since, node, answer, work = std::move(work)] {

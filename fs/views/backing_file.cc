@@ -57,7 +57,7 @@ Result<std::uint32_t> FileOfSize(FileSystem& fs, const OpenedCheckpoint& opened,
                                  std::uint64_t size) {
   const CheckpointIndex& index = opened.index();
   if (file >= index.files().size() || index.files()[file].length != size) return None();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(opened.FilePath(file)));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(opened.AccessPath(file)));
   // Sources may be named through a link; what lies in a checkpoint is never one.
   if (info.kind == FileKind::kSymlink) return None();
   TENSORMOUNT_RETURN_IF_ERROR(

@@ -23,17 +23,11 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& f
                                                                    const Uuid& expected,
                                                                    const Ownership& ownership,
                                                                    const Options& options) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const std::string> pinned,
-                               fs.PinDirectory(directory));
   OpenedCheckpoint::Options how;
   how.roots = options.roots;
-  how.rebuild_index = false;
-  auto opened = OpenedCheckpoint::Open(fs, *pinned, how);
-  if (!opened.ok() && opened.status().code() != Code::kStale) {
-    // Rebuilt copies are found by the folder's own path.
-    how.rebuild_index = true;
-    opened = OpenedCheckpoint::Open(fs, directory, how);
-  }
+  // A link in the place of a checkpoint is not followed.
+  TENSORMOUNT_ASSIGN_OR_RETURN(how.pinned, fs.PinDirectory(directory));
+  auto opened = OpenedCheckpoint::Open(fs, directory, how);
   TENSORMOUNT_RETURN_IF_ERROR(opened.status());
   for (const std::string& warning : opened.value()->warnings()) {
     Log(LogLevel::kWarning, directory + ": " + warning);
@@ -42,7 +36,6 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& f
     return Status(Code::kStale, directory + ": another checkpoint has taken its place");
   }
   std::shared_ptr<CheckpointView> view(new CheckpointView(fs, std::move(opened).value()));
-  view->pinned_ = std::move(pinned);
   TENSORMOUNT_RETURN_IF_ERROR(view->Prepare(ownership, options));
   return std::shared_ptr<const CheckpointView>(std::move(view));
 }

@@ -106,7 +106,6 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
 
   FileSystem& fs_;
   std::shared_ptr<OpenedCheckpoint> opened_;
-  std::shared_ptr<const std::string> pinned_;  // Keeps the folder reachable under any name.
   Ownership ownership_;
   Options options_;
   std::uint64_t inode_seed_ = 0;

@@ -113,7 +113,7 @@ bool VirtualFile::MapSegment(const Segment& segment, std::uint64_t at, std::size
 
 Result<std::string> VirtualFile::BackingPath() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, BackingFile());
-  return view_->opened().FilePath(file);
+  return view_->opened().AccessPath(file);
 }
 
 Result<std::unique_ptr<File>> VirtualFile::OpenBacking() const {

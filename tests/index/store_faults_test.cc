@@ -34,19 +34,6 @@ ObservedFileSystem::Before Failing(FileOp op, std::string ending, int err) {
   };
 }
 
-void DateTo(const std::string& path, std::int64_t when) {
-  const timespec t{when, 0};
-  const timespec times[2] = {t, t};
-  ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW), 0) << path;
-}
-void DateAllTo(const std::string& path, std::int64_t when) {
-  const auto entries = HostFileSystem().List(path);
-  if (entries.ok()) {
-    for (const DirectoryEntry& e : entries.value()) DateAllTo(JoinPath(path, e.name), when);
-  }
-  DateTo(path, when);
-}
-
 class StoreFaultsTest : public StoreTest {
  protected:
   // COMMIT of a format that this program does not know.
@@ -276,9 +263,9 @@ TEST_F(StoreFaultsTest, ARemovalThatMayNotLastIsUnknown) {
 TEST_F(StoreFaultsTest, GcTouchesNothingThatItCannotLookAt) {
   const Store store = MakeStore();
   const Staging staging = Written(store, "slow", DefaultTinySpec());
-  DateAllTo(staging.directory, layout::NowSeconds() - 90000);
+  SetMtimes(staging.directory, layout::NowSeconds() - 90000);
   WriteWholeFile(JoinPath(staging.directory, "data/more.bin"), "now");
-  DateTo(JoinPath(staging.directory, "data"), layout::NowSeconds() - 90000);
+  SetMtime(JoinPath(staging.directory, "data"), layout::NowSeconds() - 90000);
   // The only sign of life cannot be seen.
   for (const char* what : {"data/more.bin", "slow", "UUID"}) {
     SCOPED_TRACE(what);
@@ -339,17 +326,17 @@ TEST_F(StoreFaultsTest, TimeStampsOfOtherClocksHoldNothingForEver) {
   ASSERT_OK(store.Remove("a"));
   ASSERT_THAT(NamesIn(InStore(".trash")), SizeIs(2));
   const std::string mark = InStore(".trash/" + NamesIn(InStore(".trash"))[1]);
-  DateTo(mark, layout::NowSeconds() + 5 * 365 * 86400ll);
+  SetMtime(mark, layout::NowSeconds() + 5 * 365 * 86400ll);
   ASSERT_OK(store.Gc({}));
   const auto now = fs().LinkStat(mark);
   ASSERT_OK(now);
   EXPECT_LE(now.value().mtime_seconds, layout::NowSeconds() + 10) << "its grace begins anew";
-  DateTo(mark, -1000);
+  SetMtime(mark, -1000);
   ASSERT_OK(store.Gc({}));
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
 
   const Staging staging = Written(store, "b", DefaultTinySpec());
-  DateAllTo(staging.directory, layout::NowSeconds() + 5 * 365 * 86400ll);
+  SetMtimes(staging.directory, layout::NowSeconds() + 5 * 365 * 86400ll);
   const auto kept = store.Gc({});
   ASSERT_OK(kept);
   EXPECT_THAT(kept.value().kept, Contains(HasSubstr("in the future")));

@@ -23,21 +23,6 @@ using testing::SizeIs;
 using StoreLifecycleTest = StoreTest;
 constexpr Store::GcOptions kAtOnce{.grace = seconds(0)};
 
-void SetMtime(const std::string& path, std::int64_t seconds_since_1970) {
-  const timespec t{seconds_since_1970, 0};
-  const timespec times[2] = {t, t};
-  ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW), 0) << path;
-}
-
-// Everything below, too.
-void SetMtimes(const std::string& path, std::int64_t when) {
-  const auto entries = HostFileSystem().List(path);
-  if (entries.ok()) {
-    for (const DirectoryEntry& e : entries.value()) SetMtimes(JoinPath(path, e.name), when);
-  }
-  SetMtime(path, when);
-}
-
 // ---- Remove and gc --------------------------------------------------------------------------
 
 TEST_F(StoreLifecycleTest, RemovingHidesAtOnceAndGcDeletesAfterTheGracePeriod) {

@@ -3,8 +3,10 @@
 #define TENSORMOUNT_TESTS_INDEX_STORE_TEST_SUPPORT_H_
 
 #include <cstdint>
+#include <fcntl.h>
 #include <map>
 #include <string>
+#include <sys/stat.h>
 #include <vector>
 
 #include "base/file_system.h"
@@ -76,6 +78,21 @@ inline std::vector<std::string> NamesIn(const std::string& folder) {
   if (!entries.ok()) return names;
   for (const DirectoryEntry& e : entries.value()) names.push_back(e.name);
   return names;
+}
+
+inline void SetMtime(const std::string& path, std::int64_t seconds_since_1970) {
+  const timespec t{seconds_since_1970, 0};
+  const timespec times[2] = {t, t};
+  ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW), 0) << path;
+}
+
+// Everything below, too.
+inline void SetMtimes(const std::string& path, std::int64_t when) {
+  const auto entries = HostFileSystem().List(path);
+  if (entries.ok()) {
+    for (const DirectoryEntry& e : entries.value()) SetMtimes(JoinPath(path, e.name), when);
+  }
+  SetMtime(path, when);
 }
 
 // A store in a fresh folder.

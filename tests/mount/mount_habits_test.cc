@@ -39,6 +39,14 @@ class HabitsTest : public MountTest {
 constexpr std::size_t kMapped = 300'000;  // Several requests, and no whole number of pages.
 constexpr int kNoMapping = 77;            // What children return where the kernel refuses.
 
+// What `publish` answers once the kernel has let go of what was unmapped, a moment later.
+int OnceLetGo(const std::function<int()>& publish) {
+  const Deadline deadline = Deadline::After(std::chrono::seconds(5));
+  int error = EBUSY;
+  while (error == EBUSY && !deadline.Passed()) error = publish();
+  return error;
+}
+
 // As np.memmap(mode="w+") does: the file is closed before the first page is touched.
 void* MapAndClose(const std::string& path) {
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
@@ -57,11 +65,7 @@ TEST_F(HabitsTest, PagesOfAMappedObjectAreWritten) {
     std::memset(map, 7, kMapped);
     // Without a sync: what a mapping has changed is there once it is unmapped. The kernel lets go
     // of the file a moment later, until when it counts as open.
-    if (munmap(map, kMapped) != 0) return 4;
-    const Deadline deadline = Deadline::After(std::chrono::seconds(5));
-    int error = EBUSY;
-    while (error == EBUSY && !deadline.Passed()) error = PublishErrno();
-    return error;
+    return munmap(map, kMapped) == 0 ? OnceLetGo([&] { return PublishErrno(); }) : 4;
   });
   if (came == kNoMapping) GTEST_SKIP() << "this kernel maps no such files";
   ASSERT_EQ(came, 0);
@@ -104,11 +108,7 @@ TEST_F(HabitsTest, AnotherMountDoesNotPublishWithoutThePages) {
     };
     if (publish() != EBUSY) return 4;
     munmap(map, kMapped);
-    // The kernel lets go of the file a moment later.
-    const Deadline deadline = Deadline::After(std::chrono::seconds(5));
-    int error = EBUSY;
-    while (error == EBUSY && !deadline.Passed()) error = publish();
-    return error;
+    return OnceLetGo(publish);
   });
   if (came == kNoMapping) GTEST_SKIP() << "this kernel maps no such files";
   ASSERT_EQ(came, 0);
