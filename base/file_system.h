@@ -31,6 +31,8 @@ struct FileInfo {
   std::uint32_t gid = 0;
   std::int64_t mtime_seconds = 0;
   std::int64_t mtime_nanoseconds = 0;
+  std::int64_t ctime_seconds = 0;
+  std::int64_t ctime_nanoseconds = 0;
 };
 
 struct DirectoryEntry {

@@ -46,6 +46,8 @@ FileInfo InfoOf(const struct stat& st) {
   info.gid = st.st_gid;
   info.mtime_seconds = st.st_mtim.tv_sec;
   info.mtime_nanoseconds = st.st_mtim.tv_nsec;
+  info.ctime_seconds = st.st_ctim.tv_sec;
+  info.ctime_nanoseconds = st.st_ctim.tv_nsec;
   return info;
 }
 

@@ -610,11 +610,11 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::View(Slot& slot) {
                                         .verify = core_->verify,
                                         .map = core_->map,
                                         .hf = core_->hf,
-                                        .roots = core_->roots};
-  Result<std::shared_ptr<const CheckpointView>> view =
-      core_->foreign()
-          ? core_->OpenForeign(slot, options)
-          : CheckpointView::Open(core_->fs, slot.path, slot.uuid, slot.ownership, options);
+                                        .roots = core_->roots,
+                                        .proven = slot.proven_};
+  auto view = core_->foreign()
+                  ? core_->OpenForeign(slot, options)
+                  : CheckpointView::Open(core_->fs, slot.path, slot.uuid, slot.ownership, options);
   if (!view.ok()) {
     // Removed a moment ago.
     if (view.status().code() == Code::kNotFound) {

@@ -55,6 +55,8 @@ class Slot {
   std::atomic<bool> gone_{false};
   std::atomic<bool> opened_{false};
   std::atomic<std::uint64_t> used_{0};
+  // What was found good of it, also while it was not open.
+  const std::shared_ptr<ProvenRanges> proven_ = std::make_shared<ProvenRanges>();
   std::mutex mutex_;
   std::shared_ptr<const CheckpointView> view_;
   std::weak_ptr<const CheckpointView> last_view_;  // Open files may keep what was let go of.

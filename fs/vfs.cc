@@ -150,6 +150,11 @@ Result<Vfs::Place> Vfs::PlaceOfFile(NodeId id) {
   return Place{.node = node, .view = kept};
 }
 
+bool Vfs::IsThere(NodeId node) {
+  const std::uint32_t slot = NodeOf(node).slot;
+  return watch_->Find(slot == 0 ? 1 : slot).ok();
+}
+
 bool Vfs::MayBlock(NodeId id) {
   std::uint32_t slot = NodeOf(id).slot;
   if (slot == 0) {

@@ -27,7 +27,7 @@ struct VfsOptions {
   // directory of such.
   std::string source;
   bool list_views = false;
-  ServeVerify verify = ServeVerify::kOff;
+  ServeVerify verify = ServeVerify::kFirst;
   std::shared_ptr<const KeyMap> map = nullptr;  // Other names for keys.
   HfOptions hf = {};                            // How hf/ is cut, and what it has.
   bool writable =
@@ -59,6 +59,8 @@ class Vfs {
   Result<Entry> Lookup(NodeId folder, std::string_view name);
   void Forget(NodeId node, std::uint64_t references);
   Result<Entry> Stat(NodeId node);
+  // Whether the checkpoint of a node was there when the store was looked at last.
+  bool IsThere(NodeId node);
   Result<std::string> ReadLink(NodeId node);
 
   struct Listed {

@@ -6,6 +6,7 @@
 #include "index/file_cache.h"
 #include "index/foreign_file.h"
 #include "index/memory_table.h"
+#include "index/proven_ranges.h"
 #include "index/store_layout.h"
 
 namespace tensormount {
@@ -25,6 +26,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
     TENSORMOUNT_ASSIGN_OR_RETURN(opened->pinned_, fs.PinDirectory(JoinPath(directory, ".")));
   }
   const std::string& root = *opened->pinned_;
+  opened->proven_ = options.proven ? options.proven : std::make_shared<ProvenRanges>();
   opened->files_ = std::make_unique<Files>(fs, options.max_open_files);
   Result<std::unique_ptr<File>> file = fs.OpenReadBelow(root, std::string(kCommitName));
   if (file.status().code() == Code::kNotFound) {
@@ -105,6 +107,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
   opened->fs_ = &fs;
   opened->directory_ = path;
   opened->pinned_ = std::make_shared<const std::string>(path);
+  opened->proven_ = options.proven ? options.proven : std::make_shared<ProvenRanges>();
   opened->files_ = std::make_unique<Files>(fs, options.max_open_files);
   opened->resolver_ = std::move(content.resolver);
   opened->warnings_ = std::move(content.warnings);
@@ -151,16 +154,19 @@ Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) con
   if (record.placement != Placement::kForeign) return fs_->OpenReadBelow(*pinned_, record.name);
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> opened,
                                OpenForeignFile(*fs_, *foreign_base_, record, has_commit_));
-  TENSORMOUNT_RETURN_IF_ERROR(files_->changes.Check(file, record, opened->descriptor()));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, opened->Stat());
+  TENSORMOUNT_RETURN_IF_ERROR(files_->changes.Check(file, record, info));
   return opened;
 }
+
+void OpenedCheckpoint::LetGo(std::uint32_t file) const { files_->open.Erase(FilePath(file)); }
 
 Status OpenedCheckpoint::CheckStill(std::uint32_t file, File& open) const {
   const FileRecord& record = index_->files()[file];
   if (record.placement != Placement::kForeign) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, open.Stat());
   TENSORMOUNT_RETURN_IF_ERROR(CheckUnchanged(record, info, has_commit_));
-  return files_->changes.Check(file, record, open.descriptor());
+  return files_->changes.Check(file, record, info);
 }
 
 Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::Extents(

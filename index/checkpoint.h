@@ -23,6 +23,8 @@ namespace tensormount {
 
 class ExtentLookup;
 class ItemResolver;
+class ProvenRanges;
+class ProvingRead;
 struct ForeignBase;
 struct ForeignContent;
 
@@ -31,6 +33,9 @@ enum class ReadVerify {
   kOff,
   kWholeLeaves,   // Leaves that are read whole anyway.
   kExtendLeaves,  // Reads are widened to whole leaves, so that every byte is checked.
+  // The same, but not again for what is known to be good since its file last changed
+  // (OpenedCheckpoint::proven).
+  kOnce,
 };
 
 struct ReadStats {
@@ -63,6 +68,8 @@ class OpenedCheckpoint {
     // The folder, pinned by the caller (FileSystem::PinDirectory). Null: done here, where a symlink
     // as last component is followed.
     std::shared_ptr<const std::string> pinned;
+    // What is known of this very checkpoint from before. Null: nothing yet.
+    std::shared_ptr<ProvenRanges> proven;
   };
 
   // A checkpoint folder. kNotFound: no COMMIT here. kStale: it is being deleted, or was. kDataLoss:
@@ -96,6 +103,8 @@ class OpenedCheckpoint {
   // have none: what they lack fails the open or the read.
   const std::vector<ForeignLoss>& lost() const { return lost_; }
   bool index_was_rebuilt() const { return index_rebuilt_; }
+  // Which bytes of data files were found good by reads with kOnce.
+  ProvenRanges& proven() const { return *proven_; }
 
   // Where the chunks of a tensor are. Those that were pending are looked up now, which reads a
   // little of each of their items: kDataLoss, kUnsupported (ItemResolver), kStale, the errno of a
@@ -119,9 +128,10 @@ class OpenedCheckpoint {
   Status ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out, std::size_t size,
                    ReadVerify verify, ReadStats* stats) const;
   // The same bytes where they are stored, without a copy: pieces in order, at most kMaxMapped of
-  // them. Empty where they are not long runs of files of ours that can be mapped; then read. None
-  // is verified. A file that somebody truncates later raises SIGBUS where a program touches the
-  // bytes; a system call that takes them fails with EFAULT, so hand them to one.
+  // them. Empty where they are not long runs of files of ours that can be mapped, or would have to
+  // be compared with their hashes as `verify` wants it; then read. A file that somebody truncates
+  // later raises SIGBUS where a program touches the bytes; a system call that takes them fails with
+  // EFAULT, so hand them to one.
   static constexpr std::size_t kMaxMapped = 8;
   struct MappedPiece {
     const std::byte* data = nullptr;
@@ -129,14 +139,15 @@ class OpenedCheckpoint {
     std::shared_ptr<const void> keep;  // The mapping lives as long as this.
   };
   Result<std::vector<MappedPiece>> MapBytes(const TensorEntry& tensor, std::uint64_t offset,
-                                            std::size_t size) const;
+                                            std::size_t size, ReadVerify verify) const;
   // The same for places of bytes as ReadPlaced takes them; they must fill their destination without
   // gaps.
   Result<std::vector<MappedPiece>> MapPlaced(const TensorEntry& tensor,
-                                             std::span<const PlacedBox> want) const;
-  // A part of an object, always verified when all of it is read and it has a hash.
-  Status ReadObject(const ObjectContent& object, std::uint64_t offset, void* out,
-                    std::size_t size) const;
+                                             std::span<const PlacedBox> want,
+                                             ReadVerify verify) const;
+  // A part of an object. By default verified where all of it is read and it has a hash.
+  Status ReadObject(const ObjectContent& object, std::uint64_t offset, void* out, std::size_t size,
+                    ReadVerify verify = ReadVerify::kWholeLeaves) const;
 
   // The only file that is the tensor's row-major bytes from offset 0, if there is one: what
   // passthrough and adoption want. Its number (FilePath, OpenFile), or kNotFound.
@@ -150,6 +161,9 @@ class OpenedCheckpoint {
   // nothing outside of info().root, whatever links somebody put there. kStale where a foreign one
   // is not what it was (index/foreign_file.h).
   Result<std::unique_ptr<File>> OpenFile(std::uint32_t file) const;
+  // Keeps file number n open no longer: the next read opens what has its name then, say a good copy
+  // that somebody put in the place of a damaged one.
+  void LetGo(std::uint32_t file) const;
   // To be called after bytes of a foreign file were read which no hash proves: whether it still is
   // what it was. kStale. Ok for a checkpoint's own files.
   Status CheckStill(std::uint32_t file, File& open) const;
@@ -160,6 +174,10 @@ class OpenedCheckpoint {
   OpenedCheckpoint();
   struct PlannedRead;  // The chunks that a read touches, and the plan over them.
   Result<PlannedRead> PlanRead(const TensorEntry& tensor, std::span<const PlacedBox> want) const;
+  // ReadPlaced, where `once` is null, or verify is kOnce.
+  Status ReadPlan(const TensorEntry& tensor, const PlannedRead& planned,
+                  std::span<const PlacedBox> want, std::byte* base, ReadVerify verify,
+                  ProvingRead* once, ReadStats& stats, Crc64* digest) const;
   Result<std::shared_ptr<const ExtentLookup>> Lookup(const TensorEntry& tensor) const;
   Result<std::shared_ptr<const ExtentTable>> ResolvePending(const TensorEntry& tensor,
                                                             const ExtentTable& table) const;
@@ -178,6 +196,7 @@ class OpenedCheckpoint {
   std::vector<std::string> warnings_;
   std::vector<ForeignLoss> lost_;
   std::unique_ptr<File> lock_;
+  std::shared_ptr<ProvenRanges> proven_;
   std::unique_ptr<Files> files_;
 };
 

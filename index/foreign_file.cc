@@ -2,8 +2,6 @@
 #include "index/foreign_file.h"
 
 #include <cerrno>
-#include <sys/stat.h>
-#include <unistd.h>
 
 namespace tensormount {
 
@@ -25,16 +23,14 @@ Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopt
   return Status();
 }
 
-Status ForeignChanges::Check(std::uint32_t number, const FileRecord& record, int descriptor) {
-  struct stat st;
-  if (descriptor < 0 || fstat(descriptor, &st) != 0) return Status();
-  const Seen now{.seconds = st.st_ctim.tv_sec,
-                 .nanoseconds = st.st_ctim.tv_nsec,
-                 .inode = st.st_ino,
-                 .links = st.st_nlink,
-                 .mode = st.st_mode,
-                 .uid = st.st_uid,
-                 .gid = st.st_gid};
+Status ForeignChanges::Check(std::uint32_t number, const FileRecord& record, const FileInfo& info) {
+  const Seen now{.seconds = info.ctime_seconds,
+                 .nanoseconds = info.ctime_nanoseconds,
+                 .inode = info.inode,
+                 .links = info.links,
+                 .mode = info.mode,
+                 .uid = info.uid,
+                 .gid = info.gid};
   const std::lock_guard lock(mutex_);
   const auto [at, first] = seen_.try_emplace(number, now);
   Seen& before = at->second;

@@ -29,9 +29,9 @@ Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopt
 // it. Thread-safe.
 class ForeignChanges {
  public:
-  // kStale where file `number`, open as `descriptor`, was changed since it was first asked about,
-  // and not only its mode, owner or names. Ok where there is no descriptor to ask.
-  Status Check(std::uint32_t number, const FileRecord& record, int descriptor);
+  // kStale where file `number`, which is as `info` says, was changed since it was first asked
+  // about, and not only its mode, owner or names.
+  Status Check(std::uint32_t number, const FileRecord& record, const FileInfo& info);
 
  private:
   struct Seen {

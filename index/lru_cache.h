@@ -44,6 +44,17 @@ class LruCache {
     return value;
   }
 
+  void Erase(const Key& key) {
+    std::shared_ptr<Value> dropped;  // Destroyed outside the lock.
+    std::lock_guard lock(mutex_);
+    const auto it = map_.find(key);
+    if (it == map_.end()) return;
+    dropped = std::move(it->second->value);
+    weight_ -= it->second->weight;
+    list_.erase(it->second);
+    map_.erase(it);
+  }
+
  private:
   struct Entry {
     Key key;

@@ -52,11 +52,14 @@ StridedCopy ByFallingSteps(const StridedCopy& copy) {
 }  // namespace
 
 PieceReader::PieceReader(const OpenedCheckpoint& checkpoint, OpenedCheckpoint::Files& files,
-                         Where where, ReadVerify verify, ReadStats& stats)
+                         Where where, ReadVerify verify, ProvingRead* once, ReadStats& stats)
     : checkpoint_(checkpoint),
       files_(files),
       where_(std::move(where)),
-      verify_(where_.has_hash ? verify : ReadVerify::kOff),
+      verify_(!where_.has_hash              ? ReadVerify::kOff
+              : verify == ReadVerify::kOnce ? ReadVerify::kExtendLeaves
+                                            : verify),
+      once_(once),
       stats_(stats) {}
 
 std::string PieceReader::Name() const {
@@ -132,7 +135,12 @@ Status PieceReader::CheckLeaf(std::uint64_t leaf, const Hash128& hash) {
     TENSORMOUNT_RETURN_IF_ERROR(LoadLeaves());
     equal = leaves_->leaves[leaf] == hash;
   }
-  return equal ? Status() : Damage(LeafBegin(leaf), "checksum differs");
+  if (!equal) return Damage(LeafBegin(leaf), "checksum differs");
+  if (once_ != nullptr) {
+    once_->Found(where_.offset + LeafBegin(leaf),
+                 where_.offset + std::min(LeafBegin(leaf + 1), where_.length));
+  }
+  return Status();
 }
 
 Status PieceReader::CheckLeaves(std::uint64_t at, const std::byte* data, std::uint64_t size,

@@ -2,6 +2,7 @@
 #include "index/region_reader.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/checked.h"
 #include "base/coding.h"
@@ -144,6 +145,24 @@ Status ReadPiece(PieceReader& reader, std::uint64_t chunk_offset, bool extend,
   return Status();
 }
 
+bool ExtendsLeaves(ReadVerify verify) {
+  return verify == ReadVerify::kExtendLeaves || verify == ReadVerify::kOnce;
+}
+
+// The stretch of the file that holds what the first pieces, those of chunk `number`, take.
+std::pair<std::uint64_t, std::uint64_t> TakenFrom(std::span<const CopyPlan::Piece> pieces,
+                                                  std::uint32_t number) {
+  std::uint64_t begin = UINT64_MAX;
+  std::uint64_t end = 0;
+  for (const CopyPlan::Piece& piece : pieces) {
+    if (piece.chunk != number) break;
+    const auto first = static_cast<std::uint64_t>(piece.copy.src_offset);
+    begin = std::min(begin, first);
+    end = std::max(end, first + SourceSpan(piece.copy));
+  }
+  return {begin, end};
+}
+
 // Where the pieces from `first` on that one read serves end: each one run, of one file, one after
 // the other in file and buffer. Small chunks cost a call each otherwise.
 std::size_t JoinablePieces(std::span<const CopyPlan::Piece> pieces, std::size_t first,
@@ -154,7 +173,7 @@ std::size_t JoinablePieces(std::span<const CopyPlan::Piece> pieces, std::size_t 
     const StridedCopy& copy = pieces[i].copy;
     const ChunkRecord& chunk = chunks[pieces[i].chunk];
     if (copy.axes != 0 || bytes + copy.run > kJoinedBytes || chunk.strides.rank() > 0) break;
-    if (verify == ReadVerify::kExtendLeaves && chunk.has_hash && copy.run != chunk.length) break;
+    if (ExtendsLeaves(verify) && chunk.has_hash && copy.run != chunk.length) break;
     if (i > first) {
       const StridedCopy& before = pieces[i - 1].copy;
       const auto run = static_cast<std::int64_t>(before.run);
@@ -283,12 +302,27 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
                                     Crc64* digest) const {
   if (digest != nullptr) *digest = 0;
   if (want.empty()) return Status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
+  stats.bytes_wanted += planned.plan.bytes();
+  if (verify == ReadVerify::kOnce) {
+    ProvingRead once(*proven_);
+    TENSORMOUNT_RETURN_IF_ERROR(
+        ReadPlan(tensor, planned, want, base, verify, &once, stats, digest));
+    if (once.End()) return Status();
+    if (digest != nullptr) *digest = 0;
+    verify = ReadVerify::kExtendLeaves;
+  }
+  return ReadPlan(tensor, planned, want, base, verify, nullptr, stats, digest);
+}
+
+Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& planned,
+                                  std::span<const PlacedBox> want, std::byte* base,
+                                  ReadVerify verify, ProvingRead* once, ReadStats& stats,
+                                  Crc64* digest) const {
   const TensorMeta& meta = tensor.meta;
   const Dims byte_shape = ByteShape(meta.dtype(), meta.shape());
-  TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
   const std::vector<ChunkRecord>& chunks = planned.chunks;
   const CopyPlan& plan = planned.plan;
-  stats.bytes_wanted += plan.bytes();
   const std::span<const CopyPlan::Piece> pieces = plan.pieces();
   std::shared_ptr<OpenDataFile> file;  // Of the piece before.
   std::uint32_t file_number = 0;
@@ -298,6 +332,24 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
   for (std::size_t i = 0; i < pieces.size();) {
     const std::uint32_t number = pieces[i].chunk;
     const ChunkRecord& chunk = chunks[number];
+    if (file && file_number != chunk.file && unproven) {
+      TENSORMOUNT_RETURN_IF_ERROR(StillTrue(*this, meta, file_number, *file, Status(), false));
+      unproven = false;
+    }
+    // Whether all that this read takes from the chunk is known to be good.
+    bool held = false;
+    if (once != nullptr && chunk.has_hash) {
+      if (!file || file_number != chunk.file) {
+        file_number = chunk.file;
+        const auto open = files_->Open(*this, chunk.file);
+        file = open.ok() ? open.value() : nullptr;  // What failed fails below, where it is worded.
+      }
+      if (file) {
+        once->Enter(chunk.file, file);
+        const auto [begin, end] = TakenFrom(pieces.subspan(i), number);
+        held = once->Hold(begin, end);
+      }
+    }
     PieceReader reader(*this, *files_,
                        {.tensor = &meta,
                         .region = &chunk.region,
@@ -309,11 +361,7 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
                         .hash = chunk.hash,
                         .manifest = chunk.manifest,
                         .first_leaf = chunk.first_leaf},
-                       verify, stats);
-    if (file && file_number != chunk.file && unproven) {
-      TENSORMOUNT_RETURN_IF_ERROR(StillTrue(*this, meta, file_number, *file, Status(), false));
-      unproven = false;
-    }
+                       held ? ReadVerify::kOff : verify, file ? once : nullptr, stats);
     if (file && file_number == chunk.file) {
       reader.UseFile(file);
       if (i >= arrived) {
@@ -323,7 +371,7 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
         }
       }
     }
-    const bool extend = verify == ReadVerify::kExtendLeaves && chunk.has_hash;
+    const bool extend = !held && ExtendsLeaves(verify) && chunk.has_hash;
     Status status;
     for (; status.ok() && i < pieces.size() && pieces[i].chunk == number; ++i) {
       status = i < arrived
@@ -333,8 +381,9 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
     }
     file = reader.file();
     file_number = chunk.file;
-    unproven = unproven || !extend;
+    unproven = unproven || !(extend || held);
     if (!status.ok()) {
+      LetGo(chunk.file);
       return file ? StillTrue(*this, meta, file_number, *file, status, chunk.has_hash) : status;
     }
   }
@@ -383,7 +432,7 @@ Status OpenedCheckpoint::ReadBytes(const TensorEntry& tensor, std::uint64_t offs
 }
 
 Status OpenedCheckpoint::ReadObject(const ObjectContent& object, std::uint64_t offset, void* out,
-                                    std::size_t size) const {
+                                    std::size_t size, ReadVerify verify) const {
   std::string name = "object " + object.key;
   if (object.grid.rank() > 0) name += " part " + object.index.ToString();
   if (!RangeWithin(offset, size, object.length)) {
@@ -395,26 +444,44 @@ Status OpenedCheckpoint::ReadObject(const ObjectContent& object, std::uint64_t o
       (object.has_hash() && object.manifest >= index_->manifests().size())) {
     return Status(Code::kDataLoss, "index: " + name + ": file or manifest is not in the table");
   }
-  ReadStats stats;
-  PieceReader reader(*this, *files_,
-                     {.object = std::move(name),
-                      .file = object.file,
-                      .offset = object.offset,
-                      .length = object.length,
-                      .has_hash = object.has_hash(),
-                      .hash = object.hash,
-                      .manifest = object.manifest,
-                      .first_leaf = object.first_leaf},
-                     ReadVerify::kWholeLeaves, stats);
-  const Status read = reader.ReadRun(offset, static_cast<std::byte*>(out), size, {});
-  if (!reader.file()) return read;
-  const Status still = CheckStill(object.file, reader.file()->file());
+  if (size == 0) return Status();
+  const std::uint64_t at = object.offset + offset;
+  ProvingRead once(*proven_);
+  std::shared_ptr<OpenDataFile> file;
+  if (verify == ReadVerify::kOnce && object.has_hash()) {
+    const auto open = files_->Open(*this, object.file);
+    // What failed fails below, where it is worded.
+    if (open.ok()) once.Enter(object.file, file = open.value());
+  }
+  const auto read_as = [&](ReadVerify how, ProvingRead* proving) {
+    ReadStats stats;
+    PieceReader reader(*this, *files_,
+                       {.object = name,
+                        .file = object.file,
+                        .offset = object.offset,
+                        .length = object.length,
+                        .has_hash = object.has_hash(),
+                        .hash = object.hash,
+                        .manifest = object.manifest,
+                        .first_leaf = object.first_leaf},
+                       how, proving, stats);
+    if (file) reader.UseFile(file);
+    const Status status = reader.ReadRun(offset, static_cast<std::byte*>(out), size, {});
+    file = reader.file();
+    if (!status.ok()) LetGo(object.file);
+    return status;
+  };
+  Status read = file && once.Hold(at, at + size) ? read_as(ReadVerify::kOff, nullptr)
+                                                 : read_as(verify, file ? &once : nullptr);
+  if (read.ok() && !once.End()) read = read_as(ReadVerify::kExtendLeaves, nullptr);
+  if (!file) return read;
+  const Status still = CheckStill(object.file, file->file());
   if (still.ok()) return read;
   return still.WithContext("object " + object.key);
 }
 
 Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapBytes(
-    const TensorEntry& tensor, std::uint64_t offset, std::size_t size) const {
+    const TensorEntry& tensor, std::uint64_t offset, std::size_t size, ReadVerify verify) const {
   const TensorMeta& meta = tensor.meta;
   // What is refused here is refused in words by ReadBytes.
   if (size == 0 || !RangeWithin(offset, size, meta.bytes())) return std::vector<MappedPiece>();
@@ -422,11 +489,11 @@ Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapBytes(
       const Region region,
       Region::Flat(Box::Whole(ByteShape(meta.dtype(), meta.shape())),
                    static_cast<std::int64_t>(offset), static_cast<std::int64_t>(size)));
-  return MapPlaced(tensor, PlacePacked(region, 0));
+  return MapPlaced(tensor, PlacePacked(region, 0), verify);
 }
 
 Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapPlaced(
-    const TensorEntry& tensor, std::span<const PlacedBox> want) const {
+    const TensorEntry& tensor, std::span<const PlacedBox> want, ReadVerify verify) const {
   struct Run {
     CopyRun bytes;
     std::uint32_t chunk = 0;
@@ -434,7 +501,8 @@ Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapPlaced(
   // More pieces are put together again where they lie side by side: whole rows of a box, say.
   constexpr std::uint64_t kMaxRuns = 8 * kMaxMapped;
   std::vector<MappedPiece> mapped;
-  if (want.empty()) return mapped;
+  if (want.empty() || (verify != ReadVerify::kOff && verify != ReadVerify::kOnce)) return mapped;
+  ProvingRead once(*proven_);
   TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
   std::vector<Run> runs;
   for (const CopyPlan::Piece& piece : planned.plan.pieces()) {
@@ -454,8 +522,13 @@ Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapPlaced(
     if (!file || number != file_number) {
       TENSORMOUNT_ASSIGN_OR_RETURN(file, files_->Open(*this, number));
       file_number = number;
+      if (verify == ReadVerify::kOnce) once.Enter(number, file);
     }
     const auto at = static_cast<std::uint64_t>(run.bytes.src_offset);
+    if (verify == ReadVerify::kOnce && planned.chunks[run.chunk].has_hash &&
+        !once.Hold(at, at + run.bytes.size)) {
+      return std::vector<MappedPiece>();
+    }
     const std::byte* const map = file->MappingTo(at + run.bytes.size);
     if (map == nullptr) return std::vector<MappedPiece>();
     if (!mapped.empty() && mapped.back().data + mapped.back().size == map + at) {

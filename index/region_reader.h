@@ -11,6 +11,7 @@
 
 #include "index/checkpoint.h"
 #include "index/file_cache.h"
+#include "index/proven_ranges.h"
 #include "shard/copy_plan.h"
 #include "shard/tensor_meta.h"
 
@@ -37,9 +38,10 @@ class PieceReader {
     std::uint64_t first_leaf = 0;
   };
   // `checkpoint`, `files` and what `where` points at must outlive this; file and manifest are in
-  // the checkpoint's tables.
+  // the checkpoint's tables. kOnce is kExtendLeaves here; `once`, where not null, is told what was
+  // found good, and must be at the piece's file.
   PieceReader(const OpenedCheckpoint& checkpoint, OpenedCheckpoint::Files& files, Where where,
-              ReadVerify verify, ReadStats& stats);
+              ReadVerify verify, ProvingRead* once, ReadStats& stats);
 
   // The piece's file where the caller has it open already, and after the first read.
   void UseFile(std::shared_ptr<OpenDataFile> file) { file_ = std::move(file); }
@@ -90,6 +92,7 @@ class PieceReader {
   OpenedCheckpoint::Files& files_;
   const Where where_;
   const ReadVerify verify_;
+  ProvingRead* const once_;
   ReadStats& stats_;
   std::shared_ptr<OpenDataFile> file_;
   std::shared_ptr<const ProvenLeaves> leaves_;

@@ -119,7 +119,7 @@ struct MountArgs {
   bool views = false;
   bool allow_other = false;
   std::string tier = "auto";
-  std::string verify = "off";
+  std::string verify = "first";
   std::string log_file;  // Where a daemon's messages go; empty: to the system's log.
   std::string map;       // JSON file; empty: none.
   std::string hf_part_size = "5GB";

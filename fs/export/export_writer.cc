@@ -72,10 +72,10 @@ std::vector<ExportWriter::Shared> ExportWriter::ShareFiles() {
     const auto source_path = opened.value()->BackingPath();
     if (!source.ok() || !source_path.ok()) continue;
     const std::string path = PathOf(file);
-    if (source.value()->descriptor() >= 0) {
+    if (source.value().file->descriptor() >= 0) {
       auto made = fs_.CreateExclusive(path);
       if (!made.ok()) continue;
-      if (ioctl(made.value()->descriptor(), FICLONE, source.value()->descriptor()) == 0) {
+      if (ioctl(made.value()->descriptor(), FICLONE, source.value().file->descriptor()) == 0) {
         open_.emplace_back(n, std::move(made).value());
         shared.push_back({.file = n, .linked = false});
         continue;
@@ -84,9 +84,8 @@ std::vector<ExportWriter::Shared> ExportWriter::ShareFiles() {
     }
     // A second name is only right for bytes that never change: a store's own, sealed ones. Whom the
     // seal does not stop, as root, could change the store by writing to the export.
-    const Result<FileInfo> info = source.value()->Stat();
-    const bool sealed = view_.opened().index().info().self_contained && info.ok() &&
-                        (info.value().mode & 0222) == 0 &&
+    const bool sealed = view_.opened().index().info().self_contained &&
+                        (source.value().info.mode & 0222) == 0 &&
                         faccessat(AT_FDCWD, source_path.value().c_str(), W_OK, AT_EACCESS) != 0;
     if (sealed && fs_.Link(source_path.value(), path).ok()) {
       shared.push_back({.file = n, .linked = true});

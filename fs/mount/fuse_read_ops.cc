@@ -160,7 +160,7 @@ Result<Reply> OpenSlowly(Bridge& bridge, NodeId node, const fuse_file_info& info
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto file, bridge.vfs.OpenFile(node));
   if (!MayPass(*file)) return OpenedReply(bridge, info, file, nullptr);
   const auto lease = bridge.modes.Open(
-      node, *file, [&self] { return self.Interrupted(); }, [&self] { return self.Again(); });
+      node, file, [&self] { return self.Interrupted(); }, [&self] { return self.Again(); });
   if (lease.status().code() == Code::kCancelled) {
     return Status::FromErrno(EINTR, "open", file->label());
   }
@@ -284,7 +284,7 @@ void OpGetxattr(fuse_req_t req, fuse_ino_t node, const char* name, std::size_t s
             // What an open would get now is for the mount to say.
             const auto file = vfs.OpenFile(node);
             if (file.ok() && MayPass(*file.value())) {
-              value = modes.WouldPass(node, *file.value()) ? "passthrough" : "daemon";
+              value = modes.TierOf(node, *file.value());
             }
           }
           return XattrReply(std::move(value), size);

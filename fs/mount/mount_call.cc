@@ -43,8 +43,8 @@ Result<int> MountAsRoot(const MountCall& call) {
                               ",group_id=" + std::to_string(getegid()) + "," + CommonOptions(call);
   const std::string type = std::string("fuse.") + kSubtype;
   constexpr unsigned long kFlags = MS_NOSUID | MS_NODEV;
-  if (mount(call.source.c_str(), call.mount_point.c_str(), type.c_str(), kFlags,
-            options.c_str()) != 0) {
+  if (mount(call.source.c_str(), call.mount_point.c_str(), type.c_str(), kFlags, options.c_str()) !=
+      0) {
     const Status status = Status::FromErrno(errno, "mount", call.mount_point);
     close(fd);
     return status;

@@ -20,8 +20,9 @@ struct MountCall {
 };
 
 // Opens /dev/fuse and mounts it, by mount(2) as root and by fusermount3 otherwise: libfuse's own
-// way of mounting would not let us see the INIT reply (fs/mount/fuse_shim.h). Returns the descriptor,
-// which the caller closes. kUnavailable: no /dev/fuse or fusermount3; kPermissionDenied.
+// way of mounting would not let us see the INIT reply (fs/mount/fuse_shim.h). Returns the
+// descriptor, which the caller closes. kUnavailable: no /dev/fuse or fusermount3;
+// kPermissionDenied.
 Result<int> MountFuse(const MountCall& call);
 
 }  // namespace tensormount::fs

@@ -106,8 +106,13 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
         reads_(readers, kPoolThreads, options.give_up_after),
         opens_(0, kOpenThreads, options.give_up_after),
         shim_(ShimOptions(options, vfs_->source())),
+        prover_({.wanted = [this](NodeId node) { return vfs_->IsThere(node); },
+                 .report =
+                     [this](const VirtualFile& file, const Status& status) {
+                       vfs_->stats().Report("verify", file.label(), status);
+                     }}),
         modes_(
-            backing_, [this] { return shim_.passthrough(); }, ModeOptions(options)) {}
+            backing_, [this] { return shim_.passthrough(); }, ModeOptions(options), prover_) {}
 
   Status Start();
   // `failed`: the mount never answered, whatever its threads heard.
@@ -136,6 +141,7 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
   BlockingWork opens_;
   FuseShim shim_;
   FuseBacking backing_;
+  FileProver prover_;
   OpenModes modes_;
   std::unique_ptr<FuseBridge> bridge_;
   std::string device_;
@@ -285,6 +291,7 @@ Status MountCore::Wait() {
 }
 
 void MountCore::Stop(bool failed) {
+  prover_.Stop();
   if (!bridge_) return;
   bool mine = false;
   {
@@ -315,7 +322,9 @@ bool MountCore::Idle() {
   changed_.notify_all();
   for (;;) {
     const bool watched = bridge_ == nullptr || watch_ended_;
-    if (serving_.empty() && watched && reads_.idle() && opens_.idle()) return true;
+    if (serving_.empty() && watched && reads_.idle() && opens_.idle() && prover_.idle()) {
+      return true;
+    }
     if (deadline.Passed()) return false;
     changed_.wait_for(lock, std::chrono::milliseconds(5));
   }
@@ -367,10 +376,14 @@ std::string ReasonsJson(const OpenModes::Counts& counts) {
 std::string MountCore::PassthroughJson() {
   const OpenModes::Counts counts = modes_.counts();
   const std::string why = modes_.WhyNot();
-  return fmt::format(R"({{"negotiated": {}, "why_not": {}, "opens": {}, "daemon_opens": {}, )"
-                     R"("fell_back": {}, "reasons": {}, "live_backing_files": {}}})",
-                     shim_.passthrough(), JsonString(why), counts.passed, counts.daemon,
-                     counts.fell_back, ReasonsJson(counts), counts.live_backings);
+  const FileProver::Load load = prover_.load();
+  return fmt::format(
+      R"({{"negotiated": {}, "why_not": {}, "opens": {}, "daemon_opens": {}, "fell_back": {}, )"
+      R"("reasons": {}, "live_backing_files": {}, "opens_without_hashes": {}, "verified_at_open": {}, )"
+      R"("proving": {{"file": {}, "percent": {}, "waiting": {}, "proven": {}, "damaged": {}}}}})",
+      shim_.passthrough(), JsonString(why), counts.passed, counts.daemon, counts.fell_back,
+      ReasonsJson(counts), counts.live_backings, counts.without_hashes, counts.verified_at_open,
+      JsonString(load.file), load.percent, load.waiting, load.proven, load.damaged);
 }
 
 std::string MountCore::StatusJson() {

@@ -33,8 +33,8 @@ OpenModes::Lease::~Lease() {
 }
 
 Result<std::shared_ptr<OpenModes::Lease>> OpenModes::Open(
-    NodeId node, const VirtualFile& file, const std::function<bool()>& interrupted,
-    const std::function<Again()>& make_again) {
+    NodeId node, const std::shared_ptr<const VirtualFile>& file,
+    const std::function<bool()>& interrupted, const std::function<Again()>& make_again) {
   const std::shared_ptr<Lease> lease(new Lease(*this, node));
   std::unique_lock lock(mutex_);
   if (const auto found = entries_.find(node); found != entries_.end()) {
@@ -44,6 +44,10 @@ Result<std::shared_ptr<OpenModes::Lease>> OpenModes::Open(
       return std::shared_ptr<Lease>();
     }
     Share(entry, *lease);
+    lock.unlock();
+    if (options_.verify && lease->passthrough()) {
+      TENSORMOUNT_RETURN_IF_ERROR(ProveAgain(*file, interrupted));
+    }
     return lease;
   }
   entries_.emplace(node, Entry());
@@ -52,7 +56,7 @@ Result<std::shared_ptr<OpenModes::Lease>> OpenModes::Open(
     try {
       return Decide(node, file, interrupted);
     } catch (const std::exception& e) {
-      return Status(Code::kInternal, file.label() + ": " + e.what());
+      return Status(Code::kInternal, file->label() + ": " + e.what());
     }
   }();
   lock.lock();
@@ -83,11 +87,20 @@ Result<std::shared_ptr<OpenModes::Lease>> OpenModes::Open(
   return lease;
 }
 
-Result<OpenModes::Decision> OpenModes::Decide(NodeId node, const VirtualFile& file,
+namespace {
+
+VirtualFile::Proceed Unless(const std::function<bool()>& interrupted) {
+  return [&interrupted](std::uint64_t) { return !interrupted || !interrupted(); };
+}
+
+}  // namespace
+
+Result<OpenModes::Decision> OpenModes::Decide(NodeId node,
+                                              const std::shared_ptr<const VirtualFile>& file,
                                               const std::function<bool()>& interrupted) {
   if (!WhyNot().empty()) return Decision{};
-  Identity identity;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Decision decision, Register(file, identity));
+  const Result<VirtualFile::Backing> backing = file->OpenBacking();
+  Decision decision = Register(*file, backing);
   if (decision.backing_id == 0 || !options_.verify) return decision;
   struct TakeBack {
     BackingRegistrar& registrar;
@@ -96,56 +109,62 @@ Result<OpenModes::Decision> OpenModes::Decide(NodeId node, const VirtualFile& fi
       if (id > 0) registrar.Unregister(id);
     }
   } take_back{registrar_, decision.backing_id};
-  // Only what will be passed through: of all else the daemon verifies what it reads.
-  const Status verified = file.VerifyWhole(interrupted);
-  if (verified.ok()) {
-    const std::lock_guard lock(mutex_);
-    // A file that was verified is not read again; one that took its place would go unseen.
-    if (verified_.try_emplace(node, identity).first->second != identity) {
-      return Decision{.fallback = "its file is another one than was verified"};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const VirtualFile::Proof proof, file->ProofOf(backing.value()));
+  const bool verify = proof.hashed && !proof.whole;
+  if (verify) {
+    // Its other bytes are served.
+    if (prover_.FoundDamaged(node, proof.stamp)) return Decision{.fallback = "it is damaged"};
+    if (proof.left > options_.verified_in_open) {
+      prover_.Add(node, file, proof);
+      return Decision{};
     }
-    take_back.id = 0;
-    return decision;
+    const Status proven = file->Prove(backing.value(), Unless(interrupted));
+    if (proven.code() == Code::kUnavailable) return Decision{.fallback = "its file changes"};
+    TENSORMOUNT_RETURN_IF_ERROR(proven);
   }
-  if (verified.code() == Code::kUnsupported) {
-    return Decision{.fallback = "it has no hashes to verify it by"};
-  }
-  return verified;
+  const std::lock_guard lock(mutex_);
+  counts_.without_hashes += !proof.hashed;
+  counts_.verified_at_open += verify;
+  take_back.id = 0;
+  return decision;
 }
 
-Result<OpenModes::Decision> OpenModes::Register(const VirtualFile& file, Identity& identity) {
-  const auto opened = file.OpenBacking();  // Follows no link, opens nothing but regular files.
+Status OpenModes::ProveAgain(const VirtualFile& file, const std::function<bool()>& interrupted) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const VirtualFile::Backing backing, file.OpenBacking());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const VirtualFile::Proof proof, file.ProofOf(backing));
+  return proof.hashed && !proof.whole ? file.Prove(backing, Unless(interrupted)) : Status();
+}
+
+OpenModes::Decision OpenModes::Register(const VirtualFile& file,
+                                        const Result<VirtualFile::Backing>& backing) {
   // Where it is made of several files, or of a part of one, there is nothing to fall back from.
-  if (opened.status().code() == Code::kNotFound) return Decision{};
-  if (opened.status().code() == Code::kDataLoss) {
-    return Decision{.fallback = "its file is not as the index says"};
+  if (backing.status().code() == Code::kNotFound) return {};
+  if (backing.status().code() == Code::kDataLoss) {
+    return {.fallback = "its file is not as the index says"};
   }
-  if (!opened.ok()) {
-    return Decision{.fallback = std::string("its file cannot be opened: ") +
-                                std::strerror(opened.status().ToErrno())};
+  if (!backing.ok()) {
+    return {.fallback = std::string("its file cannot be opened: ") +
+                        std::strerror(backing.status().ToErrno())};
   }
-  const Result<FileInfo> info = opened.value()->Stat();
-  if (!info.ok() || info.value().size != file.size()) {
-    return Decision{.fallback = "its file does not have the size that the index says"};
+  const FileInfo& info = backing.value().info;
+  if (info.size != file.size()) {
+    return {.fallback = "its file does not have the size that the index says"};
   }
   // Of a store they are. What other programs wrote is not, and whether it changed is looked at with
   // every read: the kernel would not.
-  if ((info.value().mode & kWritableBits) != 0) {
-    return Decision{.fallback = "its file is not sealed (somebody may write to it)"};
+  if ((info.mode & kWritableBits) != 0) {
+    return {.fallback = "its file is not sealed (somebody may write to it)"};
   }
-  if (opened.value()->descriptor() < 0) {
-    return Decision{.fallback = "its file has no descriptor"};
-  }
-  identity = {info.value().device, info.value().inode, info.value().mtime_seconds,
-              info.value().mtime_nanoseconds};
-  const Result<int> id = registrar_.Register(opened.value()->descriptor());
-  if (id.ok()) return Decision{.backing_id = id.value()};
+  const int descriptor = backing.value().file->descriptor();
+  if (descriptor < 0) return {.fallback = "its file has no descriptor"};
+  const Result<int> id = registrar_.Register(descriptor);
+  if (id.ok()) return {.backing_id = id.value()};
   const std::string why = WhyErrno(id.status().ToErrno());
   if (id.status().code() == Code::kPermissionDenied) {
     const std::lock_guard lock(mutex_);
     forbidden_ = why;  // That does not change: no use in asking for every file.
   }
-  return Decision{.fallback = why};
+  return {.fallback = why};
 }
 
 void OpenModes::Release(NodeId node) noexcept {
@@ -169,7 +188,8 @@ std::shared_ptr<OpenModes::Lease> OpenModes::Join(NodeId node) {
     if (WhyNotLocked().empty()) return nullptr;
     found = entries_.emplace(node, Entry{.deciding = false}).first;
   }
-  if (found->second.deciding) return nullptr;
+  // Whether it still may be passed through has to be looked at.
+  if (found->second.deciding || (options_.verify && found->second.backing_id > 0)) return nullptr;
   Share(found->second, *lease);
   return lease;
 }
@@ -181,13 +201,35 @@ void OpenModes::Share(Entry& entry, Lease& lease) {
   ++(lease.passthrough() ? counts_.passed : counts_.daemon);
 }
 
-bool OpenModes::WouldPass(NodeId node, const VirtualFile& file) const {
+std::string OpenModes::TierOf(NodeId node, const VirtualFile& file) const {
+  const std::string daemon = "daemon";
+  const std::string passthrough = "passthrough";
+  if (!WhyNot().empty()) return daemon;
+  bool open = false;
   {
     const std::lock_guard lock(mutex_);
     const auto found = entries_.find(node);
-    if (found != entries_.end() && !found->second.deciding) return found->second.backing_id > 0;
+    if (found != entries_.end() && !found->second.deciding) {
+      if (found->second.backing_id > 0) return passthrough;
+      open = true;  // All that are open at one time are served alike.
+    }
   }
-  return WhyNot().empty() && file.BackingPath().ok();
+  if (const std::optional<int> percent = prover_.Percent(node)) {
+    return daemon + " (proving " + std::to_string(*percent) + " %)";
+  }
+  if (open) return daemon;
+  const Result<VirtualFile::Backing> backing = file.OpenBacking();
+  if (!backing.ok() || backing.value().info.size != file.size() ||
+      (backing.value().info.mode & kWritableBits) != 0) {
+    return daemon;
+  }
+  if (!options_.verify) return passthrough;
+  const Result<VirtualFile::Proof> proof = file.ProofOf(backing.value());
+  if (!proof.ok()) return daemon;
+  if (prover_.FoundDamaged(node, proof.value().stamp)) return daemon + " (damaged)";
+  const bool begins = proof.value().hashed && !proof.value().whole &&
+                      proof.value().left > options_.verified_in_open;
+  return begins ? daemon + " (not proven)" : passthrough;
 }
 
 std::string OpenModes::WhyNot() const {

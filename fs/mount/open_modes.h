@@ -16,6 +16,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
+#include "fs/mount/file_prover.h"
 #include "fs/node.h"
 #include "fs/views/virtual_file.h"
 
@@ -48,6 +49,8 @@ class BackingRegistrar {
 //  and
 //    the Lease that the reply held gives its share back.
 //  - The kernel takes the reply but cannot finish the open: it sends RELEASE as for any handle.
+//  - A file is written to while it is passed through: who opens it then is not let in before it was
+//    compared anew, and gets the error where it is damaged; the mode stays.
 //  - The last share goes while the next open comes: shares are counted under one lock. The next
 //  open
 //    registers anew; that both registrations live for a moment does no harm, because the kernel's
@@ -57,14 +60,23 @@ class BackingRegistrar {
 class OpenModes {
  public:
   struct Options {
-    // "verify first": verified whole before the kernel reads it.
+    // "verify first": every byte is compared with its hash before the kernel reads the file, and
+    // again when it has changed since.
     bool verify = false;
+    // Up to this many bytes are compared within the open. Where more are left the daemon serves,
+    // and `prover` compares; a later open is passed through.
+    std::uint64_t verified_in_open = kVerifiedInOpen;
     // Not empty: nothing is passed through, and why, for a person.
     std::string refused;
   };
+  static constexpr std::uint64_t kVerifiedInOpen = std::uint64_t{64} << 20;
   // `negotiated`: whether the kernel agreed, asked at every first open. All must outlive it.
-  OpenModes(BackingRegistrar& registrar, std::function<bool()> negotiated, const Options& options)
-      : registrar_(registrar), negotiated_(std::move(negotiated)), options_(options) {}
+  OpenModes(BackingRegistrar& registrar, std::function<bool()> negotiated, const Options& options,
+            FileProver& prover)
+      : registrar_(registrar),
+        negotiated_(std::move(negotiated)),
+        options_(options),
+        prover_(prover) {}
 
   // One open's share in the mode of its node, from the decision until its release.
   class Lease {
@@ -90,21 +102,25 @@ class OpenModes {
   // `interrupted` says so; otherwise fails only where verification does (kDataLoss): a file that
   // cannot be passed through is the daemon's.
   using Again = std::function<void()>;
-  Result<std::shared_ptr<Lease>> Open(NodeId node, const VirtualFile& file,
+  Result<std::shared_ptr<Lease>> Open(NodeId node, const std::shared_ptr<const VirtualFile>& file,
                                       const std::function<bool()>& interrupted,
                                       const std::function<Again()>& make_again);
   // The same where it can be said without looking at the file; null where it cannot.
   std::shared_ptr<Lease> Join(NodeId node);
-  // Whether an open of the file would be passed through now, as far as can be said without trying.
-  bool WouldPass(NodeId node, const VirtualFile& file) const;
+  // What an open of the file would get now, as far as can be said without trying: "passthrough",
+  // "daemon", "daemon (proving 37 %)" where it will be passed through once that is done, "daemon
+  // (not proven)" where its open will begin that, "daemon (damaged)" where that has failed.
+  std::string TierOf(NodeId node, const VirtualFile& file) const;
   // Registers a file in memory and takes it back: whether this process may. For --tier passthrough.
   Status Probe();
 
   struct Counts {
     std::uint64_t passed = 0;  // Opens.
     std::uint64_t daemon = 0;
-    std::uint64_t fell_back = 0;    // Those of `daemon` that might have been passed through.
-    std::size_t live_backings = 0;  // Registrations now.
+    std::uint64_t fell_back = 0;         // Those of `daemon` that might have been passed through.
+    std::uint64_t without_hashes = 0;    // Registered: as good as its file.
+    std::uint64_t verified_at_open = 0;  // Files.
+    std::size_t live_backings = 0;       // Registrations now.
     std::map<std::string, std::uint64_t> reasons;  // Of fell_back.
   };
   Counts counts() const;
@@ -123,15 +139,11 @@ class OpenModes {
     int backing_id = 0;
     std::string fallback;  // Not empty: it might have been passed through.
   };
-  // Which file of the disk was registered: another one under its name is not what was verified.
-  struct Identity {
-    std::uint64_t device = 0, inode = 0;
-    std::int64_t seconds = 0, nanoseconds = 0;
-    friend bool operator==(const Identity&, const Identity&) = default;
-  };
-  Result<Decision> Decide(NodeId node, const VirtualFile& file,
+  Result<Decision> Decide(NodeId node, const std::shared_ptr<const VirtualFile>& file,
                           const std::function<bool()>& interrupted);
-  Result<Decision> Register(const VirtualFile& file, Identity& identity);
+  Decision Register(const VirtualFile& file, const Result<VirtualFile::Backing>& backing);
+  // Of a file that is passed through already: whether it still may be.
+  Status ProveAgain(const VirtualFile& file, const std::function<bool()>& interrupted);
   // Both with the lock held.
   void Share(Entry& entry, Lease& lease);
   std::string WhyNotLocked() const;
@@ -140,10 +152,10 @@ class OpenModes {
   BackingRegistrar& registrar_;
   const std::function<bool()> negotiated_;
   const Options options_;
+  FileProver& prover_;
   mutable std::mutex mutex_;
   std::unordered_map<NodeId, Entry> entries_;
-  std::unordered_map<NodeId, Identity> verified_;  // 40 bytes a file that was opened.
-  std::string forbidden_;                          // Not empty: the kernel said that it never will.
+  std::string forbidden_;  // Not empty: the kernel said that it never will.
   Counts counts_;
 };
 

@@ -25,6 +25,7 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& f
                                                                    const Options& options) {
   OpenedCheckpoint::Options how;
   how.roots = options.roots;
+  how.proven = options.proven;
   // A link in the place of a checkpoint is not followed.
   TENSORMOUNT_ASSIGN_OR_RETURN(how.pinned, fs.PinDirectory(directory));
   auto opened = OpenedCheckpoint::Open(fs, directory, how);

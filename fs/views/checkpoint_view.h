@@ -40,11 +40,12 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
     std::uint32_t slot = 0;  // Goes into the node ids.
     std::string name;        // Of the folder that it is shown as; goes into inode numbers.
     bool list_views = false;
-    ServeVerify verify = ServeVerify::kOff;
+    ServeVerify verify = ServeVerify::kFirst;
     // Other names for keys; null: none. kInvalidArgument where two keys would share one.
     std::shared_ptr<const KeyMap> map;
-    HfOptions hf;                    // kInvalidArgument where its rules do not fit.
-    std::vector<std::string> roots;  // OpenedCheckpoint::Options::roots.
+    HfOptions hf;                          // kInvalidArgument where its rules do not fit.
+    std::vector<std::string> roots;        // OpenedCheckpoint::Options::roots.
+    std::shared_ptr<ProvenRanges> proven;  // Likewise.
   };
   // A checkpoint folder. kStale where its uuid is not `expected` (unless that is zero).
   static Result<std::shared_ptr<const CheckpointView>> Open(FileSystem& fs,

@@ -6,31 +6,21 @@
 
 #include "base/mapping.h"
 #include "shard/box_access.h"
-#include "shard/leaf_hash.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount::fs {
 namespace {
 
-// Verification of whole files goes on in steps of this.
-constexpr std::uint64_t kStepBytes = std::uint64_t{1} << 20;
-static_assert(kStepBytes % kLeafBytes == 0);
-
-std::uint64_t BlocksOf(std::uint64_t bytes) { return LeafCount(bytes); }
-
-Status Cancel() { return Status(Code::kCancelled, "verification was cancelled"); }
-
-// Calls fn(begin, size) for steps of [begin, end) that begin on multiples of kStepBytes but for
-// the first.
-Status ForEachStep(std::uint64_t begin, std::uint64_t end, const ServedData::Cancelled& cancelled,
-                   const std::function<Status(std::uint64_t, std::size_t)>& fn) {
-  while (begin < end) {
-    if (cancelled && cancelled()) return Cancel();
-    const std::uint64_t stop = std::min(end, (begin / kStepBytes + 1) * kStepBytes);
-    TENSORMOUNT_RETURN_IF_ERROR(fn(begin, static_cast<std::size_t>(stop - begin)));
-    begin = stop;
+ReadVerify ReadVerifyOf(ServeVerify verify) {
+  switch (verify) {
+    case ServeVerify::kOff:
+      return ReadVerify::kOff;
+    case ServeVerify::kFirst:
+      return ReadVerify::kOnce;
+    case ServeVerify::kAlways:
+      return ReadVerify::kExtendLeaves;
   }
-  return {};
+  return ReadVerify::kExtendLeaves;
 }
 
 // Where bytes [offset, offset + size) of a box's container come from: places of the tensor, and
@@ -86,101 +76,22 @@ bool AppendIfInMemory(Result<std::vector<ServedData::Piece>> mapped,
 
 }  // namespace
 
-bool ServedData::GoodBlocks::All(std::uint64_t first, std::uint64_t last) const {
-  for (std::uint64_t b = first; b <= last; ++b) {
-    const std::uint64_t bit = std::uint64_t{1} << (b % 64);
-    if ((words[b / 64].load(std::memory_order_acquire) & bit) == 0) return false;
-  }
-  return true;
-}
-
-void ServedData::GoodBlocks::Set(std::uint64_t first, std::uint64_t last) {
-  for (std::uint64_t b = first; b <= last; ++b) {
-    words[b / 64].fetch_or(std::uint64_t{1} << (b % 64), std::memory_order_release);
-  }
-}
-
-Result<ServedData::GoodBlocks*> ServedData::Good() const {
-  const std::lock_guard lock(mutex_);
-  if (good_) return good_.get();
-  auto good = std::make_unique<GoodBlocks>();
-  const CheckpointIndex& index = opened_.index();
-  good->begins.reserve(index.tensor_count() + objects_.parts().size() + 1);
-  std::uint64_t blocks = 0;
-  TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {
-    good->begins.push_back(blocks);
-    blocks += BlocksOf(entry.meta.bytes());
-    return true;
-  }));
-  if (good->begins.size() != index.tensor_count()) {
-    return Status(Code::kDataLoss, "index: tensors are missing");
-  }
-  for (const ObjectContent& part : objects_.parts()) {
-    good->begins.push_back(blocks);
-    blocks += BlocksOf(part.length);
-  }
-  good->begins.push_back(blocks);
-  good->words = std::vector<std::atomic<std::uint64_t>>(
-      static_cast<std::size_t>(blocks / 64 + (blocks % 64 != 0)));
-  good_ = std::move(good);
-  return good_.get();
-}
+ServedData::ServedData(const OpenedCheckpoint& opened, const ShownObjects& objects,
+                       ServeVerify verify)
+    : opened_(opened), objects_(objects), verify_(ReadVerifyOf(verify)) {}
 
 Status ServedData::ReadTensor(const TensorEntry& tensor, std::uint64_t offset, char* out,
                               std::size_t size, ReadStats* stats) const {
-  switch (verify_) {
-    case ServeVerify::kOff:
-      return opened_.ReadBytes(tensor, offset, out, size, ReadVerify::kOff, stats);
-    case ServeVerify::kAlways:
-      return opened_.ReadBytes(tensor, offset, out, size, ReadVerify::kExtendLeaves, stats);
-    case ServeVerify::kFirst:
-      break;
-  }
-  return ReadChecked(tensor, offset, out, size, stats);
-}
-
-Status ServedData::ReadChecked(const TensorEntry& tensor, std::uint64_t offset, char* out,
-                               std::size_t size, ReadStats* stats) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(GoodBlocks* const good, Good());
-  if (tensor.ordinal + 1 >= good->begins.size()) {
-    return Status(Code::kInternal, "tensor " + tensor.meta.key() + ": not of this checkpoint");
-  }
-  const std::uint64_t base = good->begins[tensor.ordinal];
-  const std::uint64_t first = offset / kLeafBytes;
-  const std::uint64_t last = (offset + size - 1) / kLeafBytes;
-  if (good->All(base + first, base + last)) {
-    return opened_.ReadBytes(tensor, offset, out, size, ReadVerify::kOff, stats);
-  }
-  // Whole blocks, so that these need not be checked again.
-  const std::uint64_t begin = first * kLeafBytes;
-  const std::uint64_t end = std::min((last + 1) * kLeafBytes, tensor.meta.bytes());
-  if (begin == offset && end == offset + size) {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        opened_.ReadBytes(tensor, offset, out, size, ReadVerify::kExtendLeaves, stats));
-  } else {
-    std::vector<char> scratch(static_cast<std::size_t>(end - begin));
-    TENSORMOUNT_RETURN_IF_ERROR(opened_.ReadBytes(tensor, begin, scratch.data(), scratch.size(),
-                                                  ReadVerify::kExtendLeaves, stats));
-    std::memcpy(out, scratch.data() + (offset - begin), size);
-  }
-  good->Set(base + first, base + last);
-  return {};
+  return opened_.ReadBytes(tensor, offset, out, size, verify_, stats);
 }
 
 Status ServedData::ReadBox(const FileContent::BoxSource& box, std::uint64_t offset, char* out,
                            std::size_t size, ReadStats* stats) const {
-  const ReadVerify verify =
-      verify_ == ServeVerify::kOff ? ReadVerify::kOff : ReadVerify::kExtendLeaves;
-  return ReadBoxAs(box, offset, out, size, verify, stats);
-}
-
-Status ServedData::ReadBoxAs(const FileContent::BoxSource& box, std::uint64_t offset, char* out,
-                             std::size_t size, ReadVerify verify, ReadStats* stats) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ServedRange placed, PlaceRange(box, offset, size));
   for (const auto& [at, bytes] : placed.zeros) std::memset(out + at, 0, bytes);
   ReadStats local;
   const Status status = opened_.ReadPlaced(
-      box.tensor, placed.want, reinterpret_cast<std::byte*>(out), verify, local, nullptr);
+      box.tensor, placed.want, reinterpret_cast<std::byte*>(out), verify_, local, nullptr);
   if (stats != nullptr) stats->Add(local);
   return status;
 }
@@ -190,75 +101,19 @@ Status ServedData::ReadObject(std::uint32_t number, std::uint64_t offset, char* 
   if (number >= objects_.parts().size()) {
     return Status(Code::kStale, "the checkpoint has no such object");
   }
-  const ObjectContent& part = objects_.parts()[number];
-  if (verify_ == ServeVerify::kOff) return opened_.ReadObject(part, offset, out, size);
-  return ReadObjectLeaves(part, offset, out, size);
-}
-
-Status ServedData::ReadObjectLeaves(const ObjectContent& part, std::uint64_t offset, char* out,
-                                    std::size_t size) const {
-  // Whole leaves are what ReadObject checks.
-  const std::uint64_t begin = offset / kLeafBytes * kLeafBytes;
-  const std::uint64_t end =
-      std::min((offset + size + kLeafBytes - 1) / kLeafBytes * kLeafBytes, part.length);
-  if (begin == offset && end == offset + size) return opened_.ReadObject(part, offset, out, size);
-  std::vector<char> scratch(static_cast<std::size_t>(end - begin));
-  TENSORMOUNT_RETURN_IF_ERROR(opened_.ReadObject(part, begin, scratch.data(), scratch.size()));
-  std::memcpy(out, scratch.data() + (offset - begin), size);
-  return {};
+  return opened_.ReadObject(objects_.parts()[number], offset, out, size, verify_);
 }
 
 bool ServedData::MapTensor(const TensorEntry& tensor, std::uint64_t offset, std::size_t size,
                            std::vector<Piece>& out) const {
-  if (verify_ != ServeVerify::kOff) return false;
-  return AppendIfInMemory(opened_.MapBytes(tensor, offset, size), out);
+  return AppendIfInMemory(opened_.MapBytes(tensor, offset, size, verify_), out);
 }
 
 bool ServedData::MapBox(const FileContent::BoxSource& box, std::uint64_t offset, std::size_t size,
                         std::vector<Piece>& out) const {
-  if (verify_ != ServeVerify::kOff) return false;
   const Result<ServedRange> placed = PlaceRange(box, offset, size);
   if (!placed.ok() || !placed.value().zeros.empty()) return false;
-  return AppendIfInMemory(opened_.MapPlaced(box.tensor, placed.value().want), out);
-}
-
-Status ServedData::VerifyTensor(const TensorEntry& tensor, std::uint64_t skip, std::uint64_t length,
-                                const Cancelled& cancelled) const {
-  std::vector<char> scratch(static_cast<std::size_t>(std::min(length, kStepBytes)));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const GoodBlocks* const good, Good());
-  if (tensor.ordinal + 1 >= good->begins.size()) {
-    return Status(Code::kInternal, "tensor " + tensor.meta.key() + ": not of this checkpoint");
-  }
-  const std::uint64_t base = good->begins[tensor.ordinal];
-  return ForEachStep(skip, skip + length, cancelled, [&](std::uint64_t at, std::size_t size) {
-    if (good->All(base + at / kLeafBytes, base + (at + size - 1) / kLeafBytes)) return Status();
-    return ReadChecked(tensor, at, scratch.data(), size, nullptr);
-  });
-}
-
-Status ServedData::VerifyBox(const FileContent::BoxSource& box, const Cancelled& cancelled) const {
-  std::vector<char> scratch(static_cast<std::size_t>(std::min(box.bytes, kStepBytes)));
-  return ForEachStep(0, box.bytes, cancelled, [&](std::uint64_t at, std::size_t size) {
-    return ReadBoxAs(box, at, scratch.data(), size, ReadVerify::kExtendLeaves, nullptr);
-  });
-}
-
-Status ServedData::VerifyObject(std::uint32_t number, const Cancelled& cancelled) const {
-  if (number >= objects_.parts().size()) {
-    return Status(Code::kStale, "the checkpoint has no such object");
-  }
-  const ObjectContent& part = objects_.parts()[number];
-  TENSORMOUNT_ASSIGN_OR_RETURN(GoodBlocks* const good, Good());
-  const std::uint64_t base = good->begins[opened_.index().tensor_count() + number];
-  std::vector<char> scratch(static_cast<std::size_t>(std::min(part.length, kStepBytes)));
-  return ForEachStep(0, part.length, cancelled, [&](std::uint64_t at, std::size_t size) {
-    const std::uint64_t first = base + at / kLeafBytes;
-    const std::uint64_t last = base + (at + size - 1) / kLeafBytes;
-    if (good->All(first, last)) return Status();
-    TENSORMOUNT_RETURN_IF_ERROR(ReadObjectLeaves(part, at, scratch.data(), size));
-    good->Set(first, last);
-    return Status();
-  });
+  return AppendIfInMemory(opened_.MapPlaced(box.tensor, placed.value().want, verify_), out);
 }
 
 }  // namespace tensormount::fs

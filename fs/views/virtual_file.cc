@@ -2,8 +2,11 @@
 #include "fs/views/virtual_file.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
+#include "base/deadline.h"
 #include "fs/views/checkpoint_view.h"
 
 namespace tensormount::fs {
@@ -116,9 +119,12 @@ Result<std::string> VirtualFile::BackingPath() const {
   return view_->opened().AccessPath(file);
 }
 
-Result<std::unique_ptr<File>> VirtualFile::OpenBacking() const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, BackingFile());
-  return view_->opened().OpenFile(file);
+Result<VirtualFile::Backing> VirtualFile::OpenBacking() const {
+  Backing backing;
+  TENSORMOUNT_ASSIGN_OR_RETURN(backing.number, BackingFile());
+  TENSORMOUNT_ASSIGN_OR_RETURN(backing.file, view_->opened().OpenFile(backing.number));
+  TENSORMOUNT_ASSIGN_OR_RETURN(backing.info, backing.file->Stat());
+  return backing;
 }
 
 Result<std::uint32_t> VirtualFile::BackingFile() const {
@@ -126,28 +132,101 @@ Result<std::uint32_t> VirtualFile::BackingFile() const {
   return Status(Code::kNotFound, label_ + ": no one file holds it and nothing else");
 }
 
-Status VirtualFile::VerifyWhole(const std::function<bool()>& cancelled) const {
+Result<bool> VirtualFile::HasHashes() const {
+  const OpenedCheckpoint& opened = view_->opened();
   for (const Segment& segment : content_.segments()) {
-    switch (segment.kind) {
-      case Segment::Kind::kLiteral:
-      case Segment::Kind::kText:
-        break;
-      case Segment::Kind::kTensor: {
-        TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, TensorOf(segment));
-        TENSORMOUNT_RETURN_IF_ERROR(
-            view_->data().VerifyTensor(tensor, segment.skip, segment.length, cancelled));
-        break;
-      }
-      case Segment::Kind::kBox:
-        TENSORMOUNT_RETURN_IF_ERROR(
-            view_->data().VerifyBox(content_.box(segment.ordinal), cancelled));
-        break;
-      case Segment::Kind::kObject:
-        TENSORMOUNT_RETURN_IF_ERROR(view_->data().VerifyObject(segment.ordinal, cancelled));
-        break;
+    if (segment.length == 0) continue;
+    if (segment.kind == Segment::Kind::kObject) {
+      return view_->shown().objects.parts()[segment.ordinal].has_hash();
     }
+    if (segment.kind != Segment::Kind::kTensor) continue;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, TensorOf(segment));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,
+                                 opened.Extents(tensor));
+    if (table->size() == 0) continue;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(0));
+    return chunk.has_hash;
   }
-  return {};
+  return false;
+}
+
+Result<VirtualFile::Proof> VirtualFile::ProofOf(const Backing& backing) const {
+  const ProvenRanges& proven = view_->opened().proven();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, backing.file->Stat());
+  Proof proof{.stamp = FileStamp::Of(info)};
+  TENSORMOUNT_ASSIGN_OR_RETURN(proof.hashed, HasHashes());
+  proof.whole = proven.Hold(backing.number, proof.stamp, 0, size());
+  proof.left = size() - std::min(size(), proven.Bytes(backing.number, proof.stamp));
+  return proof;
+}
+
+Status VirtualFile::ProveSegment(const Backing& backing, const FileStamp& stamp,
+                                 const Segment& segment, std::uint64_t at, char* out,
+                                 std::size_t size) const {
+  const OpenedCheckpoint& opened = view_->opened();
+  switch (segment.kind) {
+    case Segment::Kind::kTensor: {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, TensorOf(segment));
+      return opened.ReadBytes(tensor, segment.skip + at, out, size, ReadVerify::kOnce, nullptr);
+    }
+    case Segment::Kind::kObject:
+      return opened.ReadObject(view_->shown().objects.parts()[segment.ordinal], at, out, size,
+                               ReadVerify::kOnce);
+    case Segment::Kind::kLiteral:
+    case Segment::Kind::kText:
+    case Segment::Kind::kBox:
+      break;
+  }
+  // What the file must hold here.
+  TENSORMOUNT_RETURN_IF_ERROR(ReadSegment(segment, at, out, size, nullptr));
+  std::vector<char> found(size);
+  const std::uint64_t begin = segment.begin + at;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n,
+                               backing.file->ReadAt(begin, found.data(), size));
+  if (n != size || std::memcmp(found.data(), out, size) != 0) {
+    return Status(Code::kUnavailable, label_ + ": its file begins otherwise now");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, backing.file->Stat());
+  if (FileStamp::Of(info) == stamp) opened.proven().Add(backing.number, stamp, begin, begin + size);
+  return Status();
+}
+
+Status VirtualFile::Prove(const Backing& backing, const Proceed& proceed) const {
+  constexpr std::uint64_t kStep = std::uint64_t{1} << 20;
+  const ProvenRanges& proven = view_->opened().proven();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, backing.file->Stat());
+  const FileStamp stamp = FileStamp::Of(info);
+  if (proven.Hold(backing.number, stamp, 0, size())) return Status();
+  const auto go_on = [&](std::uint64_t done) {
+    if (!proceed || proceed(done)) return Status();
+    return Status(Code::kCancelled, label_ + ": its verification was cancelled");
+  };
+  const Deadline settles = Deadline::After(FileStamp::kSettles);
+  while (!stamp.Settled()) {
+    TENSORMOUNT_RETURN_IF_ERROR(go_on(0));
+    if (settles.Passed()) return Status(Code::kUnavailable, label_ + ": its file goes on changing");
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  // Another file may have this name since it was opened for reads.
+  view_->opened().LetGo(backing.number);
+  std::vector<char> scratch(static_cast<std::size_t>(std::min(size(), kStep)));
+  for (std::uint64_t at = 0; at < size();) {
+    TENSORMOUNT_RETURN_IF_ERROR(go_on(at));
+    const auto n = static_cast<std::size_t>(std::min(kStep, size() - at));
+    if (!proven.Hold(backing.number, stamp, at, at + n)) {
+      TENSORMOUNT_RETURN_IF_ERROR(ForEachSegment(
+          at, n,
+          [&](const Segment& segment, std::uint64_t within, std::size_t done, std::size_t bytes) {
+            return ProveSegment(backing, stamp, segment, within, scratch.data() + done, bytes);
+          }));
+      // What was read was this file, and it is as it was.
+      if (!proven.Hold(backing.number, stamp, at, at + n)) {
+        return Status(Code::kUnavailable, label_ + ": its file changed while it was verified");
+      }
+    }
+    at += n;
+  }
+  return Status();
 }
 
 }  // namespace tensormount::fs

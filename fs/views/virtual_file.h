@@ -13,6 +13,7 @@
 #include "fs/node.h"
 #include "fs/views/file_content.h"
 #include "index/checkpoint.h"
+#include "index/proven_ranges.h"
 
 namespace tensormount::fs {
 
@@ -46,13 +47,26 @@ class VirtualFile {
   // more: what kernel passthrough wants. kNotFound where there is none. May read its header.
   Result<std::string> BackingPath() const;
   // That file, opened as OpenedCheckpoint::OpenFile does.
-  Result<std::unique_ptr<File>> OpenBacking() const;
-  // Reads everything once, every byte checked against its leaf hash (where there are any), in steps
-  // of kVerifyStep, so that `cancelled` (may be empty) is asked often: then kCancelled. Success is
-  // remembered by the checkpoint: later calls for the same file cost nothing. kDataLoss names what
-  // is damaged.
-  static constexpr std::size_t kVerifyStep = std::size_t{1} << 20;
-  Status VerifyWhole(const std::function<bool()>& cancelled) const;
+  struct Backing {
+    std::uint32_t number = 0;  // Of the checkpoint's data files.
+    std::unique_ptr<File> file;
+    FileInfo info;
+  };
+  Result<Backing> OpenBacking() const;
+
+  // What is known of the backing file's bytes, as it is now.
+  struct Proof {
+    bool hashed = false;     // There are hashes to compare them with.
+    bool whole = false;      // Every byte was found good since the file last changed.
+    std::uint64_t left = 0;  // How many bytes were not, about.
+    FileStamp stamp;
+  };
+  Result<Proof> ProofOf(const Backing& backing) const;
+  // Compares every byte that is not known to be good with its hash, in steps, between which
+  // `proceed` is asked (empty: yes) and told how many bytes are done; where it says no: kCancelled.
+  // kDataLoss names what is damaged. kUnavailable: the file changes meanwhile, or has no hashes.
+  using Proceed = std::function<bool(std::uint64_t done)>;
+  Status Prove(const Backing& backing, const Proceed& proceed) const;
 
  private:
   friend class CheckpointView;
@@ -64,6 +78,11 @@ class VirtualFile {
   Status ForEachSegment(std::uint64_t offset, std::size_t size, const Visit& fn) const;
   Status ReadSegment(const FileContent::Segment& segment, std::uint64_t at, char* out,
                      std::size_t size, ReadStats* stats) const;
+  // Bytes [at, at + size) of a segment of the backing file, into `out`, compared once.
+  Status ProveSegment(const Backing& backing, const FileStamp& stamp,
+                      const FileContent::Segment& segment, std::uint64_t at, char* out,
+                      std::size_t size) const;
+  Result<bool> HasHashes() const;
   bool MapSegment(const FileContent::Segment& segment, std::uint64_t at, std::size_t size,
                   std::vector<OpenedCheckpoint::MappedPiece>& out) const;
   Result<std::uint32_t> BackingFile() const;

@@ -40,17 +40,7 @@ class AdoptTest : public testing::Test {
   }
   // Changes a byte of a file behind its size and mtime.
   void Flip(std::uint32_t file, off_t at) {
-    const std::string path = made_.FilePath(file);
-    struct stat info = {};
-    ASSERT_EQ(stat(path.c_str(), &info), 0);
-    const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
-    char byte = 0;
-    ASSERT_EQ(pread(fd, &byte, 1, at), 1);
-    byte = static_cast<char>(byte ^ 64);
-    ASSERT_EQ(pwrite(fd, &byte, 1, at), 1);
-    const timespec times[2] = {info.st_atim, info.st_mtim};
-    ASSERT_EQ(futimens(fd, times), 0);
-    ASSERT_EQ(close(fd), 0);
+    FlipByte(made_.FilePath(file), static_cast<std::uint64_t>(at));
   }
   bool NothingIsStaged() {
     const auto staged = HostFileSystem().List(JoinPath(store_->path(), ".staging"));

@@ -17,6 +17,7 @@
 #include "tests/collective/collective_cases.h"
 #include "tests/collective/communicator_conformance.h"
 #include "tests/collective/group_view_cases.h"
+#include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {
@@ -61,7 +62,9 @@ TEST_P(CallbackRanksTest, Conforms) {
 }
 
 TEST_P(CallbackRanksTest, EveryCollectiveOperation) { Holds(ExerciseCollective); }
-TEST_P(CallbackRanksTest, JobsAfterFailedOnes) { Holds(ExerciseFailures); }
+TEST_P(CallbackRanksTest, JobsAfterFailedOnes) {
+  Holds([](Communicator& comm) { return ExerciseFailures(comm, TestScale(200)); });
+}
 
 INSTANTIATE_TEST_SUITE_P(All, CallbackRanksTest, testing::Values(1, 3),
                          testing::PrintToStringParamName());

@@ -262,10 +262,11 @@ Status ExerciseJob(Communicator& comm, const Timeouts& timeouts, std::uint64_t n
 
 }  // namespace
 
-Status ExerciseFailures(Communicator& comm) {
+Status ExerciseFailures(Communicator& comm, int jobs) {
   std::uint64_t number = 0;
   const auto good_jobs = [&]() -> Status {
-    for (const std::uint64_t end = number + 200; number < end; ++number) {
+    for (const std::uint64_t end = number + static_cast<std::uint64_t>(jobs); number < end;
+         ++number) {
       TENSORMOUNT_RETURN_IF_ERROR(
           ExerciseJob(comm, kPatient, number, false).WithContext("job " + std::to_string(number)));
     }

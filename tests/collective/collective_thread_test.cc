@@ -16,6 +16,7 @@
 #include "collective/comm/collective_frame.h"
 #include "collective/comm/collective_round.h"
 #include "tests/collective/collective_cases.h"
+#include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {
@@ -31,7 +32,8 @@ TEST_P(CollectiveThreadTest, EveryOperationOnEveryRank) {
   EXPECT_OK(RunOnThreads(GetParam(), ExerciseCollective));
 }
 TEST_P(CollectiveThreadTest, JobsAfterFailedOnes) {
-  EXPECT_OK(RunOnThreads(GetParam(), ExerciseFailures));
+  EXPECT_OK(RunOnThreads(
+      GetParam(), [](Communicator& comm) { return ExerciseFailures(comm, TestScale(200)); }));
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, CollectiveThreadTest, testing::Values(1, 2, 3, 4, 8),

@@ -209,13 +209,4 @@ std::vector<std::string> DataFiles(const std::string& checkpoint) {
   return names;
 }
 
-void FlipByte(const std::string& path, std::uint64_t offset) {
-  std::string bytes = ReadWholeFile(path);
-  ASSERT_LT(offset, bytes.size());
-  bytes[static_cast<std::size_t>(offset)] =
-      static_cast<char>(bytes[static_cast<std::size_t>(offset)] ^ 0x40);
-  ASSERT_EQ(chmod(path.c_str(), 0644), 0);
-  WriteWholeFile(path, bytes);
-}
-
 }  // namespace tensormount

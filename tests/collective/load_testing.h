@@ -84,9 +84,6 @@ std::string ElementOf(const GlobalTensor& tensor, const Dims& at);
 // Every element of a region, in the region's order.
 void ForEachElement(const Region& region, const std::function<void(const Dims& at)>& fn);
 
-// XORs one byte of a sealed file with 0x40.
-void FlipByte(const std::string& path, std::uint64_t offset);
-
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_TESTS_COLLECTIVE_LOAD_TESTING_H_

@@ -5,12 +5,14 @@
 
 #include <atomic>
 #include <cerrno>
+#include <fcntl.h>
 #include <set>
 #include <sys/stat.h>
 #include <thread>
 
 #include <gtest/gtest.h>
 
+#include "base/deadline.h"
 #include "tests/fs/vfs_ops.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
@@ -99,23 +101,27 @@ class OpenModesTest : public testing::Test {
   }
   OpenModes Modes(OpenModes::Options options = {}) {
     return OpenModes(
-        kernel_, [this] { return negotiated_; }, options);
+        kernel_, [this] { return negotiated_; }, options, prover_);
   }
   static Result<std::shared_ptr<OpenModes::Lease>> Open(OpenModes& modes, const Opened& of) {
-    return modes.Open(of.node, *of.file, {}, [] { return [] {}; });
+    return modes.Open(of.node, of.file, {}, [] { return [] {}; });
   }
 
   TempDir dir_;
   std::unique_ptr<Vfs> vfs_;
   FakeKernel kernel_;
   bool negotiated_ = true;
+  std::atomic<bool> wanted_{true};
+  std::atomic<int> reported_{0};
+  FileProver prover_{{.wanted = [this](NodeId) { return wanted_.load(); },
+                      .report = [this](const VirtualFile&, const Status&) { ++reported_; }}};
 };
 
 TEST_F(OpenModesTest, OneRegistrationServesANodeUntilItsLastRelease) {
   OpenModes modes = Modes();
   const Opened a = File("a");
   EXPECT_EQ(modes.Join(a.node), nullptr);
-  EXPECT_TRUE(modes.WouldPass(a.node, *a.file));
+  EXPECT_EQ(modes.TierOf(a.node, *a.file), "passthrough");
   ASSERT_OK_AND_ASSIGN(auto first, Open(modes, a));
   ASSERT_TRUE(first->passthrough());
   auto second = modes.Join(a.node);
@@ -138,7 +144,7 @@ TEST_F(OpenModesTest, OneRegistrationServesANodeUntilItsLastRelease) {
 TEST_F(OpenModesTest, WhatLiesInPiecesIsTheDaemonsAndNoFallback) {
   OpenModes modes = Modes();
   const Opened pieces = File("pieces");
-  EXPECT_FALSE(modes.WouldPass(pieces.node, *pieces.file));
+  EXPECT_EQ(modes.TierOf(pieces.node, *pieces.file), "daemon");
   ASSERT_OK_AND_ASSIGN(const auto lease, Open(modes, pieces));
   EXPECT_FALSE(lease->passthrough());
   EXPECT_EQ(kernel_.asked, 0);
@@ -155,7 +161,7 @@ TEST_F(OpenModesTest, AModeHoldsWhileAnyHandleIsOpen) {
   kernel_.refusal = 0;
   ASSERT_OK_AND_ASSIGN(auto second, Open(modes, a));
   EXPECT_FALSE(second->passthrough());
-  EXPECT_FALSE(modes.WouldPass(a.node, *a.file));
+  EXPECT_EQ(modes.TierOf(a.node, *a.file), "daemon");
   first.reset();
   second.reset();
   ASSERT_OK_AND_ASSIGN(const auto third, Open(modes, a));
@@ -224,7 +230,7 @@ TEST_F(OpenModesTest, VerifiesBeforeTheFirstOpen) {
   EXPECT_TRUE(Open(modes, File("b")).value()->passthrough());
   const Opened c = File("c");
   const auto interrupted = modes.Open(
-      c.node, *c.file, [] { return true; }, [] { return [] {}; });
+      c.node, c.file, [] { return true; }, [] { return [] {}; });
   EXPECT_THAT(interrupted, HasCode(Code::kCancelled));
   EXPECT_TRUE(Open(modes, c).value()->passthrough());
 }
@@ -241,19 +247,125 @@ TEST_F(OpenModesTest, NothingOutsideOfTheCheckpointIsPassedThrough) {
   EXPECT_TRUE(Open(modes, File("a")).value()->passthrough());
 }
 
-TEST_F(OpenModesTest, AFileThatTookThePlaceOfAVerifiedOneIsNotPassedThrough) {
+TEST_F(OpenModesTest, WhatChangedSinceItWasVerifiedIsVerifiedAgain) {
   OpenModes modes = Modes({.verify = true});
   const Opened a = File("a");
-  EXPECT_TRUE(Open(modes, a).value()->passthrough());
-  EXPECT_TRUE(Open(modes, a).value()->passthrough());
   ASSERT_OK_AND_ASSIGN(const std::string path, a.file->BackingPath());
-  std::string bytes = ReadWholeFile(path);
-  bytes[99] ^= 1;
-  WriteWholeFile(path + "x", bytes);
-  ASSERT_EQ(chmod((path + "x").c_str(), 0444), 0);
-  ASSERT_EQ(rename((path + "x").c_str(), path.c_str()), 0);
+  const auto passes = [&] {
+    const auto opened = Open(modes, a);
+    return opened.ok() && opened.value()->passthrough();
+  };
+  EXPECT_TRUE(passes());
+  EXPECT_TRUE(passes());
+  EXPECT_EQ(modes.counts().verified_at_open, 1u);
+  // A hard link changes the inode, not the bytes.
+  ASSERT_EQ(link(path.c_str(), dir_.Join("link").c_str()), 0);
+  EXPECT_TRUE(passes());
+  EXPECT_EQ(modes.counts().verified_at_open, 2u);
+  // Another file in its place, damaged and whole, and damage in place under the old time.
+  const std::string good = ReadWholeFile(path);
+  std::string bad = good;
+  bad[99] ^= 1;
+  const auto put = [&](const std::string& bytes) {
+    WriteWholeFile(path + "x", bytes);
+    ASSERT_EQ(chmod((path + "x").c_str(), 0444), 0);
+    ASSERT_EQ(rename((path + "x").c_str(), path.c_str()), 0);
+  };
+  put(bad);
+  EXPECT_THAT(Open(modes, a), HasCode(Code::kDataLoss));
+  put(good);
+  EXPECT_TRUE(passes());
+  struct stat st;
+  ASSERT_EQ(stat(path.c_str(), &st), 0);
+  const timespec times[2] = {st.st_atim, st.st_mtim};
+  const auto in_place = [&](const std::string& bytes) {
+    ASSERT_EQ(chmod(path.c_str(), 0644), 0);
+    WriteWholeFile(path, bytes);
+    ASSERT_EQ(chmod(path.c_str(), 0444), 0);
+    ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, 0), 0);
+  };
+  in_place(bad);
+  EXPECT_THAT(Open(modes, a), HasCode(Code::kDataLoss));
+  in_place(good);
+  // While one holds it open the kernel reads for all: the next one is not let in before a look.
+  ASSERT_OK_AND_ASSIGN(const auto held, Open(modes, a));
+  EXPECT_TRUE(held->passthrough());
+  EXPECT_EQ(modes.Join(a.node), nullptr);
+  EXPECT_TRUE(passes());
+  in_place(bad);
+  EXPECT_THAT(Open(modes, a), HasCode(Code::kDataLoss));
+  in_place(good);
+  EXPECT_TRUE(passes());
+  EXPECT_EQ(kernel_.live(), 1u);
+}
+
+TEST_F(OpenModesTest, LargeFilesAreTheDaemonsUntilTheyAreProven) {
+  OpenModes modes = Modes({.verify = true, .verified_in_open = kBig - 1});
+  const Opened a = File("a");
+  EXPECT_EQ(modes.TierOf(a.node, *a.file), "daemon (not proven)");
+  {
+    ASSERT_OK_AND_ASSIGN(const auto first, Open(modes, a));
+    EXPECT_FALSE(first->passthrough());
+    const Deadline deadline = Deadline::After(std::chrono::seconds(20));
+    while (prover_.load().proven == 0 && !deadline.Passed()) std::this_thread::yield();
+    EXPECT_EQ(modes.TierOf(a.node, *a.file), "daemon");  // As long as one has it open so.
+    EXPECT_FALSE(Open(modes, a).value()->passthrough());
+  }
+  EXPECT_EQ(modes.TierOf(a.node, *a.file), "passthrough");
+  EXPECT_TRUE(Open(modes, a).value()->passthrough());
+  EXPECT_EQ(modes.counts().fell_back, 0u);
+  // What reads have touched need not be proven in the open.
+  const Opened b = File("b");
+  char byte = 0;
+  ASSERT_OK(b.file->Read(100, &byte, 1, nullptr));
+  EXPECT_TRUE(Open(modes, b).value()->passthrough());
+  EXPECT_EQ(prover_.load().proven, 1u);
+}
+
+TEST_F(OpenModesTest, DamageOfALargeFileIsToldOnce) {
+  OpenModes modes = Modes({.verify = true, .verified_in_open = 0});
+  const Opened a = File("a");
+  ASSERT_OK_AND_ASSIGN(const std::string path, a.file->BackingPath());
+  FlipByte(path, 150'000);
+  const auto told = [&](int times) {
+    const Deadline deadline = Deadline::After(std::chrono::seconds(20));
+    while ((reported_ < times || !prover_.load().file.empty()) && !deadline.Passed()) {
+      std::this_thread::yield();
+    }
+    return reported_ == times;
+  };
   EXPECT_FALSE(Open(modes, a).value()->passthrough());
-  EXPECT_EQ(kernel_.live(), 0u);
+  EXPECT_TRUE(told(1));
+  for (int i = 0; i < 3; ++i) EXPECT_FALSE(Open(modes, a).value()->passthrough());
+  EXPECT_EQ(prover_.load().file, "");
+  EXPECT_EQ(modes.TierOf(a.node, *a.file), "daemon (damaged)");
+  EXPECT_EQ(reported_, 1);
+  std::string byte(1, '\0');
+  EXPECT_OK(a.file->Read(10, byte.data(), 1, nullptr)) << "what is whole is served";
+  EXPECT_THAT(a.file->Read(150'000, byte.data(), 1, nullptr), HasCode(Code::kDataLoss));
+  FlipByte(path, 150'000);
+  EXPECT_FALSE(Open(modes, a).value()->passthrough());
+  const Deadline deadline = Deadline::After(std::chrono::seconds(20));
+  while (prover_.load().proven == 0 && !deadline.Passed()) std::this_thread::yield();
+  EXPECT_TRUE(Open(modes, a).value()->passthrough());
+}
+
+TEST_F(OpenModesTest, NothingIsProvenForNobody) {
+  wanted_ = false;
+  OpenModes modes = Modes({.verify = true, .verified_in_open = 0});
+  const Opened a = File("a");
+  EXPECT_FALSE(Open(modes, a).value()->passthrough());
+  const Deadline deadline = Deadline::After(std::chrono::seconds(20));
+  while (!prover_.load().file.empty() && !deadline.Passed()) std::this_thread::yield();
+  EXPECT_EQ(prover_.load().proven, 0u);
+  EXPECT_EQ(reported_, 0);
+  wanted_ = true;
+  EXPECT_FALSE(Open(modes, a).value()->passthrough());
+  while (prover_.load().proven == 0 && !deadline.Passed()) std::this_thread::yield();
+  EXPECT_TRUE(Open(modes, a).value()->passthrough());
+  prover_.Stop();
+  EXPECT_FALSE(Open(modes, File("b")).value()->passthrough());
+  EXPECT_EQ(prover_.load().waiting, 0u);
 }
 
 TEST_F(OpenModesTest, WhoComesDuringADecisionComesAgain) {
@@ -264,7 +376,7 @@ TEST_F(OpenModesTest, WhoComesDuringADecisionComesAgain) {
   std::thread decides([&] { first = Open(modes, a).value(); });
   while (kernel_.asked == 0) std::this_thread::yield();
   int again = 0;
-  const auto waits = modes.Open(a.node, *a.file, {}, [&] { return [&] { ++again; }; });
+  const auto waits = modes.Open(a.node, a.file, {}, [&] { return [&] { ++again; }; });
   ASSERT_OK(waits);
   EXPECT_EQ(waits.value(), nullptr);
   EXPECT_EQ(modes.Join(a.node), nullptr);

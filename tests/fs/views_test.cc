@@ -164,14 +164,6 @@ void CompareFile(Random& random, const VirtualFile& file, const std::string& wan
   }
 }
 
-void FlipByteAt(const std::string& path, std::uint64_t at) {
-  ASSERT_EQ(chmod(path.c_str(), 0644), 0);
-  std::string bytes = ReadWholeFile(path);
-  ASSERT_LT(at, bytes.size());
-  bytes[at] = static_cast<char>(bytes[at] ^ 0x10);
-  WriteWholeFile(path, bytes);
-}
-
 TEST(ViewBoxes, AnyBoxInAnyContainerEqualsTheOracle) {
   Random random(TestSeed());
   int refused = 0;
@@ -262,8 +254,7 @@ TEST(ViewBoxes, DamageIsAnErrorEachTime) {
                          BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
     const std::string file = JoinPath(dir.Join("c"), "data/" + spec.uuid.Short() + "-r1.bin");
     // Behind 32 bytes that are no tensor's: a cell of the right half.
-    FlipByteAt(file,
-               32 + static_cast<std::uint64_t>(random.Int(0, rows * (columns - cut) * 4 - 1)));
+    FlipByte(file, 32 + static_cast<std::uint64_t>(random.Int(0, rows * (columns - cut) * 4 - 1)));
     const Box right = Box::Make({1, cut}, {3, columns - cut}).value();
     const Box left = Box::Make({1, 0}, {3, cut}).value();
     for (const ServeVerify verify : {ServeVerify::kFirst, ServeVerify::kAlways}) {
@@ -284,13 +275,11 @@ TEST(ViewBoxes, DamageIsAnErrorEachTime) {
         // One cell of the leaf is as good as all of it.
         EXPECT_EQ(ReadRange(*bad, 4, 1).status().ToErrno(), EIO);
         EXPECT_TRUE(bad->Map(0, 1 << 20).empty());
-        EXPECT_EQ(bad->VerifyWhole({}).ToErrno(), EIO);
         const FilePtr good = serve(left);
         Dims container = left.extent();
         container[0] += 2;
         EXPECT_THAT(ReadRange(*good, 0, 1 << 20),
                     IsOkAndHolds(OracleContainer(tensor, left, container)));
-        EXPECT_OK(good->VerifyWhole({}));
       }
       ASSERT_OK_AND_ASSIGN(const FilePtr whole, OpenPath(*view, "tensors/w"));
       EXPECT_EQ(ReadRange(*whole, 0, 1 << 20).status().ToErrno(), EIO);
@@ -481,7 +470,7 @@ TEST_F(ViewsTest, WholeFilesAreVerifiedOnce) {
     for (const DirectoryEntry& entry : files) {
       const std::string path = folder + "/data/" + entry.name;
       const std::size_t at = ReadWholeFile(path).find(part);
-      if (at != std::string::npos) return FlipByteAt(path, at);
+      if (at != std::string::npos) return FlipByte(path, at);
     }
     FAIL() << "no data file holds these bytes";
   };
@@ -492,25 +481,33 @@ TEST_F(ViewsTest, WholeFilesAreVerifiedOnce) {
                                      std::pair("objects/blob", object.substr(140000, 64))}) {
       SCOPED_TRACE(path);
       ASSERT_OK_AND_ASSIGN(const FilePtr file, OpenPath(*view, path));
+      const auto prove = [&](const VirtualFile::Proceed& proceed = {}) -> Status {
+        TENSORMOUNT_ASSIGN_OR_RETURN(const VirtualFile::Backing backing, file->OpenBacking());
+        return file->Prove(backing, proceed);
+      };
+      const auto proof = [&] { return file->ProofOf(file->OpenBacking().value()).value(); };
+      EXPECT_TRUE(proof().hashed);
+      EXPECT_EQ(proof().left, file->size());
       int asked = 0;
-      const auto second = [&] { return ++asked == 2; };
       if (std::string(path) == "tensors/big") {
-        EXPECT_THAT(file->VerifyWhole(second), HasCode(Code::kCancelled));
+        const auto second = [&](std::uint64_t done) { return done < (1u << 20); };
+        EXPECT_THAT(prove(second), HasCode(Code::kCancelled));
+        EXPECT_FALSE(proof().whole);
+        EXPECT_EQ(proof().left, file->size() - (1u << 20));
       }
-      EXPECT_OK(file->VerifyWhole({}));
-      // Once seen good it is not read again by the same mount; another one reads it.
+      EXPECT_OK(prove());
+      EXPECT_TRUE(proof().whole);
+      EXPECT_EQ(proof().left, 0u);
+      // Once seen good it is not read again, until the file changes.
+      EXPECT_OK(prove([&](std::uint64_t) { return ++asked == 0; }));
+      EXPECT_EQ(asked, 0);
       flip(part);
-      EXPECT_OK(file->VerifyWhole({}));
-      ASSERT_OK_AND_ASSIGN(const ViewPtr other, OpenView(folder, verify));
-      ASSERT_OK_AND_ASSIGN(const FilePtr bad, OpenPath(*other, path));
-      for (int i = 0; i < 2; ++i) {
-        const Status found = bad->VerifyWhole({});
-        EXPECT_EQ(found.ToErrno(), EIO);
-      }
+      EXPECT_FALSE(proof().whole);
+      for (int i = 0; i < 2; ++i) EXPECT_EQ(prove().ToErrno(), EIO);
       std::string damaged = part;
-      damaged[0] = static_cast<char>(damaged[0] ^ 0x10);
+      damaged[0] = static_cast<char>(damaged[0] ^ 0x40);
       flip(damaged);
-      EXPECT_OK(bad->VerifyWhole({}));  // What failed was not taken for good.
+      EXPECT_OK(prove());  // What failed was not taken for good.
     }
   }
 }

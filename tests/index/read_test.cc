@@ -16,7 +16,7 @@ namespace tensormount {
 namespace {
 
 constexpr ReadVerify kModes[] = {ReadVerify::kOff, ReadVerify::kWholeLeaves,
-                                 ReadVerify::kExtendLeaves};
+                                 ReadVerify::kExtendLeaves, ReadVerify::kOnce};
 
 // What is not on this machine's disk: reads never map.
 class Undescribed : public ObservedFileSystem {
@@ -61,7 +61,8 @@ void CompareWithOracle(Random& random, const OpenedCheckpoint& opened, const Bui
       for (const Region& region : mine) {
         // Where they lie: all of them in order, or none at all.
         ASSERT_OK_AND_ASSIGN(const Region cells, ByteRegion(tensor.dtype, tensor.shape, region));
-        ASSERT_OK_AND_ASSIGN(const auto placed, opened.MapPlaced(entry, PlacePacked(cells, 0)));
+        ASSERT_OK_AND_ASSIGN(const auto placed,
+                             opened.MapPlaced(entry, PlacePacked(cells, 0), ReadVerify::kOff));
         if (!placed.empty()) {
           ASSERT_EQ(Joined(placed), OracleBytes(tensor, region)) << tensor.key << region.ToString();
         }
@@ -95,11 +96,11 @@ void CompareWithOracle(Random& random, const OpenedCheckpoint& opened, const Bui
       const auto n = static_cast<std::size_t>(random.Int(0, size - static_cast<std::int64_t>(at)));
       std::string got(n, '?');
       ReadStats stats;
-      ASSERT_OK(opened.ReadBytes(entry, at, got.data(), n, kModes[i % 3], &stats));
+      ASSERT_OK(opened.ReadBytes(entry, at, got.data(), n, kModes[i % 4], &stats));
       ASSERT_EQ(got, tensor.bytes.substr(at, n)) << tensor.key << " " << at << "+" << n;
       ASSERT_EQ(stats.bytes_wanted, n);
       // The bytes where they lie: all of them, or none at all.
-      ASSERT_OK_AND_ASSIGN(const auto mapped, opened.MapBytes(entry, at, n));
+      ASSERT_OK_AND_ASSIGN(const auto mapped, opened.MapBytes(entry, at, n, ReadVerify::kOff));
       if (mapped.empty()) continue;
       ASSERT_EQ(Joined(mapped), tensor.bytes.substr(at, n)) << tensor.key << " " << at << "+" << n;
     }
@@ -142,20 +143,20 @@ TEST(Read, ColumnHalvesAreScatteredAndRowsAreMapped) {
                        OpenedCheckpoint::Open(HostFileSystem(), dir.Join("c"), {}));
   CompareWithOracle(random, *opened, spec, 40);
   ASSERT_OK_AND_ASSIGN(const TensorEntry rows, opened->index().Find("r"));
-  ASSERT_OK_AND_ASSIGN(const auto mapped, opened->MapBytes(rows, 100, 400000));
+  ASSERT_OK_AND_ASSIGN(const auto mapped, opened->MapBytes(rows, 100, 400000, ReadVerify::kOff));
   EXPECT_EQ(mapped.size(), 2u);
   ASSERT_OK_AND_ASSIGN(const TensorEntry columns, opened->index().Find("c"));
-  ASSERT_OK_AND_ASSIGN(const auto strided, opened->MapBytes(columns, 0, 400000));
+  ASSERT_OK_AND_ASSIGN(const auto strided, opened->MapBytes(columns, 0, 400000, ReadVerify::kOff));
   EXPECT_TRUE(strided.empty());
   // Past the end nothing is mapped, and a file cut short is not either.
-  ASSERT_OK_AND_ASSIGN(const auto past, opened->MapBytes(rows, 524288, 1));
+  ASSERT_OK_AND_ASSIGN(const auto past, opened->MapBytes(rows, 524288, 1, ReadVerify::kOff));
   EXPECT_TRUE(past.empty());
   for (const FileRecord& file : opened->index().files()) {
     const std::string path = dir.Join("c/") + file.name;
     ASSERT_EQ(chmod(path.c_str(), 0644), 0);
     ASSERT_EQ(truncate(path.c_str(), 100), 0);
   }
-  ASSERT_OK_AND_ASSIGN(const auto cut, opened->MapBytes(rows, 100, 400000));
+  ASSERT_OK_AND_ASSIGN(const auto cut, opened->MapBytes(rows, 100, 400000, ReadVerify::kOff));
   EXPECT_TRUE(cut.empty());
 }
 

@@ -104,6 +104,20 @@ void WriteWholeFile(const std::string& path, std::string_view bytes) {
   if (close(fd) != 0) Die("close", path);
 }
 
+void FlipByte(const std::string& path, std::uint64_t offset) {
+  struct stat before;
+  if (stat(path.c_str(), &before) != 0 || chmod(path.c_str(), 0600) != 0) Die("chmod", path);
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) Die("open", path);
+  char byte = 0;
+  if (pread(fd, &byte, 1, static_cast<off_t>(offset)) != 1) Die("read", path);
+  byte = static_cast<char>(byte ^ 0x40);
+  if (pwrite(fd, &byte, 1, static_cast<off_t>(offset)) != 1) Die("write", path);
+  const timespec times[2] = {before.st_atim, before.st_mtim};
+  if (fchmod(fd, before.st_mode & 07777) != 0 || futimens(fd, times) != 0) Die("restore", path);
+  if (close(fd) != 0) Die("close", path);
+}
+
 void RemoveTree(const std::string& path) {
   struct stat st;
   if (lstat(path.c_str(), &st) != 0) return;

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_TESTS_SUPPORT_TEMP_DIR_H_
 #define TENSORMOUNT_TESTS_SUPPORT_TEMP_DIR_H_
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -31,6 +32,8 @@ class TempDir {
 // failure.
 std::string ReadWholeFile(const std::string& path);
 void WriteWholeFile(const std::string& path, std::string_view bytes);
+// XORs one byte with 0x40, in place; mode and modification time stay.
+void FlipByte(const std::string& path, std::uint64_t offset);
 
 // Removes a tree without following symbolic links or entering other file systems.
 void RemoveTree(const std::string& path);

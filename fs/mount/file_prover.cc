@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fs/mount/file_prover.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <thread>
+#include <unistd.h>
+#include <unordered_map>
+
+namespace tensormount::fs {
+namespace {
+
+// Linux: what a thread waits for at the disk comes after what all others wait for.
+constexpr int kIoprioWhoThread = 1;
+constexpr int kIoprioIdle = 3 << 13;
+
+// The calling thread's. Where the kernel refuses it is as important as any other.
+void GiveWay() {
+  (void)setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), 19);
+  (void)syscall(SYS_ioprio_set, kIoprioWhoThread, 0, kIoprioIdle);
+}
+
+int PercentOf(std::uint64_t done, std::uint64_t all) {
+  return all == 0 ? 100
+                  : static_cast<int>(static_cast<double>(done) * 100 / static_cast<double>(all));
+}
+
+}  // namespace
+
+struct FileProver::Core {
+  struct Task {
+    NodeId node = 0;
+    std::shared_ptr<const VirtualFile> file;
+    std::uint64_t done = 0;  // Bytes.
+  };
+
+  explicit Core(Hooks h) : hooks(std::move(h)) {}
+
+  // Runs on the thread.
+  void Work();
+  // One task, under no lock.
+  Status Prove(const Task& task, FileStamp& stamp);
+  bool GoOn(NodeId node, std::uint64_t done);
+
+  const Hooks hooks;
+  mutable std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<Task> tasks;  // The first one is at its turn.
+  std::unordered_map<NodeId, FileStamp> damaged;
+  std::uint64_t proven = 0;
+  std::uint64_t bad = 0;
+  bool started = false;
+  bool stopping = false;
+  bool ended = false;
+};
+
+bool FileProver::Core::GoOn(NodeId node, std::uint64_t done) {
+  {
+    const std::lock_guard lock(mutex);
+    if (stopping) return false;
+    tasks.front().done = std::max(tasks.front().done, done);
+  }
+  return !hooks.wanted || hooks.wanted(node);
+}
+
+Status FileProver::Core::Prove(const Task& task, FileStamp& stamp) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const VirtualFile::Backing backing, task.file->OpenBacking());
+  stamp = FileStamp::Of(backing.info);
+  return task.file->Prove(backing, [&](std::uint64_t done) { return GoOn(task.node, done); });
+}
+
+void FileProver::Core::Work() {
+  GiveWay();
+  std::unique_lock lock(mutex);
+  while (true) {
+    changed.wait(lock, [&] { return stopping || !tasks.empty(); });
+    if (stopping) break;
+    Task task = tasks.front();
+    lock.unlock();
+    FileStamp stamp;
+    Status status;
+    try {
+      status = Prove(task, stamp);
+    } catch (const std::exception& e) {
+      status = Status(Code::kInternal, task.file->label() + ": " + e.what());
+    }
+    // What becomes of others, and of files that change, shows at their next open.
+    const bool tell = !status.ok() && status.code() != Code::kCancelled &&
+                      status.code() != Code::kUnavailable && status.code() != Code::kStale;
+    if (tell && hooks.report) hooks.report(*task.file, status);
+    lock.lock();
+    tasks.pop_front();
+    if (status.ok()) {
+      ++proven;
+      damaged.erase(task.node);
+    }
+    if (status.code() == Code::kDataLoss) {
+      ++bad;
+      damaged[task.node] = stamp;
+    }
+    lock.unlock();
+    task.file.reset();  // Its checkpoint may be let go of here.
+    lock.lock();
+  }
+  tasks.clear();
+  ended = true;
+  changed.notify_all();
+}
+
+FileProver::FileProver(Hooks hooks) : core_(std::make_shared<Core>(std::move(hooks))) {}
+
+void FileProver::Stop() {
+  const std::lock_guard lock(core_->mutex);
+  core_->stopping = true;
+  core_->changed.notify_all();
+}
+
+bool FileProver::idle() const {
+  const std::lock_guard lock(core_->mutex);
+  return !core_->started || core_->ended;
+}
+
+FileProver::~FileProver() {
+  Stop();
+  std::unique_lock lock(core_->mutex);
+  core_->changed.wait(lock, [&] { return !core_->started || core_->ended; });
+}
+
+void FileProver::Add(NodeId node, std::shared_ptr<const VirtualFile> file,
+                     const VirtualFile::Proof& proof) {
+  const std::lock_guard lock(core_->mutex);
+  if (core_->stopping || core_->tasks.size() >= kMostWaiting) return;
+  for (const Core::Task& task : core_->tasks) {
+    if (task.node == node) return;
+  }
+  const auto known = core_->damaged.find(node);
+  if (known != core_->damaged.end() && known->second == proof.stamp) return;
+  const std::uint64_t done = file->size() - std::min(file->size(), proof.left);
+  core_->tasks.push_back({node, std::move(file), done});
+  core_->changed.notify_all();
+  if (core_->started) return;
+  core_->started = true;
+  std::thread([core = core_] { core->Work(); }).detach();
+}
+
+bool FileProver::FoundDamaged(NodeId node, const FileStamp& stamp) const {
+  const std::lock_guard lock(core_->mutex);
+  const auto known = core_->damaged.find(node);
+  return known != core_->damaged.end() && known->second == stamp;
+}
+
+std::optional<int> FileProver::Percent(NodeId node) const {
+  const std::lock_guard lock(core_->mutex);
+  for (const Core::Task& task : core_->tasks) {
+    if (task.node == node) return PercentOf(task.done, task.file->size());
+  }
+  return std::nullopt;
+}
+
+FileProver::Load FileProver::load() const {
+  const std::lock_guard lock(core_->mutex);
+  Load load{.proven = core_->proven, .damaged = core_->bad};
+  if (!core_->tasks.empty()) {
+    const Core::Task& first = core_->tasks.front();
+    load.file = first.file->label();
+    load.percent = PercentOf(first.done, first.file->size());
+    load.waiting = core_->tasks.size() - 1;
+  }
+  return load;
+}
+
+}  // namespace tensormount::fs

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_MOUNT_FILE_PROVER_H_
+#define TENSORMOUNT_FS_MOUNT_FILE_PROVER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "tensormount/status.h"
+
+#include "fs/node.h"
+#include "fs/views/virtual_file.h"
+
+namespace tensormount::fs {
+
+// Compares files with their hashes, one after the other, on one thread that gives way to everything
+// else on the machine. The thread begins with the first file, with the signal mask of who adds it.
+// Thread-safe.
+class FileProver {
+ public:
+  // Files that wait. More are not taken: they come again with their next open.
+  static constexpr std::size_t kMostWaiting = 1024;
+
+  struct Hooks {
+    // Whether the file is still of use (its checkpoint was not removed); empty: yes.
+    std::function<bool(NodeId)> wanted = {};
+    // What is wrong with a file, told once.
+    std::function<void(const VirtualFile&, const Status&)> report = {};
+  };
+  explicit FileProver(Hooks hooks);
+  // Waits for the thread: ask idle() first where storage may hold it.
+  ~FileProver();
+  // Tells the thread to end between two steps of 1 MiB.
+  void Stop();
+  bool idle() const;  // It has ended, or never began.
+
+  // Takes a file, unless it waits already, or was found damaged as it is now. `proof`: of now.
+  void Add(NodeId node, std::shared_ptr<const VirtualFile> file, const VirtualFile::Proof& proof);
+  // Whether it was found damaged in this state.
+  bool FoundDamaged(NodeId node, const FileStamp& stamp) const;
+  // How much of a file that waits or is at its turn was proven; nothing for others.
+  std::optional<int> Percent(NodeId node) const;
+
+  struct Load {
+    std::string file;  // At its turn; empty: none.
+    int percent = 0;
+    std::size_t waiting = 0;
+    std::uint64_t proven = 0;   // Files.
+    std::uint64_t damaged = 0;  // Files.
+  };
+  Load load() const;
+
+ private:
+  struct Core;
+  std::shared_ptr<Core> core_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_MOUNT_FILE_PROVER_H_

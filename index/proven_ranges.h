@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_PROVEN_RANGES_H_
+#define TENSORMOUNT_INDEX_PROVEN_RANGES_H_
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/file_system.h"
+
+namespace tensormount {
+
+class OpenDataFile;
+
+// The state that a file is in. As long as it stays the same nobody has written to the file; the
+// reverse does not hold (a hard link changes it).
+struct FileStamp {
+  std::uint64_t device = 0, inode = 0, size = 0;
+  std::int64_t modified_seconds = 0, modified_nanoseconds = 0;
+  std::int64_t changed_seconds = 0, changed_nanoseconds = 0;
+  static FileStamp Of(const FileInfo& info);
+  // How long it may take until it is Settled().
+  static constexpr std::chrono::milliseconds kSettles{3000};
+  // Whether a write from now on would show. File systems keep times in steps: of what was changed a
+  // moment ago, another change may leave all as it is.
+  bool Settled() const;
+  friend bool operator==(const FileStamp&, const FileStamp&) = default;
+};
+
+// Which bytes of one checkpoint's data files were compared with their hashes, and in what state
+// each file was then: known only while it stays in that. Kept by whoever wants it to outlive the
+// opened checkpoint. Thread-safe.
+class ProvenRanges {
+ public:
+  // Runs of bytes that are kept for all files together, 48 bytes each. What does not fit is proven
+  // again by the next read; neighbours are one run, so that files that were read whole always fit.
+  static constexpr std::size_t kMaxRanges = std::size_t{1} << 17;
+
+  // Whether all of bytes [begin, end) of data file number `file` were found good, which is in state
+  // `now`.
+  bool Hold(std::uint32_t file, const FileStamp& now, std::uint64_t begin, std::uint64_t end) const;
+  // They were, and the file was in state `then`, settled, from before they were read to after.
+  void Add(std::uint32_t file, const FileStamp& then, std::uint64_t begin, std::uint64_t end);
+  // How many bytes of it were found good.
+  std::uint64_t Bytes(std::uint32_t file, const FileStamp& now) const;
+
+ private:
+  struct File {
+    FileStamp stamp;
+    std::map<std::uint64_t, std::uint64_t> ranges;  // Begin to end; apart from each other.
+    std::uint64_t bytes = 0;
+  };
+  mutable std::shared_mutex mutex_;
+  std::unordered_map<std::uint32_t, File> files_;
+  std::size_t ranges_ = 0;
+};
+
+// What one read that proves bytes once (ReadVerify::kOnce) knows of the file that it is at. For one
+// call; not thread-safe.
+class ProvingRead {
+ public:
+  explicit ProvingRead(ProvenRanges& proven) : proven_(proven) {}
+  ProvingRead(const ProvingRead&) = delete;
+  ProvingRead& operator=(const ProvingRead&) = delete;
+
+  // The read goes on in this file.
+  void Enter(std::uint32_t number, std::shared_ptr<OpenDataFile> file);
+  // Whether bytes of it need not be compared.
+  bool Hold(std::uint64_t begin, std::uint64_t end) const;
+  // Bytes of it were compared and are good.
+  void Found(std::uint64_t begin, std::uint64_t end);
+  // The read is over. False where a file changed while bytes of it were taken for good: these must
+  // be read and compared again.
+  bool End();
+
+ private:
+  void Leave();
+
+  ProvenRanges& proven_;
+  std::uint32_t number_ = 0;
+  std::shared_ptr<OpenDataFile> file_;  // Null: none, or its state is not known.
+  FileStamp stamp_;
+  bool settled_ = false;  // When it was taken.
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> found_;
+  bool changed_ = false;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_PROVEN_RANGES_H_

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reads that compare bytes with their hashes once, and again when their file has changed.
+#include <sys/stat.h>
+#include <thread>
+
+#include "base/deadline.h"
+#include "index/checkpoint.h"
+#include "index/proven_ranges.h"
+#include "tests/index/checkpoint_builder.h"
+#include "tests/support/random.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace tensormount {
+namespace {
+
+FileStamp StampAt(std::uint64_t inode) {
+  return {.device = 1, .inode = inode, .size = 4000, .changed_seconds = 1000};
+}
+
+TEST(ProvenRanges, AgreeWithABitForEachByte) {
+  Random random(TestSeed());
+  ProvenRanges ranges;
+  constexpr std::size_t kBytes = 400;
+  std::vector<bool> good(kBytes, false);
+  std::uint64_t inode = 1;
+  for (int i = 0; i < TestScale(4000); ++i) {
+    const auto begin = static_cast<std::size_t>(random.Int(0, kBytes));
+    const auto end = static_cast<std::size_t>(
+        random.Int(static_cast<std::int64_t>(begin),
+                   std::min<std::int64_t>(kBytes, static_cast<std::int64_t>(begin) + 40)));
+    if (random.OneIn(100)) {  // The file changed.
+      ++inode;
+      ASSERT_FALSE(ranges.Hold(7, StampAt(inode), begin, begin + 1));
+      good.assign(kBytes, false);
+    }
+    ranges.Add(7, StampAt(inode), begin, end);
+    std::fill(good.begin() + static_cast<std::ptrdiff_t>(begin),
+              good.begin() + static_cast<std::ptrdiff_t>(end), true);
+    ASSERT_EQ(ranges.Bytes(7, StampAt(inode)),
+              static_cast<std::uint64_t>(std::count(good.begin(), good.end(), true)));
+    ASSERT_EQ(ranges.Bytes(7, StampAt(inode + 1)), 0u);
+    const auto from = static_cast<std::size_t>(random.Int(0, kBytes - 1));
+    const auto to =
+        static_cast<std::size_t>(random.Int(static_cast<std::int64_t>(from) + 1, kBytes));
+    const bool all =
+        std::all_of(good.begin() + static_cast<std::ptrdiff_t>(from),
+                    good.begin() + static_cast<std::ptrdiff_t>(to), [](bool g) { return g; });
+    ASSERT_EQ(ranges.Hold(7, StampAt(inode), from, to), all) << from << " " << to;
+    ASSERT_FALSE(ranges.Hold(8, StampAt(inode), from, to));
+  }
+}
+
+TEST(ProvenRanges, AreBounded) {
+  ProvenRanges ranges;
+  const FileStamp stamp = StampAt(1);
+  for (std::uint64_t i = 0; i < ProvenRanges::kMaxRanges + 10; ++i) {
+    ranges.Add(0, stamp, 10 * i, 10 * i + 5);
+  }
+  const std::uint64_t last = 10 * (ProvenRanges::kMaxRanges + 9);
+  EXPECT_TRUE(ranges.Hold(0, stamp, 0, 5));
+  EXPECT_FALSE(ranges.Hold(0, stamp, last, last + 5));
+  // What joins others always fits.
+  ranges.Add(0, stamp, 0, last + 5);
+  EXPECT_TRUE(ranges.Hold(0, stamp, 0, last + 5));
+  ranges.Add(1, stamp, 0, 5);
+  EXPECT_TRUE(ranges.Hold(1, stamp, 0, 5));
+}
+
+TEST(FileStamp, IsSettledOnceAnotherChangeWouldShow) {
+  TempDir dir;
+  const std::string path = dir.Join("f");
+  WriteWholeFile(path, "1");
+  const auto stamp = [&] { return FileStamp::Of(HostFileSystem().Stat(path).value()); };
+  EXPECT_FALSE(stamp().Settled());
+  const Deadline deadline = Deadline::After(FileStamp::kSettles);
+  while (!stamp().Settled() && !deadline.Passed()) std::this_thread::yield();
+  const FileStamp before = stamp();
+  ASSERT_TRUE(before.Settled());
+  WriteWholeFile(path, "2");
+  EXPECT_NE(stamp(), before);
+  FileStamp odd = before;
+  odd.changed_seconds = INT64_MAX;
+  EXPECT_TRUE(odd.Settled());
+  odd.changed_seconds = INT64_MIN;
+  EXPECT_TRUE(odd.Settled());
+}
+
+class ReadOnce : public testing::Test {
+ protected:
+  void SetUp() override {
+    Random random(TestSeed());
+    for (const char* key : {"a", "b"}) {
+      RandomTensor tensor{.key = key, .dtype = DType::kU8, .shape = {300, 1000}, .bytes = {}};
+      tensor.bytes = random.Bytes(300 * 1000);
+      spec_.tensors.push_back(std::move(tensor));
+    }
+    const auto columns = [](std::int64_t from, std::int64_t to) {
+      return Region(Box::Make({0, from}, {300, to - from}).value());
+    };
+    const auto rows = [](std::int64_t from, std::int64_t to) {
+      return Region(Box::Make({from, 0}, {to - from, 1000}).value());
+    };
+    spec_.partitions = {{{columns(0, 377)}, {columns(377, 1000)}},
+                        {{rows(0, 101)}, {rows(101, 300)}}};
+    spec_.objects = {{.key = "o", .bytes = random.Bytes(200'000)}};
+    ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir_.Join("c"), spec_));
+    ASSERT_OK_AND_ASSIGN(opened_, OpenedCheckpoint::Open(HostFileSystem(), dir_.Join("c"), {}));
+    for (const FileRecord& file : opened_->index().files()) {
+      files_.push_back(dir_.Join("c/" + file.name));
+    }
+  }
+  // Waits until no file's state is of a moment ago.
+  void Settle() const {
+    for (const std::string& path : files_) {
+      const Deadline deadline = Deadline::After(FileStamp::kSettles);
+      while (!FileStamp::Of(HostFileSystem().Stat(path).value()).Settled() && !deadline.Passed()) {
+        std::this_thread::yield();
+      }
+    }
+  }
+  TempDir dir_;
+  BuildSpec spec_;
+  std::shared_ptr<OpenedCheckpoint> opened_;
+  std::vector<std::string> files_;
+};
+
+// Reads of every kind beside damage that comes and goes, often within one tick of the clock: what
+// is handed out is always right, and nothing is refused while all is whole.
+TEST_F(ReadOnce, NoChangeGoesUnseen) {
+  Random random(TestSeed() + 1);
+  std::vector<std::pair<std::string, std::uint64_t>> damage;
+  int failed = 0;
+  int good = 0;
+  for (int i = 0; i < TestScale(600); ++i) {
+    if (random.OneIn(25)) Settle();
+    if (random.OneIn(6)) {
+      const std::string& path = random.Pick(files_);
+      const auto size = static_cast<std::int64_t>(HostFileSystem().Stat(path).value().size);
+      damage.emplace_back(path, static_cast<std::uint64_t>(random.Int(0, size - 1)));
+      FlipByte(damage.back().first, damage.back().second);
+    } else if (!damage.empty() && random.OneIn(2)) {
+      FlipByte(damage.back().first, damage.back().second);
+      damage.pop_back();
+    }
+    const RandomTensor& tensor = random.Pick(spec_.tensors);
+    ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened_->index().Find(tensor.key));
+    Status status;
+    if (random.OneIn(3)) {
+      const Dims begin{random.Int(0, 299), random.Int(0, 999)};
+      const Dims extent{random.Int(1, 300 - begin[0]), random.Int(1, 1000 - begin[1])};
+      const Region region(Box::Make(begin, extent).value());
+      ShardMemory out = MakeShardMemory(random, tensor, region, false);
+      status = opened_->Read(entry, region, out.view, ReadVerify::kOnce, nullptr, nullptr);
+      if (status.ok()) {
+        ASSERT_EQ(CellsOf(tensor, out), OracleBytes(tensor, region));
+      }
+    } else if (random.OneIn(3)) {
+      ASSERT_OK_AND_ASSIGN(const auto parts, opened_->index().ObjectParts("o"));
+      const auto at = static_cast<std::size_t>(random.Int(0, 199'999));
+      const auto n =
+          static_cast<std::size_t>(random.Int(1, static_cast<std::int64_t>(200'000 - at)));
+      std::string got(n, '?');
+      status = opened_->ReadObject(parts[0], at, got.data(), n, ReadVerify::kOnce);
+      if (status.ok()) {
+        ASSERT_EQ(got, spec_.objects[0].bytes.substr(at, n));
+      }
+    } else {
+      const auto at = static_cast<std::size_t>(random.Int(0, 299'999));
+      const auto n =
+          static_cast<std::size_t>(random.Int(1, static_cast<std::int64_t>(300'000 - at)));
+      ASSERT_OK_AND_ASSIGN(const auto mapped, opened_->MapBytes(entry, at, n, ReadVerify::kOnce));
+      std::string in_place;
+      for (const auto& piece : mapped) {
+        in_place.append(reinterpret_cast<const char*>(piece.data), piece.size);
+      }
+      if (!mapped.empty()) {
+        ASSERT_EQ(in_place, tensor.bytes.substr(at, n));
+      }
+      std::string got(n, '?');
+      status = opened_->ReadBytes(entry, at, got.data(), n, ReadVerify::kOnce, nullptr);
+      if (status.ok()) {
+        ASSERT_EQ(got, tensor.bytes.substr(at, n));
+      }
+    }
+    if (damage.empty()) {
+      ASSERT_OK(status);
+    }
+    ++(status.ok() ? good : failed);
+  }
+  EXPECT_GT(failed, 0);
+  EXPECT_GT(good, 0);
+}
+
+TEST_F(ReadOnce, WhatIsProvenIsReadWithoutItsHashes) {
+  ASSERT_OK_AND_ASSIGN(const TensorEntry rows, opened_->index().Find("b"));
+  std::string all(300'000, '?');
+  Settle();
+  EXPECT_TRUE(opened_->MapBytes(rows, 0, 101'000, ReadVerify::kOnce).value().empty());
+  ReadStats first;
+  ASSERT_OK(opened_->ReadBytes(rows, 0, all.data(), all.size(), ReadVerify::kOnce, &first));
+  EXPECT_EQ(first.bytes_by_leaf, all.size());
+  ReadStats second;
+  ASSERT_OK(opened_->ReadBytes(rows, 0, all.data(), all.size(), ReadVerify::kOnce, &second));
+  EXPECT_EQ(second.bytes_by_leaf, 0u);
+  EXPECT_FALSE(opened_->MapBytes(rows, 0, 101'000, ReadVerify::kOnce).value().empty());
+  EXPECT_TRUE(opened_->MapBytes(rows, 0, 101'000, ReadVerify::kExtendLeaves).value().empty());
+  // Its own, not its neighbours'.
+  ASSERT_OK_AND_ASSIGN(const TensorEntry columns, opened_->index().Find("a"));
+  ReadStats other;
+  ASSERT_OK(opened_->ReadBytes(columns, 5, all.data(), 10, ReadVerify::kOnce, &other));
+  EXPECT_EQ(other.bytes_by_leaf, 10u);
+}
+
+// A damaged file that is restored by another one of its name serves again, without a new open.
+TEST_F(ReadOnce, AGoodCopyInThePlaceOfADamagedFileIsFound) {
+  ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened_->index().Find("a"));
+  std::string got(300'000, '?');
+  std::string damaged;
+  for (const std::string& path : files_) {
+    const std::string bytes = ReadWholeFile(path);
+    const std::size_t at = bytes.find(spec_.tensors[0].bytes.substr(0, 64));
+    if (at == std::string::npos) continue;
+    damaged = path;
+    WriteWholeFile(path + ".copy", bytes);
+    FlipByte(path, at + 10);
+  }
+  ASSERT_NE(damaged, "");
+  const auto read = [&] {
+    return opened_->ReadBytes(entry, 0, got.data(), got.size(), ReadVerify::kOnce, nullptr);
+  };
+  EXPECT_THAT(read(), HasCode(Code::kDataLoss));
+  ASSERT_EQ(rename((damaged + ".copy").c_str(), damaged.c_str()), 0);
+  EXPECT_OK(read());
+  EXPECT_EQ(got, spec_.tensors[0].bytes);
+}
+
+}  // namespace
+}  // namespace tensormount
