@@ -7,6 +7,7 @@
 #include "index/foreign_file.h"
 #include "index/memory_table.h"
 #include "index/proven_ranges.h"
+#include "index/rebuild.h"
 #include "index/store_layout.h"
 
 namespace tensormount {
@@ -151,7 +152,7 @@ std::string OpenedCheckpoint::AccessPath(std::uint32_t file) const {
 
 Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
-  if (record.placement != Placement::kForeign) return fs_->OpenReadBelow(*pinned_, record.name);
+  if (record.placement != Placement::kForeign) return OpenListedFile(*fs_, *pinned_, record.name);
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> opened,
                                OpenForeignFile(*fs_, *foreign_base_, record, has_commit_));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, opened->Stat());

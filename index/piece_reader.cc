@@ -6,6 +6,7 @@
 #include "base/checked.h"
 #include "base/mapping.h"
 #include "index/manifest.h"
+#include "index/rebuild.h"
 #include "index/region_reader.h"
 #include "shard/leaf_hash.h"
 
@@ -77,11 +78,7 @@ Status PieceReader::OpenFile() {
   if (file_) return Status();
   Result<std::shared_ptr<OpenDataFile>> file = files_.Open(checkpoint_, where_.file);
   if (file.status().code() == Code::kNotFound) {
-    const FileRecord& record = checkpoint_.index().files()[where_.file];
-    return Status(Code::kDataLoss, Name() + ": " +
-                                       (record.placement == Placement::kForeign
-                                            ? file.status().message()
-                                            : record.name + ": the file is missing"));
+    return Status(Code::kDataLoss, Name() + ": " + file.status().message());  // A foreign one.
   }
   if (!file.ok()) return file.status().WithContext(Name());
   file_ = std::move(file).value();
@@ -111,7 +108,7 @@ Status PieceReader::LoadLeaves() {
   const std::string& name = checkpoint_.index().manifests()[where_.manifest];
   const std::string path = JoinPath(checkpoint_.directory(), name);
   Result<std::shared_ptr<OpenDataFile>> manifest = files_.Open(
-      path, [&] { return files_.fs.OpenReadBelow(checkpoint_.pinned_directory(), name); });
+      path, [&] { return OpenListedFile(files_.fs, checkpoint_.pinned_directory(), name); });
   if (!manifest.ok()) return bad(manifest.status());
   Result<std::vector<Hash128>> leaves =
       ReadManifestLeaves(manifest.value()->file(), where_.first_leaf, count);

@@ -1,22 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index/rebuild.h"
 
+#include <cerrno>
+
 #include "base/errors.h"
 
 namespace tensormount {
 
+Result<std::unique_ptr<File>> OpenListedFile(FileSystem& fs, const std::string& directory,
+                                             const std::string& name) {
+  Result<std::unique_ptr<File>> file = fs.OpenReadBelow(directory, name);
+  const Status& status = file.status();
+  if (status.code() == Code::kNotFound) return DataLoss(name, "the file is missing");
+  // A folder, a link (also in the place of a folder above), a FIFO, a socket.
+  if (status.code() == Code::kInvalidArgument || (!status.ok() && status.ToErrno() == ENXIO)) {
+    return DataLoss(name, "something else stands in its place: " + status.message());
+  }
+  return file;
+}
+
 Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory,
                                     const CommitRecord::Entry& entry) {
-  Result<std::unique_ptr<File>> file = fs.OpenReadBelow(directory, entry.name);
-  if (file.status().code() == Code::kNotFound) return DataLoss(entry.name, "the file is missing");
-  TENSORMOUNT_RETURN_IF_ERROR(file.status());
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.value()->Stat());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file,
+                               OpenListedFile(fs, directory, entry.name));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
   if (info.size != entry.length) {
     return DataLoss(entry.name, std::to_string(info.size) + " bytes, " +
                                     std::to_string(entry.length) + " expected");
   }
   std::string bytes(static_cast<std::size_t>(entry.length), '\0');
-  TENSORMOUNT_RETURN_IF_ERROR(file.value()->ReadExactAt(0, bytes.data(), bytes.size()));
+  TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(0, bytes.data(), bytes.size()));
   if (Xxh3(bytes) != entry.hash) return DataLoss(entry.name, "checksum differs");
   return DecodeManifest(bytes, entry.name);
 }

@@ -13,6 +13,11 @@
 
 namespace tensormount {
 
+// Opens a file of a checkpoint of ours that COMMIT lists, below its folder `directory`; no symlink
+// is followed. kDataLoss "data/x: the file is missing", or that something else stands in its place;
+// other codes where it could not be opened, which says nothing about it.
+Result<std::unique_ptr<File>> OpenListedFile(FileSystem& fs, const std::string& directory,
+                                             const std::string& name);
 // A manifest that COMMIT lists, checked against its entry. kDataLoss.
 Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory,
                                     const CommitRecord::Entry& entry);

@@ -33,8 +33,7 @@ class CheckpointVerifier {
     CheckManifests();
     TENSORMOUNT_RETURN_IF_ERROR(CheckIndex());
     CheckDataFiles();
-    TENSORMOUNT_RETURN_IF_ERROR(unread_);
-    if (content_) {
+    if (content_ && unread_.ok()) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, commit_file_->Stat());
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const ForeignBase base,
@@ -43,28 +42,22 @@ class CheckpointVerifier {
       report_.tensors = content_->tensors.size();
       for (const TensorContent& t : content_->tensors) report_.chunks += t.extents.size();
       if (!options_.quick) {
-        TENSORMOUNT_RETURN_IF_ERROR(
-            VerifyPieces(fs_, *pinned_, base, *content_, leaves_, options_, report_));
+        const Status pieces =
+            VerifyPieces(fs_, *pinned_, base, *content_, leaves_, options_, report_);
+        if (unread_.ok()) unread_ = pieces;
       }
     }
-    return std::move(report_);
+    return Concluded(std::move(report_), unread_);
   }
 
  private:
   // What could not be read: damage where the disk or the bytes say so; nothing is known where this
   // process has no descriptors or no permission.
   void Unreadable(const std::string& object, const std::string& file, const Status& status) {
-    switch (status.code()) {
-      case Code::kPermissionDenied:
-      case Code::kResourceExhausted:
-      case Code::kUnavailable:
-      case Code::kDeadlineExceeded:
-      case Code::kBusy:
-      case Code::kCancelled:
-        if (unread_.ok()) unread_ = status;
-        return;
-      default:
-        Damage(object, file, status.message());
+    if (ProvesDamage(status)) {
+      Damage(object, file, status.message());
+    } else if (unread_.ok()) {
+      unread_ = status;
     }
   }
   void Damage(std::string object, std::string file, std::string reason) {
@@ -231,7 +224,7 @@ class CheckpointVerifier {
         Damage(entry.name, entry.name, "the file is missing");
       } else if (!info.ok()) {
         Unreadable(entry.name, entry.name, info.status());
-      } else if (info.value().size != entry.length) {
+      } else if (info.value().kind == FileKind::kFile && info.value().size != entry.length) {
         Damage(entry.name, entry.name,
                std::to_string(info.value().size) + " bytes, " + std::to_string(entry.length) +
                    " expected");
@@ -244,7 +237,12 @@ class CheckpointVerifier {
     for (const FileRecord& file : content_->files) {
       if (file.placement != Placement::kForeign) continue;
       const Status opened = OpenForeignFile(fs_, base, file, true).status();
-      if (!opened.ok()) Damage(file.name, file.name, opened.message());
+      // A link that leads out of the source is PERMISSION_DENIED, too.
+      if (opened.code() == Code::kPermissionDenied) {
+        Damage(file.name, file.name, opened.message());
+      } else if (!opened.ok()) {
+        Unreadable(file.name, file.name, opened);
+      }
     }
   }
 

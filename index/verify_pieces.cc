@@ -12,6 +12,7 @@
 #include "index/content.h"
 #include "index/file_cache.h"
 #include "index/foreign_file.h"
+#include "index/rebuild.h"
 #include "index/stretch_read.h"
 #include "shard/leaf_hash.h"
 
@@ -70,7 +71,7 @@ class PieceVerifier {
       return a.file != b.file ? a.file < b.file : a.offset < b.offset;
     });
     for (VerifyReport::Damage& damage : damages_) report_.damages.push_back(std::move(damage));
-    return Status();
+    return unread_;
   }
 
  private:
@@ -113,6 +114,19 @@ class PieceVerifier {
          .file = piece.file < content_.files.size() ? content_.files[piece.file].name : "index",
          .offset = piece.offset + at,
          .reason = std::move(reason)});
+  }
+
+  // Its bytes from `at` on could not be had.
+  void Failed(const HashedPiece& piece, std::uint64_t at, const Status& status) {
+    if (!ProvesDamage(status)) {
+      std::lock_guard lock(mutex_);
+      if (unread_.ok()) unread_ = status.WithContext(piece.object);
+      return;
+    }
+    // The file is named already.
+    const std::string prefix = content_.files[piece.file].name + ": ";
+    const std::string_view why = status.message();
+    Damage(piece, at, std::string(why.starts_with(prefix) ? why.substr(prefix.size()) : why));
   }
 
   void Check(const Task& task, StretchReader& reader) {
@@ -187,14 +201,11 @@ class PieceVerifier {
     Result<std::shared_ptr<OpenDataFile>> file =
         foreign ? files_.Open("foreign/" + record.name,
                               [&] { return OpenForeignFile(files_.fs, base_, record, true); })
-                : files_.Open(JoinPath(directory_, record.name));
+                : files_.Open(JoinPath(directory_, record.name),
+                              [&] { return OpenListedFile(files_.fs, directory_, record.name); });
     if (!file.ok()) {
       // Of a foreign file that was said once for all of it.
-      if (!foreign) {
-        Damage(piece, 0,
-               file.status().code() == Code::kNotFound ? "the file is missing"
-                                                       : file.status().message());
-      }
+      if (!foreign) Failed(piece, 0, file.status());
       return std::nullopt;
     }
     StretchReader::Findings found;
@@ -214,7 +225,7 @@ class PieceVerifier {
       }
     }
     if (!read.ok()) {
-      Damage(piece, found.bytes, read.message());
+      Failed(piece, found.bytes, read);
       return std::nullopt;
     }
     if (!piece.has_hash) {
@@ -281,9 +292,32 @@ class PieceVerifier {
   std::uint64_t total_ = 0;
   std::mutex mutex_;
   std::vector<VerifyReport::Damage> damages_;
+  Status unread_;  // Why some piece was not checked.
 };
 
 }  // namespace
+
+bool ProvesDamage(const Status& status) {
+  switch (status.code()) {
+    case Code::kOk:
+    case Code::kPermissionDenied:
+    case Code::kResourceExhausted:
+    case Code::kUnavailable:
+    case Code::kDeadlineExceeded:
+    case Code::kBusy:
+    case Code::kCancelled:
+      return false;
+    default:
+      return true;
+  }
+}
+
+Result<VerifyReport> Concluded(VerifyReport report, const Status& unread) {
+  if (unread.ok()) return report;
+  if (report.damages.empty()) return unread;
+  report.warnings.push_back("not all could be checked: " + unread.message());
+  return report;
+}
 
 Status VerifyPieces(FileSystem& fs, const std::string& directory, const ForeignBase& base,
                     const Content& content,

@@ -12,11 +12,18 @@
 
 namespace tensormount {
 
+// Whether a failure to read something says that it is damaged. Where this process has no
+// descriptors or no permission, or the storage does not answer, nothing is known of it.
+bool ProvesDamage(const Status& status);
+// What a verification ends with: `unread` is why something was not checked (ok: everything was). An
+// error, unless there is damage, which is damage whatever else could not be looked at.
+Result<VerifyReport> Concluded(VerifyReport report, const Status& unread);
+
 // Reads every chunk, object part and extra piece of `content` on several threads, compares their
 // roots, and the digests of tensors of which every chunk was whole. `leaves`: leaf hashes by name
 // of manifest, to say which byte is wrong; where a manifest is not there, only the piece is named.
-// Adds damages and bytes to `report`. Fails where nothing could be checked.
-// `base`: what foreign files are opened below.
+// Adds damages and bytes to `report`. Fails where some piece could not be checked, after all
+// others. `base`: what foreign files are opened below.
 Status VerifyPieces(FileSystem& fs, const std::string& directory, const ForeignBase& base,
                     const Content& content,
                     const std::map<std::string, std::vector<Hash128>>& leaves,

@@ -13,6 +13,7 @@
 #include "index/adopt/foreign.h"
 #include "index/adopt/format.h"
 #include "index/adopt/zip_archive.h"
+#include "index/verify_pieces.h"
 
 namespace tensormount {
 namespace {
@@ -76,22 +77,27 @@ class ForeignVerifier {
       }
       ReadPieces();
     }
-    return std::move(report_);
+    return Concluded(std::move(report_), unread_);
   }
 
  private:
-  void Add(std::string object, std::string file, std::uint64_t offset, std::string reason) {
-    report_.damages.push_back({.object = std::move(object),
-                               .file = std::move(file),
-                               .offset = offset,
-                               .reason = std::move(reason)});
+  // It could not be read, or not as what it should be.
+  void Failed(std::string object, std::string file, std::uint64_t offset, const Status& status) {
+    if (ProvesDamage(status)) {
+      report_.damages.push_back({.object = std::move(object),
+                                 .file = std::move(file),
+                                 .offset = offset,
+                                 .reason = status.message()});
+    } else if (unread_.ok()) {
+      unread_ = status.WithContext(object);
+    }
   }
 
   // Finds its items, and notes what is to be read.
   Status Tensor(const TensorEntry& tensor) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto stored, opened_.index().Extents(tensor.ordinal));
     const auto found = opened_.Extents(tensor);
-    if (!found.ok()) Add("tensor " + tensor.meta.key(), {}, 0, found.status().message());
+    if (!found.ok()) Failed("tensor " + tensor.meta.key(), {}, 0, found.status());
     for (std::size_t i = 0; i < stored->size(); ++i) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, stored->At(i));
       // That an item is none is known by now: its bytes, of which there may be any number, say
@@ -142,7 +148,7 @@ class ForeignVerifier {
     auto file = opened_.OpenFile(number);
     if (!file.ok()) {
       for (std::size_t i = begin; i < end; ++i) {
-        Add(NameOf(pieces_[i]), name, pieces_[i].offset, file.status().message());
+        Failed(NameOf(pieces_[i]), name, pieces_[i].offset, file.status());
       }
       return;
     }
@@ -156,7 +162,7 @@ class ForeignVerifier {
       for (std::size_t i = begin; i < end; ++i) ReadPiece(open, i, name);
     }
     if (const Status still = opened_.CheckStill(number, open); !still.ok()) {
-      Add(NameOf(pieces_[begin]), name, 0, still.message());
+      Failed(NameOf(pieces_[begin]), name, 0, still);
     }
   }
 
@@ -167,7 +173,7 @@ class ForeignVerifier {
     const Result<ZipArchive> archive = ZipArchive::Read(file, where.offset, where.length);
     if (!archive.ok()) {
       // A file of many archives is none itself; an item has to be one.
-      if (where.item) Add(NameOf(where), name, where.offset, archive.status().message());
+      if (where.item) Failed(NameOf(where), name, where.offset, archive.status());
       return where.item;
     }
     for (const ZipEntry& entry : archive.value().entries()) {
@@ -180,10 +186,10 @@ class ForeignVerifier {
             entry.offset >= piece.offset + piece.length) {
           continue;
         }
-        Add(NameOf(piece), name, entry.offset, checked.message());
+        Failed(NameOf(piece), name, entry.offset, checked);
         owned = true;
       }
-      if (!owned) Add("archive entry " + entry.name, name, entry.offset, checked.message());
+      if (!owned) Failed("archive entry " + entry.name, name, entry.offset, checked);
     }
     return true;
   }
@@ -209,7 +215,7 @@ class ForeignVerifier {
           static_cast<std::size_t>(std::min<std::uint64_t>(kBlock, piece.length - at));
       const Status read = file.ReadExactAt(piece.offset + at, buffer_.data(), size);
       if (!read.ok()) {
-        Add(NameOf(piece), name, piece.offset + at, read.message());
+        Failed(NameOf(piece), name, piece.offset + at, read);
         return;
       }
       at += size;
@@ -220,6 +226,7 @@ class ForeignVerifier {
   const OpenedCheckpoint& opened_;
   const VerifyOptions& options_;
   VerifyReport report_;
+  Status unread_;  // Why something was not checked.
   std::vector<ObjectContent> objects_;
   std::vector<ForeignPiece> pieces_;
   std::uint64_t total_ = 0;

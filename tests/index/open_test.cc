@@ -243,6 +243,77 @@ TEST_F(OpenTest, AnIndexThatIsNoFileIsRebuilt) {
   EXPECT_THAT(Open(), HasCode(Code::kDataLoss));
 }
 
+// Data files that are something else are damage, to readers and to verify; none is followed.
+TEST_F(OpenTest, ADataFileThatIsNoFileIsDamage) {
+  ASSERT_OK_AND_ASSIGN(const auto files, HostFileSystem().List(Below("data")));
+  ASSERT_FALSE(files.empty());
+  const std::string file = Below("data/" + files[0].name);
+  ASSERT_EQ(::rename(file.c_str(), dir_.Join("elsewhere").c_str()), 0);
+  const std::vector<std::function<int()>> ways = {
+      [&] { return 0; },  // Nothing is there.
+      [&] { return ::mkdir(file.c_str(), 0755); },
+      [&] { return ::mkfifo(file.c_str(), 0644); },
+      [&] { return ::symlink(dir_.Join("elsewhere").c_str(), file.c_str()); },
+      [&] { return ::mknod(file.c_str(), S_IFSOCK | 0644, 0); },
+  };
+  for (std::size_t way = 0; way < ways.size(); ++way) {
+    SCOPED_TRACE(way);
+    ASSERT_EQ(ways[way](), 0);
+    ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+    int failed = 0;
+    for (const RandomTensor& tensor : spec_.tensors) {
+      ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find(tensor.key));
+      std::string got(tensor.bytes.size(), '?');
+      const Status read =
+          opened->ReadBytes(entry, 0, got.data(), got.size(), ReadVerify::kOnce, nullptr);
+      if (read.ok()) continue;
+      ++failed;
+      EXPECT_THAT(read, HasCode(Code::kDataLoss));
+      EXPECT_THAT(read, HasMessage("data/" + files[0].name));
+    }
+    EXPECT_GT(failed, 0);
+    ASSERT_OK_AND_ASSIGN(const VerifyReport report,
+                         VerifyCheckpoint(HostFileSystem(), path(), {.threads = 1}));
+    EXPECT_FALSE(report.damages.empty());
+    ASSERT_OK(HostFileSystem().RemoveTree(file));
+  }
+  // Their folder elsewhere.
+  ASSERT_EQ(::rename(dir_.Join("elsewhere").c_str(), file.c_str()), 0);
+  ASSERT_EQ(::rename(Below("data").c_str(), dir_.Join("moved").c_str()), 0);
+  ASSERT_EQ(::symlink(dir_.Join("moved").c_str(), Below("data").c_str()), 0);
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+  ASSERT_OK_AND_ASSIGN(const VerifyReport report, VerifyCheckpoint(HostFileSystem(), path(), {}));
+  EXPECT_GT(report.damages.size(), spec_.tensors.size() / 2) << "nothing below it is read";
+}
+
+// Where data cannot be read for want of descriptors or rights, verify knows nothing of them.
+TEST_F(OpenTest, WhatCannotBeReadNowIsNoDamage) {
+  for (const int err : {EMFILE, EACCES, ENOMEM, ETIMEDOUT, EIO}) {
+    SCOPED_TRACE(std::strerror(err));
+    for (const FileOp op : {FileOp::kOpenRead, FileOp::kRead}) {
+      ObservedFileSystem bad(HostFileSystem(), [&](const FileEvent& event) {
+        const bool hit = event.op == op && event.path.find("/data/") != std::string::npos;
+        return hit ? Status::FromErrno(err, "open", event.path) : Status();
+      });
+      const auto report = VerifyCheckpoint(bad, path(), {.threads = 2});
+      if (err == EIO) {
+        ASSERT_OK(report);
+        EXPECT_FALSE(report.value().damages.empty());
+        continue;
+      }
+      EXPECT_THAT(report, HasCode(Status::FromErrno(err, "", "").code()));
+      // Beside damage it is a warning.
+      const std::string stranger = Below("stranger");
+      WriteWholeFile(stranger, "1");
+      const auto both = VerifyCheckpoint(bad, path(), {.threads = 2});
+      ASSERT_OK(both);
+      EXPECT_EQ(both.value().damages.size(), 1u);
+      EXPECT_THAT(both.value().warnings, testing::Contains(testing::HasSubstr("not all could be")));
+      ASSERT_EQ(::unlink(stranger.c_str()), 0);
+    }
+  }
+}
+
 // One page of COMMIT that the disk does not give costs one copy.
 TEST_F(OpenTest, AnUnreadablePageOfCommitCostsOneCopy) {
   const std::uint64_t size = ReadWholeFile(Below("COMMIT")).size();
@@ -291,9 +362,10 @@ TEST_F(OpenTest, VerifyEndsWithTheCheckpointThatItBegan) {
 // Errors name files as people know them, not by the descriptor that leads there.
 TEST_F(OpenTest, ErrorsNameTheCheckpoint) {
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
-  ASSERT_OK(HostFileSystem().RemoveTree(Below("data")));
-  const Status failed = opened->OpenFile(0).status();
-  EXPECT_THAT(failed, HasMessage(path() + "/data/"));
+  const std::string file = Below(opened->index().files()[0].name);
+  ASSERT_OK(HostFileSystem().RemoveTree(file));
+  ASSERT_EQ(::mkdir(file.c_str(), 0755), 0);
+  EXPECT_THAT(opened->OpenFile(0), HasMessage(file));
 }
 
 TEST_F(OpenTest, AnIndexOfAnotherCheckpointIsNotUsed) {
