@@ -5,8 +5,11 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/xattr.h>
+#include <thread>
 #include <unistd.h>
 
+#include "base/deadline.h"
 #include "base/file_system.h"
 #include "bench/bench_tensors.h"
 #include "bench/ckptbench.h"
@@ -126,6 +129,23 @@ Result<double> ListFolder(const std::string& path) {
   return SecondsSince(start);
 }
 
+// Opens files until the kernel reads each of them itself.
+Status AwaitProof(const Files& files) {
+  const Deadline deadline = Deadline::After(std::chrono::minutes(5));
+  for (const auto& [name, size] : files.list) {
+    std::string tier(64, '\0');
+    while (tier != "passthrough") {
+      if (deadline.Passed()) return Status(Code::kDeadlineExceeded, name + ": never proven");
+      { const OwnedFd open_once(name, O_RDONLY); }
+      tier.resize(64);
+      const ssize_t n = getxattr(name.c_str(), "user.tensormount.tier", tier.data(), tier.size());
+      tier.resize(n > 0 ? static_cast<std::size_t>(n) : 0);
+      if (tier != "passthrough") std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+  }
+  return {};
+}
+
 Result<std::unique_ptr<fs::MountSession>> Mount(const std::string& source, const std::string& at,
                                                 fs::MountOptions::Tier tier) {
   fs::MountOptions options;
@@ -149,6 +169,11 @@ class ReadBench {
   }
   Status Run() {
     TENSORMOUNT_RETURN_IF_ERROR(Prepare());
+    if (cut_ == Cut::kRows && passes_) {
+      TENSORMOUNT_RETURN_IF_ERROR(FirstTouch("passthrough", kernel_mount_, kernel_at_, passed_));
+      TENSORMOUNT_RETURN_IF_ERROR(AwaitProof(passed_));
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(FirstTouch("daemon", daemon_mount_, daemon_at_, daemon_));
     if (cut_ == Cut::kRows && passes_) TENSORMOUNT_RETURN_IF_ERROR(Passthrough());
     TENSORMOUNT_RETURN_IF_ERROR(Daemon());
     return cut_ == Cut::kColumns ? Slices() : Status();
@@ -165,6 +190,9 @@ class ReadBench {
   Status Passthrough();
   Status Daemon();
   Status Slices();
+  // Of a mount that was made a moment ago: nothing was compared with its hashes yet.
+  Status FirstTouch(const std::string& tier, std::unique_ptr<fs::MountSession>& mount,
+                    const std::string& at, const Files& ours);
   Status Sequential(const std::string& tier, const std::string& floor_name, const Files& ours,
                     const Files& floor, int threads, bool cold);
   Case Named(const std::string& name, std::uint64_t bytes, std::string floor_name) {
@@ -192,6 +220,7 @@ class ReadBench {
   bool passes_ = false;
   bool direct_io_ = false;
   std::uint64_t tensor_bytes_ = 0;
+  std::string kernel_at_;
   std::string daemon_at_;
   Files raw_{{}};
   Files passed_{{}};
@@ -215,15 +244,15 @@ Status ReadBench::Prepare() {
       return Save(model.State(comm.rank()), checkpoint_, comm).status();
     }));
   }
-  const std::string kernel_at = folder_.Join("kernel-" + rule);
+  kernel_at_ = folder_.Join("kernel-" + rule);
   daemon_at_ = folder_.Join("daemon-" + rule);
   const std::string null_at = folder_.Join("null-" + rule);
   const std::string memory_at = folder_.Join("null-memory-" + rule);
-  for (const std::string& at : {kernel_at, daemon_at_, null_at, memory_at}) {
+  for (const std::string& at : {kernel_at_, daemon_at_, null_at, memory_at}) {
     TENSORMOUNT_RETURN_IF_ERROR(HostFileSystem().CreateDirectory(at));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(kernel_mount_,
-                               Mount(checkpoint_, kernel_at, fs::MountOptions::Tier::kAuto));
+                               Mount(checkpoint_, kernel_at_, fs::MountOptions::Tier::kAuto));
   TENSORMOUNT_ASSIGN_OR_RETURN(daemon_mount_,
                                Mount(checkpoint_, daemon_at_, fs::MountOptions::Tier::kDaemon));
   passes_ = kernel_mount_->StatusJson().find("\"tier\": \"passthrough\"") != std::string::npos;
@@ -244,7 +273,7 @@ Status ReadBench::Prepare() {
   std::vector<std::string> daemon_files;
   for (std::size_t t = 0; t < tensors; ++t) {
     const std::string name = "/tensors/layers." + std::to_string(t) + ".weight";
-    kernel_files.push_back(kernel_at + name);
+    kernel_files.push_back(kernel_at_ + name);
     daemon_files.push_back(daemon_at_ + name);
   }
   raw_ = Files(data);
@@ -266,6 +295,22 @@ Status ReadBench::Sequential(const std::string& tier, const std::string& floor_n
   c.ours = [&, threads] { return ReadFiles(ours, threads, buffers_); };
   c.floor = [&, threads] { return ReadFiles(floor, threads, buffers_); };
   if (cold) c.before = [this] { return DropCaches(checkpoint_); };
+  return RunCase(options_, c);
+}
+
+Status ReadBench::FirstTouch(const std::string& tier, std::unique_ptr<fs::MountSession>& mount,
+                             const std::string& at, const Files& ours) {
+  Case c = Named(tier + " 1 MiB sequential, 1 thread, first touch", ours.bytes,
+                 "pread of the data files by 1 MiB");
+  c.ours = [&] { return ReadFiles(ours, 1, buffers_); };
+  c.floor = [&] { return ReadFiles(raw_, 1, buffers_); };
+  const auto how =
+      tier == "daemon" ? fs::MountOptions::Tier::kDaemon : fs::MountOptions::Tier::kAuto;
+  c.before = [&, how]() -> Status {
+    mount.reset();
+    TENSORMOUNT_ASSIGN_OR_RETURN(mount, Mount(checkpoint_, at, how));
+    return {};
+  };
   return RunCase(options_, c);
 }
 
