@@ -429,7 +429,9 @@ Status Store::MoveIntoPlace(const Staging& staging, IfExists if_exists) const {
                        (moved.code() == Code::kAlreadyExists || moved.code() == Code::kNotFound);
     if (!again) return moved;
   }
-  for (const std::string& folder : {path_, JoinPath(path_, layout::kStagingFolder)}) {
+  // The claim of its generation, too: it outlives the checkpoint.
+  for (const std::string& folder : {path_, JoinPath(path_, layout::kStagingFolder),
+                                    JoinPath(path_, layout::kGenerationsFolder)}) {
     const Status synced = fs.SyncDirectory(folder);
     if (!synced.ok()) {
       return Status(Code::kUnknown,

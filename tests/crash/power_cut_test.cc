@@ -106,5 +106,33 @@ TEST_F(PowerCutTest, WhatWasAcknowledgedIsThereAndNothingIsHalf) {
   }
 }
 
+// Also of a checkpoint that was removed and freed before the power went: its folder claims it.
+TEST_F(PowerCutTest, AGenerationThatWasAcknowledgedIsNeverUsedAgain) {
+  ASSERT_OK(fs().CreateDirectory(dir_.Join("live")));
+  PowerCutFileSystem live(dir_.Join("live"));
+  const std::string path = dir_.Join("live/store");
+  ASSERT_OK(WriteTinyCheckpoint(live, path, "a", CrashSpec(1), {}));
+  ASSERT_OK(WriteTinyCheckpoint(live, path, "b", CrashSpec(2), {}));
+  const auto store = Store::Open(live, path);
+  ASSERT_OK(store);
+  const auto listed = store.value().List();
+  ASSERT_OK(listed);
+  std::uint64_t highest = 0;
+  for (const CheckpointListing& c : listed.value()) highest = std::max(highest, c.generation);
+  ASSERT_OK(store.value().Remove("b"));
+  ASSERT_OK(store.value().Gc(kGcAll));
+  Random random(TestSeed());
+  for (int i = 0; i < TestScale(20); ++i) {
+    const std::string after = dir_.Join("after");
+    ASSERT_OK(live.Materialise(live.op_count(), random, after));
+    const auto again = Store::Open(fs(), JoinPath(after, "store"));
+    ASSERT_OK(again);
+    const auto begun = again.value().Begin("c", IfExists::kFail);
+    ASSERT_OK(begun);
+    EXPECT_GT(begun.value().generation, highest);
+    ASSERT_OK(fs().RemoveTree(after));
+  }
+}
+
 }  // namespace
 }  // namespace tensormount

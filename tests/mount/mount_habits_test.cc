@@ -83,7 +83,7 @@ TEST_F(HabitsTest, AnObjectThatIsMappedIsOpenForWriting) {
     if (msync(map, kMapped, MS_SYNC) != 0) return 5;
     static_cast<char*>(map)[kMapped - 1] = 8;
     munmap(map, kMapped);
-    return PublishErrno();
+    return OnceLetGo([&] { return PublishErrno(); });
   });
   if (came == kNoMapping) GTEST_SKIP() << "this kernel maps no such files";
   ASSERT_EQ(came, 0);
