@@ -9,8 +9,9 @@
 #include <string>
 #include <string_view>
 
-#include "base/hash.h"
 #include "tensormount/status.h"
+
+#include "base/hash.h"
 
 // Little-endian records, as docs/format.md gives them. tensormount builds for little-endian
 // machines only (checked in coding.cc), so that a fixed field is a memcpy.

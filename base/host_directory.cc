@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/host_pins.h"
+#include "base/spare_descriptors.h"
 
 namespace tensormount {
 namespace {
@@ -25,10 +26,9 @@ using DirHandle = std::unique_ptr<DIR, DirCloser>;
 
 // Sets errno and returns null on failure. `name` relative to the folder `at`.
 DirHandle OpenDir(int at, const char* name) {
-  int fd;
-  do {
-    fd = openat(at, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
-  } while (fd < 0 && errno == EINTR);
+  const int fd = OpenDescriptor([&] {
+    return openat(at, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
+  });
   if (fd < 0) {
     struct stat st;
     // With O_DIRECTORY Linux answers ENOTDIR for a symlink; callers are promised ELOOP.
@@ -144,11 +144,7 @@ Result<std::vector<DirectoryEntry>> ListHostDirectory(const std::string& path) {
 namespace {
 
 int OpenAt(int at, const std::string& name, int flags) {
-  int fd;
-  do {
-    fd = openat(at, name.c_str(), flags);
-  } while (fd < 0 && errno == EINTR);
-  return fd;
+  return OpenDescriptor([&] { return openat(at, name.c_str(), flags); });
 }
 
 void CloseKeepingErrno(int fd) {
@@ -205,15 +201,17 @@ int OpenHostBeneath(const std::string& directory, const std::string& name, int f
     if (links == HostLinks::kNone) how.resolve |= RESOLVE_NO_SYMLINKS;
     // Somebody who keeps renaming folders can make the kernel give up each time.
     constexpr int kTries = 128;
-    long fd = -1;
+    int fd = -1;
     for (int i = 0; i < kTries; ++i) {
-      fd = syscall(SYS_openat2, folder, name.empty() ? "." : name.c_str(), &how, sizeof how);
-      if (fd >= 0 || (errno != EINTR && errno != EAGAIN)) break;
+      fd = OpenDescriptor([&] {
+        return syscall(SYS_openat2, folder, name.empty() ? "." : name.c_str(), &how, sizeof how);
+      });
+      if (fd >= 0 || errno != EAGAIN) break;
     }
     // Not before Linux 5.6, nor in containers that do not know the call: then no link is followed.
     if (fd >= 0 || (errno != ENOSYS && errno != EPERM)) {
       CloseKeepingErrno(folder);
-      return static_cast<int>(fd);
+      return fd;
     }
   }
   return WalkBeneath(folder, name, flags);

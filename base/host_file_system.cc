@@ -17,6 +17,7 @@
 #include "base/host_directory.h"
 #include "base/host_pins.h"
 #include "base/host_rename.h"
+#include "base/spare_descriptors.h"
 
 namespace tensormount {
 namespace {
@@ -302,7 +303,8 @@ class HostFs final : public FileSystem {
   Status SyncDirectory(const std::string& path) override { return SyncHostDirectory(path); }
 
   Status SyncFileSystem(const std::string& path) override {
-    const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const int fd =
+        OpenDescriptor([&] { return open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
     if (fd < 0) return Status::FromErrno(errno, "open", path);
     const int err = syncfs(fd) == 0 ? 0 : errno;
     close(fd);
@@ -329,10 +331,7 @@ class HostFs final : public FileSystem {
 
   static Result<std::unique_ptr<File>> Open(const std::string& path, int flags,
                                             std::string_view action) {
-    int fd;
-    do {
-      fd = open(path.c_str(), flags | kAlways, 0666);
-    } while (fd < 0 && errno == EINTR);
+    const int fd = OpenDescriptor([&] { return open(path.c_str(), flags | kAlways, 0666); });
     return Opened(fd, path, action);
   }
 

@@ -9,6 +9,8 @@
 #include <unistd.h>
 #include <utility>
 
+#include "base/spare_descriptors.h"
+
 namespace tensormount {
 namespace {
 
@@ -28,7 +30,8 @@ PinNames& AllPins() {
 }  // namespace
 
 Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& path) {
-  const int fd = open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
+  const int fd = OpenDescriptor(
+      [&] { return open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW); });
   if (fd < 0) return HostError(errno, "open", path);
   std::string pinned = std::string(kDescriptors) + std::to_string(fd);
   // Without /proc the name has to do.

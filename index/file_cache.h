@@ -10,6 +10,7 @@
 #include <string>
 
 #include "base/file_system.h"
+#include "base/spare_descriptors.h"
 #include "index/checkpoint.h"
 #include "index/extent_lookup.h"
 #include "index/foreign_file.h"
@@ -64,6 +65,7 @@ struct OpenedCheckpoint::Files {
 
   FileSystem& fs;
   LruCache<std::string, OpenDataFile> open;
+  const SpareDescriptors spare{[this] { open.Clear(); }};
   ForeignChanges changes;
   LruCache<std::uint32_t, const ExtentLookup> lookups{std::size_t{16} << 20};  // By ordinal.
   LruCache<std::uint64_t, const ProvenLeaves> leaves{std::size_t{8} << 20};    // By place.

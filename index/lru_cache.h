@@ -44,6 +44,14 @@ class LruCache {
     return value;
   }
 
+  void Clear() {
+    std::list<Entry> dropped;  // Destroyed outside the lock.
+    std::lock_guard lock(mutex_);
+    map_.clear();
+    dropped.swap(list_);
+    weight_ = 0;
+  }
+
   void Erase(const Key& key) {
     std::shared_ptr<Value> dropped;  // Destroyed outside the lock.
     std::lock_guard lock(mutex_);

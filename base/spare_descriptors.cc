@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "base/spare_descriptors.h"
+
+#include <mutex>
+#include <set>
+
+namespace tensormount {
+namespace {
+
+struct Keepers {
+  std::mutex mutex;
+  std::set<const SpareDescriptors*> all;
+};
+
+Keepers& AllKeepers() {
+  static Keepers* const keepers = new Keepers;  // Never destroyed: others may still open files.
+  return *keepers;
+}
+
+}  // namespace
+
+SpareDescriptors::SpareDescriptors(std::function<void()> let_go) : let_go_(std::move(let_go)) {
+  std::lock_guard lock(AllKeepers().mutex);
+  AllKeepers().all.insert(this);
+}
+
+SpareDescriptors::~SpareDescriptors() {
+  std::lock_guard lock(AllKeepers().mutex);
+  AllKeepers().all.erase(this);
+}
+
+bool SpareDescriptors::LetGo() {
+  std::lock_guard lock(AllKeepers().mutex);
+  for (const SpareDescriptors* keeper : AllKeepers().all) keeper->let_go_();
+  return !AllKeepers().all.empty();
+}
+
+}  // namespace tensormount

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_BASE_SPARE_DESCRIPTORS_H_
+#define TENSORMOUNT_BASE_SPARE_DESCRIPTORS_H_
+
+#include <cerrno>
+#include <functional>
+
+namespace tensormount {
+
+// Says, as long as it lives, that somebody keeps descriptors open only to spare opening them again.
+// Where the process has no more of them (EMFILE, ENFILE), all who said so are asked to let go, and
+// the open that failed is tried again. Thread-safe.
+class SpareDescriptors {
+ public:
+  // `let_go` is called on any thread that opens something; it must not open anything itself.
+  explicit SpareDescriptors(std::function<void()> let_go);
+  ~SpareDescriptors();
+  SpareDescriptors(const SpareDescriptors&) = delete;
+  SpareDescriptors& operator=(const SpareDescriptors&) = delete;
+  // Asks all. False: nobody keeps any.
+  static bool LetGo();
+
+ private:
+  const std::function<void()> let_go_;
+};
+
+// A descriptor by `open`, which answers -1 and errno where it fails; called again where a signal
+// came in between, or where there were descriptors to spare.
+template <typename Open>
+int OpenDescriptor(const Open& open) {
+  constexpr int kTries = 3;  // Other threads take what becomes free, too.
+  for (int tries = 0;;) {
+    const int fd = static_cast<int>(open());
+    if (fd >= 0) return fd;
+    if (errno == EINTR) continue;
+    const int error = errno;
+    if ((error == EMFILE || error == ENFILE) && ++tries < kTries && SpareDescriptors::LetGo()) {
+      continue;
+    }
+    errno = error;
+    return -1;
+  }
+}
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_BASE_SPARE_DESCRIPTORS_H_
