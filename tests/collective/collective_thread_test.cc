@@ -32,8 +32,9 @@ TEST_P(CollectiveThreadTest, EveryOperationOnEveryRank) {
   EXPECT_OK(RunOnThreads(GetParam(), ExerciseCollective));
 }
 TEST_P(CollectiveThreadTest, JobsAfterFailedOnes) {
-  EXPECT_OK(RunOnThreads(
-      GetParam(), [](Communicator& comm) { return ExerciseFailures(comm, TestScale(200)); }));
+  EXPECT_OK(RunOnThreads(GetParam(), [](Communicator& comm) {
+    return ExerciseFailures(comm, TestScale(comm.size() > 4 ? 70 : 200));
+  }));
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, CollectiveThreadTest, testing::Values(1, 2, 3, 4, 8),
