@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the families share: checkpoints whose bytes are known, and what is read of them, compared by Python."""
+
+import json
+import os
+import pathlib
+import shutil
+import struct
+import subprocess
+import time
+
+# Key -> (dtype, shape, bytes of an element). Small: what counts is the number of calls, not of bytes.
+SHAPES = {"a.b": ("U8", (1001,), 1), "empty": ("F32", (0, 4), 4), "layers/0/w": ("F32", (96, 50), 4), "one": ("I64", (), 8),
+          "w": ("F32", (64, 48), 4)}
+
+
+def content(key, version):
+    """The bytes of a tensor: a repeated line that names both, so that no two are equal anywhere."""
+    _, shape, width = SHAPES[key]
+    size = width
+    for extent in shape:
+        size *= extent
+    line = f"{key} of {version} is here; ".encode()
+    numbered = b"".join(line + i.to_bytes(2, "little") for i in range(size // len(line) + 1))
+    return numbered[:size]
+
+
+def write_model(path, version):
+    header, data = {}, b""
+    for key, (dtype, shape, _) in SHAPES.items():
+        raw = content(key, version)
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    pathlib.Path(path).write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def read_model(path):
+    """Key -> bytes, of a safetensors file."""
+    whole = pathlib.Path(path).read_bytes()
+    length, = struct.unpack_from("<Q", whole)
+    header = json.loads(whole[8:8 + length])
+    return {key: whole[8 + length:][slice(*entry["data_offsets"])] for key, entry in header.items() if key != "__metadata__"}
+
+
+def wrong_model(path, version):
+    """What differs in an exported file; empty: nothing."""
+    try:
+        got = read_model(path)
+    except (OSError, ValueError, struct.error) as error:
+        return f"it cannot be read: {error}"
+    if set(got) != set(SHAPES):
+        return f"its keys are {sorted(got)}"
+    bad = [key for key in SHAPES if got[key] != content(key, version)]
+    return f"{', '.join(bad)}: other bytes" if bad else ""
+
+
+def exported(context, checkpoint, env=None, timeout=60):
+    """The run of an export, and where its file is."""
+    out = context.work / "exported.safetensors"
+    out.unlink(missing_ok=True)
+    return context.run([context.tool, "export", checkpoint, out, "--to", "safetensors"], env=env, timeout=timeout), out
+
+
+def wrong_checkpoint(context, checkpoint, version):
+    """What is wrong with a checkpoint that shall hold `version`; empty: nothing."""
+    done, out = exported(context, checkpoint)
+    if done.returncode != 0:
+        return f"export exits {done.returncode}: {done.stderr.strip()[-600:]}"
+    return wrong_model(out, version)
+
+
+def model(context, version):
+    path = context.work / f"{version}.safetensors"
+    if not path.exists():
+        write_model(path, version)
+    return path
+
+
+def must(context, *words):
+    done = context.run([context.tool, *words])
+    if done.returncode != 0:
+        raise RuntimeError(f"{words}: exit {done.returncode}: {done.stderr}")
+    return done
+
+
+def copy(template, at):
+    shutil.rmtree(at, ignore_errors=True)
+    subprocess.run(["cp", "-a", str(template), str(at)], check=True)
+    return at
+
+
+def code_is_named(text):
+    """Whether an error is said as the command says errors."""
+    return any(line.startswith("tensormount: ") and ": " in line[13:] and line[13:].partition(":")[0].isupper()
+               for line in text.splitlines())
+
+
+class Mount:
+    """A daemon in the foreground, so that it can be given an environment, killed and waited for."""
+
+    def __init__(self, context, source, at, *more, env=None):
+        self.at = pathlib.Path(at)
+        self.at.mkdir(parents=True, exist_ok=True)
+        self.log = context.work / "mount.log"
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen([context.tool, "mount", str(source), str(at), "-f", *more], stdin=subprocess.DEVNULL,
+                                            stdout=log, stderr=log, env={**os.environ, **(env or {})})
+        end = time.monotonic() + 15
+        self.is_up = False
+        while time.monotonic() < end and self.process.poll() is None and not self.is_up:
+            self.is_up = b"mounted " in self.log.read_bytes()
+            time.sleep(0.005)
+
+    def close(self, seconds=20):
+        """The exit status, "timeout" where it did not end by itself."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            status = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = "timeout"
+            self.process.kill()
+            self.process.wait()
+        subprocess.run(["umount", "-l", str(self.at)], check=False, capture_output=True)
+        return status
+
+    def said(self):
+        return self.log.read_text(errors="replace")
+
+
+def need_fuse(context):
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        context.missing("/dev/fuse cannot be opened")
