@@ -12,11 +12,13 @@ import time
 # Key -> (dtype, shape, bytes of an element). Small: what counts is the number of calls, not of bytes.
 SHAPES = {"a.b": ("U8", (1001,), 1), "empty": ("F32", (0, 4), 4), "layers/0/w": ("F32", (96, 50), 4), "one": ("I64", (), 8),
           "w": ("F32", (64, 48), 4)}
+# Besides, where many bytes are read: more than one leaf of a hash, and served by the kernel itself.
+LARGE = {**SHAPES, "large": ("U8", (3001, 100), 1)}
 
 
 def content(key, version):
     """The bytes of a tensor: a repeated line that names both, so that no two are equal anywhere."""
-    _, shape, width = SHAPES[key]
+    _, shape, width = LARGE[key]
     size = width
     for extent in shape:
         size *= extent
@@ -25,9 +27,9 @@ def content(key, version):
     return numbered[:size]
 
 
-def write_model(path, version):
+def write_model(path, version, shapes=None):
     header, data = {}, b""
-    for key, (dtype, shape, _) in SHAPES.items():
+    for key, (dtype, shape, _) in (shapes or SHAPES).items():
         raw = content(key, version)
         header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
@@ -95,6 +97,17 @@ def code_is_named(text):
     """Whether an error is said as the command says errors."""
     return any(line.startswith("tensormount: ") and ": " in line[13:] and line[13:].partition(":")[0].isupper()
                for line in text.splitlines())
+
+
+def fake_tool(context, script):
+    """A folder whose `tensormount` is a shell script; in it $REAL is the true one."""
+    folder = context.work / "fake"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    tool = folder / "tensormount"
+    tool.write_text(f"#!/bin/sh\nREAL={context.tool}\n{script}\n")
+    tool.chmod(0o755)
+    return folder
 
 
 class Mount:

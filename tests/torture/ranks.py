@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are killed or stopped before any of their file operations in a save, and before the proof
+of a load: the tests of the collective layer, with another seed each time."""
+
+import faults
+
+NAME = "ranks"
+UNIT = "kills and stops"
+TARGET = 500
+
+# Of save_killed_rank_test with TENSORMOUNT_TEST_SCALE=1; of load_killed_rank_test.
+IN_A_SAVE = 5 + 2 + 9 + 4
+IN_A_LOAD = 2
+
+
+def tried(context, program, index, env=None):
+    """A run of a test program, and what is wrong with it."""
+    path = context.bin / "tests" / program
+    if not path.exists():
+        context.missing(f"{path} is not built")
+    seed = context.rng(index).randrange(1 << 31)
+    env = {"TENSORMOUNT_TEST_SEED": str(seed), "TENSORMOUNT_TEST_SCALE": "1", "TENSORMOUNT_TEST_TMPDIR": str(context.work), **(env or {})}
+    done = context.run([path], timeout=180, env=env)
+    if done.returncode != 0 or b"[  PASSED  ]" not in done.stdout:
+        lines = [line for line in done.stdout.decode(errors="replace").splitlines() if not line.startswith("[ RUN")]
+        text = "\n".join(lines)[:2500]
+        context.finding(f"{program} exits {done.returncode}\n{text}{done.stderr[-500:]}", f"TENSORMOUNT_TEST_SEED={seed} {path}")
+
+
+def run(context, index):
+    tried(context, "save_killed_rank_test", index)
+    if index % 5 == 0:
+        tried(context, "load_killed_rank_test", index)
+        return IN_A_SAVE + IN_A_LOAD
+    return IN_A_SAVE
+
+
+def plant(context):
+    """One write in each process is dropped and called done: the survivors agree, and the disk does not."""
+    for n in range(4, 8):
+        env, _ = faults.fault(context, context.work, "write", n, "lie")
+        del env["TORTURE_COUNTS"]  # Of each process its own n-th call.
+        tried(context, "save_killed_rank_test", n, env)
+        if context.findings:
+            return True
+    return False
