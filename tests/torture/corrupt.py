@@ -138,10 +138,10 @@ def one(context, index, layout, folder, path, at, how, rng):
     name = path.name.split("-", 1)[-1] if path.parent.name == "data" else path.name
     last = None
 
-    def wrong(text):
+    def wrong(text, more=""):
         what = did.partition(" of ")[0] if at is not None else did.partition(" to ")[0]
         context.finding(f"{layout}: {path.parent.name}/{name}: {what}: {text}\n  {path}: {did}\n  exit {last.returncode}: "
-                        f"{last.stderr.strip()[-500:]} {last.stdout.decode(errors='replace')[-500:]}",
+                        f"{last.stderr.strip()[-500:]} {more} {last.stdout.decode(errors='replace')[-500:]}",
                         f"scripts/torture --seed {context.seed} --case corrupt:{index}")
 
     def ran(*words, timeout=40):

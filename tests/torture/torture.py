@@ -85,6 +85,8 @@ class Context:
                 return
         self.findings.append({"family": self.family, "index": self.index, "seed": self.seed, "kind": kind, "text": text,
                               "command": command, "again": []})
+        if self.index == "planted":
+            return
         print(f"FOUND by {self.family}:{self.index} of seed {self.seed}: {text}\n  {command}", flush=True)
 
 
@@ -125,7 +127,8 @@ def plant(modules, contexts):
         except Exception:  # pylint: disable=broad-except
             traceback.print_exc()
             found = False
-        print(f"{name}: planted fault {'found' if found else 'NOT FOUND'}, {time.monotonic() - begin:.1f} s", flush=True)
+        first = inner.findings[0]["text"].partition("\n")[0][:150] if inner.findings else ""
+        print(f"{name}: planted fault {'found' if found else 'NOT FOUND'}, {time.monotonic() - begin:.1f} s: {first}", flush=True)
         if not found:
             blind.append(name)
     return blind
