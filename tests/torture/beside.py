@@ -19,7 +19,7 @@ import stores
 
 NAME = "beside"
 UNIT = "reads"
-TARGET = 1_000_000
+TARGET = 3_000_000
 
 SECONDS = 6
 THREADS = 6

@@ -224,7 +224,12 @@ def main():
         for name, module in modules.items():
             if hasattr(module, "close"):
                 module.close(contexts[name])
-        shutil.rmtree(work, ignore_errors=True)
+        for context in contexts.values():
+            # What a finding says to look at stays.
+            if not any(str(context.work) in finding["command"] for finding in findings):
+                shutil.rmtree(context.work, ignore_errors=True)
+        if not any(work.iterdir()):
+            work.rmdir()
 
     counts = {name: {**state.of(name), "unit": module.UNIT, "target": module.TARGET} for name, module in modules.items()}
     for name, count in counts.items():
