@@ -105,8 +105,12 @@ def change(path, at, how, rng):
     if raw == old:
         way = "flip"
         raw[at] ^= 0x80
+    times = path.stat()
     path.chmod(0o644)
     path.write_bytes(raw)
+    if rng.random() < 0.7:
+        # As a disk changes bytes: nobody sees it by the time.
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     return f"{way} of {how} bytes at {at}"
 
 
@@ -132,7 +136,7 @@ def run(context, index):
 def one(context, index, layout, folder, path, at, how, rng):
     did = change(folder / path, at, how, rng)
     if did is None:
-        return 1
+        return 0
     store = folder / "S"
     checkpoint = store / "published"
     name = path.name.split("-", 1)[-1] if path.parent.name == "data" else path.name
@@ -153,7 +157,7 @@ def one(context, index, layout, folder, path, at, how, rng):
     if counts_for_verify(path):
         done = ran("--json", "verify", checkpoint)
         said = done.stderr + done.stdout.decode(errors="replace")
-        if done.returncode == 0 and not said.startswith("tensormount: warning"):
+        if done.returncode == 0:
             wrong("verify calls it whole")
         elif path.parts[-1] not in said and path.parent.name not in said and "COMMIT" not in said:
             wrong("verify does not name it")
