@@ -119,7 +119,8 @@ def run(context, index):
     regions = context.kept["regions"]
     rng = context.rng(index)
     stride = next(s for s in range(len(regions) * 618 // 1000, 2 * len(regions)) if math.gcd(s, len(regions)) == 1)
-    layout, path, at, how = regions[index * stride % len(regions)]
+    first = context.rng("first").randrange(len(regions))
+    layout, path, at, how = regions[(first + index * stride) % len(regions)]
     case = stores.copy(context.work / layout, context.work / "case")
     if layout == "adopted":
         # Adopted is what stands at an absolute path: so the template itself is changed, and put back.

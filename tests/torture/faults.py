@@ -193,11 +193,12 @@ def through_mount(context, name, store, env):
 
 
 def point(context, index):
-    """Which call fails, and how: all calls in turn, in an order that jumps between commands."""
+    """Which call fails, and how: all calls in turn, in an order that jumps between commands, from where the seed says."""
     points = context.kept["points"]
     rng = context.rng(index)
     stride = next(s for s in range(len(points) * 618 // 1000, 2 * len(points)) if math.gcd(s, len(points)) == 1)
-    name, op, n = points[index * stride % len(points)]
+    first = context.rng("first").randrange(len(points))
+    name, op, n = points[(first + index * stride) % len(points)]
     how = "kill" if rng.random() < 0.08 else rng.choice(HOW[op])
     lasting = how in LASTING and rng.random() < 0.3
     return name, op, n, how, lasting

@@ -20,6 +20,7 @@ import pathlib
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -197,7 +198,7 @@ def main():
     parser.add_argument("--case", metavar="F:INDEX")
     parser.add_argument("--plant", action="store_true")
     options = parser.parse_args()
-    os.environ["TENSORMOUNT_BIN"] = options.bin
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # What was made is removed, the state is kept.
 
     names = [options.case.partition(":")[0]] if options.case else options.family or FAMILIES
     modules = {name: module for name in names if (module := load_family(name)) is not None}
