@@ -218,7 +218,11 @@ class PieceVerifier {
         found);
     if (foreign) {
       const Result<FileInfo> now = file.value()->file().Stat();
-      const Status still = now.ok() ? CheckUnchanged(record, now.value(), true) : now.status();
+      if (!now.ok()) {
+        Failed(piece, 0, now.status());
+        return std::nullopt;
+      }
+      const Status still = CheckUnchanged(record, now.value(), true);
       if (!still.ok()) {
         Damage(piece, 0, still.message());
         return std::nullopt;
@@ -305,6 +309,7 @@ bool ProvesDamage(const Status& status) {
     case Code::kUnavailable:
     case Code::kDeadlineExceeded:
     case Code::kBusy:
+    case Code::kStale:
     case Code::kCancelled:
       return false;
     default:
@@ -314,7 +319,10 @@ bool ProvesDamage(const Status& status) {
 
 Result<VerifyReport> Concluded(VerifyReport report, const Status& unread) {
   if (unread.ok()) return report;
-  if (report.damages.empty()) return unread;
+  if (report.damages.empty()) {
+    // kStale would mean that the checkpoint was deleted.
+    return unread.code() == Code::kStale ? Status(Code::kUnavailable, unread.message()) : unread;
+  }
   report.warnings.push_back("not all could be checked: " + unread.message());
   return report;
 }

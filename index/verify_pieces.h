@@ -13,7 +13,7 @@
 namespace tensormount {
 
 // Whether a failure to read something says that it is damaged. Where this process has no
-// descriptors or no permission, or the storage does not answer, nothing is known of it.
+// descriptors or no permission, the storage does not answer or has lost a handle, nothing is known.
 bool ProvesDamage(const Status& status);
 // What a verification ends with: `unread` is why something was not checked (ok: everything was). An
 // error, unless there is damage, which is damage whatever else could not be looked at.

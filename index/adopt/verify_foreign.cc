@@ -83,7 +83,7 @@ class ForeignVerifier {
  private:
   // It could not be read, or not as what it should be.
   void Failed(std::string object, std::string file, std::uint64_t offset, const Status& status) {
-    if (ProvesDamage(status)) {
+    if (ProvesDamage(status) || status.code() == Code::kStale) {  // It changed.
       report_.damages.push_back({.object = std::move(object),
                                  .file = std::move(file),
                                  .offset = offset,

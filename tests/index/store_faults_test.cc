@@ -140,6 +140,29 @@ TEST_F(StoreFaultsTest, FsckAdvisesNothingAgainstWhatItCouldNotRead) {
   EXPECT_THAT(found.value()[0].remedy, HasSubstr("newer program"));
 }
 
+TEST_F(StoreFaultsTest, WhatSaysNothingOfTheBytesIsNoDamage) {
+  ASSERT_OK(Save("a", DefaultTinySpec()));
+  for (const int err : {EMFILE, ENOMEM, ESTALE, EACCES}) {
+    for (const FileOp op : {FileOp::kOpenRead, FileOp::kRead, FileOp::kList}) {
+      for (const std::string part : {"/data/", "/manifest"}) {
+        if (op == FileOp::kList && part == "/data/") continue;
+        SCOPED_TRACE(std::string(FileOpName(op)) + part + ": " + std::strerror(err));
+        ObservedFileSystem failing(fs(), [&](const FileEvent& event) {
+          const bool is_it = event.op == op && event.path.find(part) != std::string::npos;
+          return is_it ? Status::FromErrno(err, "injected", event.path) : Status();
+        });
+        const auto verified = VerifyCheckpoint(failing, InStore("a"), {});
+        EXPECT_FALSE(verified.ok());
+        EXPECT_NE(verified.status().code(), Code::kStale) << "that is one that was deleted";
+        const auto found = OpenOn(failing).Fsck({.read_data = true});
+        ASSERT_OK(found);
+        ASSERT_THAT(found.value(), SizeIs(1));
+        EXPECT_FALSE(found.value()[0].damage) << found.value()[0].problem;
+      }
+    }
+  }
+}
+
 TEST_F(StoreFaultsTest, AFolderThatCannotBeListedIsNotTakenForEmpty) {
   ASSERT_OK(Save("a", DefaultTinySpec()));
   ASSERT_OK(fs().CreateDirectories(InStore(".derived")));
