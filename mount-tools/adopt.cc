@@ -37,7 +37,8 @@ struct Outcome {
   Store::Published published;
   std::string path;
   std::uint64_t data_bytes = 0;
-  std::uint64_t index_bytes = 0;
+  // Published it is, whether or not its size can be told.
+  std::optional<std::uint64_t> index_bytes;
 };
 
 Result<Outcome> Adopt(const AdoptArgs& args, Terminal& terminal) {
@@ -68,7 +69,8 @@ Result<Outcome> Adopt(const AdoptArgs& args, Terminal& terminal) {
   out.root = opened->index().info().root;
   out.path = store.CheckpointPath(to.name);
   out.data_bytes = opened->index().tensor_bytes();
-  TENSORMOUNT_ASSIGN_OR_RETURN(out.index_bytes, BytesBelow(fs, out.path));
+  const Result<std::uint64_t> index_bytes = BytesBelow(fs, out.path);
+  if (index_bytes.ok()) out.index_bytes = index_bytes.value();
   return out;
 }
 
@@ -78,20 +80,19 @@ int RunAdopt(const AdoptArgs& args, Terminal& terminal) {
   const Result<Outcome> adopted = Adopt(args, terminal);
   if (!adopted.ok()) return terminal.Fail(adopted.status());
   const Outcome& out = adopted.value();
-  const double share = out.data_bytes == 0 ? 0.0
-                                           : 100.0 * static_cast<double>(out.index_bytes) /
-                                                 static_cast<double>(out.data_bytes);
   if (terminal.json) {
-    terminal.Json(nlohmann::ordered_json{{"adopted", out.path},
-                                         {"uuid", out.published.info.uuid.ToString()},
-                                         {"format", out.format},
-                                         {"root", out.root},
-                                         {"tensors", out.published.tensors},
-                                         {"chunks", out.published.chunks},
-                                         {"bytes", out.data_bytes},
-                                         {"bytes_hashed", args.quick ? 0 : out.published.bytes},
-                                         {"index_bytes", out.index_bytes},
-                                         {"self_contained", false}});
+    terminal.Json(nlohmann::ordered_json{
+        {"adopted", out.path},
+        {"uuid", out.published.info.uuid.ToString()},
+        {"format", out.format},
+        {"root", out.root},
+        {"tensors", out.published.tensors},
+        {"chunks", out.published.chunks},
+        {"bytes", out.data_bytes},
+        {"bytes_hashed", args.quick ? 0 : out.published.bytes},
+        {"index_bytes",
+         out.index_bytes ? nlohmann::ordered_json(*out.index_bytes) : nlohmann::ordered_json()},
+        {"self_contained", false}});
     return terminal.Flush();
   }
   if (!terminal.quiet) {
@@ -100,8 +101,11 @@ int RunAdopt(const AdoptArgs& args, Terminal& terminal) {
                               HumanBytes(out.data_bytes)));
     terminal.Line(args.quick ? std::string("no data were read: reads are not verified (--quick)")
                              : fmt::format("{} hashed", HumanBytes(out.published.bytes)));
-    terminal.Line(fmt::format("the index takes {}, {:.3f} % of the data",
-                              HumanBytes(out.index_bytes), share));
+    if (out.index_bytes && out.data_bytes > 0) {
+      terminal.Line(fmt::format(
+          "the index takes {}, {:.3f} % of the data", HumanBytes(*out.index_bytes),
+          100.0 * static_cast<double>(*out.index_bytes) / static_cast<double>(out.data_bytes)));
+    }
     terminal.Line(
         fmt::format("not self-contained: the data stay in {}, and are read from there", out.root));
   }
