@@ -218,7 +218,8 @@ def main():
             return 1 if plant(modules, contexts) else 0
         if options.case:
             (name, module), = modules.items()
-            print(f"{one_case(module, contexts[name], int(options.case.partition(':')[2]))} {module.UNIT}")
+            index = options.case.partition(":")[2]
+            print(f"{one_case(module, contexts[name], int(index) if index.isdigit() else index)} {module.UNIT}")
             return 1 if findings else 0
         missing = go_round(modules, contexts, state, options.minutes)
     finally:
