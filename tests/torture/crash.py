@@ -266,17 +266,20 @@ class Worker:
 
 
 def expected(case, log, cut):
-    """What each name may have after the cut: (name -> versions in order of likelihood, staged)."""
+    """After the cut: what each name may have, the likeliest first; what is staged and promised; whether an index was
+    damaged by us that no fsck has mended yet."""
     state = {}
     for position, (event, number) in log.marks:
         if position < cut:
             state[int(number)] = event
-    names, staged = {}, {}
+    names, staged, damaged = {}, {}, False
     for number, operation in enumerate(case["operations"]):
         event = state.get(number)
         if event is None:
             continue
         name = operation.get("name")
+        if operation["what"] in ("damage", "fsck"):
+            damaged = operation["what"] == "damage" or damaged and event != "done"
         if operation["what"] == "stage":
             names.setdefault(name, [None])
             if event == "done":
@@ -287,7 +290,7 @@ def expected(case, log, cut):
             names[name] = [version] if event == "done" else [version, *(v for v in before if v != version)]
             if event == "done":
                 staged.pop(name, None)
-    return names, staged
+    return names, staged, damaged
 
 
 class Checker:
@@ -322,8 +325,8 @@ class Checker:
     def loads(self, name, model):
         return self.run("load", self.store / name, "--ranks", 2, "--compare", model)
 
-    def check(self, names, staged, rng):
-        """What is wrong, in words; names of damage that this filesystem is allowed are in `named`."""
+    def check(self, names, staged, damaged, rng):
+        """What is wrong, in words."""
         wrong = []
         named = set()
         listed = self.run("--json", "ls", self.store)
@@ -365,6 +368,10 @@ class Checker:
                 wrong.append(f"staging {name}, all of whose writers had their marks: {told(result)}")
         if rng.random() < 0.125 and shown - named:
             wrong += self.check_mount(names, shown - named)
+        if damaged and shown:
+            result = self.run("fsck", self.store, "--rebuild")
+            if result.returncode != 0:
+                wrong.append(f"fsck --rebuild afterwards: {told(result)}")
         for arguments in (["gc", self.store, *rng.choice([[], ["--grace", "0"]])],
                           ["import", self.new_model, self.store / "after", "--ranks", 2],
                           ["load", self.store / "after", "--compare", self.new_model],
@@ -392,39 +399,52 @@ class Checker:
             unmount(self.context, self.mnt)
 
 
+def look(context, folder, case, log, rolling, state, number):
+    """One state, over an image of all its earlier epochs: (what is wrong, why it cannot be mounted)."""
+    cut, _, kept, _ = state
+    # A new file each time: a loop device that somebody still has open keeps its pages of the old one.
+    handle, image = tempfile.mkstemp(prefix="state-", suffix=".img", dir=folder)
+    checker = Checker(context, folder, case)
+    try:
+        copy_sparse(rolling, image)
+        materialise(log, kept, FILESYSTEMS[case["fs"]][3], handle)
+        problem = checker.mount(image)
+        if problem is not None:
+            return [], problem
+        return checker.check(*expected(case, log, cut), random.Random(f"{case['seed']} {case['index']} {number}")), None
+    finally:
+        os.close(handle)
+        if os.path.ismount(checker.root):
+            unmount(context, checker.root)
+        os.unlink(image)
+
+
 def check_states(context, folder, count=STATES, only=None, ignore_flushes=False, report=None):
     """The states of a recorded run. Returns (checked, not mountable)."""
     case = json.loads((folder / "case.json").read_text())
     log = Log(folder / "log")
     if not log.flushes:
         raise Unavailable(f"{case['fs']}: no flush reached the recorder")
-    sector = FILESYSTEMS[case["fs"]][3]
     rng = random.Random(f"{case['seed']} {case['index']} states")
-    states = choose_states(log, rng, count, [] if ignore_flushes else log.flushes, sector)
-    checker = Checker(context, folder, case)
-    rolling, image = folder / "rolling.img", folder / "state.img"
+    states = choose_states(log, rng, count, [] if ignore_flushes else log.flushes, FILESYSTEMS[case["fs"]][3])
+    rolling = folder / "rolling.img"
     copy_sparse(folder / "base.img", rolling)
     at, checked, unmountable = 0, 0, []
     with open(rolling, "r+b", buffering=0) as file:
-        for number, (cut, epoch, kept, kind) in enumerate(states):
+        for number, state in enumerate(states):
+            cut, epoch, _, kind = state
             log.apply(file.fileno(), range(at, epoch))
             at = max(at, epoch)
             if only is not None and number != only:
                 continue
-            copy_sparse(rolling, image)
-            with open(image, "r+b", buffering=0) as state:
-                materialise(log, kept, sector, state.fileno())
-            names, staged = expected(case, log, cut)
-            try:
-                problem = checker.mount(image)
-                if problem is not None:
-                    unmountable.append(f"state {number} ({kind}): {problem}")
-                    continue
-                wrong = checker.check(names, staged, random.Random(f"{case['seed']} {case['index']} {number}"))
-                checked += 1
-            finally:
-                if os.path.ismount(checker.root):
-                    unmount(context, checker.root)
+            wrong, problem = look(context, folder, case, log, rolling, state, number)
+            if problem is not None:
+                unmountable.append(f"state {number} ({kind}): {problem}")
+                continue
+            checked += 1
+            if wrong:
+                again = "also" if look(context, folder, case, log, rolling, state, number)[0] else "NOT"
+                wrong.append(f"({again} when the same state was looked at once more)")
             for text in wrong:
                 report(number, f"{case['fs']} {case['workload']} index {case['index']} state {number} ({kind}, cut {cut}, "
                                f"epoch {epoch}): {text}")
@@ -479,8 +499,7 @@ def run(context, index, count=STATES):
         print(f"crash: {index}: NOT RUN on {fs}: {lack}", file=sys.stderr, flush=True)
         return 0
     finally:
-        for image in ("rolling.img", "state.img"):
-            (folder / image).unlink(missing_ok=True)
+        (folder / "rolling.img").unlink(missing_ok=True)
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
 
