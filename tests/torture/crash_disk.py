@@ -15,13 +15,15 @@ MIB = 1 << 20
 HERE = pathlib.Path(__file__).resolve()
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-# mkfs, size, options of mount, and the sector: what a disk may tear is larger for btrfs, whose only
-# superblock that counts is one block of 4 KiB.
+# mkfs, MiB, the sector, and variants: more options of mkfs and those of mount. The sector is what a disk may tear: larger for
+# btrfs, whose only superblock that counts is one block of 4 KiB.
 FILESYSTEMS = {
-    "ext4": (["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0"], 64, "", 512),
-    "ext2": (["mkfs.ext2", "-q", "-F"], 64, "", 512),
-    "xfs": (["mkfs.xfs", "-q", "-f"], 320, "nouuid", 512),
-    "btrfs": (["mkfs.btrfs", "-q", "-f"], 160, "", 4096),
+    "ext4": (["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0"], 64, 512,
+             [([], ""), (["-b", "4096"], ""), ([], "data=journal"), (["-b", "4096"], "data=writeback"), ([], "nodelalloc,commit=1")]),
+    "ext2": (["mkfs.ext2", "-q", "-F"], 64, 512, [([], ""), (["-b", "4096"], "")]),
+    "xfs": (["mkfs.xfs", "-q", "-f"], 320, 512, [([], "nouuid"), (["-b", "size=1024"], "nouuid"), (["-m", "reflink=0"], "nouuid")]),
+    "btrfs": (["mkfs.btrfs", "-q", "-f"], 160, 4096,
+              [([], ""), ([], "compress-force=zstd"), ([], "flushoncommit,commit=1"), ([], "nodatacow"), (["-m", "single"], "")]),
 }
 
 
@@ -77,9 +79,9 @@ def copy_sparse(source, target):
                 at += os.sendfile(dst.fileno(), src.fileno(), at, end - at)
 
 
-def mount(context, fs, image, folder):
-    options = ",".join(filter(None, ["loop", FILESYSTEMS[fs][2]]))
-    return call(context, "mount", "-t", fs, "-o", options, image, folder)
+def mount(context, case, image, folder):
+    options = ",".join(filter(None, ["loop", case["variant"][1]]))
+    return call(context, "mount", "-t", case["fs"], "-o", options, image, folder)
 
 
 def unmount(context, folder):
@@ -94,39 +96,47 @@ def unmount(context, folder):
         time.sleep(0.05)
 
 
-def recorder_program(context):
-    """The target torture_recorder, or the same made here where nobody built it."""
-    built = pathlib.Path(context.bin) / "tests" / "torture_recorder"
+def program(context, name, source, *flags):
+    """The target `name`, or the same made here where nobody built it."""
+    built = pathlib.Path(context.bin) / "tests" / name
     if built.exists():
         return built
-    made = pathlib.Path(context.work) / "torture_recorder"
+    made = pathlib.Path(context.work) / name
     if not made.exists():
         need("c++")
-        flags = call(context, "pkg-config", "--cflags", "--libs", "fuse3")
-        if flags.returncode != 0:
-            raise Unavailable("no torture_recorder, and no libfuse3 to build it with")
         partial = made.with_suffix(f".{os.getpid()}")
-        must(call(context, "c++", "-std=c++20", "-O2", HERE.with_name("recorder.cc"), "-o", partial,
-                  *out(flags).split(), timeout=240))
+        result = call(context, "c++", "-std=c++20", "-O1", HERE.with_name(source), "-o", partial, *flags, timeout=240)
+        if result.returncode != 0:
+            raise Unavailable(f"no {name}, and it cannot be made here: {told(result)}")
         partial.rename(made)
     return made
+
+
+def recorder_program(context):
+    return program(context, "torture_recorder", "recorder.cc", "-I/usr/include/fuse3", "-lfuse3")
+
+
+def saver_program(context):
+    library = pathlib.Path(context.bin) / "lib"
+    return program(context, "torture_saver", "saver.cc", f"-I{HERE.parents[2] / 'include'}", f"-L{library}", "-ltensormount",
+                   f"-Wl,-rpath,{library}")
 
 
 class Disk:
     """A new filesystem on a recorder: below `folder` base.img (as mkfs made it), log, and root, its mount."""
 
-    def __init__(self, context, folder, fs):
-        self.context, self.folder, self.fs = context, folder, fs
+    def __init__(self, context, folder, case):
+        self.context, self.folder, self.case = context, folder, case
         self.root, self.at = folder / "root", folder / "disk"
         self.lock = threading.Lock()
 
     def make_base(self):
-        command, size, _, _ = FILESYSTEMS[self.fs]
+        command, size, _, _ = FILESYSTEMS[self.case["fs"]]
         need(command[0])
         base = self.folder / "base.img"
         with open(base, "wb") as file:
             os.ftruncate(file.fileno(), size * MIB)
-        made = call(self.context, *command, base)
+        made = call(self.context, *command, *self.case["variant"][0], base)
         if made.returncode != 0:
             raise Unavailable(f"{command[0]}: {told(made)}")
         call(self.context, "fallocate", "--dig-holes", base)
@@ -145,9 +155,9 @@ class Disk:
                 if self.server.poll() is not None or time.monotonic() > end:
                     raise Unavailable("the recorder does not mount: no /dev/fuse?")
                 time.sleep(0.01)
-            result = mount(self.context, self.fs, self.at / "disk", self.root)
+            result = mount(self.context, self.case, self.at / "disk", self.root)
             if result.returncode != 0:
-                raise Unavailable(f"{self.fs} cannot be mounted: {told(result)}")
+                raise Unavailable(f"{self.case['fs']} cannot be mounted: {told(result)}")
         except BaseException:
             self.end()
             raise

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A disk that remembers: MNT/disk has the bytes of IMAGE (a file in memory: tmpfs, sparse), and each
-// write and each flush of it is appended to LOG in the order in which they were answered. What is
-// written to MNT/mark goes into LOG as it is, in its place among them. tests/torture/crash.py puts a
-// loop device on the disk, which turns the cache flushes of a filesystem into FSYNC here.
+// A disk that remembers: MNT/disk has the bytes of IMAGE (a file in memory: tmpfs, sparse), and
+// each write and each flush of it is appended to LOG in the order in which they were answered. What
+// is written to MNT/mark goes into LOG as it is, in its place among them. tests/torture/crash.py
+// puts a loop device on the disk, which turns the cache flushes of a filesystem into FSYNC here.
 //
 // usage: recorder MNT IMAGE LOG          stays until MNT is unmounted
 //
@@ -99,12 +99,14 @@ void Read(fuse_req_t request, fuse_ino_t ino, std::size_t size, off_t offset, fu
   fuse_reply_buf(request, buffer.data(), static_cast<std::size_t>(got));
 }
 
-void Write(fuse_req_t request, fuse_ino_t ino, const char* data, std::size_t size, off_t offset, fuse_file_info*) {
+void Write(fuse_req_t request, fuse_ino_t ino, const char* data, std::size_t size, off_t offset,
+           fuse_file_info*) {
   if (ino == kDisk && ::pwrite(image, data, size, offset) != static_cast<ssize_t>(size)) {
     fuse_reply_err(request, ENOSPC);
     return;
   }
-  if (const int error = Append(ino == kDisk ? 'W' : 'M', static_cast<std::uint64_t>(offset), data, size)) {
+  if (const int error =
+          Append(ino == kDisk ? 'W' : 'M', static_cast<std::uint64_t>(offset), data, size)) {
     fuse_reply_err(request, error);
     return;
   }
@@ -142,7 +144,9 @@ int main(int argc, char** argv) {
   char* arguments[] = {name.data(), option.data(), nullptr};
   fuse_args args = FUSE_ARGS_INIT(2, arguments);
   fuse_session* session = fuse_session_new(&args, &operations, sizeof(operations), nullptr);
-  if (session == nullptr || fuse_set_signal_handlers(session) != 0 || fuse_session_mount(session, argv[1]) != 0) return 2;
+  if (session == nullptr || fuse_set_signal_handlers(session) != 0 ||
+      fuse_session_mount(session, argv[1]) != 0)
+    return 2;
   const int ended = fuse_session_loop(session);
   fuse_session_unmount(session);
   fuse_session_destroy(session);

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// Saves in the background, for tests/torture/crash.py: saver MARK LIST MODEL...
+// Two ranks, as threads, call AsyncSaver::Save for one model after another and go on; "begin N" is
+// written to the file MARK before the call, "done N" or "fail N" when the verdict is there. LIST
+// has for each model:
+//   N PATH TENSORS                N is for the marks; MODEL is the file with the bytes
+//   KEY DTYPE OFFSET AXES DIM...  where in it a tensor lies; each rank holds half of the rows
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <fcntl.h>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+#include "tensormount/async_save.h"
+#include "tensormount/communicator.h"
+#include "tensormount/state_dict.h"
+
+namespace tensormount {
+namespace {
+
+struct TensorInModel {
+  std::string key;
+  DType dtype;
+  std::size_t offset;
+  Dims shape;
+};
+
+struct Job {
+  std::string number;
+  std::string path;
+  std::string bytes;
+  std::vector<TensorInModel> tensors;
+};
+
+void Mark(const char* file, const std::string& text) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  const int fd = ::open(file, O_WRONLY | O_CLOEXEC);
+  if (fd < 0 || ::write(fd, text.data(), text.size()) != static_cast<ssize_t>(text.size()))
+    std::perror(file);
+  if (fd >= 0) ::close(fd);
+}
+
+Result<std::vector<Job>> ReadJobs(const char* path, char** models) {
+  std::ifstream list(path);
+  std::vector<Job> jobs;
+  std::string word;
+  std::size_t tensors = 0;
+  for (Job job; list >> job.number >> job.path >> tensors; job = {}, ++models) {
+    std::ifstream file(*models, std::ios::binary);
+    job.bytes.assign(std::istreambuf_iterator<char>(file), {});
+    while (tensors-- > 0) {
+      TensorInModel tensor;
+      int axes = 0;
+      list >> tensor.key >> word >> tensor.offset >> axes;
+      TENSORMOUNT_ASSIGN_OR_RETURN(tensor.dtype, DTypeFromName(word));
+      for (std::int64_t extent = 0; axes-- > 0 && list >> extent;) tensor.shape.push_back(extent);
+      job.tensors.push_back(std::move(tensor));
+    }
+    jobs.push_back(std::move(job));
+  }
+  return jobs;
+}
+
+// The half of the rows that `rank` holds; the first rank has what cannot be cut.
+Status AddHalf(const Job& job, const TensorInModel& tensor, int rank, StateDict& state) {
+  Dims begin = Dims::Filled(tensor.shape.rank(), 0);
+  Dims extent = tensor.shape;
+  std::size_t offset = tensor.offset;
+  if (tensor.shape.rank() == 0 || tensor.shape[0] < 2) {
+    if (rank != 0) return {};
+  } else {
+    const std::int64_t half = tensor.shape[0] / 2;
+    begin[0] = rank == 0 ? 0 : half;
+    extent[0] = rank == 0 ? half : tensor.shape[0] - half;
+    std::size_t row = InfoOf(tensor.dtype).bits / 8;
+    for (int axis = 1; axis < tensor.shape.rank(); ++axis)
+      row *= static_cast<std::size_t>(tensor.shape[axis]);
+    offset += row * static_cast<std::size_t>(begin[0]);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, extent));
+  const void* data = job.bytes.data() + offset;
+  return state.AddTensor(tensor.key, {.global_shape = tensor.shape,
+                                      .region = box,
+                                      .data = BufferView::Host(tensor.dtype, data, extent)});
+}
+
+Status SaveAll(Communicator& comm, const std::vector<Job>& jobs, const char* mark) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
+  std::vector<std::jthread> waiting;  // Gone before the saver is.
+  for (const Job& job : jobs) {
+    if (comm.rank() == 0) Mark(mark, "begin " + job.number);
+    StateDict state;
+    for (const TensorInModel& tensor : job.tensors)
+      TENSORMOUNT_RETURN_IF_ERROR(AddHalf(job, tensor, comm.rank(), state));
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(state, job.path));
+    waiting.emplace_back([&comm, &job, mark, handle = std::move(handle)]() mutable {
+      const Status status = handle.WaitCommitted().status();
+      if (comm.rank() != 0) return;
+      Mark(mark, (status.ok() ? "done " : "fail ") + job.number);
+      if (!status.ok())
+        std::fprintf(stderr, "%s: %s\n", job.path.c_str(), status.ToString().c_str());
+    });
+  }
+  return {};
+}
+
+}  // namespace
+}  // namespace tensormount
+
+int main(int argc, char** argv) {
+  using namespace tensormount;  // NOLINT
+  if (argc < 4) {
+    std::fprintf(stderr, "usage: saver MARK LIST MODEL...\n");
+    return 2;
+  }
+  const Result<std::vector<Job>> jobs = ReadJobs(argv[2], argv + 3);
+  Status status = jobs.status();
+  if (status.ok()) {
+    status =
+        RunOnThreads(2, [&](Communicator& comm) { return SaveAll(comm, jobs.value(), argv[1]); });
+  }
+  if (!status.ok()) std::fprintf(stderr, "saver: %s\n", status.ToString().c_str());
+  return status.ok() ? 0 : 1;
+}
