@@ -31,8 +31,8 @@ import time
 import types
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from crash_disk import (FILESYSTEMS, MIB, Disk, Log, Noise, Unavailable, call, choose_states, copy_sparse, materialise, mount, must,
-                        need, out, saver_program, told, unmount)
+from crash_disk import (FILESYSTEMS, MIB, Disk, Log, Noise, NothingWorks, Unavailable, call, choose_states, copy_sparse, materialise, mount,
+                        must, need, out, saver_program, told, unmount)
 
 NAME = "crash"
 UNIT = "states"
@@ -498,17 +498,28 @@ def record(context, folder, case, rng, preload=None):
     return worker.faults
 
 
+def keep(folder, kept):
+    """What replay needs, where it outlives the scratch."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for file in [folder / "log", folder / "case.json", *folder.glob("v*")]:
+        shutil.copy(file, kept)
+    copy_sparse(folder / "base.img", kept / "base.img")
+
+
 def run(context, index, count=STATES):
     """One recorded run and its crash states. Returns how many states were checked."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix=f"crash-{index}-", dir=context.work))
-    keep, wrong = getattr(context, "keep", False), 0
-    command = f"python3 tests/torture/crash.py --seed {context.seed} --index {index} --bin DIR"
+    kept = pathlib.Path(tempfile.gettempdir()) / "tensormount-crash" / f"{context.seed}-{index}"
+    command = f"python3 tests/torture/crash.py --bin DIR --seed {context.seed} --index {index}"
+    wrong = 0
 
     def report(number, text):
-        nonlocal keep, wrong
-        keep, wrong = True, wrong + 1
+        nonlocal wrong
+        wrong += 1
+        if wrong == 1:
+            keep(folder, kept)
         if wrong <= 3:  # One cause shows in many states of a run.
-            context.finding(text, f"{command}; the same bytes: crash.py --replay {folder} --state {number} --bin DIR")
+            context.finding(text, f"{command}; the same bytes: crash.py --bin DIR --replay {kept} --state {number}")
 
     try:
         case, rng = make_case(context, index)
@@ -525,10 +536,12 @@ def run(context, index, count=STATES):
     except Unavailable as lack:
         fs = list(FILESYSTEMS)[index % len(FILESYSTEMS)]
         print(f"crash: {index}: NOT RUN on {fs}: {lack}", file=sys.stderr, flush=True)
+        if isinstance(lack, NothingWorks) and hasattr(context, "missing"):
+            context.missing(str(lack))
         return 0
     finally:
         (folder / "rolling.img").unlink(missing_ok=True)
-        if not keep:
+        if not getattr(context, "keep", False):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -557,6 +570,8 @@ def plant(context):
             record(context, folder, case, rng, preload)
             check_states(context, folder, 12, ignore_flushes=fault == "flushes",
                          report=lambda number, text: found.append(text))
+            if found:
+                context.finding(found[0], "planted")
             print(f"crash: planted {fault}: {len(found)} found{': ' + found[0][:300] if found else ''}", file=sys.stderr)
             results.append(any("was saved and acknowledged, and is not there" in text for text in found))
         except Unavailable as lack:

@@ -28,16 +28,23 @@ FILESYSTEMS = {
 
 
 class Unavailable(Exception):
-    """What this machine lacks, by name."""
+    """What this machine lacks for one filesystem, by name."""
+
+
+class NothingWorks(Unavailable):
+    """What it lacks for all of them."""
 
 
 def call(context, *command, timeout=60, env=None):
     """Never raises: 124 is a deadline that passed."""
     command = [str(part) for part in command]
     try:
-        return context.run(command, timeout, env)
+        result = context.run(command, timeout, env)
     except subprocess.TimeoutExpired:
+        result = None
+    if result is None or not isinstance(result.returncode, int):
         return subprocess.CompletedProcess(command, 124, "", f"no end after {timeout} s")
+    return result
 
 
 def told(result):
@@ -103,11 +110,12 @@ def program(context, name, source, *flags):
         return built
     made = pathlib.Path(context.work) / name
     if not made.exists():
-        need("c++")
+        if shutil.which("c++") is None:
+            raise NothingWorks(f"no {name}, and no c++ to make it")
         partial = made.with_suffix(f".{os.getpid()}")
         result = call(context, "c++", "-std=c++20", "-O1", HERE.with_name(source), "-o", partial, *flags, timeout=240)
         if result.returncode != 0:
-            raise Unavailable(f"no {name}, and it cannot be made here: {told(result)}")
+            raise NothingWorks(f"no {name}, and it cannot be made here: {told(result)}")
         partial.rename(made)
     return made
 
@@ -131,6 +139,8 @@ class Disk:
         self.lock = threading.Lock()
 
     def make_base(self):
+        if os.geteuid() != 0:
+            raise NothingWorks("only root may mount")
         command, size, _, _ = FILESYSTEMS[self.case["fs"]]
         need(command[0])
         base = self.folder / "base.img"
@@ -153,7 +163,7 @@ class Disk:
             end = time.monotonic() + 20
             while not (self.at / "mark").exists():
                 if self.server.poll() is not None or time.monotonic() > end:
-                    raise Unavailable("the recorder does not mount: no /dev/fuse?")
+                    raise NothingWorks("the recorder does not mount: no /dev/fuse?")
                 time.sleep(0.01)
             result = mount(self.context, self.case, self.at / "disk", self.root)
             if result.returncode != 0:
