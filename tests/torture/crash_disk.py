@@ -248,15 +248,17 @@ class Log:
 
 
 def choose_states(log, rng, count, flushes, sector):
-    """(cut, first record of the open epoch, [(record, kept sectors or None for all)] in order, kind)."""
+    """(cut, first record of the open epoch, [(record, kept sectors or None for all)] in order, kind). No state twice: as
+    many as there are marks and bytes to tell them apart."""
     first = next((i for i, text in log.marks if text[0] == "begin"), 0)
     done = [i + 1 for i, text in log.marks if text[0] == "done"]
-    states = []
-    for _ in range(count):
+    states, seen = [], set()
+    for _ in range(count * 20):
         where = rng.random()
-        if where < 0.35 and done:
+        if where < 0.35 and done:  # Soon after an acknowledgement: what it promised may not be among what is open.
             cut = rng.choice(done)
-        elif where < 0.65 and flushes:
+            cut = rng.randint(cut, next((i for i in flushes if i >= cut), len(log.records)))
+        elif where < 0.65 and flushes:  # All of an epoch open.
             cut = rng.choice([i for i in flushes if i >= first] or [len(log.records)])
         else:
             cut = rng.randint(first, len(log.records))
@@ -273,7 +275,13 @@ def choose_states(log, rng, count, flushes, sector):
             rng.shuffle(kept)
             if kind == "torn":
                 kept = [(i, torn(log.records[i][3], rng, sector) if rng.random() < 0.6 else None) for i, _ in kept]
+        key = (epoch, sum(i < cut for i, _ in log.marks), repr(kept))
+        if key in seen:
+            continue
+        seen.add(key)
         states.append((cut, epoch, kept, kind))
+        if len(states) == count:
+            break
     return sorted(states, key=lambda state: state[1])
 
 
