@@ -113,6 +113,8 @@ def fake_tool(context, script):
 class Mount:
     """A daemon in the foreground, so that it can be given an environment, killed and waited for."""
 
+    all = set()  # What is not closed yet: whatever ends the run ends these too.
+
     def __init__(self, context, source, at, *more, env=None):
         self.at = pathlib.Path(at)
         self.at.mkdir(parents=True, exist_ok=True)
@@ -120,6 +122,7 @@ class Mount:
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen([context.tool, "mount", str(source), str(at), "-f", *more], stdin=subprocess.DEVNULL,
                                             stdout=log, stderr=log, env={**os.environ, **(env or {})})
+        Mount.all.add(self)
         end = time.monotonic() + 15
         self.is_up = False
         while time.monotonic() < end and self.process.poll() is None and not self.is_up:
@@ -128,6 +131,7 @@ class Mount:
 
     def close(self, seconds=20):
         """The exit status, "timeout" where it did not end by itself."""
+        Mount.all.discard(self)
         if self.process.poll() is None:
             self.process.terminate()
         try:

@@ -27,6 +27,8 @@ import tempfile
 import time
 import traceback
 
+import stores
+
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FAMILIES = ("faults", "crash", "corrupt", "beside", "ranks", "foreign")
@@ -223,9 +225,8 @@ def main():
             return 1 if findings else 0
         missing = go_round(modules, contexts, state, options.minutes)
     finally:
-        for name, module in modules.items():
-            if hasattr(module, "close"):
-                module.close(contexts[name])
+        for mount in list(stores.Mount.all):
+            mount.close()
         for context in contexts.values():
             # What a finding says to look at stays.
             if not any(str(context.work) in finding["command"] for finding in findings):
