@@ -6,11 +6,13 @@
 #include <bit>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "base/checked.h"
 #include "base/coding.h"
 #include "base/hash.h"
+#include "collective/save/even_shares.h"
 #include "shard/copy_plan.h"
 
 namespace tensormount {
@@ -54,6 +56,7 @@ struct SavePlanner::Rep {
     plan_.placement.assign(layout.tensors.size(), Placement::kRankShard);
     plan_.writers.assign(layout.tensors.size(), 0);
     parts_.assign(layout.tensors.size(), 0);
+    ahead_.assign(plan_.ranks.size(), 0);
   }
 
   Result<std::string> Survey() {
@@ -90,10 +93,12 @@ struct SavePlanner::Rep {
     std::uint32_t tensor;
     std::uint32_t holding;
     std::uint64_t bytes;
+    std::uint32_t group = 0;
   };
 
   const TensorMeta& meta(std::size_t tensor) const { return layout_.tensors[tensor].meta; }
   RankPlan& rank(int r) { return plan_.ranks[static_cast<std::size_t>(r)]; }
+  std::uint64_t& ahead(int r) { return ahead_[static_cast<std::size_t>(r)]; }
   bool main_only() const { return rules_.strategy == SaveStrategy::kMain; }
 
   // ---- Placement ----
@@ -208,11 +213,56 @@ struct SavePlanner::Rep {
         }
       }
     }
+    FindShares(replicated);
     // Large ones first: the small ones then even out what is left.
     std::stable_sort(replicated.begin(), replicated.end(),
                      [](const Replicated& a, const Replicated& b) { return a.bytes > b.bytes; });
     for (const Replicated& r : replicated) {
-      TENSORMOUNT_RETURN_IF_ERROR(SplitReplicas(r.tensor, r.holding));
+      TENSORMOUNT_RETURN_IF_ERROR(SplitInGroup(r));
+    }
+    return Status();
+  }
+
+  // What the holders of the same replicas should write of them in all, where they also hold what
+  // others hold: seen one by one, the first ones would be given too much of what the last ones
+  // cannot give to anybody else.
+  void FindShares(std::vector<Replicated>& replicated) {
+    std::unordered_map<std::string, std::uint32_t> known;  // By the ranks' bytes.
+    for (Replicated& r : replicated) {
+      const Holding& holding = layout_.tensors[r.tensor].holdings[r.holding];
+      SharedBytes group;
+      for (const Holder& h : holding.holders) group.ranks.push_back(h.rank);
+      std::sort(group.ranks.begin(), group.ranks.end());
+      group.ranks.erase(std::unique(group.ranks.begin(), group.ranks.end()), group.ranks.end());
+      std::string key(reinterpret_cast<const char*>(group.ranks.data()),
+                      group.ranks.size() * sizeof(int));
+      r.group = known.try_emplace(std::move(key), static_cast<std::uint32_t>(groups_.size()))
+                    .first->second;
+      if (r.group == groups_.size()) groups_.push_back(std::move(group));
+      groups_[r.group].bytes += r.bytes;
+    }
+    std::vector<std::uint64_t> loads;
+    for (const RankPlan& plan : plan_.ranks) loads.push_back(plan.bytes);
+    shares_ = EvenShares(groups_, loads);
+    for (std::size_t g = 0; g < groups_.size(); ++g) {
+      for (std::size_t i = 0; i < shares_[g].size(); ++i)
+        ahead(groups_[g].ranks[i]) += shares_[g][i];
+    }
+  }
+
+  // To the others its ranks are as busy as the shares that they still have ahead of them make them.
+  Status SplitInGroup(const Replicated& r) {
+    const std::vector<int>& ranks = groups_[r.group].ranks;
+    std::vector<std::uint64_t>& share = shares_[r.group];
+    std::vector<std::uint64_t> before(share.size());
+    for (std::size_t i = 0; i < share.size(); ++i) {
+      ahead(ranks[i]) -= share[i];
+      before[i] = rank(ranks[i]).bytes;
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(SplitReplicas(r.tensor, r.holding));
+    for (std::size_t i = 0; i < share.size(); ++i) {
+      share[i] -= std::min(share[i], rank(ranks[i]).bytes - before[i]);
+      ahead(ranks[i]) += share[i];
     }
     return Status();
   }
@@ -237,7 +287,8 @@ struct SavePlanner::Rep {
     return rules_.owners > 1 ? Xxh3Low64(key) % holders.size() : 0;
   }
   std::uint64_t LoadOf(const Holder& h) const {
-    return plan_.ranks[static_cast<std::size_t>(h.rank)].bytes;
+    const auto r = static_cast<std::size_t>(h.rank);
+    return plan_.ranks[r].bytes + ahead_[r];
   }
 
   int LeastLoaded(const std::vector<Holder>& holders, std::string_view key) const {
@@ -272,9 +323,9 @@ struct SavePlanner::Rep {
     if (!whole_bytes || holding.bytes < 2 * kMinPartBytes) n = 1;
     for (; n > 1; --n) {
       std::uint64_t sum = holding.bytes;
-      for (std::size_t i = 0; i < n; ++i) sum += rank(by_load[i].rank).bytes;
+      for (std::size_t i = 0; i < n; ++i) sum += LoadOf(by_load[i]);
       level = sum / n;
-      if (level >= rank(by_load[n - 1].rank).bytes + kMinPartBytes) break;
+      if (level >= LoadOf(by_load[n - 1]) + kMinPartBytes) break;
     }
     if (n == 1) return Write(t, h, by_load[0], 0, holding.bytes);
     // Parts in order of rank, so that the file's neighbours are neighbours of ranks.
@@ -285,7 +336,7 @@ struct SavePlanner::Rep {
     std::uint64_t begin = 0;
     std::uint64_t want = 0;
     for (std::size_t i = 0; i < n; ++i) {
-      want += level - rank(by_load[i].rank).bytes;
+      want += level - LoadOf(by_load[i]);
       std::uint64_t end = holding.bytes;
       if (i + 1 < n) {
         const std::uint64_t down = (want + cut.base) / cut.step * cut.step;
@@ -383,6 +434,9 @@ struct SavePlanner::Rep {
   SavePlan plan_;
   std::vector<std::uint32_t> own_file_;  // Tensors that want a file of their own.
   std::vector<std::uint32_t> parts_;
+  std::vector<SharedBytes> groups_;                 // Of replicas with the same holders.
+  std::vector<std::vector<std::uint64_t>> shares_;  // Of them, what is not given out yet.
+  std::vector<std::uint64_t> ahead_;  // By rank: what other groups will give it, about.
   int safetensors_writer_ = 0;
 };
 

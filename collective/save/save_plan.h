@@ -76,8 +76,9 @@ struct PlanRules {
 //
 // Every cell is written once. With kParallel replicas are split over their holders so that the
 // bytes that ranks write in all come out even, inside a tensor too (not for element types under a
-// byte). One of several owners does not know what the others give out: it evens out its own keys,
-// and where holders have the same so far, a hash of the key says who comes first.
+// byte), also where groups of holders overlap (even_shares.h). One of several owners does not know
+// what the others give out: it evens out its own keys, and where holders have the same so far, a
+// hash of the key says who comes first.
 class SavePlanner {
  public:
   SavePlanner(const GlobalLayout& layout, const PlanRules& rules);

@@ -2,13 +2,17 @@
 // Save plan and replica blocks: pure, with inputs that a reader checks by eye.
 #include "collective/save/save_plan.h"
 
+#include <algorithm>
+#include <bit>
 #include <map>
+#include <numeric>
 #include <set>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include "collective/save/even_shares.h"
 #include "collective/save/replica_check.h"
 #include "shard/coverage.h"
 #include "tests/collective/save_plan_testing.h"
@@ -292,6 +296,116 @@ TEST(SavePlan, ReplicasComeOutEvenWithAnyNumberOfOwners) {
       sum += b;
     }
     EXPECT_EQ(sum, total);
+  }
+}
+
+// The least that the busiest rank can write: no set of ranks can give away what only they hold.
+double LeastPossible(std::span<const SharedBytes> groups, std::span<const std::uint64_t> loads) {
+  double least = 0;
+  for (std::uint32_t set = 1; set < 1u << loads.size(); ++set) {
+    std::uint64_t bytes = 0;
+    for (std::size_t r = 0; r < loads.size(); ++r) bytes += (set >> r & 1) != 0 ? loads[r] : 0;
+    for (const SharedBytes& group : groups) {
+      const bool inside = std::all_of(group.ranks.begin(), group.ranks.end(),
+                                      [&](int r) { return (set >> r & 1) != 0; });
+      bytes += inside ? group.bytes : 0;
+    }
+    least = std::max(least, static_cast<double>(bytes) / std::popcount(set));
+  }
+  return least;
+}
+
+std::vector<SharedBytes> RandomGroups(Random& random, int ranks, std::uint64_t most) {
+  std::vector<SharedBytes> groups(static_cast<std::size_t>(random.Int(1, 7)));
+  for (SharedBytes& group : groups) {
+    while (group.ranks.empty()) {
+      for (int r = 0; r < ranks; ++r) {
+        if (random.OneIn(2)) group.ranks.push_back(r);
+      }
+    }
+    group.bytes = static_cast<std::uint64_t>(random.Int(0, static_cast<std::int64_t>(most)));
+  }
+  return groups;
+}
+
+TEST(EvenSharesTest, TheBusiestRankHasHardlyMoreThanItMust) {
+  Random random(TestSeed());
+  for (int i = 0; i < TestScale(400); ++i) {
+    const int ranks = static_cast<int>(random.Int(1, 8));
+    std::vector<std::uint64_t> loads(static_cast<std::size_t>(ranks));
+    for (std::uint64_t& load : loads) load = static_cast<std::uint64_t>(random.Int(0, 50'000));
+    const std::vector<SharedBytes> groups = RandomGroups(random, ranks, 200'000);
+    const auto shares = EvenShares(groups, loads);
+    std::vector<std::uint64_t> all = loads;
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      if (shares[g].empty()) {  // It meets no other.
+        for (const int r : groups[g].ranks) {
+          for (std::size_t other = 0; other < groups.size(); ++other) {
+            if (other == g || groups[other].bytes == 0 || groups[g].bytes == 0) continue;
+            ASSERT_THAT(groups[other].ranks, testing::Not(testing::Contains(r)));
+          }
+        }
+        all.clear();
+        break;
+      }
+      ASSERT_EQ(std::accumulate(shares[g].begin(), shares[g].end(), std::uint64_t{0}),
+                groups[g].bytes);
+      for (std::size_t k = 0; k < shares[g].size(); ++k) {
+        all[static_cast<std::size_t>(groups[g].ranks[k])] += shares[g][k];
+      }
+    }
+    if (all.empty()) continue;
+    const double least = LeastPossible(groups, loads);
+    ASSERT_LE(static_cast<double>(*std::max_element(all.begin(), all.end())), 1.02 * least + 8);
+  }
+}
+
+// Ranks 0 to 4 hold w, 3 to 7 hold v.
+TEST(SavePlan, OverlappingGroupsComeOutEven) {
+  constexpr int kRanks = 8;
+  for (const bool v_first : {false, true}) {
+    Ranks ranks(kRanks);
+    for (int r = 0; r < kRanks; ++r) {
+      const Box whole = Box::Whole({64 * kMi});
+      if (r < 5) ranks.Tensor(r, v_first ? "z" : "a", DType::kU8, {64 * kMi}, whole);
+      if (r >= 3) ranks.Tensor(r, "m", DType::kU8, {64 * kMi}, whole);
+    }
+    ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
+    ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kAuto));
+    ExpectWritesEverythingOnce(layout, plan);
+    for (const RankPlan& rank : plan.ranks) {
+      EXPECT_NEAR(static_cast<double>(rank.bytes), 16.0 * kMi, 0.01 * 16 * kMi);
+    }
+  }
+}
+
+// Tensors of all sizes: what cannot be cut is evened out by what can.
+TEST(SavePlan, RandomOverlappingGroupsComeOutNearlyEven) {
+  Random random(TestSeed());
+  for (int i = 0; i < TestScale(20); ++i) {
+    const int world = static_cast<int>(random.Int(2, 8));
+    Ranks ranks(world);
+    const std::vector<SharedBytes> groups = RandomGroups(random, world, 1);
+    std::vector<SharedBytes> all;
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      for (int t = 0; t < 40; ++t) {
+        const std::int64_t size =
+            random.OneIn(4) ? random.Int(kMi, 6 * kMi) : random.Int(100, 600'000);
+        for (const int r : groups[g].ranks) {
+          ranks.Tensor(r, "g" + std::to_string(g) + "." + std::to_string(t), DType::kU8, {size},
+                       Box::Whole({size}));
+        }
+        all.push_back({groups[g].ranks, static_cast<std::uint64_t>(size)});
+      }
+    }
+    ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
+    ASSERT_OK_AND_ASSIGN(const SavePlan plan, PlanSave(layout, PlacementRule::kAuto));
+    ExpectWritesEverythingOnce(layout, plan);
+    const std::vector<std::uint64_t> none(static_cast<std::size_t>(world), 0);
+    const double least = LeastPossible(all, none);
+    for (const RankPlan& rank : plan.ranks) {
+      EXPECT_LE(static_cast<double>(rank.bytes), 1.03 * least + 2.0 * kMinPartBytes);
+    }
   }
 }
 
