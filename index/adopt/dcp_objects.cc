@@ -110,27 +110,29 @@ Status DcpObjects::AddCommon(bool megatron) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> opened, builder_.OpenFile(file));
       TENSORMOUNT_RETURN_IF_ERROR(opened->ReadExactAt(begin, window.data(), window.size()));
     }
-    AddValue(item, window.substr(item.offset - begin, item.length), megatron);
+    TENSORMOUNT_RETURN_IF_ERROR(
+        AddValue(item, window.substr(item.offset - begin, item.length), megatron));
   }
   return Status();
 }
 
-void DcpObjects::AddValue(const Item& item, const std::string& bytes, bool megatron) {
-  if (!bytes.starts_with("PK\3\4")) return;
+Status DcpObjects::AddValue(const Item& item, const std::string& bytes, bool megatron) {
+  if (!bytes.starts_with("PK\3\4")) return Status();
   WindowFile file(bytes, item.object.key);
   const Result<TorchArchive> archive = TorchArchive::Read(file, 0, bytes.size());
-  if (!archive.ok()) return;  // Opaque: whoever wants to know asks for its listing.
+  if (!archive.ok()) return Status();  // Opaque: whoever wants to know asks for its listing.
   pickle::Value root = archive.value().document().root();
   if (megatron && item.object.grid.rank() > 0) {
     if (IsCommonState(item)) {
-      AddMegatronCommon(root, item.object.key, builder_, budget_);
-      return;
+      return AddMegatronCommon(archive.value(), item.file, item.offset, item.object.key, builder_,
+                               budget_);
     }
     if (root.kind() == pickle::Kind::kList && root.size() == 1) root = root.item(0);
   }
   if (std::optional<CommonValue> value = budget_.Convert(root)) {
     builder_.AddCommon(item.object.key, std::move(*value));
   }
+  return Status();
 }
 
 }  // namespace tensormount

@@ -35,7 +35,7 @@ class DcpObjects {
 
  private:
   Status AddCommon(bool megatron);
-  void AddValue(const Item& item, const std::string& bytes, bool megatron);
+  Status AddValue(const Item& item, const std::string& bytes, bool megatron);
 
   ForeignBuilder& builder_;
   std::vector<Item> items_;

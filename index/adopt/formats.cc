@@ -59,13 +59,8 @@ std::string Instead(const ForeignFolder& folder) {
 // Asked in this order: what names itself most clearly comes first.
 std::span<const ForeignFormat* const> ForeignFormats() {
   static const std::vector<const ForeignFormat*> kFormats = {
-      &MegatronZarrFormat(),
-      &OlmoFormat(),
-      &TorchDcpFormat(),
-      &TorchDcpRankFormat(),
-      &HuggingFaceFormat(),
-      &TorchSaveFormat(),
-      &NumpyFormat(),
+      &MegatronZarrFormat(), &OlmoFormat(),      &TorchDcpFormat(), &TorchDcpRankFormat(),
+      &HuggingFaceFormat(),  &TorchSaveFormat(), &NumpyFormat(),
   };
   return kFormats;
 }

@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "index/adopt/torch_archive.h"
+#include "index/adopt/torch_tree.h"
 #include "shard/strict_json.h"
 
 namespace tensormount {
@@ -119,7 +120,9 @@ std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, L
     std::optional<CommonValue> plain;
     if (!IsTooLong(items.key(i))) plain = budget.Convert(items.item(i));
     if (!plain) {
-      lost.Add(std::string(name) + ".", items.key(i));
+      // Tensors of dicts are shown as such; of namespaces nobody sees them.
+      const bool shown = value.kind() == Kind::kDict && TorchArchive::IsTensor(items.item(i));
+      if (!shown) lost.Add(std::string(name) + ".", items.key(i));
       continue;
     }
     const CommonKey key = items.key(i).kind() == Kind::kInt
@@ -221,16 +224,15 @@ Result<Region> MegatronFlatShape::RegionOf(std::span<const std::int64_t> offsets
   return region;
 }
 
-std::size_t AddMegatronCommon(const Value& dict, std::string_view from, ForeignBuilder& builder,
-                              ValueBudget& budget) {
-  Value items = dict;
+Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::uint64_t at,
+                         std::string_view from, ForeignBuilder& builder, ValueBudget& budget) {
+  Value items = archive.document().root();
   // An object is stored as a list that holds it.
   if (items.kind() == Kind::kList && items.size() == 1) items = items.item(0);
-  if (items.kind() != Kind::kDict) return 0;
+  if (items.kind() != Kind::kDict) return Status();
   Lost lost;
-  std::size_t added = 0;
   for (std::size_t i = 0; i < items.size(); ++i) {
-    if (!IsNamed(items.key(i))) continue;
+    if (!IsNamed(items.key(i)) || TorchArchive::IsTensor(items.item(i))) continue;
     if (IsTooLong(items.key(i))) {
       lost.Add("", items.key(i));
       continue;
@@ -238,10 +240,8 @@ std::size_t AddMegatronCommon(const Value& dict, std::string_view from, ForeignB
     const std::string name = KeyText(items.key(i));
     if (std::optional<CommonValue> plain = budget.Convert(items.item(i))) {
       builder.AddCommon(name, std::move(*plain));
-      ++added;
     } else if (std::optional<CommonDict> part = PlainPart(items.item(i), name, lost, budget)) {
       builder.AddCommon(name, std::move(*part));
-      ++added;
     } else {
       lost.Add("", items.key(i));
     }
@@ -251,7 +251,17 @@ std::size_t AddMegatronCommon(const Value& dict, std::string_view from, ForeignB
                  (lost.count == 1 ? " value is" : " values are") +
                  " no plain data and in the object only (the first: " + lost.first + ")");
   }
-  return added;
+  TorchNames tensors;
+  TorchNames none;
+  TorchTreeOptions tree;
+  tree.root = items;
+  tree.tensors_only = true;
+  tree.at = at;
+  const Status added = TorchTree(builder, archive, file, tensors, none, budget, tree).Add();
+  if (added.code() != Code::kUnsupported && added.code() != Code::kDataLoss) return added;
+  // It is whole as an object.
+  builder.Warn(std::string(from) + ": not all of its tensors are shown: " + added.message());
+  return Status();
 }
 
 Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builder) {
@@ -269,8 +279,7 @@ Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builde
   if (!archive.ok()) return opaque(archive.status().message());
   if (archive.value().document().root().kind() != Kind::kDict) return opaque("it holds no dict");
   ValueBudget budget;
-  AddMegatronCommon(archive.value().document().root(), kCommonFile, builder, budget);
-  return Status();
+  return AddMegatronCommon(archive.value(), file, 0, kCommonFile, builder, budget);
 }
 
 }  // namespace tensormount

@@ -15,6 +15,7 @@
 
 #include "index/adopt/foreign.h"
 #include "index/adopt/pickle.h"
+#include "index/adopt/torch_archive.h"
 #include "index/adopt/value_budget.h"
 
 // What Megatron-Core's dist_checkpointing adds to the formats that it writes
@@ -55,10 +56,11 @@ class MegatronFlatShape {
   Dims fragment_;  // Extents of one fragment.
 };
 
-// Adds what is plain data of a dict (common.pt; or a list that holds one dict), a common value a
-// key; `from` names the dict in warnings about what is not. Returns how many were added.
-std::size_t AddMegatronCommon(const pickle::Value& dict, std::string_view from,
-                              ForeignBuilder& builder, ValueBudget& budget);
+// Adds what an archive of common state holds, which stands at byte `at` of file number `file`, a
+// dict or a list that holds one: tensors as tensors, under the keys that lead to them, and what is
+// plain data as a common value a key. `from` names it in warnings about what is neither.
+Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::uint64_t at,
+                         std::string_view from, ForeignBuilder& builder, ValueBudget& budget);
 
 // Adds common.pt, where there is one, as an object and as common values.
 Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builder);

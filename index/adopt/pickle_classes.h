@@ -6,8 +6,8 @@
 #include <string_view>
 
 // The allow-list of names that a pickle may speak of, and what they mean to us: classes and
-// functions of PyTorch, Megatron-Core, OLMo-core, NumPy and the standard library, under every module
-// path that a release has written (pickle_classes.cc has the table with its sources).
+// functions of PyTorch, Megatron-Core, OLMo-core, NumPy and the standard library, under every
+// module path that a release has written (pickle_classes.cc has the table with its sources).
 
 namespace tensormount::pickle {
 
@@ -29,33 +29,34 @@ enum class KnownClass : std::uint8_t {
   kTensorWriteData,
   // torch
   kTorchSize,
-  kTorchDtype,       // Any dtype: name() says which.
-  kTorchStorage,     // FloatStorage and its kin, UntypedStorage: name() says which.
+  kTorchDtype,    // Any dtype: name() says which.
+  kTorchStorage,  // FloatStorage and its kin, UntypedStorage: name() says which.
   kTorchDevice,
-  kTorchLayout,      // torch.serialization._get_layout, torch.strided
-  kRebuildTensor,    // _rebuild_tensor (1.x)
+  kTorchLayout,    // torch.serialization._get_layout, torch.strided
+  kRebuildTensor,  // _rebuild_tensor (1.x)
   kRebuildTensorV2,
   kRebuildTensorV3,
-  kRebuildParameter, // And _rebuild_parameter_with_state.
+  kRebuildParameter,  // And _rebuild_parameter_with_state.
   kRebuildFromTypeV2,
-  kRebuildOther,     // Quantised, sparse, nested, meta, wrapper subclasses: tensors that are no rows of bytes.
-  kTorchOther,       // Harmless rest: torch.Tensor, torch.nn.Parameter, torch.Generator, memory formats.
+  kRebuildOther,  // Quantised, sparse, nested, meta, wrapper subclasses: tensors that are no rows
+                  // of bytes.
+  kTorchOther,  // Harmless rest: torch.Tensor, torch.nn.Parameter, torch.Generator, memory formats.
   // Standard library
   kOrderedDict,
   kDefaultDict,
   kCounter,
-  kDictLike,         // builtins.dict, types.SimpleNamespace, argparse.Namespace: a bag of names.
-  kSetLike,          // builtins.set, frozenset
-  kGetattr,          // builtins.getattr, for enums
+  kDictLike,  // builtins.dict, types.SimpleNamespace, argparse.Namespace: a bag of names.
+  kSetLike,   // builtins.set, frozenset
+  kGetattr,   // builtins.getattr, for enums
   kPath,
   kBytesIo,
-  kCodecsEncode,     // How protocol 2 writes bytes.
-  kBuiltinType,      // builtins.int, float, str, list, tuple, bytearray, slice, range, complex
+  kCodecsEncode,  // How protocol 2 writes bytes.
+  kBuiltinType,   // builtins.int, float, str, list, tuple, bytearray, slice, range, complex
   kDatetime,
   // NumPy
   kNumpyDtype,
-  kNumpyReconstruct, // numpy[._]core.multiarray._reconstruct, scalar, numpy.ndarray
-  kNumpyRng,         // The state of a generator.
+  kNumpyReconstruct,  // numpy[._]core.multiarray._reconstruct, scalar, numpy.ndarray
+  kNumpyRng,          // The state of a generator.
   // Megatron-Core, OLMo-core and other trainers: plain records without a meaning here.
   kTrainerRecord,
 };

@@ -131,7 +131,7 @@ TorchTree::TorchTree(ForeignBuilder& builder, const TorchArchive& archive, std::
 std::string TorchTree::Shown() const { return options_.prefix + JoinedPath(path_).substr(0, 256); }
 
 Status TorchTree::Add() {
-  const Value root = archive_.document().root();
+  const Value root = options_.root ? *options_.root : archive_.document().root();
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool any, Scan(root, 0));
   const bool container =
       IsDict(root) || (any && (root.kind() == Kind::kList || root.kind() == Kind::kTuple));
@@ -220,8 +220,9 @@ Status TorchTree::AddStored(const std::string& key, const StoredTensor& stored) 
                                builder_.AddTensor(key, stored.dtype, stored.shape));
   if (options_.added) options_.added(key);
   TellPath(key);
-  const Status status = builder_.AddChunk(tensor, Box::Whole(stored.shape), file_, stored.offset,
-                                          stored.length, stored.packed ? Dims() : stored.strides);
+  const Status status =
+      builder_.AddChunk(tensor, Box::Whole(stored.shape), file_, options_.at + stored.offset,
+                        stored.length, stored.packed ? Dims() : stored.strides);
   if (LeavesOut(status)) {
     builder_.Drop(tensor, status.message());
     return Status();
@@ -235,6 +236,7 @@ void TorchTree::TellPath(const std::string& name) const {
 }
 
 void TorchTree::AddCommon(const Value& value) {
+  if (options_.tensors_only) return;
   std::optional<CommonValue> plain = budget_.Convert(value);
   if (!plain) {
     builder_.Warn("common value " + Shown() + ": left out: it is no plain data, or too much");

@@ -47,6 +47,9 @@ class TorchNames {
 struct TorchTreeOptions {
   std::string prefix;  // Before every key.
   std::string alone;   // The key where the root is no dict or list but one tensor or value.
+  std::optional<pickle::Value> root = std::nullopt;  // Only what it holds; none: all.
+  bool tensors_only = false;                         // Somebody else shows the rest.
+  std::uint64_t at = 0;                              // Where the archive begins in the file.
   // Told of every tensor that was added, where not empty.
   std::function<void(const std::string& key)> added;
   // Told of every name of a tensor or common value that is not simply a key of the root.

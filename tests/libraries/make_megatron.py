@@ -37,7 +37,10 @@ MODEL = {
 }
 
 COMMON = {"iteration": 77, "checkpoint_version": 3.0, "args": {"lr": 0.5, "names": ["a", "b"]},
-          "optimizer": {"param_groups": [{"wd": 0.1}]}}
+          "optimizer": {"param_groups": [{"wd": 0.1}]},
+          # Tensors that nobody declared as sharded go with the rest.
+          "common_tensor": make_torch.tensor("common_tensor", "f32", (3, 5))}
+COMMON["args"]["scale"] = make_torch.tensor("args.scale", "f64", (4,))
 
 
 def part(key, box):

@@ -22,6 +22,9 @@ MODEL = {
     "optimizer.state.exp_avg.output_layer.weight": ("f32", (32, 16)),
     "optimizer.state.turned": ("f32", (12, 8)),
     "optimizer.state.step": ("i64", ()),
+    # In the common state, as plain tensors.
+    "common_tensor": ("f32", (3, 5)),
+    "args.scale": ("f64", (4,)),
 }
 
 
