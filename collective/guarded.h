@@ -19,6 +19,8 @@ Status Guarded(Fn fn) {
     return Status(Code::kResourceExhausted, "out of memory");
   } catch (const std::exception& e) {
     return Status(Code::kInternal, e.what());
+  } catch (...) {
+    return Status(Code::kInternal, "unknown exception");
   }
 }
 

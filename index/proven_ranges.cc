@@ -28,7 +28,8 @@ bool FileStamp::Settled() const {
                                                      : nanoseconds(std::chrono::milliseconds(50));
   timespec now{};
   clock_gettime(CLOCK_REALTIME, &now);
-  const std::int64_t apart = now.tv_sec - changed_seconds;  // Checked before it is multiplied.
+  std::int64_t apart = 0;
+  if (__builtin_sub_overflow(std::int64_t{now.tv_sec}, changed_seconds, &apart)) return true;
   if (apart > 3600 || apart < -3600) return true;
   const nanoseconds age = seconds(apart) + nanoseconds(now.tv_nsec - changed_nanoseconds);
   // One of the future would be changed to the present.

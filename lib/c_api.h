@@ -65,6 +65,8 @@ Status Need(std::initializer_list<Argument> arguments);
 
 // ---- Structures ----
 
+// What the caller set as the size of a structure. kInvalidArgument where it cannot be one.
+Result<std::uint32_t> StructSize(const void* given, const char* name);
 // Whether the first number of a structure can be its size, and all beyond `known` bytes is zero.
 Status CheckStruct(const void* given, std::size_t known, const char* name);
 
@@ -81,11 +83,7 @@ Result<T> ReadStruct(const T* given, const char* name) {
 // As much of `filled` as the caller's structure has room for.
 template <typename T>
 Status WriteStruct(T filled, T* given, const char* name) {
-  std::uint32_t size = 0;
-  std::memcpy(&size, given, sizeof(size));
-  if (size < sizeof(size)) {
-    return {Code::kInvalidArgument, std::string(name) + ": struct_size is not set"};
-  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t size, StructSize(given, name));
   filled.struct_size = size;
   std::memcpy(given, &filled, std::min<std::size_t>(size, sizeof(T)));
   return {};

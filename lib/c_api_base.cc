@@ -56,12 +56,23 @@ Status Need(std::initializer_list<Argument> arguments) {
   return {};
 }
 
-Status CheckStruct(const void* given, std::size_t known, const char* name) {
+Result<std::uint32_t> StructSize(const void* given, const char* name) {
   std::uint32_t size = 0;
   std::memcpy(&size, given, sizeof(size));
   if (size < sizeof(size)) {
-    return {Code::kInvalidArgument, std::string(name) + ": struct_size is not set"};
+    return Status(Code::kInvalidArgument, std::string(name) + ": struct_size is not set");
   }
+  // Not initialised, rather than of a later version: what follows it is not ours to read.
+  constexpr std::uint32_t kLargestStruct = 4096;
+  if (size > kLargestStruct) {
+    return Status(Code::kInvalidArgument, std::string(name) + ": struct_size is " +
+                                              std::to_string(size) + ", which no structure has");
+  }
+  return size;
+}
+
+Status CheckStruct(const void* given, std::size_t known, const char* name) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t size, StructSize(given, name));
   const auto* bytes = static_cast<const unsigned char*>(given);
   for (std::size_t i = known; i < size; ++i) {
     if (bytes[i] == 0) continue;

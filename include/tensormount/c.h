@@ -8,7 +8,7 @@
 // at their end. Every structure begins with `struct_size`, which the caller sets to sizeof the
 // structure that it was compiled with; members beyond are taken as zero, and zero always means
 // "nothing special". A larger structure than the library knows is accepted where what is beyond is
-// zero, and is TM_UNSUPPORTED otherwise.
+// zero, and is TM_UNSUPPORTED otherwise; a size that no structure has is TM_INVALID_ARGUMENT.
 //
 // Every function that can fail returns a tm_status; tm_last_error() then says why, for people.
 // Results come through pointers, which are not touched on failure (but for buffers that are being

@@ -454,6 +454,11 @@ static void other_sizes(const char* path) {
   older.struct_size = offsetof(tm_buffer, stream);
   older.stream = &older;
   OK(tm_checkpoint_read(checkpoint, "w", NULL, &older));
+  // One that was never set: nothing beyond it is read.
+  older.struct_size = UINT32_MAX;
+  FAILS(tm_checkpoint_read(checkpoint, "w", NULL, &older), TM_INVALID_ARGUMENT, "struct_size is");
+  info.struct_size = 5000;
+  FAILS(tm_checkpoint_tensor(checkpoint, "w", &info), TM_INVALID_ARGUMENT, "struct_size is");
   tm_checkpoint_close(checkpoint);
 }
 

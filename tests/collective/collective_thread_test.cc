@@ -2,6 +2,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <new>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -15,6 +17,7 @@
 #include "collective/comm/collective.h"
 #include "collective/comm/collective_frame.h"
 #include "collective/comm/collective_round.h"
+#include "collective/guarded.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
@@ -39,6 +42,15 @@ TEST_P(CollectiveThreadTest, JobsAfterFailedOnes) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, CollectiveThreadTest, testing::Values(1, 2, 3, 4, 8),
                          testing::PrintToStringParamName());
+
+// What is thrown between two calls, of whatever type, keeps no rank from the next one.
+TEST(GuardedTest, EveryExceptionIsAStatus) {
+  EXPECT_THAT(Guarded([]() -> Status { throw 7; }), HasCode(Code::kInternal));
+  EXPECT_THAT(Guarded([]() -> Status { throw std::runtime_error("why"); }), HasMessage("why"));
+  EXPECT_THAT(Guarded([]() -> Status { throw std::bad_alloc(); }),
+              HasCode(Code::kResourceExhausted));
+  EXPECT_OK(Guarded([] { return Status(); }));
+}
 
 TEST(CollectiveTest, AHundredMegabytesAreGathered) {
   EXPECT_OK(RunOnThreads(2, [](Communicator& c) { return ExerciseLargePayload(c, 100'000'000); }));

@@ -264,7 +264,7 @@ TEST(CopyPlanPropertyTest, MatchesNaiveIndexingForAnyPartition) {
       ASSERT_THAT(less, HasMessage("is stored in no chunk"));
     }
   }
-  EXPECT_GT(tried, 500);
+  EXPECT_GT(tried, TestScale(500));
 }
 
 }  // namespace
