@@ -181,13 +181,7 @@ class CheckpointVerifier {
     if (derived.ok() && content_) {
       report_.warnings.push_back(damage.message() + "; the one that fsck rebuilt serves");
     } else {
-      // The message names the file already.
-      const std::string prefix = "index: " + name + ": ";
-      const std::string_view why = damage.message();
-      Unreadable("index", name,
-                 why.starts_with(prefix)
-                     ? Status(damage.code(), std::string(why.substr(prefix.size())))
-                     : damage);
+      Unreadable("index", name, Status(damage.code(), ReasonWithout("index: " + name, damage)));
     }
     return Status();
   }

@@ -123,10 +123,7 @@ class PieceVerifier {
       if (unread_.ok()) unread_ = status.WithContext(piece.object);
       return;
     }
-    // The file is named already.
-    const std::string prefix = content_.files[piece.file].name + ": ";
-    const std::string_view why = status.message();
-    Damage(piece, at, std::string(why.starts_with(prefix) ? why.substr(prefix.size()) : why));
+    Damage(piece, at, ReasonWithout(content_.files[piece.file].name, status));
   }
 
   void Check(const Task& task, StretchReader& reader) {
@@ -315,6 +312,12 @@ bool ProvesDamage(const Status& status) {
     default:
       return true;
   }
+}
+
+std::string ReasonWithout(std::string_view file, const Status& status) {
+  const std::string prefix = std::string(file) + ": ";
+  const std::string_view why = status.message();
+  return std::string(why.starts_with(prefix) ? why.substr(prefix.size()) : why);
 }
 
 Result<VerifyReport> Concluded(VerifyReport report, const Status& unread) {

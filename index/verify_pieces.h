@@ -15,6 +15,8 @@ namespace tensormount {
 // Whether a failure to read something says that it is damaged. Where this process has no
 // descriptors or no permission, the storage does not answer or has lost a handle, nothing is known.
 bool ProvesDamage(const Status& status);
+// The reason without the name of its file, which a Damage has for itself.
+std::string ReasonWithout(std::string_view file, const Status& status);
 // What a verification ends with: `unread` is why something was not checked (ok: everything was). An
 // error, unless there is damage, which is damage whatever else could not be looked at.
 Result<VerifyReport> Concluded(VerifyReport report, const Status& unread);

@@ -137,8 +137,6 @@ void FileProver::Add(NodeId node, std::shared_ptr<const VirtualFile> file,
   for (const Core::Task& task : core_->tasks) {
     if (task.node == node) return;
   }
-  const auto known = core_->damaged.find(node);
-  if (known != core_->damaged.end() && known->second == proof.stamp) return;
   const std::uint64_t done = file->size() - std::min(file->size(), proof.left);
   core_->tasks.push_back({node, std::move(file), done});
   core_->changed.notify_all();

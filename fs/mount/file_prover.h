@@ -37,7 +37,7 @@ class FileProver {
   void Stop();
   bool idle() const;  // It has ended, or never began.
 
-  // Takes a file, unless it waits already, or was found damaged as it is now. `proof`: of now.
+  // Takes a file, unless it waits already. `proof`: of now.
   void Add(NodeId node, std::shared_ptr<const VirtualFile> file, const VirtualFile::Proof& proof);
   // Whether it was found damaged in this state.
   bool FoundDamaged(NodeId node, const FileStamp& stamp) const;
