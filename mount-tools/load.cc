@@ -40,26 +40,23 @@ struct RankFigures {
   double seconds = 0;
 };
 
-struct Wanted {
-  TensorEntry entry;
-  std::string name;  // The key, or what the map makes of it.
-  Region region;
-  BufferView buffer;
-};
-
 std::uint64_t PeakMemory() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   return static_cast<std::uint64_t>(usage.ru_maxrss) * 1024;
 }
 
+// The key, or what the map makes of it; empty where that drops it.
+const std::string& NameOf(const TensorEntry& tensor, const KeyRenames* renames) {
+  return renames != nullptr ? renames->tensors()[tensor.ordinal] : tensor.meta.key();
+}
+
 Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const ShardRule& rule,
-                   const KeyRenames* renames, int rank, HostMemory& memory,
-                   std::vector<Wanted>& wanted, StateDict& request) {
+                   const KeyRenames* renames, int rank, HostMemory& memory, StateDict& request) {
   Status failure;
   TENSORMOUNT_RETURN_IF_ERROR(source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     const TensorMeta& meta = tensor.meta;
-    const std::string& name = renames != nullptr ? renames->tensors()[tensor.ordinal] : meta.key();
+    const std::string& name = NameOf(tensor, renames);
     if (name.empty()) return true;  // Dropped.
     if (!args.keys.empty() && !GlobMatches(args.keys, name)) return true;
     auto region = rule.RegionOf(name, meta.dtype(), meta.shape(), rank);
@@ -71,7 +68,6 @@ Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const S
     failure = request.AddTensor(
         meta.key(),
         Shard{.global_shape = meta.shape(), .region = region.value(), .data = buffer.value()});
-    wanted.push_back({tensor, name, region.value(), buffer.value()});
     return failure.ok();
   }));
   return failure;
@@ -81,8 +77,7 @@ Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const S
 Status ForEachName(const OpenedCheckpoint& source, const KeyRenames* renames,
                    const std::function<void(const std::string&)>& fn) {
   return source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
-    const std::string& name =
-        renames != nullptr ? renames->tensors()[tensor.ordinal] : tensor.meta.key();
+    const std::string& name = NameOf(tensor, renames);
     if (!name.empty()) fn(name);
     return true;
   });
@@ -109,7 +104,7 @@ Status CompareKeys(const OpenedCheckpoint& source, const OpenedCheckpoint& other
   TENSORMOUNT_RETURN_IF_ERROR(ForEachName(source, renames, note));
   if (renames != nullptr) {
     TENSORMOUNT_RETURN_IF_ERROR(source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
-      if (renames->tensors()[tensor.ordinal].empty()) note(tensor.meta.key());
+      if (NameOf(tensor, renames).empty()) note(tensor.meta.key());
       return true;
     }));
   }
@@ -122,35 +117,39 @@ Status CompareKeys(const OpenedCheckpoint& source, const OpenedCheckpoint& other
 
 // Compares what was loaded with the same regions of `other`, byte for byte, in blocks. Names the
 // first difference of each tensor on standard error.
-Status Compare(const OpenedCheckpoint& other, const std::vector<Wanted>& wanted, Terminal& terminal,
+Status Compare(const OpenedCheckpoint& source, const OpenedCheckpoint& other,
+               const StateDict& loaded, const KeyRenames* renames, Terminal& terminal,
                RankFigures& figures) {
-  for (const Wanted& item : wanted) {
-    if (item.region.empty()) continue;
-    auto entry = other.index().Find(item.name);
-    const bool same_kind = entry.ok() && entry.value().meta.dtype() == item.entry.meta.dtype() &&
-                           entry.value().meta.shape() == item.entry.meta.shape();
+  for (const StateDict::TensorItem& item : loaded.tensors()) {
+    const Region& region = item.shard.region;
+    if (region.empty()) continue;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry mine, source.index().Find(item.key));
+    const TensorMeta& meta = mine.meta;
+    const std::string& name = NameOf(mine, renames);
+    auto entry = other.index().Find(name);
+    const bool same_kind = entry.ok() && entry.value().meta.dtype() == meta.dtype() &&
+                           entry.value().meta.shape() == meta.shape();
     if (!same_kind) {
       if (!entry.ok() && entry.status().code() != Code::kNotFound) return entry.status();
       ++figures.different_tensors;
-      terminal.Warn(fmt::format("tensor {}: {} in the second source", item.name,
+      terminal.Warn(fmt::format("tensor {}: {} in the second source", name,
                                 entry.ok() ? "another dtype or shape" : "missing"));
       continue;
     }
     HostMemory memory;
-    TENSORMOUNT_ASSIGN_OR_RETURN(BufferView theirs, memory.BufferFor(item.entry.meta, item.region));
-    TENSORMOUNT_RETURN_IF_ERROR(other.Read(entry.value(), item.region, theirs,
-                                           ReadVerify::kExtendLeaves, nullptr, nullptr));
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        const std::uint64_t size,
-        RegionBytes(item.entry.meta.dtype(), item.entry.meta.shape(), item.region));
+    TENSORMOUNT_ASSIGN_OR_RETURN(BufferView theirs, memory.BufferFor(meta, region));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        other.Read(entry.value(), region, theirs, ReadVerify::kExtendLeaves, nullptr, nullptr));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t size,
+                                 RegionBytes(meta.dtype(), meta.shape(), region));
     figures.compared_bytes += size;
-    const auto* a = static_cast<const unsigned char*>(item.buffer.data);
+    const auto* a = static_cast<const unsigned char*>(item.shard.data.data);
     const auto* b = static_cast<const unsigned char*>(theirs.data);
     if (std::memcmp(a, b, size) != 0) {
       ++figures.different_tensors;
       const auto at = static_cast<std::uint64_t>(std::mismatch(a, a + size, b).first - a);
-      terminal.Warn(fmt::format("tensor {} {}: byte {} of the slice differs", item.name,
-                                item.region.ToString(), at));
+      terminal.Warn(
+          fmt::format("tensor {} {}: byte {} of the slice differs", name, region.ToString(), at));
     }
   }
   return {};
@@ -257,11 +256,9 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
   const Status status = group.Run([&](Communicator& comm) -> Status {
     HostMemory memory;
     StateDict request;
-    std::vector<Wanted> wanted;
+    const KeyRenames* renamed = renames ? &*renames : nullptr;
     Status mine = before;
-    if (mine.ok())
-      mine = FillRequest(*source, args, rule, renames ? &*renames : nullptr, comm.rank(), memory,
-                         wanted, request);
+    if (mine.ok()) mine = FillRequest(*source, args, rule, renamed, comm.rank(), memory, request);
     LoadOptions options;
     options.progress = &progress.done();
     options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
@@ -283,12 +280,12 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     figures.unverified = report.bytes_unverified;
     figures.messages = report.messages_sent;
     figures.peak_buffers = report.peak_buffer_bytes;
-    figures.tensors = wanted.size();
+    figures.tensors = request.tensors().size();
     figures.peak_memory = PeakMemory();
-    Status compared = other ? Compare(*other, wanted, terminal, figures) : Status();
+    Status compared =
+        other ? Compare(*source, *other, request, renamed, terminal, figures) : Status();
     if (compared.ok() && other && comm.rank() == 0) {
-      compared =
-          CompareKeys(*source, *other, args, renames ? &*renames : nullptr, terminal, figures);
+      compared = CompareKeys(*source, *other, args, renamed, terminal, figures);
     }
     TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(compared, "compare"));
     TENSORMOUNT_ASSIGN_OR_RETURN(

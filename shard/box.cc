@@ -28,7 +28,19 @@ Dims Dims::Filled(int rank, std::int64_t value) {
 void Dims::push_back(std::int64_t v) {
   assert(rank_ < kMaxAxes);
   if (rank_ == kMaxAxes) return;
-  v_[static_cast<std::size_t>(rank_++)] = v;
+  if (rank_ == kInline) {
+    auto* values = new std::int64_t[kMaxAxes]{};
+    std::copy_n(v_.here, kInline, values);
+    v_.heap = values;
+  }
+  ++rank_;
+  data()[rank_ - 1] = v;
+}
+
+std::int64_t* Dims::CopyOf(const std::int64_t* values) {
+  auto* copy = new std::int64_t[kMaxAxes];
+  std::copy_n(values, kMaxAxes, copy);
+  return copy;
 }
 
 bool operator==(const Dims& a, const Dims& b) {

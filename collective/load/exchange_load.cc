@@ -371,9 +371,9 @@ class UnitStream final : public LocalWork {
     --pieces_coming_;
     if (++c.arrived.pieces < c.pieces.size()) return {};
     if (c.arrived.sum != c.letter->sum) {
-      return {Code::kDataLoss, "tensor " + units_.tensor(units_.units()[c.unit]).entry.meta.key() +
-                                   ": its bytes changed on the way from rank " +
-                                   std::to_string(c.from)};
+      return {Code::kDataLoss,
+              "tensor " + units_.tensor(units_.units()[c.unit]).entry().meta.key() +
+                  ": its bytes changed on the way from rank " + std::to_string(c.from)};
     }
     coming_.erase(receive.of);
     return {};
@@ -436,7 +436,7 @@ Result<ExchangeStats> LoadByExchange(const OpenedCheckpoint& checkpoint, Collect
     if (!target.tensor->exchange || target.convert) continue;
     target.stats.bytes_wanted = target.bytes;
     const bool by_leaf = verify != LoadVerify::kOff && !target.tensor->proof.possible &&
-                         target.tensor->entry.has_digest;
+                         target.tensor->entry().has_digest;
     if (by_leaf) target.stats.bytes_by_leaf = target.bytes;
   }
   return stats;

@@ -98,9 +98,9 @@ Status UnitReader::Read(const ExchangeUnits& units, const ExchangeUnit& unit, Ou
     if (packed_at_[p] != kElsewhere) out.at[p] = memory + packed_at_[p];
   }
   if (in_place_) {
-    TENSORMOUNT_RETURN_IF_ERROR(ReadRuns(tensor.entry.meta, unit, memory));
+    TENSORMOUNT_RETURN_IF_ERROR(ReadRuns(tensor.entry().meta, unit, memory));
   } else {
-    TENSORMOUNT_RETURN_IF_ERROR(checkpoint_.ReadPlaced(tensor.entry, {&bytes_, 1}, memory,
+    TENSORMOUNT_RETURN_IF_ERROR(checkpoint_.ReadPlaced(tensor.entry(), {&bytes_, 1}, memory,
                                                        UnitVerify(tensor), stats_, nullptr));
   }
   for (std::size_t p = 0; p < out.pieces.size(); ++p) {

@@ -37,7 +37,7 @@ ExchangeUnits::ExchangeUnits(const OpenedCheckpoint& checkpoint, const LoadPlan&
 
 Status ExchangeUnits::Prepare(std::size_t t) {
   const PlannedTensor& tensor = plan_.tensors[t];
-  const TensorMeta& meta = tensor.entry.meta;
+  const TensorMeta& meta = tensor.entry().meta;
   Prepared& prepared = prepared_[t];
   std::size_t mine = 0;
   for (const LoadWant& want : tensor.wants) {
@@ -48,7 +48,7 @@ Status ExchangeUnits::Prepare(std::size_t t) {
     prepared.wants.push_back({want.rank, bytes.Boxes(), target});
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
-                               checkpoint_.Extents(tensor.entry));
+                               checkpoint_.Extents(tensor.entry()));
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ChunkRecord> chunks, extents->All());
   std::sort(chunks.begin(), chunks.end(), [](const ChunkRecord& a, const ChunkRecord& b) {
     return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);
@@ -98,7 +98,7 @@ Result<bool> ExchangeUnits::Next() {
       if (bytes >= kBatchBytes || chunks >= kBatchChunks) return true;
       AddUnits(next_tensor_, stored[next_chunk_]);
       bytes += static_cast<std::uint64_t>(stored[next_chunk_].box.volume()) *
-               (tensor.entry.meta.bits() / 8);
+               (tensor.entry().meta.bits() / 8);
       ++chunks;
     }
   }
@@ -106,7 +106,7 @@ Result<bool> ExchangeUnits::Next() {
 }
 
 void ExchangeUnits::AddUnits(std::size_t t, const Stored& chunk) {
-  const TensorMeta& meta = plan_.tensors[t].entry.meta;
+  const TensorMeta& meta = plan_.tensors[t].entry().meta;
   const std::uint64_t element = meta.bits() / 8;
   const std::uint64_t unit_bytes =
       std::clamp(meta.bytes() / group_size_, kLeastUnitBytes, kUnitBytes);
@@ -134,7 +134,7 @@ void ExchangeUnits::AddUnits(std::size_t t, const Stored& chunk) {
 }
 
 PlacedBox ExchangeUnits::BytesOf(const ExchangeUnit& unit) const {
-  const TensorMeta& meta = plan_.tensors[unit.tensor].entry.meta;
+  const TensorMeta& meta = plan_.tensors[unit.tensor].entry().meta;
   // Cannot fail: the box is a part of a chunk whose bytes were placed before.
   return PlacePacked(ByteRegion(meta.dtype(), meta.shape(), unit.box).value(), 0).front();
 }

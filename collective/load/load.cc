@@ -237,7 +237,7 @@ class LoadJob {
         const std::uint64_t held = staging.capacity();
         report_.peak_buffer_bytes = std::max(report_.peak_buffer_bytes, held);
       } else {
-        TENSORMOUNT_RETURN_IF_ERROR(checkpoint_->ReadPlaced(target.tensor->entry, target.placed,
+        TENSORMOUNT_RETURN_IF_ERROR(checkpoint_->ReadPlaced(target.tensor->entry(), target.placed,
                                                             target.base, target.verify,
                                                             target.stats, nullptr));
         CountRead(target.stats.bytes_read);

@@ -85,11 +85,14 @@ bool WantedByOneRank(const PlannedTensor& tensor) {
   return tensor.wants.front().rank == tensor.wants.back().rank;
 }
 
-// Whether leaves prove a region with hardly more reading than the region itself.
+constexpr std::uint64_t kReadTogether = 4096;
+
+// Whether leaves prove a region with hardly more reading than the region itself. What lies in one
+// page is read with it, and costs less than what ranks would have to tell each other for a digest.
 Result<bool> CheapByLeaf(const CheckpointIndex& index, const TensorEntry& entry,
                          const Region& region) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Geometry g, Measure(index, entry, region, ~std::size_t{0}));
-  return g.widened_by <= g.wanted / 8;
+  return g.widened_by <= std::max(g.wanted / 8, kReadTogether);
 }
 
 }  // namespace
@@ -99,7 +102,7 @@ Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const Resolved& mine,
   LoadNeeds needs;
   for (const ResolvedItem& item : mine.items) {
     if (item.convert) continue;
-    const TensorEntry& entry = mine.tensors.at(item.stored);
+    const TensorEntry& entry = *mine.Stored(item);
     for (const Region& region : item.regions) {
       if (options.verify == LoadVerify::kAuto && entry.has_digest && !needs.proof) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const bool cheap, CheapByLeaf(index, entry, region));
@@ -113,60 +116,51 @@ Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const Resolved& mine,
   return needs;
 }
 
-Result<LoadPlan> MakeLoadPlan(const CheckpointIndex& index, std::span<const Resolved* const> ranks,
-                              std::vector<int> groups, bool several_machines,
-                              const LoadOptions& options) {
-  LoadPlan plan;
-  plan.groups = std::move(groups);
-  std::map<std::uint32_t, std::size_t> position;  // By ordinal.
-  bool all_known = true;
-  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-    if (ranks[rank] == nullptr) {
-      all_known = false;
-      continue;
-    }
-    for (const ResolvedItem& item : ranks[rank]->items) {
-      for (const Region& region : item.regions) {
-        const auto [at, fresh] = position.emplace(item.stored, plan.tensors.size());
-        if (fresh) {
-          plan.tensors.emplace_back();
-          plan.tensors.back().entry = ranks[rank]->tensors.at(item.stored);
-        }
-        plan.tensors[at->second].wants.push_back(
-            {static_cast<int>(rank), item.item, region, item.convert});
-      }
+void LoadPlanner::Add(int rank, const Resolved& wanted) {
+  for (const ResolvedItem& item : wanted.items) {
+    if (item.regions.empty()) continue;
+    const auto [at, fresh] = position_.emplace(item.stored, plan_.tensors.size());
+    if (fresh) plan_.tensors.push_back({.stored = wanted.Stored(item)});
+    for (const Region& region : item.regions) {
+      plan_.tensors[at->second].wants.push_back({rank, item.item, region, item.convert});
     }
   }
-  for (PlannedTensor& tensor : plan.tensors) {
+}
+
+Result<LoadPlan> LoadPlanner::Finish(int ranks, bool all_known, std::vector<int> groups,
+                                     bool several_machines, const LoadOptions& options) {
+  position_.clear();
+  plan_.groups = std::move(groups);
+  for (PlannedTensor& tensor : plan_.tensors) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
-                                 index.Extents(tensor.entry.ordinal));
+                                 index_.Extents(tensor.entry().ordinal));
     if (extents->size() > 0) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord first, extents->At(0));
       tensor.place = {first.file, first.offset};
     }
     if (!all_known) continue;
-    const bool can_exchange = ranks.size() > 1 && MayExchange(tensor.entry);
+    const bool can_exchange = ranks > 1 && MayExchange(tensor.entry());
     if (can_exchange && options.path == LoadPath::kExchange) tensor.exchange = true;
     if (can_exchange && several_machines && options.path == LoadPath::kAuto &&
         !WantedByOneRank(tensor)) {
       TENSORMOUNT_ASSIGN_OR_RETURN(tensor.exchange,
-                                   IsShort(index, tensor.entry, tensor.wants.front().region));
+                                   IsShort(index_, tensor.entry(), tensor.wants.front().region));
     }
     if (options.verify == LoadVerify::kAuto) {
-      tensor.proof = PlanProof(tensor.entry, tensor.wants, static_cast<int>(ranks.size()));
+      tensor.proof = PlanProof(tensor.entry(), tensor.wants, ranks);
     }
   }
   std::stable_sort(
-      plan.tensors.begin(), plan.tensors.end(),
+      plan_.tensors.begin(), plan_.tensors.end(),
       [](const PlannedTensor& a, const PlannedTensor& b) { return a.place < b.place; });
-  return plan;
+  return std::move(plan_);
 }
 
 Result<ReadVerify> ChooseReadVerify(const CheckpointIndex& index, const PlannedTensor& tensor,
                                     const Region& region, LoadVerify verify) {
   if (verify == LoadVerify::kOff) return ReadVerify::kOff;
   if (verify == LoadVerify::kLeaves || !tensor.proof.possible) return ReadVerify::kExtendLeaves;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const bool cheap, CheapByLeaf(index, tensor.entry, region));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const bool cheap, CheapByLeaf(index, tensor.entry(), region));
   return cheap ? ReadVerify::kExtendLeaves : ReadVerify::kWholeLeaves;
 }
 

@@ -3,6 +3,8 @@
 #define TENSORMOUNT_COLLECTIVE_LOAD_LOAD_PLAN_H_
 
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
@@ -21,7 +23,8 @@
 namespace tensormount {
 
 struct PlannedTensor {
-  TensorEntry entry;
+  std::shared_ptr<const TensorEntry> stored;
+  const TensorEntry& entry() const { return *stored; }
   std::vector<LoadWant> wants;                    // Not empty ones; by rank, then item.
   std::pair<std::uint32_t, std::uint64_t> place;  // File and offset of its first chunk.
   bool exchange = false;
@@ -41,11 +44,22 @@ struct LoadNeeds {
 Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const Resolved& mine,
                             const LoadOptions& options);
 
-// `ranks`: what each rank wants, by rank; null where it is not known, and then nothing is exchanged
-// or proved by digest. `groups` by rank.
-Result<LoadPlan> MakeLoadPlan(const CheckpointIndex& index, std::span<const Resolved* const> ranks,
-                              std::vector<int> groups, bool several_machines,
-                              const LoadOptions& options);
+// Makes a plan of what ranks want, which is told one rank after the other, in the order of the
+// ranks: what all of them want is never held at once.
+class LoadPlanner {
+ public:
+  explicit LoadPlanner(const CheckpointIndex& index) : index_(index) {}
+  void Add(int rank, const Resolved& wanted);
+  // `all_known`: every rank was added; otherwise nothing is exchanged or proved by digest.
+  // `groups` by rank.
+  Result<LoadPlan> Finish(int ranks, bool all_known, std::vector<int> groups, bool several_machines,
+                          const LoadOptions& options);
+
+ private:
+  const CheckpointIndex& index_;
+  LoadPlan plan_;
+  std::map<std::uint32_t, std::size_t> position_;  // By ordinal.
+};
 
 // How to read a region of a tensor so that its bytes end up verified as `verify` says: by whole
 // leaves where widening costs little, or where the tensor cannot be proved by digest.

@@ -176,8 +176,9 @@ std::string EncodeKeys(const Resolved& mine, std::uint32_t tensors) {
   WriteNames(out, mine.not_stored);
   WriteNames(out, mine.asked_objects);
   std::string bits((tensors + 7) / 8, '\0');
-  for (const auto& [ordinal, entry] : mine.tensors) {
-    bits[ordinal / 8] = static_cast<char>(bits[ordinal / 8] | (1 << (ordinal % 8)));
+  for (const auto& entry : mine.tensors) {
+    char& bits_here = bits[entry->ordinal / 8];
+    bits_here = static_cast<char>(bits_here | (1 << (entry->ordinal % 8)));
   }
   out.Raw(bits.data(), bits.size());
   return std::move(out.bytes());
@@ -228,30 +229,31 @@ Status MeetOnKeys(Collective& collective, const CheckpointIndex& index, const Lo
   return in.Finish();
 }
 
-// The requests of all ranks: one object for each set of equal ones.
-Status MeetOnRequests(Collective& collective, const CheckpointIndex& index,
-                      const LoadOptions& options, const MeetingPart& part, const Opening& opening,
-                      std::map<std::uint32_t, std::shared_ptr<const Resolved>>& by_speaker) {
-  const auto me = static_cast<std::uint32_t>(collective.rank());
-  const bool speaks = opening.speakers[me] == me;
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      const std::vector<std::string> said,
-      collective.AllGather(speaks ? std::string_view(part.request) : std::string_view(),
-                           "load: requests"));
-  const Status resolved = Guarded([&]() -> Status {
-    by_speaker[opening.speakers[me]] = part.resolved;
-    for (const std::uint32_t speaker : opening.speakers) {
-      std::shared_ptr<const Resolved>& slot = by_speaker[speaker];
-      if (slot != nullptr) continue;
+// Adds what every rank wants, as it said itself. What a rank asks for is kept only as long as a
+// later one asks for the same.
+Status AddAll(const CheckpointIndex& index, const LoadOptions& options,
+              const std::shared_ptr<const Resolved>& mine, int me,
+              const std::vector<std::uint32_t>& speakers, std::vector<std::string>& said,
+              LoadPlanner& planner) {
+  std::map<std::uint32_t, int> last;  // By speaker: the last rank that it speaks for.
+  for (std::size_t r = 0; r < speakers.size(); ++r) last[speakers[r]] = static_cast<int>(r);
+  std::map<std::uint32_t, std::shared_ptr<const Resolved>> kept;
+  kept[speakers[static_cast<std::size_t>(me)]] = mine;
+  for (int rank = 0; rank < static_cast<int>(speakers.size()); ++rank) {
+    const std::uint32_t speaker = speakers[static_cast<std::size_t>(rank)];
+    std::shared_ptr<const Resolved>& wanted = kept[speaker];
+    if (wanted == nullptr) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const LoadRequest request, DecodeRequest(said[speaker]));
+      said[speaker] = {};
       TENSORMOUNT_ASSIGN_OR_RETURN(Resolved other,
                                    ResolveRequest(index, request, options, /*objects=*/false));
       TENSORMOUNT_RETURN_IF_ERROR(other.refusal);
-      slot = std::make_shared<const Resolved>(std::move(other));
+      wanted = std::make_shared<const Resolved>(std::move(other));
     }
-    return {};
-  });
-  return collective.Agree(resolved, "load: requests");
+    planner.Add(rank, *wanted);
+    if (last[speaker] == rank) kept.erase(speaker);
+  }
+  return {};
 }
 
 }  // namespace
@@ -318,21 +320,25 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
   agreed->resolved = part.resolved;
   agreed->needs = part.needs;
   TENSORMOUNT_RETURN_IF_ERROR(MeetOnKeys(collective, index, options, *agreed));
-  std::map<std::uint32_t, std::shared_ptr<const Resolved>> by_speaker;
+  std::vector<std::string> said;  // By rank: its request, where it speaks.
+  const int me = collective.rank();
   if (opening.whole) {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        MeetOnRequests(collective, index, options, part, opening, by_speaker));
+    const bool speaks = opening.speakers[static_cast<std::size_t>(me)] == static_cast<unsigned>(me);
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        said, collective.AllGather(speaks ? std::string_view(part.request) : std::string_view(),
+                                   "load: requests"));
   }
   const Status planned = Guarded([&]() -> Status {
-    const auto ranks = static_cast<std::size_t>(collective.size());
-    std::vector<const Resolved*> by_rank(ranks, nullptr);
-    by_rank[static_cast<std::size_t>(collective.rank())] = part.resolved.get();
-    for (std::size_t r = 0; r < opening.speakers.size(); ++r) {
-      by_rank[r] = by_speaker.at(opening.speakers[r]).get();
+    LoadPlanner planner(index);
+    if (opening.whole) {
+      TENSORMOUNT_RETURN_IF_ERROR(
+          AddAll(index, options, part.resolved, me, opening.speakers, said, planner));
+    } else {
+      planner.Add(me, *part.resolved);
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        agreed->plan,
-        MakeLoadPlan(index, by_rank, std::move(opening.groups), opening.several_machines, options));
+        agreed->plan, planner.Finish(collective.size(), opening.whole || collective.size() == 1,
+                                     std::move(opening.groups), opening.several_machines, options));
     return {};
   });
   TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan"));

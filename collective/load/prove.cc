@@ -85,11 +85,12 @@ class Prover {
 
   Status Contribute() {
     contribution_.assign(plan_.tensors.size(), 0);
+    digests_.assign(targets_.size(), 0);
     for (const LoadTarget& target : targets_) {
       const std::size_t t = PositionOf(target);
       if (!proving_[t]) continue;
-      const Crc64 digest = DigestOfBuffer(target.tensor->entry.meta, target.placed, target.base);
-      target_digest_[{t, target.want}] = digest;
+      const Crc64 digest = DigestOfBuffer(target.tensor->entry().meta, target.placed, target.base);
+      digests_[static_cast<std::size_t>(&target - targets_.data())] = digest;
       const ProofPlan& proof = target.tensor->proof;
       if (std::binary_search(proof.contributors.begin(), proof.contributors.end(), target.want)) {
         contribution_[t] ^= digest;
@@ -102,7 +103,7 @@ class Prover {
       ReadStats stats;
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const Crc64 digest,
-          DigestFromStorage(checkpoint_, tensor.entry, tensor.proof.completed, &stats));
+          DigestFromStorage(checkpoint_, tensor.entry(), tensor.proof.completed, &stats));
       contribution_[t] ^= digest;
       read_(stats.bytes_read);
     }
@@ -125,6 +126,14 @@ class Prover {
     }
   }
 
+  // Of this rank's want: targets stand in the order of the plan, and of its wants.
+  Crc64 DigestOf(std::size_t t, std::uint32_t want) const {
+    const auto at = std::ranges::lower_bound(
+        targets_, std::pair(t, want), {},
+        [&](const LoadTarget& target) { return std::pair(PositionOf(target), target.want); });
+    return digests_[static_cast<std::size_t>(at - targets_.begin())];
+  }
+
   // This rank's contributions, by tensor, and the digests of its regions that others have too.
   std::string MyNumbers() const {
     ByteWriter mine;
@@ -133,7 +142,7 @@ class Prover {
     }
     ForEachReplicaHolder([&](std::size_t t, std::uint32_t want) {
       if (plan_.tensors[t].wants[want].rank == collective_.rank()) {
-        mine.U64(target_digest_.at({t, want}));
+        mine.U64(DigestOf(t, want));
       }
     });
     return std::move(mine.bytes());
@@ -149,7 +158,7 @@ class Prover {
       if (!proving_[t]) continue;
       Crc64 found = 0;
       for (ByteReader& of_rank : in) found ^= of_rank.U64();
-      if (found != plan_.tensors[t].entry.digest) SetBit(damaged, t);
+      if (found != plan_.tensors[t].entry().digest) SetBit(damaged, t);
     }
     std::map<std::pair<std::size_t, std::uint32_t>, Crc64> digests;
     ForEachReplicaHolder([&](std::size_t t, std::uint32_t want) {
@@ -172,19 +181,19 @@ class Prover {
   Status Diagnose(const std::vector<bool>& damaged) {
     std::string first;
     for (std::size_t t = 0; t < damaged.size(); ++t) {
-      if (damaged[t] && first.empty()) first = plan_.tensors[t].entry.meta.key();
+      if (damaged[t] && first.empty()) first = plan_.tensors[t].entry().meta.key();
     }
     const Status found = Guarded([&]() -> Status {
       for (const LoadTarget& target : targets_) {
         if (!damaged[PositionOf(target)]) continue;
-        TENSORMOUNT_RETURN_IF_ERROR(FindDamage(checkpoint_, target.tensor->entry,
+        TENSORMOUNT_RETURN_IF_ERROR(FindDamage(checkpoint_, target.tensor->entry(),
                                                target.wanted().region, target.placed, target.base));
       }
       for (std::size_t t = 0; t < damaged.size(); ++t) {
         const PlannedTensor& tensor = plan_.tensors[t];
         if (!damaged[t] || tensor.proof.completer != collective_.rank()) continue;
         for (const Box& box : tensor.proof.completed) {
-          TENSORMOUNT_RETURN_IF_ERROR(FindDamage(checkpoint_, tensor.entry, box, {}, nullptr));
+          TENSORMOUNT_RETURN_IF_ERROR(FindDamage(checkpoint_, tensor.entry(), box, {}, nullptr));
         }
       }
       return {};
@@ -203,7 +212,7 @@ class Prover {
   const std::function<void(std::uint64_t)>& read_;
   std::vector<bool> proving_;        // By position in the plan.
   std::vector<Crc64> contribution_;  // Of this rank, likewise.
-  std::map<std::pair<std::size_t, std::uint32_t>, Crc64> target_digest_;  // (position, want).
+  std::vector<Crc64> digests_;       // By target, of what is in the buffer.
 };
 
 }  // namespace

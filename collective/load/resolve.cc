@@ -36,27 +36,26 @@ void SortUnique(std::vector<std::string>& names) {
 
 // A stored tensor, or a layer of one, under the name that was asked for.
 struct Found {
-  TensorEntry entry;
+  std::shared_ptr<const TensorEntry> entry;  // Null: there is none.
   std::int64_t layer = -1;
   Dims shape;  // Without the axis of layers.
 };
 
-Result<std::optional<Found>> Find(const CheckpointIndex& index, const std::string& key) {
+Result<Found> Find(const CheckpointIndex& index, const std::string& key) {
+  Found found;
   Result<TensorEntry> entry = index.Find(key);
   if (entry.ok()) {
-    Found found;
-    found.entry = std::move(entry).value();
-    found.shape = found.entry.meta.shape();
-    return std::optional<Found>(std::move(found));
+    found.shape = entry.value().meta.shape();
+    found.entry = std::make_shared<const TensorEntry>(std::move(entry).value());
+    return found;
   }
   if (entry.status().code() != Code::kNotFound) return entry.status();
   TENSORMOUNT_ASSIGN_OR_RETURN(std::optional<LayerEntry> layer, index.ResolveLayer(key));
-  if (!layer.has_value()) return std::optional<Found>();
-  Found found;
+  if (!layer.has_value()) return found;
   found.shape = layer->meta.shape();
   found.layer = layer->layer;
-  found.entry = std::move(layer->stacked);
-  return std::optional<Found>(std::move(found));
+  found.entry = std::make_shared<const TensorEntry>(std::move(layer->stacked));
+  return found;
 }
 
 // What must be agreed on for one tensor before any region of it is looked at.
@@ -68,7 +67,7 @@ struct Fit {
 };
 
 Fit FitTensor(const TensorMeta& asked, const Found& found, const LoadRule& rule) {
-  const TensorMeta& stored = found.entry.meta;
+  const TensorMeta& stored = found.entry->meta;
   Fit fit;
   fit.same_shape = asked.shape() == found.shape;
   fit.convert = asked.dtype() != stored.dtype();
@@ -123,7 +122,7 @@ Status ResolveItem(const LoadRequest::Item& item, const Found& found, const Fit&
   ResolvedItem r;
   r.item = item.item;
   r.asked = item.tensor;
-  r.stored = found.entry.ordinal;
+  r.stored = found.entry->ordinal;
   r.layer = found.layer;
   r.convert = fit.convert;
   r.zero = fit.zero;
@@ -154,26 +153,31 @@ Status ResolveItem(const LoadRequest::Item& item, const Found& found, const Fit&
 
 Status ResolveTensors(const CheckpointIndex& index, const LoadRequest& request,
                       const LoadOptions& options, Resolved& out) {
-  std::vector<std::optional<Found>> found(request.tensors.size());
+  std::vector<Found> found(request.tensors.size());
   std::vector<Fit> fits(request.tensors.size());
   for (std::size_t t = 0; t < request.tensors.size(); ++t) {
     const TensorMeta& asked = request.tensors[t];
     TENSORMOUNT_ASSIGN_OR_RETURN(found[t], Find(index, asked.key()));
-    if (!found[t].has_value()) {
+    if (found[t].entry == nullptr) {
       out.skipped.push_back(asked.key());
       if (!IsExemptKey(options, asked.key())) out.not_stored.push_back(asked.key());
       continue;
     }
-    fits[t] = FitTensor(asked, *found[t], RuleFor(options, asked.key()));
+    fits[t] = FitTensor(asked, found[t], RuleFor(options, asked.key()));
     if (!fits[t].refusal.ok()) {
       out.refusal = fits[t].refusal;
       return {};
     }
-    out.tensors.emplace(found[t]->entry.ordinal, found[t]->entry);
+    out.tensors.push_back(found[t].entry);
   }
+  // Layers of one stack are one tensor.
+  const auto ordinal = [](const auto& entry) { return entry->ordinal; };
+  std::ranges::sort(out.tensors, {}, ordinal);
+  const auto twins = std::ranges::unique(out.tensors, {}, ordinal);
+  out.tensors.erase(twins.begin(), twins.end());
   for (const LoadRequest::Item& item : request.items) {
-    if (!found[item.tensor].has_value() || item.region.empty()) continue;
-    TENSORMOUNT_RETURN_IF_ERROR(ResolveItem(item, *found[item.tensor], fits[item.tensor], out));
+    if (found[item.tensor].entry == nullptr || item.region.empty()) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(ResolveItem(item, found[item.tensor], fits[item.tensor], out));
   }
   return {};
 }
@@ -258,6 +262,11 @@ std::vector<Box> Without(const Box& box, const Box& inner) {
     extent[axis] = inner.extent(axis);
   }
   return rest;
+}
+
+const std::shared_ptr<const TensorEntry>& Resolved::Stored(const ResolvedItem& of) const {
+  return *std::ranges::lower_bound(tensors, of.stored, {},
+                                   [](const auto& entry) { return entry->ordinal; });
 }
 
 bool IsExemptKey(const LoadOptions& options, std::string_view key) {

@@ -3,7 +3,7 @@
 #define TENSORMOUNT_COLLECTIVE_LOAD_RESOLVE_H_
 
 #include <cstdint>
-#include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -42,12 +42,16 @@ struct Resolved {
   // Why the request can never be served: kInvalidArgument, or kUnsupported for a conversion. Then
   // the rest is not filled in.
   Status refusal;
-  std::map<std::uint32_t, TensorEntry> tensors;  // By ordinal: those that items are about.
-  std::vector<ResolvedItem> items;               // Not the empty ones; in order.
+  // Those that items are about, by ordinal; shared with the plan.
+  std::vector<std::shared_ptr<const TensorEntry>> tensors;
+  std::vector<ResolvedItem> items;  // Not the empty ones; in order.
   std::vector<ResolvedObject> objects;
   std::vector<std::string> not_stored;     // Sorted; not exempt ones. "KEY[2]" is a part.
   std::vector<std::string> skipped;        // Keys, sorted.
   std::vector<std::string> asked_objects;  // Keys, sorted.
+
+  // Of an item's tensor.
+  const std::shared_ptr<const TensorEntry>& Stored(const ResolvedItem& of) const;
 };
 
 // Fails only where the index cannot be read. Without `objects`, of its tensors alone.

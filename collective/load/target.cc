@@ -77,7 +77,7 @@ Result<LoadTarget> MakeTarget(const PlannedTensor& tensor, std::uint32_t want,
   target.base = static_cast<std::byte*>(shard.data.data);
   target.convert = item.convert;
   target.to = shard.data.dtype;
-  const TensorMeta& meta = tensor.entry.meta;
+  const TensorMeta& meta = tensor.entry().meta;
   const Region& region = target.wanted().region;
   TENSORMOUNT_ASSIGN_OR_RETURN(target.bytes, RegionBytes(meta.dtype(), meta.shape(), region));
   TENSORMOUNT_ASSIGN_OR_RETURN(
@@ -141,16 +141,14 @@ Status ConvertBlock(const TensorMeta& meta, const Box& block, const std::byte* b
 
 Result<std::vector<LoadTarget>> MakeTargets(const LoadPlan& plan, const Resolved& mine,
                                             const StateDict& request, int rank) {
-  std::map<std::uint32_t, const ResolvedItem*> items;
-  for (const ResolvedItem& item : mine.items) items.emplace(item.item, &item);
   std::vector<LoadTarget> targets;
   for (const PlannedTensor& tensor : plan.tensors) {
     for (std::uint32_t w = 0; w < tensor.wants.size(); ++w) {
       const LoadWant& want = tensor.wants[w];
       if (want.rank != rank) continue;
+      const auto item = std::ranges::lower_bound(mine.items, want.item, {}, &ResolvedItem::item);
       TENSORMOUNT_ASSIGN_OR_RETURN(
-          LoadTarget target,
-          MakeTarget(tensor, w, *items.at(want.item), request.tensors()[want.item].shard));
+          LoadTarget target, MakeTarget(tensor, w, *item, request.tensors()[want.item].shard));
       targets.push_back(std::move(target));
     }
   }
@@ -182,7 +180,7 @@ Status ZeroUncovered(const Resolved& mine, const StateDict& request) {
 Status ReadConverted(const OpenedCheckpoint& checkpoint, LoadTarget& target,
                      std::vector<std::byte>& staging,
                      const std::function<void(std::uint64_t)>& read) {
-  const TensorEntry& entry = target.tensor->entry;
+  const TensorEntry& entry = target.tensor->entry();
   const TensorMeta& meta = entry.meta;
   Status status;
   for (const Box& box : target.wanted().region.Boxes()) {

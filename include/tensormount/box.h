@@ -2,12 +2,13 @@
 #ifndef TENSORMOUNT_BOX_H_
 #define TENSORMOUNT_BOX_H_
 
-#include <array>
+#include <cassert>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tensormount/export.h"
@@ -22,30 +23,64 @@ inline constexpr int kMaxAxes = kMaxRank + 1;
 class Dims;
 TENSORMOUNT_EXPORT bool operator==(const Dims& a, const Dims& b);
 
-// Extents, coordinates or strides, one per axis. No heap.
+// Extents, coordinates or strides, one per axis. Up to kInline of them stand in the object itself:
+// a checkpoint has many more boxes than axes, and what a rank knows of 10^6 tensors is mostly
+// these. A value; copies of more axes may throw std::bad_alloc.
 class TENSORMOUNT_EXPORT Dims {
  public:
   Dims() = default;  // Rank 0.
   // At most kMaxAxes values; more is a programming error (outside data is checked before).
-  Dims(std::initializer_list<std::int64_t> v);                // NOLINT
+  Dims(std::initializer_list<std::int64_t> v);  // NOLINT
   explicit Dims(std::span<const std::int64_t> v);
   static Dims Filled(int rank, std::int64_t value);
+  Dims(const Dims& other) : rank_(other.rank_), v_(other.v_) {
+    if (!is_inline()) v_.heap = CopyOf(other.v_.heap);
+  }
+  Dims(Dims&& other) noexcept : rank_(std::exchange(other.rank_, 0)), v_(other.v_) {}
+  Dims& operator=(const Dims& other) {
+    Dims copy(other);
+    return *this = std::move(copy);
+  }
+  Dims& operator=(Dims&& other) noexcept {
+    std::swap(rank_, other.rank_);
+    std::swap(v_, other.v_);
+    return *this;
+  }
+  ~Dims() {
+    if (!is_inline()) delete[] v_.heap;
+  }
 
   int rank() const { return rank_; }
-  std::int64_t operator[](int axis) const { return v_[static_cast<std::size_t>(axis)]; }
-  std::int64_t& operator[](int axis) { return v_[static_cast<std::size_t>(axis)]; }
-  void push_back(std::int64_t v);
-  std::span<const std::int64_t> span() const {
-    return {v_.data(), static_cast<std::size_t>(rank_)};
+  std::int64_t operator[](int axis) const {
+    assert(axis >= 0 && axis < rank_);
+    return data()[axis];
   }
-  const std::int64_t* begin() const { return v_.data(); }
-  const std::int64_t* end() const { return v_.data() + rank_; }
+  std::int64_t& operator[](int axis) {
+    assert(axis >= 0 && axis < rank_);
+    return data()[axis];
+  }
+  void push_back(std::int64_t v);
+  std::span<const std::int64_t> span() const { return {data(), static_cast<std::size_t>(rank_)}; }
+  const std::int64_t* begin() const { return data(); }
+  const std::int64_t* end() const { return data() + rank_; }
   friend bool operator==(const Dims& a, const Dims& b);
   std::string ToString() const;  // "[2, 3]"
 
  private:
-  std::array<std::int64_t, kMaxAxes> v_{};
+  static constexpr int kInline = 5;  // Of a convolution's weight, and the bytes of an element.
+  // `here` up to kInline axes; else `heap`, with room for kMaxAxes.
+  union Values {
+    std::int64_t here[kInline];
+    std::int64_t* heap;
+  };
+
+  static std::int64_t* CopyOf(const std::int64_t* values);  // kMaxAxes of them.
+  bool is_inline() const { return rank_ <= kInline; }
+  const std::int64_t* data() const { return is_inline() ? v_.here : v_.heap; }
+  std::int64_t* data() { return is_inline() ? v_.here : v_.heap; }
+
   int rank_ = 0;
+  Values v_{};
 };
 
 // The product; nullopt where an extent is negative or the product passes 2^63 - 1.
@@ -95,8 +130,8 @@ TENSORMOUNT_EXPORT bool operator==(const Region& a, const Region& b);
 // one row, or everything) *is* that box, so equal cells cut as runs compare equal.
 class TENSORMOUNT_EXPORT Region {
  public:
-  Region() = default;       // Of a scalar.
-  Region(const Box& box);   // NOLINT(google-explicit-constructor)
+  Region() = default;      // Of a scalar.
+  Region(const Box& box);  // NOLINT(google-explicit-constructor)
   // Elements [first, first + count) of the row-major order of `of`.
   // kInvalidArgument where the range does not lie within the box.
   static Result<Region> Flat(const Box& of, std::int64_t first, std::int64_t count);

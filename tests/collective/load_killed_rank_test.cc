@@ -17,8 +17,9 @@ namespace tensormount {
 namespace {
 
 constexpr int kLoadRanks = 3;
-constexpr std::int64_t kRows = 90;
-constexpr std::int64_t kColumns = 60;
+// So large that leaves prove no column, and the ranks must meet for a digest.
+constexpr std::int64_t kRows = 900;
+constexpr std::int64_t kColumns = 600;
 
 // Saves rows and loads columns; rank 1 sends itself `signal` before the proof. 0: no signal.
 // Exit codes: 0 as expected, others say where it went wrong.

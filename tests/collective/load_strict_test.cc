@@ -406,7 +406,7 @@ TEST(LoadTraffic, RequestsTravelOnceAndOnlyWhereTheyMust) {
   const std::string path = dir.Join("store/step");
   std::vector<GlobalTensor> tensors;
   for (int i = 0; i < 200; ++i) {
-    tensors.push_back(MakeGlobal(std::string(100, 'k') + std::to_string(i), DType::kU8, {8, 64}));
+    tensors.push_back(MakeGlobal(std::string(100, 'k') + std::to_string(i), DType::kU8, {8, 2048}));
   }
   ASSERT_OK(SaveByRule(path, tensors, "rows", 1));
   std::uint64_t sent[3][3];  // By load, by rank.
@@ -414,14 +414,14 @@ TEST(LoadTraffic, RequestsTravelOnceAndOnlyWhereTheyMust) {
     CountingCommunicator comm(base);
     const auto rank = static_cast<std::size_t>(comm.rank());
     // Columns: the left half on rank 0, the right half on the two others.
-    const Region half = Box::Make({0, rank == 0 ? 0 : 32}, {8, 32}).value();
-    std::vector<std::string> buffers(tensors.size(), std::string(256, '\0'));
+    const Region half = Box::Make({0, rank == 0 ? 0 : 1024}, {8, 1024}).value();
+    std::vector<std::string> buffers(tensors.size(), std::string(8192, '\0'));
     StateDict request;
     for (std::size_t t = 0; t < tensors.size(); ++t) {
       TENSORMOUNT_RETURN_IF_ERROR(request.AddTensor(
           tensors[t].key,
           {tensors[t].shape, half,
-           BufferView::Host(DType::kU8, static_cast<void*>(buffers[t].data()), {8, 32})}));
+           BufferView::Host(DType::kU8, static_cast<void*>(buffers[t].data()), {8, 1024})}));
     }
     LoadOptions options;
     options.path = LoadPath::kDirect;

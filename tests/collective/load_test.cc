@@ -133,6 +133,20 @@ TEST(Load, StridedBuffersAreFilledInPlaceAndNothingElseIs) {
   }
 }
 
+// What lies in one page is proved where it is read: biases and norms need nobody else.
+TEST(Load, WhatIsSmallIsProvedByItsLeafWhoeverElseWantsIt) {
+  TempDir dir;
+  const std::vector<GlobalTensor> tensors = {MakeGlobal("bias", DType::kF32, {32, 32}),
+                                             MakeGlobal("larger", DType::kF32, {64, 64})};
+  const std::string path = dir.Join("store/step");
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
+  for (const LoadedRank& rank : LoadWishes(path, tensors, WishesByRule(tensors, "cols", 4))) {
+    ASSERT_OK(rank.status);
+    EXPECT_EQ(rank.report.bytes_by_leaf, 32u * 32);
+    EXPECT_EQ(rank.report.bytes_by_digest, 64u * 64);
+  }
+}
+
 TEST(Load, WholeLeavesAreProvedByLeafAndColumnsByDigest) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {512, 512})};
@@ -402,8 +416,10 @@ TEST(LoadPlan, ExchangesShortRunsBetweenMachinesOnly) {
       resolved[rank] =
           ResolveRequest(checkpoint->index(), DecodeRequest(bytes).value(), {}, true).value();
     }
-    const Resolved* ranks[] = {&resolved[0], &resolved[1]};
-    Result<LoadPlan> plan = MakeLoadPlan(checkpoint->index(), ranks, {0, 0}, several, {});
+    LoadPlanner planner(checkpoint->index());
+    planner.Add(0, resolved[0]);
+    planner.Add(1, resolved[1]);
+    Result<LoadPlan> plan = planner.Finish(2, /*all_known=*/true, {0, 0}, several, {});
     EXPECT_OK(plan);
     return plan.value().tensors.at(0).exchange;
   };

@@ -42,6 +42,40 @@ TEST(BoxTest, IntersectsAndContains) {
   EXPECT_FALSE(B({1}, {3}).Within({4, 4}));
 }
 
+// Few axes stand in the object, many elsewhere: nobody may see where.
+TEST(DimsTest, IsAValueOfAnyRank) {
+  const auto make = [](int rank) {
+    Dims dims;
+    for (int a = 0; a < rank; ++a) dims.push_back(100 * rank + a);
+    return dims;
+  };
+  for (int from = 0; from <= kMaxAxes; ++from) {
+    const Dims a = make(from);
+    ASSERT_EQ(a.rank(), from);
+    for (int axis = 0; axis < from; ++axis) EXPECT_EQ(a[axis], 100 * from + axis);
+    EXPECT_EQ(Dims(a.span()), a);
+    for (int to = 0; to <= kMaxAxes; ++to) {
+      Dims b = make(to);
+      Dims source = a;
+      b = source;
+      if (from > 0) source[0] = -1;
+      EXPECT_EQ(b, a) << "a copy shares nothing";
+      b = make(to);
+      b = Dims(a);
+      EXPECT_EQ(b, a);
+      Dims c = std::move(b);
+      EXPECT_EQ(c, a);
+      b = make(to);
+      EXPECT_EQ(b, make(to)) << "what was moved from is assigned to";
+      const Dims& self = c;
+      c = self;
+      EXPECT_EQ(c, a);
+      if (from == to) continue;
+      EXPECT_NE(make(to), a);
+    }
+  }
+}
+
 TEST(DimsTest, ProductIsChecked) {
   EXPECT_EQ(CheckedProduct({}), 1);
   EXPECT_EQ(CheckedProduct({kMax}), kMax);
