@@ -116,6 +116,19 @@ Status FileSystem::CreateDirectories(const std::string& path) {
   return s;
 }
 
+Status FileSystem::SyncMovedFolder(const std::string& moved, const std::string& to,
+                                   const std::string& from) {
+  if (!MovedFoldersSyncThemselves(to)) {
+    TENSORMOUNT_RETURN_IF_ERROR(SyncDirectory(to));
+    return SyncDirectory(from);
+  }
+  const Status synced = SyncDirectory(moved);
+  // Somebody has moved it on meanwhile, or we may not open it.
+  const bool unreached =
+      synced.code() == Code::kNotFound || synced.code() == Code::kPermissionDenied;
+  return unreached ? SyncFileSystem(to) : synced;
+}
+
 Result<std::shared_ptr<const std::string>> FileSystem::PinDirectory(const std::string& path) {
   return std::make_shared<const std::string>(path.ends_with("/.") ? path.substr(0, path.size() - 2)
                                                                   : path);

@@ -129,6 +129,16 @@ class FileSystem {
   // syncfs: all of the filesystem that `path` lies in, what was deleted too. May take long. Where
   // there is no such thing: SyncDirectory.
   virtual Status SyncFileSystem(const std::string& path) { return SyncDirectory(path); }
+  // Makes durable that the folder `moved` was renamed (or exchanged) from the folder `from` into
+  // the folder `to`: syncs `to`, then `from`; where MovedFoldersSyncThemselves only `moved`, and
+  // neither of them.
+  Status SyncMovedFolder(const std::string& moved, const std::string& to, const std::string& from);
+  // Whether the SyncDirectory of a folder that was renamed into `folder` makes its new name
+  // durable, and one of its old parent is to be avoided (btrfs: docs/format.md, "Renamed folders").
+  virtual bool MovedFoldersSyncThemselves(const std::string& folder) {
+    (void)folder;  // POSIX promises nothing of the kind.
+    return false;
+  }
   // realpath.
   virtual Result<std::string> Resolve(const std::string& path) = 0;
   // A path that leads to this folder while the result is kept, also when somebody renames the
@@ -222,6 +232,7 @@ class ObservedFileSystem : public FileSystem {
   Status RemoveFile(const std::string& path) override;
   Status RemoveDirectory(const std::string& path) override;
   Status SyncDirectory(const std::string& path) override;
+  bool MovedFoldersSyncThemselves(const std::string& folder) override;
   Result<std::string> Resolve(const std::string& path) override;
 
  private:

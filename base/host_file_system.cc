@@ -6,9 +6,11 @@
 #include <cstdlib>
 #include <fcntl.h>
 #include <limits>
+#include <linux/magic.h>
 #include <mutex>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -309,6 +311,12 @@ class HostFs final : public FileSystem {
     const int err = syncfs(fd) == 0 ? 0 : errno;
     close(fd);
     return err == 0 ? Status() : Status::FromErrno(err, "sync the filesystem of", path);
+  }
+
+  bool MovedFoldersSyncThemselves(const std::string& folder) override {
+    struct statfs info;
+    return statfs(folder.c_str(), &info) == 0 &&
+           static_cast<unsigned long>(info.f_type) == BTRFS_SUPER_MAGIC;
   }
 
   Result<std::string> Resolve(const std::string& path) override {

@@ -193,6 +193,10 @@ Status ObservedFileSystem::SyncDirectory(const std::string& path) {
                                     [&] { return base_.SyncDirectory(path); });
 }
 
+bool ObservedFileSystem::MovedFoldersSyncThemselves(const std::string& folder) {
+  return base_.MovedFoldersSyncThemselves(folder);
+}
+
 Result<std::string> ObservedFileSystem::Resolve(const std::string& path) {
   return Hooks{before_, after_}.Run(Event(FileOp::kStat, path),
                                     [&] { return base_.Resolve(path); });

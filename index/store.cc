@@ -412,7 +412,9 @@ Status Store::Remove(std::string_view name) const {
       !(has(kCommitFile) || (has("manifest") && has("data")))) {
     return Status(Code::kInvalidArgument, directory + ": not a checkpoint");
   }
-  const Status moved = layout::MoveToTrash(*fs_, path_, directory, "").status();
+  const std::string trash = JoinPath(path_, kTrashFolder);
+  const Result<std::string> entry = layout::MoveToTrash(*fs_, path_, directory, "");
+  const Status moved = entry.status();
   if (!moved.ok()) {
     // The truth is where the folder is: over NFS a rename that happened may be reported as failed.
     const Result<FileInfo> still = fs_->LinkStat(directory);
@@ -428,12 +430,12 @@ Status Store::Remove(std::string_view name) const {
       return Status(Code::kNotFound, directory + ": no such checkpoint");
     }
   }
-  for (const std::string& folder : {JoinPath(path_, kTrashFolder), path_}) {
-    const Status synced = fs_->SyncDirectory(folder);
-    if (!synced.ok()) {
-      return Status(Code::kUnknown, directory + ": removed, but a power cut may undo it or not: " +
-                                        synced.message());
-    }
+  // Where it went is not known after a rename that was reported as failed.
+  const std::string there = entry.ok() ? entry.value() : JoinPath(trash, "unknown");
+  const Status synced = fs_->SyncMovedFolder(there, trash, path_);
+  if (!synced.ok()) {
+    return Status(Code::kUnknown,
+                  directory + ": removed, but a power cut may undo it or not: " + synced.message());
   }
   return Status();
 }

@@ -44,14 +44,13 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
   const std::string aborted =
       JoinPath(trash, staging.uuid.ToString() + std::string(layout::kAbortedSuffix));
   // A verdict is given once a power cut cannot turn it: whoever gives it syncs for himself.
-  const auto durably = [&](Verdict verdict, const std::string& to) -> Result<Verdict> {
-    for (const std::string& folder : {to, staging_folder}) {
-      const Status synced = fs.SyncDirectory(folder);
-      if (!synced.ok()) {
-        return Status(Code::kUnknown,
-                      std::string(verdict == Verdict::kCommitted ? "visible" : "aborted") +
-                          ", but a power cut may undo it or not: " + synced.message());
-      }
+  const auto durably = [&](Verdict verdict, const std::string& folder,
+                           const std::string& to) -> Result<Verdict> {
+    const Status synced = fs.SyncMovedFolder(folder, to, staging_folder);
+    if (!synced.ok()) {
+      return Status(Code::kUnknown,
+                    std::string(verdict == Verdict::kCommitted ? "visible" : "aborted") +
+                        ", but a power cut may undo it or not: " + synced.message());
     }
     return verdict;
   };
@@ -61,11 +60,11 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
   for (int round = 0; round < 16; ++round) {
     switch (layout::Locate(fs, staging)) {
       case Place::kPublished:
-        return durably(Verdict::kCommitted, path_);
+        return durably(Verdict::kCommitted, CheckpointPath(staging.name), path_);
       case Place::kRemoved:
-        return durably(Verdict::kCommitted, trash);
+        return durably(Verdict::kCommitted, JoinPath(trash, staging.uuid.ToString()), trash);
       case Place::kAborted:
-        return durably(Verdict::kAborted, trash);
+        return durably(Verdict::kAborted, aborted, trash);
       case Place::kStaging: {
         const Status made = layout::EnsureDirectory(fs, trash);
         const Status moved = made.ok() ? fs.RenameNoReplace(staging.directory, aborted) : made;

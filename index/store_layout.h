@@ -65,7 +65,7 @@ Status EnsureDirectory(FileSystem& fs, const std::string& path);
 
 // Renames a folder of this store into .trash under its uuid and `suffix` (a name of its own where
 // it has none), marks since when it is there, and returns its new path. kNotFound where it is gone.
-// Not durable: the caller syncs both folders.
+// Not durable: the caller calls SyncMovedFolder.
 Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const std::string& from,
                                 std::string_view suffix);
 // The mark beside a trash entry. Gc makes it where it is missing, so failing is no harm.

@@ -429,14 +429,12 @@ Status Store::MoveIntoPlace(const Staging& staging, IfExists if_exists) const {
                        (moved.code() == Code::kAlreadyExists || moved.code() == Code::kNotFound);
     if (!again) return moved;
   }
+  Status synced = fs.SyncMovedFolder(to, path_, JoinPath(path_, layout::kStagingFolder));
   // The claim of its generation, too: it outlives the checkpoint.
-  for (const std::string& folder : {path_, JoinPath(path_, layout::kStagingFolder),
-                                    JoinPath(path_, layout::kGenerationsFolder)}) {
-    const Status synced = fs.SyncDirectory(folder);
-    if (!synced.ok()) {
-      return Status(Code::kUnknown,
-                    "visible, but a power cut may undo it or not: " + synced.message());
-    }
+  if (synced.ok()) synced = fs.SyncDirectory(JoinPath(path_, layout::kGenerationsFolder));
+  if (!synced.ok()) {
+    return Status(Code::kUnknown,
+                  "visible, but a power cut may undo it or not: " + synced.message());
   }
   if (exchanged) {
     // The replaced one, at our old place. Committed is committed: gc does it where this fails.

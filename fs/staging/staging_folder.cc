@@ -132,8 +132,9 @@ Status RemoveStaging(const Store& store, FileSystem& fs, const Staging& staging)
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::string entry,
       layout::MoveToTrash(fs, store.path(), staging.directory, layout::kAbortedSuffix));
-  TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(store.path(), layout::kTrashFolder)));
-  TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(store.path(), layout::kStagingFolder)));
+  TENSORMOUNT_RETURN_IF_ERROR(fs.SyncMovedFolder(entry,
+                                                 JoinPath(store.path(), layout::kTrashFolder),
+                                                 JoinPath(store.path(), layout::kStagingFolder)));
   // What takes space goes now; gc takes the rest, and this too where it fails.
   (void)fs.RemoveTree(JoinPath(entry, "data"));
   return Status();

@@ -237,6 +237,77 @@ TEST_F(StoreLifecycleTest, AVerdictIsSyncedByWhoGivesIt) {
               HasCode(Code::kUnknown));
 }
 
+// What is renamed into place, and what is synced after the last rename, in order.
+class SyncsOfMovesTest : public StoreLifecycleTest, public testing::WithParamInterface<bool> {
+ protected:
+  // A filesystem like btrfs where the parameter says so, and like any other where not.
+  class Watched : public ObservedFileSystem {
+   public:
+    Watched(FileSystem& base, bool themselves, std::vector<std::string>& synced)
+        : ObservedFileSystem(base, {},
+                             [&synced](const FileEvent& e) {
+                               if (e.op == FileOp::kRename || e.op == FileOp::kExchange)
+                                 synced.clear();
+                               if (e.op == FileOp::kSyncDirectory) synced.push_back(e.path);
+                             }),
+          themselves_(themselves) {}
+    bool MovedFoldersSyncThemselves(const std::string&) override { return themselves_; }
+
+   private:
+    bool themselves_;
+  };
+
+  std::vector<std::string> synced_;
+  Watched watched_{fs(), GetParam(), synced_};
+};
+INSTANTIATE_TEST_SUITE_P(All, SyncsOfMovesTest, testing::Bool());
+
+TEST_P(SyncsOfMovesTest, OfAPublish) {
+  const auto store = Store::OpenOrCreate(watched_, StorePath());
+  ASSERT_OK(store);
+  const TinySpec spec = DefaultTinySpec();
+  const Staging staging = Written(store.value(), "step", spec);
+  ASSERT_OK(store.value().Publish(staging, TinyCoordinator(spec), {}));
+  const std::string root = store.value().path();
+  if (GetParam()) {
+    EXPECT_THAT(synced_, ElementsAre(root + "/step", root + "/.generations"));
+  } else {
+    EXPECT_THAT(synced_, ElementsAre(root, root + "/.staging", root + "/.generations"));
+  }
+}
+
+TEST_P(SyncsOfMovesTest, OfAnAbortAndOfARemoval) {
+  const auto store = Store::OpenOrCreate(watched_, StorePath());
+  ASSERT_OK(store);
+  const std::string root = store.value().path();
+  const std::string trash = root + "/.trash";
+  const Staging staging = Written(store.value(), "aborted", DefaultTinySpec());
+  EXPECT_THAT(store.value().AbortOrDecide(staging), IsOkAndHolds(Verdict::kAborted));
+  if (GetParam()) {
+    EXPECT_THAT(synced_, ElementsAre(trash + "/" + staging.uuid.ToString() + ".aborted"));
+  } else {
+    EXPECT_THAT(synced_, ElementsAre(trash, root + "/.staging"));
+  }
+  ASSERT_OK(Save("step", DefaultTinySpec()));
+  ASSERT_OK(store.value().Remove("step"));
+  if (GetParam()) {
+    EXPECT_THAT(synced_, ElementsAre(testing::StartsWith(trash + "/")));
+  } else {
+    EXPECT_THAT(synced_, ElementsAre(trash, root));
+  }
+}
+
+TEST_P(SyncsOfMovesTest, OfWhatSomebodyMovedOn) {
+  const std::string from = dir_.Join("from");
+  const std::string to = dir_.Join("to");
+  ASSERT_OK(fs().CreateDirectory(from));
+  ASSERT_OK(fs().CreateDirectory(to));
+  ASSERT_OK(watched_.SyncMovedFolder(JoinPath(to, "gone"), to, from));
+  // `to` alone: all of its filesystem, which an observer sees as this.
+  EXPECT_THAT(synced_, Contains(to));
+  EXPECT_EQ(synced_.size(), GetParam() ? 1u : 2u);
+}
+
 TEST_F(StoreLifecycleTest, WhereNothingCanBeReadTheVerdictIsUnknown) {
   const Store store = MakeStore();
   const Staging staging = Written(store, "step", DefaultTinySpec());
