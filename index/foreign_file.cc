@@ -59,8 +59,11 @@ Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase&
     return Status(Code::kNotFound, record.name + ": " + gone + " is gone");
   }
   if (!file.ok() && file.status().ToErrno() == EXDEV) {
-    return Status(Code::kPermissionDenied, record.name + ": " + JoinPath(base.directory, name) +
-                                               " leads out of " + base.directory);
+    const std::string out = JoinPath(base.directory, name) + " leads out of " + base.directory;
+    // Nothing that does is adopted.
+    return adopted
+               ? Status(Code::kStale, record.name + ": changed since it was adopted (" + out + ")")
+               : Status(Code::kPermissionDenied, record.name + ": " + out);
   }
   TENSORMOUNT_RETURN_IF_ERROR(file.status());
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo now, file.value()->Stat());

@@ -155,15 +155,12 @@ class Checker {
 
   // Nothing is known of it, so nothing is advised that would change it.
   void Unread(const std::string& object, const Status& why) {
-    // Who may not read it, and data that somebody else adopted, are no matter of the store.
-    if (why.code() == Code::kPermissionDenied) {
-      return Note(object, "not checked: " + why.message(), "run fsck as its owner");
-    }
+    const char* remedy = "it could not be read now, and may be whole: try again";
+    if (why.code() == Code::kUnsupported) remedy = "it needs a newer program, and may be whole";
+    if (why.code() == Code::kPermissionDenied) remedy = "run fsck as its owner";
     findings_.push_back({.object = object,
                          .problem = "not checked: " + why.message(),
-                         .remedy = why.code() == Code::kUnsupported
-                                       ? "it needs a newer program, and may be whole"
-                                       : "it could not be read now, and may be whole: try again",
+                         .remedy = remedy,
                          .repaired = false,
                          .damage = false,
                          .unread = true});

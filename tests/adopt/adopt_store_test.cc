@@ -273,6 +273,32 @@ TEST_F(AdoptTest, FsckSaysWhatItMayNotReadAndGoesOn) {
   EXPECT_THAT(text_of({.roots = {dir_.path()}}), testing::HasSubstr("a: "));
 }
 
+// A file that the caller may not open may be whole; one that became a link to elsewhere is not what
+// was adopted.
+TEST_F(AdoptTest, OnlyWhatChangedIsDamage) {
+  ASSERT_OK(Adopt("a"));
+  const std::string file = made_.FilePath(0);
+  ObservedFileSystem refusing(HostFileSystem(), [&](const FileEvent& event) {
+    const bool is_it =
+        event.op == FileOp::kOpenRead && event.path.ends_with(file.substr(file.rfind('/')));
+    return is_it ? Status::FromErrno(EACCES, "open", event.path) : Status();
+  });
+  EXPECT_THAT(VerifyCheckpoint(refusing, Path("a"), {}), HasCode(Code::kPermissionDenied));
+  ASSERT_OK_AND_ASSIGN(const Store store, Store::Open(refusing, store_->path()));
+  const auto unread = store.Fsck({});
+  ASSERT_OK(unread);
+  ASSERT_EQ(unread.value().size(), 1u);
+  EXPECT_TRUE(unread.value()[0].unread) << unread.value()[0].problem;
+  EXPECT_FALSE(unread.value()[0].damage) << unread.value()[0].problem;
+
+  ASSERT_EQ(rename(file.c_str(), (file + ".away").c_str()), 0);
+  ASSERT_EQ(symlink("/etc/passwd", file.c_str()), 0);
+  ASSERT_OK_AND_ASSIGN(const VerifyReport report,
+                       VerifyCheckpoint(HostFileSystem(), Path("a"), {}));
+  ASSERT_FALSE(report.damages.empty());
+  EXPECT_THAT(report.damages[0].reason, testing::HasSubstr("leads out of"));
+}
+
 // The folder that the operator named is one in which somebody else makes links.
 TEST_F(AdoptTest, ALinkInANamedFolderLeadsNowhere) {
   if (geteuid() != 0) GTEST_SKIP() << "cannot give files away";
