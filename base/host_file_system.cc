@@ -72,7 +72,7 @@ class HostFile final : public File {
       } else if (n == 0) {
         break;
       } else if (errno != EINTR) {
-        return HostError(errno, "read", path_);
+        return HostError(errno, ReadingFrom(offset + done), path_);
       }
     }
     return done;
@@ -101,7 +101,7 @@ class HostFile final : public File {
       const ssize_t n =
           preadv(fd_, vector.data(), static_cast<int>(count), ToOffset(offset + done));
       if (n < 0 && errno == EINTR) continue;
-      if (n < 0) return HostError(errno, "read", path_);
+      if (n < 0) return HostError(errno, ReadingFrom(offset + done), path_);
       // The pieces that came whole are done; the rest of one that was cut short is read alone.
       auto left = static_cast<std::size_t>(n);
       if (left == 0 && wanted > 0) return done;
@@ -182,6 +182,11 @@ class HostFile final : public File {
 
  private:
   static off_t ToOffset(std::uint64_t v) { return static_cast<off_t>(v); }
+
+  // The kernel gives what stands before a page that it cannot have: this names the page.
+  static std::string ReadingFrom(std::uint64_t byte) {
+    return "read from byte " + std::to_string(byte) + " of";
+  }
 
   template <typename F>
   Status Call(std::string_view action, F f) {

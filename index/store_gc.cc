@@ -149,10 +149,17 @@ class Collector {
     }
     return false;
   }
-  void Delete(const std::string& below) {
+  // `lock` is held until all is deleted.
+  void Delete(const std::string& below, std::unique_ptr<File> lock = nullptr) {
     const std::uint64_t bytes = BytesBelow(fs_, Path(below), kMaxGcDepth);
     if (!options_.dry_run) {
-      const Status removed = fs_.RemoveTree(Path(below));
+      Status removed = fs_.RemoveTree(Path(below));
+      if (!removed.ok() && lock && !fs_.Exists(lock->path())) {
+        // NFS keeps what is open in the folder, under another name: then the file of the lock is
+        // what is left, and nobody can open it any more.
+        lock.reset();
+        removed = fs_.RemoveTree(Path(below));
+      }
       deleted_ = true;
       if (!removed.ok()) return Fail(below, removed);
     }
@@ -279,7 +286,7 @@ class Collector {
         return Fail(below, locked);
       }
     }
-    Delete(below);
+    Delete(below, std::move(commit));
     if (!options_.dry_run && !fs_.Exists(Path(below))) (void)fs_.RemoveFile(mark);  // Next time.
   }
 

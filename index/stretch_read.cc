@@ -127,10 +127,23 @@ class StretchReader::Window {
   }
 
   Status ReadAt(std::uint64_t at, std::byte* out, std::uint64_t size) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got, file_.ReadAt(offset_ + at, out, size));
-    if (got == size) return Status();
-    findings_.bytes = std::max(findings_.bytes, at + got);
-    return Status(Code::kDataLoss, "the file ends here");
+    const Result<std::size_t> got = file_.ReadAt(offset_ + at, out, size);
+    if (got.ok() && got.value() == size) return Status();
+    const std::uint64_t there = got.ok() ? got.value() : ReadablePart(at, out, size);
+    findings_.bytes = std::max(findings_.bytes, at + there);
+    return got.ok() ? Status(Code::kDataLoss, "the file ends here") : got.status();
+  }
+
+  // How much stands before what cannot be read, page by page.
+  std::uint64_t ReadablePart(std::uint64_t at, std::byte* out, std::uint64_t size) {
+    constexpr std::uint64_t kPage = 4096;
+    for (std::uint64_t done = 0; done < size;) {
+      const std::uint64_t end = std::min(size, done + kPage - (offset_ + at + done) % kPage);
+      const Result<std::size_t> got = file_.ReadAt(offset_ + at + done, out + done, end - done);
+      if (!got.ok() || got.value() != end - done) return done;
+      done = end;
+    }
+    return 0;  // It can all be read now: nothing is known.
   }
 
   std::vector<std::byte>& buffer_;

@@ -55,7 +55,7 @@ PUBLIC_HEADERS = {
 THIRD_PARTY = [
     (r"rocksdb/", ["index/*.cc", "tests/index/*.cc"]),
     (r"(fuse3?/|fuse|linux/fuse)", ["fs/mount/fuse_bridge*", "fs/mount/fuse_*_ops.cc", "fs/mount/mount_session.cc", "fs/mount/fuse_shim*.cc",
-                                    "bench/null_fuse.cc", "tests/torture/recorder.cc"]),
+                                    "bench/null_fuse.cc", "tests/support/adverse_fs.cc", "tests/torture/recorder.cc"]),
     (r"mpi\.h", ["collective/comm/mpi_communicator.cc", "tests/mpi/*.cc"]),
     (r"xxh", ["base/hash.cc"]),
     (r"zlib", ["base/crc32.cc"]),
