@@ -158,7 +158,7 @@ TEST_F(HostsTest, ABadBlockIsAnErrorThatNamesItAndNoSignal) {
         SCOPED_TRACE(std::string(rule) + (path == LoadPath::kDirect ? " direct" : " exchange"));
         const auto loaded =
             LoadWishes(Path("one"), tensors, WishesByRule(tensors, rule, kHostRanks),
-                       {.path = path, .verify = verify});
+                       {.verify = verify, .path = path});
         for (const LoadedRank& rank : loaded) {
           EXPECT_THAT(rank.status, HasCode(Code::kDataLoss));
           EXPECT_THAT(rank.status, HasMessage("r1"));
