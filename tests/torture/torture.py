@@ -31,7 +31,7 @@ import stores
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-FAMILIES = ("faults", "crash", "corrupt", "beside", "ranks", "foreign")
+FAMILIES = ("faults", "hosts", "crash", "corrupt", "beside", "ranks", "foreign")
 TURN_SECONDS = 20
 BROKEN_AT_MOST = 5
 
