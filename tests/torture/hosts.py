@@ -60,7 +60,8 @@ def run(context, index, planted=None):
             done, got, _ = faults.through_mount(context, name, shown, {})
         else:
             (context.work / "exported.safetensors").unlink(missing_ok=True)
-            done = context.run(faults.words(context, shown, (faults.READERS.get(name) or faults.WRITERS[name])[0]), timeout=60)
+            hide = ("/bin/sh", "-c", '"$@"; exit 0', "sh") if planted else ()
+            done = context.run([*hide, *faults.words(context, shown, (faults.READERS.get(name) or faults.WRITERS[name])[0])], timeout=60)
         met = host.met()
         host.rules(*traits)
 
@@ -107,7 +108,11 @@ def as_shown(context, name, shown):
 
 
 def plant(context):
-    """A disk that drops writes of data and says that it did them."""
-    context.index = "planted"
-    run(context, "planted", ("save", ["EINVAL flags *"], ["lie write S/.staging/*data/*"], True))
-    return bool(context.findings)
+    """A disk that drops writes of data and says that it did them, and one that fails, under a command that hides it."""
+    found = []
+    for rule in ("lie write S/.staging/*data/*", "EIO fsync S/.staging/*data/*"):
+        before = len(context.findings)
+        context.index = f"planted {rule}"
+        run(context, context.index, ("save", ["EINVAL flags *"], [rule], True))
+        found.append(len(context.findings) > before or any(context.index in known["again"] for known in context.findings))
+    return all(found)
