@@ -112,7 +112,6 @@ def plant(context):
     found = []
     for rule in ("lie write S/.staging/*data/*", "EIO fsync S/.staging/*data/*"):
         before = len(context.findings)
-        context.index = f"planted {rule}"
-        run(context, context.index, ("save", ["EINVAL flags *"], [rule], True))
-        found.append(len(context.findings) > before or any(context.index in known["again"] for known in context.findings))
+        run(context, f"planted {rule}", ("save", ["EINVAL flags *"], [rule], True))
+        found.append(len(context.findings) > before)
     return all(found)
