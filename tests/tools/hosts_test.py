@@ -20,6 +20,7 @@ class HostsTest(harness.ToolTest):
 
     def setUp(self):
         harness.need_fuse()
+        harness.need("fuse", (harness.BIN / "tests/adverse_fs").exists(), "adverse_fs is not built: no libfuse")
         super().setUp()
         self.host = AdverseFs(harness.BIN / "tests/adverse_fs", self.dir / "host", self.silly)
         self.store = self.host.at / "STORE"
