@@ -5,16 +5,20 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <utility>
 
 #include "tensormount/communicator.h"
 
 namespace tensormount {
 
-// Counts the bytes that this rank sends through another communicator, which outlives it.
+// Counts the bytes that this rank sends through another communicator, which outlives it. `before`
+// is called before each Send and each Receive, by whichever thread makes it.
 class CountingCommunicator final : public Communicator {
  public:
-  explicit CountingCommunicator(Communicator& inner) : inner_(inner) {}
+  explicit CountingCommunicator(Communicator& inner, std::function<void()> before = {})
+      : inner_(inner), before_(std::move(before)) {}
 
   // Bytes since it was made; since the last call.
   std::uint64_t sent() const { return sent_; }
@@ -24,19 +28,23 @@ class CountingCommunicator final : public Communicator {
   int size() const override { return inner_.size(); }
   std::string kind() const override { return inner_.kind(); }
   Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
+    if (before_) before_();
     sent_ += static_cast<std::uint64_t>(CheckedProduct(view.shape).value());
     return inner_.Send(to, tag, view);
   }
   Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
+    if (before_) before_();
     return inner_.Receive(from, tag, view);
   }
   Result<bool> Test(Request request) override { return inner_.Test(request); }
   void Cancel(Request request) override { inner_.Cancel(request); }
   Status Progress() override { return inner_.Progress(); }
   std::chrono::nanoseconds SilentFor(int rank) const override { return inner_.SilentFor(rank); }
+  void KeepUp(int rank, bool wanted) override { inner_.KeepUp(rank, wanted); }
 
  private:
   Communicator& inner_;
+  const std::function<void()> before_;
   std::atomic<std::uint64_t> sent_{0};
 };
 

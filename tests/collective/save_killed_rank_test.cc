@@ -2,6 +2,7 @@
 // A rank that is killed or stopped in any phase of a save: the others return by their deadline, all
 // with the same verdict, in agreement with the disk, and the same save in a new job succeeds.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -19,6 +20,7 @@
 #include "collective/comm/socket_group.h"
 #include "collective/save_load.h"
 #include "index/checkpoint.h"
+#include "tests/collective/counting_communicator.h"
 #include "tests/collective/save_testing.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -30,6 +32,7 @@ using std::chrono::milliseconds;
 
 constexpr int kRanks = 4;
 constexpr milliseconds kLiveness{1000};
+constexpr milliseconds kArrival{5000};  // Of a rank that is stopped before it says anything.
 
 // A tensor file that all share, rank shards by columns, replicas, an object a rank.
 void FillRank(int rank, RankState& state) {
@@ -42,12 +45,25 @@ void FillRank(int rank, RankState& state) {
   (void)state.dict.AddObject("rng", std::to_string(rank), {.index = {rank}, .grid = {kRanks}});
 }
 
-// Who gets which signal before which of its operations in the second save.
+// What a rank does, each counted for itself.
+enum Event { kOperation, kMessage, kEvents };  // A call of a file; a send or a receive.
+
+// Who gets which signal before which of its events of that kind in the second save.
 struct Scenario {
   int victim = -1;
-  int operation = -1;
+  Event event = kOperation;
+  int number = -1;
   int signal = 0;
+  int way = 0;  // Of kWays.
 };
+
+// How the ranks check their layouts in the second save: with what the first one found, or anew, in
+// which case so many of them share the work (0: as many as the save chooses).
+struct Way {
+  bool reuse_plan;
+  int owners;
+};
+constexpr std::array<Way, 3> kWays = {{{true, 0}, {false, 0}, {false, 3}}};
 
 struct Group {
   Scenario scenario;
@@ -64,28 +80,35 @@ struct Outcome {
   bool committed = false;
   Code code = Code::kOk;
   std::string message;
-  int operations = 0;
+  std::array<int, kEvents> events{};
   std::uint64_t milliseconds = 0;
 };
 
 // Runs in the child. Saves step-1 unless `again`, then step-2 with the scenario's signal.
-int RankBody(Communicator& comm, const Group& group, bool again) {
-  SetOwners(group.scenario.operation % 2 == 0 ? 3 : 0);  // Each process has its environment.
-  std::atomic<int> seen{0};
+int RankBody(Communicator& through, const Group& group, bool again) {
+  const Scenario& s = group.scenario;
+  const Way& way = kWays[static_cast<std::size_t>(s.way)];
+  SetOwners(way.owners);  // Each process has its environment.
+  std::array<std::atomic<int>, kEvents> seen{};
   std::atomic<bool> armed{false};
-  ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent&) {
-    if (!armed) return Status();
-    const int n = seen++;
-    if (comm.rank() == group.scenario.victim && n == group.scenario.operation) {
-      (void)kill(getpid(), group.scenario.signal);  // Cannot fail for ourselves.
+  const auto before = [&](Event event) {
+    if (!armed) return;
+    const int n = seen[event]++;
+    if (through.rank() == s.victim && event == s.event && n == s.number) {
+      (void)kill(getpid(), s.signal);  // Cannot fail for ourselves.
     }
+  };
+  CountingCommunicator comm(through, [&] { before(kMessage); });
+  ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent&) {
+    before(kOperation);
     return Status();
   });
   RankState state;
   FillRank(comm.rank(), state);
   SaveOptions options;
+  options.reuse_plan = way.reuse_plan;
   options.timeouts.liveness = kLiveness;
-  options.timeouts.arrival = milliseconds(20'000);
+  options.timeouts.arrival = kArrival;
   if (!again && !SaveOn(fs, state.dict, group.Path("step-1"), comm, options).ok()) return 2;
   armed = true;
   const auto start = std::chrono::steady_clock::now();
@@ -94,7 +117,7 @@ int RankBody(Communicator& comm, const Group& group, bool again) {
       std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now() - start);
   ByteWriter out;
   out.U8(static_cast<std::uint8_t>(result.status().code()));
-  out.U32(static_cast<std::uint32_t>(seen.load()));
+  for (const std::atomic<int>& n : seen) out.U32(static_cast<std::uint32_t>(n.load()));
   out.U64(static_cast<std::uint64_t>(took.count()));
   if (!result.ok()) out.String(result.status().message());
   WriteWholeFile(group.ResultFile(comm.rank()), out.bytes());
@@ -109,7 +132,7 @@ Outcome ReadOutcome(const Group& group, int rank) {
   outcome.returned = true;
   outcome.code = static_cast<Code>(in.U8());
   outcome.committed = outcome.code == Code::kOk;
-  outcome.operations = static_cast<int>(in.U32());
+  for (int& n : outcome.events) n = static_cast<int>(in.U32());
   outcome.milliseconds = in.U64();
   if (!outcome.committed) outcome.message = in.String(1 << 20);
   return outcome;
@@ -135,7 +158,8 @@ class SaveKilledRankTest : public testing::Test {
 
 std::string ScenarioName(const Scenario& s) {
   return std::string(s.signal == SIGKILL ? "killed" : "stopped") + " rank " +
-         std::to_string(s.victim) + " before operation " + std::to_string(s.operation);
+         std::to_string(s.victim) + " before " + (s.event == kMessage ? "message " : "operation ") +
+         std::to_string(s.number) + ", way " + std::to_string(s.way);
 }
 
 bool IsPublished(const Group& group) {
@@ -224,33 +248,56 @@ std::vector<int> Sample(Random& random, int count, int n) {
   return points;
 }
 
+// By way, rank and kind: what a rank does in a save in which nothing happens to anybody.
+using Counts = std::array<std::array<std::array<int, kEvents>, kRanks>, kWays.size()>;
+
+void CountEvents(Counts& counts) {
+  for (std::size_t way = 0; way < kWays.size(); ++way) {
+    Group dry;
+    dry.scenario.way = static_cast<int>(way);
+    dry.dir = std::make_unique<TempDir>();
+    Start(dry, false);
+    for (const ForkedGroup::Exit& e : dry.ranks->Wait(milliseconds(30'000))) {
+      ASSERT_TRUE(e.exited);
+      ASSERT_EQ(e.code, 0);
+    }
+    for (int r = 0; r < kRanks; ++r) {
+      counts[way][static_cast<std::size_t>(r)] = ReadOutcome(dry, r).events;
+    }
+    for (const int n : counts[way][0]) ASSERT_GT(n, 30);
+    for (const int n : counts[way][2]) ASSERT_GT(n, 8);
+  }
+}
+
 TEST_F(SaveKilledRankTest, SurvivorsAgreeWithEachOtherAndWithTheDisk) {
   Random random(TestSeed());
-  // How many operations there are.
-  Group dry = NewGroup({});
-  Start(dry, false);
-  for (const ForkedGroup::Exit& e : dry.ranks->Wait(milliseconds(30'000))) {
-    ASSERT_TRUE(e.exited);
-    ASSERT_EQ(e.code, 0);
-  }
-  dry.ranks.reset();
-  const int of_coordinator = ReadOutcome(dry, 0).operations;
-  const int of_writer = ReadOutcome(dry, 2).operations;
-  ASSERT_GT(of_coordinator, 30);
-  ASSERT_GT(of_writer, 8);
-
+  Counts counts;
+  ASSERT_NO_FATAL_FAILURE(CountEvents(counts));
+  struct Kind {
+    int victim;
+    Event event;
+    int signal;
+    int cases;
+  };
   std::vector<Scenario> scenarios;
-  for (const int n : Sample(random, of_coordinator, TestScale(5))) {
-    scenarios.push_back({0, n, SIGSTOP});
+  for (const Kind& kind : std::vector<Kind>{{0, kOperation, SIGSTOP, 5},
+                                            {2, kOperation, SIGSTOP, 2},
+                                            {0, kMessage, SIGSTOP, 3},
+                                            {2, kMessage, SIGSTOP, 2},
+                                            {0, kOperation, SIGKILL, 9},
+                                            {2, kOperation, SIGKILL, 4},
+                                            {0, kMessage, SIGKILL, 5},
+                                            {2, kMessage, SIGKILL, 5}}) {
+    const int cases = TestScale(kind.cases);
+    const auto way = static_cast<std::size_t>(random.Int(0, kWays.size() - 1));
+    const int events = counts[way][static_cast<std::size_t>(kind.victim)][kind.event];
+    for (const int n : Sample(random, events, cases)) {
+      scenarios.push_back({kind.victim, kind.event, n, kind.signal, static_cast<int>(way)});
+    }
   }
-  for (const int n : Sample(random, of_writer, TestScale(2))) scenarios.push_back({2, n, SIGSTOP});
-  for (const int n : Sample(random, of_coordinator, TestScale(9))) {
-    scenarios.push_back({0, n, SIGKILL});
-  }
-  for (const int n : Sample(random, of_writer, TestScale(4))) scenarios.push_back({2, n, SIGKILL});
 
   // They mostly wait: several groups at once, those with stopped ranks together.
-  constexpr std::size_t kAtOnce = 7;
+  constexpr std::size_t kAtOnce = 12;
   std::vector<Group> groups;
   for (const Scenario& s : scenarios) groups.push_back(NewGroup(s));
   for (std::size_t from = 0; from < groups.size(); from += kAtOnce) {
