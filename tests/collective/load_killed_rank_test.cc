@@ -1,15 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank that is killed or stopped while it loads: the others return, and name it.
+// A rank that is killed or stopped while it loads, before the proof or before any message: the
+// others return, and name it or have the right bytes.
+#include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
+#include <memory>
 #include <signal.h>
+#include <string>
+#include <unistd.h>
+#include <utility>
+#include <vector>
 
 #include <gtest/gtest.h>
 
 #include "tensormount/load.h"
 
+#include "base/coding.h"
 #include "collective/comm/socket_group.h"
+#include "tests/collective/counting_communicator.h"
+#include "tests/collective/killed_rank_testing.h"
 #include "tests/collective/load_testing.h"
+#include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
@@ -17,100 +30,224 @@ namespace tensormount {
 namespace {
 
 constexpr int kLoadRanks = 3;
-// So large that leaves prove no column, and the ranks must meet for a digest.
-constexpr std::int64_t kRows = 900;
-constexpr std::int64_t kColumns = 600;
+constexpr int kAtTheProof = -1;
 
-// Saves rows and loads columns; rank 1 sends itself `signal` before the proof. 0: no signal.
-// Exit codes: 0 as expected, others say where it went wrong.
-int Body(Communicator& comm, const std::string& path, int signal) {
-  const std::int64_t rank = comm.rank();
-  std::string rows(static_cast<std::size_t>(kRows / kLoadRanks * kColumns),
-                   static_cast<char>('a' + rank));
-  StateDict state;
-  const Box mine =
-      Box::Make({kRows / kLoadRanks * rank, 0}, {kRows / kLoadRanks, kColumns}).value();
-  if (!state
-           .AddTensor(
-               "w",
-               {{kRows, kColumns}, mine, BufferView::Host(DType::kU8, rows.data(), mine.extent())})
-           .ok()) {
-    return 2;
-  }
-  if (!Save(state, path, comm).ok()) return 3;
+// Who gets which signal before which of its sends and receives in a load, and how the ranks load.
+struct LoadScenario {
+  int victim = -1;
+  int message = 0;
+  int signal = 0;
+  LoadPath path = LoadPath::kDirect;
+};
 
-  std::string columns(static_cast<std::size_t>(kRows * kColumns / kLoadRanks), '\0');
-  StateDict request;
-  const Box want =
-      Box::Make({0, kColumns / kLoadRanks * rank}, {kRows, kColumns / kLoadRanks}).value();
-  if (!request
-           .AddTensor("w", {{kRows, kColumns},
-                            want,
-                            BufferView::Host(DType::kU8, columns.data(), want.extent())})
-           .ok()) {
-    return 4;
-  }
-  static int sent;
-  sent = signal;
-  LoadOptions options;
-  options.timeouts.liveness = std::chrono::milliseconds(800);
-  options.timeouts.arrival = std::chrono::seconds(30);
-  options.before_proof = [](int r) {
-    if (r == 1 && sent != 0) raise(sent);
-  };
-  const Status status = Load(request, path, comm, options).status();
-  if (signal == 0) {
-    if (!status.ok()) return 5;
-    for (std::size_t i = 0; i < columns.size(); ++i) {
-      if (columns[i] != static_cast<char>('a' + i / (columns.size() / kLoadRanks))) return 6;
+struct LoadGroup {
+  LoadScenario scenario;
+  std::unique_ptr<TempDir> dir;
+  std::unique_ptr<ForkedGroup> ranks;
+
+  std::string Path() const { return dir->Join("store/step"); }
+  std::string ResultFile(int rank) const { return dir->Join("result." + std::to_string(rank)); }
+};
+
+// What a rank writes down when its load returns.
+struct LoadOutcome {
+  bool returned = false;
+  Status status;
+  bool is_right = false;  // Every byte is what was saved.
+  int messages = 0;
+  std::uint64_t milliseconds = 0;
+};
+
+// Every cell says its row and column.
+std::uint32_t CellOf(std::int64_t row, std::int64_t column) {
+  return static_cast<std::uint32_t>(row * 7919 + column * 31 + 1);
+}
+
+const Dims kCells{96, 3000};  // Several chunks.
+Box RowsOf(int rank) {
+  return Box::Make({kCells[0] / kLoadRanks * rank, 0}, {kCells[0] / kLoadRanks, kCells[1]}).value();
+}
+Box ColumnsOf(int rank) {
+  return Box::Make({0, kCells[1] / kLoadRanks * rank}, {kCells[0], kCells[1] / kLoadRanks}).value();
+}
+std::vector<std::uint32_t> CellsOf(const Box& box) {
+  std::vector<std::uint32_t> cells;
+  for (std::int64_t row = 0; row < box.extent()[0]; ++row) {
+    for (std::int64_t column = 0; column < box.extent()[1]; ++column) {
+      cells.push_back(CellOf(box.begin()[0] + row, box.begin()[1] + column));
     }
-    return 0;
   }
-  const bool expected =
-      status.code() == Code::kUnavailable || status.code() == Code::kDeadlineExceeded;
-  const bool named = status.message().find("rank 1") != std::string::npos;
-  if (expected && named) return 0;
-  std::fprintf(stderr, "rank %d: %s\n", comm.rank(), status.ToString().c_str());
-  return 7;
+  return cells;
 }
 
-void RunWith(int signal) {
-  TempDir dir;
-  const std::string path = dir.Join("store/step");
-  ASSERT_OK_AND_ASSIGN(auto group, ForkedGroup::Start(kLoadRanks, [&](Communicator& comm) {
-                         return Body(comm, path, signal);
-                       }));
-  const std::vector<ForkedGroup::Exit> exits = group->Wait(std::chrono::seconds(20));
-  ASSERT_EQ(exits.size(), 3u);
-  for (const std::size_t r : {std::size_t{0}, std::size_t{2}}) {
-    EXPECT_TRUE(exits[r].exited) << "rank " << r << " still waits";
-    EXPECT_EQ(exits[r].code, 0) << "rank " << r;
-  }
-  EXPECT_EQ(exits[1].signal, signal);
-}
+// Runs in the child. Saves rows, then loads columns with the scenario's signal.
+int LoadBody(Communicator& through, const LoadGroup& group) {
+  const LoadScenario& s = group.scenario;
+  std::vector<std::uint32_t> rows = CellsOf(RowsOf(through.rank()));
+  StateDict state;
+  const auto add = [&](StateDict& to, const Box& box, std::vector<std::uint32_t>& cells) {
+    return to.AddTensor("w",
+                        {kCells, box, BufferView::Host(DType::kU32, cells.data(), box.extent())});
+  };
+  if (!add(state, RowsOf(through.rank()), rows).ok()) return 2;
+  SaveOptions saving;
+  saving.placement = PlacementRule::kTensorFile;
+  if (!Save(state, group.Path(), through, saving).ok()) return 3;
 
-TEST(LoadKilledRank, AllLiveAndLoad) { RunWith(0); }
-TEST(LoadKilledRank, AKilledRankIsNamed) { RunWith(SIGKILL); }
-
-TEST(LoadKilledRank, AStoppedRankIsNamedByTheDeadline) {
-  TempDir dir;
-  const std::string path = dir.Join("store/step");
-  ASSERT_OK_AND_ASSIGN(auto group, ForkedGroup::Start(kLoadRanks, [&](Communicator& comm) {
-                         return Body(comm, path, SIGSTOP);
-                       }));
-  // The stopped one never ends by itself: only the others are waited for.
+  const Box want = ColumnsOf(through.rank());
+  const std::vector<std::uint32_t> right = CellsOf(want);
+  std::vector<std::uint32_t> columns(right.size());
+  StateDict request;
+  if (!add(request, want, columns).ok()) return 4;
+  std::atomic<int> seen{0};
+  CountingCommunicator comm(through, [&] {
+    const int n = seen++;
+    if (through.rank() == s.victim && n == s.message) {
+      (void)kill(getpid(), s.signal);  // Cannot fail for ourselves.
+    }
+  });
+  LoadOptions options;
+  static int at_the_proof;
+  at_the_proof = through.rank() == s.victim && s.message == kAtTheProof ? s.signal : 0;
+  options.before_proof = [](int) { (void)kill(getpid(), at_the_proof); };  // 0: nothing happens.
+  options.path = s.path;
+  options.timeouts.liveness = std::chrono::milliseconds(800);
+  options.timeouts.arrival = std::chrono::seconds(5);
   const auto start = std::chrono::steady_clock::now();
-  std::vector<ForkedGroup::Exit> exits;
-  do {
-    exits = group->Wait(std::chrono::milliseconds(10));
-  } while (!(exits[0].exited && exits[2].exited) &&
-           std::chrono::steady_clock::now() - start < std::chrono::seconds(12));
-  for (const std::size_t r : {std::size_t{0}, std::size_t{2}}) {
-    EXPECT_TRUE(exits[r].exited) << "rank " << r << " still waits";
-    EXPECT_EQ(exits[r].code, 0) << "rank " << r;
+  const Status status = Load(request, group.Path(), comm, options).status();
+  const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(
+      std::chrono::steady_clock::now() - start);
+  ByteWriter out;
+  out.U8(static_cast<std::uint8_t>(status.code()));
+  out.String(status.message());
+  out.U8(columns == right ? 1 : 0);
+  out.U32(static_cast<std::uint32_t>(seen.load()));
+  out.U64(static_cast<std::uint64_t>(took.count()));
+  WriteAtOnce(group.ResultFile(through.rank()), out.bytes());
+  return 0;
+}
+
+LoadOutcome OutcomeOf(const LoadGroup& group, int rank) {
+  LoadOutcome outcome;
+  if (access(group.ResultFile(rank).c_str(), F_OK) != 0) return outcome;
+  const std::string bytes = ReadWholeFile(group.ResultFile(rank));
+  ByteReader in(bytes, "outcome");
+  outcome.returned = true;
+  const auto code = static_cast<Code>(in.U8());
+  const std::string message(in.String(1 << 20));
+  if (code != Code::kOk) outcome.status = Status(code, message);
+  outcome.is_right = in.U8() == 1;
+  outcome.messages = static_cast<int>(in.U32());
+  outcome.milliseconds = in.U64();
+  return outcome;
+}
+
+LoadGroup StartLoad(const LoadScenario& scenario) {
+  LoadGroup group;
+  group.scenario = scenario;
+  group.dir = std::make_unique<TempDir>();
+  return group;
+}
+
+void Fork(LoadGroup& group) {
+  ASSERT_OK_AND_ASSIGN(group.ranks, ForkedGroup::Start(kLoadRanks, [&](Communicator& comm) {
+                         return LoadBody(comm, group);
+                       }));
+}
+
+// What a rank may return: success with every byte, or a failure that names the victim.
+void CheckReturned(const LoadOutcome& outcome, int victim) {
+  ASSERT_TRUE(outcome.returned);
+  EXPECT_LT(outcome.milliseconds, 10'000u);
+  if (outcome.status.ok()) {
+    EXPECT_TRUE(outcome.is_right);
+    return;
   }
-  EXPECT_FALSE(exits[1].exited);
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(12));
+  EXPECT_TRUE(outcome.status.code() == Code::kUnavailable ||
+              outcome.status.code() == Code::kDeadlineExceeded)
+      << outcome.status.ToString();
+  EXPECT_NE(outcome.status.message().find("rank " + std::to_string(victim)), std::string::npos)
+      << outcome.status.ToString();
+}
+
+void FinishLoad(LoadGroup& group) {
+  const LoadScenario& s = group.scenario;
+  const bool stopped = s.signal == SIGSTOP;
+  SCOPED_TRACE(std::string(stopped ? "stopped" : "killed") + " rank " + std::to_string(s.victim) +
+               " before " +
+               (s.message == kAtTheProof ? "the proof" : "message " + std::to_string(s.message)) +
+               (s.path == LoadPath::kExchange ? " of an exchange" : ""));
+  std::vector<ForkedGroup::Exit> ends;
+  if (stopped) {
+    WaitForSurvivors(kLoadRanks, s.victim, [&](int r) { return OutcomeOf(group, r).returned; });
+  } else {
+    ends = group.ranks->Wait(std::chrono::seconds(30));
+    EXPECT_EQ(ends[static_cast<std::size_t>(s.victim)].signal, SIGKILL);
+  }
+  EXPECT_FALSE(OutcomeOf(group, s.victim).returned);
+  std::vector<bool> verdicts;
+  for (int r = 0; r < kLoadRanks; ++r) {
+    if (r == s.victim) continue;
+    SCOPED_TRACE("rank " + std::to_string(r));
+    CheckReturned(OutcomeOf(group, r), s.victim);
+    verdicts.push_back(OutcomeOf(group, r).status.ok());
+    EXPECT_FALSE(verdicts.back() && s.message == kAtTheProof);
+  }
+  // While the last verdict is told, one who tells it can end between two ranks.
+  if (s.victim != 0) {
+    EXPECT_EQ(verdicts.front(), verdicts.back());
+  }
+  if (stopped) {
+    ASSERT_EQ(kill(group.ranks->pid(s.victim), SIGCONT), 0);
+    ends = group.ranks->Wait(std::chrono::seconds(30));
+    EXPECT_TRUE(ends[static_cast<std::size_t>(s.victim)].exited) << "it returns when it wakes up";
+    const LoadOutcome late = OutcomeOf(group, s.victim);
+    EXPECT_TRUE(late.returned);
+    if (late.status.ok()) {
+      EXPECT_TRUE(late.is_right);
+    }
+    if (s.victim != 0) {
+      EXPECT_EQ(late.status.ok(), verdicts.front()) << late.status.ToString();
+    }
+  }
+  group.ranks.reset();
+}
+
+TEST(LoadKilledRank, SurvivorsAgreeAndNameTheVictim) {
+  Random random(TestSeed());
+  std::vector<LoadScenario> scenarios;
+  const auto add = [&](int signal, LoadPath path, int victim, const std::vector<int>& messages) {
+    for (const int n : messages) scenarios.push_back({victim, n, signal, path});
+  };
+  for (const LoadPath path : {LoadPath::kDirect, LoadPath::kExchange}) {
+    LoadGroup dry = StartLoad({.path = path});
+    ASSERT_NO_FATAL_FAILURE(Fork(dry));
+    for (const ForkedGroup::Exit& e : dry.ranks->Wait(std::chrono::seconds(30))) {
+      ASSERT_TRUE(e.exited);
+      ASSERT_EQ(e.code, 0);
+    }
+    for (const int victim : {0, 2}) {
+      const LoadOutcome outcome = OutcomeOf(dry, victim);
+      ASSERT_OK(outcome.status);
+      ASSERT_TRUE(outcome.is_right);
+      ASSERT_GT(outcome.messages, 8);
+      add(SIGSTOP, path, victim, SampleEvents(random, outcome.messages, TestScale(2)));
+      add(SIGKILL, path, victim, SampleEvents(random, outcome.messages, TestScale(4)));
+    }
+    for (const int signal : {SIGSTOP, SIGKILL}) add(signal, path, 1, {kAtTheProof});
+  }
+  // They mostly wait: those with stopped ranks together.
+  std::stable_sort(
+      scenarios.begin(), scenarios.end(),
+      [](const LoadScenario& a, const LoadScenario& b) { return a.signal > b.signal; });
+  constexpr std::size_t kAtOnce = 12;
+  std::vector<LoadGroup> groups;
+  for (const LoadScenario& s : scenarios) groups.push_back(StartLoad(s));
+  for (std::size_t from = 0; from < groups.size(); from += kAtOnce) {
+    const std::size_t to = std::min(groups.size(), from + kAtOnce);
+    for (std::size_t i = from; i < to; ++i) ASSERT_NO_FATAL_FAILURE(Fork(groups[i]));
+    for (std::size_t i = from; i < to; ++i) FinishLoad(groups[i]);
+  }
 }
 
 }  // namespace

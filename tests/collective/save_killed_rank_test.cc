@@ -9,7 +9,6 @@
 #include <signal.h>
 #include <string>
 #include <sys/stat.h>
-#include <thread>
 #include <unistd.h>
 #include <utility>
 #include <vector>
@@ -21,6 +20,7 @@
 #include "collective/save_load.h"
 #include "index/checkpoint.h"
 #include "tests/collective/counting_communicator.h"
+#include "tests/collective/killed_rank_testing.h"
 #include "tests/collective/save_testing.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -120,7 +120,7 @@ int RankBody(Communicator& through, const Group& group, bool again) {
   for (const std::atomic<int>& n : seen) out.U32(static_cast<std::uint32_t>(n.load()));
   out.U64(static_cast<std::uint64_t>(took.count()));
   if (!result.ok()) out.String(result.status().message());
-  WriteWholeFile(group.ResultFile(comm.rank()), out.bytes());
+  WriteAtOnce(group.ResultFile(comm.rank()), out.bytes());
   return result.ok() ? 0 : 1;
 }
 
@@ -202,14 +202,8 @@ void Finish(Group& group) {
   const auto v = static_cast<std::size_t>(group.scenario.victim);
   if (group.scenario.signal == SIGSTOP) {
     // Survivors write their outcome last.
-    for (int waited = 0; waited < 30'000; waited += 20) {
-      bool all = true;
-      for (int r = 0; r < kRanks; ++r) {
-        all = all && (r == group.scenario.victim || ReadOutcome(group, r).returned);
-      }
-      if (all) break;
-      std::this_thread::sleep_for(milliseconds(20));
-    }
+    WaitForSurvivors(kRanks, group.scenario.victim,
+                     [&](int rank) { return ReadOutcome(group, rank).returned; });
     EXPECT_FALSE(ReadOutcome(group, group.scenario.victim).returned) << "it is still stopped";
     CheckSurvivors(group);
     CheckLeftovers(group);
@@ -235,17 +229,6 @@ void Finish(Group& group) {
     CheckLeftovers(group);
   }
   group.ranks.reset();
-}
-
-// `n` of `count` operations, spread over all of them and moved by the seed; the last one included.
-std::vector<int> Sample(Random& random, int count, int n) {
-  std::vector<int> points = {count - 1};
-  for (int i = 0; i + 1 < n; ++i) {
-    const int from = count * i / (n - 1);
-    const int to = std::max(from, count * (i + 1) / (n - 1) - 1);
-    points.push_back(static_cast<int>(random.Int(from, to)));
-  }
-  return points;
 }
 
 // By way, rank and kind: what a rank does in a save in which nothing happens to anybody.
@@ -291,7 +274,7 @@ TEST_F(SaveKilledRankTest, SurvivorsAgreeWithEachOtherAndWithTheDisk) {
     const int cases = TestScale(kind.cases);
     const auto way = static_cast<std::size_t>(random.Int(0, kWays.size() - 1));
     const int events = counts[way][static_cast<std::size_t>(kind.victim)][kind.event];
-    for (const int n : Sample(random, events, cases)) {
+    for (const int n : SampleEvents(random, events, cases)) {
       scenarios.push_back({kind.victim, kind.event, n, kind.signal, static_cast<int>(way)});
     }
   }
