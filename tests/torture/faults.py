@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 
+import crash_disk
 import stores
 
 NAME = "faults"
@@ -68,6 +69,9 @@ WRITERS = {
     "rebuild": (["fsck", "S", "--rebuild"], None, None, None),
     "publish": (["publish", "S/.staging/published", "--as", "new"], "new", None, "v5"),
 }
+# What saver.cc saves in the background, the second while the first may be under way.
+BACKGROUND = {"new": "v4", "newer": "v5"}
+COMMANDS = (*READERS, *WRITERS, "background", "mount_write", "mount_read")
 WHOLE = {"adopted": "v0", "step-1": "v1", "step-2": "v2", "step-3": "v3"}
 
 
@@ -107,6 +111,27 @@ def words(context, store, some):
             return str(store) + word[1:]
         return str(context.work / word) if word.endswith(".safetensors") else word
     return [context.tool, *map(put, some)]
+
+
+def command(context, name, store):
+    """What is run for a name that is no mount."""
+    if name != "background":
+        return words(context, store, (READERS.get(name) or WRITERS[name])[0])
+    listed = []
+    for number, (target, version) in enumerate(BACKGROUND.items()):
+        listed.append(f"{number} {store / target} {len(stores.SHAPES)}")
+        raw = stores.model(context, version).read_bytes()
+        length, = struct.unpack_from("<Q", raw)
+        for key, entry in json.loads(raw[8:8 + length]).items():
+            listed.append(" ".join(map(str, [key, entry["dtype"].lower(), 8 + length + entry["data_offsets"][0], len(entry["shape"]),
+                                             *entry["shape"]])))
+    (context.work / "list").write_text("\n".join(listed) + "\n")
+    (context.work / "marks").write_text("")
+    try:
+        saver = crash_disk.saver_program(context)
+    except crash_disk.Unavailable as lack:
+        context.missing(str(lack))
+    return [saver, context.work / "marks", context.work / "list", *(stores.model(context, version) for version in BACKGROUND.values())]
 
 
 def client(context, *more):
@@ -152,20 +177,20 @@ def make(context):
     context.kept["template"] = store
     context.kept["said"] = {}
     points = []
-    for name in (*READERS, *WRITERS, "mount_write", "mount_read"):
+    for name in COMMANDS:
         used = begin(context, name)
         env, counts = fault(context, used)
         if name.startswith("mount_"):
             ran, _, _ = through_mount(context, name, used, env)
         else:
-            ran = context.run(words(context, used, (READERS.get(name) or WRITERS[name])[0]), env=env)
+            ran = context.run(command(context, name, used), env=env)
             if ran.returncode != (1 if name == "diff" else 0):
                 raise RuntimeError(f"{name} without a fault: exit {ran.returncode}: {ran.stderr}")
             context.kept["said"][name] = ran
         calls, _ = counted(counts)
         points += [(name, op, n) for op in OPS for n in range(calls[op])]
     context.kept["points"] = points
-    print(f"faults: {len(points)} calls under {len(READERS) + len(WRITERS) + 2} commands")
+    print(f"faults: {len(points)} calls under {len(COMMANDS)} commands")
 
 
 def begin(context, name):
@@ -219,7 +244,7 @@ def run(context, index):
         done, got, _ = through_mount(context, name, store, env)
     else:
         (context.work / "exported.safetensors").unlink(missing_ok=True)
-        done = context.run(words(context, store, (READERS.get(name) or WRITERS[name])[0]), env=env, timeout=60)
+        done = context.run(command(context, name, store), env=env, timeout=60)
     _, failed = counted(counts)
     again = f"scripts/torture --case faults:{name},{op},{n},{how}{',lasting' if lasting else ''}"
 
@@ -240,6 +265,8 @@ def run(context, index):
                 wrong(f"the mount gave other bytes of {key}")
     elif name == "mount_write":
         check_mount_write(context, store, done, got, how, wrong)
+    elif name == "background":
+        check_background(context, store, done, wrong)
     else:
         check_writer(context, name, store, done, wrong)
     if before is not None and tree(store) != before:
@@ -291,17 +318,34 @@ def check_writer(context, name, store, done, wrong):
         whole.pop(target, None)
         unsure = "UNKNOWN" in done.stderr or done.returncode == -9
         allowed = [new] if done.returncode == 0 else [old, new] if unsure else [old]
-        there = (store / target).exists()
-        if there and None in allowed and len(allowed) == 1:
-            wrong("it failed, and what it makes is there" if new else "it is said to be removed, and is there",
-                  f"with {new or old}: {stores.wrong_checkpoint(context, store / target, new or old) or 'whole'}")
-        elif not there and None not in allowed:
-            wrong("what should be there is gone")
-        elif there:
-            reasons = [stores.wrong_checkpoint(context, store / target, version) for version in allowed if version is not None]
-            if all(reasons):
-                wrong("neither what was there nor what was saved", reasons[0])
+        check_target(context, store, target, old, new, allowed, wrong)
     check_store(context, store, whole, wrong, healthy=name != "rebuild")
+
+
+def check_target(context, store, target, old, new, allowed, wrong):
+    """Whether a name holds one of the versions that are allowed; None: it may be absent."""
+    there = (store / target).exists()
+    if there and None in allowed and len(allowed) == 1:
+        wrong("it failed, and what it makes is there" if new else "it is said to be removed, and is there",
+              f"with {new or old}: {stores.wrong_checkpoint(context, store / target, new or old) or 'whole'}")
+    elif not there and None not in allowed:
+        wrong("what should be there is gone")
+    elif there:
+        reasons = [stores.wrong_checkpoint(context, store / target, version) for version in allowed if version is not None]
+        if all(reasons):
+            wrong("neither what was there nor what was saved", reasons[0])
+
+
+def check_background(context, store, done, wrong):
+    """Each save is what its own verdict says; without one (killed, or an error before) it is what the end allows."""
+    told = {int(number): event for event, number in map(str.split, (context.work / "marks").read_text().splitlines())}
+    unsure = "UNKNOWN" in done.stderr or done.returncode == -9
+    for number, (target, version) in enumerate(BACKGROUND.items()):
+        committed = told.get(number) == "done"
+        if done.returncode == 0 and not committed:
+            wrong(f"success, and no verdict of {target}")
+        check_target(context, store, target, None, version, [version] if committed else [None, version] if unsure else [None], wrong)
+    check_store(context, store, WHOLE, wrong)
 
 
 def check_store(context, store, whole, wrong, healthy=True):

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saves in the background, for tests/torture/crash.py: saver MARK LIST MODEL...
+// Saves in the background, for crash.py and faults.py: saver MARK LIST MODEL...
 // Two ranks, as threads, call AsyncSaver::Save for one model after another and go on; "begin N" is
-// written to the file MARK before the call, "done N" or "fail N" when the verdict is there. LIST
+// appended to the file MARK before the call, "done N" or "fail N" when the verdict is there. LIST
 // has for each model:
 //   N PATH TENSORS                N is for the marks; MODEL is the file with the bytes
 //   KEY DTYPE OFFSET AXES DIM...  where in it a tensor lies; each rank holds half of the rows
+// Exit status 0: all are committed; 2: one is not, and stderr says why; 3: ranks got different
+// verdicts.
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -38,12 +42,18 @@ struct Job {
   std::string path;
   std::string bytes;
   std::vector<TensorInModel> tensors;
+  std::array<Status, 2> verdicts;  // By rank.
 };
 
-void Mark(const char* file, const std::string& text) {
+void Say(const Status& status) {
+  std::fprintf(stderr, "tensormount: %s\n", status.ToString().c_str());
+}
+
+void Mark(const char* file, const std::string& what) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
-  const int fd = ::open(file, O_WRONLY | O_CLOEXEC);
+  const std::string text = what + "\n";
+  const int fd = ::open(file, O_WRONLY | O_APPEND | O_CLOEXEC);
   if (fd < 0 || ::write(fd, text.data(), text.size()) != static_cast<ssize_t>(text.size()))
     std::perror(file);
   if (fd >= 0) ::close(fd);
@@ -93,21 +103,21 @@ Status AddHalf(const Job& job, const TensorInModel& tensor, int rank, StateDict&
                                       .data = BufferView::Host(tensor.dtype, data, extent)});
 }
 
-Status SaveAll(Communicator& comm, const std::vector<Job>& jobs, const char* mark) {
+Status SaveAll(Communicator& comm, std::vector<Job>& jobs, const char* mark) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
   std::vector<std::jthread> waiting;  // Gone before the saver is.
-  for (const Job& job : jobs) {
+  for (Job& job : jobs) {
     if (comm.rank() == 0) Mark(mark, "begin " + job.number);
     StateDict state;
     for (const TensorInModel& tensor : job.tensors)
       TENSORMOUNT_RETURN_IF_ERROR(AddHalf(job, tensor, comm.rank(), state));
     TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(state, job.path));
     waiting.emplace_back([&comm, &job, mark, handle = std::move(handle)]() mutable {
-      const Status status = handle.WaitCommitted().status();
+      Status& status = job.verdicts[static_cast<std::size_t>(comm.rank())];
+      status = handle.WaitCommitted().status();
       if (comm.rank() != 0) return;
       Mark(mark, (status.ok() ? "done " : "fail ") + job.number);
-      if (!status.ok())
-        std::fprintf(stderr, "%s: %s\n", job.path.c_str(), status.ToString().c_str());
+      if (!status.ok()) Say(status.WithContext(job.path));
     });
   }
   return {};
@@ -122,12 +132,23 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: saver MARK LIST MODEL...\n");
     return 2;
   }
-  const Result<std::vector<Job>> jobs = ReadJobs(argv[2], argv + 3);
+  Result<std::vector<Job>> jobs = ReadJobs(argv[2], argv + 3);
   Status status = jobs.status();
   if (status.ok()) {
     status =
         RunOnThreads(2, [&](Communicator& comm) { return SaveAll(comm, jobs.value(), argv[1]); });
   }
-  if (!status.ok()) std::fprintf(stderr, "saver: %s\n", status.ToString().c_str());
-  return status.ok() ? 0 : 1;
+  if (!status.ok()) {
+    Say(status);
+    return 2;
+  }
+  int end = 0;
+  for (const Job& job : jobs.value()) {
+    const auto& [first, second] = job.verdicts;
+    if (!first.ok()) end = std::max(end, 2);
+    if (first.code() == second.code()) continue;
+    Say(second.WithContext(job.path + ": rank 1"));
+    end = 3;
+  }
+  return end;
 }
