@@ -6,9 +6,11 @@
 #include <chrono>
 #include <cstdio>
 #include <functional>
+#include <signal.h>
 #include <string>
 #include <string_view>
 #include <thread>
+#include <unistd.h>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -31,20 +33,28 @@ inline std::vector<int> SampleEvents(Random& random, int count, int n) {
   return points;
 }
 
-// Until all ranks but one say that they returned, or 30 s are over: a stopped one does not end.
-inline void WaitForSurvivors(int ranks, int victim, const std::function<bool(int rank)>& returned) {
+// Until it holds for all ranks, or 30 s are over.
+inline void WaitForRanks(int ranks, const std::function<bool(int rank)>& holds) {
   for (int waited = 0; waited < 30'000; waited += 20) {
     bool all = true;
-    for (int r = 0; r < ranks; ++r) all = all && (r == victim || returned(r));
+    for (int r = 0; r < ranks; ++r) all = all && holds(r);
     if (all) return;
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
 }
 
-// What WaitForSurvivors looks for is there wholly or not at all.
+// What others wait for is there wholly or not at all.
 inline void WriteAtOnce(const std::string& path, std::string_view bytes) {
   WriteWholeFile(path + ".new", bytes);
   EXPECT_EQ(rename((path + ".new").c_str(), path.c_str()), 0);
+}
+
+// The end of the calling process, or its sleep, which `path` tells beforehand. On a busy machine
+// ranks send reminders, so that the n-th message of one run need not be in the next: then nobody is
+// hit.
+inline void Hit(const std::string& path, int signal) {
+  WriteAtOnce(path, "hit");
+  (void)kill(getpid(), signal);  // Cannot fail for ourselves.
 }
 
 }  // namespace tensormount

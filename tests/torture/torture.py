@@ -2,17 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goes round the families of tests/torture until each has done what it shall, or the time is over.
 
-usage: torture.py [--bin FOLDER] [--seed S] [--minutes M] [--family F]... [--state FILE] [--json]
-                  [--case F:INDEX | --plant]
+usage: torture.py [--bin FOLDER] [--seed S] [--minutes M] [--family F]... [--jobs N] [--state FILE]
+                  [--json] [--case F:INDEX | --plant]
 
 A family is a module here with NAME, UNIT (what it counts), TARGET (how many), run(context, index),
 which does case `index` and returns how many units it did, and plant(context), which says whether a
 fault that was made on purpose was found. All of a case follows from the seed and its index.
 
-It goes on where the state file stopped. Exit status 1: something was found, or with --plant was not.
-What is short at the end of the time is said and is no failure."""
+As many families are run beside each other as there are cores (--jobs): each case of a family is over
+before the next begins. It goes on where the state file stopped. Exit status 1: something was found, or
+with --plant was not. What is short at the end of the time is said and is no failure."""
 
 import argparse
+import collections
 import importlib
 import json
 import os
@@ -24,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 
@@ -159,28 +162,59 @@ class State:
         new.replace(self.path)
 
 
-def go_round(modules, contexts, state, minutes):
-    """Until every family has its units or the time is over. What is missing on this machine, by family."""
-    missing = {}
-    end = time.monotonic() + minutes * 60
-    open_ones = dict(modules)
-    while open_ones and time.monotonic() < end:
-        for name, module in list(open_ones.items()):
-            done = state.of(name)
-            begin = time.monotonic()
-            try:
-                while done["units"] < module.TARGET and time.monotonic() < min(begin + TURN_SECONDS, end):
-                    done["units"] += one_case(module, contexts[name], done["next"])
-                    done["next"] += 1
-            except Missing as what:
-                missing[name] = str(what)
+class Round:
+    """Families in turn, some beside each other, until every one has its units or the time is over."""
+
+    def __init__(self, modules, contexts, state, minutes, at_once):
+        self.modules, self.contexts, self.state, self.at_once = modules, contexts, state, at_once
+        self.end = time.monotonic() + minutes * 60
+        self.missing = {}  # What is not on this machine, by family.
+        self.waiting = collections.deque(modules)
+        self.lock = threading.Lock()
+        self.stop = threading.Event()
+
+    def run(self):
+        threads = [threading.Thread(target=self.work) for _ in range(min(self.at_once, len(self.modules)))]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:  # Of SIGTERM too: no case goes on while what it stands on is removed.
+            self.stop.set()
+            for thread in threads:
+                thread.join()
+        return self.missing
+
+    def is_over(self):
+        return self.stop.is_set() or time.monotonic() >= self.end
+
+    def work(self):
+        while not self.is_over():
+            with self.lock:
+                if not self.waiting:
+                    return  # Each of the families that are left has somebody.
+                name = self.waiting.popleft()
+            if self.turn(name):
+                with self.lock:
+                    self.waiting.append(name)
+
+    def turn(self, name):
+        """Some cases of a family; whether there is more to do."""
+        module, done = self.modules[name], self.state.of(name)
+        begin = time.monotonic()
+        try:
+            while done["units"] < module.TARGET and not self.is_over() and time.monotonic() < begin + TURN_SECONDS:
+                done["units"] += one_case(module, self.contexts[name], done["next"])
+                done["next"] += 1
+        except Missing as what:
+            self.missing[name] = str(what)
+        with self.lock:
             done["seconds"] += time.monotonic() - begin
-            if done["units"] >= module.TARGET or name in missing:
-                del open_ones[name]
-            state.save()
+            self.state.save()
             print(f"{name}: {done['units']} of {module.TARGET} {module.UNIT}, {done['next']} cases, "
-                  f"{done['seconds']:.0f} s, {len(state.findings)} findings of all", flush=True)
-    return missing
+                  f"{done['seconds']:.0f} s, {len(self.state.findings)} findings of all", flush=True)
+        return done["units"] < module.TARGET and name not in self.missing
 
 
 def scratch_base():
@@ -195,6 +229,7 @@ def main():
     parser.add_argument("--seed", type=int)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--family", action="append", choices=FAMILIES)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--state", default=str(ROOT / "build/torture-state.json"))
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--case", metavar="F:INDEX")
@@ -223,7 +258,7 @@ def main():
             index = options.case.partition(":")[2]
             print(f"{one_case(module, contexts[name], int(index) if index.isdigit() else index)} {module.UNIT}")
             return 1 if findings else 0
-        missing = go_round(modules, contexts, state, options.minutes)
+        missing = Round(modules, contexts, state, options.minutes, options.jobs).run()
     finally:
         for mount in list(stores.Mount.all):
             mount.close()
