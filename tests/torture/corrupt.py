@@ -66,19 +66,27 @@ def make(context):
     print(f"corrupt: {len(regions)} regions in {len(LAYOUTS)} layouts")
 
 
+def keep_times(path, times, rng):
+    """Mostly as a disk changes bytes: nobody sees it by the time."""
+    if rng.random() < 0.7:
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 def change(path, at, how, rng):
     """Does it, and says what it did; None: nothing would differ."""
     if at is None:
-        size = path.stat().st_size
+        times, size = path.stat(), path.stat().st_size
         if (how in ("cut", "empty") and size == 0) or (how == "cut" and size == 1):
             return None
         if how in ("cut", "empty"):
             cut = rng.randrange(1, size) if how == "cut" else 0
             os.truncate(path, cut)
+            keep_times(path, times, rng)
             return f"cut to {cut} of {size} bytes"
         if how == "longer":
             with open(path, "ab") as file:
                 file.write(rng.randbytes(rng.choice((1, 7, 4096))))
+            keep_times(path, times, rng)
             return "made longer"
         path.unlink()
         if how == "folder":
@@ -108,9 +116,7 @@ def change(path, at, how, rng):
     times = path.stat()
     path.chmod(0o644)
     path.write_bytes(raw)
-    if rng.random() < 0.7:
-        # As a disk changes bytes: nobody sees it by the time.
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    keep_times(path, times, rng)
     return f"{way} of {how} bytes at {at}"
 
 
