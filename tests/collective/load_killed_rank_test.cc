@@ -66,13 +66,13 @@ std::uint32_t CellOf(std::int64_t row, std::int64_t column) {
 }
 
 const Dims kCells{96, 3000};  // Several chunks.
-Box RowsOf(int rank) {
+Box LoadRowsOf(int rank) {
   return Box::Make({kCells[0] / kLoadRanks * rank, 0}, {kCells[0] / kLoadRanks, kCells[1]}).value();
 }
-Box ColumnsOf(int rank) {
+Box LoadColumnsOf(int rank) {
   return Box::Make({0, kCells[1] / kLoadRanks * rank}, {kCells[0], kCells[1] / kLoadRanks}).value();
 }
-std::vector<std::uint32_t> CellsOf(const Box& box) {
+std::vector<std::uint32_t> LoadCellsIn(const Box& box) {
   std::vector<std::uint32_t> cells;
   for (std::int64_t row = 0; row < box.extent()[0]; ++row) {
     for (std::int64_t column = 0; column < box.extent()[1]; ++column) {
@@ -85,19 +85,19 @@ std::vector<std::uint32_t> CellsOf(const Box& box) {
 // Runs in the child. Saves rows, then loads columns with the scenario's signal.
 int LoadBody(Communicator& through, const LoadGroup& group) {
   const LoadScenario& s = group.scenario;
-  std::vector<std::uint32_t> rows = CellsOf(RowsOf(through.rank()));
+  std::vector<std::uint32_t> rows = LoadCellsIn(LoadRowsOf(through.rank()));
   StateDict state;
   const auto add = [&](StateDict& to, const Box& box, std::vector<std::uint32_t>& cells) {
     return to.AddTensor("w",
                         {kCells, box, BufferView::Host(DType::kU32, cells.data(), box.extent())});
   };
-  if (!add(state, RowsOf(through.rank()), rows).ok()) return 2;
+  if (!add(state, LoadRowsOf(through.rank()), rows).ok()) return 2;
   SaveOptions saving;
   saving.placement = PlacementRule::kTensorFile;
   if (!Save(state, group.Path(), through, saving).ok()) return 3;
 
-  const Box want = ColumnsOf(through.rank());
-  const std::vector<std::uint32_t> right = CellsOf(want);
+  const Box want = LoadColumnsOf(through.rank());
+  const std::vector<std::uint32_t> right = LoadCellsIn(want);
   std::vector<std::uint32_t> columns(right.size());
   StateDict request;
   if (!add(request, want, columns).ok()) return 4;

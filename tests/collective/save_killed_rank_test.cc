@@ -46,12 +46,12 @@ void FillRank(int rank, RankState& state) {
 }
 
 // What a rank does, each counted for itself.
-enum Event { kOperation, kMessage, kEvents };  // A call of a file; a send or a receive.
+enum VictimEvent { kOperation, kMessage, kEvents };  // A call of a file; a send or a receive.
 
 // Who gets which signal before which of its events of that kind in the second save.
 struct Scenario {
   int victim = -1;
-  Event event = kOperation;
+  VictimEvent event = kOperation;
   int number = -1;
   int signal = 0;
   int way = 0;  // Of kWays.
@@ -93,7 +93,7 @@ int RankBody(Communicator& through, const Group& group, bool again) {
   SetOwners(way.owners);  // Each process has its environment.
   std::array<std::atomic<int>, kEvents> seen{};
   std::atomic<bool> armed{false};
-  const auto before = [&](Event event) {
+  const auto before = [&](VictimEvent event) {
     if (!armed) return;
     const int n = seen[event]++;
     if (through.rank() == s.victim && event == s.event && n == s.number) {
@@ -276,7 +276,7 @@ TEST_F(SaveKilledRankTest, SurvivorsAgreeWithEachOtherAndWithTheDisk) {
   ASSERT_NO_FATAL_FAILURE(CountEvents(counts));
   struct Kind {
     int victim;
-    Event event;
+    VictimEvent event;
     int signal;
     int cases;
   };
