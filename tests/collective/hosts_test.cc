@@ -137,10 +137,10 @@ class HostsTest : public testing::Test {
 };
 
 // Less than this cannot be told from a busy machine: then it is tried again with more.
-constexpr milliseconds kArrival{290};
+constexpr milliseconds kHostsArrival{290};
 
 Timeouts Within(int attempt) {
-  return {.liveness = seconds(30), .arrival = kArrival * (1 << attempt)};
+  return {.liveness = seconds(30), .arrival = kHostsArrival * (1 << attempt)};
 }
 
 // Nothing here enables the guard of mappings: SIGBUS would end this process.
@@ -277,7 +277,7 @@ TEST_F(HostsTest, ASaveInTheBackgroundThatHangsHoldsTrainingForArrivalAtMost) {
   const Outcome outcome = Hang("fsync *.staging/step-1*r1*", body);
   EXPECT_EQ(called, kHostRanks);
   EXPECT_TRUE(said);
-  EXPECT_LT(longest, kArrival + seconds(5));
+  EXPECT_LT(longest, kHostsArrival + seconds(5));
   EXPECT_OK(outcome.in_time[0].value_or(Status(Code::kInternal, "it waits")));
   EXPECT_FALSE(outcome.in_time[1].has_value());
   EXPECT_FALSE(outcome.at_last[1].ok());
