@@ -171,10 +171,12 @@ Status ResolveTensors(const CheckpointIndex& index, const LoadRequest& request,
     out.tensors.push_back(found[t].entry);
   }
   // Layers of one stack are one tensor.
-  const auto ordinal = [](const auto& entry) { return entry->ordinal; };
-  std::ranges::sort(out.tensors, {}, ordinal);
-  const auto twins = std::ranges::unique(out.tensors, {}, ordinal);
-  out.tensors.erase(twins.begin(), twins.end());
+  std::sort(out.tensors.begin(), out.tensors.end(),
+            [](const auto& a, const auto& b) { return a->ordinal < b->ordinal; });
+  out.tensors.erase(
+      std::unique(out.tensors.begin(), out.tensors.end(),
+                  [](const auto& a, const auto& b) { return a->ordinal == b->ordinal; }),
+      out.tensors.end());
   for (const LoadRequest::Item& item : request.items) {
     if (found[item.tensor].entry == nullptr || item.region.empty()) continue;
     TENSORMOUNT_RETURN_IF_ERROR(ResolveItem(item, found[item.tensor], fits[item.tensor], out));
