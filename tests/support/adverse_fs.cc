@@ -258,6 +258,10 @@ void Lookup(fuse_req_t request, fuse_ino_t parent, const char* name) {
         [&] { return AnswerEntry(request, parent, name); });
 }
 
+// A last close is told to us after the caller's close has returned: NFS waits for it before it
+// looks at what is in the way, so often at most.
+constexpr int kCloseWaits = 20;
+
 // Where the file of this name is open, it gets another until its last close. 0, or an errno; sets
 // `done` where that is all that is to happen to the name.
 int SillyRename(fuse_ino_t parent, const char* name, bool* done) {
@@ -280,7 +284,12 @@ int SillyRename(fuse_ino_t parent, const char* name, bool* done) {
 void Unlink(fuse_req_t request, fuse_ino_t parent, const char* name) {
   Serve({request, "unlink", PathOf(parent, name), {}}, [&] {
     bool done = false;
-    const int error = SillyRename(parent, name, &done);
+    int error = EBUSY;
+    for (int i = 0; i < kCloseWaits && error == EBUSY; ++i) {
+      if (i > 0) Pause();
+      error = SillyRename(parent, name, &done);
+    }
+    // Its last close has come meanwhile, and took it away.
     return error != 0 || done ? error : Errno(::unlinkat(Of(parent).fd, name, 0));
   });
 }
@@ -288,8 +297,7 @@ void Unlink(fuse_req_t request, fuse_ino_t parent, const char* name) {
 void Rmdir(fuse_req_t request, fuse_ino_t parent, const char* name) {
   Serve({request, "rmdir", PathOf(parent, name), {}}, [&] {
     int error = ENOTEMPTY;
-    // A last close is told to us after the caller's close has returned: NFS waits for it here.
-    for (int i = 0; i < 20 && error == ENOTEMPTY; ++i) {
+    for (int i = 0; i < kCloseWaits && error == ENOTEMPTY; ++i) {
       if (i > 0) Pause();
       error = Errno(::unlinkat(Of(parent).fd, name, AT_REMOVEDIR));
       if (!silly_renames) break;
