@@ -232,6 +232,7 @@ class ObservedFileSystem : public FileSystem {
   Status RemoveFile(const std::string& path) override;
   Status RemoveDirectory(const std::string& path) override;
   Status SyncDirectory(const std::string& path) override;
+  Status SyncFileSystem(const std::string& path) override;
   bool MovedFoldersSyncThemselves(const std::string& folder) override;
   Result<std::string> Resolve(const std::string& path) override;
 

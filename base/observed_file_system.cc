@@ -193,6 +193,11 @@ Status ObservedFileSystem::SyncDirectory(const std::string& path) {
                                     [&] { return base_.SyncDirectory(path); });
 }
 
+Status ObservedFileSystem::SyncFileSystem(const std::string& path) {
+  return Hooks{before_, after_}.Run(Event(FileOp::kSyncDirectory, path),
+                                    [&] { return base_.SyncFileSystem(path); });
+}
+
 bool ObservedFileSystem::MovedFoldersSyncThemselves(const std::string& folder) {
   return base_.MovedFoldersSyncThemselves(folder);
 }

@@ -65,9 +65,14 @@ Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase&
                ? Status(Code::kStale, record.name + ": changed since it was adopted (" + out + ")")
                : Status(Code::kPermissionDenied, record.name + ": " + out);
   }
-  TENSORMOUNT_RETURN_IF_ERROR(file.status());
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo now, file.value()->Stat());
-  TENSORMOUNT_RETURN_IF_ERROR(CheckUnchanged(record, now, adopted));
+  // A handle that a server forgot says nothing of the file.
+  const auto unless_changed = [](const Status& status) {
+    return status.code() == Code::kStale ? Status(Code::kUnavailable, status.message()) : status;
+  };
+  if (!file.ok()) return unless_changed(file.status());
+  const Result<FileInfo> now = file.value()->Stat();
+  if (!now.ok()) return unless_changed(now.status());
+  TENSORMOUNT_RETURN_IF_ERROR(CheckUnchanged(record, now.value(), adopted));
   return file;
 }
 

@@ -56,8 +56,8 @@ struct ForeignBase {
   std::string below;  // Empty: directly in it.
 };
 
-// Opens it below the base, which nothing leads out of (kPermissionDenied), and checks that it did
-// not change. kNotFound names the file and the root where it is gone, or the root is.
+// Opens it below the base, which nothing leads out of (kPermissionDenied; adopted: kStale, it did
+// not), and checks that it did not change (kStale; nothing else is). kNotFound names the file and the root where it is gone, or the root is.
 Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase& base,
                                               const FileRecord& record, bool adopted);
 

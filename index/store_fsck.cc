@@ -157,7 +157,7 @@ class Checker {
   void Unread(const std::string& object, const Status& why) {
     const char* remedy = "it could not be read now, and may be whole: try again";
     if (why.code() == Code::kUnsupported) remedy = "it needs a newer program, and may be whole";
-    if (why.code() == Code::kPermissionDenied) remedy = "run fsck as its owner";
+    if (why.code() == Code::kPermissionDenied) remedy = "run fsck as its owner, or name the folder of its data with --root";
     findings_.push_back({.object = object,
                          .problem = "not checked: " + why.message(),
                          .remedy = remedy,

@@ -154,7 +154,7 @@ class Collector {
     const std::uint64_t bytes = BytesBelow(fs_, Path(below), kMaxGcDepth);
     if (!options_.dry_run) {
       Status removed = fs_.RemoveTree(Path(below));
-      if (!removed.ok() && lock && !fs_.Exists(lock->path())) {
+      if (!removed.ok() && lock && fs_.LinkStat(lock->path()).status().code() == Code::kNotFound) {
         // NFS keeps what is open in the folder, under another name: then the file of the lock is
         // what is left, and nobody can open it any more.
         lock.reset();

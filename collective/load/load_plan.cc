@@ -87,8 +87,8 @@ bool WantedByOneRank(const PlannedTensor& tensor) {
 
 constexpr std::uint64_t kReadTogether = 4096;
 
-// Whether leaves prove a region with hardly more reading than the region itself. What lies in one
-// page is read with it, and costs less than what ranks would have to tell each other for a digest.
+// Whether leaves prove a region with hardly more reading than the region itself. A page more
+// is read with it, and costs less than what ranks would have to tell each other for a digest.
 Result<bool> CheapByLeaf(const CheckpointIndex& index, const TensorEntry& entry,
                          const Region& region) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Geometry g, Measure(index, entry, region, ~std::size_t{0}));

@@ -45,7 +45,7 @@ Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const Resolved& mine,
                             const LoadOptions& options);
 
 // Makes a plan of what ranks want, which is told one rank after the other, in the order of the
-// ranks: what all of them want is never held at once.
+// ranks: what one asks for need not be kept once it is in the plan.
 class LoadPlanner {
  public:
   explicit LoadPlanner(const CheckpointIndex& index) : index_(index) {}
