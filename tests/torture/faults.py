@@ -255,14 +255,9 @@ def run(context, index):
 
     check_end(done, how, failed, wrong)
     if name in READERS:
-        check_reader(context, name, done, how, wrong)
+        check_reader(context, name, done, context.kept["said"][name], how, wrong)
     elif name == "mount_read":
-        if got.get("hung"):
-            wrong("the client hangs or fails", str(got["errors"]))
-        for key in stores.SHAPES:
-            value = got.get(key, "E")
-            if not value.startswith("E") and value != stores.content(key, "v3").hex():
-                wrong(f"the mount gave other bytes of {key}")
+        check_mount_read(got, wrong)
     elif name == "mount_write":
         check_mount_write(context, store, done, got, how, wrong)
     elif name == "background":
@@ -290,8 +285,8 @@ def check_end(done, how, failed, wrong):
         wrong("an error without a code and a message", done.stdout)
 
 
-def check_reader(context, name, done, how, wrong):
-    clean = context.kept["said"][name]
+def check_reader(context, name, done, clean, how, wrong):
+    """`clean`: what the command says where nothing fails."""
     if done.returncode == 0 or (done.returncode == 1 and clean.returncode == 1):
         if READERS[name][1] and done.stdout != clean.stdout:
             wrong("success, and other text", done.stdout)
@@ -375,6 +370,15 @@ def check_store(context, store, whole, wrong, healthy=True):
         wrong(f"a later save exits {later.returncode}", later.stderr)
     elif why := stores.wrong_checkpoint(context, store / "latest", "later"):
         wrong("latest is not the later save", why)
+
+
+def check_mount_read(got, wrong):
+    if got.get("hung"):
+        wrong("the client hangs or fails", str(got["errors"]))
+    for key in stores.SHAPES:
+        value = got.get(key, "E")
+        if not value.startswith("E") and value != stores.content(key, "v3").hex():
+            wrong(f"the mount gave other bytes of {key}")
 
 
 def check_mount_write(context, store, done, got, how, wrong):

@@ -80,14 +80,9 @@ def run(context, index, planted=None):
                 wrong(f"nothing failed, and it exits {done.returncode}")
         if name in faults.READERS:
             if failed:
-                faults.check_reader(as_shown(context, name, shown), name, done, how, wrong)
+                faults.check_reader(context, name, done, as_shown(context, name, shown), how, wrong)
         elif name == "mount_read":
-            if got.get("hung"):
-                wrong("the client hangs or fails", str(got["errors"]))
-            for key in stores.SHAPES:
-                value = got.get(key, "E")
-                if not value.startswith("E") and value != stores.content(key, "v3").hex():
-                    wrong(f"the mount gave other bytes of {key}")
+            faults.check_mount_read(got, wrong)
         elif name == "mount_write":
             faults.check_mount_write(context, shown, done, got, how, wrong)
         else:
@@ -102,14 +97,9 @@ def run(context, index, planted=None):
 
 def as_shown(context, name, shown):
     """What the command says of the same store when nothing fails there; of an export only that it would end well."""
-    said = subprocess.CompletedProcess(name, 0, b"", "")
-    if name != "export":  # It would put its file where the one that failed is looked for.
-        said = context.run(faults.words(context, shown, faults.READERS[name][0]))
-
-    class Clean:
-        work = context.work
-        kept = {"said": {name: said}}
-    return Clean
+    if name == "export":  # It would put its file where the one that failed is looked for.
+        return subprocess.CompletedProcess(name, 0, b"", "")
+    return context.run(faults.words(context, shown, faults.READERS[name][0]))
 
 
 def plant(context):
