@@ -363,6 +363,16 @@ Status SealShared(FileSystem& fs, const Staging& staging, const RankTask& task) 
   return Status();
 }
 
+std::vector<std::string> FilesWrittenAlone(const Staging& staging, const RankTask& task, int rank) {
+  std::vector<std::string> names = {RankShardName(staging, rank), PackName(staging, rank)};
+  for (const RankTask::Tensor& tensor : task.tensors) {
+    if (tensor.placement == Placement::kTensorFile && !tensor.shared) {
+      names.push_back(TensorFileName(staging, tensor.file));
+    }
+  }
+  return names;
+}
+
 std::string TensorFileName(const Staging& staging, std::string_view stem) {
   return "data/" + staging.ShortId() + "-" + std::string(stem) + ".bin";
 }

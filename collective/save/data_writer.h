@@ -41,6 +41,9 @@ Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const Stat
 // Seals and syncs the shared tensor files that this rank is to seal.
 Status SealShared(FileSystem& fs, const Staging& staging, const RankTask& task);
 
+// The names of all files that `rank`, and nobody else, may have made in WriteData.
+std::vector<std::string> FilesWrittenAlone(const Staging& staging, const RankTask& task, int rank);
+
 // Names below the checkpoint. `stem`: RankTask::Tensor::file.
 std::string TensorFileName(const Staging& staging, std::string_view stem);
 std::string RankShardName(const Staging& staging, int rank);

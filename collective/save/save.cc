@@ -355,18 +355,15 @@ class SaveSession {
       verdict.status = status;
     }
     Result<std::string> told = collective_.Broadcast(EncodeVerdict(verdict), "publish");
-    if (!told.ok()) {
-      // Rank 0 knows already.
-      if (rank_ == 0 && !verdict.status.ok()) return verdict.status;
-      return Settle(told.status());
+    if (rank_ == 0 && !verdict.status.ok()) {  // It knows, whoever can be told.
+      if (verdict.status.code() != Code::kUnknown) EmptyAborted();
+      return verdict.status;
     }
+    if (!told.ok()) return Settle(told.status());
     Result<SaveVerdict> decoded = DecodeVerdict(told.value());
     if (!decoded.ok()) return Settle(decoded.status());
     verdict = decoded.value();
-    if (!verdict.status.ok()) {
-      if (rank_ == 0 && verdict.status.code() != Code::kUnknown) EmptyAborted();
-      return verdict.status;
-    }
+    TENSORMOUNT_RETURN_IF_ERROR(verdict.status);
     report_.bytes_written = verdict.bytes_written;
     report_.replica_bytes_compared = verdict.replica_bytes_compared;
     return Committed();
@@ -458,8 +455,7 @@ class SaveSession {
     Result<Verdict> verdict = AskStore();
     if (!verdict.ok()) return NotKnown(failure, verdict.status());
     if (verdict.value() == Verdict::kCommitted) return Committed();
-    // A rank that is silent may hang in a call on its files: whoever deletes one waits with it.
-    if (failure.code() != Code::kDeadlineExceeded) EmptyAborted();
+    RemoveOwn();
     return failure;
   }
 
@@ -491,16 +487,26 @@ class SaveSession {
     EmptyAborted();
   }
 
-  // Frees the space. The entry itself, which holds nothing but its uuid, stays for gc: a rank that
-  // slept through the verdict may still ask where that uuid is. Best effort; gc removes what this
-  // could not.
+  // Frees the space, where all ranks have ended their writing. The entry itself, which holds
+  // nothing but its uuid, stays for gc: a rank that slept through the verdict may still ask where
+  // that uuid is. Best effort; gc removes what this could not.
   void EmptyAborted() {
-    const std::string entry =
-        JoinPath(JoinPath(staging_.store, layout::kTrashFolder),
-                 staging_.uuid.ToString() + std::string(layout::kAbortedSuffix));
     for (const char* folder : {"data", "manifest", "index"}) {
-      (void)fs_.RemoveTree(JoinPath(entry, folder));  // Best effort.
+      (void)fs_.RemoveTree(JoinPath(AbortedEntry(), folder));  // Best effort.
     }
+  }
+
+  // Likewise, where a rank was not heard of. It may hang in a call on its files, and whoever
+  // deletes one waits with it: each rank takes away what it alone has written.
+  void RemoveOwn() {
+    for (const std::string& name : FilesWrittenAlone(staging_, *plan_.task, rank_)) {
+      (void)fs_.RemoveFile(JoinPath(AbortedEntry(), name));  // Best effort.
+    }
+  }
+
+  std::string AbortedEntry() const {
+    return JoinPath(JoinPath(staging_.store, layout::kTrashFolder),
+                    staging_.uuid.ToString() + std::string(layout::kAbortedSuffix));
   }
 
   // On rank 0, once, before the staging is published or aborted.

@@ -218,25 +218,6 @@ TEST_F(StoreLifecycleTest, APublishedSaveIsCommittedForGood) {
   EXPECT_TRUE(HoldsWhole(InStore("step"), DefaultTinySpec(2)));
 }
 
-TEST_F(StoreLifecycleTest, AVerdictIsSyncedByWhoGivesIt) {
-  const Store store = MakeStore();
-  const TinySpec spec = DefaultTinySpec();
-  const Staging staging = Written(store, "step", spec);
-  ASSERT_OK(store.Publish(staging, TinyCoordinator(spec), {}));
-  std::vector<std::string> synced;
-  ObservedFileSystem watch(fs(), {}, [&](const FileEvent& e) {
-    if (e.op == FileOp::kSyncDirectory) synced.push_back(e.path);
-  });
-  const auto seen = Store::Open(watch, StorePath());
-  ASSERT_OK(seen.value().AbortOrDecide(staging));
-  EXPECT_THAT(synced, ElementsAre(store.path(), store.path() + "/.staging"));
-  ObservedFileSystem failing(fs(), [](const FileEvent& e) {
-    return e.op == FileOp::kSyncDirectory ? Status::FromErrno(EIO, "fsync", e.path) : Status();
-  });
-  EXPECT_THAT(Store::Open(failing, StorePath()).value().AbortOrDecide(staging),
-              HasCode(Code::kUnknown));
-}
-
 // What is renamed into place, and what is synced after the last rename, in order.
 class SyncsOfMovesTest : public StoreLifecycleTest, public testing::WithParamInterface<bool> {
  protected:
@@ -274,6 +255,49 @@ TEST_P(SyncsOfMovesTest, OfAPublish) {
   } else {
     EXPECT_THAT(synced_, ElementsAre(root, root + "/.staging", root + "/.generations"));
   }
+}
+
+TEST_P(SyncsOfMovesTest, OfAReplacement) {
+  ASSERT_OK(Save("step", DefaultTinySpec()));
+  // What is replaced stays where it is, so that the exchange is the last move.
+  ObservedFileSystem stays(watched_, [](const FileEvent& e) {
+    return e.op == FileOp::kRename && e.path2.find("/.trash/") != std::string::npos
+               ? Status::FromErrno(EIO, "rename", e.path)
+               : Status();
+  });
+  const auto store = Store::Open(stays, StorePath());
+  ASSERT_OK(store);
+  const TinySpec spec = DefaultTinySpec(2);
+  const Staging staging = Written(store.value(), "step", spec, IfExists::kReplace);
+  ASSERT_OK(
+      store.value().Publish(staging, TinyCoordinator(spec), {.if_exists = IfExists::kReplace}));
+  const std::string root = store.value().path();
+  if (GetParam()) {
+    EXPECT_THAT(synced_, ElementsAre(root + "/step", root + "/.generations"));
+  } else {
+    EXPECT_THAT(synced_, ElementsAre(root, root + "/.staging", root + "/.generations"));
+  }
+}
+
+// Whoever says how a save ended has made it durable himself.
+TEST_P(SyncsOfMovesTest, OfAVerdict) {
+  const Store store = MakeStore();
+  const TinySpec spec = DefaultTinySpec();
+  const Staging staging = Written(store, "step", spec);
+  ASSERT_OK(store.Publish(staging, TinyCoordinator(spec), {}));
+  const auto seen = Store::Open(watched_, StorePath());
+  ASSERT_OK(seen);
+  EXPECT_THAT(seen.value().AbortOrDecide(staging), IsOkAndHolds(Verdict::kCommitted));
+  if (GetParam()) {
+    EXPECT_THAT(synced_, ElementsAre(store.path() + "/step"));
+  } else {
+    EXPECT_THAT(synced_, ElementsAre(store.path(), store.path() + "/.staging"));
+  }
+  ObservedFileSystem failing(watched_, [](const FileEvent& e) {
+    return e.op == FileOp::kSyncDirectory ? Status::FromErrno(EIO, "fsync", e.path) : Status();
+  });
+  EXPECT_THAT(Store::Open(failing, StorePath()).value().AbortOrDecide(staging),
+              HasCode(Code::kUnknown));
 }
 
 TEST_P(SyncsOfMovesTest, OfAnAbortAndOfARemoval) {
