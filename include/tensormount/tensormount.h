@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Everything but mpi.h: #include <tensormount/tensormount.h>
+// All of the C++ library but mpi.h, which needs MPI: #include <tensormount/tensormount.h>
 #ifndef TENSORMOUNT_TENSORMOUNT_H_
 #define TENSORMOUNT_TENSORMOUNT_H_
 
+#include "tensormount/async_save.h"
 #include "tensormount/box.h"
 #include "tensormount/buffer.h"
 #include "tensormount/callback_communicator.h"
@@ -10,6 +11,8 @@
 #include "tensormount/common_value.h"
 #include "tensormount/communicator.h"
 #include "tensormount/dtype.h"
+#include "tensormount/event.h"
+#include "tensormount/export.h"
 #include "tensormount/key_map.h"
 #include "tensormount/load.h"
 #include "tensormount/optimizer.h"
@@ -17,6 +20,7 @@
 #include "tensormount/shard.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
+#include "tensormount/store.h"
 #include "tensormount/tree.h"
 #include "tensormount/validate.h"
 
