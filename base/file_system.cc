@@ -155,6 +155,14 @@ Status FileSystem::RemoveTree(const std::string& path) {
 
 bool FileSystem::Exists(const std::string& path) { return LinkStat(path).ok(); }
 
+Status FileSystem::EnsureDirectory(const std::string& path) {
+  const Status made = CreateDirectory(path);
+  if (made.code() != Code::kAlreadyExists) return made;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, LinkStat(path));
+  if (info.kind == FileKind::kDirectory) return Status();
+  return Status(Code::kAlreadyExists, path + ": not a folder");
+}
+
 std::string JoinPath(std::string_view directory, std::string_view name) {
   std::string out(directory);
   if (!out.empty() && out.back() != '/') out.push_back('/');

@@ -160,6 +160,8 @@ class FileSystem {
   // permission.
   virtual Status RemoveTree(const std::string& path);
   bool Exists(const std::string& path);
+  // CreateDirectory where it is missing; kAlreadyExists where something else has the name.
+  Status EnsureDirectory(const std::string& path);
 };
 
 // The machine's own. One for the process, stateless.

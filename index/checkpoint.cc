@@ -2,13 +2,14 @@
 #include "index/checkpoint.h"
 
 #include "base/checked.h"
-#include "index/adopt/foreign.h"
+#include "index/derived_index.h"
 #include "index/file_cache.h"
+#include "index/foreign_content.h"
 #include "index/foreign_file.h"
 #include "index/memory_table.h"
+#include "index/pinned_commit.h"
 #include "index/proven_ranges.h"
 #include "index/rebuild.h"
-#include "index/store_layout.h"
 
 namespace tensormount {
 
@@ -21,30 +22,12 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
   opened->fs_ = &fs;
   opened->directory_ = directory;
-  // Everything is opened below this very folder, which may be removed or replaced by then.
-  opened->pinned_ = options.pinned;
-  if (opened->pinned_ == nullptr) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(opened->pinned_, fs.PinDirectory(JoinPath(directory, ".")));
-  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(PinnedCommit commit_file, PinCommit(fs, directory, options.pinned));
+  opened->pinned_ = std::move(commit_file.directory);
+  opened->lock_ = std::move(commit_file.file);
   const std::string& root = *opened->pinned_;
   opened->proven_ = options.proven ? options.proven : std::make_shared<ProvenRanges>();
   opened->files_ = std::make_unique<Files>(fs, options.max_open_files);
-  Result<std::unique_ptr<File>> file = fs.OpenReadBelow(root, std::string(kCommitName));
-  if (file.status().code() == Code::kNotFound) {
-    return Status(Code::kNotFound, directory + ": not a checkpoint: it has no COMMIT");
-  }
-  TENSORMOUNT_RETURN_IF_ERROR(file.status());
-  opened->lock_ = std::move(file).value();
-  if (Status locked = layout::LockAsReader(*opened->lock_); !locked.ok()) {
-    // Only gc asks for it alone, and only for what was removed.
-    if (locked.code() == Code::kBusy) {
-      return Status(Code::kStale, directory + ": it is being deleted");
-    }
-    return locked;
-  }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, opened->lock_->Stat());
-  // Gc had it before we had the lock.
-  if (info.links == 0) return Status(Code::kStale, directory + ": it was deleted");
   TENSORMOUNT_ASSIGN_OR_RETURN(opened->commit_, ReadCommitFile(*opened->lock_, kCommitName));
   opened->has_commit_ = true;
   if (opened->commit_.one_copy_damaged) opened->warnings_.push_back(opened->commit_.damage);
@@ -89,7 +72,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   opened->index_ = std::move(index).value();
   TENSORMOUNT_ASSIGN_OR_RETURN(
       ForeignBase base,
-      CheckMayReadForeign(fs, directory, opened->index_->info(), info, options.roots));
+      CheckMayReadForeign(fs, directory, opened->index_->info(), commit_file.info, options.roots));
   opened->foreign_base_ = std::make_unique<const ForeignBase>(std::move(base));
   return opened;
 }

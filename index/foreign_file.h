@@ -57,7 +57,8 @@ struct ForeignBase {
 };
 
 // Opens it below the base, which nothing leads out of (kPermissionDenied; adopted: kStale, it did
-// not), and checks that it did not change (kStale; nothing else is). kNotFound names the file and the root where it is gone, or the root is.
+// not), and checks that it did not change (kStale; nothing else is). kNotFound names the file and
+// the root where it is gone, or the root is.
 Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase& base,
                                               const FileRecord& record, bool adopted);
 

@@ -9,16 +9,17 @@
 
 #include <nlohmann/json.hpp>
 
-#include "index/store_layout.h"
+#include "index/store_moves.h"
+#include "index/store_paths.h"
 
 namespace tensormount {
 namespace {
 
-using layout::kCommitFile;
-using layout::kGenerationsFolder;
-using layout::kStagingFolder;
-using layout::kSuperblockFile;
-using layout::kTrashFolder;
+using store_paths::kCommitFile;
+using store_paths::kGenerationsFolder;
+using store_paths::kStagingFolder;
+using store_paths::kSuperblockFile;
+using store_paths::kTrashFolder;
 
 constexpr std::uint64_t kMaxSuperblockBytes = 64 * 1024;
 constexpr std::string_view kFormatName = "tensormount-store";
@@ -119,7 +120,7 @@ Result<std::string> MakeStoreFolder(FileSystem& fs, const std::string& path) {
   }
   for (auto it = missing.rbegin(); it != missing.rend(); ++it) {
     const std::string below = JoinPath(at, *it);
-    TENSORMOUNT_RETURN_IF_ERROR(layout::EnsureDirectory(fs, below));
+    TENSORMOUNT_RETURN_IF_ERROR(fs.EnsureDirectory(below));
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(at));
     at = below;
   }
@@ -135,7 +136,7 @@ Result<Superblock> ReadSuperblock(FileSystem& fs, const std::string& store) {
 // Of concurrent creators one wins by a no-replace rename, and all read what it wrote.
 Status CreateSuperblock(FileSystem& fs, const std::string& store) {
   const std::string temporary =
-      JoinPath(store, "." + std::string(kSuperblockFile) + "." + layout::RandomSuffix());
+      JoinPath(store, "." + std::string(kSuperblockFile) + "." + Uuid::Random().Short());
   TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(temporary, EncodeSuperblock(Uuid::Random())));
   const Status moved = fs.RenameNoReplace(temporary, JoinPath(store, kSuperblockFile));
   if (!moved.ok()) (void)fs.RemoveFile(temporary);  // Gc takes it otherwise.
@@ -152,7 +153,7 @@ std::optional<std::uint64_t> ParseGeneration(const std::string& name) {
 
 }  // namespace
 
-namespace layout {
+namespace store_moves {
 
 Status SuperblockDamage(FileSystem& fs, const std::string& store) {
   const std::string path = JoinPath(store, kSuperblockFile);
@@ -166,12 +167,12 @@ Status SuperblockDamage(FileSystem& fs, const std::string& store) {
 Status RemakeSuperblock(FileSystem& fs, const std::string& store) {
   const std::string path = JoinPath(store, kSuperblockFile);
   const Status aside = fs.RenameNoReplace(
-      path, JoinPath(store, "." + std::string(kSuperblockFile) + "." + RandomSuffix()));
+      path, JoinPath(store, "." + std::string(kSuperblockFile) + "." + Uuid::Random().Short()));
   if (!aside.ok() && aside.code() != Code::kNotFound) return aside;
   return CreateSuperblock(fs, store);
 }
 
-}  // namespace layout
+}  // namespace store_moves
 
 Status CheckCheckpointName(std::string_view name) {
   const auto bad = [&](std::string_view why) {
@@ -240,14 +241,14 @@ CheckpointListing Store::Look(const std::string& name) const {
     return listing;
   };
   // Only what was read can prove damage: a code alone does not tell it from a disk that fails.
-  Result<std::string> bytes = layout::ReadCommitBytes(*fs_, directory);
+  Result<std::string> bytes = store_moves::ReadCommitBytes(*fs_, directory);
   for (int again = 0; again < 3 && !bytes.ok(); ++again) {
     const Code code = bytes.status().code();
     if (code != Code::kNotFound && code != Code::kStale) break;
     const Status there = fs_->LinkStat(directory).status();
     if (!there.ok()) return bad(State::kUnread, there);
     // Perhaps another one has just taken its place.
-    bytes = layout::ReadCommitBytes(*fs_, directory);
+    bytes = store_moves::ReadCommitBytes(*fs_, directory);
   }
   if (bytes.status().code() == Code::kNotFound) {
     for (const char* part : {"manifest", "data"}) {
@@ -354,7 +355,7 @@ Status Store::ClaimPlace(const std::string& name, IfExists if_exists, Staging& s
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
   TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
   for (const std::string_view folder : {kStagingFolder, kTrashFolder, kGenerationsFolder}) {
-    TENSORMOUNT_RETURN_IF_ERROR(layout::EnsureDirectory(*fs_, JoinPath(path_, folder)));
+    TENSORMOUNT_RETURN_IF_ERROR(fs_->EnsureDirectory(JoinPath(path_, folder)));
   }
   if (if_exists == IfExists::kFail && fs_->Exists(CheckpointPath(name))) {
     return Status(Code::kAlreadyExists, CheckpointPath(name) + ": exists already");
@@ -386,7 +387,7 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists) const 
     const Status made = fs_->CreateDirectory(staging.directory);
     if (made.code() == Code::kAlreadyExists) continue;
     TENSORMOUNT_RETURN_IF_ERROR(made);
-    Status filled = fs_->WriteFileDurably(JoinPath(staging.directory, layout::kUuidFile),
+    Status filled = fs_->WriteFileDurably(JoinPath(staging.directory, store_paths::kUuidFile),
                                           staging.uuid.ToString());
     for (const char* folder : {"data", "manifest"}) {
       if (filled.ok()) filled = fs_->CreateDirectory(JoinPath(staging.directory, folder));
@@ -413,7 +414,7 @@ Status Store::Remove(std::string_view name) const {
     return Status(Code::kInvalidArgument, directory + ": not a checkpoint");
   }
   const std::string trash = JoinPath(path_, kTrashFolder);
-  const Result<std::string> entry = layout::MoveToTrash(*fs_, path_, directory, "");
+  const Result<std::string> entry = store_moves::MoveToTrash(*fs_, path_, directory, "");
   const Status moved = entry.status();
   if (!moved.ok()) {
     // The truth is where the folder is: over NFS a rename that happened may be reported as failed.

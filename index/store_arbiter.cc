@@ -3,15 +3,16 @@
 #include <thread>
 
 #include "index/store.h"
-#include "index/store_layout.h"
+#include "index/store_moves.h"
+#include "index/store_paths.h"
 
 // docs/format.md, "The store as arbiter".
 
 namespace tensormount {
-namespace layout {
+namespace store_moves {
 
-Place Locate(FileSystem& fs, const Staging& staging) {
-  const std::string trash = JoinPath(staging.store, kTrashFolder);
+UuidLocation Locate(FileSystem& fs, const Staging& staging) {
+  const std::string trash = JoinPath(staging.store, store_paths::kTrashFolder);
   const std::string uuid = staging.uuid.ToString();
   bool unreadable = false;
   const auto holds = [&](const Result<Uuid>& found) {
@@ -23,26 +24,26 @@ Place Locate(FileSystem& fs, const Staging& staging) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit, ReadCommit(fs, directory));
     return commit.record.uuid;
   };
-  if (holds(committed(JoinPath(staging.store, staging.name)))) return Place::kPublished;
-  if (holds(ReadFolderUuid(fs, JoinPath(trash, uuid + std::string(kAbortedSuffix))))) {
-    return Place::kAborted;
+  if (holds(committed(JoinPath(staging.store, staging.name)))) return UuidLocation::kPublished;
+  if (holds(ReadFolderUuid(fs, JoinPath(trash, uuid + std::string(store_paths::kAbortedSuffix))))) {
+    return UuidLocation::kAborted;
   }
-  if (holds(committed(JoinPath(trash, uuid)))) return Place::kRemoved;
+  if (holds(committed(JoinPath(trash, uuid)))) return UuidLocation::kRemoved;
   // After an exchange what stands here is the checkpoint that was replaced, with a uuid of its own.
-  if (holds(ReadFolderUuid(fs, staging.directory))) return Place::kStaging;
-  return unreadable ? Place::kUnreadable : Place::kNowhere;
+  if (holds(ReadFolderUuid(fs, staging.directory))) return UuidLocation::kStaging;
+  return unreadable ? UuidLocation::kUnreadable : UuidLocation::kNowhere;
 }
 
-}  // namespace layout
+}  // namespace store_moves
 
 Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
-  using layout::Place;
+  using store_moves::UuidLocation;
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(staging.name));
   FileSystem& fs = *fs_;
-  const std::string trash = JoinPath(path_, layout::kTrashFolder);
-  const std::string staging_folder = JoinPath(path_, layout::kStagingFolder);
+  const std::string trash = JoinPath(path_, store_paths::kTrashFolder);
+  const std::string staging_folder = JoinPath(path_, store_paths::kStagingFolder);
   const std::string aborted =
-      JoinPath(trash, staging.uuid.ToString() + std::string(layout::kAbortedSuffix));
+      JoinPath(trash, staging.uuid.ToString() + std::string(store_paths::kAbortedSuffix));
   // A verdict is given once a power cut cannot turn it: whoever gives it syncs for himself.
   const auto durably = [&](Verdict verdict, const std::string& folder,
                            const std::string& to) -> Result<Verdict> {
@@ -58,15 +59,15 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
   // Each round either decides, or moves the staging, or saw it move; a few may see nothing because
   // it moved from a place not yet looked at to one already passed.
   for (int round = 0; round < 16; ++round) {
-    switch (layout::Locate(fs, staging)) {
-      case Place::kPublished:
+    switch (store_moves::Locate(fs, staging)) {
+      case UuidLocation::kPublished:
         return durably(Verdict::kCommitted, CheckpointPath(staging.name), path_);
-      case Place::kRemoved:
+      case UuidLocation::kRemoved:
         return durably(Verdict::kCommitted, JoinPath(trash, staging.uuid.ToString()), trash);
-      case Place::kAborted:
+      case UuidLocation::kAborted:
         return durably(Verdict::kAborted, aborted, trash);
-      case Place::kStaging: {
-        const Status made = layout::EnsureDirectory(fs, trash);
+      case UuidLocation::kStaging: {
+        const Status made = fs.EnsureDirectory(trash);
         const Status moved = made.ok() ? fs.RenameNoReplace(staging.directory, aborted) : made;
         if (!moved.ok()) {
           why = moved;
@@ -74,19 +75,19 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
         }
         // If it was published by exchange between our look and the rename, we have moved the
         // checkpoint that it replaced: that one belongs under its own uuid.
-        const Result<Uuid> got = layout::ReadFolderUuid(fs, aborted);
+        const Result<Uuid> got = store_moves::ReadFolderUuid(fs, aborted);
         if (got.ok() && got.value() != staging.uuid) {
-          (void)layout::MoveToTrash(fs, path_, aborted, "");  // Its name is never trusted.
+          (void)store_moves::MoveToTrash(fs, path_, aborted, "");  // Its name is never trusted.
         } else {
-          layout::MarkTrashed(fs, aborted);
+          store_moves::MarkTrashed(fs, aborted);
         }
         continue;
       }
-      case Place::kNowhere:
+      case UuidLocation::kNowhere:
         why = Status(Code::kNotFound, "neither at " + CheckpointPath(staging.name) + " nor in " +
                                           trash + " nor at " + staging.directory);
         break;
-      case Place::kUnreadable:
+      case UuidLocation::kUnreadable:
         why = Status(Code::kUnavailable, "one of " + CheckpointPath(staging.name) + ", " + trash +
                                              " and " + staging.directory + " cannot be read");
         break;

@@ -4,8 +4,10 @@
 #include <map>
 #include <tuple>
 
+#include "index/derived_index.h"
 #include "index/store.h"
-#include "index/store_layout.h"
+#include "index/store_moves.h"
+#include "index/store_paths.h"
 
 namespace tensormount {
 namespace {
@@ -90,31 +92,31 @@ class Checker {
 
   void Leftovers(const std::vector<CheckpointListing>& all) {
     for (const DirectoryEntry& e : Entries("")) {
-      if (e.name == layout::kSuperblockFile || e.name == layout::kStagingFolder ||
-          e.name == layout::kTrashFolder || e.name == layout::kDerivedFolder ||
-          e.name == layout::kGenerationsFolder) {
+      if (e.name == store_paths::kSuperblockFile || e.name == store_paths::kStagingFolder ||
+          e.name == store_paths::kTrashFolder || e.name == store_paths::kDerivedFolder ||
+          e.name == store_paths::kGenerationsFolder) {
         continue;
       }
-      if (e.name.starts_with("." + std::string(layout::kSuperblockFile) + ".")) {
+      if (e.name.starts_with("." + std::string(store_paths::kSuperblockFile) + ".")) {
         Note(e.name, "left by the creation of the store", "gc removes it");
       } else if (e.kind != FileKind::kDirectory || e.name.starts_with('.')) {
         Note(e.name, "does not belong to the store", "");
       }
     }
-    for (const DirectoryEntry& e : Entries(layout::kStagingFolder)) {
-      Note(std::string(layout::kStagingFolder) + "/" + e.name,
+    for (const DirectoryEntry& e : Entries(store_paths::kStagingFolder)) {
+      Note(std::string(store_paths::kStagingFolder) + "/" + e.name,
            "a save that is under way, or was given up", "gc removes it after a day");
     }
-    for (const DirectoryEntry& e : Entries(layout::kTrashFolder)) {
-      if (e.name.ends_with(layout::kSinceSuffix)) continue;
-      Note(std::string(layout::kTrashFolder) + "/" + e.name, "removed", "gc deletes it");
+    for (const DirectoryEntry& e : Entries(store_paths::kTrashFolder)) {
+      if (e.name.ends_with(store_paths::kSinceSuffix)) continue;
+      Note(std::string(store_paths::kTrashFolder) + "/" + e.name, "removed", "gc deletes it");
     }
-    for (const DirectoryEntry& e : Entries(layout::kDerivedFolder)) {
+    for (const DirectoryEntry& e : Entries(store_paths::kDerivedFolder)) {
       const bool used = std::any_of(all.begin(), all.end(), [&](const CheckpointListing& c) {
         return c.problem.ok() && c.uuid.ToString() == e.name;
       });
       if (used) continue;
-      Note(std::string(layout::kDerivedFolder) + "/" + e.name, "derived of no checkpoint here",
+      Note(std::string(store_paths::kDerivedFolder) + "/" + e.name, "derived of no checkpoint here",
            "gc removes it");
     }
   }
@@ -124,10 +126,10 @@ class Checker {
   // store.json, which `read` says cannot be used.
   void Superblock(const Status& read) {
     Finding f;
-    f.object = layout::kSuperblockFile;
+    f.object = store_paths::kSuperblockFile;
     f.problem = read.code() == Code::kNotFound ? "it is lost" : read.message();
     if (options_.rebuild) {
-      const Status made = layout::RemakeSuperblock(fs_, store_);
+      const Status made = store_moves::RemakeSuperblock(fs_, store_);
       f.repaired = made.ok();
       f.remedy = made.ok() ? "made anew, with another uuid" : made.message();
     } else {
@@ -139,14 +141,14 @@ class Checker {
  private:
   // What cannot be listed is a finding of its own: nobody may take it for empty.
   std::vector<DirectoryEntry> Entries(std::string_view below) {
-    auto entries = layout::ListIfThere(fs_, below.empty() ? store_ : JoinPath(store_, below));
+    auto entries = store_moves::ListIfThere(fs_, below.empty() ? store_ : JoinPath(store_, below));
     if (entries.ok()) return std::move(entries).value();
     Unread(below.empty() ? "." : std::string(below), entries.status());
     return {};
   }
 
   static std::string RemedyOf(const VerifyReport::Damage& damage) {
-    if (damage.file == layout::kCommitFile) {
+    if (damage.file == store_paths::kCommitFile) {
       return "the other copy serves; save it again, or copy it anew";
     }
     if (damage.surplus) return "nothing reads it: remove it, or move it elsewhere";
@@ -157,7 +159,8 @@ class Checker {
   void Unread(const std::string& object, const Status& why) {
     const char* remedy = "it could not be read now, and may be whole: try again";
     if (why.code() == Code::kUnsupported) remedy = "it needs a newer program, and may be whole";
-    if (why.code() == Code::kPermissionDenied) remedy = "run fsck as its owner, or name the folder of its data with --root";
+    if (why.code() == Code::kPermissionDenied)
+      remedy = "run fsck as its owner, or name the folder of its data with --root";
     findings_.push_back({.object = object,
                          .problem = "not checked: " + why.message(),
                          .remedy = remedy,
@@ -177,14 +180,15 @@ class Checker {
     Finding f;
     f.object = listing.name;
     f.problem = "index: " + damage.file + ": " + damage.reason;
-    const std::string derived = std::string(layout::kDerivedFolder) + "/" + listing.uuid.ToString();
-    const auto commit = layout::ReadCommit(fs_, directory);
+    const std::string derived =
+        std::string(store_paths::kDerivedFolder) + "/" + listing.uuid.ToString();
+    const auto commit = store_moves::ReadCommit(fs_, directory);
     if (!commit.ok()) {
       f.remedy = commit.status().message();
     } else if (!options_.rebuild) {
       f.remedy = "fsck --rebuild makes it again from manifest/, in " + derived;
     } else {
-      const Status rebuilt = layout::WriteDerivedIndex(fs_, directory, commit.value().record);
+      const Status rebuilt = WriteDerivedIndex(fs_, directory, commit.value().record);
       // Nothing is repaired before it was opened as readers do.
       Status served = rebuilt;
       if (served.ok()) {
@@ -224,12 +228,12 @@ Result<std::vector<Store::FsckFinding>> Store::FsckFolder(FileSystem& fs, const 
   Result<Store> store = Open(fs, path);
   if (store.ok()) return store.value().Fsck(options);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(path));
-  const Status lost = layout::SuperblockDamage(fs, resolved);
+  const Status lost = store_moves::SuperblockDamage(fs, resolved);
   if (lost.ok()) return store.status();
   const Store bare(fs, resolved, Uuid(), 0);
   // A folder without store.json is one where something else of a store is.
   if (lost.code() == Code::kNotFound &&
-      fs.LinkStat(JoinPath(resolved, layout::kGenerationsFolder)).status().code() ==
+      fs.LinkStat(JoinPath(resolved, store_paths::kGenerationsFolder)).status().code() ==
           Code::kNotFound) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, bare.List());
     if (Highest(all) == nullptr) return store.status();

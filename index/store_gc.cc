@@ -6,8 +6,10 @@
 #include <optional>
 #include <set>
 
+#include "index/pinned_commit.h"
 #include "index/store.h"
-#include "index/store_layout.h"
+#include "index/store_moves.h"
+#include "index/store_paths.h"
 
 // docs/format.md, "Garbage". Nothing here decides what is true: a staging goes to .trash by one
 // rename, as an abort does, so that whoever would still publish it finds it gone; only what lies in
@@ -67,7 +69,7 @@ constexpr int kMaxGcDepth = 8;
 class Collector {
  public:
   Collector(FileSystem& fs, const std::string& store, const Store::GcOptions& options)
-      : fs_(fs), store_(store), options_(options), now_(layout::NowSeconds()) {}
+      : fs_(fs), store_(store), options_(options), now_(store_moves::NowSeconds()) {}
 
   Status Run(const std::vector<CheckpointListing>& live) {
     for (const CheckpointListing& c : live) {
@@ -80,8 +82,8 @@ class Collector {
       if (c.state == CheckpointListing::State::kUnread) Fail(c.name, c.problem);
     }
     for (const DirectoryEntry& e : Entries("")) SuperblockLeftover(e);
-    for (const DirectoryEntry& e : Entries(layout::kStagingFolder)) StagingEntry(e);
-    const std::vector<DirectoryEntry> trash = Entries(layout::kTrashFolder);
+    for (const DirectoryEntry& e : Entries(store_paths::kStagingFolder)) StagingEntry(e);
+    const std::vector<DirectoryEntry> trash = Entries(store_paths::kTrashFolder);
     for (const DirectoryEntry& e : trash) TrashEntry(e, trash);
     Derived(live);
     Generations();
@@ -106,7 +108,7 @@ class Collector {
     if (why.code() != Code::kNotFound) report_.failed.push_back(below + ": " + why.message());
   }
   std::vector<DirectoryEntry> Entries(std::string_view below) {
-    auto entries = layout::ListIfThere(fs_, below.empty() ? store_ : Path(below));
+    auto entries = store_moves::ListIfThere(fs_, below.empty() ? store_ : Path(below));
     if (entries.ok()) return std::move(entries).value();
     Fail(below.empty() ? "." : std::string(below), entries.status());
     return {};
@@ -169,33 +171,33 @@ class Collector {
 
   // What a publish of a shared staging leaves to us. Not at once: see Run().
   void StagingLeftovers(const std::string& name) {
-    const std::string mark = JoinPath(name, layout::kSharedFile);
+    const std::string mark = JoinPath(name, store_paths::kSharedFile);
     const Result<FileInfo> there = fs_.LinkStat(Path(mark));
     if (!there.ok()) return Fail(mark, there.status());
-    const Result<FileInfo> commit = fs_.LinkStat(JoinPath(Path(name), layout::kCommitFile));
+    const Result<FileInfo> commit = fs_.LinkStat(JoinPath(Path(name), store_paths::kCommitFile));
     if (!commit.ok()) return Fail(name, commit.status());
     if (options_.dry_run || Young(commit.value().mtime_seconds, options_.grace)) return;
-    const Status swept = layout::SweepShared(fs_, Path(name));
+    const Status swept = store_moves::SweepShared(fs_, Path(name));
     deleted_ = true;
     if (!swept.ok()) Fail(name, swept);
   }
 
   // What a creator of the store left that lost the race or died.
   void SuperblockLeftover(const DirectoryEntry& entry) {
-    if (!entry.name.starts_with("." + std::string(layout::kSuperblockFile) + ".")) return;
+    if (!entry.name.starts_with("." + std::string(store_paths::kSuperblockFile) + ".")) return;
     if (!KeptAsYoung(entry.name, 0, options_.grace, "too young")) Delete(entry.name);
   }
 
   void StagingEntry(const DirectoryEntry& entry) {
-    const std::string below = std::string(layout::kStagingFolder) + "/" + entry.name;
+    const std::string below = std::string(store_paths::kStagingFolder) + "/" + entry.name;
     if (KeptAsLive(below)) return;
-    const Result<Uuid> uuid = layout::ReadFolderUuid(fs_, Path(below));
+    const Result<Uuid> uuid = store_moves::ReadFolderUuid(fs_, Path(below));
     // What an exchange put here and its publisher did not live to take away: a whole checkpoint
     // that was published once, under the name of another's staging.
     const std::size_t dot = entry.name.rfind('.');
     const std::string id = dot == std::string::npos ? "" : entry.name.substr(dot + 1);
-    const Status mark = fs_.LinkStat(JoinPath(Path(below), layout::kSharedFile)).status();
-    const Status own = fs_.LinkStat(JoinPath(Path(below), layout::kUuidFile)).status();
+    const Status mark = fs_.LinkStat(JoinPath(Path(below), store_paths::kSharedFile)).status();
+    const Status own = fs_.LinkStat(JoinPath(Path(below), store_paths::kUuidFile)).status();
     for (const Status& looked : {mark, own}) {
       if (!looked.ok() && looked.code() != Code::kNotFound) return Fail(below, looked);
     }
@@ -210,7 +212,7 @@ class Collector {
     std::unique_ptr<File> lock;
     if (shared) {
       // For writing: over NFS an exclusive lock asks for it.
-      const std::string path = JoinPath(Path(below), layout::kLockFile);
+      const std::string path = JoinPath(Path(below), store_paths::kLockFile);
       const Status there = fs_.LinkStat(path).status();
       if (!there.ok() && there.code() != Code::kNotFound) return Fail(below, there);
       if (there.ok()) {
@@ -220,7 +222,7 @@ class Collector {
         const Status locked = lock->TryLockExclusive();
         if (locked.code() == Code::kBusy) return Keep(below, "somebody writes or publishes it");
         // Writers go on without locks where there are none; then its age alone counts.
-        if (!locked.ok() && !layout::HasNoLocks(locked)) return Fail(below, locked);
+        if (!locked.ok() && !HasNoLocks(locked)) return Fail(below, locked);
       }
     }
     if (options_.dry_run) {
@@ -228,30 +230,31 @@ class Collector {
       report_.bytes_freed += BytesBelow(fs_, Path(below), kMaxGcDepth);
       return;
     }
-    const auto moved =
-        layout::MoveToTrash(fs_, store_, Path(below), replaced ? "" : layout::kAbortedSuffix);
+    const auto moved = store_moves::MoveToTrash(fs_, store_, Path(below),
+                                                replaced ? "" : store_paths::kAbortedSuffix);
     if (!moved.ok()) Fail(below, moved.status());
     // It is listed when it goes from .trash, in this run where there is no grace.
   }
 
   void TrashEntry(const DirectoryEntry& entry, const std::vector<DirectoryEntry>& all) {
-    const std::string below = std::string(layout::kTrashFolder) + "/" + entry.name;
-    if (entry.name.ends_with(layout::kSinceSuffix)) {
+    const std::string below = std::string(store_paths::kTrashFolder) + "/" + entry.name;
+    if (entry.name.ends_with(store_paths::kSinceSuffix)) {
       const std::string_view of =
-          std::string_view(entry.name).substr(0, entry.name.size() - layout::kSinceSuffix.size());
+          std::string_view(entry.name)
+              .substr(0, entry.name.size() - store_paths::kSinceSuffix.size());
       const bool used = std::any_of(all.begin(), all.end(),
                                     [&](const DirectoryEntry& e) { return e.name == of; });
       if (!used && !options_.dry_run) (void)fs_.RemoveFile(Path(below));  // Next time.
       return;
     }
-    const std::string mark = Path(below) + std::string(layout::kSinceSuffix);
+    const std::string mark = Path(below) + std::string(store_paths::kSinceSuffix);
     const Result<FileInfo> since = fs_.LinkStat(mark);
     if (!since.ok() && since.status().code() != Code::kNotFound) return Fail(below, since.status());
     // A mark that a clock set in the future would hold the entry until then: its grace begins anew.
     const bool known = since.ok() && !InFuture(since.value().mtime_seconds);
     if (!known && !options_.dry_run) {
       if (since.ok()) (void)fs_.RemoveFile(mark);  // Next time.
-      layout::MarkTrashed(fs_, Path(below));
+      store_moves::MarkTrashed(fs_, Path(below));
     }
     if (Young(known ? since.value().mtime_seconds : now_, options_.grace)) {
       return Keep(below, "too young");
@@ -260,7 +263,7 @@ class Collector {
     if (KeptAsLive(below)) return;
     // Readers hold a shared lock on COMMIT. Kept until all is deleted. What is no file, nobody
     // could open to read from.
-    const std::string path = JoinPath(Path(below), layout::kCommitFile);
+    const std::string path = JoinPath(Path(below), store_paths::kCommitFile);
     const Result<FileInfo> info = fs_.LinkStat(path);
     if (!info.ok() && info.status().code() != Code::kNotFound) return Fail(below, info.status());
     std::unique_ptr<File> commit;
@@ -276,7 +279,7 @@ class Collector {
         locked = commit->TryLockExclusive();
       }
       if (locked.code() == Code::kBusy) return Keep(below, "still read");
-      if (layout::HasNoLocks(locked)) {
+      if (HasNoLocks(locked)) {
         if (!options_.trust_grace) {
           return Keep(below,
                       "this filesystem has no locks, so its readers cannot be seen: pass --grace "
@@ -297,8 +300,8 @@ class Collector {
       all_known = all_known && c.problem.ok();
       known.insert(c.uuid.ToString());
     }
-    for (const DirectoryEntry& e : Entries(layout::kDerivedFolder)) {
-      const std::string below = std::string(layout::kDerivedFolder) + "/" + e.name;
+    for (const DirectoryEntry& e : Entries(store_paths::kDerivedFolder)) {
+      const std::string below = std::string(store_paths::kDerivedFolder) + "/" + e.name;
       if (known.contains(e.name)) continue;
       if (Uuid::Parse(e.name)) {
         if (!all_known) {
@@ -315,7 +318,7 @@ class Collector {
   // In ascending order and never the highest: Store::ClaimGeneration relies on it.
   void Generations() {
     std::vector<std::uint64_t> claims;
-    for (const DirectoryEntry& e : Entries(layout::kGenerationsFolder)) {
+    for (const DirectoryEntry& e : Entries(store_paths::kGenerationsFolder)) {
       std::uint64_t n = 0;
       const auto end = std::from_chars(e.name.data(), e.name.data() + e.name.size(), n);
       if (end.ec == std::errc() && std::to_string(n) == e.name) claims.push_back(n);
@@ -323,7 +326,7 @@ class Collector {
     std::sort(claims.begin(), claims.end());
     for (std::size_t i = 0; i + 1 < claims.size(); ++i) {
       const std::string below =
-          std::string(layout::kGenerationsFolder) + "/" + std::to_string(claims[i]);
+          std::string(store_paths::kGenerationsFolder) + "/" + std::to_string(claims[i]);
       if (!options_.dry_run) {
         const Status removed = fs_.RemoveDirectory(Path(below));
         if (!removed.ok()) {

@@ -16,7 +16,8 @@
 #include "index/manifest.h"
 #include "index/mtime.h"
 #include "index/store.h"
-#include "index/store_layout.h"
+#include "index/store_moves.h"
+#include "index/store_paths.h"
 
 // docs/format.md, "Publish". The staging may be taken away by AbortOrDecide of any rank between any
 // two steps: everything below works by path, so from then on every step fails with "not found", and
@@ -44,7 +45,7 @@ class Stopwatch {
 // Checks that the staging is whose it should be, and takes away what an earlier try left in it. At
 // every moment its uuid can be read, from UUID or from COMMIT.
 Status PrepareStaging(FileSystem& fs, const Staging& staging, bool shared) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Uuid uuid, layout::ReadFolderUuid(fs, staging.directory));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Uuid uuid, store_moves::ReadFolderUuid(fs, staging.directory));
   if (uuid != staging.uuid) {
     return Status(Code::kInvalidArgument, staging.directory + ": belongs to " + uuid.ToString() +
                                               ", not to " + staging.uuid.ToString());
@@ -55,14 +56,14 @@ Status PrepareStaging(FileSystem& fs, const Staging& staging, bool shared) {
     return std::any_of(entries.begin(), entries.end(),
                        [&](const DirectoryEntry& e) { return e.name == name; });
   };
-  if (!there(layout::kUuidFile)) {
+  if (!there(store_paths::kUuidFile)) {
     TENSORMOUNT_RETURN_IF_ERROR(
-        fs.WriteFileDurably(JoinPath(staging.directory, layout::kUuidFile), uuid.ToString()));
+        fs.WriteFileDurably(JoinPath(staging.directory, store_paths::kUuidFile), uuid.ToString()));
   }
   for (const DirectoryEntry& entry : entries) {
-    if (entry.name == "data" || entry.name == "manifest" || entry.name == layout::kUuidFile)
+    if (entry.name == "data" || entry.name == "manifest" || entry.name == store_paths::kUuidFile)
       continue;
-    if (shared && layout::IsSharedLeftover(entry.name)) continue;
+    if (shared && store_paths::IsSharedLeftover(entry.name)) continue;
     TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(staging.directory, entry.name)));
   }
   return Status();
@@ -127,7 +128,7 @@ Result<Content> GatherManifests(FileSystem& fs, const Staging& staging, const Co
   for (const DirectoryEntry& entry : entries) {
     const std::string name = "manifest/" + entry.name;
     // An earlier try of ours, or what a writer left under a temporary name.
-    if (name == kCoordinatorManifest || !entry.name.ends_with(layout::kManifestSuffix)) {
+    if (name == kCoordinatorManifest || !entry.name.ends_with(store_paths::kManifestSuffix)) {
       TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(folder, entry.name)));
       continue;
     }
@@ -244,7 +245,7 @@ std::vector<std::shared_ptr<OpenedCheckpoint>> OpenPriors(FileSystem& fs, const 
     if (staging.parent.IsZero()) return;
     const bool named = CheckCheckpointName(staging.parent_name).ok();
     if (named && open(store.CheckpointPath(staging.parent_name), &staging.parent)) return;
-    const std::string trash = JoinPath(staging.store, layout::kTrashFolder);
+    const std::string trash = JoinPath(staging.store, store_paths::kTrashFolder);
     if (open(JoinPath(trash, staging.parent.ToString()), &staging.parent)) return;
     // Renamed or gone: then the highest one older than this save.
     const auto all = store.List();
@@ -341,7 +342,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
   info.generation = staging.generation;
   info.parent = staging.parent;
   info.parent_name = staging.parent_name;
-  info.created = options.now != 0 ? options.now : layout::NowSeconds();
+  info.created = options.now != 0 ? options.now : store_moves::NowSeconds();
   info.self_contained =
       std::none_of(content.files.begin(), content.files.end(),
                    [](const FileRecord& f) { return f.placement == Placement::kForeign; });
@@ -385,12 +386,12 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
   }
   std::sort(commit.files.begin(), commit.files.end(),
             [](const auto& a, const auto& b) { return a.name < b.name; });
-  TENSORMOUNT_RETURN_IF_ERROR(
-      fs.WriteFileDurably(JoinPath(staging.directory, layout::kCommitFile), EncodeCommit(commit)));
+  TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(
+      JoinPath(staging.directory, store_paths::kCommitFile), EncodeCommit(commit)));
   // From here on the arbiter reads the uuid in COMMIT. (A shared staging keeps the other one too:
   // after a crash it must still be one.)
   if (!options.shared) {
-    TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveFile(JoinPath(staging.directory, layout::kUuidFile)));
+    TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveFile(JoinPath(staging.directory, store_paths::kUuidFile)));
   }
   TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(staging.directory));
 
@@ -411,17 +412,17 @@ Status Store::MoveIntoPlace(const Staging& staging, IfExists if_exists) const {
   bool exchanged = false;
   for (int attempt = 0;; ++attempt) {
     exchanged = if_exists == IfExists::kReplace && fs.Exists(to);
-    if (exchanged && !fs.Exists(JoinPath(to, layout::kCommitFile)) && fs.Exists(to)) {
+    if (exchanged && !fs.Exists(JoinPath(to, store_paths::kCommitFile)) && fs.Exists(to)) {
       return Status(Code::kAlreadyExists, to + ": not a checkpoint, so it is not replaced");
     }
     const Status moved =
         exchanged ? fs.Exchange(staging.directory, to) : fs.RenameNoReplace(staging.directory, to);
     if (moved.ok()) break;
     // The truth is where our uuid is: over NFS a rename that happened may be reported as failed.
-    const layout::Place place = layout::Locate(fs, staging);
-    if (place == layout::Place::kPublished) break;
-    if (place == layout::Place::kAborted) return Status(Code::kStale, moved.message());
-    if (place != layout::Place::kStaging) {
+    const store_moves::UuidLocation place = store_moves::Locate(fs, staging);
+    if (place == store_moves::UuidLocation::kPublished) break;
+    if (place == store_moves::UuidLocation::kAborted) return Status(Code::kStale, moved.message());
+    if (place != store_moves::UuidLocation::kStaging) {
       return Status(Code::kUnknown, "renamed or not: " + moved.message());
     }
     // A name that came or went between the look and the rename, when we may replace it.
@@ -429,16 +430,16 @@ Status Store::MoveIntoPlace(const Staging& staging, IfExists if_exists) const {
                        (moved.code() == Code::kAlreadyExists || moved.code() == Code::kNotFound);
     if (!again) return moved;
   }
-  Status synced = fs.SyncMovedFolder(to, path_, JoinPath(path_, layout::kStagingFolder));
+  Status synced = fs.SyncMovedFolder(to, path_, JoinPath(path_, store_paths::kStagingFolder));
   // The claim of its generation, too: it outlives the checkpoint.
-  if (synced.ok()) synced = fs.SyncDirectory(JoinPath(path_, layout::kGenerationsFolder));
+  if (synced.ok()) synced = fs.SyncDirectory(JoinPath(path_, store_paths::kGenerationsFolder));
   if (!synced.ok()) {
     return Status(Code::kUnknown,
                   "visible, but a power cut may undo it or not: " + synced.message());
   }
   if (exchanged) {
     // The replaced one, at our old place. Committed is committed: gc does it where this fails.
-    (void)layout::MoveToTrash(fs, path_, staging.directory, "");
+    (void)store_moves::MoveToTrash(fs, path_, staging.directory, "");
   }
   return Status();
 }

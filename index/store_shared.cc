@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "index/store.h"
-#include "index/store_layout.h"
+#include "index/store_paths.h"
 
 // docs/format.md, "Staging of mounts": stagings whose writers only have the folder in common.
 
@@ -14,12 +14,6 @@ namespace tensormount {
 namespace {
 
 constexpr std::uint64_t kMaxSharedFileBytes = 64 * 1024;
-
-// Folders and files of a shared staging besides data/ and manifest/.
-constexpr std::array<std::string_view, 8> kLeftovers = {
-    "journal",         "schema",          "done", "common", "report.json", "report.txt",
-    layout::kLockFile, layout::kUuidFile,
-};
 
 std::string EncodeShared(const Staging& staging) {
   nlohmann::ordered_json json;
@@ -60,25 +54,16 @@ Status DecodeShared(std::string_view text, const std::string& path, Staging& sta
 
 }  // namespace
 
-namespace layout {
-
-bool IsSharedLeftover(std::string_view name) {
-  const std::string_view top = name.substr(0, name.find('/'));
-  if (top == kSharedFile) return true;
-  return std::any_of(kLeftovers.begin(), kLeftovers.end(), [&](std::string_view known) {
-    // Also what ReplaceFile makes and exchanges.
-    return top == known || (top.starts_with(known) && top.substr(known.size()) == ".new");
-  });
-}
+namespace store_moves {
 
 Status SweepShared(FileSystem& fs, const std::string& directory) {
-  const std::string mark = JoinPath(directory, kSharedFile);
+  const std::string mark = JoinPath(directory, store_paths::kSharedFile);
   if (!fs.Exists(mark)) return Status();
   const auto sweep = [&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit, ReadCommit(fs, directory));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(directory));
     for (const DirectoryEntry& e : entries) {
-      if (e.name == kSharedFile || !IsSharedLeftover(e.name)) continue;
+      if (e.name == store_paths::kSharedFile || !store_paths::IsSharedLeftover(e.name)) continue;
       TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(directory, e.name)));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> files,
@@ -97,13 +82,13 @@ Status SweepShared(FileSystem& fs, const std::string& directory) {
   return swept.code() == Code::kNotFound ? Status() : swept;
 }
 
-}  // namespace layout
+}  // namespace store_moves
 
 Result<Staging> Store::BeginShared(const std::string& name,
                                    std::span<const std::string_view> folders) const {
   FileSystem& fs = *fs_;
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
-  const std::string staging_folder = JoinPath(path_, layout::kStagingFolder);
+  const std::string staging_folder = JoinPath(path_, store_paths::kStagingFolder);
   const std::string directory = JoinPath(staging_folder, name);
   // Most who come are late. The rename below decides.
   if (fs.Exists(directory)) return Status(Code::kAlreadyExists, directory + ": exists already");
@@ -124,14 +109,14 @@ Result<Staging> Store::BeginShared(const std::string& name,
     const auto write = [&](std::string_view file, std::string_view text) {
       return fs.WriteFileDurably(JoinPath(temporary, file), text);
     };
-    TENSORMOUNT_RETURN_IF_ERROR(write(layout::kLockFile, ""));
-    TENSORMOUNT_RETURN_IF_ERROR(write(layout::kUuidFile, staging.uuid.ToString()));
-    TENSORMOUNT_RETURN_IF_ERROR(write(layout::kSharedFile, EncodeShared(staging)));
+    TENSORMOUNT_RETURN_IF_ERROR(write(store_paths::kLockFile, ""));
+    TENSORMOUNT_RETURN_IF_ERROR(write(store_paths::kUuidFile, staging.uuid.ToString()));
+    TENSORMOUNT_RETURN_IF_ERROR(write(store_paths::kSharedFile, EncodeShared(staging)));
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(temporary));
     TENSORMOUNT_RETURN_IF_ERROR(fs.RenameNoReplace(temporary, directory));
     // What is fsynced below it later must have a way to it: all of the way, also what others made.
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(staging_folder));
-    TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(path_, layout::kGenerationsFolder)));
+    TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(path_, store_paths::kGenerationsFolder)));
     return fs.SyncDirectory(path_);
   };
   const Status built = build();
@@ -145,8 +130,8 @@ Result<Staging> Store::OpenShared(const std::string& name) const {
   Staging staging;
   staging.store = path_;
   staging.name = name;
-  staging.directory = JoinPath(JoinPath(path_, layout::kStagingFolder), name);
-  const std::string path = JoinPath(staging.directory, layout::kSharedFile);
+  staging.directory = JoinPath(JoinPath(path_, store_paths::kStagingFolder), name);
+  const std::string path = JoinPath(staging.directory, store_paths::kSharedFile);
   const Result<std::string> text = fs_->ReadFile(path, kMaxSharedFileBytes);
   if (text.status().code() == Code::kNotFound) {
     if (!fs_->Exists(staging.directory)) return Status(Code::kNotFound, staging.directory);
@@ -159,14 +144,14 @@ Result<Staging> Store::OpenShared(const std::string& name) const {
 }
 
 Result<std::vector<std::string>> Store::ListShared() const {
-  const std::string folder = JoinPath(path_, layout::kStagingFolder);
+  const std::string folder = JoinPath(path_, store_paths::kStagingFolder);
   const Result<std::vector<DirectoryEntry>> entries = fs_->List(folder);
   std::vector<std::string> names;
   if (entries.status().code() == Code::kNotFound) return names;
   if (!entries.ok()) return entries.status();
   for (const DirectoryEntry& e : entries.value()) {
     if (e.kind != FileKind::kDirectory || !CheckCheckpointName(e.name).ok()) continue;
-    if (fs_->Exists(JoinPath(JoinPath(folder, e.name), layout::kSharedFile))) {
+    if (fs_->Exists(JoinPath(JoinPath(folder, e.name), store_paths::kSharedFile))) {
       names.push_back(e.name);
     }
   }

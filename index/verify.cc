@@ -7,12 +7,14 @@
 
 #include "base/checked.h"
 #include "index/checkpoint.h"
+#include "index/derived_index.h"
 #include "index/file_cache.h"
 #include "index/foreign_file.h"
 #include "index/manifest.h"
 #include "index/memory_table.h"
+#include "index/pinned_commit.h"
 #include "index/rebuild.h"
-#include "index/store_layout.h"
+#include "index/store_paths.h"
 #include "index/verify_pieces.h"
 #include "shard/leaf_hash.h"
 
@@ -34,16 +36,15 @@ class CheckpointVerifier {
     TENSORMOUNT_RETURN_IF_ERROR(CheckIndex());
     CheckDataFiles();
     if (content_ && unread_.ok()) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, commit_file_->Stat());
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const ForeignBase base,
-          CheckMayReadForeign(fs_, directory_, content_->info, info, options_.roots));
+          CheckMayReadForeign(fs_, directory_, content_->info, pinned_.info, options_.roots));
       CheckForeignFiles(base);
       report_.tensors = content_->tensors.size();
       for (const TensorContent& t : content_->tensors) report_.chunks += t.extents.size();
       if (!options_.quick) {
         const Status pieces =
-            VerifyPieces(fs_, *pinned_, base, *content_, leaves_, options_, report_);
+            VerifyPieces(fs_, *pinned_.directory, base, *content_, leaves_, options_, report_);
         if (unread_.ok()) unread_ = pieces;
       }
     }
@@ -68,22 +69,9 @@ class CheckpointVerifier {
   }
 
   Status ReadCommit() {
-    // Below this very folder, whatever becomes of its name meanwhile.
-    TENSORMOUNT_ASSIGN_OR_RETURN(pinned_, fs_.PinDirectory(JoinPath(directory_, ".")));
-    Result<std::unique_ptr<File>> file = fs_.OpenReadBelow(*pinned_, std::string(kCommitName));
-    if (file.status().code() == Code::kNotFound) {
-      return Status(Code::kNotFound, directory_ + ": not a checkpoint: it has no COMMIT");
-    }
-    TENSORMOUNT_RETURN_IF_ERROR(file.status());
-    commit_file_ = std::move(file).value();
-    if (Status locked = layout::LockAsReader(*commit_file_); !locked.ok()) {
-      if (locked.code() != Code::kBusy) return locked;
-      return Status(Code::kStale, directory_ + ": it is being deleted");
-    }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, commit_file_->Stat());
-    if (info.links == 0) return Status(Code::kStale, directory_ + ": it was deleted");
-    report_.bytes_checked += std::min(info.size, kMaxCommitBytes);
-    Result<DecodedCommit> decoded = ReadCommitFile(*commit_file_, kCommitName);
+    TENSORMOUNT_ASSIGN_OR_RETURN(pinned_, PinCommit(fs_, directory_));
+    report_.bytes_checked += std::min(pinned_.info.size, kMaxCommitBytes);
+    Result<DecodedCommit> decoded = ReadCommitFile(*pinned_.file, kCommitName);
     if (!decoded.ok() && decoded.status().code() != Code::kDataLoss) return decoded.status();
     if (!decoded.ok()) {
       Damage("COMMIT", "COMMIT", decoded.status().message());
@@ -105,13 +93,13 @@ class CheckpointVerifier {
       }
     }
     for (const char* name : {"data", "manifest", "index"}) folders.insert(name);
-    swept_ = !fs_.Exists(JoinPath(*pinned_, layout::kSharedFile));
+    swept_ = !fs_.Exists(JoinPath(*pinned_.directory, store_paths::kSharedFile));
     CheckFolder("", folders);
   }
 
   void CheckFolder(const std::string& below, const std::set<std::string, std::less<>>& folders) {
-    Result<std::vector<DirectoryEntry>> entries =
-        fs_.List(below.empty() ? JoinPath(*pinned_, ".") : JoinPath(*pinned_, below));
+    Result<std::vector<DirectoryEntry>> entries = fs_.List(
+        below.empty() ? JoinPath(*pinned_.directory, ".") : JoinPath(*pinned_.directory, below));
     if (!entries.ok()) {
       Unreadable(below, below, entries.status());
       return;
@@ -120,7 +108,7 @@ class CheckpointVerifier {
       const std::string name = below.empty() ? entry.name : below + "/" + entry.name;
       // What a publisher that died did not come to take away; gc does.
       if (!swept_ && commit().Find(name) == nullptr &&
-          (layout::IsSharedLeftover(name) || name.starts_with("data/"))) {
+          (store_paths::IsSharedLeftover(name) || name.starts_with("data/"))) {
         continue;
       }
       if (entry.kind == FileKind::kDirectory && folders.contains(name)) {
@@ -139,7 +127,7 @@ class CheckpointVerifier {
     Status status;
     for (const CommitRecord::Entry& entry : commit().files) {
       if (!entry.name.starts_with("manifest/")) continue;
-      Result<Manifest> manifest = ReadListedManifest(fs_, *pinned_, entry);
+      Result<Manifest> manifest = ReadListedManifest(fs_, *pinned_.directory, entry);
       if (manifest.ok()) {
         report_.bytes_checked += entry.length;
         // Each is named for what is wrong with itself; without one of them none can be merged.
@@ -170,7 +158,7 @@ class CheckpointVerifier {
     const std::string name(kIndexName);
     const CommitRecord::Entry* entry = commit().Find(name);
     Result<std::shared_ptr<const CheckpointIndex>> index = CheckpointIndex::OpenSst(
-        fs_, *pinned_, commit(), {.check_bytes = ~std::uint64_t{0}, .again = {}});
+        fs_, *pinned_.directory, commit(), {.check_bytes = ~std::uint64_t{0}, .again = {}});
     if (entry != nullptr) report_.bytes_checked += entry->length;
     const Status damage = index.ok() ? CheckRecords(*index.value()) : index.status();
     if (damage.ok()) return Status();
@@ -213,7 +201,7 @@ class CheckpointVerifier {
   void CheckDataFiles() {
     for (const CommitRecord::Entry& entry : commit().files) {
       if (!entry.name.starts_with("data/")) continue;
-      Result<FileInfo> info = fs_.LinkStat(JoinPath(*pinned_, entry.name));
+      Result<FileInfo> info = fs_.LinkStat(JoinPath(*pinned_.directory, entry.name));
       if (info.status().code() == Code::kNotFound) {
         Damage(entry.name, entry.name, "the file is missing");
       } else if (!info.ok()) {
@@ -243,8 +231,7 @@ class CheckpointVerifier {
   const std::string directory_;
   const VerifyOptions& options_;
   VerifyReport report_;
-  std::shared_ptr<const std::string> pinned_;  // Leads to directory_.
-  std::unique_ptr<File> commit_file_;
+  PinnedCommit pinned_;
   std::optional<DecodedCommit> decoded_;
   Status unread_;  // Why a part of it could not be checked at all.
   std::map<std::string, std::vector<Hash128>> leaves_;  // By name of manifest.

@@ -23,7 +23,7 @@
 #include "index/common_state.h"
 #include "index/manifest.h"
 #include "index/store.h"
-#include "index/store_layout.h"
+#include "index/store_paths.h"
 #include "state/common_records.h"
 
 namespace tensormount {
@@ -505,8 +505,8 @@ class SaveSession {
   }
 
   std::string AbortedEntry() const {
-    return JoinPath(JoinPath(staging_.store, layout::kTrashFolder),
-                    staging_.uuid.ToString() + std::string(layout::kAbortedSuffix));
+    return JoinPath(JoinPath(staging_.store, store_paths::kTrashFolder),
+                    staging_.uuid.ToString() + std::string(store_paths::kAbortedSuffix));
   }
 
   // On rank 0, once, before the staging is published or aborted.

@@ -13,7 +13,6 @@
 #include <nlohmann/json.hpp>
 
 #include "base/errors.h"
-#include "index/store_layout.h"
 
 namespace tensormount::fs {
 namespace {
@@ -320,7 +319,7 @@ Status AddSchema(FileSystem& fs, const std::string& staging_directory,
   TENSORMOUNT_RETURN_IF_ERROR(now.Merge(edit));
   // Under a hidden name first, so that nobody reads half of it.
   const std::string temporary =
-      JoinPath(folder, "." + incarnation + "." + layout::RandomSuffix() + ".new");
+      JoinPath(folder, "." + incarnation + "." + Uuid::Random().Short() + ".new");
   Status moved = fs.WriteFileDurably(temporary, edit.ToJson());
   std::string name;
   for (int n = 0; moved.ok(); ++n) {

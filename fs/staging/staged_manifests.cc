@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "index/manifest.h"
-#include "index/store_layout.h"
 
 namespace tensormount::fs {
 
@@ -174,7 +173,7 @@ Status StagedManifests::Write(FileSystem& fs, const PatchFile& patches) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes,
                                  EncodeManifest(writer.content, writer.leaves));
     const std::string name =
-        own ? "publisher-" + layout::RandomSuffix() : "mount-" + journals_[i].journal.incarnation;
+        own ? "publisher-" + Uuid::Random().Short() : "mount-" + journals_[i].journal.incarnation;
     TENSORMOUNT_RETURN_IF_ERROR(
         fs.WriteFileDurably(JoinPath(staging_.directory, "manifest/" + name + ".tmm"), bytes));
   }

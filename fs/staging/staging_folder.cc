@@ -15,7 +15,9 @@
 
 #include "fs/staging/schema.h"
 #include "fs/staging/staging_common.h"
-#include "index/store_layout.h"
+#include "index/pinned_commit.h"
+#include "index/store_moves.h"
+#include "index/store_paths.h"
 
 namespace tensormount::fs {
 namespace {
@@ -36,7 +38,7 @@ Status Gone(const Staging& staging) {
 // The lock file, locked; null where there are no locks. `take` locks it.
 template <typename Take>
 Result<std::unique_ptr<File>> LockStaging(FileSystem& fs, const Staging& staging, Take take) {
-  Result<std::unique_ptr<File>> opened = fs.OpenRead(Below(staging, layout::kLockFile));
+  Result<std::unique_ptr<File>> opened = fs.OpenRead(Below(staging, store_paths::kLockFile));
   if (opened.status().code() == Code::kNotFound && !StagingInPlace(fs, staging)) {
     return Gone(staging);
   }
@@ -45,12 +47,12 @@ Result<std::unique_ptr<File>> LockStaging(FileSystem& fs, const Staging& staging
   Status locked = take(*lock);
   if (locked.ToErrno() == EBADF) {
     // Over NFS only what is open for writing is locked alone.
-    Result<std::unique_ptr<File>> writable = fs.OpenShared(Below(staging, layout::kLockFile));
+    Result<std::unique_ptr<File>> writable = fs.OpenShared(Below(staging, store_paths::kLockFile));
     if (!writable.ok()) return writable.status();
     lock = std::move(writable).value();
     locked = take(*lock);
   }
-  if (!locked.ok() && !layout::HasNoLocks(locked)) return locked;
+  if (!locked.ok() && !HasNoLocks(locked)) return locked;
   // What was locked may be the file of one that was published since it was opened.
   if (!StagingInPlace(fs, staging)) return Gone(staging);
   if (!locked.ok()) lock.reset();
@@ -69,7 +71,7 @@ std::optional<std::uint64_t> ParseNumber(std::string_view text) {
 Status ReplaceDurably(FileSystem& fs, const std::string& folder, const std::string& name,
                       std::string_view text) {
   const std::string path = JoinPath(folder, name);
-  const std::string fresh = JoinPath(folder, "." + name + "." + layout::RandomSuffix());
+  const std::string fresh = JoinPath(folder, "." + name + "." + Uuid::Random().Short());
   Status status = fs.WriteFileDurably(fresh, text);
   for (int attempt = 0; status.ok() && attempt < 16; ++attempt) {
     status = fs.RenameNoReplace(fresh, path);
@@ -123,7 +125,7 @@ Result<std::vector<std::string>> ListStagings(const Store& store, FileSystem& fs
 }
 
 bool StagingInPlace(FileSystem& fs, const Staging& staging) {
-  const Result<Uuid> there = layout::ReadFolderUuid(fs, staging.directory);
+  const Result<Uuid> there = store_moves::ReadFolderUuid(fs, staging.directory);
   return there.ok() && there.value() == staging.uuid;
 }
 
@@ -131,10 +133,10 @@ Status RemoveStaging(const Store& store, FileSystem& fs, const Staging& staging)
   if (!StagingInPlace(fs, staging)) return Gone(staging);
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::string entry,
-      layout::MoveToTrash(fs, store.path(), staging.directory, layout::kAbortedSuffix));
+      store_moves::MoveToTrash(fs, store.path(), staging.directory, store_paths::kAbortedSuffix));
   TENSORMOUNT_RETURN_IF_ERROR(fs.SyncMovedFolder(entry,
-                                                 JoinPath(store.path(), layout::kTrashFolder),
-                                                 JoinPath(store.path(), layout::kStagingFolder)));
+                                                 JoinPath(store.path(), store_paths::kTrashFolder),
+                                                 JoinPath(store.path(), store_paths::kStagingFolder)));
   // What takes space goes now; gc takes the rest, and this too where it fails.
   (void)fs.RemoveTree(JoinPath(entry, "data"));
   return Status();

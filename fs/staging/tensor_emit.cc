@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "fs/staging/tensor_assembly.h"
-#include "index/store_layout.h"
 #include "shard/box_access.h"
 #include "shard/copy_plan.h"
 #include "shard/strided_digest.h"
@@ -33,7 +32,7 @@ PatchFile::~PatchFile() {
 
 Status PatchFile::Open() {
   if (file_ != nullptr) return Status();
-  name_ = "data/" + staging_.ShortId() + "-patch-" + layout::RandomSuffix() + ".bin";
+  name_ = "data/" + staging_.ShortId() + "-patch-" + Uuid::Random().Short() + ".bin";
   TENSORMOUNT_ASSIGN_OR_RETURN(file_, fs_.CreateExclusive(JoinPath(staging_.directory, name_)));
   return Status();
 }

@@ -15,8 +15,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/content.h"
-#include "index/foreign_loss.h"
+#include "index/foreign_content.h"
 
 // What adapters of foreign formats share: the folder that they may look into, and the content that
 // they make of it.
@@ -73,26 +72,6 @@ class ForeignFolder {
   std::string root_;
   std::string folder_;  // Relative to the root; empty: the root itself.
   std::string file_;
-};
-
-// Finds where in a foreign item the bytes of a chunk are, when they are wanted for the first time:
-// a checkpoint of a million items opens without a million small reads. Thread-safe.
-class ItemResolver {
- public:
-  virtual ~ItemResolver() = default;
-  // `chunk` is pending: its offset and length name the item in `file`. Replaces them and the
-  // strides by those of the bytes, which hold chunk.region. kDataLoss where the item is not what
-  // the metadata says (dtype, shape, size), kUnsupported where its bytes cannot be read in place.
-  virtual Status Resolve(const TensorMeta& meta, File& file, ChunkRecord& chunk) const = 0;
-};
-
-// A foreign checkpoint, ready to be opened.
-struct ForeignContent {
-  Content content;
-  std::shared_ptr<const ItemResolver> resolver;  // Null: no chunk is pending.
-  // What was left out or is not whole, and why, cut at some number. What is lost comes first.
-  std::vector<std::string> warnings;
-  std::vector<ForeignLoss> lost;
 };
 
 // For whoever takes what is there: without the tensors that are not whole, and with the content

@@ -9,7 +9,7 @@
 #include "index/adopt/format.h"
 #include "index/commit_record.h"
 #include "index/store.h"
-#include "index/store_layout.h"
+#include "index/store_paths.h"
 
 namespace tensormount {
 namespace {
@@ -33,7 +33,7 @@ Status CheckStoreAbove(FileSystem& fs, const std::string& path) {
   const std::size_t slash = path.rfind('/');
   if (slash == std::string::npos || slash == 0) return Status();
   const std::string store = path.substr(0, slash);
-  if (!fs.Exists(JoinPath(store, layout::kSuperblockFile))) return Status();
+  if (!fs.Exists(JoinPath(store, store_paths::kSuperblockFile))) return Status();
   const Status opened = Store::Open(fs, store).status();
   return opened.code() == Code::kUnsupported ? opened : Status();
 }
@@ -46,7 +46,7 @@ Result<FoundSource> FindResolved(FileSystem& fs, const std::string& path,
       TENSORMOUNT_RETURN_IF_ERROR(CheckStoreAbove(fs, path));
       return FoundSource{.kind = SourceKind::kCheckpoint, .path = path};
     }
-    if (fs.Exists(JoinPath(path, layout::kSuperblockFile))) {
+    if (fs.Exists(JoinPath(path, store_paths::kSuperblockFile))) {
       return FoundSource{.kind = SourceKind::kStore, .path = path};
     }
   }

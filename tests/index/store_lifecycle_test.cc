@@ -6,7 +6,8 @@
 #include <thread>
 
 #include "index/store.h"
-#include "index/store_layout.h"
+#include "index/derived_index.h"
+#include "index/store_moves.h"
 #include "tests/index/store_test_support.h"
 
 namespace tensormount {
@@ -54,7 +55,7 @@ TEST_F(StoreLifecycleTest, TheGracePeriodIsCountedFromTheRemoval) {
   ASSERT_OK(store.Remove("a"));
   ASSERT_OK(store.Gc({}));
   ASSERT_THAT(NamesIn(InStore(".trash")), SizeIs(2));
-  SetMtime(InStore(".trash/" + NamesIn(InStore(".trash"))[1]), layout::NowSeconds() - 61);
+  SetMtime(InStore(".trash/" + NamesIn(InStore(".trash"))[1]), store_moves::NowSeconds() - 61);
   ASSERT_OK(store.Gc({}));
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
 }
@@ -121,8 +122,8 @@ TEST_F(StoreLifecycleTest, GcTakesAbandonedStagingsAndLeavesYoungOnes) {
   const Staging old = Written(store, "old", spec);
   const Staging young = Written(store, "young", spec);
   ASSERT_OK(fs().CreateDirectory(InStore(".staging/empty.12345678")));  // Died in Begin.
-  SetMtimes(old.directory, layout::NowSeconds() - 90000);
-  SetMtimes(InStore(".staging/empty.12345678"), layout::NowSeconds() - 90000);
+  SetMtimes(old.directory, store_moves::NowSeconds() - 90000);
+  SetMtimes(InStore(".staging/empty.12345678"), store_moves::NowSeconds() - 90000);
   const auto report = store.Gc(kAtOnce);
   ASSERT_OK(report);
   EXPECT_THAT(NamesIn(InStore(".staging")), ElementsAre("young." + young.ShortId()));
@@ -136,7 +137,7 @@ TEST_F(StoreLifecycleTest, GcTakesAbandonedStagingsAndLeavesYoungOnes) {
 TEST_F(StoreLifecycleTest, ASaveThatWritesIntoAnOldFolderIsNotAbandoned) {
   const Store store = MakeStore();
   const Staging staging = Written(store, "slow", DefaultTinySpec());
-  SetMtimes(staging.directory, layout::NowSeconds() - 90000);
+  SetMtimes(staging.directory, store_moves::NowSeconds() - 90000);
   WriteWholeFile(JoinPath(staging.directory, "data/more.bin"), "now");
   ASSERT_OK(store.Gc(kAtOnce));
   EXPECT_TRUE(fs().Exists(staging.directory));
@@ -419,7 +420,7 @@ TEST_F(StoreLifecycleTest, ALostIndexIsFoundAndRebuiltWithTheSameAnswers) {
   ASSERT_OK(found);
   ASSERT_THAT(found.value(), SizeIs(1));
   EXPECT_TRUE(found.value()[0].repaired) << found.value()[0].remedy;
-  const auto commit = layout::ReadCommit(fs(), InStore("a"));
+  const auto commit = store_moves::ReadCommit(fs(), InStore("a"));
   ASSERT_OK(commit);
   const auto derived = OpenDerivedIndex(fs(), InStore("a"), commit.value().record);
   ASSERT_OK(derived);
@@ -444,7 +445,7 @@ TEST_F(StoreLifecycleTest, ADamagedRebuiltIndexIsNotUsedAndMadeAgain) {
   ASSERT_OK(fs().RemoveFile(InStore("a/index/index.sst")));
   const Store store = MakeStore();
   ASSERT_OK(store.Fsck({.rebuild = true}));
-  ASSERT_OK_AND_ASSIGN(const auto commit, layout::ReadCommit(fs(), InStore("a")));
+  ASSERT_OK_AND_ASSIGN(const auto commit, store_moves::ReadCommit(fs(), InStore("a")));
   const std::string derived =
       InStore(".derived/" + commit.record.uuid.ToString() + "/index/index.sst");
   const std::string whole = ReadWholeFile(derived);

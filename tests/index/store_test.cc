@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include "index/manifest.h"
-#include "index/store_layout.h"
 #include "tests/index/store_test_support.h"
 
 namespace tensormount {

@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "index/store_layout.h"
+#include "index/store_moves.h"
 #include "shard/box_access.h"
 #include "tests/staging/staging_test_support.h"
 #include "tests/support/random.h"
@@ -258,7 +258,7 @@ TEST_F(PublishRandomTest, WhatIsPublishedIsWhatTheModelSays) {
           << metas[t].shape().ToString();
     }
     ASSERT_TRUE(IsSound(name));
-    ASSERT_OK(layout::SweepShared(fs(), InStore(name)));  // As gc does.
+    ASSERT_OK(store_moves::SweepShared(fs(), InStore(name)));  // As gc does.
     EXPECT_THAT(NamesIn(InStore(name)),
                 testing::ElementsAre("COMMIT", "data", "index", "manifest"));
     ASSERT_OK(store.Remove(name));

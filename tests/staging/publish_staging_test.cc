@@ -2,7 +2,7 @@
 #include <cerrno>
 #include <thread>
 
-#include "index/store_layout.h"
+#include "index/store_moves.h"
 #include "tests/staging/staging_test_support.h"
 #include "tests/support/random.h"
 
@@ -52,7 +52,7 @@ TEST_F(PublishStagingTest, RowsOfTwoMountsBecomeOneCheckpoint) {
   EXPECT_EQ(common.value().values.at("lr"), CommonValue(0.5));
   EXPECT_EQ(*common.value().content.Find(std::string("what")), CommonValue("test"));
   EXPECT_EQ(common.value().ranks.at(1).at("x"), CommonValue(2));
-  ASSERT_OK(layout::SweepShared(fs(), InStore("step")));  // As gc does.
+  ASSERT_OK(store_moves::SweepShared(fs(), InStore("step")));  // As gc does.
   EXPECT_THAT(NamesIn(InStore("step")), ElementsAre("COMMIT", "data", "index", "manifest"));
   // A parent is what was the latest when the staging was made.
   const Staging next = MakeW("next");
@@ -179,7 +179,7 @@ TEST_F(PublishStagingTest, EqualBytesOfTwoMountsAreStoredOnce) {
   ASSERT_OK(published) << report_.ToText();
   EXPECT_EQ(published.value().chunks, 1u);
   EXPECT_EQ(report_.bytes_written, 32u);
-  ASSERT_OK(layout::SweepShared(fs(), InStore("step")));  // As gc does.
+  ASSERT_OK(store_moves::SweepShared(fs(), InStore("step")));  // As gc does.
   EXPECT_THAT(NamesIn(InStore("step/data")), testing::SizeIs(1)) << "files of no use are removed";
   EXPECT_EQ(BytesOf("step", "w"), bytes_);
   EXPECT_TRUE(IsSound("step"));

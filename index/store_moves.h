@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_STORE_MOVES_H_
+#define TENSORMOUNT_INDEX_STORE_MOVES_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "index/commit_record.h"
+#include "index/content.h"
+#include "index/store.h"
+
+// The few steps that more than one operation on a store makes.
+
+namespace tensormount::store_moves {
+
+// The entries of a folder; none where there is no such folder.
+Result<std::vector<DirectoryEntry>> ListIfThere(FileSystem& fs, const std::string& path);
+
+// COMMIT as it stands there, not looked at.
+Result<std::string> ReadCommitBytes(FileSystem& fs, const std::string& directory);
+Result<DecodedCommit> ReadCommit(FileSystem& fs, const std::string& directory);
+
+// Of a staging or of anything in .trash: its file UUID, or else its COMMIT. At every moment of a
+// publish one of the two can be read. kNotFound where neither is there (or the folder is gone).
+Result<Uuid> ReadFolderUuid(FileSystem& fs, const std::string& directory);
+
+// Why store.json cannot be used: kNotFound, or the decoder's kDataLoss of what was read. Ok: it
+// can, or it could not be read, or is of a newer format.
+Status SuperblockDamage(FileSystem& fs, const std::string& store);
+// Another store.json for a store that lost its own; what stands there is kept under a name that gc
+// removes.
+Status RemakeSuperblock(FileSystem& fs, const std::string& store);
+
+// Renames a folder of this store into .trash under its uuid and `suffix` (a name of its own where
+// it has none), marks since when it is there, and returns its new path. kNotFound where it is gone.
+// Not durable: the caller calls SyncMovedFolder.
+Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const std::string& from,
+                                std::string_view suffix);
+// The mark beside a trash entry. Gc makes it where it is missing, so failing is no harm.
+void MarkTrashed(FileSystem& fs, const std::string& entry);
+
+// Removes from a published checkpoint what its shared staging left there, staging.json last: names
+// that IsSharedLeftover, and files of data/ and manifest/ that COMMIT does not list. Nothing where
+// there is no staging.json. Failing is no harm: gc does it again. Only gc calls it.
+Status SweepShared(FileSystem& fs, const std::string& directory);
+
+// Where the uuid of a save is.
+enum class UuidLocation {
+  kPublished,   // At STORE/NAME.
+  kRemoved,     // In .trash, after it was published.
+  kAborted,     // In .trash, never published.
+  kStaging,     // At the staging's place.
+  kNowhere,     // Every place could be read, and it is not there (or moved while we looked).
+  kUnreadable,  // Some place could not be read, and the others do not have it.
+};
+UuidLocation Locate(FileSystem& fs, const Staging& staging);
+
+std::int64_t NowSeconds();
+}  // namespace tensormount::store_moves
+
+#endif  // TENSORMOUNT_INDEX_STORE_MOVES_H_
