@@ -9,8 +9,8 @@
 
 #include "base/hash.h"
 #include "bench/ckptbench.h"
-#include "index/manifest.h"
-#include "index/store.h"
+#include "index/records/manifest.h"
+#include "index/store/store.h"
 #include "shard/leaf_hash.h"
 
 namespace tensormount::bench {

@@ -12,7 +12,7 @@
 #include "base/file_system.h"
 #include "bench/ckptbench.h"
 #include "fs/mount/mount_session.h"
-#include "index/store.h"
+#include "index/store/store.h"
 
 namespace tensormount::bench {
 namespace {

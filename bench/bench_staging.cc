@@ -10,7 +10,7 @@
 
 #include "base/file_system.h"
 #include "bench/ckptbench.h"
-#include "fs/staging/staging_writer.h"
+#include "fs/save/staging_writer.h"
 
 namespace tensormount::bench {
 namespace {

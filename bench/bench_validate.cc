@@ -11,9 +11,9 @@
 
 #include "base/hash.h"
 #include "bench/ckptbench.h"
-#include "collective/validate/layout.h"
-#include "collective/validate/layout_round.h"
-#include "collective/validate/wire.h"
+#include "collective/layout/layout.h"
+#include "collective/layout/layout_round.h"
+#include "collective/layout/wire.h"
 
 namespace tensormount::bench {
 namespace {

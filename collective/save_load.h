@@ -12,8 +12,8 @@
 #include "tensormount/save.h"
 
 #include "base/file_system.h"
-#include "index/checkpoint.h"
-#include "index/store.h"
+#include "index/read/checkpoint.h"
+#include "index/store/store.h"
 
 namespace tensormount {
 

@@ -13,7 +13,7 @@
 
 #include "tensormount/status.h"
 
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 namespace tensormount::fs {
 

@@ -14,9 +14,9 @@
 #include "base/log.h"
 #include "fs/doorbell.h"
 #include "fs/node.h"
-#include "index/adopt/format.h"
-#include "index/commit_record.h"
-#include "index/store.h"
+#include "index/foreign/format.h"
+#include "index/records/commit_record.h"
+#include "index/store/store.h"
 
 namespace tensormount::fs {
 namespace {

@@ -17,8 +17,8 @@
 
 #include "base/file_system.h"
 #include "fs/views/checkpoint_view.h"
-#include "index/adopt/open_source.h"
-#include "index/content.h"
+#include "index/foreign/open_source.h"
+#include "index/records/content.h"
 
 namespace tensormount::fs {
 

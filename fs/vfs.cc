@@ -12,8 +12,8 @@
 #include "base/hash.h"
 #include "fs/answers.h"
 #include "fs/views/checkpoint_text.h"
-#include "index/commit_record.h"
-#include "index/store.h"
+#include "index/records/commit_record.h"
+#include "index/store/store.h"
 
 namespace tensormount::fs {
 namespace {

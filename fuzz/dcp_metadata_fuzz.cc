@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/dcp_metadata.h"
-#include "index/adopt/foreign.h"
+#include "index/foreign/dcp_metadata.h"
+#include "index/foreign/foreign.h"
 
 using namespace tensormount;
 

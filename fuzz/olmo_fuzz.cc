@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdlib>
 
-#include "index/adopt/olmo_metadata.h"
+#include "index/foreign/olmo_metadata.h"
 
 using namespace tensormount;
 

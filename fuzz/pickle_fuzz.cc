@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fuzz/walk.h"
-#include "index/adopt/pickle.h"
-#include "index/adopt/value_budget.h"
+#include "index/foreign/pickle.h"
+#include "index/foreign/value_budget.h"
 
 using namespace tensormount;
 

@@ -5,8 +5,8 @@
 #include <cstdlib>
 #include <optional>
 
-#include "index/adopt/foreign.h"
-#include "index/adopt/pickle.h"
+#include "index/foreign/foreign.h"
+#include "index/foreign/pickle.h"
 
 namespace tensormount {
 

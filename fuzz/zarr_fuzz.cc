@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdlib>
 
-#include "index/adopt/zarr_array.h"
+#include "index/foreign/zarr_array.h"
 
 using namespace tensormount;
 

@@ -2,9 +2,9 @@
 #include "tensormount/checkpoint.h"
 
 #include "base/file_system.h"
-#include "index/adopt/open_source.h"
-#include "index/checkpoint.h"
-#include "index/layer_names.h"
+#include "index/foreign/open_source.h"
+#include "index/read/checkpoint.h"
+#include "index/records/layer_names.h"
 
 namespace tensormount {
 

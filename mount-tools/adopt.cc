@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/adopt.h"
+#include "index/foreign/adopt.h"
 
 #include <algorithm>
 #include <optional>
@@ -7,7 +7,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "index/store.h"
+#include "index/store/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
 

@@ -4,7 +4,7 @@
 
 #include <fmt/core.h>
 
-#include "index/layer_names.h"
+#include "index/records/layer_names.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/element_text.h"
 #include "mount-tools/shown_text.h"

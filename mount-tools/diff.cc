@@ -5,8 +5,8 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "index/compare.h"
-#include "index/key_renames.h"
+#include "index/read/compare.h"
+#include "index/records/key_renames.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
 

@@ -10,8 +10,8 @@
 #include "tensormount/save.h"
 
 #include "base/log.h"
-#include "index/key_renames.h"
-#include "index/layer_names.h"
+#include "index/records/key_renames.h"
+#include "index/records/layer_names.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/host_memory.h"
 #include "mount-tools/ranks.h"

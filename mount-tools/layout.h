@@ -10,7 +10,7 @@
 #include "tensormount/box.h"
 #include "tensormount/status.h"
 
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 // Which rank's chunk holds which box of a tensor: what `layout` draws as text, SVG and HTML. All
 // of it depends on the checkpoint alone, so that pictures can be compared.

@@ -9,7 +9,7 @@
 
 #include <fmt/core.h>
 
-#include "index/layer_names.h"
+#include "index/records/layer_names.h"
 #include "mount-tools/layout.h"
 
 namespace tensormount::tools {

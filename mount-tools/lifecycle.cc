@@ -2,7 +2,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "index/store.h"
+#include "index/store/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
 

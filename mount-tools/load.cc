@@ -13,7 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include "collective/comm/collective.h"
-#include "index/key_renames.h"
+#include "index/records/key_renames.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/host_memory.h"
 #include "mount-tools/ranks.h"

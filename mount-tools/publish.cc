@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/publish.h"
+#include "fs/save/publish.h"
 
 #include <chrono>
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "index/store.h"
+#include "index/store/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
 

@@ -7,8 +7,8 @@
 
 #include <fmt/core.h>
 
-#include "index/adopt/torch_archive.h"
-#include "index/store.h"
+#include "index/foreign/torch_archive.h"
+#include "index/store/store.h"
 
 namespace tensormount::tools {
 namespace {

@@ -10,8 +10,8 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/adopt/open_source.h"
-#include "index/checkpoint.h"
+#include "index/foreign/open_source.h"
+#include "index/read/checkpoint.h"
 #include "mount-tools/terminal.h"
 
 namespace tensormount::tools {
@@ -47,7 +47,7 @@ struct StoreAndName {
 };
 Result<StoreAndName> SplitCheckpointPath(const std::string& path);
 
-// What an object's bytes are, for a person (DescribeObject of index/adopt/torch_archive.h).
+// What an object's bytes are, for a person (DescribeObject of index/foreign/torch_archive.h).
 Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectContent& part);
 
 // fnmatch without FNM_PATHNAME: '*' crosses '/'.

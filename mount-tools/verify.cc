@@ -5,9 +5,9 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "index/adopt/format.h"
-#include "index/adopt/verify_foreign.h"
-#include "index/store.h"
+#include "index/foreign/format.h"
+#include "index/foreign/verify_foreign.h"
+#include "index/store/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
 

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "base/coding.h"
-#include "index/common_tree.h"
-#include "index/layer_names.h"
-#include "index/record_coding.h"
+#include "index/records/common_tree.h"
+#include "index/records/layer_names.h"
+#include "index/records/record_coding.h"
 
 namespace tensormount {
 namespace {

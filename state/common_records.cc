@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "state/common_records.h"
 
-#include "index/layer_names.h"
-#include "index/record_coding.h"
+#include "index/records/layer_names.h"
+#include "index/records/record_coding.h"
 
 namespace tensormount {
 

@@ -9,9 +9,9 @@
 
 #include "tensormount/state_dict.h"
 
-#include "index/common_state.h"
+#include "index/records/common_state.h"
 
-// What a state dict has for the common records of a checkpoint (index/common_state.h).
+// What a state dict has for the common records of a checkpoint (index/records/common_state.h).
 
 namespace tensormount {
 

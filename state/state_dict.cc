@@ -11,9 +11,9 @@
 #include <unordered_map>
 #include <utility>
 
-#include "index/common_state.h"
-#include "index/layer_names.h"
-#include "index/record_coding.h"
+#include "index/records/common_state.h"
+#include "index/records/layer_names.h"
+#include "index/records/record_coding.h"
 #include "shard/tensor_meta.h"
 #include "state/shard_check.h"
 

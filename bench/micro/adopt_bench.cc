@@ -11,10 +11,10 @@
 #include <map>
 #include <string>
 
-#include "index/adopt/dcp_metadata.h"
-#include "index/adopt/format.h"
-#include "index/adopt/pickle.h"
-#include "index/checkpoint.h"
+#include "index/foreign/dcp_metadata.h"
+#include "index/foreign/format.h"
+#include "index/foreign/pickle.h"
+#include "index/read/checkpoint.h"
 
 namespace tensormount {
 namespace {

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "base/file_system.h"
-#include "index/store.h"
+#include "index/store/store.h"
 
 namespace tensormount {
 

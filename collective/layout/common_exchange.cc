@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/validate/common_exchange.h"
+#include "collective/layout/common_exchange.h"
 
 #include <algorithm>
 #include <optional>
@@ -8,8 +8,8 @@
 
 #include "base/coding.h"
 #include "base/hash.h"
-#include "index/layer_names.h"
-#include "index/record_coding.h"
+#include "index/records/layer_names.h"
+#include "index/records/record_coding.h"
 #include "shard/tensor_meta.h"
 #include "state/common_compare.h"
 #include "state/common_records.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_COMMON_EXCHANGE_H_
-#define TENSORMOUNT_COLLECTIVE_VALIDATE_COMMON_EXCHANGE_H_
+#ifndef TENSORMOUNT_COLLECTIVE_LAYOUT_COMMON_EXCHANGE_H_
+#define TENSORMOUNT_COLLECTIVE_LAYOUT_COMMON_EXCHANGE_H_
 
 #include <cstdint>
 #include <map>
@@ -50,4 +50,4 @@ CommonUnion Unite(std::span<const RankCommon> ranks, const CommonRules& rules);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_COMMON_EXCHANGE_H_
+#endif  // TENSORMOUNT_COLLECTIVE_LAYOUT_COMMON_EXCHANGE_H_

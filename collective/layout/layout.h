@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_H_
-#define TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_H_
+#ifndef TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_H_
+#define TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -115,4 +115,4 @@ std::string RankList(std::vector<int> ranks);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_H_
+#endif  // TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_H_

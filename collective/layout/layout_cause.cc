@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/validate/layout_cause.h"
+#include "collective/layout/layout_cause.h"
 
 #include <algorithm>
 #include <map>
@@ -7,8 +7,8 @@
 #include <set>
 #include <utility>
 
-#include "collective/validate/layout.h"
-#include "collective/validate/layout_table.h"
+#include "collective/layout/layout.h"
+#include "collective/layout/layout_table.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_CAUSE_H_
-#define TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_CAUSE_H_
+#ifndef TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_CAUSE_H_
+#define TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_CAUSE_H_
 
 #include <cstdint>
 #include <functional>
@@ -54,4 +54,4 @@ std::string CauseOfShapes(const Dims& a, const Dims& b);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_CAUSE_H_
+#endif  // TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_CAUSE_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/validate/layout_exchange.h"
+#include "collective/layout/layout_exchange.h"
 
 #include <algorithm>
 #include <charconv>
@@ -12,12 +12,12 @@
 
 #include "base/coding.h"
 #include "collective/guarded.h"
-#include "collective/validate/common_exchange.h"
-#include "collective/validate/layout_gather.h"
-#include "collective/validate/layout_round.h"
-#include "collective/validate/report.h"
-#include "collective/validate/wire.h"
-#include "index/common_tree.h"
+#include "collective/layout/common_exchange.h"
+#include "collective/layout/layout_gather.h"
+#include "collective/layout/layout_round.h"
+#include "collective/layout/report.h"
+#include "collective/layout/wire.h"
+#include "index/records/common_tree.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_EXCHANGE_H_
-#define TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_EXCHANGE_H_
+#ifndef TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_EXCHANGE_H_
+#define TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_EXCHANGE_H_
 
 #include <cstdint>
 #include <map>
@@ -15,7 +15,7 @@
 
 #include "base/hash.h"
 #include "collective/comm/collective.h"
-#include "collective/validate/layout.h"
+#include "collective/layout/layout.h"
 
 namespace tensormount {
 
@@ -71,4 +71,4 @@ Result<JobLayout> ExchangeLayouts(Collective& collective, const StateDict& state
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_EXCHANGE_H_
+#endif  // TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_EXCHANGE_H_

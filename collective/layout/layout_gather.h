@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_GATHER_H_
-#define TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_GATHER_H_
+#ifndef TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_GATHER_H_
+#define TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_GATHER_H_
 
 #include <string>
 #include <vector>
@@ -25,4 +25,4 @@ Result<std::vector<GatheredLayout>> GatherLayouts(Collective& collective, const 
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_GATHER_H_
+#endif  // TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_GATHER_H_

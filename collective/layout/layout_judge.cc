@@ -4,10 +4,10 @@
 #include <utility>
 
 #include "base/checked.h"
-#include "collective/validate/layout.h"
-#include "collective/validate/layout_cause.h"
-#include "collective/validate/layout_table.h"
-#include "index/layer_names.h"
+#include "collective/layout/layout.h"
+#include "collective/layout/layout_cause.h"
+#include "collective/layout/layout_table.h"
+#include "index/records/layer_names.h"
 #include "shard/coverage.h"
 
 namespace tensormount {

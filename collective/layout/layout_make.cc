@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "base/checked.h"
-#include "collective/validate/layout.h"
-#include "collective/validate/layout_table.h"
+#include "collective/layout/layout.h"
+#include "collective/layout/layout_table.h"
 
 namespace tensormount {
 namespace {

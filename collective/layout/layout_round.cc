@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/validate/layout_round.h"
+#include "collective/layout/layout_round.h"
 
 #include <algorithm>
 #include <iterator>

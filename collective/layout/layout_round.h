@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_ROUND_H_
-#define TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_ROUND_H_
+#ifndef TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_ROUND_H_
+#define TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_ROUND_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -12,7 +12,7 @@
 #include "tensormount/status.h"
 
 #include "base/hash.h"
-#include "collective/validate/wire.h"
+#include "collective/layout/wire.h"
 
 // The first exchange of a save or a validation: 64 bytes a rank to rank 0, and its answer. Pure.
 
@@ -67,4 +67,4 @@ Result<RoundAnswer> DecodeAnswer(std::string_view bytes, std::uint32_t world);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_ROUND_H_
+#endif  // TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_ROUND_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/validate/layout_table.h"
+#include "collective/layout/layout_table.h"
 
 #include <algorithm>
 #include <cstring>

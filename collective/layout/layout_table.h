@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_TABLE_H_
-#define TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_TABLE_H_
+#ifndef TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_TABLE_H_
+#define TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_TABLE_H_
 
 #include <cstdint>
 #include <span>
@@ -9,8 +9,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "collective/validate/layout.h"
-#include "collective/validate/wire.h"
+#include "collective/layout/layout.h"
+#include "collective/layout/wire.h"
 #include "shard/region_set.h"
 
 // Inside of LayoutTable, for those who judge and plan from it.
@@ -77,4 +77,4 @@ std::string RankName(int rank);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_LAYOUT_TABLE_H_
+#endif  // TENSORMOUNT_COLLECTIVE_LAYOUT_LAYOUT_TABLE_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/validate/report.h"
+#include "collective/layout/report.h"
 
 #include <algorithm>
 #include <string>
@@ -8,8 +8,8 @@
 #include <nlohmann/json.hpp>
 
 #include "base/checked.h"
-#include "collective/validate/layout.h"
-#include "index/record_coding.h"
+#include "collective/layout/layout.h"
+#include "index/records/record_coding.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_REPORT_H_
-#define TENSORMOUNT_COLLECTIVE_VALIDATE_REPORT_H_
+#ifndef TENSORMOUNT_COLLECTIVE_LAYOUT_REPORT_H_
+#define TENSORMOUNT_COLLECTIVE_LAYOUT_REPORT_H_
 
 #include <string_view>
 
@@ -19,4 +19,4 @@ Result<LayoutReport> DecodeReport(ByteReader& in, std::string_view what);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_REPORT_H_
+#endif  // TENSORMOUNT_COLLECTIVE_LAYOUT_REPORT_H_

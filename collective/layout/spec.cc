@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/validate/spec.h"
+#include "collective/layout/spec.h"
 
 #include <algorithm>
 #include <charconv>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_SPEC_H_
-#define TENSORMOUNT_COLLECTIVE_VALIDATE_SPEC_H_
+#ifndef TENSORMOUNT_COLLECTIVE_LAYOUT_SPEC_H_
+#define TENSORMOUNT_COLLECTIVE_LAYOUT_SPEC_H_
 
 #include <cstdint>
 #include <map>
@@ -97,4 +97,4 @@ struct JobSpec {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_SPEC_H_
+#endif  // TENSORMOUNT_COLLECTIVE_LAYOUT_SPEC_H_

@@ -9,9 +9,9 @@
 #include "tensormount/validate.h"
 
 #include "base/hash.h"
-#include "collective/validate/layout.h"
-#include "collective/validate/spec.h"
-#include "collective/validate/wire.h"
+#include "collective/layout/layout.h"
+#include "collective/layout/spec.h"
+#include "collective/layout/wire.h"
 
 namespace tensormount {
 namespace {

@@ -10,9 +10,9 @@
 #include "base/coding.h"
 #include "collective/comm/collective.h"
 #include "collective/guarded.h"
-#include "collective/validate/layout_gather.h"
-#include "collective/validate/spec.h"
-#include "collective/validate/wire.h"
+#include "collective/layout/layout_gather.h"
+#include "collective/layout/spec.h"
+#include "collective/layout/wire.h"
 
 namespace tensormount {
 namespace {

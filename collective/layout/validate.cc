@@ -2,7 +2,7 @@
 #include "tensormount/validate.h"
 
 #include "collective/comm/collective.h"
-#include "collective/validate/layout_exchange.h"
+#include "collective/layout/layout_exchange.h"
 
 namespace tensormount {
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/validate/wire.h"
+#include "collective/layout/wire.h"
 
 #include <algorithm>
 #include <bit>
 #include <utility>
 
 #include "base/errors.h"
-#include "collective/validate/layout.h"
-#include "index/record_coding.h"
+#include "collective/layout/layout.h"
+#include "index/records/record_coding.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_VALIDATE_WIRE_H_
-#define TENSORMOUNT_COLLECTIVE_VALIDATE_WIRE_H_
+#ifndef TENSORMOUNT_COLLECTIVE_LAYOUT_WIRE_H_
+#define TENSORMOUNT_COLLECTIVE_LAYOUT_WIRE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -153,4 +153,4 @@ Status ReadStatus(ByteReader& in);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_VALIDATE_WIRE_H_
+#endif  // TENSORMOUNT_COLLECTIVE_LAYOUT_WIRE_H_

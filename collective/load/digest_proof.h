@@ -12,7 +12,7 @@
 #include "tensormount/box.h"
 
 #include "base/hash.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 #include "shard/tensor_meta.h"
 
 // The proof of a load by digest: what stands in the ranks' buffers after the load, put together,

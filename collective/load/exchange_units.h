@@ -10,7 +10,7 @@
 
 #include "collective/load/load_plan.h"
 #include "collective/load/target.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 // What is read once in a group of ranks, by whom, and who gets which part of it. Every rank of the
 // group works it out for itself, the same.

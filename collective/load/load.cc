@@ -11,14 +11,14 @@
 #include "base/log.h"
 #include "collective/comm/collective.h"
 #include "collective/guarded.h"
+#include "collective/layout/layout_exchange.h"
 #include "collective/load/exchange_load.h"
 #include "collective/load/meeting.h"
 #include "collective/load/prove.h"
 #include "collective/load/target.h"
 #include "collective/phase_events.h"
 #include "collective/save_load.h"
-#include "collective/validate/layout_exchange.h"
-#include "index/adopt/open_source.h"
+#include "index/foreign/open_source.h"
 
 namespace tensormount {
 namespace {

@@ -13,8 +13,8 @@
 
 #include "collective/load/digest_proof.h"
 #include "collective/load/resolve.h"
-#include "index/checkpoint.h"
-#include "index/checkpoint_index.h"
+#include "index/read/checkpoint.h"
+#include "index/records/checkpoint_index.h"
 
 // What all ranks together read of a checkpoint, and how. Every rank makes the same plan out of
 // everybody's requests, so that no plan travels; where no rank needs to know what the others want,

@@ -10,7 +10,7 @@
 #include "collective/comm/collective.h"
 #include "collective/load/load_plan.h"
 #include "collective/load/target.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 namespace tensormount {
 

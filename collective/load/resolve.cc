@@ -7,7 +7,7 @@
 #include <set>
 #include <utility>
 
-#include "index/layer_names.h"
+#include "index/records/layer_names.h"
 #include "shard/convert.h"
 
 namespace tensormount {

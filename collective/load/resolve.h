@@ -11,7 +11,7 @@
 #include "tensormount/load.h"
 
 #include "collective/load/request.h"
-#include "index/checkpoint_index.h"
+#include "index/records/checkpoint_index.h"
 
 // How what one rank asks for meets what is stored: shapes that differ are cropped or grown, layers
 // are found in their stack, objects on their grid, as the rules of the load allow. From here on

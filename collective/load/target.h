@@ -10,7 +10,7 @@
 #include "tensormount/state_dict.h"
 
 #include "collective/load/load_plan.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 namespace tensormount {
 

@@ -14,8 +14,8 @@
 
 #include "base/file_system.h"
 #include "collective/save/rank_task.h"
-#include "index/content.h"
-#include "index/store.h"
+#include "index/records/content.h"
+#include "index/store/store.h"
 
 namespace tensormount {
 

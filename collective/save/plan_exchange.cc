@@ -6,7 +6,7 @@
 
 #include "base/coding.h"
 #include "collective/guarded.h"
-#include "collective/validate/wire.h"
+#include "collective/layout/wire.h"
 
 namespace tensormount {
 namespace {

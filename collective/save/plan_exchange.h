@@ -15,9 +15,9 @@
 
 #include "base/hash.h"
 #include "collective/comm/collective.h"
+#include "collective/layout/layout.h"
 #include "collective/save/rank_task.h"
 #include "collective/save/save_plan.h"
-#include "collective/validate/layout.h"
 
 namespace tensormount {
 

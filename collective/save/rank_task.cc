@@ -10,8 +10,8 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
-#include "collective/validate/wire.h"
-#include "index/record_coding.h"
+#include "collective/layout/wire.h"
+#include "index/records/record_coding.h"
 
 // What an owner sends to a rank, little-endian, never on disk:
 //

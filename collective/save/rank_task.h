@@ -12,9 +12,9 @@
 #include "tensormount/status.h"
 
 #include "base/hash.h"
+#include "collective/layout/layout.h"
 #include "collective/save/save_plan.h"
-#include "collective/validate/layout.h"
-#include "index/content.h"
+#include "index/records/content.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {

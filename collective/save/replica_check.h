@@ -15,8 +15,8 @@
 #include "tensormount/status.h"
 
 #include "base/hash.h"
+#include "collective/layout/layout.h"
 #include "collective/save/rank_task.h"
-#include "collective/validate/layout.h"
 
 // Replicas are compared by the hashes of blocks, at the owner of the key. Which blocks, and between
 // whom, follows from what a rank and the owner both know of a replicated shard: its size, how many

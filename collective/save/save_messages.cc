@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "base/coding.h"
-#include "collective/validate/wire.h"
-#include "index/record_coding.h"
+#include "collective/layout/wire.h"
+#include "index/records/record_coding.h"
 
 namespace tensormount {
 namespace {

@@ -12,7 +12,7 @@
 #include "tensormount/status.h"
 
 #include "collective/save/replica_check.h"
-#include "index/store.h"
+#include "index/store/store.h"
 
 // What the ranks of a save say to each other besides layouts and plans. Little-endian, never on
 // disk. Decoders give kDataLoss for bytes that break a rule.

@@ -12,8 +12,8 @@
 #include "tensormount/save.h"
 #include "tensormount/status.h"
 
-#include "collective/validate/layout.h"
-#include "index/content.h"
+#include "collective/layout/layout.h"
+#include "index/records/content.h"
 
 // Who writes what and where. Keys are planned by their owners, each for itself (layout.h); what
 // concerns all keys is decided at rank 0 from what the owners say of theirs: survey, decide, plan.

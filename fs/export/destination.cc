@@ -8,8 +8,8 @@
 
 #include <fmt/core.h>
 
-#include "index/content.h"
-#include "index/store_paths.h"
+#include "index/records/content.h"
+#include "index/records/store_paths.h"
 
 namespace tensormount::fs {
 namespace {
@@ -147,7 +147,8 @@ Status ExportDestination::CheckPlace() const {
   if (fs_->Exists(JoinPath(parent_, store_paths::kSuperblockFile))) return refuse("is a store");
   const std::string above = parent_.substr(0, std::max<std::size_t>(parent_.rfind('/'), 1));
   for (const std::string& folder : {parent_, above}) {  // The other is its data/ and the like.
-    if (fs_->Exists(JoinPath(folder, store_paths::kCommitFile))) return refuse("is in a checkpoint");
+    if (fs_->Exists(JoinPath(folder, store_paths::kCommitFile)))
+      return refuse("is in a checkpoint");
   }
   return {};
 }

@@ -13,7 +13,7 @@
 
 #include "base/file_system.h"
 #include "fs/export/export_plan.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 namespace tensormount::fs {
 

@@ -8,7 +8,7 @@
 #include "base/coding.h"
 #include "base/hash.h"
 #include "fs/views/zarr_metadata.h"
-#include "index/safetensors_layout.h"
+#include "index/records/safetensors_layout.h"
 #include "shard/npy.h"
 
 namespace tensormount::fs {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_BLOB_WRITER_H_
-#define TENSORMOUNT_FS_STAGING_BLOB_WRITER_H_
+#ifndef TENSORMOUNT_FS_SAVE_BLOB_WRITER_H_
+#define TENSORMOUNT_FS_SAVE_BLOB_WRITER_H_
 
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 
-#include "fs/staging/staged_part.h"
-#include "fs/staging/staging_writer.h"
+#include "fs/save/staged_part.h"
+#include "fs/save/staging_writer.h"
 
 namespace tensormount::fs {
 
@@ -70,4 +70,4 @@ class BlobWriter final : public StagingWriter::Blob, public StagedPart {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_BLOB_WRITER_H_
+#endif  // TENSORMOUNT_FS_SAVE_BLOB_WRITER_H_

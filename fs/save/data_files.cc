@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/data_files.h"
+#include "fs/save/data_files.h"
 
 #include <chrono>
 #include <utility>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_DATA_FILES_H_
-#define TENSORMOUNT_FS_STAGING_DATA_FILES_H_
+#ifndef TENSORMOUNT_FS_SAVE_DATA_FILES_H_
+#define TENSORMOUNT_FS_SAVE_DATA_FILES_H_
 
 #include <atomic>
 #include <condition_variable>
@@ -15,9 +15,9 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/staging/journal.h"
-#include "fs/staging/range_map.h"
-#include "index/store.h"
+#include "fs/save/journal.h"
+#include "fs/save/range_map.h"
+#include "index/store/store.h"
 
 // The data files and the journal of one mount in one staging.
 
@@ -137,4 +137,4 @@ class DataFiles {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_DATA_FILES_H_
+#endif  // TENSORMOUNT_FS_SAVE_DATA_FILES_H_

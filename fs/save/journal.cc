@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/journal.h"
+#include "fs/save/journal.h"
 
 #include <algorithm>
 #include <optional>
@@ -7,8 +7,8 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
-#include "fs/staging/journal_coding.h"
-#include "index/record_coding.h"
+#include "fs/save/journal_coding.h"
+#include "index/records/record_coding.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount::fs {

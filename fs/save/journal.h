@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_JOURNAL_H_
-#define TENSORMOUNT_FS_STAGING_JOURNAL_H_
+#ifndef TENSORMOUNT_FS_SAVE_JOURNAL_H_
+#define TENSORMOUNT_FS_SAVE_JOURNAL_H_
 
 #include <cstdint>
 #include <memory>
@@ -13,7 +13,7 @@
 
 #include "base/file_system.h"
 #include "base/hash.h"
-#include "index/content.h"
+#include "index/records/content.h"
 #include "shard/leaf_hash.h"
 
 // What one mount (one incarnation of its daemon) says it wrote into a staging: a file of records,
@@ -135,4 +135,4 @@ class JournalWriter {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_JOURNAL_H_
+#endif  // TENSORMOUNT_FS_SAVE_JOURNAL_H_

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_JOURNAL_CODING_H_
-#define TENSORMOUNT_FS_STAGING_JOURNAL_CODING_H_
+#ifndef TENSORMOUNT_FS_SAVE_JOURNAL_CODING_H_
+#define TENSORMOUNT_FS_SAVE_JOURNAL_CODING_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
 
-#include "index/content.h"
+#include "index/records/content.h"
 
 // What the writer and the reader of journals share (docs/format.md, "Journal").
 
@@ -35,4 +35,4 @@ bool IsIncarnation(std::string_view text);  // 16 lower-case hex digits.
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_JOURNAL_CODING_H_
+#endif  // TENSORMOUNT_FS_SAVE_JOURNAL_CODING_H_

@@ -4,8 +4,8 @@
 #include <mutex>
 #include <utility>
 
-#include "fs/staging/journal.h"
-#include "fs/staging/journal_coding.h"
+#include "fs/save/journal.h"
+#include "fs/save/journal_coding.h"
 
 namespace tensormount::fs {
 namespace {

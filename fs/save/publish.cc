@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/publish.h"
+#include "fs/save/publish.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -7,15 +7,15 @@
 #include <thread>
 #include <utility>
 
-#include "fs/staging/journal.h"
-#include "fs/staging/resolve_journals.h"
-#include "fs/staging/schema.h"
-#include "fs/staging/staged_manifests.h"
-#include "fs/staging/staged_reader.h"
-#include "fs/staging/staging_common.h"
-#include "fs/staging/staging_folder.h"
-#include "fs/staging/tensor_assembly.h"
-#include "index/common_state.h"
+#include "fs/save/journal.h"
+#include "fs/save/resolve_journals.h"
+#include "fs/save/schema.h"
+#include "fs/save/staged_manifests.h"
+#include "fs/save/staged_reader.h"
+#include "fs/save/staging_common.h"
+#include "fs/save/staging_folder.h"
+#include "fs/save/tensor_assembly.h"
+#include "index/records/common_state.h"
 
 // docs/format.md, "Staging of mounts": how journals become manifests. Nothing of what mounts wrote
 // is changed; the publisher adds manifests and perhaps a patch file, which a later try makes anew.

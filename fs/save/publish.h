@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_PUBLISH_H_
-#define TENSORMOUNT_FS_STAGING_PUBLISH_H_
+#ifndef TENSORMOUNT_FS_SAVE_PUBLISH_H_
+#define TENSORMOUNT_FS_SAVE_PUBLISH_H_
 
 #include <chrono>
 #include <string>
@@ -9,7 +9,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/store.h"
+#include "index/store/store.h"
 
 namespace tensormount::fs {
 
@@ -56,4 +56,4 @@ Result<Store::Published> PublishStagingWhenDone(const Store& store, FileSystem& 
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_PUBLISH_H_
+#endif  // TENSORMOUNT_FS_SAVE_PUBLISH_H_

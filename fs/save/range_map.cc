@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/range_map.h"
+#include "fs/save/range_map.h"
 
 namespace tensormount::fs {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_RANGE_MAP_H_
-#define TENSORMOUNT_FS_STAGING_RANGE_MAP_H_
+#ifndef TENSORMOUNT_FS_SAVE_RANGE_MAP_H_
+#define TENSORMOUNT_FS_SAVE_RANGE_MAP_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -106,4 +106,4 @@ class ClaimedRanges {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_RANGE_MAP_H_
+#endif  // TENSORMOUNT_FS_SAVE_RANGE_MAP_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/resolve_journals.h"
+#include "fs/save/resolve_journals.h"
 
 #include <algorithm>
 #include <iterator>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_RESOLVE_JOURNALS_H_
-#define TENSORMOUNT_FS_STAGING_RESOLVE_JOURNALS_H_
+#ifndef TENSORMOUNT_FS_SAVE_RESOLVE_JOURNALS_H_
+#define TENSORMOUNT_FS_SAVE_RESOLVE_JOURNALS_H_
 
 #include <cstdint>
 #include <map>
@@ -12,9 +12,9 @@
 #include "tensormount/box.h"
 #include "tensormount/status.h"
 
-#include "fs/staging/journal.h"
-#include "fs/staging/publish.h"
-#include "fs/staging/schema.h"
+#include "fs/save/journal.h"
+#include "fs/save/publish.h"
+#include "fs/save/schema.h"
 #include "shard/tensor_meta.h"
 
 // What the journals of a staging say, sorted by tensor and object, and the pieces of a tensor that
@@ -85,4 +85,4 @@ Result<std::vector<StagedPiece>> PiecesOf(const TensorMeta& meta,
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_RESOLVE_JOURNALS_H_
+#endif  // TENSORMOUNT_FS_SAVE_RESOLVE_JOURNALS_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/schema.h"
+#include "fs/save/schema.h"
 
 #include <algorithm>
 #include <chrono>

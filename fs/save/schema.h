@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_SCHEMA_H_
-#define TENSORMOUNT_FS_STAGING_SCHEMA_H_
+#ifndef TENSORMOUNT_FS_SAVE_SCHEMA_H_
+#define TENSORMOUNT_FS_SAVE_SCHEMA_H_
 
 #include <cstdint>
 #include <map>
@@ -66,4 +66,4 @@ Status AddSchema(FileSystem& fs, const std::string& staging_directory,
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_SCHEMA_H_
+#endif  // TENSORMOUNT_FS_SAVE_SCHEMA_H_

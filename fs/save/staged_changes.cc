@@ -5,8 +5,8 @@
 #include <fcntl.h>
 
 #include "base/log.h"
-#include "fs/staging/publish.h"
-#include "fs/staging/staging_tree_impl.h"
+#include "fs/save/publish.h"
+#include "fs/save/staging_tree_impl.h"
 
 namespace tensormount::fs {
 namespace {

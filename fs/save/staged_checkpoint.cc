@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/staged_checkpoint.h"
+#include "fs/save/staged_checkpoint.h"
 
 #include <algorithm>
 #include <cerrno>

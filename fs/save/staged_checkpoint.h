@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_STAGED_CHECKPOINT_H_
-#define TENSORMOUNT_FS_STAGING_STAGED_CHECKPOINT_H_
+#ifndef TENSORMOUNT_FS_SAVE_STAGED_CHECKPOINT_H_
+#define TENSORMOUNT_FS_SAVE_STAGED_CHECKPOINT_H_
 
 #include <atomic>
 #include <chrono>
@@ -18,11 +18,11 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/staging/schema.h"
-#include "fs/staging/staging_folder.h"
-#include "fs/staging/staging_writer.h"
+#include "fs/save/schema.h"
+#include "fs/save/staging_folder.h"
+#include "fs/save/staging_writer.h"
 #include "fs/views/key_tree.h"
-#include "index/store.h"
+#include "index/store/store.h"
 
 namespace tensormount::fs {
 
@@ -161,4 +161,4 @@ class StagedCheckpoint {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_STAGED_CHECKPOINT_H_
+#endif  // TENSORMOUNT_FS_SAVE_STAGED_CHECKPOINT_H_

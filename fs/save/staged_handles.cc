@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/staged_handles.h"
+#include "fs/save/staged_handles.h"
 
 #include <algorithm>
 #include <cerrno>

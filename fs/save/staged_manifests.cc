@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/staged_manifests.h"
+#include "fs/save/staged_manifests.h"
 
 #include <algorithm>
 #include <map>
 #include <optional>
 #include <utility>
 
-#include "index/manifest.h"
+#include "index/records/manifest.h"
 
 namespace tensormount::fs {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_STAGED_MANIFESTS_H_
-#define TENSORMOUNT_FS_STAGING_STAGED_MANIFESTS_H_
+#ifndef TENSORMOUNT_FS_SAVE_STAGED_MANIFESTS_H_
+#define TENSORMOUNT_FS_SAVE_STAGED_MANIFESTS_H_
 
 #include <cstdint>
 #include <string>
@@ -9,8 +9,8 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/staging/tensor_assembly.h"
-#include "index/store.h"
+#include "fs/save/tensor_assembly.h"
+#include "index/store/store.h"
 
 namespace tensormount::fs {
 
@@ -46,4 +46,4 @@ class StagedManifests {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_STAGED_MANIFESTS_H_
+#endif  // TENSORMOUNT_FS_SAVE_STAGED_MANIFESTS_H_

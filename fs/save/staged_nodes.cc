@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/staged_nodes.h"
+#include "fs/save/staged_nodes.h"
 
 #include <algorithm>
 #include <string_view>

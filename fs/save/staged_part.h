@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_STAGED_PART_H_
-#define TENSORMOUNT_FS_STAGING_STAGED_PART_H_
+#ifndef TENSORMOUNT_FS_SAVE_STAGED_PART_H_
+#define TENSORMOUNT_FS_SAVE_STAGED_PART_H_
 
 #include <atomic>
 #include <cstdint>
@@ -13,9 +13,9 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/staging/data_files.h"
-#include "fs/staging/journal.h"
-#include "index/store.h"
+#include "fs/save/data_files.h"
+#include "fs/save/journal.h"
+#include "index/store/store.h"
 
 // How targets and objects become durable, one or many at once.
 
@@ -71,4 +71,4 @@ Status SyncParts(StagedParts& shared, std::span<StagedPart* const> parts);
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_STAGED_PART_H_
+#endif  // TENSORMOUNT_FS_SAVE_STAGED_PART_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/staged_reader.h"
+#include "fs/save/staged_reader.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_STAGED_READER_H_
-#define TENSORMOUNT_FS_STAGING_STAGED_READER_H_
+#ifndef TENSORMOUNT_FS_SAVE_STAGED_READER_H_
+#define TENSORMOUNT_FS_SAVE_STAGED_READER_H_
 
 #include <array>
 #include <cstddef>
@@ -14,7 +14,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/staging/resolve_journals.h"
+#include "fs/save/resolve_journals.h"
 
 namespace tensormount::fs {
 
@@ -60,4 +60,4 @@ class StagedReader {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_STAGED_READER_H_
+#endif  // TENSORMOUNT_FS_SAVE_STAGED_READER_H_

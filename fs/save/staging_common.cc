@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/staging_common.h"
+#include "fs/save/staging_common.h"
 
 #include <charconv>
 #include <utility>

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_STAGING_COMMON_H_
-#define TENSORMOUNT_FS_STAGING_STAGING_COMMON_H_
+#ifndef TENSORMOUNT_FS_SAVE_STAGING_COMMON_H_
+#define TENSORMOUNT_FS_SAVE_STAGING_COMMON_H_
 
 #include <string_view>
 
 #include "tensormount/status.h"
 
-#include "index/common_state.h"
+#include "index/records/common_state.h"
 
 namespace tensormount::fs {
 
@@ -17,4 +17,4 @@ Result<CommonValues> CommonRecordsOf(std::string_view json);
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_STAGING_COMMON_H_
+#endif  // TENSORMOUNT_FS_SAVE_STAGING_COMMON_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/staging_folder.h"
+#include "fs/save/staging_folder.h"
 
 #include <algorithm>
 #include <array>
@@ -13,11 +13,11 @@
 
 #include "tensormount/common_value.h"
 
-#include "fs/staging/schema.h"
-#include "fs/staging/staging_common.h"
-#include "index/pinned_commit.h"
-#include "index/store_moves.h"
-#include "index/store_paths.h"
+#include "fs/save/schema.h"
+#include "fs/save/staging_common.h"
+#include "index/read/pinned_commit.h"
+#include "index/records/store_paths.h"
+#include "index/store/store_moves.h"
 
 namespace tensormount::fs {
 namespace {
@@ -134,9 +134,9 @@ Status RemoveStaging(const Store& store, FileSystem& fs, const Staging& staging)
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::string entry,
       store_moves::MoveToTrash(fs, store.path(), staging.directory, store_paths::kAbortedSuffix));
-  TENSORMOUNT_RETURN_IF_ERROR(fs.SyncMovedFolder(entry,
-                                                 JoinPath(store.path(), store_paths::kTrashFolder),
-                                                 JoinPath(store.path(), store_paths::kStagingFolder)));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      fs.SyncMovedFolder(entry, JoinPath(store.path(), store_paths::kTrashFolder),
+                         JoinPath(store.path(), store_paths::kStagingFolder)));
   // What takes space goes now; gc takes the rest, and this too where it fails.
   (void)fs.RemoveTree(JoinPath(entry, "data"));
   return Status();

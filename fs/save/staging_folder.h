@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_STAGING_FOLDER_H_
-#define TENSORMOUNT_FS_STAGING_STAGING_FOLDER_H_
+#ifndef TENSORMOUNT_FS_SAVE_STAGING_FOLDER_H_
+#define TENSORMOUNT_FS_SAVE_STAGING_FOLDER_H_
 
 #include <chrono>
 #include <cstdint>
@@ -12,7 +12,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/store.h"
+#include "index/store/store.h"
 
 // STORE/.staging/NAME as several mounts share it (docs/format.md, "Staging of mounts"):
 //   UUID, lock, data/, manifest/       as in every staging; lock: see WriterLease
@@ -79,4 +79,4 @@ Result<std::string> ReadCommonJson(FileSystem& fs, const Staging& staging);  // 
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_STAGING_FOLDER_H_
+#endif  // TENSORMOUNT_FS_SAVE_STAGING_FOLDER_H_

@@ -2,7 +2,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "fs/staging/publish.h"
+#include "fs/save/publish.h"
 
 namespace tensormount::fs {
 

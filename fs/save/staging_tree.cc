@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Names below .staging/ and what they are; changes are in staged_changes.cc.
-#include "fs/staging/staging_tree.h"
+#include "fs/save/staging_tree.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -11,7 +11,7 @@
 
 #include <fmt/core.h>
 
-#include "fs/staging/staging_tree_impl.h"
+#include "fs/save/staging_tree_impl.h"
 #include "fs/views/checkpoint_text.h"
 #include "fs/views/slice_name.h"
 #include "shard/tensor_meta.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_STAGING_TREE_H_
-#define TENSORMOUNT_FS_STAGING_STAGING_TREE_H_
+#ifndef TENSORMOUNT_FS_SAVE_STAGING_TREE_H_
+#define TENSORMOUNT_FS_SAVE_STAGING_TREE_H_
 
 #include <cstdint>
 #include <functional>
@@ -72,4 +72,4 @@ class StagingTree {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_STAGING_TREE_H_
+#endif  // TENSORMOUNT_FS_SAVE_STAGING_TREE_H_

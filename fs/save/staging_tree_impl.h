@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_STAGING_TREE_IMPL_H_
-#define TENSORMOUNT_FS_STAGING_STAGING_TREE_IMPL_H_
+#ifndef TENSORMOUNT_FS_SAVE_STAGING_TREE_IMPL_H_
+#define TENSORMOUNT_FS_SAVE_STAGING_TREE_IMPL_H_
 
 #include <cstdint>
 #include <map>
@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "fs/staging/staged_checkpoint.h"
-#include "fs/staging/staged_handles.h"
-#include "fs/staging/staged_nodes.h"
-#include "fs/staging/staging_tree.h"
+#include "fs/save/staged_checkpoint.h"
+#include "fs/save/staged_handles.h"
+#include "fs/save/staged_nodes.h"
+#include "fs/save/staging_tree.h"
 
 namespace tensormount::fs {
 
@@ -111,4 +111,4 @@ Status NotHere(std::string_view name);
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_STAGING_TREE_IMPL_H_
+#endif  // TENSORMOUNT_FS_SAVE_STAGING_TREE_IMPL_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/staging_writer.h"
+#include "fs/save/staging_writer.h"
 
 #include <algorithm>
 #include <map>
@@ -7,8 +7,8 @@
 #include <tuple>
 #include <utility>
 
-#include "fs/staging/blob_writer.h"
-#include "fs/staging/target_writer.h"
+#include "fs/save/blob_writer.h"
+#include "fs/save/target_writer.h"
 
 namespace tensormount::fs {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_STAGING_WRITER_H_
-#define TENSORMOUNT_FS_STAGING_STAGING_WRITER_H_
+#ifndef TENSORMOUNT_FS_SAVE_STAGING_WRITER_H_
+#define TENSORMOUNT_FS_SAVE_STAGING_WRITER_H_
 
 #include <cstdint>
 #include <memory>
@@ -10,9 +10,9 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/staging/journal.h"
-#include "fs/staging/schema.h"
-#include "index/store.h"
+#include "fs/save/journal.h"
+#include "fs/save/schema.h"
+#include "index/store/store.h"
 
 namespace tensormount::fs {
 
@@ -111,4 +111,4 @@ class StagingWriter {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_STAGING_WRITER_H_
+#endif  // TENSORMOUNT_FS_SAVE_STAGING_WRITER_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/target_geometry.h"
+#include "fs/save/target_geometry.h"
 
 #include "shard/box_access.h"
 #include "shard/strided_digest.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_TARGET_GEOMETRY_H_
-#define TENSORMOUNT_FS_STAGING_TARGET_GEOMETRY_H_
+#ifndef TENSORMOUNT_FS_SAVE_TARGET_GEOMETRY_H_
+#define TENSORMOUNT_FS_SAVE_TARGET_GEOMETRY_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -39,4 +39,4 @@ class TargetGeometry {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_TARGET_GEOMETRY_H_
+#endif  // TENSORMOUNT_FS_SAVE_TARGET_GEOMETRY_H_

@@ -5,7 +5,7 @@
 #include <set>
 #include <tuple>
 
-#include "fs/staging/target_writer.h"
+#include "fs/save/target_writer.h"
 #include "shard/leaf_hash.h"
 
 namespace tensormount::fs {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_TARGET_WRITER_H_
-#define TENSORMOUNT_FS_STAGING_TARGET_WRITER_H_
+#ifndef TENSORMOUNT_FS_SAVE_TARGET_WRITER_H_
+#define TENSORMOUNT_FS_SAVE_TARGET_WRITER_H_
 
 #include <condition_variable>
 #include <cstdint>
@@ -13,10 +13,10 @@
 #include <utility>
 #include <vector>
 
-#include "fs/staging/range_map.h"
-#include "fs/staging/staged_part.h"
-#include "fs/staging/staging_writer.h"
-#include "fs/staging/target_geometry.h"
+#include "fs/save/range_map.h"
+#include "fs/save/staged_part.h"
+#include "fs/save/staging_writer.h"
+#include "fs/save/target_geometry.h"
 
 namespace tensormount::fs {
 
@@ -125,4 +125,4 @@ class TargetWriter final : public StagingWriter::Target, public StagedPart {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_TARGET_WRITER_H_
+#endif  // TENSORMOUNT_FS_SAVE_TARGET_WRITER_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/tensor_assembly.h"
+#include "fs/save/tensor_assembly.h"
 
 #include <algorithm>
 #include <array>
@@ -7,7 +7,7 @@
 #include <set>
 #include <utility>
 
-#include "fs/staging/resolve_journals.h"
+#include "fs/save/resolve_journals.h"
 #include "shard/box_access.h"
 #include "shard/coverage.h"
 #include "shard/coverage_search.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_STAGING_TENSOR_ASSEMBLY_H_
-#define TENSORMOUNT_FS_STAGING_TENSOR_ASSEMBLY_H_
+#ifndef TENSORMOUNT_FS_SAVE_TENSOR_ASSEMBLY_H_
+#define TENSORMOUNT_FS_SAVE_TENSOR_ASSEMBLY_H_
 
 #include <cstdint>
 #include <memory>
@@ -11,10 +11,10 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/staging/publish.h"
-#include "fs/staging/resolve_journals.h"
-#include "fs/staging/staged_reader.h"
-#include "index/store.h"
+#include "fs/save/publish.h"
+#include "fs/save/resolve_journals.h"
+#include "fs/save/staged_reader.h"
+#include "index/store/store.h"
 #include "shard/tensor_meta.h"
 
 // From the pieces of one tensor that mounts wrote to chunks that cover it exactly.
@@ -104,4 +104,4 @@ class TensorAssembly {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_STAGING_TENSOR_ASSEMBLY_H_
+#endif  // TENSORMOUNT_FS_SAVE_TENSOR_ASSEMBLY_H_

@@ -3,7 +3,7 @@
 #include <numeric>
 #include <utility>
 
-#include "fs/staging/tensor_assembly.h"
+#include "fs/save/tensor_assembly.h"
 #include "shard/box_access.h"
 #include "shard/copy_plan.h"
 #include "shard/strided_digest.h"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "index/foreign_file.h"
+#include "index/read/foreign_file.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount::fs {

@@ -4,7 +4,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "index/safetensors_layout.h"
+#include "index/records/safetensors_layout.h"
 
 namespace tensormount::fs {
 namespace {

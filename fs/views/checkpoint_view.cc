@@ -14,7 +14,7 @@
 #include "fs/views/keyed_view.h"
 #include "fs/views/slices_view.h"
 #include "fs/views/zarr_view.h"
-#include "index/adopt/open_source.h"
+#include "index/foreign/open_source.h"
 
 namespace tensormount::fs {
 

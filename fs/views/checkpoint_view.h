@@ -22,7 +22,7 @@
 #include "fs/views/shown_checkpoint.h"
 #include "fs/views/view.h"
 #include "fs/views/virtual_file.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 namespace tensormount::fs {
 

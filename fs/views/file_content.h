@@ -11,7 +11,7 @@
 #include "tensormount/box.h"
 
 #include "fs/views/generated_text.h"
-#include "index/checkpoint_index.h"
+#include "index/records/checkpoint_index.h"
 
 namespace tensormount::fs {
 

@@ -8,7 +8,7 @@
 
 #include "base/checked.h"
 #include "fs/views/checkpoint_text.h"
-#include "index/safetensors_layout.h"
+#include "index/records/safetensors_layout.h"
 
 namespace tensormount::fs {
 namespace {

@@ -6,7 +6,7 @@
 #include <cerrno>
 
 #include "fs/answers.h"
-#include "index/glob_captures.h"
+#include "index/records/glob_captures.h"
 
 namespace tensormount::fs {
 namespace {

@@ -13,7 +13,7 @@
 #include "tensormount/status.h"
 
 #include "fs/views/key_path.h"
-#include "index/checkpoint_index.h"
+#include "index/records/checkpoint_index.h"
 
 namespace tensormount::fs {
 

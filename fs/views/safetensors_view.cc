@@ -5,7 +5,7 @@
 
 #include "fs/views/checkpoint_views.h"
 #include "fs/views/file_view.h"
-#include "index/safetensors_layout.h"
+#include "index/records/safetensors_layout.h"
 
 namespace tensormount::fs {
 namespace {

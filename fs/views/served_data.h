@@ -9,7 +9,7 @@
 
 #include "fs/views/file_content.h"
 #include "fs/views/shown_checkpoint.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 namespace tensormount::fs {
 

@@ -11,7 +11,7 @@
 
 #include "fs/views/key_tree.h"
 #include "fs/views/shown_tensors.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 namespace tensormount::fs {
 

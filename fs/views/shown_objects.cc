@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "fs/views/shown_checkpoint.h"
-#include "index/key_renames.h"
+#include "index/records/key_renames.h"
 
 namespace tensormount::fs {
 namespace {

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "base/log.h"
-#include "index/layer_names.h"
+#include "index/records/layer_names.h"
 
 namespace tensormount::fs {
 namespace {

@@ -13,8 +13,8 @@
 #include "tensormount/status.h"
 
 #include "fs/views/key_tree.h"
-#include "index/checkpoint_index.h"
-#include "index/key_renames.h"
+#include "index/records/checkpoint_index.h"
+#include "index/records/key_renames.h"
 
 // Which tensors a mount shows of a checkpoint, and what they are called.
 

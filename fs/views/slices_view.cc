@@ -7,7 +7,7 @@
 
 #include "fs/answers.h"
 #include "fs/views/tensor_box.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 #include "shard/npy.h"
 #include "shard/tensor_meta.h"
 

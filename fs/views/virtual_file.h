@@ -12,8 +12,8 @@
 
 #include "fs/node.h"
 #include "fs/views/file_content.h"
-#include "index/checkpoint.h"
-#include "index/proven_ranges.h"
+#include "index/read/checkpoint.h"
+#include "index/read/proven_ranges.h"
 
 namespace tensormount::fs {
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <charconv>
 
-#include "index/extent_table.h"
+#include "index/records/extent_table.h"
 
 namespace tensormount::fs {
 namespace {

@@ -10,7 +10,7 @@
 #include "tensormount/box.h"
 #include "tensormount/status.h"
 
-#include "index/checkpoint_index.h"
+#include "index/records/checkpoint_index.h"
 
 namespace tensormount::fs {
 

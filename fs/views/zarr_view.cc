@@ -8,7 +8,7 @@
 #include "fs/answers.h"
 #include "fs/views/tensor_box.h"
 #include "fs/views/zarr_metadata.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 namespace tensormount::fs {
 namespace {

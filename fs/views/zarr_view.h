@@ -13,7 +13,7 @@
 #include "fs/views/shown_checkpoint.h"
 #include "fs/views/view.h"
 #include "fs/views/zarr_grid.h"
-#include "index/lru_cache.h"
+#include "index/records/lru_cache.h"
 
 namespace tensormount::fs {
 

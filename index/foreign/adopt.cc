@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/adopt.h"
+#include "index/foreign/adopt.h"
 
 #include <algorithm>
 #include <atomic>
@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "index/manifest.h"
-#include "index/stretch_read.h"
+#include "index/read/stretch_read.h"
+#include "index/records/manifest.h"
 #include "shard/leaf_hash.h"
 
 namespace tensormount {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_ADOPT_H_
-#define TENSORMOUNT_INDEX_ADOPT_ADOPT_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_ADOPT_H_
+#define TENSORMOUNT_INDEX_FOREIGN_ADOPT_H_
 
 #include <cstdint>
 #include <functional>
@@ -10,8 +10,8 @@
 #include "tensormount/store.h"
 
 #include "base/file_system.h"
-#include "index/checkpoint.h"
-#include "index/store.h"
+#include "index/read/checkpoint.h"
+#include "index/store/store.h"
 
 namespace tensormount {
 
@@ -37,4 +37,4 @@ Result<Store::Published> AdoptSource(FileSystem& fs, const OpenedCheckpoint& for
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_ADOPT_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_ADOPT_H_

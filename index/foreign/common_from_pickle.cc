@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "base/coding.h"
-#include "index/adopt/foreign.h"
-#include "index/adopt/pickle.h"
+#include "index/foreign/foreign.h"
+#include "index/foreign/pickle.h"
 
 namespace tensormount {
 namespace {

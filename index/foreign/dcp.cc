@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "index/adopt/dcp_items.h"
-#include "index/adopt/dcp_metadata.h"
-#include "index/adopt/dcp_objects.h"
-#include "index/adopt/format.h"
-#include "index/adopt/megatron.h"
+#include "index/foreign/dcp_items.h"
+#include "index/foreign/dcp_metadata.h"
+#include "index/foreign/dcp_objects.h"
+#include "index/foreign/format.h"
+#include "index/foreign/megatron.h"
 #include "shard/coverage.h"
 #include "shard/tensor_meta.h"
 

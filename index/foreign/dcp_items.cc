@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/dcp_items.h"
+#include "index/foreign/dcp_items.h"
 
 #include <utility>
 #include <vector>
 
-#include "index/adopt/torch_archive.h"
+#include "index/foreign/torch_archive.h"
 
 namespace tensormount {
 namespace {

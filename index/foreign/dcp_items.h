@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_DCP_ITEMS_H_
-#define TENSORMOUNT_INDEX_ADOPT_DCP_ITEMS_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_DCP_ITEMS_H_
+#define TENSORMOUNT_INDEX_FOREIGN_DCP_ITEMS_H_
 
 #include <memory>
 #include <string>
@@ -8,7 +8,7 @@
 
 #include "tensormount/status.h"
 
-#include "index/adopt/foreign.h"
+#include "index/foreign/foreign.h"
 
 namespace tensormount {
 
@@ -19,4 +19,4 @@ std::shared_ptr<const ItemResolver> MakeDcpItemResolver(std::unordered_set<std::
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_DCP_ITEMS_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_DCP_ITEMS_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/dcp_metadata.h"
+#include "index/foreign/dcp_metadata.h"
 
 #include <algorithm>
 #include <functional>
@@ -7,8 +7,8 @@
 #include <unordered_map>
 
 #include "base/checked.h"
-#include "index/adopt/foreign.h"
-#include "index/adopt/torch_tensor.h"
+#include "index/foreign/foreign.h"
+#include "index/foreign/torch_tensor.h"
 #include "shard/tensor_meta.h"
 
 // torch/distributed/checkpoint/{metadata,filesystem}.py are where the classes below come from.

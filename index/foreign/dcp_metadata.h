@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_DCP_METADATA_H_
-#define TENSORMOUNT_INDEX_ADOPT_DCP_METADATA_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_DCP_METADATA_H_
+#define TENSORMOUNT_INDEX_FOREIGN_DCP_METADATA_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +15,7 @@
 #include "tensormount/dtype.h"
 #include "tensormount/status.h"
 
-#include "index/adopt/pickle.h"
+#include "index/foreign/pickle.h"
 
 // The .metadata pickle of torch.distributed.checkpoint as plain records, whatever release wrote it:
 // torch 1.13 (torch.distributed._shard.checkpoint) to 2.13, Megatron-Core, OLMo-core.
@@ -90,4 +90,4 @@ bool ReadPickledSize(const pickle::Value& value, std::vector<std::int64_t>& out)
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_DCP_METADATA_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_DCP_METADATA_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/dcp_objects.h"
+#include "index/foreign/dcp_objects.h"
 
 #include <algorithm>
 #include <cstring>
@@ -9,7 +9,7 @@
 #include <tuple>
 #include <utility>
 
-#include "index/adopt/torch_archive.h"
+#include "index/foreign/torch_archive.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_DCP_OBJECTS_H_
-#define TENSORMOUNT_INDEX_ADOPT_DCP_OBJECTS_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_DCP_OBJECTS_H_
+#define TENSORMOUNT_INDEX_FOREIGN_DCP_OBJECTS_H_
 
 #include <cstdint>
 #include <string>
@@ -8,9 +8,9 @@
 
 #include "tensormount/status.h"
 
-#include "index/adopt/dcp_metadata.h"
-#include "index/adopt/foreign.h"
-#include "index/adopt/megatron.h"
+#include "index/foreign/dcp_metadata.h"
+#include "index/foreign/foreign.h"
+#include "index/foreign/megatron.h"
 
 namespace tensormount {
 
@@ -44,4 +44,4 @@ class DcpObjects {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_DCP_OBJECTS_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_DCP_OBJECTS_H_

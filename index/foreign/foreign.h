@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_FOREIGN_H_
-#define TENSORMOUNT_INDEX_ADOPT_FOREIGN_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_FOREIGN_H_
+#define TENSORMOUNT_INDEX_FOREIGN_FOREIGN_H_
 
 #include <cstdint>
 #include <memory>
@@ -15,7 +15,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/foreign_content.h"
+#include "index/read/foreign_content.h"
 
 // What adapters of foreign formats share: the folder that they may look into, and the content that
 // they make of it.
@@ -167,4 +167,4 @@ std::optional<CommonValue> CommonFromPickle(const pickle::Value& value);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_FOREIGN_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_FOREIGN_H_

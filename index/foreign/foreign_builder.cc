@@ -13,9 +13,9 @@
 #include "base/coding.h"
 #include "base/errors.h"
 #include "base/hash.h"
-#include "index/adopt/foreign.h"
-#include "index/common_state.h"
-#include "index/record_coding.h"
+#include "index/foreign/foreign.h"
+#include "index/records/common_state.h"
+#include "index/records/record_coding.h"
 #include "shard/coverage.h"
 
 namespace tensormount {

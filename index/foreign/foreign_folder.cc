@@ -4,7 +4,7 @@
 #include <cerrno>
 #include <utility>
 
-#include "index/adopt/foreign.h"
+#include "index/foreign/foreign.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_FORMAT_H_
-#define TENSORMOUNT_INDEX_ADOPT_FORMAT_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_FORMAT_H_
+#define TENSORMOUNT_INDEX_FOREIGN_FORMAT_H_
 
 #include <cstdint>
 #include <optional>
@@ -11,7 +11,7 @@
 
 #include "tensormount/status.h"
 
-#include "index/adopt/foreign.h"
+#include "index/foreign/foreign.h"
 
 // Formats of others. A new one is one file with a class of these two calls, a line in formats.cc
 // and a row in docs/formats-adopted.md; nothing else learns of it.
@@ -76,4 +76,4 @@ const ForeignFormat& NumpyFormat();  // numpy.cc: .npz, .npy, folders of .npy
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_FORMAT_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_FORMAT_H_

@@ -5,7 +5,7 @@
 #include <tuple>
 #include <vector>
 
-#include "index/adopt/format.h"
+#include "index/foreign/format.h"
 
 namespace tensormount {
 namespace {

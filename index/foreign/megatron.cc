@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/megatron.h"
+#include "index/foreign/megatron.h"
 
 #include <algorithm>
 #include <array>
@@ -11,8 +11,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include "index/adopt/torch_archive.h"
-#include "index/adopt/torch_tree.h"
+#include "index/foreign/torch_archive.h"
+#include "index/foreign/torch_tree.h"
 #include "shard/strict_json.h"
 
 namespace tensormount {

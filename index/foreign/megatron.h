@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_MEGATRON_H_
-#define TENSORMOUNT_INDEX_ADOPT_MEGATRON_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_MEGATRON_H_
+#define TENSORMOUNT_INDEX_FOREIGN_MEGATRON_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -13,10 +13,10 @@
 #include "tensormount/box.h"
 #include "tensormount/status.h"
 
-#include "index/adopt/foreign.h"
-#include "index/adopt/pickle.h"
-#include "index/adopt/torch_archive.h"
-#include "index/adopt/value_budget.h"
+#include "index/foreign/foreign.h"
+#include "index/foreign/pickle.h"
+#include "index/foreign/torch_archive.h"
+#include "index/foreign/value_budget.h"
 
 // What Megatron-Core's dist_checkpointing adds to the formats that it writes
 // (megatron/core/dist_checkpointing/{core,mapping}.py, strategies/torch.py).
@@ -67,4 +67,4 @@ Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builde
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_MEGATRON_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_MEGATRON_H_

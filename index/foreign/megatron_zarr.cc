@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
-#include "index/adopt/format.h"
-#include "index/adopt/megatron.h"
-#include "index/adopt/zarr_array.h"
+#include "index/foreign/format.h"
+#include "index/foreign/megatron.h"
+#include "index/foreign/zarr_array.h"
 #include "shard/tensor_meta.h"
 
 // Zarr hierarchies of version 2: those of Megatron-Core (strategies/zarr.py, until 0.15), where the

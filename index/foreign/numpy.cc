@@ -6,8 +6,8 @@
 #include <string_view>
 #include <vector>
 
-#include "index/adopt/format.h"
-#include "index/adopt/zip_archive.h"
+#include "index/foreign/format.h"
+#include "index/foreign/zip_archive.h"
 #include "shard/npy.h"
 #include "shard/tensor_meta.h"
 

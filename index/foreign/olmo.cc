@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "index/adopt/format.h"
-#include "index/adopt/olmo_metadata.h"
-#include "index/adopt/pickle.h"
+#include "index/foreign/format.h"
+#include "index/foreign/olmo_metadata.h"
+#include "index/foreign/pickle.h"
 #include "shard/safetensors.h"
 #include "shard/tensor_meta.h"
 

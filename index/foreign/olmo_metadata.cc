@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/olmo_metadata.h"
+#include "index/foreign/olmo_metadata.h"
 
 #include <unordered_map>
 #include <utility>

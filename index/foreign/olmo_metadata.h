@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_OLMO_METADATA_H_
-#define TENSORMOUNT_INDEX_ADOPT_OLMO_METADATA_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_OLMO_METADATA_H_
+#define TENSORMOUNT_INDEX_FOREIGN_OLMO_METADATA_H_
 
 #include <cstdint>
 #include <optional>
@@ -43,4 +43,4 @@ Result<OlmoMetadata> ParseOlmoMetadata(std::string_view json);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_OLMO_METADATA_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_OLMO_METADATA_H_

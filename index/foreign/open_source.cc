@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/open_source.h"
+#include "index/foreign/open_source.h"
 
 #include <new>
 #include <optional>
 #include <utility>
 
-#include "index/adopt/foreign.h"
-#include "index/adopt/format.h"
-#include "index/commit_record.h"
-#include "index/store.h"
-#include "index/store_paths.h"
+#include "index/foreign/foreign.h"
+#include "index/foreign/format.h"
+#include "index/records/commit_record.h"
+#include "index/records/store_paths.h"
+#include "index/store/store.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_OPEN_SOURCE_H_
-#define TENSORMOUNT_INDEX_ADOPT_OPEN_SOURCE_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_OPEN_SOURCE_H_
+#define TENSORMOUNT_INDEX_FOREIGN_OPEN_SOURCE_H_
 
 #include <memory>
 #include <string>
@@ -9,7 +9,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 // What a user may name as SOURCE, found and opened in one place for the library, the mount and
 // every command.
@@ -52,4 +52,4 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenNamed(FileSystem& fs, const std::s
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_OPEN_SOURCE_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_OPEN_SOURCE_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/pickle.h"
+#include "index/foreign/pickle.h"
 
 #include <bit>
 #include <cassert>
@@ -7,7 +7,7 @@
 #include <random>
 #include <sys/mman.h>
 
-#include "index/adopt/pickle_record.h"
+#include "index/foreign/pickle_record.h"
 
 namespace tensormount::pickle {
 namespace {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/pickle_calls.h"
+#include "index/foreign/pickle_calls.h"
 
 #include <array>
 
-#include "index/adopt/pickle_record.h"
+#include "index/foreign/pickle_record.h"
 
 namespace tensormount::pickle {
 namespace {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/pickle_classes.h"
+#include "index/foreign/pickle_classes.h"
 
 #include <algorithm>
 #include <tuple>
 #include <vector>
 
-#include "index/adopt/pickle_record.h"
+#include "index/foreign/pickle_record.h"
 
 namespace tensormount::pickle {
 namespace {

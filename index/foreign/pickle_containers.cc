@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/pickle_containers.h"
+#include "index/foreign/pickle_containers.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 #include <sys/mman.h>
 
-#include "index/adopt/pickle_calls.h"
+#include "index/foreign/pickle_calls.h"
 
 namespace tensormount::pickle {
 

@@ -2,7 +2,7 @@
 #include <charconv>
 #include <unordered_set>
 
-#include "index/adopt/pickle_record.h"
+#include "index/foreign/pickle_record.h"
 
 namespace tensormount::pickle {
 namespace {

@@ -6,9 +6,9 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
-#include "index/adopt/pickle_calls.h"
-#include "index/adopt/pickle_containers.h"
-#include "index/adopt/pickle_record.h"
+#include "index/foreign/pickle_calls.h"
+#include "index/foreign/pickle_containers.h"
+#include "index/foreign/pickle_record.h"
 #include "shard/utf8.h"
 
 namespace tensormount::pickle {

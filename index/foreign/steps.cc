@@ -8,7 +8,7 @@
 
 #include "base/coding.h"
 #include "base/hash.h"
-#include "index/adopt/format.h"
+#include "index/foreign/format.h"
 
 namespace tensormount {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/torch_archive.h"
+#include "index/foreign/torch_archive.h"
 
 #include <algorithm>
 #include <iterator>
@@ -9,7 +9,7 @@
 #include "base/checked.h"
 #include "base/coding.h"
 #include "base/crc32.h"
-#include "index/adopt/torch_tensor.h"
+#include "index/foreign/torch_tensor.h"
 #include "shard/utf8.h"
 
 namespace tensormount {

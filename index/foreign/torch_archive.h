@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_TORCH_ARCHIVE_H_
-#define TENSORMOUNT_INDEX_ADOPT_TORCH_ARCHIVE_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_TORCH_ARCHIVE_H_
+#define TENSORMOUNT_INDEX_FOREIGN_TORCH_ARCHIVE_H_
 
 #include <cstdint>
 #include <functional>
@@ -14,8 +14,8 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/adopt/pickle.h"
-#include "index/adopt/zip_archive.h"
+#include "index/foreign/pickle.h"
+#include "index/foreign/zip_archive.h"
 
 // What torch.save writes since 1.6: a zip with data.pkl and one stored entry a storage
 // (torch/serialization.py, caffe2/serialize/inline_container.h).
@@ -73,4 +73,4 @@ Result<std::string> DescribeObject(File& file, std::uint64_t begin, std::uint64_
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_TORCH_ARCHIVE_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_TORCH_ARCHIVE_H_

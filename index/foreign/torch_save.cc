@@ -10,9 +10,9 @@
 
 #include <nlohmann/json.hpp>
 
-#include "index/adopt/format.h"
-#include "index/adopt/torch_archive.h"
-#include "index/adopt/torch_tree.h"
+#include "index/foreign/format.h"
+#include "index/foreign/torch_archive.h"
+#include "index/foreign/torch_tree.h"
 #include "shard/strict_json.h"
 
 // Files that torch.save wrote since 1.6: single ones, the sharded form that Hugging Face's

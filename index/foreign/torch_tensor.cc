@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/torch_tensor.h"
+#include "index/foreign/torch_tensor.h"
 
 #include <algorithm>
 #include <optional>
@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/checked.h"
-#include "index/adopt/pickle_calls.h"
+#include "index/foreign/pickle_calls.h"
 
 namespace tensormount {
 namespace {

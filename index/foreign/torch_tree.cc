@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/torch_tree.h"
+#include "index/foreign/torch_tree.h"
 
 #include <optional>
 #include <utility>

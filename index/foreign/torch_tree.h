@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_TORCH_TREE_H_
-#define TENSORMOUNT_INDEX_ADOPT_TORCH_TREE_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_TORCH_TREE_H_
+#define TENSORMOUNT_INDEX_FOREIGN_TORCH_TREE_H_
 
 #include <cstdint>
 #include <functional>
@@ -12,10 +12,10 @@
 
 #include "tensormount/status.h"
 
-#include "index/adopt/foreign.h"
-#include "index/adopt/pickle.h"
-#include "index/adopt/torch_archive.h"
-#include "index/adopt/value_budget.h"
+#include "index/foreign/foreign.h"
+#include "index/foreign/pickle.h"
+#include "index/foreign/torch_archive.h"
+#include "index/foreign/value_budget.h"
 
 // The dicts and lists that torch.save was given, as keys of tensors and names of common values.
 
@@ -94,4 +94,4 @@ class TorchTree {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_TORCH_TREE_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_TORCH_TREE_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/value_budget.h"
+#include "index/foreign/value_budget.h"
 
 namespace tensormount {
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_VALUE_BUDGET_H_
-#define TENSORMOUNT_INDEX_ADOPT_VALUE_BUDGET_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_VALUE_BUDGET_H_
+#define TENSORMOUNT_INDEX_FOREIGN_VALUE_BUDGET_H_
 
 #include <cstddef>
 #include <optional>
 
 #include "tensormount/common_value.h"
 
-#include "index/adopt/foreign.h"
-#include "index/adopt/pickle.h"
+#include "index/foreign/foreign.h"
+#include "index/foreign/pickle.h"
 
 namespace tensormount {
 
@@ -28,4 +28,4 @@ class ValueBudget {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_VALUE_BUDGET_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_VALUE_BUDGET_H_

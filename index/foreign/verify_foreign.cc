@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/verify_foreign.h"
+#include "index/foreign/verify_foreign.h"
 
 #include <algorithm>
 #include <array>
@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "index/adopt/foreign.h"
-#include "index/adopt/format.h"
-#include "index/adopt/zip_archive.h"
-#include "index/verify_pieces.h"
+#include "index/foreign/foreign.h"
+#include "index/foreign/format.h"
+#include "index/foreign/zip_archive.h"
+#include "index/read/verify_pieces.h"
 
 namespace tensormount {
 namespace {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_VERIFY_FOREIGN_H_
-#define TENSORMOUNT_INDEX_ADOPT_VERIFY_FOREIGN_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_VERIFY_FOREIGN_H_
+#define TENSORMOUNT_INDEX_FOREIGN_VERIFY_FOREIGN_H_
 
 #include <string>
 
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 namespace tensormount {
 
@@ -22,4 +22,4 @@ Result<VerifyReport> VerifyForeign(FileSystem& fs, const std::string& path,
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_VERIFY_FOREIGN_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_VERIFY_FOREIGN_H_

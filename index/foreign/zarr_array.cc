@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/zarr_array.h"
+#include "index/foreign/zarr_array.h"
 
 #include <charconv>
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ADOPT_ZARR_ARRAY_H_
-#define TENSORMOUNT_INDEX_ADOPT_ZARR_ARRAY_H_
+#ifndef TENSORMOUNT_INDEX_FOREIGN_ZARR_ARRAY_H_
+#define TENSORMOUNT_INDEX_FOREIGN_ZARR_ARRAY_H_
 
 #include <optional>
 #include <string>
@@ -42,4 +42,4 @@ Status ParseZgroup(std::string_view text);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ADOPT_ZARR_ARRAY_H_
+#endif  // TENSORMOUNT_INDEX_FOREIGN_ZARR_ARRAY_H_

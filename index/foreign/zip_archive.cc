@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/zip_archive.h"
+#include "index/foreign/zip_archive.h"
 
 #include <algorithm>
 #include <limits>

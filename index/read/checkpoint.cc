@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 
 #include "base/checked.h"
-#include "index/derived_index.h"
-#include "index/file_cache.h"
-#include "index/foreign_content.h"
-#include "index/foreign_file.h"
-#include "index/memory_table.h"
-#include "index/pinned_commit.h"
-#include "index/proven_ranges.h"
-#include "index/rebuild.h"
+#include "index/read/derived_index.h"
+#include "index/read/file_cache.h"
+#include "index/read/foreign_content.h"
+#include "index/read/foreign_file.h"
+#include "index/read/pinned_commit.h"
+#include "index/read/proven_ranges.h"
+#include "index/read/rebuild.h"
+#include "index/records/memory_table.h"
 
 namespace tensormount {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_CHECKPOINT_H_
-#define TENSORMOUNT_INDEX_CHECKPOINT_H_
+#ifndef TENSORMOUNT_INDEX_READ_CHECKPOINT_H_
+#define TENSORMOUNT_INDEX_READ_CHECKPOINT_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -14,9 +14,9 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/checkpoint_index.h"
-#include "index/commit_record.h"
-#include "index/foreign_loss.h"
+#include "index/read/foreign_loss.h"
+#include "index/records/checkpoint_index.h"
+#include "index/records/commit_record.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
@@ -63,7 +63,7 @@ class OpenedCheckpoint {
     std::uint64_t check_index_bytes = kIndexCheckedWhole;
     std::size_t max_open_files = 512;
     // Folders of which the operator said that data of adopted checkpoints may lie below them,
-    // whoever published these (index/foreign_file.h).
+    // whoever published these (index/read/foreign_file.h).
     std::vector<std::string> roots;
     // The folder, pinned by the caller (FileSystem::PinDirectory). Null: done here, where a symlink
     // as last component is followed.
@@ -159,7 +159,7 @@ class OpenedCheckpoint {
 
   // Opens that file; of a checkpoint's own files nothing outside of its folder, of foreign ones
   // nothing outside of info().root, whatever links somebody put there. kStale where a foreign one
-  // is not what it was (index/foreign_file.h).
+  // is not what it was (index/read/foreign_file.h).
   Result<std::unique_ptr<File>> OpenFile(std::uint32_t file) const;
   // Keeps file number n open no longer: the next read opens what has its name then, say a good copy
   // that somebody put in the place of a damaged one.
@@ -168,7 +168,7 @@ class OpenedCheckpoint {
   // what it was. kStale. Ok for a checkpoint's own files.
   Status CheckStill(std::uint32_t file, File& open) const;
 
-  struct Files;  // index/file_cache.h; not for users.
+  struct Files;  // index/read/file_cache.h; not for users.
 
  private:
   OpenedCheckpoint();
@@ -244,4 +244,4 @@ Result<VerifyReport> VerifyCheckpoint(FileSystem& fs, const std::string& directo
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_CHECKPOINT_H_
+#endif  // TENSORMOUNT_INDEX_READ_CHECKPOINT_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/compare.h"
+#include "index/read/compare.h"
 
 #include <algorithm>
 #include <atomic>
@@ -12,7 +12,7 @@
 #include <tuple>
 #include <vector>
 
-#include "index/key_renames.h"
+#include "index/records/key_renames.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_COMPARE_H_
-#define TENSORMOUNT_INDEX_COMPARE_H_
+#ifndef TENSORMOUNT_INDEX_READ_COMPARE_H_
+#define TENSORMOUNT_INDEX_READ_COMPARE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 #include "tensormount/status.h"
 
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 #include "shard/compare_values.h"
 #include "shard/tensor_meta.h"
 
@@ -84,4 +84,4 @@ Dims IndexOf(std::uint64_t element, const Dims& shape);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_COMPARE_H_
+#endif  // TENSORMOUNT_INDEX_READ_COMPARE_H_

@@ -2,10 +2,10 @@
 #include <fnmatch.h>
 #include <set>
 
-#include "index/common_tree.h"
-#include "index/compare.h"
-#include "index/key_renames.h"
-#include "index/layer_names.h"
+#include "index/read/compare.h"
+#include "index/records/common_tree.h"
+#include "index/records/key_renames.h"
+#include "index/records/layer_names.h"
 
 namespace tensormount {
 namespace {

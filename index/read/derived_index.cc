@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/derived_index.h"
+#include "index/read/derived_index.h"
 
 #include <utility>
 
-#include "index/checkpoint.h"
-#include "index/store_paths.h"
+#include "index/read/checkpoint.h"
+#include "index/records/store_paths.h"
 
 namespace tensormount {
 

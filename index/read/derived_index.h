@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_DERIVED_INDEX_H_
-#define TENSORMOUNT_INDEX_DERIVED_INDEX_H_
+#ifndef TENSORMOUNT_INDEX_READ_DERIVED_INDEX_H_
+#define TENSORMOUNT_INDEX_READ_DERIVED_INDEX_H_
 
 #include <memory>
 #include <string>
@@ -8,8 +8,8 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/checkpoint_index.h"
-#include "index/commit_record.h"
+#include "index/records/checkpoint_index.h"
+#include "index/records/commit_record.h"
 
 // An index that fsck rebuilt: STORE/.derived/UUID/ with a RECORD (an encoded commit record whose
 // only file is the index) beside it. Never the truth. `directory` is the checkpoint's, below its
@@ -28,4 +28,4 @@ Result<std::shared_ptr<const CheckpointIndex>> OpenDerivedIndex(FileSystem& fs,
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_DERIVED_INDEX_H_
+#endif  // TENSORMOUNT_INDEX_READ_DERIVED_INDEX_H_

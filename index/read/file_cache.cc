@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/file_cache.h"
+#include "index/read/file_cache.h"
 
 #include <sys/mman.h>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_FILE_CACHE_H_
-#define TENSORMOUNT_INDEX_FILE_CACHE_H_
+#ifndef TENSORMOUNT_INDEX_READ_FILE_CACHE_H_
+#define TENSORMOUNT_INDEX_READ_FILE_CACHE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -11,10 +11,10 @@
 
 #include "base/file_system.h"
 #include "base/spare_descriptors.h"
-#include "index/checkpoint.h"
-#include "index/extent_lookup.h"
-#include "index/foreign_file.h"
-#include "index/lru_cache.h"
+#include "index/read/checkpoint.h"
+#include "index/read/foreign_file.h"
+#include "index/records/extent_lookup.h"
+#include "index/records/lru_cache.h"
 
 namespace tensormount {
 
@@ -73,4 +73,4 @@ struct OpenedCheckpoint::Files {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_FILE_CACHE_H_
+#endif  // TENSORMOUNT_INDEX_READ_FILE_CACHE_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_FOREIGN_CONTENT_H_
-#define TENSORMOUNT_INDEX_FOREIGN_CONTENT_H_
+#ifndef TENSORMOUNT_INDEX_READ_FOREIGN_CONTENT_H_
+#define TENSORMOUNT_INDEX_READ_FOREIGN_CONTENT_H_
 
 #include <memory>
 #include <string>
@@ -9,8 +9,8 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/content.h"
-#include "index/foreign_loss.h"
+#include "index/read/foreign_loss.h"
+#include "index/records/content.h"
 #include "shard/tensor_meta.h"
 
 // What an adapter of a foreign format hands over to be opened.
@@ -39,4 +39,4 @@ struct ForeignContent {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_FOREIGN_CONTENT_H_
+#endif  // TENSORMOUNT_INDEX_READ_FOREIGN_CONTENT_H_

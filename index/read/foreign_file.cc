@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/foreign_file.h"
+#include "index/read/foreign_file.h"
 
 #include <cerrno>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_FOREIGN_FILE_H_
-#define TENSORMOUNT_INDEX_FOREIGN_FILE_H_
+#ifndef TENSORMOUNT_INDEX_READ_FOREIGN_FILE_H_
+#define TENSORMOUNT_INDEX_READ_FOREIGN_FILE_H_
 
 #include <cstdint>
 #include <map>
@@ -12,7 +12,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/content.h"
+#include "index/records/content.h"
 
 // Files of others that records point into: what must hold before and after bytes of them are
 // believed.
@@ -71,4 +71,4 @@ Result<ForeignBase> CheckMayReadForeign(FileSystem& fs, const std::string& direc
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_FOREIGN_FILE_H_
+#endif  // TENSORMOUNT_INDEX_READ_FOREIGN_FILE_H_

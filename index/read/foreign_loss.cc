@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/foreign_loss.h"
+#include "index/read/foreign_loss.h"
 
 #include <cstddef>
 #include <string_view>

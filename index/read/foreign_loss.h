@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_FOREIGN_LOSS_H_
-#define TENSORMOUNT_INDEX_FOREIGN_LOSS_H_
+#ifndef TENSORMOUNT_INDEX_READ_FOREIGN_LOSS_H_
+#define TENSORMOUNT_INDEX_READ_FOREIGN_LOSS_H_
 
 #include <string>
 #include <vector>
@@ -30,4 +30,4 @@ struct ForeignLoss {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_FOREIGN_LOSS_H_
+#endif  // TENSORMOUNT_INDEX_READ_FOREIGN_LOSS_H_

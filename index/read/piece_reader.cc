@@ -5,9 +5,9 @@
 
 #include "base/checked.h"
 #include "base/mapping.h"
-#include "index/manifest.h"
-#include "index/rebuild.h"
-#include "index/region_reader.h"
+#include "index/read/rebuild.h"
+#include "index/read/region_reader.h"
+#include "index/records/manifest.h"
 #include "shard/leaf_hash.h"
 
 namespace tensormount {

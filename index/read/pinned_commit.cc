@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/pinned_commit.h"
+#include "index/read/pinned_commit.h"
 
 #include <atomic>
 #include <cerrno>
 #include <utility>
 
 #include "base/log.h"
-#include "index/commit_record.h"
+#include "index/records/commit_record.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_PINNED_COMMIT_H_
-#define TENSORMOUNT_INDEX_PINNED_COMMIT_H_
+#ifndef TENSORMOUNT_INDEX_READ_PINNED_COMMIT_H_
+#define TENSORMOUNT_INDEX_READ_PINNED_COMMIT_H_
 
 #include <memory>
 #include <string>
@@ -32,4 +32,4 @@ bool HasNoLocks(const Status& locked);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_PINNED_COMMIT_H_
+#endif  // TENSORMOUNT_INDEX_READ_PINNED_COMMIT_H_

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/proven_ranges.h"
+#include "index/read/proven_ranges.h"
 
 #include <algorithm>
 #include <chrono>
 #include <ctime>
 #include <mutex>
 
-#include "index/file_cache.h"
+#include "index/read/file_cache.h"
 
 namespace tensormount {
 

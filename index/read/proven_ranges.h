@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_PROVEN_RANGES_H_
-#define TENSORMOUNT_INDEX_PROVEN_RANGES_H_
+#ifndef TENSORMOUNT_INDEX_READ_PROVEN_RANGES_H_
+#define TENSORMOUNT_INDEX_READ_PROVEN_RANGES_H_
 
 #include <chrono>
 #include <cstddef>
@@ -93,4 +93,4 @@ class ProvingRead {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_PROVEN_RANGES_H_
+#endif  // TENSORMOUNT_INDEX_READ_PROVEN_RANGES_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/rebuild.h"
+#include "index/read/rebuild.h"
 
 #include <cerrno>
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_REBUILD_H_
-#define TENSORMOUNT_INDEX_REBUILD_H_
+#ifndef TENSORMOUNT_INDEX_READ_REBUILD_H_
+#define TENSORMOUNT_INDEX_READ_REBUILD_H_
 
 #include <string>
 
 #include "base/file_system.h"
-#include "index/checkpoint.h"
-#include "index/commit_record.h"
-#include "index/manifest.h"
+#include "index/read/checkpoint.h"
+#include "index/records/commit_record.h"
+#include "index/records/manifest.h"
 
 // The steps of RebuildContent, which verify takes too.
 
@@ -26,4 +26,4 @@ Result<Content> FinishRebuild(ContentMerger& merger, const CommitRecord& commit)
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_REBUILD_H_
+#endif  // TENSORMOUNT_INDEX_READ_REBUILD_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/region_reader.h"
+#include "index/read/region_reader.h"
 
 #include <algorithm>
 #include <utility>
@@ -7,7 +7,7 @@
 #include "base/checked.h"
 #include "base/coding.h"
 #include "base/mapping.h"
-#include "index/extent_row.h"
+#include "index/records/extent_row.h"
 #include "shard/copy_plan.h"
 #include "shard/leaf_hash.h"
 #include "shard/strided_digest.h"

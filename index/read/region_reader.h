@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_REGION_READER_H_
-#define TENSORMOUNT_INDEX_REGION_READER_H_
+#ifndef TENSORMOUNT_INDEX_READ_REGION_READER_H_
+#define TENSORMOUNT_INDEX_READ_REGION_READER_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "index/checkpoint.h"
-#include "index/file_cache.h"
-#include "index/proven_ranges.h"
+#include "index/read/checkpoint.h"
+#include "index/read/file_cache.h"
+#include "index/read/proven_ranges.h"
 #include "shard/copy_plan.h"
 #include "shard/tensor_meta.h"
 
@@ -102,4 +102,4 @@ class PieceReader {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_REGION_READER_H_
+#endif  // TENSORMOUNT_INDEX_READ_REGION_READER_H_

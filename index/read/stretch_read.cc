@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/stretch_read.h"
+#include "index/read/stretch_read.h"
 
 #include <algorithm>
 #include <cstring>

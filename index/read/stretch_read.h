@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_STRETCH_READ_H_
-#define TENSORMOUNT_INDEX_STRETCH_READ_H_
+#ifndef TENSORMOUNT_INDEX_READ_STRETCH_READ_H_
+#define TENSORMOUNT_INDEX_READ_STRETCH_READ_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -45,4 +45,4 @@ class StretchReader {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_STRETCH_READ_H_
+#endif  // TENSORMOUNT_INDEX_READ_STRETCH_READ_H_

@@ -6,16 +6,16 @@
 #include <thread>
 
 #include "base/checked.h"
-#include "index/checkpoint.h"
-#include "index/derived_index.h"
-#include "index/file_cache.h"
-#include "index/foreign_file.h"
-#include "index/manifest.h"
-#include "index/memory_table.h"
-#include "index/pinned_commit.h"
-#include "index/rebuild.h"
-#include "index/store_paths.h"
-#include "index/verify_pieces.h"
+#include "index/read/checkpoint.h"
+#include "index/read/derived_index.h"
+#include "index/read/file_cache.h"
+#include "index/read/foreign_file.h"
+#include "index/read/pinned_commit.h"
+#include "index/read/rebuild.h"
+#include "index/read/verify_pieces.h"
+#include "index/records/manifest.h"
+#include "index/records/memory_table.h"
+#include "index/records/store_paths.h"
 #include "shard/leaf_hash.h"
 
 namespace tensormount {

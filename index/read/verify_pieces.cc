@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/verify_pieces.h"
+#include "index/read/verify_pieces.h"
 
 #include <algorithm>
 #include <atomic>
@@ -9,11 +9,11 @@
 #include <thread>
 
 #include "base/checked.h"
-#include "index/content.h"
-#include "index/file_cache.h"
-#include "index/foreign_file.h"
-#include "index/rebuild.h"
-#include "index/stretch_read.h"
+#include "index/read/file_cache.h"
+#include "index/read/foreign_file.h"
+#include "index/read/rebuild.h"
+#include "index/read/stretch_read.h"
+#include "index/records/content.h"
 #include "shard/leaf_hash.h"
 
 namespace tensormount {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_VERIFY_PIECES_H_
-#define TENSORMOUNT_INDEX_VERIFY_PIECES_H_
+#ifndef TENSORMOUNT_INDEX_READ_VERIFY_PIECES_H_
+#define TENSORMOUNT_INDEX_READ_VERIFY_PIECES_H_
 
 #include <map>
 #include <string>
 #include <vector>
 
-#include "index/checkpoint.h"
-#include "index/content.h"
-#include "index/foreign_file.h"
+#include "index/read/checkpoint.h"
+#include "index/read/foreign_file.h"
+#include "index/records/content.h"
 
 namespace tensormount {
 
@@ -33,4 +33,4 @@ Status VerifyPieces(FileSystem& fs, const std::string& directory, const ForeignB
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_VERIFY_PIECES_H_
+#endif  // TENSORMOUNT_INDEX_READ_VERIFY_PIECES_H_

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/checkpoint_index.h"
+#include "index/records/checkpoint_index.h"
 
 #include <algorithm>
 #include <mutex>
 
 #include "base/coding.h"
-#include "index/index_records.h"
-#include "index/layer_names.h"
-#include "index/lru_cache.h"
-#include "index/memory_table.h"
-#include "index/record_coding.h"
-#include "index/recovering_table.h"
-#include "index/sst_table.h"
+#include "index/records/index_records.h"
+#include "index/records/layer_names.h"
+#include "index/records/lru_cache.h"
+#include "index/records/memory_table.h"
+#include "index/records/record_coding.h"
+#include "index/records/recovering_table.h"
+#include "index/records/sst_table.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_CHECKPOINT_INDEX_H_
-#define TENSORMOUNT_INDEX_CHECKPOINT_INDEX_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_CHECKPOINT_INDEX_H_
+#define TENSORMOUNT_INDEX_RECORDS_CHECKPOINT_INDEX_H_
 
 #include <cstdint>
 #include <functional>
@@ -13,9 +13,9 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/commit_record.h"
-#include "index/common_state.h"
-#include "index/content.h"
+#include "index/records/commit_record.h"
+#include "index/records/common_state.h"
+#include "index/records/content.h"
 
 namespace tensormount {
 
@@ -124,7 +124,8 @@ class CheckpointIndex {
   Result<CommonState> Common() const;
   // One record. kNotFound.
   Result<CommonValue> CommonRecord(std::string_view name) const;
-  // Which names stand for layers of which stacked tensors (index/layer_names.h). Decoded once.
+  // Which names stand for layers of which stacked tensors (index/records/layer_names.h). Decoded
+  // once.
   Result<std::shared_ptr<const LayerNames>> Layers() const;
   // What a key that is no tensor's own may stand for: one layer of a stacked tensor. nullopt:
   // nothing. Cheap: no scan.
@@ -162,4 +163,4 @@ class CheckpointIndex {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_CHECKPOINT_INDEX_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_CHECKPOINT_INDEX_H_

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/commit_record.h"
+#include "index/records/commit_record.h"
 
 #include <algorithm>
 
 #include "base/coding.h"
-#include "index/record_coding.h"
+#include "index/records/record_coding.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_COMMIT_RECORD_H_
-#define TENSORMOUNT_INDEX_COMMIT_RECORD_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_COMMIT_RECORD_H_
+#define TENSORMOUNT_INDEX_RECORDS_COMMIT_RECORD_H_
 
 #include <cstdint>
 #include <string>
@@ -10,7 +10,7 @@
 
 #include "base/file_system.h"
 #include "base/hash.h"
-#include "index/content.h"
+#include "index/records/content.h"
 
 namespace tensormount {
 
@@ -63,4 +63,4 @@ Result<DecodedCommit> ReadCommitFile(File& file, std::string_view name);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_COMMIT_RECORD_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_COMMIT_RECORD_H_

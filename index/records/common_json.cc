@@ -8,8 +8,8 @@
 
 #include "tensormount/common_value.h"
 
-#include "index/common_tree.h"
-#include "index/record_coding.h"
+#include "index/records/common_tree.h"
+#include "index/records/record_coding.h"
 #include "shard/utf8.h"
 
 namespace tensormount {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/common_state.h"
+#include "index/records/common_state.h"
 
 #include <charconv>
 #include <utility>

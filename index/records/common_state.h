@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_COMMON_STATE_H_
-#define TENSORMOUNT_INDEX_COMMON_STATE_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_COMMON_STATE_H_
+#define TENSORMOUNT_INDEX_RECORDS_COMMON_STATE_H_
 
 #include <cstddef>
 #include <map>
@@ -46,4 +46,4 @@ Result<CommonState> SplitCommonRecords(CommonValues records);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_COMMON_STATE_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_COMMON_STATE_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_COMMON_TREE_H_
-#define TENSORMOUNT_INDEX_COMMON_TREE_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_COMMON_TREE_H_
+#define TENSORMOUNT_INDEX_RECORDS_COMMON_TREE_H_
 
 #include <functional>
 #include <optional>
@@ -47,4 +47,4 @@ std::optional<CommonSides> CompareAt(std::string path, const CommonValue& a, con
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_COMMON_TREE_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_COMMON_TREE_H_

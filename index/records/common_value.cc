@@ -6,7 +6,7 @@
 #include <charconv>
 #include <cmath>
 
-#include "index/common_tree.h"
+#include "index/records/common_tree.h"
 
 namespace tensormount {
 namespace {

@@ -5,8 +5,8 @@
 
 #include "base/checked.h"
 #include "base/errors.h"
-#include "index/content.h"
-#include "index/extent_row.h"
+#include "index/records/content.h"
+#include "index/records/extent_row.h"
 #include "shard/coverage.h"
 
 namespace tensormount {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/content.h"
+#include "index/records/content.h"
 
 #include <algorithm>
 #include <cerrno>
 #include <sys/random.h>
 
 #include "base/coding.h"
-#include "index/extent_row.h"
-#include "index/record_coding.h"
+#include "index/records/extent_row.h"
+#include "index/records/record_coding.h"
 
 namespace tensormount {
 namespace {

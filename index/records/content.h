@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_CONTENT_H_
-#define TENSORMOUNT_INDEX_CONTENT_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_CONTENT_H_
+#define TENSORMOUNT_INDEX_RECORDS_CONTENT_H_
 
 #include <cstdint>
 #include <map>
@@ -14,7 +14,7 @@
 #include "tensormount/status.h"
 
 #include "base/hash.h"
-#include "index/extent_table.h"
+#include "index/records/extent_table.h"
 #include "shard/coverage.h"
 #include "shard/tensor_meta.h"
 
@@ -184,4 +184,4 @@ TensorCheck CheckTensor(const Content& content, const TensorContent& tensor);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_CONTENT_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_CONTENT_H_

@@ -3,8 +3,8 @@
 #include <numeric>
 
 #include "base/errors.h"
-#include "index/content.h"
-#include "index/manifest.h"
+#include "index/records/content.h"
+#include "index/records/manifest.h"
 
 namespace tensormount {
 namespace {

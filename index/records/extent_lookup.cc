@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/extent_lookup.h"
+#include "index/records/extent_lookup.h"
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_EXTENT_LOOKUP_H_
-#define TENSORMOUNT_INDEX_EXTENT_LOOKUP_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_EXTENT_LOOKUP_H_
+#define TENSORMOUNT_INDEX_RECORDS_EXTENT_LOOKUP_H_
 
 #include <cstdint>
 #include <memory>
@@ -9,7 +9,7 @@
 
 #include "tensormount/status.h"
 
-#include "index/extent_table.h"
+#include "index/records/extent_table.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
@@ -53,4 +53,4 @@ class ExtentLookup {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_EXTENT_LOOKUP_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_EXTENT_LOOKUP_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_EXTENT_ROW_H_
-#define TENSORMOUNT_INDEX_EXTENT_ROW_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_EXTENT_ROW_H_
+#define TENSORMOUNT_INDEX_RECORDS_EXTENT_ROW_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -49,4 +49,4 @@ inline std::uint32_t Flags(const char* row) { return LoadLittle<std::uint32_t>(r
 
 }  // namespace tensormount::extent_row
 
-#endif  // TENSORMOUNT_INDEX_EXTENT_ROW_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_EXTENT_ROW_H_

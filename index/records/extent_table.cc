@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/extent_table.h"
+#include "index/records/extent_table.h"
 
 #include <algorithm>
 #include <numeric>
 
 #include "base/checked.h"
 #include "base/coding.h"
-#include "index/extent_row.h"
+#include "index/records/extent_row.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_EXTENT_TABLE_H_
-#define TENSORMOUNT_INDEX_EXTENT_TABLE_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_EXTENT_TABLE_H_
+#define TENSORMOUNT_INDEX_RECORDS_EXTENT_TABLE_H_
 
 #include <cstdint>
 #include <span>
@@ -25,7 +25,7 @@ struct ChunkRecord {
   std::uint64_t length = 0;  // Bytes; of a strided window from its first to the end of its last.
   Dims strides;              // Bytes along each axis, none negative; empty: packed.
   // Of a foreign file, in memory only: offset and length name an item, and where in it the bytes
-  // are is found when they are wanted (index/adopt/foreign.h, ItemResolver).
+  // are is found when they are wanted (index/foreign/foreign.h, ItemResolver).
   bool pending = false;
   bool has_hash = true;          // False only for foreign files.
   Hash128 hash;                  // ChunkRoot over its leaves.
@@ -52,7 +52,7 @@ class ExtentTable {
   std::size_t row_bytes() const;
   std::size_t size() const { return rows_.size() / row_bytes(); }
   std::string_view packed() const { return rows_; }
-  // Packed row i, unchecked (index/extent_row.h).
+  // Packed row i, unchecked (index/records/extent_row.h).
   std::string_view Row(std::size_t i) const {
     return std::string_view(rows_).substr(i * row_bytes(), row_bytes());
   }
@@ -86,4 +86,4 @@ class ExtentTable {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_EXTENT_TABLE_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_EXTENT_TABLE_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_GLOB_CAPTURES_H_
-#define TENSORMOUNT_INDEX_GLOB_CAPTURES_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_GLOB_CAPTURES_H_
+#define TENSORMOUNT_INDEX_RECORDS_GLOB_CAPTURES_H_
 
 #include <optional>
 #include <string_view>
@@ -40,4 +40,4 @@ inline std::optional<std::vector<std::string_view>> GlobCaptures(std::string_vie
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_GLOB_CAPTURES_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_GLOB_CAPTURES_H_

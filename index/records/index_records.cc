@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/index_records.h"
+#include "index/records/index_records.h"
 
 #include "base/coding.h"
-#include "index/record_coding.h"
-#include "index/safetensors_layout.h"
+#include "index/records/record_coding.h"
+#include "index/records/safetensors_layout.h"
 
 namespace tensormount::index_record {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_INDEX_RECORDS_H_
-#define TENSORMOUNT_INDEX_INDEX_RECORDS_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_INDEX_RECORDS_H_
+#define TENSORMOUNT_INDEX_RECORDS_INDEX_RECORDS_H_
 
 #include <cstdint>
 #include <functional>
@@ -8,8 +8,8 @@
 #include <string>
 #include <string_view>
 
-#include "index/checkpoint_index.h"
-#include "index/content.h"
+#include "index/records/checkpoint_index.h"
+#include "index/records/content.h"
 
 // The records of the chunk index (docs/format.md, "Index"): what stands under which key.
 
@@ -55,4 +55,4 @@ Result<Counts> DecodeInfoRecord(std::string_view value, CheckpointInfo& info);
 
 }  // namespace tensormount::index_record
 
-#endif  // TENSORMOUNT_INDEX_INDEX_RECORDS_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_INDEX_RECORDS_H_

@@ -8,7 +8,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "index/glob_captures.h"
+#include "index/records/glob_captures.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {

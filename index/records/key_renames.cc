@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/key_renames.h"
+#include "index/records/key_renames.h"
 
-#include "index/layer_names.h"
+#include "index/records/layer_names.h"
 
 namespace tensormount {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_KEY_RENAMES_H_
-#define TENSORMOUNT_INDEX_KEY_RENAMES_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_KEY_RENAMES_H_
+#define TENSORMOUNT_INDEX_RECORDS_KEY_RENAMES_H_
 
 #include <cstdint>
 #include <map>
@@ -12,7 +12,7 @@
 #include "tensormount/key_map.h"
 #include "tensormount/status.h"
 
-#include "index/checkpoint_index.h"
+#include "index/records/checkpoint_index.h"
 
 namespace tensormount {
 
@@ -39,4 +39,4 @@ class KeyRenames {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_KEY_RENAMES_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_KEY_RENAMES_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/layer_names.h"
+#include "index/records/layer_names.h"
 
 #include <algorithm>
 #include <charconv>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_LAYER_NAMES_H_
-#define TENSORMOUNT_INDEX_LAYER_NAMES_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_LAYER_NAMES_H_
+#define TENSORMOUNT_INDEX_RECORDS_LAYER_NAMES_H_
 
 #include <cstdint>
 #include <map>
@@ -12,7 +12,7 @@
 #include "tensormount/buffer.h"
 #include "tensormount/status.h"
 
-#include "index/checkpoint_index.h"
+#include "index/records/checkpoint_index.h"
 
 // Tensors whose first axis counts layers, and the names by which one layer of them can be read
 // (docs/format.md, "Names of layers"). A layer is a tensor of its own to whoever reads: the bytes
@@ -76,4 +76,4 @@ Result<std::optional<LayerEntry>> FindLayer(const CheckpointIndex& index, const 
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_LAYER_NAMES_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_LAYER_NAMES_H_

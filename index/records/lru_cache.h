@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_LRU_CACHE_H_
-#define TENSORMOUNT_INDEX_LRU_CACHE_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_LRU_CACHE_H_
+#define TENSORMOUNT_INDEX_RECORDS_LRU_CACHE_H_
 
 #include <cstddef>
 #include <list>
@@ -78,4 +78,4 @@ class LruCache {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_LRU_CACHE_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_LRU_CACHE_H_

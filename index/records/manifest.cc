@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/manifest.h"
+#include "index/records/manifest.h"
 
 #include "base/checked.h"
 #include "base/coding.h"
-#include "index/commit_record.h"
-#include "index/common_state.h"
-#include "index/record_coding.h"
+#include "index/records/commit_record.h"
+#include "index/records/common_state.h"
+#include "index/records/record_coding.h"
 
 namespace tensormount {
 namespace {

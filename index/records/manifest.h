@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_MANIFEST_H_
-#define TENSORMOUNT_INDEX_MANIFEST_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_MANIFEST_H_
+#define TENSORMOUNT_INDEX_RECORDS_MANIFEST_H_
 
 #include <cstdint>
 #include <span>
@@ -10,7 +10,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/content.h"
+#include "index/records/content.h"
 
 namespace tensormount {
 
@@ -39,4 +39,4 @@ inline constexpr std::string_view kCoordinatorManifest = "manifest/coordinator.t
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_MANIFEST_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_MANIFEST_H_

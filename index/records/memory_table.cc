@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/memory_table.h"
+#include "index/records/memory_table.h"
 
 #include <algorithm>
 

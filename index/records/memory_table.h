@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_MEMORY_TABLE_H_
-#define TENSORMOUNT_INDEX_MEMORY_TABLE_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_MEMORY_TABLE_H_
+#define TENSORMOUNT_INDEX_RECORDS_MEMORY_TABLE_H_
 
 #include <cstdint>
 #include <functional>
@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "index/checkpoint_index.h"
+#include "index/records/checkpoint_index.h"
 
 namespace tensormount {
 
@@ -45,4 +45,4 @@ class MemoryTable : public Table {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_MEMORY_TABLE_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_MEMORY_TABLE_H_

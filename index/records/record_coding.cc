@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/record_coding.h"
+#include "index/records/record_coding.h"
 
 #include <utility>
 #include <vector>

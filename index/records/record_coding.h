@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_RECORD_CODING_H_
-#define TENSORMOUNT_INDEX_RECORD_CODING_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_RECORD_CODING_H_
+#define TENSORMOUNT_INDEX_RECORDS_RECORD_CODING_H_
 
 #include <string>
 #include <string_view>
@@ -9,7 +9,7 @@
 #include "tensormount/status.h"
 
 #include "base/coding.h"
-#include "index/content.h"
+#include "index/records/content.h"
 
 // Logical records as manifests and the index write them (docs/format.md, "Records"). Encoders
 // append; decoders check every field and give kDataLoss that begins with the reader's name.
@@ -62,4 +62,4 @@ Result<CommonValue> DecodeCommon(ByteReader& in, std::string_view what);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_RECORD_CODING_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_RECORD_CODING_H_

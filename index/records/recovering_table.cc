@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/recovering_table.h"
+#include "index/records/recovering_table.h"
 
 #include <utility>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_RECOVERING_TABLE_H_
-#define TENSORMOUNT_INDEX_RECOVERING_TABLE_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_RECOVERING_TABLE_H_
+#define TENSORMOUNT_INDEX_RECORDS_RECOVERING_TABLE_H_
 
 #include <functional>
 #include <memory>
@@ -10,7 +10,7 @@
 
 #include "tensormount/status.h"
 
-#include "index/checkpoint_index.h"
+#include "index/records/checkpoint_index.h"
 
 namespace tensormount {
 
@@ -42,4 +42,4 @@ class RecoveringTable : public Table {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_RECOVERING_TABLE_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_RECOVERING_TABLE_H_

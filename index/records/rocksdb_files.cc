@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/rocksdb_files.h"
+#include "index/records/rocksdb_files.h"
 
 #include <rocksdb/env.h>
 #include <rocksdb/file_system.h>
 
-#include "index/checkpoint_index.h"
+#include "index/records/checkpoint_index.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_ROCKSDB_FILES_H_
-#define TENSORMOUNT_INDEX_ROCKSDB_FILES_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_ROCKSDB_FILES_H_
+#define TENSORMOUNT_INDEX_RECORDS_ROCKSDB_FILES_H_
 
 #include <memory>
 #include <mutex>
@@ -33,4 +33,4 @@ std::unique_ptr<rocksdb::Env> MakeRocksEnv(FileSystem& fs, RocksFileLog& log);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_ROCKSDB_FILES_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_ROCKSDB_FILES_H_

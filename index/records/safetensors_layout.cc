@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/safetensors_layout.h"
+#include "index/records/safetensors_layout.h"
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_SAFETENSORS_LAYOUT_H_
-#define TENSORMOUNT_INDEX_SAFETENSORS_LAYOUT_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_SAFETENSORS_LAYOUT_H_
+#define TENSORMOUNT_INDEX_RECORDS_SAFETENSORS_LAYOUT_H_
 
 #include <cstdint>
 #include <span>
@@ -31,4 +31,4 @@ Result<SafetensorsLayout> LayOutSafetensors(std::span<const TensorMeta* const> t
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_SAFETENSORS_LAYOUT_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_SAFETENSORS_LAYOUT_H_

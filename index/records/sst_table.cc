@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/sst_table.h"
+#include "index/records/sst_table.h"
 
 #include <algorithm>
 
@@ -11,7 +11,7 @@
 #include <rocksdb/table.h>
 #include <rocksdb/table_properties.h>
 
-#include "index/rocksdb_files.h"
+#include "index/records/rocksdb_files.h"
 
 namespace tensormount {
 namespace {

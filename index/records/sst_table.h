@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_SST_TABLE_H_
-#define TENSORMOUNT_INDEX_SST_TABLE_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_SST_TABLE_H_
+#define TENSORMOUNT_INDEX_RECORDS_SST_TABLE_H_
 
 #include <functional>
 #include <memory>
 #include <string>
 
 #include "base/file_system.h"
-#include "index/checkpoint_index.h"
-#include "index/commit_record.h"
-#include "index/content.h"
+#include "index/records/checkpoint_index.h"
+#include "index/records/commit_record.h"
+#include "index/records/content.h"
 
 namespace tensormount {
 
@@ -47,4 +47,4 @@ class SstTable : public Table {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_SST_TABLE_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_SST_TABLE_H_

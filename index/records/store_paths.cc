@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/store_paths.h"
+#include "index/records/store_paths.h"
 
 #include <algorithm>
 #include <array>

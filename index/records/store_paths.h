@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_STORE_PATHS_H_
-#define TENSORMOUNT_INDEX_STORE_PATHS_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_STORE_PATHS_H_
+#define TENSORMOUNT_INDEX_RECORDS_STORE_PATHS_H_
 
 #include <string_view>
 
-#include "index/commit_record.h"
+#include "index/records/commit_record.h"
 
 // Names in a store (docs/format.md, "Store").
 
@@ -32,4 +32,4 @@ bool IsSharedLeftover(std::string_view name);
 
 }  // namespace tensormount::store_paths
 
-#endif  // TENSORMOUNT_INDEX_STORE_PATHS_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_STORE_PATHS_H_

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_MTIME_H_
-#define TENSORMOUNT_INDEX_MTIME_H_
+#ifndef TENSORMOUNT_INDEX_STORE_MTIME_H_
+#define TENSORMOUNT_INDEX_STORE_MTIME_H_
 
 #include <cstdint>
 #include <span>
 
 #include "tensormount/status.h"
 
-#include "index/checkpoint_index.h"
-#include "index/content.h"
+#include "index/records/checkpoint_index.h"
+#include "index/records/content.h"
 
 namespace tensormount {
 
@@ -27,4 +27,4 @@ Status DecideMtimes(std::span<const CheckpointIndex* const> priors, std::int64_t
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_MTIME_H_
+#endif  // TENSORMOUNT_INDEX_STORE_MTIME_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/store.h"
+#include "index/store/store.h"
 
 #include <algorithm>
 #include <charconv>
@@ -9,8 +9,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include "index/store_moves.h"
-#include "index/store_paths.h"
+#include "index/records/store_paths.h"
+#include "index/store/store_moves.h"
 
 namespace tensormount {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_STORE_H_
-#define TENSORMOUNT_INDEX_STORE_H_
+#ifndef TENSORMOUNT_INDEX_STORE_STORE_H_
+#define TENSORMOUNT_INDEX_STORE_STORE_H_
 
 #include <chrono>
 #include <cstdint>
@@ -15,8 +15,8 @@
 #include "tensormount/store.h"
 
 #include "base/file_system.h"
-#include "index/checkpoint.h"
-#include "index/content.h"
+#include "index/read/checkpoint.h"
+#include "index/records/content.h"
 
 namespace tensormount {
 
@@ -216,4 +216,4 @@ Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view path,
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_STORE_H_
+#endif  // TENSORMOUNT_INDEX_STORE_STORE_H_

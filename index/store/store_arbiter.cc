@@ -2,9 +2,9 @@
 #include <chrono>
 #include <thread>
 
-#include "index/store.h"
-#include "index/store_moves.h"
-#include "index/store_paths.h"
+#include "index/records/store_paths.h"
+#include "index/store/store.h"
+#include "index/store/store_moves.h"
 
 // docs/format.md, "The store as arbiter".
 

@@ -4,10 +4,10 @@
 #include <map>
 #include <tuple>
 
-#include "index/derived_index.h"
-#include "index/store.h"
-#include "index/store_moves.h"
-#include "index/store_paths.h"
+#include "index/read/derived_index.h"
+#include "index/records/store_paths.h"
+#include "index/store/store.h"
+#include "index/store/store_moves.h"
 
 namespace tensormount {
 namespace {

@@ -6,10 +6,10 @@
 #include <optional>
 #include <set>
 
-#include "index/pinned_commit.h"
-#include "index/store.h"
-#include "index/store_moves.h"
-#include "index/store_paths.h"
+#include "index/read/pinned_commit.h"
+#include "index/records/store_paths.h"
+#include "index/store/store.h"
+#include "index/store/store_moves.h"
 
 // docs/format.md, "Garbage". Nothing here decides what is true: a staging goes to .trash by one
 // rename, as an abort does, so that whoever would still publish it finds it gone; only what lies in

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/store_moves.h"
+#include "index/store/store_moves.h"
 
 #include <chrono>
 
-#include "index/store_paths.h"
+#include "index/records/store_paths.h"
 
 namespace tensormount::store_moves {
 namespace {

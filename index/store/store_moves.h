@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_STORE_MOVES_H_
-#define TENSORMOUNT_INDEX_STORE_MOVES_H_
+#ifndef TENSORMOUNT_INDEX_STORE_STORE_MOVES_H_
+#define TENSORMOUNT_INDEX_STORE_STORE_MOVES_H_
 
 #include <cstdint>
 #include <memory>
@@ -10,9 +10,9 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/commit_record.h"
-#include "index/content.h"
-#include "index/store.h"
+#include "index/records/commit_record.h"
+#include "index/records/content.h"
+#include "index/store/store.h"
 
 // The few steps that more than one operation on a store makes.
 
@@ -63,4 +63,4 @@ UuidLocation Locate(FileSystem& fs, const Staging& staging);
 std::int64_t NowSeconds();
 }  // namespace tensormount::store_moves
 
-#endif  // TENSORMOUNT_INDEX_STORE_MOVES_H_
+#endif  // TENSORMOUNT_INDEX_STORE_STORE_MOVES_H_

@@ -12,12 +12,12 @@
 
 #include "base/errors.h"
 #include "base/log.h"
-#include "index/foreign_file.h"
-#include "index/manifest.h"
-#include "index/mtime.h"
-#include "index/store.h"
-#include "index/store_moves.h"
-#include "index/store_paths.h"
+#include "index/read/foreign_file.h"
+#include "index/records/manifest.h"
+#include "index/records/store_paths.h"
+#include "index/store/mtime.h"
+#include "index/store/store.h"
+#include "index/store/store_moves.h"
 
 // docs/format.md, "Publish". The staging may be taken away by AbortOrDecide of any rank between any
 // two steps: everything below works by path, so from then on every step fails with "not found", and

@@ -5,8 +5,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include "index/store.h"
-#include "index/store_paths.h"
+#include "index/records/store_paths.h"
+#include "index/store/store.h"
 
 // docs/format.md, "Staging of mounts": stagings whose writers only have the folder in common.
 

@@ -8,7 +8,7 @@
 
 #include "shard/copy_plan.h"
 #include "shard/tensor_meta.h"
-#include "state/tree_walk.h"
+#include "state/models/tree_walk.h"
 
 namespace tensormount {
 namespace {

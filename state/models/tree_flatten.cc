@@ -8,7 +8,7 @@
 #include "tensormount/tree.h"
 
 #include "shard/tensor_meta.h"
-#include "state/tree_walk.h"
+#include "state/models/tree_walk.h"
 
 namespace tensormount {
 namespace {

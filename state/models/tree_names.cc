@@ -5,7 +5,7 @@
 
 #include "tensormount/tree.h"
 
-#include "index/common_tree.h"
+#include "index/records/common_tree.h"
 #include "shard/utf8.h"
 
 namespace tensormount {

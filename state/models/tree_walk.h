@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_STATE_TREE_WALK_H_
-#define TENSORMOUNT_STATE_TREE_WALK_H_
+#ifndef TENSORMOUNT_STATE_MODELS_TREE_WALK_H_
+#define TENSORMOUNT_STATE_MODELS_TREE_WALK_H_
 
 #include <string>
 
@@ -41,4 +41,4 @@ Status ForEachChild(Tree& tree, Fn fn) {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_STATE_TREE_WALK_H_
+#endif  // TENSORMOUNT_STATE_MODELS_TREE_WALK_H_

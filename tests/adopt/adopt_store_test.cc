@@ -4,10 +4,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "index/adopt/adopt.h"
-#include "index/record_coding.h"
-#include "index/store.h"
-#include "index/stretch_read.h"
+#include "index/foreign/adopt.h"
+#include "index/read/stretch_read.h"
+#include "index/records/record_coding.h"
+#include "index/store/store.h"
 #include "tests/adopt/foreign_support.h"
 #include "tests/support/status_matchers.h"
 

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "index/adopt/format.h"
-#include "index/checkpoint.h"
+#include "index/foreign/format.h"
+#include "index/read/checkpoint.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 

@@ -7,11 +7,11 @@
 #include <map>
 #include <sys/stat.h>
 
-#include "index/adopt/dcp_metadata.h"
-#include "index/adopt/format.h"
-#include "index/adopt/megatron.h"
-#include "index/adopt/pickle.h"
-#include "index/checkpoint.h"
+#include "index/foreign/dcp_metadata.h"
+#include "index/foreign/format.h"
+#include "index/foreign/megatron.h"
+#include "index/foreign/pickle.h"
+#include "index/read/checkpoint.h"
 #include "tests/adopt/adopted.h"
 #include "tests/support/cells.h"
 #include "tests/support/status_matchers.h"

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "index/adopt/foreign.h"
-#include "index/checkpoint.h"
+#include "index/foreign/foreign.h"
+#include "index/read/checkpoint.h"
 #include "tests/support/random.h"
 #include "tests/support/temp_dir.h"
 

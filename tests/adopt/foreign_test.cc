@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/foreign.h"
+#include "index/foreign/foreign.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -8,7 +8,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "index/adopt/format.h"
+#include "index/foreign/format.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 

@@ -5,8 +5,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "index/adopt/format.h"
-#include "index/adopt/open_source.h"
+#include "index/foreign/format.h"
+#include "index/foreign/open_source.h"
 #include "tests/adopt/safetensors_maker.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "index/adopt/olmo_metadata.h"
+#include "index/foreign/olmo_metadata.h"
 #include "shard/safetensors.h"
 #include "tests/adopt/adopted.h"
 

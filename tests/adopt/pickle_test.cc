@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/adopt/pickle.h"
+#include "index/foreign/pickle.h"
 
 #include <cstdlib>
 

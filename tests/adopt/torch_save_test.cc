@@ -3,7 +3,7 @@
 // would not write.
 #include <string>
 
-#include "index/adopt/torch_tree.h"
+#include "index/foreign/torch_tree.h"
 #include "tests/adopt/adopted.h"
 #include "tests/adopt/zip_builder.h"
 #include "tests/support/subprocess.h"

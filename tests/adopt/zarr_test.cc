@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "index/adopt/zarr_array.h"
+#include "index/foreign/zarr_array.h"
 #include "tests/adopt/adopted.h"
 #include "tests/support/subprocess.h"
 

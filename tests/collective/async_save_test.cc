@@ -19,7 +19,7 @@
 #include "collective/async/progress_file.h"
 #include "collective/async/staged_state.h"
 #include "collective/async/staging_pool.h"
-#include "index/store.h"
+#include "index/store/store.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
 #include "tests/support/temp_dir.h"

@@ -5,8 +5,8 @@
 
 #include <gtest/gtest.h>
 
-#include "collective/validate/layout.h"
-#include "collective/validate/wire.h"
+#include "collective/layout/layout.h"
+#include "collective/layout/wire.h"
 #include "tests/collective/layout_testing.h"
 #include "tests/shard/boxes.h"
 #include "tests/support/status_matchers.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What ranks find out about each other: on threads, with one and with several owners of keys.
-#include "collective/validate/layout_exchange.h"
+#include "collective/layout/layout_exchange.h"
 
 #include <atomic>
 #include <cstdlib>
@@ -12,8 +12,8 @@
 
 #include <gtest/gtest.h>
 
-#include "collective/validate/layout_gather.h"
-#include "collective/validate/wire.h"
+#include "collective/layout/layout_gather.h"
+#include "collective/layout/wire.h"
 #include "tests/collective/counting_communicator.h"
 #include "tests/collective/layout_testing.h"
 #include "tests/shard/boxes.h"

@@ -9,7 +9,7 @@
 
 #include <gtest/gtest.h>
 
-#include "collective/validate/layout.h"
+#include "collective/layout/layout.h"
 #include "tests/collective/layout_testing.h"
 #include "tests/support/cells.h"
 #include "tests/support/random.h"

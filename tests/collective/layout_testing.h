@@ -10,7 +10,7 @@
 #include "tensormount/state_dict.h"
 #include "tensormount/validate.h"
 
-#include "collective/validate/layout.h"
+#include "collective/layout/layout.h"
 #include "tests/support/require.h"
 #include "tests/support/status_matchers.h"
 

@@ -12,7 +12,7 @@
 
 #include <gtest/gtest.h>
 
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 #include "tests/collective/save_testing.h"
 #include "tests/shard/boxes.h"
 #include "tests/support/status_matchers.h"

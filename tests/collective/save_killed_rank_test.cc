@@ -19,7 +19,7 @@
 #include "base/coding.h"
 #include "collective/comm/socket_group.h"
 #include "collective/save_load.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 #include "tests/collective/counting_communicator.h"
 #include "tests/collective/killed_rank_testing.h"
 #include "tests/collective/save_testing.h"

@@ -14,7 +14,7 @@
 #include "tensormount/load.h"
 
 #include "base/log.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 #include "tests/collective/save_testing.h"
 #include "tests/shard/boxes.h"
 #include "tests/support/status_matchers.h"

@@ -7,7 +7,7 @@
 
 #include <gtest/gtest.h>
 
-#include "collective/validate/layout.h"
+#include "collective/layout/layout.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {

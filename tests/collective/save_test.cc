@@ -11,9 +11,9 @@
 #include <gtest/gtest.h>
 
 #include "base/hash.h"
-#include "index/adopt/open_source.h"
-#include "index/checkpoint.h"
-#include "index/manifest.h"
+#include "index/foreign/open_source.h"
+#include "index/read/checkpoint.h"
+#include "index/records/manifest.h"
 #include "shard/safetensors.h"
 #include "tests/collective/save_testing.h"
 #include "tests/shard/boxes.h"

@@ -7,7 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "base/hash.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {

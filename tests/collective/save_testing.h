@@ -10,7 +10,7 @@
 
 #include "base/file_system.h"
 #include "collective/save_load.h"
-#include "index/store.h"
+#include "index/store/store.h"
 #include "tests/support/random_layout.h"
 
 // Saves on threads and looks at what they left, for the tests of Save.

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "index/store.h"
+#include "index/store/store.h"
 #include "tests/index/store_test_support.h"
 #include "tests/support/tiny_checkpoint.h"
 

@@ -6,8 +6,8 @@
 #include <mutex>
 
 #include "base/crc32.h"
-#include "index/adopt/open_source.h"
-#include "index/adopt/zip_archive.h"
+#include "index/foreign/open_source.h"
+#include "index/foreign/zip_archive.h"
 #include "tests/fs/vfs_ops.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/status_matchers.h"

@@ -9,9 +9,9 @@
 #include "base/crc32.h"
 #include "fs/export/pickle_writer.h"
 #include "fs/export/zip_writer.h"
-#include "index/adopt/foreign.h"
-#include "index/adopt/pickle.h"
-#include "index/adopt/zip_archive.h"
+#include "index/foreign/foreign.h"
+#include "index/foreign/pickle.h"
+#include "index/foreign/zip_archive.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 

@@ -5,7 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 #include "shard/npy.h"
 #include "tests/fs/vfs_ops.h"
 #include "tests/support/status_matchers.h"

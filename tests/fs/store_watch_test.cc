@@ -10,7 +10,7 @@
 
 #include "base/deadline.h"
 #include "fs/doorbell.h"
-#include "index/store.h"
+#include "index/store/store.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/tiny_checkpoint.h"

@@ -3,8 +3,8 @@
 // TENSORMOUNT_GOLDEN_OUT=DIR writes the checkpoint anew below DIR instead of comparing it.
 #include <cstdlib>
 
-#include "index/checkpoint.h"
-#include "index/manifest.h"
+#include "index/read/checkpoint.h"
+#include "index/records/manifest.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"

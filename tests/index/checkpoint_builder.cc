@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "index/checkpoint_index.h"
-#include "index/manifest.h"
+#include "index/records/checkpoint_index.h"
+#include "index/records/manifest.h"
 #include "shard/leaf_hash.h"
 #include "shard/strided_digest.h"
 

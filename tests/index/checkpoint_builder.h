@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "base/file_system.h"
-#include "index/commit_record.h"
-#include "index/content.h"
+#include "index/records/commit_record.h"
+#include "index/records/content.h"
 #include "tests/support/random_layout.h"
 
 // Checkpoint folders with any cuts, written without store and collective, so that tests of the

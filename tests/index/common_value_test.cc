@@ -15,8 +15,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "index/common_state.h"
-#include "index/record_coding.h"
+#include "index/records/common_state.h"
+#include "index/records/record_coding.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"

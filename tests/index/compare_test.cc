@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/compare.h"
+#include "index/read/compare.h"
 
 #include <atomic>
 #include <cstring>
 #include <map>
 
-#include "index/adopt/open_source.h"
-#include "index/key_renames.h"
+#include "index/foreign/open_source.h"
+#include "index/records/key_renames.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/tiny_checkpoint.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/content.h"
+#include "index/records/content.h"
 
-#include "index/manifest.h"
+#include "index/records/manifest.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/layer_names.h"
+#include "index/records/layer_names.h"
 
 #include <chrono>
 
 #include "tensormount/checkpoint.h"
 
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -122,10 +122,8 @@ TEST(LayerNamesTest, ElementsUnderAByteAreLayersOnlyInWholeBytes) {
   BuildSpec spec;
   Content content;
   content.info.uuid = {1, 2};
-  content.tensors.push_back(
-      TensorContent(TensorMeta::Make("half", DType::kF4, {2, 3, 1}).value()));
-  content.tensors.push_back(
-      TensorContent(TensorMeta::Make("whole", DType::kF4, {2, 4}).value()));
+  content.tensors.push_back(TensorContent(TensorMeta::Make("half", DType::kF4, {2, 3, 1}).value()));
+  content.tensors.push_back(TensorContent(TensorMeta::Make("whole", DType::kF4, {2, 4}).value()));
   content.common.emplace("$layers.half", "half.{}");
   content.common.emplace("$layers.whole", "whole.{}");
   ASSERT_OK_AND_ASSIGN(const auto index, CheckpointIndex::FromContent(content));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/mtime.h"
+#include "index/store/mtime.h"
 
 #include <limits>
 

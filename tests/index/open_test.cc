@@ -8,7 +8,7 @@
 #include "tensormount/checkpoint.h"
 
 #include "base/coding.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

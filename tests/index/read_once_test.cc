@@ -4,8 +4,8 @@
 #include <thread>
 
 #include "base/deadline.h"
-#include "index/checkpoint.h"
-#include "index/proven_ranges.h"
+#include "index/read/checkpoint.h"
+#include "index/read/proven_ranges.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"

@@ -3,8 +3,8 @@
 #include <unistd.h>
 
 #include "base/mapping.h"
-#include "index/adopt/open_source.h"
-#include "index/checkpoint.h"
+#include "index/foreign/open_source.h"
+#include "index/read/checkpoint.h"
 #include "shard/strided_digest.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/status_matchers.h"

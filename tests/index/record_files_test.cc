@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/coding.h"
-#include "index/commit_record.h"
-#include "index/manifest.h"
+#include "index/records/commit_record.h"
+#include "index/records/manifest.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

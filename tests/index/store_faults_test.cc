@@ -8,10 +8,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "index/adopt/open_source.h"
-#include "index/store.h"
-#include "index/store_moves.h"
-#include "index/store_paths.h"
+#include "index/foreign/open_source.h"
+#include "index/records/store_paths.h"
+#include "index/store/store.h"
+#include "index/store/store_moves.h"
 #include "tests/index/store_test_support.h"
 
 namespace tensormount {
@@ -338,8 +338,8 @@ TEST_F(StoreFaultsTest, ACommittedCheckpointIsNeverFiledAsAborted) {
     }
     return Status();
   });
-  const auto moved =
-      store_moves::MoveToTrash(between, store.path(), staging.directory, store_paths::kAbortedSuffix);
+  const auto moved = store_moves::MoveToTrash(between, store.path(), staging.directory,
+                                              store_paths::kAbortedSuffix);
   ASSERT_OK(moved);
   EXPECT_EQ(moved.value(), store.path() + "/.trash/" + replaced.ToString());
 }

@@ -5,9 +5,9 @@
 #include <sys/stat.h>
 #include <thread>
 
-#include "index/store.h"
-#include "index/derived_index.h"
-#include "index/store_moves.h"
+#include "index/read/derived_index.h"
+#include "index/store/store.h"
+#include "index/store/store_moves.h"
 #include "tests/index/store_test_support.h"
 
 namespace tensormount {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/store.h"
+#include "index/store/store.h"
 
 #include <atomic>
 #include <set>
 #include <thread>
 #include <unistd.h>
 
-#include "index/manifest.h"
+#include "index/records/manifest.h"
 #include "tests/index/store_test_support.h"
 
 namespace tensormount {

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "base/file_system.h"
-#include "index/checkpoint.h"
-#include "index/store.h"
+#include "index/read/checkpoint.h"
+#include "index/store/store.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/tiny_checkpoint.h"

@@ -24,6 +24,14 @@ MAY_INCLUDE["tests"] = LAYERS + ["gpu", "fs", "mount-tools", "bench", "tests"]
 MAY_INCLUDE["examples"] = []  # Public headers only.
 MAY_INCLUDE["include"] = []
 
+# Rooms of a folder, and how high each stands: a file includes only its own room, lower ones, and
+# headers of the folder itself.
+ROOMS = {
+    "index": {"records": 0, "read": 1, "store": 2, "foreign": 3},
+    "collective": {"comm": 0, "layout": 1, "save": 2, "load": 2, "async": 3},
+    "fs": {"views": 0, "save": 1, "export": 1, "mount": 2},
+}
+
 # The layer that implements each public header: lower ones must not include it.
 PUBLIC_HEADERS = {
     "export.h": "base",
@@ -53,7 +61,7 @@ PUBLIC_HEADERS = {
 
 # Third-party headers and the only files that may include them.
 THIRD_PARTY = [
-    (r"rocksdb/", ["index/*.cc", "tests/index/*.cc"]),
+    (r"rocksdb/", ["index/records/*.cc", "tests/index/*.cc"]),
     (r"(fuse3?/|fuse|linux/fuse)", ["fs/mount/fuse_bridge*", "fs/mount/fuse_*_ops.cc", "fs/mount/mount_session.cc", "fs/mount/fuse_shim*.cc",
                                     "bench/null_fuse.cc", "tests/support/adverse_fs.cc", "tests/torture/recorder.cc"]),
     (r"mpi\.h", ["collective/comm/mpi_communicator.cc", "tests/mpi/*.cc"]),
@@ -67,7 +75,7 @@ THIRD_PARTY = [
     (r"benchmark/", ["bench/*.cc", "tests/*.cc"]),
 ]
 
-MAX_LINES = 650
+MAX_LINES = 1000
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 # Spelled in pieces, so that this file passes its own check.
 MACHINE_PATH = re.compile(r"(?<![\w./$}-])/(?:wo" r"rk|ho" r"me/\w+|ro" r"ot)/")
@@ -124,6 +132,12 @@ def check_include(path, quoted, header):
         return None
     if top in MAY_INCLUDE and folder not in MAY_INCLUDE[top]:
         return f'{top} must not include "{header}"'
+    if header.startswith("state/models/") and not path.startswith(("state/models/", "tests/")):
+        return f'state/models has no users below the public headers: "{header}"'
+    rooms = ROOMS.get(folder, {}) if folder == top else {}
+    mine, theirs = path.split("/")[1], rest.split("/")[0]
+    if mine in rooms and theirs in rooms and mine != theirs and rooms[theirs] >= rooms[mine]:
+        return f'{top}/{mine} must not include "{header}"'
     return None
 
 

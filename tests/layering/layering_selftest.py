@@ -19,6 +19,9 @@ GUARD = SPDX + "#ifndef {0}\n#define {0}\n{1}\n#endif\n"
 PLANTED = [
     ("base/planted.cc", SPDX + '#include "shard/copy_plan.h"\n', "base must not include"),
     ("index/planted.cc", SPDX + '#include "collective/comm/collective.h"\n', "index must not include"),
+    ("index/read/planted.cc", SPDX + '#include "index/store/store.h"\n', "index/read must not include"),
+    ("collective/load/planted.cc", SPDX + '#include "collective/save/data_writer.h"\n', "collective/load must not"),
+    ("collective/planted.cc", SPDX + '#include "state/models/tree_walk.h"\n', "state/models has no users"),
     ("fs/planted.cc", SPDX + '#include "gpu/device.h"\n', "fs must not include"),
     ("gpu/planted.cc", SPDX + '#include "fs/vfs.h"\n', "gpu must not include"),
     ("shard/planted.cc", SPDX + '#include "tensormount/communicator.h"\n', "which collective"),

@@ -13,7 +13,7 @@
 
 #include "base/deadline.h"
 #include "fs/mount/mount_session.h"
-#include "index/store.h"
+#include "index/store/store.h"
 #include "tests/fs/file_ops.h"
 #include "tests/support/require.h"
 #include "tests/support/status_matchers.h"

@@ -14,7 +14,7 @@
 
 #include "base/file_system.h"
 #include "base/hash.h"
-#include "index/checkpoint.h"
+#include "index/read/checkpoint.h"
 #include "tests/support/random_layout.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/journal.h"
+#include "fs/save/journal.h"
 
 #include <atomic>
 #include <cerrno>

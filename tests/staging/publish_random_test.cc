@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "index/store_moves.h"
+#include "index/store/store_moves.h"
 #include "shard/box_access.h"
 #include "tests/staging/staging_test_support.h"
 #include "tests/support/random.h"

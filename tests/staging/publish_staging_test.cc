@@ -2,7 +2,7 @@
 #include <cerrno>
 #include <thread>
 
-#include "index/store_moves.h"
+#include "index/store/store_moves.h"
 #include "tests/staging/staging_test_support.h"
 #include "tests/support/random.h"
 

@@ -7,7 +7,7 @@
 #include <memory>
 #include <thread>
 
-#include "fs/staging/staging_writer.h"
+#include "fs/save/staging_writer.h"
 #include "tests/staging/staging_model.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/random.h"

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "base/file_system.h"
-#include "fs/staging/journal.h"
-#include "fs/staging/staging_writer.h"
-#include "index/store.h"
+#include "fs/save/journal.h"
+#include "fs/save/staging_writer.h"
+#include "index/store/store.h"
 #include "shard/tensor_meta.h"
 
 // What a staging should hold, in memory, and what its journal says, read in the plainest way.

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "fs/staging/publish.h"
+#include "fs/save/publish.h"
 #include "tests/index/store_test_support.h"
 #include "tests/staging/test_mount.h"
 

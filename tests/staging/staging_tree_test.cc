@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What can be made, written, removed and published below .staging/, without a kernel.
-#include "fs/staging/staging_tree.h"
+#include "fs/save/staging_tree.h"
 
 #include <cerrno>
 #include <cstdio>
@@ -11,7 +11,7 @@
 
 #include "tensormount/checkpoint.h"
 
-#include "fs/staging/staging_folder.h"
+#include "fs/save/staging_folder.h"
 #include "fs/vfs.h"
 #include "tests/staging/walk.h"
 #include "tests/support/status_matchers.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/staging/staging_writer.h"
+#include "fs/save/staging_writer.h"
 
 #include <algorithm>
 #include <cerrno>

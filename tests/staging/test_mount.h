@@ -8,10 +8,10 @@
 #include <string_view>
 #include <vector>
 
-#include "fs/staging/journal.h"
-#include "fs/staging/schema.h"
-#include "fs/staging/staging_folder.h"
-#include "index/store.h"
+#include "fs/save/journal.h"
+#include "fs/save/schema.h"
+#include "fs/save/staging_folder.h"
+#include "index/store/store.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount::fs {

@@ -12,7 +12,7 @@
 #include "tensormount/save.h"
 #include "tensormount/state_dict.h"
 
-#include "index/record_coding.h"
+#include "index/records/record_coding.h"
 #include "state/common_compare.h"
 #include "state/common_records.h"
 #include "tests/support/status_matchers.h"

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "index/manifest.h"
+#include "index/records/manifest.h"
 #include "shard/leaf_hash.h"
 #include "tests/support/random.h"
 

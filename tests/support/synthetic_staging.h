@@ -7,7 +7,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/store.h"
+#include "index/store/store.h"
 
 namespace tensormount {
 

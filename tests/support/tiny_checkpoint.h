@@ -11,8 +11,8 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/content.h"
-#include "index/store.h"
+#include "index/records/content.h"
+#include "index/store/store.h"
 
 // Small checkpoints without the collective layer: data files and manifests are written here, by
 // hand, as a save would write them, and published by Store. Contents depend on the spec alone.
