@@ -24,6 +24,7 @@
 #include "index/records/manifest.h"
 #include "index/records/store_paths.h"
 #include "index/store/store.h"
+#include "index/store/store_moves.h"
 #include "state/common_records.h"
 
 namespace tensormount {
@@ -487,21 +488,14 @@ class SaveSession {
     EmptyAborted();
   }
 
-  // Frees the space, where all ranks have ended their writing. The entry itself, which holds
-  // nothing but its uuid, stays for gc: a rank that slept through the verdict may still ask where
-  // that uuid is. Best effort; gc removes what this could not.
-  void EmptyAborted() {
-    for (const char* folder : {"data", "manifest", "index"}) {
-      (void)fs_.RemoveTree(JoinPath(AbortedEntry(), folder));  // Best effort.
-    }
-  }
+  // Frees the space, where all ranks have ended their writing. The entry itself stays for gc: a
+  // rank that slept through the verdict may still ask where its uuid is.
+  void EmptyAborted() { store_moves::DeleteData(fs_, AbortedEntry()); }
 
   // Likewise, where a rank was not heard of. It may hang in a call on its files, and whoever
   // deletes one waits with it: each rank takes away what it alone has written.
   void RemoveOwn() {
-    for (const std::string& name : FilesWrittenAlone(staging_, *plan_.task, rank_)) {
-      (void)fs_.RemoveFile(JoinPath(AbortedEntry(), name));  // Best effort.
-    }
+    store_moves::DeleteData(fs_, AbortedEntry(), FilesWrittenAlone(staging_, *plan_.task, rank_));
   }
 
   std::string AbortedEntry() const {

@@ -138,7 +138,7 @@ Status RemoveStaging(const Store& store, FileSystem& fs, const Staging& staging)
       fs.SyncMovedFolder(entry, JoinPath(store.path(), store_paths::kTrashFolder),
                          JoinPath(store.path(), store_paths::kStagingFolder)));
   // What takes space goes now; gc takes the rest, and this too where it fails.
-  (void)fs.RemoveTree(JoinPath(entry, "data"));
+  store_moves::DeleteData(fs, entry);
   return Status();
 }
 

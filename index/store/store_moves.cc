@@ -61,6 +61,20 @@ Result<Uuid> ReadFolderUuid(FileSystem& fs, const std::string& directory) {
   return text.status();
 }
 
+void DeleteData(FileSystem& fs, const std::string& entry) {
+  std::vector<std::string> names;
+  if (const auto files = fs.List(JoinPath(entry, "data")); files.ok()) {
+    for (const DirectoryEntry& file : files.value()) names.push_back("data/" + file.name);
+  }
+  DeleteData(fs, entry, names);
+}
+
+void DeleteData(FileSystem& fs, const std::string& entry, std::span<const std::string> names) {
+  bool deleted = false;
+  for (const std::string& name : names) deleted |= fs.RemoveFile(JoinPath(entry, name)).ok();
+  if (deleted) (void)fs.SyncDirectory(JoinPath(entry, "data"));  // Gc does it, too.
+}
+
 void MarkTrashed(FileSystem& fs, const std::string& entry) {
   // Failing is no harm: gc makes the mark, and the grace period begins later.
   (void)fs.CreateExclusive(entry + std::string(store_paths::kSinceSuffix));

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -41,6 +42,12 @@ Status RemakeSuperblock(FileSystem& fs, const std::string& store);
 // Not durable: the caller calls SyncMovedFolder.
 Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const std::string& from,
                                 std::string_view suffix);
+// Frees the space of an aborted staging that was moved to `entry`: deletes the files of its data/,
+// or those of them that `names` has ("data/x"), and makes that durable. Folders stay for gc, which
+// syncs the filesystem: where there is no journal, a save could get the inode of a folder that is
+// deleted here, and lose it to a repair after a power cut. Best effort.
+void DeleteData(FileSystem& fs, const std::string& entry);
+void DeleteData(FileSystem& fs, const std::string& entry, std::span<const std::string> names);
 // The mark beside a trash entry. Gc makes it where it is missing, so failing is no harm.
 void MarkTrashed(FileSystem& fs, const std::string& entry);
 

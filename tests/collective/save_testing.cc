@@ -103,11 +103,11 @@ std::vector<std::string> Inside(const std::string& store) {
     if (entry.name == "store.json" || entry.name == ".generations") continue;
     if (entry.name == ".staging" || entry.name == ".trash" || entry.name == ".derived") {
       for (const DirectoryEntry& below : list(JoinPath(store, entry.name))) {
-        // What an aborted save leaves for gc: its uuid, and since when.
+        // What an aborted save leaves for gc: its uuid, since when, and folders without data.
         const std::string path = JoinPath(JoinPath(store, entry.name), below.name);
         if (below.name.ends_with(".aborted.since")) continue;
         const bool told = fs.Exists(JoinPath(path, "UUID")) || fs.Exists(JoinPath(path, "COMMIT"));
-        if (below.name.ends_with(".aborted") && told && !fs.Exists(JoinPath(path, "data"))) {
+        if (below.name.ends_with(".aborted") && told && list(JoinPath(path, "data")).empty()) {
           continue;
         }
         inside.push_back(entry.name + "/" + below.name);
