@@ -7,9 +7,9 @@
 
 namespace tensormount {
 
-Result<std::size_t> File::ReadPiecesAt(std::uint64_t offset, std::span<const Piece> pieces) {
+Result<std::size_t> File::ReadVectorAt(std::uint64_t offset, std::span<const Buffer> pieces) {
   std::size_t done = 0;
-  for (const Piece& piece : pieces) {
+  for (const Buffer& piece : pieces) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got,
                                  ReadAt(offset + done, piece.data, piece.size));
     done += got;
@@ -168,6 +168,11 @@ std::string JoinPath(std::string_view directory, std::string_view name) {
   if (!out.empty() && out.back() != '/') out.push_back('/');
   while (!out.empty() && !name.empty() && name.front() == '/') name.remove_prefix(1);
   return out.append(name);
+}
+
+std::string WithoutTrailingSlashes(std::string_view path) {
+  while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
+  return std::string(path);
 }
 
 std::string_view FileOpName(FileOp op) {

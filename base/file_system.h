@@ -51,11 +51,11 @@ class File {
   virtual Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) = 0;
   // The same for consecutive bytes that go to several places, in order: where a run of a file is
   // cut up, no copy is needed. By ReadAt a piece where the implementation has nothing better.
-  struct Piece {
+  struct Buffer {
     void* data = nullptr;
     std::size_t size = 0;
   };
-  virtual Result<std::size_t> ReadPiecesAt(std::uint64_t offset, std::span<const Piece> pieces);
+  virtual Result<std::size_t> ReadVectorAt(std::uint64_t offset, std::span<const Buffer> pieces);
   // All or an error (kResourceExhausted for ENOSPC, EDQUOT, EFBIG).
   virtual Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) = 0;
   virtual Status Truncate(std::uint64_t size) = 0;
@@ -169,6 +169,8 @@ FileSystem& HostFileSystem();
 
 // "a/b" from "a" and "b", without doubled slashes.
 std::string JoinPath(std::string_view directory, std::string_view name);
+// One name for all ways to write a path: "/" stays.
+std::string WithoutTrailingSlashes(std::string_view path);
 
 // What a FileSystem or File was asked to do, as an observer sees it.
 enum class FileOp {

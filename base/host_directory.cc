@@ -240,8 +240,7 @@ Status SyncHostDirectory(const std::string& path) {
 }
 
 Status RemoveHostTree(const std::string& path) {
-  std::string name = path;
-  while (name.size() > 1 && name.back() == '/') name.pop_back();  // "link/" would be followed.
+  const std::string name = WithoutTrailingSlashes(path);  // "link/" would be followed.
   return RemoveAt(AT_FDCWD, name, name);
 }
 

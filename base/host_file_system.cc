@@ -78,7 +78,7 @@ class HostFile final : public File {
     return done;
   }
 
-  Result<std::size_t> ReadPiecesAt(std::uint64_t offset, std::span<const Piece> pieces) override {
+  Result<std::size_t> ReadVectorAt(std::uint64_t offset, std::span<const Buffer> pieces) override {
     std::array<iovec, kMaxVector> vector;
     std::size_t done = 0;
     while (!pieces.empty()) {

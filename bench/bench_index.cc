@@ -26,8 +26,8 @@ constexpr std::uint64_t kChunkBytes = 64;
 Status WriteStaging(const Options& options, const Staging& staging, int writers) {
   FileSystem& fs = HostFileSystem();
   for (int w = 0; w < writers; ++w) {
-    Content content;
-    content.info.uuid = staging.uuid;
+    Inventory inventory;
+    inventory.info.uuid = staging.uuid;
     std::vector<Hash128> leaves;
     std::uint64_t at = 0;
     for (int t = 0; t < options.tensors; ++t) {
@@ -35,7 +35,7 @@ Status WriteStaging(const Options& options, const Staging& staging, int writers)
       std::snprintf(key, sizeof(key), "model.layers.%06d.mlp.gate_proj.weight", t);
       TENSORMOUNT_ASSIGN_OR_RETURN(
           TensorMeta meta, TensorMeta::Make(key, DType::kF32, {options.chunks, kChunkBytes / 4}));
-      TensorContent tensor(std::move(meta));
+      TensorRecord tensor(std::move(meta));
       for (int c = w; c < options.chunks; c += writers) {
         ChunkRecord chunk;
         chunk.region = Box::Make({c, 0}, {1, kChunkBytes / 4}).value();
@@ -49,13 +49,13 @@ Status WriteStaging(const Options& options, const Staging& staging, int writers)
       }
       tensor.has_digest = true;
       tensor.digest = static_cast<Crc64>(t * 31 + w);
-      content.tensors.push_back(std::move(tensor));
+      inventory.tensors.push_back(std::move(tensor));
     }
     FileRecord file;
     file.name = "data/" + staging.ShortId() + "-r" + std::to_string(w) + ".safetensors";
     file.length = at;
-    content.files.push_back(file);
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest, EncodeManifest(content, leaves));
+    inventory.files.push_back(file);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest, EncodeManifest(inventory, leaves));
     const std::string path = JoinPath(staging.directory, file.name);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> data, fs.CreateExclusive(path));
     TENSORMOUNT_RETURN_IF_ERROR(data->Truncate(at));
@@ -108,7 +108,7 @@ Status BenchPublish(const Options& options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<WorkFolder> folder, WorkFolder::Make(options));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Store store,
                                Store::OpenOrCreate(HostFileSystem(), folder->Join("store")));
-  Content coordinator;
+  Inventory coordinator;
   coordinator.info.producer = "ckptbench";
   coordinator.info.world_size = static_cast<std::uint32_t>(options.ranks);
   std::map<std::string, double> facts;
@@ -150,7 +150,7 @@ Status BenchOpen(const Options& options) {
                                Store::OpenOrCreate(HostFileSystem(), folder->Join("store")));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Staging staging, store.Begin("step", IfExists::kFail));
   TENSORMOUNT_RETURN_IF_ERROR(WriteStaging(options, staging, options.ranks));
-  TENSORMOUNT_RETURN_IF_ERROR(store.Publish(staging, Content(), {}).status());
+  TENSORMOUNT_RETURN_IF_ERROR(store.Publish(staging, Inventory(), {}).status());
   const std::string path = store.CheckpointPath("step");
   for (const bool find : {false, true}) {
     Case c;

@@ -27,8 +27,6 @@ struct SaveControl {
   std::function<void(const Staging&)> ending = {};
 };
 
-// "STORE/NAME" without slashes at its end: one name for all ways to write a path.
-std::string CheckpointPath(std::string_view path);
 // kInvalidArgument names the first shard with cells that is there for the layout alone
 // (Shard::metadata_only): it cannot be saved.
 Status CheckHasData(const StateDict& state);

@@ -18,7 +18,7 @@
 #include "base/file_system.h"
 #include "fs/views/checkpoint_view.h"
 #include "index/foreign/open_source.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 namespace tensormount::fs {
 

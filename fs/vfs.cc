@@ -127,8 +127,8 @@ Result<std::unique_ptr<Vfs>> Vfs::Open(FileSystem& fs, const VfsOptions& options
   return vfs;
 }
 
-Result<Vfs::Place> Vfs::PlaceOf(NodeId id) {
-  Place place{.node = NodeOf(id), .view = nullptr};
+Result<Vfs::Located> Vfs::Locate(NodeId id) {
+  Located place{.node = NodeOf(id), .view = nullptr};
   if (place.node.slot == 0) {
     if (id != kRootId || HoldsMany(kind_)) return place;
     place.node.slot = 1;
@@ -138,8 +138,8 @@ Result<Vfs::Place> Vfs::PlaceOf(NodeId id) {
   return place;
 }
 
-Result<Vfs::Place> Vfs::PlaceOfFile(NodeId id) {
-  Result<Place> place = PlaceOf(id);
+Result<Vfs::Located> Vfs::LocateFile(NodeId id) {
+  Result<Located> place = Locate(id);
   if (place.status().code() != Code::kStale) return place;
   const Node node = NodeOf(id);
   const auto kept = watch_->KeptView(node.slot);
@@ -147,7 +147,7 @@ Result<Vfs::Place> Vfs::PlaceOfFile(NodeId id) {
   // A folder leads to files that nobody has open.
   const Result<Attributes> attributes = kept->Stat(node);
   if (!attributes.ok() || attributes.value().kind != FileKind::kFile) return place;
-  return Place{.node = node, .view = kept};
+  return Located{.node = node, .view = kept};
 }
 
 bool Vfs::IsThere(NodeId node) {
@@ -247,7 +247,7 @@ Result<Vfs::Entry> Vfs::LookupInRoot(std::string_view name) {
   if (name == kControlName) return ControlEntry(Fixed::kControl);
   if (!HoldsMany(kind_)) {
     (void)watch_->Now();  // Sees whether it is still there.
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Place root, PlaceOf(kRootId));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Located root, Locate(kRootId));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Child child, root.view->Lookup(root.node, name));
     Entry entry = EntryOf(child);
     entry.seconds = kRootSeconds;  // A removal must show.
@@ -266,7 +266,7 @@ Result<Vfs::Entry> Vfs::Lookup(NodeId folder, std::string_view name) {
   if (name.size() > kMaxName) return Status::FromErrno(ENAMETOOLONG, "look up", "a name");
   if (folder == kRootId) return LookupInRoot(name);
   if (IsStaged(folder)) return LookupStaged(folder, name);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, Locate(folder));
   if (place.view) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Child child, place.view->Lookup(place.node, name));
     return EntryOf(child);
@@ -293,7 +293,7 @@ Result<Vfs::Entry> Vfs::Stat(NodeId id) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, watch_->Find(node.slot));
     return SlotEntry(*slot);
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOfFile(id));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, LocateFile(id));
   if (!place.view) return Status(Code::kStale, "no such node");
   TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, place.view->Stat(place.node));
   return Entry{.id = id, .attributes = attributes, .seconds = kSealedSeconds};
@@ -340,7 +340,7 @@ Status Vfs::ListControl(std::uint64_t cookie, const std::function<bool(const Lis
 Status Vfs::List(NodeId id, std::uint64_t cookie, const std::function<bool(const Listed&)>& fn) {
   if (id == kRootId && HoldsMany(kind_)) return ListStore(cookie, fn);
   if (IsStaged(id)) return ListStaged(id, cookie, fn);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(id));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, Locate(id));
   if (!place.view) {
     if (place.node == MountNode(Fixed::kControl)) return ListControl(cookie, fn);
     return Status::FromErrno(ENOTDIR, "list", "this node");
@@ -359,7 +359,7 @@ Status Vfs::List(NodeId id, std::uint64_t cookie, const std::function<bool(const
 }
 
 Result<std::shared_ptr<const VirtualFile>> Vfs::OpenFile(NodeId id) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOfFile(id));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, LocateFile(id));
   if (place.view) return place.view->OpenFile(place.node);
   const std::optional<Fixed> fixed = FixedOf(place.node);
   if (!fixed) return Status(Code::kStale, "no such node");
@@ -387,7 +387,7 @@ Result<std::string> Vfs::GetXattr(NodeId id, std::string_view name) {
     return Status(Code::kUnsupported, "only user. attributes here");
   }
   const Status none = Status::FromErrno(ENODATA, "read attribute", name);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOfFile(id));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, LocateFile(id));
   if (!place.view) return none;
   TENSORMOUNT_ASSIGN_OR_RETURN(auto all, place.view->Xattrs(place.node));
   const auto it = all.find(std::string(name));
@@ -397,7 +397,7 @@ Result<std::string> Vfs::GetXattr(NodeId id, std::string_view name) {
 
 Result<std::vector<std::string>> Vfs::ListXattrs(NodeId id) {
   std::vector<std::string> names;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOfFile(id));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, LocateFile(id));
   if (!place.view) return names;
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto all, place.view->Xattrs(place.node));
   for (const auto& [name, value] : all) names.push_back(name);

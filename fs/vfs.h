@@ -126,14 +126,14 @@ class Vfs {
  private:
   Vfs() = default;
   // The checkpoint that a node belongs to; the root of a mount of one checkpoint is its slot's.
-  struct Place {
+  struct Located {
     Node node;
     std::shared_ptr<const CheckpointView> view;  // Null: a node of the mount itself.
   };
-  Result<Place> PlaceOf(NodeId id);
+  Result<Located> Locate(NodeId id);
   // Of what the kernel asks about open files too: theirs is found as long as any file of their
   // checkpoint is open, also when that is gone.
-  Result<Place> PlaceOfFile(NodeId id);
+  Result<Located> LocateFile(NodeId id);
   Result<Entry> ControlEntry(Fixed fixed);
   Result<Entry> RootEntry();
   Result<Entry> LatestEntry(const StoreWatch::Listing& now);

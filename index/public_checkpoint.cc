@@ -92,19 +92,19 @@ Result<Tensor> Checkpoint::tensor(std::string_view key) const {
 }
 
 Result<std::vector<std::string>> Checkpoint::objects() const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectContent> parts,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts,
                                impl_->opened->index().Objects());
   std::vector<std::string> keys;
-  for (const ObjectContent& part : parts) {
+  for (const ObjectRecord& part : parts) {
     if (keys.empty() || keys.back() != part.key) keys.push_back(part.key);
   }
   return keys;
 }
 
 Result<std::string> Checkpoint::object(std::string_view key, const Dims& index) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectContent> parts,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts,
                                impl_->opened->index().ObjectParts(key));
-  for (const ObjectContent& part : parts) {
+  for (const ObjectRecord& part : parts) {
     if (!(part.index == index)) continue;
     // The index may lie: nothing is allocated for what no file can hold.
     if (part.file >= impl_->opened->index().files().size() ||
@@ -151,7 +151,7 @@ Result<CommonValue> Checkpoint::rank_common(int rank, std::string_view name) con
 }
 
 Result<CommonDict> Checkpoint::content_metadata() const {
-  Result<CommonValue> value = impl_->opened->index().CommonRecord(kContentRecord);
+  Result<CommonValue> value = impl_->opened->index().CommonRecord(kContentMetadataRecord);
   if (!value.ok() && value.status().code() == Code::kNotFound) return CommonDict();
   if (!value.ok()) return value.status();
   auto* dict = value.value().get_if<CommonDict>();

@@ -10,7 +10,7 @@ using tensormount::BufferView;
 using tensormount::Code;
 using tensormount::CommonValue;
 using tensormount::Dims;
-using tensormount::ObjectPlace;
+using tensormount::GridPosition;
 using tensormount::Region;
 using tensormount::Replica;
 using tensormount::Result;
@@ -38,8 +38,8 @@ Result<Shard> ReadShard(const tm_shard* given) {
   return shard;
 }
 
-Result<ObjectPlace> ReadPlace(const int64_t* index, const int64_t* grid, int32_t rank) {
-  ObjectPlace place;
+Result<GridPosition> ReadPlace(const int64_t* index, const int64_t* grid, int32_t rank) {
+  GridPosition place;
   TENSORMOUNT_ASSIGN_OR_RETURN(place.index, ReadDims(index, rank, "index"));
   TENSORMOUNT_ASSIGN_OR_RETURN(place.grid, ReadDims(grid, rank, "grid"));
   return place;
@@ -88,7 +88,7 @@ tm_status tm_state_add_object(tm_state* state, const char* key, const void* data
   return On(state, [&](tensormount::StateDict& dict) -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}}));
     if (size != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{data, "data"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPlace place, ReadPlace(index, grid, rank));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const GridPosition place, ReadPlace(index, grid, rank));
     return dict.AddObject(key, {static_cast<const char*>(data), size}, place);
   });
 }
@@ -97,7 +97,7 @@ tm_status tm_state_want_object(tm_state* state, const char* key, const int64_t* 
                                const int64_t* grid, int32_t rank) {
   return On(state, [&](tensormount::StateDict& dict) -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPlace place, ReadPlace(index, grid, rank));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const GridPosition place, ReadPlace(index, grid, rank));
     return dict.WantObject(key, place);
   });
 }

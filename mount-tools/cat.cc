@@ -102,12 +102,12 @@ Status CatText(const OpenedCheckpoint& checkpoint, const Target& target, Termina
 }
 
 // All parts of an object one after the other, as they are or described.
-Status CatObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectContent>& parts,
+Status CatObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRecord>& parts,
                  const std::string& as, Terminal& terminal) {
   if (as == "npy") {
     return Status(Code::kInvalidArgument, "--as npy: an object is no tensor; raw or text");
   }
-  for (const ObjectContent& part : parts) {
+  for (const ObjectRecord& part : parts) {
     if (as == "text") {
       TENSORMOUNT_ASSIGN_OR_RETURN(std::string text, DescribePart(checkpoint, part));
       text = ShownText(text, "\n\t");

@@ -22,7 +22,7 @@ std::string TensorTypeText(const TensorMeta& meta) {
 // JSON has no infinity.
 Json NumberJson(double value) { return std::isfinite(value) ? Json(value) : Json("inf"); }
 
-std::string ValuesText(const ValueDifference& v, const Dims& shape) {
+std::string ValuesText(const ValueMismatch& v, const Dims& shape) {
   const auto at = [&](std::uint64_t element) { return IndexOf(element, shape).ToString(); };
   std::string text = fmt::format("{} of {} elements differ", v.differing, v.compared);
   if (v.max_abs) {
@@ -40,8 +40,8 @@ std::string ValuesText(const ValueDifference& v, const Dims& shape) {
   return text;
 }
 
-std::string TensorText(const Difference& d) {
-  if (d.kind != Difference::Kind::kChanged) {
+std::string TensorText(const Mismatch& d) {
+  if (d.kind != Mismatch::Kind::kChanged) {
     return fmt::format("{} {}", d.key, TensorTypeText(d.first ? *d.first : *d.second));
   }
   const Dims& shape = d.first->shape();
@@ -55,14 +55,14 @@ std::string TensorText(const Difference& d) {
   return text;
 }
 
-std::string ObjectText(const Difference& d) {
-  if (d.kind == Difference::Kind::kChanged) return fmt::format("object {}: {}", d.key, d.reason);
+std::string ObjectText(const Mismatch& d) {
+  if (d.kind == Mismatch::Kind::kChanged) return fmt::format("object {}: {}", d.key, d.reason);
   return fmt::format("object {} {}", d.key,
                      HumanBytes(d.first_bytes ? *d.first_bytes : *d.second_bytes));
 }
 
-std::string CommonText(const Difference& d) {
-  const bool changed = d.kind == Difference::Kind::kChanged;
+std::string CommonText(const Mismatch& d) {
+  const bool changed = d.kind == Mismatch::Kind::kChanged;
   return fmt::format("common {}{} {}", d.key, changed ? ":" : "", d.reason);
 }
 
@@ -73,36 +73,36 @@ struct Mark {
   Terminal::Colour colour;
 };
 
-Mark DiffMarkOf(Difference::Kind kind) {
+Mark DiffMarkOf(Mismatch::Kind kind) {
   switch (kind) {
-    case Difference::Kind::kAdded:
+    case Mismatch::Kind::kAdded:
       return {'+', "added", Terminal::Colour::kGreen};
-    case Difference::Kind::kRemoved:
+    case Mismatch::Kind::kRemoved:
       return {'-', "removed", Terminal::Colour::kRed};
-    case Difference::Kind::kChanged:
+    case Mismatch::Kind::kChanged:
       break;
   }
   return {'~', "changed", Terminal::Colour::kYellow};
 }
 
-void PrintText(const Difference& d, Terminal& terminal) {
+void PrintText(const Mismatch& d, Terminal& terminal) {
   const Mark mark = DiffMarkOf(d.kind);
   std::string text;
   switch (d.what) {
-    case Difference::What::kTensor:
+    case Mismatch::What::kTensor:
       text = TensorText(d);
       break;
-    case Difference::What::kObject:
+    case Mismatch::What::kObject:
       text = ObjectText(d);
       break;
-    case Difference::What::kCommon:
+    case Mismatch::What::kCommon:
       text = CommonText(d);
       break;
   }
   terminal.Line(fmt::format("{} {}", mark.sign, text), mark.colour);
 }
 
-Json ValuesJson(const ValueDifference& v, const Dims& shape) {
+Json ValuesJson(const ValueMismatch& v, const Dims& shape) {
   const auto at = [&](std::uint64_t element) {
     const Dims index = IndexOf(element, shape);
     return std::vector<std::int64_t>(index.begin(), index.end());
@@ -129,7 +129,7 @@ Json SideJson(const std::optional<TensorMeta>& meta, const std::optional<std::ui
               {"bytes", meta->bytes()}};
 }
 
-void PrintJson(const Difference& d, Terminal& terminal) {
+void PrintJson(const Mismatch& d, Terminal& terminal) {
   static constexpr const char* kWhat[] = {"tensor", "object", "common"};
   Json json = {{"event", DiffMarkOf(d.kind).word},
                {"what", kWhat[static_cast<std::size_t>(d.what)]},
@@ -190,7 +190,7 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
     options.keys = args.keys;
     options.first_names = names ? &*names : nullptr;
     options.progress = [&](std::uint64_t done, std::uint64_t total) { progress.Set(done, total); };
-    return CompareCheckpoints(*first.value(), *second.value(), options, [&](const Difference& d) {
+    return CompareCheckpoints(*first.value(), *second.value(), options, [&](const Mismatch& d) {
       terminal.json ? PrintJson(d, terminal) : PrintText(d, terminal);
       return Status();
     });

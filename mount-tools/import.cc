@@ -71,7 +71,7 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const Ke
   TENSORMOUNT_RETURN_IF_ERROR(failure);
   TENSORMOUNT_RETURN_IF_ERROR(NameLayers(source.index(), renames, state));
 
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectContent> objects, source.index().Objects());
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectRecord> objects, source.index().Objects());
   for (std::size_t i = 0; i < objects.size(); ++i) {
     const std::string& key = renames != nullptr ? renames->Object(objects[i].key) : objects[i].key;
     if (key.empty()) continue;

@@ -77,16 +77,16 @@ std::string AxesText(int begin, int end) {
 }
 
 // What is to be drawn of one chunk.
-struct Piece {
+struct DrawnChunk {
   std::size_t chunk = 0;
   Region region;
 };
 
 // Where all pieces are runs of the row-major order: their first elements. Empty where one is none.
-std::optional<std::vector<std::int64_t>> AsRuns(const std::vector<Piece>& pieces,
+std::optional<std::vector<std::int64_t>> AsRuns(const std::vector<DrawnChunk>& pieces,
                                                 const Dims& shape) {
   std::vector<std::int64_t> firsts;
-  for (const Piece& piece : pieces) {
+  for (const DrawnChunk& piece : pieces) {
     const Box& box = piece.region.box();  // Of a flat range: what it counts in.
     std::int64_t first = 0;
     bool cut = false;  // Axes behind one that has more than one index must be whole.
@@ -150,8 +150,8 @@ void MergeTouching(std::vector<LayoutRect>& rects, const std::vector<LayoutChunk
 
 // Runs of the whole tensor, on two axes that are made of its own: the split that is nearest to a
 // square, so that there is something to see.
-LayoutPicture DrawRuns(const std::vector<Piece>& pieces, const std::vector<std::int64_t>& firsts,
-                       const Dims& shape) {
+LayoutPicture DrawRuns(const std::vector<DrawnChunk>& pieces,
+                       const std::vector<std::int64_t>& firsts, const Dims& shape) {
   LayoutPicture picture;
   int split = 0;
   for (int s = 1; s < shape.rank(); ++s) {
@@ -178,8 +178,8 @@ LayoutPicture DrawRuns(const std::vector<Piece>& pieces, const std::vector<std::
 
 class BoxDrawing {
  public:
-  BoxDrawing(const std::vector<Piece>& pieces, const Dims& shape) : shape_(shape) {
-    for (const Piece& piece : pieces) {
+  BoxDrawing(const std::vector<DrawnChunk>& pieces, const Dims& shape) : shape_(shape) {
+    for (const DrawnChunk& piece : pieces) {
       for (const Box& box : piece.region.Boxes()) boxes_.emplace_back(piece.chunk, box);
     }
     edges_.resize(static_cast<std::size_t>(shape.rank()));
@@ -270,11 +270,11 @@ class BoxDrawing {
   int column_ = -1;
 };
 
-LayoutPicture MakePicture(const std::vector<Piece>& pieces, const Dims& shape,
+LayoutPicture MakePicture(const std::vector<DrawnChunk>& pieces, const Dims& shape,
                           const std::vector<LayoutChunk>& chunks) {
   LayoutPicture picture;
   const bool flat = std::any_of(pieces.begin(), pieces.end(),
-                                [](const Piece& piece) { return piece.region.is_flat(); });
+                                [](const DrawnChunk& piece) { return piece.region.is_flat(); });
   const auto runs = flat ? AsRuns(pieces, shape) : std::nullopt;
   picture = runs ? DrawRuns(pieces, *runs, shape) : BoxDrawing(pieces, shape).Draw();
   for (LayoutPanel& panel : picture.panels) {
@@ -376,7 +376,7 @@ Result<Layout> DescribeLayout(const OpenedCheckpoint& checkpoint, const std::str
                                     layer->layer, layer->stacked.meta.key());
   }
   std::vector<LayoutHolder> holders;
-  std::vector<Piece> pieces;
+  std::vector<DrawnChunk> pieces;
   std::set<std::uint32_t> files;
   for (const ChunkRecord& record : records) {
     if (record.file >= index.files().size()) {

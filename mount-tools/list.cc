@@ -67,9 +67,9 @@ int InfoSteps(const FoundSource& source, Terminal& terminal) {
 }
 
 // An object: its parts, and what each is for a person.
-int InfoObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectContent>& parts,
+int InfoObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRecord>& parts,
                Terminal& terminal) {
-  for (const ObjectContent& part : parts) {
+  for (const ObjectRecord& part : parts) {
     const auto text = DescribePart(checkpoint, part);
     if (!text.ok()) return terminal.Fail(text.status().WithContext("object " + part.key));
     const std::string& file = checkpoint.index().files()[part.file].name;
@@ -290,7 +290,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   std::uint64_t file_bytes = 0;
   for (const FileRecord& file : index.files()) file_bytes += file.length;
   const CheckpointInfo& info = index.info();
-  const CommonDict& content = common.value().content;
+  const CommonDict& inventory = common.value().content;
   if (terminal.json) {
     nlohmann::ordered_json json =
         nlohmann::ordered_json{{"name", checkpoint.name()},
@@ -312,8 +312,8 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
                                {"warnings", checkpoint.warnings()}};
     if (!info.self_contained) json["root"] = info.root;
     for (const auto& [key, pattern] : layers.value()->patterns()) json["layers"][key] = pattern;
-    if (!content.items.empty()) {
-      json["content"] = nlohmann::ordered_json::parse(CommonToJson(content));
+    if (!inventory.items.empty()) {
+      json["content"] = nlohmann::ordered_json::parse(CommonToJson(inventory));
     }
     terminal.Json(json);
     return terminal.Flush();
@@ -338,7 +338,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   }
   terminal.Line(fmt::format("objects        {}", objects.value().size()));
   terminal.Line(fmt::format("common values  {}", common.value().values.size()));
-  for (const auto& [key, value] : content.items) {
+  for (const auto& [key, value] : inventory.items) {
     terminal.Line(fmt::format("content        {}: {}", CommonKeyText(key), CommonToJson(value)));
   }
   if (!info.self_contained) {

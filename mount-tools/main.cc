@@ -9,7 +9,7 @@ int main(int argc, char** argv) {
   // to be cleared anew. A mount trims once it serves.
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TRIM_THRESHOLD, 128 << 20);
-  // Files of others may be cut short while they are read.
+  // Foreign files may be cut short while they are read.
   tensormount::EnableMappingGuard();
   return tensormount::tools::Main(argc, argv);
 }

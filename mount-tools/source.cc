@@ -11,14 +11,6 @@
 #include "index/store/store.h"
 
 namespace tensormount::tools {
-namespace {
-
-std::string WithoutTrailingSlashes(std::string path) {
-  while (path.size() > 1 && path.back() == '/') path.pop_back();
-  return path;
-}
-
-}  // namespace
 
 Result<StoreAndName> SplitCheckpointPath(const std::string& path) {
   const std::string trimmed = WithoutTrailingSlashes(path);
@@ -79,7 +71,7 @@ Result<std::shared_ptr<const KeyMap>> ReadKeyMap(FileSystem& fs, const std::stri
   return std::make_shared<const KeyMap>(std::move(map).value());
 }
 
-Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectContent& part) {
+Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectRecord& part) {
   if (part.file >= checkpoint.index().files().size()) {
     return Status(Code::kDataLoss, "in a file that is not in the table");
   }

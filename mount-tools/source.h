@@ -48,7 +48,7 @@ struct StoreAndName {
 Result<StoreAndName> SplitCheckpointPath(const std::string& path);
 
 // What an object's bytes are, for a person (DescribeObject of index/foreign/torch_archive.h).
-Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectContent& part);
+Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectRecord& part);
 
 // fnmatch without FNM_PATHNAME: '*' crosses '/'.
 bool GlobMatches(const std::string& glob, const std::string& text);

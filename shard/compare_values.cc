@@ -13,9 +13,9 @@ namespace {
 // Elements decoded at a time: what fits the first cache.
 constexpr std::size_t kStep = 512;
 
-void Raise(std::optional<ValueDifference::Largest>& largest, double value, std::uint64_t at) {
+void Raise(std::optional<ValueMismatch::Largest>& largest, double value, std::uint64_t at) {
   if (!largest || value > largest->value || (value == largest->value && at < largest->at)) {
-    largest = ValueDifference::Largest{.value = value, .at = at};
+    largest = ValueMismatch::Largest{.value = value, .at = at};
   }
 }
 
@@ -27,7 +27,7 @@ double Relative(double distance, double size_a, double size_b) {
 // One element that has other bits on the two sides (or another type).
 class Tally {
  public:
-  Tally(ValueDifference& sum, bool same_type) : sum_(sum), same_type_(same_type) {}
+  Tally(ValueMismatch& sum, bool same_type) : sum_(sum), same_type_(same_type) {}
 
   void Reals(double a, double b, std::uint64_t at) {
     if (std::isnan(a) || std::isnan(b)) return Nan(std::isnan(a) && std::isnan(b), at);
@@ -84,12 +84,12 @@ class Tally {
     const std::uint64_t before = sum_.max_abs_integer.value_or(0);
     if (distance > before || (distance == before && at < sum_.max_abs->at)) {
       sum_.max_abs_integer = distance;
-      sum_.max_abs = ValueDifference::Largest{.value = static_cast<double>(distance), .at = at};
+      sum_.max_abs = ValueMismatch::Largest{.value = static_cast<double>(distance), .at = at};
     }
     Raise(sum_.max_rel, Relative(static_cast<double>(distance), std::abs(a), std::abs(b)), at);
   }
 
-  ValueDifference& sum_;
+  ValueMismatch& sum_;
   const bool same_type_;
 };
 
@@ -109,7 +109,7 @@ How HowOf(DType a, DType b) {
 
 }  // namespace
 
-void ValueDifference::Add(const ValueDifference& other) {
+void ValueMismatch::Add(const ValueMismatch& other) {
   if (other.differing > 0) first = differing == 0 ? other.first : std::min(first, other.first);
   compared += other.compared;
   differing += other.differing;
@@ -132,7 +132,7 @@ void ValueDifference::Add(const ValueDifference& other) {
 bool CanCompareValues(DType a, DType b) { return HowOf(a, b) != How::kNone; }
 
 void CompareValues(DType type_a, const std::byte* a, DType type_b, const std::byte* b,
-                   std::size_t count, std::uint64_t first, ValueDifference* sum) {
+                   std::size_t count, std::uint64_t first, ValueMismatch* sum) {
   const How how = HowOf(type_a, type_b);
   const std::size_t item_a = InfoOf(type_a).bits / 8;
   const std::size_t item_b = InfoOf(type_b).bits / 8;

@@ -12,7 +12,7 @@ namespace tensormount {
 
 // How far two tensors of one shape are from each other. Positions count elements of the row-major
 // order. Adding up blocks in any order gives the same.
-struct ValueDifference {
+struct ValueMismatch {
   std::uint64_t compared = 0;          // Elements.
   std::uint64_t differing = 0;         // Other values; NaN beside a number is one.
   std::uint64_t nan_beside = 0;        // Of these: NaN on one side. They have no distance.
@@ -31,7 +31,7 @@ struct ValueDifference {
   // max_abs exactly, where both types are integers.
   std::optional<std::uint64_t> max_abs_integer;
 
-  void Add(const ValueDifference& other);
+  void Add(const ValueMismatch& other);
 };
 
 // Whether values of these types can be compared: not complex with real ones, not types under a
@@ -42,7 +42,7 @@ bool CanCompareValues(DType a, DType b);
 // are compared exactly (u64 beside a signed type, and integers beside floats, as nearest doubles),
 // everything else as doubles, which hold every value; a complex distance is that in the plane.
 void CompareValues(DType type_a, const std::byte* a, DType type_b, const std::byte* b,
-                   std::size_t count, std::uint64_t first, ValueDifference* sum);
+                   std::size_t count, std::uint64_t first, ValueMismatch* sum);
 
 }  // namespace tensormount
 

@@ -11,7 +11,7 @@ namespace tensormount {
 namespace {
 
 // Says which cells of `want` are covered not exactly once. Slow and exact: only errors come here.
-Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::Piece> pieces,
+Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::Part> pieces,
                      const TensorMeta* meta) {
   const auto name = [&](const Box& bytes) {
     if (meta == nullptr) return "bytes " + bytes.ToString();
@@ -28,7 +28,7 @@ Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::
       for (int a = 0; a < box.rank(); ++a) begin.push_back(box.begin(a) + sign * w.box.begin(a));
       return Box::Make(begin, box.extent());
     };
-    for (const CopyPlan::Piece& p : pieces) {
+    for (const CopyPlan::Part& p : pieces) {
       const Box common = Intersect(p.part, w.box);
       if (common.empty()) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, shifted(common, -1));
@@ -51,7 +51,7 @@ Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::
 }
 
 // Whether no two of the pieces share a cell. A sweep along the axis with most beginnings.
-bool Disjoint(std::span<const CopyPlan::Piece> pieces) {
+bool Disjoint(std::span<const CopyPlan::Part> pieces) {
   if (pieces.size() < 2) return true;
   const int rank = pieces[0].part.rank();
   int axis = 0;
@@ -69,7 +69,7 @@ bool Disjoint(std::span<const CopyPlan::Piece> pieces) {
   }
   std::vector<const Box*> order;
   order.reserve(pieces.size());
-  for (const CopyPlan::Piece& p : pieces) order.push_back(&p.part);
+  for (const CopyPlan::Part& p : pieces) order.push_back(&p.part);
   std::sort(order.begin(), order.end(),
             [&](const Box* a, const Box* b) { return a->begin(axis) < b->begin(axis); });
   std::vector<const Box*> active;

@@ -79,7 +79,7 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst);
 // chunk, then destination; together they cover the destination exactly once.
 class CopyPlan {
  public:
-  struct Piece {
+  struct Part {
     std::uint32_t chunk = 0;  // Index into the chunks given to Make.
     Box part;                 // In byte coordinates of the tensor.
     StridedCopy copy;
@@ -92,11 +92,11 @@ class CopyPlan {
                                std::span<const std::vector<PlacedBox>> chunks,
                                const TensorMeta* meta = nullptr);
 
-  std::span<const Piece> pieces() const { return pieces_; }
+  std::span<const Part> pieces() const { return pieces_; }
   std::uint64_t bytes() const { return bytes_; }
 
  private:
-  std::vector<Piece> pieces_;
+  std::vector<Part> pieces_;
   std::uint64_t bytes_ = 0;
 };
 

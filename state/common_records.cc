@@ -9,7 +9,7 @@ namespace tensormount {
 CommonValues SharedCommonRecords(const StateDict& state) {
   CommonValues records = state.common();
   if (const CommonDict* content = state.content_metadata()) {
-    records.emplace(kContentRecord, *content);
+    records.emplace(kContentMetadataRecord, *content);
   }
   for (const auto& [key, pattern] : state.layer_names()) {
     records.emplace(std::string(kLayersRecordPrefix) + key, pattern);

@@ -129,7 +129,7 @@ Status CheckAgree(const Shard& first, const Shard& shard) {
   return Status();
 }
 
-Status CheckPlace(const ObjectPlace& place) {
+Status CheckPlace(const GridPosition& place) {
   if (place.index.rank() != place.grid.rank()) {
     return Status(
         Code::kInvalidArgument,
@@ -174,7 +174,7 @@ const Status& StateDict::AddTensor(std::string_view key, const Shard& shard) {
 }
 
 const Status& StateDict::AddObject(std::string_view key, std::string_view bytes,
-                                   const ObjectPlace& place) {
+                                   const GridPosition& place) {
   Status status = CheckKey(key);
   if (status.ok()) status = CheckPlace(place);
   if (status.ok() && !rep_->object_parts.emplace(std::string(key), place.index.ToString()).second) {
@@ -187,7 +187,7 @@ const Status& StateDict::AddObject(std::string_view key, std::string_view bytes,
   return rep_->Note(Status());
 }
 
-const Status& StateDict::WantObject(std::string_view key, const ObjectPlace& place) {
+const Status& StateDict::WantObject(std::string_view key, const GridPosition& place) {
   Status status = CheckKey(key);
   // For wishes the grid may be left out: it is known to the checkpoint.
   if (status.ok() && place.grid.rank() != 0) status = CheckPlace(place);

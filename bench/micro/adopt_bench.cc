@@ -69,15 +69,15 @@ Status Measure(const std::string& path, Figures& out) {
   }
   Stopwatch whole;
   TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder, ForeignFolder::Open(fs, path, {}));
-  TENSORMOUNT_ASSIGN_OR_RETURN(ForeignContent content, ReadForeign(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(ForeignInventory inventory, ReadForeign(folder));
   out.Add("content", whole.Ms());
-  out.counts["tensors"] = content.content.tensors.size();
+  out.counts["tensors"] = inventory.inventory.tensors.size();
   std::string first;
-  for (const TensorContent& tensor : content.content.tensors) {
+  for (const TensorRecord& tensor : inventory.inventory.tensors) {
     if (first.empty() && tensor.meta.bytes() > 0) first = tensor.meta.key();
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<OpenedCheckpoint> opened,
-                               OpenedCheckpoint::OpenForeign(fs, std::move(content), path, {}));
+                               OpenedCheckpoint::OpenForeign(fs, std::move(inventory), path, {}));
   out.Add("open", whole.Ms());
   if (first.empty()) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, opened->index().Find(first));

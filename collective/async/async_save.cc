@@ -17,8 +17,8 @@
 #include <utility>
 
 #include "collective/async/progress_file.h"
-#include "collective/async/staged_state.h"
-#include "collective/async/staging_pool.h"
+#include "collective/async/snapshot_pool.h"
+#include "collective/async/snapshot_state.h"
 #include "collective/guarded.h"
 #include "collective/save_load.h"
 
@@ -34,15 +34,15 @@ constexpr std::chrono::milliseconds kProgressInterval{1000};
 constexpr std::chrono::milliseconds kLongestSaveWait{std::chrono::hours(24 * 365)};
 
 // Which savers of a communicator exist. The n-th one takes place n % kSavers, on every rank.
-struct SaverPlaces {
+struct SaverSlots {
   std::mutex mutex;
   std::uint32_t made = 0;
   std::array<bool, kSavers> taken{};
 };
 
-std::shared_ptr<SaverPlaces> PlacesOf(Communicator& comm) {
-  return std::static_pointer_cast<SaverPlaces>(
-      comm.Kept("async savers", [] { return std::make_shared<SaverPlaces>(); }));
+std::shared_ptr<SaverSlots> PlacesOf(Communicator& comm) {
+  return std::static_pointer_cast<SaverSlots>(
+      comm.Kept("async savers", [] { return std::make_shared<SaverSlots>(); }));
 }
 
 }  // namespace
@@ -153,14 +153,14 @@ struct Task {
   std::uint64_t number = 0;  // Of its turn.
   std::shared_ptr<SaveHandle::Rep> job;
   StateDict state;  // To be staged by the lane where `staged.memory` is not set yet.
-  std::optional<StagedState> staged;
+  std::optional<SnapshotState> staged;
   std::string path;
   SaveOptions options;
 };
 
 class Lane {
  public:
-  Lane(std::unique_ptr<Communicator> channel, std::shared_ptr<StagingPool> pool,
+  Lane(std::unique_ptr<Communicator> channel, std::shared_ptr<SnapshotPool> pool,
        std::shared_ptr<Turns> turns)
       : channel_(std::move(channel)),
         pool_(std::move(pool)),
@@ -276,7 +276,7 @@ class Lane {
   }
 
   const std::unique_ptr<Communicator> channel_;
-  const std::shared_ptr<StagingPool> pool_;
+  const std::shared_ptr<SnapshotPool> pool_;
   const std::shared_ptr<Turns> turns_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -292,7 +292,7 @@ struct AsyncSaver::Rep {
   Rep(Communicator& comm, const AsyncOptions& opts)
       : options(opts),
         places(PlacesOf(comm)),
-        pool(std::make_shared<StagingPool>(opts.staging_bytes)),
+        pool(std::make_shared<SnapshotPool>(opts.staging_bytes)),
         turns(std::make_shared<Turns>()) {}
   ~Rep() {
     for (auto& lane : lanes) lane.reset();
@@ -303,9 +303,9 @@ struct AsyncSaver::Rep {
   }
 
   AsyncOptions options;
-  std::shared_ptr<SaverPlaces> places;
+  std::shared_ptr<SaverSlots> places;
   std::optional<std::uint32_t> place;
-  std::shared_ptr<StagingPool> pool;
+  std::shared_ptr<SnapshotPool> pool;
   std::shared_ptr<Turns> turns;
   std::array<std::unique_ptr<Lane>, kLanes> lanes;
 };
@@ -432,7 +432,7 @@ Result<SaveHandle> AsyncSaver::Save(const StateDict& state, std::string_view pat
   job->bytes_total = BytesOf(state);
   if (options.progress != nullptr) job->written = options.progress;
   Task task;
-  task.number = rep_->turns->Enter(CheckpointPath(path));
+  task.number = rep_->turns->Enter(WithoutTrailingSlashes(path));
   Lane& lane = *rep_->lanes[task.number % kLanes];
   task.job = job;
   task.path = std::string(path);

@@ -67,12 +67,12 @@ bool Finalized() {
   return flag != 0;
 }
 
-using Piece = std::vector<std::byte>;
+using Bytes = std::vector<std::byte>;
 
 // A piece that MPI reads from or writes to. Its memory stays until MPI is done with it.
 struct Flight {
   MPI_Request request = MPI_REQUEST_NULL;
-  Piece bytes;
+  Bytes bytes;
   std::size_t size = 0;
 };
 
@@ -84,7 +84,7 @@ struct Message {
   bool done = false;
   bool cancelled = false;
   bool wrong_size = false;
-  Piece owned;  // The bytes themselves, of a small send that was taken over.
+  Bytes owned;  // The bytes themselves, of a small send that was taken over.
   Status status;
 
   void Finish(Status s) {
@@ -505,7 +505,7 @@ class MpiCommunicator final : public Communicator {
   std::unordered_map<Request, Entry> requests_;
   Request next_ = 1;
   std::size_t in_flight_ = 0;
-  std::vector<Piece> spare_;
+  std::vector<Bytes> spare_;
   std::deque<Flight> graveyard_;
   std::vector<std::size_t> small_;  // Bytes of small sends taken over, by peer.
   std::vector<Clock::time_point> heard_;

@@ -120,7 +120,7 @@ class UnitStream final : public LocalWork {
   struct Coming {
     std::size_t unit = 0;
     int from = 0;
-    std::vector<ExchangePiece> pieces;
+    std::vector<ExchangeBox> pieces;
     std::optional<UnitLetter> letter;  // Once it came.
     UnitLetter arrived;
     std::size_t posted = 0;  // Pieces that are asked for.
@@ -158,7 +158,7 @@ class UnitStream final : public LocalWork {
       const std::uint64_t before = reader_.bytes_read();
       TENSORMOUNT_RETURN_IF_ERROR(reader_.Read(units_, unit, *out));
       progress_(reader_.bytes_read() - before);
-      for (const ExchangePiece& piece : out->pieces) out->unsent += piece.receivers.size();
+      for (const ExchangeBox& piece : out->pieces) out->unsent += piece.receivers.size();
       std::lock_guard lock(mutex_);
       if (out->unsent > 0) {
         ready_.push_back(std::move(out));
@@ -211,7 +211,7 @@ class UnitStream final : public LocalWork {
       collective_.data_out().Send(to, std::move(frame), Payload(letter.Encode()));
     }
     for (std::size_t p = 0; p < out->pieces.size(); ++p) {
-      const ExchangePiece& piece = out->pieces[p];
+      const ExchangeBox& piece = out->pieces[p];
       for (const int to : piece.receivers) {
         const BufferView view = BufferView::Host(DType::kU8, static_cast<const void*>(out->at[p]),
                                                  Dims{piece.bytes.volume()});
@@ -266,7 +266,7 @@ class UnitStream final : public LocalWork {
       Coming coming;
       coming.unit = next_unit_;
       coming.from = unit.reader;
-      for (ExchangePiece& piece : units_.PiecesOf(unit)) {
+      for (ExchangeBox& piece : units_.PiecesOf(unit)) {
         if (!piece.mine.empty()) coming.pieces.push_back(std::move(piece));
       }
       if (coming.pieces.empty()) continue;
@@ -310,7 +310,7 @@ class UnitStream final : public LocalWork {
   // Asks for the next piece; false where there is no room for it now.
   Result<bool> PostReceive(ComingRef of) {
     Coming& c = *of;
-    const ExchangePiece& piece = c.pieces[c.posted];
+    const ExchangeBox& piece = c.pieces[c.posted];
     if (receives_.size() >= kMaxReceives) return false;
     Receive receive;
     receive.of = of;
@@ -356,7 +356,7 @@ class UnitStream final : public LocalWork {
   Status Arrived(Receive& receive) {
     moved = true;
     Coming& c = *receive.of;
-    const ExchangePiece& piece = c.pieces[receive.number];
+    const ExchangeBox& piece = c.pieces[receive.number];
     stats_.received += piece.size();
     c.arrived.Add(receive.number, receive.to, piece.size());
     const bool staged = receive.staged.capacity() != 0;

@@ -64,7 +64,7 @@ void UnitReader::Plan(const ExchangeUnits& units, const ExchangeUnit& unit, Outg
   packed_at_.assign(out.pieces.size(), kElsewhere);
   out.size = 0;
   for (std::size_t p = 0; p < out.pieces.size(); ++p) {
-    const ExchangePiece& piece = out.pieces[p];
+    const ExchangeBox& piece = out.pieces[p];
     if (piece.receivers.empty()) continue;
     // Sent from where this rank itself wants it, if it is one run there.
     if (!piece.mine.empty()) out.at[p] = ContiguousPlace(piece.bytes, *piece.mine.front());
@@ -77,7 +77,7 @@ void UnitReader::Plan(const ExchangeUnits& units, const ExchangeUnit& unit, Outg
   // All of the unit is read into memory, and what is one run of it is sent from there.
   out.size = static_cast<std::uint64_t>(bytes_.box.volume());
   for (std::size_t p = 0; p < out.pieces.size(); ++p) {
-    const ExchangePiece& piece = out.pieces[p];
+    const ExchangeBox& piece = out.pieces[p];
     out.at[p] = nullptr;
     if (piece.receivers.empty()) continue;
     const StridedCopy copy =
@@ -104,7 +104,7 @@ Status UnitReader::Read(const ExchangeUnits& units, const ExchangeUnit& unit, Ou
                                                        UnitVerify(tensor), stats_, nullptr));
   }
   for (std::size_t p = 0; p < out.pieces.size(); ++p) {
-    const ExchangePiece& piece = out.pieces[p];
+    const ExchangeBox& piece = out.pieces[p];
     const PlacedBox packed = PlacePacked(Region(piece.bytes), 0).front();
     const bool cut = !in_place_ && out.at[p] != nullptr &&
                      packed_at_[p] >= static_cast<std::uint64_t>(bytes_.box.volume());
@@ -156,7 +156,7 @@ bool UnitReader::CutIntoRuns(const Outgoing& out) {
     });
   };
   for (std::size_t p = 0; p < out.pieces.size() && good; ++p) {
-    const ExchangePiece& piece = out.pieces[p];
+    const ExchangeBox& piece = out.pieces[p];
     if (packed_at_[p] != kElsewhere) {
       add(PlanCopy(piece.bytes, bytes_, PlacePacked(Region(piece.bytes), 0).front()), nullptr,
           packed_at_[p]);
@@ -214,7 +214,7 @@ Status UnitReader::ReadRuns(const TensorMeta& meta, const ExchangeUnit& unit, st
                          static_cast<std::size_t>(runs_[i].size)});
       at = runs_[i].at + runs_[i].size;
     }
-    Result<std::size_t> got = file.value()->ReadPiecesAt(unit.offset + begin, pieces_);
+    Result<std::size_t> got = file.value()->ReadVectorAt(unit.offset + begin, pieces_);
     if (!got.ok()) return failed(got.status());
     stats_.bytes_read += got.value();
     if (got.value() != at - begin) {

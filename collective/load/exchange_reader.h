@@ -53,7 +53,7 @@ struct UnitLetter {
 // A unit that was read and is being sent.
 struct Outgoing {
   std::size_t number = 0;  // In its batch.
-  std::vector<ExchangePiece> pieces;
+  std::vector<ExchangeBox> pieces;
   std::vector<const std::byte*> at;   // Of each piece that others want: its bytes, packed.
   std::map<int, UnitLetter> letters;  // By receiver.
   GrowingBuffer memory;
@@ -113,7 +113,7 @@ class UnitReader {
   std::vector<std::uint64_t> packed_at_;  // Of each piece in the memory.
   bool in_place_ = false;
   std::vector<FileRun> runs_;
-  std::vector<File::Piece> pieces_;
+  std::vector<File::Buffer> pieces_;
   GrowingBuffer gap_;
   std::map<std::uint32_t, std::unique_ptr<File>> files_;  // By number.
   ReadStats stats_;

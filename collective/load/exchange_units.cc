@@ -139,15 +139,15 @@ PlacedBox ExchangeUnits::BytesOf(const ExchangeUnit& unit) const {
   return PlacePacked(ByteRegion(meta.dtype(), meta.shape(), unit.box).value(), 0).front();
 }
 
-std::vector<ExchangePiece> ExchangeUnits::PiecesOf(const ExchangeUnit& unit) const {
+std::vector<ExchangeBox> ExchangeUnits::PiecesOf(const ExchangeUnit& unit) const {
   const Box bytes = BytesOf(unit).box;
-  std::vector<ExchangePiece> pieces;
+  std::vector<ExchangeBox> pieces;
   for (const Want& want : prepared_.at(unit.tensor).wants) {
     for (const Box& wanted : want.bytes) {
       const Box part = Intersect(bytes, wanted);
       if (part.empty()) continue;
       auto piece = std::find_if(pieces.begin(), pieces.end(),
-                                [&](const ExchangePiece& p) { return p.bytes == part; });
+                                [&](const ExchangeBox& p) { return p.bytes == part; });
       if (piece == pieces.end()) {
         pieces.emplace_back();
         piece = pieces.end() - 1;

@@ -30,7 +30,7 @@ struct ExchangeUnit {
 };
 
 // A box of bytes of a unit, and who wants it.
-struct ExchangePiece {
+struct ExchangeBox {
   Box bytes;
   std::vector<int> receivers;     // Ranks but the reader; rising.
   std::vector<LoadTarget*> mine;  // Of this rank.
@@ -53,7 +53,7 @@ class ExchangeUnits {
   // The unit's bytes, packed from 0 on.
   PlacedBox BytesOf(const ExchangeUnit& unit) const;
   // In an order that all ranks of the group know.
-  std::vector<ExchangePiece> PiecesOf(const ExchangeUnit& unit) const;
+  std::vector<ExchangeBox> PiecesOf(const ExchangeUnit& unit) const;
 
  private:
   struct Want {

@@ -254,7 +254,7 @@ class LoadJob {
   Status ReadObjects() {
     const std::vector<FileRecord>& files = checkpoint_->index().files();
     for (const ResolvedObject& object : agreed_->resolved->objects) {
-      const ObjectContent& part = object.part;
+      const ObjectRecord& part = object.part;
       // Lengths were checked against the file when the checkpoint was published, but the index
       // may have been rebuilt since.
       if (part.file >= files.size() || part.length > files[part.file].length) {

@@ -186,9 +186,9 @@ Status ResolveTensors(const CheckpointIndex& index, const LoadRequest& request,
 
 // The part of a stored object that an object stands for; null: there is none. `skip`: a rule says
 // that it is not loaded.
-Result<const ObjectContent*> FindPart(const LoadRequest::Object& want,
-                                      const std::vector<ObjectContent>& parts, LoadRule::Grid rule,
-                                      bool* skip) {
+Result<const ObjectRecord*> FindPart(const LoadRequest::Object& want,
+                                     const std::vector<ObjectRecord>& parts, LoadRule::Grid rule,
+                                     bool* skip) {
   const Dims& grid = parts.front().grid;
   // Where the grid is left out, only its number of axes is known.
   const bool other =
@@ -205,7 +205,7 @@ Result<const ObjectContent*> FindPart(const LoadRequest::Object& want,
     return nullptr;
   }
   if (other && rule == LoadRule::Grid::kFirst) return &parts.front();
-  for (const ObjectContent& part : parts) {
+  for (const ObjectRecord& part : parts) {
     if (part.index == want.index) return &part;
   }
   return nullptr;
@@ -215,12 +215,12 @@ Status ResolveObjects(const CheckpointIndex& index, const LoadRequest& request,
                       const LoadOptions& options, Resolved& out) {
   for (const LoadRequest::Object& want : request.objects) {
     out.asked_objects.push_back(want.key);
-    Result<std::vector<ObjectContent>> parts = index.ObjectParts(want.key);
+    Result<std::vector<ObjectRecord>> parts = index.ObjectParts(want.key);
     if (!parts.ok() && parts.status().code() != Code::kNotFound) return parts.status();
     bool skip = false;
-    const ObjectContent* part = nullptr;
+    const ObjectRecord* part = nullptr;
     if (parts.ok() && !parts.value().empty()) {
-      Result<const ObjectContent*> found =
+      Result<const ObjectRecord*> found =
           FindPart(want, parts.value(), RuleFor(options, want.key).grid, &skip);
       if (!found.ok()) {
         out.refusal = found.status();
@@ -309,8 +309,8 @@ Result<std::vector<std::string>> NotRequested(const CheckpointIndex& index,
       keys.push_back(entry.meta.key());
     }
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectContent> stored, index.Objects());
-  for (const ObjectContent& object : stored) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> stored, index.Objects());
+  for (const ObjectRecord& object : stored) {
     if (!std::binary_search(objects.begin(), objects.end(), object.key)) {
       keys.push_back(object.key);
     }

@@ -35,7 +35,7 @@ struct ResolvedItem {
 struct ResolvedObject {
   std::string key;
   Dims asked_index;
-  ObjectContent part;
+  ObjectRecord part;
 };
 
 struct Resolved {

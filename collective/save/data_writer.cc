@@ -75,7 +75,7 @@ class DataWriter {
         progress_(progress),
         cancel_(cancel),
         scratch_(std::make_unique<std::byte[]>(kCopyBlockBytes)) {
-    out_.content.info.uuid = staging.uuid;
+    out_.inventory.info.uuid = staging.uuid;
   }
 
   Result<WrittenData> Run() {
@@ -85,11 +85,11 @@ class DataWriter {
     TENSORMOUNT_RETURN_IF_ERROR(WritePack());
     TENSORMOUNT_RETURN_IF_ERROR(SyncOpen());
     for (std::uint32_t t = 0; t < task_.tensors.size(); ++t) {
-      if (task_.tensors[t].empty) TensorRecord(t);
+      if (task_.tensors[t].empty) RecordOf(t);
     }
     for (auto& [ordinal, tensor] : tensors_) {
       tensor.extents.Sort();
-      out_.content.tensors.push_back(std::move(tensor));
+      out_.inventory.tensors.push_back(std::move(tensor));
     }
     return std::move(out_);
   }
@@ -106,10 +106,10 @@ class DataWriter {
     if (progress_ != nullptr) progress_->fetch_add(bytes, std::memory_order_relaxed);
   }
 
-  TensorContent& TensorRecord(std::uint32_t t) {
+  TensorRecord& RecordOf(std::uint32_t t) {
     auto at = tensors_.find(t);
     if (at == tensors_.end()) {
-      at = tensors_.emplace(t, TensorContent(task_.tensors[t].meta)).first;
+      at = tensors_.emplace(t, TensorRecord(task_.tensors[t].meta)).first;
       at->second.has_digest = true;
     }
     return at->second;
@@ -137,8 +137,8 @@ class DataWriter {
 
   std::uint32_t AddFile(std::string name, Placement placement, std::uint64_t length) {
     out_.files.push_back({name, 0});
-    out_.content.files.push_back({std::move(name), placement, length, {}});
-    return static_cast<std::uint32_t>(out_.content.files.size() - 1);
+    out_.inventory.files.push_back({std::move(name), placement, length, {}});
+    return static_cast<std::uint32_t>(out_.inventory.files.size() - 1);
   }
 
   std::string Path(const std::string& name) const { return JoinPath(staging_.directory, name); }
@@ -165,7 +165,7 @@ class DataWriter {
 
   // Writes a chunk at the appender's place and records it.
   Status WriteChunk(const RankTask::Chunk& chunk, std::uint32_t file, FileAppender& out) {
-    TensorContent& tensor = TensorRecord(chunk.tensor);
+    TensorRecord& tensor = RecordOf(chunk.tensor);
     const Shard& shard = state_.tensors()[chunk.item].shard;
     Result<PackedSource> source = PackedSource::Make(shard);
     if (!source.ok()) return source.status().WithContext("tensor " + tensor.meta.key());
@@ -271,21 +271,21 @@ class DataWriter {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file, fs_.CreateExclusive(Path(name)));
     const std::uint32_t number = AddFile(name, placement, 0);
     FileAppender out(*file, 0);
-    ExtraPiece piece;
+    ExtraRange piece;
     piece.file = number;
     piece.length = header.size();
     piece.first_leaf = out_.leaves.size();
     LeafHasher hasher;
     hasher.Update(header.data(), header.size());
     piece.hash = TakeLeaves(hasher);
-    out_.content.extras.push_back(piece);
+    out_.inventory.extras.push_back(piece);
     Written(number, header.size());
     TENSORMOUNT_RETURN_IF_ERROR(out.Append(header.data(), header.size()));
     for (const RankTask::Chunk& chunk : chunks) {
       TENSORMOUNT_RETURN_IF_ERROR(WriteChunk(chunk, number, out));
     }
     TENSORMOUNT_RETURN_IF_ERROR(out.Flush());
-    out_.content.files[number].length = out.offset();
+    out_.inventory.files[number].length = out.offset();
     Keep(std::move(file), true);
     return Status();
   }
@@ -305,7 +305,7 @@ class DataWriter {
       TENSORMOUNT_RETURN_IF_ERROR(WriteObject(state_.objects()[item], number, out));
     }
     TENSORMOUNT_RETURN_IF_ERROR(out.Flush());
-    out_.content.files[number].length = out.offset();
+    out_.inventory.files[number].length = out.offset();
     Keep(std::move(file), true);
     return Status();
   }
@@ -313,7 +313,7 @@ class DataWriter {
   Status WriteObject(const StateDict::ObjectItem& object, std::uint32_t file, FileAppender& out) {
     TENSORMOUNT_RETURN_IF_ERROR(CheckCancel());
     const std::string& bytes = object.bytes;
-    ObjectContent record;
+    ObjectRecord record;
     record.key = object.key;
     record.index = object.place.index;
     record.grid = object.place.grid;
@@ -324,7 +324,7 @@ class DataWriter {
     LeafHasher hasher;
     hasher.Update(bytes.data(), bytes.size());
     record.hash = TakeLeaves(hasher);
-    out_.content.objects.push_back(std::move(record));
+    out_.inventory.objects.push_back(std::move(record));
     Written(file, bytes.size());
     return out.Append(bytes.data(), bytes.size());
   }
@@ -338,7 +338,7 @@ class DataWriter {
   const std::atomic<bool>* const cancel_;
   std::unique_ptr<std::byte[]> scratch_;
   WrittenData out_;
-  std::map<std::uint32_t, TensorContent> tensors_;  // By place in the task: sorted by key.
+  std::map<std::uint32_t, TensorRecord> tensors_;  // By place in the task: sorted by key.
   std::vector<OpenFile> open_;
 };
 

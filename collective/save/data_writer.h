@@ -14,14 +14,14 @@
 
 #include "base/file_system.h"
 #include "collective/save/rank_task.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 #include "index/store/store.h"
 
 namespace tensormount {
 
 // What one rank has written, as its manifest says it.
 struct WrittenData {
-  Content content;              // Numbered by itself.
+  Inventory inventory;          // Numbered by itself.
   std::vector<Hash128> leaves;  // Of all chunks, objects and headers.
   std::uint64_t bytes = 0;      // Headers included.
   std::vector<SaveReport::File> files;

@@ -14,7 +14,7 @@
 #include "base/hash.h"
 #include "collective/layout/layout.h"
 #include "collective/save/save_plan.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {

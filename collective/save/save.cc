@@ -103,7 +103,7 @@ class SaveSession {
               const SaveOptions& options, const SaveControl& control)
       : fs_(fs),
         state_(state),
-        path_(CheckpointPath(path)),
+        path_(WithoutTrailingSlashes(path)),
         options_(options),
         control_(control),
         comm_(comm),
@@ -266,7 +266,7 @@ class SaveSession {
     mine_.bytes = data.bytes;
     report_.files = std::move(data.files);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
-                                 EncodeManifest(data.content, data.leaves));
+                                 EncodeManifest(data.inventory, data.leaves));
     mine_.manifest_bytes = manifest.size();
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto own, RankCommonRecord(state_, rank_));
     if (own) mine_.rank_common = own->second;
@@ -372,7 +372,7 @@ class SaveSession {
 
   // On rank 0: publishes, unless the reports say otherwise.
   Status Decide(const std::vector<std::string>& encoded, SaveVerdict& verdict) {
-    Content coordinator;
+    Inventory coordinator;
     coordinator.info.producer =
         options_.producer.empty() ? std::string(kDefaultProducer) : options_.producer;
     coordinator.info.world_size = static_cast<std::uint32_t>(world_);
@@ -396,7 +396,7 @@ class SaveSession {
     return OfRankZero(PublishStaging(coordinator, manifests));
   }
 
-  Status PublishStaging(const Content& coordinator, const std::vector<std::uint64_t>& manifests) {
+  Status PublishStaging(const Inventory& coordinator, const std::vector<std::uint64_t>& manifests) {
     for (int r = 0; r < world_; ++r) {
       // A manifest that this machine does not see (yet) would be a checkpoint without its objects.
       const std::uint64_t wanted = manifests[static_cast<std::size_t>(r)];
@@ -536,11 +536,6 @@ class SaveSession {
 };
 
 }  // namespace
-
-std::string CheckpointPath(std::string_view path) {
-  while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
-  return std::string(path);
-}
 
 Status CheckHasData(const StateDict& state) {
   for (const StateDict::TensorItem& item : state.tensors()) {

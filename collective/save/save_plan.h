@@ -13,7 +13,7 @@
 #include "tensormount/status.h"
 
 #include "collective/layout/layout.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 // Who writes what and where. Keys are planned by their owners, each for itself (layout.h); what
 // concerns all keys is decided at rank 0 from what the owners say of theirs: survey, decide, plan.

@@ -38,18 +38,18 @@ Cut CutOf(const TensorMeta& meta, std::uint64_t piece_bytes) {
   return cut;
 }
 
-struct Piece {
+struct DcpChunk {
   Dims offsets;
   Dims sizes;
   std::uint64_t skip = 0;
   std::uint64_t bytes = 0;
 };
 
-Piece PieceOf(const TensorMeta& meta, const Cut& cut, std::uint64_t n) {
-  Piece piece{.offsets = Dims::Filled(meta.shape().rank(), 0),
-              .sizes = meta.shape(),
-              .skip = 0,
-              .bytes = meta.bytes()};
+DcpChunk ChunkAt(const TensorMeta& meta, const Cut& cut, std::uint64_t n) {
+  DcpChunk piece{.offsets = Dims::Filled(meta.shape().rank(), 0),
+                 .sizes = meta.shape(),
+                 .skip = 0,
+                 .bytes = meta.bytes()};
   if (cut.pieces == 1) return piece;
   const std::int64_t first = static_cast<std::int64_t>(n) * cut.rows;
   piece.offsets[cut.axis] = first;
@@ -92,7 +92,7 @@ class Planner {
       return Status();
     }));
     FinishFile();
-    FileContent metadata;
+    FileSegments metadata;
     TENSORMOUNT_ASSIGN_OR_RETURN(std::string text, Metadata());
     metadata.AddLiteral(std::move(text));
     AddMadeFile(plan_, view_, ".metadata", std::move(metadata), {});
@@ -106,7 +106,7 @@ class Planner {
 
   Status FindByteItems() {
     std::set<std::string> as_stored;
-    const std::vector<ObjectContent>& parts = shown_.objects.parts();
+    const std::vector<ObjectRecord>& parts = shown_.objects.parts();
     for (std::uint32_t n = 0; n < parts.size(); ++n) {
       ByteItem item{.fqn = {}, .stored = parts[n].key, .value = nullptr, .part = n, .item = {}};
       const std::string_view renamed = shown_.objects.stored_key(n);
@@ -286,7 +286,7 @@ class Planner {
   void AddTensor(const TensorEntry& tensor) {
     const Cut cut = CutOf(tensor.meta, options_.dcp_piece_bytes);
     for (std::uint64_t n = 0; n < cut.pieces; ++n) {
-      const Piece piece = PieceOf(tensor.meta, cut, n);
+      const DcpChunk piece = ChunkAt(tensor.meta, cut, n);
       NextItem(piece.bytes);
       const Template& around = TemplateOf(tensor.meta.dtype(), piece.sizes);
       Item item{.file = file_, .offset = builder_.size(), .length = 0};
@@ -403,7 +403,7 @@ class Planner {
     pickle.EmptyList();
     pickle.Mark();
     for (std::uint64_t n = 0; n < cut.pieces; ++n) {
-      const Piece piece = PieceOf(tensor.meta, cut, n);
+      const DcpChunk piece = ChunkAt(tensor.meta, cut, n);
       NewObject(pickle, kModule, "ChunkStorageMetadata");
       pickle.EmptyDict();
       pickle.Mark();
@@ -515,7 +515,7 @@ class Planner {
         ForEachTensor([&](std::uint32_t, const TensorEntry& tensor) -> Status {
           const Cut cut = CutOf(tensor.meta, options_.dcp_piece_bytes);
           for (std::uint64_t n = 0; n < cut.pieces; ++n) {
-            const Piece piece = PieceOf(tensor.meta, cut, n);
+            const DcpChunk piece = ChunkAt(tensor.meta, cut, n);
             PickleIndex(pickle, tensor.meta.key(), &piece.offsets, n);
             PickleWhere(pickle, items_.at(next++));
           }

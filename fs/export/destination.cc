@@ -8,7 +8,7 @@
 
 #include <fmt/core.h>
 
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 #include "index/records/store_paths.h"
 
 namespace tensormount::fs {
@@ -109,8 +109,7 @@ Result<ExportDestination> ExportDestination::Prepare(FileSystem& fs, const std::
                                                      const Options& options,
                                                      std::vector<std::string>& warnings) {
   ExportDestination out(fs, options);
-  std::string trimmed = path;
-  while (trimmed.size() > 1 && trimmed.back() == '/') trimmed.pop_back();
+  const std::string trimmed = WithoutTrailingSlashes(path);
   const std::size_t slash = trimmed.rfind('/');
   out.name_ = slash == std::string::npos ? trimmed : trimmed.substr(slash + 1);
   if (out.name_.empty() || out.name_ == "." || out.name_ == "..") {
@@ -174,8 +173,7 @@ Status ExportDestination::CheckOld(const FileInfo& old) const {
 }
 
 std::uint64_t ExportDestination::RoomAt(const std::string& path) {
-  std::string above = path;
-  while (above.size() > 1 && above.back() == '/') above.pop_back();
+  std::string above = WithoutTrailingSlashes(path);
   const std::size_t slash = above.rfind('/');
   above = slash == std::string::npos ? "." : above.substr(0, std::max<std::size_t>(slash, 1));
   struct statvfs space {};

@@ -8,7 +8,7 @@
 #include "base/coding.h"
 #include "base/hash.h"
 #include "fs/views/zarr_metadata.h"
-#include "index/records/safetensors_layout.h"
+#include "index/records/safetensors_order.h"
 #include "shard/npy.h"
 
 namespace tensormount::fs {
@@ -161,7 +161,7 @@ Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& 
   const bool values = format == ExportFormat::kDcp || format == ExportFormat::kTorch;
   if (format == ExportFormat::kTorch) {
     // Plain values of adopted checkpoints are objects, too.
-    for (const ObjectContent& part : view.shown().objects.parts()) {
+    for (const ObjectRecord& part : view.shown().objects.parts()) {
       if (part.grid.rank() == 0 && common.values.contains(part.key)) --objects;
     }
   }
@@ -234,12 +234,12 @@ FileBuilder::Text FileBuilder::Keep(std::string_view text) {
   return kept;
 }
 
-void FileBuilder::Append(FileContent::Segment::Kind kind, std::uint32_t ordinal,
+void FileBuilder::Append(FileSegments::Segment::Kind kind, std::uint32_t ordinal,
                          std::uint64_t length, std::uint64_t skip) {
   if (length == 0) return;
   if (!segments_.empty()) {
-    FileContent::Segment& last = segments_.back();
-    if (kind == FileContent::Segment::Kind::kLiteral && last.kind == kind &&
+    FileSegments::Segment& last = segments_.back();
+    if (kind == FileSegments::Segment::Kind::kLiteral && last.kind == kind &&
         last.skip + last.length == skip) {
       last.length += length;
       size_ += length;
@@ -252,25 +252,25 @@ void FileBuilder::Append(FileContent::Segment::Kind kind, std::uint32_t ordinal,
 }
 
 void FileBuilder::Add(Text kept) {
-  Append(FileContent::Segment::Kind::kLiteral, 0, kept.length, kept.skip);
+  Append(FileSegments::Segment::Kind::kLiteral, 0, kept.length, kept.skip);
 }
 
 void FileBuilder::AddTensor(std::uint32_t ordinal, std::uint64_t skip, std::uint64_t length) {
-  Append(FileContent::Segment::Kind::kTensor, ordinal, length, skip);
+  Append(FileSegments::Segment::Kind::kTensor, ordinal, length, skip);
 }
 
 void FileBuilder::AddObject(std::uint32_t part, std::uint64_t length) {
-  Append(FileContent::Segment::Kind::kObject, part, length, 0);
+  Append(FileSegments::Segment::Kind::kObject, part, length, 0);
 }
 
-FileContent FileBuilder::Finish() {
-  return FileContent::Shared(
-      std::make_shared<const std::vector<FileContent::Segment>>(std::move(segments_)),
+FileSegments FileBuilder::Finish() {
+  return FileSegments::Shared(
+      std::make_shared<const std::vector<FileSegments::Segment>>(std::move(segments_)),
       std::make_shared<const std::string>(std::move(text_)));
 }
 
 void AddMadeFile(ExportPlan& plan, const CheckpointView& view, std::string name,
-                 FileContent content, std::vector<CrcHole> holes) {
+                 FileSegments content, std::vector<CrcHole> holes) {
   ExportFile file{.name = std::move(name),
                   .size = content.size(),
                   .node = {},

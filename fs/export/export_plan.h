@@ -83,19 +83,19 @@ class FileBuilder {
   void AddTensor(std::uint32_t ordinal, std::uint64_t skip, std::uint64_t length);
   void AddObject(std::uint32_t part, std::uint64_t length);
   // Once.
-  FileContent Finish();
+  FileSegments Finish();
 
  private:
-  void Append(FileContent::Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length,
+  void Append(FileSegments::Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length,
               std::uint64_t skip);
   std::uint64_t size_ = 0;
   std::string text_;
-  std::vector<FileContent::Segment> segments_;
+  std::vector<FileSegments::Segment> segments_;
 };
 
 // Adds a file to a plan.
 void AddMadeFile(ExportPlan& plan, const CheckpointView& view, std::string name,
-                 FileContent content, std::vector<CrcHole> holes);
+                 FileSegments segments, std::vector<CrcHole> holes);
 
 Status PlanDcp(const CheckpointView& view, const PlanOptions& options, ExportPlan& plan);
 Status PlanTorch(const CheckpointView& view, ExportPlan& plan);

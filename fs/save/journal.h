@@ -13,7 +13,7 @@
 
 #include "base/file_system.h"
 #include "base/hash.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 #include "shard/leaf_hash.h"
 
 // What one mount (one incarnation of its daemon) says it wrote into a staging: a file of records,

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 // What the writer and the reader of journals share (docs/format.md, "Journal").
 

@@ -38,7 +38,7 @@ class Publisher {
     StagedManifests manifests(staging_, journals_);
     TENSORMOUNT_RETURN_IF_ERROR(CheckObjects(reader, manifests));
     TENSORMOUNT_RETURN_IF_ERROR(AssembleTensors(reader, patches, manifests));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Content coordinator, Coordinator());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Inventory coordinator, Coordinator());
     TENSORMOUNT_RETURN_IF_ERROR(Verdict());
 
     TENSORMOUNT_RETURN_IF_ERROR(DropManifests());
@@ -158,7 +158,7 @@ class Publisher {
       }
       const auto found = sorted_.tensors.find(key);
       TENSORMOUNT_ASSIGN_OR_RETURN(
-          const std::vector<StagedPiece> pieces,
+          const std::vector<StagedRun> pieces,
           PiecesOf(meta, found == sorted_.tensors.end() ? kNone : found->second));
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<TensorAssembly::Live> live,
                                    assembly.Resolve(meta, pieces));
@@ -220,8 +220,8 @@ class Publisher {
     }
   }
 
-  Result<Content> Coordinator() {
-    Content coordinator;
+  Result<Inventory> Coordinator() {
+    Inventory coordinator;
     coordinator.info.producer = schema_.producer().empty() ? kProducer : schema_.producer();
     coordinator.info.world_size =
         schema_.writers().value_or(std::max<std::uint32_t>(report_.mounts, 1));
@@ -230,7 +230,7 @@ class Publisher {
       TENSORMOUNT_ASSIGN_OR_RETURN(coordinator.common, CommonRecordsOf(text));
     }
     if (schema_.content().items.empty()) return coordinator;
-    CommonValue& content = coordinator.common[std::string(kContentRecord)];
+    CommonValue& content = coordinator.common[std::string(kContentMetadataRecord)];
     if (content.get_if<CommonDict>() == nullptr) content = CommonValue(CommonDict());
     CommonDict& dict = *content.get_if<CommonDict>();
     for (const auto& [key, value] : schema_.content().items) {

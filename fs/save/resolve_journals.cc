@@ -59,9 +59,9 @@ class ExtentRanges {
 };
 
 // Turns records of one target into pieces.
-class TargetPieces {
+class RunsOfTarget {
  public:
-  TargetPieces(const TensorMeta& meta, const TargetRecords& target, std::vector<StagedPiece>& out)
+  RunsOfTarget(const TensorMeta& meta, const TargetRecords& target, std::vector<StagedRun>& out)
       : meta_(meta), target_(target), out_(out) {}
 
   Status Add() {
@@ -96,8 +96,8 @@ class TargetPieces {
     return Status();
   }
 
-  StagedPiece Piece(std::uint64_t sequence, const StagedExtent* extent) const {
-    StagedPiece piece;
+  StagedRun Piece(std::uint64_t sequence, const StagedExtent* extent) const {
+    StagedRun piece;
     piece.journal = target_.journal;
     piece.sequence = sequence;
     piece.target = target_.number;
@@ -110,7 +110,7 @@ class TargetPieces {
   Status AddRange(std::uint64_t sequence, const StagedExtent* extent, std::uint64_t at,
                   std::uint64_t begin, std::uint64_t end) {
     if (begin >= end) return Status();
-    StagedPiece piece = Piece(sequence, extent);
+    StagedRun piece = Piece(sequence, extent);
     piece.at = at;
     piece.size = end - begin;
     piece.is_range = true;
@@ -176,7 +176,7 @@ class TargetPieces {
                                    Region::Flat(outer, Signed(e.begin / e.stride), Signed(e.runs)));
       std::uint64_t at = 0;
       for (const Box& first : firsts.Boxes()) {
-        StagedPiece piece = Piece(sequence, &e);
+        StagedRun piece = Piece(sequence, &e);
         piece.at = at;
         piece.size = static_cast<std::uint64_t>(first.volume()) * e.length;
         Box box = run.box();
@@ -198,7 +198,7 @@ class TargetPieces {
 
   const TensorMeta& meta_;
   const TargetRecords& target_;
-  std::vector<StagedPiece>& out_;
+  std::vector<StagedRun>& out_;
   Box of_bytes_;
   std::uint64_t size_ = 0;
 };
@@ -351,7 +351,7 @@ std::string ObjectText(const std::string& key, const Dims& index) {
   return "object " + key + (index.rank() > 0 ? index.ToString() : "");
 }
 
-bool StagedPiece::whole() const { return extent != nullptr && at == 0 && size == extent->bytes(); }
+bool StagedRun::whole() const { return extent != nullptr && at == 0 && size == extent->bytes(); }
 
 Result<SortedJournals> SortJournals(std::vector<LoadedJournal>& journals,
                                     const StagingSchema& schema, StagingReport& report) {
@@ -372,17 +372,17 @@ Result<SortedJournals> SortJournals(std::vector<LoadedJournal>& journals,
   return sorted;
 }
 
-Result<std::vector<StagedPiece>> PiecesOf(const TensorMeta& meta,
-                                          const std::vector<TargetRecords>& targets) {
-  std::vector<StagedPiece> pieces;
+Result<std::vector<StagedRun>> PiecesOf(const TensorMeta& meta,
+                                        const std::vector<TargetRecords>& targets) {
+  std::vector<StagedRun> pieces;
   for (const TargetRecords& target : targets) {
-    const Status added = TargetPieces(meta, target, pieces).Add();
+    const Status added = RunsOfTarget(meta, target, pieces).Add();
     if (!added.ok()) {
       return DataLoss("tensor " + meta.key() + " " + target.target->box.ToString() + ": " +
                       added.message());
     }
   }
-  std::stable_sort(pieces.begin(), pieces.end(), [](const StagedPiece& a, const StagedPiece& b) {
+  std::stable_sort(pieces.begin(), pieces.end(), [](const StagedRun& a, const StagedRun& b) {
     return std::tie(a.journal, a.sequence) < std::tie(b.journal, b.sequence);
   });
   return pieces;

@@ -60,7 +60,7 @@ Result<SortedJournals> SortJournals(std::vector<LoadedJournal>& journals,
                                     const StagingSchema& schema, StagingReport& report);
 
 // Bytes of a tensor that stand side by side in a data file, in the row-major order of `bytes`.
-struct StagedPiece {
+struct StagedRun {
   std::uint32_t journal = 0;
   std::uint64_t sequence = 0;  // Later ones of one journal hold over earlier ones.
   std::uint32_t target = 0;
@@ -80,8 +80,8 @@ struct StagedPiece {
 // What is left of one tensor's records after later ones of the same target. Pieces of different
 // targets or journals may still overlap. In the order of journals, then records. kDataLoss where a
 // record does not fit the tensor.
-Result<std::vector<StagedPiece>> PiecesOf(const TensorMeta& meta,
-                                          const std::vector<TargetRecords>& targets);
+Result<std::vector<StagedRun>> PiecesOf(const TensorMeta& meta,
+                                        const std::vector<TargetRecords>& targets);
 
 }  // namespace tensormount::fs
 

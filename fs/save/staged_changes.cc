@@ -77,7 +77,7 @@ Result<StagingTree::Node> StagingTreeImpl::MakeDirectory(std::uint64_t folder,
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
   const Status exists = Status::FromErrno(EEXIST, "make", JoinedPath(parent->Label(), name));
   switch (parent->place) {
-    case Place::kRoot: {
+    case NodeRole::kRoot: {
       const std::string label = ".staging/" + std::string(name);
       if (const Status bad = CheckCheckpointName(name); !bad.ok()) {
         return Told("mkdir", label, Refused(bad.message()));
@@ -89,7 +89,7 @@ Result<StagingTree::Node> StagingTreeImpl::MakeDirectory(std::uint64_t folder,
       if (!made.ok()) return made.status();
       return Lookup(folder, name);
     }
-    case Place::kObjects: {
+    case NodeRole::kObjects: {
       const Result<StagedNode> there = ObjectChild(*parent, name);
       if (there.ok()) return exists;
       if (there.status().code() != Code::kNotFound) return there.status();
@@ -111,25 +111,25 @@ Result<std::shared_ptr<WriteHandle>> StagingTreeImpl::OpenNode(const NodePtr& no
   HandleContext context = ContextOf(node, writable);
   std::shared_ptr<WriteHandle> handle;
   switch (node->place) {
-    case Place::kTensor:
-    case Place::kSlice: {
+    case NodeRole::kTensor:
+    case NodeRole::kSlice: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema());
       const TensorMeta* meta = view->Find(node->key);
       if (meta == nullptr) return Status(Code::kStale, node->Label() + ": not in schema.json");
       TENSORMOUNT_ASSIGN_OR_RETURN(auto target, of.OpenTarget(*meta, node->box));
       TENSORMOUNT_ASSIGN_OR_RETURN(handle, OpenTargetHandle(std::move(context), target));
-      if (writable && node->place == Place::kSlice) of.AddSlicePath(node->path);
+      if (writable && node->place == NodeRole::kSlice) of.AddSlicePath(node->path);
       break;
     }
-    case Place::kObject: {
+    case NodeRole::kObject: {
       TENSORMOUNT_ASSIGN_OR_RETURN(auto blob,
                                    of.writer().OpenObject(node->key, node->index, false));
       TENSORMOUNT_ASSIGN_OR_RETURN(handle, OpenObjectHandle(std::move(context), std::move(blob)));
       break;
     }
-    case Place::kSchema:
-    case Place::kCommon: {
-      const bool schema = node->place == Place::kSchema;
+    case NodeRole::kSchema:
+    case NodeRole::kCommon: {
+      const bool schema = node->place == NodeRole::kSchema;
       std::string text;
       if (schema) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
@@ -142,15 +142,16 @@ Result<std::shared_ptr<WriteHandle>> StagingTreeImpl::OpenNode(const NodePtr& no
       if (truncates) text.clear();
       return OpenEditHandle(std::move(context), schema, std::move(text));
     }
-    case Place::kReportJson:
-    case Place::kReportText: {
+    case NodeRole::kReportJson:
+    case NodeRole::kReportText: {
       if (writable || truncates) return Refused(node->Label() + ": reports are read only");
-      const std::string path = JoinPath(
-          of.staging().directory, node->place == Place::kReportJson ? "report.json" : "report.txt");
+      const std::string path =
+          JoinPath(of.staging().directory,
+                   node->place == NodeRole::kReportJson ? "report.json" : "report.txt");
       TENSORMOUNT_ASSIGN_OR_RETURN(std::string text, fs_.ReadFile(path, kMaxReportBytes));
       return OpenTextHandle(std::move(context), std::move(text));
     }
-    case Place::kMark:
+    case NodeRole::kMark:
       if (writable) TENSORMOUNT_RETURN_IF_ERROR(of.MarkDone(node->rank));
       return OpenMarkHandle(std::move(context));
     default:
@@ -187,37 +188,37 @@ Result<StagingTree::Opened> StagingTreeImpl::Create(std::uint64_t folder, std::s
     made.of = parent->of;
     made.path = JoinedPath(parent->path, name);
     switch (parent->place) {
-      case Place::kStaging:
+      case NodeRole::kStaging:
         if (name != "schema.json" && name != "common.json") {
           return Told(
               "create", label,
               Refused("files here are schema.json and common.json; objects go to objects/"));
         }
-        made.place = name == "schema.json" ? Place::kSchema : Place::kCommon;
+        made.place = name == "schema.json" ? NodeRole::kSchema : NodeRole::kCommon;
         made.path.clear();
         break;
-      case Place::kDone:
+      case NodeRole::kDone:
         if (!ParseRank(name, &made.rank)) {
           return Told("create", label, Refused("marks are called by the number of their writer"));
         }
-        made.place = Place::kMark;
+        made.place = NodeRole::kMark;
         break;
-      case Place::kObjects: {
+      case NodeRole::kObjects: {
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, parent->of->Schema(true));
-        const Result<ObjectPlace> place = ObjectAt(*view, made.path);
+        const Result<ObjectName> place = ObjectAt(*view, made.path);
         if (!place.ok()) return Told("create", label, place.status());
-        made.place = Place::kObject;
+        made.place = NodeRole::kObject;
         made.key = place.value().key;
         made.index = place.value().index;
         const Status status = MakeObject(made);
         if (!status.ok()) return Told("create", label, status);
         break;
       }
-      case Place::kTensors:
+      case NodeRole::kTensors:
         return Told(
             "create", label,
             Status(Code::kNotFound, "no tensor with this key: schema.json must name it first"));
-      case Place::kSlices:
+      case NodeRole::kSlices:
         return Told("create", label,
                     child.status().WithContext(
                         "no box of a tensor that schema.json names (write KEY[0:4,:])"));
@@ -226,7 +227,7 @@ Result<StagingTree::Opened> StagingTreeImpl::Create(std::uint64_t folder, std::s
                     Refused("make a folder here (mkdir): it becomes a checkpoint"));
     }
     // A mark is there only once it was made.
-    if (made.place == Place::kMark) {
+    if (made.place == NodeRole::kMark) {
       const Status status = made.of->MarkDone(made.rank);
       if (!status.ok()) return Told("create", label, status);
     }
@@ -247,7 +248,7 @@ Result<StagingTree::Opened> StagingTreeImpl::Create(std::uint64_t folder, std::s
 Status StagingTreeImpl::Truncate(std::uint64_t file, std::uint64_t size) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, Live(file));
   if (node->folder()) return Status::FromErrno(EISDIR, "truncate", node->Label());
-  if (node->place == Place::kMark) return {};
+  if (node->place == NodeRole::kMark) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto handle, OpenNode(node, O_WRONLY));
   TENSORMOUNT_RETURN_IF_ERROR(handle->Truncate(size));
   return handle->Flush();
@@ -261,22 +262,22 @@ Status StagingTreeImpl::Unlink(std::uint64_t folder, std::string_view name) {
   if (node.folder()) return Status::FromErrno(EISDIR, "remove", node.Label());
   StagedCheckpoint& of = *node.of;
   const Status status = [&]() -> Status {
-    if (node.place == Place::kMark) return RemoveDoneMark(fs_, of.staging(), node.rank);
-    if (node.place == Place::kReportJson || node.place == Place::kReportText) {
+    if (node.place == NodeRole::kMark) return RemoveDoneMark(fs_, of.staging(), node.rank);
+    if (node.place == NodeRole::kReportJson || node.place == NodeRole::kReportText) {
       return fs_.RemoveFile(JoinPath(of.staging().directory, name));
     }
     const Writing writing(of);
     TENSORMOUNT_RETURN_IF_ERROR(writing.status());
     switch (node.place) {
-      case Place::kSchema:
+      case NodeRole::kSchema:
         return of.WithdrawSchema();
-      case Place::kCommon:
+      case NodeRole::kCommon:
         return RemoveFilesIn(fs_, JoinPath(of.staging().directory, "common"));
-      case Place::kObject:
+      case NodeRole::kObject:
         return of.writer().RemoveObject(node.key, node.index);
-      case Place::kTensor:
-      case Place::kSlice:
-        of.RemoveSlicePath(node.place == Place::kSlice ? node.path : "");
+      case NodeRole::kTensor:
+      case NodeRole::kSlice:
+        of.RemoveSlicePath(node.place == NodeRole::kSlice ? node.path : "");
         {
           TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema());
           const TensorMeta* const meta = view->Find(node.key);
@@ -296,22 +297,22 @@ Status StagingTreeImpl::Unlink(std::uint64_t folder, std::string_view name) {
 Status StagingTreeImpl::CheckEmpty(const StagedNode& folder) {
   const Status full = Status::FromErrno(ENOTEMPTY, "remove", folder.Label());
   switch (folder.place) {
-    case Place::kTensors:
+    case NodeRole::kTensors:
       // Names stay as long as schema.json does: empty is what this mount has not written to.
       return folder.of->HasWrittenBelow(folder.path) ? full : Status();
-    case Place::kDone:
-    case Place::kSlices:
-    case Place::kObjects: {
+    case NodeRole::kDone:
+    case NodeRole::kSlices:
+    case NodeRole::kObjects: {
       bool any = false;
       StagedNode copy = folder;
       const auto visit = [&any](std::string_view, const Attributes& a, std::uint64_t) {
         any = any || a.kind == FileKind::kFile;
         return true;
       };
-      if (folder.place == Place::kDone) {
+      if (folder.place == NodeRole::kDone) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto marks, ReadDoneMarks(fs_, folder.of->staging()));
         any = !marks.empty();
-      } else if (folder.place == Place::kSlices) {
+      } else if (folder.place == NodeRole::kSlices) {
         TENSORMOUNT_RETURN_IF_ERROR(
             ListPaths(folder, {.files = folder.of->SlicePaths(), .folders = {}}, 0, visit));
       } else {
@@ -349,11 +350,11 @@ Status StagingTreeImpl::RemoveStagingAt(std::string_view name) {
 
 Status StagingTreeImpl::RemoveDirectory(std::uint64_t folder, std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
-  if (parent->place == Place::kRoot) return RemoveStagingAt(name);
+  if (parent->place == NodeRole::kRoot) return RemoveStagingAt(name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode node, Child(*parent, name));
   if (!node.folder()) return Status::FromErrno(ENOTDIR, "remove", node.Label());
   TENSORMOUNT_RETURN_IF_ERROR(CheckEmpty(node));
-  if (node.place == Place::kObjects) node.of->RemoveObjectFolder(node.path);
+  if (node.place == NodeRole::kObjects) node.of->RemoveObjectFolder(node.path);
   return {};
 }
 
@@ -389,7 +390,7 @@ Status StagingTreeImpl::RenameWithin(std::uint64_t folder, std::string_view name
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr to_parent, Live(to_folder));
   const std::string label = JoinedPath(parent->Label(), name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode from, Child(*parent, name));
-  if (from.place != Place::kObject || to_parent->place != Place::kObjects ||
+  if (from.place != NodeRole::kObject || to_parent->place != NodeRole::kObjects ||
       from.of != to_parent->of) {
     return Told("rename", label,
                 Refused("only objects can be renamed here (rsync: use --inplace), and a whole "
@@ -400,7 +401,7 @@ Status StagingTreeImpl::RenameWithin(std::uint64_t folder, std::string_view name
     const Writing writing(of);
     TENSORMOUNT_RETURN_IF_ERROR(writing.status());
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPlace to,
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectName to,
                                  ObjectAt(*view, JoinedPath(to_parent->path, to_name)));
     if (to.key == from.key && to.index == from.index) return {};
     TENSORMOUNT_RETURN_IF_ERROR(of.writer().RenameObject(from.key, from.index, to.key, to.index));

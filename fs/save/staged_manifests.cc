@@ -11,7 +11,7 @@
 namespace tensormount::fs {
 
 struct StagedManifests::Writer {
-  Content content;
+  Inventory inventory;
   std::vector<Hash128> leaves;
   std::map<std::uint32_t, std::uint32_t> file_numbers;  // Of the journal: of the manifest.
   struct FileUse {
@@ -65,7 +65,7 @@ bool IsRunAt(const TensorMeta& meta, const Region& region, std::uint64_t offset)
 
 StagedManifests::StagedManifests(const Staging& staging, const std::vector<LoadedJournal>& journals)
     : staging_(staging), journals_(journals), writers_(journals.size() + 1) {
-  for (Writer& writer : writers_) writer.content.info.uuid = staging.uuid;
+  for (Writer& writer : writers_) writer.inventory.info.uuid = staging.uuid;
 }
 StagedManifests::~StagedManifests() = default;
 
@@ -75,14 +75,14 @@ StagedManifests::Writer& StagedManifests::Of(std::uint32_t journal) {
 
 void StagedManifests::AddTensor(const TensorMeta& meta, const std::vector<StagedChunk>& chunks) {
   if (chunks.empty()) {
-    TensorContent empty(meta);
+    TensorRecord empty(meta);
     empty.has_digest = true;
-    writers_.back().content.tensors.push_back(std::move(empty));
+    writers_.back().inventory.tensors.push_back(std::move(empty));
     return;
   }
   for (const StagedChunk& chunk : chunks) {
     Writer& writer = Of(chunk.journal);
-    std::vector<TensorContent>& tensors = writer.content.tensors;
+    std::vector<TensorRecord>& tensors = writer.inventory.tensors;
     if (tensors.empty() || tensors.back().meta.key() != meta.key()) {
       tensors.emplace_back(meta);
       tensors.back().has_digest = true;
@@ -107,7 +107,7 @@ void StagedManifests::AddTensor(const TensorMeta& meta, const std::vector<Staged
 void StagedManifests::AddObject(std::uint32_t journal, const StagedObject& object,
                                 const Dims& grid) {
   Writer& writer = Of(journal);
-  ObjectContent record;
+  ObjectRecord record;
   record.key = object.key;
   record.index = object.index;
   record.grid = grid;
@@ -119,7 +119,7 @@ void StagedManifests::AddObject(std::uint32_t journal, const StagedObject& objec
   Writer::FileUse& use = writer.files[record.file];
   use.end = std::max(use.end, record.offset + record.length);
   use.other = true;
-  writer.content.objects.push_back(std::move(record));
+  writer.inventory.objects.push_back(std::move(record));
 }
 
 bool StagedManifests::needs_patch_file() const { return !writers_.back().files.empty(); }
@@ -151,13 +151,13 @@ Status StagedManifests::SealFiles(FileSystem& fs, const PatchFile& patches, std:
       if (info.size > use.end) TENSORMOUNT_RETURN_IF_ERROR(file.value()->Sync());
       record.length = info.size;
       if (use.tensor && !use.other) {
-        const TensorContent& tensor = writer.content.tensors[*use.tensor];
+        const TensorRecord& tensor = writer.inventory.tensors[*use.tensor];
         const bool all =
             tensor.extents.DataBytes() == tensor.meta.bytes() && info.size == tensor.meta.bytes();
         if (all) record.placement = Placement::kTensorFile;
       }
     }
-    writer.content.files.push_back(std::move(record));
+    writer.inventory.files.push_back(std::move(record));
   }
   return Status();
 }
@@ -166,12 +166,12 @@ Status StagedManifests::Write(FileSystem& fs, const PatchFile& patches) {
   for (std::size_t i = 0; i < writers_.size(); ++i) {
     Writer& writer = writers_[i];
     const bool own = i + 1 == writers_.size();
-    if (writer.content.tensors.empty() && writer.content.objects.empty()) continue;
+    if (writer.inventory.tensors.empty() && writer.inventory.objects.empty()) continue;
     TENSORMOUNT_RETURN_IF_ERROR(
         SealFiles(fs, patches, own ? kPublisher : static_cast<std::uint32_t>(i), writer));
-    for (TensorContent& tensor : writer.content.tensors) tensor.extents.Sort();
+    for (TensorRecord& tensor : writer.inventory.tensors) tensor.extents.Sort();
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes,
-                                 EncodeManifest(writer.content, writer.leaves));
+                                 EncodeManifest(writer.inventory, writer.leaves));
     const std::string name =
         own ? "publisher-" + Uuid::Random().Short() : "mount-" + journals_[i].journal.incarnation;
     TENSORMOUNT_RETURN_IF_ERROR(

@@ -9,30 +9,30 @@
 namespace tensormount::fs {
 namespace {
 
-std::string_view NameOf(Place place) {
+std::string_view NameOf(NodeRole place) {
   switch (place) {
-    case Place::kRoot:
-    case Place::kStaging:
+    case NodeRole::kRoot:
+    case NodeRole::kStaging:
       return "";
-    case Place::kSchema:
+    case NodeRole::kSchema:
       return "schema.json";
-    case Place::kCommon:
+    case NodeRole::kCommon:
       return "common.json";
-    case Place::kReportJson:
+    case NodeRole::kReportJson:
       return "report.json";
-    case Place::kReportText:
+    case NodeRole::kReportText:
       return "report.txt";
-    case Place::kDone:
-    case Place::kMark:
+    case NodeRole::kDone:
+    case NodeRole::kMark:
       return "done";
-    case Place::kTensors:
-    case Place::kTensor:
+    case NodeRole::kTensors:
+    case NodeRole::kTensor:
       return "tensors";
-    case Place::kSlices:
-    case Place::kSlice:
+    case NodeRole::kSlices:
+    case NodeRole::kSlice:
       return "slices";
-    case Place::kObjects:
-    case Place::kObject:
+    case NodeRole::kObjects:
+    case NodeRole::kObject:
       return "objects";
   }
   return "";
@@ -49,12 +49,12 @@ std::string Identity(const StagedNode& node) {
 
 bool StagedNode::folder() const {
   switch (place) {
-    case Place::kRoot:
-    case Place::kStaging:
-    case Place::kDone:
-    case Place::kTensors:
-    case Place::kSlices:
-    case Place::kObjects:
+    case NodeRole::kRoot:
+    case NodeRole::kStaging:
+    case NodeRole::kDone:
+    case NodeRole::kTensors:
+    case NodeRole::kSlices:
+    case NodeRole::kObjects:
       return true;
     default:
       return false;
@@ -81,7 +81,7 @@ StagedNodes::StagedNodes() {
 }
 
 std::shared_ptr<const StagedNode> StagedNodes::Take(StagedNode node) {
-  if (node.place == Place::kRoot) return root_;
+  if (node.place == NodeRole::kRoot) return root_;
   std::string name = Identity(node);
   const std::lock_guard lock(mutex_);
   const auto [at, fresh] = items_.try_emplace(name, next_);

@@ -18,7 +18,7 @@
 namespace tensormount::fs {
 
 // What a node below .staging/ stands for.
-enum class Place : std::uint8_t {
+enum class NodeRole : std::uint8_t {
   kRoot,     // .staging
   kStaging,  // .staging/NAME
   kSchema,
@@ -37,7 +37,7 @@ enum class Place : std::uint8_t {
 
 struct StagedNode {
   std::uint64_t item = 0;
-  Place place = Place::kRoot;
+  NodeRole place = NodeRole::kRoot;
   std::shared_ptr<StagedCheckpoint> of;  // Null: .staging itself.
   std::string path;                      // Below tensors/, slices/, objects/, done/.
   std::string key;                       // Of a tensor, slice or object.

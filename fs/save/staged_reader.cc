@@ -84,13 +84,13 @@ Status StagedReader::Read(const Stored& stored, std::uint64_t at, std::size_t si
   return Status();
 }
 
-Status StagedReader::Read(const StagedPiece& piece, std::uint64_t at, std::size_t size,
+Status StagedReader::Read(const StagedRun& piece, std::uint64_t at, std::size_t size,
                           std::byte* out) {
   const StagedExtent& e = *piece.extent;
   return Read(Stored{piece.journal, e.file, e.offset, e.bytes(), &e.leaves}, at, size, out);
 }
 
-Status StagedReader::ReadBox(const StagedPiece& piece, const Box& bytes, std::byte* out) {
+Status StagedReader::ReadBox(const StagedRun& piece, const Box& bytes, std::byte* out) {
   const PlacedBox to{bytes, 0, PackedStrides(bytes.extent())};
   for (const PlacedBox& from : PlacePacked(piece.bytes, piece.at)) {
     const Box part = Intersect(from.box, bytes);

@@ -36,9 +36,9 @@ class StagedReader {
     const std::vector<Hash128>* leaves = nullptr;
   };
   Status Read(const Stored& stored, std::uint64_t at, std::size_t size, std::byte* out);
-  Status Read(const StagedPiece& piece, std::uint64_t at, std::size_t size, std::byte* out);
+  Status Read(const StagedRun& piece, std::uint64_t at, std::size_t size, std::byte* out);
   // The bytes of a box, which must lie within piece.bytes, packed.
-  Status ReadBox(const StagedPiece& piece, const Box& bytes, std::byte* out);
+  Status ReadBox(const StagedRun& piece, const Box& bytes, std::byte* out);
 
  private:
   struct Window {

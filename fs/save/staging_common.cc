@@ -32,9 +32,9 @@ Result<CommonValues> CommonRecordsOf(std::string_view text) {
   // integers exactly; what it cannot keep (a member twice) is only looked for without them.
   nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
   if (!json.is_object()) return BadCommon("not a JSON object");
-  if (const auto content = json.find(std::string(kContentRecord)); content != json.end()) {
+  if (const auto content = json.find(std::string(kContentMetadataRecord)); content != json.end()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(CommonDict dict, DictFrom(content->dump(), "$content: "));
-    records[std::string(kContentRecord)] = CommonValue(std::move(dict));
+    records[std::string(kContentMetadataRecord)] = CommonValue(std::move(dict));
     json.erase(content);
     rest = json.dump();
   }

@@ -23,15 +23,15 @@ constexpr std::string_view kLongFolder = "%+";
 
 struct FixedName {
   std::string_view name;
-  Place place;
+  NodeRole place;
 };
 // In the order in which they are listed, and so removed by `rm -r`: without schema.json the others
 // are empty.
 constexpr FixedName kFixedNames[] = {
-    {"slices", Place::kSlices},          {"tensors", Place::kTensors},
-    {"objects", Place::kObjects},        {"done", Place::kDone},
-    {"report.json", Place::kReportJson}, {"report.txt", Place::kReportText},
-    {"common.json", Place::kCommon},     {"schema.json", Place::kSchema},
+    {"slices", NodeRole::kSlices},          {"tensors", NodeRole::kTensors},
+    {"objects", NodeRole::kObjects},        {"done", NodeRole::kDone},
+    {"report.json", NodeRole::kReportJson}, {"report.txt", NodeRole::kReportText},
+    {"common.json", NodeRole::kCommon},     {"schema.json", NodeRole::kSchema},
 };
 
 std::string IndexName(const Dims& index) {
@@ -180,20 +180,20 @@ Result<StagedNode> StagingTreeImpl::ChildOfStaging(const StagedNode& parent,
     if (name != fixed.name) continue;
     child.place = fixed.place;
     switch (fixed.place) {
-      case Place::kSchema: {
+      case NodeRole::kSchema: {
         if (of.EditSize(true)) return child;
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
         if (view->schema.empty()) return NotHere(name);
         return child;
       }
-      case Place::kCommon: {
+      case NodeRole::kCommon: {
         if (of.EditSize(false)) return child;
         TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, ReadCommonJson(fs_, of.staging()));
         if (text.empty()) return NotHere(name);
         return child;
       }
-      case Place::kReportJson:
-      case Place::kReportText:
+      case NodeRole::kReportJson:
+      case NodeRole::kReportText:
         TENSORMOUNT_RETURN_IF_ERROR(fs_.LinkStat(JoinPath(of.staging().directory, name)).status());
         return child;
       default:
@@ -210,7 +210,7 @@ Result<StagedNode> StagingTreeImpl::TensorChild(const StagedNode& parent, std::s
   StagedNode child;
   child.of = parent.of;
   child.path = JoinedPath(parent.path, name);
-  child.place = found.is_folder ? Place::kTensors : Place::kTensor;
+  child.place = found.is_folder ? NodeRole::kTensors : NodeRole::kTensor;
   if (found.is_folder) return child;
   TENSORMOUNT_ASSIGN_OR_RETURN(child.key, view.keys.KeyAt(found.ordinal));
   child.box = Box::Whole(view.Find(child.key)->shape());
@@ -224,7 +224,7 @@ Result<StagedNode> StagingTreeImpl::SliceChild(const StagedNode& parent, std::st
   child.path = JoinedPath(parent.path, name);
   const std::optional<SliceName> slice = ParseSliceName(name);
   if (!slice) {
-    child.place = Place::kSlices;
+    child.place = NodeRole::kSlices;
     const Result<TreeFolder> folder = view.FolderAt(child.path);
     if (folder.ok()) return child;
     // A folder for one tensor, whose slices have too long names otherwise.
@@ -241,7 +241,7 @@ Result<StagedNode> StagingTreeImpl::SliceChild(const StagedNode& parent, std::st
     return Status(Code::kNotFound, "tensor " + child.key + ": " + parsed.status().message());
   }
   child.box = parsed.value().box;
-  child.place = Place::kSlice;
+  child.place = NodeRole::kSlice;
   const TensorMeta& meta = *view.Find(child.key);
   const auto bytes = RegionBytes(meta.dtype(), meta.shape(), Region(child.box));
   if (!bytes.ok()) {
@@ -250,8 +250,8 @@ Result<StagedNode> StagingTreeImpl::SliceChild(const StagedNode& parent, std::st
   return child;
 }
 
-Result<StagingTreeImpl::ObjectPlace> StagingTreeImpl::ObjectAt(const SchemaView& view,
-                                                               std::string_view path) {
+Result<StagingTreeImpl::ObjectName> StagingTreeImpl::ObjectAt(const SchemaView& view,
+                                                              std::string_view path) {
   const auto& objects = view.schema.objects();
   const std::size_t slash = path.rfind('/');
   if (slash != std::string_view::npos) {
@@ -259,7 +259,7 @@ Result<StagingTreeImpl::ObjectPlace> StagingTreeImpl::ObjectAt(const SchemaView&
       const auto spec = objects.find(key.value());
       if (spec != objects.end() && spec->second.grid.rank() > 0) {
         const auto index = ParseIndex(path.substr(slash + 1), spec->second.grid);
-        if (index) return ObjectPlace{.key = key.value(), .index = *index};
+        if (index) return ObjectName{.key = key.value(), .index = *index};
         return Status(Code::kNotFound, "object " + key.value() + " has no part " +
                                            std::string(path.substr(slash + 1)) +
                                            " in the grid of schema.json");
@@ -270,7 +270,7 @@ Result<StagingTreeImpl::ObjectPlace> StagingTreeImpl::ObjectAt(const SchemaView&
   if (const auto spec = objects.find(key); spec != objects.end() && spec->second.grid.rank() > 0) {
     return Status::FromErrno(EISDIR, "open (a folder of parts by schema.json)", path);
   }
-  return ObjectPlace{.key = std::move(key), .index = {}};
+  return ObjectName{.key = std::move(key), .index = {}};
 }
 
 Result<StagingTreeImpl::ObjectPaths> StagingTreeImpl::PathsOfObjects(StagedCheckpoint& of) {
@@ -294,16 +294,16 @@ Result<StagedNode> StagingTreeImpl::ObjectChild(const StagedNode& parent, std::s
   child.of = parent.of;
   child.path = JoinedPath(parent.path, name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, parent.of->Schema());
-  const Result<ObjectPlace> place = ObjectAt(*view, child.path);
+  const Result<ObjectName> place = ObjectAt(*view, child.path);
   if (place.ok() &&
       parent.of->writer().OpenObject(place.value().key, place.value().index, false).ok()) {
-    child.place = Place::kObject;
+    child.place = NodeRole::kObject;
     child.key = place.value().key;
     child.index = place.value().index;
     return child;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPaths paths, PathsOfObjects(*parent.of));
-  child.place = Place::kObjects;
+  child.place = NodeRole::kObjects;
   const std::string below = child.path + '/';
   const auto inside = [&](const std::string& path) {
     return path == child.path || path.starts_with(below);
@@ -318,18 +318,18 @@ Result<StagedNode> StagingTreeImpl::ObjectChild(const StagedNode& parent, std::s
 
 Result<StagedNode> StagingTreeImpl::Child(const StagedNode& parent, std::string_view name) {
   switch (parent.place) {
-    case Place::kRoot: {
+    case NodeRole::kRoot: {
       StagedNode child;
       TENSORMOUNT_ASSIGN_OR_RETURN(child.of, Join(name));
-      child.place = Place::kStaging;
+      child.place = NodeRole::kStaging;
       return child;
     }
-    case Place::kStaging:
+    case NodeRole::kStaging:
       return ChildOfStaging(parent, name);
-    case Place::kDone: {
+    case NodeRole::kDone: {
       StagedNode child;
       child.of = parent.of;
-      child.place = Place::kMark;
+      child.place = NodeRole::kMark;
       child.path = std::string(name);
       if (!ParseRank(name, &child.rank)) return NotHere(name);
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto marks, ReadDoneMarks(fs_, parent.of->staging()));
@@ -338,11 +338,11 @@ Result<StagedNode> StagingTreeImpl::Child(const StagedNode& parent, std::string_
       }
       return NotHere(name);
     }
-    case Place::kTensors:
-    case Place::kSlices: {
+    case NodeRole::kTensors:
+    case NodeRole::kSlices: {
       const auto in = [&](const SchemaView& view) {
-        return parent.place == Place::kTensors ? TensorChild(parent, name, view)
-                                               : SliceChild(parent, name, view);
+        return parent.place == NodeRole::kTensors ? TensorChild(parent, name, view)
+                                                  : SliceChild(parent, name, view);
       };
       TENSORMOUNT_ASSIGN_OR_RETURN(auto view, parent.of->Schema());
       Result<StagedNode> child = in(*view);
@@ -351,7 +351,7 @@ Result<StagedNode> StagingTreeImpl::Child(const StagedNode& parent, std::string_
       TENSORMOUNT_ASSIGN_OR_RETURN(auto fresh, parent.of->Schema(true));
       return fresh == view ? child : in(*fresh);
     }
-    case Place::kObjects:
+    case NodeRole::kObjects:
       return ObjectChild(parent, name);
     default:
       return Status::FromErrno(ENOTDIR, "look up", name);
@@ -367,20 +367,20 @@ Result<Attributes> StagingTreeImpl::Describe(const StagedNode& node) {
   a.gid = folder_.gid;
   a.mtime = node.of ? node.of->mtime() : folder_.mtime_seconds;
   switch (node.place) {
-    case Place::kSchema: {
+    case NodeRole::kSchema: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, node.of->Schema());
       a.size = node.of->EditSize(true).value_or(view->schema.empty() ? 0 : view->text.size());
       break;
     }
-    case Place::kCommon: {
+    case NodeRole::kCommon: {
       const auto edited = node.of->EditSize(false);
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, ReadCommonJson(fs_, node.of->staging()));
       a.size = edited.value_or(text.size());
       break;
     }
-    case Place::kReportJson:
-    case Place::kReportText: {
-      const std::string name = node.place == Place::kReportJson ? "report.json" : "report.txt";
+    case NodeRole::kReportJson:
+    case NodeRole::kReportText: {
+      const std::string name = node.place == NodeRole::kReportJson ? "report.json" : "report.txt";
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info,
                                    fs_.LinkStat(JoinPath(node.of->staging().directory, name)));
       a.size = info.size;
@@ -388,8 +388,8 @@ Result<Attributes> StagingTreeImpl::Describe(const StagedNode& node) {
       a.mode &= 0444;
       break;
     }
-    case Place::kTensor:
-    case Place::kSlice: {
+    case NodeRole::kTensor:
+    case NodeRole::kSlice: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, node.of->Schema());
       const TensorMeta* meta = view->Find(node.key);
       if (meta == nullptr) return Status(Code::kStale, node.Label() + ": not in schema.json");
@@ -401,7 +401,7 @@ Result<Attributes> StagingTreeImpl::Describe(const StagedNode& node) {
       if (a.allocated == 0 && a.size > 0) a.mtime = 0;
       break;
     }
-    case Place::kObject: {
+    case NodeRole::kObject: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto blob,
                                    node.of->writer().OpenObject(node.key, node.index, false));
       a.size = blob->size();
@@ -460,7 +460,7 @@ Status StagingTreeImpl::ListTree(const StagedNode& folder, std::uint64_t cookie,
   StagedNode child;
   child.of = folder.of;
   return view->tree.List(at, cookie, [&](TreeChild& found, std::uint64_t next) {
-    child.place = found.is_folder ? Place::kTensors : Place::kTensor;
+    child.place = found.is_folder ? NodeRole::kTensors : NodeRole::kTensor;
     child.path = JoinedPath(folder.path, found.name);
     Attributes a;
     a.kind = found.is_folder ? FileKind::kDirectory : FileKind::kFile;
@@ -484,13 +484,13 @@ Status StagingTreeImpl::ListPaths(const StagedNode& folder, const ObjectPaths& p
   };
   for (const std::string& path : paths.folders) add(path, true);
   for (const std::string& path : paths.files) add(path, false);
-  const bool objects = folder.place == Place::kObjects;
+  const bool objects = folder.place == NodeRole::kObjects;
   StagedNode child;
   child.of = folder.of;
   std::uint64_t next = 0;
   for (const auto& [name, is_folder] : names) {
     if (++next <= cookie) continue;
-    child.place = is_folder ? folder.place : objects ? Place::kObject : Place::kSlice;
+    child.place = is_folder ? folder.place : objects ? NodeRole::kObject : NodeRole::kSlice;
     child.path = below + name;
     Attributes a;
     a.kind = is_folder ? FileKind::kDirectory : FileKind::kFile;
@@ -505,7 +505,7 @@ Status StagingTreeImpl::List(std::uint64_t item, std::uint64_t cookie, const Vis
   Attributes a;
   std::uint64_t next = 0;
   switch (folder->place) {
-    case Place::kRoot: {
+    case NodeRole::kRoot: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, ListStagings(store_, fs_));
       for (const std::string& name : names) {
         if (++next <= cookie) continue;
@@ -513,16 +513,16 @@ Status StagingTreeImpl::List(std::uint64_t item, std::uint64_t cookie, const Vis
         if (!staged.ok()) continue;  // Published or removed meanwhile.
         StagedNode child;
         child.of = staged.value();
-        child.place = Place::kStaging;
+        child.place = NodeRole::kStaging;
         a.kind = FileKind::kDirectory;
         a.inode = child.Inode();
         if (!fn(name, a, next)) return {};
       }
       return {};
     }
-    case Place::kStaging:
+    case NodeRole::kStaging:
       return ListStaging(*folder, cookie, fn);
-    case Place::kDone: {
+    case NodeRole::kDone: {
       TENSORMOUNT_ASSIGN_OR_RETURN(auto marks, ReadDoneMarks(fs_, folder->of->staging()));
       std::set<std::uint32_t> ranks;
       for (const DoneMark& mark : marks) ranks.insert(mark.rank);
@@ -531,18 +531,18 @@ Status StagingTreeImpl::List(std::uint64_t item, std::uint64_t cookie, const Vis
         if (next <= cookie) continue;
         StagedNode child;
         child.of = folder->of;
-        child.place = Place::kMark;
+        child.place = NodeRole::kMark;
         child.path = std::to_string(rank);
         a.inode = child.Inode();
         if (!fn(child.path, a, next)) return {};
       }
       return {};
     }
-    case Place::kTensors:
+    case NodeRole::kTensors:
       return ListTree(*folder, cookie, fn);
-    case Place::kSlices:
+    case NodeRole::kSlices:
       return ListPaths(*folder, {.files = folder->of->SlicePaths(), .folders = {}}, cookie, fn);
-    case Place::kObjects: {
+    case NodeRole::kObjects: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPaths paths, PathsOfObjects(*folder->of));
       return ListPaths(*folder, paths, cookie, fn);
     }

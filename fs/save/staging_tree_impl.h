@@ -47,7 +47,7 @@ class StagingTreeImpl : public StagingTree {
   using NodePtr = std::shared_ptr<const StagedNode>;
   using StagedPtr = std::shared_ptr<StagedCheckpoint>;
   // One object part, or a folder that objects or somebody made.
-  struct ObjectPlace {
+  struct ObjectName {
     std::string key;
     Dims index;
   };
@@ -71,7 +71,7 @@ class StagingTreeImpl : public StagingTree {
                                 const SchemaView& view);
   Result<StagedNode> ObjectChild(const StagedNode& parent, std::string_view name);
   // Which object part lies, or would lie, at a path. kNotFound says why none can.
-  static Result<ObjectPlace> ObjectAt(const SchemaView& view, std::string_view path);
+  static Result<ObjectName> ObjectAt(const SchemaView& view, std::string_view path);
   // Paths of all objects that this mount wrote, and of folders that the schema or mkdir made.
   struct ObjectPaths {
     std::vector<std::string> files;

@@ -88,9 +88,9 @@ Status TargetWriter::OpenGrid() {
 
 void TargetWriter::AddPiece(std::uint64_t begin, std::uint64_t end,
                             const std::shared_ptr<DataFile>& file, std::uint64_t offset, bool grid,
-                            Pieces& pieces) const {
+                            WriteRuns& pieces) const {
   if (!pieces.empty()) {
-    Piece& last = pieces.back();
+    WriteRun& last = pieces.back();
     if (!last.copied && last.file == file && last.range.place.grid == grid &&
         last.range.end() == begin && last.range.place.offset + last.range.place.length == offset) {
       last.range.place.length += end - begin;
@@ -120,7 +120,7 @@ bool TargetWriter::BesideGrid(std::uint64_t begin, std::uint64_t end) const {
   return false;
 }
 
-Status TargetWriter::PlanLog(std::uint64_t begin, std::uint64_t end, Pieces& pieces) {
+Status TargetWriter::PlanLog(std::uint64_t begin, std::uint64_t end, WriteRuns& pieces) {
   const std::uint64_t n = end - begin;
   if (log_.file == nullptr || log_.file->condemned() || log_.size < n) {
     const std::uint64_t more = std::max(n, std::clamp(log_bytes_, kMinLogBytes, kMaxLogBytes));
@@ -137,7 +137,7 @@ Status TargetWriter::PlanLog(std::uint64_t begin, std::uint64_t end, Pieces& pie
 
 // Bytes that have no place yet, or one that may not be written again.
 Status TargetWriter::PlanGap(std::uint64_t begin, std::uint64_t end, bool is_short,
-                             Pieces& pieces) {
+                             WriteRuns& pieces) {
   if (is_short && !BesideGrid(begin, end)) return PlanLog(begin, end, pieces);
   TENSORMOUNT_RETURN_IF_ERROR(OpenGrid());
   Status status;
@@ -154,7 +154,7 @@ Status TargetWriter::PlanGap(std::uint64_t begin, std::uint64_t end, bool is_sho
 
 // A write with neighbours in the log that, with them, is long or beside the grid: all of them go to
 // the grid. Adds nothing where there are none, or where they may not.
-Status TargetWriter::PlanGrown(std::uint64_t begin, std::uint64_t end, Pieces& pieces) {
+Status TargetWriter::PlanGrown(std::uint64_t begin, std::uint64_t end, WriteRuns& pieces) {
   const auto usable = [&](std::optional<PlacedRange>& r) {
     if (r.has_value() &&
         (r->place.grid || r->place.length >= kShortBytes || Overlaps(r->begin, r->end()))) {
@@ -181,7 +181,7 @@ Status TargetWriter::PlanGrown(std::uint64_t begin, std::uint64_t end, Pieces& p
   return {};
 }
 
-Status TargetWriter::Plan(std::uint64_t begin, std::uint64_t end, Pieces& pieces) {
+Status TargetWriter::Plan(std::uint64_t begin, std::uint64_t end, WriteRuns& pieces) {
   const bool is_large = size() >= StagingWriter::kOwnFileBytes;
   const bool is_short = is_large && end - begin < kShortBytes;
   if (is_large && fresh_.Covered(begin, end) == 0) {
@@ -203,7 +203,7 @@ Status TargetWriter::Plan(std::uint64_t begin, std::uint64_t end, Pieces& pieces
 
 // ---- Writing ----------------------------------------------------------------------------------
 
-Status TargetWriter::WritePiece(const Piece& piece, const std::byte* data, Leaves& leaves) {
+Status TargetWriter::WritePiece(const WriteRun& piece, const std::byte* data, Leaves& leaves) {
   const PlacedRange& range = piece.range;
   if (!range.place.grid) return piece.file->Write(range.place.offset, data, range.place.length);
   for (std::uint64_t at = range.begin; at < range.end();) {
@@ -226,7 +226,7 @@ Status TargetWriter::WritePiece(const Piece& piece, const std::byte* data, Leave
   return {};
 }
 
-Status TargetWriter::CopyPiece(const Piece& piece) {
+Status TargetWriter::CopyPiece(const WriteRun& piece) {
   const std::shared_ptr<DataFile> from = shared_->files.Get(piece.copied->place.file);
   std::vector<std::byte> buffer(std::min(kTargetBlockBytes, piece.range.place.length));
   for (std::uint64_t done = 0; done < piece.range.place.length;) {
@@ -239,13 +239,13 @@ Status TargetWriter::CopyPiece(const Piece& piece) {
   return {};
 }
 
-void TargetWriter::Install(const Piece& piece) {
+void TargetWriter::Install(const WriteRun& piece) {
   const PlacedRange& r = piece.range;
   written_ += r.place.length - KnownBytes(r.begin, r.end());
   fresh_.Insert(r);
 }
 
-void TargetWriter::StartWriteback(Lock& lock, const Piece& piece) {
+void TargetWriter::StartWriteback(Lock& lock, const WriteRun& piece) {
   const std::uint64_t begin = piece.range.place.offset;
   const std::uint64_t end = begin + piece.range.place.length;
   std::shared_ptr<DataFile> file = writeback_;
@@ -282,7 +282,7 @@ Status TargetWriter::Write(std::uint64_t offset, const void* data, std::size_t s
       on_first_write_();
     }
   }
-  Pieces pieces;
+  WriteRuns pieces;
   if (status.ok()) status = Plan(begin, end, pieces);
   if (status.ok()) {
     // Neighbours that move are written, too.
@@ -299,7 +299,7 @@ Status TargetWriter::Write(std::uint64_t offset, const void* data, std::size_t s
   std::size_t written = 0;
   if (status.ok()) {
     for (; written < pieces.size(); ++written) {
-      const Piece& piece = pieces[written];
+      const WriteRun& piece = pieces[written];
       status = piece.copied.has_value()
                    ? CopyPiece(piece)
                    : WritePiece(piece,

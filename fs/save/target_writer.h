@@ -54,7 +54,7 @@ class TargetWriter final : public StagingWriter::Target, public StagedPart {
   };
   using Leaves = std::map<std::uint64_t, Leaf>;
   // Bytes that one call writes side by side.
-  struct Piece {
+  struct WriteRun {
     PlacedRange range;
     std::shared_ptr<DataFile> file;
     std::optional<PlacedRange> copied;  // From here instead of the caller's data.
@@ -73,20 +73,20 @@ class TargetWriter final : public StagingWriter::Target, public StagedPart {
   void Leave(std::uint64_t begin, std::uint64_t end);
 
   // Where bytes go that nobody else writes meanwhile.
-  using Pieces = std::vector<Piece>;
-  Status Plan(std::uint64_t begin, std::uint64_t end, Pieces& pieces);
-  Status PlanGap(std::uint64_t begin, std::uint64_t end, bool is_short, Pieces& pieces);
-  Status PlanLog(std::uint64_t begin, std::uint64_t end, Pieces& pieces);
-  Status PlanGrown(std::uint64_t begin, std::uint64_t end, Pieces& pieces);
+  using WriteRuns = std::vector<WriteRun>;
+  Status Plan(std::uint64_t begin, std::uint64_t end, WriteRuns& pieces);
+  Status PlanGap(std::uint64_t begin, std::uint64_t end, bool is_short, WriteRuns& pieces);
+  Status PlanLog(std::uint64_t begin, std::uint64_t end, WriteRuns& pieces);
+  Status PlanGrown(std::uint64_t begin, std::uint64_t end, WriteRuns& pieces);
   bool BesideGrid(std::uint64_t begin, std::uint64_t end) const;
   bool ClaimGrid(std::uint64_t begin, std::uint64_t end);
   void AddPiece(std::uint64_t begin, std::uint64_t end, const std::shared_ptr<DataFile>& file,
-                std::uint64_t offset, bool grid, Pieces& pieces) const;
+                std::uint64_t offset, bool grid, WriteRuns& pieces) const;
   Status OpenGrid();
-  Status WritePiece(const Piece& piece, const std::byte* data, Leaves& leaves);
-  Status CopyPiece(const Piece& piece);
-  void Install(const Piece& piece);
-  void StartWriteback(Lock& lock, const Piece& piece);
+  Status WritePiece(const WriteRun& piece, const std::byte* data, Leaves& leaves);
+  Status CopyPiece(const WriteRun& piece);
+  void Install(const WriteRun& piece);
+  void StartWriteback(Lock& lock, const WriteRun& piece);
   void EraseLeaves(std::uint64_t begin, std::uint64_t end);
   std::uint64_t KnownBytes(std::uint64_t begin, std::uint64_t end) const;
   Status Number();

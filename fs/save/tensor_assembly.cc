@@ -108,14 +108,14 @@ std::vector<Box> ElementBoxes(const TensorMeta& meta, const std::vector<Box>& by
   return boxes;
 }
 
-bool SamePlaceAndHash(const StagedPiece& a, const StagedPiece& b) {
+bool SamePlaceAndHash(const StagedRun& a, const StagedRun& b) {
   return a.whole() && b.whole() && a.bytes == b.bytes && a.extent->leaves == b.extent->leaves;
 }
 
 }  // namespace
 
 // Bands of a box, each small, compared one after the other.
-Status TensorAssembly::Compare(const TensorMeta& meta, const StagedPiece& a, const StagedPiece& b,
+Status TensorAssembly::Compare(const TensorMeta& meta, const StagedRun& a, const StagedRun& b,
                                const Box& bytes) {
   std::vector<Box> todo = {bytes};
   std::vector<Box> different;
@@ -176,8 +176,8 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Live>
 
   // First what was forgotten: it holds over nothing either.
   for (const auto& [a, b] : pairs) {
-    const StagedPiece& earlier = *live[a].piece;
-    const StagedPiece& later = *live[b].piece;
+    const StagedRun& earlier = *live[a].piece;
+    const StagedRun& later = *live[b].piece;
     if (earlier.journal != later.journal || earlier.target != later.target ||
         earlier.extent == nullptr || later.extent != nullptr) {
       continue;
@@ -188,8 +188,8 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Live>
   // Then what each mount says by itself: the later record holds. Pieces are in that order, so those
   // that cut `a` come later and are not cut yet when it is its turn.
   for (const auto& [a, b] : pairs) {
-    const StagedPiece& earlier = *live[a].piece;
-    const StagedPiece& later = *live[b].piece;
+    const StagedRun& earlier = *live[a].piece;
+    const StagedRun& later = *live[b].piece;
     if (earlier.journal != later.journal || earlier.extent == nullptr || later.extent == nullptr) {
       continue;
     }
@@ -252,12 +252,12 @@ void TensorAssembly::FindMissing(const TensorMeta& meta, const std::vector<Live>
 }
 
 Result<std::vector<TensorAssembly::Live>> TensorAssembly::Resolve(
-    const TensorMeta& meta, const std::vector<StagedPiece>& pieces) {
+    const TensorMeta& meta, const std::vector<StagedRun>& pieces) {
   std::vector<Live> live;
   live.reserve(pieces.size());
   RegionSet set(ByteShape(meta.dtype(), meta.shape()));
   bool forgets = false;
-  for (const StagedPiece& piece : pieces) {
+  for (const StagedRun& piece : pieces) {
     live.push_back({&piece, true, {}});
     forgets = forgets || piece.extent == nullptr;
     if (!set.Add(piece.bytes, 0)) {

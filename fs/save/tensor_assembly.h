@@ -78,21 +78,20 @@ class TensorAssembly {
   // Afterwards `pieces` are disjoint: `left[i]` are the boxes of bytes that are left of piece i
   // where it is not whole any more, and dead[i] says that nothing is.
   struct Live {
-    const StagedPiece* piece = nullptr;
+    const StagedRun* piece = nullptr;
     bool intact = true;
     std::vector<Box> boxes;  // In bytes, disjoint. Of intact ones: of the whole piece, or nothing.
   };
-  Result<std::vector<Live>> Resolve(const TensorMeta& meta, const std::vector<StagedPiece>& pieces);
+  Result<std::vector<Live>> Resolve(const TensorMeta& meta, const std::vector<StagedRun>& pieces);
   // Chunks of what Resolve gave, where it found no problem.
   Result<std::vector<StagedChunk>> Emit(const TensorMeta& meta, const std::vector<Live>& live);
 
  private:
   class Emitter;
-  Status Compare(const TensorMeta& meta, const StagedPiece& a, const StagedPiece& b,
-                 const Box& bytes);
+  Status Compare(const TensorMeta& meta, const StagedRun& a, const StagedRun& b, const Box& bytes);
   Status ResolveOverlaps(const TensorMeta& meta, std::vector<Live>& live);
   void FindMissing(const TensorMeta& meta, const std::vector<Live>& live);
-  const std::string& MountOf(const StagedPiece& piece) const {
+  const std::string& MountOf(const StagedRun& piece) const {
     return journals_[piece.journal].journal.incarnation;
   }
 

@@ -95,11 +95,11 @@ class TensorAssembly::Emitter {
   struct Part {
     std::int64_t unit = 0;  // In the tensor's row-major order.
     std::int64_t from = 0;  // Byte of the unit.
-    const StagedPiece* piece = nullptr;
+    const StagedRun* piece = nullptr;
     Box bytes;
   };
 
-  StagedChunk ChunkOf(const StagedPiece& piece, std::uint64_t at, std::uint64_t length) const {
+  StagedChunk ChunkOf(const StagedRun& piece, std::uint64_t at, std::uint64_t length) const {
     StagedChunk chunk;
     chunk.journal = piece.journal;
     chunk.file = piece.extent->file;
@@ -109,7 +109,7 @@ class TensorAssembly::Emitter {
   }
 
   // Piece bytes [at, at + length) of its extent, which are the packed bytes of `bytes`.
-  Status Hash(const StagedPiece& piece, std::uint64_t at, const Region& bytes, StagedChunk& chunk) {
+  Status Hash(const StagedRun& piece, std::uint64_t at, const Region& bytes, StagedChunk& chunk) {
     if (piece.whole() && at == piece.at && chunk.length == piece.size) {
       chunk.leaves = piece.extent->leaves;
       chunk.contribution = piece.extent->contribution;
@@ -143,7 +143,7 @@ class TensorAssembly::Emitter {
 
   // What no later write has touched of a range of a target: its units where they are, and at its
   // ends perhaps parts of units.
-  Status AddRange(const StagedPiece& piece) {
+  Status AddRange(const StagedRun& piece) {
     const std::int64_t begin = AsSigned(piece.begin);
     const std::int64_t end = begin + AsSigned(piece.size);
     const std::int64_t low = (begin + unit_bytes_ - 1) / unit_bytes_ * unit_bytes_;
@@ -178,7 +178,7 @@ class TensorAssembly::Emitter {
   }
 
   // A box of bytes of a piece: its units, and on both sides perhaps parts of units.
-  Status AddBox(const StagedPiece& piece, const Box& box) {
+  Status AddBox(const StagedRun& piece, const Box& box) {
     const int last = box.rank() - 1;
     const std::int64_t low = (box.begin(last) + unit_bytes_ - 1) / unit_bytes_ * unit_bytes_;
     const std::int64_t high = box.end(last) / unit_bytes_ * unit_bytes_;
@@ -192,7 +192,7 @@ class TensorAssembly::Emitter {
     return units.volume() == 0 ? Status() : AddUnitsBox(piece, units);
   }
 
-  Status AddUnitsBox(const StagedPiece& piece, const Box& bytes) {
+  Status AddUnitsBox(const StagedRun& piece, const Box& bytes) {
     const Box elements = ElementBox(meta_.dtype(), meta_.shape(), bytes);
     const Result<Region> back = ByteRegion(meta_.dtype(), meta_.shape(), elements);
     if (back.ok() && back.value() == Region(bytes)) {
@@ -218,7 +218,7 @@ class TensorAssembly::Emitter {
   }
 
   // Where its bytes stand side by side it stays where it is; otherwise it is copied.
-  Status AddChunk(const StagedPiece& piece, const Box& bytes, const Region& region) {
+  Status AddChunk(const StagedRun& piece, const Box& bytes, const Region& region) {
     const PlacedBox to{bytes, 0, PackedStrides(bytes.extent())};
     int runs = 0;
     std::uint64_t at = 0;
@@ -262,7 +262,7 @@ class TensorAssembly::Emitter {
   }
 
   // Rows of a box that each lie within one unit.
-  void AddParts(const StagedPiece& piece, const Box& box) {
+  void AddParts(const StagedRun& piece, const Box& box) {
     const int last = box.rank() - 1;
     Dims at = Dims::Filled(box.rank(), 0);
     for (;;) {

@@ -10,7 +10,7 @@
 namespace tensormount::fs {
 namespace {
 
-using Segment = FileContent::Segment;
+using Segment = FileSegments::Segment;
 
 Status None() { return Status(Code::kNotFound, "no one file holds this and nothing else"); }
 
@@ -80,13 +80,13 @@ Result<bool> HasBytes(const OpenedCheckpoint& opened, std::uint32_t number, std:
 }  // namespace
 
 Result<std::uint32_t> FindBackingFile(FileSystem& fs, const ShownCheckpoint& shown,
-                                      const FileContent& content) {
+                                      const FileSegments& content) {
   const OpenedCheckpoint& opened = shown.opened;
   const std::vector<Segment>& segments = content.segments();
   if (segments.size() == 1 && segments[0].kind == Segment::Kind::kObject) {
     const std::uint32_t number = segments[0].ordinal;
     if (number >= shown.objects.parts().size()) return None();
-    const ObjectContent& part = shown.objects.parts()[number];
+    const ObjectRecord& part = shown.objects.parts()[number];
     if (part.offset != 0 || part.length != content.size()) return None();
     return FileOfSize(fs, opened, part.file, part.length);
   }

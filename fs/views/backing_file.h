@@ -7,7 +7,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/views/file_content.h"
+#include "fs/views/file_segments.h"
 #include "fs/views/shown_checkpoint.h"
 
 namespace tensormount::fs {
@@ -16,7 +16,7 @@ namespace tensormount::fs {
 // nothing more. Literal bytes are compared with the file's; for tensors and objects the index is
 // believed. kNotFound where there is none; kDataLoss where a file is not as long as the index says.
 Result<std::uint32_t> FindBackingFile(FileSystem& fs, const ShownCheckpoint& shown,
-                                      const FileContent& content);
+                                      const FileSegments& segments);
 
 }  // namespace tensormount::fs
 

@@ -4,7 +4,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "index/records/safetensors_layout.h"
+#include "index/records/safetensors_order.h"
 
 namespace tensormount::fs {
 namespace {
@@ -25,7 +25,7 @@ std::string TensorLine(const TensorEntry& tensor) {
   return line + "}";
 }
 
-std::string ObjectLine(const ObjectContent& object) {
+std::string ObjectLine(const ObjectRecord& object) {
   std::string line = fmt::format(R"({{"key": {}, )", JsonString(object.key));
   if (object.grid.rank() > 0) {
     line +=
@@ -73,10 +73,10 @@ Result<GeneratedText::Parts> CheckpointJson(const ShownCheckpoint& shown,
   const OpenedCheckpoint& opened = shown.opened;
   const ShownTensors& tensors = shown.tensors;
   const LayerFiles& layers = shown.layers;
-  const std::vector<ObjectContent>& objects = shown.objects.parts();
+  const std::vector<ObjectRecord>& objects = shown.objects.parts();
   const CheckpointIndex& index = opened.index();
   const CheckpointInfo& info = index.info();
-  const Result<CommonValue> content = index.CommonRecord(kContentRecord);
+  const Result<CommonValue> content = index.CommonRecord(kContentMetadataRecord);
   if (!content.ok() && content.status().code() != Code::kNotFound) return content.status();
   GeneratedText::Parts parts;
   std::string& head = parts.head;

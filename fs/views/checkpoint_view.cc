@@ -204,15 +204,15 @@ Status CheckpointView::List(const Node& folder, std::uint64_t cookie, const Visi
 Result<std::shared_ptr<const VirtualFile>> CheckpointView::OpenFile(const Node& node) const {
   if (IsTop(node)) return Status::FromErrno(EISDIR, "open", options_.name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const View* const view, ViewOf(node));
-  TENSORMOUNT_ASSIGN_OR_RETURN(FileContent content, view->Open(node.item));
-  return Serve(std::move(content), view->PathOf(node.item), node);
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSegments segments, view->Open(node.item));
+  return Serve(std::move(segments), view->PathOf(node.item), node);
 }
 
-std::shared_ptr<const VirtualFile> CheckpointView::Serve(FileContent content,
+std::shared_ptr<const VirtualFile> CheckpointView::Serve(FileSegments segments,
                                                          const std::string& path,
                                                          const Node& node) const {
   std::shared_ptr<VirtualFile> file(new VirtualFile);
-  file->content_ = std::move(content);
+  file->segments_ = std::move(segments);
   file->view_ = shared_from_this();
   file->node_ = node;
   file->label_ = options_.name.empty() ? path : options_.name + "/" + path;
@@ -245,9 +245,9 @@ std::string CheckpointView::PathOf(const Node& node) const {
 }
 
 Result<std::uint32_t> CheckpointView::BackingFileOf(const Node& node,
-                                                    const FileContent& content) const {
+                                                    const FileSegments& segments) const {
   // What is one piece is found quickly.
-  if (content.segments().size() == 1) return FindBackingFile(fs_, *shown_, content);
+  if (segments.segments().size() == 1) return FindBackingFile(fs_, *shown_, segments);
   const Status none(Code::kNotFound, "no one file holds this and nothing else");
   {
     const std::lock_guard lock(mutex_);
@@ -258,9 +258,9 @@ Result<std::uint32_t> CheckpointView::BackingFileOf(const Node& node,
     }
   }
   // Only files of fixed items share their segments; others (slices) come and go.
-  const Result<std::uint32_t> found = FindBackingFile(fs_, *shown_, content);
+  const Result<std::uint32_t> found = FindBackingFile(fs_, *shown_, segments);
   if (!found.ok() && found.status().code() != Code::kNotFound) return found.status();
-  if (content.is_shared()) {
+  if (segments.is_shared()) {
     const std::lock_guard lock(mutex_);
     backing_files_[IdOf(node)] = found.ok() ? std::optional(found.value()) : std::nullopt;
   }

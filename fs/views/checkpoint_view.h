@@ -79,8 +79,8 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   using Visit = std::function<bool(const Child& child, std::uint64_t next)>;
   Status List(const Node& folder, std::uint64_t cookie, const Visit& fn) const;
   Result<std::shared_ptr<const VirtualFile>> OpenFile(const Node& file) const;
-  // Content of this checkpoint as an open file. `path` goes into messages.
-  std::shared_ptr<const VirtualFile> Serve(FileContent content, const std::string& path,
+  // Inventory of this checkpoint as an open file. `path` goes into messages.
+  std::shared_ptr<const VirtualFile> Serve(FileSegments content, const std::string& path,
                                            const Node& node) const;
   // Names and values of the user.tensormount.* attributes.
   Result<std::map<std::string, std::string>> Xattrs(const Node& node) const;
@@ -88,7 +88,7 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   std::string PathOf(const Node& node) const;
 
   // For VirtualFile: the file of storage that is this node's (FindBackingFile). Found once.
-  Result<std::uint32_t> BackingFileOf(const Node& node, const FileContent& content) const;
+  Result<std::uint32_t> BackingFileOf(const Node& node, const FileSegments& content) const;
 
  private:
   CheckpointView(FileSystem& fs, std::shared_ptr<OpenedCheckpoint> opened)

@@ -14,7 +14,7 @@ Status CheckItem(std::uint64_t item) {
 }  // namespace
 
 Result<std::uint64_t> FileView::Size() const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileContent content, Content());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileSegments content, Inventory());
   return content.size();
 }
 
@@ -37,9 +37,9 @@ Status FileView::List(std::uint64_t folder, std::uint64_t cookie, const Visit& f
   return Status::FromErrno(ENOTDIR, "list", name_);
 }
 
-Result<FileContent> FileView::Open(std::uint64_t file) const {
+Result<FileSegments> FileView::Open(std::uint64_t file) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckItem(file));
-  return Content();
+  return Inventory();
 }
 
 std::string FileView::PathOf(std::uint64_t item) const {

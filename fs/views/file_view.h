@@ -19,13 +19,13 @@ class FileView : public View {
   Result<ViewNode> Stat(std::uint64_t item) const override;
   Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const override;
   Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const override;
-  Result<FileContent> Open(std::uint64_t file) const override;
+  Result<FileSegments> Open(std::uint64_t file) const override;
   std::string PathOf(std::uint64_t item) const override;
 
  protected:
   FileView(std::string_view name, std::int64_t mtime) : name_(name), mtime_(mtime) {}
   // kNotFound: the checkpoint has no such file.
-  virtual Result<FileContent> Content() const = 0;
+  virtual Result<FileSegments> Inventory() const = 0;
   virtual Result<std::uint64_t> Size() const;
 
  private:

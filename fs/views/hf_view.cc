@@ -29,7 +29,7 @@ bool IsCarried(std::string_view name) {
 
 Result<std::unique_ptr<const View>> HfView::Make(const ShownCheckpoint& shown, const View& whole,
                                                  const HfOptions& options) {
-  TENSORMOUNT_RETURN_IF_ERROR(HfLayout::CheckRules(shown, options));
+  TENSORMOUNT_RETURN_IF_ERROR(HfParts::CheckRules(shown, options));
   std::unique_ptr<HfView> view(new HfView(shown, whole, options));
   view->FindCarried();
   return std::unique_ptr<const View>(std::move(view));
@@ -42,7 +42,7 @@ void HfView::FindCarried() {
     bool whole = false;
   };
   std::map<std::string, Found> found;
-  const std::vector<ObjectContent>& parts = shown_.objects.parts();
+  const std::vector<ObjectRecord>& parts = shown_.objects.parts();
   for (std::uint32_t i = 0; i < parts.size(); ++i) {
     if (parts[i].grid.rank() > 0) continue;
     const std::string& key = parts[i].key;
@@ -56,13 +56,13 @@ void HfView::FindCarried() {
   for (auto& [name, object] : found) carried_.push_back({name, object.part});
 }
 
-Result<std::shared_ptr<const HfLayout>> HfView::Layout() const {
+Result<std::shared_ptr<const HfParts>> HfView::Layout() const {
   const std::lock_guard lock(mutex_);
   if (!layout_) {
     const Result<ViewNode> whole = whole_.Stat(kRoot);
     if (!whole.ok() && whole.status().code() != Code::kNotFound) return whole.status();
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        layout_, HfLayout::Make(shown_, options_, whole.ok() ? whole.value().size : 0));
+        layout_, HfParts::Make(shown_, options_, whole.ok() ? whole.value().size : 0));
   }
   return layout_;
 }
@@ -77,16 +77,16 @@ Result<std::shared_ptr<const GeneratedText>> HfView::Index() const {
   return index_;
 }
 
-Result<HfLayout::File> HfView::PartFile(const HfLayout& layout, std::size_t part) const {
+Result<HfParts::File> HfView::PartFile(const HfParts& layout, std::size_t part) const {
   const std::lock_guard lock(mutex_);
   auto it = kept_.find(part);
   if (it == kept_.end()) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(HfLayout::File file, layout.Build(part));
+    TENSORMOUNT_ASSIGN_OR_RETURN(HfParts::File file, layout.Build(part));
     kept_bytes_ += file.memory();
     it = kept_.emplace(part, Kept{.file = std::move(file)}).first;
   }
   it->second.used = ++uses_;
-  const HfLayout::File file = it->second.file;
+  const HfParts::File file = it->second.file;
   while (kept_bytes_ > kKeptBytes && kept_.size() > 1) {
     const auto oldest = std::min_element(
         kept_.begin(), kept_.end(),
@@ -125,7 +125,7 @@ Result<ViewNode> HfView::Stat(std::uint64_t item) const {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto text, Index());
     node.size = text->size();
   } else if (item < first_part()) {
-    const ObjectContent& object = shown_.objects.parts()[carried_[item - kFirstCarried].part];
+    const ObjectRecord& object = shown_.objects.parts()[carried_[item - kFirstCarried].part];
     node.size = object.length;
     node.mtime = object.mtime;
   } else {
@@ -183,8 +183,8 @@ Status HfView::List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn)
   return {};
 }
 
-Result<FileContent> HfView::Open(std::uint64_t item) const {
-  FileContent content;
+Result<FileSegments> HfView::Open(std::uint64_t item) const {
+  FileSegments content;
   if (item == kRoot) return Status::FromErrno(EISDIR, "open", "hf");
   if (item == kIndexItem) {
     TENSORMOUNT_ASSIGN_OR_RETURN(auto text, Index());
@@ -199,8 +199,8 @@ Result<FileContent> HfView::Open(std::uint64_t item) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, Layout());
   if (item < first_part() || item - first_part() >= layout->parts().size()) return StaleNode("hf/");
   if (layout->is_whole()) return whole_.Open(kRoot);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const HfLayout::File file, PartFile(*layout, item - first_part()));
-  return FileContent::Shared(file.segments, file.header);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const HfParts::File file, PartFile(*layout, item - first_part()));
+  return FileSegments::Shared(file.segments, file.header);
 }
 
 Result<std::map<std::string, std::string>> HfView::Attributes(std::uint64_t item) const {

@@ -12,7 +12,7 @@
 
 #include "tensormount/status.h"
 
-#include "fs/views/hf_layout.h"
+#include "fs/views/hf_parts.h"
 #include "fs/views/shown_checkpoint.h"
 #include "fs/views/view.h"
 
@@ -23,7 +23,7 @@ namespace tensormount::fs {
 // are objects with these names. Laid out when somebody first looks into it.
 class HfView : public View {
  public:
-  // kInvalidArgument where the rules do not fit the shown keys (HfLayout::CheckRules). `whole` is
+  // kInvalidArgument where the rules do not fit the shown keys (HfParts::CheckRules). `whole` is
   // the view model.safetensors, which hf/ shows again where it is what hf/ would have; it must
   // outlive this.
   static Result<std::unique_ptr<const View>> Make(const ShownCheckpoint& shown, const View& whole,
@@ -34,7 +34,7 @@ class HfView : public View {
   Result<ViewNode> Stat(std::uint64_t item) const override;
   Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const override;
   Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const override;
-  Result<FileContent> Open(std::uint64_t file) const override;
+  Result<FileSegments> Open(std::uint64_t file) const override;
   std::string PathOf(std::uint64_t item) const override;
   Result<std::map<std::string, std::string>> Attributes(std::uint64_t item) const override;
 
@@ -45,7 +45,7 @@ class HfView : public View {
     std::uint32_t part = 0;  // Number in ShownObjects::parts().
   };
   struct Kept {
-    HfLayout::File file;
+    HfParts::File file;
     std::uint64_t used = 0;  // When, as a count.
   };
   static constexpr std::uint64_t kIndexItem = 2;
@@ -57,9 +57,9 @@ class HfView : public View {
       : shown_(shown), whole_(whole), options_(options) {}
   void FindCarried();
   std::uint64_t first_part() const { return kFirstCarried + carried_.size(); }
-  Result<std::shared_ptr<const HfLayout>> Layout() const;
+  Result<std::shared_ptr<const HfParts>> Layout() const;
   Result<std::shared_ptr<const GeneratedText>> Index() const;
-  Result<HfLayout::File> PartFile(const HfLayout& layout, std::size_t part) const;
+  Result<HfParts::File> PartFile(const HfParts& layout, std::size_t part) const;
   // kStale for what is no item.
   Result<std::string> NameOf(std::uint64_t item) const;
 
@@ -69,7 +69,7 @@ class HfView : public View {
   std::vector<Carried> carried_;  // By name.
 
   mutable std::mutex mutex_;
-  mutable std::shared_ptr<const HfLayout> layout_;
+  mutable std::shared_ptr<const HfParts> layout_;
   mutable std::shared_ptr<const GeneratedText> index_;
   mutable std::map<std::size_t, Kept> kept_;  // By part.
   mutable std::uint64_t kept_bytes_ = 0;

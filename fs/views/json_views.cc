@@ -18,7 +18,7 @@ class CheckpointJsonView : public FileView {
   bool listed_by_default() const override { return true; }
 
  private:
-  Result<FileContent> Content() const override {
+  Result<FileSegments> Inventory() const override {
     const std::lock_guard lock(mutex_);
     if (!text_) {
       std::vector<std::string> names;
@@ -31,7 +31,7 @@ class CheckpointJsonView : public FileView {
       TENSORMOUNT_ASSIGN_OR_RETURN(GeneratedText::Parts parts, CheckpointJson(shown_, names));
       TENSORMOUNT_ASSIGN_OR_RETURN(text_, GeneratedText::Make(std::move(parts)));
     }
-    FileContent content;
+    FileSegments content;
     content.AddText(text_);
     return content;
   }
@@ -50,8 +50,8 @@ class CommonJsonView : public FileView {
   bool listed_by_default() const override { return true; }
 
  private:
-  Result<FileContent> Content() const override {
-    FileContent content;
+  Result<FileSegments> Inventory() const override {
+    FileSegments content;
     content.AddLiteral(text_);
     return content;
   }

@@ -34,7 +34,7 @@ Status ListedKeys::Scan(std::uint32_t first, const Visit& fn) const {
   return {};
 }
 
-struct KeyTree::Place {
+struct KeyTree::NamedFolder {
   std::uint32_t depth = 0;
   std::string prefix;     // Every key in the folder begins with this.
   std::string last_name;  // Of the folder itself, where it is a "%+" one: not every such key is in.
@@ -44,8 +44,8 @@ struct KeyTree::Place {
   }
 };
 
-Result<KeyTree::Place> KeyTree::PlaceOf(const TreeFolder& folder) const {
-  Place place;
+Result<KeyTree::NamedFolder> KeyTree::NamesOf(const TreeFolder& folder) const {
+  NamedFolder place;
   place.depth = folder.depth;
   if (folder.depth == 0) return place;
   if (folder.first >= keys_.count()) return Status(Code::kStale, "no such folder");
@@ -66,7 +66,7 @@ Result<bool> KeyTree::IsFolder(std::string_view key) const {
   return found.starts_with(prefix);
 }
 
-Result<std::uint32_t> KeyTree::FirstContinued(const Place& place, std::string_view raw,
+Result<std::uint32_t> KeyTree::FirstContinued(const NamedFolder& place, std::string_view raw,
                                               std::string_view name) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::uint32_t at, keys_.LowerBound(raw));
   while (at < keys_.count()) {
@@ -87,7 +87,7 @@ Result<std::uint32_t> KeyTree::FirstContinued(const Place& place, std::string_vi
 Result<TreeChild> KeyTree::Lookup(const TreeFolder& folder, std::string_view name) const {
   const std::optional<DecodedPart> decoded = DecodePart(name);
   if (!decoded) return NoSuch(name);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NamedFolder place, NamesOf(folder));
   const std::string raw = place.prefix + decoded->text;
   TreeChild child;
   child.name = name;
@@ -127,7 +127,7 @@ Result<TreeChild> KeyTree::Lookup(const TreeFolder& folder, std::string_view nam
 // The state of one List: what is to come, and the file that waits for the key after it (which may
 // show that the file's name is also a folder's).
 struct KeyTree::Listing {
-  const Place& place;
+  const NamedFolder& place;
   const Visit& fn;
   std::uint32_t at = 0;
   bool done = false;
@@ -139,7 +139,7 @@ struct KeyTree::Listing {
 };
 
 Status KeyTree::List(const TreeFolder& folder, std::uint64_t from, const Visit& fn) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NamedFolder place, NamesOf(folder));
   Listing listing{.place = place, .fn = fn};
   if (from > keys_.count()) return {};
   listing.at = from == 0 ? folder.first : static_cast<std::uint32_t>(from);

@@ -77,11 +77,11 @@ class KeyTree {
   Result<bool> IsFolder(std::string_view key) const;
 
  private:
-  struct Place;  // A folder with its names and the bytes that its keys begin with.
+  struct NamedFolder;  // A folder with its names and the bytes that its keys begin with.
   struct Listing;
-  Result<Place> PlaceOf(const TreeFolder& folder) const;
+  Result<NamedFolder> NamesOf(const TreeFolder& folder) const;
   // First ordinal whose path has `name`, a "%+" one, after the names of `place`.
-  Result<std::uint32_t> FirstContinued(const Place& place, std::string_view raw,
+  Result<std::uint32_t> FirstContinued(const NamedFolder& place, std::string_view raw,
                                        std::string_view name) const;
   Status ListFrom(Listing& listing) const;
 

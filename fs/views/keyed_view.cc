@@ -15,13 +15,13 @@ constexpr std::uint64_t kHiddenBit = std::uint64_t{1} << 39;
 
 }  // namespace
 
-std::uint64_t KeyedView::ItemOf(const Place& place) {
+std::uint64_t KeyedView::ItemOf(const KeyedItem& place) {
   return (place.key.hidden ? kHiddenBit : 0) |
          (std::uint64_t{place.key.number} << kKeyedDepthBits) | place.depth;
 }
 
-Result<KeyedView::Place> KeyedView::PlaceOf(std::uint64_t item) const {
-  Place place;
+Result<KeyedView::KeyedItem> KeyedView::KeyedItemOf(std::uint64_t item) const {
+  KeyedItem place;
   place.key.hidden = (item & kHiddenBit) != 0;
   place.key.number = static_cast<std::uint32_t>((item & ~kHiddenBit) >> kKeyedDepthBits);
   place.depth = static_cast<std::uint32_t>(item & kMaxDepth);
@@ -34,7 +34,7 @@ Result<KeyedView::Place> KeyedView::PlaceOf(std::uint64_t item) const {
   return place;
 }
 
-Result<ViewNode> KeyedView::FileNode(const Place& place, std::string_view key,
+Result<ViewNode> KeyedView::FileNode(const KeyedItem& place, std::string_view key,
                                      const TensorEntry* entry) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileFacts facts, FactsOf(place.key, entry));
   return ViewNode{.item = ItemOf(place),
@@ -44,7 +44,7 @@ Result<ViewNode> KeyedView::FileNode(const Place& place, std::string_view key,
                   .identity = std::string(key)};
 }
 
-Result<ViewNode> KeyedView::StatAt(const Place& place) const {
+Result<ViewNode> KeyedView::StatAt(const KeyedItem& place) const {
   const Keys& keys = KeysOf(place);
   if (place.depth == 0) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys.keys.KeyAt(place.key.number));
@@ -62,23 +62,23 @@ Result<ViewNode> KeyedView::StatAt(const Place& place) const {
 }
 
 Result<ViewNode> KeyedView::Stat(std::uint64_t item) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(item));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem place, KeyedItemOf(item));
   return StatAt(place);
 }
 
-Result<ViewChild> KeyedView::ChildOf(const Place& folder, const TreeChild& found,
+Result<ViewChild> KeyedView::ChildOf(const KeyedItem& folder, const TreeChild& found,
                                      std::string_view name, std::string_view stem) const {
   // Folders have no suffix, files always: never both, since such folder names are escaped.
   if (!suffix_.empty() && found.is_folder != (stem.size() == name.size())) return NoSuch(name);
   if (found.depth + 1 >= kMaxDepth) return NoSuch(name);
-  const Place place{.key = {.hidden = folder.key.hidden, .number = found.ordinal},
-                    .depth = found.is_folder ? found.depth + 1 : 0};
+  const KeyedItem place{.key = {.hidden = folder.key.hidden, .number = found.ordinal},
+                        .depth = found.is_folder ? found.depth + 1 : 0};
   TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, StatAt(place));
   return ViewChild{std::string(name), std::move(node)};
 }
 
 Result<ViewChild> KeyedView::Lookup(std::uint64_t item, std::string_view name) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place folder, PlaceOf(item));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem folder, KeyedItemOf(item));
   if (folder.depth == 0) return Status::FromErrno(ENOTDIR, "look up", name);
   std::string_view stem = name;
   if (!suffix_.empty() && name.size() > suffix_.size() && name.ends_with(suffix_)) {
@@ -93,10 +93,10 @@ Result<ViewChild> KeyedView::Lookup(std::uint64_t item, std::string_view name) c
   return ChildOf(folder, found.value(), name, stem);
 }
 
-Result<ViewChild> KeyedView::LookupHidden(const Place& folder, std::string_view name,
+Result<ViewChild> KeyedView::LookupHidden(const KeyedItem& folder, std::string_view name,
                                           std::string_view stem) const {
   // The same folder in the tree of the hidden names.
-  Place in{.key = {.hidden = true}, .depth = 1};
+  KeyedItem in{.key = {.hidden = true}, .depth = 1};
   if (folder.depth > 1) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path,
                                  keys_.tree.PathOf(folder.key.number, folder.depth - 1));
@@ -116,15 +116,15 @@ Result<ViewChild> KeyedView::LookupHidden(const Place& folder, std::string_view 
 }
 
 Status KeyedView::List(std::uint64_t item, std::uint64_t cookie, const Visit& fn) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place folder, PlaceOf(item));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem folder, KeyedItemOf(item));
   if (folder.depth == 0) return Status::FromErrno(ENOTDIR, "list", PathOf(item));
   if (folder.key.hidden) return {};
   Status failed;
   const Status listed =
       keys_.tree.List(folder.folder(), cookie, [&](TreeChild& child, std::uint64_t next) {
         if (child.is_folder && child.depth + 1 >= kMaxDepth) return true;
-        const Place place{.key = {.hidden = false, .number = child.ordinal},
-                          .depth = child.is_folder ? child.depth + 1 : 0};
+        const KeyedItem place{.key = {.hidden = false, .number = child.ordinal},
+                              .depth = child.is_folder ? child.depth + 1 : 0};
         Result<ViewNode> node = child.entry && !child.is_folder
                                     ? FileNode(place, child.entry->meta.key(), &*child.entry)
                                     : StatAt(place);
@@ -142,17 +142,17 @@ Status KeyedView::List(std::uint64_t item, std::uint64_t cookie, const Visit& fn
   return failed;
 }
 
-Result<FileContent> KeyedView::Open(std::uint64_t item) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(item));
+Result<FileSegments> KeyedView::Open(std::uint64_t item) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem place, KeyedItemOf(item));
   if (place.depth > 0) return Status::FromErrno(EISDIR, "open", PathOf(item));
-  return ContentAt(place.key);
+  return SegmentsAt(place.key);
 }
 
 std::string KeyedView::PathOf(std::uint64_t item) const {
   std::string path(name_);
   if (item == kRoot) return path;
   path += '/';
-  const Result<Place> place = PlaceOf(item);
+  const Result<KeyedItem> place = KeyedItemOf(item);
   if (!place.ok()) return path + "?";
   const std::uint32_t depth = place.value().depth;
   const Result<std::string> rest =
@@ -163,7 +163,7 @@ std::string KeyedView::PathOf(std::uint64_t item) const {
 }
 
 Result<std::map<std::string, std::string>> KeyedView::Attributes(std::uint64_t item) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(item));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem place, KeyedItemOf(item));
   if (place.depth > 0) return std::map<std::string, std::string>();
   return AttributesAt(place.key);
 }
@@ -177,7 +177,7 @@ TensorFilesView::TensorFilesView(const ShownCheckpoint& shown, std::string_view 
                 shown.opened.index().info().json_mtime),
       shown_(shown) {}
 
-Result<ShownTensor> TensorFilesView::TensorAt(const KeyPlace& key) const {
+Result<ShownTensor> TensorFilesView::TensorAt(const KeyNumber& key) const {
   ShownTensor tensor;
   if (key.hidden) {
     TENSORMOUNT_ASSIGN_OR_RETURN(LayerFiles::Layer layer,
@@ -194,7 +194,7 @@ Result<ShownTensor> TensorFilesView::TensorAt(const KeyPlace& key) const {
   return tensor;
 }
 
-Result<KeyedView::FileFacts> TensorFilesView::FactsOf(const KeyPlace& key,
+Result<KeyedView::FileFacts> TensorFilesView::FactsOf(const KeyNumber& key,
                                                       const TensorEntry* entry) const {
   if (entry != nullptr) {
     const std::optional<std::uint64_t> known = KnownSize(entry->meta);
@@ -207,22 +207,22 @@ Result<KeyedView::FileFacts> TensorFilesView::FactsOf(const KeyPlace& key,
   } else {
     TENSORMOUNT_ASSIGN_OR_RETURN(tensor, TensorAt(key));
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileContent content, ContentOf(tensor));
-  return FileFacts{.size = content.size(), .mtime = MtimeOfFile(tensor.shown)};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileSegments segments, SegmentsOf(tensor));
+  return FileFacts{.size = segments.size(), .mtime = MtimeOfFile(tensor.shown)};
 }
 
-Result<std::int64_t> TensorFilesView::MtimeOf(const KeyPlace& key) const {
+Result<std::int64_t> TensorFilesView::MtimeOf(const KeyNumber& key) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ShownTensor tensor, TensorAt(key));
   return tensor.shown.mtime;
 }
 
-Result<FileContent> TensorFilesView::ContentAt(const KeyPlace& key) const {
+Result<FileSegments> TensorFilesView::SegmentsAt(const KeyNumber& key) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ShownTensor tensor, TensorAt(key));
-  return ContentOf(tensor);
+  return SegmentsOf(tensor);
 }
 
 Result<std::map<std::string, std::string>> TensorFilesView::AttributesAt(
-    const KeyPlace& key) const {
+    const KeyNumber& key) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ShownTensor tensor, TensorAt(key));
   const TensorEntry& entry = tensor.shown;
   std::map<std::string, std::string> all;

@@ -28,7 +28,7 @@ class KeyedView : public View {
   Result<ViewNode> Stat(std::uint64_t item) const override;
   Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const override;
   Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const override;
-  Result<FileContent> Open(std::uint64_t file) const override;
+  Result<FileSegments> Open(std::uint64_t file) const override;
   std::string PathOf(std::uint64_t item) const override;
   Result<std::map<std::string, std::string>> Attributes(std::uint64_t item) const override;
 
@@ -44,7 +44,7 @@ class KeyedView : public View {
       : name_(name), suffix_(suffix), keys_(keys), hidden_(hidden), empty_mtime_(empty_mtime) {}
 
   // Which key. Its number is below the keys' count.
-  struct KeyPlace {
+  struct KeyNumber {
     bool hidden = false;
     std::uint32_t number = 0;
   };
@@ -53,29 +53,29 @@ class KeyedView : public View {
     std::int64_t mtime = 0;
   };
   // kNotFound: this view has no file of that key. `entry`: what the listing had at hand, or null.
-  virtual Result<FileFacts> FactsOf(const KeyPlace& key, const TensorEntry* entry) const = 0;
+  virtual Result<FileFacts> FactsOf(const KeyNumber& key, const TensorEntry* entry) const = 0;
   // A folder is as old as its first key: it does not change where that does not, which is what
   // rsync wants to see.
-  virtual Result<std::int64_t> MtimeOf(const KeyPlace& key) const = 0;
-  virtual Result<FileContent> ContentAt(const KeyPlace& key) const = 0;
-  virtual Result<std::map<std::string, std::string>> AttributesAt(const KeyPlace& key) const = 0;
+  virtual Result<std::int64_t> MtimeOf(const KeyNumber& key) const = 0;
+  virtual Result<FileSegments> SegmentsAt(const KeyNumber& key) const = 0;
+  virtual Result<std::map<std::string, std::string>> AttributesAt(const KeyNumber& key) const = 0;
 
  private:
-  struct Place {
-    KeyPlace key;
+  struct KeyedItem {
+    KeyNumber key;
     std::uint32_t depth = 0;
     TreeFolder folder() const { return {.first = key.number, .depth = depth - 1}; }
   };
-  static std::uint64_t ItemOf(const Place& place);
-  Result<Place> PlaceOf(std::uint64_t item) const;
-  const Keys& KeysOf(const Place& place) const { return place.key.hidden ? *hidden_ : keys_; }
-  Result<ViewNode> StatAt(const Place& place) const;
-  Result<ViewNode> FileNode(const Place& place, std::string_view key,
+  static std::uint64_t ItemOf(const KeyedItem& place);
+  Result<KeyedItem> KeyedItemOf(std::uint64_t item) const;
+  const Keys& KeysOf(const KeyedItem& place) const { return place.key.hidden ? *hidden_ : keys_; }
+  Result<ViewNode> StatAt(const KeyedItem& place) const;
+  Result<ViewNode> FileNode(const KeyedItem& place, std::string_view key,
                             const TensorEntry* entry) const;
   // A file or folder of hidden keys only, below a folder of the others.
-  Result<ViewChild> LookupHidden(const Place& folder, std::string_view name,
+  Result<ViewChild> LookupHidden(const KeyedItem& folder, std::string_view name,
                                  std::string_view stem) const;
-  Result<ViewChild> ChildOf(const Place& folder, const TreeChild& found, std::string_view name,
+  Result<ViewChild> ChildOf(const KeyedItem& folder, const TreeChild& found, std::string_view name,
                             std::string_view stem) const;
 
   const std::string_view name_;
@@ -104,7 +104,7 @@ class TensorFilesView : public KeyedView {
                   Layers layers);
 
   // kNotFound where the view has no file of such a tensor.
-  virtual Result<FileContent> ContentOf(const ShownTensor& tensor) const = 0;
+  virtual Result<FileSegments> SegmentsOf(const ShownTensor& tensor) const = 0;
   // The size of that content where the tensor's own says it: makes listing faster.
   virtual std::optional<std::uint64_t> KnownSize(const TensorMeta& shown) const {
     (void)shown;
@@ -114,11 +114,11 @@ class TensorFilesView : public KeyedView {
   const ShownCheckpoint& shown() const { return shown_; }
 
  private:
-  Result<FileFacts> FactsOf(const KeyPlace& key, const TensorEntry* entry) const override;
-  Result<std::int64_t> MtimeOf(const KeyPlace& key) const override;
-  Result<FileContent> ContentAt(const KeyPlace& key) const override;
-  Result<std::map<std::string, std::string>> AttributesAt(const KeyPlace& key) const override;
-  Result<ShownTensor> TensorAt(const KeyPlace& key) const;
+  Result<FileFacts> FactsOf(const KeyNumber& key, const TensorEntry* entry) const override;
+  Result<std::int64_t> MtimeOf(const KeyNumber& key) const override;
+  Result<FileSegments> SegmentsAt(const KeyNumber& key) const override;
+  Result<std::map<std::string, std::string>> AttributesAt(const KeyNumber& key) const override;
+  Result<ShownTensor> TensorAt(const KeyNumber& key) const;
 
   const ShownCheckpoint& shown_;
 };

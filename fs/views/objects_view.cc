@@ -16,18 +16,18 @@ class ObjectsView : public KeyedView {
   bool listed_by_default() const override { return true; }
 
  private:
-  const ObjectContent& PartAt(const KeyPlace& key) const { return objects_.parts()[key.number]; }
-  Result<FileFacts> FactsOf(const KeyPlace& key, const TensorEntry*) const override {
+  const ObjectRecord& PartAt(const KeyNumber& key) const { return objects_.parts()[key.number]; }
+  Result<FileFacts> FactsOf(const KeyNumber& key, const TensorEntry*) const override {
     return FileFacts{.size = PartAt(key).length, .mtime = PartAt(key).mtime};
   }
-  Result<std::int64_t> MtimeOf(const KeyPlace& key) const override { return PartAt(key).mtime; }
-  Result<FileContent> ContentAt(const KeyPlace& key) const override {
-    FileContent content;
+  Result<std::int64_t> MtimeOf(const KeyNumber& key) const override { return PartAt(key).mtime; }
+  Result<FileSegments> SegmentsAt(const KeyNumber& key) const override {
+    FileSegments content;
     content.AddObject(key.number, PartAt(key).length);
     return content;
   }
-  Result<std::map<std::string, std::string>> AttributesAt(const KeyPlace& key) const override {
-    const ObjectContent& part = PartAt(key);
+  Result<std::map<std::string, std::string>> AttributesAt(const KeyNumber& key) const override {
+    const ObjectRecord& part = PartAt(key);
     std::map<std::string, std::string> all;
     all["key"] = part.key;
     const std::string_view stored = objects_.stored_key(key.number);

@@ -5,12 +5,12 @@
 
 #include "fs/views/checkpoint_views.h"
 #include "fs/views/file_view.h"
-#include "index/records/safetensors_layout.h"
+#include "index/records/safetensors_order.h"
 
 namespace tensormount::fs {
 namespace {
 
-using Segment = FileContent::Segment;
+using Segment = FileSegments::Segment;
 
 class SafetensorsView : public FileView {
  public:
@@ -30,7 +30,7 @@ class SafetensorsView : public FileView {
     return layout.segments->back().begin + layout.segments->back().length;
   }
 
-  Result<FileContent> Content() const override {
+  Result<FileSegments> Inventory() const override {
     TENSORMOUNT_ASSIGN_OR_RETURN(Layout layout, LaidOut());
     if (!layout.header) {
       const std::uint64_t length = layout.segments->front().length;
@@ -42,7 +42,7 @@ class SafetensorsView : public FileView {
       }
       layout.header = std::make_shared<const std::string>(std::move(header));
     }
-    return FileContent::Shared(std::move(layout.segments), std::move(layout.header));
+    return FileSegments::Shared(std::move(layout.segments), std::move(layout.header));
   }
 
   Result<Layout> LaidOut() const {
@@ -156,7 +156,7 @@ class SafetensorsView : public FileView {
       entries.push_back(std::move(entry));
       metas.push_back(&entries.back().meta);
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsLayout layout, LayOutSafetensors(metas));
+    TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsOrder layout, LayOutSafetensors(metas));
     if (layout.header.empty()) return None();
     segments.push_back({.kind = Segment::Kind::kLiteral, .length = layout.header.size()});
     for (std::size_t i = 0; i < entries.size(); ++i) {

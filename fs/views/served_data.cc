@@ -31,7 +31,7 @@ struct ServedRange {
   std::vector<std::pair<std::size_t, std::size_t>> zeros;
 };
 
-Result<ServedRange> PlaceRange(const FileContent::BoxSource& source, std::uint64_t offset,
+Result<ServedRange> PlaceRange(const FileSegments::BoxSource& source, std::uint64_t offset,
                                std::size_t size) {
   ServedRange placed;
   TENSORMOUNT_ASSIGN_OR_RETURN(const Region range, Region::Flat(Box::Whole(source.byte_container),
@@ -60,8 +60,8 @@ Result<ServedRange> PlaceRange(const FileContent::BoxSource& source, std::uint64
   return placed;
 }
 
-bool AppendIfInMemory(Result<std::vector<ServedData::Piece>> mapped,
-                      std::vector<ServedData::Piece>& out) {
+bool AppendIfInMemory(Result<std::vector<ServedData::Mapped>> mapped,
+                      std::vector<ServedData::Mapped>& out) {
   // Why it failed is found out, and told, by the read that follows.
   if (!mapped.ok() || mapped.value().empty() ||
       mapped.value().size() > OpenedCheckpoint::kMaxMapped - out.size()) {
@@ -85,7 +85,7 @@ Status ServedData::ReadTensor(const TensorEntry& tensor, std::uint64_t offset, c
   return opened_.ReadBytes(tensor, offset, out, size, verify_, stats);
 }
 
-Status ServedData::ReadBox(const FileContent::BoxSource& box, std::uint64_t offset, char* out,
+Status ServedData::ReadBox(const FileSegments::BoxSource& box, std::uint64_t offset, char* out,
                            std::size_t size, ReadStats* stats) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ServedRange placed, PlaceRange(box, offset, size));
   for (const auto& [at, bytes] : placed.zeros) std::memset(out + at, 0, bytes);
@@ -105,12 +105,12 @@ Status ServedData::ReadObject(std::uint32_t number, std::uint64_t offset, char* 
 }
 
 bool ServedData::MapTensor(const TensorEntry& tensor, std::uint64_t offset, std::size_t size,
-                           std::vector<Piece>& out) const {
+                           std::vector<Mapped>& out) const {
   return AppendIfInMemory(opened_.MapBytes(tensor, offset, size, verify_), out);
 }
 
-bool ServedData::MapBox(const FileContent::BoxSource& box, std::uint64_t offset, std::size_t size,
-                        std::vector<Piece>& out) const {
+bool ServedData::MapBox(const FileSegments::BoxSource& box, std::uint64_t offset, std::size_t size,
+                        std::vector<Mapped>& out) const {
   const Result<ServedRange> placed = PlaceRange(box, offset, size);
   if (!placed.ok() || !placed.value().zeros.empty()) return false;
   return AppendIfInMemory(opened_.MapPlaced(box.tensor, placed.value().want, verify_), out);

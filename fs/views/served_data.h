@@ -7,7 +7,7 @@
 
 #include "tensormount/status.h"
 
-#include "fs/views/file_content.h"
+#include "fs/views/file_segments.h"
 #include "fs/views/shown_checkpoint.h"
 #include "index/read/checkpoint.h"
 
@@ -21,7 +21,7 @@ enum class ServeVerify { kOff, kFirst, kAlways };
 // check is never remembered as good. Ranges must lie within what they are of. Thread-safe.
 class ServedData {
  public:
-  using Piece = OpenedCheckpoint::MappedPiece;
+  using Mapped = OpenedCheckpoint::MappedRange;
 
   // What is given must outlive this.
   ServedData(const OpenedCheckpoint& opened, const ShownObjects& objects, ServeVerify verify);
@@ -29,7 +29,7 @@ class ServedData {
   Status ReadTensor(const TensorEntry& tensor, std::uint64_t offset, char* out, std::size_t size,
                     ReadStats* stats) const;
   // Bytes of the box's container.
-  Status ReadBox(const FileContent::BoxSource& box, std::uint64_t offset, char* out,
+  Status ReadBox(const FileSegments::BoxSource& box, std::uint64_t offset, char* out,
                  std::size_t size, ReadStats* stats) const;
   Status ReadObject(std::uint32_t part, std::uint64_t offset, char* out, std::size_t size) const;
 
@@ -37,9 +37,9 @@ class ServedData {
   // where they must be read: not in memory now, zeros around a box, too many pieces, or not
   // verified as they must be.
   bool MapTensor(const TensorEntry& tensor, std::uint64_t offset, std::size_t size,
-                 std::vector<Piece>& out) const;
-  bool MapBox(const FileContent::BoxSource& box, std::uint64_t offset, std::size_t size,
-              std::vector<Piece>& out) const;
+                 std::vector<Mapped>& out) const;
+  bool MapBox(const FileSegments::BoxSource& box, std::uint64_t offset, std::size_t size,
+              std::vector<Mapped>& out) const;
 
  private:
   const OpenedCheckpoint& opened_;

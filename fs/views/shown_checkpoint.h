@@ -23,7 +23,7 @@ class ShownObjects {
                                                           const KeyRenames* renames);
   const ListedKeys& keys() const { return keys_; }  // Paths: KEY, or KEY/0.3 of a grid.
   const KeyTree& tree() const { return tree_; }
-  const std::vector<ObjectContent>& parts() const { return parts_; }
+  const std::vector<ObjectRecord>& parts() const { return parts_; }
   // Of part `n`, where a map gives another than the shown one; else empty.
   std::string_view stored_key(std::uint32_t n) const {
     return stored_keys_.empty() ? std::string_view() : std::string_view(stored_keys_[n]);
@@ -33,7 +33,7 @@ class ShownObjects {
   explicit ShownObjects(std::vector<std::string> paths) : keys_(std::move(paths)), tree_(keys_) {}
   ListedKeys keys_;
   KeyTree tree_;
-  std::vector<ObjectContent> parts_;
+  std::vector<ObjectRecord> parts_;
   std::vector<std::string> stored_keys_;  // Of each part; empty without a map of keys.
 };
 

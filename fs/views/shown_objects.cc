@@ -22,15 +22,15 @@ std::string PartName(const Dims& index) {
 
 Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointIndex& index,
                                                                const KeyRenames* renames) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectContent> parts, index.Objects());
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectRecord> parts, index.Objects());
   std::vector<std::string> stored;
   if (renames != nullptr) {
-    std::erase_if(parts, [&](const ObjectContent& o) { return renames->Object(o.key).empty(); });
+    std::erase_if(parts, [&](const ObjectRecord& o) { return renames->Object(o.key).empty(); });
     // By new key; parts of one key stay in their order.
     std::stable_sort(parts.begin(), parts.end(), [&](const auto& a, const auto& b) {
       return renames->Object(a.key) < renames->Object(b.key);
     });
-    for (ObjectContent& part : parts) {
+    for (ObjectRecord& part : parts) {
       stored.push_back(part.key);
       part.key = renames->Object(part.key);
     }
@@ -44,7 +44,7 @@ Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointI
       const std::string prefix = path + '/';
       const auto below =
           std::lower_bound(parts.begin(), parts.end(), prefix,
-                           [](const ObjectContent& o, const std::string& p) { return o.key < p; });
+                           [](const ObjectRecord& o, const std::string& p) { return o.key < p; });
       if (below != parts.end() && below->key.starts_with(prefix)) path += '\0';
       path += '/' + PartName(parts[i].index);
     }
@@ -52,7 +52,7 @@ Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointI
   }
   std::sort(paths.begin(), paths.end());
   std::vector<std::string> keys;
-  std::vector<ObjectContent> sorted;
+  std::vector<ObjectRecord> sorted;
   for (auto& [path, i] : paths) {
     keys.push_back(std::move(path));
     sorted.push_back(std::move(parts[i]));

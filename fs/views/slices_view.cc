@@ -229,7 +229,7 @@ Status SlicesView::List(std::uint64_t folder, std::uint64_t /*cookie*/, const Vi
   return {};
 }
 
-Result<FileContent> SlicesView::Open(std::uint64_t file) const {
+Result<FileSegments> SlicesView::Open(std::uint64_t file) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const Item> item, Find(file));
   if (item->folder != nullptr) return Status::FromErrno(EISDIR, "open", PathOf(file));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Source source, SourceOf(item->key));
@@ -238,17 +238,17 @@ Result<FileContent> SlicesView::Open(std::uint64_t file) const {
       const Slice slice,
       ParseSlice(std::string_view(item->path).substr(item->slice_begin, item->slice_size),
                  meta.shape()));
-  FileContent content;
+  FileSegments segments;
   if (item->npy) {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::string header, MakeNpyHeader(meta.dtype(), slice.kept));
-    content.AddLiteral(std::move(header));
+    segments.AddLiteral(std::move(header));
   }
   Box box = slice.box;
   if (source.layer) {
     TENSORMOUNT_ASSIGN_OR_RETURN(box, InStack(slice.box, *source.layer));
   }
-  TENSORMOUNT_RETURN_IF_ERROR(AddTensorBox(content, source.stored, box, box.extent()));
-  return content;
+  TENSORMOUNT_RETURN_IF_ERROR(AddTensorBox(segments, source.stored, box, box.extent()));
+  return segments;
 }
 
 std::string SlicesView::PathOf(std::uint64_t item) const {

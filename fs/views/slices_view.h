@@ -32,7 +32,7 @@ class SlicesView : public View {
   // under a byte would begin or end inside a byte.
   Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const override;
   Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const override;
-  Result<FileContent> Open(std::uint64_t file) const override;
+  Result<FileSegments> Open(std::uint64_t file) const override;
   std::string PathOf(std::uint64_t item) const override;
   Result<std::map<std::string, std::string>> Attributes(std::uint64_t item) const override;
   void Forget(std::uint64_t item, std::uint64_t references) const override;

@@ -18,13 +18,13 @@ bool IsRun(const Box& box, const Dims& shape) {
 
 }  // namespace
 
-Status AddTensorBox(FileContent& content, const TensorEntry& tensor, const Box& box,
+Status AddTensorBox(FileSegments& segments, const TensorEntry& tensor, const Box& box,
                     const Dims& container) {
   const TensorMeta& meta = tensor.meta;
   const Dims& shape = meta.shape();
   if (box.rank() != shape.rank() || !box.Within(shape) || box.empty() ||
       container != box.extent() || !IsRun(box, shape)) {
-    return content.AddBox(tensor, box, container);
+    return segments.AddBox(tensor, box, container);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t bytes,
                                RegionBytes(meta.dtype(), shape, Region(box)));
@@ -32,7 +32,7 @@ Status AddTensorBox(FileContent& content, const TensorEntry& tensor, const Box& 
   for (int a = 0; a < box.rank(); ++a) {
     first = first * static_cast<std::uint64_t>(shape[a]) + static_cast<std::uint64_t>(box.begin(a));
   }
-  content.AddTensor(tensor, first * meta.bits() / 8, bytes);
+  segments.AddTensor(tensor, first * meta.bits() / 8, bytes);
   return {};
 }
 

@@ -5,14 +5,14 @@
 #include "tensormount/box.h"
 #include "tensormount/status.h"
 
-#include "fs/views/file_content.h"
+#include "fs/views/file_segments.h"
 
 namespace tensormount::fs {
 
-// Appends a box of a tensor, packed in a container as FileContent::AddBox has it, and with its
+// Appends a box of a tensor, packed in a container as FileSegments::AddBox has it, and with its
 // errors. What is one run of the tensor's row-major bytes is added as that run: it may be served
 // from where it is stored.
-Status AddTensorBox(FileContent& content, const TensorEntry& tensor, const Box& box,
+Status AddTensorBox(FileSegments& segments, const TensorEntry& tensor, const Box& box,
                     const Dims& container);
 
 }  // namespace tensormount::fs

@@ -15,10 +15,10 @@ class TensorsView : public TensorFilesView {
   bool listed_by_default() const override { return true; }
 
  private:
-  Result<FileContent> ContentOf(const ShownTensor& tensor) const override {
-    FileContent content;
-    content.AddTensor(tensor.source, tensor.skip, tensor.shown.meta.bytes());
-    return content;
+  Result<FileSegments> SegmentsOf(const ShownTensor& tensor) const override {
+    FileSegments segments;
+    segments.AddTensor(tensor.source, tensor.skip, tensor.shown.meta.bytes());
+    return segments;
   }
   std::optional<std::uint64_t> KnownSize(const TensorMeta& shown) const override {
     return shown.bytes();
@@ -31,14 +31,14 @@ class NpyView : public TensorFilesView {
       : TensorFilesView(shown, "npy", ".npy", Layers::kHidden) {}
 
  private:
-  Result<FileContent> ContentOf(const ShownTensor& tensor) const override {
+  Result<FileSegments> SegmentsOf(const ShownTensor& tensor) const override {
     const TensorMeta& meta = tensor.shown.meta;
     Result<std::string> header = MakeNpyHeader(meta.dtype(), meta.shape());
     if (!header.ok()) return Status(Code::kNotFound, "no .npy of this type");
-    FileContent content;
-    content.AddLiteral(std::move(header).value());
-    content.AddTensor(tensor.source, tensor.skip, meta.bytes());
-    return content;
+    FileSegments segments;
+    segments.AddLiteral(std::move(header).value());
+    segments.AddTensor(tensor.source, tensor.skip, meta.bytes());
+    return segments;
   }
 };
 
@@ -48,13 +48,13 @@ class ExtentsView : public TensorFilesView {
       : TensorFilesView(shown, "extents", ".json", Layers::kNo) {}
 
  private:
-  Result<FileContent> ContentOf(const ShownTensor& tensor) const override {
+  Result<FileSegments> SegmentsOf(const ShownTensor& tensor) const override {
     TENSORMOUNT_ASSIGN_OR_RETURN(GeneratedText::Parts parts,
                                  ExtentsJson(shown().opened, tensor.shown));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto text, GeneratedText::Make(std::move(parts)));
-    FileContent content;
-    content.AddText(std::move(text));
-    return content;
+    FileSegments segments;
+    segments.AddText(std::move(text));
+    return segments;
   }
   // Where the bytes are changes with every checkpoint.
   std::int64_t MtimeOfFile(const TensorEntry&) const override {

@@ -10,7 +10,7 @@
 
 #include "tensormount/status.h"
 
-#include "fs/views/file_content.h"
+#include "fs/views/file_segments.h"
 
 namespace tensormount::fs {
 
@@ -56,7 +56,7 @@ class View {
   // not taken). `next` is the cookie of what follows, never 0.
   using Visit = std::function<bool(const ViewChild& child, std::uint64_t next)>;
   virtual Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const = 0;
-  virtual Result<FileContent> Open(std::uint64_t file) const = 0;
+  virtual Result<FileSegments> Open(std::uint64_t file) const = 0;
   // Below the checkpoint, for messages: "npy/layers/0/w.npy".
   virtual std::string PathOf(std::uint64_t item) const = 0;
   // Values of user.tensormount.NAME by NAME.

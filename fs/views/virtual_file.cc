@@ -11,17 +11,17 @@
 
 namespace tensormount::fs {
 
-using Segment = FileContent::Segment;
+using Segment = FileSegments::Segment;
 
 std::shared_ptr<const VirtualFile> VirtualFile::OfText(std::string label, std::string text) {
   std::shared_ptr<VirtualFile> file(new VirtualFile);
   file->label_ = std::move(label);
-  file->content_.AddLiteral(std::move(text));
+  file->segments_.AddLiteral(std::move(text));
   return file;
 }
 
 Status VirtualFile::ForEachSegment(std::uint64_t offset, std::size_t size, const Visit& fn) const {
-  const std::vector<Segment>& segments = content_.segments();
+  const std::vector<Segment>& segments = segments_.segments();
   auto segment = std::upper_bound(segments.begin(), segments.end(), offset,
                                   [](std::uint64_t at, const Segment& s) { return at < s.begin; });
   --segment;  // The first one begins at 0.
@@ -48,7 +48,7 @@ Result<std::size_t> VirtualFile::Read(std::uint64_t offset, void* out, std::size
 }
 
 Result<TensorEntry> VirtualFile::TensorOf(const Segment& segment) const {
-  if (content_.tensor()) return *content_.tensor();
+  if (segments_.tensor()) return *segments_.tensor();
   return view_->opened().index().At(segment.ordinal);
 }
 
@@ -56,29 +56,29 @@ Status VirtualFile::ReadSegment(const Segment& segment, std::uint64_t at, char* 
                                 std::size_t size, ReadStats* stats) const {
   switch (segment.kind) {
     case Segment::Kind::kLiteral:
-      std::memcpy(out, content_.literal(segment.ordinal).data() + segment.skip + at, size);
+      std::memcpy(out, segments_.literal(segment.ordinal).data() + segment.skip + at, size);
       return {};
     case Segment::Kind::kText:
-      return content_.text().Read(at, out, size);
+      return segments_.text().Read(at, out, size);
     case Segment::Kind::kTensor: {
-      if (content_.tensor()) {
-        return view_->data().ReadTensor(*content_.tensor(), segment.skip + at, out, size, stats);
+      if (segments_.tensor()) {
+        return view_->data().ReadTensor(*segments_.tensor(), segment.skip + at, out, size, stats);
       }
       TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, TensorOf(segment));
       return view_->data().ReadTensor(tensor, segment.skip + at, out, size, stats);
     }
     case Segment::Kind::kBox:
-      return view_->data().ReadBox(content_.box(segment.ordinal), at, out, size, stats);
+      return view_->data().ReadBox(segments_.box(segment.ordinal), at, out, size, stats);
     case Segment::Kind::kObject:
       return view_->data().ReadObject(segment.ordinal, at, out, size);
   }
   return Status(Code::kInternal, "unknown kind of segment");
 }
 
-std::vector<OpenedCheckpoint::MappedPiece> VirtualFile::Map(std::uint64_t offset,
+std::vector<OpenedCheckpoint::MappedRange> VirtualFile::Map(std::uint64_t offset,
                                                             std::size_t size) const {
-  std::vector<OpenedCheckpoint::MappedPiece> pieces;
-  if (offset >= this->size() || size == 0 || !content_.reads_data()) return pieces;
+  std::vector<OpenedCheckpoint::MappedRange> pieces;
+  if (offset >= this->size() || size == 0 || !segments_.reads_data()) return pieces;
   size = static_cast<std::size_t>(std::min<std::uint64_t>(size, this->size() - offset));
   const Status mapped = ForEachSegment(
       offset, size, [&](const Segment& segment, std::uint64_t at, std::size_t, std::size_t n) {
@@ -91,11 +91,11 @@ std::vector<OpenedCheckpoint::MappedPiece> VirtualFile::Map(std::uint64_t offset
 }
 
 bool VirtualFile::MapSegment(const Segment& segment, std::uint64_t at, std::size_t size,
-                             std::vector<OpenedCheckpoint::MappedPiece>& out) const {
+                             std::vector<OpenedCheckpoint::MappedRange>& out) const {
   if (out.size() >= OpenedCheckpoint::kMaxMapped) return false;
   switch (segment.kind) {
     case Segment::Kind::kLiteral: {
-      const std::shared_ptr<const std::string>& text = content_.shared_literal(segment.ordinal);
+      const std::shared_ptr<const std::string>& text = segments_.shared_literal(segment.ordinal);
       out.push_back({.data = reinterpret_cast<const std::byte*>(text->data()) + segment.skip + at,
                      .size = size,
                      .keep = text});
@@ -106,7 +106,7 @@ bool VirtualFile::MapSegment(const Segment& segment, std::uint64_t at, std::size
       return tensor.ok() && view_->data().MapTensor(tensor.value(), segment.skip + at, size, out);
     }
     case Segment::Kind::kBox:
-      return view_->data().MapBox(content_.box(segment.ordinal), at, size, out);
+      return view_->data().MapBox(segments_.box(segment.ordinal), at, size, out);
     case Segment::Kind::kText:
     case Segment::Kind::kObject:
       return false;
@@ -128,13 +128,13 @@ Result<VirtualFile::Backing> VirtualFile::OpenBacking() const {
 }
 
 Result<std::uint32_t> VirtualFile::BackingFile() const {
-  if (view_ && content_.reads_data()) return view_->BackingFileOf(node_, content_);
+  if (view_ && segments_.reads_data()) return view_->BackingFileOf(node_, segments_);
   return Status(Code::kNotFound, label_ + ": no one file holds it and nothing else");
 }
 
 Result<bool> VirtualFile::HasHashes() const {
   const OpenedCheckpoint& opened = view_->opened();
-  for (const Segment& segment : content_.segments()) {
+  for (const Segment& segment : segments_.segments()) {
     if (segment.length == 0) continue;
     if (segment.kind == Segment::Kind::kObject) {
       return view_->shown().objects.parts()[segment.ordinal].has_hash();

@@ -11,7 +11,7 @@
 #include "tensormount/status.h"
 
 #include "fs/node.h"
-#include "fs/views/file_content.h"
+#include "fs/views/file_segments.h"
 #include "index/read/checkpoint.h"
 #include "index/read/proven_ranges.h"
 
@@ -27,11 +27,11 @@ class VirtualFile {
   // Of text that no checkpoint stands behind (.tensormount/).
   static std::shared_ptr<const VirtualFile> OfText(std::string label, std::string text);
 
-  std::uint64_t size() const { return content_.size(); }
+  std::uint64_t size() const { return segments_.size(); }
   // Names the file in errors.
   const std::string& label() const { return label_; }
   // Whether reads go to data files, and so may block for as long as these do.
-  bool reads_data() const { return content_.reads_data(); }
+  bool reads_data() const { return segments_.reads_data(); }
   // Whether the bytes behind this open never change and may be cached.
   bool immutable() const { return view_ != nullptr; }
 
@@ -41,7 +41,7 @@ class VirtualFile {
   // The same bytes where they are stored, in order, for a system call to take (at most
   // OpenedCheckpoint::kMaxMapped pieces); empty where they must be read (generated text, objects,
   // short runs, zeros, what is not in memory now, mounts that verify).
-  std::vector<OpenedCheckpoint::MappedPiece> Map(std::uint64_t offset, std::size_t size) const;
+  std::vector<OpenedCheckpoint::MappedRange> Map(std::uint64_t offset, std::size_t size) const;
 
   // Path of the one file of storage that is byte for byte this file from offset 0, and nothing
   // more: what kernel passthrough wants. kNotFound where there is none. May read its header.
@@ -73,26 +73,26 @@ class VirtualFile {
   VirtualFile() = default;
   // The segments that bytes [offset, offset + size) are in: until fn(segment, at, done, n) does not
   // return ok. `at` is in the segment, `done` in the range.
-  using Visit = std::function<Status(const FileContent::Segment& segment, std::uint64_t at,
+  using Visit = std::function<Status(const FileSegments::Segment& segment, std::uint64_t at,
                                      std::size_t done, std::size_t n)>;
   Status ForEachSegment(std::uint64_t offset, std::size_t size, const Visit& fn) const;
-  Status ReadSegment(const FileContent::Segment& segment, std::uint64_t at, char* out,
+  Status ReadSegment(const FileSegments::Segment& segment, std::uint64_t at, char* out,
                      std::size_t size, ReadStats* stats) const;
   // Bytes [at, at + size) of a segment of the backing file, into `out`, compared once.
   Status ProveSegment(const Backing& backing, const FileStamp& stamp,
-                      const FileContent::Segment& segment, std::uint64_t at, char* out,
+                      const FileSegments::Segment& segment, std::uint64_t at, char* out,
                       std::size_t size) const;
   Result<bool> HasHashes() const;
-  bool MapSegment(const FileContent::Segment& segment, std::uint64_t at, std::size_t size,
-                  std::vector<OpenedCheckpoint::MappedPiece>& out) const;
+  bool MapSegment(const FileSegments::Segment& segment, std::uint64_t at, std::size_t size,
+                  std::vector<OpenedCheckpoint::MappedRange>& out) const;
   Result<std::uint32_t> BackingFile() const;
   // The tensor of a kTensor segment.
-  Result<TensorEntry> TensorOf(const FileContent::Segment& segment) const;
+  Result<TensorEntry> TensorOf(const FileSegments::Segment& segment) const;
 
   std::shared_ptr<const CheckpointView> view_;  // Null: literal only.
   Node node_;
   std::string label_;
-  FileContent content_;
+  FileSegments segments_;
 };
 
 }  // namespace tensormount::fs

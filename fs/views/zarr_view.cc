@@ -32,8 +32,8 @@ ZarrView::ZarrView(const ShownCheckpoint& shown) : shown_(shown), grids_(kCached
   shift_ = kItemBits - static_cast<int>(std::bit_width(shown.tensors.count()));
 }
 
-std::uint64_t ZarrView::ItemOf(const Place& place) const {
-  using Kind = Place::Kind;
+std::uint64_t ZarrView::ItemOf(const ZarrItem& place) const {
+  using Kind = ZarrItem::Kind;
   if (place.group()) {
     const bool json = place.kind == Kind::kGroupJson;
     if (place.depth == 0) return json ? kRootJson : kRoot;
@@ -45,26 +45,26 @@ std::uint64_t ZarrView::ItemOf(const Place& place) const {
   return base + (place.kind == Kind::kArrayJson ? 1 : place.chunk + 2);
 }
 
-Result<ZarrView::Place> ZarrView::PlaceOf(std::uint64_t item) const {
-  using Kind = Place::Kind;
+Result<ZarrView::ZarrItem> ZarrView::ZarrItemOf(std::uint64_t item) const {
+  using Kind = ZarrItem::Kind;
   // A hundred times what fits any mount; there is no such view then.
   if (shift_ < kZarrDepthBits + 1) return NoSuch(name());
-  if (item == kRoot) return Place{.kind = Kind::kGroup};
-  if (item == kRootJson) return Place{.kind = Kind::kGroupJson};
+  if (item == kRoot) return ZarrItem{.kind = Kind::kGroup};
+  if (item == kRootJson) return ZarrItem{.kind = Kind::kGroupJson};
   if (item >= View::kMaxItems) return StaleNode("zarr/");
   const std::uint64_t high = (item & (kGroupBit - 1)) >> shift_;
   const std::uint64_t low = item & ((std::uint64_t{1} << shift_) - 1);
   const std::uint32_t count = shown_.tensors.count();
   if ((item & kGroupBit) != 0) {
-    const Place place{.kind = (low & 1) != 0 ? Kind::kGroupJson : Kind::kGroup,
-                      .number = static_cast<std::uint32_t>(high),
-                      .depth = static_cast<std::uint32_t>(low >> 1)};
+    const ZarrItem place{.kind = (low & 1) != 0 ? Kind::kGroupJson : Kind::kGroup,
+                         .number = static_cast<std::uint32_t>(high),
+                         .depth = static_cast<std::uint32_t>(low >> 1)};
     if (high >= count || place.depth == 0 || (low >> 1) >= (1u << kZarrDepthBits))
       return StaleNode("zarr/");
     return place;
   }
   if (high == 0 || high > count) return StaleNode("zarr/");
-  Place place{.kind = Kind::kArray, .number = static_cast<std::uint32_t>(high - 1)};
+  ZarrItem place{.kind = Kind::kArray, .number = static_cast<std::uint32_t>(high - 1)};
   if (low == 1) place.kind = Kind::kArrayJson;
   if (low > 1) {
     place.kind = Kind::kChunk;
@@ -73,7 +73,7 @@ Result<ZarrView::Place> ZarrView::PlaceOf(std::uint64_t item) const {
   return place;
 }
 
-Result<ZarrView::Known> ZarrView::Know(const Place& place) const {
+Result<ZarrView::Known> ZarrView::Know(const ZarrItem& place) const {
   Known known{.place = place, .tensor = std::nullopt, .grid = nullptr};
   if (place.group() && shown_.tensors.count() == 0) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(known.tensor, shown_.tensors.EntryAt(place.number));
@@ -81,7 +81,7 @@ Result<ZarrView::Known> ZarrView::Know(const Place& place) const {
   if (ZarrType(known.tensor->meta.dtype()).empty()) return StaleNode("zarr/");
   if (place.folder()) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(known.grid, GridOf(place.number, *known.tensor));
-  if (place.kind == Place::Kind::kChunk && place.chunk >= known.grid->chunks())
+  if (place.kind == ZarrItem::Kind::kChunk && place.chunk >= known.grid->chunks())
     return StaleNode("zarr/");
   return known;
 }
@@ -108,7 +108,7 @@ Result<std::shared_ptr<const GeneratedText>> ZarrView::RootJson() const {
   return root_json_;
 }
 
-Result<std::string> ZarrView::FolderPath(const Place& place) const {
+Result<std::string> ZarrView::FolderPath(const ZarrItem& place) const {
   if (place.group()) {
     if (place.depth == 0) return std::string();
     return shown_.tensor_tree.PathOf(place.number, place.depth);
@@ -118,8 +118,8 @@ Result<std::string> ZarrView::FolderPath(const Place& place) const {
 }
 
 Result<ViewNode> ZarrView::NodeOf(const Known& known, const std::string& folder_path) const {
-  using Kind = Place::Kind;
-  const Place& place = known.place;
+  using Kind = ZarrItem::Kind;
+  const ZarrItem& place = known.place;
   // Where chunks begin and end may change with every checkpoint.
   const std::int64_t json_mtime = shown_.opened.index().info().json_mtime;
   ViewNode node{.item = ItemOf(place),
@@ -156,17 +156,17 @@ Result<ViewNode> ZarrView::NodeOf(const Known& known, const std::string& folder_
 }
 
 Result<ViewNode> ZarrView::Stat(std::uint64_t item) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(item));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem place, ZarrItemOf(item));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(place));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(place));
   return NodeOf(known, path);
 }
 
 Result<ViewChild> ZarrView::Lookup(std::uint64_t folder, std::string_view name) const {
-  using Kind = Place::Kind;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place in, PlaceOf(folder));
+  using Kind = ZarrItem::Kind;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem in, ZarrItemOf(folder));
   if (!in.folder()) return Status::FromErrno(ENOTDIR, "look up", name);
-  Place place{.kind = Kind::kChunk, .number = in.number};
+  ZarrItem place{.kind = Kind::kChunk, .number = in.number};
   if (name == kZarrJson) {
     place = in;
     place.kind = in.group() ? Kind::kGroupJson : Kind::kArrayJson;
@@ -197,17 +197,17 @@ Result<ViewChild> ZarrView::Lookup(std::uint64_t folder, std::string_view name) 
 }
 
 Status ZarrView::List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem place, ZarrItemOf(folder));
   if (!place.folder()) return Status::FromErrno(ENOTDIR, "list", PathOf(folder));
   return place.group() ? ListGroup(place, cookie, fn) : ListArray(place, cookie, fn);
 }
 
 // Cookies: 1 is behind zarr.json, n + 1 what the tree calls n.
-Status ZarrView::ListGroup(const Place& group, std::uint64_t cookie, const Visit& fn) const {
-  using Kind = Place::Kind;
+Status ZarrView::ListGroup(const ZarrItem& group, std::uint64_t cookie, const Visit& fn) const {
+  using Kind = ZarrItem::Kind;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(group));
   if (cookie == 0) {
-    Place json = group;
+    ZarrItem json = group;
     json.kind = Kind::kGroupJson;
     TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(json));
     TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, NodeOf(known, path));
@@ -241,9 +241,9 @@ Status ZarrView::ListGroup(const Place& group, std::uint64_t cookie, const Visit
 }
 
 // Cookies: 1 is behind zarr.json, n + 2 behind chunk n.
-Status ZarrView::ListArray(const Place& array, std::uint64_t cookie, const Visit& fn) const {
-  using Kind = Place::Kind;
-  Place place = array;
+Status ZarrView::ListArray(const ZarrItem& array, std::uint64_t cookie, const Visit& fn) const {
+  using Kind = ZarrItem::Kind;
+  ZarrItem place = array;
   place.kind = Kind::kArrayJson;
   TENSORMOUNT_ASSIGN_OR_RETURN(Known known, Know(place));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(array));
@@ -259,24 +259,24 @@ Status ZarrView::ListArray(const Place& array, std::uint64_t cookie, const Visit
   return {};
 }
 
-Result<FileContent> ZarrView::Open(std::uint64_t file) const {
-  using Kind = Place::Kind;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(file));
+Result<FileSegments> ZarrView::Open(std::uint64_t file) const {
+  using Kind = ZarrItem::Kind;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem place, ZarrItemOf(file));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(place));
   if (place.folder()) return Status::FromErrno(EISDIR, "open", PathOf(file));
-  FileContent content;
+  FileSegments segments;
   if (place.kind == Kind::kChunk) {
     TENSORMOUNT_RETURN_IF_ERROR(
-        AddTensorBox(content, *known.tensor, known.grid->BoxOf(place.chunk), known.grid->chunk()));
+        AddTensorBox(segments, *known.tensor, known.grid->BoxOf(place.chunk), known.grid->chunk()));
   } else if (place.kind == Kind::kArrayJson) {
-    content.AddLiteral(ZarrArrayJson(known.tensor->meta, *known.grid));
+    segments.AddLiteral(ZarrArrayJson(known.tensor->meta, *known.grid));
   } else if (place.depth > 0) {
-    content.AddLiteral(ZarrGroupJson());
+    segments.AddLiteral(ZarrGroupJson());
   } else {
     TENSORMOUNT_ASSIGN_OR_RETURN(auto text, RootJson());
-    content.AddText(std::move(text));
+    segments.AddText(std::move(text));
   }
-  return content;
+  return segments;
 }
 
 std::string ZarrView::PathOf(std::uint64_t item) const {
@@ -287,14 +287,14 @@ std::string ZarrView::PathOf(std::uint64_t item) const {
 }
 
 Result<std::map<std::string, std::string>> ZarrView::Attributes(std::uint64_t item) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Place place, PlaceOf(item));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem place, ZarrItemOf(item));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(place));
   std::map<std::string, std::string> all;
   if (place.group()) return all;
   const TensorMeta& meta = known.tensor->meta;
   all.emplace("key", meta.key());
   all.emplace("dtype", std::string(InfoOf(meta.dtype()).name));
-  if (place.kind == Place::Kind::kChunk) {
+  if (place.kind == ZarrItem::Kind::kChunk) {
     const Box box = known.grid->BoxOf(place.chunk);
     all.emplace("shape", known.grid->chunk().ToString());
     all.emplace("box", box.ToString());

@@ -35,13 +35,13 @@ class ZarrView : public View {
   Result<ViewNode> Stat(std::uint64_t item) const override;
   Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const override;
   Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const override;
-  Result<FileContent> Open(std::uint64_t file) const override;
+  Result<FileSegments> Open(std::uint64_t file) const override;
   std::string PathOf(std::uint64_t item) const override;
   Result<std::map<std::string, std::string>> Attributes(std::uint64_t item) const override;
 
  private:
   // What an item is.
-  struct Place {
+  struct ZarrItem {
     enum class Kind : std::uint8_t { kGroup, kGroupJson, kArray, kArrayJson, kChunk } kind;
     std::uint32_t number = 0;  // Of the tensor, or of the folder's first key.
     std::uint32_t depth = 0;   // Of the folder; 0: zarr/ itself.
@@ -53,24 +53,24 @@ class ZarrView : public View {
 
   // With what says how large it is.
   struct Known {
-    Place place;
+    ZarrItem place;
     std::optional<TensorEntry> tensor;     // Of an array, or the first one of a folder.
     std::shared_ptr<const ZarrGrid> grid;  // Of files of an array.
   };
 
-  std::uint64_t ItemOf(const Place& place) const;
+  std::uint64_t ItemOf(const ZarrItem& place) const;
   // kStale for numbers that ItemOf does not make.
-  Result<Place> PlaceOf(std::uint64_t item) const;
-  Result<Known> Know(const Place& place) const;
+  Result<ZarrItem> ZarrItemOf(std::uint64_t item) const;
+  Result<Known> Know(const ZarrItem& place) const;
   Result<std::shared_ptr<const ZarrGrid>> GridOf(std::uint32_t number,
                                                  const TensorEntry& tensor) const;
   Result<std::shared_ptr<const GeneratedText>> RootJson() const;
   // Below zarr/, of the folder that the place is or is in.
-  Result<std::string> FolderPath(const Place& place) const;
+  Result<std::string> FolderPath(const ZarrItem& place) const;
   // `folder_path` is what FolderPath gives.
   Result<ViewNode> NodeOf(const Known& known, const std::string& folder_path) const;
-  Status ListGroup(const Place& group, std::uint64_t cookie, const Visit& fn) const;
-  Status ListArray(const Place& array, std::uint64_t cookie, const Visit& fn) const;
+  Status ListGroup(const ZarrItem& group, std::uint64_t cookie, const Visit& fn) const;
+  Status ListArray(const ZarrItem& array, std::uint64_t cookie, const Visit& fn) const;
   std::uint64_t max_chunks() const { return (std::uint64_t{1} << shift_) - 2; }
 
   const ShownCheckpoint& shown_;

@@ -8,10 +8,10 @@
 #include <string_view>
 
 #include "tensormount/communicator.h"
-#include "tensormount/export.h"
 #include "tensormount/save.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "tensormount/export.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 

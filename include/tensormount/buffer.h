@@ -6,8 +6,8 @@
 
 #include "tensormount/box.h"
 #include "tensormount/dtype.h"
-#include "tensormount/export.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 

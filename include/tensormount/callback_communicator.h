@@ -8,8 +8,8 @@
 #include <string>
 
 #include "tensormount/communicator.h"
-#include "tensormount/export.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 

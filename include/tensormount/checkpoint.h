@@ -15,8 +15,8 @@
 #include "tensormount/buffer.h"
 #include "tensormount/common_value.h"
 #include "tensormount/dtype.h"
-#include "tensormount/export.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 
@@ -54,8 +54,8 @@ struct OpenOptions {
   std::vector<std::string> roots = {};
 };
 
-// A published checkpoint, or one in a format of others, opened for reading without any ranks. A cheap
-// handle; thread-safe. Runs no code from the checkpoint and writes nothing.
+// A published checkpoint, or one in a foreign format, opened for reading without any ranks. A
+// cheap handle; thread-safe. Runs no code from the checkpoint and writes nothing.
 class TENSORMOUNT_EXPORT Checkpoint {
  public:
   // `path`: a checkpoint ("STORE/step-1000"), "STORE/latest", or a folder or file in a format of

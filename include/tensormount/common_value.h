@@ -13,8 +13,8 @@
 #include <variant>
 #include <vector>
 
-#include "tensormount/export.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 
@@ -124,12 +124,13 @@ class TENSORMOUNT_EXPORT CommonValue {
 //   "optimizer.param_groups[0].lr: 0.001 and 0.01", "args.seed: int 1 and string \"1\"",
 //   "flags: has 2 items and 3", "args.fp8: only in the second".
 // nullopt where they are equal. Long values are cut.
-struct CommonDifference {
+struct CommonMismatch {
   std::string path;
   std::string what;  // Without the path.
 };
-TENSORMOUNT_EXPORT std::optional<CommonDifference> FirstDifference(const CommonValue& a,
-                                                                   const CommonValue& b);
+using CommonDifference [[deprecated("CommonMismatch")]] = CommonMismatch;  // Until 0.2.
+TENSORMOUNT_EXPORT std::optional<CommonMismatch> FirstDifference(const CommonValue& a,
+                                                                 const CommonValue& b);
 
 // The text of common.json and back, without loss (docs/format.md, "common.json"): what JSON has is
 // written plainly, everything else as an object with one key that begins with '$'. A dict that has

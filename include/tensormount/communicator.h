@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "tensormount/buffer.h"
-#include "tensormount/export.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 

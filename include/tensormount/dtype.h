@@ -6,8 +6,8 @@
 #include <span>
 #include <string_view>
 
-#include "tensormount/export.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 
@@ -26,16 +26,16 @@ enum class DType : std::uint8_t {
   kBF16 = 11,
   kF32 = 12,
   kF64 = 13,
-  kF8E4M3 = 14,      // float8_e4m3fn
+  kF8E4M3 = 14,  // float8_e4m3fn
   kF8E5M2 = 15,
-  kF8E8M0 = 16,      // Scale factors, float8_e8m0fnu.
+  kF8E8M0 = 16,  // Scale factors, float8_e8m0fnu.
   kF8E4M3FNUZ = 17,
   kF8E5M2FNUZ = 18,
-  kF6E2M3 = 19,      // 6 bits an element.
+  kF6E2M3 = 19,  // 6 bits an element.
   kF6E3M2 = 20,
-  kF4 = 21,          // float4_e2m1fn, 4 bits an element.
-  kC64 = 22,         // Two f32.
-  kC128 = 23,        // Two f64.
+  kF4 = 21,    // float4_e2m1fn, 4 bits an element.
+  kC64 = 22,   // Two f32.
+  kC128 = 23,  // Two f64.
 };
 
 // One row of the table that names an element type everywhere. Empty = that system has no such

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// The old name of visibility.h, until 0.2.
 #ifndef TENSORMOUNT_EXPORT_H_
 #define TENSORMOUNT_EXPORT_H_
 
-// Marks what the shared library exports; everything else in it is hidden. On classes that users
-// derive from, catch or name in a signature ("class TENSORMOUNT_EXPORT Name"), and first in the
-// declaration of free functions.
-#define TENSORMOUNT_EXPORT [[gnu::visibility("default")]]
+#include "tensormount/visibility.h"
 
 #endif  // TENSORMOUNT_EXPORT_H_

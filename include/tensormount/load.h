@@ -14,10 +14,10 @@
 #include "tensormount/common_value.h"
 #include "tensormount/communicator.h"
 #include "tensormount/event.h"
-#include "tensormount/export.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 #include "tensormount/validate.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 

@@ -14,10 +14,10 @@
 
 #include "tensormount/buffer.h"
 #include "tensormount/common_value.h"
-#include "tensormount/export.h"
 #include "tensormount/shard.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 // The state of an optimizer, keyed by the parameters of the model: what it keeps for a parameter
 // (a slot: exp_avg, exp_avg_sq, step, master_param) is the tensor

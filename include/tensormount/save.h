@@ -11,11 +11,11 @@
 
 #include "tensormount/communicator.h"
 #include "tensormount/event.h"
-#include "tensormount/export.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 #include "tensormount/store.h"
 #include "tensormount/validate.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 
@@ -82,11 +82,11 @@ struct SaveReport {
   std::uint64_t replica_bytes_compared = 0;  // Of these, in this save.
   bool plan_reused = false;
   struct File {
-    std::string name;  // "data/...", below the checkpoint.
+    std::string name;         // "data/...", below the checkpoint.
     std::uint64_t bytes = 0;  // Written by this rank.
   };
-  std::vector<File> files;               // That this rank wrote, or parts of.
-  std::vector<std::string> warnings;     // Common values that differ (CommonCheck::kWarn).
+  std::vector<File> files;            // That this rank wrote, or parts of.
+  std::vector<std::string> warnings;  // Common values that differ (CommonCheck::kWarn).
   // Seconds of this rank.
   double validate_seconds = 0;
   double plan_seconds = 0;

@@ -9,8 +9,8 @@
 
 #include "tensormount/box.h"
 #include "tensormount/buffer.h"
-#include "tensormount/export.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 // Shards, and how they are made: from offsets in a grid of ranks, and by views. A view is
 // arithmetic on regions, shapes and strides; no byte is copied when it is made, and none more than

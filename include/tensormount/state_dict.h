@@ -12,18 +12,19 @@
 #include "tensormount/box.h"
 #include "tensormount/buffer.h"
 #include "tensormount/common_value.h"
-#include "tensormount/export.h"
 #include "tensormount/shard.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 
 // Where an object stands on a grid of objects: {.index = {rank}, .grid = {world}}; both empty for
 // one object that is the same on all ranks that add it.
-struct ObjectPlace {
+struct GridPosition {
   Dims index;
   Dims grid;
 };
+using ObjectPlace [[deprecated("GridPosition")]] = GridPosition;  // Until 0.2.
 
 // What memory that a StateDict allocates holds at first.
 enum class Fill : std::uint8_t { kUninitialized, kZero };
@@ -43,9 +44,9 @@ class TENSORMOUNT_EXPORT StateDict {
   const Status& AddTensor(std::string_view key, const Shard& shard);
   // On save: the bytes, copied.
   const Status& AddObject(std::string_view key, std::string_view bytes,
-                          const ObjectPlace& place = {});
+                          const GridPosition& place = {});
   // On load: ask for an object (the report returns it).
-  const Status& WantObject(std::string_view key, const ObjectPlace& place = {});
+  const Status& WantObject(std::string_view key, const GridPosition& place = {});
 
   // The same on every rank that sets it. For saving.
   const Status& SetCommon(std::string_view name, CommonValue value);
@@ -77,7 +78,7 @@ class TENSORMOUNT_EXPORT StateDict {
   };
   struct ObjectItem {
     std::string key;
-    ObjectPlace place;
+    GridPosition place;
     std::string bytes;
   };
   const std::vector<TensorItem>& tensors() const;

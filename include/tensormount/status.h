@@ -9,7 +9,7 @@
 #include <utility>
 #include <variant>
 
-#include "tensormount/export.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 

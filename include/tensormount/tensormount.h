@@ -12,7 +12,6 @@
 #include "tensormount/communicator.h"
 #include "tensormount/dtype.h"
 #include "tensormount/event.h"
-#include "tensormount/export.h"
 #include "tensormount/key_map.h"
 #include "tensormount/load.h"
 #include "tensormount/optimizer.h"
@@ -23,5 +22,6 @@
 #include "tensormount/store.h"
 #include "tensormount/tree.h"
 #include "tensormount/validate.h"
+#include "tensormount/visibility.h"
 
 #endif  // TENSORMOUNT_TENSORMOUNT_H_

@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "tensormount/common_value.h"
-#include "tensormount/export.h"
 #include "tensormount/shard.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 // The nested state of a program (dicts of lists of tensors), and its way into a StateDict and back.
 // Errors say at which path: "model.layers[3].w: ...". Trees are at most kMaxTreeDepth deep; a
@@ -50,7 +50,7 @@ struct TreeTensor {
 struct TreeObject {
   std::string key;  // As of tensors.
   std::string bytes;
-  ObjectPlace place;
+  GridPosition place;
 };
 // Never stored; a load gives back what the request had.
 struct TreeLocal {

@@ -11,38 +11,38 @@
 
 #include "tensormount/box.h"
 #include "tensormount/communicator.h"
-#include "tensormount/export.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 
 // What can be wrong with a layout. The names are part of the JSON form.
 enum class FindingKind : std::uint8_t {
-  kMissing,          // "missing": cells that no rank holds.
-  kOverlap,          // "overlap": cells of two unequal regions, or twice on one rank.
-  kDType,            // "dtype": differs between ranks.
-  kShape,            // "shape": differs between ranks.
-  kNoMain,           // "no_main": labelled replicas, none of which is main.
-  kSeveralMains,     // "several_mains"
-  kMixedLabels,      // "mixed_labels": labelled and unlabelled shards of one key.
-  kObjectMissing,    // "object_missing": a part of a grid that no rank has.
-  kObjectTwice,      // "object_twice": a part twice on one rank.
-  kObjectGrid,       // "object_grid": differs between ranks.
-  kObjectContents,   // "object_contents": replicas of an object differ.
-  kKind,             // "kind": a tensor on one rank and an object on another.
-  kLayerName,        // "layer_name": a key that a stacked tensor also has as a layer.
-  kCommon,           // "common": a common value differs.
+  kMissing,         // "missing": cells that no rank holds.
+  kOverlap,         // "overlap": cells of two unequal regions, or twice on one rank.
+  kDType,           // "dtype": differs between ranks.
+  kShape,           // "shape": differs between ranks.
+  kNoMain,          // "no_main": labelled replicas, none of which is main.
+  kSeveralMains,    // "several_mains"
+  kMixedLabels,     // "mixed_labels": labelled and unlabelled shards of one key.
+  kObjectMissing,   // "object_missing": a part of a grid that no rank has.
+  kObjectTwice,     // "object_twice": a part twice on one rank.
+  kObjectGrid,      // "object_grid": differs between ranks.
+  kObjectContents,  // "object_contents": replicas of an object differ.
+  kKind,            // "kind": a tensor on one rank and an object on another.
+  kLayerName,       // "layer_name": a key that a stacked tensor also has as a layer.
+  kCommon,          // "common": a common value differs.
 };
 TENSORMOUNT_EXPORT std::string_view FindingKindName(FindingKind kind);
 
 struct Finding {
   FindingKind kind = FindingKind::kMissing;
   std::string key;
-  std::vector<int> ranks;      // Concerned ones, rising; at most 64 are listed...
+  std::vector<int> ranks;        // Concerned ones, rising; at most 64 are listed...
   std::uint64_t rank_count = 0;  // ... of so many.
-  std::optional<Box> box;      // The exact cells, of tensors.
-  std::uint64_t elements = 0;  // In it.
+  std::optional<Box> box;        // The exact cells, of tensors.
+  std::uint64_t elements = 0;    // In it.
   // One line: "tensor w: [4:5, 0:8] is held by no rank (parts are held by ranks 0, 1)".
   std::string message;
   // What most likely happened, in words; empty where nothing is likely:
@@ -54,12 +54,12 @@ struct Finding {
 struct TENSORMOUNT_EXPORT LayoutReport {
   int world = 0;
   std::uint64_t tensors = 0;
-  std::uint64_t boxes = 0;         // Of all ranks; replicas counted each.
-  std::uint64_t bytes = 0;         // Of the tensors.
-  std::uint64_t replica_bytes = 0; // Per extra holder.
+  std::uint64_t boxes = 0;          // Of all ranks; replicas counted each.
+  std::uint64_t bytes = 0;          // Of the tensors.
+  std::uint64_t replica_bytes = 0;  // Per extra holder.
   std::uint64_t objects = 0;
-  std::uint64_t layouts = 0;       // Different ones among the ranks.
-  std::vector<Finding> findings;   // By key, then kind, then place; at most the limit...
+  std::uint64_t layouts = 0;      // Different ones among the ranks.
+  std::vector<Finding> findings;  // By key, then kind, then place; at most the limit...
   // ... of so many. Of one tensor, 4,096 holes and as many overlaps are told apart.
   std::uint64_t finding_count = 0;
 

@@ -54,12 +54,12 @@ Status ForEachParallel(std::size_t count, int threads, const Fn& fn) {
 struct Nothing {};
 
 // What stands where, with nothing pending: the records of the source as they will be stored.
-Result<Content> ResolvedContent(const OpenedCheckpoint& foreign, int threads) {
+Result<Inventory> ResolvedInventory(const OpenedCheckpoint& foreign, int threads) {
   const CheckpointIndex& index = foreign.index();
-  TENSORMOUNT_ASSIGN_OR_RETURN(Content content, index.ToContent());
+  TENSORMOUNT_ASSIGN_OR_RETURN(Inventory inventory, index.ToInventory());
   TENSORMOUNT_RETURN_IF_ERROR(
-      ForEachParallel<Nothing>(content.tensors.size(), threads, [&](std::size_t t, Nothing&) {
-        TensorContent& tensor = content.tensors[t];
+      ForEachParallel<Nothing>(inventory.tensors.size(), threads, [&](std::size_t t, Nothing&) {
+        TensorRecord& tensor = inventory.tensors[t];
         if (tensor.extents.pending()) {
           TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry,
                                        index.At(static_cast<std::uint32_t>(t)));
@@ -69,19 +69,19 @@ Result<Content> ResolvedContent(const OpenedCheckpoint& foreign, int threads) {
         }
         return Status();
       }));
-  return content;
+  return inventory;
 }
 
 // Reads all pieces of the content once and writes down their hashes.
-class PieceHasher {
+class ChunkHasher {
  public:
-  PieceHasher(const OpenedCheckpoint& foreign, Content& content, const AdoptOptions& options)
-      : foreign_(foreign), content_(content), options_(options) {}
+  ChunkHasher(const OpenedCheckpoint& foreign, Inventory& inventory, const AdoptOptions& options)
+      : foreign_(foreign), inventory_(inventory), options_(options) {}
 
   // The leaves of the only manifest, which the records then point into.
   Result<std::vector<Hash128>> Run() {
     TENSORMOUNT_RETURN_IF_ERROR(Plan());
-    digests_ = std::vector<std::atomic<Crc64>>(content_.tensors.size());
+    digests_ = std::vector<std::atomic<Crc64>>(inventory_.tensors.size());
     TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Worker>(
         pieces_.size(), options_.threads,
         [&](std::size_t i, Worker& worker) { return Hash(pieces_[order_[i]], worker); }));
@@ -90,7 +90,7 @@ class PieceHasher {
   }
 
  private:
-  struct Piece {
+  struct ChunkOf {
     std::size_t tensor = 0;  // Of an object: the number of tensors and its own.
     ChunkRecord chunk;
   };
@@ -108,20 +108,20 @@ class PieceHasher {
       total_ += chunk.length;
       pieces_.push_back({tensor, std::move(chunk)});
     };
-    for (std::size_t t = 0; t < content_.tensors.size(); ++t) {
-      const ExtentTable& table = content_.tensors[t].extents;
+    for (std::size_t t = 0; t < inventory_.tensors.size(); ++t) {
+      const ExtentTable& table = inventory_.tensors[t].extents;
       for (std::size_t i = 0; i < table.size(); ++i) {
         TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, table.At(i));
         add(t, std::move(chunk));
       }
     }
-    for (std::size_t o = 0; o < content_.objects.size(); ++o) {
-      const ObjectContent& object = content_.objects[o];
+    for (std::size_t o = 0; o < inventory_.objects.size(); ++o) {
+      const ObjectRecord& object = inventory_.objects[o];
       ChunkRecord chunk;
       chunk.file = object.file;
       chunk.offset = object.offset;
       chunk.length = object.length;
-      add(content_.tensors.size() + o, std::move(chunk));
+      add(inventory_.tensors.size() + o, std::move(chunk));
     }
     leaves_.resize(leaves);
     // As they stand in files, which is how storage likes to be read.
@@ -135,15 +135,15 @@ class PieceHasher {
     return Status();
   }
 
-  Status Hash(Piece& piece, Worker& worker) {
+  Status Hash(ChunkOf& piece, Worker& worker) {
     ChunkRecord& chunk = piece.chunk;
-    const bool is_tensor = piece.tensor < content_.tensors.size();
+    const bool is_tensor = piece.tensor < inventory_.tensors.size();
     const auto failed = [&](const Status& why) {
       if (!is_tensor) {
         return why.WithContext("object " +
-                               content_.objects[piece.tensor - content_.tensors.size()].key);
+                               inventory_.objects[piece.tensor - inventory_.tensors.size()].key);
       }
-      return why.WithContext("tensor " + content_.tensors[piece.tensor].meta.key() + " " +
+      return why.WithContext("tensor " + inventory_.tensors[piece.tensor].meta.key() + " " +
                              chunk.region.ToString());
     };
     if (!worker.file || worker.number != chunk.file) {
@@ -158,7 +158,7 @@ class PieceHasher {
     std::vector<PlacedBox> boxes;
     Dims shape;
     if (is_tensor) {
-      const TensorMeta& meta = content_.tensors[piece.tensor].meta;
+      const TensorMeta& meta = inventory_.tensors[piece.tensor].meta;
       shape = ByteShape(meta.dtype(), meta.shape());
       Result<std::vector<PlacedBox>> placed =
           PlaceChunk(meta.dtype(), meta.shape(), chunk.region, 0, chunk.strides);
@@ -176,7 +176,7 @@ class PieceHasher {
     if (Status still = foreign_.CheckStill(chunk.file, *worker.file); !still.ok()) {
       return failed(still);
     }
-    if (!read.ok()) return failed(read.WithContext(content_.files[chunk.file].name));
+    if (!read.ok()) return failed(read.WithContext(inventory_.files[chunk.file].name));
     chunk.has_hash = true;
     chunk.manifest = 0;
     chunk.hash = ChunkRoot(found.leaves, chunk.length);
@@ -187,18 +187,18 @@ class PieceHasher {
   }
 
   void Record() {
-    for (std::size_t t = 0; t < content_.tensors.size(); ++t) {
-      TensorContent& tensor = content_.tensors[t];
+    for (std::size_t t = 0; t < inventory_.tensors.size(); ++t) {
+      TensorRecord& tensor = inventory_.tensors[t];
       tensor.extents = ExtentTable(tensor.extents.rank(), tensor.extents.wide());
       tensor.digest = digests_[t];
       tensor.has_digest = true;
     }
-    for (const Piece& piece : pieces_) {
-      if (piece.tensor < content_.tensors.size()) {
-        content_.tensors[piece.tensor].extents.Append(piece.chunk);
+    for (const ChunkOf& piece : pieces_) {
+      if (piece.tensor < inventory_.tensors.size()) {
+        inventory_.tensors[piece.tensor].extents.Append(piece.chunk);
         continue;
       }
-      ObjectContent& object = content_.objects[piece.tensor - content_.tensors.size()];
+      ObjectRecord& object = inventory_.objects[piece.tensor - inventory_.tensors.size()];
       object.hash = piece.chunk.hash;
       object.manifest = 0;
       object.first_leaf = piece.chunk.first_leaf;
@@ -206,9 +206,9 @@ class PieceHasher {
   }
 
   const OpenedCheckpoint& foreign_;
-  Content& content_;
+  Inventory& inventory_;
   const AdoptOptions& options_;
-  std::vector<Piece> pieces_;
+  std::vector<ChunkOf> pieces_;
   std::vector<std::size_t> order_;
   std::vector<Hash128> leaves_;
   std::vector<std::atomic<Crc64>> digests_;
@@ -217,8 +217,8 @@ class PieceHasher {
 };
 
 // Hashes that the source has, as one that was adopted before, are of other manifests.
-Status DropHashes(Content& content) {
-  for (TensorContent& tensor : content.tensors) {
+Status DropHashes(Inventory& inventory) {
+  for (TensorRecord& tensor : inventory.tensors) {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ChunkRecord> chunks, tensor.extents.All());
     tensor.extents = ExtentTable(tensor.extents.rank(), tensor.extents.wide());
     for (ChunkRecord& chunk : chunks) {
@@ -231,7 +231,7 @@ Status DropHashes(Content& content) {
     tensor.digest = 0;
     tensor.has_digest = false;
   }
-  for (ObjectContent& object : content.objects) {
+  for (ObjectRecord& object : inventory.objects) {
     object.hash = Hash128{};
     object.manifest = kNoManifest;
     object.first_leaf = 0;
@@ -239,20 +239,20 @@ Status DropHashes(Content& content) {
   return Status();
 }
 
-Result<Store::Published> PublishAdopted(FileSystem& fs, Content content, Store& store,
+Result<Store::Published> PublishAdopted(FileSystem& fs, Inventory inventory, Store& store,
                                         const Staging& staging, std::span<const Hash128> leaves,
                                         const AdoptOptions& options) {
-  Content coordinator;
-  coordinator.info.producer = content.info.producer;
-  coordinator.info.world_size = content.info.world_size;
+  Inventory coordinator;
+  coordinator.info.producer = inventory.info.producer;
+  coordinator.info.world_size = inventory.info.world_size;
   coordinator.info.self_contained = false;
-  coordinator.info.root = content.info.root;
-  coordinator.common = std::exchange(content.common, {});
-  content.info = CheckpointInfo();
-  content.info.uuid = staging.uuid;
-  for (TensorContent& tensor : content.tensors) tensor.mtime = 0;
-  for (ObjectContent& object : content.objects) object.mtime = 0;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest, EncodeManifest(content, leaves));
+  coordinator.info.root = inventory.info.root;
+  coordinator.common = std::exchange(inventory.common, {});
+  inventory.info = CheckpointInfo();
+  inventory.info.uuid = staging.uuid;
+  for (TensorRecord& tensor : inventory.tensors) tensor.mtime = 0;
+  for (ObjectRecord& object : inventory.objects) object.mtime = 0;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest, EncodeManifest(inventory, leaves));
   TENSORMOUNT_RETURN_IF_ERROR(
       fs.WriteFileDurably(JoinPath(staging.directory, kAdoptedManifest), manifest));
   Store::PublishOptions publish;
@@ -272,17 +272,17 @@ Result<Store::Published> AdoptSource(FileSystem& fs, const OpenedCheckpoint& for
     return Status(Code::kInvalidArgument,
                   foreign.directory() + ": has its own data: there is nothing to adopt");
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(Content content, ResolvedContent(foreign, options.threads));
-  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(content).WithContext(foreign.directory()));
+  TENSORMOUNT_ASSIGN_OR_RETURN(Inventory inventory, ResolvedInventory(foreign, options.threads));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(inventory).WithContext(foreign.directory()));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Staging staging, store.Begin(name, options.if_exists));
   const auto steps = [&]() -> Result<Store::Published> {
     std::vector<Hash128> leaves;
     if (options.hashes) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(leaves, PieceHasher(foreign, content, options).Run());
+      TENSORMOUNT_ASSIGN_OR_RETURN(leaves, ChunkHasher(foreign, inventory, options).Run());
     } else {
-      TENSORMOUNT_RETURN_IF_ERROR(DropHashes(content));
+      TENSORMOUNT_RETURN_IF_ERROR(DropHashes(inventory));
     }
-    return PublishAdopted(fs, std::move(content), store, staging, leaves, options);
+    return PublishAdopted(fs, std::move(inventory), store, staging, leaves, options);
   };
   Result<Store::Published> published = steps();
   // What it left is nobody's. Where it is not known whether it was published, the store says so.

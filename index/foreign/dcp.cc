@@ -216,11 +216,11 @@ class DcpReader {
 
   Status AddTensor(const DcpMetadata& metadata, const DcpTensor& tensor, UnitedTensors* united) {
     // All of it is looked at before anything is added.
-    struct Piece {
+    struct StoredChunk {
       std::size_t chunk;
       std::uint32_t file;
     };
-    std::vector<Piece> pieces;
+    std::vector<StoredChunk> pieces;
     pieces.reserve(tensor.count);
     std::optional<std::uint32_t>* shared = nullptr;
     if (united != nullptr) {
@@ -249,7 +249,7 @@ class DcpReader {
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file,
                                    FileOfItem(item, ForeignBuilder::What::kTensor, key));
       if (file == nullptr) return Status();
-      pieces.push_back(Piece{i, file->number});
+      pieces.push_back(StoredChunk{i, file->number});
     }
     const bool known = shared != nullptr && shared->has_value();
     Result<std::uint32_t> added =
@@ -257,7 +257,7 @@ class DcpReader {
               : builder_.AddTensor(key, tensor.dtype, flat != nullptr ? flat->original() : shape);
     if (!added.ok()) return contradicted(added.status().message());
     if (shared != nullptr) *shared = added.value();
-    for (const Piece& piece : pieces) {
+    for (const StoredChunk& piece : pieces) {
       const DcpItem& item = metadata.items[tensor.first + piece.chunk];
       const Status status = builder_.AddPendingChunk(
           added.value(), RegionOf(metadata, tensor, shape, piece.chunk, flat).value(), piece.file,

@@ -15,7 +15,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/read/foreign_content.h"
+#include "index/read/foreign_inventory.h"
 
 // What adapters of foreign formats share: the folder that they may look into, and the content that
 // they make of it.
@@ -76,7 +76,7 @@ class ForeignFolder {
 
 // For whoever takes what is there: without the tensors that are not whole, and with the content
 // metadata saying under "lost" what the checkpoint lacks. Nothing where nothing is lost.
-void LeaveOutLost(ForeignContent& content);
+void LeaveOutLost(ForeignInventory& inventory);
 
 // Collects what an adapter finds and checks all of it. An adapter calls Add* in any order and
 // returns the first failure: what concerns the checkpoint as a whole ends the read, what concerns
@@ -88,8 +88,8 @@ class ForeignBuilder {
   ~ForeignBuilder();
 
   const ForeignFolder& folder() const { return folder_; }
-  void SetProducer(std::string producer) { content_.info.producer = std::move(producer); }
-  void SetWorldSize(std::uint32_t n) { content_.info.world_size = n; }
+  void SetProducer(std::string producer) { inventory_.info.producer = std::move(producer); }
+  void SetWorldSize(std::uint32_t n) { inventory_.info.world_size = n; }
 
   // The number of a file, which is looked at once (size, mtime). Errors as ForeignFolder's.
   Result<std::uint32_t> AddFile(std::string_view name);
@@ -117,7 +117,7 @@ class ForeignBuilder {
                          std::uint64_t offset, std::uint64_t length);
   void SetResolver(std::shared_ptr<const ItemResolver> resolver);
 
-  // Opaque bytes; index and grid as in ObjectContent. kDataLoss as for tensors; parts that are
+  // Opaque bytes; index and grid as in ObjectRecord. kDataLoss as for tensors; parts that are
   // missing from a grid are found by Finish, which leaves the object out with a warning.
   Status AddObject(std::string_view key, std::uint32_t file, std::uint64_t offset,
                    std::uint64_t length, const Dims& index = {}, const Dims& grid = {});
@@ -138,7 +138,7 @@ class ForeignBuilder {
   // Sorts, finds what chunks leave uncovered (kept, with a warning: reading these cells fails) and
   // cover twice (left out, with a warning), and gives the whole an identity made of root, files,
   // sizes, mtimes and records: the same source opened again is the same checkpoint.
-  Result<ForeignContent> Finish();
+  Result<ForeignInventory> Finish();
 
  private:
   Status Place(std::uint32_t tensor, ChunkRecord& chunk);
@@ -151,7 +151,7 @@ class ForeignBuilder {
   void SetIdentity();
 
   const ForeignFolder& folder_;
-  Content content_;
+  Inventory inventory_;
   const std::set<std::string>* only_ = nullptr;
   struct Rep;
   std::unique_ptr<Rep> rep_;

@@ -39,7 +39,7 @@ bool IndexLess(const Dims& a, const Dims& b) {
   return std::lexicographical_compare(a.begin(), a.end(), b.begin(), b.end());
 }
 
-bool ObjectLess(const ObjectContent& a, const ObjectContent& b) {
+bool ObjectLess(const ObjectRecord& a, const ObjectRecord& b) {
   return a.key != b.key ? a.key < b.key : IndexLess(a.index, b.index);
 }
 
@@ -54,7 +54,7 @@ std::string ListBoxes(const std::vector<Box>& boxes, bool more) {
 struct ForeignBuilder::Rep {
   // Numbers of tensors, told apart by their keys.
   struct ByKey {
-    const std::vector<TensorContent>& tensors;
+    const std::vector<TensorRecord>& tensors;
     std::size_t operator()(std::uint32_t n) const {
       return std::hash<std::string_view>()(tensors[n].meta.key());
     }
@@ -62,7 +62,7 @@ struct ForeignBuilder::Rep {
       return tensors[a].meta.key() == tensors[b].meta.key();
     }
   };
-  explicit Rep(const std::vector<TensorContent>& all) : tensors(0, ByKey{all}, ByKey{all}) {}
+  explicit Rep(const std::vector<TensorRecord>& all) : tensors(0, ByKey{all}, ByKey{all}) {}
 
   struct OpenFile {
     std::shared_ptr<File> file;
@@ -84,11 +84,11 @@ struct ForeignBuilder::Rep {
 };
 
 ForeignBuilder::ForeignBuilder(const ForeignFolder& folder, std::string producer)
-    : folder_(folder), rep_(std::make_unique<Rep>(content_.tensors)) {
-  content_.info.producer = std::move(producer);
-  content_.info.world_size = 1;
-  content_.info.self_contained = false;
-  content_.info.root = folder.root();
+    : folder_(folder), rep_(std::make_unique<Rep>(inventory_.tensors)) {
+  inventory_.info.producer = std::move(producer);
+  inventory_.info.world_size = 1;
+  inventory_.info.self_contained = false;
+  inventory_.info.root = folder.root();
 }
 
 ForeignBuilder::~ForeignBuilder() = default;
@@ -98,29 +98,29 @@ Result<std::uint32_t> ForeignBuilder::AddFile(std::string_view name) {
   if (const auto known = rep_->files.find(below); known != rep_->files.end()) return known->second;
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, folder_.Stat(name));
   if (info.kind != FileKind::kFile) return DataLoss(folder_.Shown(name) + ": not a regular file");
-  if (content_.files.size() >= kNoFile) return DataLoss("too many files");
-  const auto number = static_cast<std::uint32_t>(content_.files.size());
+  if (inventory_.files.size() >= kNoFile) return DataLoss("too many files");
+  const auto number = static_cast<std::uint32_t>(inventory_.files.size());
   FileRecord record;
   TENSORMOUNT_ASSIGN_OR_RETURN(record.name, folder_.Locate(name));
   record.placement = Placement::kForeign;
   record.length = info.size;
   record.mtime_seconds = info.mtime_seconds;
   record.mtime_nanoseconds = info.mtime_nanoseconds;
-  content_.files.push_back(std::move(record));
+  inventory_.files.push_back(std::move(record));
   rep_->files.emplace(std::move(below), number);
   return number;
 }
 
 std::uint64_t ForeignBuilder::FileLength(std::uint32_t file) const {
-  return file < content_.files.size() ? content_.files[file].length : 0;
+  return file < inventory_.files.size() ? inventory_.files[file].length : 0;
 }
 
 std::int64_t ForeignBuilder::FileTime(std::uint32_t file) const {
-  return file < content_.files.size() ? content_.files[file].mtime_seconds : 0;
+  return file < inventory_.files.size() ? inventory_.files[file].mtime_seconds : 0;
 }
 
 Result<std::shared_ptr<File>> ForeignBuilder::OpenFile(std::uint32_t file) {
-  if (file >= content_.files.size()) return DataLoss("a file that is not in the table");
+  if (file >= inventory_.files.size()) return DataLoss("a file that is not in the table");
   ++rep_->clock;
   if (const auto known = rep_->open.find(file); known != rep_->open.end()) {
     known->second.used = rep_->clock;
@@ -133,14 +133,14 @@ Result<std::shared_ptr<File>> ForeignBuilder::OpenFile(std::uint32_t file) {
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(
       std::unique_ptr<File> opened,
-      folder_.fs().OpenReadBeneath(folder_.root(), content_.files[file].name));
+      folder_.fs().OpenReadBeneath(folder_.root(), inventory_.files[file].name));
   std::shared_ptr<File> shared = std::move(opened);
   rep_->open.emplace(file, Rep::OpenFile{shared, rep_->clock});
   return shared;
 }
 
 void ForeignBuilder::ReserveTensors(std::size_t n) {
-  content_.tensors.reserve(n);
+  inventory_.tensors.reserve(n);
   rep_->tensors.reserve(n);
 }
 
@@ -151,14 +151,14 @@ Result<std::uint32_t> ForeignBuilder::AddTensor(std::string_view key, DType dtyp
     const Status why = AsDamage(meta.status());
     return CheckKey(key).ok() ? why.WithContext("tensor " + std::string(key)) : why;
   }
-  if (content_.tensors.size() >= std::numeric_limits<std::uint32_t>::max()) {
+  if (inventory_.tensors.size() >= std::numeric_limits<std::uint32_t>::max()) {
     return DataLoss("too many tensors");
   }
-  const auto number = static_cast<std::uint32_t>(content_.tensors.size());
-  content_.tensors.emplace_back(std::move(meta).value());
+  const auto number = static_cast<std::uint32_t>(inventory_.tensors.size());
+  inventory_.tensors.emplace_back(std::move(meta).value());
   const bool wanted = only_ == nullptr || only_->contains(std::string(key));
   if (wanted && !rep_->tensors.insert(number).second) {
-    content_.tensors.pop_back();
+    inventory_.tensors.pop_back();
     return DataLoss("tensor " + std::string(key) + ": occurs twice");
   }
   rep_->dropped.push_back(!wanted);
@@ -166,12 +166,12 @@ Result<std::uint32_t> ForeignBuilder::AddTensor(std::string_view key, DType dtyp
 }
 
 const TensorMeta& ForeignBuilder::MetaOf(std::uint32_t tensor) const {
-  return content_.tensors.at(tensor).meta;
+  return inventory_.tensors.at(tensor).meta;
 }
 
 Status ForeignBuilder::Place(std::uint32_t tensor, ChunkRecord& chunk) {
-  TensorContent& content = content_.tensors.at(tensor);
-  const TensorMeta& meta = content.meta;
+  TensorRecord& inventory = inventory_.tensors.at(tensor);
+  const TensorMeta& meta = inventory.meta;
   const auto bad = [&](const std::string& why) {
     return DataLoss("tensor " + meta.key() + " " + chunk.region.ToString() + ": " + why);
   };
@@ -187,16 +187,16 @@ Status ForeignBuilder::Place(std::uint32_t tensor, ChunkRecord& chunk) {
                  " needed");
     }
   }
-  if (chunk.file >= content_.files.size()) return bad("in a file that is not in the table");
-  const FileRecord& file = content_.files[chunk.file];
+  if (chunk.file >= inventory_.files.size()) return bad("in a file that is not in the table");
+  const FileRecord& file = inventory_.files[chunk.file];
   if (!RangeWithin(chunk.offset, chunk.length, file.length)) {
     return bad("bytes " + std::to_string(chunk.offset) + " to " +
                std::to_string(chunk.offset + chunk.length) + " of " + folder_.Shown("") + ": " +
                file.name + ", which has " + std::to_string(file.length));
   }
   chunk.has_hash = false;
-  content.mtime = std::max(content.mtime, file.mtime_seconds);
-  content.extents.Append(chunk);
+  inventory.mtime = std::max(inventory.mtime, file.mtime_seconds);
+  inventory.extents.Append(chunk);
   return {};
 }
 
@@ -241,12 +241,12 @@ Status ForeignBuilder::AddObject(std::string_view key, std::uint32_t file, std::
     if (index[a] < 0 || index[a] >= grid[a]) return bad("not on its grid " + grid.ToString());
   }
   if (!CheckedProduct(grid)) return bad("its grid " + grid.ToString() + " overflows");
-  if (file >= content_.files.size()) return bad("in a file that is not in the table");
-  const FileRecord& record = content_.files[file];
+  if (file >= inventory_.files.size()) return bad("in a file that is not in the table");
+  const FileRecord& record = inventory_.files[file];
   if (!RangeWithin(offset, length, record.length)) {
     return bad("reaches past the end of " + record.name);
   }
-  ObjectContent object;
+  ObjectRecord object;
   object.key = key;
   object.index = index;
   object.grid = grid;
@@ -255,14 +255,14 @@ Status ForeignBuilder::AddObject(std::string_view key, std::uint32_t file, std::
   object.length = length;
   object.manifest = kNoManifest;
   object.mtime = record.mtime_seconds;
-  content_.objects.push_back(std::move(object));
+  inventory_.objects.push_back(std::move(object));
   return {};
 }
 
 void ForeignBuilder::AddCommon(const std::string& name, CommonValue value) {
   Status status = CheckCommonName(name);
   if (status.ok()) status = CheckCommon(value);
-  if (status.ok() && !content_.common.emplace(name, std::move(value)).second) {
+  if (status.ok() && !inventory_.common.emplace(name, std::move(value)).second) {
     status = Status(Code::kDataLoss, "occurs twice");
   }
   if (!status.ok()) {
@@ -333,21 +333,21 @@ std::vector<ForeignLoss> ForeignBuilder::TakeLost() {
 void ForeignBuilder::Drop(std::uint32_t tensor, std::string_view why) {
   if (rep_->dropped.at(tensor)) return;
   rep_->dropped[tensor] = true;
-  Lost({.reason = std::string(why), .tensors = {content_.tensors[tensor].meta.key()}});
+  Lost({.reason = std::string(why), .tensors = {inventory_.tensors[tensor].meta.key()}});
 }
 
 void ForeignBuilder::LeaveOut(std::uint32_t tensor, std::string_view why) {
   if (rep_->dropped.at(tensor)) return;
   rep_->dropped[tensor] = true;
-  Warn("tensor " + content_.tensors[tensor].meta.key().substr(0, kShownKeyOf) +
+  Warn("tensor " + inventory_.tensors[tensor].meta.key().substr(0, kShownKeyOf) +
        ": left out: " + std::string(why));
 }
 
 // What is stored in no chunk, or in two.
 Status ForeignBuilder::CheckCover(std::uint32_t number) {
-  TensorContent& tensor = content_.tensors[number];
+  TensorRecord& tensor = inventory_.tensors[number];
   tensor.extents.Sort();
-  const TensorCheck check = CheckTensor(content_, tensor);
+  const TensorCheck check = CheckTensor(inventory_, tensor);
   const CoverageReport& found = check.coverage;
   switch (check.verdict) {
     case Completeness::kWhole:
@@ -370,7 +370,7 @@ Status ForeignBuilder::CheckCover(std::uint32_t number) {
 
 // Without those that were dropped. In place and each moved once: tensors are large.
 void ForeignBuilder::SortTensors() {
-  std::vector<TensorContent>& all = content_.tensors;
+  std::vector<TensorRecord>& all = inventory_.tensors;
   rep_->tensors.clear();
   std::vector<std::uint32_t> order(all.size());
   std::iota(order.begin(), order.end(), 0u);
@@ -382,7 +382,7 @@ void ForeignBuilder::SortTensors() {
   });
   for (std::uint32_t first = 0; first < order.size(); ++first) {
     if (order[first] == first) continue;
-    TensorContent held = std::move(all[first]);
+    TensorRecord held = std::move(all[first]);
     std::uint32_t to = first;
     while (order[to] != first) {
       const std::uint32_t from = order[to];
@@ -398,9 +398,9 @@ void ForeignBuilder::SortTensors() {
 
 // Sorts objects and leaves those out of whose grid a part is missing or double.
 void ForeignBuilder::CheckObjects() {
-  std::vector<ObjectContent>& all = content_.objects;
+  std::vector<ObjectRecord>& all = inventory_.objects;
   std::sort(all.begin(), all.end(), ObjectLess);
-  std::vector<ObjectContent> kept;
+  std::vector<ObjectRecord> kept;
   kept.reserve(all.size());
   for (std::size_t i = 0; i < all.size();) {
     std::size_t end = i;
@@ -432,25 +432,25 @@ void ForeignBuilder::CheckObjects() {
 
 // Files in the order of their names, everywhere.
 Status ForeignBuilder::SortFiles() {
-  std::vector<std::uint32_t> order(content_.files.size());
+  std::vector<std::uint32_t> order(inventory_.files.size());
   std::iota(order.begin(), order.end(), 0u);
   std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
-    return content_.files[a].name < content_.files[b].name;
+    return inventory_.files[a].name < inventory_.files[b].name;
   });
   std::vector<std::uint32_t> map(order.size());
   std::vector<FileRecord> sorted;
   sorted.reserve(order.size());
   for (const std::uint32_t old : order) {
     // Two names may lead to one file by links.
-    if (sorted.empty() || sorted.back().name != content_.files[old].name) {
-      sorted.push_back(content_.files[old]);
+    if (sorted.empty() || sorted.back().name != inventory_.files[old].name) {
+      sorted.push_back(inventory_.files[old]);
     }
     map[old] = static_cast<std::uint32_t>(sorted.size() - 1);
   }
-  content_.files = std::move(sorted);
-  for (ObjectContent& object : content_.objects) object.file = map[object.file];
+  inventory_.files = std::move(sorted);
+  for (ObjectRecord& object : inventory_.objects) object.file = map[object.file];
   constexpr std::array<std::uint32_t, 1> kManifests{0};
-  for (TensorContent& tensor : content_.tensors) {
+  for (TensorRecord& tensor : inventory_.tensors) {
     // Sorted since CheckCover, by where they begin: no two begin at one cell, whatever their files.
     TENSORMOUNT_RETURN_IF_ERROR(tensor.extents.Remap(map, kManifests));
   }
@@ -461,22 +461,22 @@ void ForeignBuilder::SetIdentity() {
   Xxh3Stream stream;
   ByteWriter head;
   head.String(folder_.path());
-  head.String(content_.info.root);
-  head.String(content_.info.producer);
+  head.String(inventory_.info.root);
+  head.String(inventory_.info.producer);
   std::int64_t newest = 0;
-  for (const FileRecord& file : content_.files) {
+  for (const FileRecord& file : inventory_.files) {
     head.String(file.name);
     head.U64(file.length);
     head.I64(file.mtime_seconds);
     head.I64(file.mtime_nanoseconds);
     newest = std::max(newest, file.mtime_seconds);
   }
-  for (const auto& [name, value] : content_.common) {
+  for (const auto& [name, value] : inventory_.common) {
     head.String(name);
     EncodeCommon(head, value);
   }
   stream.Update(head.bytes().data(), head.bytes().size());
-  for (TensorContent& tensor : content_.tensors) {
+  for (TensorRecord& tensor : inventory_.tensors) {
     if (tensor.extents.size() == 0) tensor.mtime = newest;
     ByteWriter out;
     out.String(tensor.meta.key());
@@ -488,7 +488,7 @@ void ForeignBuilder::SetIdentity() {
     const std::string_view rows = tensor.extents.packed();
     stream.Update(rows.data(), rows.size());
   }
-  for (const ObjectContent& object : content_.objects) {
+  for (const ObjectRecord& object : inventory_.objects) {
     ByteWriter out;
     out.String(object.key);
     for (const std::int64_t i : object.index) out.I64(i);
@@ -498,46 +498,47 @@ void ForeignBuilder::SetIdentity() {
     stream.Update(out.bytes().data(), out.bytes().size());
   }
   const Hash128 hash = stream.Value();
-  content_.info.uuid = {hash.high, hash.low};
-  content_.info.created = content_.info.json_mtime = content_.info.common_mtime = newest;
+  inventory_.info.uuid = {hash.high, hash.low};
+  inventory_.info.created = inventory_.info.json_mtime = inventory_.info.common_mtime = newest;
 }
 
-Result<ForeignContent> ForeignBuilder::Finish() {
+Result<ForeignInventory> ForeignBuilder::Finish() {
   rep_->open.clear();
   if (rep_->pending && rep_->resolver == nullptr) {
     return Status(Code::kInternal, "items to be found later, and nobody who finds them");
   }
-  for (std::uint32_t i = 0; i < content_.tensors.size(); ++i) {
+  for (std::uint32_t i = 0; i < inventory_.tensors.size(); ++i) {
     if (!rep_->dropped[i]) TENSORMOUNT_RETURN_IF_ERROR(CheckCover(i));
   }
   SortTensors();
   CheckObjects();
   TENSORMOUNT_RETURN_IF_ERROR(SortFiles());
   SetIdentity();
-  ForeignContent out;
+  ForeignInventory out;
   out.lost = TakeLost();
   if (rep_->more_warnings > 0) {
     rep_->warnings.push_back("and " + std::to_string(rep_->more_warnings) + " more warnings");
   }
-  out.content = std::move(content_);
+  out.inventory = std::move(inventory_);
   out.resolver = std::move(rep_->resolver);
   out.warnings = std::move(rep_->warnings);
   return out;
 }
 
-void LeaveOutLost(ForeignContent& content) {
-  if (content.lost.empty()) return;
+void LeaveOutLost(ForeignInventory& inventory) {
+  if (inventory.lost.empty()) return;
   std::unordered_set<std::string_view> holed;
   CommonList told;
-  for (const ForeignLoss& loss : content.lost) {
+  for (const ForeignLoss& loss : inventory.lost) {
     told.items.emplace_back(loss.ToString());
     if (loss.holes) holed.insert(loss.tensors.begin(), loss.tensors.end());
   }
-  std::erase_if(content.content.tensors,
-                [&](const TensorContent& tensor) { return holed.contains(tensor.meta.key()); });
+  std::erase_if(inventory.inventory.tensors,
+                [&](const TensorRecord& tensor) { return holed.contains(tensor.meta.key()); });
   CommonDict marks;
   marks.items.emplace(std::string(kLostName), std::move(told));
-  content.content.common.insert_or_assign(std::string(kContentRecord), std::move(marks));
+  inventory.inventory.common.insert_or_assign(std::string(kContentMetadataRecord),
+                                              std::move(marks));
 }
 
 }  // namespace tensormount

@@ -13,7 +13,7 @@
 
 #include "index/foreign/foreign.h"
 
-// Formats of others. A new one is one file with a class of these two calls, a line in formats.cc
+// Foreign formats. A new one is one file with a class of these two calls, a line in formats.cc
 // and a row in docs/formats-adopted.md; nothing else learns of it.
 
 namespace tensormount {
@@ -39,7 +39,7 @@ const ForeignFormat* FindForeignFormat(const ForeignFolder& folder);
 // Reads a folder or file with the first format whose Probe says so. kUnsupported: none; says what
 // is there instead where that can be told (".distcp files without .metadata: a save that did not
 // end"). kStale: somebody replaced it meanwhile.
-Result<ForeignContent> ReadForeign(const ForeignFolder& folder);
+Result<ForeignInventory> ReadForeign(const ForeignFolder& folder);
 
 // A training directory of checkpoints in a foreign format: Megatron-LM's (iter_0001000/, release/,
 // latest_checkpointed_iteration.txt), OLMo-core's and others' (step1000/). Shown like a store.

@@ -72,7 +72,7 @@ const ForeignFormat* FindForeignFormat(const ForeignFolder& folder) {
   return nullptr;
 }
 
-Result<ForeignContent> ReadForeign(const ForeignFolder& folder) {
+Result<ForeignInventory> ReadForeign(const ForeignFolder& folder) {
   const ForeignFormat* format = FindForeignFormat(folder);
   if (format == nullptr) {
     TENSORMOUNT_RETURN_IF_ERROR(LinksLeadOut(folder));

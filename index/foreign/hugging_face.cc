@@ -42,7 +42,7 @@ bool BeginsLikeSafetensors(File& file) {
 }
 
 // A tensor as it stands in one file.
-struct ShardPiece {
+struct StoredShard {
   std::string key;
   DType dtype = DType::kU8;
   Dims shape;
@@ -222,7 +222,7 @@ class HuggingFaceReader {
         }
         listed->second = true;
       }
-      ShardPiece piece;
+      StoredShard piece;
       piece.begin = Dims::Filled(entry.shape.rank(), 0);
       if (const auto at = offsets.find(entry.key); at != offsets.end()) {
         if (at->second.rank() != entry.shape.rank()) {
@@ -269,7 +269,7 @@ class HuggingFaceReader {
 
   Status AddPieces() {
     std::stable_sort(pieces_.begin(), pieces_.end(),
-                     [](const ShardPiece& a, const ShardPiece& b) { return a.key < b.key; });
+                     [](const StoredShard& a, const StoredShard& b) { return a.key < b.key; });
     for (std::size_t i = 0; i < pieces_.size();) {
       std::size_t end = i + 1;
       while (end < pieces_.size() && pieces_[end].key == pieces_[i].key) ++end;
@@ -280,15 +280,15 @@ class HuggingFaceReader {
   }
 
   // The global shape is not stored: it reaches as far as the shards do.
-  Status AddTensor(std::span<const ShardPiece> pieces) {
-    const ShardPiece& first = pieces.front();
+  Status AddTensor(std::span<const StoredShard> pieces) {
+    const StoredShard& first = pieces.front();
     if (const Status usable = CheckKey(first.key); !usable.ok()) {
       // The format allows more. One name that we cannot show is no reason to show nothing.
       builder_.Warn(file_names_[first.file] + ": a tensor is left out: " + usable.message());
       return {};
     }
     Dims shape = first.shape;
-    for (const ShardPiece& piece : pieces) {
+    for (const StoredShard& piece : pieces) {
       if (piece.dtype != first.dtype || piece.shape.rank() != shape.rank()) {
         builder_.Lose({}, "its shards are of several types", ForeignBuilder::What::kTensor,
                       first.key);
@@ -302,7 +302,7 @@ class HuggingFaceReader {
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t tensor,
                                  builder_.AddTensor(first.key, first.dtype, shape));
-    for (const ShardPiece& piece : pieces) {
+    for (const StoredShard& piece : pieces) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(piece.begin, piece.shape));
       TENSORMOUNT_RETURN_IF_ERROR(
           builder_.AddChunk(tensor, Region(box), piece.file, piece.offset, piece.length));
@@ -312,7 +312,7 @@ class HuggingFaceReader {
 
   const ForeignFolder& folder_;
   ForeignBuilder& builder_;
-  std::vector<ShardPiece> pieces_;
+  std::vector<StoredShard> pieces_;
   std::map<std::uint32_t, std::string> file_names_;
   std::map<std::string, std::string> common_;  // What the files said so far.
 };

@@ -17,8 +17,8 @@ namespace {
 constexpr std::string_view kLatest = "latest";
 
 // "run1" of "run1/latest", where no such name exists. nullopt: something else.
-std::optional<std::string> LatestIn(FileSystem& fs, std::string path) {
-  while (path.size() > 1 && path.back() == '/') path.pop_back();
+std::optional<std::string> LatestIn(FileSystem& fs, std::string_view given) {
+  const std::string path = WithoutTrailingSlashes(given);
   const std::size_t slash = path.rfind('/');
   if (path.substr(slash == std::string::npos ? 0 : slash + 1) != kLatest || fs.Exists(path)) {
     return std::nullopt;
@@ -93,9 +93,9 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundS
       TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
                                    ForeignFolder::Open(fs, source.path, roots));
       try {
-        TENSORMOUNT_ASSIGN_OR_RETURN(ForeignContent content, ReadForeign(folder));
-        if (whole_only) LeaveOutLost(content);
-        return OpenedCheckpoint::OpenForeign(fs, std::move(content), source.path, options);
+        TENSORMOUNT_ASSIGN_OR_RETURN(ForeignInventory inventory, ReadForeign(folder));
+        if (whole_only) LeaveOutLost(inventory);
+        return OpenedCheckpoint::OpenForeign(fs, std::move(inventory), source.path, options);
       } catch (const std::bad_alloc&) {
         return Status(Code::kResourceExhausted, source.path + ": not enough memory to open it");
       }

@@ -26,7 +26,7 @@ Value IntsItem(const Value& v, std::size_t i) {
 const Container* PairsOf(const Value& v) {
   if (v.kind() == Kind::kDict) return Access::Place<const Container>(v);
   if (v.kind() != Kind::kObject || Access::FormOf(v) != Form::kPlain) return nullptr;
-  const ObjectExtra* extra = Access::Place<const ObjectRecord>(v)->extra;
+  const ObjectExtra* extra = Access::Place<const PickledObject>(v)->extra;
   return extra == nullptr ? nullptr : &extra->pairs;
 }
 
@@ -254,7 +254,7 @@ Value Value::key(std::size_t i) const {
 Value Value::callee() const {
   assert(kind() == Kind::kObject);
   if (Access::FormOf(*this) == Form::kInts) return Access::At(Kind::kGlobal, &SizeRow());
-  return Access::At(Kind::kGlobal, Access::Place<const ObjectRecord>(*this)->callee);
+  return Access::At(Kind::kGlobal, Access::Place<const PickledObject>(*this)->callee);
 }
 
 Value Value::args() const {
@@ -263,14 +263,14 @@ Value Value::args() const {
   if (Access::FormOf(*this) == Form::kInts) {
     return Access::Make(Kind::kTuple, bits_, Access::Length(*this), Form::kOneInts);
   }
-  const ObjectExtra* extra = Access::Place<const ObjectRecord>(*this)->extra;
+  const ObjectExtra* extra = Access::Place<const PickledObject>(*this)->extra;
   return extra == nullptr ? Access::Make(Kind::kTuple, 0) : extra->args;
 }
 
 Value Value::state() const {
   assert(kind() == Kind::kObject);
   if (Access::FormOf(*this) == Form::kInts) return {};
-  return Access::Place<const ObjectRecord>(*this)->state;
+  return Access::Place<const PickledObject>(*this)->state;
 }
 
 bool Value::built() const { return !state().SameAs(Value()); }
@@ -278,7 +278,7 @@ bool Value::built() const { return !state().SameAs(Value()); }
 bool Value::Is(KnownClass of) const {
   if (kind() != Kind::kObject) return false;
   if (Access::FormOf(*this) == Form::kInts) return of == KnownClass::kTorchSize;
-  return Access::Place<const ObjectRecord>(*this)->callee->known == of;
+  return Access::Place<const PickledObject>(*this)->callee->known == of;
 }
 
 std::optional<Value> Value::Find(std::string_view key) const {

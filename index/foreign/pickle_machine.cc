@@ -183,7 +183,7 @@ class Machine {
     if (from.none) return true;
     auto took = ContainerMaker::Took::kNothing;
     if (from.good) {
-      Container& pairs = Access::Place<ObjectRecord>(object)->extra->pairs;
+      Container& pairs = Access::Place<PickledObject>(object)->extra->pairs;
       took = containers_.TakeItems(pairs, from.value, from.listed);
     }
     if (took == ContainerMaker::Took::kNoMemory) return Exhausted();
@@ -199,9 +199,9 @@ class Machine {
         Access::FormOf(args) == Form::kOneInts) {
       made = Access::Make(Kind::kObject, Access::Bits(args), Access::Length(args), Form::kInts);
     } else {
-      auto* object = static_cast<ObjectRecord*>(arena_.Take(sizeof(ObjectRecord)));
+      auto* object = static_cast<PickledObject*>(arena_.Take(sizeof(PickledObject)));
       if (object == nullptr) return Exhausted();
-      *object = ObjectRecord();
+      *object = PickledObject();
       object->callee = Access::Place<const ClassRow>(callee);
       if (args.size() > 0) {
         if (!Extra(*object)) return false;
@@ -212,7 +212,7 @@ class Machine {
     stack_.Shrink(stack_.size() - popped);
     return Push(made);
   }
-  bool Extra(ObjectRecord& object) {
+  bool Extra(PickledObject& object) {
     if (object.extra != nullptr) return true;
     object.extra = static_cast<ObjectExtra*>(arena_.Take(sizeof(ObjectExtra)));
     if (object.extra == nullptr) return Exhausted();
@@ -266,7 +266,7 @@ class Machine {
     if (object.kind() != Kind::kObject || Access::FormOf(object) != Form::kPlain) {
       return Misused("BUILD", " of ", object);
     }
-    auto& record = *Access::Place<ObjectRecord>(object);
+    auto& record = *Access::Place<PickledObject>(object);
     if (object.built()) return Damaged("a second BUILD of the same object");
     // None is told from no state by its length.
     record.state = state.kind() == Kind::kNone ? Access::Make(Kind::kNone, 0, 1) : state;
@@ -292,7 +292,7 @@ class Machine {
     if (into.kind() == Kind::kDict) {
       c = Access::Place<Container>(into);
     } else if (into.kind() == Kind::kObject && Access::FormOf(into) == Form::kPlain) {
-      auto& record = *Access::Place<ObjectRecord>(into);
+      auto& record = *Access::Place<PickledObject>(into);
       if (!Extra(record)) return false;
       c = &record.extra->pairs;
     } else {
@@ -323,7 +323,7 @@ class Machine {
         return Exhausted();
       }
     } else if (!to_set && into.kind() == Kind::kObject && Access::FormOf(into) == Form::kPlain) {
-      auto& record = *Access::Place<ObjectRecord>(into);
+      auto& record = *Access::Place<PickledObject>(into);
       if (!Extra(record)) return false;
       for (std::size_t i = 0; i < values; ++i) {
         const Value pair[2] = {Value(), stack_[first + i]};

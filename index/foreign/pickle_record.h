@@ -30,7 +30,7 @@ struct ClassRow {
 const ClassRow* FindClassRow(std::string_view module, std::string_view name, KnownClass* prefix);
 
 enum class Form : std::uint8_t {
-  kPlain = 0,    // kTuple: Value*. kObject: ObjectRecord*.
+  kPlain = 0,    // kTuple: Value*. kObject: PickledObject*.
   kInts = 1,     // kTuple: std::int64_t*. kObject: torch.Size of such a tuple.
   kOneInts = 2,  // kTuple of one item, a kTuple of form kInts.
 };
@@ -59,7 +59,7 @@ struct ObjectExtra {
   Container pairs;
 };
 
-struct ObjectRecord {
+struct PickledObject {
   const ClassRow* callee = nullptr;
   Value state;
   ObjectExtra* extra = nullptr;

@@ -13,7 +13,7 @@
 #include "index/foreign/foreign.h"
 #include "index/foreign/format.h"
 #include "index/foreign/zip_archive.h"
-#include "index/read/verify_pieces.h"
+#include "index/read/verify_ranges.h"
 
 namespace tensormount {
 namespace {
@@ -27,7 +27,7 @@ bool BeginsZip(File& file, std::uint64_t offset, std::uint64_t length) {
 }
 
 // A run of bytes of a file that belongs to somebody.
-struct ForeignPiece {
+struct ForeignRange {
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
@@ -68,7 +68,7 @@ class ForeignVerifier {
       TENSORMOUNT_RETURN_IF_ERROR(failure);
       TENSORMOUNT_ASSIGN_OR_RETURN(objects_, index.Objects());
       for (std::size_t i = 0; i < objects_.size(); ++i) {
-        const ObjectContent& object = objects_[i];
+        const ObjectRecord& object = objects_[i];
         pieces_.push_back({.file = object.file,
                            .offset = object.offset,
                            .length = object.length,
@@ -114,9 +114,9 @@ class ForeignVerifier {
     return {};
   }
 
-  std::string NameOf(const ForeignPiece& piece) const {
+  std::string NameOf(const ForeignRange& piece) const {
     if (piece.owner >= kObjects) {
-      const ObjectContent& object = objects_[piece.owner - kObjects];
+      const ObjectRecord& object = objects_[piece.owner - kObjects];
       return "object " + object.key +
              (object.index.rank() > 0 ? " " + object.index.ToString() : std::string());
     }
@@ -130,10 +130,10 @@ class ForeignVerifier {
 
   // In the order of files and offsets; a file is open once at a time.
   void ReadPieces() {
-    std::sort(pieces_.begin(), pieces_.end(), [](const ForeignPiece& a, const ForeignPiece& b) {
+    std::sort(pieces_.begin(), pieces_.end(), [](const ForeignRange& a, const ForeignRange& b) {
       return std::tie(a.file, a.offset, a.length) < std::tie(b.file, b.offset, b.length);
     });
-    for (const ForeignPiece& piece : pieces_) total_ += piece.length;
+    for (const ForeignRange& piece : pieces_) total_ += piece.length;
     for (std::size_t i = 0; i < pieces_.size();) {
       const std::uint32_t number = pieces_[i].file;
       std::size_t end = i;
@@ -155,7 +155,7 @@ class ForeignVerifier {
     File& open = *file.value();
     // An archive as a whole: what the tensors are windows of has a CRC an entry.
     const std::uint64_t length = opened_.index().files()[number].length;
-    const ForeignPiece whole{.file = number, .length = length};
+    const ForeignRange whole{.file = number, .length = length};
     if (BeginsZip(open, 0, length) && CheckArchive(open, whole, name, begin, end)) {
       for (std::size_t i = begin; i < end; ++i) Count(pieces_[i].length);
     } else {
@@ -168,7 +168,7 @@ class ForeignVerifier {
 
   // Whether the bytes are one archive; then its entries were checked. Damage is said of those of
   // the pieces [begin, end) that an entry holds bytes of.
-  bool CheckArchive(File& file, const ForeignPiece& where, const std::string& name,
+  bool CheckArchive(File& file, const ForeignRange& where, const std::string& name,
                     std::size_t begin, std::size_t end) {
     const Result<ZipArchive> archive = ZipArchive::Read(file, where.offset, where.length);
     if (!archive.ok()) {
@@ -181,7 +181,7 @@ class ForeignVerifier {
       if (checked.ok()) continue;
       bool owned = false;
       for (std::size_t i = begin; i < end; ++i) {
-        const ForeignPiece& piece = pieces_[i];
+        const ForeignRange& piece = pieces_[i];
         if (piece.offset >= entry.offset + entry.size ||
             entry.offset >= piece.offset + piece.length) {
           continue;
@@ -201,7 +201,7 @@ class ForeignVerifier {
   }
 
   void ReadPiece(File& file, std::size_t number, const std::string& name) {
-    const ForeignPiece& piece = pieces_[number];
+    const ForeignRange& piece = pieces_[number];
     // Of an object that is no archive, or one in an archive that was not found whole, bytes are
     // read.
     if (piece.item && BeginsZip(file, piece.offset, piece.length)) {
@@ -227,8 +227,8 @@ class ForeignVerifier {
   const VerifyOptions& options_;
   VerifyReport report_;
   Status unread_;  // Why something was not checked.
-  std::vector<ObjectContent> objects_;
-  std::vector<ForeignPiece> pieces_;
+  std::vector<ObjectRecord> objects_;
+  std::vector<ForeignRange> pieces_;
   std::uint64_t total_ = 0;
   std::string buffer_;
 };
@@ -239,11 +239,11 @@ Result<VerifyReport> VerifyForeign(FileSystem& fs, const std::string& path,
                                    const VerifyOptions& options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
                                ForeignFolder::Open(fs, path, options.roots));
-  TENSORMOUNT_ASSIGN_OR_RETURN(ForeignContent content, ReadForeign(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(ForeignInventory inventory, ReadForeign(folder));
   OpenedCheckpoint::Options how;
   how.roots = options.roots;
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
-                               OpenedCheckpoint::OpenForeign(fs, std::move(content), path, how));
+                               OpenedCheckpoint::OpenForeign(fs, std::move(inventory), path, how));
   return ForeignVerifier(*opened, options).Run();
 }
 

@@ -4,8 +4,8 @@
 #include "base/checked.h"
 #include "index/read/derived_index.h"
 #include "index/read/file_cache.h"
-#include "index/read/foreign_content.h"
 #include "index/read/foreign_file.h"
+#include "index/read/foreign_inventory.h"
 #include "index/read/pinned_commit.h"
 #include "index/read/proven_ranges.h"
 #include "index/read/rebuild.h"
@@ -42,8 +42,9 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
       if (const auto derived = OpenDerivedIndex(fs, directory, commit); derived.ok()) {
         return std::shared_ptr<const Table>(derived.value(), &derived.value()->table());
       }
-      TENSORMOUNT_ASSIGN_OR_RETURN(const Content content, RebuildContent(fs, *pinned, commit));
-      TENSORMOUNT_ASSIGN_OR_RETURN(auto records, CheckpointIndex::RecordsOf(content));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Inventory inventory,
+                                   RebuildInventory(fs, *pinned, commit));
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto records, CheckpointIndex::RecordsOf(inventory));
       return std::shared_ptr<const Table>(std::move(records));
     };
   }
@@ -57,13 +58,13 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
     if (index.ok()) {
       opened->warnings_.push_back(damage.message() + "; using the one that fsck rebuilt");
     } else {
-      Result<Content> content = RebuildContent(fs, root, commit);
-      if (!content.ok()) {
-        const bool newer = content.status().code() == Code::kUnsupported;
+      Result<Inventory> inventory = RebuildInventory(fs, root, commit);
+      if (!inventory.ok()) {
+        const bool newer = inventory.status().code() == Code::kUnsupported;
         return Status(newer ? Code::kUnsupported : Code::kDataLoss,
-                      damage.message() + "; rebuilding it failed: " + content.status().message());
+                      damage.message() + "; rebuilding it failed: " + inventory.status().message());
       }
-      index = CheckpointIndex::FromContent(content.value());
+      index = CheckpointIndex::FromInventory(inventory.value());
       opened->index_rebuilt_ = true;
       opened->warnings_.push_back(damage.message() + "; rebuilt from the manifests");
     }
@@ -84,7 +85,7 @@ std::vector<std::string> OpenedCheckpoint::warnings() const {
 }
 
 Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSystem& fs,
-                                                                        ForeignContent content,
+                                                                        ForeignInventory inventory,
                                                                         const std::string& path,
                                                                         const Options& options) {
   std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
@@ -93,10 +94,10 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
   opened->pinned_ = std::make_shared<const std::string>(path);
   opened->proven_ = options.proven ? options.proven : std::make_shared<ProvenRanges>();
   opened->files_ = std::make_unique<Files>(fs, options.max_open_files);
-  opened->resolver_ = std::move(content.resolver);
-  opened->warnings_ = std::move(content.warnings);
-  opened->lost_ = std::move(content.lost);
-  const Content& found = content.content;
+  opened->resolver_ = std::move(inventory.resolver);
+  opened->warnings_ = std::move(inventory.warnings);
+  opened->lost_ = std::move(inventory.lost);
+  const Inventory& found = inventory.inventory;
   for (const FileRecord& file : found.files) {
     if (file.placement != Placement::kForeign || found.info.self_contained) {
       return Status(Code::kInternal, path + ": " + file.name + " is not recorded as foreign");
@@ -104,7 +105,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
   }
   opened->is_file_ =
       found.files.size() == 1 && JoinPath(found.info.root, found.files[0].name) == path;
-  TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_, CheckpointIndex::FromContent(found));
+  TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_, CheckpointIndex::FromInventory(found));
   opened->foreign_base_ = std::make_unique<const ForeignBase>(ForeignBase{found.info.root, ""});
   return opened;
 }

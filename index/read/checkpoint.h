@@ -26,7 +26,7 @@ class ItemResolver;
 class ProvenRanges;
 class ProvingRead;
 struct ForeignBase;
-struct ForeignContent;
+struct ForeignInventory;
 
 // How much a read checks.
 enum class ReadVerify {
@@ -82,7 +82,7 @@ class OpenedCheckpoint {
   // What an adapter found of a foreign checkpoint at `path`, a folder or a file, as resolved. Its
   // warnings become warnings().
   static Result<std::shared_ptr<OpenedCheckpoint>> OpenForeign(FileSystem& fs,
-                                                               ForeignContent content,
+                                                               ForeignInventory inventory,
                                                                const std::string& path,
                                                                const Options& options);
   ~OpenedCheckpoint();
@@ -133,20 +133,20 @@ class OpenedCheckpoint {
   // later raises SIGBUS where a program touches the bytes; a system call that takes them fails with
   // EFAULT, so hand them to one.
   static constexpr std::size_t kMaxMapped = 8;
-  struct MappedPiece {
+  struct MappedRange {
     const std::byte* data = nullptr;
     std::size_t size = 0;
     std::shared_ptr<const void> keep;  // The mapping lives as long as this.
   };
-  Result<std::vector<MappedPiece>> MapBytes(const TensorEntry& tensor, std::uint64_t offset,
+  Result<std::vector<MappedRange>> MapBytes(const TensorEntry& tensor, std::uint64_t offset,
                                             std::size_t size, ReadVerify verify) const;
   // The same for places of bytes as ReadPlaced takes them; they must fill their destination without
   // gaps.
-  Result<std::vector<MappedPiece>> MapPlaced(const TensorEntry& tensor,
+  Result<std::vector<MappedRange>> MapPlaced(const TensorEntry& tensor,
                                              std::span<const PlacedBox> want,
                                              ReadVerify verify) const;
   // A part of an object. By default verified where all of it is read and it has a hash.
-  Status ReadObject(const ObjectContent& object, std::uint64_t offset, void* out, std::size_t size,
+  Status ReadObject(const ObjectRecord& object, std::uint64_t offset, void* out, std::size_t size,
                     ReadVerify verify = ReadVerify::kWholeLeaves) const;
 
   // The only file that is the tensor's row-major bytes from offset 0, if there is one: what
@@ -202,8 +202,8 @@ class OpenedCheckpoint {
 
 // The index again from manifest/ (merged, completeness checked): same answers. Every manifest is
 // checked against COMMIT first.
-Result<Content> RebuildContent(FileSystem& fs, const std::string& directory,
-                               const CommitRecord& commit);
+Result<Inventory> RebuildInventory(FileSystem& fs, const std::string& directory,
+                                   const CommitRecord& commit);
 
 struct VerifyOptions {
   bool quick = false;              // Commit record, lengths and index only.
@@ -229,7 +229,7 @@ struct VerifyReport {
   // rebuilt). Of a foreign one: what else the open told.
   std::vector<std::string> warnings;
   std::uint64_t bytes_checked = 0;
-  // Of them, of tensors and objects that have no hash: they could only be read. Formats of others
+  // Of them, of tensors and objects that have no hash: they could only be read. Foreign formats
   // hold none, and `adopt --quick` makes none.
   std::uint64_t bytes_without_hash = 0;
   std::uint64_t tensors = 0;

@@ -17,7 +17,7 @@
 namespace tensormount {
 namespace {
 
-using Each = std::function<Status(const Difference&)>;
+using Each = std::function<Status(const Mismatch&)>;
 
 constexpr std::uint64_t kNoTensor = std::numeric_limits<std::uint64_t>::max();
 // Keys and tensors to be read that are worked on together; what is known of them is in memory.
@@ -102,7 +102,7 @@ struct Job {
   std::uint64_t units = 0;
   std::atomic<std::uint64_t> first_element{kNoTensor};
   std::mutex mutex;
-  ValueDifference sum;
+  ValueMismatch sum;
 
   bool same_type() const { return first.meta.dtype() == second.meta.dtype(); }
 };
@@ -123,7 +123,7 @@ class CheckpointComparison {
 
  private:
   struct Entry {
-    Difference difference;
+    Mismatch difference;
     bool equal = false;
   };
 
@@ -140,7 +140,7 @@ class CheckpointComparison {
         Judge(*mine, *theirs);
       } else {
         Entry& entry = batch_.emplace_back();
-        entry.difference.kind = order < 0 ? Difference::Kind::kRemoved : Difference::Kind::kAdded;
+        entry.difference.kind = order < 0 ? Mismatch::Kind::kRemoved : Mismatch::Kind::kAdded;
         entry.difference.key = order < 0 ? a.Name(*mine) : theirs->meta.key();
         (order < 0 ? entry.difference.first : entry.difference.second) =
             order < 0 ? mine->meta : theirs->meta;
@@ -155,7 +155,7 @@ class CheckpointComparison {
   // What can be said of two tensors without reading; the rest becomes a job.
   void Judge(const TensorEntry& a, const TensorEntry& b) {
     Entry& entry = batch_.emplace_back();
-    Difference& d = entry.difference;
+    Mismatch& d = entry.difference;
     d.key = b.meta.key();
     d.first = a.meta;
     d.second = b.meta;
@@ -209,7 +209,7 @@ class CheckpointComparison {
     return {};
   }
 
-  static void Conclude(const Job& job, Difference& d) {
+  static void Conclude(const Job& job, Mismatch& d) {
     const std::uint64_t at = job.first_element;
     if (at != kNoTensor) {
       d.first_element = at;
@@ -225,13 +225,13 @@ class CheckpointComparison {
       return {};
     }
     switch (entry.difference.kind) {
-      case Difference::Kind::kAdded:
+      case Mismatch::Kind::kAdded:
         ++summary_.added;
         break;
-      case Difference::Kind::kRemoved:
+      case Mismatch::Kind::kRemoved:
         ++summary_.removed;
         break;
-      case Difference::Kind::kChanged:
+      case Mismatch::Kind::kChanged:
         ++summary_.changed;
         break;
     }
@@ -300,7 +300,7 @@ class CheckpointComparison {
     while (found < known && !job.first_element.compare_exchange_weak(known, found)) {
     }
     if (job.values) {
-      ValueDifference sum;
+      ValueMismatch sum;
       CompareValues(mine.dtype(), a.data(), job.second.meta.dtype(), b.data(), count, begin, &sum);
       std::lock_guard lock(job.mutex);
       job.sum.Add(sum);
@@ -324,7 +324,7 @@ class CheckpointComparison {
 
   struct Part {
     std::string name;  // The key that it is compared by.
-    ObjectContent object;
+    ObjectRecord object;
     std::vector<std::int64_t> index;
     auto order() const { return std::tie(name, index); }
     std::string Text() const {
@@ -333,9 +333,9 @@ class CheckpointComparison {
   };
 
   Result<std::vector<Part>> PartsOf(const OpenedCheckpoint& checkpoint, const KeyRenames* names) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectContent> objects, checkpoint.index().Objects());
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectRecord> objects, checkpoint.index().Objects());
     std::vector<Part> parts;
-    for (ObjectContent& object : objects) {
+    for (ObjectRecord& object : objects) {
       std::string name = names == nullptr ? object.key : names->Object(object.key);
       if (name.empty() || !Wanted(options_.keys, name)) continue;
       std::vector<std::int64_t> index(object.index.begin(), object.index.end());
@@ -357,13 +357,13 @@ class CheckpointComparison {
       const bool only_a = b == theirs.end() || (a != mine.end() && a->order() < b->order());
       const bool only_b = a == mine.end() || (b != theirs.end() && b->order() < a->order());
       Entry entry;
-      Difference& d = entry.difference;
-      d.what = Difference::What::kObject;
+      Mismatch& d = entry.difference;
+      d.what = Mismatch::What::kObject;
       d.key = only_a ? a->Text() : b->Text();
       if (!only_b) d.first_bytes = a->object.length;
       if (!only_a) d.second_bytes = b->object.length;
       if (only_a || only_b) {
-        d.kind = only_a ? Difference::Kind::kRemoved : Difference::Kind::kAdded;
+        d.kind = only_a ? Mismatch::Kind::kRemoved : Mismatch::Kind::kAdded;
       } else {
         TENSORMOUNT_RETURN_IF_ERROR(JudgeObjects(a->object, b->object, entry));
       }
@@ -374,7 +374,7 @@ class CheckpointComparison {
     return {};
   }
 
-  Status JudgeObjects(const ObjectContent& a, const ObjectContent& b, Entry& entry) {
+  Status JudgeObjects(const ObjectRecord& a, const ObjectRecord& b, Entry& entry) {
     std::string& reason = entry.difference.reason;
     if (a.grid != b.grid) {
       reason = "grid " + a.grid.ToString() + " and " + b.grid.ToString();
@@ -392,7 +392,7 @@ class CheckpointComparison {
     return {};
   }
 
-  Result<bool> SameBytes(const ObjectContent& a, const ObjectContent& b) {
+  Result<bool> SameBytes(const ObjectRecord& a, const ObjectRecord& b) {
     std::vector<std::byte> left;
     std::vector<std::byte> right;
     for (std::uint64_t at = 0; at < a.length; at += left.size()) {

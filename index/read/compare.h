@@ -20,7 +20,7 @@ namespace tensormount {
 
 class KeyRenames;
 
-struct Difference {
+struct Mismatch {
   enum class What { kTensor, kObject, kCommon };
   enum class Kind { kAdded, kRemoved, kChanged };  // Added: only the second has it.
   What what = What::kTensor;
@@ -37,7 +37,7 @@ struct Difference {
   std::string reason;
   // The first element of a tensor with other bytes, where bytes were compared.
   std::optional<std::uint64_t> first_element;
-  std::optional<ValueDifference> values;
+  std::optional<ValueMismatch> values;
 };
 
 struct CompareSummary {
@@ -53,7 +53,7 @@ struct CompareSummary {
 };
 
 struct CompareOptions {
-  bool values = false;                      // Read what differs and fill Difference::values.
+  bool values = false;                      // Read what differs and fill Mismatch::values.
   std::string keys;                         // Glob (fnmatch, '*' crosses '/'); empty: all.
   const KeyRenames* first_names = nullptr;  // What the keys of the first are called; must live.
   int threads = 0;                          // 0: as many as cores, at most 8.
@@ -71,13 +71,13 @@ struct CompareOptions {
 Result<CompareSummary> CompareCheckpoints(const OpenedCheckpoint& first,
                                           const OpenedCheckpoint& second,
                                           const CompareOptions& options,
-                                          const std::function<Status(const Difference&)>& each);
+                                          const std::function<Status(const Mismatch&)>& each);
 
 // The common state alone (compare_common.cc): values, those of single ranks, content metadata,
 // patterns of layers' names. Dicts are compared entry by entry, lists to their first difference.
 Status CompareCommon(const CheckpointIndex& first, const CheckpointIndex& second,
                      const CompareOptions& options, CompareSummary& summary,
-                     const std::function<Status(const Difference&)>& each);
+                     const std::function<Status(const Mismatch&)>& each);
 
 // Multi-dimensional index of a row-major position, which must lie within the shape.
 Dims IndexOf(std::uint64_t element, const Dims& shape);

@@ -10,7 +10,7 @@
 namespace tensormount {
 namespace {
 
-using Each = std::function<Status(const Difference&)>;
+using Each = std::function<Status(const Mismatch&)>;
 
 constexpr std::size_t kMostText = 60;  // Bytes of a value that are shown.
 
@@ -59,11 +59,11 @@ class Walk {
       }
     }
     if (!glob_.empty() && fnmatch(glob_.c_str(), path.c_str(), 0) != 0) return {};
-    Difference d;
-    d.what = Difference::What::kCommon;
+    Mismatch d;
+    d.what = Mismatch::What::kCommon;
     d.key = prefix + path;
     if (a == nullptr || b == nullptr) {
-      d.kind = a == nullptr ? Difference::Kind::kAdded : Difference::Kind::kRemoved;
+      d.kind = a == nullptr ? Mismatch::Kind::kAdded : Mismatch::Kind::kRemoved;
       ++(a == nullptr ? summary_.added : summary_.removed);
       d.reason = Shown(a == nullptr ? *b : *a);
       return each_(d);

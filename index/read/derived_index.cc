@@ -14,7 +14,7 @@ std::string DerivedDirectory(const std::string& directory, const Uuid& uuid) {
 }
 
 Status WriteDerivedIndex(FileSystem& fs, const std::string& directory, const CommitRecord& commit) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Content content, RebuildContent(fs, directory, commit));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Inventory inventory, RebuildInventory(fs, directory, commit));
   const std::string derived = JoinPath(JoinPath(directory, ".."), store_paths::kDerivedFolder);
   TENSORMOUNT_RETURN_IF_ERROR(fs.EnsureDirectory(derived));
   const std::string target = JoinPath(derived, commit.uuid.ToString());
@@ -25,7 +25,7 @@ Status WriteDerivedIndex(FileSystem& fs, const std::string& directory, const Com
     CommitRecord record = commit;
     record.files.clear();
     TENSORMOUNT_ASSIGN_OR_RETURN(CommitRecord::Entry entry,
-                                 CheckpointIndex::WriteSst(fs, content, commit.content_root,
+                                 CheckpointIndex::WriteSst(fs, inventory, commit.content_root,
                                                            temporary, std::string(kIndexName)));
     record.files.push_back(std::move(entry));
     TENSORMOUNT_RETURN_IF_ERROR(

@@ -12,9 +12,9 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
-// Files of others that records point into: what must hold before and after bytes of them are
+// Foreign files that records point into: what must hold before and after bytes of them are
 // believed.
 
 namespace tensormount {

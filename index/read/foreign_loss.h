@@ -7,7 +7,7 @@
 
 namespace tensormount {
 
-// What a checkpoint of others names and its files lack, or hold as something else than it says:
+// What a foreign checkpoint names and its files lack, or hold as something else than it says:
 // damage to whoever wants all of it. What is there in a form that we do not read is none: it is
 // left out with a warning.
 struct ForeignLoss {

@@ -34,40 +34,40 @@ Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory
   return DecodeManifest(bytes, entry.name);
 }
 
-Result<Content> FinishRebuild(ContentMerger& merger, const CommitRecord& commit) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(Content content, merger.Finish());
-  const CheckpointInfo& info = content.info;
+Result<Inventory> FinishRebuild(InventoryMerger& merger, const CommitRecord& commit) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(Inventory inventory, merger.Finish());
+  const CheckpointInfo& info = inventory.info;
   if (info.uuid != commit.uuid || info.generation != commit.generation ||
       info.parent != commit.parent) {
     return DataLoss("manifests", "they are of another checkpoint than COMMIT");
   }
-  for (const FileRecord& file : content.files) {
+  for (const FileRecord& file : inventory.files) {
     if (file.placement == Placement::kForeign && info.self_contained) {
       return DataLoss(file.name, "a foreign file without a root");
     }
   }
-  TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(content));
-  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(content));
-  if (ContentRoot(content) != commit.content_root) {
+  TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(inventory));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(inventory));
+  if (ContentRoot(inventory) != commit.content_root) {
     return DataLoss("manifests", "the content root is not what COMMIT says");
   }
-  for (const FileRecord& file : content.files) {
+  for (const FileRecord& file : inventory.files) {
     if (file.placement == Placement::kForeign) continue;
     const CommitRecord::Entry* entry = commit.Find(file.name);
     if (entry == nullptr || entry->length != file.length || entry->hash != file.root) {
       return DataLoss(file.name, "length or file root is not what COMMIT says");
     }
   }
-  return content;
+  return inventory;
 }
 
-Result<Content> RebuildContent(FileSystem& fs, const std::string& directory,
-                               const CommitRecord& commit) {
-  ContentMerger merger;
+Result<Inventory> RebuildInventory(FileSystem& fs, const std::string& directory,
+                                   const CommitRecord& commit) {
+  InventoryMerger merger;
   for (const CommitRecord::Entry& entry : commit.files) {
     if (!entry.name.starts_with("manifest/")) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(const Manifest manifest, ReadListedManifest(fs, directory, entry));
-    TENSORMOUNT_RETURN_IF_ERROR(merger.Add(manifest.content, entry.name));
+    TENSORMOUNT_RETURN_IF_ERROR(merger.Add(manifest.inventory, entry.name));
   }
   return FinishRebuild(merger, commit);
 }

@@ -9,7 +9,7 @@
 #include "index/records/commit_record.h"
 #include "index/records/manifest.h"
 
-// The steps of RebuildContent, which verify takes too.
+// The steps of RebuildInventory, which verify takes too.
 
 namespace tensormount {
 
@@ -22,7 +22,7 @@ Result<std::unique_ptr<File>> OpenListedFile(FileSystem& fs, const std::string& 
 Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory,
                                     const CommitRecord::Entry& entry);
 // What was merged, checked against COMMIT: identity, completeness, content root, file roots.
-Result<Content> FinishRebuild(ContentMerger& merger, const CommitRecord& commit);
+Result<Inventory> FinishRebuild(InventoryMerger& merger, const CommitRecord& commit);
 
 }  // namespace tensormount
 

@@ -77,8 +77,8 @@ const PlacedBox& Holder(std::span<const PlacedBox> placed, const Box& part) {
 }
 
 // One piece of a plan, from its file to where it belongs.
-Status ReadPiece(PieceReader& reader, std::uint64_t chunk_offset, bool extend,
-                 const CopyPlan::Piece& piece, std::span<const PlacedBox> want, std::byte* base,
+Status ReadPiece(PartReader& reader, std::uint64_t chunk_offset, bool extend,
+                 const CopyPlan::Part& piece, std::span<const PlacedBox> want, std::byte* base,
                  const Dims& byte_shape, ReadStats& stats, Crc64* digest) {
   const StridedCopy& copy = piece.copy;
   const PlacedBox& dst = Holder(want, piece.part);
@@ -89,7 +89,7 @@ Status ReadPiece(PieceReader& reader, std::uint64_t chunk_offset, bool extend,
     const auto tensor_bytes = static_cast<std::uint64_t>(Box::Whole(byte_shape).volume());
     const auto run_at = static_cast<std::uint64_t>(copy.src_offset) - chunk_offset;
     const auto tensor_at = static_cast<std::uint64_t>(in_tensor.dst_offset);
-    PieceReader::Arrived arrived;
+    PartReader::Arrived arrived;
     if (linear) {
       arrived = [&](std::uint64_t at, const std::byte* data, std::size_t size) {
         const std::uint64_t end = tensor_at + (at - run_at) + size;
@@ -150,11 +150,11 @@ bool ExtendsLeaves(ReadVerify verify) {
 }
 
 // The stretch of the file that holds what the first pieces, those of chunk `number`, take.
-std::pair<std::uint64_t, std::uint64_t> TakenFrom(std::span<const CopyPlan::Piece> pieces,
+std::pair<std::uint64_t, std::uint64_t> TakenFrom(std::span<const CopyPlan::Part> pieces,
                                                   std::uint32_t number) {
   std::uint64_t begin = UINT64_MAX;
   std::uint64_t end = 0;
-  for (const CopyPlan::Piece& piece : pieces) {
+  for (const CopyPlan::Part& piece : pieces) {
     if (piece.chunk != number) break;
     const auto first = static_cast<std::uint64_t>(piece.copy.src_offset);
     begin = std::min(begin, first);
@@ -165,7 +165,7 @@ std::pair<std::uint64_t, std::uint64_t> TakenFrom(std::span<const CopyPlan::Piec
 
 // Where the pieces from `first` on that one read serves end: each one run, of one file, one after
 // the other in file and buffer. Small chunks cost a call each otherwise.
-std::size_t JoinablePieces(std::span<const CopyPlan::Piece> pieces, std::size_t first,
+std::size_t JoinablePieces(std::span<const CopyPlan::Part> pieces, std::size_t first,
                            std::span<const ChunkRecord> chunks, ReadVerify verify) {
   std::uint64_t bytes = 0;
   std::size_t i = first;
@@ -189,7 +189,7 @@ std::size_t JoinablePieces(std::span<const CopyPlan::Piece> pieces, std::size_t 
 }
 
 // False where it does not work: piece by piece it is then found out why.
-bool ReadJoined(OpenDataFile& file, std::span<const CopyPlan::Piece> pieces, std::byte* base,
+bool ReadJoined(OpenDataFile& file, std::span<const CopyPlan::Part> pieces, std::byte* base,
                 ReadStats& stats) {
   const StridedCopy& first = pieces.front().copy;
   const StridedCopy& last = pieces.back().copy;
@@ -203,7 +203,7 @@ bool ReadJoined(OpenDataFile& file, std::span<const CopyPlan::Piece> pieces, std
 }
 
 // A piece that ReadJoined has read.
-Status CheckJoined(PieceReader& reader, std::uint64_t chunk_offset, const CopyPlan::Piece& piece,
+Status CheckJoined(PartReader& reader, std::uint64_t chunk_offset, const CopyPlan::Part& piece,
                    std::span<const PlacedBox> want, std::byte* base, const Dims& byte_shape,
                    Crc64* digest) {
   const StridedCopy& copy = piece.copy;
@@ -323,7 +323,7 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
   const Dims byte_shape = ByteShape(meta.dtype(), meta.shape());
   const std::vector<ChunkRecord>& chunks = planned.chunks;
   const CopyPlan& plan = planned.plan;
-  const std::span<const CopyPlan::Piece> pieces = plan.pieces();
+  const std::span<const CopyPlan::Part> pieces = plan.pieces();
   std::shared_ptr<OpenDataFile> file;  // Of the piece before.
   std::uint32_t file_number = 0;
   // Whether bytes of that file are here that only its size and mtime vouch for.
@@ -350,18 +350,18 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
         held = once->Hold(begin, end);
       }
     }
-    PieceReader reader(*this, *files_,
-                       {.tensor = &meta,
-                        .region = &chunk.region,
-                        .object = {},
-                        .file = chunk.file,
-                        .offset = chunk.offset,
-                        .length = chunk.length,
-                        .has_hash = chunk.has_hash,
-                        .hash = chunk.hash,
-                        .manifest = chunk.manifest,
-                        .first_leaf = chunk.first_leaf},
-                       held ? ReadVerify::kOff : verify, file ? once : nullptr, stats);
+    PartReader reader(*this, *files_,
+                      {.tensor = &meta,
+                       .region = &chunk.region,
+                       .object = {},
+                       .file = chunk.file,
+                       .offset = chunk.offset,
+                       .length = chunk.length,
+                       .has_hash = chunk.has_hash,
+                       .hash = chunk.hash,
+                       .manifest = chunk.manifest,
+                       .first_leaf = chunk.first_leaf},
+                      held ? ReadVerify::kOff : verify, file ? once : nullptr, stats);
     if (file && file_number == chunk.file) {
       reader.UseFile(file);
       if (i >= arrived) {
@@ -431,7 +431,7 @@ Status OpenedCheckpoint::ReadBytes(const TensorEntry& tensor, std::uint64_t offs
   return status;
 }
 
-Status OpenedCheckpoint::ReadObject(const ObjectContent& object, std::uint64_t offset, void* out,
+Status OpenedCheckpoint::ReadObject(const ObjectRecord& object, std::uint64_t offset, void* out,
                                     std::size_t size, ReadVerify verify) const {
   std::string name = "object " + object.key;
   if (object.grid.rank() > 0) name += " part " + object.index.ToString();
@@ -455,16 +455,16 @@ Status OpenedCheckpoint::ReadObject(const ObjectContent& object, std::uint64_t o
   }
   const auto read_as = [&](ReadVerify how, ProvingRead* proving) {
     ReadStats stats;
-    PieceReader reader(*this, *files_,
-                       {.object = name,
-                        .file = object.file,
-                        .offset = object.offset,
-                        .length = object.length,
-                        .has_hash = object.has_hash(),
-                        .hash = object.hash,
-                        .manifest = object.manifest,
-                        .first_leaf = object.first_leaf},
-                       how, proving, stats);
+    PartReader reader(*this, *files_,
+                      {.object = name,
+                       .file = object.file,
+                       .offset = object.offset,
+                       .length = object.length,
+                       .has_hash = object.has_hash(),
+                       .hash = object.hash,
+                       .manifest = object.manifest,
+                       .first_leaf = object.first_leaf},
+                      how, proving, stats);
     if (file) reader.UseFile(file);
     const Status status = reader.ReadRun(offset, static_cast<std::byte*>(out), size, {});
     file = reader.file();
@@ -480,11 +480,11 @@ Status OpenedCheckpoint::ReadObject(const ObjectContent& object, std::uint64_t o
   return still.WithContext("object " + object.key);
 }
 
-Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapBytes(
+Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapBytes(
     const TensorEntry& tensor, std::uint64_t offset, std::size_t size, ReadVerify verify) const {
   const TensorMeta& meta = tensor.meta;
   // What is refused here is refused in words by ReadBytes.
-  if (size == 0 || !RangeWithin(offset, size, meta.bytes())) return std::vector<MappedPiece>();
+  if (size == 0 || !RangeWithin(offset, size, meta.bytes())) return std::vector<MappedRange>();
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const Region region,
       Region::Flat(Box::Whole(ByteShape(meta.dtype(), meta.shape())),
@@ -492,7 +492,7 @@ Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapBytes(
   return MapPlaced(tensor, PlacePacked(region, 0), verify);
 }
 
-Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapPlaced(
+Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapPlaced(
     const TensorEntry& tensor, std::span<const PlacedBox> want, ReadVerify verify) const {
   struct Run {
     CopyRun bytes;
@@ -500,12 +500,12 @@ Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapPlaced(
   };
   // More pieces are put together again where they lie side by side: whole rows of a box, say.
   constexpr std::uint64_t kMaxRuns = 8 * kMaxMapped;
-  std::vector<MappedPiece> mapped;
+  std::vector<MappedRange> mapped;
   if (want.empty() || (verify != ReadVerify::kOff && verify != ReadVerify::kOnce)) return mapped;
   ProvingRead once(*proven_);
   TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
   std::vector<Run> runs;
-  for (const CopyPlan::Piece& piece : planned.plan.pieces()) {
+  for (const CopyPlan::Part& piece : planned.plan.pieces()) {
     if (piece.copy.runs() > kMaxRuns - runs.size()) return mapped;
     piece.copy.ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
       runs.push_back({{src, dst, size}, piece.chunk});
@@ -518,7 +518,7 @@ Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapPlaced(
   for (const Run& run : runs) {
     const std::uint32_t number = planned.chunks[run.chunk].file;
     // Whoever takes the bytes does so after we looked whether the file is still as it was.
-    if (index_->files()[number].placement == Placement::kForeign) return std::vector<MappedPiece>();
+    if (index_->files()[number].placement == Placement::kForeign) return std::vector<MappedRange>();
     if (!file || number != file_number) {
       TENSORMOUNT_ASSIGN_OR_RETURN(file, files_->Open(*this, number));
       file_number = number;
@@ -527,15 +527,15 @@ Result<std::vector<OpenedCheckpoint::MappedPiece>> OpenedCheckpoint::MapPlaced(
     const auto at = static_cast<std::uint64_t>(run.bytes.src_offset);
     if (verify == ReadVerify::kOnce && planned.chunks[run.chunk].has_hash &&
         !once.Hold(at, at + run.bytes.size)) {
-      return std::vector<MappedPiece>();
+      return std::vector<MappedRange>();
     }
     const std::byte* const map = file->MappingTo(at + run.bytes.size);
-    if (map == nullptr) return std::vector<MappedPiece>();
+    if (map == nullptr) return std::vector<MappedRange>();
     if (!mapped.empty() && mapped.back().data + mapped.back().size == map + at) {
       mapped.back().size += run.bytes.size;
       continue;
     }
-    if (mapped.size() == kMaxMapped) return std::vector<MappedPiece>();
+    if (mapped.size() == kMaxMapped) return std::vector<MappedRange>();
     mapped.push_back({.data = map + at, .size = run.bytes.size, .keep = file});
   }
   return mapped;

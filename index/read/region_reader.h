@@ -22,7 +22,7 @@ std::uint64_t SourceSpan(const StridedCopy& copy);
 
 // Reads one stored piece (a chunk, a part of an object) by pieces of itself, checking leaves.
 // Lives for one call; not thread-safe.
-class PieceReader {
+class PartReader {
  public:
   struct Where {
     // For errors: a tensor and the region of its chunk, or the name of something else.
@@ -40,8 +40,8 @@ class PieceReader {
   // `checkpoint`, `files` and what `where` points at must outlive this; file and manifest are in
   // the checkpoint's tables. kOnce is kExtendLeaves here; `once`, where not null, is told what was
   // found good, and must be at the piece's file.
-  PieceReader(const OpenedCheckpoint& checkpoint, OpenedCheckpoint::Files& files, Where where,
-              ReadVerify verify, ProvingRead* once, ReadStats& stats);
+  PartReader(const OpenedCheckpoint& checkpoint, OpenedCheckpoint::Files& files, Where where,
+             ReadVerify verify, ProvingRead* once, ReadStats& stats);
 
   // The piece's file where the caller has it open already, and after the first read.
   void UseFile(std::shared_ptr<OpenDataFile> file) { file_ = std::move(file); }
@@ -56,7 +56,7 @@ class PieceReader {
   // The runs of `copy`, whose source offsets are the file's, to `base`.
   Status ReadStrided(const StridedCopy& copy, std::byte* base);
   // For gathers by RunOnMapping: the file's mapping where bytes of the piece up to `end` (of the
-  // file) are there. Null where there is none, and for files of others in programs that are not
+  // file) are there. Null where there is none, and for foreign files in programs that are not
   // guarded: one that is cut short would end them.
   Result<const std::byte*> MappingTo(std::uint64_t end);
   // What to say where a mapping does not give `size` bytes from `at` of the piece on: the first

@@ -12,7 +12,7 @@
 #include "index/read/foreign_file.h"
 #include "index/read/pinned_commit.h"
 #include "index/read/rebuild.h"
-#include "index/read/verify_pieces.h"
+#include "index/read/verify_ranges.h"
 #include "index/records/manifest.h"
 #include "index/records/memory_table.h"
 #include "index/records/store_paths.h"
@@ -22,7 +22,7 @@ namespace tensormount {
 namespace {
 
 // Reads and checks everything, collecting damages. One thread; the data are checked by
-// VerifyPieces.
+// VerifyRanges.
 class CheckpointVerifier {
  public:
   CheckpointVerifier(FileSystem& fs, std::string directory, const VerifyOptions& options)
@@ -35,16 +35,16 @@ class CheckpointVerifier {
     CheckManifests();
     TENSORMOUNT_RETURN_IF_ERROR(CheckIndex());
     CheckDataFiles();
-    if (content_ && unread_.ok()) {
+    if (inventory_ && unread_.ok()) {
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const ForeignBase base,
-          CheckMayReadForeign(fs_, directory_, content_->info, pinned_.info, options_.roots));
+          CheckMayReadForeign(fs_, directory_, inventory_->info, pinned_.info, options_.roots));
       CheckForeignFiles(base);
-      report_.tensors = content_->tensors.size();
-      for (const TensorContent& t : content_->tensors) report_.chunks += t.extents.size();
+      report_.tensors = inventory_->tensors.size();
+      for (const TensorRecord& t : inventory_->tensors) report_.chunks += t.extents.size();
       if (!options_.quick) {
         const Status pieces =
-            VerifyPieces(fs_, *pinned_.directory, base, *content_, leaves_, options_, report_);
+            VerifyRanges(fs_, *pinned_.directory, base, *inventory_, leaves_, options_, report_);
         if (unread_.ok()) unread_ = pieces;
       }
     }
@@ -123,7 +123,7 @@ class CheckpointVerifier {
   }
 
   void CheckManifests() {
-    ContentMerger merger;
+    InventoryMerger merger;
     Status status;
     for (const CommitRecord::Entry& entry : commit().files) {
       if (!entry.name.starts_with("manifest/")) continue;
@@ -132,7 +132,7 @@ class CheckpointVerifier {
         report_.bytes_checked += entry.length;
         // Each is named for what is wrong with itself; without one of them none can be merged.
         const Status added =
-            status.ok() ? merger.Add(manifest.value().content, entry.name) : Status();
+            status.ok() ? merger.Add(manifest.value().inventory, entry.name) : Status();
         if (!added.ok()) {
           Damage(entry.name, entry.name, added.message());
           status = added;
@@ -144,11 +144,11 @@ class CheckpointVerifier {
       }
     }
     if (!status.ok()) return;
-    Result<Content> content = FinishRebuild(merger, commit());
-    if (content.ok()) {
-      content_ = std::move(content).value();
+    Result<Inventory> inventory = FinishRebuild(merger, commit());
+    if (inventory.ok()) {
+      inventory_ = std::move(inventory).value();
     } else {
-      Damage("manifests", "manifest", content.status().message());
+      Damage("manifests", "manifest", inventory.status().message());
     }
   }
 
@@ -166,7 +166,7 @@ class CheckpointVerifier {
     index = OpenDerivedIndex(fs_, directory_, commit());
     Status derived = index.status();
     if (derived.ok()) derived = CheckRecords(*index.value());
-    if (derived.ok() && content_) {
+    if (derived.ok() && inventory_) {
       report_.warnings.push_back(damage.message() + "; the one that fsck rebuilt serves");
     } else {
       Unreadable("index", name, Status(damage.code(), ReasonWithout("index: " + name, damage)));
@@ -176,12 +176,12 @@ class CheckpointVerifier {
 
   // Every record against what the manifests say.
   Status CheckRecords(const CheckpointIndex& index) {
-    if (!content_) {  // The index is the only one left to say what the data should be.
-      TENSORMOUNT_ASSIGN_OR_RETURN(content_, index.ToContent());
+    if (!inventory_) {  // The index is the only one left to say what the data should be.
+      TENSORMOUNT_ASSIGN_OR_RETURN(inventory_, index.ToInventory());
       return Status();
     }
     if (wanted_ == nullptr) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(wanted_, CheckpointIndex::RecordsOf(*content_));
+      TENSORMOUNT_ASSIGN_OR_RETURN(wanted_, CheckpointIndex::RecordsOf(*inventory_));
     }
     std::uint64_t seen = 0;
     std::uint64_t differ = 0;
@@ -216,7 +216,7 @@ class CheckpointVerifier {
 
   // Damage of each is named once, here; their pieces then say nothing more of it.
   void CheckForeignFiles(const ForeignBase& base) {
-    for (const FileRecord& file : content_->files) {
+    for (const FileRecord& file : inventory_->files) {
       if (file.placement != Placement::kForeign) continue;
       const Status opened = OpenForeignFile(fs_, base, file, true).status();
       if (opened.code() == Code::kStale) {  // It changed.
@@ -236,7 +236,7 @@ class CheckpointVerifier {
   Status unread_;  // Why a part of it could not be checked at all.
   std::map<std::string, std::vector<Hash128>> leaves_;  // By name of manifest.
   bool swept_ = true;  // False: leftovers of a shared staging may stand here.
-  std::optional<Content> content_;
+  std::optional<Inventory> inventory_;
   std::shared_ptr<const MemoryTable> wanted_;  // Its records.
 };
 

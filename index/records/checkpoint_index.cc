@@ -52,34 +52,34 @@ struct CheckpointIndex::Cache {
 CheckpointIndex::CheckpointIndex() : cache_(std::make_unique<Cache>()) {}
 CheckpointIndex::~CheckpointIndex() = default;
 
-Result<CommitRecord::Entry> CheckpointIndex::WriteSst(FileSystem& fs, const Content& content,
+Result<CommitRecord::Entry> CheckpointIndex::WriteSst(FileSystem& fs, const Inventory& inventory,
                                                       const Hash128& content_root,
                                                       const std::string& directory,
                                                       const std::string& name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(
       CommitRecord::Entry entry,
       SstTable::Write(
-          fs, JoinPath(directory, name), IdentityOf(content.info.uuid, content_root),
-          [&](const SstTable::Emit& emit) { return record::ForEach(content, false, emit); }));
+          fs, JoinPath(directory, name), IdentityOf(inventory.info.uuid, content_root),
+          [&](const SstTable::Emit& emit) { return record::ForEach(inventory, false, emit); }));
   entry.name = name;
   return entry;
 }
 
-Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::FromContent(
-    const Content& content) {
+Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::FromInventory(
+    const Inventory& inventory) {
   auto table = std::make_unique<MemoryTable>();
   TENSORMOUNT_RETURN_IF_ERROR(
-      record::ForEach(content, true, [&](std::string_view key, std::string_view value) {
+      record::ForEach(inventory, true, [&](std::string_view key, std::string_view value) {
         table->Append(key, value);
         return Status();
       }));
   return Load(std::move(table), true);
 }
 
-Result<std::shared_ptr<const MemoryTable>> CheckpointIndex::RecordsOf(const Content& content) {
+Result<std::shared_ptr<const MemoryTable>> CheckpointIndex::RecordsOf(const Inventory& inventory) {
   auto table = std::make_shared<MemoryTable>();
   TENSORMOUNT_RETURN_IF_ERROR(
-      record::ForEach(content, false, [&](std::string_view key, std::string_view value) {
+      record::ForEach(inventory, false, [&](std::string_view key, std::string_view value) {
         table->Append(key, value);
         return Status();
       }));
@@ -284,13 +284,13 @@ Result<std::shared_ptr<const ExtentTable>> CheckpointIndex::Extents(std::uint32_
                              weight);
 }
 
-Result<std::vector<ObjectContent>> CheckpointIndex::Objects() const {
-  std::vector<ObjectContent> objects;
+Result<std::vector<ObjectRecord>> CheckpointIndex::Objects() const {
+  std::vector<ObjectRecord> objects;
   Status inner;
   TENSORMOUNT_RETURN_IF_ERROR(
       table_->Scan(record::Key(record::kObject), {}, [&](std::string_view, std::string_view value) {
         ByteReader in(value, "index: object");
-        Result<ObjectContent> object = DecodeObject(in, "index: object");
+        Result<ObjectRecord> object = DecodeObject(in, "index: object");
         inner = object.ok() ? in.Finish() : object.status();
         if (inner.ok()) objects.push_back(std::move(object).value());
         return inner.ok();
@@ -299,15 +299,15 @@ Result<std::vector<ObjectContent>> CheckpointIndex::Objects() const {
   return objects;
 }
 
-Result<std::vector<ObjectContent>> CheckpointIndex::ObjectParts(std::string_view key) const {
+Result<std::vector<ObjectRecord>> CheckpointIndex::ObjectParts(std::string_view key) const {
   std::string prefix = record::Key(record::kObject, key);
   prefix += '\0';
-  std::vector<ObjectContent> parts;
+  std::vector<ObjectRecord> parts;
   Status inner;
   TENSORMOUNT_RETURN_IF_ERROR(
       table_->Scan(prefix, {}, [&](std::string_view, std::string_view value) {
         ByteReader in(value, "index: object");
-        Result<ObjectContent> object = DecodeObject(in, "index: object");
+        Result<ObjectRecord> object = DecodeObject(in, "index: object");
         inner = object.ok() ? in.Finish() : object.status();
         if (inner.ok() && object.value().key != key) {
           inner = BadIndex("object " + std::string(key) + ": its record is of another");
@@ -320,13 +320,13 @@ Result<std::vector<ObjectContent>> CheckpointIndex::ObjectParts(std::string_view
   return parts;
 }
 
-Result<std::vector<ExtraPiece>> CheckpointIndex::Extras() const {
-  std::vector<ExtraPiece> extras;
+Result<std::vector<ExtraRange>> CheckpointIndex::Extras() const {
+  std::vector<ExtraRange> extras;
   Status inner;
   TENSORMOUNT_RETURN_IF_ERROR(
       table_->Scan(record::Key(record::kExtra), {}, [&](std::string_view, std::string_view value) {
         ByteReader in(value, "index: extra piece");
-        Result<ExtraPiece> extra = DecodeExtra(in);
+        Result<ExtraRange> extra = DecodeExtra(in);
         inner = extra.ok() ? in.Finish() : extra.status();
         if (inner.ok()) extras.push_back(extra.value());
         return inner.ok();
@@ -411,19 +411,19 @@ Result<std::string> CheckpointIndex::SafetensorsHeader() const {
   return header;
 }
 
-Result<Content> CheckpointIndex::ToContent() const {
-  Content content;
-  content.info = info_;
-  content.files = files_;
-  content.manifests = manifests_;
+Result<Inventory> CheckpointIndex::ToInventory() const {
+  Inventory inventory;
+  inventory.info = info_;
+  inventory.files = files_;
+  inventory.manifests = manifests_;
   std::vector<TensorEntry> entries;
   TENSORMOUNT_RETURN_IF_ERROR(ForEachTensor(0, [&](const TensorEntry& entry) {
     entries.push_back(entry);
     return true;
   }));
-  content.tensors.reserve(entries.size());
+  inventory.tensors.reserve(entries.size());
   for (const TensorEntry& entry : entries) {
-    TensorContent& tensor = content.tensors.emplace_back(entry.meta);
+    TensorRecord& tensor = inventory.tensors.emplace_back(entry.meta);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> extents,
                                  Extents(entry.ordinal));
     tensor.extents = *extents;
@@ -431,10 +431,10 @@ Result<Content> CheckpointIndex::ToContent() const {
     tensor.has_digest = entry.has_digest;
     tensor.mtime = entry.mtime;
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(content.objects, Objects());
-  TENSORMOUNT_ASSIGN_OR_RETURN(content.extras, Extras());
-  TENSORMOUNT_ASSIGN_OR_RETURN(content.common, CommonRecords());
-  return content;
+  TENSORMOUNT_ASSIGN_OR_RETURN(inventory.objects, Objects());
+  TENSORMOUNT_ASSIGN_OR_RETURN(inventory.extras, Extras());
+  TENSORMOUNT_ASSIGN_OR_RETURN(inventory.common, CommonRecords());
+  return inventory;
 }
 
 }  // namespace tensormount

@@ -15,7 +15,7 @@
 #include "base/file_system.h"
 #include "index/records/commit_record.h"
 #include "index/records/common_state.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 namespace tensormount {
 
@@ -67,11 +67,11 @@ class CheckpointIndex {
   // `name` (kIndexName) below `directory`, the checkpoint's, whose index/ exists. The file is
   // fsynced, its folder is not. Returns the commit entry (name, length, hash, tail). On failure the
   // file may be there in part.
-  static Result<CommitRecord::Entry> WriteSst(FileSystem& fs, const Content& content,
+  static Result<CommitRecord::Entry> WriteSst(FileSystem& fs, const Inventory& inventory,
                                               const Hash128& content_root,
                                               const std::string& directory,
                                               const std::string& name);
-  static Result<std::shared_ptr<const CheckpointIndex>> FromContent(const Content& content);
+  static Result<std::shared_ptr<const CheckpointIndex>> FromInventory(const Inventory& inventory);
   struct SstOptions {
     // A file of up to this size is compared with its hash, a larger one only its tail.
     std::uint64_t check_bytes = kIndexCheckedWhole;
@@ -90,14 +90,14 @@ class CheckpointIndex {
                                                                 const CommitRecord& commit) {
     return OpenSst(fs, directory, commit, SstOptions());
   }
-  // What Content's records are in an SST file, in memory.
-  static Result<std::shared_ptr<const MemoryTable>> RecordsOf(const Content& content);
+  // What Inventory's records are in an SST file, in memory.
+  static Result<std::shared_ptr<const MemoryTable>> RecordsOf(const Inventory& inventory);
 
   // Whether a failure of reading it is a matter of this copy: the same records may stand elsewhere.
   static bool IsLost(const Status& status);
   // What was found damaged since it was opened and is read from elsewhere now; empty: nothing.
   std::string recovered() const { return table_->recovered(); }
-  // Made by FromContent.
+  // Made by FromInventory.
   bool in_memory() const { return in_memory_; }
   const CheckpointInfo& info() const { return info_; }
   const std::vector<FileRecord>& files() const { return files_; }
@@ -116,9 +116,9 @@ class CheckpointIndex {
   // As recorded: what is pending is resolved by OpenedCheckpoint::Extents.
   Result<std::shared_ptr<const ExtentTable>> Extents(std::uint32_t ordinal) const;
 
-  Result<std::vector<ObjectContent>> Objects() const;
-  Result<std::vector<ObjectContent>> ObjectParts(std::string_view key) const;  // kNotFound
-  Result<std::vector<ExtraPiece>> Extras() const;
+  Result<std::vector<ObjectRecord>> Objects() const;
+  Result<std::vector<ObjectRecord>> ObjectParts(std::string_view key) const;  // kNotFound
+  Result<std::vector<ExtraRange>> Extras() const;
   // Every common record, reserved ones too, and the state that they hold.
   Result<CommonValues> CommonRecords() const;
   Result<CommonState> Common() const;
@@ -137,8 +137,8 @@ class CheckpointIndex {
   // Its length without reading it; 0 where there is none.
   std::uint64_t safetensors_header_bytes() const { return safetensors_header_bytes_; }
 
-  // All records again as Content (verify, fsck, derive).
-  Result<Content> ToContent() const;
+  // All records again as Inventory (verify, fsck, derive).
+  Result<Inventory> ToInventory() const;
   const Table& table() const { return *table_; }
 
  private:

@@ -10,7 +10,7 @@
 
 #include "base/file_system.h"
 #include "base/hash.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 namespace tensormount {
 

@@ -64,7 +64,7 @@ Result<CommonState> SplitCommonRecords(CommonValues records) {
   for (auto& [name, value] : records) {
     if (!IsReservedCommonName(name)) {
       state.values.emplace_hint(state.values.end(), name, std::move(value));
-    } else if (name == kContentRecord) {
+    } else if (name == kContentMetadataRecord) {
       auto* dict = value.get_if<CommonDict>();
       if (dict == nullptr) {
         return Status(Code::kDataLoss, "common record " + name + ": is a " +

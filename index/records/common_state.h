@@ -19,7 +19,7 @@ namespace tensormount {
 
 using CommonValues = std::map<std::string, CommonValue>;
 
-inline constexpr std::string_view kContentRecord = "$content";
+inline constexpr std::string_view kContentMetadataRecord = "$content";
 inline constexpr std::string_view kRankRecordPrefix = "$rank.";
 
 // Of a record's name: a reserved one may have a key after its prefix.

@@ -359,12 +359,12 @@ std::optional<CommonSides> CompareAt(std::string path, const CommonValue& a, con
   return ValueComparison(std::move(path), exempt).Values(a, b);
 }
 
-std::optional<CommonDifference> FirstDifference(const CommonValue& a, const CommonValue& b) {
+std::optional<CommonMismatch> FirstDifference(const CommonValue& a, const CommonValue& b) {
   std::optional<CommonSides> sides = CompareAt({}, a, b, {});
   if (!sides) return std::nullopt;
   const bool values = sides->kind == CommonSides::Kind::kValues;
   std::string what = values ? sides->What("", "") : sides->What("in the first", "in the second");
-  return CommonDifference{std::move(sides->path), std::move(what)};
+  return CommonMismatch{std::move(sides->path), std::move(what)};
 }
 
 }  // namespace tensormount

@@ -5,8 +5,8 @@
 
 #include "base/checked.h"
 #include "base/errors.h"
-#include "index/records/content.h"
 #include "index/records/extent_row.h"
+#include "index/records/inventory.h"
 #include "shard/coverage.h"
 
 namespace tensormount {
@@ -66,10 +66,10 @@ bool HasItsLength(const ExtentTable& table, const char* row, const TensorMeta& m
 }
 
 // File, place and hash of a row; its length is the caller's to compare.
-Status CheckPlace(const Content& content, const ExtentTable& table, const char* row) {
+Status CheckPlace(const Inventory& inventory, const ExtentTable& table, const char* row) {
   const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
-  if (file >= content.files.size()) return DataLoss("a chunk in a file that is not in the table");
-  const FileRecord& record = content.files[file];
+  if (file >= inventory.files.size()) return DataLoss("a chunk in a file that is not in the table");
+  const FileRecord& record = inventory.files[file];
   if (!RangeWithin(LoadLittle<std::uint64_t>(row + extent_row::kOffset),
                    LoadLittle<std::uint64_t>(row + extent_row::kLength), record.length)) {
     return DataLoss(record.name + ": a chunk reaches past its end");
@@ -85,7 +85,7 @@ Status CheckPlace(const Content& content, const ExtentTable& table, const char* 
   if ((flags & extent_row::kHasHash) == 0) {
     return foreign ? Status() : DataLoss(record.name + ": a chunk without a hash");
   }
-  if (LoadLittle<std::uint32_t>(row + extent_row::kManifest) >= content.manifests.size()) {
+  if (LoadLittle<std::uint32_t>(row + extent_row::kManifest) >= inventory.manifests.size()) {
     return DataLoss(record.name + ": a chunk of a manifest that is not in the table");
   }
   return Status();
@@ -93,7 +93,7 @@ Status CheckPlace(const Content& content, const ExtentTable& table, const char* 
 
 // True where the sorted chunks are ranges that follow each other from the first element to the
 // last. False says nothing yet.
-Result<bool> IsChainOfRanges(const Content& content, const TensorContent& tensor) {
+Result<bool> IsChainOfRanges(const Inventory& inventory, const TensorRecord& tensor) {
   const std::uint32_t bits = tensor.meta.bits();
   std::uint64_t next = 0;
   const std::string_view rows = tensor.extents.packed();
@@ -105,7 +105,7 @@ Result<bool> IsChainOfRanges(const Content& content, const TensorContent& tensor
     const auto count = static_cast<std::uint64_t>(range->count);
     if (bits % 8 != 0 && (next * bits % 8 != 0 || count * bits % 8 != 0)) return false;
     if (!HasItsLength(tensor.extents, row, tensor.meta, count)) return false;
-    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(content, tensor.extents, row));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(inventory, tensor.extents, row));
     next += count;
   }
   return next == tensor.meta.elements();
@@ -113,7 +113,7 @@ Result<bool> IsChainOfRanges(const Content& content, const TensorContent& tensor
 
 // True where the chunks, sorted by their first elements, are the cells of a grid in row-major
 // order: columns, blocks, uneven ones too. False says nothing yet.
-Result<bool> IsGrid(const Content& content, const TensorContent& tensor,
+Result<bool> IsGrid(const Inventory& inventory, const TensorRecord& tensor,
                     std::vector<std::int64_t>& scratch) {
   const TensorMeta& meta = tensor.meta;
   const int rank = meta.shape().rank();
@@ -167,7 +167,7 @@ Result<bool> IsGrid(const Content& content, const TensorContent& tensor,
       volume *= extent;  // Within the tensor, whose element count fits.
     }
     if (!HasItsLength(tensor.extents, row, meta, static_cast<std::uint64_t>(volume))) return false;
-    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(content, tensor.extents, row));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(inventory, tensor.extents, row));
     for (int a = rank - 1; a >= 0; --a) {
       const auto u = static_cast<std::size_t>(a);
       if (++at[u] + 1 < first[u + 1] - first[u]) break;
@@ -178,19 +178,20 @@ Result<bool> IsGrid(const Content& content, const TensorContent& tensor,
 }
 
 // Whether a decoded chunk has the length of its region.
-Status CheckChunkLength(const Content& content, const TensorMeta& meta, const ChunkRecord& chunk) {
+Status CheckChunkLength(const Inventory& inventory, const TensorMeta& meta,
+                        const ChunkRecord& chunk) {
   if (!chunk.region.Within(meta.shape())) {
     return DataLoss(chunk.region.ToString() + " is not within " + meta.shape().ToString());
   }
   Result<std::uint64_t> bytes = ChunkBytes(meta.dtype(), meta.shape(), chunk.region, chunk.strides);
   if (!bytes.ok()) return DataLoss(chunk.region.ToString() + ": " + bytes.status().message());
   if (chunk.pending || bytes.value() == chunk.length) return Status();
-  return DataLoss(chunk.region.ToString() + ": " + content.files[chunk.file].name + ": " +
+  return DataLoss(chunk.region.ToString() + ": " + inventory.files[chunk.file].name + ": " +
                   std::to_string(chunk.length) + " bytes stored, " + std::to_string(bytes.value()) +
                   " needed");
 }
 
-TensorCheck CheckExactly(const Content& content, const TensorContent& tensor) {
+TensorCheck CheckExactly(const Inventory& inventory, const TensorRecord& tensor) {
   const TensorMeta& meta = tensor.meta;
   std::vector<OwnedRegion> regions;
   regions.reserve(tensor.extents.size());
@@ -200,9 +201,9 @@ TensorCheck CheckExactly(const Content& content, const TensorContent& tensor) {
     Result<ChunkRecord> chunk = tensor.extents.At(i);
     Status status = chunk.status();
     if (status.ok()) {
-      status = CheckPlace(content, tensor.extents, tensor.extents.Row(i).data());
+      status = CheckPlace(inventory, tensor.extents, tensor.extents.Row(i).data());
     }
-    if (status.ok()) status = CheckChunkLength(content, meta, chunk.value());
+    if (status.ok()) status = CheckChunkLength(inventory, meta, chunk.value());
     if (!status.ok()) return {Completeness::kBad, status.message(), {}};
     files.push_back(chunk.value().file);
     if (chunk.value().region.empty()) continue;
@@ -212,8 +213,8 @@ TensorCheck CheckExactly(const Content& content, const TensorContent& tensor) {
   if (!report.overlaps.empty()) {
     const Overlap& overlap = report.overlaps.front();
     std::string message = overlap.box.ToString() + " is stored twice: in " +
-                          content.files[files[overlap.first]].name + " and " +
-                          content.files[files[overlap.second]].name;
+                          inventory.files[files[overlap.first]].name + " and " +
+                          inventory.files[files[overlap.second]].name;
     return {Completeness::kOverlap, std::move(message), std::move(report)};
   }
   if (!report.missing.empty()) {
@@ -226,29 +227,29 @@ TensorCheck CheckExactly(const Content& content, const TensorContent& tensor) {
   return {};
 }
 
-TensorCheck CheckOne(const Content& content, const TensorContent& tensor,
+TensorCheck CheckOne(const Inventory& inventory, const TensorRecord& tensor,
                      std::vector<std::int64_t>& scratch) {
-  Result<bool> complete = IsChainOfRanges(content, tensor);
-  if (complete.ok() && !complete.value()) complete = IsGrid(content, tensor, scratch);
+  Result<bool> complete = IsChainOfRanges(inventory, tensor);
+  if (complete.ok() && !complete.value()) complete = IsGrid(inventory, tensor, scratch);
   if (!complete.ok()) return {Completeness::kBad, complete.status().message(), {}};
-  return complete.value() ? TensorCheck() : CheckExactly(content, tensor);
+  return complete.value() ? TensorCheck() : CheckExactly(inventory, tensor);
 }
 
-Status CheckObjects(const Content& content) {
-  for (std::size_t i = 0; i < content.objects.size();) {
-    const ObjectContent& first = content.objects[i];
+Status CheckObjects(const Inventory& inventory) {
+  for (std::size_t i = 0; i < inventory.objects.size();) {
+    const ObjectRecord& first = inventory.objects[i];
     std::size_t end = i;
-    for (; end < content.objects.size() && content.objects[end].key == first.key; ++end) {
-      const ObjectContent& part = content.objects[end];
+    for (; end < inventory.objects.size() && inventory.objects[end].key == first.key; ++end) {
+      const ObjectRecord& part = inventory.objects[end];
       if (!(part.grid == first.grid)) {
         return DataLoss("object " + first.key + ": its parts are on grids " +
                         first.grid.ToString() + " and " + part.grid.ToString());
       }
       const bool in_tables =
-          part.file < content.files.size() &&
-          (part.has_hash() ? part.manifest < content.manifests.size()
-                           : content.files[part.file].placement == Placement::kForeign);
-      if (!in_tables || !RangeWithin(part.offset, part.length, content.files[part.file].length)) {
+          part.file < inventory.files.size() &&
+          (part.has_hash() ? part.manifest < inventory.manifests.size()
+                           : inventory.files[part.file].placement == Placement::kForeign);
+      if (!in_tables || !RangeWithin(part.offset, part.length, inventory.files[part.file].length)) {
         return DataLoss("object " + first.key + ": part " + part.index.ToString() +
                         " is not within a file of the table");
       }
@@ -257,7 +258,7 @@ Status CheckObjects(const Content& content) {
     if (!parts || static_cast<std::uint64_t>(*parts) != end - i) {
       // Parts are distinct and in order: the first one out of step is missing.
       Dims want = Dims::Filled(first.grid.rank(), 0);
-      for (std::size_t p = i; p < end && content.objects[p].index == want; ++p) {
+      for (std::size_t p = i; p < end && inventory.objects[p].index == want; ++p) {
         for (int a = want.rank() - 1; a >= 0; --a) {
           if (++want[a] < first.grid[a]) break;
           want[a] = 0;
@@ -273,20 +274,20 @@ Status CheckObjects(const Content& content) {
 
 }  // namespace
 
-Status CheckComplete(const Content& content) {
+Status CheckComplete(const Inventory& inventory) {
   std::vector<std::int64_t> scratch;
-  for (const TensorContent& tensor : content.tensors) {
-    TensorCheck check = CheckOne(content, tensor, scratch);
+  for (const TensorRecord& tensor : inventory.tensors) {
+    TensorCheck check = CheckOne(inventory, tensor, scratch);
     if (check.verdict != Completeness::kWhole) {
       return DataLoss("tensor " + tensor.meta.key() + ": " + check.why);
     }
   }
-  return CheckObjects(content);
+  return CheckObjects(inventory);
 }
 
-TensorCheck CheckTensor(const Content& content, const TensorContent& tensor) {
+TensorCheck CheckTensor(const Inventory& inventory, const TensorRecord& tensor) {
   std::vector<std::int64_t> scratch;
-  return CheckOne(content, tensor, scratch);
+  return CheckOne(inventory, tensor, scratch);
 }
 
 }  // namespace tensormount

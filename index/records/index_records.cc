@@ -3,7 +3,7 @@
 
 #include "base/coding.h"
 #include "index/records/record_coding.h"
-#include "index/records/safetensors_layout.h"
+#include "index/records/safetensors_order.h"
 
 namespace tensormount::index_record {
 namespace {
@@ -45,23 +45,23 @@ std::uint32_t LoadBig32(const char* p) {
   return v;
 }
 
-Status ForEach(const Content& content, bool to_memory,
+Status ForEach(const Inventory& inventory, bool to_memory,
                const std::function<Status(std::string_view, std::string_view)>& fn) {
-  if (content.tensors.size() >= UINT32_MAX || content.files.size() >= UINT32_MAX ||
-      content.extras.size() >= UINT32_MAX || content.objects.size() >= UINT32_MAX) {
+  if (inventory.tensors.size() >= UINT32_MAX || inventory.files.size() >= UINT32_MAX ||
+      inventory.extras.size() >= UINT32_MAX || inventory.objects.size() >= UINT32_MAX) {
     return Status(Code::kInvalidArgument, "index: too many tensors, files or objects");
   }
-  SafetensorsLayout layout;
+  SafetensorsOrder layout;
   if (!to_memory) {
     std::vector<const TensorMeta*> metas;
-    metas.reserve(content.tensors.size());
-    for (const TensorContent& tensor : content.tensors) metas.push_back(&tensor.meta);
+    metas.reserve(inventory.tensors.size());
+    for (const TensorRecord& tensor : inventory.tensors) metas.push_back(&tensor.meta);
     TENSORMOUNT_ASSIGN_OR_RETURN(layout, LayOutSafetensors(metas));
   }
   Counts counts;
-  counts.tensors = static_cast<std::uint32_t>(content.tensors.size());
+  counts.tensors = static_cast<std::uint32_t>(inventory.tensors.size());
   counts.safetensors_header_bytes = layout.header.size();
-  for (const TensorContent& tensor : content.tensors) {
+  for (const TensorRecord& tensor : inventory.tensors) {
     counts.tensor_bytes += tensor.meta.bytes();
     counts.chunks += tensor.extents.size();
     if (tensor.extents.pending() && !to_memory) {
@@ -72,13 +72,13 @@ Status ForEach(const Content& content, bool to_memory,
 
   // Kinds in the order of their letters.
   ByteWriter value;
-  for (const auto& [key, common] : content.common) {
+  for (const auto& [key, common] : inventory.common) {
     value.bytes().clear();
     EncodeCommon(value, common);
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kCommon, key), value.bytes()));
   }
   for (std::uint32_t i = 0; i < counts.tensors; ++i) {
-    const ExtentTable& extents = content.tensors[i].extents;
+    const ExtentTable& extents = inventory.tensors[i].extents;
     const std::size_t row = extents.row_bytes();
     const std::size_t page = kPageBytes / row * row;
     const std::string_view rows = extents.packed();
@@ -87,9 +87,9 @@ Status ForEach(const Content& content, bool to_memory,
           fn(Key(kExtents, i, static_cast<std::uint32_t>(at / page)), rows.substr(at, page)));
     }
   }
-  for (std::uint32_t i = 0; i < content.files.size(); ++i) {
+  for (std::uint32_t i = 0; i < inventory.files.size(); ++i) {
     value.bytes().clear();
-    EncodeFile(value, content.files[i]);
+    EncodeFile(value, inventory.files[i]);
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kFile, i), value.bytes()));
   }
   for (std::size_t at = 0; at < layout.header.size(); at += kPageBytes) {
@@ -98,26 +98,26 @@ Status ForEach(const Content& content, bool to_memory,
   }
   value.bytes().clear();
   value.U32(kVersion);
-  EncodeInfo(value, content.info);
+  EncodeInfo(value, inventory.info);
   value.U32(counts.tensors);
   value.U64(counts.tensor_bytes);
   value.U64(counts.chunks);
   value.U64(counts.safetensors_header_bytes);
-  value.U32(static_cast<std::uint32_t>(content.files.size()));
-  value.U32(static_cast<std::uint32_t>(content.manifests.size()));
+  value.U32(static_cast<std::uint32_t>(inventory.files.size()));
+  value.U32(static_cast<std::uint32_t>(inventory.manifests.size()));
   TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kInfo), value.bytes()));
   for (std::uint32_t i = 0; i < counts.tensors; ++i) {
     std::string number;
     AppendBig32(number, i);
-    TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kKey, content.tensors[i].meta.key()), number));
+    TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kKey, inventory.tensors[i].meta.key()), number));
   }
-  for (std::uint32_t i = 0; i < content.manifests.size(); ++i) {
-    TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kManifest, i), content.manifests[i]));
+  for (std::uint32_t i = 0; i < inventory.manifests.size(); ++i) {
+    TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kManifest, i), inventory.manifests[i]));
   }
   std::uint32_t part = 0;
-  for (std::size_t i = 0; i < content.objects.size(); ++i) {
-    const ObjectContent& object = content.objects[i];
-    part = i > 0 && content.objects[i - 1].key == object.key ? part + 1 : 0;
+  for (std::size_t i = 0; i < inventory.objects.size(); ++i) {
+    const ObjectRecord& object = inventory.objects[i];
+    part = i > 0 && inventory.objects[i - 1].key == object.key ? part + 1 : 0;
     value.bytes().clear();
     EncodeObject(value, object);
     std::string key = Key(kObject, object.key);
@@ -126,7 +126,7 @@ Status ForEach(const Content& content, bool to_memory,
     TENSORMOUNT_RETURN_IF_ERROR(fn(key, value.bytes()));
   }
   for (std::uint32_t i = 0; i < counts.tensors; ++i) {
-    const TensorContent& tensor = content.tensors[i];
+    const TensorRecord& tensor = inventory.tensors[i];
     value.bytes().clear();
     EncodeMeta(value, tensor.meta);
     value.U8(static_cast<std::uint8_t>((tensor.has_digest ? kRecordHasDigest : 0) |
@@ -139,9 +139,9 @@ Status ForEach(const Content& content, bool to_memory,
     value.U64(to_memory ? 0 : layout.offsets[i]);
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kTensor, i), value.bytes()));
   }
-  for (std::uint32_t i = 0; i < content.extras.size(); ++i) {
+  for (std::uint32_t i = 0; i < inventory.extras.size(); ++i) {
     value.bytes().clear();
-    EncodeExtra(value, content.extras[i]);
+    EncodeExtra(value, inventory.extras[i]);
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kExtra, i), value.bytes()));
   }
   return Status();

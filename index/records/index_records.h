@@ -9,7 +9,7 @@
 #include <string_view>
 
 #include "index/records/checkpoint_index.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 // The records of the chunk index (docs/format.md, "Index"): what stands under which key.
 
@@ -45,8 +45,8 @@ struct Counts {
 };
 
 // Calls fn for every record in key order until it fails. `to_memory`: chunks may be pending, and
-// model.safetensors is not laid out: few of those who open a checkpoint of others want that file.
-Status ForEach(const Content& content, bool to_memory,
+// model.safetensors is not laid out: few of those who open a foreign checkpoint want that file.
+Status ForEach(const Inventory& inventory, bool to_memory,
                const std::function<Status(std::string_view key, std::string_view value)>& fn);
 
 // `from_memory`: of a table that never was on disk, where chunks may be pending.

@@ -13,8 +13,8 @@ Result<KeyRenames> KeyRenames::Make(const CheckpointIndex& index, const KeyMap& 
     return true;
   }));
   const std::size_t tensors = keys.size();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectContent> parts, index.Objects());
-  for (const ObjectContent& part : parts) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts, index.Objects());
+  for (const ObjectRecord& part : parts) {
     if (keys.size() == tensors || keys.back() != part.key) keys.push_back(part.key);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<std::string> names, map.ApplyToAll(keys));

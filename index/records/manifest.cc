@@ -97,7 +97,7 @@ Status TooLarge(std::string_view what) {
 // Whether records from a manifest point at leaves that it has.
 bool LeavesExist(std::uint64_t first, std::uint64_t leaves) { return first <= leaves; }
 
-Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves, Content& out) {
+Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves, Inventory& out) {
   const auto bad = [&](std::string why) {
     return Status(Code::kDataLoss, std::string(name) + ": " + why);
   };
@@ -110,7 +110,7 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
   const std::uint32_t tensors = in.U32();
   for (std::uint32_t i = 0; i < tensors; ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, DecodeMeta(in, name));
-    TensorContent& tensor = out.tensors.emplace_back(std::move(meta));
+    TensorRecord& tensor = out.tensors.emplace_back(std::move(meta));
     const std::uint8_t flags = in.U8();
     if ((flags & ~(kHasDigest | kManifestWide)) != 0)
       return bad("tensor " + tensor.meta.key() + ": unknown flags");
@@ -129,14 +129,14 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
   }
   const std::uint32_t objects = in.U32();
   for (std::uint32_t i = 0; i < objects; ++i) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(ObjectContent object, DecodeObject(in, name));
+    TENSORMOUNT_ASSIGN_OR_RETURN(ObjectRecord object, DecodeObject(in, name));
     if (object.has_hash() && !LeavesExist(object.first_leaf, leaves))
       return bad("object " + object.key + ": no leaves");
     out.objects.push_back(std::move(object));
   }
   const std::uint32_t extras = in.U32();
   for (std::uint32_t i = 0; i < extras; ++i) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(ExtraPiece extra, DecodeExtra(in));
+    TENSORMOUNT_ASSIGN_OR_RETURN(ExtraRange extra, DecodeExtra(in));
     if (!LeavesExist(extra.first_leaf, leaves)) return bad("an extra piece without leaves");
     out.extras.push_back(extra);
   }
@@ -153,29 +153,29 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
 
 }  // namespace
 
-Result<std::string> EncodeManifest(const Content& content, std::span<const Hash128> leaves) {
+Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const Hash128> leaves) {
   std::size_t row_bytes = 0;
-  for (const TensorContent& tensor : content.tensors) row_bytes += tensor.extents.packed().size();
+  for (const TensorRecord& tensor : inventory.tensors) row_bytes += tensor.extents.packed().size();
   ByteWriter out;
-  out.bytes().reserve(kManifestHeaderBytes + row_bytes + content.tensors.size() * 128 +
+  out.bytes().reserve(kManifestHeaderBytes + row_bytes + inventory.tensors.size() * 128 +
                       leaves.size() * kManifestHashBytes + 4096);
   out.bytes().resize(kManifestHeaderBytes, '\0');
-  if (content.files.size() > UINT32_MAX) return TooLarge("files");
-  if (content.tensors.size() > UINT32_MAX) return TooLarge("tensors");
-  if (content.objects.size() > UINT32_MAX) return TooLarge("objects");
-  if (content.extras.size() > UINT32_MAX) return TooLarge("extra pieces");
-  if (content.common.size() > UINT32_MAX) return TooLarge("common values");
+  if (inventory.files.size() > UINT32_MAX) return TooLarge("files");
+  if (inventory.tensors.size() > UINT32_MAX) return TooLarge("tensors");
+  if (inventory.objects.size() > UINT32_MAX) return TooLarge("objects");
+  if (inventory.extras.size() > UINT32_MAX) return TooLarge("extra pieces");
+  if (inventory.common.size() > UINT32_MAX) return TooLarge("common values");
   // What decoding refuses must not be written: it would be committed and never opened again.
-  if (content.info.producer.size() > kMaxTextBytes) {
+  if (inventory.info.producer.size() > kMaxTextBytes) {
     return Status(Code::kInvalidArgument,
-                  "the name of the producer has " + std::to_string(content.info.producer.size()) +
+                  "the name of the producer has " + std::to_string(inventory.info.producer.size()) +
                       " bytes, at most " + std::to_string(kMaxTextBytes) + " are allowed");
   }
-  EncodeInfo(out, content.info);
-  out.U32(static_cast<std::uint32_t>(content.files.size()));
-  for (const FileRecord& file : content.files) EncodeFile(out, file);
-  out.U32(static_cast<std::uint32_t>(content.tensors.size()));
-  for (const TensorContent& tensor : content.tensors) {
+  EncodeInfo(out, inventory.info);
+  out.U32(static_cast<std::uint32_t>(inventory.files.size()));
+  for (const FileRecord& file : inventory.files) EncodeFile(out, file);
+  out.U32(static_cast<std::uint32_t>(inventory.tensors.size()));
+  for (const TensorRecord& tensor : inventory.tensors) {
     if (tensor.extents.pending()) {
       return Status(Code::kInvalidArgument,
                     "manifest: tensor " + tensor.meta.key() + ": its chunks are not resolved");
@@ -188,12 +188,12 @@ Result<std::string> EncodeManifest(const Content& content, std::span<const Hash1
     out.U64(tensor.extents.size());
     out.Raw(tensor.extents.packed().data(), tensor.extents.packed().size());
   }
-  out.U32(static_cast<std::uint32_t>(content.objects.size()));
-  for (const ObjectContent& object : content.objects) EncodeObject(out, object);
-  out.U32(static_cast<std::uint32_t>(content.extras.size()));
-  for (const ExtraPiece& extra : content.extras) EncodeExtra(out, extra);
-  out.U32(static_cast<std::uint32_t>(content.common.size()));
-  for (const auto& [key, value] : content.common) {
+  out.U32(static_cast<std::uint32_t>(inventory.objects.size()));
+  for (const ObjectRecord& object : inventory.objects) EncodeObject(out, object);
+  out.U32(static_cast<std::uint32_t>(inventory.extras.size()));
+  for (const ExtraRange& extra : inventory.extras) EncodeExtra(out, extra);
+  out.U32(static_cast<std::uint32_t>(inventory.common.size()));
+  for (const auto& [key, value] : inventory.common) {
     if (key.size() > kMaxCommonRecordName) {
       return Status(Code::kInvalidArgument, "the name of a common value is over " +
                                                 std::to_string(kMaxCommonRecordName) + " bytes");
@@ -240,7 +240,7 @@ Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
     std::memcpy(manifest.leaves.data(), leaf_bytes.data(), leaf_bytes.size());
   }
   ByteReader in(records, name);
-  if (Status s = DecodeRecords(in, name, header.leaves, manifest.content); !s.ok()) {
+  if (Status s = DecodeRecords(in, name, header.leaves, manifest.inventory); !s.ok()) {
     return s.message().starts_with(name) ? s : s.WithContext(name);
   }
   return manifest;

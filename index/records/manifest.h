@@ -10,22 +10,22 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 namespace tensormount {
 
 // A manifest: what one writer says it wrote (docs/format.md, "Manifest"): a header with checksums
-// of each part, records, leaf hashes. Records are numbered within the manifest; ContentMerger
-// renumbers. In a writer's manifest TensorContent::digest is the XOR contribution of its chunks and
-// info only says which checkpoint it is of; the coordinator's manifest is CoordinatorContent().
+// of each part, records, leaf hashes. Records are numbered within the manifest; InventoryMerger
+// renumbers. In a writer's manifest TensorRecord::digest is the XOR contribution of its chunks and
+// info only says which checkpoint it is of; the coordinator's manifest is CoordinatorInventory().
 //
 // `leaves`: leaf hashes of all its chunks, objects and extra pieces, at their `first_leaf`.
 // kInvalidArgument where something is over the limits of the format.
-Result<std::string> EncodeManifest(const Content& content, std::span<const Hash128> leaves);
+Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const Hash128> leaves);
 
 // kDataLoss where a checksum or a rule is broken, kUnsupported for a newer version.
 struct Manifest {
-  Content content;
+  Inventory inventory;
   std::vector<Hash128> leaves;
 };
 Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name);

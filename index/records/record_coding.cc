@@ -300,7 +300,7 @@ Result<TensorMeta> DecodeMeta(ByteReader& in, std::string_view what) {
   return meta;
 }
 
-void EncodeObject(ByteWriter& out, const ObjectContent& object) {
+void EncodeObject(ByteWriter& out, const ObjectRecord& object) {
   out.String(object.key);
   EncodeDims(out, object.index);
   EncodeDims(out, object.grid);
@@ -313,8 +313,8 @@ void EncodeObject(ByteWriter& out, const ObjectContent& object) {
   out.I64(object.mtime);
 }
 
-Result<ObjectContent> DecodeObject(ByteReader& in, std::string_view what) {
-  ObjectContent object;
+Result<ObjectRecord> DecodeObject(ByteReader& in, std::string_view what) {
+  ObjectRecord object;
   object.key = in.String(kMaxKeyBytes);
   TENSORMOUNT_ASSIGN_OR_RETURN(object.index, DecodeDims(in, kMaxRank, what));
   TENSORMOUNT_ASSIGN_OR_RETURN(object.grid, DecodeDims(in, kMaxRank, what));
@@ -342,7 +342,7 @@ Result<ObjectContent> DecodeObject(ByteReader& in, std::string_view what) {
   return object;
 }
 
-void EncodeExtra(ByteWriter& out, const ExtraPiece& extra) {
+void EncodeExtra(ByteWriter& out, const ExtraRange& extra) {
   out.U32(extra.file);
   out.U64(extra.offset);
   out.U64(extra.length);
@@ -351,8 +351,8 @@ void EncodeExtra(ByteWriter& out, const ExtraPiece& extra) {
   out.U64(extra.first_leaf);
 }
 
-Result<ExtraPiece> DecodeExtra(ByteReader& in) {
-  ExtraPiece extra;
+Result<ExtraRange> DecodeExtra(ByteReader& in) {
+  ExtraRange extra;
   extra.file = in.U32();
   extra.offset = in.U64();
   extra.length = in.U64();

@@ -9,7 +9,7 @@
 #include "tensormount/status.h"
 
 #include "base/coding.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 // Logical records as manifests and the index write them (docs/format.md, "Records"). Encoders
 // append; decoders check every field and give kDataLoss that begins with the reader's name.
@@ -49,11 +49,11 @@ Result<FileRecord> DecodeFile(ByteReader& in);
 void EncodeMeta(ByteWriter& out, const TensorMeta& meta);
 Result<TensorMeta> DecodeMeta(ByteReader& in, std::string_view what);
 
-void EncodeObject(ByteWriter& out, const ObjectContent& object);
-Result<ObjectContent> DecodeObject(ByteReader& in, std::string_view what);
+void EncodeObject(ByteWriter& out, const ObjectRecord& object);
+Result<ObjectRecord> DecodeObject(ByteReader& in, std::string_view what);
 
-void EncodeExtra(ByteWriter& out, const ExtraPiece& extra);
-Result<ExtraPiece> DecodeExtra(ByteReader& in);
+void EncodeExtra(ByteWriter& out, const ExtraRange& extra);
+Result<ExtraRange> DecodeExtra(ByteReader& in);
 
 // The value alone. Equal values have equal bytes, and decoding takes no others. To be checked
 // first (CheckCommon).

@@ -9,7 +9,7 @@
 #include "base/file_system.h"
 #include "index/records/checkpoint_index.h"
 #include "index/records/commit_record.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 namespace tensormount {
 

@@ -32,12 +32,12 @@ std::int64_t Decide(const Seen& seen, std::int64_t now, std::int64_t fresh) {
   return seen.differs ? After(now, seen.latest) : seen.latest;
 }
 
-bool SameTensor(const TensorContent& a, const TensorEntry& b) {
+bool SameTensor(const TensorRecord& a, const TensorEntry& b) {
   return a.has_digest && b.has_digest && a.digest == b.digest && a.meta.dtype() == b.meta.dtype() &&
          a.meta.shape() == b.meta.shape();
 }
 
-int ComparePart(const ObjectContent& a, const ObjectContent& b) {
+int ComparePart(const ObjectRecord& a, const ObjectRecord& b) {
   if (const int c = a.key.compare(b.key); c != 0) return c;
   const auto x = a.index.span();
   const auto y = b.index.span();
@@ -48,9 +48,9 @@ int ComparePart(const ObjectContent& a, const ObjectContent& b) {
 }  // namespace
 
 Status DecideMtimes(std::span<const CheckpointIndex* const> priors, std::int64_t now,
-                    Content& content) {
-  std::vector<Seen> tensors(content.tensors.size());
-  std::vector<Seen> objects(content.objects.size());
+                    Inventory& inventory) {
+  std::vector<Seen> tensors(inventory.tensors.size());
+  std::vector<Seen> objects(inventory.objects.size());
   Seen common;
   Seen json;
   for (const CheckpointIndex* prior : priors) {
@@ -58,37 +58,37 @@ Status DecideMtimes(std::span<const CheckpointIndex* const> priors, std::int64_t
     std::size_t i = 0;
     TENSORMOUNT_RETURN_IF_ERROR(prior->ForEachTensor(0, [&](const TensorEntry& entry) {
       int order = 1;
-      while (i < content.tensors.size() &&
-             (order = content.tensors[i].meta.key().compare(entry.meta.key())) < 0) {
+      while (i < inventory.tensors.size() &&
+             (order = inventory.tensors[i].meta.key().compare(entry.meta.key())) < 0) {
         ++i;
       }
-      if (i == content.tensors.size()) return false;
-      if (order == 0) tensors[i].Add(SameTensor(content.tensors[i], entry), entry.mtime);
+      if (i == inventory.tensors.size()) return false;
+      if (order == 0) tensors[i].Add(SameTensor(inventory.tensors[i], entry), entry.mtime);
       return true;
     }));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectContent> parts, prior->Objects());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts, prior->Objects());
     i = 0;
-    for (const ObjectContent& part : parts) {
-      while (i < content.objects.size() && ComparePart(content.objects[i], part) < 0) ++i;
-      if (i == content.objects.size()) break;
-      const ObjectContent& mine = content.objects[i];
+    for (const ObjectRecord& part : parts) {
+      while (i < inventory.objects.size() && ComparePart(inventory.objects[i], part) < 0) ++i;
+      if (i == inventory.objects.size()) break;
+      const ObjectRecord& mine = inventory.objects[i];
       if (ComparePart(mine, part) != 0) continue;
       const bool same = mine.has_hash() && part.has_hash() && mine.grid == part.grid &&
                         mine.length == part.length && mine.hash == part.hash;
       objects[i].Add(same, part.mtime);
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const CommonValues values, prior->CommonRecords());
-    common.Add(content.common == values, prior->info().common_mtime);
+    common.Add(inventory.common == values, prior->info().common_mtime);
     json.Add(false, prior->info().json_mtime);
   }
   const std::int64_t fresh = json.any ? After(now, json.latest) : now;
-  content.info.json_mtime = fresh;
-  content.info.common_mtime = Decide(common, now, fresh);
+  inventory.info.json_mtime = fresh;
+  inventory.info.common_mtime = Decide(common, now, fresh);
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    content.tensors[i].mtime = Decide(tensors[i], now, fresh);
+    inventory.tensors[i].mtime = Decide(tensors[i], now, fresh);
   }
   for (std::size_t i = 0; i < objects.size(); ++i) {
-    content.objects[i].mtime = Decide(objects[i], now, fresh);
+    inventory.objects[i].mtime = Decide(objects[i], now, fresh);
   }
   return Status();
 }

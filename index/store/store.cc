@@ -99,7 +99,7 @@ Result<std::string> MakeStoreFolder(FileSystem& fs, const std::string& path) {
   std::vector<std::string> missing;
   Result<std::string> resolved = fs.Resolve(existing);
   while (!resolved.ok() && resolved.status().code() == Code::kNotFound) {
-    while (existing.size() > 1 && existing.back() == '/') existing.pop_back();
+    existing = WithoutTrailingSlashes(existing);
     const std::size_t slash = existing.rfind('/');
     const std::string name = slash == std::string::npos ? existing : existing.substr(slash + 1);
     if (name.empty() || name == "." || name == "..") return resolved.status();
@@ -443,8 +443,7 @@ Status Store::Remove(std::string_view name) const {
 
 Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view given,
                                       std::vector<std::string>* warnings) {
-  std::string path(given);
-  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  std::string path = WithoutTrailingSlashes(given);
   const std::size_t slash = path.rfind('/');
   if (path.substr(slash == std::string::npos ? 0 : slash + 1) == "latest" && !fs.Exists(path)) {
     const std::string parent = slash == std::string::npos ? "."

@@ -16,7 +16,7 @@
 
 #include "base/file_system.h"
 #include "index/read/checkpoint.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 namespace tensormount {
 
@@ -130,7 +130,7 @@ class Store {
     double index_seconds = 0;      // Building and syncing the index.
     double publish_seconds = 0;    // After the index is built: COMMIT, rename, folder syncs.
   };
-  Result<Published> Publish(const Staging& staging, const Content& coordinator,
+  Result<Published> Publish(const Staging& staging, const Inventory& coordinator,
                             const PublishOptions& options) const;
 
   // The store as the arbiter of time-outs: moves the staging to .trash unless it was published,
@@ -197,7 +197,7 @@ class Store {
   CheckpointListing Look(const std::string& name) const;
   // A generation and the parent of a save that begins now, after the folders for it were made.
   Status ClaimPlace(const std::string& name, IfExists if_exists, Staging& staging) const;
-  Result<Published> PublishSteps(const Staging& staging, const Content& coordinator,
+  Result<Published> PublishSteps(const Staging& staging, const Inventory& coordinator,
                                  const PublishOptions& options) const;
   Status MoveIntoPlace(const Staging& staging, IfExists if_exists) const;
 

@@ -12,7 +12,7 @@
 
 #include "base/file_system.h"
 #include "index/records/commit_record.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 #include "index/store/store.h"
 
 // The few steps that more than one operation on a store makes.

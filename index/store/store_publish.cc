@@ -70,7 +70,7 @@ Status PrepareStaging(FileSystem& fs, const Staging& staging, bool shared) {
 }
 
 struct ReadManifest {
-  Content content;
+  Inventory inventory;
   CommitRecord::Entry entry;
 };
 Result<ReadManifest> ReadOneManifest(FileSystem& fs, const Staging& staging,
@@ -79,7 +79,7 @@ Result<ReadManifest> ReadOneManifest(FileSystem& fs, const Staging& staging,
                                fs.ReadFile(JoinPath(staging.directory, name), kMaxManifestBytes));
   TENSORMOUNT_ASSIGN_OR_RETURN(Manifest manifest, DecodeManifest(bytes, name));
   ReadManifest read;
-  read.content = std::move(manifest.content);
+  read.inventory = std::move(manifest.inventory);
   read.entry.name = name;
   read.entry.length = bytes.size();
   read.entry.hash = Xxh3(bytes);
@@ -115,9 +115,10 @@ Status ForEachManifest(FileSystem& fs, const Staging& staging,
 }
 
 // Reads and merges all manifests; appends what COMMIT says of them.
-Result<Content> GatherManifests(FileSystem& fs, const Staging& staging, const Content& coordinator,
-                                const std::vector<std::string>& expected,
-                                std::vector<CommitRecord::Entry>& commit_entries) {
+Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
+                                  const Inventory& coordinator,
+                                  const std::vector<std::string>& expected,
+                                  std::vector<CommitRecord::Entry>& commit_entries) {
   const std::string folder = JoinPath(staging.directory, "manifest");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
   std::set<std::string> missing;
@@ -141,14 +142,14 @@ Result<Content> GatherManifests(FileSystem& fs, const Staging& staging, const Co
                          ? std::string()
                          : " (and " + std::to_string(missing.size() - 1) + " manifests more)"));
   }
-  ContentMerger merger;
-  Content ours;
+  InventoryMerger merger;
+  Inventory ours;
   ours.info = coordinator.info;
   ours.info.uuid = staging.uuid;
   ours.common = coordinator.common;
   TENSORMOUNT_RETURN_IF_ERROR(merger.Add(ours, std::string(kCoordinatorManifest)));
   const auto merge = [&](ReadManifest read) {
-    TENSORMOUNT_RETURN_IF_ERROR(merger.Add(read.content, read.entry.name));
+    TENSORMOUNT_RETURN_IF_ERROR(merger.Add(read.inventory, read.entry.name));
     commit_entries.push_back(std::move(read.entry));
     return Status();
   };
@@ -158,12 +159,12 @@ Result<Content> GatherManifests(FileSystem& fs, const Staging& staging, const Co
 
 // Completeness, roots of files and of the content: passes over all chunks that do not touch what
 // the others write.
-Result<Hash128> CheckAndHash(Content& content) {
-  std::future<Hash128> root =
-      std::async(std::launch::async | std::launch::deferred, [&] { return ContentRoot(content); });
+Result<Hash128> CheckAndHash(Inventory& inventory) {
+  std::future<Hash128> root = std::async(std::launch::async | std::launch::deferred,
+                                         [&] { return ContentRoot(inventory); });
   // `root` is waited for by its destructor on every way out.
-  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(content));
-  TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(content));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(inventory));
+  TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(inventory));
   return root.get();
 }
 
@@ -182,14 +183,14 @@ bool IsPlainDataName(std::string_view name) {
 
 // Every data file is there with its length, and nothing else is. `folders` gets those that hold
 // data files, "data" among them.
-Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Content& content,
+Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Inventory& inventory,
                       bool keep_others, std::set<std::string>& folders) {
   std::set<std::string_view> named;
   folders.insert("data");
-  for (const FileRecord& file : content.files) {
+  for (const FileRecord& file : inventory.files) {
     if (file.placement == Placement::kForeign) {
       TENSORMOUNT_RETURN_IF_ERROR(
-          OpenForeignFile(fs, {content.info.root, ""}, file, true).status());
+          OpenForeignFile(fs, {inventory.info.root, ""}, file, true).status());
       continue;
     }
     if (!IsPlainDataName(file.name)) return DataLoss(file.name + ": not a name below data/");
@@ -270,25 +271,25 @@ std::vector<std::shared_ptr<OpenedCheckpoint>> OpenPriors(FileSystem& fs, const 
 // The index of a prior is only checked as far as it is read: one that turns out damaged is made
 // again from its manifests, and where these are damaged too, its files count as changed.
 Status DecideAgainst(FileSystem& fs, std::span<const std::shared_ptr<OpenedCheckpoint>> priors,
-                     std::int64_t now, Content& content) {
+                     std::int64_t now, Inventory& inventory) {
   std::vector<const CheckpointIndex*> indexes;
   for (const auto& p : priors) indexes.push_back(&p->index());
-  const Status decided = DecideMtimes(indexes, now, content);
+  const Status decided = DecideMtimes(indexes, now, inventory);
   if (decided.ok()) return decided;
   Log(LogLevel::kWarning, decided.message() + "; its manifests are used instead");
   std::vector<std::shared_ptr<const CheckpointIndex>> again;
   indexes.clear();
   for (const auto& p : priors) {
-    Content known;
+    Inventory known;
     if (p->commit() != nullptr) {
-      Result<Content> rebuilt = RebuildContent(fs, p->pinned_directory(), p->commit()->record);
+      Result<Inventory> rebuilt = RebuildInventory(fs, p->pinned_directory(), p->commit()->record);
       if (rebuilt.ok()) known = std::move(rebuilt).value();
     }
     if (known.info.uuid.IsZero()) known.info = p->index().info();
-    TENSORMOUNT_ASSIGN_OR_RETURN(again.emplace_back(), CheckpointIndex::FromContent(known));
+    TENSORMOUNT_ASSIGN_OR_RETURN(again.emplace_back(), CheckpointIndex::FromInventory(known));
     indexes.push_back(again.back().get());
   }
-  return DecideMtimes(indexes, now, content);
+  return DecideMtimes(indexes, now, inventory);
 }
 
 Status SyncBelow(FileSystem& fs, const Staging& staging, std::string_view folder) {
@@ -297,7 +298,7 @@ Status SyncBelow(FileSystem& fs, const Staging& staging, std::string_view folder
 
 }  // namespace
 
-Result<Store::Published> Store::Publish(const Staging& staging, const Content& coordinator,
+Result<Store::Published> Store::Publish(const Staging& staging, const Inventory& coordinator,
                                         const PublishOptions& options) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(staging.name));
   TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
@@ -317,7 +318,7 @@ Result<Store::Published> Store::Publish(const Staging& staging, const Content& c
   return status.WithContext("publish " + staging.name);
 }
 
-Result<Store::Published> Store::PublishSteps(const Staging& staging, const Content& coordinator,
+Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inventory& coordinator,
                                              const PublishOptions& options) const {
   FileSystem& fs = *fs_;
   const std::string destination = CheckpointPath(staging.name);
@@ -330,38 +331,38 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
   // The writers have sealed and fsynced their data files and manifests.
   CommitRecord commit;
   TENSORMOUNT_ASSIGN_OR_RETURN(
-      Content content,
+      Inventory inventory,
       GatherManifests(fs, staging, coordinator, options.expected_manifests, commit.files));
   Published published;
-  TENSORMOUNT_ASSIGN_OR_RETURN(published.content_root, CheckAndHash(content));
+  TENSORMOUNT_ASSIGN_OR_RETURN(published.content_root, CheckAndHash(inventory));
   std::set<std::string> data_folders;
-  TENSORMOUNT_RETURN_IF_ERROR(CheckDataFiles(fs, staging, content, options.shared, data_folders));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckDataFiles(fs, staging, inventory, options.shared, data_folders));
 
-  CheckpointInfo& info = content.info;
+  CheckpointInfo& info = inventory.info;
   info.uuid = staging.uuid;
   info.generation = staging.generation;
   info.parent = staging.parent;
   info.parent_name = staging.parent_name;
   info.created = options.now != 0 ? options.now : store_moves::NowSeconds();
   info.self_contained =
-      std::none_of(content.files.begin(), content.files.end(),
+      std::none_of(inventory.files.begin(), inventory.files.end(),
                    [](const FileRecord& f) { return f.placement == Placement::kForeign; });
   if (info.self_contained) info.root.clear();
   {
     const auto priors = OpenPriors(fs, *this, staging, options.if_exists);
-    TENSORMOUNT_RETURN_IF_ERROR(DecideAgainst(fs, priors, info.created, content));
+    TENSORMOUNT_RETURN_IF_ERROR(DecideAgainst(fs, priors, info.created, inventory));
   }
   published.manifests_seconds = watch.Lap();
 
   // Small files, each fsynced as it is written.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string coordinator_manifest,
-                               EncodeManifest(CoordinatorContent(content), {}));
+                               EncodeManifest(CoordinatorInventory(inventory), {}));
   TENSORMOUNT_RETURN_IF_ERROR(
       fs.WriteFileDurably(JoinPath(staging.directory, kCoordinatorManifest), coordinator_manifest));
   TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(JoinPath(staging.directory, "index")));
   TENSORMOUNT_ASSIGN_OR_RETURN(
       CommitRecord::Entry index_entry,
-      CheckpointIndex::WriteSst(fs, content, published.content_root, staging.directory,
+      CheckpointIndex::WriteSst(fs, inventory, published.content_root, staging.directory,
                                 std::string(kIndexName)));
   published.index_seconds = watch.Lap();
 
@@ -380,7 +381,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
   commit.files.push_back({std::string(kCoordinatorManifest), coordinator_manifest.size(),
                           Xxh3(coordinator_manifest), Hash128{}});
   commit.files.push_back(std::move(index_entry));
-  for (const FileRecord& file : content.files) {
+  for (const FileRecord& file : inventory.files) {
     if (file.placement == Placement::kForeign) continue;
     commit.files.push_back({file.name, file.length, file.root, Hash128{}});
   }
@@ -398,8 +399,8 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Conte
   TENSORMOUNT_RETURN_IF_ERROR(MoveIntoPlace(staging, options.if_exists));
   published.publish_seconds = watch.Lap();
   published.info = info;
-  published.tensors = content.tensors.size();
-  for (const TensorContent& t : content.tensors) {
+  published.tensors = inventory.tensors.size();
+  for (const TensorRecord& t : inventory.tensors) {
     published.chunks += t.extents.size();
     published.bytes += t.meta.bytes();
   }

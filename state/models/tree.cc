@@ -187,9 +187,9 @@ std::string LeafDifference(const StateTree& a, const StateTree& b) {
   return (difference->path.empty() ? "" : difference->path + ": ") + difference->what;
 }
 
-class Differences {
+class TreeMismatches {
  public:
-  explicit Differences(TreeDiff& out) : out_(out) {}
+  explicit TreeMismatches(TreeDiff& out) : out_(out) {}
 
   Status Compare(const StateTree& a, const StateTree& b) {
     TENSORMOUNT_RETURN_IF_ERROR(CheckDepth(path_));
@@ -386,7 +386,7 @@ Result<ExtractedTrees> ExtractKinds(StateTree tree, std::span<const StateTree::K
 
 Result<TreeDiff> DiffTrees(const StateTree& left, const StateTree& right) {
   TreeDiff diff;
-  TENSORMOUNT_RETURN_IF_ERROR(Differences(diff).Compare(left, right));
+  TENSORMOUNT_RETURN_IF_ERROR(TreeMismatches(diff).Compare(left, right));
   return diff;
 }
 

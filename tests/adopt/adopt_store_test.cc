@@ -135,7 +135,7 @@ TEST_F(AdoptTest, VerifyTellsWhatHasNoHashes) {
   for (std::uint32_t i = 0; i < opened->index().tensor_count(); ++i) {
     stored += opened->index().Extents(i).value()->DataBytes();
   }
-  for (const ObjectContent& object : opened->index().Objects().value()) stored += object.length;
+  for (const ObjectRecord& object : opened->index().Objects().value()) stored += object.length;
   EXPECT_GT(stored, 0u);
   EXPECT_EQ(without("q"), stored);
 }

@@ -55,7 +55,7 @@ inline Result<Adopted> Adopt(const ForeignFormat& format, const std::string& pat
   if (!format.Probe(folder)) return Status(Code::kNotFound, path + ": another format");
   ForeignBuilder builder(folder, std::string(format.name()));
   TENSORMOUNT_RETURN_IF_ERROR(format.Read(folder, builder));
-  TENSORMOUNT_ASSIGN_OR_RETURN(ForeignContent found, builder.Finish());
+  TENSORMOUNT_ASSIGN_OR_RETURN(ForeignInventory found, builder.Finish());
   return OpenedCheckpoint::OpenForeign(HostFileSystem(), std::move(found), path, {});
 }
 
@@ -95,10 +95,10 @@ inline std::vector<std::string> KeysOf(const Adopted& adopted) {
 }
 
 inline Result<std::string> ReadObject(const Adopted& adopted, const std::string& key) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectContent> parts,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts,
                                adopted->index().ObjectParts(key));
   std::string all;
-  for (const ObjectContent& part : parts) {
+  for (const ObjectRecord& part : parts) {
     std::string out(part.length, '?');
     TENSORMOUNT_RETURN_IF_ERROR(adopted->ReadObject(part, 0, out.data(), out.size()));
     all += out;

@@ -53,33 +53,33 @@ std::string Formula(DType dtype, std::int64_t i) {
 }
 
 struct Opened {
-  ForeignContent content;
+  ForeignInventory inventory;
   std::string root;
 
-  const TensorContent* Tensor(const std::string& key) const {
-    for (const TensorContent& tensor : content.content.tensors) {
+  const TensorRecord* Tensor(const std::string& key) const {
+    for (const TensorRecord& tensor : inventory.inventory.tensors) {
       if (tensor.meta.key() == key) return &tensor;
     }
     return nullptr;
   }
-  const ObjectContent* Object(const std::string& key) const {
-    for (const ObjectContent& object : content.content.objects) {
+  const ObjectRecord* Object(const std::string& key) const {
+    for (const ObjectRecord& object : inventory.inventory.objects) {
       if (object.key == key) return &object;
     }
     return nullptr;
   }
   std::vector<std::string> Keys() const {
     std::vector<std::string> out;
-    for (const TensorContent& tensor : content.content.tensors) out.push_back(tensor.meta.key());
+    for (const TensorRecord& tensor : inventory.inventory.tensors) out.push_back(tensor.meta.key());
     return out;
   }
   const CommonValue* Common(const std::string& name) const {
-    const auto it = content.content.common.find(name);
-    return it == content.content.common.end() ? nullptr : &it->second;
+    const auto it = inventory.inventory.common.find(name);
+    return it == inventory.inventory.common.end() ? nullptr : &it->second;
   }
   std::string Warnings() const {
     std::string out;
-    for (const std::string& warning : content.warnings) out += warning + "\n";
+    for (const std::string& warning : inventory.warnings) out += warning + "\n";
     return out;
   }
 };
@@ -94,8 +94,8 @@ Result<Opened> Open(const std::string& path) {
   if (format == nullptr) return Status(Code::kUnsupported, "no DCP");
   ForeignBuilder builder(folder, std::string(format->name()));
   TENSORMOUNT_RETURN_IF_ERROR(format->Read(folder, builder));
-  TENSORMOUNT_ASSIGN_OR_RETURN(ForeignContent content, builder.Finish());
-  return Opened{std::move(content), folder.root()};
+  TENSORMOUNT_ASSIGN_OR_RETURN(ForeignInventory inventory, builder.Finish());
+  return Opened{std::move(inventory), folder.root()};
 }
 
 Opened MustOpen(const std::string& name) {
@@ -106,17 +106,18 @@ Opened MustOpen(const std::string& name) {
 
 // Cell by cell through the chunks, past all the code that reads tensors in earnest: how many cells
 // are stored, and whether each is the formula's.
-Result<std::int64_t> CheckCells(const Opened& opened, const TensorContent& tensor) {
+Result<std::int64_t> CheckCells(const Opened& opened, const TensorRecord& tensor) {
   const TensorMeta& meta = tensor.meta;
   const std::size_t size = meta.bits() / 8;
   std::int64_t seen = 0;
   for (std::size_t i = 0; i < tensor.extents.size(); ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, tensor.extents.At(i));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file,
-                                 HostFileSystem().OpenReadBeneath(
-                                     opened.root, opened.content.content.files[chunk.file].name));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::unique_ptr<File> file,
+        HostFileSystem().OpenReadBeneath(opened.root,
+                                         opened.inventory.inventory.files[chunk.file].name));
     EXPECT_TRUE(chunk.pending);
-    TENSORMOUNT_RETURN_IF_ERROR(opened.content.resolver->Resolve(meta, *file, chunk));
+    TENSORMOUNT_RETURN_IF_ERROR(opened.inventory.resolver->Resolve(meta, *file, chunk));
     EXPECT_FALSE(chunk.pending);
     std::string bytes(chunk.length, '\0');
     TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(chunk.offset, bytes.data(), bytes.size()));
@@ -141,7 +142,7 @@ Result<std::int64_t> CheckCells(const Opened& opened, const TensorContent& tenso
 
 void ExpectWhole(const Opened& opened, const std::string& key, DType dtype, const Dims& shape) {
   SCOPED_TRACE(key);
-  const TensorContent* tensor = opened.Tensor(key);
+  const TensorRecord* tensor = opened.Tensor(key);
   ASSERT_NE(tensor, nullptr);
   EXPECT_EQ(tensor->meta.dtype(), dtype);
   EXPECT_EQ(tensor->meta.shape(), shape);
@@ -150,10 +151,10 @@ void ExpectWhole(const Opened& opened, const std::string& key, DType dtype, cons
 
 TEST(DcpTest, ReadsWhatTorch213WritesFromFourRanks) {
   const Opened opened = MustOpen("dcp-2.13/global");
-  EXPECT_THAT(opened.content.warnings, IsEmpty());
-  EXPECT_EQ(opened.content.content.info.producer, "torch.distributed.checkpoint");
-  EXPECT_EQ(opened.content.content.info.world_size, 4u);
-  EXPECT_EQ(opened.content.content.files.size(), 4u);
+  EXPECT_THAT(opened.inventory.warnings, IsEmpty());
+  EXPECT_EQ(opened.inventory.inventory.info.producer, "torch.distributed.checkpoint");
+  EXPECT_EQ(opened.inventory.inventory.info.world_size, 4u);
+  EXPECT_EQ(opened.inventory.inventory.files.size(), 4u);
   ExpectWhole(opened, "model.rows", DType::kF32, {8, 6});
   ExpectWhole(opened, "model.columns", DType::kBF16, {4, 8});
   ExpectWhole(opened, "model.grid", DType::kI64, {6, 8});
@@ -173,14 +174,14 @@ TEST(DcpTest, ReadsPayloadsThatKeptTheirStrides) {
   const Opened opened = MustOpen("dcp-2.13/global");
   for (const auto& [key, rows, columns] :
        {std::tuple("model.transposed", 6, 4), std::tuple("strided", 4, 5)}) {
-    const TensorContent* tensor = opened.Tensor(key);
+    const TensorRecord* tensor = opened.Tensor(key);
     ASSERT_NE(tensor, nullptr);
     EXPECT_EQ(tensor->meta.shape(), Dims({rows, columns}));
     for (std::size_t i = 0; i < tensor->extents.size(); ++i) {
       ChunkRecord chunk = tensor->extents.At(i).value();
-      const std::string& name = opened.content.content.files[chunk.file].name;
+      const std::string& name = opened.inventory.inventory.files[chunk.file].name;
       auto file = HostFileSystem().OpenReadBeneath(opened.root, name).value();
-      ASSERT_OK(opened.content.resolver->Resolve(tensor->meta, *file, chunk));
+      ASSERT_OK(opened.inventory.resolver->Resolve(tensor->meta, *file, chunk));
       ASSERT_EQ(chunk.strides.rank(), 2);
       const Box& box = chunk.region.box();
       for (std::int64_t r = 0; r < box.extent(0); ++r) {
@@ -220,8 +221,8 @@ TEST(DcpTest, ShowsObjectsAsBytesAndPlainOnesAsValues) {
 
 TEST(DcpTest, ReadsSeveralFilesARank) {
   const Opened opened = MustOpen("dcp-2.13/files");
-  EXPECT_EQ(opened.content.content.files.size(), 2u);
-  EXPECT_EQ(opened.content.content.info.world_size, 1u);
+  EXPECT_EQ(opened.inventory.inventory.files.size(), 2u);
+  EXPECT_EQ(opened.inventory.inventory.info.world_size, 1u);
   ExpectWhole(opened, "a", DType::kF32, {9});
   ExpectWhole(opened, "b", DType::kI16, {3, 3});
   EXPECT_EQ(*opened.Common("n"), CommonValue(5));
@@ -234,10 +235,10 @@ TEST(DcpTest, PutsTogetherWhatRanksStoredWithoutAGlobalPlan) {
   ExpectWhole(opened, "rank0/own", DType::kI32, {1});
   ExpectWhole(opened, "rank1/own", DType::kI32, {2});
   ExpectWhole(opened, "w", DType::kF32, {4, 3});
-  EXPECT_THAT(opened.content.lost, IsEmpty());
+  EXPECT_THAT(opened.inventory.lost, IsEmpty());
   EXPECT_THAT(opened.Warnings(), HasSubstr("without a global plan: 1 tensor is put together"));
   EXPECT_EQ(*opened.Common("rank1/rank"), CommonValue(1));
-  EXPECT_EQ(opened.content.content.info.world_size, 2u);
+  EXPECT_EQ(opened.inventory.inventory.info.world_size, 2u);
 }
 
 TEST(DcpTest, ReadsReleasesSince113) {
@@ -251,11 +252,11 @@ TEST(DcpTest, ReadsReleasesSince113) {
     ExpectWhole(opened, "turned", DType::kF32, {5, 4});
     ASSERT_NE(opened.Common("iteration"), nullptr);
     EXPECT_EQ(*opened.Common("iteration"), CommonValue(1200));
-    EXPECT_EQ(opened.content.content.info.world_size, 2u);
+    EXPECT_EQ(opened.inventory.inventory.info.world_size, 2u);
   }
-  EXPECT_THAT(MustOpen("dcp-old/torch-1.13").content.warnings, IsEmpty());
+  EXPECT_THAT(MustOpen("dcp-old/torch-1.13").inventory.warnings, IsEmpty());
   const Opened odd_keys = MustOpen("dcp-old/torch-2.1");
-  EXPECT_THAT(odd_keys.content.warnings,
+  EXPECT_THAT(odd_keys.inventory.warnings,
               ElementsAre(HasSubstr("1 entries of storage_data name no tensor or object")));
   const CommonValue* nesting = odd_keys.Common("torch.planner_data");
   ASSERT_NE(nesting, nullptr);
@@ -265,9 +266,9 @@ TEST(DcpTest, ReadsReleasesSince113) {
 
 TEST(DcpTest, ShowsTheTrainersFilesOfOlmo) {
   const Opened opened = MustOpen("dcp-old/olmo/step100");
-  EXPECT_EQ(opened.content.content.info.producer, "olmo-core");
+  EXPECT_EQ(opened.inventory.inventory.info.producer, "olmo-core");
   ASSERT_NE(opened.Object("train/rank1.pt"), nullptr);
-  EXPECT_THAT(opened.content.warnings, IsEmpty());
+  EXPECT_THAT(opened.inventory.warnings, IsEmpty());
   // The folder itself is a checkpoint too.
   const Opened inner = MustOpen("dcp-old/olmo/step100/model_and_optim");
   EXPECT_EQ(inner.Keys(), opened.Keys());
@@ -280,7 +281,7 @@ TEST(DcpTest, LeavesOutWhatCannotBeReadAndSaysWhy) {
   ExpectWhole(opened, "fine", DType::kF32, {3});
   ExpectWhole(opened, "ends", DType::kF32, {2, 3});
   EXPECT_THAT(CheckCells(opened, *opened.Tensor("hole")), IsOkAndHolds(2));
-  EXPECT_THAT(opened.content.content.objects, IsEmpty());
+  EXPECT_THAT(opened.inventory.inventory.objects, IsEmpty());
   for (const char* warning :
        {"tensor zstd: left out: its items are transformed by 'zstd'",
         "object zstd_object: left out: its items are transformed by 'zstd'",
@@ -293,7 +294,7 @@ TEST(DcpTest, LeavesOutWhatCannotBeReadAndSaysWhy) {
         "1 stored items belong to no chunk of the metadata (the first: stray)"}) {
     EXPECT_THAT(opened.Warnings(), HasSubstr(warning));
   }
-  EXPECT_EQ(opened.content.warnings.size(), 10u) << opened.Warnings();
+  EXPECT_EQ(opened.inventory.warnings.size(), 10u) << opened.Warnings();
   // What only the item tells is found when it is read.
   EXPECT_THAT(CheckCells(opened, *opened.Tensor("other_dtype")), HasCode(Code::kDataLoss));
   EXPECT_THAT(CheckCells(opened, *opened.Tensor("other_dtype")),
@@ -313,7 +314,7 @@ TEST(DcpTest, ReadsMegatronWithBothKindsOfCommonState) {
   for (const std::string release : {"megatron", "megatron-0.19"}) {
     SCOPED_TRACE(release);
     const Opened opened = MustOpen("dcp-old/" + release);
-    EXPECT_EQ(opened.content.content.info.producer, "megatron.core.dist_checkpointing");
+    EXPECT_EQ(opened.inventory.inventory.info.producer, "megatron.core.dist_checkpointing");
     ExpectWhole(opened, "decoder.layers.w", DType::kBF16, {3, 4, 3});
     ASSERT_NE(opened.Common("iteration"), nullptr) << opened.Warnings();
     EXPECT_EQ(*opened.Common("iteration"), CommonValue(7));
@@ -331,7 +332,7 @@ TEST(DcpTest, ReadsMegatronWithBothKindsOfCommonState) {
 TEST(DcpTest, PutsShardedObjectsOfMegatronOnTheirGrids) {
   const Opened opened = MustOpen("dcp-old/megatron");
   std::vector<std::string> rng;
-  for (const ObjectContent& object : opened.content.content.objects) {
+  for (const ObjectRecord& object : opened.inventory.inventory.objects) {
     if (object.key == "rng/a_b") {
       rng.push_back(object.index.ToString() + " of " + object.grid.ToString());
     }
@@ -391,8 +392,8 @@ TEST(DcpTest, ReadsAsAnyCheckpointDoes) {
                                     "dcp-old/olmo/step100", "dcp-old/megatron"}) {
     SCOPED_TRACE(fixture);
     Opened opened = MustOpen(fixture);
-    const Result<std::shared_ptr<OpenedCheckpoint>> checkpoint =
-        OpenedCheckpoint::OpenForeign(HostFileSystem(), std::move(opened.content), opened.root, {});
+    const Result<std::shared_ptr<OpenedCheckpoint>> checkpoint = OpenedCheckpoint::OpenForeign(
+        HostFileSystem(), std::move(opened.inventory), opened.root, {});
     ASSERT_OK(checkpoint);
     const CheckpointIndex& index = checkpoint.value()->index();
     for (std::uint32_t n = 0; n < index.tensor_count(); ++n) {
@@ -441,7 +442,7 @@ TEST(DcpTest, ReadsPairsOfF4OneByOne) {
 TEST(DcpTest, ReadsTurnedPayloadsInTheOrderOfTheTensor) {
   Opened opened = MustOpen("dcp-2.13/global");
   const Result<std::shared_ptr<OpenedCheckpoint>> checkpoint =
-      OpenedCheckpoint::OpenForeign(HostFileSystem(), std::move(opened.content), opened.root, {});
+      OpenedCheckpoint::OpenForeign(HostFileSystem(), std::move(opened.inventory), opened.root, {});
   ASSERT_OK(checkpoint);
   for (const auto& [key, rows, columns] :
        {std::tuple("model.transposed", 6, 4), std::tuple("strided", 4, 5)}) {
@@ -461,7 +462,7 @@ TEST(DcpTest, ReadsTurnedPayloadsInTheOrderOfTheTensor) {
 TEST(DcpTest, ReadingWhatIsNotThereFails) {
   Opened opened = MustOpen("dcp-old/odd");
   const Result<std::shared_ptr<OpenedCheckpoint>> checkpoint =
-      OpenedCheckpoint::OpenForeign(HostFileSystem(), std::move(opened.content), opened.root, {});
+      OpenedCheckpoint::OpenForeign(HostFileSystem(), std::move(opened.inventory), opened.root, {});
   ASSERT_OK(checkpoint);
   char bytes[16];
   for (const char* key : {"hole", "other_dtype", "other_shape"}) {
@@ -545,8 +546,8 @@ TEST_F(ChangedDcpTest, RanksThatDoNotFitTogetherAreShownByThemselves) {
   ASSERT_OK(opened);
   EXPECT_THAT(opened.value().Keys(), ElementsAre("own", "rank0/w"));
   EXPECT_THAT(CheckCells(opened.value(), *opened.value().Tensor("rank0/w")), IsOkAndHolds(6));
-  ASSERT_EQ(opened.value().content.lost.size(), 1u);
-  EXPECT_TRUE(opened.value().content.lost[0].holes);
+  ASSERT_EQ(opened.value().inventory.lost.size(), 1u);
+  EXPECT_TRUE(opened.value().inventory.lost[0].holes);
 }
 
 TEST_F(ChangedDcpTest, TruncatedMetadataAreDamage) {
@@ -570,7 +571,7 @@ TEST_F(ChangedDcpTest, FilesOfASaveThatHasNotEndedAreToldOf) {
   at("__1_0.distcp", 1060);
   Result<Opened> opened = Open(path);
   ASSERT_OK(opened);
-  EXPECT_THAT(opened.value().content.warnings, IsEmpty());
+  EXPECT_THAT(opened.value().inventory.warnings, IsEmpty());
   at("__1_0.distcp", 1061);
   opened = Open(path);
   ASSERT_OK(opened);

@@ -130,8 +130,8 @@ TEST_F(ForeignReadTest, AHoleReadsAroundIt) {
   EXPECT_THAT(read({0, 3}), HasCode(Code::kDataLoss));
   EXPECT_THAT(read({0, 3}), HasMessage("tensor hole [0:4, 3:4] is stored in no chunk"));
   // What adapters ask.
-  const ForeignContent found = made_.Found();
-  EXPECT_EQ(CheckTensor(found.content, found.content.tensors[0]).verdict, Completeness::kHole);
+  const ForeignInventory found = made_.Found();
+  EXPECT_EQ(CheckTensor(found.inventory, found.inventory.tensors[0]).verdict, Completeness::kHole);
 }
 
 TEST_F(ForeignReadTest, CompletenessTellsWhatIsWrong) {
@@ -142,8 +142,8 @@ TEST_F(ForeignReadTest, CompletenessTellsWhatIsWrong) {
   made_.Add("z double", DType::kU8, {4, 6}, {{rows(0, 3), 0, 0, {}}, {rows(2, 2), 0, 50, {1, 2}}});
   made_.Add("z far", DType::kU8, {4, 6}, {{rows(0, 4), 1, 0, {}}});
   made_.Add("z long", DType::kU8, {4, 6}, {{rows(0, 4), 1, 0, {1, 4}}});
-  ForeignContent found = made_.Found();
-  for (TensorContent& tensor : found.content.tensors) {
+  ForeignInventory found = made_.Found();
+  for (TensorRecord& tensor : found.inventory.tensors) {
     const std::string& key = tensor.meta.key();
     auto want = Completeness::kWhole;
     if (key == "z double") want = Completeness::kOverlap;
@@ -155,7 +155,7 @@ TEST_F(ForeignReadTest, CompletenessTellsWhatIsWrong) {
       tensor.extents = ExtentTable(2);
       tensor.extents.Append(chunk);
     }
-    const TensorCheck check = CheckTensor(found.content, tensor);
+    const TensorCheck check = CheckTensor(found.inventory, tensor);
     EXPECT_EQ(check.verdict, want) << key << ": " << check.why;
     EXPECT_EQ(check.why.empty(), want == Completeness::kWhole);
   }

@@ -84,11 +84,11 @@ Status HandMade::Resolver::Resolve(const TensorMeta&, File& file, ChunkRecord& c
 HandMade::HandMade(const std::string& root, Random& random, std::vector<std::uint64_t> sizes)
     : root_(root) {
   EXPECT_OK(HostFileSystem().CreateDirectories(JoinPath(root, "part")));
-  content_.info.uuid = Uuid::Random();
-  content_.info.producer = "by hand";
-  content_.info.world_size = 1;
-  content_.info.self_contained = false;
-  content_.info.root = root;
+  inventory_.info.uuid = Uuid::Random();
+  inventory_.info.producer = "by hand";
+  inventory_.info.world_size = 1;
+  inventory_.info.self_contained = false;
+  inventory_.info.root = root;
   for (std::size_t f = 0; f < sizes.size(); ++f) {
     FileRecord record;
     record.name = "part/" + std::to_string(f) + ".bin";
@@ -99,18 +99,18 @@ HandMade::HandMade(const std::string& root, Random& random, std::vector<std::uin
     record.length = info.size;
     record.mtime_seconds = info.mtime_seconds;
     record.mtime_nanoseconds = info.mtime_nanoseconds;
-    content_.files.push_back(record);
+    inventory_.files.push_back(record);
   }
 }
 
 std::string HandMade::FilePath(std::uint32_t file) const {
-  return JoinPath(root_, content_.files[file].name);
+  return JoinPath(root_, inventory_.files[file].name);
 }
 
 void HandMade::Add(const std::string& key, DType dtype, const Dims& shape,
                    std::vector<Window> windows) {
-  TensorContent& tensor =
-      content_.tensors.emplace_back(TensorMeta::Make(key, dtype, shape).value());
+  TensorRecord& tensor =
+      inventory_.tensors.emplace_back(TensorMeta::Make(key, dtype, shape).value());
   std::string bytes(tensor.meta.bytes(), '\0');
   const std::int64_t element = InfoOf(dtype).bits / 8;
   for (const Window& window : windows) {
@@ -152,22 +152,22 @@ void HandMade::Add(const std::string& key, DType dtype, const Dims& shape,
 
 void HandMade::AddObject(const std::string& key, std::uint32_t file, std::uint64_t offset,
                          std::uint64_t length) {
-  ObjectContent object;
+  ObjectRecord object;
   object.key = key;
   object.file = file;
   object.offset = offset;
   object.length = length;
   object.manifest = kNoManifest;
-  content_.objects.push_back(object);
+  inventory_.objects.push_back(object);
 }
 
-ForeignContent HandMade::Found() const {
-  ForeignContent found;
-  found.content = content_;
+ForeignInventory HandMade::Found() const {
+  ForeignInventory found;
+  found.inventory = inventory_;
   found.resolver = resolver_;
   std::sort(
-      found.content.tensors.begin(), found.content.tensors.end(),
-      [](const TensorContent& a, const TensorContent& b) { return a.meta.key() < b.meta.key(); });
+      found.inventory.tensors.begin(), found.inventory.tensors.end(),
+      [](const TensorRecord& a, const TensorRecord& b) { return a.meta.key() < b.meta.key(); });
   return found;
 }
 

@@ -60,7 +60,7 @@ class HandMade {
                  std::uint64_t length);
 
   // Sorted, with an identity.
-  ForeignContent Found() const;
+  ForeignInventory Found() const;
   Result<std::shared_ptr<OpenedCheckpoint>> Open(FileSystem& fs) const;
   // Row-major bytes; what no window holds is '\0'.
   const std::string& Bytes(const std::string& key) const { return bytes_.at(key); }
@@ -71,7 +71,7 @@ class HandMade {
 
  private:
   std::string root_;
-  Content content_;
+  Inventory inventory_;
   std::vector<std::string> files_;
   std::map<std::string, std::string> bytes_;
   std::shared_ptr<Resolver> resolver_ = std::make_shared<Resolver>();

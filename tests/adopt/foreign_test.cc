@@ -125,29 +125,29 @@ TEST_F(ForeignTest, ContentIsSortedAndComplete) {
   ASSERT_OK(builder.AddTensor("none", DType::kF32, {0, 3}));
   builder.AddCommon("step", std::int64_t{7});
   ASSERT_OK(builder.AddObject("o", b, 10, 5));
-  ASSERT_OK_AND_ASSIGN(const ForeignContent found, builder.Finish());
+  ASSERT_OK_AND_ASSIGN(const ForeignInventory found, builder.Finish());
   EXPECT_THAT(found.warnings, IsEmpty());
-  const Content& content = found.content;
-  ASSERT_EQ(content.files.size(), 2u);
-  EXPECT_EQ(content.files[0].name, "a.bin");
-  EXPECT_EQ(content.files[1].name, "sub/b.bin");
-  EXPECT_EQ(content.files[1].length, 50u);
-  EXPECT_NE(content.files[1].mtime_seconds, 0);
-  ASSERT_EQ(content.tensors.size(), 3u);
-  EXPECT_EQ(content.tensors[0].meta.key(), "none");
-  EXPECT_EQ(content.tensors[0].mtime, content.info.created);
-  EXPECT_EQ(content.tensors[1].extents.At(0).value().strides, (Dims{2, 6}));
-  ASSERT_EQ(content.tensors[2].extents.size(), 2u);
-  EXPECT_EQ(content.tensors[2].extents.At(0).value().file, 0u);
-  EXPECT_EQ(content.tensors[2].extents.At(1).value().file, 1u);
-  EXPECT_EQ(content.tensors[2].extents.At(1).value().region.box(), BoxOf({2, 0}, {2, 10}));
-  EXPECT_FALSE(content.tensors[2].extents.At(1).value().has_hash);
-  ASSERT_EQ(content.objects.size(), 1u);
-  EXPECT_EQ(content.objects[0].file, 1u);
-  EXPECT_FALSE(content.objects[0].has_hash());
-  EXPECT_EQ(content.common.at("step"), CommonValue(std::int64_t{7}));
-  EXPECT_FALSE(content.info.self_contained);
-  EXPECT_EQ(content.info.root, folder.root());
+  const Inventory& inventory = found.inventory;
+  ASSERT_EQ(inventory.files.size(), 2u);
+  EXPECT_EQ(inventory.files[0].name, "a.bin");
+  EXPECT_EQ(inventory.files[1].name, "sub/b.bin");
+  EXPECT_EQ(inventory.files[1].length, 50u);
+  EXPECT_NE(inventory.files[1].mtime_seconds, 0);
+  ASSERT_EQ(inventory.tensors.size(), 3u);
+  EXPECT_EQ(inventory.tensors[0].meta.key(), "none");
+  EXPECT_EQ(inventory.tensors[0].mtime, inventory.info.created);
+  EXPECT_EQ(inventory.tensors[1].extents.At(0).value().strides, (Dims{2, 6}));
+  ASSERT_EQ(inventory.tensors[2].extents.size(), 2u);
+  EXPECT_EQ(inventory.tensors[2].extents.At(0).value().file, 0u);
+  EXPECT_EQ(inventory.tensors[2].extents.At(1).value().file, 1u);
+  EXPECT_EQ(inventory.tensors[2].extents.At(1).value().region.box(), BoxOf({2, 0}, {2, 10}));
+  EXPECT_FALSE(inventory.tensors[2].extents.At(1).value().has_hash);
+  ASSERT_EQ(inventory.objects.size(), 1u);
+  EXPECT_EQ(inventory.objects[0].file, 1u);
+  EXPECT_FALSE(inventory.objects[0].has_hash());
+  EXPECT_EQ(inventory.common.at("step"), CommonValue(std::int64_t{7}));
+  EXPECT_FALSE(inventory.info.self_contained);
+  EXPECT_EQ(inventory.info.root, folder.root());
 }
 
 TEST_F(ForeignTest, WhatDoesNotFitIsRefused) {
@@ -206,13 +206,13 @@ TEST_F(ForeignTest, HolesStayAndDoubledCellsLeave) {
     deep = CommonValue(std::move(list));
   }
   builder.AddCommon("deep", std::move(deep));
-  ASSERT_OK_AND_ASSIGN(const ForeignContent found, builder.Finish());
-  ASSERT_EQ(found.content.tensors.size(), 1u);
-  EXPECT_EQ(found.content.tensors[0].meta.key(), "hole");
-  ASSERT_EQ(found.content.objects.size(), 2u);
-  EXPECT_EQ(found.content.objects[0].key, "whole");
-  EXPECT_EQ(found.content.objects[0].index, Dims{0});
-  EXPECT_THAT(found.content.common, IsEmpty());
+  ASSERT_OK_AND_ASSIGN(const ForeignInventory found, builder.Finish());
+  ASSERT_EQ(found.inventory.tensors.size(), 1u);
+  EXPECT_EQ(found.inventory.tensors[0].meta.key(), "hole");
+  ASSERT_EQ(found.inventory.objects.size(), 2u);
+  EXPECT_EQ(found.inventory.objects[0].key, "whole");
+  EXPECT_EQ(found.inventory.objects[0].index, Dims{0});
+  EXPECT_THAT(found.inventory.common, IsEmpty());
   EXPECT_THAT(found.warnings,
               ElementsAre(HasSubstr("gone: left out: its file is lost"), HasSubstr("$rank.0"),
                           HasSubstr("deep"), HasSubstr("hole: [0:4, 3:4] is stored nowhere"),
@@ -230,7 +230,7 @@ TEST_F(ForeignTest, IdentityIsThatOfContentAndFiles) {
     const std::uint32_t a = builder.AddFile("a.bin").value();
     const std::uint32_t w = builder.AddTensor("w", DType::kU8, {4}).value();
     EXPECT_OK(builder.AddChunk(w, Region(Box::Whole({4})), a, offset, 4));
-    return builder.Finish().value().content.info.uuid;
+    return builder.Finish().value().inventory.info.uuid;
   };
   const Uuid first = uuid(0, "x");
   EXPECT_FALSE(first.IsZero());
@@ -246,7 +246,7 @@ TEST_F(ForeignTest, WarningsAreCounted) {
   const ForeignFolder folder = Open();
   ForeignBuilder builder(folder, "test");
   for (int i = 0; i < 1000; ++i) builder.Warn("w" + std::to_string(i));
-  ASSERT_OK_AND_ASSIGN(const ForeignContent found, builder.Finish());
+  ASSERT_OK_AND_ASSIGN(const ForeignInventory found, builder.Finish());
   ASSERT_EQ(found.warnings.size(), 101u);
   EXPECT_EQ(found.warnings.back(), "and 900 more warnings");
 }

@@ -286,7 +286,7 @@ TEST(FormatsTest, EachFindsItsOwn) {
     ASSERT_OK(folder);
     const auto found = ReadForeign(folder.value());
     ASSERT_OK(found);
-    EXPECT_EQ(found.value().content.info.producer, producer) << name;
+    EXPECT_EQ(found.value().inventory.info.producer, producer) << name;
   }
 }
 

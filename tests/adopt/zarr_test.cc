@@ -155,7 +155,7 @@ TEST(ZarrTest, WrittenByZarrPython218) {
   ASSERT_OK(plain);
   EXPECT_THAT(KeysOf(plain.value()),
               ElementsAre("edges", "fortran", "layer/bool", "layer/nested", "scalar"));
-  EXPECT_EQ(plain.value()->index().ToContent().value().info.producer, "zarr");
+  EXPECT_EQ(plain.value()->index().ToInventory().value().info.producer, "zarr");
   ExpectCells(plain.value(), "edges", DType::kF32, {10, 6});
   ExpectCells(plain.value(), "fortran", DType::kI64, {5, 7});
   ExpectCells(plain.value(), "layer/bool", DType::kBool, {7});
@@ -168,7 +168,7 @@ TEST(ZarrTest, WrittenByZarrPython218) {
   const auto megatron = Adopt(MegatronZarrFormat(), folder + "megatron");
   ASSERT_OK(megatron);
   EXPECT_THAT(megatron.value()->warnings(), IsEmpty());
-  EXPECT_EQ(megatron.value()->index().ToContent().value().info.producer,
+  EXPECT_EQ(megatron.value()->index().ToInventory().value().info.producer,
             "megatron.core.dist_checkpointing");
   ExpectCells(megatron.value(), "decoder.layers.self_attention.weight", DType::kF32, {2, 6, 4});
   ExpectCells(megatron.value(), "uneven", DType::kF32, {7, 5});

@@ -110,17 +110,17 @@ TEST_P(FileSystemTest, OneReadFillsManyPieces) {
   ASSERT_THAT(file, IsOk());
   // More pieces than one call takes, empty ones among them, and past the end.
   std::string out(9000, '\0');
-  std::vector<File::Piece> pieces;
+  std::vector<File::Buffer> pieces;
   for (std::size_t at = 0; at < 8000; at += 5) {
     pieces.push_back({out.data() + at, 5});
     pieces.push_back({nullptr, 0});
   }
-  EXPECT_THAT(file.value()->ReadPiecesAt(100, pieces), IsOkAndHolds(8000u));
+  EXPECT_THAT(file.value()->ReadVectorAt(100, pieces), IsOkAndHolds(8000u));
   EXPECT_EQ(out.substr(0, 8000), data.substr(100, 8000));
   out.assign(9000, '\0');
-  EXPECT_THAT(file.value()->ReadPiecesAt(8997, pieces), IsOkAndHolds(3u));
+  EXPECT_THAT(file.value()->ReadVectorAt(8997, pieces), IsOkAndHolds(3u));
   EXPECT_EQ(out.substr(0, 4), data.substr(8997) + std::string(1, '\0'));
-  EXPECT_THAT(file.value()->ReadPiecesAt(9000, pieces), IsOkAndHolds(0u));
+  EXPECT_THAT(file.value()->ReadVectorAt(9000, pieces), IsOkAndHolds(0u));
 }
 
 TEST_P(FileSystemTest, OffsetsBeyondTheirTypeAreErrors) {

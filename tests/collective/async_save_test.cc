@@ -17,8 +17,8 @@
 
 #include "base/file_system.h"
 #include "collective/async/progress_file.h"
-#include "collective/async/staged_state.h"
-#include "collective/async/staging_pool.h"
+#include "collective/async/snapshot_pool.h"
+#include "collective/async/snapshot_state.h"
 #include "index/store/store.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
@@ -329,7 +329,7 @@ TEST_F(AsyncSaveTest, StagingMemoryIsBoundedAndUsedAgain) {
 }
 
 TEST(StagingPoolTest, WaitsForWhatOthersHoldAndKeepsPages) {
-  auto pool = std::make_shared<StagingPool>(4u << 20);
+  auto pool = std::make_shared<SnapshotPool>(4u << 20);
   std::atomic<std::int64_t> stalled{0};
   ASSERT_OK_AND_ASSIGN(auto first, pool->Take(3u << 20, milliseconds(10), &stalled));
   std::byte* const where = first->data();
@@ -362,8 +362,8 @@ TEST(StagedStateTest, PacksWhatIsStridedAndLacksLeadingAxes) {
       state.AddTensor("layers", {.global_shape = {3, 6, 4},
                                  .region = Box::Make({2, 0, 0}, {1, 6, 4}).value(),
                                  .data = BufferView::Host(DType::kF32, memory.data(), {6, 4})}));
-  auto pool = std::make_shared<StagingPool>(0);
-  const StagedState staged = StageState(state, *pool, milliseconds(1000), nullptr, nullptr);
+  auto pool = std::make_shared<SnapshotPool>(0);
+  const SnapshotState staged = StageState(state, *pool, milliseconds(1000), nullptr, nullptr);
   ASSERT_OK(staged.status);
   ASSERT_EQ(staged.dict.tensors().size(), 2u);
   const auto* t = static_cast<const float*>(staged.dict.tensors()[0].shard.data.data);

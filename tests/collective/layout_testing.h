@@ -27,7 +27,7 @@ class LayoutRanks {
     return *this;
   }
   LayoutRanks& Object(int rank, const std::string& key, const std::string& bytes,
-                      const ObjectPlace& place = {}) {
+                      const GridPosition& place = {}) {
     EXPECT_OK(at(rank).AddObject(key, bytes, place));
     return *this;
   }

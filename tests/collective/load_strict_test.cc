@@ -137,7 +137,7 @@ TEST_F(StrictLoad, ExactRequestsPassEveryPolicy) {
   const auto loaded = LoadWishes(
       path_, stored_, {{{0, whole}}, {{1, whole}}}, options, [](int rank, StateDict& request) {
         (void)request.WantObject(rank == 0 ? "rng" : "args",
-                                 rank == 0 ? ObjectPlace{{1}, {4}} : ObjectPlace{});
+                                 rank == 0 ? GridPosition{{1}, {4}} : GridPosition{});
       });
   for (const LoadedRank& rank : loaded) EXPECT_OK(rank.status);
   EXPECT_THAT(loaded[0].report.object("rng", {1}), IsOkAndHolds("r"));

@@ -23,7 +23,7 @@ class Ranks {
     return *this;
   }
   Ranks& Object(int rank, const std::string& key, const std::string& bytes,
-                const ObjectPlace& place = {}) {
+                const GridPosition& place = {}) {
     EXPECT_OK(at(rank).AddObject(key, bytes, place));
     return *this;
   }

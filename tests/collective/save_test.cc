@@ -278,7 +278,7 @@ TEST_F(SaveTest, ManifestsSayWhoseTheyAreAndProgressCountsWhatIsWritten) {
     ASSERT_OK(bytes);
     auto manifest = DecodeManifest(bytes.value(), name);
     ASSERT_OK(manifest);
-    EXPECT_EQ(manifest.value().content.info.uuid.ToString(), results[0].value().uuid) << name;
+    EXPECT_EQ(manifest.value().inventory.info.uuid.ToString(), results[0].value().uuid) << name;
   }
 }
 

@@ -78,18 +78,19 @@ inline std::string CutBox(const std::string& bytes, std::size_t item, const Dims
 }
 
 // What a file holds, its segments read one by one.
-inline Result<std::string> ReadContent(const ShownCheckpoint& shown, const FileContent& content) {
-  using Kind = FileContent::Segment::Kind;
+inline Result<std::string> ReadInventory(const ShownCheckpoint& shown,
+                                         const FileSegments& segments) {
+  using Kind = FileSegments::Segment::Kind;
   std::string out;
-  for (const FileContent::Segment& s : content.segments()) {
+  for (const FileSegments::Segment& s : segments.segments()) {
     EXPECT_EQ(s.begin, out.size());
     std::string bytes(s.length, '\0');
     switch (s.kind) {
       case Kind::kLiteral:
-        bytes = content.literal(s.ordinal).substr(s.skip, s.length);
+        bytes = segments.literal(s.ordinal).substr(s.skip, s.length);
         break;
       case Kind::kText:
-        TENSORMOUNT_RETURN_IF_ERROR(content.text().Read(s.skip, bytes.data(), bytes.size()));
+        TENSORMOUNT_RETURN_IF_ERROR(segments.text().Read(s.skip, bytes.data(), bytes.size()));
         break;
       case Kind::kTensor: {
         TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, shown.opened.index().At(s.ordinal));
@@ -98,7 +99,7 @@ inline Result<std::string> ReadContent(const ShownCheckpoint& shown, const FileC
         break;
       }
       case Kind::kBox: {
-        const FileContent::BoxSource& box = content.box(s.ordinal);
+        const FileSegments::BoxSource& box = segments.box(s.ordinal);
         const TensorMeta& meta = box.tensor.meta;
         std::string whole(meta.bytes(), '\0');
         TENSORMOUNT_RETURN_IF_ERROR(shown.opened.ReadBytes(
@@ -112,7 +113,7 @@ inline Result<std::string> ReadContent(const ShownCheckpoint& shown, const FileC
     }
     out += bytes;
   }
-  EXPECT_EQ(out.size(), content.size());
+  EXPECT_EQ(out.size(), segments.size());
   return out;
 }
 
@@ -133,9 +134,9 @@ inline Result<ViewNode> WalkView(const View& view, const std::string& path) {
 inline Result<std::string> ReadView(const ShownCheckpoint& shown, const View& view,
                                     const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ViewNode node, WalkView(view, path));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileContent content, view.Open(node.item));
-  EXPECT_EQ(content.size(), node.size) << path;
-  return ReadContent(shown, content);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileSegments segments, view.Open(node.item));
+  EXPECT_EQ(segments.size(), node.size) << path;
+  return ReadInventory(shown, segments);
 }
 
 }  // namespace tensormount::fs

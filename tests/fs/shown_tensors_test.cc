@@ -123,14 +123,14 @@ TEST_F(ShownTest, ACheckpointThatTheMapDoesNotFitIsAnErrorAndOthersAreNot) {
 
 // 100,000 keys: no call looks at all of them.
 TEST(ShownTensorsTest, LookupsOfManyRenamedKeysAreCheap) {
-  Content content;
-  content.info.uuid = {1, 2};
+  Inventory inventory;
+  inventory.info.uuid = {1, 2};
   for (int i = 0; i < 100'000; ++i) {
     char key[32];
     std::snprintf(key, sizeof key, "layers.%06d.w", i);
-    content.tensors.emplace_back(TensorMeta::Make(key, DType::kF32, {4}).value());
+    inventory.tensors.emplace_back(TensorMeta::Make(key, DType::kF32, {4}).value());
   }
-  ASSERT_OK_AND_ASSIGN(const auto index, CheckpointIndex::FromContent(content));
+  ASSERT_OK_AND_ASSIGN(const auto index, CheckpointIndex::FromInventory(inventory));
   ASSERT_OK_AND_ASSIGN(const KeyMap map,
                        KeyMap::FromJson(R"([{"match": "layers.*.w", "to": "w/*"}])"));
   ASSERT_OK_AND_ASSIGN(const KeyRenames renames, KeyRenames::Make(*index, map));

@@ -212,7 +212,7 @@ TEST_F(SlicesTest, WhatIsForgottenIsGone) {
   const std::uint64_t first = Walk("rows[1]").value().item;
   ASSERT_EQ(Walk("rows@1:2").value().item, first);
   EXPECT_EQ(view_.remembered(), 1u);
-  const FileContent open = view_.Open(first).value();
+  const FileSegments open = view_.Open(first).value();
   view_.Forget(first, 1);
   EXPECT_THAT(view_.Stat(first), IsOk());
   view_.Forget(first, 1);
@@ -220,7 +220,7 @@ TEST_F(SlicesTest, WhatIsForgottenIsGone) {
   EXPECT_THAT(view_.Stat(first), HasCode(Code::kStale));
   EXPECT_THAT(view_.Open(first), HasCode(Code::kStale));
   // What is open is read on.
-  EXPECT_THAT(ReadContent(fixture_.shown(), open),
+  EXPECT_THAT(ReadInventory(fixture_.shown(), open),
               IsOkAndHolds(TinyBytes(Tensor("rows")).substr(24, 24)));
   const ViewNode again = Walk("rows[1]").value();
   EXPECT_NE(again.item, first);
@@ -253,7 +253,7 @@ TEST_F(SlicesTest, FoldersListNothingAndFilesSayWhatTheyAre) {
 }
 
 TEST_F(SlicesTest, RunsOfATensorAreServedFromWhereTheyAre) {
-  using Kind = FileContent::Segment::Kind;
+  using Kind = FileSegments::Segment::Kind;
   const struct {
     const char* path;
     Kind kind;
@@ -262,9 +262,9 @@ TEST_F(SlicesTest, RunsOfATensorAreServedFromWhereTheyAre) {
                {"cube[0:2,2:4]", Kind::kBox}, {"cube[]", Kind::kTensor},
                {"h/1/w[2:5]", Kind::kTensor}};
   for (const auto& c : cases) {
-    const FileContent content = view_.Open(Walk(c.path).value().item).value();
-    ASSERT_EQ(content.segments().size(), 1u) << c.path;
-    EXPECT_EQ(content.segments()[0].kind, c.kind) << c.path;
+    const FileSegments segments = view_.Open(Walk(c.path).value().item).value();
+    ASSERT_EQ(segments.segments().size(), 1u) << c.path;
+    EXPECT_EQ(segments.segments()[0].kind, c.kind) << c.path;
   }
 }
 

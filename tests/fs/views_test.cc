@@ -184,8 +184,8 @@ TEST(ViewBoxes, AnyBoxInAnyContainerEqualsTheOracle) {
           const bool on_bytes = rows_on_bytes && random.OneIn(2);
           const Case made = RandomCase(random, tensor, on_bytes);
           SCOPED_TRACE(tensor.key + made.box.ToString() + " in " + made.container.ToString());
-          FileContent content;
-          const Status added = content.AddBox(entry, made.box, made.container);
+          FileSegments segments;
+          const Status added = segments.AddBox(entry, made.box, made.container);
           if (!added.ok()) {
             ASSERT_EQ(added.code(), Code::kInvalidArgument);
             ASSERT_LT(InfoOf(tensor.dtype).bits, 8u) << added.message();
@@ -195,13 +195,13 @@ TEST(ViewBoxes, AnyBoxInAnyContainerEqualsTheOracle) {
           }
           ++served;
           // Behind and before other segments, too.
-          FileContent mixed;
+          FileSegments mixed;
           mixed.AddLiteral(std::string("head"));
           mixed.AddTensor(entry);
           ASSERT_OK(mixed.AddBox(entry, made.box, made.container));
           mixed.AddLiteral(std::string("tail"));
           const std::string want = OracleContainer(tensor, made.box, made.container);
-          CompareFile(random, *view->Serve(content, "box", {}), want);
+          CompareFile(random, *view->Serve(segments, "box", {}), want);
           CompareFile(random, *view->Serve(mixed, "mixed", {}),
                       "head" + tensor.bytes + want + "tail");
         }
@@ -223,16 +223,16 @@ TEST(ViewBoxes, WhatDoesNotFitIsRefused) {
   ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
   ASSERT_OK_AND_ASSIGN(const ViewPtr view, OpenView(dir.Join("c")));
   ASSERT_OK_AND_ASSIGN(const TensorEntry entry, view->opened().index().Find("w"));
-  FileContent content;
+  FileSegments segments;
   const Box box = Box::Make({1, 2}, {2, 3}).value();
   const std::int64_t huge = std::int64_t{1} << 61;
-  EXPECT_THAT(content.AddBox(entry, box, {2}), HasCode(Code::kInvalidArgument));
-  EXPECT_THAT(content.AddBox(entry, box, {2, 2}), HasCode(Code::kInvalidArgument));
-  EXPECT_THAT(content.AddBox(entry, box, {2, huge}), HasCode(Code::kInvalidArgument));
-  EXPECT_THAT(content.AddBox(entry, Box::Make({3, 2}, {2, 3}).value(), {2, 3}),
+  EXPECT_THAT(segments.AddBox(entry, box, {2}), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(segments.AddBox(entry, box, {2, 2}), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(segments.AddBox(entry, box, {2, huge}), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(segments.AddBox(entry, Box::Make({3, 2}, {2, 3}).value(), {2, 3}),
               HasCode(Code::kInvalidArgument));
-  EXPECT_EQ(content.size(), 0u);
-  EXPECT_TRUE(content.segments().empty());
+  EXPECT_EQ(segments.size(), 0u);
+  EXPECT_TRUE(segments.segments().empty());
 }
 
 // Every read that needs a damaged chunk fails, however often it is tried; others go on.
@@ -261,11 +261,11 @@ TEST(ViewBoxes, DamageIsAnErrorEachTime) {
       ASSERT_OK_AND_ASSIGN(const ViewPtr view, OpenView(dir.Join("c"), verify));
       ASSERT_OK_AND_ASSIGN(const TensorEntry entry, view->opened().index().Find("w"));
       const auto serve = [&](const Box& box) {
-        FileContent content;
+        FileSegments segments;
         Dims container = box.extent();
         container[0] += 2;
-        EXPECT_OK(content.AddBox(entry, box, container));
-        return view->Serve(std::move(content), "box", {});
+        EXPECT_OK(segments.AddBox(entry, box, container));
+        return view->Serve(std::move(segments), "box", {});
       };
       for (int i = 0; i < 3; ++i) {
         const FilePtr bad = serve(right);

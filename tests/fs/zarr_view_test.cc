@@ -294,7 +294,7 @@ TEST(ZarrScaleTest, MetadataOfManyTensorsIsMadeQuickly) {
   const Store store = Store::OpenOrCreate(HostFileSystem(), dir.Join("store")).value();
   const Staging staging = store.Begin("step-1", IfExists::kFail).value();
   ASSERT_OK(WriteSyntheticStaging(HostFileSystem(), staging, spec));
-  ASSERT_OK(store.Publish(staging, Content(), {.now = 5000}));
+  ASSERT_OK(store.Publish(staging, Inventory(), {.now = 5000}));
   ASSERT_OK_AND_ASSIGN(const auto opened,
                        OpenedCheckpoint::Open(HostFileSystem(), dir.Join("store/step-1"), {}));
   const CheckpointIndex& index = opened->index();
@@ -344,10 +344,10 @@ TEST(ZarrEmptyTest, ACheckpointWithoutTensors) {
 
 // A tensor of 1-byte elements cut in these boxes, no data.
 ZarrGrid GridOf(const Dims& shape, const std::vector<Region>& regions, std::uint64_t max = 1000) {
-  Content content;
-  content.info.uuid = {1, 2};
-  content.files.push_back({.name = "data/x", .length = std::uint64_t{1} << 60, .root = {}});
-  TensorContent tensor(TensorMeta::Make("w", DType::kU8, shape).value());
+  Inventory inventory;
+  inventory.info.uuid = {1, 2};
+  inventory.files.push_back({.name = "data/x", .length = std::uint64_t{1} << 60, .root = {}});
+  TensorRecord tensor(TensorMeta::Make("w", DType::kU8, shape).value());
   for (const Region& region : regions) {
     ChunkRecord chunk;
     chunk.region = region;
@@ -355,8 +355,8 @@ ZarrGrid GridOf(const Dims& shape, const std::vector<Region>& regions, std::uint
     tensor.extents.Append(chunk);
   }
   tensor.extents.Sort();
-  content.tensors.push_back(std::move(tensor));
-  const auto index = CheckpointIndex::FromContent(content).value();
+  inventory.tensors.push_back(std::move(tensor));
+  const auto index = CheckpointIndex::FromInventory(inventory).value();
   return ZarrGrid::Make(*index, index->At(0).value(), max).value();
 }
 

@@ -15,7 +15,7 @@ namespace {
 // One writer's data file and manifest while they grow.
 struct Writer {
   std::string data;
-  Content content;
+  Inventory inventory;
   std::vector<Hash128> leaves;
 
   // Appends bytes and their leaves; gives offset, first leaf and root.
@@ -68,14 +68,14 @@ Result<BuiltCheckpoint> BuildCheckpoint(FileSystem& fs, const std::string& direc
   std::vector<Writer> writers(static_cast<std::size_t>(spec.writers));
   for (std::size_t w = 0; w < writers.size(); ++w) {
     Writer& writer = writers[w];
-    writer.content.info.uuid = spec.uuid;
-    writer.content.files.push_back(
+    writer.inventory.info.uuid = spec.uuid;
+    writer.inventory.files.push_back(
         {.name = "data/" + spec.uuid.Short() + "-r" + std::to_string(w) + ".bin",
          .placement = Placement::kRankShard});
-    ExtraPiece head;
+    ExtraRange head;
     writer.Add(std::string(32, 'h'), head.offset, head.first_leaf, head.hash);
     head.length = 32;
-    writer.content.extras.push_back(head);
+    writer.inventory.extras.push_back(head);
   }
   for (std::size_t t = 0; t < spec.tensors.size(); ++t) {
     const RandomTensor& tensor = spec.tensors[t];
@@ -83,8 +83,8 @@ Result<BuiltCheckpoint> BuildCheckpoint(FileSystem& fs, const std::string& direc
                                  TensorMeta::Make(tensor.key, tensor.dtype, tensor.shape));
     std::vector<Region> written;
     for (std::size_t w = 0; w < writers.size(); ++w) {
-      TensorContent& content = writers[w].content.tensors.emplace_back(meta);
-      content.has_digest = true;
+      TensorRecord& inventory = writers[w].inventory.tensors.emplace_back(meta);
+      inventory.has_digest = true;
       for (const Region& region : spec.partitions[t][w]) {
         if (region.empty()) continue;
         if (std::find(written.begin(), written.end(), region) != written.end()) continue;
@@ -94,61 +94,61 @@ Result<BuiltCheckpoint> BuildCheckpoint(FileSystem& fs, const std::string& direc
         chunk.region = region;
         chunk.length = bytes.size();
         writers[w].Add(bytes, chunk.offset, chunk.first_leaf, chunk.hash);
-        content.extents.Append(chunk);
-        content.digest ^= DigestOf(tensor, meta, region);
+        inventory.extents.Append(chunk);
+        inventory.digest ^= DigestOf(tensor, meta, region);
       }
     }
   }
   for (const BuildObject& object : spec.objects) {
-    ObjectContent part;
+    ObjectRecord part;
     part.key = object.key;
     part.index = object.index;
     part.grid = object.grid;
     part.length = object.bytes.size();
     writers[0].Add(object.bytes, part.offset, part.first_leaf, part.hash);
-    writers[0].content.objects.push_back(part);
+    writers[0].inventory.objects.push_back(part);
   }
 
-  ContentMerger merger;
+  InventoryMerger merger;
   for (std::size_t w = 0; w < writers.size(); ++w) {
     Writer& writer = writers[w];
-    writer.content.files[0].length = writer.data.size();
+    writer.inventory.files[0].length = writer.data.size();
     TENSORMOUNT_RETURN_IF_ERROR(
-        fs.WriteFileDurably(JoinPath(directory, writer.content.files[0].name), writer.data));
+        fs.WriteFileDurably(JoinPath(directory, writer.inventory.files[0].name), writer.data));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
-                                 EncodeManifest(writer.content, writer.leaves));
+                                 EncodeManifest(writer.inventory, writer.leaves));
     const std::string name = "manifest/rank-" + std::to_string(w) + ".tmm";
     TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(JoinPath(directory, name), manifest));
     built.commit.files.push_back(EntryOf(name, manifest));
-    TENSORMOUNT_RETURN_IF_ERROR(merger.Add(writer.content, name));
+    TENSORMOUNT_RETURN_IF_ERROR(merger.Add(writer.inventory, name));
   }
-  Content coordinator;
+  Inventory coordinator;
   coordinator.info = info;
   coordinator.common = spec.common;
   const std::string coordinator_name(kCoordinatorManifest);
   TENSORMOUNT_RETURN_IF_ERROR(merger.Add(coordinator, coordinator_name));
-  TENSORMOUNT_ASSIGN_OR_RETURN(built.content, merger.Finish());
-  for (std::size_t i = 0; i < built.content.tensors.size(); ++i) {
-    built.content.tensors[i].mtime = spec.now + static_cast<std::int64_t>(i);
+  TENSORMOUNT_ASSIGN_OR_RETURN(built.inventory, merger.Finish());
+  for (std::size_t i = 0; i < built.inventory.tensors.size(); ++i) {
+    built.inventory.tensors[i].mtime = spec.now + static_cast<std::int64_t>(i);
   }
-  for (ObjectContent& object : built.content.objects) object.mtime = spec.now;
-  TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(built.content));
-  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(built.content));
+  for (ObjectRecord& object : built.inventory.objects) object.mtime = spec.now;
+  TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(built.inventory));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(built.inventory));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
-                               EncodeManifest(CoordinatorContent(built.content), {}));
+                               EncodeManifest(CoordinatorInventory(built.inventory), {}));
   TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(JoinPath(directory, coordinator_name), manifest));
   built.commit.files.push_back(EntryOf(coordinator_name, manifest));
 
   built.commit.uuid = info.uuid;
   built.commit.generation = info.generation;
   built.commit.parent = info.parent;
-  built.commit.content_root = ContentRoot(built.content);
+  built.commit.content_root = ContentRoot(built.inventory);
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const CommitRecord::Entry index,
-      CheckpointIndex::WriteSst(fs, built.content, built.commit.content_root, directory,
+      CheckpointIndex::WriteSst(fs, built.inventory, built.commit.content_root, directory,
                                 std::string(kIndexName)));
   built.commit.files.push_back(index);
-  for (const FileRecord& file : built.content.files) {
+  for (const FileRecord& file : built.inventory.files) {
     built.commit.files.push_back({.name = file.name, .length = file.length, .hash = file.root});
   }
   std::sort(built.commit.files.begin(), built.commit.files.end(),

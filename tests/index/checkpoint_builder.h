@@ -8,7 +8,7 @@
 
 #include "base/file_system.h"
 #include "index/records/commit_record.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 #include "tests/support/random_layout.h"
 
 // Checkpoint folders with any cuts, written without store and collective, so that tests of the
@@ -35,7 +35,7 @@ struct BuildSpec {
 
 struct BuiltCheckpoint {
   std::string directory;
-  Content content;  // Merged, as the index has it.
+  Inventory inventory;  // Merged, as the index has it.
   CommitRecord commit;
 };
 

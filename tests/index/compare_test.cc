@@ -53,7 +53,7 @@ class CompareTest : public testing::Test {
                                CompareOptions options = {}) {
     std::vector<std::string> lines;
     found_.clear();
-    auto summary = CompareCheckpoints(a, b, options, [&](const Difference& d) {
+    auto summary = CompareCheckpoints(a, b, options, [&](const Mismatch& d) {
       const char sign = "+-~"[static_cast<std::size_t>(d.kind)];
       lines.push_back(std::string(1, sign) + " " + d.key);
       found_[d.key] = d;
@@ -65,7 +65,7 @@ class CompareTest : public testing::Test {
   }
 
   TempDir dir_;
-  std::map<std::string, Difference> found_;
+  std::map<std::string, Mismatch> found_;
   CompareSummary summary_;
 };
 
@@ -107,7 +107,7 @@ TEST_F(CompareTest, NamesWhatWasAddedRemovedAndChanged) {
   EXPECT_EQ(found_["layers.0.cols"].reason, "shape [6, 10] and [10, 6]");
   EXPECT_EQ(found_["layers.0.w"].reason, "digests differ");
   EXPECT_EQ(found_["step"].reason, "dtype i64 and f64");
-  EXPECT_EQ(found_["config"].what, Difference::What::kObject);
+  EXPECT_EQ(found_["config"].what, Mismatch::What::kObject);
   EXPECT_THAT(found_["iteration"].reason, testing::HasSubstr("17"));
   EXPECT_EQ(summary_.bytes_read, 0U);
   EXPECT_EQ(summary_.added, 1U);
@@ -166,7 +166,7 @@ TEST_F(CompareTest, TheFirstElementThatDiffersIsNamedWhicheverThreadFindsIt) {
   }
   options.values = true;
   EXPECT_EQ(Run(*ours, *other, options), Lines{"~ w"});
-  const ValueDifference& values = *found_["w"].values;
+  const ValueMismatch& values = *found_["w"].values;
   EXPECT_EQ(values.compared, 20000U);
   EXPECT_EQ(values.differing, 2U);
   EXPECT_EQ(values.first, 7003U);
@@ -241,8 +241,7 @@ TEST_F(CompareTest, DamageEndsIt) {
   ASSERT_OK_AND_ASSIGN(std::string bytes, HostFileSystem().ReadFile(file, 1 << 20));
   bytes[bytes.size() - 9] ^= 4;
   ASSERT_OK(HostFileSystem().ReplaceFile(file, bytes));
-  const auto result =
-      CompareCheckpoints(*a, *plain, {}, [](const Difference&) { return Status(); });
+  const auto result = CompareCheckpoints(*a, *plain, {}, [](const Mismatch&) { return Status(); });
   EXPECT_EQ(result.status().code(), Code::kDataLoss);
   EXPECT_THAT(result.status().message(), testing::HasSubstr("w"));
 }

@@ -120,13 +120,14 @@ TEST(LayerNamesTest, ALayerReadsAsATensorOfItsOwn) {
 
 TEST(LayerNamesTest, ElementsUnderAByteAreLayersOnlyInWholeBytes) {
   BuildSpec spec;
-  Content content;
-  content.info.uuid = {1, 2};
-  content.tensors.push_back(TensorContent(TensorMeta::Make("half", DType::kF4, {2, 3, 1}).value()));
-  content.tensors.push_back(TensorContent(TensorMeta::Make("whole", DType::kF4, {2, 4}).value()));
-  content.common.emplace("$layers.half", "half.{}");
-  content.common.emplace("$layers.whole", "whole.{}");
-  ASSERT_OK_AND_ASSIGN(const auto index, CheckpointIndex::FromContent(content));
+  Inventory inventory;
+  inventory.info.uuid = {1, 2};
+  inventory.tensors.push_back(
+      TensorRecord(TensorMeta::Make("half", DType::kF4, {2, 3, 1}).value()));
+  inventory.tensors.push_back(TensorRecord(TensorMeta::Make("whole", DType::kF4, {2, 4}).value()));
+  inventory.common.emplace("$layers.half", "half.{}");
+  inventory.common.emplace("$layers.whole", "whole.{}");
+  ASSERT_OK_AND_ASSIGN(const auto index, CheckpointIndex::FromInventory(inventory));
   ASSERT_OK_AND_ASSIGN(const auto half, index->ResolveLayer("half.1"));
   EXPECT_FALSE(half);
   ASSERT_OK_AND_ASSIGN(const auto whole, index->ResolveLayer("whole.1"));
@@ -135,10 +136,10 @@ TEST(LayerNamesTest, ElementsUnderAByteAreLayersOnlyInWholeBytes) {
 }
 
 TEST(LayerNamesTest, DamagedRecordsAreDataLoss) {
-  Content content;
-  content.info.uuid = {1, 2};
-  content.common.emplace("$layers.w", 3);
-  ASSERT_OK_AND_ASSIGN(const auto index, CheckpointIndex::FromContent(content));
+  Inventory inventory;
+  inventory.info.uuid = {1, 2};
+  inventory.common.emplace("$layers.w", 3);
+  ASSERT_OK_AND_ASSIGN(const auto index, CheckpointIndex::FromInventory(inventory));
   EXPECT_THAT(index->ResolveLayer("layers.1.w"), HasCode(Code::kDataLoss));
 }
 

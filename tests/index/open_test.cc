@@ -58,11 +58,11 @@ class OpenTest : public testing::Test {
     return report.ok() ? report.value().damages : std::vector<VerifyReport::Damage>{};
   }
   // An index of other content, listed by COMMIT: every checksum holds.
-  void ReplaceIndex(const Content& content) {
+  void ReplaceIndex(const Inventory& inventory) {
     ASSERT_OK(HostFileSystem().RemoveFile(Below(std::string(kIndexName))));
     ASSERT_OK_AND_ASSIGN(
         const CommitRecord::Entry entry,
-        CheckpointIndex::WriteSst(HostFileSystem(), content, built_.commit.content_root, path(),
+        CheckpointIndex::WriteSst(HostFileSystem(), inventory, built_.commit.content_root, path(),
                                   std::string(kIndexName)));
     for (CommitRecord::Entry& file : built_.commit.files) {
       if (file.name == kIndexName) file = entry;
@@ -418,7 +418,7 @@ TEST_F(OpenTest, FlipsInManifestsAreSeenByVerify) {
 }
 
 TEST_F(OpenTest, EveryByteOfADataFileIsVouchedFor) {
-  for (const FileRecord& file : built_.content.files) {
+  for (const FileRecord& file : built_.inventory.files) {
     const std::string whole = ReadWholeFile(Below(file.name));
     for (std::size_t byte = 0; byte < whole.size(); byte += 1 + whole.size() / 150) {
       Flip(file.name, byte, static_cast<int>(byte % 8));
@@ -457,9 +457,9 @@ TEST_F(OpenTest, VerifyNamesWhatDoesNotBelongThere) {
 
 TEST_F(OpenTest, AnIndexThatLiesUnderRightChecksumsIsSeenByVerify) {
   // Of content with another mtime.
-  Content content = built_.content;
-  content.tensors[0].mtime += 1;
-  ReplaceIndex(content);
+  Inventory inventory = built_.inventory;
+  inventory.tensors[0].mtime += 1;
+  ReplaceIndex(inventory);
   const auto damages = Damages();
   ASSERT_EQ(damages.size(), 1u);
   EXPECT_THAT(damages[0].reason, testing::HasSubstr("1 of "));
@@ -469,17 +469,17 @@ TEST_F(OpenTest, ForeignFilesAreReadOnlyBelowTheRootThatAFriendNamed) {
   // Under right checksums, a record that names a file elsewhere.
   ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("root")));
   const std::string theirs = dir_.Join("root/theirs");
-  Content content = built_.content;
-  WriteWholeFile(theirs, std::string(content.files[0].length, 's'));
+  Inventory inventory = built_.inventory;
+  WriteWholeFile(theirs, std::string(inventory.files[0].length, 's'));
   ASSERT_OK_AND_ASSIGN(const FileInfo info, HostFileSystem().Stat(theirs));
-  content.info.self_contained = false;
-  content.info.root = dir_.Join("root");
-  FileRecord& file = content.files[0];
+  inventory.info.self_contained = false;
+  inventory.info.root = dir_.Join("root");
+  FileRecord& file = inventory.files[0];
   file.name = "theirs";
   file.placement = Placement::kForeign;
   file.mtime_seconds = info.mtime_seconds;
   file.mtime_nanoseconds = info.mtime_nanoseconds;
-  ReplaceIndex(content);
+  ReplaceIndex(inventory);
   {
     ASSERT_OK_AND_ASSIGN(const auto opened, Open());
     ASSERT_OK(opened->OpenFile(0).status());
@@ -492,15 +492,15 @@ TEST_F(OpenTest, ForeignFilesAreReadOnlyBelowTheRootThatAFriendNamed) {
     EXPECT_FALSE(opened->OpenFile(0).ok());
   }
   // Without a root there is nothing that they could be below.
-  content.info.self_contained = true;
-  ReplaceIndex(content);
+  inventory.info.self_contained = true;
+  ReplaceIndex(inventory);
   {
     ASSERT_OK_AND_ASSIGN(const auto opened, Open());
     EXPECT_TRUE(opened->index_was_rebuilt());
     EXPECT_NE(opened->index().files()[0].placement, Placement::kForeign);
   }
-  content.info.self_contained = false;
-  ReplaceIndex(content);
+  inventory.info.self_contained = false;
+  ReplaceIndex(inventory);
   // COMMIT of somebody else, whom the operator does not vouch for.
   if (geteuid() != 0) GTEST_SKIP() << "cannot give files away";
   ASSERT_EQ(chown(Below("COMMIT").c_str(), 12345, 12345), 0);
@@ -540,7 +540,7 @@ TEST_F(OpenTest, AFailedWriteOfTheIndexIsAnError) {
     ObservedFileSystem failing(HostFileSystem(), [&](const FileEvent& event) {
       return event.op == op ? Status::FromErrno(ENOSPC, "write", event.path) : Status();
     });
-    EXPECT_THAT(CheckpointIndex::WriteSst(failing, built_.content, built_.commit.content_root,
+    EXPECT_THAT(CheckpointIndex::WriteSst(failing, built_.inventory, built_.commit.content_root,
                                           path(), std::string(kIndexName)),
                 HasCode(Code::kResourceExhausted))
         << FileOpName(op);
@@ -550,8 +550,8 @@ TEST_F(OpenTest, AFailedWriteOfTheIndexIsAnError) {
   ObservedFileSystem counting(HostFileSystem(), {}, [&](const FileEvent& event) {
     if (event.op == FileOp::kSync) ++syncs;
   });
-  ASSERT_OK(CheckpointIndex::WriteSst(counting, built_.content, built_.commit.content_root, path(),
-                                      std::string(kIndexName)));
+  ASSERT_OK(CheckpointIndex::WriteSst(counting, built_.inventory, built_.commit.content_root,
+                                      path(), std::string(kIndexName)));
   EXPECT_EQ(syncs, 1);
 }
 

@@ -21,7 +21,8 @@ TEST_F(PublishScaleTest, ManyChunksArePublishedComparedWithTheirParentAndOpened)
     ASSERT_OK(WriteSyntheticStaging(fs(), staging.value(), spec));
     const bool first = name[0] == 'p';
     const auto start = std::chrono::steady_clock::now();
-    const auto published = store.Publish(staging.value(), Content(), {.now = first ? 5000 : 6000});
+    const auto published =
+        store.Publish(staging.value(), Inventory(), {.now = first ? 5000 : 6000});
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
     ASSERT_OK(published);
     const Store::Published& p = published.value();

@@ -40,7 +40,7 @@ Crc64 OracleDigest(const RandomTensor& tensor, const Region& region) {
   return digest;
 }
 
-std::string Joined(const std::vector<OpenedCheckpoint::MappedPiece>& pieces) {
+std::string Joined(const std::vector<OpenedCheckpoint::MappedRange>& pieces) {
   std::string joined;
   for (const auto& piece : pieces) {
     joined.append(reinterpret_cast<const char*>(piece.data), piece.size);
@@ -107,7 +107,7 @@ void CompareWithOracle(Random& random, const OpenedCheckpoint& opened, const Bui
   }
   for (const BuildObject& object : spec.objects) {
     ASSERT_OK_AND_ASSIGN(const auto parts, opened.index().ObjectParts(object.key));
-    for (const ObjectContent& part : parts) {
+    for (const ObjectRecord& part : parts) {
       if (!(part.index == object.index)) continue;
       std::string got(part.length, '?');
       ASSERT_OK(opened.ReadObject(part, 0, got.data(), got.size()));

@@ -114,50 +114,50 @@ TEST(CommitRecord, NamesThatLeadElsewhereAreRefused) {
   }
 }
 
-Content SmallContent() {
-  Content content;
-  content.info.uuid = {1, 2};
-  content.files.push_back({.name = "data/a", .placement = Placement::kPack, .length = 100});
-  TensorContent& tensor =
-      content.tensors.emplace_back(TensorMeta::Make("w", DType::kF32, {2, 3}).value());
+Inventory SmallInventory() {
+  Inventory inventory;
+  inventory.info.uuid = {1, 2};
+  inventory.files.push_back({.name = "data/a", .placement = Placement::kPack, .length = 100});
+  TensorRecord& tensor =
+      inventory.tensors.emplace_back(TensorMeta::Make("w", DType::kF32, {2, 3}).value());
   tensor.digest = 77;
   tensor.has_digest = true;
   ChunkRecord chunk;
   chunk.region = Region(Box::Whole({2, 3}));
   chunk.length = 24;
   tensor.extents.Append(chunk);
-  content.objects.push_back(
+  inventory.objects.push_back(
       {.key = "rng", .index = {0}, .grid = {1}, .offset = 24, .length = 5, .first_leaf = 1});
-  content.extras.push_back({.offset = 30, .length = 2, .first_leaf = 2});
-  content.common = {{"lr", 0.5}, {"n", std::int64_t{3}}};
-  return content;
+  inventory.extras.push_back({.offset = 30, .length = 2, .first_leaf = 2});
+  inventory.common = {{"lr", 0.5}, {"n", std::int64_t{3}}};
+  return inventory;
 }
 
 TEST(Manifest, ComesBackAsItWas) {
   const std::vector<Hash128> leaves = {{1, 2}, {3, 4}, {5, 6}};
-  ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallContent(), leaves));
+  ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallInventory(), leaves));
   ASSERT_OK_AND_ASSIGN(const Manifest manifest, DecodeManifest(bytes, "manifest/a.tmm"));
   EXPECT_EQ(manifest.leaves, leaves);
-  EXPECT_EQ(manifest.content.objects[0].first_leaf, 1u);
-  EXPECT_EQ(manifest.content.common, SmallContent().common);
-  ASSERT_OK_AND_ASSIGN(const std::string again, EncodeManifest(manifest.content, leaves));
+  EXPECT_EQ(manifest.inventory.objects[0].first_leaf, 1u);
+  EXPECT_EQ(manifest.inventory.common, SmallInventory().common);
+  ASSERT_OK_AND_ASSIGN(const std::string again, EncodeManifest(manifest.inventory, leaves));
   EXPECT_EQ(again, bytes);
 }
 
 TEST(Manifest, ReservedCommonRecordsMayNameAnyKey) {
   const std::vector<Hash128> leaves = {{1, 2}, {3, 4}, {5, 6}};
-  Content content = SmallContent();
-  content.common["$layers." + std::string(kMaxKeyBytes, 'k')] = "layers.{}";
-  ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(content, leaves));
+  Inventory inventory = SmallInventory();
+  inventory.common["$layers." + std::string(kMaxKeyBytes, 'k')] = "layers.{}";
+  ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(inventory, leaves));
   ASSERT_OK_AND_ASSIGN(const Manifest manifest, DecodeManifest(bytes, "manifest/a.tmm"));
-  EXPECT_EQ(manifest.content.common, content.common);
-  content.common[std::string(2 * kMaxKeyBytes, 'k')] = 1;
-  EXPECT_THAT(EncodeManifest(content, leaves), HasCode(Code::kInvalidArgument));
+  EXPECT_EQ(manifest.inventory.common, inventory.common);
+  inventory.common[std::string(2 * kMaxKeyBytes, 'k')] = 1;
+  EXPECT_THAT(EncodeManifest(inventory, leaves), HasCode(Code::kInvalidArgument));
 }
 
 TEST(Manifest, EveryFlippedBitAndEveryCutIsRefused) {
   const std::vector<Hash128> leaves = {{1, 2}, {3, 4}, {5, 6}};
-  ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallContent(), leaves));
+  ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallInventory(), leaves));
   for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {
     std::string flipped = bytes;
     flipped[bit / 8] = static_cast<char>(flipped[bit / 8] ^ (1 << (bit % 8)));
@@ -172,7 +172,7 @@ TEST(Manifest, EveryFlippedBitAndEveryCutIsRefused) {
 // Checksums hold, contents lie: what decodes is refused or harmless, never a crash.
 TEST(Manifest, LiesUnderValidChecksumsAreSurvived) {
   const std::vector<Hash128> leaves = {{1, 2}, {3, 4}, {5, 6}};
-  ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallContent(), leaves));
+  ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallInventory(), leaves));
   const auto records = LoadLittle<std::uint64_t>(bytes.data() + 48);
   Random random(TestSeed());
   for (int i = 0; i < TestScale(3000); ++i) {
@@ -192,19 +192,19 @@ TEST(Manifest, LiesUnderValidChecksumsAreSurvived) {
       ASSERT_THAT(manifest.status().code(), testing::AnyOf(Code::kDataLoss, Code::kUnsupported));
       continue;
     }
-    ContentMerger merger;
-    if (!merger.Add(manifest.value().content, "manifest/a.tmm").ok()) continue;
-    Result<Content> content = merger.Finish();
-    if (!content.ok()) continue;
-    (void)ComputeFileRoots(content.value());  // Must only not crash.
-    (void)CheckComplete(content.value());
+    InventoryMerger merger;
+    if (!merger.Add(manifest.value().inventory, "manifest/a.tmm").ok()) continue;
+    Result<Inventory> inventory = merger.Finish();
+    if (!inventory.ok()) continue;
+    (void)ComputeFileRoots(inventory.value());  // Must only not crash.
+    (void)CheckComplete(inventory.value());
   }
 }
 
 TEST(Manifest, LeavesAreReadWithoutTheRest) {
   TempDir dir;
   const std::vector<Hash128> leaves = {{1, 2}, {3, 4}, {5, 6}};
-  ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallContent(), leaves));
+  ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallInventory(), leaves));
   WriteWholeFile(dir.Join("m"), bytes);
   ASSERT_OK_AND_ASSIGN(const auto file, HostFileSystem().OpenRead(dir.Join("m")));
   EXPECT_THAT(ReadManifestLeaves(*file, 1, 2), IsOkAndHolds(std::vector<Hash128>{{3, 4}, {5, 6}}));

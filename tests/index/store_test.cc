@@ -383,10 +383,10 @@ TEST_F(StoreTest, ManifestsOfAnotherSaveAndNamesOutsideAreRefused) {
 
   auto decoded = DecodeManifest(manifest, "m");
   ASSERT_OK(decoded);
-  Content content = std::move(decoded.value().content);
-  ASSERT_EQ(content.files[0].placement, Placement::kTensorFile);
-  content.files[0].name = "data/../../../a";
-  const auto encoded = EncodeManifest(content, decoded.value().leaves);
+  Inventory inventory = std::move(decoded.value().inventory);
+  ASSERT_EQ(inventory.files[0].placement, Placement::kTensorFile);
+  inventory.files[0].name = "data/../../../a";
+  const auto encoded = EncodeManifest(inventory, decoded.value().leaves);
   if (encoded.ok()) {
     WriteWholeFile(JoinPath(a.directory, "manifest/rank-0.tmm"), encoded.value());
     EXPECT_THAT(store.Publish(a, TinyCoordinator(spec), {}), HasCode(Code::kDataLoss));

@@ -63,7 +63,7 @@ inline std::map<std::string, std::int64_t> MtimesOf(const std::string& directory
   }));
   const auto objects = index.Objects();
   EXPECT_OK(objects);
-  for (const ObjectContent& o : objects.value()) {
+  for (const ObjectRecord& o : objects.value()) {
     out["object " + o.key + (o.index.rank() > 0 ? o.index.ToString() : "")] = o.mtime;
   }
   out["checkpoint.json"] = index.info().json_mtime;

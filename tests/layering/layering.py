@@ -35,6 +35,8 @@ ROOMS = {
 # The layer that implements each public header: lower ones must not include it.
 PUBLIC_HEADERS = {
     "export.h": "base",
+    "visibility.h": "base",
+    "visibility.h": "base",
     "status.h": "base",
     "box.h": "shard",
     "buffer.h": "shard",

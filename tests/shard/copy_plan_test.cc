@@ -236,7 +236,7 @@ TEST(CopyPlanPropertyTest, MatchesNaiveIndexingForAnyPartition) {
     std::vector<std::byte> by_runs = out.bytes;
     std::byte* base = static_cast<std::byte*>(buffer.data);
     const std::int64_t base_at = base - out.bytes.data();
-    for (const CopyPlan::Piece& piece : plan.value().pieces()) {
+    for (const CopyPlan::Part& piece : plan.value().pieces()) {
       const std::vector<std::byte>& from = stored[piece.chunk];
       ExecuteCopy(piece.copy, from.data(), base);
       piece.copy.ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
@@ -256,7 +256,7 @@ TEST(CopyPlanPropertyTest, MatchesNaiveIndexingForAnyPartition) {
     if (chunks.empty()) continue;
     const auto gone = static_cast<std::uint32_t>(rnd.Int(0, static_cast<int>(chunks.size()) - 1));
     bool needed = false;
-    for (const CopyPlan::Piece& p : plan.value().pieces()) needed = needed || p.chunk == gone;
+    for (const CopyPlan::Part& p : plan.value().pieces()) needed = needed || p.chunk == gone;
     chunks[gone].clear();
     const auto less = CopyPlan::Make(placed.value(), chunks);
     ASSERT_EQ(less.ok(), !needed);

@@ -15,9 +15,9 @@ namespace tensormount {
 namespace {
 
 template <typename T>
-ValueDifference Compare(DType type, const std::vector<T>& a, const std::vector<T>& b,
-                        std::uint64_t first = 0) {
-  ValueDifference sum;
+ValueMismatch Compare(DType type, const std::vector<T>& a, const std::vector<T>& b,
+                      std::uint64_t first = 0) {
+  ValueMismatch sum;
   const std::size_t items = a.size() * sizeof(T) * 8 / InfoOf(type).bits;
   CompareValues(type, reinterpret_cast<const std::byte*>(a.data()), type,
                 reinterpret_cast<const std::byte*>(b.data()), items, first, &sum);
@@ -57,7 +57,7 @@ TEST(ElementValues, KindsThatTheConversionLacks) {
 }
 
 TEST(CompareValues, SaysHowManyHowFarAndWhere) {
-  const ValueDifference d = Compare<float>(DType::kF32, {1, 2, 3, 4}, {1, 2.5, 3, 2}, 100);
+  const ValueMismatch d = Compare<float>(DType::kF32, {1, 2, 3, 4}, {1, 2.5, 3, 2}, 100);
   EXPECT_EQ(d.compared, 4U);
   EXPECT_EQ(d.differing, 2U);
   EXPECT_EQ(d.first, 101U);
@@ -70,7 +70,7 @@ TEST(CompareValues, SaysHowManyHowFarAndWhere) {
 
 TEST(CompareValues, NotANumberIsApart) {
   const float other = std::bit_cast<float>(std::bit_cast<std::uint32_t>(kNan) ^ 1U);
-  const ValueDifference d =
+  const ValueMismatch d =
       Compare<float>(DType::kF32, {kNan, kNan, kNan, 0, 5}, {kNan, other, 1, -0.0F, kNan});
   EXPECT_EQ(d.nan_both, 1U);  // Equal bits are not even looked at.
   EXPECT_EQ(d.nan_beside, 2U);
@@ -81,7 +81,7 @@ TEST(CompareValues, NotANumberIsApart) {
 }
 
 TEST(CompareValues, InfinitiesAreInfinitelyFar) {
-  const ValueDifference d = Compare<float>(DType::kF32, {kInf, 1, kInf}, {-kInf, 1, 3});
+  const ValueMismatch d = Compare<float>(DType::kF32, {kInf, 1, kInf}, {-kInf, 1, 3});
   EXPECT_EQ(d.differing, 2U);
   EXPECT_EQ(d.max_abs->value, std::numeric_limits<double>::infinity());
   EXPECT_EQ(d.max_abs->at, 0U);
@@ -90,19 +90,18 @@ TEST(CompareValues, InfinitiesAreInfinitelyFar) {
 
 TEST(CompareValues, IntegersAreExact) {
   const std::int64_t big = std::numeric_limits<std::int64_t>::max();
-  const ValueDifference d =
-      Compare<std::int64_t>(DType::kI64, {big, 7, -big - 1}, {big - 1, 7, big});
+  const ValueMismatch d = Compare<std::int64_t>(DType::kI64, {big, 7, -big - 1}, {big - 1, 7, big});
   EXPECT_EQ(d.differing, 2U);
   EXPECT_EQ(*d.max_abs_integer, std::numeric_limits<std::uint64_t>::max());
   EXPECT_EQ(d.max_abs->at, 2U);
-  const ValueDifference one = Compare<std::int64_t>(DType::kI64, {big}, {big - 1});
+  const ValueMismatch one = Compare<std::int64_t>(DType::kI64, {big}, {big - 1});
   EXPECT_EQ(*one.max_abs_integer, 1U);
   const std::uint64_t most = std::numeric_limits<std::uint64_t>::max();
   EXPECT_EQ(*Compare<std::uint64_t>(DType::kU64, {most}, {most - 3}).max_abs_integer, 3U);
 }
 
 TEST(CompareValues, ComplexDistancesAreInThePlane) {
-  const ValueDifference d = Compare<float>(DType::kC64, {0, 0, 1, kNan}, {3, -4, 1, 2});
+  const ValueMismatch d = Compare<float>(DType::kC64, {0, 0, 1, kNan}, {3, -4, 1, 2});
   EXPECT_EQ(d.compared, 2U);
   EXPECT_EQ(d.max_abs->value, 5);
   EXPECT_EQ(d.nan_beside, 1U);
@@ -111,7 +110,7 @@ TEST(CompareValues, ComplexDistancesAreInThePlane) {
 TEST(CompareValues, TypesMayDiffer) {
   const std::vector<float> a = {1, 2, 0.1F};
   const std::uint16_t b[] = {0x3F80, 0x4000, 0x3DCD};  // bf16: 1, 2, about 0.1.
-  ValueDifference d;
+  ValueMismatch d;
   CompareValues(DType::kF32, reinterpret_cast<const std::byte*>(a.data()), DType::kBF16,
                 reinterpret_cast<const std::byte*>(b), 3, 0, &d);
   EXPECT_EQ(d.differing, 1U);
@@ -129,8 +128,8 @@ TEST(CompareValues, BlocksAddUpInAnyOrder) {
     a[i] = static_cast<std::int32_t>(i * 7919 % 1013);
     b[i] = i % 3 == 0 ? a[i] : static_cast<std::int32_t>(i * 104729 % 1013);
   }
-  const ValueDifference whole = Compare(DType::kI32, a, b);
-  ValueDifference sum;
+  const ValueMismatch whole = Compare(DType::kI32, a, b);
+  ValueMismatch sum;
   for (const std::size_t begin : {std::size_t{2600}, std::size_t{0}, std::size_t{1000}}) {
     const std::size_t end = begin == 0 ? 1000 : (begin == 1000 ? 2600 : 4000);
     const auto part = [&](const std::vector<std::int32_t>& all) {

@@ -21,7 +21,8 @@ TensorMeta FaultMeta(const std::string& key, DType dtype, const Dims& shape) {
   return TensorMeta::Make(key, dtype, shape).value();
 }
 
-StagedContent ReadStagedContent(const Staging& staging, const std::vector<TensorMeta>& tensors) {
+StagedInventory ReadStagedInventory(const Staging& staging,
+                                    const std::vector<TensorMeta>& tensors) {
   const Result<Journal> journal = ReadJournal(HostFileSystem(), JournalPath(staging));
   EXPECT_OK(journal);
   if (!journal.ok()) return {};
@@ -92,11 +93,12 @@ TEST(StagingFaultsTest, WhatWasSyncedSurvivesPowerCuts) {
       ASSERT_OK(journal);
       EXPECT_GE(journal.value().bytes, promises[i].journal_bytes);
       // Every record that can be read is true, also those that nobody was promised.
-      StagedContent content = Resolve(HostFileSystem(), after.directory, journal.value(), tensors);
+      StagedInventory inventory =
+          Resolve(HostFileSystem(), after.directory, journal.value(), tensors);
       const Promise& next = promises[std::min(i + 1, promises.size() - 1)];
       for (std::size_t t = 0; t < targets.size(); ++t) {
         const KnownBytes& got =
-            content.targets.try_emplace(names[t], now[t].bytes.size()).first->second;
+            inventory.targets.try_emplace(names[t], now[t].bytes.size()).first->second;
         const KnownBytes& least = promises[i].targets[t];
         std::size_t wrong = 0;
         for (std::size_t b = 0; b < got.bytes.size(); ++b) {
@@ -108,7 +110,7 @@ TEST(StagingFaultsTest, WhatWasSyncedSurvivesPowerCuts) {
         EXPECT_EQ(wrong, 0u) << names[t];
       }
       if (i > 0) {
-        const std::string& got = content.objects["o[]"];
+        const std::string& got = inventory.objects["o[]"];
         EXPECT_TRUE(got == promises[i].object || got == next.object);
       }
       ASSERT_OK(HostFileSystem().RemoveTree(dir.Join("after")));
@@ -147,14 +149,14 @@ TEST(StagingFaultsTest, ARenamedObjectSurvivesPowerCuts) {
       after.directory = dir.Join("after/s");
       ASSERT_OK_AND_ASSIGN(const Journal journal,
                            ReadJournal(HostFileSystem(), JournalPath(after)));
-      const StagedContent content =
+      const StagedInventory inventory =
           Resolve(HostFileSystem(), after.directory, journal, std::vector<TensorMeta>());
-      ASSERT_TRUE(content.objects.contains(state));
-      const bool moved = content.objects.at(state) == second;
-      EXPECT_TRUE(moved || content.objects.at(state) == first);
+      ASSERT_TRUE(inventory.objects.contains(state));
+      const bool moved = inventory.objects.at(state) == second;
+      EXPECT_TRUE(moved || inventory.objects.at(state) == first);
       EXPECT_TRUE(moved || k < ended);
-      if (content.objects.contains(tmp)) {
-        EXPECT_TRUE(content.objects.at(tmp) == second);
+      if (inventory.objects.contains(tmp)) {
+        EXPECT_TRUE(inventory.objects.at(tmp) == second);
         EXPECT_LT(k, ended);
       } else {
         EXPECT_TRUE(moved);
@@ -167,8 +169,8 @@ TEST(StagingFaultsTest, ARenamedObjectSurvivesPowerCuts) {
   ASSERT_OK(old->Sync());
   ASSERT_OK(next->Append("!", 1));
   ASSERT_OK(writer->SyncAll());
-  EXPECT_TRUE(ReadStagedContent(staging, {}).objects.at(state) == second + "!");
-  EXPECT_EQ(ReadStagedContent(staging, {}).objects.size(), 1u);
+  EXPECT_TRUE(ReadStagedInventory(staging, {}).objects.at(state) == second + "!");
+  EXPECT_EQ(ReadStagedInventory(staging, {}).objects.size(), 1u);
 }
 
 TEST(StagingFaultsTest, AFailedSyncCondemnsTheFileAndWhoseBytesWereInIt) {
@@ -211,12 +213,12 @@ TEST(StagingFaultsTest, AFailedSyncCondemnsTheFileAndWhoseBytesWereInIt) {
     ASSERT_OK(targets[t]->Sync());
   }
   EXPECT_FALSE(writer->SyncAll().ok());
-  const StagedContent content = ReadStagedContent(staging, tensors);
-  EXPECT_EQ(content.condemned, (std::vector<std::string>{"a[0:1000]", "b[0:1000]", "object o"}));
-  EXPECT_EQ(content.targets.at("a[0:1000]").bytes, data);
-  EXPECT_EQ(content.targets.at("c[0:1000]").bytes, data.substr(500) + z.substr(500));
-  EXPECT_EQ(content.targets.at("d[0:1000]").count(), 500u);
-  EXPECT_EQ(content.objects.size(), 0u);
+  const StagedInventory inventory = ReadStagedInventory(staging, tensors);
+  EXPECT_EQ(inventory.condemned, (std::vector<std::string>{"a[0:1000]", "b[0:1000]", "object o"}));
+  EXPECT_EQ(inventory.targets.at("a[0:1000]").bytes, data);
+  EXPECT_EQ(inventory.targets.at("c[0:1000]").bytes, data.substr(500) + z.substr(500));
+  EXPECT_EQ(inventory.targets.at("d[0:1000]").count(), 500u);
+  EXPECT_EQ(inventory.objects.size(), 0u);
 }
 
 TEST(StagingFaultsTest, AFullDiskFailsTheWriteAndNoMore) {
@@ -240,7 +242,7 @@ TEST(StagingFaultsTest, AFullDiskFailsTheWriteAndNoMore) {
   EXPECT_EQ(target->written_bytes(), 100'000u);
   ASSERT_OK(target->Write(100'000, data.data() + 100'000, 100'000));
   ASSERT_OK(target->Sync());
-  EXPECT_EQ(ReadStagedContent(staging, {meta}).targets.at("a[0:200000]").bytes, data);
+  EXPECT_EQ(ReadStagedInventory(staging, {meta}).targets.at("a[0:200000]").bytes, data);
 }
 
 TEST(StagingFaultsTest, ManyThreadsOnOneTargetAndOnMany) {
@@ -301,12 +303,12 @@ TEST(StagingFaultsTest, ManyThreadsOnOneTargetAndOnMany) {
   syncer.join();
   reader.join();
   ASSERT_OK(writer->SyncAll());
-  const StagedContent content = ReadStagedContent(staging, tensors);
-  EXPECT_TRUE(content.targets.at(TargetName("w", Box::Whole({kSize}))).bytes == data);
+  const StagedInventory inventory = ReadStagedInventory(staging, tensors);
+  EXPECT_TRUE(inventory.targets.at(TargetName("w", Box::Whole({kSize}))).bytes == data);
   for (std::size_t t = 0; t < kThreads; ++t) {
-    EXPECT_EQ(content.targets.at(TargetName(tensors[t + 1].key(), Box::Whole({100'000}))).count(),
+    EXPECT_EQ(inventory.targets.at(TargetName(tensors[t + 1].key(), Box::Whole({100'000}))).count(),
               kSteps * 8000);
-    EXPECT_EQ(content.objects.at(ObjectName("o", {static_cast<std::int64_t>(t)})).size(),
+    EXPECT_EQ(inventory.objects.at(ObjectName("o", {static_cast<std::int64_t>(t)})).size(),
               kSteps * 1000);
   }
 }

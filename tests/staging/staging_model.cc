@@ -74,9 +74,9 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> KnownBytes::Ranges() const 
 std::string TargetName(const std::string& key, const Box& box) { return key + box.ToString(); }
 std::string ObjectName(const std::string& key, const Dims& index) { return key + index.ToString(); }
 
-StagedContent Resolve(FileSystem& fs, const std::string& directory, const Journal& journal,
-                      const std::vector<TensorMeta>& tensors) {
-  StagedContent content;
+StagedInventory Resolve(FileSystem& fs, const std::string& directory, const Journal& journal,
+                        const std::vector<TensorMeta>& tensors) {
+  StagedInventory inventory;
   struct Target {
     std::string name;
     std::vector<std::uint64_t> positions;
@@ -108,17 +108,17 @@ StagedContent Resolve(FileSystem& fs, const std::string& directory, const Journa
         const auto meta = std::ranges::find(tensors, record.target.key, &TensorMeta::key);
         if (meta == tensors.end()) {
           ADD_FAILURE() << "tensor " << record.target.key;
-          return content;
+          return inventory;
         }
         targets.push_back({TargetName(record.target.key, record.target.box),
                            Positions(*meta, record.target.box), meta->bytes()});
         EXPECT_EQ(targets.back().positions.size(), record.end);
-        content.targets.try_emplace(targets.back().name, record.end);
+        inventory.targets.try_emplace(targets.back().name, record.end);
         break;
       }
       case JournalRecord::Kind::kExtent: {
         const StagedExtent& e = record.extent;
-        ++content.extents;
+        ++inventory.extents;
         const std::string data = read(e.file, e.offset, e.bytes());
         check_leaves(data, e.leaves);
         const Target& target = targets[e.target];
@@ -126,7 +126,7 @@ StagedContent Resolve(FileSystem& fs, const std::string& directory, const Journa
         for (std::uint64_t i = 0; i < e.runs; ++i) {
           const std::uint64_t at = e.begin + i * e.stride;
           const std::string_view run = std::string_view(data).substr(i * e.length, e.length);
-          content.targets[target.name].Write(at, run);
+          inventory.targets[target.name].Write(at, run);
           for (std::uint64_t from = 0; from < e.length;) {
             std::uint64_t to = from + 1;
             while (to < e.length &&
@@ -142,24 +142,24 @@ StagedContent Resolve(FileSystem& fs, const std::string& directory, const Journa
         break;
       }
       case JournalRecord::Kind::kForget:
-        content.targets[targets[record.number].name].Forget(record.begin, record.end);
+        inventory.targets[targets[record.number].name].Forget(record.begin, record.end);
         break;
       case JournalRecord::Kind::kObject: {
         const StagedObject& o = record.object;
         std::string data = o.length == 0 ? "" : read(o.file, o.offset, o.length);
         check_leaves(data, o.leaves);
-        content.objects[ObjectName(o.key, o.index)] = std::move(data);
+        inventory.objects[ObjectName(o.key, o.index)] = std::move(data);
         break;
       }
       case JournalRecord::Kind::kNoObject:
-        content.objects.erase(ObjectName(record.object.key, record.object.index));
+        inventory.objects.erase(ObjectName(record.object.key, record.object.index));
         break;
       case JournalRecord::Kind::kCondemn:
-        content.condemned.push_back(record.file_name);
+        inventory.condemned.push_back(record.file_name);
         break;
     }
   }
-  return content;
+  return inventory;
 }
 
 }  // namespace tensormount::fs

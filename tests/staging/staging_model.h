@@ -40,7 +40,7 @@ struct KnownBytes {
 };
 
 // By TargetName or ObjectName.
-struct StagedContent {
+struct StagedInventory {
   std::map<std::string, KnownBytes> targets;
   std::map<std::string, std::string> objects;
   std::vector<std::string> condemned;
@@ -51,8 +51,8 @@ std::string ObjectName(const std::string& key, const Dims& index);
 
 // Applies the records in order. Every byte is read, and hashes and contributions made anew from a
 // list of where each byte stands in the tensor; what does not agree fails the test.
-StagedContent Resolve(FileSystem& fs, const std::string& directory, const Journal& journal,
-                      const std::vector<TensorMeta>& tensors);
+StagedInventory Resolve(FileSystem& fs, const std::string& directory, const Journal& journal,
+                        const std::vector<TensorMeta>& tensors);
 
 }  // namespace tensormount::fs
 

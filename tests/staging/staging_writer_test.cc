@@ -28,7 +28,7 @@ class StagingWriterTest : public testing::Test {
     staging_ = MakeTestStaging(HostFileSystem(), directory_);
     writer_ = StagingWriter::Make(HostFileSystem(), staging_, kTestIncarnation);
   }
-  StagedContent Read(const std::vector<TensorMeta>& tensors) {
+  StagedInventory Read(const std::vector<TensorMeta>& tensors) {
     const Result<Journal> journal = ReadJournal(HostFileSystem(), JournalPath(staging_));
     EXPECT_OK(journal);
     if (!journal.ok()) return {};
@@ -133,16 +133,16 @@ class ModelRun {
     }
   }
 
-  void CheckRecorded(const StagedContent& content) const {
+  void CheckRecorded(const StagedInventory& inventory) const {
     for (const ModelTarget& t : targets_) {
-      const auto at = content.targets.find(t.name);
-      if (at == content.targets.end()) {
+      const auto at = inventory.targets.find(t.name);
+      if (at == inventory.targets.end()) {
         EXPECT_EQ(t.recorded.count(), 0u) << t.name;
       } else {
         EXPECT_TRUE(at->second == t.recorded) << t.name;
       }
     }
-    EXPECT_EQ(content.objects, recorded_objects_);
+    EXPECT_EQ(inventory.objects, recorded_objects_);
   }
 
  private:
@@ -329,8 +329,8 @@ TEST_F(StagingWriterTest, ColumnsBecomeOneRecordOfRuns) {
     want.Write(row * 8192 + 4096, data);
   }
   ASSERT_OK(target->Sync());
-  const StagedContent content = Read({meta});
-  EXPECT_TRUE(content.targets.begin()->second == want);
+  const StagedInventory inventory = Read({meta});
+  EXPECT_TRUE(inventory.targets.begin()->second == want);
   ASSERT_EQ(Extents().size(), 1u);
   EXPECT_EQ(Extents()[0].runs, 1024u);
   EXPECT_EQ(Extents()[0].length, 2048u);

@@ -17,8 +17,8 @@ Status WriteSyntheticStaging(FileSystem& fs, const Staging& staging, const Synth
   constexpr std::uint64_t kChunkBytes = kColumns * 4;
   for (int w = 0; w < spec.writers; ++w) {
     Random random(spec.seed * 1000 + static_cast<std::uint64_t>(w));
-    Content content;
-    content.info.uuid = staging.uuid;
+    Inventory inventory;
+    inventory.info.uuid = staging.uuid;
     std::vector<Hash128> leaves;
     std::uint64_t at = 0;
     for (int t = 0; t < spec.tensors; ++t) {
@@ -28,7 +28,7 @@ Status WriteSyntheticStaging(FileSystem& fs, const Staging& staging, const Synth
           TensorMeta meta,
           TensorMeta::Make("model.layers." + number + ".weight", DType::kF32,
                            {static_cast<std::int64_t>(spec.chunks_per_tensor), kColumns}));
-      TensorContent tensor(std::move(meta));
+      TensorRecord tensor(std::move(meta));
       tensor.has_digest = true;
       tensor.digest = random.Next();
       for (int c = w; c < spec.chunks_per_tensor; c += spec.writers) {
@@ -44,16 +44,16 @@ Status WriteSyntheticStaging(FileSystem& fs, const Staging& staging, const Synth
         tensor.extents.Append(chunk);
         at += kChunkBytes;
       }
-      content.tensors.push_back(std::move(tensor));
+      inventory.tensors.push_back(std::move(tensor));
     }
     const std::string rank = "r" + std::to_string(w);
     const std::string name = "data/" + staging.ShortId() + "-" + rank + ".pack";
-    content.files.push_back({name, Placement::kPack, at, Hash128{}});
+    inventory.files.push_back({name, Placement::kPack, at, Hash128{}});
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file,
                                  fs.CreateExclusive(JoinPath(staging.directory, name)));
     TENSORMOUNT_RETURN_IF_ERROR(file->Truncate(at));
     TENSORMOUNT_RETURN_IF_ERROR(file->Sync());
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest, EncodeManifest(content, leaves));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest, EncodeManifest(inventory, leaves));
     TENSORMOUNT_RETURN_IF_ERROR(
         fs.WriteFileDurably(JoinPath(staging.directory, "manifest/" + rank + ".tmm"), manifest));
   }

@@ -76,12 +76,12 @@ Result<std::vector<TensorPiece>> CutTensor(const TinyTensor& t) {
 
 // The manifest of one writer while it grows.
 struct Writer {
-  Content content;
+  Inventory inventory;
   std::vector<Hash128> leaves;
 
   std::uint32_t AddFile(const std::string& name, Placement placement, std::uint64_t length) {
-    content.files.push_back({name, placement, length, Hash128{}});
-    return static_cast<std::uint32_t>(content.files.size() - 1);
+    inventory.files.push_back({name, placement, length, Hash128{}});
+    return static_cast<std::uint32_t>(inventory.files.size() - 1);
   }
   // Hashes bytes into the manifest's leaves; returns the root and where they begin.
   std::pair<Hash128, std::uint64_t> Hash(std::string_view bytes) {
@@ -93,7 +93,7 @@ struct Writer {
     return {hasher.Root(), first};
   }
   Status AddChunk(const TensorPiece& piece, std::uint32_t file, std::uint64_t offset) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(TensorContent * tensor, TensorOf(*piece.tensor));
+    TENSORMOUNT_ASSIGN_OR_RETURN(TensorRecord * tensor, TensorOf(*piece.tensor));
     ChunkRecord chunk;
     chunk.region = Region(piece.box);
     chunk.file = file;
@@ -104,14 +104,14 @@ struct Writer {
     tensor->digest ^= piece.digest;
     return Status();
   }
-  Result<TensorContent*> TensorOf(const TinyTensor& t) {
-    for (TensorContent& c : content.tensors) {
+  Result<TensorRecord*> TensorOf(const TinyTensor& t) {
+    for (TensorRecord& c : inventory.tensors) {
       if (c.meta.key() == t.key) return &c;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, TensorMeta::Make(t.key, t.dtype, t.shape));
-    content.tensors.emplace_back(std::move(meta));
-    content.tensors.back().has_digest = true;
-    return &content.tensors.back();
+    inventory.tensors.emplace_back(std::move(meta));
+    inventory.tensors.back().has_digest = true;
+    return &inventory.tensors.back();
   }
 };
 
@@ -147,12 +147,12 @@ Status WriteRankShard(FileSystem& fs, const Staging& staging, int rank,
   const std::string name =
       "data/" + staging.ShortId() + "-r" + std::to_string(rank) + ".safetensors";
   const std::uint32_t file = writer.AddFile(name, Placement::kRankShard, bytes.size());
-  ExtraPiece extra;
+  ExtraRange extra;
   extra.file = file;
   extra.length = header;
   std::tie(extra.hash, extra.first_leaf) =
       writer.Hash(std::string_view(bytes).substr(0, ToSize(header)));
-  writer.content.extras.push_back(extra);
+  writer.inventory.extras.push_back(extra);
   std::uint64_t at = header;
   for (const TensorPiece& p : pieces) {
     TENSORMOUNT_RETURN_IF_ERROR(writer.AddChunk(p, file, at));
@@ -167,16 +167,16 @@ Status WriteObjects(FileSystem& fs, const Staging& staging, const std::vector<Ti
   const std::string name = "data/" + staging.ShortId() + "-r0.pack";
   std::string bytes;
   for (const TinyObject& o : objects) {
-    ObjectContent record;
+    ObjectRecord record;
     record.key = o.key;
     record.index = o.index;
     record.grid = o.grid;
-    record.file = static_cast<std::uint32_t>(writer.content.files.size());
+    record.file = static_cast<std::uint32_t>(writer.inventory.files.size());
     record.offset = bytes.size();
     record.length = o.bytes.size();
     std::tie(record.hash, record.first_leaf) = writer.Hash(o.bytes);
     bytes += o.bytes;
-    writer.content.objects.push_back(std::move(record));
+    writer.inventory.objects.push_back(std::move(record));
   }
   (void)writer.AddFile(name, Placement::kPack, bytes.size());  // The number is already in use.
   return WriteSealed(fs, JoinPath(staging.directory, name), bytes);
@@ -209,7 +209,7 @@ std::string TinyBytes(const TinyTensor& t) {
 
 Status WriteTinyStaging(FileSystem& fs, const Staging& staging, const TinySpec& spec) {
   std::vector<Writer> writers(static_cast<std::size_t>(spec.writers));
-  for (Writer& writer : writers) writer.content.info.uuid = staging.uuid;
+  for (Writer& writer : writers) writer.inventory.info.uuid = staging.uuid;
   std::vector<std::vector<TensorPiece>> shard_pieces(writers.size());
   for (const TinyTensor& t : spec.tensors) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<TensorPiece> pieces, CutTensor(t));
@@ -225,11 +225,12 @@ Status WriteTinyStaging(FileSystem& fs, const Staging& staging, const TinySpec& 
       const std::string name =
           "data/" + staging.ShortId() + "-t" + std::to_string(&t - spec.tensors.data()) + ".bin";
       Writer& writer = writers[w];
-      auto it = std::find_if(writer.content.files.begin(), writer.content.files.end(),
+      auto it = std::find_if(writer.inventory.files.begin(), writer.inventory.files.end(),
                              [&](const FileRecord& f) { return f.name == name; });
-      const std::uint32_t file = it != writer.content.files.end()
-                                     ? static_cast<std::uint32_t>(it - writer.content.files.begin())
-                                     : writer.AddFile(name, Placement::kTensorFile, all.size());
+      const std::uint32_t file =
+          it != writer.inventory.files.end()
+              ? static_cast<std::uint32_t>(it - writer.inventory.files.begin())
+              : writer.AddFile(name, Placement::kTensorFile, all.size());
       TENSORMOUNT_RETURN_IF_ERROR(writer.AddChunk(p, file, p.tensor_offset));
       if (&p == &pieces.front()) {
         TENSORMOUNT_RETURN_IF_ERROR(WriteSealed(fs, JoinPath(staging.directory, name), all));
@@ -241,18 +242,18 @@ Status WriteTinyStaging(FileSystem& fs, const Staging& staging, const TinySpec& 
         WriteRankShard(fs, staging, static_cast<int>(w), shard_pieces[w], writers[w]));
     if (w == 0) TENSORMOUNT_RETURN_IF_ERROR(WriteObjects(fs, staging, spec.objects, writers[w]));
     std::sort(
-        writers[w].content.tensors.begin(), writers[w].content.tensors.end(),
-        [](const TensorContent& a, const TensorContent& b) { return a.meta.key() < b.meta.key(); });
+        writers[w].inventory.tensors.begin(), writers[w].inventory.tensors.end(),
+        [](const TensorRecord& a, const TensorRecord& b) { return a.meta.key() < b.meta.key(); });
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
-                                 EncodeManifest(writers[w].content, writers[w].leaves));
+                                 EncodeManifest(writers[w].inventory, writers[w].leaves));
     TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(
         JoinPath(staging.directory, "manifest/rank-" + std::to_string(w) + ".tmm"), manifest));
   }
   return Status();
 }
 
-Content TinyCoordinator(const TinySpec& spec) {
-  Content coordinator;
+Inventory TinyCoordinator(const TinySpec& spec) {
+  Inventory coordinator;
   coordinator.info.producer = "tiny";
   coordinator.info.world_size = static_cast<std::uint32_t>(spec.writers);
   coordinator.common = spec.common;

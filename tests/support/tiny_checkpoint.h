@@ -11,7 +11,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 #include "index/store/store.h"
 
 // Small checkpoints without the collective layer: data files and manifests are written here, by
@@ -57,7 +57,7 @@ std::string TinyBytes(const TinyTensor& tensor);
 Status WriteTinyStaging(FileSystem& fs, const Staging& staging, const TinySpec& spec);
 
 // What the coordinator brings to Store::Publish.
-Content TinyCoordinator(const TinySpec& spec);
+Inventory TinyCoordinator(const TinySpec& spec);
 
 // Store::OpenOrCreate, Begin, WriteTinyStaging, Publish.
 Result<Store::Published> WriteTinyCheckpoint(FileSystem& fs, const std::string& store_path,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_RECORDS_CONTENT_H_
-#define TENSORMOUNT_INDEX_RECORDS_CONTENT_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_INVENTORY_H_
+#define TENSORMOUNT_INDEX_RECORDS_INVENTORY_H_
 
 #include <cstdint>
 #include <map>
@@ -56,7 +56,7 @@ struct FileRecord {
 
 // Bytes of a data file that belong to no tensor or object (safetensors headers): hashed and
 // listed like chunks, so that every byte of a data file is vouched for.
-struct ExtraPiece {
+struct ExtraRange {
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
@@ -65,13 +65,13 @@ struct ExtraPiece {
   std::uint64_t first_leaf = 0;
 };
 
-struct TensorContent {
+struct TensorRecord {
   TensorMeta meta;
   ExtentTable extents{0};
   Crc64 digest = 0;
   bool has_digest = false;  // False only for foreign files.
   std::int64_t mtime = 0;   // Whole seconds; decided at publish.
-  explicit TensorContent(TensorMeta m) : meta(std::move(m)), extents(meta.shape().rank()) {}
+  explicit TensorRecord(TensorMeta m) : meta(std::move(m)), extents(meta.shape().rank()) {}
 };
 
 // Instead of a file number, in the coordinator's manifest: where the bytes are stands elsewhere.
@@ -80,7 +80,7 @@ inline constexpr std::uint32_t kNoFile = 0xFFFFFFFF;
 inline constexpr std::uint32_t kNoManifest = 0xFFFFFFFF;
 
 // An opaque object, or one part of it on a grid (index within grid; both empty for the plain kind).
-struct ObjectContent {
+struct ObjectRecord {
   std::string key;
   Dims index;
   Dims grid;
@@ -111,61 +111,61 @@ struct CheckpointInfo {
 
 // Every logical record of a checkpoint: merged from manifests, or made from a foreign file. What
 // the index is built from, what the content root is over.
-struct Content {
+struct Inventory {
   CheckpointInfo info;
   std::vector<FileRecord> files;       // Sorted by name.
   std::vector<std::string> manifests;  // Names below the checkpoint; position = manifest number.
-  std::vector<TensorContent> tensors;  // Sorted by key (bytes); position = ordinal.
-  std::vector<ObjectContent> objects;  // Sorted by key, then index.
-  std::vector<ExtraPiece> extras;
+  std::vector<TensorRecord> tensors;   // Sorted by key (bytes); position = ordinal.
+  std::vector<ObjectRecord> objects;   // Sorted by key, then index.
+  std::vector<ExtraRange> extras;
   std::map<std::string, CommonValue> common;
 };
 
 // XXH3-128 over the sorted logical records (key, dtype, shape, region, content hash; objects;
 // common values) without file positions or mtimes: equal for the same logical content and cuts.
-Hash128 ContentRoot(const Content& content);
+Hash128 ContentRoot(const Inventory& inventory);
 
 // Root of a data file from its pieces (offset, length, chunk hash) sorted by offset: no second
 // pass over data. Fills FileRecord::root for all files that are not foreign, and checks that the
 // pieces of a file do not overlap and lie within its length (kDataLoss names file and piece).
-Status ComputeFileRoots(Content& content);
+Status ComputeFileRoots(Inventory& inventory);
 
 // What the coordinator's manifest holds of merged content: info and common values as they are; of
 // every tensor key, dtype, shape, digest and mtime without chunks; of every object part key, index,
 // grid, length, hash and mtime with kNoFile. No files, extras or manifests.
-Content CoordinatorContent(const Content& merged);
+Inventory CoordinatorInventory(const Inventory& merged);
 
 // Merges what writers' manifests say. The one called kCoordinatorManifest has info and common
 // values, and, where it was written already, mtimes and the list of all there must be.
 // kDataLoss where writers disagree on uuid, dtype or shape, name the same file with different
 // lengths, repeat an object part, or differ from the coordinator's list or digests.
-class ContentMerger {
+class InventoryMerger {
  public:
-  // Content numbered by the manifest's own file table.
-  Status Add(const Content& from_manifest, const std::string& manifest_name);
+  // Inventory numbered by the manifest's own file table.
+  Status Add(const Inventory& from_manifest, const std::string& manifest_name);
   // Sorts everything, so that the order of Add does not matter. Digests of tensors are the XORs of
   // the writers' contributions. Chunk rows are not decoded.
-  Result<Content> Finish();
+  Result<Inventory> Finish();
 
  private:
-  Status AddTensor(const TensorContent& tensor, std::span<const std::uint32_t> file_map,
+  Status AddTensor(const TensorRecord& tensor, std::span<const std::uint32_t> file_map,
                    std::uint32_t manifest);
-  Status AddObject(const ObjectContent& object, std::span<const std::uint32_t> file_map,
+  Status AddObject(const ObjectRecord& object, std::span<const std::uint32_t> file_map,
                    std::uint32_t manifest);
   Status ApplyCoordinator();
   Status SortNumbers();
 
-  Content merged_;
+  Inventory merged_;
   std::map<std::string, std::uint32_t, std::less<>> file_number_;
   std::unordered_map<std::string, std::size_t> tensor_number_;
-  std::optional<Content> coordinator_;
+  std::optional<Inventory> coordinator_;
   Uuid uuid_;  // Of the first manifest that has one.
 };
 
 // Whether the chunks of every tensor cover it exactly, and its objects' parts their grids; whether
 // every chunk lies in its file and has the length of its region. kDataLoss names tensor, the exact
 // missing or doubled box, and the files concerned.
-Status CheckComplete(const Content& content);
+Status CheckComplete(const Inventory& inventory);
 
 // What chunks make of one tensor.
 enum class Completeness {
@@ -180,8 +180,8 @@ struct TensorCheck {
   CoverageReport coverage;  // Of a hole or an overlap: what is missing, and what is double.
 };
 // `tensor`: sorted chunks, whose files are in content.files.
-TensorCheck CheckTensor(const Content& content, const TensorContent& tensor);
+TensorCheck CheckTensor(const Inventory& inventory, const TensorRecord& tensor);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_RECORDS_CONTENT_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_INVENTORY_H_

@@ -3,19 +3,19 @@
 #include <numeric>
 
 #include "base/errors.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 #include "index/records/manifest.h"
 
 namespace tensormount {
 namespace {
 
-std::string PartName(const ObjectContent& object) {
+std::string PartName(const ObjectRecord& object) {
   std::string name = "object " + object.key;
   if (object.grid.rank() > 0) name += " part " + object.index.ToString();
   return name;
 }
 
-bool PartLess(const ObjectContent& a, const ObjectContent& b) {
+bool PartLess(const ObjectRecord& a, const ObjectRecord& b) {
   if (a.key != b.key) return a.key < b.key;
   return std::lexicographical_compare(a.index.begin(), a.index.end(), b.index.begin(),
                                       b.index.end());
@@ -48,7 +48,7 @@ bool IsIdentity(std::span<const std::uint32_t> map) {
 
 }  // namespace
 
-Status ContentMerger::Add(const Content& from, const std::string& manifest_name) {
+Status InventoryMerger::Add(const Inventory& from, const std::string& manifest_name) {
   if (std::find(merged_.manifests.begin(), merged_.manifests.end(), manifest_name) !=
       merged_.manifests.end()) {
     return DataLoss(manifest_name + ": there twice");
@@ -88,19 +88,19 @@ Status ContentMerger::Add(const Content& from, const std::string& manifest_name)
     file_map.push_back(it->second);
   }
   if (manifest_name == kCoordinatorManifest) {
-    for (const ObjectContent& object : from.objects) {
+    for (const ObjectRecord& object : from.objects) {
       if (object.file == kNoFile) continue;
       TENSORMOUNT_RETURN_IF_ERROR(AddObject(object, file_map, manifest).WithContext(manifest_name));
     }
   } else {
-    for (const TensorContent& tensor : from.tensors) {
+    for (const TensorRecord& tensor : from.tensors) {
       TENSORMOUNT_RETURN_IF_ERROR(AddTensor(tensor, file_map, manifest).WithContext(manifest_name));
     }
-    for (const ObjectContent& object : from.objects) {
+    for (const ObjectRecord& object : from.objects) {
       TENSORMOUNT_RETURN_IF_ERROR(AddObject(object, file_map, manifest).WithContext(manifest_name));
     }
   }
-  for (ExtraPiece extra : from.extras) {
+  for (ExtraRange extra : from.extras) {
     if (extra.file >= file_map.size()) {
       return DataLoss(manifest_name + ": an extra piece in a file that is not in the table");
     }
@@ -117,11 +117,11 @@ Status ContentMerger::Add(const Content& from, const std::string& manifest_name)
   return Status();
 }
 
-Status ContentMerger::AddTensor(const TensorContent& tensor,
-                                std::span<const std::uint32_t> file_map, std::uint32_t manifest) {
+Status InventoryMerger::AddTensor(const TensorRecord& tensor,
+                                  std::span<const std::uint32_t> file_map, std::uint32_t manifest) {
   const auto [it, inserted] = tensor_number_.try_emplace(tensor.meta.key(), merged_.tensors.size());
   if (inserted) {
-    TensorContent& first = merged_.tensors.emplace_back(tensor.meta);
+    TensorRecord& first = merged_.tensors.emplace_back(tensor.meta);
     first.has_digest = true;
     // Other writers' parts are probably cut like this one: growing a million rows step by step
     // would copy them twice.
@@ -130,7 +130,7 @@ Status ContentMerger::AddTensor(const TensorContent& tensor,
       first.extents.Reserve(tensor.extents.size() * times);
     }
   }
-  TensorContent& merged = merged_.tensors[it->second];
+  TensorRecord& merged = merged_.tensors[it->second];
   if (merged.meta.dtype() != tensor.meta.dtype() || !(merged.meta.shape() == tensor.meta.shape())) {
     return DataLoss("tensor " + tensor.meta.key() +
                     ": writers disagree: " + std::string(InfoOf(merged.meta.dtype()).name) +
@@ -143,31 +143,31 @@ Status ContentMerger::AddTensor(const TensorContent& tensor,
       .WithContext("tensor " + tensor.meta.key());
 }
 
-Status ContentMerger::AddObject(const ObjectContent& object,
-                                std::span<const std::uint32_t> file_map, std::uint32_t manifest) {
+Status InventoryMerger::AddObject(const ObjectRecord& object,
+                                  std::span<const std::uint32_t> file_map, std::uint32_t manifest) {
   if (object.file >= file_map.size()) {
     return DataLoss(PartName(object) + ": in a file that is not in the table");
   }
-  ObjectContent& merged = merged_.objects.emplace_back(object);
+  ObjectRecord& merged = merged_.objects.emplace_back(object);
   merged.file = file_map[object.file];
   if (merged.has_hash()) merged.manifest = manifest;
   return Status();
 }
 
-Status ContentMerger::ApplyCoordinator() {
-  const Content& list = *coordinator_;
+Status InventoryMerger::ApplyCoordinator() {
+  const Inventory& list = *coordinator_;
   if (list.tensors.empty() && list.objects.empty()) return Status();  // Not written yet.
   const std::string who(kCoordinatorManifest);
   if (list.tensors.size() != merged_.tensors.size()) {
     return DataLoss(who + ": lists " + std::to_string(list.tensors.size()) +
                     " tensors, the writers wrote " + std::to_string(merged_.tensors.size()));
   }
-  for (const TensorContent& tensor : list.tensors) {
+  for (const TensorRecord& tensor : list.tensors) {
     const auto it = tensor_number_.find(tensor.meta.key());
     if (it == tensor_number_.end()) {
       return DataLoss(who + ": tensor " + tensor.meta.key() + ": no writer has it");
     }
-    TensorContent& merged = merged_.tensors[it->second];
+    TensorRecord& merged = merged_.tensors[it->second];
     if (merged.meta.dtype() != tensor.meta.dtype() ||
         !(merged.meta.shape() == tensor.meta.shape()) || merged.has_digest != tensor.has_digest ||
         (merged.has_digest && merged.digest != tensor.digest)) {
@@ -176,17 +176,17 @@ Status ContentMerger::ApplyCoordinator() {
     }
     merged.mtime = tensor.mtime;
   }
-  std::vector<const ObjectContent*> parts;
-  for (const ObjectContent& object : list.objects) parts.push_back(&object);
+  std::vector<const ObjectRecord*> parts;
+  for (const ObjectRecord& object : list.objects) parts.push_back(&object);
   std::sort(parts.begin(), parts.end(),
-            [](const ObjectContent* a, const ObjectContent* b) { return PartLess(*a, *b); });
+            [](const ObjectRecord* a, const ObjectRecord* b) { return PartLess(*a, *b); });
   if (parts.size() != merged_.objects.size()) {
     return DataLoss(who + ": lists " + std::to_string(parts.size()) +
                     " parts of objects, the writers wrote " +
                     std::to_string(merged_.objects.size()));
   }
   for (std::size_t i = 0; i < parts.size(); ++i) {
-    ObjectContent& merged = merged_.objects[i];
+    ObjectRecord& merged = merged_.objects[i];
     if (merged.key != parts[i]->key || !(merged.index == parts[i]->index) ||
         merged.length != parts[i]->length || merged.hash != parts[i]->hash) {
       return DataLoss(who + ": " + PartName(*parts[i]) + ": not what the writers say");
@@ -196,28 +196,28 @@ Status ContentMerger::ApplyCoordinator() {
   return Status();
 }
 
-Status ContentMerger::SortNumbers() {
+Status InventoryMerger::SortNumbers() {
   const std::vector<std::uint32_t> file_map =
       SortByName(merged_.files, [](const FileRecord& f) -> const std::string& { return f.name; });
   const std::vector<std::uint32_t> manifest_map =
       SortByName(merged_.manifests, [](const std::string& s) -> const std::string& { return s; });
   if (IsIdentity(file_map) && IsIdentity(manifest_map)) return Status();
-  for (TensorContent& tensor : merged_.tensors) {
+  for (TensorRecord& tensor : merged_.tensors) {
     TENSORMOUNT_RETURN_IF_ERROR(
         tensor.extents.Remap(file_map, manifest_map).WithContext("tensor " + tensor.meta.key()));
   }
-  for (ObjectContent& object : merged_.objects) {
+  for (ObjectRecord& object : merged_.objects) {
     object.file = file_map[object.file];
     if (object.has_hash()) object.manifest = manifest_map[object.manifest];
   }
-  for (ExtraPiece& extra : merged_.extras) {
+  for (ExtraRange& extra : merged_.extras) {
     extra.file = file_map[extra.file];
     extra.manifest = manifest_map[extra.manifest];
   }
   return Status();
 }
 
-Result<Content> ContentMerger::Finish() {
+Result<Inventory> InventoryMerger::Finish() {
   std::sort(merged_.objects.begin(), merged_.objects.end(), PartLess);
   for (std::size_t i = 1; i < merged_.objects.size(); ++i) {
     if (!PartLess(merged_.objects[i - 1], merged_.objects[i])) {
@@ -227,15 +227,15 @@ Result<Content> ContentMerger::Finish() {
   if (coordinator_) TENSORMOUNT_RETURN_IF_ERROR(ApplyCoordinator());
   merged_.info.uuid = uuid_;
   TENSORMOUNT_RETURN_IF_ERROR(SortNumbers());
-  const auto by_key = [](const TensorContent& a, const TensorContent& b) {
+  const auto by_key = [](const TensorRecord& a, const TensorRecord& b) {
     return a.meta.key() < b.meta.key();
   };
   if (!std::is_sorted(merged_.tensors.begin(), merged_.tensors.end(), by_key)) {
     std::sort(merged_.tensors.begin(), merged_.tensors.end(), by_key);
   }
-  for (TensorContent& tensor : merged_.tensors) tensor.extents.Sort();
+  for (TensorRecord& tensor : merged_.tensors) tensor.extents.Sort();
   std::sort(merged_.extras.begin(), merged_.extras.end(),
-            [](const ExtraPiece& a, const ExtraPiece& b) {
+            [](const ExtraRange& a, const ExtraRange& b) {
               return a.file != b.file ? a.file < b.file : a.offset < b.offset;
             });
   coordinator_.reset();

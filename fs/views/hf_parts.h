@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_VIEWS_HF_LAYOUT_H_
-#define TENSORMOUNT_FS_VIEWS_HF_LAYOUT_H_
+#ifndef TENSORMOUNT_FS_VIEWS_HF_PARTS_H_
+#define TENSORMOUNT_FS_VIEWS_HF_PARTS_H_
 
 #include <cstdint>
 #include <memory>
@@ -10,7 +10,7 @@
 
 #include "tensormount/status.h"
 
-#include "fs/views/file_content.h"
+#include "fs/views/file_segments.h"
 #include "fs/views/generated_text.h"
 #include "fs/views/hf_options.h"
 #include "fs/views/shown_checkpoint.h"
@@ -21,7 +21,7 @@ namespace tensormount::fs {
 // keys, each part closed when the next tensor would pass part_bytes (or its header the format's
 // limit). Parts are ranges of tensors, so that nothing is kept of single tensors. Immutable,
 // thread-safe.
-class HfLayout {
+class HfParts {
  public:
   struct Part {
     std::uint32_t first = 0;  // Numbers of shown tensors.
@@ -30,12 +30,12 @@ class HfLayout {
     std::uint64_t data_bytes = 0;
     std::uint64_t size() const { return header_bytes + data_bytes; }
   };
-  // What FileContent::Shared takes, and about how much memory it holds.
+  // What FileSegments::Shared takes, and about how much memory it holds.
   struct File {
-    std::shared_ptr<const std::vector<FileContent::Segment>> segments;
+    std::shared_ptr<const std::vector<FileSegments::Segment>> segments;
     std::shared_ptr<const std::string> header;
     std::uint64_t memory() const {
-      return header->size() + segments->size() * sizeof(FileContent::Segment);
+      return header->size() + segments->size() * sizeof(FileSegments::Segment);
     }
   };
 
@@ -44,9 +44,9 @@ class HfLayout {
   static Status CheckRules(const ShownCheckpoint& shown, const HfOptions& options);
   // Reads every tensor's entry once or twice. `shown` must outlive the layout. `whole_bytes` are
   // those of model.safetensors, the file of all tensors beside hf/; 0: there is none.
-  static Result<std::unique_ptr<const HfLayout>> Make(const ShownCheckpoint& shown,
-                                                      const HfOptions& options,
-                                                      std::uint64_t whole_bytes);
+  static Result<std::unique_ptr<const HfParts>> Make(const ShownCheckpoint& shown,
+                                                     const HfOptions& options,
+                                                     std::uint64_t whole_bytes);
 
   // At least one: without tensors it is a file with an empty header.
   const std::vector<Part>& parts() const { return parts_; }
@@ -67,7 +67,7 @@ class HfLayout {
   }
 
  private:
-  HfLayout(const ShownCheckpoint& shown, const HfOptions& options)
+  HfParts(const ShownCheckpoint& shown, const HfOptions& options)
       : shown_(shown), options_(options) {}
   Status Divide();
   Status RenderIndex(std::uint32_t first, std::uint32_t count, std::string& out) const;
@@ -85,4 +85,4 @@ class HfLayout {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_VIEWS_HF_LAYOUT_H_
+#endif  // TENSORMOUNT_FS_VIEWS_HF_PARTS_H_

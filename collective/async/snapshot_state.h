@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_ASYNC_STAGED_STATE_H_
-#define TENSORMOUNT_COLLECTIVE_ASYNC_STAGED_STATE_H_
+#ifndef TENSORMOUNT_COLLECTIVE_ASYNC_SNAPSHOT_STATE_H_
+#define TENSORMOUNT_COLLECTIVE_ASYNC_SNAPSHOT_STATE_H_
 
 #include <atomic>
 #include <chrono>
@@ -10,7 +10,7 @@
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 
-#include "collective/async/staging_pool.h"
+#include "collective/async/snapshot_pool.h"
 
 namespace tensormount {
 
@@ -23,14 +23,15 @@ StateDict ShareState(const StateDict& state);
 
 // A state whose shards are packed copies in memory of the pool. What cannot be staged becomes the
 // failure of `dict`, so that a save of it tells the other ranks.
-struct StagedState {
-  std::unique_ptr<StagingPool::Memory> memory;  // Null where there is nothing to hold.
+struct SnapshotState {
+  std::unique_ptr<SnapshotPool::Memory> memory;  // Null where there is nothing to hold.
   StateDict dict;
   Status status;  // Of staging.
 };
-StagedState StageState(const StateDict& state, StagingPool& pool, std::chrono::milliseconds limit,
-                       std::atomic<std::uint64_t>* staged, std::atomic<std::int64_t>* stalled);
+SnapshotState StageState(const StateDict& state, SnapshotPool& pool,
+                         std::chrono::milliseconds limit, std::atomic<std::uint64_t>* staged,
+                         std::atomic<std::int64_t>* stalled);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_ASYNC_STAGED_STATE_H_
+#endif  // TENSORMOUNT_COLLECTIVE_ASYNC_SNAPSHOT_STATE_H_

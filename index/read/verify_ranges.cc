@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/read/verify_pieces.h"
+#include "index/read/verify_ranges.h"
 
 #include <algorithm>
 #include <atomic>
@@ -13,7 +13,7 @@
 #include "index/read/foreign_file.h"
 #include "index/read/rebuild.h"
 #include "index/read/stretch_read.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 #include "shard/leaf_hash.h"
 
 namespace tensormount {
@@ -29,7 +29,7 @@ struct Task {
   std::uint32_t extra = kUnset;   // an extra piece.
 };
 
-struct HashedPiece {
+struct HashedRange {
   std::string object;
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
@@ -40,19 +40,20 @@ struct HashedPiece {
   std::uint64_t first_leaf = 0;
 };
 
-class PieceVerifier {
+class RangeVerifier {
  public:
-  PieceVerifier(FileSystem& fs, const std::string& directory, const ForeignBase& base,
-                const Content& content, const std::map<std::string, std::vector<Hash128>>& leaves,
+  RangeVerifier(FileSystem& fs, const std::string& directory, const ForeignBase& base,
+                const Inventory& inventory,
+                const std::map<std::string, std::vector<Hash128>>& leaves,
                 const VerifyOptions& options, VerifyReport& report)
       : directory_(directory),
         base_(base),
-        content_(content),
+        inventory_(inventory),
         leaves_(leaves),
         options_(options),
         report_(report),
         files_(fs, 256),
-        digests_(content.tensors.size()) {}
+        digests_(inventory.tensors.size()) {}
 
   Status Run() {
     MakeTasks();
@@ -81,16 +82,16 @@ class PieceVerifier {
   };
 
   void MakeTasks() {
-    for (std::uint32_t t = 0; t < content_.tensors.size(); ++t) {
-      const auto rows = static_cast<std::uint32_t>(content_.tensors[t].extents.size());
+    for (std::uint32_t t = 0; t < inventory_.tensors.size(); ++t) {
+      const auto rows = static_cast<std::uint32_t>(inventory_.tensors[t].extents.size());
       for (std::uint32_t r = 0; r < rows; ++r) tasks_.push_back({.tensor = t, .row = r});
     }
-    for (std::uint32_t i = 0; i < content_.objects.size(); ++i) tasks_.push_back({.object = i});
-    for (std::uint32_t i = 0; i < content_.extras.size(); ++i) tasks_.push_back({.extra = i});
+    for (std::uint32_t i = 0; i < inventory_.objects.size(); ++i) tasks_.push_back({.object = i});
+    for (std::uint32_t i = 0; i < inventory_.extras.size(); ++i) tasks_.push_back({.extra = i});
     // Stretches of foreign files may overlap, and not all of such a file need belong to us.
-    for (const TensorContent& tensor : content_.tensors) total_ += tensor.extents.DataBytes();
-    for (const ObjectContent& object : content_.objects) total_ += object.length;
-    for (const ExtraPiece& extra : content_.extras) total_ += extra.length;
+    for (const TensorRecord& tensor : inventory_.tensors) total_ += tensor.extents.DataBytes();
+    for (const ObjectRecord& object : inventory_.objects) total_ += object.length;
+    for (const ExtraRange& extra : inventory_.extras) total_ += extra.length;
   }
 
   // A thread's body: nothing may leave it by exception.
@@ -107,30 +108,30 @@ class PieceVerifier {
     for (std::size_t i = next_++; i < tasks_.size(); i = next_++) Check(tasks_[i], reader);
   }
 
-  void Damage(const HashedPiece& piece, std::uint64_t at, std::string reason) {
+  void Damage(const HashedRange& piece, std::uint64_t at, std::string reason) {
     std::lock_guard lock(mutex_);
     damages_.push_back(
         {.object = piece.object,
-         .file = piece.file < content_.files.size() ? content_.files[piece.file].name : "index",
+         .file = piece.file < inventory_.files.size() ? inventory_.files[piece.file].name : "index",
          .offset = piece.offset + at,
          .reason = std::move(reason)});
   }
 
   // Its bytes from `at` on could not be had.
-  void Failed(const HashedPiece& piece, std::uint64_t at, const Status& status) {
+  void Failed(const HashedRange& piece, std::uint64_t at, const Status& status) {
     if (!ProvesDamage(status)) {
       std::lock_guard lock(mutex_);
       if (unread_.ok()) unread_ = status.WithContext(piece.object);
       return;
     }
-    Damage(piece, at, ReasonWithout(content_.files[piece.file].name, status));
+    Damage(piece, at, ReasonWithout(inventory_.files[piece.file].name, status));
   }
 
   void Check(const Task& task, StretchReader& reader) {
     if (task.tensor == kUnset) {
-      HashedPiece piece;
+      HashedRange piece;
       if (task.object != kUnset) {
-        const ObjectContent& o = content_.objects[task.object];
+        const ObjectRecord& o = inventory_.objects[task.object];
         piece = {.object = "object " + o.key,
                  .file = o.file,
                  .offset = o.offset,
@@ -141,7 +142,7 @@ class PieceVerifier {
                  .first_leaf = o.first_leaf};
         if (o.grid.rank() > 0) piece.object += " part " + o.index.ToString();
       } else {
-        const ExtraPiece& e = content_.extras[task.extra];
+        const ExtraRange& e = inventory_.extras[task.extra];
         piece = {.object = "header",
                  .file = e.file,
                  .offset = e.offset,
@@ -153,7 +154,7 @@ class PieceVerifier {
       (void)CheckPiece(piece, {}, {}, reader);  // Says so itself.
       return;
     }
-    const TensorContent& tensor = content_.tensors[task.tensor];
+    const TensorRecord& tensor = inventory_.tensors[task.tensor];
     TensorDigest& digest = digests_[task.tensor];
     Result<ChunkRecord> chunk = tensor.extents.At(task.row);
     using Boxes = Result<std::vector<PlacedBox>>;
@@ -167,7 +168,7 @@ class PieceVerifier {
       return;
     }
     const ChunkRecord& c = chunk.value();
-    const HashedPiece piece = {.object = "tensor " + tensor.meta.key() + " " + c.region.ToString(),
+    const HashedRange piece = {.object = "tensor " + tensor.meta.key() + " " + c.region.ToString(),
                                .file = c.file,
                                .offset = c.offset,
                                .length = c.length,
@@ -187,13 +188,13 @@ class PieceVerifier {
 
   // What the boxes contribute to the digest. Nothing where the piece is damaged, after saying so.
   // Reads every byte once.
-  std::optional<Crc64> CheckPiece(const HashedPiece& piece, std::span<const PlacedBox> boxes,
+  std::optional<Crc64> CheckPiece(const HashedRange& piece, std::span<const PlacedBox> boxes,
                                   const Dims& byte_shape, StretchReader& reader) {
-    if (piece.file >= content_.files.size()) {
+    if (piece.file >= inventory_.files.size()) {
       Damage(piece, 0, "its file is not in the table");
       return std::nullopt;
     }
-    const FileRecord& record = content_.files[piece.file];
+    const FileRecord& record = inventory_.files[piece.file];
     const bool foreign = record.placement == Placement::kForeign;
     Result<std::shared_ptr<OpenDataFile>> file =
         foreign ? files_.Open("foreign/" + record.name,
@@ -239,9 +240,9 @@ class PieceVerifier {
   }
 
   // Names the first byte of the first leaf that differs.
-  void SayWhere(const HashedPiece& piece, const std::vector<Hash128>& leaves) {
-    if (piece.manifest < content_.manifests.size()) {
-      const auto known = leaves_.find(content_.manifests[piece.manifest]);
+  void SayWhere(const HashedRange& piece, const std::vector<Hash128>& leaves) {
+    if (piece.manifest < inventory_.manifests.size()) {
+      const auto known = leaves_.find(inventory_.manifests[piece.manifest]);
       if (known != leaves_.end() &&
           RangeWithin(piece.first_leaf, leaves.size(), known->second.size())) {
         const std::span<const Hash128> stored =
@@ -268,7 +269,7 @@ class PieceVerifier {
 
   void CompareDigests() {
     for (std::size_t t = 0; t < digests_.size(); ++t) {
-      const TensorContent& tensor = content_.tensors[t];
+      const TensorRecord& tensor = inventory_.tensors[t];
       if (!tensor.has_digest || !digests_[t].whole || digests_[t].value == tensor.digest) continue;
       damages_.push_back({.object = "tensor " + tensor.meta.key(),
                           .file = std::string(kIndexName),
@@ -279,7 +280,7 @@ class PieceVerifier {
 
   const std::string& directory_;
   const ForeignBase& base_;
-  const Content& content_;
+  const Inventory& inventory_;
   const std::map<std::string, std::vector<Hash128>>& leaves_;
   const VerifyOptions& options_;
   VerifyReport& report_;
@@ -330,11 +331,11 @@ Result<VerifyReport> Concluded(VerifyReport report, const Status& unread) {
   return report;
 }
 
-Status VerifyPieces(FileSystem& fs, const std::string& directory, const ForeignBase& base,
-                    const Content& content,
+Status VerifyRanges(FileSystem& fs, const std::string& directory, const ForeignBase& base,
+                    const Inventory& inventory,
                     const std::map<std::string, std::vector<Hash128>>& leaves,
                     const VerifyOptions& options, VerifyReport& report) {
-  return PieceVerifier(fs, directory, base, content, leaves, options, report).Run();
+  return RangeVerifier(fs, directory, base, inventory, leaves, options, report).Run();
 }
 
 }  // namespace tensormount

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_VIEWS_FILE_CONTENT_H_
-#define TENSORMOUNT_FS_VIEWS_FILE_CONTENT_H_
+#ifndef TENSORMOUNT_FS_VIEWS_FILE_SEGMENTS_H_
+#define TENSORMOUNT_FS_VIEWS_FILE_SEGMENTS_H_
 
 #include <cstdint>
 #include <memory>
@@ -17,7 +17,7 @@ namespace tensormount::fs {
 
 // What a virtual file is made of: segments side by side from 0 on. The one mechanism of all views;
 // made by a view, read by VirtualFile. A value; what it shares is immutable.
-class FileContent {
+class FileSegments {
  public:
   struct Segment {
     enum class Kind : std::uint8_t {
@@ -58,8 +58,8 @@ class FileContent {
   void AddObject(std::uint32_t part, std::uint64_t length);
   // Instead of the above: very many segments that several files share, the first of them literal
   // number 0. They must lie side by side from 0 on.
-  static FileContent Shared(std::shared_ptr<const std::vector<Segment>> segments,
-                            std::shared_ptr<const std::string> head);
+  static FileSegments Shared(std::shared_ptr<const std::vector<Segment>> segments,
+                             std::shared_ptr<const std::string> head);
 
   std::uint64_t size() const { return size_; }
   const std::vector<Segment>& segments() const { return shared_ ? *shared_ : own_; }
@@ -91,4 +91,4 @@ class FileContent {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_VIEWS_FILE_CONTENT_H_
+#endif  // TENSORMOUNT_FS_VIEWS_FILE_SEGMENTS_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/records/safetensors_layout.h"
+#include "index/records/safetensors_order.h"
 
 #include <algorithm>
 
@@ -16,8 +16,8 @@ bool SafetensorsHolds(const TensorMeta& tensor) {
   return SafetensorsHolds(tensor.dtype(), tensor.key());
 }
 
-Result<SafetensorsLayout> LayOutSafetensors(std::span<const TensorMeta* const> tensors) {
-  SafetensorsLayout layout;
+Result<SafetensorsOrder> LayOutSafetensors(std::span<const TensorMeta* const> tensors) {
+  SafetensorsOrder layout;
   layout.offsets.assign(tensors.size(), 0);
   layout.held.assign(tensors.size(), false);
   std::vector<std::size_t> order;

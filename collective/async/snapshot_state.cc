@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/async/staged_state.h"
+#include "collective/async/snapshot_state.h"
 
 #include <cstring>
 #include <functional>
@@ -40,9 +40,9 @@ StateDict Rebuild(const StateDict& state, const std::function<Shard(std::size_t)
   return out;
 }
 
-Status Stage(const StateDict& state, StagingPool& pool, std::chrono::milliseconds limit,
+Status Stage(const StateDict& state, SnapshotPool& pool, std::chrono::milliseconds limit,
              std::atomic<std::uint64_t>* staged, std::atomic<std::int64_t>* stalled,
-             StagedState& out) {
+             SnapshotState& out) {
   TENSORMOUNT_RETURN_IF_ERROR(state.status());
   TENSORMOUNT_RETURN_IF_ERROR(CheckHasData(state));
   std::vector<PackedSource> sources;
@@ -112,9 +112,10 @@ StateDict ShareState(const StateDict& state) {
   return Rebuild(state, [&](std::size_t i) { return state.tensors()[i].shard; });
 }
 
-StagedState StageState(const StateDict& state, StagingPool& pool, std::chrono::milliseconds limit,
-                       std::atomic<std::uint64_t>* staged, std::atomic<std::int64_t>* stalled) {
-  StagedState out;
+SnapshotState StageState(const StateDict& state, SnapshotPool& pool,
+                         std::chrono::milliseconds limit, std::atomic<std::uint64_t>* staged,
+                         std::atomic<std::int64_t>* stalled) {
+  SnapshotState out;
   out.status = Guarded([&] { return Stage(state, pool, limit, staged, stalled, out); });
   if (!out.status.ok()) {
     out.dict = StateDict();

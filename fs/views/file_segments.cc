@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/views/file_content.h"
+#include "fs/views/file_segments.h"
 
 #include "shard/tensor_meta.h"
 
 namespace tensormount::fs {
 
-void FileContent::Add(Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length,
-                      std::uint64_t skip) {
+void FileSegments::Add(Segment::Kind kind, std::uint32_t ordinal, std::uint64_t length,
+                       std::uint64_t skip) {
   if (length == 0) return;
   own_.push_back(
       {.kind = kind, .ordinal = ordinal, .begin = size_, .length = length, .skip = skip});
@@ -14,23 +14,23 @@ void FileContent::Add(Segment::Kind kind, std::uint32_t ordinal, std::uint64_t l
   reads_data_ |= kind != Segment::Kind::kLiteral && kind != Segment::Kind::kText;
 }
 
-void FileContent::AddLiteral(std::string text) {
+void FileSegments::AddLiteral(std::string text) {
   AddLiteral(std::make_shared<const std::string>(std::move(text)));
 }
 
-void FileContent::AddLiteral(std::shared_ptr<const std::string> text) {
+void FileSegments::AddLiteral(std::shared_ptr<const std::string> text) {
   if (text->empty()) return;
   const std::uint64_t length = text->size();
   literals_.push_back(std::move(text));
   Add(Segment::Kind::kLiteral, static_cast<std::uint32_t>(literals_.size() - 1), length, 0);
 }
 
-void FileContent::AddText(std::shared_ptr<const GeneratedText> text) {
+void FileSegments::AddText(std::shared_ptr<const GeneratedText> text) {
   text_ = std::move(text);
   Add(Segment::Kind::kText, 0, text_->size(), 0);
 }
 
-void FileContent::AddTensor(const TensorEntry& tensor, std::uint64_t skip, std::uint64_t length) {
+void FileSegments::AddTensor(const TensorEntry& tensor, std::uint64_t skip, std::uint64_t length) {
   if (length == 0) return;
   if (!tensor_ && !several_tensors_) {
     tensor_ = tensor;
@@ -41,7 +41,7 @@ void FileContent::AddTensor(const TensorEntry& tensor, std::uint64_t skip, std::
   Add(Segment::Kind::kTensor, tensor.ordinal, length, skip);
 }
 
-Status FileContent::AddBox(const TensorEntry& tensor, const Box& box, const Dims& container) {
+Status FileSegments::AddBox(const TensorEntry& tensor, const Box& box, const Dims& container) {
   const TensorMeta& meta = tensor.meta;
   const auto bad = [&](const char* why) {
     return Status(Code::kInvalidArgument,
@@ -79,18 +79,18 @@ Status FileContent::AddBox(const TensorEntry& tensor, const Box& box, const Dims
   return Status();
 }
 
-void FileContent::AddObject(std::uint32_t part, std::uint64_t length) {
+void FileSegments::AddObject(std::uint32_t part, std::uint64_t length) {
   Add(Segment::Kind::kObject, part, length, 0);
 }
 
-FileContent FileContent::Shared(std::shared_ptr<const std::vector<Segment>> segments,
-                                std::shared_ptr<const std::string> head) {
-  FileContent content;
-  if (!segments->empty()) content.size_ = segments->back().begin + segments->back().length;
-  content.reads_data_ = true;
-  content.shared_ = std::move(segments);
-  content.literals_.push_back(std::move(head));
-  return content;
+FileSegments FileSegments::Shared(std::shared_ptr<const std::vector<Segment>> segments,
+                                  std::shared_ptr<const std::string> head) {
+  FileSegments shared;
+  if (!segments->empty()) shared.size_ = segments->back().begin + segments->back().length;
+  shared.reads_data_ = true;
+  shared.shared_ = std::move(segments);
+  shared.literals_.push_back(std::move(head));
+  return shared;
 }
 
 }  // namespace tensormount::fs

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_READ_FOREIGN_CONTENT_H_
-#define TENSORMOUNT_INDEX_READ_FOREIGN_CONTENT_H_
+#ifndef TENSORMOUNT_INDEX_READ_FOREIGN_INVENTORY_H_
+#define TENSORMOUNT_INDEX_READ_FOREIGN_INVENTORY_H_
 
 #include <memory>
 #include <string>
@@ -10,7 +10,7 @@
 
 #include "base/file_system.h"
 #include "index/read/foreign_loss.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 #include "shard/tensor_meta.h"
 
 // What an adapter of a foreign format hands over to be opened.
@@ -29,8 +29,8 @@ class ItemResolver {
 };
 
 // A foreign checkpoint, ready to be opened.
-struct ForeignContent {
-  Content content;
+struct ForeignInventory {
+  Inventory inventory;
   std::shared_ptr<const ItemResolver> resolver;  // Null: no chunk is pending.
   // What was left out or is not whole, and why, cut at some number. What is lost comes first.
   std::vector<std::string> warnings;
@@ -39,4 +39,4 @@ struct ForeignContent {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_READ_FOREIGN_CONTENT_H_
+#endif  // TENSORMOUNT_INDEX_READ_FOREIGN_INVENTORY_H_

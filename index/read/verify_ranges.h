@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_READ_VERIFY_PIECES_H_
-#define TENSORMOUNT_INDEX_READ_VERIFY_PIECES_H_
+#ifndef TENSORMOUNT_INDEX_READ_VERIFY_RANGES_H_
+#define TENSORMOUNT_INDEX_READ_VERIFY_RANGES_H_
 
 #include <map>
 #include <string>
@@ -8,7 +8,7 @@
 
 #include "index/read/checkpoint.h"
 #include "index/read/foreign_file.h"
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 namespace tensormount {
 
@@ -26,11 +26,11 @@ Result<VerifyReport> Concluded(VerifyReport report, const Status& unread);
 // of manifest, to say which byte is wrong; where a manifest is not there, only the piece is named.
 // Adds damages and bytes to `report`. Fails where some piece could not be checked, after all
 // others. `base`: what foreign files are opened below.
-Status VerifyPieces(FileSystem& fs, const std::string& directory, const ForeignBase& base,
-                    const Content& content,
+Status VerifyRanges(FileSystem& fs, const std::string& directory, const ForeignBase& base,
+                    const Inventory& inventory,
                     const std::map<std::string, std::vector<Hash128>>& leaves,
                     const VerifyOptions& options, VerifyReport& report);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_READ_VERIFY_PIECES_H_
+#endif  // TENSORMOUNT_INDEX_READ_VERIFY_RANGES_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -41,14 +41,14 @@ class RootHasher {
   std::string pending_;
 };
 
-struct FilePiece {
+struct RangeHash {
   std::uint64_t offset;
   std::uint64_t length;
   Hash128 hash;
 };
-static_assert(sizeof(FilePiece) == 32);  // Hashed as it lies: u64 offset, u64 length, hash.
+static_assert(sizeof(RangeHash) == 32);  // Hashed as it lies: u64 offset, u64 length, hash.
 
-Status BadPiece(const FileRecord& file, const FilePiece& piece, std::string_view why) {
+Status BadRange(const FileRecord& file, const RangeHash& piece, std::string_view why) {
   return Status(Code::kDataLoss, file.name + ": the piece of " + std::to_string(piece.length) +
                                      " bytes at " + std::to_string(piece.offset) + " " +
                                      std::string(why));
@@ -56,8 +56,8 @@ Status BadPiece(const FileRecord& file, const FilePiece& piece, std::string_view
 
 // Calls fn(file, offset, length, hash, has_hash) for everything that lies in data files.
 template <typename Fn>
-Status ForEachPiece(const Content& content, Fn fn) {
-  for (const TensorContent& tensor : content.tensors) {
+Status ForEachPiece(const Inventory& inventory, Fn fn) {
+  for (const TensorRecord& tensor : inventory.tensors) {
     const std::string_view rows = tensor.extents.packed();
     const std::size_t row_bytes = tensor.extents.row_bytes();
     for (std::size_t at = 0; at < rows.size(); at += row_bytes) {
@@ -66,18 +66,18 @@ Status ForEachPiece(const Content& content, Fn fn) {
                          LoadLittle<std::uint64_t>(row + extent_row::kHash + 8)};
       TENSORMOUNT_RETURN_IF_ERROR(
           fn(LoadLittle<std::uint32_t>(row + extent_row::kFile),
-             FilePiece{LoadLittle<std::uint64_t>(row + extent_row::kOffset),
+             RangeHash{LoadLittle<std::uint64_t>(row + extent_row::kOffset),
                        LoadLittle<std::uint64_t>(row + extent_row::kLength), hash},
              (LoadLittle<std::uint32_t>(row + extent_row::kFlags) & extent_row::kHasHash) != 0));
     }
   }
-  for (const ObjectContent& object : content.objects) {
+  for (const ObjectRecord& object : inventory.objects) {
     TENSORMOUNT_RETURN_IF_ERROR(
-        fn(object.file, FilePiece{object.offset, object.length, object.hash}, object.has_hash()));
+        fn(object.file, RangeHash{object.offset, object.length, object.hash}, object.has_hash()));
   }
-  for (const ExtraPiece& extra : content.extras) {
+  for (const ExtraRange& extra : inventory.extras) {
     TENSORMOUNT_RETURN_IF_ERROR(
-        fn(extra.file, FilePiece{extra.offset, extra.length, extra.hash}, true));
+        fn(extra.file, RangeHash{extra.offset, extra.length, extra.hash}, true));
   }
   return Status();
 }
@@ -140,7 +140,7 @@ std::string_view PlacementName(Placement p) {
   return "unknown";
 }
 
-Hash128 ContentRoot(const Content& content) {
+Hash128 ContentRoot(const Inventory& inventory) {
   RootHasher hasher;
   hasher.Add(kContentDomain);
   ByteWriter field;
@@ -148,11 +148,11 @@ Hash128 ContentRoot(const Content& content) {
     hasher.Add(field.bytes());
     field.bytes().clear();
   };
-  field.U64(content.tensors.size());
-  field.U64(content.objects.size());
-  field.U64(content.common.size());
+  field.U64(inventory.tensors.size());
+  field.U64(inventory.objects.size());
+  field.U64(inventory.common.size());
   add_field();
-  for (const TensorContent& tensor : content.tensors) {
+  for (const TensorRecord& tensor : inventory.tensors) {
     EncodeMeta(field, tensor.meta);
     field.U64(tensor.extents.size());
     add_field();
@@ -162,7 +162,7 @@ Hash128 ContentRoot(const Content& content) {
       hasher.Add(rows.substr(at + extent_row::kFlags, row_bytes - extent_row::kFlags));
     }
   }
-  for (const ObjectContent& object : content.objects) {
+  for (const ObjectRecord& object : inventory.objects) {
     field.String(object.key);
     EncodeDims(field, object.index);
     EncodeDims(field, object.grid);
@@ -170,7 +170,7 @@ Hash128 ContentRoot(const Content& content) {
     field.Hash(object.hash);
     add_field();
   }
-  for (const auto& [key, value] : content.common) {
+  for (const auto& [key, value] : inventory.common) {
     field.String(key);
     EncodeCommon(field, value);
     add_field();
@@ -178,49 +178,49 @@ Hash128 ContentRoot(const Content& content) {
   return hasher.Value();
 }
 
-Status ComputeFileRoots(Content& content) {
-  const std::size_t files = content.files.size();
+Status ComputeFileRoots(Inventory& inventory) {
+  const std::size_t files = inventory.files.size();
   std::vector<std::size_t> begin(files + 1, 0);
   TENSORMOUNT_RETURN_IF_ERROR(ForEachPiece(
-      content, [&](std::uint32_t file, const FilePiece& piece, bool has_hash) -> Status {
+      inventory, [&](std::uint32_t file, const RangeHash& piece, bool has_hash) -> Status {
         if (file >= files) {
           return Status(Code::kDataLoss,
                         "file number " + std::to_string(file) + " is not in the file table");
         }
-        const FileRecord& record = content.files[file];
+        const FileRecord& record = inventory.files[file];
         if (piece.offset > record.length || piece.length > record.length - piece.offset) {
-          return BadPiece(record, piece,
+          return BadRange(record, piece,
                           "reaches past the end of its " + std::to_string(record.length));
         }
         if (!has_hash && record.placement != Placement::kForeign) {
-          return BadPiece(record, piece, "has no hash");
+          return BadRange(record, piece, "has no hash");
         }
         ++begin[file + 1];
         return Status();
       }));
   for (std::size_t f = 0; f < files; ++f) begin[f + 1] += begin[f];
-  std::vector<FilePiece> pieces(begin[files]);
+  std::vector<RangeHash> pieces(begin[files]);
   std::vector<std::size_t> next(begin.begin(), begin.end() - 1);
   TENSORMOUNT_RETURN_IF_ERROR(
-      ForEachPiece(content, [&](std::uint32_t file, const FilePiece& piece, bool) -> Status {
+      ForEachPiece(inventory, [&](std::uint32_t file, const RangeHash& piece, bool) -> Status {
         pieces[next[file]++] = piece;
         return Status();
       }));
-  const auto less = [](const FilePiece& a, const FilePiece& b) {
+  const auto less = [](const RangeHash& a, const RangeHash& b) {
     return a.offset != b.offset ? a.offset < b.offset : a.length < b.length;
   };
   for (std::size_t f = 0; f < files; ++f) {
-    FileRecord& file = content.files[f];
+    FileRecord& file = inventory.files[f];
     file.root = Hash128{};
     // Its pieces may overlap: tensors that share a storage.
     if (file.placement == Placement::kForeign) continue;
     const auto first = pieces.begin() + static_cast<std::ptrdiff_t>(begin[f]);
     const auto last = pieces.begin() + static_cast<std::ptrdiff_t>(begin[f + 1]);
     if (!std::is_sorted(first, last, less)) std::sort(first, last, less);
-    const auto end = std::remove_if(first, last, [](const FilePiece& p) { return p.length == 0; });
+    const auto end = std::remove_if(first, last, [](const RangeHash& p) { return p.length == 0; });
     for (auto it = first; it != end && it + 1 != end; ++it) {
       if (it->offset + it->length > (it + 1)->offset) {
-        return BadPiece(file, *(it + 1), "overlaps the one before it");
+        return BadRange(file, *(it + 1), "overlaps the one before it");
       }
     }
     const std::size_t count = static_cast<std::size_t>(end - first);
@@ -230,24 +230,24 @@ Status ComputeFileRoots(Content& content) {
     head.U64(count);
     Xxh3Stream stream;
     stream.Update(head.bytes().data(), head.size());
-    if (count != 0) stream.Update(&*first, count * sizeof(FilePiece));
+    if (count != 0) stream.Update(&*first, count * sizeof(RangeHash));
     file.root = stream.Value();
   }
   return Status();
 }
 
-Content CoordinatorContent(const Content& merged) {
-  Content out;
+Inventory CoordinatorInventory(const Inventory& merged) {
+  Inventory out;
   out.info = merged.info;
   out.common = merged.common;
   out.tensors.reserve(merged.tensors.size());
-  for (const TensorContent& tensor : merged.tensors) {
-    TensorContent& t = out.tensors.emplace_back(tensor.meta);
+  for (const TensorRecord& tensor : merged.tensors) {
+    TensorRecord& t = out.tensors.emplace_back(tensor.meta);
     t.digest = tensor.digest;
     t.has_digest = tensor.has_digest;
     t.mtime = tensor.mtime;
   }
-  for (ObjectContent object : merged.objects) {
+  for (ObjectRecord object : merged.objects) {
     object.file = kNoFile;
     object.offset = 0;
     if (object.has_hash()) object.manifest = 0;

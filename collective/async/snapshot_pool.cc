@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/async/staging_pool.h"
+#include "collective/async/snapshot_pool.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -19,17 +19,16 @@ constexpr std::chrono::milliseconds kLongestPoolWait{std::chrono::hours(24 * 365
 
 }  // namespace
 
-StagingPool::~StagingPool() {
-  for (const Piece& piece : idle_) ::munmap(piece.data, piece.size);
+SnapshotPool::~SnapshotPool() {
+  for (const Block& piece : idle_) ::munmap(piece.data, piece.size);
 }
 
-StagingPool::Memory::~Memory() {
+SnapshotPool::Memory::~Memory() {
   if (data_ != nullptr) pool_->GiveBack({data_, size_});
 }
 
-Result<std::unique_ptr<StagingPool::Memory>> StagingPool::Take(std::uint64_t bytes,
-                                                               std::chrono::milliseconds limit,
-                                                               std::atomic<std::int64_t>* stalled) {
+Result<std::unique_ptr<SnapshotPool::Memory>> SnapshotPool::Take(
+    std::uint64_t bytes, std::chrono::milliseconds limit, std::atomic<std::int64_t>* stalled) {
   if (bytes > (std::uint64_t{1} << 62) || (bound_ != 0 && bytes > bound_)) {
     return Status(Code::kResourceExhausted, "staging needs " + std::to_string(bytes) +
                                                 " bytes; staging_bytes allows " +
@@ -42,9 +41,9 @@ Result<std::unique_ptr<StagingPool::Memory>> StagingPool::Take(std::uint64_t byt
   std::unique_lock lock(mutex_);
   for (;;) {
     const auto fits = std::find_if(idle_.begin(), idle_.end(),
-                                   [&](const Piece& piece) { return piece.size >= bytes; });
+                                   [&](const Block& piece) { return piece.size >= bytes; });
     if (fits != idle_.end()) {
-      const Piece piece = *fits;
+      const Block piece = *fits;
       auto memory = std::unique_ptr<Memory>(new Memory(shared_from_this(), piece.data, piece.size));
       idle_.erase(fits);
       return memory;
@@ -82,10 +81,10 @@ Result<std::unique_ptr<StagingPool::Memory>> StagingPool::Take(std::uint64_t byt
   return memory;
 }
 
-void StagingPool::MakeRoom(std::uint64_t bytes) {
+void SnapshotPool::MakeRoom(std::uint64_t bytes) {
   while (!idle_.empty() &&
          (idle_.size() >= kMaxIdle || (bound_ != 0 && mapped_ + bytes > bound_))) {
-    const Piece piece = idle_.front();
+    const Block piece = idle_.front();
     idle_.erase(idle_.begin());
     ::munmap(piece.data, piece.size);
     mapped_ -= piece.size;
@@ -93,17 +92,17 @@ void StagingPool::MakeRoom(std::uint64_t bytes) {
   }
 }
 
-void StagingPool::GiveBack(Piece piece) {
+void SnapshotPool::GiveBack(Block piece) {
   {
     std::lock_guard lock(mutex_);
     idle_.insert(std::upper_bound(idle_.begin(), idle_.end(), piece,
-                                  [](const Piece& a, const Piece& b) { return a.size < b.size; }),
+                                  [](const Block& a, const Block& b) { return a.size < b.size; }),
                  piece);
   }
   returned_.notify_all();
 }
 
-std::uint64_t StagingPool::mapped() const {
+std::uint64_t SnapshotPool::mapped() const {
   std::lock_guard lock(mutex_);
   return mapped_;
 }

@@ -52,8 +52,8 @@ StridedCopy ByFallingSteps(const StridedCopy& copy) {
 
 }  // namespace
 
-PieceReader::PieceReader(const OpenedCheckpoint& checkpoint, OpenedCheckpoint::Files& files,
-                         Where where, ReadVerify verify, ProvingRead* once, ReadStats& stats)
+PartReader::PartReader(const OpenedCheckpoint& checkpoint, OpenedCheckpoint::Files& files,
+                       Where where, ReadVerify verify, ProvingRead* once, ReadStats& stats)
     : checkpoint_(checkpoint),
       files_(files),
       where_(std::move(where)),
@@ -63,18 +63,18 @@ PieceReader::PieceReader(const OpenedCheckpoint& checkpoint, OpenedCheckpoint::F
       once_(once),
       stats_(stats) {}
 
-std::string PieceReader::Name() const {
+std::string PartReader::Name() const {
   if (where_.tensor == nullptr) return where_.object;
   return "tensor " + where_.tensor->key() + " " + where_.region->ToString();
 }
 
-Status PieceReader::Damage(std::uint64_t at, std::string_view why) const {
+Status PartReader::Damage(std::uint64_t at, std::string_view why) const {
   return Status(Code::kDataLoss, Name() + ": " + checkpoint_.index().files()[where_.file].name +
                                      ": byte " + std::to_string(where_.offset + at) + ": " +
                                      std::string(why));
 }
 
-Status PieceReader::OpenFile() {
+Status PartReader::OpenFile() {
   if (file_) return Status();
   Result<std::shared_ptr<OpenDataFile>> file = files_.Open(checkpoint_, where_.file);
   if (file.status().code() == Code::kNotFound) {
@@ -85,7 +85,7 @@ Status PieceReader::OpenFile() {
   return Status();
 }
 
-Status PieceReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size) {
+Status PartReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size) {
   TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
   Result<std::size_t> got = file_->file().ReadAt(where_.offset + at, out, size);
   if (!got.ok()) return got.status().WithContext(Name());
@@ -94,7 +94,7 @@ Status PieceReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size) {
   return Status();
 }
 
-Status PieceReader::LoadLeaves() {
+Status PartReader::LoadLeaves() {
   if (leaves_) return Status();
   // One writer's leaf sections never reach 2^40 leaves (2^56 bytes of data).
   const std::uint64_t key = (std::uint64_t{where_.manifest} << 40) ^ where_.first_leaf;
@@ -124,7 +124,7 @@ Status PieceReader::LoadLeaves() {
   return Status();
 }
 
-Status PieceReader::CheckLeaf(std::uint64_t leaf, const Hash128& hash) {
+Status PartReader::CheckLeaf(std::uint64_t leaf, const Hash128& hash) {
   bool equal = false;
   if (where_.length <= kLeafBytes) {
     equal = ChunkRoot({&hash, 1}, where_.length) == where_.hash;
@@ -140,8 +140,8 @@ Status PieceReader::CheckLeaf(std::uint64_t leaf, const Hash128& hash) {
   return Status();
 }
 
-Status PieceReader::CheckLeaves(std::uint64_t at, const std::byte* data, std::uint64_t size,
-                                Range* checked) {
+Status PartReader::CheckLeaves(std::uint64_t at, const std::byte* data, std::uint64_t size,
+                               Range* checked) {
   *checked = {at, at};
   if (verify_ == ReadVerify::kOff) return Status();
   std::uint64_t leaf = at / kLeafBytes + (at % kLeafBytes != 0);
@@ -156,7 +156,7 @@ Status PieceReader::CheckLeaves(std::uint64_t at, const std::byte* data, std::ui
   return Status();
 }
 
-Status PieceReader::ReadWholeLeaf(std::uint64_t leaf) {
+Status PartReader::ReadWholeLeaf(std::uint64_t leaf) {
   const std::uint64_t begin = LeafBegin(leaf);
   const std::uint64_t bytes = std::min(kLeafBytes, where_.length - begin);
   if (scratch_.size() < kLeafBytes) scratch_.resize(kLeafBytes);
@@ -164,15 +164,15 @@ Status PieceReader::ReadWholeLeaf(std::uint64_t leaf) {
   return CheckLeaf(leaf, Xxh3(scratch_.data(), bytes));
 }
 
-Status PieceReader::CheckRun(std::uint64_t at, const std::byte* data, std::uint64_t size) {
+Status PartReader::CheckRun(std::uint64_t at, const std::byte* data, std::uint64_t size) {
   Range checked;
   TENSORMOUNT_RETURN_IF_ERROR(CheckLeaves(at, data, size, &checked));
   stats_.bytes_by_leaf += checked.end - checked.begin;
   return Status();
 }
 
-Status PieceReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size,
-                            const Arrived& arrived) {
+Status PartReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size,
+                           const Arrived& arrived) {
   const std::uint64_t end = at + size;
   while (at < end) {
     std::uint64_t block =
@@ -203,10 +203,10 @@ Status PieceReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size
 }
 
 // Serves runs at rising places of a piece from blocks of it.
-class PieceReader::WindowReader {
+class PartReader::WindowReader {
  public:
   // All runs lie in [at, end) of the piece; `dense`: most of what lies between is wanted too.
-  WindowReader(PieceReader& piece, std::uint64_t end, bool dense)
+  WindowReader(PartReader& piece, std::uint64_t end, bool dense)
       : piece_(piece), end_(end), dense_(dense) {}
 
   Status Copy(std::uint64_t at, std::byte* out, std::uint64_t size) {
@@ -247,7 +247,7 @@ class PieceReader::WindowReader {
     return Status();
   }
 
-  PieceReader& piece_;
+  PartReader& piece_;
   const std::uint64_t end_;
   const bool dense_;
   std::vector<std::byte> buffer_;
@@ -256,15 +256,15 @@ class PieceReader::WindowReader {
   Range checked_;
 };
 
-bool PieceReader::ReadScattered(const StridedCopy& copy, std::byte* base) {
+bool PartReader::ReadScattered(const StridedCopy& copy, std::byte* base) {
   if (!OpenFile().ok()) return false;
-  std::vector<File::Piece> pieces;
+  std::vector<File::Buffer> pieces;
   pieces.reserve(std::min<std::uint64_t>(copy.runs(), kMaxScatter));
   auto at = static_cast<std::uint64_t>(copy.src_offset);
   std::uint64_t bytes = 0;
   bool good = true;
   const auto flush = [&] {
-    const Result<std::size_t> got = file_->file().ReadPiecesAt(at, pieces);
+    const Result<std::size_t> got = file_->file().ReadVectorAt(at, pieces);
     good = got.ok() && got.value() == bytes;
     at += bytes;
     stats_.bytes_read += bytes;
@@ -281,7 +281,7 @@ bool PieceReader::ReadScattered(const StridedCopy& copy, std::byte* base) {
   return good;
 }
 
-Status PieceReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
+Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
   if (copy.run == 0) return Status();
   if (!Rises(copy)) return ReadTransposed(ByFallingSteps(copy), base);
   const auto first = static_cast<std::uint64_t>(copy.src_offset) - where_.offset;
@@ -302,7 +302,7 @@ Status PieceReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
   return status;
 }
 
-Status PieceReader::ReadSlab(const StridedCopy& slab, std::byte* base) {
+Status PartReader::ReadSlab(const StridedCopy& slab, std::byte* base) {
   const std::uint64_t span = SourceSpan(slab);
   if (slab_.size() < span) slab_.resize(span);
   const std::uint64_t by_leaf = stats_.bytes_by_leaf;
@@ -317,7 +317,7 @@ Status PieceReader::ReadSlab(const StridedCopy& slab, std::byte* base) {
   return Status();
 }
 
-Status PieceReader::ReadTransposed(const StridedCopy& copy, std::byte* base) {
+Status PartReader::ReadTransposed(const StridedCopy& copy, std::byte* base) {
   const std::uint64_t span = SourceSpan(copy);
   if (span <= kPieceBlockBytes) return ReadSlab(copy, base);
   if (copy.axes == 0) {  // One long run.
@@ -348,14 +348,14 @@ Status PieceReader::ReadTransposed(const StridedCopy& copy, std::byte* base) {
   return Status();
 }
 
-Result<const std::byte*> PieceReader::MappingTo(std::uint64_t end) {
+Result<const std::byte*> PartReader::MappingTo(std::uint64_t end) {
   const FileRecord& record = checkpoint_.index().files()[where_.file];
   if (record.placement == Placement::kForeign && !MappingGuarded()) return nullptr;
   TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
   return file_->MappingTo(end);
 }
 
-Status PieceReader::WhyNotThere(std::uint64_t at, std::uint64_t size) {
+Status PartReader::WhyNotThere(std::uint64_t at, std::uint64_t size) {
   constexpr std::uint64_t kBlock = 4096;
   char block[kBlock];
   for (const std::uint64_t end = at + size; at < end;) {

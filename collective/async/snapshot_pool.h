@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_ASYNC_STAGING_POOL_H_
-#define TENSORMOUNT_COLLECTIVE_ASYNC_STAGING_POOL_H_
+#ifndef TENSORMOUNT_COLLECTIVE_ASYNC_SNAPSHOT_POOL_H_
+#define TENSORMOUNT_COLLECTIVE_ASYNC_SNAPSHOT_POOL_H_
 
 #include <atomic>
 #include <chrono>
@@ -17,11 +17,11 @@ namespace tensormount {
 
 // Memory for copies of what is being saved. It comes from the kernel in one piece a save and is
 // kept for the next one: touching fresh pages costs more than copying into them. Thread-safe.
-class StagingPool : public std::enable_shared_from_this<StagingPool> {
+class SnapshotPool : public std::enable_shared_from_this<SnapshotPool> {
  public:
   // At most `bound` bytes are mapped at a time; 0: no bound.
-  explicit StagingPool(std::uint64_t bound) : bound_(bound) {}
-  ~StagingPool();
+  explicit SnapshotPool(std::uint64_t bound) : bound_(bound) {}
+  ~SnapshotPool();
 
   // Goes back to the pool when destroyed.
   class Memory {
@@ -30,10 +30,10 @@ class StagingPool : public std::enable_shared_from_this<StagingPool> {
     std::byte* data() const { return data_; }
 
    private:
-    friend class StagingPool;
-    Memory(std::shared_ptr<StagingPool> pool, std::byte* data, std::size_t size)
+    friend class SnapshotPool;
+    Memory(std::shared_ptr<SnapshotPool> pool, std::byte* data, std::size_t size)
         : pool_(std::move(pool)), data_(data), size_(size) {}
-    std::shared_ptr<StagingPool> pool_;
+    std::shared_ptr<SnapshotPool> pool_;
     std::byte* data_;
     std::size_t size_;
   };
@@ -48,11 +48,11 @@ class StagingPool : public std::enable_shared_from_this<StagingPool> {
   std::uint64_t mapped() const;
 
  private:
-  struct Piece {
+  struct Block {
     std::byte* data;
     std::size_t size;
   };
-  void GiveBack(Piece piece);
+  void GiveBack(Block piece);
   // Unmaps idle pieces, the smallest first, until `bytes` more fit under the bound.
   void MakeRoom(std::uint64_t bytes);
 
@@ -61,9 +61,9 @@ class StagingPool : public std::enable_shared_from_this<StagingPool> {
   std::condition_variable returned_;
   std::uint64_t mapped_ = 0;
   std::size_t pieces_ = 0;   // Mapped ones, idle or not.
-  std::vector<Piece> idle_;  // By rising size.
+  std::vector<Block> idle_;  // By rising size.
 };
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_ASYNC_STAGING_POOL_H_
+#endif  // TENSORMOUNT_COLLECTIVE_ASYNC_SNAPSHOT_POOL_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fs/views/hf_layout.h"
+#include "fs/views/hf_parts.h"
 
 #include <algorithm>
 #include <functional>
@@ -8,7 +8,7 @@
 
 #include "base/checked.h"
 #include "fs/views/checkpoint_text.h"
-#include "index/records/safetensors_layout.h"
+#include "index/records/safetensors_order.h"
 
 namespace tensormount::fs {
 namespace {
@@ -65,7 +65,7 @@ Result<std::uint64_t> ParsePartSize(std::string_view text) {
   return *bytes;
 }
 
-Status HfLayout::CheckRules(const ShownCheckpoint& shown, const HfOptions& options) {
+Status HfParts::CheckRules(const ShownCheckpoint& shown, const HfOptions& options) {
   if (!options.rules) return {};
   std::vector<std::string> keys;
   keys.reserve(shown.tensors.count());
@@ -78,26 +78,26 @@ Status HfLayout::CheckRules(const ShownCheckpoint& shown, const HfOptions& optio
   return names.ok() ? Status() : names.status().WithContext("rules of hf/");
 }
 
-Result<std::unique_ptr<const HfLayout>> HfLayout::Make(const ShownCheckpoint& shown,
-                                                       const HfOptions& options,
-                                                       std::uint64_t whole_bytes) {
-  std::unique_ptr<HfLayout> layout(new HfLayout(shown, options));
+Result<std::unique_ptr<const HfParts>> HfParts::Make(const ShownCheckpoint& shown,
+                                                     const HfOptions& options,
+                                                     std::uint64_t whole_bytes) {
+  std::unique_ptr<HfParts> layout(new HfParts(shown, options));
   TENSORMOUNT_RETURN_IF_ERROR(layout->Divide());
   Part& first = layout->parts_[0];
   if (layout->parts_.size() == 1 && !options.rules && whole_bytes > first.data_bytes) {
     layout->is_whole_ = true;
     first.header_bytes = whole_bytes - first.data_bytes;
-    return std::unique_ptr<const HfLayout>(std::move(layout));
+    return std::unique_ptr<const HfParts>(std::move(layout));
   }
   // What the header is, and so how long, is known only when it was made.
   for (std::size_t i = 0; i < layout->parts_.size(); ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const File file, layout->Build(i));
     layout->parts_[i].header_bytes = file.header->size();
   }
-  return std::unique_ptr<const HfLayout>(std::move(layout));
+  return std::unique_ptr<const HfParts>(std::move(layout));
 }
 
-Status HfLayout::Divide() {
+Status HfParts::Divide() {
   const std::uint32_t count = shown_.tensors.count();
   first_held_ = first_left_out_ = count;
   Part part;
@@ -134,12 +134,12 @@ Status HfLayout::Divide() {
   return {};
 }
 
-std::string HfLayout::NameOf(std::size_t part) const {
+std::string HfParts::NameOf(std::size_t part) const {
   if (parts_.size() == 1) return "model.safetensors";
   return fmt::format("model-{:05}-of-{:05}.safetensors", part + 1, parts_.size());
 }
 
-Result<HfLayout::File> HfLayout::Build(std::size_t number) const {
+Result<HfParts::File> HfParts::Build(std::size_t number) const {
   const Part& part = parts_[number];
   std::vector<TensorMeta> metas;
   std::vector<std::uint32_t> ordinals;
@@ -157,20 +157,20 @@ Result<HfLayout::File> HfLayout::Build(std::size_t number) const {
   std::vector<const TensorMeta*> pointers;
   pointers.reserve(metas.size());
   for (const TensorMeta& meta : metas) pointers.push_back(&meta);
-  TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsLayout layout, LayOutSafetensors(pointers));
+  TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsOrder layout, LayOutSafetensors(pointers));
   if (layout.header.empty())
     return Status(Code::kInternal, "hf/: the header of a part is too long");
 
-  auto segments = std::make_shared<std::vector<FileContent::Segment>>();
+  auto segments = std::make_shared<std::vector<FileSegments::Segment>>();
   segments->reserve(metas.size() + 1);
-  segments->push_back({.kind = FileContent::Segment::Kind::kLiteral,
+  segments->push_back({.kind = FileSegments::Segment::Kind::kLiteral,
                        .ordinal = 0,
                        .begin = 0,
                        .length = layout.header.size(),
                        .skip = 0});
   for (std::size_t i = 0; i < metas.size(); ++i) {
     if (metas[i].bytes() == 0) continue;
-    segments->push_back({.kind = FileContent::Segment::Kind::kTensor,
+    segments->push_back({.kind = FileSegments::Segment::Kind::kTensor,
                          .ordinal = ordinals[i],
                          .begin = layout.offsets[i],
                          .length = metas[i].bytes(),
@@ -178,7 +178,7 @@ Result<HfLayout::File> HfLayout::Build(std::size_t number) const {
   }
   std::sort(segments->begin(), segments->end(),
             [](const auto& a, const auto& b) { return a.begin < b.begin; });
-  const FileContent::Segment& last = segments->back();
+  const FileSegments::Segment& last = segments->back();
   if (last.begin + last.length != layout.header.size() + part.data_bytes ||
       (part.header_bytes != 0 && part.header_bytes != layout.header.size())) {
     return Status(Code::kDataLoss, "hf/: the index changed while a part was laid out");
@@ -187,7 +187,7 @@ Result<HfLayout::File> HfLayout::Build(std::size_t number) const {
               .header = std::make_shared<const std::string>(std::move(layout.header))};
 }
 
-Result<std::shared_ptr<const GeneratedText>> HfLayout::IndexJson() const {
+Result<std::shared_ptr<const GeneratedText>> HfParts::IndexJson() const {
   // Items are all tensors, twice where some are left out: first for the list of these.
   GeneratedText::Parts text;
   const std::uint32_t count = shown_.tensors.count();
@@ -204,7 +204,7 @@ Result<std::shared_ptr<const GeneratedText>> HfLayout::IndexJson() const {
   return GeneratedText::Make(std::move(text));
 }
 
-Status HfLayout::RenderIndex(std::uint32_t first, std::uint32_t count, std::string& out) const {
+Status HfParts::RenderIndex(std::uint32_t first, std::uint32_t count, std::string& out) const {
   const std::uint32_t tensors = shown_.tensors.count();
   const std::uint32_t lists = left_out_ > 0 ? tensors : 0;  // Items of the list before the map.
   const std::uint32_t end = first + count;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_RECORDS_SAFETENSORS_LAYOUT_H_
-#define TENSORMOUNT_INDEX_RECORDS_SAFETENSORS_LAYOUT_H_
+#ifndef TENSORMOUNT_INDEX_RECORDS_SAFETENSORS_ORDER_H_
+#define TENSORMOUNT_INDEX_RECORDS_SAFETENSORS_ORDER_H_
 
 #include <cstdint>
 #include <span>
@@ -22,13 +22,13 @@ bool SafetensorsHolds(const TensorMeta& tensor);
 
 // How tensors stand in model.safetensors: by falling element size, then in the order given, so that
 // each is aligned.
-struct SafetensorsLayout {
+struct SafetensorsOrder {
   std::string header;                  // Bytes before the data. Empty: over the format's limit.
   std::vector<std::uint64_t> offsets;  // In the file, by position in `tensors`.
   std::vector<bool> held;              // False: a dtype or key that the format lacks.
 };
-Result<SafetensorsLayout> LayOutSafetensors(std::span<const TensorMeta* const> tensors);
+Result<SafetensorsOrder> LayOutSafetensors(std::span<const TensorMeta* const> tensors);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_RECORDS_SAFETENSORS_LAYOUT_H_
+#endif  // TENSORMOUNT_INDEX_RECORDS_SAFETENSORS_ORDER_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/records/content.h"
+#include "index/records/inventory.h"
 
 #include "index/records/manifest.h"
 #include "tests/support/random.h"
@@ -28,24 +28,24 @@ TensorMeta Meta(const std::string& key, DType dtype, const Dims& shape) {
 }
 
 // One writer's content with one tensor in one file.
-Content WriterContent(const std::string& key, const Dims& shape, const std::string& file,
-                      const std::vector<Region>& regions) {
-  Content content;
-  content.info.uuid = {1, 2};
-  content.files.push_back({.name = file, .placement = Placement::kRankShard});
-  TensorContent& tensor = content.tensors.emplace_back(Meta(key, DType::kF32, shape));
+Inventory WriterInventory(const std::string& key, const Dims& shape, const std::string& file,
+                          const std::vector<Region>& regions) {
+  Inventory inventory;
+  inventory.info.uuid = {1, 2};
+  inventory.files.push_back({.name = file, .placement = Placement::kRankShard});
+  TensorRecord& tensor = inventory.tensors.emplace_back(Meta(key, DType::kF32, shape));
   tensor.has_digest = true;
   std::uint64_t offset = 0;
   for (const Region& region : regions) {
     tensor.extents.Append(Chunk(region, 0, offset, 4));
     offset += static_cast<std::uint64_t>(region.volume()) * 4;
   }
-  content.files[0].length = offset;
-  return content;
+  inventory.files[0].length = offset;
+  return inventory;
 }
 
-Result<Content> Merge(const std::vector<Content>& writers) {
-  ContentMerger merger;
+Result<Inventory> Merge(const std::vector<Inventory>& writers) {
+  InventoryMerger merger;
   for (std::size_t i = 0; i < writers.size(); ++i) {
     TENSORMOUNT_RETURN_IF_ERROR(
         merger.Add(writers[i], "manifest/rank-" + std::to_string(i) + ".tmm"));
@@ -117,19 +117,19 @@ TEST(ExtentTable, SortsByFirstElement) {
   EXPECT_EQ(table.At(2).value().file, 0u);
 }
 
-TEST(ContentMerger, OrderOfManifestsDoesNotMatter) {
-  Content a = WriterContent("w", {4, 4}, "data/b", {BoxOf({0, 0}, {2, 4})});
-  Content b = WriterContent("w", {4, 4}, "data/a", {BoxOf({2, 0}, {2, 4})});
+TEST(InventoryMerger, OrderOfManifestsDoesNotMatter) {
+  Inventory a = WriterInventory("w", {4, 4}, "data/b", {BoxOf({0, 0}, {2, 4})});
+  Inventory b = WriterInventory("w", {4, 4}, "data/a", {BoxOf({2, 0}, {2, 4})});
   a.tensors[0].digest = 5;
   b.tensors[0].digest = 6;
-  ContentMerger one;
+  InventoryMerger one;
   ASSERT_OK(one.Add(a, "manifest/z.tmm"));
   ASSERT_OK(one.Add(b, "manifest/y.tmm"));
-  ContentMerger two;
+  InventoryMerger two;
   ASSERT_OK(two.Add(b, "manifest/y.tmm"));
   ASSERT_OK(two.Add(a, "manifest/z.tmm"));
-  ASSERT_OK_AND_ASSIGN(const Content x, one.Finish());
-  ASSERT_OK_AND_ASSIGN(const Content y, two.Finish());
+  ASSERT_OK_AND_ASSIGN(const Inventory x, one.Finish());
+  ASSERT_OK_AND_ASSIGN(const Inventory y, two.Finish());
   EXPECT_EQ(x.files[0].name, "data/a");
   EXPECT_EQ(x.manifests, (std::vector<std::string>{"manifest/y.tmm", "manifest/z.tmm"}));
   EXPECT_EQ(x.tensors[0].digest, 3u);
@@ -140,76 +140,76 @@ TEST(ContentMerger, OrderOfManifestsDoesNotMatter) {
   EXPECT_OK(CheckComplete(x));
 }
 
-TEST(ContentMerger, RefusesDisagreement) {
-  const Content a = WriterContent("w", {4, 4}, "data/a", {BoxOf({0, 0}, {2, 4})});
-  EXPECT_THAT(Merge({a, WriterContent("w", {4, 5}, "data/b", {})}),
+TEST(InventoryMerger, RefusesDisagreement) {
+  const Inventory a = WriterInventory("w", {4, 4}, "data/a", {BoxOf({0, 0}, {2, 4})});
+  EXPECT_THAT(Merge({a, WriterInventory("w", {4, 5}, "data/b", {})}),
               HasMessage("tensor w: writers disagree: f32[4, 4] and f32[4, 5]"));
-  Content longer = a;
+  Inventory longer = a;
   longer.files[0].length += 1;
   EXPECT_THAT(Merge({a, longer}), HasMessage("data/a: writers disagree"));
-  Content other = a;
+  Inventory other = a;
   other.info.uuid = {1, 3};
   EXPECT_THAT(Merge({a, other}), HasMessage("belongs to checkpoint"));
-  Content wild = a;
+  Inventory wild = a;
   wild.tensors[0].extents = ExtentTable(2);
   wild.tensors[0].extents.Append(Chunk(BoxOf({0, 0}, {2, 4}), 1, 0, 4));
   EXPECT_THAT(Merge({wild}), HasMessage("file number 1"));
-  Content object = a;
+  Inventory object = a;
   object.objects.push_back({.key = "rng"});
   EXPECT_THAT(Merge({object, object}), HasMessage("object rng: written twice"));
-  ContentMerger twice;
+  InventoryMerger twice;
   ASSERT_OK(twice.Add(a, "manifest/a.tmm"));
   EXPECT_THAT(twice.Add(a, "manifest/a.tmm"), HasCode(Code::kDataLoss));
 }
 
-TEST(ContentMerger, CoordinatorListsWhatThereMustBe) {
-  const Content a = WriterContent("w", {4, 4}, "data/a", {BoxOf({0, 0}, {4, 4})});
-  ASSERT_OK_AND_ASSIGN(Content merged, Merge({a}));
+TEST(InventoryMerger, CoordinatorListsWhatThereMustBe) {
+  const Inventory a = WriterInventory("w", {4, 4}, "data/a", {BoxOf({0, 0}, {4, 4})});
+  ASSERT_OK_AND_ASSIGN(Inventory merged, Merge({a}));
   merged.tensors[0].mtime = 99;
   merged.info.producer = "p";
-  Content list = CoordinatorContent(merged);
-  const auto with = [&](const Content& coordinator) {
-    ContentMerger merger;
+  Inventory list = CoordinatorInventory(merged);
+  const auto with = [&](const Inventory& coordinator) {
+    InventoryMerger merger;
     EXPECT_OK(merger.Add(coordinator, std::string(kCoordinatorManifest)));
     EXPECT_OK(merger.Add(a, "manifest/rank-0.tmm"));
     return merger.Finish();
   };
-  ASSERT_OK_AND_ASSIGN(const Content again, with(list));
+  ASSERT_OK_AND_ASSIGN(const Inventory again, with(list));
   EXPECT_EQ(again.tensors[0].mtime, 99);
   EXPECT_EQ(again.info.producer, "p");
   list.tensors[0].digest ^= 1;
   EXPECT_THAT(with(list), HasMessage("dtype, shape or digest"));
-  list = CoordinatorContent(merged);
+  list = CoordinatorInventory(merged);
   list.tensors.emplace_back(Meta("x", DType::kF32, {1}));
   EXPECT_THAT(with(list), HasMessage("lists 2 tensors, the writers wrote 1"));
 }
 
 TEST(CheckComplete, NamesTheMissingAndTheDoubledBox) {
-  ASSERT_OK_AND_ASSIGN(Content gap,
-                       Merge({WriterContent("w", {4, 8}, "data/a",
-                                            {BoxOf({0, 0}, {4, 3}), BoxOf({0, 4}, {4, 4})})}));
+  ASSERT_OK_AND_ASSIGN(Inventory gap,
+                       Merge({WriterInventory("w", {4, 8}, "data/a",
+                                              {BoxOf({0, 0}, {4, 3}), BoxOf({0, 4}, {4, 4})})}));
   EXPECT_THAT(CheckComplete(gap), HasMessage("tensor w: [0:4, 3:4] is stored in no chunk"));
-  ASSERT_OK_AND_ASSIGN(Content overlap,
-                       Merge({WriterContent("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 5})}),
-                              WriterContent("w", {4, 8}, "data/b", {BoxOf({0, 4}, {4, 4})})}));
+  ASSERT_OK_AND_ASSIGN(Inventory overlap,
+                       Merge({WriterInventory("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 5})}),
+                              WriterInventory("w", {4, 8}, "data/b", {BoxOf({0, 4}, {4, 4})})}));
   EXPECT_THAT(CheckComplete(overlap),
               HasMessage("tensor w: [0:4, 4:5] is stored twice: in data/a and data/b"));
-  ASSERT_OK_AND_ASSIGN(Content nothing, Merge({WriterContent("w", {4, 8}, "data/a", {})}));
+  ASSERT_OK_AND_ASSIGN(Inventory nothing, Merge({WriterInventory("w", {4, 8}, "data/a", {})}));
   EXPECT_THAT(CheckComplete(nothing), HasMessage("[0:4, 0:8] is stored in no chunk"));
   // Rows that follow each other, but stop early.
-  ASSERT_OK_AND_ASSIGN(Content early,
-                       Merge({WriterContent("w", {4, 8}, "data/a", {BoxOf({0, 0}, {3, 8})})}));
+  ASSERT_OK_AND_ASSIGN(Inventory early,
+                       Merge({WriterInventory("w", {4, 8}, "data/a", {BoxOf({0, 0}, {3, 8})})}));
   EXPECT_THAT(CheckComplete(early), HasMessage("[3:4, 0:8] is stored in no chunk"));
 }
 
 TEST(CheckComplete, AcceptsFlatCutsAndEmptyTensors) {
   const Box whole = Box::Make({0, 0}, {4, 8}).value();
-  ASSERT_OK_AND_ASSIGN(Content flat,
-                       Merge({WriterContent("w", {4, 8}, "data/a",
-                                            {Region::Flat(whole, 0, 11).value(),
-                                             Region::Flat(whole, 11, 21).value()}),
-                              WriterContent("zero", {0, 8}, "data/b", {}),
-                              WriterContent("scalar", {}, "data/c", {Region(Box())})}));
+  ASSERT_OK_AND_ASSIGN(Inventory flat,
+                       Merge({WriterInventory("w", {4, 8}, "data/a",
+                                              {Region::Flat(whole, 0, 11).value(),
+                                               Region::Flat(whole, 11, 21).value()}),
+                              WriterInventory("zero", {0, 8}, "data/b", {}),
+                              WriterInventory("scalar", {}, "data/c", {Region(Box())})}));
   EXPECT_OK(CheckComplete(flat));
 }
 
@@ -225,9 +225,9 @@ TEST(CheckComplete, SeesEveryFlawOfAGrid) {
     }
   }
   const auto check = [](const std::vector<Region>& regions) {
-    Result<Content> content = Merge({WriterContent("w", {4, 8}, "data/a", regions)});
-    EXPECT_OK(content);
-    return CheckComplete(content.value());
+    Result<Inventory> inventory = Merge({WriterInventory("w", {4, 8}, "data/a", regions)});
+    EXPECT_OK(inventory);
+    return CheckComplete(inventory.value());
   };
   EXPECT_OK(check(cells));
   for (std::size_t i = 0; i < cells.size(); ++i) {
@@ -260,69 +260,69 @@ TEST(CheckComplete, SeesEveryFlawOfAGrid) {
 }
 
 TEST(CheckComplete, ComparesLengthsWithRegionsAndFiles) {
-  Content content = WriterContent("w", {4, 8}, "data/a", {});
+  Inventory inventory = WriterInventory("w", {4, 8}, "data/a", {});
   ChunkRecord chunk = Chunk(BoxOf({0, 0}, {4, 8}), 0, 0, 4);
   chunk.length -= 1;
-  content.files[0].length = 128;
-  content.manifests = {"manifest/a.tmm"};
-  content.tensors[0].extents.Append(chunk);
-  EXPECT_THAT(CheckComplete(content), HasMessage("127 bytes stored, 128 needed"));
+  inventory.files[0].length = 128;
+  inventory.manifests = {"manifest/a.tmm"};
+  inventory.tensors[0].extents.Append(chunk);
+  EXPECT_THAT(CheckComplete(inventory), HasMessage("127 bytes stored, 128 needed"));
   chunk.length = 128;
-  content.files[0].length = 100;
-  content.tensors[0].extents = ExtentTable(2);
-  content.tensors[0].extents.Append(chunk);
-  EXPECT_THAT(CheckComplete(content), HasMessage("data/a: a chunk reaches past its end"));
+  inventory.files[0].length = 100;
+  inventory.tensors[0].extents = ExtentTable(2);
+  inventory.tensors[0].extents.Append(chunk);
+  EXPECT_THAT(CheckComplete(inventory), HasMessage("data/a: a chunk reaches past its end"));
 }
 
 TEST(CheckComplete, RefusesChunksOfAKindThatNoReaderTakes) {
-  ASSERT_OK_AND_ASSIGN(Content content,
-                       Merge({WriterContent("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})})}));
-  ASSERT_OK(CheckComplete(content));
-  const std::string rows(content.tensors[0].extents.packed());
+  ASSERT_OK_AND_ASSIGN(Inventory inventory,
+                       Merge({WriterInventory("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})})}));
+  ASSERT_OK(CheckComplete(inventory));
+  const std::string rows(inventory.tensors[0].extents.packed());
   // Flags that format 1 does not have on disk: pending, and one that is nothing.
   for (const int flag : {8, 16}) {
     std::string odd = rows;
     odd[24] = static_cast<char>(odd[24] | flag);
-    ASSERT_OK_AND_ASSIGN(content.tensors[0].extents, ExtentTable::FromPacked(2, odd));
-    EXPECT_THAT(CheckComplete(content), HasMessage("a chunk of unknown kind"));
-    EXPECT_FALSE(content.tensors[0].extents.At(0).ok());
+    ASSERT_OK_AND_ASSIGN(inventory.tensors[0].extents, ExtentTable::FromPacked(2, odd));
+    EXPECT_THAT(CheckComplete(inventory), HasMessage("a chunk of unknown kind"));
+    EXPECT_FALSE(inventory.tensors[0].extents.At(0).ok());
   }
 }
 
 TEST(CheckComplete, ObjectsFillTheirGrids) {
-  Content content;
-  content.files.push_back({.name = "data/a", .placement = Placement::kPack});
-  content.manifests = {"manifest/a.tmm"};
+  Inventory inventory;
+  inventory.files.push_back({.name = "data/a", .placement = Placement::kPack});
+  inventory.manifests = {"manifest/a.tmm"};
   for (const std::int64_t i : {0, 1, 3}) {
-    content.objects.push_back({.key = "rng", .index = {i / 2, i % 2}, .grid = {2, 2}});
+    inventory.objects.push_back({.key = "rng", .index = {i / 2, i % 2}, .grid = {2, 2}});
   }
-  EXPECT_THAT(CheckComplete(content), HasMessage("object rng: part [1, 0] of its grid"));
-  content.objects.insert(content.objects.begin() + 2,
-                         {.key = "rng", .index = {1, 0}, .grid = {2, 2}});
-  EXPECT_OK(CheckComplete(content));
+  EXPECT_THAT(CheckComplete(inventory), HasMessage("object rng: part [1, 0] of its grid"));
+  inventory.objects.insert(inventory.objects.begin() + 2,
+                           {.key = "rng", .index = {1, 0}, .grid = {2, 2}});
+  EXPECT_OK(CheckComplete(inventory));
 }
 
 TEST(FileRoots, RefuseOverlapsAndEnds) {
-  Content content = WriterContent("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})});
-  ASSERT_OK(ComputeFileRoots(content));
-  const Hash128 root = content.files[0].root;
+  Inventory inventory = WriterInventory("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})});
+  ASSERT_OK(ComputeFileRoots(inventory));
+  const Hash128 root = inventory.files[0].root;
   EXPECT_NE(root, Hash128{});
-  content.extras.push_back({.file = 0, .offset = 127, .length = 1});
-  EXPECT_THAT(ComputeFileRoots(content), HasMessage("at 127 overlaps the one before it"));
-  content.extras[0].offset = 128;
-  EXPECT_THAT(ComputeFileRoots(content), HasMessage("reaches past the end"));
-  content.files[0].length = 129;
-  ASSERT_OK(ComputeFileRoots(content));
-  EXPECT_NE(content.files[0].root, root);
+  inventory.extras.push_back({.file = 0, .offset = 127, .length = 1});
+  EXPECT_THAT(ComputeFileRoots(inventory), HasMessage("at 127 overlaps the one before it"));
+  inventory.extras[0].offset = 128;
+  EXPECT_THAT(ComputeFileRoots(inventory), HasMessage("reaches past the end"));
+  inventory.files[0].length = 129;
+  ASSERT_OK(ComputeFileRoots(inventory));
+  EXPECT_NE(inventory.files[0].root, root);
 }
 
 TEST(ContentRoot, SeesWhatIsStoredAndNotWhere) {
-  Content content = WriterContent("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})});
-  const Hash128 root = ContentRoot(content);
-  Content moved = content;
+  Inventory inventory = WriterInventory("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})});
+  const Hash128 root = ContentRoot(inventory);
+  Inventory moved = inventory;
   moved.files[0].name = "data/b";
   moved.tensors[0].mtime = 5;
-  ChunkRecord chunk = content.tensors[0].extents.At(0).value();
+  ChunkRecord chunk = inventory.tensors[0].extents.At(0).value();
   chunk.offset = 64;
   chunk.first_leaf = 3;
   moved.tensors[0].extents = ExtentTable(2);
@@ -332,7 +332,7 @@ TEST(ContentRoot, SeesWhatIsStoredAndNotWhere) {
   moved.tensors[0].extents = ExtentTable(2);
   moved.tensors[0].extents.Append(chunk);
   EXPECT_NE(ContentRoot(moved), root);
-  moved = content;
+  moved = inventory;
   moved.common["a"] = true;
   EXPECT_NE(ContentRoot(moved), root);
 }
