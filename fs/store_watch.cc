@@ -78,7 +78,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   std::uint64_t looks = 0;  // That have ended.
   std::shared_ptr<const Listing> listing;
   std::vector<std::shared_ptr<Slot>> slots;  // By id; null: gone. Slot 0 is the mount itself.
-  std::map<std::uint32_t, std::weak_ptr<const CheckpointView>> still_open;  // Of those.
+  std::map<std::uint32_t, std::shared_ptr<Slot>> left;  // Of those, what open files may keep.
   std::atomic<std::uint64_t> clock{0};
   // Of the first look: names that somebody waits for, and what was found of such.
   std::vector<std::string> asked_names;
@@ -410,6 +410,7 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
       if (at == now->by_id.end() || (*at)->id != slot->id) {
         slots[slot->id] = nullptr;
         slot->gone_.store(true, std::memory_order_release);  // Before anybody sees the new listing.
+        left.emplace(slot->id, slot);  // In one step with it: no open file is without both.
         gone.push_back(slot);
       }
     };
@@ -425,17 +426,10 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
     stuck = false;
   }
   looked.notify_all();
-  std::vector<std::pair<std::uint32_t, std::weak_ptr<const CheckpointView>>> let_go;
-  for (const auto& slot : gone) {
-    const std::lock_guard lock(slot->mutex_);
-    slot->opened_ = false;
-    slot->view_ = nullptr;  // Open files keep it, and with it the lock that gc waits for.
-    if (!slot->last_view_.expired()) let_go.emplace_back(slot->id, slot->last_view_);
-  }
+  for (const auto& slot : gone) slot->LetGo();
   {
     const std::lock_guard lock(mutex);
-    std::erase_if(still_open, [](const auto& entry) { return entry.second.expired(); });
-    still_open.insert(let_go.begin(), let_go.end());
+    std::erase_if(left, [](const auto& entry) { return !entry.second->MayBeHeld(); });
   }
   CloseUnused(*now, kKeptOpen);
 }
@@ -590,15 +584,21 @@ Result<std::shared_ptr<Slot>> StoreWatch::Find(std::uint32_t id) {
 
 std::shared_ptr<const CheckpointView> StoreWatch::KeptView(std::uint32_t id) {
   const std::lock_guard lock(core_->mutex);
-  const auto at = core_->still_open.find(id);
-  return at == core_->still_open.end() ? nullptr : at->second.lock();
+  const auto at = core_->left.find(id);
+  return at == core_->left.end() ? nullptr : at->second->LastView();
 }
 
 Result<std::shared_ptr<const CheckpointView>> StoreWatch::View(Slot& slot) {
   slot.used_.store(core_->clock.fetch_add(1) + 1, std::memory_order_relaxed);
+  auto view = OpenView(slot);
+  if (slot.gone()) slot.LetGo();  // While it was opened: nobody waited for us.
+  return view;
+}
+
+Result<std::shared_ptr<const CheckpointView>> StoreWatch::OpenView(Slot& slot) {
   const std::lock_guard lock(slot.mutex_);
   if (slot.gone()) return Status(Code::kStale, slot.name + " was removed or replaced");
-  if (!slot.view_) slot.view_ = slot.last_view_.lock();
+  if (!slot.view_) slot.view_ = slot.LastView();
   if (slot.view_) {
     // Rings where it must be let go of again some time.
     if (!slot.opened_.exchange(true)) core_->bell->Ring();
@@ -623,7 +623,7 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::View(Slot& slot) {
     return view.status().WithContext(slot.name);
   }
   slot.view_ = view.value();
-  slot.last_view_ = slot.view_;
+  slot.SetLastView(slot.view_);
   slot.opened_.store(true);
   core_->bell->Ring();
   return view;
@@ -631,8 +631,13 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::View(Slot& slot) {
 
 std::shared_ptr<const CheckpointView> StoreWatch::OpenedView(Slot& slot) {
   if (!slot.opened()) return nullptr;
-  const std::lock_guard lock(slot.mutex_);
-  return slot.view_;
+  std::shared_ptr<const CheckpointView> view;
+  {
+    const std::lock_guard lock(slot.mutex_);
+    view = slot.view_;
+  }
+  if (slot.gone()) slot.LetGo();
+  return view;
 }
 
 std::size_t StoreWatch::open_checkpoints() const {

@@ -57,9 +57,36 @@ class Slot {
   std::atomic<std::uint64_t> used_{0};
   // What was found good of it, also while it was not open.
   const std::shared_ptr<ProvenRanges> proven_ = std::make_shared<ProvenRanges>();
-  std::mutex mutex_;
+  // Open files may keep what was let go of.
+  std::shared_ptr<const CheckpointView> LastView() const {
+    const std::lock_guard lock(last_mutex_);
+    return last_view_.lock();
+  }
+  // Of one that is gone: false once no open file can have its view any more.
+  bool MayBeHeld() {
+    const std::unique_lock opens(mutex_, std::try_to_lock);
+    if (!opens.owns_lock()) return true;
+    view_ = nullptr;  // Where LetGo met one of those who look.
+    const std::lock_guard lock(last_mutex_);
+    return !last_view_.expired();
+  }
+  // Open files keep the view, and with it the lock that gc waits for. Who opens it at this moment
+  // is not waited for (storage may hang), and lets go of it himself.
+  void LetGo() {
+    const std::unique_lock opens(mutex_, std::try_to_lock);
+    if (!opens.owns_lock()) return;
+    opened_ = false;
+    view_ = nullptr;
+  }
+  void SetLastView(const std::shared_ptr<const CheckpointView>& view) {
+    const std::lock_guard lock(last_mutex_);
+    last_view_ = view;
+  }
+
+  std::mutex mutex_;  // Held while it is opened, which may take as long as storage likes.
   std::shared_ptr<const CheckpointView> view_;
-  std::weak_ptr<const CheckpointView> last_view_;  // Open files may keep what was let go of.
+  mutable std::mutex last_mutex_;  // Never held while another one is taken.
+  std::weak_ptr<const CheckpointView> last_view_;
 };
 
 // Which checkpoints there are now, seen by looking at the source's folder: nobody tells a mount of
@@ -128,6 +155,7 @@ class StoreWatch {
 
  private:
   struct Core;
+  Result<std::shared_ptr<const CheckpointView>> OpenView(Slot& slot);
   explicit StoreWatch(std::shared_ptr<Core> core) : core_(std::move(core)) {}
   std::shared_ptr<Core> core_;
 };

@@ -396,6 +396,42 @@ TEST_F(VfsTest, StuckStoreDoesNotStopTheRest) {
   delete fs;
 }
 
+// Also at the very moment at which the mount sees that its checkpoint is gone: here as long as the
+// opening of another one, gone too, hangs.
+TEST_F(VfsTest, AnOpenFileOfARemovedCheckpointHasItsAttributesAtEveryMoment) {
+  Write("step-1", DefaultTinySpec());
+  Write("step-2", DefaultTinySpec(2));
+  std::atomic<bool> hangs{false};
+  std::atomic<bool> reached{false};
+  ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) -> Status {
+    const Deadline deadline = Deadline::After(std::chrono::seconds(20));
+    while (hangs && event.path.find("index.sst") != std::string::npos && !deadline.Passed()) {
+      reached = true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return {};
+  });
+  ASSERT_OK_AND_ASSIGN(vfs_, Vfs::Open(fs, {store()}));
+  VfsOps ops(*vfs_);
+  ASSERT_OK_AND_ASSIGN(const auto entry, ops.Walk("step-2/tensors/bias"));
+  ASSERT_OK_AND_ASSIGN(const auto file, vfs_->OpenFile(entry.id));
+  hangs = true;
+  std::thread opens([&] { (void)ops.Stat("step-1/tensors/bias"); });
+  while (!reached) std::this_thread::yield();
+  ASSERT_EQ(::rename((store() + "/step-1").c_str(), (store() + "/.trash.1").c_str()), 0);
+  ASSERT_EQ(::rename((store() + "/step-2").c_str(), (store() + "/.trash.2").c_str()), 0);
+  const Deadline seen = Deadline::After(std::chrono::seconds(20));
+  while (vfs_->IsThere(entry.id) && !seen.Passed()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  ASSERT_FALSE(vfs_->IsThere(entry.id));
+  for (int i = 0; i < 20; ++i) EXPECT_OK(vfs_->Stat(entry.id));
+  hangs = false;
+  opens.join();
+  EXPECT_OK(vfs_->Stat(entry.id));
+  vfs_ = nullptr;
+}
+
 TEST(InMemoryTest, SaysWhatIsThereAndWhatIsNot) {
   TempDir dir;
   const std::string path = dir.Join("f");
