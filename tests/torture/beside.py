@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 
 import stores
 
@@ -48,7 +49,10 @@ def read_file(path, key, name, rng, counts, scratch):
         if version is None:
             return f"{name}/{key}: begins with {head!r}"
         want = content(key, version)
-        mapped = mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ) if rng.random() < 0.1 else None
+        mapped = None
+        if rng.random() < 0.1:
+            # With a length of our own: mmap takes none for nothing (EINVAL) where the file is gone and has no size.
+            mapped = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_PRIVATE, mmap.PROT_READ)
         view = memoryview(mapped) if mapped else None
         try:
             for _ in range(20):
@@ -88,7 +92,8 @@ def reader(mnt, seconds, seed, scratch_path):
             except OSError as error:
                 # A mapping of what was removed: its pages cannot be had.
                 if error.errno not in GONE and not (error.errno == errno.EFAULT):
-                    wrong.append(f"{errno.errorcode.get(error.errno)}: {error}")
+                    where = traceback.extract_tb(error.__traceback__)[-1]
+                    wrong.append(f"{errno.errorcode.get(error.errno)}: {error}: {where.line}")
                 mine["gone"] += 1
         os.close(scratch)
         for key, value in mine.items():
@@ -205,16 +210,24 @@ class Session:
             self.step()
         thread.join()
         reads = 0
+        outputs = []
         for process in readers:
             try:
-                out, error = process.communicate(timeout=40)
+                outputs.append(process.communicate(timeout=40))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                outputs.append(process.communicate())
+        try:
+            errors = (mount.at / ".tensormount/errors").read_text()[-1500:]
+        except OSError as error:
+            errors = str(error)
+        for process, (out, error) in zip(readers, outputs):
+            try:
                 said = json.loads(out)
                 reads += said["reads"]
                 for text in said["wrong"]:
-                    self.wrong(f"a read through the mount: {text}\n{mount.said()[-500:]}")
-            except (subprocess.TimeoutExpired, ValueError):
-                process.kill()
-                error = process.communicate()[1]
+                    self.wrong(f"a read through the mount: {text}\n{mount.said()[-500:]}{errors}")
+            except ValueError:
                 self.wrong(f"a reader of the mount hangs or ends with {process.returncode}: {error.decode()[-500:]}")
         status = mount.close()
         if status != 0:
