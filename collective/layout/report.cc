@@ -9,7 +9,7 @@
 
 #include "base/checked.h"
 #include "collective/layout/layout.h"
-#include "index/records/record_coding.h"
+#include "shard/coding.h"
 
 namespace tensormount {
 namespace {

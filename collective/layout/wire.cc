@@ -7,7 +7,7 @@
 
 #include "base/errors.h"
 #include "collective/layout/layout.h"
-#include "index/records/record_coding.h"
+#include "shard/coding.h"
 
 namespace tensormount {
 namespace {
@@ -22,25 +22,11 @@ constexpr std::uint32_t kMaxFlags = kFlatFlag | static_cast<std::uint32_t>(Repli
 // An object's record without key and dims.
 constexpr std::size_t kMinObjectBytes = 4 + 4 + 1 + 1 + 8 + 16;
 
-Result<Dims> ReadDims(ByteReader& in, std::string_view what) {
-  const int rank = in.U8();
-  if (rank > kMaxRank) return DataLoss(what, "rank " + std::to_string(rank) + " is too high");
-  Dims dims;
-  for (int a = 0; a < rank; ++a) dims.push_back(in.I64());
-  return dims;
-}
-
 void WriteObjectPlace(ByteWriter& out, std::uint32_t item, const StateDict::ObjectItem& object) {
   out.U32(item);
   out.String(object.key);
   EncodeDims(out, object.place.index);
   EncodeDims(out, object.place.grid);
-}
-
-void WriteMeta(ByteWriter& out, const StateDict::TensorItem& item) {
-  out.String(item.key);
-  out.U8(static_cast<std::uint8_t>(item.shard.data.dtype));
-  EncodeDims(out, item.shard.global_shape);
 }
 
 std::uint32_t OwnerOfHash(std::uint64_t hash, std::uint32_t owners) {
@@ -166,7 +152,7 @@ LayoutEncoder::LayoutEncoder(const StateDict& state) {
     if (tensor == fresh) {
       first_item.push_back(i);
       tensor_keys_.push_back(hash);
-      WriteMeta(metas, item);
+      EncodeMeta(metas, item.key, item.shard.data.dtype, item.shard.global_shape);
       metas_.ends.push_back(metas.size());
       metas_.subjects.push_back(tensor);
     }
@@ -309,20 +295,11 @@ Result<DecodedLayout::ObjectItem> ReadObjectItem(ByteReader& in, std::string_vie
   DecodedLayout::ObjectItem object;
   object.item = in.U32();
   object.key = in.String(kMaxKeyBytes);
-  TENSORMOUNT_ASSIGN_OR_RETURN(object.index, ReadDims(in, what));
-  TENSORMOUNT_ASSIGN_OR_RETURN(object.grid, ReadDims(in, what));
+  TENSORMOUNT_RETURN_IF_ERROR(DecodeGridPosition(in, what, object.key, object.index, object.grid));
   object.length = in.U64();
   object.hash = in.Hash();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   if (Status status = CheckKey(object.key); !status.ok()) return DataLoss(what, status.message());
-  if (object.index.rank() != object.grid.rank()) {
-    return DataLoss(what, "object " + object.key + ": index and grid differ in rank");
-  }
-  for (int a = 0; a < object.grid.rank(); ++a) {
-    if (object.index[a] < 0 || object.index[a] >= object.grid[a]) {
-      return DataLoss(what, "object " + object.key + ": index outside of its grid");
-    }
-  }
   if (!CheckedProduct(object.grid)) {
     return DataLoss(what, "object " + object.key + ": its grid is too large");
   }

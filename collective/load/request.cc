@@ -9,51 +9,24 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
+#include "base/errors.h"
+#include "shard/coding.h"
 
 namespace tensormount {
 namespace {
 
 constexpr std::string_view kRequestMagic("TMLOADR\0", 8);
 // Of this format, and of what ranks make of it: in every fingerprint.
-constexpr std::uint32_t kRequestVersion = 1;
-
-void WriteDims(ByteWriter& out, const Dims& dims) {
-  out.U8(static_cast<std::uint8_t>(dims.rank()));
-  for (const std::int64_t v : dims) out.I64(v);
-}
-
-Result<Dims> ReadRequestDims(ByteReader& in) {
-  const int rank = in.U8();
-  if (rank > kMaxRank) {
-    return Status(Code::kDataLoss, "a request of rank " + std::to_string(rank));
-  }
-  Dims dims;
-  for (int a = 0; a < rank; ++a) dims.push_back(in.I64());
-  return dims;
-}
+constexpr std::uint32_t kRequestVersion = 2;
+constexpr std::string_view kWhat = "request of a load";
 
 Result<LoadRequest::Item> ReadItem(ByteReader& in, const std::vector<TensorMeta>& tensors) {
   LoadRequest::Item item;
   item.tensor = in.U32();
   item.item = in.U32();
-  const bool flat = in.U8() != 0;
-  if (item.tensor >= tensors.size()) return Status(Code::kDataLoss, "a request is damaged");
-  const Dims& shape = tensors[item.tensor].shape();
-  Dims begin;
-  Dims extent;
-  for (int a = 0; a < shape.rank(); ++a) begin.push_back(in.I64());
-  for (int a = 0; a < shape.rank(); ++a) extent.push_back(in.I64());
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, extent));
-  item.region = box;
-  if (flat) {
-    const std::int64_t first = in.I64();
-    const std::int64_t count = in.I64();
-    TENSORMOUNT_ASSIGN_OR_RETURN(item.region, Region::Flat(box, first, count));
-  }
-  if (!item.region.Within(shape)) {
-    return Status(Code::kDataLoss,
-                  "tensor " + tensors[item.tensor].key() + ": a region outside of its shape");
-  }
+  if (item.tensor >= tensors.size()) return DataLoss(kWhat, "a tensor that is not in its table");
+  const TensorMeta& meta = tensors[item.tensor];
+  TENSORMOUNT_ASSIGN_OR_RETURN(item.region, DecodeRegion(in, kWhat, meta.key(), meta.shape()));
   return item;
 }
 
@@ -61,11 +34,7 @@ Result<LoadRequest> ReadBody(ByteReader& in) {
   LoadRequest request;
   const std::uint32_t tensors = in.U32();
   for (std::uint32_t i = 0; i < tensors && in.status().ok(); ++i) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const DType dtype, DTypeFromNumber(in.U8()));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Dims shape, ReadRequestDims(in));
-    const std::string_view key = in.String(kMaxKeyBytes);
-    TENSORMOUNT_RETURN_IF_ERROR(in.status());
-    TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, TensorMeta::Make(std::string(key), dtype, shape));
+    TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, DecodeMeta(in, kWhat));
     request.tensors.push_back(std::move(meta));
   }
   const std::uint32_t items = in.U32();
@@ -77,8 +46,8 @@ Result<LoadRequest> ReadBody(ByteReader& in) {
   for (std::uint32_t i = 0; i < objects && in.status().ok(); ++i) {
     LoadRequest::Object object;
     object.key = in.String(kMaxKeyBytes);
-    TENSORMOUNT_ASSIGN_OR_RETURN(object.index, ReadRequestDims(in));
-    TENSORMOUNT_ASSIGN_OR_RETURN(object.grid, ReadRequestDims(in));
+    TENSORMOUNT_ASSIGN_OR_RETURN(object.index, DecodeDims(in, kWhat));
+    TENSORMOUNT_ASSIGN_OR_RETURN(object.grid, DecodeDims(in, kWhat));
     request.objects.push_back(std::move(object));
   }
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
@@ -140,35 +109,26 @@ Result<std::string> EncodeRequest(const StateDict& request) {
   }
   out.U32(static_cast<std::uint32_t>(table.size()));
   for (const StateDict::TensorItem* item : table) {
-    out.U8(static_cast<std::uint8_t>(item->shard.data.dtype));
-    WriteDims(out, item->shard.global_shape);
-    out.String(item->key);
+    EncodeMeta(out, item->key, item->shard.data.dtype, item->shard.global_shape);
   }
   out.U32(static_cast<std::uint32_t>(request.tensors().size()));
   for (std::size_t i = 0; i < request.tensors().size(); ++i) {
     const StateDict::TensorItem& item = request.tensors()[i];
-    const Region& region = item.shard.region;
     out.U32(numbers.at(item.key));
     out.U32(static_cast<std::uint32_t>(i));
-    out.U8(region.is_flat() ? 1 : 0);
-    for (const std::int64_t v : region.box().begin()) out.I64(v);
-    for (const std::int64_t v : region.box().extent()) out.I64(v);
-    if (region.is_flat()) {
-      out.I64(region.flat_first());
-      out.I64(region.volume());
-    }
+    EncodeRegion(out, item.shard.region);
   }
   out.U32(static_cast<std::uint32_t>(request.objects().size()));
   for (const StateDict::ObjectItem& item : request.objects()) {
     out.String(item.key);
-    WriteDims(out, item.place.index);
-    WriteDims(out, item.place.grid);
+    EncodeDims(out, item.place.index);
+    EncodeDims(out, item.place.grid);
   }
   return std::move(out.bytes());
 }
 
 Result<LoadRequest> DecodeRequest(std::string_view bytes) {
-  ByteReader in(bytes, "request of a load");
+  ByteReader in(bytes, kWhat);
   if (in.Raw(kRequestMagic.size()) != kRequestMagic || in.U32() != kRequestVersion) {
     return Status(Code::kInvalidArgument, "a rank runs another version of tensormount");
   }

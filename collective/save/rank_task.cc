@@ -11,7 +11,7 @@
 #include "base/checked.h"
 #include "base/coding.h"
 #include "collective/layout/wire.h"
-#include "index/records/record_coding.h"
+#include "shard/coding.h"
 
 // What an owner sends to a rank, little-endian, never on disk:
 //
@@ -362,15 +362,8 @@ Hash128 ItemsFingerprint(const StateDict& state) {
   ByteWriter out;
   out.U64(state.tensors().size());
   for (const StateDict::TensorItem& item : state.tensors()) {
-    out.String(item.key);
-    out.U8(static_cast<std::uint8_t>(item.shard.data.dtype));
-    EncodeDims(out, item.shard.global_shape);
-    const Region& region = item.shard.region;
-    EncodeDims(out, region.box().begin());
-    EncodeDims(out, region.box().extent());
-    out.U8(region.is_flat() ? 1 : 0);
-    out.I64(region.flat_first());
-    out.I64(region.volume());
+    EncodeMeta(out, item.key, item.shard.data.dtype, item.shard.global_shape);
+    EncodeRegion(out, item.shard.region);
   }
   for (const StateDict::ObjectItem& item : state.objects()) {
     out.String(item.key);

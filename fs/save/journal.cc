@@ -7,8 +7,10 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
+#include "base/errors.h"
 #include "fs/save/journal_coding.h"
 #include "index/records/record_coding.h"
+#include "shard/coding.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount::fs {
@@ -31,25 +33,12 @@ void EncodeLeaves(ByteWriter& out, const std::vector<Hash128>& leaves) {
   for (const Hash128& leaf : leaves) out.Hash(leaf);
 }
 
-Status Broken(std::string_view what, const std::string& problem) {
-  return Status(Code::kDataLoss, std::string(what) + ": " + problem);
-}
-
-Result<Dims> DecodeDims(ByteReader& in, std::string_view what) {
-  const std::uint8_t rank = in.U8();
-  if (rank > kMaxRank) return Broken(what, "rank " + std::to_string(rank));
-  Dims dims;
-  for (int a = 0; a < rank; ++a) dims.push_back(in.I64());
-  TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  return dims;
-}
-
 // The rest of a record: exactly the leaves of `bytes`.
 Result<std::vector<Hash128>> DecodeLeaves(ByteReader& in, std::uint64_t bytes,
                                           std::string_view what) {
   if (in.left() != LeafCount(bytes) * 16) {
-    return Broken(what, std::to_string(in.left()) + " bytes of leaf hashes for " +
-                            std::to_string(bytes) + " bytes");
+    return DataLoss(what, std::to_string(in.left()) + " bytes of leaf hashes for " +
+                              std::to_string(bytes) + " bytes");
   }
   std::vector<Hash128> leaves(static_cast<std::size_t>(LeafCount(bytes)));
   for (Hash128& leaf : leaves) leaf = in.Hash();
@@ -86,7 +75,7 @@ class RecordDecoder {
         status = DecodeCondemn(in, what, record);
         break;
       default:
-        return Broken(what, "a record of unknown kind " + std::to_string(kind));
+        return DataLoss(what, "a record of unknown kind " + std::to_string(kind));
     }
     TENSORMOUNT_RETURN_IF_ERROR(status);
     TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
@@ -99,13 +88,13 @@ class RecordDecoder {
     const std::uint8_t placement = in.U8();
     record.file_name = in.String(kMaxFileNameBytes);
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
-    if (record.number != files_) return Broken(what, "file numbers do not rise by one");
+    if (record.number != files_) return DataLoss(what, "file numbers do not rise by one");
     record.placement = static_cast<Placement>(placement);
     if (record.placement != Placement::kTensorFile && record.placement != Placement::kPack) {
-      return Broken(what, "a data file of placement " + std::to_string(placement));
+      return DataLoss(what, "a data file of placement " + std::to_string(placement));
     }
     if (!record.file_name.starts_with("data/") || !IsSafeName(record.file_name)) {
-      return Broken(what, "a data file called '" + record.file_name + "'");
+      return DataLoss(what, "a data file called '" + record.file_name + "'");
     }
     ++files_;
     return {};
@@ -121,19 +110,20 @@ class RecordDecoder {
     record.target.bits = in.U8();
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     Result<Box> box = Box::Make(begin, extent);
-    if (!box.ok()) return Broken(what, box.status().message());
+    if (!box.ok()) return DataLoss(what, box.status().message());
     record.target.box = box.value();
-    if (Status key = CheckKey(record.target.key); !key.ok()) return Broken(what, key.message());
-    if (record.number != targets_.size()) return Broken(what, "target numbers do not rise by one");
-    if (record.end > kMaxPosition) return Broken(what, "a target of over 2^63 bytes");
+    if (Status key = CheckKey(record.target.key); !key.ok()) return DataLoss(what, key.message());
+    if (record.number != targets_.size())
+      return DataLoss(what, "target numbers do not rise by one");
+    if (record.end > kMaxPosition) return DataLoss(what, "a target of over 2^63 bytes");
     targets_.push_back(record.end);
     return {};
   }
 
   Status CheckFile(std::uint32_t file, std::uint64_t offset, std::uint64_t length,
                    std::string_view what) const {
-    if (file >= files_) return Broken(what, "file " + std::to_string(file) + " was never named");
-    if (!RangeWithin(offset, length, kMaxPosition)) return Broken(what, "a place past 2^63");
+    if (file >= files_) return DataLoss(what, "file " + std::to_string(file) + " was never named");
+    if (!RangeWithin(offset, length, kMaxPosition)) return DataLoss(what, "a place past 2^63");
     return {};
   }
 
@@ -150,11 +140,11 @@ class RecordDecoder {
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     record.number = e.target;
     if (e.target >= targets_.size()) {
-      return Broken(what, "target " + std::to_string(e.target) + " was never named");
+      return DataLoss(what, "target " + std::to_string(e.target) + " was never named");
     }
     if (e.length == 0 || e.runs == 0 || (e.runs == 1) != (e.stride == 0) ||
         (e.runs > 1 && e.stride <= e.length)) {
-      return Broken(what, "runs that are none");
+      return DataLoss(what, "runs that are none");
     }
     const std::optional<std::uint64_t> bytes = CheckedMul(e.runs, e.length);
     const std::optional<std::uint64_t> last = CheckedMul(e.runs - 1, e.stride);
@@ -162,9 +152,9 @@ class RecordDecoder {
         last.has_value() ? CheckedAdd(*last, e.length) : std::nullopt;
     if (!bytes.has_value() || !span.has_value() ||
         !RangeWithin(e.begin, *span, targets_[e.target])) {
-      return Broken(what, "bytes past the end of target " + std::to_string(e.target));
+      return DataLoss(what, "bytes past the end of target " + std::to_string(e.target));
     }
-    if (*bytes > kMaxExtentBytes) return Broken(what, "an extent of over 4 GiB");
+    if (*bytes > kMaxExtentBytes) return DataLoss(what, "an extent of over 4 GiB");
     TENSORMOUNT_RETURN_IF_ERROR(CheckFile(e.file, e.offset, *bytes, what));
     TENSORMOUNT_ASSIGN_OR_RETURN(e.leaves, DecodeLeaves(in, *bytes, what));
     return {};
@@ -177,7 +167,7 @@ class RecordDecoder {
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     if (record.number >= targets_.size() || record.begin > record.end ||
         record.end > targets_[record.number]) {
-      return Broken(what, "forgets bytes that no target has");
+      return DataLoss(what, "forgets bytes that no target has");
     }
     return {};
   }
@@ -186,16 +176,16 @@ class RecordDecoder {
     StagedObject& o = record.object;
     o.key = in.String(kMaxKeyBytes);
     TENSORMOUNT_ASSIGN_OR_RETURN(o.index, DecodeDims(in, what));
-    if (Status key = CheckKey(o.key); !key.ok()) return Broken(what, key.message());
+    if (Status key = CheckKey(o.key); !key.ok()) return DataLoss(what, key.message());
     if (record.kind == JournalRecord::Kind::kNoObject) return {};
     o.file = in.U32();
     o.offset = in.U64();
     o.length = in.U64();
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     if (o.length == 0) {
-      if (o.file != kNoFile || o.offset != 0) return Broken(what, "an empty object with a place");
+      if (o.file != kNoFile || o.offset != 0) return DataLoss(what, "an empty object with a place");
     } else {
-      if (o.length > kMaxObjectBytes) return Broken(what, "an object of over 32 GiB");
+      if (o.length > kMaxObjectBytes) return DataLoss(what, "an object of over 32 GiB");
       TENSORMOUNT_RETURN_IF_ERROR(CheckFile(o.file, o.offset, o.length, what));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(o.leaves, DecodeLeaves(in, o.length, what));
@@ -208,7 +198,7 @@ class RecordDecoder {
     record.reason = in.String(kMaxReasonBytes);
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     if (record.number != kNoFile && record.number >= targets_.size()) {
-      return Broken(what, "condemns a target that was never named");
+      return DataLoss(what, "condemns a target that was never named");
     }
     return {};
   }
@@ -286,7 +276,7 @@ Status CheckNotPromised(Window& window, std::uint64_t bad, std::string_view what
     if (!IsJournalMark(body) || DecodeMark(body).position != at) continue;
     if (LoadLittle<std::uint64_t>(frame->data() + 4 + kMarkBodyBytes) != Checksum(body)) continue;
     if (DecodeMark(body).synced > bad) {
-      return Broken(what, "damaged at byte " + std::to_string(bad) + ", which had been synced");
+      return DataLoss(what, "damaged at byte " + std::to_string(bad) + ", which had been synced");
     }
   }
   return {};
@@ -311,7 +301,7 @@ Status ReadHead(Window& window, std::string_view what, Journal& journal) {
     return Status(Code::kUnsupported, std::string(what) + ": a journal of version " +
                                           std::to_string(version) + ", known is 1");
   }
-  if (!IsIncarnation(journal.incarnation)) return Broken(what, "a head without an incarnation");
+  if (!IsIncarnation(journal.incarnation)) return DataLoss(what, "a head without an incarnation");
   return {};
 }
 
@@ -413,7 +403,7 @@ Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {
     const std::uint64_t end = at + body->size() + kFrameBytes;
     if (IsJournalMark(*body)) {
       if (DecodeMark(*body).position != at || DecodeMark(*body).synced > at) {
-        return Broken(path, "a mark at byte " + std::to_string(at) + " that is of another place");
+        return DataLoss(path, "a mark at byte " + std::to_string(at) + " that is of another place");
       }
     } else {
       TENSORMOUNT_ASSIGN_OR_RETURN(

@@ -4,6 +4,7 @@
 #include "base/coding.h"
 #include "index/records/record_coding.h"
 #include "index/records/safetensors_order.h"
+#include "shard/coding.h"
 
 namespace tensormount::index_record {
 namespace {

@@ -8,6 +8,7 @@
 #include "base/coding.h"
 #include "index/records/extent_row.h"
 #include "index/records/record_coding.h"
+#include "shard/coding.h"
 
 namespace tensormount {
 namespace {

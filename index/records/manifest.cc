@@ -6,6 +6,7 @@
 #include "index/records/commit_record.h"
 #include "index/records/common_state.h"
 #include "index/records/record_coding.h"
+#include "shard/coding.h"
 
 namespace tensormount {
 namespace {

@@ -5,18 +5,10 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "shard/coding.h"
 
 namespace tensormount {
 namespace {
-
-Result<Dims> DecodeDims(ByteReader& in, int max_rank, std::string_view what) {
-  const std::uint8_t rank = in.U8();
-  if (rank > max_rank) return DataLoss(what, "rank " + std::to_string(rank));
-  Dims dims;
-  for (int a = 0; a < rank; ++a) dims.push_back(in.I64());
-  TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  return dims;
-}
 
 using ValueKind = CommonValue::Kind;
 
@@ -209,11 +201,6 @@ Uuid DecodeUuid(ByteReader& in) {
   return uuid;
 }
 
-void EncodeDims(ByteWriter& out, const Dims& dims) {
-  out.U8(static_cast<std::uint8_t>(dims.rank()));
-  for (const std::int64_t d : dims) out.I64(d);
-}
-
 void EncodeInfo(ByteWriter& out, const CheckpointInfo& info) {
   EncodeUuid(out, info.uuid);
   out.U64(info.generation);
@@ -283,23 +270,6 @@ Result<FileRecord> DecodeFile(ByteReader& in) {
   return file;
 }
 
-void EncodeMeta(ByteWriter& out, const TensorMeta& meta) {
-  out.String(meta.key());
-  out.U8(static_cast<std::uint8_t>(meta.dtype()));
-  EncodeDims(out, meta.shape());
-}
-
-Result<TensorMeta> DecodeMeta(ByteReader& in, std::string_view what) {
-  std::string key(in.String(kMaxKeyBytes));
-  const std::uint8_t number = in.U8();
-  TENSORMOUNT_ASSIGN_OR_RETURN(Dims shape, DecodeDims(in, kMaxRank, what));
-  Result<DType> dtype = DTypeFromNumber(number);
-  if (!dtype.ok()) return dtype.status().WithContext(std::string(what) + ": tensor " + key);
-  Result<TensorMeta> meta = TensorMeta::Make(std::move(key), dtype.value(), shape);
-  if (!meta.ok()) return DataLoss(what, meta.status().message());
-  return meta;
-}
-
 void EncodeObject(ByteWriter& out, const ObjectRecord& object) {
   out.String(object.key);
   EncodeDims(out, object.index);
@@ -316,8 +286,7 @@ void EncodeObject(ByteWriter& out, const ObjectRecord& object) {
 Result<ObjectRecord> DecodeObject(ByteReader& in, std::string_view what) {
   ObjectRecord object;
   object.key = in.String(kMaxKeyBytes);
-  TENSORMOUNT_ASSIGN_OR_RETURN(object.index, DecodeDims(in, kMaxRank, what));
-  TENSORMOUNT_ASSIGN_OR_RETURN(object.grid, DecodeDims(in, kMaxRank, what));
+  TENSORMOUNT_RETURN_IF_ERROR(DecodeGridPosition(in, what, object.key, object.index, object.grid));
   object.file = in.U32();
   object.offset = in.U64();
   object.length = in.U64();
@@ -327,15 +296,6 @@ Result<ObjectRecord> DecodeObject(ByteReader& in, std::string_view what) {
   object.mtime = in.I64();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   if (Status s = CheckKey(object.key); !s.ok()) return DataLoss(what, s.message());
-  if (object.index.rank() != object.grid.rank()) {
-    return DataLoss(what, "object " + object.key + ": index and grid differ in rank");
-  }
-  for (int a = 0; a < object.grid.rank(); ++a) {
-    if (object.index[a] < 0 || object.index[a] >= object.grid[a]) {
-      return DataLoss(what, "object " + object.key + ": part " + object.index.ToString() +
-                                " is not on its grid " + object.grid.ToString());
-    }
-  }
   if (object.offset + object.length < object.offset) {
     return DataLoss(what, "object " + object.key + ": offset and length overflow");
   }

@@ -11,7 +11,8 @@
 #include "base/coding.h"
 #include "index/records/inventory.h"
 
-// Logical records as manifests and the index write them (docs/format.md, "Records"). Encoders
+// Logical records as manifests and the index write them (docs/format.md, "Records"), above those of
+// shard/coding.h. Encoders
 // append; decoders check every field and give kDataLoss that begins with the reader's name.
 
 namespace tensormount {
@@ -37,17 +38,12 @@ Status CheckCommon(const CommonValue& value, int outer = 0);
 
 void EncodeUuid(ByteWriter& out, const Uuid& uuid);
 Uuid DecodeUuid(ByteReader& in);
-void EncodeDims(ByteWriter& out, const Dims& dims);  // u8 rank, i64 each.
 
 void EncodeInfo(ByteWriter& out, const CheckpointInfo& info);
 Result<CheckpointInfo> DecodeInfo(ByteReader& in);
 
 void EncodeFile(ByteWriter& out, const FileRecord& file);
 Result<FileRecord> DecodeFile(ByteReader& in);
-
-// Key, dtype and shape.
-void EncodeMeta(ByteWriter& out, const TensorMeta& meta);
-Result<TensorMeta> DecodeMeta(ByteReader& in, std::string_view what);
 
 void EncodeObject(ByteWriter& out, const ObjectRecord& object);
 Result<ObjectRecord> DecodeObject(ByteReader& in, std::string_view what);
