@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "index/read/stretch_read.h"
+#include "index/records/completeness.h"
 #include "index/records/manifest.h"
 #include "shard/leaf_hash.h"
 

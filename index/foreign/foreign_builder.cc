@@ -15,6 +15,7 @@
 #include "base/hash.h"
 #include "index/foreign/foreign.h"
 #include "index/records/common_state.h"
+#include "index/records/completeness.h"
 #include "index/records/record_coding.h"
 #include "shard/coverage.h"
 
@@ -63,6 +64,8 @@ struct ForeignBuilder::Rep {
     }
   };
   explicit Rep(const std::vector<TensorRecord>& all) : tensors(0, ByKey{all}, ByKey{all}) {}
+
+  CompletenessCheck completeness;
 
   struct OpenFile {
     std::shared_ptr<File> file;
@@ -347,7 +350,7 @@ void ForeignBuilder::LeaveOut(std::uint32_t tensor, std::string_view why) {
 Status ForeignBuilder::CheckCover(std::uint32_t number) {
   TensorRecord& tensor = inventory_.tensors[number];
   tensor.extents.Sort();
-  const TensorCheck check = CheckTensor(inventory_, tensor);
+  const TensorCheck check = rep_->completeness.Check(inventory_, tensor);
   const CoverageReport& found = check.coverage;
   switch (check.verdict) {
     case Completeness::kWhole:

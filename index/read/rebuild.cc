@@ -4,6 +4,7 @@
 #include <cerrno>
 
 #include "base/errors.h"
+#include "index/records/completeness.h"
 
 namespace tensormount {
 

@@ -1,56 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
+#include "index/records/completeness.h"
+
 #include <array>
 #include <optional>
 
 #include "base/checked.h"
 #include "base/errors.h"
 #include "index/records/extent_row.h"
-#include "index/records/inventory.h"
-#include "shard/coverage.h"
 
 namespace tensormount {
 namespace {
 
-// [first, first + count) of the row-major order of a whole tensor.
-struct FlatRange {
-  std::int64_t first = 0;
-  std::int64_t count = 0;
-};
-
-// The row's region as one range of the tensor's row-major order, where it is one; nullopt also for
-// anything odd, which the exact check then judges.
-std::optional<FlatRange> AsRange(const char* row, const Dims& shape) {
-  const int rank = shape.rank();
-  std::int64_t first = 0;
-  std::int64_t volume = 1;
-  std::int64_t stride = 1;
-  bool must_be_one = false;  // An inner axis was cut: all axes outside it are single rows.
-  for (int a = rank - 1; a >= 0; --a) {
-    const std::int64_t begin = extent_row::Begin(row, a);
-    const std::int64_t extent = extent_row::Extent(row, rank, a);
-    if (begin < 0 || extent < 1 || begin > shape[a] - extent) return std::nullopt;
-    if (must_be_one && extent != 1) return std::nullopt;
-    if (extent != shape[a]) must_be_one = true;
-    first += begin * stride;  // Within the tensor, whose element count fits.
-    volume *= extent;
-    stride *= shape[a];
-  }
-  if ((LoadLittle<std::uint32_t>(row + extent_row::kFlags) & extent_row::kFlat) == 0) {
-    return FlatRange{first, volume};
-  }
-  const auto flat_first = LoadLittle<std::int64_t>(row + extent_row::kFlatFirst);
-  const auto flat_count = LoadLittle<std::int64_t>(row + extent_row::kFlatCount);
-  if (flat_first < 0 || flat_count < 0 || flat_first > volume || flat_count > volume - flat_first) {
-    return std::nullopt;
-  }
-  return FlatRange{first + flat_first, flat_count};
-}
-
-// Whether a row has the length of its `count` elements. False says nothing yet: CheckExactly does.
+// Whether a row has the length of its `count` elements. False says nothing yet: CheckDecoded does.
 bool HasItsLength(const ExtentTable& table, const char* row, const TensorMeta& meta,
                   std::uint64_t count) {
   const std::uint32_t flags = extent_row::Flags(row);
+  if (meta.bits() % 8 != 0) return false;                // Where it begins must be a byte as well.
   if ((flags & extent_row::kPending) != 0) return true;  // Of an item, which is not looked at yet.
   const auto length = LoadLittle<std::uint64_t>(row + extent_row::kLength);
   if ((flags & extent_row::kStrided) == 0) return length == count * meta.bits() / 8;
@@ -91,90 +56,28 @@ Status CheckPlace(const Inventory& inventory, const ExtentTable& table, const ch
   return Status();
 }
 
-// True where the sorted chunks are ranges that follow each other from the first element to the
-// last. False says nothing yet.
-Result<bool> IsChainOfRanges(const Inventory& inventory, const TensorRecord& tensor) {
-  const std::uint32_t bits = tensor.meta.bits();
-  std::uint64_t next = 0;
-  const std::string_view rows = tensor.extents.packed();
-  const std::size_t row_bytes = tensor.extents.row_bytes();
-  for (std::size_t at = 0; at < rows.size(); at += row_bytes) {
-    const char* row = rows.data() + at;
-    const std::optional<FlatRange> range = AsRange(row, tensor.meta.shape());
-    if (!range || static_cast<std::uint64_t>(range->first) != next) return false;
-    const auto count = static_cast<std::uint64_t>(range->count);
-    if (bits % 8 != 0 && (next * bits % 8 != 0 || count * bits % 8 != 0)) return false;
-    if (!HasItsLength(tensor.extents, row, tensor.meta, count)) return false;
-    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(inventory, tensor.extents, row));
-    next += count;
-  }
-  return next == tensor.meta.elements();
-}
-
-// True where the chunks, sorted by their first elements, are the cells of a grid in row-major
-// order: columns, blocks, uneven ones too. False says nothing yet.
-Result<bool> IsGrid(const Inventory& inventory, const TensorRecord& tensor,
-                    std::vector<std::int64_t>& scratch) {
-  const TensorMeta& meta = tensor.meta;
-  const int rank = meta.shape().rank();
-  const std::size_t n = tensor.extents.size();
-  if (n == 0 || meta.elements() == 0 || meta.bits() % 8 != 0) return false;
-  // Where the cells begin on each axis, one axis after the other, and its end behind them.
-  scratch.clear();
-  std::array<std::size_t, kMaxRank + 1> first{};
-  std::uint64_t cells = 1;
-  const std::string_view rows = tensor.extents.packed();
-  const std::size_t row_bytes = tensor.extents.row_bytes();
+// The row's region into the set, as `owner`. False says nothing yet: CheckDecoded does.
+bool AddRow(const ExtentTable& table, std::size_t row, RegionSet& regions, std::uint64_t* count) {
+  const char* bytes = table.Row(row).data();
+  const int rank = table.rank();
+  std::array<std::int64_t, kMaxRank> begin;
+  std::array<std::int64_t, kMaxRank> extent;
   for (int a = 0; a < rank; ++a) {
-    const auto u = static_cast<std::size_t>(a);
-    std::int64_t last = -1;
-    bool rising = true;
-    for (std::size_t i = 0; i < n; ++i) {
-      const std::int64_t at = extent_row::Begin(rows.data() + i * row_bytes, a);
-      if (at == last) continue;
-      // Begins of inner axes repeat with every step of an outer one.
-      if (at < last) rising = false;
-      last = at;
-      scratch.push_back(at);
-    }
-    const auto from = scratch.begin() + static_cast<std::ptrdiff_t>(first[u]);
-    if (!rising) {
-      std::sort(from, scratch.end());
-      scratch.erase(std::unique(from, scratch.end()), scratch.end());
-    }
-    if (scratch[first[u]] != 0) return false;
-    cells *= scratch.size() - first[u];
-    if (cells > n) return false;
-    scratch.push_back(meta.shape()[a]);
-    first[u + 1] = scratch.size();
+    begin[static_cast<std::size_t>(a)] = extent_row::Begin(bytes, a);
+    extent[static_cast<std::size_t>(a)] = extent_row::Extent(bytes, rank, a);
   }
-  if (cells != n) return false;
-  std::array<std::size_t, kMaxRank> at{};
-  for (std::size_t i = 0; i < n; ++i) {
-    const char* row = rows.data() + i * row_bytes;
-    if ((LoadLittle<std::uint32_t>(row + extent_row::kFlags) & extent_row::kFlat) != 0) {
-      return false;
-    }
-    std::int64_t volume = 1;
-    for (int a = 0; a < rank; ++a) {
-      const auto u = static_cast<std::size_t>(a);
-      const std::int64_t begin = scratch[first[u] + at[u]];
-      const std::int64_t extent = scratch[first[u] + at[u] + 1] - begin;
-      if (extent < 1 || extent_row::Begin(row, a) != begin ||
-          extent_row::Extent(row, rank, a) != extent) {
-        return false;
-      }
-      volume *= extent;  // Within the tensor, whose element count fits.
-    }
-    if (!HasItsLength(tensor.extents, row, meta, static_cast<std::uint64_t>(volume))) return false;
-    TENSORMOUNT_RETURN_IF_ERROR(CheckPlace(inventory, tensor.extents, row));
-    for (int a = rank - 1; a >= 0; --a) {
-      const auto u = static_cast<std::size_t>(a);
-      if (++at[u] + 1 < first[u + 1] - first[u]) break;
-      at[u] = 0;
-    }
+  const auto owner = static_cast<std::uint32_t>(row);
+  const auto first = LoadLittle<std::int64_t>(bytes + extent_row::kFlatFirst);
+  const auto elements = LoadLittle<std::int64_t>(bytes + extent_row::kFlatCount);
+  const std::size_t before = regions.size();
+  const bool flat = (extent_row::Flags(bytes) & extent_row::kFlat) != 0;
+  if (flat ? !regions.AddFlat(begin.data(), extent.data(), first, elements, owner)
+           : first != 0 || elements != 0 || !regions.AddBox(begin.data(), extent.data(), owner)) {
+    return false;
   }
-  return true;
+  const bool added = regions.size() > before;  // Not what is empty.
+  *count = added ? static_cast<std::uint64_t>(regions.volume(before)) : 0;
+  return flat == (added && regions.is_flat(before));  // Records are canonical.
 }
 
 // Whether a decoded chunk has the length of its region.
@@ -191,48 +94,12 @@ Status CheckChunkLength(const Inventory& inventory, const TensorMeta& meta,
                   " needed");
 }
 
-TensorCheck CheckExactly(const Inventory& inventory, const TensorRecord& tensor) {
-  const TensorMeta& meta = tensor.meta;
-  std::vector<OwnedRegion> regions;
-  regions.reserve(tensor.extents.size());
-  std::vector<std::uint32_t> files;
-  files.reserve(tensor.extents.size());
-  for (std::size_t i = 0; i < tensor.extents.size(); ++i) {
-    Result<ChunkRecord> chunk = tensor.extents.At(i);
-    Status status = chunk.status();
-    if (status.ok()) {
-      status = CheckPlace(inventory, tensor.extents, tensor.extents.Row(i).data());
-    }
-    if (status.ok()) status = CheckChunkLength(inventory, meta, chunk.value());
-    if (!status.ok()) return {Completeness::kBad, status.message(), {}};
-    files.push_back(chunk.value().file);
-    if (chunk.value().region.empty()) continue;
-    regions.push_back({std::move(chunk.value().region), static_cast<std::uint32_t>(i)});
-  }
-  CoverageReport report = CheckCoverage(meta.shape(), regions, 4);
-  if (!report.overlaps.empty()) {
-    const Overlap& overlap = report.overlaps.front();
-    std::string message = overlap.box.ToString() + " is stored twice: in " +
-                          inventory.files[files[overlap.first]].name + " and " +
-                          inventory.files[files[overlap.second]].name;
-    return {Completeness::kOverlap, std::move(message), std::move(report)};
-  }
-  if (!report.missing.empty()) {
-    std::string message = report.missing.front().ToString() + " is stored in no chunk";
-    if (report.missing.size() > 1 || report.truncated) {
-      message += " (" + std::to_string(report.missing_elements) + " elements are missing in all)";
-    }
-    return {Completeness::kHole, std::move(message), std::move(report)};
-  }
-  return {};
-}
-
-TensorCheck CheckOne(const Inventory& inventory, const TensorRecord& tensor,
-                     std::vector<std::int64_t>& scratch) {
-  Result<bool> complete = IsChainOfRanges(inventory, tensor);
-  if (complete.ok() && !complete.value()) complete = IsGrid(inventory, tensor, scratch);
-  if (!complete.ok()) return {Completeness::kBad, complete.status().message(), {}};
-  return complete.value() ? TensorCheck() : CheckExactly(inventory, tensor);
+// The same checks on a decoded row, which say what is wrong.
+Status CheckDecoded(const Inventory& inventory, const TensorRecord& tensor, std::size_t row) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, tensor.extents.At(row));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      CheckPlace(inventory, tensor.extents, tensor.extents.Row(row).data()));
+  return CheckChunkLength(inventory, tensor.meta, chunk);
 }
 
 Status CheckObjects(const Inventory& inventory) {
@@ -274,20 +141,56 @@ Status CheckObjects(const Inventory& inventory) {
 
 }  // namespace
 
+TensorCheck CompletenessCheck::Check(const Inventory& inventory, const TensorRecord& tensor) {
+  const ExtentTable& table = tensor.extents;
+  const auto bad = [](const Status& status) {
+    return TensorCheck{Completeness::kBad, status.message(), {}};
+  };
+  if (table.size() > 0 && table.rank() != tensor.meta.shape().rank()) {
+    return bad(DataLoss("chunks of rank " + std::to_string(table.rank()) + " for shape " +
+                        tensor.meta.shape().ToString()));
+  }
+  regions_.Reset(tensor.meta.shape());
+  regions_.Reserve(table.size());
+  for (std::size_t i = 0; i < table.size(); ++i) {
+    const char* row = table.Row(i).data();
+    std::uint64_t count = 0;
+    Status status;
+    if (!AddRow(table, i, regions_, &count) || !HasItsLength(table, row, tensor.meta, count)) {
+      status = CheckDecoded(inventory, tensor, i);
+    } else {
+      status = CheckPlace(inventory, table, row);
+    }
+    if (!status.ok()) return bad(status);
+  }
+  if (IsPartition(regions_)) return {};
+  CoverageReport report = CheckCoverage(regions_, 4);
+  const auto file = [&](std::uint32_t row) -> const std::string& {
+    return inventory.files[LoadLittle<std::uint32_t>(table.Row(row).data() + extent_row::kFile)]
+        .name;
+  };
+  if (!report.overlaps.empty()) {
+    const Overlap& overlap = report.overlaps.front();
+    std::string message = overlap.box.ToString() + " is stored twice: in " + file(overlap.first) +
+                          " and " + file(overlap.second);
+    return {Completeness::kOverlap, std::move(message), std::move(report)};
+  }
+  std::string message = report.missing.front().ToString() + " is stored in no chunk";
+  if (report.missing.size() > 1 || report.truncated) {
+    message += " (" + std::to_string(report.missing_elements) + " elements are missing in all)";
+  }
+  return {Completeness::kHole, std::move(message), std::move(report)};
+}
+
 Status CheckComplete(const Inventory& inventory) {
-  std::vector<std::int64_t> scratch;
+  CompletenessCheck check;
   for (const TensorRecord& tensor : inventory.tensors) {
-    TensorCheck check = CheckOne(inventory, tensor, scratch);
-    if (check.verdict != Completeness::kWhole) {
-      return DataLoss("tensor " + tensor.meta.key() + ": " + check.why);
+    const TensorCheck found = check.Check(inventory, tensor);
+    if (found.verdict != Completeness::kWhole) {
+      return DataLoss("tensor " + tensor.meta.key() + ": " + found.why);
     }
   }
   return CheckObjects(inventory);
-}
-
-TensorCheck CheckTensor(const Inventory& inventory, const TensorRecord& tensor) {
-  std::vector<std::int64_t> scratch;
-  return CheckOne(inventory, tensor, scratch);
 }
 
 }  // namespace tensormount

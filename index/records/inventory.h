@@ -15,7 +15,6 @@
 
 #include "base/hash.h"
 #include "index/records/extent_table.h"
-#include "shard/coverage.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
@@ -161,26 +160,6 @@ class InventoryMerger {
   std::optional<Inventory> coordinator_;
   Uuid uuid_;  // Of the first manifest that has one.
 };
-
-// Whether the chunks of every tensor cover it exactly, and its objects' parts their grids; whether
-// every chunk lies in its file and has the length of its region. kDataLoss names tensor, the exact
-// missing or doubled box, and the files concerned.
-Status CheckComplete(const Inventory& inventory);
-
-// What chunks make of one tensor.
-enum class Completeness {
-  kWhole,
-  kHole,     // A box is stored in no chunk; no cell is stored twice.
-  kOverlap,  // A box is stored twice.
-  kBad,      // A chunk breaks a rule: outside of its file or the shape, not as long as its region.
-};
-struct TensorCheck {
-  Completeness verdict = Completeness::kWhole;
-  std::string why;          // Without the name of the tensor; empty: it is whole.
-  CoverageReport coverage;  // Of a hole or an overlap: what is missing, and what is double.
-};
-// `tensor`: sorted chunks, whose files are in content.files.
-TensorCheck CheckTensor(const Inventory& inventory, const TensorRecord& tensor);
 
 }  // namespace tensormount
 

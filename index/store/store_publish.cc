@@ -13,6 +13,7 @@
 #include "base/errors.h"
 #include "base/log.h"
 #include "index/read/foreign_file.h"
+#include "index/records/completeness.h"
 #include "index/records/manifest.h"
 #include "index/records/store_paths.h"
 #include "index/store/mtime.h"

@@ -6,6 +6,7 @@
 #include <thread>
 #include <unistd.h>
 
+#include "index/records/completeness.h"
 #include "tests/adopt/foreign_support.h"
 #include "tests/support/status_matchers.h"
 
@@ -131,7 +132,8 @@ TEST_F(ForeignReadTest, AHoleReadsAroundIt) {
   EXPECT_THAT(read({0, 3}), HasMessage("tensor hole [0:4, 3:4] is stored in no chunk"));
   // What adapters ask.
   const ForeignInventory found = made_.Found();
-  EXPECT_EQ(CheckTensor(found.inventory, found.inventory.tensors[0]).verdict, Completeness::kHole);
+  EXPECT_EQ(CompletenessCheck().Check(found.inventory, found.inventory.tensors[0]).verdict,
+            Completeness::kHole);
 }
 
 TEST_F(ForeignReadTest, CompletenessTellsWhatIsWrong) {
@@ -155,7 +157,7 @@ TEST_F(ForeignReadTest, CompletenessTellsWhatIsWrong) {
       tensor.extents = ExtentTable(2);
       tensor.extents.Append(chunk);
     }
-    const TensorCheck check = CheckTensor(found.inventory, tensor);
+    const TensorCheck check = CompletenessCheck().Check(found.inventory, tensor);
     EXPECT_EQ(check.verdict, want) << key << ": " << check.why;
     EXPECT_EQ(check.why.empty(), want == Completeness::kWhole);
   }

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "index/records/checkpoint_index.h"
+#include "index/records/completeness.h"
 #include "index/records/manifest.h"
 #include "shard/leaf_hash.h"
 #include "shard/strided_digest.h"

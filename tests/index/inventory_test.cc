@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index/records/inventory.h"
 
+#include "index/records/completeness.h"
 #include "index/records/manifest.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
@@ -287,6 +288,71 @@ TEST(CheckComplete, RefusesChunksOfAKindThatNoReaderTakes) {
     EXPECT_THAT(CheckComplete(inventory), HasMessage("a chunk of unknown kind"));
     EXPECT_FALSE(inventory.tensors[0].extents.At(0).ok());
   }
+}
+
+// A region has one row: another that means the same is refused, also where the chunks come one
+// after the other.
+TEST(CheckComplete, RefusesRowsThatAreNotCanonical) {
+  const Box whole = Box::Make({0, 0}, {4, 8}).value();
+  ASSERT_OK_AND_ASSIGN(Inventory inventory,
+                       Merge({WriterInventory("w", {4, 8}, "data/a",
+                                              {Region::Flat(whole, 0, 11).value(),
+                                               Region::Flat(whole, 11, 21).value()})}));
+  ASSERT_OK(CheckComplete(inventory));
+  const std::string rows(inventory.tensors[0].extents.packed());
+  const auto check = [&](std::size_t at, std::uint64_t value) {
+    std::string odd = rows;
+    StoreLittle(odd.data() + at, value);
+    Result<ExtentTable> table = ExtentTable::FromPacked(2, odd);
+    EXPECT_OK(table);
+    inventory.tensors[0].extents = std::move(table).value();
+    const Status status = CheckComplete(inventory);
+    EXPECT_EQ(status.code(), Code::kDataLoss) << status.ToString();
+    return status.message();
+  };
+  EXPECT_THAT(check(52, 1), testing::HasSubstr("stored twice"));          // Its first element.
+  EXPECT_THAT(check(60, 12), testing::HasSubstr("44 bytes stored, 48"));  // Their number.
+  EXPECT_THAT(check(60, 0), testing::HasSubstr("44 bytes stored, 0"));
+  EXPECT_THAT(check(68 + 16, 1), testing::HasSubstr("row 0"));  // One row of the shape.
+  EXPECT_THAT(check(24, 1 | std::uint64_t{44} << 32),
+              testing::HasSubstr("a box with a flat range"));
+
+  // Two rows each, with nothing wrong but how that is written.
+  ASSERT_OK_AND_ASSIGN(inventory,
+                       Merge({WriterInventory("w", {4, 8}, "data/a",
+                                              {BoxOf({0, 0}, {2, 8}), BoxOf({2, 0}, {2, 8})})}));
+  ASSERT_OK(CheckComplete(inventory));
+  std::string odd(inventory.tensors[0].extents.packed());
+  odd[24] = static_cast<char>(odd[24] | 2);
+  odd[60] = 16;
+  ASSERT_OK_AND_ASSIGN(inventory.tensors[0].extents, ExtentTable::FromPacked(2, odd));
+  EXPECT_THAT(CheckComplete(inventory), HasMessage("a flat range that is a box"));
+  odd[24] = static_cast<char>(odd[24] & ~2);
+  ASSERT_OK_AND_ASSIGN(inventory.tensors[0].extents, ExtentTable::FromPacked(2, odd));
+  EXPECT_THAT(CheckComplete(inventory), HasMessage("a box with a flat range"));
+}
+
+TEST(CheckComplete, ChunksOfHalfBytesMeetAtBytes) {
+  const auto check = [](std::int64_t cut, std::uint64_t length, std::uint64_t rest) {
+    Inventory inventory = WriterInventory("w", {4, 6}, "data/a", {});
+    inventory.tensors[0].meta = Meta("w", DType::kF4, {4, 6});
+    inventory.manifests = {"manifest/a.tmm"};
+    const Box whole = Box::Make({0, 0}, {4, 6}).value();
+    const std::pair<std::int64_t, std::int64_t> parts[] = {{0, cut}, {cut, 24 - cut}};
+    std::uint64_t offset = 0;
+    for (const auto& [first, count] : parts) {
+      ChunkRecord chunk = Chunk(Region::Flat(whole, first, count).value(), 0, offset, 4);
+      chunk.length = first == 0 ? length : rest;
+      offset += chunk.length;
+      inventory.tensors[0].extents.Append(chunk);
+    }
+    inventory.files[0].length = 12;
+    return CheckComplete(inventory);
+  };
+  EXPECT_OK(check(8, 4, 8));
+  EXPECT_THAT(check(8, 5, 7), HasMessage("5 bytes stored, 4 needed"));
+  EXPECT_THAT(check(7, 4, 8), HasCode(Code::kDataLoss));
+  EXPECT_THAT(check(7, 3, 8), HasCode(Code::kDataLoss));
 }
 
 TEST(CheckComplete, ObjectsFillTheirGrids) {

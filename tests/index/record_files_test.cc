@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/coding.h"
 #include "index/records/commit_record.h"
+#include "index/records/completeness.h"
 #include "index/records/manifest.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
