@@ -23,6 +23,13 @@ for name in tensormount tensormount_mpi; do
     awk '$3 !~ /^(_Z(N|NK|TIN|TSN|TVN)11tensormount|tm_)/ {print $3}')
   [ -z "$strangers" ] || fail "lib$name.so exports $strangers"
 done
+# A symbol that goes, or gets another signature, breaks programs that are linked already: whoever
+# means that says so in CHANGELOG.md, and here.
+for name in tensormount tensormount_mpi; do
+  nm -D --defined-only "$libraries/lib$name.so" | awk -v library=$name '{print library, $3}'
+done | LC_ALL=C sort > "$scratch/symbols"
+diff "$source/tests/install/symbols.txt" "$scratch/symbols" ||
+  fail "other symbols than tests/install/symbols.txt lists (c++filt shows what they are)"
 # Not by a pipe into grep -q: nm would end by SIGPIPE, and pipefail would call that a failure.
 exported=$(nm -DC --defined-only "$library")
 grep -q ' T tensormount::Save(' <<< "$exported" || fail "Save is not exported"
@@ -50,6 +57,13 @@ cmake -S "$source/examples" -B "$scratch/examples" -DCMAKE_PREFIX_PATH="$prefix"
   { cat "$scratch/log"; fail "examples do not configure"; }
 cmake --build "$scratch/examples" -j 2 > "$scratch/log" 2>&1 ||
   { cat "$scratch/log"; fail "examples do not build"; }
+cmake -S "$source/tests/install/earlier" -B "$scratch/earlier" -DCMAKE_PREFIX_PATH="$prefix" \
+  -DCMAKE_CXX_COMPILER="$compiler" > "$scratch/log" ||
+  { cat "$scratch/log"; fail "earlier programs do not configure"; }
+cmake --build "$scratch/earlier" -j 2 > "$scratch/log" 2>&1 ||
+  { cat "$scratch/log"; fail "earlier programs do not build"; }
+"$scratch/earlier/renamed" || fail "an old name does not do what the new one does"
+
 "$scratch/examples/save_load" "$scratch/store" | tee "$scratch/output"
 [ "$(grep -c 'all equal' "$scratch/output")" = 2 ] || fail "save_load did not load on 2 ranks"
 [ -f "$scratch/store/step-1000/COMMIT" ] || fail "save_load left no checkpoint"

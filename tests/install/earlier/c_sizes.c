@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// What programs that are compiled already believe of the structures of c.h, on 64-bit Linux. A
+// structure grows at its end, with a new size here: the library tells by struct_size what it was given.
+#include <tensormount/c.h>
+
+_Static_assert(sizeof(tm_region) == 48, "");
+_Static_assert(sizeof(tm_buffer) == 56, "");
+_Static_assert(sizeof(tm_tensor_info) == 160, "");
+_Static_assert(sizeof(tm_callbacks) == 56, "");
+_Static_assert(sizeof(tm_shard) == 40, "");
+_Static_assert(sizeof(tm_event) == 64, "");
+_Static_assert(sizeof(tm_save_options) == 88, "");
+_Static_assert(sizeof(tm_save_numbers) == 104, "");
+_Static_assert(sizeof(tm_job_progress) == 40, "");
+_Static_assert(sizeof(tm_load_rule) == 32, "");
+_Static_assert(sizeof(tm_load_options) == 96, "");
+_Static_assert(sizeof(tm_load_numbers) == 96, "");
+_Static_assert(sizeof(tm_uncovered) == 280, "");
+_Static_assert(sizeof(tm_validate_options) == 24, "");
