@@ -6,13 +6,16 @@
 #include <string>
 #include <string_view>
 
+#include "tensormount/visibility.h"
+
 namespace tensormount {
 
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 
 // One line, to standard error by default ("tensormount: WARNING: ..."). Only for what no caller
 // can be told: errors go up as Status and are logged once, at the boundary. Thread-safe.
-void Log(LogLevel level, std::string_view message);
+// Exported for libtensormount_mpi, whose lines go to the same sink.
+TENSORMOUNT_EXPORT void Log(LogLevel level, std::string_view message);
 // Drops what is below; kWarning at start.
 void SetLogLevel(LogLevel level);
 // "WARNING". Ends with a NUL, which its size does not count.

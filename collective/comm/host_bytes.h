@@ -9,22 +9,27 @@
 #include "tensormount/buffer.h"
 #include "tensormount/communicator.h"
 #include "tensormount/status.h"
+#include "tensormount/visibility.h"
 
 namespace tensormount {
 
+// What every communicator checks and says in the same words. Exported is what the one in
+// libtensormount_mpi calls.
+
 // The bytes of a packed host buffer. kUnsupported for device memory, kInvalidArgument where the
 // view is not packed, its size overflows, ends within a byte, or a pointer is missing.
-Result<std::span<std::byte>> HostBytes(const BufferView& view);
+TENSORMOUNT_EXPORT Result<std::span<std::byte>> HostBytes(const BufferView& view);
 
 // kInvalidArgument where a message to or from `peer` with `tag` cannot be.
-Status CheckEnvelope(const Communicator& comm, int peer, std::uint32_t tag);
+TENSORMOUNT_EXPORT Status CheckEnvelope(const Communicator& comm, int peer, std::uint32_t tag);
 
 // A peer whose end is closed.
 Status PeerGone(int rank);
 // A message of another size than the receive that it met.
-Status SizeDiffers(int from, std::uint32_t tag, std::uint64_t sent, std::uint64_t wanted);
+TENSORMOUNT_EXPORT Status SizeDiffers(int from, std::uint32_t tag, std::uint64_t sent,
+                                      std::uint64_t wanted);
 // A request that is not (any more) one of this communicator's.
-Status NoSuchRequest(Communicator::Request request);
+TENSORMOUNT_EXPORT Status NoSuchRequest(Communicator::Request request);
 
 }  // namespace tensormount
 
