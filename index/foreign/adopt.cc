@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
+// Adoption: the records of a foreign checkpoint with hashes of its bytes, published as a
+// checkpoint.
 #include "index/foreign/adopt.h"
 
 #include <algorithm>
 #include <atomic>
-#include <mutex>
-#include <new>
-#include <numeric>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "index/read/stretch_read.h"
+#include "base/parallel.h"
+#include "index/read/scan.h"
 #include "index/records/completeness.h"
 #include "index/records/manifest.h"
 #include "shard/leaf_hash.h"
@@ -19,38 +18,6 @@ namespace tensormount {
 namespace {
 
 constexpr std::string_view kAdoptedManifest = "manifest/adopted.tmm";
-
-// Calls fn(i, state) for every i below `count` on some threads, each with a state of its own. Stops
-// at the first failure, which it returns.
-template <typename State, typename Fn>
-Status ForEachParallel(std::size_t count, int threads, const Fn& fn) {
-  std::atomic<std::size_t> next{0};
-  std::mutex mutex;
-  Status failure;
-  const auto fail = [&](Status status) {
-    next = count;
-    const std::lock_guard lock(mutex);
-    if (failure.ok()) failure = std::move(status);
-  };
-  const auto work = [&] {
-    try {
-      State state;
-      for (std::size_t i = next++; i < count; i = next++) {
-        if (Status status = fn(i, state); !status.ok()) return fail(std::move(status));
-      }
-    } catch (const std::bad_alloc&) {
-      fail(Status(Code::kResourceExhausted, "out of memory"));
-    }
-  };
-  std::size_t wanted =
-      threads > 0 ? static_cast<std::size_t>(threads) : std::thread::hardware_concurrency();
-  wanted = std::clamp<std::size_t>(wanted, 1, std::max<std::size_t>(1, count));
-  std::vector<std::thread> workers;
-  for (std::size_t t = 1; t < wanted; ++t) workers.emplace_back(work);
-  work();
-  for (std::thread& worker : workers) worker.join();
-  return failure;
-}
 
 struct Nothing {};
 
@@ -73,7 +40,7 @@ Result<Inventory> ResolvedInventory(const OpenedCheckpoint& foreign, int threads
   return inventory;
 }
 
-// Reads all pieces of the content once and writes down their hashes.
+// Reads all stored ranges once and writes down their hashes.
 class ChunkHasher {
  public:
   ChunkHasher(const OpenedCheckpoint& foreign, Inventory& inventory, const AdoptOptions& options)
@@ -81,140 +48,82 @@ class ChunkHasher {
 
   // The leaves of the only manifest, which the records then point into.
   Result<std::vector<Hash128>> Run() {
-    TENSORMOUNT_RETURN_IF_ERROR(Plan());
+    const std::vector<ScanRange> ranges = RangesOf(inventory_);
+    std::vector<RangeHash> hashes(ranges.size());
+    std::uint64_t leaves = 0;
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+      hashes[i].first_leaf = leaves;
+      leaves += LeafCount(ranges[i].length);
+    }
+    leaves_.resize(leaves);
     digests_ = std::vector<std::atomic<Crc64>>(inventory_.tensors.size());
-    TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Worker>(
-        pieces_.size(), options_.threads,
-        [&](std::size_t i, Worker& worker) { return Hash(pieces_[order_[i]], worker); }));
-    Record();
+    Scan scan(inventory_,
+              {.open = [this](std::uint32_t file) { return foreign_.OpenFile(file); },
+               .check = [this](std::uint32_t file,
+                               File& open) { return foreign_.CheckStill(file, open); }},
+              options_.threads, options_.progress);
+    TENSORMOUNT_RETURN_IF_ERROR(scan.Run(ranges, [&](std::size_t i, ScanFinding& found) {
+      return Take(ranges[i], found, hashes[i]);
+    }));
+    TENSORMOUNT_RETURN_IF_ERROR(Record(hashes));
     return std::move(leaves_);
   }
 
  private:
-  struct ChunkOf {
-    std::size_t tensor = 0;  // Of an object: the number of tensors and its own.
-    ChunkRecord chunk;
-  };
-  struct Worker {
-    StretchReader reader;
-    std::shared_ptr<File> file;  // Of the piece before.
-    std::uint32_t number = kNoFile;
+  struct RangeHash {
+    Hash128 root;
+    std::uint64_t first_leaf = 0;
   };
 
-  Status Plan() {
-    std::uint64_t leaves = 0;
-    const auto add = [&](std::size_t tensor, ChunkRecord chunk) {
-      chunk.first_leaf = leaves;
-      leaves += LeafCount(chunk.length);
-      total_ += chunk.length;
-      pieces_.push_back({tensor, std::move(chunk)});
-    };
-    for (std::size_t t = 0; t < inventory_.tensors.size(); ++t) {
-      const ExtentTable& table = inventory_.tensors[t].extents;
-      for (std::size_t i = 0; i < table.size(); ++i) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, table.At(i));
-        add(t, std::move(chunk));
+  Status Take(const ScanRange& range, const ScanFinding& found, RangeHash& hash) {
+    if (!found.failure.ok()) {
+      Status why = found.failure;
+      if (found.step == ScanFinding::Step::kOpen && why.code() == Code::kNotFound) {
+        why = Status(Code::kDataLoss, why.message());
+      } else if (found.step == ScanFinding::Step::kRead) {
+        why = why.WithContext(inventory_.files[range.file].name);
       }
+      return why.WithContext(NameOf(inventory_, range));
     }
-    for (std::size_t o = 0; o < inventory_.objects.size(); ++o) {
-      const ObjectRecord& object = inventory_.objects[o];
-      ChunkRecord chunk;
-      chunk.file = object.file;
-      chunk.offset = object.offset;
-      chunk.length = object.length;
-      add(inventory_.tensors.size() + o, std::move(chunk));
-    }
-    leaves_.resize(leaves);
-    // As they stand in files, which is how storage likes to be read.
-    order_.resize(pieces_.size());
-    std::iota(order_.begin(), order_.end(), std::size_t{0});
-    std::stable_sort(order_.begin(), order_.end(), [&](std::size_t a, std::size_t b) {
-      const ChunkRecord& x = pieces_[a].chunk;
-      const ChunkRecord& y = pieces_[b].chunk;
-      return std::pair(x.file, x.offset) < std::pair(y.file, y.offset);
-    });
+    hash.root = ChunkRoot(found.read.leaves, range.length);
+    std::copy(found.read.leaves.begin(), found.read.leaves.end(),
+              leaves_.begin() + static_cast<std::ptrdiff_t>(hash.first_leaf));
+    if (range.kind == ScanRange::Kind::kChunk) digests_[range.owner] ^= found.read.contribution;
     return Status();
   }
 
-  Status Hash(ChunkOf& piece, Worker& worker) {
-    ChunkRecord& chunk = piece.chunk;
-    const bool is_tensor = piece.tensor < inventory_.tensors.size();
-    const auto failed = [&](const Status& why) {
-      if (!is_tensor) {
-        return why.WithContext("object " +
-                               inventory_.objects[piece.tensor - inventory_.tensors.size()].key);
-      }
-      return why.WithContext("tensor " + inventory_.tensors[piece.tensor].meta.key() + " " +
-                             chunk.region.ToString());
-    };
-    if (!worker.file || worker.number != chunk.file) {
-      Result<std::unique_ptr<File>> file = foreign_.OpenFile(chunk.file);
-      if (file.status().code() == Code::kNotFound) {
-        return failed(Status(Code::kDataLoss, file.status().message()));
-      }
-      if (!file.ok()) return failed(file.status());
-      worker.file = std::move(file).value();
-      worker.number = chunk.file;
-    }
-    std::vector<PlacedBox> boxes;
-    Dims shape;
-    if (is_tensor) {
-      const TensorMeta& meta = inventory_.tensors[piece.tensor].meta;
-      shape = ByteShape(meta.dtype(), meta.shape());
-      Result<std::vector<PlacedBox>> placed =
-          PlaceChunk(meta.dtype(), meta.shape(), chunk.region, 0, chunk.strides);
-      if (!placed.ok()) return failed(placed.status());
-      boxes = std::move(placed).value();
-    }
-    StretchReader::Findings found;
-    const Status read = worker.reader.Read(
-        *worker.file, chunk.offset, chunk.length, boxes, shape,
-        [&](std::uint64_t bytes) {
-          const std::uint64_t done = done_ += bytes;
-          if (options_.progress) options_.progress(done, total_);
-        },
-        found);
-    if (Status still = foreign_.CheckStill(chunk.file, *worker.file); !still.ok()) {
-      return failed(still);
-    }
-    if (!read.ok()) return failed(read.WithContext(inventory_.files[chunk.file].name));
-    chunk.has_hash = true;
-    chunk.manifest = 0;
-    chunk.hash = ChunkRoot(found.leaves, chunk.length);
-    std::copy(found.leaves.begin(), found.leaves.end(),
-              leaves_.begin() + static_cast<std::ptrdiff_t>(chunk.first_leaf));
-    if (is_tensor) digests_[piece.tensor] ^= found.contribution;
-    return Status();
-  }
-
-  void Record() {
+  // `hashes`: in the order of RangesOf.
+  Status Record(const std::vector<RangeHash>& hashes) {
+    auto hash = hashes.begin();
     for (std::size_t t = 0; t < inventory_.tensors.size(); ++t) {
       TensorRecord& tensor = inventory_.tensors[t];
-      tensor.extents = ExtentTable(tensor.extents.rank(), tensor.extents.wide());
+      ExtentTable hashed(tensor.extents.rank(), tensor.extents.wide());
+      for (std::size_t row = 0; row < tensor.extents.size(); ++row, ++hash) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, tensor.extents.At(row));
+        chunk.has_hash = true;
+        chunk.hash = hash->root;
+        chunk.manifest = 0;
+        chunk.first_leaf = hash->first_leaf;
+        hashed.Append(chunk);
+      }
+      tensor.extents = std::move(hashed);
       tensor.digest = digests_[t];
       tensor.has_digest = true;
     }
-    for (const ChunkOf& piece : pieces_) {
-      if (piece.tensor < inventory_.tensors.size()) {
-        inventory_.tensors[piece.tensor].extents.Append(piece.chunk);
-        continue;
-      }
-      ObjectRecord& object = inventory_.objects[piece.tensor - inventory_.tensors.size()];
-      object.hash = piece.chunk.hash;
+    for (ObjectRecord& object : inventory_.objects) {
+      object.hash = hash->root;
       object.manifest = 0;
-      object.first_leaf = piece.chunk.first_leaf;
+      object.first_leaf = hash->first_leaf;
+      ++hash;
     }
+    return Status();
   }
 
   const OpenedCheckpoint& foreign_;
   Inventory& inventory_;
   const AdoptOptions& options_;
-  std::vector<ChunkOf> pieces_;
-  std::vector<std::size_t> order_;
   std::vector<Hash128> leaves_;
   std::vector<std::atomic<Crc64>> digests_;
-  std::atomic<std::uint64_t> done_{0};
-  std::uint64_t total_ = 0;
 };
 
 // Hashes that the source has, as one that was adopted before, are of other manifests.

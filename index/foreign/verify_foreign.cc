@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+// `verify` of what other programs saved.
 #include "index/foreign/verify_foreign.h"
 
 #include <algorithm>
 #include <array>
-#include <memory>
+#include <map>
+#include <mutex>
+#include <span>
 #include <string_view>
 #include <tuple>
 #include <unordered_set>
@@ -13,12 +16,11 @@
 #include "index/foreign/foreign.h"
 #include "index/foreign/format.h"
 #include "index/foreign/zip_archive.h"
+#include "index/read/scan.h"
 #include "index/read/verify_ranges.h"
 
 namespace tensormount {
 namespace {
-
-constexpr std::size_t kBlock = std::size_t{1} << 20;
 
 bool BeginsZip(File& file, std::uint64_t offset, std::uint64_t length) {
   std::array<char, 4> head{};
@@ -26,18 +28,9 @@ bool BeginsZip(File& file, std::uint64_t offset, std::uint64_t length) {
          std::string_view(head.data(), head.size()) == std::string_view("PK\3\4", 4);
 }
 
-// A run of bytes of a file that belongs to somebody.
-struct ForeignRange {
-  std::uint32_t file = 0;
-  std::uint64_t offset = 0;
-  std::uint64_t length = 0;
-  bool item = false;  // What an adapter looks into: an archive, perhaps.
-  std::uint32_t owner = 0;
-  std::uint32_t row = 0;
-};
-// Owners are tensors, then objects.
-constexpr std::uint32_t kObjects = 0x80000000;
-
+// Reads every byte that the records of a foreign checkpoint point at. There are no hashes to
+// compare them with, but zip archives have a CRC an entry: those are read by entries, all else by a
+// scan.
 class ForeignVerifier {
  public:
   ForeignVerifier(const OpenedCheckpoint& opened, const VerifyOptions& options)
@@ -60,22 +53,9 @@ class ForeignVerifier {
     report_.tensors = index.tensor_count();
     report_.chunks = index.chunk_count();
     if (!options_.quick) {
-      Status failure;
-      TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& tensor) {
-        failure = Tensor(tensor);
-        return failure.ok();
-      }));
-      TENSORMOUNT_RETURN_IF_ERROR(failure);
-      TENSORMOUNT_ASSIGN_OR_RETURN(objects_, index.Objects());
-      for (std::size_t i = 0; i < objects_.size(); ++i) {
-        const ObjectRecord& object = objects_[i];
-        pieces_.push_back({.file = object.file,
-                           .offset = object.offset,
-                           .length = object.length,
-                           .item = true,
-                           .owner = kObjects + static_cast<std::uint32_t>(i)});
-      }
-      ReadPieces();
+      TENSORMOUNT_RETURN_IF_ERROR(FindRanges());
+      ReadArchives();
+      TENSORMOUNT_RETURN_IF_ERROR(ReadOthers());
     }
     return Concluded(std::move(report_), unread_);
   }
@@ -92,106 +72,115 @@ class ForeignVerifier {
       unread_ = status.WithContext(object);
     }
   }
+  std::string Name(const ScanRange& range) const { return NameOf(inventory_, range); }
+  const std::string& FileName(std::uint32_t file) const { return inventory_.files[file].name; }
 
-  // Finds its items, and notes what is to be read.
-  Status Tensor(const TensorEntry& tensor) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto stored, opened_.index().Extents(tensor.ordinal));
-    const auto found = opened_.Extents(tensor);
-    if (!found.ok()) Failed("tensor " + tensor.meta.key(), {}, 0, found.status());
-    for (std::size_t i = 0; i < stored->size(); ++i) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, stored->At(i));
+  // Ranges in the order of files, and what has items that are none.
+  Status FindRanges() {
+    const CheckpointIndex& index = opened_.index();
+    TENSORMOUNT_ASSIGN_OR_RETURN(inventory_, index.ToInventory());
+    std::vector<bool> unknown(inventory_.tensors.size());
+    TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& tensor) {
+      const auto found = opened_.Extents(tensor);
+      unknown[tensor.ordinal] = !found.ok();
+      if (!found.ok()) Failed("tensor " + tensor.meta.key(), {}, 0, found.status());
+      return true;
+    }));
+    for (ScanRange& range : RangesOf(inventory_)) {
+      range.digest = false;  // There is none to compare it with.
       // That an item is none is known by now: its bytes, of which there may be any number, say
       // nothing more.
-      if (!found.ok() && chunk.pending) continue;
-      // Of an item all bytes are looked at, of which the tensor's are a part.
-      pieces_.push_back({.file = chunk.file,
-                         .offset = chunk.offset,
-                         .length = chunk.length,
-                         .item = chunk.pending,
-                         .owner = tensor.ordinal,
-                         .row = static_cast<std::uint32_t>(i)});
+      if (range.kind == ScanRange::Kind::kChunk && unknown[range.owner] && IsItem(range)) continue;
+      ranges_.push_back(range);
+      total_ += range.length;
     }
-    return {};
-  }
-
-  std::string NameOf(const ForeignRange& piece) const {
-    if (piece.owner >= kObjects) {
-      const ObjectRecord& object = objects_[piece.owner - kObjects];
-      return "object " + object.key +
-             (object.index.rank() > 0 ? " " + object.index.ToString() : std::string());
-    }
-    const auto tensor = opened_.index().At(piece.owner);
-    const auto rows = opened_.index().Extents(piece.owner);
-    if (!tensor.ok() || !rows.ok()) return "tensor " + std::to_string(piece.owner);
-    const auto chunk = rows.value()->At(piece.row);
-    return "tensor " + tensor.value().meta.key() +
-           (chunk.ok() ? " " + chunk.value().region.ToString() : std::string());
-  }
-
-  // In the order of files and offsets; a file is open once at a time.
-  void ReadPieces() {
-    std::sort(pieces_.begin(), pieces_.end(), [](const ForeignRange& a, const ForeignRange& b) {
+    std::stable_sort(ranges_.begin(), ranges_.end(), [](const ScanRange& a, const ScanRange& b) {
       return std::tie(a.file, a.offset, a.length) < std::tie(b.file, b.offset, b.length);
     });
-    for (const ForeignRange& piece : pieces_) total_ += piece.length;
-    for (std::size_t i = 0; i < pieces_.size();) {
-      const std::uint32_t number = pieces_[i].file;
+    return Status();
+  }
+
+  // What an adapter looks into, an archive perhaps. All of its bytes are looked at, of which the
+  // tensor's are a part.
+  bool IsItem(const ScanRange& range) const {
+    if (range.kind != ScanRange::Kind::kChunk) return true;
+    const auto chunk = inventory_.tensors[range.owner].extents.At(range.row);
+    return chunk.ok() && chunk.value().pending;
+  }
+
+  // Checks what is in archives, whole files and items, and takes it from the ranges.
+  void ReadArchives() {
+    std::vector<ScanRange> others;
+    for (std::size_t i = 0; i < ranges_.size();) {
+      const std::uint32_t number = ranges_[i].file;
       std::size_t end = i;
-      while (end < pieces_.size() && pieces_[end].file == number) ++end;
-      ReadFile(number, i, end);
+      while (end < ranges_.size() && ranges_[end].file == number) ++end;
+      const std::span<const ScanRange> ranges(ranges_.data() + i, end - i);
       i = end;
-    }
-  }
-
-  void ReadFile(std::uint32_t number, std::size_t begin, std::size_t end) {
-    const std::string& name = opened_.index().files()[number].name;
-    auto file = opened_.OpenFile(number);
-    if (!file.ok()) {
-      for (std::size_t i = begin; i < end; ++i) {
-        Failed(NameOf(pieces_[i]), name, pieces_[i].offset, file.status());
+      auto file = opened_.OpenFile(number);
+      bool archives = false;
+      if (file.ok()) {
+        archives = ReadArchivesOf(*file.value(), ranges, others);
+      } else {  // The scan says so.
+        others.insert(others.end(), ranges.begin(), ranges.end());
       }
-      return;
+      if (!archives) continue;
+      if (const Status still = opened_.CheckStill(number, *file.value()); !still.ok()) {
+        Failed(Name(ranges.front()), FileName(number), 0, still);
+      }
     }
-    File& open = *file.value();
-    // An archive as a whole: what the tensors are windows of has a CRC an entry.
-    const std::uint64_t length = opened_.index().files()[number].length;
-    const ForeignRange whole{.file = number, .length = length};
-    if (BeginsZip(open, 0, length) && CheckArchive(open, whole, name, begin, end)) {
-      for (std::size_t i = begin; i < end; ++i) Count(pieces_[i].length);
-    } else {
-      for (std::size_t i = begin; i < end; ++i) ReadPiece(open, i, name);
-    }
-    if (const Status still = opened_.CheckStill(number, open); !still.ok()) {
-      Failed(NameOf(pieces_[begin]), name, 0, still);
-    }
+    ranges_ = std::move(others);
   }
 
-  // Whether the bytes are one archive; then its entries were checked. Damage is said of those of
-  // the pieces [begin, end) that an entry holds bytes of.
-  bool CheckArchive(File& file, const ForeignRange& where, const std::string& name,
-                    std::size_t begin, std::size_t end) {
-    const Result<ZipArchive> archive = ZipArchive::Read(file, where.offset, where.length);
-    if (!archive.ok()) {
-      // A file of many archives is none itself; an item has to be one.
-      if (where.item) Failed(NameOf(where), name, where.offset, archive.status());
-      return where.item;
+  // `ranges`: all of one file. Whether there was an archive; ranges in none of them go to `others`.
+  bool ReadArchivesOf(File& file, std::span<const ScanRange> ranges,
+                      std::vector<ScanRange>& others) {
+    const std::uint32_t number = ranges.front().file;
+    const std::uint64_t length = inventory_.files[number].length;
+    if (BeginsZip(file, 0, length)) {
+      // A file of many archives is none itself.
+      const Result<ZipArchive> whole = ZipArchive::Read(file, 0, length);
+      if (whole.ok()) {
+        CheckEntries(file, whole.value(), ranges);
+        for (const ScanRange& range : ranges) Count(range.length);
+        return true;
+      }
     }
-    for (const ZipEntry& entry : archive.value().entries()) {
+    bool archives = false;
+    for (const ScanRange& range : ranges) {
+      if (!IsItem(range) || !BeginsZip(file, range.offset, range.length)) {
+        others.push_back(range);
+        continue;
+      }
+      archives = true;
+      const Result<ZipArchive> item = ZipArchive::Read(file, range.offset, range.length);
+      if (item.ok()) {
+        CheckEntries(file, item.value(), std::span(&range, 1));
+      } else {
+        Failed(Name(range), FileName(number), range.offset, item.status());
+      }
+      Count(range.length);
+    }
+    return archives;
+  }
+
+  // Damage is said of those of `ranges` that an entry holds bytes of.
+  void CheckEntries(File& file, const ZipArchive& archive, std::span<const ScanRange> ranges) {
+    const std::string& name = FileName(ranges.front().file);
+    for (const ZipEntry& entry : archive.entries()) {
       const Status checked = CheckZipCrc(file, entry);
       if (checked.ok()) continue;
       bool owned = false;
-      for (std::size_t i = begin; i < end; ++i) {
-        const ForeignRange& piece = pieces_[i];
-        if (piece.offset >= entry.offset + entry.size ||
-            entry.offset >= piece.offset + piece.length) {
+      for (const ScanRange& range : ranges) {
+        if (range.offset >= entry.offset + entry.size ||
+            entry.offset >= range.offset + range.length) {
           continue;
         }
-        Failed(NameOf(piece), name, entry.offset, checked);
+        Failed(Name(range), name, entry.offset, checked);
         owned = true;
       }
       if (!owned) Failed("archive entry " + entry.name, name, entry.offset, checked);
     }
-    return true;
   }
 
   void Count(std::uint64_t bytes) {
@@ -200,37 +189,44 @@ class ForeignVerifier {
     if (options_.progress) options_.progress(report_.bytes_checked, total_);
   }
 
-  void ReadPiece(File& file, std::size_t number, const std::string& name) {
-    const ForeignRange& piece = pieces_[number];
-    // Of an object that is no archive, or one in an archive that was not found whole, bytes are
-    // read.
-    if (piece.item && BeginsZip(file, piece.offset, piece.length)) {
-      (void)CheckArchive(file, piece, name, number, number + 1);
-      Count(piece.length);
-      return;
+  Status ReadOthers() {
+    const std::uint64_t before = report_.bytes_checked;
+    Scan scan(inventory_,
+              {.open = [this](std::uint32_t file) { return opened_.OpenFile(file); },
+               .check = [this](std::uint32_t file,
+                               File& open) { return opened_.CheckStill(file, open); }},
+              options_.threads, [&](std::uint64_t done, std::uint64_t) {
+                if (options_.progress) options_.progress(before + done, total_);
+              });
+    // What was found is told in the order of ranges, not in that of threads.
+    std::mutex mutex;
+    std::map<std::size_t, ScanFinding> failures;
+    TENSORMOUNT_RETURN_IF_ERROR(scan.Run(ranges_, [&](std::size_t i, ScanFinding& found) {
+      const std::lock_guard lock(mutex);
+      if (!found.failure.ok()) failures.emplace(i, std::move(found));
+      return Status();
+    }));
+    report_.bytes_checked += scan.bytes();
+    report_.bytes_without_hash += scan.bytes();
+    std::uint32_t changed = kNoFile;
+    for (const auto& [i, found] : failures) {
+      const ScanRange& range = ranges_[i];
+      const bool whole_file = found.step == ScanFinding::Step::kCheck;
+      if (whole_file && range.file == changed) continue;  // Said once.
+      if (whole_file) changed = range.file;
+      Failed(Name(range), FileName(range.file), whole_file ? 0 : range.offset + found.read.bytes,
+             found.failure);
     }
-    buffer_.resize(kBlock);
-    for (std::uint64_t at = 0; at < piece.length;) {
-      const auto size =
-          static_cast<std::size_t>(std::min<std::uint64_t>(kBlock, piece.length - at));
-      const Status read = file.ReadExactAt(piece.offset + at, buffer_.data(), size);
-      if (!read.ok()) {
-        Failed(NameOf(piece), name, piece.offset + at, read);
-        return;
-      }
-      at += size;
-      Count(size);
-    }
+    return Status();
   }
 
   const OpenedCheckpoint& opened_;
   const VerifyOptions& options_;
   VerifyReport report_;
   Status unread_;  // Why something was not checked.
-  std::vector<ObjectRecord> objects_;
-  std::vector<ForeignRange> pieces_;
+  Inventory inventory_;
+  std::vector<ScanRange> ranges_;
   std::uint64_t total_ = 0;
-  std::string buffer_;
 };
 
 }  // namespace

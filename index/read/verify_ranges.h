@@ -21,10 +21,10 @@ std::string ReasonWithout(std::string_view file, const Status& status);
 // error, unless there is damage, which is damage whatever else could not be looked at.
 Result<VerifyReport> Concluded(VerifyReport report, const Status& unread);
 
-// Reads every chunk, object part and extra piece of `content` on several threads, compares their
+// Reads every stored range of `inventory` on several threads (index/read/scan.h), compares their
 // roots, and the digests of tensors of which every chunk was whole. `leaves`: leaf hashes by name
-// of manifest, to say which byte is wrong; where a manifest is not there, only the piece is named.
-// Adds damages and bytes to `report`. Fails where some piece could not be checked, after all
+// of manifest, to say which byte is wrong; where a manifest is not there, only the range is named.
+// Adds damages and bytes to `report`. Fails where some range could not be checked, after all
 // others. `base`: what foreign files are opened below.
 Status VerifyRanges(FileSystem& fs, const std::string& directory, const ForeignBase& base,
                     const Inventory& inventory,

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_BASE_PARALLEL_H_
+#define TENSORMOUNT_BASE_PARALLEL_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "tensormount/status.h"
+
+namespace tensormount {
+
+// Calls fn(i, state) for every i below `count`, each once, on `threads` threads (0: as many as
+// cores), of which the caller's is one. Each thread has a `State` of its own, made on it: buffers,
+// the file of the call before. Threads take the next i, so that what is sorted is worked through
+// in about that order. After the first failure nothing more is begun, and that failure is returned
+// when all threads have ended. Memory that runs out is kResourceExhausted; fn throws nothing else.
+template <typename State, typename Fn>
+Status ForEachParallel(std::size_t count, int threads, const Fn& fn) {
+  std::atomic<std::size_t> next{0};
+  std::mutex mutex;
+  Status failure;
+  const auto fail = [&](Status status) {
+    next = count;
+    const std::lock_guard lock(mutex);
+    if (failure.ok()) failure = std::move(status);
+  };
+  const auto work = [&] {
+    try {
+      State state;
+      for (std::size_t i = next++; i < count; i = next++) {
+        if (Status status = fn(i, state); !status.ok()) return fail(std::move(status));
+      }
+    } catch (const std::bad_alloc&) {
+      fail(Status(Code::kResourceExhausted, "out of memory"));
+    }
+  };
+  std::size_t wanted =
+      threads > 0 ? static_cast<std::size_t>(threads) : std::thread::hardware_concurrency();
+  wanted = std::clamp<std::size_t>(wanted, 1, std::max<std::size_t>(1, count));
+  std::vector<std::thread> workers;
+  for (std::size_t t = 1; t < wanted; ++t) workers.emplace_back(work);
+  work();
+  for (std::thread& worker : workers) worker.join();
+  return failure;
+}
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_BASE_PARALLEL_H_
