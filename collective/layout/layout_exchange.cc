@@ -64,8 +64,8 @@ class Exchange {
       case RoundAnswer::Next::kGo:
         break;
     }
-    job_.fingerprint = answer_.fingerprint;
-    job_.unchanged = answer_.unchanged;
+    job_.fingerprint = answer_.agreed.job;
+    job_.unchanged = answer_.agreed.unchanged;
     job_.owners = answer_.owners;
     job_.layout.world = static_cast<int>(world_);
     if (!answer_.common.empty()) {
@@ -266,17 +266,15 @@ class Exchange {
   }
 
   bool IsOwner() const { return static_cast<std::uint32_t>(rank_) < answer_.owners; }
-  bool Speaks(const RankClasses& classes) const {
-    return !classes.empty() &&
-           classes[static_cast<std::size_t>(rank_)] == static_cast<std::uint32_t>(rank_);
-  }
 
   // To each owner: u64 bytes of the tensors, tensors, objects.
   Status Pack(Parts& to_each) const {
     Parts tensors(answer_.owners);
     Parts objects(answer_.owners);
-    if (Speaks(answer_.tensors)) tensors = encoder_->Encode(answer_.owners, LayoutPart::kTensors);
-    if (Speaks(answer_.objects)) objects = encoder_->Encode(answer_.owners, LayoutPart::kObjects);
+    if (Speaks(answer_.tensors, rank_))
+      tensors = encoder_->Encode(answer_.owners, LayoutPart::kTensors);
+    if (Speaks(answer_.objects, rank_))
+      objects = encoder_->Encode(answer_.owners, LayoutPart::kObjects);
     for (std::uint32_t o = 0; o < answer_.owners; ++o) {
       if (tensors[o].empty() && objects[o].empty()) continue;
       ByteWriter out;
@@ -314,10 +312,11 @@ class Exchange {
       report = CheckLayout(table, {static_cast<int>(world_), call_.limit, &layers_});
     }
     // What changes without the layout, the contents of objects, is looked at all the same.
-    if (answer_.unchanged && !call_.validate) {
+    if (answer_.agreed.unchanged && !call_.validate) {
       return MakeLayout(table, static_cast<int>(world_)).status();
     }
-    if (answer_.unchanged || !report.ok() || (call_.validate && !call_.plan)) return Status();
+    if (answer_.agreed.unchanged || !report.ok() || (call_.validate && !call_.plan))
+      return Status();
     TENSORMOUNT_ASSIGN_OR_RETURN(job_.layout, MakeLayout(table, static_cast<int>(world_)));
     if (!call_.validate) {
       report.tensors = job_.layout.tensors.size();
@@ -382,25 +381,24 @@ Result<std::vector<GatheredLayout>> GatherLayouts(Collective& collective, const 
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::string told,
       collective.Decide(mine.bytes(), kPhase, [&](Parts& parts) -> Result<std::string> {
-        std::map<std::string_view, std::uint32_t> first;
-        ByteWriter out;
-        for (std::uint32_t r = 0; r < world; ++r) {
-          out.U32(first.try_emplace(parts[r], r).first->second);
+        std::vector<Hash128> hashes;
+        for (const std::string& part : parts) {
+          ByteReader in(part, "fingerprint of a rank");
+          hashes.push_back(in.Hash());
+          TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
         }
+        ByteWriter out;
+        WriteClasses(out, ClassesOf(hashes));
         return std::move(out.bytes());
       }));
   ByteReader in(told, "answer of rank 0");
   RankClasses classes;
-  for (std::uint32_t r = 0; r < world; ++r) {
-    classes.push_back(in.U32());
-    if (classes[r] > r) return Status(Code::kDataLoss, "answer of rank 0: damaged classes");
-  }
+  TENSORMOUNT_RETURN_IF_ERROR(ReadClasses(in, world, classes));
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
-  const auto me = static_cast<std::uint32_t>(collective.rank());
-  if (classes[me] != me) encoded.clear();
+  if (!Speaks(classes, collective.rank())) encoded.clear();
   TENSORMOUNT_ASSIGN_OR_RETURN(Parts parts, collective.Gather(encoded, kPhase));
   std::vector<GatheredLayout> layouts;
-  if (me != 0) return layouts;
+  if (collective.rank() != 0) return layouts;
   std::vector<std::vector<int>> ranks = RanksByClass(classes);
   for (std::uint32_t r = 0; r < world; ++r) {
     if (!ranks[r].empty()) layouts.push_back({std::move(parts[r]), std::move(ranks[r])});

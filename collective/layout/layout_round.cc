@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// What rank 0 makes of the first messages of a save or a validation.
 #include "collective/layout/layout_round.h"
 
 #include <algorithm>
@@ -13,7 +14,7 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint8_t kRoundVersion = 0xA1;  // And that it is a message of this kind.
+constexpr std::uint8_t kRoundVersion = 0xA2;  // And that it is a message of this kind.
 constexpr std::uint8_t kFailedFlag = 1;
 constexpr std::string_view kDomain("tensormount job layout v1\0", 26);
 
@@ -44,24 +45,13 @@ Result<RoundMessage> DecodeRound(std::string_view bytes, std::size_t rank, std::
   return m;
 }
 
-struct HashOfHash {
-  std::size_t operator()(const Hash128& h) const { return h.low; }
-};
-
+// `of` gives a hash of what the messages are told apart by.
 template <typename Of>
 RankClasses Classes(const std::vector<RoundMessage>& messages, Of of) {
-  std::unordered_map<Hash128, std::uint32_t, HashOfHash> first;
-  RankClasses classes;
-  classes.reserve(messages.size());
-  for (std::uint32_t r = 0; r < messages.size(); ++r) {
-    classes.push_back(first.try_emplace(of(messages[r]), r).first->second);
-  }
-  return classes;
-}
-
-void WriteClasses(ByteWriter& out, const RankClasses& classes) {
-  out.U32(static_cast<std::uint32_t>(classes.size()));
-  out.Raw(classes.data(), classes.size() * sizeof(std::uint32_t));
+  std::vector<Hash128> hashes;
+  hashes.reserve(messages.size());
+  for (const RoundMessage& m : messages) hashes.push_back(of(m));
+  return ClassesOf(hashes);
 }
 
 Status ReadNumbers(ByteReader& in, std::uint32_t world, std::vector<std::uint32_t>& numbers) {
@@ -74,19 +64,6 @@ Status ReadNumbers(ByteReader& in, std::uint32_t world, std::vector<std::uint32_
     }
   }
   return in.status();
-}
-
-Status ReadClasses(ByteReader& in, std::uint32_t world, RankClasses& classes) {
-  TENSORMOUNT_RETURN_IF_ERROR(ReadNumbers(in, world, classes));
-  if (!classes.empty() && classes.size() != world) {
-    return Status(Code::kDataLoss, "answer of rank 0: not as many classes as ranks");
-  }
-  for (std::uint32_t r = 0; r < classes.size(); ++r) {
-    if (classes[r] > r || classes[classes[r]] != classes[r]) {
-      return Status(Code::kDataLoss, "answer of rank 0: damaged classes");
-    }
-  }
-  return Status();
 }
 
 // Where fingerprints differ, one rank for each.
@@ -118,14 +95,6 @@ std::string EncodeRound(const RoundMessage& m) {
   return bytes;
 }
 
-std::vector<std::vector<int>> RanksByClass(const RankClasses& class_of) {
-  std::vector<std::vector<int>> ranks(class_of.size());
-  for (std::size_t r = 0; r < class_of.size(); ++r) {
-    ranks[class_of[r]].push_back(static_cast<int>(r));
-  }
-  return ranks;
-}
-
 Result<RoundAnswer> JudgeRound(std::span<const std::string> parts, std::uint32_t owners) {
   std::vector<RoundMessage> messages;
   messages.reserve(parts.size());
@@ -147,17 +116,15 @@ Result<RoundAnswer> JudgeRound(std::span<const std::string> parts, std::uint32_t
     return answer;
   }
 
-  Xxh3Stream fingerprint;
-  fingerprint.Update(kDomain.data(), kDomain.size());
+  std::vector<Hash128> brought;
+  std::vector<std::uint64_t> kept;
   for (const RoundMessage& m : messages) {
     const std::uint64_t words[] = {m.layout.tensors.low, m.layout.tensors.high, m.layout.objects};
-    fingerprint.Update(words, sizeof(words));
+    brought.push_back(Xxh3(words, sizeof(words)));
+    kept.push_back(m.plan);
     answer.boxes += m.boxes;
   }
-  answer.fingerprint = fingerprint.Value();
-  answer.unchanged = std::all_of(messages.begin(), messages.end(), [&](const RoundMessage& m) {
-    return m.plan != 0 && m.plan == answer.fingerprint.low;
-  });
+  answer.agreed = AgreeOn(kDomain, brought, kept);
   answer.common = Speakers(Classes(messages, [](const RoundMessage& m) {
     return Hash128{m.common, 0};
   }));
@@ -179,22 +146,21 @@ Result<RoundAnswer> JudgeRound(std::span<const std::string> parts, std::uint32_t
   }
   // All ranks that have objects had the same ones when the plan was made, and have now: nothing to
   // compare.
-  const bool objects = answer.unchanged ? contents.size() > 1 : !contents.empty();
+  const bool objects = answer.agreed.unchanged ? contents.size() > 1 : !contents.empty();
   if (objects) {
     answer.objects = Classes(messages, [](const RoundMessage& m) {
       return Hash128{m.layout.contents, 0};
     });
   }
-  if (!answer.unchanged) answer.tensors = std::move(tensors);
+  if (!answer.agreed.unchanged) answer.tensors = std::move(tensors);
   return answer;
 }
 
 std::string EncodeAnswer(const RoundAnswer& answer) {
   ByteWriter out;
   out.U8(static_cast<std::uint8_t>(answer.next));
-  out.U8(answer.unchanged ? 1 : 0);
+  WriteAgreement(out, answer.agreed);
   out.U32(answer.other);
-  out.Hash(answer.fingerprint);
   out.U32(answer.owners);
   out.U64(answer.boxes);
   out.U64(answer.layouts);
@@ -208,9 +174,8 @@ Result<RoundAnswer> DecodeAnswer(std::string_view bytes, std::uint32_t world) {
   ByteReader in(bytes, "answer of rank 0");
   RoundAnswer answer;
   const std::uint8_t next = in.U8();
-  answer.unchanged = in.U8() != 0;
+  answer.agreed = ReadAgreement(in);
   answer.other = in.U32();
-  answer.fingerprint = in.Hash();
   answer.owners = in.U32();
   answer.boxes = in.U64();
   answer.layouts = in.U64();

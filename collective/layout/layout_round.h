@@ -11,7 +11,7 @@
 
 #include "tensormount/status.h"
 
-#include "base/hash.h"
+#include "collective/comm/agreement.h"
 #include "collective/layout/wire.h"
 
 // The first exchange of a save or a validation: 64 bytes a rank to rank 0, and its answer. Pure.
@@ -34,12 +34,6 @@ struct RoundMessage {
 };
 std::string EncodeRound(const RoundMessage& message);
 
-// Ranks with equal messages: class_of[rank] is the lowest rank with an equal one, which speaks for
-// all of them.
-using RankClasses = std::vector<std::uint32_t>;
-// The ranks of each class, rising, at the place of its lowest rank; empty elsewhere.
-std::vector<std::vector<int>> RanksByClass(const RankClasses& class_of);
-
 // What rank 0 makes of them.
 struct RoundAnswer {
   enum class Next : std::uint8_t {
@@ -49,8 +43,7 @@ struct RoundAnswer {
   };
   Next next = Next::kGo;
   std::uint32_t other = 0;
-  Hash128 fingerprint;  // Of the job.
-  bool unchanged = false;
+  Agreement agreed;
   std::uint32_t owners = 1;
   std::uint64_t boxes = 0;
   std::uint64_t layouts = 0;

@@ -1,59 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
+// How the ranks of a load meet: their cards, the keys that are missing, and who wants what.
 #include "collective/load/meeting.h"
 
 #include <algorithm>
 #include <fstream>
-#include <list>
 #include <map>
-#include <mutex>
 #include <set>
 #include <utility>
 
 #include "base/coding.h"
+#include "collective/comm/agreement.h"
 #include "collective/guarded.h"
 
 namespace tensormount {
 namespace {
 
-// Plans of earlier loads, kept with the communicator of a rank.
-struct KeptPlans {
-  static constexpr std::size_t kMost = 4;
-  std::mutex mutex;
-  std::list<std::shared_ptr<const AgreedPlan>> plans;  // The last used one first.
-};
+constexpr std::string_view kLoadDomain("tensormount load job v1\0", 24);
 
-std::shared_ptr<KeptPlans> PlansOf(Communicator& comm) {
-  return std::static_pointer_cast<KeptPlans>(
-      comm.Kept("load plans", [] { return std::make_shared<KeptPlans>(); }));
+std::shared_ptr<KeptPlans<AgreedPlan>> PlansOf(Communicator& comm) {
+  return KeptPlans<AgreedPlan>::Of(comm, "load plans", 4);
 }
 
-std::shared_ptr<const AgreedPlan> FindKept(Communicator& comm, const Hash128& mine) {
-  const std::shared_ptr<KeptPlans> kept = PlansOf(comm);
-  const std::lock_guard lock(kept->mutex);
-  for (auto at = kept->plans.begin(); at != kept->plans.end(); ++at) {
-    if ((*at)->mine != mine) continue;
-    kept->plans.splice(kept->plans.begin(), kept->plans, at);
-    return kept->plans.front();
-  }
-  return nullptr;
-}
-
-void Keep(Communicator& comm, std::shared_ptr<const AgreedPlan> plan) {
-  const std::shared_ptr<KeptPlans> kept = PlansOf(comm);
-  const std::lock_guard lock(kept->mutex);
-  std::erase_if(kept->plans, [&](const auto& other) { return other->mine == plan->mine; });
-  kept->plans.push_front(std::move(plan));
-  if (kept->plans.size() > KeptPlans::kMost) kept->plans.pop_back();
-}
-
-// The first message.
+// The first message: what this rank brings, in the order below.
 constexpr std::size_t kCardBytes = 64;
 constexpr std::uint32_t kNeedsProof = 1;
 constexpr std::uint32_t kShortRuns = 2;
+constexpr std::uint32_t kCardVersion = 1u << 24;  // In the upper byte of the flags.
 struct Card {
   Hash128 request;
   Hash128 call;
-  Hash128 at_hand;
+  Hash128 kept;  // The job whose plan it has.
   std::uint64_t machine = 0;
   std::int32_t group = 0;
   std::uint32_t flags = 0;
@@ -66,43 +42,58 @@ std::string EncodeCard(const MeetingPart& part) {
   out.Hash(part.at_hand == nullptr ? Hash128{} : part.at_hand->job);
   out.U64(part.machine);
   out.U32(static_cast<std::uint32_t>(part.group));
-  out.U32((part.needs.proof ? kNeedsProof : 0) | (part.needs.short_runs ? kShortRuns : 0));
+  out.U32(kCardVersion | (part.needs.proof ? kNeedsProof : 0) |
+          (part.needs.short_runs ? kShortRuns : 0));
   return std::move(out.bytes());
 }
 
-Card DecodeCard(std::string_view bytes) {
+Result<Card> DecodeCard(std::string_view bytes, std::size_t rank) {
+  if (bytes.size() != kCardBytes) return Status(Code::kDataLoss, "load: a card is damaged");
   ByteReader in(bytes, "card");
   Card card;
   card.request = in.Hash();
   card.call = in.Hash();
-  card.at_hand = in.Hash();
+  card.kept = in.Hash();
   card.machine = in.U64();
   card.group = static_cast<std::int32_t>(in.U32());
   card.flags = in.U32();
+  if ((card.flags & ~(kNeedsProof | kShortRuns)) != kCardVersion) {
+    return Status(Code::kInvalidArgument,
+                  "rank " + std::to_string(rank) + " runs another version of tensormount");
+  }
   return card;
+}
+
+// What this rank's part of a plan depends on, besides what the others bring.
+Hash128 BroughtBy(const Hash128& request, const Hash128& call, std::uint64_t machine,
+                  std::int32_t group) {
+  ByteWriter all;
+  all.Hash(request);
+  all.Hash(call);
+  all.U64(machine);
+  all.U32(static_cast<std::uint32_t>(group));
+  return Xxh3(all.bytes());
 }
 
 // What rank 0 makes of the cards.
 struct Opening {
-  Hash128 job;
-  bool unchanged = false;
+  Agreement agreed;
   bool whole = false;  // Everybody needs everybody's request.
   bool several_machines = false;
-  std::vector<std::uint32_t> speakers;  // By rank: the lowest one with the same request.
-  std::vector<int> groups;              // By rank.
+  RankClasses speakers;     // Of equal requests. Where they are wanted; else empty, as is
+  std::vector<int> groups;  // by rank.
 };
 
 Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPath path) {
   std::vector<Card> cards;
-  ByteWriter all;
-  for (const std::string& part : parts) {
-    if (part.size() != kCardBytes) return Status(Code::kDataLoss, "load: a card is damaged");
-    cards.push_back(DecodeCard(part));
-  }
+  std::vector<Hash128> brought;
+  std::vector<Hash128> requests;
+  std::vector<std::uint64_t> kept;
   bool several = false;
   std::uint32_t flags = 0;
-  for (std::size_t rank = 0; rank < cards.size(); ++rank) {
-    const Card& card = cards[rank];
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Card card, DecodeCard(parts[rank], rank));
+    cards.push_back(card);
     if (card.call != cards[0].call) {
       return Status(Code::kInvalidArgument,
                     "rank " + std::to_string(rank) +
@@ -110,27 +101,20 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
     }
     several = several || card.machine != cards[0].machine;
     flags |= card.flags;
-    all.Hash(card.request);
-    all.U64(card.machine);
-    all.U32(static_cast<std::uint32_t>(card.group));
+    brought.push_back(BroughtBy(card.request, card.call, card.machine, card.group));
+    requests.push_back(card.request);
+    kept.push_back(card.kept.low);
   }
-  all.Hash(cards[0].call);
-  const Hash128 job = Xxh3(all.bytes());
-  const bool unchanged =
-      std::all_of(cards.begin(), cards.end(), [&](const Card& c) { return c.at_hand == job; });
+  const Agreement agreed = AgreeOn(kLoadDomain, brought, kept);
   const bool whole = path == LoadPath::kExchange || (flags & kNeedsProof) != 0 ||
                      (several && (flags & kShortRuns) != 0);
   ByteWriter out;
-  out.Hash(job);
-  out.U8(unchanged ? 1 : 0);
+  WriteAgreement(out, agreed);
   out.U8(whole ? 1 : 0);
   out.U8(several ? 1 : 0);
-  if (whole && !unchanged) {
-    std::map<Hash128, std::uint32_t> first;
-    for (std::size_t rank = 0; rank < cards.size(); ++rank) {
-      out.U32(first.emplace(cards[rank].request, static_cast<std::uint32_t>(rank)).first->second);
-      out.U32(static_cast<std::uint32_t>(cards[rank].group));
-    }
+  if (whole && !agreed.unchanged) {
+    WriteClasses(out, ClassesOf(requests));
+    for (const Card& card : cards) out.U32(static_cast<std::uint32_t>(card.group));
   }
   return std::move(out.bytes());
 }
@@ -138,18 +122,13 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
 Result<Opening> ReadOpening(std::string_view bytes, int ranks) {
   ByteReader in(bytes, "load: what rank 0 decided");
   Opening opening;
-  opening.job = in.Hash();
-  opening.unchanged = in.U8() != 0;
+  opening.agreed = ReadAgreement(in);
   opening.whole = in.U8() != 0;
   opening.several_machines = in.U8() != 0;
-  if (opening.whole && !opening.unchanged) {
-    for (int r = 0; r < ranks; ++r) {
-      opening.speakers.push_back(in.U32());
-      opening.groups.push_back(static_cast<int>(in.U32()));
-      if (opening.speakers.back() > static_cast<std::uint32_t>(r)) {
-        return Status(Code::kDataLoss, "load: what rank 0 decided is damaged");
-      }
-    }
+  if (opening.whole && !opening.agreed.unchanged) {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        ReadClasses(in, static_cast<std::uint32_t>(ranks), opening.speakers));
+    for (int r = 0; r < ranks; ++r) opening.groups.push_back(static_cast<int>(in.U32()));
   }
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
   return opening;
@@ -232,9 +211,8 @@ Status MeetOnKeys(Collective& collective, const CheckpointIndex& index, const Lo
 // Adds what every rank wants, as it said itself. What a rank asks for is kept only as long as a
 // later one asks for the same.
 Status AddAll(const CheckpointIndex& index, const LoadOptions& options,
-              const std::shared_ptr<const Resolved>& mine, int me,
-              const std::vector<std::uint32_t>& speakers, std::vector<std::string>& said,
-              LoadPlanner& planner) {
+              const std::shared_ptr<const Resolved>& mine, int me, const RankClasses& speakers,
+              std::vector<std::string>& said, LoadPlanner& planner) {
   std::map<std::uint32_t, int> last;  // By speaker: the last rank that it speaks for.
   for (std::size_t r = 0; r < speakers.size(); ++r) last[speakers[r]] = static_cast<int>(r);
   std::map<std::uint32_t, std::shared_ptr<const Resolved>> kept;
@@ -278,13 +256,11 @@ Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& in
   call.Hash(identity);
   call.U32(static_cast<std::uint32_t>(comm.size()));
   part.call = Xxh3(call.bytes());
-  ByteWriter mine;
-  mine.Hash(part.request_hash);
-  mine.Hash(part.call);
-  mine.U64(part.machine);
-  mine.U32(static_cast<std::uint32_t>(part.group));
-  part.mine = Xxh3(mine.bytes());
-  if (options.reuse_plan) part.at_hand = FindKept(comm, part.mine);
+  part.mine = BroughtBy(part.request_hash, part.call, part.machine, part.group);
+  if (options.reuse_plan) {
+    part.at_hand =
+        PlansOf(comm)->Find([&](const AgreedPlan& plan) { return plan.mine == part.mine; });
+  }
   if (part.at_hand != nullptr) {
     part.resolved = part.at_hand->resolved;
     part.needs = part.at_hand->needs;
@@ -310,23 +286,24 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
         return DecideOpening(parts, options.path);
       }));
   TENSORMOUNT_ASSIGN_OR_RETURN(Opening opening, ReadOpening(told, collective.size()));
-  *reused = opening.unchanged;
-  if (opening.unchanged) return part.at_hand;
+  *reused = opening.agreed.unchanged;
+  if (opening.agreed.unchanged) {
+    if (part.at_hand != nullptr && part.at_hand->job == opening.agreed.job) return part.at_hand;
+    return Status(Code::kInternal, "load: the plan of another job is at hand");
+  }
 
   if (options.validate) TENSORMOUNT_RETURN_IF_ERROR(validate());
   auto agreed = std::make_shared<AgreedPlan>();
   agreed->mine = part.mine;
-  agreed->job = opening.job;
+  agreed->job = opening.agreed.job;
   agreed->resolved = part.resolved;
   agreed->needs = part.needs;
   TENSORMOUNT_RETURN_IF_ERROR(MeetOnKeys(collective, index, options, *agreed));
   std::vector<std::string> said;  // By rank: its request, where it speaks.
   const int me = collective.rank();
   if (opening.whole) {
-    const bool speaks = opening.speakers[static_cast<std::size_t>(me)] == static_cast<unsigned>(me);
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        said, collective.AllGather(speaks ? std::string_view(part.request) : std::string_view(),
-                                   "load: requests"));
+    const std::string_view mine = Speaks(opening.speakers, me) ? part.request : std::string_view();
+    TENSORMOUNT_ASSIGN_OR_RETURN(said, collective.AllGather(mine, "load: requests"));
   }
   const Status planned = Guarded([&]() -> Status {
     LoadPlanner planner(index);
@@ -342,7 +319,11 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
     return {};
   });
   TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan"));
-  if (options.reuse_plan) Keep(comm, agreed);
+  if (options.reuse_plan) {
+    const auto kept = PlansOf(comm);
+    kept->Forget([&](const AgreedPlan& plan) { return plan.mine == agreed->mine; });
+    kept->Keep(agreed);
+  }
   return std::shared_ptr<const AgreedPlan>(std::move(agreed));
 }
 

@@ -85,28 +85,8 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
   return plan;
 }
 
-std::shared_ptr<PlanCache> PlanCache::Of(Communicator& comm) {
-  return std::static_pointer_cast<PlanCache>(
-      comm.Kept("save plans", [] { return std::make_shared<PlanCache>(); }));
-}
-
-std::optional<PlanCache::Entry> PlanCache::Find(const Key& key, bool validated) const {
-  const std::lock_guard lock(mutex_);
-  for (auto entry = entries_.rbegin(); entry != entries_.rend(); ++entry) {
-    if (entry->key == key && (entry->validated || !validated)) return *entry;
-  }
-  return std::nullopt;
-}
-
-void PlanCache::Forget(const Hash128& job) {
-  const std::lock_guard lock(mutex_);
-  std::erase_if(entries_, [&](const Entry& entry) { return entry.job == job; });
-}
-
-void PlanCache::Keep(Entry entry) {
-  const std::lock_guard lock(mutex_);
-  if (entries_.size() >= kKept) entries_.erase(entries_.begin());
-  entries_.push_back(std::move(entry));
+std::shared_ptr<KeptPlans<KeptPlan>> SavePlansOf(Communicator& comm) {
+  return KeptPlans<KeptPlan>::Of(comm, "save plans", 2);
 }
 
 }  // namespace tensormount

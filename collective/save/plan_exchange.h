@@ -4,8 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <vector>
 
 #include "tensormount/communicator.h"
@@ -14,6 +12,7 @@
 #include "tensormount/validate.h"
 
 #include "base/hash.h"
+#include "collective/comm/agreement.h"
 #include "collective/comm/collective.h"
 #include "collective/layout/layout.h"
 #include "collective/save/rank_task.h"
@@ -35,9 +34,9 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
                               std::shared_ptr<const GlobalLayout> layout, const PlanRules& rules,
                               Status* local);
 
-// The plans of the last jobs of a communicator's ranks, this rank's part of them. Thread-safe.
-class PlanCache {
- public:
+// A plan as it is kept for the next save of the same job (comm/agreement.h).
+struct KeptPlan {
+  Hash128 job;  // Agreement::job
   // What a plan depends on, besides the layouts of the other ranks.
   struct Key {
     Hash128 items;  // ItemsFingerprint.
@@ -45,29 +44,18 @@ class PlanCache {
     SaveStrategy strategy = SaveStrategy::kParallel;
     friend bool operator==(const Key&, const Key&) = default;
   };
-  struct Entry {
-    Hash128 job;  // JobLayout::fingerprint
-    Key key;
-    bool validated = false;  // The layout was proved sound.
-    LayoutReport report;     // Without findings.
-    JobPlan plan;
-  };
-  static constexpr std::size_t kKept = 2;
+  Key key;
+  bool validated = false;  // The layout was proved sound.
+  LayoutReport report;     // Without findings.
+  JobPlan plan;
 
-  // That of `comm`: made at the first call.
-  static std::shared_ptr<PlanCache> Of(Communicator& comm);
-
-  // The latest one that fits. `validated`: only a layout that was.
-  std::optional<Entry> Find(const Key& key, bool validated) const;
-  // Before a job is planned anew, on every rank, so that no two ranks ever hold plans of one job
-  // that were made at different times.
-  void Forget(const Hash128& job);
-  void Keep(Entry entry);
-
- private:
-  mutable std::mutex mutex_;
-  std::vector<Entry> entries_;  // The latest last.
+  // Whether a save may use it: one that asks for the proof only where there was one.
+  bool Fits(const Key& wanted, bool validate) const {
+    return key == wanted && (validated || !validate);
+  }
 };
+
+std::shared_ptr<KeptPlans<KeptPlan>> SavePlansOf(Communicator& comm);
 
 }  // namespace tensormount
 

@@ -175,12 +175,13 @@ class SaveSession {
     if (options_.reuse_plan) {
       // Without it a plan is made, that is all.
       const Status looked = Guarded([&]() -> Status {
-        cache_ = PlanCache::Of(comm_);
+        kept_plans_ = SavePlansOf(comm_);
         key_ = {ItemsFingerprint(state_), options_.placement, options_.strategy};
-        at_hand_ = cache_->Find(key_, options_.validate);
+        at_hand_ = kept_plans_->Find(
+            [&](const KeptPlan& plan) { return plan.Fits(key_, options_.validate); });
         return Status();
       });
-      if (!looked.ok()) cache_.reset();
+      if (!looked.ok()) kept_plans_.reset();
       if (!looked.ok()) at_hand_.reset();
       if (at_hand_) call.plan_at_hand = at_hand_->job;
     }
@@ -214,7 +215,11 @@ class SaveSession {
       report_.plan_reused = true;
       return Status();
     }
-    if (cache_) cache_->Forget(job_.fingerprint);
+    // On every rank before the job is planned anew, so that no two ranks ever hold plans of one job
+    // that were made at different times.
+    if (kept_plans_) {
+      kept_plans_->Forget([&](const KeptPlan& plan) { return plan.job == job_.fingerprint; });
+    }
     PlanRules rules;
     rules.placement = options_.placement;
     rules.strategy = options_.strategy;
@@ -223,9 +228,10 @@ class SaveSession {
     auto layout = std::make_shared<const GlobalLayout>(std::move(job_.layout));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         plan_, ExchangePlans(collective_, state_, std::move(layout), rules, &merged));
-    if (cache_ && merged.ok()) {
+    if (kept_plans_ && merged.ok()) {
       merged = Guarded([&] {
-        cache_->Keep({job_.fingerprint, key_, options_.validate, job_.report, plan_});
+        kept_plans_->Keep(std::make_shared<const KeptPlan>(
+            KeptPlan{job_.fingerprint, key_, options_.validate, job_.report, plan_}));
         return Status();
       });
     }
@@ -522,9 +528,9 @@ class SaveSession {
   PhaseEvents phases_;
   std::string store_path_;
   std::string name_;
-  std::shared_ptr<PlanCache> cache_;  // Null: not to be used.
-  PlanCache::Key key_;
-  std::optional<PlanCache::Entry> at_hand_;
+  std::shared_ptr<KeptPlans<KeptPlan>> kept_plans_;  // Null: not to be used.
+  KeptPlan::Key key_;
+  std::shared_ptr<const KeptPlan> at_hand_;
   JobLayout job_;
   JobPlan plan_;
   Staging staging_;

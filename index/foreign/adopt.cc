@@ -83,7 +83,7 @@ class ChunkHasher {
       } else if (found.step == ScanFinding::Step::kRead) {
         why = why.WithContext(inventory_.files[range.file].name);
       }
-      return why.WithContext(NameOf(inventory_, range));
+      return why.WithContext(RangeName(inventory_, range));
     }
     hash.root = ChunkRoot(found.read.leaves, range.length);
     std::copy(found.read.leaves.begin(), found.read.leaves.end(),

@@ -72,7 +72,7 @@ class ForeignVerifier {
       unread_ = status.WithContext(object);
     }
   }
-  std::string Name(const ScanRange& range) const { return NameOf(inventory_, range); }
+  std::string Name(const ScanRange& range) const { return RangeName(inventory_, range); }
   const std::string& FileName(std::uint32_t file) const { return inventory_.files[file].name; }
 
   // Ranges in the order of files, and what has items that are none.

@@ -45,7 +45,7 @@ std::vector<ScanRange> RangesOf(const Inventory& inventory) {
   return ranges;
 }
 
-std::string NameOf(const Inventory& inventory, const ScanRange& range) {
+std::string RangeName(const Inventory& inventory, const ScanRange& range) {
   switch (range.kind) {
     case ScanRange::Kind::kChunk: {
       const TensorRecord& tensor = inventory.tensors[range.owner];

@@ -43,7 +43,7 @@ struct ScanRange {
 std::vector<ScanRange> RangesOf(const Inventory& inventory);
 
 // "tensor w [0:16, :]", "object rng part [1]", "header".
-std::string NameOf(const Inventory& inventory, const ScanRange& range);
+std::string RangeName(const Inventory& inventory, const ScanRange& range);
 
 // What was found in a range.
 struct ScanFinding {

@@ -112,7 +112,7 @@ class RangeVerifier {
   void Damage(const ScanRange& range, std::uint64_t at, std::string reason) {
     const bool has_file = range.file < inventory_.files.size();
     std::lock_guard lock(mutex_);
-    damages_.push_back({.object = NameOf(inventory_, range),
+    damages_.push_back({.object = RangeName(inventory_, range),
                         .file = has_file ? inventory_.files[range.file].name : "index",
                         .offset = range.offset + at,
                         .reason = std::move(reason)});
@@ -122,7 +122,7 @@ class RangeVerifier {
   void Failed(const ScanRange& range, std::uint64_t at, const Status& status) {
     if (!ProvesDamage(status)) {
       std::lock_guard lock(mutex_);
-      if (unread_.ok()) unread_ = status.WithContext(NameOf(inventory_, range));
+      if (unread_.ok()) unread_ = status.WithContext(RangeName(inventory_, range));
       return;
     }
     Damage(range, at, ReasonWithout(inventory_.files[range.file].name, status));

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "base/hash.h"
+#include "collective/comm/agreement.h"
 #include "collective/save/plan_exchange.h"
 #include "collective/save/rank_task.h"
 #include "tests/collective/save_plan_testing.h"
@@ -186,25 +187,70 @@ TEST(RankTask, FingerprintOfItemsSeesOrderShapeAndPlaceButNoContents) {
   EXPECT_NE(a, of("a", B({4}, {4}), "1"));
 }
 
-TEST(PlanCache, KeepsTheLastTwoAndNeverAnUnprovedOneForAProof) {
-  PlanCache cache;
+TEST(KeptPlans, KeepsTheLastTwoUsedAndNeverAnUnprovedOneForAProof) {
+  KeptPlans<KeptPlan> plans(2);
   const auto key = [](std::uint64_t n) {
-    return PlanCache::Key{Hash128{n, n}, PlacementRule::kAuto, SaveStrategy::kParallel};
+    return KeptPlan::Key{Hash128{n, n}, PlacementRule::kAuto, SaveStrategy::kParallel};
   };
-  cache.Keep({Hash128{1, 0}, key(1), false, {}, {}});
-  EXPECT_FALSE(cache.Find(key(1), true));
-  ASSERT_TRUE(cache.Find(key(1), false));
-  cache.Keep({Hash128{2, 0}, key(2), true, {}, {}});
-  ASSERT_TRUE(cache.Find(key(2), true));
-  PlanCache::Key other = key(2);
+  const auto keep = [&](std::uint64_t n, bool validated) {
+    plans.Keep(std::make_shared<KeptPlan>(KeptPlan{Hash128{n, 0}, key(n), validated, {}, {}}));
+  };
+  const auto find = [&](const KeptPlan::Key& wanted, bool validate) {
+    return plans.Find([&](const KeptPlan& plan) { return plan.Fits(wanted, validate); });
+  };
+  keep(1, false);
+  EXPECT_FALSE(find(key(1), true));
+  ASSERT_TRUE(find(key(1), false));
+  keep(2, true);
+  ASSERT_TRUE(find(key(2), true));
+  KeptPlan::Key other = key(2);
   other.strategy = SaveStrategy::kMain;
-  EXPECT_FALSE(cache.Find(other, false));
-  cache.Keep({Hash128{3, 0}, key(3), true, {}, {}});
-  EXPECT_FALSE(cache.Find(key(1), false));
-  EXPECT_EQ(cache.Find(key(2), true)->job, (Hash128{2, 0}));
-  cache.Forget(Hash128{2, 0});
-  EXPECT_FALSE(cache.Find(key(2), true));
-  EXPECT_TRUE(cache.Find(key(3), true));
+  EXPECT_FALSE(find(other, false));
+  ASSERT_TRUE(find(key(1), false));
+  keep(3, true);  // In the place of 2: 1 was used since.
+  EXPECT_FALSE(find(key(2), true));
+  EXPECT_EQ(find(key(1), false)->job, (Hash128{1, 0}));
+  plans.Forget([](const KeptPlan& plan) { return plan.job == Hash128{1, 0}; });
+  EXPECT_FALSE(find(key(1), false));
+  EXPECT_TRUE(find(key(3), true));
+}
+
+TEST(Agreement, IsOfWhatAllBringAndUnchangedWhereAllKeptIt) {
+  const std::vector<Hash128> brought = {{1, 2}, {3, 4}, {1, 2}, {3, 4}};
+  const std::vector<std::uint64_t> none(4, 0);
+  const Agreement first = AgreeOn("a", brought, none);
+  EXPECT_FALSE(first.unchanged);
+  std::vector<std::uint64_t> kept(4, first.job.low);
+  EXPECT_TRUE(AgreeOn("a", brought, kept).unchanged);
+  EXPECT_FALSE(AgreeOn("b", brought, kept).unchanged);
+  kept[2] = 0;
+  EXPECT_FALSE(AgreeOn("a", brought, kept).unchanged);
+  const std::vector<Hash128> others = {{1, 2}, {3, 4}, {3, 4}, {1, 2}};
+  EXPECT_NE(AgreeOn("a", others, none).job, first.job);
+  EXPECT_EQ(ClassesOf(brought), (RankClasses{0, 1, 0, 1}));
+  EXPECT_EQ(RanksByClass({0, 1, 0, 1}), (std::vector<std::vector<int>>{{0, 2}, {1, 3}, {}, {}}));
+  EXPECT_TRUE(Speaks({0, 1, 0, 1}, 1));
+  EXPECT_FALSE(Speaks({0, 1, 0, 1}, 2));
+  EXPECT_FALSE(Speaks({}, 0));
+}
+
+TEST(Agreement, ClassesThatCannotBeAreRefused) {
+  const auto read = [](const RankClasses& classes, std::uint32_t world) {
+    ByteWriter out;
+    WriteClasses(out, classes);
+    ByteReader in(out.bytes(), "test");
+    RankClasses got;
+    const Status status = ReadClasses(in, world, got);
+    if (status.ok()) {
+      EXPECT_EQ(got, classes);
+    }
+    return status;
+  };
+  EXPECT_OK(read({0, 1, 0, 1}, 4));
+  EXPECT_OK(read({}, 4));
+  EXPECT_THAT(read({0, 1, 0}, 4), HasCode(Code::kDataLoss));
+  EXPECT_THAT(read({0, 2, 2, 0}, 4), HasCode(Code::kDataLoss));  // Of a rank behind it.
+  EXPECT_THAT(read({0, 0, 1, 0}, 4), HasCode(Code::kDataLoss));  // Of one that does not speak.
 }
 
 }  // namespace

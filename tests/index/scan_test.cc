@@ -64,7 +64,7 @@ TEST_F(ScanTest, TellsOfEachRangeOnceWithTheHashesOfItsRecord) {
         wanted = built_.inventory.extras[range.owner].hash;
       }
       EXPECT_EQ(ChunkRoot(found.read.leaves, range.length), wanted)
-          << NameOf(built_.inventory, range);
+          << RangeName(built_.inventory, range);
       return Status();
     }));
     EXPECT_EQ(std::count(told.begin(), told.end(), 1), static_cast<std::ptrdiff_t>(told.size()));

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// Classes of ranks that bring the same, and the fingerprint of a job.
+#include "collective/comm/agreement.h"
+
+#include <unordered_map>
+
+namespace tensormount {
+namespace {
+
+struct HashOfHash {
+  std::size_t operator()(const Hash128& h) const { return h.low; }
+};
+
+}  // namespace
+
+RankClasses ClassesOf(std::span<const Hash128> brought) {
+  std::unordered_map<Hash128, std::uint32_t, HashOfHash> first;
+  RankClasses class_of;
+  class_of.reserve(brought.size());
+  for (std::uint32_t r = 0; r < brought.size(); ++r) {
+    class_of.push_back(first.try_emplace(brought[r], r).first->second);
+  }
+  return class_of;
+}
+
+std::vector<std::vector<int>> RanksByClass(const RankClasses& class_of) {
+  std::vector<std::vector<int>> ranks(class_of.size());
+  for (std::size_t r = 0; r < class_of.size(); ++r) {
+    ranks[class_of[r]].push_back(static_cast<int>(r));
+  }
+  return ranks;
+}
+
+bool Speaks(const RankClasses& class_of, int rank) {
+  const auto r = static_cast<std::size_t>(rank);
+  return r < class_of.size() && class_of[r] == r;
+}
+
+void WriteClasses(ByteWriter& out, const RankClasses& class_of) {
+  out.U32(static_cast<std::uint32_t>(class_of.size()));
+  for (const std::uint32_t speaker : class_of) out.U32(speaker);
+}
+
+Status ReadClasses(ByteReader& in, std::uint32_t world, RankClasses& class_of) {
+  const std::uint32_t count = in.U32();
+  TENSORMOUNT_RETURN_IF_ERROR(in.status());
+  if (count != 0 && count != world) {
+    return Status(Code::kDataLoss, "answer of rank 0: not as many classes as ranks");
+  }
+  for (std::uint32_t r = 0; r < count && in.status().ok(); ++r) {
+    class_of.push_back(in.U32());
+    // A class is named for its lowest rank, which was read before all others of it.
+    if (class_of[r] > r || class_of[class_of[r]] != class_of[r]) {
+      return Status(Code::kDataLoss, "answer of rank 0: damaged classes");
+    }
+  }
+  return in.status();
+}
+
+Agreement AgreeOn(std::string_view domain, std::span<const Hash128> brought,
+                  std::span<const std::uint64_t> kept) {
+  Xxh3Stream all;
+  all.Update(domain.data(), domain.size());
+  for (const Hash128& hash : brought) {
+    const std::uint64_t words[] = {hash.low, hash.high};
+    all.Update(words, sizeof(words));
+  }
+  Agreement agreement{.job = all.Value(), .unchanged = true};
+  for (const std::uint64_t job : kept) {
+    agreement.unchanged = agreement.unchanged && job != 0 && job == agreement.job.low;
+  }
+  return agreement;
+}
+
+void WriteAgreement(ByteWriter& out, const Agreement& agreement) {
+  out.Hash(agreement.job);
+  out.U8(agreement.unchanged ? 1 : 0);
+}
+
+Agreement ReadAgreement(ByteReader& in) {
+  Agreement agreement;
+  agreement.job = in.Hash();
+  agreement.unchanged = in.U8() != 0;
+  return agreement;
+}
+
+}  // namespace tensormount

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_COMM_AGREEMENT_H_
+#define TENSORMOUNT_COLLECTIVE_COMM_AGREEMENT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "tensormount/communicator.h"
+#include "tensormount/status.h"
+
+#include "base/coding.h"
+#include "base/hash.h"
+
+// What the ranks of a job, a save or a load, agree on before they begin. Each says in 64 bytes what
+// it brings and the plan of which job it has kept; rank 0 answers with an Agreement. Where every
+// rank has the plan of this very job, nobody says more. Else one rank of each set that brings the
+// same speaks for all of them: of 4,096 ranks that hold replicas of 64 layouts, 64 speak.
+
+namespace tensormount {
+
+// class_of[rank] is the lowest rank that brings the same, which speaks for all of its class.
+using RankClasses = std::vector<std::uint32_t>;
+RankClasses ClassesOf(std::span<const Hash128> brought);
+// The ranks of each class, rising, at the position of its lowest rank; empty elsewhere.
+std::vector<std::vector<int>> RanksByClass(const RankClasses& class_of);
+// Whether `rank` speaks. False for all where nothing is to be said, which no classes mean.
+bool Speaks(const RankClasses& class_of, int rank);
+
+// u32 number of classes, then a u32 each. 0 or as many as ranks.
+void WriteClasses(ByteWriter& out, const RankClasses& class_of);
+// kDataLoss where they are not what ClassesOf gives.
+Status ReadClasses(ByteReader& in, std::uint32_t world, RankClasses& class_of);
+
+struct Agreement {
+  Hash128 job;             // Of what all ranks bring: equal for equal jobs of one communicator.
+  bool unchanged = false;  // Every rank has kept the plan of this job.
+};
+// On rank 0. `domain` ends in a NUL. `brought`: by rank, a hash of all that its part of the plan
+// depends on. `kept`: by rank, the low half of the job whose plan it has; 0: none.
+Agreement AgreeOn(std::string_view domain, std::span<const Hash128> brought,
+                  std::span<const std::uint64_t> kept);
+
+void WriteAgreement(ByteWriter& out, const Agreement& agreement);
+Agreement ReadAgreement(ByteReader& in);
+
+// The plans of the last jobs of a communicator's ranks, this rank's part of them. `Plan` is
+// immutable; whoever uses one shares it. Thread-safe.
+template <typename Plan>
+class KeptPlans {
+ public:
+  explicit KeptPlans(std::size_t most) : most_(most) {}
+
+  // Those of `comm` under this name: made at the first call.
+  static std::shared_ptr<KeptPlans> Of(Communicator& comm, const std::string& name,
+                                       std::size_t most) {
+    return std::static_pointer_cast<KeptPlans>(
+        comm.Kept(name, [most] { return std::make_shared<KeptPlans>(most); }));
+  }
+
+  // The last used one with fits(plan); null: none.
+  template <typename Fits>
+  std::shared_ptr<const Plan> Find(Fits fits) {
+    const std::lock_guard lock(mutex_);
+    for (auto at = plans_.begin(); at != plans_.end(); ++at) {
+      if (!fits(**at)) continue;
+      plans_.splice(plans_.begin(), plans_, at);
+      return plans_.front();
+    }
+    return nullptr;
+  }
+  template <typename Fits>
+  void Forget(Fits fits) {
+    const std::lock_guard lock(mutex_);
+    plans_.remove_if([&](const auto& plan) { return fits(*plan); });
+  }
+  // In the place of the one that was not used for longest, where there are `most`.
+  void Keep(std::shared_ptr<const Plan> plan) {
+    const std::lock_guard lock(mutex_);
+    plans_.push_front(std::move(plan));
+    if (plans_.size() > most_) plans_.pop_back();
+  }
+
+ private:
+  const std::size_t most_;
+  std::mutex mutex_;
+  std::list<std::shared_ptr<const Plan>> plans_;  // The last used one first.
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_COMM_AGREEMENT_H_
