@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// A reader remembers its first failure and gives zeros from then on, so that decoders read field
+// after field and ask once, at the end, whether all of them were there. No length that was read is
+// believed before the bytes behind it are counted.
 #include "base/coding.h"
 
 #include <bit>

@@ -1,4 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+// The CRC-64/NVME of base/hash.h, without special instructions; crc64_clmul.cc is the fast form,
+// chosen once when the program starts. In a file of its own because it is arithmetic over GF(2),
+// and hash.cc is the wrapping of a library.
+//
+// A CRC is the remainder of the bytes, read as a polynomial. So the CRC of a tensor is the sum
+// (exclusive or) of what each of its runs contributes, moved up by the bytes behind it: a
+// multiplication by x^(8n) modulo the polynomial, which Crc64Shift prepares by squaring. That is
+// what makes digests of tensors independent of how they were cut.
 #include <cstring>
 
 #include "base/crc64_math.h"

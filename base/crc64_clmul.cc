@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// CRC-64/NVME by carry-less multiplication: several independent remainders are folded over the
-// data at once, because one multiplication takes several cycles but one can start every cycle.
+// The fast form of base/crc64.cc, declared in crc64_math.h; a file of its own because it is
+// compiled for instructions that the rest of the program must not need.
+//
+// CRC-64/NVME by carry-less multiplication: several independent remainders are folded over the data
+// at once, because one multiplication takes several cycles but one can start every cycle.
 #include <cstring>
 
 #include "base/crc64_math.h"

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// What every implementation of FileSystem shares, made of its calls alone, so that an observer or a
+// test sees each step: whole files written durably (create, write, fsync, close, sync the folder),
+// replaced (write beside, exchange or rename), folders made, trees removed.
 #include "base/file_system.h"
 
 #include <cerrno>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// XXH3 behind an interface that names no library, and the one detail of it that matters to others:
+// its vector code leaves the upper halves of AVX registers in use, which slows all SSE code down
+// until somebody clears them.
 #include "base/hash.h"
 
 #if defined(__x86_64__)

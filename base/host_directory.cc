@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Folders of the host, by descriptors instead of paths: each step of a walk opens the next name
+// relative to the folder that is open already and follows no symlink, so that nobody who renames or
+// links things meanwhile can lead a walk, or a removal, out of the folder that it began in.
 #include "base/host_directory.h"
 
 #include <algorithm>

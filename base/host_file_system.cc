@@ -1,4 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+// FileSystem on the host's system calls; HostFileSystem() of base/file_system.h. Declared there and
+// nowhere else: everything above knows the interface alone, which is what lets tests put faults,
+// power cuts and foreign filesystems in its place.
+//
+// EINTR and short transfers end here. Flags of rename that a filesystem lacks are replaced by other
+// calls with the same promise, or the call fails; nothing is replaced by something weaker.
 #include <algorithm>
 #include <array>
 #include <cerrno>

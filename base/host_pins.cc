@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// A pinned folder is an open descriptor, and its name /proc/self/fd/N: paths below it lead to that
+// folder whatever is renamed on the way. This file also turns such names back into what people
+// know, for messages.
 #include "base/host_pins.h"
 
 #include <cerrno>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Lines of the log, one write each.
 #include "base/log.h"
 
 #include <atomic>

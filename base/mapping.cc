@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reading from mapped files: a page that the disk cannot give, or that was cut off, arrives as
+// SIGBUS. The guard turns it into a return value for code that runs inside RunOnMapping, and into
+// what it would have been anyway for all other code.
 #include "base/mapping.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// A FileSystem around another one that asks before each operation and tells after it
+// (base/file_system.h). Faults, crash states and counters of tests are hooks in here; the product
+// uses it for nothing.
 #include <utility>
 
 #include "base/file_system.h"

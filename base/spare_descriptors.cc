@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Who keeps files open only to be fast gives them back when the process has no descriptor left:
+// whoever gets EMFILE asks all keepers and tries once more.
 #include "base/spare_descriptors.h"
 
 #include <mutex>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Codes, their names, and the errno that each is told to the kernel as. One table has all three: a
+// code that is added in one place cannot be forgotten in the others.
 #include "tensormount/status.h"
 
 #include <cerrno>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Names, times and bytes of the steps of a job, told to the caller's event sink and written to the
+// log.
 #include "collective/phase_events.h"
 
 #include <exception>

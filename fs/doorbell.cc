@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// poll(2) over an eventfd, which whoever rings writes to, and an inotify descriptor of one folder.
+// Where inotify is not to be had, time alone ends a wait.
 #include "fs/doorbell.h"
 
 #include <algorithm>

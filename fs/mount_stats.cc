@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Counters of a mount, and their text. Latencies are counted in classes, four to each power of two.
 #include "fs/mount_stats.h"
 
 #include <algorithm>

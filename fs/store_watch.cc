@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Which checkpoints a store holds, as a mount shows it. One thread looks, when the kernel tells of
+// a change and when somebody asks for a name; a checkpoint that is found gets a slot, which is
+// never used again for another one, so that inode numbers stay true. Storage may hang: whoever asks
+// waits only for the look that it needs, and an opening that hangs holds up nobody else.
 #include "fs/store_watch.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// What lookup, getattr, read and readdir mean, without a line of FUSE: node ids are slot, view and
+// item (docs/architecture.md), and everything below a checkpoint is its CheckpointView's. What
+// concerns .staging/ goes to StagingTree (vfs_staging.cc).
 #include "fs/vfs.h"
 
 #include <algorithm>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What changes something: below .staging/ by StagingTree, elsewhere refused.
+// Vfs of vfs.h: what changes something: below .staging/ by StagingTree, elsewhere refused. Apart
+// from vfs.cc, which is all that a mount of a single checkpoint has.
 #include <cerrno>
 #include <cstdio>
 #include <fcntl.h>

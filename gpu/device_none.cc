@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// device.h in a build without CUDA: kUnsupported, in words.
 #include "gpu/device.h"
 
 namespace tensormount::gpu {

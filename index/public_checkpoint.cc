@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Checkpoint and Tensor of tensormount/checkpoint.h over OpenedCheckpoint. At the top of index/
+// because it uses all of its rooms, foreign formats too.
 #include "tensormount/checkpoint.h"
 
 #include "base/file_system.h"

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// The C interface over the C++ one (tensormount/c.h): here statuses, lists, strings and the guard
+// around every call, which turns exceptions into codes and keeps the last message of each thread.
+// All c_api_*.cc share c_api.h; they are a file for each group of calls in c.h.
 #include <cstdlib>
 #include <limits>
 #include <optional>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// tm_checkpoint_*: opening, listing, reading (tensormount/c.h, over tensormount/checkpoint.h).
 #include <utility>
 
 #include "tensormount/checkpoint.h"

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// tm_communicator_*: communicators made of a host's callbacks, and the one-rank one
+// (tensormount/c.h).
 #include <chrono>
 #include <limits>
 #include <utility>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// tm_load and what its report says (tensormount/c.h, over tensormount/load.h).
 #include <utility>
 
 #include "tensormount/load.h"

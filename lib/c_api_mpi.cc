@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// In libtensormount_mpi.
+// tm_mpi_* of tensormount/c.h. In libtensormount_mpi, so that programs without MPI do not load it.
 #include <utility>
 
 #include "tensormount/mpi.h"

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// tm_save, in the foreground and in the background (tensormount/c.h, over tensormount/save.h and
+// async_save.h).
 #include <chrono>
 #include <utility>
 

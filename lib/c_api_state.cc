@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// tm_state_*: a StateDict filled from C (tensormount/c.h, over tensormount/state_dict.h).
 #include <optional>
 #include <utility>
 

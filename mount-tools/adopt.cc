@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount adopt`, declared in commands.h as every subcommand is: a file each, so that what a
+// command does is found by its name.
 #include "index/foreign/adopt.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount cat`: a tensor or a box of it to standard output, as bytes or as text; see
+// commands.h.
 #include <algorithm>
 #include <vector>
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount check`: a described job checked without data; see commands.h.
 #include <fmt/core.h>
 
 #include "tensormount/validate.h"

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The command line: options of every subcommand, help, and from a Status to words and an exit
+// status. Subcommands are functions of commands.h and know nothing of CLI11.
 #include "mount-tools/cli.h"
 
 #include <exception>

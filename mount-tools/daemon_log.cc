@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Where the lines of a mount in the background go: a file, or the system's log.
 #include "mount-tools/daemon_log.h"
 
 #include <cerrno>

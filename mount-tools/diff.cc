@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount diff`: two sources compared (index/read/compare.h), as text or JSON; see commands.h.
 #include <cmath>
 #include <optional>
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount doctor`: what this machine offers, each with how to get what is missing; see
+// commands.h.
 #include <cstdio>
 #include <cstdlib>
 #include <fcntl.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Elements as text for `cat`.
 #include "mount-tools/element_text.h"
 
 #include <cmath>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount export`, with ranks as threads or under mpirun.
 #include "fs/export/export.h"
 
 #include <mutex>

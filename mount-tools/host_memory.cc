@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Memory for what `load` loads. Large buffers are mapped with their pages there at once, so that
+// what is timed is the load and not the page faults of a process that has just begun.
 #include "mount-tools/host_memory.h"
 
 #include <cerrno>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount import`: a source cut by a rule and saved by ranks; see commands.h.
 #include <map>
 #include <mutex>
 #include <optional>

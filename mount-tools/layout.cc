@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount layout`: options, and the choice between text, SVG and HTML. The picture is made in
+// layout_model.cc and drawn in the two others.
 #include "mount-tools/layout.h"
 
 #include <limits>

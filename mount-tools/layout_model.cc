@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// The picture of a tensor's chunks, without a form: which two axes are drawn, what is scaled, which
+// colours (layout_picture of layout.h). Text and SVG are drawn from it, so that they cannot
+// disagree.
 #include <algorithm>
 #include <charconv>
 #include <map>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The picture of layout_model.cc in characters of a terminal (layout.h).
 #include <algorithm>
 
 #include <fmt/core.h>

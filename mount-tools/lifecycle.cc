@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount rm`, `gc` and `fsck`: what an operator does to a store; see commands.h. In one file
+// because each is a call of Store and a report.
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 

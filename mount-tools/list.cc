@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount ls` and `info`; see commands.h. One file: both walk stores, checkpoints and keys,
+// and show the same columns.
 #include <algorithm>
 #include <set>
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount load`: the slices of every rank loaded into memory, as a job would, and measured.
 #include "tensormount/load.h"
 
 #include <algorithm>

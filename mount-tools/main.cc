@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// main(): what is set once for the whole process, then the command line (cli.h). Apart from it so
+// that tests can run the command line in a process of their own.
 #include <malloc.h>
 
 #include "base/mapping.h"

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount mount` and `unmount`: options to MountOptions, the fork into the background, and its
+// first words; see commands.h.
 #include <atomic>
 #include <cerrno>
 #include <csignal>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount publish`: what mounts wrote, published, or what is missing; see commands.h.
 #include "fs/save/publish.h"
 
 #include <chrono>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Ranks of a command: threads of it, or those of mpirun.
 #include "mount-tools/ranks.h"
 
 #include <fmt/core.h>

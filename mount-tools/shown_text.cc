@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Names from outside as text for a terminal.
 #include "mount-tools/shown_text.h"
 
 #include <algorithm>

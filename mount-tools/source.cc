@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SOURCE arguments, opened as all commands open them.
 #include "mount-tools/source.h"
 
 #include <algorithm>

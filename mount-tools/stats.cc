@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount stats`: the counters of a mount; see commands.h.
 #include <cerrno>
 #include <chrono>
 #include <csignal>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Standard output and error: progress, colours, JSON lines.
 #include "mount-tools/terminal.h"
 
 #include <cerrno>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// `tensormount verify`: damages as they are found, and what they come to; see commands.h.
 #include <algorithm>
 #include <vector>
 

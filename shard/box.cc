@@ -1,4 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+// Dims and Box of the public API. Dims keep up to five axes in the object and more on the heap:
+// plans hold millions of them, and almost all tensors have few axes.
+//
+// Every extent and product from outside is checked here once (Box::Make, CheckedProduct); code
+// behind it adds and multiplies freely.
 #include "tensormount/box.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Views of a caller's memory (tensormount/buffer.h).
 #include "tensormount/buffer.h"
 
 #include "shard/box_access.h"

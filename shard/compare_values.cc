@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// In what two buffers of one shape differ, as numbers: for `diff --values`, which wants to know how
+// far apart two runs are and not only that they are.
 #include "shard/compare_values.h"
 
 #include <algorithm>

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// From regions that are wanted and regions that are stored to strided copies, whatever the shapes
+// of both. Boxes are intersected pair by pair, but only those that a sweep along one axis leaves.
+// That each wanted cell is there exactly once is proved by counting cells, because the parts are
+// known to be disjoint; only when the count is wrong is it worked out which cells are missing.
 #include "shard/copy_plan.h"
 
 #include <algorithm>

@@ -1,4 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+// Whether regions cover a shape, in three steps that each cost more than the one before: the proofs
+// of partition_proof.h, which answer for every layout in use; a sweep along the row-major order
+// where all regions are ranges of it; the search of coverage_search.h, which also finds what is
+// wrong. Proof and explanation are separate on purpose: the first must be fast for millions of
+// regions, the second only for those that people can read.
 #include "shard/coverage.h"
 
 #include <algorithm>

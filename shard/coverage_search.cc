@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Holes and overlaps of boxes, found by cutting space. A cell of it is looked at with the boxes
+// that touch it: where none does it is a hole, where one does what that box leaves is, and where
+// several do the cell is cut in two at the border of one of them, where few lie across. Holes that
+// a cut went through are joined again on the way out, so that one missing box is named as one.
 #include "shard/coverage_search.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Elements as the numbers they mean, for `cat`, `diff --values` and messages; every dtype has a
+// reading here, also those that no processor computes with.
 #include "shard/element_values.h"
 
 #include <array>

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Runs the strided copies of copy_plan.h, which declares it; planning allocates and thinks, this
+// only moves bytes, and is measured for itself (bench/micro). Three loops: tiles for runs of a few
+// bytes, a plain loop for runs of some cache lines, memcpy for long ones; large copies write past
+// the caches.
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Hashes of a stored range by leaves of 64 KiB, and the root over them (docs/format.md, "Hashes").
 #include "shard/leaf_hash.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Headers of .npy files. They are Python literals, written by NumPy and by others: the parser takes
+// the literals that such a header can be made of, in any order and spacing, and nothing is
+// evaluated.
 #include "shard/npy.h"
 
 #include <algorithm>

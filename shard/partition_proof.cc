@@ -1,4 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
+// Proofs that regions cover a shape exactly, each O(n) for the layouts that training makes.
+//
+// ByOrder    one pass: volumes add up, and each region begins where the one before ends.
+// AsGrid     boxes are the cells of a grid, in any order: the cuts on each axis are found by
+//            hashing, must tile the axis, and the cells must be distinct and as many as the
+//            product.
+// ByCorners  the sum of the indicator functions of all boxes is the one of the shape. Taking
+//            differences along each axis leaves 2^axes signed corners of a box; those of a
+//            partition cancel but for the corners of the shape. What is left over, if it is little,
+//            gives the holes and overlaps themselves.
+//
+// No step compares two boxes, so no arrangement of them is quadratic.
 #include "shard/partition_proof.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Region of tensormount/box.h: a box, or a flat range of the row-major order of a box. A flat range
+// that is a box becomes one (Region::Flat), so that equal sets of cells have one form, which hashes
+// and comparisons rely on.
 #include <algorithm>
 #include <string>
 

@@ -1,4 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+// Headers of safetensors files: written with the spaces and the order that the format's own writer
+// uses, read with everything refused that its reader refuses, and more: what one reader takes and
+// another one does not is a way to show two people different weights.
+//
+// The parser works on events and keeps only what a tensor needs, so that a header of 100 MB takes
+// no more memory than its tensors.
 #include "shard/safetensors.h"
 
 #include <algorithm>

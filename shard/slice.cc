@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// ParseSlice of tensormount/box.h: NumPy's a:b notation, without steps and negative numbers. A file
+// of its own because the text form is for people and file names, the rest of box.h for code.
 #include <charconv>
 #include <string>
 

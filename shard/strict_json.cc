@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// JSON from outside: depth, size and number of values are bounded, keys are unique, and numbers
+// that do not fit are refused instead of rounded.
 #include "shard/strict_json.h"
 
 #include <string>

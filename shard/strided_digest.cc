@@ -1,4 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+// What a box of a tensor contributes to its digest, from memory in which it has any strides. The
+// CRC of a tensor is over its row-major bytes; a box is runs of them. Each run is hashed and moved
+// up by the bytes behind it, not run by run but by Horner's rule along the axes: two
+// multiplications a run, whatever the number of axes. Short runs are gathered first, because to
+// begin and end a CRC costs as much as some tens of bytes.
 #include "shard/strided_digest.h"
 
 #include <algorithm>

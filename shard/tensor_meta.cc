@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// From elements to bytes. A tensor of any dtype is a tensor of bytes with one more axis, so that
+// plans, copies and digests need no element sizes. Types under a byte have no such axis of their
+// own: their last axes are merged until a position is whole bytes, and regions that would cut a
+// byte are refused here.
 #include "shard/tensor_meta.h"
 
 #include <algorithm>

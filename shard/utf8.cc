@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Whether a string is UTF-8 as Unicode defines it: no overlong forms, no surrogates, nothing above
+// U+10FFFF.
 #include "shard/utf8.h"
 
 #include <cstddef>

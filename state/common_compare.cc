@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Equality and first mismatch of common values, by which ranks find that they disagree.
 #include "state/common_compare.h"
 
 #include <algorithm>

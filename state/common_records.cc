@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// The records that the common values of a state are stored as: one for each shared value, one for
+// the content metadata and one for the layer names of a stacked tensor; all of a rank's own values
+// are one record.
 #include "state/common_records.h"
 
 #include "index/records/layer_names.h"

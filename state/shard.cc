@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Checks of a shard against its tensor, and builders of shards from what frameworks know: offsets,
+// fragments of an axis, flat ranges (tensormount/shard.h).
 #include "tensormount/shard.h"
 
 #include <algorithm>

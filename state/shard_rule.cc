@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// The rules behind `--shard`: rows, cols, dim:K, grid:AxB, flat, replicate, or a JSON file with a
+// rule for each pattern of keys. Extents that do not divide evenly are cut as torch.chunk cuts
+// them: ceiling parts first, the last ones shorter or empty.
 #include "state/shard_rule.h"
 
 #include <algorithm>

@@ -1,4 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+// Views of shards (Narrowed, Split, Stacked, Transposed, Interleaved, ...) of tensormount/shard.h:
+// another tensor seen through the same memory, without a copy. Apart from shard.cc, which makes
+// shards; here each function takes one to another. Each first brings its argument to one form
+// (Normalized) and ends with the same last look (CheckedView), so that what a view gives is as good
+// as what a caller made.
 #include <algorithm>
 #include <string>
 

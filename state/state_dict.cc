@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// A rank's shards, objects and common values, checked when they are added. The first failure is
+// remembered: whoever ignores what AddTensor returned hears it from Save, on all ranks.
 #include "tensormount/state_dict.h"
 
 #include <algorithm>

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Saves in the background. Save() copies the state while the caller waits, then a lane, which is a
+// thread with a channel of the communicator for itself, runs an ordinary save of the copy. Lanes
+// know nothing of each other; what must happen in one order, as the verdicts of the saves of one
+// saver, takes turns.
 #include "tensormount/async_save.h"
 
 #include <algorithm>

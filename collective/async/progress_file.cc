@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Each rank replaces its own line, rank 0 replaces the whole; a failure to write either is ignored,
+// because a save must not fail for it.
 #include "collective/async/progress_file.h"
 
 #include <algorithm>

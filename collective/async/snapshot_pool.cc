@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Memory for snapshots, kept from one save to the next: to get gigabytes from the kernel and have
+// them zeroed costs as much as the copy itself. What is held at once is bounded, and a save that
+// could never fit says so before it waits.
 #include "collective/async/snapshot_pool.h"
 
 #include <algorithm>

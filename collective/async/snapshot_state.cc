@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// A StateDict of the same shards over memory of a snapshot. Copies are cut into even pieces for
+// several threads, and large ones go past the caches, which hold nothing of them when the save
+// reads them.
 #include "collective/async/snapshot_state.h"
 
 #include <cstring>

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Collective operations for one job: gather, decide, broadcast, exchange (collective.h), made of
+// rounds (collective_round.h). Every one of them has a deadline for ranks that are slow and a
+// shorter one for ranks that show no sign of life, and ends with one verdict: all ranks go on, or
+// all that can be reached fail with the same reason.
 #include "collective/comm/collective.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// The frame around each message of a collective operation: whose job, which step, how large, and
+// checksums of head and payload. What is left over from a job that failed is told by it and
+// dropped; a message that changed on the way is damage and not a surprise.
 #include "collective/comm/collective_frame.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// One round of messages to rank 0 and back: the part of collective.cc that waits. Rank 0 keeps a
+// list of who has not come; those who came hear from it now and then, so that a wait ends with the
+// name of the rank that is missing and not with a guess.
 #include "collective/comm/collective_round.h"
 
 #include <algorithm>

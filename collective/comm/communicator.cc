@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// What a communicator has whatever carries its messages: numbers of jobs, and what others keep with
+// it (plans), shared by its channels and subgroups.
 #include "tensormount/communicator.h"
 
 #include <map>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Channels and subgroups: the ranks of another communicator, or some of them, under numbers of
-// their own. Everything is handed on.
+// Channels and subgroups (MakeChannel and MakeSubgroup of tensormount/communicator.h): the ranks of
+// another communicator, or some of them, under numbers of their own. Everything is handed on; names
+// of ranks in errors are translated back.
 #include <algorithm>
 #include <cctype>
 #include <chrono>

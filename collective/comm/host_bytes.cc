@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// What every communicator checks of a message before it sends or receives it, and how it calls what
+// is wrong.
 #include "collective/comm/host_bytes.h"
 
 #include <optional>

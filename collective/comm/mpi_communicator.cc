@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks as MPI processes.
+// MpiSession of tensormount/mpi.h: ranks as MPI processes. No header of its own, so that nothing
+// else can come to depend on MPI.
 //
 // MPI never sees the caller's memory: messages go in pieces through buffers that this file owns.
 // That costs one copy on each side and buys the rest: Cancel only forgets (a send that MPI has

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// A Communicator over one ByteStream to each other rank; messages of a pair are StreamPeer's.
 #include "collective/comm/stream_communicator.h"
 
 #include <poll.h>

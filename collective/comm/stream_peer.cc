@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Messages of one pair of ranks over a stream of bytes. Short ones are sent at once and copied into
+// place when they are asked for. Long ones are announced and sent when the other side has memory
+// for them, so that nothing large is ever buffered and the order of receives does not matter. A
+// heartbeat tells a rank that works from one that is gone.
 #include "collective/comm/stream_peer.h"
 
 #include <algorithm>

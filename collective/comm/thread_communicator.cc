@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// RunOnThreads and MakeThreadGroup of tensormount/communicator.h.
+//
 // Ranks as threads of one process: a mailbox a rank, one copy from the sender's memory to the
 // receiver's, made by whoever comes second.
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Common values of all ranks compared by fingerprint; only where these differ are values sent, by
+// one rank for each fingerprint, and the mismatch named with both values.
 #include "collective/layout/common_exchange.h"
 
 #include <algorithm>

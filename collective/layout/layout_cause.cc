@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// From holes and overlaps to a likely cause: a rank that holds another one's region, axes that were
+// exchanged, a stride that was forgotten, a size off by one. Each guess is checked against the
+// layout before it is said; where none holds, the regions beside the hole are named and nothing is
+// guessed.
 #include "collective/layout/layout_cause.h"
 
 #include <algorithm>

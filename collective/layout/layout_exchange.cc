@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// ExchangeLayouts: how ranks find out whether their shards make whole tensors, with few messages.
+// First 64 bytes each (layout_round.h); then one rank of each class sends its layout, cut by owner;
+// owners judge their keys, rank 0 merges. Keys are spread over owners by hash, so that no rank sees
+// all of a large job.
 #include "collective/layout/layout_exchange.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// CheckLayout of layout.h: the checks of one owner's keys, pure. Dtypes and shapes agree, shards
+// cover each tensor exactly once but for replicas, object grids are whole. A check that is added
+// goes here; `check` of a described job and a save find the same because both end here.
 #include <algorithm>
 #include <optional>
 #include <utility>

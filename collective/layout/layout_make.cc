@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// MakeLayout of layout.h: from a table that was found sound to the layout that saves plan with,
+// equal regions joined with all their holders. Apart from the judge because a validation alone does
+// not make it.
 #include <algorithm>
 #include <numeric>
 #include <utility>

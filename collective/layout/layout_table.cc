@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// What ranks said, by key: fixed rows of numbers for regions and holders, because an owner of a
+// large job gets millions of them.
 #include "collective/layout/layout_table.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// A LayoutReport as text, as JSON and in a message.
 #include "collective/layout/report.h"
 
 #include <algorithm>

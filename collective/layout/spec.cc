@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// A job described in JSON (docs/spec.md): meshes, patterns of keys, which axis is cut over which
+// axis of the mesh. Parsed strictly, every error with the path of the field.
 #include "collective/layout/spec.h"
 
 #include <algorithm>

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// CheckSpec of tensormount/validate.h: the checks of a save for a job that nobody runs. Ranks that
+// hold the same are found from the description, so that a job of 4,096 ranks is as many layouts as
+// differ, and tensors are judged in batches of bounded memory. Apart from spec.cc, which only
+// parses.
 #include <algorithm>
 #include <map>
 #include <numeric>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// DumpSpec of tensormount/validate.h: a running job as a description, gathered from its ranks; what
+// `check` reads back.
 #include <map>
 #include <string>
 #include <vector>

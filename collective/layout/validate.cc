@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Validate of tensormount/validate.h: the exchange of a save, and nothing after it.
 #include "tensormount/validate.h"
 
 #include "collective/comm/collective.h"

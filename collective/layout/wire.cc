@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Layouts as messages: keys once, then regions as numbers. An encoder walks a StateDict once and
+// gives the hashes as well as the messages, so that both are of the same bytes.
 #include "collective/layout/wire.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// The proof of a load by digests: each rank adds up what stands in its buffers, and the sum over
+// all ranks must be the tensor's stored digest. It covers the way from the disk to the last buffer.
+// Where it fails, the stored bytes are read again to tell where.
 #include "collective/load/digest_proof.h"
 
 #include <algorithm>

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Loads by exchange: each byte is read by one rank and sent to those who want it. A thread reads
+// and cuts up units ahead; the caller's thread moves messages, inside one collective call, so that
+// a rank that dies is noticed while data are on their way. What is in flight to each rank is
+// bounded.
 #include "collective/load/exchange_load.h"
 
 #include <algorithm>

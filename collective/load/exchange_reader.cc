@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// One unit of an exchange read and cut up: straight into buffers of this rank and messages, where
+// it is long runs and need not be checked on the way, else as a whole into memory, from which it is
+// copied. Both end in the one vectored read of base/file_system.h, or in OpenedCheckpoint's.
 #include "collective/load/exchange_reader.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Who reads what: blocks of stored chunks, spread evenly over the ranks that want some of them, cut
+// finer where there are fewer blocks than ranks. Every rank works it out for itself from the plan,
+// in the same order.
 #include "collective/load/exchange_units.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Load of tensormount/load.h, one rank's side: the steps of docs/architecture.md, "A load, step by
+// step", each in a file of its own, in their order and with their reports.
 #include "tensormount/load.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// LoadReport of tensormount/load.h: looking up what came besides tensors. Apart from load.cc
+// because nothing of it takes part in a load.
 #include <algorithm>
 #include <cctype>
 #include <string>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Which digests are to be proved, and the sums of all ranks at rank 0.
 #include "collective/load/prove.h"
 
 #include <algorithm>

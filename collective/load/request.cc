@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// What a rank asks for, as a message: read back by every rank that plans, so it is decoded as
+// strictly as anything from outside.
 #include "collective/load/request.h"
 
 #include <algorithm>

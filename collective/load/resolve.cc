@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// What is asked for against what is stored: names and rules (strict keys, growing and shrinking,
+// dtypes, grids), layers in their stacks. After this, everything speaks of stored tensors; what can
+// never be served is refused here, before anybody reads.
 #include "collective/load/resolve.h"
 
 #include <algorithm>

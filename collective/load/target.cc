@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Where bytes of a tensor go in a rank's memory: its buffers as placed boxes, or, for what is
+// converted, blocks of the stored type that are converted when they are whole.
 #include "collective/load/target.h"
 
 #include <cstring>

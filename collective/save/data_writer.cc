@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// One rank's data files written: chunks in the order of the task, hashed by leaves and by digest in
+// the same pass, block by block while a block is in the second-level cache. Bytes are handed to the
+// device as they come, so that the fsync at the end has little left to wait for.
 #include "collective/save/data_writer.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Which holder of a replicated region writes how much of it, so that all ranks write nearly the
+// same: groups of holders are poured over the least loaded ones, in a few passes.
 #include "collective/save/even_shares.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// A shard's bytes in packed row-major order, from memory of any strides: in place where it is
+// packed already.
 #include "collective/save/packed_source.h"
 
 #include "shard/copy_plan.h"

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Owners plan, ranks get their tasks (plan_exchange.h).
 #include "collective/save/plan_exchange.h"
 
 #include <string>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// A rank's part of a plan as a message, and put together from those of all owners. It names what
+// the rank holds by number and nothing of other ranks. Decoded with every number checked: it says
+// where bytes are written.
 #include "collective/save/rank_task.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Which blocks of a replicated region each of its holders hashes, and what the owner of the key
+// makes of the hashes.
 #include "collective/save/replica_check.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Save of tensormount/save.h, one rank's side: the steps of docs/architecture.md, "A save, step by
+// step".
 #include "tensormount/save.h"
 
 #include <exception>

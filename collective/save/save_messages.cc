@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// What ranks of a save tell rank 0 and each other after the plan: votes, sealed files, reports.
 #include "collective/save/save_messages.h"
 
 #include <utility>

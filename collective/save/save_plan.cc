@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// An owner's plan for its keys: which holder writes which part of each region, and into which kind
+// of file (a tensor's own, or the rank's shard). Tensor files cost a file each and are read without
+// a daemon; rank shards cost nothing for cuts of any shape. What depends on all keys, how many
+// tensor files there may be, rank 0 decides from the owners' surveys.
 #include "collective/save/save_plan.h"
 
 #include <algorithm>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A folder as torch.distributed.checkpoint's FileSystemWriter of torch 2.13 writes it: items, each
-// a torch archive of its own, in .distcp files, and .metadata, which says where they are.
+// PlanDcp of export_plan.h. A folder as torch.distributed.checkpoint's FileSystemWriter of
+// torch 2.13 writes it: items, each a torch archive of its own, in .distcp files, and .metadata,
+// which says where they are.
 #include <algorithm>
 #include <map>
 #include <set>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Whether an export may write where the user said: onto nothing, or in the place of an earlier
+// export of the same kind, never over files that somebody made otherwise.
 #include "fs/export/destination.h"
 
 #include <algorithm>

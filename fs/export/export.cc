@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Exports by all ranks of a job: rank 0 plans the destination, all write their share, and one
+// rename makes the result appear. The plan comes from export_plan.h or from a format's own planner;
+// all else is shared.
 #include "fs/export/export.h"
 
 #include <chrono>

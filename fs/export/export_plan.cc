@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// An export that copies a view of the mount: its folders walked, its files as they would be read
+// there.
 #include "fs/export/export_plan.h"
 
 #include <array>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Files of a plan written by several ranks: cut at multiples of a block, so that two ranks never
+// write one; CRCs of parts are combined, not computed twice.
 #include "fs/export/export_writer.h"
 
 #include <algorithm>

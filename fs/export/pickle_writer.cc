@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Pickles of the few kinds of values that exports need, as Python's own pickler would write them.
 #include "fs/export/pickle_writer.h"
 
 #include <bit>

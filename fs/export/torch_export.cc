@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One file as torch.save writes a state dict.
+// One file as torch.save writes a state dict; declared in export_plan.h.
 #include <map>
 
 #include <fmt/core.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// How PyTorch calls dtypes, storages and devices in its pickles.
 #include "fs/export/torch_text.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Threads for work that may wait for storage, so that those that receive requests of the kernel
+// never do. A caller that is interrupted is answered; the work ends when it ends.
 #include "fs/mount/blocking_work.h"
 
 #include <condition_variable>

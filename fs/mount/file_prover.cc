@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Compares whole files with their hashes in the background, at the lowest priority that the disk
+// knows, so that their next open can be passed through to the kernel.
 #include "fs/mount/file_prover.h"
 
 #include <algorithm>

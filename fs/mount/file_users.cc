@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Processes that write to an open file, told apart by their tables of descriptors (file_users.h
+// says why).
 #include "fs/mount/file_users.h"
 
 #include <algorithm>

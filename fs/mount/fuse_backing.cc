@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Backing files of passthrough, by the ioctls of protocol 7.40.
 #include "fs/mount/fuse_backing.h"
 
 #include <cerrno>

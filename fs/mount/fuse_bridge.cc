@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Between libfuse's low-level calls and Vfs: requests are answered at once where nothing can wait,
+// else handed to threads that may. Only files named fuse_* know libfuse.
 #include "fs/mount/fuse_bridge.h"
 
 #include <cerrno>

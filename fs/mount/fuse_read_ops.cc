@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations that change nothing.
+// Operations of fuse_bridge.h that change nothing. Apart from fuse_write_ops.cc, because most
+// mounts have only these.
 #include <array>
 #include <cerrno>
 #include <fcntl.h>

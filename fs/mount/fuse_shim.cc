@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// What is needed of the kernel's protocol and libfuse of Debian 12 does not have: passthrough was
+// added later. Replies pass through here and get the bits that it lacks.
 #include "fs/mount/fuse_shim.h"
 
 #include <algorithm>

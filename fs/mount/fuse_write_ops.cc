@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations that change something, and what only files below .staging/ have.
+// Operations of fuse_bridge.h that change something, and what only files below .staging/ have.
 #include <cerrno>
 #include <fcntl.h>
 #include <unistd.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// mount(2) as root, fusermount3 otherwise, with the options that a mount of ours always has.
 #include "fs/mount/mount_call.h"
 
 #include <cerrno>

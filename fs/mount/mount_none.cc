@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// mount_session.h in a build without libfuse: kUnsupported, in words.
 #include "fs/mount/mount_session.h"
 
 // Without libfuse.

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// One mount from mount to unmount: the device, threads that receive requests, threads that may
+// wait, the watchdog, signals. What threads share outlives the session (MountCore), because a
+// thread that storage holds cannot be ended.
 #include "fs/mount/mount_session.h"
 
 #include <cerrno>

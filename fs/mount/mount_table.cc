@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Mounts of ours on this machine, found in mountinfo; and unmounting one, also where its daemon is
+// gone.
 #include "fs/mount/mount_table.h"
 
 #include <cerrno>

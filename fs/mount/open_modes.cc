@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// How a file is opened: passed through to the kernel, where it is one stored file all of whose
+// bytes were compared with their hashes; through the page cache; or past it. Counts why a file was
+// not passed through, for `stats`.
 #include "fs/mount/open_modes.h"
 
 #include <cerrno>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// statfs of where the source lies.
 #include "fs/mount/source_space.h"
 
 #include <cerrno>

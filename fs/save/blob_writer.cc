@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Objects that are written through a mount: bytes at any position, overwritten as often as anybody
+// likes, in a pack or a file of their own.
 #include "fs/save/blob_writer.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The data files that one mount writes in a staging: a pack for what is small, files of their own
+// for large tensors. Few are open at a time; older ones are synced early.
 #include "fs/save/data_files.h"
 
 #include <chrono>

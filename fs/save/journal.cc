@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// The journal of a mount (docs/format.md, "Staging of mounts"): what it wrote, with leaf hashes, in
+// records that each have a checksum. Reading one back tells a tail that was torn by a crash, which
+// is dropped, from damage of what had been durable, which is an error.
 #include "fs/save/journal.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// JournalWriter of journal.h: appends records and makes them durable, several callers with one
+// fsync. Apart from journal.cc because the publisher only reads, and a mount only writes.
 #include <chrono>
 #include <condition_variable>
 #include <mutex>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Publishing what mounts wrote: journals of all of them are resolved, tensors put together from
+// them and compared where two wrote the same cells, manifests written, and the store publishes.
+// Whatever is missing is named; the staging stays as it was.
 #include "fs/save/publish.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Which bytes of a file are where: ordered disjoint ranges, merged where they continue each other
+// on both sides, so that a file that is written in order is one entry.
 #include "fs/save/range_map.h"
 
 namespace tensormount::fs {

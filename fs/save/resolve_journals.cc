@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// From records of journals to what holds in the end: later writes of a mount replace its earlier
+// ones, byte by byte; what is left of each target are runs.
 #include "fs/save/resolve_journals.h"
 
 #include <algorithm>

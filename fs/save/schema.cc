@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// schema.json: what there shall be in a staging. Edits of several mounts are merged, and two that
+// say different things of one name are refused when they are closed, not when they are published.
 #include "fs/save/schema.h"
 
 #include <algorithm>

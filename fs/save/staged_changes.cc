@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What changes something below .staging/; names are in staging_tree.cc.
+// StagingTree of staging_tree.h: what changes something below .staging/. Names, and what they are,
+// stand in staging_tree.cc.
 #include <algorithm>
 #include <cerrno>
 #include <fcntl.h>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Open files below .staging/, one class for each kind of file. Each counts as a writer from its
+// open to its last flush, and remembers the first failure, which close and fsync tell.
 #include "fs/save/staged_handles.h"
 
 #include <algorithm>

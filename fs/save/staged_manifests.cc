@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Chunks and objects of a publish, sorted into the manifest of the mount that wrote them.
 #include "fs/save/staged_manifests.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Node ids of names below .staging/: given at lookup, counted as the kernel counts them, never used
+// again.
 #include "fs/save/staged_nodes.h"
 
 #include <algorithm>

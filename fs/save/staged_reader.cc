@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads what journals say is stored, by windows of whole leaves, each compared with the journal's
+// hashes first. The readers of index/read are not used for it: they take their hashes from
+// manifests of an opened checkpoint, and here are neither.
 #include "fs/save/staged_reader.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// common.json of a staging.
 #include "fs/save/staging_common.h"
 
 #include <charconv>

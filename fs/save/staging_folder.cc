@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The files of a staging other than data: the lock, schemas, done marks, each replaced durably, so
+// that whoever reads finds an old text or a new one.
 #include "fs/save/staging_folder.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// StagingReport of publish.h as text and JSON. Apart because both are for people: nothing relies on
+// them.
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 

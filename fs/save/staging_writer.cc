@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// StagingWriter: boxes and bytes of one staging, without names and handles. Targets are made when
+// they are first written to.
 #include "fs/save/staging_writer.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Where bytes of a box stand in the file that a mount shows for it.
 #include "fs/save/target_geometry.h"
 
 #include "shard/box_access.h"

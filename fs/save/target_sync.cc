@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// TargetWriter: how what was written becomes durable.
+// How what was written to a target becomes durable: data files synced first, then records of them
+// in the journal, then the journal. TargetWriter is declared in target_writer.h; syncing is apart
+// from writing because it runs when writers have stopped.
 #include <algorithm>
 #include <chrono>
 #include <set>

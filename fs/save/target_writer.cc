@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Writes to one target, a tensor or a box of one, in any order and overlapping. Bytes go to their
+// position in a grid, one place for each, until they are written again; rewritten bytes go to a log
+// behind it, because no byte of a data file that a journal vouches for may change.
 #include "fs/save/target_writer.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Cells of one tensor from all mounts: each cell once, cells of several compared byte by byte, and
+// the boxes that nobody wrote.
 #include "fs/save/tensor_assembly.h"
 
 #include <algorithm>

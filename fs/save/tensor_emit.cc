@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// TensorAssembly::Emitter of tensor_assembly.h: from assembled boxes to chunks. What stands whole
+// in a data file becomes a chunk where it is; what later writes cut apart, or where elements were
+// split, is copied into a patch file. Apart from the assembly, which decides what holds and moves
+// no bytes.
 #include <algorithm>
 #include <numeric>
 #include <utility>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The one stored file that a tensor's file is, if there is one: for passthrough, and for exports
+// that link or copy ranges.
 #include "fs/views/backing_file.h"
 
 #include <algorithm>

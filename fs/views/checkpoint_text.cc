@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// checkpoint.json: made piece by piece while it is read, because it has an entry for each tensor.
 #include "fs/views/checkpoint_text.h"
 
 #include <fmt/core.h>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The folder of a checkpoint: its views in the order in which they are listed. A line of MakeViews
+// makes a view.
 #include "fs/views/checkpoint_view.h"
 
 #include <algorithm>

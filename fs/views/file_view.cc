@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// A view that is one file.
 #include "fs/views/file_view.h"
 
 #include <cerrno>

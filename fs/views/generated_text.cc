@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Text that is made when it is read and kept no longer than somebody reads it.
 #include "fs/views/generated_text.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// How hf/ divides tensors into model-0000N-of-0000M files of a bounded size.
 #include "fs/views/hf_parts.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// hf/: a folder as transformers reads it: parts, their index, and config files that were saved as
+// objects.
 #include "fs/views/hf_view.h"
 
 #include <algorithm>

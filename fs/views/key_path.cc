@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// From keys to paths and back. Any bytes may be in a key: what a file name cannot be, or what would
+// be read as something else ("..", an empty part, a part that is too long), is escaped with a
+// percent sign, reversibly.
 #include "fs/views/key_path.h"
 
 namespace tensormount::fs {

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Folders over a sorted list of keys, without building a tree: a folder is a range of keys with one
+// prefix, found by binary search. So a checkpoint of a million tensors costs nothing until it is
+// listed.
 #include "fs/views/key_tree.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// What views have in common that show a file for each key: lookup, listing, names and attributes.
 #include "fs/views/keyed_view.h"
 
 #include <algorithm>

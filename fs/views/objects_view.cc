@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// objects/KEY, and objects/KEY/0.3 where the object has a grid.
+// Declared in checkpoint_views.h: objects/KEY, and objects/KEY/0.3 where the object has a grid.
 #include "fs/views/checkpoint_text.h"
 #include "fs/views/checkpoint_views.h"
 #include "fs/views/keyed_view.h"

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// model.safetensors: all tensors that the format has a type for.
+// model.safetensors, declared in checkpoint_views.h: all tensors that the format has a type for, as
+// one file.
 #include <algorithm>
 #include <mutex>
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Bytes of tensors, boxes and objects for files of a mount, read as --verify says.
 #include "fs/views/served_data.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The tensors that a checkpoint shows: its own, those of a map of keys, and layers of stacks.
 #include "fs/views/shown_tensors.h"
 
 #include <algorithm>

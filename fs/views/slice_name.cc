@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Names of slices, "w[0:16,:]", taken apart.
 #include "fs/views/slice_name.h"
 
 namespace tensormount::fs {

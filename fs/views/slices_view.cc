@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// slices/: any box of any tensor as a file that exists when it is looked up. Nothing is listed,
+// because there is no end of it. Nodes of boxes are remembered while the kernel knows them.
 #include "fs/views/slices_view.h"
 
 #include <algorithm>

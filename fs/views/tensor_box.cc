@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// A box of a tensor as segments of a file: the run that it is, or a strided box.
 #include "fs/views/tensor_box.h"
 
 #include "shard/tensor_meta.h"

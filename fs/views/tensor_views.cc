@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// tensors/, npy/ and extents/.
+// Declared in checkpoint_views.h: tensors/, npy/ and extents/. In one file because each is a few
+// lines over TensorFilesView.
 #include "fs/views/checkpoint_text.h"
 #include "fs/views/checkpoint_views.h"
 #include "fs/views/keyed_view.h"

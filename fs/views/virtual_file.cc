@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads of FileSegments: each segment by its kind, from a mapping where all of a request's bytes
+// are in memory.
 #include "fs/views/virtual_file.h"
 
 #include <algorithm>

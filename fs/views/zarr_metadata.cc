@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// zarr.json of groups and arrays, and the consolidated one of the root.
 #include "fs/views/zarr_metadata.h"
 
 #include <algorithm>

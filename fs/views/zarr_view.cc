@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// zarr/: Zarr version 3 with groups from the slashes of keys. Chunks at the upper edges are padded
+// with zeros, as the format asks.
 #include "fs/views/zarr_view.h"
 
 #include <bit>

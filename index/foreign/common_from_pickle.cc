@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// From what a pickle holds to a common value, for foreign.h. Apart from the adapters, which all use
+// it. A value may hold the same other one many times, and that one too: what the tree would come to
+// is bounded, not what the stream says.
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -16,8 +19,6 @@ using pickle::Kind;
 using pickle::KnownClass;
 using pickle::Value;
 
-// A value may hold the same other one many times, and that one too: what the tree would come to is
-// bounded, not what the stream says.
 constexpr std::size_t kMaxNodes = std::size_t{1} << 20;
 constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
 

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// torch.distributed.checkpoint, a ForeignFormat of format.h: a pickle named .metadata that says
+// where in *.distcp files the items lie, and what Megatron-Core (torch_dist) and OLMo-core (>= 1.0)
+// put around it.
 #include <algorithm>
 #include <cstddef>
 #include <memory>
@@ -18,9 +21,6 @@
 #include "index/foreign/megatron.h"
 #include "shard/coverage.h"
 #include "shard/tensor_meta.h"
-
-// torch.distributed.checkpoint: a pickle named .metadata that says where in *.distcp files the
-// items lie, and what Megatron-Core (torch_dist) and OLMo-core (>= 1.0) put around it.
 
 namespace tensormount {
 namespace {

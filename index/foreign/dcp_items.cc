@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Items of a .distcp file that are torch archives of one tensor: what is pending until somebody
+// wants its bytes, and how a window of the archive becomes chunks of the tensor.
 #include "index/foreign/dcp_items.h"
 
 #include <utility>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// From the pickle of a .metadata to plain structures. It is read as data (pickle.h), and each class
+// of torch's is known by name and fields; one that is not as torch writes it is refused, with what
+// is wrong in it.
 #include "index/foreign/dcp_metadata.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Byte objects of DCP that are shown as common values beside the objects themselves: small ones,
+// read together in few reads.
 #include "index/foreign/dcp_objects.h"
 
 #include <algorithm>

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// ForeignBuilder of foreign.h: what adapters say is checked here, and nowhere else. Numbers against
+// the file and the shape, chunks against each other (IsPartition), names against each other. What
+// concerns one tensor leaves it out, with a warning or as a loss; what concerns the checkpoint ends
+// the read.
 #include <algorithm>
 #include <array>
 #include <functional>

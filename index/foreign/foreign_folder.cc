@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// ForeignFolder of foreign.h: the files of a foreign checkpoint, and the promise that nothing in it
+// leads out of it. Apart from the builder because that one never opens a file.
 #include <algorithm>
 #include <array>
 #include <cerrno>

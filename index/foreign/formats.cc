@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The table of foreign formats (format.h). A format is added as a file of its own and a row here.
 #include <algorithm>
 #include <array>
 #include <string>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// A ForeignFormat of format.h. Files and folders of safetensors: a single file; a folder of them
+// with or without an index (transformers, diffusers); and what torch.distributed.checkpoint's
+// HuggingFaceStorageWriter leaves, whose files hold shards.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -18,10 +21,6 @@
 #include "shard/safetensors.h"
 #include "shard/strict_json.h"
 #include "shard/tensor_meta.h"
-
-// Files and folders of safetensors: a single file; a folder of them with or without an index
-// (transformers, diffusers); and what torch.distributed.checkpoint's HuggingFaceStorageWriter
-// leaves, whose files hold shards.
 
 namespace tensormount {
 namespace {

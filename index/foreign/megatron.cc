@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// What Megatron-Core adds to a checkpoint, whatever holds the tensors: the grid in the name of a
+// sharded object, the plain values among the arguments of a run, and metadata.json, which names the
+// backend.
 #include "index/foreign/megatron.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// A ForeignFormat of format.h. Zarr hierarchies of version 2: those of Megatron-Core
+// (strategies/zarr.py, until 0.15), where the name of a folder is the key of a tensor, and
+// anybody's.
 #include <algorithm>
 #include <string>
 #include <string_view>
@@ -9,9 +12,6 @@
 #include "index/foreign/megatron.h"
 #include "index/foreign/zarr_array.h"
 #include "shard/tensor_meta.h"
-
-// Zarr hierarchies of version 2: those of Megatron-Core (strategies/zarr.py, until 0.15), where the
-// name of a folder is the key of a tensor, and anybody's.
 
 namespace tensormount {
 namespace {

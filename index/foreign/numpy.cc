@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// A ForeignFormat of format.h. NumPy's own files (numpy/lib/format.py): .npy, .npz as numpy.savez
+// writes it, and folders of .npy. Arrays in Fortran order are strided windows; nothing is
+// converted.
 #include <algorithm>
 #include <array>
 #include <set>
@@ -10,9 +13,6 @@
 #include "index/foreign/zip_archive.h"
 #include "shard/npy.h"
 #include "shard/tensor_meta.h"
-
-// NumPy's own files (numpy/lib/format.py): .npy, .npz as numpy.savez writes it, and folders of
-// .npy.
 
 namespace tensormount {
 namespace {

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// A ForeignFormat of format.h. OLMo-core 0.1: a folder of rank_N.safetensors with metadata.json, or
+// the folder of two of them, model/ and optim/, that its trainer writes. Later releases write DCP.
 #include <algorithm>
 #include <array>
 #include <string>
@@ -12,9 +14,6 @@
 #include "index/foreign/pickle.h"
 #include "shard/safetensors.h"
 #include "shard/tensor_meta.h"
-
-// OLMo-core 0.1: a folder of rank_N.safetensors with metadata.json, or the folder of two of them,
-// model/ and optim/, that its trainer writes. Later releases write DCP.
 
 namespace tensormount {
 namespace {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// metadata.json of OLMo-core 0.1 taken apart, field by field.
 #include "index/foreign/olmo_metadata.h"
 
 #include <unordered_map>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Everything that a user may name as a SOURCE, found and opened: the one way for library, mount and
+// commands (OpenFound). A folder of a checkpoint of ours is told from a foreign one by COMMIT, a
+// store by store.json, a training directory by the names of its steps.
 #include "index/foreign/open_source.h"
 
 #include <new>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Documents: values of a parsed pickle and the checked reads of them (pickle.h). Values lie in an
+// arena that the Document owns, beside the bytes of the stream, and may be shared.
 #include "index/foreign/pickle.h"
 
 #include <bit>

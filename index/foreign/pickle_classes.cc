@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The allow-list: which names a pickle may mention, and what each is taken for. Naming a class
+// imports nothing. What the table lacks ends the read with its name.
 #include "index/foreign/pickle_classes.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// pickle::Describe of pickle.h: a listing of a pickle for people, in which whatever it would call
+// is marked as not called. Apart because nothing else depends on how values look as text.
 #include <charconv>
 #include <unordered_set>
 

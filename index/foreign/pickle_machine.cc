@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// The machine that reads a pickle: pickle::Parse of pickle.h. A stack, a memo and marks as Python's
+// has them, over the opcodes that checkpoints use; every other one is refused by name. It makes
+// values and calls nothing, so the worst that a hostile pickle can do is to be refused, or to be
+// large, which is bounded.
 #include <array>
 #include <bit>
 #include <cstring>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Training directories of format.h: which folders of one are its steps, and which is the latest.
+// Apart from the formats, because it looks at names only.
 #include <algorithm>
 #include <charconv>
 #include <optional>

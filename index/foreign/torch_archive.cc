@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The zip archives that torch.save writes: entries found, their pickle read, storages as byte
+// ranges.
 #include "index/foreign/torch_archive.h"
 
 #include <algorithm>

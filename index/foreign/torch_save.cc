@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// A ForeignFormat of format.h. Files that torch.save wrote since 1.6: single ones, the sharded form
+// that Hugging Face's transformers wrote before safetensors, and Megatron-LM's legacy folders of
+// one a rank.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -14,9 +17,6 @@
 #include "index/foreign/torch_archive.h"
 #include "index/foreign/torch_tree.h"
 #include "shard/strict_json.h"
-
-// Files that torch.save wrote since 1.6: single ones, the sharded form that Hugging Face's
-// transformers wrote before safetensors, and Megatron-LM's legacy folders of one a rank.
 
 namespace tensormount {
 namespace {

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// From the calls by which a pickle rebuilds a tensor to a strided window of a storage, as torch
+// 2.13 would see it. Where torch would do something to the bytes (conjugate, negate, replace them
+// later) the tensor is refused by name: a wrong window is worse than none.
 #include "index/foreign/torch_tensor.h"
 
 #include <algorithm>

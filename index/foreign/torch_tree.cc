@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Names for tensors in nested dicts and lists of a pickle, and the rest as common values. A value
+// that is shared may be reached by any number of paths; work is bounded by what the tree would come
+// to, not by the size of the stream.
 #include "index/foreign/torch_tree.h"
 
 #include <optional>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// How large a common value would become, before it is made.
 #include "index/foreign/value_budget.h"
 
 namespace tensormount {

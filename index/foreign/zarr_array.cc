@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// .zarray files: shape, chunks, dtype, order, and the codec: what is compressed is refused by its
+// name.
 #include "index/foreign/zarr_array.h"
 
 #include <charconv>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Zip archives as their central directory says, each entry compared with its local header, because
+// two readers that trust different ones would see different files. Entries that overlap, have two
+// sizes or reach outside are refused. Nothing is decompressed.
 #include "index/foreign/zip_archive.h"
 
 #include <algorithm>

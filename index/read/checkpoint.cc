@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// OpenedCheckpoint: opening (COMMIT, then the index, then nothing until somebody reads), and
+// finding the files of records. Reads are in region_reader.cc.
 #include "index/read/checkpoint.h"
 
 #include "base/checked.h"

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// `diff`: two checkpoints key by key, as a merge of two sorted lists, so that neither is in memory.
+// What digests tell is not read; what they cannot tell (other chunks of a foreign file, values
+// wanted) is read in both, a batch of tensors at a time on several threads.
 #include "index/read/compare.h"
 
 #include <algorithm>

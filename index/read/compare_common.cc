@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The part of compare.h that is about common values and objects; tensors are in compare.cc. One is
+// a walk over trees, the other a merge of lists; they share the report and nothing else.
 #include <fnmatch.h>
 #include <set>
 

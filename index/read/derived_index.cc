@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Where an index that fsck rebuilt lies (.derived/ of the store, by uuid) and whether it is the one
+// that belongs to a COMMIT. A checkpoint itself is never changed.
 #include "index/read/derived_index.h"
 
 #include <utility>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Files that stay open between reads, and their mappings.
 #include "index/read/file_cache.h"
 
 #include <sys/mman.h>

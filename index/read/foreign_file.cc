@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Foreign files are somebody else's: they may change, go, or be links to elsewhere at any time.
+// Each is opened below its root without leaving it, and its size and times are compared with the
+// record, before bytes are taken and after.
 #include "index/read/foreign_file.h"
 
 #include <cerrno>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// How a loss is put into words.
 #include "index/read/foreign_loss.h"
 
 #include <cstddef>

@@ -1,4 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+// PartReader of region_reader.h: bytes of one stored range, with the proof of the leaves that they
+// lie in. Apart from region_reader.cc because it knows one chunk and its hashes, and nothing of
+// plans.
+//
+// Blocks are a mebibyte: hashed while they are in the second-level cache. Runs that rise in the
+// file are served from one window that moves forward; those that do not (a transposed chunk) by
+// slabs that are copied from memory, so that the file is read once in either case.
 #include <algorithm>
 #include <array>
 #include <cstring>

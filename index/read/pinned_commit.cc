@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The folder and the COMMIT of a checkpoint, held open: paths may be renamed and removed under a
+// reader, which then still reads the checkpoint that it began with. Gc sees the lock and waits.
 #include "index/read/pinned_commit.h"
 
 #include <atomic>

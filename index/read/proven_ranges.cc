@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Which bytes of which files were compared with their hashes since the process started: ranges of
+// whole leaves, for each file with the state (inode, size, change time) that it was in. A file that
+// was replaced, or written to, has proved nothing.
 #include "index/read/proven_ranges.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// An inventory out of manifests that COMMIT lists, checked against COMMIT's content root: what
+// `verify`, `fsck --rebuild` and a reader without an index have in common.
 #include "index/read/rebuild.h"
 
 #include <cerrno>

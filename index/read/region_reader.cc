@@ -1,4 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads of regions. Each is planned (PlanRead: which chunks touch it, and a CopyPlan from their
+// bytes to the buffer), then run part by part (ReadPlan) in the order of the plan. MapPlaced takes
+// the same plan and, instead of reading, names where its bytes are mapped.
+//
+// Part of a plan                      read by
+// one run, or runs of 32 KiB and more where they belong, hashed on the way
+// short runs with gaps between them   picked from a mapping where one is safe, else in windows
+// neighbours in file and buffer       one read for all, then checked one by one
+//
+// After bytes that no hash proves, a foreign file is asked whether it is still what it was.
 #include "index/read/region_reader.h"
 
 #include <algorithm>

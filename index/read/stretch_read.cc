@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// One pass over a stored range that hashes leaves and takes the digest of what stands in it. Both
+// want each byte once, but in orders of their own: leaves as the file has them, the digest as the
+// tensor has them. The window holds what one step of the largest stride spans; where steps are so
+// interleaved that even this is too much, bytes are read a second time.
 #include "index/read/stretch_read.h"
 
 #include <algorithm>

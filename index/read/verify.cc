@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// VerifyCheckpoint of checkpoint.h: COMMIT, the listing, manifests, index, data files, in this
+// order and each as far as the one before allows. It goes on after damage, because an operator
+// wants all of it; whatever could not be looked at is told apart from what is damaged
+// (ProvesDamage).
 #include <algorithm>
 #include <atomic>
 #include <mutex>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// COMMIT (docs/format.md, "Commit record"): two copies of one record, each with its checksum, that
+// share no page of the disk. Whoever reads it takes the one that is whole; a difference between two
+// whole ones is damage, never a choice.
 #include "index/records/commit_record.h"
 
 #include <algorithm>

@@ -1,4 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+// Common values as JSON and back: CommonToJson and CommonFromJson of tensormount/common_value.h.
+// Here and not in common_value.cc because only this half needs a JSON library. What JSON has no
+// form for (bytes, tuples, integer keys, NaN) is an object with one key that begins with '$'; an
+// honest dict with such a key is escaped in the same way, so that each value has one text and each
+// text one value.
 #include <bit>
 #include <cmath>
 #include <utility>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Names of the records that hold a rank's own values, and what of all records a load or a `ls`
+// sees.
 #include "index/records/common_state.h"
 
 #include <charconv>

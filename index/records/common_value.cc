@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// CommonValue of the public API: equality, lookup by path, the first mismatch of two values as
+// people read it. Walks are bounded in depth where values come from outside, by whoever decoded
+// them.
 #include "tensormount/common_value.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// That the chunks of a tensor cover it: rows of its extents go into a RegionSet undecoded, and
+// IsPartition (shard/coverage.h) answers. There is no other proof of this in the index. Only where
+// the answer is no are rows decoded one by one, to say which is wrong and which cells are missing.
 #include "index/records/completeness.h"
 
 #include <array>

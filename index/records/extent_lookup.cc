@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Which chunks a read may touch, without looking at all of them. Rows are sorted by the first cell
+// of their region in row-major order; beside them stands how far any row up to here reaches. Two
+// binary searches then bound the candidates: O(log n) where regions are ranges or rows, more
+// candidates where they are columns, each of which a comparison of bounds takes out.
 #include "index/records/extent_lookup.h"
 
 #include <algorithm>

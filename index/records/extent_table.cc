@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Chunks of one tensor as fixed-size rows, in the form in which they stand on disk: merging a
+// million of them moves bytes and decodes nothing. So a row that was not decoded yet must be taken
+// for anything at all: code here wraps rather than overflows, and At() is where every field is
+// checked.
 #include "index/records/extent_table.h"
 
 #include <algorithm>

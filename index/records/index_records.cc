@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Keys and values of the index (docs/format.md, "Index"): a letter for the kind, then big-endian
+// numbers or a name, so that the order of bytes is the order in which records are wanted.
 #include "index/records/index_records.h"
 
 #include "base/coding.h"

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// What the parts of an inventory have in common, and its hashes: the roots of data files, and the
+// content root, which is what COMMIT vouches for. Roots are over lengths and hashes in a fixed
+// order, so that they do not depend on how many ranks wrote what.
 #include "index/records/inventory.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// InventoryMerger of inventory.h: one inventory out of those of all manifests. A publish runs it
+// over millions of chunks, which is why it is apart: it moves rows and renumbers files and
+// manifests in place, without decoding. What two manifests both say of a key must be equal.
 #include <algorithm>
 #include <numeric>
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Rules that give keys other names (tensormount/key_map.h): patterns with stars, the first that
+// matches holds. JSON of rules is read strictly, with the field named that is wrong.
 #include "tensormount/key_map.h"
 
 #include <algorithm>

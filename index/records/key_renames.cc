@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// A map applied to all keys of a checkpoint at once, to refuse two keys that would become one.
 #include "index/records/key_renames.h"
 
 #include "index/records/layer_names.h"

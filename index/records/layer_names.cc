@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Stacked tensors: one stored tensor, seen as one for each index of its first axis. A layer is
+// arithmetic on the stack's bytes, so nothing is stored for it; only whole bytes can be a layer.
 #include "index/records/layer_names.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Manifests (docs/format.md, "Manifest"): encoder and decoder of each field stand side by side.
+// Sizes that a header announces are compared with the file before anything is allocated, and what
+// the decoder would refuse the encoder does not write.
 #include "index/records/manifest.h"
 
 #include "base/checked.h"

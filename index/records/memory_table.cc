@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Records of an index in memory, packed into few strings.
 #include "index/records/memory_table.h"
 
 #include <algorithm>

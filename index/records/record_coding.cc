@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Coding of the records that manifests and the index share: tensors, objects, files, common values.
+// Values from outside are trees of any shape: depth, count and bytes are checked before memory is
+// taken for what is announced.
 #include "index/records/record_coding.h"
 
 #include <utility>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// From the first damaged block on, the same records from the manifests. That a record is not there
+// is an answer and not damage.
 #include "index/records/recovering_table.h"
 
 #include <utility>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// RocksDB's file interface over ours. RocksDB's own would write to paths behind the back of fault
+// injection, and Debian's build ends the process in places where an error is enough.
 #include "index/records/rocksdb_files.h"
 
 #include <rocksdb/env.h>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The order of tensors in a safetensors file: by falling element size, so that none needs padding,
+// which the format does not allow.
 #include "index/records/safetensors_order.h"
 
 #include <algorithm>

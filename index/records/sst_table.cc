@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// One SST file, written and read without a database around it. The checkpoint's identity goes into
+// the file's properties, so that an index of another checkpoint is told at open. Rows are stored
+// uncompressed: they are mostly hashes.
 #include "index/records/sst_table.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Names of what a staging and a store consist of, where more than one file of ours has to know
+// them.
 #include "index/records/store_paths.h"
 
 #include <algorithm>

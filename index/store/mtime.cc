@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Modification times of tensors and objects: a part that is equal to that of the checkpoint before
+// keeps its time, so that rsync and make see what changed and nothing else.
 #include "index/store/mtime.h"
 
 #include <algorithm>

@@ -1,4 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+// Store of store.h: opening and creating one, names, listing, the latest checkpoint, and Begin,
+// which claims a generation. The class is in one header and, because publishing, arbitration, fsck
+// and gc are each a protocol of their own that is read alone, in a file for each of them.
+//
+// A claim is a folder of .generations/ that mkdir made: of several savers exactly one makes each
+// number. Claims below the highest are deleted by gc, lowest first.
 #include "index/store/store.h"
 
 #include <algorithm>

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Store::AbortOrDecide of store.h: the store decides whether a save was published, when ranks do
+// not know it of each other. Apart from store_publish.cc because it is what survivors call while a
+// publisher may still be at work: the one that moves the staging away first has decided, by one
+// rename.
 #include <chrono>
 #include <thread>
 

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Store::Fsck of store.h: what does not belong into a store, and what --rebuild repairs. It reports
+// everything and changes nothing without being asked; what it makes (indexes) lies beside the
+// checkpoints. A file of its own as the counterpart of verify.cc, for the folder instead of the
+// checkpoint.
 #include <algorithm>
 #include <iterator>
 #include <map>

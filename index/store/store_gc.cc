@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Store::Gc of store.h (docs/format.md, "Garbage"). Nothing here decides what is true: a staging
+// goes to .trash by one rename, as an abort does, so that whoever would still publish it finds it
+// gone; only what lies in .trash is deleted.
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
@@ -10,10 +13,6 @@
 #include "index/records/store_paths.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
-
-// docs/format.md, "Garbage". Nothing here decides what is true: a staging goes to .trash by one
-// rename, as an abort does, so that whoever would still publish it finds it gone; only what lies in
-// .trash is deleted.
 
 namespace tensormount {
 namespace {

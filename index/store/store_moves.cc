@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Moves to .trash and back, durable in an order that leaves a name at one end or the other after a
+// power cut.
 #include "index/store/store_moves.h"
 
 #include <chrono>

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Store::Publish of store.h (docs/format.md, "Publish"). The staging may be taken away by
+// AbortOrDecide of any rank between any two steps: everything below works by path, so from then on
+// every step fails with "not found", and the rename, which is the last, can only move what is still
+// there.
 #include <algorithm>
 #include <chrono>
 #include <deque>
@@ -19,10 +23,6 @@
 #include "index/store/mtime.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
-
-// docs/format.md, "Publish". The staging may be taken away by AbortOrDecide of any rank between any
-// two steps: everything below works by path, so from then on every step fails with "not found", and
-// the rename, which is the last, can only move what is still there.
 
 namespace tensormount {
 namespace {

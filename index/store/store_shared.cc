@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Store of store.h, its part for stagings of mounts (docs/format.md, "Staging of mounts"), whose
+// writers have only the folder in common: no ranks, no rank 0, a lock file instead. Apart because
+// nothing of it concerns saves by ranks.
 #include <algorithm>
 #include <array>
 #include <optional>

@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// Optimizer states as tensors that stand beside their parameters: each slot (exp_avg, ...) is cut
+// as its parameter is, so that a load on other ranks reshards both alike. Groups and
+// hyperparameters are a common value. Nothing of the library calls this; it is for trainers
+// (tensormount/optimizer.h).
 #include "tensormount/optimizer.h"
 
 #include <algorithm>

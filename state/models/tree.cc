@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Nested dicts and lists of tensors, objects and values, as trainers have them, and walks over them
+// (tensormount/tree.h): merge, extract, diff, rename. Recursion is bounded by CheckDepth, because a
+// tree may come from outside.
 #include "tensormount/tree.h"
 
 #include <algorithm>

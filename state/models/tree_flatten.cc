@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// From a tree to a StateDict and back (tensormount/tree.h). The structure is kept as a common
+// value, a flat list of nodes rather than nested ones, so that a deep tree does not meet the bounds
+// on nesting.
 #include <algorithm>
 #include <iterator>
 #include <map>

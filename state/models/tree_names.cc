@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Names of leaves from their paths (NameOfPath of tensormount/tree.h): dotted as PyTorch has them,
+// or reversible, where dots and percent signs are escaped and integer keys are told from strings.
+// Apart from tree.cc because it knows text and no trees.
 #include <charconv>
 #include <optional>
 #include <string>

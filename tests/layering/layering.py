@@ -78,6 +78,8 @@ THIRD_PARTY = [
 ]
 
 MAX_LINES = 1000
+PRODUCT = ("base", "shard", "index", "state", "collective", "gpu", "fs", "lib", "mount-tools")
+NAMES_HEADER = re.compile(r"\b\w+\.h\b")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 # Spelled in pieces, so that this file passes its own check.
 MACHINE_PATH = re.compile(r"(?<![\w./$}-])/(?:wo" r"rk|ho" r"me/\w+|ro" r"ot)/")
@@ -143,6 +145,22 @@ def check_include(path, quoted, header):
     return None
 
 
+def check_purpose(root, path, lines):
+    """A source opens with what it is for; one without a header of its own names the one that declares what it defines."""
+    purpose = []
+    for line in lines[1:]:
+        if not line.startswith("//"):
+            break
+        purpose.append(line)
+    if not purpose:
+        yield 2, "no comment that says what the file is for"
+        return
+    name = os.path.basename(path)[:-3] + ".h"
+    own = os.path.join(root, os.path.dirname(path), name), os.path.join(root, "include/tensormount", name)
+    if not any(os.path.exists(header) for header in own) and not NAMES_HEADER.search(" ".join(purpose)):
+        yield 2, f"has no {name}: its first comment must name the header that declares it"
+
+
 def check_file(root, path):
     with open(os.path.join(root, path), "rb") as file:
         raw = file.read()
@@ -159,6 +177,8 @@ def check_file(root, path):
             yield len(lines), f"over {MAX_LINES} lines"
     if path.endswith(".h") and f"#ifndef {guard_of(path)}" not in lines:
         yield 1, f"include guard is not {guard_of(path)}"
+    if path.endswith(".cc") and path.split("/")[0] in PRODUCT:
+        yield from check_purpose(root, path, lines)
     for number, line in enumerate(lines, 1):
         if MACHINE_PATH.search(line):
             yield number, "a path of one machine"

@@ -13,25 +13,26 @@ import tempfile
 import layering
 
 SPDX = "// SPDX-License-Identifier: Apache-2.0\n"
+PURPOSE = SPDX + "// For planted_too.h.\n"
 GUARD = SPDX + "#ifndef {0}\n#define {0}\n{1}\n#endif\n"
 
 # File, its text, and what the message must contain.
 PLANTED = [
-    ("base/planted.cc", SPDX + '#include "shard/copy_plan.h"\n', "base must not include"),
-    ("index/planted.cc", SPDX + '#include "collective/comm/collective.h"\n', "index must not include"),
-    ("index/read/planted.cc", SPDX + '#include "index/store/store.h"\n', "index/read must not include"),
-    ("collective/load/planted.cc", SPDX + '#include "collective/save/data_writer.h"\n', "collective/load must not"),
-    ("collective/planted.cc", SPDX + '#include "state/models/tree_walk.h"\n', "state/models has no users"),
-    ("fs/planted.cc", SPDX + '#include "gpu/device.h"\n', "fs must not include"),
-    ("gpu/planted.cc", SPDX + '#include "fs/vfs.h"\n', "gpu must not include"),
-    ("shard/planted.cc", SPDX + '#include "tensormount/communicator.h"\n', "which collective"),
-    ("base/planted.cc", SPDX + '#include "tensormount/unheard_of.h"\n', "has no layer"),
-    ("examples/planted.cc", SPDX + '#include "base/hash.h"\n', "examples must not include"),
-    ("fs/planted.cc", SPDX + "#include <rocksdb/db.h>\n", "<rocksdb/db.h> belongs into"),
-    ("fs/vfs_planted.cc", SPDX + "#include <fuse3/fuse_lowlevel.h>\n", "belongs into"),
-    ("fs/vfs_planted.cc", SPDX + "#  include <linux/fuse.h>\n", "belongs into"),
-    ("collective/planted.cc", SPDX + "#include <mpi.h>\n", "<mpi.h> belongs into"),
-    ("shard/planted.cc", SPDX + "#include <xxhash.h>\n", "<xxhash.h> belongs into"),
+    ("base/planted.cc", PURPOSE + '#include "shard/copy_plan.h"\n', "base must not include"),
+    ("index/planted.cc", PURPOSE + '#include "collective/comm/collective.h"\n', "index must not include"),
+    ("index/read/planted.cc", PURPOSE + '#include "index/store/store.h"\n', "index/read must not include"),
+    ("collective/load/planted.cc", PURPOSE + '#include "collective/save/data_writer.h"\n', "collective/load must not"),
+    ("collective/planted.cc", PURPOSE + '#include "state/models/tree_walk.h"\n', "state/models has no users"),
+    ("fs/planted.cc", PURPOSE + '#include "gpu/device.h"\n', "fs must not include"),
+    ("gpu/planted.cc", PURPOSE + '#include "fs/vfs.h"\n', "gpu must not include"),
+    ("shard/planted.cc", PURPOSE + '#include "tensormount/communicator.h"\n', "which collective"),
+    ("base/planted.cc", PURPOSE + '#include "tensormount/unheard_of.h"\n', "has no layer"),
+    ("examples/planted.cc", PURPOSE + '#include "base/hash.h"\n', "examples must not include"),
+    ("fs/planted.cc", PURPOSE + "#include <rocksdb/db.h>\n", "<rocksdb/db.h> belongs into"),
+    ("fs/vfs_planted.cc", PURPOSE + "#include <fuse3/fuse_lowlevel.h>\n", "belongs into"),
+    ("fs/vfs_planted.cc", PURPOSE + "#  include <linux/fuse.h>\n", "belongs into"),
+    ("collective/planted.cc", PURPOSE + "#include <mpi.h>\n", "<mpi.h> belongs into"),
+    ("shard/planted.cc", PURPOSE + "#include <xxhash.h>\n", "<xxhash.h> belongs into"),
     ("shard/planted.h", GUARD.format("TENSORMOUNT_SHARD_PLANTED_H_", "#include <fmt/format.h>"),
      "third-party header"),
     ("include/tensormount/planted.h",
@@ -39,13 +40,15 @@ PLANTED = [
     ("include/tensormount/planted.h",
      GUARD.format("TENSORMOUNT_PLANTED_H_", '#include "base/hash.h"'), "include must not include"),
     ("base/planted.h", GUARD.format("WRONG_H_", ""), "include guard"),
-    ("base/planted.cc", "int planted;\n", "SPDX"),
+    ("base/planted.cc", "int planted;\n// For planted_too.h.\n", "SPDX"),
     ("scripts/planted", "#!/bin/sh\n", "SPDX"),
-    ("base/planted.cc", SPDX + "//\n" * layering.MAX_LINES, "over"),
+    ("base/planted.cc", PURPOSE + "//\n" * layering.MAX_LINES, "over"),
     ("docs/planted.md", "see /ho" "me/someone/x\n", "a path of one machine"),
     ("docs/planted.md", "from pypi.o" "rg\n", "host name"),
-    ("base/planted.cc", SPDX + "// TO" "DO: more\n", "unfinished"),
-    ("base/planted.cc", SPDX + '#include "hash.h"\n', "has no folder"),
+    ("base/planted.cc", PURPOSE + "// TO" "DO: more\n", "unfinished"),
+    ("base/planted.cc", PURPOSE + '#include "hash.h"\n', "has no folder"),
+    ("base/planted.cc", SPDX + "int planted;\n", "no comment that says"),
+    ("base/planted.cc", SPDX + "// Says little.\n", "has no planted.h"),
 ]
 
 
