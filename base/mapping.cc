@@ -73,31 +73,63 @@ bool RunOnMapping(void (*fn)(void*), void* argument) {
   return true;
 }
 
-bool Populate(const std::byte* data, std::size_t size) {
+namespace {
+
+// Pages that are asked about in one call.
+constexpr std::size_t kAskedPages = 512;
+// Whoever touches a page gets its whole folio mapped, or what the kernel maps around a fault. In
+// steps of this, most of what is in memory is mapped by few calls (measured with ext4, 64 to 256
+// pages are equally good and 512 are not).
+constexpr std::size_t kStepPages = 64;
+
+bool PopulatePages(std::uintptr_t begin, std::uintptr_t end) {
 #ifdef MADV_POPULATE_READ
   constexpr int kPopulate = MADV_POPULATE_READ;
 #else
   constexpr int kPopulate = 22;  // Of a newer kernel than the headers.
 #endif
-  const auto begin = reinterpret_cast<std::uintptr_t>(data) / kPageBytes * kPageBytes;
-  const auto end = reinterpret_cast<std::uintptr_t>(data) + size;
   return madvise(reinterpret_cast<void*>(begin), end - begin, kPopulate) == 0;
 }
 
-bool InMemory(const std::byte* data, std::size_t size) {
-  constexpr std::size_t kPages = 512;
-  const auto at = reinterpret_cast<std::uintptr_t>(data);
-  unsigned char there[kPages];
-  for (std::uintptr_t from = at / kPageBytes * kPageBytes; from < at + size;
-       from += kPages * kPageBytes) {
-    const std::size_t bytes = std::min<std::size_t>(at + size - from, kPages * kPageBytes);
-    if (mincore(reinterpret_cast<void*>(from), bytes, there) != 0) return false;
-    const std::size_t pages = (bytes + kPageBytes - 1) / kPageBytes;
-    if (!std::all_of(there, there + pages, [](unsigned char c) { return (c & 1) != 0; })) {
-      return false;
-    }
+// At most kAskedPages from a page's first byte on. Of a mapped page this costs 3 ns, of others 70.
+bool AreInMemory(std::uintptr_t begin, std::uintptr_t end) {
+  unsigned char there[kAskedPages];
+  if (mincore(reinterpret_cast<void*>(begin), end - begin, there) != 0) return false;
+  const std::size_t pages = (end - begin + kPageBytes - 1) / kPageBytes;
+  return std::all_of(there, there + pages, [](unsigned char c) { return (c & 1) != 0; });
+}
+
+// Calls fn(begin, end) for blocks of whole pages until it is false.
+template <typename Fn>
+bool ForEachBlock(const std::byte* data, std::size_t size, Fn fn) {
+  const auto stop = reinterpret_cast<std::uintptr_t>(data) + size;
+  std::uintptr_t at = reinterpret_cast<std::uintptr_t>(data) / kPageBytes * kPageBytes;
+  for (; at < stop; at += kAskedPages * kPageBytes) {
+    if (!fn(at, std::min<std::uintptr_t>(stop, at + kAskedPages * kPageBytes))) return false;
   }
   return true;
+}
+
+}  // namespace
+
+// To populate all pages costs 160 ns for each, also where they are mapped already: more than
+// copying them. So a few are, which maps their neighbours, and the rest only where pages are
+// missing then.
+bool Populate(const std::byte* data, std::size_t size, bool mincore_is_true) {
+  return ForEachBlock(data, size, [&](std::uintptr_t begin, std::uintptr_t end) {
+    if (!mincore_is_true) return PopulatePages(begin, end);
+    if (!AreInMemory(begin, std::min(end, begin + kPageBytes))) return PopulatePages(begin, end);
+    for (std::uintptr_t at = begin; at < end; at += kStepPages * kPageBytes) {
+      if (!PopulatePages(at, std::min(end, at + kPageBytes))) return false;
+    }
+    // The last page by itself: of a file that was cut short mincore knows pages behind its end.
+    const std::uintptr_t last = (end - 1) / kPageBytes * kPageBytes;
+    return AreInMemory(begin, end) ? PopulatePages(last, end) : PopulatePages(begin, end);
+  });
+}
+
+bool InMemory(const std::byte* data, std::size_t size) {
+  return ForEachBlock(data, size, AreInMemory);
 }
 
 }  // namespace tensormount

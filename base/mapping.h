@@ -31,10 +31,13 @@ bool RunOnMapping(Fn&& fn) {
 // Brings all pages of this part of a mapping into memory. False where one cannot be had, or before
 // Linux 5.14: then reading it is not safe where nothing is guarded. What is true may end at once,
 // where somebody cuts the file short or memory is so scarce that the pages leave again.
-bool Populate(const std::byte* data, std::size_t size);
+// `mincore_is_true`: it may be asked what is there, see InMemory, which makes this ten times as
+// fast where all of it is.
+bool Populate(const std::byte* data, std::size_t size, bool mincore_is_true);
 
 // Whether all pages of this part of a mapping are in memory, so that reading it does not wait for
-// storage. By mincore, which says yes to a process that neither owns the file nor may write it.
+// storage. By mincore, which says yes to a process that neither owns the file nor may write it:
+// good enough to choose how to read, and for safety only where the process owns the file.
 bool InMemory(const std::byte* data, std::size_t size);
 
 }  // namespace tensormount

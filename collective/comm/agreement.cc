@@ -2,26 +2,7 @@
 // Classes of ranks that bring the same, and the fingerprint of a job.
 #include "collective/comm/agreement.h"
 
-#include <unordered_map>
-
 namespace tensormount {
-namespace {
-
-struct HashOfHash {
-  std::size_t operator()(const Hash128& h) const { return h.low; }
-};
-
-}  // namespace
-
-RankClasses ClassesOf(std::span<const Hash128> brought) {
-  std::unordered_map<Hash128, std::uint32_t, HashOfHash> first;
-  RankClasses class_of;
-  class_of.reserve(brought.size());
-  for (std::uint32_t r = 0; r < brought.size(); ++r) {
-    class_of.push_back(first.try_emplace(brought[r], r).first->second);
-  }
-  return class_of;
-}
 
 std::vector<std::vector<int>> RanksByClass(const RankClasses& class_of) {
   std::vector<std::vector<int>> ranks(class_of.size());
@@ -57,19 +38,15 @@ Status ReadClasses(ByteReader& in, std::uint32_t world, RankClasses& class_of) {
   return in.status();
 }
 
-Agreement AgreeOn(std::string_view domain, std::span<const Hash128> brought,
-                  std::span<const std::uint64_t> kept) {
-  Xxh3Stream all;
-  all.Update(domain.data(), domain.size());
-  for (const Hash128& hash : brought) {
-    const std::uint64_t words[] = {hash.low, hash.high};
-    all.Update(words, sizeof(words));
-  }
-  Agreement agreement{.job = all.Value(), .unchanged = true};
-  for (const std::uint64_t job : kept) {
-    agreement.unchanged = agreement.unchanged && job != 0 && job == agreement.job.low;
-  }
-  return agreement;
+void AgreementMaker::Add(std::span<const std::uint64_t> brought, std::uint64_t kept) {
+  all_.Update(brought.data(), brought.size_bytes());
+  if (ranks_++ == 0) kept_ = kept;
+  if (kept != kept_) kept_ = 0;
+}
+
+Agreement AgreementMaker::Finish() const {
+  const Hash128 job = all_.Value();
+  return {.job = job, .unchanged = kept_ != 0 && kept_ == job.low};
 }
 
 void WriteAgreement(ByteWriter& out, const Agreement& agreement) {

@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -28,7 +29,19 @@ namespace tensormount {
 
 // class_of[rank] is the lowest rank that brings the same, which speaks for all of its class.
 using RankClasses = std::vector<std::uint32_t>;
-RankClasses ClassesOf(std::span<const Hash128> brought);
+// of(rank) is a hash of what it brings.
+template <typename Of>
+RankClasses ClassesOf(std::size_t ranks, Of of) {
+  struct Low {
+    std::size_t operator()(const Hash128& h) const { return h.low; }
+  };
+  std::unordered_map<Hash128, std::uint32_t, Low> first;
+  RankClasses class_of(ranks);
+  for (std::uint32_t r = 0; r < ranks; ++r) {
+    class_of[r] = first.try_emplace(of(r), r).first->second;
+  }
+  return class_of;
+}
 // The ranks of each class, rising, at the position of its lowest rank; empty elsewhere.
 std::vector<std::vector<int>> RanksByClass(const RankClasses& class_of);
 // Whether `rank` speaks. False for all where nothing is to be said, which no classes mean.
@@ -43,10 +56,21 @@ struct Agreement {
   Hash128 job;             // Of what all ranks bring: equal for equal jobs of one communicator.
   bool unchanged = false;  // Every rank has kept the plan of this job.
 };
-// On rank 0. `domain` ends in a NUL. `brought`: by rank, a hash of all that its part of the plan
-// depends on. `kept`: by rank, the low half of the job whose plan it has; 0: none.
-Agreement AgreeOn(std::string_view domain, std::span<const Hash128> brought,
-                  std::span<const std::uint64_t> kept);
+// Makes one on rank 0, of what the ranks say in their order.
+class AgreementMaker {
+ public:
+  // `domain` ends in a NUL: jobs of different kinds are never equal.
+  explicit AgreementMaker(std::string_view domain) { all_.Update(domain.data(), domain.size()); }
+  // `brought`: hashes of all that the rank's part of the plan depends on. `kept`: the low half of
+  // the job whose plan it has; 0: none.
+  void Add(std::span<const std::uint64_t> brought, std::uint64_t kept);
+  Agreement Finish() const;
+
+ private:
+  Xxh3Stream all_;
+  std::size_t ranks_ = 0;
+  std::uint64_t kept_ = 0;  // By all ranks so far; 0: not all have the same.
+};
 
 void WriteAgreement(ByteWriter& out, const Agreement& agreement);
 Agreement ReadAgreement(ByteReader& in);

@@ -392,7 +392,7 @@ Result<std::vector<GatheredLayout>> GatherLayouts(Collective& collective, const 
           TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
         }
         ByteWriter out;
-        WriteClasses(out, ClassesOf(hashes));
+        WriteClasses(out, ClassesOf(hashes.size(), [&](std::size_t r) { return hashes[r]; }));
         return std::move(out.bytes());
       }));
   ByteReader in(told, "answer of rank 0");

@@ -18,12 +18,12 @@ constexpr std::uint8_t kRoundVersion = 0xA2;  // And that it is a message of thi
 constexpr std::uint8_t kFailedFlag = 1;
 constexpr std::string_view kDomain("tensormount job layout v1\0", 26);
 
-Result<RoundMessage> DecodeRound(std::string_view bytes, std::size_t rank, std::size_t world) {
+// Into `m`, which is where it stays: there are as many as ranks.
+Status DecodeRound(std::string_view bytes, std::size_t rank, std::size_t world, RoundMessage& m) {
   const std::string who = "rank " + std::to_string(rank);
   ByteReader in(bytes, who);
   const std::uint8_t version = in.U8();
   const std::uint8_t flags = in.U8();
-  RoundMessage m;
   m.world = in.U16();
   m.boxes = in.U32();
   m.layout.tensors.low = in.U64();
@@ -42,16 +42,7 @@ Result<RoundMessage> DecodeRound(std::string_view bytes, std::size_t rank, std::
     return Status(Code::kInvalidArgument,
                   who + " counts another number of ranks than " + std::to_string(world));
   }
-  return m;
-}
-
-// `of` gives a hash of what the messages are told apart by.
-template <typename Of>
-RankClasses Classes(const std::vector<RoundMessage>& messages, Of of) {
-  std::vector<Hash128> hashes;
-  hashes.reserve(messages.size());
-  for (const RoundMessage& m : messages) hashes.push_back(of(m));
-  return ClassesOf(hashes);
+  return Status();
 }
 
 Status ReadNumbers(ByteReader& in, std::uint32_t world, std::vector<std::uint32_t>& numbers) {
@@ -96,13 +87,11 @@ std::string EncodeRound(const RoundMessage& m) {
 }
 
 Result<RoundAnswer> JudgeRound(std::span<const std::string> parts, std::uint32_t owners) {
-  std::vector<RoundMessage> messages;
-  messages.reserve(parts.size());
+  std::vector<RoundMessage> messages(parts.size());
   bool failed = false;
   for (std::size_t r = 0; r < parts.size(); ++r) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(RoundMessage m, DecodeRound(parts[r], r, parts.size()));
-    failed |= m.failed;
-    messages.push_back(m);
+    TENSORMOUNT_RETURN_IF_ERROR(DecodeRound(parts[r], r, parts.size(), messages[r]));
+    failed |= messages[r].failed;
   }
   RoundAnswer answer;
   if (failed) {
@@ -116,20 +105,20 @@ Result<RoundAnswer> JudgeRound(std::span<const std::string> parts, std::uint32_t
     return answer;
   }
 
-  std::vector<Hash128> brought;
-  std::vector<std::uint64_t> kept;
+  AgreementMaker agreed(kDomain);
   for (const RoundMessage& m : messages) {
     const std::uint64_t words[] = {m.layout.tensors.low, m.layout.tensors.high, m.layout.objects};
-    brought.push_back(Xxh3(words, sizeof(words)));
-    kept.push_back(m.plan);
+    agreed.Add(words, m.plan);
     answer.boxes += m.boxes;
   }
-  answer.agreed = AgreeOn(kDomain, brought, kept);
-  answer.common = Speakers(Classes(messages, [](const RoundMessage& m) {
-    return Hash128{m.common, 0};
+  answer.agreed = agreed.Finish();
+  const std::size_t ranks = messages.size();
+  answer.common = Speakers(ClassesOf(ranks, [&](std::size_t r) {
+    return Hash128{messages[r].common, 0};
   }));
 
-  RankClasses tensors = Classes(messages, [](const RoundMessage& m) { return m.layout.tensors; });
+  RankClasses tensors =
+      ClassesOf(ranks, [&](std::size_t r) -> const Hash128& { return messages[r].layout.tensors; });
   std::uint64_t told = 0;
   for (std::uint32_t r = 0; r < tensors.size(); ++r) {
     if (tensors[r] != r) continue;
@@ -148,8 +137,8 @@ Result<RoundAnswer> JudgeRound(std::span<const std::string> parts, std::uint32_t
   // compare.
   const bool objects = answer.agreed.unchanged ? contents.size() > 1 : !contents.empty();
   if (objects) {
-    answer.objects = Classes(messages, [](const RoundMessage& m) {
-      return Hash128{m.layout.contents, 0};
+    answer.objects = ClassesOf(ranks, [&](std::size_t r) {
+      return Hash128{messages[r].layout.contents, 0};
     });
   }
   if (!answer.agreed.unchanged) answer.tensors = std::move(tensors);

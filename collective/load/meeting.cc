@@ -86,9 +86,7 @@ struct Opening {
 
 Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPath path) {
   std::vector<Card> cards;
-  std::vector<Hash128> brought;
-  std::vector<Hash128> requests;
-  std::vector<std::uint64_t> kept;
+  AgreementMaker maker(kLoadDomain);
   bool several = false;
   std::uint32_t flags = 0;
   for (std::size_t rank = 0; rank < parts.size(); ++rank) {
@@ -101,11 +99,11 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
     }
     several = several || card.machine != cards[0].machine;
     flags |= card.flags;
-    brought.push_back(BroughtBy(card.request, card.call, card.machine, card.group));
-    requests.push_back(card.request);
-    kept.push_back(card.kept.low);
+    const Hash128 mine = BroughtBy(card.request, card.call, card.machine, card.group);
+    const std::uint64_t words[] = {mine.low, mine.high};
+    maker.Add(words, card.kept.low);
   }
-  const Agreement agreed = AgreeOn(kLoadDomain, brought, kept);
+  const Agreement agreed = maker.Finish();
   const bool whole = path == LoadPath::kExchange || (flags & kNeedsProof) != 0 ||
                      (several && (flags & kShortRuns) != 0);
   ByteWriter out;
@@ -113,7 +111,7 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
   out.U8(whole ? 1 : 0);
   out.U8(several ? 1 : 0);
   if (whole && !agreed.unchanged) {
-    WriteClasses(out, ClassesOf(requests));
+    WriteClasses(out, ClassesOf(cards.size(), [&](std::size_t r) { return cards[r].request; }));
     for (const Card& card : cards) out.U32(static_cast<std::uint32_t>(card.group));
   }
   return std::move(out.bytes());

@@ -3,6 +3,7 @@
 #include "index/read/file_cache.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 namespace tensormount {
 
@@ -23,6 +24,7 @@ const std::byte* OpenDataFile::MappingTo(std::uint64_t end) {
     } else {
       map_ = map;
       map_bytes_ = info.value().size;
+      mincore_is_true_ = info.value().uid == geteuid();
     }
   }
   return end <= map_bytes_ ? static_cast<const std::byte*>(map_) : nullptr;

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_INDEX_READ_FILE_CACHE_H_
 #define TENSORMOUNT_INDEX_READ_FILE_CACHE_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -33,6 +34,8 @@ class OpenDataFile {
   // truncates while it is read ends the process with SIGBUS (sealed files are never truncated by
   // us; docs/format.md, "Sealed files").
   const std::byte* MappingTo(std::uint64_t end);
+  // After MappingTo gave one: whether mincore says of it what is true (base/mapping.h).
+  bool mincore_is_true() const { return mincore_is_true_; }
 
  private:
   std::unique_ptr<File> file_;
@@ -40,6 +43,7 @@ class OpenDataFile {
   void* map_ = nullptr;
   std::size_t map_bytes_ = 0;
   bool map_failed_ = false;
+  std::atomic<bool> mincore_is_true_{false};
 };
 
 // Leaf hashes of one chunk, proved by its root.

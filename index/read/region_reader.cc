@@ -125,14 +125,14 @@ Status ReadPiece(PartReader& reader, std::uint64_t chunk_offset, bool extend,
       // Without a guard a page that the disk does not give would end the program: all of them are
       // fetched first, unless most would be for nothing. What fails is read, which says why.
       const auto safe = [&] {
-        return MappingGuarded() ||
-               (span / kMostGaps <= copy.bytes() &&
-                Populate(map + copy.src_offset, static_cast<std::size_t>(span)));
+        const auto bytes = static_cast<std::size_t>(span);
+        const std::byte* const first = map + copy.src_offset;
+        if (span == copy.bytes() && !InMemory(first, bytes)) return false;
+        if (MappingGuarded()) return true;
+        return span / kMostGaps <= copy.bytes() &&
+               Populate(first, bytes, reader.file()->mincore_is_true());
       };
-      if (map != nullptr &&
-          (span != copy.bytes() ||
-           InMemory(map + copy.src_offset, static_cast<std::size_t>(span))) &&
-          safe()) {
+      if (map != nullptr && safe()) {
         stats.bytes_read += copy.bytes();
         // Where it is left by a jump, the load fails: the few KiB that the digest had are lost.
         const bool copied = RunOnMapping([&] {

@@ -12,6 +12,8 @@
 
 #include <gtest/gtest.h>
 
+#include "tests/support/random.h"
+#include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
 namespace tensormount {
@@ -49,13 +51,43 @@ class MappingGuardTest : public ::testing::Test {
 
 TEST_F(MappingGuardTest, WhatCannotBeFetchedIsSaidBeforeItIsTouched) {
   const auto* map = reinterpret_cast<const std::byte*>(const_cast<const char*>(map_));
-  EXPECT_TRUE(Populate(map, kBytes));
-  EXPECT_TRUE(Populate(map + 5000, 10));
-  EXPECT_TRUE(InMemory(map, kBytes));
-  ASSERT_EQ(ftruncate(fd_, 3 * 4096), 0);
-  EXPECT_FALSE(Populate(map, kBytes));
-  EXPECT_FALSE(Populate(map + 5 * 4096 + 7, 1));
-  EXPECT_TRUE(Populate(map + 100, 2 * 4096));
+  for (const bool mincore_is_true : {false, true}) {
+    ASSERT_EQ(ftruncate(fd_, kBytes), 0);
+    EXPECT_TRUE(Populate(map, kBytes, mincore_is_true));
+    EXPECT_TRUE(Populate(map + 5000, 10, mincore_is_true));
+    EXPECT_TRUE(InMemory(map, kBytes));
+    ASSERT_EQ(ftruncate(fd_, 3 * 4096), 0);
+    EXPECT_FALSE(Populate(map, kBytes, mincore_is_true));
+    EXPECT_FALSE(Populate(map + 5 * 4096 + 7, 1, mincore_is_true));
+    EXPECT_TRUE(Populate(map + 100, 2 * 4096, mincore_is_true));
+  }
+}
+
+// Whichever pages of a few blocks are there, all are afterwards; only where all can be.
+TEST(PopulateTest, BringsWhatIsMissingAnywhere) {
+  constexpr std::size_t kPages = 3 * 512 + 7;
+  const TempDir dir;
+  const std::string path = dir.Join("f");
+  WriteWholeFile(path, std::string(kPages * 4096, 'x'));
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  ASSERT_EQ(fdatasync(fd), 0);
+  Random random(TestSeed());
+  for (int i = 0; i < TestScale(60); ++i) {
+    void* const map = mmap(nullptr, kPages * 4096, PROT_READ, MAP_SHARED, fd, 0);
+    ASSERT_NE(map, MAP_FAILED);
+    const auto first = static_cast<std::size_t>(random.Int(0, kPages - 1));
+    const auto pages =
+        static_cast<std::size_t>(random.Int(1, static_cast<std::int64_t>(kPages - first)));
+    // A part leaves memory, of all or of nothing that is asked for.
+    const auto gone = random.Int(0, kPages - 1);
+    ASSERT_EQ(posix_fadvise(fd, gone * 4096, random.Int(1, 200) * 4096, POSIX_FADV_DONTNEED), 0);
+    const auto* data = static_cast<const std::byte*>(map) + first * 4096;
+    EXPECT_TRUE(Populate(data, pages * 4096, true));
+    EXPECT_TRUE(InMemory(data, pages * 4096));
+    munmap(map, kPages * 4096);
+  }
+  close(fd);
 }
 
 TEST_F(MappingGuardTest, AFileThatIsCutShortIsAnAnswerAndNoCrash) {

@@ -216,18 +216,30 @@ TEST(KeptPlans, KeepsTheLastTwoUsedAndNeverAnUnprovedOneForAProof) {
 }
 
 TEST(Agreement, IsOfWhatAllBringAndUnchangedWhereAllKeptIt) {
-  const std::vector<Hash128> brought = {{1, 2}, {3, 4}, {1, 2}, {3, 4}};
-  const std::vector<std::uint64_t> none(4, 0);
-  const Agreement first = AgreeOn("a", brought, none);
+  using Words = std::vector<std::uint64_t>;
+  const auto agree = [](std::string_view domain, const std::vector<Words>& brought,
+                        const Words& kept) {
+    AgreementMaker maker(domain);
+    for (std::size_t r = 0; r < brought.size(); ++r) maker.Add(brought[r], kept[r]);
+    return maker.Finish();
+  };
+  const std::vector<Words> words = {{1, 2}, {3, 4}, {1, 2}, {3, 4}};
+  const Words none(4, 0);
+  const Agreement first = agree("a", words, none);
   EXPECT_FALSE(first.unchanged);
-  std::vector<std::uint64_t> kept(4, first.job.low);
-  EXPECT_TRUE(AgreeOn("a", brought, kept).unchanged);
-  EXPECT_FALSE(AgreeOn("b", brought, kept).unchanged);
-  kept[2] = 0;
-  EXPECT_FALSE(AgreeOn("a", brought, kept).unchanged);
-  const std::vector<Hash128> others = {{1, 2}, {3, 4}, {3, 4}, {1, 2}};
-  EXPECT_NE(AgreeOn("a", others, none).job, first.job);
-  EXPECT_EQ(ClassesOf(brought), (RankClasses{0, 1, 0, 1}));
+  for (std::size_t lacks = 0; lacks <= 4; ++lacks) {  // 4: nobody.
+    Words kept(4, first.job.low);
+    if (lacks < 4) kept[lacks] = 0;
+    EXPECT_EQ(agree("a", words, kept).unchanged, lacks == 4);
+    if (lacks < 4) kept[lacks] = 7;
+    EXPECT_EQ(agree("a", words, kept).unchanged, lacks == 4);
+    EXPECT_FALSE(agree("b", words, kept).unchanged);
+  }
+  EXPECT_FALSE(agree("a", words, Words(4, 7)).unchanged);
+  EXPECT_NE(agree("a", {{1, 2}, {3, 4}, {3, 4}, {1, 2}}, none).job, first.job);
+  const std::vector<Hash128> brought = {{1, 2}, {3, 4}, {1, 2}, {3, 4}};
+  EXPECT_EQ(ClassesOf(brought.size(), [&](std::size_t r) { return brought[r]; }),
+            (RankClasses{0, 1, 0, 1}));
   EXPECT_EQ(RanksByClass({0, 1, 0, 1}), (std::vector<std::vector<int>>{{0, 2}, {1, 3}, {}, {}}));
   EXPECT_TRUE(Speaks({0, 1, 0, 1}, 1));
   EXPECT_FALSE(Speaks({0, 1, 0, 1}, 2));
