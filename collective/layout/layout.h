@@ -27,7 +27,7 @@ namespace tensormount {
 // Which owner, of `owners`, judges a key. The same on every rank and machine.
 std::uint32_t OwnerOf(std::string_view key, std::uint32_t owners);
 
-// What one rank holds of the keys of one owner, as it travels (validate/wire.h says how). Ranks
+// What one rank holds of the keys of one owner, as it travels (layout/wire.h says how). Ranks
 // with equal layouts have equal bytes: nothing in it depends on the rank. Empty where it is
 // nothing.
 std::string EncodeLayout(const StateDict& state, std::uint32_t owner, std::uint32_t owners);
@@ -55,9 +55,12 @@ class LayoutTable {
   std::unique_ptr<Rep> rep_;
 };
 
-// What is wrong with what the ranks hold. Pure: the same on every machine.
+// What is wrong with what the ranks hold. Pure: the same on every machine. Checks: dtypes and shapes
+// of a key agree, its shards cover every cell exactly once but for replicas, labels of replicas name
+// one main holder, grids of objects are whole, no layer's name is another key. A check is added in
+// layout_judge.cc, where each kind of finding is one function.
 struct LayoutRules {
-  int world = 0;
+  int world = 0;  // Ranks of the job; those that hold nothing count.
   std::size_t limit = 100;  // Findings listed; counted are all.
   // Keys of stacked tensors and the names of their layers (StateDict::NameLayers).
   const std::map<std::string, std::string>* layer_names = nullptr;

@@ -13,8 +13,11 @@
 
 namespace tensormount {
 
-// What most likely made a layout unsound, in words. Every answer follows from what the ranks
-// report; where nothing fits, there is none.
+// What most likely made a layout unsound, in words: "rank 5 holds what rank 4 should", not only that
+// cells are missing. Each guess below is a pattern that one known mistake of a trainer leaves, and
+// is made only where the pattern explains every cell of the report that it claims to; where nothing
+// fits, there is none. Made for reports of people's size: patterns look at all regions, some at
+// pairs of them, which is why nothing of this runs unless something is wrong.
 class LayoutCauses {
  public:
   // Different regions of one tensor, who holds each (rising), and what is wrong with them. All
@@ -27,13 +30,22 @@ class LayoutCauses {
   std::string OfOverlap(const Box& box, const std::vector<std::uint32_t>& regions) const;
 
  private:
+  // Patterns that explain everything at once, tried in this order; the first that fits is said for
+  // every hole and overlap. Empty: does not fit.
+  // Ranks exchanged the coordinates of their position in a grid: (j, i) instead of (i, j).
   std::string FindTransposed() const;
+  // A region has two of its axes exchanged: it overlaps others, and turned it would fill a hole.
   std::string FindSwapped() const;
   bool FillsHole(std::size_t region, const Box& box) const;
+  // Ranks that should hold something, by the step between those that do, hold nothing.
   std::string FindAbsent() const;
+  // As many cells as there are, but some twice and others never: a rank has another one's offset.
   std::string FindReported() const;
+  // Every region ends before the next one begins: an extent that was divided and rounded down.
   std::string FindAllShort() const;
+  // Of one hole: the region beside it that is too short, or lies too far to one side.
   std::string Neighbour(const Box& box) const;
+  // Of one overlap, without a better guess: what each has, and how that lies to the others.
   std::string Differing(const std::vector<std::uint32_t>& regions) const;
   std::int64_t Usual(int axis) const;  // The extent that most boxes have.
   std::string Units(std::int64_t count, int axis) const;

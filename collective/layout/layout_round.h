@@ -14,7 +14,13 @@
 #include "collective/comm/agreement.h"
 #include "collective/layout/wire.h"
 
-// The first exchange of a save or a validation: 64 bytes a rank to rank 0, and its answer. Pure.
+// The first exchange of a save or a validation: 64 bytes a rank to rank 0, and its answer. Pure:
+// bytes in, bytes out, so that tests and benchmarks judge rounds of 16,384 ranks without any.
+//
+// What a rank says does not grow with what it holds. From it rank 0 finds out, in this order:
+// whether somebody cannot take part; whether all were called with the same options; whether this is
+// the job of the save before (then the plan is at hand and no layout is sent at all); and otherwise
+// who has equal layouts, so that one rank of each class sends its own.
 
 namespace tensormount {
 
@@ -24,7 +30,9 @@ inline constexpr std::uint64_t kBoxesAnOwner = 250'000;
 
 // u8 version, u8 flags (bit 0: failed), u16 world, u32 boxes, then the u64s in the order below.
 struct RoundMessage {
-  bool failed = false;      // This rank cannot take part and will say why; the rest is zero.
+  // This rank cannot take part and will say why in the next exchange, which all ranks then make;
+  // the rest is zero.
+  bool failed = false;
   std::uint32_t world = 0;  // Its low 16 bits are compared.
   std::uint32_t boxes = 0;  // At most 2^32 - 1.
   LayoutHashes layout;
@@ -42,11 +50,12 @@ struct RoundAnswer {
     kOptions,  // Options of rank 0 and of `other` differ: both tell.
   };
   Next next = Next::kGo;
-  std::uint32_t other = 0;
+  std::uint32_t other = 0;  // kOptions: the first rank that differs from rank 0.
   Agreement agreed;
+  // Ranks 0 to owners - 1 judge the keys, each those that OwnerOf gives it.
   std::uint32_t owners = 1;
-  std::uint64_t boxes = 0;
-  std::uint64_t layouts = 0;
+  std::uint64_t boxes = 0;    // Of all ranks.
+  std::uint64_t layouts = 0;  // Different ones.
   std::vector<std::uint32_t> common;  // Ranks that send their common values; none: all are equal.
   RankClasses tensors;                // Empty: nothing is exchanged.
   RankClasses objects;                // Likewise.

@@ -13,7 +13,10 @@
 #include "collective/layout/wire.h"
 #include "shard/region_set.h"
 
-// Inside of LayoutTable, for those who judge and plan from it.
+// Inside of LayoutTable, for those who judge and plan from it: layout_judge.cc and layout_make.cc.
+// All others see layout.h. An owner of a large job holds millions of regions of some thousand
+// tensors, so that what is kept for each region decides how much memory it needs: numbers in
+// columns, no objects, and nothing said twice.
 
 namespace tensormount {
 
@@ -23,7 +26,7 @@ struct LayoutTable::Rep {
   // The shards of one key under one dtype and shape. Columns are as long as `regions`.
   struct Tensor {
     TensorMeta meta;
-    std::string encoded;                // `meta` on the wire.
+    std::string encoded;                // `meta` on the wire: equal bytes are the same tensor.
     RegionSet regions;                  // The owner of a region is the number of a layout.
     std::vector<std::uint32_t> items;   // Positions in the state dicts.
     std::vector<Replica> labels;        // Empty while all are unlabelled.

@@ -16,7 +16,10 @@
 #include "shard/tensor_meta.h"
 #include "state/shard_rule.h"
 
-// The layout of a whole job as somebody described it (docs/spec.md): parsed, not yet cut.
+// The layout of a whole job as somebody described it (docs/spec.md): parsed, not yet cut. A
+// description says by rules what a job of 4,096 ranks holds, and stays small that way: shards are
+// made of it only while one batch of tensors is checked (spec_check.cc). Texts that many tensors
+// share (rules, sets of ranks) are interned, and named by position.
 
 namespace tensormount {
 
@@ -34,22 +37,26 @@ struct JobSpec {
     int stride = 1;  // Of ranks, from one place on this axis to the next.
   };
 
-  // What ranks hold that are named one by one. `ranks` is a position in rank_sets.
+  // One region and the ranks that hold it, where these are named one by one. `ranks` is a position
+  // in rank_sets.
   struct Shard {
     std::uint32_t ranks = 0;
     Region region;
     Replica replica = Replica::kUnlabelled;
   };
+  // Only ranks at these positions of a mesh axis hold the tensor: a pipeline stage, say.
   struct Only {
     int mesh_axis = 0;
     std::vector<int> places;  // Rising.
   };
+  // Tensor axis cut evenly over the product of mesh axes, the first of them outermost.
   struct Cut {
     int axis = 0;           // Of the tensor.
     std::vector<int> over;  // Mesh axes.
   };
   struct Tensor {
     TensorMeta meta;
+    // Who holds what: by a rule over all ranks ("rows"), by the mesh, or named rank by rank.
     enum class Kind : std::uint8_t { kRule, kSplit, kShards } kind = Kind::kShards;
     std::uint32_t rule = 0;     // kRule: position in rules.
     std::vector<Cut> cuts;      // kSplit
@@ -57,6 +64,8 @@ struct JobSpec {
     std::vector<Only> only;     // kSplit
     std::vector<Shard> shards;  // kShards
   };
+  // Contents are texts that stand for the bytes: equal texts are equal bytes, and no more of them is
+  // looked at.
   struct ObjectPart {
     std::uint32_t ranks = 0;
     Dims index;
@@ -65,7 +74,7 @@ struct JobSpec {
   };
   struct Object {
     std::string key;
-    bool by_rank = false;
+    bool by_rank = false;  // Each rank has a part of its own, numbered by rank.
     std::string contents;
     std::vector<ObjectPart> parts;  // Unless by_rank.
   };
