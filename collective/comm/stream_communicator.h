@@ -17,12 +17,13 @@
 
 namespace tensormount {
 
-// A communicator over one ByteStream to every other rank. One mutex: streams are never used by two
-// threads at a time.
+// A communicator over one ByteStream to every other rank: sockets of forked ranks, and what a host
+// carries for us through callbacks. It has the tables of requests and the clock of heartbeats; what
+// goes over a stream is StreamPeer's. One mutex: streams are never used by two threads at a time.
 class StreamCommunicator final : public Communicator {
  public:
   struct Options {
-    std::string kind;
+    std::string kind;  // Communicator::kind.
     // Whether all pairs keep up SilentFor; otherwise rank 0 and every other, and who asks.
     bool beat_all = false;
     // False: a stream is used once a message for its rank is sent or asked for, or heartbeats are.
@@ -49,13 +50,14 @@ class StreamCommunicator final : public Communicator {
   struct Peer {
     std::unique_ptr<StreamPeer> stream;  // Null: this rank.
     bool used = false;
-    int beats_wanted = 0;
+    int beats_wanted = 0;  // By how many KeepUp calls.
   };
+  // A request that is neither done nor cancelled.
   struct Entry {
     StreamPeer* peer = nullptr;  // Null: to itself.
     StreamPeer::MessagePtr message;
     bool is_send = false;
-    Request self_request = 0;
+    Request self_request = 0;  // In self_, where it is to this rank.
   };
   Result<Request> Post(int to, std::uint32_t tag, const BufferView& view, bool is_send);
   void WantBeats(int rank, int change);
@@ -64,7 +66,7 @@ class StreamCommunicator final : public Communicator {
   const Options options_;
   const std::chrono::nanoseconds interval_;
   mutable std::mutex mutex_;
-  std::unique_ptr<Communicator> self_;
+  std::unique_ptr<Communicator> self_;  // Carries what this rank sends to itself.
   std::vector<Peer> peers_;
   std::unordered_map<Request, Entry> requests_;
   Request next_ = 1;

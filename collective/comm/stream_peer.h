@@ -29,8 +29,14 @@ namespace tensormount {
 class StreamPeer {
  public:
   using Clock = std::chrono::steady_clock;
+  // Messages up to kSmall are sent without being asked for, while there is credit; all others are
+  // announced.
   static constexpr std::size_t kSmall = 4096;
+  // Bytes of small messages, with their headers, that the other end keeps for us before it has been
+  // asked for them. What this bounds is memory: a rank that never receives cannot be filled up.
   static constexpr std::size_t kCredit = 256 << 10;
+  // Large messages are sent in parts of this, in turns, so that none holds up the others, and a
+  // heartbeat is never later than one part.
   static constexpr std::size_t kPiece = 256 << 10;
 
   // One request, shared with the communicator's table.
@@ -54,7 +60,10 @@ class StreamPeer {
   StreamPeer(const StreamPeer&) = delete;
   StreamPeer& operator=(const StreamPeer&) = delete;
 
+  // Queue a message; Advance moves it. Its memory must stay until it is done or cancelled. Where
+  // the stream has ended they finish it at once, with why.
   void Send(const MessagePtr& m);
+  // The next message of its tag that is not taken yet, in the order in which they were sent.
   void Receive(const MessagePtr& m);
   // After these the message's memory is not touched any more.
   void CancelSend(const MessagePtr& m);
@@ -71,6 +80,7 @@ class StreamPeer {
   int fd() const { return stream_->fd(); }
   bool closed() const { return read_closed_; }  // Both directions.
   bool wants_write() const { return !write_closed_ && HasOutput(); }
+  // When the last byte came: what tells a rank that works from one that is gone.
   Clock::time_point heard() const { return heard_; }
 
  private:
@@ -93,6 +103,7 @@ class StreamPeer {
   };
   static_assert(sizeof(Header) == 32);
 
+  // A frame on its way out: a header and perhaps a payload.
   struct Out {
     Header header;
     const std::byte* payload = nullptr;
@@ -134,14 +145,15 @@ class StreamPeer {
   Clock::time_point heard_;
   Clock::time_point sent_;
 
-  // Out.
+  // Out. A large message is in announced_ until the other end is ready for it, then in streaming_
+  // until its last part is queued.
   std::deque<Out> out_;
   std::map<std::uint64_t, MessagePtr> announced_;
   std::deque<MessagePtr> streaming_;  // Asked for; served in turns.
-  std::size_t credit_ = kCredit;
+  std::size_t credit_ = kCredit;      // What is left of it.
   std::uint64_t next_id_ = 1;
 
-  // In.
+  // In: the frame that is being read.
   Header in_;
   std::size_t in_have_ = 0;  // Bytes of the header.
   bool in_payload_ = false;
@@ -149,11 +161,12 @@ class StreamPeer {
   std::byte* in_dest_ = nullptr;  // Null: thrown away.
   MessagePtr in_message_;
   std::vector<std::byte> in_owned_;
+  // By tag: what came before it was asked for, and receives that wait. Of one tag never both.
   std::map<std::uint32_t, std::deque<Early>> early_;
   std::map<std::uint32_t, std::deque<MessagePtr>> posted_;
-  std::map<std::uint64_t, MessagePtr> filling_;
+  std::map<std::uint64_t, MessagePtr> filling_;  // Large ones under way, by the sender's id.
   std::size_t early_bytes_ = 0;
-  std::size_t credit_owed_ = 0;
+  std::size_t credit_owed_ = 0;  // Taken, and not given back yet.
 };
 
 }  // namespace tensormount

@@ -37,6 +37,10 @@ struct ExchangeBox {
   std::uint64_t size() const { return static_cast<std::uint64_t>(bytes.volume()); }
 };
 
+// Works out which ranks read what in a load by exchange. Nothing of it is sent: every rank does it
+// for itself from the plan, which all have, and comes to the same units in the same order. So it
+// must not look at anything that differs between ranks but `targets` and `rank`, which say only
+// what this rank does with the bytes.
 class ExchangeUnits {
  public:
   // `targets` are this rank's, in the order of the plan.
@@ -67,6 +71,7 @@ class ExchangeUnits {
     std::uint32_t file = 0;
     std::uint64_t offset = 0;
   };
+  // What is worked out once for each tensor that has units in this step.
   struct Prepared {
     std::vector<Want> wants;  // Of this group.
     std::vector<Stored> chunks;
