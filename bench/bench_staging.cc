@@ -62,7 +62,8 @@ class StagingBench {
         const Box box,
         Box::Make({0, 0}, {rows, pattern_.box_columns != 0 ? columns / 2 : columns}));
     return TimeThreads(1, [&](int) -> Status {
-      const auto writer = fs::StagingWriter::Make(HostFileSystem(), staging, "0123456789abcdef");
+      const auto writer =
+          std::make_shared<fs::StagingWriter>(HostFileSystem(), staging, "0123456789abcdef");
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto target, writer->OpenTarget(meta, box));
       const std::uint64_t step = pattern_.box_columns != 0 ? pattern_.write : pattern_.stride;
       for (std::uint64_t i = 0; i < calls_; ++i) {

@@ -61,7 +61,7 @@ Status BlobWriter::MakeWritable(std::uint64_t begin, std::uint64_t end) {
   // Twice as much as before, so that what grows by little is seldom moved.
   const std::uint64_t room = good ? std::max(end, 2 * area_.size) : end;
   DataFiles::Area area;
-  if (room > StagingWriter::kOwnFileBytes) {
+  if (room > StagedParts::kOwnFileBytes) {
     TENSORMOUNT_ASSIGN_OR_RETURN(area.file, shared_->files.Create('o', Placement::kPack));
     area.size = std::numeric_limits<std::uint64_t>::max() / 2;
   } else {

@@ -8,24 +8,25 @@
 #include <string>
 
 #include "fs/save/staged_part.h"
-#include "fs/save/staging_writer.h"
 
 namespace tensormount::fs {
 
-// A part of an object: always one area, of the pack or, where it is large, of a file of its own.
-// What a record names of the area is never written again: a change there moves everything to a new
-// one. Calls come one after the other; hashed at the sync.
-class BlobWriter final : public StagingWriter::Blob, public StagedPart {
+// A part of an object, a file of any size. Always one area, of the pack or, where it is large, of a
+// file of its own. What a record names of the area is never written again: a change there moves
+// everything to a new one. Calls come one after the other; hashed at the sync. Same rules as those
+// of TargetWriter but for holes: an object counts as a whole, so its holes are zeros.
+class BlobWriter final : public StagedPart {
  public:
   BlobWriter(std::shared_ptr<StagedParts> shared, std::string key, const Dims& index);
 
-  std::uint64_t size() const override;
-  Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) override;
-  Status Write(std::uint64_t offset, const void* data, std::size_t size) override;
-  Status Overwrite(std::uint64_t offset, const void* data, std::size_t size) override;
-  Result<std::uint64_t> Append(const void* data, std::size_t size) override;
-  Status Truncate(std::uint64_t size) override;
-  Status Sync() override;
+  std::uint64_t size() const;
+  Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size);
+  Status Write(std::uint64_t offset, const void* data, std::size_t size);
+  // Where there are bytes already: what lies past the end is dropped.
+  Status Overwrite(std::uint64_t offset, const void* data, std::size_t size);
+  Result<std::uint64_t> Append(const void* data, std::size_t size);
+  Status Truncate(std::uint64_t size);
+  Status Sync();
 
   // It has no name any more: later syncs record nothing. Recorded itself, not yet durable.
   Status Remove();

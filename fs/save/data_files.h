@@ -76,7 +76,7 @@ class DataFile {
 struct TensorFile {
   std::shared_ptr<DataFile> file;
   std::mutex mutex;
-  ClaimedRanges claims;  // In bytes of the tensor, by target.
+  RangeMap claims;  // In bytes of the tensor; sources are the targets that own them.
 };
 
 // Thread-safe.

@@ -5,13 +5,13 @@
 #include "fs/save/journal.h"
 
 #include <algorithm>
+#include <chrono>
 #include <optional>
 #include <utility>
 
 #include "base/checked.h"
 #include "base/coding.h"
 #include "base/errors.h"
-#include "fs/save/journal_coding.h"
 #include "index/records/record_coding.h"
 #include "shard/coding.h"
 #include "shard/tensor_meta.h"
@@ -19,9 +19,33 @@
 namespace tensormount::fs {
 namespace {
 
+constexpr std::string_view kJournalMagic{"TMJOURN\0", 8};
+constexpr std::uint32_t kJournalVersion = 1;
+constexpr std::size_t kJournalHeadBytes = 64;
+constexpr std::size_t kIncarnationDigits = 16;
+
+// Around a body: u32 length before it, u64 checksum behind it.
+constexpr std::size_t kFrameBytes = 12;
+// No body is longer: nothing larger is read or allocated for what a damaged length says.
+constexpr std::size_t kMaxRecordBytes = std::size_t{16} << 20;
+
+// A mark says where itself is, and how much of the file was durable when it was written: so a
+// reader can tell damage from a tail that was never promised.
+constexpr std::uint8_t kMarkKind = 8;
+constexpr std::size_t kMarkBodyBytes = 17;  // u8 kind, u64 position, u64 synced.
+constexpr std::size_t kMarkBytes = kMarkBodyBytes + kFrameBytes;
+
 constexpr std::uint64_t kMaxPosition = 0x7FFF'FFFF'FFFF'FFFF;
 constexpr std::size_t kMaxReasonBytes = 4096;
 constexpr std::size_t kWindowBytes = std::size_t{4} << 20;
+
+// For those who wait for another one's fsync: a disk that hangs so long will not come back.
+constexpr std::chrono::minutes kJournalPatience{10};
+
+std::string FolderOf(const std::string& path) {
+  const std::size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : path.substr(0, slash);
+}
 
 std::uint64_t Checksum(std::string_view body) { return Xxh3(body).low; }
 
@@ -30,6 +54,31 @@ std::string FrameRecord(std::string_view body) {
   out.String(body);
   out.U64(Checksum(body));
   return std::move(out.bytes());
+}
+
+bool IsIncarnation(std::string_view text) {
+  return text.size() == kIncarnationDigits && std::ranges::all_of(text, [](char c) {
+           return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
+         });
+}
+
+std::string EncodeHead(const Uuid& checkpoint, std::string_view incarnation) {
+  ByteWriter out;
+  out.Raw(kJournalMagic.data(), kJournalMagic.size());
+  out.U32(kJournalVersion);
+  out.U32(static_cast<std::uint32_t>(kJournalHeadBytes));
+  EncodeUuid(out, checkpoint);
+  out.Raw(incarnation.data(), incarnation.size());
+  out.Hash(Xxh3(out.bytes()));
+  return std::move(out.bytes());
+}
+
+std::string EncodeMark(std::uint64_t position, std::uint64_t synced) {
+  ByteWriter body;
+  body.U8(kMarkKind);
+  body.U64(position);
+  body.U64(synced);
+  return FrameRecord(body.bytes());
 }
 
 void EncodeLeaves(ByteWriter& out, const std::vector<Hash128>& leaves) {
@@ -310,31 +359,6 @@ Status ReadHead(Window& window, std::string_view what, Journal& journal) {
 
 }  // namespace
 
-bool IsIncarnation(std::string_view text) {
-  return text.size() == kIncarnationDigits && std::ranges::all_of(text, [](char c) {
-           return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
-         });
-}
-
-std::string EncodeHead(const Uuid& checkpoint, std::string_view incarnation) {
-  ByteWriter out;
-  out.Raw(kJournalMagic.data(), kJournalMagic.size());
-  out.U32(kJournalVersion);
-  out.U32(static_cast<std::uint32_t>(kJournalHeadBytes));
-  EncodeUuid(out, checkpoint);
-  out.Raw(incarnation.data(), incarnation.size());
-  out.Hash(Xxh3(out.bytes()));
-  return std::move(out.bytes());
-}
-
-std::string EncodeMark(std::uint64_t position, std::uint64_t synced) {
-  ByteWriter body;
-  body.U8(kMarkKind);
-  body.U64(position);
-  body.U64(synced);
-  return FrameRecord(body.bytes());
-}
-
 std::string EncodeRecord(const JournalRecord& record) {
   ByteWriter out;
   out.U8(static_cast<std::uint8_t>(record.kind));
@@ -419,6 +443,93 @@ Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {
   journal.bytes = at;
   TENSORMOUNT_RETURN_IF_ERROR(CheckNotPromised(window, at, path));
   return journal;
+}
+
+// ---- Writing ----------------------------------------------------------------------------------
+
+Status JournalWriter::Check() const {
+  if (!failure_.ok()) return failure_;
+  if (file_ == nullptr) return Status(Code::kStale, path_ + ": closed");
+  return {};
+}
+
+Result<std::unique_ptr<JournalWriter>> JournalWriter::Create(FileSystem& fs,
+                                                             const std::string& path,
+                                                             const Uuid& checkpoint,
+                                                             const std::string& incarnation) {
+  if (!IsIncarnation(incarnation)) {
+    return Status(Code::kInvalidArgument, "'" + incarnation + "' is not 16 hex digits");
+  }
+  std::unique_ptr<JournalWriter> made(new JournalWriter(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(made->file_, fs.CreateExclusive(path));
+  const std::string head = EncodeHead(checkpoint, incarnation);
+  Status status = made->file_->WriteAt(0, head.data(), head.size());
+  if (status.ok()) status = made->file_->Sync();
+  if (status.ok()) status = fs.SyncDirectory(FolderOf(path));
+  if (!status.ok()) {
+    (void)fs.RemoveFile(path);  // Else there could be no other try: it must not exist.
+    return status;
+  }
+  made->end_ = made->wanted_ = made->synced_ = head.size();
+  return made;
+}
+
+Status JournalWriter::Append(std::string_view records) {
+  const std::lock_guard lock(mutex_);
+  TENSORMOUNT_RETURN_IF_ERROR(Check());
+  Status status = file_->WriteAt(end_, records.data(), records.size());
+  if (!status.ok()) {
+    failure_ = status;
+    return status;
+  }
+  end_ += records.size();
+  wanted_ = end_;
+  return {};
+}
+
+Status JournalWriter::Sync() {
+  std::unique_lock lock(mutex_);
+  const std::uint64_t target = wanted_;
+  const auto deadline = std::chrono::steady_clock::now() + kJournalPatience;
+  while (synced_ < target) {
+    TENSORMOUNT_RETURN_IF_ERROR(Check());
+    if (syncing_) {
+      if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) {
+        return Status(Code::kDeadlineExceeded, path_ + ": fsync does not return");
+      }
+      continue;
+    }
+    syncing_ = true;
+    const std::uint64_t reaches = end_;
+    const std::shared_ptr<File> file = file_;
+    lock.unlock();
+    const Status status = file->Sync();
+    lock.lock();
+    syncing_ = false;
+    if (status.ok()) {
+      synced_ = reaches;
+      // Not needed by what was promised, and durable some time: where it is, damage before it is
+      // told from a torn tail. Where it cannot be written the next record takes its place.
+      const std::string mark = EncodeMark(end_, reaches);
+      if (file_ != nullptr && file_->WriteAt(end_, mark.data(), mark.size()).ok()) {
+        end_ += mark.size();
+      }
+    } else if (failure_.ok()) {
+      failure_ = status;
+    }
+    changed_.notify_all();
+  }
+  return failure_;
+}
+
+std::uint64_t JournalWriter::synced_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return synced_;
+}
+
+void JournalWriter::Close() {
+  const std::lock_guard lock(mutex_);
+  file_.reset();
 }
 
 }  // namespace tensormount::fs

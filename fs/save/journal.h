@@ -2,10 +2,13 @@
 #ifndef TENSORMOUNT_FS_SAVE_JOURNAL_H_
 #define TENSORMOUNT_FS_SAVE_JOURNAL_H_
 
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "tensormount/box.h"
@@ -124,13 +127,20 @@ class JournalWriter {
   std::uint64_t synced_bytes() const;
   // Closes the file: later calls are kStale.
   void Close();
-  const std::string& path() const;
-  ~JournalWriter();
 
  private:
-  struct Impl;
-  explicit JournalWriter(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  explicit JournalWriter(std::string path) : path_(std::move(path)) {}
+  Status Check() const;
+
+  const std::string path_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::shared_ptr<File> file_;  // Null once closed. A sync that runs keeps it.
+  std::uint64_t end_ = 0;       // Of what was appended.
+  std::uint64_t wanted_ = 0;    // Of what a sync has to reach: marks need none.
+  std::uint64_t synced_ = 0;
+  bool syncing_ = false;
+  Status failure_;
 };
 
 }  // namespace tensormount::fs

@@ -39,9 +39,16 @@ class Publisher {
     StagedReader reader(fs_, staging_.directory, journals_);
     PatchFile patches(fs_, staging_);
     StagedManifests manifests(staging_, journals_);
-    TENSORMOUNT_RETURN_IF_ERROR(CheckObjects(reader, manifests));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckObjects(manifests));
     TENSORMOUNT_RETURN_IF_ERROR(AssembleTensors(reader, patches, manifests));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Inventory coordinator, Coordinator());
+    const Result<Inventory> coordinator = Coordinator();
+    if (!coordinator.ok()) {
+      if (coordinator.status().code() == Code::kInvalidArgument && report_.problems.empty()) {
+        AddProblem(report_, "bad_common", "staging " + staging_.name,
+                   coordinator.status().message());
+      }
+      return coordinator.status();
+    }
     TENSORMOUNT_RETURN_IF_ERROR(Verdict());
 
     TENSORMOUNT_RETURN_IF_ERROR(DropManifests());
@@ -53,7 +60,7 @@ class Publisher {
       named.name = as;
       Store::PublishOptions options;
       options.shared = true;
-      return store_.Publish(named, coordinator, options);
+      return store_.Publish(named, coordinator.value(), options);
     };
     Result<Store::Published> published = publish();
     // Once it was renamed, or may have been, these files are the checkpoint's.
@@ -161,21 +168,21 @@ class Publisher {
       }
       const auto found = sorted_.tensors.find(key);
       TENSORMOUNT_ASSIGN_OR_RETURN(
-          const std::vector<StagedRun> pieces,
-          PiecesOf(meta, found == sorted_.tensors.end() ? kNone : found->second));
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<TensorAssembly::Live> live,
-                                   assembly.Resolve(meta, pieces));
+          std::vector<StagedRun> runs,
+          RunsOf(meta, found == sorted_.tensors.end() ? kNone : found->second));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<StagedRun> left,
+                                   assembly.Resolve(meta, std::move(runs)));
       // All that is wrong is found before anything is written.
       if (!report_.problems.empty()) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<StagedChunk> chunks,
-                                   assembly.Emit(meta, live));
+                                   assembly.Emit(meta, left));
       manifests.AddTensor(meta, chunks);
     }
     return Status();
   }
 
   // One of each part, and all parts of each grid.
-  Status CheckObjects(StagedReader& reader, StagedManifests& manifests) {
+  Status CheckObjects(StagedManifests& manifests) {
     for (const auto& [name, claims] : sorted_.objects) {
       const StagedObject& object = *claims.front().object;
       const std::string text = ObjectText(object.key, object.index);
@@ -202,7 +209,6 @@ class Publisher {
       report_.bytes_written += object.length;
       manifests.AddObject(object.length == 0 ? kPublisher : claims.front().journal, object, grid);
     }
-    (void)reader;
     for (const auto& [key, spec] : schema_.objects()) MissingParts(key, spec.grid);
     return Status();
   }
@@ -276,8 +282,8 @@ Result<Store::Published> TryPublish(const Store& store, FileSystem& fs, const st
                                     const std::string& as, StagingReport& report) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(as));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Staging staging, OpenStaging(store, fs, name));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<PublisherLease> lease,
-                               PublisherLease::Take(fs, staging));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<StagingLease> lease,
+                               StagingLease::ForPublishing(fs, staging));
   const auto run = [&]() -> Result<Store::Published> {
     if (fs.Exists(store.CheckpointPath(as))) {
       return Status(Code::kAlreadyExists, store.CheckpointPath(as) + ": exists already");
@@ -294,10 +300,7 @@ Result<Store::Published> TryPublish(const Store& store, FileSystem& fs, const st
   }
   report.verdict = status.message();
   if (report.problems.empty()) {
-    const bool common = status.code() == Code::kInvalidArgument &&
-                        status.message().find("common.json") != std::string::npos;
-    AddProblem(report, common ? "bad_common" : std::string(CodeName(status.code())),
-               "staging " + name, status.message());
+    AddProblem(report, std::string(CodeName(status.code())), "staging " + name, status.message());
   }
   WriteReport(fs, staging, report);
   return status;

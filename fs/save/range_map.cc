@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which bytes of a file are where: ordered disjoint ranges, merged where they continue each other
-// on both sides, so that a file that is written in order is one entry.
+// RangeMap: a std::map by first byte whose ranges never overlap, so that the order of their ends is
+// that of their beginnings and one upper_bound finds the first range that a call can concern.
 #include "fs/save/range_map.h"
+
+#include <iterator>
 
 namespace tensormount::fs {
 namespace {
 
-// Whether `b`, which begins where `a` ends in the target, continues it in the file.
+// Whether `b`, which begins where `a` ends in the target, continues it in its source.
 bool Continues(const StoredRange& a, const StoredRange& b) {
-  return a.file == b.file && a.grid == b.grid && a.offset + a.length == b.offset;
+  return a.source == b.source && a.grid == b.grid && a.offset + a.size() == b.offset;
 }
 
 }  // namespace
@@ -17,101 +19,80 @@ RangeMap::Ranges::const_iterator RangeMap::First(std::uint64_t at) const {
   auto it = ranges_.upper_bound(at);
   if (it != ranges_.begin()) {
     const auto before = std::prev(it);
-    if (before->first + before->second.length > at) return before;
+    if (before->second.bytes.end > at) return before;
   }
   return it;
 }
 
-void RangeMap::Erase(std::uint64_t begin, std::uint64_t end) {
-  if (begin >= end) return;
-  const auto first = First(begin);
+void RangeMap::Erase(const ByteRange& bytes) {
+  if (bytes.begin >= bytes.end) return;
+  const auto first = First(bytes.begin);
   auto it = first == ranges_.end() ? ranges_.end() : ranges_.find(first->first);
-  while (it != ranges_.end() && it->first < end) {
-    const std::uint64_t from = it->first;
-    const StoredRange place = it->second;
-    const std::uint64_t to = from + place.length;
-    if (from < begin) {
-      it->second.length = begin - from;
+  while (it != ranges_.end() && it->first < bytes.end) {
+    const StoredRange known = it->second;
+    if (known.bytes.begin < bytes.begin) {
+      it->second.bytes.end = bytes.begin;
       ++it;
     } else {
       it = ranges_.erase(it);
     }
-    if (to > end) {
-      StoredRange rest = place;
-      rest.offset += end - from;
-      rest.length = to - end;
-      ranges_.emplace_hint(it, end, rest);
+    if (known.bytes.end > bytes.end) {
+      ranges_.emplace_hint(it, bytes.end, known.Cut(bytes.end, known.bytes.end));
       return;
     }
   }
 }
 
-void RangeMap::Insert(const PlacedRange& range) {
-  if (range.place.length == 0) return;
-  Erase(range.begin, range.end());
-  std::uint64_t begin = range.begin;
-  StoredRange place = range.place;
-  auto next = ranges_.lower_bound(begin);
-  if (next != ranges_.end() && next->first == range.end() && Continues(place, next->second)) {
-    place.length += next->second.length;
+void RangeMap::Insert(StoredRange range) {
+  if (range.bytes.empty()) return;
+  Erase(range.bytes);
+  auto next = ranges_.lower_bound(range.bytes.begin);
+  if (next != ranges_.end() && next->first == range.bytes.end && Continues(range, next->second)) {
+    range.bytes.end = next->second.bytes.end;
     next = ranges_.erase(next);
   }
   if (next != ranges_.begin()) {
-    const auto before = std::prev(next);
-    if (before->first + before->second.length == begin && Continues(before->second, place)) {
-      before->second.length += place.length;
+    StoredRange& before = std::prev(next)->second;
+    if (before.bytes.end == range.bytes.begin && Continues(before, range)) {
+      before.bytes.end = range.bytes.end;
       return;
     }
   }
-  ranges_.emplace_hint(next, begin, place);
+  ranges_.emplace_hint(next, range.bytes.begin, range);
 }
 
-std::uint64_t RangeMap::Covered(std::uint64_t begin, std::uint64_t end) const {
-  std::uint64_t bytes = 0;
-  ForEach(begin, end, [&](const PlacedRange& r) { bytes += r.place.length; });
-  return bytes;
+bool RangeMap::Claim(const ByteRange& bytes, std::uint32_t owner) {
+  bool free = true;
+  ForEach(bytes, [&](const StoredRange& r) { free = free && r.source == owner; });
+  if (free) Insert({bytes, bytes.begin, owner, false});
+  return free;
 }
 
-std::optional<PlacedRange> RangeMap::EndingAt(std::uint64_t at) const {
+std::uint64_t RangeMap::Covered(const ByteRange& bytes) const {
+  std::uint64_t covered = 0;
+  ForEach(bytes, [&](const StoredRange& r) { covered += r.size(); });
+  return covered;
+}
+
+std::optional<StoredRange> RangeMap::EndingAt(std::uint64_t at) const {
   const auto it = ranges_.lower_bound(at);
   if (it == ranges_.begin()) return std::nullopt;
   const auto before = std::prev(it);
-  if (before->first + before->second.length != at) return std::nullopt;
-  return PlacedRange{before->first, before->second};
+  if (before->second.bytes.end != at) return std::nullopt;
+  return before->second;
 }
 
-std::optional<PlacedRange> RangeMap::BeginningAt(std::uint64_t at) const {
+std::optional<StoredRange> RangeMap::BeginningAt(std::uint64_t at) const {
   const auto it = ranges_.find(at);
   if (it == ranges_.end()) return std::nullopt;
-  return PlacedRange{it->first, it->second};
+  return it->second;
 }
 
-std::vector<PlacedRange> RangeMap::All() const {
-  std::vector<PlacedRange> all;
+std::vector<StoredRange> RangeMap::All() const {
+  std::vector<StoredRange> all;
   all.reserve(ranges_.size());
-  for (const auto& [begin, place] : ranges_) all.push_back({begin, place});
+  for (const auto& [begin, range] : ranges_) all.push_back(range);
   return all;
-}
-
-bool ClaimedRanges::Claim(std::uint64_t begin, std::uint64_t end, std::uint64_t owner) {
-  if (begin >= end) return true;
-  auto it = claims_.lower_bound(begin);
-  if (it != claims_.begin() && std::prev(it)->second.end >= begin) --it;
-  for (auto other = it; other != claims_.end() && other->first < end; ++other) {
-    if (other->second.owner != owner && other->second.end > begin) return false;
-  }
-  // What touches the new claim and is the owner's becomes one with it.
-  while (it != claims_.end() && it->first <= end) {
-    if (it->second.owner != owner) {
-      ++it;
-      continue;
-    }
-    begin = std::min(begin, it->first);
-    end = std::max(end, it->second.end);
-    it = claims_.erase(it);
-  }
-  claims_.emplace(begin, Claimed{end, owner});
-  return true;
 }
 
 }  // namespace tensormount::fs

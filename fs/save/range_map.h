@@ -4,104 +4,82 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <iterator>
 #include <map>
 #include <optional>
-#include <utility>
 #include <vector>
+
+#include "base/byte_range.h"
 
 namespace tensormount::fs {
 
-// Where bytes of a target are.
+// Bytes of a target, side by side, and where they are stored side by side. `source` is a number of
+// whoever owns the map, and `offset` a position within that source:
+//   what a target wrote   source: a data file by its number in the journal; offset: in that file
+//   replay of a journal   source: a record of the target; offset: in the bytes it stored
+//   claims                source: the target that owns the bytes; offset: as `bytes`
 struct StoredRange {
-  std::uint64_t length = 0;
-  std::uint64_t offset = 0;  // In the data file.
-  std::uint32_t file = 0;
-  bool grid = false;  // Offset - begin is the same for all of the target's grid bytes.
-};
-struct PlacedRange {
-  std::uint64_t begin = 0;  // In the target.
-  StoredRange place;
-  std::uint64_t end() const { return begin + place.length; }
+  ByteRange bytes;
+  std::uint64_t offset = 0;
+  std::uint32_t source = 0;
+  // Written at its fixed position (target_writer.h): `offset - bytes.begin` is then the same for
+  // all such bytes of the target.
+  bool grid = false;
+
+  std::uint64_t size() const { return bytes.size(); }
+  // The part of it that lies in [from, to), which must be within `bytes`.
+  StoredRange Cut(std::uint64_t from, std::uint64_t to) const {
+    return {{from, to}, offset + (from - bytes.begin), source, grid};
+  }
 };
 
-// Which bytes of a target are where: disjoint ranges, merged where they continue each other in the
-// target and in the file. 80 bytes of memory a range. Thread-compatible.
+// Which bytes of a target are stored where: disjoint ranges in rising order. Ranges that continue
+// each other, in the target and in their source, are one, so a tensor that is written from the
+// front by the megabyte needs one entry, not one for each write. 80 bytes of memory a range;
+// O(log n), plus the ranges that a call removes or visits. Thread-compatible.
 class RangeMap {
  public:
   // Replaces what was known of these bytes.
-  void Insert(const PlacedRange& range);
-  void Erase(std::uint64_t begin, std::uint64_t end);
+  void Insert(StoredRange range);
+  // As Insert, unless a byte of the range has another source: then false, and nothing is changed.
+  // All ranges of the map must be claims, which have the offset of their bytes.
+  bool Claim(const ByteRange& bytes, std::uint32_t owner);
+  void Erase(const ByteRange& bytes);
   void Clear() { ranges_.clear(); }
 
   bool empty() const { return ranges_.empty(); }
   std::size_t size() const { return ranges_.size(); }
-  // Bytes of [begin, end) that are known.
-  std::uint64_t Covered(std::uint64_t begin, std::uint64_t end) const;
+  // How many of these bytes are known.
+  std::uint64_t Covered(const ByteRange& bytes) const;
   // The range that ends, or begins, exactly here.
-  std::optional<PlacedRange> EndingAt(std::uint64_t at) const;
-  std::optional<PlacedRange> BeginningAt(std::uint64_t at) const;
+  std::optional<StoredRange> EndingAt(std::uint64_t at) const;
+  std::optional<StoredRange> BeginningAt(std::uint64_t at) const;
 
-  // fn(const PlacedRange&) for the known parts of [begin, end), in order.
+  // fn(const StoredRange&) for the known parts of `bytes`, in order. `fn` must not change the map.
   template <typename Fn>
-  void ForEach(std::uint64_t begin, std::uint64_t end, Fn fn) const {
-    for (auto it = First(begin); it != ranges_.end() && it->first < end; ++it) {
-      const std::uint64_t from = std::max(begin, it->first);
-      const std::uint64_t to = std::min(end, it->first + it->second.length);
-      StoredRange place = it->second;
-      place.offset += from - it->first;
-      place.length = to - from;
-      fn(PlacedRange{from, place});
+  void ForEach(const ByteRange& bytes, Fn fn) const {
+    for (auto it = First(bytes.begin); it != ranges_.end() && it->first < bytes.end; ++it) {
+      const ByteRange& known = it->second.bytes;
+      fn(it->second.Cut(std::max(bytes.begin, known.begin), std::min(bytes.end, known.end)));
     }
   }
-  // gap(begin, end) for the others, in order with known(range).
+  // known(const StoredRange&) and gap(const ByteRange&) in order over all of `bytes`.
   template <typename Known, typename Gap>
-  void Walk(std::uint64_t begin, std::uint64_t end, Known known, Gap gap) const {
-    ForEach(begin, end, [&](const PlacedRange& r) {
-      if (r.begin > begin) gap(begin, r.begin);
+  void Walk(ByteRange bytes, Known known, Gap gap) const {
+    ForEach(bytes, [&](const StoredRange& r) {
+      if (r.bytes.begin > bytes.begin) gap(ByteRange{bytes.begin, r.bytes.begin});
       known(r);
-      begin = r.end();
+      bytes.begin = r.bytes.end;
     });
-    if (begin < end) gap(begin, end);
+    if (bytes.begin < bytes.end) gap(bytes);
   }
-  std::vector<PlacedRange> All() const;
+  std::vector<StoredRange> All() const;
 
  private:
-  using Ranges = std::map<std::uint64_t, StoredRange>;
+  using Ranges = std::map<std::uint64_t, StoredRange>;  // By where they begin.
   // The first range that ends behind `at`.
   Ranges::const_iterator First(std::uint64_t at) const;
 
   Ranges ranges_;
-};
-
-// A set of bytes of a file, each with an owner; merged.
-class ClaimedRanges {
- public:
-  // All of [begin, end) becomes `owner`'s, unless a byte of it is somebody else's.
-  bool Claim(std::uint64_t begin, std::uint64_t end, std::uint64_t owner);
-  // fn(begin, end, claimed) over the parts of [begin, end), in order.
-  template <typename Fn>
-  void Split(std::uint64_t begin, std::uint64_t end, Fn fn) const {
-    auto it = claims_.upper_bound(begin);
-    if (it != claims_.begin() && std::prev(it)->second.end > begin) --it;
-    for (; begin < end; ++it) {
-      if (it == claims_.end() || it->first >= end) {
-        fn(begin, end, false);
-        return;
-      }
-      if (it->first > begin) fn(begin, it->first, false);
-      const std::uint64_t to = std::min(end, it->second.end);
-      fn(std::max(begin, it->first), to, true);
-      begin = to;
-    }
-  }
-
- private:
-  struct Claimed {
-    std::uint64_t end = 0;
-    std::uint64_t owner = 0;
-  };
-  std::map<std::uint64_t, Claimed> claims_;
 };
 
 }  // namespace tensormount::fs

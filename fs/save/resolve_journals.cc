@@ -5,11 +5,12 @@
 
 #include <algorithm>
 #include <iterator>
-#include <set>
+#include <tuple>
 #include <unordered_map>
 
 #include "base/checked.h"
 #include "base/errors.h"
+#include "fs/save/range_map.h"
 #include "shard/box_access.h"
 
 namespace tensormount::fs {
@@ -25,42 +26,9 @@ bool IsDataFile(const std::string& name) {
          name.find('\0') == std::string::npos && name != "data/." && name != "data/..";
 }
 
-// What later ranges of a target leave of earlier ones. Only for extents of one run.
-class ExtentRanges {
- public:
-  void Forget(std::uint64_t begin, std::uint64_t end) {
-    if (begin >= end) return;
-    auto it = ranges_.upper_bound(begin);
-    if (it != ranges_.begin()) --it;
-    while (it != ranges_.end() && it->first < end) {
-      const Range old = it->second;
-      const std::uint64_t old_begin = it->first;
-      if (old.end <= begin) {
-        ++it;
-        continue;
-      }
-      it = ranges_.erase(it);
-      if (old_begin < begin) ranges_[old_begin] = {begin, old.sequence, old.extent};
-      if (old.end > end) it = ranges_.insert_or_assign(end, old).first;
-    }
-  }
-  void Put(std::uint64_t sequence, const StagedExtent& extent) {
-    const std::uint64_t end = extent.begin + extent.length;
-    Forget(extent.begin, end);
-    if (extent.length > 0) ranges_[extent.begin] = {end, sequence, &extent};
-  }
-  struct Range {
-    std::uint64_t end = 0;
-    std::uint64_t sequence = 0;
-    const StagedExtent* extent = nullptr;
-  };
-  const std::map<std::uint64_t, Range>& ranges() const { return ranges_; }
-
- private:
-  std::map<std::uint64_t, Range> ranges_;
-};
-
-// Turns records of one target into pieces.
+// Turns records of one target into runs. Where all of them are single ranges, which is nearly
+// always, a RangeMap says what later ones leave of earlier ones. Otherwise all records become runs
+// in their order, and TensorAssembly cuts them as boxes.
 class RunsOfTarget {
  public:
   RunsOfTarget(const TensorMeta& meta, const TargetRecords& target, std::vector<StagedRun>& out)
@@ -72,7 +40,7 @@ class RunsOfTarget {
     of_bytes_ = bytes.value().box();
     size_ = static_cast<std::uint64_t>(of_bytes_.volume());
     bool simple = true;
-    for (const auto& [sequence, record] : target_.records) {
+    for (const JournalRecord* record : target_.records) {
       if (record->kind == JournalRecord::Kind::kForget) continue;
       TENSORMOUNT_RETURN_IF_ERROR(CheckExtent(record->extent));
       simple = simple && record->extent.runs == 1;
@@ -98,57 +66,57 @@ class RunsOfTarget {
     return Status();
   }
 
-  StagedRun Piece(std::uint64_t sequence, const StagedExtent* extent) const {
-    StagedRun piece;
-    piece.journal = target_.journal;
-    piece.sequence = sequence;
-    piece.target = target_.number;
-    piece.extent = extent;
-    piece.of = target_.target->box;
-    piece.of_bytes = of_bytes_;
-    return piece;
+  StagedRun RunOf(const JournalRecord* record) const {
+    StagedRun run;
+    run.journal = target_.journal;
+    run.target = target_.number;
+    run.record = record;
+    run.of = target_.target->box;
+    run.of_bytes = of_bytes_;
+    return run;
   }
 
-  Status AddRange(std::uint64_t sequence, const StagedExtent* extent, std::uint64_t at,
-                  std::uint64_t begin, std::uint64_t end) {
-    if (begin >= end) return Status();
-    StagedRun piece = Piece(sequence, extent);
-    piece.at = at;
-    piece.size = end - begin;
-    piece.is_range = true;
-    piece.begin = begin;
-    TENSORMOUNT_ASSIGN_OR_RETURN(piece.bytes,
-                                 Region::Flat(of_bytes_, Signed(begin), Signed(end - begin)));
-    out_.push_back(std::move(piece));
+  Status AddRange(const JournalRecord* record, std::uint64_t at, const ByteRange& range) {
+    if (range.begin >= range.end) return Status();
+    StagedRun run = RunOf(record);
+    run.at = at;
+    run.size = range.size();
+    run.is_range = true;
+    run.begin = range.begin;
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        run.bytes, Region::Flat(of_bytes_, Signed(range.begin), Signed(range.size())));
+    out_.push_back(std::move(run));
     return Status();
   }
 
   Status AddRanges() {
-    ExtentRanges ranges;
-    for (const auto& [sequence, record] : target_.records) {
-      if (record->kind == JournalRecord::Kind::kForget) {
-        ranges.Forget(record->begin, record->end);
+    RangeMap ranges;  // Sources are indices of records, offsets those of the bytes they stored.
+    for (std::size_t i = 0; i < target_.records.size(); ++i) {
+      const JournalRecord& record = *target_.records[i];
+      if (record.kind == JournalRecord::Kind::kForget) {
+        ranges.Erase({record.begin, record.end});
       } else {
-        ranges.Put(sequence, record->extent);
+        const StagedExtent& e = record.extent;
+        ranges.Insert({{e.begin, e.begin + e.length}, 0, static_cast<std::uint32_t>(i), false});
       }
     }
-    for (const auto& [begin, range] : ranges.ranges()) {
+    for (const StoredRange& range : ranges.All()) {
       TENSORMOUNT_RETURN_IF_ERROR(
-          AddRange(range.sequence, range.extent, begin - range.extent->begin, begin, range.end));
+          AddRange(target_.records[range.source], range.offset, range.bytes));
     }
     return Status();
   }
 
   Status AddInOrder() {
-    for (const auto& [sequence, record] : target_.records) {
+    for (const JournalRecord* record : target_.records) {
       if (record->kind == JournalRecord::Kind::kForget) {
-        TENSORMOUNT_RETURN_IF_ERROR(AddRange(sequence, nullptr, 0, std::min(record->begin, size_),
-                                             std::min(record->end, size_)));
+        TENSORMOUNT_RETURN_IF_ERROR(
+            AddRange(record, 0, {std::min(record->begin, size_), std::min(record->end, size_)}));
       } else if (record->extent.runs == 1) {
         const StagedExtent& e = record->extent;
-        TENSORMOUNT_RETURN_IF_ERROR(AddRange(sequence, &e, 0, e.begin, e.begin + e.length));
+        TENSORMOUNT_RETURN_IF_ERROR(AddRange(record, 0, {e.begin, e.begin + e.length}));
       } else {
-        TENSORMOUNT_RETURN_IF_ERROR(AddRuns(sequence, record->extent));
+        TENSORMOUNT_RETURN_IF_ERROR(AddRuns(record));
       }
     }
     return Status();
@@ -156,7 +124,8 @@ class RunsOfTarget {
 
   // Runs at one distance are a box for each box that their first bytes make on the outer axes,
   // where the distance is that of neighbours there and a run lies within one of them.
-  Status AddRuns(std::uint64_t sequence, const StagedExtent& e) {
+  Status AddRuns(const JournalRecord* record) {
+    const StagedExtent& e = record->extent;
     if (e.length == 0) return Status();
     const int rank = of_bytes_.rank();
     const Dims steps = PackedStrides(of_bytes_.extent());
@@ -178,22 +147,22 @@ class RunsOfTarget {
                                    Region::Flat(outer, Signed(e.begin / e.stride), Signed(e.runs)));
       std::uint64_t at = 0;
       for (const Box& first : firsts.Boxes()) {
-        StagedRun piece = Piece(sequence, &e);
-        piece.at = at;
-        piece.size = static_cast<std::uint64_t>(first.volume()) * e.length;
+        StagedRun staged = RunOf(record);
+        staged.at = at;
+        staged.size = static_cast<std::uint64_t>(first.volume()) * e.length;
         Box box = run.box();
         for (int a = 0; a <= axis; ++a) {
           box = BoxAccess::WithAxis(box, a, first.begin(a), first.extent(a));
         }
-        piece.bytes = Region(box);
-        at += piece.size;
-        out_.push_back(std::move(piece));
+        staged.bytes = Region(box);
+        at += staged.size;
+        out_.push_back(std::move(staged));
       }
       return Status();
     }
     for (std::uint64_t i = 0; i < e.runs; ++i) {
       const std::uint64_t begin = e.begin + i * e.stride;
-      TENSORMOUNT_RETURN_IF_ERROR(AddRange(sequence, &e, i * e.length, begin, begin + e.length));
+      TENSORMOUNT_RETURN_IF_ERROR(AddRange(record, i * e.length, {begin, begin + e.length}));
     }
     return Status();
   }
@@ -213,8 +182,8 @@ class Sorter {
       : number_(number), journal_(journal), schema_(schema), sorted_(sorted), report_(report) {}
 
   Status Run() {
-    for (std::size_t i = 0; i < journal_.journal.records.size(); ++i) {
-      const Status status = Take(i, journal_.journal.records[i]);
+    for (const JournalRecord& record : journal_.journal.records) {
+      const Status status = Take(record);
       if (!status.ok()) return status.WithContext("journal/" + journal_.name);
     }
     for (auto& [number, target] : targets_) {
@@ -255,7 +224,7 @@ class Sorter {
     return DataLoss("a record of file " + std::to_string(file) + ", which was never named");
   }
 
-  Status Take(std::uint64_t sequence, const JournalRecord& record) {
+  Status Take(const JournalRecord& record) {
     switch (record.kind) {
       case Kind::kFile: {
         if (!IsDataFile(record.file_name))
@@ -287,7 +256,7 @@ class Sorter {
           target->second.records.clear();
           return Status();
         }
-        target->second.records.emplace_back(sequence, &record);
+        target->second.records.push_back(&record);
         return Status();
       }
       case Kind::kObject:
@@ -353,8 +322,6 @@ std::string ObjectText(const std::string& key, const Dims& index) {
   return "object " + key + (index.rank() > 0 ? index.ToString() : "");
 }
 
-bool StagedRun::whole() const { return extent != nullptr && at == 0 && size == extent->bytes(); }
-
 Result<SortedJournals> SortJournals(std::vector<LoadedJournal>& journals,
                                     const StagingSchema& schema, StagingReport& report) {
   SortedJournals sorted;
@@ -374,20 +341,20 @@ Result<SortedJournals> SortJournals(std::vector<LoadedJournal>& journals,
   return sorted;
 }
 
-Result<std::vector<StagedRun>> PiecesOf(const TensorMeta& meta,
-                                        const std::vector<TargetRecords>& targets) {
-  std::vector<StagedRun> pieces;
+Result<std::vector<StagedRun>> RunsOf(const TensorMeta& meta,
+                                      const std::vector<TargetRecords>& targets) {
+  std::vector<StagedRun> runs;
   for (const TargetRecords& target : targets) {
-    const Status added = RunsOfTarget(meta, target, pieces).Add();
+    const Status added = RunsOfTarget(meta, target, runs).Add();
     if (!added.ok()) {
       return DataLoss("tensor " + meta.key() + " " + target.target->box.ToString() + ": " +
                       added.message());
     }
   }
-  std::stable_sort(pieces.begin(), pieces.end(), [](const StagedRun& a, const StagedRun& b) {
-    return std::tie(a.journal, a.sequence) < std::tie(b.journal, b.sequence);
+  std::stable_sort(runs.begin(), runs.end(), [](const StagedRun& a, const StagedRun& b) {
+    return std::tie(a.journal, a.record) < std::tie(b.journal, b.record);
   });
-  return pieces;
+  return runs;
 }
 
 }  // namespace tensormount::fs

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,8 +17,8 @@
 #include "fs/save/schema.h"
 #include "shard/tensor_meta.h"
 
-// What the journals of a staging say, sorted by tensor and object, and the pieces of a tensor that
-// one journal has written, as regions of its bytes.
+// What the journals of a staging say, sorted by tensor and object, and the runs of bytes of a
+// tensor that each journal has written, as regions.
 
 namespace tensormount::fs {
 
@@ -40,7 +40,7 @@ struct TargetRecords {
   std::uint32_t journal = 0;
   std::uint32_t number = 0;
   const StagedTarget* target = nullptr;
-  std::vector<std::pair<std::uint64_t, const JournalRecord*>> records;  // With their positions.
+  std::vector<const JournalRecord*> records;  // Of the journal's vector.
 };
 
 struct ObjectClaim {
@@ -59,13 +59,15 @@ struct SortedJournals {
 Result<SortedJournals> SortJournals(std::vector<LoadedJournal>& journals,
                                     const StagingSchema& schema, StagingReport& report);
 
-// Bytes of a tensor that stand side by side in a data file, in the row-major order of `bytes`.
+// What is left of one extent of a journal: bytes of a tensor that are stored side by side, in the
+// row-major order of `bytes`. Or, where its record is a kForget, bytes that earlier records of the
+// same target no longer say anything about.
 struct StagedRun {
   std::uint32_t journal = 0;
-  std::uint64_t sequence = 0;  // Later ones of one journal hold over earlier ones.
-  std::uint32_t target = 0;
-  const StagedExtent* extent =
-      nullptr;             // Null: forgets these cells of earlier records of `target`.
+  std::uint32_t target = 0;  // Number in that journal.
+  // Later ones of one journal hold over earlier ones; they are ordered by their addresses, which
+  // are those of the journal's vector.
+  const JournalRecord* record = nullptr;
   std::uint64_t at = 0;    // In the extent's stored bytes,
   std::uint64_t size = 0;  // so many.
   Region bytes;            // In byte coordinates of the tensor (ByteShape).
@@ -74,14 +76,19 @@ struct StagedRun {
   std::uint64_t begin = 0;
   Box of;        // The target's box, in elements,
   Box of_bytes;  // and in bytes.
+  // Once TensorAssembly has cut away what others say of the same bytes: the boxes of bytes that are
+  // left, disjoint. Not set: all of `bytes`.
+  std::optional<std::vector<Box>> left = std::nullopt;
 
-  bool whole() const;  // All of its extent.
+  bool forgets() const { return record->kind == JournalRecord::Kind::kForget; }
+  const StagedExtent& extent() const { return record->extent; }  // Not of one that forgets.
+  bool whole() const { return !forgets() && at == 0 && size == extent().bytes(); }
 };
-// What is left of one tensor's records after later ones of the same target. Pieces of different
+// What is left of one tensor's records after later ones of the same target. Runs of different
 // targets or journals may still overlap. In the order of journals, then records. kDataLoss where a
 // record does not fit the tensor.
-Result<std::vector<StagedRun>> PiecesOf(const TensorMeta& meta,
-                                        const std::vector<TargetRecords>& targets);
+Result<std::vector<StagedRun>> RunsOf(const TensorMeta& meta,
+                                      const std::vector<TargetRecords>& targets);
 
 }  // namespace tensormount::fs
 

@@ -284,7 +284,7 @@ Status StagingTreeImpl::Unlink(std::uint64_t folder, std::string_view name) {
           const TensorMeta* const meta = view->Find(node.key);
           const auto target = meta == nullptr ? nullptr : of.FindTarget(*meta, node.box);
           if (target == nullptr) return {};
-          TENSORMOUNT_RETURN_IF_ERROR(target->Forget(0, target->size()));
+          TENSORMOUNT_RETURN_IF_ERROR(target->Forget({0, target->size()}));
           return target->Sync();
         }
       default:
@@ -335,7 +335,8 @@ Status StagingTreeImpl::RemoveStagingAt(std::string_view name) {
   const auto remove = [&]() -> Status {
     const Status busy(Code::kBusy, "files are open for writing");
     if (staged->AwaitReleases() > 0) return busy;
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto lease, PublisherLease::Take(fs_, staged->staging()));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto lease,
+                                 StagingLease::ForPublishing(fs_, staged->staging()));
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool removable, staged->Removable());
     if (!removable) {
       return Status::FromErrno(

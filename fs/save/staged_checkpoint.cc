@@ -67,7 +67,7 @@ StagedCheckpoint::StagedCheckpoint(FileSystem& fs, Staging staging, std::string 
     : fs_(fs),
       staging_(std::move(staging)),
       incarnation_(std::move(incarnation)),
-      writer_(StagingWriter::Make(fs_, staging_, incarnation_)) {
+      writer_(fs_, staging_, incarnation_) {
   Touch();
 }
 
@@ -95,7 +95,7 @@ Status StagedCheckpoint::CheckInPlace(bool now) {
 
 void StagedCheckpoint::Retire() {
   if (gone_.exchange(true, std::memory_order_acq_rel)) return;
-  writer_->CloseForGood();
+  writer_.CloseForGood();
 }
 
 Status StagedCheckpoint::ReadSchema() {
@@ -148,7 +148,7 @@ Status StagedCheckpoint::WithdrawSchema() {
   TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(folder));
   TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(staging_.directory));
   // What this mount wrote to tensors goes with their names.
-  std::vector<std::shared_ptr<StagingWriter::Target>> targets;
+  std::vector<std::shared_ptr<TargetWriter>> targets;
   {
     const std::lock_guard paths(mutex_);
     for (const auto& [name, known] : targets_) targets.push_back(known.target);
@@ -156,7 +156,7 @@ Status StagedCheckpoint::WithdrawSchema() {
   }
   for (const auto& target : targets) {
     if (target->written_bytes() == 0) continue;
-    TENSORMOUNT_RETURN_IF_ERROR(target->Forget(0, target->size()));
+    TENSORMOUNT_RETURN_IF_ERROR(target->Forget({0, target->size()}));
   }
   Touch();
   return ReadSchema();
@@ -169,7 +169,7 @@ Status StagedCheckpoint::BeginWriting() {
   if (writing_.load() == 0) {
     for (;;) {
       TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
-      Result<std::shared_ptr<WriterLease>> lease = WriterLease::Take(fs_, staging_);
+      Result<std::unique_ptr<StagingLease>> lease = StagingLease::ForWriting(fs_, staging_);
       if (lease.ok()) {
         lease_ = std::move(lease).value();
         break;
@@ -208,15 +208,15 @@ int StagedCheckpoint::AwaitReleases() {
   return writing_.load();
 }
 
-Result<std::shared_ptr<StagingWriter::Target>> StagedCheckpoint::OpenTarget(const TensorMeta& meta,
-                                                                            const Box& box) {
+Result<std::shared_ptr<TargetWriter>> StagedCheckpoint::OpenTarget(const TensorMeta& meta,
+                                                                   const Box& box) {
   const std::string name = TargetName(meta, box);
   {
     const std::lock_guard lock(mutex_);
     const auto it = targets_.find(name);
     if (it != targets_.end()) return it->second.target;
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(auto target, writer_->OpenTarget(meta, box));
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto target, writer_.OpenTarget(meta, box));
   const std::lock_guard lock(mutex_);
   const bool whole = box == Box::Whole(meta.shape());
   return targets_
@@ -225,8 +225,7 @@ Result<std::shared_ptr<StagingWriter::Target>> StagedCheckpoint::OpenTarget(cons
       .first->second.target;
 }
 
-std::shared_ptr<StagingWriter::Target> StagedCheckpoint::FindTarget(const TensorMeta& meta,
-                                                                    const Box& box) {
+std::shared_ptr<TargetWriter> StagedCheckpoint::FindTarget(const TensorMeta& meta, const Box& box) {
   const std::lock_guard lock(mutex_);
   const auto it = targets_.find(TargetName(meta, box));
   return it == targets_.end() ? nullptr : it->second.target;
@@ -272,13 +271,12 @@ std::vector<std::string> StagedCheckpoint::ObjectFolders() {
 }
 
 Status StagedCheckpoint::MarkDone(std::uint32_t rank) {
-  TENSORMOUNT_RETURN_IF_ERROR(writer_->SyncAll());
+  TENSORMOUNT_RETURN_IF_ERROR(writer_.SyncAll());
   TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
   Touch();
-  const Status made = MakeDoneMark(fs_, staging_,
-                                   {.rank = rank,
-                                    .journal = writer_->journal_name(),
-                                    .journal_bytes = writer_->journal_bytes()});
+  const Status made = MakeDoneMark(
+      fs_, staging_,
+      {.rank = rank, .journal = writer_.journal_name(), .journal_bytes = writer_.journal_bytes()});
   // Where it left its name meanwhile, that is what to tell.
   if (!made.ok()) TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
   return made;

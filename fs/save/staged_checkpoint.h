@@ -60,7 +60,7 @@ class StagedCheckpoint {
   const Staging& staging() const { return staging_; }
   const std::string& name() const { return staging_.name; }
   FileSystem& fs() const { return fs_; }
-  StagingWriter& writer() { return *writer_; }
+  StagingWriter& writer() { return writer_; }
   const std::string& incarnation() const { return incarnation_; }
 
   // kStale once it was published, removed or replaced, by anybody. Looks again where the last look
@@ -95,9 +95,9 @@ class StagedCheckpoint {
   int AwaitReleases();
 
   // A box that this mount has open or has written, for lists and attributes.
-  Result<std::shared_ptr<StagingWriter::Target>> OpenTarget(const TensorMeta& meta, const Box& box);
+  Result<std::shared_ptr<TargetWriter>> OpenTarget(const TensorMeta& meta, const Box& box);
   // Null where this mount has not opened it.
-  std::shared_ptr<StagingWriter::Target> FindTarget(const TensorMeta& meta, const Box& box);
+  std::shared_ptr<TargetWriter> FindTarget(const TensorMeta& meta, const Box& box);
   // slices/`path` was opened for writing, or removed.
   void AddSlicePath(const std::string& path);
   void RemoveSlicePath(const std::string& path);
@@ -131,7 +131,7 @@ class StagedCheckpoint {
   FileSystem& fs_;
   const Staging staging_;
   const std::string incarnation_;
-  const std::shared_ptr<StagingWriter> writer_;
+  StagingWriter writer_;
   std::atomic<std::int64_t> mtime_{0};
 
   std::atomic<bool> gone_{false};
@@ -146,12 +146,12 @@ class StagedCheckpoint {
   std::condition_variable fewer_writers_;
   std::atomic<int> writing_{0};
   Lingering lingering_;
-  std::shared_ptr<WriterLease> lease_;
+  std::unique_ptr<StagingLease> lease_;
 
   std::mutex mutex_;
   struct Known {
     std::string path;  // Below tensors/, where it is a whole tensor.
-    std::shared_ptr<StagingWriter::Target> target;
+    std::shared_ptr<TargetWriter> target;
   };
   std::map<std::string, Known> targets_;  // By tensor and box.
   std::set<std::string> slice_paths_;     // Below slices/.

@@ -134,7 +134,7 @@ class StagedHandle : public WriteHandle {
 
 class TargetHandle : public StagedHandle {
  public:
-  TargetHandle(HandleContext context, std::shared_ptr<StagingWriter::Target> target)
+  TargetHandle(HandleContext context, std::shared_ptr<TargetWriter> target)
       : StagedHandle(std::move(context)), target_(std::move(target)) {}
 
   Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) override {
@@ -157,7 +157,7 @@ class TargetHandle : public StagedHandle {
       if (size > target_->size()) {
         return Status::FromErrno(EFBIG, "lengthen (its size is fixed by schema.json)", label());
       }
-      return size == target_->size() ? Status() : target_->Forget(size, target_->size());
+      return size == target_->size() ? Status() : target_->Forget({size, target_->size()});
     });
   }
   Status Flush() override {
@@ -167,11 +167,11 @@ class TargetHandle : public StagedHandle {
   Result<std::uint64_t> Seek(std::uint64_t offset, bool data) override {
     const Status none = Status::FromErrno(ENXIO, "seek in", label());
     if (offset >= target_->size()) return none;
-    for (const auto& [begin, end] : target_->Written()) {
-      if (offset >= end) continue;
-      if (data) return std::max(begin, offset);
-      if (offset < begin) return offset;
-      return end;  // Ranges are merged.
+    for (const ByteRange& written : target_->Written()) {
+      if (offset >= written.end) continue;
+      if (data) return std::max(written.begin, offset);
+      if (offset < written.begin) return offset;
+      return written.end;  // Ranges are merged.
     }
     if (data) return none;
     return offset;
@@ -194,13 +194,13 @@ class TargetHandle : public StagedHandle {
     return target_->Sync();
   }
 
-  const std::shared_ptr<StagingWriter::Target> target_;
+  const std::shared_ptr<TargetWriter> target_;
   std::atomic<bool> mapped_{false};
 };
 
 class ObjectHandle : public StagedHandle {
  public:
-  ObjectHandle(HandleContext context, std::shared_ptr<StagingWriter::Blob> blob)
+  ObjectHandle(HandleContext context, std::shared_ptr<BlobWriter> blob)
       : StagedHandle(std::move(context)), blob_(std::move(blob)) {}
 
   Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) override {
@@ -235,7 +235,7 @@ class ObjectHandle : public StagedHandle {
   }
 
  private:
-  const std::shared_ptr<StagingWriter::Blob> blob_;
+  const std::shared_ptr<BlobWriter> blob_;
 };
 
 class EditHandle : public StagedHandle {
@@ -368,13 +368,13 @@ Result<std::shared_ptr<WriteHandle>> Begun(Args&&... args) {
 
 }  // namespace
 
-Result<std::shared_ptr<WriteHandle>> OpenTargetHandle(
-    HandleContext context, std::shared_ptr<StagingWriter::Target> target) {
+Result<std::shared_ptr<WriteHandle>> OpenTargetHandle(HandleContext context,
+                                                      std::shared_ptr<TargetWriter> target) {
   return Begun<TargetHandle>(std::move(context), std::move(target));
 }
 
 Result<std::shared_ptr<WriteHandle>> OpenObjectHandle(HandleContext context,
-                                                      std::shared_ptr<StagingWriter::Blob> blob) {
+                                                      std::shared_ptr<BlobWriter> blob) {
   return Begun<ObjectHandle>(std::move(context), std::move(blob));
 }
 

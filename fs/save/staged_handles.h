@@ -28,11 +28,11 @@ struct HandleContext {
 // close(2) has returned a publish does not find them, although the kernel releases them later.
 
 // A tensor's file or a slice.
-Result<std::shared_ptr<WriteHandle>> OpenTargetHandle(
-    HandleContext context, std::shared_ptr<StagingWriter::Target> target);
+Result<std::shared_ptr<WriteHandle>> OpenTargetHandle(HandleContext context,
+                                                      std::shared_ptr<TargetWriter> target);
 // An object part.
 Result<std::shared_ptr<WriteHandle>> OpenObjectHandle(HandleContext context,
-                                                      std::shared_ptr<StagingWriter::Blob> blob);
+                                                      std::shared_ptr<BlobWriter> blob);
 // schema.json (or common.json) to be written: a text of this handle alone, which begins with
 // `text` and is taken when the file is closed or synced.
 Result<std::shared_ptr<WriteHandle>> OpenEditHandle(HandleContext context, bool schema,

@@ -23,6 +23,9 @@ namespace tensormount::fs {
 
 // What all parts of a StagingWriter share.
 struct StagedParts {
+  // A target or object of so many bytes gets a file of its own instead of an area of the pack.
+  static constexpr std::uint64_t kOwnFileBytes = std::uint64_t{4} << 20;
+
   StagedParts(FileSystem& fs, const Staging& staging, const std::string& incarnation)
       : files(fs, staging, incarnation) {}
 

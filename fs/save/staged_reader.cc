@@ -37,10 +37,11 @@ Result<File*> StagedReader::Open(std::uint32_t journal, std::uint32_t file) {
 }
 
 // The window that has byte `at`, with as many of `size` bytes as it takes.
-Result<StagedReader::Window*> StagedReader::Load(const Stored& stored, std::uint64_t at,
+Result<StagedReader::Window*> StagedReader::Load(const StagedRun& run, std::uint64_t at,
                                                  std::size_t size) {
+  const StagedExtent& extent = run.extent();
   for (Window& window : windows_) {
-    if (window.leaves != stored.leaves || at < window.begin ||
+    if (window.leaves != &extent.leaves || at < window.begin ||
         at >= window.begin + window.data.size()) {
       continue;
     }
@@ -54,29 +55,29 @@ Result<StagedReader::Window*> StagedReader::Load(const Stored& stored, std::uint
   const std::uint64_t first = at / kLeafBytes;
   const std::uint64_t count = std::min(LeafCount(at + size) - first, kWindowLeaves);
   window.begin = first * kLeafBytes;
-  const std::uint64_t end = std::min(stored.length, (first + count) * kLeafBytes);
+  const std::uint64_t end = std::min(extent.bytes(), (first + count) * kLeafBytes);
   window.data.resize(static_cast<std::size_t>(end - window.begin));
-  TENSORMOUNT_ASSIGN_OR_RETURN(File * file, Open(stored.journal, stored.file));
+  TENSORMOUNT_ASSIGN_OR_RETURN(File * file, Open(run.journal, extent.file));
   TENSORMOUNT_RETURN_IF_ERROR(
-      file->ReadExactAt(stored.offset + window.begin, window.data.data(), window.data.size()));
+      file->ReadExactAt(extent.offset + window.begin, window.data.data(), window.data.size()));
   for (std::uint64_t i = 0; i < count; ++i) {
     const std::size_t from = static_cast<std::size_t>(i * kLeafBytes);
     const std::size_t n = std::min<std::size_t>(kLeafBytes, window.data.size() - from);
-    if (Xxh3(window.data.data() + from, n) != (*stored.leaves)[first + i]) {
+    if (Xxh3(window.data.data() + from, n) != extent.leaves[first + i]) {
       return Status(Code::kDataLoss, file->path() + ": bytes from " +
-                                         std::to_string(stored.offset + window.begin + from) +
+                                         std::to_string(extent.offset + window.begin + from) +
                                          " on are not those that were written");
     }
   }
-  window.leaves = stored.leaves;
+  window.leaves = &extent.leaves;
   window.used = ++clock_;
   return &window;
 }
 
-Status StagedReader::Read(const Stored& stored, std::uint64_t at, std::size_t size,
+Status StagedReader::Read(const StagedRun& run, std::uint64_t at, std::size_t size,
                           std::byte* out) {
   while (size > 0) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Window* window, Load(stored, at, size));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Window* window, Load(run, at, size));
     const auto from = static_cast<std::size_t>(at - window->begin);
     const std::size_t n = std::min(size, window->data.size() - from);
     std::memcpy(out, window->data.data() + from, n);
@@ -87,23 +88,17 @@ Status StagedReader::Read(const Stored& stored, std::uint64_t at, std::size_t si
   return Status();
 }
 
-Status StagedReader::Read(const StagedRun& piece, std::uint64_t at, std::size_t size,
-                          std::byte* out) {
-  const StagedExtent& e = *piece.extent;
-  return Read(Stored{piece.journal, e.file, e.offset, e.bytes(), &e.leaves}, at, size, out);
-}
-
-Status StagedReader::ReadBox(const StagedRun& piece, const Box& bytes, std::byte* out) {
+Status StagedReader::ReadBox(const StagedRun& run, const Box& bytes, std::byte* out) {
   const PlacedBox to{bytes, 0, PackedStrides(bytes.extent())};
-  for (const PlacedBox& from : PlacePacked(piece.bytes, piece.at)) {
+  for (const PlacedBox& from : PlacePacked(run.bytes, run.at)) {
     const Box part = Intersect(from.box, bytes);
     if (part.empty()) continue;
     Status status;
     PlanCopy(part, from, to)
         .ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
           if (!status.ok()) return;
-          status = Read(piece, static_cast<std::uint64_t>(src), static_cast<std::size_t>(size),
-                        out + dst);
+          status =
+              Read(run, static_cast<std::uint64_t>(src), static_cast<std::size_t>(size), out + dst);
         });
     TENSORMOUNT_RETURN_IF_ERROR(status);
   }

@@ -19,26 +19,23 @@
 namespace tensormount::fs {
 
 // Reads what journals say is on disk, and proves every byte by the journal's leaf hashes before it
-// is compared or copied: what was damaged since must not get a hash of its own. Not thread-safe.
+// is compared or copied: what was damaged since must not get a hash of its own.
+//
+// Not index/read's PartReader, although both check leaves: that one reads chunks of a manifest,
+// whose leaves it fetches from that manifest's file and whose proof it may remember
+// (ProvenRanges). There is no manifest yet here; leaves are in memory, in the journal, and every
+// byte is read once or twice in small boxes that lie close together, so a few windows of 4 MiB do
+// what plans and caches do there. Not thread-safe.
 class StagedReader {
  public:
   // Both must outlive this.
   StagedReader(FileSystem& fs, const std::string& staging_directory,
                const std::vector<LoadedJournal>& journals);
 
-  // Stored bytes [at, at + size) of something with leaf hashes from `offset` of a file on.
-  // kDataLoss names file and place.
-  struct Stored {
-    std::uint32_t journal = 0;
-    std::uint32_t file = 0;
-    std::uint64_t offset = 0;
-    std::uint64_t length = 0;
-    const std::vector<Hash128>* leaves = nullptr;
-  };
-  Status Read(const Stored& stored, std::uint64_t at, std::size_t size, std::byte* out);
-  Status Read(const StagedRun& piece, std::uint64_t at, std::size_t size, std::byte* out);
-  // The bytes of a box, which must lie within piece.bytes, packed.
-  Status ReadBox(const StagedRun& piece, const Box& bytes, std::byte* out);
+  // Stored bytes [at, at + size) of the extent of `run`. kDataLoss names the file and the byte.
+  Status Read(const StagedRun& run, std::uint64_t at, std::size_t size, std::byte* out);
+  // The bytes of a box, which must lie within run.bytes, packed.
+  Status ReadBox(const StagedRun& run, const Box& bytes, std::byte* out);
 
  private:
   struct Window {
@@ -48,7 +45,7 @@ class StagedReader {
     std::uint64_t used = 0;
   };
   Result<File*> Open(std::uint32_t journal, std::uint32_t file);
-  Result<Window*> Load(const Stored& stored, std::uint64_t at, std::size_t size);
+  Result<Window*> Load(const StagedRun& run, std::uint64_t at, std::size_t size);
 
   FileSystem& fs_;
   const std::string directory_;

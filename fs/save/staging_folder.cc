@@ -144,17 +144,16 @@ Status RemoveStaging(const Store& store, FileSystem& fs, const Staging& staging)
   return Status();
 }
 
-Result<std::shared_ptr<WriterLease>> WriterLease::Take(FileSystem& fs, const Staging& staging) {
+Result<std::unique_ptr<StagingLease>> StagingLease::ForWriting(FileSystem& fs,
+                                                               const Staging& staging) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> lock, LockStaging(fs, staging, [](File& file) {
                                  return file.TryLockShared();
                                }));
-  auto lease = std::make_shared<WriterLease>();
-  lease->lock_ = std::move(lock);
-  return lease;
+  return std::unique_ptr<StagingLease>(new StagingLease(std::move(lock)));
 }
 
-Result<std::unique_ptr<PublisherLease>> PublisherLease::Take(FileSystem& fs,
-                                                             const Staging& staging) {
+Result<std::unique_ptr<StagingLease>> StagingLease::ForPublishing(FileSystem& fs,
+                                                                  const Staging& staging) {
   Result<std::unique_ptr<File>> lock =
       LockStaging(fs, staging, [](File& file) { return file.TryLockExclusive(); });
   if (lock.status().code() == Code::kBusy) {
@@ -162,9 +161,7 @@ Result<std::unique_ptr<PublisherLease>> PublisherLease::Take(FileSystem& fs,
                   staging.directory + ": somebody has files open for writing, or publishes it");
   }
   if (!lock.ok()) return lock.status();
-  auto lease = std::make_unique<PublisherLease>();
-  lease->lock_ = std::move(lock).value();
-  return lease;
+  return std::unique_ptr<StagingLease>(new StagingLease(std::move(lock).value()));
 }
 
 Status MakeDoneMark(FileSystem& fs, const Staging& staging, const DoneMark& mark) {

@@ -15,7 +15,7 @@
 #include "index/store/store.h"
 
 // STORE/.staging/NAME as several mounts share it (docs/format.md, "Staging of mounts"):
-//   UUID, lock, data/, manifest/       as in every staging; lock: see WriterLease
+//   UUID, lock, data/, manifest/       as in every staging; lock: see StagingLease
 //   journal/<incarnation>.tmj          what each mount wrote (journal.h)
 //   schema/<incarnation>-<n>.json      what there shall be (schema.h)
 //   done/<r>                           marks: which journals had how many bytes when it was made
@@ -37,27 +37,27 @@ bool StagingInPlace(FileSystem& fs, const Staging& staging);
 // Moves it to .trash, durably.
 Status RemoveStaging(const Store& store, FileSystem& fs, const Staging& staging);
 
-// The right to write into a staging: a shared flock on its lock file, held while anything is open
-// for writing. A publish takes it alone, so nothing that is published can still change: bytes
-// written later would fall into a file that COMMIT vouches for. Where the filesystem has no locks
-// it is granted without (`locked()` is false) and the check of StagingInPlace must do.
-class WriterLease {
+// The right to write into a staging, or to publish it, for as long as this lives: a flock on its
+// lock file, shared by all who write, exclusive for who publishes. So nothing that is published can
+// still change: bytes written later would fall into a file that COMMIT vouches for. Where the
+// filesystem has no locks the right is granted without one, and the check of StagingInPlace must
+// do.
+class StagingLease {
  public:
-  // kBusy: a publish is under way (try again); kStale: the staging has left its name.
-  static Result<std::shared_ptr<WriterLease>> Take(FileSystem& fs, const Staging& staging);
+  // Held while anything is open for writing. kBusy: a publish is under way (try again); kStale: the
+  // staging has left its name.
+  static Result<std::unique_ptr<StagingLease>> ForWriting(FileSystem& fs, const Staging& staging);
+  // kBusy: somebody, here or on another mount, has files open for writing, or publishes; kStale.
+  static Result<std::unique_ptr<StagingLease>> ForPublishing(FileSystem& fs,
+                                                             const Staging& staging);
+
+  // False where the filesystem has no locks.
   bool locked() const { return lock_ != nullptr; }
 
  private:
-  std::unique_ptr<File> lock_;
-};
+  explicit StagingLease(std::unique_ptr<File> lock) : lock_(std::move(lock)) {}
 
-// The right to publish it. kBusy: somebody, here or on another mount, has files open for writing.
-class PublisherLease {
- public:
-  static Result<std::unique_ptr<PublisherLease>> Take(FileSystem& fs, const Staging& staging);
-
- private:
-  std::unique_ptr<File> lock_;
+  const std::unique_ptr<File> lock_;  // Null where there are no locks.
 };
 
 // done/<rank>. `journals`: name and synced bytes of this mount's journal, what the writer with that

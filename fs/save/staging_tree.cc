@@ -568,19 +568,19 @@ Status StagingTreeImpl::SyncAll() {
 std::string StagingTreeImpl::StatusFields() {
   const std::lock_guard lock(mutex_);
   int writers = 0;
-  StagingWriter::Totals sum;
+  std::uint64_t bytes = 0;
+  std::uint64_t files = 0;
+  std::uint64_t syncs = 0;
   for (const auto& [name, staged] : staged_) {
     writers += staged->open_writers();
-    const StagingWriter::Totals totals = staged->writer().totals();
-    sum.bytes_written += totals.bytes_written;
-    sum.syncs += totals.syncs;
-    sum.files += totals.files;
+    bytes += staged->writer().bytes_written();
+    files += staged->writer().files();
+    syncs += staged->writer().syncs();
   }
   return fmt::format(
       R"("incarnation": "{}", "stagings": {}, "open_writers": {}, "staged_bytes": {}, )"
       R"("staged_files": {}, "staged_syncs": {}, "staged_nodes": {})",
-      incarnation_, staged_.size(), writers, sum.bytes_written, sum.files, sum.syncs,
-      nodes_.size());
+      incarnation_, staged_.size(), writers, bytes, files, syncs, nodes_.size());
 }
 
 }  // namespace tensormount::fs

@@ -4,204 +4,163 @@
 #include "fs/save/staging_writer.h"
 
 #include <algorithm>
-#include <map>
-#include <mutex>
-#include <tuple>
 #include <utility>
-
-#include "fs/save/blob_writer.h"
-#include "fs/save/target_writer.h"
 
 namespace tensormount::fs {
 namespace {
 
-std::vector<std::int64_t> Numbers(const Dims& dims) { return {dims.begin(), dims.end()}; }
+std::vector<std::int64_t> NumbersOf(const Dims& dims) { return {dims.begin(), dims.end()}; }
 
-class Writer final : public StagingWriter {
- public:
-  Writer(FileSystem& fs, const Staging& staging, const std::string& incarnation)
-      : registry_(std::make_shared<Registry>()),
-        shared_(std::make_shared<StagedParts>(fs, staging, incarnation)) {}
+Status Closed() {
+  return Status(Code::kStale, "the staging was published or removed: no longer written");
+}
 
-  Result<std::shared_ptr<Target>> OpenTarget(const TensorMeta& meta, const Box& box) override {
-    if (shared_->files.closed()) return Closed();
-    TENSORMOUNT_ASSIGN_OR_RETURN(TargetGeometry geometry, TargetGeometry::Make(meta, box));
-    TargetKey key(meta.key(), Numbers(box.begin()), Numbers(box.extent()), Numbers(meta.shape()),
-                  meta.bits());
-    const std::lock_guard lock(registry_->mutex);
-    TargetEntry& entry = registry_->targets[key];
-    std::shared_ptr<TargetWriter> target = entry.open.lock();
-    if (target == nullptr) {
-      // Kept once it was written; until then as long as somebody has it open.
-      target = std::shared_ptr<TargetWriter>(
-          new TargetWriter(shared_,
-                           {meta.key(), box, meta.shape(), static_cast<std::uint8_t>(meta.bits())},
-                           std::move(geometry), registry_->next_owner++,
-                           [registry = std::weak_ptr(registry_), key] {
-                             const auto r = registry.lock();
-                             if (r == nullptr) return;
-                             const std::lock_guard keep(r->mutex);
-                             const auto at = r->targets.find(key);
-                             if (at != r->targets.end()) at->second.kept = at->second.open.lock();
-                           }),
-          [registry = std::weak_ptr(registry_), key](TargetWriter* gone) {
-            delete gone;
-            const auto r = registry.lock();
-            if (r == nullptr) return;
-            const std::lock_guard forget(r->mutex);
-            const auto at = r->targets.find(key);
-            if (at != r->targets.end() && at->second.open.expired()) r->targets.erase(at);
-          });
-      entry.open = target;
-    }
-    return std::shared_ptr<Target>(std::move(target));
-  }
-
-  Result<std::shared_ptr<Blob>> OpenObject(const std::string& key, const Dims& index,
-                                           bool create) override {
-    if (shared_->files.closed()) return Closed();
-    const std::lock_guard lock(registry_->mutex);
-    const auto at = registry_->objects.find({key, Numbers(index)});
-    if (at != registry_->objects.end()) return std::shared_ptr<Blob>(at->second);
-    if (!create) return NoObject(key, index);
-    TENSORMOUNT_RETURN_IF_ERROR(CheckKey(key));
-    auto blob = std::make_shared<BlobWriter>(shared_, key, index);
-    registry_->objects.emplace(ObjectKey(key, Numbers(index)), blob);
-    return std::shared_ptr<Blob>(std::move(blob));
-  }
-
-  Status RemoveObject(const std::string& key, const Dims& index) override {
-    if (shared_->files.closed()) return Closed();
-    std::shared_ptr<BlobWriter> blob;
-    {
-      const std::lock_guard lock(registry_->mutex);
-      const auto at = registry_->objects.find({key, Numbers(index)});
-      if (at == registry_->objects.end()) return NoObject(key, index);
-      blob = at->second;
-    }
-    // Recorded before the name is free: what is made anew under it is recorded behind.
-    Status status = blob->Remove();
-    // A publish on another machine reads what is synced.
-    if (JournalWriter* journal = shared_->files.journal(); status.ok() && journal != nullptr) {
-      status = journal->Sync();
-    }
-    const std::lock_guard lock(registry_->mutex);
-    const auto at = registry_->objects.find({key, Numbers(index)});
-    if (at != registry_->objects.end() && at->second == blob) registry_->objects.erase(at);
-    return status;
-  }
-
-  Status RenameObject(const std::string& key, const Dims& index, const std::string& to_key,
-                      const Dims& to_index) override {
-    if (shared_->files.closed()) return Closed();
-    TENSORMOUNT_RETURN_IF_ERROR(CheckKey(to_key));
-    const ObjectKey from(key, Numbers(index));
-    const ObjectKey to(to_key, Numbers(to_index));
-    if (from == to) return {};
-    const std::lock_guard renames(registry_->renames);
-    std::shared_ptr<BlobWriter> blob;
-    std::shared_ptr<BlobWriter> replaced;
-    {
-      const std::lock_guard lock(registry_->mutex);
-      const auto at = registry_->objects.find(from);
-      if (at == registry_->objects.end()) return NoObject(key, index);
-      blob = at->second;
-      const auto there = registry_->objects.find(to);
-      if (there != registry_->objects.end()) replaced = there->second;
-    }
-    TENSORMOUNT_RETURN_IF_ERROR(blob->Sync());
-    if (replaced) TENSORMOUNT_RETURN_IF_ERROR(replaced->Leave());
-    if (const Status moved = blob->MoveTo(to_key, to_index); !moved.ok()) {
-      if (replaced) replaced->Stay();
-      return moved;
-    }
-    {
-      const std::lock_guard lock(registry_->mutex);
-      registry_->objects.erase(from);
-      registry_->objects[to] = std::move(blob);
-    }
-    return shared_->files.journal()->Sync();
-  }
-
-  std::vector<ObjectName> Objects() const override {
-    std::vector<std::shared_ptr<BlobWriter>> blobs;
-    {
-      const std::lock_guard lock(registry_->mutex);
-      for (const auto& [name, blob] : registry_->objects) blobs.push_back(blob);
-    }
-    std::vector<ObjectName> names;
-    names.reserve(blobs.size());
-    for (const auto& blob : blobs) names.push_back({blob->key(), blob->index(), blob->size()});
-    return names;
-  }
-
-  Status SyncAll() override {
-    if (shared_->files.closed()) return Closed();
-    std::vector<std::shared_ptr<StagedPart>> kept;
-    {
-      const std::lock_guard lock(registry_->mutex);
-      for (const auto& [key, entry] : registry_->targets) {
-        if (entry.kept != nullptr) kept.push_back(entry.kept);
-      }
-      for (const auto& [key, blob] : registry_->objects) kept.push_back(blob);
-    }
-    std::vector<StagedPart*> parts;
-    parts.reserve(kept.size());
-    for (const auto& part : kept) parts.push_back(part.get());
-    return SyncParts(*shared_, parts);
-  }
-
-  void CloseForGood() override { shared_->files.CloseForGood(); }
-
-  std::string journal_name() const override {
-    return shared_->files.journal() == nullptr ? "" : shared_->files.incarnation() + ".tmj";
-  }
-  std::uint64_t journal_bytes() const override {
-    const JournalWriter* const journal = shared_->files.journal();
-    return journal == nullptr ? 0 : journal->synced_bytes();
-  }
-  Totals totals() const override {
-    Totals totals;
-    totals.bytes_written = shared_->bytes_written.load(std::memory_order_relaxed);
-    totals.syncs = shared_->syncs.load(std::memory_order_relaxed);
-    totals.files = shared_->files.count();
-    return totals;
-  }
-
- private:
-  // Tensors of one key differ where a schema was taken back.
-  using Dimensions = std::vector<std::int64_t>;
-  using TargetKey = std::tuple<std::string, Dimensions, Dimensions, Dimensions, std::int64_t>;
-  using ObjectKey = std::pair<std::string, std::vector<std::int64_t>>;
-  struct TargetEntry {
-    std::weak_ptr<TargetWriter> open;
-    std::shared_ptr<TargetWriter> kept;
-  };
-  struct Registry {
-    std::mutex mutex;  // Taken after those of targets.
-    std::map<TargetKey, TargetEntry> targets;
-    std::map<ObjectKey, std::shared_ptr<BlobWriter>> objects;
-    std::mutex renames;  // One after the other. Taken before all others.
-    std::uint64_t next_owner = 0;
-  };
-
-  static Status Closed() {
-    return Status(Code::kStale, "the staging was published or removed: no longer written");
-  }
-  static Status NoObject(const std::string& key, const Dims& index) {
-    return Status(Code::kNotFound,
-                  "object " + key + index.ToString() + ": not written by this mount");
-  }
-
-  const std::shared_ptr<Registry> registry_;
-  const std::shared_ptr<StagedParts> shared_;
-};
+Status NoObject(const std::string& key, const Dims& index) {
+  return Status(Code::kNotFound,
+                "object " + key + index.ToString() + ": not written by this mount");
+}
 
 }  // namespace
 
-std::shared_ptr<StagingWriter> StagingWriter::Make(FileSystem& fs, const Staging& staging,
-                                                   const std::string& incarnation) {
-  return std::make_shared<Writer>(fs, staging, incarnation);
+StagingWriter::StagingWriter(FileSystem& fs, const Staging& staging, const std::string& incarnation)
+    : registry_(std::make_shared<Registry>()),
+      shared_(std::make_shared<StagedParts>(fs, staging, incarnation)) {}
+
+Result<std::shared_ptr<TargetWriter>> StagingWriter::OpenTarget(const TensorMeta& meta,
+                                                                const Box& box) {
+  if (shared_->files.closed()) return Closed();
+  TENSORMOUNT_ASSIGN_OR_RETURN(TargetGeometry geometry, TargetGeometry::Make(meta, box));
+  TargetKey key(meta.key(), NumbersOf(box.begin()), NumbersOf(box.extent()),
+                NumbersOf(meta.shape()), meta.bits());
+  const std::lock_guard lock(registry_->mutex);
+  TargetEntry& entry = registry_->targets[key];
+  std::shared_ptr<TargetWriter> target = entry.open.lock();
+  if (target == nullptr) {
+    // Kept once it was written; until then as long as somebody has it open.
+    target = std::shared_ptr<TargetWriter>(
+        new TargetWriter(shared_,
+                         {meta.key(), box, meta.shape(), static_cast<std::uint8_t>(meta.bits())},
+                         std::move(geometry), registry_->next_owner++,
+                         [registry = std::weak_ptr(registry_), key] {
+                           const auto r = registry.lock();
+                           if (r == nullptr) return;
+                           const std::lock_guard keep(r->mutex);
+                           const auto at = r->targets.find(key);
+                           if (at != r->targets.end()) at->second.kept = at->second.open.lock();
+                         }),
+        [registry = std::weak_ptr(registry_), key](TargetWriter* gone) {
+          delete gone;
+          const auto r = registry.lock();
+          if (r == nullptr) return;
+          const std::lock_guard forget(r->mutex);
+          const auto at = r->targets.find(key);
+          if (at != r->targets.end() && at->second.open.expired()) r->targets.erase(at);
+        });
+    entry.open = target;
+  }
+  return target;
+}
+
+Result<std::shared_ptr<BlobWriter>> StagingWriter::OpenObject(const std::string& key,
+                                                              const Dims& index, bool create) {
+  if (shared_->files.closed()) return Closed();
+  const std::lock_guard lock(registry_->mutex);
+  const auto at = registry_->objects.find({key, NumbersOf(index)});
+  if (at != registry_->objects.end()) return at->second;
+  if (!create) return NoObject(key, index);
+  TENSORMOUNT_RETURN_IF_ERROR(CheckKey(key));
+  auto blob = std::make_shared<BlobWriter>(shared_, key, index);
+  registry_->objects.emplace(ObjectKey(key, NumbersOf(index)), blob);
+  return blob;
+}
+
+Status StagingWriter::RemoveObject(const std::string& key, const Dims& index) {
+  if (shared_->files.closed()) return Closed();
+  std::shared_ptr<BlobWriter> blob;
+  {
+    const std::lock_guard lock(registry_->mutex);
+    const auto at = registry_->objects.find({key, NumbersOf(index)});
+    if (at == registry_->objects.end()) return NoObject(key, index);
+    blob = at->second;
+  }
+  // Recorded before the name is free: what is made anew under it is recorded behind.
+  Status status = blob->Remove();
+  // A publish on another machine reads what is synced.
+  if (JournalWriter* journal = shared_->files.journal(); status.ok() && journal != nullptr) {
+    status = journal->Sync();
+  }
+  const std::lock_guard lock(registry_->mutex);
+  const auto at = registry_->objects.find({key, NumbersOf(index)});
+  if (at != registry_->objects.end() && at->second == blob) registry_->objects.erase(at);
+  return status;
+}
+
+Status StagingWriter::RenameObject(const std::string& key, const Dims& index,
+                                   const std::string& to_key, const Dims& to_index) {
+  if (shared_->files.closed()) return Closed();
+  TENSORMOUNT_RETURN_IF_ERROR(CheckKey(to_key));
+  const ObjectKey from(key, NumbersOf(index));
+  const ObjectKey to(to_key, NumbersOf(to_index));
+  if (from == to) return {};
+  const std::lock_guard renames(registry_->renames);
+  std::shared_ptr<BlobWriter> blob;
+  std::shared_ptr<BlobWriter> replaced;
+  {
+    const std::lock_guard lock(registry_->mutex);
+    const auto at = registry_->objects.find(from);
+    if (at == registry_->objects.end()) return NoObject(key, index);
+    blob = at->second;
+    const auto there = registry_->objects.find(to);
+    if (there != registry_->objects.end()) replaced = there->second;
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(blob->Sync());
+  if (replaced) TENSORMOUNT_RETURN_IF_ERROR(replaced->Leave());
+  if (const Status moved = blob->MoveTo(to_key, to_index); !moved.ok()) {
+    if (replaced) replaced->Stay();
+    return moved;
+  }
+  {
+    const std::lock_guard lock(registry_->mutex);
+    registry_->objects.erase(from);
+    registry_->objects[to] = std::move(blob);
+  }
+  return shared_->files.journal()->Sync();
+}
+
+std::vector<StagingWriter::ObjectName> StagingWriter::Objects() const {
+  std::vector<std::shared_ptr<BlobWriter>> blobs;
+  {
+    const std::lock_guard lock(registry_->mutex);
+    for (const auto& [name, blob] : registry_->objects) blobs.push_back(blob);
+  }
+  std::vector<ObjectName> names;
+  names.reserve(blobs.size());
+  for (const auto& blob : blobs) names.push_back({blob->key(), blob->index(), blob->size()});
+  return names;
+}
+
+Status StagingWriter::SyncAll() {
+  if (shared_->files.closed()) return Closed();
+  std::vector<std::shared_ptr<StagedPart>> kept;
+  {
+    const std::lock_guard lock(registry_->mutex);
+    for (const auto& [key, entry] : registry_->targets) {
+      if (entry.kept != nullptr) kept.push_back(entry.kept);
+    }
+    for (const auto& [key, blob] : registry_->objects) kept.push_back(blob);
+  }
+  std::vector<StagedPart*> parts;
+  parts.reserve(kept.size());
+  for (const auto& part : kept) parts.push_back(part.get());
+  return SyncParts(*shared_, parts);
+}
+
+std::string StagingWriter::journal_name() const {
+  return shared_->files.journal() == nullptr ? "" : shared_->files.incarnation() + ".tmj";
+}
+std::uint64_t StagingWriter::journal_bytes() const {
+  const JournalWriter* const journal = shared_->files.journal();
+  return journal == nullptr ? 0 : journal->synced_bytes();
 }
 
 }  // namespace tensormount::fs

@@ -3,15 +3,19 @@
 #define TENSORMOUNT_FS_SAVE_STAGING_WRITER_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/save/journal.h"
-#include "fs/save/schema.h"
+#include "fs/save/blob_writer.h"
+#include "fs/save/target_writer.h"
 #include "index/store/store.h"
 
 namespace tensormount::fs {
@@ -35,78 +39,63 @@ namespace tensormount::fs {
 // tensor in order by small writes still gets its file.
 class StagingWriter {
  public:
-  static constexpr std::uint64_t kOwnFileBytes = std::uint64_t{4} << 20;
   // Makes the journal and files when the first byte is written. `fs` must outlive this.
-  static std::shared_ptr<StagingWriter> Make(FileSystem& fs, const Staging& staging,
-                                             const std::string& incarnation);
-  virtual ~StagingWriter() = default;
+  StagingWriter(FileSystem& fs, const Staging& staging, const std::string& incarnation);
 
-  // A box of a tensor, from when it is first opened. Shared by all who have it open.
-  class Target {
-   public:
-    virtual ~Target() = default;
-    virtual std::uint64_t size() const = 0;  // Packed bytes of the box.
-    // ENODATA where any of the bytes was not written through this target.
-    virtual Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) = 0;
-    // EFBIG past size(); needs a WriterLease held by the caller. kStale once CloseForGood ran.
-    virtual Status Write(std::uint64_t offset, const void* data, std::size_t size) = 0;
-    // Forgets what was written of [begin, end). Durable with the next sync of anything. Where that
-    // is all of it a target that was condemned may be written again.
-    virtual Status Forget(std::uint64_t begin, std::uint64_t end) = 0;
-    // Until what was written before this call is durable and recorded. Where that fails the target
-    // is condemned, in the journal too: later writes and syncs fail. Other targets go on.
-    virtual Status Sync() = 0;
-    virtual std::uint64_t written_bytes() const = 0;  // Distinct ones.
-    virtual void Condemn(const std::string& reason) = 0;
-    // [begin, end) pairs that are written, merged, in order: SEEK_DATA, SEEK_HOLE, `du`.
-    virtual std::vector<std::pair<std::uint64_t, std::uint64_t>> Written() const = 0;
-  };
-  virtual Result<std::shared_ptr<Target>> OpenTarget(const TensorMeta& meta, const Box& box) = 0;
+  // A box of a tensor. Shared by all who have it open; kept, once it was written, until this ends.
+  Result<std::shared_ptr<TargetWriter>> OpenTarget(const TensorMeta& meta, const Box& box);
 
-  // A file of any size: an object part. Same rules; holes read as they do anywhere: an object
-  // counts as a whole, holes are zeros.
-  class Blob {
-   public:
-    virtual ~Blob() = default;
-    virtual std::uint64_t size() const = 0;
-    virtual Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) = 0;
-    virtual Status Write(std::uint64_t offset, const void* data, std::size_t size) = 0;
-    // Where there are bytes already: what lies past the end is dropped.
-    virtual Status Overwrite(std::uint64_t offset, const void* data, std::size_t size) = 0;
-    virtual Result<std::uint64_t> Append(const void* data, std::size_t size) = 0;
-    virtual Status Truncate(std::uint64_t size) = 0;
-    virtual Status Sync() = 0;
-  };
-  virtual Result<std::shared_ptr<Blob>> OpenObject(const std::string& key, const Dims& index,
-                                                   bool create) = 0;
+  // An object part. kNotFound where it is not there and `create` is false.
+  Result<std::shared_ptr<BlobWriter>> OpenObject(const std::string& key, const Dims& index,
+                                                 bool create);
   // kNotFound. Who has it open goes on with a file without a name. Durable.
-  virtual Status RemoveObject(const std::string& key, const Dims& index) = 0;
+  Status RemoveObject(const std::string& key, const Dims& index);
   // kNotFound. What was written and synced goes with it, and those who have it open; what had the
   // new name goes on without one. Durable, and nothing is copied: one of both names at any time.
-  virtual Status RenameObject(const std::string& key, const Dims& index, const std::string& to_key,
-                              const Dims& to_index) = 0;
+  Status RenameObject(const std::string& key, const Dims& index, const std::string& to_key,
+                      const Dims& to_index);
   struct ObjectName {
     std::string key;
     Dims index;
     std::uint64_t size = 0;
   };
-  virtual std::vector<ObjectName> Objects() const = 0;
+  std::vector<ObjectName> Objects() const;
 
   // Everything so far durable and recorded, each data file synced once. The first failure; it does
   // not keep others from being synced. Data files are sealed by the publish, not here.
-  virtual Status SyncAll() = 0;
+  Status SyncAll();
   // No more writes: the staging was published or removed. Later calls are kStale, reads too;
   // descriptors are closed.
-  virtual void CloseForGood() = 0;
+  void CloseForGood() { shared_->files.CloseForGood(); }
   // "<incarnation>.tmj" and its synced bytes, for done marks; empty while nothing was written.
-  virtual std::string journal_name() const = 0;
-  virtual std::uint64_t journal_bytes() const = 0;
-  struct Totals {
-    std::uint64_t bytes_written = 0;
-    std::uint64_t syncs = 0;
-    std::uint64_t files = 0;
+  std::string journal_name() const;
+  std::uint64_t journal_bytes() const;
+  // Of this writer since it was made.
+  std::uint64_t bytes_written() const { return shared_->bytes_written.load(); }
+  std::uint64_t files() const { return shared_->files.count(); }
+  std::uint64_t syncs() const { return shared_->syncs.load(); }
+
+ private:
+  using Numbers = std::vector<std::int64_t>;  // Dims have no order.
+  // Key, begin and extent of the box, shape, bits. Tensors of one key differ where a schema was
+  // taken back.
+  using TargetKey = std::tuple<std::string, Numbers, Numbers, Numbers, std::int64_t>;
+  using ObjectKey = std::pair<std::string, Numbers>;
+  struct TargetEntry {
+    std::weak_ptr<TargetWriter> open;
+    std::shared_ptr<TargetWriter> kept;  // From its first byte on.
   };
-  virtual Totals totals() const = 0;
+  // Targets refer to it weakly, because whoever has one open may outlive the writer.
+  struct Registry {
+    std::mutex mutex;  // Taken after those of targets.
+    std::map<TargetKey, TargetEntry> targets;
+    std::map<ObjectKey, std::shared_ptr<BlobWriter>> objects;
+    std::mutex renames;  // One after the other. Taken before all others.
+    std::uint32_t next_owner = 0;
+  };
+
+  const std::shared_ptr<Registry> registry_;
+  const std::shared_ptr<StagedParts> shared_;
 };
 
 }  // namespace tensormount::fs

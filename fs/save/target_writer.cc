@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <set>
+#include <tuple>
 
 #include "base/checked.h"
 #include "shard/leaf_hash.h"
@@ -27,7 +29,7 @@ constexpr std::uint64_t kMaxLogBytes = std::uint64_t{4} << 20;
 }  // namespace
 
 TargetWriter::TargetWriter(std::shared_ptr<StagedParts> shared, StagedTarget name,
-                           TargetGeometry geometry, std::uint64_t owner,
+                           TargetGeometry geometry, std::uint32_t owner,
                            std::function<void()> on_first_write)
     : shared_(std::move(shared)),
       name_(std::move(name)),
@@ -35,38 +37,38 @@ TargetWriter::TargetWriter(std::shared_ptr<StagedParts> shared, StagedTarget nam
       owner_(owner),
       on_first_write_(std::move(on_first_write)) {}
 
-bool TargetWriter::Overlaps(std::uint64_t begin, std::uint64_t end) const {
+bool TargetWriter::Overlaps(const ByteRange& bytes) const {
   return std::ranges::any_of(writing_,
-                             [&](const auto& w) { return begin < w.second && w.first < end; });
+                             [&](const ByteRange& w) { return !w.Intersect(bytes).empty(); });
 }
 
-Status TargetWriter::Enter(Lock& lock, std::uint64_t begin, std::uint64_t end) {
+Status TargetWriter::Enter(Lock& lock, const ByteRange& bytes) {
   const auto deadline = std::chrono::steady_clock::now() + kTargetPatience;
   const bool free =
-      changed_.wait_until(lock, deadline, [&] { return !taking_ && !Overlaps(begin, end); });
+      changed_.wait_until(lock, deadline, [&] { return !taking_ && !Overlaps(bytes); });
   if (!free) return Status(Code::kDeadlineExceeded, Name() + ": another write does not return");
-  writing_.emplace_back(begin, end);
+  writing_.push_back(bytes);
   return {};
 }
 
-void TargetWriter::Leave(std::uint64_t begin, std::uint64_t end) {
-  const auto at = std::ranges::find(writing_, std::pair(begin, end));
+void TargetWriter::Leave(const ByteRange& bytes) {
+  const auto at = std::ranges::find(writing_, bytes);
   *at = writing_.back();
   writing_.pop_back();
   changed_.notify_all();
 }
 
-void TargetWriter::EraseLeaves(std::uint64_t begin, std::uint64_t end) {
-  leaves_.erase(leaves_.lower_bound(begin / kLeafBytes),
-                leaves_.lower_bound((end + kLeafBytes - 1) / kLeafBytes));
+void TargetWriter::EraseLeaves(const ByteRange& bytes) {
+  leaves_.erase(leaves_.lower_bound(bytes.begin / kLeafBytes),
+                leaves_.lower_bound((bytes.end + kLeafBytes - 1) / kLeafBytes));
 }
 
-std::uint64_t TargetWriter::KnownBytes(std::uint64_t begin, std::uint64_t end) const {
-  std::uint64_t bytes = 0;
+std::uint64_t TargetWriter::KnownBytes(const ByteRange& bytes) const {
+  std::uint64_t known = 0;
   fresh_.Walk(
-      begin, end, [&](const PlacedRange& r) { bytes += r.place.length; },
-      [&](std::uint64_t b, std::uint64_t e) { bytes += synced_.Covered(b, e); });
-  return bytes;
+      bytes, [&](const StoredRange& r) { known += r.size(); },
+      [&](const ByteRange& gap) { known += synced_.Covered(gap); });
+  return known;
 }
 
 // ---- Where bytes go ---------------------------------------------------------------------------
@@ -74,7 +76,7 @@ std::uint64_t TargetWriter::KnownBytes(std::uint64_t begin, std::uint64_t end) c
 Status TargetWriter::OpenGrid() {
   if (grid_.has_value()) return {};
   Grid grid;
-  if (size() < StagingWriter::kOwnFileBytes) {
+  if (size() < StagedParts::kOwnFileBytes) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const DataFiles::Area area, shared_->files.Allocate(size()));
     grid.file = area.file;
     grid.base = area.offset;
@@ -89,42 +91,43 @@ Status TargetWriter::OpenGrid() {
   return {};
 }
 
-void TargetWriter::AddPiece(std::uint64_t begin, std::uint64_t end,
-                            const std::shared_ptr<DataFile>& file, std::uint64_t offset, bool grid,
-                            WriteRuns& pieces) const {
-  if (!pieces.empty()) {
-    WriteRun& last = pieces.back();
-    if (!last.copied && last.file == file && last.range.place.grid == grid &&
-        last.range.end() == begin && last.range.place.offset + last.range.place.length == offset) {
-      last.range.place.length += end - begin;
+void TargetWriter::AddRange(const StoredRange& range, Ranges& plan) {
+  if (!plan.empty()) {
+    StoredRange& last = plan.back();
+    if (last.source == range.source && last.grid == range.grid &&
+        last.bytes.end == range.bytes.begin && last.offset + last.size() == range.offset) {
+      last.bytes.end = range.bytes.end;
       return;
     }
   }
-  pieces.push_back({{begin, {end - begin, offset, file->number(), grid}}, file, std::nullopt});
+  plan.push_back(range);
 }
 
-// Whether all of [begin, end) may be written at its place in the grid.
-bool TargetWriter::ClaimGrid(std::uint64_t begin, std::uint64_t end) {
-  if (grid_->file->condemned()) return false;
-  bool free = true;
-  used_.Split(begin, end, [&](std::uint64_t, std::uint64_t, bool used) { free = free && !used; });
-  if (!free || grid_->shared == nullptr) return free;
+// Whether all of these bytes may be written at their position in the grid. No byte there that was
+// ever synced may: a journal record names it, with its hash, until the staging is published.
+bool TargetWriter::ClaimGrid(const ByteRange& bytes) {
+  if (grid_->file->condemned() || used_.Covered(bytes) > 0) return false;
+  if (grid_->shared == nullptr) return true;
   const std::lock_guard lock(grid_->shared->mutex);
-  return grid_->shared->claims.Claim(grid_->base + begin, grid_->base + end, owner_);
+  return grid_->shared->claims.Claim({grid_->base + bytes.begin, grid_->base + bytes.end}, owner_);
 }
 
-bool TargetWriter::BesideGrid(std::uint64_t begin, std::uint64_t end) const {
+StoredRange TargetWriter::InGrid(const ByteRange& bytes) const {
+  return {bytes, grid_->base + bytes.begin, grid_->file->number(), true};
+}
+
+bool TargetWriter::BesideGrid(const ByteRange& bytes) const {
   for (const RangeMap* map : {&fresh_, &synced_}) {
-    const auto before = map->EndingAt(begin);
-    if (before.has_value() && before->place.grid) return true;
-    const auto behind = map->BeginningAt(end);
-    if (behind.has_value() && behind->place.grid) return true;
+    const auto before = map->EndingAt(bytes.begin);
+    if (before.has_value() && before->grid) return true;
+    const auto behind = map->BeginningAt(bytes.end);
+    if (behind.has_value() && behind->grid) return true;
   }
   return false;
 }
 
-Status TargetWriter::PlanLog(std::uint64_t begin, std::uint64_t end, WriteRuns& pieces) {
-  const std::uint64_t n = end - begin;
+Status TargetWriter::PlanLog(const ByteRange& bytes, Ranges& plan) {
+  const std::uint64_t n = bytes.size();
   if (log_.file == nullptr || log_.file->condemned() || log_.size < n) {
     const std::uint64_t more = std::max(n, std::clamp(log_bytes_, kMinLogBytes, kMaxLogBytes));
     if (log_.file == nullptr || log_.file->condemned() || !shared_->files.Extend(log_, more)) {
@@ -132,140 +135,141 @@ Status TargetWriter::PlanLog(std::uint64_t begin, std::uint64_t end, WriteRuns& 
     }
     log_bytes_ += more;
   }
-  AddPiece(begin, end, log_.file, log_.offset, false, pieces);
+  AddRange({bytes, log_.offset, log_.file->number(), false}, plan);
   log_.offset += n;
   log_.size -= n;
   return {};
 }
 
-// Bytes that have no place yet, or one that may not be written again.
-Status TargetWriter::PlanGap(std::uint64_t begin, std::uint64_t end, bool is_short,
-                             WriteRuns& pieces) {
-  if (is_short && !BesideGrid(begin, end)) return PlanLog(begin, end, pieces);
+// Bytes that are stored nowhere yet, or where they may not be written again.
+Status TargetWriter::PlanGap(const ByteRange& bytes, bool is_short, Ranges& plan) {
+  if (is_short && !BesideGrid(bytes)) return PlanLog(bytes, plan);
   TENSORMOUNT_RETURN_IF_ERROR(OpenGrid());
   Status status;
-  used_.Split(begin, end, [&](std::uint64_t b, std::uint64_t e, bool used) {
-    if (!status.ok()) return;
-    if (!used && ClaimGrid(b, e)) {
-      AddPiece(b, e, grid_->file, grid_->base + b, true, pieces);
-    } else {
-      status = PlanLog(b, e, pieces);
-    }
-  });
+  used_.Walk(
+      bytes,
+      [&](const StoredRange& used) {
+        if (status.ok()) status = PlanLog(used.bytes, plan);
+      },
+      [&](const ByteRange& free) {
+        if (!status.ok()) return;
+        if (ClaimGrid(free)) {
+          AddRange(InGrid(free), plan);
+        } else {
+          status = PlanLog(free, plan);
+        }
+      });
   return status;
 }
 
 // A write with neighbours in the log that, with them, is long or beside the grid: all of them go to
-// the grid. Adds nothing where there are none, or where they may not.
-Status TargetWriter::PlanGrown(std::uint64_t begin, std::uint64_t end, WriteRuns& pieces) {
-  const auto usable = [&](std::optional<PlacedRange>& r) {
-    if (r.has_value() &&
-        (r->place.grid || r->place.length >= kShortBytes || Overlaps(r->begin, r->end()))) {
-      r.reset();
-    }
+// the grid. Adds nothing where there are none, or where they may not. The neighbours lie outside of
+// `bytes`, by which Write knows that they are to be copied.
+Status TargetWriter::PlanGrown(const ByteRange& bytes, Ranges& plan) {
+  const auto usable = [&](std::optional<StoredRange>& r) {
+    if (r.has_value() && (r->grid || r->size() >= kShortBytes || Overlaps(r->bytes))) r.reset();
   };
-  std::optional<PlacedRange> before = fresh_.EndingAt(begin);
-  std::optional<PlacedRange> behind = fresh_.BeginningAt(end);
+  std::optional<StoredRange> before = fresh_.EndingAt(bytes.begin);
+  std::optional<StoredRange> behind = fresh_.BeginningAt(bytes.end);
   usable(before);
   usable(behind);
-  const std::uint64_t from = before.has_value() ? before->begin : begin;
-  const std::uint64_t to = behind.has_value() ? behind->end() : end;
   if (!before.has_value() && !behind.has_value()) return {};
-  if (to - from < kShortBytes && !BesideGrid(from, to)) return {};
+  const ByteRange all{before.has_value() ? before->bytes.begin : bytes.begin,
+                      behind.has_value() ? behind->bytes.end : bytes.end};
+  if (all.size() < kShortBytes && !BesideGrid(all)) return {};
   TENSORMOUNT_RETURN_IF_ERROR(OpenGrid());
-  if (!ClaimGrid(from, to)) return {};
-  const auto add = [&](std::uint64_t b, std::uint64_t e, std::optional<PlacedRange> copied) {
-    pieces.push_back(
-        {{b, {e - b, grid_->base + b, grid_->file->number(), true}}, grid_->file, copied});
-  };
-  if (before.has_value()) add(from, begin, before);
-  add(begin, end, std::nullopt);
-  if (behind.has_value()) add(end, to, behind);
+  if (!ClaimGrid(all)) return {};
+  if (before.has_value()) plan.push_back(InGrid(before->bytes));
+  plan.push_back(InGrid(bytes));
+  if (behind.has_value()) plan.push_back(InGrid(behind->bytes));
   return {};
 }
 
-Status TargetWriter::Plan(std::uint64_t begin, std::uint64_t end, WriteRuns& pieces) {
-  const bool is_large = size() >= StagingWriter::kOwnFileBytes;
-  const bool is_short = is_large && end - begin < kShortBytes;
-  if (is_large && fresh_.Covered(begin, end) == 0) {
-    TENSORMOUNT_RETURN_IF_ERROR(PlanGrown(begin, end, pieces));
-    if (!pieces.empty()) return {};
+Status TargetWriter::Plan(const ByteRange& bytes, Ranges& plan) {
+  const bool is_large = size() >= StagedParts::kOwnFileBytes;
+  const bool is_short = is_large && bytes.size() < kShortBytes;
+  if (is_large && fresh_.Covered(bytes) == 0) {
+    TENSORMOUNT_RETURN_IF_ERROR(PlanGrown(bytes, plan));
+    if (!plan.empty()) return {};
   }
   Status status;
   fresh_.Walk(
-      begin, end,
-      [&](const PlacedRange& r) {
-        AddPiece(r.begin, r.end(), shared_->files.Get(r.place.file), r.place.offset, r.place.grid,
-                 pieces);
-      },
-      [&](std::uint64_t b, std::uint64_t e) {
-        if (status.ok()) status = PlanGap(b, e, is_short, pieces);
+      bytes, [&](const StoredRange& r) { AddRange(r, plan); },
+      [&](const ByteRange& gap) {
+        if (status.ok()) status = PlanGap(gap, is_short, plan);
       });
   return status;
 }
 
 // ---- Writing ----------------------------------------------------------------------------------
 
-Status TargetWriter::WritePiece(const WriteRun& piece, const std::byte* data, Leaves& leaves) {
-  const PlacedRange& range = piece.range;
-  if (!range.place.grid) return piece.file->Write(range.place.offset, data, range.place.length);
-  for (std::uint64_t at = range.begin; at < range.end();) {
+Status TargetWriter::WriteRange(const StoredRange& range, const std::byte* data, Leaves& leaves) {
+  const std::shared_ptr<DataFile> file = shared_->files.Get(range.source);
+  if (!range.grid) return file->Write(range.offset, data, range.size());
+  for (std::uint64_t at = range.bytes.begin; at < range.bytes.end;) {
     const std::uint64_t block =
-        std::min(range.end(), (at / kTargetBlockBytes + 1) * kTargetBlockBytes);
+        std::min(range.bytes.end, (at / kTargetBlockBytes + 1) * kTargetBlockBytes);
     for (std::uint64_t leaf = at; leaf < block;) {
       const std::uint64_t next = std::min(size(), (leaf / kLeafBytes + 1) * kLeafBytes);
       if (leaf % kLeafBytes == 0 && next <= block) {
-        const std::byte* bytes = data + (leaf - range.begin);
+        const std::byte* bytes = data + (leaf - range.bytes.begin);
         leaves.emplace_hint(
             leaves.end(), leaf / kLeafBytes,
             Leaf{Xxh3(bytes, next - leaf), geometry_.Contribution(leaf, bytes, next - leaf)});
       }
       leaf = next;
     }
-    TENSORMOUNT_RETURN_IF_ERROR(piece.file->Write(range.place.offset + (at - range.begin),
-                                                  data + (at - range.begin), block - at));
+    const std::uint64_t done = at - range.bytes.begin;
+    TENSORMOUNT_RETURN_IF_ERROR(file->Write(range.offset + done, data + done, block - at));
     at = block;
   }
   return {};
 }
 
-Status TargetWriter::CopyPiece(const WriteRun& piece) {
-  const std::shared_ptr<DataFile> from = shared_->files.Get(piece.copied->place.file);
-  std::vector<std::byte> buffer(std::min(kTargetBlockBytes, piece.range.place.length));
-  for (std::uint64_t done = 0; done < piece.range.place.length;) {
-    const std::size_t n = std::min<std::uint64_t>(buffer.size(), piece.range.place.length - done);
-    TENSORMOUNT_RETURN_IF_ERROR(from->Read(piece.copied->place.offset + done, buffer.data(), n));
-    TENSORMOUNT_RETURN_IF_ERROR(
-        piece.file->Write(piece.range.place.offset + done, buffer.data(), n));
-    done += n;
+// A neighbour in the log moves to `to`. Nobody else writes or syncs these bytes meanwhile: they are
+// among writing_. But a write beside them may end now and become one range with them, so they are
+// looked up again by their bytes, not by where their range begins.
+Status TargetWriter::CopyRange(const StoredRange& to) {
+  Ranges stored;
+  {
+    const Lock lock(mutex_);
+    fresh_.ForEach(to.bytes, [&](const StoredRange& r) { stored.push_back(r); });
+  }
+  const std::shared_ptr<DataFile> file = shared_->files.Get(to.source);
+  std::vector<std::byte> buffer(std::min(kTargetBlockBytes, to.size()));
+  for (const StoredRange& from : stored) {
+    const std::uint64_t offset = to.offset + (from.bytes.begin - to.bytes.begin);
+    for (std::uint64_t done = 0; done < from.size();) {
+      const std::size_t n = std::min<std::uint64_t>(buffer.size(), from.size() - done);
+      TENSORMOUNT_RETURN_IF_ERROR(
+          shared_->files.Get(from.source)->Read(from.offset + done, buffer.data(), n));
+      TENSORMOUNT_RETURN_IF_ERROR(file->Write(offset + done, buffer.data(), n));
+      done += n;
+    }
   }
   return {};
 }
 
-void TargetWriter::Install(const WriteRun& piece) {
-  const PlacedRange& r = piece.range;
-  written_ += r.place.length - KnownBytes(r.begin, r.end());
-  fresh_.Insert(r);
+void TargetWriter::Install(const StoredRange& range) {
+  written_ += range.size() - KnownBytes(range.bytes);
+  fresh_.Insert(range);
 }
 
-void TargetWriter::StartWriteback(Lock& lock, const WriteRun& piece) {
-  const std::uint64_t begin = piece.range.place.offset;
-  const std::uint64_t end = begin + piece.range.place.length;
-  std::shared_ptr<DataFile> file = writeback_;
-  std::uint64_t from = writeback_begin_;
-  std::uint64_t to = writeback_end_;
-  if (writeback_ == piece.file && writeback_end_ == begin) {
-    writeback_end_ = to = end;
-    if (to - from < kWritebackBytes) return;
-    writeback_begin_ = end;
+void TargetWriter::StartWriteback(Lock& lock, const StoredRange& range) {
+  const ByteRange stored{range.offset, range.offset + range.size()};
+  const std::uint32_t file = writeback_file_;
+  ByteRange start = writeback_;
+  if (file == range.source && writeback_.end == stored.begin) {
+    writeback_.end = start.end = stored.end;
+    if (start.size() < kWritebackBytes) return;
+    writeback_.begin = stored.end;
   } else {
-    writeback_ = piece.file;
-    writeback_begin_ = begin;
-    writeback_end_ = end;
-    if (file == nullptr || to - from < kWorthWriteback) return;
+    writeback_file_ = range.source;
+    writeback_ = stored;
+    if (start.size() < kWorthWriteback) return;
   }
   lock.unlock();
-  file->StartWriteback(from, to - from);
+  shared_->files.Get(file)->StartWriteback(start.begin, start.size());
   lock.lock();
 }
 
@@ -273,10 +277,10 @@ Status TargetWriter::Write(std::uint64_t offset, const void* data, std::size_t s
   if (shared_->files.closed()) return Status(Code::kStale, Name() + ": no longer written");
   if (!RangeWithin(offset, size, this->size())) return Status::FromErrno(EFBIG, "write", Name());
   if (size == 0) return {};
-  std::uint64_t begin = offset;
-  std::uint64_t end = offset + size;
+  const ByteRange bytes{offset, offset + size};
+  ByteRange taken = bytes;  // What nobody else may write meanwhile.
   Lock lock(mutex_);
-  TENSORMOUNT_RETURN_IF_ERROR(Enter(lock, begin, end));
+  TENSORMOUNT_RETURN_IF_ERROR(Enter(lock, taken));
   Status status = failure_;
   if (status.ok() && !began_) {
     status = shared_->files.Open();
@@ -285,95 +289,93 @@ Status TargetWriter::Write(std::uint64_t offset, const void* data, std::size_t s
       on_first_write_();
     }
   }
-  WriteRuns pieces;
-  if (status.ok()) status = Plan(begin, end, pieces);
+  Ranges plan;
+  if (status.ok()) status = Plan(bytes, plan);
   if (status.ok()) {
     // Neighbours that move are written, too.
-    const std::uint64_t from = std::min(begin, pieces.front().range.begin);
-    const std::uint64_t to = std::max(end, pieces.back().range.end());
-    *std::ranges::find(writing_, std::pair(begin, end)) = {from, to};
-    begin = from;
-    end = to;
-    EraseLeaves(begin, end);
+    const ByteRange all{std::min(bytes.begin, plan.front().bytes.begin),
+                        std::max(bytes.end, plan.back().bytes.end)};
+    *std::ranges::find(writing_, taken) = all;
+    taken = all;
+    EraseLeaves(taken);
   }
   lock.unlock();
 
   Leaves leaves;
   std::size_t written = 0;
   if (status.ok()) {
-    for (; written < pieces.size(); ++written) {
-      const WriteRun& piece = pieces[written];
-      status = piece.copied.has_value()
-                   ? CopyPiece(piece)
-                   : WritePiece(piece,
-                                static_cast<const std::byte*>(data) + (piece.range.begin - offset),
-                                leaves);
+    for (; written < plan.size(); ++written) {
+      const StoredRange& range = plan[written];
+      status = bytes.Contains(range.bytes)
+                   ? WriteRange(range,
+                                static_cast<const std::byte*>(data) + (range.bytes.begin - offset),
+                                leaves)
+                   : CopyRange(range);
       if (!status.ok()) break;
     }
   }
 
   lock.lock();
-  for (std::size_t i = 0; i < written; ++i) Install(pieces[i]);
+  for (std::size_t i = 0; i < written; ++i) Install(plan[i]);
   if (status.ok()) {
     leaves_.merge(leaves);
     shared_->bytes_written.fetch_add(size, std::memory_order_relaxed);
   }
-  Leave(begin, end);
-  if (written > 0) StartWriteback(lock, pieces[written - 1]);
+  Leave(taken);
+  if (written > 0) StartWriteback(lock, plan[written - 1]);
   return status;
 }
 
 Result<std::size_t> TargetWriter::Read(std::uint64_t offset, void* out, std::size_t size) {
   if (offset >= this->size()) return std::size_t{0};
   size = static_cast<std::size_t>(std::min<std::uint64_t>(size, this->size() - offset));
-  std::vector<PlacedRange> ranges;
+  Ranges ranges;
   bool hole = false;
-  const auto add = [&](const PlacedRange& r) { ranges.push_back(r); };
+  const auto add = [&](const StoredRange& r) { ranges.push_back(r); };
   {
     const Lock lock(mutex_);
-    fresh_.Walk(offset, offset + size, add, [&](std::uint64_t b, std::uint64_t e) {
-      synced_.Walk(b, e, add, [&](std::uint64_t, std::uint64_t) { hole = true; });
+    fresh_.Walk({offset, offset + size}, add, [&](const ByteRange& gap) {
+      synced_.Walk(gap, add, [&](const ByteRange&) { hole = true; });
     });
   }
   if (hole) return Status::FromErrno(ENODATA, "read what was not written of", Name());
-  for (const PlacedRange& r : ranges) {
-    TENSORMOUNT_RETURN_IF_ERROR(shared_->files.Get(r.place.file)
-                                    ->Read(r.place.offset,
-                                           static_cast<std::byte*>(out) + (r.begin - offset),
-                                           static_cast<std::size_t>(r.place.length)));
+  for (const StoredRange& r : ranges) {
+    TENSORMOUNT_RETURN_IF_ERROR(shared_->files.Get(r.source)->Read(
+        r.offset, static_cast<std::byte*>(out) + (r.bytes.begin - offset),
+        static_cast<std::size_t>(r.size())));
   }
   return size;
 }
 
-Status TargetWriter::Forget(std::uint64_t begin, std::uint64_t end) {
+Status TargetWriter::Forget(ByteRange bytes) {
   if (shared_->files.closed()) return Status(Code::kStale, Name() + ": no longer written");
-  end = std::min(end, size());
-  if (begin >= end) return {};
+  bytes.end = std::min(bytes.end, size());
+  if (bytes.begin >= bytes.end) return {};
   // Not between a sync's taking of these bytes and its records of them.
   const std::lock_guard turn(turn_);
   Lock lock(mutex_);
-  TENSORMOUNT_RETURN_IF_ERROR(Enter(lock, begin, end));
+  TENSORMOUNT_RETURN_IF_ERROR(Enter(lock, bytes));
   // All of it: then nothing is left that could be wrong, and it may be written anew.
-  const bool all = begin == 0 && end == size();
+  const bool all = bytes.size() == size();
   if (!failure_.ok() && !all) {
-    Leave(begin, end);
+    Leave(bytes);
     return failure_;
   }
-  written_ -= KnownBytes(begin, end);
-  fresh_.Erase(begin, end);
-  synced_.Erase(begin, end);
-  EraseLeaves(begin, end);
+  written_ -= KnownBytes(bytes);
+  fresh_.Erase(bytes);
+  synced_.Erase(bytes);
+  EraseLeaves(bytes);
   Status status;
   if (number_.has_value()) {
     JournalRecord record;
     record.kind = JournalRecord::Kind::kForget;
     record.number = *number_;
-    record.begin = begin;
-    record.end = end;
+    record.begin = bytes.begin;
+    record.end = bytes.end;
     status = shared_->files.journal()->Append(EncodeRecord(record));
   }
   if (all && status.ok()) failure_ = Status();
-  Leave(begin, end);
+  Leave(bytes);
   return status;
 }
 
@@ -382,21 +384,203 @@ std::uint64_t TargetWriter::written_bytes() const {
   return written_;
 }
 
-std::vector<std::pair<std::uint64_t, std::uint64_t>> TargetWriter::Written() const {
-  std::vector<std::pair<std::uint64_t, std::uint64_t>> all;
-  const auto add = [&](std::uint64_t begin, std::uint64_t end) {
-    if (!all.empty() && all.back().second == begin) {
-      all.back().second = end;
+std::vector<ByteRange> TargetWriter::Written() const {
+  std::vector<ByteRange> all;
+  const auto add = [&](const StoredRange& r) {
+    if (!all.empty() && all.back().end == r.bytes.begin) {
+      all.back().end = r.bytes.end;
     } else {
-      all.emplace_back(begin, end);
+      all.push_back(r.bytes);
     }
   };
-  const auto known = [&](const PlacedRange& r) { add(r.begin, r.end()); };
   const Lock lock(mutex_);
-  fresh_.Walk(0, size(), known, [&](std::uint64_t b, std::uint64_t e) {
-    synced_.Walk(b, e, known, [](std::uint64_t, std::uint64_t) {});
-  });
+  fresh_.Walk({0, size()}, add, [&](const ByteRange& gap) { synced_.ForEach(gap, add); });
   return all;
+}
+
+// ---- Becoming durable -------------------------------------------------------------------------
+
+Status TargetWriter::Number() {
+  if (number_.has_value()) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(number_, shared_->files.AddTarget(name_, size()));
+  return {};
+}
+
+Status TargetWriter::Prepare(PendingPart& pending) {
+  pending.turn = std::unique_lock(turn_);
+  if (shared_->files.closed()) return Status(Code::kStale, Name() + ": no longer written");
+  Ranges ranges;
+  Leaves leaves;
+  {
+    Lock lock(mutex_);
+    TENSORMOUNT_RETURN_IF_ERROR(failure_);
+    // New writes wait until those that run are over, so that this comes to an end.
+    taking_ = true;
+    const bool over = changed_.wait_until(lock, std::chrono::steady_clock::now() + kTargetPatience,
+                                          [&] { return writing_.empty(); });
+    taking_ = false;
+    changed_.notify_all();
+    if (!over) return Status(Code::kDeadlineExceeded, Name() + ": a write does not return");
+    if (fresh_.empty()) return {};
+    TENSORMOUNT_RETURN_IF_ERROR(Number());
+    ranges = fresh_.All();
+    leaves = std::move(leaves_);
+    leaves_.clear();
+    fresh_.Clear();
+    for (const StoredRange& r : ranges) {
+      synced_.Insert(r);
+      if (r.grid) used_.Claim(r.bytes, owner_);
+    }
+  }
+
+  std::set<std::uint32_t> files;
+  for (const StoredRange& r : ranges) files.insert(r.source);
+  for (const std::uint32_t file : files) {
+    pending.files.push_back(shared_->files.Get(file));
+    if (pending.files.back()->condemned()) return pending.files.back()->Sync();
+  }
+  Ranges log;
+  for (const StoredRange& r : ranges) {
+    if (r.grid) {
+      TENSORMOUNT_RETURN_IF_ERROR(RecordGrid(r, leaves, pending.records));
+    } else {
+      log.push_back(r);
+    }
+  }
+  return RecordLog(std::move(log), pending.records);
+}
+
+// Records of grid bytes. Cut where a block of the target begins, if there is a whole one: its hash
+// was taken while it was written, and the leaves of a record count from where it begins.
+Status TargetWriter::RecordGrid(const StoredRange& range, const Leaves& leaves,
+                                std::string& records) {
+  std::vector<std::byte> buffer;
+  const std::shared_ptr<DataFile> file = shared_->files.Get(range.source);
+  for (std::uint64_t begin = range.bytes.begin; begin < range.bytes.end;) {
+    std::uint64_t end = std::min(range.bytes.end, begin + kMaxExtentBytes);
+    const std::uint64_t block = (begin + kLeafBytes - 1) / kLeafBytes * kLeafBytes;
+    if (block > begin && block < end && end - block >= kLeafBytes) end = block;
+    JournalRecord record;
+    StagedExtent& extent = record.extent;
+    extent.target = *number_;
+    extent.begin = begin;
+    extent.length = end - begin;
+    extent.file = range.source;
+    extent.offset = range.offset + (begin - range.bytes.begin);
+    for (std::uint64_t at = begin; at < end;) {
+      const std::uint64_t n = std::min(kLeafBytes, end - at);
+      const auto known = at % kLeafBytes == 0 ? leaves.find(at / kLeafBytes) : leaves.end();
+      if (known != leaves.end() && at + n == std::min(size(), at + kLeafBytes)) {
+        extent.leaves.push_back(known->second.hash);
+        extent.contribution ^= known->second.contribution;
+      } else {
+        buffer.resize(kLeafBytes);
+        TENSORMOUNT_RETURN_IF_ERROR(file->Read(extent.offset + (at - begin), buffer.data(), n));
+        extent.leaves.push_back(Xxh3(buffer.data(), n));
+        extent.contribution ^= geometry_.Contribution(at, buffer.data(), n);
+      }
+      at += n;
+    }
+    records += EncodeRecord(record);
+    begin = end;
+  }
+  return {};
+}
+
+// Records of log bytes in the order in which they lie in their files: writes of one length that
+// followed each other at one distance are one record.
+Status TargetWriter::RecordLog(Ranges ranges, std::string& records) {
+  // No record is longer than it may be.
+  for (std::size_t i = 0; i < ranges.size(); ++i) {
+    const ByteRange bytes = ranges[i].bytes;
+    if (bytes.size() <= kMaxExtentBytes) continue;
+    const std::uint64_t cut = bytes.begin + kMaxExtentBytes;
+    const StoredRange rest = ranges[i].Cut(cut, bytes.end);
+    ranges[i].bytes.end = cut;
+    ranges.push_back(rest);
+  }
+  std::ranges::sort(ranges, {},
+                    [](const StoredRange& r) { return std::tuple(r.source, r.offset); });
+  for (auto from = ranges.cbegin(); from != ranges.cend();) {
+    auto to = from + 1;
+    for (; to != ranges.cend(); ++to) {
+      const StoredRange& last = *(to - 1);
+      if (to->source != last.source || to->size() != from->size() ||
+          to->offset != last.offset + last.size() || to->bytes.begin <= last.bytes.end ||
+          to->bytes.begin - last.bytes.begin != (from + 1)->bytes.begin - from->bytes.begin ||
+          to->offset + to->size() - from->offset > kMaxExtentBytes) {
+        break;
+      }
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(RecordRuns({from, to}, records));
+    from = to;
+  }
+  return {};
+}
+
+// One record of ranges of one length at one distance, which follow each other in the file.
+Status TargetWriter::RecordRuns(std::span<const StoredRange> runs, std::string& records) {
+  JournalRecord record;
+  StagedExtent& extent = record.extent;
+  extent.target = *number_;
+  extent.begin = runs[0].bytes.begin;
+  extent.length = runs[0].size();
+  extent.runs = runs.size();
+  extent.stride = runs.size() > 1 ? runs[1].bytes.begin - runs[0].bytes.begin : 0;
+  extent.file = runs[0].source;
+  extent.offset = runs[0].offset;
+  const std::shared_ptr<DataFile> file = shared_->files.Get(extent.file);
+  std::vector<std::byte> buffer(std::min(kLeafBytes, extent.bytes()));
+  for (std::uint64_t at = 0; at < extent.bytes();) {
+    const std::uint64_t n = std::min(kLeafBytes, extent.bytes() - at);
+    TENSORMOUNT_RETURN_IF_ERROR(file->Read(extent.offset + at, buffer.data(), n));
+    extent.leaves.push_back(Xxh3(buffer.data(), n));
+    for (std::uint64_t part = at; part < at + n;) {
+      const std::uint64_t in_run = part % extent.length;
+      const std::uint64_t size = std::min(extent.length - in_run, at + n - part);
+      extent.contribution ^=
+          geometry_.Contribution(extent.begin + part / extent.length * extent.stride + in_run,
+                                 buffer.data() + (part - at), size);
+      part += size;
+    }
+    at += n;
+  }
+  records += EncodeRecord(record);
+  return {};
+}
+
+void TargetWriter::Finish(PendingPart& pending, const Status& status) {
+  if (!status.ok()) {
+    bool first = false;
+    {
+      const Lock lock(mutex_);
+      first = failure_.ok();
+      if (first) failure_ = status.WithContext(Name() + ": an earlier sync failed");
+    }
+    // Older bytes of it that were recorded must not pass for what was meant to be there.
+    if (first && status.code() != Code::kStale) Condemn(status.message());
+  }
+  pending.turn.unlock();
+}
+
+Status TargetWriter::Sync() {
+  StagedPart* const self = this;
+  return SyncParts(*shared_, {&self, 1});
+}
+
+void TargetWriter::Condemn(const std::string& reason) {
+  JournalRecord record;
+  record.kind = JournalRecord::Kind::kCondemn;
+  record.file_name = Name();
+  record.reason = reason;
+  {
+    const Lock lock(mutex_);
+    if (!Number().ok()) return;
+    record.number = *number_;
+  }
+  // Where the journal takes nothing more, nothing that is written from now on is ever recorded.
+  if (!shared_->files.journal()->Append(EncodeRecord(record)).ok()) return;
+  (void)shared_->files.journal()->Sync();
 }
 
 }  // namespace tensormount::fs

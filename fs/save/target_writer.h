@@ -9,13 +9,12 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "fs/save/range_map.h"
 #include "fs/save/staged_part.h"
-#include "fs/save/staging_writer.h"
 #include "fs/save/target_geometry.h"
 
 namespace tensormount::fs {
@@ -25,23 +24,31 @@ namespace tensormount::fs {
 //         the pack. Whole 64 KiB blocks of the target are hashed while they are written.
 //   log   one write behind the other in the pack: short writes beside no others, and what rewrites
 //         synced bytes. Hashed at the sync, where what followed each other becomes one record.
-class TargetWriter final : public StagingWriter::Target, public StagedPart {
+class TargetWriter final : public StagedPart {
  public:
   // Writes shorter than this go to the log until so many bytes in a row are there.
   static constexpr std::uint64_t kShortBytes = 64 * 1024;
 
-  // `on_first_write` runs once, before the first byte.
+  // `on_first_write` runs once, before the first byte. `owner` is of no other target of `shared`.
   TargetWriter(std::shared_ptr<StagedParts> shared, StagedTarget name, TargetGeometry geometry,
-               std::uint64_t owner, std::function<void()> on_first_write);
+               std::uint32_t owner, std::function<void()> on_first_write);
 
-  std::uint64_t size() const override { return geometry_.bytes(); }
-  Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) override;
-  Status Write(std::uint64_t offset, const void* data, std::size_t size) override;
-  Status Forget(std::uint64_t begin, std::uint64_t end) override;
-  Status Sync() override;
-  std::uint64_t written_bytes() const override;
-  void Condemn(const std::string& reason) override;
-  std::vector<std::pair<std::uint64_t, std::uint64_t>> Written() const override;
+  std::uint64_t size() const { return geometry_.bytes(); }  // Packed bytes of the box.
+  // ENODATA where any of the bytes was not written through this target.
+  Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size);
+  // EFBIG past size(); needs a StagingLease for writing held by the caller. kStale once
+  // CloseForGood ran.
+  Status Write(std::uint64_t offset, const void* data, std::size_t size);
+  // Forgets what was written of these bytes. Durable with the next sync of anything. Where that is
+  // all of it a target that was condemned may be written again.
+  Status Forget(ByteRange bytes);
+  // Until what was written before this call is durable and recorded. Where that fails the target is
+  // condemned, in the journal too: later writes and syncs fail. Other targets go on.
+  Status Sync();
+  std::uint64_t written_bytes() const;  // Distinct ones.
+  void Condemn(const std::string& reason);
+  // What is written, merged, in order: SEEK_DATA, SEEK_HOLE, `du`.
+  std::vector<ByteRange> Written() const;
 
   Status Prepare(PendingPart& pending) override;
   void Finish(PendingPart& pending, const Status& status) override;
@@ -53,12 +60,6 @@ class TargetWriter final : public StagingWriter::Target, public StagedPart {
     Crc64 contribution = 0;
   };
   using Leaves = std::map<std::uint64_t, Leaf>;
-  // Bytes that one call writes side by side.
-  struct WriteRun {
-    PlacedRange range;
-    std::shared_ptr<DataFile> file;
-    std::optional<PlacedRange> copied;  // From here instead of the caller's data.
-  };
   struct Grid {
     std::shared_ptr<DataFile> file;
     std::uint64_t base = 0;
@@ -67,60 +68,62 @@ class TargetWriter final : public StagingWriter::Target, public StagedPart {
   using Lock = std::unique_lock<std::mutex>;
 
   std::string Name() const { return name_.key + name_.box.ToString(); }
-  bool Overlaps(std::uint64_t begin, std::uint64_t end) const;
+  bool Overlaps(const ByteRange& bytes) const;
   // Waits until nobody else writes these bytes and no sync is about to take them.
-  Status Enter(Lock& lock, std::uint64_t begin, std::uint64_t end);
-  void Leave(std::uint64_t begin, std::uint64_t end);
+  Status Enter(Lock& lock, const ByteRange& bytes);
+  void Leave(const ByteRange& bytes);
 
-  // Where bytes go that nobody else writes meanwhile.
-  using WriteRuns = std::vector<WriteRun>;
-  Status Plan(std::uint64_t begin, std::uint64_t end, WriteRuns& pieces);
-  Status PlanGap(std::uint64_t begin, std::uint64_t end, bool is_short, WriteRuns& pieces);
-  Status PlanLog(std::uint64_t begin, std::uint64_t end, WriteRuns& pieces);
-  Status PlanGrown(std::uint64_t begin, std::uint64_t end, WriteRuns& pieces);
-  bool BesideGrid(std::uint64_t begin, std::uint64_t end) const;
-  bool ClaimGrid(std::uint64_t begin, std::uint64_t end);
-  void AddPiece(std::uint64_t begin, std::uint64_t end, const std::shared_ptr<DataFile>& file,
-                std::uint64_t offset, bool grid, WriteRuns& pieces) const;
+  // Where a write stores its bytes, in rising order and without overlaps. Nobody else writes these
+  // bytes meanwhile. What lies outside of the write are neighbours that move with it.
+  using Ranges = std::vector<StoredRange>;
+  Status Plan(const ByteRange& bytes, Ranges& plan);
+  Status PlanGap(const ByteRange& bytes, bool is_short, Ranges& plan);
+  Status PlanLog(const ByteRange& bytes, Ranges& plan);
+  Status PlanGrown(const ByteRange& bytes, Ranges& plan);
+  bool BesideGrid(const ByteRange& bytes) const;
+  bool ClaimGrid(const ByteRange& bytes);
+  StoredRange InGrid(const ByteRange& bytes) const;
+  // Adds a range to a plan, joined with the last one where it continues that.
+  static void AddRange(const StoredRange& range, Ranges& plan);
   Status OpenGrid();
-  Status WritePiece(const WriteRun& piece, const std::byte* data, Leaves& leaves);
-  Status CopyPiece(const WriteRun& piece);
-  void Install(const WriteRun& piece);
-  void StartWriteback(Lock& lock, const WriteRun& piece);
-  void EraseLeaves(std::uint64_t begin, std::uint64_t end);
-  std::uint64_t KnownBytes(std::uint64_t begin, std::uint64_t end) const;
+  Status WriteRange(const StoredRange& range, const std::byte* data, Leaves& leaves);
+  Status CopyRange(const StoredRange& to);
+  void Install(const StoredRange& range);
+  void StartWriteback(Lock& lock, const StoredRange& range);
+  void EraseLeaves(const ByteRange& bytes);
+  std::uint64_t KnownBytes(const ByteRange& bytes) const;
   Status Number();
 
-  Status RecordGrid(const PlacedRange& range, const Leaves& leaves, std::string& records);
-  Status RecordLog(std::vector<PlacedRange> ranges, std::string& records);
-  Status RecordRuns(std::vector<PlacedRange>::const_iterator from,
-                    std::vector<PlacedRange>::const_iterator to, std::string& records);
+  Status RecordGrid(const StoredRange& range, const Leaves& leaves, std::string& records);
+  Status RecordLog(Ranges ranges, std::string& records);
+  Status RecordRuns(std::span<const StoredRange> runs, std::string& records);
 
   const std::shared_ptr<StagedParts> shared_;
   const StagedTarget name_;
   const TargetGeometry geometry_;
-  const std::uint64_t owner_;
+  const std::uint32_t owner_;
   const std::function<void()> on_first_write_;
 
   Turn turn_;  // Of syncs; taken before mutex_.
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<std::pair<std::uint64_t, std::uint64_t>> writing_;  // By calls that run now.
-  bool taking_ = false;                                           // A sync waits for those.
+  std::vector<ByteRange> writing_;  // By calls that run now.
+  bool taking_ = false;             // A sync waits for those.
   bool began_ = false;
   Status failure_;
   std::optional<std::uint32_t> number_;  // In the journal.
   RangeMap fresh_;                       // Not yet taken by a sync: goes before synced_.
   RangeMap synced_;                      // Taken; never written again.
-  ClaimedRanges used_;                   // Of the target, what of the grid was ever synced.
+  RangeMap used_;                        // Of the target, what of the grid was ever synced.
   Leaves leaves_;                        // Of fresh_ bytes.
   std::uint64_t written_ = 0;
   std::optional<Grid> grid_;
   DataFiles::Area log_;  // The rest of it is free.
   std::uint64_t log_bytes_ = 0;
-  std::shared_ptr<DataFile> writeback_;  // A run of writes that the device shall begin with.
-  std::uint64_t writeback_begin_ = 0;
-  std::uint64_t writeback_end_ = 0;
+  // Stored bytes that the device shall begin with, as one run, when there are enough of them. Empty
+  // before the first write.
+  std::uint32_t writeback_file_ = 0;
+  ByteRange writeback_;
 };
 
 }  // namespace tensormount::fs

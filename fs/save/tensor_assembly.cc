@@ -110,8 +110,8 @@ std::vector<Box> ElementBoxes(const TensorMeta& meta, const std::vector<Box>& by
   return boxes;
 }
 
-bool SamePlaceAndHash(const StagedRun& a, const StagedRun& b) {
-  return a.whole() && b.whole() && a.bytes == b.bytes && a.extent->leaves == b.extent->leaves;
+bool SameBytesAndHash(const StagedRun& a, const StagedRun& b) {
+  return a.whole() && b.whole() && a.bytes == b.bytes && a.extent().leaves == b.extent().leaves;
 }
 
 }  // namespace
@@ -150,12 +150,14 @@ Status TensorAssembly::Compare(const TensorMeta& meta, const StagedRun& a, const
   return Status();
 }
 
-Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Live>& live) {
+Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<StagedRun>& runs) {
+  // What is left of each run, whole or not, as long as this works on it.
+  std::vector<std::vector<Box>> left(runs.size());
   RegionSet boxes(ByteShape(meta.dtype(), meta.shape()));
   std::vector<std::uint32_t> owner;
-  for (std::size_t i = 0; i < live.size(); ++i) {
-    live[i].boxes = live[i].piece->bytes.Boxes();
-    for (const Box& box : live[i].boxes) {
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    left[i] = runs[i].bytes.Boxes();
+    for (const Box& box : left[i]) {
       if (!boxes.Add(Region(box), static_cast<std::uint32_t>(owner.size()))) {
         return Status(Code::kInternal, "a box outside of tensor " + meta.key());
       }
@@ -176,69 +178,69 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Live>
   std::sort(pairs.begin(), pairs.end());
   pairs.erase(std::unique(pairs.begin(), pairs.end()), pairs.end());
 
+  std::vector<bool> cut(runs.size(), false);
   // First what was forgotten: it holds over nothing either.
   for (const auto& [a, b] : pairs) {
-    const StagedRun& earlier = *live[a].piece;
-    const StagedRun& later = *live[b].piece;
-    if (earlier.journal != later.journal || earlier.target != later.target ||
-        earlier.extent == nullptr || later.extent != nullptr) {
+    const StagedRun& earlier = runs[a];
+    const StagedRun& later = runs[b];
+    if (earlier.journal != later.journal || earlier.target != later.target || earlier.forgets() ||
+        !later.forgets()) {
       continue;
     }
-    live[a].intact = false;
-    for (const Box& cut : later.bytes.Boxes()) Subtract(live[a].boxes, cut);
+    cut[a] = true;
+    for (const Box& box : later.bytes.Boxes()) Subtract(left[a], box);
   }
-  // Then what each mount says by itself: the later record holds. Pieces are in that order, so those
+  // Then what each mount says by itself: the later record holds. Runs are in that order, so those
   // that cut `a` come later and are not cut yet when it is its turn.
   for (const auto& [a, b] : pairs) {
-    const StagedRun& earlier = *live[a].piece;
-    const StagedRun& later = *live[b].piece;
-    if (earlier.journal != later.journal || earlier.extent == nullptr || later.extent == nullptr) {
-      continue;
-    }
-    for (const Box& cut : live[b].boxes) {
-      const bool meets = std::any_of(live[a].boxes.begin(), live[a].boxes.end(),
-                                     [&](const Box& x) { return !Intersect(x, cut).empty(); });
+    if (runs[a].journal != runs[b].journal || runs[a].forgets() || runs[b].forgets()) continue;
+    for (const Box& box : left[b]) {
+      const bool meets = std::any_of(left[a].begin(), left[a].end(),
+                                     [&](const Box& x) { return !Intersect(x, box).empty(); });
       if (!meets) continue;
-      live[a].intact = false;
-      Subtract(live[a].boxes, cut);
+      cut[a] = true;
+      Subtract(left[a], box);
     }
   }
   // Then between mounts, what is left: equal bytes are needed once.
   for (const auto& [a, b] : pairs) {
-    Live& first = live[a];
-    Live& second = live[b];
-    if (first.piece->journal == second.piece->journal || first.piece->extent == nullptr ||
-        second.piece->extent == nullptr) {
+    const StagedRun& first = runs[a];
+    const StagedRun& second = runs[b];
+    if (first.journal == second.journal || first.forgets() || second.forgets()) continue;
+    if (!cut[a] && !cut[b] && SameBytesAndHash(first, second)) {
+      cut[b] = true;
+      left[b].clear();
       continue;
     }
-    if (first.intact && second.intact && SamePlaceAndHash(*first.piece, *second.piece)) {
-      second.intact = false;
-      second.boxes.clear();
-      continue;
-    }
-    const std::vector<Box> ours = second.boxes;
-    for (const Box& x : first.boxes) {
+    const std::vector<Box> ours = left[b];
+    for (const Box& x : left[a]) {
       for (const Box& y : ours) {
         const Box common = Intersect(x, y);
         if (common.empty()) continue;
-        TENSORMOUNT_RETURN_IF_ERROR(Compare(meta, *first.piece, *second.piece, common));
-        second.intact = false;
-        Subtract(second.boxes, common);
+        TENSORMOUNT_RETURN_IF_ERROR(Compare(meta, first, second, common));
+        cut[b] = true;
+        Subtract(left[b], common);
       }
     }
   }
-  std::erase_if(live, [](const Live& l) { return l.piece->extent == nullptr || l.boxes.empty(); });
+  std::vector<StagedRun> kept;
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    if (runs[i].forgets() || left[i].empty()) continue;
+    kept.push_back(std::move(runs[i]));
+    if (cut[i]) kept.back().left = std::move(left[i]);
+  }
+  runs = std::move(kept);
   return Status();
 }
 
-void TensorAssembly::FindMissing(const TensorMeta& meta, const std::vector<Live>& live) {
+void TensorAssembly::FindMissing(const TensorMeta& meta, const std::vector<StagedRun>& runs) {
   RegionSet set(ByteShape(meta.dtype(), meta.shape()));
-  for (std::size_t i = 0; i < live.size(); ++i) {
+  for (std::size_t i = 0; i < runs.size(); ++i) {
     const auto number = static_cast<std::uint32_t>(i);
-    if (live[i].intact) {
-      (void)set.Add(live[i].piece->bytes, number);  // Within: it was made of the tensor's shape.
+    if (!runs[i].left.has_value()) {
+      (void)set.Add(runs[i].bytes, number);  // Within: it was made of the tensor's shape.
     } else {
-      for (const Box& box : live[i].boxes) (void)set.Add(Region(box), number);
+      for (const Box& box : *runs[i].left) (void)set.Add(Region(box), number);
     }
   }
   if (IsPartition(set)) return;
@@ -253,34 +255,32 @@ void TensorAssembly::FindMissing(const TensorMeta& meta, const std::vector<Live>
   }
 }
 
-Result<std::vector<TensorAssembly::Live>> TensorAssembly::Resolve(
-    const TensorMeta& meta, const std::vector<StagedRun>& pieces) {
-  std::vector<Live> live;
-  live.reserve(pieces.size());
+Result<std::vector<StagedRun>> TensorAssembly::Resolve(const TensorMeta& meta,
+                                                       std::vector<StagedRun> runs) {
   RegionSet set(ByteShape(meta.dtype(), meta.shape()));
   bool forgets = false;
-  for (const StagedRun& piece : pieces) {
-    live.push_back({&piece, true, {}});
-    forgets = forgets || piece.extent == nullptr;
-    if (!set.Add(piece.bytes, 0)) {
-      return Status(Code::kDataLoss, "tensor " + meta.key() + ": " + piece.bytes.ToString() +
+  for (const StagedRun& run : runs) {
+    forgets = forgets || run.forgets();
+    if (!set.Add(run.bytes, 0)) {
+      return Status(Code::kDataLoss, "tensor " + meta.key() + ": " + run.bytes.ToString() +
                                          " (in bytes) is not within it");
     }
   }
   if (!forgets && IsPartition(set)) {
     report_.bytes_written += meta.bytes();
-    return live;
+    return runs;
   }
-  TENSORMOUNT_RETURN_IF_ERROR(ResolveOverlaps(meta, live));
-  for (const Live& l : live) {
-    if (l.intact) {
-      report_.bytes_written += l.piece->size;
+  TENSORMOUNT_RETURN_IF_ERROR(ResolveOverlaps(meta, runs));
+  for (const StagedRun& run : runs) {
+    if (!run.left.has_value()) {
+      report_.bytes_written += run.size;
     } else {
-      for (const Box& b : l.boxes) report_.bytes_written += static_cast<std::uint64_t>(b.volume());
+      for (const Box& b : *run.left)
+        report_.bytes_written += static_cast<std::uint64_t>(b.volume());
     }
   }
-  FindMissing(meta, live);
-  return live;
+  FindMissing(meta, runs);
+  return runs;
 }
 
 }  // namespace tensormount::fs

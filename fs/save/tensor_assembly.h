@@ -17,7 +17,7 @@
 #include "index/store/store.h"
 #include "shard/tensor_meta.h"
 
-// From the pieces of one tensor that mounts wrote to chunks that cover it exactly.
+// From the runs of bytes of one tensor that mounts wrote to chunks that cover it exactly.
 
 namespace tensormount::fs {
 
@@ -25,7 +25,7 @@ namespace tensormount::fs {
 inline constexpr std::uint32_t kPublisher = 0xFFFFFFFF;
 
 // What the publisher itself has to write: elements whose bytes came in several writes, and boxes
-// that later writes left of earlier ones in pieces too scattered to be chunks. Made when the first
+// that later writes left of earlier ones too scattered to be chunks. Made when the first
 // byte comes; removed by the destructor unless Finish was ok. One thread.
 class PatchFile {
  public:
@@ -73,26 +73,21 @@ class TensorAssembly {
                  PatchFile& patches, StagingReport& report)
       : journals_(journals), reader_(reader), patches_(patches), report_(report) {}
 
-  // What holds of the pieces of one tensor: later records of a journal over earlier ones; equal
-  // bytes of several mounts once. Unequal ones, and cells that nobody wrote, become problems.
-  // Afterwards `pieces` are disjoint: `left[i]` are the boxes of bytes that are left of piece i
-  // where it is not whole any more, and dead[i] says that nothing is.
-  struct Live {
-    const StagedRun* piece = nullptr;
-    bool intact = true;
-    std::vector<Box> boxes;  // In bytes, disjoint. Of intact ones: of the whole piece, or nothing.
-  };
-  Result<std::vector<Live>> Resolve(const TensorMeta& meta, const std::vector<StagedRun>& pieces);
+  // What holds of the runs of one tensor: later records of a journal over earlier ones; equal bytes
+  // of several mounts once. Unequal ones, and cells that nobody wrote, become problems of the
+  // report. The result is disjoint: `left` of a run says what is left where it is not whole any
+  // more; runs of which nothing is left, and those that forget, are gone.
+  Result<std::vector<StagedRun>> Resolve(const TensorMeta& meta, std::vector<StagedRun> runs);
   // Chunks of what Resolve gave, where it found no problem.
-  Result<std::vector<StagedChunk>> Emit(const TensorMeta& meta, const std::vector<Live>& live);
+  Result<std::vector<StagedChunk>> Emit(const TensorMeta& meta, const std::vector<StagedRun>& runs);
 
  private:
   class Emitter;
   Status Compare(const TensorMeta& meta, const StagedRun& a, const StagedRun& b, const Box& bytes);
-  Status ResolveOverlaps(const TensorMeta& meta, std::vector<Live>& live);
-  void FindMissing(const TensorMeta& meta, const std::vector<Live>& live);
-  const std::string& MountOf(const StagedRun& piece) const {
-    return journals_[piece.journal].journal.incarnation;
+  Status ResolveOverlaps(const TensorMeta& meta, std::vector<StagedRun>& runs);
+  void FindMissing(const TensorMeta& meta, const std::vector<StagedRun>& runs);
+  const std::string& MountOf(const StagedRun& run) const {
+    return journals_[run.journal].journal.incarnation;
   }
 
   const std::vector<LoadedJournal>& journals_;

@@ -76,14 +76,10 @@ class TensorAssembly::Emitter {
         unit_bytes_(std::lcm(std::int64_t{meta.bits()}, std::int64_t{8}) / 8),
         unit_elements_(unit_bytes_ * 8 / std::int64_t{meta.bits()}) {}
 
-  Status Add(const Live& live) {
-    if (live.intact && live.piece->is_range) return AddRange(*live.piece);
-    if (!live.intact) {
-      for (const Box& box : live.boxes) TENSORMOUNT_RETURN_IF_ERROR(AddBox(*live.piece, box));
-      return Status();
-    }
-    for (const Box& box : live.piece->bytes.Boxes()) {
-      TENSORMOUNT_RETURN_IF_ERROR(AddBox(*live.piece, box));
+  Status Add(const StagedRun& run) {
+    if (!run.left.has_value() && run.is_range) return AddRange(run);
+    for (const Box& box : run.left.has_value() ? *run.left : run.bytes.Boxes()) {
+      TENSORMOUNT_RETURN_IF_ERROR(AddBox(run, box));
     }
     return Status();
   }
@@ -99,28 +95,28 @@ class TensorAssembly::Emitter {
   struct Part {
     std::int64_t unit = 0;  // In the tensor's row-major order.
     std::int64_t from = 0;  // Byte of the unit.
-    const StagedRun* piece = nullptr;
+    const StagedRun* run = nullptr;
     Box bytes;
   };
 
-  StagedChunk ChunkOf(const StagedRun& piece, std::uint64_t at, std::uint64_t length) const {
+  StagedChunk ChunkOf(const StagedRun& run, std::uint64_t at, std::uint64_t length) const {
     StagedChunk chunk;
-    chunk.journal = piece.journal;
-    chunk.file = piece.extent->file;
-    chunk.offset = piece.extent->offset + at;
+    chunk.journal = run.journal;
+    chunk.file = run.extent().file;
+    chunk.offset = run.extent().offset + at;
     chunk.length = length;
     return chunk;
   }
 
-  // Piece bytes [at, at + length) of its extent, which are the packed bytes of `bytes`.
-  Status Hash(const StagedRun& piece, std::uint64_t at, const Region& bytes, StagedChunk& chunk) {
-    if (piece.whole() && at == piece.at && chunk.length == piece.size) {
-      chunk.leaves = piece.extent->leaves;
-      chunk.contribution = piece.extent->contribution;
+  // Stored bytes [at, at + length) of its extent, which are the packed bytes of `bytes`.
+  Status Hash(const StagedRun& run, std::uint64_t at, const Region& bytes, StagedChunk& chunk) {
+    if (run.whole() && at == run.at && chunk.length == run.size) {
+      chunk.leaves = run.extent().leaves;
+      chunk.contribution = run.extent().contribution;
       return Status();
     }
     return Stream(bytes, chunk, [&](std::uint64_t done, const Region& part, std::byte* out) {
-      return assembly_.reader_.Read(piece, at + done, static_cast<std::size_t>(part.volume()), out);
+      return assembly_.reader_.Read(run, at + done, static_cast<std::size_t>(part.volume()), out);
     });
   }
 
@@ -147,16 +143,15 @@ class TensorAssembly::Emitter {
 
   // What no later write has touched of a range of a target: its units where they are, and at its
   // ends perhaps parts of units.
-  Status AddRange(const StagedRun& piece) {
-    const std::int64_t begin = AsSigned(piece.begin);
-    const std::int64_t end = begin + AsSigned(piece.size);
+  Status AddRange(const StagedRun& run) {
+    const std::int64_t begin = AsSigned(run.begin);
+    const std::int64_t end = begin + AsSigned(run.size);
     const std::int64_t low = (begin + unit_bytes_ - 1) / unit_bytes_ * unit_bytes_;
     const std::int64_t high = end / unit_bytes_ * unit_bytes_;
     const auto part = [&](std::int64_t from, std::int64_t to) -> Status {
       if (from >= to) return Status();
-      TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
-                                   Region::Flat(piece.of_bytes, from, to - from));
-      for (const Box& box : bytes.Boxes()) AddParts(piece, box);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes, Region::Flat(run.of_bytes, from, to - from));
+      for (const Box& box : bytes.Boxes()) AddParts(run, box);
       return Status();
     };
     if (low >= high) {
@@ -167,40 +162,40 @@ class TensorAssembly::Emitter {
     TENSORMOUNT_RETURN_IF_ERROR(part(begin, low));
     TENSORMOUNT_RETURN_IF_ERROR(part(high, end));
     const auto length = static_cast<std::uint64_t>(high - low);
-    const std::uint64_t at = piece.at + static_cast<std::uint64_t>(low - begin);
-    StagedChunk chunk = ChunkOf(piece, at, length);
+    const std::uint64_t at = run.at + static_cast<std::uint64_t>(low - begin);
+    StagedChunk chunk = ChunkOf(run, at, length);
     chunk.is_range = true;
-    chunk.of = piece.of;
+    chunk.of = run.of;
     chunk.first = low / unit_bytes_ * unit_elements_;
     TENSORMOUNT_ASSIGN_OR_RETURN(
         chunk.region,
-        Region::Flat(piece.of, chunk.first, (high - low) / unit_bytes_ * unit_elements_));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes, Region::Flat(piece.of_bytes, low, high - low));
-    TENSORMOUNT_RETURN_IF_ERROR(Hash(piece, at, bytes, chunk));
+        Region::Flat(run.of, chunk.first, (high - low) / unit_bytes_ * unit_elements_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes, Region::Flat(run.of_bytes, low, high - low));
+    TENSORMOUNT_RETURN_IF_ERROR(Hash(run, at, bytes, chunk));
     chunks_.push_back(std::move(chunk));
     return Status();
   }
 
-  // A box of bytes of a piece: its units, and on both sides perhaps parts of units.
-  Status AddBox(const StagedRun& piece, const Box& box) {
+  // A box of bytes of a run: its units, and on both sides perhaps parts of units.
+  Status AddBox(const StagedRun& run, const Box& box) {
     const int last = box.rank() - 1;
     const std::int64_t low = (box.begin(last) + unit_bytes_ - 1) / unit_bytes_ * unit_bytes_;
     const std::int64_t high = box.end(last) / unit_bytes_ * unit_bytes_;
     const auto part = [&](std::int64_t from, std::int64_t to) {
-      if (from < to) AddParts(piece, BoxAccess::WithAxis(box, last, from, to - from));
+      if (from < to) AddParts(run, BoxAccess::WithAxis(box, last, from, to - from));
     };
     part(box.begin(last), std::min(low, box.end(last)));
     part(std::max(high, std::min(low, box.end(last))), box.end(last));
     if (low >= high) return Status();
     const Box units = BoxAccess::WithAxis(box, last, low, high - low);
-    return units.volume() == 0 ? Status() : AddUnitsBox(piece, units);
+    return units.volume() == 0 ? Status() : AddUnitsBox(run, units);
   }
 
-  Status AddUnitsBox(const StagedRun& piece, const Box& bytes) {
+  Status AddUnitsBox(const StagedRun& run, const Box& bytes) {
     const Box elements = ElementBox(meta_.dtype(), meta_.shape(), bytes);
     const Result<Region> back = ByteRegion(meta_.dtype(), meta_.shape(), elements);
     if (back.ok() && back.value() == Region(bytes)) {
-      return AddChunk(piece, bytes, Region(elements));
+      return AddChunk(run, bytes, Region(elements));
     }
     // Where axes were joined to make whole bytes a box of bytes need not be one of elements, but
     // each of its rows is a range of them.
@@ -211,22 +206,22 @@ class TensorAssembly::Emitter {
       const std::int64_t n = row.extent(a);
       for (std::int64_t i = 0; i < n; ++i) {
         TENSORMOUNT_RETURN_IF_ERROR(
-            AddUnitsBox(piece, BoxAccess::WithAxis(bytes, a, bytes.begin(a) + i, 1)));
+            AddUnitsBox(run, BoxAccess::WithAxis(bytes, a, bytes.begin(a) + i, 1)));
       }
       return Status();
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const Region region, Region::Flat(Box::Whole(meta_.shape()), UnitOf(bytes) * unit_elements_,
                                           bytes.extent(last) / unit_bytes_ * unit_elements_));
-    return AddChunk(piece, bytes, region);
+    return AddChunk(run, bytes, region);
   }
 
   // Where its bytes stand side by side it stays where it is; otherwise it is copied.
-  Status AddChunk(const StagedRun& piece, const Box& bytes, const Region& region) {
+  Status AddChunk(const StagedRun& run, const Box& bytes, const Region& region) {
     const PlacedBox to{bytes, 0, PackedStrides(bytes.extent())};
     int runs = 0;
     std::uint64_t at = 0;
-    for (const PlacedBox& from : PlacePacked(piece.bytes, piece.at)) {
+    for (const PlacedBox& from : PlacePacked(run.bytes, run.at)) {
       const Box part = Intersect(from.box, bytes);
       if (part.empty()) continue;
       const StridedCopy copy = PlanCopy(part, from, to);
@@ -234,13 +229,13 @@ class TensorAssembly::Emitter {
       at = static_cast<std::uint64_t>(copy.src_offset);
     }
     if (runs == 1) {
-      StagedChunk chunk = ChunkOf(piece, at, static_cast<std::uint64_t>(bytes.volume()));
+      StagedChunk chunk = ChunkOf(run, at, static_cast<std::uint64_t>(bytes.volume()));
       chunk.region = region;
-      TENSORMOUNT_RETURN_IF_ERROR(Hash(piece, at, Region(bytes), chunk));
+      TENSORMOUNT_RETURN_IF_ERROR(Hash(run, at, Region(bytes), chunk));
       chunks_.push_back(std::move(chunk));
       return Status();
     }
-    StagedChunk chunk = ChunkOf(piece, 0, static_cast<std::uint64_t>(bytes.volume()));
+    StagedChunk chunk = ChunkOf(run, 0, static_cast<std::uint64_t>(bytes.volume()));
     chunk.journal = kPublisher;
     chunk.file = 0;
     chunk.offset = assembly_.patches_.size();
@@ -248,7 +243,7 @@ class TensorAssembly::Emitter {
     const auto copy = [&](std::uint64_t, const Region& part, std::byte* out) -> Status {
       std::byte* next = out;
       for (const Box& box : part.Boxes()) {
-        TENSORMOUNT_RETURN_IF_ERROR(assembly_.reader_.ReadBox(piece, box, next));
+        TENSORMOUNT_RETURN_IF_ERROR(assembly_.reader_.ReadBox(run, box, next));
         next += box.volume();
       }
       return assembly_.patches_.Append(out, static_cast<std::size_t>(next - out));
@@ -266,13 +261,13 @@ class TensorAssembly::Emitter {
   }
 
   // Rows of a box that each lie within one unit.
-  void AddParts(const StagedRun& piece, const Box& box) {
+  void AddParts(const StagedRun& run, const Box& box) {
     const int last = box.rank() - 1;
     Dims at = Dims::Filled(box.rank(), 0);
     for (;;) {
       Box row = box;
       for (int a = 0; a < last; ++a) row = BoxAccess::WithAxis(row, a, box.begin(a) + at[a], 1);
-      parts_.push_back({UnitOf(row), box.begin(last) % unit_bytes_, &piece, row});
+      parts_.push_back({UnitOf(row), box.begin(last) % unit_bytes_, &run, row});
       int a = last - 1;
       for (; a >= 0; --a) {
         if (++at[a] < box.extent(a)) break;
@@ -301,7 +296,7 @@ class TensorAssembly::Emitter {
             return Status(Code::kInternal, "tensor " + meta_.key() + ": parts of an element");
           }
           TENSORMOUNT_RETURN_IF_ERROR(assembly_.reader_.ReadBox(
-              *part.piece, part.bytes, bytes.data() + base + static_cast<std::size_t>(filled)));
+              *part.run, part.bytes, bytes.data() + base + static_cast<std::size_t>(filled)));
           filled += part.bytes.volume();
         }
         if (filled != unit_bytes_) {
@@ -370,9 +365,9 @@ class TensorAssembly::Emitter {
 };
 
 Result<std::vector<StagedChunk>> TensorAssembly::Emit(const TensorMeta& meta,
-                                                      const std::vector<Live>& live) {
+                                                      const std::vector<StagedRun>& runs) {
   Emitter emitter(*this, meta);
-  for (const Live& l : live) TENSORMOUNT_RETURN_IF_ERROR(emitter.Add(l));
+  for (const StagedRun& run : runs) TENSORMOUNT_RETURN_IF_ERROR(emitter.Add(run));
   return emitter.Finish();
 }
 

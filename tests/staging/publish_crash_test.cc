@@ -162,7 +162,7 @@ TEST_F(PublishCrashTest, AStagingIsWholeOrNotThereAfterAPowerCut) {
     }
     ASSERT_OK(staging);
     EXPECT_TRUE(StagingInPlace(fs(), staging.value()));
-    EXPECT_OK(WriterLease::Take(fs(), staging.value()));
+    EXPECT_OK(StagingLease::ForWriting(fs(), staging.value()));
     EXPECT_OK(ReadSchemas(fs(), staging.value().directory));
     EXPECT_OK(ReadDoneMarks(fs(), staging.value()));
     ASSERT_OK(again.value().Gc({.staging_age = std::chrono::seconds(0)}));

@@ -344,7 +344,7 @@ TEST_F(PublishStagingTest, WithOpenWritersItIsBusy) {
   TestMount a(fs(), staging, 1);
   a.Write(a.Whole(Meta(staging, "w")), 0, bytes_);
   ASSERT_OK(a.Flush());
-  auto lease = WriterLease::Take(fs(), staging);
+  auto lease = StagingLease::ForWriting(fs(), staging);
   ASSERT_OK(lease);
   EXPECT_TRUE(lease.value()->locked());
   EXPECT_THAT(Publish("step"), HasCode(Code::kBusy));
@@ -355,8 +355,8 @@ TEST_F(PublishStagingTest, WithOpenWritersItIsBusy) {
   }
   lease = Status(Code::kUnknown, "dropped");
   ASSERT_OK(Publish("step"));
-  EXPECT_THAT(WriterLease::Take(fs(), staging), HasCode(Code::kStale));
-  EXPECT_THAT(PublisherLease::Take(fs(), staging), HasCode(Code::kStale));
+  EXPECT_THAT(StagingLease::ForWriting(fs(), staging), HasCode(Code::kStale));
+  EXPECT_THAT(StagingLease::ForPublishing(fs(), staging), HasCode(Code::kStale));
 }
 
 TEST_F(PublishStagingTest, OfPublishersAtOnceOneWins) {

@@ -456,10 +456,10 @@ TEST_F(SaveStressTest, FewDescriptorsWhereverItIsWrittenAndRead) {
   ASSERT_OK(store);
   const auto staging = CreateStaging(store.value(), fs(), "s");
   ASSERT_OK(staging);
-  const auto writer = StagingWriter::Make(fs(), staging.value(), "0123456789abcdef");
+  const auto writer = std::make_shared<StagingWriter>(fs(), staging.value(), "0123456789abcdef");
   const auto open_files = [] { return HostFileSystem().List("/proc/self/fd").value().size(); };
   const std::size_t before = open_files();
-  std::vector<std::shared_ptr<StagingWriter::Target>> targets;
+  std::vector<std::shared_ptr<TargetWriter>> targets;
   const std::string data(70'000, 'x');
   for (int i = 0; i < 200; ++i) {
     const TensorMeta meta =

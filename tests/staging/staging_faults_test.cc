@@ -37,10 +37,10 @@ TEST(StagingFaultsTest, WhatWasSyncedSurvivesPowerCuts) {
     // The staging itself is durable: others make it.
     const Staging staging = MakeTestStaging(HostFileSystem(), dir.Join("live/s"));
     PowerCutFileSystem fs(dir.Join("live"));
-    const auto writer = StagingWriter::Make(fs, staging, kTestIncarnation);
+    const auto writer = std::make_shared<StagingWriter>(fs, staging, kTestIncarnation);
     const std::vector<TensorMeta> tensors = {FaultMeta("a", DType::kU8, {40, 50}),
                                              FaultMeta("big", DType::kU8, {5 << 20})};
-    std::vector<std::shared_ptr<StagingWriter::Target>> targets;
+    std::vector<std::shared_ptr<TargetWriter>> targets;
     std::vector<std::string> names;
     std::vector<KnownBytes> now;
     for (const TensorMeta& meta : tensors) {
@@ -127,7 +127,7 @@ TEST(StagingFaultsTest, ARenamedObjectSurvivesPowerCuts) {
   ASSERT_OK(HostFileSystem().CreateDirectory(dir.Join("live")));
   const Staging staging = MakeTestStaging(HostFileSystem(), dir.Join("live/s"));
   PowerCutFileSystem fs(dir.Join("live"));
-  const auto writer = StagingWriter::Make(fs, staging, kTestIncarnation);
+  const auto writer = std::make_shared<StagingWriter>(fs, staging, kTestIncarnation);
   const std::string first = random.Bytes(5000);
   const std::string second = random.Bytes(9000);
   ASSERT_OK_AND_ASSIGN(const auto old, writer->OpenObject("state", {}, true));
@@ -183,9 +183,9 @@ TEST(StagingFaultsTest, AFailedSyncCondemnsTheFileAndWhoseBytesWereInIt) {
                ? Status::FromErrno(EIO, "fsync", event.path)
                : Status();
   });
-  const auto writer = StagingWriter::Make(fs, staging, kTestIncarnation);
+  const auto writer = std::make_shared<StagingWriter>(fs, staging, kTestIncarnation);
   std::vector<TensorMeta> tensors;
-  std::vector<std::shared_ptr<StagingWriter::Target>> targets;
+  std::vector<std::shared_ptr<TargetWriter>> targets;
   for (const char* key : {"a", "b", "c", "d"}) {
     tensors.push_back(FaultMeta(key, DType::kU8, {1000}));
     targets.push_back(writer->OpenTarget(tensors.back(), Box::Whole({1000})).value());
@@ -229,7 +229,7 @@ TEST(StagingFaultsTest, AFullDiskFailsTheWriteAndNoMore) {
     return event.op == FileOp::kWrite && full ? Status::FromErrno(ENOSPC, "write", event.path)
                                               : Status();
   });
-  const auto writer = StagingWriter::Make(fs, staging, kTestIncarnation);
+  const auto writer = std::make_shared<StagingWriter>(fs, staging, kTestIncarnation);
   const TensorMeta meta = FaultMeta("a", DType::kU8, {200'000});
   ASSERT_OK_AND_ASSIGN(const auto target, writer->OpenTarget(meta, Box::Whole({200'000})));
   Random random(TestSeed());
@@ -248,7 +248,7 @@ TEST(StagingFaultsTest, AFullDiskFailsTheWriteAndNoMore) {
 TEST(StagingFaultsTest, ManyThreadsOnOneTargetAndOnMany) {
   const TempDir dir;
   const Staging staging = MakeTestStaging(HostFileSystem(), dir.Join("s"));
-  const auto writer = StagingWriter::Make(HostFileSystem(), staging, kTestIncarnation);
+  const auto writer = std::make_shared<StagingWriter>(HostFileSystem(), staging, kTestIncarnation);
   constexpr std::size_t kThreads = 4;
   constexpr std::size_t kStep = 100'000;  // Neighbours share blocks of 64 KiB.
   constexpr std::size_t kSteps = 12;
@@ -316,7 +316,7 @@ TEST(StagingFaultsTest, ManyThreadsOnOneTargetAndOnMany) {
 TEST(StagingFaultsTest, FewDescriptorsForManyFilesAndNoneInTheEnd) {
   const TempDir dir;
   const Staging staging = MakeTestStaging(HostFileSystem(), dir.Join("s"));
-  const auto writer = StagingWriter::Make(HostFileSystem(), staging, kTestIncarnation);
+  const auto writer = std::make_shared<StagingWriter>(HostFileSystem(), staging, kTestIncarnation);
   const auto open_files = [&] {
     std::size_t n = 0;
     for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
@@ -326,7 +326,7 @@ TEST(StagingFaultsTest, FewDescriptorsForManyFilesAndNoneInTheEnd) {
     }
     return n;
   };
-  std::vector<std::shared_ptr<StagingWriter::Target>> targets;
+  std::vector<std::shared_ptr<TargetWriter>> targets;
   const std::string data(70'000, 'x');
   for (int i = 0; i < 150; ++i) {
     const TensorMeta meta = FaultMeta("w" + std::to_string(i), DType::kU8, {5 << 20});

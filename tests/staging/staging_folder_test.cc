@@ -43,7 +43,7 @@ TEST_F(StagingFolderTest, MadeOnceAndJoinedByOthers) {
   // A new one of the same name is another one.
   ASSERT_OK(CreateStaging(store, fs(), "step"));
   EXPECT_FALSE(StagingInPlace(fs(), opened.value()));
-  EXPECT_THAT(WriterLease::Take(fs(), opened.value()), HasCode(Code::kStale));
+  EXPECT_THAT(StagingLease::ForWriting(fs(), opened.value()), HasCode(Code::kStale));
 }
 
 TEST_F(StagingFolderTest, NamesThatLookLikeTheOtherKindAreNotMistaken) {

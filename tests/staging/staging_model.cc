@@ -61,11 +61,11 @@ std::uint64_t KnownBytes::count() const {
   return static_cast<std::uint64_t>(std::ranges::count(known, '\1'));
 }
 
-std::vector<std::pair<std::uint64_t, std::uint64_t>> KnownBytes::Ranges() const {
-  std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges;
+std::vector<ByteRange> KnownBytes::Ranges() const {
+  std::vector<ByteRange> ranges;
   for (std::size_t at = known.find('\1'); at != std::string::npos;) {
     const std::size_t end = std::min(known.find('\0', at), known.size());
-    ranges.emplace_back(at, end);
+    ranges.push_back({at, end});
     at = end < known.size() ? known.find('\1', end) : std::string::npos;
   }
   return ranges;

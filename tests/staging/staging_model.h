@@ -33,7 +33,7 @@ struct KnownBytes {
   void Write(std::uint64_t at, std::string_view data);
   void Forget(std::uint64_t begin, std::uint64_t end);
   std::uint64_t count() const;
-  std::vector<std::pair<std::uint64_t, std::uint64_t>> Ranges() const;
+  std::vector<ByteRange> Ranges() const;
   friend bool operator==(const KnownBytes& a, const KnownBytes& b) {
     return a.known == b.known && a.bytes == b.bytes;  // Unknown ones are zeros.
   }

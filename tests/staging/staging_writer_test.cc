@@ -26,7 +26,7 @@ class StagingWriterTest : public testing::Test {
     writer_.reset();
     directory_ = dir_.Join("staging" + std::to_string(number_++));
     staging_ = MakeTestStaging(HostFileSystem(), directory_);
-    writer_ = StagingWriter::Make(HostFileSystem(), staging_, kTestIncarnation);
+    writer_ = std::make_shared<StagingWriter>(HostFileSystem(), staging_, kTestIncarnation);
   }
   StagedInventory Read(const std::vector<TensorMeta>& tensors) {
     const Result<Journal> journal = ReadJournal(HostFileSystem(), JournalPath(staging_));
@@ -60,14 +60,14 @@ class StagingWriterTest : public testing::Test {
 
 struct ModelTarget {
   std::string name;
-  std::shared_ptr<StagingWriter::Target> target;
+  std::shared_ptr<TargetWriter> target;
   KnownBytes now;
   KnownBytes recorded;
   std::uint64_t next = 0;  // Where the last write ended.
 };
 struct ModelObject {
   Dims index;
-  std::shared_ptr<StagingWriter::Blob> blob;
+  std::shared_ptr<BlobWriter> blob;
   std::string now;
 };
 
@@ -193,7 +193,7 @@ class ModelRun {
   void ForgetSome(ModelTarget& t) {
     const std::uint64_t begin = Below(t.target->size());
     const std::uint64_t end = begin + Below(t.target->size() - begin + 1);
-    ASSERT_OK(t.target->Forget(begin, end));
+    ASSERT_OK(t.target->Forget({begin, end}));
     t.now.Forget(begin, end);
     t.recorded.Forget(begin, end);
   }
@@ -415,7 +415,7 @@ TEST_F(StagingWriterTest, SaysWhatCannotBe) {
   char byte = 0;
   EXPECT_EQ(target->Read(0, &byte, 1).status().ToErrno(), ENODATA);
   EXPECT_THAT(target->Read(64, &byte, 1), IsOkAndHolds(0u));
-  EXPECT_EQ(writer_->totals().files, 0u);  // Nothing was made so far.
+  EXPECT_EQ(writer_->files(), 0u);  // Nothing was made so far.
   ASSERT_OK(target->Write(0, data.data(), 64));
   ASSERT_OK_AND_ASSIGN(const auto blob, writer_->OpenObject("o", {}, true));
   EXPECT_EQ(blob->Write(~std::uint64_t{0} - 5, data.data(), 64).ToErrno(), EFBIG);
@@ -429,7 +429,7 @@ TEST_F(StagingWriterTest, SaysWhatCannotBe) {
   writer_->CloseForGood();
   EXPECT_THAT(target->Write(0, data.data(), 64), HasCode(Code::kStale));
   EXPECT_THAT(target->Sync(), HasCode(Code::kStale));
-  EXPECT_THAT(target->Forget(0, 4), HasCode(Code::kStale));
+  EXPECT_THAT(target->Forget({0, 4}), HasCode(Code::kStale));
   EXPECT_THAT(target->Read(0, &byte, 1), HasCode(Code::kStale));
   EXPECT_THAT(blob->Write(0, data.data(), 64), HasCode(Code::kStale));
   EXPECT_THAT(blob->Sync(), HasCode(Code::kStale));
