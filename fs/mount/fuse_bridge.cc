@@ -41,10 +41,7 @@ PendingAnswer::Work OnceBegun(Op op) {
 }  // namespace
 
 char* ThreadBuffer() {
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
-  thread_local std::unique_ptr<char, Free> buffer;
+  thread_local std::unique_ptr<char, decltype([](char* p) { std::free(p); })> buffer;
   if (!buffer) {
     buffer.reset(static_cast<char*>(std::aligned_alloc(kPageBytes, kMaxRequestBytes)));
     if (!buffer) throw std::bad_alloc();
@@ -145,8 +142,6 @@ void Serve(fuse_req_t req, Op op, NodeId node, bool may_block,
   Answer(req, BridgeOf(req), op, since, node, Guarded(work));
 }
 
-namespace {
-
 // One request that is served on `queue`, maybe in several attempts.
 struct LongRequest : std::enable_shared_from_this<LongRequest> {
   fuse_req_t req;
@@ -161,33 +156,27 @@ struct LongRequest : std::enable_shared_from_this<LongRequest> {
   LongRequest(fuse_req_t r, Op o, NodeId n, std::function<Result<Reply>(LongWork&)> w)
       : req(r), op(o), node(n), bridge(BridgeOf(r)), queue(QueueOf(r, o)), work(std::move(w)) {}
 
-  struct Attempt : LongWork {
-    explicit Attempt(LongRequest& r) : request(r) {}
-    bool Interrupted() override {
-      return request.answer->GiveUpIfInterrupted() || request.answer->answered();
-    }
-    std::function<void()> Again() override {
-      parked = true;
-      return [self = request.shared_from_this(), watched = request.queue.Park(request.answer)] {
-        self->Run();
-      };
-    }
-    LongRequest& request;
-    bool parked = false;
-  };
-
   void Run() {
     queue.Run(answer, [self = shared_from_this()] {
-      Attempt attempt(*self);
+      LongWork attempt(*self);
       const Result<Reply> result = Guarded([&] { return self->work(attempt); });
-      if (!attempt.parked && self->answer->Claim()) {
+      if (!attempt.runs_again() && self->answer->Claim()) {
         Answer(self->req, self->bridge, self->op, self->since, self->node, result);
       }
     });
   }
 };
 
-}  // namespace
+bool LongWork::Interrupted() {
+  return request_.answer->GiveUpIfInterrupted() || request_.answer->answered();
+}
+
+std::function<void()> LongWork::Again() {
+  runs_again_ = true;
+  return [self = request_.shared_from_this(), watched = request_.queue.Park(request_.answer)] {
+    self->Run();
+  };
+}
 
 void ServeLong(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>(LongWork&)> work) {
   const auto request = std::make_shared<LongRequest>(req, op, node, std::move(work));
@@ -271,60 +260,56 @@ ssize_t ShimWritev(int fd, iovec* pieces, int count, void* userdata) {
 
 }  // namespace
 
-struct FuseBridge::Impl {
-  Bridge bridge;
-  fuse_session* session = nullptr;
-};
-
-FuseBridge::FuseBridge(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+FuseBridge::FuseBridge(std::unique_ptr<Bridge> bridge, fuse_session* session)
+    : bridge_(std::move(bridge)), session_(session) {}
 
 Result<std::unique_ptr<FuseBridge>> FuseBridge::Make(Vfs& vfs, BlockingWork& reads,
                                                      BlockingWork& opens, FuseShim& shim,
                                                      OpenModes& modes, int fd) {
   fuse_set_log_func(LogLine);
-  auto impl = std::make_unique<Impl>(Impl{{vfs, reads, opens, shim, modes}});
-  impl->bridge.space = std::make_unique<SourceSpace>(vfs.source());
+  auto bridge = std::make_unique<Bridge>(Bridge{vfs, reads, opens, shim, modes});
+  bridge->space = std::make_unique<SourceSpace>(vfs.source());
   std::string program = "tensormount";
   std::string option = "-o";
   std::string max_read = "max_read=" + std::to_string(kMaxRequestBytes);  // As it was mounted.
   char* argv[] = {program.data(), option.data(), max_read.data(), nullptr};
   fuse_args args = FUSE_ARGS_INIT(3, argv);
   const fuse_lowlevel_ops ops = MakeOps();
-  impl->session = fuse_session_new(&args, &ops, sizeof ops, &impl->bridge);
+  fuse_session* const session = fuse_session_new(&args, &ops, sizeof ops, bridge.get());
   fuse_opt_free_args(&args);
-  if (impl->session == nullptr) {
+  if (session == nullptr) {
     close(fd);
     return Status(Code::kInternal, "libfuse made no session");
   }
   const fuse_custom_io io{.writev = ShimWritev, .read = ShimRead};
-  if (fuse_session_custom_io(impl->session, &io, fd) != 0) {
+  if (fuse_session_custom_io(session, &io, fd) != 0) {
     close(fd);
-    fuse_session_destroy(impl->session);
+    fuse_session_destroy(session);
     return Status(Code::kInternal, "libfuse refused its device");
   }
-  return std::unique_ptr<FuseBridge>(new FuseBridge(std::move(impl)));
+  return std::unique_ptr<FuseBridge>(new FuseBridge(std::move(bridge), session));
 }
 
 bool FuseBridge::LibfuseKnowsPassthrough() { return FUSE_VERSION >= FUSE_MAKE_VERSION(3, 17); }
 
 std::string FuseBridge::LibfuseVersion() { return fuse_pkgversion(); }
 
-FuseBridge::~FuseBridge() { fuse_session_destroy(impl_->session); }
+FuseBridge::~FuseBridge() { fuse_session_destroy(session_); }
 
 void FuseBridge::Serve() {
   fuse_buf buffer{};
-  while (fuse_session_exited(impl_->session) == 0) {
-    const int n = fuse_session_receive_buf(impl_->session, &buffer);
+  while (fuse_session_exited(session_) == 0) {
+    const int n = fuse_session_receive_buf(session_, &buffer);
     if (n == -EINTR) continue;
     if (n <= 0) break;
-    fuse_session_process_buf(impl_->session, &buffer);
+    fuse_session_process_buf(session_, &buffer);
   }
-  fuse_session_exit(impl_->session);
+  fuse_session_exit(session_);
   std::free(buffer.mem);
 }
 
-void FuseBridge::Exit() { fuse_session_exit(impl_->session); }
+void FuseBridge::Exit() { fuse_session_exit(session_); }
 
-bool FuseBridge::exited() const { return fuse_session_exited(impl_->session) != 0; }
+bool FuseBridge::exited() const { return fuse_session_exited(session_) != 0; }
 
 }  // namespace tensormount::fs

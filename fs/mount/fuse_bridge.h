@@ -12,7 +12,11 @@
 #include "fs/mount/open_modes.h"
 #include "fs/vfs.h"
 
+struct fuse_session;
+
 namespace tensormount::fs {
+
+struct Bridge;  // Of fuse_bridge_internal.h.
 
 // Turns requests of the kernel into calls on Vfs and results into replies; it decides nothing but
 // on which thread, so that what a mount does can be tested on Vfs, without a kernel.
@@ -36,9 +40,10 @@ class FuseBridge {
   bool exited() const;
 
  private:
-  struct Impl;
-  explicit FuseBridge(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  FuseBridge(std::unique_ptr<Bridge> bridge, fuse_session* session);
+
+  const std::unique_ptr<Bridge> bridge_;  // What requests are served with.
+  fuse_session* const session_;           // Owned.
 };
 
 }  // namespace tensormount::fs

@@ -88,15 +88,22 @@ struct Reply {
 // else on `opens`. `work` returns how to reply; every failure of it, an exception included, is
 // counted, reported and answered once.
 void Serve(fuse_req_t req, Op op, NodeId node, bool may_block, std::function<Result<Reply>()> work);
-// What long work can ask while it runs.
+struct LongRequest;  // Of fuse_bridge.cc.
+// What long work can ask while it runs. One for each time that it runs: whoever calls what Again
+// returned may do so before the work that asked for it has returned.
 class LongWork {
  public:
-  virtual ~LongWork() = default;
+  explicit LongWork(LongRequest& request) : request_(request) {}
   // Whether the caller gave up; it then has been answered.
-  virtual bool Interrupted() = 0;
+  bool Interrupted();
   // For work that must wait for other work, and shall hold no thread meanwhile: it returns at once
   // (with anything), and runs again from its beginning after somebody has called the result.
-  virtual std::function<void()> Again() = 0;
+  std::function<void()> Again();
+  bool runs_again() const { return runs_again_; }
+
+ private:
+  LongRequest& request_;
+  bool runs_again_ = false;
 };
 void ServeLong(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>(LongWork&)> work);
 // Where a request of this kind waits for storage: reads, writes and syncs apart from all else.

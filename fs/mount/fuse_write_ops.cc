@@ -159,12 +159,7 @@ void OpWrite(fuse_req_t req, fuse_ino_t node, const char* data, std::size_t size
   if (offset < 0 || size > kMaxRequestBytes) return Refuse(req, EINVAL);
   // The kernel's bytes lie in the buffer of this thread, which is used again when this returns:
   // they are copied only where another thread is to write them.
-  struct Bytes {
-    const char* at = nullptr;
-    std::string copy;
-  };
-  auto bytes = std::make_shared<Bytes>();
-  bytes->at = data;
+  auto copy = std::make_shared<std::string>();
   // From the page cache, where only shared mappings write: at the place of the page, whatever the
   // file was opened for, and by nobody that could be named.
   const bool pages = fi->writepage != 0;
@@ -172,23 +167,21 @@ void OpWrite(fuse_req_t req, fuse_ino_t node, const char* data, std::size_t size
   if (!pages) OpenFileOf(fi).users->Wrote(fi->lock_owner, fuse_req_ctx(req)->pid);
   ServeData(
       req, Op::kWrite, node,
-      [&bridge, handle, bytes, size, offset, append, pages]() -> Result<Reply> {
+      [&bridge, handle, data, copy, size, offset, append, pages]() -> Result<Reply> {
+        const char* const bytes = copy->empty() ? data : copy->data();
         if (pages) {
           TENSORMOUNT_RETURN_IF_ERROR(
-              handle->WritePages(static_cast<std::uint64_t>(offset), bytes->at, size));
+              handle->WritePages(static_cast<std::uint64_t>(offset), bytes, size));
         } else if (append) {
-          TENSORMOUNT_RETURN_IF_ERROR(handle->Append(bytes->at, size).status());
+          TENSORMOUNT_RETURN_IF_ERROR(handle->Append(bytes, size).status());
         } else {
           TENSORMOUNT_RETURN_IF_ERROR(
-              handle->Write(static_cast<std::uint64_t>(offset), bytes->at, size));
+              handle->Write(static_cast<std::uint64_t>(offset), bytes, size));
         }
         bridge.vfs.stats().CountStaged(0, size);
         return Reply([size](fuse_req_t r) { fuse_reply_write(r, size); });
       },
-      [bytes, data, size] {
-        bytes->copy.assign(data, size);
-        bytes->at = bytes->copy.data();
-      });
+      [copy, data, size] { copy->assign(data, size); });
 }
 
 void OpFlush(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {

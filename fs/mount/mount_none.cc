@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// mount_session.h in a build without libfuse: kUnsupported, in words.
+// MountSession where libfuse was missing when this was built: Start says so, and so nobody has one.
 #include "fs/mount/mount_session.h"
-
-// Without libfuse.
 
 namespace tensormount::fs {
 
@@ -10,5 +8,13 @@ Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem&, const Mou
   return Status(Code::kUnsupported,
                 "mounting is not built in: libfuse 3 was missing when tensormount was built");
 }
+
+MountSession::~MountSession() = default;
+
+Status MountSession::Wait() { return {}; }
+
+void MountSession::Stop() {}
+
+std::string MountSession::StatusJson() const { return "{}\n"; }
 
 }  // namespace tensormount::fs

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <csignal>
 #include <fstream>
+#include <future>
 #include <mutex>
 #include <pthread.h>
 #include <set>
@@ -97,6 +98,8 @@ OpenModes::Options ModeOptions(const MountOptions& options) {
   return {.verify = options.verify == MountOptions::Verify::kFirst,
           .refused = ReasonAgainstPassthrough(options)};
 }
+
+}  // namespace
 
 // Everything that the threads of a mount share. They may outlive the session where storage holds
 // them, so each holds this.
@@ -335,22 +338,16 @@ bool MountCore::Idle() {
 
 void MountCore::Drain() {
   if (!vfs_->writable()) return;
-  struct State {
-    std::mutex mutex;
-    std::condition_variable ended;
-    bool done = false;
-  };
-  auto state = std::make_shared<State>();
-  std::thread([self = shared_from_this(), state] {
+  // On a thread of its own: storage may hold it for good, and then the mount ends without it.
+  auto done = std::make_shared<std::promise<void>>();
+  const std::future<void> ended = done->get_future();
+  std::thread([self = shared_from_this(), done] {
     const Status status = self->vfs_->Drain();
     if (!status.ok())
       Log(LogLevel::kError, "not all that was written is safe: " + status.message());
-    const std::lock_guard lock(state->mutex);
-    state->done = true;
-    state->ended.notify_all();
+    done->set_value();
   }).detach();
-  std::unique_lock lock(state->mutex);
-  if (!state->ended.wait_for(lock, kDrainPatience, [&] { return state->done; })) {
+  if (ended.wait_for(kDrainPatience) != std::future_status::ready) {
     Log(LogLevel::kError, "storage does not answer: not all that was written is safe");
   }
 }
@@ -368,7 +365,7 @@ void MountCore::SetReadahead() {
 }
 
 // The fallbacks of `counts` as a JSON object.
-std::string ReasonsJson(const OpenModes::Counts& counts) {
+static std::string ReasonsJson(const OpenModes::Counts& counts) {
   std::string out;
   for (const auto& [reason, opens] : counts.reasons) {
     out += fmt::format("{}{}: {}", out.empty() ? "" : ", ", JsonString(reason), opens);
@@ -403,24 +400,14 @@ std::string MountCore::StatusJson() {
       shim_.kernel_minor(), load.running, load.waiting, load.oldest.count());
 }
 
-class Session : public MountSession {
- public:
-  explicit Session(std::shared_ptr<MountCore> core) : core_(std::move(core)) {}
-  ~Session() override { Leave(std::move(core_)); }
-  // Stops. What storage holds for good keeps what it uses: better a leak than a crash.
-  static void Leave(std::shared_ptr<MountCore> core, bool failed = false) {
-    core->Stop(failed);
-    if (core->Idle()) return;
-    Log(LogLevel::kWarning, "storage does not answer: left a stopped mount in memory");
-    (void)new std::shared_ptr<MountCore>(std::move(core));
-  }
-  Status Wait() override { return core_->Wait(); }
-  void Stop() override { core_->Stop(); }
-  std::string StatusJson() const override { return core_->StatusJson(); }
+namespace {
 
- private:
-  std::shared_ptr<MountCore> core_;
-};
+void Leave(std::shared_ptr<MountCore> core, bool failed) {
+  core->Stop(failed);
+  if (core->Idle()) return;
+  Log(LogLevel::kWarning, "storage does not answer: left a stopped mount in memory");
+  (void)new std::shared_ptr<MountCore>(std::move(core));
+}
 
 // A fresh and empty folder, outside of what it is to show.
 Status CheckMountPoint(const std::string& path, const std::string& source) {
@@ -487,10 +474,18 @@ Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
   auto core = std::make_shared<MountCore>(options, std::move(vfs), readers);
   const Status started = core->Start();
   if (!started.ok()) {
-    Session::Leave(std::move(core), true);
+    Leave(std::move(core), true);
     return started;
   }
-  return std::unique_ptr<MountSession>(std::make_unique<Session>(std::move(core)));
+  return std::unique_ptr<MountSession>(new MountSession(std::move(core)));
 }
+
+MountSession::~MountSession() { Leave(std::move(core_), false); }
+
+Status MountSession::Wait() { return core_->Wait(); }
+
+void MountSession::Stop() { core_->Stop(); }
+
+std::string MountSession::StatusJson() const { return core_->StatusJson(); }
 
 }  // namespace tensormount::fs

@@ -36,6 +36,8 @@ struct MountOptions {
   std::chrono::milliseconds give_up_after{2000};
 };
 
+class MountCore;  // Of mount_session.cc.
+
 // A live mount. Needs the right to mount (root, or fusermount3).
 //
 // The process that serves a mount must not map files of this mount into its own memory, nor pass
@@ -51,15 +53,24 @@ class MountSession {
   //   kPermissionDenied   not allowed to mount; allow_other refused (and why)
   //   kUnavailable        no /dev/fuse;  kUnsupported: built without FUSE, or tier not offered
   static Result<std::unique_ptr<MountSession>> Start(FileSystem& fs, const MountOptions& options);
-  // Unmounts, lazily where it is busy, and joins.
-  virtual ~MountSession() = default;
+  // Unmounts, lazily where it is busy, and joins. What storage holds for good keeps what it uses:
+  // better a leak than a crash.
+  ~MountSession();
+  MountSession(const MountSession&) = delete;
+  MountSession& operator=(const MountSession&) = delete;
 
   // Returns when the mount is gone: unmounted from outside, or by Stop(). Not kDeadlineExceeded.
-  virtual Status Wait() = 0;
+  Status Wait();
   // From any thread or a signal-handling thread: unmounts (clean where not busy, else lazily).
-  virtual void Stop() = 0;
+  void Stop();
   // One line of JSON, as in .tensormount/status.
-  virtual std::string StatusJson() const = 0;
+  std::string StatusJson() const;
+
+ private:
+  explicit MountSession(std::shared_ptr<MountCore> core) : core_(std::move(core)) {}
+
+  // Its threads may outlive this where storage holds them.
+  std::shared_ptr<MountCore> core_;
 };
 
 // Unmounts what is mounted at `mount_point` (fusermount3, or umount2 as root) and waits until it

@@ -25,7 +25,7 @@ constexpr std::size_t kJournalHeadBytes = 64;
 constexpr std::size_t kIncarnationDigits = 16;
 
 // Around a body: u32 length before it, u64 checksum behind it.
-constexpr std::size_t kFrameBytes = 12;
+constexpr std::size_t kRecordFrameBytes = 12;
 // No body is longer: nothing larger is read or allocated for what a damaged length says.
 constexpr std::size_t kMaxRecordBytes = std::size_t{16} << 20;
 
@@ -33,7 +33,7 @@ constexpr std::size_t kMaxRecordBytes = std::size_t{16} << 20;
 // reader can tell damage from a tail that was never promised.
 constexpr std::uint8_t kMarkKind = 8;
 constexpr std::size_t kMarkBodyBytes = 17;  // u8 kind, u64 position, u64 synced.
-constexpr std::size_t kMarkBytes = kMarkBodyBytes + kFrameBytes;
+constexpr std::size_t kMarkBytes = kMarkBodyBytes + kRecordFrameBytes;
 
 constexpr std::uint64_t kMaxPosition = 0x7FFF'FFFF'FFFF'FFFF;
 constexpr std::size_t kMaxReasonBytes = 4096;
@@ -290,7 +290,7 @@ class Window {
     if (!head.has_value()) return head;
     const auto length = LoadLittle<std::uint32_t>(head->data());
     if (length == 0 || length > kMaxRecordBytes) return std::optional<std::string_view>();
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto frame, Get(at, length + kFrameBytes));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto frame, Get(at, length + kRecordFrameBytes));
     if (!frame.has_value()) return frame;
     const std::string_view body = frame->substr(4, length);
     if (LoadLittle<std::uint64_t>(frame->data() + 4 + length) != Checksum(body)) {
@@ -427,7 +427,7 @@ Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {
   for (;;) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto body, window.Body(at));
     if (!body.has_value()) break;
-    const std::uint64_t end = at + body->size() + kFrameBytes;
+    const std::uint64_t end = at + body->size() + kRecordFrameBytes;
     if (IsJournalMark(*body)) {
       if (DecodeMark(*body).position != at || DecodeMark(*body).synced > at) {
         return DataLoss(path, "a mark at byte " + std::to_string(at) + " that is of another place");

@@ -7,7 +7,7 @@
 
 #include "base/log.h"
 #include "fs/save/publish.h"
-#include "fs/save/staging_tree_impl.h"
+#include "fs/save/staging_tree.h"
 
 namespace tensormount::fs {
 namespace {
@@ -61,7 +61,7 @@ Status AsRename(const Status& status) {
 
 }  // namespace
 
-HandleContext StagingTreeImpl::ContextOf(const NodePtr& node, bool writable) {
+HandleContext StagingTree::ContextOf(const NodePtr& node, bool writable) {
   return {.of = node->of,
           .label = node->Label(),
           .writable = writable,
@@ -73,11 +73,10 @@ HandleContext StagingTreeImpl::ContextOf(const NodePtr& node, bool writable) {
           .stats = &stats_};
 }
 
-Result<StagingTree::Node> StagingTreeImpl::MakeDirectory(std::uint64_t folder,
-                                                         std::string_view name) {
+Result<StagingTree::Node> StagingTree::MakeDirectory(std::uint64_t folder, std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
   const Status exists = Status::FromErrno(EEXIST, "make", JoinedPath(parent->Label(), name));
-  switch (parent->place) {
+  switch (parent->role) {
     case NodeRole::kRoot: {
       const std::string label = ".staging/" + std::string(name);
       if (const Status bad = CheckCheckpointName(name); !bad.ok()) {
@@ -105,13 +104,13 @@ Result<StagingTree::Node> StagingTreeImpl::MakeDirectory(std::uint64_t folder,
   }
 }
 
-Result<std::shared_ptr<WriteHandle>> StagingTreeImpl::OpenNode(const NodePtr& node, int flags) {
+Result<std::shared_ptr<WriteHandle>> StagingTree::OpenNode(const NodePtr& node, int flags) {
   const bool writable = Writes(flags);
   const bool truncates = (flags & O_TRUNC) != 0;
   StagedCheckpoint& of = *node->of;
   HandleContext context = ContextOf(node, writable);
   std::shared_ptr<WriteHandle> handle;
-  switch (node->place) {
+  switch (node->role) {
     case NodeRole::kTensor:
     case NodeRole::kSlice: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema());
@@ -119,7 +118,7 @@ Result<std::shared_ptr<WriteHandle>> StagingTreeImpl::OpenNode(const NodePtr& no
       if (meta == nullptr) return Status(Code::kStale, node->Label() + ": not in schema.json");
       TENSORMOUNT_ASSIGN_OR_RETURN(auto target, of.OpenTarget(*meta, node->box));
       TENSORMOUNT_ASSIGN_OR_RETURN(handle, OpenTargetHandle(std::move(context), target));
-      if (writable && node->place == NodeRole::kSlice) of.AddSlicePath(node->path);
+      if (writable && node->role == NodeRole::kSlice) of.AddSlicePath(node->path);
       break;
     }
     case NodeRole::kObject: {
@@ -130,7 +129,7 @@ Result<std::shared_ptr<WriteHandle>> StagingTreeImpl::OpenNode(const NodePtr& no
     }
     case NodeRole::kSchema:
     case NodeRole::kCommon: {
-      const bool schema = node->place == NodeRole::kSchema;
+      const bool schema = node->role == NodeRole::kSchema;
       std::string text;
       if (schema) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
@@ -148,7 +147,7 @@ Result<std::shared_ptr<WriteHandle>> StagingTreeImpl::OpenNode(const NodePtr& no
       if (writable || truncates) return Refused(node->Label() + ": reports are read only");
       const std::string path =
           JoinPath(of.staging().directory,
-                   node->place == NodeRole::kReportJson ? "report.json" : "report.txt");
+                   node->role == NodeRole::kReportJson ? "report.json" : "report.txt");
       TENSORMOUNT_ASSIGN_OR_RETURN(std::string text, fs_.ReadFile(path, kMaxReportBytes));
       return OpenTextHandle(std::move(context), std::move(text));
     }
@@ -162,7 +161,7 @@ Result<std::shared_ptr<WriteHandle>> StagingTreeImpl::OpenNode(const NodePtr& no
   return handle;
 }
 
-Result<std::shared_ptr<WriteHandle>> StagingTreeImpl::Open(std::uint64_t file, int flags) {
+Result<std::shared_ptr<WriteHandle>> StagingTree::Open(std::uint64_t file, int flags) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, Live(file));
   Result<std::shared_ptr<WriteHandle>> opened = OpenNode(node, flags);
   if (!opened.ok() && Writes(flags) && opened.status().code() != Code::kStale &&
@@ -172,14 +171,14 @@ Result<std::shared_ptr<WriteHandle>> StagingTreeImpl::Open(std::uint64_t file, i
   return opened;
 }
 
-Status StagingTreeImpl::MakeObject(const StagedNode& node) {
+Status StagingTree::MakeObject(const StagedNode& node) {
   const Writing writing(*node.of);
   TENSORMOUNT_RETURN_IF_ERROR(writing.status());
   return node.of->writer().OpenObject(node.key, node.index, true).status();
 }
 
-Result<StagingTree::Opened> StagingTreeImpl::Create(std::uint64_t folder, std::string_view name,
-                                                    int flags) {
+Result<StagingTree::Opened> StagingTree::Create(std::uint64_t folder, std::string_view name,
+                                                int flags) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
   const std::string label = JoinedPath(parent->Label(), name);
   Result<StagedNode> child = Child(*parent, name);
@@ -188,29 +187,29 @@ Result<StagingTree::Opened> StagingTreeImpl::Create(std::uint64_t folder, std::s
     StagedNode made;
     made.of = parent->of;
     made.path = JoinedPath(parent->path, name);
-    switch (parent->place) {
+    switch (parent->role) {
       case NodeRole::kStaging:
         if (name != "schema.json" && name != "common.json") {
           return Told(
               "create", label,
               Refused("files here are schema.json and common.json; objects go to objects/"));
         }
-        made.place = name == "schema.json" ? NodeRole::kSchema : NodeRole::kCommon;
+        made.role = name == "schema.json" ? NodeRole::kSchema : NodeRole::kCommon;
         made.path.clear();
         break;
       case NodeRole::kDone:
         if (!ParseRank(name, &made.rank)) {
           return Told("create", label, Refused("marks are called by the number of their writer"));
         }
-        made.place = NodeRole::kMark;
+        made.role = NodeRole::kMark;
         break;
       case NodeRole::kObjects: {
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, parent->of->Schema(true));
-        const Result<ObjectName> place = ObjectAt(*view, made.path);
-        if (!place.ok()) return Told("create", label, place.status());
-        made.place = NodeRole::kObject;
-        made.key = place.value().key;
-        made.index = place.value().index;
+        const Result<StagingWriter::ObjectName> object = ObjectAt(*view, made.path);
+        if (!object.ok()) return Told("create", label, object.status());
+        made.role = NodeRole::kObject;
+        made.key = object.value().key;
+        made.index = object.value().index;
         const Status status = MakeObject(made);
         if (!status.ok()) return Told("create", label, status);
         break;
@@ -228,7 +227,7 @@ Result<StagingTree::Opened> StagingTreeImpl::Create(std::uint64_t folder, std::s
                     Refused("make a folder here (mkdir): it becomes a checkpoint"));
     }
     // A mark is there only once it was made.
-    if (made.place == NodeRole::kMark) {
+    if (made.role == NodeRole::kMark) {
       const Status status = made.of->MarkDone(made.rank);
       if (!status.ok()) return Told("create", label, status);
     }
@@ -246,30 +245,30 @@ Result<StagingTree::Opened> StagingTreeImpl::Create(std::uint64_t folder, std::s
   return Opened{.node = known, .handle = std::move(handle).value()};
 }
 
-Status StagingTreeImpl::Truncate(std::uint64_t file, std::uint64_t size) {
+Status StagingTree::Truncate(std::uint64_t file, std::uint64_t size) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, Live(file));
   if (node->folder()) return Status::FromErrno(EISDIR, "truncate", node->Label());
-  if (node->place == NodeRole::kMark) return {};
+  if (node->role == NodeRole::kMark) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto handle, OpenNode(node, O_WRONLY));
   TENSORMOUNT_RETURN_IF_ERROR(handle->Truncate(size));
   return handle->Flush();
 }
 
-Result<StagingTree::Node> StagingTreeImpl::SetAttributes(std::uint64_t item) { return Stat(item); }
+Result<StagingTree::Node> StagingTree::SetAttributes(std::uint64_t item) { return Stat(item); }
 
-Status StagingTreeImpl::Unlink(std::uint64_t folder, std::string_view name) {
+Status StagingTree::Unlink(std::uint64_t folder, std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode node, Child(*parent, name));
   if (node.folder()) return Status::FromErrno(EISDIR, "remove", node.Label());
   StagedCheckpoint& of = *node.of;
   const Status status = [&]() -> Status {
-    if (node.place == NodeRole::kMark) return RemoveDoneMark(fs_, of.staging(), node.rank);
-    if (node.place == NodeRole::kReportJson || node.place == NodeRole::kReportText) {
+    if (node.role == NodeRole::kMark) return RemoveDoneMark(fs_, of.staging(), node.rank);
+    if (node.role == NodeRole::kReportJson || node.role == NodeRole::kReportText) {
       return fs_.RemoveFile(JoinPath(of.staging().directory, name));
     }
     const Writing writing(of);
     TENSORMOUNT_RETURN_IF_ERROR(writing.status());
-    switch (node.place) {
+    switch (node.role) {
       case NodeRole::kSchema:
         return of.WithdrawSchema();
       case NodeRole::kCommon:
@@ -278,7 +277,7 @@ Status StagingTreeImpl::Unlink(std::uint64_t folder, std::string_view name) {
         return of.writer().RemoveObject(node.key, node.index);
       case NodeRole::kTensor:
       case NodeRole::kSlice:
-        of.RemoveSlicePath(node.place == NodeRole::kSlice ? node.path : "");
+        of.RemoveSlicePath(node.role == NodeRole::kSlice ? node.path : "");
         {
           TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema());
           const TensorMeta* const meta = view->Find(node.key);
@@ -295,9 +294,9 @@ Status StagingTreeImpl::Unlink(std::uint64_t folder, std::string_view name) {
   return status.code() == Code::kStale ? status : Told("unlink", node.Label(), status);
 }
 
-Status StagingTreeImpl::CheckEmpty(const StagedNode& folder) {
+Status StagingTree::CheckEmpty(const StagedNode& folder) {
   const Status full = Status::FromErrno(ENOTEMPTY, "remove", folder.Label());
-  switch (folder.place) {
+  switch (folder.role) {
     case NodeRole::kTensors:
       // Names stay as long as schema.json does: empty is what this mount has not written to.
       return folder.of->HasWrittenBelow(folder.path) ? full : Status();
@@ -310,10 +309,10 @@ Status StagingTreeImpl::CheckEmpty(const StagedNode& folder) {
         any = any || a.kind == FileKind::kFile;
         return true;
       };
-      if (folder.place == NodeRole::kDone) {
+      if (folder.role == NodeRole::kDone) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto marks, ReadDoneMarks(fs_, folder.of->staging()));
         any = !marks.empty();
-      } else if (folder.place == NodeRole::kSlices) {
+      } else if (folder.role == NodeRole::kSlices) {
         TENSORMOUNT_RETURN_IF_ERROR(
             ListPaths(folder, {.files = folder.of->SlicePaths(), .folders = {}}, 0, visit));
       } else {
@@ -329,7 +328,7 @@ Status StagingTreeImpl::CheckEmpty(const StagedNode& folder) {
   }
 }
 
-Status StagingTreeImpl::RemoveStagingAt(std::string_view name) {
+Status StagingTree::RemoveStagingAt(std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedPtr staged, Join(name));
   const std::string label = ".staging/" + std::string(name);
   const auto remove = [&]() -> Status {
@@ -350,17 +349,17 @@ Status StagingTreeImpl::RemoveStagingAt(std::string_view name) {
   return status;
 }
 
-Status StagingTreeImpl::RemoveDirectory(std::uint64_t folder, std::string_view name) {
+Status StagingTree::RemoveDirectory(std::uint64_t folder, std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
-  if (parent->place == NodeRole::kRoot) return RemoveStagingAt(name);
+  if (parent->role == NodeRole::kRoot) return RemoveStagingAt(name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode node, Child(*parent, name));
   if (!node.folder()) return Status::FromErrno(ENOTDIR, "remove", node.Label());
   TENSORMOUNT_RETURN_IF_ERROR(CheckEmpty(node));
-  if (node.place == NodeRole::kObjects) node.of->RemoveObjectFolder(node.path);
+  if (node.role == NodeRole::kObjects) node.of->RemoveObjectFolder(node.path);
   return {};
 }
 
-Status StagingTreeImpl::Publish(std::string_view name, std::string_view as) {
+Status StagingTree::Publish(std::string_view name, std::string_view as) {
   const std::string label = ".staging/" + std::string(name) + " as " + std::string(as);
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedPtr staged, Join(name));
   const auto publish = [&]() -> Status {
@@ -386,13 +385,13 @@ Status StagingTreeImpl::Publish(std::string_view name, std::string_view as) {
   return Told("publish", label, AsRename(status));
 }
 
-Status StagingTreeImpl::RenameWithin(std::uint64_t folder, std::string_view name,
-                                     std::uint64_t to_folder, std::string_view to_name) {
+Status StagingTree::RenameWithin(std::uint64_t folder, std::string_view name,
+                                 std::uint64_t to_folder, std::string_view to_name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr to_parent, Live(to_folder));
   const std::string label = JoinedPath(parent->Label(), name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode from, Child(*parent, name));
-  if (from.place != NodeRole::kObject || to_parent->place != NodeRole::kObjects ||
+  if (from.role != NodeRole::kObject || to_parent->role != NodeRole::kObjects ||
       from.of != to_parent->of) {
     return Told("rename", label,
                 Refused("only objects can be renamed here (rsync: use --inplace), and a whole "
@@ -403,7 +402,7 @@ Status StagingTreeImpl::RenameWithin(std::uint64_t folder, std::string_view name
     const Writing writing(of);
     TENSORMOUNT_RETURN_IF_ERROR(writing.status());
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectName to,
+    TENSORMOUNT_ASSIGN_OR_RETURN(const StagingWriter::ObjectName to,
                                  ObjectAt(*view, JoinedPath(to_parent->path, to_name)));
     if (to.key == from.key && to.index == from.index) return {};
     TENSORMOUNT_RETURN_IF_ERROR(of.writer().RenameObject(from.key, from.index, to.key, to.index));

@@ -11,8 +11,8 @@
 namespace tensormount::fs {
 namespace {
 
-std::string_view NameOf(NodeRole place) {
-  switch (place) {
+std::string_view NameOf(NodeRole role) {
+  switch (role) {
     case NodeRole::kRoot:
     case NodeRole::kStaging:
       return "";
@@ -43,14 +43,14 @@ std::string_view NameOf(NodeRole place) {
 // Tells nodes apart: also a file from a folder of the same path.
 std::string Identity(const StagedNode& node) {
   std::string name = node.of ? node.of->staging().uuid.ToString() : std::string();
-  name += static_cast<char>('a' + static_cast<int>(node.place));
+  name += static_cast<char>('a' + static_cast<int>(node.role));
   return name + node.path;
 }
 
 }  // namespace
 
 bool StagedNode::folder() const {
-  switch (place) {
+  switch (role) {
     case NodeRole::kRoot:
     case NodeRole::kStaging:
     case NodeRole::kDone:
@@ -66,7 +66,7 @@ bool StagedNode::folder() const {
 std::string StagedNode::Label() const {
   std::string label = ".staging";
   if (of) label += '/' + of->name();
-  if (!NameOf(place).empty()) label += '/' + std::string(NameOf(place));
+  if (!NameOf(role).empty()) label += '/' + std::string(NameOf(role));
   if (!path.empty()) label += '/' + path;
   return label;
 }
@@ -83,7 +83,7 @@ StagedNodes::StagedNodes() {
 }
 
 std::shared_ptr<const StagedNode> StagedNodes::Take(StagedNode node) {
-  if (node.place == NodeRole::kRoot) return root_;
+  if (node.role == NodeRole::kRoot) return root_;
   std::string name = Identity(node);
   const std::lock_guard lock(mutex_);
   const auto [at, fresh] = items_.try_emplace(name, next_);

@@ -37,7 +37,7 @@ enum class NodeRole : std::uint8_t {
 
 struct StagedNode {
   std::uint64_t item = 0;
-  NodeRole place = NodeRole::kRoot;
+  NodeRole role = NodeRole::kRoot;
   std::shared_ptr<StagedCheckpoint> of;  // Null: .staging itself.
   std::string path;                      // Below tensors/, slices/, objects/, done/.
   std::string key;                       // Of a tensor, slice or object.
@@ -52,18 +52,23 @@ struct StagedNode {
   std::uint64_t Inode() const;
 };
 
+// A path below tensors/, objects/, ... of a name in a folder, whose own path may be empty.
+inline std::string JoinedPath(std::string_view folder, std::string_view name) {
+  return folder.empty() ? std::string(name) : std::string(folder) + '/' + std::string(name);
+}
+
 // The nodes that somebody knows, with how often. Items are never used again. Thread-safe.
 class StagedNodes {
  public:
   static constexpr std::uint64_t kRoot = 1;
   StagedNodes();
 
-  // The node of this place and path, with one reference more. `node.item` is set here.
+  // The node of this role and path, with one reference more. `node.item` is set here.
   std::shared_ptr<const StagedNode> Take(StagedNode node);
   // kStale for what nobody knows any more.
   Result<std::shared_ptr<const StagedNode>> Find(std::uint64_t item) const;
   void Forget(std::uint64_t item, std::uint64_t references);
-  // The node of this place and path, if somebody knows it, is `to` from now on; who knows what was
+  // The node of this role and path, if somebody knows it, is `to` from now on; who knows what was
   // there keeps that.
   void Move(const StagedNode& from, StagedNode to);
   std::size_t size() const;

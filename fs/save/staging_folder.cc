@@ -164,6 +164,11 @@ Result<std::unique_ptr<StagingLease>> StagingLease::ForPublishing(FileSystem& fs
   return std::unique_ptr<StagingLease>(new StagingLease(std::move(lock).value()));
 }
 
+bool ParseRank(std::string_view name, std::uint32_t* rank) {
+  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), *rank);
+  return error == std::errc() && end == name.data() + name.size() && std::to_string(*rank) == name;
+}
+
 Status MakeDoneMark(FileSystem& fs, const Staging& staging, const DoneMark& mark) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagingSchema schema, ReadSchemas(fs, staging.directory));
   if (schema.writers() && mark.rank >= *schema.writers()) {

@@ -68,6 +68,8 @@ struct DoneMark {
   std::string journal;
   std::uint64_t journal_bytes = 0;
 };
+// "3" as 3; false for what is not how a rank, or an index of an object part, is written ("03").
+bool ParseRank(std::string_view name, std::uint32_t* rank);
 Status MakeDoneMark(FileSystem& fs, const Staging& staging, const DoneMark& mark);
 Status RemoveDoneMark(FileSystem& fs, const Staging& staging, std::uint32_t rank);
 Result<std::vector<DoneMark>> ReadDoneMarks(FileSystem& fs, const Staging& staging);

@@ -4,14 +4,13 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <chrono>
 #include <optional>
 #include <set>
 
 #include <fmt/core.h>
 
-#include "fs/save/staging_tree_impl.h"
+#include "fs/answers.h"
 #include "fs/views/checkpoint_text.h"
 #include "fs/views/slice_name.h"
 #include "shard/tensor_meta.h"
@@ -23,7 +22,7 @@ constexpr std::string_view kLongFolder = "%+";
 
 struct FixedName {
   std::string_view name;
-  NodeRole place;
+  NodeRole role;
 };
 // In the order in which they are listed, and so removed by `rm -r`: without schema.json the others
 // are empty.
@@ -65,7 +64,7 @@ Result<std::string> KeyIn(const SchemaView& view, std::string_view folder, std::
   if (stem.empty()) {
     const std::size_t slash = folder.rfind('/');
     const std::size_t begin = slash == std::string_view::npos ? 0 : slash + 1;
-    if (!folder.substr(begin).starts_with(kLongFolder)) return NotHere("a slice without a tensor");
+    if (!folder.substr(begin).starts_with(kLongFolder)) return NoSuch("a slice without a tensor");
     stem = folder.substr(begin + kLongFolder.size());
     folder = folder.substr(0, slash == std::string_view::npos ? 0 : slash);
   }
@@ -75,48 +74,35 @@ Result<std::string> KeyIn(const SchemaView& view, std::string_view folder, std::
     child = view.tree.Lookup(at, std::string(stem) + "%=");
   }
   TENSORMOUNT_RETURN_IF_ERROR(child.status());
-  if (child.value().is_folder) return NotHere(stem);
+  if (child.value().is_folder) return NoSuch(stem);
   return view.keys.KeyAt(child.value().ordinal);
 }
 
 }  // namespace
-
-std::string JoinedPath(std::string_view folder, std::string_view name) {
-  return folder.empty() ? std::string(name) : std::string(folder) + '/' + std::string(name);
-}
-
-bool ParseRank(std::string_view name, std::uint32_t* rank) {
-  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), *rank);
-  return error == std::errc() && end == name.data() + name.size() && std::to_string(*rank) == name;
-}
-
-Status NotHere(std::string_view name) {
-  return Status(Code::kNotFound, "no " + std::string(name) + " here");
-}
 
 Result<std::unique_ptr<StagingTree>> StagingTree::Make(FileSystem& fs, const std::string& store,
                                                        MountStats& stats) {
   TENSORMOUNT_ASSIGN_OR_RETURN(Store opened, Store::Open(fs, store));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo folder, fs.Stat(store));
   std::string incarnation = Uuid::Random().ToString().substr(0, 16);
-  return std::unique_ptr<StagingTree>(std::make_unique<StagingTreeImpl>(
-      fs, std::move(opened), folder, std::move(incarnation), stats));
+  return std::unique_ptr<StagingTree>(
+      new StagingTree(fs, std::move(opened), folder, std::move(incarnation), stats));
 }
 
-StagingTreeImpl::StagingTreeImpl(FileSystem& fs, Store store, const FileInfo& folder,
-                                 std::string incarnation, MountStats& stats)
+StagingTree::StagingTree(FileSystem& fs, Store store, const FileInfo& folder,
+                         std::string incarnation, MountStats& stats)
     : fs_(fs),
       store_(std::move(store)),
       incarnation_(std::move(incarnation)),
       stats_(stats),
       folder_(folder) {}
 
-Status StagingTreeImpl::Told(std::string_view operation, std::string_view object, Status status) {
+Status StagingTree::Told(std::string_view operation, std::string_view object, Status status) {
   if (!status.ok()) stats_.Report(operation, object, status);
   return status;
 }
 
-Result<StagingTreeImpl::NodePtr> StagingTreeImpl::Live(std::uint64_t item) {
+Result<StagingTree::NodePtr> StagingTree::Live(std::uint64_t item) {
   TENSORMOUNT_ASSIGN_OR_RETURN(NodePtr node, nodes_.Find(item));
   if (node->of) {
     const Status status = node->of->CheckInPlace();
@@ -128,14 +114,14 @@ Result<StagingTreeImpl::NodePtr> StagingTreeImpl::Live(std::uint64_t item) {
   return node;
 }
 
-void StagingTreeImpl::Drop(const StagedPtr& staged) {
+void StagingTree::Drop(const StagedPtr& staged) {
   staged->Retire();
   const std::lock_guard lock(mutex_);
   const auto it = staged_.find(staged->name());
   if (it != staged_.end() && it->second == staged) staged_.erase(it);
 }
 
-void StagingTreeImpl::DropGone() {
+void StagingTree::DropGone() {
   std::vector<StagedPtr> all;
   {
     const std::lock_guard lock(mutex_);
@@ -146,7 +132,7 @@ void StagingTreeImpl::DropGone() {
   }
 }
 
-Result<StagingTreeImpl::StagedPtr> StagingTreeImpl::Join(std::string_view name) {
+Result<StagingTree::StagedPtr> StagingTree::Join(std::string_view name) {
   StagedPtr known;
   {
     const std::lock_guard lock(mutex_);
@@ -157,9 +143,9 @@ Result<StagingTreeImpl::StagedPtr> StagingTreeImpl::Join(std::string_view name) 
     if (known->CheckInPlace().ok()) return known;
     Drop(known);
   }
-  if (!CheckCheckpointName(name).ok()) return NotHere(name);
+  if (!CheckCheckpointName(name).ok()) return NoSuch(name);
   Result<Staging> found = OpenStaging(store_, fs_, std::string(name));
-  if (found.status().code() == Code::kUnsupported) return NotHere(name);  // The library's own.
+  if (found.status().code() == Code::kUnsupported) return NoSuch(name);  // The library's own.
   TENSORMOUNT_RETURN_IF_ERROR(found.status());
   DropGone();
   const std::lock_guard lock(mutex_);
@@ -171,25 +157,24 @@ Result<StagingTreeImpl::StagedPtr> StagingTreeImpl::Join(std::string_view name) 
   return slot;
 }
 
-Result<StagedNode> StagingTreeImpl::ChildOfStaging(const StagedNode& parent,
-                                                   std::string_view name) {
+Result<StagedNode> StagingTree::ChildOfStaging(const StagedNode& parent, std::string_view name) {
   StagedNode child;
   child.of = parent.of;
   StagedCheckpoint& of = *parent.of;
   for (const FixedName& fixed : kFixedNames) {
     if (name != fixed.name) continue;
-    child.place = fixed.place;
-    switch (fixed.place) {
+    child.role = fixed.role;
+    switch (fixed.role) {
       case NodeRole::kSchema: {
         if (of.EditSize(true)) return child;
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
-        if (view->schema.empty()) return NotHere(name);
+        if (view->schema.empty()) return NoSuch(name);
         return child;
       }
       case NodeRole::kCommon: {
         if (of.EditSize(false)) return child;
         TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, ReadCommonJson(fs_, of.staging()));
-        if (text.empty()) return NotHere(name);
+        if (text.empty()) return NoSuch(name);
         return child;
       }
       case NodeRole::kReportJson:
@@ -200,35 +185,35 @@ Result<StagedNode> StagingTreeImpl::ChildOfStaging(const StagedNode& parent,
         return child;
     }
   }
-  return NotHere(name);
+  return NoSuch(name);
 }
 
-Result<StagedNode> StagingTreeImpl::TensorChild(const StagedNode& parent, std::string_view name,
-                                                const SchemaView& view) {
+Result<StagedNode> StagingTree::TensorChild(const StagedNode& parent, std::string_view name,
+                                            const SchemaView& view) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const TreeFolder folder, view.FolderAt(parent.path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const TreeChild found, view.tree.Lookup(folder, name));
   StagedNode child;
   child.of = parent.of;
   child.path = JoinedPath(parent.path, name);
-  child.place = found.is_folder ? NodeRole::kTensors : NodeRole::kTensor;
+  child.role = found.is_folder ? NodeRole::kTensors : NodeRole::kTensor;
   if (found.is_folder) return child;
   TENSORMOUNT_ASSIGN_OR_RETURN(child.key, view.keys.KeyAt(found.ordinal));
   child.box = Box::Whole(view.Find(child.key)->shape());
   return child;
 }
 
-Result<StagedNode> StagingTreeImpl::SliceChild(const StagedNode& parent, std::string_view name,
-                                               const SchemaView& view) {
+Result<StagedNode> StagingTree::SliceChild(const StagedNode& parent, std::string_view name,
+                                           const SchemaView& view) {
   StagedNode child;
   child.of = parent.of;
   child.path = JoinedPath(parent.path, name);
   const std::optional<SliceName> slice = ParseSliceName(name);
   if (!slice) {
-    child.place = NodeRole::kSlices;
+    child.role = NodeRole::kSlices;
     const Result<TreeFolder> folder = view.FolderAt(child.path);
     if (folder.ok()) return child;
     // A folder for one tensor, whose slices have too long names otherwise.
-    if (!name.starts_with(kLongFolder)) return NotHere(name);
+    if (!name.starts_with(kLongFolder)) return NoSuch(name);
     TENSORMOUNT_RETURN_IF_ERROR(KeyIn(view, parent.path, name.substr(kLongFolder.size())).status());
     return child;
   }
@@ -241,7 +226,7 @@ Result<StagedNode> StagingTreeImpl::SliceChild(const StagedNode& parent, std::st
     return Status(Code::kNotFound, "tensor " + child.key + ": " + parsed.status().message());
   }
   child.box = parsed.value().box;
-  child.place = NodeRole::kSlice;
+  child.role = NodeRole::kSlice;
   const TensorMeta& meta = *view.Find(child.key);
   const auto bytes = RegionBytes(meta.dtype(), meta.shape(), Region(child.box));
   if (!bytes.ok()) {
@@ -250,8 +235,8 @@ Result<StagedNode> StagingTreeImpl::SliceChild(const StagedNode& parent, std::st
   return child;
 }
 
-Result<StagingTreeImpl::ObjectName> StagingTreeImpl::ObjectAt(const SchemaView& view,
-                                                              std::string_view path) {
+Result<StagingWriter::ObjectName> StagingTree::ObjectAt(const SchemaView& view,
+                                                        std::string_view path) {
   const auto& objects = view.schema.objects();
   const std::size_t slash = path.rfind('/');
   if (slash != std::string_view::npos) {
@@ -259,7 +244,7 @@ Result<StagingTreeImpl::ObjectName> StagingTreeImpl::ObjectAt(const SchemaView& 
       const auto spec = objects.find(key.value());
       if (spec != objects.end() && spec->second.grid.rank() > 0) {
         const auto index = ParseIndex(path.substr(slash + 1), spec->second.grid);
-        if (index) return ObjectName{.key = key.value(), .index = *index};
+        if (index) return StagingWriter::ObjectName{.key = key.value(), .index = *index};
         return Status(Code::kNotFound, "object " + key.value() + " has no part " +
                                            std::string(path.substr(slash + 1)) +
                                            " in the grid of schema.json");
@@ -270,10 +255,10 @@ Result<StagingTreeImpl::ObjectName> StagingTreeImpl::ObjectAt(const SchemaView& 
   if (const auto spec = objects.find(key); spec != objects.end() && spec->second.grid.rank() > 0) {
     return Status::FromErrno(EISDIR, "open (a folder of parts by schema.json)", path);
   }
-  return ObjectName{.key = std::move(key), .index = {}};
+  return StagingWriter::ObjectName{.key = std::move(key), .index = {}};
 }
 
-Result<StagingTreeImpl::ObjectPaths> StagingTreeImpl::PathsOfObjects(StagedCheckpoint& of) {
+Result<StagingTree::ObjectPaths> StagingTree::PathsOfObjects(StagedCheckpoint& of) {
   ObjectPaths paths;
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema());
   for (const auto& [key, spec] : view->schema.objects()) {
@@ -289,21 +274,21 @@ Result<StagingTreeImpl::ObjectPaths> StagingTreeImpl::PathsOfObjects(StagedCheck
   return paths;
 }
 
-Result<StagedNode> StagingTreeImpl::ObjectChild(const StagedNode& parent, std::string_view name) {
+Result<StagedNode> StagingTree::ObjectChild(const StagedNode& parent, std::string_view name) {
   StagedNode child;
   child.of = parent.of;
   child.path = JoinedPath(parent.path, name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, parent.of->Schema());
-  const Result<ObjectName> place = ObjectAt(*view, child.path);
-  if (place.ok() &&
-      parent.of->writer().OpenObject(place.value().key, place.value().index, false).ok()) {
-    child.place = NodeRole::kObject;
-    child.key = place.value().key;
-    child.index = place.value().index;
+  const Result<StagingWriter::ObjectName> object = ObjectAt(*view, child.path);
+  if (object.ok() &&
+      parent.of->writer().OpenObject(object.value().key, object.value().index, false).ok()) {
+    child.role = NodeRole::kObject;
+    child.key = object.value().key;
+    child.index = object.value().index;
     return child;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPaths paths, PathsOfObjects(*parent.of));
-  child.place = NodeRole::kObjects;
+  child.role = NodeRole::kObjects;
   const std::string below = child.path + '/';
   const auto inside = [&](const std::string& path) {
     return path == child.path || path.starts_with(below);
@@ -313,15 +298,15 @@ Result<StagedNode> StagingTreeImpl::ObjectChild(const StagedNode& parent, std::s
                   [&](const std::string& path) { return path.starts_with(below); })) {
     return child;
   }
-  return NotHere(name);
+  return NoSuch(name);
 }
 
-Result<StagedNode> StagingTreeImpl::Child(const StagedNode& parent, std::string_view name) {
-  switch (parent.place) {
+Result<StagedNode> StagingTree::Child(const StagedNode& parent, std::string_view name) {
+  switch (parent.role) {
     case NodeRole::kRoot: {
       StagedNode child;
       TENSORMOUNT_ASSIGN_OR_RETURN(child.of, Join(name));
-      child.place = NodeRole::kStaging;
+      child.role = NodeRole::kStaging;
       return child;
     }
     case NodeRole::kStaging:
@@ -329,20 +314,20 @@ Result<StagedNode> StagingTreeImpl::Child(const StagedNode& parent, std::string_
     case NodeRole::kDone: {
       StagedNode child;
       child.of = parent.of;
-      child.place = NodeRole::kMark;
+      child.role = NodeRole::kMark;
       child.path = std::string(name);
-      if (!ParseRank(name, &child.rank)) return NotHere(name);
+      if (!ParseRank(name, &child.rank)) return NoSuch(name);
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto marks, ReadDoneMarks(fs_, parent.of->staging()));
       for (const DoneMark& mark : marks) {
         if (mark.rank == child.rank) return child;
       }
-      return NotHere(name);
+      return NoSuch(name);
     }
     case NodeRole::kTensors:
     case NodeRole::kSlices: {
       const auto in = [&](const SchemaView& view) {
-        return parent.place == NodeRole::kTensors ? TensorChild(parent, name, view)
-                                                  : SliceChild(parent, name, view);
+        return parent.role == NodeRole::kTensors ? TensorChild(parent, name, view)
+                                                 : SliceChild(parent, name, view);
       };
       TENSORMOUNT_ASSIGN_OR_RETURN(auto view, parent.of->Schema());
       Result<StagedNode> child = in(*view);
@@ -358,7 +343,7 @@ Result<StagedNode> StagingTreeImpl::Child(const StagedNode& parent, std::string_
   }
 }
 
-Result<Attributes> StagingTreeImpl::Describe(const StagedNode& node) {
+Result<Attributes> StagingTree::Describe(const StagedNode& node) {
   Attributes a;
   a.kind = node.folder() ? FileKind::kDirectory : FileKind::kFile;
   a.inode = node.Inode();
@@ -366,7 +351,7 @@ Result<Attributes> StagingTreeImpl::Describe(const StagedNode& node) {
   a.uid = folder_.uid;
   a.gid = folder_.gid;
   a.mtime = node.of ? node.of->mtime() : folder_.mtime_seconds;
-  switch (node.place) {
+  switch (node.role) {
     case NodeRole::kSchema: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, node.of->Schema());
       a.size = node.of->EditSize(true).value_or(view->schema.empty() ? 0 : view->text.size());
@@ -380,7 +365,7 @@ Result<Attributes> StagingTreeImpl::Describe(const StagedNode& node) {
     }
     case NodeRole::kReportJson:
     case NodeRole::kReportText: {
-      const std::string name = node.place == NodeRole::kReportJson ? "report.json" : "report.txt";
+      const std::string name = node.role == NodeRole::kReportJson ? "report.json" : "report.txt";
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info,
                                    fs_.LinkStat(JoinPath(node.of->staging().directory, name)));
       a.size = info.size;
@@ -413,7 +398,7 @@ Result<Attributes> StagingTreeImpl::Describe(const StagedNode& node) {
   return a;
 }
 
-Result<StagingTree::Node> StagingTreeImpl::Known(NodePtr node) {
+Result<StagingTree::Node> StagingTree::Known(NodePtr node) {
   Result<Attributes> attributes = Describe(*node);
   if (!attributes.ok()) {
     nodes_.Forget(node->item, 1);
@@ -422,24 +407,23 @@ Result<StagingTree::Node> StagingTreeImpl::Known(NodePtr node) {
   return Node{.item = node->item, .attributes = attributes.value()};
 }
 
-Result<StagingTree::Node> StagingTreeImpl::Lookup(std::uint64_t folder, std::string_view name) {
+Result<StagingTree::Node> StagingTree::Lookup(std::uint64_t folder, std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
   TENSORMOUNT_ASSIGN_OR_RETURN(StagedNode child, Child(*parent, name));
   return Known(nodes_.Take(std::move(child)));
 }
 
-void StagingTreeImpl::Forget(std::uint64_t item, std::uint64_t references) {
+void StagingTree::Forget(std::uint64_t item, std::uint64_t references) {
   nodes_.Forget(item, references);
 }
 
-Result<StagingTree::Node> StagingTreeImpl::Stat(std::uint64_t item) {
+Result<StagingTree::Node> StagingTree::Stat(std::uint64_t item) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, Live(item));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, Describe(*node));
   return Node{.item = item, .attributes = attributes};
 }
 
-Status StagingTreeImpl::ListStaging(const StagedNode& folder, std::uint64_t cookie,
-                                    const Visit& fn) {
+Status StagingTree::ListStaging(const StagedNode& folder, std::uint64_t cookie, const Visit& fn) {
   std::uint64_t next = 0;
   for (const FixedName& fixed : kFixedNames) {
     if (++next <= cookie) continue;
@@ -454,13 +438,13 @@ Status StagingTreeImpl::ListStaging(const StagedNode& folder, std::uint64_t cook
   return {};
 }
 
-Status StagingTreeImpl::ListTree(const StagedNode& folder, std::uint64_t cookie, const Visit& fn) {
+Status StagingTree::ListTree(const StagedNode& folder, std::uint64_t cookie, const Visit& fn) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, folder.of->Schema());
   TENSORMOUNT_ASSIGN_OR_RETURN(const TreeFolder at, view->FolderAt(folder.path));
   StagedNode child;
   child.of = folder.of;
   return view->tree.List(at, cookie, [&](TreeChild& found, std::uint64_t next) {
-    child.place = found.is_folder ? NodeRole::kTensors : NodeRole::kTensor;
+    child.role = found.is_folder ? NodeRole::kTensors : NodeRole::kTensor;
     child.path = JoinedPath(folder.path, found.name);
     Attributes a;
     a.kind = found.is_folder ? FileKind::kDirectory : FileKind::kFile;
@@ -469,8 +453,8 @@ Status StagingTreeImpl::ListTree(const StagedNode& folder, std::uint64_t cookie,
   });
 }
 
-Status StagingTreeImpl::ListPaths(const StagedNode& folder, const ObjectPaths& paths,
-                                  std::uint64_t cookie, const Visit& fn) {
+Status StagingTree::ListPaths(const StagedNode& folder, const ObjectPaths& paths,
+                              std::uint64_t cookie, const Visit& fn) {
   std::map<std::string, bool> names;  // To whether it is a folder.
   const std::string below = folder.path.empty() ? std::string() : folder.path + '/';
   const auto add = [&](const std::string& path, bool is_folder) {
@@ -484,13 +468,13 @@ Status StagingTreeImpl::ListPaths(const StagedNode& folder, const ObjectPaths& p
   };
   for (const std::string& path : paths.folders) add(path, true);
   for (const std::string& path : paths.files) add(path, false);
-  const bool objects = folder.place == NodeRole::kObjects;
+  const bool objects = folder.role == NodeRole::kObjects;
   StagedNode child;
   child.of = folder.of;
   std::uint64_t next = 0;
   for (const auto& [name, is_folder] : names) {
     if (++next <= cookie) continue;
-    child.place = is_folder ? folder.place : objects ? NodeRole::kObject : NodeRole::kSlice;
+    child.role = is_folder ? folder.role : objects ? NodeRole::kObject : NodeRole::kSlice;
     child.path = below + name;
     Attributes a;
     a.kind = is_folder ? FileKind::kDirectory : FileKind::kFile;
@@ -500,11 +484,11 @@ Status StagingTreeImpl::ListPaths(const StagedNode& folder, const ObjectPaths& p
   return {};
 }
 
-Status StagingTreeImpl::List(std::uint64_t item, std::uint64_t cookie, const Visit& fn) {
+Status StagingTree::List(std::uint64_t item, std::uint64_t cookie, const Visit& fn) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr folder, Live(item));
   Attributes a;
   std::uint64_t next = 0;
-  switch (folder->place) {
+  switch (folder->role) {
     case NodeRole::kRoot: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, ListStagings(store_, fs_));
       for (const std::string& name : names) {
@@ -513,7 +497,7 @@ Status StagingTreeImpl::List(std::uint64_t item, std::uint64_t cookie, const Vis
         if (!staged.ok()) continue;  // Published or removed meanwhile.
         StagedNode child;
         child.of = staged.value();
-        child.place = NodeRole::kStaging;
+        child.role = NodeRole::kStaging;
         a.kind = FileKind::kDirectory;
         a.inode = child.Inode();
         if (!fn(name, a, next)) return {};
@@ -531,7 +515,7 @@ Status StagingTreeImpl::List(std::uint64_t item, std::uint64_t cookie, const Vis
         if (next <= cookie) continue;
         StagedNode child;
         child.of = folder->of;
-        child.place = NodeRole::kMark;
+        child.role = NodeRole::kMark;
         child.path = std::to_string(rank);
         a.inode = child.Inode();
         if (!fn(child.path, a, next)) return {};
@@ -551,7 +535,7 @@ Status StagingTreeImpl::List(std::uint64_t item, std::uint64_t cookie, const Vis
   }
 }
 
-Status StagingTreeImpl::SyncAll() {
+Status StagingTree::SyncAll() {
   std::vector<StagedPtr> all;
   {
     const std::lock_guard lock(mutex_);
@@ -565,7 +549,7 @@ Status StagingTreeImpl::SyncAll() {
   return first;
 }
 
-std::string StagingTreeImpl::StatusFields() {
+std::string StagingTree::StatusFields() {
   const std::lock_guard lock(mutex_);
   int writers = 0;
   std::uint64_t bytes = 0;

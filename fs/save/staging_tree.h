@@ -4,9 +4,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "tensormount/status.h"
 
@@ -14,6 +17,10 @@
 #include "fs/attributes.h"
 #include "fs/handle.h"
 #include "fs/mount_stats.h"
+#include "fs/save/staged_checkpoint.h"
+#include "fs/save/staged_handles.h"
+#include "fs/save/staged_nodes.h"
+#include "index/store/store.h"
 
 namespace tensormount::fs {
 
@@ -32,42 +39,99 @@ class StagingTree {
   // `fs` must outlive it. Opens nothing and touches nothing before it is asked.
   static Result<std::unique_ptr<StagingTree>> Make(FileSystem& fs, const std::string& store,
                                                    MountStats& stats);
-  virtual ~StagingTree() = default;
 
   // Lookup counts a reference of the node, as do MakeDirectory and Create; Forget gives back.
-  virtual Result<Node> Lookup(std::uint64_t folder, std::string_view name) = 0;
-  virtual void Forget(std::uint64_t item, std::uint64_t references) = 0;
-  virtual Result<Node> Stat(std::uint64_t item) = 0;
+  Result<Node> Lookup(std::uint64_t folder, std::string_view name);
+  void Forget(std::uint64_t item, std::uint64_t references);
+  Result<Node> Stat(std::uint64_t item);
   // Of `attributes` only kind and inode are set: names that are listed are not looked up.
   using Visit =
       std::function<bool(std::string_view name, const Attributes& attributes, std::uint64_t next)>;
-  virtual Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) = 0;
+  Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn);
 
   // EEXIST for a staging that is there: it is joined by looking it up.
-  virtual Result<Node> MakeDirectory(std::uint64_t folder, std::string_view name) = 0;
+  Result<Node> MakeDirectory(std::uint64_t folder, std::string_view name);
   struct Opened {
     Node node;
     std::shared_ptr<WriteHandle> handle;
   };
   // open(2) of what is there, for reading or writing (O_TRUNC included).
-  virtual Result<std::shared_ptr<WriteHandle>> Open(std::uint64_t file, int flags) = 0;
+  Result<std::shared_ptr<WriteHandle>> Open(std::uint64_t file, int flags);
   // open(2) with O_CREAT of what is not there (marks, objects, schema.json, common.json).
-  virtual Result<Opened> Create(std::uint64_t folder, std::string_view name, int flags) = 0;
-  virtual Status Truncate(std::uint64_t file, std::uint64_t size) = 0;
+  Result<Opened> Create(std::uint64_t folder, std::string_view name, int flags);
+  Status Truncate(std::uint64_t file, std::uint64_t size);
   // chmod, chown, utimens: accepted and without effect on what is published; EPERM for the rest.
-  virtual Result<Node> SetAttributes(std::uint64_t item) = 0;
-  virtual Status Unlink(std::uint64_t folder, std::string_view name) = 0;
-  virtual Status RemoveDirectory(std::uint64_t folder, std::string_view name) = 0;
+  Result<Node> SetAttributes(std::uint64_t item);
+  Status Unlink(std::uint64_t folder, std::string_view name);
+  Status RemoveDirectory(std::uint64_t folder, std::string_view name);
   // Publishes .staging/`name` as `as` in the root. Everything else is refused with an errno that
   // `mv` does not take for a reason to copy (never EXDEV, never EINVAL).
-  virtual Status Publish(std::string_view name, std::string_view as) = 0;
-  virtual Status RenameWithin(std::uint64_t folder, std::string_view name, std::uint64_t to_folder,
-                              std::string_view to_name) = 0;
+  Status Publish(std::string_view name, std::string_view as);
+  Status RenameWithin(std::uint64_t folder, std::string_view name, std::uint64_t to_folder,
+                      std::string_view to_name);
 
   // Before the daemon ends: everything durable.
-  virtual Status SyncAll() = 0;
+  Status SyncAll();
   // As the inside of a JSON object, for .tensormount/status.
-  virtual std::string StatusFields() = 0;
+  std::string StatusFields();
+
+ private:
+  using NodePtr = std::shared_ptr<const StagedNode>;
+  using StagedPtr = std::shared_ptr<StagedCheckpoint>;
+
+  StagingTree(FileSystem& fs, Store store, const FileInfo& folder, std::string incarnation,
+              MountStats& stats);
+  // The node, where its staging still stands.
+  Result<NodePtr> Live(std::uint64_t item);
+  // The staging with this name, known already or not. kNotFound.
+  Result<StagedPtr> Join(std::string_view name);
+  // It has left its name.
+  void Drop(const StagedPtr& staged);
+  // Those that other mounts published or removed, and that nobody asks this one for any more: they
+  // have files open.
+  void DropGone();
+
+  // What `name` is in `parent`, not counted yet. kNotFound; ENOTDIR.
+  Result<StagedNode> Child(const StagedNode& parent, std::string_view name);
+  Result<StagedNode> ChildOfStaging(const StagedNode& parent, std::string_view name);
+  Result<StagedNode> TensorChild(const StagedNode& parent, std::string_view name,
+                                 const SchemaView& view);
+  Result<StagedNode> SliceChild(const StagedNode& parent, std::string_view name,
+                                const SchemaView& view);
+  Result<StagedNode> ObjectChild(const StagedNode& parent, std::string_view name);
+  // Which object part lies, or would lie, at a path; its size is not filled in. kNotFound says why
+  // none can.
+  static Result<StagingWriter::ObjectName> ObjectAt(const SchemaView& view, std::string_view path);
+  // Paths of all objects that this mount wrote, and of folders that the schema or mkdir made.
+  struct ObjectPaths {
+    std::vector<std::string> files;
+    std::vector<std::string> folders;
+  };
+  static Result<ObjectPaths> PathsOfObjects(StagedCheckpoint& of);
+
+  Result<Attributes> Describe(const StagedNode& node);
+  Result<Node> Known(NodePtr node);
+  Status ListStaging(const StagedNode& folder, std::uint64_t cookie, const Visit& fn);
+  Status ListTree(const StagedNode& folder, std::uint64_t cookie, const Visit& fn);
+  Status ListPaths(const StagedNode& folder, const ObjectPaths& paths, std::uint64_t cookie,
+                   const Visit& fn);
+
+  Result<std::shared_ptr<WriteHandle>> OpenNode(const NodePtr& node, int flags);
+  HandleContext ContextOf(const NodePtr& node, bool writable);
+  Status MakeObject(const StagedNode& node);
+  Status RemoveStagingAt(std::string_view name);
+  Status CheckEmpty(const StagedNode& folder);
+  // A refusal that is worth a line in .tensormount/errors.
+  Status Told(std::string_view operation, std::string_view object, Status status);
+
+  FileSystem& fs_;
+  const Store store_;
+  const std::string incarnation_;
+  MountStats& stats_;
+  const FileInfo folder_;  // The store's, for owner and modes.
+  StagedNodes nodes_;
+  std::mutex mutex_;
+  std::map<std::string, StagedPtr, std::less<>> staged_;  // By name.
 };
 
 }  // namespace tensormount::fs
