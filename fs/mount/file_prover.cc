@@ -40,7 +40,7 @@ struct FileProver::Core {
     std::uint64_t done = 0;  // Bytes.
   };
 
-  explicit Core(Hooks h) : hooks(std::move(h)) {}
+  Core(Wanted w, Report r) : wanted(std::move(w)), report(std::move(r)) {}
 
   // Runs on the thread.
   void Work();
@@ -48,7 +48,8 @@ struct FileProver::Core {
   Status Prove(const Task& task, FileStamp& stamp);
   bool GoOn(NodeId node, std::uint64_t done);
 
-  const Hooks hooks;
+  const Wanted wanted;
+  const Report report;
   mutable std::mutex mutex;
   std::condition_variable changed;
   std::deque<Task> tasks;  // The first one is at its turn.
@@ -66,7 +67,7 @@ bool FileProver::Core::GoOn(NodeId node, std::uint64_t done) {
     if (stopping) return false;
     tasks.front().done = std::max(tasks.front().done, done);
   }
-  return !hooks.wanted || hooks.wanted(node);
+  return !wanted || wanted(node);
 }
 
 Status FileProver::Core::Prove(const Task& task, FileStamp& stamp) {
@@ -93,7 +94,7 @@ void FileProver::Core::Work() {
     // What becomes of others, and of files that change, shows at their next open.
     const bool tell = !status.ok() && status.code() != Code::kCancelled &&
                       status.code() != Code::kUnavailable && status.code() != Code::kStale;
-    if (tell && hooks.report) hooks.report(*task.file, status);
+    if (tell && report) report(*task.file, status);
     lock.lock();
     tasks.pop_front();
     if (status.ok()) {
@@ -113,7 +114,8 @@ void FileProver::Core::Work() {
   changed.notify_all();
 }
 
-FileProver::FileProver(Hooks hooks) : core_(std::make_shared<Core>(std::move(hooks))) {}
+FileProver::FileProver(Wanted wanted, Report report)
+    : core_(std::make_shared<Core>(std::move(wanted), std::move(report))) {}
 
 void FileProver::Stop() {
   const std::lock_guard lock(core_->mutex);

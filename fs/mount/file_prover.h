@@ -24,13 +24,11 @@ class FileProver {
   // Files that wait. More are not taken: they come again with their next open.
   static constexpr std::size_t kMostWaiting = 1024;
 
-  struct Hooks {
-    // Whether the file is still of use (its checkpoint was not removed); empty: yes.
-    std::function<bool(NodeId)> wanted = {};
-    // What is wrong with a file, told once.
-    std::function<void(const VirtualFile&, const Status&)> report = {};
-  };
-  explicit FileProver(Hooks hooks);
+  // `wanted`: whether the file is still of use (its checkpoint was not removed); empty: yes.
+  // `report`: told once what is wrong with a file. Both are called on the thread, under no lock.
+  using Wanted = std::function<bool(NodeId)>;
+  using Report = std::function<void(const VirtualFile&, const Status&)>;
+  FileProver(Wanted wanted, Report report);
   // Waits for the thread: ask idle() first where storage may hold it.
   ~FileProver();
   // Tells the thread to end between two steps of 1 MiB.

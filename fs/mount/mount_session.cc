@@ -112,11 +112,10 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
         reads_(readers, kPoolThreads, options.give_up_after),
         opens_(0, kOpenThreads, options.give_up_after),
         shim_(ShimOptions(options, vfs_->source())),
-        prover_({.wanted = [this](NodeId node) { return vfs_->IsThere(node); },
-                 .report =
-                     [this](const VirtualFile& file, const Status& status) {
-                       vfs_->stats().Report("verify", file.label(), status);
-                     }}),
+        prover_([this](NodeId node) { return vfs_->IsThere(node); },
+                [this](const VirtualFile& file, const Status& status) {
+                  vfs_->stats().Report("verify", file.label(), status);
+                }),
         modes_(
             backing_, [this] { return shim_.passthrough(); }, ModeOptions(options), prover_) {}
 

@@ -101,6 +101,10 @@ struct Journal {
   std::string incarnation;  // 16 hex digits.
   std::vector<JournalRecord> records;
   std::uint64_t bytes = 0;  // Up to the end of the last whole record.
+  // Names of data files by their numbers in the journal; filled by SortJournals.
+  std::vector<std::string> files;
+
+  std::string name() const { return incarnation + ".tmj"; }  // Of its file.
 };
 // What is in the file so far: up to the first record that is not whole. kDataLoss where that record
 // had been synced (a later mark of the writer says so), and for records that contradict themselves

@@ -104,13 +104,12 @@ class Publisher {
         AddProblem(report_, "bad_journal", "journal/" + entry.name, journal.status().message());
         continue;
       }
-      if (journal.value().checkpoint != staging_.uuid ||
-          journal.value().incarnation + std::string(kJournalSuffix) != entry.name) {
+      if (journal.value().checkpoint != staging_.uuid || journal.value().name() != entry.name) {
         AddProblem(report_, "bad_journal", "journal/" + entry.name,
                    "of another staging or another mount");
         continue;
       }
-      journals_.push_back({entry.name, std::move(journal).value(), {}});
+      journals_.push_back(std::move(journal).value());
     }
     report_.mounts = static_cast<std::uint32_t>(journals_.size());
     for (const DoneMark& mark : marks) TENSORMOUNT_RETURN_IF_ERROR(CheckReliedOn(mark));
@@ -146,8 +145,8 @@ class Publisher {
   Status CheckReliedOn(const DoneMark& mark) {
     if (mark.journal.empty()) return Status();
     const auto found = std::find_if(journals_.begin(), journals_.end(),
-                                    [&](const auto& j) { return j.name == mark.journal; });
-    const std::uint64_t there = found == journals_.end() ? 0 : found->journal.bytes;
+                                    [&](const auto& j) { return j.name() == mark.journal; });
+    const std::uint64_t there = found == journals_.end() ? 0 : found->bytes;
     if (found != journals_.end() && there >= mark.journal_bytes) return Status();
     const std::string detail = found == journals_.end()
                                    ? "journal/" + mark.journal + " is not there"
@@ -203,8 +202,8 @@ class Publisher {
         // Leaves are of the same 64 KiB of each.
         if (other.length == object.length && other.leaves == object.leaves) continue;
         AddProblem(report_, "conflict", text,
-                   "differs between mounts " + journals_[claims[0].journal].journal.incarnation +
-                       " and " + journals_[claims[i].journal].journal.incarnation);
+                   "differs between mounts " + journals_[claims[0].journal].incarnation + " and " +
+                       journals_[claims[i].journal].incarnation);
       }
       report_.bytes_written += object.length;
       manifests.AddObject(object.length == 0 ? kPublisher : claims.front().journal, object, grid);
@@ -268,7 +267,7 @@ class Publisher {
   const Staging staging_;
   StagingReport& report_;
   StagingSchema schema_;
-  std::vector<LoadedJournal> journals_;
+  std::vector<Journal> journals_;
   SortedJournals sorted_;
 };
 

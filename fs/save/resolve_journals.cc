@@ -177,14 +177,14 @@ class RunsOfTarget {
 // One journal, in its order.
 class Sorter {
  public:
-  Sorter(std::uint32_t number, LoadedJournal& journal, const StagingSchema& schema,
+  Sorter(std::uint32_t number, Journal& journal, const StagingSchema& schema,
          SortedJournals& sorted, StagingReport& report)
       : number_(number), journal_(journal), schema_(schema), sorted_(sorted), report_(report) {}
 
   Status Run() {
-    for (const JournalRecord& record : journal_.journal.records) {
+    for (const JournalRecord& record : journal_.records) {
       const Status status = Take(record);
-      if (!status.ok()) return status.WithContext("journal/" + journal_.name);
+      if (!status.ok()) return status.WithContext("journal/" + journal_.name());
     }
     for (auto& [number, target] : targets_) {
       if (target.records.empty()) continue;
@@ -201,7 +201,7 @@ class Sorter {
           target.target->bits != meta->second.bits()) {
         AddProblem(report_, "unknown", "tensor " + key + " " + target.target->box.ToString(),
                    "written when a schema gave it another shape or type (mount " +
-                       journal_.journal.incarnation + ")");
+                       journal_.incarnation + ")");
         continue;
       }
       sorted_.tensors[key].push_back(std::move(target));
@@ -211,7 +211,7 @@ class Sorter {
     }
     for (const auto& [target, record] : condemned_) {
       AddProblem(report_, "condemned", record->file_name,
-                 record->reason + " (mount " + journal_.journal.incarnation + ")");
+                 record->reason + " (mount " + journal_.incarnation + ")");
     }
     return Status();
   }
@@ -288,7 +288,7 @@ class Sorter {
   }
 
   const std::uint32_t number_;
-  LoadedJournal& journal_;
+  Journal& journal_;
   const StagingSchema& schema_;
   SortedJournals& sorted_;
   StagingReport& report_;
@@ -322,8 +322,8 @@ std::string ObjectText(const std::string& key, const Dims& index) {
   return "object " + key + (index.rank() > 0 ? index.ToString() : "");
 }
 
-Result<SortedJournals> SortJournals(std::vector<LoadedJournal>& journals,
-                                    const StagingSchema& schema, StagingReport& report) {
+Result<SortedJournals> SortJournals(std::vector<Journal>& journals, const StagingSchema& schema,
+                                    StagingReport& report) {
   SortedJournals sorted;
   std::map<std::string, std::string> owners;
   for (std::size_t i = 0; i < journals.size(); ++i) {
@@ -332,9 +332,9 @@ Result<SortedJournals> SortJournals(std::vector<LoadedJournal>& journals,
     TENSORMOUNT_RETURN_IF_ERROR(sorter.Run());
     // A file belongs to one mount: else nobody could say who may write where.
     for (const std::string& file : journals[i].files) {
-      const auto [owner, fresh] = owners.emplace(file, journals[i].name);
+      const auto [owner, fresh] = owners.emplace(file, journals[i].name());
       if (!fresh) {
-        return DataLoss(file + ": named by " + owner->second + " and " + journals[i].name);
+        return DataLoss(file + ": named by " + owner->second + " and " + journals[i].name());
       }
     }
   }

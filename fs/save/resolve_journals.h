@@ -29,12 +29,6 @@ std::string TensorBoxText(const TensorMeta& meta, const Box& box);
 // "object rng[2]", "object config".
 std::string ObjectText(const std::string& key, const Dims& index);
 
-struct LoadedJournal {
-  std::string name;  // "<incarnation>.tmj"
-  Journal journal;
-  std::vector<std::string> files;  // Names by the journal's numbers.
-};
-
 // All that one journal says of one of its targets, in order: kExtent and kForget records.
 struct TargetRecords {
   std::uint32_t journal = 0;
@@ -56,8 +50,8 @@ struct SortedJournals {
 // Sorts records of journals, which must outlive the result. What is condemned, or about a tensor
 // that `schema` does not have, becomes a problem of the report. kDataLoss for file numbers and
 // names that journals cannot have.
-Result<SortedJournals> SortJournals(std::vector<LoadedJournal>& journals,
-                                    const StagingSchema& schema, StagingReport& report);
+Result<SortedJournals> SortJournals(std::vector<Journal>& journals, const StagingSchema& schema,
+                                    StagingReport& report);
 
 // What is left of one extent of a journal: bytes of a tensor that are stored side by side, in the
 // row-major order of `bytes`. Or, where its record is a kForget, bytes that earlier records of the

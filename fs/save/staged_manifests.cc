@@ -64,7 +64,7 @@ bool IsRunAt(const TensorMeta& meta, const Region& region, std::uint64_t offset)
 
 }  // namespace
 
-StagedManifests::StagedManifests(const Staging& staging, const std::vector<LoadedJournal>& journals)
+StagedManifests::StagedManifests(const Staging& staging, const std::vector<Journal>& journals)
     : staging_(staging), journals_(journals), writers_(journals.size() + 1) {
   for (Writer& writer : writers_) writer.inventory.info.uuid = staging.uuid;
 }
@@ -174,7 +174,7 @@ Status StagedManifests::Write(FileSystem& fs, const PatchFile& patches) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes,
                                  EncodeManifest(writer.inventory, writer.leaves));
     const std::string name =
-        own ? "publisher-" + Uuid::Random().Short() : "mount-" + journals_[i].journal.incarnation;
+        own ? "publisher-" + Uuid::Random().Short() : "mount-" + journals_[i].incarnation;
     TENSORMOUNT_RETURN_IF_ERROR(
         fs.WriteFileDurably(JoinPath(staging_.directory, "manifest/" + name + ".tmm"), bytes));
   }

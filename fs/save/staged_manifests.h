@@ -19,7 +19,7 @@ namespace tensormount::fs {
 class StagedManifests {
  public:
   // Both must outlive this.
-  StagedManifests(const Staging& staging, const std::vector<LoadedJournal>& journals);
+  StagedManifests(const Staging& staging, const std::vector<Journal>& journals);
   ~StagedManifests();
 
   // Chunks of one tensor; tensors in rising order of their keys.
@@ -40,7 +40,7 @@ class StagedManifests {
   Status SealFiles(FileSystem& fs, const PatchFile& patches, std::uint32_t journal, Writer& writer);
 
   const Staging& staging_;
-  const std::vector<LoadedJournal>& journals_;
+  const std::vector<Journal>& journals_;
   std::vector<Writer> writers_;  // The publisher's is the last.
 };
 

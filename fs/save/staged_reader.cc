@@ -20,7 +20,7 @@ constexpr std::size_t kMaxOpenFiles = 64;
 }  // namespace
 
 StagedReader::StagedReader(FileSystem& fs, const std::string& staging_directory,
-                           const std::vector<LoadedJournal>& journals)
+                           const std::vector<Journal>& journals)
     : fs_(fs), directory_(staging_directory), journals_(journals) {}
 
 Result<File*> StagedReader::Open(std::uint32_t journal, std::uint32_t file) {

@@ -30,7 +30,7 @@ class StagedReader {
  public:
   // Both must outlive this.
   StagedReader(FileSystem& fs, const std::string& staging_directory,
-               const std::vector<LoadedJournal>& journals);
+               const std::vector<Journal>& journals);
 
   // Stored bytes [at, at + size) of the extent of `run`. kDataLoss names the file and the byte.
   Status Read(const StagedRun& run, std::uint64_t at, std::size_t size, std::byte* out);
@@ -49,7 +49,7 @@ class StagedReader {
 
   FileSystem& fs_;
   const std::string directory_;
-  const std::vector<LoadedJournal>& journals_;
+  const std::vector<Journal>& journals_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::unique_ptr<File>> files_;
   std::array<Window, 4> windows_;  // Two of each side of a comparison.
   std::uint64_t clock_ = 0;

@@ -69,8 +69,8 @@ struct StagedChunk {
 // All references must outlive it. Not thread-safe.
 class TensorAssembly {
  public:
-  TensorAssembly(const std::vector<LoadedJournal>& journals, StagedReader& reader,
-                 PatchFile& patches, StagingReport& report)
+  TensorAssembly(const std::vector<Journal>& journals, StagedReader& reader, PatchFile& patches,
+                 StagingReport& report)
       : journals_(journals), reader_(reader), patches_(patches), report_(report) {}
 
   // What holds of the runs of one tensor: later records of a journal over earlier ones; equal bytes
@@ -87,10 +87,10 @@ class TensorAssembly {
   Status ResolveOverlaps(const TensorMeta& meta, std::vector<StagedRun>& runs);
   void FindMissing(const TensorMeta& meta, const std::vector<StagedRun>& runs);
   const std::string& MountOf(const StagedRun& run) const {
-    return journals_[run.journal].journal.incarnation;
+    return journals_[run.journal].incarnation;
   }
 
-  const std::vector<LoadedJournal>& journals_;
+  const std::vector<Journal>& journals_;
   StagedReader& reader_;
   PatchFile& patches_;
   StagingReport& report_;

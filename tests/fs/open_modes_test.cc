@@ -113,8 +113,8 @@ class OpenModesTest : public testing::Test {
   bool negotiated_ = true;
   std::atomic<bool> wanted_{true};
   std::atomic<int> reported_{0};
-  FileProver prover_{{.wanted = [this](NodeId) { return wanted_.load(); },
-                      .report = [this](const VirtualFile&, const Status&) { ++reported_; }}};
+  FileProver prover_{[this](NodeId) { return wanted_.load(); },
+                     [this](const VirtualFile&, const Status&) { ++reported_; }};
 };
 
 TEST_F(OpenModesTest, OneRegistrationServesANodeUntilItsLastRelease) {
