@@ -153,16 +153,11 @@ Json DimsJson(const Dims& dims) {
   return json;
 }
 
-struct SchemaFiles {
-  std::vector<std::string> names;
-  StagingSchema merged;
-};
-
 // One look at all of them. kAlreadyExists where two conflict: perhaps just now, for a moment.
-Result<SchemaFiles> LookAtSchemas(FileSystem& fs, const std::string& staging_directory) {
+Result<StagingSchema> LookAtSchemas(FileSystem& fs, const std::string& staging_directory) {
   const std::string folder = JoinPath(staging_directory, "schema");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
-  SchemaFiles out;
+  StagingSchema all;
   for (const DirectoryEntry& entry : entries) {
     if (entry.name.starts_with('.') || !entry.name.ends_with(".json")) continue;
     const Result<std::string> text = fs.ReadFile(JoinPath(folder, entry.name), kMaxSchemaBytes);
@@ -173,11 +168,10 @@ Result<SchemaFiles> LookAtSchemas(FileSystem& fs, const std::string& staging_dir
     if (!one.ok()) {
       return Status(Code::kDataLoss, "schema/" + entry.name + ": " + one.status().message());
     }
-    const Status merged = out.merged.Merge(one.value());
+    const Status merged = all.Merge(one.value());
     if (!merged.ok()) return merged.WithContext("schema/" + entry.name);
-    out.names.push_back(entry.name);
   }
-  return out;
+  return all;
 }
 
 }  // namespace
@@ -305,9 +299,8 @@ Status StagingSchema::Merge(const StagingSchema& other) {
 Result<StagingSchema> ReadSchemas(FileSystem& fs, const std::string& staging_directory) {
   // An edit that conflicts stands there for as long as its writer takes to see it.
   for (int attempt = 0;; ++attempt) {
-    Result<SchemaFiles> files = LookAtSchemas(fs, staging_directory);
-    if (files.ok()) return std::move(files).value().merged;
-    if (files.status().code() != Code::kAlreadyExists || attempt == 5) return files.status();
+    Result<StagingSchema> all = LookAtSchemas(fs, staging_directory);
+    if (all.ok() || all.status().code() != Code::kAlreadyExists || attempt == 5) return all;
     std::this_thread::sleep_for(std::chrono::milliseconds(2 << attempt));
   }
 }
@@ -336,7 +329,7 @@ Status AddSchema(FileSystem& fs, const std::string& staging_directory,
     return moved;
   }
   // Both of two that conflict see each other here, because each reads after it has written.
-  const Result<SchemaFiles> all = LookAtSchemas(fs, staging_directory);
+  const Result<StagingSchema> all = LookAtSchemas(fs, staging_directory);
   if (!all.ok()) {
     const Status removed = fs.RemoveFile(name);
     if (!removed.ok() && removed.code() != Code::kNotFound) return removed;
