@@ -9,6 +9,8 @@
 
 namespace tensormount::fs {
 
+// The errnos that a mount answers with are the codes of these statuses (Status::ToErrno), so what
+// has one meaning has one function.
 // ENOENT for a name that a folder does not have.
 inline Status NoSuch(std::string_view name) {
   return Status(Code::kNotFound, "no " + std::string(name) + " here");

@@ -9,6 +9,8 @@
 namespace tensormount::fs {
 
 // What stat says of a node.
+// Values of the store, not of the mount: who looks through the mount sees the owner and times that
+// the checkpoint has on disk.
 struct Attributes {
   FileKind kind = FileKind::kFile;
   std::uint64_t inode = 0;
@@ -25,6 +27,8 @@ struct Attributes {
 
 // Permission bits and owner of a source, which its nodes inherit: a mount never shows more than
 // the store's modes do.
+// Modes are without write bits (a mount of checkpoints is read-only) and may differ for each
+// checkpoint of a store.
 struct Ownership {
   std::uint32_t uid = 0;
   std::uint32_t gid = 0;

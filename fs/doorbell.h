@@ -11,6 +11,8 @@
 
 namespace tensormount::fs {
 
+// A mount that nobody uses shall use no processor time, so its looking thread must not poll. It
+// waits in one poll(2) for both kinds of news.
 // What lets one thread sleep until it is needed: until somebody rings, names come or go in one
 // folder of this machine (inotify), or time is over. What other machines do to a shared folder
 // rings nothing. Ring() from any thread, Wait() from one.

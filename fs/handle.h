@@ -15,6 +15,8 @@ namespace tensormount::fs {
 // A file that somebody has opened for writing below .staging/ (files of published checkpoints are
 // VirtualFile). What the kernel asks of it, without the kernel. Thread-safe; every call may block
 // for as long as storage does, and runs where that is allowed (fs/mount/blocking_work.h).
+// Calls of several descriptors and threads may run at once; each sees what returned before it
+// began.
 class WriteHandle {
  public:
   virtual ~WriteHandle() = default;

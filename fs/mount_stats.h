@@ -52,6 +52,9 @@ inline constexpr std::size_t kOps = 21;
 std::string_view OpName(Op op);
 Tier OpTier(Op op);
 
+// Counting is on the path of every request, so it is a few relaxed atomic additions and takes no
+// lock; a report that is made meanwhile may be off by requests under way. Only failures that a
+// person should read take the lock.
 // What a mount counts, and the failures that an operator should know of. Thread-safe.
 class MountStats {
  public:
@@ -83,6 +86,8 @@ class MountStats {
 
  private:
   static constexpr std::size_t kClasses = 156;  // Of nanoseconds: four to each power of two.
+  // A histogram with logarithmic classes: 156 counters hold latencies from nanoseconds to minutes
+  // with an error of at most a quarter.
   struct PerOp {
     std::atomic<std::uint64_t> requests{0};
     std::atomic<std::uint64_t> failed{0};
@@ -91,6 +96,7 @@ class MountStats {
   };
   static std::size_t ClassOf(std::uint64_t ns);
   static std::uint64_t UpperBound(std::size_t latency_class);
+  // The upper bound of the class in which that share of the requests is reached.
   static std::uint64_t Percentile(const PerOp& op, int percent);
 
   const Clock::time_point started_ = Clock::now();
@@ -104,6 +110,7 @@ class MountStats {
   std::atomic<std::uint64_t> interrupted_{0};
   std::atomic<std::uint64_t> errors_{0};
   mutable std::mutex mutex_;
+  // Of errors, guarded by mutex_.
   std::deque<std::string> lines_;
 };
 

@@ -10,6 +10,9 @@ namespace tensormount::fs {
 // are what the kernel keeps; slots are never used again while a mount lives, so an id always means
 // the same thing or nothing (ESTALE). Items are computed from the index; only those of slices and
 // of stagings are made, counted and forgotten.
+// Example: item 7 of view 2 of slot 5 is 5 << 44 | 2 << 40 | 7. An id of a sealed checkpoint needs
+// no table: a lookup computes it and a read takes it apart, so a mount of millions of tensors keeps
+// nothing for names that were looked up.
 using NodeId = std::uint64_t;
 
 struct Node {
@@ -32,6 +35,8 @@ inline constexpr std::uint8_t kStagingView = 1;
 inline constexpr std::uint64_t kRootItem = 1;
 
 // Items of slot 0, view 0.
+// Numbers are part of what the kernel keeps, so they stay as they are while a mount lives, and need
+// not beyond.
 enum class Fixed : std::uint64_t {
   kRoot = kRootItem,
   kLatest = 16,

@@ -29,6 +29,9 @@ constexpr bool HoldsMany(SourceKind kind) {
 
 // One checkpoint that a mount has seen, from when it appeared until it went. One in a foreign
 // format goes when somebody replaces what describes it, and another one comes. Thread-safe.
+// Slots have an id that no other slot of the mount ever gets, because the kernel keeps node ids
+// that contain it. When a checkpoint is replaced under its name, the new one is another slot, and
+// what programs have open of the old one goes on to read the old files.
 class Slot {
  public:
   std::uint32_t id = 0;
@@ -63,6 +66,7 @@ class Slot {
     return last_view_.lock();
   }
   // Of one that is gone: false once no open file can have its view any more.
+  // Try-locks, because whoever is opening it may wait for storage; "may be" is then the answer.
   bool MayBeHeld() {
     const std::unique_lock opens(mutex_, std::try_to_lock);
     if (!opens.owns_lock()) return true;
@@ -97,6 +101,13 @@ class Slot {
 //
 // A look at a large store is cheap: where the folder is as it was, a part of its checkpoints is
 // looked at in turn, beside those that are open or were not complete.
+// Locks: Core::mutex guards the listing and who waits; it is never held over storage. Slot::mutex_
+// is held while its checkpoint is opened, which may take as long as storage likes, so nobody but
+// those who want that checkpoint waits for it.
+//
+// Cost of a look at a store of n checkpoints: one stat of the folder; where it changed lately a
+// listing and a stat of each commit record; otherwise stats of a window of them. A commit record is
+// read again only where its inode, size or times changed.
 class StoreWatch {
  public:
   // How old an answer may be; together with the kernel's caches of 0.4 s changes show within 1 s.
@@ -119,6 +130,8 @@ class StoreWatch {
       std::vector<std::string> roots = {}, std::chrono::milliseconds grain = kStampGrain);
   ~StoreWatch();
 
+  // Immutable once it was published, so those who hold one may use it without a lock for as long as
+  // they like.
   struct Listing {
     std::vector<std::shared_ptr<Slot>> by_id;  // Those that are there, in the order of their ids.
     std::shared_ptr<Slot> latest;              // Null: there is none, or it is not known.
@@ -141,8 +154,11 @@ class StoreWatch {
   // Whether the first look has ended: before, Now() and FindName() may take long.
   bool settled() const;
   // What is seen from now on is younger than this call: for those who changed the store themselves.
+  // After a publish through the mount itself: the program that renamed the staging must find the
+  // checkpoint at once, not 200 ms later.
   void Refresh();
   // kStale for slots that are gone or never were.
+  // By array index: this is on the path of every request.
   Result<std::shared_ptr<Slot>> Find(std::uint32_t id);
   // Opens the checkpoint where it is not open. kStale where it is gone or was replaced.
   Result<std::shared_ptr<const CheckpointView>> View(Slot& slot);
@@ -154,6 +170,7 @@ class StoreWatch {
   bool answers() const;
 
  private:
+  // Outlives the watch where storage holds the looking thread.
   struct Core;
   Result<std::shared_ptr<const CheckpointView>> OpenView(Slot& slot);
   explicit StoreWatch(std::shared_ptr<Core> core) : core_(std::move(core)) {}

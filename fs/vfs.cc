@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What lookup, getattr, read and readdir mean, without a line of FUSE: node ids are slot, view and
 // item (docs/architecture.md), and everything below a checkpoint is its CheckpointView's. What
-// concerns .staging/ goes to StagingTree (vfs_staging.cc).
+// concerns .staging/ goes to StagingTree.
 #include "fs/vfs.h"
 
 #include <algorithm>
@@ -477,10 +477,7 @@ Result<Vfs::Entry> Vfs::StatStaged(NodeId node) {
 Status Vfs::ListStaged(NodeId folder, std::uint64_t cookie,
                        const std::function<bool(const Listed&)>& fn) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Entry own, StatStaged(folder));
-  for (std::uint64_t i = cookie; i < kDots; ++i) {
-    const Entry dot{.id = 0, .attributes = own.attributes, .seconds = 0};
-    if (!fn({.name = i == 0 ? "." : "..", .entry = dot, .next = i + 1})) return {};
-  }
+  if (!ListDots(own.attributes, cookie, fn)) return {};
   // Without an id the kernel looks a name up when somebody wants it: nothing to count here.
   return staging_->List(NodeOf(folder).item, cookie > kDots ? cookie - kDots : 0,
                         [&](std::string_view name, const Attributes& a, std::uint64_t next) {

@@ -22,6 +22,7 @@
 
 namespace tensormount::fs {
 
+// What decides what a mount shows. How it is served (threads, passthrough) is MountOptions.
 struct VfsOptions {
   // A store, a checkpoint, STORE/latest (taken once), a checkpoint in a foreign format, a training
   // directory of such.
@@ -38,10 +39,14 @@ struct VfsOptions {
 // What lookup, stat, list, open, read mean in a mount, without the kernel: node ids in, answers or
 // the Status whose errno the caller shall see out. What can be computed from node ids
 // is; other nodes count who knows them. Thread-safe; no call holds a lock while it reads data.
+// Tests of a mount work on this class, without a kernel and without FUSE; the bridge adds threads
+// and replies and decides nothing.
 class Vfs {
  public:
   // Seconds that the kernel may keep what it was told: below a sealed checkpoint, and for names
   // that come and go (the root, latest, names that are not there).
+  // A sealed checkpoint never changes, and its node ids die with its slot, so an hour is as good as
+  // for ever.
   static constexpr double kSealedSeconds = 3600;
   static constexpr double kRootSeconds = 0.4;
 
@@ -49,6 +54,8 @@ class Vfs {
   // kInvalidArgument: the map of keys does not fit the checkpoint (of a store: its latest).
   static Result<std::unique_ptr<Vfs>> Open(FileSystem& fs, const VfsOptions& options);
 
+  // `seconds` is how the kernel's caches are kept right without telling it anything: what can
+  // change is given for a fraction of a second, what cannot for an hour.
   struct Entry {
     NodeId id = 0;
     Attributes attributes;
@@ -74,6 +81,8 @@ class Vfs {
   Result<std::shared_ptr<const VirtualFile>> OpenFile(NodeId node);
   // Whether answering for this node may have to wait for more than the index in memory and the
   // control files: its checkpoint is not open yet.
+  // The bridge answers those that may not on the thread that received the request, and queues the
+  // others, so that `ls` and status files work while storage hangs.
   bool MayBlock(NodeId node);
 
   // Names outside of "user." are kUnsupported (EOPNOTSUPP): `ls -l` then stops asking.

@@ -12,6 +12,9 @@ namespace tensormount::fs {
 
 // The answer to one request that may have to wait for storage. Exactly one party gives it: whoever
 // did the work, or, where the caller was interrupted and storage does not answer, the watchdog.
+// States: waiting, begun, answered. Claim and GiveUpIfInterrupted both move to "answered" under the
+// lock, and the one that did it replies; so a request is never replied to twice, and never used
+// after libfuse has freed it.
 class PendingAnswer {
  public:
   // What an interrupted caller may be told while the work is under way. Programs make a call again
@@ -30,6 +33,7 @@ class PendingAnswer {
   // True once, for the one who shall answer.
   bool Claim();
   // Answers for a caller that was interrupted. True where it did.
+  // Calls `interrupted` and `give_up` with the lock held; neither may wait.
   bool GiveUpIfInterrupted();
   bool answered() const;
   std::chrono::steady_clock::time_point since() const { return since_; }
@@ -46,6 +50,10 @@ class PendingAnswer {
 
 // Runs work that may block so that the threads that receive requests never all wait for storage:
 // some of it on the calling thread, the rest on a few threads of its own. Thread-safe.
+// A thread that received a request does the work itself while fewer than `on_caller` others do:
+// that saves handing it to another thread. But one thread more receives than may do so, and that
+// one always listens: with all of them at the disk nobody would answer an interrupt, an unmount, or
+// a read of what is in memory.
 class BlockingWork {
  public:
   // A caller that was interrupted is answered by the watchdog after this long; before, storage may.
@@ -62,6 +70,7 @@ class BlockingWork {
   void Run(std::shared_ptr<PendingAnswer> answer, std::function<void()> work,
            const std::function<void()>& before_queueing = {});
   // While the token lives, an answer that waits for other work, on no thread, is watched as well.
+  // Parked answers count as work for the watchdog, not for idle().
   std::shared_ptr<void> Park(std::shared_ptr<PendingAnswer> answer);
   // Answers for interrupted callers whose storage does not; returns how many. To be called now and
   // then while Unwatched() is false.
@@ -81,6 +90,7 @@ class BlockingWork {
   bool idle() const;
 
  private:
+  // Shared with the pool's threads, which may outlive this where storage holds them.
   struct Core;
   std::shared_ptr<Core> core_;
 };

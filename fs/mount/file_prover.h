@@ -19,6 +19,8 @@ namespace tensormount::fs {
 // Compares files with their hashes, one after the other, on one thread that gives way to everything
 // else on the machine. The thread begins with the first file, with the signal mask of who adds it.
 // Thread-safe.
+// Files wait in the order in which they were opened. One at a time and at idle I/O priority:
+// whoever reads a file meanwhile is served by the daemon and shall not notice.
 class FileProver {
  public:
   // Files that wait. More are not taken: they come again with their next open.
@@ -38,6 +40,8 @@ class FileProver {
   // Takes a file, unless it waits already. `proof`: of now.
   void Add(NodeId node, std::shared_ptr<const VirtualFile> file, const VirtualFile::Proof& proof);
   // Whether it was found damaged in this state.
+  // `stamp` is the state of the file on disk: one that was replaced or repaired since is not known
+  // to be damaged.
   bool FoundDamaged(NodeId node, const FileStamp& stamp) const;
   // How much of a file that waits or is at its turn was proven; nothing for others.
   std::optional<int> Percent(NodeId node) const;
@@ -52,6 +56,7 @@ class FileProver {
   Load load() const;
 
  private:
+  // Held by the thread too: storage may keep that longer than this lives.
   struct Core;
   std::shared_ptr<Core> core_;
 };

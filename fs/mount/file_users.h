@@ -14,6 +14,9 @@ namespace tensormount::fs {
 // opened it or wrote to it have closed something. Processes are known by their tables of
 // descriptors, which the kernel names in requests that write and close, and whoever opened the file
 // by its number. Thread-safe.
+// The kernel sends FLUSH for every close(2) of a descriptor, also of copies that a fork made and
+// whose process ends without having touched the file. A sync for each of those would be wrong (it
+// would end the writing too early) and slow (an fsync for each worker process that ends).
 class FileUsers {
  public:
   // `thread`: of the request that opened it; 0 where it is of no process that can be seen here.
@@ -29,6 +32,8 @@ class FileUsers {
 
  private:
   // With the lock held.
+  // The opener has no table until it has written: then its thread number is compared, through
+  // /proc, with the process that opened.
   bool IsOpener(std::uint64_t table, pid_t thread) const;
 
   const pid_t opener_;  // 0: not known.

@@ -10,6 +10,8 @@ namespace tensormount::fs {
 
 // Registers files with the kernel through a mount's descriptor of /dev/fuse. The same with every
 // libfuse: its own call (3.17) is this ioctl, and keeps the error to itself.
+// The only BackingRegistrar outside of tests, which have a fake kernel that checks the rules of
+// open_modes.h.
 class FuseBacking : public BackingRegistrar {
  public:
   // Before the first Register(). The descriptor stays the caller's and must stay open.
@@ -23,6 +25,7 @@ class FuseBacking : public BackingRegistrar {
 
 // What has to be asked of the kernel at INIT so that files of `source` can be passed through: the
 // depth of filesystems (FuseShim::Options::passthrough_depth), 2 where it lies on overlayfs.
+// Filesystems that are stacked on others count, and the kernel refuses to stack deeper than 2.
 unsigned PassthroughDepth(const std::string& source);
 // Why this process will not be allowed to register files, for a person; empty: nothing known.
 std::string PassthroughObstacle();

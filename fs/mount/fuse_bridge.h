@@ -20,10 +20,13 @@ struct Bridge;  // Of fuse_bridge_internal.h.
 
 // Turns requests of the kernel into calls on Vfs and results into replies; it decides nothing but
 // on which thread, so that what a mount does can be tested on Vfs, without a kernel.
+// libfuse is used below its high-level interface (fuse_lowlevel): node ids are ours, replies may be
+// sent from any thread, and the caller chooses the threads.
 class FuseBridge {
  public:
   // Speaks over `fd`, which it closes in the end. All others must outlive it. Data are read by
   // `reads`, checkpoints opened by `opens`: readers that storage holds do not stop the latter.
+  // On failure `fd` is closed too.
   static Result<std::unique_ptr<FuseBridge>> Make(Vfs& vfs, BlockingWork& reads,
                                                   BlockingWork& opens, FuseShim& shim,
                                                   OpenModes& modes, int fd);

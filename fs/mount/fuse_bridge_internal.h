@@ -35,6 +35,7 @@ inline constexpr std::uint64_t kSmallFile = 128 * 1024;
 inline constexpr std::size_t kPageBytes = 4096;
 
 // What operations work with: the userdata of every request. All outlive the session.
+// libfuse passes this pointer with every request (fuse_req_userdata), so it must not move.
 struct Bridge {
   Vfs& vfs;
   BlockingWork& reads;
@@ -47,6 +48,8 @@ inline Bridge& BridgeOf(fuse_req_t req) { return *static_cast<Bridge*>(fuse_req_
 
 // What fuse_file_info::fh of an open file points to; released by the RELEASE request. Exactly one
 // of both is set.
+// Allocated by the reply to OPEN or CREATE, and owned by the kernel from the moment that the reply
+// was sent.
 struct OpenFile {
   std::shared_ptr<const VirtualFile> file;  // Of a published checkpoint, of .tensormount/.
   std::shared_ptr<WriteHandle> write;       // Below .staging/.
@@ -59,6 +62,7 @@ inline OpenFile& OpenFileOf(const fuse_file_info* fi) {
 
 // One reference of a node that a reply is about to give to the kernel: goes back where the reply
 // does not reach it (its caller was interrupted).
+// A shared pointer to one travels in the reply, since std::function copies what it holds.
 class NodeReference {
  public:
   NodeReference(Vfs& vfs, NodeId id) : vfs_(vfs), id_(id) {}
@@ -76,6 +80,9 @@ class NodeReference {
 
 // How to send the answer. Called once, on the thread that made it, under no lock; dropped where the
 // caller was interrupted and answered meanwhile, so what it holds must clean up by itself.
+// Work gives back how to answer instead of answering, because it may end after the caller was
+// interrupted and answered by the watchdog: then the reply is destroyed unsent, and what it holds
+// (a lease, a reference of a node) goes back by its destructor.
 struct Reply {
   template <typename Send>
   explicit Reply(Send s, std::optional<Op> op = std::nullopt)
@@ -87,6 +94,8 @@ struct Reply {
 // Serves a request here, or, where it may block, so that others stay served: reads on `reads`, all
 // else on `opens`. `work` returns how to reply; every failure of it, an exception included, is
 // counted, reported and answered once.
+// `work` must not use the request or what belongs to it (names, buffers): where it is queued those
+// are gone when this returns.
 void Serve(fuse_req_t req, Op op, NodeId node, bool may_block, std::function<Result<Reply>()> work);
 struct LongRequest;  // Of fuse_bridge.cc.
 // What long work can ask while it runs. One for each time that it runs: whoever calls what Again
@@ -116,6 +125,7 @@ inline BlockingWork& QueueOf(fuse_req_t req, Op op) {
 std::shared_ptr<PendingAnswer> PendingAnswerOf(fuse_req_t req, Op op, Bridge& bridge,
                                                std::chrono::steady_clock::time_point since);
 // Runs work, exceptions turned into a Status.
+// An exception must not pass through libfuse, which is C.
 Result<Reply> Guarded(const std::function<Result<Reply>()>& work) noexcept;
 // Counts, reports and sends the result of work.
 void Answer(fuse_req_t req, Bridge& bridge, Op op, std::chrono::steady_clock::time_point since,

@@ -14,6 +14,10 @@ namespace tensormount::fs {
 // the kernel may read backing files itself (passthrough, Linux 6.9). To OPEN: which backing file.
 // All else it passes on. Where libfuse knows passthrough (3.17) it is libfuse that asks for it and
 // names the file; the shim then only sees what was agreed. Thread-safe.
+// It works on bytes of the protocol (linux/fuse.h), which the kernel keeps compatible: structures
+// only grow at their end. Only two kinds of replies are touched, and those are recognised by their
+// place (the reply to the INIT that was read) or by a flag of their thread, so that no other
+// traffic is looked at. Once INIT is over, Read is a read(2) and an atomic load.
 class FuseShim {
  public:
   struct Options {
@@ -30,6 +34,8 @@ class FuseShim {
   ssize_t Writev(int fd, const iovec* pieces, int count);
 
   // While it lives, the OPEN reply that its thread sends names this backing file.
+  // By a variable of the thread: libfuse sends a reply on the thread that asked for it, before that
+  // call returns.
   class NamesBacking {
    public:
     explicit NamesBacking(int backing_id);
@@ -60,7 +66,10 @@ class FuseShim {
   std::uint32_t kernel_minor() const { return kernel_minor_.load(std::memory_order_relaxed); }
 
  private:
+  // Waiting for INIT; INIT was read and not answered; answered.
   enum class State { kWaiting, kAsked, kDone };
+  // The flags are set before the reply is written: the kernel may send its first request as soon as
+  // it has it.
   ssize_t WriteInit(int fd, const iovec* pieces, int count);
   // `backing_id` 0: none.
   ssize_t WriteOpen(int fd, const iovec* pieces, int count, int backing_id);

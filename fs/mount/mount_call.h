@@ -12,6 +12,7 @@ namespace tensormount::fs {
 // The largest read and write that the kernel sends in one request. More does not pay (measured).
 inline constexpr std::size_t kMaxRequestBytes = std::size_t{1} << 20;
 
+// Read-only is a mount flag as well, so that the kernel refuses writes without asking us.
 struct MountCall {
   std::string mount_point;  // Absolute.
   std::string source;       // As the mount table shall show it.

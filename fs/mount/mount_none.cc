@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// MountSession where libfuse was missing when this was built: Start says so, and so nobody has one.
+// MountSession (mount_session.h) where libfuse was missing when this was built: Start says so.
 #include "fs/mount/mount_session.h"
 
 namespace tensormount::fs {

@@ -17,6 +17,7 @@
 namespace tensormount::fs {
 
 // What `mount` may be told. Paths are the host's.
+// Defaults are those of `tensormount mount` (docs/cli.md).
 struct MountOptions {
   std::string source;                   // VfsOptions::source.
   std::vector<std::string> roots = {};  // VfsOptions::roots.
@@ -52,6 +53,7 @@ class MountSession {
   //   kBusy               the mount point is not empty or is a mount already
   //   kPermissionDenied   not allowed to mount; allow_other refused (and why)
   //   kUnavailable        no /dev/fuse;  kUnsupported: built without FUSE, or tier not offered
+  // Where it fails after the mount was made it is unmounted again.
   static Result<std::unique_ptr<MountSession>> Start(FileSystem& fs, const MountOptions& options);
   // Unmounts, lazily where it is busy, and joins. What storage holds for good keeps what it uses:
   // better a leak than a crash.

@@ -79,6 +79,8 @@ class OpenModes {
         prover_(prover) {}
 
   // One open's share in the mode of its node, from the decision until its release.
+  // Held by the open file (OpenFile) and by its reply. The last one of a node to go unregisters the
+  // backing file, and the next open decides anew.
   class Lease {
    public:
     ~Lease();
@@ -114,6 +116,7 @@ class OpenModes {
   // Registers a file in memory and takes it back: whether this process may. For --tier passthrough.
   Status Probe();
 
+  // For .tensormount/status, so that an operator sees why files are not passed through.
   struct Counts {
     std::uint64_t passed = 0;  // Opens.
     std::uint64_t daemon = 0;
@@ -128,6 +131,8 @@ class OpenModes {
   std::string WhyNot() const;
 
  private:
+  // Of one node that has opens: made by the first one, while it decides, and erased with the last
+  // share.
   struct Entry {
     bool deciding = true;
     std::size_t shares = 0;
@@ -141,6 +146,7 @@ class OpenModes {
   };
   Result<Decision> Decide(NodeId node, const std::shared_ptr<const VirtualFile>& file,
                           const std::function<bool()>& interrupted);
+  // Never fails: what cannot be registered is the daemon's.
   Decision Register(const VirtualFile& file, const Result<VirtualFile::Backing>& backing);
   // Of a file that is passed through already: whether it still may be.
   Status ProveAgain(const VirtualFile& file, const std::function<bool()>& interrupted);
@@ -155,6 +161,7 @@ class OpenModes {
   FileProver& prover_;
   mutable std::mutex mutex_;
   std::unordered_map<NodeId, Entry> entries_;
+  // Then no further file is tried: a missing right (CAP_SYS_ADMIN) does not come back.
   std::string forbidden_;  // Not empty: the kernel said that it never will.
   Counts counts_;
 };

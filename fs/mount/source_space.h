@@ -14,6 +14,8 @@ namespace tensormount::fs {
 
 // How much room there is where a mount's source lies, as statvfs(2) says: what `df` shows of the
 // mount. Thread-safe.
+// `df` asks every mount in turn, and statvfs(2) of a network filesystem may hang: it must not hang
+// for each program that asks.
 class SourceSpace {
  public:
   // An answer serves for so long.

@@ -55,12 +55,16 @@ Status BlobWriter::Zero(std::uint64_t begin, std::uint64_t end) {
   return {};
 }
 
+// Three cases: the area may be written from `begin` on and reaches to `end`; it may, and can be
+// made longer because it is the last of the pack; or everything moves to a new area. Moving doubles
+// the room, so that an object that grows by appending is copied O(log n) times, not n times.
 Status BlobWriter::MakeWritable(std::uint64_t begin, std::uint64_t end) {
   const bool good = area_.file != nullptr && !area_.file->condemned() && begin >= recorded_;
   if (good && (end <= area_.size || shared_->files.Extend(area_, end - area_.size))) return {};
   // Twice as much as before, so that what grows by little is seldom moved.
   const std::uint64_t room = good ? std::max(end, 2 * area_.size) : end;
   DataFiles::Area area;
+  // A file of its own never has to move because of its size: the area is as good as endless.
   if (room > StagedParts::kOwnFileBytes) {
     TENSORMOUNT_ASSIGN_OR_RETURN(area.file, shared_->files.Create('o', Placement::kPack));
     area.size = std::numeric_limits<std::uint64_t>::max() / 2;
@@ -80,6 +84,8 @@ Status BlobWriter::MakeWritable(std::uint64_t begin, std::uint64_t end) {
   return {};
 }
 
+// The order matters: room first, then zeros for what was cut off before, then the bytes, and the
+// new size only when all of them are there.
 Status BlobWriter::WriteLocked(std::uint64_t offset, const void* data, std::size_t size) {
   TENSORMOUNT_RETURN_IF_ERROR(Check());
   if (!RangeWithin(offset, size, kMaxObjectBytes)) return Status::FromErrno(EFBIG, "write", Name());
@@ -115,6 +121,8 @@ Result<std::uint64_t> BlobWriter::Append(const void* data, std::size_t size) {
   return at;
 }
 
+// Shortening writes nothing: `size_` says where the object ends, `used_` up to where old bytes
+// still stand behind it.
 Status BlobWriter::Truncate(std::uint64_t size) {
   const std::lock_guard lock(mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(Check());
@@ -135,6 +143,9 @@ Status BlobWriter::Truncate(std::uint64_t size) {
   return {};
 }
 
+// An object is read back and hashed as a whole, since its writes come in any order. With the lock
+// held over the read: writers wait, which for objects (configurations, states of generators) is
+// short.
 Status BlobWriter::Prepare(PendingPart& pending) {
   pending.turn = std::unique_lock(turn_);
   const std::lock_guard lock(mutex_);
@@ -164,11 +175,14 @@ Status BlobWriter::Prepare(PendingPart& pending) {
   }
   pending.records = EncodeRecord(record);
   last_ = std::move(record.object);
+  // From here on these bytes are frozen, even if the sync fails: its record may yet become durable.
   recorded_ = std::max(recorded_, size_);
   changed_ = false;
   return {};
 }
 
+// A failed sync condemns the object in the journal, so that a publish by another mount, which sees
+// only journals, does not take an older state of it for the last one.
 void BlobWriter::Finish(PendingPart& pending, const Status& status) {
   if (!status.ok()) {
     bool first = false;
@@ -196,6 +210,7 @@ Status BlobWriter::Sync() {
   return SyncParts(*shared_, {&self, 1});
 }
 
+// Nothing is copied: the record of the new name says the same area and hashes.
 Status BlobWriter::MoveTo(const std::string& key, const Dims& index) {
   const std::lock_guard turn(turn_);
   const std::lock_guard lock(mutex_);
@@ -242,6 +257,8 @@ Dims BlobWriter::index() const {
   return index_;
 }
 
+// With the turn: a sync that has hashed the object, and not recorded it yet, would otherwise bring
+// it back.
 Status BlobWriter::Remove() {
   // Not between a sync's hashing and its record.
   const std::lock_guard turn(turn_);

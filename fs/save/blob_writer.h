@@ -36,6 +36,8 @@ class BlobWriter final : public StagedPart {
   Status MoveTo(const std::string& key, const Dims& index);
   // Another one is about to take its name: no sync of it may record anything after that. Fails
   // where one of its syncs failed, which only removing it takes back.
+  // RenameObject calls Sync and MoveTo of the one that moves, and Leave of the one that had the
+  // name before; where MoveTo fails, Stay takes that back.
   Status Leave();
   void Stay();  // The other did not.
   std::string key() const;
@@ -46,10 +48,13 @@ class BlobWriter final : public StagedPart {
 
  private:
   std::string Name() const;
+  // With the lock held.
   Status Check() const;
   Status WriteLocked(std::uint64_t offset, const void* data, std::size_t size);
   // Makes bytes from `begin` on writable, and room for `end` bytes.
   Status MakeWritable(std::uint64_t begin, std::uint64_t end);
+  // What was cut off by Truncate is still in the file; it must read as zeros when the object grows
+  // over it again.
   Status Zero(std::uint64_t begin, std::uint64_t end);
 
   const std::shared_ptr<StagedParts> shared_;
@@ -59,6 +64,8 @@ class BlobWriter final : public StagedPart {
 
   Turn turn_;  // Of syncs; taken before mutex_.
   mutable std::mutex mutex_;
+  // What is appended behind `recorded_` is written in place while the area has room; only a change
+  // before it moves the whole object.
   DataFiles::Area area_;  // No file: nothing in it.
   std::uint64_t size_ = 0;
   std::uint64_t used_ = 0;      // Of the area: behind it are zeros.
@@ -66,6 +73,7 @@ class BlobWriter final : public StagedPart {
   bool changed_ = true;         // Not recorded as it is.
   StagedObject last_;           // As it was recorded last.
   bool removed_ = false;
+  // Of a sync that failed; all that follows fails with it.
   Status failure_;
 };
 

@@ -11,6 +11,8 @@ namespace {
 
 constexpr std::chrono::minutes kDataFilePatience{10};
 // From so many files on those that are synced are closed.
+// Descriptors: a checkpoint of thousands of large tensors makes as many files, and a process may
+// have 1,024 open by default.
 constexpr std::size_t kFewFiles = 32;
 // At most about so many are open: older ones are synced early, and closed.
 constexpr std::size_t kManyFiles = 128;
@@ -44,6 +46,8 @@ void DataFile::DropHandle() {
   --*open_files_;
 }
 
+// The descriptor is given out as a shared pointer, so that whoever writes keeps it open even when
+// it is dropped here meanwhile.
 Result<std::shared_ptr<File>> DataFile::Handle() {
   if (closed_) return Status(Code::kStale, path_ + ": no longer written");
   if (file_ == nullptr) {
@@ -60,6 +64,7 @@ Status DataFile::Write(std::uint64_t offset, const void* data, std::size_t size)
   TENSORMOUNT_RETURN_IF_ERROR(failure_);
   const bool was_closed = file_ == nullptr;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, Handle());
+  // Counted under the lock, before the write: CloseIfIdle sees it.
   ++started_;
   lock.unlock();
   Status status = file->WriteAt(offset, data, size);
@@ -90,6 +95,9 @@ void DataFile::StartWriteback(std::uint64_t offset, std::uint64_t size) {
   if (file != nullptr) file->StartWriteback(offset, size);
 }
 
+// Group fsync. Each caller wants what was done_ when it came; one of them syncs for all, and the
+// loop ends for the others when synced_ has reached their target. An fsync covers writes that had
+// returned when it began (`reaches`), not those that return while it runs.
 Status DataFile::Sync() {
   std::unique_lock lock(mutex_);
   const std::uint64_t target = done_;
@@ -107,6 +115,7 @@ Status DataFile::Sync() {
     const bool name_too = !name_synced_;
     lock.unlock();
     Status status = file->Sync();
+    // A new file is durable only with its name: the folder is synced with the first fsync.
     if (status.ok() && name_too) status = fs_.SyncDirectory(folder_);
     lock.lock();
     syncing_ = false;
@@ -137,6 +146,8 @@ void DataFile::Close() {
 DataFiles::DataFiles(FileSystem& fs, const Staging& staging, std::string incarnation)
     : fs_(fs), staging_(staging), incarnation_(std::move(incarnation)) {}
 
+// Double-checked: the first write of a mount makes the journal, all others see the pointer without
+// a lock.
 Status DataFiles::Open() {
   if (closed()) return Status(Code::kStale, staging_.name + " was published or removed");
   if (journal() != nullptr) return {};
@@ -184,6 +195,8 @@ std::shared_ptr<DataFile> DataFiles::Get(std::uint32_t number) const {
   return files_[number];
 }
 
+// Made without the lock, because Create takes it and syncs other files; so two may be made at once,
+// of which one is used.
 Result<std::shared_ptr<TensorFile>> DataFiles::OfTensor(const std::string& key) {
   {
     const std::lock_guard lock(mutex_);
@@ -199,6 +212,8 @@ Result<std::shared_ptr<TensorFile>> DataFiles::OfTensor(const std::string& key) 
   return entry;
 }
 
+// One pack for all small targets and objects of this mount, so that a thousand small tensors are
+// one file and one fsync.
 Result<DataFiles::Area> DataFiles::Allocate(std::uint64_t bytes) {
   const std::lock_guard lock(pack_mutex_);
   if (pack_ == nullptr || pack_->condemned() || pack_end_ >= kStagedPackBytes) {
@@ -210,6 +225,7 @@ Result<DataFiles::Area> DataFiles::Allocate(std::uint64_t bytes) {
   return Area{pack_, at, bytes};
 }
 
+// `area.size` is the caller's own, so only the end of the pack needs the lock.
 bool DataFiles::Extend(Area& area, std::uint64_t bytes) {
   const std::lock_guard lock(pack_mutex_);
   if (area.file == nullptr || area.file != pack_ || area.end() != pack_end_) return false;

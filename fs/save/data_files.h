@@ -23,7 +23,14 @@
 
 namespace tensormount::fs {
 
-// One data file. Thread-safe.
+// Writes and reads run in parallel, without the lock; the lock only guards the counters and the
+// descriptor. Three counters say what a sync has to wait for:
+//   started_  writes that have begun
+//   done_     writes that have returned, in whatever order
+//   synced_   as many of done_ as an fsync that began after them has covered
+// CloseIfIdle closes a descriptor only while all three are equal, so that an fsync error cannot be
+// lost: Linux reports a failed write-back once for each open file description, and one that is
+// closed before its fsync has nobody to tell. One data file. Thread-safe.
 class DataFile {
  public:
   DataFile(FileSystem& fs, const std::string& staging, std::string name, std::uint32_t number,
@@ -49,8 +56,11 @@ class DataFile {
   void Close();
 
  private:
+  // With the lock held. Opens the file again where CloseIfIdle has closed it.
   Result<std::shared_ptr<File>> Handle();
   void DropHandle();
+  // Whether writing to a file that had to be opened again should close it at once: then there are
+  // more files in use than descriptors to spare.
   bool TooManyOpen() const;
 
   FileSystem& fs_;
@@ -72,6 +82,9 @@ class DataFile {
   Status failure_;
 };
 
+// Targets of one tensor may overlap (rows 0 to 9 and rows 5 to 14), and then each keeps its own
+// bytes of the common rows until the publish compares them. In the file there is room for one of
+// them: the first target that writes a byte claims it, and others write theirs to the pack.
 // The file of a tensor, shared by those targets that do not overlap.
 struct TensorFile {
   std::shared_ptr<DataFile> file;
@@ -80,6 +93,10 @@ struct TensorFile {
 };
 
 // Thread-safe.
+// Names and numbers: data file n of a mount is data/<staging>-<incarnation>-<kind><n>.bin, with
+// kind t (the file of a tensor), p (a pack) or o (one target or object). Numbers rise by one from 0
+// in the order of the kFile records, because ReadJournal accepts no others; that is why a file is
+// made, recorded and numbered under one lock.
 class DataFiles {
  public:
   DataFiles(FileSystem& fs, const Staging& staging, std::string incarnation);
@@ -92,6 +109,8 @@ class DataFiles {
   const std::string& incarnation() const { return incarnation_; }
 
   // A new file, in the journal. `kind`: a letter for its name.
+  // The record of the file is appended but not synced: it stands before all records of extents in
+  // it, and becomes durable with the first of them.
   Result<std::shared_ptr<DataFile>> Create(char kind, Placement placement);
   std::shared_ptr<DataFile> Get(std::uint32_t number) const;
   Result<std::shared_ptr<TensorFile>> OfTensor(const std::string& key);
@@ -102,6 +121,8 @@ class DataFiles {
     std::uint64_t size = 0;
     std::uint64_t end() const { return offset + size; }
   };
+  // Areas are never given back. What a rewrite leaves behind in a pack is unused space of the
+  // published checkpoint, bounded by what was written.
   // A place in the pack that nobody used before: holes read as zeros there.
   Result<Area> Allocate(std::uint64_t bytes);
   // Makes `area` longer by `bytes` where it is the last of the pack.
@@ -111,6 +132,7 @@ class DataFiles {
   Result<std::uint32_t> AddTarget(const StagedTarget& target, std::uint64_t bytes);
   // After a sync: closes descriptors where there are many.
   void CloseIdle(DataFile& file);
+  // Waits for nobody: writes that run finish on the descriptor that they hold.
   void CloseForGood();
   std::uint64_t count() const;
 
@@ -121,6 +143,7 @@ class DataFiles {
   const std::shared_ptr<std::atomic<std::size_t>> open_files_ =
       std::make_shared<std::atomic<std::size_t>>(0);
   std::atomic<bool> closed_{false};
+  // Set once, by Open; read without a lock by every write.
   std::atomic<JournalWriter*> journal_ptr_{nullptr};
 
   mutable std::mutex mutex_;  // Of everything below; taken before those of files.

@@ -37,6 +37,7 @@ constexpr std::size_t kMarkBytes = kMarkBodyBytes + kRecordFrameBytes;
 
 constexpr std::uint64_t kMaxPosition = 0x7FFF'FFFF'FFFF'FFFF;
 constexpr std::size_t kMaxReasonBytes = 4096;
+// Larger than any record that is usual; one of kMaxRecordBytes makes the window grow to it.
 constexpr std::size_t kWindowBytes = std::size_t{4} << 20;
 
 // For those who wait for another one's fsync: a disk that hangs so long will not come back.
@@ -49,6 +50,7 @@ std::string FolderOf(const std::string& path) {
 
 std::uint64_t Checksum(std::string_view body) { return Xxh3(body).low; }
 
+// ByteWriter::String writes the u32 length before the bytes.
 std::string FrameRecord(std::string_view body) {
   ByteWriter out;
   out.String(body);
@@ -98,6 +100,9 @@ Result<std::vector<Hash128>> DecodeLeaves(ByteReader& in, std::uint64_t bytes,
 }
 
 // Bodies of records, checked against what earlier records of the journal said.
+// Every number is judged before it is used as a size or an index: a journal may be damaged in a way
+// that its checksum does not see, or be written by a program with a bug, and the publish runs in
+// the daemon that serves everybody.
 class RecordDecoder {
  public:
   Result<JournalRecord> Decode(std::string_view body, std::string_view what) {
@@ -172,6 +177,7 @@ class RecordDecoder {
     return {};
   }
 
+  // Positions are kept below 2^63, so that they fit the signed numbers of regions and off_t.
   Status CheckFile(std::uint32_t file, std::uint64_t offset, std::uint64_t length,
                    std::string_view what) const {
     if (file >= files_) return DataLoss(what, "file " + std::to_string(file) + " was never named");
@@ -198,6 +204,7 @@ class RecordDecoder {
         (e.runs > 1 && e.stride <= e.length)) {
       return DataLoss(what, "runs that are none");
     }
+    // Products of three numbers from disk: none may wrap around.
     const std::optional<std::uint64_t> bytes = CheckedMul(e.runs, e.length);
     const std::optional<std::uint64_t> last = CheckedMul(e.runs - 1, e.stride);
     const std::optional<std::uint64_t> span =
@@ -318,6 +325,9 @@ bool IsJournalMark(std::string_view body) {
 }
 
 // kDataLoss where a whole mark behind `bad` says that the byte at `bad` had been durable.
+// Tries every byte position behind `bad`, because a broken length says nothing of where the next
+// frame begins. That is linear in the rest of the file, almost always with one comparison of 4
+// bytes a position: only a place that looks like a mark and names itself is hashed.
 Status CheckNotPromised(Window& window, std::uint64_t bad, std::string_view what) {
   for (std::uint64_t at = bad + 1; RangeWithin(at, kMarkBytes, window.size()); ++at) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto frame, window.Get(at, kMarkBytes));
@@ -416,6 +426,8 @@ std::string EncodeRecord(const JournalRecord& record) {
   return FrameRecord(out.bytes());
 }
 
+// The loop stops at the first frame that is not whole. Whether that is the end, a torn tail or
+// damage is decided afterwards by CheckNotPromised.
 Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
@@ -463,6 +475,8 @@ Result<std::unique_ptr<JournalWriter>> JournalWriter::Create(FileSystem& fs,
   std::unique_ptr<JournalWriter> made(new JournalWriter(path));
   TENSORMOUNT_ASSIGN_OR_RETURN(made->file_, fs.CreateExclusive(path));
   const std::string head = EncodeHead(checkpoint, incarnation);
+  // The head is durable before the first record is promised, or else the journal could be
+  // unreadable with records in it that were.
   Status status = made->file_->WriteAt(0, head.data(), head.size());
   if (status.ok()) status = made->file_->Sync();
   if (status.ok()) status = fs.SyncDirectory(FolderOf(path));
@@ -491,6 +505,8 @@ Status JournalWriter::Sync() {
   std::unique_lock lock(mutex_);
   const std::uint64_t target = wanted_;
   const auto deadline = std::chrono::steady_clock::now() + kJournalPatience;
+  // As DataFile::Sync, with one difference: a mark follows, and does not count as something to be
+  // synced.
   while (synced_ < target) {
     TENSORMOUNT_RETURN_IF_ERROR(Check());
     if (syncing_) {

@@ -19,6 +19,12 @@
 #include "index/records/inventory.h"
 #include "shard/leaf_hash.h"
 
+// A journal for one target of 1 MiB that was written once, as records:
+//   kFile 0 "data/1f00-<incarnation>-p0.bin"
+//   kTarget 0 tensor w, box [0:512, :]
+//   kExtent target 0, [0, 1 MiB), file 0, offset 0, 16 leaf hashes
+// Records say bytes of targets, not cells of tensors: what a program writes is a byte range of a
+// file, and cells are only worked out by the publish, which knows the final schema.
 // What one mount (one incarnation of its daemon) says it wrote into a staging: a file of records,
 // each with its length and checksum, that only grows (docs/format.md, "Journal"). A record counts
 // when it was synced; a torn tail is no damage, it was never promised.
@@ -56,6 +62,8 @@ struct StagedExtent {
   std::uint64_t bytes() const { return runs * length; }  // Checked by ReadJournal.
 };
 
+// An object is recorded as a whole by each sync that changed it; the last record of its name
+// counts. So its leaves always describe all of its bytes, from `offset` on.
 // A file without a shape: an object part.
 struct StagedObject {
   std::string key;
@@ -66,6 +74,9 @@ struct StagedObject {
   std::vector<Hash128> leaves;
 };
 
+// One structure for all kinds, of which each uses a few fields, instead of a variant: the reader
+// fills vectors of them and the publish keeps pointers into those. Numbers are given by the writer,
+// rise by one from 0 for each kind, and hold within one journal only.
 struct JournalRecord {
   enum class Kind : std::uint8_t {
     kFile = 1,      // `file_name` is data file number `number`.
@@ -94,12 +105,16 @@ inline constexpr std::uint64_t kMaxExtentBytes = std::uint64_t{4} << 30;
 inline constexpr std::uint64_t kMaxObjectBytes = std::uint64_t{32} << 30;
 
 // Encodes one record, framed: u32 length, body, u64 low half of the XXH3-128 of the body.
+// The length lets a reader skip to the next frame, and the checksum tells a frame that a crash tore
+// from a whole one. Records are little-endian and have no padding.
 std::string EncodeRecord(const JournalRecord& record);
 
 struct Journal {
   Uuid checkpoint;
   std::string incarnation;  // 16 hex digits.
   std::vector<JournalRecord> records;
+  // A done mark names a journal and how many bytes of it were durable; the publish refuses where
+  // `bytes` is less.
   std::uint64_t bytes = 0;  // Up to the end of the last whole record.
   // Names of data files by their numbers in the journal; filled by SortJournals.
   std::vector<std::string> files;
@@ -114,6 +129,11 @@ struct Journal {
 // version. Everything is checked before it is used as a size.
 Result<Journal> ReadJournal(FileSystem& fs, const std::string& path);
 
+// Group commit: a sync covers all records that were appended before it began, and callers that
+// arrive while one runs wait for it and share the next. After each sync a mark is appended (not
+// synced) that says how much of the file was durable. A reader that meets a broken record looks for
+// a whole mark behind it that promised that byte: with one it is damage, without one a tail that a
+// crash tore, which is dropped.
 // Writes the journal of this incarnation. Thread-safe.
 class JournalWriter {
  public:
@@ -123,6 +143,8 @@ class JournalWriter {
                                                        const Uuid& checkpoint,
                                                        const std::string& incarnation);
   // Appends whole records; not durable yet. After a failure the journal is condemned: all fails.
+  // After a write that failed half of a record may be in the file, so nothing can follow it: the
+  // failure stays.
   Status Append(std::string_view records);
   // Until all that was appended before this call is durable. Callers that come while one syncs wait
   // for the next sync together.
@@ -134,6 +156,7 @@ class JournalWriter {
 
  private:
   explicit JournalWriter(std::string path) : path_(std::move(path)) {}
+  // With the lock held.
   Status Check() const;
 
   const std::string path_;

@@ -29,6 +29,9 @@ namespace {
 constexpr std::string_view kJournalSuffix = ".tmj";
 constexpr const char* kProducer = "tensormount 0.1 (mount)";
 
+// One try. Steps are in Run; everything up to Verdict only reads, but for the patch file, and adds
+// what it finds wrong to the report instead of stopping at the first problem: who has to repair a
+// run of a thousand ranks wants the whole list.
 class Publisher {
  public:
   Publisher(const Store& store, FileSystem& fs, Staging staging, StagingReport& report)
@@ -54,6 +57,8 @@ class Publisher {
     TENSORMOUNT_RETURN_IF_ERROR(DropManifests());
     if (manifests.needs_patch_file()) TENSORMOUNT_RETURN_IF_ERROR(patches.Open());
     TENSORMOUNT_RETURN_IF_ERROR(patches.Finish());
+    // The store checks and commits as for a save by the library: `shared` says that several mounts
+    // wrote here.
     const auto publish = [&]() -> Result<Store::Published> {
       TENSORMOUNT_RETURN_IF_ERROR(manifests.Write(fs_, patches));
       Staging named = staging_;
@@ -142,6 +147,8 @@ class Publisher {
                                           std::to_string(writers) + " writers: " + list);
   }
 
+  // The journal may be on its way (attribute caches of network filesystems), so this is a failure
+  // to try again, not damage.
   Status CheckReliedOn(const DoneMark& mark) {
     if (mark.journal.empty()) return Status();
     const auto found = std::find_if(journals_.begin(), journals_.end(),
@@ -157,6 +164,8 @@ class Publisher {
     return Status::FromParts(Code::kNotFound, ENODATA, "what " + object + " relies on: " + detail);
   }
 
+  // Tensor by tensor, so that memory is bounded by the largest one's records, beside the journals
+  // themselves.
   Status AssembleTensors(StagedReader& reader, PatchFile& patches, StagedManifests& manifests) {
     TensorAssembly assembly(journals_, reader, patches, report_);
     static const std::vector<TargetRecords> kNone;
@@ -181,6 +190,7 @@ class Publisher {
   }
 
   // One of each part, and all parts of each grid.
+  // Compares by leaf hashes alone: no byte of an object is read.
   Status CheckObjects(StagedManifests& manifests) {
     for (const auto& [name, claims] : sorted_.objects) {
       const StagedObject& object = *claims.front().object;
@@ -212,6 +222,7 @@ class Publisher {
     return Status();
   }
 
+  // Counts through the grid like an odometer; rank 0 is one part with no index.
   void MissingParts(const std::string& key, const Dims& grid) {
     Dims index = Dims::Filled(grid.rank(), 0);
     for (;;) {
@@ -228,6 +239,7 @@ class Publisher {
     }
   }
 
+  // What the library's rank 0 would say: producer, world size, common values.
   Result<Inventory> Coordinator() {
     Inventory coordinator;
     coordinator.info.producer = schema_.producer().empty() ? kProducer : schema_.producer();
@@ -253,6 +265,7 @@ class Publisher {
   }
 
   // What an earlier try wrote.
+  // The store merges all that stand in manifest/, so those of an earlier try would count twice.
   Status DropManifests() {
     const std::string folder = JoinPath(staging_.directory, "manifest");
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_.List(folder));
@@ -292,6 +305,8 @@ Result<Store::Published> TryPublish(const Store& store, FileSystem& fs, const st
   Result<Store::Published> published = run();
   if (published.ok()) return published;
   const Status status = published.status();
+  // A failure after the rename (of the folder's fsync) leaves a checkpoint: whether it will be
+  // there after a power cut is not known.
   if (!StagingInPlace(fs, staging)) {
     if (status.code() == Code::kUnknown) return status;
     return Status(Code::kStale,

@@ -14,6 +14,8 @@
 namespace tensormount::fs {
 
 // What stands in the way of a publish, or nothing. report.json and report.txt are made of it.
+// For people and for scripts that restart writers: report.json and report.txt are rewritten by
+// every publish that fails, and nothing acts on them.
 struct StagingReport {
   // "missing", "conflict", "not_done", "no_journal", "bad_journal", "bad_common", "bad_object",
   // "condemned", "unknown", or, where a call failed, its code.
@@ -33,6 +35,14 @@ struct StagingReport {
   std::string ToText() const;  // A line a problem, with exact boxes in NumPy's spelling.
 };
 
+// The steps, and what a crash leaves after each:
+//   1. Take the publisher's lease, so that nobody has files open for writing.
+//   2. Read schema, done marks and journals; resolve every tensor and object. Nothing is written,
+//   so everything that is wrong is found before anything changes. A crash leaves the staging as it
+//   was.
+//   3. Drop manifests of an earlier try; write the patch file, seal data files, write manifests. A
+//   crash leaves files that the next try drops or makes anew.
+//   4. Store::Publish: index, COMMIT, rename to STORE/`as`. The rename is the commit.
 // Publishes what all mounts wrote into STORE/.staging/NAME as STORE/`as`. Only checks, compares
 // where two mounts wrote the same cells, writes records and renames: data were hashed and made
 // durable when they were written. Never waits for writers. Where it fails the staging is as it
@@ -49,6 +59,8 @@ struct StagingReport {
 Result<Store::Published> PublishStaging(const Store& store, FileSystem& fs, const std::string& name,
                                         const std::string& as, StagingReport* report);
 // The same, waiting up to `wait` for done marks and for writers to close their files.
+// Tries again with pauses of 5 ms up to 500 ms while the answer is kUnavailable or kBusy, and gives
+// the last answer when `wait` is over.
 Result<Store::Published> PublishStagingWhenDone(const Store& store, FileSystem& fs,
                                                 const std::string& name, const std::string& as,
                                                 std::chrono::milliseconds wait,

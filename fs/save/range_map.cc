@@ -26,6 +26,7 @@ RangeMap::Ranges::const_iterator RangeMap::First(std::uint64_t at) const {
 
 void RangeMap::Erase(const ByteRange& bytes) {
   if (bytes.begin >= bytes.end) return;
+  // First() is const, and a map gives no mutable iterator for a const one: looked up once more.
   const auto first = First(bytes.begin);
   auto it = first == ranges_.end() ? ranges_.end() : ranges_.find(first->first);
   while (it != ranges_.end() && it->first < bytes.end) {
@@ -46,6 +47,7 @@ void RangeMap::Erase(const ByteRange& bytes) {
 void RangeMap::Insert(StoredRange range) {
   if (range.bytes.empty()) return;
   Erase(range.bytes);
+  // After the Erase nothing overlaps, so only the two neighbours can be continued.
   auto next = ranges_.lower_bound(range.bytes.begin);
   if (next != ranges_.end() && next->first == range.bytes.end && Continues(range, next->second)) {
     range.bytes.end = next->second.bytes.end;

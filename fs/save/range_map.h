@@ -27,6 +27,7 @@ struct StoredRange {
 
   std::uint64_t size() const { return bytes.size(); }
   // The part of it that lies in [from, to), which must be within `bytes`.
+  // For example [100, 200) at offset 5000, cut to [150, 180), is at offset 5050.
   StoredRange Cut(std::uint64_t from, std::uint64_t to) const {
     return {{from, to}, offset + (from - bytes.begin), source, grid};
   }
@@ -43,12 +44,15 @@ class RangeMap {
   // As Insert, unless a byte of the range has another source: then false, and nothing is changed.
   // All ranges of the map must be claims, which have the offset of their bytes.
   bool Claim(const ByteRange& bytes, std::uint32_t owner);
+  // Forgets these bytes; a range that reaches over an end of `bytes` keeps its other part, with the
+  // offset moved along.
   void Erase(const ByteRange& bytes);
   void Clear() { ranges_.clear(); }
 
   bool empty() const { return ranges_.empty(); }
   std::size_t size() const { return ranges_.size(); }
   // How many of these bytes are known.
+  // Counts each byte once, since ranges are disjoint.
   std::uint64_t Covered(const ByteRange& bytes) const;
   // The range that ends, or begins, exactly here.
   std::optional<StoredRange> EndingAt(std::uint64_t at) const;
@@ -75,6 +79,8 @@ class RangeMap {
   std::vector<StoredRange> All() const;
 
  private:
+  // Keyed by the first byte, which the value repeats: with glibc a node takes 80 bytes either way,
+  // and callers get ranges as they are.
   using Ranges = std::map<std::uint64_t, StoredRange>;  // By where they begin.
   // The first range that ends behind `at`.
   Ranges::const_iterator First(std::uint64_t at) const;

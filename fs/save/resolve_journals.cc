@@ -49,6 +49,8 @@ class RunsOfTarget {
   }
 
  private:
+  // RecordDecoder has checked this against what the journal says of the target. Here it is checked
+  // against the schema's idea of it, which is what regions are made with.
   Status CheckExtent(const StagedExtent& e) const {
     const auto bad = [&] {
       return DataLoss("record of bytes " + std::to_string(e.begin) + " on, " +
@@ -131,6 +133,9 @@ class RunsOfTarget {
     const Dims steps = PackedStrides(of_bytes_.extent());
     for (int axis = rank - 1; axis >= 0; --axis) {
       if (static_cast<std::uint64_t>(steps[axis]) != e.stride) continue;
+      // Example: a target of 4 x 8 bytes whose columns 2 and 3 came in 4 writes of 2 bytes. Strides
+      // are 8 and 1; stride 8 is that of axis 0, a run begins at 2 within it and is 2 long, so the
+      // cells are rows [0, 4) by columns [2, 4), one box.
       const std::uint64_t within = e.begin % e.stride;
       if (within + e.length > e.stride) break;
       TENSORMOUNT_ASSIGN_OR_RETURN(const Region run,
@@ -175,6 +180,10 @@ class RunsOfTarget {
 };
 
 // One journal, in its order.
+// Goes through the records once, in order, and keeps for each target what is said of it, for each
+// object the last record, and what was condemned. Only at the end is a target judged by the schema:
+// a target of a schema that was taken back may have been forgotten meanwhile, and is then nobody's
+// problem.
 class Sorter {
  public:
   Sorter(std::uint32_t number, Journal& journal, const StagingSchema& schema,
@@ -300,6 +309,7 @@ class Sorter {
 
 }  // namespace
 
+// A list of millions of holes helps nobody and would fill the disk.
 void AddProblem(StagingReport& report, std::string code, std::string object, std::string detail) {
   if (report.problems.size() >= kMaxProblems) {
     ++report.more;

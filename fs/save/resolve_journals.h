@@ -29,6 +29,7 @@ std::string TensorBoxText(const TensorMeta& meta, const Box& box);
 // "object rng[2]", "object config".
 std::string ObjectText(const std::string& key, const Dims& index);
 
+// Pointers go into the vectors of the journals, which do not change any more.
 // All that one journal says of one of its targets, in order: kExtent and kForget records.
 struct TargetRecords {
   std::uint32_t journal = 0;
@@ -37,6 +38,7 @@ struct TargetRecords {
   std::vector<const JournalRecord*> records;  // Of the journal's vector.
 };
 
+// Where several mounts wrote the same object part, their bytes must be equal.
 struct ObjectClaim {
   std::uint32_t journal = 0;
   const StagedObject* object = nullptr;
@@ -50,6 +52,8 @@ struct SortedJournals {
 // Sorts records of journals, which must outlive the result. What is condemned, or about a tensor
 // that `schema` does not have, becomes a problem of the report. kDataLoss for file numbers and
 // names that journals cannot have.
+// A kForget of a whole target drops all earlier records of it, and its condemnation with them: the
+// program truncated the file and may start again.
 Result<SortedJournals> SortJournals(std::vector<Journal>& journals, const StagingSchema& schema,
                                     StagingReport& report);
 
@@ -81,6 +85,8 @@ struct StagedRun {
 // What is left of one tensor's records after later ones of the same target. Runs of different
 // targets or journals may still overlap. In the order of journals, then records. kDataLoss where a
 // record does not fit the tensor.
+// A record of columns (StagedExtent::runs) becomes one run with a box of bytes where its stride is
+// that of an axis of the target, and single ranges otherwise.
 Result<std::vector<StagedRun>> RunsOf(const TensorMeta& meta,
                                       const std::vector<TargetRecords>& targets);
 

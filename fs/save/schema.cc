@@ -75,6 +75,7 @@ Result<Json> ParseStrictly(std::string_view text) {
   return Json::parse(text, nullptr, false);
 }
 
+// Signed and unsigned are told apart, because nlohmann would turn 2^64 - 1 into -1.
 Result<Dims> ParseDims(const Json& json, const std::string& at) {
   if (!json.is_array()) return InvalidArgument(at + ": not a list of numbers");
   if (json.size() > static_cast<std::size_t>(kMaxRank)) {
@@ -176,6 +177,8 @@ Result<StagingSchema> LookAtSchemas(FileSystem& fs, const std::string& staging_d
 
 }  // namespace
 
+// Each branch checks one field and says in its error where it stands; unknown fields are refused
+// above, so that a typo does not silently mean "default".
 Result<StagingSchema> StagingSchema::Parse(std::string_view text) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Json json, ParseStrictly(text));
   if (!json.is_object()) return InvalidArgument("not a JSON object");
@@ -251,6 +254,7 @@ std::string StagingSchema::ToJson() const {
   return json.dump(1, ' ') + "\n";
 }
 
+// Equal fields merge; a field that only one side has is taken. Anything else names both values.
 Status StagingSchema::Merge(const StagingSchema& other) {
   const auto differs = [](const std::string& what, const std::string& here,
                           const std::string& there) {
@@ -312,6 +316,8 @@ Status AddSchema(FileSystem& fs, const std::string& staging_directory,
   // with another edit under way passes here and is judged below.
   TENSORMOUNT_ASSIGN_OR_RETURN(StagingSchema now, ReadSchemas(fs, staging_directory));
   TENSORMOUNT_RETURN_IF_ERROR(now.Merge(edit));
+  // RenameNoReplace makes the numbers of one mount unique, even where two threads of it add at
+  // once.
   // Under a hidden name first, so that nobody reads half of it.
   const std::string temporary =
       JoinPath(folder, "." + incarnation + "." + Uuid::Random().Short() + ".new");

@@ -19,6 +19,9 @@
 
 namespace tensormount::fs {
 
+// Mounts of several machines edit it at once, and there are no locks between them. So an edit is a
+// file of its own that never changes, and the schema is what merging all of them gives: adding is
+// idempotent and commutes, and what contradicts is refused.
 // What a checkpoint that is being written shall hold (docs/semantics.md, "schema.json"):
 //   {"tensors": {"w": {"dtype": "bf16", "shape": [4096, 4096]}},
 //    "objects": {"rng": {"grid": [4]}}, "writers": 4, "placement": "auto",
@@ -37,6 +40,7 @@ class StagingSchema {
 
   // Adds what `other` says. kAlreadyExists "tensor w: bf16 [4, 4] here, f32 [4, 4] there" where
   // both say different things of one name; nothing is changed then.
+  // All is compared before anything is added.
   Status Merge(const StagingSchema& other);
 
   const std::map<std::string, TensorMeta>& tensors() const { return tensors_; }
@@ -58,9 +62,12 @@ class StagingSchema {
 
 // The schemas of all mounts of a staging: one file for each edit, never changed
 // (schema/<incarnation>-<n>.json), merged.
+// Tries a few times where files conflict: a writer may be about to take its file back.
 Result<StagingSchema> ReadSchemas(FileSystem& fs, const std::string& staging_directory);
 // Adds an edit durably: writes its file, reads all again; a conflict removes it and is
 // kAlreadyExists. Of two that conflict and come at once at most one succeeds.
+// Each writer first adds its file and then reads all: of two that conflict at least one sees the
+// other and takes its own back. Both may; then both are told.
 Status AddSchema(FileSystem& fs, const std::string& staging_directory,
                  const std::string& incarnation, const StagingSchema& edit);
 

@@ -22,6 +22,8 @@ Status Refused(std::string_view why) {
 bool Writes(int flags) { return (flags & O_ACCMODE) != O_RDONLY; }
 
 // Counts as an open writer while it lives.
+// A change without a file handle (unlink, rename, making an object) must not run beside a publish
+// either.
 class Writing {
  public:
   explicit Writing(StagedCheckpoint& of) : of_(of), status_(of.BeginWriting()) {}
@@ -104,6 +106,8 @@ Result<StagingTree::Node> StagingTree::MakeDirectory(std::uint64_t folder, std::
   }
 }
 
+// Opening for writing counts the handle as an open writer before it is returned; a truncation that
+// was asked for is done under that right.
 Result<std::shared_ptr<WriteHandle>> StagingTree::OpenNode(const NodePtr& node, int flags) {
   const bool writable = Writes(flags);
   const bool truncates = (flags & O_TRUNC) != 0;
@@ -177,6 +181,9 @@ Status StagingTree::MakeObject(const StagedNode& node) {
   return node.of->writer().OpenObject(node.key, node.index, true).status();
 }
 
+// O_CREAT of a name that is there is an open, as POSIX wants it. Of a name that is not: only what
+// the schema allows can be made, and every refusal says what to do instead, in .tensormount/errors,
+// since errno says so little.
 Result<StagingTree::Opened> StagingTree::Create(std::uint64_t folder, std::string_view name,
                                                 int flags) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
@@ -245,6 +252,7 @@ Result<StagingTree::Opened> StagingTree::Create(std::uint64_t folder, std::strin
   return Opened{.node = known, .handle = std::move(handle).value()};
 }
 
+// truncate(2) without a descriptor: as if opened, truncated and closed.
 Status StagingTree::Truncate(std::uint64_t file, std::uint64_t size) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, Live(file));
   if (node->folder()) return Status::FromErrno(EISDIR, "truncate", node->Label());
@@ -256,6 +264,8 @@ Status StagingTree::Truncate(std::uint64_t file, std::uint64_t size) {
 
 Result<StagingTree::Node> StagingTree::SetAttributes(std::uint64_t item) { return Stat(item); }
 
+// Of a tensor or slice: what was written is forgotten, and synced, so that a crash does not bring
+// it back; the name stays as long as schema.json has it.
 Status StagingTree::Unlink(std::uint64_t folder, std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode node, Child(*parent, name));
@@ -328,6 +338,8 @@ Status StagingTree::CheckEmpty(const StagedNode& folder) {
   }
 }
 
+// Needs the publisher's lease: a removal must not run beside a publish or a writer on another
+// machine.
 Status StagingTree::RemoveStagingAt(std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedPtr staged, Join(name));
   const std::string label = ".staging/" + std::string(name);
@@ -359,6 +371,9 @@ Status StagingTree::RemoveDirectory(std::uint64_t folder, std::string_view name)
   return {};
 }
 
+// Two things that PublishStaging cannot know are done here first: files of this mount that were
+// closed a moment ago get time to be released, and what this mount wrote is synced, whose failure
+// is a failure of the publish.
 Status StagingTree::Publish(std::string_view name, std::string_view as) {
   const std::string label = ".staging/" + std::string(name) + " as " + std::string(as);
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedPtr staged, Join(name));
@@ -385,6 +400,7 @@ Status StagingTree::Publish(std::string_view name, std::string_view as) {
   return Told("publish", label, AsRename(status));
 }
 
+// Objects only: `mv state.tmp state`, by which programs replace a file in one step, has to work.
 Status StagingTree::RenameWithin(std::uint64_t folder, std::string_view name,
                                  std::uint64_t to_folder, std::string_view to_name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));

@@ -78,6 +78,7 @@ void StagedCheckpoint::Touch() {
                std::memory_order_relaxed);
 }
 
+// Without `now` it is one atomic load and a clock in most calls, since it runs before every write.
 Status StagedCheckpoint::CheckInPlace(bool now) {
   const Status stale(Code::kStale, ".staging/" + name() + ": it was published or removed");
   if (gone_.load(std::memory_order_acquire)) return stale;
@@ -93,11 +94,13 @@ Status StagedCheckpoint::CheckInPlace(bool now) {
   return {};
 }
 
+// Once, whoever is first: the writer closes its files, and whoever still has a handle gets kStale.
 void StagedCheckpoint::Retire() {
   if (gone_.exchange(true, std::memory_order_acq_rel)) return;
   writer_.CloseForGood();
 }
 
+// With schema_mutex_ held.
 Status StagedCheckpoint::ReadSchema() {
   // Files of edits never change: the same names are the same schema.
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<std::string> files,
@@ -111,6 +114,7 @@ Status StagedCheckpoint::ReadSchema() {
   return {};
 }
 
+// A failure to read may be because the staging was renamed a moment ago: then that is the answer.
 Result<std::shared_ptr<const SchemaView>> StagedCheckpoint::Schema(bool fresh) {
   const std::lock_guard lock(schema_mutex_);
   if (fresh || !schema_ || Clock::now() - schema_read_ > kMaxAge) {
@@ -123,6 +127,7 @@ Result<std::shared_ptr<const SchemaView>> StagedCheckpoint::Schema(bool fresh) {
   return schema_;
 }
 
+// Takes back a withdrawal: who adds something wants the staging.
 Status StagedCheckpoint::ExtendSchema(const StagingSchema& edit) {
   const std::lock_guard lock(schema_mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
@@ -133,6 +138,8 @@ Status StagedCheckpoint::ExtendSchema(const StagingSchema& edit) {
   return ReadSchema();
 }
 
+// The order is for a crash in between: first the mark that allows removal, then the files of edits,
+// then what was written. Each step alone leaves a staging that `rm -r` can be run on again.
 Status StagedCheckpoint::WithdrawSchema() {
   const std::lock_guard lock(schema_mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
@@ -162,6 +169,8 @@ Status StagedCheckpoint::WithdrawSchema() {
   return ReadSchema();
 }
 
+// The first of several writers takes the lease for all; others that come meanwhile wait for
+// lease_mutex_, and then find it taken.
 Status StagedCheckpoint::BeginWriting() {
   // Of the call: those who wait for the mutex meanwhile do not wait as long once more.
   const Deadline deadline = Deadline::After(kLeasePatience);
@@ -196,6 +205,8 @@ void StagedCheckpoint::Linger(const Lingering& more) {
   fewer_writers_.notify_all();
 }
 
+// "Settled": nobody is open any more, or somebody is who is not just lingering; in neither case
+// does waiting help.
 int StagedCheckpoint::AwaitReleases() {
   const auto begun = Clock::now();
   std::unique_lock lock(lease_mutex_);
@@ -208,6 +219,8 @@ int StagedCheckpoint::AwaitReleases() {
   return writing_.load();
 }
 
+// Two that open the same box at once get the same target from the writer, and the first of them
+// stays in the map.
 Result<std::shared_ptr<TargetWriter>> StagedCheckpoint::OpenTarget(const TensorMeta& meta,
                                                                    const Box& box) {
   const std::string name = TargetName(meta, box);
@@ -246,6 +259,8 @@ std::vector<std::string> StagedCheckpoint::SlicePaths() {
   return {slice_paths_.begin(), slice_paths_.end()};
 }
 
+// For `rm -r`: folders of keys cannot go while schema.json names them, so "empty" means that
+// nothing of them was written.
 bool StagedCheckpoint::HasWrittenBelow(const std::string& path) {
   const std::lock_guard lock(mutex_);
   for (const auto& [name, known] : targets_) {
@@ -270,6 +285,8 @@ std::vector<std::string> StagedCheckpoint::ObjectFolders() {
   return {object_folders_.begin(), object_folders_.end()};
 }
 
+// Everything is synced first, so the length of the journal in the mark covers all that the writer
+// relies on.
 Status StagedCheckpoint::MarkDone(std::uint32_t rank) {
   TENSORMOUNT_RETURN_IF_ERROR(writer_.SyncAll());
   TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
@@ -282,6 +299,7 @@ Status StagedCheckpoint::MarkDone(std::uint32_t rank) {
   return made;
 }
 
+// Journals of all mounts: one that was made holds something that somebody wrote.
 Result<bool> StagedCheckpoint::Removable() {
   if (fs_.Exists(JoinPath(staging_.directory, kWithdrawnName))) return true;
   for (const std::string_view folder : {"journal", "schema", "done", "common"}) {

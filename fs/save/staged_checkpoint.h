@@ -27,6 +27,8 @@
 namespace tensormount::fs {
 
 // The schema of a staging as it is now, with the folders that its keys make.
+// Immutable and shared: lookups work on the view that they began with while an edit replaces it.
+// `tree` points into `keys`, which is why it cannot be copied.
 struct SchemaView {
   explicit SchemaView(StagingSchema s);
   SchemaView(const SchemaView&) = delete;
@@ -45,6 +47,12 @@ struct SchemaView {
 // One staging as this mount sees it: whether it still stands, its schema, what this mount wrote and
 // who has files open for writing. Lives from when somebody looks the staging up until it was
 // published or removed. Thread-safe; every call may block for as long as storage does.
+// Nobody tells a mount what other machines do, so everything that others can change is looked at
+// again when it is older than kMaxAge: whether the staging still stands (one read of its UUID), and
+// its schema (a listing of schema/, whose files never change).
+//
+// Locks are taken one at a time, but for mutex_ within schema_mutex_ (WithdrawSchema).
+// schema_mutex_ and lease_mutex_ are held over storage; mutex_ is not.
 class StagedCheckpoint {
  public:
   // How old what is known of the folder may be.
@@ -84,6 +92,9 @@ class StagedCheckpoint {
   // Of those that are writing one was closed by all, but is mapped, or written to through its
   // mapping: it ends when the kernel lets go of it, which it does a moment after munmap(2).
   // `releasing`: it did, and what came last is made durable now.
+  // A program closes its last descriptor and then renames the staging, at once. The kernel sends
+  // RELEASE of a mapped file a moment later, so a publish that counted it as open would fail for no
+  // reason that the program could see.
   struct Lingering {
     int closed = 0;
     int releasing = 0;
@@ -92,6 +103,8 @@ class StagedCheckpoint {
   int open_writers() const { return writing_.load(); }
   // Waits for those that linger, if there are no others, a moment, and for those that are releasing
   // as long as a writer would wait for a publish. How many are open then.
+  // Waits kReleasePatience for files that are closed but mapped, and kLeasePatience for those whose
+  // last bytes are being made durable.
   int AwaitReleases();
 
   // A box that this mount has open or has written, for lists and attributes.
@@ -116,6 +129,7 @@ class StagedCheckpoint {
   Result<bool> Removable();
 
   // Texts that are being written to schema.json and common.json, by how long they are.
+  // `who` is only an identity, never followed.
   void NoteEdit(bool schema, const void* who, std::uint64_t size);
   void EndEdit(bool schema, const void* who);
   // The length of the longest; nothing where nobody edits.
@@ -134,6 +148,7 @@ class StagedCheckpoint {
   StagingWriter writer_;
   std::atomic<std::int64_t> mtime_{0};
 
+  // Never false again: a staging that left its name does not come back.
   std::atomic<bool> gone_{false};
   std::atomic<Clock::rep> checked_{0};  // When it was last seen in place.
 
@@ -146,6 +161,7 @@ class StagedCheckpoint {
   std::condition_variable fewer_writers_;
   std::atomic<int> writing_{0};
   Lingering lingering_;
+  // Held while writing_ is above 0.
   std::unique_ptr<StagingLease> lease_;
 
   std::mutex mutex_;
@@ -156,6 +172,8 @@ class StagedCheckpoint {
   std::map<std::string, Known> targets_;  // By tensor and box.
   std::set<std::string> slice_paths_;     // Below slices/.
   std::set<std::string> object_folders_;
+  // Of common.json and schema.json, by handle. A text that is being written is not in the staging
+  // yet, but `ls` shall show how long it is.
   std::map<const void*, std::uint64_t> edits_[2];
 };
 

@@ -17,6 +17,9 @@ namespace {
 constexpr std::uint64_t kMaxEditBytes = std::uint64_t{256} << 20;
 
 // What handles have in common: the right to write, and telling what failed.
+// The lock is shared by changes, which run in parallel, and exclusive for what begins or ends the
+// right to write. So a close waits for the writes under way, and a write that comes after a close
+// (of another descriptor, or through a mapping) begins anew.
 class StagedHandle : public WriteHandle {
  public:
   explicit StagedHandle(HandleContext context) : context_(std::move(context)) {}
@@ -54,6 +57,8 @@ class StagedHandle : public WriteHandle {
     Linger();
     return {};
   }
+  // Announced first (`releasing`): a publish that finds this file open then waits for what follows,
+  // instead of failing.
   Status Release() override {
     context_.of->Linger({.closed = 0, .releasing = 1});
     {
@@ -127,11 +132,15 @@ class StagedHandle : public WriteHandle {
   const HandleContext context_;
   std::shared_mutex mutex_;
   // Written under the lock alone.
+  // Whether this counts among StagedCheckpoint::open_writers.
   bool counted_ = false;
   bool paged_ = false;    // Its pages were asked for since it was opened.
   bool lingers_ = false;  // Counted, though everybody has closed it.
 };
 
+// A shared mapping that is written to makes trouble for a tensor: the kernel writes whole pages
+// back, and the bytes around those that the program stored come from what was read before, or are
+// zeros where nothing was. They would count as written. So the first such page condemns the target.
 class TargetHandle : public StagedHandle {
  public:
   TargetHandle(HandleContext context, std::shared_ptr<TargetWriter> target)
@@ -238,6 +247,9 @@ class ObjectHandle : public StagedHandle {
   const std::shared_ptr<BlobWriter> blob_;
 };
 
+// A text in memory, taken as a whole: by fsync, and by the close that ends the writing. Each open
+// has a text of its own, so that two programs that edit at once do not mix theirs; the merge
+// decides.
 class EditHandle : public StagedHandle {
  public:
   EditHandle(HandleContext context, bool schema, std::string text)
@@ -272,6 +284,8 @@ class EditHandle : public StagedHandle {
     return Changing("truncate", [&]() -> Status {
       const std::lock_guard lock(text_mutex_);
       if (size > kMaxEditBytes) return Status::FromErrno(EFBIG, "lengthen", label());
+      // An editor truncates first. Emptying alone is not an edit: an empty text is no schema, and a
+      // close in that state must not fail.
       changed_ = size > 0 && (changed_ || size != text_.size());
       text_.resize(size);
       Note();
@@ -325,6 +339,8 @@ class EditHandle : public StagedHandle {
   bool changed_ = false;
 };
 
+// The mark was made by opening the file (StagingTree::OpenNode). `touch` and `echo > done/3` both
+// work.
 class MarkHandle : public StagedHandle {
  public:
   using StagedHandle::StagedHandle;

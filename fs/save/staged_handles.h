@@ -15,6 +15,8 @@
 namespace tensormount::fs {
 
 // What every open file below .staging/ is made with.
+// `stat` is a call instead of a value because an object can be renamed while it is open, and then
+// has another name and inode.
 struct HandleContext {
   std::shared_ptr<StagedCheckpoint> of;
   std::string label;  // ".staging/step-3/slices/w[0:4]"
@@ -27,6 +29,10 @@ struct HandleContext {
 // that happened to them is Flush (of mapped ones Release), and again from the next write on: after
 // close(2) has returned a publish does not find them, although the kernel releases them later.
 
+// Which kind of handle a file gets is decided by what its bytes are. A tensor or slice has a fixed
+// size and remembers which of its bytes were written; an object is a plain file; schema.json and
+// common.json are texts that are judged as a whole when they are closed; a mark is what its name
+// says, whatever is written into it.
 // A tensor's file or a slice.
 Result<std::shared_ptr<WriteHandle>> OpenTargetHandle(HandleContext context,
                                                       std::shared_ptr<TargetWriter> target);

@@ -15,6 +15,9 @@ struct StagedManifests::Writer {
   Inventory inventory;
   std::vector<Hash128> leaves;
   std::map<std::uint32_t, std::uint32_t> file_numbers;  // Of the journal: of the manifest.
+  // A data file is a tensor file (Placement::kTensorFile) where every chunk in it lies at its own
+  // position of one tensor and all of the tensor is there. Then the kernel may read it by itself as
+  // tensors/KEY.
   struct FileUse {
     std::uint32_t number = 0;  // Of the journal.
     std::uint64_t end = 0;     // Of the last byte that counts.
@@ -43,6 +46,7 @@ struct StagedManifests::Writer {
 namespace {
 
 // Whether the region begins at byte `offset` of the tensor's row-major order and is a run of it.
+// For elements of fewer than 8 bits an offset in bytes need not be one in elements.
 bool IsRunAt(const TensorMeta& meta, const Region& region, std::uint64_t offset) {
   const std::int64_t bits = meta.bits();
   const std::int64_t unit = bits % 8 == 0 ? bits / 8 : 0;
@@ -74,6 +78,8 @@ StagedManifests::Writer& StagedManifests::Of(std::uint32_t journal) {
   return journal == kPublisher ? writers_.back() : writers_[journal];
 }
 
+// The digest of a tensor is the XOR of what its chunks contribute; each manifest has the share of
+// its own chunks.
 void StagedManifests::AddTensor(const TensorMeta& meta, const std::vector<StagedChunk>& chunks) {
   if (chunks.empty()) {
     TensorRecord empty(meta);
@@ -123,6 +129,7 @@ void StagedManifests::AddObject(std::uint32_t journal, const StagedObject& objec
   writer.inventory.objects.push_back(std::move(record));
 }
 
+// Asked before the manifests are written: an object of no bytes needs a file to be recorded in.
 bool StagedManifests::needs_patch_file() const { return !writers_.back().files.empty(); }
 
 Status StagedManifests::SealFiles(FileSystem& fs, const PatchFile& patches, std::uint32_t journal,
@@ -163,6 +170,8 @@ Status StagedManifests::SealFiles(FileSystem& fs, const PatchFile& patches, std:
   return Status();
 }
 
+// In the order of journals. Names begin with what wrote them, so that they are never those of the
+// library's ranks.
 Status StagedManifests::Write(FileSystem& fs, const PatchFile& patches) {
   for (std::size_t i = 0; i < writers_.size(); ++i) {
     Writer& writer = writers_[i];

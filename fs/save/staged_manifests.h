@@ -14,6 +14,12 @@
 
 namespace tensormount::fs {
 
+// One manifest for each mount, as the library writes one for each rank, so that the store's publish
+// is the same for both: it reads manifests from disk, merges them and proves that they are
+// complete. They are written and read back within one call on purpose. The proof is of what a
+// rebuild or a verify will read later, not of what the publisher had in memory, and a manifest that
+// cannot be decoded must fail the publish, not a restart weeks later. The cost is one read of data
+// that is in the page cache.
 // The manifests that journals become: one for each mount that wrote anything that counts, one for
 // the publisher, with its patches and the tensors that have no bytes. Not thread-safe.
 class StagedManifests {
@@ -35,8 +41,11 @@ class StagedManifests {
   Status Write(FileSystem& fs, const PatchFile& patches);
 
  private:
+  // What one manifest will say.
   struct Writer;
   Writer& Of(std::uint32_t journal);
+  // Opens each data file that a chunk names: it must be there and reach as far as its chunks do.
+  // Sealing marks it read-only, so that nothing can change what COMMIT vouches for.
   Status SealFiles(FileSystem& fs, const PatchFile& patches, std::uint32_t journal, Writer& writer);
 
   const Staging& staging_;

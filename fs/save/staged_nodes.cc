@@ -82,6 +82,7 @@ StagedNodes::StagedNodes() {
   root_ = std::make_shared<const StagedNode>(std::move(root));
 }
 
+// The same name again gives the same item, unless all references went back meanwhile.
 std::shared_ptr<const StagedNode> StagedNodes::Take(StagedNode node) {
   if (node.role == NodeRole::kRoot) return root_;
   std::string name = Identity(node);
@@ -109,6 +110,8 @@ Result<std::shared_ptr<const StagedNode>> StagedNodes::Find(std::uint64_t item) 
   return it->second.node;
 }
 
+// More than there are can only be a mistake of a caller; the node then goes, and its number is not
+// used again.
 void StagedNodes::Forget(std::uint64_t item, std::uint64_t references) {
   if (item == kRoot) return;
   const std::lock_guard lock(mutex_);
@@ -121,6 +124,8 @@ void StagedNodes::Forget(std::uint64_t item, std::uint64_t references) {
   nodes_.erase(it);
 }
 
+// What had the name `to` keeps its item, for those who have it open, but can no longer be found by
+// name.
 void StagedNodes::Move(const StagedNode& from, StagedNode to) {
   const std::lock_guard lock(mutex_);
   std::string name = Identity(to);

@@ -35,6 +35,8 @@ enum class NodeRole : std::uint8_t {
   kObject,   // objects/KEY, objects/KEY/0.1
 };
 
+// Immutable once taken; a rename replaces the node under the same item number, and those who hold
+// the old one keep it.
 struct StagedNode {
   std::uint64_t item = 0;
   NodeRole role = NodeRole::kRoot;
@@ -49,6 +51,8 @@ struct StagedNode {
   // Below the mount: ".staging/step-3/tensors/w".
   std::string Label() const;
   // The same in every mount while the staging stands.
+  // A hash of the staging's UUID, the role and the path, so that tools which compare inodes over
+  // time or between machines agree.
   std::uint64_t Inode() const;
 };
 
@@ -57,6 +61,10 @@ inline std::string JoinedPath(std::string_view folder, std::string_view name) {
   return folder.empty() ? std::string(name) : std::string(folder) + '/' + std::string(name);
 }
 
+// The kernel counts one reference for each lookup that it was answered and gives them back in
+// FORGET requests, late and in bunches. A node lives as long as it has references, and its number
+// is never given to another: what a program still holds of a staging that is gone answers ESTALE
+// instead of meaning something else.
 // The nodes that somebody knows, with how often. Items are never used again. Thread-safe.
 class StagedNodes {
  public:
@@ -74,6 +82,7 @@ class StagedNodes {
   std::size_t size() const;
 
  private:
+  // `name` is the key in items_, by which a second lookup finds the same node.
   struct Counted {
     std::shared_ptr<const StagedNode> node;
     std::string name;

@@ -22,6 +22,8 @@
 namespace tensormount::fs {
 
 // What all parts of a StagingWriter share.
+// Lives as long as any target or object of the staging, which may be longer than the StagingWriter:
+// a file that a program has open keeps its part.
 struct StagedParts {
   // A target or object of so many bytes gets a file of its own instead of an area of the pack.
   static constexpr std::uint64_t kOwnFileBytes = std::uint64_t{4} << 20;
@@ -30,6 +32,7 @@ struct StagedParts {
       : files(fs, staging, incarnation) {}
 
   DataFiles files;
+  // Figures of .tensormount/status; relaxed, since nothing is decided by them.
   std::atomic<std::uint64_t> bytes_written{0};
   std::atomic<std::uint64_t> syncs{0};
 };
@@ -38,6 +41,7 @@ struct StagedParts {
 // part, more than checkers of lock orders can count.
 class Turn {
  public:
+  // Blocks in atomic::wait (a futex), so a waiter costs nothing while another sync is at the disk.
   void lock() {
     while (taken_.exchange(true, std::memory_order_acquire)) taken_.wait(true);
   }
@@ -53,10 +57,19 @@ class Turn {
 // What one part has to say in a sync.
 struct PendingPart {
   std::unique_lock<Turn> turn;
+  // Held as shared pointers: the file stays open and numbered until the sync has ended.
   std::vector<std::shared_ptr<DataFile>> files;  // To be durable before its records.
   std::string records;
 };
 
+// A sync of one or many parts is three steps, and a crash between any two of them loses nothing
+// that was promised:
+//   1. Prepare: what was written is frozen (never overwritten in place again) and hashed, and the
+//   records that will name it are made, in memory.
+//   2. The data files are synced.
+//   3. The records are appended to the journal and the journal is synced.
+// A record is thus never durable before the bytes that it names, and where step 2 fails for a file,
+// no record of the parts that used it is appended.
 class StagedPart {
  public:
   virtual ~StagedPart() = default;
@@ -70,6 +83,9 @@ class StagedPart {
 // Data files, each once; then the records of those whose files are durable; then the journal, once.
 // The first failure; each part hears of its own. To be called with parts in one order by all who
 // sync several at once.
+// Turns are taken in the order of `parts`. Two callers that took them in different orders would
+// wait for each other for ever: StagingWriter passes its maps in order, and a single part is in any
+// order.
 Status SyncParts(StagedParts& shared, std::span<StagedPart* const> parts);
 
 }  // namespace tensormount::fs

@@ -14,6 +14,7 @@
 namespace tensormount::fs {
 namespace {
 
+// 64 leaves of 64 KiB: 4 MiB a window, 16 MiB for all.
 constexpr std::uint64_t kWindowLeaves = 64;
 constexpr std::size_t kMaxOpenFiles = 64;
 
@@ -26,6 +27,7 @@ StagedReader::StagedReader(FileSystem& fs, const std::string& staging_directory,
 Result<File*> StagedReader::Open(std::uint32_t journal, std::uint32_t file) {
   const auto found = files_.find({journal, file});
   if (found != files_.end()) return found->second.get();
+  // Rare: a tensor comes from a few files.
   if (files_.size() >= kMaxOpenFiles) files_.clear();
   const std::string path = JoinPath(directory_, journals_[journal].files[file]);
   Result<std::unique_ptr<File>> opened = fs_.OpenRead(path);
@@ -51,6 +53,7 @@ Result<StagedReader::Window*> StagedReader::Load(const StagedRun& run, std::uint
   Window& window =
       *std::min_element(windows_.begin(), windows_.end(),
                         [](const Window& a, const Window& b) { return a.used < b.used; });
+  // Until it was proven nobody may find it by its leaves.
   window.leaves = nullptr;
   const std::uint64_t first = at / kLeafBytes;
   const std::uint64_t count = std::min(LeafCount(at + size) - first, kWindowLeaves);

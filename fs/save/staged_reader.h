@@ -35,9 +35,12 @@ class StagedReader {
   // Stored bytes [at, at + size) of the extent of `run`. kDataLoss names the file and the byte.
   Status Read(const StagedRun& run, std::uint64_t at, std::size_t size, std::byte* out);
   // The bytes of a box, which must lie within run.bytes, packed.
+  // One read for each run of the box that is stored side by side.
   Status ReadBox(const StagedRun& run, const Box& bytes, std::byte* out);
 
  private:
+  // The bytes of some leaves, proven. Four windows: boxes of a comparison come row by row, so each
+  // of the two sides works in one window and touches the next.
   struct Window {
     const std::vector<Hash128>* leaves = nullptr;  // Whose.
     std::uint64_t begin = 0;
@@ -45,6 +48,7 @@ class StagedReader {
     std::uint64_t used = 0;
   };
   Result<File*> Open(std::uint32_t journal, std::uint32_t file);
+  // Good until the next call.
   Result<Window*> Load(const StagedRun& run, std::uint64_t at, std::size_t size);
 
   FileSystem& fs_;
@@ -52,6 +56,7 @@ class StagedReader {
   const std::vector<Journal>& journals_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::unique_ptr<File>> files_;
   std::array<Window, 4> windows_;  // Two of each side of a comparison.
+  // Of uses: the window that was used longest ago is loaded anew.
   std::uint64_t clock_ = 0;
 };
 

@@ -38,6 +38,8 @@ Status Gone(const Staging& staging) {
 }
 
 // The lock file, locked; null where there are no locks. `take` locks it.
+// Looks at the UUID after locking, not only before: between open and lock the staging may have been
+// published, and then the lock is on a file of the checkpoint.
 template <typename Take>
 Result<std::unique_ptr<File>> LockStaging(FileSystem& fs, const Staging& staging, Take take) {
   Result<std::unique_ptr<File>> opened = fs.OpenRead(Below(staging, store_paths::kLockFile));

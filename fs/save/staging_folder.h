@@ -33,8 +33,12 @@ Result<Staging> OpenStaging(const Store& store, FileSystem& fs, const std::strin
 // Names of stagings of mounts, sorted.
 Result<std::vector<std::string>> ListStagings(const Store& store, FileSystem& fs);
 // Whether `staging` still stands at its name.
+// By the UUID file in the folder, so a staging of the same name that was made anew is another one.
+// One small read.
 bool StagingInPlace(FileSystem& fs, const Staging& staging);
 // Moves it to .trash, durably.
+// Renamed to .trash first, so that it is gone in one step; data files are deleted at once to give
+// their space back, the rest is left to gc.
 Status RemoveStaging(const Store& store, FileSystem& fs, const Staging& staging);
 
 // The right to write into a staging, or to publish it, for as long as this lives: a flock on its
@@ -63,6 +67,9 @@ class StagingLease {
 // done/<rank>. `journals`: name and synced bytes of this mount's journal, what the writer with that
 // rank may rely on. Making a mark again replaces it. kInvalidArgument: not a number below
 // `writers`.
+// A mark says how much of a journal its writer relies on. A publish elsewhere that sees the mark
+// but not yet those bytes (another machine of a shared filesystem) then fails instead of publishing
+// less.
 struct DoneMark {
   std::uint32_t rank = 0;
   std::string journal;
@@ -75,6 +82,8 @@ Status RemoveDoneMark(FileSystem& fs, const Staging& staging, std::uint32_t rank
 Result<std::vector<DoneMark>> ReadDoneMarks(FileSystem& fs, const Staging& staging);
 
 // common.json: durable; the last one written holds. `json` is checked (CommonFromJson, an object).
+// Numbered files, of which the last one counts: a reader on another machine never sees half of a
+// text.
 Status WriteCommonJson(FileSystem& fs, const Staging& staging, const std::string& incarnation,
                        std::string_view json);
 Result<std::string> ReadCommonJson(FileSystem& fs, const Staging& staging);  // Empty: none.

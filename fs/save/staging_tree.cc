@@ -43,6 +43,7 @@ std::string IndexName(const Dims& index) {
 }
 
 // "0.1" within a grid; nothing where it is written in another way.
+// "00.1" and "0.1" must not both be names of one part.
 std::optional<Dims> ParseIndex(std::string_view name, const Dims& grid) {
   Dims index;
   std::string_view rest = name;
@@ -132,6 +133,8 @@ void StagingTree::DropGone() {
   }
 }
 
+// A staging becomes known when it is looked up, also one that another mount made. The UUID decides
+// whether what is there now is the one that was known.
 Result<StagingTree::StagedPtr> StagingTree::Join(std::string_view name) {
   StagedPtr known;
   {
@@ -157,6 +160,7 @@ Result<StagingTree::StagedPtr> StagingTree::Join(std::string_view name) {
   return slot;
 }
 
+// schema.json is there while somebody edits it or it names something; the folders always are.
 Result<StagedNode> StagingTree::ChildOfStaging(const StagedNode& parent, std::string_view name) {
   StagedNode child;
   child.of = parent.of;
@@ -343,6 +347,8 @@ Result<StagedNode> StagingTree::Child(const StagedNode& parent, std::string_view
   }
 }
 
+// Modes are those of the store's folder: who may write there may write here, and the kernel checks
+// (default_permissions).
 Result<Attributes> StagingTree::Describe(const StagedNode& node) {
   Attributes a;
   a.kind = node.folder() ? FileKind::kDirectory : FileKind::kFile;
@@ -398,6 +404,7 @@ Result<Attributes> StagingTree::Describe(const StagedNode& node) {
   return a;
 }
 
+// The reference that Take counted goes back where there is no answer to count it for.
 Result<StagingTree::Node> StagingTree::Known(NodePtr node) {
   Result<Attributes> attributes = Describe(*node);
   if (!attributes.ok()) {
@@ -455,6 +462,7 @@ Status StagingTree::ListTree(const StagedNode& folder, std::uint64_t cookie, con
 
 Status StagingTree::ListPaths(const StagedNode& folder, const ObjectPaths& paths,
                               std::uint64_t cookie, const Visit& fn) {
+  // Sorted and without doubles: the same folder may be made by several paths.
   std::map<std::string, bool> names;  // To whether it is a folder.
   const std::string below = folder.path.empty() ? std::string() : folder.path + '/';
   const auto add = [&](const std::string& path, bool is_folder) {

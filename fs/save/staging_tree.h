@@ -28,10 +28,19 @@ namespace tensormount::fs {
 // written, removed and renamed (interface of the mount; docs/semantics.md, "Saving through the
 // mount"). Nodes are made when somebody looks them up and count references; nothing is cached, and
 // no node outlives its staging: it answers ESTALE. Thread-safe.
+// What is below .staging/NAME, and where it comes from:
+//   schema.json, common.json   the merged edits of all mounts; writing adds an edit
+//   tensors/KEY, slices/KEY[..]  names follow from the schema; bytes are those of this mount only
+//   objects/KEY                objects that this mount wrote, and folders
+//   done/<rank>                marks of all mounts
+//   report.json, report.txt    of the last publish that failed
+// Other mounts' bytes are not shown: they are in their journals, which only a publish reads.
 class StagingTree {
  public:
   static constexpr std::uint64_t kRoot = 1;  // .staging itself.
 
+  // What a lookup gives the bridge: the number by which the kernel will name it, and what stat
+  // says.
   struct Node {
     std::uint64_t item = 0;  // Never used again.
     Attributes attributes;
@@ -82,6 +91,8 @@ class StagingTree {
   StagingTree(FileSystem& fs, Store store, const FileInfo& folder, std::string incarnation,
               MountStats& stats);
   // The node, where its staging still stands.
+  // Every operation begins with it, so none works on a staging that has left its name for longer
+  // than StagedCheckpoint::kMaxAge.
   Result<NodePtr> Live(std::uint64_t item);
   // The staging with this name, known already or not. kNotFound.
   Result<StagedPtr> Join(std::string_view name);
@@ -89,6 +100,7 @@ class StagingTree {
   void Drop(const StagedPtr& staged);
   // Those that other mounts published or removed, and that nobody asks this one for any more: they
   // have files open.
+  // Each keeps descriptors and what it knows of targets in memory.
   void DropGone();
 
   // What `name` is in `parent`, not counted yet. kNotFound; ENOTDIR.
@@ -113,6 +125,8 @@ class StagingTree {
   Result<Node> Known(NodePtr node);
   Status ListStaging(const StagedNode& folder, std::uint64_t cookie, const Visit& fn);
   Status ListTree(const StagedNode& folder, std::uint64_t cookie, const Visit& fn);
+  // Of slices/ and objects/: sorted, so that a cookie is a position and a listing can go on where
+  // it stopped.
   Status ListPaths(const StagedNode& folder, const ObjectPaths& paths, std::uint64_t cookie,
                    const Visit& fn);
 
@@ -130,6 +144,7 @@ class StagingTree {
   MountStats& stats_;
   const FileInfo folder_;  // The store's, for owner and modes.
   StagedNodes nodes_;
+  // Of staged_. Held for look-ups in the map only, never over storage.
   std::mutex mutex_;
   std::map<std::string, StagedPtr, std::less<>> staged_;  // By name.
 };

@@ -26,6 +26,9 @@ StagingWriter::StagingWriter(FileSystem& fs, const Staging& staging, const std::
     : registry_(std::make_shared<Registry>()),
       shared_(std::make_shared<StagedParts>(fs, staging, incarnation)) {}
 
+// The registry is captured weakly by both calls of a target: by on_first_write, which makes it be
+// kept, and by its deleter, which forgets a target that was never written. A target that a program
+// still has open may outlive the writer.
 Result<std::shared_ptr<TargetWriter>> StagingWriter::OpenTarget(const TensorMeta& meta,
                                                                 const Box& box) {
   if (shared_->files.closed()) return Closed();
@@ -95,6 +98,8 @@ Status StagingWriter::RemoveObject(const std::string& key, const Dims& index) {
   return status;
 }
 
+// Synced first, so that MoveTo can say in two records what is known to be durable. Both names are
+// changed in the registry only when the journal took the records.
 Status StagingWriter::RenameObject(const std::string& key, const Dims& index,
                                    const std::string& to_key, const Dims& to_index) {
   if (shared_->files.closed()) return Closed();
@@ -139,6 +144,8 @@ std::vector<StagingWriter::ObjectName> StagingWriter::Objects() const {
   return names;
 }
 
+// Parts are collected under the lock and kept alive by shared pointers; in the order of the maps,
+// which is one order for all callers (SyncParts).
 Status StagingWriter::SyncAll() {
   if (shared_->files.closed()) return Closed();
   std::vector<std::shared_ptr<StagedPart>> kept;

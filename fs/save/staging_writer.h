@@ -37,6 +37,10 @@ namespace tensormount::fs {
 // that they are, and become one record (StagedExtent::runs); docs/performance.md has figures. Where
 // neighbours follow and 64 KiB are together, they are copied to their place: who writes a
 // tensor in order by small writes still gets its file.
+// Lock order: Registry::renames, then turns and locks of targets and objects, then Registry::mutex,
+// then those of DataFiles. A target calls back into the registry (on_first_write) with its own lock
+// held, which is why the registry's mutex comes after it and is never held while a target is
+// called.
 class StagingWriter {
  public:
   // Makes the journal and files when the first byte is written. `fs` must outlive this.
@@ -81,6 +85,8 @@ class StagingWriter {
   // taken back.
   using TargetKey = std::tuple<std::string, Numbers, Numbers, Numbers, std::int64_t>;
   using ObjectKey = std::pair<std::string, Numbers>;
+  // A target that nobody has open and that was never written is forgotten by its deleter; one that
+  // was written stays, since SyncAll has to reach it and a later open has to find its bytes.
   struct TargetEntry {
     std::weak_ptr<TargetWriter> open;
     std::shared_ptr<TargetWriter> kept;  // From its first byte on.

@@ -27,6 +27,8 @@ Result<TargetGeometry> TargetGeometry::Make(const TensorMeta& meta, const Box& b
   return made;
 }
 
+// For a run the shift depends only on how many bytes of the tensor lie behind it. Other boxes are
+// cut into the boxes that a range of packed bytes is made of.
 Crc64 TargetGeometry::Contribution(std::uint64_t begin, const void* data, std::size_t size) const {
   if (size == 0) return 0;
   if (is_run_) {

@@ -13,6 +13,9 @@
 
 namespace tensormount::fs {
 
+// Rows 2 to 3 of a 4 x 8 tensor of bytes are one run, bytes 16 to 31 of the tensor, so they can lie
+// in the file of the tensor at their final position. Columns 2 to 3 are 4 short runs of it: their
+// packed bytes only make sense in a file of their own.
 // A box of a tensor as a string of bytes, its packed row-major order. A value; immutable.
 class TargetGeometry {
  public:
@@ -26,6 +29,9 @@ class TargetGeometry {
 
   // What `size` bytes from `begin` on contribute to the digest of the whole tensor (base/hash.h).
   // To lie within bytes().
+  // CRCs are linear: the digest of a tensor is the XOR of what its parts contribute, each shifted
+  // by the bytes behind it. So every part is hashed once, by whoever has it in memory, in any
+  // order.
   Crc64 Contribution(std::uint64_t begin, const void* data, std::size_t size) const;
 
  private:

@@ -73,6 +73,8 @@ std::uint64_t TargetWriter::KnownBytes(const ByteRange& bytes) const {
 
 // ---- Where bytes go ---------------------------------------------------------------------------
 
+// Small targets get an area as large as they are, so that each byte has its position at once and
+// nothing moves later.
 Status TargetWriter::OpenGrid() {
   if (grid_.has_value()) return {};
   Grid grid;
@@ -126,6 +128,8 @@ bool TargetWriter::BesideGrid(const ByteRange& bytes) const {
   return false;
 }
 
+// The log takes the pack in areas that grow, so that targets which write in turns do not shred each
+// other's runs into single writes.
 Status TargetWriter::PlanLog(const ByteRange& bytes, Ranges& plan) {
   const std::uint64_t n = bytes.size();
   if (log_.file == nullptr || log_.file->condemned() || log_.size < n) {
@@ -188,6 +192,7 @@ Status TargetWriter::PlanGrown(const ByteRange& bytes, Ranges& plan) {
 Status TargetWriter::Plan(const ByteRange& bytes, Ranges& plan) {
   const bool is_large = size() >= StagedParts::kOwnFileBytes;
   const bool is_short = is_large && bytes.size() < kShortBytes;
+  // Small targets have no log for fresh bytes, so there is nothing to grow.
   if (is_large && fresh_.Covered(bytes) == 0) {
     TENSORMOUNT_RETURN_IF_ERROR(PlanGrown(bytes, plan));
     if (!plan.empty()) return {};
@@ -209,6 +214,7 @@ Status TargetWriter::WriteRange(const StoredRange& range, const std::byte* data,
   for (std::uint64_t at = range.bytes.begin; at < range.bytes.end;) {
     const std::uint64_t block =
         std::min(range.bytes.end, (at / kTargetBlockBytes + 1) * kTargetBlockBytes);
+    // Leaves that this write covers whole. Parts of leaves are left to the sync.
     for (std::uint64_t leaf = at; leaf < block;) {
       const std::uint64_t next = std::min(size(), (leaf / kLeafBytes + 1) * kLeafBytes);
       if (leaf % kLeafBytes == 0 && next <= block) {
@@ -250,11 +256,15 @@ Status TargetWriter::CopyRange(const StoredRange& to) {
   return {};
 }
 
+// written_ counts each byte once, however often it was written.
 void TargetWriter::Install(const StoredRange& range) {
   written_ += range.size() - KnownBytes(range.bytes);
   fresh_.Insert(range);
 }
 
+// Asks the kernel to begin with what will have to be durable anyway, so that the fsync at the end
+// finds little to do. In runs of kWritebackBytes; a run that ends early counts if it is worth a
+// call.
 void TargetWriter::StartWriteback(Lock& lock, const StoredRange& range) {
   const ByteRange stored{range.offset, range.offset + range.size()};
   const std::uint32_t file = writeback_file_;
@@ -338,6 +348,7 @@ Result<std::size_t> TargetWriter::Read(std::uint64_t offset, void* out, std::siz
       synced_.Walk(gap, add, [&](const ByteRange&) { hole = true; });
     });
   }
+  // A reader must not take zeros for data that is still to come.
   if (hole) return Status::FromErrno(ENODATA, "read what was not written of", Name());
   for (const StoredRange& r : ranges) {
     TENSORMOUNT_RETURN_IF_ERROR(shared_->files.Get(r.source)->Read(
@@ -406,6 +417,9 @@ Status TargetWriter::Number() {
   return {};
 }
 
+// New writes wait while this waits for those that run, or it would never come to an end under a
+// steady load; and the bytes are taken in one step, so each write is in this sync as a whole or not
+// at all.
 Status TargetWriter::Prepare(PendingPart& pending) {
   pending.turn = std::unique_lock(turn_);
   if (shared_->files.closed()) return Status(Code::kStale, Name() + ": no longer written");
@@ -433,6 +447,7 @@ Status TargetWriter::Prepare(PendingPart& pending) {
     }
   }
 
+  // A file that was condemned meanwhile fails the sync before anything is hashed.
   std::set<std::uint32_t> files;
   for (const StoredRange& r : ranges) files.insert(r.source);
   for (const std::uint32_t file : files) {
@@ -519,6 +534,7 @@ Status TargetWriter::RecordLog(Ranges ranges, std::string& records) {
 }
 
 // One record of ranges of one length at one distance, which follow each other in the file.
+// Read back from the file, which was written moments ago and is in the page cache.
 Status TargetWriter::RecordRuns(std::span<const StoredRange> runs, std::string& records) {
   JournalRecord record;
   StagedExtent& extent = record.extent;
@@ -549,6 +565,7 @@ Status TargetWriter::RecordRuns(std::span<const StoredRange> runs, std::string& 
   return {};
 }
 
+// Only the first failure is recorded: the target is condemned for good by it.
 void TargetWriter::Finish(PendingPart& pending, const Status& status) {
   if (!status.ok()) {
     bool first = false;
@@ -568,6 +585,8 @@ Status TargetWriter::Sync() {
   return SyncParts(*shared_, {&self, 1});
 }
 
+// Synced at once, but its failure changes nothing here: a journal that takes no more records cannot
+// name later bytes either.
 void TargetWriter::Condemn(const std::string& reason) {
   JournalRecord record;
   record.kind = JournalRecord::Kind::kCondemn;

@@ -24,6 +24,22 @@ namespace tensormount::fs {
 //         the pack. Whole 64 KiB blocks of the target are hashed while they are written.
 //   log   one write behind the other in the pack: short writes beside no others, and what rewrites
 //         synced bytes. Hashed at the sync, where what followed each other becomes one record.
+// Three states of a byte, each of which goes before the next where a byte has several:
+//   fresh_   written since the last sync: may be overwritten where it is stored
+//   synced_  a journal record names it, or is about to: never overwritten where it is stored,
+//   because the record's leaf hashes vouch for those very bytes
+//   hole     never written, or forgotten
+// A rewrite of synced bytes goes to the log; the next sync records it, and its record holds over
+// the earlier one because it is later in the journal.
+//
+// A write runs in three steps. With the lock: Enter waits until no other call writes any of these
+// bytes, Plan decides where they are stored. Without: hash and write. With it again: Install makes
+// them known, so a write that failed half way is only known as far as it came. Writes of other
+// bytes of the same target run in parallel.
+//
+// Lock order: turn_, then mutex_, then those of DataFiles and TensorFile. mutex_ is not held over
+// reads, writes and fsyncs of data files; making a file and appending to the journal happen under
+// it.
 class TargetWriter final : public StagedPart {
  public:
   // Writes shorter than this go to the log until so many bytes in a row are there.
@@ -54,12 +70,16 @@ class TargetWriter final : public StagedPart {
   void Finish(PendingPart& pending, const Status& status) override;
 
  private:
+  // Whole blocks are hashed while their bytes are in the cache, so that a sync does not read the
+  // file back. Blocks that came in parts are read back and hashed by the sync.
   // Of a block of 64 KiB of the target, by its number.
   struct Leaf {
     Hash128 hash;
     Crc64 contribution = 0;
   };
   using Leaves = std::map<std::uint64_t, Leaf>;
+  // Chosen at the first write that goes there, by size and shape; a target that only ever gets
+  // short scattered writes has none.
   struct Grid {
     std::shared_ptr<DataFile> file;
     std::uint64_t base = 0;
@@ -77,10 +97,13 @@ class TargetWriter final : public StagedPart {
   // bytes meanwhile. What lies outside of the write are neighbours that move with it.
   using Ranges = std::vector<StoredRange>;
   Status Plan(const ByteRange& bytes, Ranges& plan);
+  // Of bytes that are not fresh.
   Status PlanGap(const ByteRange& bytes, bool is_short, Ranges& plan);
   Status PlanLog(const ByteRange& bytes, Ranges& plan);
   Status PlanGrown(const ByteRange& bytes, Ranges& plan);
   bool BesideGrid(const ByteRange& bytes) const;
+  // May claim bytes in the file of the tensor that are then not written, where the plan fails
+  // later: other targets write theirs to the pack, which costs space and nothing else.
   bool ClaimGrid(const ByteRange& bytes);
   StoredRange InGrid(const ByteRange& bytes) const;
   // Adds a range to a plan, joined with the last one where it continues that.
@@ -90,18 +113,24 @@ class TargetWriter final : public StagedPart {
   Status CopyRange(const StoredRange& to);
   void Install(const StoredRange& range);
   void StartWriteback(Lock& lock, const StoredRange& range);
+  // Of every block that these bytes touch: its hash no longer holds.
   void EraseLeaves(const ByteRange& bytes);
+  // Fresh or synced, each once.
   std::uint64_t KnownBytes(const ByteRange& bytes) const;
+  // Gives the target its number in the journal, once; with the lock held.
   Status Number();
 
   Status RecordGrid(const StoredRange& range, const Leaves& leaves, std::string& records);
   Status RecordLog(Ranges ranges, std::string& records);
+  // With at least one range.
   Status RecordRuns(std::span<const StoredRange> runs, std::string& records);
 
   const std::shared_ptr<StagedParts> shared_;
   const StagedTarget name_;
   const TargetGeometry geometry_;
   const std::uint32_t owner_;
+  // Keeps the target alive in StagingWriter from then on: what was written must be synced by
+  // SyncAll even when the program has closed the file.
   const std::function<void()> on_first_write_;
 
   Turn turn_;  // Of syncs; taken before mutex_.
@@ -116,9 +145,12 @@ class TargetWriter final : public StagedPart {
   RangeMap synced_;                      // Taken; never written again.
   RangeMap used_;                        // Of the target, what of the grid was ever synced.
   Leaves leaves_;                        // Of fresh_ bytes.
+  // Bytes that are fresh or synced: what `du` and .staging show.
   std::uint64_t written_ = 0;
   std::optional<Grid> grid_;
   DataFiles::Area log_;  // The rest of it is free.
+  // Of the pack that the log has taken so far: the next area is as large, within bounds, so that
+  // few short writes take little and many take few areas.
   std::uint64_t log_bytes_ = 0;
   // Stored bytes that the device shall begin with, as one run, when there are enough of them. Empty
   // before the first write.

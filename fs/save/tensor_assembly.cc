@@ -24,6 +24,8 @@ constexpr std::size_t kMaxDifferencesListed = 256;
 constexpr std::int64_t kCompareBytes = 1 << 20;
 
 // What `cut` leaves of `boxes`.
+// Cuts along one axis after the other: what lies before and behind `cut` on axis a is left over as
+// a box, and the rest is narrowed to `cut` on that axis. At most two boxes for each axis.
 void Subtract(std::vector<Box>& boxes, const Box& cut) {
   std::vector<Box> left;
   left.reserve(boxes.size());
@@ -126,6 +128,8 @@ Status TensorAssembly::Compare(const TensorMeta& meta, const StagedRun& a, const
   while (!todo.empty()) {
     const Box box = todo.back();
     todo.pop_back();
+    // Halved along the first axis that can be, so that a part is a few rows that are stored close
+    // together.
     if (box.volume() > kCompareBytes) {
       int axis = 0;
       while (box.extent(axis) == 1) ++axis;
@@ -164,6 +168,8 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
       owner.push_back(static_cast<std::uint32_t>(i));
     }
   }
+  // Which boxes meet at all is found in O(n log n) by the search that the layout checks use; only
+  // those pairs are cut.
   const CoverageFindings found = SearchCoverage(boxes, kMaxPairs, true);
   if (found.pairs_dropped) {
     return Status(Code::kResourceExhausted,
@@ -212,6 +218,7 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
       left[b].clear();
       continue;
     }
+    // A copy: left[b] is cut in the loop.
     const std::vector<Box> ours = left[b];
     for (const Box& x : left[a]) {
       for (const Box& y : ours) {

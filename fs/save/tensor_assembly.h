@@ -24,6 +24,9 @@ namespace tensormount::fs {
 // Instead of a journal's number: the publisher's own file.
 inline constexpr std::uint32_t kPublisher = 0xFFFFFFFF;
 
+// The publish otherwise copies nothing. What can force a copy: a program wrote single bytes of an
+// element in several calls, or two mounts wrote overlapping boxes of which odd shapes are left.
+// Then the bytes are read back (and proven, StagedReader), and go here side by side.
 // What the publisher itself has to write: elements whose bytes came in several writes, and boxes
 // that later writes left of earlier ones too scattered to be chunks. Made when the first
 // byte comes; removed by the destructor unless Finish was ok. One thread.
@@ -51,6 +54,8 @@ class PatchFile {
   bool kept_ = false;
 };
 
+// A chunk of the checkpoint before its files have numbers there: StagedManifests turns it into a
+// ChunkRecord of the manifest of that journal.
 struct StagedChunk {
   std::uint32_t journal = 0;  // Or kPublisher.
   std::uint32_t file = 0;     // Of that journal.
@@ -67,6 +72,11 @@ struct StagedChunk {
 };
 
 // All references must outlive it. Not thread-safe.
+// Resolve works on bytes, because that is what was written; Emit works on elements, because that is
+// what chunks are of. In the common case, one writer for each byte, Resolve proves by IsPartition
+// that the runs cover the tensor exactly once and returns them as they are; no byte is read. Only
+// where runs overlap are boxes cut, by pairs that a search finds; two mounts' bytes are compared
+// only where their leaf hashes do not already say that they are equal.
 class TensorAssembly {
  public:
   TensorAssembly(const std::vector<Journal>& journals, StagedReader& reader, PatchFile& patches,
@@ -83,8 +93,10 @@ class TensorAssembly {
 
  private:
   class Emitter;
+  // Reads both and compares; unequal bytes become "conflict" problems with the boxes of elements.
   Status Compare(const TensorMeta& meta, const StagedRun& a, const StagedRun& b, const Box& bytes);
   Status ResolveOverlaps(const TensorMeta& meta, std::vector<StagedRun>& runs);
+  // Also proves that the cut runs are disjoint.
   void FindMissing(const TensorMeta& meta, const std::vector<StagedRun>& runs);
   const std::string& MountOf(const StagedRun& run) const {
     return journals_[run.journal].incarnation;

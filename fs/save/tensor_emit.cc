@@ -84,6 +84,7 @@ class TensorAssembly::Emitter {
     return Status();
   }
 
+  // To be called once, after all runs were added.
   Result<std::vector<StagedChunk>> Finish() {
     TENSORMOUNT_RETURN_IF_ERROR(AddUnits());
     JoinRanges();
@@ -121,6 +122,7 @@ class TensorAssembly::Emitter {
   }
 
   // Calls read(done, part, out) for band after band of `bytes`, hashing as it goes.
+  // Memory is bounded by kBandBytes, whatever the size of the chunk.
   template <typename Read>
   Status Stream(const Region& bytes, StagedChunk& chunk, Read read) {
     LeafHasher hasher;
@@ -359,6 +361,7 @@ class TensorAssembly::Emitter {
   const Dims byte_shape_;
   const std::int64_t unit_bytes_;
   const std::int64_t unit_elements_;
+  // Of units that are not whole in one run; usually none.
   std::vector<Part> parts_;
   std::vector<StagedChunk> chunks_;
   std::vector<std::byte> buffer_;
