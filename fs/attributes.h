@@ -18,6 +18,7 @@ struct Attributes {
   std::uint32_t mode = 0;  // Permission bits.
   std::uint32_t uid = 0;
   std::uint32_t gid = 0;
+  // Seconds since 1970.
   std::int64_t mtime = 0;
   // Bytes that are there, what `du` counts: all of a published file, what was written of a staged
   // one.

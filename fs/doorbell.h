@@ -29,6 +29,7 @@ class Doorbell {
   void Ring();
   // True: something changed in the folder since the last call. Without `patience` it waits for
   // ever.
+  // False after a ring without a change, and when the patience is over.
   bool Wait(std::optional<std::chrono::milliseconds> patience);
 
  private:

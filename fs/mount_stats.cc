@@ -68,6 +68,8 @@ std::string_view OpName(Op op) { return kFacts[static_cast<std::size_t>(op)].nam
 Tier OpTier(Op op) { return kFacts[static_cast<std::size_t>(op)].tier; }
 
 // 0 to 3 are classes of their own; from there on the two bits below the highest one tell.
+// Four classes for each power of two: 5 ns is 101b, so octave 1 and quarter 1 (the two bits behind
+// the first).
 std::size_t MountStats::ClassOf(std::uint64_t ns) {
   const auto width = static_cast<int>(std::bit_width(ns));
   if (width < 3) return static_cast<std::size_t>(ns);
@@ -81,6 +83,7 @@ std::uint64_t MountStats::UpperBound(std::size_t latency_class) {
   return ((std::uint64_t{latency_class} % 4 + 5) << (latency_class / 4 - 1)) - 1;
 }
 
+// No lock: additions are relaxed, and the maximum is a compare-exchange that almost never repeats.
 void MountStats::Count(Op op, std::chrono::nanoseconds took, bool failed) {
   PerOp& counters = ops_[static_cast<std::size_t>(op)];
   counters.requests.fetch_add(1, std::memory_order_relaxed);

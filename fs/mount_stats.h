@@ -74,6 +74,7 @@ class MountStats {
     staging_written_.fetch_add(written, std::memory_order_relaxed);
   }
   // Keeps the failure as one line of .tensormount/errors (the last 256 are kept), and logs it.
+  // A failure that comes again and again fills the 256 lines: the count of errors goes on.
   void Report(std::string_view operation, std::string_view object, const Status& status);
   void CountInterrupted() { interrupted_.fetch_add(1, std::memory_order_relaxed); }
 

@@ -23,6 +23,7 @@ struct Node {
   friend bool operator==(const Node&, const Node&) = default;
 };
 
+// 20, 4 and 40 bits: together the 64 of a FUSE node id.
 inline constexpr std::uint32_t kMaxSlots = 1u << 20;
 inline constexpr std::uint8_t kMaxViews = 1u << 4;
 inline constexpr std::uint64_t kMaxItems = std::uint64_t{1} << 40;

@@ -89,10 +89,13 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   std::map<std::string, std::shared_ptr<Slot>> early;
 
   // Of the looking thread alone.
+  // Between looks at the whole folder these are looked at in turn.
   std::vector<std::string> names;  // Folders of the store that may be checkpoints, sorted.
   std::set<std::string> pending;   // Of these, those that were none when they were looked at.
   std::pair<std::int64_t, std::int64_t> stamp{-1, -1};
   Clock::time_point stamp_seen{};
+  // Moves by kWindow with each look, so every checkpoint is looked at once in names.size() /
+  // kWindow looks.
   std::size_t window = 0;  // Where in `names` the next one begins.
 
   // A name of the store, looked at.
@@ -132,6 +135,8 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   void CloseUnused(const Listing& now, std::size_t kept);
 
   // With the lock held.
+  // An answer counts by when its look began, not by when it ended: a look that took long saw an
+  // older state.
   bool Young(Clock::time_point now) const {
     return looks > 0 && begun >= not_before && now - begun <= kMaxAge;
   }
@@ -167,6 +172,8 @@ std::shared_ptr<Slot> StoreWatch::Core::Known(const Listing& before, const Found
 }
 
 // What was found, as a slot: the one that showed it before, or a new one.
+// Ids rise and are never given twice; that also bounds a mount to kMaxSlots checkpoints over its
+// life.
 Result<std::shared_ptr<Slot>> StoreWatch::Core::Keep(Found& found) {
   TENSORMOUNT_RETURN_IF_ERROR(found.status);
   if (found.slot) return found.slot;
@@ -288,6 +295,11 @@ void StoreWatch::Core::ServeAsked(const Listing& before) {
   }
 }
 
+// Whole or in part. The time stamp of a folder changes with every name that comes or goes, but on
+// some filesystems only in steps of a second or two: for that long (`grain`) after a change was
+// seen, it proves nothing, and the folder is listed each time. Names that were no checkpoints, and
+// checkpoints that are open, are looked at always: the first may become complete, and of the second
+// a removal must show.
 Status StoreWatch::Core::LookAtStore(Listing& now, const Listing& before) {
   const Clock::time_point started = Clock::now();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo own, fs.Stat(path));
@@ -340,6 +352,8 @@ Status StoreWatch::Core::LookAtStore(Listing& now, const Listing& before) {
     // Other folders are nobody's business; or it was removed while we looked.
     if (slot.status().code() == Code::kNotFound) continue;
     now.problems.push_back(found.name + ": " + slot.status().message());
+    // "latest" must not silently mean an older checkpoint because a newer one cannot be read at
+    // this moment. One that is damaged is no candidate, though.
     if (!found.damaged && now.latest_unknown.ok() && kind == SourceKind::kStore) {
       now.latest_unknown = slot.status().WithContext(found.name + " may be the latest");
     }
@@ -359,6 +373,7 @@ Status StoreWatch::Core::LookAtSingle(Listing& now, const Listing& before) {
     TENSORMOUNT_ASSIGN_OR_RETURN(found.commit, fs.LinkStat(JoinPath(path, kCommitName)));
   }
   // Whoever may read the file may enter the folder that shows it.
+  // Read bits become read and search bits: 0444 >> 2 is 0111.
   if (file) found.folder.mode = (own.mode & 0444) | ((own.mode & 0444) >> 2);
   now.ownership = OwnershipOf(found.folder, found.commit);
   now.mtime = found.commit.mtime_seconds;
@@ -390,6 +405,9 @@ Status StoreWatch::Core::Look() {
   return status;
 }
 
+// Takes the new listing into use. Slots that are in the old and not in the new one are gone: they
+// are marked before anybody can see the new listing, kept in `left` as long as open files may have
+// their view, and let go of so that gc can remove their files.
 void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point started) {
   std::sort(now->by_id.begin(), now->by_id.end(),
             [](const auto& a, const auto& b) { return a->id < b->id; });
@@ -438,6 +456,7 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
   CloseUnused(*now, kKeptOpen);
 }
 
+// The most recently used `kept` stay open. Open files keep their views by themselves.
 void StoreWatch::Core::CloseUnused(const Listing& now, std::size_t kept) {
   std::vector<std::shared_ptr<Slot>> open;
   for (const auto& slot : now.by_id) {
@@ -453,6 +472,9 @@ void StoreWatch::Core::CloseUnused(const Listing& now, std::size_t kept) {
   }
 }
 
+// Sleeps until somebody asks, the folder changes, or there is something to let go of. Without
+// inotify, and with a checkpoint open, it looks every kIdleLook: a checkpoint that is removed on
+// this machine shall not be held open for longer.
 void StoreWatch::Core::Loop() {
   std::unique_lock lock(mutex);
   while (!stop) {
@@ -520,6 +542,7 @@ Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(
   return std::unique_ptr<StoreWatch>(new StoreWatch(std::move(core)));
 }
 
+// Does not wait for ever: storage may hold the thread, which then keeps Core and ends by itself.
 StoreWatch::~StoreWatch() {
   std::unique_lock lock(core_->mutex);
   core_->stop = true;
@@ -529,6 +552,8 @@ StoreWatch::~StoreWatch() {
   }
 }
 
+// After one caller has waited in vain (`stuck`) no other waits until a look has ended: a store that
+// hangs costs each program one second once, not for every name.
 std::shared_ptr<const StoreWatch::Listing> StoreWatch::Now(
     std::optional<std::chrono::milliseconds> patience) {
   std::unique_lock lock(core_->mutex);
@@ -550,6 +575,8 @@ std::shared_ptr<const StoreWatch::Listing> StoreWatch::Last() {
   return core_->listing;
 }
 
+// During the first look the name is put in front: the thread that looks serves it between two
+// others.
 std::shared_ptr<Slot> StoreWatch::FindName(const std::string& name) {
   std::unique_lock lock(core_->mutex);
   if (core_->looks == 0) {
@@ -599,6 +626,8 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::View(Slot& slot) {
   return view;
 }
 
+// With the slot's own lock, so that of many who want it one opens and the others wait for that, and
+// nobody else does.
 Result<std::shared_ptr<const CheckpointView>> StoreWatch::OpenView(Slot& slot) {
   const std::lock_guard lock(slot.mutex_);
   if (slot.gone()) return Status(Code::kStale, slot.name + " was removed or replaced");

@@ -90,6 +90,8 @@ class Slot {
   std::mutex mutex_;  // Held while it is opened, which may take as long as storage likes.
   std::shared_ptr<const CheckpointView> view_;
   mutable std::mutex last_mutex_;  // Never held while another one is taken.
+  // A checkpoint that was closed while a program still reads of it is not opened a second time when
+  // somebody else comes.
   std::weak_ptr<const CheckpointView> last_view_;
 };
 
@@ -165,6 +167,7 @@ class StoreWatch {
   // Of a checkpoint that is gone: what files that are open of it still hold. Null where none are.
   std::shared_ptr<const CheckpointView> KeptView(std::uint32_t id);
   // Null where it is not open; opens nothing.
+  // For Forget and status, which must not wait for storage.
   static std::shared_ptr<const CheckpointView> OpenedView(Slot& slot);
   std::size_t open_checkpoints() const;
   bool answers() const;

@@ -62,6 +62,8 @@ std::optional<Fixed> FixedOf(const Node& node) {
   return std::nullopt;
 }
 
+// A hash of names, so that inode numbers are the same in every mount and after a restart; 0 and 1
+// mean something else to programs.
 std::uint64_t InodeOf(std::string_view source, std::string_view name) {
   ByteWriter text;
   text.String(source);
@@ -140,6 +142,7 @@ Result<std::unique_ptr<Vfs>> Vfs::Open(FileSystem& fs, const VfsOptions& options
   return vfs;
 }
 
+// Opens the checkpoint where it is not open yet, which is what may take long (MayBlock).
 Result<Vfs::Located> Vfs::Locate(NodeId id) {
   Located place{.node = NodeOf(id), .view = nullptr};
   if (place.node.slot == 0) {
@@ -151,6 +154,8 @@ Result<Vfs::Located> Vfs::Locate(NodeId id) {
   return place;
 }
 
+// As Locate, and also finds files of a checkpoint that was removed while programs had them open:
+// read(2) and fstat(2) of those go on, as on other filesystems.
 Result<Vfs::Located> Vfs::LocateFile(NodeId id) {
   Result<Located> place = Locate(id);
   if (place.status().code() != Code::kStale) return place;
@@ -168,6 +173,8 @@ bool Vfs::IsThere(NodeId node) {
   return watch_->Find(slot == 0 ? 1 : slot).ok();
 }
 
+// A folder of a store's root is answered by the listing; only the first look at the store takes
+// long.
 bool Vfs::MayBlock(NodeId id) {
   std::uint32_t slot = NodeOf(id).slot;
   if (slot == 0) {
@@ -242,6 +249,8 @@ std::string Vfs::ControlText(Fixed fixed) {
   }
 }
 
+// The size is that of the text now. The text that is read is made when the file is opened, and may
+// differ: these files are read past the page cache.
 Result<Vfs::Entry> Vfs::ControlEntry(Fixed fixed) {
   const auto now = watch_->Last();
   const bool folder = fixed == Fixed::kControl;
@@ -256,6 +265,7 @@ Result<Vfs::Entry> Vfs::ControlEntry(Fixed fixed) {
   return entry;
 }
 
+// Names that come and go, so each entry is given for kRootSeconds only.
 Result<Vfs::Entry> Vfs::LookupInRoot(std::string_view name) {
   if (name == kControlName) return ControlEntry(Fixed::kControl);
   if (!HoldsMany(kind_)) {
@@ -322,6 +332,8 @@ Result<std::string> Vfs::ReadLink(NodeId id) {
   return now->latest->name;
 }
 
+// A slot's cookie is its id: a listing that goes on later neither repeats nor skips one, whatever
+// came or went meanwhile.
 Status Vfs::ListStore(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn) {
   const auto now = watch_->Now();
   TENSORMOUNT_ASSIGN_OR_RETURN(const Entry root, RootEntry());
@@ -458,6 +470,7 @@ Vfs::Entry Vfs::StagedEntry(const StagingTree::Node& node) {
           .seconds = node.item == StagingTree::kRoot ? kRootSeconds : 0};
 }
 
+// Lookups below .staging/ count a reference, which Forget gives back.
 Result<Vfs::Entry> Vfs::LookupStaged(NodeId folder, std::string_view name) {
   if (!staging_) return Status(Code::kStale, "no such node");
   if (folder == kRootId) {
@@ -487,6 +500,8 @@ Status Vfs::ListStaged(NodeId folder, std::uint64_t cookie,
                         });
 }
 
+// The tree, or why not: EROFS for what exists and never changes, EPERM (and a line of help) for a
+// name that could be meant for a new checkpoint. `mv` and `cp` print only the errno.
 Result<StagingTree*> Vfs::StagingOf(NodeId node, std::string_view operation,
                                     std::string_view name) {
   if (staging_ && IsStaged(node)) return staging_.get();
@@ -541,6 +556,8 @@ Status Vfs::RemoveDirectory(NodeId folder, std::string_view name) {
   return tree->RemoveDirectory(NodeOf(folder).item, name);
 }
 
+// Three kinds: a staging into the root publishes it; an object within its staging; all else is
+// refused. Never with EXDEV, at which `mv` would begin to copy.
 Status Vfs::Rename(NodeId folder, std::string_view name, NodeId to_folder, std::string_view to_name,
                    unsigned flags) {
   TENSORMOUNT_ASSIGN_OR_RETURN(StagingTree* const tree, StagingOf(folder, "rename", name));

@@ -63,6 +63,8 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
   Active active;  // Of work that runs.
   Active parked;
 
+  // In `active` while it runs, so that the watchdog can answer for it. Work that was given up
+  // before it began is dropped here.
   // Returns with the lock held again.
   void Execute(std::unique_lock<std::mutex>& lock, Item item) {
     const auto at = active.insert(active.end(), item.answer);
@@ -73,6 +75,7 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
     active.erase(at);
   }
 
+  // Threads are never ended while the mount lives: at most on_pool of them, and they sleep.
   void PoolLoop() {
     std::unique_lock lock(mutex);
     while (!stop) {
@@ -91,6 +94,8 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
   }
 
   // With the lock held. False: there is no thread at all that could do it.
+  // Where no thread can be made (a limit of the process) those that there are will do it, or else
+  // the caller.
   bool EnsureThread() {
     if (pool_idle > static_cast<int>(queue.size()) || pool_threads >= on_pool) return true;
     try {
@@ -110,6 +115,7 @@ BlockingWork::BlockingWork(int on_caller, int on_pool, std::chrono::milliseconds
   core_->on_pool = on_pool;
 }
 
+// Work that waits is dropped unanswered: the mount is gone, and so are those who asked.
 BlockingWork::~BlockingWork() {
   constexpr std::chrono::seconds kPatience{2};
   std::unique_lock lock(core_->mutex);
@@ -133,6 +139,7 @@ void BlockingWork::Run(std::shared_ptr<PendingAnswer> answer, std::function<void
   if (!here && core_->EnsureThread()) {
     if (before_queueing) {
       lock.unlock();
+      // Without the lock: it copies up to a megabyte.
       before_queueing();
       lock.lock();
     }
@@ -156,6 +163,8 @@ std::shared_ptr<void> BlockingWork::Park(std::shared_ptr<PendingAnswer> answer) 
   });
 }
 
+// Candidates are collected under the lock and asked without it: asking whether a caller was
+// interrupted takes libfuse's own lock.
 int BlockingWork::Watch() {
   std::vector<std::shared_ptr<PendingAnswer>> late;
   {
@@ -181,6 +190,8 @@ void BlockingWork::SetWake(std::function<void()> wake) {
   core_->wake_watchdog = std::move(wake);
 }
 
+// Set to false under the lock that Run takes: no work can come between the question and the answer
+// without ringing.
 bool BlockingWork::Unwatched() {
   const std::lock_guard lock(core_->mutex);
   const bool none = core_->active.empty() && core_->queue.empty() && core_->parked.empty();

@@ -33,6 +33,7 @@ int PercentOf(std::uint64_t done, std::uint64_t all) {
 
 }  // namespace
 
+// Not the prover itself, because the detached thread keeps it as long as storage holds that thread.
 struct FileProver::Core {
   struct Task {
     NodeId node = 0;
@@ -61,6 +62,8 @@ struct FileProver::Core {
   bool ended = false;
 };
 
+// Called between two steps of 1 MiB: the point at which a stop, or a checkpoint that is gone, ends
+// the proof.
 bool FileProver::Core::GoOn(NodeId node, std::uint64_t done) {
   {
     const std::lock_guard lock(mutex);
@@ -77,6 +80,7 @@ Status FileProver::Core::Prove(const Task& task, FileStamp& stamp) {
 }
 
 void FileProver::Core::Work() {
+  // Priorities are those of a thread in Linux, so this does not touch the rest of the daemon.
   GiveWay();
   std::unique_lock lock(mutex);
   while (true) {
@@ -134,6 +138,7 @@ FileProver::~FileProver() {
   core_->changed.wait(lock, [&] { return !core_->started || core_->ended; });
 }
 
+// The first task starts the thread: most mounts never need one.
 void FileProver::Add(NodeId node, std::shared_ptr<const VirtualFile> file,
                      const VirtualFile::Proof& proof) {
   const std::lock_guard lock(core_->mutex);

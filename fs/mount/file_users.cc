@@ -36,6 +36,7 @@ bool IsThreadOf(pid_t process, pid_t thread) {
 
 }  // namespace
 
+// The thread waits for the answer to its open, so /proc still has it.
 FileUsers::FileUsers(pid_t thread) : opener_(ProcessOf(thread)) {}
 
 bool FileUsers::IsOpener(std::uint64_t table, pid_t thread) const {
@@ -45,6 +46,7 @@ bool FileUsers::IsOpener(std::uint64_t table, pid_t thread) const {
   return IsThreadOf(opener_, thread);
 }
 
+// By far most calls find the table at once: a file has one writing process.
 void FileUsers::Wrote(std::uint64_t table, pid_t thread) {
   const std::lock_guard lock(mutex_);
   if (std::find(writers_.begin(), writers_.end(), table) != writers_.end()) return;
@@ -52,6 +54,7 @@ void FileUsers::Wrote(std::uint64_t table, pid_t thread) {
   if (opener_table_ == 0 && IsOpener(table, thread)) opener_table_ = table;
 }
 
+// kLast where neither the opener nor anybody who wrote has it any more.
 FileUsers::Close FileUsers::Closed(std::uint64_t table, pid_t thread) {
   const std::lock_guard lock(mutex_);
   const bool wrote = std::erase(writers_, table) > 0;

@@ -23,6 +23,7 @@ class FileUsers {
   explicit FileUsers(pid_t thread);
   void Wrote(std::uint64_t table, pid_t thread);
 
+  // What a FLUSH was.
   enum class Close {
     kNobodys,  // Of a process that did neither.
     kOne,      // Others that opened it or wrote to it have it still.

@@ -15,6 +15,7 @@ namespace tensormount::fs {
 namespace {
 
 // As in linux/fuse.h of protocol 7.40; headers of the machine that builds may be older.
+// Of linux/fuse.h (6.9), which the headers of the build machine need not have.
 struct BackingMap {
   std::int32_t fd;
   std::uint32_t flags;
@@ -42,6 +43,8 @@ void FuseBacking::Unregister(int id) noexcept {
   (void)ioctl(device_, kBackingClose, &number);
 }
 
+// Asking for more than needed has a price: a filesystem of depth 2 cannot be part of another
+// overlay.
 unsigned PassthroughDepth(const std::string& source) {
   struct statfs info {};
   const bool overlay =

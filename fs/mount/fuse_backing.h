@@ -28,6 +28,7 @@ class FuseBacking : public BackingRegistrar {
 // Filesystems that are stacked on others count, and the kernel refuses to stack deeper than 2.
 unsigned PassthroughDepth(const std::string& source);
 // Why this process will not be allowed to register files, for a person; empty: nothing known.
+// Known before anything is tried, so that --tier passthrough can fail before it mounts.
 std::string PassthroughObstacle();
 
 }  // namespace tensormount::fs

@@ -40,6 +40,7 @@ PendingAnswer::Work OnceBegun(Op op) {
 
 }  // namespace
 
+// Made once for each thread, so that a read of a megabyte allocates nothing.
 char* ThreadBuffer() {
   thread_local std::unique_ptr<char, decltype([](char* p) { std::free(p); })> buffer;
   if (!buffer) {
@@ -143,6 +144,8 @@ void Serve(fuse_req_t req, Op op, NodeId node, bool may_block,
 }
 
 // One request that is served on `queue`, maybe in several attempts.
+// Shared by the queue, by what Again returned and by the attempt that runs; the request itself is
+// libfuse's and lives until it is replied to.
 struct LongRequest : std::enable_shared_from_this<LongRequest> {
   fuse_req_t req;
   Op op;
@@ -156,6 +159,7 @@ struct LongRequest : std::enable_shared_from_this<LongRequest> {
   LongRequest(fuse_req_t r, Op o, NodeId n, std::function<Result<Reply>(LongWork&)> w)
       : req(r), op(o), node(n), bridge(BridgeOf(r)), queue(QueueOf(r, o)), work(std::move(w)) {}
 
+  // An attempt that asked to run again leaves no answer, whatever it returned.
   void Run() {
     queue.Run(answer, [self = shared_from_this()] {
       LongWork attempt(*self);
@@ -207,6 +211,7 @@ void Want(fuse_conn_info* conn, unsigned flag) { conn->want |= conn->capable & f
 void DoNotWant(fuse_conn_info* conn, unsigned flag) { conn->want &= ~flag; }
 #endif
 
+// libfuse sets some capabilities by default, so what is not wanted has to be taken back by name.
 void OpInit(void* userdata, fuse_conn_info* conn) {
   conn->max_write = kMaxRequestBytes;
   conn->max_read = kMaxRequestBytes;
@@ -296,6 +301,8 @@ std::string FuseBridge::LibfuseVersion() { return fuse_pkgversion(); }
 
 FuseBridge::~FuseBridge() { fuse_session_destroy(session_); }
 
+// The buffer is allocated by libfuse at the first request and used again for all others of this
+// thread.
 void FuseBridge::Serve() {
   fuse_buf buffer{};
   while (fuse_session_exited(session_) == 0) {

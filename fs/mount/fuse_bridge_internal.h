@@ -128,6 +128,7 @@ std::shared_ptr<PendingAnswer> PendingAnswerOf(fuse_req_t req, Op op, Bridge& br
 // An exception must not pass through libfuse, which is C.
 Result<Reply> Guarded(const std::function<Result<Reply>()>& work) noexcept;
 // Counts, reports and sends the result of work.
+// To be called once for a request, by whoever claimed its answer.
 void Answer(fuse_req_t req, Bridge& bridge, Op op, std::chrono::steady_clock::time_point since,
             NodeId node, const Result<Reply>& result);
 // Failures that are answers and not worth a line.

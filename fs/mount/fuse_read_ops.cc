@@ -115,6 +115,8 @@ void OpReaddirplus(fuse_req_t req, fuse_ino_t node, std::size_t size, off_t offs
 }
 
 // Sends the reply to an open, in the mode that was chosen.
+// Once the reply is sent the kernel may send READ and RELEASE on other threads: nothing of `open`
+// is touched after that.
 void ReplyOpen(fuse_req_t req, fuse_file_info info, std::unique_ptr<OpenFile> open) {
   const int backing = open->lease ? open->lease->backing_id() : 0;
   info.fh = reinterpret_cast<std::uint64_t>(open.get());
@@ -157,6 +159,8 @@ Reply OpenedReply(const Bridge& bridge, fuse_file_info info,
 }
 
 // An open that may have to look at storage first.
+// Runs again from its beginning when another first open of the same node has decided
+// (OpenModes::Open returned null).
 Result<Reply> OpenSlowly(Bridge& bridge, NodeId node, const fuse_file_info& info, LongWork& self) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto file, bridge.vfs.OpenFile(node));
   if (!MayPass(*file)) return OpenedReply(bridge, info, file, nullptr);
@@ -171,6 +175,8 @@ Result<Reply> OpenSlowly(Bridge& bridge, NodeId node, const fuse_file_info& info
   return OpenedReply(bridge, info, file, lease.value());
 }
 
+// Two ways: what is known without storage is answered on this thread; the rest is queued, where it
+// can be interrupted.
 void OpOpen(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
   if (IsStaged(node) || (fi->flags & O_ACCMODE) != O_RDONLY || (fi->flags & O_TRUNC) != 0) {
     OpenStaged(req, node, fi);

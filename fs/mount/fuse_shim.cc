@@ -77,6 +77,8 @@ FuseShim::NamesBacking::~NamesBacking() { named_backing = 0; }
 FuseShim::LetsWriteTogether::LetsWriteTogether() { writes_together = true; }
 FuseShim::LetsWriteTogether::~LetsWriteTogether() { writes_together = false; }
 
+// Looks for INIT only: its request says what the kernel offers, which libfuse 3.14 does not pass
+// on.
 ssize_t FuseShim::Read(int fd, void* buffer, std::size_t size) {
   const ssize_t n = read(fd, buffer, size);
   if (state_.load(std::memory_order_acquire) != State::kWaiting) return n;
@@ -143,6 +145,7 @@ ssize_t FuseShim::WriteInit(int fd, const iovec* pieces, int count) {
   return written;
 }
 
+// A reply that is not what it should be goes out as it is: the open then is an ordinary one.
 ssize_t FuseShim::WriteOpen(int fd, const iovec* pieces, int count, int backing_id) {
   char reply[sizeof(OutHeader) + sizeof(OpenOut)];
   OutHeader header;

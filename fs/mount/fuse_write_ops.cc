@@ -40,6 +40,7 @@ void ServeStatus(fuse_req_t req, Op op, NodeId node, std::function<Status()> wor
 }
 
 // Answers with an entry whose node was counted once for the kernel.
+// The reference was counted by the lookup; it is the kernel's only once the reply is out.
 Reply EntryReply(Vfs& vfs, const Vfs::Entry& entry) {
   auto reference = std::make_shared<NodeReference>(vfs, entry.id);
   return Reply([reference, param = ParamOf(entry)](fuse_req_t r) {
@@ -48,6 +49,8 @@ Reply EntryReply(Vfs& vfs, const Vfs::Entry& entry) {
 }
 
 // Serves what works on bytes that are only lent: `keep` makes them our own.
+// As Serve, for work that can run on the caller's thread with the caller's bytes: `keep` runs only
+// where it is queued.
 void ServeData(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>()> work,
                const std::function<void()>& keep) {
   Bridge& bridge = BridgeOf(req);
@@ -63,12 +66,16 @@ void ServeData(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>()
 }
 
 // Past the page cache: what one program writes others see at once, and nothing is written late.
+// Also for correctness: the page cache would write pages late, after close(2), when a publish may
+// have begun.
 void SetModes(fuse_file_info& info) {
   info.direct_io = 1;
   info.keep_cache = 0;
   info.noflush = 0;
 }
 
+// Two things are given to the kernel at once, a node and an open file. Both go back where the reply
+// does not arrive.
 void OpCreate(fuse_req_t req, fuse_ino_t parent, const char* name, mode_t, fuse_file_info* fi) {
   if (ReadOnlyHere(req)) return;
   Vfs& vfs = BridgeOf(req).vfs;
@@ -132,6 +139,8 @@ void RefuseMaking(fuse_req_t req, fuse_ino_t parent, const char* name) {
               [&vfs, parent, name = std::string(name)] { return vfs.RefuseMaking(parent, name); });
 }
 
+// Only the size means something. Modes, owners and times are accepted, since `cp -p` and rsync set
+// them, and change nothing.
 void OpSetattr(fuse_req_t req, fuse_ino_t node, struct stat* attributes, int to_set,
                fuse_file_info* fi) {
   if (ReadOnlyHere(req)) return;
@@ -184,6 +193,8 @@ void OpWrite(fuse_req_t req, fuse_ino_t node, const char* data, std::size_t size
       [copy, data, size] { copy->assign(data, size); });
 }
 
+// close(2) waits for this answer, so its error reaches the program: the place to say that data
+// could not be made durable.
 void OpFlush(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
   const WritePtr handle = OpenFileOf(fi).write;
   if (!handle) {
@@ -238,6 +249,7 @@ void RefuseAttribute(fuse_req_t req, fuse_ino_t node) {
 
 bool IsStaged(NodeId node) { return Vfs::IsStaged(node); }
 
+// Files of published checkpoints come here to be refused with the right errno.
 void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
   Vfs& vfs = BridgeOf(req).vfs;
   if (!IsStaged(node)) {
@@ -289,6 +301,8 @@ void SeekStaged(fuse_req_t req, off_t offset, int whence, fuse_file_info* fi) {
         });
 }
 
+// The kernel does not wait for the answer to RELEASE, but work that is left (pages of a mapping) is
+// done before it is given.
 void ReleaseStaged(fuse_req_t req, fuse_ino_t node, std::unique_ptr<OpenFile> open) {
   const std::shared_ptr<OpenFile> last(std::move(open));
   if (!last->write->writing()) {

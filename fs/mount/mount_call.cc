@@ -33,6 +33,8 @@ std::string CommonOptions(const MountCall& call) {
          (call.allow_other ? ",allow_other" : "");
 }
 
+// The options are the kernel's own, not those of libfuse: fd, rootmode, user_id and group_id are
+// required.
 Result<int> MountAsRoot(const MountCall& call) {
   const int fd = open(kDevice, O_RDWR | O_CLOEXEC);
   if (fd < 0) {
@@ -87,6 +89,8 @@ int ReceiveDescriptor(int socket) {
   return fd;
 }
 
+// fusermount3 is setuid: it mounts for an ordinary user and sends the open /dev/fuse back over a
+// socket pair.
 Result<int> MountByHelper(const MountCall& call) {
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) {

@@ -10,6 +10,7 @@
 namespace tensormount::fs {
 
 // The largest read and write that the kernel sends in one request. More does not pay (measured).
+// Agreed on at INIT and given as max_read when the mount is made; the two must be equal.
 inline constexpr std::size_t kMaxRequestBytes = std::size_t{1} << 20;
 
 // Read-only is a mount flag as well, so that the kernel refuses writes without asking us.

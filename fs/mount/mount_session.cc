@@ -87,6 +87,7 @@ Status PassthroughRefused(const std::string& why) {
                     "; --tier auto passes through what it can and serves the rest");
 }
 
+// Depth 0 is not asking at all.
 FuseShim::Options ShimOptions(const MountOptions& options, const std::string& source) {
   const bool pass = ReasonAgainstPassthrough(options).empty();
   return {.want_mmap = !options.page_cache,
@@ -161,6 +162,9 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
   bool watch_ended_ = false;
 };
 
+// The order matters: the device is mounted first, then the bridge reads from it, then threads serve
+// it, and only then can the kernel answer a stat of the mount point, which is the proof that it
+// works.
 Status MountCore::Start() {
   TENSORMOUNT_ASSIGN_OR_RETURN(mount_point_, HostFileSystem().Resolve(options_.mount_point));
   TENSORMOUNT_ASSIGN_OR_RETURN(const int fd, MountFuse({.mount_point = mount_point_,
@@ -181,6 +185,7 @@ Status MountCore::Start() {
     const auto alive = core.lock();
     return alive ? alive->StatusJson() : std::string();
   });
+  // Wakes the watchdog, which sleeps while there is no work.
   for (BlockingWork* work : {&reads_, &opens_}) {
     work->SetWake([this] {
       const std::lock_guard lock(mutex_);
@@ -270,6 +275,8 @@ void MountCore::WatchLoop() {
   changed_.notify_all();
 }
 
+// Threads block in read(2) of the device. It returns when the mount is gone, or when a signal
+// interrupts it; the handler of WakeSignal does nothing but that.
 bool MountCore::WaitForThreads(std::chrono::nanoseconds patience) {
   const Deadline deadline = Deadline::After(patience);
   std::unique_lock lock(mutex_);
@@ -284,6 +291,7 @@ bool MountCore::WaitForThreads(std::chrono::nanoseconds patience) {
   return true;
 }
 
+// One thread that hears that the mount is gone is enough to know; the others are then woken.
 Status MountCore::Wait() {
   {
     std::unique_lock lock(mutex_);
@@ -295,6 +303,8 @@ Status MountCore::Wait() {
   return {};
 }
 
+// Only the first caller unmounts, and nobody does where the mount is gone already. A mount of
+// somebody else that has taken the place (another device number) is left alone.
 void MountCore::Stop(bool failed) {
   prover_.Stop();
   if (!bridge_) return;
@@ -321,6 +331,7 @@ void MountCore::Stop(bool failed) {
   (void)WaitForThreads(kSessionStopPatience);
 }
 
+// Asked after Stop: whether everything that refers to this has ended, so that it may be destroyed.
 bool MountCore::Idle() {
   const Deadline deadline = Deadline::After(kSessionStopPatience);
   std::unique_lock lock(mutex_);
@@ -335,6 +346,8 @@ bool MountCore::Idle() {
   }
 }
 
+// Programs were told by close(2) or fsync(2) whether their bytes are durable. This is for what was
+// written and not closed.
 void MountCore::Drain() {
   if (!vfs_->writable()) return;
   // On a thread of its own: storage may hold it for good, and then the mount ends without it.
@@ -351,6 +364,7 @@ void MountCore::Drain() {
   }
 }
 
+// Only for files that are served through the page cache; others are read past it.
 void MountCore::SetReadahead() {
   if (device_.empty()) return;
   const std::string path = "/sys/class/bdi/" + device_ + "/read_ahead_kb";

@@ -77,6 +77,7 @@ class MountSession {
 
 // Unmounts what is mounted at `mount_point` (fusermount3, or umount2 as root) and waits until it
 // is gone or `deadline`: kBusy where it is in use and `lazy` is false.
+// A lazy unmount takes the mount out of the tree at once, and ends it when the last file is closed.
 Status Unmount(const std::string& mount_point, bool lazy, std::chrono::milliseconds timeout);
 // Takes away what is mounted at `mount_point` where it is a mount of ours whose daemon is gone
 // (every access answers ENOTCONN). False: there is none; live mounts and others' are left alone.

@@ -28,6 +28,8 @@ constexpr std::chrono::milliseconds kPoll{5};
 constexpr std::chrono::milliseconds kBusyPatience{300};
 
 // realpath of all but the last part: a dead mount cannot be asked about itself.
+// Only the parent is resolved where the last part cannot be asked: that is the case that matters, a
+// mount whose daemon has died.
 std::string Absolute(const std::string& path) {
   std::string text = path;
   while (text.size() > 1 && text.ends_with('/')) text.pop_back();

@@ -35,6 +35,9 @@ OpenModes::Lease::~Lease() {
   if (counted_) modes_.Release(node_);
 }
 
+// The first open of a node makes its Entry with deciding = true, drops the lock and decides, which
+// may read megabytes. Opens that come meanwhile leave a call in `waiting` and return null. When the
+// decision stands they are called, without the lock, and come again.
 Result<std::shared_ptr<OpenModes::Lease>> OpenModes::Open(
     NodeId node, const std::shared_ptr<const VirtualFile>& file,
     const std::function<bool()>& interrupted, const std::function<Again()>& make_again) {
@@ -98,6 +101,7 @@ VirtualFile::Proceed Unless(const std::function<bool()>& interrupted) {
 
 }  // namespace
 
+// Registers before it compares: a file that cannot be passed through anyway need not be read.
 Result<OpenModes::Decision> OpenModes::Decide(NodeId node,
                                               const std::shared_ptr<const VirtualFile>& file,
                                               const std::function<bool()>& interrupted) {
@@ -183,6 +187,8 @@ void OpenModes::Release(NodeId node) noexcept {
   if (id > 0) registrar_.Unregister(id);
 }
 
+// Without storage: joins those that have the node open, or the daemon's where nothing is passed
+// through at all.
 std::shared_ptr<OpenModes::Lease> OpenModes::Join(NodeId node) {
   const std::shared_ptr<Lease> lease(new Lease(*this, node));
   const std::lock_guard lock(mutex_);
@@ -204,6 +210,8 @@ void OpenModes::Share(Entry& entry, Lease& lease) {
   ++(lease.passthrough() ? counts_.passed : counts_.daemon);
 }
 
+// An attribute of the file (user.tensormount.tier), for people and tests: it must not change what
+// it tells of, so it registers and proves nothing.
 std::string OpenModes::TierOf(NodeId node, const VirtualFile& file) const {
   const std::string daemon = "daemon";
   const std::string passthrough = "passthrough";
@@ -246,6 +254,7 @@ std::string OpenModes::WhyNotLocked() const {
   return forbidden_;
 }
 
+// A file in memory is registered and released at once.
 Status OpenModes::Probe() {
   if (std::string why = WhyNot(); !why.empty()) return Status(Code::kUnsupported, std::move(why));
   const int fd = memfd_create("tensormount-probe", MFD_CLOEXEC);

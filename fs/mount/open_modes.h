@@ -103,6 +103,7 @@ class OpenModes {
   // Open() again (so that opens that wait for one hanging file hold no threads). kCancelled once
   // `interrupted` says so; otherwise fails only where verification does (kDataLoss): a file that
   // cannot be passed through is the daemon's.
+  // Made only where it is needed, because it keeps the request waiting (LongWork::Again).
   using Again = std::function<void()>;
   Result<std::shared_ptr<Lease>> Open(NodeId node, const std::shared_ptr<const VirtualFile>& file,
                                       const std::function<bool()>& interrupted,
@@ -151,6 +152,7 @@ class OpenModes {
   // Of a file that is passed through already: whether it still may be.
   Status ProveAgain(const VirtualFile& file, const std::function<bool()>& interrupted);
   // Both with the lock held.
+  // Counts one more open and says how it is served.
   void Share(Entry& entry, Lease& lease);
   std::string WhyNotLocked() const;
   void Release(NodeId node) noexcept;

@@ -13,6 +13,7 @@ bool SourceSpace::Fresh() {
   return asking_ || (known_ && Clock::now() - when_ <= kMaxAge);
 }
 
+// The lock is not held over statvfs(2).
 Result<struct statvfs> SourceSpace::Get() {
   {
     const std::lock_guard lock(mutex_);

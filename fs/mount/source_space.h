@@ -23,6 +23,7 @@ class SourceSpace {
 
   explicit SourceSpace(std::string path) : path_(std::move(path)) {}
   // Whether Get() need not ask storage.
+  // Then the caller may answer on the thread that received the request.
   bool Fresh();
   // One caller at a time waits for storage; the others get what was known last (at first: nothing
   // but zeros).

@@ -44,6 +44,7 @@ Result<std::size_t> BlobWriter::Read(std::uint64_t offset, void* out, std::size_
   return size;
 }
 
+// In blocks, so that a hole of gigabytes needs little memory.
 Status BlobWriter::Zero(std::uint64_t begin, std::uint64_t end) {
   if (begin >= end) return {};
   const std::vector<std::byte> zeros(std::min<std::uint64_t>(kBlobBlockBytes, end - begin));

@@ -101,6 +101,7 @@ struct JournalRecord {
 };
 
 // What one record may be of: its leaves are at most 8 MiB.
+// 4 GiB are 65,536 leaves of 16 bytes, 1 MiB; the 32 GiB of an object are 8 MiB.
 inline constexpr std::uint64_t kMaxExtentBytes = std::uint64_t{4} << 30;
 inline constexpr std::uint64_t kMaxObjectBytes = std::uint64_t{32} << 30;
 

@@ -15,6 +15,8 @@ bool Continues(const StoredRange& a, const StoredRange& b) {
 
 }  // namespace
 
+// upper_bound finds the first range that begins behind `at`; only the one before it can reach over
+// `at`.
 RangeMap::Ranges::const_iterator RangeMap::First(std::uint64_t at) const {
   auto it = ranges_.upper_bound(at);
   if (it != ranges_.begin()) {
@@ -63,6 +65,8 @@ void RangeMap::Insert(StoredRange range) {
   ranges_.emplace_hint(next, range.bytes.begin, range);
 }
 
+// With offset == begin, claims of one owner that touch always continue each other, so a target that
+// writes its file in order is one range here too.
 bool RangeMap::Claim(const ByteRange& bytes, std::uint32_t owner) {
   bool free = true;
   ForEach(bytes, [&](const StoredRange& r) { free = free && r.source == owner; });

@@ -91,6 +91,8 @@ class RunsOfTarget {
     return Status();
   }
 
+  // One pass and O(log n) for each record; the result is disjoint, so TensorAssembly finds a
+  // partition at once where nobody else wrote.
   Status AddRanges() {
     RangeMap ranges;  // Sources are indices of records, offsets those of the bytes they stored.
     for (std::size_t i = 0; i < target_.records.size(); ++i) {
@@ -109,6 +111,8 @@ class RunsOfTarget {
     return Status();
   }
 
+  // A kForget becomes a run too, which cuts earlier runs of this target like any later write would,
+  // and then goes.
   Status AddInOrder() {
     for (const JournalRecord* record : target_.records) {
       if (record->kind == JournalRecord::Kind::kForget) {
@@ -318,6 +322,7 @@ void AddProblem(StagingReport& report, std::string code, std::string object, std
   report.problems.push_back({std::move(code), std::move(object), std::move(detail)});
 }
 
+// As a user would index the tensor, so that the report can be pasted into a program.
 std::string TensorBoxText(const TensorMeta& meta, const Box& box) {
   std::string text = "tensor " + meta.key() + " [";
   for (int a = 0; a < box.rank(); ++a) {

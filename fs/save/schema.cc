@@ -155,6 +155,7 @@ Json DimsJson(const Dims& dims) {
 }
 
 // One look at all of them. kAlreadyExists where two conflict: perhaps just now, for a moment.
+// Files that vanish in between are of an edit that was taken back.
 Result<StagingSchema> LookAtSchemas(FileSystem& fs, const std::string& staging_directory) {
   const std::string folder = JoinPath(staging_directory, "schema");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));

@@ -29,6 +29,7 @@ namespace tensormount::fs {
 // All fields but "tensors" are optional; unknown ones are refused by name.
 class StagingSchema {
  public:
+  // Parts of an object are files objects/KEY/0.1, one for each index of the grid.
   struct ObjectSpec {
     Dims grid;  // Rank 0: one part.
     friend bool operator==(const ObjectSpec&, const ObjectSpec&) = default;

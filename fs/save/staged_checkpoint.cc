@@ -78,7 +78,7 @@ void StagedCheckpoint::Touch() {
                std::memory_order_relaxed);
 }
 
-// Without `now` it is one atomic load and a clock in most calls, since it runs before every write.
+// Without `now` most calls ask no storage: it runs before every write.
 Status StagedCheckpoint::CheckInPlace(bool now) {
   const Status stale(Code::kStale, ".staging/" + name() + ": it was published or removed");
   if (gone_.load(std::memory_order_acquire)) return stale;

@@ -63,6 +63,7 @@ bool StagedNode::folder() const {
   }
 }
 
+// What users see in errors, so it is the path below the mount.
 std::string StagedNode::Label() const {
   std::string label = ".staging";
   if (of) label += '/' + of->name();

@@ -18,6 +18,8 @@
 namespace tensormount::fs {
 
 // What a node below .staging/ stands for.
+// The letter of a role is part of the name by which nodes are found and of inode numbers: new roles
+// go to the end.
 enum class NodeRole : std::uint8_t {
   kRoot,     // .staging
   kStaging,  // .staging/NAME

@@ -47,6 +47,7 @@ class StagedReader {
     std::vector<std::byte> data;
     std::uint64_t used = 0;
   };
+  // Opened once and kept; good until the next call.
   Result<File*> Open(std::uint32_t journal, std::uint32_t file);
   // Good until the next call.
   Result<Window*> Load(const StagedRun& run, std::uint64_t at, std::size_t size);

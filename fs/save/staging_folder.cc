@@ -95,6 +95,8 @@ struct NumberedFile {
 };
 
 // <incarnation>-<n>.json of a folder, the last one last.
+// Numbers are of each mount; among equal numbers the name decides, so that all machines agree on
+// which is last.
 Result<std::vector<NumberedFile>> ListNumbered(FileSystem& fs, const std::string& folder) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
   std::vector<NumberedFile> files;
@@ -154,6 +156,8 @@ Result<std::unique_ptr<StagingLease>> StagingLease::ForWriting(FileSystem& fs,
   return std::unique_ptr<StagingLease>(new StagingLease(std::move(lock)));
 }
 
+// The same code for writers and another publisher: either way somebody may still change the
+// staging.
 Result<std::unique_ptr<StagingLease>> StagingLease::ForPublishing(FileSystem& fs,
                                                                   const Staging& staging) {
   Result<std::unique_ptr<File>> lock =

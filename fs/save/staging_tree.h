@@ -60,6 +60,7 @@ class StagingTree {
 
   // EEXIST for a staging that is there: it is joined by looking it up.
   Result<Node> MakeDirectory(std::uint64_t folder, std::string_view name);
+  // With a reference of the node counted, as by Lookup.
   struct Opened {
     Node node;
     std::shared_ptr<WriteHandle> handle;

@@ -68,6 +68,7 @@ class StagingWriter {
   // Everything so far durable and recorded, each data file synced once. The first failure; it does
   // not keep others from being synced. Data files are sealed by the publish, not here.
   Status SyncAll();
+  // Called when the staging was seen to have left its name (StagedCheckpoint::Retire).
   // No more writes: the staging was published or removed. Later calls are kStale, reads too;
   // descriptors are closed.
   void CloseForGood() { shared_->files.CloseForGood(); }

@@ -16,6 +16,7 @@
 namespace tensormount::fs {
 namespace {
 
+// As long as a DataFile waits for an fsync, and not for ever: threads of the mount are few.
 constexpr std::chrono::minutes kTargetPatience{10};
 // Hashed and written block by block: a block stays in the second-level cache meanwhile.
 constexpr std::uint64_t kTargetBlockBytes = 256 * 1024;
@@ -42,6 +43,9 @@ bool TargetWriter::Overlaps(const ByteRange& bytes) const {
                              [&](const ByteRange& w) { return !w.Intersect(bytes).empty(); });
 }
 
+// Two writes of the same bytes must not run at once, or what is stored could be a mixture of both
+// that is neither's hash. The wait has a limit because the other write may hang in storage; the
+// caller then gets an error instead of hanging too.
 Status TargetWriter::Enter(Lock& lock, const ByteRange& bytes) {
   const auto deadline = std::chrono::steady_clock::now() + kTargetPatience;
   const bool free =
@@ -51,6 +55,7 @@ Status TargetWriter::Enter(Lock& lock, const ByteRange& bytes) {
   return {};
 }
 
+// Order does not matter: the last one takes the free place.
 void TargetWriter::Leave(const ByteRange& bytes) {
   const auto at = std::ranges::find(writing_, bytes);
   *at = writing_.back();
@@ -63,6 +68,7 @@ void TargetWriter::EraseLeaves(const ByteRange& bytes) {
                 leaves_.lower_bound((bytes.end + kLeafBytes - 1) / kLeafBytes));
 }
 
+// Bytes may be fresh and synced at once (a rewrite); they count once.
 std::uint64_t TargetWriter::KnownBytes(const ByteRange& bytes) const {
   std::uint64_t known = 0;
   fresh_.Walk(
@@ -189,6 +195,12 @@ Status TargetWriter::PlanGrown(const ByteRange& bytes, Ranges& plan) {
   return {};
 }
 
+// Fresh bytes are overwritten where they are. All others are gaps: bytes that were never written,
+// and bytes that were synced, which only PlanGap tells apart (used_).
+//
+// Example: a target of 8 MiB, whose first MiB was synced. A write of [512 KiB, 2 MiB) becomes two
+// ranges: [512 KiB, 1 MiB) goes to the log, since it is used in the grid, and [1 MiB, 2 MiB) to the
+// grid.
 Status TargetWriter::Plan(const ByteRange& bytes, Ranges& plan) {
   const bool is_large = size() >= StagedParts::kOwnFileBytes;
   const bool is_short = is_large && bytes.size() < kShortBytes;
@@ -283,6 +295,8 @@ void TargetWriter::StartWriteback(Lock& lock, const StoredRange& range) {
   lock.lock();
 }
 
+// Where it fails half way, what was written before is known and the rest is as it was: as write(2)
+// of a disk that fills up.
 Status TargetWriter::Write(std::uint64_t offset, const void* data, std::size_t size) {
   if (shared_->files.closed()) return Status(Code::kStale, Name() + ": no longer written");
   if (!RangeWithin(offset, size, this->size())) return Status::FromErrno(EFBIG, "write", Name());
@@ -358,6 +372,8 @@ Result<std::size_t> TargetWriter::Read(std::uint64_t offset, void* out, std::siz
   return size;
 }
 
+// The record is appended at once and not synced: it holds only over records before it, which the
+// same journal has.
 Status TargetWriter::Forget(ByteRange bytes) {
   if (shared_->files.closed()) return Status(Code::kStale, Name() + ": no longer written");
   bytes.end = std::min(bytes.end, size());
@@ -395,6 +411,7 @@ std::uint64_t TargetWriter::written_bytes() const {
   return written_;
 }
 
+// Fresh and synced ranges interleave, and are joined where they touch.
 std::vector<ByteRange> TargetWriter::Written() const {
   std::vector<ByteRange> all;
   const auto add = [&](const StoredRange& r) {

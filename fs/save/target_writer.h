@@ -110,8 +110,10 @@ class TargetWriter final : public StagedPart {
   static void AddRange(const StoredRange& range, Ranges& plan);
   Status OpenGrid();
   Status WriteRange(const StoredRange& range, const std::byte* data, Leaves& leaves);
+  // Of a neighbour that moves from the log to `to` in the grid.
   Status CopyRange(const StoredRange& to);
   void Install(const StoredRange& range);
+  // With the lock held; gives it back for the call.
   void StartWriteback(Lock& lock, const StoredRange& range);
   // Of every block that these bytes touch: its hash no longer holds.
   void EraseLeaves(const ByteRange& bytes);
@@ -120,6 +122,7 @@ class TargetWriter final : public StagedPart {
   // Gives the target its number in the journal, once; with the lock held.
   Status Number();
 
+  // Appends records to `records`. Reads back and hashes what `leaves` does not have.
   Status RecordGrid(const StoredRange& range, const Leaves& leaves, std::string& records);
   Status RecordLog(Ranges ranges, std::string& records);
   // With at least one range.

@@ -97,6 +97,8 @@ void AddDifferences(const Box& box, const std::byte* a, const std::byte* b, std:
 }
 
 // Boxes of elements around boxes of bytes, each cell once where it can be said so.
+// Two findings may share an element, one byte of it each: cut, so that it is named once. Not for
+// thousands of findings, where that would be quadratic.
 std::vector<Box> ElementBoxes(const TensorMeta& meta, const std::vector<Box>& bytes) {
   std::vector<Box> boxes;
   for (const Box& b : bytes) {
@@ -112,6 +114,7 @@ std::vector<Box> ElementBoxes(const TensorMeta& meta, const std::vector<Box>& by
   return boxes;
 }
 
+// Leaves count from where an extent begins, so equal regions with equal leaves are equal bytes.
 bool SameBytesAndHash(const StagedRun& a, const StagedRun& b) {
   return a.whole() && b.whole() && a.bytes == b.bytes && a.extent().leaves == b.extent().leaves;
 }
@@ -262,6 +265,7 @@ void TensorAssembly::FindMissing(const TensorMeta& meta, const std::vector<Stage
   }
 }
 
+// The common case returns early: one writer for each byte, and nothing forgotten.
 Result<std::vector<StagedRun>> TensorAssembly::Resolve(const TensorMeta& meta,
                                                        std::vector<StagedRun> runs) {
   RegionSet set(ByteShape(meta.dtype(), meta.shape()));

@@ -30,6 +30,7 @@ Crc64 ContributionOf(const Region& region, const std::byte* packed, const Dims& 
 
 }  // namespace
 
+// Also where the publish fails: the next try makes its own.
 PatchFile::~PatchFile() {
   if (!kept_) Discard();
 }
@@ -110,6 +111,8 @@ class TensorAssembly::Emitter {
   }
 
   // Stored bytes [at, at + length) of its extent, which are the packed bytes of `bytes`.
+  // A run that is a whole record keeps its hashes: no byte is read. Otherwise leaves count from
+  // another position and have to be made anew.
   Status Hash(const StagedRun& run, std::uint64_t at, const Region& bytes, StagedChunk& chunk) {
     if (run.whole() && at == run.at && chunk.length == run.size) {
       chunk.leaves = run.extent().leaves;
