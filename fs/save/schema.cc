@@ -15,6 +15,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/errors.h"
+#include "index/records/inventory.h"
 
 namespace tensormount::fs {
 namespace {
