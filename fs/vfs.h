@@ -152,7 +152,7 @@ class Vfs {
   Result<Entry> LookupInRoot(std::string_view name);
   Status ListStore(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn);
   Status ListControl(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn);
-  // In vfs_staging.cc.
+  // Below .staging/, and what is refused elsewhere.
   void OpenStaging(FileSystem& fs);
   static Entry StagedEntry(const StagingTree::Node& node);
   Result<Entry> LookupStaged(NodeId folder, std::string_view name);
