@@ -26,6 +26,7 @@
 
 namespace tensormount::fs {
 
+// A name below a checkpoint, as the kernel is told of it.
 struct Child {
   std::string name;
   Node node;
@@ -79,7 +80,7 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   using Visit = std::function<bool(const Child& child, std::uint64_t next)>;
   Status List(const Node& folder, std::uint64_t cookie, const Visit& fn) const;
   Result<std::shared_ptr<const VirtualFile>> OpenFile(const Node& file) const;
-  // Inventory of this checkpoint as an open file. `path` goes into messages.
+  // Segments that a view made, as an open file of this checkpoint. `path` goes into messages.
   std::shared_ptr<const VirtualFile> Serve(FileSegments content, const std::string& path,
                                            const Node& node) const;
   // Names and values of the user.tensormount.* attributes.
@@ -99,6 +100,8 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   // kStale where there is none. Views are numbered from 1.
   Result<const View*> ViewOf(const Node& node) const;
   static bool IsTop(const Node& node);
+  // A hash of the checkpoint's name and of what the node is called within its view: the same in
+  // every mount of it and after every restart, which is what tools like tar and rsync go by.
   std::uint64_t InodeOf(std::string_view view, bool folder, std::string_view identity) const;
   Attributes AttributesOf(std::string_view view, const ViewNode& node) const;
   Child ChildOf(std::uint8_t number, std::string name, const ViewNode& node) const;
@@ -107,7 +110,7 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
 
   FileSystem& fs_;
   std::shared_ptr<OpenedCheckpoint> opened_;
-  Ownership ownership_;
+  Ownership ownership_;  // Of all files and folders: that of the checkpoint on disk.
   Options options_;
   std::uint64_t inode_seed_ = 0;
   std::unique_ptr<const ShownTensors> tensors_;

@@ -13,9 +13,11 @@
 
 namespace tensormount::fs {
 
-// A file whose text is made when it is read: a head, one piece for each of many items, a tail.
+// A file whose text is made when it is read: a head, some text for each of many items, a tail.
 // Only where each block of items begins is kept, so that checkpoint.json of a million tensors costs
-// no memory. The same items must always give the same text. Thread-safe.
+// no memory; the block that was read last is kept too, because a reader comes for the next bytes of
+// it. The same items must always give the same text: sizes are told before anything is read.
+// Thread-safe.
 class GeneratedText {
  public:
   struct Parts {
@@ -33,6 +35,7 @@ class GeneratedText {
   Status Read(std::uint64_t offset, void* out, std::size_t size) const;
 
  private:
+  // Rendered at once: some ten KiB of text, and 8 bytes of memory for it.
   static constexpr std::uint32_t kBlockItems = 256;
   GeneratedText() = default;
   Status RenderBlock(std::size_t block, std::string& out) const;

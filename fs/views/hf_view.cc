@@ -58,32 +58,32 @@ void HfView::FindCarried() {
   for (auto& [name, object] : found) carried_.push_back({name, object.part});
 }
 
-Result<std::shared_ptr<const HfParts>> HfView::Layout() const {
+Result<std::shared_ptr<const HfParts>> HfView::Parts() const {
   const std::lock_guard lock(mutex_);
-  if (!layout_) {
+  if (!parts_) {
     const Result<ViewNode> whole = whole_.Stat(kRoot);
     if (!whole.ok() && whole.status().code() != Code::kNotFound) return whole.status();
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        layout_, HfParts::Make(shown_, options_, whole.ok() ? whole.value().size : 0));
+        parts_, HfParts::Make(shown_, options_, whole.ok() ? whole.value().size : 0));
   }
-  return layout_;
+  return parts_;
 }
 
 Result<std::shared_ptr<const GeneratedText>> HfView::Index() const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, Layout());
-  if (!layout->has_index()) return StaleNode("hf/");
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
+  if (!parts->has_index()) return StaleNode("hf/");
   const std::lock_guard lock(mutex_);
   if (!index_) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(index_, layout->IndexJson());
+    TENSORMOUNT_ASSIGN_OR_RETURN(index_, parts->IndexJson());
   }
   return index_;
 }
 
-Result<HfParts::File> HfView::PartFile(const HfParts& layout, std::size_t part) const {
+Result<HfParts::File> HfView::PartFile(const HfParts& parts, std::size_t part) const {
   const std::lock_guard lock(mutex_);
   auto it = kept_.find(part);
   if (it == kept_.end()) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(HfParts::File file, layout.Build(part));
+    TENSORMOUNT_ASSIGN_OR_RETURN(HfParts::File file, parts.Build(part));
     kept_bytes_ += file.memory();
     it = kept_.emplace(part, Kept{.file = std::move(file)}).first;
   }
@@ -102,10 +102,10 @@ Result<HfParts::File> HfView::PartFile(const HfParts& layout, std::size_t part) 
 Result<std::string> HfView::NameOf(std::uint64_t item) const {
   if (item == kRoot) return std::string();
   if (item >= kFirstCarried && item < first_part()) return carried_[item - kFirstCarried].name;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, Layout());
-  if (item == kIndexItem && layout->has_index()) return std::string(kIndexFile);
-  if (item < first_part() || item - first_part() >= layout->parts().size()) return StaleNode("hf/");
-  return layout->NameOf(item - first_part());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
+  if (item == kIndexItem && parts->has_index()) return std::string(kIndexFile);
+  if (item < first_part() || item - first_part() >= parts->parts().size()) return StaleNode("hf/");
+  return parts->NameOf(item - first_part());
 }
 
 std::string HfView::PathOf(std::uint64_t item) const {
@@ -131,8 +131,8 @@ Result<ViewNode> HfView::Stat(std::uint64_t item) const {
     node.size = object.length;
     node.mtime = object.mtime;
   } else {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, Layout());
-    node.size = layout->parts()[item - first_part()].size();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
+    node.size = parts->parts()[item - first_part()].size();
   }
   return node;
 }
@@ -152,10 +152,10 @@ Result<ViewChild> HfView::Lookup(std::uint64_t folder, std::string_view name) co
   // Programs look for many files that are not there: a model is laid out for one of its own only.
   const Status none(Code::kNotFound, "no " + std::string(name) + " here");
   if (!name.starts_with("model")) return none;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, Layout());
-  if (name == kIndexFile && layout->has_index()) return found(kIndexItem);
-  if (layout->parts().size() == 1) {
-    if (name == layout->NameOf(0)) return found(first_part());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
+  if (name == kIndexFile && parts->has_index()) return found(kIndexItem);
+  if (parts->parts().size() == 1) {
+    if (name == parts->NameOf(0)) return found(first_part());
     return none;
   }
   constexpr std::string_view kPrefix = "model-";
@@ -165,7 +165,7 @@ Result<ViewChild> HfView::Lookup(std::uint64_t folder, std::string_view name) co
     if (c < '0' || c > '9') break;
     number = number * 10 + static_cast<std::uint64_t>(c - '0');
   }
-  if (number == 0 || number > layout->parts().size() || layout->NameOf(number - 1) != name) {
+  if (number == 0 || number > parts->parts().size() || parts->NameOf(number - 1) != name) {
     return none;
   }
   return found(first_part() + number - 1);
@@ -173,11 +173,11 @@ Result<ViewChild> HfView::Lookup(std::uint64_t folder, std::string_view name) co
 
 Status HfView::List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const {
   if (folder != kRoot) return Status::FromErrno(ENOTDIR, "list", PathOf(folder));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, Layout());
-  const std::uint64_t end = first_part() + layout->parts().size();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
+  const std::uint64_t end = first_part() + parts->parts().size();
   // A cookie is the item that comes next.
   for (std::uint64_t item = std::max(cookie, kIndexItem); item < end; ++item) {
-    if (item == kIndexItem && !layout->has_index()) continue;
+    if (item == kIndexItem && !parts->has_index()) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(std::string name, NameOf(item));
     TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, Stat(item));
     if (!fn(ViewChild{.name = std::move(name), .node = std::move(node)}, item + 1)) return {};
@@ -198,10 +198,10 @@ Result<FileSegments> HfView::Open(std::uint64_t item) const {
     content.AddObject(part, shown_.objects.parts()[part].length);
     return content;
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, Layout());
-  if (item < first_part() || item - first_part() >= layout->parts().size()) return StaleNode("hf/");
-  if (layout->is_whole()) return whole_.Open(kRoot);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const HfParts::File file, PartFile(*layout, item - first_part()));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
+  if (item < first_part() || item - first_part() >= parts->parts().size()) return StaleNode("hf/");
+  if (parts->is_whole()) return whole_.Open(kRoot);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const HfParts::File file, PartFile(*parts, item - first_part()));
   return FileSegments::Shared(file.segments, file.header);
 }
 

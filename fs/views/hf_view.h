@@ -20,7 +20,8 @@ namespace tensormount::fs {
 
 // hf/: the checkpoint as a model folder of the Hugging Face kind. Safetensors parts of a chosen
 // size with their index (or one model.safetensors), and the files that stand beside them, which
-// are objects with these names. Laid out when somebody first looks into it.
+// are objects with these names. Which tensor is in which part is worked out when somebody first
+// looks into it, because most mounts are never asked: it takes a walk over all tensors.
 class HfView : public View {
  public:
   // kInvalidArgument where the rules do not fit the shown keys (HfParts::CheckRules). `whole` is
@@ -44,22 +45,24 @@ class HfView : public View {
     std::string name;
     std::uint32_t part = 0;  // Number in ShownObjects::parts().
   };
+  // The segments of a part, kept for whoever opens it next.
   struct Kept {
     HfParts::File file;
     std::uint64_t used = 0;  // When, as a count.
   };
   static constexpr std::uint64_t kIndexItem = 2;
   static constexpr std::uint64_t kFirstCarried = 3;
-  // Of laid out parts that are kept though nobody has them open.
+  // Of the segments of parts that are kept though nobody has them open. A reader of such a folder
+  // opens the same part many times.
   static constexpr std::uint64_t kKeptBytes = 12 << 20;
 
   HfView(const ShownCheckpoint& shown, const View& whole, const HfOptions& options)
       : shown_(shown), whole_(whole), options_(options) {}
   void FindCarried();
   std::uint64_t first_part() const { return kFirstCarried + carried_.size(); }
-  Result<std::shared_ptr<const HfParts>> Layout() const;
+  Result<std::shared_ptr<const HfParts>> Parts() const;
   Result<std::shared_ptr<const GeneratedText>> Index() const;
-  Result<HfParts::File> PartFile(const HfParts& layout, std::size_t part) const;
+  Result<HfParts::File> PartFile(const HfParts& parts, std::size_t part) const;
   // kStale for what is no item.
   Result<std::string> NameOf(std::uint64_t item) const;
 
@@ -69,7 +72,7 @@ class HfView : public View {
   std::vector<Carried> carried_;  // By name.
 
   mutable std::mutex mutex_;
-  mutable std::shared_ptr<const HfParts> layout_;
+  mutable std::shared_ptr<const HfParts> parts_;
   mutable std::shared_ptr<const GeneratedText> index_;
   mutable std::map<std::size_t, Kept> kept_;  // By part.
   mutable std::uint64_t kept_bytes_ = 0;

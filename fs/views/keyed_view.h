@@ -18,7 +18,11 @@ namespace tensormount::fs {
 
 // A view of a file for each of many keys: folders by the keys' paths, file names with a suffix.
 // Nothing is stored: an item is 1 bit (hidden), 27 bits (the key's number), 12 bits (0: the key's
-// file; d + 1: the folder of the first d names of its path).
+// file; d + 1: the folder of the first d names of its path). So a folder is named by the first key
+// in it: with keys "a.b.w" (number 4) and "a.b.x" (5), folder a/b/ is key 4 with d = 2.
+//
+// A subclass says what the file of one key is made of; see TensorFilesView below, which already
+// says most of it for tensors.
 class KeyedView : public View {
  public:
   static constexpr std::uint32_t kMaxKeys = 1u << 27;
@@ -61,6 +65,7 @@ class KeyedView : public View {
   virtual Result<std::map<std::string, std::string>> AttributesAt(const KeyNumber& key) const = 0;
 
  private:
+  // An item taken apart; depth 0: the key's file.
   struct KeyedItem {
     KeyNumber key;
     std::uint32_t depth = 0;
@@ -105,7 +110,7 @@ class TensorFilesView : public KeyedView {
 
   // kNotFound where the view has no file of such a tensor.
   virtual Result<FileSegments> SegmentsOf(const ShownTensor& tensor) const = 0;
-  // The size of that content where the tensor's own says it: makes listing faster.
+  // The size of that file where the tensor's own says it: a listing then makes no segments.
   virtual std::optional<std::uint64_t> KnownSize(const TensorMeta& shown) const {
     (void)shown;
     return std::nullopt;

@@ -37,7 +37,10 @@ class ShownObjects {
   std::vector<std::string> stored_keys_;  // Of each part; empty without a map of keys.
 };
 
-// What the views of a checkpoint are made from. Everything outlives the views.
+// What the views of a checkpoint are made from: the keys that are shown, which are the stored ones
+// unless the mount has a map of keys. A view takes names from here and bytes from `opened`, never
+// names from there: else a map would hold in some views and not in others. Everything outlives the
+// views.
 struct ShownCheckpoint {
   const OpenedCheckpoint& opened;
   const ShownTensors& tensors;

@@ -21,7 +21,8 @@
 namespace tensormount::fs {
 
 // Keys of tensors, numbered in byte order. A number is a tensor's ordinal only where no map of keys
-// is in force.
+// is in force: the index sorts by stored keys, folders are listed by shown ones. Numbers go into
+// node ids, so they are the same as long as the checkpoint is open. Thread-safe.
 class ShownTensors : public KeySource {
  public:
   // With the key that is shown; its ordinal is the index's.
@@ -69,6 +70,7 @@ class LayerFiles {
   Result<Layer> At(const CheckpointIndex& index, std::uint32_t number) const;
 
  private:
+  // Of one layer; its stack's key is said once.
   struct Name {
     std::string key;
     std::uint32_t stack = 0;  // Position in stacks_.

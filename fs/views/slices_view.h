@@ -46,6 +46,7 @@ class SlicesView : public View {
     bool layer = false;
     std::uint32_t number = 0;  // In ShownTensors, or in LayerFiles.
   };
+  // Folders of slices/ are those of tensors/ and of the layers, in one.
   struct Folder {
     // Where it is in the two trees; it may be in one of them only.
     std::optional<TreeFolder> tensors;
@@ -66,7 +67,7 @@ class SlicesView : public View {
   };
   struct Remembered {
     std::shared_ptr<const Item> item;
-    std::uint64_t references = 0;
+    std::uint64_t references = 0;  // That the kernel holds: one each time Lookup gave it.
   };
   // What a slice of a key is cut from.
   struct Source {

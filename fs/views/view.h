@@ -33,6 +33,11 @@ struct ViewChild {
 
 // One name in a checkpoint's folder and what is below it: tensors/, zarr/, model.safetensors.
 // Computed from the index; knows nothing of slots, inodes, owners or the kernel. Thread-safe.
+//
+// To add one: derive from FileView (a single file), TensorFilesView (a file for each tensor),
+// KeyedView (a file for each of other keys) or, with a tree of its own, from View itself; then a
+// line in CheckpointView::MakeViews. Calls may come for items that were never handed out (the
+// kernel keeps node ids, and people guess), so every item is checked.
 class View {
  public:
   // The item of the view's own folder, or of its only file.
