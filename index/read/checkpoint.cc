@@ -35,12 +35,11 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   if (opened->commit_.one_copy_damaged) opened->warnings_.push_back(opened->commit_.damage);
 
   const CommitRecord& commit = opened->commit_.record;
-  CheckpointIndex::SstOptions sst;
-  sst.check_bytes = options.check_index_bytes;
+  std::function<Result<std::shared_ptr<const Table>>()> again;
   if (options.rebuild_index) {
     // For damage that shows at a later read.
-    sst.again = [&fs, pinned = opened->pinned_, directory,
-                 commit]() -> Result<std::shared_ptr<const Table>> {
+    again = [&fs, pinned = opened->pinned_, directory,
+             commit]() -> Result<std::shared_ptr<const Table>> {
       if (const auto derived = OpenDerivedIndex(fs, directory, commit); derived.ok()) {
         return std::shared_ptr<const Table>(derived.value(), &derived.value()->table());
       }
@@ -51,7 +50,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
     };
   }
   Result<std::shared_ptr<const CheckpointIndex>> index =
-      CheckpointIndex::OpenSst(fs, root, commit, std::move(sst));
+      CheckpointIndex::OpenSst(fs, root, commit, options.check_index_bytes, std::move(again));
   // An index of another version is as good as none, manifests have versions of their own; and so is
   // what is no file, or cannot be read.
   const Status damage = index.status();

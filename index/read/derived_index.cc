@@ -60,7 +60,7 @@ Result<std::shared_ptr<const CheckpointIndex>> OpenDerivedIndex(FileSystem& fs,
   }
   // It stands in for one that is damaged: a second damage must show now, not at some later read.
   return CheckpointIndex::OpenSst(fs, derived, decoded.record,
-                                  {.check_bytes = ~std::uint64_t{0}, .again = {}});
+                                  /*check_bytes=*/~std::uint64_t{0});
 }
 
 }  // namespace tensormount

@@ -162,7 +162,7 @@ class CheckpointVerifier {
     const std::string name(kIndexName);
     const CommitRecord::Entry* entry = commit().Find(name);
     Result<std::shared_ptr<const CheckpointIndex>> index = CheckpointIndex::OpenSst(
-        fs_, *pinned_.directory, commit(), {.check_bytes = ~std::uint64_t{0}, .again = {}});
+        fs_, *pinned_.directory, commit(), /*check_bytes=*/~std::uint64_t{0});
     if (entry != nullptr) report_.bytes_checked += entry->length;
     const Status damage = index.ok() ? CheckRecords(*index.value()) : index.status();
     if (damage.ok()) return Status();

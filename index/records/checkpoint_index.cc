@@ -12,7 +12,6 @@
 #include "base/coding.h"
 #include "index/records/index_records.h"
 #include "index/records/layer_names.h"
-#include "index/records/lru_cache.h"
 #include "index/records/memory_table.h"
 #include "index/records/record_coding.h"
 #include "index/records/recovering_table.h"
@@ -22,8 +21,6 @@ namespace tensormount {
 namespace {
 
 namespace record = index_record;
-
-constexpr std::size_t kExtentCacheBytes = std::size_t{16} << 20;
 
 Status BadIndex(std::string message) {
   return Status(Code::kDataLoss, "index: " + std::move(message));
@@ -46,16 +43,44 @@ SstIdentity IdentityOf(const Uuid& uuid, const Hash128& content_root) {
   return {uuid.ToString(), content_root.ToHex()};
 }
 
+// The records of an inventory. Not `to_memory`: the very ones that its SST file has.
+Result<std::unique_ptr<MemoryTable>> ToMemory(const Inventory& inventory, bool to_memory) {
+  auto table = std::make_unique<MemoryTable>();
+  TENSORMOUNT_RETURN_IF_ERROR(
+      record::ForEach(inventory, to_memory, [&](std::string_view key, std::string_view value) {
+        table->Append(key, value);
+        return Status();
+      }));
+  return table;
+}
+
+// Calls fn(key, value) for the records with this prefix in key order, until one fails. A scan's own
+// callback only says whether to go on, so that a Table need not know what its values mean.
+template <typename Fn>
+Status ForEachRecord(const Table& table, std::string_view prefix, Fn fn) {
+  Status failure;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      table.Scan(prefix, {}, [&](std::string_view key, std::string_view value) {
+        failure = fn(key, value);
+        return failure.ok();
+      }));
+  return failure;
+}
+
+// The objects' parts whose keys in the table have this prefix.
+Result<std::vector<ObjectRecord>> ScanObjects(const Table& table, std::string_view prefix) {
+  std::vector<ObjectRecord> parts;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      ForEachRecord(table, prefix, [&](std::string_view, std::string_view value) -> Status {
+        ByteReader in(value, "index: object");
+        TENSORMOUNT_ASSIGN_OR_RETURN(ObjectRecord object, DecodeObject(in, "index: object"));
+        parts.push_back(std::move(object));
+        return in.Finish();
+      }));
+  return parts;
+}
+
 }  // namespace
-
-struct CheckpointIndex::Cache {
-  LruCache<std::uint32_t, const ExtentTable> extents{kExtentCacheBytes};
-  std::mutex layers_mutex;
-  std::shared_ptr<const LayerNames> layers;
-};
-
-CheckpointIndex::CheckpointIndex() : cache_(std::make_unique<Cache>()) {}
-CheckpointIndex::~CheckpointIndex() = default;
 
 Result<CommitRecord::Entry> CheckpointIndex::WriteSst(FileSystem& fs, const Inventory& inventory,
                                                       const Hash128& content_root,
@@ -72,22 +97,12 @@ Result<CommitRecord::Entry> CheckpointIndex::WriteSst(FileSystem& fs, const Inve
 
 Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::FromInventory(
     const Inventory& inventory) {
-  auto table = std::make_unique<MemoryTable>();
-  TENSORMOUNT_RETURN_IF_ERROR(
-      record::ForEach(inventory, true, [&](std::string_view key, std::string_view value) {
-        table->Append(key, value);
-        return Status();
-      }));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<MemoryTable> table, ToMemory(inventory, true));
   return Load(std::move(table), true);
 }
 
 Result<std::shared_ptr<const MemoryTable>> CheckpointIndex::RecordsOf(const Inventory& inventory) {
-  auto table = std::make_shared<MemoryTable>();
-  TENSORMOUNT_RETURN_IF_ERROR(
-      record::ForEach(inventory, false, [&](std::string_view key, std::string_view value) {
-        table->Append(key, value);
-        return Status();
-      }));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<MemoryTable> table, ToMemory(inventory, false));
   return std::shared_ptr<const MemoryTable>(std::move(table));
 }
 
@@ -104,7 +119,8 @@ bool CheckpointIndex::IsLost(const Status& status) {
 }
 
 Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
-    FileSystem& fs, const std::string& directory, const CommitRecord& commit, SstOptions options) {
+    FileSystem& fs, const std::string& directory, const CommitRecord& commit,
+    std::uint64_t check_bytes, std::function<Result<std::shared_ptr<const Table>>()> again) {
   const std::string name(kIndexName);
   const std::string path = JoinPath(directory, name);
   const CommitRecord::Entry* entry = commit.Find(name);
@@ -116,7 +132,7 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
     return BadIndex(name + ": " + std::to_string(info.size) + " bytes, " +
                     std::to_string(entry->length) + " expected");
   }
-  if (entry->length <= options.check_bytes) {
+  if (entry->length <= check_bytes) {
     TENSORMOUNT_RETURN_IF_ERROR(CheckWholeFile(*file, *entry));
   }
   std::string tail(std::min(kIndexTailBytes, entry->length), '\0');
@@ -131,8 +147,8 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
     return BadIndex(name + ": it is the index of another checkpoint");
   }
   std::unique_ptr<Table> table = std::move(sst);
-  if (options.again) {
-    table = std::make_unique<RecoveringTable>(std::move(table), std::move(options.again));
+  if (again) {
+    table = std::make_unique<RecoveringTable>(std::move(table), std::move(again));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const CheckpointIndex> index,
                                Load(std::move(table), false));
@@ -160,35 +176,33 @@ Status CheckpointIndex::LoadLists() {
   tensor_bytes_ = counts.tensor_bytes;
   chunk_count_ = counts.chunks;
   safetensors_header_bytes_ = counts.safetensors_header_bytes;
-  Status inner;
-  TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(
-      record::Key(record::kFile), {}, [&](std::string_view key, std::string_view value) {
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachRecord(
+      *table_, record::Key(record::kFile),
+      [&](std::string_view key, std::string_view value) -> Status {
         if (key != record::Key(record::kFile, static_cast<std::uint32_t>(files_.size()))) {
-          inner = BadIndex("files are not numbered in order");
-          return false;
+          return BadIndex("files are not numbered in order");
         }
         ByteReader in(value, "index: file");
-        Result<FileRecord> file = DecodeFile(in);
-        inner = file.ok() ? in.Finish() : file.status();
-        if (inner.ok() && info_.self_contained && file.value().placement == Placement::kForeign) {
-          inner = BadIndex(file.value().name + ": a foreign file without a root");
+        TENSORMOUNT_ASSIGN_OR_RETURN(FileRecord file, DecodeFile(in));
+        if (Status left = in.Finish(); !left.ok()) return left;
+        if (info_.self_contained && file.placement == Placement::kForeign) {
+          return BadIndex(file.name + ": a foreign file without a root");
         }
-        if (inner.ok()) files_.push_back(std::move(file).value());
-        return inner.ok();
+        files_.push_back(std::move(file));
+        return Status();
       }));
-  TENSORMOUNT_RETURN_IF_ERROR(inner);
-  TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(
-      record::Key(record::kManifest), {}, [&](std::string_view key, std::string_view value) {
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachRecord(
+      *table_, record::Key(record::kManifest),
+      [&](std::string_view key, std::string_view value) -> Status {
         if (key != record::Key(record::kManifest, static_cast<std::uint32_t>(manifests_.size()))) {
-          inner = BadIndex("manifests are not numbered in order");
-        } else if (!value.starts_with("manifest/") || !IsSafeName(value)) {
-          inner = BadIndex("\"" + std::string(value) + "\" is not a name of a manifest");
-        } else {
-          manifests_.emplace_back(value);
+          return BadIndex("manifests are not numbered in order");
         }
-        return inner.ok();
+        if (!value.starts_with("manifest/") || !IsSafeName(value)) {
+          return BadIndex("\"" + std::string(value) + "\" is not a name of a manifest");
+        }
+        manifests_.emplace_back(value);
+        return Status();
       }));
-  TENSORMOUNT_RETURN_IF_ERROR(inner);
   if (files_.size() != counts.files || manifests_.size() != counts.manifests) {
     return BadIndex("files or manifests are missing");
   }
@@ -264,7 +278,7 @@ Result<std::uint32_t> CheckpointIndex::LowerBound(std::string_view key) const {
 }
 
 Result<std::shared_ptr<const ExtentTable>> CheckpointIndex::Extents(std::uint32_t ordinal) const {
-  if (std::shared_ptr<const ExtentTable> known = cache_->extents.Get(ordinal)) return known;
+  if (std::shared_ptr<const ExtentTable> known = extents_.Get(ordinal)) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, At(ordinal));
   const std::string prefix = record::Key(record::kExtents, ordinal);
   std::string rows;
@@ -285,73 +299,50 @@ Result<std::shared_ptr<const ExtentTable>> CheckpointIndex::Extents(std::uint32_
                     " chunks, " + std::to_string(entry.chunks) + " expected");
   }
   const std::size_t weight = table.value().packed().size() + 256;
-  return cache_->extents.Put(ordinal, std::make_shared<const ExtentTable>(std::move(table).value()),
-                             weight);
+  return extents_.Put(ordinal, std::make_shared<const ExtentTable>(std::move(table).value()),
+                      weight);
 }
 
 Result<std::vector<ObjectRecord>> CheckpointIndex::Objects() const {
-  std::vector<ObjectRecord> objects;
-  Status inner;
-  TENSORMOUNT_RETURN_IF_ERROR(
-      table_->Scan(record::Key(record::kObject), {}, [&](std::string_view, std::string_view value) {
-        ByteReader in(value, "index: object");
-        Result<ObjectRecord> object = DecodeObject(in, "index: object");
-        inner = object.ok() ? in.Finish() : object.status();
-        if (inner.ok()) objects.push_back(std::move(object).value());
-        return inner.ok();
-      }));
-  TENSORMOUNT_RETURN_IF_ERROR(inner);
-  return objects;
+  return ScanObjects(*table_, record::Key(record::kObject));
 }
 
 Result<std::vector<ObjectRecord>> CheckpointIndex::ObjectParts(std::string_view key) const {
   std::string prefix = record::Key(record::kObject, key);
-  prefix += '\0';
-  std::vector<ObjectRecord> parts;
-  Status inner;
-  TENSORMOUNT_RETURN_IF_ERROR(
-      table_->Scan(prefix, {}, [&](std::string_view, std::string_view value) {
-        ByteReader in(value, "index: object");
-        Result<ObjectRecord> object = DecodeObject(in, "index: object");
-        inner = object.ok() ? in.Finish() : object.status();
-        if (inner.ok() && object.value().key != key) {
-          inner = BadIndex("object " + std::string(key) + ": its record is of another");
-        }
-        if (inner.ok()) parts.push_back(std::move(object).value());
-        return inner.ok();
-      }));
-  TENSORMOUNT_RETURN_IF_ERROR(inner);
+  prefix += '\0';  // Keys have no NUL, so that "a" does not match "ab".
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectRecord> parts, ScanObjects(*table_, prefix));
+  for (const ObjectRecord& part : parts) {
+    if (part.key != key) {
+      return BadIndex("object " + std::string(key) + ": its record is of another");
+    }
+  }
   if (parts.empty()) return Status(Code::kNotFound, "no object " + std::string(key));
   return parts;
 }
 
 Result<std::vector<ExtraRange>> CheckpointIndex::Extras() const {
   std::vector<ExtraRange> extras;
-  Status inner;
   TENSORMOUNT_RETURN_IF_ERROR(
-      table_->Scan(record::Key(record::kExtra), {}, [&](std::string_view, std::string_view value) {
-        ByteReader in(value, "index: extra piece");
-        Result<ExtraRange> extra = DecodeExtra(in);
-        inner = extra.ok() ? in.Finish() : extra.status();
-        if (inner.ok()) extras.push_back(extra.value());
-        return inner.ok();
-      }));
-  TENSORMOUNT_RETURN_IF_ERROR(inner);
+      ForEachRecord(*table_, record::Key(record::kExtra),
+                    [&](std::string_view, std::string_view value) -> Status {
+                      ByteReader in(value, "index: extra piece");
+                      TENSORMOUNT_ASSIGN_OR_RETURN(const ExtraRange extra, DecodeExtra(in));
+                      extras.push_back(extra);
+                      return in.Finish();
+                    }));
   return extras;
 }
 
 Result<CommonValues> CheckpointIndex::CommonRecords() const {
   CommonValues common;
-  Status inner;
-  TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(
-      record::Key(record::kCommon), {}, [&](std::string_view key, std::string_view encoded) {
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachRecord(
+      *table_, record::Key(record::kCommon),
+      [&](std::string_view key, std::string_view encoded) -> Status {
         ByteReader in(encoded, "index: common value");
-        Result<CommonValue> value = DecodeCommon(in, "index: common value");
-        inner = value.ok() ? in.Finish() : value.status();
-        if (inner.ok()) common.emplace(key.substr(1), std::move(value).value());
-        return inner.ok();
+        TENSORMOUNT_ASSIGN_OR_RETURN(CommonValue value, DecodeCommon(in, "index: common value"));
+        common.emplace(key.substr(1), std::move(value));
+        return in.Finish();
       }));
-  TENSORMOUNT_RETURN_IF_ERROR(inner);
   return common;
 }
 
@@ -373,28 +364,23 @@ Result<CommonValue> CheckpointIndex::CommonRecord(std::string_view name) const {
 }
 
 Result<std::shared_ptr<const LayerNames>> CheckpointIndex::Layers() const {
-  const std::lock_guard lock(cache_->layers_mutex);
-  if (cache_->layers) return cache_->layers;
+  const std::lock_guard lock(layers_mutex_);
+  if (layers_) return layers_;
   std::map<std::string, std::string> patterns;
-  Status inner;
   TENSORMOUNT_RETURN_IF_ERROR(
-      table_->Scan(record::Key(record::kCommon, kLayersRecordPrefix), {},
-                   [&](std::string_view key, std::string_view encoded) {
-                     ByteReader in(encoded, "index: names of layers");
-                     const Result<CommonValue> value = DecodeCommon(in, "index: names of layers");
-                     inner = value.ok() ? in.Finish() : value.status();
-                     if (!inner.ok()) return false;
-                     const auto* pattern = value.value().get_if<std::string>();
-                     if (pattern == nullptr) {
-                       inner = BadIndex("names of layers: not a string");
-                       return false;
-                     }
-                     patterns.emplace(key.substr(1 + kLayersRecordPrefix.size()), *pattern);
-                     return true;
-                   }));
-  TENSORMOUNT_RETURN_IF_ERROR(inner);
-  cache_->layers = std::make_shared<const LayerNames>(std::move(patterns));
-  return cache_->layers;
+      ForEachRecord(*table_, record::Key(record::kCommon, kLayersRecordPrefix),
+                    [&](std::string_view key, std::string_view encoded) -> Status {
+                      ByteReader in(encoded, "index: names of layers");
+                      TENSORMOUNT_ASSIGN_OR_RETURN(const CommonValue value,
+                                                   DecodeCommon(in, "index: names of layers"));
+                      if (Status left = in.Finish(); !left.ok()) return left;
+                      const auto* pattern = value.get_if<std::string>();
+                      if (pattern == nullptr) return BadIndex("names of layers: not a string");
+                      patterns.emplace(key.substr(1 + kLayersRecordPrefix.size()), *pattern);
+                      return Status();
+                    }));
+  layers_ = std::make_shared<const LayerNames>(std::move(patterns));
+  return layers_;
 }
 
 Result<std::optional<LayerEntry>> CheckpointIndex::ResolveLayer(std::string_view key) const {

@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "index/records/commit_record.h"
 #include "index/records/common_state.h"
 #include "index/records/inventory.h"
+#include "index/records/lru_cache.h"
 
 namespace tensormount {
 
@@ -62,7 +64,6 @@ class Table {
 // cache. docs/format.md, "Index", has the record kinds.
 class CheckpointIndex {
  public:
-  ~CheckpointIndex();
   // Builds the records from `content` (sorted, complete, roots of files computed) into a new file
   // `name` (kIndexName) below `directory`, the checkpoint's, whose index/ exists. The file is
   // fsynced, its folder is not. Returns the commit entry (name, length, hash, tail). On failure the
@@ -72,24 +73,18 @@ class CheckpointIndex {
                                               const std::string& directory,
                                               const std::string& name);
   static Result<std::shared_ptr<const CheckpointIndex>> FromInventory(const Inventory& inventory);
-  struct SstOptions {
-    // A file of up to this size is compared with its hash, a larger one only its tail.
-    std::uint64_t check_bytes = kIndexCheckedWhole;
-    // The same records from elsewhere, for when damage shows only as they are read. Called at most
-    // once at a time, until it succeeds; may be empty.
-    std::function<Result<std::shared_ptr<const Table>>()> again;
-  };
-  // Checks length, tail and, as `options` say, the hash of all of it against COMMIT, and uuid and
-  // content root in the SST's properties: an index of another checkpoint is kDataLoss.
-  static Result<std::shared_ptr<const CheckpointIndex>> OpenSst(FileSystem& fs,
-                                                                const std::string& directory,
-                                                                const CommitRecord& commit,
-                                                                SstOptions options);
-  static Result<std::shared_ptr<const CheckpointIndex>> OpenSst(FileSystem& fs,
-                                                                const std::string& directory,
-                                                                const CommitRecord& commit) {
-    return OpenSst(fs, directory, commit, SstOptions());
-  }
+  // Checks length, tail and, up to `check_bytes`, the hash of all of it against COMMIT, and uuid
+  // and content root in the SST's properties: an index of another checkpoint is kDataLoss.
+  //
+  // `check_bytes`: a file of up to this size is compared with its hash, a larger one only its tail.
+  // `again`: the same records from elsewhere, for when damage shows only as they are read
+  // (RecoveringTable). It is called at most once at a time, until it succeeds; without it damage is
+  // an error of the read that meets it.
+  static Result<std::shared_ptr<const CheckpointIndex>> OpenSst(
+      FileSystem& fs, const std::string& directory, const CommitRecord& commit,
+      std::uint64_t check_bytes = kIndexCheckedWhole,
+      std::function<Result<std::shared_ptr<const Table>>()> again = {});
+
   // What Inventory's records are in an SST file, in memory.
   static Result<std::shared_ptr<const MemoryTable>> RecordsOf(const Inventory& inventory);
 
@@ -142,8 +137,7 @@ class CheckpointIndex {
   const Table& table() const { return *table_; }
 
  private:
-  struct Cache;
-  CheckpointIndex();
+  CheckpointIndex() = default;
   // Reads what is kept in memory.
   static Result<std::shared_ptr<const CheckpointIndex>> Load(std::unique_ptr<Table> table,
                                                              bool in_memory);
@@ -151,7 +145,11 @@ class CheckpointIndex {
 
   std::unique_ptr<Table> table_;
   bool in_memory_ = false;
-  std::unique_ptr<Cache> cache_;
+  // Extent tables by ordinal, weighed by their packed rows: 100 bytes a chunk of a matrix.
+  static constexpr std::size_t kExtentCacheBytes = std::size_t{16} << 20;
+  mutable LruCache<std::uint32_t, const ExtentTable> extents_{kExtentCacheBytes};
+  mutable std::mutex layers_mutex_;
+  mutable std::shared_ptr<const LayerNames> layers_;  // Null until it is asked for; by the mutex.
   CheckpointInfo info_;
   std::vector<FileRecord> files_;
   std::vector<std::string> manifests_;

@@ -52,15 +52,16 @@ struct RangeHash {
 };
 static_assert(sizeof(RangeHash) == 32);  // Hashed as it lies: u64 offset, u64 length, hash.
 
-Status BadRange(const FileRecord& file, const RangeHash& piece, std::string_view why) {
-  return Status(Code::kDataLoss, file.name + ": the piece of " + std::to_string(piece.length) +
-                                     " bytes at " + std::to_string(piece.offset) + " " +
+Status BadRange(const FileRecord& file, const RangeHash& range, std::string_view why) {
+  return Status(Code::kDataLoss, file.name + ": the piece of " + std::to_string(range.length) +
+                                     " bytes at " + std::to_string(range.offset) + " " +
                                      std::string(why));
 }
 
-// Calls fn(file, offset, length, hash, has_hash) for everything that lies in data files.
+// Calls fn(file, range, has_hash) for every stored range: the chunks of tensors, the parts of
+// objects, and the extra ranges. Their order is that of the inventory, not that of the files.
 template <typename Fn>
-Status ForEachPiece(const Inventory& inventory, Fn fn) {
+Status ForEachStoredRange(const Inventory& inventory, Fn fn) {
   for (const TensorRecord& tensor : inventory.tensors) {
     const std::string_view rows = tensor.extents.packed();
     const std::size_t row_bytes = tensor.extents.row_bytes();
@@ -185,29 +186,29 @@ Hash128 ContentRoot(const Inventory& inventory) {
 Status ComputeFileRoots(Inventory& inventory) {
   const std::size_t files = inventory.files.size();
   std::vector<std::size_t> begin(files + 1, 0);
-  TENSORMOUNT_RETURN_IF_ERROR(ForEachPiece(
-      inventory, [&](std::uint32_t file, const RangeHash& piece, bool has_hash) -> Status {
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachStoredRange(
+      inventory, [&](std::uint32_t file, const RangeHash& range, bool has_hash) -> Status {
         if (file >= files) {
           return Status(Code::kDataLoss,
                         "file number " + std::to_string(file) + " is not in the file table");
         }
         const FileRecord& record = inventory.files[file];
-        if (piece.offset > record.length || piece.length > record.length - piece.offset) {
-          return BadRange(record, piece,
+        if (range.offset > record.length || range.length > record.length - range.offset) {
+          return BadRange(record, range,
                           "reaches past the end of its " + std::to_string(record.length));
         }
         if (!has_hash && record.placement != Placement::kForeign) {
-          return BadRange(record, piece, "has no hash");
+          return BadRange(record, range, "has no hash");
         }
         ++begin[file + 1];
         return Status();
       }));
   for (std::size_t f = 0; f < files; ++f) begin[f + 1] += begin[f];
-  std::vector<RangeHash> pieces(begin[files]);
+  std::vector<RangeHash> ranges(begin[files]);
   std::vector<std::size_t> next(begin.begin(), begin.end() - 1);
-  TENSORMOUNT_RETURN_IF_ERROR(
-      ForEachPiece(inventory, [&](std::uint32_t file, const RangeHash& piece, bool) -> Status {
-        pieces[next[file]++] = piece;
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachStoredRange(
+      inventory, [&](std::uint32_t file, const RangeHash& range, bool) -> Status {
+        ranges[next[file]++] = range;
         return Status();
       }));
   const auto less = [](const RangeHash& a, const RangeHash& b) {
@@ -216,10 +217,10 @@ Status ComputeFileRoots(Inventory& inventory) {
   for (std::size_t f = 0; f < files; ++f) {
     FileRecord& file = inventory.files[f];
     file.root = Hash128{};
-    // Its pieces may overlap: tensors that share a storage.
+    // Its ranges may overlap: tensors that share a storage.
     if (file.placement == Placement::kForeign) continue;
-    const auto first = pieces.begin() + static_cast<std::ptrdiff_t>(begin[f]);
-    const auto last = pieces.begin() + static_cast<std::ptrdiff_t>(begin[f + 1]);
+    const auto first = ranges.begin() + static_cast<std::ptrdiff_t>(begin[f]);
+    const auto last = ranges.begin() + static_cast<std::ptrdiff_t>(begin[f + 1]);
     if (!std::is_sorted(first, last, less)) std::sort(first, last, less);
     const auto end = std::remove_if(first, last, [](const RangeHash& p) { return p.length == 0; });
     for (auto it = first; it != end && it + 1 != end; ++it) {
