@@ -21,6 +21,7 @@
 
 namespace tensormount {
 
+// Name of the index below the checkpoint's folder, as COMMIT lists it.
 inline constexpr std::string_view kIndexName = "index/index.sst";
 // How much of its end is checked at open.
 inline constexpr std::uint64_t kIndexTailBytes = 64 * 1024;
@@ -29,11 +30,14 @@ inline constexpr std::uint64_t kIndexCheckedWhole = 4 << 20;
 
 // What the index says of one tensor, without its extents.
 struct TensorEntry {
+  // Tensors are numbered in the byte order of their keys, from 0 without gaps: the mount lists and
+  // pages by ordinal, and a prefix of keys is a range of ordinals.
   std::uint32_t ordinal = 0;  // Position in key order.
   TensorMeta meta;
   Crc64 digest = 0;
   bool has_digest = false;
   std::int64_t mtime = 0;
+  // Rows of its extent table. Compared with the table when that is read.
   std::uint64_t chunks = 0;
   // Of its bytes in model.safetensors; if in_safetensors.
   std::uint64_t safetensors_offset = 0;
@@ -47,6 +51,14 @@ class MemoryTable;
 struct LayerEntry;
 
 // Sorted key/value records; the one thing that differs between an SST file and memory.
+// How records are kept, and the only seam between an index and its storage. There are three:
+//   SstTable         the file index/index.sst, as every published checkpoint has it
+//   MemoryTable      records made from an Inventory: of checkpoints in foreign formats, which have
+//                    no index, and of an index that had to be rebuilt in place
+//   RecoveringTable  an SstTable with a way to such a MemoryTable, for a block that turns out to be
+//                    damaged when it is read, maybe hours after the open
+// A table knows bytes only; what a record must be is checked by CheckpointIndex, which treats all
+// three as data from outside. Get and Scan are thread-safe in all of them.
 class Table {
  public:
   virtual ~Table() = default;
@@ -62,6 +74,16 @@ class Table {
 // The chunk index of one checkpoint: an SST file, or the same records in memory (foreign files,
 // rebuilt ones). Immutable; thread-safe. Extent tables are decoded once and kept in a bounded
 // cache. docs/format.md, "Index", has the record kinds.
+// Costs: an open reads the end of the file, the info record and the lists of files and manifests,
+// whatever the number of tensors. Find and At are one or two look-ups in the table (a binary search
+// over the blocks, then inside of one), Extents one more for each MiB of rows. Nothing is kept of
+// what ForEachTensor passes over.
+//
+// What callers may rely on, because it is checked here on every read: ordinals and numbers of files
+// and manifests are dense, names are safe to be joined to the checkpoint's folder, and a record is
+// of the key under which it was found. Rows of extent tables are checked by ExtentTable::At, and
+// that they cover their tensor when they were written (completeness.h) and by `verify`, not at each
+// open.
 class CheckpointIndex {
  public:
   // Builds the records from `content` (sorted, complete, roots of files computed) into a new file
@@ -93,6 +115,7 @@ class CheckpointIndex {
   // What was found damaged since it was opened and is read from elsewhere now; empty: nothing.
   std::string recovered() const { return table_->recovered(); }
   // Made by FromInventory.
+  // Where this is true chunks may be pending, and there is no header of model.safetensors.
   bool in_memory() const { return in_memory_; }
   const CheckpointInfo& info() const { return info_; }
   const std::vector<FileRecord>& files() const { return files_; }
@@ -111,6 +134,8 @@ class CheckpointIndex {
   // As recorded: what is pending is resolved by OpenedCheckpoint::Extents.
   Result<std::shared_ptr<const ExtentTable>> Extents(std::uint32_t ordinal) const;
 
+  // All parts of all objects, by key and then by their index on the grid. These lists are decoded
+  // anew on each call: they are asked for once an open or a listing.
   Result<std::vector<ObjectRecord>> Objects() const;
   Result<std::vector<ObjectRecord>> ObjectParts(std::string_view key) const;  // kNotFound
   Result<std::vector<ExtraRange>> Extras() const;
@@ -141,6 +166,7 @@ class CheckpointIndex {
   // Reads what is kept in memory.
   static Result<std::shared_ptr<const CheckpointIndex>> Load(std::unique_ptr<Table> table,
                                                              bool in_memory);
+  // The info record, and the tables of files and manifests, which every read needs.
   Status LoadLists();
 
   std::unique_ptr<Table> table_;

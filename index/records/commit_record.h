@@ -27,8 +27,11 @@ struct CommitRecord {
   std::uint64_t read_compatible = 0;
   std::uint64_t incompatible = 0;
   Uuid uuid;
+  // Numbers the saves of a store: claimed when the staging is made, so that it orders saves by
+  // their begin and not by their publish. The highest published one is `latest`.
   std::uint64_t generation = 0;
   Uuid parent;
+  // ContentRoot() of the inventory: a rebuilt index is compared with it.
   Hash128 content_root;
   struct Entry {
     std::string name;  // Below the checkpoint: "data/…", "manifest/…", "index/…".
@@ -36,6 +39,8 @@ struct CommitRecord {
     Hash128 hash;  // File root for data, hash of the whole file otherwise.
     Hash128 tail;  // index/ only: of the last min(length, 64 KiB), checked at open.
   };
+  // Every data file, manifest and index of the checkpoint, but no foreign file. What is not in this
+  // list belongs to nobody: publish removes it from the staging, `verify` reports it as surplus.
   std::vector<Entry> files;                        // Sorted by name.
   const Entry* Find(std::string_view name) const;  // Null: no such file.
 };
@@ -44,8 +49,10 @@ inline constexpr std::string_view kCommitName = "COMMIT";
 // Two copies, about 100 bytes a file each: room for millions of files.
 inline constexpr std::uint64_t kMaxCommitBytes = std::uint64_t{1} << 30;
 
+// Both copies, each padded to whole pages: what is written to the file.
 std::string EncodeCommit(const CommitRecord& record);
 
+// A record, and whether both of its copies were whole.
 struct DecodedCommit {
   CommitRecord record;
   bool one_copy_damaged = false;  // Opened with a warning; `verify` says so and exits 1.

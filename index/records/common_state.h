@@ -17,8 +17,11 @@
 
 namespace tensormount {
 
+// Sorted by name, so that ranks encode and compare equal states alike.
 using CommonValues = std::map<std::string, CommonValue>;
 
+// Records with reserved names. An old reader passes over those that it does not know, so a new one
+// needs no new version of the format.
 inline constexpr std::string_view kContentMetadataRecord = "$content";
 inline constexpr std::string_view kRankRecordPrefix = "$rank.";
 
@@ -32,10 +35,12 @@ inline bool IsReservedCommonName(std::string_view name) { return name.starts_wit
 // Of names that applications give: a key (CheckKey) that is not reserved. kInvalidArgument.
 Status CheckCommonName(std::string_view name);
 
+// The values of one rank travel and are stored as one dict; these two go there and back.
 CommonValue DictOf(const CommonValues& values);
 // kDataLoss where the value is not a dict with string keys alone; `what` begins the message.
 Result<CommonValues> ValuesOf(CommonValue value, std::string_view what);
 
+// The records of a checkpoint, sorted out by what their names say.
 struct CommonState {
   CommonValues values;                // The same on every rank.
   std::map<int, CommonValues> ranks;  // What each rank set for itself; ranks that did, only.

@@ -26,9 +26,13 @@ std::string FloatText(double value);
 std::string CommonPathPart(const CommonKey& key, bool first);
 
 // By path; null: compare everything.
+// Says which entries of dicts are not compared. Called with the path of each, before its value is
+// looked at, so that it must be cheap.
 using CommonExempt = std::function<bool(std::string_view path)>;
 
 // A difference in its two sides, for callers that know more of them than first and second.
+// Two users, two wordings: FirstDifference says "in the second", the check before a save names the
+// ranks that hold each side.
 struct CommonSides {
   enum class Kind { kValues, kOnlyFirst, kOnlySecond };
   std::string path;

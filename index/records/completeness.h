@@ -31,6 +31,8 @@ struct TensorCheck {
 class CompletenessCheck {
  public:
   // `tensor`: its chunks' files and manifests are numbers of `inventory`.
+  // Findings are in the order of the checks: a row that breaks a rule is kBad whatever else is
+  // wrong, because its region cannot be trusted to mean anything; an overlap goes before a hole.
   TensorCheck Check(const Inventory& inventory, const TensorRecord& tensor);
 
  private:
@@ -40,6 +42,14 @@ class CompletenessCheck {
 // Whether the chunks of every tensor cover it exactly, and its objects' parts their grids; whether
 // every chunk lies in its file and has the length of its region. kDataLoss names tensor, the exact
 // missing or doubled box, and the files concerned.
+//
+// Run at every publish over the merged manifests, at every rebuild of an index, and over what an
+// adapter for a foreign format found. It is the last check between what ranks say that they wrote
+// and a COMMIT that promises it, so it believes no field of a row: rows come from files of other
+// processes.
+//
+// Cost: linear in the number of chunks. Rows are compared as packed bytes; only a tensor that fails
+// is decoded, to say what is wrong with it. No data is read.
 Status CheckComplete(const Inventory& inventory);
 
 }  // namespace tensormount

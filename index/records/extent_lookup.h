@@ -19,17 +19,22 @@ class ExtentLookup {
  public:
   // kDataLoss where a row breaks a rule, is pending, lies outside the shape or has not its region's
   // length.
+  // O(n), once a tensor: decodes and checks every row, so that readers who go on with table().At(i)
+  // meet no row that they must distrust.
   static Result<std::shared_ptr<const ExtentLookup>> Make(const TensorMeta& meta,
                                                           std::shared_ptr<const ExtentTable> table);
 
   // Rows that may hold bytes [first, end) of the tensor's row-major order: all that do, and maybe
   // others.
+  // A range of row numbers, not of bytes: [begin, end).
   struct Rows {
     std::size_t begin = 0;
     std::size_t end = 0;
   };
   Rows Candidates(std::uint64_t first, std::uint64_t end) const;
   // Whether bytes [begin, end) of row i may be in this stretch; false only where certain.
+  // `first` and `end` are bytes of the tensor's row-major order, as above. A row's own bounds are
+  // from its first to its last byte there; a column of a matrix holds few of the bytes in between.
   bool MayTouch(std::size_t i, std::uint64_t first, std::uint64_t end) const {
     return first_[i] < end && end_[i] > first;
   }
@@ -37,7 +42,9 @@ class ExtentLookup {
   const std::shared_ptr<const ExtentTable>& shared_table() const { return table_; }
 
   // The file of which byte n is byte n of the tensor, for every stored chunk; nullopt: none.
+  // Such a tensor can be read, mapped or passed through as a plain range of one file.
   std::optional<std::uint32_t> linear_file() const { return linear_file_; }
+  // Bytes that a cache should count for it: three u64 a row, and the packed rows.
   std::size_t memory() const { return first_.size() * 24 + table_->packed().size() + 128; }
 
  private:

@@ -13,6 +13,9 @@
 
 namespace tensormount::extent_row {
 
+// Offsets of the fields in a row. Fields need no alignment: rows of odd sizes follow each other,
+// and LoadLittle copies. The first two fields are numbers in tables of their own manifest or
+// checkpoint; InventoryMerger replaces them and nothing else.
 inline constexpr std::size_t kFile = 0;        // u32
 inline constexpr std::size_t kManifest = 4;    // u32
 inline constexpr std::size_t kOffset = 8;      // u64
@@ -24,6 +27,7 @@ inline constexpr std::size_t kFlatFirst = 52;  // i64
 inline constexpr std::size_t kFlatCount = 60;  // i64
 inline constexpr std::size_t kBegin = 68;  // i64 an axis, then i64 extents, then strides if wide
 
+// Bits of the flags.
 inline constexpr std::uint32_t kHasHash = 1;
 inline constexpr std::uint32_t kFlat = 2;
 inline constexpr std::uint32_t kStrided = 4;  // In wide rows alone.
@@ -31,10 +35,14 @@ inline constexpr std::uint32_t kPending = 8;  // In memory alone (ChunkRecord::p
 inline constexpr std::uint32_t kKnownFlags = kHasHash | kFlat | kStrided;
 
 // `wide`: rows of a table that has strided chunks.
+// Bytes of a row: 68 of fixed fields, then 16 an axis, or 24 with strides. 100 bytes for a chunk of
+// a matrix.
 constexpr std::size_t Bytes(int rank, bool wide) {
   return kBegin + (wide ? 24 : 16) * static_cast<std::size_t>(rank);
 }
 
+// These trust the row's length alone: `row` has Bytes(rank, wide) bytes, and axis is below rank.
+// What they return may be any number (ExtentTable::At checks).
 inline std::int64_t Begin(const char* row, int axis) {
   return LoadLittle<std::int64_t>(row + kBegin + 8 * static_cast<std::size_t>(axis));
 }

@@ -37,6 +37,11 @@ struct ChunkRecord {
 // "Extent table"): fixed-size rows for one rank of tensor, so that a million chunks are merged and
 // written without being decoded. Decoding checks every field. A table with a strided chunk in it
 // has wide rows, all of them.
+// The rows of a million chunks of rank 2 are 100 MB and as many bytes to move; as ChunkRecords with
+// Regions they would be several times that, and building them would be most of a publish.
+//
+// A value; not thread-safe while it is changed. In a table that is shared (CheckpointIndex) nothing
+// changes any more.
 class ExtentTable {
  public:
   explicit ExtentTable(int rank, bool wide = false) : rank_(rank), wide_(wide) {}
@@ -61,18 +66,22 @@ class ExtentTable {
   void Reserve(std::size_t rows) { rows_.reserve(rows * row_bytes()); }
   // Bytes of data in all chunks, for estimates.
   std::uint64_t DataBytes() const;
+  // The first strided chunk makes the table wide, and all rows in it are written anew once.
   void Append(const ChunkRecord& chunk);
   // Appends rows of `other` (same rank) with file and manifest numbers replaced:
   // file_map[old] = new. kDataLoss where a number is outside the map.
   Status AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
                       std::uint32_t manifest);
   // Replaces file and manifest numbers in place. kDataLoss where one is outside its map.
+  // Both are what makes merging cheap: 8 bytes a row are replaced, the rest is one copy.
   Status Remap(std::span<const std::uint32_t> file_map,
                std::span<const std::uint32_t> manifest_map);
   // Decodes row i: kDataLoss where a field breaks a rule (rank, negative, region outside itself).
   Result<ChunkRecord> At(std::size_t i) const;
   Result<std::vector<ChunkRecord>> All() const;
   // Rows in the order of their regions' first element, then file, offset: the canonical order.
+  // O(n) where rows are in order already, as from one writer; else O(n log n). The order is part of
+  // the format: the content root hashes rows in it, so equal contents get equal roots.
   void Sort();
 
  private:

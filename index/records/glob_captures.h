@@ -11,6 +11,9 @@ namespace tensormount {
 // What each '*' of `pattern` stands for in `text`, in order; nothing where it does not match. '*'
 // is the only character with a meaning and stands for any bytes, none too; each takes as few as the
 // rest of the pattern lets it, from left to right. Time linear in the text for each '*'.
+// The captures point into `text`. Example: "layers.*.attn.*" on "layers.3.attn.q.weight" gives "3"
+// and "q.weight". Never exponential: a match that takes as few bytes as possible for each star
+// never needs to be undone, because what stands behind it can only move to the right.
 inline std::optional<std::vector<std::string_view>> GlobCaptures(std::string_view pattern,
                                                                  std::string_view text) {
   std::vector<std::string_view> captures;

@@ -26,15 +26,22 @@ inline constexpr char kObject = 'o';       // key, NUL, be32 part -> object
 inline constexpr char kTensor = 't';       // be32 ordinal -> entry
 inline constexpr char kExtra = 'x';        // be32 number -> extra piece
 
+// A value longer than this is cut into pages of their own keys, so that a reader of a huge extent
+// table needs no value of hundreds of MiB in one block of the SST file.
 inline constexpr std::size_t kPageBytes = std::size_t{1} << 20;
 inline constexpr std::uint32_t kVersion = 1;
 
+// Keys of records. Numbers are big-endian, so that the byte order of RocksDB is numeric order and a
+// scan meets ordinals, pages and parts in sequence. The kind's letter comes first: a scan of one
+// kind is a scan of one prefix.
 std::string Key(char kind);
 std::string Key(char kind, std::uint32_t number);
 std::string Key(char kind, std::uint32_t number, std::uint32_t page);
 std::string Key(char kind, std::string_view name);
 std::uint32_t LoadBig32(const char* p);
 
+// What the info record says about the others: an open knows sizes without counting, and a list that
+// lacks its end is told from a short one.
 struct Counts {
   std::uint32_t tensors = 0;
   std::uint64_t tensor_bytes = 0;

@@ -23,7 +23,10 @@ namespace tensormount {
 struct Uuid {
   std::uint64_t high = 0;
   std::uint64_t low = 0;
+  // From the kernel's generator, never a fork's copy of a seed: two ranks or two containers that
+  // start at the same moment must not get the same one.
   static Uuid Random();
+  // 32 lower-case hex digits, the one form that ToString has; anything else is nullopt.
   static std::optional<Uuid> Parse(std::string_view hex);
   std::string ToString() const;
   std::string Short() const { return ToString().substr(0, 8); }  // In names of data files.
@@ -59,11 +62,14 @@ struct ExtraRange {
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
+  // Chunk hash over its leaves, which stand in that manifest's leaf section from `first_leaf` on;
+  // the same three fields as in ChunkRecord and ObjectRecord.
   Hash128 hash;
   std::uint32_t manifest = 0;
   std::uint64_t first_leaf = 0;
 };
 
+// One tensor and all its chunks.
 struct TensorRecord {
   TensorMeta meta;
   ExtentTable extents{0};
@@ -110,6 +116,16 @@ struct CheckpointInfo {
 
 // Every logical record of a checkpoint: merged from manifests, or made from a foreign file. What
 // the index is built from, what the content root is over.
+// The one form in which a checkpoint's metadata goes from one part of the program to another:
+//
+//   manifests --InventoryMerger--> Inventory --index_record::ForEach--> index (SST file or memory)
+//   foreign formats --ForeignBuilder--^         --ContentRoot--> COMMIT
+//   index --CheckpointIndex::ToInventory--^     --CheckComplete--> the proof before a publish
+//
+// Numbers of files and manifests in its records are positions in its own two tables. "Sorted" below
+// holds for what InventoryMerger::Finish returned and for what an index gives back; a manifest's
+// own inventory is in the order of its writer. Needs memory for all rows: 100 bytes a chunk of a
+// matrix. A value without locks.
 struct Inventory {
   CheckpointInfo info;
   std::vector<FileRecord> files;       // Sorted by name.
@@ -151,11 +167,15 @@ class InventoryMerger {
                    std::uint32_t manifest);
   Status AddObject(const ObjectRecord& object, std::span<const std::uint32_t> file_map,
                    std::uint32_t manifest);
+  // Compares with the coordinator's list, and takes its mtimes.
   Status ApplyCoordinator();
+  // Numbers files and manifests by sorted names: Add gave numbers in the order of its calls, and
+  // the same manifests must give the same index in whatever order a folder lists them.
   Status SortNumbers();
 
   Inventory merged_;
   std::map<std::string, std::uint32_t, std::less<>> file_number_;
+  // Position in merged_.tensors by key: they are sorted only at the end.
   std::unordered_map<std::string, std::size_t> tensor_number_;
   std::optional<Inventory> coordinator_;
   Uuid uuid_;  // Of the first manifest that has one.

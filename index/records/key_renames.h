@@ -21,6 +21,8 @@ class KeyRenames {
  public:
   // kInvalidArgument as KeyMap::ApplyToAll, over tensors and objects together. Common values keep
   // their names. Costs one scan of the keys and a string for each.
+  // All at once and before anything is read or copied, because a map may give two keys one name,
+  // and that must be refused while nothing has happened yet.
   static Result<KeyRenames> Make(const CheckpointIndex& index, const KeyMap& map);
 
   // New names; empty where the key is dropped.

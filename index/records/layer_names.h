@@ -41,6 +41,7 @@ class LayerNames {
   bool empty() const { return patterns_.empty(); }
   const std::map<std::string, std::string>& patterns() const { return patterns_; }
 
+  // A name of a layer, taken apart. The view is into this object.
   struct Found {
     std::string_view stacked_key;
     std::int64_t layer = 0;
@@ -55,6 +56,7 @@ class LayerNames {
 };
 
 // One layer of a stacked tensor.
+// Who reads it reads `stacked` and adds `offset` (bytes), or maps a region with InStack.
 struct LayerEntry {
   TensorEntry stacked;
   std::int64_t layer = 0;

@@ -21,9 +21,15 @@ namespace tensormount {
 //
 // `leaves`: leaf hashes of all its chunks, objects and extra pieces, at their `first_leaf`.
 // kInvalidArgument where something is over the limits of the format.
+// The header comes first and has checksums of its own, so that one leaf of a manifest of hundreds
+// of MiB is found with two small reads (ReadManifestLeaves). Records are never read in part: they
+// are hashed as a whole, and decoded as a whole.
 Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const Hash128> leaves);
 
 // kDataLoss where a checksum or a rule is broken, kUnsupported for a newer version.
+// What DecodeManifest promises: every checksum held, every record obeys its own rules, and leaves
+// exist. Not that numbers of files are in the table or that tensors are covered: whoever merges
+// checks that (InventoryMerger, CheckComplete). The bytes may come from anywhere.
 struct Manifest {
   Inventory inventory;
   std::vector<Hash128> leaves;
@@ -35,6 +41,7 @@ Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name);
 Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
                                                 std::uint64_t count);
 
+// Written last, at publish, by the one rank that merges (docs/format.md, "Manifest").
 inline constexpr std::string_view kCoordinatorManifest = "manifest/coordinator.tmm";
 
 }  // namespace tensormount

@@ -15,10 +15,15 @@ namespace tensormount {
 
 // Records in memory: indexes of foreign files and rebuilt ones. Packed, because a checkpoint of a
 // million tensors has three million of them.
+// Needed because foreign checkpoints have no SST file and writing one would need a folder that we
+// may write to; sharing the records' form with SstTable means that there is one decoder for both.
 class MemoryTable : public Table {
  public:
   std::size_t size() const { return records_.size(); }
   // Keys must rise from call to call; each of both is less than 4 GiB.
+  // Not while others read: a table is filled first and shared afterwards, never changed then. That
+  // is why reads need no lock. Get is a binary search, O(log n); Scan finds its start in the same
+  // way.
   void Append(std::string_view key, std::string_view value);
 
   Result<std::string> Get(std::string_view key) const override;

@@ -17,6 +17,8 @@
 
 namespace tensormount {
 
+// Limits of docs/format.md, "Limits". Encoders and decoders use the same ones: what was written can
+// always be read again.
 inline constexpr std::size_t kMaxFileNameBytes = 4096;
 // The producer, the name of the parent.
 inline constexpr std::size_t kMaxTextBytes = 4096;
@@ -36,6 +38,8 @@ bool IsSafeName(std::string_view name);
 // decoded, also inside of `outer` more containers.
 Status CheckCommon(const CommonValue& value, int outer = 0);
 
+// Pairs. A decoder that returns no Result leaves failures in the reader (ByteReader::status), where
+// its caller finds them.
 void EncodeUuid(ByteWriter& out, const Uuid& uuid);
 Uuid DecodeUuid(ByteReader& in);
 

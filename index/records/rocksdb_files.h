@@ -18,7 +18,10 @@ class Env;
 namespace tensormount {
 
 // What RocksDB did to the one file that it was given: its own Status has no room for our codes.
+// The hash and the tail are taken while the file is written, so that COMMIT's entry needs no second
+// pass over it; they are right because an SST file is only ever appended to.
 struct RocksFileLog {
+  // Of the failure only: reads come from several threads; one thread writes.
   std::mutex mutex;
   Status first_failure;  // Of our file layer.
   std::uint64_t written = 0;

@@ -22,6 +22,9 @@ bool SafetensorsHolds(const TensorMeta& tensor);
 
 // How tensors stand in model.safetensors: by falling element size, then in the order given, so that
 // each is aligned.
+// Example: an f32 "b", a bf16 "a" and an f64 "c" stand as c, b, a: 8, 4 and 2 bytes an element.
+// Since sizes of elements are powers of two and larger ones come first, each is aligned for its
+// own.
 struct SafetensorsOrder {
   std::string header;                  // Bytes before the data. Empty: over the format's limit.
   std::vector<std::uint64_t> offsets;  // In the file, by position in `tensors`.

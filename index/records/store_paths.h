@@ -28,6 +28,8 @@ inline constexpr std::string_view kSinceSuffix = ".since";
 
 // Whether `name`, in a folder that has a staging.json, is there because the folder is or was a
 // shared staging, and belongs to no checkpoint.
+// Shared by publish, verify and gc, which must agree on it: what one of them took for a leftover
+// and another for a file of the checkpoint would be deleted or reported wrongly.
 bool IsSharedLeftover(std::string_view name);
 
 }  // namespace tensormount::store_paths
