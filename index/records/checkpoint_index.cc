@@ -27,6 +27,8 @@ Status BadIndex(std::string message) {
 }
 
 // All of an index file against its hash.
+// In blocks of 1 MiB: the file may be read from a network, and is at most 4 MiB at an ordinary
+// open, but `verify` asks for any size.
 Status CheckWholeFile(File& file, const CommitRecord::Entry& entry) {
   Xxh3Stream hash;
   std::string block(std::min<std::uint64_t>(entry.length, std::uint64_t{1} << 20), '\0');
@@ -39,6 +41,7 @@ Status CheckWholeFile(File& file, const CommitRecord::Entry& entry) {
   return hash.Value() == entry.hash ? Status() : BadIndex(entry.name + ": checksum differs");
 }
 
+// Hex in both: values of user properties are strings.
 SstIdentity IdentityOf(const Uuid& uuid, const Hash128& content_root) {
   return {uuid.ToString(), content_root.ToHex()};
 }
@@ -106,6 +109,9 @@ Result<std::shared_ptr<const MemoryTable>> CheckpointIndex::RecordsOf(const Inve
   return std::shared_ptr<const MemoryTable>(std::move(table));
 }
 
+// What is left out is a failure of this process (no memory, no descriptors, a bug) or its will: the
+// same records from elsewhere would not help. Not found is a loss: an index file that was deleted
+// can be rebuilt.
 bool CheckpointIndex::IsLost(const Status& status) {
   switch (status.code()) {
     case Code::kOk:
@@ -122,6 +128,8 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
     FileSystem& fs, const std::string& directory, const CommitRecord& commit,
     std::uint64_t check_bytes, std::function<Result<std::shared_ptr<const Table>>()> again) {
   const std::string name(kIndexName);
+  // Everything that COMMIT says of the file is compared before RocksDB sees it: its parser then
+  // meets damaged bytes only where a block's own checksum finds them.
   const std::string path = JoinPath(directory, name);
   const CommitRecord::Entry* entry = commit.Find(name);
   if (entry == nullptr) return BadIndex(std::string(kCommitName) + " does not list " + name);
@@ -143,6 +151,8 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
                     " bytes differs");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<SstTable> sst, SstTable::Open(fs, path));
+  // A file that is whole and listed with the right hash, of another checkpoint: somebody copied a
+  // COMMIT or an index by hand.
   if (sst->identity() != IdentityOf(commit.uuid, commit.content_root)) {
     return BadIndex(name + ": it is the index of another checkpoint");
   }
@@ -152,6 +162,8 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const CheckpointIndex> index,
                                Load(std::move(table), false));
+  // The info record repeats what COMMIT says, so that a reader of the index alone knows them; two
+  // places can disagree only where one is wrong.
   if (index->info().uuid != commit.uuid || index->info().generation != commit.generation ||
       index->info().parent != commit.parent) {
     return BadIndex(name + ": uuid, generation or parent is not what " + std::string(kCommitName) +
@@ -203,6 +215,7 @@ Status CheckpointIndex::LoadLists() {
         manifests_.emplace_back(value);
         return Status();
       }));
+  // Numbers are dense, as checked above, so only the end can be missing.
   if (files_.size() != counts.files || manifests_.size() != counts.manifests) {
     return BadIndex("files or manifests are missing");
   }
@@ -216,6 +229,8 @@ Result<TensorEntry> CheckpointIndex::Find(std::string_view key) const {
   }
   TENSORMOUNT_RETURN_IF_ERROR(ordinal.status());
   if (ordinal.value().size() != 4) return BadIndex("tensor " + std::string(key) + ": bad number");
+  // Two look-ups: key to ordinal, ordinal to record. The record is kept by ordinal so that listings
+  // in order read neighbours, and the extents' keys are short.
   TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry entry, At(record::LoadBig32(ordinal.value().data())));
   if (entry.meta.key() != key) {
     return BadIndex("tensor " + std::string(key) + ": its record is of " + entry.meta.key());
@@ -227,6 +242,7 @@ Result<TensorEntry> CheckpointIndex::At(std::uint32_t ordinal) const {
   Result<std::string> value = table_->Get(record::Key(record::kTensor, ordinal));
   if (value.status().code() == Code::kNotFound) {
     const std::string what = "no tensor number " + std::to_string(ordinal);
+    // Inside of the count a record that is not there is damage, beyond it a question about nothing.
     return ordinal < tensor_count_ ? BadIndex(what) : Status(Code::kNotFound, what);
   }
   TENSORMOUNT_RETURN_IF_ERROR(value.status());
@@ -260,6 +276,8 @@ Status CheckpointIndex::ForEachTensor(std::uint32_t first,
   return Status();
 }
 
+// The `k` records are sorted by key, so the first at or behind `key` has the answer. None: all keys
+// are smaller.
 Result<std::uint32_t> CheckpointIndex::LowerBound(std::string_view key) const {
   std::uint32_t ordinal = tensor_count_;
   Status inner;
@@ -278,11 +296,14 @@ Result<std::uint32_t> CheckpointIndex::LowerBound(std::string_view key) const {
 }
 
 Result<std::shared_ptr<const ExtentTable>> CheckpointIndex::Extents(std::uint32_t ordinal) const {
+  // No lock is held while a table is read: two threads may read the same one, and share the first
+  // that was put (LruCache::Put).
   if (std::shared_ptr<const ExtentTable> known = extents_.Get(ordinal)) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, At(ordinal));
   const std::string prefix = record::Key(record::kExtents, ordinal);
   std::string rows;
   std::uint32_t page = 0;
+  // Pages are numbered from 0; a gap would shift all rows behind it into regions of others.
   bool in_order = true;
   TENSORMOUNT_RETURN_IF_ERROR(
       table_->Scan(prefix, {}, [&](std::string_view key, std::string_view value) {
@@ -364,6 +385,8 @@ Result<CommonValue> CheckpointIndex::CommonRecord(std::string_view name) const {
 }
 
 Result<std::shared_ptr<const LayerNames>> CheckpointIndex::Layers() const {
+  // Held during the scan: it is short, and done once in the life of an index. A failure is not
+  // kept.
   const std::lock_guard lock(layers_mutex_);
   if (layers_) return layers_;
   std::map<std::string, std::string> patterns;

@@ -13,6 +13,8 @@ namespace tensormount {
 namespace {
 
 // docs/format.md, "Commit record".
+// Offsets that are used before a copy is decoded: the length at 40. The first 40 bytes keep their
+// places in every version of the format.
 constexpr std::string_view kCommitMagic{"TMCOMMIT", 8};
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kCommitHeaderBytes = 112;
@@ -52,6 +54,8 @@ Result<CommitRecord> DecodeCopy(std::string_view bytes) {
   const auto length = LoadLittle<std::uint64_t>(bytes.data() + 40);
   if (length < kCommitHeaderBytes + kCommitHashBytes || length > bytes.size())
     return bad("wrong length");
+  // Checksum first, then version and feature bits: damage must never look like a newer format,
+  // which tools answer differently (kUnsupported and not kDataLoss).
   const std::string_view body = bytes.substr(0, length - kCommitHashBytes);
   ByteReader sum(bytes.substr(body.size(), kCommitHashBytes), "checksum");
   if (sum.Hash() != Xxh3(body)) return bad("checksum differs");
@@ -91,6 +95,8 @@ Result<CommitRecord> DecodeCopy(std::string_view bytes) {
     file.hash = in.Hash();
     file.tail = in.Hash();
     if (!in.status().ok()) break;
+    // Names are joined to the checkpoint's folder later; "../x" must not get that far, also with a
+    // checksum that holds.
     if (!IsSafeName(file.name)) return bad("\"" + file.name + "\" is not a name below it");
     if (i > 0 && !(record.files[i - 1].name < file.name)) return bad("files are not in order");
   }
@@ -114,6 +120,10 @@ std::string EncodeCommit(const CommitRecord& record) {
   return copy + copy;
 }
 
+// Where the second copy begins follows from the first one's length, or, where that is damaged, from
+// the file's size: both copies have the same padded size. Four outcomes: both whole and equal; one
+// damaged (a warning); both damaged; both whole and unequal, which no crash can make, so nothing is
+// guessed.
 Result<DecodedCommit> DecodeCommit(std::string_view bytes, std::string_view name) {
   // The first copy says how long both are; where it cannot, they are the halves of the file.
   std::uint64_t copy_bytes = bytes.size() >= 48 ? LoadLittle<std::uint64_t>(bytes.data() + 40) : 0;
@@ -157,6 +167,8 @@ Result<std::string> ReadCommitBytes(File& file, std::string_view name) {
   std::string bytes(static_cast<std::size_t>(info.size), '\0');
   const Status whole = file.ReadExactAt(0, bytes.data(), bytes.size());
   if (whole.ok()) return bytes;
+  // A bad sector fails the read of the whole file. Read by pages it costs the copy that it lies in,
+  // whose checksum then differs.
   for (std::size_t at = 0; at < bytes.size(); at += kPage) {
     const std::size_t size = std::min<std::size_t>(kPage, bytes.size() - at);
     if (!file.ReadExactAt(at, bytes.data() + at, size).ok()) {

@@ -24,6 +24,7 @@ using Json = nlohmann::json;
 
 constexpr std::uint64_t kQuietNan = 0x7ff8000000000000;
 // One level of a tree takes at most three of JSON ({"$dict": [[key, value]]}), a scalar one more.
+// The parser is stopped at this depth before the tree's own limit can be looked at.
 constexpr std::size_t kMaxJsonDepth = 3 * static_cast<std::size_t>(kMaxCommonDepth) + 1;
 
 // ---- Writing ----
@@ -53,6 +54,7 @@ void AppendString(std::string& out, const std::string& text) {
   }
 }
 
+// JSON has no NaN and no infinities, and a NaN's payload is data like any other.
 void AppendFloat(std::string& out, double value) {
   if (std::isnan(value)) {
     const std::uint64_t bits = std::bit_cast<std::uint64_t>(value);
@@ -69,6 +71,8 @@ void AppendFloat(std::string& out, double value) {
 }
 
 // Whether the dict can be an object of JSON that is read back as what it is.
+// Integer keys, keys that are no UTF-8 and keys that begin with '$' need the form {"$dict": [[key,
+// value], ...]}.
 bool IsPlainObject(const CommonDict& dict) {
   for (const auto& [key, value] : dict.items) {
     const auto* text = std::get_if<std::string>(&key);
@@ -249,6 +253,7 @@ class TreeBuilder : public nlohmann::json_sax<Json> {
 
   bool start_object(std::size_t) override { return Open(true); }
   bool start_array(std::size_t) override { return Open(false); }
+  // The value is not known yet: the next event fills it in.
   bool key(std::string& value) override {
     frames_.back().members.emplace_back(std::move(value), CommonValue());
     return true;
@@ -301,6 +306,8 @@ class TreeBuilder : public nlohmann::json_sax<Json> {
   }
 
   bool Put(CommonValue value) {
+    // Arrays of pairs in $dict are nodes here and none of the tree, so this is wider than the
+    // limit, which CheckCommon compares afterwards. Here it bounds memory while parsing.
     if (++nodes_ > 2 * kMaxCommonNodes) return Fail(Refused("too many values"));
     if (frames_.empty()) {
       value_ = std::move(value);

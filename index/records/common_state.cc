@@ -18,6 +18,7 @@ Result<int> RankOf(std::string_view name) {
   digits.remove_prefix(kRankRecordPrefix.size());
   int rank = 0;
   const auto [stop, error] = std::from_chars(digits.data(), digits.data() + digits.size(), rank);
+  // Spelling it again refuses "007", "+7" and what follows the digits: each rank has one record.
   if (error != std::errc() || rank < 0 || RankRecordName(rank) != name) {
     return Status(Code::kDataLoss, "common record " + std::string(name) + ": names no rank");
   }

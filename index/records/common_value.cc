@@ -88,6 +88,7 @@ std::string DescribeWithKind(const CommonValue& value) {
 }
 
 // Where to begin to show two strings so that what differs is seen.
+// Two long strings that differ at their end would be shown as the same 48 bytes otherwise.
 std::size_t ShowFrom(std::string_view a, std::string_view b) {
   const auto at = static_cast<std::size_t>(
       std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin());
@@ -147,6 +148,8 @@ class ValueComparison {
     auto x = a.items.begin();
     auto y = b.items.begin();
     while (x != a.items.end() || y != b.items.end()) {
+      // A merge of two sorted maps: `first` and `second` say that the smaller key is in one side
+      // only; neither, that both have it.
       const bool first = y == b.items.end() || (x != a.items.end() && x->first < y->first);
       const bool second = x == a.items.end() || (y != b.items.end() && y->first < x->first);
       path_ += CommonPathPart(first ? x->first : y->first, path_.empty());
@@ -174,6 +177,8 @@ struct PathPart {
   std::string_view text;  // As it was written, for messages.
 };
 
+// Grammar: a path is parts side by side. [n] item of a list, (n) of a tuple, {n} integer key; a
+// string key is a word, or a JSON string, with a dot before it unless it begins the path.
 Result<PathPart> TakePart(std::string_view path, std::size_t& at) {
   const std::size_t begin = at;
   const auto bad = [&] {
@@ -303,6 +308,8 @@ Result<CommonValue> CommonValue::At(std::string_view path) const {
   return *value;
 }
 
+// Floats by their bits, so that a value that was stored and read again is equal to itself, also
+// NaN.
 bool operator==(const CommonValue& a, const CommonValue& b) {
   if (a.value_.index() != b.value_.index()) return false;
   if (const double* d = a.get_if<double>()) {

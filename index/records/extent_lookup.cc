@@ -47,6 +47,8 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
   lookup->end_.reserve(n);
   lookup->max_end_.reserve(n);
   const std::uint64_t bits = meta.bits();
+  // `before` is where the last row began. It must not fall: the binary search over first_ relies on
+  // it, and a table of an index that was tampered with may have any order.
   std::uint64_t before = 0;
   std::uint64_t max_end = 0;
   bool linear = n > 0 && meta.bytes() > 0;
@@ -68,6 +70,7 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
     if (!chunk.region.empty()) {
       std::uint64_t last = 0;
       FirstAndLast(chunk.region, meta.shape(), first, last);
+      // Elements of 4 or 6 bits: the bounds are widened to whole bytes.
       first = first * bits / 8;
       end = ((last + 1) * bits + 7) / 8;
       if (first < before) return bad("chunks are not in order");
@@ -88,6 +91,10 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
   return std::shared_ptr<const ExtentLookup>(std::move(lookup));
 }
 
+// Row i can hold a byte at or behind `first` only if some row up to it reaches past `first`:
+// max_end_ never falls, so the first such row is found by binary search. And no row that begins at
+// or behind `end` can hold one before it. Example: rows of 10 bytes each, [25, 31): max_end_ 10 20
+// 30 40, so begin is row 2; first_ 0 10 20 30, so end is 4.
 ExtentLookup::Rows ExtentLookup::Candidates(std::uint64_t first, std::uint64_t end) const {
   Rows rows;
   rows.begin = static_cast<std::size_t>(std::upper_bound(max_end_.begin(), max_end_.end(), first) -

@@ -96,6 +96,7 @@ std::uint64_t ExtentTable::DataBytes() const {
   return bytes;
 }
 
+// A narrow row is a wide one without its last rank * 8 bytes, so widening appends zeros to each.
 void ExtentTable::Widen() {
   if (wide_) return;
   const std::size_t narrow = row_bytes();
@@ -109,6 +110,7 @@ void ExtentTable::Widen() {
   rows_ = std::move(rows);
 }
 
+// The layout of a row is docs/format.md, "Extent table"; At() below reads what is written here.
 void ExtentTable::Append(const ChunkRecord& chunk) {
   const bool strided = chunk.strides.rank() > 0;
   if (strided) Widen();
@@ -141,6 +143,7 @@ void ExtentTable::Append(const ChunkRecord& chunk) {
   }
 }
 
+// On failure rows of `other` stay in part: callers give the whole inventory up then.
 Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
                                  std::uint32_t manifest) {
   if (other.rank_ != rank_) return Status(Code::kDataLoss, "extent table: ranks differ");
@@ -184,6 +187,9 @@ Status ExtentTable::Remap(std::span<const std::uint32_t> file_map,
   return Status();
 }
 
+// Refuses everything that has a second spelling too (a hash without its flag, a flat range that is
+// a box, strides of zero in packed rows): content roots hash rows as they lie, so equal records
+// must be equal bytes.
 Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
   if (i >= size()) return BrokenRow(i, "there is no such row");
   const char* row = rows_.data() + i * row_bytes();
@@ -268,6 +274,8 @@ void ExtentTable::Sort() {
     return LoadLittle<std::uint64_t>(ra + extent_row::kOffset) <
            LoadLittle<std::uint64_t>(rb + extent_row::kOffset);
   };
+  // Writers append in order, and a merge of one writer's rows is in order already: a pass without
+  // moves is the usual case.
   bool sorted = true;
   for (std::size_t i = 1; i < n && sorted; ++i) sorted = !less(i, i - 1);
   if (sorted) return;

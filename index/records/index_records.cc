@@ -11,6 +11,7 @@
 namespace tensormount::index_record {
 namespace {
 
+// Flags of a `t` record. kPending never gets to disk: ForEach refuses pending chunks there.
 constexpr std::uint8_t kRecordHasDigest = 1;
 constexpr std::uint8_t kInSafetensors = 2;
 constexpr std::uint8_t kRecordWide = 4;
@@ -74,6 +75,8 @@ Status ForEach(const Inventory& inventory, bool to_memory,
   }
 
   // Kinds in the order of their letters.
+  // SstFileWriter takes keys in rising order only, so records are made in one pass in that order,
+  // each forgotten when it was handed on: memory for one value at a time, not for an index.
   ByteWriter value;
   for (const auto& [key, common] : inventory.common) {
     value.bytes().clear();
@@ -83,6 +86,7 @@ Status ForEach(const Inventory& inventory, bool to_memory,
   for (std::uint32_t i = 0; i < counts.tensors; ++i) {
     const ExtentTable& extents = inventory.tensors[i].extents;
     const std::size_t row = extents.row_bytes();
+    // Whole rows only, so that no row is in two pages.
     const std::size_t page = kPageBytes / row * row;
     const std::string_view rows = extents.packed();
     for (std::size_t at = 0; at < rows.size(); at += page) {
@@ -120,6 +124,7 @@ Status ForEach(const Inventory& inventory, bool to_memory,
   std::uint32_t part = 0;
   for (std::size_t i = 0; i < inventory.objects.size(); ++i) {
     const ObjectRecord& object = inventory.objects[i];
+    // Parts of one object follow each other: its number is its position among them.
     part = i > 0 && inventory.objects[i - 1].key == object.key ? part + 1 : 0;
     value.bytes().clear();
     EncodeObject(value, object);
@@ -175,6 +180,8 @@ Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal, 
 
 Result<Counts> DecodeInfoRecord(std::string_view value, CheckpointInfo& info) {
   ByteReader in(value, "index: info");
+  // Of the index alone. It is kUnsupported here, and whoever opens the checkpoint rebuilds the
+  // index from the manifests, whose own version counts.
   if (const std::uint32_t version = in.U32(); version != kVersion) {
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     return Status(Code::kUnsupported,

@@ -20,6 +20,8 @@ constexpr std::string_view kContentDomain{"tensormount content v1", 23};  // Wit
 constexpr std::string_view kFileDomain{"tensormount file v1", 20};
 
 // Collects small fields and hashes them in blocks.
+// Fields of a few bytes each, millions of them: one call of the hash for each would cost more than
+// the hashing.
 class RootHasher {
  public:
   void Add(std::string_view bytes) {
@@ -45,6 +47,7 @@ class RootHasher {
   std::string pending_;
 };
 
+// A stored range as a file root hashes it.
 struct RangeHash {
   std::uint64_t offset;
   std::uint64_t length;
@@ -94,6 +97,7 @@ Uuid Uuid::Random() {
   unsigned char bytes[16];
   std::size_t got = 0;
   while (got < sizeof(bytes)) {
+    // Interrupted calls and short ones are tried again; there is no answer without randomness.
     const ssize_t n = getrandom(bytes + got, sizeof(bytes) - got, 0);
     if (n > 0) got += static_cast<std::size_t>(n);
   }
@@ -145,6 +149,8 @@ std::string_view PlacementName(Placement p) {
   return "unknown";
 }
 
+// Over what readers see and nothing else. Moving a chunk to another file, or renumbering files,
+// leaves it as it is: of a row only what stands from its flags on is hashed.
 Hash128 ContentRoot(const Inventory& inventory) {
   RootHasher hasher;
   hasher.Add(kContentDomain);
@@ -183,6 +189,10 @@ Hash128 ContentRoot(const Inventory& inventory) {
   return hasher.Value();
 }
 
+// A counting sort by file, then a sort by offset inside of each: two passes over the rows, 32 bytes
+// each in between, where one map by file would take an allocation a range. O(n), plus a sort of
+// files whose ranges are not in order yet. Overlaps and ends are checked on the way, because a root
+// over overlapping ranges would vouch for nothing.
 Status ComputeFileRoots(Inventory& inventory) {
   const std::size_t files = inventory.files.size();
   std::vector<std::size_t> begin(files + 1, 0);
@@ -203,6 +213,7 @@ Status ComputeFileRoots(Inventory& inventory) {
         ++begin[file + 1];
         return Status();
       }));
+  // Now begin[f] is where the ranges of file f begin in `ranges`.
   for (std::size_t f = 0; f < files; ++f) begin[f + 1] += begin[f];
   std::vector<RangeHash> ranges(begin[files]);
   std::vector<std::size_t> next(begin.begin(), begin.end() - 1);
@@ -253,6 +264,8 @@ Inventory CoordinatorInventory(const Inventory& merged) {
     t.mtime = tensor.mtime;
   }
   for (ObjectRecord object : merged.objects) {
+    // The coordinator only lists what there must be; where it is stands in the manifest of its
+    // writer.
     object.file = kNoFile;
     object.offset = 0;
     if (object.has_hash()) object.manifest = 0;

@@ -51,6 +51,8 @@ bool IsIdentity(std::span<const std::uint32_t> map) {
 
 }  // namespace
 
+// Files are known by name: two writers of one shared tensor file both list it, and must say the
+// same of it.
 Status InventoryMerger::Add(const Inventory& from, const std::string& manifest_name) {
   if (std::find(merged_.manifests.begin(), merged_.manifests.end(), manifest_name) !=
       merged_.manifests.end()) {
@@ -90,6 +92,8 @@ Status InventoryMerger::Add(const Inventory& from, const std::string& manifest_n
     }
     file_map.push_back(it->second);
   }
+  // The coordinator's objects without a file are its list, compared in Finish; those that have one
+  // it wrote itself.
   if (manifest_name == kCoordinatorManifest) {
     for (const ObjectRecord& object : from.objects) {
       if (object.file == kNoFile) continue;
@@ -140,6 +144,8 @@ Status InventoryMerger::AddTensor(const TensorRecord& tensor,
                     merged.meta.shape().ToString() + " and " +
                     std::string(InfoOf(tensor.meta.dtype()).name) + tensor.meta.shape().ToString());
   }
+  // CRCs are linear: each writer's digest is the contribution of its own chunks, and their XOR is
+  // the digest of the whole (docs/format.md, "Hashes").
   merged.has_digest = merged.has_digest && tensor.has_digest;
   merged.digest ^= tensor.digest;
   return merged.extents.AppendMapped(tensor.extents, file_map, manifest)
@@ -157,6 +163,9 @@ Status InventoryMerger::AddObject(const ObjectRecord& object,
   return Status();
 }
 
+// What each writer wrote is vouched for by its manifest; that no writer's manifest is missing, or
+// is one of another save, only this list can tell. Empty while a publish is under way: the list is
+// made from this very merge.
 Status InventoryMerger::ApplyCoordinator() {
   const Inventory& list = *coordinator_;
   if (list.tensors.empty() && list.objects.empty()) return Status();  // Not written yet.
@@ -220,6 +229,9 @@ Status InventoryMerger::SortNumbers() {
   return Status();
 }
 
+// Order of steps: objects are sorted for the comparison with the coordinator's list; tensors stay
+// in the order of Add until then, because tensor_number_ holds positions; rows are sorted last, by
+// numbers of files that are final.
 Result<Inventory> InventoryMerger::Finish() {
   std::sort(merged_.objects.begin(), merged_.objects.end(), PartLess);
   for (std::size_t i = 1; i < merged_.objects.size(); ++i) {

@@ -116,6 +116,7 @@ Result<Rule> RuleFromJson(const Json& json, std::size_t number) {
 
 Result<KeyMap> KeyMap::FromJson(std::string_view json) {
   // The parser would let the last of two equal fields win in silence.
+  // So names are watched as they are parsed, a set for each open object.
   std::vector<std::set<std::string>> fields;
   std::string repeated;
   const Json::parser_callback_t watch = [&](int, Json::parse_event_t event, Json& value) {
@@ -178,6 +179,7 @@ Result<std::vector<std::string>> KeyMap::ApplyToAll(std::span<const std::string>
     }
     names.push_back(std::move(renamed.name));
   }
+  // Views into `names`, which does not grow any more.
   std::unordered_map<std::string_view, std::size_t> first;
   first.reserve(names.size());
   for (std::size_t i = 0; i < names.size(); ++i) {

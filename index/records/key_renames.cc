@@ -15,6 +15,7 @@ Result<KeyRenames> KeyRenames::Make(const CheckpointIndex& index, const KeyMap& 
   }));
   const std::size_t tensors = keys.size();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts, index.Objects());
+  // Parts of one object are neighbours; each key once.
   for (const ObjectRecord& part : parts) {
     if (keys.size() == tensors || keys.back() != part.key) keys.push_back(part.key);
   }
@@ -35,6 +36,8 @@ Result<KeyRenames> KeyRenames::Make(const CheckpointIndex& index, const KeyMap& 
       return entry.status();
     }
     std::string name = map.Apply(pattern);
+    // A stack that is dropped has no layers, and a pattern that lost its "{}" names none; neither
+    // is an error, since the tensor itself is still well named.
     if (out.tensors_[entry.value().ordinal].empty() || !CheckLayerPattern(name).ok()) continue;
     out.layers_.emplace_back(entry.value().ordinal, std::move(name));
   }

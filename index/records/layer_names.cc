@@ -49,6 +49,8 @@ LayerNames::LayerNames(std::map<std::string, std::string> patterns)
 
 std::optional<LayerNames::Found> LayerNames::Find(std::string_view key) const {
   if (key_of_.empty()) return std::nullopt;
+  // Each run of digits may be the layer's number: put "{}" in its place and look the pattern up.
+  // Keys have few such runs, so the cost does not grow with the number of stacks.
   for (std::size_t i = 0; i < key.size();) {
     if (!IsDigit(key[i])) {
       ++i;

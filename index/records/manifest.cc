@@ -24,6 +24,7 @@ static_assert(sizeof(Hash128) == kManifestHashBytes);
 constexpr std::uint8_t kHasDigest = 1;
 constexpr std::uint8_t kManifestWide = 2;
 
+// The 128 bytes at the begin of a manifest, field by field as docs/format.md, "Manifest", has them.
 struct Header {
   std::uint32_t version = kFormatVersion;
   std::uint64_t compatible = 0;
@@ -77,6 +78,7 @@ Result<Header> DecodeHeader(std::string_view bytes, std::string_view name) {
   h.records_hash = in.Hash();
   h.leaves_hash = in.Hash();
   const std::uint64_t reserved = in.U64();
+  // Before versions and bits, as in COMMIT.
   if (in.Hash() != Xxh3(bytes.substr(0, kManifestHeaderBytes - kManifestHashBytes))) {
     return bad("checksum of the header differs");
   }
@@ -84,6 +86,8 @@ Result<Header> DecodeHeader(std::string_view bytes, std::string_view name) {
       (h.incompatible & ~kKnownIncompatible) != 0) {
     return Status(Code::kUnsupported, std::string(name) + ": written in a newer format");
   }
+  // Sums of announced sizes may overflow: a checksum that holds says that somebody wrote this, not
+  // that it is sane. Nothing is allocated before this.
   const auto records_end = CheckedAdd<std::uint64_t>(kManifestHeaderBytes, h.records_bytes);
   const auto leaves_bytes = CheckedMul<std::uint64_t>(h.leaves, kManifestHashBytes);
   if (!records_end || !leaves_bytes || h.leaves_offset < *records_end ||
@@ -125,6 +129,7 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
     const int rank = tensor.meta.shape().rank();
     const bool wide = (flags & kManifestWide) != 0;
     const auto row_bytes = CheckedMul<std::uint64_t>(rows, ExtentTable(rank, wide).row_bytes());
+    // Compared with what is left before rows are copied.
     if (!row_bytes || *row_bytes > in.left()) {
       return bad("tensor " + tensor.meta.key() + ": truncated");
     }
@@ -161,6 +166,8 @@ Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const H
   std::size_t row_bytes = 0;
   for (const TensorRecord& tensor : inventory.tensors) row_bytes += tensor.extents.packed().size();
   ByteWriter out;
+  // One allocation for nearly all: rows and leaves are most of it, 128 bytes stand for a tensor's
+  // other fields.
   out.bytes().reserve(kManifestHeaderBytes + row_bytes + inventory.tensors.size() * 128 +
                       leaves.size() * kManifestHashBytes + 4096);
   out.bytes().resize(kManifestHeaderBytes, '\0');
@@ -208,6 +215,8 @@ Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const H
     out.String(key);
     EncodeCommon(out, value);
   }
+  // Records stand behind 128 bytes of room already; the header is filled in when all sizes and
+  // hashes are known.
   Header header;
   header.records_bytes = out.size() - kManifestHeaderBytes;
   header.records_hash = Xxh3(std::string_view(out.bytes()).substr(kManifestHeaderBytes));

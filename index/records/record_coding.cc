@@ -23,6 +23,7 @@ const std::vector<CommonValue>* ItemsOf(const CommonValue& value) {
 }
 
 // What the encoding of a tree takes.
+// Before encoding, so that a tree that could not be decoded again is refused where it is set.
 struct CommonSize {
   std::size_t bytes = 0;
   std::size_t nodes = 0;
@@ -80,6 +81,7 @@ class CommonDecoder {
       case ValueKind::kUnsigned: {
         const std::uint64_t u = in_.U64();
         value = u;
+        // CommonValue makes an int of what fits in one; such bytes would be a second spelling.
         if (value.kind() != ValueKind::kUnsigned && in_.status().ok()) {
           return DataLoss(what_, "an unsigned value that fits in an int");
         }
@@ -132,6 +134,8 @@ class CommonDecoder {
     }
     const std::uint32_t count = in_.U32();
     TENSORMOUNT_RETURN_IF_ERROR(in_.status());
+    // Every item takes at least its kind's byte, so a count over the bytes that are left is a lie,
+    // found before memory is taken for it.
     if (count > in_.left()) return DataLoss(what_, "more items are announced than there are bytes");
     return count;
   }
@@ -158,6 +162,7 @@ class CommonDecoder {
         return DataLoss(what_, "unknown kind of key " + std::to_string(kind));
       }
       TENSORMOUNT_RETURN_IF_ERROR(in_.status());
+      // Rising keys: one dict has one encoding, and a doubled key is seen here as well.
       if (!dict.items.empty() && !(dict.items.rbegin()->first < key)) {
         return DataLoss(what_, "the keys of a dict are not in order");
       }
@@ -175,6 +180,8 @@ class CommonDecoder {
 
 }  // namespace
 
+// By components and not by searching "..": "a..b" is a name, "a/../b" is not. Backslashes mean
+// nothing here.
 bool IsRelativeName(std::string_view name) {
   if (name.size() > kMaxFileNameBytes || name.find('\0') != std::string_view::npos) return false;
   while (true) {
@@ -266,6 +273,8 @@ Result<FileRecord> DecodeFile(ByteReader& in) {
     return DataLoss("file " + file.name, "unknown placement " + std::to_string(placement));
   }
   file.placement = static_cast<Placement>(placement);
+  // A foreign file's name is below the root of info, any other below data/: a record from outside
+  // must not lead a reader elsewhere.
   const bool named_well = file.placement == Placement::kForeign
                               ? IsRelativeName(file.name)
                               : file.name.starts_with("data/") && IsSafeName(file.name);
@@ -299,6 +308,7 @@ Result<ObjectRecord> DecodeObject(ByteReader& in, std::string_view what) {
   object.mtime = in.I64();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   if (Status s = CheckKey(object.key); !s.ok()) return DataLoss(what, s.message());
+  // Sums of both are compared with lengths of files later, and must not wrap there.
   if (object.offset + object.length < object.offset) {
     return DataLoss(what, "object " + object.key + ": offset and length overflow");
   }

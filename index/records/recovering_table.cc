@@ -27,6 +27,8 @@ std::string RecoveringTable::recovered() const {
 
 Result<const Table*> RecoveringTable::Recover(const Status& damage) const {
   std::lock_guard lock(mutex_);
+  // Under the lock, which may be long (a rebuild reads all manifests): whoever else met damage
+  // needs the same result, and would only do the same work.
   if (second_ == nullptr) {
     Result<std::shared_ptr<const Table>> again = again_();
     if (!again.ok()) {
@@ -57,6 +59,8 @@ Status RecoveringTable::Scan(
   const Status scanned =
       first_->Scan(prefix, from, [&](std::string_view key, std::string_view value) {
         next = key;
+        // Kept for each record, also while all is well: where the scan breaks is only known
+        // afterwards.
         next += '\0';  // The first key behind it.
         stopped = !fn(key, value);
         return !stopped;

@@ -11,6 +11,8 @@
 namespace tensormount {
 namespace {
 
+// The first failure is kept whole for FromRocks: through RocksDB's status our code and errno would
+// come back as an I/O error of unknown cause, and "disk full" could not be told from damage.
 rocksdb::IOStatus Report(RocksFileLog& log, const Status& status) {
   if (status.ok()) return rocksdb::IOStatus::OK();
   std::lock_guard lock(log.mutex);
@@ -18,6 +20,7 @@ rocksdb::IOStatus Report(RocksFileLog& log, const Status& status) {
   return rocksdb::IOStatus::IOError(status.message());
 }
 
+// Appends, and hashes what it appends; the tail is kept as a window over the last 64 KiB.
 class SequentialWriter : public rocksdb::FSWritableFile {
  public:
   SequentialWriter(std::unique_ptr<File> file, RocksFileLog& log)
@@ -76,6 +79,8 @@ class RandomReader : public rocksdb::FSRandomAccessFile {
   RocksFileLog& log_;
 };
 
+// Files by path, opened, created and measured through ours; folders, locks and clocks stay the
+// machine's, since SstFileWriter and SstFileReader touch none.
 class OurFiles : public rocksdb::FileSystemWrapper {
  public:
   OurFiles(tensormount::FileSystem& fs, RocksFileLog& log)

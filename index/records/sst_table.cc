@@ -21,6 +21,8 @@ namespace {
 
 constexpr char kUuidProperty[] = "tensormount.uuid";
 constexpr char kRootProperty[] = "tensormount.content_root";
+// 16 KiB blocks: a look-up reads one, a scan few; smaller ones make the index of blocks larger,
+// which stays in memory. The cache is small: tables that are asked for again are cached decoded.
 constexpr std::size_t kSstBlockBytes = 16 * 1024;
 constexpr std::size_t kBlockCacheBytes = std::size_t{2} << 20;
 
@@ -31,6 +33,8 @@ class NoLog : public rocksdb::Logger {
   void Logv(const char*, va_list) override {}
 };
 
+// RocksDB takes user properties only from a collector that looks at each key, made by a factory for
+// each file; both do nothing but hand the two texts over.
 class IdentityCollector : public rocksdb::TablePropertiesCollector {
  public:
   explicit IdentityCollector(const SstIdentity& identity) : identity_(identity) {}
@@ -67,6 +71,7 @@ rocksdb::Options MakeOptions(rocksdb::Env* env) {
   rocksdb::BlockBasedTableOptions table;
   table.block_size = kSstBlockBytes;
   table.checksum = rocksdb::kXXH3;
+  // Part of the format on disk: RocksDB's default differs between releases.
   table.format_version = 5;
   table.block_cache = rocksdb::NewLRUCache(kBlockCacheBytes, 0);
   rocksdb::Options options;
@@ -79,6 +84,7 @@ rocksdb::Options MakeOptions(rocksdb::Env* env) {
   return options;
 }
 
+// Without a failure of our file layer what RocksDB complains of is in the bytes.
 Status FromRocks(const rocksdb::Status& status, RocksFileLog& log, const std::string& path) {
   if (status.ok()) return Status();
   std::lock_guard lock(log.mutex);
@@ -147,6 +153,9 @@ SstIdentity SstTable::identity() const {
 }
 
 Result<std::string> SstTable::Get(std::string_view key) const {
+  // An iterator a call, so that callers share no state but the block cache, which has its own
+  // locks. The reader verifies checksums of blocks by default; a mismatch ends the iterator with a
+  // status.
   const std::unique_ptr<rocksdb::Iterator> it(rep_->reader->NewIterator(rocksdb::ReadOptions()));
   it->Seek(ToSlice(key));
   TENSORMOUNT_RETURN_IF_ERROR(FromRocks(it->status(), rep_->log, rep_->path));
