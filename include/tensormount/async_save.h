@@ -77,6 +77,13 @@ class TENSORMOUNT_EXPORT SaveHandle {
 // first. Generations are in the order of the calls, so that `latest` never moves back, whichever
 // commits first; of several saves that replace one name the last one stays. Every rank calls Save
 // in the same order, from one thread at a time.
+//
+// Example:
+//
+//   auto saver = AsyncSaver::Make(comm);
+//   auto handle = saver.value()->Save(state, "STORE/step-1000");  // Bytes are copied.
+//   Train();                                                      // Buffers may change.
+//   auto verdict = handle.value().WaitCommitted();
 class TENSORMOUNT_EXPORT AsyncSaver {
  public:
   // `comm` must outlive it, and its ranks must make their savers in the same order: each takes two

@@ -16,6 +16,7 @@
 
 namespace tensormount {
 
+// Axes of a tensor; part of the format on disk.
 inline constexpr int kMaxRank = 16;
 // Inside, bytes of an element are one more axis.
 inline constexpr int kMaxAxes = kMaxRank + 1;
@@ -87,6 +88,8 @@ class TENSORMOUNT_EXPORT Dims {
 TENSORMOUNT_EXPORT std::optional<std::int64_t> CheckedProduct(const Dims& extents);
 
 // A hyperrectangle of elements: begin and extent per axis. Rank 0 is one element. A value.
+// Always in elements, never in bytes, and in coordinates of the whole tensor: rank 3's half of a
+// [8, 4] tensor cut in two is begin [4, 0], extent [4, 4]. Extents of zero are legal.
 class TENSORMOUNT_EXPORT Box {
  public:
   Box() = default;  // Of a scalar.
@@ -97,6 +100,7 @@ class TENSORMOUNT_EXPORT Box {
   static Box Whole(const Dims& shape);
 
   int rank() const { return begin_.rank(); }
+  // Per axis; `axis` must be in [0, rank()).
   std::int64_t begin(int axis) const { return begin_[axis]; }
   std::int64_t extent(int axis) const { return extent_[axis]; }
   std::int64_t end(int axis) const { return begin_[axis] + extent_[axis]; }
@@ -134,6 +138,8 @@ class TENSORMOUNT_EXPORT Region {
   Region(const Box& box);  // NOLINT(google-explicit-constructor)
   // Elements [first, first + count) of the row-major order of `of`.
   // kInvalidArgument where the range does not lie within the box.
+  // Example: Flat([0:4, 0:8], 5, 12) is elements 5 to 16 of these 32, parts of three rows;
+  // Flat([0:4, 0:8], 8, 16) is whole rows, and so equal to the box [1:3, 0:8].
   static Result<Region> Flat(const Box& of, std::int64_t first, std::int64_t count);
 
   bool is_flat() const { return flat_; }
@@ -150,6 +156,8 @@ class TENSORMOUNT_EXPORT Region {
 
   // The disjoint boxes that a region consists of, in the region's row-major order: one for a box,
   // at most 2 * rank - 1 for a flat range. Empty regions give none.
+  // For code that only knows boxes: the elements of all of them, one box after the other, are the
+  // elements of the region in order.
   std::vector<Box> Boxes() const;
 
  private:
@@ -162,6 +170,7 @@ class TENSORMOUNT_EXPORT Region {
 // NumPy basic indexing with step 1, as in `cat KEY[0:4096, :, 7]`: `text` is what stands between
 // the brackets. An integer takes one index and drops that axis from `kept`. Missing trailing axes
 // mean all; out of range is kInvalidArgument, not clipped. Negative numbers count from the end.
+// Example: "0:4, :, 7" of shape [8, 16, 32] is the box [0:4, 0:16, 7:8], and `kept` is [4, 16].
 struct Slice {
   Box box;
   Dims kept;  // Extents of the result without the dropped axes.

@@ -11,8 +11,10 @@
 
 namespace tensormount {
 
+// Where memory is.
 enum class DeviceKind : std::uint8_t { kHost, kCuda };
 
+// `ordinal` counts devices of a kind as the CUDA runtime does; 0 on the host.
 struct Device {
   DeviceKind kind = DeviceKind::kHost;
   int ordinal = 0;
@@ -22,6 +24,10 @@ struct Device {
 // Memory that the caller owns, described as DLPack describes it: pointer, device, dtype, shape,
 // strides, stream. A value; never frees anything. The memory must stay valid until the call that
 // it was handed to has returned (for saves: until the handle says so).
+//
+// Example, the left half of a 4 by 8 matrix of floats in place:
+//
+//   BufferView::HostStrided(DType::kF32, matrix, {4, 4}, {8, 1})
 struct TENSORMOUNT_EXPORT BufferView {
   void* data = nullptr;
   Device device;
@@ -32,10 +38,12 @@ struct TENSORMOUNT_EXPORT BufferView {
   void* stream = nullptr;  // CUDA stream that orders the buffer's contents; null on the host.
 
   // Row-major and packed.
+  // Strides are left empty then. `data` may be null where the shape has no elements.
   static BufferView Host(DType dtype, void* data, const Dims& shape);
   static BufferView Host(DType dtype, const void* data, const Dims& shape);  // For saving only.
   static BufferView HostStrided(DType dtype, void* data, const Dims& shape, const Dims& strides);
 
+  // Whether the bytes are the row-major order without gaps, as strides say or by having none.
   bool IsPacked() const;
 };
 

@@ -19,6 +19,18 @@
 // Threads: a checkpoint may be used by several threads at a time, everything else by one at a time.
 // A communicator may be used by several threads where they use different channels of it
 // (tm_communicator_channel).
+//
+// Example, without ranks (examples/c_read.c is a whole program):
+//
+//   tm_checkpoint* checkpoint = NULL;
+//   if (tm_checkpoint_open("STORE/latest", &checkpoint) != TM_OK) {
+//     fprintf(stderr, "%s\n", tm_last_error());
+//     return 1;
+//   }
+//   tm_tensor_info info = {.struct_size = sizeof(info)};
+//   tm_status status = tm_checkpoint_tensor(checkpoint, "w", &info);
+//   if (status == TM_OK) status = tm_checkpoint_read_bytes(checkpoint, "w", 0, bytes, 4096);
+//   tm_checkpoint_close(checkpoint);
 
 #include <stddef.h>
 #include <stdint.h>
@@ -150,6 +162,8 @@ typedef struct tm_buffer {
 
 // ---- Reading without ranks -----------------------------------------------------------------
 
+// A handle that holds the checkpoint open, so that it can be read to the end although it is removed
+// or replaced meanwhile.
 typedef struct tm_checkpoint tm_checkpoint;
 
 // `path`: a checkpoint ("STORE/step-1000"), "STORE/latest", or a .safetensors file. Freed with
@@ -162,6 +176,7 @@ TM_EXPORT tm_status tm_checkpoint_keys(const tm_checkpoint* checkpoint, tm_list*
 TM_EXPORT tm_status tm_checkpoint_objects(const tm_checkpoint* checkpoint, tm_list** out);
 TM_EXPORT tm_status tm_checkpoint_warnings(const tm_checkpoint* checkpoint, tm_list** out);
 
+// Filled by tm_checkpoint_tensor. Only the first `rank` numbers of `shape` mean anything.
 typedef struct tm_tensor_info {
   uint32_t struct_size;  // Set before the call.
   uint32_t dtype;
@@ -183,6 +198,7 @@ TM_EXPORT tm_status tm_checkpoint_tensor(const tm_checkpoint* checkpoint, const 
 TM_EXPORT tm_status tm_checkpoint_read(const tm_checkpoint* checkpoint, const char* key,
                                        const tm_region* region, const tm_buffer* out);
 // Bytes [offset, offset + size) of the row-major byte string of a tensor.
+// Elements are little-endian. A range that reaches past the end is TM_INVALID_ARGUMENT.
 TM_EXPORT tm_status tm_checkpoint_read_bytes(const tm_checkpoint* checkpoint, const char* key,
                                              uint64_t offset, void* out, size_t size);
 
@@ -206,6 +222,9 @@ TM_EXPORT tm_status tm_checkpoint_metadata(const tm_checkpoint* checkpoint, char
 
 // ---- Communicators -------------------------------------------------------------------------
 
+// How the ranks of a job reach each other. Everything collective below must be called by all ranks
+// of the communicator, in the same order; a rank that does not come is named after a time-out, and
+// the others go on with a failure.
 typedef struct tm_communicator tm_communicator;
 TM_EXPORT void tm_communicator_free(tm_communicator* communicator);
 TM_EXPORT int32_t tm_communicator_rank(const tm_communicator* communicator);
@@ -279,6 +298,8 @@ TM_EXPORT void tm_state_free(tm_state* state);
 // Whether one of several holders of the same cells is the one that counts.
 enum { TM_REPLICA_UNLABELLED = 0, TM_REPLICA_MAIN = 1, TM_REPLICA_COPY = 2 };
 
+// A part of a global tensor that this rank holds or wants. Both structures that it points to are
+// read during the call only; the memory that `data` describes is used later.
 typedef struct tm_shard {
   uint32_t struct_size;
   int32_t replica;
@@ -318,6 +339,7 @@ TM_EXPORT tm_status tm_state_fail(tm_state* state, tm_status status, const char*
 // ---- Events, waiting -----------------------------------------------------------------------
 
 enum { TM_EVENT_START = 0, TM_EVENT_END = 1, TM_EVENT_ERROR = 2 };
+// One step of a save or load on this rank: each phase has a start, and then an end or an error.
 typedef struct tm_event {
   uint32_t struct_size;  // Set by the library.
   int32_t kind;
@@ -379,6 +401,7 @@ TM_EXPORT void tm_save_report_free(tm_save_report* report);
 TM_EXPORT tm_status tm_save(const tm_state* state, const char* path, tm_communicator* communicator,
                             const tm_save_options* options, tm_save_report** report);
 
+// What the report says in numbers; times are in seconds. On a failed save there is no report.
 typedef struct tm_save_numbers {
   uint32_t struct_size;  // Set before the call.
   int32_t plan_reused;
@@ -481,6 +504,7 @@ typedef struct tm_load_options {
   void* on_event_context;
 } tm_load_options;
 
+// What a load found out besides the bytes, which are in the caller's buffers.
 typedef struct tm_load_report tm_load_report;
 TM_EXPORT void tm_load_report_free(tm_load_report* report);
 
@@ -493,6 +517,7 @@ TM_EXPORT tm_status tm_load(const tm_state* request, const char* path,
                             tm_communicator* communicator, const tm_load_options* options,
                             tm_load_report** report);
 
+// As those of saves.
 typedef struct tm_load_numbers {
   uint32_t struct_size;  // Set before the call.
   int32_t plan_reused;
@@ -548,6 +573,7 @@ TM_EXPORT tm_status tm_load_report_local(const tm_load_report* report, const cha
 
 // ---- Checking a layout ---------------------------------------------------------------------
 
+// As ValidateOptions in tensormount/validate.h.
 typedef struct tm_validate_options {
   uint32_t struct_size;
   uint32_t limit;       // Findings that are listed; 0: 100.

@@ -56,6 +56,17 @@ struct OpenOptions {
 
 // A published checkpoint, or one in a foreign format, opened for reading without any ranks. A
 // cheap handle; thread-safe. Runs no code from the checkpoint and writes nothing.
+//
+// Example:
+//
+//   const auto checkpoint = Checkpoint::Open("STORE/latest");
+//   const auto tensor = checkpoint.value().tensor("w");
+//   std::vector<float> rows(2 * 4096);
+//   tensor.value().Read(Box::Make({0, 0}, {2, 4096}).value(),
+//                       BufferView::Host(DType::kF32, rows.data(), {2, 4096}));
+//
+// It stays the checkpoint that was opened, also where another is saved under its name or it is
+// removed meanwhile.
 class TENSORMOUNT_EXPORT Checkpoint {
  public:
   // `path`: a checkpoint ("STORE/step-1000"), "STORE/latest", or a folder or file in a format of

@@ -22,12 +22,26 @@ namespace tensormount {
 // common.json. What a checkpoint has besides tensors: iteration, learning rate, arguments, the
 // hyperparameters of an optimizer. Nothing is lost on the way: 64-bit integers, every float bit
 // (NaNs, infinities, minus zero), lists and tuples apart, integer and string keys apart, bytes.
+//
+// Example:
+//
+//   CommonDict args;
+//   args.items["lr"] = 0.1;
+//   args.items["betas"] = CommonTuple{{0.9, 0.999}};
+//   state.SetCommon("args", args);
+//   ...
+//   const auto lr = checkpoint.common("args").value().At("lr");  // 0.1
+//
+// A value: copies are deep. Limits are those of docs/format.md (64 MiB, 64 containers in each
+// other); they are checked where a value is set or decoded, not while a tree is built.
 class CommonValue;
 TENSORMOUNT_EXPORT bool operator==(const CommonValue& a, const CommonValue& b);
 
+// Python's None, JSON's null.
 struct CommonNone {
   friend bool operator==(CommonNone, CommonNone) { return true; }
 };
+// Any bytes; a std::string is text, which need not be UTF-8.
 struct CommonBytes {
   std::string data;
   friend bool operator==(const CommonBytes&, const CommonBytes&) = default;
@@ -67,6 +81,8 @@ class TENSORMOUNT_EXPORT CommonValue {
     kUnsigned = 9,  // Over 2^63 - 1; smaller ones are kInt.
   };
 
+  // Conversions are implicit so that trees can be written down as literals. Integers of every width
+  // become int; only those over 2^63 - 1 unsigned. `float` becomes double, without loss.
   CommonValue() = default;    // None.
   CommonValue(CommonNone) {}  // NOLINT(google-explicit-constructor): as all below.
   template <std::integral T>
@@ -97,6 +113,8 @@ class TENSORMOUNT_EXPORT CommonValue {
   std::string_view kind_name() const;
 
   // The value where it is of that type, null otherwise.
+  // The types are those of the variant below: bool, std::int64_t, std::uint64_t, double,
+  // std::string, CommonNone and the containers. The pointer is into this value.
   template <typename T>
   const T* get_if() const {
     return std::get_if<T>(&value_);

@@ -12,6 +12,8 @@
 namespace tensormount {
 
 // Element types. The numbers are on disk (docs/format.md): never reuse or renumber.
+// Bytes are stored as they are in memory on little-endian machines. Types under a byte are packed
+// without gaps, so a tensor of them must have a whole number of bytes in all.
 enum class DType : std::uint8_t {
   kBool = 1,
   kI8 = 2,
@@ -51,9 +53,11 @@ struct DTypeInfo {
   std::string_view npy_descr;  // What a .npy header says: "<f4", "<V2" for ml_dtypes' kinds.
 };
 
+// The table, by rising number. It is constant and lives as long as the program.
 TENSORMOUNT_EXPORT std::span<const DTypeInfo> AllDTypes();
 // `dtype` must be one of the enumerators; numbers from outside go through DTypeFromNumber.
 TENSORMOUNT_EXPORT const DTypeInfo& InfoOf(DType dtype);
+// kUnsupported for a number that this version does not know: a newer one may.
 TENSORMOUNT_EXPORT Result<DType> DTypeFromNumber(std::uint8_t number);
 // By our name, or any of the other systems' names. kUnsupported names what was not known.
 TENSORMOUNT_EXPORT Result<DType> DTypeFromName(std::string_view name);

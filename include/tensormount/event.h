@@ -12,6 +12,7 @@
 namespace tensormount {
 
 // What happens in a save or load, for loggers and dashboards.
+// The texts are valid during the call only; a hook that keeps them copies them.
 struct Event {
   enum class Kind : std::uint8_t { kStart, kEnd, kError };
   Kind kind = Kind::kStart;

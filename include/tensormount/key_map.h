@@ -21,6 +21,9 @@ namespace tensormount {
 //    {"match": "layers.*.attn.*", "to": "blocks.*.self_attention.*"},  the n-th * of "to" is what
 //                                                           the n-th * of "match" stood for
 //    {"drop": "optimizer.*"}]                               left out
+// Rules are tried in the order of the list and only one is applied, so the special goes before the
+// general. '*' stands for any bytes, dots and slashes too, and takes as few as it can. A value;
+// immutable once made, so it may be shared by threads.
 class TENSORMOUNT_EXPORT KeyMap {
  public:
   struct Rule {

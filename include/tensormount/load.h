@@ -22,6 +22,8 @@
 namespace tensormount {
 
 // What to do about keys on one side only. Objects count as keys.
+// kRaise: the load fails on all ranks. kLog: a warning. kReturn: LoadReport lists them. kIgnore:
+// nothing.
 enum class Strict { kRaise, kLog, kReturn, kIgnore };
 
 // The two sets and what is done about each: asked for and absent; stored and asked for by nobody
@@ -36,6 +38,8 @@ struct StrictPolicy {
 // kInvalidArgument lists them.
 TENSORMOUNT_EXPORT Result<StrictPolicy> StrictFromMegatron(std::string_view name);
 
+// Proof that what arrived in the buffers is what was saved. Leaves are checksums of 64 KiB of a
+// stored range; the digest is one CRC of a whole tensor.
 enum class LoadVerify {
   kOff,
   kAuto,    // Leaves where whole leaves are read; digest proof of the whole load otherwise.
@@ -63,11 +67,13 @@ struct LoadRule {
   // An object that is stored on another grid: the part of the same index, the first part, or none.
   enum class Grid : std::uint8_t { kError, kByIndex, kFirst, kSkip } grid = Grid::kError;
 };
+// Rules for the keys that a glob matches.
 struct KeyRule {
   std::string keys;  // A glob; '*' crosses '/'.
   LoadRule rule;
 };
 
+// The same on every rank, but for exchange_group and what stands below "Of this rank alone".
 struct LoadOptions {
   Strict not_stored = Strict::kRaise;   // Asked for, absent.
   Strict not_requested = Strict::kLog;  // Stored, asked for by nobody.
@@ -158,6 +164,14 @@ class TENSORMOUNT_EXPORT LoadReport {
 //                     whose cells share memory (an expanded tensor)
 //   kDataLoss         stored bytes are missing or damaged: names tensor, box, file and byte; also
 //                     where bytes changed on the way to the buffer
+//
+// Example, two ranks that want the halves of a tensor that was saved by any number of ranks:
+//
+//   StateDict want;
+//   want.AddTensor("w", {.global_shape = {8, 4},
+//                        .region = Box::Make({4 * rank, 0}, {4, 4}).value(),
+//                        .data = BufferView::Host(DType::kF32, mine, {4, 4})});
+//   const auto report = Load(want, "STORE/latest", comm);
 TENSORMOUNT_EXPORT Result<LoadReport> Load(const StateDict& request, std::string_view path,
                                            Communicator& comm, const LoadOptions& options = {});
 

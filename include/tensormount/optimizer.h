@@ -66,6 +66,15 @@ struct OptimizerGroup {
 
 // Builds the optimizer's part of a state dict, and proves that no slot was forgotten. Buffers are
 // views, as in StateDict. Calls check their arguments and return the failure. Not thread-safe.
+//
+// Example, Adam for one parameter:
+//
+//   OptimizerState adam;
+//   adam.AddParameter("w", shard_of_w);
+//   adam.AddSlot("w", "exp_avg", m);
+//   adam.AddSlot("w", "exp_avg_sq", v);
+//   adam.AddGroup({.hyperparameters = args, .parameters = {"w"}, .slots = {"exp_avg",
+//   "exp_avg_sq"}}); adam.AddTo(state);
 class TENSORMOUNT_EXPORT OptimizerState {
  public:
   explicit OptimizerState(std::string prefix = "optimizer");

@@ -20,6 +20,8 @@ namespace tensormount {
 
 // Where an object stands on a grid of objects: {.index = {rank}, .grid = {world}}; both empty for
 // one object that is the same on all ranks that add it.
+// Objects are opaque bytes (pickled RNG states, samplers). On a grid each rank has a part of its
+// own under one key, and the save proves that no part is missing.
 struct GridPosition {
   Dims index;
   Dims grid;
@@ -33,6 +35,17 @@ enum class Fill : std::uint8_t { kUninitialized, kZero };
 // views of tensor memory (see BufferView), copies of objects and common values.
 // Calls check their arguments at once and return the failure; one that was ignored is remembered
 // and fails the Save or Load for all ranks. Not thread-safe.
+//
+// Example, a matrix whose rows are spread over the ranks:
+//
+//   StateDict state;
+//   state.AddTensor("w", {.global_shape = {4096, 4096},
+//                         .region = Box::Make({1024 * rank, 0}, {1024, 4096}).value(),
+//                         .data = BufferView::Host(DType::kBF16, mine, {1024, 4096})});
+//   state.SetCommon("iteration", 1000);
+//
+// Tensor memory stays the caller's and must not change until the save or load has ended
+// (SaveHandle::WaitStaged for saves in the background).
 class TENSORMOUNT_EXPORT StateDict {
  public:
   StateDict();
@@ -81,6 +94,7 @@ class TENSORMOUNT_EXPORT StateDict {
     GridPosition place;
     std::string bytes;
   };
+  // What was added, in the order of the calls; references into this object, until the next change.
   const std::vector<TensorItem>& tensors() const;
   const std::vector<ObjectItem>& objects() const;
   const std::map<std::string, CommonValue>& common() const;

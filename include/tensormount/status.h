@@ -39,6 +39,12 @@ TENSORMOUNT_EXPORT std::string_view CodeName(Code code);
 
 // The outcome of an operation that yields no value. Success allocates nothing
 // and copies share the message. Thread-compatible.
+// An error is looked at by its code, never by its text: codes are stable, messages are for people
+// and may change. Example:
+//
+//   Status s = ...;
+//   if (s.code() == Code::kNotFound) return MakeNew();
+//   if (!s.ok()) return s.WithContext("opening " + path);
 class TENSORMOUNT_EXPORT [[nodiscard]] Status {
  public:
   Status() = default;  // Ok.
@@ -74,6 +80,16 @@ class TENSORMOUNT_EXPORT [[nodiscard]] Status {
 };
 
 // A value, or the reason why there is none.
+//
+// Example:
+//
+//   Result<Checkpoint> opened = Checkpoint::Open("STORE/latest");
+//   if (!opened.ok()) return opened.status();
+//   const Checkpoint& checkpoint = opened.value();
+//
+// or, in a function that returns a Status or Result itself:
+//
+//   TENSORMOUNT_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::Open("STORE/latest"));
 template <typename T>
 class [[nodiscard]] Result {
  public:
@@ -87,6 +103,8 @@ class [[nodiscard]] Result {
   Status status() const { return ok() ? Status() : std::get<1>(v_); }
 
   // Require ok(); reading the value of a failed result is a bug and throws.
+  // On an lvalue a reference into this object, which must outlive it; std::move(result).value()
+  // takes the value out.
   T& value() & { return std::get<0>(v_); }
   const T& value() const& { return std::get<0>(v_); }
   T value() && { return std::get<0>(std::move(v_)); }  // By value: safe in a range-for.

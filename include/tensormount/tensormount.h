@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // All of the C++ library but mpi.h, which needs MPI: #include <tensormount/tensormount.h>
+// Where to begin: save.h and load.h for programs with ranks, checkpoint.h for one that only reads,
+// c.h for other languages. state_dict.h says what a rank hands over, box.h and buffer.h how it says
+// which cells and which memory.
 #ifndef TENSORMOUNT_TENSORMOUNT_H_
 #define TENSORMOUNT_TENSORMOUNT_H_
 

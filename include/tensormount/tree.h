@@ -58,6 +58,15 @@ struct TreeLocal {
 };
 
 // A container or a leaf. A value; tensors are views, as everywhere.
+//
+// Example:
+//
+//   TreeDict model;
+//   model.items["w"] = shard_of_w;
+//   model.items["step"] = CommonValue(1000);
+//   FlattenTree(StateTree(TreeDict{{{"model", model}}}), state);  // "model.w", "model.step"
+//
+// Copies are deep but for the memory of tensors, which no tree owns.
 class TENSORMOUNT_EXPORT StateTree {
  public:
   enum class Kind { kNothing, kDict, kList, kTuple, kTensor, kObject, kCommon, kLocal };

@@ -36,6 +36,8 @@ enum class FindingKind : std::uint8_t {
 };
 TENSORMOUNT_EXPORT std::string_view FindingKindName(FindingKind kind);
 
+// One thing that is wrong. Findings are the same on every rank, so that any rank's log has all of
+// it.
 struct Finding {
   FindingKind kind = FindingKind::kMissing;
   std::string key;
@@ -51,6 +53,7 @@ struct Finding {
 };
 
 // The verdict about a layout, the same on every rank.
+// Nothing in it is of one rank alone, so any rank may print it.
 struct TENSORMOUNT_EXPORT LayoutReport {
   int world = 0;
   std::uint64_t tensors = 0;
@@ -70,6 +73,7 @@ struct TENSORMOUNT_EXPORT LayoutReport {
   std::string ToJson() const;  // One document; fields are only ever added.
 };
 
+// The same on every rank.
 struct ValidateOptions {
   std::size_t limit = 100;  // Findings listed.
   Timeouts timeouts = {};
@@ -79,6 +83,14 @@ struct ValidateOptions {
 // exactly once but for replicas, dtypes, shapes, objects and common values agreed on. Reads no
 // data: shards may be metadata only. The status is about the call (a rank died, a rank's state has
 // a failure); what is wrong with the layout is in the report.
+//
+// Example, before a first save of a new parallel layout:
+//
+//   const auto report = Validate(state, comm);
+//   if (report.ok() && !report.value().ok()) puts(report.value().ToText().c_str());
+//
+// Costs one exchange of layouts, as the first save does; Save runs the same check
+// (SaveOptions::validate).
 TENSORMOUNT_EXPORT Result<LayoutReport> Validate(const StateDict& state, Communicator& comm,
                                                  const ValidateOptions& options = {});
 
