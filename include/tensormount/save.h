@@ -38,8 +38,8 @@ enum class CommonCheck { kOff, kWarn, kError };
 
 struct SaveReport;
 
-// Options above the line must be equal on all ranks: they are compared before anything is written,
-// and a difference is kInvalidArgument on every rank.
+// Options above "Of this rank alone" must be equal on all ranks: they are compared before anything
+// is written, and a difference is kInvalidArgument on every rank.
 struct SaveOptions {
   PlacementRule placement = PlacementRule::kAuto;
   ReplicaCheck replicas = ReplicaCheck::kRotating;
@@ -72,7 +72,7 @@ struct SaveOptions {
   std::int64_t now = 0;  // Seconds since 1970 for mtimes; 0: the clock's. For tests.
 };
 
-// Sums are the same on every rank; those that say so are of the rank that asks.
+// The same on every rank, but for what says that it is of this one.
 struct SaveReport {
   std::string path;  // STORE/NAME
   std::string uuid;
@@ -112,7 +112,7 @@ struct SaveReport {
 // A rank that cannot reach the others any more asks the store: "committed" where the rename had
 // happened (then ok), otherwise it sees to it that the save can never be published.
 // Until the rename that publishes it, nothing of the checkpoint is visible under its name, and a
-// failure leaves the store as it was. Once it returns ok, a power cut cannot undo it.
+// failure leaves what is published as it was. Once it returns ok, a power cut cannot undo it.
 TENSORMOUNT_EXPORT Result<SaveReport> Save(const StateDict& state, std::string_view path,
                                            Communicator& comm, const SaveOptions& options = {});
 

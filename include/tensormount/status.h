@@ -103,8 +103,7 @@ class [[nodiscard]] Result {
   Status status() const { return ok() ? Status() : std::get<1>(v_); }
 
   // Require ok(); reading the value of a failed result is a bug and throws.
-  // On an lvalue a reference into this object, which must outlive it; std::move(result).value()
-  // takes the value out.
+  // Of a named result this is a reference into it; std::move(result).value() takes the value out.
   T& value() & { return std::get<0>(v_); }
   const T& value() const& { return std::get<0>(v_); }
   T value() && { return std::get<0>(std::move(v_)); }  // By value: safe in a range-for.

@@ -111,6 +111,8 @@ class CheckpointIndex {
   static Result<std::shared_ptr<const MemoryTable>> RecordsOf(const Inventory& inventory);
 
   // Whether a failure of reading it is a matter of this copy: the same records may stand elsewhere.
+  // False for failures of this process: no memory, cancelled, a bug. True for all that reading the
+  // same file again would not mend, kNotFound too.
   static bool IsLost(const Status& status);
   // What was found damaged since it was opened and is read from elsewhere now; empty: nothing.
   std::string recovered() const { return table_->recovered(); }
@@ -130,6 +132,8 @@ class CheckpointIndex {
   Status ForEachTensor(std::uint32_t first,
                        const std::function<bool(const TensorEntry&)>& fn) const;
   // First ordinal whose key is >= `key`: prefix listings of the mount.
+  // tensor_count() where all keys are smaller. So [LowerBound("a."), LowerBound("a/")) are the keys
+  // that begin with "a.", '/' being the byte behind '.'.
   Result<std::uint32_t> LowerBound(std::string_view key) const;
   // As recorded: what is pending is resolved by OpenedCheckpoint::Extents.
   Result<std::shared_ptr<const ExtentTable>> Extents(std::uint32_t ordinal) const;
@@ -143,6 +147,7 @@ class CheckpointIndex {
   Result<CommonValues> CommonRecords() const;
   Result<CommonState> Common() const;
   // One record. kNotFound.
+  // Decodes no other: `info` and the mount ask for single values of checkpoints with large trees.
   Result<CommonValue> CommonRecord(std::string_view name) const;
   // Which names stand for layers of which stacked tensors (index/records/layer_names.h). Decoded
   // once.
@@ -169,6 +174,7 @@ class CheckpointIndex {
   // The info record, and the tables of files and manifests, which every read needs.
   Status LoadLists();
 
+  // Immutable once Load returned; what follows needs no lock but for the two caches.
   std::unique_ptr<Table> table_;
   bool in_memory_ = false;
   // Extent tables by ordinal, weighed by their packed rows: 100 bytes a chunk of a matrix.

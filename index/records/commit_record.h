@@ -14,6 +14,8 @@
 
 namespace tensormount {
 
+// Of COMMIT and of manifests; the index has a version of its own, since it can always be made
+// again.
 inline constexpr std::uint32_t kFormatVersion = 1;
 // Feature bits that this version knows. Unknown incompatible: refused; unknown read-compatible:
 // opened, never written below; unknown compatible: ignored.
@@ -22,14 +24,17 @@ inline constexpr std::uint64_t kKnownIncompatible = 0;
 // The file COMMIT, which makes a checkpoint exist (docs/format.md, "Commit record"): two copies,
 // each with its own checksum.
 struct CommitRecord {
+  // The version and the three sets of feature bits have fixed places at the begin of every version.
   std::uint32_t version = kFormatVersion;
   std::uint64_t compatible = 0;
   std::uint64_t read_compatible = 0;
   std::uint64_t incompatible = 0;
+  // Of this save: tells a checkpoint from another that was published under the same name.
   Uuid uuid;
   // Numbers the saves of a store: claimed when the staging is made, so that it orders saves by
   // their begin and not by their publish. The highest published one is `latest`.
   std::uint64_t generation = 0;
+  // Which checkpoint the mtimes were decided against (docs/format.md, "Mtimes"); zero: none.
   Uuid parent;
   // ContentRoot() of the inventory: a rebuilt index is compared with it.
   Hash128 content_root;
@@ -41,6 +46,8 @@ struct CommitRecord {
   };
   // Every data file, manifest and index of the checkpoint, but no foreign file. What is not in this
   // list belongs to nobody: publish removes it from the staging, `verify` reports it as surplus.
+  // A million files are found by binary search; an entry a file and nothing a chunk, so that COMMIT
+  // stays small.
   std::vector<Entry> files;                        // Sorted by name.
   const Entry* Find(std::string_view name) const;  // Null: no such file.
 };
@@ -66,6 +73,7 @@ Result<DecodedCommit> DecodeCommit(std::string_view bytes, std::string_view name
 // in which it lies; where no copy is left that failure is the answer. kDataLoss for a size that
 // cannot be.
 Result<std::string> ReadCommitBytes(File& file, std::string_view name);
+// Both: bytes, then the record. Blocks as file reads do; on a network filesystem that may be long.
 Result<DecodedCommit> ReadCommitFile(File& file, std::string_view name);
 
 }  // namespace tensormount

@@ -29,6 +29,7 @@ inline constexpr std::string_view kRankRecordPrefix = "$rank.";
 inline constexpr std::size_t kMaxCommonRecordName = kMaxKeyBytes + 64;
 
 // "$rank.3"; `rank` is not negative.
+// Decimal without leading zeros, so that each rank has exactly one name.
 std::string RankRecordName(int rank);
 
 inline bool IsReservedCommonName(std::string_view name) { return name.starts_with('$'); }
@@ -41,6 +42,8 @@ CommonValue DictOf(const CommonValues& values);
 Result<CommonValues> ValuesOf(CommonValue value, std::string_view what);
 
 // The records of a checkpoint, sorted out by what their names say.
+// Copies are deep: trees of up to 64 MiB each. Callers who want one value ask the index for it
+// (CheckpointIndex::CommonRecord).
 struct CommonState {
   CommonValues values;                // The same on every rank.
   std::map<int, CommonValues> ranks;  // What each rank set for itself; ranks that did, only.

@@ -20,6 +20,7 @@ std::string QuoteJson(std::string_view text);
 Result<std::string> UnquoteJson(std::string_view text);
 
 // The shortest text that reads back as this finite number, always with '.' or 'e'.
+// So 1.0 and 1 stay apart in JSON and in messages.
 std::string FloatText(double value);
 
 // What a key adds to the path of its dict: `lr` (first: no dot), `.lr`, `."a.b"`, `{3}`.
@@ -46,6 +47,8 @@ struct CommonSides {
 
 // The first difference of two values that stand at `path`, without the entries of dicts, at any
 // depth, whose path `exempt` names.
+// Stops at the first one: linear in the size of the trees, and cheap where they are equal, as they
+// are in nearly every save.
 std::optional<CommonSides> CompareAt(std::string path, const CommonValue& a, const CommonValue& b,
                                      const CommonExempt& exempt);
 

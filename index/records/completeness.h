@@ -19,6 +19,8 @@ enum class Completeness {
   kOverlap,  // A box is stored twice.
   kBad,      // A chunk breaks a rule: outside of its file or the shape, not as long as its region.
 };
+// `why` is for messages and `coverage` for programs: a foreign checkpoint with holes is opened, and
+// its boxes are reported as losses.
 struct TensorCheck {
   Completeness verdict = Completeness::kWhole;
   std::string why;          // Without the name of the tensor; empty: it is whole.

@@ -15,6 +15,9 @@
 namespace tensormount {
 
 // The extents of one tensor, made ready for finding the few chunks that a read touches. Immutable.
+// Three arrays of u64 beside the packed rows, indexed by row. A read asks Candidates for a range of
+// rows, passes over those that MayTouch refuses, and decodes the rest: O(log n + candidates).
+// Thread-safe, as nothing changes.
 class ExtentLookup {
  public:
   // kDataLoss where a row breaks a rule, is pending, lies outside the shape or has not its region's

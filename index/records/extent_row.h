@@ -32,6 +32,7 @@ inline constexpr std::uint32_t kHasHash = 1;
 inline constexpr std::uint32_t kFlat = 2;
 inline constexpr std::uint32_t kStrided = 4;  // In wide rows alone.
 inline constexpr std::uint32_t kPending = 8;  // In memory alone (ChunkRecord::pending).
+// That may stand on disk.
 inline constexpr std::uint32_t kKnownFlags = kHasHash | kFlat | kStrided;
 
 // `wide`: rows of a table that has strided chunks.
@@ -53,6 +54,7 @@ inline std::int64_t Extent(const char* row, int rank, int axis) {
 inline std::int64_t Stride(const char* row, int rank, int axis) {
   return LoadLittle<std::int64_t>(row + kBegin + 8 * static_cast<std::size_t>(2 * rank + axis));
 }
+// Bits over kKnownFlags are refused where rows are decoded; here they are just returned.
 inline std::uint32_t Flags(const char* row) { return LoadLittle<std::uint32_t>(row + kFlags); }
 
 }  // namespace tensormount::extent_row

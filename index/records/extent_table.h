@@ -44,6 +44,7 @@ struct ChunkRecord {
 // changes any more.
 class ExtentTable {
  public:
+  // `rank`: axes of the tensor, 0 to kMaxRank. An empty table of any rank is legal.
   explicit ExtentTable(int rank, bool wide = false) : rank_(rank), wide_(wide) {}
   // Takes packed rows from disk: kDataLoss where the size is no multiple of the row's.
   // `from_memory`: rows that never were on disk, which may be pending.
@@ -56,6 +57,8 @@ class ExtentTable {
   bool pending() const { return pending_; }
   std::size_t row_bytes() const;
   std::size_t size() const { return rows_.size() / row_bytes(); }
+  // All rows, one after the other: what is written to manifests and hashed. Valid until the next
+  // change.
   std::string_view packed() const { return rows_; }
   // Packed row i, unchecked (index/records/extent_row.h).
   std::string_view Row(std::size_t i) const {
@@ -77,7 +80,10 @@ class ExtentTable {
   Status Remap(std::span<const std::uint32_t> file_map,
                std::span<const std::uint32_t> manifest_map);
   // Decodes row i: kDataLoss where a field breaks a rule (rank, negative, region outside itself).
+  // What it cannot know, because a row does not say it: the tensor's shape and dtype. Whether the
+  // region lies in the shape and has `length` bytes is for ExtentLookup and CompletenessCheck.
   Result<ChunkRecord> At(std::size_t i) const;
+  // For small tables and tools; memory for every chunk at once.
   Result<std::vector<ChunkRecord>> All() const;
   // Rows in the order of their regions' first element, then file, offset: the canonical order.
   // O(n) where rows are in order already, as from one writer; else O(n log n). The order is part of

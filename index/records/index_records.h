@@ -29,6 +29,7 @@ inline constexpr char kExtra = 'x';        // be32 number -> extra piece
 // A value longer than this is cut into pages of their own keys, so that a reader of a huge extent
 // table needs no value of hundreds of MiB in one block of the SST file.
 inline constexpr std::size_t kPageBytes = std::size_t{1} << 20;
+// Of the index: readers that do not know it rebuild the index from the manifests.
 inline constexpr std::uint32_t kVersion = 1;
 
 // Keys of records. Numbers are big-endian, so that the byte order of RocksDB is numeric order and a
@@ -57,7 +58,10 @@ Status ForEach(const Inventory& inventory, bool to_memory,
                const std::function<Status(std::string_view key, std::string_view value)>& fn);
 
 // `from_memory`: of a table that never was on disk, where chunks may be pending.
+// Checks the record's own fields. That `ordinal` is the right one for a key is for
+// CheckpointIndex::Find.
 Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal, bool from_memory);
+// kUnsupported for another version, kDataLoss for damage.
 Result<Counts> DecodeInfoRecord(std::string_view value, CheckpointInfo& info);
 
 }  // namespace tensormount::index_record

@@ -35,6 +35,8 @@ struct Uuid {
 };
 
 // What a data file is; numbers are on disk.
+// It says how a data file may be read: byte n of a kTensorFile is byte n of its tensor; kRankShard
+// and kSafetensors are read by other programs too; a kPack only makes sense with our records.
 enum class Placement : std::uint8_t {
   kTensorFile = 1,   // One tensor, global row-major order, offset 0.
   kRankShard = 2,    // All regions of one writer, a valid safetensors file.
@@ -85,6 +87,7 @@ inline constexpr std::uint32_t kNoFile = 0xFFFFFFFF;
 inline constexpr std::uint32_t kNoManifest = 0xFFFFFFFF;
 
 // An opaque object, or one part of it on a grid (index within grid; both empty for the plain kind).
+// Objects are never cut: a part is one stored range.
 struct ObjectRecord {
   std::string key;
   Dims index;
@@ -138,11 +141,14 @@ struct Inventory {
 
 // XXH3-128 over the sorted logical records (key, dtype, shape, region, content hash; objects;
 // common values) without file positions or mtimes: equal for the same logical content and cuts.
+// Two saves of the same state with the same sharding have the same root. Cut otherwise, they have
+// another, though all digests are equal: chunks are part of it.
 Hash128 ContentRoot(const Inventory& inventory);
 
 // Root of a data file from its pieces (offset, length, chunk hash) sorted by offset: no second
 // pass over data. Fills FileRecord::root for all files that are not foreign, and checks that the
 // pieces of a file do not overlap and lie within its length (kDataLoss names file and piece).
+// Changes `inventory` in nothing else. O(n) memory for the stored ranges, 32 bytes each.
 Status ComputeFileRoots(Inventory& inventory);
 
 // What the coordinator's manifest holds of merged content: info and common values as they are; of
@@ -154,6 +160,8 @@ Inventory CoordinatorInventory(const Inventory& merged);
 // values, and, where it was written already, mtimes and the list of all there must be.
 // kDataLoss where writers disagree on uuid, dtype or shape, name the same file with different
 // lengths, repeat an object part, or differ from the coordinator's list or digests.
+// One merger for one merge: Add each manifest once, then Finish once. Not thread-safe. On a failure
+// the merger is of no more use.
 class InventoryMerger {
  public:
   // Inventory numbered by the manifest's own file table.

@@ -27,6 +27,7 @@ class KeyRenames {
 
   // New names; empty where the key is dropped.
   const std::vector<std::string>& tensors() const { return tensors_; }  // By ordinal.
+  // Empty, too, for an object that the checkpoint does not have.
   const std::string& Object(const std::string& key) const;
   // Stacked tensors that are kept (ordinal), and the new pattern of their layers' names: the map is
   // applied to the pattern as to a key, so that a '*' may stand for "{}". Those whose pattern is

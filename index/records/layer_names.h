@@ -25,6 +25,7 @@ namespace tensormount {
 inline constexpr std::string_view kLayersRecordPrefix = "$layers.";
 
 // "layers.{}.w" for number 3: "layers.3.w".
+// The inverse of LayerNames::Find.
 std::string LayerKey(std::string_view pattern, std::int64_t layer);
 // kInvalidArgument unless `pattern` has exactly one "{}", without a digit beside it (then a number
 // could not be told from it), and could be part of a key.
@@ -39,6 +40,7 @@ class LayerNames {
   explicit LayerNames(std::map<std::string, std::string> patterns);
 
   bool empty() const { return patterns_.empty(); }
+  // As given, those that stand for nothing included.
   const std::map<std::string, std::string>& patterns() const { return patterns_; }
 
   // A name of a layer, taken apart. The view is into this object.

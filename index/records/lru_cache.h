@@ -23,6 +23,7 @@ class LruCache {
   explicit LruCache(std::size_t capacity) : capacity_(capacity) {}
 
   // Null where it is not there.
+  // Counts as a use.
   std::shared_ptr<Value> Get(const Key& key) {
     std::lock_guard lock(mutex_);
     const auto it = map_.find(key);
@@ -57,6 +58,7 @@ class LruCache {
     weight_ = 0;
   }
 
+  // No-op where it is not there.
   void Erase(const Key& key) {
     std::shared_ptr<Value> dropped;  // Destroyed outside the lock.
     std::lock_guard lock(mutex_);

@@ -30,6 +30,7 @@ Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const H
 // What DecodeManifest promises: every checksum held, every record obeys its own rules, and leaves
 // exist. Not that numbers of files are in the table or that tensors are covered: whoever merges
 // checks that (InventoryMerger, CheckComplete). The bytes may come from anywhere.
+// `leaves` are 16 bytes for each 64 KiB of data: 4 MiB of them for 16 GiB that one rank wrote.
 struct Manifest {
   Inventory inventory;
   std::vector<Hash128> leaves;

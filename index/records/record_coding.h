@@ -31,6 +31,8 @@ inline constexpr std::size_t kMaxCommonNodes = std::size_t{4} << 20;
 bool IsRelativeName(std::string_view name);
 // Whether `name` is a relative path below a checkpoint's data/, manifest/ or index/ that can lead
 // nowhere else.
+// The last line of defence before a name from a record is joined to a path; files are opened below
+// a descriptor without following links besides.
 bool IsSafeName(std::string_view name);
 
 // kInvalidArgument where a tree is nested over kMaxCommonDepth deep or larger than the limits
@@ -57,6 +59,7 @@ Result<ExtraRange> DecodeExtra(ByteReader& in);
 
 // The value alone. Equal values have equal bytes, and decoding takes no others. To be checked
 // first (CheckCommon).
+// Recursive, at most kMaxCommonDepth deep.
 void EncodeCommon(ByteWriter& out, const CommonValue& value);
 Result<CommonValue> DecodeCommon(ByteReader& in, std::string_view what);
 

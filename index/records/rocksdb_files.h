@@ -32,6 +32,7 @@ struct RocksFileLog {
 // An Env whose SST files go through `fs`, so that fault injection and crash tests see them. Only
 // what SstFileWriter and SstFileReader call; the rest is the machine's and not used. `fs` and `log`
 // must outlive it.
+// One Env and one log for one file: `log` would mix the bytes of two.
 std::unique_ptr<rocksdb::Env> MakeRocksEnv(FileSystem& fs, RocksFileLog& log);
 
 }  // namespace tensormount

@@ -30,6 +30,8 @@ struct SafetensorsOrder {
   std::vector<std::uint64_t> offsets;  // In the file, by position in `tensors`.
   std::vector<bool> held;              // False: a dtype or key that the format lacks.
 };
+// Shared by the index, which stores the header, and by views and exports that must show the same
+// file. O(n log n) in the number of tensors.
 Result<SafetensorsOrder> LayOutSafetensors(std::span<const TensorMeta* const> tensors);
 
 }  // namespace tensormount

@@ -14,6 +14,7 @@
 namespace tensormount {
 
 // What an SST file says about itself in its user properties.
+// Compared at open with what COMMIT says.
 struct SstIdentity {
   std::string uuid;          // Hex.
   std::string content_root;  // Hex.
@@ -34,6 +35,8 @@ class SstTable : public Table {
   static Result<CommitRecord::Entry> Write(FileSystem& fs, const std::string& path,
                                            const SstIdentity& identity,
                                            const std::function<Status(const Emit&)>& produce);
+  // Reads the footer, the properties and the index of blocks; no data block. `fs` must outlive the
+  // table.
   static Result<std::unique_ptr<SstTable>> Open(FileSystem& fs, const std::string& path);
   ~SstTable() override;
 
@@ -46,6 +49,7 @@ class SstTable : public Table {
 
  private:
   SstTable();
+  // Keeps RocksDB's types out of this header (see tests/layering).
   struct Rep;
   std::unique_ptr<Rep> rep_;
 };

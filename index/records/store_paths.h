@@ -10,6 +10,8 @@
 
 namespace tensormount::store_paths {
 
+// No checkpoint may be called so: names of checkpoints have no leading dot, and "store.json" is
+// refused.
 inline constexpr std::string_view kSuperblockFile = "store.json";
 inline constexpr std::string_view kStagingFolder = ".staging";
 inline constexpr std::string_view kTrashFolder = ".trash";
