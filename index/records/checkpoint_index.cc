@@ -411,6 +411,7 @@ Result<std::optional<LayerEntry>> CheckpointIndex::ResolveLayer(std::string_view
   return FindLayer(*this, *names, key);
 }
 
+// Pages are joined without a look at their numbers: a page that is missing shows in the length.
 Result<std::string> CheckpointIndex::SafetensorsHeader() const {
   if (safetensors_header_bytes_ == 0) {
     return Status(Code::kUnsupported, "the header of model.safetensors would be too long");

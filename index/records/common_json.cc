@@ -207,6 +207,8 @@ Result<CommonValue> UntagDict(CommonValue& value) {
 }
 
 // The value of an object that has a key beginning with '$'.
+// Strict, so that each value has one text: a tag beside other keys, or one that is not known, is an
+// error and not a plain dict.
 Result<CommonValue> Untag(Members& members) {
   if (!members[0].first.starts_with('$') || (members.size() > 1 && members[0].first != "$float") ||
       members.size() > 2) {
@@ -258,6 +260,7 @@ class TreeBuilder : public nlohmann::json_sax<Json> {
     frames_.back().members.emplace_back(std::move(value), CommonValue());
     return true;
   }
+  // Only now is it known whether the object is a dict or a tagged value.
   bool end_object() override {
     Members members = std::move(frames_.back().members);
     frames_.pop_back();

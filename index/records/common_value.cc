@@ -21,6 +21,7 @@ bool SameItems(const std::vector<CommonValue>& a, const std::vector<CommonValue>
   return std::equal(a.begin(), a.end(), b.begin(), b.end());
 }
 
+// A key that a path can hold without quotes: none of the characters that begin another part.
 bool IsPlainWord(std::string_view key) {
   return !key.empty() && std::all_of(key.begin(), key.end(), [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' ||
@@ -332,6 +333,7 @@ bool operator==(const CommonValue& a, const CommonValue& b) {
   return true;  // None.
 }
 
+// to_chars gives the shortest text that reads back as the same double, in every locale.
 std::string FloatText(double value) {
   char buffer[32];
   const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);

@@ -188,6 +188,7 @@ TensorCheck CompletenessCheck::Check(const Inventory& inventory, const TensorRec
                           " and " + file(overlap.second);
     return {Completeness::kOverlap, std::move(message), std::move(report)};
   }
+  // The first hole is named; the sum tells one lost rank from a wrong layout.
   std::string message = report.missing.front().ToString() + " is stored in no chunk";
   if (report.missing.size() > 1 || report.truncated) {
     message += " (" + std::to_string(report.missing_elements) + " elements are missing in all)";

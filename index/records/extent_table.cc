@@ -66,6 +66,8 @@ Status DecodeStrides(const char* row, int rank, ChunkRecord& chunk) {
 
 std::size_t ExtentTable::row_bytes() const { return extent_row::Bytes(rank_, wide_); }
 
+// O(1) but for the look for pending rows: the bytes are taken over as they are, and nothing in them
+// is believed yet.
 Result<ExtentTable> ExtentTable::FromPacked(int rank, std::string rows, bool wide,
                                             bool from_memory) {
   if (rank < 0 || rank > kMaxRank) {
@@ -170,6 +172,7 @@ Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::
   return Status();
 }
 
+// Between one table of numbers and another, after files and manifests were sorted by name.
 Status ExtentTable::Remap(std::span<const std::uint32_t> file_map,
                           std::span<const std::uint32_t> manifest_map) {
   const std::size_t row_bytes = this->row_bytes();

@@ -114,6 +114,8 @@ Status ForEach(const Inventory& inventory, bool to_memory,
   value.U32(static_cast<std::uint32_t>(inventory.manifests.size()));
   TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kInfo), value.bytes()));
   for (std::uint32_t i = 0; i < counts.tensors; ++i) {
+    // Big-endian as in keys, though it is a value: ordinals are written in one way everywhere in
+    // the index.
     std::string number;
     AppendBig32(number, i);
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kKey, inventory.tensors[i].meta.key()), number));

@@ -25,6 +25,7 @@ bool PartLess(const ObjectRecord& a, const ObjectRecord& b) {
 }
 
 // Old number -> position after sorting by name.
+// Sorts numbers and not items, so that the map falls out of it; items are moved once.
 template <typename T, typename Name>
 std::vector<std::uint32_t> SortByName(std::vector<T>& items, Name name) {
   std::vector<std::uint32_t> order(items.size());
@@ -152,6 +153,7 @@ Status InventoryMerger::AddTensor(const TensorRecord& tensor,
       .WithContext("tensor " + tensor.meta.key());
 }
 
+// Doubles are found in Finish, where parts are sorted.
 Status InventoryMerger::AddObject(const ObjectRecord& object,
                                   std::span<const std::uint32_t> file_map, std::uint32_t manifest) {
   if (object.file >= file_map.size()) {

@@ -73,6 +73,7 @@ std::optional<Renamed> ApplyRule(const Rule& rule, std::string_view key) {
   return std::nullopt;
 }
 
+// The first rule that matches holds; a key that none matches stays.
 Renamed ApplyRules(const std::vector<Rule>& rules, std::string_view key) {
   for (const Rule& rule : rules) {
     if (std::optional<Renamed> renamed = ApplyRule(rule, key)) return *std::move(renamed);

@@ -105,6 +105,8 @@ Status TooLarge(std::string_view what) {
 // Whether records from a manifest point at leaves that it has.
 bool LeavesExist(std::uint64_t first, std::uint64_t leaves) { return first <= leaves; }
 
+// In the order of docs/format.md, "Manifest". Counts come before what they count and are not
+// trusted: each item takes bytes, and a reader past the end fails the next decoder.
 Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves, Inventory& out) {
   const auto bad = [&](std::string why) {
     return Status(Code::kDataLoss, std::string(name) + ": " + why);
@@ -277,6 +279,8 @@ Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
                                        " bytes, its header says " +
                                        std::to_string(header.file_bytes));
   }
+  // Not hashed here: leaves_hash is over all of them. The chunk hash of the caller's record proves
+  // these.
   std::vector<Hash128> leaves(count);
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(header.leaves_offset + first * kManifestHashBytes,
                                                leaves.data(), count * kManifestHashBytes));

@@ -65,6 +65,8 @@ class CommonDecoder {
   CommonDecoder(ByteReader& in, std::string_view what)
       : in_(in), what_(what), begin_(in.position()) {}
 
+  // Bytes are compared with the limit after each value, nodes counted as they come, so a small
+  // record cannot make a huge tree.
   Result<CommonValue> Value(int depth) {
     const std::uint8_t kind = in_.U8();
     CommonValue value;
@@ -282,6 +284,7 @@ Result<FileRecord> DecodeFile(ByteReader& in) {
   return file;
 }
 
+// Pairs of encoder and decoder, each in the order of its row in docs/format.md, "Records".
 void EncodeObject(ByteWriter& out, const ObjectRecord& object) {
   out.String(object.key);
   EncodeDims(out, object.index);

@@ -61,6 +61,7 @@ class SequentialWriter : public rocksdb::FSWritableFile {
   RocksFileLog& log_;
 };
 
+// pread below: no position, so threads need no lock.
 class RandomReader : public rocksdb::FSRandomAccessFile {
  public:
   RandomReader(std::unique_ptr<File> file, RocksFileLog& log) : file_(std::move(file)), log_(log) {}
