@@ -9,6 +9,8 @@
 
 #include "base/coding.h"
 #include "index/read/checkpoint.h"
+#include "index/records/memory_table.h"
+#include "index/records/sst_table.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -79,6 +81,54 @@ class OpenTest : public testing::Test {
   BuildSpec spec_;
   BuiltCheckpoint built_;
 };
+
+// A record that is not what its kind must be is damage to whoever needs it, though the file is as
+// COMMIT says: a list never just ends there.
+TEST_F(OpenTest, ARecordOfTheIndexThatIsNoneOfItsKindIsDamage) {
+  const std::string name(kIndexName);
+  ASSERT_OK_AND_ASSIGN(const auto records, CheckpointIndex::RecordsOf(built_.inventory));
+  ASSERT_OK_AND_ASSIGN(const auto good, SstTable::Open(HostFileSystem(), Below(name)));
+  const SstIdentity identity = good->identity();
+  // The index with a byte more in the last record of this kind; in none for "".
+  const auto open = [&](std::string_view kind) -> Result<std::shared_ptr<const CheckpointIndex>> {
+    std::vector<std::pair<std::string, std::string>> all;
+    EXPECT_OK(records->Scan("", "", [&](std::string_view key, std::string_view value) {
+      all.emplace_back(key, value);
+      return true;
+    }));
+    bool changed = kind.empty();
+    for (auto at = all.rbegin(); at != all.rend() && !changed; ++at) {
+      changed = at->first.starts_with(kind);
+      if (changed) at->second += '/';
+    }
+    EXPECT_TRUE(changed) << kind;
+    EXPECT_OK(HostFileSystem().RemoveFile(Below(name)));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        CommitRecord::Entry entry,
+        SstTable::Write(HostFileSystem(), Below(name), identity, [&](const SstTable::Emit& emit) {
+          for (const auto& [key, value] : all) TENSORMOUNT_RETURN_IF_ERROR(emit(key, value));
+          return Status();
+        }));
+    entry.name = name;
+    for (CommitRecord::Entry& file : built_.commit.files) {
+      if (file.name == kIndexName) file = entry;
+    }
+    return CheckpointIndex::OpenSst(HostFileSystem(), path(), built_.commit, ~std::uint64_t{0}, {});
+  };
+  ASSERT_OK_AND_ASSIGN(const auto whole, open(""));
+  EXPECT_OK(whole->Objects());
+  EXPECT_OK(whole->Extras());
+  EXPECT_OK(whole->CommonRecords());
+  EXPECT_THAT(open("f"), HasCode(Code::kDataLoss));
+  EXPECT_THAT(open("m"), HasCode(Code::kDataLoss));
+  ASSERT_OK_AND_ASSIGN(const auto objects, open("o"));
+  EXPECT_THAT(objects->Objects(), HasCode(Code::kDataLoss));
+  EXPECT_THAT(objects->ObjectParts("rng"), HasCode(Code::kDataLoss));
+  ASSERT_OK_AND_ASSIGN(const auto extras, open("x"));
+  EXPECT_THAT(extras->Extras(), HasCode(Code::kDataLoss));
+  ASSERT_OK_AND_ASSIGN(const auto common, open("c"));
+  EXPECT_THAT(common->CommonRecords(), HasCode(Code::kDataLoss));
+}
 
 TEST_F(OpenTest, NotACheckpointIsNotFound) {
   EXPECT_THAT(OpenedCheckpoint::Open(HostFileSystem(), dir_.path(), {}), HasCode(Code::kNotFound));
