@@ -9,6 +9,11 @@
 namespace tensormount {
 
 // Arithmetic on numbers that came from outside: nullopt where the exact result does not fit T.
+//
+// The rule: what was read from a file, a message or a caller is added and multiplied with these
+// until it is known to be within something real (a file, a shape that Box::Make took). From there
+// on plain operators are right, and say that the check was made. A sum that wraps is not only a
+// wrong number: it passes every comparison that was to keep it out.
 template <std::integral T>
 constexpr std::optional<T> CheckedAdd(T a, T b) {
   T r;
@@ -33,7 +38,8 @@ constexpr std::optional<To> CheckedCast(From v) {
   return static_cast<To>(v);
 }
 
-// Whether [offset, offset + length) lies inside [0, size).
+// Whether [offset, offset + length) lies inside [0, size). The one form of this test: written as
+// `offset + length <= size` it is true for lengths near 2^64.
 constexpr bool RangeWithin(unsigned long long offset, unsigned long long length,
                            unsigned long long size) {
   return offset <= size && length <= size - offset;

@@ -18,6 +18,8 @@
 
 namespace tensormount {
 
+// Little-endian, at any alignment. Every byte that we store or send is little-endian, and so is
+// every machine that this is built for; a port to another would swap here and nowhere else.
 template <typename T>
 T LoadLittle(const void* p) {
   T v;
@@ -29,7 +31,8 @@ void StoreLittle(void* p, T v) {
   std::memcpy(p, &v, sizeof(T));
 }
 
-// Appends fields to a byte string that it owns.
+// Appends fields to a byte string that it owns. It cannot fail: whoever encodes something checks
+// before that its decoder will take it (lengths fit 32 bits, say).
 class ByteWriter {
  public:
   void U8(std::uint8_t v) { Raw(&v, 1); }
@@ -57,7 +60,15 @@ class ByteWriter {
 };
 
 // Reads fields from bytes that somebody else owns. A read past the end yields zeros and makes
-// `status()` kDataLoss for good, so that a record is decoded first and checked once.
+// `status()` kDataLoss for good, so that a record is decoded first and checked once:
+//
+//   ByteReader in(bytes, "index: object");
+//   const std::uint32_t file = in.U32();
+//   const std::uint64_t offset = in.U64();
+//   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());  // Only now do the fields mean anything.
+//
+// A count is compared with left() before memory is taken for that many records: until then it is a
+// claim of whoever wrote the bytes.
 class ByteReader {
  public:
   // `what` names the object in the error; must outlive the reader.

@@ -8,7 +8,9 @@
 namespace tensormount {
 
 // A point of the steady clock after which a wait gives up. A value; there is no infinite one,
-// because no call of ours waits for ever.
+// because no call of ours waits for ever. Made once at the begin of an operation and handed down,
+// so that the parts of it share one time instead of each beginning its own. The steady clock, so
+// that setting the time of day neither ends waits nor prolongs them.
 class Deadline {
  public:
   using Clock = std::chrono::steady_clock;

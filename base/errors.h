@@ -11,6 +11,10 @@
 
 namespace tensormount {
 
+// The two failures that half of all checks end with; tensormount/status.h has all codes. A message
+// names the object first and then what is wrong with it; callers add what they know around it with
+// Status::WithContext.
+
 // What is stored, or came from another rank, is not what it must be (kDataLoss).
 inline Status DataLoss(std::string why) { return Status(Code::kDataLoss, std::move(why)); }
 

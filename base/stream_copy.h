@@ -41,9 +41,10 @@ std::size_t CopyWholeLines(const std::byte* src, std::byte* dst, std::size_t siz
   return at;
 }
 
-// memcpy past the caches, for what will not be read soon: fetching the destination first would cost
-// half as much again. After the last of such copies, before other threads are told of them,
-// EndStream() makes them visible in the usual order.
+// memcpy past the caches, for what will not be read soon: an ordinary store fetches the line that it
+// is about to overwrite, which costs half as much again. How much is too much for a cache is for the
+// caller to say; below that a reader finds the bytes there. After the last of such copies, before
+// other threads are told of them, EndStream() makes them visible in the usual order.
 inline void StreamBytes(const std::byte* src, std::byte* dst, std::size_t size) {
   const std::size_t head = (16 - reinterpret_cast<std::uintptr_t>(dst) % 16) % 16;
   if (head >= size) {
@@ -55,7 +56,8 @@ inline void StreamBytes(const std::byte* src, std::byte* dst, std::size_t size) 
   std::memcpy(dst + at, src + at, size - at);
 }
 
-// memcpy through the caches, a cache line a step.
+// memcpy through the caches, a cache line a step. For runs of some lines from many places, where
+// the C library's start of a copy costs more than the copy (figures: docs/performance.md).
 inline void CopyByLines(const std::byte* src, std::byte* dst, std::size_t size) {
   const std::size_t at = CopyWholeLines<false>(src, dst, size);
   std::memcpy(dst + at, src + at, size - at);

@@ -16,6 +16,8 @@ namespace tensormount {
 // A hole list longer than this is not kept (the count goes on): it would be unreadable anyway.
 inline constexpr std::size_t kMaxHoles = std::size_t{1} << 20;
 
+// What is wrong with a set of boxes. Both lists are bounded: a layout that is wrong all over has as
+// many findings as it has boxes, or more, and the first of them say as much as all.
 struct CoverageFindings {
   std::vector<Box> holes;  // Disjoint.
   std::uint64_t missing_elements = 0;

@@ -13,6 +13,10 @@ namespace tensormount {
 // A chunk is hashed in leaves of 64 KiB (the last may be shorter), XXH3-128 each, so that parts of
 // it can be verified. The chunk hash is a root over leaves and length, domain-separated:
 // XXH3-128("tensormount chunk v1\0" ‖ u64 length ‖ leaves), all little-endian.
+//
+// 64 KiB: a read of a few bytes proves them by reading that much, and hashes take 1/4096 of the
+// data. A chunk of one leaf has the same root as any other of this content and length, so that it
+// is checked without fetching leaves from a manifest.
 inline constexpr std::uint64_t kLeafBytes = 64 * 1024;
 
 inline std::uint64_t LeafCount(std::uint64_t length) {

@@ -10,14 +10,16 @@
 
 namespace tensormount {
 
-// [begin, end) of the row-major order of a whole tensor.
+// [begin, end) of the row-major order of a whole tensor, in elements. Signed as Dims are;
+// base/byte_range.h is for bytes.
 struct LinearRange {
   std::int64_t begin = 0;
   std::int64_t end = 0;
 };
 
 // Tells which regions are ranges of the row-major order of a whole tensor: rows, and what ZeRO and
-// FSDP cut. Requires a checked shape that is not empty.
+// FSDP cut. Such regions are sorted, merged and proved by two numbers each, however many axes the
+// tensor has. Requires a checked shape that is not empty.
 class LinearOrder {
  public:
   explicit LinearOrder(const Dims& shape) : rank_(shape.rank()) {

@@ -27,6 +27,7 @@ enum class ExportFormat { kSafetensors, kHf, kNpy, kZarr, kDcp, kTorch };
 std::string_view ExportFormatName(ExportFormat format);
 std::optional<ExportFormat> ExportFormatOf(std::string_view name);
 
+// One file of an export: what of the checkpoint it is made of, and where it goes.
 struct ExportFile {
   std::string name;  // Below the folder; empty: the export is this one file.
   std::uint64_t size = 0;
@@ -36,6 +37,8 @@ struct ExportFile {
   bool backed = false;                      // A stored file is byte for byte this one.
 };
 
+// All that an export will write, worked out before anything is: every rank makes the plan for
+// itself, and ranks compare Identity() before they begin.
 struct ExportPlan {
   bool folder = false;               // Otherwise one file.
   std::vector<std::string> folders;  // Below it, parents first.
@@ -68,9 +71,11 @@ Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const PlanOptions&
 
 // ---- For the makers of formats -----------------------------------------------------------------
 
-// A file of text and stored bytes. Text is kept once, however often it is used.
+// A file of text and stored bytes, put together in the order of its bytes. Text is kept once,
+// however often it is used: a million zip headers differ in few bytes.
 class FileBuilder {
  public:
+  // Where kept text stands.
   struct Text {
     std::uint64_t skip = 0;
     std::uint64_t length = 0;

@@ -21,6 +21,11 @@ namespace tensormount::fs {
 
 // One rank's share of the files of an export: ranges of about equally many bytes, cut where no two
 // ranks write to one page. Memory is bounded by one block. Every byte is read as the view verifies.
+//
+// What rank r writes follows from the plan, r and the number of ranks, so that ranks agree on it
+// without a message: all files are laid side by side, and the r-th part of the whole is its share.
+// A file counts some bytes more than it has, because making one is work too. The steps are called
+// in the order below, by all ranks, and export.cc tells them of each other's failures in between.
 class ExportWriter {
  public:
   static constexpr std::uint64_t kBlock = std::uint64_t{8} << 20;
@@ -52,10 +57,11 @@ class ExportWriter {
   std::uint64_t bytes_written() const { return bytes_written_; }
 
  private:
+  // This rank's bytes of one file.
   struct Range {
     std::uint64_t begin = 0;
     std::uint64_t end = 0;
-    bool owns = false;  // Begins the file.
+    bool owns = false;  // Begins the file: makes it, and shares it where that can be.
   };
   Range RangeOf(std::uint64_t cost_before, std::uint64_t size) const;
   std::string PathOf(const ExportFile& file) const;

@@ -12,6 +12,9 @@ namespace tensormount::fs {
 
 // Bytes of a file whose CRC-32 is known when they were copied, and where it then goes (4 bytes,
 // little-endian). Offsets are the file's.
+// The header of an entry comes before its bytes and must not wait for them: the CRC stands behind
+// them in a data descriptor and in the central directory, and both places stay zero until ranks
+// have read all of the entry.
 struct CrcHole {
   std::uint64_t begin = 0;
   std::uint64_t length = 0;
