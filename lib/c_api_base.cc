@@ -30,7 +30,7 @@ static_assert(static_cast<int>(Code::kUnknown) == TM_UNKNOWN);
 static_assert(static_cast<int>(Code::kInternal) == TM_INTERNAL);
 static_assert(static_cast<int>(DType::kBool) == TM_BOOL);
 static_assert(static_cast<int>(DType::kF32) == TM_F32);
-static_assert(static_cast<int>(DType::kC128) == TM_C128);
+static_assert(static_cast<int>(DType::kC128) == TM_C128);  // The last one, by its number.
 static_assert(kMaxRank == TM_MAX_RANK);
 
 bool Known(tm_status status) { return status >= TM_OK && status <= TM_INTERNAL; }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The table of element types: one row says all that the rest of the code asks about a type. Numbers
-// are stored on disk (docs/format.md, "Element types"); rows are added at the end and never change.
+// are stored on disk (tensormount/dtype.h has them); rows are added at the end and never change.
 #include "tensormount/dtype.h"
 
 #include <array>

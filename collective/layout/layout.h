@@ -55,12 +55,13 @@ class LayoutTable {
   std::unique_ptr<Rep> rep_;
 };
 
-// What is wrong with what the ranks hold. Pure: the same on every machine. Checks: dtypes and shapes
-// of a key agree, its shards cover every cell exactly once but for replicas, labels of replicas name
-// one main holder, grids of objects are whole, no layer's name is another key. A check is added in
-// layout_judge.cc, where each kind of finding is one function.
+// What is wrong with what the ranks hold. Pure: the same on every machine. Checks: dtypes and
+// shapes of a key agree, its shards cover every cell exactly once but for replicas, labels of
+// replicas name one main holder, grids of objects are whole, no layer's name is another key. A
+// check is added in layout_judge.cc, a function for what it looks at and a kind of finding for what
+// it says.
 struct LayoutRules {
-  int world = 0;  // Ranks of the job; those that hold nothing count.
+  int world = 0;            // Ranks of the job; those that hold nothing count.
   std::size_t limit = 100;  // Findings listed; counted are all.
   // Keys of stacked tensors and the names of their layers (StateDict::NameLayers).
   const std::map<std::string, std::string>* layer_names = nullptr;

@@ -13,11 +13,11 @@
 
 namespace tensormount {
 
-// What most likely made a layout unsound, in words: "rank 5 holds what rank 4 should", not only that
-// cells are missing. Each guess below is a pattern that one known mistake of a trainer leaves, and
-// is made only where the pattern explains every cell of the report that it claims to; where nothing
-// fits, there is none. Made for reports of people's size: patterns look at all regions, some at
-// pairs of them, which is why nothing of this runs unless something is wrong.
+// What most likely made a layout unsound, in words: "rank 5 holds what rank 4 should", not only
+// that cells are missing. Each guess below is a pattern that one known mistake of a trainer leaves,
+// and is made only where the pattern explains every cell of the report that it claims to; where
+// nothing fits, there is none. Made for reports of people's size: patterns look at all regions,
+// some at pairs of them, which is why nothing of this runs unless something is wrong.
 class LayoutCauses {
  public:
   // Different regions of one tensor, who holds each (rising), and what is wrong with them. All

@@ -12,7 +12,7 @@
 
 namespace tensormount {
 
-// A layout (DecodeLayout in validate/wire.h reads it; empty: holds nothing) and the ranks that have
+// A layout (DecodeLayout in layout/wire.h reads it; empty: holds nothing) and the ranks that have
 // it, rising.
 struct GatheredLayout {
   std::string encoded;

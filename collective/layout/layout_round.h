@@ -54,8 +54,8 @@ struct RoundAnswer {
   Agreement agreed;
   // Ranks 0 to owners - 1 judge the keys, each those that OwnerOf gives it.
   std::uint32_t owners = 1;
-  std::uint64_t boxes = 0;    // Of all ranks.
-  std::uint64_t layouts = 0;  // Different ones.
+  std::uint64_t boxes = 0;            // Of all ranks.
+  std::uint64_t layouts = 0;          // Different ones.
   std::vector<std::uint32_t> common;  // Ranks that send their common values; none: all are equal.
   RankClasses tensors;                // Empty: nothing is exchanged.
   RankClasses objects;                // Likewise.

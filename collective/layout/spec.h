@@ -64,8 +64,8 @@ struct JobSpec {
     std::vector<Only> only;     // kSplit
     std::vector<Shard> shards;  // kShards
   };
-  // Contents are texts that stand for the bytes: equal texts are equal bytes, and no more of them is
-  // looked at.
+  // Contents are texts that stand for the bytes: equal texts are equal bytes, and no more of them
+  // is looked at.
   struct ObjectPart {
     std::uint32_t ranks = 0;
     Dims index;
