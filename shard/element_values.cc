@@ -5,6 +5,7 @@
 
 #include <array>
 #include <bit>
+#include <cassert>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -167,9 +168,19 @@ NumberKind NumberKindOf(DType dtype) {
     case DType::kF6E3M2:
     case DType::kF4:
       return NumberKind::kNone;
-    default:
+    // No default: a type that is added and forgotten here does not compile.
+    case DType::kF64:
+    case DType::kF32:
+    case DType::kBF16:
+    case DType::kF16:
+    case DType::kF8E4M3:
+    case DType::kF8E5M2:
+    case DType::kF8E4M3FNUZ:
+    case DType::kF8E5M2FNUZ:
+    case DType::kF8E8M0:
       return NumberKind::kReal;
   }
+  return NumberKind::kNone;
 }
 
 void DecodeNumbers(DType dtype, const std::byte* src, std::size_t count, double* out) {
@@ -202,8 +213,21 @@ void DecodeNumbers(DType dtype, const std::byte* src, std::size_t count, double*
     case DType::kF8E8M0:
       LookUp<std::uint8_t>(dtype, src, count, out);
       return;
-    default:
-      (void)WidenIntegers(dtype, src, count, out);  // Of the rest kNone alone is none.
+    case DType::kBool:
+    case DType::kI8:
+    case DType::kU8:
+    case DType::kI16:
+    case DType::kU16:
+    case DType::kI32:
+    case DType::kU32:
+    case DType::kI64:
+    case DType::kU64:
+      (void)WidenIntegers(dtype, src, count, out);
+      return;
+    case DType::kF6E2M3:
+    case DType::kF6E3M2:
+    case DType::kF4:
+      assert(false);  // kNone: the caller asked NumberKindOf first. No default, as there.
   }
 }
 

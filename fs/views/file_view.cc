@@ -15,8 +15,8 @@ Status CheckItem(std::uint64_t item) {
 }  // namespace
 
 Result<std::uint64_t> FileView::Size() const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileSegments content, Inventory());
-  return content.size();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileSegments segments, Segments());
+  return segments.size();
 }
 
 Result<ViewNode> FileView::Stat(std::uint64_t item) const {
@@ -40,7 +40,7 @@ Status FileView::List(std::uint64_t folder, std::uint64_t cookie, const Visit& f
 
 Result<FileSegments> FileView::Open(std::uint64_t file) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckItem(file));
-  return Inventory();
+  return Segments();
 }
 
 std::string FileView::PathOf(std::uint64_t item) const {

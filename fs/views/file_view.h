@@ -25,7 +25,7 @@ class FileView : public View {
  protected:
   FileView(std::string_view name, std::int64_t mtime) : name_(name), mtime_(mtime) {}
   // kNotFound: the checkpoint has no such file.
-  virtual Result<FileSegments> Inventory() const = 0;
+  virtual Result<FileSegments> Segments() const = 0;
   virtual Result<std::uint64_t> Size() const;
 
  private:

@@ -19,7 +19,7 @@ class CheckpointJsonView : public FileView {
   bool listed_by_default() const override { return true; }
 
  private:
-  Result<FileSegments> Inventory() const override {
+  Result<FileSegments> Segments() const override {
     const std::lock_guard lock(mutex_);
     if (!text_) {
       std::vector<std::string> names;
@@ -32,9 +32,9 @@ class CheckpointJsonView : public FileView {
       TENSORMOUNT_ASSIGN_OR_RETURN(GeneratedText::Parts parts, CheckpointJson(shown_, names));
       TENSORMOUNT_ASSIGN_OR_RETURN(text_, GeneratedText::Make(std::move(parts)));
     }
-    FileSegments content;
-    content.AddText(text_);
-    return content;
+    FileSegments segments;
+    segments.AddText(text_);
+    return segments;
   }
 
   const ShownCheckpoint& shown_;
@@ -51,10 +51,10 @@ class CommonJsonView : public FileView {
   bool listed_by_default() const override { return true; }
 
  private:
-  Result<FileSegments> Inventory() const override {
-    FileSegments content;
-    content.AddLiteral(text_);
-    return content;
+  Result<FileSegments> Segments() const override {
+    FileSegments segments;
+    segments.AddLiteral(text_);
+    return segments;
   }
 
   const std::shared_ptr<const std::string> text_;

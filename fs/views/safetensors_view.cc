@@ -31,7 +31,7 @@ class SafetensorsView : public FileView {
     return layout.segments->back().begin + layout.segments->back().length;
   }
 
-  Result<FileSegments> Inventory() const override {
+  Result<FileSegments> Segments() const override {
     TENSORMOUNT_ASSIGN_OR_RETURN(Layout layout, LaidOut());
     if (!layout.header) {
       const std::uint64_t length = layout.segments->front().length;
