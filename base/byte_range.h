@@ -11,6 +11,10 @@ namespace tensormount {
 // stored part. One type for all of them, so that nobody has to ask whether a second number is a
 // length or an end. `begin` <= `end` is the maker's to see to: offsets from outside are added with
 // base/checked.h before they come here.
+//
+// Half open, so that neighbours share a number ([0, 4) and [4, 9) touch and do not overlap), sizes
+// are differences without a correction by one, and "nothing" can be said: begin == end. Ranges
+// order by begin, then end, which is the order in which files are read.
 struct ByteRange {
   std::uint64_t begin = 0;
   std::uint64_t end = 0;

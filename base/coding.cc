@@ -14,6 +14,7 @@ static_assert(std::endian::native == std::endian::little,
 std::string_view ByteReader::String(std::size_t max) {
   const std::uint32_t n = U32();
   if (n > max) {
+    // As if the bytes had ended here: nothing behind a field that is wrong can be trusted.
     failed_ = true;
     at_ = data_.size();
     return {};

@@ -15,6 +15,10 @@
 
 // Little-endian records, as docs/format.md gives them. tensormount builds for little-endian
 // machines only (checked in coding.cc), so that a fixed field is a memcpy.
+//
+// There is no schema and there are no tags: a record is its fields in order, without padding, and
+// both sides know the order. What may grow has a version or a length in front of it, which the
+// record's own encoder and decoder deal with (index/records, collective/comm, fs/save/journal.cc).
 
 namespace tensormount {
 
@@ -33,6 +37,11 @@ void StoreLittle(void* p, T v) {
 
 // Appends fields to a byte string that it owns. It cannot fail: whoever encodes something checks
 // before that its decoder will take it (lengths fit 32 bits, say).
+//
+//   ByteWriter out;
+//   out.U32(file);
+//   out.U64(offset);
+//   return std::move(out.bytes());  // 12 bytes.
 class ByteWriter {
  public:
   void U8(std::uint8_t v) { Raw(&v, 1); }
@@ -41,17 +50,22 @@ class ByteWriter {
   void U64(std::uint64_t v) { Raw(&v, 8); }
   void I64(std::int64_t v) { Raw(&v, 8); }
   void F64(double v) { Raw(&v, 8); }
+  // Low half first: with little-endian halves that is the 128-bit number, little-endian.
   void Hash(const Hash128& h) {
     U64(h.low);
     U64(h.high);
   }
-  // u32 length, then the bytes.
+  // u32 length, then the bytes. Not terminated, and any bytes: keys are UTF-8 by CheckKey, not
+  // here.
   void String(std::string_view s) {
     U32(static_cast<std::uint32_t>(s.size()));
     Raw(s.data(), s.size());
   }
+  // Bytes whose number the reader knows from elsewhere.
   void Raw(const void* p, std::size_t n) { out_.append(static_cast<const char*>(p), n); }
 
+  // What was written so far; to be moved out of when it is complete. Not const, so that an encoder
+  // can come back and fill in a length or a count that it wrote as zero.
   std::string& bytes() { return out_; }
   std::size_t size() const { return out_.size(); }
 
@@ -84,18 +98,23 @@ class ByteReader {
     const std::uint64_t low = U64();
     return {low, U64()};
   }
-  // A u32 length and its bytes; a length over `max` is an error before anything is allocated.
+  // A u32 length and its bytes; a length over `max` is an error before anything is allocated. The
+  // view is of the reader's own data: no copy, and it lives as long as that.
   std::string_view String(std::size_t max);
   std::string_view Raw(std::size_t n);
 
+  // Bytes not read yet: the most that any count that follows can be about.
   std::size_t left() const { return data_.size() - at_; }
   std::size_t position() const { return at_; }
   // kDataLoss "<what>: truncated at byte N" once a read went past the end.
   Status status() const;
-  // The same, and an error when bytes are left over.
+  // The same, and an error when bytes are left over: of a record that is decoded to its end, more
+  // bytes than fields mean that writer and reader do not speak of the same record.
   Status Finish() const;
 
  private:
+  // After a failure nothing is left, so every later read fails as well, and none can succeed by
+  // being shorter than the one that did not fit.
   template <typename T>
   T Fixed() {
     if (left() < sizeof(T)) {

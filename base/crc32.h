@@ -12,7 +12,8 @@ namespace tensormount {
 
 // The CRC of what `crc` is of, followed by `data`. Start with 0.
 std::uint32_t Crc32Extend(std::uint32_t crc, const void* data, std::size_t size);
-// CRC of A followed by B from those of A and B.
+// CRC of A followed by B from those of A and B, in O(log b_bytes) and without the bytes: parts of
+// an archive are written on several threads, and its directory wants one CRC of each member.
 std::uint32_t Crc32Combine(std::uint32_t a, std::uint32_t b, std::uint64_t b_bytes);
 
 }  // namespace tensormount

@@ -87,22 +87,4 @@ Crc64 Crc64Combine(Crc64 a, Crc64 b, std::uint64_t b_bytes) {
   return Crc64Shift(b_bytes).Apply(a) ^ b;
 }
 
-void DigestAccumulator::AddRun(std::uint64_t offset, Crc64 crc, std::uint64_t size) {
-  const std::uint64_t end = offset + size;
-  const std::uint64_t step = end - at_;
-  if (crc_ != 0 && step != 0) {
-    if (step != last_step_) {
-      last_shift_ = Crc64Shift(step);
-      last_step_ = step;
-    }
-    crc_ = last_shift_.Apply(crc_);
-  }
-  crc_ ^= crc;
-  at_ = end;
-}
-
-Crc64 DigestAccumulator::Finish(std::uint64_t tensor_bytes) const {
-  return crc_ == 0 ? 0 : Crc64Shift(tensor_bytes - at_).Apply(crc_);
-}
-
 }  // namespace tensormount

@@ -15,6 +15,9 @@
 namespace tensormount::crc64 {
 namespace {
 
+// By function and not by file: the file's other functions are called before anybody knows what the
+// processor can do. The helpers are always inlined, because a call would pass vectors through
+// memory.
 #define TENSORMOUNT_CLMUL __attribute__((target("pclmul,sse4.1")))
 #define TENSORMOUNT_CLMUL_INLINE __attribute__((target("pclmul,sse4.1"), always_inline)) inline
 #define TENSORMOUNT_WIDE __attribute__((target("pclmul,sse4.1,avx512f,avx512vl,vpclmulqdq")))
@@ -47,11 +50,14 @@ TENSORMOUNT_CLMUL_INLINE std::uint64_t LowWord(__m128i v) {
   return static_cast<std::uint64_t>(_mm_cvtsi128_si64(v));
 }
 
+// Moves a pair up by the distance that `k` is made for: the low words' product and the high words'
+// product are both of 128 bits, and together congruent to what was moved.
 TENSORMOUNT_CLMUL_INLINE __m128i Fold(__m128i v, __m128i k) {
   return _mm_xor_si128(_mm_clmulepi64_si128(v, k, 0x00), _mm_clmulepi64_si128(v, k, 0x11));
 }
 
-// (low, high) mod P.
+// (low, high) mod P, by Barrett: the quotient from the word of higher degrees, then what the
+// quotient times P takes away from the other one.
 TENSORMOUNT_CLMUL_INLINE std::uint64_t Reduce(__m128i v) {
   const __m128i k =
       _mm_set_epi64x(static_cast<long long>(kDivisor), static_cast<long long>(kQuotient));
@@ -140,6 +146,9 @@ TENSORMOUNT_CLMUL_INLINE std::uint64_t Finish(__m128i acc, unsigned char* dst,
   return Tail<kCopy>(Reduce(v), dst, src, size);
 }
 
+// 128 bytes a step in eight remainders of 16 bytes, each of which jumps over the others (kFold128).
+// At the end they stand 16 bytes apart and are folded into one: 8 to 4, 4 to 2, 2 to 1. Below two
+// steps one remainder does it all; that costs less than setting up eight.
 template <bool kCopy>
 TENSORMOUNT_CLMUL_INLINE std::uint64_t ExtendLanes(std::uint64_t state, unsigned char* dst,
                                                    const unsigned char* src, std::size_t size) {
@@ -182,6 +191,8 @@ TENSORMOUNT_CLMUL std::uint64_t ExtendClmul(std::uint64_t state, void* dst, cons
   return ExtendLanes<true>(state, static_cast<unsigned char*>(dst), from, size);
 }
 
+// Four pairs at once, and the bytes that come next added in the same instruction (0x96 is the
+// exclusive or of three).
 TENSORMOUNT_WIDE_INLINE __m512i FoldWide(__m512i v, __m512i k, __m512i next) {
   return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(v, k, 0x00),
                                    _mm512_clmulepi64_epi128(v, k, 0x11), next, 0x96);
@@ -240,6 +251,7 @@ TENSORMOUNT_WIDE_INLINE std::uint64_t ExtendWideLanes(std::uint64_t state, unsig
 
 TENSORMOUNT_WIDE std::uint64_t ExtendWide(std::uint64_t state, void* dst, const void* src,
                                           std::size_t size) {
+  // Two steps of 256 bytes at least, or there is nothing to fold.
   if (size < 512) return ExtendClmul(state, dst, src, size);
   const auto* from = static_cast<const unsigned char*>(src);
   if (dst == nullptr) return ExtendWideLanes<false>(state, nullptr, from, size);

@@ -12,6 +12,12 @@
 // (low, high) bit i of the whole is that of x^(127-i): `low` holds the higher degrees. The
 // carry-less product of two reflected words, read as such a pair, is their product times x; the
 // constants below are made for that.
+//
+// Why reflected: the CRC is defined so, the first bit of a message being the lowest of its first
+// byte. Loaded as a little-endian word, a message's bytes then stand in order of falling degree,
+// and nothing has to be swapped. The price is the stray factor x of each product, since a
+// carry-less product of two 64-bit words has 127 bits and stands one bit below the top of the pair;
+// hence all the "- 1" in the exponents of constants.
 
 namespace tensormount::crc64 {
 
@@ -44,7 +50,9 @@ constexpr std::uint64_t MultiplyPortable(std::uint64_t a, std::uint64_t b) {
 // x^-1 mod P, which exists because P has the term 1: (P - 1) / x.
 inline constexpr std::uint64_t kInverseX = (kReflected << 1) | 1;
 
-// kBytePowers[k] is x^(8 * 2^k - 1) mod P: multiplied by it, a value moves up by 2^k bytes.
+// kBytePowers[k] is x^(8 * 2^k - 1) mod P: multiplied by it, a value moves up by 2^k bytes. Each is
+// the square of the one before: (8 * 2^k - 1) * 2 and the product's own x are 8 * 2^(k + 1) - 1. By
+// the bits of a distance n, any shift is a product of at most 64 of them (Crc64Shift).
 inline constexpr auto kBytePowers = [] {
   std::array<std::uint64_t, 64> t{};
   t[0] = Reflect(1) >> 7;
@@ -59,7 +67,9 @@ constexpr std::uint64_t FoldConstant(int bits) {
   return v;
 }
 
-// Barrett's constants, both without their term 1: floor(x^128 / P) and P itself.
+// Barrett's constants, both without their term 1: floor(x^128 / P) and P itself. With them the
+// remainder of a 128-bit value costs two multiplications and no division: the first gives the
+// quotient from the higher word, the second what that quotient times P takes away.
 inline constexpr std::uint64_t kQuotient = [] {
   // Long division. `rest` holds the 64 coefficients below the leading one.
   std::uint64_t rest = kPolynomial;  // x^128 - x^64 * P, seen from x^127 down.
@@ -73,7 +83,9 @@ inline constexpr std::uint64_t kQuotient = [] {
 }();
 inline constexpr std::uint64_t kDivisor = kInverseX;  // Coefficients of x^64 to x^1.
 
-// kTables[k][b]: byte b followed by k zero bytes.
+// kTables[k][b]: byte b followed by k zero bytes. For eight bytes of a message at a time
+// ("slicing by 8"): their remainders are eight independent look-ups and add up by exclusive or,
+// while byte by byte each look-up waits for the one before. 16 KiB.
 inline constexpr auto kTables = [] {
   std::array<std::array<std::uint64_t, 256>, 8> t{};
   for (std::size_t b = 0; b < 256; ++b) {
@@ -96,6 +108,9 @@ using ExtendFn = std::uint64_t (*)(std::uint64_t state, void* dst, const void* s
                                    std::size_t size);
 using MultiplyFn = std::uint64_t (*)(std::uint64_t a, std::uint64_t b);
 
+// One way to compute it. All forms give the same numbers for all inputs, which base/hash_test
+// compares with Crc64Bitwise; they differ in speed alone, so a file may be written with one and
+// checked with another.
 struct Form {
   const char* name;
   ExtendFn extend;

@@ -16,7 +16,7 @@ Result<std::size_t> File::ReadVectorAt(std::uint64_t offset, std::span<const Buf
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got,
                                  ReadAt(offset + done, piece.data, piece.size));
     done += got;
-    if (got < piece.size) break;
+    if (got < piece.size) break;  // The file ends here: nothing of the next one exists.
   }
   return done;
 }
@@ -67,6 +67,8 @@ Result<FileInfo> FileSystem::StatBeneath(const std::string& directory, const std
 
 Result<std::string> FileSystem::ReadFile(const std::string& path, std::uint64_t max_bytes) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, OpenRead(path));
+  // The size of the open file, not of the path: somebody may replace that in between. A file that
+  // is cut short after this is kDataLoss of ReadExactAt.
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
   if (info.size > max_bytes) {
     return Status(Code::kDataLoss, path + ": " + std::to_string(info.size) + " bytes, at most " +
@@ -88,6 +90,9 @@ Status FileSystem::WriteFileDurably(const std::string& path, std::string_view da
   return s;
 }
 
+// Exchange, and not rename over the old file, because FileSystem has no rename that replaces: a
+// name that is taken is an error everywhere else. A crash in between leaves `path`.new behind,
+// which the next call removes.
 Status FileSystem::ReplaceFile(const std::string& path, std::string_view data) {
   const std::string fresh = path + ".new";
   if (Exists(fresh)) TENSORMOUNT_RETURN_IF_ERROR(RemoveFile(fresh));
@@ -95,7 +100,7 @@ Status FileSystem::ReplaceFile(const std::string& path, std::string_view data) {
   Status s = file->WriteAt(0, data.data(), data.size());
   const Status closed = file->Close();
   if (s.ok()) s = closed;
-  if (s.ok() && !Exists(path)) return RenameNoReplace(fresh, path);
+  if (s.ok() && !Exists(path)) return RenameNoReplace(fresh, path);  // The first time.
   if (s.ok()) s = Exchange(fresh, path);
   // What was exchanged, or a part of what was to be written.
   (void)RemoveFile(fresh);
@@ -105,6 +110,7 @@ Status FileSystem::ReplaceFile(const std::string& path, std::string_view data) {
 Status FileSystem::CreateDirectories(const std::string& path) {
   Status s = CreateDirectory(path);
   if (s.code() == Code::kNotFound) {
+    // The parent first, and so on up. The leaf is tried first because it mostly has a parent.
     const std::size_t end = path.find_last_not_of('/');
     const std::size_t slash = end == std::string::npos ? end : path.rfind('/', end);
     if (slash == std::string::npos || slash == 0) return s;
@@ -156,6 +162,8 @@ Status FileSystem::RemoveTree(const std::string& path) {
   return s.code() == Code::kNotFound ? Status() : s;
 }
 
+Result<std::string> FileSystem::AccessList(const std::string&) { return std::string(); }
+
 bool FileSystem::Exists(const std::string& path) { return LinkStat(path).ok(); }
 
 Status FileSystem::EnsureDirectory(const std::string& path) {
@@ -166,6 +174,7 @@ Status FileSystem::EnsureDirectory(const std::string& path) {
   return Status(Code::kAlreadyExists, path + ": not a folder");
 }
 
+// An empty directory is the current one: JoinPath("", "a") is "a", and not "/a".
 std::string JoinPath(std::string_view directory, std::string_view name) {
   std::string out(directory);
   if (!out.empty() && out.back() != '/') out.push_back('/');

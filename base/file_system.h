@@ -15,11 +15,20 @@
 
 // The one way to the bytes of a store. Everything that touches a store goes through this
 // interface, so that tests can inject faults and crashes and other backings can come behind it.
+//
+// Three implementations: the host's (host_file_system.cc), an observer around any other
+// (ObservedFileSystem), and the file system of tests that forgets what was not synced
+// (tests/support/power_cut.h). The last is why every durable step has a call of its own here: what
+// the code above does not sync by name is gone after a power cut in those tests.
 
 namespace tensormount {
 
+// What a name is, as far as anybody here cares; sockets, devices and FIFOs are kOther.
 enum class FileKind { kFile, kDirectory, kSymlink, kOther };
 
+// What stat tells. Device and inode say whether two names are one file; size, inode and both times
+// together are taken for the state of a file: while they stay, so do its bytes (FileStamp of
+// index/read).
 struct FileInfo {
   FileKind kind = FileKind::kOther;
   std::uint64_t size = 0;
@@ -35,12 +44,14 @@ struct FileInfo {
   std::int64_t ctime_nanoseconds = 0;
 };
 
+// One name in a folder. `kind` is of the name itself: a symlink is kSymlink wherever it leads.
 struct DirectoryEntry {
   std::string name;
   FileKind kind = FileKind::kOther;
 };
 
-// An open file; positional I/O only. Thread-safe for reads and for writes of disjoint ranges.
+// An open file; positional I/O only: no call depends on another one's, and threads share a file
+// without a lock around it. Thread-safe for reads and for writes of disjoint ranges.
 // The destructor closes and drops errors: writers call Close().
 class File {
  public:
@@ -58,6 +69,7 @@ class File {
   virtual Result<std::size_t> ReadVectorAt(std::uint64_t offset, std::span<const Buffer> pieces);
   // All or an error (kResourceExhausted for ENOSPC, EDQUOT, EFBIG).
   virtual Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) = 0;
+  // Longer: zeros, without blocks where the filesystem has holes. Shorter: the rest is gone.
   virtual Status Truncate(std::uint64_t size) = 0;
   // A hint: these bytes are complete and will be synced, so the device may begin with them now.
   // Promises nothing and never fails.
@@ -65,7 +77,8 @@ class File {
     (void)offset;  // Where there is no such thing.
     (void)size;
   }
-  // fsync. A failure condemns the file: never sync it again as if nothing had happened.
+  // fsync. A failure condemns the file: never sync it again as if nothing had happened. Linux marks
+  // the pages that it could not write as clean, so a second fsync succeeds and means nothing.
   virtual Status Sync() = 0;
   // fchmod to 0444 less the umask of the creator: no more writes by honest programs.
   virtual Status Seal() = 0;
@@ -113,7 +126,8 @@ class FileSystem {
   virtual Result<std::unique_ptr<File>> OpenShared(const std::string& path) = 0;
   // mkdir 0777 less umask; kAlreadyExists where the name is taken.
   virtual Status CreateDirectory(const std::string& path) = 0;
-  // Sorted by name, without . and ..
+  // Sorted by name, without . and .., so that whoever walks folders does so in the same order on
+  // every machine.
   virtual Result<std::vector<DirectoryEntry>> List(const std::string& path) = 0;
   virtual Result<FileInfo> Stat(const std::string& path) = 0;      // Follows symlinks.
   virtual Result<FileInfo> LinkStat(const std::string& path) = 0;  // Does not.
@@ -141,6 +155,9 @@ class FileSystem {
   }
   // realpath.
   virtual Result<std::string> Resolve(const std::string& path) = 0;
+  // The POSIX access list as the kernel encodes it (system.posix_acl_access); empty where there is
+  // none, or no such thing. Follows symlinks.
+  virtual Result<std::string> AccessList(const std::string& path);
   // A path that leads to this folder while the result is kept, also when somebody renames the
   // folder meanwhile. Where there is no such thing: `path` itself.
   virtual Result<std::shared_ptr<const std::string>> PinDirectory(const std::string& path);
@@ -172,7 +189,8 @@ std::string JoinPath(std::string_view directory, std::string_view name);
 // One name for all ways to write a path: "/" stays.
 std::string WithoutTrailingSlashes(std::string_view path);
 
-// What a FileSystem or File was asked to do, as an observer sees it.
+// What a FileSystem or File was asked to do, as an observer sees it. Calls that a hook would treat
+// alike are one: both ways to lock, both to stat, and syncfs is kSyncDirectory.
 enum class FileOp {
   kOpenRead,
   kCreate,
@@ -196,6 +214,7 @@ enum class FileOp {
 };
 std::string_view FileOpName(FileOp op);
 
+// A call, before or after it is done. `data` lives during the hook only.
 struct FileEvent {
   FileOp op;
   std::string path;
@@ -239,6 +258,7 @@ class ObservedFileSystem : public FileSystem {
   Status SyncFileSystem(const std::string& path) override;
   bool MovedFoldersSyncThemselves(const std::string& folder) override;
   Result<std::string> Resolve(const std::string& path) override;
+  Result<std::string> AccessList(const std::string& path) override;
 
  private:
   FileSystem& base_;

@@ -41,6 +41,8 @@ void AfterVectorCode(std::size_t size) {
 void AfterVectorCode(std::size_t) {}
 #endif
 
+XXH3_state_t* StateOf(void* state) { return static_cast<XXH3_state_t*>(state); }
+
 Hash128 FromXxh(XXH128_hash_t h) { return {h.low64, h.high64}; }
 
 }  // namespace
@@ -67,27 +69,21 @@ std::uint64_t Xxh3Low64(std::string_view s) {
   return h;
 }
 
-struct Xxh3Stream::State {
-  XXH3_state_t* xxh = XXH3_createState();  // Aligned to 64 bytes.
-  ~State() { XXH3_freeState(xxh); }
-};
-
-Xxh3Stream::Xxh3Stream() : state_(std::make_unique<State>()) {
-  if (state_->xxh == nullptr) throw std::bad_alloc();
+// From the library's own allocator, because the state must be aligned to 64 bytes.
+Xxh3Stream::Xxh3Stream()
+    : state_(XXH3_createState(), [](void* state) { XXH3_freeState(StateOf(state)); }) {
+  if (state_ == nullptr) throw std::bad_alloc();
   Reset();
 }
-Xxh3Stream::~Xxh3Stream() = default;
-Xxh3Stream::Xxh3Stream(Xxh3Stream&&) noexcept = default;
-Xxh3Stream& Xxh3Stream::operator=(Xxh3Stream&&) noexcept = default;
 
 void Xxh3Stream::Update(const void* data, std::size_t size) {
   if (size == 0) return;  // The library takes a null pointer for an error.
-  XXH3_128bits_update(state_->xxh, data, size);
+  XXH3_128bits_update(StateOf(state_.get()), data, size);
   AfterVectorCode(kScalarMax + 1);  // What was buffered before may be worked off now.
 }
 
-Hash128 Xxh3Stream::Value() const { return FromXxh(XXH3_128bits_digest(state_->xxh)); }
+Hash128 Xxh3Stream::Value() const { return FromXxh(XXH3_128bits_digest(StateOf(state_.get()))); }
 
-void Xxh3Stream::Reset() { XXH3_128bits_reset(state_->xxh); }
+void Xxh3Stream::Reset() { XXH3_128bits_reset(StateOf(state_.get())); }
 
 }  // namespace tensormount

@@ -17,6 +17,8 @@ namespace tensormount {
 //   CRC-64/NVME is it the same tensor, however it was cut? (a CRC is linear)
 // Neither resists an adversary.
 
+// As the library gives it and as records hold it: two halves, of which `low` is the lower. Ordered
+// only so that it can be a key; the order means nothing.
 struct Hash128 {
   std::uint64_t low = 0;
   std::uint64_t high = 0;
@@ -31,21 +33,19 @@ inline Hash128 Xxh3(std::string_view s) { return Xxh3(s.data(), s.size()); }
 // XXH3-64, for names and inode numbers.
 std::uint64_t Xxh3Low64(std::string_view s);
 
-// The same over data that come in pieces. Move-only.
+// The same over data that come in several calls. Move-only. Costs an allocation of some 600 bytes:
+// where all of the data are at hand, Xxh3 is the faster one.
 class Xxh3Stream {
  public:
   Xxh3Stream();
-  ~Xxh3Stream();
-  Xxh3Stream(Xxh3Stream&&) noexcept;
-  Xxh3Stream& operator=(Xxh3Stream&&) noexcept;
   void Update(const void* data, std::size_t size);
   // Of everything so far; more may follow.
   Hash128 Value() const;
   void Reset();
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  // The library's XXH3_state_t, which no header of ours names, and what frees it.
+  std::unique_ptr<void, void (*)(void*)> state_;
 };
 
 // CRC-64/NVME: polynomial 0xAD93D23594C93659 reflected, init and xorout all ones;
@@ -78,23 +78,6 @@ class Crc64Shift {
 };
 // CRC of A followed by B from those of A and B.
 Crc64 Crc64Combine(Crc64 a, Crc64 b, std::uint64_t b_bytes);
-
-// Puts together the contribution of one shard to a tensor's digest: runs of the row-major byte
-// string in increasing order. The contributions of a partition XOR to the tensor's CRC.
-class DigestAccumulator {
- public:
-  // `crc` is of `size` bytes that stand at `offset` of the tensor. Offsets must not decrease
-  // below the end of the run before.
-  void AddRun(std::uint64_t offset, Crc64 crc, std::uint64_t size);
-  // The contribution to a tensor of `tensor_bytes`, at least the end of the last run.
-  Crc64 Finish(std::uint64_t tensor_bytes) const;
-
- private:
-  Crc64 crc_ = 0;
-  std::uint64_t at_ = 0;
-  std::uint64_t last_step_ = 0;  // The distance that last_shift_ is for; columns repeat it.
-  Crc64Shift last_shift_{0};
-};
 
 }  // namespace tensormount
 

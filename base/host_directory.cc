@@ -22,10 +22,7 @@
 namespace tensormount {
 namespace {
 
-struct DirCloser {
-  void operator()(DIR* d) const { closedir(d); }
-};
-using DirHandle = std::unique_ptr<DIR, DirCloser>;
+using DirHandle = std::unique_ptr<DIR, decltype([](DIR* d) { closedir(d); })>;
 
 // Sets errno and returns null on failure. `name` relative to the folder `at`.
 DirHandle OpenDir(int at, const char* name) {
@@ -49,6 +46,8 @@ DirHandle OpenDir(int at, const char* name) {
   return dir;
 }
 
+// Most filesystems tell the kind with the name; some (and some network ones always) leave it to
+// stat.
 FileKind KindOf(DIR* dir, const dirent& entry) {
   switch (entry.d_type) {
     case DT_REG:
@@ -73,7 +72,7 @@ FileKind KindOf(DIR* dir, const dirent& entry) {
 Result<std::vector<DirectoryEntry>> ReadAll(DIR* dir, const std::string& path) {
   std::vector<DirectoryEntry> out;
   for (;;) {
-    errno = 0;
+    errno = 0;  // Null is both the end and a failure; only errno tells which.
     const dirent* entry = readdir(dir);
     if (entry == nullptr) break;
     const std::string_view name = entry->d_name;
@@ -110,7 +109,10 @@ DirHandle OpenForRemoval(int at, const char* name) {
   return dir;
 }
 
-// Removes `name` below the folder `at`; `path` is for messages.
+// Removes `name` below the folder `at`; `path` is for messages. unlink first and without a look:
+// most names are files, and a look would be out of date by then. Linux answers EISDIR for a folder,
+// POSIX allows EPERM, which is also the answer for what must not be removed; opening it as a folder
+// tells these apart. Recursion is as deep as the tree, with one open descriptor a level.
 Status RemoveAt(int at, const std::string& name, const std::string& path) {
   if (unlinkat(at, name.c_str(), 0) == 0 || errno == ENOENT) return Status();
   if (errno != EISDIR && errno != EPERM) return HostError(errno, "unlink", path);
@@ -156,7 +158,9 @@ void CloseKeepingErrno(int fd) {
   errno = error;
 }
 
-// Component by component, following no link. Takes `folder`.
+// Component by component, following no link. Takes `folder`. What openat2 does in one step in the
+// kernel; here a folder may be exchanged for a link between the look and the open, which O_NOFOLLOW
+// then refuses, so the look decides nothing but the errno.
 int WalkBeneath(int folder, std::string_view name, int flags) {
   for (;;) {
     const std::size_t slash = name.find('/');
@@ -198,6 +202,8 @@ int OpenHostBeneath(const std::string& directory, const std::string& name, int f
     return -1;
   }
   if (!walk) {
+    // The kernel itself keeps the path inside, whatever is renamed meanwhile. Magic links (those of
+    // /proc) lead anywhere and are none of a store's.
     open_how how{};
     how.flags = static_cast<std::uint64_t>(flags | O_CLOEXEC);
     how.resolve = RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS;
@@ -236,6 +242,7 @@ Result<std::vector<DirectoryEntry>> ListHostBeneath(const std::string& directory
 Status SyncHostDirectory(const std::string& path) {
   const DirHandle dir = OpenDir(AT_FDCWD, path.c_str());
   if (!dir) return HostError(errno, "open", path);
+  // Names in a folder are durable when the folder was synced; the files' own fsync promises none.
   while (fsync(dirfd(dir.get())) != 0) {
     if (errno != EINTR) return HostError(errno, "fsync", path);
   }

@@ -11,6 +11,7 @@
 
 namespace tensormount {
 
+// Sorted by name; ELOOP where the last component is a symlink.
 Result<std::vector<DirectoryEntry>> ListHostDirectory(const std::string& path);
 // Which links a path below a folder may go through.
 enum class HostLinks { kInside, kNone };
@@ -21,6 +22,7 @@ int OpenHostBeneath(const std::string& directory, const std::string& name, int f
                     HostLinks links = HostLinks::kInside, bool walk = false);
 Result<std::vector<DirectoryEntry>> ListHostBeneath(const std::string& directory,
                                                     const std::string& name);
+// fsync of the folder: the names in it, not the files that they lead to.
 Status SyncHostDirectory(const std::string& path);
 // Goes from descriptor to descriptor: a folder that somebody exchanges for a symlink meanwhile
 // leads nowhere else. Folders without write permission are given it first.

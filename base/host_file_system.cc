@@ -18,6 +18,7 @@
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/uio.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #include "base/checked.h"
@@ -36,6 +37,8 @@ constexpr std::size_t kMaxVector = 1024;  // IOV_MAX
 constexpr std::uint64_t kMaxOffset =
     static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
 
+// What off_t cannot say would wrap to a negative offset, and pread would answer EINVAL, which
+// sounds like a mistake of the caller's flags.
 Status PositionError(std::string_view action, const std::string& path) {
   return HostError(EOVERFLOW, action, path);
 }
@@ -60,6 +63,9 @@ FileInfo InfoOf(const struct stat& st) {
   return info;
 }
 
+// One descriptor. Reads and writes take no lock: pread and pwrite carry their own offsets. Only
+// Close is locked, so that two threads that close do not close a number that is somebody else's by
+// then; who reads must know that nobody closes meanwhile.
 class HostFile final : public File {
  public:
   HostFile(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
@@ -84,6 +90,9 @@ class HostFile final : public File {
     return done;
   }
 
+  // As many buffers a call as the kernel takes (1,024, and at most kMaxTransfer bytes). A call may
+  // end in the middle of a buffer; the rest of that one is read alone, so that the buffers left
+  // over are whole ones again and none has to be copied to be shortened.
   Result<std::size_t> ReadVectorAt(std::uint64_t offset, std::span<const Buffer> pieces) override {
     std::array<iovec, kMaxVector> vector;
     std::size_t done = 0;
@@ -159,6 +168,7 @@ class HostFile final : public File {
     return Call("fsync", [&] { return fsync(fd_); });
   }
 
+  // Only takes bits away, and gives none that the creator's umask had denied.
   Status Seal() override {
     struct stat st;
     if (fstat(fd_, &st) != 0) return HostError(errno, "stat", path_);
@@ -215,6 +225,8 @@ class HostFile final : public File {
   const std::string path_;
 };
 
+// Stateless; each call is one system call where the kernel has one for it. Paths go to the kernel
+// as they are, and come back in messages through HostError.
 class HostFs final : public FileSystem {
  public:
   Result<std::unique_ptr<File>> OpenRead(const std::string& path) override {
@@ -241,7 +253,7 @@ class HostFs final : public FileSystem {
     if (fd < 0) return HostError(errno, "stat", path);
     struct stat st;
     const int result = fstat(fd, &st);
-    const int error = errno;
+    const int error = errno;  // close may set another one.
     close(fd);
     if (result != 0) return HostError(error, "stat", path);
     return InfoOf(st);
@@ -326,8 +338,21 @@ class HostFs final : public FileSystem {
 
   bool MovedFoldersSyncThemselves(const std::string& folder) override {
     struct statfs info;
+    // Not asked of the caller or a setting: a store may be moved from one filesystem to another.
     return statfs(folder.c_str(), &info) == 0 &&
            static_cast<unsigned long>(info.f_type) == BTRFS_SUPER_MAGIC;
+  }
+
+  Result<std::string> AccessList(const std::string& path) override {
+    // As long as an attribute can be (xattr(7)).
+    std::string list(65536, '\0');
+    const ssize_t n = getxattr(path.c_str(), "system.posix_acl_access", list.data(), list.size());
+    if (n < 0) {
+      if (errno == ENODATA || errno == ENOTSUP) return std::string();
+      return Status::FromErrno(errno, "read the access list of", path);
+    }
+    list.resize(static_cast<std::size_t>(n));
+    return list;
   }
 
   Result<std::string> Resolve(const std::string& path) override {
@@ -358,6 +383,8 @@ class HostFs final : public FileSystem {
   static Result<std::unique_ptr<File>> Opened(int fd, const std::string& path,
                                               std::string_view action) {
     if (fd < 0) return HostError(errno, action, path);
+    // From here on the descriptor is closed on every way out. open(2) takes a folder for reading,
+    // and O_NONBLOCK has let a FIFO through: both are refused here, where the file is known.
     auto file = std::make_unique<HostFile>(fd, path);
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
     if (info.kind == FileKind::kDirectory) return HostError(EISDIR, action, path);
@@ -389,6 +416,8 @@ Status RenameNoReplaceWithoutFlag(const std::string& from, const std::string& to
         Code::kUnsupported,
         action + " " + to + ": the filesystem cannot refuse to replace, and the folder is empty");
   }
+  // A look first, for the right message. What decides is rename itself, which replaces no folder
+  // with entries and no file by a folder.
   struct stat target;
   if (lstat(to.c_str(), &target) == 0) return HostError(EEXIST, action, to);
   if (errno != ENOENT) return HostError(errno, action, to);

@@ -37,7 +37,7 @@ Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& p
       [&] { return open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW); });
   if (fd < 0) return HostError(errno, "open", path);
   std::string pinned = std::string(kDescriptors) + std::to_string(fd);
-  // Without /proc the name has to do.
+  // Without /proc (some containers) the name has to do: no worse than before there were pins.
   if (access(pinned.c_str(), F_OK) != 0) {
     close(fd);
     return std::make_shared<const std::string>(path);
@@ -48,6 +48,8 @@ Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& p
     std::lock_guard lock(AllPins().mutex);
     AllPins().names[fd] = std::move(name);
   }
+  // The name goes before the descriptor: as soon as that is closed, its number may be another
+  // folder's.
   return std::shared_ptr<const std::string>(new std::string(std::move(pinned)),
                                             [fd](const std::string* p) {
                                               {

@@ -11,13 +11,17 @@
 namespace tensormount {
 
 // A path that leads to this folder while it is kept, whatever the folder is called meanwhile
-// (FileSystem::PinDirectory). Costs a descriptor. Thread-safe.
+// (FileSystem::PinDirectory). Costs a descriptor, which the last copy of the pointer closes.
+// Thread-safe. For readers: a checkpoint that is
+// renamed, exchanged or moved to trash while it is open goes on being read from the folder that was
+// opened, and never half from the one that has its name now.
 Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& path);
 
 // `path` as people know it: below a pinned folder by the name under which that was pinned.
 std::string ShownPath(const std::string& path);
 
-// Status::FromErrno with the path as people know it.
+// Status::FromErrno with the path as people know it. What every failed system call on a path of
+// ours ends in: "/proc/self/fd/17/data/x" would tell the reader of a message nothing.
 Status HostError(int error, std::string_view action, const std::string& path);
 
 }  // namespace tensormount

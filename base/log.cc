@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lines of the log, one write each.
+// Lines of the log, one write each. Few: what a caller can be told is returned, so a line here is
+// about a thread or a request that nobody waits for. Programs that embed the library put a sink of
+// their own in (SetLogSink).
 #include "base/log.h"
 
 #include <atomic>
@@ -65,6 +67,7 @@ void ToStandardError(LogLevel level, std::string_view message) {
   [[maybe_unused]] const ssize_t n = write(STDERR_FILENO, line.data(), line.size());
 }
 
+// Whether this thread is inside the sink: the logger's lock is not recursive.
 thread_local bool in_sink = false;
 
 }  // namespace
@@ -82,6 +85,8 @@ void Log(LogLevel level, std::string_view message) {
     return;
   }
   in_sink = true;
+  // The sink is the program's code, and Log is called where nothing may be thrown (threads,
+  // destructors).
   try {
     logger.sink(level, message);
   } catch (...) {

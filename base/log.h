@@ -10,6 +10,7 @@
 
 namespace tensormount {
 
+// Ordered: SetLogLevel drops what is lower.
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 
 // One line, to standard error by default ("tensormount: WARNING: ..."). Only for what no caller

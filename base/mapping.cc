@@ -15,13 +15,18 @@
 namespace tensormount {
 namespace {
 
+using SignalAction = struct sigaction;  // sigaction alone is the function.
+
 constexpr std::uintptr_t kPageBytes = 4096;
 
 // Where this thread goes on when a page cannot be had; null: nowhere.
 thread_local sigjmp_buf* t_escape = nullptr;
 std::atomic<bool> g_enabled{false};
-struct sigaction g_before {};
+SignalAction g_before{};
 
+// Runs on the thread that touched the page, in the middle of any instruction: it may call nothing
+// that is not safe in a signal handler. si_code above zero: the kernel's own, not one that kill(2)
+// sent.
 void OnBusError(int signal, siginfo_t* info, void* context) {
   if (t_escape != nullptr && info->si_code > 0) siglongjmp(*t_escape, 1);
   if ((g_before.sa_flags & SA_SIGINFO) != 0 && g_before.sa_sigaction != nullptr) {
@@ -33,7 +38,7 @@ void OnBusError(int signal, siginfo_t* info, void* context) {
     return;
   }
   // As it would have been: returning runs into the fault again, without us.
-  struct sigaction plain {};
+  SignalAction plain{};
   plain.sa_handler = SIG_DFL;
   sigaction(SIGBUS, &plain, nullptr);
   if (info->si_code <= 0) raise(SIGBUS);
@@ -44,7 +49,7 @@ void OnBusError(int signal, siginfo_t* info, void* context) {
 void EnableMappingGuard() {
   static std::once_flag once;
   std::call_once(once, [] {
-    struct sigaction action {};
+    SignalAction action{};
     action.sa_sigaction = OnBusError;
     sigemptyset(&action.sa_mask);
     // Not blocked while it is handled, since the handler is left by a jump.

@@ -7,6 +7,10 @@
 // What is particular about memory that is a mapped file. Reading a mapped file that somebody cuts
 // short raises SIGBUS, which ends the process. A daemon that serves everybody's reads must answer
 // EIO instead.
+//
+// Why map at all: a hash or a copy reads mapped bytes where they are, while pread copies them
+// first, and a mapping can be handed on to readers without any copy
+// (OpenedCheckpoint::MappedRange).
 
 namespace tensormount {
 

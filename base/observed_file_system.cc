@@ -12,6 +12,7 @@ namespace {
 using Before = ObservedFileSystem::Before;
 using After = ObservedFileSystem::After;
 
+// The two hooks by reference: files keep this, which is why the file system must outlive them.
 struct Hooks {
   const Before& before;
   const After& after;
@@ -26,6 +27,7 @@ struct Hooks {
   }
 };
 
+// Made for every call, whether or not there is a hook: tests can afford it.
 FileEvent Event(FileOp op, const std::string& path) {
   FileEvent event;
   event.op = op;
@@ -61,6 +63,7 @@ class ObservedFile final : public File {
     event.size = size;
     return hooks_.Run(event, [&] { return base_->Truncate(size); });
   }
+  // No event: a hint cannot fail, and crash tests would count states that do not differ.
   void StartWriteback(std::uint64_t offset, std::uint64_t size) override {
     base_->StartWriteback(offset, size);
   }
@@ -108,6 +111,8 @@ Result<std::unique_ptr<File>> ObservedFileSystem::OpenRead(const std::string& pa
               hooks);
 }
 
+// The forms below a folder are the same events as the plain ones, with the whole path: a rule "fail
+// the third open of index.sst" holds whichever way the code above opens it.
 Result<std::unique_ptr<File>> ObservedFileSystem::OpenReadBelow(const std::string& directory,
                                                                 const std::string& name) {
   const Hooks hooks{before_, after_};
@@ -203,6 +208,10 @@ Status ObservedFileSystem::SyncFileSystem(const std::string& path) {
 
 bool ObservedFileSystem::MovedFoldersSyncThemselves(const std::string& folder) {
   return base_.MovedFoldersSyncThemselves(folder);
+}
+
+Result<std::string> ObservedFileSystem::AccessList(const std::string& path) {
+  return base_.AccessList(path);
 }
 
 Result<std::string> ObservedFileSystem::Resolve(const std::string& path) {

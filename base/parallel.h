@@ -20,16 +20,27 @@ namespace tensormount {
 // the file of the call before. Threads take the next i, so that what is sorted is worked through
 // in about that order. After the first failure nothing more is begun, and that failure is returned
 // when all threads have ended. Memory that runs out is kResourceExhausted; fn throws nothing else.
+//
+//   struct Buffer { std::vector<std::byte> bytes; };  // Made once a thread, not once a file.
+//   Status s = ForEachParallel<Buffer>(files.size(), 0, [&](std::size_t i, Buffer& buffer) {
+//     return Check(files[i], buffer.bytes);
+//   });
+//
+// For work whose steps are milliseconds or more: threads are started for each call, and there is no
+// pool, because those who call this (verify, adopt) do so once in the life of a command. fn
+// runs on several threads at once, so what it shares it must lock; writing to element i of a vector
+// that has its size already needs no lock.
 template <typename State, typename Fn>
 Status ForEachParallel(std::size_t count, int threads, const Fn& fn) {
   std::atomic<std::size_t> next{0};
   std::mutex mutex;
   Status failure;
   const auto fail = [&](Status status) {
-    next = count;
+    next = count;  // Whoever asks for an item after this gets none.
     const std::lock_guard lock(mutex);
     if (failure.ok()) failure = std::move(status);
   };
+  // Exceptions must not leave a thread, and a state may need much memory.
   const auto work = [&] {
     try {
       State state;
@@ -40,9 +51,11 @@ Status ForEachParallel(std::size_t count, int threads, const Fn& fn) {
       fail(Status(Code::kResourceExhausted, "out of memory"));
     }
   };
+  // No more threads than items: of ten files twelve threads would only be started and ended.
   std::size_t wanted =
       threads > 0 ? static_cast<std::size_t>(threads) : std::thread::hardware_concurrency();
   wanted = std::clamp<std::size_t>(wanted, 1, std::max<std::size_t>(1, count));
+  // References in `work` stay good: every thread is joined before this returns.
   std::vector<std::thread> workers;
   for (std::size_t t = 1; t < wanted; ++t) workers.emplace_back(work);
   work();

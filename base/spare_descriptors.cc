@@ -31,6 +31,8 @@ SpareDescriptors::~SpareDescriptors() {
   AllKeepers().all.erase(this);
 }
 
+// Under the lock, so that no keeper is destroyed while it is asked. All are asked, not one after
+// the other until there is a descriptor: how many the caller still needs nobody knows.
 bool SpareDescriptors::LetGo() {
   std::lock_guard lock(AllKeepers().mutex);
   for (const SpareDescriptors* keeper : AllKeepers().all) keeper->let_go_();

@@ -10,9 +10,16 @@ namespace tensormount {
 // Says, as long as it lives, that somebody keeps descriptors open only to spare opening them again.
 // Where the process has no more of them (EMFILE, ENFILE), all who said so are asked to let go, and
 // the open that failed is tried again. Thread-safe.
+//
+// Why not a limit on what is kept: a checkpoint of thousands of files is read fastest with all of
+// them open, the process may be allowed a million descriptors or 1,024, and in a training job most
+// of them belong to others. So the caches (index/read/file_cache.h) keep what they like, and give
+// it back when somebody, anybody in this process that opens through OpenDescriptor, needs it.
 class SpareDescriptors {
  public:
-  // `let_go` is called on any thread that opens something; it must not open anything itself.
+  // `let_go` is called on any thread that opens something; it must not open anything itself, nor
+  // make or destroy a SpareDescriptors: the lock over all of them is held meanwhile. For the same
+  // reason no caller of OpenDescriptor may hold a lock that some `let_go` takes.
   explicit SpareDescriptors(std::function<void()> let_go);
   ~SpareDescriptors();
   SpareDescriptors(const SpareDescriptors&) = delete;
@@ -28,6 +35,8 @@ class SpareDescriptors {
 // came in between, or where there were descriptors to spare.
 template <typename Open>
 int OpenDescriptor(const Open& open) {
+  // EINTR does not count as a try: opening a file on a network filesystem may be interrupted at
+  // will.
   constexpr int kTries = 3;  // Other threads take what becomes free, too.
   for (int tries = 0;;) {
     const int fd = static_cast<int>(open());

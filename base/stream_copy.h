@@ -10,14 +10,24 @@
 #include <emmintrin.h>
 #endif
 
+// Copies of bytes that memcpy does badly, for the strided loops of shard/execute_copy.cc. Plain
+// memcpy is right for everything else: it knows the machine's best way for a single long run. What
+// it cannot know is that a run of 2 KiB is one of a million, of which the cache will hold none.
+//
+// Elsewhere than on x86-64 both forms are memcpy.
+
 namespace tensormount {
 
 // Copies whole cache lines, as many as there are, and returns how many bytes that was. kPastCaches:
-// `dst` must be aligned to 16 bytes.
+// `dst` must be aligned to 16 bytes, without which the streaming store faults. All four loads come
+// before the four stores, so that the stores of a line are neighbours: the processor collects them
+// in a buffer of one line and writes that to memory as one.
 template <bool kPastCaches>
 std::size_t CopyWholeLines(const std::byte* src, std::byte* dst, std::size_t size) {
   std::size_t at = 0;
 #if defined(__SSE2__)
+  // SSE2, which every x86-64 has: wider stores would need a choice at run time for each short run,
+  // and fill the same line buffers.
   const auto store = [](__m128i* to, __m128i bytes) {
     if constexpr (kPastCaches) {
       _mm_stream_si128(to, bytes);
@@ -41,11 +51,13 @@ std::size_t CopyWholeLines(const std::byte* src, std::byte* dst, std::size_t siz
   return at;
 }
 
-// memcpy past the caches, for what will not be read soon: an ordinary store fetches the line that it
-// is about to overwrite, which costs half as much again. How much is too much for a cache is for the
-// caller to say; below that a reader finds the bytes there. After the last of such copies, before
-// other threads are told of them, EndStream() makes them visible in the usual order.
+// memcpy past the caches, for what will not be read soon: an ordinary store fetches the line that
+// it is about to overwrite, which costs half as much again. How much is too much for a cache is for
+// the caller to say; below that a reader finds the bytes there. After the last of such copies,
+// before other threads are told of them, EndStream() makes them visible in the usual order.
 inline void StreamBytes(const std::byte* src, std::byte* dst, std::size_t size) {
+  // Bytes before the first address that a streaming store takes, and behind the last whole line: by
+  // memcpy, and not worth another thought with runs of hundreds of bytes.
   const std::size_t head = (16 - reinterpret_cast<std::uintptr_t>(dst) % 16) % 16;
   if (head >= size) {
     std::memcpy(dst, src, size);
@@ -63,6 +75,8 @@ inline void CopyByLines(const std::byte* src, std::byte* dst, std::size_t size) 
   std::memcpy(dst + at, src + at, size - at);
 }
 
+// Streaming stores are not ordered with those that follow: without this another thread could see a
+// flag that says "copied" before the bytes. Once after all copies, since it waits for all of them.
 inline void EndStream() {
 #if defined(__SSE2__)
   _mm_sfence();

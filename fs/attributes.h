@@ -35,6 +35,8 @@ struct Ownership {
   std::uint32_t gid = 0;
   std::uint32_t file_mode = 0444;
   std::uint32_t folder_mode = 0555;
+  // Of a store: who may change it, and so what is below .staging/.
+  std::uint32_t write_mode = 0;
   friend bool operator==(const Ownership&, const Ownership&) = default;
 };
 

@@ -18,6 +18,7 @@
 #include "base/log.h"
 #include "fs/doorbell.h"
 #include "fs/node.h"
+#include "fs/reach.h"
 #include "index/foreign/format.h"
 #include "index/records/commit_record.h"
 #include "index/store/store.h"
@@ -36,14 +37,9 @@ constexpr std::chrono::milliseconds kIdleLook{1000};
 constexpr std::size_t kWindow = 64;
 // Beside the looking one, for many commit records that are read for the first time.
 constexpr std::size_t kReadThreads = 3;
+// Of a checkpoint, for the files with its bytes (docs/format.md).
+constexpr std::string_view kDataFolder = "data";
 constexpr std::size_t kReadsPerThread = 32;
-
-Ownership OwnershipOf(const FileInfo& folder, const FileInfo& file) {
-  return {.uid = folder.uid,
-          .gid = folder.gid,
-          .file_mode = file.mode & 0444,
-          .folder_mode = folder.mode & 0555};
-}
 
 }  // namespace
 
@@ -68,6 +64,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   HfOptions hf;
   std::vector<std::string> roots;
   ServeVerify verify = ServeVerify::kOff;
+  bool others = false;
   std::chrono::milliseconds grain{};
 
   mutable std::mutex mutex;
@@ -105,6 +102,7 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
     bool damaged = false;  // Its commit record was read, and that is what is wrong with it.
     FileInfo folder;
     FileInfo commit;
+    Ownership ownership;
     std::shared_ptr<Slot> slot;  // Known already.
     Uuid uuid;                   // Otherwise.
     std::uint64_t generation = 0;
@@ -122,6 +120,11 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   Status LookAtSingle(Listing& now, const Listing& before);
   void LookAtName(const Listing& before, Found& found) const;
   void LookAtNames(const Listing& before, std::vector<Found>& all);
+  // Of what stands at `at` and is a checkpoint by its commit record or mark.
+  Result<Ownership> OwnershipOf(const std::string& at, const FileInfo& folder,
+                                const FileInfo& commit) const;
+  // Of the source, with its write bits.
+  Result<Ownership> OwnershipOfSource(const FileInfo& own) const;
   void ServeAsked(const Listing& before);
   Result<std::shared_ptr<Slot>> Keep(Found& found);
   std::shared_ptr<Slot> Known(const Listing& before, const Found& found) const;
@@ -159,6 +162,61 @@ Status StoreWatch::Core::ReadCommit(const std::string& folder, Found& found) con
   return {};
 }
 
+// Where others may enter the mount, what a checkpoint's bytes stand on beside its commit record is
+// looked at too: the folders above the source, and data/. Its files are looked at when it is opened
+// (CheckpointView).
+Result<Ownership> StoreWatch::Core::OwnershipOf(const std::string& at, const FileInfo& folder,
+                                                const FileInfo& commit) const {
+  Ownership own{.uid = folder.uid,
+                .gid = folder.gid,
+                .file_mode = commit.mode & 0444,
+                .folder_mode = folder.mode & 0555};
+  if (!others) return own;
+  const bool is_file = folder.kind == FileKind::kFile;
+  Reach reach(own.uid, own.gid);
+  // The root of the mount stands for the source and all above it: nobody passes it who could not.
+  if (HoldsMany(kind)) reach.AssumeSearched(path);
+  TENSORMOUNT_RETURN_IF_ERROR(reach.NeedFoldersAbove(fs, at));
+  std::uint32_t mode = folder.mode;
+  if (!is_file) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(mode, PlainMode(fs, at, folder));
+    reach.Need(folder, mode, Reach::How::kSearch);
+  }
+  own.folder_mode = mode & 0555 & reach.mask();
+  if (!foreign()) {
+    const std::string commit_path = JoinPath(at, kCommitName);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t bits, PlainMode(fs, commit_path, commit));
+    reach.Need(commit, bits, Reach::How::kRead);
+    const Status data = reach.Need(fs, JoinPath(at, kDataFolder), Reach::How::kSearch);
+    if (!data.ok() && data.code() != Code::kNotFound) return data;
+    own.file_mode = 0444 & reach.mask();
+  } else {
+    reach.Need(commit, commit.mode, Reach::How::kRead);
+    own.file_mode = 0444 & reach.mask();
+  }
+  return own;
+}
+
+Result<Ownership> StoreWatch::Core::OwnershipOfSource(const FileInfo& own) const {
+  Ownership all{.uid = own.uid,
+                .gid = own.gid,
+                .file_mode = own.mode & 0444,
+                .folder_mode = own.mode & 0555,
+                .write_mode = own.mode & 0222};
+  if (!others) return all;
+  Reach reach(own.uid, own.gid);
+  TENSORMOUNT_RETURN_IF_ERROR(reach.NeedFoldersAbove(fs, path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t mode, PlainMode(fs, path, own));
+  reach.Need(own, mode, Reach::How::kSearch);
+  all.file_mode = mode & 0444 & reach.mask();
+  all.folder_mode = mode & 0555 & reach.mask();
+  all.write_mode = mode & 0222 & reach.mask();
+  // In such a folder a name is its owner's alone. Who made a staging is not known below the mount,
+  // where it is the daemon's: so nobody else changes anything.
+  if ((own.mode & 01000) != 0) all.write_mode &= 0200;
+  return all;
+}
+
 // The slot that shows this commit record already; null: none does.
 std::shared_ptr<Slot> StoreWatch::Core::Known(const Listing& before, const Found& found) const {
   auto old = before.Find(found.name);
@@ -166,8 +224,8 @@ std::shared_ptr<Slot> StoreWatch::Core::Known(const Listing& before, const Found
     const std::lock_guard lock(mutex);
     if (const auto at = early.find(found.name); at != early.end()) old = at->second;
   }
-  const bool same = old && old->identity_ == IdentityOf(found.commit) &&
-                    old->ownership == OwnershipOf(found.folder, found.commit);
+  const bool same =
+      old && old->identity_ == IdentityOf(found.commit) && old->ownership == found.ownership;
   return same ? old : nullptr;
 }
 
@@ -180,7 +238,7 @@ Result<std::shared_ptr<Slot>> StoreWatch::Core::Keep(Found& found) {
   auto slot = std::make_shared<Slot>();
   slot->name = found.name;
   slot->path = HoldsMany(kind) ? JoinPath(path, found.name) : path;
-  slot->ownership = OwnershipOf(found.folder, found.commit);
+  slot->ownership = found.ownership;
   slot->mtime = found.commit.mtime_seconds;
   slot->identity_ = IdentityOf(found.commit);
   slot->uuid = found.uuid;
@@ -206,6 +264,8 @@ Status StoreWatch::Core::LookAtStep(const Listing& before, Found& found) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder, all.Below(found.name));
   TENSORMOUNT_ASSIGN_OR_RETURN(found.folder, folder.Stat(""));
   TENSORMOUNT_ASSIGN_OR_RETURN(found.commit, MarkOf(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(found.ownership,
+                               OwnershipOf(JoinPath(path, found.name), found.folder, found.commit));
   found.slot = Known(before, found);
   if (found.slot) return {};
   if (FindForeignFormat(folder) == nullptr) return Status(Code::kNotFound, "no checkpoint");
@@ -245,6 +305,7 @@ void StoreWatch::Core::LookAtName(const Listing& before, Found& found) const {
   found.status = [&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(found.commit, fs.LinkStat(JoinPath(folder, kCommitName)));
     TENSORMOUNT_ASSIGN_OR_RETURN(found.folder, fs.LinkStat(folder));
+    TENSORMOUNT_ASSIGN_OR_RETURN(found.ownership, OwnershipOf(folder, found.folder, found.commit));
     found.slot = Known(before, found);
     return found.slot ? Status() : ReadCommit(folder, found);
   }();
@@ -303,7 +364,7 @@ void StoreWatch::Core::ServeAsked(const Listing& before) {
 Status StoreWatch::Core::LookAtStore(Listing& now, const Listing& before) {
   const Clock::time_point started = Clock::now();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo own, fs.Stat(path));
-  now.ownership = OwnershipOf(own, own);
+  TENSORMOUNT_ASSIGN_OR_RETURN(now.ownership, OwnershipOfSource(own));
   now.mtime = own.mtime_seconds;
   ServeAsked(before);
   const std::pair own_stamp{own.mtime_seconds, own.mtime_nanoseconds};
@@ -375,7 +436,8 @@ Status StoreWatch::Core::LookAtSingle(Listing& now, const Listing& before) {
   // Whoever may read the file may enter the folder that shows it.
   // Read bits become read and search bits: 0444 >> 2 is 0111.
   if (file) found.folder.mode = (own.mode & 0444) | ((own.mode & 0444) >> 2);
-  now.ownership = OwnershipOf(found.folder, found.commit);
+  TENSORMOUNT_ASSIGN_OR_RETURN(found.ownership, OwnershipOf(path, found.folder, found.commit));
+  now.ownership = found.ownership;
   now.mtime = found.commit.mtime_seconds;
   found.slot = Known(before, found);
   if (!found.slot && !foreign()) TENSORMOUNT_RETURN_IF_ERROR(ReadCommit(path, found));
@@ -518,7 +580,7 @@ void StoreWatch::Core::Loop() {
 Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(
     FileSystem& fs, SourceKind kind, const std::string& path, bool list_views, ServeVerify verify,
     std::shared_ptr<const KeyMap> map, const HfOptions& hf, std::vector<std::string> roots,
-    std::chrono::milliseconds grain) {
+    bool others, std::chrono::milliseconds grain) {
   TENSORMOUNT_ASSIGN_OR_RETURN(auto bell, Doorbell::Make(path));
   auto core = std::make_shared<Core>(fs, kind, path, std::move(bell));
   core->list_views = list_views;
@@ -526,12 +588,13 @@ Result<std::unique_ptr<StoreWatch>> StoreWatch::Start(
   core->map = std::move(map);
   core->hf = hf;
   core->roots = std::move(roots);
+  core->others = others;
   core->grain = grain;
   core->slots.push_back(nullptr);
   auto first = std::make_shared<Listing>();
   if (HoldsMany(kind)) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo own, fs.Stat(path));
-    first->ownership = OwnershipOf(own, own);
+    TENSORMOUNT_ASSIGN_OR_RETURN(first->ownership, core->OwnershipOfSource(own));
     first->mtime = own.mtime_seconds;
   }
   core->listing = std::move(first);
@@ -644,7 +707,9 @@ Result<std::shared_ptr<const CheckpointView>> StoreWatch::OpenView(Slot& slot) {
                                         .map = core_->map,
                                         .hf = core_->hf,
                                         .roots = core_->roots,
-                                        .proven = slot.proven_};
+                                        .proven = slot.proven_,
+                                        .slices = slot.slices(),
+                                        .others = core_->others};
   auto view = core_->foreign()
                   ? core_->OpenForeign(slot, options)
                   : CheckpointView::Open(core_->fs, slot.path, slot.uuid, slot.ownership, options);

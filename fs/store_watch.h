@@ -45,6 +45,8 @@ class Slot {
   bool gone() const { return gone_.load(std::memory_order_acquire); }
   // Whether View() need not open anything.
   bool opened() const { return opened_.load(std::memory_order_acquire); }
+  // What the kernel knows below slices/, of this view of the checkpoint or one before.
+  const std::shared_ptr<SliceItems>& slices() const { return slices_; }
 
  private:
   friend class StoreWatch;
@@ -60,6 +62,7 @@ class Slot {
   std::atomic<std::uint64_t> used_{0};
   // What was found good of it, also while it was not open.
   const std::shared_ptr<ProvenRanges> proven_ = std::make_shared<ProvenRanges>();
+  const std::shared_ptr<SliceItems> slices_ = std::make_shared<SliceItems>();
   // Open files may keep what was let go of.
   std::shared_ptr<const CheckpointView> LastView() const {
     const std::lock_guard lock(last_mutex_);
@@ -125,11 +128,13 @@ class StoreWatch {
   // filesystems).
   static constexpr std::chrono::milliseconds kStampGrain{2000};
 
-  // `fs` must outlive this. `path` is resolved. Returns before a store has been looked at.
+  // `fs` must outlive this. `path` is resolved. `others`: VfsOptions::others. Returns before a
+  // store has been looked at.
   static Result<std::unique_ptr<StoreWatch>> Start(
       FileSystem& fs, SourceKind kind, const std::string& path, bool list_views, ServeVerify verify,
       std::shared_ptr<const KeyMap> map, const HfOptions& hf = {},
-      std::vector<std::string> roots = {}, std::chrono::milliseconds grain = kStampGrain);
+      std::vector<std::string> roots = {}, bool others = false,
+      std::chrono::milliseconds grain = kStampGrain);
   ~StoreWatch();
 
   // Immutable once it was published, so those who hold one may use it without a lock for as long as

@@ -129,7 +129,7 @@ Result<std::unique_ptr<Vfs>> Vfs::Open(FileSystem& fs, const VfsOptions& options
   vfs->source_ = found.path;
   TENSORMOUNT_ASSIGN_OR_RETURN(
       vfs->watch_, StoreWatch::Start(fs, found.kind, found.path, options.list_views, options.verify,
-                                     options.map, options.hf, options.roots));
+                                     options.map, options.hf, options.roots, options.others));
   if (options.writable) vfs->OpenStaging(fs);
   if (!HoldsMany(found.kind)) {
     // Say now what is wrong with it.
@@ -179,7 +179,7 @@ bool Vfs::MayBlock(NodeId id) {
   std::uint32_t slot = NodeOf(id).slot;
   if (slot == 0) {
     if (id != kRootId) return IsStaged(id);
-    if (HoldsMany(kind_)) return !watch_->settled();
+    if (HoldsMany(kind_)) return options_.others || !watch_->settled();
     slot = 1;
   }
   const auto found = watch_->Find(slot);
@@ -205,7 +205,8 @@ Vfs::Entry Vfs::SlotEntry(const Slot& slot) const {
 }
 
 Result<Vfs::Entry> Vfs::RootEntry() {
-  const auto now = watch_->Last();
+  // A look that is as old as the last request would let somebody in who was shut out since.
+  const auto now = options_.others ? watch_->Now() : watch_->Last();
   Entry entry{.id = kRootId, .attributes = {}, .seconds = kRootSeconds};
   entry.attributes = {.kind = FileKind::kDirectory,
                       .inode = InodeOf(source_, ""),
@@ -214,11 +215,8 @@ Result<Vfs::Entry> Vfs::RootEntry() {
                       .uid = now->ownership.uid,
                       .gid = now->ownership.gid,
                       .mtime = now->mtime};
-  if (staging_) {
-    // Who may write to the store may publish: the kernel looks at the root's mode.
-    const auto staging = staging_->Stat(StagingTree::kRoot);
-    if (staging.ok()) entry.attributes.mode = staging.value().attributes.mode;
-  }
+  // Who may write to the store may publish: the kernel looks at the root's mode.
+  if (staging_) entry.attributes.mode |= now->ownership.write_mode;
   return entry;
 }
 
@@ -262,6 +260,8 @@ Result<Vfs::Entry> Vfs::ControlEntry(Fixed fixed) {
                       .uid = now->ownership.uid,
                       .gid = now->ownership.gid,
                       .mtime = now->mtime};
+  // Names files and tensors that not everybody may know of.
+  if (fixed == Fixed::kErrors && options_.others) entry.attributes.mode &= 0400;
   return entry;
 }
 
@@ -403,8 +403,9 @@ void Vfs::Forget(NodeId id, std::uint64_t references) {
   if (node.slot == 0) return;
   const auto slot = watch_->Find(node.slot);
   if (!slot.ok()) return;
-  // A checkpoint that was closed meanwhile has forgotten by itself.
-  if (const auto view = watch_->OpenedView(*slot.value())) view->Forget(node, references);
+  // Of others nothing is counted.
+  if (node.view == CheckpointView::kSlicesView)
+    slot.value()->slices()->Forget(node.item, references);
 }
 
 Result<std::string> Vfs::GetXattr(NodeId id, std::string_view name) {
@@ -463,9 +464,18 @@ void Vfs::OpenStaging(FileSystem& fs) {
   Log(LogLevel::kWarning, "mounted read-only: " + not_writable_because_);
 }
 
-Vfs::Entry Vfs::StagedEntry(const StagingTree::Node& node) {
+// What is below .staging/ has the modes of the store, as the watch saw them last: whoever comes by
+// a path has passed the root, which looked.
+Vfs::Entry Vfs::StagedEntry(const StagingTree::Node& node) const {
+  const Ownership own = watch_->Last()->ownership;
+  Attributes attributes = node.attributes;
+  attributes.uid = own.uid;
+  attributes.gid = own.gid;
+  attributes.mode =
+      own.write_mode |
+      (attributes.kind == FileKind::kDirectory ? own.folder_mode : own.folder_mode & 0444);
   return {.id = IdOf({.slot = 0, .view = kStagingView, .item = node.item}),
-          .attributes = node.attributes,
+          .attributes = attributes,
           // Nothing below it is kept by the kernel: other mounts change it too.
           .seconds = node.item == StagingTree::kRoot ? kRootSeconds : 0};
 }
@@ -485,6 +495,18 @@ Result<Vfs::Entry> Vfs::StatStaged(NodeId node) {
   if (!staging_) return Status(Code::kStale, "no such node");
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto found, staging_->Stat(NodeOf(node).item));
   return StagedEntry(found);
+}
+
+std::optional<Vfs::Entry> Vfs::KnownStaging(NodeId folder, std::string_view name) {
+  if (!staging_ || !IsStagingRoot(folder)) return std::nullopt;
+  const auto node = staging_->LookupKnown(name);
+  return node ? std::optional(StagedEntry(*node)) : std::nullopt;
+}
+
+std::optional<Vfs::Entry> Vfs::KnownStaging(NodeId node) {
+  if (!staging_ || !IsStaged(node)) return std::nullopt;
+  const auto known = staging_->StatKnown(NodeOf(node).item);
+  return known ? std::optional(StagedEntry(*known)) : std::nullopt;
 }
 
 Status Vfs::ListStaged(NodeId folder, std::uint64_t cookie,

@@ -34,6 +34,9 @@ struct VfsOptions {
   bool writable =
       false;  // Show .staging/, where the source is a store that this process may write.
   std::vector<std::string> roots = {};  // OpenedCheckpoint::Options::roots.
+  // Users besides the one who mounts may enter. Then modes are those of all that a node stands on
+  // (fs/reach.h), and are looked at again before they are given.
+  bool others = false;
 };
 
 // What lookup, stat, list, open, read mean in a mount, without the kernel: node ids in, answers or
@@ -96,9 +99,17 @@ class Vfs {
   // Why a mount that was to be writable is not; empty where it is or was not to be.
   const std::string& not_writable_because() const { return not_writable_because_; }
   static constexpr std::string_view kStagingName = ".staging";
+  // What this mount knows of a staging, without a look at storage: by its name in .staging/, with a
+  // reference counted as by Lookup, or by the node of its folder, or of .staging/ itself. Nothing
+  // for all other nodes.
+  std::optional<Entry> KnownStaging(NodeId folder, std::string_view name);
+  std::optional<Entry> KnownStaging(NodeId node);
   static bool IsStaged(NodeId node) {
     const Node n = NodeOf(node);
     return n.slot == 0 && n.view == kStagingView;
+  }
+  static bool IsStagingRoot(NodeId node) {
+    return IsStaged(node) && NodeOf(node).item == StagingTree::kRoot;
   }
   // open(2) of a file below .staging/, and of any other for writing, which is refused.
   Result<std::shared_ptr<WriteHandle>> OpenStaged(NodeId node, int flags);
@@ -154,7 +165,7 @@ class Vfs {
   Status ListControl(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn);
   // Below .staging/, and what is refused elsewhere.
   void OpenStaging(FileSystem& fs);
-  static Entry StagedEntry(const StagingTree::Node& node);
+  Entry StagedEntry(const StagingTree::Node& node) const;
   Result<Entry> LookupStaged(NodeId folder, std::string_view name);
   Result<Entry> StatStaged(NodeId node);
   Status ListStaged(NodeId folder, std::uint64_t cookie,

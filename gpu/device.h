@@ -6,6 +6,9 @@
 
 namespace tensormount::gpu {
 
+// The only door to a GPU, so that all other folders compile and link without CUDA. `doctor` asks
+// it.
+
 // Whether device memory can be staged here. kUnsupported where this build has no CUDA form of
 // gpu/, kUnavailable where it has one and there is no device. Thread-safe.
 Status DeviceStatus();

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checkpoint and Tensor of tensormount/checkpoint.h over OpenedCheckpoint. At the top of index/
 // because it uses all of its rooms, foreign formats too.
+//
+// Everything is a copy of values or a shared pointer to the opened checkpoint, so a Tensor may
+// outlive its Checkpoint and both may be used from any thread. Reads extend to whole leaves:
+// whoever uses the library gets verified bytes.
 #include "tensormount/checkpoint.h"
 
 #include "base/file_system.h"
@@ -14,6 +18,7 @@ struct Checkpoint::Impl {
   std::shared_ptr<const OpenedCheckpoint> opened;
 };
 
+// A key may name a layer of a stacked tensor: then reads go to a box of the stack.
 struct Tensor::Impl {
   std::shared_ptr<const OpenedCheckpoint> opened;
   TensorEntry entry;
@@ -28,11 +33,13 @@ const std::string& Tensor::key() const { return impl_->meta().key(); }
 DType Tensor::dtype() const { return impl_->meta().dtype(); }
 const Dims& Tensor::shape() const { return impl_->meta().shape(); }
 std::uint64_t Tensor::bytes() const { return impl_->meta().bytes(); }
+// A layer has none: the digest is of the whole stack.
 std::optional<std::uint64_t> Tensor::digest() const {
   if (impl_->layer || !impl_->entry.has_digest) return std::nullopt;
   return impl_->entry.digest;
 }
 
+// InStack maps a region of the layer to the region of the stack, and the buffer with one axis more.
 Status Tensor::Read(const Region& region, const BufferView& out) const {
   if (!impl_->layer) {
     return impl_->opened->Read(impl_->entry, region, out, ReadVerify::kExtendLeaves, nullptr,
@@ -79,6 +86,7 @@ Result<std::vector<std::string>> Checkpoint::keys() const {
   return keys;
 }
 
+// A stored key wins over a layer of the same name.
 Result<Tensor> Checkpoint::tensor(std::string_view key) const {
   auto impl = std::make_shared<Tensor::Impl>();
   impl->opened = impl_->opened;
@@ -93,6 +101,7 @@ Result<Tensor> Checkpoint::tensor(std::string_view key) const {
   return Tensor(std::move(impl));
 }
 
+// Parts of an object stand together, in the order of keys.
 Result<std::vector<std::string>> Checkpoint::objects() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts,
                                impl_->opened->index().Objects());
@@ -120,6 +129,7 @@ Result<std::string> Checkpoint::object(std::string_view key, const Dims& index) 
   return Status(Code::kNotFound, "object " + std::string(key) + " has no part " + index.ToString());
 }
 
+// Reserved records (values of single ranks, content metadata) are no common values of the user.
 Result<std::map<std::string, CommonValue>> Checkpoint::common() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(CommonState state, impl_->opened->index().Common());
   return std::move(state.values);

@@ -26,14 +26,21 @@
 // What the functions of tensormount/c.h share. Nothing may leave them but a status: each is one
 // Call, which keeps the message and catches what was thrown.
 
+// What the handles of c.h point to. They are made by functions of the library with new and freed by
+// its tm_..._free functions with delete: the caller's allocator never meets ours. A handle is not
+// locked: one thread at a time, or the caller's lock, as c.h says for each.
 struct tm_list {
+  // Bytes of any kind, with a NUL behind each (std::string has one), so that they can be used as C
+  // strings.
   std::vector<std::string> items;
 };
 
+// Also made by libtensormount_mpi, which is why it stands in this header.
 struct tm_communicator {
   std::unique_ptr<tensormount::Communicator> comm;
 };
 
+// Buffers of the dict are the caller's, and must live as long as c.h says.
 struct tm_state {
   tensormount::StateDict dict;
 };
@@ -41,8 +48,12 @@ struct tm_state {
 namespace tensormount::c_api {
 
 // Keeps message and errno of a failure.
+// Per thread, for tm_last_error. Ok changes nothing: an old message stays readable, as errno does.
 tm_status Report(const Status& status);
 
+// Every exported function that can fail has its body in one of these. An exception that left it
+// would end a C program, or unwind through frames of Python.
+// `fn` takes nothing and returns Status.
 template <typename Fn>
 tm_status Call(Fn fn) {
   try {
@@ -56,6 +67,7 @@ tm_status Call(Fn fn) {
   }
 }
 
+// A pointer that must not be NULL, and what c.h calls it.
 struct Argument {
   const void* pointer;
   const char* name;
@@ -64,6 +76,10 @@ struct Argument {
 Status Need(std::initializer_list<Argument> arguments);
 
 // ---- Structures ----
+// A structure of c.h begins with its own size as the caller's compiler knew it, and only ever grows
+// at its end. So a program that was built with an older header passes a shorter one, whose missing
+// members count as zero, their default; and one that was built with a newer header is served as
+// long as it sets none of the members that this library does not know.
 
 // What the caller set as the size of a structure. kInvalidArgument where it cannot be one.
 Result<std::uint32_t> StructSize(const void* given, const char* name);
@@ -81,6 +97,8 @@ Result<T> ReadStruct(const T* given, const char* name) {
 }
 
 // As much of `filled` as the caller's structure has room for.
+// The same the other way: members that the caller does not know are left out. struct_size stays the
+// caller's.
 template <typename T>
 Status WriteStruct(T filled, T* given, const char* name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t size, StructSize(given, name));
@@ -90,6 +108,9 @@ Status WriteStruct(T filled, T* given, const char* name) {
 }
 
 // One of the values of an enumeration by its number in c.h.
+// `values` in the order of their numbers, from 0 on. Checked, because the caller's number may be
+// anything, and a cast of it to the enumeration would be undefined where code relies on the
+// enumerators.
 template <typename E>
 Result<E> Choice(const char* field, std::int32_t number, std::initializer_list<E> values) {
   if (number < 0 || static_cast<std::size_t>(number) >= values.size()) {
@@ -101,21 +122,32 @@ Result<E> Choice(const char* field, std::int32_t number, std::initializer_list<E
 
 // ---- What comes in ----
 
+// kInvalidArgument where the rank is not possible. Extents are not checked here; what they are of
+// does that.
 Result<Dims> ReadDims(const std::int64_t* numbers, std::int32_t rank, const char* name);
 // NULL: all of `shape`.
+// Fails where `shape` itself is none, since it is the caller's too.
 Result<Region> ReadRegion(const tm_region* given, const Dims& shape);
+// Checks type, rank and sizes that overflow, not the memory: whether `data` is large enough nobody
+// can know.
 Result<BufferView> ReadBuffer(const tm_buffer* given);
+// Copied: the caller's array need not outlive the call.
 Result<std::vector<std::string>> ReadTexts(const char* const* texts, std::size_t count,
                                            const char* name);
+// 0 and less: the default.
 Timeouts ReadTimeouts(std::int64_t liveness_ms, std::int64_t arrival_ms);
+// Called on threads of the library; the strings of an event live for that call only.
 EventHook ReadHook(tm_event_hook hook, void* context);
 
 // ---- What goes out ----
+// Memory that goes out is from malloc, to be freed with tm_free: the caller may use another C++
+// runtime, or none. Outputs are only set on success.
 
 Status HandOut(std::string_view bytes, void** data, std::size_t* size);
 Status HandOut(std::string_view text, char** out, std::size_t* size);
 Status HandOut(std::vector<std::string> items, tm_list** out);
 // The value `name` of a map as JSON, or all of it as one object. `what`: for the message.
+// `size` may be NULL: the text ends with a NUL.
 Status HandOut(const std::map<std::string, CommonValue>& values, const char* name,
                std::string_view what, char** out, std::size_t* size);
 

@@ -2,6 +2,11 @@
 // The C interface over the C++ one (tensormount/c.h): here statuses, lists, strings and the guard
 // around every call, which turns exceptions into codes and keeps the last message of each thread.
 // All c_api_*.cc share c_api.h; they are a file for each group of calls in c.h.
+//
+// What a function of c.h does, always in this order: check pointers (Need), copy the caller's
+// structures in the size that they have (ReadStruct), turn what is in them into values of the C++
+// interface, call that, and hand out the result. Nothing is kept of the caller's memory but
+// buffers, which c.h says. Outputs are written last, so a call that fails leaves them as they were.
 #include <cstdlib>
 #include <limits>
 #include <optional>
@@ -14,6 +19,8 @@
 namespace tensormount::c_api {
 namespace {
 
+// One a thread, so that a message cannot be overwritten between a failure and the look at it by a
+// call on another thread.
 struct LastError {
   std::string message;
   int error_number = 0;
@@ -24,17 +31,93 @@ LastError& Last() {
   return last;
 }
 
+// Statuses are cast from one enumeration to the other, and both are written by hand. Known() below
+// relies on there being none after TM_INTERNAL.
+static_assert(static_cast<int>(Code::kOk) == TM_OK);
 static_assert(static_cast<int>(Code::kInvalidArgument) == TM_INVALID_ARGUMENT);
+static_assert(static_cast<int>(Code::kNotFound) == TM_NOT_FOUND);
+static_assert(static_cast<int>(Code::kAlreadyExists) == TM_ALREADY_EXISTS);
+static_assert(static_cast<int>(Code::kPermissionDenied) == TM_PERMISSION_DENIED);
+static_assert(static_cast<int>(Code::kReadOnly) == TM_READ_ONLY);
+static_assert(static_cast<int>(Code::kResourceExhausted) == TM_RESOURCE_EXHAUSTED);
 static_assert(static_cast<int>(Code::kDataLoss) == TM_DATA_LOSS);
+static_assert(static_cast<int>(Code::kUnavailable) == TM_UNAVAILABLE);
+static_assert(static_cast<int>(Code::kDeadlineExceeded) == TM_DEADLINE_EXCEEDED);
+static_assert(static_cast<int>(Code::kBusy) == TM_BUSY);
+static_assert(static_cast<int>(Code::kStale) == TM_STALE);
 static_assert(static_cast<int>(Code::kUnknown) == TM_UNKNOWN);
+static_assert(static_cast<int>(Code::kUnsupported) == TM_UNSUPPORTED);
+static_assert(static_cast<int>(Code::kCancelled) == TM_CANCELLED);
 static_assert(static_cast<int>(Code::kInternal) == TM_INTERNAL);
-static_assert(static_cast<int>(DType::kBool) == TM_BOOL);
-static_assert(static_cast<int>(DType::kF32) == TM_F32);
-static_assert(static_cast<int>(DType::kC128) == TM_C128);  // The last one, by its number.
 static_assert(kMaxRank == TM_MAX_RANK);
 
+// What c.h calls an element type. Written out, because both enumerations are: a number that stands
+// for two types would give callers the values of another one without an error. There is no default,
+// so that the compiler (-Wswitch) asks for the line of a type that c.h has not got.
+constexpr int NumberInC(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+      return TM_BOOL;
+    case DType::kI8:
+      return TM_I8;
+    case DType::kU8:
+      return TM_U8;
+    case DType::kI16:
+      return TM_I16;
+    case DType::kU16:
+      return TM_U16;
+    case DType::kI32:
+      return TM_I32;
+    case DType::kU32:
+      return TM_U32;
+    case DType::kI64:
+      return TM_I64;
+    case DType::kU64:
+      return TM_U64;
+    case DType::kF16:
+      return TM_F16;
+    case DType::kBF16:
+      return TM_BF16;
+    case DType::kF32:
+      return TM_F32;
+    case DType::kF64:
+      return TM_F64;
+    case DType::kF8E4M3:
+      return TM_F8E4M3;
+    case DType::kF8E5M2:
+      return TM_F8E5M2;
+    case DType::kF8E8M0:
+      return TM_F8E8M0;
+    case DType::kF8E4M3FNUZ:
+      return TM_F8E4M3FNUZ;
+    case DType::kF8E5M2FNUZ:
+      return TM_F8E5M2FNUZ;
+    case DType::kF6E2M3:
+      return TM_F6E2M3;
+    case DType::kF6E3M2:
+      return TM_F6E3M2;
+    case DType::kF4:
+      return TM_F4;
+    case DType::kC64:
+      return TM_C64;
+    case DType::kC128:
+      return TM_C128;
+  }
+  return 0;
+}
+
+constexpr bool SameNumbers() {
+  for (int number = 1; number <= TM_C128; ++number) {
+    if (NumberInC(static_cast<DType>(number)) != number) return false;
+  }
+  return true;
+}
+static_assert(SameNumbers());
+
+// Statuses come from outside as well (tm_state_fail, callbacks).
 bool Known(tm_status status) { return status >= TM_OK && status <= TM_INTERNAL; }
 
+// A number of the caller's; nothing where no element type has it.
 std::optional<DType> KnownDType(std::uint32_t number) {
   if (number > std::numeric_limits<std::uint8_t>::max()) return std::nullopt;
   const Result<DType> dtype = DTypeFromNumber(static_cast<std::uint8_t>(number));
@@ -50,6 +133,8 @@ tm_status Report(const Status& status) {
                            status.message().c_str());
 }
 
+// Names the argument as c.h does: in C a NULL is the usual mistake, and a crash in a library says
+// less.
 Status Need(std::initializer_list<Argument> arguments) {
   for (const Argument& a : arguments) {
     if (a.pointer == nullptr) {
@@ -66,6 +151,8 @@ Result<std::uint32_t> StructSize(const void* given, const char* name) {
     return Status(Code::kInvalidArgument, std::string(name) + ": struct_size is not set");
   }
   // Not initialised, rather than of a later version: what follows it is not ours to read.
+  // A structure on the stack whose first member was never set holds anything; reading so far behind
+  // it would crash.
   constexpr std::uint32_t kLargestStruct = 4096;
   if (size > kLargestStruct) {
     return Status(Code::kInvalidArgument, std::string(name) + ": struct_size is " +
@@ -78,6 +165,7 @@ Status CheckStruct(const void* given, std::size_t known, const char* name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t size, StructSize(given, name));
   const auto* bytes = static_cast<const unsigned char*>(given);
   for (std::size_t i = known; i < size; ++i) {
+    // Not ignored: a member that asks for something must not be passed over silently.
     if (bytes[i] == 0) continue;
     return {Code::kUnsupported,
             std::string(name) + ": has members that this version of the library does not know"};
@@ -96,14 +184,18 @@ Result<Dims> ReadDims(const std::int64_t* numbers, std::int32_t rank, const char
   return Dims(std::span<const std::int64_t>(numbers, static_cast<std::size_t>(rank)));
 }
 
+// A box, or a flat range within one. Bounds are checked by Box::Make and Region::Flat; whether the
+// region fits the tensor, by the call that gets it.
 Result<Region> ReadRegion(const tm_region* given, const Dims& shape) {
   if (given == nullptr) {
     // The caller's shape is not checked yet.
+    // Box::Make does it.
     TENSORMOUNT_ASSIGN_OR_RETURN(const Box all, Box::Make(Dims::Filled(shape.rank(), 0), shape));
     return Region(all);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const tm_region r, ReadStruct(given, "tm_region"));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extent, ReadDims(r.extent, r.rank, "tm_region.extent"));
+  // NULL: at the origin.
   Dims begin = Dims::Filled(extent.rank(), 0);
   if (r.begin != nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(begin, ReadDims(r.begin, r.rank, "tm_region.begin"));
@@ -125,6 +217,7 @@ Result<BufferView> ReadBuffer(const tm_buffer* given) {
   if (!CheckedProduct(shape)) {
     return Status(Code::kInvalidArgument, "tm_buffer.shape: " + shape.ToString() + " cannot be");
   }
+  // Packed, row-major, until strides say otherwise.
   BufferView view = BufferView::Host(*dtype, b.data, shape);
   if (b.strides != nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(view.strides, ReadDims(b.strides, b.rank, "tm_buffer.strides"));
@@ -154,9 +247,11 @@ Timeouts ReadTimeouts(std::int64_t liveness_ms, std::int64_t arrival_ms) {
   return timeouts;
 }
 
+// The hook is wrapped once a job; each event then costs four small copies.
 EventHook ReadHook(tm_event_hook hook, void* context) {
   if (hook == nullptr) return {};
   return [hook, context](const Event& e) {
+    // Copies, because views of the C++ side have no NUL at their ends.
     const std::string job(e.job);
     const std::string path(e.path);
     const std::string phase(e.phase);
@@ -176,9 +271,11 @@ EventHook ReadHook(tm_event_hook hook, void* context) {
   };
 }
 
+// The one place that allocates for callers, so tm_free is right for all of it.
 Status HandOut(std::string_view bytes, void** data, std::size_t* size) {
   TENSORMOUNT_RETURN_IF_ERROR(Need({{data, "data"}, {size, "size"}}));
   // A NUL behind it, so that text can be used as such.
+  // Not counted in the size.
   auto* copy = static_cast<char*>(std::malloc(bytes.size() + 1));
   if (copy == nullptr) return {Code::kResourceExhausted, "out of memory"};
   if (!bytes.empty()) std::memcpy(copy, bytes.data(), bytes.size());
@@ -200,6 +297,7 @@ Status HandOut(std::string_view text, char** out, std::size_t* size) {
 
 Status HandOut(std::vector<std::string> items, tm_list** out) {
   TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+  // May throw; Call turns that into a status.
   *out = new tm_list{std::move(items)};
   return {};
 }
@@ -213,6 +311,7 @@ Status HandOut(const std::map<std::string, CommonValue>& values, const char* nam
     }
     return HandOut(CommonToJson(it->second), out, size);
   }
+  // NULL as the name: all of them, as one JSON object.
   CommonDict all;
   for (const auto& [key, value] : values) all.items.emplace(key, value);
   return HandOut(CommonToJson(CommonValue(std::move(all))), out, size);
@@ -224,6 +323,7 @@ using tensormount::CodeName;
 using tensormount::InfoOf;
 namespace c_api = tensormount::c_api;
 
+// Below here: the functions of c.h that belong to no handle.
 const char* tm_status_name(tm_status status) {
   // Names of codes are literals.
   return c_api::Known(status) ? CodeName(static_cast<tensormount::Code>(status)).data()
@@ -235,11 +335,13 @@ const char* tm_last_error(void) { return c_api::Last().message.c_str(); }
 int tm_last_errno(void) { return c_api::Last().error_number; }
 
 tm_status tm_set_last_error(tm_status status, int error_number, const char* message) {
+  // Exported, so that bindings can report failures of their own in the same way.
   if (status == TM_OK) return TM_OK;
   try {
     c_api::LastError& last = c_api::Last();
     last.message.assign(message == nullptr ? "" : message);
     last.error_number = error_number;
+    // So tm_last_errno always has a number, as FUSE and POSIX callers want one.
     if (error_number == 0 && c_api::Known(status)) {
       last.error_number = tensormount::Status(static_cast<tensormount::Code>(status), "").ToErrno();
     }

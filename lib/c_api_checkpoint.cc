@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // tm_checkpoint_*: opening, listing, reading (tensormount/c.h, over tensormount/checkpoint.h).
+// An opened checkpoint is immutable, so all functions but close may be called from many threads at
+// once, and nothing here locks. Each look-up by key goes to the index; a program that reads one
+// tensor in many parts pays a search a part, which is little beside the read.
 #include <utility>
 
 #include "tensormount/checkpoint.h"
@@ -16,6 +19,7 @@ using tensormount::c_api::Call;
 using tensormount::c_api::HandOut;
 using tensormount::c_api::Need;
 
+// The C++ handle, which shares what is opened.
 struct tm_checkpoint {
   Checkpoint checkpoint;
 };
@@ -64,6 +68,7 @@ tm_status tm_checkpoint_tensor(const tm_checkpoint* checkpoint, const char* key,
     out.rank = tensor.shape().rank();
     for (int axis = 0; axis < out.rank; ++axis) out.shape[axis] = tensor.shape()[axis];
     out.bytes = tensor.bytes();
+    // Two members, since 0 is a digest like any other.
     out.has_digest = tensor.digest() ? 1 : 0;
     out.digest = tensor.digest().value_or(0);
     return tensormount::c_api::WriteStruct(out, info, "tm_tensor_info");
@@ -75,6 +80,7 @@ tm_status tm_checkpoint_read(const tm_checkpoint* checkpoint, const char* key,
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}, {key, "key"}, {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
+    // The shape of the tensor is known here, so NULL can mean all of it.
     TENSORMOUNT_ASSIGN_OR_RETURN(const Region wanted,
                                  tensormount::c_api::ReadRegion(region, tensor.shape()));
     TENSORMOUNT_ASSIGN_OR_RETURN(const BufferView view, tensormount::c_api::ReadBuffer(out));
@@ -86,6 +92,7 @@ tm_status tm_checkpoint_read_bytes(const tm_checkpoint* checkpoint, const char* 
                                    uint64_t offset, void* out, size_t size) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}, {key, "key"}}));
+    // NULL and 0 is an empty read, as of read(2).
     if (size != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
     return tensor.ReadBytes(offset, out, size);
@@ -116,6 +123,7 @@ tm_status tm_checkpoint_rank_common(const tm_checkpoint* checkpoint, int32_t ran
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto values, checkpoint->checkpoint.rank_common());
+    // A rank that has set nothing has an empty map: kNotFound of a name, "{}" of all.
     return HandOut(values[rank], name, "value of rank " + std::to_string(rank) + " named", json,
                    size);
   });

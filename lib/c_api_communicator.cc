@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // tm_communicator_*: communicators made of a host's callbacks, and the one-rank one
 // (tensormount/c.h).
+// A host brings send, receive, test and cancel over whatever it has, and the library makes its
+// collective operations of these (collective/comm/callback_communicator). The functions are C's, so
+// nothing is wrapped: pointers and context are handed on as they are.
 #include <chrono>
 #include <limits>
 #include <utility>
@@ -14,6 +17,7 @@ using tensormount::Status;
 using tensormount::c_api::Call;
 using tensormount::c_api::Need;
 
+// Hosts allocate by the number in c.h; the library splits by the other.
 static_assert(TM_MAX_CALLBACK_MESSAGE == tensormount::kMaxCallbackMessage);
 
 void tm_communicator_free(tm_communicator* communicator) {
@@ -23,6 +27,7 @@ void tm_communicator_free(tm_communicator* communicator) {
   });
 }
 
+// -1 and 0 size for NULL: these two have no status to return.
 int32_t tm_communicator_rank(const tm_communicator* communicator) {
   return communicator == nullptr ? -1 : communicator->comm->rank();
 }
@@ -53,6 +58,7 @@ tm_status tm_communicator_from_callbacks(const tm_callbacks* callbacks, int32_t 
     host.cancel = given.cancel;
     tensormount::CallbackOptions options;
     options.tag = given.tag;
+    // Otherwise the default of CallbackOptions.
     if (given.leave_wait_ms > 0) {
       options.leave_wait = std::chrono::milliseconds(given.leave_wait_ms);
     }
@@ -63,6 +69,7 @@ tm_status tm_communicator_from_callbacks(const tm_callbacks* callbacks, int32_t 
   });
 }
 
+// The parent must outlive the channel; both may be used at once.
 tm_status tm_communicator_channel(tm_communicator* parent, uint32_t channel,
                                   tm_communicator** out) {
   return Call([&]() -> Status {

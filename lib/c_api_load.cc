@@ -21,17 +21,21 @@ using tensormount::c_api::Choice;
 using tensormount::c_api::HandOut;
 using tensormount::c_api::Need;
 
+// Kept whole, and handed out by a function for each part of it.
 struct tm_load_report {
   LoadReport report;
 };
 
 namespace {
 
+// 0 in c.h is "the default", which differs between the two fields that use it; 1 to 4 are the
+// values.
 Result<Strict> ReadStrict(const char* field, int32_t number, Strict by_default) {
   return Choice(field, number,
                 {by_default, Strict::kRaise, Strict::kLog, Strict::kReturn, Strict::kIgnore});
 }
 
+// One rule of an array: the keys that it is for (a glob), and what is allowed for them.
 Result<tensormount::KeyRule> ReadRule(const tm_load_rule* rule) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const tm_load_rule given,
                                tensormount::c_api::ReadStruct(rule, "tm_load_rule"));
@@ -79,6 +83,8 @@ Result<LoadOptions> ReadLoadOptions(const tm_load_options* options) {
     out.rules.push_back(std::move(read));
     rule += given.rules[0].struct_size;
   }
+  // Members of c.h are named so that 0 is the default: here validation is off, and plans are
+  // reused.
   out.validate = given.validate != 0;
   out.reuse_plan = given.no_plan_reuse == 0;
   out.exchange_group = given.exchange_group;
@@ -87,6 +93,7 @@ Result<LoadOptions> ReadLoadOptions(const tm_load_options* options) {
   return out;
 }
 
+// The four lists of keys differ in the member only.
 tm_status GiveList(const tm_load_report* report, std::vector<std::string> LoadReport::*member,
                    tm_list** out) {
   return Call([&]() -> Status {
@@ -105,6 +112,7 @@ tm_status tm_load(const tm_state* request, const char* path, tm_communicator* co
     TENSORMOUNT_RETURN_IF_ERROR(
         Need({{request, "request"}, {path, "path"}, {communicator, "communicator"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const LoadOptions how, ReadLoadOptions(options));
+    // Made before the load: after it, only copying may fail, and nothing is half handed out.
     auto out = std::make_unique<tm_load_report>();
     TENSORMOUNT_ASSIGN_OR_RETURN(out->report,
                                  tensormount::Load(request->dict, path, *communicator->comm, how));
@@ -113,6 +121,7 @@ tm_status tm_load(const tm_state* request, const char* path, tm_communicator* co
   });
 }
 
+// Numbers only, so one structure; it grows with the report.
 tm_status tm_load_report_numbers(const tm_load_report* report, tm_load_numbers* out) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}, {out, "out"}}));
@@ -158,10 +167,12 @@ tm_status tm_load_report_uncovered(const tm_load_report* report, size_t index, t
     if (index >= all.size()) {
       return {Code::kNotFound, "there are " + std::to_string(all.size()) + " uncovered boxes"};
     }
+    // The key stays valid as long as the report does.
     const LoadReport::Uncovered& u = all[index];
     tm_uncovered n{};
     n.key = u.key.c_str();
     n.zeroed = u.zeroed ? 1 : 0;
+    // The box of a tensor has at most TM_MAX_RANK axes; the array has no more.
     n.rank = std::min(u.box.rank(), static_cast<int>(TM_MAX_RANK));
     for (int axis = 0; axis < n.rank; ++axis) {
       n.begin[axis] = u.box.begin(axis);
@@ -194,6 +205,7 @@ tm_status tm_load_report_rank_common(const tm_load_report* report, int32_t rank,
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
     const auto& all = report->report.rank_common_values;
+    // A rank that has set nothing is not in the map.
     const auto it = all.find(rank);
     return HandOut(it == all.end() ? decltype(it->second){} : it->second, name,
                    "value of rank " + std::to_string(rank) + " named", json, size);

@@ -8,6 +8,7 @@
 
 using tensormount::Status;
 
+// Ends MPI when it is freed, unless it was abandoned.
 struct tm_mpi {
   std::unique_ptr<tensormount::MpiSession> session;
 };
@@ -29,6 +30,7 @@ tm_status CallMpi(Fn fn) {
   }
 }
 
+// Without the argument's name: Need() is inside the other library.
 Status IsNull() { return {tensormount::Code::kInvalidArgument, "an argument is NULL"}; }
 
 }  // namespace

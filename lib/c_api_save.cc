@@ -22,16 +22,20 @@ using tensormount::c_api::Choice;
 using tensormount::c_api::HandOut;
 using tensormount::c_api::Need;
 
+// As tm_load_report.
 struct tm_save_report {
   SaveReport report;
 };
 
+// A save in the background.
 struct tm_save_job {
   tensormount::SaveHandle handle;
 };
 
 namespace {
 
+// Enumerations are checked, everything else is taken over; what does not fit together the save
+// itself says.
 Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const tm_save_options given,
                                tensormount::c_api::ReadStruct(options, "tm_save_options"));
@@ -53,6 +57,8 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
       out.common_exempt,
       tensormount::c_api::ReadTexts(given.common_exempt, given.common_exempt_count,
                                     "tm_save_options.common_exempt"));
+  // Members of c.h are such that 0 is the default: hence skip_validation and no_plan_reuse, and not
+  // their opposites.
   if (given.replace != 0) out.if_exists = tensormount::IfExists::kReplace;
   out.validate = given.skip_validation == 0;
   out.reuse_plan = given.no_plan_reuse == 0;
@@ -104,6 +110,7 @@ tm_status tm_save_report_numbers(const tm_save_report* report, tm_save_numbers* 
 }
 
 const char* tm_save_report_path(const tm_save_report* report) {
+  // Lives as long as the report.
   return report == nullptr ? "" : report->report.path.c_str();
 }
 
@@ -114,6 +121,7 @@ const char* tm_save_report_uuid(const tm_save_report* report) {
 tm_status tm_save_report_files(const tm_save_report* report, tm_list** out) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
+    // A list of names; lengths are in the C++ report only.
     std::vector<std::string> names;
     for (const SaveReport::File& file : report->report.files) names.push_back(file.name);
     return HandOut(std::move(names), out);
@@ -127,6 +135,7 @@ tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out) {
   });
 }
 
+// Returns when the bytes are staged: from then on the caller may go on training.
 tm_status tm_save_async(const tm_state* state, const char* path, tm_communicator* communicator,
                         const tm_save_options* options, tm_save_job** out) {
   return Call([&]() -> Status {
@@ -140,6 +149,7 @@ tm_status tm_save_async(const tm_state* state, const char* path, tm_communicator
   });
 }
 
+// May be called again: the verdict stays.
 tm_status tm_save_job_wait(tm_save_job* job, tm_save_report** report) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{job, "job"}}));
@@ -163,6 +173,7 @@ tm_status tm_save_job_progress(const tm_save_job* job, tm_job_progress* out) {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{job, "job"}, {out, "out"}}));
     const tensormount::SaveProgress p = job->handle.progress();
     tm_job_progress n{};
+    // The numbers of c.h are those of the enumeration.
     n.state = static_cast<int32_t>(p.state);
     n.bytes_total = p.bytes_total;
     n.bytes_staged = p.bytes_staged;

@@ -23,6 +23,7 @@ using tensormount::c_api::ReadDims;
 
 namespace {
 
+// Nothing of the data is copied: the shard refers to the caller's memory.
 Result<Shard> ReadShard(const tm_shard* given) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const tm_shard s, tensormount::c_api::ReadStruct(given, "tm_shard"));
   Shard shard;
@@ -39,14 +40,17 @@ Result<Shard> ReadShard(const tm_shard* given) {
   return shard;
 }
 
-Result<GridPosition> ReadPlace(const int64_t* index, const int64_t* grid, int32_t rank) {
-  GridPosition place;
-  TENSORMOUNT_ASSIGN_OR_RETURN(place.index, ReadDims(index, rank, "index"));
-  TENSORMOUNT_ASSIGN_OR_RETURN(place.grid, ReadDims(grid, rank, "grid"));
-  return place;
+// Rank 0: an object without a grid.
+Result<GridPosition> ReadPosition(const int64_t* index, const int64_t* grid, int32_t rank) {
+  GridPosition position;
+  TENSORMOUNT_ASSIGN_OR_RETURN(position.index, ReadDims(index, rank, "index"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(position.grid, ReadDims(grid, rank, "grid"));
+  return position;
 }
 
 // What was wrong before the state saw it fails it, too.
+// So a caller that ignores the status of a tm_state_add_... still gets it from tm_save, on all
+// ranks, instead of a checkpoint that lacks a tensor.
 template <typename Fn>
 tm_status On(tm_state* state, Fn fn) {
   return Call([&]() -> Status {
@@ -57,6 +61,8 @@ tm_status On(tm_state* state, Fn fn) {
   });
 }
 
+// JSON is the one form of common values that every language has; bytes and tuples have a form
+// within it (docs/format.md).
 Status CommonFromText(const char* json, CommonValue* value) {
   TENSORMOUNT_RETURN_IF_ERROR(Need({{json, "json"}}));
   TENSORMOUNT_ASSIGN_OR_RETURN(*value, tensormount::CommonFromJson(json));
@@ -84,13 +90,14 @@ tm_status tm_state_add_tensor(tm_state* state, const char* key, const tm_shard* 
   });
 }
 
+// The bytes are copied by the state: objects are small beside tensors.
 tm_status tm_state_add_object(tm_state* state, const char* key, const void* data, size_t size,
                               const int64_t* index, const int64_t* grid, int32_t rank) {
   return On(state, [&](tensormount::StateDict& dict) -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}}));
     if (size != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{data, "data"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const GridPosition place, ReadPlace(index, grid, rank));
-    return dict.AddObject(key, {static_cast<const char*>(data), size}, place);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const GridPosition position, ReadPosition(index, grid, rank));
+    return dict.AddObject(key, {static_cast<const char*>(data), size}, position);
   });
 }
 
@@ -98,8 +105,8 @@ tm_status tm_state_want_object(tm_state* state, const char* key, const int64_t* 
                                const int64_t* grid, int32_t rank) {
   return On(state, [&](tensormount::StateDict& dict) -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const GridPosition place, ReadPlace(index, grid, rank));
-    return dict.WantObject(key, place);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const GridPosition position, ReadPosition(index, grid, rank));
+    return dict.WantObject(key, position);
   });
 }
 
@@ -125,6 +132,7 @@ tm_status tm_state_set_metadata(tm_state* state, const char* json) {
   return On(state, [&](tensormount::StateDict& dict) -> Status {
     CommonValue value;
     TENSORMOUNT_RETURN_IF_ERROR(CommonFromText(json, &value).WithContext("content metadata"));
+    // Content metadata is a dict of the user's own keys.
     auto* object = value.get_if<tensormount::CommonDict>();
     if (object == nullptr) return {Code::kInvalidArgument, "content metadata: not an object"};
     return dict.SetContentMetadata(std::move(*object));
@@ -140,6 +148,7 @@ tm_status tm_state_set_local(tm_state* state, const char* name, const char* json
   });
 }
 
+// The pattern is checked by the state, so that a slip is told here and not at the save.
 tm_status tm_state_name_layers(tm_state* state, const char* key, const char* pattern) {
   return On(state, [&](tensormount::StateDict& dict) -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}, {pattern, "pattern"}}));
@@ -150,6 +159,7 @@ tm_status tm_state_name_layers(tm_state* state, const char* key, const char* pat
 tm_status tm_state_fail(tm_state* state, tm_status status, const char* message) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{state, "state"}, {message, "message"}}));
+    // A failure must have a code that this library knows, or ranks could not tell it to each other.
     if (status <= TM_OK || status > TM_INTERNAL) {
       return {Code::kInvalidArgument, std::to_string(status) + " is no status of a failure"};
     }
@@ -173,6 +183,7 @@ tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
     if (json != nullptr) {
       TENSORMOUNT_RETURN_IF_ERROR(tensormount::c_api::HandOut(report.ToJson(), json, nullptr));
     }
+    // A layout with findings is no failure of the call: the report is the result.
     *sound = report.ok() ? 1 : 0;
     return {};
   });

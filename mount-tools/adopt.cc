@@ -17,6 +17,7 @@ namespace tensormount::tools {
 namespace {
 
 // Everything that the checkpoint takes besides the data.
+// Manifests, index and commit record. For the report: it shows how little a copy of the records is.
 Result<std::uint64_t> BytesBelow(FileSystem& fs, const std::string& folder) {
   std::uint64_t bytes = 0;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
@@ -33,6 +34,7 @@ Result<std::uint64_t> BytesBelow(FileSystem& fs, const std::string& folder) {
   return bytes;
 }
 
+// What is told at the end; `path` is the new checkpoint, `root` where its data stay.
 struct Outcome {
   std::string format;
   std::string root;
@@ -52,6 +54,8 @@ Result<Outcome> Adopt(const AdoptArgs& args, Terminal& terminal) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName to, SplitCheckpointPath(args.destination));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
                                OpenSource(fs, args.source, terminal, IfLostOf(args.partial)));
+  // Ours: data of a store must not become data of another one by reference, or gc of the first
+  // would break the second.
   if (opened->index().info().self_contained || opened->commit() != nullptr) {
     return Status(Code::kInvalidArgument,
                   fmt::format("{} is a checkpoint of tensormount: `tensormount import` copies it",
@@ -63,10 +67,13 @@ Result<Outcome> Adopt(const AdoptArgs& args, Terminal& terminal) {
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   Outcome out;
   {
+    // In a block of its own, so that its line is gone before the report.
     Progress progress(terminal, "adopt " + to.name);
     options.progress = [&](std::uint64_t done, std::uint64_t total) { progress.Set(done, total); };
     TENSORMOUNT_ASSIGN_OR_RETURN(out.published, AdoptSource(fs, *opened, store, to.name, options));
   }
+  // From the opened source and not from the store: all of it is known, and the checkpoint need not
+  // be opened again.
   out.format = opened->index().info().producer;
   out.root = opened->index().info().root;
   out.path = store.CheckpointPath(to.name);

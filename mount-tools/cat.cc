@@ -16,6 +16,7 @@
 namespace tensormount::tools {
 namespace {
 
+// What is written: the box, and which of its axes remain in the .npy.
 struct Target {
   TensorEntry tensor;
   Slice slice;
@@ -26,6 +27,7 @@ Result<Target> TargetOf(const OpenedCheckpoint& checkpoint, const std::string& k
                         const std::string& slice) {
   auto found = checkpoint.index().Find(key);
   if (!found.ok() && found.status().code() != Code::kNotFound) return found.status();
+  // A stored key wins over a layer of the same name.
   std::optional<LayerEntry> layer;
   if (!found.ok()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(layer, checkpoint.index().ResolveLayer(key));
@@ -40,6 +42,7 @@ Result<Target> TargetOf(const OpenedCheckpoint& checkpoint, const std::string& k
 }
 
 // KEY, KEY[SLICE] or KEY@SLICE. A key that is stored with exactly this name wins.
+// So keys with brackets at their end can be named; with slices they need the form with '@'.
 Result<Target> FindTarget(const OpenedCheckpoint& checkpoint, const std::string& text) {
   auto exact = TargetOf(checkpoint, text, "");
   if (exact.status().code() != Code::kNotFound) return exact;
@@ -74,6 +77,7 @@ Status ForEachBlock(const OpenedCheckpoint& checkpoint, const Target& target,
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t size,
                                  RegionBytes(meta.dtype(), meta.shape(), region));
     block.resize(size);
+    // The reader writes into a packed buffer of the region's form.
     const Dims shape = region.is_flat() ? Dims{count} : region.box().extent();
     TENSORMOUNT_RETURN_IF_ERROR(checkpoint.Read(target.tensor, region,
                                                 BufferView::Host(meta.dtype(), block.data(), shape),
@@ -91,6 +95,7 @@ Status CatText(const OpenedCheckpoint& checkpoint, const Target& target, Termina
                   fmt::format("--as text of {}: elements under a byte", InfoOf(meta.dtype()).name));
   }
   const Dims& kept = target.slice.kept;
+  // A line is a row of the last axis that remains; a scalar is a line of one.
   const std::int64_t columns = kept.rank() == 0 ? 1 : kept[kept.rank() - 1];
   std::int64_t n = 0;
   return ForEachBlock(checkpoint, target, [&](const std::byte* data, std::size_t size) {
@@ -112,6 +117,8 @@ Status CatObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRec
   for (const ObjectRecord& part : parts) {
     if (as == "text") {
       TENSORMOUNT_ASSIGN_OR_RETURN(std::string text, DescribePart(checkpoint, part));
+      // What a pickle holds is somebody else's text. Raw bytes are written as they are: that is
+      // what was asked for.
       text = ShownText(text, "\n\t");
       if (!text.ends_with('\n')) text += '\n';
       TENSORMOUNT_RETURN_IF_ERROR(terminal.Write(text.data(), text.size()));
@@ -139,6 +146,7 @@ int RunCat(const CatArgs& args, Terminal& terminal) {
   if (!opened.ok()) return terminal.Fail(opened.status());
   const OpenedCheckpoint& checkpoint = *opened.value();
   auto target = FindTarget(checkpoint, args.key);
+  // Not a tensor: perhaps an object.
   if (target.status().code() == Code::kNotFound) {
     const auto parts = checkpoint.index().ObjectParts(args.key);
     if (parts.ok() && !parts.value().empty()) {

@@ -11,6 +11,7 @@
 namespace tensormount::tools {
 
 int RunCheck(const CheckArgs& args, Terminal& terminal) {
+  // Descriptions of very large jobs have some hundred MB; more than this is a mistake in the path.
   constexpr std::uint64_t kMaxBytes = std::uint64_t{4} << 30;
   auto text = HostFileSystem().ReadFile(args.spec, kMaxBytes);
   if (!text.ok()) return terminal.Fail(text.status());
@@ -21,6 +22,7 @@ int RunCheck(const CheckArgs& args, Terminal& terminal) {
   }
   std::string shown = terminal.json ? report.value().ToJson() : report.value().ToText();
   while (shown.ends_with('\n')) shown.pop_back();
+  // --quiet is silent only about a job that is sound.
   if (terminal.json || !terminal.quiet || !report.value().ok()) {
     terminal.Text(terminal.json ? shown : ShownText(shown, "\n"));
   }

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The command line: options of every subcommand, help, and from a Status to words and an exit
 // status. Subcommands are functions of commands.h and know nothing of CLI11.
+// The order of a run: all options are declared, with defaults from the structures of arguments;
+// CLI11 parses, which sets `run` to the one subcommand; then, outside of the parser, `run` is
+// called, so that no exception of the parser can come from a command.
 #include "mount-tools/cli.h"
 
 #include <exception>
@@ -18,9 +21,11 @@
 namespace tensormount::tools {
 namespace {
 
+// What --version says; the library has it from CMake (TENSORMOUNT_VERSION).
 constexpr const char* kVersion = "tensormount 0.1.0";
 
 // Commands that the interface fixes and that are not built yet: they answer so.
+// So scripts can tell "not yet" (exit status 2, kUnsupported) from a slip in the name.
 constexpr std::pair<const char*, const char*> kNotBuilt[] = {
     {"derive", "a new checkpoint from an old one by hard links"},
     {"compact", "turns rank shards into tensor files"},
@@ -29,6 +34,7 @@ constexpr std::pair<const char*, const char*> kNotBuilt[] = {
 
 constexpr const char* kNotBuiltGroup = "Not built yet";
 
+// Lives as long as Run: options refer to its members.
 struct Program {
   CLI::App app{
       "Mounts, saves, loads and checks checkpoints of distributed training.\n"
@@ -39,33 +45,7 @@ struct Program {
   std::function<int()> run;              // Set by the subcommand that was named.
   std::vector<std::string> unsupported;  // Options that were given and are not built.
 
-  template <typename Args>
-  CLI::App* Command(const char* name, const char* what, const char* example, Args& args,
-                    int (*function)(const Args&, Terminal&)) {
-    CLI::App* command = app.add_subcommand(name, what);
-    command->footer(std::string("Example:\n  ") + example);
-    command->callback([this, &args, function] {
-      run = [this, &args, function] { return function(args, terminal); };
-    });
-    return command;
-  }
-  // An option of the interface that is not built: given, the command refuses.
-  void NotBuilt(CLI::App* command, const std::string& option) {
-    command
-        ->add_option_function<std::string>(
-            option, [this, option](const std::string&) { unsupported.push_back(option); },
-            "not built yet")
-        ->group(kNotBuiltGroup);
-  }
-};
-
-void AddCommon(CLI::App& app, Terminal& terminal) {
-  app.add_flag("--json", terminal.json, "One JSON document, or one line an item");
-  app.add_flag("-q,--quiet", terminal.quiet, "Only errors and what was asked for");
-  app.add_flag("-v,--verbose", terminal.verbose, "Say more on standard error");
-}
-
-struct AllArgs {
+  // What the options of each subcommand are parsed into. One is used in a run.
   ImportArgs import;
   ExportArgs export_;
   LoadArgs load;
@@ -85,8 +65,36 @@ struct AllArgs {
   PublishArgs publish;
   DoctorArgs doctor;
   CheckArgs check;
+
+  template <typename Args>
+  // A subcommand with an example in its help. The callback only notes what to run.
+  CLI::App* Command(const char* name, const char* what, const char* example, Args& args,
+                    int (*function)(const Args&, Terminal&)) {
+    CLI::App* command = app.add_subcommand(name, what);
+    command->footer(std::string("Example:\n  ") + example);
+    command->callback([this, &args, function] {
+      run = [this, &args, function] { return function(args, terminal); };
+    });
+    return command;
+  }
+  // An option of the interface that is not built: given, the command refuses.
+  void NotBuilt(CLI::App* command, const std::string& option) {
+    command
+        ->add_option_function<std::string>(
+            option, [this, option](const std::string&) { unsupported.push_back(option); },
+            "not built yet")
+        ->group(kNotBuiltGroup);
+  }
 };
 
+// Of every subcommand, before or behind its name (fallthrough).
+void AddCommon(CLI::App& app, Terminal& terminal) {
+  app.add_flag("--json", terminal.json, "One JSON document, or one line an item");
+  app.add_flag("-q,--quiet", terminal.quiet, "Only errors and what was asked for");
+  app.add_flag("-v,--verbose", terminal.verbose, "Say more on standard error");
+}
+
+// The same words for the same option, wherever it is.
 void AddMap(CLI::App* command, std::string& map) {
   command->add_option("--map", map, "JSON file of rules that give keys other names");
 }
@@ -96,35 +104,37 @@ void AddPartial(CLI::App* command, bool& partial) {
                     "Go on without what the files of a foreign checkpoint lack");
 }
 
-void AddMounting(Program& p, AllArgs& a) {
+// One function for each group of subcommands. What is checked here are ranges of numbers; words and
+// paths are the command's.
+void AddMounting(Program& p) {
   CLI::App* c = p.Command("mount", "Mounts a source as a filesystem",
                           "tensormount mount STORE /mnt/ckpt && ls /mnt/ckpt/latest/tensors",
-                          a.mount, RunMount);
-  c->add_option("SOURCE", a.mount.source)->required();
-  c->add_option("MNT", a.mount.mount_point, "An empty folder")->required();
-  c->add_flag("-f,--foreground", a.mount.foreground, "Stay in the foreground");
-  c->add_flag("--read-only", a.mount.read_only, "No .staging/: nothing can be written");
-  c->add_flag("--views", a.mount.views, "List npy/, extents/ and model.safetensors too");
-  c->add_flag("--allow-other", a.mount.allow_other, "Let other users in, as the store's modes say");
-  c->add_option("--tier", a.mount.tier, "auto, passthrough or daemon")->capture_default_str();
-  c->add_option("--verify", a.mount.verify, "off, first or always")->capture_default_str();
-  c->add_option("--log", a.mount.log_file,
+                          p.mount, RunMount);
+  c->add_option("SOURCE", p.mount.source)->required();
+  c->add_option("MNT", p.mount.mount_point, "An empty folder")->required();
+  c->add_flag("-f,--foreground", p.mount.foreground, "Stay in the foreground");
+  c->add_flag("--read-only", p.mount.read_only, "No .staging/: nothing can be written");
+  c->add_flag("--views", p.mount.views, "List npy/, extents/ and model.safetensors too");
+  c->add_flag("--allow-other", p.mount.allow_other, "Let other users in, as the store's modes say");
+  c->add_option("--tier", p.mount.tier, "auto, passthrough or daemon")->capture_default_str();
+  c->add_option("--verify", p.mount.verify, "off, first or always")->capture_default_str();
+  c->add_option("--log", p.mount.log_file,
                 "Append messages to this file; otherwise a daemon's go to the system's log");
-  AddMap(c, a.mount.map);
-  c->add_option("--hf-part-size", a.mount.hf_part_size, "Most bytes of tensors in a file of hf/")
+  AddMap(c, p.mount.map);
+  c->add_option("--hf-part-size", p.mount.hf_part_size, "Most bytes of tensors in a file of hf/")
       ->capture_default_str();
-  c->add_option("--hf-rules", a.mount.hf_rules, "JSON file of rules: what hf/ has, by which names");
+  c->add_option("--hf-rules", p.mount.hf_rules, "JSON file of rules: what hf/ has, by which names");
 
-  c = p.Command("unmount", "Unmounts", "tensormount unmount /mnt/ckpt", a.unmount, RunUnmount);
-  c->add_option("MNT", a.unmount.mount_point)->required();
-  c->add_flag("--lazy", a.unmount.lazy, "Detach now, clean up when nobody uses it any more");
+  c = p.Command("unmount", "Unmounts", "tensormount unmount /mnt/ckpt", p.unmount, RunUnmount);
+  c->add_option("MNT", p.unmount.mount_point)->required();
+  c->add_flag("--lazy", p.unmount.lazy, "Detach now, clean up when nobody uses it any more");
 
   c = p.Command("stats", "The counters of a mount: bytes, requests, latencies by tier, errors",
-                "tensormount stats /mnt/ckpt --watch 2", a.stats, RunStats);
-  c->add_option("MNT", a.stats.mount_point)->required();
-  c->add_option("--watch", a.stats.watch_seconds, "Seconds after which to look again, for ever")
+                "tensormount stats /mnt/ckpt --watch 2", p.stats, RunStats);
+  c->add_option("MNT", p.stats.mount_point)->required();
+  c->add_option("--watch", p.stats.watch_seconds, "Seconds after which to look again, for ever")
       ->check(CLI::Range(0.1, 86400.0));
-  c->add_option("--rounds", a.stats.rounds, "With --watch: so many looks")
+  c->add_option("--rounds", p.stats.rounds, "With --watch: so many looks")
       ->check(CLI::Range(1, 1'000'000));
 }
 
@@ -140,53 +150,54 @@ void AddTimeouts(CLI::App* command, double& liveness, double& arrival) {
       ->capture_default_str();
 }
 
-void AddSaving(Program& p, AllArgs& a) {
+// Commands that write into stores, and load, which has the same options of ranks.
+void AddSaving(Program& p) {
   CLI::App* c = p.Command("import", "Saves a source into a store, each rank writing its slices",
                           "mpirun -n 4 tensormount import model.safetensors STORE/step-0 "
                           "--shard grid:2x2",
-                          a.import, RunImport);
-  c->add_option("SOURCE", a.import.source)->required();
-  c->add_option("STORE/NAME", a.import.destination, "The store is made on first write")->required();
-  c->add_option("--shard", a.import.shard,
+                          p.import, RunImport);
+  c->add_option("SOURCE", p.import.source)->required();
+  c->add_option("STORE/NAME", p.import.destination, "The store is made on first write")->required();
+  c->add_option("--shard", p.import.shard,
                 "rows, cols, dim:K, grid:AxB, flat, replicate or a JSON file")
       ->capture_default_str();
-  c->add_option("--ranks", a.import.ranks, "Threads to save with (1); under mpirun its ranks")
+  c->add_option("--ranks", p.import.ranks, "Threads to save with (1); under mpirun its ranks")
       ->check(CLI::Range(1, 4096));
-  c->add_option("--placement", a.import.placement, "auto, tensor-file, rank-shard or safetensors")
+  c->add_option("--placement", p.import.placement, "auto, tensor-file, rank-shard or safetensors")
       ->capture_default_str();
-  c->add_option("--if-exists", a.import.if_exists, "fail or replace")->capture_default_str();
-  AddMap(c, a.import.map);
-  AddPartial(c, a.import.partial);
-  AddTimeouts(c, a.import.liveness_seconds, a.import.arrival_seconds);
+  c->add_option("--if-exists", p.import.if_exists, "fail or replace")->capture_default_str();
+  AddMap(c, p.import.map);
+  AddPartial(c, p.import.partial);
+  AddTimeouts(c, p.import.liveness_seconds, p.import.arrival_seconds);
 
   c = p.Command("adopt",
                 "Records what other programs saved as a checkpoint; the data stay in place",
-                "tensormount adopt /runs/7b/iter_0001000 STORE/step-1000", a.adopt, RunAdopt);
-  c->add_option("SOURCE", a.adopt.source)->required();
-  c->add_option("STORE/NAME", a.adopt.destination, "The store is made on first write")->required();
-  c->add_option("--if-exists", a.adopt.if_exists, "fail or replace")->capture_default_str();
-  c->add_flag("--quick", a.adopt.quick, "Read no data: without hashes, reads are not verified");
-  AddPartial(c, a.adopt.partial);
+                "tensormount adopt /runs/7b/iter_0001000 STORE/step-1000", p.adopt, RunAdopt);
+  c->add_option("SOURCE", p.adopt.source)->required();
+  c->add_option("STORE/NAME", p.adopt.destination, "The store is made on first write")->required();
+  c->add_option("--if-exists", p.adopt.if_exists, "fail or replace")->capture_default_str();
+  c->add_flag("--quick", p.adopt.quick, "Read no data: without hashes, reads are not verified");
+  AddPartial(c, p.adopt.partial);
 
   c = p.Command("load", "Loads every rank's slices into memory and reports",
                 "tensormount load STORE/step-0 --shard cols --ranks 2 --compare model.safetensors",
-                a.load, RunLoad);
-  c->add_option("SOURCE", a.load.source)->required();
-  c->add_option("--shard", a.load.shard,
+                p.load, RunLoad);
+  c->add_option("SOURCE", p.load.source)->required();
+  c->add_option("--shard", p.load.shard,
                 "rows, cols, dim:K, grid:AxB, flat, replicate or a JSON file")
       ->capture_default_str();
-  c->add_option("--ranks", a.load.ranks, "Threads to load with (1); under mpirun its ranks")
+  c->add_option("--ranks", p.load.ranks, "Threads to load with (1); under mpirun its ranks")
       ->check(CLI::Range(1, 4096));
-  c->add_option("--keys", a.load.keys, "Only keys that match this glob; '*' crosses '/'");
-  c->add_option("--compare", a.load.compare,
+  c->add_option("--keys", p.load.keys, "Only keys that match this glob; '*' crosses '/'");
+  c->add_option("--compare", p.load.compare,
                 "Compare every byte with this source; 1 if it differs");
-  AddMap(c, a.load.map);
-  AddPartial(c, a.load.partial);
-  AddTimeouts(c, a.load.liveness_seconds, a.load.arrival_seconds);
+  AddMap(c, p.load.map);
+  AddPartial(c, p.load.partial);
+  AddTimeouts(c, p.load.liveness_seconds, p.load.arrival_seconds);
 }
 
-void AddExport(Program& p, AllArgs& a) {
-  ExportArgs& args = a.export_;
+void AddExport(Program& p) {
+  ExportArgs& args = p.export_;
   CLI::App* c =
       p.Command("export", "Writes a source as real files in a format of others",
                 "mpirun -n 4 tensormount export STORE/step-0 model.dcp --to dcp", args, RunExport);
@@ -206,94 +217,96 @@ void AddExport(Program& p, AllArgs& a) {
   AddTimeouts(c, args.liveness_seconds, args.arrival_seconds);
 }
 
-void AddLooking(Program& p, AllArgs& a) {
+void AddLooking(Program& p) {
   CLI::App* c = p.Command("ls", "Lists checkpoints of a store, or keys of a checkpoint",
-                          "tensormount ls -l STORE/step-0 'encoder.*'", a.ls, RunLs);
-  c->add_option("SOURCE", a.ls.source)->required();
-  c->add_option("GLOB", a.ls.glob, "'*' crosses '/'");
-  c->add_flag("--layers", a.ls.layers, "Also the names of layers of stacked tensors");
-  c->add_flag("-l", a.ls.details, "dtype, shape, size, digest, chunks, placement");
+                          "tensormount ls -l STORE/step-0 'encoder.*'", p.ls, RunLs);
+  c->add_option("SOURCE", p.ls.source)->required();
+  c->add_option("GLOB", p.ls.glob, "'*' crosses '/'");
+  c->add_flag("--layers", p.ls.layers, "Also the names of layers of stacked tensors");
+  c->add_flag("-l", p.ls.details, "dtype, shape, size, digest, chunks, placement");
 
   c = p.Command("info", "Describes a store, a checkpoint or one tensor",
-                "tensormount info STORE/step-0 encoder.weight", a.info, RunInfo);
-  c->add_option("SOURCE", a.info.source)->required();
-  c->add_option("KEY", a.info.key);
+                "tensormount info STORE/step-0 encoder.weight", p.info, RunInfo);
+  c->add_option("SOURCE", p.info.source)->required();
+  c->add_option("KEY", p.info.key);
 
   c = p.Command("cat", "Writes a tensor or a box of it to standard output",
-                "tensormount cat STORE/step-0 'encoder.weight[0:2, :]' --as text", a.cat, RunCat);
-  c->add_option("SOURCE", a.cat.source)->required();
-  c->add_option("KEY[SLICE]", a.cat.key, "Also KEY@SLICE")->required();
-  c->add_option("--as", a.cat.as, "raw, npy or text")->capture_default_str();
+                "tensormount cat STORE/step-0 'encoder.weight[0:2, :]' --as text", p.cat, RunCat);
+  c->add_option("SOURCE", p.cat.source)->required();
+  c->add_option("KEY[SLICE]", p.cat.key, "Also KEY@SLICE")->required();
+  c->add_option("--as", p.cat.as, "raw, npy or text")->capture_default_str();
 
   c = p.Command("diff", "Added, removed and changed keys of two sources; 1 if there are any",
-                "tensormount diff STORE/step-0 STORE/step-100 --values", a.diff, RunDiff);
-  c->add_option("SOURCE1", a.diff.first)->required();
-  c->add_option("SOURCE2", a.diff.second)->required();
-  c->add_flag("--values", a.diff.values, "How many elements differ, and how far");
-  c->add_option("--keys", a.diff.keys, "Only keys that match this glob; '*' crosses '/'");
-  AddMap(c, a.diff.map);
+                "tensormount diff STORE/step-0 STORE/step-100 --values", p.diff, RunDiff);
+  c->add_option("SOURCE1", p.diff.first)->required();
+  c->add_option("SOURCE2", p.diff.second)->required();
+  c->add_flag("--values", p.diff.values, "How many elements differ, and how far");
+  c->add_option("--keys", p.diff.keys, "Only keys that match this glob; '*' crosses '/'");
+  AddMap(c, p.diff.map);
 
   c = p.Command("layout", "Draws which rank's chunk holds which box of a tensor",
-                "tensormount layout STORE/step-0 encoder.weight --svg encoder.svg", a.layout,
+                "tensormount layout STORE/step-0 encoder.weight --svg encoder.svg", p.layout,
                 RunLayout);
-  c->add_option("SOURCE", a.layout.source)->required();
-  c->add_option("KEY", a.layout.key, "Also the name of a layer")->required();
-  c->add_option("--svg", a.layout.svg, "Write the picture to this file; - is standard output");
-  c->add_option("--html", a.layout.html, "Write a report to this file, readable on its own");
+  c->add_option("SOURCE", p.layout.source)->required();
+  c->add_option("KEY", p.layout.key, "Also the name of a layer")->required();
+  c->add_option("--svg", p.layout.svg, "Write the picture to this file; - is standard output");
+  c->add_option("--html", p.layout.html, "Write a report to this file, readable on its own");
 
   c = p.Command("verify", "Checks every hash; names tensor, box and file of each damage",
-                "tensormount verify STORE/step-0", a.verify, RunVerify);
-  c->add_option("SOURCE", a.verify.source)->required();
-  c->add_flag("--quick", a.verify.quick, "Commit record, lengths and index only");
-  AddPartial(c, a.verify.partial);
+                "tensormount verify STORE/step-0", p.verify, RunVerify);
+  c->add_option("SOURCE", p.verify.source)->required();
+  c->add_flag("--quick", p.verify.quick, "Commit record, lengths and index only");
+  AddPartial(c, p.verify.partial);
 
   c = p.Command("check", "Checks a described job: missing and doubled boxes, without any data",
-                "tensormount check job.json", a.check, RunCheck);
-  c->add_option("SPEC.json", a.check.spec, "docs/spec.md says how it is written")->required();
-  c->add_option("--limit", a.check.limit, "Findings listed; all are counted")
+                "tensormount check job.json", p.check, RunCheck);
+  c->add_option("SPEC.json", p.check.spec, "docs/spec.md says how it is written")->required();
+  c->add_option("--limit", p.check.limit, "Findings listed; all are counted")
       ->check(CLI::Range(1, 1'000'000))
       ->capture_default_str();
 
   c = p.Command("doctor", "What this machine offers, what is missing and how to get it",
-                "tensormount doctor --dir /checkpoints", a.doctor, RunDoctor);
-  c->add_option("--dir", a.doctor.directory, "Whose filesystem to try")->capture_default_str();
+                "tensormount doctor --dir /checkpoints", p.doctor, RunDoctor);
+  c->add_option("--dir", p.doctor.directory, "Whose filesystem to try")->capture_default_str();
 }
 
-void AddLifecycle(Program& p, AllArgs& a) {
+void AddLifecycle(Program& p) {
   CLI::App* c = p.Command("rm", "Removes checkpoints; gc frees their space",
-                          "tensormount rm STORE/step-0", a.rm, RunRm);
-  c->add_option("STORE/NAME", a.rm.checkpoints)->required();
-  c->add_flag("--dry-run", a.rm.dry_run, "Only say what would go");
+                          "tensormount rm STORE/step-0", p.rm, RunRm);
+  c->add_option("STORE/NAME", p.rm.checkpoints)->required();
+  c->add_flag("--dry-run", p.rm.dry_run, "Only say what would go");
 
-  c = p.Command("gc", "Frees what was removed or left behind", "tensormount gc STORE", a.gc, RunGc);
-  c->add_option("STORE", a.gc.store)->required();
-  c->add_flag("--dry-run", a.gc.dry_run, "Only say what would go");
-  c->add_option("--grace", a.gc.grace_seconds,
+  c = p.Command("gc", "Frees what was removed or left behind", "tensormount gc STORE", p.gc, RunGc);
+  c->add_option("STORE", p.gc.store)->required();
+  c->add_flag("--dry-run", p.gc.dry_run, "Only say what would go");
+  c->add_option("--grace", p.gc.grace_seconds,
                 "Seconds that removed checkpoints are kept; where there are no file locks, more "
                 "than the longest read takes")
       ->check(CLI::NonNegativeNumber)
       ->default_str("60");
-  c->add_option("--staging-age", a.gc.staging_age_seconds,
+  c->add_option("--staging-age", p.gc.staging_age_seconds,
                 "Seconds after which an untouched staging counts as abandoned")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
 
   c = p.Command("fsck", "Checks a store as a whole; says what it would repair",
-                "tensormount fsck STORE --rebuild", a.fsck, RunFsck);
-  c->add_option("STORE", a.fsck.store)->required();
-  c->add_flag("--rebuild", a.fsck.rebuild, "Repair");
-  c->add_flag("--read-data", a.fsck.read_data, "Check every hash of every checkpoint too");
+                "tensormount fsck STORE --rebuild", p.fsck, RunFsck);
+  c->add_option("STORE", p.fsck.store)->required();
+  c->add_flag("--rebuild", p.fsck.rebuild, "Repair");
+  c->add_flag("--read-data", p.fsck.read_data, "Check every hash of every checkpoint too");
 
   c = p.Command("publish", "Publishes what mounts wrote, or says what is missing",
-                "tensormount publish STORE/.staging/step-2000 --wait 60", a.publish, RunPublish);
-  c->add_option("STAGING", a.publish.staging, "STORE/.staging/NAME")->required();
-  c->add_option("--as", a.publish.as, "Name of the checkpoint; NAME where it is not given");
-  c->add_option("--wait", a.publish.wait_seconds,
+                "tensormount publish STORE/.staging/step-2000 --wait 60", p.publish, RunPublish);
+  c->add_option("STAGING", p.publish.staging, "STORE/.staging/NAME")->required();
+  c->add_option("--as", p.publish.as, "Name of the checkpoint; NAME where it is not given");
+  c->add_option("--wait", p.publish.wait_seconds,
                 "Seconds to wait for done marks and for open files")
       ->check(CLI::Range(0.0, 1e9));
 }
 
 // --root, of every command that opens sources.
+// Added last, by name: it is a property of the terminal, since opening a source asks it for all
+// that the user said about sources.
 void AddRoots(Program& p) {
   static constexpr const char* kOpening[] = {"mount",  "load",   "import", "ls",
                                              "info",   "cat",    "diff",   "layout",
@@ -316,6 +329,7 @@ void AddNotBuilt(Program& p) {
     CLI::App* c = p.app.add_subcommand(name, std::string(what) + " (not built yet)");
     c->group(kNotBuiltGroup);
     c->fallthrough(false);
+    // Otherwise an unknown option would be the error instead.
     c->prefix_command();  // Whatever follows is not looked at.
     const std::string command = name;
     c->callback([&p, command] {
@@ -334,7 +348,12 @@ struct HelperCall {
   bool fake = false;               // -f: look at the arguments and mount nothing.
 };
 
+// Turns arguments of mount(8) into those of our `mount`. Example: SOURCE MNT -o
+// rw,noatime,views,hf-part-size=1GB becomes mount SOURCE MNT --views --hf-part-size=1GB. What
+// begins with "x-" is systemd's and fstab's.
 HelperCall FromMountHelper(int argc, const char* const* argv, const CLI::App& mount) {
+  // Options that mount(8) passes on though they are for the kernel or for itself. A mount of ours
+  // is nosuid and nodev anyway (FUSE), and atime is never written.
   static constexpr std::string_view kGeneric[] = {
       "defaults",     "auto",       "noauto",      "user",       "nouser", "users",
       "owner",        "group",      "_netdev",     "_rnetdev",   "nofail", "exec",
@@ -379,6 +398,7 @@ HelperCall FromMountHelper(int argc, const char* const* argv, const CLI::App& mo
       call.words.emplace_back(arg);
     }
   }
+  // After all arguments were seen, because -s may come last.
   for (const std::string& option : options) {
     const std::string flag = "--" + option.substr(0, option.find('='));
     if (!sloppy || mount.get_option_no_throw(flag) != nullptr) call.words.push_back("--" + option);
@@ -387,19 +407,20 @@ HelperCall FromMountHelper(int argc, const char* const* argv, const CLI::App& mo
   return call;
 }
 
+// Declares, parses, runs.
 int Run(int argc, const char* const* argv) {
   Program program;
-  AllArgs args;
   CLI::App& app = program.app;
   app.set_version_flag("--version", kVersion);
+  // Exactly one; none is an error with the hint to --help.
   app.require_subcommand(1);
   app.fallthrough();
   AddCommon(app, program.terminal);
-  AddMounting(program, args);
-  AddSaving(program, args);
-  AddExport(program, args);
-  AddLooking(program, args);
-  AddLifecycle(program, args);
+  AddMounting(program);
+  AddSaving(program);
+  AddExport(program);
+  AddLooking(program);
+  AddLifecycle(program);
   AddNotBuilt(program);
   AddRoots(program);
 
@@ -407,12 +428,15 @@ int Run(int argc, const char* const* argv) {
   try {
     if (self.substr(self.rfind('/') + 1) == "mount.tensormount") {
       const HelperCall call = FromMountHelper(argc, argv, *app.get_subcommand("mount"));
+      // CLI11 wants them in reverse order.
       app.parse(std::vector<std::string>(call.words.rbegin(), call.words.rend()));
+      // mount -f: only the arguments are checked.
       if (call.fake) return kDone;
     } else {
       app.parse(argc, argv);
     }
   } catch (const CLI::ParseError& error) {
+    // CLI11 ends --help and --version with an exception, too.
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version.
     return program.terminal.Fail(Status(Code::kInvalidArgument, error.what()),
                                  "`tensormount --help` and `tensormount COMMAND --help` say more");

@@ -17,6 +17,7 @@
 namespace tensormount::tools {
 namespace {
 
+// syslog's names for ours.
 int PriorityOf(LogLevel level) {
   switch (level) {
     case LogLevel::kDebug:
@@ -31,6 +32,7 @@ int PriorityOf(LogLevel level) {
   return LOG_ERR;
 }
 
+// UTC, to the millisecond: lines of mounts on several machines are compared.
 std::string TimeStamp() {
   timespec now{};
   clock_gettime(CLOCK_REALTIME, &now);
@@ -41,6 +43,7 @@ std::string TimeStamp() {
                      now.tv_nsec / 1'000'000);
 }
 
+// Used under the lock of Log(), so needs none of its own. Never closed while the daemon lives.
 class LogFile {
  public:
   explicit LogFile(std::string path) : path_(std::move(path)) {}
@@ -54,9 +57,13 @@ class LogFile {
   Status Open() {
     struct stat there {};
     struct stat ours {};
+    // logrotate renames the file and makes a new one; lines go on in the old one only until the
+    // next is written.
     const bool same = fd_ >= 0 && stat(path_.c_str(), &there) == 0 && fstat(fd_, &ours) == 0 &&
                       there.st_dev == ours.st_dev && there.st_ino == ours.st_ino;
     if (same) return {};
+    // O_NONBLOCK, so that a FIFO without a reader cannot hang the daemon; O_NOCTTY, so that a
+    // terminal does not become its own.
     const int fd = open(path_.c_str(),
                         O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0644);
     if (fd < 0) return Status::FromErrno(errno, "open log file", path_);

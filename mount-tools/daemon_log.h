@@ -10,7 +10,8 @@ namespace tensormount::tools {
 
 // Where the lines of Log() go in a program without a terminal.
 
-// To the system's log, facility "daemon".
+// To the system's log, facility "daemon". What a mount in the background has to say after its start
+// has nowhere else to go: its standard error is /dev/null.
 void LogToSyslog();
 // Appended to `path`, one line each: "2026-03-01T12:00:00.123Z tensormount[PID] WARNING: ...".
 // The file is opened anew where somebody has moved or removed it (logrotate needs no signal). What

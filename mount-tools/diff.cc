@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount diff`: two sources compared (index/read/compare.h), as text or JSON; see commands.h.
+// The comparison tells each mismatch as it finds it, and it is printed at once: a diff of two large
+// checkpoints shows its first lines long before it ends, and keeps nothing. The summary comes last.
 #include <cmath>
 #include <optional>
 
@@ -23,6 +25,8 @@ std::string TensorTypeText(const TensorMeta& meta) {
 // JSON has no infinity.
 Json NumberJson(double value) { return std::isfinite(value) ? Json(value) : Json("inf"); }
 
+// One line for a person. Positions are element indices, so that they can be given to `cat` as a
+// slice.
 std::string ValuesText(const ValueMismatch& v, const Dims& shape) {
   const auto at = [&](std::uint64_t element) { return IndexOf(element, shape).ToString(); };
   std::string text = fmt::format("{} of {} elements differ", v.differing, v.compared);
@@ -46,6 +50,7 @@ std::string TensorText(const Mismatch& d) {
     return fmt::format("{} {}", d.key, TensorTypeText(d.first ? *d.first : *d.second));
   }
   const Dims& shape = d.first->shape();
+  // Values of tensors of two types are compared as numbers; of two shapes nothing is.
   const bool same_kind = d.first->dtype() == d.second->dtype() && shape == d.second->shape();
   std::string text = same_kind ? fmt::format("{} {}: ", d.key, TensorTypeText(*d.first))
                                : fmt::format("{}: {}", d.key, d.reason);
@@ -68,6 +73,7 @@ std::string CommonText(const Mismatch& d) {
 }
 
 // The mark, and the colour that it has on a terminal.
+// As diff(1) and git have them.
 struct Mark {
   char sign;
   const char* word;
@@ -123,6 +129,7 @@ Json ValuesJson(const ValueMismatch& v, const Dims& shape) {
   return json;
 }
 
+// A tensor as it is on one side; of an object or value only its size is known.
 Json SideJson(const std::optional<TensorMeta>& meta, const std::optional<std::uint64_t>& bytes) {
   if (!meta) return Json{{"bytes", *bytes}};
   return Json{{"dtype", InfoOf(meta->dtype()).name},
@@ -131,6 +138,7 @@ Json SideJson(const std::optional<TensorMeta>& meta, const std::optional<std::ui
 }
 
 void PrintJson(const Mismatch& d, Terminal& terminal) {
+  // In the order of Mismatch::What.
   static constexpr const char* kWhat[] = {"tensor", "object", "common"};
   Json json = {{"event", DiffMarkOf(d.kind).word},
                {"what", kWhat[static_cast<std::size_t>(d.what)]},
@@ -178,12 +186,15 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
   if (!second.ok()) return terminal.Fail(second.status());
   const auto map = ReadKeyMap(fs, args.map);
   if (!map.ok()) return terminal.Fail(map.status());
+  // --map renames the first source, so a checkpoint can be compared with one that was imported
+  // under other names.
   std::optional<KeyRenames> names;
   if (map.value()) {
     auto made = KeyRenames::Make(first.value()->index(), *map.value());
     if (!made.ok()) return terminal.Fail(made.status());
     names = std::move(made).value();
   }
+  // In a function of its own, so that the progress line is gone before the summary.
   Result<CompareSummary> summary = [&] {
     Progress progress(terminal, "diff");
     CompareOptions options;
@@ -207,6 +218,7 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
   const int flushed = terminal.Flush();
   if (flushed != kDone) return flushed;
   // What is lost was not compared.
+  // Told last, and as a failure: "no difference" would be a lie.
   for (const auto& source : {first.value(), second.value()}) {
     const Status whole = CheckNothingLost(*source, args.keys);
     if (!whole.ok()) return terminal.Fail(whole);

@@ -22,6 +22,8 @@
 namespace tensormount::tools {
 namespace {
 
+// One line of the report. `good` false is no failure of the command: most of what is missing has a
+// substitute.
 struct Diagnosis {
   std::string name;
   bool good = false;
@@ -29,6 +31,7 @@ struct Diagnosis {
   std::string remedy;  // How to get what is missing; empty: nothing to do or nothing known.
 };
 
+// By the release, as distributions may have patched features in or out: a hint and no proof.
 bool KernelAtLeast(int major, int minor) {
   utsname name{};
   if (uname(&name) != 0) return false;
@@ -56,6 +59,7 @@ std::string Which(const std::string& command) {
   return "";
 }
 
+// By opening it, because modes and device cgroups both decide.
 Diagnosis Fuse() {
   const int fd = open("/dev/fuse", O_RDWR | O_CLOEXEC);
   if (fd >= 0) {
@@ -68,6 +72,7 @@ Diagnosis Fuse() {
                 : "load the module with `modprobe fuse`; in a container pass --device /dev/fuse"};
 }
 
+// The helper that mounts for users who are not root.
 Diagnosis Fusermount() {
   const std::string path = Which("fusermount3");
   if (!path.empty()) return {"fusermount3", true, path, ""};
@@ -98,12 +103,14 @@ void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& ou
   FileSystem& fs = HostFileSystem();
   const std::string probe =
       JoinPath(directory, fmt::format(".tensormount-doctor-{}", static_cast<int>(getpid())));
+  // Named with the process id: several of these may run on one shared folder.
   const Status made = fs.CreateDirectory(probe);
   if (!made.ok()) {
     out.push_back(
         {"filesystem", false, made.ToString(), "name a folder that can be written with --dir"});
     return;
   }
+  // The magic number of the filesystem, for bug reports; what it can do is tried, not looked up.
   struct statfs info {};
   const std::string kind = statfs(directory.c_str(), &info) == 0
                                ? fmt::format("type 0x{:x}", static_cast<unsigned long>(info.f_type))
@@ -117,6 +124,7 @@ void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& ou
   if (status.ok()) status = fs.CreateDirectory(b);
   if (status.ok()) status = fs.WriteFileDurably(JoinPath(a, "f"), "x");
   if (status.ok()) status = fs.WriteFileDurably(JoinPath(b, "f"), "y");
+  // What a publish needs: files and folders that survive a power cut.
   if (status.ok()) status = fs.SyncDirectory(probe);
   add("fsync", status, "");
   // b exists and is not empty: exactly this must be refused.
@@ -145,6 +153,7 @@ void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& ou
       "readers work without; gc cannot see them here and keeps what was removed unless it is given "
       "--grace with more seconds than the longest read takes");
   lock = Status(Code::kCancelled, "closed");
+  // Closed before: on NFS an open file would stay behind under another name.
   (void)fs.RemoveTree(
       probe);  // A folder of ours in a place that the user named; nothing depends on it.
 }
@@ -186,6 +195,7 @@ int RunDoctor(const DoctorArgs& args, Terminal& terminal) {
         terminal.Line(fmt::format("    {}", finding.remedy));
       }
     }
+    // Only reported where the folder cannot be written at all.
     if (finding.name == "filesystem") usable = false;
   }
   const int flushed = terminal.Flush();

@@ -17,6 +17,7 @@ std::string NumberText(const std::byte* p) {
   return fmt::format("{}", LoadLittle<T>(p));
 }
 
+// As Python writes them: "1+2j", and the sign also of a zero or NaN.
 std::string Complex(double imaginary, const std::string& r, const std::string& i) {
   return r + (std::signbit(imaginary) ? "" : "+") + i + "j";
 }
@@ -27,6 +28,7 @@ std::string ElementText(DType dtype, const std::byte* p) {
   switch (dtype) {
     case DType::kBool:
       return LoadLittle<std::uint8_t>(p) != 0 ? "true" : "false";
+    // Not through std::int64_t, which could not hold it.
     case DType::kU64:
       return NumberText<std::uint64_t>(p);
     case DType::kF32:
@@ -48,6 +50,7 @@ std::string ElementText(DType dtype, const std::byte* p) {
     }
     case NumberKind::kReal: {
       // Every float of 16 bits or less is an f32, which prints shorter.
+      // So it is printed as one, with as few digits as tell it from its f32 neighbours.
       double value = 0;
       DecodeNumbers(dtype, p, 1, &value);
       return fmt::format("{}", static_cast<float>(value));

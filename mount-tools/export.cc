@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount export`, with ranks as threads or under mpirun.
+// Options are checked and the source is opened once in each process, before ranks start; what fails
+// there goes into fs::Export as `before`, which tells it to all ranks. Then one collective call
+// does everything (fs/export/export.h), and rank 0 prints its report.
 #include "fs/export/export.h"
 
 #include <mutex>
@@ -28,6 +31,7 @@ Status MakeExportOptions(const ExportArgs& args, fs::ExportOptions& options) {
                   fmt::format("--if-exists {}: fail or replace", args.if_exists));
   }
   options.replace = args.if_exists == "replace";
+  // Ignored options would be a surprise after an hour of writing.
   if (*format != ExportFormat::kHf && (args.hf_part_size || args.hf_rules)) {
     return Status(Code::kInvalidArgument, "--hf-part-size and --hf-rules go with --to hf");
   }
@@ -41,6 +45,7 @@ Status MakeExportOptions(const ExportArgs& args, fs::ExportOptions& options) {
 }
 
 // Where a mount shows the same files; empty: nowhere.
+// For the last line of the report: many who export could read the mount instead.
 std::string ViewOf(ExportFormat format) {
   switch (format) {
     case ExportFormat::kSafetensors:
@@ -112,6 +117,7 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
   Progress progress(terminal, "export");
   if (source) progress.SetTotal(source->index().tensor_bytes());
   options.progress = &progress.done();
+  // Ranks are threads here, and the report is set by one of them.
   std::mutex mutex;
   fs::ExportReport report;
   const Status status = group.Run([&](Communicator& comm) -> Status {

@@ -10,16 +10,17 @@
 namespace tensormount::tools {
 namespace {
 
+// Above, a mapping of its own; the same number decides how it is freed.
 constexpr std::size_t kMapFrom = std::size_t{1} << 20;
 
 }  // namespace
 
 HostMemory::~HostMemory() {
-  for (const Block& block : blocks_) {
-    if (block.size >= kMapFrom) {
-      munmap(block.data, block.size);
+  for (const std::span<std::byte> block : blocks_) {
+    if (block.size() >= kMapFrom) {
+      munmap(block.data(), block.size());
     } else {
-      std::free(block.data);
+      std::free(block.data());
     }
   }
 }
@@ -40,7 +41,7 @@ Result<BufferView> HostMemory::BufferFor(const TensorMeta& meta, const Region& r
     if (data == nullptr)
       return Status::FromErrno(ENOMEM, "allocate", std::to_string(size) + " bytes");
   }
-  blocks_.push_back({data, size});
+  blocks_.emplace_back(static_cast<std::byte*>(data), size);
   bytes_ += size;
   const Dims shape = region.is_flat() ? Dims{region.volume()} : region.box().extent();
   return BufferView::Host(meta.dtype(), data, shape);

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount import`: a source cut by a rule and saved by ranks; see commands.h.
+// Each rank reads the regions that the rule gives it into memory and saves them as a job would
+// (tensormount::Save): the same plan, checks, hashes and commit. Objects go round the ranks; common
+// values are set by all, as a save expects. A rank needs memory for its share of the whole source.
 #include <map>
 #include <mutex>
 #include <optional>
@@ -42,6 +45,7 @@ Status NameLayers(const CheckpointIndex& index, const KeyRenames* renames, State
 
 // One rank's slices of the source, in memory that `memory` owns, under their new names (`renames`
 // null: their own).
+// Fails at the first tensor; the state of the others is dropped with it.
 Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const KeyRenames* renames,
                  Communicator& comm, HostMemory& memory, StateDict& state) {
   Status failure;
@@ -76,7 +80,9 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const Ke
   for (std::size_t i = 0; i < objects.size(); ++i) {
     const std::string& key = renames != nullptr ? renames->Object(objects[i].key) : objects[i].key;
     if (key.empty()) continue;
+    // An object has one writer: the parts are dealt out.
     if (static_cast<int>(i % static_cast<std::size_t>(comm.size())) != comm.rank()) continue;
+    // Before memory is taken by a number that a damaged index may say.
     if (objects[i].file >= source.index().files().size() ||
         objects[i].length > source.index().files()[objects[i].file].length) {
       return Status(Code::kDataLoss,
@@ -101,12 +107,14 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const Ke
             "{} ranks here",
             common.ranks.rbegin()->first, comm.size()));
   }
+  // Rank n gets what rank n had, whatever the number of ranks was.
   for (const auto& [name, value] : common.ranks[comm.rank()]) {
     TENSORMOUNT_RETURN_IF_ERROR(state.SetRankCommon(name, value));
   }
   return {};
 }
 
+// auto leaves the choice to the save.
 Result<PlacementRule> ParsePlacement(const std::string& text) {
   static const std::map<std::string, PlacementRule> kRules = {
       {"auto", PlacementRule::kAuto},
@@ -131,7 +139,9 @@ nlohmann::ordered_json FilesJson(const SaveReport& report) {
   return files;
 }
 
+// Rank 0's report: sums of all ranks where the library sums them.
 void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
+  // The save alone; reading the source before it is not in it.
   const double seconds = report.validate_seconds + report.plan_seconds + report.write_seconds +
                          report.compare_seconds + report.publish_seconds;
   for (const std::string& warning : report.warnings) terminal.Warn(warning);
@@ -219,6 +229,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     Status mine = before;
     if (mine.ok())
       mine = FillState(*source, rule, renames ? &*renames : nullptr, comm, memory, state);
+    // A state that failed makes Save fail on all ranks with this message.
     if (!mine.ok()) state.Fail(mine);
     TENSORMOUNT_ASSIGN_OR_RETURN(SaveReport r, Save(state, args.destination, comm, options));
     for (const SaveReport::File& file : r.files) {

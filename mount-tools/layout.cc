@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount layout`: options, and the choice between text, SVG and HTML. The picture is made in
 // layout_model.cc and drawn in the two others.
+// --svg and --html may be given together, and with --json; without any of them it is text.
 #include "mount-tools/layout.h"
 
 #include <limits>
@@ -17,11 +18,13 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+// Of the table below the picture; -v shows all.
 constexpr std::size_t kTableRows = 40;
 
 std::vector<std::int64_t> List(const Dims& dims) { return {dims.begin(), dims.end()}; }
 
 Json LayoutJson(const Layout& layout) {
+  // In the order of LayoutHolder::Kind.
   static constexpr const char* kKinds[] = {"rank", "part", "mount", "file"};
   Json json = {{"key", layout.key},           {"dtype", layout.dtype},
                {"shape", List(layout.shape)}, {"bytes", layout.bytes},
@@ -57,6 +60,7 @@ Json LayoutJson(const Layout& layout) {
 }
 
 // The same as text: what came from outside does no more than show.
+// SVG and HTML escape by themselves; JSON has all exactly.
 Layout ShownLayout(Layout layout) {
   for (std::string* field : {&layout.source, &layout.key, &layout.layer_note}) {
     *field = ShownText(*field);
@@ -78,6 +82,7 @@ int RunLayout(const LayoutArgs& args, Terminal& terminal) {
                                               ? "`tensormount ls SOURCE` lists the keys"
                                               : std::string_view());
   }
+  // Also "-", which is standard output: then nothing else is printed there.
   const bool to_files = !args.svg.empty() || !args.html.empty();
   for (const bool svg : {true, false}) {
     const std::string& path = svg ? args.svg : args.html;

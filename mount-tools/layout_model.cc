@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The picture of a tensor's chunks, without a form: which two axes are drawn, what is scaled, which
-// colours (layout_picture of layout.h). Text and SVG are drawn from it, so that they cannot
+// colours (LayoutPicture of layout.h). Text and SVG are drawn from it, so that they cannot
 // disagree.
+// Which picture: where chunks are flat ranges of the row-major order (packed parameters of FSDP),
+// rows and columns are groups of axes, and runs become rectangles (DrawRuns). Else rows and columns
+// are the two axes with the most cuts, and each part of a third axis is a panel (BoxDrawing).
 #include <algorithm>
 #include <charconv>
 #include <map>
@@ -18,6 +21,7 @@
 namespace tensormount::tools {
 namespace {
 
+// More pictures than this are not looked at by anybody.
 constexpr std::size_t kMostPanels = 12;
 // Of a panel; where there are more, those of one holder that touch are drawn as one.
 constexpr std::size_t kMostModelRects = 256;
@@ -39,6 +43,7 @@ std::optional<std::uint64_t> NumberAfter(std::string_view text, std::string_view
   return ends ? ParseNumber(text.substr(0, digits)) : std::nullopt;
 }
 
+// A holder that has a number, as "rank 3".
 LayoutHolder Numbered(LayoutHolder::Kind kind, std::string_view word, std::uint64_t number) {
   LayoutHolder holder;
   holder.kind = kind;
@@ -47,6 +52,8 @@ LayoutHolder Numbered(LayoutHolder::Kind kind, std::string_view word, std::uint6
   return holder;
 }
 
+// By the names that programs give to files of ranks: "__3_0.distcp" of DCP, "rank_3..." of
+// OLMo-core. A guess, so it is only used to label a picture.
 std::optional<std::uint64_t> ForeignRank(std::string_view base) {
   for (const std::string_view before : {"__", "rank_", "rank"}) {  // DCP; OLMo-core; others.
     if (const auto rank = NumberAfter(base, before)) return rank;
@@ -68,6 +75,7 @@ std::optional<std::uint64_t> PartNumber(std::string_view base) {
   return dash == std::string_view::npos ? std::nullopt : ParseNumber(before.substr(dash + 1));
 }
 
+// Of a tensor that exists, so it fits.
 std::int64_t Product(const Dims& shape, int begin, int end) {
   std::int64_t product = 1;
   for (int axis = begin; axis < end; ++axis) product *= shape[axis];
@@ -79,18 +87,12 @@ std::string AxesText(int begin, int end) {
   return fmt::format("axes {} to {}", begin, end - 1);
 }
 
-// What is to be drawn of one chunk.
-struct DrawnChunk {
-  std::size_t chunk = 0;
-  Region region;
-};
-
-// Where all pieces are runs of the row-major order: their first elements. Empty where one is none.
-std::optional<std::vector<std::int64_t>> AsRuns(const std::vector<DrawnChunk>& pieces,
+// Where all regions are runs of the row-major order: their first elements. Empty where one is none.
+std::optional<std::vector<std::int64_t>> AsRuns(const std::vector<Region>& regions,
                                                 const Dims& shape) {
   std::vector<std::int64_t> firsts;
-  for (const DrawnChunk& piece : pieces) {
-    const Box& box = piece.region.box();  // Of a flat range: what it counts in.
+  for (const Region& region : regions) {
+    const Box& box = region.box();  // Of a flat range: what it counts in.
     std::int64_t first = 0;
     bool cut = false;  // Axes behind one that has more than one index must be whole.
     for (int axis = 0; axis < shape.rank(); ++axis) {
@@ -98,7 +100,7 @@ std::optional<std::vector<std::int64_t>> AsRuns(const std::vector<DrawnChunk>& p
       cut = cut || box.extent(axis) != 1;
       first = first * shape[axis] + box.begin(axis);
     }
-    firsts.push_back(first + piece.region.flat_first());
+    firsts.push_back(first + region.flat_first());
   }
   return firsts;
 }
@@ -115,8 +117,11 @@ LayoutRect RectOf(const Box& box, int row_axis, int column_axis, std::size_t chu
 }
 
 // Rectangles of one holder that touch along a whole edge become one.
+// First along rows, then along columns: O(n log n), and enough for blocks of shards. Lines within
+// one holder are then dropped (`group`), since chunks of it cannot be told apart any more.
 void MergeTouching(std::vector<LayoutRect>& rects, const std::vector<LayoutChunk>& chunks) {
   const auto holder = [&](const LayoutRect& r) { return chunks[r.chunk].holder; };
+  // `key` sorts those that can touch side by side: same holder, same extent across.
   const auto merge = [&](auto key, auto end, auto begin) {
     std::sort(rects.begin(), rects.end(),
               [&](const LayoutRect& a, const LayoutRect& b) { return key(a) < key(b); });
@@ -153,8 +158,8 @@ void MergeTouching(std::vector<LayoutRect>& rects, const std::vector<LayoutChunk
 
 // Runs of the whole tensor, on two axes that are made of its own: the split that is nearest to a
 // square, so that there is something to see.
-LayoutPicture DrawRuns(const std::vector<DrawnChunk>& pieces,
-                       const std::vector<std::int64_t>& firsts, const Dims& shape) {
+LayoutPicture DrawRuns(const std::vector<Region>& regions, const std::vector<std::int64_t>& firsts,
+                       const Dims& shape) {
   LayoutPicture picture;
   int split = 0;
   for (int s = 1; s < shape.rank(); ++s) {
@@ -169,29 +174,31 @@ LayoutPicture DrawRuns(const std::vector<DrawnChunk>& pieces,
   picture.column_label = AxesText(split, shape.rank());
   const Box grid = Box::Whole({picture.rows, picture.columns});
   LayoutPanel& panel = picture.panels.emplace_back();
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    const auto run = Region::Flat(grid, firsts[i], pieces[i].region.volume());
+  for (std::size_t i = 0; i < regions.size(); ++i) {
+    const auto run = Region::Flat(grid, firsts[i], regions[i].volume());
     if (!run.ok()) continue;  // Cannot be: it lies within the tensor.
     for (const Box& box : run.value().Boxes()) {
-      panel.rects.push_back(RectOf(box, 0, 1, pieces[i].chunk));
+      panel.rects.push_back(RectOf(box, 0, 1, i));
     }
   }
   return picture;
 }
 
+// Edges of an axis are all begins and ends of boxes on it: between two of them nothing changes, so
+// the parts of a third axis between its edges are what differs from panel to panel.
 class BoxDrawing {
  public:
-  BoxDrawing(const std::vector<DrawnChunk>& pieces, const Dims& shape) : shape_(shape) {
-    for (const DrawnChunk& piece : pieces) {
-      for (const Box& box : piece.region.Boxes()) boxes_.emplace_back(piece.chunk, box);
-    }
+  BoxDrawing(const std::vector<LayoutChunk>& chunks, const Dims& shape)
+      : chunks_(chunks), shape_(shape) {
     edges_.resize(static_cast<std::size_t>(shape.rank()));
     for (int axis = 0; axis < shape.rank(); ++axis) {
       std::vector<std::int64_t>& edges = Edges(axis);
       edges = {0, shape[axis]};
-      for (const auto& [chunk, box] : boxes_) {
-        edges.push_back(box.begin(axis));
-        edges.push_back(box.end(axis));
+      for (const LayoutChunk& chunk : chunks) {
+        for (const Box& box : chunk.boxes) {
+          edges.push_back(box.begin(axis));
+          edges.push_back(box.end(axis));
+        }
       }
       std::sort(edges.begin(), edges.end());
       edges.erase(std::unique(edges.begin(), edges.end()), edges.end());
@@ -206,6 +213,8 @@ class BoxDrawing {
     picture.rows = row_ < 0 ? 1 : shape_[row_];
     picture.columns = column_ < 0 ? 1 : shape_[column_];
     std::uint64_t cells = 1;
+    // Axes that are cut and not drawn: a panel for each combination of their parts, at most
+    // kMostPanels.
     std::vector<int> others;
     for (int axis = 0; axis < shape_.rank(); ++axis) {
       if (axis == row_ || axis == column_) continue;
@@ -214,10 +223,12 @@ class BoxDrawing {
         continue;
       }
       others.push_back(axis);
-      const std::uint64_t pieces = Edges(axis).size() - 1;
+      const std::uint64_t parts = Edges(axis).size() - 1;
       picture.notes.push_back(fmt::format("axis {} ({}) is cut into {} pieces, a picture each",
-                                          axis, shape_[axis], pieces));
-      cells = pieces > (std::uint64_t{1} << 40) / cells ? std::uint64_t{1} << 40 : cells * pieces;
+                                          axis, shape_[axis], parts));
+      // Bounded, or the product of several axes could overflow; only told as a number of pictures
+      // left out.
+      cells = parts > (std::uint64_t{1} << 40) / cells ? std::uint64_t{1} << 40 : cells * parts;
     }
     for (std::uint64_t cell = 0; cell < std::min<std::uint64_t>(cells, kMostPanels); ++cell) {
       picture.panels.push_back(Panel(cell, others));
@@ -228,6 +239,7 @@ class BoxDrawing {
 
  private:
   std::vector<std::int64_t>& Edges(int axis) { return edges_[static_cast<std::size_t>(axis)]; }
+  // Two edges are its ends.
   bool IsCut(int axis) { return Edges(axis).size() > 2; }
 
   // The two axes with the most cuts; where fewer are cut, the last ones go with them.
@@ -247,39 +259,40 @@ class BoxDrawing {
 
   LayoutPanel Panel(std::uint64_t cell, const std::vector<int>& others) {
     LayoutPanel panel;
-    std::vector<std::pair<int, std::int64_t>> at;  // Axis, and a place in its piece.
+    std::vector<std::pair<int, std::int64_t>> at;  // Axis, and an index on it.
+    // The number of the panel in the mixed base of the parts, the last axis fastest.
     for (auto axis = others.rbegin(); axis != others.rend(); ++axis) {
       const std::vector<std::int64_t>& edges = Edges(*axis);
-      const std::size_t piece = cell % (edges.size() - 1);
+      const std::size_t part = cell % (edges.size() - 1);
       cell /= edges.size() - 1;
-      at.emplace_back(*axis, edges[piece]);
-      panel.title = fmt::format("axis {}: {}:{}{}", *axis, edges[piece], edges[piece + 1],
+      at.emplace_back(*axis, edges[part]);
+      panel.title = fmt::format("axis {}: {}:{}{}", *axis, edges[part], edges[part + 1],
                                 panel.title.empty() ? "" : ", " + panel.title);
     }
-    for (const auto& [chunk, box] : boxes_) {
-      const Box& b = box;
-      const bool here = std::all_of(at.begin(), at.end(), [&](const auto& place) {
-        return b.begin(place.first) <= place.second && place.second < b.end(place.first);
-      });
-      if (here) panel.rects.push_back(RectOf(box, row_, column_, chunk));
+    for (std::size_t i = 0; i < chunks_.size(); ++i) {
+      for (const Box& box : chunks_[i].boxes) {
+        const bool here = std::all_of(at.begin(), at.end(), [&](const auto& index) {
+          return box.begin(index.first) <= index.second && index.second < box.end(index.first);
+        });
+        if (here) panel.rects.push_back(RectOf(box, row_, column_, i));
+      }
     }
     return panel;
   }
 
+  const std::vector<LayoutChunk>& chunks_;
   const Dims& shape_;
-  std::vector<std::pair<std::size_t, Box>> boxes_;
   std::vector<std::vector<std::int64_t>> edges_;
   int row_ = -1;
   int column_ = -1;
 };
 
-LayoutPicture MakePicture(const std::vector<DrawnChunk>& pieces, const Dims& shape,
-                          const std::vector<LayoutChunk>& chunks) {
-  LayoutPicture picture;
-  const bool flat = std::any_of(pieces.begin(), pieces.end(),
-                                [](const DrawnChunk& piece) { return piece.region.is_flat(); });
-  const auto runs = flat ? AsRuns(pieces, shape) : std::nullopt;
-  picture = runs ? DrawRuns(pieces, *runs, shape) : BoxDrawing(pieces, shape).Draw();
+// `regions`: of each chunk; empty for a layer, which has only a part of each.
+LayoutPicture MakePicture(const std::vector<LayoutChunk>& chunks,
+                          const std::vector<Region>& regions, const Dims& shape) {
+  const bool flat = std::ranges::any_of(regions, &Region::is_flat);
+  const auto runs = flat ? AsRuns(regions, shape) : std::nullopt;
+  LayoutPicture picture = runs ? DrawRuns(regions, *runs, shape) : BoxDrawing(chunks, shape).Draw();
   for (LayoutPanel& panel : picture.panels) {
     if (panel.rects.size() > kMostModelRects) MergeTouching(panel.rects, chunks);
   }
@@ -287,24 +300,26 @@ LayoutPicture MakePicture(const std::vector<DrawnChunk>& pieces, const Dims& sha
 }
 
 // Numbers the holders: ranks by number, then parts, mounts and files.
+// So colours and labels do not depend on the order of chunks in the index.
 void NumberHolders(std::vector<LayoutHolder>& of_chunk, Layout& layout) {
   const auto order = [](const LayoutHolder& h) { return std::tie(h.kind, h.number, h.name); };
-  std::map<std::tuple<LayoutHolder::Kind, std::uint64_t, std::string>, std::size_t> places;
-  for (const LayoutHolder& holder : of_chunk) places.emplace(order(holder), 0);
-  for (auto& [key, place] : places) {
-    place = layout.holders.size();
+  std::map<std::tuple<LayoutHolder::Kind, std::uint64_t, std::string>, std::size_t> numbers;
+  for (const LayoutHolder& holder : of_chunk) numbers.emplace(order(holder), 0);
+  for (auto& [key, number] : numbers) {
+    number = layout.holders.size();
     LayoutHolder& holder = layout.holders.emplace_back();
     std::tie(holder.kind, holder.number, holder.name) = key;
   }
   for (std::size_t i = 0; i < of_chunk.size(); ++i) {
     LayoutChunk& chunk = layout.chunks[i];
-    chunk.holder = places.at(order(of_chunk[i]));
+    chunk.holder = numbers.at(order(of_chunk[i]));
     ++layout.holders[chunk.holder].chunks;
     layout.holders[chunk.holder].bytes += chunk.length;
   }
 }
 
 // What of a stack's chunk lies in one layer, as boxes of that.
+// The first axis is cut off: the layer's boxes have one axis less.
 std::vector<Box> InLayer(const Region& of_stack, std::int64_t layer) {
   std::vector<Box> boxes;
   for (const Box& box : of_stack.Boxes()) {
@@ -318,9 +333,9 @@ std::vector<Box> InLayer(const Region& of_stack, std::int64_t layer) {
 
 }  // namespace
 
-std::string LayoutHolder::Short(std::size_t place) const {
+std::string LayoutHolder::Short(std::size_t in_legend) const {
   const bool numbered = kind == Kind::kRank || kind == Kind::kPart;
-  return numbered ? std::to_string(number) : fmt::format("#{}", place + 1);
+  return numbered ? std::to_string(number) : fmt::format("#{}", in_legend + 1);
 }
 
 LayoutHolder HolderOf(const FileRecord& file, std::string_view manifest) {
@@ -335,7 +350,8 @@ LayoutHolder HolderOf(const FileRecord& file, std::string_view manifest) {
     for (const std::string_view before : {"r", "p"}) {
       if (const auto rank = NumberAfter(stem, before)) return Numbered(Kind::kRank, "rank", *rank);
     }
-    // A file of several writers: the manifest is the writer's.
+    // A file of several writers: the manifest is the writer's. "rank-3.*" and "r3.*" are those of a
+    // save by ranks, "mount-1f2e*" those of a save through mounts.
     std::string_view writer = manifest.substr(manifest.rfind('/') + 1);
     for (const std::string_view before : {"rank-", "r"}) {
       if (const auto rank = NumberAfter(writer, before))
@@ -379,7 +395,7 @@ Result<Layout> DescribeLayout(const OpenedCheckpoint& checkpoint, const std::str
                                     layer->layer, layer->stacked.meta.key());
   }
   std::vector<LayoutHolder> holders;
-  std::vector<DrawnChunk> pieces;
+  std::vector<Region> regions;
   std::set<std::uint32_t> files;
   for (const ChunkRecord& record : records) {
     if (record.file >= index.files().size()) {
@@ -389,6 +405,7 @@ Result<Layout> DescribeLayout(const OpenedCheckpoint& checkpoint, const std::str
     const FileRecord& file = index.files()[record.file];
     LayoutChunk chunk;
     chunk.boxes = layer ? InLayer(record.region, layer->layer) : record.region.Boxes();
+    // A chunk of the stack that has nothing of this layer.
     if (layer && chunk.boxes.empty()) continue;
     chunk.region = record.region.ToString();
     if (layer) {
@@ -398,14 +415,14 @@ Result<Layout> DescribeLayout(const OpenedCheckpoint& checkpoint, const std::str
     }
     for (const Box& box : chunk.boxes) {
       layout.covered += static_cast<std::uint64_t>(box.volume());
-      if (layer) pieces.push_back({.chunk = layout.chunks.size(), .region = box});
     }
-    if (!layer) pieces.push_back({.chunk = layout.chunks.size(), .region = record.region});
+    if (!layer) regions.push_back(record.region);
     chunk.file = file.name;
     chunk.offset = record.offset;
     chunk.length = record.length;
     chunk.strides = record.strides;
     if (record.has_hash) chunk.hash = record.hash.ToHex();
+    // Without a hash the number of the manifest means nothing.
     const bool named = record.has_hash && record.manifest < index.manifests().size();
     holders.push_back(HolderOf(file, named ? index.manifests()[record.manifest] : ""));
     files.insert(record.file);
@@ -413,7 +430,7 @@ Result<Layout> DescribeLayout(const OpenedCheckpoint& checkpoint, const std::str
   }
   layout.files = files.size();
   NumberHolders(holders, layout);
-  layout.picture = MakePicture(pieces, meta.shape(), layout.chunks);
+  layout.picture = MakePicture(layout.chunks, regions, meta.shape());
   return layout;
 }
 

@@ -53,6 +53,8 @@ std::string Shorten(const std::string& text, std::size_t most) {
 }
 
 // Neighbouring numbers get colours that are far apart, all light enough for black text.
+// 137 degrees are the golden angle: multiples of it spread evenly over the circle. By number, so
+// that a rank has one colour in all pictures of a tensor.
 std::string Colour(std::size_t holder) {
   static constexpr int kLightness[] = {74, 66, 82};
   return fmt::format("hsl({},62%,{}%)", (holder * 137 + 205) % 360, kLightness[holder / 5 % 3]);
@@ -67,6 +69,9 @@ std::string HolderText(const LayoutHolder& holder) {
                      HumanBytes(holder.bytes));
 }
 
+// Draws top down into `body_`: heading, panels, legend; the frame of the file is put around it
+// last, when its height is known. Coordinates are pixels of the viewBox; a browser scales the
+// whole. What comes from outside passes Escape() on its way, always.
 class Svg {
  public:
   explicit Svg(const Layout& layout) : layout_(layout) {}
@@ -75,6 +80,7 @@ class Svg {
     const int top = Heading();
     int bottom = top;
     const std::size_t panels = layout_.elements == 0 ? 0 : layout_.picture.panels.size();
+    // One, two or three panels side by side, so that each stays readable.
     const int across = panels <= 1 ? 1 : (panels <= 4 ? 2 : 3);
     const int width = kPictureWidth / across - kAxis - (across > 1 ? 8 : 0);
     const int height = PanelHeight(width, across);
@@ -99,11 +105,13 @@ class Svg {
   }
 
  private:
+  // `more`: attributes of ours, not escaped.
   void Text(double x, double y, std::string_view text, std::string_view more = "") {
     body_ +=
         fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" {}>{}</text>\n", x, y, more, Escape(text));
   }
 
+  // Returns where the panels begin.
   int Heading() {
     int y = kMargin + 6;
     Text(kMargin, y, Shorten(layout_.key, 90), "font-size=\"18\" font-weight=\"600\"");
@@ -127,6 +135,8 @@ class Svg {
     return y + 12;
   }
 
+  // As the tensor's shape says, within limits: a tensor of [1, 50000] would be a line, one of
+  // [50000, 8] a tower. A strip has a fixed height.
   int PanelHeight(int width, int across) const {
     if (layout_.picture.row_label.empty()) return 72;
     const double shape = static_cast<double>(layout_.picture.rows) /
@@ -135,6 +145,7 @@ class Svg {
         width * shape, width * 0.3, static_cast<double>(kPictureHeight) / (across > 1 ? 1.6 : 1)));
   }
 
+  // From elements to pixels.
   struct Frame {
     double x, y, width, height;
     double rows, columns;
@@ -165,6 +176,7 @@ class Svg {
     if (!panel.title.empty()) Text(x, y - 24, panel.title, "font-weight=\"600\"");
   }
 
+  // What a browser shows when the pointer rests on a box.
   std::string Tip(const LayoutRect& rect) const {
     const LayoutChunk& chunk = layout_.chunks[rect.chunk];
     const std::string& holder = layout_.holders[chunk.holder].name;
@@ -190,17 +202,21 @@ class Svg {
     const double y = frame.Y(rect.row_begin);
     const double width = frame.X(rect.column_end) - x;
     const double height = frame.Y(rect.row_end) - y;
-    const std::size_t place = layout_.chunks[rect.chunk].holder;
+    const std::size_t number = layout_.chunks[rect.chunk].holder;
     // Lines around boxes of a pixel or two would be all that is seen.
+    // A box is never less than half a pixel wide, or it would vanish.
     const bool outlined = width >= 4 && height >= 4;
     body_ += fmt::format(
         "<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.2f}\" fill=\"{}\"{}>"
         "<title>{}</title></rect>\n",
-        x, y, std::max(width, 0.5), std::max(height, 0.5), Colour(place),
+        x, y, std::max(width, 0.5), std::max(height, 0.5), Colour(number),
         outlined ? " stroke=\"#333\" stroke-width=\"0.7\"" : "", Tip(rect));
-    const LayoutHolder& holder = layout_.holders[place];
-    std::string name = holder.kind == LayoutHolder::Kind::kFile ? holder.Short(place) : holder.name;
-    if (static_cast<double>(name.size()) * 7.5 > width - 4) name = holder.Short(place);
+    const LayoutHolder& holder = layout_.holders[number];
+    // Names of files are long: their number in the legend stands for them. Text widths are
+    // estimates, 7.5 pixels a character; there is no font to ask.
+    std::string name =
+        holder.kind == LayoutHolder::Kind::kFile ? holder.Short(number) : holder.name;
+    if (static_cast<double>(name.size()) * 7.5 > width - 4) name = holder.Short(number);
     if (height < 15 || static_cast<double>(name.size()) * 7.5 > width - 4) return;
     const std::string& region = layout_.chunks[rect.chunk].region;
     const bool two_lines =
@@ -230,15 +246,16 @@ class Svg {
     const double step_y = frame.height / height;
     for (int y = 0; y < height; ++y) {
       for (int x = 0; x < width;) {
-        const std::size_t place = holder(y, x);
+        // A run of cells of one holder in a row is one rectangle.
+        const std::size_t number = holder(y, x);
         int end = x + 1;
-        while (end < width && holder(y, end) == place) ++end;
-        if (place < layout_.holders.size()) {
+        while (end < width && holder(y, end) == number) ++end;
+        if (number < layout_.holders.size()) {
           body_ += fmt::format(
               "<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.2f}\" fill=\"{}\">"
               "<title>{}</title></rect>\n",
-              frame.x + x * step_x, frame.y + y * step_y, (end - x) * step_x, step_y, Colour(place),
-              Escape(layout_.holders[place].name));
+              frame.x + x * step_x, frame.y + y * step_y, (end - x) * step_x, step_y,
+              Colour(number), Escape(layout_.holders[number].name));
         }
         x = end;
       }
@@ -249,6 +266,7 @@ class Svg {
          "font-size=\"11\" fill=\"#555\"");
   }
 
+  // Numbers of edges along the top and the left side, and the names of the axes.
   void Axes(const LayoutPanel& panel, const Frame& frame) {
     const LayoutPicture& picture = layout_.picture;
     const char* small = "font-size=\"11\" fill=\"#333\"";
@@ -257,6 +275,7 @@ class Svg {
     for (const std::int64_t edge : columns) {
       const double at = frame.X(edge);
       const bool end = edge == columns.back();
+      // Numbers that would overlap the last one are left out; the end is always told.
       const double need = 8 + 7.0 * static_cast<double>(std::to_string(edge).size());
       if (at < last + need || (!end && frame.x + frame.width < at + need)) continue;
       last = at;
@@ -277,6 +296,7 @@ class Svg {
     Text(frame.x - kAxis, frame.y - 20, picture.row_label + " ↓", "font-size=\"11\" fill=\"#555\"");
   }
 
+  // At the right of the panels; returns where it ends.
   int Legend(int x, int y) {
     Text(x, y, "Held by", "font-weight=\"600\"");
     for (std::size_t i = 0; i < std::min(kMostSvgLegend, layout_.holders.size()); ++i) {
@@ -301,6 +321,7 @@ class Svg {
   std::string body_;
 };
 
+// A row of the table of facts.
 void Row(std::string& html, std::string_view name, std::string_view value) {
   html += fmt::format("<tr><th>{}</th><td>{}</td></tr>\n", Escape(name), Escape(value));
 }

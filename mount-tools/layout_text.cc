@@ -10,17 +10,23 @@
 namespace tensormount::tools {
 namespace {
 
+// Wider or higher pictures show no more and scroll away.
 constexpr int kMostWidth = 72;  // Cells of a picture.
 constexpr int kMostHeight = 24;
 constexpr std::size_t kMostTextLegend = 32;
 constexpr std::size_t kMostTextPanels = 4;
 
 // Which lines meet in a character: left, right, up, down.
+// The index is the sum of 1, 2, 4 and 8 for these.
 constexpr const char* kLines[16] = {" ", "╴", "╶", "─", "╵", "┘", "└", "┴",
                                     "╷", "┐", "┌", "┬", "│", "┤", "├", "┼"};
 // Of 256 terminal colours, light ones, on which black can be read.
 constexpr int kPalette[] = {117, 215, 157, 218, 229, 183, 123, 180, 152, 211, 194, 189};
 
+// A panel as lines of text. The picture is a raster of cells; a character stands at each corner of
+// four cells, so that lines between them can be drawn with box-drawing characters, and inside of a
+// rectangle corners are spaces that a name is written into. Worked out once, in the constructor:
+// the size, from the shape and the width of the terminal.
 class PanelText {
  public:
   PanelText(const Layout& layout, const LayoutPanel& panel, int width, bool colours)
@@ -41,12 +47,14 @@ class PanelText {
       height_ = 2;
     } else {
       if (shape > 4) width_ = std::min(width_, 40);
-      const auto pieces = static_cast<double>(row_edges_.size() - 1);
-      height_ = static_cast<int>(std::clamp(std::max(width_ * shape / 2, 2 * pieces), 4.0,
+      // Two lines a part at least, so that a name fits between its lines.
+      const auto parts = static_cast<double>(row_edges_.size() - 1);
+      height_ = static_cast<int>(std::clamp(std::max(width_ * shape / 2, 2 * parts), 4.0,
                                             static_cast<double>(kMostHeight)));
     }
   }
 
+  // Columns get 6 cells a part where there is room: a line and "rank 3".
   std::string Draw() {
     const LayoutScale rows(row_edges_, layout_.picture.rows, height_, 2);
     const LayoutScale columns(column_edges_, layout_.picture.columns, width_, 6);
@@ -71,6 +79,7 @@ class PanelText {
  private:
   std::size_t Margin() const { return static_cast<std::size_t>(margin_ == 0 ? 0 : margin_ + 1); }
 
+  // Rectangles that no cell shows, told below the picture rather than passed over.
   std::size_t Hidden() const {
     std::vector<bool> seen(panel_.rects.size());
     for (const int rect : raster_.cells) {
@@ -79,6 +88,7 @@ class PanelText {
     return static_cast<std::size_t>(std::count(seen.begin(), seen.end(), false));
   }
 
+  // Numbers of column edges, those that would touch the one before left out.
   std::string Ruler(const LayoutScale& columns) const {
     std::string line;
     for (const std::int64_t edge : columns.edges()) {
@@ -100,6 +110,7 @@ class PanelText {
     return std::string(Margin(), ' ');
   }
 
+  // What a cell belongs to; negative for what is no rectangle (LayoutRaster::At).
   int Group(int y, int x) const {
     const int rect = raster_.At(y, x);
     return rect < 0 ? rect : static_cast<int>(panel_.rects[static_cast<std::size_t>(rect)].group);
@@ -107,6 +118,8 @@ class PanelText {
 
   // The character at a corner of four cells: lines between cells of two groups, or a letter.
   std::string Character(int y, int x) const {
+    // A line is drawn between cells of two groups; what is outside of the picture, or held by
+    // nobody, is a group of its own.
     const int up_left = Group(y - 1, x - 1);
     const int up_right = Group(y - 1, x);
     const int down_left = Group(y, x - 1);
@@ -115,6 +128,7 @@ class PanelText {
                            (up_left != up_right ? 4U : 0U) | (down_left != down_right ? 8U : 0U);
     if (lines != 0) return kLines[lines];
     const int rect = raster_.At(y, x);
+    // Elements in no chunk, of foreign checkpoints with holes.
     if (rect < 0) return "░";
     const char letter = letters_[static_cast<std::size_t>(y * (width_ + 1) + x)];
     if (!colours_) return std::string(1, letter);
@@ -128,16 +142,16 @@ class PanelText {
     letters_.assign(static_cast<std::size_t>((height_ + 1) * (width_ + 1)), ' ');
     std::size_t last_group = panel_.rects.size() + layout_.chunks.size();
     for (const LayoutRect& rect : panel_.rects) {
-      if (rect.group == last_group) continue;  // The pieces of a run: its first one has it.
+      if (rect.group == last_group) continue;  // The boxes of a run: its first one has it.
       const int top = rows.At(rect.row_begin) + 1;
       const int bottom = rows.At(rect.row_end) - 1;
       const int left = columns.At(rect.column_begin) + 1;
       const int right = columns.At(rect.column_end) - 1;
-      const std::size_t place = layout_.chunks[rect.chunk].holder;
-      const LayoutHolder& holder = layout_.holders[place];
+      const std::size_t number = layout_.chunks[rect.chunk].holder;
+      const LayoutHolder& holder = layout_.holders[number];
       std::string name = holder.kind == LayoutHolder::Kind::kFile ? "" : holder.name;
       const auto room = static_cast<std::size_t>(std::max(0, right - left + 1));
-      if (name.empty() || name.size() > room) name = holder.Short(place);
+      if (name.empty() || name.size() > room) name = holder.Short(number);
       if (top > bottom || name.size() > room) continue;
       last_group = rect.group;
       const std::size_t start =
@@ -159,6 +173,7 @@ class PanelText {
   std::string letters_;
 };
 
+// Pointers to members, so that rows and columns share it.
 std::vector<std::int64_t> Edges(const LayoutPanel& panel, std::int64_t extent,
                                 std::int64_t LayoutRect::*begin, std::int64_t LayoutRect::*end) {
   std::vector<std::int64_t> edges = {0, extent};
@@ -171,6 +186,7 @@ std::vector<std::int64_t> Edges(const LayoutPanel& panel, std::int64_t extent,
   return edges;
 }
 
+// Columns as wide as their longest entry among the rows that are shown.
 std::string TableText(const Layout& layout, std::size_t most) {
   std::size_t region = 3;
   std::size_t holder = 4;
@@ -208,9 +224,10 @@ std::string TableText(const Layout& layout, std::size_t most) {
 
 LayoutScale::LayoutScale(std::vector<std::int64_t> edges, std::int64_t extent, int cells, int least)
     : edges_(std::move(edges)) {
-  const auto pieces = static_cast<int>(edges_.size()) - 1;
-  const int reserved = pieces * least <= cells ? least : (pieces * 2 <= cells ? 2 : 0);
-  const int rest = cells - pieces * reserved;
+  const auto parts = static_cast<int>(edges_.size()) - 1;
+  // Where even two cells a part do not fit, sizes alone count, and small parts vanish.
+  const int reserved = parts * least <= cells ? least : (parts * 2 <= cells ? 2 : 0);
+  const int rest = cells - parts * reserved;
   for (std::size_t i = 0; i < edges_.size(); ++i) {
     const double part =
         extent == 0 ? 0 : static_cast<double>(edges_[i]) / static_cast<double>(extent);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount rm`, `gc` and `fsck`: what an operator does to a store; see commands.h. In one file
 // because each is a call of Store and a report.
+// rm renames into the trash, which is atomic and quick; gc deletes what has been there for the
+// grace and is locked by no reader. So a reader that has a checkpoint open reads it to the end.
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
@@ -12,6 +14,7 @@ namespace tensormount::tools {
 
 int RunRm(const RmArgs& args, Terminal& terminal) {
   // All names are looked at before the first one goes.
+  // A store for each name: they may be of several stores.
   std::vector<std::pair<Store, std::string>> targets;
   for (const std::string& path : args.checkpoints) {
     auto parts = SplitCheckpointPath(path);
@@ -53,6 +56,8 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
   Store::GcOptions options;
   options.dry_run = args.dry_run;
   options.grace = std::chrono::seconds(args.grace_seconds.value_or(kDefaultGraceSeconds));
+  // Without locks the grace is all that protects readers, so only one that somebody chose is relied
+  // on.
   options.trust_grace = args.grace_seconds.has_value();
   options.staging_age = std::chrono::seconds(args.staging_age_seconds);
   auto report = store.value().Gc(options);
@@ -76,6 +81,7 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
     terminal.Line(fmt::format("{} {}", HumanBytes(report.value().bytes_freed),
                               args.dry_run ? "would be freed" : "freed"));
   }
+  // Told on standard error also with --json, which has them in its document.
   for (const std::string& path : report.value().failed) {
     terminal.Fail(Status(Code::kUnavailable, "left as it is: " + path));
   }
@@ -83,6 +89,7 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
   return flushed == kDone && !report.value().failed.empty() ? kFailed : flushed;
 }
 
+// By folder and not by an opened store: the superblock may be what is damaged.
 int RunFsck(const FsckArgs& args, Terminal& terminal) {
   auto findings = Store::FsckFolder(
       HostFileSystem(), args.store,
@@ -91,6 +98,7 @@ int RunFsck(const FsckArgs& args, Terminal& terminal) {
   bool sound = true;
   std::size_t unread = 0;
   for (const Store::FsckFinding& finding : findings.value()) {
+    // What was repaired is told and does not count.
     if (finding.damage && !finding.repaired) sound = false;
     unread += finding.unread ? 1 : 0;
     if (terminal.json) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount ls` and `info`; see commands.h. One file: both walk stores, checkpoints and keys,
 // and show the same columns.
+// `ls` streams: a line for each key as the index gives it, so it needs no memory for a million
+// keys. `info` of a tensor shows all that the index has of it, each chunk too.
 #include <algorithm>
 #include <set>
 
@@ -17,10 +19,12 @@
 namespace tensormount::tools {
 namespace {
 
+// JSON has lists of numbers.
 std::vector<std::int64_t> ShapeVector(const TensorEntry& tensor) {
   return {tensor.meta.shape().begin(), tensor.meta.shape().end()};
 }
 
+// What ls --json and info --json have in common; docs/cli.md lists the fields.
 nlohmann::ordered_json TensorJson(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor) {
   nlohmann::ordered_json json = {
       {"key", tensor.meta.key()},     {"dtype", InfoOf(tensor.meta.dtype()).name},
@@ -31,6 +35,7 @@ nlohmann::ordered_json TensorJson(const OpenedCheckpoint& checkpoint, const Tens
 }
 
 // The steps of a training directory, which has no uuids.
+// Generations are step numbers, as the names of the folders say them.
 int ListSteps(const FoundSource& source, Terminal& terminal) {
   const auto folder = ForeignFolder::Open(HostFileSystem(), source.path, terminal.roots);
   if (!folder.ok()) return terminal.Fail(folder.status());
@@ -72,6 +77,7 @@ int InfoSteps(const FoundSource& source, Terminal& terminal) {
 int InfoObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRecord>& parts,
                Terminal& terminal) {
   for (const ObjectRecord& part : parts) {
+    // Of a pickle its opcodes are walked and never run.
     const auto text = DescribePart(checkpoint, part);
     if (!text.ok()) return terminal.Fail(text.status().WithContext("object " + part.key));
     const std::string& file = checkpoint.index().files()[part.file].name;
@@ -128,6 +134,7 @@ int ListStore(const FoundSource& source, Terminal& terminal) {
 }
 
 // The names by which layers of stacked tensors can be read.
+// After the stored keys, each pattern in turn.
 Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal) {
   const CheckpointIndex& index = checkpoint.index();
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, index.Layers());
@@ -140,6 +147,7 @@ Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Termin
       const std::string name = LayerKey(pattern, n);
       if (!args.glob.empty() && !GlobMatches(args.glob, name)) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto layer, index.ResolveLayer(name));
+      // Not every name of a pattern is a layer: a stored key may have the name.
       if (!layer) continue;
       const TensorMeta& meta = layer->meta;
       if (terminal.json) {
@@ -162,6 +170,8 @@ Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Termin
   return {};
 }
 
+// Columns of -l are fixed in width but for the key, which is last, so that lines can be printed as
+// they come.
 int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal) {
   const Status status = checkpoint.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     if (!args.glob.empty() && !GlobMatches(args.glob, tensor.meta.key())) return true;
@@ -186,6 +196,7 @@ int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal
   return terminal.Flush();
 }
 
+// A layer has no chunks, digest or placement of its own: the stack has them.
 int InfoLayer(const LayerEntry& layer, Terminal& terminal) {
   const TensorMeta& meta = layer.meta;
   const std::string& stack = layer.stacked.meta.key();
@@ -209,6 +220,8 @@ int InfoLayer(const LayerEntry& layer, Terminal& terminal) {
 }
 
 // How a mount reads this tensor: by the kernel where one file is nothing but it.
+// As the mount itself decides it (WholeFileOf), but for what only a mount knows, as whether the
+// kernel can.
 std::string TierOf(const std::vector<ChunkRecord>& chunks, bool whole_file) {
   if (whole_file) return "passthrough";
   std::set<std::uint32_t> files;
@@ -218,6 +231,7 @@ std::string TierOf(const std::vector<ChunkRecord>& chunks, bool whole_file) {
                      files.size() == 1 ? "file" : "files");
 }
 
+// The order of names: a stored tensor, a layer, an object.
 int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Terminal& terminal) {
   auto found = checkpoint.index().Find(key);
   if (found.status().code() == Code::kNotFound) {
@@ -281,6 +295,7 @@ std::string CommonKeyText(const CommonKey& key) {
   return text != nullptr ? *text : std::to_string(*std::get_if<std::int64_t>(&key));
 }
 
+// Everything but tensors and chunks themselves; reads a handful of records.
 int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   const CheckpointIndex& index = checkpoint.index();
   auto objects = index.Objects();
@@ -292,7 +307,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   std::uint64_t file_bytes = 0;
   for (const FileRecord& file : index.files()) file_bytes += file.length;
   const CheckpointInfo& info = index.info();
-  const CommonDict& inventory = common.value().content;
+  const CommonDict& metadata = common.value().content;
   if (terminal.json) {
     nlohmann::ordered_json json =
         nlohmann::ordered_json{{"name", checkpoint.name()},
@@ -314,8 +329,8 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
                                {"warnings", checkpoint.warnings()}};
     if (!info.self_contained) json["root"] = info.root;
     for (const auto& [key, pattern] : layers.value()->patterns()) json["layers"][key] = pattern;
-    if (!inventory.items.empty()) {
-      json["content"] = nlohmann::ordered_json::parse(CommonToJson(inventory));
+    if (!metadata.items.empty()) {
+      json["content"] = nlohmann::ordered_json::parse(CommonToJson(metadata));
     }
     terminal.Json(json);
     return terminal.Flush();
@@ -340,7 +355,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   }
   terminal.Line(fmt::format("objects        {}", objects.value().size()));
   terminal.Line(fmt::format("common values  {}", common.value().values.size()));
-  for (const auto& [key, value] : inventory.items) {
+  for (const auto& [key, value] : metadata.items) {
     terminal.Line(fmt::format("content        {}: {}", CommonKeyText(key), CommonToJson(value)));
   }
   if (!info.self_contained) {
@@ -379,6 +394,7 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
     if (!list.ok()) return terminal.Fail(list.status());
     auto latest = store.value().Latest();
     // "None" is only said of a store that has none.
+    // An error while looking for it is an error.
     if (!latest.ok() && latest.status().code() != Code::kNotFound) {
       return terminal.Fail(latest.status(), "`tensormount ls STORE` lists the checkpoints");
     }

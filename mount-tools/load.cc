@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount load`: the slices of every rank loaded into memory, as a job would, and measured.
+// The order: sources, map and rule are read in each process; each rank allocates its buffers; all
+// agree that they could, so that the clock starts on all of them together; Load; then, with
+// --compare, each rank reads the same regions of the other source and compares; the figures of all
+// are gathered, and rank 0 prints them.
 #include "tensormount/load.h"
 
 #include <algorithm>
@@ -25,6 +29,7 @@ namespace tensormount::tools {
 namespace {
 
 // What one rank loaded, as bytes for the gather to rank 0.
+// Sent as it lies in memory: all ranks run the same program, and the size is checked.
 struct RankFigures {
   std::uint64_t wanted = 0;
   std::uint64_t read = 0;
@@ -48,10 +53,12 @@ std::uint64_t PeakMemory() {
 }
 
 // The key, or what the map makes of it; empty where that drops it.
+// The map gives names for matching; what is loaded is asked for by stored keys.
 const std::string& NameOf(const TensorEntry& tensor, const KeyRenames* renames) {
   return renames != nullptr ? renames->tensors()[tensor.ordinal] : tensor.meta.key();
 }
 
+// Adds this rank's region of each tensor that is chosen, over memory of `memory`.
 Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const ShardRule& rule,
                    const KeyRenames* renames, int rank, HostMemory& memory, StateDict& request) {
   Status failure;
@@ -118,6 +125,7 @@ Status CompareKeys(const OpenedCheckpoint& source, const OpenedCheckpoint& other
 
 // Compares what was loaded with the same regions of `other`, byte for byte, in blocks. Names the
 // first difference of each tensor on standard error.
+// Memory: one tensor's region of the other source at a time.
 Status Compare(const OpenedCheckpoint& source, const OpenedCheckpoint& other,
                const StateDict& loaded, const KeyRenames* renames, Terminal& terminal,
                RankFigures& figures) {
@@ -171,6 +179,7 @@ nlohmann::ordered_json FiguresJson(const RankFigures& f) {
           {"different_tensors", f.different_tensors}};
 }
 
+// Text has a line a rank and the sum; JSON has both too, with exact numbers.
 void PrintFigures(const std::vector<RankFigures>& all, bool compared, Terminal& terminal) {
   RankFigures sum;
   for (const RankFigures& f : all) {
@@ -181,6 +190,7 @@ void PrintFigures(const std::vector<RankFigures>& all, bool compared, Terminal& 
     sum.by_digest += f.by_digest;
     sum.unverified += f.unverified;
     sum.messages += f.messages;
+    // Of buffers and time the worst rank counts, of bytes all.
     sum.peak_buffers = std::max(sum.peak_buffers, f.peak_buffers);
     sum.compared_bytes += f.compared_bytes;
     sum.different_tensors += f.different_tensors;
@@ -227,6 +237,8 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
   std::shared_ptr<OpenedCheckpoint> other;
   ShardRule rule;
   std::optional<KeyRenames> renames;
+  // Once for all ranks of this process. A failure is told here where nobody waits, and by Agree
+  // below where others do.
   const auto prepare = [&]() -> Status {
     // What is lost beside the keys that were asked for concerns nobody.
     const IfLost lost = args.partial ? IfLost::kLeaveOut : IfLost::kShow;
@@ -248,6 +260,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
   before = prepare();
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
   // The file itself, so that all ranks load what was resolved once here.
+  // "latest" may change while ranks start.
   const std::string path = source ? source->directory() : args.source;
 
   Progress progress(terminal, "load");
@@ -282,6 +295,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     figures.messages = report.messages_sent;
     figures.peak_buffers = report.peak_buffer_bytes;
     figures.tensors = request.tensors().size();
+    // Of the process, so with threads as ranks all of them report the same.
     figures.peak_memory = PeakMemory();
     Status compared =
         other ? Compare(*source, *other, request, renamed, terminal, figures) : Status();
@@ -308,6 +322,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
   if (group.prints()) PrintFigures(all, other != nullptr, terminal);
   const int flushed = terminal.Flush();
   if (flushed != kDone) return flushed;
+  // The same on all ranks: every one has the figures of all.
   return different == 0 ? kDone : kCheckFailed;
 }
 

@@ -9,9 +9,13 @@
 int main(int argc, char** argv) {
   // What is freed while a checkpoint is opened is used again, rather than given back to the kernel
   // to be cleared anew. A mount trims once it serves.
+  // By default glibc begins with mapping blocks of over 128 KiB by themselves and unmapping them
+  // when they are freed.
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TRIM_THRESHOLD, 128 << 20);
   // Foreign files may be cut short while they are read.
+  // A read of a mapping beyond the new end is SIGBUS; the guard turns it into an error of that
+  // read.
   tensormount::EnableMappingGuard();
   return tensormount::tools::Main(argc, argv);
 }

@@ -1,6 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount mount` and `unmount`: options to MountOptions, the fork into the background, and its
 // first words; see commands.h.
+//
+//   parent                                   child (the daemon)
+//   resolve paths, check options
+//   fork before any thread exists            setsid, chdir /, standard streams to /dev/null
+//   wait on a pipe, 60 s at most             start the session, write the outcome into the pipe
+//   print it, exit                           serve until unmounted or a signal
+//
+// In the foreground there is one process and no pipe; everything else is the same.
 #include <atomic>
 #include <cerrno>
 #include <csignal>
@@ -30,6 +38,7 @@ namespace {
 constexpr int kStartSeconds = 60;
 
 template <typename T>
+// The value of an option that is one of some words; the error names them all.
 Result<T> Choose(const std::map<std::string, T>& choices, const std::string& option,
                  const std::string& text) {
   const auto it = choices.find(text);
@@ -55,6 +64,8 @@ Result<fs::MountOptions> MakeMountOptions(const MountArgs& args,
                                FindSource(host, args.source, options.roots));
   options.source = source.path;
   for (const std::string& warning : source.warnings) Log(LogLevel::kWarning, warning);
+  // A daemon that was killed leaves a mount point that answers ENOTCONN to everything: mounting
+  // again must work without an unmount.
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool dead, fs::ClearDeadMount(args.mount_point));
   if (dead) Log(LogLevel::kWarning, args.mount_point + ": took away a mount whose daemon is gone");
   auto mount_point = host.Resolve(args.mount_point);
@@ -84,6 +95,7 @@ Result<fs::MountOptions> MakeMountOptions(const MountArgs& args,
 Status Serve(const fs::MountOptions& options, const std::function<void(const Status&)>& started) {
   // Signals are taken by a thread of their own: a handler could do nothing useful. Blocked before
   // the session's threads start, so that they inherit it.
+  // SIGHUP as well: who closes a terminal with a foreground mount wants it gone.
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
@@ -96,6 +108,7 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
   started(session.status());
   if (!session.ok()) return session.status();
   std::atomic<bool> done{false};
+  // Stop() ends the session, and with it Wait below.
   std::thread watcher([&] {
     // Once whoever waited for the mount has read from it, what opening took and gave back is the
     // kernel's again, and so is what is freed later (main.cc).
@@ -114,12 +127,14 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
     session.value()->Stop();
   });
   const Status status = session.value()->Wait();
+  // The signal that wakes the watcher is then not taken for one from outside.
   done = true;
   pthread_kill(watcher.native_handle(), SIGTERM);  // Where it still waits for one.
   watcher.join();
   return status;
 }
 
+// A parent that is gone is nobody's problem: SIGPIPE is ignored, and the mount serves on.
 void WriteAll(int fd, const std::string& text) {
   std::size_t at = 0;
   while (at < text.size()) {
@@ -131,11 +146,13 @@ void WriteAll(int fd, const std::string& text) {
 }
 
 // What the daemon reports through the pipe: code, errno, message.
+// In text; the message comes last, since it may hold anything.
 std::string EncodeOutcome(const Status& status) {
   return fmt::format("{} {} {}", static_cast<int>(status.code()), status.ToErrno(),
                      status.ok() ? "" : status.message());
 }
 
+// An empty text is a daemon that died before it could say anything.
 Status DecodeOutcome(const std::string& text) {
   int code = 0;
   int err = 0;
@@ -148,6 +165,8 @@ Status DecodeOutcome(const std::string& text) {
   return Status::FromParts(static_cast<Code>(code), err, text.substr(static_cast<std::size_t>(at)));
 }
 
+// Ends by _exit: destructors and atexit handlers are the parent's, and its buffered output would be
+// written twice.
 [[noreturn]] void RunDaemon(const fs::MountOptions& options, const MountArgs& args, int pipe_fd) {
   setsid();
   (void)!chdir("/");
@@ -157,6 +176,7 @@ Status DecodeOutcome(const std::string& text) {
     dup2(null_fd, STDOUT_FILENO);
     dup2(null_fd, STDERR_FILENO);
   }
+  // A log file was opened by the parent already, and is inherited.
   if (args.log_file.empty()) LogToSyslog();
   SetLogLevel(LogLevel::kInfo);
   const Status status = Serve(options, [&](const Status& started) {
@@ -220,6 +240,8 @@ int RunMount(const MountArgs& given, Terminal& terminal) {
     const int ready = poll(&wait, 1, kStartSeconds * 1000);
     if (ready < 0 && errno == EINTR) continue;
     if (ready == 0) {
+      // It hangs, in storage or in the kernel; what it has mounted by then, if anything, is a dead
+      // mount, which the next `mount` takes away.
       kill(pid, SIGKILL);
       return terminal.Fail(
           Status(Code::kDeadlineExceeded, fmt::format("the mount at {} did not answer in {} s",

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount publish`: what mounts wrote, published, or what is missing; see commands.h.
+// The same publish as `mv -T` in a mount does (fs/save), run by this process on the store itself:
+// it needs no mount, so it also finishes a save whose mounts are gone.
 #include "fs/save/publish.h"
 
 #include <chrono>
@@ -14,15 +16,11 @@
 namespace tensormount::tools {
 namespace {
 
+// On the terminal; the staging's report.txt and --json have all that are kept.
 constexpr std::size_t kProblemsShown = 20;
 
-struct StagingPath {
-  std::string store;
-  std::string name;
-};
-
 // "STORE/.staging/NAME".
-Result<StagingPath> SplitStagingPath(const std::string& path) {
+Result<StoreAndName> SplitStagingPath(const std::string& path) {
   constexpr std::string_view kFolder = ".staging/";
   const std::size_t end = path.find_last_not_of('/') + 1;
   const std::size_t name = path.substr(0, end).rfind('/') + 1;  // 0 where there is none.
@@ -34,9 +32,10 @@ Result<StagingPath> SplitStagingPath(const std::string& path) {
   if (!store.empty() && store.back() != '/') {
     return Status(Code::kInvalidArgument, path + ": not of the form STORE/.staging/NAME");
   }
-  return StagingPath{store.empty() ? "." : std::string(store), path.substr(name, end - name)};
+  return StoreAndName{store.empty() ? "." : std::string(store), path.substr(name, end - name)};
 }
 
+// By code, and not by the text of messages.
 std::string_view HintFor(Code code) {
   switch (code) {
     case Code::kUnavailable:
@@ -81,6 +80,7 @@ int RunPublish(const PublishArgs& args, Terminal& terminal) {
   const auto store = Store::Open(HostFileSystem(), path.value().store);
   if (!store.ok()) return terminal.Fail(store.status());
   const std::string as = args.as.empty() ? path.value().name : args.as;
+  // 0: one attempt.
   const std::chrono::milliseconds wait(static_cast<std::int64_t>(args.wait_seconds * 1000));
   fs::StagingReport report;
   const auto published = fs::PublishStagingWhenDone(store.value(), HostFileSystem(),

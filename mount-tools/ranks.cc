@@ -13,6 +13,7 @@ Timeouts MakeTimeouts(double liveness_seconds, double arrival_seconds) {
 
 Result<Ranks> Ranks::Make(int wanted) {
   Ranks out;
+  // By variables that launchers set, before MPI is touched: without mpirun it is never initialised.
   if (UnderMpiLauncher()) {
     if (wanted != 0) {
       return Status(Code::kInvalidArgument, "--ranks under mpirun: mpirun's -n says how many");
@@ -31,6 +32,7 @@ Result<Ranks> Ranks::Make(int wanted) {
 }
 
 int Ranks::Fail(Terminal& terminal, const Status& failure) const {
+  // After these ranks do not know of each other.
   const bool alone =
       failure.code() == Code::kDeadlineExceeded || failure.code() == Code::kUnavailable;
   if (!prints() && !alone) return kFailed;
@@ -42,6 +44,7 @@ int Ranks::Fail(Terminal& terminal, const Status& failure) const {
 Status Ranks::Run(const std::function<Status(Communicator&)>& body) {
   if (!mpi_) return RunOnThreads(size_, body);
   Status status = body(*world_);
+  // MPI_Finalize would wait for ranks that may be dead.
   if (!status.ok()) mpi_->Abandon();
   return status;
 }

@@ -14,9 +14,12 @@
 namespace tensormount::tools {
 
 // Seconds, as options give them.
+// Fractions are kept to milliseconds.
 Timeouts MakeTimeouts(double liveness_seconds, double arrival_seconds);
 
 // The ranks that a command runs on: MPI's under mpirun, otherwise threads of this process.
+// With MPI this process is one rank; else it is all of them, a thread each, which is how the
+// commands run on a laptop and in most tests. Ends MPI when it is destroyed.
 class Ranks {
  public:
   // `wanted`: --ranks, 0 where it was not given. An error under mpirun; a build without MPI refuses
@@ -29,6 +32,7 @@ class Ranks {
   bool prints() const { return !mpi_ || world_->rank() == 0; }
   // Ends a command that failed on the ranks. All of them have the same verdict, so one process
   // tells it, except where ranks could not be reached and each can only speak for itself.
+  // Returns kFailed. kAlreadyExists gets a hint, because its remedy is an option.
   int Fail(Terminal& terminal, const Status& failure) const;
   // Runs `body` once a rank that lives in this process. The first failure by rank; after one under
   // MPI, the session is abandoned, because others may be gone.
@@ -36,7 +40,9 @@ class Ranks {
 
  private:
   int size_ = 1;
+  // Null without mpirun. The communicator is destroyed before the session it is of.
   std::unique_ptr<MpiSession> mpi_;
+  // Null without mpirun, too: threads get theirs from RunOnThreads.
   std::unique_ptr<Communicator> world_;
 };
 

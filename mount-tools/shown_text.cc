@@ -28,6 +28,9 @@ std::uint32_t CodePoint(std::string_view character) {
   return code;
 }
 
+// C0 and C1 controls, the Arabic letter mark, zero-width characters and direction marks, line and
+// paragraph separators, overrides and isolates of direction, invisible operators, and the byte
+// order mark.
 bool DoesMoreThanShow(std::uint32_t c) {
   return c < 0x20 || (c >= 0x7F && c <= 0x9F) || c == 0x061C || (c >= 0x200B && c <= 0x200F) ||
          (c >= 0x2028 && c <= 0x202E) || (c >= 0x2060 && c <= 0x206F) || c == 0xFEFF;
@@ -35,6 +38,8 @@ bool DoesMoreThanShow(std::uint32_t c) {
 
 }  // namespace
 
+// Character by character; what only shows stays as it is, so ordinary names of all languages are
+// readable.
 std::string ShownText(std::string_view text, std::string_view keep) {
   std::string out;
   out.reserve(text.size());

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SOURCE arguments, opened as all commands open them.
+// FindSource (index/foreign/open_source.h) says what the text names; a store or a training
+// directory becomes its latest checkpoint; then it is opened, and what there is to warn of is
+// printed.
 #include "mount-tools/source.h"
 
 #include <algorithm>
@@ -30,6 +33,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::
                                                      Terminal& terminal, IfLost lost) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, text, terminal.roots));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource one, LatestOf(fs, found, terminal.roots));
+  // A note and no warning: that is what was asked for.
   if (one.path != found.path) {
     terminal.Note(fmt::format("{}: using its latest checkpoint, {}", text,
                               one.path.substr(one.path.rfind('/') + 1)));
@@ -44,6 +48,8 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::
 Status CheckNothingLost(const OpenedCheckpoint& source, const std::string& keys) {
   std::string text;
   std::size_t more = 0;
+  // The first is told in full, the others are counted: a lost file of a large model may be a loss
+  // of thousands of tensors.
   for (const ForeignLoss& loss : source.lost()) {
     const auto chosen = [&](const std::string& key) { return GlobMatches(keys, key); };
     const bool known = !loss.tensors.empty() || !loss.objects.empty();
@@ -65,6 +71,7 @@ Status CheckNothingLost(const OpenedCheckpoint& source, const std::string& keys)
 
 Result<std::shared_ptr<const KeyMap>> ReadKeyMap(FileSystem& fs, const std::string& path) {
   if (path.empty()) return std::shared_ptr<const KeyMap>();
+  // Of rules; a larger file is not one.
   constexpr std::uint64_t kMaxBytes = 64 << 20;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, fs.ReadFile(path, kMaxBytes));
   Result<KeyMap> map = KeyMap::FromJson(text);
@@ -87,6 +94,7 @@ bool GlobMatches(const std::string& glob, const std::string& text) {
 std::string PlacementOf(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor) {
   const auto extents = checkpoint.index().Extents(tensor.ordinal);
   if (!extents.ok()) return "damaged";
+  // Walks over all chunks: `ls -l` of a tensor with a million chunks takes a moment.
   std::set<Placement> kinds;
   for (std::size_t i = 0; i < extents.value()->size(); ++i) {
     const auto chunk = extents.value()->At(i);

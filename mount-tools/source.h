@@ -25,6 +25,8 @@ enum class IfLost {
   kRefuse,    // kDataLoss, naming it: what would be made could not be told from a whole one.
   kLeaveOut,  // --partial: tell, and take the tensors that are whole.
 };
+// A store's latest checkpoint is resolved once, here: a command that reads it for an hour reads the
+// same one to the end.
 Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::string& text,
                                                      Terminal& terminal,
                                                      IfLost lost = IfLost::kShow);
@@ -33,6 +35,8 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::
 inline IfLost IfLostOf(bool partial) { return partial ? IfLost::kLeaveOut : IfLost::kRefuse; }
 
 // kDataLoss where something is lost that `keys` chooses (a glob; empty: everything).
+// What is known to be lost by name can be chosen by keys; a loss without names (a file that cannot
+// be read) may be of anything, and always counts.
 Status CheckNothingLost(const OpenedCheckpoint& source, const std::string& keys = {});
 
 // --map RULES.json: no map where the option was not given (empty `path`). kInvalidArgument names
@@ -45,6 +49,8 @@ struct StoreAndName {
   std::string store;
   std::string name;
 };
+// Of "step-1" the store is ".", of "/step-1" it is "/". The name is checked as a checkpoint's: no
+// "..", nothing that begins with a dot.
 Result<StoreAndName> SplitCheckpointPath(const std::string& path);
 
 // What an object's bytes are, for a person (DescribeObject of index/foreign/torch_archive.h).
@@ -54,6 +60,7 @@ Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const Objec
 bool GlobMatches(const std::string& glob, const std::string& text);
 
 // Where a tensor's chunks lie, in words: "tensor-file", "rank-shard", "pack", or "mixed".
+// "damaged" where its extents cannot be read: `ls -l` lists it all the same.
 std::string PlacementOf(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor);
 
 }  // namespace tensormount::tools

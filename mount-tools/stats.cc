@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount stats`: the counters of a mount; see commands.h.
+// They are a file of the mount, MNT/.tensormount/stats, in JSON, so no protocol besides the
+// filesystem is needed. --json prints it as it is; text shows the fields that people ask for.
+// Fields that are not there (another version) count as 0.
 #include <cerrno>
 #include <chrono>
 #include <csignal>
@@ -26,9 +29,12 @@ constexpr int kPatienceMs = 5000;
 constexpr std::size_t kMaxBytes = 1u << 20;
 
 // The whole of a control file, read by a child that can be killed where the mount does not answer.
+// A thread could not be given up: read(2) on a mount whose daemon is stopped cannot be interrupted
+// but by killing the process.
 Result<std::string> ReadControl(const std::string& path) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) return Status::FromErrno(errno, "make", "a pipe");
+  // No thread runs in this command, so the child may do as it likes; it uses system calls alone.
   const pid_t child = fork();
   if (child < 0) {
     const Status status = Status::FromErrno(errno, "start", "a reader");
@@ -57,6 +63,7 @@ Result<std::string> ReadControl(const std::string& path) {
     pollfd wait{.fd = ends[0], .events = POLLIN, .revents = 0};
     const int ready = left > 0 ? poll(&wait, 1, static_cast<int>(left)) : 0;
     if (ready < 0 && errno == EINTR) continue;
+    // The limit: what is mounted there may not be ours, and its file endless.
     if (ready <= 0 || text.size() > kMaxBytes) {
       late = true;
       kill(child, SIGKILL);
@@ -82,6 +89,7 @@ Result<std::string> ReadControl(const std::string& path) {
 }
 
 Result<Json> ReadMountStats(const std::string& mount_point) {
+  // Otherwise "no such file" would be the message for a folder where nothing is mounted.
   if (!fs::IsMountPoint(mount_point)) {
     return Status(Code::kInvalidArgument, fmt::format("{}: nothing is mounted here", mount_point));
   }
@@ -99,6 +107,7 @@ std::uint64_t NumberIn(const Json& stats, std::string_view name) {
   return it != stats.end() && it->is_number() ? it->get<std::uint64_t>() : 0;
 }
 
+// With three or so digits, in the unit that suits.
 std::string Micros(const Json& op, std::string_view name) {
   const auto it = op.find(name);
   const double us = it != op.end() && it->is_number() ? it->get<double>() : 0;
@@ -108,6 +117,8 @@ std::string Micros(const Json& op, std::string_view name) {
 }
 
 // What came since `before` a second, where there was one.
+// Counters only grow; where one is less than before, the mount was made anew in between, and the
+// rate is 0.
 void PrintRates(const Json& stats, const Json& before, double seconds, Terminal& terminal) {
   std::string line;
   for (const auto& [name, value] : stats["bytes"].items()) {
@@ -186,6 +197,7 @@ int RunStats(const StatsArgs& args, Terminal& terminal) {
     if (args.rounds > 0 && round + 1 >= args.rounds) return kDone;
     before = std::move(now);
     last = at;
+    // Slept by nanosleep, which tells what is left where a signal interrupts it.
     const auto nap = static_cast<std::int64_t>(args.watch_seconds * 1e9);
     timespec left{.tv_sec = nap / 1'000'000'000, .tv_nsec = nap % 1'000'000'000};
     while (nanosleep(&left, &left) != 0 && errno == EINTR) {

@@ -22,12 +22,14 @@ bool Terminal::colours() const {
          (kind == nullptr || std::string_view(kind) != "dumb");
 }
 
+// The codes are put around text that was made harmless, so nothing inside can end them.
 void Terminal::Line(std::string_view text, Colour colour) {
   if (!colours()) return Line(text);
   static constexpr const char* kCodes[] = {"\033[31m", "\033[32m", "\033[33m"};
   Text(kCodes[static_cast<std::size_t>(colour)] + ShownText(text, "\t") + "\033[0m");
 }
 
+// Of standard output, since that is where pictures go.
 int Terminal::Columns() {
   winsize size{};
   if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
@@ -37,6 +39,7 @@ int Terminal::Columns() {
 void Terminal::Line(std::string_view text) { Text(ShownText(text, "\t")); }
 
 void Terminal::Text(std::string_view text) {
+  // The first error is the one that tells; Flush() reports it.
   if (output_failed_) return;
   if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() ||
       std::fputc('\n', stdout) == EOF) {
@@ -45,6 +48,7 @@ void Terminal::Text(std::string_view text) {
   }
 }
 
+// Remembered too, so that Flush() reports it where the caller does not.
 Status Terminal::Write(const void* data, std::size_t size) {
   if (std::fwrite(data, 1, size, stdout) != size) {
     output_failed_ = true;
@@ -55,6 +59,7 @@ Status Terminal::Write(const void* data, std::size_t size) {
 }
 
 int Terminal::Flush() {
+  // A full disk often shows only here.
   if (std::fflush(stdout) != 0 && !output_failed_) {
     output_failed_ = true;
     output_errno_ = errno;
@@ -65,6 +70,8 @@ int Terminal::Flush() {
 
 int Terminal::Fail(const Status& status, std::string_view hint) {
   std::string line = "tensormount: ";
+  // Line breaks of a message stay, indented, so that a report of several lines can be read and
+  // cannot forge one of ours.
   for (const char c : ShownText(status.ToString(), "\n")) {
     line += c;
     if (c == '\n') line += "    ";
@@ -92,6 +99,7 @@ std::string HumanBytes(std::uint64_t bytes) {
   constexpr const char* kUnits[] = {"kB", "MB", "GB", "TB", "PB", "EB"};
   double value = static_cast<double>(bytes) / 1000;
   int unit = 0;
+  // 999.95 would be printed as 1000.0.
   while (value >= 999.95 && unit < 5) {
     value /= 1000;
     ++unit;
@@ -109,6 +117,7 @@ std::string DigestHex(std::uint64_t digest) { return fmt::format("{:016x}", dige
 
 Progress::Progress(const Terminal& terminal, std::string label)
     : label_(ShownText(label)), start_(std::chrono::steady_clock::now()) {
+  // No thread at all where nothing is to be seen.
   if (terminal.quiet || terminal.json || isatty(STDERR_FILENO) == 0) return;
   thread_ = std::thread([this] { Run(); });
 }
@@ -128,9 +137,11 @@ void Progress::Set(std::uint64_t done, std::uint64_t total) {
   total_ = total;
 }
 
+// Reads the counters five times a second; the work itself only bumps them.
 void Progress::Run() {
   std::unique_lock lock(mutex_);
   bool shown = false;
+  // Most work is over within a second, and shows nothing.
   auto pause = std::chrono::milliseconds(1000);
   while (!wake_.wait_for(lock, pause, [this] { return stop_; })) {
     pause = std::chrono::milliseconds(200);
@@ -139,6 +150,7 @@ void Progress::Run() {
     const double elapsed =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
     const double rate = static_cast<double>(done) / elapsed;
+    // Back to the begin of the line, and what was there erased.
     std::string line = fmt::format("\r\033[K{}: {}", label_, HumanBytes(done));
     if (total > 0) line += fmt::format(" of {}", HumanBytes(total));
     line += fmt::format(", {}/s", HumanBytes(static_cast<std::uint64_t>(rate)));

@@ -17,18 +17,28 @@
 
 namespace tensormount::tools {
 
+// Exit statuses (docs/cli.md).
 inline constexpr int kDone = 0;
 inline constexpr int kCheckFailed = 1;
 inline constexpr int kFailed = 2;
 
 // Where a command prints, and how. One for the process, made by main. Under mpirun only rank 0
 // prints results; errors come from whoever has them.
+//
+// Two rules that it keeps for all commands: text from outside never does anything but show, and
+// output that could not be written (a full disk, a closed pipe) is a failure of the command and not
+// silence.
+// Thread-safe for Warn and Note, which ranks call from their threads: each is one fwrite of a whole
+// line. All else is for the main thread.
 class Terminal {
  public:
+  // Set once, by the options.
   bool json = false;
   bool quiet = false;
   bool verbose = false;
   // --root, of the commands that open sources.
+  // Here and not in each structure of arguments: OpenSource and FindSource take them from the
+  // terminal.
   std::vector<std::string> roots;
 
   // Colours are for people who look at a terminal: not in files, pipes or JSON, nor where NO_COLOR
@@ -54,6 +64,7 @@ class Terminal {
   // Bytes to standard output as they are.
   Status Write(const void* data, std::size_t size);
   // kDone, or kFailed with an error line where standard output could not take it all.
+  // The last call of a command that printed: buffered output fails only here.
   int Flush();
 
   // "tensormount: CODE: message" and, where there is one, a line about what to do. Further lines of
@@ -70,6 +81,8 @@ class Terminal {
 
 // A line on standard error that shows how far a long work is: only on a terminal, only after a
 // second, erased at the end. `done` and `total` in bytes; total 0 = not known.
+// Made around the work that it shows; destroying it takes the line away, before the command prints
+// its result. Set and the counter may be used from any thread.
 class Progress {
  public:
   Progress(const Terminal& terminal, std::string label);
@@ -92,6 +105,7 @@ class Progress {
 };
 
 // "12.3 MB" (powers of ten), "512 B".
+// For people; JSON has exact numbers.
 std::string HumanBytes(std::uint64_t bytes);
 // "1.23 s", "12 ms".
 std::string HumanSeconds(double seconds);

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount verify`: damages as they are found, and what they come to; see commands.h.
+// Each checkpoint of the source is verified by itself, and a failure of one does not keep the
+// others from it. The exit status is the worst of all: 2 over 1 over 0.
 #include <algorithm>
 #include <vector>
 
@@ -19,6 +21,8 @@ namespace {
 // whole but for what is lost.
 bool PrintVerdict(const std::string& name, const VerifyReport& report, const VerifyArgs& args,
                   Terminal& terminal) {
+  // Lost data of foreign checkpoints are damages of a kind of their own: --partial accepts them,
+  // and nothing else.
   const bool quick = args.quick;
   for (const std::string& warning : report.warnings) terminal.Warn(name + ": " + warning);
   std::size_t lost = 0;
@@ -105,6 +109,7 @@ Result<std::vector<FoundSource>> AllOf(const FoundSource& source, const Terminal
         const ForeignFolder folder,
         ForeignFolder::Open(HostFileSystem(), source.path, terminal.roots));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto steps, ReadForeignSteps(folder));
+    // None: the directory is gone meanwhile.
     for (const ForeignStep& step : steps.value_or(ForeignSteps()).steps) {
       all.push_back({.kind = SourceKind::kForeign, .path = JoinPath(source.path, step.name)});
     }
@@ -127,6 +132,7 @@ int RunVerify(const VerifyArgs& args, Terminal& terminal) {
   if (!all.ok()) return terminal.Fail(all.status());
   int worst = kDone;
   for (const FoundSource& one : all.value()) {
+    // kFailed is the largest: something could not be checked, so the others prove nothing about it.
     worst = std::max(worst, VerifyOne(one, args, terminal));
   }
   const int flushed = terminal.Flush();

@@ -10,6 +10,7 @@
 #include <cassert>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "base/checked.h"
 #include "shard/box_access.h"
@@ -30,6 +31,7 @@ Dims Dims::Filled(int rank, std::int64_t value) {
   return d;
 }
 
+// The sixth number moves all of them to the heap, into room for kMaxAxes: it never moves again.
 void Dims::push_back(std::int64_t v) {
   assert(rank_ < kMaxAxes);
   if (rank_ == kMaxAxes) return;
@@ -62,6 +64,8 @@ std::string Dims::ToString() const {
 }
 
 std::optional<std::int64_t> CheckedProduct(const Dims& extents) {
+  // Zeros first: [2^40, 2^40, 0] has no elements, and multiplying from the left would overflow on
+  // the way to saying so.
   std::int64_t product = 1;
   for (const std::int64_t e : extents) {
     if (e < 0) return std::nullopt;
@@ -106,6 +110,8 @@ Result<Box> Box::Make(const Dims& begin, const Dims& extent) {
 
 Box Box::Whole(const Dims& shape) { return Box(Dims::Filled(shape.rank(), 0), shape); }
 
+// Zeros first, for the same reason as in CheckedProduct: of a checked box only the whole product is
+// known to fit.
 std::int64_t Box::volume() const {
   std::int64_t v = 1;
   for (const std::int64_t e : extent_) {
@@ -140,6 +146,8 @@ std::string Box::ToString() const {
   return s + "]";
 }
 
+// Where the boxes do not meet on an axis, the later begin and extent zero: an empty box that still
+// has the rank of both.
 Box Intersect(const Box& a, const Box& b) {
   assert(a.rank() == b.rank());
   const int rank = std::min(a.rank(), b.rank());
@@ -150,6 +158,31 @@ Box Intersect(const Box& a, const Box& b) {
     extent[i] = std::max<std::int64_t>(0, std::min(a.end(i), b.end(i)) - begin[i]);
   }
   return BoxAccess::Make(begin, extent);
+}
+
+void SubtractBox(std::vector<Box>& boxes, const Box& cut) {
+  std::vector<Box> left;
+  left.reserve(boxes.size());
+  for (const Box& box : boxes) {
+    const Box common = Intersect(box, cut);
+    if (common.empty()) {
+      left.push_back(box);
+      continue;
+    }
+    // Of `box` what is not yet in `left`: on the axes behind us it is as narrow as `common`.
+    Box rest = box;
+    for (int a = 0; a < box.rank(); ++a) {
+      const std::int64_t low = rest.begin(a);
+      if (common.begin(a) > low) {
+        left.push_back(BoxAccess::WithAxis(rest, a, low, common.begin(a) - low));
+      }
+      if (common.end(a) < rest.end(a)) {
+        left.push_back(BoxAccess::WithAxis(rest, a, common.end(a), rest.end(a) - common.end(a)));
+      }
+      rest = BoxAccess::WithAxis(rest, a, common.begin(a), common.extent(a));
+    }
+  }
+  boxes = std::move(left);
 }
 
 }  // namespace tensormount

@@ -30,6 +30,8 @@ bool BufferView::IsPacked() const {
   for (const std::int64_t e : shape) {
     if (e == 0) return true;
   }
+  // Strides are compared with what they would be if packed, from the innermost axis outwards. The
+  // caller's shape is not checked yet, hence the overflow test.
   std::int64_t step = 1;
   for (int a = shape.rank() - 1; a >= 0; --a) {
     if (shape[a] == 1) continue;  // Its stride is never used.

@@ -18,6 +18,7 @@ void EncodeDims(ByteWriter& out, const Dims& dims) {
 }
 
 Result<Dims> DecodeDims(ByteReader& in, std::string_view what) {
+  // Before the numbers: Dims hold no more, and a failed read gives rank 0 and no numbers.
   const std::uint8_t rank = in.U8();
   if (rank > kMaxRank) return DataLoss(what, "rank " + std::to_string(rank));
   Dims dims;
@@ -40,6 +41,7 @@ Result<TensorMeta> DecodeMeta(ByteReader& in, std::string_view what) {
   std::string key(in.String(kMaxKeyBytes));
   const std::uint8_t number = in.U8();
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims shape, DecodeDims(in, what));
+  // A type that only a newer version knows is no damage: its own code says so, and not kDataLoss.
   Result<DType> dtype = DTypeFromNumber(number);
   if (!dtype.ok()) return dtype.status().WithContext(std::string(what) + ": tensor " + key);
   Result<TensorMeta> meta = TensorMeta::Make(std::move(key), dtype.value(), shape);
@@ -63,6 +65,7 @@ Status DecodeGridPosition(ByteReader& in, std::string_view what, std::string_vie
   return Status();
 }
 
+// Begins, then extents, as Box has them; the rank is that of the tensor, whose shape comes before.
 void EncodeRegion(ByteWriter& out, const Region& region) {
   out.U8(region.is_flat() ? 1 : 0);
   for (const std::int64_t v : region.box().begin()) out.I64(v);
@@ -82,6 +85,8 @@ Result<Region> DecodeRegion(ByteReader& in, std::string_view what, std::string_v
   const std::int64_t first = flat ? in.I64() : 0;
   const std::int64_t count = flat ? in.I64() : 0;
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
+  // Made by the functions that check callers' numbers, in the canonical form: a flat range that is
+  // a box comes back as the box, so that it compares equal whoever wrote it.
   const Result<Box> box = Box::Make(begin, extent);
   Result<Region> region = !box.ok() ? Result<Region>(box.status())
                           : flat    ? Region::Flat(box.value(), first, count)

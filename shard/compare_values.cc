@@ -15,12 +15,15 @@ namespace {
 // Elements decoded at a time: what fits the first cache.
 constexpr std::size_t kStep = 512;
 
+// The larger one; of equal ones the first. That makes Add independent of the order of blocks, which
+// threads finish in any order.
 void Raise(std::optional<ValueMismatch::Largest>& largest, double value, std::uint64_t at) {
   if (!largest || value > largest->value || (value == largest->value && at < largest->at)) {
     largest = ValueMismatch::Largest{.value = value, .at = at};
   }
 }
 
+// In units of the larger number, so that it is at most 2 (the numbers have opposite signs).
 double Relative(double distance, double size_a, double size_b) {
   const double size = std::max(size_a, size_b);
   return std::isinf(size) ? 1 : distance / size;  // Not zero: the two differ.
@@ -57,6 +60,7 @@ class Tally {
   }
 
  private:
+  // In unsigned arithmetic, where the difference of INT64_MAX and INT64_MIN (2^64 - 1) has room.
   static std::uint64_t Distance(std::int64_t larger, std::int64_t smaller) {
     return static_cast<std::uint64_t>(larger) - static_cast<std::uint64_t>(smaller);
   }
@@ -64,6 +68,7 @@ class Tally {
     sum_.first = sum_.differing == 0 ? at : std::min(sum_.first, at);
     ++sum_.differing;
   }
+  // Of one type only: between two types the bits are other ones anyway, and mean nothing.
   void Equal() {
     if (same_type_) ++sum_.equal_other_bits;
   }
@@ -95,18 +100,17 @@ class Tally {
   const bool same_type_;
 };
 
-enum class How { kReals, kIntegers, kUnsigned, kComplex, kNone };
-
-How HowOf(DType a, DType b) {
+// As what elements of both types are compared; kNone where they cannot be. A signed and an unsigned
+// integer, or an integer and a float, meet as doubles, which is why the exact kinds need both
+// sides.
+NumberKind ComparedAs(DType a, DType b) {
   const NumberKind kind_a = NumberKindOf(a);
   const NumberKind kind_b = NumberKindOf(b);
-  if (kind_a == NumberKind::kNone || kind_b == NumberKind::kNone) return How::kNone;
-  if (kind_a == NumberKind::kComplex || kind_b == NumberKind::kComplex) {
-    return kind_a == kind_b ? How::kComplex : How::kNone;
+  if (kind_a == kind_b) return kind_a;
+  for (const NumberKind kind : {NumberKind::kNone, NumberKind::kComplex}) {
+    if (kind_a == kind || kind_b == kind) return NumberKind::kNone;
   }
-  if (kind_a != kind_b) return How::kReals;
-  if (kind_a == NumberKind::kInteger) return How::kIntegers;
-  return kind_a == NumberKind::kUnsigned ? How::kUnsigned : How::kReals;
+  return NumberKind::kReal;
 }
 
 }  // namespace
@@ -131,16 +135,17 @@ void ValueMismatch::Add(const ValueMismatch& other) {
   if (other.max_rel) Raise(max_rel, other.max_rel->value, other.max_rel->at);
 }
 
-bool CanCompareValues(DType a, DType b) { return HowOf(a, b) != How::kNone; }
+bool CanCompareValues(DType a, DType b) { return ComparedAs(a, b) != NumberKind::kNone; }
 
 void CompareValues(DType type_a, const std::byte* a, DType type_b, const std::byte* b,
                    std::size_t count, std::uint64_t first, ValueMismatch* sum) {
-  const How how = HowOf(type_a, type_b);
+  const NumberKind kind = ComparedAs(type_a, type_b);
   const std::size_t item_a = InfoOf(type_a).bits / 8;
   const std::size_t item_b = InfoOf(type_b).bits / 8;
   const bool same_type = type_a == type_b;
   Tally tally(*sum, same_type);
   sum->compared += count;
+  // Twice, because a complex element is two numbers. 24 KiB of stack in all.
   double reals_a[2 * kStep];
   double reals_b[2 * kStep];
   std::int64_t integers_a[kStep];
@@ -154,7 +159,7 @@ void CompareValues(DType type_a, const std::byte* a, DType type_b, const std::by
     const auto differs = [&](std::size_t i) {
       return !same_type || std::memcmp(at_a + i * item_a, at_b + i * item_b, item_a) != 0;
     };
-    if (how == How::kIntegers || how == How::kUnsigned) {
+    if (kind == NumberKind::kInteger || kind == NumberKind::kUnsigned) {
       DecodeIntegers(type_a, at_a, n, integers_a);
       DecodeIntegers(type_b, at_b, n, integers_b);
     } else {
@@ -164,21 +169,21 @@ void CompareValues(DType type_a, const std::byte* a, DType type_b, const std::by
     for (std::size_t i = 0; i < n; ++i) {
       if (!differs(i)) continue;
       const std::uint64_t at = first + done + i;
-      switch (how) {
-        case How::kReals:
+      switch (kind) {
+        case NumberKind::kReal:
           tally.Reals(reals_a[i], reals_b[i], at);
           break;
-        case How::kComplex:
+        case NumberKind::kComplex:
           tally.Complex(reals_a + 2 * i, reals_b + 2 * i, at);
           break;
-        case How::kIntegers:
+        case NumberKind::kInteger:
           tally.Integers(integers_a[i], integers_b[i], at);
           break;
-        case How::kUnsigned:
+        case NumberKind::kUnsigned:
           tally.Unsigned(static_cast<std::uint64_t>(integers_a[i]),
                          static_cast<std::uint64_t>(integers_b[i]), at);
           break;
-        case How::kNone:
+        case NumberKind::kNone:
           break;
       }
     }

@@ -31,6 +31,8 @@ struct ValueMismatch {
   // max_abs exactly, where both types are integers.
   std::optional<std::uint64_t> max_abs_integer;
 
+  // Adds what was found in other elements of the same two tensors. Largest distances that are equal
+  // are told at the lower position, which is what makes the order of adding without effect.
   void Add(const ValueMismatch& other);
 };
 

@@ -10,75 +10,29 @@
 #include <type_traits>
 #include <utility>
 
+#include "shard/float_format.h"
+
 namespace tensormount {
 namespace {
 
-// How a binary float is laid out: sign, exponent, fraction.
-struct FloatFormat {
-  int bits;
-  int exponent_bits;
-  int fraction_bits;
-  // False (f8e4m3fn): the highest exponent is an ordinary one, but for all ones, which is NaN.
-  bool has_infinity;
-
-  constexpr int bias() const { return (1 << (exponent_bits - 1)) - 1; }
-  constexpr std::uint64_t exponent_mask() const { return (std::uint64_t{1} << exponent_bits) - 1; }
-  constexpr std::uint64_t fraction_mask() const { return (std::uint64_t{1} << fraction_bits) - 1; }
-  constexpr std::uint64_t nan() const {
-    const std::uint64_t exponent = exponent_mask() << fraction_bits;
-    return has_infinity ? exponent | (std::uint64_t{1} << (fraction_bits - 1))
-                        : exponent | fraction_mask();
-  }
-  // What is too large.
-  constexpr std::uint64_t overflow() const {
-    return has_infinity ? exponent_mask() << fraction_bits : nan();
-  }
-};
-
-constexpr FloatFormat kF64Format{64, 11, 52, true};
-constexpr FloatFormat kF32Format{32, 8, 23, true};
-constexpr FloatFormat kBF16Format{16, 8, 7, true};
-constexpr FloatFormat kF16Format{16, 5, 10, true};
-constexpr FloatFormat kF8E5M2Format{8, 5, 2, true};
-constexpr FloatFormat kF8E4M3Format{8, 4, 3, false};
-
-// A number without rounding: significand * 2^exponent. Every source type has only such.
-struct Exact {
-  enum class Kind : std::uint8_t { kFinite, kInfinity, kNaN } kind = Kind::kFinite;
-  bool negative = false;
-  std::uint64_t significand = 0;
-  int exponent = 0;
-};
-
+// The codes that an encoder needs besides numbers. Quiet NaN: the highest bit of the fraction.
 template <FloatFormat F>
-Exact DecodeExact(std::uint64_t bits) {
-  Exact x;
-  x.negative = (bits >> (F.bits - 1)) != 0;
-  const std::uint64_t exponent = (bits >> F.fraction_bits) & F.exponent_mask();
-  const std::uint64_t fraction = bits & F.fraction_mask();
-  if (exponent == F.exponent_mask()) {
-    if (!F.has_infinity) {
-      if (fraction == F.fraction_mask()) x.kind = Exact::Kind::kNaN;
-    } else {
-      x.kind = fraction == 0 ? Exact::Kind::kInfinity : Exact::Kind::kNaN;
-    }
-    if (x.kind != Exact::Kind::kFinite) return x;
-  }
-  if (exponent == 0) {
-    x.significand = fraction;
-    x.exponent = 1 - F.bias() - F.fraction_bits;
-  } else {
-    x.significand = fraction | (std::uint64_t{1} << F.fraction_bits);
-    x.exponent = static_cast<int>(exponent) - F.bias() - F.fraction_bits;
-  }
-  return x;
+constexpr std::uint64_t NanOf() {
+  const std::uint64_t exponent = F.exponent_mask() << F.fraction_bits;
+  return F.has_infinity() ? exponent | (std::uint64_t{1} << (F.fraction_bits - 1))
+                          : exponent | F.fraction_mask();
+}
+// What is too large: infinity, and NaN where there is none.
+template <FloatFormat F>
+constexpr std::uint64_t OverflowOf() {
+  return F.has_infinity() ? F.exponent_mask() << F.fraction_bits : NanOf<F>();
 }
 
 template <FloatFormat F>
-std::uint64_t Encode(const Exact& x) {
-  const std::uint64_t sign = x.negative ? std::uint64_t{1} << (F.bits - 1) : 0;
-  if (x.kind == Exact::Kind::kNaN) return sign | F.nan();
-  if (x.kind == Exact::Kind::kInfinity) return sign | F.overflow();
+std::uint64_t Encode(const ExactNumber& x) {
+  const std::uint64_t sign = x.negative ? std::uint64_t{1} << (F.bits() - 1) : 0;
+  if (x.kind == ExactNumber::Kind::kNaN) return sign | NanOf<F>();
+  if (x.kind == ExactNumber::Kind::kInfinity) return sign | OverflowOf<F>();
   if (x.significand == 0) return sign;
   // The exponent of the last place of the result: that of a normal number with the same first bit,
   // but no lower than that of the subnormal ones.
@@ -101,7 +55,7 @@ std::uint64_t Encode(const Exact& x) {
   // exponent by itself: subnormal ones become normal, and the largest becomes "too large".
   const std::uint64_t magnitude =
       (static_cast<std::uint64_t>(place - lowest) << F.fraction_bits) + rounded;
-  if (magnitude >= F.overflow()) return sign | F.overflow();
+  if (magnitude >= OverflowOf<F>()) return sign | OverflowOf<F>();
   return sign | magnitude;
 }
 
@@ -116,20 +70,20 @@ void Store(std::byte* p, T v) {
   std::memcpy(p, &v, sizeof(T));
 }
 
-struct BoolTag {};
-
 template <FloatFormat F, typename Bits>
 struct FloatType {
   static constexpr FloatFormat kFormat = F;
   using Storage = Bits;
 };
 
+// From a number of a type to code for that type, once for all elements and not for each. Two nested
+// calls make 15 * 15 loops, each with its formats as constants.
 // Calls fn with the C++ type that stands for `dtype`; false where it is none of ours.
 template <typename Fn>
 bool WithType(DType dtype, Fn fn) {
   switch (dtype) {
     case DType::kBool:
-      fn(BoolTag{});
+      fn(bool{});
       return true;
     case DType::kI8:
       fn(std::int8_t{});
@@ -179,7 +133,7 @@ bool WithType(DType dtype, Fn fn) {
 }
 
 template <typename T>
-inline constexpr bool kIsFloat = !std::is_integral_v<T> && !std::is_same_v<T, BoolTag>;
+inline constexpr bool kIsFloat = !std::is_integral_v<T>;
 
 bool IsFloat(DType dtype) {
   bool is = false;
@@ -190,7 +144,10 @@ bool IsKnown(DType dtype) {
   return WithType(dtype, [](auto) {});
 }
 
-// What all hardware does in one instruction, and rounds as we do.
+// What all hardware does in one instruction, and rounds as we do, or what integer arithmetic does
+// in a few: bf16 is the upper half of f32, so that a shift widens it, and adding 0x7fff and the
+// lowest bit that stays rounds to nearest, ties to even. NaNs are treated apart: the addition could
+// carry the bits of one into infinity or the sign, and processors disagree on the payload.
 template <typename From, typename To>
 inline constexpr bool kByHardware = false;
 using F32Type = FloatType<kF32Format, std::uint32_t>;
@@ -221,8 +178,9 @@ typename To::Storage FloatToFloat(typename From::Storage bits) {
     using ToFloat = std::conditional_t<sizeof(bits) == 4, double, float>;
     const auto value = static_cast<ToFloat>(std::bit_cast<FromFloat>(bits));
     if (value != value) {  // One NaN, whatever the processor makes of the payload.
-      const std::uint64_t sign = bits >> (From::kFormat.bits - 1);
-      return static_cast<typename To::Storage>(sign << (To::kFormat.bits - 1) | To::kFormat.nan());
+      const std::uint64_t sign = bits >> (From::kFormat.bits() - 1);
+      return static_cast<typename To::Storage>(sign << (To::kFormat.bits() - 1) |
+                                               NanOf<To::kFormat>());
     }
     return std::bit_cast<typename To::Storage>(value);
   } else {
@@ -242,17 +200,20 @@ std::optional<UnfitElement> Convert(const std::byte* src, std::byte* dst, std::i
     }
     return std::nullopt;  // Floats to integers: CanConvert said no.
   } else {
-    using Source = std::conditional_t<std::is_same_v<From, BoolTag>, std::uint8_t, From>;
+    // Not a C++ bool: other bytes than 0 and 1 may be stored, and count as true.
+    using Source = std::conditional_t<std::is_same_v<From, bool>, std::uint8_t, From>;
     for (std::size_t i = 0; i < count; ++i, src += sizeof(Source), dst += step) {
       Source value = LoadElement<Source>(src);
-      if constexpr (std::is_same_v<From, BoolTag>) value = value != 0 ? 1 : 0;
+      if constexpr (std::is_same_v<From, bool>) value = value != 0 ? 1 : 0;
       if constexpr (kIsFloat<To>) {
-        Exact x;
+        // An integer is its own significand. The negation is unsigned, so that INT64_MIN has one
+        // too.
+        ExactNumber x;
         x.negative = std::cmp_less(value, 0);
         const auto wide = static_cast<std::uint64_t>(value);
         x.significand = x.negative ? std::uint64_t{0} - wide : wide;
         Store(dst, static_cast<typename To::Storage>(Encode<To::kFormat>(x)));
-      } else if constexpr (std::is_same_v<To, BoolTag>) {
+      } else if constexpr (std::is_same_v<To, bool>) {
         if (!std::cmp_equal(value, 0) && !std::cmp_equal(value, 1)) {
           return UnfitElement{i, std::to_string(value)};
         }

@@ -14,8 +14,10 @@
 namespace tensormount {
 namespace {
 
-// Says which cells of `want` are covered not exactly once. Slow and exact: only errors come here.
-Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::Part> pieces,
+// Parts are cut to each box that is wanted and moved to its corner, so that CheckCoverage can be
+// asked about a tensor of just that box; what it finds is moved back and named in elements. Says
+// which cells of `want` are covered not exactly once. Slow and exact: only errors come here.
+Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::Part> parts,
                      const TensorMeta* meta) {
   const auto name = [&](const Box& bytes) {
     if (meta == nullptr) return "bytes " + bytes.ToString();
@@ -26,19 +28,19 @@ Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::
     Dims ends;
     for (int a = 0; a < w.box.rank(); ++a) ends.push_back(w.box.end(a));
     // Cells before the box are not wanted: shift everything to its corner.
-    std::vector<OwnedRegion> regions;
+    RegionSet regions(w.box.extent());
     const auto shifted = [&](const Box& box, std::int64_t sign) {
       Dims begin;
       for (int a = 0; a < box.rank(); ++a) begin.push_back(box.begin(a) + sign * w.box.begin(a));
       return Box::Make(begin, box.extent());
     };
-    for (const CopyPlan::Part& p : pieces) {
+    for (const CopyPlan::Part& p : parts) {
       const Box common = Intersect(p.part, w.box);
       if (common.empty()) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, shifted(common, -1));
-      regions.push_back({box, p.chunk});
+      regions.Add(box, p.chunk);
     }
-    const CoverageReport report = CheckCoverage(w.box.extent(), regions, 1);
+    const CoverageReport report = CheckCoverage(regions, 1);
     if (!report.missing.empty()) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, shifted(report.missing[0], 1));
       return Status(Code::kDataLoss, name(box) + " is stored in no chunk");
@@ -54,15 +56,17 @@ Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::
   return Status(Code::kInternal, "copy plan: volumes differ, but every cell is covered once");
 }
 
-// Whether no two of the pieces share a cell. A sweep along the axis with most beginnings.
-bool Disjoint(std::span<const CopyPlan::Part> pieces) {
-  if (pieces.size() < 2) return true;
-  const int rank = pieces[0].part.rank();
+// Whether no two of the parts share a cell. A sweep along the axis with most beginnings: parts are
+// visited as they begin there, and compared with those that have not ended yet. O(n log n) and a
+// comparison for each pair that overlaps on this axis: few for rows and grids; n^2 / 2 at worst.
+bool Disjoint(std::span<const CopyPlan::Part> parts) {
+  if (parts.size() < 2) return true;
+  const int rank = parts[0].part.rank();
   int axis = 0;
   std::size_t most = 0;
-  std::vector<std::int64_t> begins(pieces.size());
+  std::vector<std::int64_t> begins(parts.size());
   for (int a = 0; a < rank; ++a) {
-    for (std::size_t i = 0; i < pieces.size(); ++i) begins[i] = pieces[i].part.begin(a);
+    for (std::size_t i = 0; i < parts.size(); ++i) begins[i] = parts[i].part.begin(a);
     std::sort(begins.begin(), begins.end());
     const auto distinct = static_cast<std::size_t>(
         std::distance(begins.begin(), std::unique(begins.begin(), begins.end())));
@@ -72,8 +76,8 @@ bool Disjoint(std::span<const CopyPlan::Part> pieces) {
     }
   }
   std::vector<const Box*> order;
-  order.reserve(pieces.size());
-  for (const CopyPlan::Part& p : pieces) order.push_back(&p.part);
+  order.reserve(parts.size());
+  for (const CopyPlan::Part& p : parts) order.push_back(&p.part);
   std::sort(order.begin(), order.end(),
             [&](const Box* a, const Box* b) { return a->begin(axis) < b->begin(axis); });
   std::vector<const Box*> active;
@@ -92,11 +96,20 @@ bool Disjoint(std::span<const CopyPlan::Part> pieces) {
 std::uint64_t StridedCopy::runs() const {
   if (run == 0) return 0;
   std::uint64_t n = 1;
-  for (int a = 0; a < axes; ++a)
-    n *= static_cast<std::uint64_t>(count[static_cast<std::size_t>(a)]);
+  for (const Axis& a : loops()) n *= static_cast<std::uint64_t>(a.count);
   return n;
 }
 
+std::uint64_t StridedCopy::src_span() const {
+  std::uint64_t span = run;
+  for (const Axis& a : loops()) span += static_cast<std::uint64_t>((a.count - 1) * a.src);
+  return span;
+}
+
+// O(rank). Example: cut [0:4, 2:4, 0:2] (4 rows, 2 elements of 2 bytes) from a packed [4, 8, 2],
+// into a packed [4, 2, 2]: the axis of bytes is contiguous on both sides and merges into that of
+// elements, which gives runs of 4 bytes; rows are 16 bytes apart on one side and 4 on the other, so
+// they stay a loop: src_offset 4, run 4, axis {4, 16, 4}.
 StridedCopy PlanCopy(const Box& part, const PlacedBox& src, const PlacedBox& dst) {
   StridedCopy copy;
   copy.src_offset = src.offset;
@@ -109,25 +122,21 @@ StridedCopy PlanCopy(const Box& part, const PlacedBox& src, const PlacedBox& dst
     copy.dst_offset += (part.begin(a) - dst.box.begin(a)) * dst.strides[a];
     const std::int64_t n = part.extent(a);
     if (n == 1) continue;
+    const StridedCopy::Axis next = {n, src.strides[a], dst.strides[a]};
     if (copy.axes > 0) {
-      const auto last = static_cast<std::size_t>(copy.axes - 1);
-      if (copy.src_step[last] == n * src.strides[a] && copy.dst_step[last] == n * dst.strides[a]) {
-        copy.count[last] *= n;
-        copy.src_step[last] = src.strides[a];
-        copy.dst_step[last] = dst.strides[a];
+      StridedCopy::Axis& last = copy.loops().back();
+      if (last.src == n * next.src && last.dst == n * next.dst) {
+        last = {last.count * n, next.src, next.dst};
         continue;
       }
     }
-    const auto next = static_cast<std::size_t>(copy.axes++);
-    copy.count[next] = n;
-    copy.src_step[next] = src.strides[a];
-    copy.dst_step[next] = dst.strides[a];
+    copy.axis[static_cast<std::size_t>(copy.axes++)] = next;
   }
   if (copy.axes > 0) {
-    const auto last = static_cast<std::size_t>(copy.axes - 1);
-    if (copy.src_step[last] == 1 && copy.dst_step[last] == 1) {
-      copy.run = static_cast<std::uint64_t>(copy.count[last]);
-      copy.count[last] = copy.src_step[last] = copy.dst_step[last] = 0;
+    StridedCopy::Axis& last = copy.loops().back();
+    if (last.src == 1 && last.dst == 1) {
+      copy.run = static_cast<std::uint64_t>(last.count);
+      last = {};
       --copy.axes;
     }
   }
@@ -151,14 +160,14 @@ Result<CopyPlan> CopyPlan::Make(std::span<const PlacedBox> want,
         const Box part = Intersect(w.box, placed.box);
         if (part.empty()) continue;
         plan.bytes_ += static_cast<std::uint64_t>(part.volume());
-        plan.pieces_.push_back({static_cast<std::uint32_t>(c), part, PlanCopy(part, placed, w)});
+        plan.parts_.push_back({static_cast<std::uint32_t>(c), part, PlanCopy(part, placed, w)});
       }
     }
   }
-  // Disjoint pieces of the right total volume cover everything once. Two boxes wanted are disjoint,
-  // so that pieces of different ones never meet.
-  if (plan.bytes_ != wanted || !Disjoint(plan.pieces_)) {
-    return CoverageError(want, plan.pieces_, meta);
+  // Disjoint parts of the right total volume cover everything once. Two boxes wanted are disjoint,
+  // so that parts of different ones never meet.
+  if (plan.bytes_ != wanted || !Disjoint(plan.parts_)) {
+    return CoverageError(want, plan.parts_, meta);
   }
   return plan;
 }

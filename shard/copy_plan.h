@@ -14,29 +14,35 @@
 
 namespace tensormount {
 
-// `size` contiguous bytes at `src_offset` go to `dst_offset`.
-struct CopyRun {
-  std::int64_t src_offset = 0;
-  std::int64_t dst_offset = 0;
-  std::uint64_t size = 0;
-  friend bool operator==(const CopyRun&, const CopyRun&) = default;
-};
-
-// The strided loop nest that copies one box between two placements: `count[a]` steps along axis a,
-// each `src_step`/`dst_step` bytes, around contiguous runs of `run` bytes. Axes that are contiguous
-// on both sides are already merged, so that runs are as long as they can be. Yields runs instead
-// of holding them: memory is O(rank). A value; safe to share between threads.
+// The strided loop nest that copies one box between two placements: axes, the outermost first,
+// around contiguous runs of `run` bytes. Axes that are contiguous on both sides are already merged,
+// so that runs are as long as they can be. Yields runs instead of holding them: memory is O(rank).
+// A value; safe to share between threads.
+//
+// Example: columns 2 to 3 of a packed [4, 8] of bytes, read into a packed [4, 2], are 4 runs of 2
+// bytes: src_offset 2, run 2, one axis {count 4, src 8, dst 2}. Rows 1 and 2 of the same tensor
+// into a packed [2, 8] are one run of 16 bytes from 8 on, and no axis at all.
 struct StridedCopy {
   std::int64_t src_offset = 0;
   std::int64_t dst_offset = 0;
   std::uint64_t run = 0;  // Bytes of one run; 0 = nothing to copy.
   int axes = 0;
-  std::array<std::int64_t, kMaxAxes> count{};
-  std::array<std::int64_t, kMaxAxes> src_step{};
-  std::array<std::int64_t, kMaxAxes> dst_step{};
+  // `count` steps, at each of which both sides move by so many bytes; of memory they may be
+  // negative.
+  struct Axis {
+    std::int64_t count = 0;
+    std::int64_t src = 0;
+    std::int64_t dst = 0;
+  };
+  std::array<Axis, kMaxAxes> axis{};
+
+  std::span<Axis> loops() { return {axis.data(), static_cast<std::size_t>(axes)}; }
+  std::span<const Axis> loops() const { return {axis.data(), static_cast<std::size_t>(axes)}; }
 
   std::uint64_t runs() const;
   std::uint64_t bytes() const { return runs() * run; }
+  // Bytes from the first to the end of the last one that is read, where no step is negative.
+  std::uint64_t src_span() const;
 
   // Calls fn(src_offset, dst_offset, size) for every run in row-major order of the box.
   template <typename Fn>
@@ -45,27 +51,32 @@ struct StridedCopy {
     std::array<std::int64_t, kMaxAxes> at{};
     std::int64_t src = src_offset;
     std::int64_t dst = dst_offset;
+    // An odometer over the outer axes: `at` says how far each has turned, src and dst follow it by
+    // additions, and an axis that is through goes back to its beginning and moves the one before.
     for (;;) {
       // The innermost axis without the odometer: this is the hot loop of a column read.
-      const int inner = axes - 1;
-      const std::int64_t n = axes > 0 ? count[static_cast<std::size_t>(inner)] : 1;
-      const std::int64_t ss = axes > 0 ? src_step[static_cast<std::size_t>(inner)] : 0;
-      const std::int64_t ds = axes > 0 ? dst_step[static_cast<std::size_t>(inner)] : 0;
-      for (std::int64_t i = 0; i < n; ++i) fn(src + i * ss, dst + i * ds, run);
-      int a = inner - 1;
+      const Axis inner = axes > 0 ? axis[static_cast<std::size_t>(axes - 1)] : Axis{1, 0, 0};
+      for (std::int64_t i = 0; i < inner.count; ++i) {
+        fn(src + i * inner.src, dst + i * inner.dst, run);
+      }
+      int a = axes - 2;
       for (; a >= 0; --a) {
         const auto u = static_cast<std::size_t>(a);
-        src += src_step[u];
-        dst += dst_step[u];
-        if (++at[u] < count[u]) break;
-        src -= at[u] * src_step[u];
-        dst -= at[u] * dst_step[u];
+        src += axis[u].src;
+        dst += axis[u].dst;
+        if (++at[u] < axis[u].count) break;
+        src -= at[u] * axis[u].src;
+        dst -= at[u] * axis[u].dst;
         at[u] = 0;
       }
       if (a < 0) return;
     }
   }
 };
+
+// Offsets and steps are plain int64 sums and products, which cannot overflow: placed boxes are made
+// of checked shapes, of chunks that lie within their files, and of strides whose reach
+// tensor_meta.h bounds by 2^62 bytes, and every run is a part of one.
 
 // How to copy `part` (which must lie in both boxes) from `src` to `dst`. The one place that turns
 // boxes into byte runs: slices, resharding, packing and the byte ranges of the mount all use it.
@@ -75,7 +86,7 @@ StridedCopy PlanCopy(const Box& part, const PlacedBox& src, const PlacedBox& dst
 // is as fast as its memory allows: transposes go by tiles.
 void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst);
 
-// How to assemble a byte region of a tensor from the chunks that store it. Pieces are ordered by
+// How to assemble a byte region of a tensor from the chunks that store it. Parts are ordered by
 // chunk, then destination; together they cover the destination exactly once.
 class CopyPlan {
  public:
@@ -92,11 +103,11 @@ class CopyPlan {
                                std::span<const std::vector<PlacedBox>> chunks,
                                const TensorMeta* meta = nullptr);
 
-  std::span<const Part> pieces() const { return pieces_; }
+  std::span<const Part> parts() const { return parts_; }
   std::uint64_t bytes() const { return bytes_; }
 
  private:
-  std::vector<Part> pieces_;
+  std::vector<Part> parts_;
   std::uint64_t bytes_ = 0;
 };
 

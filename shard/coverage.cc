@@ -16,6 +16,9 @@
 namespace tensormount {
 namespace {
 
+// From the cheapest on. Volumes alone refuse most layouts that are wrong, and regions in rank order
+// prove themselves on the way (ByOrder). Ranges of the row-major order need two corners each
+// (ByEnds), grids one look-up an axis (AsGrid), and everything else 2^axes corners.
 Proof Prove(const RegionSet& regions, bool* linear) {
   Proof proof = ProveByOrder(regions, linear);
   if (proof != Proof::kUnknown) return proof;
@@ -30,25 +33,25 @@ void AppendRange(const Box& whole, std::int64_t begin, std::int64_t end, std::ve
   out.insert(out.end(), boxes.begin(), boxes.end());
 }
 
-// Ranges of the row-major order: a sweep along it. Stops listing overlaps, in order, at `limit`.
+// Ranges of the row-major order: a sweep along it, as over intervals of a line. `covered` is how
+// far the ranges so far reach without a hole, so a hole is what lies between it and the next begin.
+// O(n log n), and one step more for each pair that overlaps until `limit` is reached. Stops listing
+// overlaps, in order, at `limit`.
 void SweepRanges(const RegionSet& regions, std::size_t limit, CoverageReport& report) {
-  struct Range {
-    LinearRange at;
-    std::uint32_t region;
-  };
   const Box whole = Box::Whole(regions.shape());
   const LinearOrder order(regions.shape());
-  std::vector<Range> ranges(regions.size());
-  for (std::size_t i = 0; i < ranges.size(); ++i) {
+  std::vector<LinearRange> ranges(regions.size());
+  std::vector<std::uint32_t> sorted(regions.size());  // Regions by where they begin.
+  for (std::uint32_t i = 0; i < ranges.size(); ++i) {
     std::int64_t volume = 0;
-    order.RangeOf(regions, i, &ranges[i].at, &volume);
-    ranges[i].region = static_cast<std::uint32_t>(i);
+    order.RangeOf(regions, i, &ranges[i], &volume);
+    sorted[i] = i;
   }
-  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
-    return a.at.begin != b.at.begin ? a.at.begin < b.at.begin : a.region < b.region;
+  std::stable_sort(sorted.begin(), sorted.end(), [&](std::uint32_t a, std::uint32_t b) {
+    return ranges[a].begin < ranges[b].begin;
   });
   std::int64_t covered = 0;
-  std::vector<Range> open;  // Those before that reach beyond the beginning of this one.
+  std::vector<std::uint32_t> open;  // Regions before that reach beyond the begin of this one.
   std::vector<Box> common;
   const auto cover = [&](std::int64_t begin, std::int64_t end) {
     if (begin > covered) {
@@ -61,20 +64,21 @@ void SweepRanges(const RegionSet& regions, std::size_t limit, CoverageReport& re
     }
     covered = std::max(covered, end);
   };
-  for (const Range& range : ranges) {
-    cover(range.at.begin, range.at.end);
+  for (const std::uint32_t region : sorted) {
+    const LinearRange& range = ranges[region];
+    cover(range.begin, range.end);
     if (report.overlaps.size() > limit) continue;
-    std::erase_if(open, [&](const Range& r) { return r.at.end <= range.at.begin; });
-    for (const Range& other : open) {
-      const auto [first, second] = std::minmax(range.region, other.region);
+    std::erase_if(open, [&](std::uint32_t r) { return ranges[r].end <= range.begin; });
+    for (const std::uint32_t other : open) {
+      const auto [first, second] = std::minmax(region, other);
       common.clear();
-      AppendRange(whole, range.at.begin, std::min(range.at.end, other.at.end), common);
+      AppendRange(whole, range.begin, std::min(range.end, ranges[other].end), common);
       for (const Box& box : common) {
         report.overlaps.push_back({box, regions.owner(first), regions.owner(second)});
       }
       if (report.overlaps.size() > limit) break;
     }
-    open.push_back(range);
+    open.push_back(region);
   }
   cover(order.elements(), order.elements());
 }
@@ -112,8 +116,11 @@ bool Meet(const RegionSet& regions, std::size_t i, const Box& box) {
   return true;
 }
 
-// From the cells that the proof left over; only what meets those with too many regions is searched.
-// False, and nothing reported, where the proof was of no use.
+// The middle way: one pass over the corners (partition_proof.h) gives holes and doubled cells
+// however many regions there are, where they are few. It knows cells and not who claims them, so
+// the regions near doubled cells are searched by themselves: of a million mostly two. From the
+// cells that the proof left over; only what meets those with too many regions is searched. False,
+// and nothing reported, where the proof was of no use.
 bool UseDifferences(const RegionSet& regions, std::size_t limit, CoverageReport& report) {
   constexpr std::size_t kPlacesApart = 16;
   std::vector<Miscount> differences;
@@ -131,7 +138,8 @@ bool UseDifferences(const RegionSet& regions, std::size_t limit, CoverageReport&
   if (twice.empty()) return true;
   JoinBoxes(regions.rank(), twice);
   if (twice.size() > kPlacesApart) {
-    // One box around all of them.
+    // One box around all of them: each region is compared with every box of `twice`, so these must
+    // be few. Regions that meet it without reason are sorted out by the search.
     Dims low = twice[0].begin();
     Dims extent;
     for (int a = 0; a < regions.rank(); ++a) {
@@ -168,6 +176,7 @@ CoverageReport CheckCoverage(const RegionSet& regions, std::size_t limit) {
   if (Box::Whole(regions.shape()).empty()) return report;
   bool linear = false;
   if (Prove(regions, &linear) == Proof::kPartition) return report;
+  // Owners of overlaps that are found by searching are positions, until the loop below names them.
   limit = std::max<std::size_t>(limit, 1);  // A report without findings means complete.
   if (linear) {
     SweepRanges(regions, limit, report);
@@ -185,14 +194,6 @@ CoverageReport CheckCoverage(const RegionSet& regions, std::size_t limit) {
   if (report.missing.size() > limit) report.missing.resize(limit);
   if (report.overlaps.size() > limit) report.overlaps.resize(limit);
   return report;
-}
-
-CoverageReport CheckCoverage(const Dims& shape, std::span<const OwnedRegion> regions,
-                             std::size_t limit) {
-  RegionSet set(shape);
-  set.Reserve(regions.size());
-  for (const OwnedRegion& r : regions) set.Add(r.region, r.owner);
-  return CheckCoverage(set, limit);
 }
 
 bool IsPartition(const RegionSet& regions) {

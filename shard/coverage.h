@@ -3,8 +3,6 @@
 #define TENSORMOUNT_SHARD_COVERAGE_H_
 
 #include <cstdint>
-#include <span>
-#include <string>
 #include <vector>
 
 #include "tensormount/box.h"
@@ -12,12 +10,6 @@
 #include "shard/region_set.h"
 
 namespace tensormount {
-
-// A region and who holds it: an index that the caller chose (a rank, a chunk number).
-struct OwnedRegion {
-  Region region;
-  std::uint32_t owner = 0;
-};
 
 struct Overlap {
   Box box;                  // Cells that two of the regions claim.
@@ -36,14 +28,18 @@ struct CoverageReport {
   bool complete() const { return missing.empty() && overlaps.empty(); }
 };
 
+// Example: of shape [4, 4], rank 0 has rows 0 and 1, rank 1 the flat elements 6 to 11, nobody the
+// last row. missing is {[3:4, 0:4]} with 4 elements; overlaps is {[1:2, 2:4], 0, 1}: elements 6
+// and 7.
+
 // Pure and exact for arbitrary regions, boxes and flat ranges mixed: where they do not cover the
 // shape, each exactly once. Replicas (equal regions) must have been removed by the caller, see
 // GroupEqual. Lists at most `limit` (at least one) findings of each kind; at most 2^31 regions.
 CoverageReport CheckCoverage(const RegionSet& regions, std::size_t limit = 16);
 
-// The same. Regions must lie within `shape`: others are ignored, as are empty ones.
-CoverageReport CheckCoverage(const Dims& shape, std::span<const OwnedRegion> regions,
-                             std::size_t limit = 16);
+// The cost of CheckCoverage is that of IsPartition where nothing is wrong. Where something is, a
+// search follows, whose cost depends on how it is wrong (coverage_search.h); what it lists is
+// bounded.
 
 // Whether every cell of the shape lies in exactly one region: CheckCoverage().complete() without
 // the findings. Expected linear time, in any order, for ranges of the row-major order, for regular

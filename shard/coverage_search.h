@@ -26,13 +26,20 @@ struct CoverageFindings {
   bool pairs_dropped = false;
 };
 
+// The slow half of coverage, which is only asked where the proofs of partition_proof.h said no or
+// had no answer. How it cuts decides how fast it is and in which boxes a hole is told, never what
+// is missing.
+
 // Finds the cells that no box has (unless only overlaps are asked for) and the boxes that meet. All
 // regions must be boxes. O(n log n) where cuts can be found that few boxes lie across.
 CoverageFindings SearchCoverage(const RegionSet& boxes, std::size_t max_pairs, bool only_overlaps);
 
+// By where boxes begin, the outermost axis first: the order in which findings are listed.
 bool RowMajorLess(const Box& a, const Box& b);
 
-// Joins boxes that make up one box until there are none, and sorts them in row-major order.
+// Joins boxes that make up one box until there are none, and sorts them in row-major order. Two
+// boxes do where they agree on all axes but one and touch on that one. Boxes must be disjoint. O(n
+// log n) a round over all axes; every round but the last joins some.
 void JoinBoxes(int rank, std::vector<Box>& boxes);
 
 }  // namespace tensormount

@@ -42,6 +42,7 @@ constexpr std::array<DTypeInfo, 23> kTable = {{
     {DType::kC128, "c128", 128, "", "torch.complex128", "complex128", false, "<c16"},
 }};
 
+// A row in the wrong place would make InfoOf answer for another type.
 constexpr bool InOrder() {
   for (std::size_t i = 0; i < kTable.size(); ++i) {
     if (static_cast<std::size_t>(kTable[i].dtype) != i + 1) return false;

@@ -3,7 +3,6 @@
 // reading here, also those that no processor computes with.
 #include "shard/element_values.h"
 
-#include <array>
 #include <bit>
 #include <cassert>
 #include <cmath>
@@ -11,54 +10,30 @@
 #include <limits>
 #include <vector>
 
+#include "shard/float_format.h"
+
 namespace tensormount {
 namespace {
 
-// What the bits of a small float mean.
-struct SmallFloat {
-  int exponent_bits;
-  int fraction_bits;
-  int bias;
-  // kIeee: infinities and NaNs at the highest exponent; kNanAllOnes (fn): no infinities, NaN is all
-  // ones; kNanMinusZero (fnuz): no infinities, NaN is what would be minus zero.
-  enum class Specials { kIeee, kNanAllOnes, kNanMinusZero } specials;
-};
-using Specials = SmallFloat::Specials;
-
-float DecodeSmall(std::uint32_t bits, const SmallFloat& f) {
-  const int total = 1 + f.exponent_bits + f.fraction_bits;
-  const bool negative = (bits >> (total - 1) & 1) != 0;
-  const std::uint32_t highest = (1U << f.exponent_bits) - 1;
-  const std::uint32_t exponent = bits >> f.fraction_bits & highest;
-  const std::uint32_t all_ones = (1U << f.fraction_bits) - 1;
-  const std::uint32_t fraction = bits & all_ones;
-  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-  switch (f.specials) {
-    case Specials::kIeee:
-      if (exponent != highest) break;
-      if (fraction != 0) return kNan;
-      return negative ? -INFINITY : INFINITY;
-    case Specials::kNanAllOnes:
-      if (exponent == highest && fraction == all_ones) return kNan;
-      break;
-    case Specials::kNanMinusZero:
-      if (negative && exponent == 0 && fraction == 0) return kNan;
-      break;
-  }
-  const float value = exponent == 0
-                          ? std::ldexp(static_cast<float>(fraction), 1 - f.bias - f.fraction_bits)
-                          : std::ldexp(static_cast<float>(fraction + (1U << f.fraction_bits)),
-                                       static_cast<int>(exponent) - f.bias - f.fraction_bits);
-  return negative ? -value : value;
+template <FloatFormat F>
+float DecodeSmall(std::uint64_t bits) {
+  const ExactNumber x = DecodeExact<F>(bits);
+  if (x.kind == ExactNumber::Kind::kNaN) return std::numeric_limits<float>::quiet_NaN();
+  const float size = x.kind == ExactNumber::Kind::kInfinity
+                         ? std::numeric_limits<float>::infinity()
+                         : std::ldexp(static_cast<float>(x.significand), x.exponent);
+  return x.negative ? -size : size;
 }
 
-std::vector<float> Table(int bits, const SmallFloat& f) {
-  std::vector<float> table(std::size_t{1} << bits);
-  for (std::size_t i = 0; i < table.size(); ++i)
-    table[i] = DecodeSmall(static_cast<std::uint32_t>(i), f);
+template <FloatFormat F>
+std::vector<float> Table() {
+  std::vector<float> table(std::size_t{1} << F.bits());
+  for (std::size_t i = 0; i < table.size(); ++i) table[i] = DecodeSmall<F>(i);
   return table;
 }
 
+// f8_e8m0: a power of two and nothing else, 2^(bits - 127), and NaN for all ones. The lowest,
+// 2^-127, is subnormal as a float and exact.
 std::vector<float> ScaleTable() {
   std::vector<float> table(256);
   for (int e = 0; e < 255; ++e) table[static_cast<std::size_t>(e)] = std::ldexp(1.0F, e - 127);
@@ -66,13 +41,15 @@ std::vector<float> ScaleTable() {
   return table;
 }
 
-// Every value of a type of 8 or 16 bits by its bits; made when it is wanted first.
+// Look-ups, because these values are wanted by the million (diff --values) and decoding one takes a
+// call of ldexp. 256 KiB for f16, a KiB for each of the others. Every value of a type of 8 or 16
+// bits by its bits; made when it is wanted first.
 const std::vector<float>& TableOf(DType dtype) {
-  static const std::vector<float> f16 = Table(16, {5, 10, 15, Specials::kIeee});
-  static const std::vector<float> e4m3 = Table(8, {4, 3, 7, Specials::kNanAllOnes});
-  static const std::vector<float> e5m2 = Table(8, {5, 2, 15, Specials::kIeee});
-  static const std::vector<float> e4m3fnuz = Table(8, {4, 3, 8, Specials::kNanMinusZero});
-  static const std::vector<float> e5m2fnuz = Table(8, {5, 2, 16, Specials::kNanMinusZero});
+  static const std::vector<float> f16 = Table<kF16Format>();
+  static const std::vector<float> e4m3 = Table<kF8E4M3Format>();
+  static const std::vector<float> e5m2 = Table<kF8E5M2Format>();
+  static const std::vector<float> e4m3fnuz = Table<kF8E4M3FNUZFormat>();
+  static const std::vector<float> e5m2fnuz = Table<kF8E5M2FNUZFormat>();
   static const std::vector<float> e8m0 = ScaleTable();
   switch (dtype) {
     case DType::kF16:

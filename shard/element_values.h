@@ -9,7 +9,10 @@
 
 namespace tensormount {
 
-// How elements of a type are looked at as numbers.
+// Reading is all that is done here: conversion at load, which must also round, is convert.h.
+
+// How elements of a type are looked at as numbers. Every element type has a kind; a type that is
+// added to the table and forgotten here does not compile.
 enum class NumberKind : std::uint8_t {
   kReal,      // Floats: every value is a double, exactly.
   kInteger,   // bool and integers that a signed 64-bit one holds.

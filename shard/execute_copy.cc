@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the strided copies of copy_plan.h, which declares it; planning allocates and thinks, this
-// only moves bytes, and is measured for itself (bench/micro). Three loops: tiles for runs of a few
-// bytes, a plain loop for runs of some cache lines, memcpy for long ones; large copies write past
-// the caches.
+// Runs the strided copies of copy_plan.h, which declares it: planning thinks, this only moves
+// bytes, and all that is particular about caches and processors is in here. Three loops: tiles for
+// runs of a few bytes, a plain loop for runs of some cache lines, memcpy for long ones; large
+// copies write past the caches.
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
@@ -17,54 +17,41 @@ namespace {
 
 constexpr std::uint64_t kStreamFrom = 2 * 1024 * 1024;
 
-struct CopyAxis {
-  std::int64_t count;
-  std::int64_t src;
-  std::int64_t dst;
-};
+using CopyAxis = StridedCopy::Axis;
 
-// Axes of a copy in the order of execution, outermost first.
-struct CopyNest {
-  std::array<CopyAxis, kMaxAxes + 1> axes;
-  int size = 0;
-  std::uint64_t run = 0;
-};
-
-// The destination decides the order (writes in sequence are worth most), then axes that continue
-// each other on both sides merge: this finds the long runs of two buffers that are transposed
-// alike.
-CopyNest Ordered(const StridedCopy& plan) {
-  CopyNest nest;
+// The axes in the order of execution. The destination decides (writes in sequence are worth most),
+// then axes that continue each other on both sides merge: this finds the long runs of two buffers
+// that are transposed alike.
+StridedCopy Ordered(const StridedCopy& plan) {
+  StridedCopy nest;
   nest.run = plan.run;
-  for (int a = 0; a < plan.axes; ++a) {
-    const auto u = static_cast<std::size_t>(a);
-    nest.axes[u] = {plan.count[u], plan.src_step[u], plan.dst_step[u]};
-  }
+  nest.axis = plan.axis;
   std::stable_sort(
-      nest.axes.begin(), nest.axes.begin() + plan.axes,
+      nest.axis.begin(), nest.axis.begin() + plan.axes,
       [](const CopyAxis& a, const CopyAxis& b) { return std::llabs(a.dst) > std::llabs(b.dst); });
   for (int a = 0; a < plan.axes; ++a) {
-    const CopyAxis next = nest.axes[static_cast<std::size_t>(a)];
-    if (nest.size > 0) {
-      CopyAxis& last = nest.axes[static_cast<std::size_t>(nest.size - 1)];
+    const CopyAxis next = nest.axis[static_cast<std::size_t>(a)];
+    if (nest.axes > 0) {
+      CopyAxis& last = nest.loops().back();
       if (last.src == next.count * next.src && last.dst == next.count * next.dst) {
         last = {last.count * next.count, next.src, next.dst};
         continue;
       }
     }
-    nest.axes[static_cast<std::size_t>(nest.size++)] = next;
+    nest.axis[static_cast<std::size_t>(nest.axes++)] = next;
   }
-  if (nest.size > 0) {
-    const CopyAxis& last = nest.axes[static_cast<std::size_t>(nest.size - 1)];
+  if (nest.axes > 0) {
+    const CopyAxis& last = nest.loops().back();
     const auto run = static_cast<std::int64_t>(nest.run);
     if (last.src == run && last.dst == run) {
       nest.run *= static_cast<std::uint64_t>(last.count);
-      --nest.size;
+      --nest.axes;
     }
   }
   return nest;
 }
 
+// Runs of a constant size, which the compiler makes one load and one store of.
 template <std::size_t kRun>
 void CopyLine(const CopyAxis& x, const std::byte* src, std::byte* dst) {
   for (std::int64_t i = 0; i < x.count; ++i) {
@@ -161,40 +148,42 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst) 
     std::memcpy(dst, src, plan.run);
     return;
   }
-  CopyNest nest = Ordered(plan);
+  StridedCopy nest = Ordered(plan);
   const CopyAxis once = {1, 0, 0};
-  const CopyAxis inner = nest.size > 0 ? nest.axes[static_cast<std::size_t>(nest.size - 1)] : once;
+  const CopyAxis inner = nest.axes > 0 ? nest.loops().back() : once;
   CopyAxis outer = once;
-  int outside = std::max(0, nest.size - 2);  // Axes that the odometer below walks.
-  if (nest.size > 1) {
+  int outside = std::max(0, nest.axes - 2);  // Axes that the odometer below walks.
+  // A plane of two loops, `outer` around `inner`, and the other axes around that.
+  if (nest.axes > 1) {
     // The axis that the source likes innermost goes next to the one that the destination does.
-    std::size_t best = static_cast<std::size_t>(nest.size - 2);
+    std::size_t best = static_cast<std::size_t>(nest.axes - 2);
     for (std::size_t a = 0; a < best; ++a) {
-      if (std::llabs(nest.axes[a].src) < std::llabs(nest.axes[best].src)) best = a;
+      if (std::llabs(nest.axis[a].src) < std::llabs(nest.axis[best].src)) best = a;
     }
-    if (std::llabs(nest.axes[best].src) > std::llabs(inner.src)) {
-      best = static_cast<std::size_t>(nest.size - 2);
+    if (std::llabs(nest.axis[best].src) > std::llabs(inner.src)) {
+      best = static_cast<std::size_t>(nest.axes - 2);
     }
-    outer = nest.axes[best];
-    for (std::size_t a = best; a + 2 < static_cast<std::size_t>(nest.size); ++a) {
-      nest.axes[a] = nest.axes[a + 1];
+    outer = nest.axis[best];
+    for (std::size_t a = best; a + 2 < static_cast<std::size_t>(nest.axes); ++a) {
+      nest.axis[a] = nest.axis[a + 1];
     }
   }
   const PlaneFn plane = PlaneOf(nest.run);
   // Measured: runs of a KiB to some, in copies that no cache holds, gain a fifth to a half; memcpy
   // streams longer ones itself when it pays.
   const bool stream = nest.run >= 1024 && nest.run < 8192 && plan.bytes() >= kStreamFrom;
-  std::array<std::int64_t, kMaxAxes + 1> at{};
+  std::array<std::int64_t, kMaxAxes> at{};
   for (;;) {
     if (plane != nullptr) {
       plane(outer, inner, src, dst);
     } else {
       CopyRuns(nest.run, stream, outer, inner, src, dst);
     }
+    // The odometer over the axes outside of the plane, as in ForEachRun.
     int a = outside - 1;
     for (; a >= 0; --a) {
       const auto u = static_cast<std::size_t>(a);
-      const CopyAxis& x = nest.axes[u];
+      const CopyAxis& x = nest.axis[u];
       src += x.src;
       dst += x.dst;
       if (++at[u] < x.count) break;

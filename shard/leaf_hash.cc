@@ -26,6 +26,7 @@ void LeafHasher::Update(const void* data, std::size_t size) {
   const auto* at = static_cast<const std::byte*>(data);
   length_ += size;
   while (size > 0) {
+    // A whole leaf at hand: in one call, which is faster than the stream and copies nothing.
     if (in_leaf_ == 0 && size >= kLeafBytes) {
       leaves_.push_back(Xxh3(at, kLeafBytes));
       at += kLeafBytes;

@@ -28,7 +28,8 @@ Hash128 ChunkRoot(std::span<const Hash128> leaves, std::uint64_t length);
 class LeafHasher {
  public:
   void Update(const void* data, std::size_t size);
-  // Closes the last leaf. Further updates are a programming error.
+  // Closes the last leaf. Further updates are a programming error: only the last leaf of a chunk
+  // may be shorter than kLeafBytes, or nobody could tell from an offset which leaf it lies in.
   void Finish();
   const std::vector<Hash128>& leaves() const { return leaves_; }
   std::uint64_t length() const { return length_; }

@@ -208,9 +208,11 @@ Result<NpyHeader> ParseNpyHeader(std::string_view first_bytes) {
   NpyHeader header;
   TENSORMOUNT_ASSIGN_OR_RETURN(header.data_offset, NpyDataOffset(first_bytes));
   if (header.data_offset > first_bytes.size()) return BadNpyHeader("is cut short");
+  // Magic and version are 8 bytes, the length behind them 2 or 4. Python 2 could write 1.0 and 2.0.
   const std::size_t prefix = first_bytes[6] == 1 ? 10 : kNpyPrefix;
   Literal in(first_bytes.substr(prefix, header.data_offset - prefix), first_bytes[6] < 3);
   if (!in.Take('{')) return BadNpyHeader("is no dictionary");
+  // Keys may come in any order, as in any dictionary; NumPy itself sorts them.
   std::optional<std::string> descr;
   std::optional<bool> fortran;
   std::optional<Dims> shape;

@@ -27,6 +27,7 @@ struct NpyHeader {
 
 // Longer headers are refused: NumPy itself stops at 10,000 bytes.
 inline constexpr std::uint64_t kMaxNpyHeader = std::uint64_t{1} << 20;
+// Magic (6 bytes), version (2), header length: 2 bytes in version 1.0, 4 in 2.0 and 3.0.
 inline constexpr std::size_t kNpyPrefix = 12;
 
 // Where the elements begin, from the first kNpyPrefix bytes (version 1.0 needs ten of them).

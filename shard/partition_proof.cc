@@ -34,7 +34,8 @@ std::uint64_t Mix(std::uint64_t key) {
   return (key ^ (key >> 29)) * 0xD6E8FEB86659FD93u;
 }
 
-// Where boxes begin and end on one axis.
+// Where boxes begin and end on one axis. In a grid a begin belongs to one end, so cuts are found by
+// their begin; a box that begins at a known one and ends elsewhere says that this is no grid.
 class Cuts {
  public:
   static constexpr std::uint32_t kNone = ~std::uint32_t{0};
@@ -109,6 +110,8 @@ class Cuts {
   std::uint32_t last_ = 0;
 };
 
+// Open addressing, at most half full. Most places return to zero soon, when the neighbour comes, so
+// the table stays small where neighbours come soon after each other, whatever the number of boxes.
 // Counts at places. Those that are zero again go when room is needed.
 class CornerTable {
  public:
@@ -206,8 +209,11 @@ constexpr std::size_t kMaxCornerAxes = 6;
 constexpr std::size_t kMaxRest = std::size_t{1} << 14;
 constexpr std::size_t kMaxRestCells = std::size_t{1} << 18;
 
-// Adds up the corners of boxes. Boxes that come in some nested order (a grid by rows, a tensor cut
-// again and again) are first joined to larger ones, which have the same sum and fewer corners.
+// On one axis, shape [6], regions [0, 2) and [3, 6): corners are +1 at 0, -1 at 2, +1 at 3, -1 at
+// 6, and those of the shape taken off (-1 at 0, +1 at 6) leave -1 at 2 and +1 at 3. Sums from the
+// left (Rest) give -1 from 2 to 3 and 0 elsewhere: cell 2 is in no region. Adds up the corners of
+// boxes. Boxes that come in some nested order (a grid by rows, a tensor cut again and again) are
+// first joined to larger ones, which have the same sum and fewer corners.
 class Corners {
  public:
   // The axes on which some region does not span the shape. On the others all agree, so they do not
@@ -385,6 +391,8 @@ std::vector<Miscount> Corners::Rest(const Dims& shape) {
     }
     sum[cell] += count;
   });
+  // Along one axis after the other each cell adds the sum of the cell before it: after all axes it
+  // is the sum over everything that lies before it on every axis. O(cells * axes).
   std::size_t step = cells;
   for (std::size_t k = 0; k < axes_; ++k) {
     const std::size_t block = step;
@@ -414,6 +422,7 @@ std::vector<Miscount> Corners::Rest(const Dims& shape) {
 
 Proof ProveByOrder(const RegionSet& regions, bool* linear) {
   const LinearOrder order(regions.shape());
+  // 128 bits: up to 2^31 volumes, each below 2^63.
   Wide volumes = 0;
   std::int64_t next = 0;
   bool chained = true;
@@ -442,6 +451,7 @@ Proof ProveAsGrid(const RegionSet& regions) {
       cells[i * rank + a] = cut;
     }
   }
+  // Never more than the number of regions, so it cannot overflow.
   std::size_t product = 1;
   for (std::size_t a = 0; a < rank; ++a) {
     if (cuts[a].size() > regions.size() / product) return Proof::kUnknown;

@@ -24,6 +24,9 @@ struct Miscount {
   std::int64_t surplus = 0;  // How many more than one have all of them: -1 where none has.
 };
 
+// They are asked in the order of their costs (Prove in coverage.cc), and all are exact: an answer
+// other than kUnknown is a proof, whatever the regions. None looks at pairs of regions.
+//
 // Below, a set is one for which Box::Whole(shape) is not empty.
 
 // By volumes, in one pass: no, where these do not add up; yes, where the regions are ranges of the

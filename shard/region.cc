@@ -15,13 +15,16 @@ namespace {
 
 // Appends positions [lo, hi) of the row-major order of `box`, counted over the axes from `axis` on
 // (the axes before have extent 1), as disjoint boxes in that order: the rest of a begun row, whole
-// rows, the beginning of the last.
+// rows, the beginning of the last. Each of the two ends recurses into one axis less, and below the
+// first split only one of them is ragged: at most 2 * rank - 1 boxes. Example: 5:17 of [0:4, 0:8]
+// is [0:1, 5:8], [1:2, 0:8], [2:3, 0:1].
 void Split(const Box& box, int axis, std::int64_t lo, std::int64_t hi, std::vector<Box>& out) {
   if (lo == hi) return;
   if (axis == box.rank()) {
     out.push_back(box);
     return;
   }
+  // Elements of one step of this axis.
   std::int64_t row = 1;
   for (int a = axis + 1; a < box.rank(); ++a) row *= box.extent(a);
   std::int64_t first = lo / row;

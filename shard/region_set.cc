@@ -22,6 +22,9 @@ bool Equal(const RegionSet& a, std::size_t i, const RegionSet& b, std::size_t j)
          (a.flat_first(i) == b.flat_first(j) && a.flat_count(i) == b.flat_count(j));
 }
 
+// Not stored and not sent, so it may change. The multiplications spread regions that differ in one
+// bound by a power of two, which is what grids are, over the high bits, of which tables take
+// theirs.
 std::uint64_t HashOf(const RegionSet& set, std::size_t i) {
   std::uint64_t h = 0;
   const auto add = [&h](std::int64_t word) {
@@ -82,7 +85,8 @@ bool RegionSet::AddBox(const std::int64_t* begin, const std::int64_t* extent, st
   return true;
 }
 
-// See Region::Flat for why this form is canonical.
+// See Region::Flat for why this form is canonical. The same walk on plain numbers: a job brings
+// millions of these in messages, and each as a Region would cost two Dims and a Result.
 bool RegionSet::AddFlat(const std::int64_t* begin, const std::int64_t* extent, std::int64_t first,
                         std::int64_t count, std::uint32_t owner) {
   bool empty = false;
@@ -115,7 +119,7 @@ bool RegionSet::AddFlat(const std::int64_t* begin, const std::int64_t* extent, s
   }
   if (!AddBox(low.data(), size.data(), owner)) return false;
   if (flat) {
-    flats_.resize(owners_.size());
+    flats_.resize(owners_.size());  // The first one: all before it are boxes (count 0).
     flats_.back() = {first, count};
   }
   return true;
@@ -140,6 +144,7 @@ void RegionSet::AddFrom(const RegionSet& other, std::size_t i, std::uint32_t own
   }
 }
 
+// Of a box within a checked shape, so the product fits.
 std::int64_t RegionSet::volume(std::size_t i) const {
   if (is_flat(i)) return flats_[i].count;
   std::int64_t volume = 1;
@@ -159,6 +164,8 @@ Region RegionSet::At(std::size_t i) const {
   return Region::Flat(box, flats_[i].first, flats_[i].count).value();
 }
 
+// Data parallel ranks hold the same regions, so 4,096 ranks may bring 8 distinct ones, each 512
+// times: the table holds distinct regions only, and two guesses spare most look-ups.
 std::vector<std::uint32_t> GroupEqual(const RegionSet& all, RegionSet* distinct) {
   constexpr std::uint32_t kNone = ~std::uint32_t{0};
   distinct->Reset(all.shape());

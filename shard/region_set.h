@@ -14,6 +14,13 @@ namespace tensormount {
 // 16 * rank + 4 bytes each, 16 more where one of them is a flat range. Every region in it is not
 // empty, lies within the shape, and is canonical as Region is: equal cells, equal numbers.
 // Thread-compatible.
+//
+// Example, shape [4, 6]: the flat range 4:9 of box [1:3, 0:6] is kept as low [1, 0], high [3, 6],
+// first 4, count 5. The range 0:6 of the same box is one row and becomes the box [1:2, 0:6].
+//
+// Because everything in it was checked when it was added, whoever reads it (coverage, partition
+// proofs, layouts of a save) calculates with plain operators: sums of bounds and products of
+// extents stay below the shape's volume, which fits 63 bits.
 class RegionSet {
  public:
   RegionSet() = default;  // Of a scalar.
@@ -21,6 +28,7 @@ class RegionSet {
   explicit RegionSet(const Dims& shape) { Reset(shape); }
   // Empties the set, for another shape; its memory is kept.
   void Reset(const Dims& shape);
+  // Room for so many in all, so that adding them does not copy what is there again and again.
   void Reserve(std::size_t regions);
 
   // These add a region, or nothing where it is empty. `owner` is any number of the caller's. False,
@@ -54,6 +62,8 @@ class RegionSet {
   void AddFrom(const RegionSet& other, std::size_t i, std::uint32_t owner);
 
  private:
+  // Kept apart from bounds_, because most tensors of most jobs have none: then there is no such
+  // array at all, and is_flat costs a look at its size.
   struct Flat {
     std::int64_t first = 0;
     std::int64_t count = 0;  // 0: a box.

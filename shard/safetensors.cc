@@ -23,6 +23,7 @@
 namespace tensormount {
 namespace {
 
+// The format's own limit (its reference implementation refuses more).
 constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr std::string_view kMetadataKey = "__metadata__";
 // Of a header of the size that the format allows, one string could be all, and parsers keep several
@@ -72,6 +73,14 @@ bool HasLongString(std::string_view json) {
   return false;
 }
 
+// A state machine over the events of the JSON parser; `at_` is what may come next:
+//
+//   kStart  {  kTop  "KEY"  kTensor  {  kField  "dtype"  kDType  "F32"  kField ... }  kTop ... }
+//   kEnd
+//
+// and from kField by "shape" to kShape, then [ kExtent ... ], by "data_offsets" to kOffsets and
+// kOffset. A field with another name may hold anything: `skip_` counts how deep its value is, and
+// nothing in there is looked at. No tree is built: memory is that of the entries.
 // Receives the events of the JSON parser. Knows at each moment what the format allows there; the
 // first thing that it does not ends the parse with `error`.
 class Reader : public nlohmann::json_sax<nlohmann::json> {
@@ -275,6 +284,7 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
     return false;
   }
 
+  // What came where it may not, named by what was expected there.
   bool Wrong(const std::string& got) {
     switch (at_) {
       case At::kStart:
@@ -298,6 +308,7 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
     }
   }
 
+  // A value that is right nowhere but in a field that we do not know.
   bool Scalar(const std::string& got) {
     if (skip_ > 0) return true;
     if (at_ != At::kUnknown) return Wrong(got);
@@ -328,7 +339,10 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
   int offsets_ = 0;
 };
 
-// Offsets against shapes, against each other and against the length of the data part.
+// Entries come sorted by begin, so one pass sees that each begins where the one before ended: no
+// gap, no overlap, no byte with two meanings. What a gap holds no reader would show, and a
+// checkpoint could carry it along unseen. Empty tensors share a begin and sort before the one that
+// has bytes. Offsets against shapes, against each other and against the length of the data part.
 Status CheckLayout(const std::vector<SafetensorsEntry>& entries, std::uint64_t data_bytes) {
   std::uint64_t at = 0;
   const SafetensorsEntry* before = nullptr;
@@ -369,6 +383,8 @@ Status CheckLayout(const std::vector<SafetensorsEntry>& entries, std::uint64_t d
 void AppendJsonString(std::string_view s, std::string& out) {
   constexpr std::string_view kHex = "0123456789abcdef";
   out += '"';
+  // Only what JSON demands is escaped; UTF-8 stands as it is, as the reference writes it. Plain
+  // text is appended run by run.
   std::size_t plain = 0;  // What was not appended yet begins here.
   for (std::size_t i = 0; i < s.size(); ++i) {
     const auto u = static_cast<unsigned char>(s[i]);
@@ -418,6 +434,8 @@ Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
   if (HasLongString(header_json)) {
     return Status(Code::kUnsupported, "safetensors header: a string of more than 16 MiB");
   }
+  // The parser copies strings and knows no limit of its own, so what is too long was refused
+  // before.
   Reader reader;
   if (!nlohmann::json::sax_parse(header_json.begin(), header_json.end(), &reader)) {
     return reader.error.ok() ? BadSafetensorsHeader("is not JSON") : reader.error;
@@ -445,6 +463,7 @@ Result<SafetensorsHeader> ReadSafetensorsHeader(File& file) {
   }
   std::array<char, 8> prefix{};
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(0, prefix.data(), prefix.size()));
+  // Both limits before the allocation: any eight bytes of another file are some length.
   const auto length = LoadLittle<std::uint64_t>(prefix.data());
   if (length > kMaxHeaderBytes) {
     return BadSafetensorsHeader(std::to_string(length) + " bytes, the format allows " +
@@ -463,6 +482,8 @@ Result<SafetensorsHeader> ReadSafetensorsHeader(File& file) {
   return header;
 }
 
+// Eight bytes for the length, which Finish fills in. Text is appended as it will stand, so that a
+// header of a million tensors is in memory once.
 SafetensorsHeaderWriter::SafetensorsHeaderWriter(std::size_t tensors) : out_(8, '\0') {
   keys_.reserve(tensors);
   out_ += '{';
@@ -528,6 +549,8 @@ Result<std::string> SafetensorsHeaderWriter::Finish(std::uint64_t alignment) {
                                               std::to_string(alignment) +
                                               " is not a power of two from 8 on");
   }
+  // Blanks behind the object are part of the header's length, which every reader of the format
+  // takes.
   out_ += '}';
   out_.append((alignment - out_.size() % alignment) % alignment, ' ');
   if (out_.size() - 8 > kMaxHeaderBytes) {

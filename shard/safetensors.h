@@ -30,6 +30,8 @@ struct SafetensorsEntry {
   std::uint64_t end = 0;
 };
 
+// What a header says, all of it checked: begins and ends are within the data part, and each entry's
+// bytes are as many as its shape takes.
 struct SafetensorsHeader {
   std::vector<SafetensorsEntry> entries;  // Sorted by begin, end (empty ones first), key.
   std::map<std::string, std::string> metadata;

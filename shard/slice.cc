@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// ParseSlice of tensormount/box.h: NumPy's a:b notation, without steps and negative numbers. A file
-// of its own because the text form is for people and file names, the rest of box.h for code.
+// ParseSlice of tensormount/box.h: NumPy's a:b notation, with negative numbers and without steps. A
+// file of its own because the text form is for people and file names, the rest of box.h for code.
 #include <charconv>
 #include <string>
 
@@ -44,6 +44,7 @@ Status ParsePart(std::string_view part, std::int64_t extent, std::int64_t* begin
   std::string_view low = Trim(part.substr(0, colon));
   std::string_view high = part.substr(colon + 1);
   if (const std::size_t second = high.find(':'); second != std::string_view::npos) {
+    // "a:b:1" is what some programs print for "a:b".
     const std::string_view step = Trim(high.substr(second + 1));
     if (!step.empty() && step != "1") {
       return Status(Code::kInvalidArgument, named + ": only steps of 1 are supported");
@@ -60,6 +61,8 @@ Status ParsePart(std::string_view part, std::int64_t extent, std::int64_t* begin
     return Status(Code::kInvalidArgument,
                   named + " is out of range for " + std::to_string(extent) + " elements");
   }
+  // As in Python, but for what is out of range, which Python cuts: of a checkpoint nobody wants
+  // less than was asked for without a word.
   if (from < 0) from += extent;
   if (to < 0) to += extent;
   if (to < from) return Status(Code::kInvalidArgument, named + " ends before it begins");
@@ -71,6 +74,8 @@ Status ParsePart(std::string_view part, std::int64_t extent, std::int64_t* begin
 
 }  // namespace
 
+// From left to right, one part an axis. Errors name the whole slice, as people type it, and the
+// part that is wrong.
 Result<Slice> ParseSlice(std::string_view text, const Dims& shape) {
   Dims begin = Dims::Filled(shape.rank(), 0);
   Dims extent = shape;

@@ -39,6 +39,7 @@ class Builder : public nlohmann::json_sax<Json> {
   bool end_object() override { return Close(); }
   bool end_array() override { return Close(); }
 
+  // nlohmann's own tree would let the second of two equal keys win, and another parser the first.
   bool key(string_t& name) override {
     Level& level = levels_.back();
     const bool fresh = InStream() ? streamed_.insert(name).second : !level.value.contains(name);
@@ -69,6 +70,8 @@ class Builder : public nlohmann::json_sax<Json> {
     return false;
   }
 
+  // Values that are in memory now, which is what the limit is about: members that were handed over
+  // do not count any more.
   bool Count() {
     if (++values_ <= limits_.max_values) return true;
     error = Status(Code::kResourceExhausted,
@@ -91,6 +94,7 @@ class Builder : public nlohmann::json_sax<Json> {
     return Put(std::move(value));
   }
 
+  // A complete value goes into the container around it, to the caller, or is the result.
   bool Put(Json&& value) {
     if (levels_.empty()) {
       root = std::move(value);
@@ -115,7 +119,7 @@ class Builder : public nlohmann::json_sax<Json> {
   std::string_view stream_;
   const JsonMember* member_;
   const JsonLimits& limits_;
-  std::vector<Level> levels_;
+  std::vector<Level> levels_;  // The containers that are open, outermost first.
   std::unordered_set<std::string> streamed_;
   std::size_t values_ = 0;
 };

@@ -12,9 +12,13 @@
 
 namespace tensormount {
 
-// The contribution of a box of a tensor to the tensor's digest (base/hash.h, DigestAccumulator):
+// The contribution of a box of a tensor to the tensor's digest (base/hash.h, Crc64Shift):
 // the CRC of each of its runs in the tensor's row-major byte string, shifted by the bytes behind
 // it. The contributions of a partition XOR to the CRC-64 of the whole.
+//
+// Example: of a tensor of bytes [2, 4], the box of columns 0 and 1 is the runs 0:2 and 4:6 of its
+// byte string "abcdefgh". It contributes CRC("ab") moved up by 6 bytes, XOR CRC("ef") by 2. That of
+// columns 2 and 3 is CRC("cd") by 4 XOR CRC("gh"); both together give CRC("abcdefgh").
 
 // `placed`: where the box's bytes are, relative to `base` (any strides); `byte_shape`: the tensor's
 // ByteShape, in which the box must lie. An empty box contributes 0. Needs at most 256 KiB of

@@ -17,6 +17,9 @@ namespace {
 
 // Where the axes of elements stop being axes of bytes: elements of the axes from `first` on are one
 // axis of bytes. For whole-byte types that is an axis of its own.
+// For types under a byte as few trailing axes as hold whole bytes: of f4, [2, 4] has rows of two
+// bytes and becomes [2, 2] bytes; [2, 3] has rows of a byte and a half and becomes [3]. CheckShape
+// has made sure that all axes together do.
 int FirstMergedAxis(std::uint32_t bits, const Dims& shape) {
   if (bits >= 8) return shape.rank();
   std::int64_t elements = 1;
@@ -57,7 +60,10 @@ bool RunOfTrailingAxes(const Box& box, const Dims& shape, int from, std::int64_t
   return true;
 }
 
-// Types under a byte: `merged` axes are one axis of bytes (FirstMergedAxis).
+// Three cases. The cells are one run of the merged axis: it scales by bits / 8 whatever boxes it
+// was cut from. They are whole runs in several rows: the box of these runs. Anything else, a column
+// of half bytes for instance, begins or ends inside a byte. Types under a byte: `merged` axes are
+// one axis of bytes (FirstMergedAxis).
 Result<Region> SubByteRegion(DType dtype, const Dims& shape, const Region& region, int merged) {
   const std::int64_t bits = InfoOf(dtype).bits;
   const Box& box = region.box();
@@ -90,7 +96,8 @@ Result<Region> SubByteRegion(DType dtype, const Dims& shape, const Region& regio
 }
 
 // The span of byte offsets, relative to the first element, that a strided box touches; false where
-// it passes 2^62.
+// it passes 2^62: half of what an offset may be, so that one below 2^62 can be added to either side
+// without another test.
 bool ReachOf(const Dims& extents, const Dims& strides, std::int64_t* low, std::int64_t* high) {
   constexpr std::int64_t kLimit = std::int64_t{1} << 62;
   *low = 0;
@@ -219,6 +226,8 @@ Result<Region> ByteRegion(DType dtype, const Dims& shape, const Region& region) 
   return Region::Flat(box, region.flat_first() * bytes, region.volume() * bytes);
 }
 
+// Rounds outwards to whole elements. Where several axes were merged no box of elements fits the run
+// of bytes, and the message names all of these axes.
 Box ElementBox(DType dtype, const Dims& shape, const Box& byte_box) {
   const std::int64_t bits = InfoOf(dtype).bits;
   const int merged = FirstMergedAxis(InfoOf(dtype).bits, shape);
@@ -263,6 +272,8 @@ Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype
                                               " for a tensor of " +
                                               std::string(InfoOf(dtype).name));
   }
+  // A buffer of the box's own extents is stepped through axis by axis; one of a single axis holds
+  // the elements of the region one after the other, whatever boxes they come from.
   const int lacking = region.is_flat() ? -1 : LackingAxes(region.box().extent(), buffer.shape);
   const bool as_box = lacking >= 0;
   const bool as_run = buffer.shape.rank() == 1 && buffer.shape[0] == region.volume();
@@ -300,6 +311,8 @@ Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype
     return placed;
   }
   std::int64_t at = 0;  // Position in the buffer's one axis.
+  // Strided memory of one axis: element n of the region is n steps from the first, so inside of
+  // each box the steps are those of packed elements times the buffer's one stride.
   for (const Box& box : region.Boxes()) {
     Dims steps;
     for (const std::int64_t s : PackedStrides(box.extent())) steps.push_back(s * strides[0]);
@@ -326,7 +339,7 @@ Result<std::vector<PlacedBox>> PlaceStrided(DType dtype, const Dims& shape, cons
   std::int64_t low = 0;
   std::int64_t high = 0;
   const auto at = CheckedCast<std::int64_t>(offset);
-  if (!at || *at > (std::int64_t{1} << 62) || !ReachOf(box.extent(), byte_strides, &low, &high) ||
+  if (!at || *at >= (std::int64_t{1} << 62) || !ReachOf(box.extent(), byte_strides, &low, &high) ||
       *at + low < 0 || *at + high > (std::int64_t{1} << 62) - element_bytes) {
     return bad(Code::kInvalidArgument, "reaches outside of a file");
   }

@@ -92,16 +92,6 @@ void Crc64Form(benchmark::State& state, const crc64::Form* form) {
   });
 }
 
-// A column shard's digest from the CRCs of its runs: one shift a run.
-void DigestOfRuns(benchmark::State& state) {
-  for (auto _ : state) {
-    DigestAccumulator shard;
-    for (std::uint64_t row = 0; row < 1000; ++row) shard.AddRun(row * 8192, row + 1, 2048);
-    benchmark::DoNotOptimize(shard.Finish(1000 * 8192));
-  }
-  state.SetItemsProcessed(state.iterations() * 1000);
-}
-
 void ShiftMade(benchmark::State& state) {
   std::uint64_t bytes = 0x123456789;
   for (auto _ : state) benchmark::DoNotOptimize(Crc64Shift(++bytes));
@@ -120,7 +110,6 @@ BENCHMARK(Crc64AndXxh3By64KiB)->Arg(1 << 20)->Arg(256 << 20);
 BENCHMARK_CAPTURE(Crc64Form, portable, &crc64::PortableForm())->Arg(2048)->Arg(1 << 20);
 BENCHMARK_CAPTURE(Crc64Form, pclmul, crc64::ClmulForm())->Apply(Sizes);
 BENCHMARK_CAPTURE(Crc64Form, vpclmulqdq, crc64::WideClmulForm())->Apply(Sizes);
-BENCHMARK(DigestOfRuns);
 BENCHMARK(ShiftMade);
 
 }  // namespace

@@ -18,8 +18,10 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <unistd.h>
 #include <utility>
 
+#include "base/deadline.h"
 #include "collective/async/progress_file.h"
 #include "collective/async/snapshot_pool.h"
 #include "collective/async/snapshot_state.h"
@@ -34,8 +36,6 @@ using Clock = std::chrono::steady_clock;
 constexpr std::uint32_t kLanes = 2;  // Saves that may be under way at a time.
 constexpr std::uint32_t kSavers = (Communicator::kChannels - 1) / kLanes;
 constexpr std::chrono::milliseconds kProgressInterval{1000};
-// Longer waits are as good as endless, and clocks can count them.
-constexpr std::chrono::milliseconds kLongestSaveWait{std::chrono::hours(24 * 365)};
 
 // Which savers of a communicator exist. The n-th one takes place n % kSavers, on every rank.
 struct SaverSlots {
@@ -53,6 +53,10 @@ std::shared_ptr<SaverSlots> PlacesOf(Communicator& comm) {
 
 // One save, between the caller and the thread that works on it.
 struct SaveHandle::Rep {
+  // A forked child has the handle and not the threads: what it waited for would never come.
+  bool InThisProcess() const { return getpid() == process; }
+  const pid_t process = getpid();
+
   std::mutex mutex;
   std::condition_variable changed;
   bool staged = false;
@@ -193,8 +197,7 @@ class Lane {
   // Until nothing is under way; false where `limit` passes before.
   bool WaitIdle(std::chrono::milliseconds limit) {
     std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, std::min(limit, kLongestSaveWait),
-                             [&] { return unfinished_ == 0; });
+    return changed_.wait_for(lock, std::min(limit, kLongestWait), [&] { return unfinished_ == 0; });
   }
   // Whether this is called by what it is working on, a callback.
   bool IsThisThread() const { return std::this_thread::get_id() == thread_.get_id(); }
@@ -306,6 +309,7 @@ struct AsyncSaver::Rep {
     }
   }
 
+  const pid_t process = getpid();
   AsyncOptions options;
   std::shared_ptr<SaverSlots> places;
   std::optional<std::uint32_t> place;
@@ -319,12 +323,27 @@ namespace {
 // Savers that exist, for the end of the process: what is under way is waited for, as long as the
 // time-outs of the saves allow.
 struct LiveSavers {
+  const pid_t process = getpid();
+  LiveSavers* parents = nullptr;  // Those of the process that was forked: kept, never used.
   std::mutex mutex;
   std::set<AsyncSaver::Rep*> savers;
 };
+// Never destroyed: atexit functions use it. A forked child gets one of its own: it has no thread of
+// its parent's savers, which would be waited for in vain, and the mutex may be held by one of
+// those.
 LiveSavers& Live() {
-  static auto* live = new LiveSavers;  // Never destroyed: atexit functions use it.
-  return *live;
+  static std::atomic<LiveSavers*> live = nullptr;
+  LiveSavers* known = live.load();
+  while (known == nullptr || known->process != getpid()) {
+    auto made = std::make_unique<LiveSavers>();
+    made->parents = known;
+    if (live.compare_exchange_strong(known, made.get())) known = made.release();
+  }
+  return *known;
+}
+
+Status OfAnotherProcess() {
+  return {Code::kUnsupported, "the save is of the process that this one was forked from"};
 }
 // In slices: other threads, whose saves may be what is waited for, can still make and destroy
 // savers meanwhile.
@@ -356,7 +375,7 @@ SaveHandle& SaveHandle::operator=(SaveHandle&& other) noexcept {
   return *this;
 }
 SaveHandle::~SaveHandle() {
-  if (rep_ == nullptr) return;
+  if (rep_ == nullptr || !rep_->InThisProcess()) return;
   if (rep_->on_drop == AsyncOptions::OnDrop::kCancel) {
     Cancel();
   } else {
@@ -365,12 +384,14 @@ SaveHandle::~SaveHandle() {
 }
 
 Status SaveHandle::WaitStaged() {
+  if (!rep_->InThisProcess()) return OfAnotherProcess();
   std::unique_lock lock(rep_->mutex);
   rep_->changed.wait(lock, [&] { return rep_->staged; });
   return rep_->staging;
 }
 
 Result<SaveReport> SaveHandle::WaitCommitted() {
+  if (!rep_->InThisProcess()) return OfAnotherProcess();
   std::unique_lock lock(rep_->mutex);
   rep_->changed.wait(lock, [&] { return rep_->result.has_value(); });
   return *rep_->result;
@@ -381,7 +402,7 @@ SaveProgress SaveHandle::progress() const {
   p.state = rep_->state;
   p.bytes_total = rep_->bytes_total;
   p.bytes_staged = rep_->bytes_staged;
-  {
+  if (rep_->InThisProcess()) {  // Elsewhere a thread that is not there may hold it.
     std::lock_guard lock(rep_->mutex);
     p.bytes_written = *rep_->written;
   }
@@ -399,6 +420,11 @@ AsyncSaver::AsyncSaver(std::unique_ptr<Rep> rep) : rep_(std::move(rep)) {
 }
 
 AsyncSaver::~AsyncSaver() {
+  if (rep_->process != getpid()) {
+    // Its lanes' threads are the parent's: they cannot be joined here.
+    (void)rep_.release();
+    return;
+  }
   std::lock_guard lock(Live().mutex);
   Live().savers.erase(rep_.get());
 }
@@ -431,6 +457,7 @@ Result<std::unique_ptr<AsyncSaver>> AsyncSaver::Make(Communicator& comm,
 
 Result<SaveHandle> AsyncSaver::Save(const StateDict& state, std::string_view path,
                                     const SaveOptions& options) {
+  if (rep_->process != getpid()) return OfAnotherProcess();
   auto job = std::make_shared<SaveHandle::Rep>();
   job->on_drop = rep_->options.on_drop;
   job->bytes_total = BytesOf(state);

@@ -10,6 +10,8 @@
 #include <sys/mman.h>
 #include <utility>
 
+#include "base/deadline.h"
+
 namespace tensormount {
 namespace {
 
@@ -17,8 +19,6 @@ namespace {
 constexpr std::uint64_t kRound = 2u << 20;
 // No more idle pieces than saves can be under way.
 constexpr std::size_t kMaxIdle = 2;
-// Longer waits are as good as endless, and clocks can count them.
-constexpr std::chrono::milliseconds kLongestPoolWait{std::chrono::hours(24 * 365)};
 
 }  // namespace
 
@@ -40,7 +40,7 @@ Result<std::unique_ptr<SnapshotPool::Memory>> SnapshotPool::Take(
   std::uint64_t size = std::max(kRound, (bytes + kRound - 1) / kRound * kRound);
   if (bound_ != 0) size = std::min(size, std::max(bound_, bytes));
   const auto start = std::chrono::steady_clock::now();
-  const auto deadline = start + std::min<std::chrono::milliseconds>(limit, kLongestPoolWait);
+  const auto deadline = start + std::min(limit, kLongestWait);
   std::unique_lock lock(mutex_);
   for (;;) {
     const auto fits = std::find_if(idle_.begin(), idle_.end(),

@@ -28,6 +28,8 @@
 namespace tensormount {
 
 // class_of[rank] is the lowest rank that brings the same, which speaks for all of its class.
+// Worked example: ranks 0 to 3 bring A, B, A, B. The classes are {0, 1, 0, 1}: ranks 0 and 1
+// speak, RanksByClass gives {{0, 2}, {1, 3}, {}, {}}.
 using RankClasses = std::vector<std::uint32_t>;
 // of(rank) is a hash of what it brings.
 template <typename Of>
@@ -52,6 +54,8 @@ void WriteClasses(ByteWriter& out, const RankClasses& class_of);
 // kDataLoss where they are not what ClassesOf gives.
 Status ReadClasses(ByteReader& in, std::uint32_t world, RankClasses& class_of);
 
+// A hash in place of the layouts: equal jobs are recognised by what the ranks bring, never by a
+// counter, so a rank that restarted or forgot its plan is noticed (it has nothing kept).
 struct Agreement {
   Hash128 job;             // Of what all ranks bring: equal for equal jobs of one communicator.
   bool unchanged = false;  // Every rank has kept the plan of this job.
@@ -77,6 +81,8 @@ Agreement ReadAgreement(ByteReader& in);
 
 // The plans of the last jobs of a communicator's ranks, this rank's part of them. `Plan` is
 // immutable; whoever uses one shares it. Thread-safe.
+// Kept with the communicator because a plan is of its group: another group has other ranks. Find
+// is linear, over the few plans that are kept.
 template <typename Plan>
 class KeptPlans {
  public:

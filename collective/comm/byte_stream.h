@@ -27,6 +27,7 @@ class ByteStream {
   virtual void Shut() = 0;
   // Takes leave; called again and again, after which only destruction follows. True once nothing is
   // under way in either direction.
+  // A stream may need several turns for it because nothing here waits.
   virtual bool Leave() { return true; }
 
   // For poll(); -1 where there is none.

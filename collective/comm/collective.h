@@ -48,6 +48,7 @@ class Collective {
   // Everybody's bytes, by rank, on every rank.
   Result<std::vector<std::string>> AllGather(std::string_view mine, std::string_view phase);
   // Everybody's bytes at rank 0; nothing elsewhere.
+  // As much memory at rank 0 as all ranks give together.
   Result<std::vector<std::string>> Gather(std::string_view mine, std::string_view phase);
   // Rank 0's bytes on every rank. Where rank 0 calls it with a failure, that is what all return.
   Result<std::string> Broadcast(const Result<std::string>& mine, std::string_view phase);
@@ -56,6 +57,8 @@ class Collective {
                                                   std::string_view phase);
   // Failures as data: ok on all ranks or the same failure on all: that of the lowest failing
   // rank, with "rank N: " before it and how many others failed. Codes and errno are kept.
+  // The step before anything that must happen everywhere or nowhere: a rank that failed alone must
+  // come here with its failure, since one that returned instead would leave the others waiting.
   Status Agree(const Status& mine, std::string_view phase);
 
   // The general form of the above: everybody's bytes go to rank 0, `decide` turns them into what

@@ -20,6 +20,9 @@
 // not fit in, a message with the payload. A frame says of which job it is, which number it has
 // among those of this job from that rank on that tag, and the checksums of itself and of the
 // payload. Everything is checked before it is believed.
+// A small message (a vote, a verdict without text) is one message of kFrameBytes; a payload over
+// kInlinePayload costs a second one, whose size the frame announced. The size of the first is
+// fixed because a receive must be posted with its memory before anything is known of the sender.
 
 namespace tensormount {
 
@@ -33,9 +36,13 @@ struct Frame {
     kLetter = 6,        // between any two: data of an exchange
   };
   Kind kind = kHello;
+  // No other field tells whether the ranks may go on after a failure: one that a caller put in
+  // (Agree) leaves them in step, a missing rank does not.
   bool fatal = false;  // Of a failure: the object is spent.
   Communicator::Job job;
+  // From zero for each peer and tag: a gap means a lost message, a repetition is dropped.
   std::uint32_t sequence = 0;
+  // Round, op and phase together prove that both ranks are in the same call.
   std::uint32_t round = 0;
   std::uint8_t op = 0;
   std::uint64_t phase_hash = 0;
@@ -127,6 +134,8 @@ class FrameReceiver {
 };
 
 // Sends frames of one job on one tag, and keeps what they need until they are out.
+// Sends complete in the background: Send starts one, Poll tests it. Frames stand in a list because
+// the communicator holds pointers into them, which must not move. Not thread-safe.
 class FrameSender {
  public:
   FrameSender(Communicator& comm, Communicator::Job job, std::uint32_t tag)

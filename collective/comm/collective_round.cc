@@ -2,6 +2,26 @@
 // One round of messages to rank 0 and back: the part of collective.cc that waits. Rank 0 keeps a
 // list of who has not come; those who came hear from it now and then, so that a wait ends with the
 // name of the rank that is missing and not with a guess.
+//
+// One round among N ranks, on two tags (members speak on tag_, rank 0 on tag_ + 1):
+//
+//   member r                                  rank 0
+//   kContribution(status | payload)  ------>  Collect: marks the seat of r, keeps the payload
+//                                             (own work runs beside, one Step a turn)
+//                  <-- kWaiting, again -----  Remind: after 50 ms, to those who wait
+//                                             StillThere, Judge: the verdict
+//              <-- kVerdict(status|payload)-  TellAll, Drain
+//
+// A round costs N - 1 contributions and N - 1 verdicts, and rank 0 holds all payloads at once.
+// Reminders come on top, only in rounds that take longer than that.
+//
+// What happens when a rank dies:
+//   a member before its contribution: rank 0 sees its stream closed (kUnavailable), or its silence
+//     (kDeadlineExceeded, by liveness if it was heard of in this job or lost in an earlier one,
+//     else by arrival), and tells all the others one fatal verdict;
+//   a member after its contribution: the verdict may be good; the next round misses it;
+//   rank 0: every member gives up by itself, by closed stream, liveness or deadline.
+// Only rank 0 judges, so all members that hear a verdict of one round hear the same one.
 #include "collective/comm/collective_round.h"
 
 #include <algorithm>
@@ -9,6 +29,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/deadline.h"
 #include "base/hash.h"
 #include "collective/guarded.h"
 
@@ -200,12 +221,24 @@ struct CollectiveEngine::Gathered {
   Clock::time_point start = Clock::now();
 };
 
+namespace {
+
+// "No limit" (milliseconds::max(), 300 years) as a time that can be added to others; and nothing
+// below a millisecond, which no rank could keep to.
+Timeouts Bounded(const Timeouts& given) {
+  constexpr milliseconds kShortest{1};
+  return {.liveness = std::clamp(given.liveness, kShortest, kLongestWait),
+          .arrival = std::clamp(given.arrival, kShortest, kLongestWait)};
+}
+
+}  // namespace
+
 CollectiveEngine::CollectiveEngine(Communicator& comm, const Timeouts& timeouts)
     : comm_(comm),
-      timeouts_(timeouts),
+      timeouts_(Bounded(timeouts)),
       job_(comm.BeginJob()),
       tag_(TagOf(comm, job_)),
-      watch_(comm, timeouts.liveness),
+      watch_(comm, timeouts_.liveness),
       sender_(comm, job_, comm.rank() == 0 ? tag_ + 1 : tag_),
       data_out_(comm, job_, data_tag()),
       data_in_(static_cast<std::size_t>(comm.size())) {
@@ -221,7 +254,7 @@ CollectiveEngine::CollectiveEngine(Communicator& comm, const Timeouts& timeouts)
     sender_.Send(r, MakeFrame(nothing, Frame::kHello));
   }
   if (comm.size() > 1) {
-    heartbeat_ = std::make_unique<Heartbeat>(comm, BeatInterval(timeouts.liveness));
+    heartbeat_ = std::make_unique<Heartbeat>(comm, BeatInterval(timeouts_.liveness));
   }
 }
 
@@ -235,8 +268,7 @@ FrameReceiver& CollectiveEngine::data_in(int from) {
 
 nanoseconds CollectiveEngine::AllowanceFor(std::uint64_t bytes) {
   constexpr std::uint64_t kBytesPerMillisecond = 8000;
-  constexpr std::uint64_t kMost = std::uint64_t{365} * 24 * 3600 * 1000;
-  return milliseconds(std::min(bytes / kBytesPerMillisecond, kMost));
+  return std::min(milliseconds(bytes / kBytesPerMillisecond), kLongestWait);
 }
 
 Frame CollectiveEngine::MakeFrame(const Round& round, Frame::Kind kind) const {
@@ -307,6 +339,7 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunRoot(const Round& round) {
     }
     if (g.missing == 0) break;
     // One failed transfer leaves others waiting for ever: nobody else is waited for.
+    // Seats that are still empty hold an ok status, so Judge passes over them.
     if (g.failed && round.work != nullptr) break;
     if (Status missing = Missing(round, g, now); !missing.ok()) {
       return TellAll(round, missing, /*fatal=*/true, {});
@@ -383,6 +416,8 @@ Status CollectiveEngine::OnContribution(const Round& round, Gathered& g, int fro
 
 // Whoever came waits for the verdict. If rank 0 itself was stopped meanwhile, they may have given
 // up: then there is no good verdict any more.
+// The last look before the verdict is final: a member says nothing between its contribution and
+// the verdict but that it gave up, so any other frame here is out of order.
 Status CollectiveEngine::StillThere(const Round& round, const Gathered& g) {
   for (std::size_t r = 1; r < g.seats.size(); ++r) {
     if (!g.seats[r].came) continue;
@@ -398,6 +433,8 @@ Status CollectiveEngine::StillThere(const Round& round, const Gathered& g) {
 }
 
 // Who is not waited for any longer, and why.
+// A rank whose payload has begun to come has a deadline of its own, longer by its size: a large
+// contribution over a slow link is not lateness.
 Status CollectiveEngine::Missing(const Round& round, const Gathered& g, Clock::time_point now) {
   std::vector<int> silent;
   std::vector<int> late;
@@ -437,6 +474,9 @@ void CollectiveEngine::Remind(const Round& round, Gathered& g, Clock::time_point
 }
 
 Status CollectiveEngine::Judge(const Round& round, Gathered& g, std::string* verdict) {
+  // From the highest rank down, so that `first` ends as the lowest failing one. In a round with
+  // work a cause goes before its consequences (IsCause): ranks whose transfer ended because another
+  // rank failed must not hide what that rank said.
   int failed = 0;
   std::size_t first = 0;
   for (std::size_t r = g.seats.size(); r-- > 0;) {
@@ -546,6 +586,7 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
       }
       if (f.fatal) return Spend(f.status);
       // It has what was sent; this only makes the memory free.
+      // A verdict that is not fatal means that rank 0 took this rank's contribution.
       Drain(timeouts_.liveness + AllowanceFor(round.payload.size()));
       if (!f.status.ok()) return f.status;
       return std::make_shared<const std::string>(std::move(in.payload));
@@ -580,6 +621,7 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
 
 Status CollectiveEngine::GiveUp(const Round& round, const Status& why) {
   // The round that rank 0 would wait in next learns it.
+  // A best effort: this rank returns its failure whether or not rank 0 takes the frame.
   Frame frame = MakeFrame(round, Frame::kGaveUp);
   SendFailure(std::move(frame), why);
   Drain(kFarewell);

@@ -24,6 +24,8 @@ namespace tensormount {
 
 // Calls Progress at regular intervals from a thread of its own, so that the others go on hearing
 // of this rank while its owner is in a system call.
+// The only thread of a Collective. It touches nothing but the communicator, whose Progress may be
+// called beside the owner's calls; no lock is held while it does.
 class Heartbeat {
  public:
   Heartbeat(Communicator& comm, std::chrono::nanoseconds interval);
@@ -54,6 +56,8 @@ class LostRanks {
 };
 
 // Judges who is silent for too long.
+// Used by the thread of the Collective alone; only what it shares with later jobs of the group
+// (LostRanks) is locked. Rank 0 asks about everybody, a member about rank 0.
 class LivenessWatch {
  public:
   using Clock = std::chrono::steady_clock;
@@ -86,6 +90,8 @@ class LivenessWatch {
 };
 
 // Work of one rank that goes on beside a round: the transfers of an exchange.
+// Runs on the thread that waits in the round, one Step a turn, so it needs no locks; a Step that
+// waited would keep this rank from seeing the failure of another.
 class LocalWork {
  public:
   virtual ~LocalWork() = default;
@@ -111,6 +117,9 @@ enum class CollectiveOp : std::uint8_t {
 
 // The one pattern that every collective operation is made of: all tell rank 0 that they came,
 // with a status and a payload; rank 0 decides and tells all. See Collective for the guarantees.
+// A star, not a tree: each rank waits for one other only, and the rank that knows who is missing
+// is the one that decides. The price is N - 1 messages each way at rank 0. What is large goes
+// from rank to rank instead (Exchange, AllToAll).
 class CollectiveEngine {
  public:
   CollectiveEngine(Communicator& comm, const Timeouts& timeouts);
@@ -168,8 +177,12 @@ class CollectiveEngine {
   Communicator& comm_;
   const Timeouts timeouts_;
   const Communicator::Job job_;
+  // The first of this job's tags: members speak on it, rank 0 on the next, letters on the third.
   const std::uint32_t tag_;
+  // Counts the calls of this job; equal on all ranks where they make the same calls, which rank 0
+  // checks with each contribution.
   std::uint32_t round_ = 0;
+  // Once not ok, every Run returns it at once and nothing is sent any more.
   Status spent_;
   LivenessWatch watch_;
   FrameSender sender_;

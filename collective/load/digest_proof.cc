@@ -139,20 +139,20 @@ void SplitBox(const Box& box, std::uint64_t element_bytes, std::uint64_t max_byt
 ProofPlan PlanProof(const TensorEntry& entry, std::span<const LoadWant> wants, int ranks) {
   ProofPlan plan;
   if (!entry.has_digest || wants.empty()) return plan;
-  std::vector<OwnedRegion> regions;
+  const TensorMeta& meta = entry.meta;
+  RegionSet regions(meta.shape());
   std::map<std::string, std::uint32_t> first;
   for (std::uint32_t i = 0; i < wants.size(); ++i) {
     if (wants[i].convert) return {};
     const auto [at, fresh] = first.emplace(RegionKey(wants[i].region), i);
     if (fresh) {
       plan.contributors.push_back(i);
-      regions.push_back({wants[i].region, i});
+      regions.Add(wants[i].region, i);
     } else {
       plan.replicas.push_back({i, at->second});
     }
   }
-  const TensorMeta& meta = entry.meta;
-  CoverageReport coverage = CheckCoverage(meta.shape(), regions, 64);
+  CoverageReport coverage = CheckCoverage(regions, 64);
   if (!coverage.overlaps.empty() || coverage.truncated) return plan;
   if (coverage.missing_elements > meta.elements() / 4) return plan;
   for (const Box& box : coverage.missing) {

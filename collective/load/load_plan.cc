@@ -46,13 +46,8 @@ Result<Geometry> Measure(const CheckpointIndex& index, const TensorEntry& entry,
         g.wanted += size;
         g.shortest_run = std::min(g.shortest_run, runs.run);
         // From the first to the last byte wanted, widened to leaves, is the most that is read.
-        std::int64_t last = runs.src_offset;
-        for (int a = 0; a < runs.axes; ++a) {
-          const auto u = static_cast<std::size_t>(a);
-          last += (runs.count[u] - 1) * runs.src_step[u];
-        }
         const std::uint64_t begin = static_cast<std::uint64_t>(runs.src_offset);
-        const std::uint64_t end = static_cast<std::uint64_t>(last) + runs.run;
+        const std::uint64_t end = begin + runs.src_span();
         const std::uint64_t from = begin / kLeafBytes * kLeafBytes;
         const std::uint64_t to =
             std::min((end + kLeafBytes - 1) / kLeafBytes * kLeafBytes, chunk.length);

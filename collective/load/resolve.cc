@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "index/records/layer_names.h"
+#include "shard/box_access.h"
 #include "shard/convert.h"
 
 namespace tensormount {
@@ -140,12 +141,11 @@ Status ResolveItem(const LoadRequest::Item& item, const Found& found, const Fit&
   } else {
     const Box stored = Box::Whole(found.shape);
     for (const Box& box : item.region.Boxes()) {
+      std::vector<Box> uncovered = {box};
+      SubtractBox(uncovered, stored);
+      r.uncovered.insert(r.uncovered.end(), uncovered.begin(), uncovered.end());
       const Box common = Intersect(box, stored);
-      if (common.empty()) {
-        r.uncovered.push_back(box);
-        continue;
-      }
-      for (const Box& rest : Without(box, common)) r.uncovered.push_back(rest);
+      if (common.empty()) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(const Box part, BoxInStack(common, found.layer));
       r.regions.push_back(part);
     }
@@ -244,30 +244,6 @@ Status ResolveObjects(const CheckpointIndex& index, const LoadRequest& request,
 }
 
 }  // namespace
-
-std::vector<Box> Without(const Box& box, const Box& inner) {
-  std::vector<Box> rest;
-  Dims begin = box.begin();
-  Dims extent = box.extent();
-  const auto add = [&](int axis, std::int64_t from, std::int64_t to) {
-    if (from >= to) return;
-    Dims b = begin;
-    Dims e = extent;
-    b[axis] = from;
-    e[axis] = to - from;
-    // Within a box that was made before, so that nothing can overflow.
-    const Box part = Box::Make(b, e).value();
-    if (!part.empty()) rest.push_back(part);
-  };
-  // What lies before and behind on each axis; then the rest is as narrow as `inner` there.
-  for (int axis = 0; axis < box.rank(); ++axis) {
-    add(axis, box.begin(axis), inner.begin(axis));
-    add(axis, inner.end(axis), box.end(axis));
-    begin[axis] = inner.begin(axis);
-    extent[axis] = inner.extent(axis);
-  }
-  return rest;
-}
 
 const std::shared_ptr<const TensorEntry>& Resolved::Stored(const ResolvedItem& of) const {
   return *std::ranges::lower_bound(tensors, of.stored, {},

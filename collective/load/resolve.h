@@ -68,9 +68,6 @@ Result<std::vector<std::string>> NotRequested(const CheckpointIndex& index,
                                               const std::vector<std::string>& objects,
                                               const LoadOptions& options);
 
-// The cells of `box` that are not in `inner`, a box within it, as disjoint boxes.
-std::vector<Box> Without(const Box& box, const Box& inner);
-
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_COLLECTIVE_LOAD_RESOLVE_H_

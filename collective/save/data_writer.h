@@ -42,6 +42,7 @@ Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const Stat
 Status SealShared(FileSystem& fs, const Staging& staging, const RankTask& task);
 
 // The names of all files that `rank`, and nobody else, may have made in WriteData.
+// Shared tensor files are not among them: another rank may still write there.
 std::vector<std::string> FilesWrittenAlone(const Staging& staging, const RankTask& task, int rank);
 
 // Names below the checkpoint. `stem`: RankTask::Tensor::file.

@@ -27,6 +27,9 @@ void Pour(std::uint64_t bytes, const std::vector<std::uint64_t>& loads,
                    [&](std::size_t a, std::size_t b) { return loads[a] < loads[b]; });
   std::fill(shares.begin(), shares.end(), 0);
   // As many as are below the level that they come to.
+  // Ranks are taken in rising order of load while the next one is still below the mean of those
+  // taken and the bytes. Example: loads 0, 4, 20 and 10 bytes. The first two come to
+  // (10 + 4) / 2 = 7 each and get 7 and 3; the third, already over 7, gets nothing.
   std::uint64_t sum = bytes;
   std::size_t n = 0;
   while (n < order.size() && (n == 0 || loads[order[n]] < sum / n)) sum += loads[order[n++]];
@@ -51,6 +54,8 @@ std::vector<std::vector<std::uint64_t>> EvenShares(std::span<const SharedBytes> 
     for (const int r : group.ranks) ++in[At(r)];
   }
   // Those that meet others, the largest first.
+  // The others are left to the caller (the header says so), so that passes are spent only where
+  // groups compete for a rank.
   std::vector<std::size_t> meeting;
   std::size_t visits = 0;
   std::uint64_t bytes = 0;
@@ -73,6 +78,8 @@ std::vector<std::vector<std::uint64_t>> EvenShares(std::span<const SharedBytes> 
   std::vector<std::size_t> order;
   const std::size_t passes = std::min(kMostPasses, kMostVisits / visits);
   for (std::size_t pass = 0; pass < passes; ++pass) {
+    // Each group in turn takes its bytes back and pours them again over what the others left. The
+    // first pass places everything and so cannot show whether it is settled.
     std::uint64_t moved = 0;
     for (const std::size_t g : meeting) {
       const SharedBytes& group = groups[g];

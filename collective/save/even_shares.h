@@ -20,6 +20,9 @@ struct SharedBytes {
 // can be given out by itself. Nearly even: groups are poured over their ranks in turn, until little
 // moves or the work, which is bounded for any number of ranks, is done. Pure: integers only, the
 // same on every machine.
+//
+// O(passes * members * log(members)), members being the ranks of all groups that overlap. Integers
+// because owners on different machines must come to the same shares.
 std::vector<std::vector<std::uint64_t>> EvenShares(std::span<const SharedBytes> groups,
                                                    std::span<const std::uint64_t> loads);
 

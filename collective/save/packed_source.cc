@@ -33,6 +33,8 @@ Region PackedSource::Bytes(std::uint64_t offset, std::uint64_t size) const {
 
 const std::byte* PackedSource::Fetch(std::uint64_t offset, std::size_t size,
                                      std::byte* scratch) const {
+  // Strided memory: both the wanted bytes and the memory are sets of boxes; what they have in
+  // common is copied box by box, each byte once, so scratch is filled whole.
   if (packed_) return base_ + offset;
   for (const PlacedBox& want : PlacePacked(Bytes(offset, size), 0)) {
     for (const PlacedBox& have : placed_) {

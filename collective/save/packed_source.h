@@ -16,6 +16,8 @@ namespace tensormount {
 
 // The packed row-major bytes of one shard, whatever its strides: packed memory is used in place,
 // strided memory is gathered piece by piece. The shard's memory must outlive it. Immutable.
+// All sizes and offsets are bytes. One object may be used by several threads, each with its own
+// scratch: Fetch changes nothing.
 class PackedSource {
  public:
   // kInvalidArgument where buffer, shape and region do not agree; kUnsupported for device memory.

@@ -34,6 +34,8 @@ Result<std::string> DecideAll(const std::vector<std::string>& parts, const PlanR
 Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
                               std::shared_ptr<const GlobalLayout> layout, const PlanRules& rules,
                               Status* local) {
+  // Two exchanges. A rank that is no owner brings an empty survey and empty messages, but must come
+  // to both; an owner that fails comes with its failure as data, for the same reason.
   const auto ranks = static_cast<std::size_t>(collective.size());
   const auto rank = static_cast<std::size_t>(collective.rank());
   if (rules.owners == 0 || rules.owners > ranks) {
@@ -73,6 +75,7 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<std::string> from_each,
                                collective.AllToAll(to_each, "hand out the plan"));
+  // Owners are the lowest ranks, and only they said anything.
   from_each.resize(rules.owners);
   TENSORMOUNT_RETURN_IF_ERROR(FailureOfOwners(from_each));
   JobPlan plan;

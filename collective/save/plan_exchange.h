@@ -38,6 +38,7 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
 struct KeptPlan {
   Hash128 job;  // Agreement::job
   // What a plan depends on, besides the layouts of the other ranks.
+  // Those are in `job`: a hash over what all ranks bring.
   struct Key {
     Hash128 items;  // ItemsFingerprint.
     PlacementRule placement = PlacementRule::kAuto;
@@ -46,7 +47,7 @@ struct KeptPlan {
   };
   Key key;
   bool validated = false;  // The layout was proved sound.
-  LayoutReport report;     // Without findings.
+  LayoutReport report;     // Sound: a job with findings has no plan.
   JobPlan plan;
 
   // Whether a save may use it: one that asks for the proof only where there was one.

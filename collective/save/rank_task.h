@@ -21,6 +21,7 @@ namespace tensormount {
 
 // What one rank does in a save: all that it must know of the plan. Depends on the layout alone, so
 // that it serves every save of the same layout. Items are positions in the rank's state dict.
+// Each owner sends its keys' part of it (EncodeTasks); the rank joins the parts (DecodeTasks).
 struct RankTask {
   struct Tensor {
     TensorMeta meta;

@@ -21,6 +21,8 @@
 // Replicas are compared by the hashes of blocks, at the owner of the key. Which blocks, and between
 // whom, follows from what a rank and the owner both know of a replicated shard: its size, how many
 // hold it, and the generation of the save.
+// So hashes travel without any names, 16 bytes a block, and their number alone shows whether both
+// sides planned the same blocks (CompareReplicas).
 
 namespace tensormount {
 
@@ -28,6 +30,7 @@ namespace tensormount {
 inline constexpr std::uint64_t kReplicaBlockBytes = 1024 * 1024;
 
 // Bytes of a replicated shard that several of its holders hash.
+// Holders are numbered from 0 among those of this shard (RankTask::Replica::position), not by rank.
 struct ReplicaBlock {
   std::uint64_t begin = 0;  // In the packed bytes.
   std::uint64_t bytes = 0;

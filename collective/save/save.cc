@@ -99,6 +99,26 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
 // One save on one rank. Collective calls are made by every rank in the same order; what rank 0
 // decides travels as data, so that a failed call always means that ranks could not be reached, and
 // from the moment at which there may be a staging the store is asked then (Settle).
+//
+//   phase     exchanges, in order                             what exists after it
+//   validate  those of ExchangeLayouts                        nothing on disk
+//   plan      Decide "plan", AllToAll "hand out the plan";    a RankTask on every rank
+//             none at all where the kept plan fits
+//   stage     Decide "begin": votes; rank 0 makes the staging .staging/ entry
+//   write     none                                            data and manifests, durable
+//   compare   Decide "write": votes; then AllToAll "compare"  shared files sealed
+//             of hashes, unless nothing is to be compared
+//   publish   Gather "report", Broadcast "publish"            COMMIT, by rank 0's rename
+//
+// When a rank dies:
+//   before "begin" is decided: all others fail, and have nothing to undo. A staging that rank 0
+//     made before it died stays behind: nobody else knows its name;
+//   from there to rank 0's Decide: the others' call fails, each asks the store (Settle), which
+//     aborts the staging, and each takes away its own files;
+//   after the rename: the save is committed. Whoever missed the verdict finds that in the store and
+//     returns success;
+//   rank 0, anywhere after "begin": as above. The store is the arbiter, not a rank, and it gives
+//     everybody the same answer; kUnknown is left for a store that cannot be asked.
 class SaveSession {
  public:
   SaveSession(FileSystem& fs, const StateDict& state, std::string_view path, Communicator& comm,
@@ -172,6 +192,7 @@ class SaveSession {
   }
 
   // The same failure on every rank, or nothing; no rank waits for another after it.
+  // A rank may return at once from it for that reason.
   Status Validate() {
     CallDescription call = Describe(path_, options_);
     if (options_.reuse_plan) {
@@ -267,6 +288,7 @@ class SaveSession {
   }
 
   // This rank's data and manifest, durable.
+  // The manifest is written last: it names only bytes that are already synced.
   Status Write() {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         WrittenData data,
@@ -336,6 +358,8 @@ class SaveSession {
   }
 
   // The same on every rank.
+  // It must be: it decides whether the AllToAll of Compare takes place, and one rank that skipped
+  // it would be in another phase than the rest.
   bool Compares() const {
     return options_.replicas != ReplicaCheck::kOff &&
            (report_.replica_bytes > 0 || !options_.validate);
@@ -379,6 +403,8 @@ class SaveSession {
   }
 
   // On rank 0: publishes, unless the reports say otherwise.
+  // kUnknown: whether it was published could not be found out; Publish passes that on to all ranks
+  // and does not abort.
   Status Decide(const std::vector<std::string>& encoded, SaveVerdict& verdict) {
     Inventory coordinator;
     coordinator.info.producer =
@@ -449,6 +475,7 @@ class SaveSession {
   }
 
   // On rank 0 after `failure`: sees to it that the staging is never published. The verdict for all.
+  // Ok where the store says that it is committed, although publishing reported a failure.
   Status Abort(const Status& failure) {
     Result<Verdict> verdict = AskStore();
     if (!verdict.ok()) return NotKnown(failure, verdict.status());
@@ -512,6 +539,7 @@ class SaveSession {
   }
 
   // On rank 0, once, before the staging is published or aborted.
+  // Both paths may come here in one save: publishing that fails is followed by Abort.
   void Ending() {
     if (rank_ != 0 || ending_) return;
     ending_ = true;

@@ -38,6 +38,8 @@ std::string EncodeStaging(const Status& status, const Staging& staging);
 Result<Staging> DecodeStaging(std::string_view bytes);
 
 // What a rank tells rank 0 when its data and its manifest are durable.
+// Not sooner: rank 0 publishes once it has an ok report of every rank, and what it publishes must
+// survive a power failure.
 struct WriterReport {
   Vote vote;
   std::uint64_t bytes = 0;

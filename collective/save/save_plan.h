@@ -17,6 +17,13 @@
 
 // Who writes what and where. Keys are planned by their owners, each for itself (layout.h); what
 // concerns all keys is decided at rank 0 from what the owners say of theirs: survey, decide, plan.
+//
+//   owner o                     rank 0
+//   Survey()  -- survey o -->   Decide(surveys)
+//   Plan()    <-- decision --
+//
+// A limit over all keys (kMaxTensorFiles) and one common writer (kSafetensors) are the reason for
+// the middle step: no owner sees the keys of another.
 
 namespace tensormount {
 

@@ -2,6 +2,17 @@
 // PlanDcp of export_plan.h. A folder as torch.distributed.checkpoint's FileSystemWriter of
 // torch 2.13 writes it: items, each a torch archive of its own, in .distcp files, and .metadata,
 // which says where they are.
+//
+//   __0_0.distcp   one file for each rank of the export, of about equally many bytes
+//     item         a zip archive as of torch.save: data.pkl (a tensor over storage "0", or a value)
+//                  and the small entries that go with it, of a tensor also data/0 (its bytes)
+//   .metadata      a pickle of class Metadata: of each key its type, shape and chunks
+//                  (state_dict_metadata), its path in nested dicts (planner_data), and of each
+//                  chunk the file, offset and length of its item (storage_data)
+//
+// The steps: find the values that are no tensors, measure everything, lay items out file after
+// file, then write .metadata from what was laid out. No data are read but the first bytes of
+// objects that may be archives already.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -20,25 +31,29 @@ constexpr std::string_view kModule = "torch.distributed.checkpoint.metadata";
 // About what an item's archive has besides data: so that many small items count as work too.
 constexpr std::uint64_t kItemOverhead = 1600;
 
-// Row-major runs that a tensor is cut into along its first axis of more than one place.
+// Row-major runs that a tensor is cut into along its first axis of more than one index.
+// DCP describes chunks as boxes (offsets, sizes). Cutting along the first axis that can be cut
+// makes each box one run of the tensor, which is read without strides.
 struct Cut {
   int axis = 0;
-  std::int64_t rows = 0;  // Of a piece, at most.
+  std::int64_t rows = 0;  // Of a chunk, at most.
   std::uint64_t row_bytes = 0;
-  std::uint64_t pieces = 1;
+  std::uint64_t chunks = 1;
 };
 
-Cut CutOf(const TensorMeta& meta, std::uint64_t piece_bytes) {
+Cut CutOf(const TensorMeta& meta, std::uint64_t chunk_bytes) {
   Cut cut;
-  if (meta.bytes() <= piece_bytes) return cut;
+  if (meta.bytes() <= chunk_bytes) return cut;
+  // Of [1, 8, 64] axis 1 is cut.
   while (meta.shape()[cut.axis] == 1) ++cut.axis;  // It has elements, and more than one.
   const std::int64_t extent = meta.shape()[cut.axis];
   cut.row_bytes = meta.bytes() / static_cast<std::uint64_t>(extent);
-  cut.rows = static_cast<std::int64_t>(std::max<std::uint64_t>(piece_bytes / cut.row_bytes, 1));
-  cut.pieces = static_cast<std::uint64_t>((extent + cut.rows - 1) / cut.rows);
+  cut.rows = static_cast<std::int64_t>(std::max<std::uint64_t>(chunk_bytes / cut.row_bytes, 1));
+  cut.chunks = static_cast<std::uint64_t>((extent + cut.rows - 1) / cut.rows);
   return cut;
 }
 
+// The same chunk as DCP names it and as bytes of the tensor.
 struct DcpChunk {
   Dims offsets;
   Dims sizes;
@@ -47,19 +62,20 @@ struct DcpChunk {
 };
 
 DcpChunk ChunkAt(const TensorMeta& meta, const Cut& cut, std::uint64_t n) {
-  DcpChunk piece{.offsets = Dims::Filled(meta.shape().rank(), 0),
+  DcpChunk chunk{.offsets = Dims::Filled(meta.shape().rank(), 0),
                  .sizes = meta.shape(),
                  .skip = 0,
                  .bytes = meta.bytes()};
-  if (cut.pieces == 1) return piece;
+  if (cut.chunks == 1) return chunk;
   const std::int64_t first = static_cast<std::int64_t>(n) * cut.rows;
-  piece.offsets[cut.axis] = first;
-  piece.sizes[cut.axis] = std::min(cut.rows, meta.shape()[cut.axis] - first);
-  piece.skip = static_cast<std::uint64_t>(first) * cut.row_bytes;
-  piece.bytes = static_cast<std::uint64_t>(piece.sizes[cut.axis]) * cut.row_bytes;
-  return piece;
+  chunk.offsets[cut.axis] = first;
+  chunk.sizes[cut.axis] = std::min(cut.rows, meta.shape()[cut.axis] - first);
+  chunk.skip = static_cast<std::uint64_t>(first) * cut.row_bytes;
+  chunk.bytes = static_cast<std::uint64_t>(chunk.sizes[cut.axis]) * cut.row_bytes;
+  return chunk;
 }
 
+// Where an item stands: for _StorageInfo of .metadata.
 struct Item {
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
@@ -67,6 +83,7 @@ struct Item {
 };
 
 // A value that is no tensor: a common value or a part of an object.
+// `fqn` (fully qualified name) is what DCP calls a key.
 struct ByteItem {
   std::string fqn;
   std::string stored;
@@ -78,8 +95,12 @@ struct ByteItem {
 
 class Planner {
  public:
-  Planner(const CheckpointView& view, const PlanOptions& options, ExportPlan& plan)
-      : view_(view), shown_(view.shown()), options_(options), plan_(plan) {}
+  Planner(const CheckpointView& view, const ExportOptions& options, int files, ExportPlan& plan)
+      : view_(view),
+        shown_(view.shown()),
+        chunk_bytes_(options.dcp_chunk_bytes),
+        files_(static_cast<std::uint64_t>(files)),
+        plan_(plan) {}
 
   Status Run() {
     plan_.folder = true;
@@ -105,22 +126,27 @@ class Planner {
     return shown_.tensors.ForEachEntry(0, shown_.tensors.count(), fn);
   }
 
+  // Objects first, in the order of their paths, then common values by name. The order is that of
+  // the items in the files.
   Status FindByteItems() {
     std::set<std::string> as_stored;
     const std::vector<ObjectRecord>& parts = shown_.objects.parts();
     for (std::uint32_t n = 0; n < parts.size(); ++n) {
       ByteItem item{.fqn = {}, .stored = parts[n].key, .value = nullptr, .part = n, .item = {}};
       const std::string_view renamed = shown_.objects.stored_key(n);
-      TENSORMOUNT_ASSIGN_OR_RETURN(item.fqn, shown_.objects.keys().KeyAt(n));
+      TENSORMOUNT_ASSIGN_OR_RETURN(item.fqn, shown_.objects.tree().keys().KeyAt(n));
       if (!renamed.empty()) item.stored = renamed;
       if (parts[n].grid.rank() > 0) {
         // As Megatron-Core calls the parts of its sharded objects.
+        // The path ends in "/0.3"; Megatron's name is KEY/shard_0.3_2.4, with the size of the grid
+        // behind.
         const std::string index = Join(parts[n].index);
         item.fqn.resize(item.fqn.size() - index.size());
         item.fqn += fmt::format("shard_{}_{}", index, Join(parts[n].grid));
         item.stored.clear();
       }
       // What an adopted DCP checkpoint has as a plain value, it has as it was stored, too.
+      // It then goes out as the very same archive, and not as a pickle of ours.
       if (common_.values.contains(item.fqn)) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const bool archive, IsArchive(n));
         if (archive) as_stored.insert(item.fqn);
@@ -141,6 +167,7 @@ class Planner {
     std::vector<CommonKey> below;
     AddLeaves(name, name, value, below, leaves);
     std::set<std::string_view> names;
+    // {"a.b": 1, "a": {"b": 2}} would be "a.b" twice: then the dict stays one item.
     const bool apart = std::ranges::all_of(leaves, [&](const ByteItem& leaf) {
       return names.insert(leaf.fqn).second &&
              (leaf.below.empty() || !common_.values.contains(leaf.fqn));
@@ -155,6 +182,8 @@ class Planner {
     return list != nullptr && std::ranges::any_of(list->items, HoldsDict);
   }
 
+  // Depth is bounded by that of common values. An empty dict or list is a leaf itself, or it would
+  // be lost.
   static void AddLeaves(const std::string& stored, const std::string& fqn, const CommonValue& value,
                         std::vector<CommonKey>& below, std::vector<ByteItem>& out) {
     const auto add = [&](const std::string& part, CommonKey key, const CommonValue& item) {
@@ -180,6 +209,8 @@ class Planner {
     }
   }
 
+  // For planner_data: the path of the value that the leaf was cut from, and the way to it from
+  // there.
   std::vector<CommonKey> PathOf(const ByteItem& item) const {
     if (item.below.empty()) return paths_.PathOf(item.fqn, item.stored);
     std::vector<CommonKey> path = paths_.PathOf(item.stored, item.stored);
@@ -202,6 +233,7 @@ class Planner {
                                 "there are two of {}",
                                 key));
     };
+    // Nothing once a sum did not fit 64 bits.
     std::optional<std::uint64_t> total = 0;
     const auto add = [&total](std::uint64_t bytes) {
       total = total ? CheckedAdd(*total, bytes) : total;
@@ -215,12 +247,11 @@ class Planner {
         ForEachTensor([&](std::uint32_t, const TensorEntry& tensor) -> Status {
           if (names.contains(tensor.meta.key())) return twice(tensor.meta.key());
           add(tensor.meta.bytes());
-          add(CutOf(tensor.meta, options_.dcp_piece_bytes).pieces * kItemOverhead);
+          add(CutOf(tensor.meta, chunk_bytes_).chunks * kItemOverhead);
           return {};
         }));
-    // Leaves room for the product below.
-    const auto files = static_cast<std::uint64_t>(options_.dcp_files);
-    if (!total || !CheckedMul(*total, files)) {
+    // Leaves room for the product in NextItem.
+    if (!total || !CheckedMul(*total, files_)) {
       return Status(Code::kUnsupported, "dcp: too many bytes for one checkpoint");
     }
     total_ = std::max<std::uint64_t>(*total, 1);
@@ -228,9 +259,9 @@ class Planner {
   }
 
   // The file that the next item goes into: about equally many bytes for each.
+  // An item belongs to the file in whose share of all bytes it begins, and is never cut.
   void NextItem(std::uint64_t bytes) {
-    const auto files = static_cast<std::uint64_t>(options_.dcp_files);
-    const auto wanted = static_cast<std::uint32_t>(std::min(done_ * files / total_, files - 1));
+    const auto wanted = static_cast<std::uint32_t>(std::min(done_ * files_ / total_, files_ - 1));
     if (wanted != file_) {
       FinishFile();
       file_ = wanted;
@@ -238,6 +269,7 @@ class Planner {
     done_ += bytes + kItemOverhead;
   }
 
+  // Templates go with the builder: they are ranges of its kept text.
   void FinishFile() {
     if (builder_.size() > 0) {
       AddMadeFile(plan_, view_, FileName(file_), builder_.Finish(), std::move(holes_));
@@ -249,20 +281,23 @@ class Planner {
 
   static std::string FileName(std::uint32_t file) { return fmt::format("__{}_0.distcp", file); }
 
+  // From offsets of the archive to those of the data file.
   void AddHoles(const std::vector<CrcHole>& of_item, std::uint64_t begin) {
     for (CrcHole hole : of_item) {
-      hole.begin += begin;
-      for (std::uint64_t& place : hole.places) place += begin;
+      hole.covered = {hole.covered.begin + begin, hole.covered.end + begin};
+      for (std::uint64_t& position : hole.positions) position += begin;
       holes_.push_back(hole);
     }
   }
 
   // Items of one type and shape differ in their data alone.
   struct Template {
-    FileBuilder::Text head;
-    FileBuilder::Text tail;
+    ByteRange head;  // In the kept text of the builder.
+    ByteRange tail;
     std::vector<CrcHole> holes;
   };
+  // A model has few combinations of type and shape and may have a million tensors: text and holes
+  // are made once for each.
   const Template& TemplateOf(DType dtype, const Dims& shape) {
     const auto [it, added] =
         templates_.try_emplace({dtype, std::vector<std::int64_t>(shape.begin(), shape.end())});
@@ -284,16 +319,17 @@ class Planner {
     return it->second;
   }
 
+  // items_ has one for each chunk, in the order in which Metadata() asks for them again.
   void AddTensor(const TensorEntry& tensor) {
-    const Cut cut = CutOf(tensor.meta, options_.dcp_piece_bytes);
-    for (std::uint64_t n = 0; n < cut.pieces; ++n) {
-      const DcpChunk piece = ChunkAt(tensor.meta, cut, n);
-      NextItem(piece.bytes);
-      const Template& around = TemplateOf(tensor.meta.dtype(), piece.sizes);
+    const Cut cut = CutOf(tensor.meta, chunk_bytes_);
+    for (std::uint64_t n = 0; n < cut.chunks; ++n) {
+      const DcpChunk chunk = ChunkAt(tensor.meta, cut, n);
+      NextItem(chunk.bytes);
+      const Template& around = TemplateOf(tensor.meta.dtype(), chunk.sizes);
       Item item{.file = file_, .offset = builder_.size(), .length = 0};
       AddHoles(around.holes, item.offset);
       builder_.Add(around.head);
-      builder_.AddTensor(tensor.ordinal, piece.skip, piece.bytes);
+      builder_.AddTensor(tensor.ordinal, chunk.skip, chunk.bytes);
       builder_.Add(around.tail);
       item.length = builder_.size() - item.offset;
       items_.push_back(item);
@@ -303,6 +339,7 @@ class Planner {
   // Whether the bytes of an object are a torch archive as they are: its first entry tells.
   Result<bool> IsArchive(std::uint32_t part) const {
     const std::uint64_t length = shown_.objects.parts()[part].length;
+    // A local zip header has 30 bytes, then the name, whose length stands at 26.
     char head[30 + 256];
     const std::size_t size = std::min<std::uint64_t>(length, sizeof head);
     if (size < 30) return false;
@@ -342,6 +379,7 @@ class Planner {
   }
 
   // Bytes that torch could not load: as a Python bytes object.
+  // data.pkl is then one BINBYTES8 and a STOP: the object's bytes pass through unread.
   void AddOpaque(std::uint32_t part, std::uint64_t length) {
     const std::string before = PickleWriter::BytesHead(length);
     ZipWriter zip;
@@ -359,6 +397,9 @@ class Planner {
   }
 
   // ---- .metadata ----
+  // Dataclasses are pickled as Python does it: an object made without arguments (NEWOBJ), then
+  // BUILD with a dict of its fields, or, for TensorProperties, with the tuple that its __getstate__
+  // gives.
 
   static void PickleSize(PickleWriter& pickle, const Dims& size) {
     pickle.Global("torch", "Size");
@@ -382,6 +423,7 @@ class Planner {
     pickle.Tuple1();
     pickle.Reduce();
     pickle.Bool(false);  // requires_grad
+    // An enumeration; 0 is contiguous.
     pickle.Global(kModule, "_MEM_FORMAT_ENCODING");
     pickle.Int(0);  // TORCH_CONTIGUOUS_FORMAT
     pickle.Tuple1();
@@ -392,7 +434,7 @@ class Planner {
   }
 
   void PickleState(PickleWriter& pickle, const TensorEntry& tensor) {
-    const Cut cut = CutOf(tensor.meta, options_.dcp_piece_bytes);
+    const Cut cut = CutOf(tensor.meta, chunk_bytes_);
     NewObject(pickle, kModule, "TensorStorageMetadata");
     pickle.EmptyDict();
     pickle.Mark();
@@ -403,15 +445,15 @@ class Planner {
     pickle.String("chunks");
     pickle.EmptyList();
     pickle.Mark();
-    for (std::uint64_t n = 0; n < cut.pieces; ++n) {
-      const DcpChunk piece = ChunkAt(tensor.meta, cut, n);
+    for (std::uint64_t n = 0; n < cut.chunks; ++n) {
+      const DcpChunk chunk = ChunkAt(tensor.meta, cut, n);
       NewObject(pickle, kModule, "ChunkStorageMetadata");
       pickle.EmptyDict();
       pickle.Mark();
       pickle.String("offsets");
-      PickleSize(pickle, piece.offsets);
+      PickleSize(pickle, chunk.offsets);
       pickle.String("sizes");
-      PickleSize(pickle, piece.sizes);
+      PickleSize(pickle, chunk.sizes);
       pickle.SetItems();
       pickle.Build();
     }
@@ -447,6 +489,7 @@ class Planner {
   }
 
   // `offsets` null: of what is no tensor.
+  // The keys of storage_data. Tensors have index and offset, values neither.
   void PickleIndex(PickleWriter& pickle, std::string_view fqn, const Dims* offsets,
                    std::uint64_t n) {
     NewObject(pickle, kModule, "MetadataIndex");
@@ -467,6 +510,7 @@ class Planner {
   }
 
   Result<std::string> Metadata() {
+    // As pickle.dump writes it; fields in the order of the dataclass.
     PickleWriter pickle(4);
     NewObject(pickle, kModule, "Metadata");
     pickle.EmptyDict();
@@ -511,13 +555,14 @@ class Planner {
       PickleIndex(pickle, bytes.fqn, nullptr, 0);
       PickleWhere(pickle, bytes.item);
     }
+    // The order of AddTensor: tensors as shown, chunks of each by offset.
     std::size_t next = 0;
     TENSORMOUNT_RETURN_IF_ERROR(
         ForEachTensor([&](std::uint32_t, const TensorEntry& tensor) -> Status {
-          const Cut cut = CutOf(tensor.meta, options_.dcp_piece_bytes);
-          for (std::uint64_t n = 0; n < cut.pieces; ++n) {
-            const DcpChunk piece = ChunkAt(tensor.meta, cut, n);
-            PickleIndex(pickle, tensor.meta.key(), &piece.offsets, n);
+          const Cut cut = CutOf(tensor.meta, chunk_bytes_);
+          for (std::uint64_t n = 0; n < cut.chunks; ++n) {
+            const DcpChunk chunk = ChunkAt(tensor.meta, cut, n);
+            PickleIndex(pickle, tensor.meta.key(), &chunk.offsets, n);
             PickleWhere(pickle, items_.at(next++));
           }
           return {};
@@ -536,12 +581,13 @@ class Planner {
 
   const CheckpointView& view_;
   const ShownCheckpoint& shown_;
-  const PlanOptions& options_;
+  const std::uint64_t chunk_bytes_;  // Most bytes of a tensor in one item.
+  const std::uint64_t files_;
   ExportPlan& plan_;
   CommonState common_;
   PlannerPaths paths_;
   std::vector<ByteItem> byte_items_;
-  std::vector<Item> items_;  // Of tensors' pieces, in order.
+  std::vector<Item> items_;  // Of tensors' chunks, in order.
   std::uint64_t total_ = 1;
   std::uint64_t done_ = 0;
   std::uint32_t file_ = 0;
@@ -552,11 +598,12 @@ class Planner {
 
 }  // namespace
 
-Status PlanDcp(const CheckpointView& view, const PlanOptions& options, ExportPlan& plan) {
-  if (options.dcp_files < 1 || options.dcp_piece_bytes == 0) {
+Status PlanDcp(const CheckpointView& view, const ExportOptions& options, int files,
+               ExportPlan& plan) {
+  if (files < 1 || options.dcp_chunk_bytes == 0) {
     return Status(Code::kInvalidArgument, "dcp: one file at least, of pieces of a byte at least");
   }
-  return Planner(view, options, plan).Run();
+  return Planner(view, options, files, plan).Run();
 }
 
 }  // namespace tensormount::fs

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <limits>
+#include <set>
 #include <sys/statvfs.h>
 
 #include <fmt/core.h>
@@ -16,6 +17,8 @@
 namespace tensormount::fs {
 namespace {
 
+// Of NAME.<8 hex digits>.tmp: enough that two exports at once do not meet, and an exact length, so
+// that leftovers are told from files of others.
 constexpr std::size_t kMarkDigits = 8;
 
 bool IsExportMark(std::string_view text) {
@@ -23,6 +26,7 @@ bool IsExportMark(std::string_view text) {
          text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
 }
 
+// By whole names: "/a/bc" is not within "/a/b".
 bool Within(std::string_view inner, std::string_view outer) {
   return inner == outer ||
          (inner.starts_with(outer) && inner.substr(outer.size()).starts_with('/'));
@@ -46,11 +50,14 @@ bool IsHfPart(std::string_view name) {
 }
 
 // What an entry at the top of a folder says of it.
+// kExport: only such an export has it. kNothing: it may have it. kElse: it has not, so the folder
+// is somebody's.
 enum class Says { kExport, kNothing, kElse };
 
 Says EntrySays(const DirectoryEntry& entry, ExportFormat format,
                const std::set<std::string>& written) {
   const bool file = entry.kind == FileKind::kFile;
+  // Folders and links of the right name are not ours.
   const auto file_if = [file](bool ours) { return file && ours ? Says::kNothing : Says::kElse; };
   const std::string& name = entry.name;
   switch (format) {
@@ -62,6 +69,7 @@ Says EntrySays(const DirectoryEntry& entry, ExportFormat format,
       return file_if(IsHfPart(name) || written.contains(name));
     case ExportFormat::kZarr:
       if (file && name == "zarr.json") return Says::kExport;
+      // Groups and arrays, whose names are keys.
       return entry.kind == FileKind::kDirectory ? Says::kNothing : Says::kElse;
     case ExportFormat::kDcp:
       if (file && name == ".metadata") return Says::kExport;
@@ -74,6 +82,8 @@ Says EntrySays(const DirectoryEntry& entry, ExportFormat format,
 // Whether a folder may be replaced by an export that writes files called `written` at its top: it
 // is one itself, or holds nothing. An .npy folder has no file of a known name: nothing else may be
 // in it.
+// Only the top is looked at, except for .npy: reading a tree of a million files to be sure would
+// take longer than writing it.
 Result<bool> LooksExported(FileSystem& fs, const std::string& path, ExportFormat format,
                            const std::set<std::string>& written) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto entries, fs.List(path));
@@ -98,6 +108,7 @@ Result<bool> LooksExported(FileSystem& fs, const std::string& path, ExportFormat
 // Whether a file may be replaced by an export to one file: it begins like one, or holds nothing.
 Result<bool> FileLooksExported(FileSystem& fs, const std::string& path, ExportFormat format) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
+  // safetensors: 8 bytes of length, then '{'. A zip begins with "PK\3\4".
   char head[9] = {};
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got, file->ReadAt(0, head, sizeof head));
   if (got == 0) return true;
@@ -108,9 +119,13 @@ Result<bool> FileLooksExported(FileSystem& fs, const std::string& path, ExportFo
 }  // namespace
 
 Result<ExportDestination> ExportDestination::Prepare(FileSystem& fs, const std::string& path,
-                                                     const Options& options,
+                                                     const ExportOptions& options,
+                                                     const ExportPlan& plan,
+                                                     std::vector<std::string> sources,
                                                      std::vector<std::string>& warnings) {
-  ExportDestination out(fs, options);
+  // Resolved once: later steps must not depend on the working directory, nor on links that somebody
+  // changes meanwhile.
+  ExportDestination out(fs, options, plan, std::move(sources));
   const std::string trimmed = WithoutTrailingSlashes(path);
   const std::size_t slash = trimmed.rfind('/');
   out.name_ = slash == std::string::npos ? trimmed : trimmed.substr(slash + 1);
@@ -124,7 +139,7 @@ Result<ExportDestination> ExportDestination::Prepare(FileSystem& fs, const std::
     return parent.status().WithContext(fmt::format("the folder that {} is to be in", path));
   }
   out.parent_ = std::move(parent).value();
-  TENSORMOUNT_RETURN_IF_ERROR(out.CheckPlace());
+  TENSORMOUNT_RETURN_IF_ERROR(out.CheckParent());
   out.path_ = JoinPath(out.parent_, out.name_);
   const Result<FileInfo> old = fs.LinkStat(out.path_);
   if (old.ok()) {
@@ -132,15 +147,18 @@ Result<ExportDestination> ExportDestination::Prepare(FileSystem& fs, const std::
   } else if (old.status().code() != Code::kNotFound) {
     return old.status();
   }
+  // Only told of: whether one still runs cannot be known from here, it may be on another machine.
   out.FindLeftovers(warnings);
   TENSORMOUNT_RETURN_IF_ERROR(out.CheckRoom());
+  // In the same folder, hence on the same filesystem, as a rename needs it.
   out.temporary_ = fmt::format("{}.{}.tmp", out.path_, Uuid::Random().Short());
-  if (options.folder) TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(out.temporary_));
+  if (plan.folder) TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(out.temporary_));
   return out;
 }
 
 // What is in a store or a checkpoint without being of it is damage to both.
-Status ExportDestination::CheckPlace() const {
+// `gc`, `fsck` and rsync of a store would meet files that they do not know.
+Status ExportDestination::CheckParent() const {
   const auto refuse = [this](const std::string& what) {
     return Status(Code::kInvalidArgument,
                   fmt::format("{}: {}: nothing is exported into it", parent_, what));
@@ -155,40 +173,48 @@ Status ExportDestination::CheckPlace() const {
 }
 
 Status ExportDestination::CheckOld(const FileInfo& old) const {
-  if (!options_.replace) return Status::FromErrno(EEXIST, "export to", path_);
+  if (!options_->replace) return Status::FromErrno(EEXIST, "export to", path_);
   const auto refuse = [this](std::string_view why) {
     return Status(Code::kInvalidArgument, fmt::format("{}: {}: not replaced", path_, why));
   };
   const bool folder = old.kind == FileKind::kDirectory;
-  if (folder != options_.folder || (!folder && old.kind != FileKind::kFile)) {
-    return refuse(options_.folder ? "is no folder" : "is no file");
+  if (folder != plan_->folder || (!folder && old.kind != FileKind::kFile)) {
+    return refuse(plan_->folder ? "is no folder" : "is no file");
   }
-  for (const std::string& source : options_.sources) {
+  // An export into the folder of its own source would remove what it reads.
+  for (const std::string& source : sources_) {
     if (Within(source, path_)) return refuse(fmt::format("holds {}, which is exported", source));
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      const bool exported, folder ? LooksExported(*fs_, path_, options_.format, options_.written)
-                                  : FileLooksExported(*fs_, path_, options_.format));
+  std::set<std::string> written;  // Names of files that this export will have at its top.
+  for (const ExportFile& file : plan_->files) {
+    if (folder && file.name.find('/') == std::string::npos) written.insert(file.name);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const bool exported,
+                               folder ? LooksExported(*fs_, path_, options_->format, written)
+                                      : FileLooksExported(*fs_, path_, options_->format));
   if (exported) return {};
   return refuse(
-      fmt::format("holds something else than an export to {}", ExportFormatName(options_.format)));
+      fmt::format("holds something else than an export to {}", ExportFormatName(options_->format)));
 }
 
 std::uint64_t ExportDestination::RoomAt(const std::string& path) {
   std::string above = WithoutTrailingSlashes(path);
   const std::size_t slash = above.rfind('/');
   above = slash == std::string::npos ? "." : above.substr(0, std::max<std::size_t>(slash, 1));
+  // Where it fails (no such folder yet, an odd filesystem) the writes will tell.
   struct statvfs space {};
   if (statvfs(above.c_str(), &space) != 0) return std::numeric_limits<std::uint64_t>::max();
   return static_cast<std::uint64_t>(space.f_bavail) * space.f_frsize;
 }
 
 Status ExportDestination::CheckRoom() const {
+  std::uint64_t bytes = 0;
+  for (const ExportFile& file : plan_->files) bytes += file.backed ? 0 : file.size;
   const std::uint64_t free = RoomAt(path_);
-  if (free >= options_.bytes) return {};
+  if (free >= bytes) return {};
   return Status(Code::kResourceExhausted,
                 fmt::format("{}: the export takes {} bytes, and its filesystem has room for {}",
-                            path_, options_.bytes, free));
+                            path_, bytes, free));
 }
 
 void ExportDestination::FindLeftovers(std::vector<std::string>& warnings) const {
@@ -209,9 +235,10 @@ void ExportDestination::FindLeftovers(std::vector<std::string>& warnings) const 
 }
 
 Status ExportDestination::Publish() {
+  // Always first without replacing, also with --if-exists replace: mostly nothing is there.
   const Status renamed = fs_->RenameNoReplace(temporary_, path_);
   if (!renamed.ok()) {
-    if (renamed.code() != Code::kAlreadyExists || !options_.replace) return renamed;
+    if (renamed.code() != Code::kAlreadyExists || !options_->replace) return renamed;
     // Looked at again: it may not be what it was.
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo old, fs_->LinkStat(path_));
     TENSORMOUNT_RETURN_IF_ERROR(CheckOld(old));
@@ -225,11 +252,13 @@ Status ExportDestination::Publish() {
     }
     TENSORMOUNT_RETURN_IF_ERROR(exchanged);
   }
+  // The rename is done and seen by all; only its durability is open.
   const Status synced = fs_->SyncDirectory(parent_);
   if (!synced.ok()) {
     return Status(Code::kUnknown, fmt::format("{} is there, but may not survive a power cut: {}",
                                               path_, synced.message()));
   }
+  // Exchanged: the old export has the temporary name now, and goes.
   if (renamed.ok()) return {};
   return Discard().WithContext("the export is there; what was there before is not all removed");
 }

@@ -2,6 +2,17 @@
 // Exports by all ranks of a job: rank 0 plans the destination, all write their share, and one
 // rename makes the result appear. The plan comes from export_plan.h or from a format's own planner;
 // all else is shared.
+//
+//   all ranks      Plan          open the view, make the plan; agree that all could
+//   all            AgreeOnPlan   compare identities: ranks that see another source stop here
+//   rank 0         Begin         check the destination, make the temporary folder; tell its name
+//   all            Share         clone or link files that are stored ones as they are; tell which
+//   all            Write         each its ranges; agree
+//   all            PutCrcs       exchange CRCs of parts, write them
+//   all            Sync          agree that all is durable
+//   rank 0         Publish       sync folders, rename; tell
+// Every step ends in a collective call, so a rank that failed never leaves others waiting, and all
+// return the same verdict.
 #include "fs/export/export.h"
 
 #include <chrono>
@@ -25,10 +36,14 @@ double SecondsSince(Clock::time_point start) {
 }
 
 // Whether all ranks have stopped: they all returned from the call that failed.
+// After a deadline or a lost rank some may still be writing, and removing what they write would
+// race with them.
 bool AllStopped(const Status& failure) {
   return failure.code() != Code::kDeadlineExceeded && failure.code() != Code::kUnavailable;
 }
 
+// One rank's part of one export, with what its steps hand to each other. Exceptions (no memory)
+// become a Status of the step (Guarded).
 class Job {
  public:
   Job(FileSystem& fs, const std::string& destination, Communicator& comm,
@@ -42,6 +57,7 @@ class Job {
   Result<ExportReport> Run(const Status& before, std::shared_ptr<OpenedCheckpoint> source) {
     const Status status = Steps(before, std::move(source));
     if (status.ok()) return report_;
+    // Before Begin there is nothing to clean up.
     if (!temporary_.empty()) return CleanUp(status);
     return status;
   }
@@ -83,20 +99,18 @@ class Job {
 
   Status Plan(std::shared_ptr<OpenedCheckpoint> source) {
     CheckpointView::Options how;
+    // Any but 0, which is the mount's own.
     how.slot = 1;
     how.name = source->name();
     how.list_views = true;
+    // Every byte is compared with its hash: the copy must not carry damage on without a word.
     how.verify = ServeVerify::kAlways;
     how.map = options_.map;
     how.hf = options_.hf;
     source_ = source->directory();
     TENSORMOUNT_ASSIGN_OR_RETURN(view_, CheckpointView::Of(fs_, std::move(source), {}, how));
-    const PlanOptions plan{.format = options_.format,
-                           .hf = options_.hf,
-                           .dcp_files = comm_.size(),
-                           .dcp_piece_bytes = options_.dcp_piece_bytes,
-                           .room = ExportDestination::RoomAt(destination_)};
-    TENSORMOUNT_ASSIGN_OR_RETURN(plan_, MakeExportPlan(*view_, plan));
+    TENSORMOUNT_ASSIGN_OR_RETURN(plan_, MakeExportPlan(*view_, options_, comm_.size(),
+                                                       ExportDestination::RoomAt(destination_)));
     report_.files = plan_.files.size();
     report_.tensors = plan_.tensors;
     report_.bytes = plan_.bytes;
@@ -123,26 +137,16 @@ class Job {
     Result<std::string> made = Status(Code::kInternal, "rank 0's");
     if (comm_.rank() == 0) {
       const Status status = Guarded([&]() -> Status {
-        ExportDestination::Options how{.format = options_.format,
-                                       .folder = plan_.folder,
-                                       .replace = options_.replace,
-                                       .bytes = 0,
-                                       .written = {},
-                                       .sources = {source_}};
+        std::vector<std::string> sources = {source_};
         const OpenedCheckpoint& opened = view_->opened();
         if (!opened.index().info().self_contained) {
           for (std::uint32_t n = 0; n < opened.index().files().size(); ++n) {
-            how.sources.push_back(opened.FilePath(n));
-          }
-        }
-        for (const ExportFile& file : plan_.files) {
-          if (!file.backed) how.bytes += file.size;
-          if (plan_.folder && file.name.find('/') == std::string::npos) {
-            how.written.insert(file.name);
+            sources.push_back(opened.FilePath(n));
           }
         }
         TENSORMOUNT_ASSIGN_OR_RETURN(
-            rank0_, ExportDestination::Prepare(fs_, destination_, how, report_.warnings));
+            rank0_, ExportDestination::Prepare(fs_, destination_, options_, plan_,
+                                               std::move(sources), report_.warnings));
         return {};
       });
       if (status.ok()) {
@@ -153,6 +157,7 @@ class Job {
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(temporary_, collective_.Broadcast(made, "export: begin"));
     // "NAME.12345678.tmp"
+    // The absolute path is known to rank 0 alone; the others take it from here.
     report_.path = temporary_.substr(0, temporary_.size() - 13);
     return {};
   }
@@ -160,8 +165,10 @@ class Job {
   Status Share(ExportWriter& writer) {
     bool any = false;
     for (const ExportFile& file : plan_.files) any = any || file.backed;
+    // No exchange then.
     if (!any) return {};  // On all ranks alike.
     ByteWriter mine;
+    // A rank that cannot share anything says so with an empty list; its files are written.
     (void)Guarded([&] {
       for (const ExportWriter::Shared& file : writer.ShareFiles()) {
         mine.U32(file.file);
@@ -188,6 +195,7 @@ class Job {
     Result<std::string> done = std::string();
     if (comm_.rank() == 0) {
       const Status status = Guarded([&]() -> Status {
+        // Deepest first, as their entries are made durable upwards.
         for (auto folder = plan_.folders.rbegin(); folder != plan_.folders.rend(); ++folder) {
           TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(JoinPath(temporary_, *folder)));
         }
@@ -197,6 +205,7 @@ class Job {
       if (!status.ok()) done = status;
     }
     const Status told = collective_.Broadcast(done, "export: publish").status();
+    // So rank 0 neither discards it nor tells that it is left.
     // Past this point the temporary name is gone, whatever the others heard.
     if (done.ok()) published_ = comm_.rank() == 0;
     return told;

@@ -16,6 +16,7 @@
 namespace tensormount::fs {
 namespace {
 
+// In the order of the enumeration: ExportFormatName indexes it.
 constexpr std::array<std::pair<ExportFormat, std::string_view>, 6> kNames = {{
     {ExportFormat::kSafetensors, "safetensors"},
     {ExportFormat::kHf, "hf"},
@@ -24,10 +25,13 @@ constexpr std::array<std::pair<ExportFormat, std::string_view>, 6> kNames = {{
     {ExportFormat::kDcp, "dcp"},
     {ExportFormat::kTorch, "torch"},
 }};
+// Four million files are half a GB of plan; a zarr array of a hostile shape could ask for any
+// number.
 constexpr std::size_t kMaxPlannedFiles = std::size_t{1} << 22;
 constexpr std::uint32_t kNamed = 3;  // Of what a format cannot hold.
 
-bool Holds(const PlanOptions& options, const TensorEntry& tensor) {
+// For hf a tensor that the rules drop counts as held: it was left out on purpose.
+bool Holds(const ExportOptions& options, const TensorEntry& tensor) {
   const DType dtype = tensor.meta.dtype();
   switch (options.format) {
     case ExportFormat::kSafetensors:
@@ -47,7 +51,8 @@ bool Holds(const PlanOptions& options, const TensorEntry& tensor) {
 }
 
 // Everything of the checkpoint must be in the copy, or be named.
-Status CheckHolds(const ShownCheckpoint& shown, const PlanOptions& options) {
+// A copy that silently lacks tensors is worse than none. The first few are named.
+Status CheckHolds(const ShownCheckpoint& shown, const ExportOptions& options) {
   std::uint64_t lost = 0;
   std::string named;
   TENSORMOUNT_RETURN_IF_ERROR(shown.tensors.ForEachEntry(
@@ -67,25 +72,21 @@ Status CheckHolds(const ShownCheckpoint& shown, const PlanOptions& options) {
 }
 
 // Files and folders below a folder of a view, depth first.
+// Subfolders are walked after the listing has ended, so that one listing is open at a time.
 Status Walk(const CheckpointView& view, const Node& folder, const std::string& prefix,
             ExportPlan& plan) {
-  struct Below {
-    std::string name;
-    Node node;
-  };
-  std::vector<Below> below;
+  std::vector<Child> folders;
   bool too_many = false;
   TENSORMOUNT_RETURN_IF_ERROR(view.List(folder, 0, [&](const Child& child, std::uint64_t) {
-    std::string name = prefix + child.name;
     if (child.attributes.kind == FileKind::kDirectory) {
-      below.push_back({std::move(name), child.node});
+      folders.push_back(child);
     } else {
       if (plan.files.size() == kMaxPlannedFiles) {
         too_many = true;
         return false;
       }
       plan.bytes += child.attributes.size;
-      plan.files.push_back({.name = std::move(name),
+      plan.files.push_back({.name = prefix + child.name,
                             .size = child.attributes.size,
                             .node = child.node,
                             .made = nullptr,
@@ -97,15 +98,18 @@ Status Walk(const CheckpointView& view, const Node& folder, const std::string& p
     return Status(Code::kResourceExhausted,
                   fmt::format("more than {} files would be made", kMaxPlannedFiles));
   }
-  for (const Below& next : below) {
-    plan.folders.push_back(next.name);
-    TENSORMOUNT_RETURN_IF_ERROR(Walk(view, next.node, next.name + "/", plan));
+  for (const Child& below : folders) {
+    plan.folders.push_back(prefix + below.name);
+    TENSORMOUNT_RETURN_IF_ERROR(Walk(view, below.node, prefix + below.name + "/", plan));
   }
   return {};
 }
 
 // Before files are listed, of which a tensor may have many millions.
-Status CheckRoomFor(const ShownCheckpoint& shown, const PlanOptions& options) {
+// Only tensors are counted, so it may pass what turns out too large; ExportDestination looks again
+// with the exact sum.
+Status CheckRoomFor(const ShownCheckpoint& shown, const ExportOptions& options,
+                    std::uint64_t room) {
   std::uint64_t bytes = 0;
   TENSORMOUNT_RETURN_IF_ERROR(shown.tensors.ForEachEntry(
       0, shown.tensors.count(), [&](std::uint32_t, const TensorEntry& tensor) -> Status {
@@ -117,13 +121,13 @@ Status CheckRoomFor(const ShownCheckpoint& shown, const PlanOptions& options) {
         }
         return {};
       }));
-  if (bytes <= options.room) return {};
-  return Status(
-      Code::kResourceExhausted,
-      fmt::format("the tensors take {} bytes, and there is room for {}", bytes, options.room));
+  if (bytes <= room) return {};
+  return Status(Code::kResourceExhausted,
+                fmt::format("the tensors take {} bytes, and there is room for {}", bytes, room));
 }
 
 Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& plan) {
+  // Views are called like formats.
   const std::string name = format == ExportFormat::kSafetensors
                                ? "model.safetensors"
                                : std::string(ExportFormatName(format));
@@ -151,6 +155,8 @@ Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& p
 }
 
 // What these formats have no place for.
+// Told and not refused: tensors are what an export is for, and whoever needs the rest keeps the
+// checkpoint.
 Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& plan) {
   std::size_t objects = view.shown().objects.parts().size();
   if (format == ExportFormat::kHf) {
@@ -200,6 +206,7 @@ Result<std::shared_ptr<const VirtualFile>> ExportPlan::Open(const CheckpointView
 }
 
 Hash128 ExportPlan::Identity() const {
+  // Streamed: of millions of files the text would be hundreds of MB.
   Xxh3Stream stream;
   for (const ExportFile& file : files) {
     ByteWriter record;
@@ -211,14 +218,16 @@ Hash128 ExportPlan::Identity() const {
   return stream.Value();
 }
 
-Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const PlanOptions& options) {
+// The two checks first, since they read records only; then the files.
+Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const ExportOptions& options,
+                                  int dcp_files, std::uint64_t room) {
   ExportPlan plan;
   TENSORMOUNT_RETURN_IF_ERROR(CheckHolds(view.shown(), options));
-  TENSORMOUNT_RETURN_IF_ERROR(CheckRoomFor(view.shown(), options));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckRoomFor(view.shown(), options, room));
   plan.tensors = view.shown().tensors.count();
   switch (options.format) {
     case ExportFormat::kDcp:
-      TENSORMOUNT_RETURN_IF_ERROR(PlanDcp(view, options, plan));
+      TENSORMOUNT_RETURN_IF_ERROR(PlanDcp(view, options, dcp_files, plan));
       break;
     case ExportFormat::kTorch:
       TENSORMOUNT_RETURN_IF_ERROR(PlanTorch(view, plan));
@@ -230,10 +239,11 @@ Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const PlanOptions&
   return plan;
 }
 
-FileBuilder::Text FileBuilder::Keep(std::string_view text) {
-  const Text kept{.skip = text_.size(), .length = text.size()};
+// Offsets and not views, because text_ grows and moves.
+ByteRange FileBuilder::Keep(std::string_view text) {
+  const std::uint64_t begin = text_.size();
   text_.append(text);
-  return kept;
+  return {begin, text_.size()};
 }
 
 void FileBuilder::Append(FileSegments::Segment::Kind kind, std::uint32_t ordinal,
@@ -241,6 +251,8 @@ void FileBuilder::Append(FileSegments::Segment::Kind kind, std::uint32_t ordinal
   if (length == 0) return;
   if (!segments_.empty()) {
     FileSegments::Segment& last = segments_.back();
+    // Text that was kept right behind the last one. A template that is used again begins a segment
+    // of its own.
     if (kind == FileSegments::Segment::Kind::kLiteral && last.kind == kind &&
         last.skip + last.length == skip) {
       last.length += length;
@@ -253,8 +265,8 @@ void FileBuilder::Append(FileSegments::Segment::Kind kind, std::uint32_t ordinal
   size_ += length;
 }
 
-void FileBuilder::Add(Text kept) {
-  Append(FileSegments::Segment::Kind::kLiteral, 0, kept.length, kept.skip);
+void FileBuilder::Add(ByteRange kept) {
+  Append(FileSegments::Segment::Kind::kLiteral, 0, kept.size(), kept.begin);
 }
 
 void FileBuilder::AddTensor(std::uint32_t ordinal, std::uint64_t skip, std::uint64_t length) {
@@ -272,13 +284,13 @@ FileSegments FileBuilder::Finish() {
 }
 
 void AddMadeFile(ExportPlan& plan, const CheckpointView& view, std::string name,
-                 FileSegments content, std::vector<CrcHole> holes) {
+                 FileSegments segments, std::vector<CrcHole> holes) {
   ExportFile file{.name = std::move(name),
-                  .size = content.size(),
+                  .size = segments.size(),
                   .node = {},
                   .made = nullptr,
                   .holes = std::move(holes)};
-  file.made = view.Serve(std::move(content), file.name.empty() ? "export" : file.name, Node{});
+  file.made = view.Serve(std::move(segments), file.name.empty() ? "export" : file.name, Node{});
   plan.bytes += file.size;
   plan.files.push_back(std::move(file));
 }

@@ -2,43 +2,67 @@
 #ifndef TENSORMOUNT_FS_EXPORT_EXPORT_PLAN_H_
 #define TENSORMOUNT_FS_EXPORT_EXPORT_PLAN_H_
 
+#include <atomic>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "tensormount/communicator.h"
+#include "tensormount/key_map.h"
 #include "tensormount/status.h"
 
+#include "base/byte_range.h"
 #include "fs/export/zip_writer.h"
 #include "fs/node.h"
 #include "fs/views/checkpoint_view.h"
+#include "fs/views/hf_options.h"
 #include "fs/views/virtual_file.h"
 
 // What an export consists of: files, each a virtual file of the checkpoint. Those that a view shows
 // are the view's; those of torch are made here of the same segments.
+// Why all ranks make the whole plan: it follows from the index and the options alone, so making it
+// costs less than sending it. What it says of a file must be the same on every rank; that is
+// compared by Identity().
 
 namespace tensormount::fs {
 
+// The first four are views of a mount; dcp (torch.distributed.checkpoint) and torch (torch.save)
+// exist as exports only, since their files hold CRCs of the data, which a mount would have to read
+// everything for.
 enum class ExportFormat { kSafetensors, kHf, kNpy, kZarr, kDcp, kTorch };
 // "hf"
 std::string_view ExportFormatName(ExportFormat format);
 std::optional<ExportFormat> ExportFormatOf(std::string_view name);
 
+struct ExportOptions {
+  ExportFormat format = ExportFormat::kSafetensors;
+  bool replace = false;  // An earlier export of the same format; nothing else is ever replaced.
+  std::shared_ptr<const KeyMap> map;  // Other names for keys; null: none.
+  HfOptions hf;
+  // Readers of DCP load an item whole; smaller ones also share the work between files.
+  std::uint64_t dcp_chunk_bytes = std::uint64_t{512} << 20;  // Most bytes of a tensor in one item.
+  Timeouts timeouts;
+  std::atomic<std::uint64_t>* progress = nullptr;  // Bytes that this process is done with.
+};
+
 // One file of an export: what of the checkpoint it is made of, and where it goes.
+// Either a node of the view, opened when somebody writes it, or `made`, a virtual file that the
+// plan holds: millions of small files cost a node each and no open file.
 struct ExportFile {
   std::string name;  // Below the folder; empty: the export is this one file.
   std::uint64_t size = 0;
   Node node;                                // In the view, where `made` is null.
   std::shared_ptr<const VirtualFile> made;  // Null: the view opens it.
-  std::vector<CrcHole> holes;               // By place.
+  std::vector<CrcHole> holes;               // By offset.
   bool backed = false;                      // A stored file is byte for byte this one.
 };
 
 // All that an export will write, worked out before anything is: every rank makes the plan for
 // itself, and ranks compare Identity() before they begin.
+// Not changed once it is made. ExportWriter and ExportDestination refer to it.
 struct ExportPlan {
   bool folder = false;               // Otherwise one file.
   std::vector<std::string> folders;  // Below it, parents first.
@@ -47,42 +71,36 @@ struct ExportPlan {
   std::uint64_t tensors = 0;
   std::vector<std::string> notes;  // What the format has no place for.
 
+  // kInternal where it has not the size of the plan: ranks would write over each other's ranges.
   Result<std::shared_ptr<const VirtualFile>> Open(const CheckpointView& view,
                                                   const ExportFile& file) const;
   // Equal where the files' names and sizes are.
+  // Order counts too. Data do not: sources that differ there, under the same names and sizes, were
+  // opened from one path by all ranks.
   Hash128 Identity() const;
-};
-
-struct PlanOptions {
-  ExportFormat format = ExportFormat::kSafetensors;
-  HfOptions hf;  // As the view was made with.
-  // DCP: into how many data files, and how large a stored piece of a tensor may be.
-  int dcp_files = 1;
-  std::uint64_t dcp_piece_bytes = std::uint64_t{512} << 20;
-  // Bytes that there is room for.
-  std::uint64_t room = std::numeric_limits<std::uint64_t>::max();
 };
 
 // The same for the same checkpoint and options, on every rank. Reads no data.
 // kUnsupported names what the format cannot hold: "npy cannot hold 2 of the tensors: a (f4), b
 // (f4)". kResourceExhausted: the tensors alone take more than the room, or the view has more files
 // than a plan lists; a shape costs whoever writes it nothing.
-Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const PlanOptions& options);
+// `options`: those that `view` was made with. `dcp_files`: into how many data files (DCP), the
+// number of ranks. `room`: bytes that there is room for.
+Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const ExportOptions& options,
+                                  int dcp_files, std::uint64_t room);
 
 // ---- For the makers of formats -----------------------------------------------------------------
 
 // A file of text and stored bytes, put together in the order of its bytes. Text is kept once,
 // however often it is used: a million zip headers differ in few bytes.
+// What FileSegments::Shared wants: one literal with all text, and segments that refer into it.
+// Literals that follow each other in the kept text become one segment. Not thread-safe.
 class FileBuilder {
  public:
-  // Where kept text stands.
-  struct Text {
-    std::uint64_t skip = 0;
-    std::uint64_t length = 0;
-  };
   std::uint64_t size() const { return size_; }
-  Text Keep(std::string_view text);
-  void Add(Text kept);
+  // Where in the kept text it stands, to be added as often as it is needed.
+  ByteRange Keep(std::string_view text);
+  void Add(ByteRange kept);
   void Add(std::string_view text) { Add(Keep(text)); }
   // Bytes [skip, skip + length) of the tensor of that ordinal in the index.
   void AddTensor(std::uint32_t ordinal, std::uint64_t skip, std::uint64_t length);
@@ -99,10 +117,15 @@ class FileBuilder {
 };
 
 // Adds a file to a plan.
+// The file keeps `view` open.
 void AddMadeFile(ExportPlan& plan, const CheckpointView& view, std::string name,
                  FileSegments segments, std::vector<CrcHole> holes);
 
-Status PlanDcp(const CheckpointView& view, const PlanOptions& options, ExportPlan& plan);
+// `files`: how many data files, at least one; about equally large. Common values of a checkpoint
+// become items of bytes, as torch saves values that are no tensors.
+Status PlanDcp(const CheckpointView& view, const ExportOptions& options, int files,
+               ExportPlan& plan);
+// One file, a state dict, nested where the checkpoint says how (kPlannerData).
 Status PlanTorch(const CheckpointView& view, ExportPlan& plan);
 
 }  // namespace tensormount::fs

@@ -8,6 +8,7 @@
 namespace tensormount::fs {
 
 PickleWriter::PickleWriter(int protocol) : protocol_(protocol) {
+  // PROTO.
   Op('\x80');
   Op(static_cast<char>(protocol));
 }
@@ -16,6 +17,7 @@ void PickleWriter::Little(std::uint64_t value, int bytes) {
   for (int i = 0; i < bytes; ++i) out_.push_back(static_cast<char>(value >> (8 * i)));
 }
 
+// The shortest opcode that holds it, as Python chooses: BININT1, BININT2, BININT, LONG1.
 void PickleWriter::Int(std::int64_t value) {
   if (value >= 0 && value <= 0xFF) {
     Op('K');
@@ -47,10 +49,12 @@ void PickleWriter::Unsigned(std::uint64_t value) {
 
 void PickleWriter::Float(double value) {
   Op('G');
+  // BINFLOAT is big-endian, alone among the numbers.
   const auto bits = std::bit_cast<std::uint64_t>(value);
   for (int i = 7; i >= 0; --i) out_.push_back(static_cast<char>(bits >> (8 * i)));
 }
 
+// SHORT_BINUNICODE came with protocol 4; BINUNICODE has 32 bits for the length.
 void PickleWriter::RawString(std::string_view utf8) {
   if (protocol_ >= 4 && utf8.size() <= 0xFF) {
     Op('\x8c');
@@ -63,6 +67,7 @@ void PickleWriter::RawString(std::string_view utf8) {
 }
 
 void PickleWriter::String(std::string_view utf8) {
+  // The slot that Put will take, if it is new.
   const auto [it, added] = strings_.emplace(utf8, slots_);
   if (!added) {
     Get(it->second);
@@ -73,6 +78,7 @@ void PickleWriter::String(std::string_view utf8) {
 }
 
 std::string PickleWriter::BytesHead(std::uint64_t length) {
+  // PROTO 4, BINBYTES8.
   std::string out("\x80\x04\x8e", 3);
   for (int i = 0; i < 8; ++i) out.push_back(static_cast<char>(length >> (8 * i)));
   return out;
@@ -118,9 +124,12 @@ void PickleWriter::Global(std::string_view module, std::string_view name) {
     out_.append(module).push_back('\n');
     out_.append(name).push_back('\n');
   }
+  // Set only now: String may have taken slots.
   it->second = Put();
 }
 
+// BINPUT, LONG_BINPUT; Get: BINGET, LONG_BINGET. MEMOIZE of protocol 4 would save a byte each, and
+// is not known to readers of protocol 2.
 std::uint32_t PickleWriter::Put() {
   if (slots_ <= 0xFF) {
     Op('q');
@@ -147,6 +156,7 @@ void PickleWriter::Tuple(const Dims& values) {
     EmptyTuple();
     return;
   }
+  // TUPLE1 to TUPLE3 take their items from the stack without a mark.
   if (values.rank() > 3) Mark();
   for (const std::int64_t value : values) Int(value);
   constexpr char kOps[] = {'\x85', '\x86', '\x87'};
@@ -154,6 +164,7 @@ void PickleWriter::Tuple(const Dims& values) {
 }
 
 void PickleWriter::Common(const CommonValue& value) {
+  // Items between a MARK and the opcode that takes them.
   const auto items = [this](const std::vector<CommonValue>& list) {
     Mark();
     for (const CommonValue& item : list) Common(item);
@@ -198,6 +209,7 @@ void PickleWriter::Common(const CommonValue& value) {
   }
 }
 
+// STOP.
 std::string PickleWriter::Finish() {
   Op('.');
   return std::move(out_);

@@ -23,6 +23,11 @@ namespace tensormount::fs {
 //   writer.Int(1); writer.Int(2); writer.Tuple2();
 //
 // The names of the calls are those of the opcodes (Lib/pickle.py).
+//
+// Only a writer: nothing here reads a pickle (index/foreign/pickle.h does, without running it).
+// Readers of what it writes are torch.load with weights_only, whose unpickler knows only the
+// opcodes and globals of protocol 2 that torch itself uses, and torch.distributed.checkpoint, which
+// unpickles .metadata.
 class PickleWriter {
  public:
   // 2: what torch.save writes, and torch.load reads with weights_only; 4: what pickle.dump writes.
@@ -31,13 +36,19 @@ class PickleWriter {
   void None() { Op('N'); }
   void Bool(bool value) { Op(value ? '\x88' : '\x89'); }
   void Int(std::int64_t value);
+  // Python has one type of integers: what does not fit 64 bits with a sign is written longer
+  // (LONG1).
   void Unsigned(std::uint64_t value);
   void Float(double value);
+  // What is no UTF-8 makes a pickle that Python refuses to load.
   void String(std::string_view utf8);
+  // Protocol 2 has no bytes: there it is a call of _codecs.encode, as Python's own pickler does it.
   void Bytes(std::string_view bytes);
+  // A class or function by name, which the reader imports.
   void Global(std::string_view module, std::string_view name);
   // A tuple of integers.
   void Tuple(const Dims& values);
+  // Dicts, lists and tuples recursively; common values are bounded in depth when they are saved.
   void Common(const CommonValue& value);
 
   void Mark() { Op('('); }
@@ -55,10 +66,12 @@ class PickleWriter {
   void PersistentId() { Op('Q'); }
 
   // What stands on top of the stack, to be had again with Get.
+  // The memo of the pickle machine: slots are numbered in the order of Put.
   std::uint32_t Put();
   void Get(std::uint32_t slot);
 
   // What protocol 4 writes before that many bytes; one byte more ends the pickle that is only them.
+  // So that an object of any size can be a pickle without its bytes going through here.
   static std::string BytesHead(std::uint64_t length);
 
   // Ends the stream. Once.
@@ -72,6 +85,7 @@ class PickleWriter {
   const int protocol_;
   std::string out_;
   std::uint32_t slots_ = 0;
+  // By value: the slot in which a string or global was put when it was written first.
   std::unordered_map<std::string, std::uint32_t> strings_;
   std::map<std::pair<std::string, std::string>, std::uint32_t> globals_;
 };

@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // One file as torch.save writes a state dict; declared in export_plan.h.
+// A zip archive: data.pkl, the dict with tensors over storages "0", "1" and so on; data/0, data/1,
+// the bytes of these, in the order of the shown keys; and the small entries of torch_text.h. What
+// of the dict is nested comes from the paths that an adopted DCP checkpoint has kept; a checkpoint
+// without them gives one flat dict.
 #include <map>
 
 #include <fmt/core.h>
@@ -13,20 +17,28 @@ namespace {
 // Longer paths are keys of the outermost dict, so that no input can exhaust a stack.
 constexpr std::size_t kMaxDepth = 64;
 
-struct Leaf {
-  const CommonValue* value = nullptr;  // Null: a tensor.
+// One value of the state dict.
+// A tensor, or a common value.
+struct StateValue {
+  std::string key;                     // As it is shown.
+  std::string stored;                  // As the checkpoint has it.
+  const CommonValue* value = nullptr;  // Null: a tensor, of which all below is.
   DType dtype = DType::kU8;
   Dims shape;
-  std::uint32_t storage = 0;
+  std::uint32_t ordinal = 0;  // In the index.
+  std::uint64_t bytes = 0;
+  std::uint32_t storage = 0;  // Of data/N in the archive.
 };
 
 // A state dict as dicts and lists within each other.
+// A node is a leaf or has nodes below it, never both. Keys are sorted, integers before strings,
+// which is what IsList relies on.
 struct Tree {
   std::map<CommonKey, Tree> below;
-  const Leaf* leaf = nullptr;
+  const StateValue* leaf = nullptr;
 
   // False where something else stands there.
-  bool Put(const std::vector<CommonKey>& path, const Leaf& value) {
+  bool Put(const std::vector<CommonKey>& path, const StateValue& value) {
     Tree* at = this;
     for (const CommonKey& part : path) {
       if (at->leaf != nullptr) return false;
@@ -38,6 +50,9 @@ struct Tree {
   }
 
   // Whether these are the items of a list, of which a few may be missing.
+  // Indices that are not negative, and not far more of them than items: gaps become None.
+  // Otherwise, as in the state of an optimizer whose parameters have numbers, it is a dict with
+  // integers as keys.
   bool IsList() const {
     if (below.empty() || !std::holds_alternative<std::int64_t>(below.rbegin()->first)) return false;
     const std::int64_t last =
@@ -47,9 +62,10 @@ struct Tree {
   }
 };
 
+// Recursive; kMaxDepth bounds it.
 void PickleTree(PickleWriter& pickle, const Tree& tree) {
   if (tree.leaf != nullptr) {
-    const Leaf& leaf = *tree.leaf;
+    const StateValue& leaf = *tree.leaf;
     if (leaf.value != nullptr) {
       pickle.Common(*leaf.value);
     } else {
@@ -84,32 +100,28 @@ void PickleTree(PickleWriter& pickle, const Tree& tree) {
   pickle.SetItems();
 }
 
-struct Named {
-  std::string key;
-  std::string stored;
-  Leaf leaf;
-};
-
 // Nested as `paths` say; where they contradict each other, everything by its key.
-Result<Tree> MakeTree(const std::vector<Named>& all, const PlannerPaths& paths, ExportPlan& plan) {
+Result<Tree> MakeTree(const std::vector<StateValue>& all, const PlannerPaths& paths,
+                      ExportPlan& plan) {
   if (paths.nested()) {
     Tree nested;
     bool fits = true;
-    for (const Named& named : all) {
-      std::vector<CommonKey> path = paths.PathOf(named.key, named.stored);
-      if (path.size() > kMaxDepth) path = {CommonKey(named.key)};
-      fits = fits && nested.Put(path, named.leaf);
+    for (const StateValue& value : all) {
+      std::vector<CommonKey> path = paths.PathOf(value.key, value.stored);
+      if (path.size() > kMaxDepth) path = {CommonKey(value.key)};
+      fits = fits && nested.Put(path, value);
     }
+    // The outermost must be a dict: it is the state dict.
     if (fits && !nested.IsList()) return nested;
     plan.notes.emplace_back("the paths of its planner_data contradict each other: a flat dict");
   }
   Tree flat;
-  for (const Named& named : all) {
-    if (!flat.Put({CommonKey(named.key)}, named.leaf)) {
+  for (const StateValue& value : all) {
+    if (!flat.Put({CommonKey(value.key)}, value)) {
       return Status(Code::kUnsupported,
                     fmt::format("torch has one dict for tensors and common values: there are two "
                                 "of {}",
-                                named.key));
+                                value.key));
     }
   }
   return flat;
@@ -121,30 +133,26 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
   const ShownCheckpoint& shown = view.shown();
   TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, shown.opened.index().Common());
   TENSORMOUNT_ASSIGN_OR_RETURN(const PlannerPaths paths, PlannerPaths::Make(common.values));
-  std::vector<Named> all;
-  struct Storage {
-    std::uint32_t ordinal = 0;
-    std::uint64_t bytes = 0;
-  };
-  std::vector<Storage> storages;
+  std::vector<StateValue> all;  // Tensors first: number n has storage n.
   TENSORMOUNT_RETURN_IF_ERROR(shown.tensors.ForEachEntry(
       0, shown.tensors.count(), [&](std::uint32_t n, const TensorEntry& tensor) -> Status {
         const TensorMeta& meta = tensor.meta;
         TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored, StoredTensorKey(shown, n, meta.key()));
         all.push_back({.key = meta.key(),
                        .stored = std::move(stored),
-                       .leaf = {.value = nullptr,
-                                .dtype = meta.dtype(),
-                                .shape = meta.shape(),
-                                .storage = static_cast<std::uint32_t>(storages.size())}});
-        storages.push_back({.ordinal = tensor.ordinal, .bytes = meta.bytes()});
+                       .value = nullptr,
+                       .dtype = meta.dtype(),
+                       .shape = meta.shape(),
+                       .ordinal = tensor.ordinal,
+                       .bytes = meta.bytes(),
+                       .storage = static_cast<std::uint32_t>(all.size())});
         return {};
       }));
+  const std::size_t tensors = all.size();
   for (const auto& [name, value] : common.values) {
-    if (name == kPlannerData) continue;
-    all.push_back({.key = name, .stored = name, .leaf = {}});
-    all.back().leaf.value = &value;
+    if (name != kPlannerData) all.push_back({.key = name, .stored = name, .value = &value});
   }
+  // From here on `all` must not change: the tree points into it.
   TENSORMOUNT_ASSIGN_OR_RETURN(const Tree tree, MakeTree(all, paths, plan));
   PickleWriter pickle(2);
   PickleTree(pickle, tree);
@@ -152,16 +160,17 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
   FileBuilder builder;
   ZipWriter zip;
   std::string text;
+  // What the archive has as text so far goes into the file, before bytes of a tensor follow.
   const auto flush = [&] {
     builder.Add(text);
     text.clear();
   };
   zip.Add("data.pkl", pickle.Finish(), text);
   AddEntriesBeforeData(zip, text);
-  for (std::size_t n = 0; n < storages.size(); ++n) {
-    zip.Begin(fmt::format("data/{}", n), storages[n].bytes, text);
+  for (std::size_t n = 0; n < tensors; ++n) {
+    zip.Begin(fmt::format("data/{}", n), all[n].bytes, text);
     flush();
-    builder.AddTensor(storages[n].ordinal, 0, storages[n].bytes);
+    builder.AddTensor(all[n].ordinal, 0, all[n].bytes);
     zip.End(text);
   }
   AddEntriesAfterData(zip, text);

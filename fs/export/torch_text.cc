@@ -9,6 +9,7 @@ namespace {
 
 // Of the types that had a storage class of their own before torch 2.1; others are bytes with a
 // type.
+// torch.load with weights_only knows these classes by name. Newer types never got one.
 std::string_view StorageClass(DType dtype) {
   switch (dtype) {
     case DType::kBool:
@@ -40,6 +41,7 @@ std::string_view StorageClass(DType dtype) {
   }
 }
 
+// Empty where it is no sequence of names and indices.
 std::vector<CommonKey> PathFrom(const CommonValue& value) {
   const std::vector<CommonValue>* items = nullptr;
   if (const auto* tuple = value.get_if<CommonTuple>()) items = &tuple->items;
@@ -60,6 +62,7 @@ std::vector<CommonKey> PathFrom(const CommonValue& value) {
 
 }  // namespace
 
+// The table has "torch.bfloat16"; a pickle wants module and name.
 void PickleDType(PickleWriter& pickle, DType dtype) {
   std::string_view name = InfoOf(dtype).torch;
   name.remove_prefix(std::min(name.size(), std::string_view("torch.").size()));
@@ -67,12 +70,15 @@ void PickleDType(PickleWriter& pickle, DType dtype) {
 }
 
 void PickleTensor(PickleWriter& pickle, DType dtype, const Dims& shape, std::string_view storage) {
+  // Two forms of one thing: _rebuild_tensor_v2 takes the type from the storage, _rebuild_tensor_v3
+  // has it as its last argument, over bytes.
   const std::string_view typed = StorageClass(dtype);
   std::int64_t elements = 1;
   Dims strides = Dims::Filled(shape.rank(), 1);
   std::int64_t stride = 1;
   for (int a = shape.rank() - 1; a >= 0; --a) {
     strides[a] = stride;
+    // torch counts an axis of no elements as one, in strides.
     stride *= std::max<std::int64_t>(shape[a], 1);
     elements *= shape[a];
   }
@@ -114,6 +120,7 @@ void AddEntriesAfterData(ZipWriter& zip, std::string& out) {
   zip.Add(".data/serialization_id", std::string(40, '0'), out);
 }
 
+// Nothing of it is required: a checkpoint that was not adopted from DCP has no such value.
 Result<PlannerPaths> PlannerPaths::Make(const CommonValues& values) {
   PlannerPaths out;
   const auto it = values.find(std::string(kPlannerData));
@@ -129,6 +136,7 @@ Result<PlannerPaths> PlannerPaths::Make(const CommonValues& values) {
 }
 
 std::vector<CommonKey> PlannerPaths::PathOf(std::string_view shown, std::string_view stored) const {
+  // A path belongs to the key that was stored: a map that renamed the key has said where it goes.
   if (shown == stored) {
     const auto it = paths_.find(shown);
     if (it != paths_.end()) return it->second;

@@ -14,11 +14,13 @@ constexpr std::uint64_t kMax32 = 0xFFFFFFFF;
 // Bit 3: sizes and CRC are in the descriptor; bit 11: names are UTF-8.
 constexpr std::uint64_t kFlags = 0x0808;
 
+// All numbers of a zip are little-endian.
 void Little(std::string& out, std::uint64_t value, int bytes) {
   for (int i = 0; i < bytes; ++i) out.push_back(static_cast<char>(value >> (8 * i)));
 }
 
 // The zip64 extra field of what does not fit 32 bits; empty where everything does.
+// Twice the size: compressed and not. Fields that fit stay out, as the format wants it.
 std::string Zip64(std::uint64_t size, std::uint64_t header) {
   std::string fields;
   if (size >= kMax32) {
@@ -35,6 +37,7 @@ std::string Zip64(std::uint64_t size, std::uint64_t header) {
 
 }  // namespace
 
+// Decides the width of sizes in the descriptor, so it must be what the header's extra field says.
 bool ZipWriter::IsLong(const Entry& entry) {
   return entry.size >= kMax32 || entry.header >= kMax32;
 }
@@ -42,6 +45,7 @@ bool ZipWriter::IsLong(const Entry& entry) {
 void ZipWriter::Header(const Entry& entry, std::string& out) {
   std::string extra = Zip64(entry.size, entry.header);
   const std::uint64_t fixed = 30 + entry.name.size();
+  // Where the bytes would begin behind an empty padding field, whose own header has 4 bytes.
   const std::uint64_t start = size_ + fixed + extra.size() + 4;
   const std::uint64_t padding = (kAlignment - start % kAlignment) % kAlignment;
   extra += "FB";
@@ -61,6 +65,7 @@ void ZipWriter::Header(const Entry& entry, std::string& out) {
   size_ += fixed + extra.size();
 }
 
+// The signature 'PK\7\8' before the CRC is optional in the format; readers and torch expect it.
 void ZipWriter::Descriptor(const Entry& entry, std::string& out) {
   const int width = IsLong(entry) ? 8 : 4;
   Little(out, 0x08074b50, 4);
@@ -87,14 +92,15 @@ void ZipWriter::Begin(std::string_view name, std::uint64_t size, std::string& ou
   Header(entry, out);
   if (size > 0) {
     entry.hole = holes_.size();
-    holes_.push_back({.begin = size_, .length = size});
+    holes_.push_back({.covered = {size_, size_ + size}});
   }
   size_ += size;
 }
 
 void ZipWriter::End(std::string& out) {
   const Entry& entry = entries_.back();
-  if (entry.hole != kNoHole) holes_[entry.hole].places[0] = size_ + 4;
+  // Behind the descriptor's signature.
+  if (entry.hole != kNoHole) holes_[entry.hole].positions[0] = size_ + 4;
   Descriptor(entry, out);
 }
 
@@ -102,7 +108,8 @@ void ZipWriter::Finish(std::string& out) {
   const std::uint64_t directory = size_;
   for (const Entry& entry : entries_) {
     const std::string extra = Zip64(entry.size, entry.header);
-    if (entry.hole != kNoHole) holes_[entry.hole].places[1] = size_ + 16;
+    // The CRC of a central header is 16 bytes behind its begin.
+    if (entry.hole != kNoHole) holes_[entry.hole].positions[1] = size_ + 16;
     Little(out, 0x02014b50, 4);
     Little(out, 0, 2);  // Version made by.
     Little(out, 0, 2);  // Version needed.
@@ -123,6 +130,8 @@ void ZipWriter::Finish(std::string& out) {
     out += extra;
     size_ += 46 + entry.name.size() + extra.size();
   }
+  // The zip64 end record and its locator, always, and the plain end record with numbers cut off at
+  // what it can hold.
   const std::uint64_t bytes = size_ - directory;
   const std::uint64_t end64 = size_;
   const std::uint64_t count = entries_.size();

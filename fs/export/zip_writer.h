@@ -8,19 +8,25 @@
 #include <string_view>
 #include <vector>
 
+#include "base/byte_range.h"
+
 namespace tensormount::fs {
 
 // Bytes of a file whose CRC-32 is known when they were copied, and where it then goes (4 bytes,
 // little-endian). Offsets are the file's.
 // The header of an entry comes before its bytes and must not wait for them: the CRC stands behind
-// them in a data descriptor and in the central directory, and both places stay zero until ranks
+// them in a data descriptor and in the central directory, and both stay zero until ranks
 // have read all of the entry.
 struct CrcHole {
-  std::uint64_t begin = 0;
-  std::uint64_t length = 0;
-  std::array<std::uint64_t, 2> places = {};
+  ByteRange covered;  // Never empty.
+  std::array<std::uint64_t, 2> positions = {};
 };
 
+// Why 64: torch can map an archive, and tensors in it are then aligned. Why descriptors (bit 3 of
+// the flags): the CRC is not known before the data were read, and ranks write in any order. Times
+// are zero, so that equal checkpoints make equal archives.
+// Sizes are exact from the begin: entries are laid out by arithmetic, and nothing is written before
+// all is planned.
 // Lays out an archive as torch.save writes it (caffe2/serialize/inline_container.cc over miniz):
 // entries stored, their bytes at multiples of 64 by padding in the extra field "FB", sizes and CRC
 // in a data descriptor behind them, zip64 where 32 bits do not do, and zip64 end records always.
@@ -35,6 +41,8 @@ class ZipWriter {
   // A whole entry.
   void Add(std::string_view name, std::string_view bytes, std::string& out);
   // An entry whose `size` bytes follow what is in `out` now; End() then continues behind them.
+  // `out` gets the local header and its padding; the caller puts the entry's bytes there and then
+  // calls End, before anything else.
   void Begin(std::string_view name, std::uint64_t size, std::string& out);
   void End(std::string& out);
   // The central directory. After it nothing may be added, and `holes` is complete.
@@ -44,6 +52,7 @@ class ZipWriter {
   const std::vector<CrcHole>& holes() const { return holes_; }
 
  private:
+  // What the central directory repeats at the end.
   struct Entry {
     std::string name;
     std::uint64_t header = 0;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Threads for work that may wait for storage, so that those that receive requests of the kernel
-// never do. A caller that is interrupted is answered; the work ends when it ends.
+// never do. What must be answered sooner than storage allows is; the work ends when it ends.
 #include "fs/mount/blocking_work.h"
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <list>
@@ -14,10 +15,17 @@ namespace tensormount::fs {
 
 using Clock = std::chrono::steady_clock;
 
+namespace {
+
+// How long a thread beyond the pool's usual number sleeps before it ends.
+constexpr std::chrono::seconds kSpareFor{10};
+
+}  // namespace
+
 bool PendingAnswer::Begin() {
   const std::lock_guard lock(mutex_);
   begun_ = true;
-  return !answered_;
+  return !answered_ || once_begun_ == Work::kIsDoneAnyway;
 }
 
 bool PendingAnswer::Claim() {
@@ -25,14 +33,12 @@ bool PendingAnswer::Claim() {
   return !std::exchange(answered_, true);
 }
 
-bool PendingAnswer::GiveUpIfInterrupted() {
-  // Held over the calls: the request must not be answered, and so freed, meanwhile.
+bool PendingAnswer::AnswerLate() {
+  // Held over the call: the request must not be answered, and so freed, meanwhile.
   const std::lock_guard lock(mutex_);
   if (answered_ || (begun_ && once_begun_ == Work::kIsFinished)) return false;
-  if (!interrupted_()) return false;
-  answered_ = true;
-  give_up_();
-  return true;
+  answered_ = late_(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - since_));
+  return answered_;
 }
 
 bool PendingAnswer::answered() const {
@@ -45,29 +51,32 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
     std::shared_ptr<PendingAnswer> answer;
     std::function<void()> work;
   };
-  using Active = std::list<std::shared_ptr<PendingAnswer>>;
+  // Work that runs.
+  struct Running {
+    std::shared_ptr<PendingAnswer> answer;
+    Clock::time_point since;
+    bool on_pool;
+  };
 
   mutable std::mutex mutex;
   std::condition_variable wake;
   std::condition_variable ended;
-  int on_caller = 1;
+  std::shared_ptr<CallerSlots> callers;
   int on_pool = 1;
-  std::chrono::milliseconds give_up_after{};
-  int callers = 0;  // Running work now.
   int pool_threads = 0;
   int pool_idle = 0;
   bool stop = false;
   bool watched = false;
   std::function<void()> wake_watchdog;
   std::deque<Item> queue;
-  Active active;  // Of work that runs.
-  Active parked;
+  std::list<Running> active;
+  std::list<std::shared_ptr<PendingAnswer>> parked;
 
   // In `active` while it runs, so that the watchdog can answer for it. Work that was given up
   // before it began is dropped here.
   // Returns with the lock held again.
-  void Execute(std::unique_lock<std::mutex>& lock, Item item) {
-    const auto at = active.insert(active.end(), item.answer);
+  void Execute(std::unique_lock<std::mutex>& lock, Item item, bool is_pool) {
+    const auto at = active.insert(active.end(), {item.answer, Clock::now(), is_pool});
     lock.unlock();
     if (item.answer->Begin()) item.work();
     item.work = nullptr;
@@ -75,43 +84,63 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
     active.erase(at);
   }
 
-  // Threads are never ended while the mount lives: at most on_pool of them, and they sleep.
+  // `on_pool` threads stay while the mount lives, asleep; those that were made beside stuck ones
+  // end once they are not needed, and give their buffers back.
   void PoolLoop() {
     std::unique_lock lock(mutex);
     while (!stop) {
       if (queue.empty()) {
         ++pool_idle;
-        wake.wait(lock, [&] { return stop || !queue.empty(); });
+        const auto called = [&] { return stop || !queue.empty(); };
+        bool spare = false;
+        if (pool_threads > on_pool) {
+          spare = !wake.wait_for(lock, kSpareFor, called) && pool_threads > on_pool;
+        } else {
+          wake.wait(lock, called);
+        }
         --pool_idle;
+        if (spare) break;
         continue;
       }
       Item item = std::move(queue.front());
       queue.pop_front();
-      Execute(lock, std::move(item));
+      Execute(lock, std::move(item), true);
     }
     --pool_threads;
     ended.notify_all();
   }
 
-  // With the lock held. False: there is no thread at all that could do it.
-  // Where no thread can be made (a limit of the process) those that there are will do it, or else
-  // the caller.
-  bool EnsureThread() {
-    if (pool_idle > static_cast<int>(queue.size()) || pool_threads >= on_pool) return true;
+  // With the lock held. Threads of the pool that do not hang at their work.
+  int Moving() const {
+    const Clock::time_point before = Clock::now() - kStuckAfter;
+    return pool_threads - static_cast<int>(std::ranges::count_if(active, [&](const Running& each) {
+             return each.on_pool && each.since < before;
+           }));
+  }
+
+  // With the lock held: whether what waits, and `more` that are about to, needs a thread that may
+  // still be made.
+  bool WantsThread(std::size_t more) const {
+    return pool_idle < static_cast<int>(queue.size() + more) && pool_threads < kMostThreads &&
+           (pool_threads < on_pool || Moving() < on_pool);
+  }
+
+  // With the lock held. False where a limit of the process is reached: those that there are will
+  // do it, or else the caller.
+  bool AddThread() {
     try {
       std::thread([core = shared_from_this()] { core->PoolLoop(); }).detach();
-      ++pool_threads;
     } catch (const std::system_error&) {
-      return pool_threads > 0;
+      return false;
     }
+    ++pool_threads;
     return true;
   }
 };
 
-BlockingWork::BlockingWork(int on_caller, int on_pool, std::chrono::milliseconds give_up_after)
+BlockingWork::BlockingWork(std::shared_ptr<CallerSlots> callers, int on_pool)
     : core_(std::make_shared<Core>()) {
-  core_->give_up_after = give_up_after;
-  core_->on_caller = on_caller;
+  core_->callers = std::move(callers);
   core_->on_pool = on_pool;
 }
 
@@ -135,8 +164,8 @@ void BlockingWork::Run(std::shared_ptr<PendingAnswer> answer, std::function<void
     lock.lock();
   }
   Core::Item item{std::move(answer), std::move(work)};
-  const bool here = core_->callers < core_->on_caller;
-  if (!here && core_->EnsureThread()) {
+  const bool slot = core_->callers && core_->callers->Take();
+  if (!slot && ((core_->WantsThread(1) && core_->AddThread()) || core_->pool_threads > 0)) {
     if (before_queueing) {
       lock.unlock();
       // Without the lock: it copies up to a megabyte.
@@ -148,9 +177,8 @@ void BlockingWork::Run(std::shared_ptr<PendingAnswer> answer, std::function<void
     core_->wake.notify_one();
     return;
   }
-  ++core_->callers;
-  core_->Execute(lock, std::move(item));
-  --core_->callers;
+  core_->Execute(lock, std::move(item), false);
+  if (slot) core_->callers->GiveBack();
 }
 
 std::shared_ptr<void> BlockingWork::Park(std::shared_ptr<PendingAnswer> answer) {
@@ -163,15 +191,15 @@ std::shared_ptr<void> BlockingWork::Park(std::shared_ptr<PendingAnswer> answer) 
   });
 }
 
-// Candidates are collected under the lock and asked without it: asking whether a caller was
-// interrupted takes libfuse's own lock.
+// Candidates are collected under the lock and asked without it: a late answer may take libfuse's
+// own lock, and read a file of /proc.
 int BlockingWork::Watch() {
   std::vector<std::shared_ptr<PendingAnswer>> late;
   {
     const std::lock_guard lock(core_->mutex);
-    const Clock::time_point before = Clock::now() - core_->give_up_after;
-    for (const auto& answer : core_->active) {
-      if (answer->since() < before) late.push_back(answer);
+    const Clock::time_point before = Clock::now() - kStuckAfter;
+    for (const Core::Running& each : core_->active) {
+      if (each.answer->since() < before) late.push_back(each.answer);
     }
     for (const auto& answer : core_->parked) {
       if (answer->since() < before) late.push_back(answer);
@@ -179,9 +207,12 @@ int BlockingWork::Watch() {
     for (const Core::Item& item : core_->queue) {
       if (item.answer->since() < before) late.push_back(item.answer);
     }
+    for (std::size_t n = core_->queue.size(); n > 0 && core_->WantsThread(0); --n) {
+      if (!core_->AddThread()) break;
+    }
   }
   int given_up = 0;
-  for (const auto& answer : late) given_up += answer->GiveUpIfInterrupted() ? 1 : 0;
+  for (const auto& answer : late) given_up += answer->AnswerLate() ? 1 : 0;
   return given_up;
 }
 
@@ -206,7 +237,7 @@ BlockingWork::Load BlockingWork::load() const {
   load.waiting = core_->queue.size() + core_->parked.size();
   Clock::time_point oldest = Clock::now();
   const Clock::time_point now = oldest;
-  for (const auto& answer : core_->active) oldest = std::min(oldest, answer->since());
+  for (const Core::Running& each : core_->active) oldest = std::min(oldest, each.answer->since());
   for (const Core::Item& item : core_->queue) oldest = std::min(oldest, item.answer->since());
   load.oldest = std::chrono::duration_cast<std::chrono::milliseconds>(now - oldest);
   return load;

@@ -2,6 +2,8 @@
 #ifndef TENSORMOUNT_FS_MOUNT_BLOCKING_WORK_H_
 #define TENSORMOUNT_FS_MOUNT_BLOCKING_WORK_H_
 
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <functional>
@@ -11,30 +13,31 @@
 namespace tensormount::fs {
 
 // The answer to one request that may have to wait for storage. Exactly one party gives it: whoever
-// did the work, or, where the caller was interrupted and storage does not answer, the watchdog.
-// States: waiting, begun, answered. Claim and GiveUpIfInterrupted both move to "answered" under the
-// lock, and the one that did it replies; so a request is never replied to twice, and never used
-// after libfuse has freed it.
+// did the work, or, where that takes long, the watchdog. States: waiting, begun, answered. Claim
+// and AnswerLate both move to "answered" under the lock, and the one that did it replies; so a
+// request is never replied to twice, and never used after libfuse has freed it.
 class PendingAnswer {
  public:
-  // What an interrupted caller may be told while the work is under way. Programs make a call again
-  // that was interrupted: an append would be done twice, a rename fail that has succeeded. So what
-  // changes something is given up only while it waits for its turn.
-  enum class Work { kMayBeGivenUp, kIsFinished };
-  // `interrupted`: whether the caller gave up. `give_up`: answers so. Neither is called after the
-  // answer was given.
-  PendingAnswer(Work once_begun, std::function<bool()> interrupted, std::function<void()> give_up)
-      : once_begun_(once_begun),
-        interrupted_(std::move(interrupted)),
-        give_up_(std::move(give_up)) {}
+  // Whether the watchdog may answer while the work is under way. Who waits for a caller's end (a
+  // launcher, a shell) takes its calls for over: a write that lands after the next program's would
+  // be wrong bytes. So what changes something is given up only while it waits for its turn, as a
+  // process in a write(2) to a disk does not die before the write is over.
+  enum class Work {
+    kMayBeGivenUp,
+    kIsFinished,    // Given up only while it waits for its turn.
+    kIsDoneAnyway,  // The answer and the work have nothing to do with each other.
+  };
+  // `late`: answers now, or returns false: called again and again with the time that it has waited,
+  // never after the answer was given. It must not wait for storage.
+  using Late = std::function<bool(std::chrono::milliseconds waited)>;
+  PendingAnswer(Work once_begun, Late late) : once_begun_(once_begun), late_(std::move(late)) {}
 
-  // The work begins now. False: it was given up, and must not.
+  // The work begins now. False: it was given up, and must not be done.
   bool Begin();
   // True once, for the one who shall answer.
   bool Claim();
-  // Answers for a caller that was interrupted. True where it did.
-  // Calls `interrupted` and `give_up` with the lock held; neither may wait.
-  bool GiveUpIfInterrupted();
+  // True where the watchdog's answer was given now. Calls `late` with the lock held.
+  bool AnswerLate();
   bool answered() const;
   std::chrono::steady_clock::time_point since() const { return since_; }
 
@@ -44,23 +47,43 @@ class PendingAnswer {
   mutable std::mutex mutex_;
   bool begun_ = false;
   bool answered_ = false;
-  std::function<bool()> interrupted_;
-  std::function<void()> give_up_;
+  Late late_;
 };
 
-// Runs work that may block so that the threads that receive requests never all wait for storage:
-// some of it on the calling thread, the rest on a few threads of its own. Thread-safe.
-// A thread that received a request does the work itself while fewer than `on_caller` others do:
-// that saves handing it to another thread. But one thread more receives than may do so, and that
-// one always listens: with all of them at the disk nobody would answer an interrupt, an unmount, or
-// a read of what is in memory.
+// How many of the threads that receive requests may do work themselves at a time, over all kinds
+// of work. Fewer than there are: the rest listens, always. With all of them at the disk nobody
+// would answer an interrupt, an unmount, or a read of what is in memory. Thread-safe.
+class CallerSlots {
+ public:
+  explicit CallerSlots(int count) : free_(count) {}
+  bool Take() {
+    if (free_.fetch_sub(1, std::memory_order_acquire) > 0) return true;
+    free_.fetch_add(1, std::memory_order_release);
+    return false;
+  }
+  void GiveBack() { free_.fetch_add(1, std::memory_order_release); }
+
+ private:
+  std::atomic<int> free_;
+};
+
+// Runs work of one kind that may block, so that the threads that receive requests never all wait
+// for storage: some of it on the calling thread, which saves handing it over, the rest on threads
+// of its own. Thread-safe. Work that hangs holds no other work: a thread that has been at one
+// request for kStuckAfter no longer counts, and what waits gets another, up to kMostThreads. So one
+// disk that hangs, or a file that takes minutes to verify, costs a thread and not the others'
+// turns. Kinds with work that is long by nature (a sync) stand apart all the same: a burst of those
+// would have to become stuck, one handful after the other, before a read behind them had its turn.
 class BlockingWork {
  public:
-  // A caller that was interrupted is answered by the watchdog after this long; before, storage may.
-  static constexpr std::chrono::milliseconds kGiveUpAfter{2000};
+  // Far above what storage that answers takes, far below what a person notices.
+  static constexpr std::chrono::milliseconds kStuckAfter{20};
+  // Each waits for one request of one client thread; what is beyond waits in the queue.
+  static constexpr int kMostThreads = 512;
 
-  // At most `on_caller` at a time on calling threads and `on_pool` on the pool's; the rest waits.
-  BlockingWork(int on_caller, int on_pool, std::chrono::milliseconds give_up_after = kGiveUpAfter);
+  // On calling threads where `callers` (not null; shared with other kinds) has a slot, and at most
+  // `on_pool` that are not stuck on the pool's; the rest waits. A null `callers`: the pool's only.
+  BlockingWork(std::shared_ptr<CallerSlots> callers, int on_pool);
   // Abandons pool threads that are stuck.
   ~BlockingWork();
 
@@ -72,8 +95,9 @@ class BlockingWork {
   // While the token lives, an answer that waits for other work, on no thread, is watched as well.
   // Parked answers count as work for the watchdog, not for idle().
   std::shared_ptr<void> Park(std::shared_ptr<PendingAnswer> answer);
-  // Answers for interrupted callers whose storage does not; returns how many. To be called now and
-  // then while Unwatched() is false.
+  // Gives the answers that are late (PendingAnswer::AnswerLate), and what waits behind work that is
+  // stuck threads of its own; returns how many. To be called every kStuckAfter or so while
+  // Unwatched() is false.
   int Watch();
   // Calls `wake`, under no lock, when work comes and nobody watches: nothing else must happen for
   // a mount that nobody uses. Set before the first Run(); `wake` must return soon.
@@ -93,6 +117,27 @@ class BlockingWork {
   // Shared with the pool's threads, which may outlive this where storage holds them.
   struct Core;
   std::shared_ptr<Core> core_;
+};
+
+// One queue for each kind of work, so that no kind waits behind another.
+struct Queues {
+  // Threads for each that are not stuck; those of `opens` also verify files at their first open.
+  static constexpr int kThreads = 8;
+  // `callers`: of the threads that receive requests, how many may read and write themselves.
+  explicit Queues(int callers)
+      : slots(std::make_shared<CallerSlots>(callers)),
+        reads(slots, kThreads),
+        writes(slots, kThreads),
+        syncs(nullptr, kThreads),
+        opens(nullptr, kThreads) {}
+  bool idle() const { return reads.idle() && writes.idle() && syncs.idle() && opens.idle(); }
+  std::array<BlockingWork*, 4> all() { return {&reads, &writes, &syncs, &opens}; }
+
+  std::shared_ptr<CallerSlots> slots;
+  BlockingWork reads;   // Of published and staged files.
+  BlockingWork writes;  // To staged files.
+  BlockingWork syncs;   // close(2), fsync(2) and what publishes: long by nature.
+  BlockingWork opens;   // All else: names, attributes, listings, first opens.
 };
 
 }  // namespace tensormount::fs

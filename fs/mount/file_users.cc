@@ -4,29 +4,13 @@
 #include "fs/mount/file_users.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <cstring>
-#include <memory>
 #include <string>
 #include <unistd.h>
 
+#include "fs/mount/callers.h"
+
 namespace tensormount::fs {
 namespace {
-
-// The process of a thread that waits for us; 0 where that cannot be seen.
-pid_t ProcessOf(pid_t thread) {
-  if (thread <= 0) return 0;
-  const std::string path = "/proc/" + std::to_string(thread) + "/status";
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "re"),
-                                                             std::fclose);
-  if (!file) return 0;
-  char line[256];
-  int process = 0;
-  while (std::fgets(line, sizeof line, file.get()) != nullptr) {
-    if (std::sscanf(line, "Tgid: %d", &process) == 1) return process;
-  }
-  return 0;
-}
 
 bool IsThreadOf(pid_t process, pid_t thread) {
   if (process == thread) return true;

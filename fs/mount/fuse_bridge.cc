@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "base/log.h"
+#include "fs/mount/callers.h"
 #include "fs/mount/fuse_bridge_internal.h"
 #include "fs/mount/mount_call.h"
 
@@ -20,14 +21,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Whether an interrupted caller can be told so while its request is under way.
+// Whether a caller that is being killed can be let go while its request is under way. A sync that
+// nobody waits for any more goes on and changes nothing that was not written before.
 PendingAnswer::Work OnceBegun(Op op) {
   switch (op) {
     case Op::kOpenStaged:  // May cut off what was written, or make a mark.
     case Op::kCreate:
     case Op::kWrite:
-    case Op::kFlush:
-    case Op::kFsync:
     case Op::kSetattr:
     case Op::kMkdir:
     case Op::kRemove:
@@ -97,12 +97,21 @@ bool IsOrdinary(const Status& status) {
 std::shared_ptr<PendingAnswer> PendingAnswerOf(fuse_req_t req, Op op, Bridge& bridge,
                                                Clock::time_point since) {
   return std::make_shared<PendingAnswer>(
-      OnceBegun(op), [req] { return fuse_req_interrupted(req) != 0; },
-      [req, &bridge, op, since] {
-        bridge.vfs.stats().CountInterrupted();
-        bridge.vfs.stats().Count(op, Clock::now() - since, true);
-        fuse_reply_err(req, EINTR);
+      OnceBegun(op), [req, &bridge, op, since](std::chrono::milliseconds waited) {
+        return AnswerIfDying(req, op, bridge, since, waited);
       });
+}
+
+bool AnswerIfDying(fuse_req_t req, Op op, Bridge& bridge, Clock::time_point since,
+                   std::chrono::milliseconds waited) {
+  if (waited < bridge.give_up_after || fuse_req_interrupted(req) == 0 ||
+      !IsBeingKilled(fuse_req_ctx(req)->pid)) {
+    return false;
+  }
+  bridge.vfs.stats().CountInterrupted();
+  bridge.vfs.stats().Count(op, Clock::now() - since, true);
+  fuse_reply_err(req, EINTR);
+  return true;
 }
 
 Result<Reply> Guarded(const std::function<Result<Reply>()>& op) noexcept {
@@ -172,7 +181,7 @@ struct LongRequest : std::enable_shared_from_this<LongRequest> {
 };
 
 bool LongWork::Interrupted() {
-  return request_.answer->GiveUpIfInterrupted() || request_.answer->answered();
+  return request_.answer->AnswerLate() || request_.answer->answered();
 }
 
 std::function<void()> LongWork::Again() {
@@ -182,9 +191,19 @@ std::function<void()> LongWork::Again() {
   };
 }
 
-void ServeLong(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>(LongWork&)> work) {
+void ServeLong(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>(LongWork&)> work,
+               const std::function<bool(fuse_req_t)>& soon) {
   const auto request = std::make_shared<LongRequest>(req, op, node, std::move(work));
-  request->answer = PendingAnswerOf(req, op, request->bridge, request->since);
+  if (soon) {
+    request->answer = std::make_shared<PendingAnswer>(
+        PendingAnswer::Work::kIsDoneAnyway,
+        [req, op, &bridge = request->bridge, since = request->since,
+         soon](std::chrono::milliseconds waited) {
+          return (waited >= kSoon && soon(req)) || AnswerIfDying(req, op, bridge, since, waited);
+        });
+  } else {
+    request->answer = PendingAnswerOf(req, op, request->bridge, request->since);
+  }
   request->Run();
 }
 
@@ -202,6 +221,8 @@ Reply XattrReply(std::string value, std::size_t size) {
 
 namespace {
 
+constexpr unsigned kMostBackground = 256;
+
 // Flags that libfuse has asked for by itself are taken back; those that the kernel lacks stay off.
 #if FUSE_VERSION >= FUSE_MAKE_VERSION(3, 17)
 void Want(fuse_conn_info* conn, std::uint64_t flag) { (void)fuse_set_feature_flag(conn, flag); }
@@ -216,6 +237,11 @@ void OpInit(void* userdata, fuse_conn_info* conn) {
   conn->max_write = kMaxRequestBytes;
   conn->max_read = kMaxRequestBytes;
   conn->max_readahead = kMaxRequestBytes;
+  // Of requests that no thread waits for (read-ahead). The kernel holds back those beyond, of all
+  // files, until one of these is answered: the default of 12 would let one disk that hangs stop
+  // the read-ahead of all others.
+  conn->max_background = kMostBackground;
+  conn->congestion_threshold = kMostBackground / 4 * 3;
   // Contents never change behind the kernel's back, spliced replies are slower (measured), and a
   // cache for writes is not faster and shuts passthrough out.
   for (const unsigned flag : {FUSE_CAP_AUTO_INVAL_DATA, FUSE_CAP_SPLICE_READ, FUSE_CAP_SPLICE_WRITE,
@@ -268,11 +294,12 @@ ssize_t ShimWritev(int fd, iovec* pieces, int count, void* userdata) {
 FuseBridge::FuseBridge(std::unique_ptr<Bridge> bridge, fuse_session* session)
     : bridge_(std::move(bridge)), session_(session) {}
 
-Result<std::unique_ptr<FuseBridge>> FuseBridge::Make(Vfs& vfs, BlockingWork& reads,
-                                                     BlockingWork& opens, FuseShim& shim,
-                                                     OpenModes& modes, int fd) {
+Result<std::unique_ptr<FuseBridge>> FuseBridge::Make(Vfs& vfs, Queues& queues, FuseShim& shim,
+                                                     OpenModes& modes,
+                                                     std::chrono::milliseconds give_up_after,
+                                                     int fd) {
   fuse_set_log_func(LogLine);
-  auto bridge = std::make_unique<Bridge>(Bridge{vfs, reads, opens, shim, modes});
+  auto bridge = std::make_unique<Bridge>(Bridge{vfs, queues, shim, modes, give_up_after});
   bridge->space = std::make_unique<SourceSpace>(vfs.source());
   std::string program = "tensormount";
   std::string option = "-o";

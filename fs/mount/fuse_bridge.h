@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_FS_MOUNT_FUSE_BRIDGE_H_
 #define TENSORMOUNT_FS_MOUNT_FUSE_BRIDGE_H_
 
+#include <chrono>
 #include <memory>
 #include <string>
 
@@ -24,12 +25,12 @@ struct Bridge;  // Of fuse_bridge_internal.h.
 // sent from any thread, and the caller chooses the threads.
 class FuseBridge {
  public:
-  // Speaks over `fd`, which it closes in the end. All others must outlive it. Data are read by
-  // `reads`, checkpoints opened by `opens`: readers that storage holds do not stop the latter.
-  // On failure `fd` is closed too.
-  static Result<std::unique_ptr<FuseBridge>> Make(Vfs& vfs, BlockingWork& reads,
-                                                  BlockingWork& opens, FuseShim& shim,
-                                                  OpenModes& modes, int fd);
+  // Speaks over `fd`, which it closes in the end. All others must outlive it. On failure `fd` is
+  // closed too. `give_up_after`: how long storage has before a caller that is being killed is let
+  // go.
+  static Result<std::unique_ptr<FuseBridge>> Make(Vfs& vfs, Queues& queues, FuseShim& shim,
+                                                  OpenModes& modes,
+                                                  std::chrono::milliseconds give_up_after, int fd);
   // Whether passthrough is libfuse's business at INIT (FuseShim::Options::by_libfuse).
   static bool LibfuseKnowsPassthrough();
   static std::string LibfuseVersion();

@@ -23,6 +23,7 @@
 #include "fs/mount/file_users.h"
 #include "fs/mount/fuse_shim.h"
 #include "fs/mount/open_modes.h"
+#include "fs/mount/publish_calls.h"
 #include "fs/mount/source_space.h"
 #include "fs/mount_stats.h"
 #include "fs/vfs.h"
@@ -33,16 +34,20 @@ namespace tensormount::fs {
 // Files up to this go through the page cache in every mode: one request fetches them whole.
 inline constexpr std::uint64_t kSmallFile = 128 * 1024;
 inline constexpr std::size_t kPageBytes = 4096;
+// What most work below .staging/ takes less than, on storage that answers; and what those may wait
+// who need a lock that the kernel holds meanwhile.
+inline constexpr std::chrono::milliseconds kSoon{20};
 
 // What operations work with: the userdata of every request. All outlive the session.
 // libfuse passes this pointer with every request (fuse_req_userdata), so it must not move.
 struct Bridge {
   Vfs& vfs;
-  BlockingWork& reads;
-  BlockingWork& opens;
+  Queues& queues;
   FuseShim& shim;
   OpenModes& modes;
+  std::chrono::milliseconds give_up_after;  // MountOptions::give_up_after.
   std::unique_ptr<SourceSpace> space = nullptr;
+  std::unique_ptr<PublishCalls> publishes = std::make_unique<PublishCalls>();
 };
 inline Bridge& BridgeOf(fuse_req_t req) { return *static_cast<Bridge*>(fuse_req_userdata(req)); }
 
@@ -91,11 +96,10 @@ struct Reply {
   std::optional<Op> counted_as;  // Instead of what the request was served as.
 };
 
-// Serves a request here, or, where it may block, so that others stay served: reads on `reads`, all
-// else on `opens`. `work` returns how to reply; every failure of it, an exception included, is
-// counted, reported and answered once.
-// `work` must not use the request or what belongs to it (names, buffers): where it is queued those
-// are gone when this returns.
+// Serves a request here, or, where it may block, on its queue, so that others stay served. `work`
+// returns how to reply; every failure of it, an exception included, is counted, reported and
+// answered once. `work` must not use the request or what belongs to it (names, buffers): where it
+// is queued those are gone when this returns.
 void Serve(fuse_req_t req, Op op, NodeId node, bool may_block, std::function<Result<Reply>()> work);
 struct LongRequest;  // Of fuse_bridge.cc.
 // What long work can ask while it runs. One for each time that it runs: whoever calls what Again
@@ -114,16 +118,34 @@ class LongWork {
   LongRequest& request_;
   bool runs_again_ = false;
 };
-void ServeLong(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>(LongWork&)> work);
-// Where a request of this kind waits for storage: reads, writes and syncs apart from all else.
+// `soon`, where the kernel holds locks that others need until it is answered: replies with what can
+// be said without storage, or returns false. Called where the work takes longer than kSoon, which
+// goes on. It must not wait.
+void ServeLong(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>(LongWork&)> work,
+               const std::function<bool(fuse_req_t)>& soon = {});
+// Where a request of this kind waits for storage.
 inline BlockingWork& QueueOf(fuse_req_t req, Op op) {
-  const bool data = op == Op::kRead || op == Op::kReadStaged || op == Op::kWrite ||
-                    op == Op::kFlush || op == Op::kFsync;
-  return data ? BridgeOf(req).reads : BridgeOf(req).opens;
+  Queues& queues = BridgeOf(req).queues;
+  switch (op) {
+    case Op::kRead:
+    case Op::kReadStaged:
+      return queues.reads;
+    case Op::kWrite:
+      return queues.writes;
+    case Op::kFlush:
+    case Op::kFsync:
+    case Op::kRename:
+      return queues.syncs;
+    default:
+      return queues.opens;
+  }
 }
-// The answer that a request waits for, which began `since`: who gives up is told EINTR.
+// The answer that a request waits for, which began `since`: who is being killed is told EINTR.
 std::shared_ptr<PendingAnswer> PendingAnswerOf(fuse_req_t req, Op op, Bridge& bridge,
                                                std::chrono::steady_clock::time_point since);
+// Answers EINTR, and says so, where the caller is being killed and storage had its time.
+bool AnswerIfDying(fuse_req_t req, Op op, Bridge& bridge,
+                   std::chrono::steady_clock::time_point since, std::chrono::milliseconds waited);
 // Runs work, exceptions turned into a Status.
 // An exception must not pass through libfuse, which is C.
 Result<Reply> Guarded(const std::function<Result<Reply>()>& work) noexcept;

@@ -25,39 +25,110 @@ void ForgetIn(V& vfs, NodeId node, std::uint64_t references) {
   if constexpr (requires { vfs.Forget(node, references); }) vfs.Forget(node, references);
 }
 
+Reply FoundReply(const fuse_entry_param& param, std::shared_ptr<NodeReference> reference) {
+  return Reply([param, reference = std::move(reference)](fuse_req_t r) {
+    if (fuse_reply_entry(r, &param) == 0 && reference) reference->Keep();
+  });
+}
+
+Result<Reply> Find(Vfs& vfs, NodeId parent, const std::string& name) {
+  const Result<Vfs::Entry> entry = vfs.Lookup(parent, name);
+  if (entry.ok()) {
+    return FoundReply(ParamOf(entry.value()),
+                      std::make_shared<NodeReference>(vfs, entry.value().id));
+  }
+  if (entry.status().code() != Code::kNotFound) return entry.status();
+  fuse_entry_param param{};
+  // "Not there" is worth remembering below checkpoints. In the root it would let `latest` lead to a
+  // name that the kernel still takes for absent.
+  const bool comes = IsStaged(parent) || parent == kRootId;
+  param.entry_timeout = comes ? 0 : Vfs::kRootSeconds;
+  return FoundReply(param, nullptr);
+}
+
+// Whether the lookup is a step of a rename(2) that publishes (publish_calls.h), and was served so.
+bool LookedUpToPublish(fuse_req_t req, fuse_ino_t parent, std::string_view name) {
+  Bridge& bridge = BridgeOf(req);
+  PublishCalls& calls = *bridge.publishes;
+  const auto call = calls.Of(fuse_req_ctx(req)->pid);
+  if (!call) return false;
+  if (parent == kRootId && name == Vfs::kStagingName) {
+    ServeLong(req, Op::kLookup, parent, [&bridge, &calls, call](LongWork& self) -> Result<Reply> {
+      if (calls.Waits(*call, [&self] { return self.Again(); })) {
+        return Status::FromErrno(EAGAIN, "look up", Vfs::kStagingName);  // Runs again.
+      }
+      return Find(bridge.vfs, kRootId, std::string(Vfs::kStagingName));
+    });
+    return true;
+  }
+  if (!calls.Succeeded(*call)) return false;
+  fuse_entry_param param{};  // Nothing there, not to be remembered.
+  std::shared_ptr<NodeReference> reference;
+  if (parent == call->names.folder && name == call->names.name) {
+    const auto staging = calls.TakeStaging(*call, reference);
+    if (!staging) return false;
+    param = ParamOf(*staging);
+    param.entry_timeout = 0;
+    // The kernel checks the staging's own mode next, and a staging that is gone has none.
+    param.attr_timeout = PublishCalls::kExpectedFor.count();
+  } else if (parent != kRootId || name != call->names.as) {
+    return false;
+  }
+  Serve(req, Op::kLookup, parent, false,
+        [param, reference]() -> Result<Reply> { return FoundReply(param, reference); });
+  return true;
+}
+
+// A name of .staging/, or the attributes of a staging's folder. The kernel asks while it holds
+// .staging/ locked, and for a rename(2) the root as well; so what this mount knows counts where
+// storage does not answer. What is done with the staging looks for itself.
+void OpLookupStaging(fuse_req_t req, fuse_ino_t parent, std::string name) {
+  Vfs& vfs = BridgeOf(req).vfs;
+  ServeLong(
+      req, Op::kLookup, parent, [&vfs, parent, name](LongWork&) { return Find(vfs, parent, name); },
+      [&vfs, parent, name](fuse_req_t r) {
+        const auto known = vfs.KnownStaging(parent, name);
+        if (!known) return false;
+        FoundReply(ParamOf(*known), std::make_shared<NodeReference>(vfs, known->id)).send(r);
+        return true;
+      });
+}
+
 void OpLookup(fuse_req_t req, fuse_ino_t parent, const char* name) {
   Vfs& vfs = BridgeOf(req).vfs;
+  if (LookedUpToPublish(req, parent, name)) return;
+  if (Vfs::IsStagingRoot(parent)) {
+    OpLookupStaging(req, parent, name);
+    return;
+  }
   Serve(req, Op::kLookup, parent, vfs.MayBlock(parent),
-        [&vfs, parent, name = std::string(name)]() -> Result<Reply> {
-          const Result<Vfs::Entry> entry = vfs.Lookup(parent, name);
-          fuse_entry_param param{};
-          std::shared_ptr<NodeReference> reference;
-          if (entry.ok()) {
-            reference = std::make_shared<NodeReference>(vfs, entry.value().id);
-            param = ParamOf(entry.value());
-          } else if (entry.status().code() == Code::kNotFound) {
-            // "Not there" is worth remembering below checkpoints. In the root it would let `latest`
-            // lead to a name that the kernel still takes for absent.
-            const bool comes = IsStaged(parent) || parent == kRootId;
-            param.entry_timeout = comes ? 0 : Vfs::kRootSeconds;
-          } else {
-            return entry.status();
-          }
-          return Reply([param, reference](fuse_req_t r) {
-            if (fuse_reply_entry(r, &param) == 0 && reference) reference->Keep();
-          });
-        });
+        [&vfs, parent, name = std::string(name)] { return Find(vfs, parent, name); });
+}
+
+Reply AttributesReply(const Vfs::Entry& entry) {
+  return Reply([entry](fuse_req_t r) {
+    const struct stat st = StatOf(entry.attributes);
+    fuse_reply_attr(r, &st, entry.seconds);
+  });
 }
 
 void OpGetattr(fuse_req_t req, fuse_ino_t node, fuse_file_info*) {
   Vfs& vfs = BridgeOf(req).vfs;
-  Serve(req, Op::kGetattr, node, vfs.MayBlock(node), [&vfs, node]() -> Result<Reply> {
+  const auto stat = [&vfs, node]() -> Result<Reply> {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Vfs::Entry entry, vfs.Stat(node));
-    return Reply([entry](fuse_req_t r) {
-      const struct stat st = StatOf(entry.attributes);
-      fuse_reply_attr(r, &st, entry.seconds);
-    });
-  });
+    return AttributesReply(entry);
+  };
+  if (IsStaged(node)) {
+    ServeLong(
+        req, Op::kGetattr, node, [stat](LongWork&) { return stat(); },
+        [&vfs, node](fuse_req_t r) {
+          const auto known = vfs.KnownStaging(node);
+          if (known) AttributesReply(*known).send(r);
+          return known.has_value();
+        });
+    return;
+  }
+  Serve(req, Op::kGetattr, node, vfs.MayBlock(node), stat);
 }
 
 void OpReadlink(fuse_req_t req, fuse_ino_t node) {

@@ -122,10 +122,58 @@ void OpRmdir(fuse_req_t req, fuse_ino_t parent, const char* name) {
   });
 }
 
+// Steps 1 and 4 of publish_calls.h. The work is the queue's: it goes on where its caller was
+// killed.
+void OpPublish(fuse_req_t req, PublishCalls::Names names, unsigned flags) {
+  Bridge& bridge = BridgeOf(req);
+  PublishCalls& calls = *bridge.publishes;
+  const pid_t thread = fuse_req_ctx(req)->pid;
+  if (const auto begun = calls.Find(thread, names)) {
+    ServeLong(
+        req, Op::kRename, names.folder,
+        [&calls, begun, thread](LongWork& self) -> Result<Reply> {
+          if (calls.Waits(*begun, [&self] { return self.Again(); })) return Done();  // Runs again.
+          calls.Remove(thread, begun);
+          TENSORMOUNT_RETURN_IF_ERROR(*begun->result);
+          return Done();
+        },
+        [](fuse_req_t) { return false; });  // It only waits: who is killed is let go.
+    return;
+  }
+  const auto call = calls.Add(thread, std::move(names));
+  ServeLong(
+      req, Op::kRename, call->names.folder,
+      [&bridge, &calls, call, flags](LongWork&) -> Result<Reply> {
+        const auto& [folder, name, as] = call->names;
+        std::optional<Vfs::Entry> staging;
+        std::shared_ptr<NodeReference> reference;
+        const Result<Reply> done = Guarded([&]() -> Result<Reply> {
+          if (const auto found = bridge.vfs.Lookup(folder, name); found.ok()) {
+            reference = std::make_shared<NodeReference>(bridge.vfs, found.value().id);
+            staging = found.value();
+          }
+          TENSORMOUNT_RETURN_IF_ERROR(bridge.vfs.Rename(folder, name, kRootId, as, flags));
+          return Done();
+        });
+        calls.End(*call, done.status(), std::move(staging), std::move(reference));
+        return done;
+      },
+      [call, thread](fuse_req_t r) {
+        if (thread <= 0) return false;
+        call->comes_back = true;
+        fuse_reply_err(r, ESTALE);
+        return true;
+      });
+}
+
 void OpRename(fuse_req_t req, fuse_ino_t parent, const char* name, fuse_ino_t to_parent,
               const char* to_name, unsigned flags) {
   if (ReadOnlyHere(req)) return;
   Vfs& vfs = BridgeOf(req).vfs;
+  if (IsStaged(parent) && to_parent == kRootId) {
+    OpPublish(req, {.folder = parent, .name = name, .as = to_name}, flags);
+    return;
+  }
   // The kernel keeps both folders locked until the answer: nothing in here asks it for anything.
   ServeStatus(req, Op::kRename, parent,
               [&vfs, parent, name = std::string(name), to_parent, to_name = std::string(to_name),
@@ -234,6 +282,8 @@ void OpFallocate(fuse_req_t req, fuse_ino_t node, int mode, off_t offset, off_t 
   const bool keep = (mode & FALLOC_FL_KEEP_SIZE) != 0;
   ServeStatus(req, Op::kSetattr, node, [handle, keep, offset, length]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes now, handle->Stat());
+    // No overflow: the kernel refuses negative ones (EINVAL) and a sum above the largest file
+    // (EFBIG).
     const auto end = static_cast<std::uint64_t>(offset) + static_cast<std::uint64_t>(length);
     if (keep || end <= now.size) return {};
     return handle->Truncate(end);
@@ -305,11 +355,9 @@ void SeekStaged(fuse_req_t req, off_t offset, int whence, fuse_file_info* fi) {
 // done before it is given.
 void ReleaseStaged(fuse_req_t req, fuse_ino_t node, std::unique_ptr<OpenFile> open) {
   const std::shared_ptr<OpenFile> last(std::move(open));
-  if (!last->write->writing()) {
-    fuse_reply_err(req, 0);
-    return;
-  }
-  ServeStatus(req, Op::kFlush, node, [last] { return last->write->Release(); });
+  // Asking waits for a close that is under way, of a process that was killed meanwhile.
+  ServeStatus(req, Op::kFlush, node,
+              [last] { return last->write->writing() ? last->write->Release() : Status(); });
 }
 
 void AddWriteOps(fuse_lowlevel_ops& ops) {

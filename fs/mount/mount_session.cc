@@ -40,12 +40,7 @@ constexpr std::chrono::seconds kStartPatience{10};
 constexpr std::chrono::seconds kSessionStopPatience{5};
 constexpr std::chrono::milliseconds kUnmountPatience{3000};
 // Between two looks of the watchdog.
-constexpr std::chrono::milliseconds kTick{250};
-constexpr std::chrono::milliseconds kShortTick{10};
-// Threads beyond those that receive requests, for reads that wait.
-constexpr int kPoolThreads = 8;
-// For checkpoints that are being opened, and for files at their first open.
-constexpr int kOpenThreads = 8;
+constexpr std::chrono::milliseconds kTick = BlockingWork::kStuckAfter;
 // For what was written to be durable before a mount ends.
 constexpr std::chrono::seconds kDrainPatience{60};
 constexpr int kReadaheadKiB = 1024;
@@ -110,8 +105,7 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
       : options_(options),
         readers_(readers),
         vfs_(std::move(vfs)),
-        reads_(readers, kPoolThreads, options.give_up_after),
-        opens_(0, kOpenThreads, options.give_up_after),
+        queues_(readers),
         shim_(ShimOptions(options, vfs_->source())),
         prover_([this](NodeId node) { return vfs_->IsThere(node); },
                 [this](const VirtualFile& file, const Status& status) {
@@ -143,8 +137,7 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
   const int readers_;
   std::string mount_point_;
   std::unique_ptr<Vfs> vfs_;
-  BlockingWork reads_;
-  BlockingWork opens_;
+  Queues queues_;
   FuseShim shim_;
   FuseBacking backing_;
   FileProver prover_;
@@ -173,7 +166,7 @@ Status MountCore::Start() {
                                                         .read_only = !vfs_->writable()}));
   backing_.SetDevice(fd);
   Result<std::unique_ptr<FuseBridge>> bridge =
-      FuseBridge::Make(*vfs_, reads_, opens_, shim_, modes_, fd);
+      FuseBridge::Make(*vfs_, queues_, shim_, modes_, options_.give_up_after, fd);
   if (!bridge.ok()) {
     (void)Unmount(mount_point_, true, kUnmountPatience);
     return bridge.status();
@@ -186,7 +179,7 @@ Status MountCore::Start() {
     return alive ? alive->StatusJson() : std::string();
   });
   // Wakes the watchdog, which sleeps while there is no work.
-  for (BlockingWork* work : {&reads_, &opens_}) {
+  for (BlockingWork* work : queues_.all()) {
     work->SetWake([this] {
       const std::lock_guard lock(mutex_);
       work_ = true;
@@ -257,19 +250,20 @@ void MountCore::WatchLoop() {
   const auto over = [this] { return (gone_ || stopping_) && serving_.empty(); };
   while (!over()) {
     if (work_) {
-      changed_.wait_for(lock, std::clamp(options_.give_up_after, kShortTick, kTick), over);
+      changed_.wait_for(lock, kTick, over);
     } else {
       changed_.wait(lock, [&] { return work_ || over(); });
       continue;
     }
     work_ = false;  // Before asking: what comes in between sets it again.
     lock.unlock();
-    (void)reads_.Watch();
-    (void)opens_.Watch();
-    const bool none_reads = reads_.Unwatched();
-    const bool none_opens = opens_.Unwatched();
+    bool none = true;
+    for (BlockingWork* queue : queues_.all()) {
+      (void)queue->Watch();
+      none = queue->Unwatched() && none;
+    }
     lock.lock();
-    work_ = work_ || !none_reads || !none_opens;
+    work_ = work_ || !none;
   }
   watch_ended_ = true;
   changed_.notify_all();
@@ -338,7 +332,7 @@ bool MountCore::Idle() {
   changed_.notify_all();
   for (;;) {
     const bool watched = bridge_ == nullptr || watch_ended_;
-    if (serving_.empty() && watched && reads_.idle() && opens_.idle() && prover_.idle()) {
+    if (serving_.empty() && watched && queues_.idle() && prover_.idle()) {
       return true;
     }
     if (deadline.Passed()) return false;
@@ -396,11 +390,11 @@ std::string MountCore::PassthroughJson() {
       R"("proving": {{"file": {}, "percent": {}, "waiting": {}, "proven": {}, "damaged": {}}}}})",
       shim_.passthrough(), JsonString(why), counts.passed, counts.daemon, counts.fell_back,
       ReasonsJson(counts), counts.live_backings, counts.without_hashes, counts.verified_at_open,
-      JsonString(load.file), load.percent, load.waiting, load.proven, load.damaged);
+      JsonString(options_.allow_other ? "" : load.file), load.percent, load.waiting, load.proven, load.damaged);
 }
 
 std::string MountCore::StatusJson() {
-  const BlockingWork::Load load = reads_.load();
+  const BlockingWork::Load load = queues_.reads.load();
   return fmt::format(
       R"({{{}, "mount_point": {}, "pid": {}, "tier": "{}", "data_files": "{}", )"
       R"("passthrough": {}, "libfuse": {}, "max_read": {}, "readahead_kib": {}, "threads": {}, )"
@@ -479,7 +473,8 @@ Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
                                               .map = options.map,
                                               .hf = options.hf,
                                               .writable = !options.read_only,
-                                              .roots = options.roots}));
+                                              .roots = options.roots,
+                                              .others = options.allow_other}));
   TENSORMOUNT_RETURN_IF_ERROR(CheckMountPoint(options.mount_point, vfs->source()));
   if (options.allow_other) TENSORMOUNT_RETURN_IF_ERROR(CheckAncestors(fs, vfs->source()));
   const int cores = static_cast<int>(std::thread::hardware_concurrency());

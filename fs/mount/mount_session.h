@@ -24,7 +24,9 @@ struct MountOptions {
   std::string mount_point;              // An empty folder.
   // Nothing can be written. Otherwise a store that this process may write shows .staging/.
   bool read_only = false;
-  bool list_views = false;            // List npy/, extents/, model.safetensors too.
+  // List every view (docs/semantics.md): npy/, slices/, extents/, zarr/, hf/, model.safetensors.
+  // All of them can be opened by name without it.
+  bool list_views = false;
   std::shared_ptr<const KeyMap> map;  // Other names for keys; null: none.
   HfOptions hf;                       // How hf/ is cut, and what it has.
   bool allow_other = false;
@@ -33,8 +35,8 @@ struct MountOptions {
   int threads = 0;  // That read data, 0: as many as cores, at least 2.
   // As where the kernel cannot map direct files (before Linux 6.6): reads go through its cache.
   bool page_cache = false;
-  // BlockingWork::kGiveUpAfter. Tests set less.
-  std::chrono::milliseconds give_up_after{2000};
+  // How long storage has before a caller that is being killed is let go. Tests set less.
+  std::chrono::milliseconds give_up_after{200};
 };
 
 class MountCore;  // Of mount_session.cc.

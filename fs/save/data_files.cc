@@ -9,7 +9,6 @@
 namespace tensormount::fs {
 namespace {
 
-constexpr std::chrono::minutes kDataFilePatience{10};
 // From so many files on those that are synced are closed.
 // Descriptors: a checkpoint of thousands of large tensors makes as many files, and a process may
 // have 1,024 open by default.
@@ -101,7 +100,7 @@ void DataFile::StartWriteback(std::uint64_t offset, std::uint64_t size) {
 Status DataFile::Sync() {
   std::unique_lock lock(mutex_);
   const std::uint64_t target = done_;
-  const auto deadline = std::chrono::steady_clock::now() + kDataFilePatience;
+  const auto deadline = std::chrono::steady_clock::now() + kStoragePatience;
   while (failure_.ok() && synced_ < target) {
     if (syncing_) {
       if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) {

@@ -40,9 +40,6 @@ constexpr std::size_t kMaxReasonBytes = 4096;
 // Larger than any record that is usual; one of kMaxRecordBytes makes the window grow to it.
 constexpr std::size_t kWindowBytes = std::size_t{4} << 20;
 
-// For those who wait for another one's fsync: a disk that hangs so long will not come back.
-constexpr std::chrono::minutes kJournalPatience{10};
-
 std::string FolderOf(const std::string& path) {
   const std::size_t slash = path.rfind('/');
   return slash == std::string::npos ? "." : path.substr(0, slash);
@@ -504,7 +501,7 @@ Status JournalWriter::Append(std::string_view records) {
 Status JournalWriter::Sync() {
   std::unique_lock lock(mutex_);
   const std::uint64_t target = wanted_;
-  const auto deadline = std::chrono::steady_clock::now() + kJournalPatience;
+  const auto deadline = std::chrono::steady_clock::now() + kStoragePatience;
   // As DataFile::Sync, with one difference: a mark follows, and does not count as something to be
   // synced.
   while (synced_ < target) {

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_FS_SAVE_JOURNAL_H_
 #define TENSORMOUNT_FS_SAVE_JOURNAL_H_
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -30,6 +31,11 @@
 // when it was synced; a torn tail is no damage, it was never promised.
 
 namespace tensormount::fs {
+
+// How long a thread waits for an fsync or a write of another one. Storage that hangs so long will
+// not come back, and a wait without an end would take threads of the mount, which are few, for
+// good.
+inline constexpr std::chrono::minutes kStoragePatience{10};
 
 // Where bytes are to go: a box of a tensor, in its packed row-major order. `tensors/KEY` is the box
 // of the whole tensor.

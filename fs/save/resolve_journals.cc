@@ -18,8 +18,6 @@ namespace {
 
 constexpr std::size_t kMaxProblems = 1000;
 
-std::int64_t Signed(std::uint64_t v) { return static_cast<std::int64_t>(v); }
-
 // "data/x": a file directly in data/, nothing that leads elsewhere.
 bool IsDataFile(const std::string& name) {
   return name.starts_with("data/") && name.size() > 5 && name.find('/', 5) == std::string::npos &&

@@ -61,6 +61,17 @@ Status AsRename(const Status& status) {
   }
 }
 
+// Why no object can be called this, which ENOENT would not say: `cp` would look for the source.
+Status NoNameForAnObject(std::string_view path, const Status& why) {
+  const std::string_view name = path.substr(path.rfind('/') + 1);
+  if (name.size() > kMaxPartBytes) {
+    return Status::FromParts(Code::kInvalidArgument, ENAMETOOLONG,
+                             "names here have at most " + std::to_string(kMaxPartBytes) +
+                                 " bytes; longer keys go through schema.json");
+  }
+  return Status::FromParts(Code::kInvalidArgument, EINVAL, why.message());
+}
+
 }  // namespace
 
 HandleContext StagingTree::ContextOf(const NodePtr& node, bool writable) {
@@ -213,7 +224,11 @@ Result<StagingTree::Opened> StagingTree::Create(std::uint64_t folder, std::strin
       case NodeRole::kObjects: {
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, parent->of->Schema(true));
         const Result<StagingWriter::ObjectName> object = ObjectAt(*view, made.path);
-        if (!object.ok()) return Told("create", label, object.status());
+        if (!object.ok()) {
+          const bool never = !KeyOfPath(made.path).ok();
+          return Told("create", label,
+                      never ? NoNameForAnObject(made.path, object.status()) : object.status());
+        }
         made.role = NodeRole::kObject;
         made.key = object.value().key;
         made.index = object.value().index;
@@ -314,7 +329,6 @@ Status StagingTree::CheckEmpty(const StagedNode& folder) {
     case NodeRole::kSlices:
     case NodeRole::kObjects: {
       bool any = false;
-      StagedNode copy = folder;
       const auto visit = [&any](std::string_view, const Attributes& a, std::uint64_t) {
         any = any || a.kind == FileKind::kFile;
         return true;
@@ -323,8 +337,7 @@ Status StagingTree::CheckEmpty(const StagedNode& folder) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto marks, ReadDoneMarks(fs_, folder.of->staging()));
         any = !marks.empty();
       } else if (folder.role == NodeRole::kSlices) {
-        TENSORMOUNT_RETURN_IF_ERROR(
-            ListPaths(folder, {.files = folder.of->SlicePaths(), .folders = {}}, 0, visit));
+        TENSORMOUNT_RETURN_IF_ERROR(ListPaths(folder, 0, visit));
       } else {
         TENSORMOUNT_ASSIGN_OR_RETURN(ObjectPaths paths, PathsOfObjects(*folder.of));
         const std::string below = folder.path.empty() ? std::string() : folder.path + '/';
@@ -418,8 +431,11 @@ Status StagingTree::RenameWithin(std::uint64_t folder, std::string_view name,
     const Writing writing(of);
     TENSORMOUNT_RETURN_IF_ERROR(writing.status());
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const StagingWriter::ObjectName to,
-                                 ObjectAt(*view, JoinedPath(to_parent->path, to_name)));
+    const std::string to_path = JoinedPath(to_parent->path, to_name);
+    if (const auto key = KeyOfPath(to_path); !key.ok()) {
+      return Refused(NoNameForAnObject(to_path, key.status()).message());
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const StagingWriter::ObjectName to, ObjectAt(*view, to_path));
     if (to.key == from.key && to.index == from.index) return {};
     TENSORMOUNT_RETURN_IF_ERROR(of.writer().RenameObject(from.key, from.index, to.key, to.index));
     StagedNode moved = from;

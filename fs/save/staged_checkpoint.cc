@@ -80,15 +80,17 @@ void StagedCheckpoint::Touch() {
 
 // Without `now` most calls ask no storage: it runs before every write.
 Status StagedCheckpoint::CheckInPlace(bool now) {
-  const Status stale(Code::kStale, ".staging/" + name() + ": it was published or removed");
-  if (gone_.load(std::memory_order_acquire)) return stale;
+  const auto stale = [this] {
+    return Status(Code::kStale, ".staging/" + name() + ": it was published or removed");
+  };
+  if (gone_.load(std::memory_order_acquire)) return stale();
   const Clock::rep at = Clock::now().time_since_epoch().count();
   if (!now && at - checked_.load(std::memory_order_relaxed) < Clock::duration(kMaxAge).count()) {
     return {};
   }
   if (!StagingInPlace(fs_, staging_)) {
     Retire();
-    return stale;
+    return stale();
   }
   checked_.store(at, std::memory_order_relaxed);
   return {};

@@ -76,6 +76,8 @@ class StagedCheckpoint {
   Status CheckInPlace(bool now = false);
   // It has left its name: everything answers kStale from here on.
   void Retire();
+  // Whether it is known to have left its name. Looks at nothing.
+  bool gone() const { return gone_.load(std::memory_order_acquire); }
 
   // `fresh`: looks whether another mount has added to it.
   Result<std::shared_ptr<const SchemaView>> Schema(bool fresh = false);

@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <map>
 #include <optional>
 #include <set>
 
 #include <fmt/core.h>
 
+#include "base/hash.h"
 #include "fs/answers.h"
 #include "fs/views/checkpoint_text.h"
 #include "fs/views/slice_name.h"
@@ -77,6 +79,17 @@ Result<std::string> KeyIn(const SchemaView& view, std::string_view folder, std::
   TENSORMOUNT_RETURN_IF_ERROR(child.status());
   if (child.value().is_folder) return NoSuch(stem);
   return view.keys.KeyAt(child.value().ordinal);
+}
+
+// Listings of slices/ and objects/ that go on later.
+constexpr std::size_t kKeptListings = 8;
+
+// Where a listing goes on after `name`: a number of the name alone, so that what is made or removed
+// meanwhile moves no other name (a pass that unlinks what it sees would miss every second one). 62
+// bits, for an off_t with room for "." and ".."; two names with one number are as likely as on
+// ext4, which does the same.
+std::uint64_t CookieOf(std::string_view name) {
+  return std::max<std::uint64_t>(Xxh3Low64(name) >> 2, 1);
 }
 
 }  // namespace
@@ -430,6 +443,30 @@ Result<StagingTree::Node> StagingTree::Stat(std::uint64_t item) {
   return Node{.item = item, .attributes = attributes};
 }
 
+std::optional<StagingTree::Node> StagingTree::LookupKnown(std::string_view name) {
+  StagedNode child;
+  child.role = NodeRole::kStaging;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto it = staged_.find(name);
+    if (it == staged_.end() || it->second->gone()) return std::nullopt;
+    child.of = it->second;
+  }
+  const Result<Node> node = Known(nodes_.Take(std::move(child)));
+  return node.ok() ? std::optional(node.value()) : std::nullopt;
+}
+
+std::optional<StagingTree::Node> StagingTree::StatKnown(std::uint64_t item) {
+  const Result<NodePtr> node = nodes_.Find(item);
+  if (!node.ok()) return std::nullopt;
+  const NodeRole role = node.value()->role;
+  if (role != NodeRole::kRoot && role != NodeRole::kStaging) return std::nullopt;
+  if (node.value()->of && node.value()->of->gone()) return std::nullopt;
+  const Result<Attributes> attributes = Describe(*node.value());
+  if (!attributes.ok()) return std::nullopt;
+  return Node{.item = item, .attributes = attributes.value()};
+}
+
 Status StagingTree::ListStaging(const StagedNode& folder, std::uint64_t cookie, const Visit& fn) {
   std::uint64_t next = 0;
   for (const FixedName& fixed : kFixedNames) {
@@ -460,9 +497,8 @@ Status StagingTree::ListTree(const StagedNode& folder, std::uint64_t cookie, con
   });
 }
 
-Status StagingTree::ListPaths(const StagedNode& folder, const ObjectPaths& paths,
-                              std::uint64_t cookie, const Visit& fn) {
-  // Sorted and without doubles: the same folder may be made by several paths.
+// Sorted and without doubles: the same folder may be made by several paths.
+StagingTree::ListedNames StagingTree::NamesIn(const StagedNode& folder, const ObjectPaths& paths) {
   std::map<std::string, bool> names;  // To whether it is a folder.
   const std::string below = folder.path.empty() ? std::string() : folder.path + '/';
   const auto add = [&](const std::string& path, bool is_folder) {
@@ -476,18 +512,44 @@ Status StagingTree::ListPaths(const StagedNode& folder, const ObjectPaths& paths
   };
   for (const std::string& path : paths.folders) add(path, true);
   for (const std::string& path : paths.files) add(path, false);
+  ListedNames listed;
+  listed.reserve(names.size());
+  for (const auto& [name, is_folder] : names) listed.push_back({CookieOf(name), name, is_folder});
+  std::ranges::stable_sort(listed, {}, &ListedName::cookie);
+  return listed;
+}
+
+// Of slices/ and objects/. A listing of n names is made once, when it begins, and not for each of
+// its n/100 pages; where others have pushed it out since it is made again, which its cookies allow.
+Status StagingTree::ListPaths(const StagedNode& folder, std::uint64_t cookie, const Visit& fn) {
   const bool objects = folder.role == NodeRole::kObjects;
+  std::shared_ptr<const ListedNames> names;
+  if (cookie > 0) {
+    const std::lock_guard lock(listings_mutex_);
+    if (const auto it = listings_.find(folder.item); it != listings_.end()) names = it->second;
+  }
+  if (!names) {
+    ObjectPaths paths{.files = {}, .folders = {}};
+    if (objects) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(paths, PathsOfObjects(*folder.of));
+    } else {
+      paths.files = folder.of->SlicePaths();
+    }
+    names = std::make_shared<const ListedNames>(NamesIn(folder, paths));
+    const std::lock_guard lock(listings_mutex_);
+    if (listings_.size() >= kKeptListings && !listings_.contains(folder.item)) listings_.clear();
+    if (folder.item != 0) listings_[folder.item] = names;
+  }
   StagedNode child;
   child.of = folder.of;
-  std::uint64_t next = 0;
-  for (const auto& [name, is_folder] : names) {
-    if (++next <= cookie) continue;
-    child.role = is_folder ? folder.role : objects ? NodeRole::kObject : NodeRole::kSlice;
-    child.path = below + name;
+  for (auto it = std::ranges::upper_bound(*names, cookie, {}, &ListedName::cookie);
+       it != names->end(); ++it) {
+    child.role = it->folder ? folder.role : objects ? NodeRole::kObject : NodeRole::kSlice;
+    child.path = JoinedPath(folder.path, it->name);
     Attributes a;
-    a.kind = is_folder ? FileKind::kDirectory : FileKind::kFile;
+    a.kind = it->folder ? FileKind::kDirectory : FileKind::kFile;
     a.inode = child.Inode();
-    if (!fn(name, a, next)) return {};
+    if (!fn(it->name, a, it->cookie)) return {};
   }
   return {};
 }
@@ -498,9 +560,11 @@ Status StagingTree::List(std::uint64_t item, std::uint64_t cookie, const Visit& 
   std::uint64_t next = 0;
   switch (folder->role) {
     case NodeRole::kRoot: {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, ListStagings(store_, fs_));
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto names, ListStagings(store_, fs_));
+      std::ranges::stable_sort(names, {}, CookieOf);
       for (const std::string& name : names) {
-        if (++next <= cookie) continue;
+        next = CookieOf(name);
+        if (next <= cookie) continue;
         const Result<StagedPtr> staged = Join(name);
         if (!staged.ok()) continue;  // Published or removed meanwhile.
         StagedNode child;
@@ -533,11 +597,8 @@ Status StagingTree::List(std::uint64_t item, std::uint64_t cookie, const Visit& 
     case NodeRole::kTensors:
       return ListTree(*folder, cookie, fn);
     case NodeRole::kSlices:
-      return ListPaths(*folder, {.files = folder->of->SlicePaths(), .folders = {}}, cookie, fn);
-    case NodeRole::kObjects: {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPaths paths, PathsOfObjects(*folder->of));
-      return ListPaths(*folder, paths, cookie, fn);
-    }
+    case NodeRole::kObjects:
+      return ListPaths(*folder, cookie, fn);
     default:
       return Status::FromErrno(ENOTDIR, "list", folder->Label());
   }

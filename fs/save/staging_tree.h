@@ -53,6 +53,10 @@ class StagingTree {
   Result<Node> Lookup(std::uint64_t folder, std::string_view name);
   void Forget(std::uint64_t item, std::uint64_t references);
   Result<Node> Stat(std::uint64_t item);
+  // What is known without a look at storage of a staging (LookupKnown counts a reference of its
+  // node), of its folder or of .staging itself; nothing for other nodes.
+  std::optional<Node> LookupKnown(std::string_view name);
+  std::optional<Node> StatKnown(std::uint64_t item);
   // Of `attributes` only kind and inode are set: names that are listed are not looked up.
   using Visit =
       std::function<bool(std::string_view name, const Attributes& attributes, std::uint64_t next)>;
@@ -126,10 +130,14 @@ class StagingTree {
   Result<Node> Known(NodePtr node);
   Status ListStaging(const StagedNode& folder, std::uint64_t cookie, const Visit& fn);
   Status ListTree(const StagedNode& folder, std::uint64_t cookie, const Visit& fn);
-  // Of slices/ and objects/: sorted, so that a cookie is a position and a listing can go on where
-  // it stopped.
-  Status ListPaths(const StagedNode& folder, const ObjectPaths& paths, std::uint64_t cookie,
-                   const Visit& fn);
+  struct ListedName {
+    std::uint64_t cookie;  // Of the name alone.
+    std::string name;
+    bool folder;
+  };
+  using ListedNames = std::vector<ListedName>;  // By cookie.
+  static ListedNames NamesIn(const StagedNode& folder, const ObjectPaths& paths);
+  Status ListPaths(const StagedNode& folder, std::uint64_t cookie, const Visit& fn);
 
   Result<std::shared_ptr<WriteHandle>> OpenNode(const NodePtr& node, int flags);
   HandleContext ContextOf(const NodePtr& node, bool writable);
@@ -148,6 +156,8 @@ class StagingTree {
   // Of staged_. Held for look-ups in the map only, never over storage.
   std::mutex mutex_;
   std::map<std::string, StagedPtr, std::less<>> staged_;  // By name.
+  std::mutex listings_mutex_;  // Of listings_; taken after no other, and held over nothing.
+  std::map<std::uint64_t, std::shared_ptr<const ListedNames>> listings_;  // By the folder's item.
 };
 
 }  // namespace tensormount::fs

@@ -16,8 +16,6 @@
 namespace tensormount::fs {
 namespace {
 
-// As long as a DataFile waits for an fsync, and not for ever: threads of the mount are few.
-constexpr std::chrono::minutes kTargetPatience{10};
 // Hashed and written block by block: a block stays in the second-level cache meanwhile.
 constexpr std::uint64_t kTargetBlockBytes = 256 * 1024;
 // The device begins when so much follows each other.
@@ -47,7 +45,7 @@ bool TargetWriter::Overlaps(const ByteRange& bytes) const {
 // that is neither's hash. The wait has a limit because the other write may hang in storage; the
 // caller then gets an error instead of hanging too.
 Status TargetWriter::Enter(Lock& lock, const ByteRange& bytes) {
-  const auto deadline = std::chrono::steady_clock::now() + kTargetPatience;
+  const auto deadline = std::chrono::steady_clock::now() + kStoragePatience;
   const bool free =
       changed_.wait_until(lock, deadline, [&] { return !taking_ && !Overlaps(bytes); });
   if (!free) return Status(Code::kDeadlineExceeded, Name() + ": another write does not return");
@@ -447,7 +445,7 @@ Status TargetWriter::Prepare(PendingPart& pending) {
     TENSORMOUNT_RETURN_IF_ERROR(failure_);
     // New writes wait until those that run are over, so that this comes to an end.
     taking_ = true;
-    const bool over = changed_.wait_until(lock, std::chrono::steady_clock::now() + kTargetPatience,
+    const bool over = changed_.wait_until(lock, std::chrono::steady_clock::now() + kStoragePatience,
                                           [&] { return writing_.empty(); });
     taking_ = false;
     changed_.notify_all();

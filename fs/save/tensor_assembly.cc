@@ -23,33 +23,6 @@ constexpr std::size_t kMaxHolesListed = 1000;
 constexpr std::size_t kMaxDifferencesListed = 256;
 constexpr std::int64_t kCompareBytes = 1 << 20;
 
-// What `cut` leaves of `boxes`.
-// Cuts along one axis after the other: what lies before and behind `cut` on axis a is left over as
-// a box, and the rest is narrowed to `cut` on that axis. At most two boxes for each axis.
-void Subtract(std::vector<Box>& boxes, const Box& cut) {
-  std::vector<Box> left;
-  left.reserve(boxes.size());
-  for (const Box& box : boxes) {
-    const Box common = Intersect(box, cut);
-    if (common.empty()) {
-      left.push_back(box);
-      continue;
-    }
-    Box rest = box;
-    for (int a = 0; a < box.rank(); ++a) {
-      const std::int64_t low = rest.begin(a);
-      if (common.begin(a) > low) {
-        left.push_back(BoxAccess::WithAxis(rest, a, low, common.begin(a) - low));
-      }
-      if (common.end(a) < rest.end(a)) {
-        left.push_back(BoxAccess::WithAxis(rest, a, common.end(a), rest.end(a) - common.end(a)));
-      }
-      rest = BoxAccess::WithAxis(rest, a, common.begin(a), common.extent(a));
-    }
-  }
-  boxes = std::move(left);
-}
-
 // Where two packed boxes of bytes differ: runs along the last axis, each of whole elements later.
 // Around all of them where they are many.
 void AddDifferences(const Box& box, const std::byte* a, const std::byte* b, std::vector<Box>& out) {
@@ -106,7 +79,7 @@ std::vector<Box> ElementBoxes(const TensorMeta& meta, const std::vector<Box>& by
     // Bytes of one element on both sides of a border between findings.
     std::vector<Box> fresh = {element};
     if (boxes.size() < 4096) {
-      for (const Box& known : boxes) Subtract(fresh, known);
+      for (const Box& known : boxes) SubtractBox(fresh, known);
     }
     boxes.insert(boxes.end(), fresh.begin(), fresh.end());
   }
@@ -197,7 +170,7 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
       continue;
     }
     cut[a] = true;
-    for (const Box& box : later.bytes.Boxes()) Subtract(left[a], box);
+    for (const Box& box : later.bytes.Boxes()) SubtractBox(left[a], box);
   }
   // Then what each mount says by itself: the later record holds. Runs are in that order, so those
   // that cut `a` come later and are not cut yet when it is its turn.
@@ -208,7 +181,7 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
                                      [&](const Box& x) { return !Intersect(x, box).empty(); });
       if (!meets) continue;
       cut[a] = true;
-      Subtract(left[a], box);
+      SubtractBox(left[a], box);
     }
   }
   // Then between mounts, what is left: equal bytes are needed once.
@@ -229,7 +202,7 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
         if (common.empty()) continue;
         TENSORMOUNT_RETURN_IF_ERROR(Compare(meta, first, second, common));
         cut[b] = true;
-        Subtract(left[b], common);
+        SubtractBox(left[b], common);
       }
     }
   }

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "base/checked.h"
 #include "fs/save/tensor_assembly.h"
 #include "shard/box_access.h"
 #include "shard/copy_plan.h"
@@ -16,8 +17,6 @@ namespace tensormount::fs {
 namespace {
 
 constexpr std::uint64_t kBandBytes = std::uint64_t{4} << 20;
-
-std::int64_t AsSigned(std::uint64_t v) { return static_cast<std::int64_t>(v); }
 
 // Of `region` (in bytes), whose packed bytes are given, to the tensor's digest.
 Crc64 ContributionOf(const Region& region, const std::byte* packed, const Dims& byte_shape) {
@@ -135,7 +134,7 @@ class TensorAssembly::Emitter {
       const std::uint64_t n = std::min(all - done, kBandBytes);
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const Region part,
-          Region::Flat(bytes.box(), bytes.flat_first() + AsSigned(done), AsSigned(n)));
+          Region::Flat(bytes.box(), bytes.flat_first() + Signed(done), Signed(n)));
       TENSORMOUNT_RETURN_IF_ERROR(read(done, part, buffer_.data()));
       hasher.Update(buffer_.data(), static_cast<std::size_t>(n));
       chunk.contribution ^= ContributionOf(part, buffer_.data(), byte_shape_);
@@ -149,8 +148,8 @@ class TensorAssembly::Emitter {
   // What no later write has touched of a range of a target: its units where they are, and at its
   // ends perhaps parts of units.
   Status AddRange(const StagedRun& run) {
-    const std::int64_t begin = AsSigned(run.begin);
-    const std::int64_t end = begin + AsSigned(run.size);
+    const std::int64_t begin = Signed(run.begin);
+    const std::int64_t end = begin + Signed(run.size);
     const std::int64_t low = (begin + unit_bytes_ - 1) / unit_bytes_ * unit_bytes_;
     const std::int64_t high = end / unit_bytes_ * unit_bytes_;
     const auto part = [&](std::int64_t from, std::int64_t to) -> Status {
@@ -318,7 +317,7 @@ class TensorAssembly::Emitter {
                                                 (next - first) * unit_elements_));
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const Region region,
-          Region::Flat(Box::Whole(byte_shape_), first * unit_bytes_, AsSigned(bytes.size())));
+          Region::Flat(Box::Whole(byte_shape_), first * unit_bytes_, Signed(bytes.size())));
       LeafHasher hasher;
       hasher.Update(bytes.data(), bytes.size());
       hasher.Finish();

@@ -14,13 +14,17 @@ namespace {
 
 using Segment = FileSegments::Segment;
 
+// The usual answer, which callers expect: most files of a mount are no stored file.
 Status None() { return Status(Code::kNotFound, "no one file holds this and nothing else"); }
 
 // Where the run begins in the row-major order of `shape` that the box is; nothing where it is
 // several.
+// A box is one run where all axes behind the first one that it cuts are whole: of shape [8, 4, 2]
+// the box [2:4, :, :] is a run from element 16 on, and [2, 1:3, :] one from 18 on, but [2:4, 1:3,
+// :] is two.
 std::optional<std::uint64_t> RunBegin(const Box& box, const Dims& shape) {
   std::uint64_t begin = 0;
-  bool inside = false;  // Past an axis of which the box has more than one place.
+  bool inside = false;  // Past an axis of which the box has more than one index.
   for (int a = 0; a < box.rank(); ++a) {
     begin = begin * static_cast<std::uint64_t>(shape[a]) + static_cast<std::uint64_t>(box.begin(a));
     if (inside && box.extent(a) != shape[a]) return std::nullopt;
@@ -31,6 +35,10 @@ std::optional<std::uint64_t> RunBegin(const Box& box, const Dims& shape) {
 
 // Whether byte n of the tensor stands at `at` + n of file `file`, which may be chosen by the first
 // chunk.
+// In bytes and not in elements, so that types under a byte need no case of their own (ByteRegion).
+// Chunks that are stored with strides never qualify. All chunks must follow each other in the file
+// exactly as their bytes do in the tensor: then the tensor is one run of the file, however it was
+// cut.
 Result<bool> StandsAt(const OpenedCheckpoint& opened, const TensorEntry& tensor, std::uint64_t at,
                       std::optional<std::uint32_t>& file) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,
@@ -71,6 +79,7 @@ Result<std::uint32_t> FileOfSize(FileSystem& fs, const OpenedCheckpoint& opened,
   return file;
 }
 
+// A literal is at most a header of some MB, so it is read in one go.
 Result<bool> HasBytes(const OpenedCheckpoint& opened, std::uint32_t number, std::uint64_t at,
                       const std::string& bytes) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, opened.OpenFile(number));
@@ -82,25 +91,28 @@ Result<bool> HasBytes(const OpenedCheckpoint& opened, std::uint32_t number, std:
 }  // namespace
 
 Result<std::uint32_t> FindBackingFile(FileSystem& fs, const ShownCheckpoint& shown,
-                                      const FileSegments& content) {
+                                      const FileSegments& segments) {
   const OpenedCheckpoint& opened = shown.opened;
-  const std::vector<Segment>& segments = content.segments();
-  if (segments.size() == 1 && segments[0].kind == Segment::Kind::kObject) {
-    const std::uint32_t number = segments[0].ordinal;
+  const std::vector<Segment>& all = segments.segments();
+  if (all.size() == 1 && all[0].kind == Segment::Kind::kObject) {
+    const std::uint32_t number = all[0].ordinal;
     if (number >= shown.objects.parts().size()) return None();
     const ObjectRecord& part = shown.objects.parts()[number];
-    if (part.offset != 0 || part.length != content.size()) return None();
+    if (part.offset != 0 || part.length != segments.size()) return None();
     return FileOfSize(fs, opened, part.file, part.length);
   }
-  if (segments.size() == 1 && segments[0].kind == Segment::Kind::kTensor && content.tensor()) {
-    const TensorEntry& tensor = *content.tensor();
-    if (segments[0].skip != 0 || segments[0].length != tensor.meta.bytes()) return None();
+  if (all.size() == 1 && all[0].kind == Segment::Kind::kTensor && segments.tensor()) {
+    const TensorEntry& tensor = *segments.tensor();
+    if (all[0].skip != 0 || all[0].length != tensor.meta.bytes()) return None();
     return opened.WholeFileOf(tensor);
   }
   // Literal bytes and whole tensors.
+  // First by the index alone: all tensors in one file, each where the shown file has it.
+  // Then the file's length, and only then bytes of it are read.
   std::optional<std::uint32_t> file;
-  for (const Segment& segment : segments) {
+  for (const Segment& segment : all) {
     if (segment.kind == Segment::Kind::kLiteral) continue;
+    // Part of a tensor, a box, text: no program stores that as such a file.
     if (segment.kind != Segment::Kind::kTensor || segment.skip != 0) return None();
     TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, opened.index().At(segment.ordinal));
     if (segment.length != tensor.meta.bytes()) return None();
@@ -109,18 +121,18 @@ Result<std::uint32_t> FindBackingFile(FileSystem& fs, const ShownCheckpoint& sho
     if (!stands) return None();
     // Most are told apart here.
     if (first && (!file || *file >= opened.index().files().size() ||
-                  opened.index().files()[*file].length != content.size())) {
+                  opened.index().files()[*file].length != segments.size())) {
       return None();
     }
   }
   if (!file) return None();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t found,
-                               FileOfSize(fs, opened, *file, content.size()));
-  for (const Segment& segment : segments) {
+                               FileOfSize(fs, opened, *file, segments.size()));
+  for (const Segment& segment : all) {
     if (segment.kind != Segment::Kind::kLiteral) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool same,
                                  HasBytes(opened, found, segment.begin,
-                                          content.literal(segment.ordinal)
+                                          segments.literal(segment.ordinal)
                                               .substr(static_cast<std::size_t>(segment.skip),
                                                       static_cast<std::size_t>(segment.length))));
     if (!same) return None();

@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// checkpoint.json: made piece by piece while it is read, because it has an entry for each tensor.
+// The text of checkpoint.json, common.json and extents/KEY.json.
+// checkpoint.json is the one file that describes all of a checkpoint to a program without our
+// library. What is small (fields of the checkpoint, files, objects) is its head, made once; the
+// entry of each tensor is made block by block while the file is read. The same bytes on every
+// machine: nothing of the mount goes in, no path, no time of mounting, no order of a hash table.
 #include "fs/views/checkpoint_text.h"
 
 #include <fmt/core.h>
@@ -12,10 +16,14 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
+// Keys and names are bytes, which JSON text cannot hold as they are: what is no UTF-8 becomes
+// U+FFFD. The exact key is the attribute user.tensormount.key of the tensor's file.
 std::string JsonText(const OrderedJson& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
+// One line a tensor, so that grep and diff work on the file. Ends with its brace, which ExtentsJson
+// takes off to add fields.
 std::string TensorLine(const TensorEntry& tensor) {
   const TensorMeta& meta = tensor.meta;
   std::string line =
@@ -42,6 +50,7 @@ void AppendItem(std::string& out, bool first, std::string_view item) {
   out += item;
 }
 
+// A flat range is told with the box that it counts in, and as first element and number of elements.
 std::string RegionFields(const Region& region) {
   std::string text = fmt::format(R"("begin": {}, "extent": {})", DimsText(region.box().begin()),
                                  DimsText(region.box().extent()));
@@ -69,19 +78,19 @@ std::string DimsText(const Dims& dims) { return dims.ToString(); }
 
 std::string DigestText(Crc64 digest) { return fmt::format("crc64-nvme:{:016x}", digest); }
 
-Result<GeneratedText::Parts> CheckpointJson(const ShownCheckpoint& shown,
-                                            const std::vector<std::string>& views) {
+Result<std::shared_ptr<const GeneratedText>> CheckpointJson(const ShownCheckpoint& shown,
+                                                            const std::vector<std::string>& views) {
   const OpenedCheckpoint& opened = shown.opened;
   const ShownTensors& tensors = shown.tensors;
   const LayerFiles& layers = shown.layers;
   const std::vector<ObjectRecord>& objects = shown.objects.parts();
   const CheckpointIndex& index = opened.index();
   const CheckpointInfo& info = index.info();
-  const Result<CommonValue> content = index.CommonRecord(kContentMetadataRecord);
-  if (!content.ok() && content.status().code() != Code::kNotFound) return content.status();
-  GeneratedText::Parts parts;
-  std::string& head = parts.head;
-  head = "{\n";
+  // Content metadata is what the user wrote about the checkpoint, and optional; any other failure
+  // to read it is damage.
+  const Result<CommonValue> metadata = index.CommonRecord(kContentMetadataRecord);
+  if (!metadata.ok() && metadata.status().code() != Code::kNotFound) return metadata.status();
+  std::string head = "{\n";
   head += fmt::format("  \"format\": \"tensormount\",\n  \"version\": {},\n", kFormatVersion);
   head += fmt::format("  \"uuid\": \"{}\",\n  \"generation\": {},\n", info.uuid.ToString(),
                       info.generation);
@@ -95,7 +104,7 @@ Result<GeneratedText::Parts> CheckpointJson(const ShownCheckpoint& shown,
                       JsonString(info.producer), info.world_size, info.created);
   head += fmt::format("  \"self_contained\": {},\n", info.self_contained);
   if (!info.self_contained) head += fmt::format("  \"root\": {},\n", JsonString(info.root));
-  if (content.ok()) head += fmt::format("  \"content\": {},\n", CommonToJson(content.value()));
+  if (metadata.ok()) head += fmt::format("  \"content\": {},\n", CommonToJson(metadata.value()));
   if (opened.commit() != nullptr) {
     head += fmt::format("  \"content_root\": \"xxh3-128:{}\",\n",
                         opened.commit()->record.content_root.ToHex());
@@ -109,15 +118,16 @@ Result<GeneratedText::Parts> CheckpointJson(const ShownCheckpoint& shown,
   head += "],\n  \"not_in_safetensors\": [";
   TENSORMOUNT_RETURN_IF_ERROR(AppendNotInSafetensors(tensors, head));
   head += "],\n";
-  if (!layers.patterns().empty()) {
+  if (!layers.stacks().empty()) {
     head += "  \"layers\": {";
-    for (const auto& [key, pattern] : layers.patterns()) {
-      head += fmt::format("{}{}: {}", head.back() == '{' ? "" : ", ", JsonString(key),
-                          JsonString(pattern));
+    for (const LayerFiles::Stack& stack : layers.stacks()) {
+      head += fmt::format("{}{}: {}", head.back() == '{' ? "" : ", ", JsonString(stack.key),
+                          JsonString(stack.pattern));
     }
     head += "},\n";
   }
   head += "  \"files\": [";
+  // Data files are few beside tensors: one a rank, or one a tensor where they are large enough.
   for (std::size_t i = 0; i < index.files().size(); ++i) {
     const FileRecord& file = index.files()[i];
     AppendItem(head, i == 0,
@@ -129,16 +139,15 @@ Result<GeneratedText::Parts> CheckpointJson(const ShownCheckpoint& shown,
     AppendItem(head, i == 0, ObjectLine(objects[i]));
   }
   head += "\n  ],\n  \"tensors\": [";
-  parts.tail = "\n  ]\n}\n";
-  parts.items = tensors.count();
-  parts.render = [&tensors](std::uint32_t first, std::uint32_t count, std::string& out) {
+  // References stay valid: whoever keeps the text keeps what it was made from.
+  const auto render = [&tensors](std::uint32_t first, std::uint32_t count, std::string& out) {
     return tensors.ForEachEntry(first, first + count,
                                 [&](std::uint32_t number, const TensorEntry& entry) {
                                   AppendItem(out, number == 0, TensorLine(entry));
                                   return Status();
                                 });
   };
-  return parts;
+  return GeneratedText::Make(std::move(head), tensors.count(), render, "\n  ]\n}\n");
 }
 
 Result<std::string> CommonJson(const CheckpointIndex& index) {
@@ -152,6 +161,7 @@ Result<std::string> CommonJson(const CheckpointIndex& index) {
     text += value;
   };
   for (const auto& [key, value] : common.values) line(key, CommonToJson(value));
+  // Names that begin with '$' are reserved, so no value of the user can stand at these.
   if (!common.content.items.empty()) line("$content", CommonToJson(common.content));
   if (!common.ranks.empty()) {
     std::string ranks = "{";
@@ -164,27 +174,26 @@ Result<std::string> CommonJson(const CheckpointIndex& index) {
   return text + (first ? "}\n" : "\n}\n");
 }
 
-Result<GeneratedText::Parts> ExtentsJson(const OpenedCheckpoint& opened,
-                                         const TensorEntry& tensor) {
+Result<std::shared_ptr<const GeneratedText>> ExtentsJson(const OpenedCheckpoint& opened,
+                                                         const TensorEntry& tensor) {
+  // For pending items of foreign checkpoints this reads the files that say where their bytes are.
   const Result<std::shared_ptr<const ExtentTable>> found = opened.Extents(tensor);
-  GeneratedText::Parts parts;
-  const std::string line = TensorLine(tensor);
+  std::string head = TensorLine(tensor);
+  head.pop_back();  // The brace, which follows the fields that are added here.
   if (!found.ok()) {
     // One tensor whose items cannot be read must not hide the others from who lists the folder.
-    parts.head = line.substr(0, line.size() - 1) +
-                 fmt::format(", \"error\": {}}}\n", JsonString(found.status().ToString()));
-    return parts;
+    head += fmt::format(", \"error\": {}}}\n", JsonString(found.status().ToString()));
+    return GeneratedText::Make(std::move(head), 0, {}, "");
   }
   const std::shared_ptr<const ExtentTable> table = found.value();
   // The tensor's own fields, then its chunks.
-  parts.head = line.substr(0, line.size() - 1) + ", \"extents\": [";
-  parts.tail = "\n  ]}\n";
+  head += ", \"extents\": [";
   if (table->size() > UINT32_MAX) {
     return Status(Code::kUnsupported, "tensor " + tensor.meta.key() + ": too many chunks");
   }
-  parts.items = static_cast<std::uint32_t>(table->size());
-  parts.render = [&opened, table](std::uint32_t first, std::uint32_t count, std::string& out) {
+  const auto render = [&opened, table](std::uint32_t first, std::uint32_t count, std::string& out) {
     for (std::uint32_t i = first; i < first + count; ++i) {
+      // Rows are decoded one by one: a tensor may have millions.
       TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(i));
       const std::vector<FileRecord>& files = opened.index().files();
       if (chunk.file >= files.size()) {
@@ -204,7 +213,8 @@ Result<GeneratedText::Parts> ExtentsJson(const OpenedCheckpoint& opened,
     }
     return Status();
   };
-  return parts;
+  return GeneratedText::Make(std::move(head), static_cast<std::uint32_t>(table->size()), render,
+                             "\n  ]}\n");
 }
 
 }  // namespace tensormount::fs

@@ -10,6 +10,7 @@
 #include "base/hash.h"
 #include "base/log.h"
 #include "fs/answers.h"
+#include "fs/reach.h"
 #include "fs/views/backing_file.h"
 #include "fs/views/checkpoint_views.h"
 #include "fs/views/hf_view.h"
@@ -25,6 +26,8 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& f
                                                                    const Uuid& expected,
                                                                    const Ownership& ownership,
                                                                    const Options& options) {
+  // `roots`: where data that lie outside of the folder may be. `proven`: what an earlier view of
+  // the same checkpoint, or of its files in another one, found good.
   OpenedCheckpoint::Options how;
   how.roots = options.roots;
   how.proven = options.proven;
@@ -35,6 +38,7 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& f
   for (const std::string& warning : opened.value()->warnings()) {
     Log(LogLevel::kWarning, directory + ": " + warning);
   }
+  // Checked after the open and not before it: only what was opened counts.
   if (!expected.IsZero() && opened.value()->index().info().uuid != expected) {
     return Status(Code::kStale, directory + ": another checkpoint has taken its place");
   }
@@ -64,7 +68,11 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::Of(
 Status CheckpointView::Prepare(const Ownership& ownership, const Options& options) {
   ownership_ = ownership;
   options_ = options;
+  if (!options_.slices) options_.slices = std::make_shared<SliceItems>();
+  if (options.others) TENSORMOUNT_RETURN_IF_ERROR(RestrictToFiles());
   const CheckpointIndex& index = opened_->index();
+  // The name is part of it, since a checkpoint may be shown under two names; the uuid, so that
+  // another checkpoint of that name has other inodes and no cache takes one for the other.
   ByteWriter seed;
   seed.String(options.name);
   seed.U64(index.info().uuid.high);
@@ -81,6 +89,7 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
   tensor_tree_ = std::make_unique<KeyTree>(*tensors_);
   TENSORMOUNT_ASSIGN_OR_RETURN(layers_, LayerFiles::Make(index, names));
   TENSORMOUNT_ASSIGN_OR_RETURN(objects_, ShownObjects::Make(index, names));
+  // Numbers of keys have 27 bits in node ids. 134 million tensors are far from what there is.
   if (tensors_->count() >= KeyedView::kMaxKeys || objects_->parts().size() >= KeyedView::kMaxKeys) {
     return Status(Code::kUnsupported, options.name + ": too many keys to be mounted");
   }
@@ -93,18 +102,52 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
   return MakeViews();
 }
 
+// One look at each file, and at each folder above it, where a link leads too. Who may not read the
+// index may not know names either. What is not there can be read by nobody, and says so when it is
+// read.
+Status CheckpointView::RestrictToFiles() {
+  const auto need = [this](Reach& reach, const std::string& path) -> Status {
+    const Result<std::string> real = fs_.Resolve(path);
+    if (real.status().code() == Code::kNotFound) return {};
+    TENSORMOUNT_RETURN_IF_ERROR(real.status());
+    TENSORMOUNT_RETURN_IF_ERROR(reach.NeedFoldersAbove(fs_, real.value()));
+    return reach.Need(fs_, real.value(), Reach::How::kRead);
+  };
+  // Its own folder is the one that the kernel asked for first.
+  const auto begin = [this] {
+    Reach reach(ownership_.uid, ownership_.gid);
+    reach.AssumeSearched(opened_->directory());
+    return reach;
+  };
+  Reach names = begin();
+  TENSORMOUNT_RETURN_IF_ERROR(need(names, JoinPath(opened_->directory(), kIndexName)));
+  ownership_.folder_mode &= names.mask();
+  Reach bytes = begin();
+  const std::size_t files = opened_->index().files().size();
+  for (std::size_t n = 0; n < files; ++n) {
+    TENSORMOUNT_RETURN_IF_ERROR(need(bytes, opened_->FilePath(static_cast<std::uint32_t>(n))));
+  }
+  ownership_.file_mode &= names.mask() & bytes.mask();
+  return {};
+}
+
 // What a checkpoint shows, in the order in which it is listed. A line makes a view.
+// New ones go to the end: the number is part of node ids, which a kernel may hold over an update of
+// the program.
 Status CheckpointView::MakeViews() {
   const ShownCheckpoint& shown = *shown_;
   TENSORMOUNT_ASSIGN_OR_RETURN(auto common_json, MakeCommonJsonView(shown));
   views_.push_back(MakeTensorsView(shown));
   views_.push_back(MakeObjectsView(shown));
   views_.push_back(std::move(common_json));
+  // Gets the list itself, because it names also the views that come after it.
   views_.push_back(MakeCheckpointJsonView(shown, views_));
   views_.push_back(MakeNpyView(shown));
-  views_.push_back(std::make_unique<SlicesView>(shown));
+  views_.push_back(std::make_unique<SlicesView>(shown, options_.slices));
+  if (views_.size() != kSlicesView) return Status(Code::kInternal, "slices/ has another number");
   views_.push_back(std::make_unique<ZarrView>(shown));
   views_.push_back(MakeSafetensorsView(shown));
+  // After model.safetensors, which it shows again where hf/ would have just that.
   TENSORMOUNT_ASSIGN_OR_RETURN(auto hf, HfView::Make(shown, *views_.back(), options_.hf));
   views_.push_back(std::move(hf));
   views_.push_back(MakeExtentsView(shown));
@@ -148,6 +191,8 @@ Child CheckpointView::ChildOf(std::uint8_t number, std::string name, const ViewN
           .attributes = AttributesOf(views_[number - 1u]->name(), node)};
 }
 
+// Ten views: a linear search costs less than a table. Names that --views would list open without
+// it, too.
 Result<Child> CheckpointView::LookupTop(std::string_view name) const {
   for (std::uint8_t n = 1; n <= views_.size(); ++n) {
     const View& view = *views_[n - 1u];
@@ -163,11 +208,6 @@ Result<Child> CheckpointView::Lookup(const Node& folder, std::string_view name) 
   TENSORMOUNT_ASSIGN_OR_RETURN(const View* const view, ViewOf(folder));
   TENSORMOUNT_ASSIGN_OR_RETURN(ViewChild child, view->Lookup(folder.item, name));
   return ChildOf(folder.view, std::move(child.name), child.node);
-}
-
-void CheckpointView::Forget(const Node& node, std::uint64_t references) const {
-  const Result<const View*> view = ViewOf(node);
-  if (view.ok()) view.value()->Forget(node.item, references);
 }
 
 Result<Attributes> CheckpointView::Stat(const Node& node) const {
@@ -186,6 +226,7 @@ Result<Attributes> CheckpointView::Stat(const Node& node) const {
 Status CheckpointView::ListTop(std::uint64_t cookie, const Visit& fn) const {
   for (std::uint8_t n = 1; n <= views_.size(); ++n) {
     const View& view = *views_[n - 1u];
+    // Cookies are numbers of views.
     if (n <= cookie || !(options_.list_views || view.listed_by_default())) continue;
     const Result<ViewNode> root = view.Stat(View::kRoot);
     if (root.status().code() == Code::kNotFound) continue;
@@ -213,6 +254,8 @@ Result<std::shared_ptr<const VirtualFile>> CheckpointView::OpenFile(const Node& 
 std::shared_ptr<const VirtualFile> CheckpointView::Serve(FileSegments segments,
                                                          const std::string& path,
                                                          const Node& node) const {
+  // The constructor is private: only a view, which has to outlive it, makes such files. The file
+  // keeps this alive.
   std::shared_ptr<VirtualFile> file(new VirtualFile);
   file->segments_ = std::move(segments);
   file->view_ = shared_from_this();
@@ -237,6 +280,8 @@ Result<std::map<std::string, std::string>> CheckpointView::Xattrs(const Node& no
   TENSORMOUNT_ASSIGN_OR_RETURN(const View* const view, ViewOf(node));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto own, view->Attributes(node.item));
   for (const auto& [name, value] : own) add(name, value);
+  // Who reads this file. The bridge answers with what is true at that time where the kernel does
+  // (fs/mount); without one it is the daemon.
   if (!own.empty()) add("tier", "daemon");
   return all;
 }
@@ -248,9 +293,10 @@ std::string CheckpointView::PathOf(const Node& node) const {
 
 Result<std::uint32_t> CheckpointView::BackingFileOf(const Node& node,
                                                     const FileSegments& segments) const {
-  // What is one piece is found quickly.
+  // One segment is looked up in the index alone: not worth an entry in the map.
   if (segments.segments().size() == 1) return FindBackingFile(fs_, *shown_, segments);
   const Status none(Code::kNotFound, "no one file holds this and nothing else");
+  // Not held while the index is walked: two opens at once may both do it, with the same result.
   {
     const std::lock_guard lock(mutex_);
     const auto known = backing_files_.find(IdOf(node));
@@ -260,6 +306,7 @@ Result<std::uint32_t> CheckpointView::BackingFileOf(const Node& node,
     }
   }
   // Only files of fixed items share their segments; others (slices) come and go.
+  // Otherwise the map would grow with every slice that somebody looks at.
   const Result<std::uint32_t> found = FindBackingFile(fs_, *shown_, segments);
   if (!found.ok() && found.status().code() != Code::kNotFound) return found.status();
   if (segments.is_shared()) {

@@ -20,6 +20,8 @@ void FileSegments::AddLiteral(std::string text) {
 }
 
 void FileSegments::AddLiteral(std::shared_ptr<const std::string> text) {
+  // Empty segments would break the search for the segment of an offset: it looks for the last one
+  // that begins at or before it, and two would begin at the same byte.
   if (text->empty()) return;
   const std::uint64_t length = text->size();
   literals_.push_back(std::move(text));
@@ -33,6 +35,8 @@ void FileSegments::AddText(std::shared_ptr<const GeneratedText> text) {
 
 void FileSegments::AddTensor(const TensorEntry& tensor, std::uint64_t skip, std::uint64_t length) {
   if (length == 0) return;
+  // Segments of one tensor (a header and its data) keep the entry; at the second tensor it is given
+  // up for good, or reads of the first one would find the wrong entry.
   if (!tensor_ && !several_tensors_) {
     tensor_ = tensor;
   } else if (tensor_ && tensor_->ordinal != tensor.ordinal) {
@@ -58,14 +62,20 @@ Status FileSegments::AddBox(const TensorEntry& tensor, const Box& box, const Dim
   TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                ByteRegion(meta.dtype(), meta.shape(), Region(box)));
   // Checks overflow too, which a container larger than the tensor could reach.
+  // Its bytes are the size of the file.
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorMeta packed,
                                TensorMeta::Make(meta.key(), meta.dtype(), container));
   if (packed.bytes() == 0) return Status();
   BoxSource source{.tensor = tensor, .box = box, .container = container, .bytes = packed.bytes()};
+  // Both in bytes of the tensor, so that reads need no element sizes. ByteShape merges the last
+  // axes of types under a byte into one, until a row ends on a byte: of 4-bit elements [8, 6]
+  // becomes bytes [8, 3], of [8, 3] it becomes [12].
   source.byte_box = bytes.box();
   // Axes of elements that are one axis of bytes of the tensor are one of the container, too.
   const int axes = ByteShape(meta.dtype(), meta.shape()).rank() - 1;
   std::uint64_t bits = meta.bits();
+  // Behind the merged axes a box that is narrower than its container would have rows that begin
+  // inside a byte. Allowed is only what stays one run there.
   bool whole = true;  // The box spans the container behind this axis.
   for (int a = container.rank() - 1; a >= axes; --a) {
     if (!whole && box.extent(a) > 1) return bad("does not begin and end on bytes of its container");

@@ -7,6 +7,7 @@
 namespace tensormount::fs {
 namespace {
 
+// Numbers come from the kernel, so any may come; only the root is a node of this view.
 Status CheckItem(std::uint64_t item) {
   if (item == View::kRoot) return {};
   return Status(Code::kStale, "the checkpoint has no such node");

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Text that is made when it is read and kept no longer than somebody reads it.
+// Making measures: all blocks are rendered once for their lengths. Reading finds the block of an
+// offset by these and renders it again; a renderer that gives another length is a bug of the view,
+// and told, because bytes at the wrong offsets would be worse than an error.
 #include "fs/views/generated_text.h"
 
 #include <algorithm>
@@ -7,11 +10,14 @@
 
 namespace tensormount::fs {
 
-Result<std::shared_ptr<const GeneratedText>> GeneratedText::Make(Parts parts) {
-  std::shared_ptr<GeneratedText> text(new GeneratedText);
-  text->parts_ = std::move(parts);
-  std::uint64_t at = text->parts_.head.size();
-  const std::size_t blocks = (text->parts_.items + kBlockItems - 1) / kBlockItems;
+Result<std::shared_ptr<const GeneratedText>> GeneratedText::Make(std::string head,
+                                                                 std::uint32_t items, Render render,
+                                                                 std::string tail) {
+  std::shared_ptr<GeneratedText> text(
+      new GeneratedText(std::move(head), items, std::move(render), std::move(tail)));
+  std::uint64_t at = text->head_.size();
+  const std::size_t blocks = (items + kBlockItems - 1) / kBlockItems;
+  // One string for all blocks, so that its memory is taken once.
   std::string block;
   for (std::size_t i = 0; i < blocks; ++i) {
     text->begins_.push_back(at);
@@ -20,25 +26,25 @@ Result<std::shared_ptr<const GeneratedText>> GeneratedText::Make(Parts parts) {
     at += block.size();
   }
   text->begins_.push_back(at);
-  text->size_ = at + text->parts_.tail.size();
+  text->size_ = at + text->tail_.size();
   return std::shared_ptr<const GeneratedText>(std::move(text));
 }
 
 Status GeneratedText::RenderBlock(std::size_t block, std::string& out) const {
   const std::uint32_t first = static_cast<std::uint32_t>(block) * kBlockItems;
-  return parts_.render(first, std::min(kBlockItems, parts_.items - first), out);
+  return render_(first, std::min(kBlockItems, items_ - first), out);
 }
 
 Status GeneratedText::Read(std::uint64_t offset, void* out, std::size_t size) const {
   char* to = static_cast<char*>(out);
   while (size > 0) {
-    std::string_view piece;  // The bytes from `offset` on that are at hand.
+    std::string_view run;  // The bytes from `offset` on that are at hand.
     std::shared_ptr<const std::string> block_text;
-    if (offset < parts_.head.size()) {
-      piece = std::string_view(parts_.head).substr(offset);
+    if (offset < head_.size()) {
+      run = std::string_view(head_).substr(offset);
     } else if (offset >= begins_.back()) {
       if (offset >= size_) return Status(Code::kInternal, "read past the end of a made file");
-      piece = std::string_view(parts_.tail).substr(offset - begins_.back());
+      run = std::string_view(tail_).substr(offset - begins_.back());
     } else {
       const std::size_t block = static_cast<std::size_t>(
           std::upper_bound(begins_.begin(), begins_.end(), offset) - begins_.begin() - 1);
@@ -47,6 +53,8 @@ Status GeneratedText::Read(std::uint64_t offset, void* out, std::size_t size) co
         if (cached_block_ == block) block_text = cached_;
       }
       if (!block_text) {
+        // Rendered outside of the lock: it may read the index, and other readers want other blocks.
+        // Two that miss the same block both render it.
         auto made = std::make_shared<std::string>();
         TENSORMOUNT_RETURN_IF_ERROR(RenderBlock(block, *made));
         if (made->size() != begins_[block + 1] - begins_[block]) {
@@ -57,10 +65,11 @@ Status GeneratedText::Read(std::uint64_t offset, void* out, std::size_t size) co
         cached_block_ = block;
         cached_ = block_text;
       }
-      piece = std::string_view(*block_text).substr(offset - begins_[block]);
+      // block_text keeps it alive, whatever another reader puts into cached_.
+      run = std::string_view(*block_text).substr(offset - begins_[block]);
     }
-    const std::size_t n = std::min(size, piece.size());
-    std::memcpy(to, piece.data(), n);
+    const std::size_t n = std::min(size, run.size());
+    std::memcpy(to, run.data(), n);
     to += n;
     offset += n;
     size -= n;

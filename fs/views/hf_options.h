@@ -11,6 +11,8 @@
 
 namespace tensormount::fs {
 
+// Used by the mount (--hf-part-size, --hf-rules), by `export --to hf` and by the view. A header of
+// its own, so that the options of mounts need no header of views.
 struct HfOptions {
   // Bytes of tensors in a part of hf/, at most; a tensor larger than that is a part of its own. Not
   // 0. The default is huggingface_hub's "5GB".

@@ -20,6 +20,10 @@ constexpr std::uint64_t kMaxHeaderBytes = 99'000'000;
 constexpr std::string_view kAfterMetadata = "\n  },\n  \"weight_map\": {";
 
 // At least what an entry takes in a header: JSON may escape a byte as six.
+//   "name":{"dtype":"BF16","shape":[4096,4096],"data_offsets":[0,33554432]},
+// is at most 96 bytes without the name and the shape (type, two offsets of 20 digits, punctuation),
+// and each axis at most 20 digits and a comma. A bound and not the length, because a part may be
+// closed a little early but must never pass the limit.
 std::uint64_t HeaderBytesBound(std::string_view name, const TensorMeta& meta) {
   std::uint64_t bytes = 96 + 21 * static_cast<std::uint64_t>(meta.shape().rank());
   for (const char c : name) {
@@ -37,6 +41,7 @@ Result<std::uint64_t> ParsePartSize(std::string_view text) {
     std::uint64_t bytes;
   };
   // Longer ones first: "GB" does not end a "GiB", but "B" would.
+  // As --max-shard-size of transformers is written: powers of 1,000 for GB, of 1,024 for GiB.
   static constexpr Unit kUnits[] = {
       {"KiB", 1ull << 10}, {"MiB", 1ull << 20}, {"GiB", 1ull << 30},
       {"KB", 1'000},       {"MB", 1'000'000},   {"GB", 1'000'000'000},
@@ -68,6 +73,7 @@ Result<std::uint64_t> ParsePartSize(std::string_view text) {
 
 Status HfParts::CheckRules(const ShownCheckpoint& shown, const HfOptions& options) {
   if (!options.rules) return {};
+  // All names at once, since two tensors with one name can be anywhere.
   std::vector<std::string> keys;
   keys.reserve(shown.tensors.count());
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -82,20 +88,23 @@ Status HfParts::CheckRules(const ShownCheckpoint& shown, const HfOptions& option
 Result<std::unique_ptr<const HfParts>> HfParts::Make(const ShownCheckpoint& shown,
                                                      const HfOptions& options,
                                                      std::uint64_t whole_bytes) {
-  std::unique_ptr<HfParts> layout(new HfParts(shown, options));
-  TENSORMOUNT_RETURN_IF_ERROR(layout->Divide());
-  Part& first = layout->parts_[0];
-  if (layout->parts_.size() == 1 && !options.rules && whole_bytes > first.data_bytes) {
-    layout->is_whole_ = true;
+  std::unique_ptr<HfParts> hf(new HfParts(shown, options));
+  TENSORMOUNT_RETURN_IF_ERROR(hf->Divide());
+  // One part under the stored names is model.safetensors itself: then hf/ opens that file, which
+  // may be served by the kernel.
+  Part& first = hf->parts_[0];
+  if (hf->parts_.size() == 1 && !options.rules && whole_bytes > first.data_bytes) {
+    hf->is_whole_ = true;
     first.header_bytes = whole_bytes - first.data_bytes;
-    return std::unique_ptr<const HfParts>(std::move(layout));
+    return std::unique_ptr<const HfParts>(std::move(hf));
   }
   // What the header is, and so how long, is known only when it was made.
-  for (std::size_t i = 0; i < layout->parts_.size(); ++i) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const File file, layout->Build(i));
-    layout->parts_[i].header_bytes = file.header->size();
+  // Each header is made and dropped again: kept, those of a large model would be some hundred MB.
+  for (std::size_t i = 0; i < hf->parts_.size(); ++i) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileSegments file, hf->Build(i));
+    hf->parts_[i].header_bytes = file.literal(0).size();
   }
-  return std::unique_ptr<const HfParts>(std::move(layout));
+  return std::unique_ptr<const HfParts>(std::move(hf));
 }
 
 Status HfParts::Divide() {
@@ -115,6 +124,8 @@ Status HfParts::Divide() {
         if (first_held_ == count) first_held_ = number;
         const std::uint64_t bytes = entry.meta.bytes();
         const std::uint64_t more = HeaderBytesBound(name, entry.meta);
+        // A part has at least one tensor, however large; otherwise one of over part_bytes would fit
+        // nowhere.
         const auto with = CheckedAdd(part.data_bytes, bytes);
         if (!empty && (!with || *with > options_.part_bytes || header + more > kMaxHeaderBytes)) {
           part.end = number;
@@ -140,7 +151,7 @@ std::string HfParts::NameOf(std::size_t part) const {
   return fmt::format("model-{:05}-of-{:05}.safetensors", part + 1, parts_.size());
 }
 
-Result<HfParts::File> HfParts::Build(std::size_t number) const {
+Result<FileSegments> HfParts::Build(std::size_t number) const {
   const Part& part = parts_[number];
   std::vector<TensorMeta> metas;
   std::vector<std::uint32_t> ordinals;
@@ -158,55 +169,60 @@ Result<HfParts::File> HfParts::Build(std::size_t number) const {
   std::vector<const TensorMeta*> pointers;
   pointers.reserve(metas.size());
   for (const TensorMeta& meta : metas) pointers.push_back(&meta);
-  TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsOrder layout, LayOutSafetensors(pointers));
-  if (layout.header.empty())
-    return Status(Code::kInternal, "hf/: the header of a part is too long");
+  // The order and the header are those of model.safetensors for these tensors alone
+  // (index/records/safetensors_order.h), so a tensor stands as in a file that safetensors itself
+  // wrote: by falling element size, which aligns all data.
+  TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsOrder order, LayOutSafetensors(pointers));
+  if (order.header.empty()) return Status(Code::kInternal, "hf/: the header of a part is too long");
 
   auto segments = std::make_shared<std::vector<FileSegments::Segment>>();
   segments->reserve(metas.size() + 1);
   segments->push_back({.kind = FileSegments::Segment::Kind::kLiteral,
                        .ordinal = 0,
                        .begin = 0,
-                       .length = layout.header.size(),
+                       .length = order.header.size(),
                        .skip = 0});
   for (std::size_t i = 0; i < metas.size(); ++i) {
+    // It is in the header, and has no bytes.
     if (metas[i].bytes() == 0) continue;
     segments->push_back({.kind = FileSegments::Segment::Kind::kTensor,
                          .ordinal = ordinals[i],
-                         .begin = layout.offsets[i],
+                         .begin = order.offsets[i],
                          .length = metas[i].bytes(),
                          .skip = 0});
   }
   std::sort(segments->begin(), segments->end(),
             [](const auto& a, const auto& b) { return a.begin < b.begin; });
   const FileSegments::Segment& last = segments->back();
-  if (last.begin + last.length != layout.header.size() + part.data_bytes ||
-      (part.header_bytes != 0 && part.header_bytes != layout.header.size())) {
+  // Sizes were told by Stat before: a part that comes out otherwise must fail rather than end
+  // early.
+  if (last.begin + last.length != order.header.size() + part.data_bytes ||
+      (part.header_bytes != 0 && part.header_bytes != order.header.size())) {
     return Status(Code::kDataLoss, "hf/: the index changed while a part was laid out");
   }
-  return File{.segments = std::move(segments),
-              .header = std::make_shared<const std::string>(std::move(layout.header))};
+  return FileSegments::Shared(std::move(segments),
+                              std::make_shared<const std::string>(std::move(order.header)));
 }
 
 Result<std::shared_ptr<const GeneratedText>> HfParts::IndexJson() const {
   // Items are all tensors, twice where some are left out: first for the list of these.
-  GeneratedText::Parts text;
   const std::uint32_t count = shown_.tensors.count();
   if (left_out_ > 0 && count > UINT32_MAX / 2) {
     return Status(Code::kUnsupported, "hf/: too many tensors for one index");
   }
-  text.head = fmt::format("{{\n  \"metadata\": {{\n    \"total_size\": {}", total_bytes_);
-  text.head += left_out_ > 0 ? ",\n    \"tensormount_left_out\": [" : kAfterMetadata;
-  text.tail = "\n  }\n}\n";
-  text.items = left_out_ > 0 ? 2 * count : count;
-  text.render = [this](std::uint32_t first, std::uint32_t n, std::string& out) {
+  std::string head = fmt::format("{{\n  \"metadata\": {{\n    \"total_size\": {}", total_bytes_);
+  head += left_out_ > 0 ? ",\n    \"tensormount_left_out\": [" : kAfterMetadata;
+  const auto render = [this](std::uint32_t first, std::uint32_t n, std::string& out) {
     return RenderIndex(first, n, out);
   };
-  return GeneratedText::Make(std::move(text));
+  return GeneratedText::Make(std::move(head), left_out_ > 0 ? 2 * count : count, render,
+                             "\n  }\n}\n");
 }
 
 Status HfParts::RenderIndex(std::uint32_t first, std::uint32_t count, std::string& out) const {
   const std::uint32_t tensors = shown_.tensors.count();
+  // Items [0, lists) are the list of what is left out, the rest is the weight map, both one per
+  // tensor: most items of the list render nothing.
   const std::uint32_t lists = left_out_ > 0 ? tensors : 0;  // Items of the list before the map.
   const std::uint32_t end = first + count;
   if (first < lists) {
@@ -227,6 +243,7 @@ Status HfParts::RenderIndex(std::uint32_t first, std::uint32_t count, std::strin
   }
   if (first >= end) return {};
   first -= lists;
+  // Parts are ranges in the order of the tensors, so one search and then steps.
   std::size_t part = static_cast<std::size_t>(
       std::upper_bound(parts_.begin(), parts_.end(), first,
                        [](std::uint32_t n, const Part& p) { return n < p.end; }) -

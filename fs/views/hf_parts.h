@@ -21,26 +21,28 @@ namespace tensormount::fs {
 // keys, each part closed when the next tensor would pass part_bytes (or its header the format's
 // limit). Parts are ranges of tensors, so that nothing is kept of single tensors. Immutable,
 // thread-safe.
+//
+// What the reader expects (transformers, huggingface_hub): files model-0000N-of-0000M.safetensors,
+// each a whole safetensors file, and model.safetensors.index.json, whose "weight_map" says which
+// tensor is in which; or one model.safetensors and no index. Tensors of one part may stand in any
+// order in it; ours stand as in model.safetensors, by falling element size.
+// Two passes over the tensors: Divide cuts them into parts, by bounds of header sizes, because
+// names of parts (of how many) must be known first; then each part's header is made once to know
+// its size and dropped again. Memory is 24 bytes a part, whatever the number of tensors.
 class HfParts {
  public:
   struct Part {
+    // The part has those of [first, end) that the rules keep and the format can hold.
     std::uint32_t first = 0;  // Numbers of shown tensors.
     std::uint32_t end = 0;
     std::uint64_t header_bytes = 0;
     std::uint64_t data_bytes = 0;
     std::uint64_t size() const { return header_bytes + data_bytes; }
   };
-  // What FileSegments::Shared takes, and about how much memory it holds.
-  struct File {
-    std::shared_ptr<const std::vector<FileSegments::Segment>> segments;
-    std::shared_ptr<const std::string> header;
-    std::uint64_t memory() const {
-      return header->size() + segments->size() * sizeof(FileSegments::Segment);
-    }
-  };
 
   // Whether the rules fit: kInvalidArgument where two tensors would get one name, or one a name
   // that no key may have. Costs one scan of the keys.
+  // At mount, so that rules with a slip fail there and not when somebody opens hf/.
   static Status CheckRules(const ShownCheckpoint& shown, const HfOptions& options);
   // Reads every tensor's entry once or twice. `shown` must outlive the layout. `whole_bytes` are
   // those of model.safetensors, the file of all tensors beside hf/; 0: there is none.
@@ -49,15 +51,18 @@ class HfParts {
                                                      std::uint64_t whole_bytes);
 
   // At least one: without tensors it is a file with an empty header.
+  // In the order of shown keys.
   const std::vector<Part>& parts() const { return parts_; }
   // "model-00002-of-00003.safetensors", or "model.safetensors" where there is only one.
   std::string NameOf(std::size_t part) const;
   // Whether the only part is the file beside hf/, which then need not be laid out again.
   bool is_whole() const { return is_whole_; }
-  // Lays a part out; nothing is kept.
-  Result<File> Build(std::size_t part) const;
+  // The file of a part: its header as literal 0, then its tensors. Nothing is kept.
+  Result<FileSegments> Build(std::size_t part) const;
 
   // Whether there is a model.safetensors.index.json: not for one part that has everything.
+  // Also for one part where tensors are left out: "tensormount_left_out" of its metadata names
+  // them, and there is no other file in which a reader would look.
   bool has_index() const { return parts_.size() > 1 || left_out_ > 0; }
   // Its text; the layout must outlive it.
   Result<std::shared_ptr<const GeneratedText>> IndexJson() const;

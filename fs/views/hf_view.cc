@@ -16,6 +16,7 @@ namespace {
 constexpr std::string_view kIndexFile = "model.safetensors.index.json";
 
 // What transformers and tokenizers look for beside a model's tensors.
+// Patterns, because tokenizers and templates come as several files.
 constexpr std::array<std::string_view, 9> kCarriedNames = {
     "config.json",   "generation_config.json",  "tokenizer*.json",   "tokenizer.model",
     "vocab.*",       "special_tokens_map.json", "added_tokens.json", "merges.txt",
@@ -25,6 +26,11 @@ bool IsCarried(std::string_view name) {
   return std::any_of(kCarriedNames.begin(), kCarriedNames.end(), [&](std::string_view pattern) {
     return GlobCaptures(pattern, name).has_value();
   });
+}
+
+// What an object would be called in hf/: the last name of its key.
+std::string_view CarriedName(const ObjectRecord& object) {
+  return std::string_view(object.key).substr(object.key.rfind('/') + 1);
 }
 
 }  // namespace
@@ -39,28 +45,24 @@ Result<std::unique_ptr<const View>> HfView::Make(const ShownCheckpoint& shown, c
 
 void HfView::FindCarried() {
   // By name; of several objects of one name the one that is called so as a whole, else the first.
-  struct Found {
-    std::uint32_t part = 0;
-    bool whole = false;
-  };
-  std::map<std::string, Found> found;
+  // Parts of a grid are no files that a program could have meant.
+  std::map<std::string_view, std::uint32_t> found;
   const std::vector<ObjectRecord>& parts = shown_.objects.parts();
-  for (std::uint32_t i = 0; i < parts.size(); ++i) {
-    if (parts[i].grid.rank() > 0) continue;
-    const std::string& key = parts[i].key;
-    const std::size_t slash = key.rfind('/');
-    const std::string name = slash == std::string::npos ? key : key.substr(slash + 1);
-    if (!IsCarried(name)) continue;
-    const bool whole = slash == std::string::npos;
-    const auto [it, added] = found.try_emplace(name, Found{i, whole});
-    if (!added && whole && !it->second.whole) it->second = {i, whole};
+  for (const bool whole : {true, false}) {
+    for (std::uint32_t i = 0; i < parts.size(); ++i) {
+      const std::string_view name = CarriedName(parts[i]);
+      if (parts[i].grid.rank() > 0 || (name == parts[i].key) != whole) continue;
+      if (IsCarried(name)) found.try_emplace(name, i);
+    }
   }
-  for (auto& [name, object] : found) carried_.push_back({name, object.part});
+  for (const auto& [name, part] : found) carried_.push_back(part);
 }
 
 Result<std::shared_ptr<const HfParts>> HfView::Parts() const {
   const std::lock_guard lock(mutex_);
   if (!parts_) {
+    // The size of model.safetensors; kNotFound where its header would be too long. Other failures
+    // are not taken for that.
     const Result<ViewNode> whole = whole_.Stat(kRoot);
     if (!whole.ok() && whole.status().code() != Code::kNotFound) return whole.status();
     TENSORMOUNT_ASSIGN_OR_RETURN(
@@ -79,29 +81,25 @@ Result<std::shared_ptr<const GeneratedText>> HfView::Index() const {
   return index_;
 }
 
-Result<HfParts::File> HfView::PartFile(const HfParts& parts, std::size_t part) const {
+Result<FileSegments> HfView::PartFile(const HfParts& parts, std::size_t part) const {
   const std::lock_guard lock(mutex_);
-  auto it = kept_.find(part);
-  if (it == kept_.end()) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(HfParts::File file, parts.Build(part));
-    kept_bytes_ += file.memory();
-    it = kept_.emplace(part, Kept{.file = std::move(file)}).first;
+  // Under the lock all the way, so that several readers that open one part at once lay it out once.
+  // What is open elsewhere keeps its segments though they are dropped here.
+  std::shared_ptr<const FileSegments> file = part_files_.Get(part);
+  if (!file) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(FileSegments made, parts.Build(part));
+    const std::size_t bytes =
+        made.literal(0).size() + made.segments().size() * sizeof(FileSegments::Segment);
+    file = part_files_.Put(part, std::make_shared<const FileSegments>(std::move(made)), bytes);
   }
-  it->second.used = ++uses_;
-  const HfParts::File file = it->second.file;
-  while (kept_bytes_ > kKeptBytes && kept_.size() > 1) {
-    const auto oldest = std::min_element(
-        kept_.begin(), kept_.end(),
-        [](const auto& a, const auto& b) { return a.second.used < b.second.used; });
-    kept_bytes_ -= oldest->second.file.memory();
-    kept_.erase(oldest);
-  }
-  return file;
+  return *file;
 }
 
 Result<std::string> HfView::NameOf(std::uint64_t item) const {
   if (item == kRoot) return std::string();
-  if (item >= kFirstCarried && item < first_part()) return carried_[item - kFirstCarried].name;
+  if (item >= kFirstCarried && item < first_part()) {
+    return std::string(CarriedName(CarriedAt(item)));
+  }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
   if (item == kIndexItem && parts->has_index()) return std::string(kIndexFile);
   if (item < first_part() || item - first_part() >= parts->parts().size()) return StaleNode("hf/");
@@ -127,9 +125,8 @@ Result<ViewNode> HfView::Stat(std::uint64_t item) const {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto text, Index());
     node.size = text->size();
   } else if (item < first_part()) {
-    const ObjectRecord& object = shown_.objects.parts()[carried_[item - kFirstCarried].part];
-    node.size = object.length;
-    node.mtime = object.mtime;
+    node.size = CarriedAt(item).length;
+    node.mtime = CarriedAt(item).mtime;
   } else {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
     node.size = parts->parts()[item - first_part()].size();
@@ -143,10 +140,11 @@ Result<ViewChild> HfView::Lookup(std::uint64_t folder, std::string_view name) co
     TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, Stat(item));
     return ViewChild{.name = std::string(name), .node = std::move(node)};
   };
-  const auto carried =
-      std::lower_bound(carried_.begin(), carried_.end(), name,
-                       [](const Carried& c, std::string_view n) { return c.name < n; });
-  if (carried != carried_.end() && carried->name == name) {
+  const std::vector<ObjectRecord>& objects = shown_.objects.parts();
+  const auto carried = std::lower_bound(
+      carried_.begin(), carried_.end(), name,
+      [&](std::uint32_t part, std::string_view n) { return CarriedName(objects[part]) < n; });
+  if (carried != carried_.end() && CarriedName(objects[*carried]) == name) {
     return found(kFirstCarried + static_cast<std::uint64_t>(carried - carried_.begin()));
   }
   // Programs look for many files that are not there: a model is laid out for one of its own only.
@@ -158,6 +156,8 @@ Result<ViewChild> HfView::Lookup(std::uint64_t folder, std::string_view name) co
     if (name == parts->NameOf(0)) return found(first_part());
     return none;
   }
+  // The number is read from the name and the name made again from it: only the exact spelling is
+  // found.
   constexpr std::string_view kPrefix = "model-";
   if (!name.starts_with(kPrefix)) return none;
   std::uint64_t number = 0;
@@ -176,6 +176,7 @@ Status HfView::List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn)
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
   const std::uint64_t end = first_part() + parts->parts().size();
   // A cookie is the item that comes next.
+  // Listing works the parts out; there is no listing without their number.
   for (std::uint64_t item = std::max(cookie, kIndexItem); item < end; ++item) {
     if (item == kIndexItem && !parts->has_index()) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(std::string name, NameOf(item));
@@ -186,29 +187,28 @@ Status HfView::List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn)
 }
 
 Result<FileSegments> HfView::Open(std::uint64_t item) const {
-  FileSegments content;
+  FileSegments segments;
   if (item == kRoot) return Status::FromErrno(EISDIR, "open", "hf");
   if (item == kIndexItem) {
     TENSORMOUNT_ASSIGN_OR_RETURN(auto text, Index());
-    content.AddText(std::move(text));
-    return content;
+    segments.AddText(std::move(text));
+    return segments;
   }
   if (item >= kFirstCarried && item < first_part()) {
-    const std::uint32_t part = carried_[item - kFirstCarried].part;
-    content.AddObject(part, shown_.objects.parts()[part].length);
-    return content;
+    segments.AddObject(carried_[item - kFirstCarried], CarriedAt(item).length);
+    return segments;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
   if (item < first_part() || item - first_part() >= parts->parts().size()) return StaleNode("hf/");
+  // The same segments as the other file's, but another node: the kernel caches both.
   if (parts->is_whole()) return whole_.Open(kRoot);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const HfParts::File file, PartFile(*parts, item - first_part()));
-  return FileSegments::Shared(file.segments, file.header);
+  return PartFile(*parts, item - first_part());
 }
 
 Result<std::map<std::string, std::string>> HfView::Attributes(std::uint64_t item) const {
   std::map<std::string, std::string> all;
   if (item >= kFirstCarried && item < first_part()) {
-    all.emplace("key", shown_.objects.parts()[carried_[item - kFirstCarried].part].key);
+    all.emplace("key", CarriedAt(item).key);
   }
   return all;
 }

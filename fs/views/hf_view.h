@@ -15,6 +15,7 @@
 #include "fs/views/hf_parts.h"
 #include "fs/views/shown_checkpoint.h"
 #include "fs/views/view.h"
+#include "index/records/lru_cache.h"
 
 namespace tensormount::fs {
 
@@ -22,6 +23,13 @@ namespace tensormount::fs {
 // size with their index (or one model.safetensors), and the files that stand beside them, which
 // are objects with these names. Which tensor is in which part is worked out when somebody first
 // looks into it, because most mounts are never asked: it takes a walk over all tensors.
+//
+// Items: 1 the folder, 2 the index, from 3 on the carried objects by name, then the parts. Numbers
+// follow from the checkpoint and the options, so nothing is kept for them; the carried objects are
+// known at once, the parts when HfParts is made.
+// The files that are carried are those that from_pretrained looks for beside a model: its
+// configuration and its tokenizer. Looking up any other name must not work parts out: transformers
+// probes for many files that are not there.
 class HfView : public View {
  public:
   // kInvalidArgument where the rules do not fit the shown keys (HfParts::CheckRules). `whole` is
@@ -40,16 +48,6 @@ class HfView : public View {
   Result<std::map<std::string, std::string>> Attributes(std::uint64_t item) const override;
 
  private:
-  // An object that stands beside the parts.
-  struct Carried {
-    std::string name;
-    std::uint32_t part = 0;  // Number in ShownObjects::parts().
-  };
-  // The segments of a part, kept for whoever opens it next.
-  struct Kept {
-    HfParts::File file;
-    std::uint64_t used = 0;  // When, as a count.
-  };
   static constexpr std::uint64_t kIndexItem = 2;
   static constexpr std::uint64_t kFirstCarried = 3;
   // Of the segments of parts that are kept though nobody has them open. A reader of such a folder
@@ -57,26 +55,34 @@ class HfView : public View {
   static constexpr std::uint64_t kKeptBytes = 12 << 20;
 
   HfView(const ShownCheckpoint& shown, const View& whole, const HfOptions& options)
-      : shown_(shown), whole_(whole), options_(options) {}
+      : shown_(shown), whole_(whole), options_(options), part_files_(kKeptBytes) {}
   void FindCarried();
+  const ObjectRecord& CarriedAt(std::uint64_t item) const {
+    return shown_.objects.parts()[carried_[item - kFirstCarried]];
+  }
   std::uint64_t first_part() const { return kFirstCarried + carried_.size(); }
+  // How tensors are divided; the first call walks over all of them. Failures are not kept: the next
+  // call tries again.
   Result<std::shared_ptr<const HfParts>> Parts() const;
   Result<std::shared_ptr<const GeneratedText>> Index() const;
-  Result<HfParts::File> PartFile(const HfParts& parts, std::size_t part) const;
+  // Segments of a part, from part_files_ or laid out now.
+  Result<FileSegments> PartFile(const HfParts& parts, std::size_t part) const;
   // kStale for what is no item.
   Result<std::string> NameOf(std::uint64_t item) const;
 
   ShownCheckpoint shown_;
   const View& whole_;
   HfOptions options_;
-  std::vector<Carried> carried_;  // By name.
+  // Objects that stand beside the parts, as numbers in ShownObjects::parts(), by their names here.
+  // Of two objects with one last name the one without a folder, else the first by key.
+  std::vector<std::uint32_t> carried_;
 
+  // Guards all below; held while parts are worked out, so that many programs that open a model at
+  // once do it once.
   mutable std::mutex mutex_;
   mutable std::shared_ptr<const HfParts> parts_;
   mutable std::shared_ptr<const GeneratedText> index_;
-  mutable std::map<std::size_t, Kept> kept_;  // By part.
-  mutable std::uint64_t kept_bytes_ = 0;
-  mutable std::uint64_t uses_ = 0;
+  mutable LruCache<std::size_t, const FileSegments> part_files_;  // By part; used under mutex_.
 };
 
 }  // namespace tensormount::fs

@@ -10,6 +10,8 @@
 namespace tensormount::fs {
 namespace {
 
+// Its text names the views that are there, and whether hf/ or model.safetensors is depends on the
+// checkpoint; so it is made when somebody first looks, after all views have been.
 class CheckpointJsonView : public FileView {
  public:
   CheckpointJsonView(const ShownCheckpoint& shown, const ViewList& views)
@@ -23,14 +25,14 @@ class CheckpointJsonView : public FileView {
     const std::lock_guard lock(mutex_);
     if (!text_) {
       std::vector<std::string> names;
+      // Asking itself would take the lock again: this one is there.
       for (const auto& view : views_) {
         const Status there = view.get() == this ? Status() : view->Stat(View::kRoot).status();
         if (there.code() == Code::kNotFound) continue;
         TENSORMOUNT_RETURN_IF_ERROR(there);
         names.emplace_back(view->name());
       }
-      TENSORMOUNT_ASSIGN_OR_RETURN(GeneratedText::Parts parts, CheckpointJson(shown_, names));
-      TENSORMOUNT_ASSIGN_OR_RETURN(text_, GeneratedText::Make(std::move(parts)));
+      TENSORMOUNT_ASSIGN_OR_RETURN(text_, CheckpointJson(shown_, names));
     }
     FileSegments segments;
     segments.AddText(text_);
@@ -43,6 +45,8 @@ class CheckpointJsonView : public FileView {
   mutable std::shared_ptr<const GeneratedText> text_;
 };
 
+// Made at once, because it is small and because damage of it must be seen when the checkpoint is
+// opened.
 class CommonJsonView : public FileView {
  public:
   CommonJsonView(std::string text, std::int64_t mtime)

@@ -9,6 +9,7 @@ namespace {
 
 constexpr std::string_view kHex = "0123456789ABCDEF";
 
+// '%' is the escape, '@' begins a slice, NUL ends a name.
 bool AlwaysEscaped(char c) { return c == '%' || c == '@' || c == '\0'; }
 
 bool IsContinuation(char c) { return (static_cast<unsigned char>(c) & 0xC0) == 0x80; }
@@ -21,6 +22,8 @@ void AppendEscaped(std::string& out, char c) {
 }
 
 // The byte of `part` that must be escaped because of how the part ends; npos for none.
+// One byte is enough to make the end another one: "w.npy" becomes "w%2Enpy". Brackets at the end
+// would be read as a slice below slices/.
 std::size_t SpecialByte(std::string_view part, bool last) {
   if (part.ends_with(".npy")) return part.size() - 4;
   if (!last && part.ends_with(".json")) return part.size() - 5;
@@ -41,6 +44,7 @@ void AppendPart(std::string_view part, std::size_t begin, bool last, std::vector
   std::size_t i = 0;
   while (i < part.size()) {
     // One unit: an escaped byte, or a character as a whole, so that no name ends inside one.
+    // A name that ended inside a character would be no UTF-8, which some programs refuse.
     std::size_t n = 1;
     const bool escaped = AlwaysEscaped(part[i]) || i == special;
     if (!escaped) {
@@ -57,6 +61,8 @@ void AppendPart(std::string_view part, std::size_t begin, bool last, std::vector
     }
     i += n;
   }
+  // After the loop, since "." and ".." are special only as whole names. A part that was cut has at
+  // least one more character.
   if (IsDots(name)) {
     std::string dots;
     for (const char c : name) AppendEscaped(dots, c);
@@ -72,6 +78,7 @@ int HexValue(char c) {
 
 }  // namespace
 
+// Linear in the key. A key without '/' is one name.
 std::vector<PathPart> PathParts(std::string_view key, bool also_folder) {
   std::vector<PathPart> parts;
   std::size_t begin = 0;
@@ -95,6 +102,8 @@ std::string PathOfKey(std::string_view key, bool also_folder) {
   return path;
 }
 
+// Lenient where it costs nothing: that "%41" (an 'A' that needs no escape) is refused is the
+// caller's to see, by spelling the key again.
 std::optional<DecodedPart> DecodePart(std::string_view name) {
   DecodedPart decoded;
   if (name.empty() || IsDots(name)) return std::nullopt;
@@ -139,6 +148,7 @@ Result<std::string> KeyOfPath(std::string_view path) {
     marked = part->marked;
     begin = slash + 1;
   }
+  // The one check of spelling, instead of one at each escape.
   if (continues || PathOfKey(key, marked) != path) return none;
   return key;
 }

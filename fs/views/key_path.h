@@ -19,6 +19,11 @@
 //   %-    an empty part
 //   %+... a folder that holds only the beginning of a part of over kMaxPartBytes; the rest follows
 //   ...%= a file whose plain name is taken by a folder (keys "a" and "a/b")
+// Examples: "a//b" is a/%-/b; "100%" is 100%25; "w.npy" is w%2Enpy, so that npy/w.npy is the file
+// of key "w" alone; "a" beside "a/b" is the file a%= beside the folder a.
+// The map is one to one both ways: PathParts is total, and KeyOfPath accepts exactly its results.
+// That only one spelling is found is what keeps inode numbers, caches of the kernel and copies by
+// rsync free of doubles.
 
 namespace tensormount::fs {
 
@@ -26,6 +31,8 @@ namespace tensormount::fs {
 inline constexpr std::size_t kMaxPartBytes = 240;
 
 // One name of a path.
+// `raw_end` makes folders comparable without their names: all keys below a folder begin with the
+// same bytes of the key.
 struct PathPart {
   std::string name;
   std::size_t raw_end = 0;  // The part stands for key bytes up to here, its '/' not counted.
@@ -33,12 +40,16 @@ struct PathPart {
 };
 
 // The names that lead to `key`, at least one. `also_folder`: other keys begin with `key` and '/'.
+// A part of a key that is longer than kMaxPartBytes becomes several names, cut between characters:
+// NAME_MAX is 255 bytes on Linux, and keys may have 2,048.
 std::vector<PathPart> PathParts(std::string_view key, bool also_folder);
 
 // The names joined by '/'.
 std::string PathOfKey(std::string_view key, bool also_folder);
 
 // What one name means by itself; nothing for names that PathParts never makes.
+// The rest of the path can make it wrong still: "%=" is right only where there is a folder of that
+// name too.
 struct DecodedPart {
   std::string text;        // Bytes of the key.
   bool continues = false;  // Was "%+...".

@@ -13,6 +13,7 @@ namespace {
 
 // The least string that is greater than all strings beginning with `prefix` (which does not end
 // in 0xFF: it ends in '/').
+// Skips a folder: the search for After("layers/0/") = "layers/00" lands behind all keys below it.
 std::string After(std::string prefix) {
   prefix.back() = static_cast<char>(prefix.back() + 1);
   return prefix;
@@ -37,6 +38,8 @@ Status ListedKeys::Scan(std::uint32_t first, const Visit& fn) const {
   return {};
 }
 
+// What NamesOf finds for a folder: the names of the path are not kept, only what its keys have in
+// common.
 struct KeyTree::NamedFolder {
   std::uint32_t depth = 0;
   std::string prefix;     // Every key in the folder begins with this.
@@ -48,20 +51,30 @@ struct KeyTree::NamedFolder {
 };
 
 Result<KeyTree::NamedFolder> KeyTree::NamesOf(const TreeFolder& folder) const {
-  NamedFolder place;
-  place.depth = folder.depth;
-  if (folder.depth == 0) return place;
+  NamedFolder named;
+  named.depth = folder.depth;
+  if (folder.depth == 0) return named;
   if (folder.first >= keys_.count()) return Status(Code::kStale, "no such folder");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys_.KeyAt(folder.first));
   const std::vector<PathPart> parts = PathParts(key, false);
+  // A key that has no more names than the folder is a file, not a folder: a stale number.
   if (parts.size() <= folder.depth) return Status(Code::kStale, "no such folder");
   const PathPart& own = parts[folder.depth - 1];
-  place.prefix = key.substr(0, own.raw_end + (own.continues ? 0 : 1));
-  if (own.continues) place.last_name = own.name;
-  return place;
+  named.prefix = key.substr(0, own.raw_end + (own.continues ? 0 : 1));
+  if (own.continues) named.last_name = own.name;
+  return named;
 }
 
-Result<bool> KeyTree::IsFolder(std::string_view key) const {
+Result<bool> KeyTree::IsFolder(std::string_view key, const std::string* next) const {
+  if (next == nullptr || next->size() <= key.size() || !next->starts_with(key)) return false;
+  const char c = (*next)[key.size()];
+  // Keys like "a-b" stand between "a" and "a/b".
+  if (c < '/') return HasKeysBelow(key);
+  return c == '/';
+}
+
+Result<bool> KeyTree::HasKeysBelow(std::string_view key) const {
+  // Sorted order puts the first key below it at the lower bound, wherever others stand in between.
   const std::string prefix = std::string(key) + '/';
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t at, keys_.LowerBound(prefix));
   if (at >= keys_.count()) return false;
@@ -69,16 +82,17 @@ Result<bool> KeyTree::IsFolder(std::string_view key) const {
   return found.starts_with(prefix);
 }
 
-Result<std::uint32_t> KeyTree::FirstContinued(const NamedFolder& place, std::string_view raw,
+Result<std::uint32_t> KeyTree::FirstContinued(const NamedFolder& folder, std::string_view raw,
                                               std::string_view name) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::uint32_t at, keys_.LowerBound(raw));
   while (at < keys_.count()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys_.KeyAt(at));
     if (!key.starts_with(raw)) break;
     const std::vector<PathPart> parts = PathParts(key, false);
-    if (parts.size() > place.depth + 1 && parts[place.depth].name == name) return at;
+    if (parts.size() > folder.depth + 1 && parts[folder.depth].name == name) return at;
     if (key.size() > raw.size() && key[raw.size()] == '/') {
       // All keys below the folder of the short name in one step.
+      // Such keys begin with the same bytes and are in another folder.
       TENSORMOUNT_ASSIGN_OR_RETURN(at, keys_.LowerBound(After(std::string(raw) + '/')));
     } else {
       ++at;
@@ -90,12 +104,14 @@ Result<std::uint32_t> KeyTree::FirstContinued(const NamedFolder& place, std::str
 Result<TreeChild> KeyTree::Lookup(const TreeFolder& folder, std::string_view name) const {
   const std::optional<DecodedPart> decoded = DecodePart(name);
   if (!decoded) return NoSuch(name);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NamedFolder place, NamesOf(folder));
-  const std::string raw = place.prefix + decoded->text;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NamedFolder named, NamesOf(folder));
+  // The bytes that a key must begin with to be this child, or to be below it. Spelling is checked
+  // at the end, by comparing with what PathParts makes of the key that was found.
+  const std::string raw = named.prefix + decoded->text;
   TreeChild child;
   child.name = name;
   if (decoded->continues) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(child.ordinal, FirstContinued(place, raw, name));
+    TENSORMOUNT_ASSIGN_OR_RETURN(child.ordinal, FirstContinued(named, raw, name));
     child.is_folder = true;
     child.depth = folder.depth + 1;
     return child;
@@ -107,20 +123,21 @@ Result<TreeChild> KeyTree::Lookup(const TreeFolder& folder, std::string_view nam
     also_folder = key.starts_with(raw + '/');
     if (also_folder && !decoded->marked) {
       const std::vector<PathPart> parts = PathParts(key, false);
-      if (!place.Has(parts) || parts[folder.depth].name != name) return NoSuch(name);
+      if (!named.Has(parts) || parts[folder.depth].name != name) return NoSuch(name);
       child.is_folder = true;
       child.ordinal = below;
       child.depth = folder.depth + 1;
       return child;
     }
   }
+  // "a%=" is the file where there is a folder "a"; "a" is the file where there is none.
   if (decoded->marked != also_folder) return NoSuch(name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t at, keys_.LowerBound(raw));
   if (at >= keys_.count()) return NoSuch(name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys_.KeyAt(at));
   if (key != raw) return NoSuch(name);
   const std::vector<PathPart> parts = PathParts(key, also_folder);
-  if (!place.Has(parts) || parts.size() != folder.depth + 1 || parts.back().name != name) {
+  if (!named.Has(parts) || parts.size() != folder.depth + 1 || parts.back().name != name) {
     return NoSuch(name);
   }
   child.ordinal = at;
@@ -129,8 +146,9 @@ Result<TreeChild> KeyTree::Lookup(const TreeFolder& folder, std::string_view nam
 
 // The state of one List: what is to come, and the file that waits for the key after it (which may
 // show that the file's name is also a folder's).
+// A file is reported one key late: only the next key tells whether it needs the mark "%=".
 struct KeyTree::Listing {
-  const NamedFolder& place;
+  const NamedFolder& folder;
   const Visit& fn;
   std::uint32_t at = 0;
   bool done = false;
@@ -142,15 +160,17 @@ struct KeyTree::Listing {
 };
 
 Status KeyTree::List(const TreeFolder& folder, std::uint64_t from, const Visit& fn) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NamedFolder place, NamesOf(folder));
-  Listing listing{.place = place, .fn = fn};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NamedFolder named, NamesOf(folder));
+  Listing listing{.folder = named, .fn = fn};
   if (from > keys_.count()) return {};
   listing.at = from == 0 ? folder.first : static_cast<std::uint32_t>(from);
   while (!listing.done) TENSORMOUNT_RETURN_IF_ERROR(ListFrom(listing));
   return {};
 }
 
-// Lists files up to and including the first folder; places `at` behind it.
+// Lists files up to and including the first folder; moves `at` behind it.
+// One scan of the source each; then `at` jumps over the folder. So a folder with a million keys
+// below a hundred subfolders costs a hundred scans of a few keys.
 Status KeyTree::ListFrom(Listing& l) const {
   std::optional<TreeChild> folder;
   std::string folder_prefix;  // Of its keys; empty for "%+" folders.
@@ -158,20 +178,10 @@ Status KeyTree::ListFrom(Listing& l) const {
   const auto emit_file = [&](const std::string* next) {
     if (!l.has_file) return true;
     l.has_file = false;
-    bool also_folder = false;
-    if (next != nullptr && next->size() > l.file_key.size() && next->starts_with(l.file_key)) {
-      const char c = (*next)[l.file_key.size()];
-      also_folder = c == '/';
-      if (c < '/') {  // Keys like "a-b" stand between "a" and "a/b".
-        const Result<bool> found = IsFolder(l.file_key);
-        if (!found.ok()) {
-          l.status = found.status();
-          return false;
-        }
-        also_folder = found.value();
-      }
-    }
-    if (also_folder) l.file.name += "%=";
+    const Result<bool> also_folder = IsFolder(l.file_key, next);
+    l.status = also_folder.status();
+    if (!also_folder.ok()) return false;
+    if (also_folder.value()) l.file.name += "%=";
     return l.fn(l.file, std::uint64_t{l.file.ordinal} + 1);
   };
 
@@ -184,25 +194,26 @@ Status KeyTree::ListFrom(Listing& l) const {
           stopped = true;
           return false;
         }
-        if (!key.starts_with(l.place.prefix)) {
+        if (!key.starts_with(l.folder.prefix)) {
           stopped = true;
           return false;
         }
         std::vector<PathPart> parts = PathParts(key, false);
-        if (!l.place.Has(parts)) return true;
-        PathPart& own = parts[l.place.depth];
-        if (parts.size() == l.place.depth + 1) {
+        if (!l.folder.Has(parts)) return true;
+        PathPart& own = parts[l.folder.depth];
+        if (parts.size() == l.folder.depth + 1) {
           l.has_file = true;
           l.file = TreeChild{.name = std::move(own.name), .ordinal = ordinal};
           if (entry != nullptr) l.file.entry = *entry;
           l.file_key = key;
           return true;
         }
+        // The same "%+" folder again, in keys that stand side by side.
         if (own.continues && own.name == l.continued) return true;
         folder = TreeChild{.name = std::move(own.name),
                            .is_folder = true,
                            .ordinal = ordinal,
-                           .depth = l.place.depth + 1};
+                           .depth = l.folder.depth + 1};
         folder_prefix = own.continues ? std::string() : key.substr(0, own.raw_end + 1);
         return false;
       });
@@ -221,9 +232,9 @@ Status KeyTree::ListFrom(Listing& l) const {
   if (folder_prefix.empty()) {
     // Keys of a "%+" folder do not stand side by side: only its first one is the folder.
     l.continued = folder->name;
-    const std::string raw = l.place.prefix + DecodePart(folder->name)->text;
+    const std::string raw = l.folder.prefix + DecodePart(folder->name)->text;
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t first,
-                                 FirstContinued(l.place, raw, folder->name));
+                                 FirstContinued(l.folder, raw, folder->name));
     if (first != folder->ordinal) return {};
   } else {
     TENSORMOUNT_ASSIGN_OR_RETURN(l.at, keys_.LowerBound(After(folder_prefix)));
@@ -236,7 +247,7 @@ Result<std::string> KeyTree::PathOf(std::uint32_t ordinal, std::uint32_t depth) 
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys_.KeyAt(ordinal));
   bool also_folder = false;
   if (depth == 0) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(also_folder, IsFolder(key));
+    TENSORMOUNT_ASSIGN_OR_RETURN(also_folder, HasKeysBelow(key));
   }
   const std::vector<PathPart> parts = PathParts(key, also_folder);
   if (depth >= parts.size() && depth > 0) return Status(Code::kStale, "no such folder");

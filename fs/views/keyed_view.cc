@@ -11,124 +11,132 @@
 namespace tensormount::fs {
 namespace {
 
-constexpr int kKeyedDepthBits = 12;
+// The highest of the 40 bits of an item.
 constexpr std::uint64_t kHiddenBit = std::uint64_t{1} << 39;
 
 }  // namespace
 
-std::uint64_t KeyedView::ItemOf(const KeyedItem& place) {
-  return (place.key.hidden ? kHiddenBit : 0) |
-         (std::uint64_t{place.key.number} << kKeyedDepthBits) | place.depth;
+// The layout of bits is in the header; KeyedItemOf is its inverse, and checks.
+std::uint64_t KeyedView::ItemOf(const KeyedItem& keyed) {
+  return (keyed.key.hidden ? kHiddenBit : 0) |
+         (std::uint64_t{keyed.key.number} << kFolderDepthBits) | keyed.depth;
 }
 
 Result<KeyedView::KeyedItem> KeyedView::KeyedItemOf(std::uint64_t item) const {
-  KeyedItem place;
-  place.key.hidden = (item & kHiddenBit) != 0;
-  place.key.number = static_cast<std::uint32_t>((item & ~kHiddenBit) >> kKeyedDepthBits);
-  place.depth = static_cast<std::uint32_t>(item & kMaxDepth);
-  if (item == kRoot) return place;
+  KeyedItem keyed;
+  keyed.key.hidden = (item & kHiddenBit) != 0;
+  // 27 bits in between; both limits are compared below, with the number of keys that there are.
+  keyed.key.number = static_cast<std::uint32_t>((item & ~kHiddenBit) >> kFolderDepthBits);
+  keyed.depth = static_cast<std::uint32_t>(item & kMaxDepth);
+  if (item == kRoot) return keyed;
   // The folder itself has but the one number.
-  if (item >= kMaxItems || place.depth == 1 || (place.key.hidden && !hidden_) ||
-      place.key.number >= KeysOf(place).keys.count()) {
+  if (item >= kMaxItems || keyed.depth == 1 || (keyed.key.hidden && hidden_ == nullptr) ||
+      keyed.key.number >= TreeOf(keyed.key).keys().count()) {
     return StaleNode("the checkpoint");
   }
-  return place;
+  return keyed;
 }
 
-Result<ViewNode> KeyedView::FileNode(const KeyedItem& place, std::string_view key,
+Result<ViewNode> KeyedView::FileNode(const KeyedItem& keyed, std::string_view key,
                                      const TensorEntry* entry) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileFacts facts, FactsOf(place.key, entry));
-  return ViewNode{.item = ItemOf(place),
-                  .folder = false,
-                  .size = facts.size,
-                  .mtime = facts.mtime,
-                  .identity = std::string(key)};
+  ViewNode file{.item = ItemOf(keyed), .identity = std::string(key)};
+  TENSORMOUNT_RETURN_IF_ERROR(StatFile(keyed.key, entry, file));
+  return file;
 }
 
-Result<ViewNode> KeyedView::StatAt(const KeyedItem& place) const {
-  const Keys& keys = KeysOf(place);
-  if (place.depth == 0) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys.keys.KeyAt(place.key.number));
-    return FileNode(place, key, nullptr);
+Result<ViewNode> KeyedView::StatAt(const KeyedItem& keyed) const {
+  const KeyTree& tree = TreeOf(keyed.key);
+  if (keyed.depth == 0) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, tree.keys().KeyAt(keyed.key.number));
+    return FileNode(keyed, key, nullptr);
   }
-  ViewNode node{.item = ItemOf(place), .folder = true, .size = 0, .mtime = empty_mtime_};
-  if (place.depth > 1) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(node.identity,
-                                 keys.tree.PathOf(place.key.number, place.depth - 1));
+  ViewNode node{.item = ItemOf(keyed), .folder = true, .size = 0, .mtime = empty_mtime_};
+  if (keyed.depth > 1) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(node.identity, tree.PathOf(keyed.key.number, keyed.depth - 1));
   }
-  if (keys.keys.count() > 0) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(node.mtime, MtimeOf(place.key));
+  if (tree.keys().count() > 0) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(node.mtime, MtimeOf(keyed.key));
   }
   return node;
 }
 
 Result<ViewNode> KeyedView::Stat(std::uint64_t item) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem place, KeyedItemOf(item));
-  return StatAt(place);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem keyed, KeyedItemOf(item));
+  return StatAt(keyed);
 }
 
 Result<ViewChild> KeyedView::ChildOf(const KeyedItem& folder, const TreeChild& found,
                                      std::string_view name, std::string_view stem) const {
   // Folders have no suffix, files always: never both, since such folder names are escaped.
+  // Equal sizes of stem and name mean that the name had no suffix.
   if (!suffix_.empty() && found.is_folder != (stem.size() == name.size())) return NoSuch(name);
   if (found.depth + 1 >= kMaxDepth) return NoSuch(name);
-  const KeyedItem place{.key = {.hidden = folder.key.hidden, .number = found.ordinal},
+  // kMaxDepth bounds the bits, not the keys: a key of 2,048 bytes has at most 2,049 names.
+  const KeyedItem keyed{.key = {.hidden = folder.key.hidden, .number = found.ordinal},
                         .depth = found.is_folder ? found.depth + 1 : 0};
-  TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, StatAt(place));
+  TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, StatAt(keyed));
   return ViewChild{std::string(name), std::move(node)};
 }
 
 Result<ViewChild> KeyedView::Lookup(std::uint64_t item, std::string_view name) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem folder, KeyedItemOf(item));
   if (folder.depth == 0) return Status::FromErrno(ENOTDIR, "look up", name);
+  // A name that is nothing but the suffix is left whole, and found nowhere.
   std::string_view stem = name;
   if (!suffix_.empty() && name.size() > suffix_.size() && name.ends_with(suffix_)) {
     stem.remove_suffix(suffix_.size());
   }
-  const Result<TreeChild> found = KeysOf(folder).tree.Lookup(folder.folder(), stem);
-  if (found.status().code() == Code::kNotFound && hidden_ && hidden_->keys.count() > 0 &&
-      !folder.key.hidden) {
+  const Result<TreeChild> found = TreeOf(folder.key).Lookup(folder.folder(), stem);
+  if (found.status().code() == Code::kNotFound && hidden_ != nullptr &&
+      hidden_->keys().count() > 0 && !folder.key.hidden) {
     return LookupHidden(folder, name, stem);
   }
   TENSORMOUNT_RETURN_IF_ERROR(found.status());
   return ChildOf(folder, found.value(), name, stem);
 }
 
+// Of layers below folders that tensors have too: w of layers/0/ may be a layer, while layers/0/ is
+// a folder of other tensors. The number of the folder that comes in is of the listed tree, so its
+// names are looked up again in the hidden one.
 Result<ViewChild> KeyedView::LookupHidden(const KeyedItem& folder, std::string_view name,
                                           std::string_view stem) const {
   // The same folder in the tree of the hidden names.
+  // Walked name by name from the root: O(depth) look-ups, only for names that the view does not
+  // have itself.
   KeyedItem in{.key = {.hidden = true}, .depth = 1};
   if (folder.depth > 1) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path,
-                                 keys_.tree.PathOf(folder.key.number, folder.depth - 1));
+                                 tree_.PathOf(folder.key.number, folder.depth - 1));
     for (std::size_t begin = 0; begin <= path.size();) {
       const std::size_t end = std::min(path.find('/', begin), path.size());
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const TreeChild step,
-          hidden_->tree.Lookup(in.folder(), std::string_view(path).substr(begin, end - begin)));
+          hidden_->Lookup(in.folder(), std::string_view(path).substr(begin, end - begin)));
       if (!step.is_folder || step.depth + 1 >= kMaxDepth) return NoSuch(name);
       in.key.number = step.ordinal;
       in.depth = step.depth + 1;
       begin = end + 1;
     }
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const TreeChild child, hidden_->tree.Lookup(in.folder(), stem));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TreeChild child, hidden_->Lookup(in.folder(), stem));
   return ChildOf(in, child, name, stem);
 }
 
 Status KeyedView::List(std::uint64_t item, std::uint64_t cookie, const Visit& fn) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem folder, KeyedItemOf(item));
   if (folder.depth == 0) return Status::FromErrno(ENOTDIR, "list", PathOf(item));
+  // Layers are never listed, nor are folders that only they have.
   if (folder.key.hidden) return {};
   Status failed;
   const Status listed =
-      keys_.tree.List(folder.folder(), cookie, [&](TreeChild& child, std::uint64_t next) {
+      tree_.List(folder.folder(), cookie, [&](TreeChild& child, std::uint64_t next) {
         if (child.is_folder && child.depth + 1 >= kMaxDepth) return true;
-        const KeyedItem place{.key = {.hidden = false, .number = child.ordinal},
+        const KeyedItem keyed{.key = {.hidden = false, .number = child.ordinal},
                               .depth = child.is_folder ? child.depth + 1 : 0};
+        // The scan had the tensor's record at hand, so a plain file costs no look-up of its own.
         Result<ViewNode> node = child.entry && !child.is_folder
-                                    ? FileNode(place, child.entry->meta.key(), &*child.entry)
-                                    : StatAt(place);
+                                    ? FileNode(keyed, child.entry->meta.key(), &*child.entry)
+                                    : StatAt(keyed);
         // The view has no file of this key.
         if (node.status().code() == Code::kNotFound) return true;
         if (!node.ok()) {
@@ -144,87 +152,73 @@ Status KeyedView::List(std::uint64_t item, std::uint64_t cookie, const Visit& fn
 }
 
 Result<FileSegments> KeyedView::Open(std::uint64_t item) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem place, KeyedItemOf(item));
-  if (place.depth > 0) return Status::FromErrno(EISDIR, "open", PathOf(item));
-  return SegmentsAt(place.key);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem keyed, KeyedItemOf(item));
+  if (keyed.depth > 0) return Status::FromErrno(EISDIR, "open", PathOf(item));
+  return SegmentsAt(keyed.key);
 }
 
 std::string KeyedView::PathOf(std::uint64_t item) const {
   std::string path(name_);
   if (item == kRoot) return path;
   path += '/';
-  const Result<KeyedItem> place = KeyedItemOf(item);
-  if (!place.ok()) return path + "?";
-  const std::uint32_t depth = place.value().depth;
+  const Result<KeyedItem> keyed = KeyedItemOf(item);
+  if (!keyed.ok()) return path + "?";
+  const std::uint32_t depth = keyed.value().depth;
   const Result<std::string> rest =
-      KeysOf(place.value()).tree.PathOf(place.value().key.number, depth > 0 ? depth - 1 : 0);
+      TreeOf(keyed.value().key).PathOf(keyed.value().key.number, depth > 0 ? depth - 1 : 0);
   path += rest.ok() ? rest.value() : std::string("?");
   if (depth == 0) path += suffix_;
   return path;
 }
 
 Result<std::map<std::string, std::string>> KeyedView::Attributes(std::uint64_t item) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem place, KeyedItemOf(item));
-  if (place.depth > 0) return std::map<std::string, std::string>();
-  return AttributesAt(place.key);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem keyed, KeyedItemOf(item));
+  if (keyed.depth > 0) return std::map<std::string, std::string>();
+  return AttributesAt(keyed.key);
 }
 
 TensorFilesView::TensorFilesView(const ShownCheckpoint& shown, std::string_view name,
-                                 std::string_view suffix, Layers layers)
-    : KeyedView(name, suffix, Keys{shown.tensors, shown.tensor_tree},
-                layers == Layers::kHidden
-                    ? std::optional<Keys>(Keys{shown.layers.keys(), shown.layers.tree()})
-                    : std::nullopt,
-                shown.opened.index().info().json_mtime),
+                                 std::string_view suffix, const KeyTree* hidden)
+    : KeyedView(name, suffix, shown.tensor_tree, hidden, shown.opened.index().info().json_mtime),
       shown_(shown) {}
 
-Result<ShownTensor> TensorFilesView::TensorAt(const KeyNumber& key) const {
-  ShownTensor tensor;
-  if (key.hidden) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(LayerFiles::Layer layer,
-                                 shown_.layers.At(shown_.opened.index(), key.number));
-    tensor.shown = std::move(layer.entry);
-    tensor.source = std::move(layer.stack);
-    tensor.skip = layer.skip;
-    tensor.layer = layer.number;
-    tensor.stacked_key = std::move(layer.stacked_key);
-    return tensor;
-  }
-  TENSORMOUNT_ASSIGN_OR_RETURN(tensor.shown, shown_.tensors.EntryAt(key.number));
-  tensor.source = tensor.shown;
-  return tensor;
-}
-
-Result<KeyedView::FileFacts> TensorFilesView::FactsOf(const KeyNumber& key,
-                                                      const TensorEntry* entry) const {
+Status TensorFilesView::StatFile(const KeyNumber& key, const TensorEntry* entry,
+                                 ViewNode& file) const {
   if (entry != nullptr) {
+    // The fast way, of `ls -l` on tensors/: no segments, no headers.
     const std::optional<std::uint64_t> known = KnownSize(entry->meta);
-    if (known) return FileFacts{.size = *known, .mtime = MtimeOfFile(*entry)};
+    if (known) {
+      file.size = *known;
+      file.mtime = MtimeOfFile(*entry);
+      return {};
+    }
   }
   ShownTensor tensor;
   if (entry != nullptr) {
     tensor.shown = *entry;
     tensor.source = *entry;
   } else {
-    TENSORMOUNT_ASSIGN_OR_RETURN(tensor, TensorAt(key));
+    TENSORMOUNT_ASSIGN_OR_RETURN(tensor, shown_.TensorAt(key));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileSegments segments, SegmentsOf(tensor));
-  return FileFacts{.size = segments.size(), .mtime = MtimeOfFile(tensor.shown)};
+  file.size = segments.size();
+  file.mtime = MtimeOfFile(tensor.shown);
+  return {};
 }
 
 Result<std::int64_t> TensorFilesView::MtimeOf(const KeyNumber& key) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const ShownTensor tensor, TensorAt(key));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ShownTensor tensor, shown_.TensorAt(key));
   return tensor.shown.mtime;
 }
 
 Result<FileSegments> TensorFilesView::SegmentsAt(const KeyNumber& key) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const ShownTensor tensor, TensorAt(key));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ShownTensor tensor, shown_.TensorAt(key));
   return SegmentsOf(tensor);
 }
 
 Result<std::map<std::string, std::string>> TensorFilesView::AttributesAt(
     const KeyNumber& key) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const ShownTensor tensor, TensorAt(key));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ShownTensor tensor, shown_.TensorAt(key));
   const TensorEntry& entry = tensor.shown;
   std::map<std::string, std::string> all;
   all["key"] = entry.meta.key();
@@ -236,6 +230,7 @@ Result<std::map<std::string, std::string>> TensorFilesView::AttributesAt(
     all["layer"] = std::to_string(tensor.layer);
     return all;
   }
+  // Only said where a map shows another key.
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored, shown_.tensors.StoredKeyAt(key.number));
   if (stored != entry.meta.key()) all["stored_key"] = std::move(stored);
   return all;

@@ -7,24 +7,29 @@
 namespace tensormount::fs {
 namespace {
 
+// A file is the bytes of one object part as they were saved (a pickle, a config.json), never
+// looked into. Sizes and times are in the index, so listings read nothing else.
 class ObjectsView : public KeyedView {
  public:
   explicit ObjectsView(const ShownCheckpoint& shown)
-      : KeyedView("objects", "", Keys{shown.objects.keys(), shown.objects.tree()}, std::nullopt,
+      : KeyedView("objects", "", shown.objects.tree(), nullptr,
                   shown.opened.index().info().json_mtime),
         objects_(shown.objects) {}
   bool listed_by_default() const override { return true; }
 
  private:
+  // KeyedView has checked the number against the tree, which has a path for each part.
   const ObjectRecord& PartAt(const KeyNumber& key) const { return objects_.parts()[key.number]; }
-  Result<FileFacts> FactsOf(const KeyNumber& key, const TensorEntry*) const override {
-    return FileFacts{.size = PartAt(key).length, .mtime = PartAt(key).mtime};
+  Status StatFile(const KeyNumber& key, const TensorEntry*, ViewNode& file) const override {
+    file.size = PartAt(key).length;
+    file.mtime = PartAt(key).mtime;
+    return {};
   }
   Result<std::int64_t> MtimeOf(const KeyNumber& key) const override { return PartAt(key).mtime; }
   Result<FileSegments> SegmentsAt(const KeyNumber& key) const override {
-    FileSegments content;
-    content.AddObject(key.number, PartAt(key).length);
-    return content;
+    FileSegments segments;
+    segments.AddObject(key.number, PartAt(key).length);
+    return segments;
   }
   Result<std::map<std::string, std::string>> AttributesAt(const KeyNumber& key) const override {
     const ObjectRecord& part = PartAt(key);
@@ -32,6 +37,7 @@ class ObjectsView : public KeyedView {
     all["key"] = part.key;
     const std::string_view stored = objects_.stored_key(key.number);
     if (!stored.empty() && stored != part.key) all["stored_key"] = stored;
+    // Of the stored bytes, so a copy can be compared without reading the mount again.
     all["hash"] = "xxh3-128:" + part.hash.ToHex();
     if (part.grid.rank() > 0) {
       all["index"] = DimsText(part.index);

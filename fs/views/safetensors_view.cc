@@ -13,44 +13,56 @@ namespace {
 
 using Segment = FileSegments::Segment;
 
+// The format (safetensors): 8 bytes little-endian, the length of the header; the header, JSON that
+// gives type, shape and data_offsets of each tensor, padded with spaces; then all data, side by
+// side and without gaps, which its readers check.
+//
+// Where the bytes of the header come from:
+//   a foreign .safetensors file, keys not mapped   that file: the view is it, byte for byte
+//   a checkpoint of ours, keys not mapped          the index, which had it made at publish
+//   keys mapped, or an index in memory             made here, and kept
+// The order of tensors is found once, when somebody asks for the size. 32 bytes a tensor then.
 class SafetensorsView : public FileView {
  public:
   explicit SafetensorsView(const ShownCheckpoint& shown)
       : FileView("model.safetensors", shown.opened.index().info().json_mtime), shown_(shown) {}
 
  private:
-  struct Layout {
+  struct Assembled {
     std::shared_ptr<const std::vector<Segment>> segments;
     // Held only where it was made anew; otherwise it is read from the index, or from the source.
     std::shared_ptr<const std::string> header;
     bool is_source = false;  // A foreign file as it is.
   };
 
+  // Without reading the header: a listing asks for the size of every view.
   Result<std::uint64_t> Size() const override {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Layout layout, LaidOut());
-    return layout.segments->back().begin + layout.segments->back().length;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Assembled assembled, Assemble());
+    return assembled.segments->back().begin + assembled.segments->back().length;
   }
 
   Result<FileSegments> Segments() const override {
-    TENSORMOUNT_ASSIGN_OR_RETURN(Layout layout, LaidOut());
-    if (!layout.header) {
-      const std::uint64_t length = layout.segments->front().length;
+    TENSORMOUNT_ASSIGN_OR_RETURN(Assembled assembled, Assemble());
+    if (!assembled.header) {
+      const std::uint64_t length = assembled.segments->front().length;
       TENSORMOUNT_ASSIGN_OR_RETURN(
           std::string header,
-          layout.is_source ? SourceBytes(length) : shown_.opened.index().SafetensorsHeader());
+          assembled.is_source ? SourceBytes(length) : shown_.opened.index().SafetensorsHeader());
+      // Its length was promised; a shorter one would move all tensors.
       if (header.size() != length) {
         return Status(Code::kDataLoss, "model.safetensors: the header has another length");
       }
-      layout.header = std::make_shared<const std::string>(std::move(header));
+      assembled.header = std::make_shared<const std::string>(std::move(header));
     }
-    return FileSegments::Shared(std::move(layout.segments), std::move(layout.header));
+    return FileSegments::Shared(std::move(assembled.segments), std::move(assembled.header));
   }
 
-  Result<Layout> LaidOut() const {
+  Result<Assembled> Assemble() const {
+    // Held while it is made, so that it is made once. Failures are not kept.
     const std::lock_guard lock(mutex_);
-    if (layout_.segments) return layout_;
+    if (assembled_.segments) return assembled_;
     std::vector<Segment> segments;
-    Layout made;
+    Assembled made;
     const bool own_keys = shown_.tensors.has_own_keys();
     if (own_keys && shown_.opened.commit() == nullptr) {
       TENSORMOUNT_ASSIGN_OR_RETURN(made.is_source, LayOutSource(segments));
@@ -60,12 +72,14 @@ class SafetensorsView : public FileView {
                                       ? LayOutRecorded(segments)
                                       : LayOutAnew(segments, made.header));
     }
+    // Readers compute positions from the header and refuse gaps; an index that says otherwise is
+    // damaged.
     if (!SideBySide(segments)) {
       return Status(Code::kDataLoss, "index: tensors of model.safetensors overlap or leave a gap");
     }
     made.segments = std::make_shared<const std::vector<Segment>>(std::move(segments));
-    layout_ = std::move(made);
-    return layout_;
+    assembled_ = std::move(made);
+    return assembled_;
   }
 
   // Sorts them.
@@ -89,6 +103,8 @@ class SafetensorsView : public FileView {
 
   // Tensors where they stand in the foreign file. False, and nothing laid out, where it is not
   // wholly a header and these.
+  // The source must be one file, and each tensor one packed run of it. A source of several parts
+  // has no such file, and gets a header of its own.
   Result<bool> LayOutSource(std::vector<Segment>& segments) const {
     const CheckpointIndex& index = shown_.opened.index();
     if (index.files().size() != 1 || !index.files()[0].name.ends_with(".safetensors")) return false;
@@ -101,6 +117,7 @@ class SafetensorsView : public FileView {
       if (tensor.meta.bytes() == 0) return true;
       whole = whole && tensor.chunks == 1 && !tensor.wide && !tensor.pending;
       if (!whole) return false;
+      // The index itself, not the opened checkpoint: pending items were ruled out above.
       const Result<std::shared_ptr<const ExtentTable>> table = index.Extents(tensor.ordinal);
       inner = table.status();
       if (!inner.ok()) return false;
@@ -147,6 +164,8 @@ class SafetensorsView : public FileView {
 
   // The names in the header are others than those that the index has it with, or the index is in
   // memory and has none.
+  // As publishing does it (LayOutSafetensors): the same tensors give the same file on every
+  // machine.
   Status LayOutAnew(std::vector<Segment>& segments,
                     std::shared_ptr<const std::string>& header) const {
     std::vector<TensorEntry> entries;
@@ -157,23 +176,23 @@ class SafetensorsView : public FileView {
       entries.push_back(std::move(entry));
       metas.push_back(&entries.back().meta);
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsOrder layout, LayOutSafetensors(metas));
-    if (layout.header.empty()) return None();
-    segments.push_back({.kind = Segment::Kind::kLiteral, .length = layout.header.size()});
+    TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsOrder order, LayOutSafetensors(metas));
+    if (order.header.empty()) return None();
+    segments.push_back({.kind = Segment::Kind::kLiteral, .length = order.header.size()});
     for (std::size_t i = 0; i < entries.size(); ++i) {
-      if (!layout.held[i] || metas[i]->bytes() == 0) continue;
+      if (!order.held[i] || metas[i]->bytes() == 0) continue;
       segments.push_back({.kind = Segment::Kind::kTensor,
                           .ordinal = entries[i].ordinal,
-                          .begin = layout.offsets[i],
+                          .begin = order.offsets[i],
                           .length = metas[i]->bytes()});
     }
-    header = std::make_shared<const std::string>(std::move(layout.header));
+    header = std::make_shared<const std::string>(std::move(order.header));
     return {};
   }
 
   const ShownCheckpoint& shown_;
   mutable std::mutex mutex_;
-  mutable Layout layout_;
+  mutable Assembled assembled_;
 };
 
 }  // namespace

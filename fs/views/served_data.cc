@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/byte_range.h"
 #include "base/mapping.h"
 #include "shard/box_access.h"
 #include "shard/tensor_meta.h"
@@ -12,6 +13,7 @@
 namespace tensormount::fs {
 namespace {
 
+// The mount's word and the reader's for the same thing.
 ReadVerify ReadVerifyOf(ServeVerify verify) {
   switch (verify) {
     case ServeVerify::kOff:
@@ -24,14 +26,19 @@ ReadVerify ReadVerifyOf(ServeVerify verify) {
   return ReadVerify::kExtendLeaves;
 }
 
-// Where bytes [offset, offset + size) of a box's container come from: places of the tensor, and
+// Where bytes [offset, offset + size) of a box's container come from: boxes of the tensor, and
 // whether there are others, which are zero.
 struct ServedRange {
   std::vector<PlacedBox> want;
-  // Consecutive bytes of the range that are not all in `want`.
-  std::vector<std::pair<std::size_t, std::size_t>> zeros;
+  // Of the range asked for; not all of a range is in `want`.
+  std::vector<ByteRange> zeros;
 };
 
+// A byte range of the container is up to a few boxes in its row-major order (Region::Boxes). Each
+// is intersected with the part that the box fills; what is left of it is read to the right
+// positions with strides, the rest is zero.
+// Example: a container of 4 rows of 8 bytes with a box of 3 x 5 in it, bytes [6, 20): the last 2
+// bytes of row 0 (zeros), row 1 (5 bytes, 3 zeros), and 4 bytes of row 2.
 Result<ServedRange> PlaceRange(const FileSegments::BoxSource& source, std::uint64_t offset,
                                std::size_t size) {
   ServedRange placed;
@@ -42,11 +49,13 @@ Result<ServedRange> PlaceRange(const FileSegments::BoxSource& source, std::uint6
   std::int64_t at = 0;
   for (const Box& part : range.Boxes()) {
     const Box held = Intersect(part, filled);
+    // All of the part is cleared, since what is not zero is written over it.
     if (held != part) {
-      placed.zeros.emplace_back(static_cast<std::size_t>(at),
-                                static_cast<std::size_t>(part.volume()));
+      placed.zeros.push_back(
+          {static_cast<std::uint64_t>(at), static_cast<std::uint64_t>(at + part.volume())});
     }
     if (!held.empty()) {
+      // Positions in the answer follow the part's shape, not the container's: the answer is packed.
       const Dims strides = PackedStrides(part.extent());
       Dims begin;
       std::int64_t to = at;
@@ -61,6 +70,7 @@ Result<ServedRange> PlaceRange(const FileSegments::BoxSource& source, std::uint6
   return placed;
 }
 
+// False leaves `out` as it was. The limit on ranges is that of one reply to the kernel.
 bool AppendIfInMemory(Result<std::vector<ServedData::Mapped>> mapped,
                       std::vector<ServedData::Mapped>& out) {
   // Why it failed is found out, and told, by the read that follows.
@@ -68,10 +78,10 @@ bool AppendIfInMemory(Result<std::vector<ServedData::Mapped>> mapped,
       mapped.value().size() > OpenedCheckpoint::kMaxMapped - out.size()) {
     return false;
   }
-  for (const auto& piece : mapped.value()) {
-    if (!InMemory(piece.data, piece.size)) return false;
+  for (const auto& range : mapped.value()) {
+    if (!InMemory(range.data, range.size)) return false;
   }
-  for (auto& piece : std::move(mapped).value()) out.push_back(std::move(piece));
+  for (auto& range : std::move(mapped).value()) out.push_back(std::move(range));
   return true;
 }
 
@@ -89,7 +99,8 @@ Status ServedData::ReadTensor(const TensorEntry& tensor, std::uint64_t offset, c
 Status ServedData::ReadBox(const FileSegments::BoxSource& box, std::uint64_t offset, char* out,
                            std::size_t size, ReadStats* stats) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ServedRange placed, PlaceRange(box, offset, size));
-  for (const auto& [at, bytes] : placed.zeros) std::memset(out + at, 0, bytes);
+  for (const ByteRange& zeros : placed.zeros) std::memset(out + zeros.begin, 0, zeros.size());
+  // The reader wants statistics always; callers need not.
   ReadStats local;
   const Status status = opened_.ReadPlaced(
       box.tensor, placed.want, reinterpret_cast<std::byte*>(out), verify_, local, nullptr);

@@ -16,13 +16,16 @@
 namespace tensormount::fs {
 
 // Parts of objects in the order of their paths, with the keys that are shown.
+// A part is numbered by its position in the order of paths; the number is the ordinal of kObject
+// segments. In memory, because objects are few beside tensors and their records small.
 class ShownObjects {
  public:
   // `renames` null: the checkpoint's own keys.
+  // `index` is read here and not kept.
   static Result<std::unique_ptr<const ShownObjects>> Make(const CheckpointIndex& index,
                                                           const KeyRenames* renames);
-  const ListedKeys& keys() const { return keys_; }  // Paths: KEY, or KEY/0.3 of a grid.
-  const KeyTree& tree() const { return tree_; }
+  const KeyTree& tree() const { return tree_; }  // Of paths: KEY, or KEY/0.3 of a grid.
+  // With the shown key in `key`.
   const std::vector<ObjectRecord>& parts() const { return parts_; }
   // Of part `n`, where a map gives another than the shown one; else empty.
   std::string_view stored_key(std::uint32_t n) const {
@@ -34,6 +37,7 @@ class ShownObjects {
   ListedKeys keys_;
   KeyTree tree_;
   std::vector<ObjectRecord> parts_;
+  // By part, as parts_.
   std::vector<std::string> stored_keys_;  // Of each part; empty without a map of keys.
 };
 
@@ -41,12 +45,24 @@ class ShownObjects {
 // unless the mount has a map of keys. A view takes names from here and bytes from `opened`, never
 // names from there: else a map would hold in some views and not in others. Everything outlives the
 // views.
+// A structure of references and not of objects: CheckpointView owns them, tests make their own. It
+// is cheap to copy; HfParts keeps a copy.
+// Why names and bytes are apart: with --map a tensor is found under another key, at another number,
+// in another folder, and its bytes are found in the index by ordinal. Every view that mixes both
+// shows stored keys in some corner.
 struct ShownCheckpoint {
   const OpenedCheckpoint& opened;
   const ShownTensors& tensors;
   const KeyTree& tensor_tree;
   const LayerFiles& layers;
   const ShownObjects& objects;
+
+  // The tensor of a number of `tensors`, or, where hidden, of `layers`. kStale where there is none.
+  Result<ShownTensor> TensorAt(const KeyNumber& key) const;
+  // The tree in which the number of a key counts.
+  const KeyTree& TreeOf(const KeyNumber& key) const {
+    return key.hidden ? layers.tree() : tensor_tree;
+  }
 };
 
 }  // namespace tensormount::fs

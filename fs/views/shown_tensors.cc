@@ -10,6 +10,7 @@
 namespace tensormount::fs {
 namespace {
 
+// All answers are the index's; number and ordinal are the same.
 class OwnTensors : public ShownTensors {
  public:
   explicit OwnTensors(const CheckpointIndex& index) : index_(index) {}
@@ -33,53 +34,49 @@ class OwnTensors : public ShownTensors {
   const CheckpointIndex& index_;
 };
 
+// The keys that a map gives, kept sorted in memory; everything else comes from the index.
 class RenamedTensors : public ShownTensors {
  public:
-  explicit RenamedTensors(const CheckpointIndex& index) : index_(index) {}
-
-  Status Fill(const KeyRenames& renames) {
+  static Result<std::unique_ptr<const ShownTensors>> Make(const CheckpointIndex& index,
+                                                          const KeyRenames& renames) {
     const std::vector<std::string>& names = renames.tensors();
-    std::vector<std::uint32_t> order;
+    // Sorted by new key; `keys` below goes with it, position by position.
+    std::vector<std::uint32_t> ordinals;
     for (std::uint32_t i = 0; i < names.size(); ++i) {
-      if (!names[i].empty()) order.push_back(i);
+      if (!names[i].empty()) ordinals.push_back(i);
     }
-    std::sort(order.begin(), order.end(),
+    std::sort(ordinals.begin(), ordinals.end(),
               [&](std::uint32_t a, std::uint32_t b) { return names[a] < names[b]; });
-    for (const std::uint32_t ordinal : order) shown_.push_back({names[ordinal], ordinal});
-    return index_.ForEachTensor(0, [&](const TensorEntry& entry) {
+    std::vector<std::string> keys;
+    keys.reserve(ordinals.size());
+    for (const std::uint32_t ordinal : ordinals) keys.push_back(names[ordinal]);
+    std::unique_ptr<RenamedTensors> shown(
+        new RenamedTensors(index, std::move(keys), std::move(ordinals)));
+    TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {
       if (entry.ordinal >= names.size() || names[entry.ordinal].empty()) return true;
-      bytes_ += entry.meta.bytes();
-      chunks_ += entry.chunks;
+      shown->bytes_ += entry.meta.bytes();
+      shown->chunks_ += entry.chunks;
       return true;
-    });
+    }));
+    return std::unique_ptr<const ShownTensors>(std::move(shown));
   }
 
-  std::uint32_t count() const override { return static_cast<std::uint32_t>(shown_.size()); }
-  Result<std::string> KeyAt(std::uint32_t number) const override {
-    if (number >= shown_.size()) return Status(Code::kStale, "no such tensor");
-    return shown_[number].key;
-  }
+  std::uint32_t count() const override { return keys_.count(); }
+  Result<std::string> KeyAt(std::uint32_t number) const override { return keys_.KeyAt(number); }
   Result<std::uint32_t> LowerBound(std::string_view key) const override {
-    const auto at = std::lower_bound(shown_.begin(), shown_.end(), key,
-                                     [](const Shown& s, std::string_view k) { return s.key < k; });
-    return static_cast<std::uint32_t>(at - shown_.begin());
+    return keys_.LowerBound(key);
   }
-  Status Scan(std::uint32_t first, const Visit& fn) const override {
-    for (std::uint32_t i = first; i < shown_.size(); ++i) {
-      if (!fn(i, shown_[i].key, nullptr)) break;
-    }
-    return {};
-  }
+  Status Scan(std::uint32_t first, const Visit& fn) const override { return keys_.Scan(first, fn); }
   Result<TensorEntry> EntryAt(std::uint32_t number) const override {
-    if (number >= shown_.size()) return Status(Code::kStale, "no such tensor");
-    TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry entry, index_.At(shown_[number].ordinal));
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::string key, keys_.KeyAt(number));
+    TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry entry, index_.At(ordinals_[number]));
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        entry.meta, TensorMeta::Make(shown_[number].key, entry.meta.dtype(), entry.meta.shape()));
+        entry.meta, TensorMeta::Make(std::move(key), entry.meta.dtype(), entry.meta.shape()));
     return entry;
   }
   Result<std::string> StoredKeyAt(std::uint32_t number) const override {
-    if (number >= shown_.size()) return Status(Code::kStale, "no such tensor");
-    TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, index_.At(shown_[number].ordinal));
+    if (number >= ordinals_.size()) return Status(Code::kStale, "no such tensor");
+    TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, index_.At(ordinals_[number]));
     return entry.meta.key();
   }
   bool has_own_keys() const override { return false; }
@@ -87,12 +84,13 @@ class RenamedTensors : public ShownTensors {
   std::uint64_t chunks() const override { return chunks_; }
 
  private:
-  struct Shown {
-    std::string key;
-    std::uint32_t ordinal = 0;
-  };
+  RenamedTensors(const CheckpointIndex& index, std::vector<std::string> keys,
+                 std::vector<std::uint32_t> ordinals)
+      : index_(index), keys_(std::move(keys)), ordinals_(std::move(ordinals)) {}
+
   const CheckpointIndex& index_;
-  std::vector<Shown> shown_;  // By key.
+  const ListedKeys keys_;
+  const std::vector<std::uint32_t> ordinals_;  // Of each key, in the index.
   std::uint64_t bytes_ = 0;
   std::uint64_t chunks_ = 0;
 };
@@ -107,6 +105,7 @@ Status ShownTensors::ForEachEntry(
   Status inner;
   TENSORMOUNT_RETURN_IF_ERROR(
       Scan(first, [&](std::uint32_t number, const std::string&, const TensorEntry* entry) {
+        // Sources with a map have no record at hand while they scan.
         std::optional<TensorEntry> read;
         if (entry == nullptr) {
           Result<TensorEntry> at = EntryAt(number);
@@ -118,6 +117,7 @@ Status ShownTensors::ForEachEntry(
         return inner.ok() && ++expected < end;
       }));
   TENSORMOUNT_RETURN_IF_ERROR(inner);
+  // A scan that ends early is an index with fewer records than it said.
   return expected == end ? Status() : Status(Code::kDataLoss, "index: tensors are missing");
 }
 
@@ -131,55 +131,49 @@ Result<std::unique_ptr<const ShownTensors>> MakeShownTensors(const CheckpointInd
   if (renames == nullptr) {
     return std::unique_ptr<const ShownTensors>(std::make_unique<OwnTensors>(index));
   }
-  auto renamed = std::make_unique<RenamedTensors>(index);
-  TENSORMOUNT_RETURN_IF_ERROR(renamed->Fill(*renames));
-  return std::unique_ptr<const ShownTensors>(std::move(renamed));
+  return RenamedTensors::Make(index, *renames);
 }
 
 Result<std::unique_ptr<const LayerFiles>> LayerFiles::Make(const CheckpointIndex& index,
                                                            const KeyRenames* renames) {
-  struct Named {
-    TensorEntry entry;
-    std::string key;
-    std::string pattern;
+  std::vector<Name> all;
+  std::vector<Stack> stacks;
+  // Names are made for all layers of all stacks and sorted once. What cannot be right (a pattern
+  // without its mark, no first axis) gives no names.
+  const auto add = [&](const TensorEntry& entry, const std::string& key,
+                       const std::string& pattern) {
+    const Dims& shape = entry.meta.shape();
+    if (shape.rank() == 0 || !CheckLayerPattern(pattern).ok()) return;
+    if (static_cast<std::uint64_t>(shape[0]) > kMaxNames - all.size()) {
+      Log(LogLevel::kWarning, "tensor " + key + ": too many layers to be files of their own");
+      return;
+    }
+    const auto stack = static_cast<std::uint32_t>(stacks.size());
+    stacks.push_back({.ordinal = entry.ordinal, .key = key, .pattern = pattern});
+    for (std::int64_t layer = 0; layer < shape[0]; ++layer) {
+      std::string name = LayerKey(pattern, layer);
+      // A longer one would have no path.
+      if (name.size() <= kMaxKeyBytes) all.push_back({std::move(name), stack, layer});
+    }
   };
-  std::vector<Named> named;
   if (renames != nullptr) {
     for (const auto& [ordinal, pattern] : renames->layers()) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry entry, index.At(ordinal));
-      named.push_back({std::move(entry), renames->tensors()[ordinal], pattern});
+      TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, index.At(ordinal));
+      add(entry, renames->tensors()[ordinal], pattern);
     }
   } else {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const LayerNames> names, index.Layers());
     for (const auto& [key, pattern] : names->patterns()) {
-      Result<TensorEntry> entry = index.Find(key);
+      const Result<TensorEntry> entry = index.Find(key);
       if (entry.status().code() == Code::kNotFound) continue;
       TENSORMOUNT_RETURN_IF_ERROR(entry.status());
-      named.push_back({std::move(entry).value(), key, pattern});
-    }
-  }
-
-  std::vector<Name> all;
-  std::vector<Stack> stacks;
-  std::vector<std::pair<std::string, std::string>> patterns;
-  for (const Named& n : named) {
-    const Dims& shape = n.entry.meta.shape();
-    if (shape.rank() == 0 || !CheckLayerPattern(n.pattern).ok()) continue;
-    if (static_cast<std::uint64_t>(shape[0]) > kMaxNames - all.size()) {
-      Log(LogLevel::kWarning, "tensor " + n.key + ": too many layers to be files of their own");
-      continue;
-    }
-    const auto stack = static_cast<std::uint32_t>(stacks.size());
-    stacks.push_back({.ordinal = n.entry.ordinal, .key = n.key});
-    patterns.emplace_back(n.key, n.pattern);
-    for (std::int64_t layer = 0; layer < shape[0]; ++layer) {
-      std::string key = LayerKey(n.pattern, layer);
-      if (key.size() <= kMaxKeyBytes) all.push_back({std::move(key), stack, layer});
+      add(entry.value(), key, pattern);
     }
   }
   std::stable_sort(all.begin(), all.end(),
                    [](const Name& a, const Name& b) { return a.key < b.key; });
   // Of two stacks with one pattern the first has it.
+  // Names must be unique, because they are keys of a tree.
   all.erase(std::unique(all.begin(), all.end(),
                         [](const Name& a, const Name& b) { return a.key == b.key; }),
             all.end());
@@ -187,22 +181,23 @@ Result<std::unique_ptr<const LayerFiles>> LayerFiles::Make(const CheckpointIndex
   keys.reserve(all.size());
   for (Name& name : all) keys.push_back(std::exchange(name.key, {}));
   return std::unique_ptr<const LayerFiles>(
-      new LayerFiles(std::move(keys), std::move(all), std::move(stacks), std::move(patterns)));
+      new LayerFiles(std::move(keys), std::move(all), std::move(stacks)));
 }
 
-Result<LayerFiles::Layer> LayerFiles::At(const CheckpointIndex& index, std::uint32_t number) const {
+Result<ShownTensor> LayerFiles::At(const CheckpointIndex& index, std::uint32_t number) const {
   if (number >= names_.size()) return Status(Code::kStale, "no such layer");
   const Name& name = names_[number];
   const Stack& stack = stacks_[name.stack];
-  Layer layer;
-  TENSORMOUNT_ASSIGN_OR_RETURN(layer.stack, index.At(stack.ordinal));
+  ShownTensor layer;
+  TENSORMOUNT_ASSIGN_OR_RETURN(layer.source, index.At(stack.ordinal));
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string key, keys_.KeyAt(number));
-  layer.entry = layer.stack;
-  layer.entry.has_digest = false;
-  TENSORMOUNT_ASSIGN_OR_RETURN(layer.entry.meta,
-                               LayerMeta(layer.stack.meta, std::move(key), name.layer));
-  layer.number = name.layer;
-  layer.skip = static_cast<std::uint64_t>(name.layer) * layer.entry.meta.bytes();
+  layer.shown = layer.source;
+  // The stack's digest is of all its layers.
+  layer.shown.has_digest = false;
+  TENSORMOUNT_ASSIGN_OR_RETURN(layer.shown.meta,
+                               LayerMeta(layer.source.meta, std::move(key), name.layer));
+  layer.layer = name.layer;
+  layer.skip = static_cast<std::uint64_t>(name.layer) * layer.shown.meta.bytes();
   layer.stacked_key = stack.key;
   return layer;
 }

@@ -11,6 +11,8 @@ std::optional<SliceName> ParseSliceName(std::string_view name) {
     name.remove_suffix(kNpy.size());
     parsed.npy = true;
   }
+  // The last bracket opens it: a key that has brackets inside keeps them ("a[0]b[1:2]" is a slice
+  // of "a[0]b").
   if (name.ends_with(']')) {
     const std::size_t open = name.rfind('[');
     if (open == std::string_view::npos) return std::nullopt;
@@ -18,6 +20,7 @@ std::optional<SliceName> ParseSliceName(std::string_view name) {
     parsed.slice = name.substr(open + 1, name.size() - open - 2);
     return parsed;
   }
+  // Every other '@' is escaped in names of keys.
   const std::size_t at = name.find('@');
   if (at == std::string_view::npos) return std::nullopt;
   parsed.stem = name.substr(0, at);

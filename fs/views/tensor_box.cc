@@ -8,6 +8,7 @@ namespace tensormount::fs {
 namespace {
 
 // One element on each of the first axes, any number on one, all on the rest.
+// [3, 0:4, :] of [8, 16, 64] is a run, [3:5, 0:4, :] is two.
 bool IsRun(const Box& box, const Dims& shape) {
   int axis = 0;
   while (axis < box.rank() && box.extent(axis) == 1) ++axis;
@@ -29,10 +30,12 @@ Status AddTensorBox(FileSegments& segments, const TensorEntry& tensor, const Box
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t bytes,
                                RegionBytes(meta.dtype(), shape, Region(box)));
+  // The position of the box's first element in row-major order.
   std::uint64_t first = 0;  // Below the tensor's number of elements.
   for (int a = 0; a < box.rank(); ++a) {
     first = first * static_cast<std::uint64_t>(shape[a]) + static_cast<std::uint64_t>(box.begin(a));
   }
+  // RegionBytes above has checked that the box begins on a byte.
   segments.AddTensor(tensor, first * meta.bits() / 8, bytes);
   return {};
 }

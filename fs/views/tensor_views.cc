@@ -9,10 +9,12 @@
 namespace tensormount::fs {
 namespace {
 
+// A file is the tensor's row-major bytes and nothing else. It may be a whole stored file, and is
+// then read by the kernel.
 class TensorsView : public TensorFilesView {
  public:
   explicit TensorsView(const ShownCheckpoint& shown)
-      : TensorFilesView(shown, "tensors", "", Layers::kHidden) {}
+      : TensorFilesView(shown, "tensors", "", &shown.layers.tree()) {}
   bool listed_by_default() const override { return true; }
 
  private:
@@ -26,10 +28,13 @@ class TensorsView : public TensorFilesView {
   }
 };
 
+// A file is what numpy.save would write of the tensor; layers of stacked tensors have one too.
+// NumPy has no types under a byte: listings leave such a tensor out, look-ups say that it is not
+// there. docs/architecture.md has this class as it stands here.
 class NpyView : public TensorFilesView {
  public:
   explicit NpyView(const ShownCheckpoint& shown)
-      : TensorFilesView(shown, "npy", ".npy", Layers::kHidden) {}
+      : TensorFilesView(shown, "npy", ".npy", &shown.layers.tree()) {}
 
  private:
   Result<FileSegments> SegmentsOf(const ShownTensor& tensor) const override {
@@ -43,16 +48,15 @@ class NpyView : public TensorFilesView {
   }
 };
 
+// Listed by name only for tensors as they are stored: a layer has no chunks of its own.
 class ExtentsView : public TensorFilesView {
  public:
   explicit ExtentsView(const ShownCheckpoint& shown)
-      : TensorFilesView(shown, "extents", ".json", Layers::kNo) {}
+      : TensorFilesView(shown, "extents", ".json", nullptr) {}
 
  private:
   Result<FileSegments> SegmentsOf(const ShownTensor& tensor) const override {
-    TENSORMOUNT_ASSIGN_OR_RETURN(GeneratedText::Parts parts,
-                                 ExtentsJson(shown().opened, tensor.shown));
-    TENSORMOUNT_ASSIGN_OR_RETURN(auto text, GeneratedText::Make(std::move(parts)));
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto text, ExtentsJson(shown().opened, tensor.shown));
     FileSegments segments;
     segments.AddText(std::move(text));
     return segments;

@@ -46,7 +46,7 @@ class View {
 
   virtual ~View() = default;
 
-  // "npy". Its place in the list of views is part of node ids, not the name.
+  // "npy". Its number in the list of views is part of node ids, not the name.
   virtual std::string_view name() const = 0;
   // Whether it is listed without --views: tensors/, objects/ and the two .json files only, so that
   // programs that copy trees meet each byte once.
@@ -68,15 +68,6 @@ class View {
   virtual Result<std::map<std::string, std::string>> Attributes(std::uint64_t item) const {
     (void)item;
     return std::map<std::string, std::string>();
-  }
-
-  // For items that are made when somebody looks them up (slices): Lookup counts one reference,
-  // which Forget gives back. Views without such items need neither. A view may be dropped and made
-  // anew at any time (checkpoints that nobody uses are closed): such items are never used again by
-  // any view of the process, and kStale where the view does not know them.
-  virtual void Forget(std::uint64_t item, std::uint64_t references) const {
-    (void)item;
-    (void)references;
   }
 };
 

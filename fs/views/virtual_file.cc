@@ -15,6 +15,7 @@ namespace tensormount::fs {
 
 using Segment = FileSegments::Segment;
 
+// One literal; view_ stays null, and with it everything that needs a checkpoint is refused.
 std::shared_ptr<const VirtualFile> VirtualFile::OfText(std::string label, std::string text) {
   std::shared_ptr<VirtualFile> file(new VirtualFile);
   file->label_ = std::move(label);
@@ -24,6 +25,7 @@ std::shared_ptr<const VirtualFile> VirtualFile::OfText(std::string label, std::s
 
 Status VirtualFile::ForEachSegment(std::uint64_t offset, std::size_t size, const Visit& fn) const {
   const std::vector<Segment>& segments = segments_.segments();
+  // O(log segments) for the first one; the others follow.
   auto segment = std::upper_bound(segments.begin(), segments.end(), offset,
                                   [](std::uint64_t at, const Segment& s) { return at < s.begin; });
   --segment;  // The first one begins at 0.
@@ -37,6 +39,8 @@ Status VirtualFile::ForEachSegment(std::uint64_t offset, std::size_t size, const
   return {};
 }
 
+// A read may span many segments (small tensors side by side), each with its own verification; the
+// first failure fails the read, as on a disk.
 Result<std::size_t> VirtualFile::Read(std::uint64_t offset, void* out, std::size_t size,
                                       ReadStats* stats) const {
   if (offset >= this->size() || size == 0) return std::size_t{0};
@@ -49,6 +53,7 @@ Result<std::size_t> VirtualFile::Read(std::uint64_t offset, void* out, std::size
   return size;
 }
 
+// A look-up in the index for files of many tensors; the ordinal was put there by the view.
 Result<TensorEntry> VirtualFile::TensorOf(const Segment& segment) const {
   if (segments_.tensor()) return *segments_.tensor();
   return view_->opened().index().At(segment.ordinal);
@@ -79,19 +84,21 @@ Status VirtualFile::ReadSegment(const Segment& segment, std::uint64_t at, char* 
 
 std::vector<OpenedCheckpoint::MappedRange> VirtualFile::Map(std::uint64_t offset,
                                                             std::size_t size) const {
-  std::vector<OpenedCheckpoint::MappedRange> pieces;
-  if (offset >= this->size() || size == 0 || !segments_.reads_data()) return pieces;
+  std::vector<OpenedCheckpoint::MappedRange> ranges;
+  if (offset >= this->size() || size == 0 || !segments_.reads_data()) return ranges;
   size = static_cast<std::size_t>(std::min<std::uint64_t>(size, this->size() - offset));
   const Status mapped = ForEachSegment(
       offset, size, [&](const Segment& segment, std::uint64_t at, std::size_t, std::size_t n) {
-        return MapSegment(segment, at, n, pieces)
+        return MapSegment(segment, at, n, ranges)
                    ? Status()
                    : Status(Code::kUnavailable, "these bytes must be read");
       });
-  if (!mapped.ok()) pieces.clear();
-  return pieces;
+  // What was collected before the failure holds mappings, which go with it.
+  if (!mapped.ok()) ranges.clear();
+  return ranges;
 }
 
+// Generated text and objects are read: their ranges are small, or verified as a whole.
 bool VirtualFile::MapSegment(const Segment& segment, std::uint64_t at, std::size_t size,
                              std::vector<OpenedCheckpoint::MappedRange>& out) const {
   if (out.size() >= OpenedCheckpoint::kMaxMapped) return false;
@@ -129,6 +136,7 @@ Result<VirtualFile::Backing> VirtualFile::OpenBacking() const {
   return backing;
 }
 
+// Text has none, and files without a view (control files) are no files of storage.
 Result<std::uint32_t> VirtualFile::BackingFile() const {
   if (view_ && segments_.reads_data()) return view_->BackingFileOf(node_, segments_);
   return Status(Code::kNotFound, label_ + ": no one file holds it and nothing else");
@@ -157,7 +165,7 @@ Result<VirtualFile::Proof> VirtualFile::ProofOf(const Backing& backing) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, backing.file->Stat());
   Proof proof{.stamp = FileStamp::Of(info)};
   TENSORMOUNT_ASSIGN_OR_RETURN(proof.hashed, HasHashes());
-  proof.whole = proven.Hold(backing.number, proof.stamp, 0, size());
+  proof.whole = proven.Hold(backing.number, proof.stamp, {0, size()});
   proof.left = size() - std::min(size(), proven.Bytes(backing.number, proof.stamp));
   return proof;
 }
@@ -180,30 +188,37 @@ Status VirtualFile::ProveSegment(const Backing& backing, const FileStamp& stamp,
       break;
   }
   // What the file must hold here.
+  // Bytes that no hash of the index covers: made by the view, so made again and compared.
   TENSORMOUNT_RETURN_IF_ERROR(ReadSegment(segment, at, out, size, nullptr));
   std::vector<char> found(size);
   const std::uint64_t begin = segment.begin + at;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n,
                                backing.file->ReadAt(begin, found.data(), size));
+  // Not kDataLoss: no tensor is damaged, only this file is not the view's any more.
   if (n != size || std::memcmp(found.data(), out, size) != 0) {
     return Status(Code::kUnavailable, label_ + ": its file begins otherwise now");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, backing.file->Stat());
-  if (FileStamp::Of(info) == stamp) opened.proven().Add(backing.number, stamp, begin, begin + size);
+  if (FileStamp::Of(info) == stamp)
+    opened.proven().Add(backing.number, stamp, {begin, begin + size});
   return Status();
 }
 
 Status VirtualFile::Prove(const Backing& backing, const Proceed& proceed) const {
+  // As much as is asked for at once: `proceed` is asked after each, so a cancelled proof ends
+  // within some milliseconds of I/O.
   constexpr std::uint64_t kStep = std::uint64_t{1} << 20;
   const ProvenRanges& proven = view_->opened().proven();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, backing.file->Stat());
   const FileStamp stamp = FileStamp::Of(info);
-  if (proven.Hold(backing.number, stamp, 0, size())) return Status();
+  if (proven.Hold(backing.number, stamp, {0, size()})) return Status();
   const auto go_on = [&](std::uint64_t done) {
     if (!proceed || proceed(done)) return Status();
     return Status(Code::kCancelled, label_ + ": its verification was cancelled");
   };
   const Deadline settles = Deadline::After(FileStamp::kSettles);
+  // A file that was written a moment ago may be written again within the same tick of its
+  // timestamps, unseen. So its stamp counts only after kSettles.
   while (!stamp.Settled()) {
     TENSORMOUNT_RETURN_IF_ERROR(go_on(0));
     if (settles.Passed()) return Status(Code::kUnavailable, label_ + ": its file goes on changing");
@@ -215,14 +230,14 @@ Status VirtualFile::Prove(const Backing& backing, const Proceed& proceed) const 
   for (std::uint64_t at = 0; at < size();) {
     TENSORMOUNT_RETURN_IF_ERROR(go_on(at));
     const auto n = static_cast<std::size_t>(std::min(kStep, size() - at));
-    if (!proven.Hold(backing.number, stamp, at, at + n)) {
+    if (!proven.Hold(backing.number, stamp, {at, at + n})) {
       TENSORMOUNT_RETURN_IF_ERROR(ForEachSegment(
           at, n,
           [&](const Segment& segment, std::uint64_t within, std::size_t done, std::size_t bytes) {
             return ProveSegment(backing, stamp, segment, within, scratch.data() + done, bytes);
           }));
       // What was read was this file, and it is as it was.
-      if (!proven.Hold(backing.number, stamp, at, at + n)) {
+      if (!proven.Hold(backing.number, stamp, {at, at + n})) {
         return Status(Code::kUnavailable, label_ + ": its file changed while it was verified");
       }
     }

@@ -19,6 +19,7 @@ Result<std::optional<Dims>> StoredGrid(const CheckpointIndex& index, const Tenso
   const Dims& shape = tensor.meta.shape();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,
                                index.Extents(tensor.ordinal));
+  // One pass over the extents. Nothing is allocated a chunk.
   std::optional<Dims> cell;
   for (std::size_t i = 0; i < table->size(); ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(i));
@@ -39,6 +40,8 @@ Result<std::optional<Dims>> StoredGrid(const CheckpointIndex& index, const Tenso
 }
 
 // The cell, halved along its first axis that can be until it is no more than a client holds gladly.
+// Axis by axis from the first: halves of rows are still rows. An odd extent is rounded up, so that
+// a chunk may then straddle two stored ones; the grid stays regular.
 Dims Halved(Dims cell, const TensorMeta& meta) {
   const std::uint64_t per_element = std::max<std::uint64_t>(meta.bytes() / meta.elements(), 1);
   std::uint64_t elements = 1;
@@ -70,6 +73,8 @@ ZarrGrid ZarrGrid::RowBlocks(const TensorMeta& meta, std::uint64_t max_chunks) {
   std::uint64_t target = std::max(kRowBlockBytes / element, std::uint64_t{1});
   for (;;) {
     Dims chunk = shape;
+    // Cuts the outermost axis that is larger than the target, and leaves those behind it whole: a
+    // block is one run of bytes.
     std::uint64_t left = meta.elements();  // Of a box of one index on the axes so far.
     for (int a = 0; a < shape.rank() && left > target; ++a) {
       left /= static_cast<std::uint64_t>(shape[a]);
@@ -77,6 +82,7 @@ ZarrGrid ZarrGrid::RowBlocks(const TensorMeta& meta, std::uint64_t max_chunks) {
       if (left <= target) break;
     }
     const ZarrGrid grid(shape, chunk);
+    // Doubling ends: at the latest with one chunk for all.
     if (grid.chunks() <= max_chunks || target >= meta.elements()) return grid;
     target *= 2;  // Elements fit 63 bits.
   }
@@ -99,6 +105,7 @@ Result<ZarrGrid> ZarrGrid::Make(const CheckpointIndex& index, const TensorEntry&
   return RowBlocks(tensor.meta, max_chunks);
 }
 
+// The number is taken apart in base counts_, the last axis fastest.
 Box ZarrGrid::BoxOf(std::uint64_t number) const {
   Dims begin = shape_;
   Dims extent = shape_;
@@ -134,6 +141,7 @@ std::optional<std::uint64_t> ZarrGrid::NumberOf(std::string_view name) const {
     number = number * static_cast<std::uint64_t>(counts_[a]) + static_cast<std::uint64_t>(at);
   }
   // Refuses other spellings of a number.
+  // "c.01" would be a second name of the same file.
   if (!name.empty() || NameOf(number) != all) return std::nullopt;
   return number;
 }

@@ -18,8 +18,12 @@ namespace {
 
 constexpr std::string_view kGroup = R"({"zarr_format": 3, "node_type": "group", "attributes": {}})";
 
+// The fields are those that the core specification of version 3 demands. Chunk keys "c.0.1"
+// (separator ".") keep all chunks in one folder. "bytes" with "endian" is the only codec: chunks
+// are the stored bytes.
 std::string ArrayText(const TensorMeta& meta, const ZarrGrid& grid) {
   const std::string_view type = ZarrType(meta.dtype());
+  // Written as the specification writes values of the array's type.
   std::string_view fill = "0";
   if (type == "bool") fill = "false";
   if (type.starts_with("float")) fill = "0.0";
@@ -35,6 +39,7 @@ std::string ArrayText(const TensorMeta& meta, const ZarrGrid& grid) {
 }
 
 // One tensor of a scan, with its neighbours.
+// The key before tells which folders begin here, the key after whether a folder has this name too.
 struct Scanned {
   std::uint32_t number = 0;
   std::string key;
@@ -46,18 +51,12 @@ struct Scanned {
 // Tensors [first, first + count), until fn returns an error.
 Status ScanTensors(const ShownTensors& tensors, const KeyTree& tree, std::uint32_t first,
                    std::uint32_t count, const std::function<Status(const Scanned&)>& fn) {
+  // Begins one tensor before `first`, for its key; that one is not reported.
   std::optional<Scanned> held;  // Waits for the key after it.
   Status failed;
   const auto emit = [&](const std::string* next) -> Status {
     if (!held || held->number < first) return {};
-    const std::string& key = held->key;
-    if (next != nullptr && next->size() > key.size() && next->starts_with(key)) {
-      const char c = (*next)[key.size()];
-      held->also_folder = c == '/';
-      if (c < '/') {  // Keys like "a-b" stand between "a" and "a/b".
-        TENSORMOUNT_ASSIGN_OR_RETURN(held->also_folder, tree.IsFolder(key));
-      }
-    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(held->also_folder, tree.IsFolder(held->key, next));
     return fn(*held);
   };
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -88,6 +87,8 @@ Status ScanTensors(const ShownTensors& tensors, const KeyTree& tree, std::uint32
 }
 
 // Paths of the folders whose first key this is.
+// Each folder has to be told exactly once, and before its members: at its first key. Compared with
+// the names of the key before; where "%+" folders are involved, by a look-up.
 Result<std::vector<std::string>> NewFolders(const KeyTree& tree, const Scanned& tensor) {
   std::vector<std::string> paths;
   const std::vector<PathPart> parts = PathParts(tensor.key, false);
@@ -118,6 +119,7 @@ Result<std::vector<std::string>> NewFolders(const KeyTree& tree, const Scanned& 
 
 }  // namespace
 
+// The names are those of the core specification.
 std::string_view ZarrType(DType dtype) {
   switch (dtype) {
     case DType::kBool:
@@ -169,9 +171,11 @@ std::string ZarrArrayJson(const TensorMeta& meta, const ZarrGrid& grid) {
   return ArrayText(meta, grid) + '\n';
 }
 
-Result<GeneratedText::Parts> ZarrRootJson(const ShownTensors& tensors, const KeyTree& tree,
-                                          ZarrGrids grids) {
+Result<std::shared_ptr<const GeneratedText>> ZarrRootJson(const ShownTensors& tensors,
+                                                          const KeyTree& tree, ZarrGrids grids) {
   // The first tensor that has something to say begins without a comma.
+  // Found in a scan of its own, because blocks are rendered out of order: the comma before an entry
+  // may depend on nothing but the entry.
   std::optional<std::uint32_t> first_said;
   std::string left_out;
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -188,15 +192,14 @@ Result<GeneratedText::Parts> ZarrRootJson(const ShownTensors& tensors, const Key
         }
         return {};
       }));
-  GeneratedText::Parts parts;
-  parts.head = fmt::format(
+  std::string head = fmt::format(
       R"({{"zarr_format": 3, "node_type": "group", "attributes": {{"tensormount_left_out": [{}]}}, )"
       R"("consolidated_metadata": {{"kind": "inline", "must_understand": false, "metadata": {{)",
       left_out);
-  parts.tail = "\n}}}\n";
-  parts.items = tensors.count();
-  parts.render = [&tensors, &tree, first_said, grids = std::move(grids)](
-                     std::uint32_t first, std::uint32_t count, std::string& out) {
+  // Everything that an entry depends on is asked for again at each rendering: the grids are cached
+  // by the view, the rest are look-ups.
+  auto render = [&tensors, &tree, first_said, grids = std::move(grids)](
+                    std::uint32_t first, std::uint32_t count, std::string& out) {
     return ScanTensors(tensors, tree, first, count, [&](const Scanned& tensor) -> Status {
       bool comma = tensor.number != first_said;
       const auto say = [&](std::string_view path, std::string_view text) {
@@ -211,7 +214,7 @@ Result<GeneratedText::Parts> ZarrRootJson(const ShownTensors& tensors, const Key
       return {};
     });
   };
-  return parts;
+  return GeneratedText::Make(std::move(head), tensors.count(), std::move(render), "\n}}}\n");
 }
 
 }  // namespace tensormount::fs

@@ -19,9 +19,7 @@ constexpr std::uint64_t kRootJson = 2;
 constexpr int kItemBits = 39;  // Besides the bit that tells folders of keys.
 constexpr std::uint64_t kGroupBit = std::uint64_t{1} << kItemBits;
 static_assert(kGroupBit * 2 == View::kMaxItems);
-// A key has at most kMaxKeyBytes slashes, so its path has not more folders.
-constexpr int kZarrDepthBits = 12;
-static_assert(kMaxKeyBytes < (1u << kZarrDepthBits));
+// In grids, each of the weight 1: a few hundred bytes.
 constexpr std::size_t kCachedGrids = 256;
 
 std::string Join(const std::string& folder, std::string_view name) {
@@ -31,65 +29,71 @@ std::string Join(const std::string& folder, std::string_view name) {
 }  // namespace
 
 ZarrView::ZarrView(const ShownCheckpoint& shown) : shown_(shown), grids_(kCachedGrids) {
+  // With 1,000 tensors 10 bits go to the tensor and 29 are left for its chunks: half a billion.
   shift_ = kItemBits - static_cast<int>(std::bit_width(shown.tensors.count()));
 }
 
-std::uint64_t ZarrView::ItemOf(const ZarrItem& place) const {
+std::uint64_t ZarrView::ItemOf(const ZarrItem& zarr) const {
   using Kind = ZarrItem::Kind;
-  if (place.group()) {
-    const bool json = place.kind == Kind::kGroupJson;
-    if (place.depth == 0) return json ? kRootJson : kRoot;
-    return kGroupBit | (std::uint64_t{place.number} << shift_) | (std::uint64_t{place.depth} << 1) |
+  if (zarr.group()) {
+    const bool json = zarr.kind == Kind::kGroupJson;
+    // The root's two items are fixed; a folder at depth 0 would else collide with the first key's.
+    if (zarr.depth == 0) return json ? kRootJson : kRoot;
+    return kGroupBit | (std::uint64_t{zarr.number} << shift_) | (std::uint64_t{zarr.depth} << 1) |
            (json ? 1 : 0);
   }
-  const std::uint64_t base = (std::uint64_t{place.number} + 1) << shift_;
-  if (place.kind == Kind::kArray) return base;
-  return base + (place.kind == Kind::kArrayJson ? 1 : place.chunk + 2);
+  const std::uint64_t base = (std::uint64_t{zarr.number} + 1) << shift_;
+  if (zarr.kind == Kind::kArray) return base;
+  return base + (zarr.kind == Kind::kArrayJson ? 1 : zarr.chunk + 2);
 }
 
 Result<ZarrView::ZarrItem> ZarrView::ZarrItemOf(std::uint64_t item) const {
   using Kind = ZarrItem::Kind;
   // A hundred times what fits any mount; there is no such view then.
-  if (shift_ < kZarrDepthBits + 1) return NoSuch(name());
+  if (shift_ < kFolderDepthBits + 1) return NoSuch(name());
   if (item == kRoot) return ZarrItem{.kind = Kind::kGroup};
   if (item == kRootJson) return ZarrItem{.kind = Kind::kGroupJson};
   if (item >= View::kMaxItems) return StaleNode("zarr/");
+  // The upper field is the tensor (or the first key of the folder), the lower one what of it is
+  // meant.
   const std::uint64_t high = (item & (kGroupBit - 1)) >> shift_;
   const std::uint64_t low = item & ((std::uint64_t{1} << shift_) - 1);
   const std::uint32_t count = shown_.tensors.count();
   if ((item & kGroupBit) != 0) {
-    const ZarrItem place{.kind = (low & 1) != 0 ? Kind::kGroupJson : Kind::kGroup,
-                         .number = static_cast<std::uint32_t>(high),
-                         .depth = static_cast<std::uint32_t>(low >> 1)};
-    if (high >= count || place.depth == 0 || (low >> 1) >= (1u << kZarrDepthBits))
+    const ZarrItem zarr{.kind = (low & 1) != 0 ? Kind::kGroupJson : Kind::kGroup,
+                        .number = static_cast<std::uint32_t>(high),
+                        .depth = static_cast<std::uint32_t>(low >> 1)};
+    if (high >= count || zarr.depth == 0 || (low >> 1) >= (1u << kFolderDepthBits))
       return StaleNode("zarr/");
-    return place;
+    return zarr;
   }
   if (high == 0 || high > count) return StaleNode("zarr/");
-  ZarrItem place{.kind = Kind::kArray, .number = static_cast<std::uint32_t>(high - 1)};
-  if (low == 1) place.kind = Kind::kArrayJson;
+  ZarrItem zarr{.kind = Kind::kArray, .number = static_cast<std::uint32_t>(high - 1)};
+  if (low == 1) zarr.kind = Kind::kArrayJson;
   if (low > 1) {
-    place.kind = Kind::kChunk;
-    place.chunk = low - 2;
+    zarr.kind = Kind::kChunk;
+    zarr.chunk = low - 2;
   }
-  return place;
+  return zarr;
 }
 
-Result<ZarrView::Known> ZarrView::Know(const ZarrItem& place) const {
-  Known known{.place = place, .tensor = std::nullopt, .grid = nullptr};
-  if (place.group() && shown_.tensors.count() == 0) return known;
-  TENSORMOUNT_ASSIGN_OR_RETURN(known.tensor, shown_.tensors.EntryAt(place.number));
-  if (place.group()) return known;
+Result<ZarrView::Known> ZarrView::Know(const ZarrItem& zarr) const {
+  Known known{.item = zarr, .tensor = std::nullopt, .grid = nullptr};
+  if (zarr.group() && shown_.tensors.count() == 0) return known;
+  TENSORMOUNT_ASSIGN_OR_RETURN(known.tensor, shown_.tensors.EntryAt(zarr.number));
+  if (zarr.group()) return known;
+  // Look-ups turn this into "no such name".
   if (ZarrType(known.tensor->meta.dtype()).empty()) return StaleNode("zarr/");
-  if (place.folder()) return known;
-  TENSORMOUNT_ASSIGN_OR_RETURN(known.grid, GridOf(place.number, *known.tensor));
-  if (place.kind == ZarrItem::Kind::kChunk && place.chunk >= known.grid->chunks())
+  if (zarr.folder()) return known;
+  TENSORMOUNT_ASSIGN_OR_RETURN(known.grid, GridOf(zarr.number, *known.tensor));
+  if (zarr.kind == ZarrItem::Kind::kChunk && zarr.chunk >= known.grid->chunks())
     return StaleNode("zarr/");
   return known;
 }
 
 Result<std::shared_ptr<const ZarrGrid>> ZarrView::GridOf(std::uint32_t number,
                                                          const TensorEntry& tensor) const {
+  // Two threads may both make it; the first one's is kept.
   if (auto cached = grids_.Get(number)) return cached;
   TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrGrid grid,
                                ZarrGrid::Make(shown_.opened.index(), tensor, max_chunks()));
@@ -99,37 +103,40 @@ Result<std::shared_ptr<const ZarrGrid>> ZarrView::GridOf(std::uint32_t number,
 Result<std::shared_ptr<const GeneratedText>> ZarrView::RootJson() const {
   const std::lock_guard lock(mutex_);
   if (!root_json_) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(GeneratedText::Parts parts,
+    TENSORMOUNT_ASSIGN_OR_RETURN(root_json_,
                                  ZarrRootJson(shown_.tensors, shown_.tensor_tree,
                                               [this](std::uint32_t, const TensorEntry& tensor) {
                                                 return ZarrGrid::Make(shown_.opened.index(), tensor,
                                                                       max_chunks());
                                               }));
-    TENSORMOUNT_ASSIGN_OR_RETURN(root_json_, GeneratedText::Make(std::move(parts)));
   }
   return root_json_;
 }
 
-Result<std::string> ZarrView::FolderPath(const ZarrItem& place) const {
-  if (place.group()) {
-    if (place.depth == 0) return std::string();
-    return shown_.tensor_tree.PathOf(place.number, place.depth);
+Result<std::string> ZarrView::FolderPath(const ZarrItem& zarr) const {
+  if (zarr.group()) {
+    if (zarr.depth == 0) return std::string();
+    return shown_.tensor_tree.PathOf(zarr.number, zarr.depth);
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::string path, shown_.tensor_tree.PathOf(place.number, 0));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string path, shown_.tensor_tree.PathOf(zarr.number, 0));
   return ZarrPath(std::move(path));
 }
 
+// The identity of a node is its path below zarr/, so inode numbers stay when grids get other
+// numbers of chunks.
 Result<ViewNode> ZarrView::NodeOf(const Known& known, const std::string& folder_path) const {
   using Kind = ZarrItem::Kind;
-  const ZarrItem& place = known.place;
+  const ZarrItem& zarr = known.item;
   // Where chunks begin and end may change with every checkpoint.
+  // A chunk's bytes are the tensor's, and so is its time. Its metadata follow how the tensor is
+  // stored now.
   const std::int64_t json_mtime = shown_.opened.index().info().json_mtime;
-  ViewNode node{.item = ItemOf(place),
-                .folder = place.folder(),
+  ViewNode node{.item = ItemOf(zarr),
+                .folder = zarr.folder(),
                 .size = 0,
                 .mtime = known.tensor ? known.tensor->mtime : json_mtime,
                 .identity = folder_path};
-  switch (place.kind) {
+  switch (zarr.kind) {
     case Kind::kGroup:
     case Kind::kArray:
       return node;
@@ -137,9 +144,9 @@ Result<ViewNode> ZarrView::NodeOf(const Known& known, const std::string& folder_
     case Kind::kArrayJson:
       node.mtime = json_mtime;
       node.identity = Join(folder_path, kZarrJson);
-      if (place.kind == Kind::kArrayJson) {
+      if (zarr.kind == Kind::kArrayJson) {
         node.size = ZarrArrayJson(known.tensor->meta, *known.grid).size();
-      } else if (place.depth > 0) {
+      } else if (zarr.depth > 0) {
         node.size = ZarrGroupJson().size();
       } else {
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto text, RootJson());
@@ -148,19 +155,20 @@ Result<ViewNode> ZarrView::NodeOf(const Known& known, const std::string& folder_
       return node;
     case Kind::kChunk:
       node.size = known.tensor->meta.bits() / 8;
+      // All chunks have one size, those at the upper edges too: they are padded.
       for (const std::int64_t extent : known.grid->chunk()) {
         node.size *= static_cast<std::uint64_t>(extent);  // Not above the tensor's size.
       }
-      node.identity = Join(folder_path, known.grid->NameOf(place.chunk));
+      node.identity = Join(folder_path, known.grid->NameOf(zarr.chunk));
       return node;
   }
   return StaleNode("zarr/");
 }
 
 Result<ViewNode> ZarrView::Stat(std::uint64_t item) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem place, ZarrItemOf(item));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(place));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(place));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem zarr, ZarrItemOf(item));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(zarr));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(zarr));
   return NodeOf(known, path);
 }
 
@@ -168,46 +176,51 @@ Result<ViewChild> ZarrView::Lookup(std::uint64_t folder, std::string_view name) 
   using Kind = ZarrItem::Kind;
   TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem in, ZarrItemOf(folder));
   if (!in.folder()) return Status::FromErrno(ENOTDIR, "look up", name);
-  ZarrItem place{.kind = Kind::kChunk, .number = in.number};
+  ZarrItem zarr{.kind = Kind::kChunk, .number = in.number};
   if (name == kZarrJson) {
-    place = in;
-    place.kind = in.group() ? Kind::kGroupJson : Kind::kArrayJson;
+    zarr = in;
+    zarr.kind = in.group() ? Kind::kGroupJson : Kind::kArrayJson;
   } else if (in.kind == Kind::kArray) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, shown_.tensors.EntryAt(in.number));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto grid, GridOf(in.number, tensor));
     const std::optional<std::uint64_t> chunk = grid->NumberOf(name);
     if (!chunk) return NoSuch(name);
-    place.chunk = *chunk;
+    zarr.chunk = *chunk;
   } else {
+    // A key whose last name is zarr.json is an array at zarr%2Ejson: the plain name is the
+    // metadata's.
     const TreeFolder at{.first = in.number, .depth = in.depth};
     Result<TreeChild> child = shown_.tensor_tree.Lookup(at, name);
     if (child.status().code() == Code::kNotFound && name == ZarrPath(std::string(kZarrJson))) {
       child = shown_.tensor_tree.Lookup(at, kZarrJson);
     }
     TENSORMOUNT_RETURN_IF_ERROR(child.status());
-    place = {.kind = child.value().is_folder ? Kind::kGroup : Kind::kArray,
-             .number = child.value().ordinal,
-             .depth = child.value().depth};
+    zarr = {.kind = child.value().is_folder ? Kind::kGroup : Kind::kArray,
+            .number = child.value().ordinal,
+            .depth = child.value().depth};
   }
-  Result<Known> known = Know(place);
+  // Reads the tensor's record, and for files of arrays the grid.
+  Result<Known> known = Know(zarr);
   // Of a type that is no array.
-  if (known.status().code() == Code::kStale && place.kind == Kind::kArray) return NoSuch(name);
+  // The tree has the key, the view has not.
+  if (known.status().code() == Code::kStale && zarr.kind == Kind::kArray) return NoSuch(name);
   TENSORMOUNT_RETURN_IF_ERROR(known.status());
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(place));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(zarr));
   TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, NodeOf(known.value(), path));
   return ViewChild{std::string(name), std::move(node)};
 }
 
 Status ZarrView::List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem place, ZarrItemOf(folder));
-  if (!place.folder()) return Status::FromErrno(ENOTDIR, "list", PathOf(folder));
-  return place.group() ? ListGroup(place, cookie, fn) : ListArray(place, cookie, fn);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem zarr, ZarrItemOf(folder));
+  if (!zarr.folder()) return Status::FromErrno(ENOTDIR, "list", PathOf(folder));
+  return zarr.group() ? ListGroup(zarr, cookie, fn) : ListArray(zarr, cookie, fn);
 }
 
 // Cookies: 1 is behind zarr.json, n + 1 what the tree calls n.
 Status ZarrView::ListGroup(const ZarrItem& group, std::uint64_t cookie, const Visit& fn) const {
   using Kind = ZarrItem::Kind;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(group));
+  // zarr.json of the folder itself.
   if (cookie == 0) {
     ZarrItem json = group;
     json.kind = Kind::kGroupJson;
@@ -218,15 +231,16 @@ Status ZarrView::ListGroup(const ZarrItem& group, std::uint64_t cookie, const Vi
   if (shown_.tensors.count() == 0) return {};
   Status failed;
   const auto visit = [&](TreeChild& child, std::uint64_t next) {
-    Known known{.place = {.kind = child.is_folder ? Kind::kGroup : Kind::kArray,
-                          .number = child.ordinal,
-                          .depth = child.depth},
+    Known known{.item = {.kind = child.is_folder ? Kind::kGroup : Kind::kArray,
+                         .number = child.ordinal,
+                         .depth = child.depth},
                 .tensor = std::move(child.entry),
                 .grid = nullptr};
     if (!known.tensor) {
       Result<TensorEntry> tensor = shown_.tensors.EntryAt(child.ordinal);
       failed = tensor.status();
       if (!failed.ok()) return false;
+      // Folders report the time of their first key.
       known.tensor = std::move(tensor).value();
     }
     if (!child.is_folder) {
@@ -245,14 +259,15 @@ Status ZarrView::ListGroup(const ZarrItem& group, std::uint64_t cookie, const Vi
 // Cookies: 1 is behind zarr.json, n + 2 behind chunk n.
 Status ZarrView::ListArray(const ZarrItem& array, std::uint64_t cookie, const Visit& fn) const {
   using Kind = ZarrItem::Kind;
-  ZarrItem place = array;
-  place.kind = Kind::kArrayJson;
-  TENSORMOUNT_ASSIGN_OR_RETURN(Known known, Know(place));
+  ZarrItem zarr = array;
+  zarr.kind = Kind::kArrayJson;
+  TENSORMOUNT_ASSIGN_OR_RETURN(Known known, Know(zarr));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(array));
+  // O(1) a chunk: its name and box follow from its number.
   for (std::uint64_t at = cookie; at <= known.grid->chunks(); ++at) {
     if (at > 0) {
-      known.place.kind = Kind::kChunk;
-      known.place.chunk = at - 1;
+      known.item.kind = Kind::kChunk;
+      known.item.chunk = at - 1;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, NodeOf(known, path));
     std::string name = at == 0 ? std::string(kZarrJson) : known.grid->NameOf(at - 1);
@@ -263,16 +278,16 @@ Status ZarrView::ListArray(const ZarrItem& array, std::uint64_t cookie, const Vi
 
 Result<FileSegments> ZarrView::Open(std::uint64_t file) const {
   using Kind = ZarrItem::Kind;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem place, ZarrItemOf(file));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(place));
-  if (place.folder()) return Status::FromErrno(EISDIR, "open", PathOf(file));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem zarr, ZarrItemOf(file));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(zarr));
+  if (zarr.folder()) return Status::FromErrno(EISDIR, "open", PathOf(file));
   FileSegments segments;
-  if (place.kind == Kind::kChunk) {
+  if (zarr.kind == Kind::kChunk) {
     TENSORMOUNT_RETURN_IF_ERROR(
-        AddTensorBox(segments, *known.tensor, known.grid->BoxOf(place.chunk), known.grid->chunk()));
-  } else if (place.kind == Kind::kArrayJson) {
+        AddTensorBox(segments, *known.tensor, known.grid->BoxOf(zarr.chunk), known.grid->chunk()));
+  } else if (zarr.kind == Kind::kArrayJson) {
     segments.AddLiteral(ZarrArrayJson(known.tensor->meta, *known.grid));
-  } else if (place.depth > 0) {
+  } else if (zarr.depth > 0) {
     segments.AddLiteral(ZarrGroupJson());
   } else {
     TENSORMOUNT_ASSIGN_OR_RETURN(auto text, RootJson());
@@ -289,15 +304,15 @@ std::string ZarrView::PathOf(std::uint64_t item) const {
 }
 
 Result<std::map<std::string, std::string>> ZarrView::Attributes(std::uint64_t item) const {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem place, ZarrItemOf(item));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(place));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem zarr, ZarrItemOf(item));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(zarr));
   std::map<std::string, std::string> all;
-  if (place.group()) return all;
+  if (zarr.group()) return all;
   const TensorMeta& meta = known.tensor->meta;
   all.emplace("key", meta.key());
   all.emplace("dtype", std::string(InfoOf(meta.dtype()).name));
-  if (place.kind == ZarrItem::Kind::kChunk) {
-    const Box box = known.grid->BoxOf(place.chunk);
+  if (zarr.kind == ZarrItem::Kind::kChunk) {
+    const Box box = known.grid->BoxOf(zarr.chunk);
     all.emplace("shape", known.grid->chunk().ToString());
     all.emplace("box", box.ToString());
   } else {

@@ -26,6 +26,11 @@ namespace tensormount::fs {
 //   0 | number of the tensor + 1 | 0 array, 1 its zarr.json, 2 + n chunk n
 //   1 | first key of the folder | depth | 0 group, 1 its zarr.json
 // with as many bits for tensors as their count needs.
+//
+// Numbers by arithmetic, so that an array of a million chunks costs nothing until chunks are
+// opened. Grids are kept in a small cache: a reader asks for all chunks of one array, then for
+// those of the next.
+// zarr/zarr.json is made when somebody first looks at it: it reads the extents of every tensor.
 class ZarrView : public View {
  public:
   // `shown` must outlive this.
@@ -52,30 +57,38 @@ class ZarrView : public View {
   };
 
   // With what says how large it is.
+  // An item and the records that its node and its file are made of, read once a request.
   struct Known {
-    ZarrItem place;
+    ZarrItem item;
     std::optional<TensorEntry> tensor;     // Of an array, or the first one of a folder.
     std::shared_ptr<const ZarrGrid> grid;  // Of files of an array.
   };
 
-  std::uint64_t ItemOf(const ZarrItem& place) const;
+  // The two are inverse for items that exist; ZarrItemOf checks the ranges of numbers, Know that
+  // there is such a chunk or type.
+  std::uint64_t ItemOf(const ZarrItem& item) const;
   // kStale for numbers that ItemOf does not make.
   Result<ZarrItem> ZarrItemOf(std::uint64_t item) const;
-  Result<Known> Know(const ZarrItem& place) const;
+  Result<Known> Know(const ZarrItem& item) const;
   Result<std::shared_ptr<const ZarrGrid>> GridOf(std::uint32_t number,
                                                  const TensorEntry& tensor) const;
   Result<std::shared_ptr<const GeneratedText>> RootJson() const;
-  // Below zarr/, of the folder that the place is or is in.
-  Result<std::string> FolderPath(const ZarrItem& place) const;
+  // Below zarr/, of the folder that the item is or is in.
+  // "layers/0/w" of an array and of all files in it.
+  Result<std::string> FolderPath(const ZarrItem& item) const;
   // `folder_path` is what FolderPath gives.
   Result<ViewNode> NodeOf(const Known& known, const std::string& folder_path) const;
+  // Listings report zarr.json first, then what is in the folder, in the order of keys or chunks.
   Status ListGroup(const ZarrItem& group, std::uint64_t cookie, const Visit& fn) const;
   Status ListArray(const ZarrItem& array, std::uint64_t cookie, const Visit& fn) const;
+  // As many as fit the bits below a tensor's number; grids with more are made coarser.
   std::uint64_t max_chunks() const { return (std::uint64_t{1} << shift_) - 2; }
 
   const ShownCheckpoint& shown_;
   int shift_ = 0;  // Bits below a tensor's number; of a folder's depth there is one less.
   mutable LruCache<std::uint32_t, const ZarrGrid> grids_;
+  // Guards root_json_, and is held while that is made, so that readers who come at once wait for
+  // one of them.
   mutable std::mutex mutex_;
   mutable std::shared_ptr<const GeneratedText> root_json_;
 };

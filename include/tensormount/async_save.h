@@ -76,13 +76,14 @@ class TENSORMOUNT_EXPORT SaveHandle {
 // another rank, but for the third save: two may be under way at a time, and a third waits for the
 // first. Generations are in the order of the calls, so that `latest` never moves back, whichever
 // commits first; of several saves that replace one name the last one stays. Every rank calls Save
-// in the same order, from one thread at a time.
+// in the same order, from one thread at a time. A process that is forked has none of it: its exit
+// waits for nothing, and savers and handles that it inherited answer kUnsupported.
 //
 // Example:
 //
 //   auto saver = AsyncSaver::Make(comm);
 //   auto handle = saver.value()->Save(state, "STORE/step-1000");  // Bytes are copied.
-//   Train();                                                      // Buffers may change.
+//   // Training goes on: the buffers may change.
 //   auto verdict = handle.value().WaitCommitted();
 class TENSORMOUNT_EXPORT AsyncSaver {
  public:

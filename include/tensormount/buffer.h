@@ -27,7 +27,8 @@ struct Device {
 //
 // Example, the left half of a 4 by 8 matrix of floats in place:
 //
-//   BufferView::HostStrided(DType::kF32, matrix, {4, 4}, {8, 1})
+//   float matrix[4][8];
+//   const auto left = BufferView::HostStrided(DType::kF32, matrix, {4, 4}, {8, 1});
 struct TENSORMOUNT_EXPORT BufferView {
   void* data = nullptr;
   Device device;

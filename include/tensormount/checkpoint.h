@@ -62,8 +62,9 @@ struct OpenOptions {
 //   const auto checkpoint = Checkpoint::Open("STORE/latest");
 //   const auto tensor = checkpoint.value().tensor("w");
 //   std::vector<float> rows(2 * 4096);
-//   tensor.value().Read(Box::Make({0, 0}, {2, 4096}).value(),
-//                       BufferView::Host(DType::kF32, rows.data(), {2, 4096}));
+//   const Status status = tensor.value().Read(
+//       Box::Make({0, 0}, {2, 4096}).value(), BufferView::Host(DType::kF32, rows.data(), {2,
+//       4096}));
 //
 // It stays the checkpoint that was opened, also where another is saved under its name or it is
 // removed meanwhile.

@@ -28,8 +28,7 @@ namespace tensormount {
 //   CommonDict args;
 //   args.items["lr"] = 0.1;
 //   args.items["betas"] = CommonTuple{{0.9, 0.999}};
-//   state.SetCommon("args", args);
-//   ...
+//   state.SetCommon("args", args);                               // Saved with the checkpoint.
 //   const auto lr = checkpoint.common("args").value().At("lr");  // 0.1
 //
 // A value: copies are deep. Limits are those of docs/format.md (64 MiB, 64 containers in each

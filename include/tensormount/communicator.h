@@ -15,7 +15,8 @@
 
 namespace tensormount {
 
-// How long ranks wait for each other. A call that gives up names the rank it waited for.
+// How long ranks wait for each other. A call that gives up names the rank it waited for. More than a
+// year is no limit; less than a millisecond is one.
 struct Timeouts {
   // A rank of which nothing was heard (its heartbeat, which runs beside the caller's thread, or a
   // message) for this long is taken for dead.

@@ -56,12 +56,12 @@ TENSORMOUNT_EXPORT Result<std::vector<KeyedShard>> BucketShards(
 // Parameters that an optimizer treats alike. The same on every rank, so that it names the
 // parameters of all ranks, in the order of the optimizer.
 struct OptimizerGroup {
-  CommonDict hyperparameters;           // lr, betas, ...
-  std::vector<std::string> parameters;  // Keys of tensors.
+  CommonDict hyperparameters;             // lr, betas, ...
+  std::vector<std::string> parameters{};  // Keys of tensors.
   // Of each parameter that is not frozen. Words without a dot.
-  std::vector<std::string> slots;    // Of the parameter's shape.
-  std::vector<std::string> scalars;  // Of shape [].
-  std::vector<std::string> frozen;   // Parameters without slots.
+  std::vector<std::string> slots{};    // Of the parameter's shape.
+  std::vector<std::string> scalars{};  // Of shape [].
+  std::vector<std::string> frozen{};   // Parameters without slots.
 };
 
 // Builds the optimizer's part of a state dict, and proves that no slot was forgotten. Buffers are
@@ -70,11 +70,13 @@ struct OptimizerGroup {
 // Example, Adam for one parameter:
 //
 //   OptimizerState adam;
-//   adam.AddParameter("w", shard_of_w);
-//   adam.AddSlot("w", "exp_avg", m);
-//   adam.AddSlot("w", "exp_avg_sq", v);
-//   adam.AddGroup({.hyperparameters = args, .parameters = {"w"}, .slots = {"exp_avg",
-//   "exp_avg_sq"}}); adam.AddTo(state);
+//   TENSORMOUNT_RETURN_IF_ERROR(adam.AddParameter("w", shard_of_w));
+//   TENSORMOUNT_RETURN_IF_ERROR(adam.AddSlot("w", "exp_avg", m));
+//   TENSORMOUNT_RETURN_IF_ERROR(adam.AddSlot("w", "exp_avg_sq", v));
+//   TENSORMOUNT_RETURN_IF_ERROR(adam.AddGroup({.hyperparameters = args,
+//                                              .parameters = {"w"},
+//                                              .slots = {"exp_avg", "exp_avg_sq"}}));
+//   TENSORMOUNT_RETURN_IF_ERROR(adam.AddTo(state));
 class TENSORMOUNT_EXPORT OptimizerState {
  public:
   explicit OptimizerState(std::string prefix = "optimizer");

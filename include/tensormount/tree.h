@@ -64,7 +64,8 @@ struct TreeLocal {
 //   TreeDict model;
 //   model.items["w"] = shard_of_w;
 //   model.items["step"] = CommonValue(1000);
-//   FlattenTree(StateTree(TreeDict{{{"model", model}}}), state);  // "model.w", "model.step"
+//   const Status status =  // Adds "model.w" and "model.step".
+//       FlattenTree(StateTree(TreeDict{{{"model", model}}}), state);
 //
 // Copies are deep but for the memory of tensors, which no tree owns.
 class TENSORMOUNT_EXPORT StateTree {

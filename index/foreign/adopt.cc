@@ -1,11 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adoption: the records of a foreign checkpoint with hashes of its bytes, published as a
 // checkpoint.
+//
+// Order: pending items are resolved and the tensors are checked to be whole before the store is
+// touched, so that a checkpoint which cannot be adopted leaves nothing behind. Then a staging is
+// begun, all bytes are read once for hashes (or none with `--quick`), one manifest is written, and
+// the store publishes as it does for a save. There are no data files: every record points into
+// files of somebody else, below info.root.
 #include "index/foreign/adopt.h"
 
 #include <algorithm>
 #include <atomic>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "base/parallel.h"
@@ -17,16 +24,18 @@
 namespace tensormount {
 namespace {
 
+// The only manifest of an adopted checkpoint. Leaf hashes of all its ranges stand in it, one after
+// the other in the order of RangesOf, whoever wrote the bytes.
 constexpr std::string_view kAdoptedManifest = "manifest/adopted.tmm";
 
-struct Nothing {};
-
 // What stands where, with nothing pending: the records of the source as they will be stored.
+// In parallel, since each item costs a few small reads somewhere else in the files. Every task
+// writes to the tensor of its own number and to nothing else, so no lock is needed.
 Result<Inventory> ResolvedInventory(const OpenedCheckpoint& foreign, int threads) {
   const CheckpointIndex& index = foreign.index();
   TENSORMOUNT_ASSIGN_OR_RETURN(Inventory inventory, index.ToInventory());
   TENSORMOUNT_RETURN_IF_ERROR(
-      ForEachParallel<Nothing>(inventory.tensors.size(), threads, [&](std::size_t t, Nothing&) {
+      ForEachParallel<std::monostate>(inventory.tensors.size(), threads, [&](std::size_t t, auto&) {
         TensorRecord& tensor = inventory.tensors[t];
         if (tensor.extents.pending()) {
           TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry,
@@ -47,6 +56,9 @@ class ChunkHasher {
       : foreign_(foreign), inventory_(inventory), options_(options) {}
 
   // The leaves of the only manifest, which the records then point into.
+  // The position of the leaves of each range is known before anything is read, from lengths alone:
+  // so threads write their leaves to ranges of their own, and the result does not depend on which
+  // thread was first.
   Result<std::vector<Hash128>> Run() {
     const std::vector<ScanRange> ranges = RangesOf(inventory_);
     std::vector<RangeHash> hashes(ranges.size());
@@ -75,6 +87,8 @@ class ChunkHasher {
     std::uint64_t first_leaf = 0;
   };
 
+  // Called by threads of the scan. The first failure ends the adoption: unlike verify, which
+  // reports all damage, nobody wants a checkpoint of what was left.
   Status Take(const ScanRange& range, const ScanFinding& found, RangeHash& hash) {
     if (!found.failure.ok()) {
       Status why = found.failure;
@@ -88,15 +102,20 @@ class ChunkHasher {
     hash.root = ChunkRoot(found.read.leaves, range.length);
     std::copy(found.read.leaves.begin(), found.read.leaves.end(),
               leaves_.begin() + static_cast<std::ptrdiff_t>(hash.first_leaf));
+    // A digest is the exclusive or of what its chunks contribute, so chunks may come in any order,
+    // and from any thread.
     if (range.kind == ScanRange::Kind::kChunk) digests_[range.owner] ^= found.read.contribution;
     return Status();
   }
 
   // `hashes`: in the order of RangesOf.
+  // Extents are packed rows that cannot be changed in place: each table is written again with the
+  // hash in every row. Rows keep their order, which is sorted already.
   Status Record(const std::vector<RangeHash>& hashes) {
     auto hash = hashes.begin();
     for (std::size_t t = 0; t < inventory_.tensors.size(); ++t) {
       TensorRecord& tensor = inventory_.tensors[t];
+      // Same rank and row format as before (wide rows carry strides): hashes do not change them.
       ExtentTable hashed(tensor.extents.rank(), tensor.extents.wide());
       for (std::size_t row = 0; row < tensor.extents.size(); ++row, ++hash) {
         TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, tensor.extents.At(row));
@@ -127,6 +146,8 @@ class ChunkHasher {
 };
 
 // Hashes that the source has, as one that was adopted before, are of other manifests.
+// The manifests of that checkpoint are not part of this one, so their leaves could not be found;
+// without `--quick` the same ranges get new hashes in Record().
 Status DropHashes(Inventory& inventory) {
   for (TensorRecord& tensor : inventory.tensors) {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ChunkRecord> chunks, tensor.extents.All());
@@ -149,6 +170,9 @@ Status DropHashes(Inventory& inventory) {
   return Status();
 }
 
+// The facts of the checkpoint as a whole (producer, root, common values) go to the coordinator, as
+// rank 0 would bring them in a save; everything else goes into the manifest. mtimes are 0 here,
+// since the store decides them against the parent.
 Result<Store::Published> PublishAdopted(FileSystem& fs, Inventory inventory, Store& store,
                                         const Staging& staging, std::span<const Hash128> leaves,
                                         const AdoptOptions& options) {

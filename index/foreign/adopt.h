@@ -15,6 +15,7 @@
 
 namespace tensormount {
 
+// `progress` must be safe to be called by several threads at once.
 struct AdoptOptions {
   // Read all data once, for leaf hashes and digests: reads are verified then, and verify can tell
   // damage. Without, only lengths and mtimes of files are recorded.

@@ -2,6 +2,12 @@
 // From what a pickle holds to a common value, for foreign.h. Apart from the adapters, which all use
 // it. A value may hold the same other one many times, and that one too: what the tree would come to
 // is bounded, not what the stream says.
+//
+// What has an equal in our value types is converted: None, bool, int, float, str, bytes, tuples,
+// lists, dicts with text or integer keys, and what is a dict but for its class. Everything else
+// (sets, names, tensors, calls that nobody makes) gives nullopt for the whole value: half a value
+// would be taken for all of it. Callers that want a part, as Megatron's `args`, convert its items
+// one by one.
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -19,11 +25,15 @@ using pickle::Kind;
 using pickle::KnownClass;
 using pickle::Value;
 
+// Per call. Twenty lists that each hold the one before twice are 40 records of the stream and a
+// million nodes as a tree; a reader of metadata must not spend minutes or gigabytes on them.
+// ValueBudget bounds all calls of a checkpoint together.
 constexpr std::size_t kMaxNodes = std::size_t{1} << 20;
 constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
 
 class Converter {
  public:
+  // Depth is bounded too, since values may form cycles and the recursion is on the stack.
   std::optional<CommonValue> Convert(const Value& value, int depth) {
     if (++nodes_ > kMaxNodes || depth > kMaxCommonDepth) return std::nullopt;
     switch (value.kind()) {
@@ -63,6 +73,7 @@ class Converter {
   }
 
  private:
+  // Texts are counted each time they are copied: one long text may be referred to from everywhere.
   bool Take(std::size_t bytes) {
     if (bytes > kMaxBytes - bytes_) return false;
     bytes_ += bytes;
@@ -70,6 +81,9 @@ class Converter {
   }
 
   // Two's complement: 64 bits without a sign are the only ones that we have besides kInt.
+  // The machine keeps as kLong what does not fit 64 bits with a sign, without redundant sign bytes.
+  // Nine bytes of which the last is zero are the numbers 2^63 to 2^64 - 1, which our unsigned kind
+  // holds; longer ones have no type here.
   static std::optional<CommonValue> Long(std::string_view text) {
     if (text.size() != 9 || text[8] != '\0') return std::nullopt;
     return CommonValue(LoadLittle<std::uint64_t>(text.data()));
@@ -86,6 +100,8 @@ class Converter {
     return CommonValue(std::move(out));
   }
 
+  // Floats, bools and tuples as keys have no equal in CommonKey. (A bool would become an int and be
+  // another key.)
   std::optional<CommonKey> Key(const Value& key) {
     if (key.kind() == Kind::kInt) return CommonKey(key.integer());
     if (key.kind() != Kind::kString || !Take(key.text().size())) return std::nullopt;
@@ -109,11 +125,15 @@ class Converter {
   }
 
   std::optional<CommonValue> Object(const Value& value, int depth) {
+    // Every callable below is called with a tuple; what is not was kept for a listing.
     if (value.args().kind() != Kind::kTuple) return std::nullopt;
     if (value.Is(KnownClass::kOrderedDict) || value.Is(KnownClass::kCounter) ||
         value.Is(KnownClass::kDefaultDict) || value.Is(KnownClass::kDictLike)) {
       // What they were made from is among their pairs.
       CommonDict dict;
+      // A Namespace keeps its attributes in the state that BUILD sets; an OrderedDict may have
+      // attributes besides its items, which no trainer uses: they are checked to be a dict and left
+      // out.
       const bool bag = value.Is(KnownClass::kDictLike) && value.built();
       if (value.built() && value.state().kind() != Kind::kDict) return std::nullopt;
       if ((bag && !AddPairs(value.state(), depth, dict)) || !AddPairs(value, depth, dict)) {
@@ -135,10 +155,13 @@ class Converter {
       if (!path.empty() && path.back() != '/') path += '/';
       path += part.text();
     }
+    // pathlib shows the empty path as ".", and so do we.
     return CommonValue(path.empty() ? std::string(".") : std::move(path));
   }
 
   // _codecs.encode('text', 'latin1'): every character is a byte.
+  // Protocol 2, which torch.save uses by default, has no operation for bytes: Python writes them as
+  // a call that encodes a text whose characters are the bytes.
   std::optional<CommonValue> Encoded(const Value& args) {
     if (args.size() != 2 || args.item(0).kind() != Kind::kString ||
         args.item(1).kind() != Kind::kString || args.item(1).text() != "latin1") {

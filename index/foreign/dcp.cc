@@ -2,6 +2,19 @@
 // torch.distributed.checkpoint, a ForeignFormat of format.h: a pickle named .metadata that says
 // where in *.distcp files the items lie, and what Megatron-Core (torch_dist) and OLMo-core (>= 1.0)
 // put around it.
+//
+//   .metadata       pickle of Metadata: tensors with their chunks, objects, and for each of them
+//                   (relative_path, offset, length) of an item
+//   __R_N.distcp    items one after the other, of rank R: a torch archive (zip) of one tensor
+//                   each, or the bytes of an object
+//
+// An item is not opened here. The metadata say which region of which tensor it is, which is enough
+// to plan reads; where in the archive the bytes begin is found by MakeDcpItemResolver when they are
+// first wanted. So opening costs the metadata, one stat a file, and the few small objects that are
+// shown as values, however many items there are.
+//
+// What is wrong with a single tensor or object (its file is missing, its chunk lies outside) leaves
+// that one out and says so; what is wrong with the metadata as a whole ends the read.
 #include <algorithm>
 #include <cstddef>
 #include <memory>
@@ -32,9 +45,12 @@ constexpr std::string_view kMetadataFile = ".metadata";
 constexpr std::string_view kProto = "\x80";  // Pickles of protocol 2 and later.
 constexpr std::string_view kOlmoFolder = "model_and_optim/";
 // Of a relative_path: PATH_MAX.
+// Linux takes no longer one, and hostile metadata may share one huge text between a million items.
 constexpr std::size_t kMaxPath = 4096;
 constexpr std::uint64_t kMaxDcpMetadata = std::uint64_t{2} << 30;
 // Seconds. More than it takes to copy what is small, or than clocks of machines differ.
+// How much newer than .metadata a data file may be before a warning says that a save may be under
+// way.
 constexpr std::int64_t kMuchNewer = 60;
 // planner_data in the common values, which are read whole when a checkpoint is opened.
 constexpr std::string_view kPlannerName = "torch.planner_data";
@@ -53,6 +69,7 @@ std::optional<std::uint32_t> TakeNumber(std::string_view& text) {
 }
 
 // The rank that wrote "prefix__3_0.distcp".
+// Only to count the writing ranks for info.world_size. Files of other names are read as well.
 std::optional<std::uint32_t> RankOfFile(std::string_view name) {
   const std::size_t mark = name.rfind("__");
   if (mark == std::string_view::npos) return std::nullopt;
@@ -72,8 +89,10 @@ std::optional<std::uint32_t> RankOfMetadata(std::string_view name) {
   return rank && name == kMetadataFile ? rank : std::nullopt;
 }
 
-// By key: a tensor of which several ranks have pieces, and its number once the first was added.
+// By key: a tensor of which several ranks have chunks, and its number once the first was added.
 // Keys are views into the metadata of the ranks.
+// Only for saves without a global plan. Null in the map: every rank agrees, but nobody has added it
+// yet.
 using UnitedTensors = std::unordered_map<std::string_view, std::optional<std::uint32_t>>;
 
 // One .metadata and what it points into.
@@ -139,6 +158,9 @@ class DcpReader {
 
   // What the metadata say about a file is only a wish: one that leads elsewhere ends the read, one
   // that is not there concerns the tensors in it.
+  // Asked once for every item, of which a million may lie in one file: the answer is kept by path,
+  // and the last path is compared first, since items of one file mostly follow each other. Pointers
+  // into files_ stay valid, as unordered_map moves no elements.
   Result<const FileState*> FileOf(std::string_view path) {
     if (path.size() > kMaxPath) {
       return Status(Code::kDataLoss, folder_.Shown(kMetadataFile) + ": the name of a file has " +
@@ -148,6 +170,8 @@ class DcpReader {
     auto it = files_.find(path);
     if (it == files_.end()) {
       FileState state;
+      // An absolute path is refused by name here; ".." and links that lead out are refused by
+      // ForeignFolder.
       if (path.starts_with('/')) {
         return Status(Code::kPermissionDenied, folder_.Shown(kMetadataFile) + ": names the file " +
                                                    std::string(path) + ", which is not below it");
@@ -173,6 +197,8 @@ class DcpReader {
   }
 
   // The file of an item of `key` that can be read in place. Null: it cannot, which was told.
+  // An extension (zstd and others) may have transformed the bytes of an item; it is named, and the
+  // tensor is left out, since its bytes stand nowhere as they are.
   Result<const FileState*> FileOfItem(const DcpItem& item, ForeignBuilder::What what,
                                       std::string_view key) {
     if (!item.transform.empty()) {
@@ -199,6 +225,7 @@ class DcpReader {
 
   // Metadata are written last. Where a save replaces a checkpoint in place, those of the one before
   // stay until then, and files of both are there: no number in them can tell.
+  // A copy tool that writes .metadata first gives the same picture, which is why this is a warning.
   void WarnOfNewer(const std::string& name, std::int64_t written) {
     std::size_t newer = 0;
     std::string_view first;
@@ -215,13 +242,11 @@ class DcpReader {
   }
 
   Status AddTensor(const DcpMetadata& metadata, const DcpTensor& tensor, UnitedTensors* united) {
-    // All of it is looked at before anything is added.
-    struct StoredChunk {
-      std::size_t chunk;
-      std::uint32_t file;
-    };
-    std::vector<StoredChunk> pieces;
-    pieces.reserve(tensor.count);
+    // All of it is looked at before anything is added: the file of each chunk, kNoFile of those
+    // that hold nothing or are stored nowhere.
+    std::vector<std::uint32_t> files(tensor.count, kNoFile);
+    // Points into the map of all readers: the first rank that comes adds the tensor, the others
+    // only add their chunks to it.
     std::optional<std::uint32_t>* shared = nullptr;
     if (united != nullptr) {
       const auto found = united->find(tensor.fqn);
@@ -232,6 +257,7 @@ class DcpReader {
       left_out_.Add("tensor", key, usable.message());
       return Status();
     }
+    // The metadata contradict themselves: the tensor is lost, as its files cannot be what they say.
     const auto contradicted = [&](const std::string& why) {
       builder_.Lose({}, why, ForeignBuilder::What::kTensor, key);
       return Status();
@@ -245,11 +271,12 @@ class DcpReader {
       if (std::ranges::find(sizes, 0) != sizes.end()) continue;
       const Result<Region> region = RegionOf(metadata, tensor, shape, i, flat);
       if (!region.ok()) return contradicted(region.status().message());
+      // Zero-size chunks were passed over above, so this is a real hole.
       if (!item.stored) continue;  // A hole, which the builder tells of.
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file,
                                    FileOfItem(item, ForeignBuilder::What::kTensor, key));
       if (file == nullptr) return Status();
-      pieces.push_back(StoredChunk{i, file->number});
+      files[i] = file->number;
     }
     const bool known = shared != nullptr && shared->has_value();
     Result<std::uint32_t> added =
@@ -257,11 +284,13 @@ class DcpReader {
               : builder_.AddTensor(key, tensor.dtype, flat != nullptr ? flat->original() : shape);
     if (!added.ok()) return contradicted(added.status().message());
     if (shared != nullptr) *shared = added.value();
-    for (const StoredChunk& piece : pieces) {
-      const DcpItem& item = metadata.items[tensor.first + piece.chunk];
+    for (std::size_t i = 0; i < tensor.count; ++i) {
+      if (files[i] == kNoFile) continue;
+      const DcpItem& item = metadata.items[tensor.first + i];
+      // RegionOf succeeded for this chunk in the loop above, so that value() is safe.
       const Status status = builder_.AddPendingChunk(
-          added.value(), RegionOf(metadata, tensor, shape, piece.chunk, flat).value(), piece.file,
-          item.offset, item.length);
+          added.value(), RegionOf(metadata, tensor, shape, i, flat).value(), files[i], item.offset,
+          item.length);
       if (!status.ok()) {
         builder_.Drop(added.value(), status.message());
         return Status();
@@ -271,6 +300,8 @@ class DcpReader {
     return Status();
   }
 
+  // A box of the tensor as stored, or, of flattened optimizer state, a flat range within a box of
+  // the tensor as it was.
   static Result<Region> RegionOf(const DcpMetadata& metadata, const DcpTensor& tensor,
                                  const Dims& shape, std::size_t chunk,
                                  const MegatronFlatShape* flat) {
@@ -287,6 +318,9 @@ class DcpReader {
   }
 
   // Megatron-Core up to 0.14 kept the shape of flattened optimizer state aside.
+  // Keys of mcore_data are those of tensors; the value is a dict in which
+  // "nd_reformulated_orig_global_shape" is the shape before flattening. Whatever looks otherwise is
+  // ignored: the tensor is then shown as it is stored, which is never wrong, only less handy.
   void ReadFlatShapes(const Value& mcore_data) {
     if (mcore_data.kind() != Kind::kDict) return;
     std::vector<std::int64_t> numbers;
@@ -321,12 +355,14 @@ class DcpReader {
     return &*flat_;
   }
 
+  // Names are taken apart all at once, because whether "KEY/shard_0_2" is a part of KEY depends on
+  // the other names. `parsed[i]` belongs to object i.
   Status AddObjects(const DcpMetadata& metadata, bool megatron) {
     std::vector<std::string> names;
     for (const DcpObject& object : metadata.objects) {
       names.push_back(key_prefix_ + std::string(object.fqn));
     }
-    std::vector<MegatronObject> parsed;
+    std::vector<ObjectRecord> parsed;
     if (megatron) parsed = MegatronObjects(names);
     for (std::size_t i = 0; i < names.size(); ++i) {
       const DcpObject& object = metadata.objects[i];
@@ -338,17 +374,19 @@ class DcpReader {
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const FileState* file, FileOfItem(object.item, ForeignBuilder::What::kObject, names[i]));
       if (file == nullptr) continue;
-      DcpObjects::Item item;
-      item.object = megatron ? parsed[i] : MegatronObject{names[i], {}, {}};
-      item.file = file->number;
-      item.offset = object.item.offset;
-      item.length = object.item.length;
-      objects_.Add(std::move(item));
+      ObjectRecord part = megatron ? std::move(parsed[i]) : ObjectRecord{.key = names[i]};
+      part.file = file->number;
+      part.offset = object.item.offset;
+      part.length = object.item.length;
+      objects_.Add(std::move(part));
     }
     return objects_.Finish(megatron, left_out_);
   }
 
   // What torch needs to nest keys again: which parts of a key are names of dicts.
+  // {"model.w": ("model", "w")}: needed by `export --to dcp`, since a dot in a key may be part of a
+  // name or a level of a dict. What is not of this form is left out without a word: nothing but
+  // nesting is lost by that. 16 bytes an entry stand for what its records cost beside texts.
   void AddPlannerData(const Value& data) {
     if (data.kind() != Kind::kDict) return;
     CommonDict out;
@@ -393,11 +431,14 @@ class DcpReader {
   std::int64_t written_ = 0;  // When the metadata were.
   DcpObjects objects_;
   LeftOut left_out_;
+  // By relative_path. The views point into metadata_, whose document keeps the stream.
   std::unordered_map<std::string_view, FileState> files_;
   std::string_view last_path_;
   const FileState* last_file_ = nullptr;
   std::unordered_map<std::string_view, Dims> original_shapes_;
+  // Of the tensor that is being added, where FlatShape gave one.
   std::optional<MegatronFlatShape> flat_;
+  // Keys for the resolver: items of these have one axis whatever their region is.
   std::unordered_set<std::string> flattened_;
   std::set<std::uint32_t> ranks_;
 };
@@ -424,9 +465,12 @@ class Dcp : public ForeignFormat {
   }
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
+    // Probe found one of the two files.
     const bool olmo = !folder.Has(kMetadataFile);
     if (!olmo) TENSORMOUNT_RETURN_IF_ERROR(CheckMegatronBackend(folder));
     const bool torch_dist = !olmo && MegatronBackend(folder) == "torch_dist";
+    // Megatron-Core writes metadata.json after everything else, so a crash may leave common.pt
+    // without it: still its checkpoint, but perhaps one that did not end.
     const bool megatron = torch_dist || (!olmo && folder.Has("common.pt"));
     if (olmo) builder.SetProducer("olmo-core");
     if (megatron) builder.SetProducer("megatron.core.dist_checkpointing");
@@ -439,6 +483,7 @@ class Dcp : public ForeignFormat {
     TENSORMOUNT_RETURN_IF_ERROR(reader.Read(kMetadataFile, megatron));
     if (olmo) TENSORMOUNT_RETURN_IF_ERROR(AddOlmoTrainerFiles(folder, builder));
     if (megatron) TENSORMOUNT_RETURN_IF_ERROR(AddMegatronCommonFile(folder, builder));
+    // Known from file names alone: nothing in the metadata says how many ranks there were.
     builder.SetWorldSize(static_cast<std::uint32_t>(reader.ranks().size()));
     builder.SetResolver(MakeDcpItemResolver(reader.flattened()));
     return Status();
@@ -462,6 +507,7 @@ class RankUnion {
     fits_ = fits_ && tensor.dtype == dtype_ && shape == regions_->shape();
     for (std::size_t i = 0; fits_ && i < tensor.count; ++i) {
       if (!metadata.items[tensor.first + i].stored) continue;
+      // AddBox says no to a box that does not lie within the shape, or overflows.
       fits_ = regions_->AddBox(metadata.Offsets(tensor, i).data(), metadata.Sizes(tensor, i).data(),
                                static_cast<std::uint32_t>(regions_->size()));
     }
@@ -475,7 +521,7 @@ class RankUnion {
 };
 
 // Saves without a global plan: every rank has metadata of its own, and nothing says how their
-// tensors go together, except where their pieces fit into one whole and nothing else.
+// tensors go together, except where their chunks fit into one whole and nothing else.
 class DcpRanks : public ForeignFormat {
  public:
   std::string_view name() const override {
@@ -492,6 +538,8 @@ class DcpRanks : public ForeignFormat {
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List(""));
+    // All metadata are parsed before any tensor is added, since whether the ranks agree about a
+    // tensor is known only when all of them have spoken. They stay in memory together.
     std::vector<std::unique_ptr<DcpReader>> readers;
     for (const DirectoryEntry& entry : entries) {
       const std::optional<std::uint32_t> rank = RankOfMetadata(entry.name);
@@ -503,6 +551,8 @@ class DcpRanks : public ForeignFormat {
     std::unordered_map<std::string_view, RankUnion> unions;
     for (const auto& reader : readers) {
       for (const DcpTensor& tensor : reader->metadata().tensors) {
+        // A RegionSet wants a shape whose volume does not overflow. Others are refused when the
+        // tensor is added.
         if (CheckShape(tensor.dtype, reader->metadata().Shape(tensor)).ok()) {
           unions[tensor.fqn].Add(reader->metadata(), tensor);
         }

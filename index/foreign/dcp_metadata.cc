@@ -2,6 +2,16 @@
 // From the pickle of a .metadata to plain structures. It is read as data (pickle.h), and each class
 // of torch's is known by name and fields; one that is not as torch writes it is refused, with what
 // is wrong in it.
+//
+// The pickle has two dicts. state_dict_metadata: key to TensorStorageMetadata (dtype, size, a list
+// of chunks with offsets and sizes) or BytesStorageMetadata. storage_data: MetadataIndex(fqn,
+// offset, index) to _StorageInfo(relative_path, offset, length). They are joined on (fqn, offset):
+// the offset of a chunk within its tensor is its identity, and `index` is a hint of its position in
+// the list, which may be None and is checked.
+//
+// The metadata of a large run have 100,000 chunks and more, so: numbers of all chunks stand in one
+// vector, items in another, nothing is allocated a chunk, texts are views into the stream, and
+// lookups by name remember the last one.
 #include "index/foreign/dcp_metadata.h"
 
 #include <algorithm>
@@ -27,7 +37,9 @@ Status BadMetadata(std::string what) {
   return Status(Code::kDataLoss, "DCP metadata: " + std::move(what));
 }
 
-std::string Short(std::string_view key) { return std::string(key.substr(0, 256)); }
+constexpr std::size_t kShownFqnBytes = 256;  // What a message shows of a key.
+
+std::string Short(std::string_view key) { return std::string(key.substr(0, kShownFqnBytes)); }
 
 // Whether an object has what BUILD set and nothing else: none of these classes is made by a call
 // with arguments, which would set attributes too, or has items.
@@ -45,6 +57,7 @@ std::optional<Value> Attribute(const Value& object, std::string_view name) {
   return state.Find(name);
 }
 
+// Bools are another kind in these values, though Python takes True for 1.
 bool ReadUnsigned(const std::optional<Value>& value, std::uint64_t& out) {
   if (!value || value->kind() != Kind::kInt || value->integer() < 0) return false;
   out = static_cast<std::uint64_t>(value->integer());
@@ -89,6 +102,8 @@ class DcpMetadataReader {
   }
 
  private:
+  // What a key of state_dict_metadata became, for the second dict. kLeftOut: it was told already,
+  // so items of it are passed over in silence.
   struct Slot {
     enum class Kind { kTensor, kObject, kLeftOut } kind = Kind::kLeftOut;
     std::size_t number = 0;
@@ -117,6 +132,8 @@ class DcpMetadataReader {
       return BadMetadata("the entry of '" + std::string(fqn) +
                          "' is neither a tensor's nor an object's");
     }
+    // The machine keeps one pair of equal keys; only keys that are too long for it to compare could
+    // get here twice, and those were left out above.
     if (!slots_.emplace(fqn, slot).second) {
       return BadMetadata("state_dict_metadata has '" + std::string(fqn) + "' twice");
     }
@@ -148,6 +165,7 @@ class DcpMetadataReader {
     }
     const std::size_t rank = scratch_.size();
     tensor.rank = static_cast<std::uint8_t>(rank);
+    // Chunk i of this tensor is items[first + i], and numbers [numbers + (1 + 2 i) rank, ...).
     tensor.first = out_.items.size();
     tensor.count = chunks->size();
     tensor.numbers = out_.numbers.size();
@@ -164,6 +182,7 @@ class DcpMetadataReader {
                         AppendSize(chunk, "offsets", tensor.pairs) &&
                         AppendSize(chunk, "sizes", tensor.pairs);
       if (!read || out_.numbers.size() - before != 2 * rank) {
+        // Nothing of a tensor that is left out may stay: the next one takes the same positions.
         out_.numbers.resize(tensor.numbers);
         return "a chunk of it has no offsets and sizes of " + std::to_string(rank) + " numbers";
       }
@@ -179,6 +198,7 @@ class DcpMetadataReader {
     return !pairs || DoubleLast(out_.numbers);
   }
 
+  // torch counts pairs of f4 (float4_e2m1fn_x2), we count single ones along the last axis.
   static bool DoubleLast(std::vector<std::int64_t>& numbers) {
     const auto doubled =
         numbers.empty() ? std::nullopt : CheckedMul(numbers.back(), std::int64_t{2});
@@ -186,6 +206,8 @@ class DcpMetadataReader {
     return doubled.has_value();
   }
 
+  // TensorProperties gives a tuple of five, dtype first, as its state (__getstate__); a dict of
+  // attributes is taken as well.
   static std::string ReadDType(const Value& properties, DcpTensor& out) {
     if (!properties.Is(KnownClass::kTensorProperties) || !IsRecord(properties))
       return "its properties are no properties";
@@ -208,6 +230,8 @@ class DcpMetadataReader {
     return {};
   }
 
+  // An entry that names nothing in the metadata is counted and passed over; one that cannot be read
+  // ends the read, because nobody knows which tensor would be wrong.
   Status AddItem(const Value& key, const Value& info) {
     std::optional<Value> fqn;
     std::optional<Value> offset;
@@ -227,7 +251,7 @@ class DcpMetadataReader {
     TENSORMOUNT_RETURN_IF_ERROR(ReadItem(info, fqn->text(), item));
     const Slot* slot = Find(*fqn);
     if (slot == nullptr) {
-      TellStray(fqn->text());
+      stray_.Add(fqn->text().substr(0, kShownFqnBytes));
     } else if (slot->kind == Slot::Kind::kObject) {
       out_.objects[slot->number].item = item;
     } else if (slot->kind == Slot::Kind::kTensor) {
@@ -275,26 +299,29 @@ class DcpMetadataReader {
     return last_slot_;
   }
 
+  // Finds the chunk of the tensor that the item belongs to: by the hint where that agrees, else by
+  // binary search. O(log chunks), so a file in which no hint agrees is not quadratic.
   void PlaceItem(std::size_t number, const std::optional<Value>& offset,
                  const std::optional<Value>& hint, const DcpItem& item) {
     const DcpTensor& tensor = out_.tensors[number];
     scratch_.clear();
     if (offset && offset->kind() != Kind::kNone) {
       if (!ReadPickledSize(*offset, scratch_) || (tensor.pairs && !DoubleLast(scratch_))) {
-        return TellStray(tensor.fqn);
+        return stray_.Add(tensor.fqn.substr(0, kShownFqnBytes));
       }
     } else {
       scratch_.assign(tensor.rank, 0);
     }
+    // `count` stands for none.
     std::size_t at = tensor.count == 1 ? 0 : tensor.count;
     if (std::uint64_t i = 0; ReadUnsigned(hint, i) && i < tensor.count) at = i;
     if (at >= tensor.count || !std::ranges::equal(out_.Offsets(tensor, at), scratch_)) {
       at = Search(number);
     }
-    if (at >= tensor.count) return TellStray(tensor.fqn);
-    DcpItem& place = out_.items[tensor.first + at];
-    if (place.stored && !IsEmpty(out_.Sizes(tensor, at))) doubled_.push_back(number);
-    place = item;
+    if (at >= tensor.count) return stray_.Add(tensor.fqn.substr(0, kShownFqnBytes));
+    DcpItem& target = out_.items[tensor.first + at];
+    if (target.stored && !IsEmpty(out_.Sizes(tensor, at))) doubled_.push_back(number);
+    target = item;
   }
 
   // The chunk that begins at scratch_; of several the one that is not empty. `count` where none.
@@ -313,6 +340,9 @@ class DcpMetadataReader {
   }
 
   // Chunks by where they begin, empty ones behind others that begin there too.
+  // Made when it is first needed, and kept: most tensors never need it. Empty chunks may share the
+  // offset of a full one (ranks without a share write them), so they sort behind it and lower_bound
+  // finds the full one.
   std::vector<std::size_t>& Order(std::size_t number) {
     const DcpTensor& tensor = out_.tensors[number];
     std::vector<std::size_t>& order = orders_[number];
@@ -332,21 +362,17 @@ class DcpMetadataReader {
     return order;
   }
 
-  void TellStray(std::string_view fqn) {
-    if (stray_++ == 0) first_stray_ = fqn;
-  }
-
   void TellRest() {
-    if (stray_ > 0) {
-      out_.warnings.push_back(std::to_string(stray_) +
-                              " stored items belong to no chunk of the metadata (the first: " +
-                              Short(first_stray_) + ")");
+    if (stray_.count > 0) {
+      out_.warnings.push_back(
+          std::to_string(stray_.count) +
+          " stored items belong to no chunk of the metadata (the first: " + stray_.first + ")");
     }
     if (other_keys_ > 0) {
       out_.warnings.push_back(std::to_string(other_keys_) +
                               " entries of storage_data name no tensor or object");
     }
-    // Identity is where a chunk begins. Two that begin at one place and are not empty have one
+    // Identity is where a chunk begins. Two that begin at one position and are not empty have one
     // item between them, and nobody knows whose.
     for (std::size_t number = 0; number < out_.tensors.size(); ++number) {
       const DcpTensor& tensor = out_.tensors[number];
@@ -354,6 +380,7 @@ class DcpMetadataReader {
       for (std::size_t i = 0; i < tensor.count && !missing; ++i) {
         missing = !out_.items[tensor.first + i].stored && !IsEmpty(out_.Sizes(tensor, i));
       }
+      // Only where some chunk got no item can two of them have shared one.
       if (!missing) continue;
       const std::vector<std::size_t>& order = Order(number);
       for (std::size_t i = 1; i < order.size(); ++i) {
@@ -367,6 +394,8 @@ class DcpMetadataReader {
     }
   }
 
+  // Numbers of tensors are positions in out_.tensors, so the vector is thinned once, at the end,
+  // when nobody needs numbers any more.
   void DropDoubled() {
     std::sort(doubled_.begin(), doubled_.end());
     doubled_.erase(std::unique(doubled_.begin(), doubled_.end()), doubled_.end());
@@ -382,32 +411,32 @@ class DcpMetadataReader {
 
   DcpMetadata& out_;
   LeftOut& left_out_;
+  // By fqn; views into the document.
   std::unordered_map<std::string_view, Slot> slots_;
   Value last_fqn_;
   const Slot* last_slot_ = nullptr;
+  // The size or offset that is looked at; a member so that it is allocated once.
   std::vector<std::int64_t> scratch_;
   std::unordered_map<std::size_t, std::vector<std::size_t>> orders_;
   std::vector<std::size_t> doubled_;
   std::size_t chunks_ = 0;
-  std::size_t stray_ = 0;
-  std::string_view first_stray_;
+  CountedNames stray_;  // Stored items of no chunk that the metadata have.
   std::size_t other_keys_ = 0;
 };
 
 }  // namespace
 
 void LeftOut::Add(std::string_view what, std::string_view key, std::string why) {
-  Count& count = counts_[{std::move(why), std::string(what)}];
-  if (count.number++ == 0) count.first = Short(key);
+  counts_[{std::move(why), std::string(what)}].Add(key.substr(0, kShownFqnBytes));
 }
 
 void LeftOut::WarnAll(ForeignBuilder& builder) const {
   for (const auto& [reason, count] : counts_) {
     const auto& [why, what] = reason;
-    if (count.number == 1) {
+    if (count.count == 1) {
       builder.Warn(what + " " + count.first + ": left out: " + why);
     } else {
-      builder.Warn(std::to_string(count.number) + " " + what + "s left out: " + why +
+      builder.Warn(std::to_string(count.count) + " " + what + "s left out: " + why +
                    " (the first: " + count.first + ")");
     }
   }
@@ -426,6 +455,8 @@ std::span<const std::int64_t> DcpMetadata::Sizes(const DcpTensor& tensor, std::s
   return std::span(numbers).subspan(tensor.numbers + (2 + 2 * chunk) * tensor.rank, tensor.rank);
 }
 
+// torch.Size((1, 2)) is a call with one argument, which is a tuple; older writers and other fields
+// have the tuple or a list itself.
 bool ReadPickledSize(const Value& value, std::vector<std::int64_t>& out) {
   Value items = value;
   if (value.Is(KnownClass::kTorchSize)) {

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Byte objects of DCP that are shown as common values beside the objects themselves: small ones,
 // read together in few reads.
+//
+// Objects themselves are bytes that nobody looks into. A checkpoint may have many thousands of
+// them, most of them small (rng states, step counts). Their values are read when the checkpoint is
+// opened, so bounds keep opening cheap: what is over them is still an object.
 #include "index/foreign/dcp_objects.h"
 
 #include <algorithm>
@@ -11,24 +15,30 @@
 #include <tuple>
 #include <utility>
 
+#include "index/foreign/megatron.h"
 #include "index/foreign/torch_archive.h"
 
 namespace tensormount {
 namespace {
 
 // What is read when a checkpoint is opened, only to show values beside the objects.
+// A larger object is hardly a value that somebody wants to see in a listing.
 constexpr std::uint64_t kMaxValue = std::uint64_t{64} << 10;
+// The common state of Megatron-Core is one object that has all arguments of the run.
 constexpr std::uint64_t kMaxCommonState = std::uint64_t{64} << 20;
 constexpr std::size_t kMaxValues = 4096;
 constexpr std::uint64_t kMaxValuesBytes = std::uint64_t{16} << 20;
 // One read; items of one file follow each other.
 constexpr std::uint64_t kWindow = std::uint64_t{1} << 20;
+// Gaps of up to this between two objects are read over: less than a call costs.
 constexpr std::uint64_t kMaxGap = std::uint64_t{16} << 10;
 
 // Where Megatron-Core since 0.19 keeps what was in common.pt.
 constexpr std::string_view kCommonState = "common_state";
 
 // Some bytes of a file that were read before.
+// The archive reader wants a File. Its offsets count from the begin of the object, and the values
+// that are made of it keep no reference to it.
 class WindowFile : public File {
  public:
   WindowFile(std::string_view bytes, std::string path) : bytes_(bytes), path_(std::move(path)) {}
@@ -61,78 +71,83 @@ class WindowFile : public File {
   std::string path_;
 };
 
-bool IsCommonState(const DcpObjects::Item& item) {
-  return item.object.key == kCommonState && item.object.grid == Dims{1};
+bool IsCommonState(const ObjectRecord& part) {
+  return part.key == kCommonState && part.grid == Dims{1};
 }
 
 }  // namespace
 
 Status DcpObjects::Finish(bool megatron, LeftOut& left_out) {
-  for (const Item& item : items_) {
-    const Status status = builder_.AddObject(item.object.key, item.file, item.offset, item.length,
-                                             item.object.index, item.object.grid);
-    if (!status.ok()) left_out.Add("object", item.object.key, status.message());
+  for (const ObjectRecord& part : parts_) {
+    const Status status =
+        builder_.AddObject(part.key, part.file, part.offset, part.length, part.index, part.grid);
+    if (!status.ok()) left_out.Add("object", part.key, status.message());
   }
   return AddCommon(megatron);
 }
 
 Status DcpObjects::AddCommon(bool megatron) {
-  std::erase_if(items_, [&](const Item& item) {
-    if (megatron && IsCommonState(item)) return item.length > kMaxCommonState;
+  // Objects are in the builder by now; what stays here is what may become a value.
+  std::erase_if(parts_, [&](const ObjectRecord& part) {
+    if (megatron && IsCommonState(part)) return part.length > kMaxCommonState;
     // A value of several parts has no name of its own.
-    return item.length > kMaxValue || CheckedProduct(item.object.grid) != 1;
+    return part.length > kMaxValue || CheckedProduct(part.grid) != 1;
   });
-  std::sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
-    return std::tie(a.file, a.offset, a.object.key) < std::tie(b.file, b.offset, b.object.key);
+  std::sort(parts_.begin(), parts_.end(), [](const ObjectRecord& a, const ObjectRecord& b) {
+    return std::tie(a.file, a.offset, a.key) < std::tie(b.file, b.offset, b.key);
   });
+  // Bytes [begin, begin + window.size()) of file number `file`.
   std::string window;
   std::uint64_t begin = 0;
   std::uint32_t file = 0;
   std::uint64_t total = 0;
-  for (std::size_t i = 0; i < items_.size(); ++i) {
-    const Item& item = items_[i];
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    const ObjectRecord& part = parts_[i];
     if (i == kMaxValues || total > kMaxValuesBytes) {
-      builder_.Warn(std::to_string(items_.size() - i) +
+      builder_.Warn(std::to_string(parts_.size() - i) +
                     " small objects are shown as objects only, not as values");
       break;
     }
-    total += item.length;
-    if (window.empty() || item.file != file || item.offset < begin ||
-        item.offset + item.length > begin + window.size()) {
+    total += part.length;
+    // The parts are sorted by file and offset, so the window only moves forward.
+    if (window.empty() || part.file != file || part.offset < begin ||
+        part.offset + part.length > begin + window.size()) {
       // As far as others follow closely.
-      std::uint64_t end = item.offset + item.length;
-      for (std::size_t n = i + 1; n < items_.size() && items_[n].file == item.file; ++n) {
-        const std::uint64_t next = items_[n].offset + items_[n].length;
-        if (items_[n].offset > end + kMaxGap || next > item.offset + kWindow) break;
+      std::uint64_t end = part.offset + part.length;
+      for (std::size_t n = i + 1; n < parts_.size() && parts_[n].file == part.file; ++n) {
+        const std::uint64_t next = parts_[n].offset + parts_[n].length;
+        if (parts_[n].offset > end + kMaxGap || next > part.offset + kWindow) break;
         end = std::max(end, next);
       }
-      window.resize(end - item.offset);
-      file = item.file;
-      begin = item.offset;
+      window.resize(end - part.offset);
+      file = part.file;
+      begin = part.offset;
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> opened, builder_.OpenFile(file));
       TENSORMOUNT_RETURN_IF_ERROR(opened->ReadExactAt(begin, window.data(), window.size()));
     }
     TENSORMOUNT_RETURN_IF_ERROR(
-        AddValue(item, window.substr(item.offset - begin, item.length), megatron));
+        AddValue(part, window.substr(part.offset - begin, part.length), megatron));
   }
   return Status();
 }
 
-Status DcpObjects::AddValue(const Item& item, const std::string& bytes, bool megatron) {
+Status DcpObjects::AddValue(const ObjectRecord& part, const std::string& bytes, bool megatron) {
+  // Bare pickles stay opaque: what is no archive may be anything.
   if (!bytes.starts_with("PK\3\4")) return Status();
-  WindowFile file(bytes, item.object.key);
+  WindowFile file(bytes, part.key);
   const Result<TorchArchive> archive = TorchArchive::Read(file, 0, bytes.size());
   if (!archive.ok()) return Status();  // Opaque: whoever wants to know asks for its listing.
   pickle::Value root = archive.value().document().root();
-  if (megatron && item.object.grid.rank() > 0) {
-    if (IsCommonState(item)) {
-      return AddMegatronCommon(archive.value(), item.file, item.offset, item.object.key, builder_,
+  if (megatron && part.grid.rank() > 0) {
+    if (IsCommonState(part)) {
+      return AddMegatronCommon(archive.value(), part.file, part.offset, part.key, builder_,
                                budget_);
     }
+    // Megatron-Core wraps every sharded object in a list of one.
     if (root.kind() == pickle::Kind::kList && root.size() == 1) root = root.item(0);
   }
   if (std::optional<CommonValue> value = budget_.Convert(root)) {
-    builder_.AddCommon(item.object.key, std::move(*value));
+    builder_.AddCommon(part.key, std::move(*value));
   }
   return Status();
 }

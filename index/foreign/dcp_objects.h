@@ -10,35 +10,36 @@
 
 #include "index/foreign/dcp_metadata.h"
 #include "index/foreign/foreign.h"
-#include "index/foreign/megatron.h"
+#include "index/foreign/value_budget.h"
+#include "index/records/inventory.h"
 
 namespace tensormount {
 
 // Objects of DCP checkpoints: opaque bytes each, and where these are a torch archive of plain data
 // and small, a common value too. What a checkpoint has of them stands at the beginnings of its
-// files, so that they are read in a few large pieces.
+// files, so that they are read in a few large reads.
+// Used once: Add all, then Finish. The order of Add does not matter, since objects are sorted by
+// file and offset before they are read. The builder outlives it.
 class DcpObjects {
  public:
-  struct Item {
-    MegatronObject object;  // Without a grid: `key` is all.
-    std::uint32_t file = 0;
-    std::uint64_t offset = 0;
-    std::uint64_t length = 0;
-  };
-
   explicit DcpObjects(ForeignBuilder& builder) : builder_(builder) {}
-  // The item must lie within its file.
-  void Add(Item item) { items_.push_back(std::move(item)); }
+  // An object part without hashes, which must lie within its file.
+  void Add(ObjectRecord part) { parts_.push_back(std::move(part)); }
   // Gives all to the builder. `megatron`: objects are wrapped in lists, and one of them may be the
   // common state.
+  // Fails only where a file cannot be read; an object that is no archive, or too large for a value,
+  // stays an object.
   Status Finish(bool megatron, LeftOut& left_out);
 
  private:
+  // Reads the small ones and gives their values to the builder.
   Status AddCommon(bool megatron);
-  Status AddValue(const Item& item, const std::string& bytes, bool megatron);
+  // `bytes`: those of the part.
+  Status AddValue(const ObjectRecord& part, const std::string& bytes, bool megatron);
 
   ForeignBuilder& builder_;
-  std::vector<Item> items_;
+  std::vector<ObjectRecord> parts_;
+  // One for all values of the checkpoint, the common state included.
   ValueBudget budget_;
 };
 

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_INDEX_FOREIGN_FOREIGN_H_
 #define TENSORMOUNT_INDEX_FOREIGN_FOREIGN_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -17,7 +18,7 @@
 #include "base/file_system.h"
 #include "index/read/foreign_inventory.h"
 
-// What adapters of foreign formats share: the folder that they may look into, and the content that
+// What adapters of foreign formats share: the folder that they may look into, and the records that
 // they make of it.
 
 namespace tensormount {
@@ -78,9 +79,21 @@ class ForeignFolder {
 // metadata saying under "lost" what the checkpoint lacks. Nothing where nothing is lost.
 void LeaveOutLost(ForeignInventory& inventory);
 
+// What one warning counts, and the first of it by name: hostile metadata may have a million of one
+// fault, and a report is to stay one line.
+struct CountedNames {
+  std::size_t count = 0;
+  std::string first;
+  void Add(std::string_view name) {
+    if (count++ == 0) first = name;
+  }
+};
+
 // Collects what an adapter finds and checks all of it. An adapter calls Add* in any order and
 // returns the first failure: what concerns the checkpoint as a whole ends the read, what concerns
 // one tensor leaves it out with a warning (Drop).
+// For one thread and one read. `folder` must outlive it. Whatever Add* and Drop say, the numbers
+// that they gave stay good until Finish.
 class ForeignBuilder {
  public:
   // `producer`: "torch.distributed.checkpoint".
@@ -107,15 +120,15 @@ class ForeignBuilder {
   // NUL or was added before; a shape that overflows.
   Result<std::uint32_t> AddTensor(std::string_view key, DType dtype, const Dims& shape);
   const TensorMeta& MetaOf(std::uint32_t tensor) const;
-  // A piece of it. `strides`: bytes along each axis, empty for packed rows; `length`: from the
+  // A chunk of it. `strides`: bytes along each axis, empty for packed rows; `length`: from the
   // first byte to the end of the last. kDataLoss where it does not lie within the file and the
   // shape or has not the length of its region. Empty regions are ignored.
   Status AddChunk(std::uint32_t tensor, const Region& region, std::uint32_t file,
                   std::uint64_t offset, std::uint64_t length, const Dims& strides = {});
-  // A piece whose bytes are found later in an item of the file (ItemResolver).
+  // A chunk whose bytes are found later in an item of the file (ItemResolver).
   Status AddPendingChunk(std::uint32_t tensor, const Region& region, std::uint32_t file,
                          std::uint64_t offset, std::uint64_t length);
-  void SetResolver(std::shared_ptr<const ItemResolver> resolver);
+  void SetResolver(ItemResolver resolver);
 
   // Opaque bytes; index and grid as in ObjectRecord. kDataLoss as for tensors; parts that are
   // missing from a grid are found by Finish, which leaves the object out with a warning.
@@ -141,7 +154,7 @@ class ForeignBuilder {
   Result<ForeignInventory> Finish();
 
  private:
-  Status Place(std::uint32_t tensor, ChunkRecord& chunk);
+  Status AppendChunk(std::uint32_t tensor, ChunkRecord& chunk);
   Status CheckCover(std::uint32_t tensor);
   void SortTensors();
   void CheckObjects();

@@ -3,6 +3,15 @@
 // the file and the shape, chunks against each other (IsPartition), names against each other. What
 // concerns one tensor leaves it out, with a warning or as a loss; what concerns the checkpoint ends
 // the read.
+//
+// Adapters are parsers of hostile input and there are seven of them; so none is trusted to have
+// compared a number with a file. A chunk must lie within the shape of its tensor and within the
+// file, and its length must be that of its region. Whatever an adapter forgets becomes a Status
+// here, not a read past an end.
+//
+// Finish sorts everything: tensors and objects by key, chunks by where they begin, files by name.
+// Adapters list folders and maps in whatever order they like, and the same source gives the same
+// inventory, and the same identity, every time.
 #include <algorithm>
 #include <array>
 #include <functional>
@@ -20,12 +29,15 @@
 #include "index/foreign/foreign.h"
 #include "index/records/common_state.h"
 #include "index/records/completeness.h"
+#include "index/records/lru_cache.h"
 #include "index/records/record_coding.h"
 #include "shard/coverage.h"
 
 namespace tensormount {
 namespace {
 
+// Adapters come back to a file for every tensor in it. Far below the usual limit of 1,024
+// descriptors, which the program has uses for besides.
 constexpr std::size_t kMaxOpenFiles = 256;
 // More are counted, not kept: a lying checkpoint could have a million.
 constexpr std::size_t kMaxWarnings = 100;
@@ -40,6 +52,7 @@ Status AsDamage(const Status& status) {
   return status.code() == Code::kInvalidArgument ? DataLoss(status.message()) : status;
 }
 
+// Dims has no order of its own: which of two shapes is less has no meaning but here.
 bool IndexLess(const Dims& a, const Dims& b) {
   return std::lexicographical_compare(a.begin(), a.end(), b.begin(), b.end());
 }
@@ -58,6 +71,9 @@ std::string ListBoxes(const std::vector<Box>& boxes, bool more) {
 
 struct ForeignBuilder::Rep {
   // Numbers of tensors, told apart by their keys.
+  // Keys stand in the records already: the set holds numbers of tensors, so that a million keys are
+  // not copied. The records may move when the vector grows, which is why the set refers to the
+  // vector and not to its elements.
   struct ByKey {
     const std::vector<TensorRecord>& tensors;
     std::size_t operator()(std::uint32_t n) const {
@@ -71,23 +87,23 @@ struct ForeignBuilder::Rep {
 
   CompletenessCheck completeness;
 
-  struct OpenFile {
-    std::shared_ptr<File> file;
-    std::uint64_t used = 0;
-  };
   std::unordered_map<std::string, std::uint32_t> files;
   std::unordered_set<std::uint32_t, ByKey, ByKey> tensors;
+  // By number of tensor: left out, or not among the wanted keys. Records stay until Finish, so that
+  // numbers that adapters hold stay true.
   std::vector<bool> dropped;
   std::vector<std::string> warnings;
+  // By file and reason, so that the loss of one file is one line whatever it held.
   std::map<std::pair<std::string, std::string>, ForeignLoss> lost_by_file;  // And reason.
   std::vector<ForeignLoss> lost;
+  // Keys of what came after kMaxWarnings reasons: each still counts as lost, for `--partial` and
+  // `load --keys` ask by key.
   ForeignLoss more_lost{.reason = "for other reasons"};
   ForeignLoss more_holes{.reason = "have cells that are stored nowhere", .holes = true};
   std::uint64_t more_warnings = 0;
-  std::shared_ptr<const ItemResolver> resolver;
+  ItemResolver resolver;
   bool pending = false;
-  std::unordered_map<std::uint32_t, OpenFile> open;
-  std::uint64_t clock = 0;
+  LruCache<std::uint32_t, File> open{kMaxOpenFiles};
 };
 
 ForeignBuilder::ForeignBuilder(const ForeignFolder& folder, std::string producer)
@@ -100,6 +116,8 @@ ForeignBuilder::ForeignBuilder(const ForeignFolder& folder, std::string producer
 
 ForeignBuilder::~ForeignBuilder() = default;
 
+// Two names may lead to one file by links; they are two numbers until SortFiles, which goes by the
+// name that Locate gave. kNoFile is the largest number and means none.
 Result<std::uint32_t> ForeignBuilder::AddFile(std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string below, folder_.BelowRoot(name));
   if (const auto known = rep_->files.find(below); known != rep_->files.end()) return known->second;
@@ -128,22 +146,11 @@ std::int64_t ForeignBuilder::FileTime(std::uint32_t file) const {
 
 Result<std::shared_ptr<File>> ForeignBuilder::OpenFile(std::uint32_t file) {
   if (file >= inventory_.files.size()) return DataLoss("a file that is not in the table");
-  ++rep_->clock;
-  if (const auto known = rep_->open.find(file); known != rep_->open.end()) {
-    known->second.used = rep_->clock;
-    return known->second.file;
-  }
-  if (rep_->open.size() >= kMaxOpenFiles) {
-    rep_->open.erase(std::min_element(
-        rep_->open.begin(), rep_->open.end(),
-        [](const auto& a, const auto& b) { return a.second.used < b.second.used; }));
-  }
+  if (std::shared_ptr<File> known = rep_->open.Get(file)) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(
       std::unique_ptr<File> opened,
       folder_.fs().OpenReadBeneath(folder_.root(), inventory_.files[file].name));
-  std::shared_ptr<File> shared = std::move(opened);
-  rep_->open.emplace(file, Rep::OpenFile{shared, rep_->clock});
-  return shared;
+  return rep_->open.Put(file, std::move(opened), 1);
 }
 
 void ForeignBuilder::ReserveTensors(std::size_t n) {
@@ -163,6 +170,8 @@ Result<std::uint32_t> ForeignBuilder::AddTensor(std::string_view key, DType dtyp
   }
   const auto number = static_cast<std::uint32_t>(inventory_.tensors.size());
   inventory_.tensors.emplace_back(std::move(meta).value());
+  // An unwanted tensor still gets a record and a number, for the adapter will add chunks to it;
+  // only its key is not taken, so that the tensor of that key in another file can have it.
   const bool wanted = only_ == nullptr || only_->contains(std::string(key));
   if (wanted && !rep_->tensors.insert(number).second) {
     inventory_.tensors.pop_back();
@@ -176,7 +185,9 @@ const TensorMeta& ForeignBuilder::MetaOf(std::uint32_t tensor) const {
   return inventory_.tensors.at(tensor).meta;
 }
 
-Status ForeignBuilder::Place(std::uint32_t tensor, ChunkRecord& chunk) {
+// Of a pending chunk offset and length are those of an item, which may be larger than the region;
+// what lies in it is compared when it is resolved.
+Status ForeignBuilder::AppendChunk(std::uint32_t tensor, ChunkRecord& chunk) {
   TensorRecord& inventory = inventory_.tensors.at(tensor);
   const TensorMeta& meta = inventory.meta;
   const auto bad = [&](const std::string& why) {
@@ -202,6 +213,7 @@ Status ForeignBuilder::Place(std::uint32_t tensor, ChunkRecord& chunk) {
                file.name + ", which has " + std::to_string(file.length));
   }
   chunk.has_hash = false;
+  // The newest file that holds a part of the tensor tells when it was last written.
   inventory.mtime = std::max(inventory.mtime, file.mtime_seconds);
   inventory.extents.Append(chunk);
   return {};
@@ -216,7 +228,7 @@ Status ForeignBuilder::AddChunk(std::uint32_t tensor, const Region& region, std:
   chunk.offset = offset;
   chunk.length = length;
   chunk.strides = strides;
-  return Place(tensor, chunk);
+  return AppendChunk(tensor, chunk);
 }
 
 Status ForeignBuilder::AddPendingChunk(std::uint32_t tensor, const Region& region,
@@ -230,13 +242,13 @@ Status ForeignBuilder::AddPendingChunk(std::uint32_t tensor, const Region& regio
   chunk.length = length;
   chunk.pending = true;
   rep_->pending = true;
-  return Place(tensor, chunk);
+  return AppendChunk(tensor, chunk);
 }
 
-void ForeignBuilder::SetResolver(std::shared_ptr<const ItemResolver> resolver) {
-  rep_->resolver = std::move(resolver);
-}
+void ForeignBuilder::SetResolver(ItemResolver resolver) { rep_->resolver = std::move(resolver); }
 
+// CheckKey and kMaxRank are the limits of the format on disk: an adopted checkpoint must be able to
+// store what was found.
 Status ForeignBuilder::AddObject(std::string_view key, std::uint32_t file, std::uint64_t offset,
                                  std::uint64_t length, const Dims& index, const Dims& grid) {
   TENSORMOUNT_RETURN_IF_ERROR(AsDamage(CheckKey(key)));
@@ -297,6 +309,7 @@ void ForeignBuilder::Lost(ForeignLoss loss) {
   std::ranges::move(loss.objects, std::back_inserter(more.objects));
 }
 
+// Found by key of file and reason first; where there are too many reasons the key alone is kept.
 void ForeignBuilder::Lose(std::string_view file, std::string_view reason, What what,
                           std::string_view key) {
   auto& by_file = rep_->lost_by_file;
@@ -351,6 +364,7 @@ void ForeignBuilder::LeaveOut(std::uint32_t tensor, std::string_view why) {
 }
 
 // What is stored in no chunk, or in two.
+// Sorting comes first, because the check wants chunks in the order in which they begin.
 Status ForeignBuilder::CheckCover(std::uint32_t number) {
   TensorRecord& tensor = inventory_.tensors[number];
   tensor.extents.Sort();
@@ -359,9 +373,12 @@ Status ForeignBuilder::CheckCover(std::uint32_t number) {
   switch (check.verdict) {
     case Completeness::kWhole:
       break;
+    // Nobody can say which of two bytes is meant.
     case Completeness::kOverlap:
       Drop(number, check.why);
       break;
+    // Kept: most of a tensor is better than nothing for whoever looks, and a read of the hole
+    // fails.
     case Completeness::kHole:
       Lost({.reason = ListBoxes(found.missing, found.truncated) + " is stored nowhere (" +
                       std::to_string(found.missing_elements) + " of " +
@@ -375,7 +392,8 @@ Status ForeignBuilder::CheckCover(std::uint32_t number) {
   return {};
 }
 
-// Without those that were dropped. In place and each moved once: tensors are large.
+// Without those that were dropped. In place and each moved once: tensors are large. Follows the
+// permutation in cycles, each element moved once and without a second vector of records.
 void ForeignBuilder::SortTensors() {
   std::vector<TensorRecord>& all = inventory_.tensors;
   rep_->tensors.clear();
@@ -404,6 +422,7 @@ void ForeignBuilder::SortTensors() {
 }
 
 // Sorts objects and leaves those out of whose grid a part is missing or double.
+// Objects that have no grid are one part of an empty index: the product of no extents is 1.
 void ForeignBuilder::CheckObjects() {
   std::vector<ObjectRecord>& all = inventory_.objects;
   std::sort(all.begin(), all.end(), ObjectLess);
@@ -438,6 +457,8 @@ void ForeignBuilder::CheckObjects() {
 }
 
 // Files in the order of their names, everywhere.
+// `map`: new number by old one. Chunks are renumbered in their packed rows (Remap), which keeps
+// them packed.
 Status ForeignBuilder::SortFiles() {
   std::vector<std::uint32_t> order(inventory_.files.size());
   std::iota(order.begin(), order.end(), 0u);
@@ -464,6 +485,10 @@ Status ForeignBuilder::SortFiles() {
   return {};
 }
 
+// A foreign checkpoint has no uuid, but caches and inode numbers of mounts want one. It changes
+// with everything that records say (sizes and mtimes of files, positions of chunks), so a source
+// that was replaced is another checkpoint. Bytes are not read: a file that was rewritten with its
+// old size and mtime is not noticed.
 void ForeignBuilder::SetIdentity() {
   Xxh3Stream stream;
   ByteWriter head;
@@ -509,9 +534,11 @@ void ForeignBuilder::SetIdentity() {
   inventory_.info.created = inventory_.info.json_mtime = inventory_.info.common_mtime = newest;
 }
 
+// The builder is empty afterwards. Losses become warnings here, in front of all others: what is
+// gone matters more than what is odd.
 Result<ForeignInventory> ForeignBuilder::Finish() {
-  rep_->open.clear();
-  if (rep_->pending && rep_->resolver == nullptr) {
+  rep_->open.Clear();
+  if (rep_->pending && !rep_->resolver) {
     return Status(Code::kInternal, "items to be found later, and nobody who finds them");
   }
   for (std::uint32_t i = 0; i < inventory_.tensors.size(); ++i) {
@@ -532,6 +559,8 @@ Result<ForeignInventory> ForeignBuilder::Finish() {
   return out;
 }
 
+// Tensors that were lost whole never became records, or Finish took them out; only those with holes
+// are still there.
 void LeaveOutLost(ForeignInventory& inventory) {
   if (inventory.lost.empty()) return;
   std::unordered_set<std::string_view> holed;

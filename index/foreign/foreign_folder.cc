@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // ForeignFolder of foreign.h: the files of a foreign checkpoint, and the promise that nothing in it
 // leads out of it. Apart from the builder because that one never opens a file.
+//
+// Names come from metadata that anybody may have written, and links may be put anywhere at any
+// time, so a check of names alone would not do: every open goes through openat2 with
+// RESOLVE_BENEATH below the root (OpenReadBeneath), where the kernel refuses each step that leads
+// out, without a moment between check and use. The check of names comes first all the same, because
+// it can say what is wrong.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -12,13 +18,16 @@ namespace tensormount {
 namespace {
 
 // Linux takes no longer path.
+// PATH_MAX is 4,096 with the NUL at the end.
 constexpr std::size_t kMaxPathBytes = 4095;
 // What a message shows of a name that came from outside.
 constexpr std::size_t kShownBytes = 256;
 // A larger file is read only when it begins as it should.
+// A sparse file of 2 GiB costs its owner nothing; reading it would cost us as much memory.
 constexpr std::uint64_t kReadAtOnce = std::uint64_t{1} << 20;
 constexpr std::size_t kFirstBytes = 4096;
 
+// Control characters could rewrite the terminal that shows the message.
 std::string Cut(std::string_view name) {
   std::string out;
   for (const char c : name.substr(0, kShownBytes)) {
@@ -30,6 +39,7 @@ std::string Cut(std::string_view name) {
 }
 
 // "a/b" below "a" is "b"; the folder itself is "". nullopt: not below it.
+// Both are resolved paths, so comparing text is comparing folders. "/ab" is not below "/a".
 std::optional<std::string> RelativeTo(const std::string& root, const std::string& path) {
   if (path == root) return std::string();
   if (root == "/") return path.substr(1);
@@ -50,6 +60,7 @@ std::string JoinedBelow(const std::string& folder, std::string_view name) {
 
 }  // namespace
 
+// The deepest of several roots that fit is taken: it allows the least.
 Result<ForeignFolder> ForeignFolder::Open(FileSystem& fs, const std::string& path,
                                           std::span<const std::string> roots) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
@@ -90,6 +101,8 @@ Result<std::string> ForeignFolder::BelowRoot(std::string_view name) const {
   if (name.size() > kMaxPathBytes) return refused(Code::kDataLoss, "is too long");
   if (name.find('\0') != std::string_view::npos) return refused(Code::kDataLoss, "holds a NUL");
   if (name.front() == '/') return refused(Code::kDataLoss, "is no relative path");
+  // "a//b" and "a/./b" are refused as well: two spellings of one file would be two files in the
+  // table.
   for (std::size_t at = 0; at <= name.size();) {
     const std::size_t end = std::min(name.find('/', at), name.size());
     const std::string_view part = name.substr(at, end - at);
@@ -103,7 +116,7 @@ Result<std::string> ForeignFolder::BelowRoot(std::string_view name) const {
 }
 
 // Whoever named the checkpoint did nothing wrong where a FIFO, a device or links that lead round
-// stand in the place of a file.
+// stand instead of a file.
 Status ForeignFolder::DamageOf(std::string_view name, const Status& status) const {
   if (status.ToErrno() == ELOOP) {
     return {Code::kDataLoss, Shown(name) + ": links that lead round, or too many of them"};
@@ -122,6 +135,10 @@ auto ForeignFolder::Beneath(std::string_view name, F f) const -> decltype(f(std:
   }
   auto result = f(below);
   if (result.ok()) return result;
+  // RESOLVE_BENEATH answers EXDEV for an absolute link, wherever it leads. Some tools write
+  // absolute links to files that are inside, so it is resolved by hand, and opened again below the
+  // root by the name that came out: if somebody replaces a link in between, the second open refuses
+  // what leads out.
   if (result.status().ToErrno() != EXDEV) return DamageOf(name, result.status());
   const Result<std::string> real = fs_->Resolve(JoinedBelow(root_, below));
   if (!real.ok()) return DamageOf(name, real.status());
@@ -163,6 +180,7 @@ Result<std::string> ForeignFolder::ReadFile(std::string_view name, std::uint64_t
   }
   std::array<char, kFirstBytes> head{};
   const std::size_t looked_at = std::min<std::uint64_t>(info.size, head.size());
+  // Small files are simply read: the parser will say better what is wrong.
   if (!first.empty() && info.size > kReadAtOnce) {
     TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(0, head.data(), looked_at));
     const std::string_view text(head.data(), looked_at);
@@ -180,6 +198,7 @@ Result<std::vector<DirectoryEntry>> ForeignFolder::List(std::string_view name) c
   return Beneath(name, [&](const std::string& below) { return fs_->ListBeneath(root_, below); });
 }
 
+// What cannot be looked at is not there, for probes; whoever then opens it gets the reason.
 bool ForeignFolder::Has(std::string_view name) const { return Stat(name).ok(); }
 
 Result<ForeignFolder> ForeignFolder::Below(std::string_view name) const {
@@ -187,6 +206,8 @@ Result<ForeignFolder> ForeignFolder::Below(std::string_view name) const {
   if (info.kind != FileKind::kDirectory) {
     return Status(Code::kNotFound, Shown(name) + ": not a folder");
   }
+  // Locate resolves links, so the path of the folder below is again one without links; the root
+  // stays.
   ForeignFolder out = *this;
   TENSORMOUNT_ASSIGN_OR_RETURN(out.folder_, Locate(name));
   out.path_ = JoinedBelow(root_, out.folder_);

@@ -28,9 +28,12 @@ class ForeignFormat {
   virtual bool Probe(const ForeignFolder& folder) const = 0;
   // Reads what describes the checkpoint and adds its records. Sizes are checked before anything is
   // allocated for them. kDataLoss, kUnsupported, or the errno of a read.
+  // `folder` has passed Probe; between the two files may have changed, so nothing that Probe saw
+  // may be relied on.
   virtual Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const = 0;
 };
 
+// Stateless objects that live as long as the program; every call may come from any thread.
 std::span<const ForeignFormat* const> ForeignFormats();
 
 // The first whose Probe says so; null: none.

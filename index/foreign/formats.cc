@@ -13,6 +13,8 @@ namespace {
 
 // A folder of a hub's cache may have nothing but links that lead out of it, by which no format can
 // be found: kPermissionDenied, with what to name as root.
+// Such a folder lists names only of links; no probe can open one of them, and "nothing that we
+// read" would send the user looking for the wrong fault.
 Status LinksLeadOut(const ForeignFolder& folder) {
   constexpr std::size_t kMaxLookedAt = 1000;
   const Result<std::vector<DirectoryEntry>> entries = folder.List("");
@@ -27,6 +29,8 @@ Status LinksLeadOut(const ForeignFolder& folder) {
 }
 
 // What is there instead of a checkpoint, where that can be told.
+// Looks at names only, as probes do. The first guess that fits is told; it is a hint and no
+// verdict.
 std::string Instead(const ForeignFolder& folder) {
   if (!folder.file().empty()) {
     return "no file of a format that we read (.safetensors, .pt, .npz and such)";
@@ -66,6 +70,8 @@ std::span<const ForeignFormat* const> ForeignFormats() {
   return kFormats;
 }
 
+// Probes are a few stats and at most one small read each: a store of training steps is probed
+// folder by folder every time that it is listed.
 const ForeignFormat* FindForeignFormat(const ForeignFolder& folder) {
   for (const ForeignFormat* format : ForeignFormats()) {
     if (format->Probe(folder)) return format;
@@ -79,6 +85,8 @@ Result<ForeignInventory> ReadForeign(const ForeignFolder& folder) {
     TENSORMOUNT_RETURN_IF_ERROR(LinksLeadOut(folder));
     return Status(Code::kUnsupported, folder.path() + ": " + Instead(folder));
   }
+  // The mark is taken on both sides of the read, and compared even where the read failed: a file
+  // that vanished under it is a save under way (kStale, try again) and not damage.
   const Result<FileInfo> before = MarkOf(folder);
   ForeignBuilder builder(folder, std::string(format->name()));
   const Status read = format->Read(folder, builder);

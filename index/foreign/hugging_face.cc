@@ -2,6 +2,10 @@
 // A ForeignFormat of format.h. Files and folders of safetensors: a single file; a folder of them
 // with or without an index (transformers, diffusers); and what torch.distributed.checkpoint's
 // HuggingFaceStorageWriter leaves, whose files hold shards.
+//
+// A safetensors file is 8 bytes of header length, a JSON header (name: dtype, shape, data_offsets),
+// and the bytes of all tensors without gaps. So every tensor is one packed chunk, or one of several
+// where files hold shards, and nothing but headers is read to open a checkpoint.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -28,9 +32,12 @@ namespace {
 constexpr std::string_view kSuffix = ".safetensors";
 constexpr std::string_view kIndexSuffix = ".safetensors.index.json";
 constexpr std::uint64_t kMaxIndexBytes = 100'000'000;  // As the format's header.
+// In `__metadata__` of the files of HuggingFaceStorageWriter: where the tensors of this file begin
+// in the global ones.
 constexpr std::string_view kShardingKey = "DCP_SHARDING_INFO";
 
 // Begins like a file of the format: a header length that fits, and the header's '{'.
+// Enough to tell it from a pickle, a zip or text; the header itself is checked when it is read.
 bool BeginsLikeSafetensors(File& file) {
   std::array<char, 9> head{};
   const Result<FileInfo> info = file.Stat();
@@ -41,6 +48,7 @@ bool BeginsLikeSafetensors(File& file) {
 }
 
 // A tensor as it stands in one file.
+// A whole tensor is a shard that begins at 0.
 struct StoredShard {
   std::string key;
   DType dtype = DType::kU8;
@@ -51,11 +59,13 @@ struct StoredShard {
   std::uint64_t length = 0;
 };
 
-// The place of a file's tensors in the global ones: {name: {"saved_offsets": [...]}}, as text.
+// Where a file's tensors begin in the global ones: {name: {"saved_offsets": [...]}}, as text.
 using SavedOffsets = std::map<std::string, Dims>;
 
 Result<SavedOffsets> ParseOffsets(std::string_view text) {
   JsonLimits limits;
+  // An object, a list and a number an axis for each tensor: more than models have, less than would
+  // fill memory.
   limits.max_values = std::size_t{1} << 22;
   TENSORMOUNT_ASSIGN_OR_RETURN(const nlohmann::json all, ParseStrictJson(text, limits));
   SavedOffsets out;
@@ -87,11 +97,12 @@ class HuggingFaceReader {
     } else {
       TENSORMOUNT_RETURN_IF_ERROR(ReadFolder());
     }
-    return AddPieces();
+    return AddShards();
   }
 
  private:
   // By name of a tensor; of one file.
+  // Whether each was found, to say afterwards which the file lacks.
   using Wanted = std::map<std::string, bool, std::less<>>;
 
   Status ReadFolder() {
@@ -103,7 +114,10 @@ class HuggingFaceReader {
       if (entry.name.ends_with(kSuffix)) files.push_back(entry.name);
       if (entry.name.ends_with(kIndexSuffix)) indices.push_back(entry.name);
     }
+    // An index decides: files beside it that it does not list belong to something else
+    // (consolidated copies, adapters).
     if (!indices.empty()) return ReadByIndex(ChooseIndex(indices));
+    // model.safetensors is a whole model: files beside it belong to something else.
     const auto whole = std::find(files.begin(), files.end(), "model.safetensors");
     if (whole != files.end()) return ReadHeader(*whole, nullptr, true);
     WarnOfMissing(files);
@@ -113,6 +127,7 @@ class HuggingFaceReader {
     return {};
   }
 
+  // The last name of the list that is there wins, so transformers' comes before diffusers'.
   std::string ChooseIndex(const std::vector<std::string>& indices) {
     std::string chosen = indices.front();
     for (const char* usual :
@@ -125,12 +140,10 @@ class HuggingFaceReader {
   }
 
   // "model-00002-of-00005.safetensors" is not there, though others of the five are.
+  // Only the numbers in names tell: "-NNNNN-of-NNNNN", five digits each. What the files held is not
+  // known, so it is a loss without keys.
   void WarnOfMissing(const std::vector<std::string>& files) {
-    struct Set {
-      std::uint64_t count = 0;
-      std::vector<std::uint64_t> seen;
-    };
-    std::map<std::string, Set> sets;
+    std::map<std::string, std::uint64_t> there;  // By pattern, "model-*-of-00005": how many.
     for (const std::string& name : files) {
       const std::string stem = name.substr(0, name.size() - kSuffix.size());
       const std::size_t of = stem.rfind("-of-");
@@ -140,16 +153,13 @@ class HuggingFaceReader {
       if (digits.find_first_not_of("0123456789") != std::string::npos) continue;
       // A shard's number is its rank's: there are as many as ranks have something of that file.
       if (stem.starts_with("shard-")) continue;
-      Set& set = sets[stem.substr(0, of - 5) + "*" + stem.substr(of)];
-      set.count = std::stoull(digits.substr(5));
-      set.seen.push_back(std::stoull(digits.substr(0, 5)));
+      ++there[stem.substr(0, of - 5) + "*" + stem.substr(of)];
     }
-    for (const auto& [pattern, set] : sets) {
-      if (set.seen.size() < set.count) {
-        builder_.LoseFile(pattern + std::string(kSuffix), std::to_string(set.seen.size()) + " of " +
-                                                              std::to_string(set.count) +
-                                                              " files are there");
-      }
+    for (const auto& [pattern, count] : there) {
+      const std::uint64_t all = std::stoull(pattern.substr(pattern.size() - 5));
+      if (count >= all) continue;
+      builder_.LoseFile(pattern + std::string(kSuffix),
+                        std::to_string(count) + " of " + std::to_string(all) + " files are there");
     }
   }
 
@@ -157,6 +167,8 @@ class HuggingFaceReader {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
                                  folder_.ReadFile(name, kMaxIndexBytes, "{"));
     std::map<std::string, Wanted> by_file;
+    // Called for each member of weight_map as the parser meets it, so that an index of 100 MB never
+    // becomes a tree in memory.
     const auto member = [&](const std::string& key, nlohmann::json& value) -> Status {
       if (!value.is_string()) return DataLoss("weight_map: '" + key + "' is in no file");
       const auto& file = value.get_ref<const std::string&>();
@@ -170,6 +182,7 @@ class HuggingFaceReader {
     if (map != rest.value().end() && !map->is_object()) {
       return DataLoss(folder_.Shown(name) + ": weight_map is no object");
     }
+    // Members went to the callback and are not in `rest`: an empty map looks like none there.
     if (by_file.empty() && text.find("\"weight_map\"") == std::string::npos) {
       return DataLoss(folder_.Shown(name) + ": no weight_map");
     }
@@ -195,6 +208,8 @@ class HuggingFaceReader {
   }
 
   // `wanted`: the tensors that the index says are in it; null: all are wanted.
+  // `in_folder`: whether offsets of shards count. A single file that the user names shows what
+  // stands in it, in its own shape, because the other shards are not read.
   Status ReadHeader(const std::string& name, Wanted* wanted, bool in_folder) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder_.AddFile(name));
     file_names_[file] = name;
@@ -221,25 +236,25 @@ class HuggingFaceReader {
         }
         listed->second = true;
       }
-      StoredShard piece;
-      piece.begin = Dims::Filled(entry.shape.rank(), 0);
+      StoredShard shard;
+      shard.begin = Dims::Filled(entry.shape.rank(), 0);
       if (const auto at = offsets.find(entry.key); at != offsets.end()) {
         if (at->second.rank() != entry.shape.rank()) {
           return DataLoss(folder_.Shown(name) + ": " + std::string(kShardingKey) + ": tensor '" +
                           entry.key + "': offsets " + at->second.ToString() + " of shape " +
                           entry.shape.ToString());
         }
-        const bool moved = !(at->second == piece.begin);
+        const bool moved = !(at->second == shard.begin);
         shards += moved ? 1 : 0;
-        if (in_folder) piece.begin = at->second;
+        if (in_folder) shard.begin = at->second;
       }
-      piece.key = std::move(entry.key);
-      piece.dtype = entry.dtype;
-      piece.shape = entry.shape;
-      piece.file = file;
-      piece.offset = header.data_offset + entry.begin;
-      piece.length = entry.end - entry.begin;
-      pieces_.push_back(std::move(piece));
+      shard.key = std::move(entry.key);
+      shard.dtype = entry.dtype;
+      shard.shape = entry.shape;
+      shard.file = file;
+      shard.offset = header.data_offset + entry.begin;
+      shard.length = entry.end - entry.begin;
+      shards_.push_back(std::move(shard));
     }
     if (unlisted > 0) {
       builder_.Warn(name + ": " + std::to_string(unlisted) +
@@ -253,6 +268,7 @@ class HuggingFaceReader {
     return {};
   }
 
+  // "format": "pt" stands in every file of a checkpoint; what all of them say is said once.
   void AddMetadata(const std::string& name, std::map<std::string, std::string> metadata) {
     for (auto& [key, value] : metadata) {
       // Of each file its own; what it says is in the regions.
@@ -266,52 +282,54 @@ class HuggingFaceReader {
     }
   }
 
-  Status AddPieces() {
-    std::stable_sort(pieces_.begin(), pieces_.end(),
+  // Stable, so that the shards of a tensor keep the order of the files.
+  Status AddShards() {
+    std::stable_sort(shards_.begin(), shards_.end(),
                      [](const StoredShard& a, const StoredShard& b) { return a.key < b.key; });
-    for (std::size_t i = 0; i < pieces_.size();) {
+    for (std::size_t i = 0; i < shards_.size();) {
       std::size_t end = i + 1;
-      while (end < pieces_.size() && pieces_[end].key == pieces_[i].key) ++end;
-      TENSORMOUNT_RETURN_IF_ERROR(AddTensor({pieces_.data() + i, end - i}));
+      while (end < shards_.size() && shards_[end].key == shards_[i].key) ++end;
+      TENSORMOUNT_RETURN_IF_ERROR(AddTensor({shards_.data() + i, end - i}));
       i = end;
     }
     return {};
   }
 
   // The global shape is not stored: it reaches as far as the shards do.
-  Status AddTensor(std::span<const StoredShard> pieces) {
-    const StoredShard& first = pieces.front();
+  Status AddTensor(std::span<const StoredShard> shards) {
+    const StoredShard& first = shards.front();
     if (const Status usable = CheckKey(first.key); !usable.ok()) {
       // The format allows more. One name that we cannot show is no reason to show nothing.
       builder_.Warn(file_names_[first.file] + ": a tensor is left out: " + usable.message());
       return {};
     }
     Dims shape = first.shape;
-    for (const StoredShard& piece : pieces) {
-      if (piece.dtype != first.dtype || piece.shape.rank() != shape.rank()) {
+    for (const StoredShard& shard : shards) {
+      if (shard.dtype != first.dtype || shard.shape.rank() != shape.rank()) {
         builder_.Lose({}, "its shards are of several types", ForeignBuilder::What::kTensor,
                       first.key);
         return {};
       }
       for (int a = 0; a < shape.rank(); ++a) {
-        const auto reach = CheckedAdd(piece.begin[a], piece.shape[a]);
+        // A lost last shard cannot be noticed by this; docs/formats-adopted.md says so.
+        const auto reach = CheckedAdd(shard.begin[a], shard.shape[a]);
         if (!reach) return DataLoss("tensor '" + first.key + "': its saved_offsets overflow");
         shape[a] = std::max(shape[a], *reach);
       }
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t tensor,
                                  builder_.AddTensor(first.key, first.dtype, shape));
-    for (const StoredShard& piece : pieces) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(piece.begin, piece.shape));
+    for (const StoredShard& shard : shards) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(shard.begin, shard.shape));
       TENSORMOUNT_RETURN_IF_ERROR(
-          builder_.AddChunk(tensor, Region(box), piece.file, piece.offset, piece.length));
+          builder_.AddChunk(tensor, Region(box), shard.file, shard.offset, shard.length));
     }
     return {};
   }
 
   const ForeignFolder& folder_;
   ForeignBuilder& builder_;
-  std::vector<StoredShard> pieces_;
+  std::vector<StoredShard> shards_;
   std::map<std::uint32_t, std::string> file_names_;
   std::map<std::string, std::string> common_;  // What the files said so far.
 };

@@ -30,9 +30,12 @@ constexpr std::string_view kConfigFile = "metadata.json";
 constexpr std::array<std::string_view, 2> kBackends = {"torch_dist", "zarr"};
 constexpr const char* kBackendField = "sharded_backend";
 constexpr int kBackendVersion = 1;  // Of both, in every release so far.
+// It is read whole when the checkpoint is opened.
 constexpr std::uint64_t kMaxCommonFile = std::uint64_t{64} << 20;
 
 // "1.0.3"; nullopt: something else, or more axes than tensors have.
+// from_chars takes no plus sign and no blanks, and overflow is an error to it, which is what is
+// wanted of a name.
 std::optional<Dims> ParseDotted(std::string_view text) {
   Dims out;
   while (true) {
@@ -48,7 +51,7 @@ std::optional<Dims> ParseDotted(std::string_view text) {
 }
 
 // The name taken apart, the grid as it stands: one axis short in old releases.
-std::optional<MegatronObject> ParseName(std::string_view name) {
+std::optional<ObjectRecord> ParseName(std::string_view name) {
   constexpr std::string_view kMark = "/shard_";
   const std::size_t mark = name.rfind(kMark);
   if (mark == std::string_view::npos || mark == 0) return std::nullopt;
@@ -59,32 +62,34 @@ std::optional<MegatronObject> ParseName(std::string_view name) {
   const std::optional<Dims> grid = ParseDotted(rest.substr(underscore + 1));
   if (!index || !grid) return std::nullopt;
   if (grid->rank() != index->rank() && grid->rank() + 1 != index->rank()) return std::nullopt;
-  return MegatronObject{std::string(name.substr(0, mark)), *index, *grid};
+  return ObjectRecord{.key = std::string(name.substr(0, mark)), .index = *index, .grid = *grid};
 }
 
 // Whether parts (of one key) fill one grid; completes grids that lack their last axis.
-bool FillGrid(std::span<MegatronObject* const> parts) {
+// Old releases cut the name short after the last but one extent, so the last extent is the largest
+// index along that axis and one more. O(parts log parts).
+bool FillGrid(std::span<ObjectRecord* const> parts) {
   const int rank = parts.front()->index.rank();
   Dims grid = parts.front()->grid;
-  for (const MegatronObject* part : parts) {
+  for (const ObjectRecord* part : parts) {
     if (part->index.rank() != rank || !(part->grid == parts.front()->grid)) return false;
   }
   if (grid.rank() < rank) {
     std::int64_t last = 0;
-    for (const MegatronObject* part : parts) last = std::max(last, part->index[rank - 1]);
+    for (const ObjectRecord* part : parts) last = std::max(last, part->index[rank - 1]);
     if (last >= static_cast<std::int64_t>(parts.size())) return false;
     grid.push_back(last + 1);
   }
   const std::optional<std::int64_t> cells = CheckedProduct(grid);
   if (!cells || *cells != static_cast<std::int64_t>(parts.size())) return false;
   std::set<std::vector<std::int64_t>> seen;
-  for (const MegatronObject* part : parts) {
+  for (const ObjectRecord* part : parts) {
     for (int a = 0; a < rank; ++a) {
       if (part->index[a] >= grid[a]) return false;
     }
     if (!seen.emplace(part->index.begin(), part->index.end()).second) return false;
   }
-  for (MegatronObject* part : parts) part->grid = grid;
+  for (ObjectRecord* part : parts) part->grid = grid;
   return true;
 }
 
@@ -99,20 +104,13 @@ bool IsTooLong(const Value& key) {
   return key.kind() == Kind::kString && key.text().size() > kMaxKeyBytes;
 }
 
-// What is no plain data: how many there are, and the name of the first.
-struct Lost {
-  std::size_t count = 0;
-  std::string first;
-
-  void Add(std::string_view prefix, const Value& key) {
-    if (++count > 1) return;
-    first = std::string(prefix) + (IsTooLong(key) ? "a very long key" : KeyText(key));
-  }
-};
+std::string ShownKey(const Value& key) { return IsTooLong(key) ? "a very long key" : KeyText(key); }
 
 // A dict, or the attributes of a namespace, without what is no plain data. One level deep: the
 // arguments of a run, where a dtype or an enum stands among hundreds of numbers.
-std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, Lost& lost,
+// Whatever cannot be converted is left out of the dict and counted: nobody would want to lose 300
+// arguments for one torch.dtype.
+std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, CountedNames& lost,
                                     ValueBudget& budget) {
   Value items = value;
   if (value.kind() == Kind::kObject && value.state().kind() == Kind::kDict) items = value.state();
@@ -125,7 +123,7 @@ std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, L
     if (!plain) {
       // Tensors of dicts are shown as such; of namespaces nobody sees them.
       const bool shown = value.kind() == Kind::kDict && TorchArchive::IsTensor(items.item(i));
-      if (!shown) lost.Add(std::string(name) + ".", items.key(i));
+      if (!shown) lost.Add(std::string(name) + "." + ShownKey(items.key(i)));
       continue;
     }
     const CommonKey key = items.key(i).kind() == Kind::kInt
@@ -137,6 +135,8 @@ std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, L
 }
 
 // metadata.json where it is Megatron-Core's: it names a backend.
+// Other programs write a metadata.json too (OLMo-core does), so one without a backend is none of
+// ours, and no error.
 std::optional<nlohmann::json> ConfigOf(const ForeignFolder& folder) {
   const Result<std::string> text = folder.ReadFile(kConfigFile, std::uint64_t{1} << 20);
   if (!text.ok()) return std::nullopt;
@@ -171,26 +171,29 @@ Status CheckMegatronBackend(const ForeignFolder& folder) {
                      ", we read version " + std::to_string(kBackendVersion));
 }
 
-std::vector<MegatronObject> MegatronObjects(std::span<const std::string> names) {
-  std::vector<MegatronObject> out;
+std::vector<ObjectRecord> MegatronObjects(std::span<const std::string> names) {
+  std::vector<ObjectRecord> out;
   out.reserve(names.size());
+  // Views of the caller's names, which live longer than this call.
   const std::unordered_set<std::string_view> all(names.begin(), names.end());
   std::map<std::string, std::vector<std::size_t>> by_key;
   for (std::size_t i = 0; i < names.size(); ++i) {
-    std::optional<MegatronObject> parsed = ParseName(names[i]);
+    std::optional<ObjectRecord> parsed = ParseName(names[i]);
     if (parsed) by_key[parsed->key].push_back(i);
-    out.push_back(parsed ? std::move(*parsed) : MegatronObject{names[i], {}, {}});
+    out.push_back(parsed ? std::move(*parsed) : ObjectRecord{.key = names[i]});
   }
   for (const auto& [key, numbers] : by_key) {
-    std::vector<MegatronObject*> parts;
+    std::vector<ObjectRecord*> parts;
     for (const std::size_t i : numbers) parts.push_back(&out[i]);
     // A plain object of the same name leaves no room for one of several parts.
     if (!all.contains(key) && FillGrid(parts)) continue;
-    for (const std::size_t i : numbers) out[i] = MegatronObject{names[i], {}, {}};
+    for (const std::size_t i : numbers) out[i] = ObjectRecord{.key = names[i]};
   }
   return out;
 }
 
+// Example: original [4, 6] cut into a grid of [2, 3] is stored as [2, 3, 4], where 4 is the
+// elements of a fragment [2, 2]. A chunk at [1, 0, 0] of size [1, 1, 4] is the box [2:4, 0:2].
 std::optional<MegatronFlatShape> MegatronFlatShape::Make(const Dims& stored, const Dims& original) {
   if (stored.rank() != original.rank() + 1 || original.rank() == 0) return std::nullopt;
   MegatronFlatShape out;
@@ -203,6 +206,8 @@ std::optional<MegatronFlatShape> MegatronFlatShape::Make(const Dims& stored, con
   return out;
 }
 
+// Along the axes of the grid a chunk has size 1; along the last one it may be a part of the
+// fragment, a flat range of its row-major order.
 Result<Region> MegatronFlatShape::RegionOf(std::span<const std::int64_t> offsets,
                                            std::span<const std::int64_t> sizes) const {
   const int rank = original_.rank();
@@ -213,12 +218,12 @@ Result<Region> MegatronFlatShape::RegionOf(std::span<const std::int64_t> offsets
   Dims begin;
   for (int a = 0; a < rank; ++a) {
     const std::int64_t at = offsets[static_cast<std::size_t>(a)];
-    std::int64_t place = 0;
+    std::int64_t start = 0;
     if (sizes[static_cast<std::size_t>(a)] != 1 ||
-        __builtin_mul_overflow(at, fragment_[a], &place)) {
+        __builtin_mul_overflow(at, fragment_[a], &start)) {
       return bad;
     }
-    begin.push_back(place);
+    begin.push_back(start);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, fragment_));
   if (!box.Within(original_)) return bad;
@@ -227,17 +232,20 @@ Result<Region> MegatronFlatShape::RegionOf(std::span<const std::int64_t> offsets
   return region;
 }
 
+// Tensors in the common state are given to TorchTree, which names them by their path; everything
+// else is a common value. Failures to show something are warnings, since the bytes are there as an
+// object anyhow.
 Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::uint64_t at,
                          std::string_view from, ForeignBuilder& builder, ValueBudget& budget) {
   Value items = archive.document().root();
   // An object is stored as a list that holds it.
   if (items.kind() == Kind::kList && items.size() == 1) items = items.item(0);
   if (items.kind() != Kind::kDict) return Status();
-  Lost lost;
+  CountedNames lost;  // What is no plain data.
   for (std::size_t i = 0; i < items.size(); ++i) {
     if (!IsNamed(items.key(i)) || TorchArchive::IsTensor(items.item(i))) continue;
     if (IsTooLong(items.key(i))) {
-      lost.Add("", items.key(i));
+      lost.Add(ShownKey(items.key(i)));
       continue;
     }
     const std::string name = KeyText(items.key(i));
@@ -246,7 +254,7 @@ Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::u
     } else if (std::optional<CommonDict> part = PlainPart(items.item(i), name, lost, budget)) {
       builder.AddCommon(name, std::move(*part));
     } else {
-      lost.Add("", items.key(i));
+      lost.Add(ShownKey(items.key(i)));
     }
   }
   if (lost.count > 0) {
@@ -267,6 +275,8 @@ Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::u
   return Status();
 }
 
+// The file may be a legacy pickle, a huge one, or damaged: the object is added first, and
+// everything after it only adds values.
 Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builder) {
   if (!folder.Has(kCommonFile)) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder.AddFile(kCommonFile));

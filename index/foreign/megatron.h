@@ -17,6 +17,7 @@
 #include "index/foreign/pickle.h"
 #include "index/foreign/torch_archive.h"
 #include "index/foreign/value_budget.h"
+#include "index/records/inventory.h"
 
 // What Megatron-Core's dist_checkpointing adds to the formats that it writes
 // (megatron/core/dist_checkpointing/{core,mapping}.py, strategies/torch.py).
@@ -25,20 +26,18 @@ namespace tensormount {
 
 // "torch_dist" or "zarr": sharded_backend of metadata.json; empty: it is not there or something
 // else.
+// Looks at metadata.json alone; never fails.
 std::string MegatronBackend(const ForeignFolder& folder);
 // kUnsupported, by name, where metadata.json names a backend or a version that nobody looked at.
 Status CheckMegatronBackend(const ForeignFolder& folder);
 
-// A sharded object's name, "KEY/shard_1.0_2.4": element [1, 0] of a grid of [2, 4].
-struct MegatronObject {
-  std::string key;
-  Dims index;  // Both of rank 0: no sharded object, `key` is the whole name.
-  Dims grid;
-};
-// Takes names apart from their right end (keys may hold '/'), all of one checkpoint at once: names
-// that old releases cut off after the last but one extent get the missing one from the others.
-// Objects whose parts do not fill their grid exactly stay plain objects with their full names.
-std::vector<MegatronObject> MegatronObjects(std::span<const std::string> names);
+// The name of a sharded object is "KEY/shard_1.0_2.4": element [1, 0] of a grid of [2, 4]. Takes
+// names apart, into records of which key, index and grid are set; where index and grid have rank 0
+// the name is of no sharded object, and the key is all of it. Goes from the right end, since keys
+// may hold '/', and takes all names of a checkpoint at once: those that old releases cut off after
+// the last but one extent get the missing one from the others. Objects whose parts do not fill
+// their grid exactly stay plain objects with their full names.
+std::vector<ObjectRecord> MegatronObjects(std::span<const std::string> names);
 
 // The original shape of optimizer state that was stored flattened: its stored shape is the number
 // of fragments along every axis and the elements of a fragment.

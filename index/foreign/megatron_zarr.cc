@@ -2,6 +2,15 @@
 // A ForeignFormat of format.h. Zarr hierarchies of version 2: those of Megatron-Core
 // (strategies/zarr.py, until 0.15), where the name of a folder is the key of a tensor, and
 // anybody's.
+//
+//   KEY/.zarray          shape, chunks, dtype, order: JSON (zarr_array.h)
+//   KEY/0.0 KEY/0.1      one file a chunk, uncompressed: elements in C or F order
+//   KEY/shard_0_2.pt     Megatron-Core: a part of an object, on a grid
+//   .zgroup              may mark a folder of arrays, and says the version of all below it
+//
+// Chunks at the edges are stored whole, padding included, so those are strided windows of their
+// files. Compressed arrays are left out: nothing is decompressed here, and a chunk has no range of
+// bytes then.
 #include <algorithm>
 #include <string>
 #include <string_view>
@@ -22,7 +31,9 @@ constexpr std::string_view kZarr3 = "zarr.json";
 constexpr std::string_view kSync = ".sync";  // Locks that writers of flattened state left.
 constexpr std::string_view kMegatron = "zarr";
 constexpr std::uint64_t kMaxArrayJson = std::uint64_t{1} << 20;
+// Folders are walked by recursion; real hierarchies are a few levels deep.
 constexpr int kMaxZarrDepth = 64;
+// A folder of a million steps must not be walked to see that it is no hierarchy.
 constexpr int kProbed = 16;  // Folders that a probe looks into.
 
 std::string JoinedNames(const std::string& below, const std::string& name) {
@@ -30,6 +41,7 @@ std::string JoinedNames(const std::string& below, const std::string& name) {
 }
 
 // Bytes from an element to the next along each axis of a whole chunk.
+// Of the chunk as it stands in its file, which is larger than the region at an edge.
 Dims StridesOf(const ZarrArray& array) {
   const int rank = array.chunks.rank();
   Dims strides = Dims::Filled(rank, 0);
@@ -58,10 +70,13 @@ class ArrayReader {
   Status Read() {
     TENSORMOUNT_RETURN_IF_ERROR(List(below_, ""));
     const std::string& key = builder_.MetaOf(tensor_).key();
-    if (strange_ > 0) {
-      builder_.Warn("tensor " + key + ": " + std::to_string(strange_) +
-                    " files are no chunks of it and not shown (the first: " + first_strange_ + ")");
+    if (strange_.count > 0) {
+      builder_.Warn("tensor " + key + ": " + std::to_string(strange_.count) +
+                    " files are no chunks of it and not shown (the first: " + strange_.first + ")");
     }
+    // Of an array with a fill value chunks that equal it are often not written. Their cells have
+    // values that stand in no file, so reads in place cannot give them: the whole tensor is left
+    // out. Where fill_value is null, what is not stored is a hole, which the builder finds.
     const std::optional<std::int64_t> all = CheckedProduct(grid_);
     if (array_.fill_value && (!all || stored_ < *all)) {
       builder_.LeaveOut(tensor_, (all ? std::to_string(*all - stored_) : std::string("most")) +
@@ -73,6 +88,8 @@ class ArrayReader {
 
  private:
   // `prefix`: of the chunk's name, where folders are parts of it.
+  // With "/" as separator chunk "1.2" is the file 2 in folder 1, one level of folders for each axis
+  // but the last.
   Status List(const std::string& below, const std::string& prefix) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder_.List(below));
     for (const DirectoryEntry& entry : entries) {
@@ -87,7 +104,7 @@ class ArrayReader {
       }
       const std::optional<Dims> index = ParseChunkName(name, grid_.rank(), array_.separator);
       if (!index || !OnGrid(*index)) {
-        if (strange_++ == 0) first_strange_ = name.substr(0, 256);
+        strange_.Add(name.substr(0, 256));
         continue;
       }
       TENSORMOUNT_RETURN_IF_ERROR(Add(*index, JoinedNames(below, entry.name)));
@@ -106,10 +123,13 @@ class ArrayReader {
     Dims begin;
     Dims extent;
     for (int a = 0; a < index.rank(); ++a) {
+      // No overflow: the index is on the grid, and the shape fits.
       begin.push_back(index[a] * array_.chunks[a]);
       extent.push_back(std::min(array_.chunks[a], array_.shape[a] - begin[a]));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, extent));
+    // A FIFO or a link that leads round: the chunk becomes a hole, and stored_ counts it, so that
+    // it is not taken for a cell of the fill value.
     const Result<std::uint32_t> added = builder_.AddFile(name);
     if (added.status().code() == Code::kDataLoss) {
       // A chunk that is no file: as much as one that is not stored.
@@ -147,8 +167,7 @@ class ArrayReader {
   Dims grid_;
   Dims strides_;
   std::int64_t stored_ = 0;
-  std::size_t strange_ = 0;
-  std::string first_strange_;
+  CountedNames strange_;  // Files that are no chunks.
 };
 
 class HierarchyReader {
@@ -162,6 +181,7 @@ class HierarchyReader {
   }
 
  private:
+  // An array ends the walk: folders below it are its chunks.
   Status Walk(const std::string& below, int depth) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder_.List(below));
     const auto has = [&](std::string_view name) {
@@ -211,7 +231,8 @@ class HierarchyReader {
     return Status();
   }
 
-  // Arrays below one of another version may be laid out in another way.
+  // Arrays below one of another version may be laid out in another way. So zarr_format of a .zgroup
+  // speaks for everything below it.
   Status CheckGroup(const std::string& below) {
     const std::string name = JoinedNames(below, std::string(kZgroup));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, folder_.ReadFile(name, kMaxArrayJson));
@@ -245,7 +266,7 @@ class HierarchyReader {
   }
 
   Status AddObjects() {
-    const std::vector<MegatronObject> parsed = MegatronObjects(objects_);
+    const std::vector<ObjectRecord> parsed = MegatronObjects(objects_);
     for (std::size_t i = 0; i < objects_.size(); ++i) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder_.AddFile(objects_[i] + ".pt"));
       TENSORMOUNT_RETURN_IF_ERROR(builder_.AddObject(
@@ -264,6 +285,8 @@ class MegatronZarr : public ForeignFormat {
  public:
   std::string_view name() const override { return "megatron-core zarr"; }
 
+  // Asked before all others: metadata.json that names the backend is the clearest sign there is. A
+  // .zgroup may be missing, so a few folders are looked into.
   bool Probe(const ForeignFolder& folder) const override {
     if (!folder.file().empty()) return false;
     if (MegatronBackend(folder) == kMegatron) return true;

@@ -2,6 +2,10 @@
 // A ForeignFormat of format.h. NumPy's own files (numpy/lib/format.py): .npy, .npz as numpy.savez
 // writes it, and folders of .npy. Arrays in Fortran order are strided windows; nothing is
 // converted.
+//
+// An .npy file is a magic number, a header that is the text of a Python dict (descr, fortran_order,
+// shape), and the elements. The header is parsed as that literal by shard/npy and never evaluated.
+// An .npz is a zip of such files.
 #include <algorithm>
 #include <array>
 #include <set>
@@ -22,10 +26,14 @@ constexpr std::string_view kNpz = ".npz";
 constexpr int kMaxNumpyDepth = 32;
 
 // Of one array: whether it is left out, rather than ending the read of all.
+// Errors of reading (no permission, a disk that fails) end the read, for the next array would fail
+// as well.
 bool ConcernsOneArray(const Status& status) {
   return status.code() == Code::kUnsupported || status.code() == Code::kDataLoss;
 }
 
+// 4 KiB hold almost every header; a longer one says how long it is and is read again, at most to
+// the end of the array's bytes.
 Result<NpyHeader> ReadNpyHeader(File& file, std::uint64_t begin, std::uint64_t length) {
   std::string head(std::min<std::uint64_t>(length, 4096), '\0');
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(begin, head.data(), head.size()));
@@ -55,6 +63,8 @@ Status AddArray(ForeignBuilder& builder, std::string_view key, std::uint32_t num
   TENSORMOUNT_ASSIGN_OR_RETURN(const NpyHeader header, ReadNpyHeader(*file, begin, length));
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorMeta meta,
                                TensorMeta::Make("x", header.dtype, header.shape));
+  // ParseNpyHeader was given no more than `length` bytes and found the header whole, so this is not
+  // negative.
   const std::uint64_t available = length - header.data_offset;
   if (available < meta.bytes()) {
     return Status(Code::kDataLoss, std::to_string(available) + " bytes of elements, but shape " +
@@ -71,6 +81,8 @@ Status AddArray(ForeignBuilder& builder, std::string_view key, std::uint32_t num
   Dims strides;
   if (header.fortran_order) {
     strides = FortranStrides(header.dtype, header.shape);
+    // A vector, or a matrix of one row, is the same in both orders: then it is packed and reads
+    // need no gather.
     if (ArePackedStrides(header.dtype, header.shape, strides)) strides = {};
   }
   return builder.AddChunk(tensor, Box::Whole(header.shape), number, begin + header.data_offset,
@@ -90,6 +102,7 @@ Status AddOneOf(ForeignBuilder& builder, std::string_view key, std::uint32_t num
   return Status();
 }
 
+// Keys are entry names without ".npy", as numpy.load shows them.
 Status ReadNpz(ForeignBuilder& builder, std::uint32_t number) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, builder.OpenFile(number));
   TENSORMOUNT_ASSIGN_OR_RETURN(const ZipArchive zip,
@@ -116,6 +129,7 @@ Status ReadNpz(ForeignBuilder& builder, std::uint32_t number) {
 }
 
 // Links to folders are not followed: they could lead in circles.
+// The key of a file is its path below the folder, so that `a/b.npy` and `a.b.npy` stay two tensors.
 Status ReadBelow(const ForeignFolder& folder, ForeignBuilder& builder, const std::string& below,
                  int depth) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List(below));
@@ -144,6 +158,7 @@ Status ReadBelow(const ForeignFolder& folder, ForeignBuilder& builder, const std
 }
 
 // Whether there is a .npy file in a folder or right below it.
+// One level down and no further: a probe is not a walk.
 bool HasArrays(const ForeignFolder& folder, const std::string& below, bool descend) {
   const Result<std::vector<DirectoryEntry>> entries = folder.List(below);
   if (!entries.ok()) return false;

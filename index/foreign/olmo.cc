@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A ForeignFormat of format.h. OLMo-core 0.1: a folder of rank_N.safetensors with metadata.json, or
 // the folder of two of them, model/ and optim/, that its trainer writes. Later releases write DCP.
+//
+// metadata.json has for every tensor its shape, dtype and which file holds which part of it: boxes,
+// or ranges of the flattened tensor. The positions of the bytes stand in the headers of the
+// safetensors files, under the same key; several ranges of one file stand one after the other. Both
+// are read, compared, and joined into chunks.
 #include <algorithm>
 #include <array>
 #include <string>
@@ -20,11 +25,13 @@ namespace {
 
 constexpr std::string_view kMetadataName = "metadata.json";
 constexpr std::uint64_t kMaxOlmoMetadata = std::uint64_t{256} << 20;
+// A larger one stays an object only: it is read when the checkpoint is opened.
 constexpr std::uint64_t kMaxOlmoPickle = std::uint64_t{1} << 20;
 // The halves of a trainer's checkpoint; keys get these prefixes, as they have them since 1.0.
 constexpr std::array<std::string_view, 2> kHalves = {"model", "optim"};
 
 // Whether the first bytes of metadata.json look like OLMo's rather than Megatron's.
+// Megatron's metadata.json is a few words without "tensors"; OLMo's begins with it.
 bool LooksLikeOlmo(const ForeignFolder& folder, const std::string& name) {
   const Result<std::unique_ptr<File>> file = folder.OpenRead(name);
   if (!file.ok()) return false;
@@ -35,6 +42,7 @@ bool LooksLikeOlmo(const ForeignFolder& folder, const std::string& name) {
 }
 
 // Pickles in tensors of bytes: the hyperparameters, and the names of an optimizer's slots.
+// Tensors of these names that are no vectors of bytes are tensors like others.
 bool IsPickled(const OlmoTensor& tensor) {
   if (tensor.dtype != DType::kU8 || tensor.shape.rank() != 1) return false;
   if (tensor.key == "state_keys") return true;
@@ -43,6 +51,8 @@ bool IsPickled(const OlmoTensor& tensor) {
   return tensor.key.find_first_not_of("0123456789", kGroup.size()) == std::string::npos;
 }
 
+// One file of the metadata, whether it is there or not: positions in files_ are those of
+// OlmoMetadata::files.
 struct RankFile {
   bool present = false;
   std::uint32_t number = 0;
@@ -78,6 +88,7 @@ class HalfReader {
   std::size_t ranks() const { return files_.size(); }
 
  private:
+  // A file that is missing leaves holes in the tensors that it held part of; the read goes on.
   Status ReadHeader(const std::string& name) {
     RankFile rank;
     const Result<std::uint32_t> number = builder_.AddFile(name);
@@ -103,6 +114,7 @@ class HalfReader {
   }
 
   // The dtype, where metadata.json does not say: that of the first file that has the tensor.
+  // The first releases did not write it. Files that say otherwise are then found by AddShard.
   std::optional<DType> DTypeOf(const OlmoTensor& tensor) const {
     if (tensor.dtype) return tensor.dtype;
     for (const OlmoShard& shard : tensor.shards) {
@@ -134,6 +146,8 @@ class HalfReader {
     std::vector<const OlmoShard*> added;
     for (const OlmoShard& shard : tensor.shards) {
       if (!files_[shard.file].present) continue;
+      // Equal regions are copies, of which the first found counts; regions that overlap without
+      // being equal are left to the builder, which drops the tensor.
       const bool copy = std::any_of(added.begin(), added.end(), [&](const OlmoShard* other) {
         return other->regions == shard.regions;
       });
@@ -152,6 +166,8 @@ class HalfReader {
     if (at == file.entries.end()) return false;
     const SafetensorsEntry& entry = at->second;
     const TensorMeta& meta = builder_.MetaOf(tensor);
+    // The regions of a shard stand one after the other in its entry, in the order of the metadata,
+    // and must fill it exactly.
     const std::string& name = metadata_.files[shard.file];
     if (entry.dtype != meta.dtype()) {
       builder_.Drop(tensor, name + " holds it as " + std::string(InfoOf(entry.dtype).name) +
@@ -178,6 +194,8 @@ class HalfReader {
   }
 
   // A pickle that stands whole in one file: an object, and a common value where it is plain data.
+  // False: it is not what it should be (cut into shares, or of another length), and is shown as the
+  // tensor of bytes that it also is.
   Result<bool> AddPickled(const OlmoTensor& tensor, const std::string& key) {
     for (const OlmoShard& shard : tensor.shards) {
       const RankFile& file = files_[shard.file];

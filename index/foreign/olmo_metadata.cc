@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // metadata.json of OLMo-core 0.1 taken apart, field by field.
+//
+// Parsed member by member (ParseStrictJson with a callback), so that 256 MiB of JSON are never a
+// tree in memory. Strict: duplicate keys, which parsers resolve in different ways, are refused.
 #include "index/foreign/olmo_metadata.h"
 
 #include <unordered_map>
@@ -17,6 +20,7 @@ namespace {
 using Json = nlohmann::json;
 
 // A whole number from 0 on; nullopt: something else.
+// Negative numbers and 1.0 are other kinds of JSON numbers and are refused.
 std::optional<std::int64_t> Number(const Json& json) {
   if (!json.is_number_unsigned()) return std::nullopt;
   const auto value = json.get<std::uint64_t>();
@@ -40,11 +44,13 @@ Result<Dims> NumbersOf(const Json& json, std::string_view what) {
 }
 
 // The value of a field; null where it is absent.
+// Python writes None as null: absent and null are the same here.
 const Json* Field(const Json& object, const char* name) {
   const auto found = object.find(name);
   return found == object.end() || found->is_null() ? nullptr : &*found;
 }
 
+// Elements [begin, end) of the row-major order of the whole tensor.
 Status AddRange(const Box& whole, const Json& json, std::vector<Region>& out) {
   const auto begin = json.is_array() && json.size() == 2 ? Number(json[0]) : std::nullopt;
   const auto end = begin ? Number(json[1]) : std::nullopt;
@@ -67,6 +73,8 @@ Status AddRanges(const Box& whole, const Json& json, std::vector<Region>& out) {
   return Status();
 }
 
+// One of: flattened_offsets (ranges); local_shape and global_offset (a box); neither (this file has
+// no share).
 Status AddSpec(const Box& whole, const Json& spec, std::vector<Region>& out) {
   if (!spec.is_object()) return DataLoss("a shard's description is no object");
   const Json* const ranges = Field(spec, "flattened_offsets");
@@ -107,6 +115,7 @@ class OlmoMetadataReader {
     const Json* const shape = Field(json, "shape");
     if (shape == nullptr) return DataLoss("has no shape");
     TENSORMOUNT_ASSIGN_OR_RETURN(tensor.shape, NumbersOf(*shape, "shape"));
+    // The dtype may not be known yet: what fits the largest elements fits all.
     if (const Status fits = CheckShape(DType::kC128, tensor.shape); !fits.ok()) {
       return DataLoss("shape " + tensor.shape.ToString() + " overflows");
     }
@@ -116,6 +125,8 @@ class OlmoMetadataReader {
       if (known.ok()) {
         tensor.dtype = known.value();
       } else {
+        // Told later, by whoever adds it: a dtype that we lack leaves out one tensor and is no
+        // damage.
         tensor.problem = known.status();
       }
     }
@@ -142,6 +153,7 @@ class OlmoMetadataReader {
     return Status();
   }
 
+  // The same few file names stand in every tensor.
   std::uint32_t NumberOf(const std::string& name) {
     const auto next = static_cast<std::uint32_t>(metadata.files.size());
     const auto [at, fresh] = numbers_.emplace(name, next);

@@ -20,6 +20,8 @@ namespace {
 constexpr std::string_view kLatest = "latest";
 
 // "run1" of "run1/latest", where no such name exists. nullopt: something else.
+// The name is a word of ours and no file: where somebody has a file or folder called "latest", that
+// is meant.
 std::optional<std::string> LatestIn(FileSystem& fs, std::string_view given) {
   const std::string path = WithoutTrailingSlashes(given);
   const std::size_t slash = path.rfind('/');
@@ -32,6 +34,8 @@ std::optional<std::string> LatestIn(FileSystem& fs, std::string_view given) {
 
 // A checkpoint that stands in a store is read by the rules of that store: one of a newer version is
 // refused before anything else is looked at. Others stand alone, as copies do.
+// A store.json that is damaged or cannot be read does not stand in the way: the checkpoint is whole
+// by itself, and fsck is for the store.
 Status CheckStoreAbove(FileSystem& fs, const std::string& path) {
   const std::size_t slash = path.rfind('/');
   if (slash == std::string::npos || slash == 0) return Status();
@@ -41,6 +45,8 @@ Status CheckStoreAbove(FileSystem& fs, const std::string& path) {
   return opened.code() == Code::kUnsupported ? opened : Status();
 }
 
+// Ours first: a checkpoint of ours that holds safetensors files in data/ would pass for a foreign
+// one. LinkStat for COMMIT, since a link of that name is no sign of ours.
 Result<FoundSource> FindResolved(FileSystem& fs, const std::string& path,
                                  const std::vector<std::string>& roots) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
@@ -77,6 +83,8 @@ Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
   if (!parent) return path.status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(*parent));
   const Result<FoundSource> found = FindResolved(fs, resolved, roots);
+  // ResolveSourcePath knows stores; of training directories "latest" is looked up here. Its error
+  // is the better one where there is neither.
   if (!found.ok() || found.value().kind != SourceKind::kForeignSteps) return path.status();
   return LatestOf(fs, found.value(), roots);
 }
@@ -95,6 +103,8 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundS
     case SourceKind::kForeign: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
                                    ForeignFolder::Open(fs, source.path, roots));
+      // Metadata of gigabytes are legal. A command should say that memory ran out, and a mount
+      // should go on serving what it has.
       try {
         TENSORMOUNT_ASSIGN_OR_RETURN(ForeignInventory inventory, ReadForeign(folder));
         if (whole_only) LeaveOutLost(inventory);

@@ -11,11 +11,12 @@
 #include "base/file_system.h"
 #include "index/read/checkpoint.h"
 
-// What a user may name as SOURCE, found and opened in one place for the library, the mount and
+// What a user may name as SOURCE, found and opened in one way for the library, the mount and
 // every command.
 
 namespace tensormount {
 
+// Told apart by names in the folder, never by what the user calls it.
 enum class SourceKind {
   kStore,         // A store of ours.
   kCheckpoint,    // A checkpoint of ours (an adopted one too).
@@ -23,6 +24,8 @@ enum class SourceKind {
   kForeignSteps,  // A training directory of such checkpoints.
 };
 
+// Finding and opening are two steps, since commands differ in what they take: `gc` wants a store,
+// `cat` one checkpoint, a mount either.
 struct FoundSource {
   SourceKind kind = SourceKind::kStore;
   std::string path;  // Resolved: symlinks and "latest" are taken once.
@@ -32,6 +35,8 @@ struct FoundSource {
 
 // `roots`: folders that the operator named with --root: data of adopted checkpoints and links of
 // foreign ones may lie in them. kNotFound; kUnsupported for what is none of these, with what it is.
+// The order of the questions: COMMIT (ours), store.json, a foreign format, a training directory.
+// Reads names, and at most the small files that tell formats apart.
 Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
                                const std::vector<std::string>& roots);
 
@@ -43,10 +48,12 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundS
                                                     bool whole_only = false);
 
 // The latest checkpoint of a kStore or kForeignSteps; others as they are. kNotFound: it has none.
+// Resolved once here: what is published later does not change the answer that somebody works with.
 Result<FoundSource> LatestOf(FileSystem& fs, const FoundSource& source,
                              const std::vector<std::string>& roots);
 
 // FindSource and OpenFound.
+// A kStore or kForeignSteps is refused as OpenFound says; RUN/latest names one.
 Result<std::shared_ptr<OpenedCheckpoint>> OpenNamed(FileSystem& fs, const std::string& text,
                                                     const std::vector<std::string>& roots);
 

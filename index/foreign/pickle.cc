@@ -14,6 +14,8 @@
 namespace tensormount::pickle {
 namespace {
 
+// A torch.Size of integers is not an object in memory but a form of Value (pickle_record.h), so its
+// callee is made up when somebody asks.
 const ClassRow& SizeRow() {
   static const ClassRow* const row = FindClassRow("torch", "Size", nullptr);
   return *row;
@@ -21,17 +23,20 @@ const ClassRow& SizeRow() {
 
 Value IntsItem(const Value& v, std::size_t i) {
   return Access::Make(Kind::kInt,
-                      static_cast<std::uint64_t>(Access::Place<const std::int64_t>(v)[i]));
+                      static_cast<std::uint64_t>(Access::PointerTo<const std::int64_t>(v)[i]));
 }
 
 // The pairs of a kDict, or of a kObject; null: none.
 const Container* PairsOf(const Value& v) {
-  if (v.kind() == Kind::kDict) return Access::Place<const Container>(v);
+  if (v.kind() == Kind::kDict) return Access::PointerTo<const Container>(v);
   if (v.kind() != Kind::kObject || Access::FormOf(v) != Form::kPlain) return nullptr;
-  const ObjectExtra* extra = Access::Place<const PickledObject>(v)->extra;
+  const ObjectExtra* extra = Access::PointerTo<const PickledObject>(v)->extra;
   return extra == nullptr ? nullptr : &extra->pairs;
 }
 
+// Linear in small dicts, from the end, since an unindexed dict may hold a key twice while it is
+// built and the last value counts. Large finished dicts have an index. Keys longer than kMaxKey are
+// found by the linear search only.
 std::optional<Value> FindIn(const Container& c, std::string_view key) {
   const std::size_t pairs = c.count / 2;
   if (c.capacity == Container::kIndexed && key.size() <= KeyIndex::kMaxKey) {
@@ -54,6 +59,8 @@ std::optional<Value> FindIn(const Container& c, std::string_view key) {
 }  // namespace
 
 // Seeded anew in every process, so that no stream can choose keys that collide.
+// Reads of eight bytes, each mixed by a 64 by 64 multiplication whose halves are folded: a few
+// cycles a word, and good enough with a seed that nobody knows.
 std::uint64_t HashKey(std::string_view key) {
   static const std::uint64_t seed = [] {
     std::random_device device;
@@ -79,6 +86,8 @@ std::uint64_t HashKey(std::string_view key) {
 namespace {
 
 // The integer that a key equals, if it does.
+// Converting to an integer and back shows whether a float is a whole number. The range is checked
+// first: the conversion of a float that does not fit is undefined.
 std::optional<std::int64_t> KeyInteger(const Value& key) {
   switch (key.kind()) {
     case Kind::kBool:
@@ -101,6 +110,8 @@ std::optional<std::int64_t> KeyInteger(const Value& key) {
 
 }  // namespace
 
+// Long texts never equal here: comparing 2 KiB a pair is bounded, comparing megabytes for each of a
+// million keys is not.
 bool SameKey(const Value& a, const Value& b) {
   if (a.kind() == Kind::kString || b.kind() == Kind::kString) {
     return a.kind() == b.kind() && a.text().size() <= KeyIndex::kMaxKey && a.text() == b.text();
@@ -121,6 +132,7 @@ bool KeyHash(const Value& key, std::uint64_t& hash) {
   return true;
 }
 
+// Names come from the stream and end up on terminals and in logs.
 std::string ShownName(std::string_view text) {
   constexpr std::size_t kMax = 120;
   std::string out;
@@ -154,6 +166,9 @@ Arena::~Arena() {
   for (void* block : blocks_) std::free(block);
 }
 
+// Blocks grow from 16 KiB to 2 MiB, so that the small pickle of one item takes little and a large
+// one few blocks. Something large gets a block of its own, and the current block stays in use.
+// Every block is charged before it is taken, whole: used() is what the process really gave.
 void* Arena::TakeSlow(std::size_t bytes) {
   constexpr std::size_t kFirst = std::size_t{16} << 10;
   const bool large = bytes > kHugePage / 8;
@@ -193,31 +208,32 @@ double Value::real() const {
 
 std::string_view Value::text() const {
   assert(kind() == Kind::kString || kind() == Kind::kBytes || kind() == Kind::kLong);
-  return {Access::Place<const char>(*this), Access::Length(*this)};
+  return {Access::PointerTo<const char>(*this), Access::Length(*this)};
 }
 
 std::string_view Value::module() const {
   assert(kind() == Kind::kGlobal);
-  return Access::Place<const ClassRow>(*this)->module;
+  return Access::PointerTo<const ClassRow>(*this)->module;
 }
 
 std::string_view Value::name() const {
   assert(kind() == Kind::kGlobal);
-  return Access::Place<const ClassRow>(*this)->name;
+  return Access::PointerTo<const ClassRow>(*this)->name;
 }
 
 KnownClass Value::known() const {
   assert(kind() == Kind::kGlobal);
-  return Access::Place<const ClassRow>(*this)->known;
+  return Access::PointerTo<const ClassRow>(*this)->known;
 }
 
+// A tuple of form kOneInts is ((1, 2),), one item, though its length is that of the inner one.
 std::size_t Value::size() const {
   switch (kind()) {
     case Kind::kTuple:
       return Access::FormOf(*this) == Form::kOneInts ? 1 : Access::Length(*this);
     case Kind::kList:
     case Kind::kSet:
-      return Access::Place<const Container>(*this)->count;
+      return Access::PointerTo<const Container>(*this)->count;
     default: {
       assert(kind() == Kind::kDict || kind() == Kind::kObject);
       const Container* pairs = PairsOf(*this);
@@ -232,7 +248,7 @@ Value Value::item(std::size_t i) const {
     case Kind::kTuple:
       switch (Access::FormOf(*this)) {
         case Form::kPlain:
-          return Access::Place<const Value>(*this)[i];
+          return Access::PointerTo<const Value>(*this)[i];
         case Form::kInts:
           return IntsItem(*this, i);
         case Form::kOneInts:
@@ -241,7 +257,7 @@ Value Value::item(std::size_t i) const {
       return {};
     case Kind::kList:
     case Kind::kSet:
-      return Access::Place<const Container>(*this)->items[i];
+      return Access::PointerTo<const Container>(*this)->items[i];
     default:
       return PairValue(*PairsOf(*this), i);
   }
@@ -256,35 +272,39 @@ Value Value::key(std::size_t i) const {
 Value Value::callee() const {
   assert(kind() == Kind::kObject);
   if (Access::FormOf(*this) == Form::kInts) return Access::At(Kind::kGlobal, &SizeRow());
-  return Access::At(Kind::kGlobal, Access::Place<const PickledObject>(*this)->callee);
+  return Access::At(Kind::kGlobal, Access::PointerTo<const PickledObject>(*this)->callee);
 }
 
+// An object without arguments keeps no extra record: it shows an empty tuple.
 Value Value::args() const {
-  if (kind() == Kind::kPersistent) return *Access::Place<const Value>(*this);
+  if (kind() == Kind::kPersistent) return *Access::PointerTo<const Value>(*this);
   assert(kind() == Kind::kObject);
   if (Access::FormOf(*this) == Form::kInts) {
     return Access::Make(Kind::kTuple, bits_, Access::Length(*this), Form::kOneInts);
   }
-  const ObjectExtra* extra = Access::Place<const PickledObject>(*this)->extra;
+  const ObjectExtra* extra = Access::PointerTo<const PickledObject>(*this)->extra;
   return extra == nullptr ? Access::Make(Kind::kTuple, 0) : extra->args;
 }
 
 Value Value::state() const {
   assert(kind() == Kind::kObject);
   if (Access::FormOf(*this) == Form::kInts) return {};
-  return Access::Place<const PickledObject>(*this)->state;
+  return Access::PointerTo<const PickledObject>(*this)->state;
 }
 
+// BUILD with None is kept as a None of length 1, which is not the same value as the default one.
 bool Value::built() const { return !state().SameAs(Value()); }
 
 bool Value::Is(KnownClass of) const {
   if (kind() != Kind::kObject) return false;
   if (Access::FormOf(*this) == Form::kInts) return of == KnownClass::kTorchSize;
-  return Access::Place<const PickledObject>(*this)->callee->known == of;
+  return Access::PointerTo<const PickledObject>(*this)->callee->known == of;
 }
 
+// Slots come first: where both have a name, Python sets the attributes of the dict, then those of
+// the slots.
 std::optional<Value> Value::Find(std::string_view key) const {
-  if (kind() == Kind::kDict) return FindIn(*Access::Place<const Container>(*this), key);
+  if (kind() == Kind::kDict) return FindIn(*Access::PointerTo<const Container>(*this), key);
   assert(kind() == Kind::kObject);
   const Value attributes = state();
   if (attributes.kind() == Kind::kDict) return attributes.Find(key);

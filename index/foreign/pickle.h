@@ -19,6 +19,7 @@
 
 namespace tensormount::pickle {
 
+// Two kinds for integers, since almost all fit 64 bits and the rest is text to everybody.
 enum class Kind : std::uint8_t {
   kNone = 0,
   kBool,
@@ -36,9 +37,11 @@ enum class Kind : std::uint8_t {
   kPersistent,  // BINPERSID; args() is its id.
 };
 
-// A place in a Document, cheap to copy; valid as long as the document. Reads below answer for the
-// kinds that they name only (asserted); look at kind() first. Values may be shared and may form
+// A position in a Document, cheap to copy; valid as long as the document. Reads below answer for
+// the kinds that they name only (asserted); look at kind() first. Values may be shared and may form
 // cycles: whoever walks them counts depth.
+// 16 bytes and no destructor: records of a pickle are in the arena of its document, and nothing is
+// counted or freed one by one.
 class Value {
  public:
   Value() = default;  // None.
@@ -48,6 +51,7 @@ class Value {
   std::int64_t integer() const;
   double real() const;
   // kString, kBytes, kLong.
+  // Valid as long as the document.
   std::string_view text() const;
   // kGlobal.
   std::string_view module() const;
@@ -56,8 +60,8 @@ class Value {
 
   // Items of kTuple, kList, kSet; pairs of kDict; also those that a kObject (OrderedDict) was made
   // from, that were put into it by SETITEMS, and appended by APPENDS. Of equal keys, as in Python,
-  // there is one pair: in the place of the first with the value of the last. Keys over 2,048 bytes
-  // are not compared.
+  // there is one pair: at the position of the first with the value of the last. Keys over 2,048
+  // bytes are not compared.
   std::size_t size() const;
   Value item(std::size_t i) const;  // Of kDict and of pairs in a kObject: the value.
   Value key(std::size_t i) const;   // kDict, kObject: None for what was appended.
@@ -75,28 +79,32 @@ class Value {
   std::optional<Value> Find(std::string_view key) const;
 
   // The same record in the document (not equality).
+  // True of two references to one record; of two equal texts only where the stream memoized them.
   bool SameAs(const Value& other) const { return rep_ == other.rep_ && bits_ == other.bits_; }
 
  private:
   friend struct Access;
-  // kind, form and length; the scalar itself or a place in the document (pickle_record.h).
+  // kind, form and length; the scalar itself or a pointer into the document (pickle_record.h).
   std::uint64_t rep_ = 0;
   std::uint64_t bits_ = 0;
 };
 
 // A parsed stream. Movable; keeps the bytes that it was made from.
+// Immutable once parsed, so any number of threads may read it.
 class Document {
  public:
   Document(Document&&) noexcept;
   Document& operator=(Document&&) noexcept;
   ~Document();
 
+  // What STOP left on the stack.
   Value root() const;
   // Every kPersistent in the order of the stream, also those that nothing refers to.
   std::size_t persistent_count() const;
   Value persistent(std::size_t i) const;
   // Bytes of the stream, STOP included: what follows is not the pickle's.
   std::size_t bytes() const;
+  // What it takes: arena and stream.
   std::size_t memory() const;
 
  private:
@@ -112,6 +120,7 @@ enum class Unknown {
   kInert,   // It stays a name. For listings, which show what a stream would have asked for.
 };
 
+// Defaults are for metadata, which must be all of their file and know every name in it.
 struct Options {
   Unknown unknown = Unknown::kRefuse;
   bool trailing_bytes = false;  // Whether bytes after STOP are allowed.
@@ -128,6 +137,7 @@ struct Options {
 // calls (which may equal others) with others, a dict that is changed after Python has copied it
 // into an object, functions that are asked to be made instead of called. kResourceExhausted where
 // the records would pass 48 MiB + 4 x the stream.
+// Takes the bytes over: texts of values are views of them.
 Result<Document> Parse(std::string bytes, const Options& options = {});
 
 // What the document holds, for a person: one line a value, indented, names that were asked for

@@ -11,6 +11,8 @@ namespace tensormount::pickle {
 namespace {
 
 // Of some it is known that they equal no text and no number.
+// Equality of a Python object is whatever its class says. These classes are known to differ from
+// every text and number; of others nobody knows, so a dict may not mix them with plain keys.
 bool MadeByCall(const Value& key) {
   if (key.kind() != Kind::kObject) return false;
   switch (key.callee().known()) {
@@ -27,6 +29,7 @@ bool MadeByCall(const Value& key) {
 
 }  // namespace
 
+// In the order of Kind.
 std::string_view KindName(Kind kind) {
   constexpr std::array<std::string_view, 14> kNames = {
       "None",    "a bool", "an int", "a long int", "a float", "a str",     "bytes",
@@ -38,6 +41,9 @@ std::string FullName(const Value& global) {
   return ShownName(std::string(global.module()) + "." + std::string(global.name()));
 }
 
+// Some versions of Python write a member of an enum as getattr(Enum, "NAME"). Of anything else
+// getattr is how a hostile stream walks from a harmless class to os.system, so it is refused though
+// nothing here would ever call it.
 std::string GetattrFault(const Value& args) {
   if (args.size() != 2 || args.item(0).kind() != Kind::kGlobal ||
       args.item(1).kind() != Kind::kString) {
@@ -54,6 +60,7 @@ std::string GetattrFault(const Value& args) {
   }
 }
 
+// As a class (NEWOBJ) they would mean something else to Python than as a function (REDUCE).
 bool IsTensorFunction(KnownClass known) {
   switch (known) {
     case KnownClass::kRebuildTensor:
@@ -72,18 +79,6 @@ bool IsPythonDict(const Value& v) {
   if (v.kind() == Kind::kDict) return true;
   return v.Is(KnownClass::kOrderedDict) || v.Is(KnownClass::kDefaultDict) ||
          v.Is(KnownClass::kCounter) || (v.Is(KnownClass::kDictLike) && v.callee().name() == "dict");
-}
-
-ItemsArgument ItemsArgumentOf(const Value& object, const Value& args) {
-  ItemsArgument out;
-  out.none = args.size() == 0 || !(IsPythonDict(object) || object.Is(KnownClass::kDictLike)) ||
-             (object.Is(KnownClass::kDefaultDict) && args.size() == 1);  // What makes new values.
-  if (out.none) return out;
-  const bool bag = object.Is(KnownClass::kDictLike) && !IsPythonDict(object);
-  out.good = !bag && args.size() == (object.Is(KnownClass::kDefaultDict) ? 2u : 1u);
-  out.listed = !object.Is(KnownClass::kCounter);  // That counts what is in a list.
-  out.value = args.item(args.size() - 1);
-  return out;
 }
 
 std::string_view KeyFault(const Value& beside, const Value& key) {

@@ -25,15 +25,6 @@ bool IsTensorFunction(KnownClass known);
 // A dict, or an object that is one: what a copy of it is made from.
 bool IsPythonDict(const Value& v);
 
-// The argument that a call of OrderedDict, dict, defaultdict or Counter takes its items from.
-struct ItemsArgument {
-  bool none = true;     // There is none, or the object is no dict.
-  bool good = false;    // `value` is the one; else they are not what such a call has.
-  bool listed = false;  // It may be a list of pairs.
-  Value value;
-};
-ItemsArgument ItemsArgumentOf(const Value& object, const Value& args);
-
 // Why `key` cannot be a key of a dict that has the key `beside`; empty: it can. All keys of a dict
 // were made by calls or none was: a call may make what equals a text or a number.
 std::string_view KeyFault(const Value& beside, const Value& key);

@@ -17,6 +17,8 @@ using enum KnownClass;
 // Names of one module, with spaces between them. Nothing here is ever imported or called; what
 // could do something (eval, exec, getattr beyond enums, os, subprocess, importlib, functools) is
 // left out all the same, so that a stream that asks for it is refused by that name.
+// `names` is one text that the table is split from at start: a row a name would make the table ten
+// times as long.
 struct Group {
   std::string_view module;
   std::string_view names;
@@ -207,14 +209,10 @@ constexpr Group kGroups[] = {
 
 // Megatron-Core, Megatron-LM and OLMo-core put enums, configurations and plans of every release
 // into theirs: plain records without a meaning to us, whatever their name.
-struct Prefix {
-  std::string_view module;  // With a dot at its end: the modules below.
-  KnownClass known;
-};
-constexpr Prefix kPrefixes[] = {
-    {"megatron.core.", kTrainerRecord},   {"megatron.training.", kTrainerRecord},
-    {"megatron.legacy.", kTrainerRecord}, {"megatron.model.", kTrainerRecord},
-    {"olmo_core.", kTrainerRecord},
+// The dot at the end makes each stand for the modules below it, and not for one that is called
+// alike.
+constexpr std::string_view kTrainerModules[] = {
+    "megatron.core.", "megatron.training.", "megatron.legacy.", "megatron.model.", "olmo_core.",
 };
 
 constexpr std::size_t kMaxClassNameBytes = 256;
@@ -258,6 +256,8 @@ const std::vector<ClassRow>& Rows() {
 
 }  // namespace
 
+// O(log rows). `prefix` says whether the name is allowed although it has no row: records of
+// trainers are known by their modules alone.
 const ClassRow* FindClassRow(std::string_view module, std::string_view name, KnownClass* prefix) {
   const std::vector<ClassRow>& rows = Rows();
   const ClassRow wanted{module, name, kUnknown};
@@ -269,8 +269,8 @@ const ClassRow* FindClassRow(std::string_view module, std::string_view name, Kno
   const bool short_enough =
       module.size() <= kMaxClassNameBytes && name.size() <= kMaxClassNameBytes;
   if (prefix != nullptr && short_enough && IsClassName(name) && IsModulePath(module)) {
-    for (const Prefix& p : kPrefixes) {
-      if (module.starts_with(p.module)) *prefix = p.known;
+    for (const std::string_view below : kTrainerModules) {
+      if (module.starts_with(below)) *prefix = kTrainerRecord;
     }
   }
   return nullptr;
@@ -282,35 +282,53 @@ KnownClass FindClass(std::string_view module, std::string_view name) {
   return row == nullptr ? prefix : row->known;
 }
 
+// For the message only: an operation that is not here and not known to the machine does not exist
+// in pickletools either, and is damage.
 std::string_view UnusedOperation(unsigned char op) {
-  struct Named {
-    unsigned char op;
-    std::string_view name;
-  };
-  static constexpr Named kNamed[] = {{'i', "INST"},
-                                     {'o', "OBJ"},
-                                     {0x82, "EXT1"},
-                                     {0x83, "EXT2"},
-                                     {0x84, "EXT4"},
-                                     {'P', "PERSID"},
-                                     {0x97, "NEXT_BUFFER"},
-                                     {0x98, "READONLY_BUFFER"},
-                                     {'2', "DUP"},
-                                     {'I', "INT"},
-                                     {'L', "LONG"},
-                                     {'F', "FLOAT"},
-                                     {'S', "STRING"},
-                                     {'T', "BINSTRING"},
-                                     {'U', "SHORT_BINSTRING"},
-                                     {'V', "UNICODE"},
-                                     {'d', "DICT"},
-                                     {'l', "LIST"},
-                                     {'g', "GET"},
-                                     {'p', "PUT"}};
-  for (const Named& named : kNamed) {
-    if (named.op == op) return named.name;
+  switch (op) {
+    case 'i':
+      return "INST";
+    case 'o':
+      return "OBJ";
+    case 0x82:
+      return "EXT1";
+    case 0x83:
+      return "EXT2";
+    case 0x84:
+      return "EXT4";
+    case 'P':
+      return "PERSID";
+    case 0x97:
+      return "NEXT_BUFFER";
+    case 0x98:
+      return "READONLY_BUFFER";
+    case '2':
+      return "DUP";
+    case 'I':
+      return "INT";
+    case 'L':
+      return "LONG";
+    case 'F':
+      return "FLOAT";
+    case 'S':
+      return "STRING";
+    case 'T':
+      return "BINSTRING";
+    case 'U':
+      return "SHORT_BINSTRING";
+    case 'V':
+      return "UNICODE";
+    case 'd':
+      return "DICT";
+    case 'l':
+      return "LIST";
+    case 'g':
+      return "GET";
+    case 'p':
+      return "PUT";
+    default:
+      return {};
   }
-  return {};
 }
 
 }  // namespace tensormount::pickle

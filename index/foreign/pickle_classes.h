@@ -9,11 +9,17 @@
 // functions of PyTorch, Megatron-Core, OLMo-core, NumPy and the standard library, under every
 // module path that a release has written (pickle_classes.cc has the table with its sources).
 
+// A list of what is allowed and not of what is dangerous: a name that nobody thought of is refused.
+// Being on it grants nothing but to be mentioned: no name is ever looked up, imported or called.
 namespace tensormount::pickle {
 
+// One a meaning, not one a name: names that were moved or renamed between releases, and names that
+// are used in the same way, share one. kTrainerRecord and the "other" ones mean: may stand there,
+// is kept as a record, and nobody here looks into it.
 enum class KnownClass : std::uint8_t {
   kUnknown = 0,
   // torch.distributed.checkpoint
+  // The classes of a .metadata, and of the plans of a save, which some releases put into it.
   kMetadata,
   kTensorStorageMetadata,
   kChunkStorageMetadata,
@@ -28,7 +34,9 @@ enum class KnownClass : std::uint8_t {
   kWriteItemType,
   kTensorWriteData,
   // torch
+  // What data.pkl is made of.
   kTorchSize,
+  // A value and no function: calling one is damage.
   kTorchDtype,    // Any dtype: name() says which.
   kTorchStorage,  // FloatStorage and its kin, UntypedStorage: name() says which.
   kTorchDevice,
@@ -42,18 +50,21 @@ enum class KnownClass : std::uint8_t {
                   // of bytes.
   kTorchOther,  // Harmless rest: torch.Tensor, torch.nn.Parameter, torch.Generator, memory formats.
   // Standard library
+  // Containers and small values that every pickle may hold.
   kOrderedDict,
   kDefaultDict,
   kCounter,
   kDictLike,  // builtins.dict, types.SimpleNamespace, argparse.Namespace: a bag of names.
   kSetLike,   // builtins.set, frozenset
-  kGetattr,   // builtins.getattr, for enums
+  // The one function that could reach others, so its arguments are checked (GetattrFault).
+  kGetattr,  // builtins.getattr, for enums
   kPath,
   kBytesIo,
   kCodecsEncode,  // How protocol 2 writes bytes.
   kBuiltinType,   // builtins.int, float, str, list, tuple, bytearray, slice, range, complex
   kDatetime,
   // NumPy
+  // Arrays and generators in states of objects; never tensors to us.
   kNumpyDtype,
   kNumpyReconstruct,  // numpy[._]core.multiarray._reconstruct, scalar, numpy.ndarray
   kNumpyRng,          // The state of a generator.
@@ -62,6 +73,7 @@ enum class KnownClass : std::uint8_t {
 };
 
 // kUnknown where the name is not in the table.
+// Pure, and safe on any thread: the table is made once, at the first call.
 KnownClass FindClass(std::string_view module, std::string_view name);
 
 // The name of an operation of the language that no checkpoint uses; empty: something else.

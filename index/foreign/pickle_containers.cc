@@ -19,10 +19,13 @@ constexpr std::size_t kSmallRow = std::size_t{128} << 10;
 
 }  // namespace
 
+// realloc of small rows is cheap; large ones are whole pages, so that growing is a change of page
+// tables (mremap) and not a copy of hundreds of megabytes.
 std::size_t GrownBytes(std::size_t wanted) {
   return wanted <= kSmallRow ? wanted : (wanted + kHugePage - 1) / kHugePage * kHugePage;
 }
 
+// Three cases by size: realloc, mremap, and the step from one to the other, which copies once.
 void* Regrow(void* data, std::size_t before, std::size_t bytes) {
   if (bytes <= kSmallRow) return std::realloc(data, bytes);
   if (before > kSmallRow) {
@@ -45,11 +48,13 @@ void Release(void* data, std::size_t bytes) {
   }
 }
 
+// Free lists by power of two, linked through the first value of each array. Only exact powers are
+// asked for again, since those are what growing makes.
 Value* ContainerMaker::TakeArray(std::size_t n) {
   const auto size_class = static_cast<std::size_t>(std::bit_width(n) - 1);
   if (std::has_single_bit(n) && free_[size_class] != nullptr) {
     Value* out = free_[size_class];
-    free_[size_class] = Access::Place<Value>(out[0]);
+    free_[size_class] = Access::PointerTo<Value>(out[0]);
     return out;
   }
   return static_cast<Value*>(arena_.Take(n * sizeof(Value)));
@@ -62,6 +67,7 @@ void ContainerMaker::GiveArray(Value* array, std::size_t n) {
   free_[size_class] = array;
 }
 
+// Doubling: each value is copied O(1) times on average.
 bool ContainerMaker::Reserve(Container& c, std::size_t more) {
   if (more > Container::kMaxCount - c.count) return false;
   const std::size_t wanted = c.count + more;
@@ -86,15 +92,19 @@ bool ContainerMaker::Append(Container& c, const Value* from, std::size_t n) {
 }
 
 // Keys in common with a dict seen before; null: none, or not yet.
+// The first dict of a kind is only remembered; from the second on all share one array of keys.
+// Equal keys mean the same values in the stream (SameAs, not equal texts): writers memoize
+// attribute names, so this is what happens, and it costs one compare a key. 64 slots, by hash; a
+// collision only loses some sharing.
 const Value* ContainerMaker::ShapeOf(const Value* pairs, std::size_t n) {
   std::uint64_t hash = n;
   for (std::size_t i = 0; i < n; ++i) {
     if (pairs[2 * i].kind() != Kind::kString) return nullptr;
     hash = (hash ^ Access::Bits(pairs[2 * i])) * 0x9e3779b97f4a7c15u;
   }
-  Seen& seen = shapes_[hash >> 58];
-  bool same = seen.keys == n;
-  for (std::size_t i = 0; i < n && same; ++i) same = seen.shape.keys[i].SameAs(pairs[2 * i]);
+  Shape& shape = shapes_[hash >> 58];
+  bool same = shape.count == n;
+  for (std::size_t i = 0; i < n && same; ++i) same = shape.keys[i].SameAs(pairs[2 * i]);
   if (!same) {
     // Keys of a shape are all different.
     for (std::size_t i = 1; i < n; ++i) {
@@ -102,20 +112,21 @@ const Value* ContainerMaker::ShapeOf(const Value* pairs, std::size_t n) {
         if (SameKey(pairs[2 * i], pairs[2 * j])) return nullptr;
       }
     }
-    seen.keys = static_cast<std::uint32_t>(n);
-    seen.kept = nullptr;
-    for (std::size_t i = 0; i < n; ++i) seen.shape.keys[i] = pairs[2 * i];
+    shape.count = static_cast<std::uint32_t>(n);
+    shape.kept = nullptr;
+    for (std::size_t i = 0; i < n; ++i) shape.keys[i] = pairs[2 * i];
     return nullptr;
   }
-  if (seen.kept == nullptr) {
+  if (shape.kept == nullptr) {
     auto* keys = static_cast<Value*>(arena_.Take(n * sizeof(Value)));
     if (keys == nullptr) return nullptr;
-    std::copy_n(seen.shape.keys, n, keys);
-    seen.kept = keys;
+    std::copy_n(shape.keys, n, keys);
+    shape.kept = keys;
   }
-  return seen.kept;
+  return shape.kept;
 }
 
+// A pair is added to a dict that shares its keys: it becomes a plain one, with room for `more`.
 bool ContainerMaker::Unshape(Container& c, std::size_t more) {
   Container plain;
   if (!Reserve(plain, c.count + more)) return false;
@@ -144,10 +155,13 @@ void ContainerMaker::DropEqual(Container& c, std::size_t first) {
   c.count = static_cast<std::uint32_t>(2 * kept);
 }
 
+// Equal keys are dropped at once while there are fewer than kIndexedFrom values, by comparing each
+// with each. A larger dict is put on the list once (when it passes the limit) and cleaned in one
+// pass at the end: comparing there would be quadratic.
 bool ContainerMaker::AddPairs(Container& c, const Value* from, std::size_t values) {
   if (values == 0) return true;
   const std::size_t pairs = values / 2;
-  if (c.count == 0 && pairs >= 2 && pairs <= Shape::kMaxKeys) {
+  if (c.count == 0 && pairs >= 2 && pairs <= kMaxSharedKeys) {
     if (const Value* keys = ShapeOf(from, pairs); keys != nullptr) {
       auto* items = static_cast<Value*>(arena_.Take((pairs + 1) * sizeof(Value)));
       if (items == nullptr) return false;
@@ -182,6 +196,7 @@ ContainerMaker::Took ContainerMaker::TakeItems(Container& c, const Value& from, 
     }
     return took;
   }
+  // A Counter counts the items of a list instead, and a pair that is no pair is an error in Python.
   const auto is_row = [](const Value& v) {
     return v.kind() == Kind::kList || v.kind() == Kind::kTuple;
   };
@@ -201,6 +216,8 @@ bool ContainerMaker::BuildIndexes() {
   return true;
 }
 
+// Open addressing at a load of at most one half; O(pairs) with a hash that the stream cannot
+// foresee. Afterwards `items` is a pointer to the index, which has the pairs.
 bool ContainerMaker::BuildIndex(Container& c) {
   if (c.capacity == Container::kIndexed) return true;
   const std::size_t pairs = c.count / 2;

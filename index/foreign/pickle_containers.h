@@ -15,13 +15,19 @@
 namespace tensormount::pickle {
 
 // Memory of rows: from 128 KiB on whole huge pages, which grow without being copied.
+// Not realloc alone: rows of a large stream are hundreds of megabytes (a memo of millions of
+// slots), and copying them each time that they grow would take as long as the parse. GrownBytes
+// rounds what is wanted up to what the system gives.
 std::size_t GrownBytes(std::size_t wanted);
 // `before` and `bytes`: results of GrownBytes; 0: there was none. Null: there is no memory, and
 // `data` is as it was.
 void* Regrow(void* data, std::size_t before, std::size_t bytes);
+// By the size that Regrow was told last: it says how the memory was got.
 void Release(void* data, std::size_t bytes);
 
 // A growing row of values on the machine's side: what it holds counts while the parse lasts.
+// T is trivially copyable. The bytes are charged to the budget of the arena, so that stack and memo
+// cannot pass the limit that records have, and are given back at the end of the parse.
 template <typename T>
 class Row {
  public:
@@ -34,6 +40,7 @@ class Row {
   }
 
   // False where there is no memory for it.
+  // Amortised O(1).
   bool Push(const T& v) {
     if (size_ == capacity_ && !Grow()) return false;
     data_[size_++] = v;
@@ -43,6 +50,7 @@ class Row {
   T& operator[](std::size_t i) { return data_[i]; }
   T& back() { return data_[size_ - 1]; }
   std::size_t size() const { return size_; }
+  // To a size that it has or had; memory stays.
   void Shrink(std::size_t size) { size_ = size; }
 
  private:
@@ -69,15 +77,21 @@ class Row {
 };
 
 // Fills lists, sets and dicts.
+// Lives for one parse, since it remembers shapes and free arrays. A container is in one of three
+// forms (pickle_record.h): plain while it grows; shaped, where its keys are shared; indexed, at the
+// end. All reads go through PairKey and PairValue, which know them.
 class ContainerMaker {
  public:
   explicit ContainerMaker(Arena& arena) : arena_(arena), large_(arena) {}
 
+  // Of lists and sets, and of pairs that need no look at their keys. False: no memory, and the
+  // container is as it was.
   bool Append(Container& c, const Value* from, std::size_t n);
   // `values`: keys and values by turns, an even number. Of equal keys the first stays, with the
   // last value: at once where there are few, else when the indexes are built.
   bool AddPairs(Container& c, const Value* from, std::size_t values);
   // What dict(from) holds: a copy of the pairs of a dict or, where `listed`, of a list of pairs.
+  // kNothing: `from` is neither, or a key is one that Python refuses.
   enum class Took { kAll, kNoMemory, kNothing };
   Took TakeItems(Container& c, const Value& from, bool listed);
   // Once, at the end: large dicts get an index of their keys.
@@ -86,27 +100,35 @@ class ContainerMaker {
  private:
   static constexpr std::uint32_t kIndexedFrom = 32;  // Values: 16 pairs.
 
-  // The keys of a small dict; kept: where others share them.
-  struct Seen {
-    std::uint32_t keys = 0;
-    Shape shape;
-    const Value* kept = nullptr;
+  static constexpr std::uint32_t kMaxSharedKeys = 8;  // Larger dicts share none.
+  // The keys of a small dict, in its order.
+  struct Shape {
+    std::uint32_t count = 0;
+    Value keys[kMaxSharedKeys];
+    const Value* kept = nullptr;  // Where dicts share them, once there is a second one.
   };
 
+  // Arrays of values, of which outgrown ones are used again.
   Value* TakeArray(std::size_t n);
   void GiveArray(Value* array, std::size_t n);
+  // Room for so many values more in a plain container.
   bool Reserve(Container& c, std::size_t more);
+  // `n` pairs; the shared array of their keys, where there is one.
   const Value* ShapeOf(const Value* pairs, std::size_t n);
   bool Unshape(Container& c, std::size_t more);
+  // Quadratic in the pairs, of which there are at most kIndexedFrom / 2.
   static void DropEqual(Container& c, std::size_t first);
+  // Of one dict: equal keys become one, and the index is made.
   bool BuildIndex(Container& c);
 
   Arena& arena_;
+  // Dicts that want an index, each once.
   Row<Container*> large_;
   // Arrays that were outgrown, by size, to be used again: growing costs no more than twice the
   // largest.
   std::array<Value*, 48> free_{};
-  std::array<Seen, 64> shapes_;
+  // By the upper bits of a hash of the keys; the last shape of each slot.
+  std::array<Shape, 64> shapes_;
 };
 
 }  // namespace tensormount::pickle

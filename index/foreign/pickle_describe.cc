@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // pickle::Describe of pickle.h: a listing of a pickle for people, in which whatever it would call
 // is marked as not called. Apart because nothing else depends on how values look as text.
+//
+// Hostile input again: depth, lines and lengths are cut, texts are made printable, and a value that
+// was shown is not shown again, so that the listing is linear in what it shows, whatever the pickle
+// holds.
 #include <charconv>
 #include <unordered_set>
 
@@ -44,6 +48,7 @@ class Describer {
   }
 
   // What fits one line; empty: it does not.
+  // Tuples of scalars (sizes, offsets) fit one line, and most of metadata are such.
   std::string Short(const Value& v) {
     switch (v.kind()) {
       case Kind::kNone:
@@ -125,7 +130,9 @@ class Describer {
     } else {
       what += std::to_string(n);
     }
-    const bool again = !shown_.insert(Access::Place<const void>(v)).second;
+    // Only containers and objects get here, and each is one record in the arena: its address is its
+    // identity. Cycles end by this.
+    const bool again = !shown_.insert(Access::PointerTo<const void>(v)).second;
     if (!Line(depth, label, what + (again ? ", shown above" : "")) || again) return;
     if (depth >= kMaxShownDepth) {
       Line(depth + 1, "", "...");

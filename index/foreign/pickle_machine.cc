@@ -3,6 +3,14 @@
 // has them, over the opcodes that checkpoints use; every other one is refused by name. It makes
 // values and calls nothing, so the worst that a hostile pickle can do is to be refused, or to be
 // large, which is bounded.
+//
+// The loop is Step(): read one byte, do what the operation says to the stack. A step that fails
+// writes status_ and returns false, which ends the loop; there are no exceptions. Code that words
+// failures is marked cold, so that the loop stays in the instruction cache.
+//
+// What every operation may rely on is checked by the few helpers below: Need (bytes of the stream),
+// Have and PopMark (values above the last mark), arena_.Take and Row::Push (memory within the
+// budget).
 #include <array>
 #include <bit>
 #include <cstring>
@@ -18,6 +26,7 @@
 namespace tensormount::pickle {
 namespace {
 
+// BINFLOAT is the only operation whose operand is big-endian.
 std::uint64_t BigEndian64(const char* p) { return __builtin_bswap64(LoadLittle<std::uint64_t>(p)); }
 
 }  // namespace
@@ -35,6 +44,7 @@ class Machine {
     rep_->bytes = std::move(bytes);
     at_ = begin_ = rep_->bytes.data();
     end_ = begin_ + rep_->bytes.size();
+    // Linear in the stream: a stream of n bytes cannot make this process take more.
     arena_.set_limit((std::size_t{48} << 20) + 4 * rep_->bytes.size());
   }
 
@@ -55,6 +65,7 @@ class Machine {
                                               std::to_string(rep_->bytes.size()) + " bytes may");
   }
 
+  // Compared with what is left, never added to a pointer: n may be 2^64 - 1.
   bool Need(std::uint64_t n) { return n <= static_cast<std::uint64_t>(end_ - at_) || Truncated(n); }
   [[gnu::cold, gnu::noinline]] bool Truncated(std::uint64_t n) {
     return Damaged("truncated: " + std::to_string(n) + " bytes wanted, " +
@@ -92,6 +103,7 @@ class Machine {
     floor_ = marks_.size() == 0 ? 0 : marks_.back();
   }
 
+  // Texts are not copied: the value points into the stream, which the document keeps.
   template <typename Length>
   bool Text(Kind kind) {
     Length length = 0;
@@ -102,6 +114,8 @@ class Machine {
     return Push(Access::At(kind, text.data(), text.size()));
   }
 
+  // Two's complement of any length, little-endian. Redundant sign bytes are taken off, so that a
+  // number that fits 64 bits is kInt however it was written.
   bool Long(std::uint64_t length) {
     if (!Need(length)) return false;
     const char* p = at_;
@@ -125,6 +139,9 @@ class Machine {
   bool Int(std::int64_t v) { return Push(Access::Make(Kind::kInt, static_cast<std::uint64_t>(v))); }
 
   // The top n values become a tuple.
+  // Three layouts: ((1, 2),) around an existing tuple of integers takes no memory at all (the
+  // argument of torch.Size); only integers are a row of 8 bytes each; everything else a row of
+  // values.
   bool Tuple(std::size_t n) {
     Value* from = stack_.data() + stack_.size() - n;
     if (n == 1 && from->kind() == Kind::kTuple &&
@@ -137,15 +154,15 @@ class Machine {
     for (std::size_t i = 0; i < n && ints; ++i) ints = from[i].kind() == Kind::kInt;
     Value made = Access::Make(Kind::kTuple, 0);
     if (n > 0) {
-      void* place = arena_.Take(n * (ints ? sizeof(std::int64_t) : sizeof(Value)));
-      if (place == nullptr) return Exhausted();
+      void* items = arena_.Take(n * (ints ? sizeof(std::int64_t) : sizeof(Value)));
+      if (items == nullptr) return Exhausted();
       if (ints) {
-        auto* out = static_cast<std::uint64_t*>(place);
+        auto* out = static_cast<std::uint64_t*>(items);
         for (std::size_t i = 0; i < n; ++i) out[i] = Access::Bits(from[i]);
       } else {
-        std::memcpy(place, static_cast<const void*>(from), n * sizeof(Value));
+        std::memcpy(items, static_cast<const void*>(from), n * sizeof(Value));
       }
-      made = Access::At(Kind::kTuple, place, n, ints ? Form::kInts : Form::kPlain);
+      made = Access::At(Kind::kTuple, items, n, ints ? Form::kInts : Form::kPlain);
     }
     stack_.Shrink(stack_.size() - n);
     return Push(made);
@@ -159,6 +176,8 @@ class Machine {
   }
 
   // --- Objects ---
+  // "Callable" by name: nothing is called. A torch.dtype is a value, which a stream cannot call
+  // without being damaged.
   bool Callable(const Value& callee, std::string_view how) {
     return (callee.kind() == Kind::kGlobal && callee.known() != KnownClass::kTorchDtype) ||
            NotCallable(callee, how);
@@ -181,14 +200,20 @@ class Machine {
     return !made_new || !IsTensorFunction(callee.known()) ||
            Damaged("asks for a new " + FullName(callee) + ", which is a function");
   }
-  // A dict is made from a copy of its argument as that is now.
+  // A call of OrderedDict, dict, Counter or defaultdict makes a dict from a copy of its last
+  // argument as that is now. The first one of a defaultdict makes values that are missing, and is
+  // no items. A bag of names (SimpleNamespace) takes none by position.
   bool TakeItems(const Value& object, const Value& args) {
-    const ItemsArgument from = ItemsArgumentOf(object, args);
-    if (from.none) return true;
+    const bool dict = IsPythonDict(object);
+    const bool makes_values = object.Is(KnownClass::kDefaultDict);
+    if (args.size() == (makes_values ? 1u : 0u) || args.size() == 0) return true;
+    if (!dict && !object.Is(KnownClass::kDictLike)) return true;
     auto took = ContainerMaker::Took::kNothing;
-    if (from.good) {
-      Container& pairs = Access::Place<PickledObject>(object)->extra->pairs;
-      took = containers_.TakeItems(pairs, from.value, from.listed);
+    if (dict && args.size() == (makes_values ? 2u : 1u)) {
+      // Of a list a Counter counts the items, where the others take pairs.
+      const bool listed = !object.Is(KnownClass::kCounter);
+      Container& pairs = Access::PointerTo<PickledObject>(object)->extra->pairs;
+      took = containers_.TakeItems(pairs, args.item(args.size() - 1), listed);
     }
     if (took == ContainerMaker::Took::kNoMemory) return Exhausted();
     if (took == ContainerMaker::Took::kAll || options_.unknown == Unknown::kInert) return true;
@@ -197,6 +222,8 @@ class Machine {
   }
 
   // Leaves `made` in place of the top `popped` values.
+  // torch.Size((1, 2)) stays a form of the tuple, without an object: a .metadata has several for
+  // each chunk.
   bool MakeObject(const Value& callee, const Value& args, std::size_t popped) {
     Value made;
     if (callee.known() == KnownClass::kTorchSize && args.kind() == Kind::kTuple &&
@@ -206,7 +233,7 @@ class Machine {
       auto* object = static_cast<PickledObject*>(arena_.Take(sizeof(PickledObject)));
       if (object == nullptr) return Exhausted();
       *object = PickledObject();
-      object->callee = Access::Place<const ClassRow>(callee);
+      object->callee = Access::PointerTo<const ClassRow>(callee);
       if (args.size() > 0) {
         if (!Extra(*object)) return false;
         object->extra->args = args;
@@ -216,6 +243,7 @@ class Machine {
     stack_.Shrink(stack_.size() - popped);
     return Push(made);
   }
+  // Arguments and items are kept apart from the object, which mostly has a state only.
   bool Extra(PickledObject& object) {
     if (object.extra != nullptr) return true;
     object.extra = static_cast<ObjectExtra*>(arena_.Take(sizeof(ObjectExtra)));
@@ -230,6 +258,8 @@ class Machine {
     return Damaged(std::string(how) + std::string(with) + std::string(KindName(v.kind())));
   }
 
+  // REDUCE calls a function with a tuple of arguments, NEWOBJ makes an object of a class: both
+  // become the same record.
   bool Reduce(bool newobj) {
     const std::string_view how = newobj ? "NEWOBJ" : "REDUCE";
     if (!Have(2)) return false;
@@ -243,6 +273,8 @@ class Machine {
            (newobj || args.size() == 0 || TakeItems(stack_.back(), args));
   }
 
+  // Named arguments become one more, last argument, a dict: listings show them, and no adapter
+  // looks for them.
   bool NewobjEx() {
     if (!Have(3)) return false;
     const Value named = stack_.back();
@@ -263,6 +295,8 @@ class Machine {
     return MakeObject(callee, Access::At(Kind::kTuple, all, n + 1), 3);
   }
 
+  // The state is kept beside the object. A second BUILD would update the attributes in Python,
+  // which one value cannot say, so it is refused.
   bool Build() {
     if (!Have(2)) return false;
     const Value state = stack_.back();
@@ -270,7 +304,7 @@ class Machine {
     if (object.kind() != Kind::kObject || Access::FormOf(object) != Form::kPlain) {
       return Misused("BUILD", " of ", object);
     }
-    auto& record = *Access::Place<PickledObject>(object);
+    auto& record = *Access::PointerTo<PickledObject>(object);
     if (object.built()) return Damaged("a second BUILD of the same object");
     // None is told from no state by its length.
     record.state = state.kind() == Kind::kNone ? Access::Make(Kind::kNone, 0, 1) : state;
@@ -282,11 +316,15 @@ class Machine {
     return true;
   }
 
+  // Python copies the items of the state into the object's __dict__, while our record refers to the
+  // dict itself: they stay the same only while nobody adds to it.
   static void NoteCopied(const Value& v) {
-    if (v.kind() == Kind::kDict) Access::Place<Container>(v)->copied = true;
+    if (v.kind() == Kind::kDict) Access::PointerTo<Container>(v)->copied = true;
   }
 
   // `values` on the top are pairs for what lies below them.
+  // `into` may be a dict or an object that is one (OrderedDict). Listings (kInert) take whatever is
+  // said.
   bool SetItems(std::size_t values) {
     const std::size_t first = stack_.size() - values;
     if (first <= floor_) return Damaged("there is nothing to set items of");
@@ -294,9 +332,9 @@ class Machine {
     const Value into = stack_[first - 1];
     Container* c = nullptr;
     if (into.kind() == Kind::kDict) {
-      c = Access::Place<Container>(into);
+      c = Access::PointerTo<Container>(into);
     } else if (into.kind() == Kind::kObject && Access::FormOf(into) == Form::kPlain) {
-      auto& record = *Access::Place<PickledObject>(into);
+      auto& record = *Access::PointerTo<PickledObject>(into);
       if (!Extra(record)) return false;
       c = &record.extra->pairs;
     } else {
@@ -318,16 +356,17 @@ class Machine {
     return true;
   }
 
+  // What is appended to an object is kept as a pair without a key.
   bool AppendTop(std::size_t values, bool to_set) {
     const std::size_t first = stack_.size() - values;
     if (first <= floor_) return Damaged("there is nothing to append to");
     const Value into = stack_[first - 1];
     if (into.kind() == (to_set ? Kind::kSet : Kind::kList)) {
-      if (!containers_.Append(*Access::Place<Container>(into), stack_.data() + first, values)) {
+      if (!containers_.Append(*Access::PointerTo<Container>(into), stack_.data() + first, values)) {
         return Exhausted();
       }
     } else if (!to_set && into.kind() == Kind::kObject && Access::FormOf(into) == Form::kPlain) {
-      auto& record = *Access::Place<PickledObject>(into);
+      auto& record = *Access::PointerTo<PickledObject>(into);
       if (!Extra(record)) return false;
       for (std::size_t i = 0; i < values; ++i) {
         const Value pair[2] = {Value(), stack_[first + i]};
@@ -341,6 +380,8 @@ class Machine {
   }
 
   // --- Names ---
+  // A name that is allowed by its module alone gets a row in the arena; its texts point into the
+  // stream.
   bool Name(std::string_view module, std::string_view name) {
     KnownClass prefix = KnownClass::kUnknown;
     const ClassRow* row = FindClassRow(module, name, &prefix);
@@ -350,12 +391,13 @@ class Machine {
                     "asks for " + ShownName(std::string(module) + "." + std::string(name)) +
                         ", which is not among the names that a checkpoint may speak of");
       }
-      void* place = arena_.Take(sizeof(ClassRow));
-      if (place == nullptr) return Exhausted();
-      row = new (place) ClassRow{module, name, prefix};
+      void* memory = arena_.Take(sizeof(ClassRow));
+      if (memory == nullptr) return Exhausted();
+      row = new (memory) ClassRow{module, name, prefix};
     }
     return Push(Access::At(Kind::kGlobal, row));
   }
+  // GLOBAL ends its two names by line feeds, the only text operation that these formats use.
   bool Line(std::string_view& out) {
     const void* end = std::memchr(at_, '\n', static_cast<std::size_t>(end_ - at_));
     if (end == nullptr) return Damaged("truncated: a line without an end");
@@ -380,6 +422,9 @@ class Machine {
   }
 
   // --- Memo ---
+  // The memo is a row by slot number, filled mostly in order. A number may skip one slot (Python 2
+  // counts from 1); one that is far ahead would only make us allocate what the stream does not pay
+  // for.
   bool Put(std::uint64_t slot) {
     if (!Have(1)) return false;
     // Writers number them in order, Python 2's from one; a number far ahead asks for memory only.
@@ -417,6 +462,7 @@ class Machine {
     return Number(slot) && Get(slot);
   }
 
+  // Ids are remembered in order too, for torch: the first id that names a storage decides its type.
   bool Persistent() {
     if (!Have(1)) return false;
     auto* id = static_cast<Value*>(arena_.Take(sizeof(Value)));
@@ -426,6 +472,7 @@ class Machine {
     return containers_.Append(rep_->persistent, &stack_.back(), 1) || Exhausted();
   }
 
+  // POP of a mark that nothing stands above takes the mark away, as in Python.
   bool Pop() {
     if (Free() == 0 && marks_.size() > 0) {
       DropMark();
@@ -479,6 +526,8 @@ class Machine {
 };
 
 // The numbers are pickletools.opcodes'.
+// Every case either fails, or leaves the stack as pickle.py would with each value replaced by our
+// record of it. Always inlined into Run: it is the loop.
 inline bool Machine::Step() {
   op_ = at_;
   if (at_ == end_) return Damaged("truncated: no STOP");
@@ -614,6 +663,8 @@ inline bool Machine::Step() {
   }
 }
 
+// No container can have more values than the stream has bytes, so that a stream of at most
+// kMaxCount bytes cannot overflow a count.
 Result<Document> Machine::Run() {
   if (rep_->bytes.size() > std::min(options_.max_bytes, std::size_t{Container::kMaxCount})) {
     return Status(Code::kResourceExhausted, "pickle: " + std::to_string(rep_->bytes.size()) +
@@ -626,6 +677,8 @@ Result<Document> Machine::Run() {
   return status_;
 }
 
+// Known to Python and not used by any of these formats, or unknown to Python as well: two different
+// answers.
 bool Machine::Refused(unsigned char op) {
   if (const std::string_view name = UnusedOperation(op); !name.empty()) {
     return Fail(Code::kUnsupported,

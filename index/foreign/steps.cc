@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Training directories of format.h: which folders of one are its steps, and which is the latest.
 // Apart from the formats, because it looks at names only.
+//
+// A training directory is listed every time that somebody looks into a mount of it, so this costs a
+// list, a few stats a step, and a small file; nothing of a step is opened.
 #include <algorithm>
 #include <charconv>
 #include <optional>
@@ -34,6 +37,7 @@ constexpr std::size_t kMaxLookedAt = 1000;
 
 }  // namespace
 
+// from_chars must eat all that is left: "step10.tmp" is a save under way.
 std::optional<std::uint64_t> IterationOf(std::string_view name) {
   if (name == "release") return 0;
   for (const std::string_view prefix : {"iter_", "step-", "step_", "step", "checkpoint-"}) {
@@ -55,6 +59,8 @@ std::string Trimmed(const std::string& text) {
 }
 
 // What Megatron-LM's file of the last save says, where it names one of the steps.
+// The file may be stale, or written by a run that died: a name that is not among the steps is
+// ignored.
 std::string SaidLatest(const ForeignFolder& folder, const std::vector<ForeignStep>& steps) {
   const Result<std::string> text = folder.ReadFile(kLatestFile, kMaxLatestBytes);
   if (!text.ok()) return {};
@@ -68,6 +74,8 @@ std::string SaidLatest(const ForeignFolder& folder, const std::vector<ForeignSte
   return {};
 }
 
+// Everything that changes when a file is replaced (inode) or rewritten (size, time) goes into one
+// hash.
 void AddMark(const FileInfo& info, std::string_view name, FileInfo& mark, Xxh3Stream& stream) {
   ByteWriter out;
   out.String(name);
@@ -95,6 +103,8 @@ std::string LatestStep(const ForeignFolder& folder, const std::vector<ForeignSte
       ->name;
 }
 
+// The result looks like a FileInfo, for callers compare it as they compare that of a file; its
+// inode is the hash.
 Result<FileInfo> MarkOf(const ForeignFolder& folder) {
   if (!folder.file().empty()) return folder.Stat(folder.file());
   FileInfo mark;
@@ -125,6 +135,7 @@ Result<std::optional<ForeignSteps>> ReadForeignSteps(const ForeignFolder& folder
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List(""));
   ForeignSteps out;
   for (const DirectoryEntry& entry : entries) {
+    // Below() says whether a link leads to a folder inside of the root.
     if (entry.kind != FileKind::kDirectory && entry.kind != FileKind::kSymlink) continue;
     const std::optional<std::uint64_t> iteration = IterationOf(entry.name);
     if (!iteration) continue;

@@ -1,6 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The zip archives that torch.save writes: entries found, their pickle read, storages as byte
 // ranges.
+//
+//   PREFIX/data.pkl     the pickle: what torch.save was given, storages as persistent ids
+//   PREFIX/data/0 ...   one stored entry a storage: raw elements
+//   PREFIX/byteorder    "little" or "big"; older releases wrote none
+//   PREFIX/version      not looked at
+//
+// Torch and this reader must see the same tensors in one file, whoever made it: where torch would
+// be more lenient (names that differ in case, storages of two types) the archive is refused, since
+// nobody knows which of two readings was meant.
 #include "index/foreign/torch_archive.h"
 
 #include <algorithm>
@@ -17,6 +26,7 @@
 namespace tensormount {
 namespace {
 
+// For listings of objects: a person reads them.
 constexpr std::uint64_t kMaxDescribed = std::uint64_t{64} << 20;
 constexpr std::uint32_t kTorchLocalSignature = 0x04034b50;
 constexpr std::string_view kPickleName = "data.pkl";
@@ -25,6 +35,7 @@ Status At(const File& file, std::uint64_t begin, const Status& status) {
   return status.WithContext(file.path() + ": torch archive at byte " + std::to_string(begin));
 }
 
+// Elements are handed out as they stand, and all our hosts and formats are little-endian.
 Status CheckByteOrder(std::string_view text) {
   if (text == "little") return Status();
   if (text == "big") {
@@ -35,6 +46,8 @@ Status CheckByteOrder(std::string_view text) {
 
 // torch finds entries without regard to case, of equal ones any. What is wrong with the names;
 // empty: nothing.
+// miniz, which torch uses to find entries, ignores case. Two entries that differ in case only would
+// be one to torch and two to us.
 std::string NamesFault(const ZipArchive& zip, const std::string& prefix) {
   constexpr std::string_view kLookedFor[] = {
       "data.pkl",        "byteorder",          "version", "constants.pkl",
@@ -79,6 +92,7 @@ Result<TorchArchive> TorchArchive::Read(File& file, std::uint64_t begin, std::ui
     return At(file, begin, Status(code, what));
   };
   const ZipEntry* pickled = nullptr;
+  // The prefix is whatever folder holds data.pkl: torch names it after the file that was written.
   for (const ZipEntry& entry : out.zip_.entries()) {
     const std::size_t slash = entry.name.find('/');
     if (slash == std::string::npos || std::string_view(entry.name).substr(slash + 1) != kPickleName)
@@ -109,6 +123,7 @@ Result<TorchArchive> TorchArchive::Read(File& file, std::uint64_t begin, std::ui
   }
   std::string bytes(static_cast<std::size_t>(pickled->size), '\0');
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(pickled->offset, bytes.data(), bytes.size()));
+  // Zero where torch was told not to compute CRCs.
   if (pickled->crc != 0 && Crc32Extend(0, bytes.data(), bytes.size()) != pickled->crc) {
     return fail(Code::kDataLoss, "its data.pkl fails its CRC-32");
   }
@@ -131,6 +146,7 @@ Result<StoredTensor> TorchArchive::TensorOf(const pickle::Value& value) const {
   if (entry == nullptr) {
     return Status(Code::kDataLoss, "its storage 'data/" + tensor.storage + "' is not there");
   }
+  // The pickle and the archive disagree about the storage, and nobody knows which of them is right.
   if (entry->size != tensor.storage_bytes) {
     return Status(Code::kDataLoss, "its storage 'data/" + tensor.storage + "' has " +
                                        std::to_string(entry->size) + " bytes instead of " +
@@ -161,6 +177,7 @@ Result<std::string> DescribeObject(File& file, std::uint64_t begin, std::uint64_
   options.unknown = pickle::Unknown::kInert;
   options.max_bytes = kMaxDescribed;
   // What it is not is an answer here, unless reading itself failed.
+  // Permission, I/O errors and such are the caller's; damage of an object is what the listing says.
   const auto answer = [&](const std::string& what, const Status& status) -> Result<std::string> {
     switch (status.code()) {
       case Code::kDataLoss:

@@ -25,6 +25,8 @@ namespace tensormount {
 // A strided window of a storage: bytes of an element stand at
 // offset + sum(index[a] * strides[a]). Strides are bytes, never negative; zero where torch
 // expanded.
+// All in bytes and checked: offset + length lies within the file's storage entry, and every element
+// within [offset, offset + length).
 struct StoredTensor {
   DType dtype = DType::kU8;
   Dims shape;
@@ -35,6 +37,8 @@ struct StoredTensor {
 };
 
 // The archive in bytes [begin, begin + length) of a file.
+// Keeps the pickle and the directory in memory and no reference to the file. Reading it costs the
+// directory, the local headers and data.pkl; storages are not touched.
 class TorchArchive {
  public:
   // kDataLoss, kUnsupported as ZipArchive::Read and pickle::Parse say; kDataLoss where data.pkl is

@@ -28,6 +28,7 @@ constexpr std::array<std::string_view, 2> kRankModels = {"model_optim_rng.pt", "
 constexpr std::uint64_t kMaxIndex = std::uint64_t{64} << 20;
 // Of all paths, in the common values, which are read whole when a checkpoint is opened.
 constexpr std::string_view kPlannerData = "torch.planner_data";
+// Bytes.
 constexpr std::size_t kMaxPaths = std::size_t{1} << 20;
 constexpr std::uint64_t kMaxTorchPickle = std::uint64_t{256} << 20;
 // PROTO 2, LONG1 of the magic number, STOP: how torch.save began before it wrote zips.
@@ -55,6 +56,9 @@ std::string StemOf(std::string_view name) {
 }
 
 // Whether the names at the end of an archive are those of a program.
+// A TorchScript archive also begins with "PK" and may have a data.pkl. The names in its central
+// directory, at the end, tell: 256 KiB of them are enough, and a damaged archive can be asked as
+// well.
 bool IsTorchScript(File& file, std::uint64_t length) {
   std::string tail(std::min<std::uint64_t>(length, 256 << 10), '\0');
   if (!file.ReadExactAt(length - tail.size(), tail.data(), tail.size()).ok()) return false;
@@ -80,6 +84,7 @@ class TorchSaveReader {
     const std::uint64_t length = builder_.FileLength(number);
     pickle::Options options;
     options.max_bytes = kMaxTorchPickle;
+    // Looked at below: that it is a program is the better answer where both are true.
     const Result<TorchArchive> archive = TorchArchive::Read(*file, 0, length, options);
     if (IsTorchScript(*file, length)) {
       return Status(Code::kUnsupported, folder_.Shown(name) +
@@ -109,6 +114,7 @@ class TorchSaveReader {
   }
 
   // When all files are added: where in nested dicts and lists everything stands, as DCP says it.
+  // "torch.planner_data" as DCP has it, so that exports of both forms nest keys in the same way.
   void AddPaths() {
     if (path_bytes_ > kMaxPaths) {
       builder_.Warn("the paths of its nested dicts are larger than 1 MiB and left out");
@@ -118,6 +124,8 @@ class TorchSaveReader {
   }
 
   // The form of several files: which tensor stands in which.
+  // As with safetensors the index decides: a tensor belongs to the file that the index names for
+  // it, wherever else that key occurs.
   Status AddIndexed() {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
                                  folder_.ReadFile(kTorchIndexName, kMaxIndex, "{"));
@@ -161,6 +169,9 @@ class TorchSaveReader {
   }
 
   // Megatron-LM before dist_checkpointing: nothing says how the ranks' tensors go together.
+  // Ranks of tensor and pipeline parallelism are shown side by side: how they were cut is in no
+  // file, and guessing would show wrong tensors. Fails only where no file of any rank could be
+  // read.
   Status AddRankFolders(const std::vector<std::string>& ranks) {
     Status first;
     std::size_t added = 0;
@@ -191,6 +202,8 @@ class TorchSaveReader {
   }
 
  private:
+  // 16 bytes stand for what records cost beside texts. Past the limit all are dropped, and the
+  // count stays above it.
   void AddPath(const std::string& key, const std::vector<TorchNames::Part>& path) {
     path_bytes_ += key.size() + 16;
     for (const TorchNames::Part& part : path) path_bytes_ += part.text.size() + 16;
@@ -220,6 +233,7 @@ class TorchSaveReader {
   std::size_t path_bytes_ = 0;
 };
 
+// Only folders with the model file count: mp_rank_00 may hold an optimizer alone.
 std::vector<std::string> RankFolders(const ForeignFolder& folder) {
   std::vector<std::string> out;
   const Result<std::vector<DirectoryEntry>> entries = folder.List("");

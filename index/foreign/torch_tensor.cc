@@ -33,7 +33,8 @@ std::string NameOf(const Value& global) {
   return std::string(global.module()) + "." + std::string(global.name());
 }
 
-// A tuple of integers, or torch.Size of one.
+// A tuple of integers, or torch.Size of one. More axes than kMaxRank are well-formed to torch, so
+// such a tensor is left out by name and no damage.
 Result<Dims> DimsOf(const Value& value, std::string_view what) {
   Value tuple = value;
   if (value.Is(KnownClass::kTorchSize)) {
@@ -58,6 +59,8 @@ Result<Dims> DimsOf(const Value& value, std::string_view what) {
 }
 
 // What was done to a tensor after it was made: BUILD calls set_() with other data, items are cells.
+// BUILD of a tensor may run set_(), which gives it other bytes; whoever would show the ones of the
+// call shows something else than torch.
 Status CheckUntouched(const Value& object) {
   if (object.built()) return UnsupportedTensor("given another state after it was made");
   if (object.size() > 0) return UnsupportedTensor("given items after it was made");
@@ -66,6 +69,9 @@ Status CheckUntouched(const Value& object) {
 
 // Attributes that people give to parameters are just that; these mean something to a tensor:
 // "data" replaces its bytes. Those of PyTorch 2.13 that can be set, or say that they cannot.
+// A list of names, with a blank on either side of each. Names with blanks or in dunder form are
+// refused as well. New releases may add names: unknown ones are harmless attributes, and this list
+// is compared with a release by hand.
 bool IsTensorsOwn(std::string_view name) {
   constexpr std::string_view kOwn =
       " H T data device dtype grad grad_dtype grad_fn imag is_cpu is_cuda is_ipu is_leaf is_maia "
@@ -109,6 +115,8 @@ struct Call {
   bool requires_grad = false;
 };
 
+// The functions differ in the number of arguments only: (storage, offset, size, stride) of
+// _rebuild_tensor, two or three more of v2, and a dtype before the metadata of v3.
 Result<Call> CallOf(const Value& function, const Value& args) {
   std::size_t least = 6;  // (storage, offset, size, stride, requires_grad, hooks[, metadata])
   std::size_t most = 7;
@@ -129,6 +137,8 @@ Result<bool> RequiresGrad(const Value& value) {
   return value.boolean();
 }
 
+// Takes off what wraps a tensor: Parameter(data, requires_grad, hooks), and _rebuild_from_type_v2
+// for subclasses that are plain tensors with attributes.
 Result<Call> Unwrap(const Value& value) {
   Value at = value;
   bool requires_grad = false;
@@ -192,6 +202,8 @@ Result<Call> Unwrap(const Value& value) {
 }
 
 // "FloatStorage" and its kin. Empty: bytes without a type.
+// The element type that a storage class stands for. Quantised ones are known names and not in this
+// list.
 Result<std::string_view> StorageDType(std::string_view name) {
   constexpr std::pair<std::string_view, std::string_view> kNames[] = {
       {"DoubleStorage", "float64"},
@@ -221,6 +233,8 @@ struct Storage {
 };
 
 // ('storage', class, key, location, count)
+// The location ("cpu", "cuda:0") says where torch had it and means nothing for the bytes in the
+// file.
 Result<Storage> StorageOf(const Value& value) {
   if (value.kind() != Kind::kPersistent || value.args().kind() != Kind::kTuple) {
     return Damaged("its storage is no reference to one");
@@ -252,6 +266,8 @@ Status CheckViewBits(const Value& metadata) {
 
 // Expanded tensors show their elements many times; far more than any that were saved would take
 // for ever to read.
+// A stream of 100 bytes may show one element 2^60 times; honest expanded tensors (a mask, a scalar
+// that is broadcast) are far below 1,024 times their storage, or small.
 Status CheckShown(std::int64_t volume, std::int64_t item_bytes, std::uint64_t storage_bytes) {
   constexpr std::uint64_t kMaxTimes = 1024;
   constexpr std::uint64_t kSmall = std::uint64_t{1} << 20;
@@ -265,9 +281,13 @@ Status CheckShown(std::int64_t volume, std::int64_t item_bytes, std::uint64_t st
 }
 
 // Fills strides, offset, length and packed of a view whose dtype and shape are set.
+// Elements are at offset + sum(index[a] * stride[a]), strides not negative, so the last element is
+// at the largest index of every axis: the span is one element and (extent - 1) * stride for each
+// axis. All in checked arithmetic: numbers are the stream's.
 Status PlaceView(const Dims& torch_strides, std::int64_t first, std::int64_t item_bytes,
                  std::uint64_t storage_bytes, StoredTensor& view) {
   const std::optional<std::int64_t> volume = CheckedProduct(view.shape);
+  // Strides of dense rows, which are compared with those of the view axis by axis.
   const auto dense = [&]() -> std::optional<Dims> {
     Dims out = Dims::Filled(view.shape.rank(), 0);
     std::optional<std::int64_t> row = item_bytes;
@@ -322,13 +342,14 @@ bool IsTorchTensor(const Value& value) {
   return value.kind() == Kind::kObject && pickle::IsTensorFunction(value.callee().known());
 }
 
+// O(ids). Torch loads a storage when it meets its key for the first time and hands it out from then
+// on, so a later id with another type or size would be read differently by a reader that looks at
+// each id alone.
 std::set<std::string, std::less<>> StoragesOfTwoKinds(const pickle::Document& document) {
-  struct Reference {
-    Value type;
-    std::int64_t count;
-    bool meta;
+  const auto on_meta = [](const Value& id) {
+    return id.item(3).kind() == Kind::kString && id.item(3).text() == "meta";
   };
-  std::unordered_map<std::string_view, Reference> first;
+  std::unordered_map<std::string_view, Value> first;  // Ids, by the key of their storage.
   std::set<std::string, std::less<>> out;
   for (std::size_t i = 0; i < document.persistent_count(); ++i) {
     const Value id = document.persistent(i).args();
@@ -338,18 +359,18 @@ std::set<std::string, std::less<>> StoragesOfTwoKinds(const pickle::Document& do
     }
     // torch keeps no storage without bytes.
     if (id.item(4).integer() == 0) continue;
-    const bool meta = id.item(3).kind() == Kind::kString && id.item(3).text() == "meta";
-    const Reference here{id.item(1), id.item(4).integer(), meta};
-    const auto [at, fresh] = first.try_emplace(id.item(2).text(), here);
-    const Reference& there = at->second;
-    if (!fresh && (there.type.name() != here.type.name() || there.count != here.count ||
-                   there.meta != here.meta)) {
+    const auto [at, fresh] = first.try_emplace(id.item(2).text(), id);
+    const Value& before = at->second;
+    if (!fresh &&
+        (before.item(1).name() != id.item(1).name() ||
+         before.item(4).integer() != id.item(4).integer() || on_meta(before) != on_meta(id))) {
       out.emplace(id.item(2).text());
     }
   }
   return out;
 }
 
+// The offset and strides of the stream are in elements; what comes out is in bytes.
 Result<TorchTensor> TorchTensorOf(const Value& value) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Call call, Unwrap(value));
   const Value& args = call.args;

@@ -13,6 +13,7 @@
 
 namespace tensormount {
 
+// Several tensors may name one storage, with other offsets and strides: views, and tied parameters.
 struct TorchTensor {
   std::string storage;              // Its key: "0".
   std::uint64_t storage_bytes = 0;  // As the pickle has it.
@@ -30,6 +31,8 @@ struct TorchTensor {
 // for all, in the order of the stream.
 std::set<std::string, std::less<>> StoragesOfTwoKinds(const pickle::Document& document);
 
+// By what would be called, without looking at arguments: TorchTensorOf says whether they make
+// sense.
 bool IsTorchTensor(const pickle::Value& value);
 
 // kDataLoss: it is no tensor, the view leaves its storage, numbers overflow. kUnsupported by name:

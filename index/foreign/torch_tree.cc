@@ -2,6 +2,12 @@
 // Names for tensors in nested dicts and lists of a pickle, and the rest as common values. A value
 // that is shared may be reached by any number of paths; work is bounded by what the tree would come
 // to, not by the size of the stream.
+//
+// Two passes over the same order of values. Scan counts, for every value, how many values lie below
+// it and whether a tensor is among them; it fails where the count passes what an honest file could
+// have. Emit walks again, goes into what holds tensors, and makes a common value of everything else
+// at the highest level at which there is no tensor. nodes_ carries what Scan found from one to the
+// other, so nothing is hashed or looked up.
 #include "index/foreign/torch_tree.h"
 
 #include <optional>
@@ -16,8 +22,10 @@ using pickle::Kind;
 using pickle::KnownClass;
 using pickle::Value;
 
+// The walk is recursive, and cycles have no end.
 constexpr int kMaxTreeDepth = 200;
 // Values may be shared: a stream of n bytes can describe 2^n paths. Honest ones share a few.
+// What is allowed besides two values a byte of the stream.
 constexpr std::size_t kMinValues = std::size_t{1} << 20;
 constexpr std::uint32_t kHoldsTensor = std::uint32_t{1} << 31;
 // Names of one checkpoint together; so many of one spelling.
@@ -33,6 +41,7 @@ std::string JoinedPath(const std::vector<TorchNames::Part>& path) {
   return out;
 }
 
+// ["a.b"][0], with quotes and backslashes escaped: different paths have different spellings.
 std::string SpelledOut(const std::vector<TorchNames::Part>& path) {
   std::string out;
   for (const TorchNames::Part& part : path) {
@@ -66,6 +75,8 @@ std::optional<TorchNames::Part> PartOf(const Value& key) {
 TorchNames::Part PartOf(std::size_t index) { return {std::to_string(index), true, true}; }
 
 // Calls f(key or index, value) for what a value holds, always in the same order, until it fails.
+// A state that Python would set on a dict changes attributes of it, which have no key in a listing:
+// only bags of names (Namespace) show them as their items.
 template <typename F>
 Status ForEachChild(const Value& value, F f) {
   if (IsDict(value)) {
@@ -105,6 +116,8 @@ bool LeavesOut(const Status& status) {
 
 }  // namespace
 
+// Deterministic: the same stream gives the same names in the same order, so that a checkpoint keeps
+// its keys from one open to the next.
 std::optional<std::string> TorchNames::Of(const std::string& prefix,
                                           const std::vector<Part>& path) {
   std::string name = prefix + JoinedPath(path);
@@ -136,6 +149,7 @@ std::string TorchTree::Shown() const { return options_.prefix + JoinedPath(path_
 Status TorchTree::Add() {
   const Value root = options_.root ? *options_.root : archive_.document().root();
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool any, Scan(root, 0));
+  // A root that is a list without tensors is one common value, called like the file.
   const bool container =
       IsDict(root) || (any && (root.kind() == Kind::kList || root.kind() == Kind::kTuple));
   if (!container) path_.push_back({options_.alone, false, false});
@@ -146,6 +160,7 @@ Status TorchTree::Add() {
 
 Result<bool> TorchTree::Scan(const Value& value, int depth) {
   const std::size_t at = nodes_.size();
+  // The top bit of a node is the mark for tensors.
   if (at >= kMinValues + 2 * archive_.document().bytes() || at >= kHoldsTensor - 1) {
     return Status(Code::kDataLoss, "values that hold each other so often that they have no end");
   }
@@ -167,6 +182,8 @@ Result<bool> TorchTree::Scan(const Value& value, int depth) {
 }
 
 // Adds what was found in `value`, which is the next one of nodes_.
+// Items that cannot be named are passed over with their whole subtree: next_ jumps to the end of
+// it.
 Status TorchTree::Emit(const Value& value) {
   ++next_;
   if (TorchArchive::IsTensor(value)) return AddTensor(value);
@@ -200,6 +217,7 @@ Status TorchTree::Emit(const Value& value) {
   });
 }
 
+// A tensor that cannot be read in place leaves the others alone; errors of reading end the walk.
 Status TorchTree::AddTensor(const Value& value) {
   const Result<StoredTensor> stored = archive_.TensorOf(value);
   Status status = stored.status();

@@ -19,15 +19,22 @@
 
 // The dicts and lists that torch.save was given, as keys of tensors and names of common values.
 
+// {"model": {"w": T}, "step": 7} gives the tensor model.w and the common value step. What holds no
+// tensor anywhere below becomes one common value, as large as can be, so that a dict of a thousand
+// settings is one entry and not a thousand.
 namespace tensormount {
 
 // Keys of one checkpoint. The parts of a path are joined with dots, as everybody names parameters;
 // where two paths come to the same text, or one to none, the later one is spelled out as Python
 // would: ["a.b"][0]. Nothing is lost.
+// Two are needed, one for tensors and one for common values, as these are two namespaces; they live
+// as long as the read of the checkpoint, over all of its files.
 class TorchNames {
  public:
   // A part of a path; of a number `text` is its digits, and `position` whether it counts the items
   // of a list.
+  // "number" decides how a part is spelled ([0] or ["0"]), "position" how a path is told to others:
+  // torch's planners make text of keys that are numbers.
   struct Part {
     std::string text;
     bool number = false;
@@ -37,6 +44,8 @@ class TorchNames {
   // `prefix` stands before either spelling ("mp_rank_00/"). Each result is given once. nullopt: a
   // dict that says one key many times, or so many long names that nobody saved them: a pickle may
   // say a text once and mean it everywhere.
+  // Linear in the length of the path; the names that it gave are kept, to tell later ones from
+  // them.
   std::optional<std::string> Of(const std::string& prefix, const std::vector<Part>& path);
 
  private:
@@ -44,6 +53,7 @@ class TorchNames {
   std::size_t bytes_ = 0;  // Of all of them.
 };
 
+// The callbacks run during Add, on its thread.
 struct TorchTreeOptions {
   std::string prefix;  // Before every key.
   std::string alone;   // The key where the root is no dict or list but one tensor or value.
@@ -61,6 +71,7 @@ struct TorchTreeOptions {
 // "param_groups": [...]}} gives optimizer.state.0 and optimizer.param_groups. What cannot be shown
 // is left out with a warning. kDataLoss: structures that hold themselves so often that listing them
 // would take unbounded time. `budget` bounds what the common values of all archives come to.
+// For one call of Add; everything that it is given must outlive it.
 class TorchTree {
  public:
   TorchTree(ForeignBuilder& builder, const TorchArchive& archive, std::uint32_t file,
@@ -69,11 +80,15 @@ class TorchTree {
   Status Add();
 
  private:
+  // Counts values, and says whether a tensor is among them.
   Result<bool> Scan(const pickle::Value& value, int depth);
+  // Names and adds what Scan has counted, in the same order.
   Status Emit(const pickle::Value& value);
   Status AddTensor(const pickle::Value& value);
+  // The chunk is the whole tensor: torch.save cuts nothing.
   Status AddStored(const std::string& key, const StoredTensor& stored);
   void AddCommon(const pickle::Value& value);
+  // To options_.nested, where the name alone does not say how it was nested.
   void TellPath(const std::string& name) const;
   std::string Shown() const;
 

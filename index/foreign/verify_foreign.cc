@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // `verify` of what other programs saved.
+//
+// Formats of others have no hashes, so "whole" means: what describes it can be read and is
+// consistent, every item is the chunk that the metadata say, zip entries have their CRC, every byte
+// can be read, and no file changes meanwhile. Losses and warnings that the open told are taken
+// over: losses are damage, what is merely left out is not.
 #include "index/foreign/verify_foreign.h"
 
 #include <algorithm>
@@ -37,6 +42,7 @@ class ForeignVerifier {
       : opened_(opened), options_(options) {}
 
   Result<VerifyReport> Run() {
+    // A loss is among the warnings as well, in the same words: it is reported once, as damage.
     std::unordered_set<std::string> told;
     for (const ForeignLoss& loss : opened_.lost()) {
       told.insert(loss.ToString());
@@ -76,6 +82,8 @@ class ForeignVerifier {
   const std::string& FileName(std::uint32_t file) const { return inventory_.files[file].name; }
 
   // Ranges in the order of files, and what has items that are none.
+  // Resolving every pending item here reads each archive's directory and pickle, which is the check
+  // of items.
   Status FindRanges() {
     const CheckpointIndex& index = opened_.index();
     TENSORMOUNT_ASSIGN_OR_RETURN(inventory_, index.ToInventory());
@@ -109,6 +117,8 @@ class ForeignVerifier {
   }
 
   // Checks what is in archives, whole files and items, and takes it from the ranges.
+  // Files are taken one by one, each opened once. Two kinds hold archives: a file that is one
+  // (torch.save, .npz), and a file of items that are one each (.distcp).
   void ReadArchives() {
     std::vector<ScanRange> others;
     for (std::size_t i = 0; i < ranges_.size();) {
@@ -165,6 +175,8 @@ class ForeignVerifier {
   }
 
   // Damage is said of those of `ranges` that an entry holds bytes of.
+  // An entry may hold bytes of several tensors (views of one storage), and each is told. One that
+  // belongs to no range (data.pkl) is named itself.
   void CheckEntries(File& file, const ZipArchive& archive, std::span<const ScanRange> ranges) {
     const std::string& name = FileName(ranges.front().file);
     for (const ZipEntry& entry : archive.entries()) {
@@ -189,6 +201,8 @@ class ForeignVerifier {
     if (options_.progress) options_.progress(report_.bytes_checked, total_);
   }
 
+  // What is in no archive is only read. A file that changed is one finding, however many ranges of
+  // it were looked at.
   Status ReadOthers() {
     const std::uint64_t before = report_.bytes_checked;
     Scan scan(inventory_,

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // .zarray files: shape, chunks, dtype, order, and the codec: what is compressed is refused by its
 // name.
+//
+// JSON of others, so: bounded depth and size, every field checked for its type, and shapes and
+// chunks checked for overflow with the dtype that they have, so that code behind this may multiply.
 #include "index/foreign/zarr_array.h"
 
 #include <charconv>
@@ -48,6 +51,8 @@ std::string CodecName(const Json& codec) {
   return "a codec without a name";
 }
 
+// Both may be null, and filters may be an empty list too. Anything else means that the bytes in
+// chunk files are not the elements.
 Status CheckStoredPlainly(const Json& json) {
   const auto compressor = json.find("compressor");
   if (compressor != json.end() && !compressor->is_null()) {
@@ -60,6 +65,7 @@ Status CheckStoredPlainly(const Json& json) {
   return UnsupportedZarray("filtered with " + CodecName((*filters)[0]));
 }
 
+// NumPy's type strings ("<f4"), and bfloat16 by its name, since NumPy has no type string for it.
 Result<DType> ParseDType(const Json& json, bool raw_is_bf16) {
   const auto found = json.find("dtype");
   if (found == json.end()) return BadZarray("has no dtype");
@@ -74,6 +80,7 @@ Result<DType> ParseDType(const Json& json, bool raw_is_bf16) {
 
 }  // namespace
 
+// Rounded up without the sum that could overflow.
 Dims ZarrArray::Grid() const {
   Dims grid;
   for (int a = 0; a < shape.rank(); ++a) {
@@ -129,6 +136,8 @@ Status ParseZgroup(std::string_view text) {
           "zarr_format " + version->dump().substr(0, 32) + ", we read version 2"};
 }
 
+// "1.02", "+1.2" and "1.2.3" of two axes are no chunks: one chunk must have one name, or two files
+// could claim it.
 std::optional<Dims> ParseChunkName(std::string_view name, int rank, char separator) {
   if (rank == 0) return name == "0" ? std::optional(Dims()) : std::nullopt;
   Dims out;

@@ -15,6 +15,8 @@
 
 namespace tensormount {
 
+// Chunks are all of the same extents. Those at the end of an axis hang over the shape and are
+// stored whole.
 struct ZarrArray {
   DType dtype = DType::kU8;
   Dims shape;
@@ -30,6 +32,7 @@ struct ZarrArray {
 // `raw_is_bf16`: "|V2" is bfloat16, as Megatron-Core stored it; otherwise raw bytes.
 // kDataLoss: no such JSON, shapes and chunks that do not go together or overflow; kUnsupported by
 // name: another format version, a compressor, filters, element types as DTypeFromNpyDescr says.
+// Shape and chunks fit 64 bits in bytes, so products of extents need no further checks.
 Result<ZarrArray> ParseZarray(std::string_view json, bool raw_is_bf16 = false);
 
 // "1.0.2" as numbers, written as zarr does (no signs, no leading zeros). nullopt: no name of a

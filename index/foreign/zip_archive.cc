@@ -2,6 +2,16 @@
 // Zip archives as their central directory says, each entry compared with its local header, because
 // two readers that trust different ones would see different files. Entries that overlap, have two
 // sizes or reach outside are refused. Nothing is decompressed.
+//
+//   [local header, name, extra][bytes][descriptor]   once for each entry
+//   central directory: a record for each entry, with the offset of its local header
+//   zip64 end record, zip64 locator                  where counts or sizes need 64 bits
+//   end record, comment
+//
+// Read from the end: the end record names the central directory, that the local headers. All
+// offsets are relative to the begin of the archive, which may be in the middle of a file (.distcp).
+// An item of a .distcp file costs about 10 KiB: its end, its local headers, and what stands behind
+// its payload.
 #include "index/foreign/zip_archive.h"
 
 #include <algorithm>
@@ -29,18 +39,14 @@ constexpr std::size_t kEnd64Bytes = 56;
 constexpr std::size_t kLocator64Bytes = 20;
 constexpr std::uint32_t kIn64 = 0xffffffff;  // "See the zip64 field."
 constexpr std::uint16_t kIn64Short = 0xffff;
+// Several hundred thousand entries; torch writes one a storage.
 constexpr std::uint64_t kMaxDirectory = std::uint64_t{64} << 20;
 
 constexpr std::uint16_t kEncrypted = 1 << 0;
 constexpr std::uint16_t kHasDescriptor = 1 << 3;
 constexpr std::uint16_t kStrongEncryption = 1 << 6;
 constexpr std::uint16_t kMasked = 1 << 13;
-
-// What the central directory says of an entry and the local header must repeat.
-struct Listed {
-  std::uint16_t flags = 0;
-  std::uint16_t method = 0;
-};
+constexpr std::uint16_t kStored = 0;  // The method that leaves bytes as they are.
 
 std::string ShownEntry(std::string_view name) {
   std::string out = "entry '";
@@ -71,7 +77,9 @@ std::string_view NameFault(std::string_view name) {
   return {};
 }
 
-// Reads small pieces that lie near each other in few reads, and small archives in one.
+// Reads small records that lie near each other in few reads, and small archives in one.
+// Archives of up to 4 KiB are read whole by the first call. Of larger ones each call reads at least
+// 4 KiB from where it was asked, so that headers that stand together come together.
 class Window {
  public:
   Window(File& file, std::uint64_t begin, std::uint64_t length)
@@ -105,6 +113,7 @@ class Window {
 };
 
 // The zip64 field among extra fields; nullopt: damaged. Empty where there is none.
+// A second zip64 field would be read by some and ignored by others: refused.
 std::optional<std::string_view> Zip64Field(std::string_view extra) {
   std::string_view found;
   while (!extra.empty()) {
@@ -123,6 +132,8 @@ std::optional<std::string_view> Zip64Field(std::string_view extra) {
 }
 
 // Takes the next 8 bytes of a zip64 field for a number that did not fit.
+// The field holds only those numbers that are 0xffffffff in the record, in a fixed order: size,
+// packed size, header offset.
 bool Take64(std::string_view& field, std::uint64_t& out) {
   if (field.size() < 8) return false;
   out = LoadLittle<std::uint64_t>(field.data());
@@ -132,6 +143,8 @@ bool Take64(std::string_view& field, std::uint64_t& out) {
 
 // The length of the data descriptor that `bytes` begin with, if it says this: 16, or 24 with 64-bit
 // sizes; 0: it does not.
+// The signature is optional in the standard, but torch writes it, and without it a descriptor
+// cannot be told from the next header. A writer may use 64-bit sizes for small entries as well.
 std::size_t DescriptorBytes(std::string_view bytes, std::uint32_t crc, std::uint64_t size) {
   if (bytes.size() < 16 || LoadLittle<std::uint32_t>(bytes.data()) != kDescriptorSignature ||
       LoadLittle<std::uint32_t>(bytes.data() + 4) != crc) {
@@ -186,9 +199,12 @@ class ZipReader {
   std::uint64_t directory_bytes_ = 0;
   std::uint64_t count_ = 0;
   std::vector<ZipEntry> entries_;
-  std::vector<Listed> listed_;
+  // Of each entry, as the central directory has them; local headers must repeat them.
+  std::vector<std::uint16_t> flags_;
 };
 
+// The comment may have 65,535 bytes, so the record is somewhere in the last 64 KiB; the last KiB is
+// tried first, which mostly holds the zip64 records and a small directory too.
 Status ZipReader::ReadEnd() {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file_.Stat());
   if (!RangeWithin(begin_, length_, info.size)) {
@@ -234,6 +250,9 @@ Status ZipReader::ReadEnd() {
   return Damaged("there is no end record");
 }
 
+// The locator stands right before the end record. Where it is there, its record counts, and numbers
+// in the end record that are not 0xffffffff must agree with it: readers differ in which they
+// believe.
 Status ZipReader::ReadEnd64(std::uint64_t end, bool needed) {
   std::uint64_t directory_end = end;
   const char* p = nullptr;
@@ -292,13 +311,14 @@ Status ZipReader::ReadDirectory() {
   const auto size = static_cast<std::size_t>(directory_bytes_);
   TENSORMOUNT_ASSIGN_OR_RETURN(const char* const bytes, window_.Get(directory_, size));
   entries_.reserve(static_cast<std::size_t>(count_));
-  listed_.reserve(static_cast<std::size_t>(count_));
+  flags_.reserve(static_cast<std::size_t>(count_));
   std::string_view left(bytes, size);
   for (std::uint64_t i = 0; i < count_; ++i) TENSORMOUNT_RETURN_IF_ERROR(ReadCentral(left));
   if (!left.empty()) return Damaged("its central directory has more than its entries");
   return Status();
 }
 
+// Takes one record off `left`.
 Status ZipReader::ReadCentral(std::string_view& left) {
   const char* p = left.data();
   if (left.size() < kCentralBytes || LoadLittle<std::uint32_t>(p) != kCentralSignature) {
@@ -321,13 +341,14 @@ Status ZipReader::ReadCentral(std::string_view& left) {
     return Damaged(ShownEntry(name) + ' ' + std::string(what));
   };
   if (const std::string_view fault = NameFault(name); !fault.empty()) return damaged(fault);
-  const Listed listed{LoadLittle<std::uint16_t>(p + 8), LoadLittle<std::uint16_t>(p + 10)};
-  if ((listed.flags & (kEncrypted | kStrongEncryption | kMasked)) != 0) {
+  const auto flags = LoadLittle<std::uint16_t>(p + 8);
+  const auto method = LoadLittle<std::uint16_t>(p + 10);
+  if ((flags & (kEncrypted | kStrongEncryption | kMasked)) != 0) {
     return Unsupported(ShownEntry(name) + " is encrypted");
   }
-  if (listed.method != 0) {
-    return Unsupported(ShownEntry(name) + " is compressed (method " +
-                       std::to_string(listed.method) + "), so that nothing in it has a place");
+  if (method != kStored) {
+    return Unsupported(ShownEntry(name) + " is compressed (method " + std::to_string(method) +
+                       "), so that nothing in it has a place");
   }
   entry.crc = LoadLittle<std::uint32_t>(p + 16);
   std::uint64_t packed = LoadLittle<std::uint32_t>(p + 20);
@@ -344,15 +365,18 @@ Status ZipReader::ReadCentral(std::string_view& left) {
   if (const auto disk = LoadLittle<std::uint16_t>(p + 34); disk != 0 && disk != kIn64Short) {
     return Unsupported(ShownEntry(name) + " lies on another disk");
   }
+  // Stored bytes are as many as the entry has.
   if (packed != entry.size) return damaged("is stored and has two sizes");
   if (!RangeWithin(entry.header, entry.size, directory_)) {
     return damaged("lies outside of the archive");
   }
   entries_.push_back(std::move(entry));
-  listed_.push_back(listed);
+  flags_.push_back(flags);
   return Status();
 }
 
+// In the order of the file, so that the window moves forward and each entry can be compared with
+// the end of the one before.
 Status ZipReader::ReadLocals() {
   std::vector<std::uint32_t> order(entries_.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::uint32_t>(i);
@@ -375,9 +399,11 @@ Status ZipReader::ReadLocals() {
   return Status();
 }
 
+// The offset of the bytes is known from the local header only: its extra field may have another
+// length than that of the central directory (torch pads it, so that payloads are aligned).
 Status ZipReader::ReadLocal(std::size_t i, std::uint64_t& end) {
   ZipEntry& entry = entries_[i];
-  const Listed& listed = listed_[i];
+  const std::uint16_t flags = flags_[i];
   const auto damaged = [&](std::string_view what) {
     return Damaged(ShownEntry(entry.name) + ' ' + std::string(what));
   };
@@ -394,12 +420,11 @@ Status ZipReader::ReadLocal(std::size_t i, std::uint64_t& end) {
   got = window_.Get(entry.header, kLocalBytes + name_bytes + extra_bytes);
   if (!got.ok()) return outside(got.status());
   const char* p = got.value();
-  if (LoadLittle<std::uint16_t>(p + 6) != listed.flags ||
-      LoadLittle<std::uint16_t>(p + 8) != listed.method ||
+  if (LoadLittle<std::uint16_t>(p + 6) != flags || LoadLittle<std::uint16_t>(p + 8) != kStored ||
       std::string_view(p + kLocalBytes, name_bytes) != entry.name) {
     return damaged("has a local header with another name, method or flags");
   }
-  const bool described = (listed.flags & kHasDescriptor) != 0;
+  const bool described = (flags & kHasDescriptor) != 0;
   const auto crc = LoadLittle<std::uint32_t>(p + 14);
   std::uint64_t packed = LoadLittle<std::uint32_t>(p + 18);
   std::uint64_t size = LoadLittle<std::uint32_t>(p + 22);
@@ -420,6 +445,8 @@ Status ZipReader::ReadLocal(std::size_t i, std::uint64_t& end) {
     return damaged("lies outside of the archive");
   }
   end = entry.offset + entry.size;
+  // Flag bit 3: the writer did not know sizes and CRC when it wrote the header, and put them behind
+  // the bytes.
   if (described) {
     const auto left = static_cast<std::size_t>(std::min<std::uint64_t>(24, directory_ - end));
     got = window_.Get(end, left);
@@ -449,6 +476,7 @@ const ZipEntry* ZipArchive::Find(std::string_view name) const {
   return at != entries_.end() && at->name == name ? &*at : nullptr;
 }
 
+// In blocks of 1 MiB: entries are as large as tensors.
 Status CheckZipCrc(File& file, const ZipEntry& entry) {
   if (entry.crc == 0) return Status();
   std::string buffer(static_cast<std::size_t>(std::min<std::uint64_t>(entry.size, 1 << 20)), '\0');

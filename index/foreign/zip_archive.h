@@ -13,10 +13,11 @@
 #include "base/file_system.h"
 
 // Zip archives of stored entries (APPNOTE.TXT 6.3.10), as torch.save and numpy.savez write them.
-// They may stand inside of a larger file; all places below are the file's.
+// They may stand inside of a larger file; all offsets below are the file's.
 
 namespace tensormount {
 
+// Stored bytes, so [offset, offset + size) of the file is what the entry holds.
 struct ZipEntry {
   std::string name;
   std::uint64_t header = 0;  // Of its local header.
@@ -39,6 +40,7 @@ class ZipArchive {
   static Result<ZipArchive> Read(File& file, std::uint64_t begin, std::uint64_t length);
 
   const std::vector<ZipEntry>& entries() const { return entries_; }  // By name.
+  // O(log entries). Null where there is none.
   const ZipEntry* Find(std::string_view name) const;
 
  private:

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // OpenedCheckpoint: opening (COMMIT, then the index, then nothing until somebody reads), and
 // finding the files of records. Reads are in region_reader.cc.
+//
+// Opening reads COMMIT and, of an index that is not small, only its tail: a mount opens every
+// checkpoint of a store that somebody looks into, and must not read all of their metadata. Damage
+// is made good where that is possible (the other copy of COMMIT, an index that fsck rebuilt, the
+// manifests), with a warning that names it; it fails the open only where nothing is left.
 #include "index/read/checkpoint.h"
 
 #include "base/checked.h"
@@ -24,6 +29,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
   opened->fs_ = &fs;
   opened->directory_ = directory;
+  // First of all, since from here on nobody deletes the checkpoint: gc wants the lock alone.
   TENSORMOUNT_ASSIGN_OR_RETURN(PinnedCommit commit_file, PinCommit(fs, directory, options.pinned));
   opened->pinned_ = std::move(commit_file.directory);
   opened->lock_ = std::move(commit_file.file);
@@ -35,6 +41,9 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   if (opened->commit_.one_copy_damaged) opened->warnings_.push_back(opened->commit_.damage);
 
   const CommitRecord& commit = opened->commit_.record;
+  // Called by the index when a record cannot be read, on whatever thread meets the damage, perhaps
+  // after this object is gone: so it owns copies of what it needs (the pin, the commit), and refers
+  // to the file system alone.
   std::function<Result<std::shared_ptr<const Table>>()> again;
   if (options.rebuild_index) {
     // For damage that shows at a later read.
@@ -54,6 +63,8 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   // An index of another version is as good as none, manifests have versions of their own; and so is
   // what is no file, or cannot be read.
   const Status damage = index.status();
+  // What fsck rebuilt first: it costs no more than a whole index; a rebuild reads all manifests and
+  // keeps all records in memory.
   if (CheckpointIndex::IsLost(damage) && options.rebuild_index) {
     index = OpenDerivedIndex(fs, directory, commit);
     if (index.ok()) {
@@ -61,6 +72,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
     } else {
       Result<Inventory> inventory = RebuildInventory(fs, root, commit);
       if (!inventory.ok()) {
+        // A manifest of a newer version is no damage: say so, instead of sending the user to fsck.
         const bool newer = inventory.status().code() == Code::kUnsupported;
         return Status(newer ? Code::kUnsupported : Code::kDataLoss,
                       damage.message() + "; rebuilding it failed: " + inventory.status().message());
@@ -79,12 +91,15 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   return opened;
 }
 
+// recovered(): damage that showed in a later read of the index.
 std::vector<std::string> OpenedCheckpoint::warnings() const {
   std::vector<std::string> all = warnings_;
   if (std::string since = index_->recovered(); !since.empty()) all.push_back(std::move(since));
   return all;
 }
 
+// From here on a foreign checkpoint is like any other: the same index (in memory), the same plans
+// and reads. What differs is told by placement of its files and by a null commit().
 Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSystem& fs,
                                                                         ForeignInventory inventory,
                                                                         const std::string& path,
@@ -104,6 +119,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
       return Status(Code::kInternal, path + ": " + file.name + " is not recorded as foreign");
     }
   }
+  // Its name then is that of the file without its extension.
   opened->is_file_ =
       found.files.size() == 1 && JoinPath(found.info.root, found.files[0].name) == path;
   TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_, CheckpointIndex::FromInventory(found));
@@ -124,6 +140,7 @@ std::string OpenedCheckpoint::name() const {
   return std::string(name);
 }
 
+// For messages and for keys of caches; AccessPath is the one to open.
 std::string OpenedCheckpoint::FilePath(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
   return JoinPath(record.placement == Placement::kForeign ? index_->info().root : directory_,
@@ -135,6 +152,8 @@ std::string OpenedCheckpoint::AccessPath(std::uint32_t file) const {
   return record.placement == Placement::kForeign ? FilePath(file) : JoinPath(*pinned_, record.name);
 }
 
+// Files of ours are opened below the pinned folder with no link followed, foreign ones below their
+// root.
 Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
   if (record.placement != Placement::kForeign) return OpenListedFile(*fs_, *pinned_, record.name);
@@ -147,6 +166,8 @@ Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) con
 
 void OpenedCheckpoint::LetGo(std::uint32_t file) const { files_->open.Erase(FilePath(file)); }
 
+// Size and mtime against the record, then the change time against what it was when this process saw
+// the file first: an mtime can be put back, a change time cannot.
 Status OpenedCheckpoint::CheckStill(std::uint32_t file, File& open) const {
   const FileRecord& record = index_->files()[file];
   if (record.placement != Placement::kForeign) return Status();
@@ -162,6 +183,7 @@ Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::Extents(
   return lookup->shared_table();
 }
 
+// The file of the chunk before is kept open, since neighbours often stand in one file.
 Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::ResolvePending(
     const TensorEntry& tensor, const ExtentTable& table) const {
   const TensorMeta& meta = tensor.meta;
@@ -175,7 +197,7 @@ Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::ResolvePending(
       const auto failed = [&](const Status& why) {
         return why.WithContext("tensor " + meta.key() + " " + chunk.region.ToString());
       };
-      if (resolver_ == nullptr || chunk.file >= index_->files().size()) {
+      if (!resolver_ || chunk.file >= index_->files().size()) {
         return failed(Status(Code::kDataLoss, "index: nothing tells where its bytes are"));
       }
       if (!file || number != chunk.file) {
@@ -187,13 +209,18 @@ Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::ResolvePending(
         file = std::move(open).value();
         number = chunk.file;
       }
+      // The resolver may change offset, length and strides. Which cells the chunk holds was checked
+      // when the checkpoint was opened, and stays as it was whatever the resolver does.
       const Region region = chunk.region;
-      const Status found = resolver_->Resolve(meta, file->file(), chunk);
+      const Status found = resolver_(meta, file->file(), chunk);
+      // Asked after the item was read, and before its answer is believed: of a file that changed,
+      // damage proves nothing.
       if (Status still = CheckStill(number, file->file()); !still.ok()) return failed(still);
       if (!found.ok()) return failed(found);
       chunk.pending = false;
       chunk.region = region;
       chunk.file = number;
+      // A resolver reads archives of others: its result is checked like a number of the metadata.
       if (!RangeWithin(chunk.offset, chunk.length, index_->files()[number].length)) {
         return failed(Status(
             Code::kDataLoss,
@@ -209,6 +236,8 @@ Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::ResolvePending(
   return std::shared_ptr<const ExtentTable>(std::move(resolved));
 }
 
+// The kernel reads such a file directly (passthrough), so everything that a read would check is
+// checked here: size, that it is a file, that it did not change.
 Result<std::uint32_t> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) const {
   const Status none(Code::kNotFound,
                     "tensor " + tensor.meta.key() + ": no file holds it and nothing else");

@@ -22,7 +22,6 @@
 namespace tensormount {
 
 class ExtentLookup;
-class ItemResolver;
 class ProvenRanges;
 class ProvingRead;
 struct ForeignBase;
@@ -52,6 +51,8 @@ struct ReadStats {
 // An opened committed checkpoint (or a foreign one in the same clothes). Read-only, immutable,
 // thread-safe. Holds a shared flock on COMMIT, so that gc waits for it. Data files are opened
 // when first read, at most `max_open_files` at a time.
+// Lifetime: readers hold it by shared_ptr; what it hands out (lookups, mappings, extents) is shared
+// and outlives it.
 class OpenedCheckpoint {
  public:
   struct Options {
@@ -119,7 +120,7 @@ class OpenedCheckpoint {
   // or the errno of the read. On error the contents of `out` are undefined.
   Status Read(const TensorEntry& tensor, const Region& region, const BufferView& out,
               ReadVerify verify, ReadStats* stats, Crc64* digest) const;
-  // The same into memory that is described as places of bytes of the tensor (disjoint boxes,
+  // The same into memory that is described as placed boxes of bytes of the tensor (disjoint,
   // shard/tensor_meta.h), relative to `base`. They must lie within the tensor.
   Status ReadPlaced(const TensorEntry& tensor, std::span<const PlacedBox> want, std::byte* base,
                     ReadVerify verify, ReadStats& stats, Crc64* digest) const;
@@ -127,7 +128,7 @@ class OpenedCheckpoint {
   // must lie within the tensor. Same errors.
   Status ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out, std::size_t size,
                    ReadVerify verify, ReadStats* stats) const;
-  // The same bytes where they are stored, without a copy: pieces in order, at most kMaxMapped of
+  // The same bytes where they are stored, without a copy: ranges in order, at most kMaxMapped of
   // them. Empty where they are not long runs of files of ours that can be mapped, or would have to
   // be compared with their hashes as `verify` wants it; then read. A file that somebody truncates
   // later raises SIGBUS where a program touches the bytes; a system call that takes them fails with
@@ -140,7 +141,7 @@ class OpenedCheckpoint {
   };
   Result<std::vector<MappedRange>> MapBytes(const TensorEntry& tensor, std::uint64_t offset,
                                             std::size_t size, ReadVerify verify) const;
-  // The same for places of bytes as ReadPlaced takes them; they must fill their destination without
+  // The same for placed boxes as ReadPlaced takes them; they must fill their destination without
   // gaps.
   Result<std::vector<MappedRange>> MapPlaced(const TensorEntry& tensor,
                                              std::span<const PlacedBox> want,
@@ -162,7 +163,7 @@ class OpenedCheckpoint {
   // is not what it was (index/read/foreign_file.h).
   Result<std::unique_ptr<File>> OpenFile(std::uint32_t file) const;
   // Keeps file number n open no longer: the next read opens what has its name then, say a good copy
-  // that somebody put in the place of a damaged one.
+  // that somebody put instead of a damaged one.
   void LetGo(std::uint32_t file) const;
   // To be called after bytes of a foreign file were read which no hash proves: whether it still is
   // what it was. kStale. Ok for a checkpoint's own files.
@@ -187,8 +188,10 @@ class OpenedCheckpoint {
   // are read to the end. For a foreign checkpoint: directory_.
   std::shared_ptr<const std::string> pinned_;
   std::shared_ptr<const CheckpointIndex> index_;
-  std::shared_ptr<const ItemResolver> resolver_;  // Null: nothing is pending.
-  bool is_file_ = false;                          // A foreign checkpoint of one file.
+  // Of the adapter that read a foreign checkpoint (ItemResolver of foreign_inventory.h). Empty:
+  // nothing is pending.
+  std::function<Status(const TensorMeta& meta, File& file, ChunkRecord& chunk)> resolver_;
+  bool is_file_ = false;  // A foreign checkpoint of one file.
   DecodedCommit commit_;
   bool has_commit_ = false;
   std::unique_ptr<const ForeignBase> foreign_base_;

@@ -2,6 +2,10 @@
 // `diff`: two checkpoints key by key, as a merge of two sorted lists, so that neither is in memory.
 // What digests tell is not read; what they cannot tell (other chunks of a foreign file, values
 // wanted) is read in both, a batch of tensors at a time on several threads.
+//
+// One thread merges and judges; what it cannot judge without reading becomes a Job. When
+// kMostPending keys have gathered, threads read the blocks of all jobs, and results are handed out
+// in the order of keys. Memory is bounded by the batch, whatever the checkpoints hold.
 #include "index/read/compare.h"
 
 #include <algorithm>
@@ -22,7 +26,8 @@ namespace {
 
 using Each = std::function<Status(const Mismatch&)>;
 
-constexpr std::uint64_t kNoTensor = std::numeric_limits<std::uint64_t>::max();
+// No element is different, so far.
+constexpr std::uint64_t kNoElement = std::numeric_limits<std::uint64_t>::max();
 // Keys and tensors to be read that are worked on together; what is known of them is in memory.
 constexpr std::size_t kMostPending = 4096;
 
@@ -31,6 +36,9 @@ bool Wanted(const std::string& glob, const std::string& key) {
 }
 
 // The tensors of one side in the order of the names that they are compared by.
+// Without renames the index gives keys in order, page by page. With renames the order is another
+// one, so ordinals are sorted by name first (4 bytes a tensor) and tensors are looked up one by
+// one.
 class Cursor {
  public:
   Cursor(const CheckpointIndex& index, const std::string& glob, const KeyRenames* names)
@@ -99,11 +107,12 @@ struct Job {
   TensorEntry first;
   TensorEntry second;
   bool values = false;
-  bool by_digest = false;      // Known to differ.
-  std::size_t difference = 0;  // Its place in the batch.
-  std::uint64_t block = 0;     // Elements a unit; whole bytes.
+  bool by_digest = false;   // Known to differ.
+  std::size_t entry = 0;    // Its position in the batch.
+  std::uint64_t block = 0;  // Elements a unit; whole bytes.
   std::uint64_t units = 0;
-  std::atomic<std::uint64_t> first_element{kNoTensor};
+  // Threads lower it; only the minimum matters, and no other memory depends on it.
+  std::atomic<std::uint64_t> first_element{kNoElement};
   std::mutex mutex;
   ValueMismatch sum;
 
@@ -125,10 +134,8 @@ class CheckpointComparison {
   }
 
  private:
-  struct Entry {
-    Mismatch difference;
-    bool equal = false;
-  };
+  // What became of one key: a mismatch, or none where both sides are equal.
+  using Outcome = std::optional<Mismatch>;
 
   Status Tensors() {
     Cursor a(first_.index(), options_.keys, options_.first_names);
@@ -142,11 +149,10 @@ class CheckpointComparison {
       if (order == 0) {
         Judge(*mine, *theirs);
       } else {
-        Entry& entry = batch_.emplace_back();
-        entry.difference.kind = order < 0 ? Mismatch::Kind::kRemoved : Mismatch::Kind::kAdded;
-        entry.difference.key = order < 0 ? a.Name(*mine) : theirs->meta.key();
-        (order < 0 ? entry.difference.first : entry.difference.second) =
-            order < 0 ? mine->meta : theirs->meta;
+        Mismatch& alone = batch_.emplace_back().emplace();
+        alone.kind = order < 0 ? Mismatch::Kind::kRemoved : Mismatch::Kind::kAdded;
+        alone.key = order < 0 ? a.Name(*mine) : theirs->meta.key();
+        (order < 0 ? alone.first : alone.second) = order < 0 ? mine->meta : theirs->meta;
       }
       if (order <= 0) a.Pop();
       if (order >= 0) b.Pop();
@@ -157,8 +163,8 @@ class CheckpointComparison {
 
   // What can be said of two tensors without reading; the rest becomes a job.
   void Judge(const TensorEntry& a, const TensorEntry& b) {
-    Entry& entry = batch_.emplace_back();
-    Mismatch& d = entry.difference;
+    Outcome& outcome = batch_.emplace_back();
+    Mismatch& d = outcome.emplace();
     d.key = b.meta.key();
     d.first = a.meta;
     d.second = b.meta;
@@ -175,9 +181,11 @@ class CheckpointComparison {
     const bool by_digest = a.has_digest && b.has_digest;
     if (same_shape && same_type) {
       const bool empty = a.meta.bytes() == 0;
-      entry.equal = empty || (by_digest && a.digest == b.digest);
       ++(empty || by_digest ? summary_.by_digest : summary_.by_bytes);
-      if (entry.equal) return;
+      if (empty || (by_digest && a.digest == b.digest)) {
+        outcome.reset();
+        return;
+      }
       d.reason = by_digest ? "digests differ" : "bytes differ";
     }
     const bool values =
@@ -186,35 +194,43 @@ class CheckpointComparison {
     if ((values || bytes) && a.meta.elements() > 0) AddJob(a, b, values, by_digest);
   }
 
+  // A block is a multiple of 8 elements, so that blocks of f4 and of narrower types begin and end
+  // at whole bytes.
   void AddJob(const TensorEntry& a, const TensorEntry& b, bool values, bool by_digest) {
     Job& job = *jobs_.emplace_back(std::make_unique<Job>());
     job.first = a;
     job.second = b;
     job.values = values;
     job.by_digest = by_digest;
-    job.difference = batch_.size() - 1;
+    job.entry = batch_.size() - 1;
     const std::uint64_t bits = std::max(a.meta.bits(), b.meta.bits());
     job.block = std::max<std::uint64_t>(8, options_.block_bytes * 8 / bits / 8 * 8);
     job.units = (a.meta.elements() - 1) / job.block + 1;
     total_ += a.meta.bytes() + b.meta.bytes();
   }
 
+  // Jobs refer to entries of the batch by position: the batch grows while jobs are added.
   Status Flush() {
     TENSORMOUNT_RETURN_IF_ERROR(RunJobs());
     for (const auto& job : jobs_) {
-      Entry& entry = batch_[job->difference];
-      entry.equal = !job->by_digest && job->same_type() && job->first_element == kNoTensor;
-      Conclude(*job, entry.difference);
+      Outcome& outcome = batch_[job->entry];
+      if (!job->by_digest && job->same_type() && job->first_element == kNoElement) {
+        outcome.reset();
+      } else {
+        Conclude(*job, *outcome);
+      }
     }
     jobs_.clear();
-    for (const Entry& entry : batch_) TENSORMOUNT_RETURN_IF_ERROR(Emit(entry));
+    for (const Outcome& outcome : batch_) TENSORMOUNT_RETURN_IF_ERROR(Emit(outcome));
     batch_.clear();
     return {};
   }
 
+  // Digests that differ over equal bytes mean that a record lies, which is worth a line: verify
+  // will say which.
   static void Conclude(const Job& job, Mismatch& d) {
     const std::uint64_t at = job.first_element;
-    if (at != kNoTensor) {
+    if (at != kNoElement) {
       d.first_element = at;
     } else if (job.same_type()) {
       d.reason = "digests differ, bytes do not: one digest is wrong";
@@ -222,12 +238,12 @@ class CheckpointComparison {
     if (job.values) d.values = job.sum;
   }
 
-  Status Emit(const Entry& entry) {
-    if (entry.equal) {
+  Status Emit(const Outcome& outcome) {
+    if (!outcome) {
       ++summary_.equal;
       return {};
     }
-    switch (entry.difference.kind) {
+    switch (outcome->kind) {
       case Mismatch::Kind::kAdded:
         ++summary_.added;
         break;
@@ -238,11 +254,13 @@ class CheckpointComparison {
         ++summary_.changed;
         break;
     }
-    return each_(entry.difference);
+    return each_(*outcome);
   }
 
   // All units of all jobs by several threads, in order, so that what the threads read at one time
   // lies side by side.
+  // A unit is one block of one job. Threads take units by a counter: blocks of a tensor are read
+  // one after the other, and all threads are busy to the end.
   Status RunJobs() {
     std::vector<std::uint64_t> ends;  // Of each job's units among all.
     std::uint64_t units = 0;
@@ -277,6 +295,7 @@ class CheckpointComparison {
       if (failure.ok()) failure = status;
     };
     {
+      // Joined at the end of the block, before `failure` is read.
       std::vector<std::jthread> others;
       for (std::uint64_t i = 1; i < threads; ++i) others.emplace_back(work);
       work();
@@ -284,21 +303,24 @@ class CheckpointComparison {
     return failure;
   }
 
+  // Only a thread that reads a block in front of everything found so far can lower the minimum, so
+  // later blocks are skipped unless values are wanted.
   Status RunUnit(Job& job, std::uint64_t unit, std::vector<std::byte>& a,
                  std::vector<std::byte>& b) {
     const std::uint64_t begin = unit * job.block;
-    // What lies behind a difference that was found already cannot become the first one.
+    // What lies behind a mismatch that was found already cannot become the first one.
     if (!job.values && begin >= job.first_element) return {};
     const TensorMeta& mine = job.first.meta;
     const std::uint64_t count = std::min(job.block, mine.elements() - begin);
     TENSORMOUNT_RETURN_IF_ERROR(ReadBlock(first_, job.first, begin, count, a));
     TENSORMOUNT_RETURN_IF_ERROR(ReadBlock(second_, job.second, begin, count, b));
-    std::uint64_t found = kNoTensor;
+    std::uint64_t found = kNoElement;
     if (job.same_type() && std::memcmp(a.data(), b.data(), a.size()) != 0) {
       const auto byte = static_cast<std::uint64_t>(
           std::mismatch(a.begin(), a.end(), b.begin()).first - a.begin());
       found = begin + byte * 8 / mine.bits();
     }
+    // Lowers the minimum, unless another thread has put a lower one there.
     std::uint64_t known = job.first_element;
     while (found < known && !job.first_element.compare_exchange_weak(known, found)) {
     }
@@ -335,6 +357,7 @@ class CheckpointComparison {
     }
   };
 
+  // Object parts of both sides are kept and sorted in memory: they are few beside chunks.
   Result<std::vector<Part>> PartsOf(const OpenedCheckpoint& checkpoint, const KeyRenames* names) {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectRecord> objects, checkpoint.index().Objects());
     std::vector<Part> parts;
@@ -359,8 +382,8 @@ class CheckpointComparison {
     while (a != mine.end() || b != theirs.end()) {
       const bool only_a = b == theirs.end() || (a != mine.end() && a->order() < b->order());
       const bool only_b = a == mine.end() || (b != theirs.end() && b->order() < a->order());
-      Entry entry;
-      Mismatch& d = entry.difference;
+      Outcome outcome;
+      Mismatch& d = outcome.emplace();
       d.what = Mismatch::What::kObject;
       d.key = only_a ? a->Text() : b->Text();
       if (!only_b) d.first_bytes = a->object.length;
@@ -368,33 +391,36 @@ class CheckpointComparison {
       if (only_a || only_b) {
         d.kind = only_a ? Mismatch::Kind::kRemoved : Mismatch::Kind::kAdded;
       } else {
-        TENSORMOUNT_RETURN_IF_ERROR(JudgeObjects(a->object, b->object, entry));
+        TENSORMOUNT_RETURN_IF_ERROR(JudgeObjects(a->object, b->object, outcome));
       }
-      TENSORMOUNT_RETURN_IF_ERROR(Emit(entry));
+      TENSORMOUNT_RETURN_IF_ERROR(Emit(outcome));
       if (!only_b) ++a;
       if (!only_a) ++b;
     }
     return {};
   }
 
-  Status JudgeObjects(const ObjectRecord& a, const ObjectRecord& b, Entry& entry) {
-    std::string& reason = entry.difference.reason;
+  Status JudgeObjects(const ObjectRecord& a, const ObjectRecord& b, Outcome& outcome) {
+    std::string& reason = outcome->reason;
+    bool equal = false;
     if (a.grid != b.grid) {
       reason = "grid " + a.grid.ToString() + " and " + b.grid.ToString();
     } else if (a.length != b.length) {
       reason = std::to_string(a.length) + " and " + std::to_string(b.length) + " bytes";
     } else if (a.has_hash() && b.has_hash()) {
       ++summary_.by_digest;
-      entry.equal = a.hash == b.hash;
+      equal = a.hash == b.hash;
       reason = "hashes differ";
     } else {
       ++summary_.by_bytes;
-      TENSORMOUNT_ASSIGN_OR_RETURN(entry.equal, SameBytes(a, b));
+      TENSORMOUNT_ASSIGN_OR_RETURN(equal, SameBytes(a, b));
       reason = "bytes differ";
     }
+    if (equal) outcome.reset();
     return {};
   }
 
+  // Stops at the first block that differs.
   Result<bool> SameBytes(const ObjectRecord& a, const ObjectRecord& b) {
     std::vector<std::byte> left;
     std::vector<std::byte> right;
@@ -413,7 +439,7 @@ class CheckpointComparison {
   const OpenedCheckpoint& second_;
   const CompareOptions& options_;
   const Each& each_;
-  std::vector<Entry> batch_;
+  std::vector<Outcome> batch_;
   std::vector<std::unique_ptr<Job>> jobs_;
   std::uint64_t total_ = 0;
   std::atomic<std::uint64_t> read_{0};

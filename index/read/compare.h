@@ -16,10 +16,14 @@
 
 // What differs between two opened checkpoints, ours or foreign ones, however they are cut.
 
+// Cheap where that can be: tensors of one dtype and shape are compared by their digests, which do
+// not depend on how a tensor is cut into chunks. Foreign checkpoints have none and are read.
 namespace tensormount {
 
 class KeyRenames;
 
+// One line of a diff. Which members mean something depends on `what` and `kind`; the others are
+// empty.
 struct Mismatch {
   enum class What { kTensor, kObject, kCommon };
   enum class Kind { kAdded, kRemoved, kChanged };  // Added: only the second has it.
@@ -37,9 +41,12 @@ struct Mismatch {
   std::string reason;
   // The first element of a tensor with other bytes, where bytes were compared.
   std::optional<std::uint64_t> first_element;
+  // How far values are apart; where values were asked for and both are of numbers.
   std::optional<ValueMismatch> values;
 };
 
+// Over all keys that the glob lets through. added + removed + changed is how often `each` was
+// called.
 struct CompareSummary {
   std::uint64_t added = 0;
   std::uint64_t removed = 0;
@@ -62,24 +69,27 @@ struct CompareOptions {
   std::function<void(std::uint64_t done, std::uint64_t total)> progress;
 };
 
-// Calls `each` for every difference, on this thread: tensors by key, then objects, then common
-// values. Nothing is read where both sides have a digest (objects: a hash) and values are not
-// asked for. The data of a tensor are read in blocks of its row-major bytes, by several threads;
-// memory is two blocks a thread and what a few thousand keys take. Every byte that is read is
-// verified where there are hashes. An error of reading ends it and names tensor and file; an error
-// of `each` ends it too.
+// Calls `each` for every mismatch, on this thread: tensors by key, then objects, then common
+// values. Nothing is read where both sides have a digest (objects: a hash) and values are not asked
+// for. The data of a tensor are read in blocks of its row-major bytes, by several threads; memory
+// is two blocks a thread and what a few thousand keys take. Every byte that is read is verified
+// where there are hashes. An error of reading ends it and names tensor and file; an error of `each`
+// ends it too. Keys of the first are renamed first (first_names), so that a rename alone is no
+// mismatch. Memory does not grow with the size of tensors, and with their number only where keys
+// are renamed.
 Result<CompareSummary> CompareCheckpoints(const OpenedCheckpoint& first,
                                           const OpenedCheckpoint& second,
                                           const CompareOptions& options,
                                           const std::function<Status(const Mismatch&)>& each);
 
 // The common state alone (compare_common.cc): values, those of single ranks, content metadata,
-// patterns of layers' names. Dicts are compared entry by entry, lists to their first difference.
+// patterns of layers' names. Dicts are compared entry by entry, lists to their first mismatch.
 Status CompareCommon(const CheckpointIndex& first, const CheckpointIndex& second,
                      const CompareOptions& options, CompareSummary& summary,
                      const std::function<Status(const Mismatch&)>& each);
 
 // Multi-dimensional index of a row-major position, which must lie within the shape.
+// Example: element 7 of [2, 4] is [1, 3].
 Dims IndexOf(std::uint64_t element, const Dims& shape);
 
 }  // namespace tensormount

@@ -16,6 +16,7 @@ using Each = std::function<Status(const Mismatch&)>;
 
 constexpr std::size_t kMostText = 60;  // Bytes of a value that are shown.
 
+// Cut at a character, not within one.
 std::string Shown(const CommonValue& value) {
   std::string text = CommonToJson(value);
   if (text.size() <= kMostText) return text;
@@ -24,6 +25,8 @@ std::string Shown(const CommonValue& value) {
   return text.substr(0, end) + "...";
 }
 
+// Recursion over dicts, which decoding has bounded in depth. A path is written as users write it in
+// globs: "args.lr".
 class Walk {
  public:
   Walk(const std::string& glob, CompareSummary& summary, const Each& each)
@@ -50,6 +53,7 @@ class Walk {
   }
 
  private:
+  // Two dicts are compared entry by entry; two empty ones are one equal value, so that they count.
   Status Values(const std::string& prefix, const std::string& path, const CommonValue* a,
                 const CommonValue* b) {
     if (a != nullptr && b != nullptr) {
@@ -93,6 +97,8 @@ CommonDict AsDict(const CommonValues& values) {
 }
 
 // By the name of the stacked key, renamed.
+// Names of layers in stacked tensors are records of their own, and a rename of the key moves its
+// pattern along.
 Result<std::map<std::string, std::string>> PatternsOf(const CheckpointIndex& index,
                                                       const KeyRenames* names) {
   if (names == nullptr) {
@@ -129,6 +135,7 @@ Status CompareCommon(const CheckpointIndex& first, const CheckpointIndex& second
 
   TENSORMOUNT_ASSIGN_OR_RETURN(auto mine, PatternsOf(first, options.first_names));
   TENSORMOUNT_ASSIGN_OR_RETURN(auto theirs, PatternsOf(second, nullptr));
+  // Keys of both sides: an empty pattern stands for none.
   for (const auto& [key, pattern] : mine) theirs.try_emplace(key, "");
   for (const auto& [key, pattern] : theirs) {
     TENSORMOUNT_RETURN_IF_ERROR(walk.Texts("layers of " + key, mine[key], pattern));

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where an index that fsck rebuilt lies (.derived/ of the store, by uuid) and whether it is the one
 // that belongs to a COMMIT. A checkpoint itself is never changed.
+//
+// It is not put into the checkpoint, because that is immutable once published: COMMIT lists its
+// files by hash, and copies and readers rely on that. .derived/ is keyed by uuid, so a checkpoint
+// that is renamed finds it, and one that was replaced does not find that of another.
 #include "index/read/derived_index.h"
 
 #include <utility>
@@ -20,6 +24,8 @@ Status WriteDerivedIndex(FileSystem& fs, const std::string& directory, const Com
   const std::string derived = JoinPath(JoinPath(directory, ".."), store_paths::kDerivedFolder);
   TENSORMOUNT_RETURN_IF_ERROR(fs.EnsureDirectory(derived));
   const std::string target = JoinPath(derived, commit.uuid.ToString());
+  // Built aside and renamed: a reader sees a whole one or none. Files, then folders, are durable
+  // before the rename.
   const std::string temporary = target + ".tmp-" + Uuid::Random().Short();
   const auto build = [&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(temporary));
@@ -55,6 +61,7 @@ Result<std::shared_ptr<const CheckpointIndex>> OpenDerivedIndex(FileSystem& fs,
   const std::string path = JoinPath(derived, "RECORD");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, fs.ReadFile(path, kMaxCommitBytes));
   TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit decoded, DecodeCommit(bytes, path));
+  // Anybody may have copied folders around in a store.
   if (decoded.record.uuid != commit.uuid || decoded.record.content_root != commit.content_root) {
     return Status(Code::kDataLoss, path + ": belongs to another checkpoint");
   }

@@ -17,8 +17,11 @@
 
 namespace tensormount {
 
+// A path with ".." in it, for `directory` may be named by whoever opened it and the store is the
+// folder above.
 std::string DerivedDirectory(const std::string& directory, const Uuid& uuid);
 // Replaces what stands there.
+// Needs whole manifests, all of which are read and merged in memory. Durable when it returns.
 Status WriteDerivedIndex(FileSystem& fs, const std::string& directory, const CommitRecord& commit);
 // Checked against `commit`: same uuid and content root, its own hashes whole. kNotFound where there
 // is none.

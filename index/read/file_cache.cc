@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Files that stay open between reads, and their mappings.
+//
+// Opening a file costs several system calls (each component of the path is checked), so files of a
+// checkpoint stay open, up to max_open_files; the least recently used one is closed when its last
+// reader lets go of it.
 #include "index/read/file_cache.h"
 
 #include <sys/mman.h>
@@ -11,6 +15,9 @@ OpenDataFile::~OpenDataFile() {
   if (map_ != nullptr) munmap(map_, map_bytes_);
 }
 
+// The size is asked for each time, without the lock: a file that ends before `end` now would raise
+// SIGBUS when it is touched. That it is cut later cannot be excluded; see RunOnMapping. A mapping
+// is made once, of the whole file, and a failure is remembered: it would fail again.
 const std::byte* OpenDataFile::MappingTo(std::uint64_t end) {
   const int fd = file_->descriptor();
   if (fd < 0) return nullptr;
@@ -24,12 +31,15 @@ const std::byte* OpenDataFile::MappingTo(std::uint64_t end) {
     } else {
       map_ = map;
       map_bytes_ = info.value().size;
+      // Linux tells the truth about pages only to the owner of a file or who may write it; to
+      // others every page looks resident.
       mincore_is_true_ = info.value().uid == geteuid();
     }
   }
   return end <= map_bytes_ ? static_cast<const std::byte*>(map_) : nullptr;
 }
 
+// Two threads may open one file at the same time; the first stays in the cache, and both use it.
 Result<std::shared_ptr<OpenDataFile>> OpenedCheckpoint::Files::Open(
     const std::string& path, const std::function<Result<std::unique_ptr<File>>()>& opener) {
   if (std::shared_ptr<OpenDataFile> known = open.Get(path)) return known;

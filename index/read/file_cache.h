@@ -17,9 +17,14 @@
 #include "index/records/extent_lookup.h"
 #include "index/records/lru_cache.h"
 
+// Weights: open files count one each, so their number is bounded; lookups and leaves count bytes,
+// 16 and 8 MiB. What is dropped lives on while a reader holds it (shared_ptr), so no reader is ever
+// told that something was evicted under it.
 namespace tensormount {
 
 // A data file or manifest that is open for reading. Thread-safe.
+// Closed, and unmapped, when the cache and the last reader have let go of it. The mapping is shared
+// by all readers of the file.
 class OpenDataFile {
  public:
   explicit OpenDataFile(std::unique_ptr<File> file) : file_(std::move(file)) {}
@@ -39,6 +44,7 @@ class OpenDataFile {
 
  private:
   std::unique_ptr<File> file_;
+  // Over the four members of the mapping; the file itself is thread-safe.
   std::mutex mutex_;
   void* map_ = nullptr;
   std::size_t map_bytes_ = 0;
@@ -47,19 +53,19 @@ class OpenDataFile {
 };
 
 // Leaf hashes of one chunk, proved by its root.
+// `root` says of which range they are: the key of the cache is a position in a manifest, which a
+// damaged index may give to two ranges.
 struct ProvenLeaves {
   Hash128 root;
   std::vector<Hash128> leaves;
 };
 
 // What an opened checkpoint keeps for its readers, all bounded.
+// The caches lock for themselves, and no lock of one is held while another is taken.
 struct OpenedCheckpoint::Files {
   Files(FileSystem& f, std::size_t max_open) : fs(f), open(max_open) {}
 
-  // Finds `path` open, or opens it.
-  Result<std::shared_ptr<OpenDataFile>> Open(const std::string& path) {
-    return Open(path, [&] { return fs.OpenRead(path); });
-  }
+  // Finds `path` open, or opens it by `opener`.
   Result<std::shared_ptr<OpenDataFile>> Open(
       const std::string& path, const std::function<Result<std::unique_ptr<File>>()>& opener);
   Result<std::shared_ptr<OpenDataFile>> Open(const OpenedCheckpoint& checkpoint,
@@ -69,10 +75,15 @@ struct OpenedCheckpoint::Files {
 
   FileSystem& fs;
   LruCache<std::string, OpenDataFile> open;
+  // Where the process runs out of descriptors, files that are only cached are closed.
   const SpareDescriptors spare{[this] { open.Clear(); }};
+  // Change times of foreign files, as they were when this process saw each first.
   ForeignChanges changes;
+  // Where chunks of a tensor are found, with pending ones resolved: what a mount asks for thousands
+  // of times.
   LruCache<std::uint32_t, const ExtentLookup> lookups{std::size_t{16} << 20};  // By ordinal.
-  LruCache<std::uint64_t, const ProvenLeaves> leaves{std::size_t{8} << 20};    // By place.
+  // Of ranges, by the manifest and the first leaf in it.
+  LruCache<std::uint64_t, const ProvenLeaves> leaves{std::size_t{8} << 20};
 };
 
 }  // namespace tensormount

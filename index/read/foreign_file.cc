@@ -8,6 +8,7 @@
 
 namespace tensormount {
 
+// Size and mtime, to the nanosecond, are all that a record has of a foreign file.
 Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopted) {
   if (record.placement != Placement::kForeign) return Status();
   const auto changed = [&](const std::string& how) {
@@ -26,28 +27,26 @@ Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopt
   return Status();
 }
 
+// The kernel sets the change time of an inode to now whenever bytes, mode, owner, links or names
+// change, and programs cannot set it: so a write whose mtime was put back still shows. A change of
+// mode, owner or links alone is told by these fields and accepted, with the new time from then on.
 Status ForeignChanges::Check(std::uint32_t number, const FileRecord& record, const FileInfo& info) {
-  const Seen now{.seconds = info.ctime_seconds,
-                 .nanoseconds = info.ctime_nanoseconds,
-                 .inode = info.inode,
-                 .links = info.links,
-                 .mode = info.mode,
-                 .uid = info.uid,
-                 .gid = info.gid};
   const std::lock_guard lock(mutex_);
-  const auto [at, first] = seen_.try_emplace(number, now);
-  Seen& before = at->second;
-  if (first || (now.seconds == before.seconds && now.nanoseconds == before.nanoseconds)) {
+  const auto [at, first] = seen_.try_emplace(number, info);
+  FileInfo& before = at->second;
+  if (first || (info.ctime_seconds == before.ctime_seconds &&
+                info.ctime_nanoseconds == before.ctime_nanoseconds)) {
     return Status();
   }
-  const bool attributes = now.links != before.links || now.mode != before.mode ||
-                          now.uid != before.uid || now.gid != before.gid;
-  if (now.inode == before.inode && !attributes) {
+  // What changes the time without a byte being written.
+  const bool attributes = info.links != before.links || info.mode != before.mode ||
+                          info.uid != before.uid || info.gid != before.gid;
+  if (info.inode == before.inode && !attributes) {
     return Status(Code::kStale, record.name +
                                     ": changed since it was opened (its old time was put "
                                     "back, or it was renamed)");
   }
-  before = now;
+  before = info;
   return Status();
 }
 
@@ -55,6 +54,7 @@ Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase&
                                               const FileRecord& record, bool adopted) {
   const std::string name = base.below.empty() ? record.name : JoinPath(base.below, record.name);
   Result<std::unique_ptr<File>> file = fs.OpenReadBeneath(base.directory, name);
+  // Says whether the file or its whole root is gone (an unmounted disk): two different repairs.
   if (file.status().code() == Code::kNotFound) {
     const std::string root =
         base.below.empty() ? base.directory : JoinPath(base.directory, base.below);
@@ -79,6 +79,9 @@ Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase&
   return file;
 }
 
+// Why this matters: whoever can write a folder could publish a "checkpoint" whose records point at
+// your private files, and a mount or a job of yours would read it for them. COMMIT that belongs to
+// you or root is trusted, since only you or root could have written it.
 Result<ForeignBase> CheckMayReadForeign(FileSystem& fs, const std::string& directory,
                                         const CheckpointInfo& info, const FileInfo& commit,
                                         const std::vector<std::string>& roots) {

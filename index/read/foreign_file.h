@@ -34,18 +34,8 @@ class ForeignChanges {
   Status Check(std::uint32_t number, const FileRecord& record, const FileInfo& info);
 
  private:
-  struct Seen {
-    std::int64_t seconds = 0;
-    std::int64_t nanoseconds = 0;
-    std::uint64_t inode = 0;
-    // What may change it without a byte being written.
-    std::uint64_t links = 0;
-    std::uint32_t mode = 0;
-    std::uint32_t uid = 0;
-    std::uint32_t gid = 0;
-  };
   std::mutex mutex_;
-  std::map<std::uint32_t, Seen> seen_;
+  std::map<std::uint32_t, FileInfo> seen_;  // By number of file, as it was last found unchanged.
 };
 
 // The folder that nothing of a checkpoint's foreign files may lead out of, and where below it they

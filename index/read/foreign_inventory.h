@@ -2,7 +2,7 @@
 #ifndef TENSORMOUNT_INDEX_READ_FOREIGN_INVENTORY_H_
 #define TENSORMOUNT_INDEX_READ_FOREIGN_INVENTORY_H_
 
-#include <memory>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -15,23 +15,22 @@
 
 // What an adapter of a foreign format hands over to be opened.
 
+// It is in read/ and not in foreign/, because opening knows nothing of formats: an adapter fills
+// this in, and OpenedCheckpoint::OpenForeign takes it.
 namespace tensormount {
 
 // Finds where in a foreign item the bytes of a chunk are, when they are wanted for the first time:
-// a checkpoint of a million items opens without a million small reads. Thread-safe.
-class ItemResolver {
- public:
-  virtual ~ItemResolver() = default;
-  // `chunk` is pending: its offset and length name the item in `file`. Replaces them and the
-  // strides by those of the bytes, which hold chunk.region. kDataLoss where the item is not what
-  // the metadata says (dtype, shape, size), kUnsupported where its bytes cannot be read in place.
-  virtual Status Resolve(const TensorMeta& meta, File& file, ChunkRecord& chunk) const = 0;
-};
+// a checkpoint of a million items opens without a million small reads. Called by readers on any
+// thread, several at a time.
+// `chunk` is pending: its offset and length name the item in `file`. Replaces them and the strides
+// by those of the bytes, which hold chunk.region. kDataLoss where the item is not what the metadata
+// says (dtype, shape, size), kUnsupported where its bytes cannot be read in place.
+using ItemResolver = std::function<Status(const TensorMeta& meta, File& file, ChunkRecord& chunk)>;
 
 // A foreign checkpoint, ready to be opened.
 struct ForeignInventory {
   Inventory inventory;
-  std::shared_ptr<const ItemResolver> resolver;  // Null: no chunk is pending.
+  ItemResolver resolver;  // Empty: no chunk is pending.
   // What was left out or is not whole, and why, cut at some number. What is lost comes first.
   std::vector<std::string> warnings;
   std::vector<ForeignLoss> lost;

@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a loss is put into words.
+//
+// Texts are the same wherever a loss is told (warnings, verify, content "lost"), because they are
+// made here. Keys are cut and only a few are named: a missing file may have held ten thousand
+// tensors.
 #include "index/read/foreign_loss.h"
 
 #include <cstddef>

@@ -20,40 +20,33 @@
 namespace tensormount {
 namespace {
 
-// Shorter runs cost more as pieces of one read than as copies out of a buffer.
+// Shorter runs cost more as parts of one read than as copies out of a buffer.
 constexpr std::uint64_t kScatterRun = 512;
 constexpr std::size_t kMaxScatter = 1024;  // What the kernel takes in one call.
 
 // What stays in the second-level cache between the read and the hash.
-constexpr std::uint64_t kPieceBlockBytes = std::uint64_t{1} << 20;
-static_assert(kPieceBlockBytes % kLeafBytes == 0);
+constexpr std::uint64_t kPartBlockBytes = std::uint64_t{1} << 20;
+static_assert(kPartBlockBytes % kLeafBytes == 0);
 
 std::uint64_t LeafBegin(std::uint64_t leaf) { return leaf * kLeafBytes; }
 
 // Whether every run begins where the one before it ends, or later.
+// From the innermost axis out: a step must not be smaller than what the axes within span.
 bool Rises(const StridedCopy& copy) {
   auto end = static_cast<std::int64_t>(copy.run);
   for (int a = copy.axes - 1; a >= 0; --a) {
-    const auto u = static_cast<std::size_t>(a);
-    if (copy.src_step[u] < end) return false;
-    end += (copy.count[u] - 1) * copy.src_step[u];
+    const StridedCopy::Axis& axis = copy.axis[static_cast<std::size_t>(a)];
+    if (axis.src < end) return false;
+    end += (axis.count - 1) * axis.src;
   }
   return true;
 }
 
+// Order of axes does not change what is copied, only in which order; with the largest step
+// outermost, parts of the outermost axis are stretches of the file.
 StridedCopy ByFallingSteps(const StridedCopy& copy) {
-  std::array<std::size_t, kMaxAxes> order{};
-  const auto axes = static_cast<std::size_t>(copy.axes);
-  for (std::size_t a = 0; a < axes; ++a) order[a] = a;
-  std::stable_sort(order.begin(), order.begin() + copy.axes, [&](std::size_t a, std::size_t b) {
-    return copy.src_step[a] > copy.src_step[b];
-  });
   StridedCopy sorted = copy;
-  for (std::size_t a = 0; a < axes; ++a) {
-    sorted.count[a] = copy.count[order[a]];
-    sorted.src_step[a] = copy.src_step[order[a]];
-    sorted.dst_step[a] = copy.dst_step[order[a]];
-  }
+  std::ranges::stable_sort(sorted.loops(), std::ranges::greater(), &StridedCopy::Axis::src);
   return sorted;
 }
 
@@ -81,6 +74,7 @@ Status PartReader::Damage(std::uint64_t at, std::string_view why) const {
                                      std::string(why));
 }
 
+// kNotFound of a foreign file is data loss to whoever reads a tensor.
 Status PartReader::OpenFile() {
   if (file_) return Status();
   Result<std::shared_ptr<OpenDataFile>> file = files_.Open(checkpoint_, where_.file);
@@ -101,10 +95,15 @@ Status PartReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size) {
   return Status();
 }
 
+// Leaf hashes stand in the manifest of whoever wrote the range. They are read for the whole range
+// at once and proved by its root, which the index has: so a manifest that is damaged or exchanged
+// cannot make bad bytes pass. Cached by where they stand, since a tensor is read in many calls.
 Status PartReader::LoadLeaves() {
   if (leaves_) return Status();
   // One writer's leaf sections never reach 2^40 leaves (2^56 bytes of data).
   const std::uint64_t key = (std::uint64_t{where_.manifest} << 40) ^ where_.first_leaf;
+  // What the cache has is checked against this range all the same: two ranges of a damaged index
+  // may claim one position.
   leaves_ = files_.leaves.Get(key);
   const std::uint64_t count = LeafCount(where_.length);
   if (leaves_ && leaves_->root == where_.hash && leaves_->leaves.size() == count) return Status();
@@ -131,6 +130,7 @@ Status PartReader::LoadLeaves() {
   return Status();
 }
 
+// A range of one leaf needs no manifest: its root is made from that leaf alone.
 Status PartReader::CheckLeaf(std::uint64_t leaf, const Hash128& hash) {
   bool equal = false;
   if (where_.length <= kLeafBytes) {
@@ -141,14 +141,16 @@ Status PartReader::CheckLeaf(std::uint64_t leaf, const Hash128& hash) {
   }
   if (!equal) return Damage(LeafBegin(leaf), "checksum differs");
   if (once_ != nullptr) {
-    once_->Found(where_.offset + LeafBegin(leaf),
-                 where_.offset + std::min(LeafBegin(leaf + 1), where_.length));
+    once_->Found({where_.offset + LeafBegin(leaf),
+                  where_.offset + std::min(LeafBegin(leaf + 1), where_.length)});
   }
   return Status();
 }
 
+// Leaves that are only partly in memory are left unchecked here; the last leaf of a range may be
+// short.
 Status PartReader::CheckLeaves(std::uint64_t at, const std::byte* data, std::uint64_t size,
-                               Range* checked) {
+                               ByteRange* checked) {
   *checked = {at, at};
   if (verify_ == ReadVerify::kOff) return Status();
   std::uint64_t leaf = at / kLeafBytes + (at % kLeafBytes != 0);
@@ -172,18 +174,21 @@ Status PartReader::ReadWholeLeaf(std::uint64_t leaf) {
 }
 
 Status PartReader::CheckRun(std::uint64_t at, const std::byte* data, std::uint64_t size) {
-  Range checked;
+  ByteRange checked;
   TENSORMOUNT_RETURN_IF_ERROR(CheckLeaves(at, data, size, &checked));
-  stats_.bytes_by_leaf += checked.end - checked.begin;
+  stats_.bytes_by_leaf += checked.size();
   return Status();
 }
 
+// With kExtendLeaves a leaf of which only a part is wanted is read whole into scratch_, at the
+// begin and at the end of the run; everything between is read to where it belongs, and hashed there
+// while it is in cache.
 Status PartReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size,
                            const Arrived& arrived) {
   const std::uint64_t end = at + size;
   while (at < end) {
     std::uint64_t block =
-        std::min(end, at / kPieceBlockBytes * kPieceBlockBytes + kPieceBlockBytes) - at;
+        std::min(end, at / kPartBlockBytes * kPartBlockBytes + kPartBlockBytes) - at;
     if (verify_ == ReadVerify::kExtendLeaves) {
       const std::uint64_t leaf = at / kLeafBytes;
       const std::uint64_t leaf_end = std::min(LeafBegin(leaf + 1), where_.length);
@@ -209,21 +214,19 @@ Status PartReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size,
   return Status();
 }
 
-// Serves runs at rising places of a piece from blocks of it.
+// Serves runs at rising positions of a stored range from blocks of it.
 class PartReader::WindowReader {
  public:
-  // All runs lie in [at, end) of the piece; `dense`: most of what lies between is wanted too.
-  WindowReader(PartReader& piece, std::uint64_t end, bool dense)
-      : piece_(piece), end_(end), dense_(dense) {}
+  // All runs lie in [at, end) of the range; `dense`: most of what lies between is wanted too.
+  WindowReader(PartReader& reader, std::uint64_t end, bool dense)
+      : reader_(reader), end_(end), dense_(dense) {}
 
   Status Copy(std::uint64_t at, std::byte* out, std::uint64_t size) {
     while (size > 0) {
       if (at < begin_ || at >= begin_ + bytes_) TENSORMOUNT_RETURN_IF_ERROR(Load(at, size));
       const std::uint64_t n = std::min(size, begin_ + bytes_ - at);
       std::memcpy(out, buffer_.data() + (at - begin_), n);
-      const std::uint64_t from = std::max(at, checked_.begin);
-      const std::uint64_t to = std::min(at + n, checked_.end);
-      if (from < to) piece_.stats_.bytes_by_leaf += to - from;
+      reader_.stats_.bytes_by_leaf += checked_.Intersect({at, at + n}).size();
       at += n;
       out += n;
       size -= n;
@@ -234,65 +237,67 @@ class PartReader::WindowReader {
  private:
   Status Load(std::uint64_t at, std::uint64_t size) {
     std::uint64_t stop = 0;
-    if (piece_.verify_ == ReadVerify::kExtendLeaves) {
+    if (reader_.verify_ == ReadVerify::kExtendLeaves) {
       begin_ = at / kLeafBytes * kLeafBytes;
-      stop = begin_ + (dense_ ? kPieceBlockBytes : kLeafBytes);
+      stop = begin_ + (dense_ ? kPartBlockBytes : kLeafBytes);
       stop = std::min(stop, (end_ + kLeafBytes - 1) / kLeafBytes * kLeafBytes);
-      stop = std::min(stop, piece_.where_.length);
+      stop = std::min(stop, reader_.where_.length);
     } else {
       begin_ = at;
-      stop = dense_ ? std::min(end_, at / kLeafBytes * kLeafBytes + kPieceBlockBytes)
-                    : at + std::min(size, kPieceBlockBytes);
+      stop = dense_ ? std::min(end_, at / kLeafBytes * kLeafBytes + kPartBlockBytes)
+                    : at + std::min(size, kPartBlockBytes);
     }
     bytes_ = stop - begin_;
-    if (buffer_.size() < bytes_) buffer_.resize(std::max(bytes_, std::min(end_, kPieceBlockBytes)));
+    if (buffer_.size() < bytes_) buffer_.resize(std::max(bytes_, std::min(end_, kPartBlockBytes)));
     const std::uint64_t want = bytes_;
     bytes_ = 0;  // Nothing is there where the read fails.
-    TENSORMOUNT_RETURN_IF_ERROR(piece_.ReadAt(begin_, buffer_.data(), want));
-    TENSORMOUNT_RETURN_IF_ERROR(piece_.CheckLeaves(begin_, buffer_.data(), want, &checked_));
+    TENSORMOUNT_RETURN_IF_ERROR(reader_.ReadAt(begin_, buffer_.data(), want));
+    TENSORMOUNT_RETURN_IF_ERROR(reader_.CheckLeaves(begin_, buffer_.data(), want, &checked_));
     bytes_ = want;
     return Status();
   }
 
-  PartReader& piece_;
+  PartReader& reader_;
   const std::uint64_t end_;
   const bool dense_;
   std::vector<std::byte> buffer_;
   std::uint64_t begin_ = 0;
   std::uint64_t bytes_ = 0;
-  Range checked_;
+  ByteRange checked_;
 };
 
+// No hash and no gap: one preadv for up to 1,024 runs.
 bool PartReader::ReadScattered(const StridedCopy& copy, std::byte* base) {
   if (!OpenFile().ok()) return false;
-  std::vector<File::Buffer> pieces;
-  pieces.reserve(std::min<std::uint64_t>(copy.runs(), kMaxScatter));
+  std::vector<File::Buffer> buffers;
+  buffers.reserve(std::min<std::uint64_t>(copy.runs(), kMaxScatter));
   auto at = static_cast<std::uint64_t>(copy.src_offset);
   std::uint64_t bytes = 0;
   bool good = true;
   const auto flush = [&] {
-    const Result<std::size_t> got = file_->file().ReadVectorAt(at, pieces);
+    const Result<std::size_t> got = file_->file().ReadVectorAt(at, buffers);
     good = got.ok() && got.value() == bytes;
     at += bytes;
     stats_.bytes_read += bytes;
     bytes = 0;
-    pieces.clear();
+    buffers.clear();
   };
   copy.ForEachRun([&](std::int64_t, std::int64_t dst, std::uint64_t size) {
     if (!good) return;
-    pieces.push_back({base + dst, static_cast<std::size_t>(size)});
+    buffers.push_back({base + dst, static_cast<std::size_t>(size)});
     bytes += size;
-    if (pieces.size() == kMaxScatter) flush();
+    if (buffers.size() == kMaxScatter) flush();
   });
-  if (good && !pieces.empty()) flush();
+  if (good && !buffers.empty()) flush();
   return good;
 }
 
+// Choices, from best to worst: vectored read, window that moves forward, slabs.
 Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
   if (copy.run == 0) return Status();
   if (!Rises(copy)) return ReadTransposed(ByFallingSteps(copy), base);
   const auto first = static_cast<std::uint64_t>(copy.src_offset) - where_.offset;
-  const std::uint64_t span = SourceSpan(copy);
+  const std::uint64_t span = copy.src_span();
   // One stretch of the file and nothing to check on the way: straight to where its runs belong.
   // What fails is read again below, where it is worded.
   if (verify_ == ReadVerify::kOff && span == copy.bytes() && copy.run >= kScatterRun &&
@@ -309,8 +314,9 @@ Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
   return status;
 }
 
+// Reads the whole span once and copies out of it; the span is at most a block.
 Status PartReader::ReadSlab(const StridedCopy& slab, std::byte* base) {
-  const std::uint64_t span = SourceSpan(slab);
+  const std::uint64_t span = slab.src_span();
   if (slab_.size() < span) slab_.resize(span);
   const std::uint64_t by_leaf = stats_.bytes_by_leaf;
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -324,37 +330,40 @@ Status PartReader::ReadSlab(const StridedCopy& slab, std::byte* base) {
   return Status();
 }
 
+// Recursion over axes, at most as deep as there are axes. `within` is what one step of the
+// outermost axis spans: where that is more than a block, each step is a smaller problem of one axis
+// less.
 Status PartReader::ReadTransposed(const StridedCopy& copy, std::byte* base) {
-  const std::uint64_t span = SourceSpan(copy);
-  if (span <= kPieceBlockBytes) return ReadSlab(copy, base);
+  const std::uint64_t span = copy.src_span();
+  if (span <= kPartBlockBytes) return ReadSlab(copy, base);
   if (copy.axes == 0) {  // One long run.
     return ReadRun(static_cast<std::uint64_t>(copy.src_offset) - where_.offset,
                    base + copy.dst_offset, copy.run, {});
   }
   // As many steps of the outermost axis at once as a slab holds, or each by the axes within.
-  const auto step = static_cast<std::uint64_t>(copy.src_step[0]);
-  const auto count = static_cast<std::uint64_t>(copy.count[0]);
+  const auto step = static_cast<std::uint64_t>(copy.axis[0].src);
+  const auto count = static_cast<std::uint64_t>(copy.axis[0].count);
   const std::uint64_t within = span - (count - 1) * step;
-  const std::uint64_t most = within > kPieceBlockBytes ? 1
-                             : step == 0               ? count
-                                                       : (kPieceBlockBytes - within) / step + 1;
+  const std::uint64_t most = within > kPartBlockBytes ? 1
+                             : step == 0              ? count
+                                                      : (kPartBlockBytes - within) / step + 1;
   for (std::uint64_t at = 0; at < count; at += most) {
     const std::uint64_t n = std::min(most, count - at);
     StridedCopy part = copy;
     part.src_offset += static_cast<std::int64_t>(at * step);
-    part.dst_offset += static_cast<std::int64_t>(at) * copy.dst_step[0];
-    part.count[0] = static_cast<std::int64_t>(n);
+    part.dst_offset += static_cast<std::int64_t>(at) * copy.axis[0].dst;
+    part.axis[0].count = static_cast<std::int64_t>(n);
     if (n == 1) {
       --part.axes;
-      std::copy(copy.count.begin() + 1, copy.count.end(), part.count.begin());
-      std::copy(copy.src_step.begin() + 1, copy.src_step.end(), part.src_step.begin());
-      std::copy(copy.dst_step.begin() + 1, copy.dst_step.end(), part.dst_step.begin());
+      std::copy(copy.axis.begin() + 1, copy.axis.end(), part.axis.begin());
     }
     TENSORMOUNT_RETURN_IF_ERROR(ReadTransposed(part, base));
   }
   return Status();
 }
 
+// A sealed file of ours is never truncated by us; a foreign one may be, at any time, by anybody who
+// may write it.
 Result<const std::byte*> PartReader::MappingTo(std::uint64_t end) {
   const FileRecord& record = checkpoint_.index().files()[where_.file];
   if (record.placement == Placement::kForeign && !MappingGuarded()) return nullptr;
@@ -362,6 +371,7 @@ Result<const std::byte*> PartReader::MappingTo(std::uint64_t end) {
   return file_->MappingTo(end);
 }
 
+// Page by page with read(), which returns an error where a load would raise SIGBUS.
 Status PartReader::WhyNotThere(std::uint64_t at, std::uint64_t size) {
   constexpr std::uint64_t kBlock = 4096;
   char block[kBlock];

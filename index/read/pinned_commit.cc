@@ -14,6 +14,8 @@ namespace tensormount {
 namespace {
 
 // kBusy where gc deletes it. Ok without a lock where there are none; the first time that is logged.
+// Filesystems without locks are read all the same; gc there deletes only what has been in .trash
+// for the grace that the operator vouches for.
 Status LockAsReader(File& commit) {
   const Status locked = commit.TryLockShared();
   if (!HasNoLocks(locked)) return locked;
@@ -45,6 +47,8 @@ Result<PinnedCommit> PinCommit(FileSystem& fs, const std::string& directory,
   PinnedCommit commit;
   commit.directory = std::move(pinned);
   if (commit.directory == nullptr) {
+    // "directory/." follows a symlink as the last component: a user may name a checkpoint by a
+    // link.
     TENSORMOUNT_ASSIGN_OR_RETURN(commit.directory, fs.PinDirectory(JoinPath(directory, ".")));
   }
   Result<std::unique_ptr<File>> file =
@@ -54,6 +58,8 @@ Result<PinnedCommit> PinCommit(FileSystem& fs, const std::string& directory,
   }
   TENSORMOUNT_RETURN_IF_ERROR(file.status());
   commit.file = std::move(file).value();
+  // The order open, lock, stat is what makes it safe: gc deletes COMMIT while it has the lock
+  // alone, so whoever gets the lock and still sees a link to COMMIT has a checkpoint that stays.
   if (Status locked = LockAsReader(*commit.file); !locked.ok()) {
     // Only gc asks for it alone, and only for what was removed.
     if (locked.code() != Code::kBusy) return locked;

@@ -11,8 +11,12 @@
 
 // How readers hold a checkpoint: nobody deletes it while they read, whatever becomes of its name.
 
+// Gc takes the same lock alone before it deletes anything, and moves what it deletes to .trash
+// first. So a reader that has the lock keeps the checkpoint, and one that comes too late is told
+// kStale instead of finding half of it.
 namespace tensormount {
 
+// Keep it as long as anything of the checkpoint is read.
 struct PinnedCommit {
   // FileSystem::PinDirectory: everything is opened below this very folder, which may be renamed,
   // removed or replaced.

@@ -2,6 +2,11 @@
 // Which bytes of which files were compared with their hashes since the process started: ranges of
 // whole leaves, for each file with the state (inode, size, change time) that it was in. A file that
 // was replaced, or written to, has proved nothing.
+//
+// Why a state and not a number of bytes read: what is in the page cache may be replaced under a
+// reader. A range counts only while device, inode, size, mtime and change time are those under
+// which it was compared, and only where a write in between would have changed one of these
+// (Settled).
 #include "index/read/proven_ranges.h"
 
 #include <algorithm>
@@ -23,6 +28,9 @@ FileStamp FileStamp::Of(const FileInfo& info) {
           .changed_nanoseconds = info.ctime_nanoseconds};
 }
 
+// A file that was changed within the grain of its timestamps could be changed again without another
+// time. 50 ms are more than a tick of any kernel configuration (10 ms at most); whole seconds in
+// the change time hint at a filesystem that keeps no more, where 2 s are taken.
 bool FileStamp::Settled() const {
   using std::chrono::nanoseconds;
   using std::chrono::seconds;
@@ -39,19 +47,21 @@ bool FileStamp::Settled() const {
   return age > grain || age < -grain;
 }
 
-bool ProvenRanges::Hold(std::uint32_t file, const FileStamp& now, std::uint64_t begin,
-                        std::uint64_t end) const {
+// Ranges are apart from each other and merged when they meet, so a range that is known is within
+// one run. O(log runs), under a shared lock: every read asks.
+bool ProvenRanges::Hold(std::uint32_t file, const FileStamp& now, ByteRange bytes) const {
   const std::shared_lock lock(mutex_);
   const auto known = files_.find(file);
   if (known == files_.end() || known->second.stamp != now) return false;
   const auto& ranges = known->second.ranges;
-  auto after = ranges.upper_bound(begin);
-  return after != ranges.begin() && std::prev(after)->second >= end;
+  auto after = ranges.upper_bound(bytes.begin);
+  return after != ranges.begin() && std::prev(after)->second >= bytes.end;
 }
 
-void ProvenRanges::Add(std::uint32_t file, const FileStamp& then, std::uint64_t begin,
-                       std::uint64_t end) {
-  if (begin >= end) return;
+// A file in another state forgets all that was known of it. Where the limit is reached, ranges that
+// touch a known one are still merged, which never adds a run.
+void ProvenRanges::Add(std::uint32_t file, const FileStamp& then, ByteRange bytes) {
+  if (bytes.begin >= bytes.end) return;
   const std::lock_guard lock(mutex_);
   File& known = files_[file];
   if (known.stamp != then) {
@@ -59,20 +69,20 @@ void ProvenRanges::Add(std::uint32_t file, const FileStamp& then, std::uint64_t 
     known = File{.stamp = then, .ranges = {}};
   }
   auto& ranges = known.ranges;
-  // The first that touches or meets [begin, end).
-  auto at = ranges.upper_bound(begin);
-  if (at != ranges.begin() && std::prev(at)->second >= begin) --at;
-  const bool touches = at != ranges.end() && at->first <= end;
+  // The first that touches or meets these bytes.
+  auto at = ranges.upper_bound(bytes.begin);
+  if (at != ranges.begin() && std::prev(at)->second >= bytes.begin) --at;
+  const bool touches = at != ranges.end() && at->first <= bytes.end;
   if (!touches && ranges_ >= kMaxRanges) return;
-  while (at != ranges.end() && at->first <= end) {
-    begin = std::min(begin, at->first);
-    end = std::max(end, at->second);
+  while (at != ranges.end() && at->first <= bytes.end) {
+    bytes.begin = std::min(bytes.begin, at->first);
+    bytes.end = std::max(bytes.end, at->second);
     known.bytes -= at->second - at->first;
     at = ranges.erase(at);
     --ranges_;
   }
-  ranges.emplace_hint(at, begin, end);
-  known.bytes += end - begin;
+  ranges.emplace_hint(at, bytes.begin, bytes.end);
+  known.bytes += bytes.size();
   ++ranges_;
 }
 
@@ -93,25 +103,27 @@ void ProvingRead::Enter(std::uint32_t number, std::shared_ptr<OpenDataFile> file
   settled_ = stamp_.Settled();
 }
 
-bool ProvingRead::Hold(std::uint64_t begin, std::uint64_t end) const {
-  return file_ && proven_.Hold(number_, stamp_, begin, end);
+bool ProvingRead::Hold(ByteRange bytes) const {
+  return file_ && proven_.Hold(number_, stamp_, bytes);
 }
 
-void ProvingRead::Found(std::uint64_t begin, std::uint64_t end) {
-  if (!found_.empty() && found_.back().second == begin) {
-    found_.back().second = end;
+void ProvingRead::Found(ByteRange bytes) {
+  if (!found_.empty() && found_.back().end == bytes.begin) {
+    found_.back().end = bytes.end;
   } else {
-    found_.emplace_back(begin, end);
+    found_.push_back(bytes);
   }
 }
 
+// Stat after the bytes were read: the same state before and after means that what was compared is
+// what the file holds.
 void ProvingRead::Leave() {
   if (file_) {
     const Result<FileInfo> info = file_->file().Stat();
     if (!info.ok() || FileStamp::Of(info.value()) != stamp_) {
       changed_ = true;
     } else if (settled_) {
-      for (const auto& [begin, end] : found_) proven_.Add(number_, stamp_, begin, end);
+      for (const ByteRange& bytes : found_) proven_.Add(number_, stamp_, bytes);
     }
   }
   file_.reset();

@@ -10,12 +10,14 @@
 
 namespace tensormount {
 
+// OpenReadBelow follows no link at all: what a checkpoint of ours lists are plain files in its
+// folder, and a link would let whoever can write there choose what we read.
 Result<std::unique_ptr<File>> OpenListedFile(FileSystem& fs, const std::string& directory,
                                              const std::string& name) {
   Result<std::unique_ptr<File>> file = fs.OpenReadBelow(directory, name);
   const Status& status = file.status();
   if (status.code() == Code::kNotFound) return DataLoss(name, "the file is missing");
-  // A folder, a link (also in the place of a folder above), a FIFO, a socket.
+  // A folder, a link (also instead of a folder above), a FIFO, a socket.
   if (status.code() == Code::kInvalidArgument || (!status.ok() && status.ToErrno() == ENXIO)) {
     return DataLoss(name, "something else stands in its place: " + status.message());
   }
@@ -33,10 +35,13 @@ Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory
   }
   std::string bytes(static_cast<std::size_t>(entry.length), '\0');
   TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(0, bytes.data(), bytes.size()));
+  // Before decoding: a decoder sees only bytes that COMMIT vouches for.
   if (Xxh3(bytes) != entry.hash) return DataLoss(entry.name, "checksum differs");
   return DecodeManifest(bytes, entry.name);
 }
 
+// The content root is a hash of everything that the inventory says, so if it agrees the rebuilt
+// index has the same records as the one that was published.
 Result<Inventory> FinishRebuild(InventoryMerger& merger, const CommitRecord& commit) {
   TENSORMOUNT_ASSIGN_OR_RETURN(Inventory inventory, merger.Finish());
   const CheckpointInfo& info = inventory.info;

@@ -19,9 +19,12 @@ namespace tensormount {
 Result<std::unique_ptr<File>> OpenListedFile(FileSystem& fs, const std::string& directory,
                                              const std::string& name);
 // A manifest that COMMIT lists, checked against its entry. kDataLoss.
+// Length and hash are compared before it is decoded.
 Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory,
                                     const CommitRecord::Entry& entry);
 // What was merged, checked against COMMIT: identity, completeness, content root, file roots.
+// kDataLoss where any of these disagrees: an inventory that is not exactly the one that was
+// published is none. `merger` is empty afterwards.
 Result<Inventory> FinishRebuild(InventoryMerger& merger, const CommitRecord& commit);
 
 }  // namespace tensormount

@@ -30,17 +30,18 @@ constexpr std::uint64_t kMostGaps = 8;
 
 // Runs of at least this many bytes are read where they belong; shorter ones are gathered.
 constexpr std::uint64_t kLongRun = 32 * 1024;
-// Neighbouring pieces are read at once up to this, which stays in cache until it is checked.
+// Neighbouring parts are read at once up to this, which stays in cache until it is checked.
 constexpr std::uint64_t kJoinedBytes = std::uint64_t{1} << 20;
 
 // The box around all of `want`, and the stretch of the row-major byte order that holds it.
 struct Hull {
   Dims begin;
   Dims end;
-  std::uint64_t first = 0;
-  std::uint64_t stop = 0;
+  ByteRange bytes;
 };
 
+// The byte range of the hull is what ExtentLookup searches by; for a box of full rows it is exact,
+// else it is the stretch from its first cell to its last.
 Hull HullOf(std::span<const PlacedBox> want, const Dims& byte_shape) {
   Hull hull;
   hull.begin = want[0].box.begin();
@@ -54,10 +55,10 @@ Hull HullOf(std::span<const PlacedBox> want, const Dims& byte_shape) {
   std::uint64_t last = 0;
   for (int a = 0; a < byte_shape.rank(); ++a) {
     const auto extent = static_cast<std::uint64_t>(byte_shape[a]);
-    hull.first = hull.first * extent + static_cast<std::uint64_t>(hull.begin[a]);
+    hull.bytes.begin = hull.bytes.begin * extent + static_cast<std::uint64_t>(hull.begin[a]);
     last = last * extent + static_cast<std::uint64_t>(hull.end[a] - 1);
   }
-  hull.stop = last + 1;
+  hull.bytes.end = last + 1;
   return hull;
 }
 
@@ -73,6 +74,7 @@ bool MayMeet(const char* row, int rank, const Hull& hull) {
   return true;
 }
 
+// As if the tensor stood in one buffer in row-major order.
 PlacedBox WholeTensor(const Dims& byte_shape) {
   PlacedBox whole{Box::Whole(byte_shape), 0, Dims::Filled(byte_shape.rank(), 1)};
   for (int a = byte_shape.rank() - 2; a >= 0; --a) {
@@ -81,20 +83,23 @@ PlacedBox WholeTensor(const Dims& byte_shape) {
   return whole;
 }
 
+// There is exactly one: the plan cut every part out of one wanted box.
 const PlacedBox& Holder(std::span<const PlacedBox> placed, const Box& part) {
   return *std::find_if(placed.begin(), placed.end(),
                        [&](const PlacedBox& p) { return p.box.Contains(part); });
 }
 
-// One piece of a plan, from its file to where it belongs.
-Status ReadPiece(PartReader& reader, std::uint64_t chunk_offset, bool extend,
-                 const CopyPlan::Part& piece, std::span<const PlacedBox> want, std::byte* base,
-                 const Dims& byte_shape, ReadStats& stats, Crc64* digest) {
-  const StridedCopy& copy = piece.copy;
-  const PlacedBox& dst = Holder(want, piece.part);
+// One part of a plan, from its file to where it belongs.
+Status ReadPart(PartReader& reader, std::uint64_t chunk_offset, bool extend,
+                const CopyPlan::Part& part, std::span<const PlacedBox> want, std::byte* base,
+                const Dims& byte_shape, ReadStats& stats, Crc64* digest) {
+  const StridedCopy& copy = part.copy;
+  const PlacedBox& dst = Holder(want, part.part);
   if (copy.axes == 0 || copy.run >= kLongRun) {
     // Where a run is also one run of the tensor, its digest is taken while it is in cache.
-    const StridedCopy in_tensor = PlanCopy(piece.part, dst, WholeTensor(byte_shape));
+    // Digest of a run that is also a run of the tensor: CRC of the bytes as they arrive, shifted by
+    // how many bytes of the tensor come behind them.
+    const StridedCopy in_tensor = PlanCopy(part.part, dst, WholeTensor(byte_shape));
     const bool linear = digest != nullptr && copy.axes == 0 && in_tensor.axes == 0;
     const auto tensor_bytes = static_cast<std::uint64_t>(Box::Whole(byte_shape).volume());
     const auto run_at = static_cast<std::uint64_t>(copy.src_offset) - chunk_offset;
@@ -115,7 +120,7 @@ Status ReadPiece(PartReader& reader, std::uint64_t chunk_offset, bool extend,
     TENSORMOUNT_RETURN_IF_ERROR(status);
     if (linear) return Status();
   } else {
-    const std::uint64_t span = SourceSpan(copy);
+    const std::uint64_t span = copy.src_span();
     const std::uint64_t end = static_cast<std::uint64_t>(copy.src_offset) + span;
     // Gaps in the file: pick from a mapping. Without gaps a read is as good where storage is waited
     // for, and checks leaves; from memory to memory short runs cost a third less without the
@@ -137,7 +142,7 @@ Status ReadPiece(PartReader& reader, std::uint64_t chunk_offset, bool extend,
         // Where it is left by a jump, the load fails: the few KiB that the digest had are lost.
         const bool copied = RunOnMapping([&] {
           if (digest != nullptr) {
-            ExecuteCopyWithDigest(copy, piece.part, map, base, byte_shape, digest);
+            ExecuteCopyWithDigest(copy, part.part, map, base, byte_shape, digest);
           } else {
             ExecuteCopy(copy, map, base);
           }
@@ -149,45 +154,48 @@ Status ReadPiece(PartReader& reader, std::uint64_t chunk_offset, bool extend,
     TENSORMOUNT_RETURN_IF_ERROR(reader.ReadStrided(copy, base));
   }
   if (digest != nullptr) {
-    const PlacedBox part{piece.part, copy.dst_offset, dst.strides};
-    *digest ^= DigestOfPlaced(part, base, byte_shape);
+    const PlacedBox arrived_box{part.part, copy.dst_offset, dst.strides};
+    *digest ^= DigestOfPlaced(arrived_box, base, byte_shape);
   }
   return Status();
 }
 
+// Of kOnce what is not known to be good is read like this.
 bool ExtendsLeaves(ReadVerify verify) {
   return verify == ReadVerify::kExtendLeaves || verify == ReadVerify::kOnce;
 }
 
-// The stretch of the file that holds what the first pieces, those of chunk `number`, take.
-std::pair<std::uint64_t, std::uint64_t> TakenFrom(std::span<const CopyPlan::Part> pieces,
-                                                  std::uint32_t number) {
-  std::uint64_t begin = UINT64_MAX;
-  std::uint64_t end = 0;
-  for (const CopyPlan::Part& piece : pieces) {
-    if (piece.chunk != number) break;
-    const auto first = static_cast<std::uint64_t>(piece.copy.src_offset);
-    begin = std::min(begin, first);
-    end = std::max(end, first + SourceSpan(piece.copy));
+// The stretch of the file that holds what the first parts, those of chunk `number`, take.
+// Parts of a chunk stand together in the plan, so the first that is of another chunk ends it.
+ByteRange TakenFrom(std::span<const CopyPlan::Part> parts, std::uint32_t number) {
+  ByteRange taken{UINT64_MAX, 0};
+  for (const CopyPlan::Part& part : parts) {
+    if (part.chunk != number) break;
+    const auto first = static_cast<std::uint64_t>(part.copy.src_offset);
+    taken.begin = std::min(taken.begin, first);
+    taken.end = std::max(taken.end, first + part.copy.src_span());
   }
-  return {begin, end};
+  return taken;
 }
 
-// Where the pieces from `first` on that one read serves end: each one run, of one file, one after
+// Where the parts from `first` on that one read serves end: each one run, of one file, one after
 // the other in file and buffer. Small chunks cost a call each otherwise.
-std::size_t JoinablePieces(std::span<const CopyPlan::Part> pieces, std::size_t first,
-                           std::span<const ChunkRecord> chunks, ReadVerify verify) {
+// Thousands of chunks of a few KiB each, side by side in file and buffer (a tensor that was saved
+// by many ranks into one file), are one read. With leaves to extend, only whole chunks join: a
+// partial one needs bytes that are not wanted.
+std::size_t JoinableParts(std::span<const CopyPlan::Part> parts, std::size_t first,
+                          std::span<const ChunkRecord> chunks, ReadVerify verify) {
   std::uint64_t bytes = 0;
   std::size_t i = first;
-  for (; i < pieces.size(); ++i) {
-    const StridedCopy& copy = pieces[i].copy;
-    const ChunkRecord& chunk = chunks[pieces[i].chunk];
+  for (; i < parts.size(); ++i) {
+    const StridedCopy& copy = parts[i].copy;
+    const ChunkRecord& chunk = chunks[parts[i].chunk];
     if (copy.axes != 0 || bytes + copy.run > kJoinedBytes || chunk.strides.rank() > 0) break;
     if (ExtendsLeaves(verify) && chunk.has_hash && copy.run != chunk.length) break;
     if (i > first) {
-      const StridedCopy& before = pieces[i - 1].copy;
+      const StridedCopy& before = parts[i - 1].copy;
       const auto run = static_cast<std::int64_t>(before.run);
-      if (chunk.file != chunks[pieces[first].chunk].file ||
+      if (chunk.file != chunks[parts[first].chunk].file ||
           copy.src_offset != before.src_offset + run ||
           copy.dst_offset != before.dst_offset + run) {
         break;
@@ -198,11 +206,11 @@ std::size_t JoinablePieces(std::span<const CopyPlan::Part> pieces, std::size_t f
   return i;
 }
 
-// False where it does not work: piece by piece it is then found out why.
-bool ReadJoined(OpenDataFile& file, std::span<const CopyPlan::Part> pieces, std::byte* base,
+// False where it does not work: part by part it is then found out why.
+bool ReadJoined(OpenDataFile& file, std::span<const CopyPlan::Part> parts, std::byte* base,
                 ReadStats& stats) {
-  const StridedCopy& first = pieces.front().copy;
-  const StridedCopy& last = pieces.back().copy;
+  const StridedCopy& first = parts.front().copy;
+  const StridedCopy& last = parts.back().copy;
   const std::uint64_t size =
       static_cast<std::uint64_t>(last.src_offset - first.src_offset) + last.run;
   Result<std::size_t> got = file.file().ReadAt(static_cast<std::uint64_t>(first.src_offset),
@@ -212,23 +220,24 @@ bool ReadJoined(OpenDataFile& file, std::span<const CopyPlan::Part> pieces, std:
   return true;
 }
 
-// A piece that ReadJoined has read.
-Status CheckJoined(PartReader& reader, std::uint64_t chunk_offset, const CopyPlan::Part& piece,
+// A part that ReadJoined has read.
+Status CheckJoined(PartReader& reader, std::uint64_t chunk_offset, const CopyPlan::Part& part,
                    std::span<const PlacedBox> want, std::byte* base, const Dims& byte_shape,
                    Crc64* digest) {
-  const StridedCopy& copy = piece.copy;
+  const StridedCopy& copy = part.copy;
   TENSORMOUNT_RETURN_IF_ERROR(
       reader.CheckRun(static_cast<std::uint64_t>(copy.src_offset) - chunk_offset,
                       base + copy.dst_offset, copy.run));
   if (digest != nullptr) {
-    const PlacedBox part{piece.part, copy.dst_offset, Holder(want, piece.part).strides};
-    *digest ^= DigestOfPlaced(part, base, byte_shape);
+    const PlacedBox arrived_box{part.part, copy.dst_offset, Holder(want, part.part).strides};
+    *digest ^= DigestOfPlaced(arrived_box, base, byte_shape);
   }
   return Status();
 }
 
 // After a read from a file: where it is a foreign one that changed meanwhile, that is why the read
 // failed, or why what it gave may not be believed. `proven`: hashes found that something is wrong.
+// A hash that says "damaged" stays damage though the file changed too: the message says both.
 Status StillTrue(const OpenedCheckpoint& checkpoint, const TensorMeta& meta, std::uint32_t number,
                  OpenDataFile& file, const Status& status, bool proven) {
   const Status still = checkpoint.CheckStill(number, file.file());
@@ -241,15 +250,8 @@ Status StillTrue(const OpenedCheckpoint& checkpoint, const TensorMeta& meta, std
 
 }  // namespace
 
-std::uint64_t SourceSpan(const StridedCopy& copy) {
-  std::uint64_t span = copy.run;
-  for (int a = 0; a < copy.axes; ++a) {
-    const auto u = static_cast<std::size_t>(a);
-    span += static_cast<std::uint64_t>((copy.count[u] - 1) * copy.src_step[u]);
-  }
-  return span;
-}
-
+// Made once a tensor and cached by what it weighs: mounts read a tensor in thousands of small
+// calls.
 Result<std::shared_ptr<const ExtentLookup>> OpenedCheckpoint::Lookup(
     const TensorEntry& tensor) const {
   if (std::shared_ptr<const ExtentLookup> known = files_->lookups.Get(tensor.ordinal)) return known;
@@ -273,6 +275,9 @@ struct OpenedCheckpoint::PlannedRead {
   CopyPlan plan;
 };
 
+// Candidates come from the lookup by byte range; of these, rows are compared with the hull while
+// still packed, and only those that meet it are decoded. CopyPlan::Make then proves that the parts
+// fill what is wanted exactly, and names the box that is stored nowhere.
 Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanRead(
     const TensorEntry& tensor, std::span<const PlacedBox> want) const {
   const TensorMeta& meta = tensor.meta;
@@ -280,14 +285,14 @@ Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanRead(
   const Dims byte_shape = ByteShape(meta.dtype(), meta.shape());
   const Hull hull = HullOf(want, byte_shape);
   const bool axes_agree = meta.bits() % 8 == 0;
-  const ExtentLookup::Rows rows = lookup->Candidates(hull.first, hull.stop);
+  const ExtentLookup::Rows rows = lookup->Candidates(hull.bytes.begin, hull.bytes.end);
   PlannedRead planned;
   std::vector<ChunkRecord>& chunks = planned.chunks;
   std::vector<std::vector<PlacedBox>> placed;
   chunks.reserve(std::min<std::size_t>(rows.end - rows.begin, 1024));
   placed.reserve(chunks.capacity());
   for (std::size_t i = rows.begin; i < rows.end; ++i) {
-    if (!lookup->MayTouch(i, hull.first, hull.stop)) continue;
+    if (!lookup->MayTouch(i, hull.bytes.begin, hull.bytes.end)) continue;
     if (axes_agree && !MayMeet(lookup->table().Row(i).data(), lookup->table().rank(), hull)) {
       continue;
     }
@@ -307,6 +312,8 @@ Result<OpenedCheckpoint::PlannedRead> OpenedCheckpoint::PlanRead(
   return planned;
 }
 
+// kOnce reads without comparing what is known to be good. If a file changed under such a read, all
+// of it is read again, and compared: the second pass takes nothing for granted.
 Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const PlacedBox> want,
                                     std::byte* base, ReadVerify verify, ReadStats& stats,
                                     Crc64* digest) const {
@@ -325,6 +332,9 @@ Status OpenedCheckpoint::ReadPlaced(const TensorEntry& tensor, std::span<const P
   return ReadPlan(tensor, planned, want, base, verify, nullptr, stats, digest);
 }
 
+// One pass over the parts in the order of the plan, which is that of chunks. Per chunk: is it known
+// to be good (held), can it join its neighbours, then each part. `file` is kept from chunk to
+// chunk; a change of file is when a foreign one is asked whether it stayed what it was.
 Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& planned,
                                   std::span<const PlacedBox> want, std::byte* base,
                                   ReadVerify verify, ProvingRead* once, ReadStats& stats,
@@ -333,14 +343,14 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
   const Dims byte_shape = ByteShape(meta.dtype(), meta.shape());
   const std::vector<ChunkRecord>& chunks = planned.chunks;
   const CopyPlan& plan = planned.plan;
-  const std::span<const CopyPlan::Part> pieces = plan.pieces();
-  std::shared_ptr<OpenDataFile> file;  // Of the piece before.
+  const std::span<const CopyPlan::Part> parts = plan.parts();
+  std::shared_ptr<OpenDataFile> file;  // Of the part before.
   std::uint32_t file_number = 0;
   // Whether bytes of that file are here that only its size and mtime vouch for.
   bool unproven = false;
-  std::size_t arrived = 0;  // Pieces before this one stand in the buffer already, unchecked.
-  for (std::size_t i = 0; i < pieces.size();) {
-    const std::uint32_t number = pieces[i].chunk;
+  std::size_t arrived = 0;  // Parts before this one stand in the buffer already, unchecked.
+  for (std::size_t i = 0; i < parts.size();) {
+    const std::uint32_t number = parts[i].chunk;
     const ChunkRecord& chunk = chunks[number];
     if (file && file_number != chunk.file && unproven) {
       TENSORMOUNT_RETURN_IF_ERROR(StillTrue(*this, meta, file_number, *file, Status(), false));
@@ -356,8 +366,7 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
       }
       if (file) {
         once->Enter(chunk.file, file);
-        const auto [begin, end] = TakenFrom(pieces.subspan(i), number);
-        held = once->Hold(begin, end);
+        held = once->Hold(TakenFrom(parts.subspan(i), number));
       }
     }
     PartReader reader(*this, *files_,
@@ -375,24 +384,25 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
     if (file && file_number == chunk.file) {
       reader.UseFile(file);
       if (i >= arrived) {
-        const std::size_t end = JoinablePieces(pieces, i, chunks, verify);
-        if (end > i + 1 && ReadJoined(*file, pieces.subspan(i, end - i), base, stats)) {
+        const std::size_t end = JoinableParts(parts, i, chunks, verify);
+        if (end > i + 1 && ReadJoined(*file, parts.subspan(i, end - i), base, stats)) {
           arrived = end;
         }
       }
     }
     const bool extend = !held && ExtendsLeaves(verify) && chunk.has_hash;
     Status status;
-    for (; status.ok() && i < pieces.size() && pieces[i].chunk == number; ++i) {
+    for (; status.ok() && i < parts.size() && parts[i].chunk == number; ++i) {
       status = i < arrived
-                   ? CheckJoined(reader, chunk.offset, pieces[i], want, base, byte_shape, digest)
-                   : ReadPiece(reader, chunk.offset, extend, pieces[i], want, base, byte_shape,
-                               stats, digest);
+                   ? CheckJoined(reader, chunk.offset, parts[i], want, base, byte_shape, digest)
+                   : ReadPart(reader, chunk.offset, extend, parts[i], want, base, byte_shape, stats,
+                              digest);
     }
     file = reader.file();
     file_number = chunk.file;
     unproven = unproven || !(extend || held);
     if (!status.ok()) {
+      // The next read opens the name again: somebody may have put a good copy there.
       LetGo(chunk.file);
       return file ? StillTrue(*this, meta, file_number, *file, status, chunk.has_hash) : status;
     }
@@ -441,6 +451,8 @@ Status OpenedCheckpoint::ReadBytes(const TensorEntry& tensor, std::uint64_t offs
   return status;
 }
 
+// An object part is one run of bytes: no plan, but the same proof, and the same second look where
+// the file changed.
 Status OpenedCheckpoint::ReadObject(const ObjectRecord& object, std::uint64_t offset, void* out,
                                     std::size_t size, ReadVerify verify) const {
   std::string name = "object " + object.key;
@@ -481,8 +493,8 @@ Status OpenedCheckpoint::ReadObject(const ObjectRecord& object, std::uint64_t of
     if (!status.ok()) LetGo(object.file);
     return status;
   };
-  Status read = file && once.Hold(at, at + size) ? read_as(ReadVerify::kOff, nullptr)
-                                                 : read_as(verify, file ? &once : nullptr);
+  Status read = file && once.Hold({at, at + size}) ? read_as(ReadVerify::kOff, nullptr)
+                                                   : read_as(verify, file ? &once : nullptr);
   if (read.ok() && !once.End()) read = read_as(ReadVerify::kExtendLeaves, nullptr);
   if (!file) return read;
   const Status still = CheckStill(object.file, file->file());
@@ -502,27 +514,32 @@ Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapBytes(
   return MapPlaced(tensor, PlacePacked(region, 0), verify);
 }
 
+// The same plan as a read, and then the runs in the order of the destination. Whatever stands
+// against it (too many runs, foreign files, bytes that would have to be compared) gives an empty
+// result, and the caller reads.
 Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapPlaced(
     const TensorEntry& tensor, std::span<const PlacedBox> want, ReadVerify verify) const {
   struct Run {
-    CopyRun bytes;
+    std::uint64_t offset = 0;  // In the file of its chunk.
+    std::int64_t wanted_at = 0;
+    std::uint64_t size = 0;
     std::uint32_t chunk = 0;
   };
-  // More pieces are put together again where they lie side by side: whole rows of a box, say.
+  // More runs are put together again where they lie side by side: whole rows of a box, say.
   constexpr std::uint64_t kMaxRuns = 8 * kMaxMapped;
   std::vector<MappedRange> mapped;
   if (want.empty() || (verify != ReadVerify::kOff && verify != ReadVerify::kOnce)) return mapped;
   ProvingRead once(*proven_);
   TENSORMOUNT_ASSIGN_OR_RETURN(const PlannedRead planned, PlanRead(tensor, want));
   std::vector<Run> runs;
-  for (const CopyPlan::Part& piece : planned.plan.pieces()) {
-    if (piece.copy.runs() > kMaxRuns - runs.size()) return mapped;
-    piece.copy.ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
-      runs.push_back({{src, dst, size}, piece.chunk});
+  for (const CopyPlan::Part& part : planned.plan.parts()) {
+    if (part.copy.runs() > kMaxRuns - runs.size()) return mapped;
+    part.copy.ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
+      runs.push_back({static_cast<std::uint64_t>(src), dst, size, part.chunk});
     });
   }
   std::sort(runs.begin(), runs.end(),
-            [](const Run& a, const Run& b) { return a.bytes.dst_offset < b.bytes.dst_offset; });
+            [](const Run& a, const Run& b) { return a.wanted_at < b.wanted_at; });
   std::shared_ptr<OpenDataFile> file;  // Of the run before.
   std::uint32_t file_number = 0;
   for (const Run& run : runs) {
@@ -534,19 +551,19 @@ Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapPlaced(
       file_number = number;
       if (verify == ReadVerify::kOnce) once.Enter(number, file);
     }
-    const auto at = static_cast<std::uint64_t>(run.bytes.src_offset);
+    const std::uint64_t at = run.offset;
     if (verify == ReadVerify::kOnce && planned.chunks[run.chunk].has_hash &&
-        !once.Hold(at, at + run.bytes.size)) {
+        !once.Hold({at, at + run.size})) {
       return std::vector<MappedRange>();
     }
-    const std::byte* const map = file->MappingTo(at + run.bytes.size);
+    const std::byte* const map = file->MappingTo(at + run.size);
     if (map == nullptr) return std::vector<MappedRange>();
     if (!mapped.empty() && mapped.back().data + mapped.back().size == map + at) {
-      mapped.back().size += run.bytes.size;
+      mapped.back().size += run.size;
       continue;
     }
     if (mapped.size() == kMaxMapped) return std::vector<MappedRange>();
-    mapped.push_back({.data = map + at, .size = run.bytes.size, .keep = file});
+    mapped.push_back({.data = map + at, .size = run.size, .keep = file});
   }
   return mapped;
 }

@@ -9,21 +9,23 @@
 #include <string>
 #include <vector>
 
+#include "base/byte_range.h"
 #include "index/read/checkpoint.h"
 #include "index/read/file_cache.h"
 #include "index/read/proven_ranges.h"
 #include "shard/copy_plan.h"
 #include "shard/tensor_meta.h"
 
+// One stored range as a reader sees it: where it is, what proves it, and the ways to get bytes of
+// it. OpenedCheckpoint plans which parts of which ranges are wanted, and makes a PartReader for
+// each range in turn.
 namespace tensormount {
 
-// Bytes from the first source byte of a copy to the end of its last; steps are not negative.
-std::uint64_t SourceSpan(const StridedCopy& copy);
-
-// Reads one stored piece (a chunk, a part of an object) by pieces of itself, checking leaves.
+// Reads byte ranges of one stored range (a chunk, a part of an object), checking leaves.
 // Lives for one call; not thread-safe.
 class PartReader {
  public:
+  // The members of a ChunkRecord or ObjectRecord that a read needs, and a name for messages.
   struct Where {
     // For errors: a tensor and the region of its chunk, or the name of something else.
     const TensorMeta* tensor = nullptr;
@@ -39,32 +41,35 @@ class PartReader {
   };
   // `checkpoint`, `files` and what `where` points at must outlive this; file and manifest are in
   // the checkpoint's tables. kOnce is kExtendLeaves here; `once`, where not null, is told what was
-  // found good, and must be at the piece's file.
+  // found good, and must be at the file of the range.
   PartReader(const OpenedCheckpoint& checkpoint, OpenedCheckpoint::Files& files, Where where,
              ReadVerify verify, ProvingRead* once, ReadStats& stats);
 
-  // The piece's file where the caller has it open already, and after the first read.
+  // The file of the range where the caller has it open already, and after the first read.
   void UseFile(std::shared_ptr<OpenDataFile> file) { file_ = std::move(file); }
   const std::shared_ptr<OpenDataFile>& file() const { return file_; }
 
-  // Bytes [at, at + size) of the piece into memory of that size. `arrived`, where not empty, is
-  // told of blocks while they are in cache: offset in the piece, memory, size.
+  // Bytes [at, at + size\) of the range into memory of that size. `arrived`, where not empty, is
+  // told of blocks while they are in cache: offset in the range, memory, size.
   using Arrived = std::function<void(std::uint64_t at, const std::byte* data, std::size_t size)>;
   Status ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size, const Arrived& arrived);
   // The same for bytes that stand in `data` already.
+  // Only leaves that lie whole in it are checked.
   Status CheckRun(std::uint64_t at, const std::byte* data, std::uint64_t size);
   // The runs of `copy`, whose source offsets are the file's, to `base`.
   Status ReadStrided(const StridedCopy& copy, std::byte* base);
-  // For gathers by RunOnMapping: the file's mapping where bytes of the piece up to `end` (of the
+  // For gathers by RunOnMapping: the file's mapping where bytes of the range up to `end` (of the
   // file) are there. Null where there is none, and for foreign files in programs that are not
   // guarded: one that is cut short would end them.
   Result<const std::byte*> MappingTo(std::uint64_t end);
-  // What to say where a mapping does not give `size` bytes from `at` of the piece on: the first
+  // What to say where a mapping does not give `size` bytes from `at` of the range on: the first
   // that cannot be read, and why.
   Status WhyNotThere(std::uint64_t at, std::uint64_t size);
+  // False where the range has no hash as well.
   bool verifies() const { return verify_ != ReadVerify::kOff; }
 
  private:
+  // Serves rising runs out of blocks that it reads ahead.
   class WindowReader;
   // The runs of `copy`, one stretch of the file, by vectored reads. False where that failed.
   bool ReadScattered(const StridedCopy& copy, std::byte* base);
@@ -72,19 +77,19 @@ class PartReader {
   // by stretches of the file that are copied from memory. `copy` has its axes by falling steps.
   Status ReadTransposed(const StridedCopy& copy, std::byte* base);
   Status ReadSlab(const StridedCopy& slab, std::byte* base);
+  // Through the cache of the checkpoint; once.
   Status OpenFile();
   std::string Name() const;
-  // Damage at a byte of the piece.
+  // Damage at a byte of the range.
   Status Damage(std::uint64_t at, std::string_view why) const;
   Status ReadAt(std::uint64_t at, void* out, std::uint64_t size);
   // Checks the leaves that lie whole in [at, at + size), which stand at `data`; *checked gets the
   // range of them.
-  struct Range {
-    std::uint64_t begin = 0;
-    std::uint64_t end = 0;
-  };
-  Status CheckLeaves(std::uint64_t at, const std::byte* data, std::uint64_t size, Range* checked);
+  Status CheckLeaves(std::uint64_t at, const std::byte* data, std::uint64_t size,
+                     ByteRange* checked);
+  // `hash`: that of the bytes that were read. kDataLoss names the first byte of the leaf.
   Status CheckLeaf(std::uint64_t leaf, const Hash128& hash);
+  // Only ranges of more than one leaf need it.
   Status LoadLeaves();
   Status ReadWholeLeaf(std::uint64_t leaf);  // Into scratch_, checked.
 
@@ -96,7 +101,9 @@ class PartReader {
   ReadStats& stats_;
   std::shared_ptr<OpenDataFile> file_;
   std::shared_ptr<const ProvenLeaves> leaves_;
+  // One leaf; of ReadWholeLeaf.
   std::vector<std::byte> scratch_;
+  // Of ReadSlab.
   std::vector<std::byte> slab_;
 };
 

@@ -12,6 +12,7 @@
 
 namespace tensormount {
 
+// Positions in the result are names: adopt writes hashes back in this order.
 std::vector<ScanRange> RangesOf(const Inventory& inventory) {
   std::vector<ScanRange> ranges;
   for (std::uint32_t t = 0; t < inventory.tensors.size(); ++t) {
@@ -64,12 +65,15 @@ std::string RangeName(const Inventory& inventory, const ScanRange& range) {
   return "header";
 }
 
+// One a thread, made by ForEachParallel: buffer and open file live as long as the thread.
 struct Scan::Worker {
   StretchReader reader;
   std::unique_ptr<File> file;  // Of the range before.
   std::uint32_t number = kNoFile;
 };
 
+// Threads take ranges in file order, so several of them read neighbouring parts of one file:
+// readahead works, and each opens a file once for many ranges.
 Status Scan::Run(const std::vector<ScanRange>& ranges, const Visit& visit) {
   std::vector<std::size_t> order(ranges.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -86,6 +90,8 @@ Status Scan::Run(const std::vector<ScanRange>& ranges, const Visit& visit) {
   });
 }
 
+// Every way out fills `found`: a step and a status. It never throws a range away, because verify
+// has to name it.
 void Scan::Read(const ScanRange& range, Worker& worker, ScanFinding& found) {
   const auto failed = [&](ScanFinding::Step step, Status why) {
     found.step = step;

@@ -21,10 +21,14 @@
 // scan finds with the hashes of the records, `verify` of a foreign checkpoint only wants the bytes
 // to be readable, and adoption writes down the hashes that it finds.
 
+// A scan reads each stored range once, hashes its leaves, and takes what it contributes to the
+// digest of its tensor; it judges nothing. What cannot be read is a finding and not an error, so
+// that verify can go on; whoever wants to stop says so from the visit.
 namespace tensormount {
 
 // Bytes that stand side by side in a data file: a chunk of a tensor, a part of an object, or what
 // belongs to neither.
+// Plain numbers, since there may be millions: the names and regions stay in the inventory.
 struct ScanRange {
   enum class Kind : std::uint8_t { kChunk, kObject, kExtra };
   Kind kind = Kind::kChunk;
@@ -40,6 +44,7 @@ struct ScanRange {
 
 // All of them: the chunks of each tensor, then object parts, then extra ranges. A row of extents
 // that cannot be decoded is a range without a file, of which a scan tells why.
+// The order is fixed, and callers rely on it: adopt gives hashes back by position.
 std::vector<ScanRange> RangesOf(const Inventory& inventory);
 
 // "tensor w [0:16, :]", "object rng part [1]", "header".
@@ -62,9 +67,12 @@ struct ScanFinding {
   StretchReader::Findings read;
 };
 
+// Memory: a buffer of some MiB a thread, and an open file each. Neither grows with the checkpoint.
 class Scan {
  public:
   // Both are called on several threads.
+  // Two functions, because files of a stored checkpoint, of a foreign one, and of one that is
+  // verified without opening it are opened in different ways.
   struct Files {
     std::function<Result<std::unique_ptr<File>>(std::uint32_t file)> open;
     // Whether the file is still what it was: called after bytes of it were read.
@@ -90,7 +98,9 @@ class Scan {
   std::uint64_t bytes() const { return done_; }
 
  private:
+  // What a thread keeps from one range to the next.
   struct Worker;
+  // Fills `found`, whatever happens.
   void Read(const ScanRange& range, Worker& worker, ScanFinding& found);
 
   const Inventory& inventory_;

@@ -33,6 +33,8 @@ std::uint64_t SpanOf(const PlacedBox& placed) {
 
 // Calls fn(part) for parts of a box, by rising offsets as far as its strides allow, each of which
 // spans no more than `limit`.
+// Cuts along the axis of the largest stride, as many steps at once as fit, and within one step by
+// the next axis.
 template <typename Fn>
 Status ForEachSlab(const PlacedBox& placed, std::uint64_t limit, const Fn& fn) {
   const std::uint64_t span = SpanOf(placed);
@@ -65,7 +67,7 @@ Status ForEachSlab(const PlacedBox& placed, std::uint64_t limit, const Fn& fn) {
 
 }  // namespace
 
-// The part of the piece that is in memory; what passes through it is hashed once.
+// The part of the range that is in memory; what passes through it is hashed once.
 class StretchReader::Window {
  public:
   Window(std::vector<std::byte>& buffer, File& file, std::uint64_t offset, std::uint64_t length,
@@ -77,7 +79,9 @@ class StretchReader::Window {
         progress_(progress),
         findings_(findings) {}
 
-  // Memory of bytes [begin, end) of the piece, valid until the next call.
+  // Memory of bytes [begin, end) of the range, valid until the next call.
+  // The window only moves forward; what it has passed is hashed and gone, and is read again where
+  // strides cross each other (again_).
   Result<const std::byte*> Hold(std::uint64_t begin, std::uint64_t end) {
     if (begin >= begin_ && end <= hashed_) return buffer_.data() + (begin - begin_);
     if (begin < begin_) {  // Passed already: strides that cross each other.
@@ -139,6 +143,7 @@ class StretchReader::Window {
   }
 
   // How much stands before what cannot be read, page by page.
+  // For the message: which byte cannot be read.
   std::uint64_t ReadablePart(std::uint64_t at, std::byte* out, std::uint64_t size) {
     constexpr std::uint64_t kPage = 4096;
     for (std::uint64_t done = 0; done < size;) {
@@ -158,18 +163,19 @@ class StretchReader::Window {
   const Progress& progress_;
   Findings& findings_;
   LeafHasher hasher_;
-  // The buffer holds [begin_, hashed_) of the piece.
+  // The buffer holds [begin_, hashed_) of the range.
   std::uint64_t begin_ = 0;
   std::uint64_t hashed_ = 0;
 };
 
+// Each box is walked in slabs whose bytes the window holds while their digest is taken.
 Status StretchReader::Read(File& file, std::uint64_t offset, std::uint64_t length,
                            std::span<const PlacedBox> boxes, const Dims& byte_shape,
                            const Progress& progress, Findings& findings) {
   Window window(buffer_, file, offset, length, progress, findings);
   for (const PlacedBox& box : boxes) {
     if (box.box.empty()) continue;
-    // Where verify knows a piece from a damaged checkpoint's index alone, nobody compared the two.
+    // Where verify knows a range from a damaged checkpoint's index alone, nobody compared the two.
     if (box.offset < 0 ||
         !RangeWithin(static_cast<std::uint64_t>(box.offset), SpanOf(box), length)) {
       return Status(Code::kDataLoss, "what is to stand in it reaches past its end");

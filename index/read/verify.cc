@@ -47,9 +47,9 @@ class CheckpointVerifier {
       report_.tensors = inventory_->tensors.size();
       for (const TensorRecord& t : inventory_->tensors) report_.chunks += t.extents.size();
       if (!options_.quick) {
-        const Status pieces =
+        const Status data =
             VerifyRanges(fs_, *pinned_.directory, base, *inventory_, leaves_, options_, report_);
-        if (unread_.ok()) unread_ = pieces;
+        if (unread_.ok()) unread_ = data;
       }
     }
     return Concluded(std::move(report_), unread_);
@@ -88,6 +88,7 @@ class CheckpointVerifier {
   const CommitRecord& commit() const { return decoded_->record; }
 
   // What stands there and is not listed.
+  // Surplus files are told apart (surplus) from damage that harms readers.
   void CheckListing() {
     std::set<std::string, std::less<>> folders;
     for (const CommitRecord::Entry& entry : commit().files) {
@@ -158,6 +159,8 @@ class CheckpointVerifier {
 
   // The index by its hash and record by record. One that is damaged is no matter where another made
   // from the manifests stands in for it, which is checked in the same way.
+  // The whole index by its hash, then record by record: a hash that agrees with COMMIT does not
+  // prove that the writer put the right records in.
   Status CheckIndex() {
     const std::string name(kIndexName);
     const CommitRecord::Entry* entry = commit().Find(name);
@@ -202,6 +205,7 @@ class CheckpointVerifier {
                                  std::to_string(wanted_->size()) + " wanted)"};
   }
 
+  // Lengths only, by lstat; bytes are for VerifyRanges, which `--quick` leaves out.
   void CheckDataFiles() {
     for (const CommitRecord::Entry& entry : commit().files) {
       if (!entry.name.starts_with("data/")) continue;
@@ -218,7 +222,7 @@ class CheckpointVerifier {
     }
   }
 
-  // Damage of each is named once, here; their pieces then say nothing more of it.
+  // Damage of each is named once, here; their ranges then say nothing more of it.
   void CheckForeignFiles(const ForeignBase& base) {
     for (const FileRecord& file : inventory_->files) {
       if (file.placement != Placement::kForeign) continue;

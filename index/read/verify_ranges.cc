@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a scan of a stored checkpoint finds, compared with the hashes of its records.
+//
+// All ranges are read once, on threads, in file order. A range is whole where the root of its
+// leaves is that of its record; a tensor is whole where the digests of its chunks come to the
+// digest of its record, which also shows rows of an index that point at whole bytes of something
+// else.
 #include "index/read/verify_ranges.h"
 
 #include <algorithm>
@@ -84,6 +89,8 @@ class RangeVerifier {
   }
 
  private:
+  // `whole` goes false with the first chunk that is not: then the digest would differ for a reason
+  // that is told already.
   struct TensorDigest {
     std::atomic<Crc64> value{0};
     std::atomic<bool> whole{true};
@@ -119,6 +126,8 @@ class RangeVerifier {
   }
 
   // Its bytes from `at` on could not be had.
+  // Damage where the failure proves it; otherwise nothing is known, and the verification fails in
+  // the end with the first such reason.
   void Failed(const ScanRange& range, std::uint64_t at, const Status& status) {
     if (!ProvesDamage(status)) {
       std::lock_guard lock(mutex_);
@@ -163,6 +172,7 @@ class RangeVerifier {
   }
 
   // Says where they do not.
+  // Ranges without a hash could be read, and that is all that can be said of them.
   bool HashesAgree(const ScanRange& range, const std::vector<Hash128>& leaves) {
     const StoredHash stored = HashOf(inventory_, range);
     if (!stored.known) {
@@ -175,6 +185,7 @@ class RangeVerifier {
   }
 
   // Names the first byte of the first leaf that differs.
+  // Leaves of the manifest are believed only where their root is that of the record.
   void SayWhere(const ScanRange& range, const StoredHash& hash,
                 const std::vector<Hash128>& leaves) {
     if (hash.manifest < inventory_.manifests.size()) {
@@ -203,6 +214,7 @@ class RangeVerifier {
     Damage(range, 0, "checksum differs (which leaf is not known)");
   }
 
+  // After the threads have ended. Only tensors of which every chunk was read and agreed.
   void CompareDigests() {
     for (std::size_t t = 0; t < digests_.size(); ++t) {
       const TensorRecord& tensor = inventory_.tensors[t];
@@ -231,6 +243,8 @@ class RangeVerifier {
 
 }  // namespace
 
+// Codes that speak of this process, this machine or this moment. Everything else (I/O errors,
+// missing files, short reads) speaks of the stored bytes.
 bool ProvesDamage(const Status& status) {
   switch (status.code()) {
     case Code::kOk:

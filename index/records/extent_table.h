@@ -25,7 +25,7 @@ struct ChunkRecord {
   std::uint64_t length = 0;  // Bytes; of a strided window from its first to the end of its last.
   Dims strides;              // Bytes along each axis, none negative; empty: packed.
   // Of a foreign file, in memory only: offset and length name an item, and where in it the bytes
-  // are is found when they are wanted (index/foreign/foreign.h, ItemResolver).
+  // are is found when they are wanted (index/read/foreign_inventory.h, ItemResolver).
   bool pending = false;
   bool has_hash = true;          // False only for foreign files.
   Hash128 hash;                  // ChunkRoot over its leaves.

@@ -11,6 +11,8 @@ namespace tensormount {
 namespace {
 
 // What the priors say of one file of the tree.
+// "Differs" wins over "the same": a file that changed and changed back must not get an old time, or
+// a copy of the version between would look newer.
 struct Seen {
   bool any = false;
   bool differs = false;
@@ -29,11 +31,13 @@ std::int64_t After(std::int64_t now, std::int64_t earlier) {
   return std::max(now, last ? earlier : earlier + 1);
 }
 
+// The table is in mtime.h.
 std::int64_t Decide(const Seen& seen, std::int64_t now, std::int64_t fresh) {
   if (!seen.any) return fresh;
   return seen.differs ? After(now, seen.latest) : seen.latest;
 }
 
+// Digest, dtype and shape: without digests nothing is known to be the same.
 bool SameTensor(const TensorRecord& a, const TensorEntry& b) {
   return a.has_digest && b.has_digest && a.digest == b.digest && a.meta.dtype() == b.meta.dtype() &&
          a.meta.shape() == b.meta.shape();

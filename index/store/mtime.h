@@ -21,7 +21,7 @@ namespace tensormount {
 //                                            file of an earlier checkpoint of the chain can have
 // checkpoint.json always changes, so its mtime is above all others of the priors.
 // "The same" is key, dtype, shape and digest, or an object part's length and hash, or the common
-// values bit by bit. `content` must be sorted as InventoryMerger leaves it. `now` in seconds.
+// values bit by bit. `inventory` must be sorted as InventoryMerger leaves it. `now` in seconds.
 Status DecideMtimes(std::span<const CheckpointIndex* const> priors, std::int64_t now,
                     Inventory& inventory);
 

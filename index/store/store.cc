@@ -27,6 +27,7 @@ using store_paths::kStagingFolder;
 using store_paths::kSuperblockFile;
 using store_paths::kTrashFolder;
 
+// store.json has some 200 bytes; anybody may have written it.
 constexpr std::uint64_t kMaxSuperblockBytes = 64 * 1024;
 constexpr std::string_view kFormatName = "tensormount-store";
 
@@ -52,6 +53,8 @@ std::string Hex(std::uint64_t bits) {
   return "0x" + std::string(text, end.ptr);
 }
 
+// Feature bits first: incompatible ones mean that other fields may have another meaning, so nothing
+// else is looked at.
 Result<Superblock> DecodeSuperblock(std::string_view text, const std::string& path) {
   const auto bad = [&](const std::string& why) {
     return Status(Code::kDataLoss, path + ": " + why);
@@ -180,6 +183,8 @@ Status RemakeSuperblock(FileSystem& fs, const std::string& store) {
 
 }  // namespace store_moves
 
+// One component of a path. Names with a leading dot are the store's own, and "latest" is what
+// resolves to the newest checkpoint.
 Status CheckCheckpointName(std::string_view name) {
   const auto bad = [&](std::string_view why) {
     return Status(Code::kInvalidArgument, "checkpoint name \"" + std::string(name.substr(0, 255)) +

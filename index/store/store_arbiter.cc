@@ -61,7 +61,7 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
   };
   Status why;
   // Each round either decides, or moves the staging, or saw it move; a few may see nothing because
-  // it moved from a place not yet looked at to one already passed.
+  // it moved from a folder not yet looked at to one already passed.
   for (int round = 0; round < 16; ++round) {
     switch (store_moves::Locate(fs, staging)) {
       case UuidLocation::kPublished:

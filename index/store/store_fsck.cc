@@ -18,6 +18,9 @@ namespace {
 
 using Finding = Store::FsckFinding;
 
+// Findings are gathered, not returned at the first: an operator wants the whole list. Repairs are
+// done only where `rebuild` asks for them, and only what can be made from what is proved (an index
+// from manifests, store.json anew).
 class Checker {
  public:
   Checker(FileSystem& fs, const std::string& store, const Store::FsckOptions& options)

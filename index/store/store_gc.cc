@@ -17,6 +17,8 @@
 namespace tensormount {
 namespace {
 
+// The last line of defence: whatever went wrong with names, a folder that a live checkpoint is (by
+// device and inode) is never deleted.
 struct FolderId {
   std::uint64_t device = 0;
   std::uint64_t inode = 0;
@@ -34,6 +36,7 @@ struct Looked {
 };
 
 // Adds up what deleting frees: files that no other name keeps. Unreadable parts count nothing.
+// Hard links make a byte belong to several names: it is freed with the last.
 std::uint64_t BytesBelow(FileSystem& fs, const std::string& path, int depth) {
   const Result<FileInfo> info = fs.LinkStat(path);
   if (!info.ok()) return 0;

@@ -61,9 +61,9 @@ enum class UuidLocation {
   kPublished,   // At STORE/NAME.
   kRemoved,     // In .trash, after it was published.
   kAborted,     // In .trash, never published.
-  kStaging,     // At the staging's place.
-  kNowhere,     // Every place could be read, and it is not there (or moved while we looked).
-  kUnreadable,  // Some place could not be read, and the others do not have it.
+  kStaging,     // At its path in .staging.
+  kNowhere,     // Every folder could be read, and it is not there (or moved while we looked).
+  kUnreadable,  // Some folder could not be read, and the others do not have it.
 };
 UuidLocation Locate(FileSystem& fs, const Staging& staging);
 

@@ -158,7 +158,7 @@ Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
   return merger.Finish();
 }
 
-// Completeness, roots of files and of the content: passes over all chunks that do not touch what
+// Completeness, roots of files and of the inventory: passes over all chunks that do not touch what
 // the others write.
 Result<Hash128> CheckAndHash(Inventory& inventory) {
   std::future<Hash128> root = std::async(std::launch::async | std::launch::deferred,
@@ -299,6 +299,8 @@ Status SyncBelow(FileSystem& fs, const Staging& staging, std::string_view folder
 
 }  // namespace
 
+// Failures because the staging went away under us are told as what they mean: some rank gave up and
+// had it aborted.
 Result<Store::Published> Store::Publish(const Staging& staging, const Inventory& coordinator,
                                         const PublishOptions& options) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(staging.name));
@@ -421,10 +423,11 @@ Status Store::MoveIntoPlace(const Staging& staging, IfExists if_exists) const {
         exchanged ? fs.Exchange(staging.directory, to) : fs.RenameNoReplace(staging.directory, to);
     if (moved.ok()) break;
     // The truth is where our uuid is: over NFS a rename that happened may be reported as failed.
-    const store_moves::UuidLocation place = store_moves::Locate(fs, staging);
-    if (place == store_moves::UuidLocation::kPublished) break;
-    if (place == store_moves::UuidLocation::kAborted) return Status(Code::kStale, moved.message());
-    if (place != store_moves::UuidLocation::kStaging) {
+    const store_moves::UuidLocation location = store_moves::Locate(fs, staging);
+    if (location == store_moves::UuidLocation::kPublished) break;
+    if (location == store_moves::UuidLocation::kAborted)
+      return Status(Code::kStale, moved.message());
+    if (location != store_moves::UuidLocation::kStaging) {
       return Status(Code::kUnknown, "renamed or not: " + moved.message());
     }
     // A name that came or went between the look and the rename, when we may replace it.
@@ -440,7 +443,7 @@ Status Store::MoveIntoPlace(const Staging& staging, IfExists if_exists) const {
                   "visible, but a power cut may undo it or not: " + synced.message());
   }
   if (exchanged) {
-    // The replaced one, at our old place. Committed is committed: gc does it where this fails.
+    // The replaced one, at our old path. Committed is committed: gc does it where this fails.
     (void)store_moves::MoveToTrash(fs, path_, staging.directory, "");
   }
   return Status();

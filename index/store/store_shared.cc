@@ -18,6 +18,8 @@ namespace {
 
 constexpr std::uint64_t kMaxSharedFileBytes = 64 * 1024;
 
+// staging.json: what the library keeps in memory of rank 0, a mount must find on disk, since any
+// process may go on with the staging or publish it.
 std::string EncodeShared(const Staging& staging) {
   nlohmann::ordered_json json;
   json["name"] = staging.name;
@@ -122,6 +124,8 @@ Result<Staging> Store::BeginShared(const std::string& name,
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(path_, store_paths::kGenerationsFolder)));
     return fs.SyncDirectory(path_);
   };
+  // A temporary folder with everything in it, renamed to the name: others see a whole staging or
+  // none.
   const Status built = build();
   if (built.ok()) return staging;
   (void)fs.RemoveTree(temporary);  // Gc takes it otherwise.

@@ -117,7 +117,7 @@ Result<std::int64_t> CheckCells(const Opened& opened, const TensorRecord& tensor
         HostFileSystem().OpenReadBeneath(opened.root,
                                          opened.inventory.inventory.files[chunk.file].name));
     EXPECT_TRUE(chunk.pending);
-    TENSORMOUNT_RETURN_IF_ERROR(opened.inventory.resolver->Resolve(meta, *file, chunk));
+    TENSORMOUNT_RETURN_IF_ERROR(opened.inventory.resolver(meta, *file, chunk));
     EXPECT_FALSE(chunk.pending);
     std::string bytes(chunk.length, '\0');
     TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(chunk.offset, bytes.data(), bytes.size()));
@@ -181,7 +181,7 @@ TEST(DcpTest, ReadsPayloadsThatKeptTheirStrides) {
       ChunkRecord chunk = tensor->extents.At(i).value();
       const std::string& name = opened.inventory.inventory.files[chunk.file].name;
       auto file = HostFileSystem().OpenReadBeneath(opened.root, name).value();
-      ASSERT_OK(opened.inventory.resolver->Resolve(tensor->meta, *file, chunk));
+      ASSERT_OK(opened.inventory.resolver(tensor->meta, *file, chunk));
       ASSERT_EQ(chunk.strides.rank(), 2);
       const Box& box = chunk.region.box();
       for (std::int64_t r = 0; r < box.extent(0); ++r) {
@@ -378,7 +378,7 @@ TEST(DcpTest, NamesOfShardedObjectsAreTakenApartFromTheRight) {
       "a/shard_0_1",       "b/shard_1_x/shard_0_1", "c/shard_0_0", "d/shard_-1_1", "/shard_0_1",
       "e/shard_0.0_1.1.1", "f/shard_0.5_1",         "plain",       "g/shard_0_1",  "g"};
   std::vector<std::string> keys;
-  for (const MegatronObject& object : MegatronObjects(names)) {
+  for (const ObjectRecord& object : MegatronObjects(names)) {
     keys.push_back(object.key + object.grid.ToString());
   }
   EXPECT_THAT(keys, ElementsAre("a[1]", "b/shard_1_x[1]", "c/shard_0_0[]", "d/shard_-1_1[]",

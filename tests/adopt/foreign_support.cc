@@ -164,7 +164,9 @@ void HandMade::AddObject(const std::string& key, std::uint32_t file, std::uint64
 ForeignInventory HandMade::Found() const {
   ForeignInventory found;
   found.inventory = inventory_;
-  found.resolver = resolver_;
+  found.resolver = [resolver = resolver_](const TensorMeta& meta, File& file, ChunkRecord& chunk) {
+    return resolver->Resolve(meta, file, chunk);
+  };
   std::sort(
       found.inventory.tensors.begin(), found.inventory.tensors.end(),
       [](const TensorRecord& a, const TensorRecord& b) { return a.meta.key() < b.meta.key(); });

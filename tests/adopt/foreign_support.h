@@ -37,8 +37,8 @@ class CutFileSystem : public ObservedFileSystem {
 class HandMade {
  public:
   // Pending chunks name an item by its number instead of an offset; each use is counted.
-  struct Resolver : ItemResolver {
-    Status Resolve(const TensorMeta& meta, File& file, ChunkRecord& chunk) const override;
+  struct Resolver {
+    Status Resolve(const TensorMeta& meta, File& file, ChunkRecord& chunk) const;
     std::map<std::uint64_t, ChunkRecord> items;
     Status failure;
     mutable std::atomic<int> calls{0};

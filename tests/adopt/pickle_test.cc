@@ -303,6 +303,24 @@ TEST(Pickle, Objects) {
   EXPECT_EQ(persistent.root().args().item(0).text(), "storage");
 }
 
+// Python makes dicts from lists of pairs; a Counter counts what is in a list, and a namespace takes
+// nothing by position.
+TEST(Pickle, ListsOfPairsMakeDictsAndNothingElse) {
+  const std::string pairs = Bytes("]", Str("k"), "K", 1, 0x86, "a");
+  const Document ordered = Read(Bytes(Glob("collections", "OrderedDict"), pairs, 0x85, "R"));
+  ASSERT_EQ(ordered.root().size(), 1u);
+  EXPECT_EQ(ordered.root().key(0).text(), "k");
+  const std::string named = Glob("collections", "defaultdict");
+  EXPECT_EQ(Read(Bytes(named, "N", pairs, 0x86, "R")).root().size(), 1u);
+  EXPECT_EQ(Read(Bytes(named, "N", 0x85, "R")).root().size(), 0u);
+  EXPECT_THAT(ParseOps(Bytes(named, "N", "N", pairs, 0x87, "R")),
+              HasMessage("neither a dict nor a list of pairs"));
+  EXPECT_THAT(ParseOps(Bytes(Glob("collections", "Counter"), pairs, 0x85, "R")),
+              AllOf(HasCode(Code::kUnsupported), HasMessage("neither a dict nor a list of pairs")));
+  EXPECT_THAT(ParseOps(Bytes(Glob("types", "SimpleNamespace"), pairs, 0x85, "R")),
+              HasMessage("neither a dict nor a list of pairs"));
+}
+
 TEST(Pickle, GetattrIsForEnumsOnly) {
   const auto getattr = [](const std::string& of, const std::string& member) {
     return ParseOps(Bytes(Glob("builtins", "getattr"), of, Str(member), 0x86, 'R'));

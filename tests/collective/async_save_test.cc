@@ -4,10 +4,14 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -124,6 +128,39 @@ TEST_F(AsyncSaveTest, IsEquivalentToASaveThatWaits) {
   ASSERT_OK_AND_ASSIGN(const auto async,
                        OpenedCheckpoint::Open(HostFileSystem(), Path("async"), {}));
   EXPECT_EQ(sync->commit()->record.content_root, async->commit()->record.content_root);
+}
+
+// Its exit waited for threads that only the parent has.
+TEST_F(AsyncSaveTest, AForkedChildEndsWhileTheParentSaves) {
+  const auto comm = MakeSelfCommunicator();
+  RowsState rows(*comm, 1);
+  ASSERT_OK_AND_ASSIGN(const auto saver, AsyncSaver::Make(*comm));
+  std::atomic<bool> go = false;
+  SaveOptions options;
+  options.events = [&go](const Event& event) {
+    while (event.phase == "write" && !go) std::this_thread::sleep_for(milliseconds(1));
+  };
+  ASSERT_OK_AND_ASSIGN(auto handle, saver->Save(rows.State(), Path("one"), options));
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const bool right = handle.WaitStaged().code() == Code::kUnsupported &&
+                       handle.WaitCommitted().status().code() == Code::kUnsupported &&
+                       saver->Save(rows.State(), Path("two")).status().code() == Code::kUnsupported;
+    std::exit(right ? 0 : 1);
+  }
+  int status = -1;
+  pid_t ended = 0;
+  for (int i = 0; i < 20'000 && ended == 0; ++i) {
+    ended = waitpid(child, &status, WNOHANG);
+    if (ended == 0) std::this_thread::sleep_for(milliseconds(1));
+  }
+  if (ended == 0) kill(child, SIGKILL);
+  EXPECT_EQ(ended, child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  go = true;
+  EXPECT_OK(handle.WaitCommitted());
+  EXPECT_OK(AllAre(Path("one"), 1));
 }
 
 // Two are under way at a time, and `latest` is the one of the higher generation, whichever came

@@ -56,6 +56,19 @@ TEST(CollectiveTest, AHundredMegabytesAreGathered) {
   EXPECT_OK(RunOnThreads(2, [](Communicator& c) { return ExerciseLargePayload(c, 100'000'000); }));
 }
 
+// They were added to the clock as they are, and passed at once.
+TEST(CollectiveTest, NoLimitIsNoLimit) {
+  for (const milliseconds limit : {milliseconds::max(), milliseconds(std::chrono::years(300))}) {
+    EXPECT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
+      Collective c(comm, {.liveness = limit, .arrival = limit});
+      TENSORMOUNT_RETURN_IF_ERROR(c.Agree({}, "begin"));
+      std::this_thread::sleep_for(milliseconds(20) * comm.rank());
+      TENSORMOUNT_RETURN_IF_ERROR(c.Gather(std::string(100'000, 'x'), "gather").status());
+      return c.Agree({}, "end");
+    }));
+  }
+}
+
 TEST(CollectiveTest, DifferentPhasesAreNamedOnAllRanks) {
   for (const int other : {0, 1, 2}) {
     std::vector<Status> seen(3);

@@ -36,7 +36,7 @@ Region ChunkRegion(const GlobalLayout& layout, const PlannedChunk& c) {
 // Every cell of every tensor once, by ranks that hold it.
 void ExpectWritesEverythingOnce(const GlobalLayout& layout, const SavePlan& plan) {
   for (std::uint32_t t = 0; t < layout.tensors.size(); ++t) {
-    std::vector<OwnedRegion> written;
+    RegionSet written(layout.tensors[t].meta.shape());
     std::uint64_t bytes = 0;
     for (std::size_t r = 0; r < plan.ranks.size(); ++r) {
       for (const PlannedChunk& c : plan.ranks[r].chunks) {
@@ -46,12 +46,12 @@ void ExpectWritesEverythingOnce(const GlobalLayout& layout, const SavePlan& plan
         EXPECT_THAT(
             RegionBytes(layout.tensors[t].meta.dtype(), layout.tensors[t].meta.shape(), region),
             IsOkAndHolds(c.bytes));
-        written.push_back({region, static_cast<std::uint32_t>(r)});
+        EXPECT_TRUE(written.Add(region, static_cast<std::uint32_t>(r)));
         bytes += c.bytes;
       }
     }
     EXPECT_EQ(bytes, layout.tensors[t].meta.bytes());
-    EXPECT_TRUE(CheckCoverage(layout.tensors[t].meta.shape(), written).complete());
+    EXPECT_TRUE(CheckCoverage(written).complete());
   }
 }
 

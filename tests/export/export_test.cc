@@ -199,7 +199,7 @@ TEST_F(ExportTest, TorchFormatsHoldEveryTensor) {
     for (const ExportFormat format : {ExportFormat::kDcp, ExportFormat::kTorch}) {
       ExportOptions options;
       options.format = format;
-      options.dcp_piece_bytes = 1000;
+      options.dcp_chunk_bytes = 1000;
       const std::string name = std::string(ExportFormatName(format)) + std::to_string(ranks) +
                                (format == ExportFormat::kTorch ? ".pt" : "");
       ASSERT_OK_AND_ASSIGN(const ExportReport report, Run(name, options, ranks));
@@ -436,6 +436,25 @@ TEST_F(ExportTest, OnlyExportsAreReplaced) {
   EXPECT_THAT(Run("no/such", options).status(), HasCode(Code::kNotFound));
   EXPECT_THAT(Run("..", options).status(), HasCode(Code::kInvalidArgument));
   EXPECT_THAT(Out(), ElementsAre("f", "n", "x"));
+}
+
+TEST_F(ExportTest, FilesThatAreWrittenAgainDoNotKeepAnExportFromBeingReplaced) {
+  TinySpec spec = DefaultTinySpec();
+  spec.objects.push_back({.key = "config.json", .bytes = "{}", .index = {}, .grid = {}});
+  // No rank has a byte of it to write, and still one must make it.
+  spec.objects.push_back({.key = "merges.txt", .bytes = "", .index = {}, .grid = {}});
+  Write(spec);
+  ExportOptions options;
+  options.format = ExportFormat::kHf;
+  options.replace = true;
+  ASSERT_OK(Run("x", options));
+  EXPECT_TRUE(HostFileSystem().Exists(dir_.Join("out/x/config.json")));
+  EXPECT_TRUE(HostFileSystem().Exists(dir_.Join("out/x/merges.txt")));
+  ASSERT_OK(Run("x", options, 2));
+  // A checkpoint without it would not write it: then it may be somebody's.
+  ASSERT_OK(HostFileSystem().RemoveTree(dir_.Join("store")));
+  Write(DefaultTinySpec());
+  EXPECT_THAT(Run("x", options).status(), HasCode(Code::kInvalidArgument));
 }
 
 TEST_F(ExportTest, WhereNamesCannotBeExchangedNothingIsReplaced) {

@@ -111,7 +111,8 @@ TEST(ZipWriterTest, ArchiveWithAHoleAsTorchWritesIt) {
   zip.Finish(text);
   ASSERT_EQ(zip.holes().size(), 1u);
   const std::uint32_t crc = Crc32Extend(0, data.data(), data.size());
-  for (const std::uint64_t place : zip.holes()[0].places) std::memcpy(&text[place], &crc, 4);
+  for (const std::uint64_t position : zip.holes()[0].positions)
+    std::memcpy(&text[position], &crc, 4);
   EXPECT_EQ(text.size(), 1577u);
   EXPECT_EQ(Crc32Extend(0, text.data(), text.size()), 0xe1158e9bu);
 }
@@ -149,9 +150,11 @@ TEST(ZipWriterTest, Zip64) {
   }
   crc = Crc32Extend(crc, zeros.data(), 3);
   ASSERT_EQ(zip.holes().size(), 2u);
-  for (const std::uint64_t place : zip.holes()[0].places) ASSERT_OK(file->WriteAt(place, &crc, 4));
+  for (const std::uint64_t position : zip.holes()[0].positions)
+    ASSERT_OK(file->WriteAt(position, &crc, 4));
   crc = Crc32Extend(0, zeros.data(), 7);
-  for (const std::uint64_t place : zip.holes()[1].places) ASSERT_OK(file->WriteAt(place, &crc, 4));
+  for (const std::uint64_t position : zip.holes()[1].positions)
+    ASSERT_OK(file->WriteAt(position, &crc, 4));
 
   ASSERT_OK_AND_ASSIGN(const ZipArchive archive, ZipArchive::Read(*file, 0, at));
   ASSERT_EQ(archive.entries().size(), 5u);

@@ -93,7 +93,8 @@ class SlicesTest : public testing::Test {
   }
 
   ShownFixture fixture_{SlicedSpec()};
-  SlicesView view_{fixture_.shown()};
+  std::shared_ptr<SliceItems> items_ = std::make_shared<SliceItems>();
+  SlicesView view_{fixture_.shown(), items_};
 };
 
 TEST_F(SlicesTest, AnyBoxOfAnyTensorInEverySpelling) {
@@ -205,18 +206,18 @@ TEST_F(SlicesTest, ErrorsAreInWords) {
   EXPECT_THAT(cut.message(), HasSubstr("begin and end on a byte"));
   EXPECT_EQ(Walk("rows[0]/x").status().ToErrno(), ENOTDIR);
   EXPECT_EQ(view_.Open(View::kRoot).status().ToErrno(), EISDIR);
-  EXPECT_EQ(view_.remembered(), 2u);  // layers and rows[0]
+  EXPECT_EQ(items_->size(), 2u);  // layers and rows[0]
 }
 
 TEST_F(SlicesTest, WhatIsForgottenIsGone) {
   const std::uint64_t first = Walk("rows[1]").value().item;
   ASSERT_EQ(Walk("rows@1:2").value().item, first);
-  EXPECT_EQ(view_.remembered(), 1u);
+  EXPECT_EQ(items_->size(), 1u);
   const FileSegments open = view_.Open(first).value();
-  view_.Forget(first, 1);
+  items_->Forget(first, 1);
   EXPECT_THAT(view_.Stat(first), IsOk());
-  view_.Forget(first, 1);
-  EXPECT_EQ(view_.remembered(), 0u);
+  items_->Forget(first, 1);
+  EXPECT_EQ(items_->size(), 0u);
   EXPECT_THAT(view_.Stat(first), HasCode(Code::kStale));
   EXPECT_THAT(view_.Open(first), HasCode(Code::kStale));
   // What is open is read on.
@@ -225,10 +226,23 @@ TEST_F(SlicesTest, WhatIsForgottenIsGone) {
   const ViewNode again = Walk("rows[1]").value();
   EXPECT_NE(again.item, first);
   EXPECT_EQ(again.identity, "rows[1:2,0:6]");
-  view_.Forget(again.item, 5);
-  view_.Forget(View::kRoot, 1);
-  view_.Forget(first, 1);
-  EXPECT_EQ(view_.remembered(), 0u);
+  items_->Forget(again.item, 5);
+  items_->Forget(View::kRoot, 1);
+  items_->Forget(first, 1);
+  EXPECT_EQ(items_->size(), 0u);
+}
+
+// As after a minute in which nobody asked: the checkpoint was closed, and is opened again.
+TEST_F(SlicesTest, WhatTheKernelKnowsOutlivesTheView) {
+  const std::uint64_t first = Walk("rows[1]").value().item;
+  const std::uint64_t folder = Walk("layers").value().item;
+  const SlicesView next(fixture_.shown(), items_);
+  EXPECT_THAT(next.Stat(folder), IsOk());
+  EXPECT_THAT(ReadInventory(fixture_.shown(), next.Open(first).value()),
+              IsOkAndHolds(TinyBytes(Tensor("rows")).substr(24, 24)));
+  EXPECT_THAT(next.Lookup(folder, "0"), IsOk());
+  items_->Forget(first, 1);
+  EXPECT_THAT(next.Stat(first), HasCode(Code::kStale));
 }
 
 TEST_F(SlicesTest, FoldersListNothingAndFilesSayWhatTheyAre) {

@@ -38,7 +38,7 @@ class StoreWatchTest : public testing::Test {
   }
   void Start(FileSystem& fs = HostFileSystem(), milliseconds grain = StoreWatch::kStampGrain) {
     auto watch = StoreWatch::Start(fs, SourceKind::kStore, store(), false, ServeVerify::kOff, {},
-                                   {}, {}, grain);
+                                   {}, {}, false, grain);
     ASSERT_OK(watch);
     watch_ = std::move(watch).value();
   }

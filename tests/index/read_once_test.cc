@@ -31,10 +31,10 @@ TEST(ProvenRanges, AgreeWithABitForEachByte) {
                    std::min<std::int64_t>(kBytes, static_cast<std::int64_t>(begin) + 40)));
     if (random.OneIn(100)) {  // The file changed.
       ++inode;
-      ASSERT_FALSE(ranges.Hold(7, StampAt(inode), begin, begin + 1));
+      ASSERT_FALSE(ranges.Hold(7, StampAt(inode), {begin, begin + 1}));
       good.assign(kBytes, false);
     }
-    ranges.Add(7, StampAt(inode), begin, end);
+    ranges.Add(7, StampAt(inode), {begin, end});
     std::fill(good.begin() + static_cast<std::ptrdiff_t>(begin),
               good.begin() + static_cast<std::ptrdiff_t>(end), true);
     ASSERT_EQ(ranges.Bytes(7, StampAt(inode)),
@@ -46,8 +46,8 @@ TEST(ProvenRanges, AgreeWithABitForEachByte) {
     const bool all =
         std::all_of(good.begin() + static_cast<std::ptrdiff_t>(from),
                     good.begin() + static_cast<std::ptrdiff_t>(to), [](bool g) { return g; });
-    ASSERT_EQ(ranges.Hold(7, StampAt(inode), from, to), all) << from << " " << to;
-    ASSERT_FALSE(ranges.Hold(8, StampAt(inode), from, to));
+    ASSERT_EQ(ranges.Hold(7, StampAt(inode), {from, to}), all) << from << " " << to;
+    ASSERT_FALSE(ranges.Hold(8, StampAt(inode), {from, to}));
   }
 }
 
@@ -55,16 +55,16 @@ TEST(ProvenRanges, AreBounded) {
   ProvenRanges ranges;
   const FileStamp stamp = StampAt(1);
   for (std::uint64_t i = 0; i < ProvenRanges::kMaxRanges + 10; ++i) {
-    ranges.Add(0, stamp, 10 * i, 10 * i + 5);
+    ranges.Add(0, stamp, {10 * i, 10 * i + 5});
   }
   const std::uint64_t last = 10 * (ProvenRanges::kMaxRanges + 9);
-  EXPECT_TRUE(ranges.Hold(0, stamp, 0, 5));
-  EXPECT_FALSE(ranges.Hold(0, stamp, last, last + 5));
+  EXPECT_TRUE(ranges.Hold(0, stamp, {0, 5}));
+  EXPECT_FALSE(ranges.Hold(0, stamp, {last, last + 5}));
   // What joins others always fits.
-  ranges.Add(0, stamp, 0, last + 5);
-  EXPECT_TRUE(ranges.Hold(0, stamp, 0, last + 5));
-  ranges.Add(1, stamp, 0, 5);
-  EXPECT_TRUE(ranges.Hold(1, stamp, 0, 5));
+  ranges.Add(0, stamp, {0, last + 5});
+  EXPECT_TRUE(ranges.Hold(0, stamp, {0, last + 5}));
+  ranges.Add(1, stamp, {0, 5});
+  EXPECT_TRUE(ranges.Hold(1, stamp, {0, 5}));
 }
 
 TEST(FileStamp, IsSettledOnceAnotherChangeWouldShow) {

@@ -7,6 +7,7 @@
 
 #include "tensormount/dtype.h"
 
+#include "shard/box_access.h"
 #include "shard/utf8.h"
 #include "tests/shard/boxes.h"
 #include "tests/support/status_matchers.h"
@@ -136,6 +137,43 @@ TEST(SliceTest, Table) {
     ASSERT_OK(slice);
     EXPECT_EQ(slice.value().box.ToString(), c.box);
     EXPECT_EQ(slice.value().kept, c.kept);
+  }
+}
+
+TEST(SubtractBoxTest, CutsOneAxisAfterTheOther) {
+  std::vector<Box> boxes = {B({0, 0}, {4, 4}), B({4, 0}, {2, 4}), B({1, 1}, {2, 1})};
+  SubtractBox(boxes, B({1, 1}, {2, 1}));
+  EXPECT_EQ(boxes, (std::vector<Box>{B({0, 0}, {1, 4}), B({3, 0}, {1, 4}), B({1, 0}, {2, 1}),
+                                     B({1, 2}, {2, 2}),
+                                     B({4, 0}, {2, 4})}));  // Untouched; the third one is gone.
+  std::vector<Box> scalar = {Box()};
+  SubtractBox(scalar, Box());
+  EXPECT_TRUE(scalar.empty());
+}
+
+TEST(SubtractBoxTest, LeavesEachOtherCellOnce) {
+  Random rnd(7);
+  for (int round = 0; round < 2000; ++round) {
+    const Dims shape = RandomShape(rnd, 4, 5);
+    const Box box = RandomBox(rnd, shape, 1);
+    const Box first = RandomBox(rnd, shape);
+    const Box second = RandomBox(rnd, shape);
+    std::multiset<std::int64_t> expected;
+    for (const std::int64_t cell : CellsOf(box, shape)) expected.insert(cell);
+    for (const Box& cut : {first, second}) {
+      for (const std::int64_t cell : CellsOf(cut, shape)) expected.erase(cell);
+    }
+    std::vector<Box> left = {box};
+    SubtractBox(left, first);
+    EXPECT_LE(left.size(), 2 * static_cast<std::size_t>(shape.rank()) + 1);
+    SubtractBox(left, second);
+    std::multiset<std::int64_t> cells;
+    for (const Box& rest : left) {
+      EXPECT_FALSE(rest.empty());
+      for (const std::int64_t cell : CellsOf(rest, shape)) cells.insert(cell);
+    }
+    EXPECT_EQ(cells, expected) << box.ToString() << " without " << first.ToString() << " and "
+                               << second.ToString();
   }
 }
 

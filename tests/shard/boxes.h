@@ -5,8 +5,11 @@
 #include <cstdint>
 #include <vector>
 
+#include <gtest/gtest.h>
+
 #include "tensormount/box.h"
 
+#include "shard/region_set.h"
 #include "tests/support/random.h"
 
 // Slow and obvious: boxes as lists of their cells, and random boxes to try them on.
@@ -16,6 +19,14 @@ namespace tensormount {
 inline Box B(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
 inline Region F(const Box& of, std::int64_t first, std::int64_t count) {
   return Region::Flat(of, first, count).value();
+}
+
+inline RegionSet SetOf(const Dims& shape, const std::vector<Region>& regions) {
+  RegionSet set(shape);
+  for (std::size_t i = 0; i < regions.size(); ++i) {
+    EXPECT_TRUE(set.Add(regions[i], static_cast<std::uint32_t>(i))) << regions[i].ToString();
+  }
+  return set;
 }
 
 // The row-major positions in `shape` of the cells of `box`, in the row-major order of the box.

@@ -11,6 +11,13 @@ namespace {
 
 using testing::ElementsAre;
 
+struct CopyRun {
+  std::int64_t src_offset = 0;
+  std::int64_t dst_offset = 0;
+  std::uint64_t size = 0;
+  friend bool operator==(const CopyRun&, const CopyRun&) = default;
+};
+
 std::vector<CopyRun> Runs(const StridedCopy& copy) {
   std::vector<CopyRun> runs;
   copy.ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
@@ -43,7 +50,7 @@ TEST(PlanCopyTest, AxesThatContinueEachOtherMerge) {
   const PlacedBox dst = Packed(B({0, 0, 0, 0}, {2, 3, 4, 4}))[0];
   const StridedCopy copy = PlanCopy(dst.box, src, dst);
   EXPECT_EQ(copy.axes, 1);
-  EXPECT_EQ(copy.count[0], 24);
+  EXPECT_EQ(copy.axis[0].count, 24);
   EXPECT_EQ(copy.run, 4u);
 }
 
@@ -67,11 +74,11 @@ TEST(CopyPlanTest, ColumnShardsInterleave) {
   const auto plan = CopyPlan::Make(Packed(B({0, 0}, {2, 4})), chunks);
   ASSERT_OK(plan);
   EXPECT_EQ(plan.value().bytes(), 8u);
-  ASSERT_EQ(plan.value().pieces().size(), 2u);
-  EXPECT_EQ(plan.value().pieces()[1].chunk, 1u);
-  EXPECT_EQ(plan.value().pieces()[1].part, B({0, 3}, {2, 1}));
-  EXPECT_THAT(Runs(plan.value().pieces()[0].copy), ElementsAre(CopyRun{0, 0, 3}, CopyRun{3, 4, 3}));
-  EXPECT_THAT(Runs(plan.value().pieces()[1].copy), ElementsAre(CopyRun{0, 3, 1}, CopyRun{1, 7, 1}));
+  ASSERT_EQ(plan.value().parts().size(), 2u);
+  EXPECT_EQ(plan.value().parts()[1].chunk, 1u);
+  EXPECT_EQ(plan.value().parts()[1].part, B({0, 3}, {2, 1}));
+  EXPECT_THAT(Runs(plan.value().parts()[0].copy), ElementsAre(CopyRun{0, 0, 3}, CopyRun{3, 4, 3}));
+  EXPECT_THAT(Runs(plan.value().parts()[1].copy), ElementsAre(CopyRun{0, 3, 1}, CopyRun{1, 7, 1}));
 }
 
 TEST(CopyPlanTest, HoleIsNamed) {
@@ -236,7 +243,7 @@ TEST(CopyPlanPropertyTest, MatchesNaiveIndexingForAnyPartition) {
     std::vector<std::byte> by_runs = out.bytes;
     std::byte* base = static_cast<std::byte*>(buffer.data);
     const std::int64_t base_at = base - out.bytes.data();
-    for (const CopyPlan::Part& piece : plan.value().pieces()) {
+    for (const CopyPlan::Part& piece : plan.value().parts()) {
       const std::vector<std::byte>& from = stored[piece.chunk];
       ExecuteCopy(piece.copy, from.data(), base);
       piece.copy.ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
@@ -256,7 +263,7 @@ TEST(CopyPlanPropertyTest, MatchesNaiveIndexingForAnyPartition) {
     if (chunks.empty()) continue;
     const auto gone = static_cast<std::uint32_t>(rnd.Int(0, static_cast<int>(chunks.size()) - 1));
     bool needed = false;
-    for (const CopyPlan::Part& p : plan.value().pieces()) needed = needed || p.chunk == gone;
+    for (const CopyPlan::Part& p : plan.value().parts()) needed = needed || p.chunk == gone;
     chunks[gone].clear();
     const auto less = CopyPlan::Make(placed.value(), chunks);
     ASSERT_EQ(less.ok(), !needed);

@@ -18,14 +18,6 @@ namespace {
 using testing::ElementsAre;
 using testing::IsEmpty;
 
-RegionSet SetOf(const Dims& shape, const std::vector<Region>& regions) {
-  RegionSet set(shape);
-  for (std::size_t i = 0; i < regions.size(); ++i) {
-    EXPECT_TRUE(set.Add(regions[i], static_cast<std::uint32_t>(i))) << regions[i].ToString();
-  }
-  return set;
-}
-
 std::vector<std::int64_t> CellsOfRegion(const Region& region, const Dims& shape) {
   std::vector<std::int64_t> cells;
   for (const Box& box : region.Boxes()) {

@@ -13,17 +13,9 @@ namespace {
 using testing::ElementsAre;
 using testing::IsEmpty;
 
-std::vector<OwnedRegion> Owned(const std::vector<Region>& regions) {
-  std::vector<OwnedRegion> owned;
-  for (const Region& r : regions) {
-    owned.push_back({r, static_cast<std::uint32_t>(owned.size())});
-  }
-  return owned;
-}
-
 TEST(CoverageTest, RowsAreComplete) {
   const CoverageReport report =
-      CheckCoverage({4, 8}, Owned({B({0, 0}, {2, 8}), B({2, 0}, {2, 8})}));
+      CheckCoverage(SetOf({4, 8}, {B({0, 0}, {2, 8}), B({2, 0}, {2, 8})}));
   EXPECT_TRUE(report.complete());
   EXPECT_EQ(report.missing_elements, 0u);
 }
@@ -36,7 +28,7 @@ TEST(CoverageTest, MissingRankIsNamedAsOneBox) {
       grid.push_back(B({r * 4, c * 8}, {4, 8}));
     }
   }
-  const CoverageReport report = CheckCoverage({16, 32}, Owned(grid));
+  const CoverageReport report = CheckCoverage(SetOf({16, 32}, grid));
   EXPECT_THAT(report.missing, ElementsAre(B({4, 8}, {4, 16})));
   EXPECT_EQ(report.missing_elements, 64u);
   EXPECT_THAT(report.overlaps, IsEmpty());
@@ -45,15 +37,17 @@ TEST(CoverageTest, MissingRankIsNamedAsOneBox) {
 TEST(CoverageTest, FlatRangesAndBoxesMix) {
   const Box whole = Box::Whole({4, 4});
   const CoverageReport report = CheckCoverage(
-      {4, 4}, Owned({F(whole, 0, 6), F(whole, 6, 3), B({3, 0}, {1, 4}), F(whole, 10, 2)}));
+      SetOf({4, 4}, {F(whole, 0, 6), F(whole, 6, 3), B({3, 0}, {1, 4}), F(whole, 10, 2)}));
   EXPECT_THAT(report.missing, ElementsAre(B({2, 1}, {1, 1})));
   EXPECT_THAT(report.overlaps, IsEmpty());
 }
 
 TEST(CoverageTest, OverlapNamesBothOwners) {
-  const std::vector<OwnedRegion> regions = {
-      {B({0, 0}, {2, 4}), 7}, {B({2, 0}, {2, 4}), 5}, {B({1, 1}, {2, 2}), 3}};
-  const CoverageReport report = CheckCoverage({4, 4}, regions);
+  RegionSet regions({4, 4});
+  ASSERT_TRUE(regions.Add(B({0, 0}, {2, 4}), 7));
+  ASSERT_TRUE(regions.Add(B({2, 0}, {2, 4}), 5));
+  ASSERT_TRUE(regions.Add(B({1, 1}, {2, 2}), 3));
+  const CoverageReport report = CheckCoverage(regions);
   EXPECT_THAT(report.missing, IsEmpty());
   ASSERT_EQ(report.overlaps.size(), 2u);
   EXPECT_EQ(report.overlaps[0].box, B({1, 1}, {1, 2}));
@@ -64,27 +58,27 @@ TEST(CoverageTest, OverlapNamesBothOwners) {
 }
 
 TEST(CoverageTest, TheSameCellsTwiceOverlap) {
-  const CoverageReport report = CheckCoverage({4}, Owned({B({0}, {4}), B({0}, {4}), B({1}, {0})}));
+  const CoverageReport report = CheckCoverage(SetOf({4}, {B({0}, {4}), B({0}, {4}), B({1}, {0})}));
   ASSERT_EQ(report.overlaps.size(), 1u);
   EXPECT_EQ(report.overlaps[0].box, B({0}, {4}));
 }
 
 TEST(CoverageTest, NothingAtAll) {
-  EXPECT_THAT(CheckCoverage({4, 4}, {}).missing, ElementsAre(B({0, 0}, {4, 4})));
-  EXPECT_TRUE(CheckCoverage({4, 0}, {}).complete());
-  EXPECT_THAT(CheckCoverage({}, {}).missing, ElementsAre(Box()));
-  EXPECT_TRUE(CheckCoverage({}, Owned({Box()})).complete());
-  EXPECT_EQ(CheckCoverage({}, Owned({Box(), Box()})).overlaps.size(), 1u);
+  EXPECT_THAT(CheckCoverage(SetOf({4, 4}, {})).missing, ElementsAre(B({0, 0}, {4, 4})));
+  EXPECT_TRUE(CheckCoverage(SetOf({4, 0}, {})).complete());
+  EXPECT_THAT(CheckCoverage(SetOf({}, {})).missing, ElementsAre(Box()));
+  EXPECT_TRUE(CheckCoverage(SetOf({}, {Box()})).complete());
+  EXPECT_EQ(CheckCoverage(SetOf({}, {Box(), Box()})).overlaps.size(), 1u);
 }
 
 TEST(CoverageTest, ListsAreCutButCountsAreNot) {
   std::vector<Region> odd;
   for (std::int64_t i = 1; i < 100; i += 2) odd.push_back(B({i}, {1}));
-  const CoverageReport report = CheckCoverage({100}, Owned(odd), 3);
+  const CoverageReport report = CheckCoverage(SetOf({100}, odd), 3);
   EXPECT_THAT(report.missing, ElementsAre(B({0}, {1}), B({2}, {1}), B({4}, {1})));
   EXPECT_EQ(report.missing_elements, 50u);
   EXPECT_TRUE(report.truncated);
-  EXPECT_FALSE(CheckCoverage({100}, Owned(odd), 0).complete());
+  EXPECT_FALSE(CheckCoverage(SetOf({100}, odd), 0).complete());
 }
 
 void ExpectAsCounted(const Dims& shape, const std::vector<KnownRegion>& known) {
@@ -94,7 +88,7 @@ void ExpectAsCounted(const Dims& shape, const std::vector<KnownRegion>& known) {
     regions.push_back(k.region);
     for (const std::int64_t c : k.cells) ++count[static_cast<std::size_t>(c)];
   }
-  const CoverageReport report = CheckCoverage(shape, Owned(regions), 100'000);
+  const CoverageReport report = CheckCoverage(SetOf(shape, regions), 100'000);
   ASSERT_FALSE(report.truncated);
   std::vector<int> missing(count.size());
   for (const Box& box : report.missing) {
@@ -178,7 +172,7 @@ TEST(CoveragePropertyTest, OneMissingBoxIsNamedWhole) {
     if (gone == regions.end()) continue;
     const Box box = gone->box();
     regions.erase(gone);
-    ASSERT_THAT(CheckCoverage(shape, Owned(regions)).missing, ElementsAre(box));
+    ASSERT_THAT(CheckCoverage(SetOf(shape, regions)).missing, ElementsAre(box));
   }
 }
 
@@ -189,7 +183,7 @@ TEST(CoverageScaleTest, ManyRows) {
   }
   Random rnd(TestSeed());
   rnd.Shuffle(rows);
-  const CoverageReport report = CheckCoverage({300'000, 4096}, Owned(rows));
+  const CoverageReport report = CheckCoverage(SetOf({300'000, 4096}, rows));
   EXPECT_THAT(report.missing, ElementsAre(B({233'331, 0}, {3, 4096})));
 }
 
@@ -200,7 +194,7 @@ TEST(CoverageScaleTest, Grid) {
       for (std::int64_t c = 0; c < 8; ++c) grid.push_back(B({a * 2, b * 3, c * 5}, {2, 3, 5}));
     }
   }
-  EXPECT_TRUE(CheckCoverage({128, 192, 40}, Owned(grid)).complete());
+  EXPECT_TRUE(CheckCoverage(SetOf({128, 192, 40}, grid)).complete());
 }
 
 TEST(CoverageScaleTest, ThousandsOfIrregularBoxes) {
@@ -210,10 +204,10 @@ TEST(CoverageScaleTest, ThousandsOfIrregularBoxes) {
   CutAtRandom(rnd, Box::Whole(shape), 12, regions);
   EXPECT_GT(regions.size(), 2000u);
   rnd.Shuffle(regions);
-  EXPECT_TRUE(CheckCoverage(shape, Owned(regions)).complete());
+  EXPECT_TRUE(CheckCoverage(SetOf(shape, regions)).complete());
   std::vector<Region> wild;
   for (int i = 0; i < 3000; ++i) wild.push_back(RandomBox(rnd, shape));
-  EXPECT_TRUE(CheckCoverage(shape, Owned(wild)).truncated);
+  EXPECT_TRUE(CheckCoverage(SetOf(shape, wild)).truncated);
 }
 
 // Bricks: no cut goes through without cutting boxes.
@@ -228,7 +222,7 @@ TEST(CoverageScaleTest, Bricks) {
       bricks.push_back(B({60 + begin, r}, {end - begin, 1}));
     }
   }
-  const CoverageReport report = CheckCoverage({660, 600}, Owned(bricks));
+  const CoverageReport report = CheckCoverage(SetOf({660, 600}, bricks));
   EXPECT_THAT(report.missing, ElementsAre(B({60, 60}, {600, 540})));
   EXPECT_THAT(report.overlaps, IsEmpty());
 }

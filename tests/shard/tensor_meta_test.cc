@@ -216,6 +216,10 @@ TEST(PlaceTest, ForeignStridesMustStayInAFile) {
               HasMessage("outside of a file"));
   EXPECT_THAT(PlaceStrided(DType::kF32, shape, box, 0, {INT64_MAX, 8}),
               HasMessage("outside of a file"));
+  // Both at their limits: the sum has no room in 63 bits.
+  const std::int64_t limit = std::int64_t{1} << 62;
+  EXPECT_THAT(PlaceStrided(DType::kF32, {2}, Box::Whole({2}), std::uint64_t{1} << 62, {limit}),
+              HasMessage("outside of a file"));
   EXPECT_THAT(PlaceStrided(DType::kF32, shape, box, 0, {4}), HasMessage("another rank"));
   EXPECT_THAT(PlaceStrided(DType::kF4, {2, 4}, Box::Whole({2, 4}), 0, {2, 1}),
               HasCode(Code::kUnsupported));

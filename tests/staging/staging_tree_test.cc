@@ -201,7 +201,7 @@ TEST_F(StagingTreeTest, PublishesWhatTwoMountsWrote) {
   EXPECT_EQ(OpenAt("s/objects/rng/2").status().ToErrno(), ENOENT);
   ASSERT_OK(Put("s/common.json", R"({"step": 7})"));
   EXPECT_EQ(Put("s/common.json", "[").ToErrno(), EINVAL);
-  EXPECT_EQ(Names("s/objects"), (std::vector<std::string>{"config", "rng"}));
+  EXPECT_THAT(Names("s/objects"), testing::UnorderedElementsAre("config", "rng"));
 
   // Never while somebody writes, on any mount.
   ASSERT_OK_AND_ASSIGN(const auto here, OpenAt("s/tensors/w", O_WRONLY));
@@ -337,9 +337,49 @@ TEST_F(StagingTreeTest, ObjectsAreFilesOfAnySize) {
   EXPECT_EQ(bytes.substr(0, 11), "hello there");
   ASSERT_OK(x->Truncate(4));
   EXPECT_EQ(x->Stat().value().size, 4u);
+  // Names that no key has. ENOENT would send `cp` looking for its source.
+  for (const char* none : {"x.npy", "@x", "x[0]", "%"}) {
+    EXPECT_EQ(OpenAt("s/objects/" + std::string(none)).status().ToErrno(), EINVAL) << none;
+    EXPECT_EQ(tree_->RenameWithin(a.item, "x", a.item, none).ToErrno(), EPERM) << none;
+  }
+  EXPECT_EQ(OpenAt("s/objects/" + std::string(241, 'n')).status().ToErrno(), ENAMETOOLONG);
+  EXPECT_OK(OpenAt("s/objects/" + std::string(240, 'n')));
   ASSERT_OK_AND_ASSIGN(const auto tensors, At("s/tensors"));
   EXPECT_EQ(tree_->RenameWithin(a.item, "x", tensors.item, "x").ToErrno(), EPERM);
   EXPECT_EQ(tree_->RenameWithin(tensors.item, "w", tensors.item, "v").ToErrno(), EPERM);
+}
+
+// Pages of a few names, each removed before the next page: as scandir and unlink do.
+TEST_F(StagingTreeTest, APassThatRemovesWhatItListsMissesNothing) {
+  constexpr int kObjects = 300;
+  constexpr std::size_t kPage = 7;
+  ASSERT_OK(Begin("s"));
+  for (int i = 0; i < kObjects; ++i) ASSERT_OK(Put("s/objects/o" + std::to_string(i), "x"));
+  ASSERT_OK_AND_ASSIGN(const auto folder, At("s/objects"));
+  std::set<std::string> seen;
+  std::uint64_t cookie = 0;
+  for (int made = 0;; ++made) {
+    std::vector<std::string> page;
+    ASSERT_OK(tree_->List(folder.item, cookie,
+                          [&](std::string_view name, const Attributes&, std::uint64_t next) {
+                            if (page.size() == kPage) return false;
+                            page.emplace_back(name);
+                            cookie = next;
+                            return true;
+                          }));
+    if (page.empty()) break;
+    for (const std::string& name : page) {
+      if (!name.starts_with("o")) continue;
+      EXPECT_TRUE(seen.insert(name).second) << name;
+      ASSERT_OK(tree_->Unlink(folder.item, name));
+    }
+    // Names that come meanwhile, and other listings, move nothing.
+    if (made % 5 == 0) {
+      ASSERT_OK(Put("s/objects/new" + std::to_string(made), "x"));
+    }
+    if (made % 7 == 0) (void)Names("s/objects");
+  }
+  EXPECT_EQ(seen.size(), std::size_t{kObjects});
 }
 
 TEST_F(StagingTreeTest, AMountThatDiedLeavesWhatItSynced) {

@@ -551,6 +551,11 @@ void SyncDir(fuse_req_t request, fuse_ino_t ino, int, fuse_file_info* file) {
 
 fuse_lowlevel_ops Operations() {
   fuse_lowlevel_ops ops{};
+  // Read-ahead that hangs must not hold that of other files, as it would at the default of 12.
+  ops.init = [](void*, fuse_conn_info* conn) {
+    conn->max_background = 1024;
+    conn->congestion_threshold = 1024;
+  };
   ops.lookup = Lookup;
   ops.forget = [](fuse_req_t request, fuse_ino_t ino, std::uint64_t count) {
     Forget(ino, count);

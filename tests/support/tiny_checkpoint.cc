@@ -59,16 +59,15 @@ Result<std::vector<TensorPiece>> CutTensor(const TinyTensor& t) {
     p.tensor = &t;
     p.number = n;
     TENSORMOUNT_ASSIGN_OR_RETURN(p.box, Box::Make(box_begin, box_extent));
-    DigestAccumulator digest;
     const std::uint64_t run = static_cast<std::uint64_t>(count) * inner;
     p.tensor_offset = static_cast<std::uint64_t>(begin) * inner;
     for (std::uint64_t o = 0; o < outer; ++o) {
       const std::uint64_t at =
           (o * static_cast<std::uint64_t>(extent) + static_cast<std::uint64_t>(begin)) * inner;
       p.bytes.append(all, ToSize(at), ToSize(run));
-      digest.AddRun(at, Crc64Extend(0, all.data() + at, ToSize(run)), run);
+      const Crc64Shift behind(all.size() - at - run);
+      p.digest ^= behind.Apply(Crc64Extend(0, all.data() + at, ToSize(run)));
     }
-    p.digest = digest.Finish(all.size());
     if (!p.bytes.empty()) pieces.push_back(std::move(p));
   }
   return pieces;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// ShownObjects of shown_checkpoint.h: the object parts of a checkpoint in the order of their names.
-// Apart from shown_tensors.cc because objects have grids and no layers.
+// What views show of a checkpoint besides its tensors: object parts in the order of their paths,
+// some of which are a grid of files under one key.
+#include "fs/views/shown_checkpoint.h"
+
 #include <algorithm>
 #include <utility>
 
-#include "fs/views/shown_checkpoint.h"
 #include "index/records/key_renames.h"
 
 namespace tensormount::fs {
@@ -29,6 +30,7 @@ Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointI
   if (renames != nullptr) {
     std::erase_if(parts, [&](const ObjectRecord& o) { return renames->Object(o.key).empty(); });
     // By new key; parts of one key stay in their order.
+    // Objects that a map drops are gone before, so numbers are dense.
     std::stable_sort(parts.begin(), parts.end(), [&](const auto& a, const auto& b) {
       return renames->Object(a.key) < renames->Object(b.key);
     });
@@ -43,6 +45,8 @@ Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointI
   for (std::size_t i = 0; i < parts.size(); ++i) {
     std::string path = parts[i].key;
     if (parts[i].grid.rank() > 0) {
+      // `parts` are sorted by key here, so the first one that could stand below is found by a
+      // search.
       const std::string prefix = path + '/';
       const auto below =
           std::lower_bound(parts.begin(), parts.end(), prefix,
@@ -52,6 +56,7 @@ Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointI
     }
     paths.emplace_back(std::move(path), i);
   }
+  // Order of paths is not order of keys: index 10 of a grid stands before index 2, as text.
   std::sort(paths.begin(), paths.end());
   std::vector<std::string> keys;
   std::vector<ObjectRecord> sorted;
@@ -65,6 +70,14 @@ Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointI
   }
   objects->parts_ = std::move(sorted);
   return std::unique_ptr<const ShownObjects>(std::move(objects));
+}
+
+Result<ShownTensor> ShownCheckpoint::TensorAt(const KeyNumber& key) const {
+  if (key.hidden) return layers.At(opened.index(), key.number);
+  ShownTensor tensor;
+  TENSORMOUNT_ASSIGN_OR_RETURN(tensor.shown, tensors.EntryAt(key.number));
+  tensor.source = tensor.shown;
+  return tensor;
 }
 
 }  // namespace tensormount::fs
