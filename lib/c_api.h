@@ -14,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tensormount/async_save.h"
 #include "tensormount/box.h"
 #include "tensormount/buffer.h"
 #include "tensormount/c.h"
@@ -38,6 +39,8 @@ struct tm_list {
 // Also made by libtensormount_mpi, which is why it stands in this header.
 struct tm_communicator {
   std::unique_ptr<tensormount::Communicator> comm;
+  // From the first tm_save_async on. Goes first: it waits for the saves that are under way.
+  std::shared_ptr<tensormount::AsyncSaver> saver = nullptr;
 };
 
 // Buffers of the dict are the caller's, and must live as long as c.h says.

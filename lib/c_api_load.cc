@@ -109,13 +109,19 @@ void tm_load_report_free(tm_load_report* report) { delete report; }
 tm_status tm_load(const tm_state* request, const char* path, tm_communicator* communicator,
                   const tm_load_options* options, tm_load_report** report) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        Need({{request, "request"}, {path, "path"}, {communicator, "communicator"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const LoadOptions how, ReadLoadOptions(options));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{communicator, "communicator"}}));
+    // What cannot be done as asked is told to the other ranks, as in tm_save.
+    Result<LoadOptions> how = ReadLoadOptions(options);
+    Status status = Need({{request, "request"}, {path, "path"}});
+    if (status.ok()) status = how.status();
+    tensormount::StateDict failed;
+    if (!status.ok()) (void)failed.Fail(status);
+    const tensormount::StateDict& dict = status.ok() ? request->dict : failed;
     // Made before the load: after it, only copying may fail, and nothing is half handed out.
     auto out = std::make_unique<tm_load_report>();
-    TENSORMOUNT_ASSIGN_OR_RETURN(out->report,
-                                 tensormount::Load(request->dict, path, *communicator->comm, how));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        out->report, tensormount::Load(dict, path == nullptr ? "" : path, *communicator->comm,
+                                       how.ok() ? how.value() : LoadOptions()));
     if (report != nullptr) *report = out.release();
     return {};
   });

@@ -68,6 +68,26 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   return out;
 }
 
+// What a save was called with. Where it cannot be done so, this rank takes part with a state that
+// has failed: the others are told why, and do not wait for a rank that has long returned.
+struct Asked {
+  Asked(const tm_state* state, const char* to, const tm_save_options* how, Status status = {})
+      : given(state), path(to == nullptr ? "" : to) {
+    if (status.ok()) status = Need({{state, "state"}, {to, "path"}});
+    Result<SaveOptions> read = ReadSaveOptions(how);
+    if (status.ok()) status = read.status();
+    if (read.ok()) options = std::move(read.value());
+    if (!status.ok()) (void)failed.Fail(status);
+  }
+  const tensormount::StateDict& state() const {
+    return failed.status().ok() ? given->dict : failed;
+  }
+  const tm_state* given;
+  tensormount::StateDict failed;
+  std::string path;
+  SaveOptions options;
+};
+
 }  // namespace
 
 void tm_save_report_free(tm_save_report* report) { delete report; }
@@ -75,13 +95,13 @@ void tm_save_report_free(tm_save_report* report) { delete report; }
 tm_status tm_save(const tm_state* state, const char* path, tm_communicator* communicator,
                   const tm_save_options* options, tm_save_report** report) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        Need({{state, "state"}, {path, "path"}, {communicator, "communicator"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const SaveOptions how, ReadSaveOptions(options));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{communicator, "communicator"}}));
+    const Asked asked(state, path, options);
     // Before the checkpoint exists: afterwards nothing may fail.
     auto out = std::make_unique<tm_save_report>();
-    TENSORMOUNT_ASSIGN_OR_RETURN(out->report,
-                                 tensormount::Save(state->dict, path, *communicator->comm, how));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        out->report,
+        tensormount::Save(asked.state(), asked.path, *communicator->comm, asked.options));
     if (report != nullptr) *report = out.release();
     return {};
   });
@@ -139,11 +159,15 @@ tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out) {
 tm_status tm_save_async(const tm_state* state, const char* path, tm_communicator* communicator,
                         const tm_save_options* options, tm_save_job** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        Need({{state, "state"}, {path, "path"}, {communicator, "communicator"}, {out, "out"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const SaveOptions how, ReadSaveOptions(options));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{communicator, "communicator"}}));
+    const Asked asked(state, path, options, Need({{out, "out"}}));
+    if (communicator->saver == nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(communicator->saver,
+                                   tensormount::AsyncSaver::Of(*communicator->comm));
+    }
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        auto handle, tensormount::AsyncSave(state->dict, path, *communicator->comm, how));
+        auto handle, communicator->saver->Save(asked.state(), asked.path, asked.options));
+    if (out == nullptr) return handle.WaitCommitted().status();
     *out = new tm_save_job{std::move(handle)};
     return {};
   });

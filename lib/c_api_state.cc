@@ -171,15 +171,21 @@ tm_status tm_state_fail(tm_state* state, tm_status status, const char* message) 
 tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
                       const tm_validate_options* options, int32_t* sound, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        Need({{state, "state"}, {communicator, "communicator"}, {sound, "sound"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_validate_options given,
-                                 tensormount::c_api::ReadStruct(options, "tm_validate_options"));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{communicator, "communicator"}}));
+    // What cannot be done as asked is told to the other ranks, as in tm_save.
+    const Result<tm_validate_options> read =
+        tensormount::c_api::ReadStruct(options, "tm_validate_options");
+    Status status = Need({{state, "state"}, {sound, "sound"}});
+    if (status.ok()) status = read.status();
+    const tm_validate_options given = read.ok() ? read.value() : tm_validate_options{};
+    tensormount::StateDict failed;
+    if (!status.ok()) (void)failed.Fail(status);
+    const tensormount::StateDict& dict = status.ok() ? state->dict : failed;
     tensormount::ValidateOptions how;
     if (given.limit != 0) how.limit = given.limit;
     how.timeouts = tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms);
     TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::LayoutReport report,
-                                 tensormount::Validate(state->dict, *communicator->comm, how));
+                                 tensormount::Validate(dict, *communicator->comm, how));
     if (json != nullptr) {
       TENSORMOUNT_RETURN_IF_ERROR(tensormount::c_api::HandOut(report.ToJson(), json, nullptr));
     }

@@ -17,6 +17,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <unistd.h>
 #include <utility>
@@ -34,14 +35,24 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::uint32_t kLanes = 2;  // Saves that may be under way at a time.
+// Those of Make, and in the last place that of Of; a channel stays free.
 constexpr std::uint32_t kSavers = (Communicator::kChannels - 1) / kLanes;
+constexpr std::uint32_t kShared = kSavers - 1;
 constexpr std::chrono::milliseconds kProgressInterval{1000};
 
-// Which savers of a communicator exist. The n-th one takes place n % kSavers, on every rank.
+class Turns;
+
+// Which savers of a communicator exist. The n-th one of Make takes place n % kShared, on every
+// rank.
 struct SaverSlots {
   std::mutex mutex;
+  std::condition_variable changed;
   std::uint32_t made = 0;
   std::array<bool, kSavers> taken{};
+  // That of Of. Ranks let go of it and make it anew at different times, so what they must count
+  // alike outlives it.
+  std::weak_ptr<AsyncSaver> shared;
+  std::shared_ptr<Turns> shared_turns;
 };
 
 std::shared_ptr<SaverSlots> PlacesOf(Communicator& comm) {
@@ -170,10 +181,7 @@ class Lane {
  public:
   Lane(std::unique_ptr<Communicator> channel, std::shared_ptr<SnapshotPool> pool,
        std::shared_ptr<Turns> turns)
-      : channel_(std::move(channel)),
-        pool_(std::move(pool)),
-        turns_(std::move(turns)),
-        thread_([this] { Run(); }) {}
+      : channel_(std::move(channel)), pool_(std::move(pool)), turns_(std::move(turns)) {}
 
   // Waits for what is in the queue.
   ~Lane() {
@@ -182,16 +190,41 @@ class Lane {
       stop_ = true;
     }
     changed_.notify_all();
-    thread_.join();
+    if (thread_.joinable()) thread_.join();
   }
 
+  // Where there is no thread to be had, the save fails, on the caller's: the other ranks must hear
+  // of it.
   void Add(Task task) {
+    Status failure;
     {
       std::lock_guard lock(mutex_);
-      queue_.push_back(std::move(task));
+      if (!thread_.joinable()) {
+        failure = Guarded([&]() -> Status {
+          try {
+            thread_ = std::thread([this] { Run(); });
+          } catch (const std::system_error& e) {
+            return {Code::kResourceExhausted,
+                    "save " + task.path + ": no thread for it: " + e.what()};
+          }
+          return {};
+        });
+      }
+      if (failure.ok()) queue_.push_back(std::move(task));
       ++unfinished_;
     }
-    changed_.notify_all();
+    if (failure.ok()) {
+      changed_.notify_all();
+      return;
+    }
+    const bool was_staged = task.staged.has_value();
+    task.staged.emplace();
+    (void)task.staged->dict.Fail(failure);
+    if (!was_staged) {
+      turns_->Reach(task.number, Turns::Step::kStaged);
+      task.job->Staged(failure);
+    }
+    Work(std::optional<Task>(std::move(task)));
   }
 
   // Until nothing is under way; false where `limit` passes before.
@@ -200,7 +233,10 @@ class Lane {
     return changed_.wait_for(lock, std::min(limit, kLongestWait), [&] { return unfinished_ == 0; });
   }
   // Whether this is called by what it is working on, a callback.
-  bool IsThisThread() const { return std::this_thread::get_id() == thread_.get_id(); }
+  bool IsThisThread() {
+    std::lock_guard lock(mutex_);
+    return std::this_thread::get_id() == thread_.get_id();
+  }
 
  private:
   void Run() {
@@ -211,17 +247,24 @@ class Lane {
       std::optional<Task> task(std::move(queue_.front()));
       queue_.pop_front();
       lock.unlock();
-      const std::shared_ptr<SaveHandle::Rep> job = task->job;
-      const std::uint64_t number = task->number;
-      Result<SaveReport> verdict = Save(*task);
-      // The memory goes back before anybody hears of the end, who may want it for the next save.
-      task.reset();
-      turns_->Leave(number);
-      job->Ended(std::move(verdict));
+      Work(std::move(task));
       lock.lock();
-      --unfinished_;
-      changed_.notify_all();
     }
+  }
+
+  void Work(std::optional<Task> task) {
+    const std::shared_ptr<SaveHandle::Rep> job = task->job;
+    const std::uint64_t number = task->number;
+    Result<SaveReport> verdict = Save(*task);
+    // The memory goes back before anybody hears of the end, who may want it for the next save.
+    task.reset();
+    turns_->Leave(number);
+    job->Ended(std::move(verdict));
+    {
+      std::lock_guard lock(mutex_);
+      --unfinished_;
+    }
+    changed_.notify_all();
   }
 
   Result<SaveReport> Save(Task& task) {
@@ -290,7 +333,7 @@ class Lane {
   std::deque<Task> queue_;
   int unfinished_ = 0;
   bool stop_ = false;
-  std::thread thread_;  // Last: stops first.
+  std::thread thread_;  // Once there is something to do. Last: stops first.
 };
 
 }  // namespace
@@ -304,9 +347,20 @@ struct AsyncSaver::Rep {
   ~Rep() {
     for (auto& lane : lanes) lane.reset();
     if (place.has_value()) {
-      std::lock_guard lock(places->mutex);
-      places->taken[*place] = false;
+      {
+        std::lock_guard lock(places->mutex);
+        places->taken[*place] = false;
+      }
+      places->changed.notify_all();
     }
+  }
+  Status MakeLanes(Communicator& comm) {
+    for (std::uint32_t i = 0; i < kLanes; ++i) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> channel,
+                                   MakeChannel(comm, 1 + *place * kLanes + i));
+      lanes[i] = std::make_unique<Lane>(std::move(channel), pool, turns);
+    }
+    return {};
   }
 
   const pid_t process = getpid();
@@ -360,6 +414,11 @@ void DrainAll() {
     }
     if (!idle) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+}
+
+void DrainAtExit() {
+  static const int registered = std::atexit(&DrainAll);
+  (void)registered;  // Where it could not be, only destructors drain.
 }
 
 }  // namespace
@@ -431,28 +490,44 @@ AsyncSaver::~AsyncSaver() {
 
 Result<std::unique_ptr<AsyncSaver>> AsyncSaver::Make(Communicator& comm,
                                                      const AsyncOptions& options) {
-  static const int registered = std::atexit(&DrainAll);
-  (void)registered;  // Where it could not be, only destructors drain.
+  DrainAtExit();
   auto rep = std::make_unique<Rep>(comm, options);
-  std::uint32_t place = 0;
   {
     std::lock_guard lock(rep->places->mutex);
-    place = rep->places->made % kSavers;
+    // Counted also where there is none: the next one is in the same place on all ranks.
+    const std::uint32_t place = rep->places->made++ % kShared;
     if (rep->places->taken[place]) {
       return Status(Code::kResourceExhausted, "a communicator has at most " +
-                                                  std::to_string(kSavers) +
+                                                  std::to_string(kShared) +
                                                   " asynchronous savers at a time");
     }
-    ++rep->places->made;
     rep->places->taken[place] = true;
+    rep->place = place;
   }
-  rep->place = place;
-  for (std::uint32_t i = 0; i < kLanes; ++i) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> channel,
-                                 MakeChannel(comm, 1 + place * kLanes + i));
-    rep->lanes[i] = std::make_unique<Lane>(std::move(channel), rep->pool, rep->turns);
-  }
+  TENSORMOUNT_RETURN_IF_ERROR(rep->MakeLanes(comm));
   return std::unique_ptr<AsyncSaver>(new AsyncSaver(std::move(rep)));
+}
+
+Result<std::shared_ptr<AsyncSaver>> AsyncSaver::Of(Communicator& comm) {
+  DrainAtExit();
+  auto rep = std::make_unique<Rep>(comm, AsyncOptions{});
+  SaverSlots& places = *rep->places;
+  std::unique_lock lock(places.mutex);
+  for (;;) {
+    if (std::shared_ptr<AsyncSaver> saver = places.shared.lock()) return saver;
+    if (!places.taken[kShared]) break;
+    places.changed.wait(lock);  // For one that is just being destroyed.
+  }
+  places.taken[kShared] = true;
+  rep->place = kShared;
+  if (places.shared_turns == nullptr) places.shared_turns = rep->turns;
+  rep->turns = places.shared_turns;
+  lock.unlock();
+  TENSORMOUNT_RETURN_IF_ERROR(rep->MakeLanes(comm));
+  std::shared_ptr<AsyncSaver> saver(new AsyncSaver(std::move(rep)));
+  lock.lock();
+  places.shared = saver;
+  return saver;
 }
 
 Result<SaveHandle> AsyncSaver::Save(const StateDict& state, std::string_view path,
@@ -499,9 +574,9 @@ Result<SaveHandle> AsyncSaver::Save(const StateDict& state, std::string_view pat
 
 Result<SaveHandle> AsyncSave(const StateDict& state, std::string_view path, Communicator& comm,
                              const SaveOptions& options) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<AsyncSaver> saver, AsyncSaver::Of(comm));
   TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(state, path, options));
-  handle.saver_ = std::shared_ptr<AsyncSaver>(std::move(saver));
+  handle.saver_ = std::move(saver);
   return handle;
 }
 

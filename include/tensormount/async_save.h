@@ -74,10 +74,11 @@ class TENSORMOUNT_EXPORT SaveHandle {
 // Saves in the background over channels of a communicator, with staging memory that is used again.
 // Make one a job and keep it. What it does on the caller's thread is local: nothing there waits for
 // another rank, but for the third save: two may be under way at a time, and a third waits for the
-// first. Generations are in the order of the calls, so that `latest` never moves back, whichever
-// commits first; of several saves that replace one name the last one stays. Every rank calls Save
-// in the same order, from one thread at a time. A process that is forked has none of it: its exit
-// waits for nothing, and savers and handles that it inherited answer kUnsupported.
+// first (with AsyncOptions::stage_in_background it is queued instead, whatever their number).
+// Generations are in the order of the calls, so that `latest` never moves back, whichever commits
+// first; of several saves that replace one name the last one stays. Every rank calls Save in the
+// same order, from one thread at a time. A process that is forked has none of it: its exit waits
+// for nothing, and savers and handles that it inherited answer kUnsupported.
 //
 // Example:
 //
@@ -88,11 +89,15 @@ class TENSORMOUNT_EXPORT SaveHandle {
 class TENSORMOUNT_EXPORT AsyncSaver {
  public:
   // `comm` must outlive it, and its ranks must make their savers in the same order: each takes two
-  // channels of the communicator, of 1 to 6, in turns (MakeChannel's 7 stays free), whatever the
-  // order in which savers are destroyed. kResourceExhausted while the one that was made three
-  // before still exists; kInvalidArgument where `comm` is a channel itself.
+  // channels of the communicator, of 1 to 4, in turns (MakeChannel's 7 stays free), whatever the
+  // order in which savers are destroyed. kResourceExhausted while the one that was made two before
+  // still exists; kInvalidArgument where `comm` is a channel itself.
   static Result<std::unique_ptr<AsyncSaver>> Make(Communicator& comm,
                                                   const AsyncOptions& options = {});
+  // The communicator's own, on channels 5 and 6, besides those: made by whoever asks first, the
+  // same as long as anybody keeps it, with the default options. Ranks may let go of it at different
+  // times. Otherwise as Make.
+  static Result<std::shared_ptr<AsyncSaver>> Of(Communicator& comm);
   // Waits for what is under way. So does the end of the process, for savers that still exist then.
   ~AsyncSaver();
 
@@ -114,8 +119,8 @@ class TENSORMOUNT_EXPORT AsyncSaver {
   std::unique_ptr<Rep> rep_;
 };
 
-// With a saver of its own, which the handle keeps: for one save now and then. Staging memory is not
-// used again; programs that save often keep an AsyncSaver.
+// With AsyncSaver::Of, which the handle keeps: for one save now and then. Staging memory is used
+// again only as long as somebody keeps it; programs that save often keep an AsyncSaver.
 TENSORMOUNT_EXPORT Result<SaveHandle> AsyncSave(const StateDict& state, std::string_view path,
                                                 Communicator& comm,
                                                 const SaveOptions& options = {});

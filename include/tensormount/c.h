@@ -224,7 +224,8 @@ TM_EXPORT tm_status tm_checkpoint_metadata(const tm_checkpoint* checkpoint, char
 
 // How the ranks of a job reach each other. Everything collective below must be called by all ranks
 // of the communicator, in the same order; a rank that does not come is named after a time-out, and
-// the others go on with a failure.
+// the others go on with a failure. An argument that one rank cannot do anything with, other than the
+// communicator itself, is told to the others, and fails the call on all of them.
 typedef struct tm_communicator tm_communicator;
 TM_EXPORT void tm_communicator_free(tm_communicator* communicator);
 TM_EXPORT int32_t tm_communicator_rank(const tm_communicator* communicator);
@@ -426,9 +427,11 @@ TM_EXPORT const char* tm_save_report_uuid(const tm_save_report* report);
 TM_EXPORT tm_status tm_save_report_files(const tm_save_report* report, tm_list** out);
 TM_EXPORT tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out);
 
-// A save in the background, with a saver that belongs to the communicator: returns when the bytes
-// are staged (copied), without waiting for other ranks. `state` may go then. Freeing the job waits
-// for the save. What the hook's context points to must stay until then.
+// A save in the background, with a saver that belongs to the communicator (its memory is used again
+// by the next): returns when the bytes are staged (copied), without waiting for other ranks, while
+// fewer than two others are under way. `state` may go then. Freeing the job waits for the save, and
+// so does freeing the communicator; the verdict stays with the job. What the hook's context points
+// to must stay until the verdict.
 typedef struct tm_save_job tm_save_job;
 TM_EXPORT tm_status tm_save_async(const tm_state* state, const char* path,
                                   tm_communicator* communicator, const tm_save_options* options,

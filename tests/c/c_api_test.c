@@ -401,8 +401,32 @@ static void* run_rank(void* argument) {
     tm_communicator_free(half);
   }
   tm_state_free(request);
+
+  // What one rank asks for wrongly is told to all, who would wait for it half an hour.
+  const tm_save_options bad_save = {.struct_size = sizeof(bad_save), .placement = 99};
+  const tm_load_options bad_load = {.struct_size = sizeof(bad_load), .path = 99};
+  const tm_validate_options bad_check = {.struct_size = 3};
+  const int wrong = rank == 2;
+  FAILS(tm_save(state, args->half_path, comm, wrong ? &bad_save : NULL, NULL), TM_INVALID_ARGUMENT,
+        "rank 2: tm_save_options.placement");
+  FAILS(tm_save(state, wrong ? NULL : args->half_path, comm, NULL, NULL), TM_INVALID_ARGUMENT,
+        "rank 2: argument 'path'");
+  OK(tm_save_async(state, args->half_path, comm, wrong ? &bad_save : NULL, &job));
+  FAILS(tm_save_job_wait(job, NULL), TM_INVALID_ARGUMENT, "rank 2: tm_save_options.placement");
+  tm_save_job_free(job);
+  FAILS(tm_load(state, args->path, comm, wrong ? &bad_load : NULL, NULL), TM_INVALID_ARGUMENT,
+        "rank 2: tm_load_options.path");
+  FAILS(tm_validate(wrong ? NULL : state, comm, NULL, &sound, NULL), TM_INVALID_ARGUMENT,
+        "rank 2: argument 'state'");
+  FAILS(tm_validate(state, comm, wrong ? &bad_check : NULL, &sound, NULL), TM_INVALID_ARGUMENT,
+        "rank 2: tm_validate_options");
+
+  // The communicator may go before its job: it waits for the save, whose verdict stays.
+  OK(tm_save_async(state, args->half_path, comm, NULL, &job));
   tm_state_free(state);
   tm_communicator_free(comm);
+  OK(tm_save_job_wait(job, NULL));
+  tm_save_job_free(job);
   return NULL;
 }
 
