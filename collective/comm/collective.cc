@@ -15,6 +15,7 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
+#include "base/hash.h"
 #include "collective/comm/collective_frame.h"
 #include "collective/comm/collective_round.h"
 
@@ -142,26 +143,35 @@ class Transfers final : public LocalWork {
   Status failure_;
 };
 
-// One rank's messages to all and from all. To each other rank goes one, also where there is nothing
-// to say; nobody knows beforehand.
+// One rank's messages to those that it names and from those that it expects one of.
 class Letters final : public LocalWork {
  public:
   // No message may be larger than `most`: what the most talkative rank says in all.
-  Letters(CollectiveEngine& engine, const std::vector<std::string>& to_each, std::uint64_t most)
-      : engine_(engine), texts_(to_each.size()) {
+  Letters(CollectiveEngine& engine, std::span<const Collective::Letter> letters,
+          std::span<const int> from, std::uint64_t most)
+      : engine_(engine), texts_(from.size()) {
+    const int self = engine.comm().rank();
+    const Collective::Letter* to_self = nullptr;
+    for (const Collective::Letter& letter : letters) {
+      if (letter.peer == self) to_self = &letter;
+    }
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      if (from[i] == self) {
+        if (to_self != nullptr) texts_[i] = to_self->text;
+        continue;
+      }
+      coming_.push_back({from[i], i});
+      engine_.data_in(from[i]).LimitPayload(most);
+    }
     // Starts with the next rank, so that not all talk to the same one at once.
-    const auto n = texts_.size();
-    const auto self = static_cast<std::size_t>(engine.comm().rank());
-    texts_[self] = to_each[self];
-    for (std::size_t k = 1; k < n; ++k) {
-      const std::size_t from = (self + n - k) % n;
-      coming_.push_back(static_cast<int>(from));
-      engine_.data_in(coming_.back()).LimitPayload(most);
-    }
-    for (std::size_t k = 1; k < n; ++k) {
-      const std::size_t to = (self + k) % n;
-      engine_.data_out().Send(static_cast<int>(to), LetterFrame(), Payload(to_each[to]));
-    }
+    const auto next = std::find_if(letters.begin(), letters.end(),
+                                   [self](const Collective::Letter& l) { return l.peer > self; });
+    const auto send = [&](const Collective::Letter& letter) {
+      if (letter.peer == self) return;
+      engine_.data_out().Send(letter.peer, LetterFrame(), Payload(letter.text));
+    };
+    std::for_each(next, letters.end(), send);
+    std::for_each(letters.begin(), next, send);
   }
   ~Letters() override { Cancel(); }
 
@@ -178,7 +188,7 @@ class Letters final : public LocalWork {
 
   void Cancel() override {
     engine_.data_out().CancelAll();
-    for (const int peer : coming_) engine_.data_in(peer).Cancel();
+    for (const Coming& c : coming_) engine_.data_in(c.peer).Cancel();
     coming_.clear();
   }
 
@@ -187,31 +197,50 @@ class Letters final : public LocalWork {
  private:
   Status Receive() {
     Status failure;
-    std::erase_if(coming_, [&](int peer) {
+    std::erase_if(coming_, [&](const Coming& c) {
       if (!failure.ok()) return false;
-      FrameReceiver& in = engine_.data_in(peer);
+      FrameReceiver& in = engine_.data_in(c.peer);
       const Result<bool> came = in.Poll();
       if (!came.ok()) failure = came.status();
       if (!came.ok() || !came.value()) return false;
       FrameReceiver::Received letter = in.Take();
       in.LimitPayload(kMaxPayload);
-      failure = CheckLetter(letter.frame, peer);
+      failure = CheckLetter(letter.frame, c.peer);
       total_ = CheckedAdd(total_, std::uint64_t{letter.payload.size()}).value_or(kMaxPayload + 1);
       if (failure.ok() && total_ > kMaxPayload) {
         failure = Status(Code::kDataLoss,
                          "messages of all ranks: " + std::to_string(total_) + " bytes cannot be");
       }
-      texts_[static_cast<std::size_t>(peer)] = std::move(letter.payload);
+      texts_[c.at] = std::move(letter.payload);
       moved = true;
       return true;
     });
     return failure;
   }
 
+  struct Coming {
+    int peer = 0;
+    std::size_t at = 0;  // In texts_.
+  };
   CollectiveEngine& engine_;
   std::uint64_t total_ = 0;
   std::vector<std::string> texts_;
-  std::vector<int> coming_;
+  std::vector<Coming> coming_;
+};
+
+// Of (sender, receiver) pairs: a sum of their hashes, which does not depend on their order.
+class PairSum {
+ public:
+  void Add(int from, int to) {
+    char pair[8];
+    StoreLittle(pair, static_cast<std::uint32_t>(from));
+    StoreLittle(pair + 4, static_cast<std::uint32_t>(to));
+    sum_ += Xxh3Low64(std::string_view(pair, sizeof(pair)));
+  }
+  std::uint64_t value() const { return sum_; }
+
+ private:
+  std::uint64_t sum_ = 0;
 };
 
 using Parts = std::vector<std::string>;
@@ -235,23 +264,38 @@ class Collective::Impl {
     return engine.Run(round);
   }
 
-  // How many bytes the ranks move: everybody comes before anything is written into anybody's
-  // memory.
+  // How many bytes the ranks move, and between whom: everybody comes before anything is written
+  // into anybody's memory.
   struct Volume {
+    std::uint64_t bytes = 0;     // Of this rank.
+    std::uint64_t sends = 0;     // PairSum; 0 where only bytes count.
+    std::uint64_t receives = 0;  // Likewise.
+  };
+  struct Volumes {
     std::uint64_t most = 0;  // Of one rank.
     std::uint64_t all = 0;
   };
-  Result<Volume> Arrive(CollectiveOp op, std::string_view phase,
-                        const Result<std::uint64_t>& bytes) {
-    char mine[8] = {};
-    if (bytes.ok()) StoreLittle(mine, bytes.value());
+  Result<Volumes> Arrive(CollectiveOp op, std::string_view phase, const Result<Volume>& volume) {
+    char mine[24] = {};
+    if (volume.ok()) {
+      StoreLittle(mine, volume.value().bytes);
+      StoreLittle(mine + 8, volume.value().sends);
+      StoreLittle(mine + 16, volume.value().receives);
+    }
     const auto decide = [](Parts& parts, std::string* verdict) -> Status {
-      Volume v;
+      Volumes v;
+      std::uint64_t pairs = 0;
       for (const std::string& p : parts) {
-        if (p.size() != 8) return {Code::kDataLoss, "exchange: a size is missing"};
+        if (p.size() != sizeof(mine)) return {Code::kDataLoss, "exchange: a size is missing"};
         const auto size = LoadLittle<std::uint64_t>(p.data());
         v.most = std::max(v.most, size);
         v.all = CheckedAdd(v.all, size).value_or(~std::uint64_t{0});
+        pairs += LoadLittle<std::uint64_t>(p.data() + 8) - LoadLittle<std::uint64_t>(p.data() + 16);
+      }
+      if (pairs != 0) {
+        return {Code::kInternal,
+                "messages between ranks: those who send and those who receive do "
+                "not name the same pairs"};
       }
       verdict->resize(16);
       StoreLittle(verdict->data(), v.most);
@@ -259,13 +303,13 @@ class Collective::Impl {
       return {};
     };
     const Result<std::string_view> payload =
-        bytes.ok() ? Result<std::string_view>(std::string_view(mine, sizeof(mine)))
-                   : Result<std::string_view>(bytes.status());
+        volume.ok() ? Result<std::string_view>(std::string_view(mine, sizeof(mine)))
+                    : Result<std::string_view>(volume.status());
     TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told told,
                                  Decide(op, phase, payload, decide));
-    if (told->size() != 16) return Volume{};
-    return Volume{LoadLittle<std::uint64_t>(told->data()),
-                  LoadLittle<std::uint64_t>(told->data() + 8)};
+    if (told->size() != 16) return Volumes{};
+    return Volumes{LoadLittle<std::uint64_t>(told->data()),
+                   LoadLittle<std::uint64_t>(told->data() + 8)};
   }
 
   Status Transfer(LocalWork& work, std::string_view phase, std::uint64_t bytes) {
@@ -368,25 +412,50 @@ Result<std::string> Collective::Decide(std::string_view mine, std::string_view p
   return *payload;
 }
 
-Result<std::vector<std::string>> Collective::AllToAll(const std::vector<std::string>& to_each,
-                                                      std::string_view phase) {
-  Result<std::uint64_t> bytes = std::uint64_t{0};
-  if (to_each.size() == static_cast<std::size_t>(size())) {
-    for (const std::string& text : to_each) bytes.value() += text.size();
-  } else {
-    bytes =
-        Status(Code::kInvalidArgument, "messages to " + std::to_string(to_each.size()) +
-                                           " ranks given, the group has " + std::to_string(size()));
-  }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Impl::Volume volume,
-                               impl_->Arrive(CollectiveOp::kAllToAll, phase, bytes));
-  Letters work(impl_->engine, to_each, volume.most);
-  TENSORMOUNT_RETURN_IF_ERROR(impl_->Transfer(work, phase, volume.all));
+Result<std::vector<std::string>> Collective::NeighborAllToAll(std::span<const Letter> letters,
+                                                              std::span<const int> from,
+                                                              std::string_view phase) {
+  const auto measure = [&]() -> Result<Impl::Volume> {
+    Impl::Volume volume;
+    PairSum sends;
+    PairSum receives;
+    std::vector<char> named(static_cast<std::size_t>(size()));
+    const auto name = [&](int peer, char bit) -> Status {
+      if (peer < 0 || peer >= size()) {
+        return {Code::kInvalidArgument, "messages between ranks: rank " + std::to_string(peer) +
+                                            " is outside [0, " + std::to_string(size()) + ")"};
+      }
+      char& bits = named[static_cast<std::size_t>(peer)];
+      if ((bits & bit) != 0) {
+        return {Code::kInvalidArgument,
+                "messages between ranks: rank " + std::to_string(peer) + " is named twice"};
+      }
+      bits = static_cast<char>(bits | bit);
+      return {};
+    };
+    for (const Letter& letter : letters) {
+      TENSORMOUNT_RETURN_IF_ERROR(name(letter.peer, 1));
+      sends.Add(rank(), letter.peer);
+      volume.bytes += letter.text.size();
+    }
+    for (const int peer : from) {
+      TENSORMOUNT_RETURN_IF_ERROR(name(peer, 2));
+      receives.Add(peer, rank());
+    }
+    volume.sends = sends.value();
+    volume.receives = receives.value();
+    return volume;
+  };
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Impl::Volumes volumes,
+                               impl_->Arrive(CollectiveOp::kNeighborAllToAll, phase, measure()));
+  Letters work(impl_->engine, letters, from, volumes.most);
+  TENSORMOUNT_RETURN_IF_ERROR(impl_->Transfer(work, phase, volumes.all));
   return work.Take();
 }
 
 Status Collective::Run(LocalWork& work, std::uint64_t bytes, std::string_view phase) {
-  const Result<Impl::Volume> volume = impl_->Arrive(CollectiveOp::kExchange, phase, bytes);
+  const Result<Impl::Volumes> volume =
+      impl_->Arrive(CollectiveOp::kExchange, phase, Impl::Volume{.bytes = bytes});
   if (!volume.ok()) {
     work.Cancel();
     return volume.status();
@@ -407,8 +476,9 @@ Status Collective::Exchange(std::span<const Transfer> sends, std::span<const Tra
       bytes = CheckedAdd(bytes, t.size).value_or(~std::uint64_t{0});
     }
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Impl::Volume volume,
-                               impl_->Arrive(CollectiveOp::kExchange, phase, bytes));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const Impl::Volumes volume,
+      impl_->Arrive(CollectiveOp::kExchange, phase, Impl::Volume{.bytes = bytes}));
   Transfers work(impl_->engine, sends, receives);
   return impl_->Transfer(work, phase, volume.most);
 }

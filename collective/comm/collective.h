@@ -67,13 +67,21 @@ class Collective {
   Result<std::string> Decide(
       std::string_view mine, std::string_view phase,
       const std::function<Result<std::string>(std::vector<std::string>&)>& decide);
-  // A message from any rank to any rank: `to_each` by rank, empty where there is nothing to say.
-  // Returns what each rank said to this one. Sizes need not be known beforehand, and no rank sees
-  // more than its own messages. To every other rank goes one frame, and what does not fit into it.
-  // Ends with an Agree, as Exchange does. kInvalidArgument, on all ranks, where one gives not as
-  // many messages as there are ranks; that does not spend the object.
-  Result<std::vector<std::string>> AllToAll(const std::vector<std::string>& to_each,
-                                            std::string_view phase);
+  // A message between every two ranks that both know of it: `letters` of this rank, and `from`, the
+  // ranks that have one for it. Each names a rank once; to oneself is fine, and so is an empty
+  // text. Returns the texts in the order of `from`. Sizes need not be known beforehand, and no rank
+  // sees more than its own messages. A pair costs one frame, and what does not fit into it; ranks
+  // that are no pair nothing, so that what few ranks own costs as many messages as there are ranks.
+  // Ends with an Agree, as Exchange does. On all ranks, without spending the object:
+  // kInvalidArgument where one names a rank that is not there, or one twice; kInternal where
+  // senders and receivers do not name the same pairs.
+  struct Letter {
+    int peer = 0;
+    std::string text;
+  };
+  Result<std::vector<std::string>> NeighborAllToAll(std::span<const Letter> letters,
+                                                    std::span<const int> from,
+                                                    std::string_view phase);
 
   // Point to point bulk, all at once: sends and receives complete or the call fails (everywhere,
   // after the Agree that it ends with). Between one pair, sends and receives match in the order

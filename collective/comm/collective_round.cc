@@ -92,24 +92,55 @@ nanoseconds BeatInterval(nanoseconds liveness) {
   return std::clamp<nanoseconds>(liveness / 4, milliseconds(1), milliseconds(250));
 }
 
-// Waits a little longer each time: with more ranks than cores, spinning takes the time that the
-// others need.
+// The pauses of a loop that looks for what has come. Where the communicator hears of changes, until
+// there is one; elsewhere as long as a fixed share of what was waited already, so that the loop
+// notices late by that share at most, and a rank that waits for long costs next to nothing.
 class Backoff {
  public:
-  void Reset() { turns_ = 0; }
-  void Pause() {
-    ++turns_;
-    if (turns_ < 32) {
+  using Clock = std::chrono::steady_clock;
+  Backoff(Communicator& comm, const Timeouts& timeouts)
+      : comm_(comm),
+        hears_(comm.HearsChanges()),
+        longest_(std::clamp<nanoseconds>(std::min(timeouts.liveness, timeouts.arrival) / 16,
+                                         kShortest, milliseconds(hears_ ? 100 : 10))),
+        // With more ranks than cores, spinning takes the time that the others need.
+        spins_(comm.size() <= static_cast<int>(2 * std::thread::hardware_concurrency()) ? 32 : 0) {}
+
+  // Before anything is looked at; then, where nothing was found, Pause.
+  void Look() { seen_ = comm_.Changes(); }
+  void Reset() {
+    turns_ = 0;
+    since_ = Clock::now();
+  }
+  // `alone`: something is waited for of which no communicator hears, whose end is not to be noticed
+  // late.
+  void Pause(bool alone = false) {
+    if (comm_.Changes() != seen_) Reset();
+    if (++turns_ <= spins_) {
       std::this_thread::yield();
-    } else {
-      const int us = turns_ < 200 ? 50 : turns_ < 1000 ? 200 : 1000;
-      std::this_thread::sleep_for(std::chrono::microseconds(us));
+      return;
     }
+    constexpr int kShare = 64;
+    const nanoseconds longest = alone ? std::min<nanoseconds>(longest_, kAlone) : longest_;
+    const nanoseconds share = (Clock::now() - since_) / kShare;
+    const bool until_change = hears_ && !alone;
+    comm_.WaitForChange(seen_, until_change ? longest : std::clamp(share, kShortest, longest));
   }
 
  private:
+  static constexpr nanoseconds kShortest{50'000};
+  static constexpr milliseconds kAlone{1};
+  Communicator& comm_;
+  const bool hears_;
+  const nanoseconds longest_;
+  const int spins_;
+  std::uint64_t seen_ = 0;
   int turns_ = 0;
+  Clock::time_point since_ = Clock::now();
 };
+
+// Often enough for deadlines and reminders, which are looked up for every rank.
+constexpr milliseconds kLookAfterMissing{5};
 
 }  // namespace
 
@@ -319,8 +350,10 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunRoot(const Round& round) {
   if (!working) self_came(round.mine);
   if (round.mine.ok()) g.parts[0] = std::string(round.payload);
 
-  Backoff backoff;
+  Backoff backoff(comm_, timeouts_);
+  Clock::time_point looked{};
   while (true) {
+    backoff.Look();
     (void)comm_.Progress();
     const Clock::time_point now = Clock::now();
     watch_.Turn(now);
@@ -341,15 +374,18 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunRoot(const Round& round) {
     // One failed transfer leaves others waiting for ever: nobody else is waited for.
     // Seats that are still empty hold an ok status, so Judge passes over them.
     if (g.failed && round.work != nullptr) break;
-    if (Status missing = Missing(round, g, now); !missing.ok()) {
-      return TellAll(round, missing, /*fatal=*/true, {});
+    if (now - looked >= std::min<nanoseconds>(kLookAfterMissing, timeouts_.liveness / 16)) {
+      looked = now;
+      if (Status missing = Missing(round, g, now); !missing.ok()) {
+        return TellAll(round, missing, /*fatal=*/true, {});
+      }
+      Remind(round, g, now);
     }
-    Remind(round, g, now);
     (void)sender_.Poll();
     if (moved) {
       backoff.Reset();
     } else {
-      backoff.Pause();
+      backoff.Pause(working && round.work->alone);
     }
   }
   if (Status gone = StillThere(round, g); !gone.ok()) {
@@ -519,11 +555,13 @@ Result<CollectiveEngine::Told> CollectiveEngine::TellAll(const Round& round, con
 }
 
 void CollectiveEngine::Drain(Clock::duration limit) {
-  Backoff backoff;
+  Backoff backoff(comm_, timeouts_);
   const Clock::time_point start = Clock::now();
   watch_.Start(start);
-  while (!sender_.Poll()) {
+  while (true) {
+    backoff.Look();
     (void)comm_.Progress();
+    if (sender_.Poll()) return;
     const Clock::time_point now = Clock::now();
     watch_.Turn(now);
     const bool over = now - start > limit;
@@ -562,8 +600,9 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
   const nanoseconds patience = timeouts_.arrival + round.allowance + slack;
   Clock::time_point deadline = Clock::now() + patience;
   bool payload_seen = false;
-  Backoff backoff;
+  Backoff backoff(comm_, timeouts_);
   while (true) {
+    backoff.Look();
     (void)comm_.Progress();
     const Clock::time_point now = Clock::now();
     watch_.Turn(now);
@@ -615,7 +654,7 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
                     {Code::kDeadlineExceeded,
                      Waiting(round) + ": rank 0 did not come within " + SecondsText(patience)});
     }
-    backoff.Pause();
+    backoff.Pause(working && round.work->alone);
   }
 }
 

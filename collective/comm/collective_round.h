@@ -99,6 +99,8 @@ class LocalWork {
   // once, otherwise after a pause that grows.
   virtual Result<bool> Step() = 0;
   bool moved = false;
+  // Moves without messages as well (its own reads), of which the communicator does not hear.
+  bool alone = false;
   // After this nothing touches the caller's memory.
   virtual void Cancel() = 0;
 };
@@ -112,14 +114,14 @@ enum class CollectiveOp : std::uint8_t {
   kExchange,
   kTransfer,
   kDecide,
-  kAllToAll,
+  kNeighborAllToAll,
 };
 
 // The one pattern that every collective operation is made of: all tell rank 0 that they came,
 // with a status and a payload; rank 0 decides and tells all. See Collective for the guarantees.
 // A star, not a tree: each rank waits for one other only, and the rank that knows who is missing
 // is the one that decides. The price is N - 1 messages each way at rank 0. What is large goes
-// from rank to rank instead (Exchange, AllToAll).
+// from rank to rank instead (Exchange, NeighborAllToAll).
 class CollectiveEngine {
  public:
   CollectiveEngine(Communicator& comm, const Timeouts& timeouts);

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "base/hash.h"
@@ -27,6 +28,10 @@ Communicator::Communicator(std::uint32_t channel, const Communicator* parent, st
 Communicator::Job Communicator::BeginJob() {
   std::lock_guard lock(root_->mutex);
   return {root_->jobs[{channel_, group_}]++, Xxh3Low64(std::to_string(channel_) + ": " + group_)};
+}
+
+void Communicator::WaitForChange(std::uint64_t /*seen*/, std::chrono::nanoseconds most) {
+  std::this_thread::sleep_for(most);
 }
 
 std::shared_ptr<void> Communicator::Kept(const std::string& name,

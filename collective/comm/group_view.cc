@@ -98,6 +98,11 @@ class GroupView final : public Communicator {
   void KeepUp(int rank, bool wanted) override {
     if (rank >= 0 && rank < size()) parent_.KeepUp(Of(rank), wanted);
   }
+  std::uint64_t Changes() const override { return parent_.Changes(); }
+  bool HearsChanges() const override { return parent_.HearsChanges(); }
+  void WaitForChange(std::uint64_t seen, std::chrono::nanoseconds most) override {
+    parent_.WaitForChange(seen, most);
+  }
 
  private:
   int Of(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }

@@ -225,6 +225,7 @@ class MpiCommunicator final : public Communicator {
     wishes += wanted ? 1 : -1;
     if (wishes <= 0) beat_to_.erase(rank);
   }
+  std::uint64_t Changes() const override { return changes_; }
 
  private:
   struct Entry {
@@ -348,6 +349,7 @@ class MpiCommunicator final : public Communicator {
         return;
       }
       if (done == 0) return;
+      ++changes_;
       if (moving.last) {
         Message& m = *moving.message;
         if (!m.owned.empty()) small_[static_cast<std::size_t>(stream.peer)] -= m.size;
@@ -408,6 +410,7 @@ class MpiCommunicator final : public Communicator {
         return;
       }
       if (done == 0) return;
+      ++changes_;
       Heard(stream.peer);
       Message& m = *moving.message;
       const std::size_t size = moving.flight.size;
@@ -429,6 +432,7 @@ class MpiCommunicator final : public Communicator {
 
   // The stream is broken: everything on it fails, and what MPI holds stays until the end.
   void Fail(Stream& stream, const Status& why) {
+    ++changes_;
     session_->untidy = true;
     for (const MessagePtr& m : stream.queue) m->Finish(why);
     stream.queue.clear();
@@ -439,15 +443,17 @@ class MpiCommunicator final : public Communicator {
     stream.moving.clear();
   }
 
-  // Buffers go round, so that they stay in the cache.
+  // Large buffers go round, so that they stay in the cache; the others are no larger than they must
+  // be, as rank 0 may have one of each of thousands of ranks.
   Flight Take(std::size_t size) {
     Flight f;
     f.size = size;
-    if (size > kSmall && !spare_.empty()) {
+    const bool large = size > kPiece / 8;
+    if (large && !spare_.empty()) {
       f.bytes = std::move(spare_.back());
       spare_.pop_back();
     } else {
-      f.bytes.resize(size > kSmall ? kPiece : std::max<std::size_t>(size, 1));
+      f.bytes.resize(large ? kPiece : std::max<std::size_t>(size, 1));
     }
     in_flight_ += size;
     return f;
@@ -501,6 +507,7 @@ class MpiCommunicator final : public Communicator {
   const std::shared_ptr<SessionState> session_;
   int rank_ = 0;
   int size_ = 1;
+  std::atomic<std::uint64_t> changes_{0};  // Pieces that moved.
   mutable std::mutex mutex_;
   std::map<Key, Stream> streams_;
   std::unordered_map<Request, Entry> requests_;

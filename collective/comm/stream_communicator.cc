@@ -24,7 +24,7 @@ StreamCommunicator::StreamCommunicator(int rank, std::vector<std::unique_ptr<Byt
   for (std::size_t r = 0; r < streams.size(); ++r) {
     const int peer = static_cast<int>(r);
     if (peer == rank_) continue;
-    peers_[r].stream = std::make_unique<StreamPeer>(peer, std::move(streams[r]));
+    peers_[r].stream = std::make_unique<StreamPeer>(peer, std::move(streams[r]), changes_);
     peers_[r].used = options_.use_all;
     if (options_.beat_all || rank_ == 0 || peer == 0) WantBeats(peer, 1);
   }

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_COLLECTIVE_COMM_STREAM_COMMUNICATOR_H_
 #define TENSORMOUNT_COLLECTIVE_COMM_STREAM_COMMUNICATOR_H_
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -45,6 +46,7 @@ class StreamCommunicator final : public Communicator {
   Status Progress() override;
   std::chrono::nanoseconds SilentFor(int rank) const override;
   void KeepUp(int rank, bool wanted) override;
+  std::uint64_t Changes() const override { return changes_; }
 
  private:
   struct Peer {
@@ -65,6 +67,7 @@ class StreamCommunicator final : public Communicator {
   const int rank_;
   const Options options_;
   const std::chrono::nanoseconds interval_;
+  std::atomic<std::uint64_t> changes_{0};
   mutable std::mutex mutex_;
   std::unique_ptr<Communicator> self_;  // Carries what this rank sends to itself.
   std::vector<Peer> peers_;

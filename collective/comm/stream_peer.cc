@@ -29,8 +29,13 @@ void FinishAll(Map& map, const Status& status) {
 
 }  // namespace
 
-StreamPeer::StreamPeer(int rank, std::unique_ptr<ByteStream> stream)
-    : rank_(rank), stream_(std::move(stream)), heard_(Clock::now()), sent_(Clock::now()) {}
+StreamPeer::StreamPeer(int rank, std::unique_ptr<ByteStream> stream,
+                       std::atomic<std::uint64_t>& changes)
+    : rank_(rank),
+      stream_(std::move(stream)),
+      changes_(changes),
+      heard_(Clock::now()),
+      sent_(Clock::now()) {}
 
 void StreamPeer::Queue(Kind kind, std::uint32_t tag, std::uint32_t aux, std::uint64_t id,
                        std::uint64_t size) {
@@ -173,6 +178,7 @@ bool StreamPeer::Write() {
     sent_ = Clock::now();
     moved += n.value();
     out.written += n.value();
+    if (out.header.kind != kHeartbeat) ++changes_;
     if (out.written < sizeof(Header) + out.payload_size) continue;
     if (out.last && out.message) out.message->Finish({});
     out_.pop_front();
@@ -208,10 +214,12 @@ bool StreamPeer::Read() {
       in_have_ += got;
       if (in_have_ == sizeof(Header)) {
         in_have_ = 0;
+        if (in_.kind != kHeartbeat) ++changes_;
         OnHeader();
       }
       continue;
     }
+    ++changes_;
     in_left_ -= got;
     if (in_dest_ != nullptr) in_dest_ += got;
     if (in_left_ == 0) OnPayloadEnd();
@@ -412,6 +420,7 @@ void StreamPeer::CloseWrite() {
 }
 
 void StreamPeer::Close(const Status& why) {
+  ++changes_;
   if (read_closed_) return;
   read_closed_ = true;
   why_ = why;

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_COLLECTIVE_COMM_STREAM_PEER_H_
 #define TENSORMOUNT_COLLECTIVE_COMM_STREAM_PEER_H_
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -56,7 +57,8 @@ class StreamPeer {
   };
   using MessagePtr = std::shared_ptr<Message>;
 
-  StreamPeer(int rank, std::unique_ptr<ByteStream> stream);
+  // `changes` counts each time something moves that is no heartbeat; outlives this.
+  StreamPeer(int rank, std::unique_ptr<ByteStream> stream, std::atomic<std::uint64_t>& changes);
   StreamPeer(const StreamPeer&) = delete;
   StreamPeer& operator=(const StreamPeer&) = delete;
 
@@ -139,6 +141,7 @@ class StreamPeer {
 
   const int rank_;
   const std::unique_ptr<ByteStream> stream_;
+  std::atomic<std::uint64_t>& changes_;
   bool write_closed_ = false;
   bool read_closed_ = false;
   Status why_;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <exception>
@@ -87,16 +88,52 @@ std::uint64_t KeyOf(int from, std::uint32_t tag) {
   return static_cast<std::uint64_t>(from) << 32 | tag;
 }
 
+// Tells the threads of one rank that others have done something for it, so that they can sleep
+// meanwhile: a thousand ranks that look again and again take the time of those that work.
+class Bell {
+ public:
+  std::uint64_t rung() const { return rung_.load(std::memory_order_acquire); }
+  void Ring() {
+    rung_.fetch_add(1, std::memory_order_seq_cst);
+    if (waiting_.load(std::memory_order_seq_cst) == 0) return;
+    { std::lock_guard lock(mutex_); }  // Between a waiter's look at the number and its sleep.
+    changed_.notify_all();
+  }
+  void Wait(std::uint64_t seen, std::chrono::nanoseconds most) {
+    waiting_.fetch_add(1, std::memory_order_seq_cst);
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, most, [&] { return rung_.load(std::memory_order_seq_cst) != seen; });
+    }
+    waiting_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<std::uint64_t> rung_{0};
+  std::atomic<int> waiting_{0};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
 struct ThreadGroup {
   explicit ThreadGroup(int ranks)
       : boxes(static_cast<std::size_t>(ranks)),
+        bells(static_cast<std::size_t>(ranks)),
         heard(static_cast<std::size_t>(ranks)),
         gone(static_cast<std::size_t>(ranks)) {
     for (Mailbox& box : boxes) box.eager_bytes.resize(static_cast<std::size_t>(ranks));
     for (auto& h : heard) h.store(Clock::now().time_since_epoch().count());
     for (auto& g : gone) g.store(false);
   }
+  // Ends a request of another rank.
+  void Finish(Op& op, Status status) {
+    const int whose = op.is_send ? op.from : op.to;
+    op.Finish(std::move(status));
+    bells[static_cast<std::size_t>(whose)].Ring();
+  }
+
   std::vector<Mailbox> boxes;
+  std::vector<Bell> bells;
   std::vector<std::atomic<Clock::rep>> heard;
   std::vector<std::atomic<bool>> gone;
 };
@@ -163,6 +200,12 @@ class ThreadCommunicator final : public Communicator {
                     std::chrono::nanoseconds(Clock::now().time_since_epoch() - at));
   }
 
+  std::uint64_t Changes() const override { return group_->bells[Index(rank_)].rung(); }
+  bool HearsChanges() const override { return true; }
+  void WaitForChange(std::uint64_t seen, std::chrono::nanoseconds most) override {
+    group_->bells[Index(rank_)].Wait(seen, most);
+  }
+
  private:
   Mailbox& BoxOf(int to) const { return group_->boxes[static_cast<std::size_t>(to)]; }
   bool Gone(int rank) const { return group_->gone[static_cast<std::size_t>(rank)].load(); }
@@ -225,14 +268,14 @@ class ThreadCommunicator final : public Communicator {
     const OpPtr& send = op->is_send ? op : other;
     const OpPtr& receive = op->is_send ? other : op;
     if (send->size != receive->size) {
-      receive->Finish(SizeDiffers(op->from, op->tag, send->size, receive->size));
+      group_->Finish(*receive, SizeDiffers(op->from, op->tag, send->size, receive->size));
     } else {
       if (send->size != 0) {
         CopyMessage(receive->data, send->eager ? send->owned.data() : send->data, send->size);
       }
-      receive->Finish({});
+      group_->Finish(*receive, {});
     }
-    send->Finish({});
+    group_->Finish(*send, {});
   }
 
   // What to leave in the mailbox for a send: itself, or a copy, with which the send is done.
@@ -281,11 +324,11 @@ class ThreadCommunicator final : public Communicator {
       for (auto it = box.queues.begin(); it != box.queues.end();) {
         Queue& queue = it->second;
         if (static_cast<int>(r) == rank_) {
-          for (const OpPtr& op : queue.sends) op->Finish(PeerGone(rank_));
+          for (const OpPtr& op : queue.sends) group_->Finish(*op, PeerGone(rank_));
           queue.sends.clear();
         }
         if (static_cast<int>(it->first >> 32) == rank_) {
-          for (const OpPtr& op : queue.receives) op->Finish(PeerGone(rank_));
+          for (const OpPtr& op : queue.receives) group_->Finish(*op, PeerGone(rank_));
           queue.receives.clear();
         }
         const bool empty = queue.sends.empty() && queue.receives.empty();

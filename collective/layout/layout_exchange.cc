@@ -251,11 +251,27 @@ class Exchange {
 
   // The layouts go to their owners, who judge.
   Status LayoutRound() {
-    Parts to_each(world_);
-    failure_ = Guarded([&] { return Pack(to_each); });
-    // Whoever failed sends nothing, and says why below.
-    if (!failure_.ok()) to_each.assign(world_, {});
-    TENSORMOUNT_ASSIGN_OR_RETURN(Parts from_each, collective_.AllToAll(to_each, kPhase));
+    std::vector<Collective::Letter> letters;
+    if (SpeaksHere(rank_)) {
+      letters.resize(answer_.owners);
+      for (std::uint32_t o = 0; o < answer_.owners; ++o) letters[o].peer = static_cast<int>(o);
+      failure_ = Guarded([&] { return Pack(letters); });
+      // Whoever failed sends nothing, and says why below.
+      if (!failure_.ok()) {
+        for (Collective::Letter& letter : letters) letter.text.clear();
+      }
+    }
+    std::vector<int> from;
+    for (int r = 0; IsOwner() && r < static_cast<int>(world_); ++r) {
+      if (SpeaksHere(r)) from.push_back(r);
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(Parts told_here,
+                                 collective_.NeighborAllToAll(letters, from, kPhase));
+    letters.clear();
+    Parts from_each(world_);
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      from_each[static_cast<std::size_t>(from[i])] = std::move(told_here[i]);
+    }
     LayoutReport mine;
     if (failure_.ok()) failure_ = Guarded([&] { return JudgeOwn(from_each, mine); });
     TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(failure_, kPhase));
@@ -269,10 +285,13 @@ class Exchange {
     return in.Finish();
   }
 
+  bool SpeaksHere(int rank) const {
+    return Speaks(answer_.tensors, rank) || Speaks(answer_.objects, rank);
+  }
   bool IsOwner() const { return static_cast<std::uint32_t>(rank_) < answer_.owners; }
 
   // To each owner: u64 bytes of the tensors, tensors, objects.
-  Status Pack(Parts& to_each) const {
+  Status Pack(std::span<Collective::Letter> to_owners) const {
     Parts tensors(answer_.owners);
     Parts objects(answer_.owners);
     if (Speaks(answer_.tensors, rank_))
@@ -285,7 +304,7 @@ class Exchange {
       out.U64(tensors[o].size());
       out.Raw(tensors[o].data(), tensors[o].size());
       out.Raw(objects[o].data(), objects[o].size());
-      to_each[o] = std::move(out.bytes());
+      to_owners[o].text = std::move(out.bytes());
       tensors[o] = {};
       objects[o] = {};
     }

@@ -126,8 +126,8 @@ Result<RoundAnswer> JudgeRound(std::span<const std::string> parts, std::uint32_t
     ++answer.layouts;
   }
   const auto world = static_cast<std::uint64_t>(messages.size());
-  answer.owners = static_cast<std::uint32_t>(
-      std::clamp<std::uint64_t>(owners != 0 ? owners : told / kBoxesAnOwner + 1, 1, world));
+  answer.owners = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(
+      owners != 0 ? owners : std::min(told / kBoxesAnOwner + 1, kMostOwners), 1, world));
 
   std::set<std::uint64_t> contents;
   for (const RoundMessage& m : messages) {

@@ -27,6 +27,8 @@ namespace tensormount {
 inline constexpr std::size_t kRoundBytes = 64;
 // Boxes that one owner judges in about the time of one exchange.
 inline constexpr std::uint64_t kBoxesAnOwner = 250'000;
+// And no more of them than this: a rank sends each a message.
+inline constexpr std::uint64_t kMostOwners = 256;
 
 // u8 version, u8 flags (bit 0: failed), u16 world, u32 boxes, then the u64s in the order below.
 struct RoundMessage {

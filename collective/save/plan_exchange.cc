@@ -2,6 +2,7 @@
 // Owners plan, ranks get their tasks (plan_exchange.h).
 #include "collective/save/plan_exchange.h"
 
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -62,8 +63,9 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
         return DecideAll(parts, rules, collective.size());
       }));
 
-  std::vector<std::string> to_each(ranks);
+  std::vector<Collective::Letter> letters;
   if (owns) {
+    std::vector<std::string> to_each;
     const Status status = Guarded([&]() -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(const SavePlan plan,
                                    planner->Plan(decision, static_cast<std::uint32_t>(rank)));
@@ -72,11 +74,15 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
     });
     if (!status.ok()) to_each.assign(ranks, EncodeNoTask(OfOwner(rank, status)));
     planner.reset();
+    for (std::size_t r = 0; r < ranks; ++r) {
+      letters.push_back({static_cast<int>(r), std::move(to_each[r])});
+    }
   }
+  std::vector<int> owners(rules.owners);
+  std::iota(owners.begin(), owners.end(), 0);
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<std::string> from_each,
-                               collective.AllToAll(to_each, "hand out the plan"));
-  // Owners are the lowest ranks, and only they said anything.
-  from_each.resize(rules.owners);
+                               collective.NeighborAllToAll(letters, owners, "hand out the plan"));
+  letters.clear();
   TENSORMOUNT_RETURN_IF_ERROR(FailureOfOwners(from_each));
   JobPlan plan;
   *local = Guarded([&]() -> Status {

@@ -89,6 +89,21 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
   return hashes;
 }
 
+std::vector<int> RanksWithReplicas(const GlobalLayout& layout, int world) {
+  std::vector<char> has(static_cast<std::size_t>(world));
+  for (const LayoutTensor& tensor : layout.tensors) {
+    for (const Holding& holding : tensor.holdings) {
+      if (holding.holders.size() < 2) continue;
+      for (const Holder& holder : holding.holders) has.at(static_cast<std::size_t>(holder.rank)) = 1;
+    }
+  }
+  std::vector<int> ranks;
+  for (int r = 0; r < world; ++r) {
+    if (has[static_cast<std::size_t>(r)] != 0) ranks.push_back(r);
+  }
+  return ranks;
+}
+
 void ReplicaFindings::Add(ReplicaFindings&& other) {
   for (std::string& line : other.listed) {
     if (listed.size() < kMaxListed) listed.push_back(std::move(line));

@@ -54,6 +54,9 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
                                                        std::uint64_t* hashed = nullptr,
                                                        const std::atomic<bool>* cancel = nullptr);
 
+// Which of `world` ranks hold replicas of an owner's keys, rising: those from which it gets hashes.
+std::vector<int> RanksWithReplicas(const GlobalLayout& layout, int world);
+
 // What an owner finds.
 struct ReplicaFindings {
   // At most kMaxListed: "tensor w: [0:4, 0:8] differs between the replicas on rank 0 and rank 2".

@@ -102,11 +102,11 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
 //
 //   phase     exchanges, in order                             what exists after it
 //   validate  those of ExchangeLayouts                        nothing on disk
-//   plan      Decide "plan", AllToAll "hand out the plan";    a RankTask on every rank
+//   plan      Decide "plan", letters "hand out the plan";     a RankTask on every rank
 //             none at all where the kept plan fits
 //   stage     Decide "begin": votes; rank 0 makes the staging .staging/ entry
 //   write     none                                            data and manifests, durable
-//   compare   Decide "write": votes; then AllToAll "compare"  shared files sealed
+//   compare   Decide "write": votes; then letters "compare"   shared files sealed
 //             of hashes, unless nothing is to be compared
 //   publish   Gather "report", Broadcast "publish"            COMMIT, by rank 0's rename
 //
@@ -339,18 +339,22 @@ class SaveSession {
     }
     mine_.vote.status = Guarded([&] { return SealShared(fs_, staging_, *plan_.task); });
     if (Compares()) {
-      std::vector<std::string> to_each(static_cast<std::size_t>(world_));
-      for (std::size_t owner = 0; owner < hashes.size() && owner < to_each.size(); ++owner) {
+      // Only between a rank and the owners of what it holds replicas of; both know.
+      std::vector<Collective::Letter> letters;
+      for (std::size_t owner = 0; owner < hashes.size(); ++owner) {
+        if (plan_.task->replicas[owner].empty()) continue;
         ByteWriter out;
         for (const Hash128& hash : hashes[owner]) out.Hash(hash);
-        to_each[owner] = std::move(out.bytes());
+        letters.push_back({static_cast<int>(owner), std::move(out.bytes())});
       }
-      Result<std::vector<std::string>> from_each = collective_.AllToAll(to_each, "compare");
-      if (!from_each.ok()) {
-        *status = from_each.status();
-        return Settle(from_each.status());
+      const std::vector<int> from = RanksWithReplicas(*plan_.layout, world_);
+      const Result<std::vector<std::string>> told_here =
+          collective_.NeighborAllToAll(letters, from, "compare");
+      if (!told_here.ok()) {
+        *status = told_here.status();
+        return Settle(told_here.status());
       }
-      const Status compared = Guarded([&] { return CompareOwned(from_each.value()); });
+      const Status compared = Guarded([&] { return CompareOwned(from, told_here.value()); });
       if (mine_.vote.status.ok()) mine_.vote.status = compared;
     }
     *status = mine_.vote.status.ok() ? mine_.replicas.ToStatus() : mine_.vote.status;
@@ -358,19 +362,21 @@ class SaveSession {
   }
 
   // The same on every rank.
-  // It must be: it decides whether the AllToAll of Compare takes place, and one rank that skipped
+  // It must be: it decides whether the exchange of Compare takes place, and one rank that skipped
   // it would be in another phase than the rest.
   bool Compares() const {
     return options_.replicas != ReplicaCheck::kOff &&
            (report_.replica_bytes > 0 || !options_.validate);
   }
 
-  Status CompareOwned(const std::vector<std::string>& from_each) {
-    std::vector<std::vector<Hash128>> hashes(from_each.size());
-    for (std::size_t r = 0; r < from_each.size(); ++r) {
-      ByteReader in(from_each[r], "hashes of replicas");
-      hashes[r].reserve(from_each[r].size() / sizeof(Hash128));
-      while (in.left() >= sizeof(Hash128)) hashes[r].push_back(in.Hash());
+  // `told[i]`: what rank from[i] hashed of this owner's keys.
+  Status CompareOwned(std::span<const int> from, std::span<const std::string> told) {
+    std::vector<std::vector<Hash128>> hashes(static_cast<std::size_t>(world_));
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      ByteReader in(told[i], "hashes of replicas");
+      std::vector<Hash128>& of_rank = hashes[static_cast<std::size_t>(from[i])];
+      of_rank.reserve(told[i].size() / sizeof(Hash128));
+      while (in.left() >= sizeof(Hash128)) of_rank.push_back(in.Hash());
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(mine_.replicas, CompareReplicas(*plan_.layout, options_.replicas,
                                                                  staging_.generation, hashes));

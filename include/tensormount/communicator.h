@@ -74,6 +74,15 @@ class TENSORMOUNT_EXPORT Communicator {
   // with false. Both ranks ask. The default is for kinds that keep it up between all pairs.
   virtual void KeepUp(int /*rank*/, bool /*wanted*/) {}
 
+  // For callers that tested what they wait for and found nothing: Changes() before they test,
+  // WaitForChange with what it said after. Changes counts each time something was done for a
+  // request of this rank, by others or by its own calls; a kind may not count at all.
+  // WaitForChange returns once there was one, after `most` at the latest, and perhaps earlier. The
+  // default is for kinds that do not hear what others do (HearsChanges): it sleeps for `most`.
+  virtual std::uint64_t Changes() const { return 0; }
+  virtual bool HearsChanges() const { return false; }
+  virtual void WaitForChange(std::uint64_t seen, std::chrono::nanoseconds most);
+
   // Names one collective job among all of its ranks, for ever: every message of a job carries it,
   // so that one left over from a failed job, or of other ranks on the same channel, is never taken
   // for one of the next.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tensormount/callback_communicator.h"
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -199,6 +200,24 @@ TEST(CallbackCommunicatorTest, MemoryThatTheHostHoldsStays) {
   }
   ASSERT_GT(size, 0u);
   std::memset(data, 1, size);
+}
+
+// The host's calls cost it time of its own (a Python interpreter's lock): 17,000 a second once.
+TEST(CallbackCommunicatorTest, ARankThatWaitsSeldomAsksTheHost) {
+  CallbackHost host(2);
+  std::atomic<std::uint64_t> asked = 0;
+  EXPECT_OK(RunOnHost(host, 2, [&](Communicator& comm) -> Status {
+    Collective c(comm, kPatient);
+    TENSORMOUNT_RETURN_IF_ERROR(c.Agree({}, "begin"));
+    if (comm.rank() == 1) {
+      std::this_thread::sleep_for(milliseconds(200));
+      const std::uint64_t before = host.tests();
+      std::this_thread::sleep_for(seconds(2));
+      asked = host.tests() - before;
+    }
+    return c.Agree({}, "end");
+  }));
+  EXPECT_LE(asked, 2000u);
 }
 
 TEST(CallbackCommunicatorTest, AHostThatThrowsHasFailed) {

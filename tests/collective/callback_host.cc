@@ -68,6 +68,11 @@ std::size_t CallbackHost::cancelled() {
   return cancelled_;
 }
 
+std::uint64_t CallbackHost::tests() {
+  std::lock_guard lock(mutex_);
+  return tests_;
+}
+
 int CallbackHost::Start(void* context, int peer, std::uint32_t tag, void* data, std::uint64_t size,
                         std::uint64_t* request, bool is_send) {
   const Call call(context);
@@ -113,6 +118,7 @@ int CallbackHost::Test(void* context, std::uint64_t request) {
   const Call call(context);
   CallbackHost& host = call.host();
   std::lock_guard lock(host.mutex_);
+  ++host.tests_;
   const auto it = host.posts_.find(request);
   if (it == host.posts_.end() || it->second.owner != call.rank()) {
     host.Note("a request that is not under way");

@@ -35,6 +35,7 @@ class CallbackHost {
   std::vector<std::string> violations();
   std::size_t under_way();
   std::size_t cancelled();
+  std::uint64_t tests();  // How often a request was asked about.
 
  private:
   struct Seat {
@@ -76,6 +77,7 @@ class CallbackHost {
   std::set<int> damaged_;
   std::set<std::string> violations_;
   std::size_t cancelled_ = 0;
+  std::uint64_t tests_ = 0;
 };
 
 }  // namespace tensormount

@@ -182,7 +182,7 @@ Status Letters(Collective& c) {
       const int peer = static_cast<int>(p);
       out[p] = Text(c.rank() * 100 + peer + turn, SizeOf(c.rank() + turn, peer));
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto in, c.AllToAll(out, "letters"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto in, AllToAll(c, out, "letters"));
     CHECK_THAT(in.size() == n);
     for (std::size_t p = 0; p < n; ++p) {
       const int peer = static_cast<int>(p);
@@ -190,17 +190,48 @@ Status Letters(Collective& c) {
     }
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto nothing,
-                               c.AllToAll(std::vector<std::string>(n), "no letters"));
+                               AllToAll(c, std::vector<std::string>(n), "no letters"));
   CHECK_THAT(nothing == std::vector<std::string>(n));
-  // One rank's list has another length: an error on all, and the object goes on working.
-  const std::size_t given = c.rank() == c.size() - 1 ? n + 1 : n;
-  const auto wrong = c.AllToAll(std::vector<std::string>(given, "x"), "too many letters");
-  CHECK_THAT(wrong.status().code() == Code::kInvalidArgument);
-  CHECK_THAT(wrong.status().message().find("rank " + std::to_string(c.size() - 1)) == 0);
+  // Between neighbours in a ring, the next one of each: pairs that nobody names cost nothing.
+  const int next = (c.rank() + 1) % c.size();
+  const int before = (c.rank() + c.size() - 1) % c.size();
+  for (int turn = 0; turn < 2; ++turn) {
+    const Collective::Letter letter{next, Text(c.rank(), SizeOf(turn, c.rank()))};
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto in, c.NeighborAllToAll({&letter, 1}, {&before, 1}, "letters in a ring"));
+    CHECK_THAT(in == std::vector<std::string>{Text(before, SizeOf(turn, before))});
+  }
+  // What one rank gets wrong is an error on all, and the object goes on working.
+  const bool last = c.rank() == c.size() - 1;
+  const Collective::Letter letters[] = {{last ? c.size() : 0, "x"}, {0, "x"}};
+  const auto outside = c.NeighborAllToAll({letters, last ? 1u : 0u}, {}, "to nobody");
+  CHECK_THAT(outside.status().code() == Code::kInvalidArgument);
+  CHECK_THAT(outside.status().message().find("rank " + std::to_string(c.size() - 1)) == 0);
+  const Collective::Letter again[] = {{0, "x"}, {0, "y"}};
+  const auto twice = c.NeighborAllToAll({again, last ? 2u : 0u}, {}, "to one twice");
+  CHECK_THAT(twice.status().code() == Code::kInvalidArgument);
+  CHECK_THAT(twice.status().message().find("named twice") != std::string::npos);
+  // A message that its receiver does not expect, and one that nobody sends.
+  CHECK_THAT(c.NeighborAllToAll({again, last ? 1u : 0u}, {}, "not expected").status().code() ==
+             Code::kInternal);
+  const int from = 0;
+  CHECK_THAT(c.NeighborAllToAll({}, {&from, last ? 1u : 0u}, "not sent").status().code() ==
+             Code::kInternal);
   return c.Agree({}, "after letters");
 }
 
 }  // namespace
+
+Result<std::vector<std::string>> AllToAll(Collective& c, const std::vector<std::string>& to_each,
+                                          std::string_view phase) {
+  std::vector<Collective::Letter> letters;
+  std::vector<int> from;
+  for (int r = 0; r < c.size(); ++r) {
+    letters.push_back({r, to_each.at(static_cast<std::size_t>(r))});
+    from.push_back(r);
+  }
+  return c.NeighborAllToAll(letters, from, phase);
+}
 
 Status ExerciseCollective(Communicator& comm) {
   // Two jobs after each other on one communicator.
@@ -253,7 +284,7 @@ Status ExerciseJob(Communicator& comm, const Timeouts& timeouts, std::uint64_t n
   for (int r = 0; r < n; ++r) {
     CHECK_THAT(in[static_cast<std::size_t>(r)] == said(r, comm.rank()));
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto letters, c.AllToAll(out, "letters"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto letters, AllToAll(c, out, "letters"));
   for (int r = 0; r < n; ++r) {
     CHECK_THAT(letters[static_cast<std::size_t>(r)] == said(r, comm.rank()));
   }
@@ -319,7 +350,7 @@ Status CallOperation(Collective& c, Operation operation, const std::string& phas
           .status();
     case Operation::kAllToAll: {
       const auto n = static_cast<std::size_t>(c.size());
-      return c.AllToAll(std::vector<std::string>(n, std::string(3 << 20, 'l')), phase).status();
+      return AllToAll(c, std::vector<std::string>(n, std::string(3 << 20, 'l')), phase).status();
     }
   }
   return {Code::kInternal, "no such operation"};

@@ -4,6 +4,8 @@
 
 #include <chrono>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "tensormount/communicator.h"
 #include "tensormount/status.h"
@@ -24,6 +26,9 @@ Status ExerciseCollective(Communicator& comm);
 // Jobs that fail with messages under way, or because a rank comes late; after each, so many good
 // ones. Returns what was wrong.
 Status ExerciseFailures(Communicator& comm, int jobs = 200);
+// A message from every rank to every rank, by rank: the densest of NeighborAllToAll.
+Result<std::vector<std::string>> AllToAll(Collective& c, const std::vector<std::string>& to_each,
+                                          std::string_view phase);
 // One rank's payload is large.
 Status ExerciseLargePayload(Communicator& comm, std::size_t bytes);
 

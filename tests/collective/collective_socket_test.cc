@@ -166,7 +166,7 @@ TEST(CollectiveForkTest, ARankThatDiesWithinAllToAllIsNamedByAll) {
             DyingCommunicator dying(comm, comm.rank() == victim ? sends : 0);
             Collective c(dying, kPatient);
             const std::vector<std::string> letters(kRanks, std::string(1 << 20, 'l'));
-            const Status status = c.AllToAll(letters, "letters").status();
+            const Status status = AllToAll(c, letters, "letters").status();
             const bool named = status.message().find("rank " + std::to_string(victim) +
                                                      " is gone") != std::string::npos;
             return status.code() == Code::kUnavailable && named ? 0 : 10 + Report(comm, status);

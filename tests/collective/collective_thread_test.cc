@@ -198,17 +198,28 @@ TEST(CollectiveTest, AnImpossibleSizeOfAMessageIsRefused) {
   Status seen;
   std::thread root([&] {
     Collective c(*group[0], {seconds(60), seconds(60)});
-    seen = c.AllToAll({"mine", "yours"}, "letters").status();
+    seen = AllToAll(c, {"mine", "yours"}, "letters").status();
   });
   const Communicator::Job job = group[1]->BeginJob();
   FrameSender sender(*group[1], job, 16384);
   Frame frame;
   frame.kind = Frame::kContribution;
-  frame.op = static_cast<std::uint8_t>(CollectiveOp::kAllToAll);
+  frame.op = static_cast<std::uint8_t>(CollectiveOp::kNeighborAllToAll);
   frame.round = 1;
   frame.phase = "letters";
   frame.phase_hash = Xxh3Low64(frame.phase);
-  sender.Send(0, frame, Payload(std::string_view("\x10\0\0\0\0\0\0\0", 8)));
+  // 16 bytes in all, one message to rank 0 and one from it.
+  const auto pair = [](std::uint32_t from, std::uint32_t to) {
+    ByteWriter bytes;
+    bytes.U32(from);
+    bytes.U32(to);
+    return Xxh3Low64(bytes.bytes());
+  };
+  ByteWriter volume;
+  volume.U64(16);
+  volume.U64(pair(1, 0));
+  volume.U64(pair(0, 1));
+  sender.Send(0, frame, Payload(volume.bytes()));
   FrameSender letters(*group[1], job, 16386);
   frame.kind = Frame::kLetter;
   letters.Send(0, frame, Payload("seventeen letters"));

@@ -47,7 +47,7 @@ Status TalkInJob(Communicator& comm, const Timeouts& timeouts, std::uint64_t job
   }
   std::vector<std::string> out;
   for (int r = 0; r < n; ++r) out.push_back(Said(job, me, r, size));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto in, c.AllToAll(out, "letters"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto in, AllToAll(c, out, "letters"));
   for (int r = 0; r < n; ++r) {
     if (in[static_cast<std::size_t>(r)] != Said(job, r, me, size)) return wrong("wrong letter");
   }

@@ -22,8 +22,8 @@
 #include "tensormount/async_save.h"
 
 #include "base/mapping.h"
+#include "bench/counting_communicator.h"
 #include "collective/save_load.h"
-#include "tests/collective/counting_communicator.h"
 #include "tests/collective/load_testing.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"

@@ -12,9 +12,9 @@
 
 #include <gtest/gtest.h>
 
+#include "bench/counting_communicator.h"
 #include "collective/layout/layout_gather.h"
 #include "collective/layout/wire.h"
-#include "tests/collective/counting_communicator.h"
 #include "tests/collective/layout_testing.h"
 #include "tests/shard/boxes.h"
 #include "tests/support/status_matchers.h"

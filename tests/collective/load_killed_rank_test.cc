@@ -18,8 +18,8 @@
 #include "tensormount/load.h"
 
 #include "base/coding.h"
+#include "bench/counting_communicator.h"
 #include "collective/comm/socket_group.h"
-#include "tests/collective/counting_communicator.h"
 #include "tests/collective/killed_rank_testing.h"
 #include "tests/collective/load_testing.h"
 #include "tests/support/random.h"

@@ -12,7 +12,7 @@
 #include "tensormount/load.h"
 
 #include "base/log.h"
-#include "tests/collective/counting_communicator.h"
+#include "bench/counting_communicator.h"
 #include "tests/collective/load_testing.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

@@ -17,10 +17,10 @@
 #include <gtest/gtest.h>
 
 #include "base/coding.h"
+#include "bench/counting_communicator.h"
 #include "collective/comm/socket_group.h"
 #include "collective/save_load.h"
 #include "index/read/checkpoint.h"
-#include "tests/collective/counting_communicator.h"
 #include "tests/collective/killed_rank_testing.h"
 #include "tests/collective/save_testing.h"
 #include "tests/support/status_matchers.h"

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <map>
+#include <set>
 #include <string>
 #include <sys/stat.h>
 #include <vector>
@@ -11,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include "base/hash.h"
+#include "bench/counting_communicator.h"
 #include "index/foreign/open_source.h"
 #include "index/read/checkpoint.h"
 #include "index/records/manifest.h"
@@ -285,6 +287,40 @@ TEST_F(SaveTest, ManifestsSayWhoseTheyAreAndProgressCountsWhatIsWritten) {
 TEST_F(SaveTest, NothingAtAllIsACheckpointToo) {
   ASSERT_OK(OneVerdict(SaveOnThreads(Path("empty"), 2, [](int, RankState&) {})));
   EXPECT_TRUE(ReadAll(Path("empty")).empty());
+}
+
+// Replicas are compared at the owner of the key, with which alone a rank speaks: once every rank
+// sent a message to every other in each save that had any.
+TEST_F(SaveTest, MessagesGrowWithTheRanksNotTheirSquare) {
+  SetOwners(1);
+  const auto messages = [&](int ranks, std::uint64_t(&of_saves)[2]) {
+    const RandomTensor cut = MakeTensor("cut", DType::kF32, {ranks, 3});
+    const RandomTensor everywhere = MakeTensor("everywhere", DType::kF32, {40});
+    std::atomic<std::uint64_t> sent[2] = {0, 0};
+    EXPECT_OK(RunOnThreads(ranks, [&](Communicator& inner) -> Status {
+      CountingCommunicator comm(inner);
+      RankState state;
+      state.Add(cut, Box::Make({comm.rank(), 0}, {1, 3}).value());
+      state.Add(everywhere, Box::Whole(everywhere.shape));
+      for (int save = 0; save < 2; ++save) {
+        const std::string name = std::to_string(ranks) + "-" + std::to_string(save);
+        TENSORMOUNT_ASSIGN_OR_RETURN(const SaveReport report, Save(state.dict, Path(name), comm));
+        EXPECT_GT(report.replica_bytes_compared, 0u);
+        sent[save] += comm.TakeMessages();
+      }
+      const std::set<int> peers = comm.peers();
+      EXPECT_TRUE(comm.rank() == 0 || peers == std::set<int>{0}) << peers.size();
+      return Status();
+    }));
+    for (int save = 0; save < 2; ++save) of_saves[save] = sent[save];
+  };
+  std::uint64_t few[2];
+  std::uint64_t many[2];
+  messages(5, few);
+  messages(17, many);
+  SetOwners(0);
+  // Four times as many other ranks. Reminders of a slow moment come on top.
+  for (int save = 0; save < 2; ++save) EXPECT_LE(many[save], 6 * few[save]) << save;
 }
 
 TEST_F(SaveTest, ReplaceExistingExchanges) {
