@@ -138,7 +138,7 @@ Result<BufferView> ReadBuffer(const tm_buffer* given);
 Result<std::vector<std::string>> ReadTexts(const char* const* texts, std::size_t count,
                                            const char* name);
 // 0 and less: the default.
-Timeouts ReadTimeouts(std::int64_t liveness_ms, std::int64_t arrival_ms);
+Timeouts ReadTimeouts(std::int64_t liveness_ms, std::int64_t arrival_ms, std::int64_t total_ms);
 // Called on threads of the library; the strings of an event live for that call only.
 EventHook ReadHook(tm_event_hook hook, void* context);
 

@@ -240,10 +240,11 @@ Result<std::vector<std::string>> ReadTexts(const char* const* texts, std::size_t
   return out;
 }
 
-Timeouts ReadTimeouts(std::int64_t liveness_ms, std::int64_t arrival_ms) {
+Timeouts ReadTimeouts(std::int64_t liveness_ms, std::int64_t arrival_ms, std::int64_t total_ms) {
   Timeouts timeouts;
   if (liveness_ms > 0) timeouts.liveness = std::chrono::milliseconds(liveness_ms);
   if (arrival_ms > 0) timeouts.arrival = std::chrono::milliseconds(arrival_ms);
+  if (total_ms > 0) timeouts.total = std::chrono::milliseconds(total_ms);
   return timeouts;
 }
 

@@ -88,7 +88,8 @@ Result<LoadOptions> ReadLoadOptions(const tm_load_options* options) {
   out.validate = given.validate != 0;
   out.reuse_plan = given.no_plan_reuse == 0;
   out.exchange_group = given.exchange_group;
-  out.timeouts = tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms);
+  out.timeouts =
+      tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms, given.total_ms);
   out.events = tensormount::c_api::ReadHook(given.on_event, given.on_event_context);
   return out;
 }

@@ -63,7 +63,8 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   out.validate = given.skip_validation == 0;
   out.reuse_plan = given.no_plan_reuse == 0;
   if (given.producer != nullptr) out.producer = given.producer;
-  out.timeouts = tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms);
+  out.timeouts =
+      tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms, given.total_ms);
   out.events = tensormount::c_api::ReadHook(given.on_event, given.on_event_context);
   return out;
 }

@@ -183,7 +183,8 @@ tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
     const tensormount::StateDict& dict = status.ok() ? state->dict : failed;
     tensormount::ValidateOptions how;
     if (given.limit != 0) how.limit = given.limit;
-    how.timeouts = tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms);
+    how.timeouts =
+        tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms, given.total_ms);
     TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::LayoutReport report,
                                  tensormount::Validate(dict, *communicator->comm, how));
     if (json != nullptr) {

@@ -52,8 +52,8 @@ class Timer {
 };
 
 // A rank's rows of `sharded` tensors, and all of one that every rank has.
-struct Rows {
-  Rows(const Communicator& comm, int sharded) {
+struct RowsAndNorm {
+  RowsAndNorm(const Communicator& comm, int sharded) {
     const std::int64_t n = comm.size();
     for (int t = 0; t < sharded; ++t) Add("layers." + std::to_string(t), {n, 4}, comm.rank(), 1);
     Add("norm", {16}, 0, 16);
@@ -81,7 +81,7 @@ Status Messages(int ranks, const std::string& folder) {
   const std::string store = folder + "/ranks-" + std::to_string(ranks);
   const Status done = RunOnThreads(ranks, [&](Communicator& inner) -> Status {
     CountingCommunicator comm(inner);
-    const Rows rows(comm, 4);
+    const RowsAndNorm rows(comm, 4);
     TENSORMOUNT_RETURN_IF_ERROR(rows.status);
     for (int save = 0; save < 2; ++save) {
       TENSORMOUNT_RETURN_IF_ERROR(
@@ -107,7 +107,7 @@ Status Validation(int ranks) {
   double wall[2] = {};
   double cpu[2] = {};
   const Status done = RunOnThreads(ranks, [&](Communicator& comm) -> Status {
-    const Rows rows(comm, 400);
+    const RowsAndNorm rows(comm, 400);
     TENSORMOUNT_RETURN_IF_ERROR(rows.status);
     for (int call = 0; call < 2; ++call) {
       {

@@ -37,12 +37,18 @@ using Clock = std::chrono::steady_clock;
 constexpr std::uint32_t kLanes = 2;  // Saves that may be under way at a time.
 // Those of Make, and in the last place that of Of; a channel stays free.
 constexpr std::uint32_t kSavers = (Communicator::kChannels - 1) / kLanes;
-constexpr std::uint32_t kShared = kSavers - 1;
+constexpr std::uint32_t kOwnSaver = kSavers - 1;
 constexpr std::chrono::milliseconds kProgressInterval{1000};
+
+// How long a save waits for what earlier ones have.
+std::chrono::milliseconds Patience(const Timeouts& timeouts) {
+  const bool limited = timeouts.total > std::chrono::milliseconds(0);
+  return limited ? std::min(timeouts.arrival, timeouts.total) : timeouts.arrival;
+}
 
 class Turns;
 
-// Which savers of a communicator exist. The n-th one of Make takes place n % kShared, on every
+// Which savers of a communicator exist. The n-th one of Make takes place n % kOwnSaver, on every
 // rank.
 struct SaverSlots {
   std::mutex mutex;
@@ -273,7 +279,7 @@ class Lane {
       // Memory is given out in the order of saves, on every rank. Otherwise the first save might
       // hold it on one rank and the second on another, and each wait for the other for ever.
       turns_->AwaitEarlier(task.number, Turns::Step::kStaged);
-      task.staged.emplace(StageState(task.state, *pool_, task.options.timeouts.arrival,
+      task.staged.emplace(StageState(task.state, *pool_, Patience(task.options.timeouts),
                                      &job.bytes_staged, &job.stalled));
       turns_->Reach(task.number, Turns::Step::kStaged);
       job.Staged(task.staged->status);
@@ -495,10 +501,10 @@ Result<std::unique_ptr<AsyncSaver>> AsyncSaver::Make(Communicator& comm,
   {
     std::lock_guard lock(rep->places->mutex);
     // Counted also where there is none: the next one is in the same place on all ranks.
-    const std::uint32_t place = rep->places->made++ % kShared;
+    const std::uint32_t place = rep->places->made++ % kOwnSaver;
     if (rep->places->taken[place]) {
       return Status(Code::kResourceExhausted, "a communicator has at most " +
-                                                  std::to_string(kShared) +
+                                                  std::to_string(kOwnSaver) +
                                                   " asynchronous savers at a time");
     }
     rep->places->taken[place] = true;
@@ -515,11 +521,11 @@ Result<std::shared_ptr<AsyncSaver>> AsyncSaver::Of(Communicator& comm) {
   std::unique_lock lock(places.mutex);
   for (;;) {
     if (std::shared_ptr<AsyncSaver> saver = places.shared.lock()) return saver;
-    if (!places.taken[kShared]) break;
+    if (!places.taken[kOwnSaver]) break;
     places.changed.wait(lock);  // For one that is just being destroyed.
   }
-  places.taken[kShared] = true;
-  rep->place = kShared;
+  places.taken[kOwnSaver] = true;
+  rep->place = kOwnSaver;
   if (places.shared_turns == nullptr) places.shared_turns = rep->turns;
   rep->turns = places.shared_turns;
   lock.unlock();
@@ -551,12 +557,12 @@ Result<SaveHandle> AsyncSaver::Save(const StateDict& state, std::string_view pat
       return {};
     }
     // The save before the last must be over: its memory is what this one is staged in.
-    if (!lane.WaitIdle(options.timeouts.arrival)) {
+    if (!lane.WaitIdle(Patience(options.timeouts))) {
       return {Code::kDeadlineExceeded,
               "save " + task.path + ": an earlier save is still under way"};
     }
-    task.staged.emplace(StageState(state, *rep_->pool, options.timeouts.arrival, &job->bytes_staged,
-                                   &job->stalled));
+    task.staged.emplace(StageState(state, *rep_->pool, Patience(options.timeouts),
+                                   &job->bytes_staged, &job->stalled));
     return {};
   });
   if (!prepared.ok()) {

@@ -35,7 +35,8 @@ class FrameSender;
 // A rank that comes late, after the others gave up, gets the same failure where rank 0 lives.
 //
 // Liveness counts once a rank was heard of in this job: before that it may be evaluating, with no
-// heartbeat running, and only `arrival` (or its closed socket) speaks against it.
+// heartbeat running, and only `arrival` (or its closed socket) speaks against it. Where ranks beat
+// between jobs too (Communicator::BeatsAlways), it counts from the beginning.
 // One thread at a time. `comm` must outlive this.
 class Collective {
  public:

@@ -101,8 +101,9 @@ class Backoff {
   Backoff(Communicator& comm, const Timeouts& timeouts)
       : comm_(comm),
         hears_(comm.HearsChanges()),
-        longest_(std::clamp<nanoseconds>(std::min(timeouts.liveness, timeouts.arrival) / 16,
-                                         kShortest, milliseconds(hears_ ? 100 : 10))),
+        longest_(std::clamp<nanoseconds>(
+            std::min({timeouts.liveness, timeouts.arrival, timeouts.total}) / 16, kShortest,
+            milliseconds(hears_ ? 100 : 10))),
         // With more ranks than cores, spinning takes the time that the others need.
         spins_(comm.size() <= static_cast<int>(2 * std::thread::hardware_concurrency()) ? 32 : 0) {}
 
@@ -190,6 +191,7 @@ LivenessWatch::LivenessWatch(Communicator& comm, nanoseconds liveness)
   for (const auto& [rank, since] : lost_->All()) {
     seats_[static_cast<std::size_t>(rank)].lost_since = since;
   }
+  for (Seat& seat : seats_) seat.joined = comm.BeatsAlways();
   Start(Clock::now());
   base_ = last_turn_;
 }
@@ -258,8 +260,10 @@ namespace {
 // below a millisecond, which no rank could keep to.
 Timeouts Bounded(const Timeouts& given) {
   constexpr milliseconds kShortest{1};
+  const milliseconds total = given.total > milliseconds(0) ? given.total : kLongestWait;
   return {.liveness = std::clamp(given.liveness, kShortest, kLongestWait),
-          .arrival = std::clamp(given.arrival, kShortest, kLongestWait)};
+          .arrival = std::clamp(given.arrival, kShortest, kLongestWait),
+          .total = std::clamp(total, kShortest, kLongestWait)};
 }
 
 }  // namespace
@@ -267,6 +271,7 @@ Timeouts Bounded(const Timeouts& given) {
 CollectiveEngine::CollectiveEngine(Communicator& comm, const Timeouts& timeouts)
     : comm_(comm),
       timeouts_(Bounded(timeouts)),
+      end_(Clock::now() + timeouts_.total),
       job_(comm.BeginJob()),
       tag_(TagOf(comm, job_)),
       watch_(comm, timeouts_.liveness),
@@ -474,14 +479,16 @@ Status CollectiveEngine::StillThere(const Round& round, const Gathered& g) {
 Status CollectiveEngine::Missing(const Round& round, const Gathered& g, Clock::time_point now) {
   std::vector<int> silent;
   std::vector<int> late;
-  const bool over = now - g.start > timeouts_.arrival + round.allowance;
+  const bool ended = now > end_;
+  const bool over = ended || now - g.start > timeouts_.arrival + round.allowance;
   for (std::size_t r = 0; r < g.seats.size(); ++r) {
     const Gathered::Seat& seat = g.seats[r];
     const int rank = static_cast<int>(r);
     // During an exchange a rank that came may still be needed by others.
     if ((!seat.came || round.work != nullptr) && r != 0 && watch_.Lost(rank, now)) {
       silent.push_back(rank);
-    } else if (!seat.came && (seat.payload_deadline ? now > *seat.payload_deadline : over)) {
+    } else if (!seat.came &&
+               (seat.payload_deadline && !ended ? now > *seat.payload_deadline : over)) {
       late.push_back(rank);
     }
   }
@@ -492,7 +499,8 @@ Status CollectiveEngine::Missing(const Round& round, const Gathered& g, Clock::t
   }
   if (!late.empty()) {
     what += ": " + NamesOfRanks(late) + " did not come within " +
-            SecondsText(timeouts_.arrival + round.allowance);
+            (ended ? SecondsText(timeouts_.total) + ", the time for the whole call"
+                   : SecondsText(timeouts_.arrival + round.allowance));
   }
   return {Code::kDeadlineExceeded, what};
 }
@@ -547,8 +555,9 @@ Result<CollectiveEngine::Told> CollectiveEngine::TellAll(const Round& round, con
   auto text = std::make_shared<const std::string>(cut.ok() ? std::move(verdict) : cut.message());
   const Payload payload(*text);
   for (int r = 1; r < comm_.size(); ++r) sender_.Send(r, frame, payload, text);
+  const Clock::duration patience = timeouts_.arrival + AllowanceFor(text->size());
   Drain(fatal ? Clock::duration(kFarewell)
-              : Clock::duration(timeouts_.arrival + AllowanceFor(text->size())));
+              : std::max<Clock::duration>(kFarewell, std::min(patience, end_ - Clock::now())));
   if (fatal) return Spend(cut);
   if (!cut.ok()) return cut;
   return text;
@@ -598,7 +607,10 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
   const nanoseconds slack =
       std::min<nanoseconds>({timeouts_.liveness, timeouts_.arrival / 2, std::chrono::seconds(5)});
   const nanoseconds patience = timeouts_.arrival + round.allowance + slack;
-  Clock::time_point deadline = Clock::now() + patience;
+  const auto until = [&](nanoseconds from_now) {
+    return std::min(Clock::now() + from_now, end_ + slack);
+  };
+  Clock::time_point deadline = until(patience);
   bool payload_seen = false;
   Backoff backoff(comm_, timeouts_);
   while (true) {
@@ -616,7 +628,7 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
       if (f.kind == Frame::kHello) continue;
       if (f.kind == Frame::kWaiting) {
         // It came, and waits as long as it may for somebody else.
-        if (f.round == round_) deadline = now + patience;
+        if (f.round == round_) deadline = until(patience);
         continue;
       }
       if (f.kind != Frame::kVerdict || (f.round != round_ && !f.fatal)) {
@@ -626,13 +638,15 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
       if (f.fatal) return Spend(f.status);
       // It has what was sent; this only makes the memory free.
       // A verdict that is not fatal means that rank 0 took this rank's contribution.
-      Drain(timeouts_.liveness + AllowanceFor(round.payload.size()));
+      Drain(std::max<Clock::duration>(
+          kFarewell, std::min<Clock::duration>(
+                         timeouts_.liveness + AllowanceFor(round.payload.size()), end_ - now)));
       if (!f.status.ok()) return f.status;
       return std::make_shared<const std::string>(std::move(in.payload));
     }
     if (const std::uint64_t coming = from_[0]->PayloadComing(); coming != 0 && !payload_seen) {
       payload_seen = true;
-      deadline = now + patience + AllowanceFor(coming);
+      deadline = until(patience + AllowanceFor(coming));
     }
     if (working) {
       round.work->moved = false;
@@ -650,9 +664,11 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
                                                   SecondsText(timeouts_.liveness)});
     }
     if (now > deadline) {
-      return GiveUp(round,
-                    {Code::kDeadlineExceeded,
-                     Waiting(round) + ": rank 0 did not come within " + SecondsText(patience)});
+      return GiveUp(
+          round, {Code::kDeadlineExceeded,
+                  Waiting(round) + ": rank 0 did not come within " +
+                      (now > end_ ? SecondsText(timeouts_.total) + ", the time for the whole call"
+                                  : SecondsText(patience))});
     }
     backoff.Pause(working && round.work->alone);
   }

@@ -178,6 +178,7 @@ class CollectiveEngine {
 
   Communicator& comm_;
   const Timeouts timeouts_;
+  const Clock::time_point end_;  // Of the whole job.
   const Communicator::Job job_;
   // The first of this job's tags: members speak on it, rank 0 on the next, letters on the third.
   const std::uint32_t tag_;

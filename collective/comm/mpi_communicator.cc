@@ -14,6 +14,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -21,6 +22,7 @@
 #include <mpi.h>
 #include <mutex>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -119,19 +121,13 @@ struct Key {
   auto operator<=>(const Key&) const = default;
 };
 
-// What outlives a communicator.
-struct SessionState {
-  // Something under way was given up: MPI_Finalize would wait for it.
-  std::atomic<bool> untidy{false};
-  // What MPI may still read or write.
-  std::deque<std::map<Key, Stream>> left;
-  std::deque<std::deque<Flight>> dead;
-};
-
+// All processes over two communicators of MPI, one for heartbeats. Never destroyed: MPI has no way
+// to say that it will not touch a buffer any more, and to free a communicator is a call of all
+// processes, which let go of theirs at different times. So it is used again (MpiWorlds), and its
+// jobs go on counting: what its last use left on the way is older than the next one's.
 class MpiCommunicator final : public Communicator {
  public:
-  MpiCommunicator(MPI_Comm comm, MPI_Comm beats, std::shared_ptr<SessionState> session)
-      : comm_(comm), beats_(beats), session_(std::move(session)) {
+  MpiCommunicator(MPI_Comm comm, MPI_Comm beats) : comm_(comm), beats_(beats) {
     MPI_Comm_rank(comm_, &rank_);
     MPI_Comm_size(comm_, &size_);
     const Clock::time_point now = Clock::now();
@@ -144,26 +140,50 @@ class MpiCommunicator final : public Communicator {
     interval_ = std::chrono::milliseconds(100) + std::chrono::microseconds(100) * size_;
   }
 
-  // What is under way gets a moment; what MPI holds longer is left to it, memory included.
-  ~MpiCommunicator() override {
+  // Between these it beats by itself: a rank that dies between two calls is missed as one that
+  // dies within.
+  void Use() {
     std::lock_guard lock(mutex_);
-    if (Finalized()) return;
+    const Clock::time_point now = Clock::now();
+    heard_.assign(static_cast<std::size_t>(size_), now);
+    if (size_ == 1) return;
+    pulse_ = std::jthread([this](const std::stop_token& stop) {
+      std::mutex mutex;
+      std::condition_variable_any stopped;
+      std::unique_lock sleeping(mutex);
+      while (!stop.stop_requested()) {
+        (void)Progress();  // What fails fails again where the owner looks.
+        (void)stopped.wait_for(sleeping, stop, interval_, [] { return false; });
+      }
+    });
+  }
+  // What is under way gets a moment. False where MPI holds something longer, which is left to it,
+  // memory included: this is not to be used again.
+  bool Release() {
+    StopPulse();
+    std::vector<Request> left;
+    {
+      std::lock_guard lock(mutex_);
+      for (const auto& [request, entry] : requests_) left.push_back(request);
+    }
+    for (const Request request : left) Cancel(request);
+    std::lock_guard lock(mutex_);
+    if (Finalized()) return false;
     const Deadline deadline = Deadline::After(kTidyLimit);
     while (!Tidy()) {
-      if (deadline.Passed()) {
-        session_->untidy = true;
-        session_->left.push_back(std::move(streams_));
-        break;
-      }
+      if (deadline.Passed()) return false;
       (void)Turn();
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
-    if (!graveyard_.empty()) {
-      session_->untidy = true;
-      session_->dead.push_back(std::move(graveyard_));
+    return graveyard_.empty() && !broken_;
+  }
+  // No call of MPI is made by itself after this.
+  void StopPulse() {
+    std::jthread pulse;  // Joined without the mutex, for which it may wait.
+    {
+      std::lock_guard lock(mutex_);
+      pulse.swap(pulse_);
     }
-    // Never freed: MPI has no way to say that it will not touch a buffer any more.
-    if (session_->untidy) new std::shared_ptr<SessionState>(session_);
   }
 
   int rank() const override { return rank_; }
@@ -224,6 +244,10 @@ class MpiCommunicator final : public Communicator {
     int& wishes = beat_to_[rank];
     wishes += wanted ? 1 : -1;
     if (wishes <= 0) beat_to_.erase(rank);
+  }
+  bool BeatsAlways() const override {
+    std::lock_guard lock(mutex_);
+    return pulse_.joinable();
   }
   std::uint64_t Changes() const override { return changes_; }
 
@@ -433,7 +457,7 @@ class MpiCommunicator final : public Communicator {
   // The stream is broken: everything on it fails, and what MPI holds stays until the end.
   void Fail(Stream& stream, const Status& why) {
     ++changes_;
-    session_->untidy = true;
+    broken_ = true;
     for (const MessagePtr& m : stream.queue) m->Finish(why);
     stream.queue.clear();
     for (Stream::Moving& moving : stream.moving) {
@@ -504,7 +528,6 @@ class MpiCommunicator final : public Communicator {
 
   const MPI_Comm comm_;
   const MPI_Comm beats_;
-  const std::shared_ptr<SessionState> session_;
   int rank_ = 0;
   int size_ = 1;
   std::atomic<std::uint64_t> changes_{0};  // Pieces that moved.
@@ -514,6 +537,7 @@ class MpiCommunicator final : public Communicator {
   Request next_ = 1;
   std::size_t in_flight_ = 0;
   std::vector<Bytes> spare_;
+  bool broken_ = false;
   std::deque<Flight> graveyard_;
   std::vector<std::size_t> small_;  // Bytes of small sends taken over, by peer.
   std::vector<Clock::time_point> heard_;
@@ -521,6 +545,159 @@ class MpiCommunicator final : public Communicator {
   std::map<int, int> beat_to_;  // Peer and how often that was asked for.
   Clock::time_point last_beat_;
   Clock::duration interval_{};
+  std::jthread pulse_;
+};
+
+bool Await(MPI_Request* request, std::chrono::seconds limit) {
+  const Deadline deadline = Deadline::After(limit);
+  while (true) {
+    int done = 0;
+    if (MPI_Test(request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
+    if (done != 0) return true;
+    if (deadline.Passed()) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+}
+
+// The communicators of this process, of all its sessions: MPI has few of them (32,766 of Open MPI),
+// and each World() would take two. The n-th is the same on all processes, since all make it
+// together. Thread-safe.
+class MpiWorlds {
+ public:
+  static MpiWorlds& All() {
+    static auto* const all = new MpiWorlds;  // Never destroyed, as what it holds.
+    return *all;
+  }
+
+  // Something under way was given up: MPI_Finalize would wait for it.
+  bool untidy() const { return untidy_; }
+
+  // All processes at once. Given back by Release.
+  Result<MpiCommunicator*> Take() {
+    StopPulsesBeforeFinalize();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t free, AgreeOnFree());
+    for (std::size_t i = 0; i < kKept; ++i) {
+      if ((free >> i & 1) == 0) continue;
+      std::lock_guard lock(mutex_);
+      worlds_[i].used = true;
+      worlds_[i].comm->Use();
+      return worlds_[i].comm;
+    }
+    std::array<MPI_Comm, 2> comms{MPI_COMM_NULL, MPI_COMM_NULL};
+    Status made;
+    for (MPI_Comm& comm : comms) {
+      MPI_Request request = MPI_REQUEST_NULL;
+      made = FromMpi(MPI_Comm_idup(MPI_COMM_WORLD, &comm, &request), "duplicate MPI_COMM_WORLD");
+      if (made.ok() && !Await(&request, kSetUpLimit)) {
+        made = Status(Code::kDeadlineExceeded,
+                      "duplicate MPI_COMM_WORLD: not all processes came within 300 s");
+      }
+      if (!made.ok()) break;
+      MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
+    }
+    std::lock_guard lock(mutex_);
+    // Also where it failed, so that the numbers of the others go on being the same everywhere.
+    World& world = worlds_.emplace_back();
+    world.used = true;
+    if (!made.ok()) {
+      untidy_ = true;
+      return made;
+    }
+    world.comm = new MpiCommunicator(comms[0], comms[1]);
+    world.comm->Use();
+    return world.comm;
+  }
+
+  void Release(MpiCommunicator* comm) {
+    const bool tidy = comm->Release();
+    std::lock_guard lock(mutex_);
+    if (!tidy && !Finalized()) untidy_ = true;
+    for (World& world : worlds_) {
+      if (world.comm == comm) world.used = !tidy;
+    }
+  }
+
+ private:
+  // Of which World() knows whether they are free. What is made besides is used once.
+  static constexpr std::size_t kKept = 64;
+  struct World {
+    MpiCommunicator* comm = nullptr;
+    bool used = false;
+  };
+
+  // A bit for each of the first kKept that no process uses.
+  Result<std::uint64_t> AgreeOnFree() {
+    std::uint64_t mine = 0;
+    {
+      std::lock_guard lock(mutex_);
+      for (std::size_t i = 0; i < std::min(kKept, worlds_.size()); ++i) {
+        if (!worlds_[i].used) mine |= std::uint64_t{1} << i;
+      }
+    }
+    // MPI may write into it after this has given up.
+    const auto all = std::make_shared<std::array<std::uint64_t, 2>>();
+    (*all)[0] = mine;
+    MPI_Request request = MPI_REQUEST_NULL;
+    TENSORMOUNT_RETURN_IF_ERROR(FromMpi(
+        MPI_Iallreduce(&(*all)[0], &(*all)[1], 1, MPI_UINT64_T, MPI_BAND, MPI_COMM_WORLD, &request),
+        "agree on a communicator"));
+    if (!Await(&request, kSetUpLimit)) {
+      untidy_ = true;
+      new std::shared_ptr<std::array<std::uint64_t, 2>>(all);
+      return Status(Code::kDeadlineExceeded,
+                    "agree on a communicator: not all processes came within 300 s");
+    }
+    return (*all)[1];
+  }
+
+  // MPI_Finalize deletes the attributes of MPI_COMM_SELF before anything else: an application that
+  // calls it while a communicator of ours exists finds no thread of ours within MPI.
+  void StopPulsesBeforeFinalize() {
+    static const bool once = [] {
+      int key = MPI_KEYVAL_INVALID;
+      const auto stop = [](MPI_Comm, int, void*, void*) {
+        std::lock_guard lock(All().mutex_);
+        for (World& world : All().worlds_) {
+          if (world.comm != nullptr) world.comm->StopPulse();
+        }
+        return MPI_SUCCESS;
+      };
+      return MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, stop, &key, nullptr) == MPI_SUCCESS &&
+             MPI_Comm_set_attr(MPI_COMM_SELF, key, nullptr) == MPI_SUCCESS;
+    }();
+    (void)once;
+  }
+
+  std::mutex mutex_;
+  std::deque<World> worlds_;
+  std::atomic<bool> untidy_{false};
+};
+
+// What World() hands out: gives it back when it is destroyed.
+class MpiWorld final : public Communicator {
+ public:
+  explicit MpiWorld(MpiCommunicator* comm) : Communicator(0, comm), comm_(*comm) {}
+  ~MpiWorld() override { MpiWorlds::All().Release(&comm_); }
+
+  int rank() const override { return comm_.rank(); }
+  int size() const override { return comm_.size(); }
+  std::string kind() const override { return comm_.kind(); }
+  Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) override {
+    return comm_.Send(to, tag, view);
+  }
+  Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) override {
+    return comm_.Receive(from, tag, view);
+  }
+  Result<bool> Test(Request request) override { return comm_.Test(request); }
+  void Cancel(Request request) override { comm_.Cancel(request); }
+  Status Progress() override { return comm_.Progress(); }
+  std::chrono::nanoseconds SilentFor(int rank) const override { return comm_.SilentFor(rank); }
+  void KeepUp(int rank, bool wanted) override { comm_.KeepUp(rank, wanted); }
+  std::uint64_t Changes() const override { return comm_.Changes(); }
+  bool BeatsAlways() const override { return comm_.BeatsAlways(); }
+
+ private:
+  MpiCommunicator& comm_;
 };
 
 class Session final : public MpiSession {
@@ -529,7 +706,7 @@ class Session final : public MpiSession {
 
   ~Session() override {
     if (!owns_ || abandoned_ || Finalized()) return;
-    if (state_->untidy) {
+    if (MpiWorlds::All().untidy()) {
       Log(LogLevel::kWarning, "MPI: left without MPI_Finalize, because messages were given up");
       return;
     }
@@ -545,37 +722,13 @@ class Session final : public MpiSession {
   void Abandon() override { abandoned_ = true; }
 
   Result<std::unique_ptr<Communicator>> World() override {
-    std::array<MPI_Comm, 2> comms{MPI_COMM_NULL, MPI_COMM_NULL};
-    for (MPI_Comm& comm : comms) {
-      MPI_Request request = MPI_REQUEST_NULL;
-      TENSORMOUNT_RETURN_IF_ERROR(
-          FromMpi(MPI_Comm_idup(MPI_COMM_WORLD, &comm, &request), "duplicate MPI_COMM_WORLD"));
-      if (!Await(&request, kSetUpLimit)) {
-        state_->untidy = true;
-        return Status(Code::kDeadlineExceeded,
-                      "duplicate MPI_COMM_WORLD: not all processes came within 300 s");
-      }
-      MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
-    }
-    return std::unique_ptr<Communicator>(
-        std::make_unique<MpiCommunicator>(comms[0], comms[1], state_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(MpiCommunicator* const comm, MpiWorlds::All().Take());
+    return std::unique_ptr<Communicator>(std::make_unique<MpiWorld>(comm));
   }
 
  private:
-  static bool Await(MPI_Request* request, std::chrono::seconds limit) {
-    const Deadline deadline = Deadline::After(limit);
-    while (true) {
-      int done = 0;
-      if (MPI_Test(request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
-      if (done != 0) return true;
-      if (deadline.Passed()) return false;
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
-  }
-
   const bool owns_;
   bool abandoned_ = false;
-  const std::shared_ptr<SessionState> state_ = std::make_shared<SessionState>();
 };
 
 }  // namespace

@@ -385,6 +385,7 @@ typedef struct tm_save_options {
   int64_t arrival_ms;      // 0: 1,800,000.
   tm_event_hook on_event;  // May be NULL.
   void* on_event_context;
+  int64_t total_ms;        // The whole call; 0: no limit.
 } tm_save_options;
 
 typedef struct tm_save_report tm_save_report;
@@ -505,6 +506,7 @@ typedef struct tm_load_options {
   int64_t arrival_ms;      // 0: 1,800,000.
   tm_event_hook on_event;  // May be NULL.
   void* on_event_context;
+  int64_t total_ms;        // The whole call; 0: no limit.
 } tm_load_options;
 
 // What a load found out besides the bytes, which are in the caller's buffers.
@@ -582,6 +584,7 @@ typedef struct tm_validate_options {
   uint32_t limit;       // Findings that are listed; 0: 100.
   int64_t liveness_ms;  // 0: 30,000.
   int64_t arrival_ms;   // 0: 1,800,000.
+  int64_t total_ms;     // The whole call; 0: no limit.
 } tm_validate_options;
 // Collective: whether what the ranks hold together is a checkpoint. Reads no data. The status is
 // about the call; *sound (1 or 0) and the report, as JSON, about the layout, the same on every

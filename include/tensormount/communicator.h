@@ -21,8 +21,12 @@ struct Timeouts {
   // A rank of which nothing was heard (its heartbeat, which runs beside the caller's thread, or a
   // message) for this long is taken for dead.
   std::chrono::milliseconds liveness{30'000};
-  // A rank that lives but has not come to the same call after this long (it may be evaluating).
+  // A rank that lives but has not come to the same step after this long (it may be evaluating). A
+  // save has about ten of them.
   std::chrono::milliseconds arrival{1'800'000};
+  // The whole call, on this rank, from when it began: what it waits for then is given up, and named.
+  // What a rank does itself meanwhile (writing) is not cut short. 0: no limit.
+  std::chrono::milliseconds total{0};
 };
 
 // A fixed group of ranks that pass messages: the part that differs between threads, processes,
@@ -73,6 +77,9 @@ class TENSORMOUNT_EXPORT Communicator {
   // Asks that SilentFor be kept up between this rank and `rank` too, until it is called as often
   // with false. Both ranks ask. The default is for kinds that keep it up between all pairs.
   virtual void KeepUp(int /*rank*/, bool /*wanted*/) {}
+  // Whether SilentFor counts between the calls of this library too, because ranks beat from when
+  // the communicator is made until it goes, and all make it together.
+  virtual bool BeatsAlways() const { return false; }
 
   // For callers that tested what they wait for and found nothing: Changes() before they test,
   // WaitForChange with what it said after. Changes counts each time something was done for a

@@ -242,6 +242,33 @@ TEST(CollectiveTest, AJobAfterAFailedOneWorks) {
   }));
 }
 
+// Many steps, each within `arrival`: the call as a whole has a limit too, on all ranks.
+TEST(CollectiveTest, AWholeCallHasALimit) {
+  Timeouts limited{seconds(60), seconds(60)};
+  limited.total = milliseconds(600);
+  for (const int slow : {0, 1}) {
+    std::vector<Status> seen(3);
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
+      Collective c(comm, limited);
+      Status status;
+      for (int step = 0; step < 100 && status.ok(); ++step) {
+        if (comm.rank() == slow) std::this_thread::sleep_for(milliseconds(step < 4 ? 50 : 900));
+        status = c.Agree({}, "step " + std::to_string(step));
+      }
+      seen[static_cast<std::size_t>(comm.rank())] = status;
+      return {};
+    }));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, seconds(20));
+    for (int r = 0; r < 3; ++r) {
+      const Status& status = seen[static_cast<std::size_t>(r)];
+      EXPECT_THAT(status, HasCode(Code::kDeadlineExceeded)) << r;
+      EXPECT_THAT(status, HasMessage("the time for the whole call")) << r;
+      EXPECT_THAT(status, HasMessage("rank " + std::to_string(slow))) << r;
+    }
+  }
+}
+
 // The heartbeat goes on while the owner is busy elsewhere for longer than liveness.
 TEST(CollectiveTest, ABusyRankIsNotTakenForDead) {
   EXPECT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {

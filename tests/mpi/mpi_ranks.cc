@@ -2,6 +2,8 @@
 // What one process of an MPI job does in mpi_test:
 //   mpi_ranks conformance | cancel | collective | views
 //   mpi_ranks victim | victim-of-subgroup OPERATION RANK SIGNAL
+//   mpi_ranks between RANK SIGNAL
+//   mpi_ranks worlds
 //   mpi_ranks late FOLDER
 // Prints one line that begins with "rank N: ".
 #include <chrono>
@@ -71,6 +73,72 @@ int Late(Communicator& comm, const std::string& folder) {
   return Say(comm, status.ok() ? "no failure" : status.ToString());
 }
 
+// One rank dies or stops after one job and before the next. The others find that by `liveness`,
+// not by `arrival`.
+int Between(Communicator& comm, int victim, int signal) {
+  {
+    Collective c(comm, kPatient);
+    if (const Status status = c.Agree({}, "before"); !status.ok())
+      return Say(comm, "before", status);
+  }
+  if (comm.rank() == victim) ::raise(signal);
+  const auto begin = std::chrono::steady_clock::now();
+  const Status status = Collective(comm, kWatchful).Agree({}, "after");
+  const bool soon = std::chrono::steady_clock::now() - begin < kWatchful.liveness + kMargin;
+  const bool named = status.message().find("rank " + std::to_string(victim)) != std::string::npos;
+  return Say(comm,
+             !status.ok() && named && soon ? "good" : "not seen in time: " + status.ToString());
+}
+
+double ResidentMiB() {
+  long pages = 0;
+  if (std::FILE* f = std::fopen("/proc/self/statm", "r")) {
+    if (std::fscanf(f, "%*d %ld", &pages) != 1) pages = 0;
+    std::fclose(f);
+  }
+  return static_cast<double>(pages) * static_cast<double>(::sysconf(_SC_PAGESIZE)) / (1 << 20);
+}
+
+// Each took two communicators of MPI for ever, of which there are 32,766, and 16 KiB.
+int Worlds(MpiSession& session, Communicator& world) {
+  const auto use = [](Communicator& comm, int jobs) -> Status {
+    for (int job = 0; job < jobs; ++job) {
+      Collective c(comm, kPatient);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto all,
+                                   c.AllGather(std::to_string(comm.rank() * 10 + job), "all"));
+      for (int r = 0; r < comm.size(); ++r) {
+        if (all[static_cast<std::size_t>(r)] != std::to_string(r * 10 + job)) {
+          return {Code::kInternal, "something else came"};
+        }
+      }
+    }
+    return {};
+  };
+  // Ranks let go of theirs at different times, and leave messages behind.
+  std::unique_ptr<Communicator> kept;
+  for (int i = 0; i < 40; ++i) {
+    auto made = session.World();
+    if (!made.ok()) return Say(world, "worlds", made.status());
+    char left = 'x';
+    (void)made.value()->Send((world.rank() + 1) % world.size(), 3,
+                             BufferView::Host(DType::kU8, &left, Dims{1}));
+    if (const Status used = use(*made.value(), i % 3); !used.ok()) return Say(world, "use", used);
+    if (i % 5 == world.rank()) kept = std::move(made).value();
+  }
+  kept.reset();
+  constexpr int kMany = 600;
+  double before = 0;
+  for (int i = 0; i < kMany; ++i) {
+    if (i == kMany / 6) before = ResidentMiB();
+    auto made = session.World();
+    if (!made.ok()) return Say(world, "many worlds", made.status());
+  }
+  if (const double grown = ResidentMiB() - before; grown > 4) {
+    return Say(world, "memory grew by " + std::to_string(grown) + " MiB");
+  }
+  return Say(world, "worlds", use(world, 2));
+}
+
 int Main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   if (!UnderMpiLauncher()) {
@@ -106,6 +174,12 @@ int Main(int argc, char** argv) {
       status = ExerciseLargePayload(world, world.size() == 2 ? 100'000'000 : 10'000'000);
     if (status.ok()) status = ExerciseFailures(world);
     return Say(world, mode, status);
+  }
+  if (mode == "worlds") return Worlds(*session.value(), world);
+  if (mode == "between" && argc == 4) {
+    (void)Between(world, std::atoi(argv[2]), std::atoi(argv[3]));
+    session.value()->Abandon();
+    ::_exit(0);  // As below.
   }
   if (mode == "late" && argc == 3) return Late(world, argv[2]);
   if ((mode == "victim" || mode == "victim-of-subgroup") && argc == 5) {

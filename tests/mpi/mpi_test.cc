@@ -82,6 +82,21 @@ TEST_F(MpiTest, ChannelsAndSubgroupsConformAndWorkAtTheSameTime) {
   ExpectAllGood(4, RunRanks(4, {"views"}));
 }
 
+TEST_F(MpiTest, WorldsAreUsedAgain) { ExpectAllGood(3, RunRanks(3, {"worlds"})); }
+
+// It was missed after half an hour (arrival) where it died outside of a call.
+TEST_F(MpiTest, ARankThatDiesBetweenTwoJobsIsMissedByLiveness) {
+  for (const int victim : {0, 2}) {
+    const ProcessOutcome outcome = RunRanks(
+        3, {"between", std::to_string(victim), std::to_string(SIGKILL)}, {"--enable-recovery"});
+    std::multiset<std::string> expected;
+    for (int r = 0; r < 3; ++r) {
+      if (r != victim) expected.insert("rank " + std::to_string(r) + ": good");
+    }
+    EXPECT_EQ(Said(outcome), expected) << outcome;
+  }
+}
+
 TEST_F(MpiTest, ARankThatDoesNotComeIsNamedAndGetsTheFailure) {
   TempDir folder;
   const ProcessOutcome outcome = RunRanks(3, {"late", folder.path()});
