@@ -182,6 +182,24 @@ std::string JoinPath(std::string_view directory, std::string_view name) {
   return out.append(name);
 }
 
+Status CheckIsPath(std::string_view text) {
+  const std::size_t colon = text.find("://");
+  if (colon == std::string_view::npos || colon == 0) return Status();
+  for (std::size_t i = 0; i < colon; ++i) {
+    const char c = text[i];
+    const bool letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+    const bool other = (c >= '0' && c <= '9') || c == '+' || c == '-' || c == '.';
+    if (!letter && (i == 0 || !other)) return Status();
+  }
+  const std::string name(text);
+  if (text.starts_with("file:///")) {
+    return {Code::kUnsupported, name + ": a URL: give the path itself, " + name.substr(7)};
+  }
+  return {Code::kUnsupported, name +
+                                  ": a URL: only folders of this host are read and written; mount "
+                                  "what it names as one, or copy it here first"};
+}
+
 std::string WithoutTrailingSlashes(std::string_view path) {
   while (path.size() > 1 && path.back() == '/') path.remove_suffix(1);
   return std::string(path);

@@ -9,6 +9,7 @@
 #include "index/records/layer_names.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/element_text.h"
+#include "mount-tools/nearest.h"
 #include "mount-tools/shown_text.h"
 #include "mount-tools/source.h"
 #include "shard/npy.h"
@@ -156,8 +157,8 @@ int RunCat(const CatArgs& args, Terminal& terminal) {
   }
   if (!target.ok()) {
     return terminal.Fail(target.status(), target.status().code() == Code::kNotFound
-                                              ? "`tensormount ls SOURCE` lists the keys"
-                                              : std::string_view());
+                                              ? KeyHint(checkpoint, args.source, args.key)
+                                              : std::string());
   }
   Status status;
   if (args.as == "text") {

@@ -6,6 +6,7 @@
 // called, so that no exception of the parser can come from a command.
 #include "mount-tools/cli.h"
 
+#include <algorithm>
 #include <exception>
 #include <functional>
 #include <new>
@@ -17,6 +18,7 @@
 #include <fmt/core.h>
 
 #include "mount-tools/commands.h"
+#include "mount-tools/nearest.h"
 
 namespace tensormount::tools {
 namespace {
@@ -52,6 +54,7 @@ struct Program {
   LsArgs ls;
   InfoArgs info;
   CatArgs cat;
+  InitArgs init;
   DiffArgs diff;
   LayoutArgs layout;
   VerifyArgs verify;
@@ -271,8 +274,12 @@ void AddLooking(Program& p) {
 }
 
 void AddLifecycle(Program& p) {
-  CLI::App* c = p.Command("rm", "Removes checkpoints; gc frees their space",
-                          "tensormount rm STORE/step-0", p.rm, RunRm);
+  CLI::App* c = p.Command("init", "Makes an empty store, to be mounted and saved into",
+                          "tensormount init STORE", p.init, RunInit);
+  c->add_option("STORE", p.init.store)->required();
+
+  c = p.Command("rm", "Removes checkpoints; gc frees their space", "tensormount rm STORE/step-0",
+                p.rm, RunRm);
   c->add_option("STORE/NAME", p.rm.checkpoints)->required();
   c->add_flag("--dry-run", p.rm.dry_run, "Only say what would go");
 
@@ -282,11 +289,11 @@ void AddLifecycle(Program& p) {
   c->add_option("--grace", p.gc.grace_seconds,
                 "Seconds that removed checkpoints are kept; where there are no file locks, more "
                 "than the longest read takes")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(0.0, 1e9))
       ->default_str("60");
   c->add_option("--staging-age", p.gc.staging_age_seconds,
                 "Seconds after which an untouched staging counts as abandoned")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(0.0, 1e9))
       ->capture_default_str();
 
   c = p.Command("fsck", "Checks a store as a whole; says what it would repair",
@@ -407,6 +414,63 @@ HelperCall FromMountHelper(int argc, const char* const* argv, const CLI::App& mo
   return call;
 }
 
+// The error line of words that are no command line of ours, with what was probably meant.
+int FailToParse(const CLI::App& app, const CLI::ParseError& error, int argc,
+                const char* const* argv, Terminal& terminal) {
+  const auto commands = app.get_subcommands([](const CLI::App*) { return true; });
+  const CLI::App* command = nullptr;
+  std::string_view unknown_command;
+  for (int i = 1; i < argc && command == nullptr && unknown_command.empty(); ++i) {
+    const std::string_view word = argv[i];
+    if (word.starts_with('-')) continue;
+    const auto at =
+        std::ranges::find(commands, word, [](const CLI::App* c) { return c->get_name(); });
+    if (at == commands.end()) {
+      unknown_command = word;
+    } else {
+      command = *at;
+    }
+  }
+  if (!unknown_command.empty()) {
+    Nearest nearest(unknown_command);
+    for (const CLI::App* known : commands) nearest.Offer(known->get_name());
+    return terminal.Fail(
+        Status(Code::kInvalidArgument, fmt::format("{}: no such command", unknown_command)),
+        nearest.best().empty()
+            ? "`tensormount --help` lists the commands"
+            : fmt::format("did you mean `tensormount {}`? `tensormount --help` lists the commands",
+                          nearest.best()));
+  }
+  const CLI::App& here = command == nullptr ? app : *command;
+  const std::string help =
+      command == nullptr
+          ? "`tensormount --help` lists the commands"
+          : fmt::format("`tensormount {} --help` lists its options", here.get_name());
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view word = argv[i];
+    const std::string option(word.substr(0, word.find('=')));
+    if (!option.starts_with("--") || option.size() < 3) continue;
+    if (here.get_option_no_throw(option) != nullptr || app.get_option_no_throw(option) != nullptr) {
+      continue;
+    }
+    Nearest nearest(option);
+    for (const CLI::App* of : {&here, &app}) {
+      for (const CLI::Option* known : of->get_options()) {
+        for (const std::string& text : known->get_lnames()) nearest.Offer("--" + text);
+      }
+    }
+    return terminal.Fail(
+        Status(Code::kInvalidArgument,
+               fmt::format("{}: {} has no such option", option, here.get_name())),
+        nearest.best().empty() ? help : fmt::format("did you mean {}? {}", nearest.best(), help));
+  }
+  return terminal.Fail(
+      Status(Code::kInvalidArgument, command == nullptr
+                                         ? std::string("no command was given")
+                                         : fmt::format("{}: {}", here.get_name(), error.what())),
+      help);
+}
+
 // Declares, parses, runs.
 int Run(int argc, const char* const* argv) {
   Program program;
@@ -438,8 +502,9 @@ int Run(int argc, const char* const* argv) {
   } catch (const CLI::ParseError& error) {
     // CLI11 ends --help and --version with an exception, too.
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version.
-    return program.terminal.Fail(Status(Code::kInvalidArgument, error.what()),
-                                 "`tensormount --help` and `tensormount COMMAND --help` say more");
+    // Not parsed yet, perhaps.
+    for (int i = 1; i < argc; ++i) program.terminal.json |= std::string_view(argv[i]) == "--json";
+    return FailToParse(app, error, argc, argv, program.terminal);
   }
   if (!program.unsupported.empty()) {
     return program.terminal.Fail(

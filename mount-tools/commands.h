@@ -77,6 +77,12 @@ struct LoadArgs {
 // ranks.
 int RunLoad(const LoadArgs& args, Terminal& terminal);
 
+struct InitArgs {
+  std::string store;
+};
+// Makes an empty store; one that is there already stays as it is.
+int RunInit(const InitArgs& args, Terminal& terminal);
+
 struct LsArgs {
   std::string source;
   std::string glob;      // Of keys; empty: all.

@@ -35,6 +35,7 @@ Status MakeExportOptions(const ExportArgs& args, fs::ExportOptions& options) {
   if (*format != ExportFormat::kHf && (args.hf_part_size || args.hf_rules)) {
     return Status(Code::kInvalidArgument, "--hf-part-size and --hf-rules go with --to hf");
   }
+  TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(args.destination));
   FileSystem& host = HostFileSystem();
   TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(host, args.map));
   TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.rules, ReadKeyMap(host, args.hf_rules.value_or("")));

@@ -204,6 +204,10 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   }
   if (before.ok()) {
     auto parsed = ShardRule::ParseOrRead(fs, args.shard, group.size());
+    if (parsed.ok() && source) {
+      const Status cuts = CheckRuleCuts(*source, args.shard, parsed.value(), group.size());
+      if (!cuts.ok()) parsed = cuts;
+    }
     before = parsed.status();
     if (parsed.ok()) rule = parsed.value();
   }

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "mount-tools/commands.h"
+#include "mount-tools/nearest.h"
 #include "mount-tools/shown_text.h"
 #include "mount-tools/source.h"
 
@@ -79,8 +80,8 @@ int RunLayout(const LayoutArgs& args, Terminal& terminal) {
   const auto layout = DescribeLayout(*opened.value(), args.key);
   if (!layout.ok()) {
     return terminal.Fail(layout.status(), layout.status().code() == Code::kNotFound
-                                              ? "`tensormount ls SOURCE` lists the keys"
-                                              : std::string_view());
+                                              ? KeyHint(*opened.value(), args.source, args.key)
+                                              : std::string());
   }
   // Also "-", which is standard output: then nothing else is printed there.
   const bool to_files = !args.svg.empty() || !args.html.empty();

@@ -20,12 +20,19 @@ int RunRm(const RmArgs& args, Terminal& terminal) {
     auto parts = SplitCheckpointPath(path);
     if (!parts.ok()) return terminal.Fail(parts.status());
     auto store = Store::Open(HostFileSystem(), parts.value().store);
+    if (store.status().code() == Code::kNotFound && Store::Open(HostFileSystem(), path).ok()) {
+      return terminal.Fail(
+          Status(Code::kInvalidArgument,
+                 fmt::format("{}: a store: name a checkpoint of it, {}/NAME; nothing was removed",
+                             path, WithoutTrailingSlashes(path))),
+          fmt::format("`tensormount ls {}` lists them", path));
+    }
     if (!store.ok()) return terminal.Fail(store.status());
     const std::string folder = store.value().CheckpointPath(parts.value().name);
     if (!HostFileSystem().Exists(folder)) {
       return terminal.Fail(
           Status(Code::kNotFound, fmt::format("{}: no such checkpoint; nothing was removed", path)),
-          "`tensormount ls STORE` lists the checkpoints");
+          fmt::format("`tensormount ls {}` lists the checkpoints", parts.value().store));
     }
     targets.emplace_back(store.value(), parts.value().name);
   }

@@ -13,6 +13,7 @@
 #include "index/records/layer_names.h"
 #include "index/store/store.h"
 #include "mount-tools/commands.h"
+#include "mount-tools/nearest.h"
 #include "mount-tools/shown_text.h"
 #include "mount-tools/source.h"
 
@@ -135,7 +136,8 @@ int ListStore(const FoundSource& source, Terminal& terminal) {
 
 // The names by which layers of stacked tensors can be read.
 // After the stored keys, each pattern in turn.
-Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal) {
+Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal,
+                  std::size_t& listed) {
   const CheckpointIndex& index = checkpoint.index();
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, index.Layers());
   for (const auto& [key, pattern] : names->patterns()) {
@@ -149,6 +151,7 @@ Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Termin
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto layer, index.ResolveLayer(name));
       // Not every name of a pattern is a layer: a stored key may have the name.
       if (!layer) continue;
+      ++listed;
       const TensorMeta& meta = layer->meta;
       if (terminal.json) {
         terminal.Json(nlohmann::ordered_json{
@@ -173,8 +176,10 @@ Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Termin
 // Columns of -l are fixed in width but for the key, which is last, so that lines can be printed as
 // they come.
 int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal) {
+  std::size_t listed = 0;
   const Status status = checkpoint.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     if (!args.glob.empty() && !GlobMatches(args.glob, tensor.meta.key())) return true;
+    ++listed;
     if (terminal.json) {
       terminal.Json(TensorJson(checkpoint, tensor));
     } else if (args.details) {
@@ -190,8 +195,16 @@ int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal
   });
   if (!status.ok()) return terminal.Fail(status);
   if (args.layers) {
-    const Status listed = ListLayers(checkpoint, args, terminal);
-    if (!listed.ok()) return terminal.Fail(listed);
+    const Status layers = ListLayers(checkpoint, args, terminal, listed);
+    if (!layers.ok()) return terminal.Fail(layers);
+  }
+  // A glob with a slip in it is not a checkpoint without tensors.
+  if (listed == 0 && !args.glob.empty()) {
+    const int flushed = terminal.Flush();
+    if (flushed != kDone) return flushed;
+    return terminal.Fail(Status(Code::kNotFound, fmt::format("'{}': no key of {} matches it",
+                                                             args.glob, args.source)),
+                         KeyHint(checkpoint, args.source, args.glob));
   }
   return terminal.Flush();
 }
@@ -232,7 +245,8 @@ std::string TierOf(const std::vector<ChunkRecord>& chunks, bool whole_file) {
 }
 
 // The order of names: a stored tensor, a layer, an object.
-int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Terminal& terminal) {
+int InfoTensor(const OpenedCheckpoint& checkpoint, const InfoArgs& args, Terminal& terminal) {
+  const std::string& key = args.key;
   auto found = checkpoint.index().Find(key);
   if (found.status().code() == Code::kNotFound) {
     const auto layer = checkpoint.index().ResolveLayer(key);
@@ -243,7 +257,7 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const std::string& key, Termi
       return InfoObject(checkpoint, parts.value(), terminal);
     }
   }
-  if (!found.ok()) return terminal.Fail(found.status(), "`tensormount ls SOURCE` lists the keys");
+  if (!found.ok()) return terminal.Fail(found.status(), KeyHint(checkpoint, args.source, key));
   const TensorEntry& tensor = found.value();
   auto extents = checkpoint.Extents(tensor);
   if (!extents.ok()) return terminal.Fail(extents.status());
@@ -368,7 +382,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
 }  // namespace
 
 int RunLs(const LsArgs& args, Terminal& terminal) {
-  auto source = FindSource(HostFileSystem(), args.source, terminal.roots);
+  auto source = FindNamed(HostFileSystem(), args.source, terminal);
   if (!source.ok()) return terminal.Fail(source.status());
   if (args.glob.empty() && source.value().kind == SourceKind::kStore) {
     return ListStore(source.value(), terminal);
@@ -382,7 +396,7 @@ int RunLs(const LsArgs& args, Terminal& terminal) {
 }
 
 int RunInfo(const InfoArgs& args, Terminal& terminal) {
-  auto source = FindSource(HostFileSystem(), args.source, terminal.roots);
+  auto source = FindNamed(HostFileSystem(), args.source, terminal);
   if (!source.ok()) return terminal.Fail(source.status());
   if (source.value().kind == SourceKind::kForeignSteps && args.key.empty()) {
     return InfoSteps(source.value(), terminal);
@@ -396,7 +410,8 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
     // "None" is only said of a store that has none.
     // An error while looking for it is an error.
     if (!latest.ok() && latest.status().code() != Code::kNotFound) {
-      return terminal.Fail(latest.status(), "`tensormount ls STORE` lists the checkpoints");
+      return terminal.Fail(latest.status(),
+                           fmt::format("`tensormount ls {}` lists the checkpoints", args.source));
     }
     const std::string name = latest.ok() ? latest.value().name : "";
     if (latest.ok()) {
@@ -420,7 +435,7 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
   auto opened = OpenSource(HostFileSystem(), args.source, terminal);
   if (!opened.ok()) return terminal.Fail(opened.status());
   if (args.key.empty()) return InfoCheckpoint(*opened.value(), terminal);
-  return InfoTensor(*opened.value(), args.key, terminal);
+  return InfoTensor(*opened.value(), args, terminal);
 }
 
 }  // namespace tensormount::tools

@@ -255,6 +255,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
       TENSORMOUNT_ASSIGN_OR_RETURN(renames, KeyRenames::Make(source->index(), *map));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(rule, ShardRule::ParseOrRead(fs, args.shard, group.size()));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckRuleCuts(*source, args.shard, rule, group.size()));
     return CheckKeysChoose(*source, other.get(), args, renames ? &*renames : nullptr);
   };
   before = prepare();

@@ -60,14 +60,26 @@ Result<fs::MountOptions> MakeMountOptions(const MountArgs& args,
     if (!resolved.ok()) return resolved.status().WithContext("--root");
     options.roots.push_back(std::move(resolved).value());
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource source,
-                               FindSource(host, args.source, options.roots));
+  Terminal quiet;  // What a daemon has to say goes to its log.
+  quiet.roots = options.roots;
+  const Result<FoundSource> found = FindNamed(host, args.source, quiet);
+  if (found.status().code() == Code::kUnsupported) {
+    const auto entries = host.List(args.source);
+    if (entries.ok() && entries.value().empty()) {
+      return found.status().WithContext(
+          fmt::format("`tensormount init {}` makes it a store, which can be mounted and saved into",
+                      args.source));
+    }
+  }
+  if (!found.ok()) return found.status();
+  const FoundSource& source = found.value();
   options.source = source.path;
   for (const std::string& warning : source.warnings) Log(LogLevel::kWarning, warning);
   // A daemon that was killed leaves a mount point that answers ENOTCONN to everything: mounting
   // again must work without an unmount.
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool dead, fs::ClearDeadMount(args.mount_point));
   if (dead) Log(LogLevel::kWarning, args.mount_point + ": took away a mount whose daemon is gone");
+  TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(args.mount_point));
   auto mount_point = host.Resolve(args.mount_point);
   if (!mount_point.ok()) {
     return Status(mount_point.status().code(),

@@ -7,12 +7,16 @@
 
 #include <algorithm>
 #include <fnmatch.h>
+#include <optional>
 #include <set>
 
 #include <fmt/core.h>
+#include <nlohmann/json.hpp>
 
+#include "fs/mount/mount_table.h"
 #include "index/foreign/torch_archive.h"
 #include "index/store/store.h"
+#include "mount-tools/nearest.h"
 
 namespace tensormount::tools {
 
@@ -29,9 +33,67 @@ Result<StoreAndName> SplitCheckpointPath(const std::string& path) {
   return out;
 }
 
+namespace {
+
+// What the mount shows that a path lies in: its source, or a checkpoint of that. Nothing below, as
+// there are files only.
+std::optional<std::string> ShownByMount(FileSystem& host, const std::string& text) {
+  const Result<std::string> resolved = host.Resolve(text);
+  if (!resolved.ok()) return std::nullopt;
+  const std::size_t slash = resolved.value().rfind('/');
+  const std::string folder = resolved.value().substr(0, slash);
+  for (const std::string& at : {resolved.value(), folder}) {
+    const auto mount = at.empty() ? std::nullopt : fs::FindMount(at);
+    if (!mount || mount->type != fs::kMountType) continue;
+    constexpr std::uint64_t kMaxBytes = 1 << 20;
+    const Result<std::string> status =
+        host.ReadFile(JoinPath(at, ".tensormount/status"), kMaxBytes);
+    if (!status.ok()) return std::nullopt;
+    const auto json = nlohmann::json::parse(status.value(), nullptr, false);
+    if (!json.is_object() || !json.contains("source") || !json["source"].is_string()) {
+      return std::nullopt;
+    }
+    const auto source = json["source"].get<std::string>();
+    return at == resolved.value() ? source : JoinPath(source, resolved.value().substr(slash + 1));
+  }
+  return std::nullopt;
+}
+
+// "; did you mean st/step-1?", where something beside it has nearly that name.
+std::string NearlyThere(FileSystem& host, const std::string& text) {
+  const std::string path = WithoutTrailingSlashes(text);
+  const std::size_t slash = path.rfind('/');
+  const std::string folder = slash == std::string::npos ? std::string() : path.substr(0, slash + 1);
+  const auto entries = host.List(folder.empty() ? "." : folder);
+  if (!entries.ok()) return {};
+  Nearest nearest(path.substr(folder.size()));
+  for (const DirectoryEntry& entry : entries.value()) {
+    if (!entry.name.starts_with('.')) nearest.Offer(entry.name);
+  }
+  return nearest.best().empty() ? std::string()
+                                : fmt::format("; did you mean {}{}?", folder, nearest.best());
+}
+
+}  // namespace
+
+Result<FoundSource> FindNamed(FileSystem& fs, const std::string& text, Terminal& terminal) {
+  Result<FoundSource> found = FindSource(fs, text, terminal.roots);
+  if (found.status().code() == Code::kUnsupported) {
+    if (const auto shown = ShownByMount(fs, text)) {
+      terminal.Note(fmt::format("{}: a mount shows {} there", text, *shown));
+      return FindSource(fs, *shown, terminal.roots);
+    }
+  }
+  if (found.status().code() == Code::kNotFound && !fs.Exists(text)) {
+    return Status(Code::kNotFound,
+                  fmt::format("{}: no such file or folder{}", text, NearlyThere(fs, text)));
+  }
+  return found;
+}
+
 Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::string& text,
                                                      Terminal& terminal, IfLost lost) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, text, terminal.roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindNamed(fs, text, terminal));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource one, LatestOf(fs, found, terminal.roots));
   // A note and no warning: that is what was asked for.
   if (one.path != found.path) {
@@ -85,6 +147,22 @@ Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const Objec
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, checkpoint.OpenFile(part.file));
   return DescribeObject(*file, part.offset, part.length);
+}
+
+Status CheckRuleCuts(const OpenedCheckpoint& source, const std::string& text, const ShardRule& rule,
+                     int ranks) {
+  if (text == "replicate" || ranks == 1) return {};
+  bool any = false;
+  int most = 0;
+  TENSORMOUNT_RETURN_IF_ERROR(source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
+    const int axes = tensor.meta.shape().rank();
+    most = std::max(most, axes);
+    any = any || axes == 0 || rule.Cuts(tensor.meta.key(), axes);
+    return !any;
+  }));
+  if (any || most == 0) return {};
+  return {Code::kInvalidArgument, fmt::format("--shard {}: cuts no tensor: they have at most {} {}",
+                                              text, most, most == 1 ? "axis" : "axes")};
 }
 
 bool GlobMatches(const std::string& glob, const std::string& text) {

@@ -13,10 +13,15 @@
 #include "index/foreign/open_source.h"
 #include "index/read/checkpoint.h"
 #include "mount-tools/terminal.h"
+#include "state/shard_rule.h"
 
 namespace tensormount::tools {
 
-// Opens a source (FindSource, with the terminal's --root) as one checkpoint; of a store or a
+// FindSource, and what people mean besides: a folder that a mount of ours shows (MNT, MNT/step-1)
+// is its source, said in a note. Of what is not there the message says what is nearly.
+Result<FoundSource> FindNamed(FileSystem& fs, const std::string& text, Terminal& terminal);
+
+// Opens a source (FindNamed, with the terminal's --root) as one checkpoint; of a store or a
 // training directory the latest, said in a note. Warnings of the open (damaged copy, rebuilt index,
 // what was left out of a foreign one) are printed. `lost`: what to do where a foreign checkpoint
 // names what its files lack.
@@ -52,6 +57,11 @@ struct StoreAndName {
 // Of "step-1" the store is ".", of "/step-1" it is "/". The name is checked as a checkpoint's: no
 // "..", nothing that begins with a dot.
 Result<StoreAndName> SplitCheckpointPath(const std::string& path);
+
+// kInvalidArgument where a rule (--shard `text`) of several ranks cuts no tensor, as that of an
+// axis that none has: all ranks would have all of it, which `replicate` says.
+Status CheckRuleCuts(const OpenedCheckpoint& source, const std::string& text, const ShardRule& rule,
+                     int ranks);
 
 // What an object's bytes are, for a person (DescribeObject of index/foreign/torch_archive.h).
 Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectRecord& part);

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <fmt/core.h>
+#include <nlohmann/json.hpp>
 
 #include "mount-tools/shown_text.h"
 
@@ -69,6 +70,16 @@ int Terminal::Flush() {
 }
 
 int Terminal::Fail(const Status& status, std::string_view hint) {
+  if (json) {
+    nlohmann::ordered_json error{{"code", std::string(CodeName(status.code()))},
+                                 {"message", status.message()}};
+    if (!hint.empty()) error["hint"] = hint;
+    const std::string line = nlohmann::ordered_json{{"error", std::move(error)}}.dump(
+                                 -1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) +
+                             "\n";
+    std::fwrite(line.data(), 1, line.size(), stderr);
+    return kFailed;
+  }
   std::string line = "tensormount: ";
   // Line breaks of a message stay, indented, so that a report of several lines can be read and
   // cannot forge one of ours.
@@ -77,7 +88,7 @@ int Terminal::Fail(const Status& status, std::string_view hint) {
     if (c == '\n') line += "    ";
   }
   line += '\n';
-  if (!hint.empty()) line += fmt::format("tensormount: hint: {}\n", hint);
+  if (!hint.empty()) line += fmt::format("tensormount: hint: {}\n", ShownText(hint));
   std::fwrite(line.data(), 1, line.size(), stderr);
   return kFailed;
 }

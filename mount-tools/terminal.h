@@ -68,7 +68,8 @@ class Terminal {
   int Flush();
 
   // "tensormount: CODE: message" and, where there is one, a line about what to do. Further lines of
-  // a message are indented: none looks like one of ours. Returns kFailed.
+  // a message are indented: none looks like one of ours. With --json an object on one line instead,
+  // on standard error too: {"error": {"code", "message"}}, and "hint". Returns kFailed.
   int Fail(const Status& status, std::string_view hint = {});
   void Warn(std::string_view text);  // Not with --quiet.
   // What happened beside the result; standard error, only with --verbose.

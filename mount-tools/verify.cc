@@ -122,7 +122,7 @@ Result<std::vector<FoundSource>> AllOf(const FoundSource& source, const Terminal
 }  // namespace
 
 int RunVerify(const VerifyArgs& args, Terminal& terminal) {
-  const auto source = FindSource(HostFileSystem(), args.source, terminal.roots);
+  const auto source = FindNamed(HostFileSystem(), args.source, terminal);
   if (!source.ok()) {
     terminal.Fail(source.status());
     return source.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;

@@ -162,15 +162,36 @@ Result<ShardRule> ShardRule::ParseOrRead(FileSystem& fs, const std::string& text
   return out;
 }
 
-Result<Region> ShardRule::RegionOf(std::string_view key, DType dtype, const Dims& shape,
-                                   int rank) const {
+const ShardRule::Rule* ShardRule::RuleOf(std::string_view key) const {
   const std::string name(key);
   for (const Matcher& matcher : matchers_) {
     // fnmatch without FNM_PATHNAME: '*' crosses '/'.
-    if (fnmatch(matcher.glob.c_str(), name.c_str(), 0) == 0)
-      return Cut(matcher.rule, dtype, shape, rank, ranks_);
+    if (fnmatch(matcher.glob.c_str(), name.c_str(), 0) == 0) return &matcher.rule;
   }
-  return Status(Code::kInternal, "no rule matches");
+  return nullptr;
+}
+
+bool ShardRule::Cuts(std::string_view key, int axes) const {
+  const Rule* rule = RuleOf(key);
+  if (rule == nullptr) return false;
+  switch (rule->kind) {
+    case Rule::Kind::kReplicate:
+      return false;
+    case Rule::Kind::kFlat:
+      return true;
+    case Rule::Kind::kGrid:
+      return rule->grid.rank() <= axes;
+    case Rule::Kind::kDim:
+      return rule->axis < axes;
+  }
+  return false;
+}
+
+Result<Region> ShardRule::RegionOf(std::string_view key, DType dtype, const Dims& shape,
+                                   int rank) const {
+  const Rule* rule = RuleOf(key);
+  if (rule == nullptr) return Status(Code::kInternal, "no rule matches");
+  return Cut(*rule, dtype, shape, rank, ranks_);
 }
 
 Result<Region> ShardRule::Cut(const Rule& rule, DType dtype, const Dims& shape, int rank,

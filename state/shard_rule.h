@@ -35,6 +35,8 @@ class ShardRule {
   // Also the name of a JSON file.
   static Result<ShardRule> ParseOrRead(FileSystem& fs, const std::string& text, int ranks);
 
+  // Whether the rule of this key cuts a tensor of that many axes, or replicates it.
+  bool Cuts(std::string_view key, int axes) const;
   // What `rank` holds of a tensor; may be empty. Types under a byte are cut on whole bytes.
   Result<Region> RegionOf(std::string_view key, DType dtype, const Dims& shape, int rank) const;
 
@@ -48,6 +50,8 @@ class ShardRule {
     std::string glob;
     Rule rule;
   };
+  // That of the first glob which matches; null: none does.
+  const Rule* RuleOf(std::string_view key) const;
   static Result<Rule> ParseRule(std::string_view text, int ranks);
   static Result<Region> Cut(const Rule& rule, DType dtype, const Dims& shape, int rank, int ranks);
 

@@ -72,6 +72,7 @@ Result<FoundSource> FindResolved(FileSystem& fs, const std::string& path,
 
 Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
                                const std::vector<std::string>& roots) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(text));
   std::vector<std::string> warnings;
   const Result<std::string> path = ResolveSourcePath(fs, text, &warnings);
   if (path.ok()) {

@@ -100,24 +100,65 @@ std::string ParentOrRoot(const std::string& path) {
   return slash == 0 || slash == std::string::npos ? "/" : path.substr(0, slash);
 }
 
-// Makes what is missing of `path` and its name durable; returns its real path. Every folder is
-// synced into its parent before anything is made below it, so that whoever finds a folder need
-// only sync that one's parent to know that the whole path is durable.
-Result<std::string> MakeStoreFolder(FileSystem& fs, const std::string& path) {
-  std::string existing = path;
+// What there is of a path: the real path of the last folder that exists, and the names below it
+// that do not, the deepest first.
+struct ExistingPart {
+  std::string resolved;
   std::vector<std::string> missing;
+};
+Result<ExistingPart> FindExisting(FileSystem& fs, const std::string& path) {
+  std::string existing = path;
+  ExistingPart part;
   Result<std::string> resolved = fs.Resolve(existing);
   while (!resolved.ok() && resolved.status().code() == Code::kNotFound) {
     existing = WithoutTrailingSlashes(existing);
     const std::size_t slash = existing.rfind('/');
     const std::string name = slash == std::string::npos ? existing : existing.substr(slash + 1);
     if (name.empty() || name == "." || name == "..") return resolved.status();
-    missing.push_back(name);
+    part.missing.push_back(name);
     existing = slash == std::string::npos ? "." : slash == 0 ? "/" : existing.substr(0, slash);
     resolved = fs.Resolve(existing);
   }
   if (!resolved.ok()) return resolved.status();
-  std::string at = resolved.value();
+  part.resolved = std::move(resolved).value();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(part.resolved));
+  if (info.kind != FileKind::kDirectory) {
+    return Status(Code::kInvalidArgument, path + ": " + part.resolved + " is no folder");
+  }
+  return part;
+}
+
+// Whether a new store may be made there: not within a checkpoint, which it would damage, and not
+// within a store, which would list a folder that is no checkpoint. Folders that cannot be looked
+// into are no reason.
+Status CheckRoomForStore(FileSystem& fs, const std::string& path, const ExistingPart& part) {
+  const auto holds = [&](const std::string& folder, std::string_view name) {
+    return fs.LinkStat(JoinPath(folder, name)).ok();
+  };
+  if (part.missing.empty() && holds(part.resolved, kSuperblockFile)) return Status();
+  for (std::string at = part.resolved;; at = ParentOrRoot(at)) {
+    if (holds(at, kCommitFile) && holds(at, "manifest")) {
+      return Status(Code::kInvalidArgument, path + ": a store cannot be made there: " + at +
+                                                " is a checkpoint. Checkpoints stand beside each "
+                                                "other, as STORE/NAME");
+    }
+    if (holds(at, kSuperblockFile)) {
+      return Status(Code::kInvalidArgument, path + ": a store cannot be made there: " + at +
+                                                " is a store. Its checkpoints are STORE/NAME, "
+                                                "without folders between");
+    }
+    if (at == "/") return Status();
+  }
+}
+
+// Makes what is missing of `path` and its name durable; returns its real path. Every folder is
+// synced into its parent before anything is made below it, so that whoever finds a folder need
+// only sync that one's parent to know that the whole path is durable.
+Result<std::string> MakeStoreFolder(FileSystem& fs, const std::string& path) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ExistingPart part, FindExisting(fs, path));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckRoomForStore(fs, path, part));
+  std::string at = part.resolved;
   // Somebody may have made it a moment ago and not come to sync it. A parent that we may not even
   // open was not made by a save.
   if (at != "/") {
@@ -127,7 +168,7 @@ Result<std::string> MakeStoreFolder(FileSystem& fs, const std::string& path) {
       return synced;
     }
   }
-  for (auto it = missing.rbegin(); it != missing.rend(); ++it) {
+  for (auto it = part.missing.rbegin(); it != part.missing.rend(); ++it) {
     const std::string below = JoinPath(at, *it);
     TENSORMOUNT_RETURN_IF_ERROR(fs.EnsureDirectory(below));
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(at));
@@ -200,6 +241,7 @@ Status CheckCheckpointName(std::string_view name) {
 }
 
 Result<Store> Store::Open(FileSystem& fs, const std::string& path) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(path));
   Result<Superblock> superblock = ReadSuperblock(fs, resolved);
   if (superblock.status().code() == Code::kNotFound) {

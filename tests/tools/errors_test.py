@@ -10,14 +10,6 @@ import harness
 
 
 class Errors(harness.ToolTest):
-    def fails(self, *args, code, says, status=2):
-        result = self.run_tool(*args, expect=status)
-        lines = [l for l in result.stderr.splitlines() if "hint:" not in l and "warning:" not in l]
-        self.assertEqual(len(lines), 1, result.stderr)
-        self.assertTrue(lines[0].startswith(f"tensormount: {code}: "), lines[0])
-        self.assertIn(says, lines[0])
-        return result
-
     def test_names(self):
         self.save("step-1")
         before = sorted(p for p in self.store.rglob("*"))

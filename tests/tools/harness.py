@@ -115,6 +115,15 @@ class ToolTest(unittest.TestCase):
         out = self.run_tool("--json", *args, expect=expect).stdout
         return [json.loads(line) for line in out.splitlines()]
 
+    def fails(self, *args, code, says, status=2):
+        """The command ends with one error line of that code that holds the text."""
+        result = self.run_tool(*args, expect=status)
+        lines = [l for l in result.stderr.splitlines() if "hint:" not in l and "warning:" not in l]
+        self.assertEqual(len(lines), 1, result.stderr)
+        self.assertTrue(lines[0].startswith(f"tensormount: {code}: "), lines[0])
+        self.assertIn(says, lines[0])
+        return result
+
     def save(self, name="step-1", *more, model=None):
         self.run_tool("import", model or self.model, self.store / name, *more)
         return self.store / name

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// `tensormount init`: an empty store, so that the first checkpoint too can be saved through a
+// mount.
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include "index/store/store.h"
+#include "mount-tools/commands.h"
+
+namespace tensormount::tools {
+
+int RunInit(const InitArgs& args, Terminal& terminal) {
+  const Result<Store> there = Store::Open(HostFileSystem(), args.store);
+  const Result<Store> store = Store::OpenOrCreate(HostFileSystem(), args.store);
+  if (!store.ok()) return terminal.Fail(store.status());
+  if (terminal.json) {
+    terminal.Json(nlohmann::ordered_json{{"store", store.value().path()},
+                                         {"uuid", store.value().uuid().ToString()},
+                                         {"made", !there.ok()}});
+  } else if (!terminal.quiet) {
+    terminal.Line(fmt::format("{} {}", store.value().path(),
+                              there.ok() ? "is a store already" : "is a store now, and empty"));
+  }
+  return terminal.Flush();
+}
+
+}  // namespace tensormount::tools

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that people make at the command line, and what the answer must say.
+
+A line is a command (split as a shell would, without a shell), then what its error must contain: what
+is wrong and where, and of the hint what to do. mistakes_test.py runs them; as a program this prints
+what a build of the command answers:
+
+  mistakes.py BIN > answers.md
+"""
+
+import pathlib
+import shlex
+import subprocess
+import sys
+import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+MISTAKES = """
+mout st mnt | mout: no such command | did you mean `tensormount mount`
+unmout mnt | unmout: no such command | did you mean `tensormount unmount`
+help | help: no such command | `tensormount --help`
+verfy st | verfy: no such command | did you mean `tensormount verify`
+list st | list: no such command | `tensormount --help`
+save m.safetensors st/a | save: no such command | `tensormount --help`
+--versoin | --versoin: tensormount has no such option | did you mean --version
+'' | no command was given | --help
+ls | ls: SOURCE is required | `tensormount ls --help`
+cat st/step-1 | cat: KEY | `tensormount cat --help`
+import m.safetensors | import: | required | `tensormount import --help`
+export st/step-1 out --to | export: --to | `tensormount export --help`
+export st/step-1 out | --to is required | `tensormount export --help`
+ls --long st | --long: ls has no such option | `tensormount ls --help`
+ls --jsno st | --jsno: ls has no such option | did you mean --json
+import m.safetensors st/a --rank 2 | --rank: import has no such option | did you mean --ranks
+import m.safetensors st/a --shards rows | --shards: import has no such option | did you mean --shard
+import m.safetensors st/a --overwrite | --overwrite: import has no such option | --help
+mount st mnt --allow_other | --allow_other: mount has no such option | did you mean --allow-other
+verify st --quik | --quik: verify has no such option | did you mean --quick
+load st/step-1 --ranks x | --ranks | Value x
+load st/step-1 --ranks 0 | --ranks | 0
+load st/step-1 --ranks -3 | --ranks | -3
+load st/step-1 --ranks 1e3 | --ranks | 1e3
+load st/step-1 --ranks 5000 | --ranks | 5000
+load st/step-1 --shard dim:9 --ranks 2 | --shard dim:9: cuts no tensor | at most 2 axes
+load st/step-1 --shard grid:2x2x2 --ranks 8 | --shard grid:2x2x2: cuts no tensor | at most 2 axes
+load st/step-1 --shard grid:2x2 --ranks 3 | is for 4 ranks, but there are 3
+load st/step-1 --shard diagonal | shard rule 'diagonal' | rows, cols, dim:K
+load st/step-1 --shard dim:-1 | dim:-1
+load st/step-1 --shard dim: | dim:
+load st/step-1 --shard rows:3 | rows:3 | rows, cols, dim:K
+load st/step-1 --shard none.json | none.json
+load st/step-1 --shard m.safetensors | m.safetensors
+load st/step-1 --keys 'typo*' | --keys 'typo*': no key matches it
+load st/step-1 --compare m.safetensors --keys 'typo*' | --keys 'typo*': no key matches it
+load st/step-1 --compare nothere | nothere: no such file or folder
+load nothere | nothere: no such file or folder
+load st/step-1 --map none.json | none.json | No such file
+load st/step-1 --map notes.json | notes.json
+load st/step-1 --liveness -1 | --liveness
+diff st/step-1 | diff: | required
+diff st/step-1 nothere | nothere: no such file or folder
+diff st/step-1 st/step-2 --keys 'typo*' | --keys 'typo*': no key matches it
+diff st/step-1 empty | empty: an empty folder
+cat st/step-1 wte.weigth | no tensor wte.weigth | did you mean wte.weight
+cat st/step-1 WTE.weight | no tensor WTE.weight | did you mean wte.weight
+cat st/step-1 wteweight | no tensor wteweight | did you mean wte.weight
+cat st/step-1 nothing.at.all.like.it | no tensor nothing.at.all.like.it | `tensormount ls st/step-1` lists the keys
+cat st/step-1 'wte.weight[0:2' | wte.weight[0:2 | a slice ends with its bracket
+cat st/step-1 'wte.weight[0:99]' | wte.weight | 99
+cat st/step-1 'wte.weight[0:2,0:2,0:2]' | tensor wte.weight: slice [0:2,0:2,0:2] of shape [4, 6] | more parts than axes
+cat st/step-1 'wte.weight[a]' | wte.weight | a
+cat st/step-1 'wte.weight[::0]' | wte.weight
+cat st/step-1 'wte.weight[3:1]' | wte.weight
+cat st/step-1 wte.weight --as json | --as json: raw, npy or text
+cat st/latest2 wte.weight | st/latest2: no such file or folder
+cat notes.txt wte.weight | notes.txt
+cat st/step-1 '' | no tensor | `tensormount ls st/step-1` lists the keys
+info st/step-1 wte.wieght | no tensor wte.wieght | did you mean wte.weight
+info st/step-3 | st/step-3: no such file or folder | did you mean st/step-
+layout st/step-1 wte.weigth | wte.weigth | did you mean wte.weight
+layout st/step-1 wte.weight --svg nodir/a.svg | nodir/a.svg | No such file
+layout st/step-1 | layout: | required
+ls nothere | nothere: no such file or folder
+ls empty | empty: an empty folder
+ls other | other: | no COMMIT, no store.json
+ls notes.txt | notes.txt | no file of a format
+ls st/step-1 'typo*' | 'typo*': no key of st/step-1 matches it | `tensormount ls st/step-1`
+ls st/step-1 wte.weigth | no key of st/step-1 matches it | did you mean wte.weight
+ls st/step-3 | st/step-3: no such file or folder | did you mean st/step-
+ls s3://bucket/x | s3://bucket/x: a URL | mount what it names
+ls file:///tmp/x | a URL: give the path itself, /tmp/x
+ls st/step-1/data | st/step-1/data
+ls cut.safetensors | cut.safetensors
+import m.safetensors s3://bucket/x | s3://bucket: a URL | mount what it names
+import m.safetensors gs://b/x | gs://b: a URL
+import s3://bucket/x st/a | s3://bucket/x: a URL
+import m.safetensors st | st: want STORE/NAME
+import m.safetensors st/ | st
+import m.safetensors st/step-1 | st/step-1 | choose another name, or pass --if-exists replace
+import m.safetensors st/step-1/c | a store cannot be made there | is a checkpoint
+import m.safetensors st/sub/dir/c | a store cannot be made there | is a store
+import m.safetensors st/latest | latest | reserved
+import m.safetensors st/.hidden | .hidden | begins with a dot
+import m.safetensors notes.txt/a | notes.txt is no folder
+import m.safetensors st/a --if-exists maybe | --if-exists maybe: fail or replace
+import m.safetensors st/a --placement fast | --placement fast
+import m.safetensors st/a --shard dim:9 --ranks 2 | --shard dim:9: cuts no tensor
+import nothere st/a | nothere: no such file or folder
+import st st/a --map none.json | none.json | No such file
+import cut.safetensors st/a | cut.safetensors
+export st/step-1 out --to pickle | --to pickle: one of safetensors, hf, npy
+export st/step-1 m.safetensors --to safetensors | m.safetensors
+export st/step-1 nodir/out --to npy | nodir | No such file
+export st/step-1 out --to npy --hf-part-size 1GB | --hf-part-size and --hf-rules go with --to hf
+export st/step-1 out --to hf --hf-part-size many | many
+export st/step-1 s3://x/y --to npy | s3://x/y: a URL
+export nothere out --to npy | nothere: no such file or folder
+adopt m.safetensors st/step-1 | st/step-1
+adopt st/step-1 st/a | is a checkpoint of tensormount | `tensormount import`
+adopt empty st/a | empty: an empty folder
+adopt m.safetensors s3://x/y | s3://x: a URL
+mount nothere mnt | nothere: no such file or folder
+mount st nomnt | mount point nomnt: no such folder
+mount empty mnt | `tensormount init empty` makes it a store | an empty folder
+mount st full | full
+mount st mnt --verify sometimes | --verify sometimes
+mount st mnt --tier fast | --tier fast
+unmount mnt | mnt
+stats mnt | mnt
+verify nothere | nothere: no such file or folder
+verify empty | empty: an empty folder
+rm st/step-3 | st/step-3: no such checkpoint; nothing was removed | `tensormount ls st`
+rm st | st: a store: name a checkpoint of it, st/NAME; nothing was removed
+rm nothere/a | nothere | No such file
+gc nothere | nothere | No such file
+gc other | other: not a store
+gc st --grace -1 | --grace
+fsck nothere | nothere | No such file
+fsck m.safetensors | m.safetensors
+publish st/.staging/none | none
+publish st/step-1 | st/step-1
+check none.json | none.json | No such file
+check notes.json | notes.json
+init s3://x | s3://x: a URL
+init st/step-1 | a store cannot be made there
+init notes.txt | notes.txt is no folder
+derive st/a st/b | derive: this command is not built yet
+"""
+
+def commands():
+    """(words, texts that the error must contain), in the order of the table."""
+    out = []
+    for line in MISTAKES.strip().splitlines():
+        command, *says = [part.strip() for part in line.split(" | ")]
+        out.append((shlex.split(command), says))
+    return out
+
+def make_world(tool, folder):
+    """What the commands are tried on."""
+    import numpy as np
+    from harness import write_safetensors
+
+    wte = np.arange(24, dtype="<f4").reshape(4, 6)
+    tensors = {"wte.weight": ("F32", (4, 6), wte.tobytes()), "b": ("F32", (3,), wte.tobytes()[:12])}
+    write_safetensors(folder / "m.safetensors", tensors)
+    (folder / "cut.safetensors").write_bytes((folder / "m.safetensors").read_bytes()[:50])
+    (folder / "notes.txt").write_text("to do\n")
+    (folder / "notes.json").write_text('"to do"\n')
+    for name in ["empty", "other", "mnt", "full"]:
+        (folder / name).mkdir()
+    (folder / "other" / "notes.txt").write_text("to do\n")
+    (folder / "full" / "notes.txt").write_text("to do\n")
+    for name in ["step-1", "step-2"]:
+        subprocess.run([tool, "import", "m.safetensors", f"st/{name}"], cwd=folder, check=True, capture_output=True)
+
+def answer(tool, folder, words):
+    """(exit status, standard error)."""
+    done = subprocess.run([tool, *words], cwd=folder, capture_output=True, stdin=subprocess.DEVNULL, timeout=60,
+                          errors="replace")
+    return done.returncode, done.stderr.strip()
+
+def main():
+    tool = str(pathlib.Path(sys.argv[1]).resolve() / "tensormount")
+    for words, says in commands():
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name)
+            make_world(tool, folder)
+            status, error = answer(tool, folder, words)
+            subprocess.run(["umount", "-l", str(folder / "mnt")], capture_output=True)
+        told = all(text in error for text in says)
+        print(f"| `{shlex.join(words)}` | {status} | {error.replace(name, '')} | {told}".replace("\n", "<br>"))
+
+if __name__ == "__main__":
+    main()

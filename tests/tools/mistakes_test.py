@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command says of mistakes: mistakes.py has them. And what else is told in words: JSON errors,
+URLs, stores within stores, mount paths as sources."""
+
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
+import unittest
+
+import mistakes
+from harness import TOOL, ToolTest, need_fuse
+
+
+class Mistakes(unittest.TestCase):
+    def test_each_says_what_where_and_what_to_do(self):
+        base = os.environ.get("TENSORMOUNT_TEST_TMPDIR") or None
+        with tempfile.TemporaryDirectory(dir=base) as name:
+            folder = pathlib.Path(name)
+            mistakes.make_world(TOOL, folder)
+            before = sorted(str(p) for p in folder.rglob("*") if ".generations" not in str(p))
+            for words, says in mistakes.commands():
+                with self.subTest(command=" ".join(words)):
+                    status, error = mistakes.answer(TOOL, folder, words)
+                    self.assertEqual(status, 2, error)
+                    for text in says:
+                        self.assertIn(text, error)
+                    self.assertLessEqual(len(error.splitlines()), 2, error)
+                    status, error = mistakes.answer(TOOL, folder, ["--json", *words])
+                    self.assertEqual(status, 2, error)
+                    told = json.loads(error.splitlines()[-1])["error"]
+                    self.assertLessEqual({"code", "message"}, told.keys())
+                    self.assertLessEqual(told.keys(), {"code", "message", "hint"})
+            after = sorted(str(p) for p in folder.rglob("*") if ".generations" not in str(p))
+            self.assertEqual(after, before)  # Nothing was made, and nothing went.
+
+
+class InWords(ToolTest):
+    def test_a_checkpoint_stays_whole_whatever_is_saved_into_it(self):
+        path = self.save("step-1")
+        self.fails("import", self.model, path / "c", code="INVALID_ARGUMENT", says="is a checkpoint")
+        self.fails("import", self.model, path / "data" / "c", code="INVALID_ARGUMENT", says="is a checkpoint")
+        os.symlink(path, self.dir / "link")
+        self.fails("import", self.model, self.dir / "link" / "c", code="INVALID_ARGUMENT", says="is a checkpoint")
+        self.run_tool("verify", path)
+
+    def test_a_store_that_stands_within_another_goes_on(self):
+        self.save("step-1")
+        inner = self.store / "old"
+        inner.mkdir()
+        (inner / "store.json").write_bytes((self.store / "store.json").read_bytes())
+        self.run_tool("import", self.model, inner / "step-1")
+
+    def test_a_url_as_a_path(self):
+        # Who has such a folder names it so.
+        self.run_tool("import", self.model, "./s3:/bucket/x")
+        self.run_tool("ls", "./s3:/bucket/x")
+        self.fails("ls", "s3://bucket/x", code="UNSUPPORTED", says="a URL")
+
+    def test_the_first_checkpoint_through_a_mount(self):
+        need_fuse()
+        made = self.run_tool("init", "new/store", "--json")
+        self.assertTrue(json.loads(made.stdout)["made"])
+        self.assertFalse(json.loads(self.run_tool("init", "new/store", "--json").stdout)["made"])
+        mnt = self.mount(self.dir / "new" / "store")
+        staging = mnt / ".staging" / "a"
+        staging.mkdir(parents=True)
+        (staging / "schema.json").write_text('{"tensors": {"w": {"dtype": "U8", "shape": [5]}}}')
+        (staging / "tensors" / "w").write_bytes(b"hello")
+        os.rename(staging, mnt / "a")
+        self.assertEqual((mnt / "a" / "tensors" / "w").read_bytes(), b"hello")
+
+    def test_mount_paths_as_sources(self):
+        need_fuse()
+        path = self.save("step-1")
+        mnt = self.mount(self.store)
+        for source, meant in [(mnt, self.store), (mnt / "step-1", path), (mnt / "latest", path)]:
+            self.assertEqual(self.run_tool("ls", source).stdout, self.run_tool("ls", meant).stdout)
+        self.run_tool("verify", mnt / "step-1")
+        self.run_tool("diff", mnt / "step-1", self.model)
+        self.fails("ls", mnt / "step-1" / "tensors", code="UNSUPPORTED", says="")
+        # A folder with such a file that is no mount leads nowhere.
+        fake = self.dir / "fake" / ".tensormount"
+        fake.mkdir(parents=True)
+        (fake / "status").write_text(json.dumps({"source": str(self.store)}))
+        self.fails("ls", self.dir / "fake", code="UNSUPPORTED", says="fake")
+
+
+if __name__ == "__main__":
+    unittest.main()
