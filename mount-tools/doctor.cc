@@ -11,13 +11,12 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "tensormount/mpi.h"
-
 #include "base/file_system.h"
 #include "base/hash.h"
 #include "fs/mount/fuse_backing.h"
 #include "gpu/device.h"
 #include "mount-tools/commands.h"
+#include "mount-tools/mpi_module.h"
 
 namespace tensormount::tools {
 namespace {
@@ -169,9 +168,8 @@ int RunDoctor(const DoctorArgs& args, Terminal& terminal) {
                       KernelAtLeast(6, 6) ? "offered by this kernel" : "needs Linux 6.6",
                       KernelAtLeast(6, 6) ? "" : "files are then served through the page cache"});
   findings.push_back(Passthrough());
-  const bool mpi = MpiIsBuilt();
-  findings.push_back({"mpi", mpi, mpi ? "built in" : "not built in",
-                      mpi ? "" : "install libopenmpi-dev and openmpi-bin and build again"});
+  const auto mpi = FindMpi();
+  findings.push_back({"mpi", mpi.ok(), mpi.ok() ? mpi.value() : mpi.status().message(), ""});
   const Status device = gpu::DeviceStatus();
   findings.push_back(
       {"cuda", device.ok(), device.ok() ? "a device is there" : device.message(), ""});

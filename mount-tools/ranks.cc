@@ -4,6 +4,8 @@
 
 #include <fmt/core.h>
 
+#include "mount-tools/mpi_module.h"
+
 namespace tensormount::tools {
 
 Timeouts MakeTimeouts(double liveness_seconds, double arrival_seconds) {
@@ -18,7 +20,7 @@ Result<Ranks> Ranks::Make(int wanted) {
     if (wanted != 0) {
       return Status(Code::kInvalidArgument, "--ranks under mpirun: mpirun's -n says how many");
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(out.mpi_, MpiSession::Init());
+    TENSORMOUNT_ASSIGN_OR_RETURN(out.mpi_, InitMpi());
     TENSORMOUNT_ASSIGN_OR_RETURN(out.world_, out.mpi_->World());
     out.size_ = out.world_->size();
     return out;

@@ -8,6 +8,17 @@ scratch=$(mktemp -d "${TENSORMOUNT_TEST_TMPDIR:-${TMPDIR:-/tmp}}/tensormount-ins
 trap 'rm -rf "$scratch"' EXIT
 fail() { echo "install_test: $*" >&2; exit 1; }
 
+echo "-- what is installed is built by --target tensormount"
+if [ -f "$build/build.ninja" ]; then
+  ninja -C "$build" -t inputs tensormount > "$scratch/inputs"
+  while read -r file; do
+    [ "$file" = bin/tensormount ] || [ "$file" = bin/mount.tensormount ] ||
+      grep -qx "$file" "$scratch/inputs" || fail "--target tensormount does not build $file"
+  done < <(grep -hoE "\"$build/(bin|lib)/[^\"]*(\.so[^\"]*|/tensormount|/mount\.[a-z]*)\"" \
+    "$build"/{lib,mount-tools}/cmake_install.cmake | tr -d '"' | grep -v '/CMakeFiles/' |
+    sed "s|^$build/||; s|\.so\.[0-9]*\.[0-9]*$|.so|" | sort -u)
+fi
+
 cmake --install "$build" --prefix "$scratch/first" > "$scratch/install.log" ||
   { cat "$scratch/install.log"; fail "cmake --install failed (is everything built?)"; }
 # The tree must work wherever it is moved to.
@@ -50,6 +61,51 @@ for header in "$prefix"/include/tensormount/*.h; do
     fail "$header includes a third-party header"
   fi
 done
+
+echo "-- the command needs no MPI"
+command=$prefix/bin/tensormount
+needed=$(ldd "$command")
+! grep -q libmpi <<< "$needed" || fail "the command loads MPI"
+python3 - "$scratch/model.safetensors" << 'END'
+import json, struct, sys
+header = json.dumps({"w": {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]}}).encode()
+open(sys.argv[1], "wb").write(struct.pack("<Q", len(header)) + header + bytes(range(32)))
+END
+# refused WORDS: an import as a rank of MPI ends with UNSUPPORTED and these words.
+refused() {
+  local result=0
+  OMPI_COMM_WORLD_SIZE=1 "$command" import "$scratch/model.safetensors" "$scratch/refused/a" \
+    2> "$scratch/log" || result=$?
+  { [ $result = 2 ] && grep -q "UNSUPPORTED: MPI: .*$1" "$scratch/log"; } ||
+    { cat "$scratch/log"; fail "without its module MPI is not refused with: $1"; }
+  [ ! -e "$scratch/refused" ] || fail "a refused import wrote something"
+}
+module=$prefix/lib/tensormount/mpi.so
+if [ "$have_mpi" = ON ]; then
+  [ -f "$module" ] || fail "no $module"
+  mv "$module" "$scratch/mpi.so"
+fi
+refused "mpi.so is not there: install the package tensormount-mpi"
+"$command" import "$scratch/model.safetensors" "$scratch/alone/a" > "$scratch/log" ||
+  fail "without MPI nothing is imported"
+# The module without the library of MPI, and one of another version.
+mkdir -p "$prefix/lib/tensormount"
+echo 'int gone(void) { return 0; }' | cc -shared -fPIC -x c - -o "$scratch/libgone.so.1"
+echo 'int gone(void); int here(void) { return gone(); }' |
+  cc -shared -fPIC -x c - -x none "$scratch/libgone.so.1" -o "$module"
+rm "$scratch/libgone.so.1"
+refused "libgone.so.1: cannot open shared object file.*libopenmpi3"
+echo 'const char tensormount_mpi_module_version[] = "0.0.9"; void tensormount_mpi_module_init(void) {}' |
+  cc -shared -fPIC -x c - -o "$module"
+refused "is of another version than this command"
+rm "$module"
+[ "$have_mpi" != ON ] || mv "$scratch/mpi.so" "$module"
+if [ "$have_mpi" = ON ]; then
+  OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 \
+    timeout 60 mpirun -n 2 "$command" import "$scratch/model.safetensors" "$scratch/alone/b" \
+    > "$scratch/log" || { cat "$scratch/log"; fail "mpirun -n 2 tensormount import"; }
+  grep -q '2 ranks' "$scratch/log" || fail "mpirun -n 2 did not save by 2 ranks"
+fi
 
 echo "-- find_package"
 cmake -S "$source/examples" -B "$scratch/examples" -DCMAKE_PREFIX_PATH="$prefix" \
@@ -103,4 +159,15 @@ export PKG_CONFIG_PATH=$libraries/pkgconfig
   $(pkg-config --cflags --libs tensormount) -Wl,-rpath,"$libraries"
 "$scratch/by_pkg_config" "$scratch/store2" > /dev/null || fail "the pkg-config build does not run"
 pkg-config --exists tensormount-mpi || fail "no tensormount-mpi.pc"
+
+echo "-- stripped, and uninstalled without a rest"
+DESTDIR=$scratch/staged cmake --install "$build" --prefix /usr --strip > "$scratch/install.log" ||
+  { cat "$scratch/install.log"; fail "cmake --install --strip failed"; }
+"$scratch/staged/usr/bin/tensormount" --version > /dev/null || fail "stripped, it does not start"
+[ -z "$(nm "$scratch/staged/usr/bin/tensormount" 2> /dev/null)" ] || fail "--strip strips nothing"
+[ -L "$scratch/staged/usr/bin/mount.tensormount" ] || fail "no mount.tensormount"
+DESTDIR=$scratch/staged cmake "-DMANIFEST=$build/install_manifest.txt" \
+  -P "$source/cmake/uninstall.cmake" > "$scratch/log" || { cat "$scratch/log"; fail "uninstall"; }
+left=$(find "$scratch/staged" ! -type d)
+[ -z "$left" ] || fail "uninstall leaves $left"
 echo "-- fine"
