@@ -18,6 +18,7 @@
 #include <fmt/core.h>
 
 #include "mount-tools/commands.h"
+#include "mount-tools/help.h"
 #include "mount-tools/nearest.h"
 
 namespace tensormount::tools {
@@ -40,7 +41,7 @@ constexpr const char* kNotBuiltGroup = "Not built yet";
 struct Program {
   CLI::App app{
       "Mounts, saves, loads and checks checkpoints of distributed training.\n"
-      "SOURCE is a checkpoint (STORE/step-1000), a STORE, or what other programs saved: a folder\n"
+      "SOURCE is a checkpoint (STORE/step-1000), a STORE, or what other programs saved: a folder "
       "or file in a format of docs/formats-adopted.md, or a training directory of such.",
       "tensormount"};
   Terminal terminal;
@@ -226,7 +227,8 @@ void AddLooking(Program& p) {
   c->add_option("SOURCE", p.ls.source)->required();
   c->add_option("GLOB", p.ls.glob, "'*' crosses '/'");
   c->add_flag("--layers", p.ls.layers, "Also the names of layers of stacked tensors");
-  c->add_flag("-l", p.ls.details, "dtype, shape, size, digest, chunks, placement");
+  c->add_flag("-l", p.ls.details,
+              "dtype, shape, size (-v: digest, chunks, placement); of checkpoints date and size");
 
   c = p.Command("info", "Describes a store, a checkpoint or one tensor",
                 "tensormount info STORE/step-0 encoder.weight", p.info, RunInfo);
@@ -475,6 +477,7 @@ int FailToParse(const CLI::App& app, const CLI::ParseError& error, int argc,
 int Run(int argc, const char* const* argv) {
   Program program;
   CLI::App& app = program.app;
+  app.formatter(MakeHelpFormatter());
   app.set_version_flag("--version", kVersion);
   // Exactly one; none is an error with the hint to --help.
   app.require_subcommand(1);

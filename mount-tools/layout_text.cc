@@ -187,10 +187,12 @@ std::vector<std::int64_t> Edges(const LayoutPanel& panel, std::int64_t extent,
 }
 
 // Columns as wide as their longest entry among the rows that are shown.
-std::string TableText(const Layout& layout, std::size_t most) {
+std::string TableText(const Layout& layout, std::size_t most, std::size_t columns) {
   std::size_t region = 3;
   std::size_t holder = 4;
   std::size_t file = 4;
+  std::size_t offset = 6;
+  std::size_t bytes = 5;
   const std::size_t rows = std::min(most, layout.chunks.size());
   for (std::size_t i = 0; i < rows; ++i) {
     const LayoutChunk& chunk = layout.chunks[i];
@@ -199,19 +201,30 @@ std::string TableText(const Layout& layout, std::size_t most) {
       holder = std::max(holder, layout.holders[chunk.holder].name.size());
     }
     file = std::max(file, chunk.file.size());
+    offset = std::max(offset, std::to_string(chunk.offset).size());
+    bytes = std::max(bytes, std::to_string(chunk.length).size());
   }
-  std::string text = fmt::format("{:<{}}  {:<{}}  {:<{}}  {:>14}  {:>14}\n", "box", region, "from",
-                                 holder, "file", file, "offset", "bytes");
+  // Two lines a chunk, the second indented, where one would be broken by the terminal.
+  const bool wide = region + holder + file + offset + bytes + 8 <= columns;
+  const auto row = [&](const std::string& box, const std::string& from, const std::string& in,
+                       const std::string& at, const std::string& length, const std::string& more) {
+    std::string line = fmt::format("{:<{}}  {:<{}}", box, region, from, holder);
+    while (!wide && line.ends_with(' ')) line.pop_back();
+    line += wide ? "  " : "\n    ";
+    return line +
+           fmt::format("{:<{}}  {:>{}}  {:>{}}{}\n", in, file, at, offset, length, bytes, more);
+  };
+  std::string text = row("box", "from", "file", "offset", "bytes", "");
   for (std::size_t i = 0; i < rows; ++i) {
     const LayoutChunk& chunk = layout.chunks[i];
     const LayoutHolder& from = layout.holders[chunk.holder];
     const std::string who =
         from.kind == LayoutHolder::Kind::kFile ? from.Short(chunk.holder) : from.name;
-    text += fmt::format("{:<{}}  {:<{}}  {:<{}}  {:>14}  {:>14}", chunk.region, region, who, holder,
-                        chunk.file, file, chunk.offset, chunk.length);
-    if (chunk.strides.rank() > 0) text += "  strided " + chunk.strides.ToString();
-    if (chunk.hash.empty()) text += "  no hash";
-    text += "\n";
+    std::string more;
+    if (chunk.strides.rank() > 0) more += "  strided " + chunk.strides.ToString();
+    if (chunk.hash.empty()) more += "  no hash";
+    text += row(chunk.region, who, chunk.file, std::to_string(chunk.offset),
+                std::to_string(chunk.length), more);
   }
   if (rows < layout.chunks.size()) {
     text += fmt::format("... and {} chunks more (-v, --json and --html have all)\n",
@@ -301,7 +314,8 @@ std::string LayoutText(const Layout& layout, int columns, bool colours, std::siz
   if (layout.holders.size() > kMostTextLegend) {
     text += fmt::format("... and {} more\n", layout.holders.size() - kMostTextLegend);
   }
-  if (!layout.chunks.empty()) text += "\n" + TableText(layout, table_rows);
+  if (!layout.chunks.empty())
+    text += "\n" + TableText(layout, table_rows, static_cast<std::size_t>(std::max(columns, 1)));
   while (!text.empty() && text.back() == '\n') text.pop_back();
   return text;
 }

@@ -4,6 +4,7 @@
 // `ls` streams: a line for each key as the index gives it, so it needs no memory for a million
 // keys. `info` of a tensor shows all that the index has of it, each chunk too.
 #include <algorithm>
+#include <ctime>
 #include <set>
 
 #include <fmt/core.h>
@@ -35,22 +36,51 @@ nlohmann::ordered_json TensorJson(const OpenedCheckpoint& checkpoint, const Tens
   return json;
 }
 
+// "2026-11-22 21:15" in local time.
+std::string DateText(std::int64_t seconds) {
+  const auto time = static_cast<std::time_t>(seconds);
+  std::tm parts{};
+  char text[64] = {};
+  if (localtime_r(&time, &parts) == nullptr ||
+      std::strftime(text, sizeof text, "%Y-%m-%d %H:%M", &parts) == 0) {
+    return std::to_string(seconds);
+  }
+  return text;
+}
+
+// A line of ls -l of a store or a training directory: 38 columns, then the name.
+std::string DetailsLine(const Terminal& terminal, std::uint64_t generation, const std::string& date,
+                        const std::string& size, bool latest, const std::string& name) {
+  std::string line =
+      fmt::format("{:>8} {:<16} {:>8} {:<6} ", generation, date, size, latest ? "latest" : "");
+  return line + terminal.LastName(name, line.size());
+}
+
 // The steps of a training directory, which has no uuids.
 // Generations are step numbers, as the names of the folders say them.
-int ListSteps(const FoundSource& source, Terminal& terminal) {
+int ListSteps(const FoundSource& source, const LsArgs& args, Terminal& terminal) {
   const auto folder = ForeignFolder::Open(HostFileSystem(), source.path, terminal.roots);
   if (!folder.ok()) return terminal.Fail(folder.status());
   const auto steps = ReadForeignSteps(folder.value());
   if (!steps.ok()) return terminal.Fail(steps.status());
   if (!steps.value()) return terminal.Flush();  // Gone meanwhile.
   for (const ForeignStep& step : steps.value()->steps) {
+    const bool latest = step.name == steps.value()->latest;
+    // What a step holds only opening it would tell, which may take long: its date is its folder's.
+    const auto info = args.details ? HostFileSystem().Stat(source.path + "/" + step.name)
+                                   : Result<FileInfo>(FileInfo{});
+    if (!info.ok()) return terminal.Fail(info.status());
     if (terminal.json) {
-      terminal.Json(nlohmann::ordered_json{{"checkpoint", step.name},
-                                           {"generation", step.generation},
-                                           {"latest", step.name == steps.value()->latest}});
+      nlohmann::ordered_json json = {
+          {"checkpoint", step.name}, {"generation", step.generation}, {"latest", latest}};
+      if (args.details) json["modified"] = info.value().mtime_seconds;
+      terminal.Json(json);
+    } else if (args.details) {
+      terminal.Line(DetailsLine(terminal, step.generation, DateText(info.value().mtime_seconds), "",
+                                latest, step.name));
     } else {
-      terminal.Line(fmt::format("{}\tgeneration {}{}", step.name, step.generation,
-                                step.name == steps.value()->latest ? "\tlatest" : ""));
+      terminal.Line(
+          fmt::format("{}\tgeneration {}{}", step.name, step.generation, latest ? "\tlatest" : ""));
     }
   }
   return terminal.Flush();
@@ -103,13 +133,47 @@ int InfoObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRecor
   return terminal.Flush();
 }
 
-int ListStore(const FoundSource& source, Terminal& terminal) {
+// Bytes of all data files, and when it was published.
+struct StoredDetails {
+  std::uint64_t bytes = 0;
+  std::int64_t created = 0;
+};
+
+Result<StoredDetails> DetailsOf(const std::string& folder, const Terminal& terminal) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const auto opened,
+      OpenedCheckpoint::Open(HostFileSystem(), folder, {.roots = terminal.roots}));
+  StoredDetails details{.bytes = 0, .created = opened->index().info().created};
+  for (const FileRecord& file : opened->index().files()) details.bytes += file.length;
+  return details;
+}
+
+int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal) {
   auto store = Store::Open(HostFileSystem(), source.path);
   if (!store.ok()) return terminal.Fail(store.status());
   auto list = store.value().List();
   if (!list.ok()) return terminal.Fail(list.status());
+  // Where no one can tell which is the latest, none is called so; the one that stands in the way is
+  // listed with its problem.
+  const auto latest = store.value().Latest();
   int worst = kDone;
-  for (const CheckpointListing& item : list.value()) {
+  for (const CheckpointListing& listed : list.value()) {
+    CheckpointListing item = listed;
+    StoredDetails details;
+    if (args.details && item.problem.ok()) {
+      const auto opened = DetailsOf(source.path + "/" + item.name, terminal);
+      if (opened.ok()) {
+        details = opened.value();
+      } else if (opened.status().code() == Code::kNotFound) {
+        continue;  // Removed meanwhile.
+      } else {
+        item.problem = opened.status();
+        item.state = opened.status().code() == Code::kDataLoss ? CheckpointListing::State::kDamaged
+                                                               : CheckpointListing::State::kUnread;
+      }
+    }
+    const bool is_latest =
+        latest.ok() && latest.value().name == item.name && latest.value().uuid == item.uuid;
     // What is listed with a problem is listed; that nothing is known of it, or damage, is said in
     // the exit status too.
     if (item.state == CheckpointListing::State::kUnread) worst = kFailed;
@@ -117,9 +181,17 @@ int ListStore(const FoundSource& source, Terminal& terminal) {
     if (terminal.json) {
       nlohmann::ordered_json json = {{"checkpoint", item.name},
                                      {"uuid", item.uuid.ToString()},
-                                     {"generation", item.generation}};
+                                     {"generation", item.generation},
+                                     {"latest", is_latest}};
+      if (args.details && item.problem.ok()) {
+        json["created"] = details.created;
+        json["file_bytes"] = details.bytes;
+      }
       if (!item.problem.ok()) json["problem"] = item.problem.ToString();
       terminal.Json(json);
+    } else if (item.problem.ok() && args.details) {
+      terminal.Line(DetailsLine(terminal, item.generation, DateText(details.created),
+                                HumanBytes(details.bytes), is_latest, item.name));
     } else if (item.problem.ok()) {
       terminal.Line(
           fmt::format("{}\tgeneration {}\t{}", item.name, item.generation, item.uuid.ToString()));
@@ -132,6 +204,12 @@ int ListStore(const FoundSource& source, Terminal& terminal) {
   }
   const int flushed = terminal.Flush();
   return flushed != kDone ? flushed : worst;
+}
+
+// Dtype, shape and size, with a blank at the end: 32 columns for most tensors.
+std::string TensorColumns(const TensorMeta& meta) {
+  return fmt::format("{:<5} {:<16} {:>8} ", InfoOf(meta.dtype()).name, meta.shape().ToString(),
+                     HumanBytes(meta.bytes()));
 }
 
 // The names by which layers of stacked tensors can be read.
@@ -162,9 +240,9 @@ Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Termin
             {"stacked_key", layer->stacked.meta.key()},
             {"layer", n}});
       } else if (args.details) {
-        terminal.Line(fmt::format("{:<8} {:<20} {:>10} layer {} of {} {}",
-                                  InfoOf(meta.dtype()).name, meta.shape().ToString(),
-                                  HumanBytes(meta.bytes()), n, layer->stacked.meta.key(), name));
+        std::string line = TensorColumns(meta);
+        if (terminal.verbose) line += fmt::format("layer {} of {} ", n, layer->stacked.meta.key());
+        terminal.Line(line + terminal.LastName(name, line.size()));
       } else {
         terminal.Line(name);
       }
@@ -183,11 +261,13 @@ int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal
     if (terminal.json) {
       terminal.Json(TensorJson(checkpoint, tensor));
     } else if (args.details) {
-      terminal.Line(fmt::format("{:<8} {:<20} {:>10} {} {:>5} {:<11} {}",
-                                InfoOf(tensor.meta.dtype()).name, tensor.meta.shape().ToString(),
-                                HumanBytes(tensor.meta.bytes()),
-                                tensor.has_digest ? DigestHex(tensor.digest) : std::string(16, '-'),
-                                tensor.chunks, PlacementOf(checkpoint, tensor), tensor.meta.key()));
+      std::string line = TensorColumns(tensor.meta);
+      if (terminal.verbose) {
+        line += fmt::format("{} {:>5} {:<11} ",
+                            tensor.has_digest ? DigestHex(tensor.digest) : std::string(16, '-'),
+                            tensor.chunks, PlacementOf(checkpoint, tensor));
+      }
+      terminal.Line(line + terminal.LastName(tensor.meta.key(), line.size()));
     } else {
       terminal.Line(tensor.meta.key());
     }
@@ -385,10 +465,10 @@ int RunLs(const LsArgs& args, Terminal& terminal) {
   auto source = FindNamed(HostFileSystem(), args.source, terminal);
   if (!source.ok()) return terminal.Fail(source.status());
   if (args.glob.empty() && source.value().kind == SourceKind::kStore) {
-    return ListStore(source.value(), terminal);
+    return ListStore(source.value(), args, terminal);
   }
   if (args.glob.empty() && source.value().kind == SourceKind::kForeignSteps) {
-    return ListSteps(source.value(), terminal);
+    return ListSteps(source.value(), args, terminal);
   }
   auto opened = OpenSource(HostFileSystem(), args.source, terminal);
   if (!opened.ok()) return terminal.Fail(opened.status());

@@ -37,6 +37,25 @@ int Terminal::Columns() {
   return size.ws_col;
 }
 
+std::string Terminal::LastName(std::string_view name, std::size_t taken) const {
+  if (json || verbose || isatty(STDOUT_FILENO) == 0) return std::string(name);
+  const std::string shown = ShownText(name, {});
+  // Where characters of UTF-8 begin: each is counted as one column.
+  std::vector<std::size_t> starts;
+  for (std::size_t i = 0; i < shown.size(); ++i) {
+    if ((static_cast<unsigned char>(shown[i]) & 0xC0U) != 0x80U) starts.push_back(i);
+  }
+  const auto columns = static_cast<std::size_t>(std::max(Columns(), 1));
+  const std::size_t room = std::max<std::size_t>(columns > taken ? columns - taken : 0, 16);
+  if (starts.size() <= room) return shown;
+  constexpr std::string_view kCut = "...";
+  const std::size_t kept = room - kCut.size();
+  // The ends of keys tell more than their beginnings: weight or bias, of which layer.
+  const std::size_t front = kept / 3;
+  return shown.substr(0, starts[front]) + std::string(kCut) +
+         shown.substr(starts[starts.size() - (kept - front)]);
+}
+
 void Terminal::Line(std::string_view text) { Text(ShownText(text, "\t")); }
 
 void Terminal::Text(std::string_view text) {

@@ -47,6 +47,10 @@ class Terminal {
   bool colours() const;
   // Columns of the terminal that standard output is; 80 where it is none.
   static int Columns();
+  // A name at the end of a line, of which `taken` columns are full: on a terminal it is shortened
+  // in the middle ("encoder....weight") where the line would wrap, but not below 16 columns. As it
+  // is in pipes and files, and with -v.
+  std::string LastName(std::string_view name, std::size_t taken) const;
 
   // Standard output, one line whatever the text holds: keys and names come from outside, and do no
   // more than show (ShownText). Failures of the pipe end up in Flush().

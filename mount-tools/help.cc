@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// How --help looks: CLI11's sections, each line within the columns of a terminal.
+#include "mount-tools/help.h"
+
+#include <vector>
+
+namespace tensormount::tools {
+namespace {
+
+// Where descriptions begin. Longer names stand on a line of their own.
+constexpr std::size_t kDescriptions = 26;
+
+class HelpFormatter : public CLI::Formatter {
+ public:
+  std::string make_description(const CLI::App* app) const override {
+    return Wrapped(app->get_description(), 0, 0);
+  }
+
+  std::string make_usage(const CLI::App* app, std::string name) const override {
+    std::string usage = CLI::Formatter::make_usage(app, name);
+    usage.erase(usage.find_last_not_of('\n') + 1);
+    return Wrapped(usage, 0, 4);
+  }
+
+  std::string make_subcommand(const CLI::App* sub) const override {
+    return Item(sub->get_name(), sub->get_description());
+  }
+
+  // "--ranks INT" and the range behind the description, not between name and description.
+  std::string make_option(const CLI::Option* option, bool is_positional) const override {
+    std::string type = option->get_option_text();
+    std::string what = option->get_description();
+    if (type.empty() && option->get_type_size() != 0) {
+      // CLI11 puts a check behind the type: "INT:INT in [1 - 4096]".
+      type = option->get_type_name();
+      const std::size_t check = type.find(':');
+      const std::size_t range = type.find('[');
+      if (check != std::string::npos && range != std::string::npos) {
+        // One word, that is not broken: "[1..4096]".
+        std::string limits = type.substr(range);
+        const std::size_t dash = limits.find(" - ");
+        if (dash != std::string::npos) limits.replace(dash, 3, "..");
+        what += (what.empty() ? "" : " ") + limits;
+      }
+      type = type.substr(0, check);
+      if (!option->get_default_str().empty()) type += "=" + option->get_default_str();
+      // A positional says by its place that it is required, and by "[]" in the usage that it is
+      // not.
+      if (option->get_required() && !is_positional) what += " (required)";
+      if (is_positional && type == "TEXT") type.clear();
+    }
+    const std::string name =
+        is_positional ? option->get_name(true, false) : option->get_name(false, true);
+    return Item(type.empty() ? name : name + " " + type, what);
+  }
+
+  std::string make_footer(const CLI::App* app) const override {
+    // "Example:", and below it a command.
+    const std::string footer = app->get_footer();
+    const std::size_t line = footer.find('\n');
+    if (line == std::string::npos) return footer.empty() ? "" : Wrapped(footer, 0, 0);
+    const std::size_t begin = footer.find_first_not_of(' ', line + 1);
+    return footer.substr(0, line + 1) +
+           WrappedCommand(begin == std::string::npos ? "" : std::string_view(footer).substr(begin),
+                          2);
+  }
+
+ private:
+  static std::string Item(const std::string& name, const std::string& what) {
+    std::string line = "  " + name;
+    if (what.empty()) return line + "\n";
+    if (line.size() + 2 > kDescriptions) {
+      line += "\n" + std::string(kDescriptions, ' ');
+    } else {
+      line.append(kDescriptions - line.size(), ' ');
+    }
+    return line + Wrapped(what, kDescriptions, kDescriptions);
+  }
+};
+
+// Words of `text` with a shell's quoted strings left whole.
+std::vector<std::string_view> ShellWords(std::string_view text) {
+  std::vector<std::string_view> words;
+  std::size_t begin = 0;
+  bool quoted = false;
+  for (std::size_t i = 0; i <= text.size(); ++i) {
+    if (i < text.size() && text[i] == '\'') quoted = !quoted;
+    if (i < text.size() && (quoted || text[i] != ' ')) continue;
+    if (i > begin) words.push_back(text.substr(begin, i - begin));
+    begin = i + 1;
+  }
+  return words;
+}
+
+}  // namespace
+
+std::string Wrapped(std::string_view text, std::size_t at, std::size_t indent) {
+  std::string out;
+  bool empty = true;  // The line has no word yet.
+  std::size_t i = 0;
+  while (i < text.size()) {
+    if (text[i] == '\n') {
+      out += '\n';
+      i += 1;
+      at = 0;
+      empty = true;
+      continue;
+    }
+    if (text[i] == ' ') {
+      i += 1;
+      continue;
+    }
+    const std::string_view word = text.substr(i, text.find_first_of(" \n", i) - i);
+    i += word.size();
+    if (!empty && at + 1 + word.size() > kColumns) {
+      out += '\n';
+      out.append(indent, ' ');
+      at = indent;
+      empty = true;
+    } else if (!empty) {
+      out += ' ';
+      at += 1;
+    }
+    out += word;
+    at += word.size();
+    empty = false;
+  }
+  return out + '\n';
+}
+
+std::string WrappedCommand(std::string_view command, std::size_t indent) {
+  std::string out(indent, ' ');
+  std::size_t at = indent;
+  bool empty = true;
+  for (const std::string_view word : ShellWords(command)) {
+    // Room for " \" is left on each line.
+    if (!empty && at + 1 + word.size() + 2 > kColumns) {
+      out += " \\\n";
+      out.append(indent + 4, ' ');
+      at = indent + 4;
+    } else if (!empty) {
+      out += ' ';
+      at += 1;
+    }
+    out += word;
+    at += word.size();
+    empty = false;
+  }
+  return out + '\n';
+}
+
+std::shared_ptr<CLI::FormatterBase> MakeHelpFormatter() {
+  return std::make_shared<HelpFormatter>();
+}
+
+}  // namespace tensormount::tools
