@@ -4,6 +4,8 @@
 
 #include <vector>
 
+#include <CLI/CLI.hpp>
+
 namespace tensormount::tools {
 namespace {
 
