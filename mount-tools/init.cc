@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount init`: an empty store, so that the first checkpoint too can be saved through a
-// mount.
+// `tensormount init` of commands.h: an empty store, so that the first checkpoint too can be saved
+// through a mount.
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 

@@ -77,7 +77,8 @@ def refused(done):
     if done.returncode == 0:
         return False
     said = done.stderr.decode(errors="replace")
-    if done.returncode == 2 and any(f"tensormount: {code}: " in said for code in REFUSALS):
+    if done.returncode == 2 and any(text in said for code in REFUSALS
+                                    for text in (f"tensormount: {code}: ", f'{{"error":{{"code":"{code}"')):
         return True
     raise AssertionError(f"exit {done.returncode}: {said[-500:]}")
 

@@ -69,8 +69,9 @@ class AdversityTest(harness.ToolTest):
             for name in files:
                 os.utime(os.path.join(folder, name), (future, future))
         self.save("step-2")
-        self.assertEqual([c["name"] for c in self.json_lines("ls", self.store) if c.get("latest")] or
-                         [self.json_lines("info", self.store)[0]["latest"]], ["step-2"])
+        latest = [c["checkpoint"] for c in self.json_lines("ls", self.store) if c["latest"]]
+        self.assertEqual(latest, ["step-2"])
+        self.assertEqual(self.json_lines("info", self.store)[0]["latest"], "step-2")
         self.run_tool("gc", self.store, "--grace", "0")
         self.run_tool("verify", self.store)
 

@@ -87,7 +87,7 @@ class Layout(harness.ToolTest):
         self.assertRegex(picture, r"(?m)^\[3:6, 0:5\] +rank 1 ")
         out = self.run_tool("layout", self.store / "s", "layers.4.w", expect=2).stderr
         self.assertIn("NOT_FOUND", out)
-        self.assertIn("hint: `tensormount ls SOURCE` lists the keys", out)
+        self.assertIn(f"hint: `tensormount ls {self.store / 's'}` lists the keys", out)
 
     def test_svg(self):
         path = self.save("a", "--ranks", "4", "--shard", "grid:2x2", "--placement", "rank-shard")
