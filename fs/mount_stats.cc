@@ -90,6 +90,7 @@ void MountStats::Count(Op op, std::chrono::nanoseconds took, bool failed) {
   if (failed) counters.failed.fetch_add(1, std::memory_order_relaxed);
   const auto ns = static_cast<std::uint64_t>(std::max<std::int64_t>(took.count(), 0));
   counters.latency[ClassOf(ns)].fetch_add(1, std::memory_order_relaxed);
+  counters.total_ns.fetch_add(ns, std::memory_order_relaxed);
   std::uint64_t slowest = counters.slowest_ns.load(std::memory_order_relaxed);
   while (ns > slowest && !counters.slowest_ns.compare_exchange_weak(slowest, ns)) {
   }
@@ -164,6 +165,60 @@ std::string MountStats::StatsJson() const {
       {"interrupted", interrupted_.load(std::memory_order_relaxed)},
       {"errors", errors()},
       {"operations", std::move(tiers)}});
+}
+
+void MountStats::AddMetrics(MetricsText& text) const {
+  using Type = MetricsText::Type;
+  const auto load = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
+  text.One("uptime_seconds", Type::kGauge, "Seconds since the mount began",
+           std::chrono::duration<double>(Clock::now() - started_).count());
+  text.One("errors_total", Type::kCounter, "Failures that were lines in .tensormount/errors",
+           errors());
+  text.One("interrupted_total", Type::kCounter,
+           "Callers that were killed while storage did not answer", load(interrupted_));
+  text.Family("sent_bytes_total", Type::kCounter, "Bytes that programs read, from the daemon");
+  text.Sample({{"tier", "daemon"}}, load(bytes_served_));
+  text.Sample({{"tier", "staging"}}, load(staging_read_));
+  text.One("staging_written_bytes_total", Type::kCounter, "Bytes that programs wrote",
+           load(staging_written_));
+  text.One("passthrough_opened_bytes_total", Type::kCounter,
+           "Sizes of the files that the kernel was given to read itself", load(passthrough_bytes_));
+  text.One("storage_read_bytes_total", Type::kCounter, "Bytes of data files that the daemon read",
+           load(bytes_read_));
+  text.One("verified_bytes_total", Type::kCounter,
+           "Bytes that the daemon compared with their hashes", load(bytes_verified_));
+  text.One("open_files", Type::kGauge, "Files of the mount that programs have open",
+           load(open_handles_));
+  const auto tier = [](std::size_t op) { return TierName(kFacts[op].tier); };
+  text.Family("request_failures_total", Type::kCounter,
+              "Requests that were answered with an error");
+  for (std::size_t i = 0; i < kOps; ++i) {
+    if (load(ops_[i].requests) == 0) continue;
+    text.Sample({{"tier", tier(i)}, {"operation", kFacts[i].name}}, load(ops_[i].failed));
+  }
+  text.Family("request_seconds", Type::kHistogram,
+              "Time from the arrival of a request to its answer");
+  for (std::size_t i = 0; i < kOps; ++i) {
+    const PerOp& op = ops_[i];
+    if (load(op.requests) == 0) continue;
+    // Of what is counted meanwhile nothing may make a bucket larger than the one above it: each
+    // class is looked at once.
+    std::uint64_t below = 0;
+    std::size_t next = 0;
+    for (std::uint64_t bound = 1024; bound <= (std::uint64_t{1} << 36); bound *= 4) {
+      // The class that ends just below the bound is the last one of it.
+      for (; next < kClasses && UpperBound(next) < bound; ++next) below += load(op.latency[next]);
+      const std::string le = MetricsText::Number(static_cast<double>(bound) / 1e9);
+      text.Part("_bucket", {{"tier", tier(i)}, {"operation", kFacts[i].name}, {"le", le}},
+                std::to_string(below));
+    }
+    for (; next < kClasses; ++next) below += load(op.latency[next]);
+    text.Part("_bucket", {{"tier", tier(i)}, {"operation", kFacts[i].name}, {"le", "+Inf"}},
+              std::to_string(below));
+    text.Part("_sum", {{"tier", tier(i)}, {"operation", kFacts[i].name}},
+              MetricsText::Number(static_cast<double>(load(op.total_ns)) / 1e9));
+    text.Part("_count", {{"tier", tier(i)}, {"operation", kFacts[i].name}}, std::to_string(below));
+  }
 }
 
 std::string MountStats::ErrorsJson() const {

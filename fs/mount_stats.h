@@ -10,9 +10,11 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "tensormount/status.h"
 
+#include "fs/metrics_text.h"
 #include "index/read/checkpoint.h"
 
 namespace tensormount::fs {
@@ -83,7 +85,30 @@ class MountStats {
   std::string StatsJson() const;
   // .tensormount/errors: one line of JSON a failure, oldest first.
   std::string ErrorsJson() const;
+  // Families for .tensormount/metrics. Buckets are powers of 4 from a microsecond to a minute.
+  void AddMetrics(MetricsText& text) const;
   std::uint64_t errors() const { return errors_.load(std::memory_order_relaxed); }
+
+  // One file that a program has open; counted for as long as this lives, which is not longer than
+  // the MountStats.
+  class OpenHandle {
+   public:
+    OpenHandle() = default;
+    explicit OpenHandle(MountStats& stats) : stats_(&stats) {
+      stats.open_handles_.fetch_add(1, std::memory_order_relaxed);
+    }
+    OpenHandle(OpenHandle&& other) noexcept : stats_(std::exchange(other.stats_, nullptr)) {}
+    OpenHandle& operator=(OpenHandle&& other) noexcept {
+      std::swap(stats_, other.stats_);
+      return *this;
+    }
+    ~OpenHandle() {
+      if (stats_ != nullptr) stats_->open_handles_.fetch_sub(1, std::memory_order_relaxed);
+    }
+
+   private:
+    MountStats* stats_ = nullptr;
+  };
 
  private:
   static constexpr std::size_t kClasses = 156;  // Of nanoseconds: four to each power of two.
@@ -93,6 +118,7 @@ class MountStats {
     std::atomic<std::uint64_t> requests{0};
     std::atomic<std::uint64_t> failed{0};
     std::atomic<std::uint64_t> slowest_ns{0};
+    std::atomic<std::uint64_t> total_ns{0};
     std::array<std::atomic<std::uint64_t>, kClasses> latency{};
   };
   static std::size_t ClassOf(std::uint64_t ns);
@@ -110,6 +136,7 @@ class MountStats {
   std::atomic<std::uint64_t> staging_written_{0};
   std::atomic<std::uint64_t> interrupted_{0};
   std::atomic<std::uint64_t> errors_{0};
+  std::atomic<std::int64_t> open_handles_{0};
   mutable std::mutex mutex_;
   // Of errors, guarded by mutex_.
   std::deque<std::string> lines_;

@@ -45,6 +45,7 @@ enum class Fixed : std::uint64_t {
   kStatus = 18,
   kStats = 19,
   kErrors = 20,
+  kMetrics = 21,
 };
 
 // The mount's root, which the kernel knows without asking.

@@ -37,7 +37,8 @@ constexpr std::uint64_t kDots = 2;
 constexpr std::uint64_t kLatestCookie = 3;
 constexpr std::uint64_t kSlotCookies = 16;
 
-constexpr std::array<Fixed, 3> kControlFiles = {Fixed::kStatus, Fixed::kStats, Fixed::kErrors};
+constexpr std::array<Fixed, 4> kControlFiles = {Fixed::kStatus, Fixed::kStats, Fixed::kErrors,
+                                                Fixed::kMetrics};
 
 std::string_view ControlName(Fixed fixed) {
   switch (fixed) {
@@ -47,6 +48,8 @@ std::string_view ControlName(Fixed fixed) {
       return "stats";
     case Fixed::kErrors:
       return "errors";
+    case Fixed::kMetrics:
+      return "metrics";
     default:
       return kControlName;
   }
@@ -58,7 +61,7 @@ Node MountNode(Fixed fixed) { return {.item = static_cast<std::uint64_t>(fixed)}
 std::optional<Fixed> FixedOf(const Node& node) {
   if (node.slot != 0 || node.view != kOwnView) return std::nullopt;
   const Fixed fixed = static_cast<Fixed>(node.item);
-  if (fixed == Fixed::kRoot || (fixed >= Fixed::kLatest && fixed <= Fixed::kErrors)) return fixed;
+  if (fixed == Fixed::kRoot || (fixed >= Fixed::kLatest && fixed <= Fixed::kMetrics)) return fixed;
   return std::nullopt;
 }
 
@@ -242,6 +245,8 @@ std::string Vfs::ControlText(Fixed fixed) {
       return stats_.StatsJson();
     case Fixed::kErrors:
       return stats_.ErrorsJson();
+    case Fixed::kMetrics:
+      return Metrics();
     default:
       return "";
   }
@@ -616,6 +621,38 @@ Status Vfs::RefuseChanging(NodeId node) {
 }
 
 Status Vfs::Drain() { return staging_ ? staging_->SyncAll() : Status(); }
+
+std::string Vfs::Metrics() {
+  using Type = MetricsText::Type;
+  MetricsText text;
+  stats_.AddMetrics(text);
+  // As status: what was seen last, where the store does not answer.
+  const auto now = watch_->settled() ? watch_->Last() : watch_->Now(StoreWatch::kPatience);
+  text.Family("source_info", Type::kGauge, "What is mounted; always 1");
+  text.Sample({{"source", source_}, {"kind", KindName(kind_)}}, 1);
+  text.One("checkpoints", Type::kGauge, "Checkpoints that are shown", now->by_id.size());
+  text.One("open_checkpoints", Type::kGauge, "Checkpoints that the daemon keeps open",
+           watch_->open_checkpoints());
+  text.One("problems", Type::kGauge, "Checkpoints that cannot be shown", now->problems.size());
+  text.One("store_answers", Type::kGauge, "0 while a look at the source's folder has not come back",
+           watch_->answers() ? 1 : 0);
+  if (now->latest) {
+    text.One("latest_timestamp_seconds", Type::kGauge,
+             "When the latest checkpoint was published, in seconds since 1970", now->latest->mtime);
+  }
+  text.One("writable", Type::kGauge, "1 where checkpoints can be saved through the mount",
+           writable() ? 1 : 0);
+  if (staging_) {
+    const StagingTree::Counts counts = staging_->counts();
+    text.One("stagings", Type::kGauge, "Stagings that this mount knows", counts.stagings);
+    text.One("staging_open_writers", Type::kGauge, "Files of stagings that are open for writing",
+             counts.open_writers);
+    text.One("staging_files", Type::kGauge, "Files that stagings of this mount were written to",
+             counts.files);
+  }
+  if (metrics_) metrics_(text);
+  return std::move(text).Take();
+}
 
 std::string Vfs::StagingFields() {
   return fmt::format(R"("writable": {}, "not_writable_because": {}{}{})", writable(),

@@ -140,6 +140,8 @@ class Vfs {
   const VfsOptions& options() const { return options_; }
   // What .tensormount/status shows; the session puts its own fields in. Without one: the source's.
   void SetStatus(std::function<std::string()> status) { status_ = std::move(status); }
+  // What .tensormount/metrics has besides: the session's own families.
+  void SetMetrics(std::function<void(MetricsText&)> metrics) { metrics_ = std::move(metrics); }
   // The fields that are the Vfs's to know, as the inside of a JSON object.
   std::string StatusFields();
 
@@ -171,6 +173,7 @@ class Vfs {
   Status ListStaged(NodeId folder, std::uint64_t cookie,
                     const std::function<bool(const Listed&)>& fn);
   std::string StagingFields();
+  std::string Metrics();
   Result<StagingTree*> StagingOf(NodeId node, std::string_view operation, std::string_view name);
 
   VfsOptions options_;
@@ -178,6 +181,7 @@ class Vfs {
   std::string source_;  // Resolved.
   std::unique_ptr<StoreWatch> watch_;
   std::function<std::string()> status_;
+  std::function<void(MetricsText&)> metrics_;
   MountStats stats_;
   std::unique_ptr<StagingTree> staging_;  // Null: not writable.
   std::string not_writable_because_;

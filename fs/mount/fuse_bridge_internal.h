@@ -60,6 +60,7 @@ struct OpenFile {
   std::shared_ptr<WriteHandle> write;       // Below .staging/.
   std::shared_ptr<OpenModes::Lease> lease = nullptr;  // Of `file` where there is a mode to keep to.
   std::unique_ptr<FileUsers> users = nullptr;         // Of `write`.
+  MountStats::OpenHandle counted = {};
 };
 inline OpenFile& OpenFileOf(const fuse_file_info* fi) {
   return *reinterpret_cast<OpenFile*>(fi->fh);

@@ -223,8 +223,10 @@ Reply OpenedReply(const Bridge& bridge, fuse_file_info info,
   info.keep_cache = file->immutable();
   info.noflush = 1;
   return Reply(
-      [info, file, lease](fuse_req_t r) {
-        ReplyOpen(r, info, std::make_unique<OpenFile>(OpenFile{file, nullptr, lease}));
+      [&stats = bridge.vfs.stats(), info, file, lease](fuse_req_t r) {
+        auto open = std::make_unique<OpenFile>(OpenFile{file, nullptr, lease});
+        open->counted = MountStats::OpenHandle(stats);
+        ReplyOpen(r, info, std::move(open));
       },
       passed ? Op::kOpenPassthrough : Op::kOpen);
 }

@@ -84,11 +84,12 @@ void OpCreate(fuse_req_t req, fuse_ino_t parent, const char* name, mode_t, fuse_
           TENSORMOUNT_ASSIGN_OR_RETURN(Vfs::Created made, vfs.Create(parent, name, info.flags));
           SetModes(info);
           auto reference = std::make_shared<NodeReference>(vfs, made.entry.id);
-          return Reply([info, reference, param = ParamOf(made.entry),
+          return Reply([&vfs, info, reference, param = ParamOf(made.entry),
                         handle = std::move(made.handle)](fuse_req_t r) mutable {
             auto open = std::make_unique<OpenFile>();
             open->write = std::move(handle);
             open->users = std::make_unique<FileUsers>(fuse_req_ctx(r)->pid);
+            open->counted = MountStats::OpenHandle(vfs.stats());
             info.fh = reinterpret_cast<std::uint64_t>(open.get());
             // Without an answer there is no release and nothing to forget.
             if (fuse_reply_create(r, &param, &info) != 0) return;
@@ -309,10 +310,11 @@ void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
   Serve(req, Op::kOpenStaged, node, true, [&vfs, node, info = *fi]() mutable -> Result<Reply> {
     TENSORMOUNT_ASSIGN_OR_RETURN(WritePtr handle, vfs.OpenStaged(node, info.flags));
     SetModes(info);
-    return Reply([info, handle = std::move(handle)](fuse_req_t r) mutable {
+    return Reply([&vfs, info, handle = std::move(handle)](fuse_req_t r) mutable {
       auto open = std::make_unique<OpenFile>();
       open->write = std::move(handle);
       open->users = std::make_unique<FileUsers>(fuse_req_ctx(r)->pid);
+      open->counted = MountStats::OpenHandle(vfs.stats());
       info.fh = reinterpret_cast<std::uint64_t>(open.get());
       // Several writers of one tensor, each at its own offset.
       const FuseShim::LetsWriteTogether together;

@@ -132,6 +132,7 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
   // Makes durable what was written, on a thread that may be left behind.
   void Drain();
   std::string PassthroughJson();
+  void AddMetrics(MetricsText& text);
 
   const MountOptions options_;
   const int readers_;
@@ -177,6 +178,9 @@ Status MountCore::Start() {
   vfs_->SetStatus([core = weak_from_this()] {
     const auto alive = core.lock();
     return alive ? alive->StatusJson() : std::string();
+  });
+  vfs_->SetMetrics([core = weak_from_this()](MetricsText& text) {
+    if (const auto alive = core.lock()) alive->AddMetrics(text);
   });
   // Wakes the watchdog, which sleeps while there is no work.
   for (BlockingWork* work : queues_.all()) {
@@ -390,7 +394,47 @@ std::string MountCore::PassthroughJson() {
       R"("proving": {{"file": {}, "percent": {}, "waiting": {}, "proven": {}, "damaged": {}}}}})",
       shim_.passthrough(), JsonString(why), counts.passed, counts.daemon, counts.fell_back,
       ReasonsJson(counts), counts.live_backings, counts.without_hashes, counts.verified_at_open,
-      JsonString(options_.allow_other ? "" : load.file), load.percent, load.waiting, load.proven, load.damaged);
+      JsonString(options_.allow_other ? "" : load.file), load.percent, load.waiting, load.proven,
+      load.damaged);
+}
+
+void MountCore::AddMetrics(MetricsText& text) {
+  using Type = MetricsText::Type;
+  text.Family("mount_info", Type::kGauge, "Where and how it is mounted; always 1");
+  text.Sample({{"mount_point", mount_point_},
+               {"tier", modes_.WhyNot().empty() ? "passthrough" : "daemon"},
+               {"data_files", shim_.direct_io_mmap() ? "direct_io" : "page_cache"}},
+              1);
+  const std::pair<std::string_view, const BlockingWork&> queues[] = {{"reads", queues_.reads},
+                                                                     {"writes", queues_.writes},
+                                                                     {"syncs", queues_.syncs},
+                                                                     {"opens", queues_.opens}};
+  text.Family("queue_running", Type::kGauge, "Requests that threads work on");
+  for (const auto& [name, queue] : queues) text.Sample({{"queue", name}}, queue.load().running);
+  text.Family("queue_waiting", Type::kGauge, "Requests that wait for a thread");
+  for (const auto& [name, queue] : queues) text.Sample({{"queue", name}}, queue.load().waiting);
+  text.Family("queue_oldest_seconds", Type::kGauge,
+              "How long the oldest request that is not answered has waited");
+  for (const auto& [name, queue] : queues) {
+    text.Sample({{"queue", name}}, std::chrono::duration<double>(queue.load().oldest).count());
+  }
+  const OpenModes::Counts counts = modes_.counts();
+  text.Family("opens_total", Type::kCounter, "Opens of tensor files, by who then reads them");
+  text.Sample({{"tier", "passthrough"}}, counts.passed);
+  text.Sample({{"tier", "daemon"}}, counts.daemon);
+  text.Family("opens_fell_back_total", Type::kCounter,
+              "Opens that the kernel might have served, by the reason why it did not");
+  for (const auto& [reason, opens] : counts.reasons) text.Sample({{"reason", reason}}, opens);
+  text.One("backing_files", Type::kGauge, "Files that the kernel reads itself now",
+           counts.live_backings);
+  text.One("files_verified_at_open_total", Type::kCounter, "Files that were verified at an open",
+           counts.verified_at_open);
+  const FileProver::Load proving = prover_.load();
+  text.One("proving_waiting", Type::kGauge, "Large files that wait to be verified",
+           proving.waiting);
+  text.One("files_proven_total", Type::kCounter, "Large files that were verified", proving.proven);
+  text.One("files_damaged_total", Type::kCounter, "Large files that were found to be damaged",
+           proving.damaged);
 }
 
 std::string MountCore::StatusJson() {

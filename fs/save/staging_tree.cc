@@ -618,22 +618,25 @@ Status StagingTree::SyncAll() {
   return first;
 }
 
-std::string StagingTree::StatusFields() {
+StagingTree::Counts StagingTree::counts() {
   const std::lock_guard lock(mutex_);
-  int writers = 0;
-  std::uint64_t bytes = 0;
-  std::uint64_t files = 0;
-  std::uint64_t syncs = 0;
+  Counts counts{.stagings = staged_.size()};
   for (const auto& [name, staged] : staged_) {
-    writers += staged->open_writers();
-    bytes += staged->writer().bytes_written();
-    files += staged->writer().files();
-    syncs += staged->writer().syncs();
+    counts.open_writers += staged->open_writers();
+    counts.bytes += staged->writer().bytes_written();
+    counts.files += staged->writer().files();
+    counts.syncs += staged->writer().syncs();
   }
+  return counts;
+}
+
+std::string StagingTree::StatusFields() {
+  const Counts now = counts();
+  const std::lock_guard lock(mutex_);
   return fmt::format(
       R"("incarnation": "{}", "stagings": {}, "open_writers": {}, "staged_bytes": {}, )"
       R"("staged_files": {}, "staged_syncs": {}, "staged_nodes": {})",
-      incarnation_, staged_.size(), writers, bytes, files, syncs, nodes_.size());
+      incarnation_, now.stagings, now.open_writers, now.bytes, now.files, now.syncs, nodes_.size());
 }
 
 }  // namespace tensormount::fs

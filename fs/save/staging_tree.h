@@ -86,6 +86,15 @@ class StagingTree {
 
   // Before the daemon ends: everything durable.
   Status SyncAll();
+  struct Counts {
+    std::size_t stagings = 0;
+    int open_writers = 0;
+    std::uint64_t bytes = 0;
+    std::uint64_t files = 0;
+    std::uint64_t syncs = 0;
+  };
+  // Of the stagings that are known now.
+  Counts counts();
   // As the inside of a JSON object, for .tensormount/status.
   std::string StatusFields();
 

@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <dirent.h>
 #include <fcntl.h>
+#include <regex>
 #include <set>
+#include <sstream>
 #include <sys/stat.h>
 #include <sys/xattr.h>
 #include <unistd.h>
@@ -405,9 +408,103 @@ void CheckErrors(FileOps& ops, const std::string& checkpoint) {
   EXPECT_FALSE(ops.ReadLink(Below(checkpoint, "tensors/bias")).ok());
 }
 
+namespace {
+
+// One sample of Prometheus' text format.
+struct MetricsSample {
+  std::string name;
+  std::map<std::string, std::string> labels;
+  double value = 0;
+};
+
+// Strict: what the format allows and we do not write (blanks, comments, timestamps) fails too.
+std::vector<MetricsSample> ParseMetrics(const std::string& text) {
+  static const std::regex kHelp(R"(# HELP (tensormount_[a-z_]+) (\S.*\S))");
+  static const std::regex kType(R"(# TYPE (tensormount_[a-z_]+) (counter|gauge|histogram))");
+  static const std::regex kSample(
+      R"re((tensormount_[a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\[\\"n])*"(?:,(?!\})|(?=\})))+)\})? (\S+))re");
+  static const std::regex kLabel(R"re(([a-z_]+)="((?:[^"\\]|\\.)*)")re");
+  std::vector<MetricsSample> samples;
+  std::set<std::string> families;
+  std::set<std::string> seen;
+  std::string family;
+  std::string type;
+  std::istringstream lines(text);
+  EXPECT_TRUE(text.ends_with('\n'));
+  for (std::string line; std::getline(lines, line);) {
+    std::smatch match;
+    if (std::regex_match(line, match, kHelp)) {
+      EXPECT_TRUE(families.insert(match[1]).second) << line << ": a second time";
+      family = match[1];
+      type.clear();
+    } else if (std::regex_match(line, match, kType)) {
+      EXPECT_EQ(family, match[1].str()) << "TYPE behind its HELP";
+      EXPECT_EQ(type, "") << line;
+      type = match[2];
+      EXPECT_EQ(type == "counter", family.ends_with("_total")) << line;
+    } else if (std::regex_match(line, match, kSample)) {
+      MetricsSample sample{.name = match[1]};
+      EXPECT_TRUE(seen.insert(match[1].str() + "{" + match[2].str()).second) << line << ": twice";
+      const std::string labels = match[2];
+      for (std::sregex_iterator it(labels.begin(), labels.end(), kLabel), end; it != end; ++it) {
+        EXPECT_TRUE(sample.labels.emplace((*it)[1], (*it)[2]).second) << line;
+      }
+      std::size_t used = 0;
+      sample.value = std::stod(match[3], &used);
+      EXPECT_EQ(used, match[3].str().size()) << line;
+      EXPECT_NE(type, "") << line << ": no TYPE";
+      const std::string suffix = sample.name.substr(std::min(family.size(), sample.name.size()));
+      EXPECT_EQ(sample.name, family + suffix) << "not of the family above it";
+      EXPECT_TRUE(type == "histogram"
+                      ? suffix == "_bucket" || suffix == "_sum" || suffix == "_count"
+                      : suffix.empty())
+          << line;
+      EXPECT_TRUE(type == "gauge" || sample.value >= 0) << line;
+      samples.push_back(std::move(sample));
+    } else {
+      ADD_FAILURE() << "neither HELP, TYPE nor a sample: " << line;
+    }
+  }
+  // Histograms: buckets grow up to +Inf, which is the count.
+  double before = 0;
+  double le = -1;
+  for (const MetricsSample& sample : samples) {
+    if (sample.name.ends_with("_bucket")) {
+      const double bound = std::stod(sample.labels.at("le"));
+      EXPECT_GE(sample.value, before);
+      EXPECT_GT(bound, le);
+      before = sample.value;
+      le = bound;
+    } else if (sample.name.ends_with("_sum")) {
+      EXPECT_TRUE(std::isinf(le));
+    } else if (sample.name.ends_with("_count")) {
+      EXPECT_EQ(sample.value, before);
+      before = 0;
+      le = -1;
+    }
+  }
+  return samples;
+}
+
+}  // namespace
+
+double MetricOf(FileOps& ops, const std::string& name,
+                const std::map<std::string, std::string>& labels) {
+  const auto text = ops.ReadAll(".tensormount/metrics");
+  EXPECT_OK(text);
+  if (!text.ok()) return NAN;
+  for (const MetricsSample& sample : ParseMetrics(text.value())) {
+    if (sample.name == "tensormount_" + name && sample.labels == labels) return sample.value;
+  }
+  ADD_FAILURE() << "no " << name << " in " << text.value();
+  return NAN;
+}
+
 void CheckControlFiles(FileOps& ops) {
+  EXPECT_GE(MetricOf(ops, "uptime_seconds"), 0);
+  EXPECT_EQ(MetricOf(ops, "store_answers"), 1);
   EXPECT_THAT(ops.List(".tensormount"),
-              IsOkAndHolds(std::vector<std::string>{"errors", "stats", "status"}));
+              IsOkAndHolds(std::vector<std::string>{"errors", "metrics", "stats", "status"}));
   for (const char* name : {"status", "stats"}) {
     ASSERT_OK_AND_ASSIGN(const std::string text, ops.ReadAll(std::string(".tensormount/") + name));
     EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << name;

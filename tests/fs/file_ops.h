@@ -3,6 +3,7 @@
 #define TENSORMOUNT_TESTS_FS_FILE_OPS_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -69,6 +70,10 @@ void CheckXattrs(FileOps& ops, const std::string& checkpoint, const TinySpec& sp
 void CheckListing(FileOps& ops, const std::string& checkpoint, const TinySpec& spec, bool views);
 void CheckErrors(FileOps& ops, const std::string& checkpoint);
 void CheckControlFiles(FileOps& ops);
+// A value of .tensormount/metrics, by its name without "tensormount_". All of the text is parsed,
+// and checked against the format.
+double MetricOf(FileOps& ops, const std::string& name,
+                const std::map<std::string, std::string>& labels = {});
 
 }  // namespace tensormount
 

@@ -71,6 +71,41 @@ TEST_P(MountReadTest, StrangeKeysAndAllViews) {
   CheckXattrs(*ops_, "", spec);
 }
 
+TEST_F(MountTest, MetricsCountWhatProgramsDo) {
+  TinySpec spec;
+  spec.tensors.push_back({.key = "w", .dtype = DType::kU8, .shape = {100'000}, .parts = 2});
+  Write("step-1", spec);
+  Mount(store());
+  EXPECT_EQ(MetricOf(*ops_, "checkpoints"), 1);
+  EXPECT_EQ(MetricOf(*ops_, "problems"), 0);
+  EXPECT_EQ(MetricOf(*ops_, "queue_waiting", {{"queue", "reads"}}), 0);
+  // The file of the metrics itself is open while it is made.
+  const double open = MetricOf(*ops_, "open_files");
+  const double read = MetricOf(*ops_, "storage_read_bytes_total");
+  const double sent = MetricOf(*ops_, "sent_bytes_total", {{"tier", "daemon"}});
+  {
+    ASSERT_OK_AND_ASSIGN(const auto file, ops_->Open("step-1/tensors/w"));
+    EXPECT_EQ(MetricOf(*ops_, "open_files"), open + 1);
+    EXPECT_OK(file->Read(0, 100'000));
+  }
+  EXPECT_GE(MetricOf(*ops_, "sent_bytes_total", {{"tier", "daemon"}}), sent + 100'000);
+  EXPECT_GE(MetricOf(*ops_, "storage_read_bytes_total"), read);
+  EXPECT_GE(MetricOf(*ops_, "request_seconds_count", {{"tier", "daemon"}, {"operation", "read"}}),
+            1);
+  EXPECT_GT(MetricOf(*ops_, "request_seconds_sum", {{"tier", "daemon"}, {"operation", "read"}}), 0);
+  EXPECT_EQ(MetricOf(*ops_, "request_failures_total", {{"tier", "daemon"}, {"operation", "read"}}),
+            0);
+  EXPECT_EQ(MetricOf(*ops_, "stagings"), 0);
+  ASSERT_EQ(mkdir((mount_point() + "/.staging/step-2").c_str(), 0755), 0);
+  EXPECT_EQ(MetricOf(*ops_, "stagings"), 1);
+  // RELEASE comes after close(2) has returned.
+  const Deadline deadline = Deadline::After(std::chrono::seconds(10));
+  while (MetricOf(*ops_, "open_files") != open && !deadline.Passed()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_EQ(MetricOf(*ops_, "open_files"), open);
+}
+
 TEST_F(MountTest, ManyFilesAreListedCompletely) {
   TinySpec spec;
   spec.writers = 1;
