@@ -5,6 +5,7 @@
 #include "base/log.h"
 
 #include <atomic>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <unistd.h>

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "tensormount/dtype.h"
+#include "tensormount/log.h"
 
 #include "lib/c_api.h"
 
@@ -50,6 +51,10 @@ static_assert(static_cast<int>(Code::kUnsupported) == TM_UNSUPPORTED);
 static_assert(static_cast<int>(Code::kCancelled) == TM_CANCELLED);
 static_assert(static_cast<int>(Code::kInternal) == TM_INTERNAL);
 static_assert(kMaxRank == TM_MAX_RANK);
+static_assert(static_cast<int>(LogLevel::kDebug) == TM_LOG_DEBUG);
+static_assert(static_cast<int>(LogLevel::kInfo) == TM_LOG_INFO);
+static_assert(static_cast<int>(LogLevel::kWarning) == TM_LOG_WARNING);
+static_assert(static_cast<int>(LogLevel::kError) == TM_LOG_ERROR);
 
 // What c.h calls an element type. Written out, because both enumerations are: a number that stands
 // for two types would give callers the values of another one without an error. There is no default,
@@ -350,6 +355,30 @@ tm_status tm_set_last_error(tm_status status, int error_number, const char* mess
     // No memory for the message: the status says it.
   }
   return status;
+}
+
+tm_status tm_set_log_level(tm_log_level level) {
+  return c_api::Call([&]() -> tensormount::Status {
+    if (level < TM_LOG_DEBUG || level > TM_LOG_ERROR) {
+      return {tensormount::Code::kInvalidArgument,
+              "log level " + std::to_string(level) + ": there are 0 to 3"};
+    }
+    tensormount::SetLogLevel(static_cast<tensormount::LogLevel>(level));
+    return {};
+  });
+}
+
+tm_status tm_set_log_sink(tm_log_sink sink, void* context) {
+  return c_api::Call([&]() -> tensormount::Status {
+    if (sink == nullptr) {
+      tensormount::SetLogSink({});
+      return {};
+    }
+    tensormount::SetLogSink([sink, context](tensormount::LogLevel level, std::string_view line) {
+      sink(context, static_cast<tm_log_level>(level), std::string(line).c_str());
+    });
+    return {};
+  });
 }
 
 const char* tm_version(void) { return TENSORMOUNT_VERSION; }

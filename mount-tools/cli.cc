@@ -96,6 +96,21 @@ void AddCommon(CLI::App& app, Terminal& terminal) {
   app.add_flag("--json", terminal.json, "One JSON document, or one line an item");
   app.add_flag("-q,--quiet", terminal.quiet, "Only errors and what was asked for");
   app.add_flag("-v,--verbose", terminal.verbose, "Say more on standard error");
+  app.add_option_function<std::string>(
+         "--log-level",
+         [&terminal](const std::string& word) {
+           for (const LogLevel level :
+                {LogLevel::kDebug, LogLevel::kInfo, LogLevel::kWarning, LogLevel::kError}) {
+             if (CLI::detail::to_lower(std::string(LogLevelName(level))) == word) {
+               terminal.log_level = level;
+               return;
+             }
+           }
+           throw CLI::ValidationError("--log-level " + word,
+                                      "debug, info, warning and error are possible");
+         },
+         "From which level on the library's own lines are shown: debug, info, warning or error")
+      ->type_name("TEXT");
 }
 
 // The same words for the same option, wherever it is.
@@ -509,6 +524,7 @@ int Run(int argc, const char* const* argv) {
     for (int i = 1; i < argc; ++i) program.terminal.json |= std::string_view(argv[i]) == "--json";
     return FailToParse(app, error, argc, argv, program.terminal);
   }
+  if (program.terminal.log_level) SetLogLevel(*program.terminal.log_level);
   if (!program.unsupported.empty()) {
     return program.terminal.Fail(
         Status(Code::kUnsupported,

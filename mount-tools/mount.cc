@@ -179,7 +179,8 @@ Status DecodeOutcome(const std::string& text) {
 
 // Ends by _exit: destructors and atexit handlers are the parent's, and its buffered output would be
 // written twice.
-[[noreturn]] void RunDaemon(const fs::MountOptions& options, const MountArgs& args, int pipe_fd) {
+[[noreturn]] void RunDaemon(const fs::MountOptions& options, const MountArgs& args,
+                            bool log_level_given, int pipe_fd) {
   setsid();
   (void)!chdir("/");
   const int null_fd = open("/dev/null", O_RDWR | O_CLOEXEC);
@@ -190,7 +191,7 @@ Status DecodeOutcome(const std::string& text) {
   }
   // A log file was opened by the parent already, and is inherited.
   if (args.log_file.empty()) LogToSyslog();
-  SetLogLevel(LogLevel::kInfo);
+  if (!log_level_given) SetLogLevel(LogLevel::kInfo);
   const Status status = Serve(options, [&](const Status& started) {
     WriteAll(pipe_fd, EncodeOutcome(started));
     close(pipe_fd);
@@ -242,7 +243,7 @@ int RunMount(const MountArgs& given, Terminal& terminal) {
   if (pid < 0) return terminal.Fail(Status::FromErrno(errno, "start", "the mount daemon"));
   if (pid == 0) {
     close(ends[0]);
-    RunDaemon(options, args, ends[1]);
+    RunDaemon(options, args, terminal.log_level.has_value(), ends[1]);
   }
   close(ends[1]);
   std::string text;

@@ -8,11 +8,13 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
 
+#include "tensormount/log.h"
 #include "tensormount/status.h"
 
 namespace tensormount::tools {
@@ -36,6 +38,9 @@ class Terminal {
   bool json = false;
   bool quiet = false;
   bool verbose = false;
+  // --log-level, of what the library logs (tensormount/log.h); where it is not given, warnings, and
+  // of a mount in the background infos too.
+  std::optional<LogLevel> log_level;
   // --root, of the commands that open sources.
   // Here and not in each structure of arguments: OpenSource and FindSource take them from the
   // terminal.

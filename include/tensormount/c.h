@@ -80,6 +80,21 @@ TM_EXPORT tm_status tm_set_last_error(tm_status status, int error_number, const 
 // "0.1.0".
 TM_EXPORT const char* tm_version(void);
 
+// ---- Logging -------------------------------------------------------------------------------
+
+// What no caller can be told is logged, to standard error unless there is a sink. Of the whole
+// process.
+typedef int32_t tm_log_level;
+enum { TM_LOG_DEBUG = 0, TM_LOG_INFO = 1, TM_LOG_WARNING = 2, TM_LOG_ERROR = 3 };
+// What is lower is dropped; TM_LOG_WARNING at start.
+TM_EXPORT tm_status tm_set_log_level(tm_log_level level);
+// `line` ends with a NUL and has no line end; names in it come from outside, so it may hold control
+// characters. Called on any thread, by one at a time; must not wait for calls of the library.
+typedef void (*tm_log_sink)(void* context, tm_log_level level, const char* line);
+// NULL restores standard error. When it returns, the former sink is not running and is not called
+// again. Not from a sink.
+TM_EXPORT tm_status tm_set_log_sink(tm_log_sink sink, void* context);
+
 // ---- Memory that is handed out -------------------------------------------------------------
 
 // Frees texts and bytes: what came through char** or void**.

@@ -17,6 +17,7 @@
 #include "tensormount/event.h"
 #include "tensormount/key_map.h"
 #include "tensormount/load.h"
+#include "tensormount/log.h"
 #include "tensormount/optimizer.h"
 #include "tensormount/save.h"
 #include "tensormount/shard.h"

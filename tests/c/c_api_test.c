@@ -237,6 +237,17 @@ static void look_at(const char* path, int32_t world) {
 }
 
 // Two rows more than there are, another type, a key that is not stored, and what the report says.
+// Lines about rng, which a load did not ask for, and the level of the last one.
+typedef struct logged {
+  int lines;
+  tm_log_level level;
+} logged;
+static void count_lines(void* context, tm_log_level level, const char* line) {
+  logged* l = context;
+  l->level = level;
+  if (strstr(line, "rng") != NULL && strchr(line, '\n') == NULL) l->lines += 1;
+}
+
 static void load_by_rules(const char* path) {
   tm_communicator* comm = NULL;
   tm_state* request = NULL;
@@ -275,6 +286,20 @@ static void load_by_rules(const char* path) {
   for (int i = 0; i < (ROWS + 2) * COLUMNS; ++i) {
     CHECK(memory[i] == (i < ROWS * COLUMNS ? (double)value_at(i / COLUMNS, i % COLUMNS) : 0));
   }
+  logged lines = {0, TM_LOG_DEBUG};
+  options.not_requested = TM_STRICT_LOG;
+  OK(tm_set_log_sink(count_lines, &lines));
+  OK(tm_load(request, path, comm, &options, NULL));
+  CHECK(lines.lines == 1 && lines.level == TM_LOG_WARNING);
+  OK(tm_set_log_level(TM_LOG_ERROR));
+  OK(tm_load(request, path, comm, &options, NULL));
+  CHECK(lines.lines == 1);
+  FAILS(tm_set_log_level(4), TM_INVALID_ARGUMENT, "4");
+  FAILS(tm_set_log_level(-1), TM_INVALID_ARGUMENT, "-1");
+  OK(tm_load(request, path, comm, &options, NULL));
+  CHECK(lines.lines == 1);
+  OK(tm_set_log_level(TM_LOG_WARNING));
+  OK(tm_set_log_sink(NULL, NULL));
   tm_load_numbers numbers = {.struct_size = sizeof(numbers)};
   OK(tm_load_report_numbers(report, &numbers));
   CHECK(numbers.bytes_wanted > 0 && numbers.bytes_read > 0);

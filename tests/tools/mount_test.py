@@ -17,6 +17,20 @@ class Mount(harness.ToolTest):
         harness.need_fuse()
         super().setUp()
 
+    def test_log_level(self):
+        path = self.save()
+        log = self.dir / "log"
+        for level, lines in ((None, 1), ("debug", 1), ("info", 1), ("warning", 0), ("error", 0)):
+            log.unlink(missing_ok=True)
+            mnt = self.mount(path, "--log", log, *(("--log-level", level) if level else ()))
+            self.run_tool("unmount", mnt)
+            self.assertEqual(log.read_text().count("INFO: mounted "), lines, level)
+        for where in (("--log-level", "loud", "ls", path), ("ls", path, "--log-level", "INFO"),
+                      ("ls", path, "--log-level", "")):
+            bad = self.run_tool(*where, expect=2)
+            self.assertIn("INVALID_ARGUMENT", bad.stderr)
+            self.assertIn("debug, info, warning and error are possible", bad.stderr)
+
     def test_every_view_of_every_tensor(self):
         self.save("step-1", "--shard", "cols", "--ranks", "4")
         mnt = self.mount(self.store)
