@@ -439,7 +439,11 @@ int FailToParse(const CLI::App& app, const CLI::ParseError& error, int argc,
   std::string_view unknown_command;
   for (int i = 1; i < argc && command == nullptr && unknown_command.empty(); ++i) {
     const std::string_view word = argv[i];
-    if (word.starts_with('-')) continue;
+    if (word.starts_with('-')) {
+      const CLI::Option* known = app.get_option_no_throw(std::string(word));
+      if (known != nullptr && known->get_items_expected_max() > 0) ++i;  // Its value.
+      continue;
+    }
     const auto at =
         std::ranges::find(commands, word, [](const CLI::App* c) { return c->get_name(); });
     if (at == commands.end()) {
@@ -482,9 +486,10 @@ int FailToParse(const CLI::App& app, const CLI::ParseError& error, int argc,
         nearest.best().empty() ? help : fmt::format("did you mean {}? {}", nearest.best(), help));
   }
   return terminal.Fail(
-      Status(Code::kInvalidArgument, command == nullptr
-                                         ? std::string("no command was given")
-                                         : fmt::format("{}: {}", here.get_name(), error.what())),
+      Status(Code::kInvalidArgument,
+             command != nullptr ? fmt::format("{}: {}", here.get_name(), error.what())
+             : error.get_name() == "RequiredError" ? std::string("no command was given")
+                                                   : std::string(error.what())),
       help);
 }
 

@@ -50,6 +50,7 @@ PUBLIC_HEADERS = {
     "callback_communicator.h": "collective",
     "event.h": "collective",
     "key_map.h": "index",
+    "log.h": "base",
     "load.h": "collective",
     "mpi.h": "collective",
     "save.h": "collective",
