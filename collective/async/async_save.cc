@@ -519,10 +519,16 @@ Result<std::shared_ptr<AsyncSaver>> AsyncSaver::Of(Communicator& comm) {
   auto rep = std::make_unique<Rep>(comm, AsyncOptions{});
   SaverSlots& places = *rep->places;
   std::unique_lock lock(places.mutex);
-  for (;;) {
-    if (std::shared_ptr<AsyncSaver> saver = places.shared.lock()) return saver;
-    if (!places.taken[kOwnSaver]) break;
-    places.changed.wait(lock);  // For one that is just being destroyed.
+  // One that is just being destroyed waits for its saves.
+  std::shared_ptr<AsyncSaver> saver;
+  const bool free = places.changed.wait_for(lock, Timeouts().arrival, [&] {
+    saver = places.shared.lock();
+    return saver != nullptr || !places.taken[kOwnSaver];
+  });
+  if (saver != nullptr) return saver;
+  if (!free) {
+    return Status(Code::kDeadlineExceeded,
+                  "the communicator's asynchronous saver: the last one is still saving");
   }
   places.taken[kOwnSaver] = true;
   rep->place = kOwnSaver;
@@ -530,7 +536,7 @@ Result<std::shared_ptr<AsyncSaver>> AsyncSaver::Of(Communicator& comm) {
   rep->turns = places.shared_turns;
   lock.unlock();
   TENSORMOUNT_RETURN_IF_ERROR(rep->MakeLanes(comm));
-  std::shared_ptr<AsyncSaver> saver(new AsyncSaver(std::move(rep)));
+  saver.reset(new AsyncSaver(std::move(rep)));
   lock.lock();
   places.shared = saver;
   return saver;
