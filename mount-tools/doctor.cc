@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fcntl.h>
+#include <sstream>
 #include <sys/statfs.h>
 #include <sys/utsname.h>
 #include <unistd.h>
@@ -69,6 +70,23 @@ Diagnosis Fuse() {
   return {"fuse", false, there ? "/dev/fuse is there but cannot be opened" : "/dev/fuse is missing",
           there ? "run as root, or ask for access to /dev/fuse"
                 : "load the module with `modprobe fuse`; in a container pass --device /dev/fuse"};
+}
+
+// Whether users who are not root may mount with --allow-other.
+Diagnosis AllowOther() {
+  if (geteuid() == 0) return {"allow_other", true, "root may always", ""};
+  const Result<std::string> text = HostFileSystem().ReadFile("/etc/fuse.conf", 1 << 20);
+  bool allowed = false;
+  std::istringstream lines(text.ok() ? text.value() : std::string());
+  for (std::string line; std::getline(lines, line);) {
+    const std::size_t begin = line.find_first_not_of(" \t");
+    const std::size_t end = line.find_last_not_of(" \t\r");
+    allowed = allowed || (begin != std::string::npos &&
+                          line.substr(begin, end - begin + 1) == "user_allow_other");
+  }
+  if (allowed) return {"allow_other", true, "user_allow_other stands in /etc/fuse.conf", ""};
+  return {"allow_other", false, "mount --allow-other is root's alone",
+          "put the line user_allow_other into /etc/fuse.conf"};
 }
 
 // The helper that mounts for users who are not root.
@@ -164,6 +182,7 @@ int RunDoctor(const DoctorArgs& args, Terminal& terminal) {
   findings.push_back({"kernel", true, KernelRelease(), ""});
   findings.push_back(Fuse());
   findings.push_back(Fusermount());
+  findings.push_back(AllowOther());
   findings.push_back({"mmap of direct files", KernelAtLeast(6, 6),
                       KernelAtLeast(6, 6) ? "offered by this kernel" : "needs Linux 6.6",
                       KernelAtLeast(6, 6) ? "" : "files are then served through the page cache"});

@@ -86,7 +86,10 @@ void PrintExport(const fs::ExportReport& report, const ExportArgs& args, ExportF
       "exported {}: {} tensors, {} in {} file{} by {} rank{} in {} ({} written)", report.path,
       report.tensors, HumanBytes(report.bytes), report.files, report.files == 1 ? "" : "s", ranks,
       ranks == 1 ? "" : "s", HumanSeconds(seconds), HumanBytes(report.bytes_written)));
-  const std::string view = ViewOf(format);
+  // Without what changes the names or the files: the mount's would be others.
+  const std::string view = args.map.empty() && !args.hf_part_size && !args.hf_rules && !args.partial
+                               ? ViewOf(format)
+                               : "";
   if (!view.empty()) {
     terminal.Line(fmt::format(
         "the mount shows the same bytes without a copy: tensormount mount {} MNT; MNT/{}",

@@ -11,6 +11,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/log.h"
+
 namespace tensormount::fs {
 namespace {
 
@@ -89,6 +91,15 @@ int ReceiveDescriptor(int socket) {
   return fd;
 }
 
+// What stands in a pipe now, as one line. The start of it is enough for people.
+std::string WhatWasSaid(int pipe) {
+  char bytes[1024];
+  const ssize_t n = read(pipe, bytes, sizeof bytes);
+  std::string text = n > 0 ? OneLine(std::string_view(bytes, static_cast<std::size_t>(n))) : "";
+  while (!text.empty() && text.back() == ' ') text.pop_back();
+  return text;
+}
+
 // fusermount3 is setuid: it mounts for an ordinary user and sends the open /dev/fuse back over a
 // socket pair.
 Result<int> MountByHelper(const MountCall& call) {
@@ -97,6 +108,17 @@ Result<int> MountByHelper(const MountCall& call) {
     return Status::FromErrno(errno, "make", "a socket for fusermount3");
   }
   fcntl(ends[0], F_SETFD, FD_CLOEXEC);
+  // Why it refuses it says on its standard error, which may be a terminal that nobody sees.
+  int said[2];
+  if (pipe2(said, O_CLOEXEC | O_NONBLOCK) != 0) {
+    const Status status = Status::FromErrno(errno, "make", "a pipe for fusermount3");
+    close(ends[0]);
+    close(ends[1]);
+    return status;
+  }
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, said[1], STDERR_FILENO);
   std::string options = CommonOptions(call) + ",nosuid,nodev,subtype=" + kSubtype +
                         ",fsname=" + Escaped(call.source) + (call.read_only ? ",ro" : ",rw");
   std::string target = call.mount_point;
@@ -109,10 +131,13 @@ Result<int> MountByHelper(const MountCall& call) {
   std::string path = "PATH=/usr/local/bin:/usr/bin:/bin";
   char* environment[] = {channel.data(), path.data(), nullptr};
   pid_t pid = 0;
-  const int spawned = posix_spawnp(&pid, program.c_str(), nullptr, nullptr, argv, environment);
+  const int spawned = posix_spawnp(&pid, program.c_str(), &actions, nullptr, argv, environment);
+  posix_spawn_file_actions_destroy(&actions);
   close(ends[1]);
+  close(said[1]);
   if (spawned != 0) {
     close(ends[0]);
+    close(said[0]);
     return Status(Code::kUnavailable, std::string("start fusermount3: ") + std::strerror(spawned));
   }
   const int fd = ReceiveDescriptor(ends[0]);
@@ -120,10 +145,15 @@ Result<int> MountByHelper(const MountCall& call) {
   while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {
   }
   close(ends[0]);
+  const std::string words = WhatWasSaid(said[0]);
+  close(said[0]);
   if (fd < 0) {
-    return Status(Code::kPermissionDenied,
-                  "mount " + call.mount_point + ": fusermount3 refused it (see its message above)");
+    return Status(
+        Code::kPermissionDenied,
+        "mount " + call.mount_point + ": " +
+            (words.empty() ? std::string("fusermount3 refused it and does not say why") : words));
   }
+  if (!words.empty()) Log(LogLevel::kWarning, "mount " + call.mount_point + ": " + words);
   return fd;
 }
 

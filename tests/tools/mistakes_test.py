@@ -5,6 +5,7 @@ URLs, stores within stores, mount paths as sources."""
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import tempfile
 import unittest
@@ -70,6 +71,37 @@ class InWords(ToolTest):
         (staging / "tensors" / "w").write_bytes(b"hello")
         os.rename(staging, mnt / "a")
         self.assertEqual((mnt / "a" / "tensors" / "w").read_bytes(), b"hello")
+
+    def test_why_an_ordinary_user_may_not_mount(self):
+        need_fuse()
+        if os.geteuid() != 0 or not shutil.which("fusermount3") or not shutil.which("setpriv"):
+            self.skipTest("needs root, fusermount3 and setpriv")
+        conf = pathlib.Path("/etc/fuse.conf")
+        if conf.exists() and "user_allow_other" in conf.read_text().split("\n"):
+            self.skipTest("ordinary users may mount for others here")
+        self.save("step-1")
+        self.dir.chmod(0o755)
+        mnt = self.dir / "MNT"
+        mnt.mkdir()
+        os.chown(mnt, 65534, 65534)
+        user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+        failed = self.run_tool("mount", self.store, mnt, "--allow-other", prefix=user, expect=2)
+        # Of /dev/fuse that is closed to them, or of the option: fusermount3's own words, in the error.
+        self.assertRegex(failed.stderr, r"PERMISSION_DENIED: mount .*: .*(/dev/fuse|user_allow_other)")
+        self.assertEqual(len(failed.stderr.splitlines()), 1, failed.stderr)
+        doctor = self.run_tool("doctor", prefix=user, expect=None).stdout
+        self.assertIn("no  allow_other", doctor)
+        self.assertIn("user_allow_other into /etc/fuse.conf", doctor)
+        self.assertIn("yes allow_other", self.run_tool("doctor", "--dir", self.dir).stdout)
+
+    def test_the_hint_of_export(self):
+        self.save("step-1")
+        hint = "the mount shows the same bytes"
+        self.assertIn(hint, self.run_tool("export", self.store / "step-1", "a.safetensors", "--to", "safetensors").stdout)
+        rules = self.dir / "rules.json"
+        rules.write_text(json.dumps([{"match": "w", "to": "v"}]))
+        done = self.run_tool("export", self.store / "step-1", "b.safetensors", "--to", "safetensors", "--map", rules)
+        self.assertNotIn(hint, done.stdout)
 
     def test_mount_paths_as_sources(self):
         need_fuse()
