@@ -47,8 +47,21 @@ Status NameLayers(const CheckpointIndex& index, const KeyRenames* renames, State
 // null: their own).
 // Fails at the first tensor; the state of the others is dropped with it.
 Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const KeyRenames* renames,
-                 Communicator& comm, HostMemory& memory, StateDict& state) {
+                 Communicator& comm, HostMemory& memory, StateDict& state, Progress& progress) {
   Status failure;
+  // What this rank reads is known before it reads.
+  std::uint64_t total = 0;
+  TENSORMOUNT_RETURN_IF_ERROR(source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
+    const TensorMeta& meta = tensor.meta;
+    const std::string& key = renames != nullptr ? renames->tensors()[tensor.ordinal] : meta.key();
+    if (key.empty()) return true;
+    const auto region = rule.RegionOf(key, meta.dtype(), meta.shape(), comm.rank());
+    if (!region.ok()) return true;  // Refused below.
+    const auto bytes = RegionBytes(meta.dtype(), meta.shape(), region.value());
+    if (bytes.ok()) total += bytes.value();
+    return true;
+  }));
+  progress.AddTotal(total);
   const Status scan = source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     const TensorMeta& meta = tensor.meta;
     const std::string& key = renames != nullptr ? renames->tensors()[tensor.ordinal] : meta.key();
@@ -58,6 +71,7 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const Ke
       failure = region.status().WithContext("tensor " + meta.key());
       return false;
     }
+    const std::uint64_t held = memory.bytes();
     auto buffer = memory.BufferFor(meta, region.value());
     if (!buffer.ok()) {
       failure = buffer.status().WithContext("tensor " + meta.key());
@@ -67,6 +81,7 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const Ke
       failure = source.Read(tensor, region.value(), buffer.value(), ReadVerify::kExtendLeaves,
                             nullptr, nullptr);
       if (!failure.ok()) return false;
+      progress.done() += memory.bytes() - held;
     }
     failure = state.AddTensor(
         key, Shard{.global_shape = meta.shape(), .region = region.value(), .data = buffer.value()});
@@ -222,8 +237,11 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   // Alone, nobody waits: say it plainly.
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
 
-  Progress progress(terminal, "import");
-  if (source) progress.SetTotal(source->index().tensor_bytes());
+  // Both ways count: the source is read to its end before anything is written.
+  Progress progress(terminal, "import: read and written");
+  // With MPI each process writes its part.
+  const auto writers = static_cast<std::uint64_t>(group.is_mpi() ? group.size() : 1);
+  if (source) progress.SetTotal(source->index().tensor_bytes() / writers);
   options.progress = &progress.done();
   std::mutex mutex;
   SaveReport report;
@@ -232,7 +250,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     StateDict state;
     Status mine = before;
     if (mine.ok())
-      mine = FillState(*source, rule, renames ? &*renames : nullptr, comm, memory, state);
+      mine = FillState(*source, rule, renames ? &*renames : nullptr, comm, memory, state, progress);
     // A state that failed makes Save fail on all ranks with this message.
     if (!mine.ok()) state.Fail(mine);
     TENSORMOUNT_ASSIGN_OR_RETURN(SaveReport r, Save(state, args.destination, comm, options));

@@ -274,6 +274,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     const KeyRenames* renamed = renames ? &*renames : nullptr;
     Status mine = before;
     if (mine.ok()) mine = FillRequest(*source, args, rule, renamed, comm.rank(), memory, request);
+    progress.AddTotal(memory.bytes());
     LoadOptions options;
     options.progress = &progress.done();
     options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);

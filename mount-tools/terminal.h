@@ -101,6 +101,7 @@ class Progress {
   // Counts on its own: for work that bumps a counter.
   std::atomic<std::uint64_t>& done() { return done_; }
   void SetTotal(std::uint64_t total) { total_ = total; }
+  void AddTotal(std::uint64_t bytes) { total_ += bytes; }
 
  private:
   void Run();

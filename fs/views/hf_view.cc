@@ -4,29 +4,15 @@
 #include "fs/views/hf_view.h"
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 
 #include "fs/answers.h"
-#include "index/records/glob_captures.h"
+#include "index/foreign/model_files.h"
 
 namespace tensormount::fs {
 namespace {
 
 constexpr std::string_view kIndexFile = "model.safetensors.index.json";
-
-// What transformers and tokenizers look for beside a model's tensors.
-// Patterns, because tokenizers and templates come as several files.
-constexpr std::array<std::string_view, 9> kCarriedNames = {
-    "config.json",   "generation_config.json",  "tokenizer*.json",   "tokenizer.model",
-    "vocab.*",       "special_tokens_map.json", "added_tokens.json", "merges.txt",
-    "chat_template*"};
-
-bool IsCarried(std::string_view name) {
-  return std::any_of(kCarriedNames.begin(), kCarriedNames.end(), [&](std::string_view pattern) {
-    return GlobCaptures(pattern, name).has_value();
-  });
-}
 
 // What an object would be called in hf/: the last name of its key.
 std::string_view CarriedName(const ObjectRecord& object) {
@@ -52,7 +38,7 @@ void HfView::FindCarried() {
     for (std::uint32_t i = 0; i < parts.size(); ++i) {
       const std::string_view name = CarriedName(parts[i]);
       if (parts[i].grid.rank() > 0 || (name == parts[i].key) != whole) continue;
-      if (IsCarried(name)) found.try_emplace(name, i);
+      if (IsModelFile(name)) found.try_emplace(name, i);
     }
   }
   for (const auto& [name, part] : found) carried_.push_back(part);

@@ -181,8 +181,9 @@ typedef struct tm_buffer {
 // or replaced meanwhile.
 typedef struct tm_checkpoint tm_checkpoint;
 
-// `path`: a checkpoint ("STORE/step-1000"), "STORE/latest", or a .safetensors file. Freed with
-// tm_checkpoint_close. TM_NOT_FOUND, TM_DATA_LOSS, TM_UNSUPPORTED (written in a newer format).
+// `path`: a checkpoint ("STORE/step-1000"), "STORE/latest", or what another program saved
+// (docs/formats-adopted.md). Freed with tm_checkpoint_close. TM_NOT_FOUND, TM_DATA_LOSS,
+// TM_UNSUPPORTED (written in a newer format).
 TM_EXPORT tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out);
 TM_EXPORT void tm_checkpoint_close(tm_checkpoint* checkpoint);
 

@@ -21,6 +21,7 @@
 #include "base/coding.h"
 #include "base/errors.h"
 #include "index/foreign/format.h"
+#include "index/foreign/model_files.h"
 #include "index/records/common_state.h"
 #include "shard/safetensors.h"
 #include "shard/strict_json.h"
@@ -96,6 +97,7 @@ class HuggingFaceReader {
       TENSORMOUNT_RETURN_IF_ERROR(ReadHeader(folder_.file(), nullptr, false));
     } else {
       TENSORMOUNT_RETURN_IF_ERROR(ReadFolder());
+      TENSORMOUNT_RETURN_IF_ERROR(AddModelFiles(folder_, builder_));
     }
     return AddShards();
   }

@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 
 #include "index/foreign/format.h"
+#include "index/foreign/model_files.h"
 #include "index/foreign/torch_archive.h"
 #include "index/foreign/torch_tree.h"
 #include "shard/strict_json.h"
@@ -268,7 +269,10 @@ class TorchSave : public ForeignFormat {
     TorchSaveReader reader(folder, builder);
     TENSORMOUNT_RETURN_IF_ERROR(ReadAll(folder, builder, reader));
     reader.AddPaths();
-    return Status();
+    // A model of transformers from before safetensors.
+    const bool model =
+        folder.file().empty() && (folder.Has(kTorchIndexName) || folder.Has(kSingleName));
+    return model ? AddModelFiles(folder, builder) : Status();
   }
 
  private:

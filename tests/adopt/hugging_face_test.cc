@@ -256,6 +256,42 @@ TEST_F(HuggingFaceTest, ShardsThatDoNotFitTogether) {
                                             HasSubstr("b: left out: its shards are of several")));
 }
 
+TEST_F(HuggingFaceTest, WhatTransformersNeedsBesideTheTensorsIsCarried) {
+  Write("model.safetensors", {a_});
+  WriteWholeFile(dir_.Join("m/config.json"), R"({"model_type": "bert"})");
+  WriteWholeFile(dir_.Join("m/tokenizer_config.json"), "{}");
+  WriteWholeFile(dir_.Join("m/vocab.txt"), "");
+  for (const char* other : {"README.md", "training_args.bin", "config.json.bak", "optimizer.pt"}) {
+    WriteWholeFile(dir_.Join("m/" + std::string(other)), "no");
+  }
+  ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("m/tokenizer.json")));
+  // A link that leads out of the folder, as in caches, needs leave; one that leads nowhere is
+  // nothing.
+  WriteWholeFile(dir_.Join("outside"), "merges");
+  ASSERT_EQ(symlink("../outside", dir_.Join("m/merges.txt").c_str()), 0);
+  ASSERT_EQ(symlink("nowhere", dir_.Join("m/chat_template.jinja").c_str()), 0);
+  const auto names = [](const OpenedCheckpoint& opened) {
+    std::vector<std::string> keys;
+    const auto objects = opened.index().Objects();
+    EXPECT_OK(objects);
+    for (const ObjectRecord& object : objects.value()) keys.push_back(object.key);
+    return keys;
+  };
+  ASSERT_OK_AND_ASSIGN(const auto opened, Open());
+  EXPECT_THAT(Keys(*opened), ElementsAre("a"));
+  EXPECT_THAT(names(*opened), ElementsAre("config.json", "tokenizer_config.json", "vocab.txt"));
+  EXPECT_THAT(opened->warnings(),
+              testing::UnorderedElementsAre(HasSubstr("object merges.txt: left out"),
+                                            HasSubstr("object chat_template.jinja: left out")));
+  ASSERT_OK_AND_ASSIGN(const auto parts, opened->index().ObjectParts("config.json"));
+  std::string text(parts[0].length, ' ');
+  ASSERT_OK(opened->ReadObject(parts[0], 0, text.data(), text.size()));
+  EXPECT_EQ(text, R"({"model_type": "bert"})");
+  ASSERT_OK_AND_ASSIGN(const auto wide, Open("m", {dir_.path()}));
+  EXPECT_THAT(names(*wide),
+              ElementsAre("config.json", "merges.txt", "tokenizer_config.json", "vocab.txt"));
+}
+
 TEST_F(HuggingFaceTest, AFileThatChangesIsNeverMisread) {
   Write("model.safetensors", {a_});
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());

@@ -5,6 +5,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import termios
@@ -36,7 +37,42 @@ def on_terminal(*command, columns=80):
     return out.decode().replace("\r\n", "\n").splitlines()
 
 
+def slowed(*command):
+    """What the command prints to a terminal on standard error when it gets a tenth of the time."""
+    main, other = pty.openpty()
+    child = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=other,
+                             stdin=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm"})
+    os.close(other)
+    while child.poll() is None:
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(0.09)
+        child.send_signal(signal.SIGCONT)
+        time.sleep(0.01)
+    out = b""
+    while True:
+        try:
+            part = os.read(main, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        out += part
+    os.close(main)
+    assert child.returncode == 0, (command, out)
+    return out.decode()
+
+
 class Columns(harness.ToolTest):
+    def test_progress_counts_what_import_reads(self):
+        size = 4 << 20
+        harness.write_safetensors(self.model, {f"t{i}": ("U8", (size,), bytes(size)) for i in range(48)})
+        lines = re.findall(r"import: read and written: ([\d.]+) (\w+) of ([\d.]+) MB",
+                           slowed(harness.TOOL, "import", self.model, self.store / "a", "--ranks", "2"))
+        self.assertTrue(lines)
+        self.assertEqual({total for _, _, total in lines}, {"402.7"})  # 201.3 MB, both ways.
+        done = [float(number) * {"B": 0, "kB": 0.001, "MB": 1}[unit] for number, unit, _ in lines]
+        self.assertEqual(done, sorted(done))
+
     def fits(self, lines):
         for line in lines:
             self.assertLessEqual(len(line), 80, line)

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// What stands beside the tensors in a folder of the Hugging Face kind.
+#include "index/foreign/model_files.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <vector>
+
+#include "index/records/glob_captures.h"
+
+namespace tensormount {
+namespace {
+
+// Patterns, because tokenizers and templates come as several files.
+constexpr std::array<std::string_view, 9> kModelFiles = {
+    "config.json",   "generation_config.json",  "tokenizer*.json",   "tokenizer.model",
+    "vocab.*",       "special_tokens_map.json", "added_tokens.json", "merges.txt",
+    "chat_template*"};
+
+}  // namespace
+
+bool IsModelFile(std::string_view name) {
+  return std::any_of(kModelFiles.begin(), kModelFiles.end(), [&](std::string_view pattern) {
+    return GlobCaptures(pattern, name).has_value();
+  });
+}
+
+Status AddModelFiles(const ForeignFolder& folder, ForeignBuilder& builder) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List(""));
+  for (const DirectoryEntry& entry : entries) {
+    if (!IsModelFile(entry.name)) continue;
+    const Result<FileInfo> info = folder.Stat(entry.name);
+    if (info.ok() && info.value().kind == FileKind::kDirectory) continue;
+    const Result<std::uint32_t> file =
+        info.ok() ? builder.AddFile(entry.name) : Result<std::uint32_t>(info.status());
+    if (!file.ok()) {
+      builder.Warn("object " + entry.name + ": left out: " + file.status().message());
+      continue;
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(
+        builder.AddObject(entry.name, file.value(), 0, builder.FileLength(file.value())));
+  }
+  return {};
+}
+
+}  // namespace tensormount
