@@ -21,7 +21,7 @@ struct Timeouts {
   // A rank of which nothing was heard (its heartbeat, which runs beside the caller's thread, or a
   // message) for this long is taken for dead. Counts from when it was heard of in this call, or
   // where an earlier call lost it; a rank that died between two calls is given up after `arrival`,
-  // because one that lives is as silent until it comes.
+  // because one that lives is as silent until it comes (but where BeatsAlways, as on MPI).
   std::chrono::milliseconds liveness{30'000};
   // A rank that lives but has not come to the same step after this long (it may be evaluating). A
   // save has about ten of them.
