@@ -116,7 +116,7 @@ COMPLETION = """\
 # SPDX-License-Identifier: Apache-2.0
 # bash completion of tensormount(1): commands, options, and the words that options take.
 _tensormount() {{
-  local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} command= word
+  local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} command= before=- word
   # "--to=hf" are three words to bash.
   if [ "$current" = = ]; then
     current=
@@ -124,6 +124,9 @@ _tensormount() {{
     previous=${{COMP_WORDS[COMP_CWORD-2]}}
   fi
   for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+    # The value of an option that stands before the command.
+    if [[ " {taking} " == *" $before "* ]]; then before=; continue; fi
+    before=$word
     case $word in
       -*) ;;
       *) command=$word; break ;;
@@ -151,6 +154,9 @@ complete -o default -F _tensormount tensormount
 def completion(main, pages):
     common = options_of(main)
     values, commands = [], []
+    for option, words in common.items():
+        if words:
+            values.append(f"    :{option}) COMPREPLY=($(compgen -W '{' '.join(words)}' -- \"$current\")); return ;;")
     for command, page in pages.items():
         options = {**common, **options_of(page)}
         del options["--version"]
@@ -159,6 +165,7 @@ def completion(main, pages):
                 values.append(f"    {command}:{option}) COMPREPLY=($(compgen -W '{' '.join(words)}' -- \"$current\")); return ;;")
         commands.append(f"    {command}) words='{' '.join(options)}' ;;")
     return COMPLETION.format(values="\n".join(values), commands="\n".join(commands), all=" ".join(pages),
+                             taking=" ".join(option for option, words in common.items() if words is not None),
                              common=" ".join(common))
 
 

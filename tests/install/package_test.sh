@@ -68,6 +68,8 @@ expect "zarr" tensormount export a b --to z
 expect "zarr" tensormount export a b --to = z
 expect "fail replace" tensormount import a b --if-exists ""
 expect "" tensormount ls ""
+expect "import" tensormount --log-level debug imp
+expect "debug" tensormount --log-level de
 [[ " $(completed tensormount "") " == *" mount "* ]] || fail "no commands are offered"
 
 echo "-- the systemd unit"
