@@ -9,9 +9,8 @@
 
 #include "base/hash.h"
 #include "bench/ckptbench.h"
-#include "index/records/manifest.h"
+#include "bench/synthetic_staging.h"
 #include "index/store/store.h"
-#include "shard/leaf_hash.h"
 
 namespace tensormount::bench {
 namespace {
@@ -19,52 +18,11 @@ namespace {
 // Makes the compiler believe that somebody needs the value.
 void Keep(std::uint64_t value) { asm volatile("" : : "r"(value)); }
 
-constexpr std::uint64_t kChunkBytes = 64;
-
-// What writer `writer` of `writers` would say after a save of options.tensors tensors: one row of
-// each tensor a chunk, the rows dealt out evenly. Data are holes of the right length.
+// One row of each of options.tensors tensors a chunk, the rows dealt out evenly to the writers.
 Status WriteStaging(const Options& options, const Staging& staging, int writers) {
-  FileSystem& fs = HostFileSystem();
-  for (int w = 0; w < writers; ++w) {
-    Inventory inventory;
-    inventory.info.uuid = staging.uuid;
-    std::vector<Hash128> leaves;
-    std::uint64_t at = 0;
-    for (int t = 0; t < options.tensors; ++t) {
-      char key[64];
-      std::snprintf(key, sizeof(key), "model.layers.%06d.mlp.gate_proj.weight", t);
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          TensorMeta meta, TensorMeta::Make(key, DType::kF32, {options.chunks, kChunkBytes / 4}));
-      TensorRecord tensor(std::move(meta));
-      for (int c = w; c < options.chunks; c += writers) {
-        ChunkRecord chunk;
-        chunk.region = Box::Make({c, 0}, {1, kChunkBytes / 4}).value();
-        chunk.offset = at;
-        chunk.length = kChunkBytes;
-        chunk.first_leaf = leaves.size();
-        leaves.push_back({at + 1, static_cast<std::uint64_t>(w)});
-        chunk.hash = ChunkRoot({&leaves.back(), 1}, kChunkBytes);
-        tensor.extents.Append(chunk);
-        at += kChunkBytes;
-      }
-      tensor.has_digest = true;
-      tensor.digest = static_cast<Crc64>(t * 31 + w);
-      inventory.tensors.push_back(std::move(tensor));
-    }
-    FileRecord file;
-    file.name = "data/" + staging.ShortId() + "-r" + std::to_string(w) + ".safetensors";
-    file.length = at;
-    inventory.files.push_back(file);
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest, EncodeManifest(inventory, leaves));
-    const std::string path = JoinPath(staging.directory, file.name);
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> data, fs.CreateExclusive(path));
-    TENSORMOUNT_RETURN_IF_ERROR(data->Truncate(at));
-    TENSORMOUNT_RETURN_IF_ERROR(data->Sync());
-    TENSORMOUNT_RETURN_IF_ERROR(data->Close());
-    TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(
-        JoinPath(staging.directory, "manifest/r" + std::to_string(w) + ".tmm"), manifest));
-  }
-  return {};
+  return WriteSyntheticStaging(
+      HostFileSystem(), staging,
+      {.tensors = options.tensors, .chunks_per_tensor = options.chunks, .writers = writers});
 }
 
 // The bytes that a publish makes, by plain calls: index, the coordinator's manifest and COMMIT

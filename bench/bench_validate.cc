@@ -11,6 +11,7 @@
 
 #include "base/hash.h"
 #include "bench/ckptbench.h"
+#include "bench/peak_memory.h"
 #include "collective/layout/layout.h"
 #include "collective/layout/layout_round.h"
 #include "collective/layout/wire.h"
@@ -35,35 +36,6 @@ class CpuTimer {
 
 constexpr std::int64_t kTensorRanks = 8;
 constexpr std::int64_t kPipelineRanks = 16;
-
-// Resident memory that grew at most since Begin.
-class PeakMemory {
- public:
-  void Begin() {
-    if (std::FILE* f = std::fopen("/proc/self/clear_refs", "w")) {
-      std::fputs("5", f);  // Forget the peak so far.
-      std::fclose(f);
-    }
-    begin_ = Read("VmRSS:");
-  }
-  double MiB() const { return std::max(0.0, Read("VmHWM:") - begin_) / 1024; }
-
- private:
-  static double Read(const char* name) {
-    double kib = 0;
-    if (std::FILE* f = std::fopen("/proc/self/status", "r")) {
-      char line[256];
-      while (std::fgets(line, sizeof(line), f) != nullptr) {
-        if (std::strncmp(line, name, std::strlen(name)) == 0) {
-          (void)std::sscanf(line + std::strlen(name), "%lf", &kib);
-        }
-      }
-      std::fclose(f);
-    }
-    return kib;
-  }
-  double begin_ = 0;
-};
 
 std::string KeyOf(int tensor) {
   char key[64];

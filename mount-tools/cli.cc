@@ -133,7 +133,7 @@ void AddMounting(Program& p) {
   c->add_option("MNT", p.mount.mount_point, "An empty folder")->required();
   c->add_flag("-f,--foreground", p.mount.foreground, "Stay in the foreground");
   c->add_flag("--read-only", p.mount.read_only, "No .staging/: nothing can be written");
-  c->add_flag("--views", p.mount.views, "List npy/, extents/ and model.safetensors too");
+  c->add_flag("--views", p.mount.views, "List the other views too: npy/, slices/, zarr/, hf/, ...");
   c->add_flag("--allow-other", p.mount.allow_other, "Let other users in, as the store's modes say");
   c->add_option("--tier", p.mount.tier, "auto, passthrough or daemon")->capture_default_str();
   c->add_option("--verify", p.mount.verify, "off, first or always")->capture_default_str();

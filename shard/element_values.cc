@@ -6,6 +6,7 @@
 #include <bit>
 #include <cassert>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <vector>
@@ -62,9 +63,29 @@ const std::vector<float>& TableOf(DType dtype) {
       return e4m3fnuz;
     case DType::kF8E5M2FNUZ:
       return e5m2fnuz;
-    default:
+    case DType::kF8E8M0:
       return e8m0;
+    // Others have no table; a new type must be put above or here.
+    case DType::kBool:
+    case DType::kI8:
+    case DType::kU8:
+    case DType::kI16:
+    case DType::kU16:
+    case DType::kI32:
+    case DType::kU32:
+    case DType::kI64:
+    case DType::kU64:
+    case DType::kBF16:
+    case DType::kF32:
+    case DType::kF64:
+    case DType::kF6E2M3:
+    case DType::kF6E3M2:
+    case DType::kF4:
+    case DType::kC64:
+    case DType::kC128:
+      break;
   }
+  std::abort();  // A bug of the caller, which knows its types.
 }
 
 template <typename T>

@@ -7,6 +7,11 @@
 //   ranksbench validate [--ranks N]          Validate, twice: wall and CPU seconds of all ranks
 //   ranksbench wait [--ranks N]              all but one rank wait ten seconds for that one: the
 //                                            share of a core that each takes meanwhile
+//   ranksbench publish [--ranks N] [--tensors T] [--memory MIB] FOLDER
+//                                            what rank 0 does last, with T tensors (10,000) of
+//                                            which every rank wrote a row that is invented: its
+//                                            memory. Needs 300 bytes of disk for each of the N * T
+//                                            chunks
 //
 // Without --ranks: 8, 64, 256 and 1,024.
 #include <algorithm>
@@ -15,17 +20,23 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 #include <vector>
 
 #include "tensormount/save.h"
 #include "tensormount/validate.h"
 
 #include "bench/counting_communicator.h"
+#include "bench/peak_memory.h"
+#include "bench/synthetic_staging.h"
 #include "collective/comm/collective.h"
 #include "collective/save_load.h"
+#include "index/store/store.h"
 
 namespace tensormount {
 namespace {
@@ -150,23 +161,76 @@ Status Waiting(int ranks) {
   return Status();
 }
 
+// In a process of its own, which has no memory yet.
+Status InChild(const std::function<Status()>& work) {
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  if (child == 0) {
+    const Status status = work();
+    if (!status.ok()) std::fprintf(stderr, "ranksbench: %s\n", status.ToString().c_str());
+    std::fflush(nullptr);
+    _exit(status.ok() ? 0 : 1);
+  }
+  int ended = 0;
+  if (child < 0 || waitpid(child, &ended, 0) != child || !WIFEXITED(ended) ||
+      WEXITSTATUS(ended) != 0) {
+    return {Code::kInternal, "a process of the benchmark failed"};
+  }
+  return {};
+}
+
+Status Publishing(int ranks, int tensors, std::uint64_t memory, const std::string& folder) {
+  FileSystem& fs = HostFileSystem();
+  const std::string path = JoinPath(folder, "publish-" + std::to_string(ranks));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::OpenOrCreate(fs, path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Staging staging, store.Begin("c", IfExists::kFail));
+  TENSORMOUNT_RETURN_IF_ERROR(InChild([&] {
+    return WriteSyntheticStaging(
+        fs, staging, {.tensors = tensors, .chunks_per_tensor = ranks, .writers = ranks});
+  }));
+  TENSORMOUNT_RETURN_IF_ERROR(InChild([&]() -> Status {
+    PeakMemory peak;
+    peak.Begin();
+    const Timer timer;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store::Published published,
+                                 store.Publish(staging, Inventory(), {.rows_in_memory = memory}));
+    std::printf(
+        "{\"bench\":\"ranks\",\"case\":\"publish\",\"ranks\":%d,\"chunks\":%llu,"
+        "\"memory_mib\":%.1f,\"wall_s\":%.3f,\"cpu_s\":%.3f,\"content_root\":\"%s\"}\n",
+        ranks, static_cast<unsigned long long>(published.chunks), peak.MiB(), timer.Wall(),
+        timer.Cpu(), published.content_root.ToHex().c_str());
+    return {};
+  }));
+  return fs.RemoveTree(path);
+}
+
 int Main(int argc, char** argv) {
   std::vector<int> worlds = {8, 64, 256, 1024};
   std::string what;
   std::string folder;
+  int tensors = 10000;
+  std::uint64_t memory = Store::PublishOptions().rows_in_memory;
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "--ranks") == 0 && i + 1 < argc) {
       worlds = {std::max(1, std::atoi(argv[++i]))};
+    } else if (std::strcmp(argv[i], "--tensors") == 0 && i + 1 < argc) {
+      tensors = std::max(1, std::atoi(argv[++i]));
+    } else if (std::strcmp(argv[i], "--memory") == 0 && i + 1 < argc) {
+      memory = std::strtoull(argv[++i], nullptr, 10) << 20;
     } else {
       (what.empty() ? what : folder) = argv[i];
     }
   }
-  if ((what != "messages" || folder.empty()) && what != "validate" && what != "wait") {
-    std::fprintf(stderr, "usage: ranksbench messages FOLDER | validate | wait  [--ranks N]\n");
+  const bool in_folder = what == "messages" || what == "publish";
+  if (in_folder ? folder.empty() : what != "validate" && what != "wait") {
+    std::fprintf(stderr,
+                 "usage: ranksbench messages FOLDER | validate | wait  [--ranks N]\n"
+                 "       ranksbench publish FOLDER  [--ranks N] [--tensors T] [--memory MIB]\n");
     return 2;
   }
   for (const int ranks : worlds) {
     const Status status = what == "messages"   ? Messages(ranks, folder)
+                          : what == "publish"  ? Publishing(ranks, tensors, memory, folder)
                           : what == "validate" ? Validation(ranks)
                                                : Waiting(ranks);
     if (!status.ok()) {

@@ -47,6 +47,9 @@ Result<Dims> ReadReportDims(ByteReader& in, std::string_view what) {
   return dims;
 }
 
+// Of a number that is no kind: a report from somewhere else.
+constexpr std::string_view kUnknownKind = "unknown";
+
 }  // namespace
 
 std::string_view FindingKindName(FindingKind kind) {
@@ -80,7 +83,7 @@ std::string_view FindingKindName(FindingKind kind) {
     case FindingKind::kCommon:
       return "common";
   }
-  return "unknown";
+  return kUnknownKind;
 }
 
 Status LayoutReport::ToStatus() const {
@@ -210,8 +213,8 @@ Result<LayoutReport> DecodeReport(ByteReader& in, std::string_view what) {
   for (std::uint32_t i = 0; i < count; ++i) {
     Finding finding;
     const std::uint8_t kind = in.U8();
-    if (kind > static_cast<std::uint8_t>(FindingKind::kCommon)) return broken("an unknown kind");
     finding.kind = static_cast<FindingKind>(kind);
+    if (FindingKindName(finding.kind) == kUnknownKind) return broken("an unknown kind");
     finding.key = in.String(kMaxReportMessage);
     const std::uint32_t ranks = in.U32();
     if (ranks > in.left() / 4) return broken("announces more than there are bytes");

@@ -54,7 +54,6 @@ Result<Inventory> FinishRebuild(InventoryMerger& merger, const CommitRecord& com
       return DataLoss(file.name, "a foreign file without a root");
     }
   }
-  TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(inventory));
   TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(inventory));
   if (ContentRoot(inventory) != commit.content_root) {
     return DataLoss("manifests", "the content root is not what COMMIT says");

@@ -49,11 +49,11 @@ SstIdentity IdentityOf(const Uuid& uuid, const Hash128& content_root) {
 // The records of an inventory. Not `to_memory`: the very ones that its SST file has.
 Result<std::unique_ptr<MemoryTable>> ToMemory(const Inventory& inventory, bool to_memory) {
   auto table = std::make_unique<MemoryTable>();
-  TENSORMOUNT_RETURN_IF_ERROR(
-      record::ForEach(inventory, to_memory, [&](std::string_view key, std::string_view value) {
-        table->Append(key, value);
-        return Status();
-      }));
+  TENSORMOUNT_RETURN_IF_ERROR(record::ForEach(inventory, to_memory, record::AllTensors(inventory),
+                                              [&](std::string_view key, std::string_view value) {
+                                                table->Append(key, value);
+                                                return Status();
+                                              }));
   return table;
 }
 
@@ -89,11 +89,20 @@ Result<CommitRecord::Entry> CheckpointIndex::WriteSst(FileSystem& fs, const Inve
                                                       const Hash128& content_root,
                                                       const std::string& directory,
                                                       const std::string& name) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      CommitRecord::Entry entry,
-      SstTable::Write(
-          fs, JoinPath(directory, name), IdentityOf(inventory.info.uuid, content_root),
-          [&](const SstTable::Emit& emit) { return record::ForEach(inventory, false, emit); }));
+  return WriteSst(fs, inventory, record::AllTensors(inventory), content_root, directory, name);
+}
+
+Result<CommitRecord::Entry> CheckpointIndex::WriteSst(FileSystem& fs, const Inventory& inventory,
+                                                      const TensorPass& pass,
+                                                      const Hash128& content_root,
+                                                      const std::string& directory,
+                                                      const std::string& name) {
+  const auto produce = [&](const SstTable::Emit& emit) -> Result<SstIdentity> {
+    TENSORMOUNT_RETURN_IF_ERROR(record::ForEach(inventory, false, pass, emit));
+    return IdentityOf(inventory.info.uuid, content_root);
+  };
+  TENSORMOUNT_ASSIGN_OR_RETURN(CommitRecord::Entry entry,
+                               SstTable::Write(fs, JoinPath(directory, name), produce));
   entry.name = name;
   return entry;
 }

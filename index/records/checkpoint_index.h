@@ -94,6 +94,13 @@ class CheckpointIndex {
                                               const Hash128& content_root,
                                               const std::string& directory,
                                               const std::string& name);
+  // The same where extents come by in a pass (index_record::ForEach), for which nothing needs to be
+  // known but the tables of tensors: `pass` may prove them on the way, and fill in roots of files
+  // and `content_root`, which are read when it has returned.
+  static Result<CommitRecord::Entry> WriteSst(FileSystem& fs, const Inventory& inventory,
+                                              const TensorPass& pass, const Hash128& content_root,
+                                              const std::string& directory,
+                                              const std::string& name);
   static Result<std::shared_ptr<const CheckpointIndex>> FromInventory(const Inventory& inventory);
   // Checks length, tail and, up to `check_bytes`, the hash of all of it against COMMIT, and uuid
   // and content root in the SST's properties: an index of another checkpoint is kDataLoss.

@@ -110,46 +110,6 @@ Status CheckDecoded(const Inventory& inventory, const TensorRecord& tensor, std:
   return CheckChunkLength(inventory, tensor.meta, chunk);
 }
 
-// Objects are sorted by key and index, so parts of one object are neighbours, and a grid is
-// complete where there are as many parts as cells: indices were checked against the grid when they
-// were decoded, and the merger refuses doubles.
-Status CheckObjects(const Inventory& inventory) {
-  for (std::size_t i = 0; i < inventory.objects.size();) {
-    const ObjectRecord& first = inventory.objects[i];
-    std::size_t end = i;
-    for (; end < inventory.objects.size() && inventory.objects[end].key == first.key; ++end) {
-      const ObjectRecord& part = inventory.objects[end];
-      if (!(part.grid == first.grid)) {
-        return DataLoss("object " + first.key + ": its parts are on grids " +
-                        first.grid.ToString() + " and " + part.grid.ToString());
-      }
-      const bool in_tables =
-          part.file < inventory.files.size() &&
-          (part.has_hash() ? part.manifest < inventory.manifests.size()
-                           : inventory.files[part.file].placement == Placement::kForeign);
-      if (!in_tables || !RangeWithin(part.offset, part.length, inventory.files[part.file].length)) {
-        return DataLoss("object " + first.key + ": part " + part.index.ToString() +
-                        " is not within a file of the table");
-      }
-    }
-    const std::optional<std::int64_t> parts = CheckedProduct(first.grid);
-    if (!parts || static_cast<std::uint64_t>(*parts) != end - i) {
-      // Parts are distinct and in order: the first one out of step is missing.
-      Dims want = Dims::Filled(first.grid.rank(), 0);
-      for (std::size_t p = i; p < end && inventory.objects[p].index == want; ++p) {
-        for (int a = want.rank() - 1; a >= 0; --a) {
-          if (++want[a] < first.grid[a]) break;
-          want[a] = 0;
-        }
-      }
-      return DataLoss("object " + first.key + ": part " + want.ToString() + " of its grid " +
-                      first.grid.ToString() + " is missing");
-    }
-    i = end;
-  }
-  return Status();
-}
-
 }  // namespace
 
 TensorCheck CompletenessCheck::Check(const Inventory& inventory, const TensorRecord& tensor) {
@@ -196,13 +156,57 @@ TensorCheck CompletenessCheck::Check(const Inventory& inventory, const TensorRec
   return {Completeness::kHole, std::move(message), std::move(report)};
 }
 
+// Objects are sorted by key and index, so parts of one object are neighbours, and a grid is
+// complete where there are as many parts as cells: indices were checked against the grid when they
+// were decoded, and the merger refuses doubles.
+Status CheckObjects(const Inventory& inventory) {
+  for (std::size_t i = 0; i < inventory.objects.size();) {
+    const ObjectRecord& first = inventory.objects[i];
+    std::size_t end = i;
+    for (; end < inventory.objects.size() && inventory.objects[end].key == first.key; ++end) {
+      const ObjectRecord& part = inventory.objects[end];
+      if (!(part.grid == first.grid)) {
+        return DataLoss("object " + first.key + ": its parts are on grids " +
+                        first.grid.ToString() + " and " + part.grid.ToString());
+      }
+      const bool in_tables =
+          part.file < inventory.files.size() &&
+          (part.has_hash() ? part.manifest < inventory.manifests.size()
+                           : inventory.files[part.file].placement == Placement::kForeign);
+      if (!in_tables || !RangeWithin(part.offset, part.length, inventory.files[part.file].length)) {
+        return DataLoss("object " + first.key + ": part " + part.index.ToString() +
+                        " is not within a file of the table");
+      }
+    }
+    const std::optional<std::int64_t> parts = CheckedProduct(first.grid);
+    if (!parts || static_cast<std::uint64_t>(*parts) != end - i) {
+      // Parts are distinct and in order: the first one out of step is missing.
+      Dims want = Dims::Filled(first.grid.rank(), 0);
+      for (std::size_t p = i; p < end && inventory.objects[p].index == want; ++p) {
+        for (int a = want.rank() - 1; a >= 0; --a) {
+          if (++want[a] < first.grid[a]) break;
+          want[a] = 0;
+        }
+      }
+      return DataLoss("object " + first.key + ": part " + want.ToString() + " of its grid " +
+                      first.grid.ToString() + " is missing");
+    }
+    i = end;
+  }
+  return Status();
+}
+
+Status CheckTensor(CompletenessCheck& check, const Inventory& inventory,
+                   const TensorRecord& tensor) {
+  const TensorCheck found = check.Check(inventory, tensor);
+  if (found.verdict == Completeness::kWhole) return Status();
+  return DataLoss("tensor " + tensor.meta.key() + ": " + found.why);
+}
+
 Status CheckComplete(const Inventory& inventory) {
   CompletenessCheck check;
   for (const TensorRecord& tensor : inventory.tensors) {
-    const TensorCheck found = check.Check(inventory, tensor);
-    if (found.verdict != Completeness::kWhole) {
-      return DataLoss("tensor " + tensor.meta.key() + ": " + found.why);
-    }
+    TENSORMOUNT_RETURN_IF_ERROR(CheckTensor(check, inventory, tensor));
   }
   return CheckObjects(inventory);
 }

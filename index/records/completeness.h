@@ -53,6 +53,11 @@ class CompletenessCheck {
 // Cost: linear in the number of chunks. Rows are compared as packed bytes; only a tensor that fails
 // is decoded, to say what is wrong with it. No data is read.
 Status CheckComplete(const Inventory& inventory);
+// The part of it that is about objects.
+Status CheckObjects(const Inventory& inventory);
+// The part of it that is about one tensor, in the words of the whole.
+Status CheckTensor(CompletenessCheck& check, const Inventory& inventory,
+                   const TensorRecord& tensor);
 
 }  // namespace tensormount
 

@@ -145,21 +145,26 @@ void ExtentTable::Append(const ChunkRecord& chunk) {
   }
 }
 
-// On failure rows of `other` stay in part: callers give the whole inventory up then.
-Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
-                                 std::uint32_t manifest) {
+Status ExtentTable::AppendAll(const ExtentTable& other) {
   if (other.rank_ != rank_) return Status(Code::kDataLoss, "extent table: ranks differ");
   if (wide_ && !other.wide_) {
     ExtentTable wide = other;
     wide.Widen();
-    return AppendMapped(wide, file_map, manifest);
+    return AppendAll(wide);
   }
   if (other.wide_) Widen();
   pending_ = pending_ || other.pending_;
-  const std::size_t row_bytes = this->row_bytes();
-  std::size_t at = rows_.size();
   rows_.append(other.rows_);
-  for (; at < rows_.size(); at += row_bytes) {
+  return Status();
+}
+
+// On failure rows of `other` stay in part: callers give the whole inventory up then.
+Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
+                                 std::uint32_t manifest) {
+  const std::size_t before = size();
+  TENSORMOUNT_RETURN_IF_ERROR(AppendAll(other));
+  const std::size_t row_bytes = this->row_bytes();
+  for (std::size_t at = before * row_bytes; at < rows_.size(); at += row_bytes) {
     char* row = rows_.data() + at;
     const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
     if (file >= file_map.size()) {

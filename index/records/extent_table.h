@@ -67,12 +67,16 @@ class ExtentTable {
 
   // Makes room for so many rows in all.
   void Reserve(std::size_t rows) { rows_.reserve(rows * row_bytes()); }
-  // Bytes of data in all chunks, for estimates.
+  // Forgets all rows, and their memory: a string that is assigned an empty one keeps it.
+  void Release() { std::string().swap(rows_); }
+  // Bytes of data in all chunks.
   std::uint64_t DataBytes() const;
   // The first strided chunk makes the table wide, and all rows in it are written anew once.
   void Append(const ChunkRecord& chunk);
-  // Appends rows of `other` (same rank) with file and manifest numbers replaced:
-  // file_map[old] = new. kDataLoss where a number is outside the map.
+  // Appends rows of `other` as they are. kDataLoss where its rank is another one.
+  Status AppendAll(const ExtentTable& other);
+  // The same with file and manifest numbers replaced: file_map[old] = new. kDataLoss where a number
+  // is outside the map.
   Status AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
                       std::uint32_t manifest);
   // Replaces file and manifest numbers in place. kDataLoss where one is outside its map.

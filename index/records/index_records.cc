@@ -49,7 +49,14 @@ std::uint32_t LoadBig32(const char* p) {
   return v;
 }
 
-Status ForEach(const Inventory& inventory, bool to_memory,
+TensorPass AllTensors(const Inventory& inventory) {
+  return [&inventory](const TensorUse& use) {
+    for (const TensorRecord& tensor : inventory.tensors) TENSORMOUNT_RETURN_IF_ERROR(use(tensor));
+    return Status();
+  };
+}
+
+Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pass,
                const std::function<Status(std::string_view, std::string_view)>& fn) {
   if (inventory.tensors.size() >= UINT32_MAX || inventory.files.size() >= UINT32_MAX ||
       inventory.extras.size() >= UINT32_MAX || inventory.objects.size() >= UINT32_MAX) {
@@ -65,14 +72,6 @@ Status ForEach(const Inventory& inventory, bool to_memory,
   Counts counts;
   counts.tensors = static_cast<std::uint32_t>(inventory.tensors.size());
   counts.safetensors_header_bytes = layout.header.size();
-  for (const TensorRecord& tensor : inventory.tensors) {
-    counts.tensor_bytes += tensor.meta.bytes();
-    counts.chunks += tensor.extents.size();
-    if (tensor.extents.pending() && !to_memory) {
-      return Status(Code::kInvalidArgument,
-                    "index: tensor " + tensor.meta.key() + ": its chunks are not resolved");
-    }
-  }
 
   // Kinds in the order of their letters.
   // SstFileWriter takes keys in rising order only, so records are made in one pass in that order,
@@ -83,8 +82,24 @@ Status ForEach(const Inventory& inventory, bool to_memory,
     EncodeCommon(value, common);
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kCommon, key), value.bytes()));
   }
-  for (std::uint32_t i = 0; i < counts.tensors; ++i) {
-    const ExtentTable& extents = inventory.tensors[i].extents;
+  // What records of tensors say of extents that have passed by.
+  struct Passed {
+    std::uint64_t chunks = 0;
+    bool wide = false;
+    bool pending = false;
+  };
+  std::vector<Passed> passed;
+  passed.reserve(counts.tensors);
+  const TensorUse write = [&](const TensorRecord& tensor) -> Status {
+    const ExtentTable& extents = tensor.extents;
+    if (extents.pending() && !to_memory) {
+      return Status(Code::kInvalidArgument,
+                    "index: tensor " + tensor.meta.key() + ": its chunks are not resolved");
+    }
+    const auto i = static_cast<std::uint32_t>(passed.size());
+    passed.push_back({extents.size(), extents.wide(), extents.pending()});
+    counts.tensor_bytes += tensor.meta.bytes();
+    counts.chunks += extents.size();
     const std::size_t row = extents.row_bytes();
     // Whole rows only, so that no row is in two pages.
     const std::size_t page = kPageBytes / row * row;
@@ -93,6 +108,12 @@ Status ForEach(const Inventory& inventory, bool to_memory,
       TENSORMOUNT_RETURN_IF_ERROR(
           fn(Key(kExtents, i, static_cast<std::uint32_t>(at / page)), rows.substr(at, page)));
     }
+    return Status();
+  };
+  TENSORMOUNT_RETURN_IF_ERROR(pass(write));
+  if (passed.size() != counts.tensors) {
+    return Status(Code::kInternal, "index: " + std::to_string(passed.size()) + " of " +
+                                       std::to_string(counts.tensors) + " tensors came by");
   }
   for (std::uint32_t i = 0; i < inventory.files.size(); ++i) {
     value.bytes().clear();
@@ -141,11 +162,11 @@ Status ForEach(const Inventory& inventory, bool to_memory,
     EncodeMeta(value, tensor.meta);
     value.U8(static_cast<std::uint8_t>((tensor.has_digest ? kRecordHasDigest : 0) |
                                        (!to_memory && layout.held[i] ? kInSafetensors : 0) |
-                                       (tensor.extents.wide() ? kRecordWide : 0) |
-                                       (tensor.extents.pending() ? kPending : 0)));
+                                       (passed[i].wide ? kRecordWide : 0) |
+                                       (passed[i].pending ? kPending : 0)));
     value.U64(tensor.digest);
     value.I64(tensor.mtime);
-    value.U64(tensor.extents.size());
+    value.U64(passed[i].chunks);
     value.U64(to_memory ? 0 : layout.offsets[i]);
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kTensor, i), value.bytes()));
   }

@@ -54,8 +54,13 @@ struct Counts {
 
 // Calls fn for every record in key order until it fails. `to_memory`: chunks may be pending, and
 // model.safetensors is not laid out: few of those who open a foreign checkpoint want that file.
-Status ForEach(const Inventory& inventory, bool to_memory,
+// `pass`: hands over each tensor of `inventory`, in order, with its extents, which nobody else is
+// asked for; they may be gone afterwards. Files, objects, extras and info are read after it
+// returned; metas, digests and common values before.
+Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pass,
                const std::function<Status(std::string_view key, std::string_view value)>& fn);
+// Of an inventory that has its extents.
+TensorPass AllTensors(const Inventory& inventory);
 
 // `from_memory`: of a table that never was on disk, where chunks may be pending.
 // Checks the record's own fields. That `ordinal` is the right one for a key is for

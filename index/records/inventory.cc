@@ -17,78 +17,7 @@ namespace tensormount {
 namespace {
 
 constexpr std::string_view kContentDomain{"tensormount content v1", 23};  // With its NUL.
-constexpr std::string_view kFileDomain{"tensormount file v1", 20};
-
-// Collects small fields and hashes them in blocks.
-// Fields of a few bytes each, millions of them: one call of the hash for each would cost more than
-// the hashing.
-class RootHasher {
- public:
-  void Add(std::string_view bytes) {
-    if (pending_.size() + bytes.size() > kBlock) Flush();
-    if (bytes.size() > kBlock) {
-      stream_.Update(bytes.data(), bytes.size());
-    } else {
-      pending_.append(bytes);
-    }
-  }
-  Hash128 Value() {
-    Flush();
-    return stream_.Value();
-  }
-
- private:
-  static constexpr std::size_t kBlock = 32 * 1024;
-  void Flush() {
-    stream_.Update(pending_.data(), pending_.size());
-    pending_.clear();
-  }
-  Xxh3Stream stream_;
-  std::string pending_;
-};
-
-// A stored range as a file root hashes it.
-struct RangeHash {
-  std::uint64_t offset;
-  std::uint64_t length;
-  Hash128 hash;
-};
-static_assert(sizeof(RangeHash) == 32);  // Hashed as it lies: u64 offset, u64 length, hash.
-
-Status BadRange(const FileRecord& file, const RangeHash& range, std::string_view why) {
-  return Status(Code::kDataLoss, file.name + ": the piece of " + std::to_string(range.length) +
-                                     " bytes at " + std::to_string(range.offset) + " " +
-                                     std::string(why));
-}
-
-// Calls fn(file, range, has_hash) for every stored range: the chunks of tensors, the parts of
-// objects, and the extra ranges. Their order is that of the inventory, not that of the files.
-template <typename Fn>
-Status ForEachStoredRange(const Inventory& inventory, Fn fn) {
-  for (const TensorRecord& tensor : inventory.tensors) {
-    const std::string_view rows = tensor.extents.packed();
-    const std::size_t row_bytes = tensor.extents.row_bytes();
-    for (std::size_t at = 0; at < rows.size(); at += row_bytes) {
-      const char* row = rows.data() + at;
-      const Hash128 hash{LoadLittle<std::uint64_t>(row + extent_row::kHash),
-                         LoadLittle<std::uint64_t>(row + extent_row::kHash + 8)};
-      TENSORMOUNT_RETURN_IF_ERROR(
-          fn(LoadLittle<std::uint32_t>(row + extent_row::kFile),
-             RangeHash{LoadLittle<std::uint64_t>(row + extent_row::kOffset),
-                       LoadLittle<std::uint64_t>(row + extent_row::kLength), hash},
-             (LoadLittle<std::uint32_t>(row + extent_row::kFlags) & extent_row::kHasHash) != 0));
-    }
-  }
-  for (const ObjectRecord& object : inventory.objects) {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        fn(object.file, RangeHash{object.offset, object.length, object.hash}, object.has_hash()));
-  }
-  for (const ExtraRange& extra : inventory.extras) {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        fn(extra.file, RangeHash{extra.offset, extra.length, extra.hash}, true));
-  }
-  return Status();
-}
+constexpr std::size_t kRootBlock = 32 * 1024;
 
 }  // namespace
 
@@ -149,107 +78,68 @@ std::string_view PlacementName(Placement p) {
   return "unknown";
 }
 
-// Over what readers see and nothing else. Moving a chunk to another file, or renumbering files,
-// leaves it as it is: of a row only what stands from its flags on is hashed.
-Hash128 ContentRoot(const Inventory& inventory) {
-  RootHasher hasher;
-  hasher.Add(kContentDomain);
-  ByteWriter field;
-  const auto add_field = [&] {
-    hasher.Add(field.bytes());
-    field.bytes().clear();
-  };
-  field.U64(inventory.tensors.size());
-  field.U64(inventory.objects.size());
-  field.U64(inventory.common.size());
-  add_field();
-  for (const TensorRecord& tensor : inventory.tensors) {
-    EncodeMeta(field, tensor.meta);
-    field.U64(tensor.extents.size());
-    add_field();
-    const std::string_view rows = tensor.extents.packed();
-    const std::size_t row_bytes = tensor.extents.row_bytes();
-    for (std::size_t at = 0; at < rows.size(); at += row_bytes) {
-      hasher.Add(rows.substr(at + extent_row::kFlags, row_bytes - extent_row::kFlags));
-    }
-  }
-  for (const ObjectRecord& object : inventory.objects) {
-    field.String(object.key);
-    EncodeDims(field, object.index);
-    EncodeDims(field, object.grid);
-    field.U64(object.length);
-    field.Hash(object.hash);
-    add_field();
-  }
-  for (const auto& [key, value] : inventory.common) {
-    field.String(key);
-    EncodeCommon(field, value);
-    add_field();
-  }
-  return hasher.Value();
+RootHasher::RootHasher(const Inventory& inventory) : inventory_(inventory) {
+  AddBytes(kContentDomain);
+  field_.U64(inventory.tensors.size());
+  field_.U64(inventory.objects.size());
+  field_.U64(inventory.common.size());
+  AddField();
 }
 
-// A counting sort by file, then a sort by offset inside of each: two passes over the rows, 32 bytes
-// each in between, where one map by file would take an allocation a range. O(n), plus a sort of
-// files whose ranges are not in order yet. Overlaps and ends are checked on the way, because a root
-// over overlapping ranges would vouch for nothing.
-Status ComputeFileRoots(Inventory& inventory) {
-  const std::size_t files = inventory.files.size();
-  std::vector<std::size_t> begin(files + 1, 0);
-  TENSORMOUNT_RETURN_IF_ERROR(ForEachStoredRange(
-      inventory, [&](std::uint32_t file, const RangeHash& range, bool has_hash) -> Status {
-        if (file >= files) {
-          return Status(Code::kDataLoss,
-                        "file number " + std::to_string(file) + " is not in the file table");
-        }
-        const FileRecord& record = inventory.files[file];
-        if (range.offset > record.length || range.length > record.length - range.offset) {
-          return BadRange(record, range,
-                          "reaches past the end of its " + std::to_string(record.length));
-        }
-        if (!has_hash && record.placement != Placement::kForeign) {
-          return BadRange(record, range, "has no hash");
-        }
-        ++begin[file + 1];
-        return Status();
-      }));
-  // Now begin[f] is where the ranges of file f begin in `ranges`.
-  for (std::size_t f = 0; f < files; ++f) begin[f + 1] += begin[f];
-  std::vector<RangeHash> ranges(begin[files]);
-  std::vector<std::size_t> next(begin.begin(), begin.end() - 1);
-  TENSORMOUNT_RETURN_IF_ERROR(ForEachStoredRange(
-      inventory, [&](std::uint32_t file, const RangeHash& range, bool) -> Status {
-        ranges[next[file]++] = range;
-        return Status();
-      }));
-  const auto less = [](const RangeHash& a, const RangeHash& b) {
-    return a.offset != b.offset ? a.offset < b.offset : a.length < b.length;
-  };
-  for (std::size_t f = 0; f < files; ++f) {
-    FileRecord& file = inventory.files[f];
-    file.root = Hash128{};
-    // Its ranges may overlap: tensors that share a storage.
-    if (file.placement == Placement::kForeign) continue;
-    const auto first = ranges.begin() + static_cast<std::ptrdiff_t>(begin[f]);
-    const auto last = ranges.begin() + static_cast<std::ptrdiff_t>(begin[f + 1]);
-    if (!std::is_sorted(first, last, less)) std::sort(first, last, less);
-    const auto end = std::remove_if(first, last, [](const RangeHash& p) { return p.length == 0; });
-    for (auto it = first; it != end && it + 1 != end; ++it) {
-      if (it->offset + it->length > (it + 1)->offset) {
-        return BadRange(file, *(it + 1), "overlaps the one before it");
-      }
-    }
-    const std::size_t count = static_cast<std::size_t>(end - first);
-    ByteWriter head;
-    head.Raw(kFileDomain.data(), kFileDomain.size());
-    head.U64(file.length);
-    head.U64(count);
-    Xxh3Stream stream;
-    stream.Update(head.bytes().data(), head.size());
-    if (count != 0) stream.Update(&*first, count * sizeof(RangeHash));
-    file.root = stream.Value();
+void RootHasher::AddBytes(std::string_view bytes) {
+  if (pending_.size() + bytes.size() > kRootBlock) Flush();
+  if (bytes.size() > kRootBlock) {
+    stream_.Update(bytes.data(), bytes.size());
+  } else {
+    pending_.append(bytes);
   }
-  return Status();
+}
+
+void RootHasher::AddField() {
+  AddBytes(field_.bytes());
+  field_.bytes().clear();
+}
+
+void RootHasher::Flush() {
+  stream_.Update(pending_.data(), pending_.size());
+  pending_.clear();
+}
+
+// What readers see and nothing else. Moving a chunk to another file, or renumbering files, leaves
+// the root as it is: of a row only what stands from its flags on is hashed.
+void RootHasher::Add(const TensorRecord& tensor) {
+  EncodeMeta(field_, tensor.meta);
+  field_.U64(tensor.extents.size());
+  AddField();
+  const std::string_view rows = tensor.extents.packed();
+  const std::size_t row_bytes = tensor.extents.row_bytes();
+  for (std::size_t at = 0; at < rows.size(); at += row_bytes) {
+    AddBytes(rows.substr(at + extent_row::kFlags, row_bytes - extent_row::kFlags));
+  }
+}
+
+Hash128 RootHasher::Finish() {
+  for (const ObjectRecord& object : inventory_.objects) {
+    field_.String(object.key);
+    EncodeDims(field_, object.index);
+    EncodeDims(field_, object.grid);
+    field_.U64(object.length);
+    field_.Hash(object.hash);
+    AddField();
+  }
+  for (const auto& [key, value] : inventory_.common) {
+    field_.String(key);
+    EncodeCommon(field_, value);
+    AddField();
+  }
+  Flush();
+  return stream_.Value();
+}
+
+Hash128 ContentRoot(const Inventory& inventory) {
+  RootHasher hasher(inventory);
+  for (const TensorRecord& tensor : inventory.tensors) hasher.Add(tensor);
+  return hasher.Finish();
 }
 
 Inventory CoordinatorInventory(const Inventory& merged) {

@@ -3,6 +3,7 @@
 #define TENSORMOUNT_INDEX_RECORDS_INVENTORY_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <span>
@@ -13,11 +14,19 @@
 #include "tensormount/common_value.h"
 #include "tensormount/status.h"
 
+#include "base/coding.h"
+#include "base/file_system.h"
 #include "base/hash.h"
 #include "index/records/extent_table.h"
+#include "index/records/row_spool.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
+
+struct TensorRecord;
+// A pass over the tensors of an inventory calls it for each, in order, with its extents.
+using TensorUse = std::function<Status(const TensorRecord&)>;
+using TensorPass = std::function<Status(const TensorUse&)>;
 
 // 128 random bits, written as 32 hex digits.
 struct Uuid {
@@ -51,7 +60,7 @@ struct FileRecord {
   std::string name;
   Placement placement = Placement::kRankShard;
   std::uint64_t length = 0;
-  Hash128 root;  // FileRoot over its pieces; zero for foreign files.
+  Hash128 root;  // Over its stored ranges (index/records/file_roots.h); zero for foreign files.
   // Of a foreign file: when it was written last, as it was when it was looked at. One that has
   // another length or time now is refused.
   std::int64_t mtime_seconds = 0;
@@ -145,11 +154,27 @@ struct Inventory {
 // another, though all digests are equal: chunks are part of it.
 Hash128 ContentRoot(const Inventory& inventory);
 
-// Root of a data file from its pieces (offset, length, chunk hash) sorted by offset: no second
-// pass over data. Fills FileRecord::root for all files that are not foreign, and checks that the
-// pieces of a file do not overlap and lie within its length (kDataLoss names file and piece).
-// Changes `inventory` in nothing else. O(n) memory for the stored ranges, 32 bytes each.
-Status ComputeFileRoots(Inventory& inventory);
+// The same, for tensors that come one by one. Not thread-safe.
+class RootHasher {
+ public:
+  // `inventory` must outlive this: its objects and common values, and how many tensors it has.
+  explicit RootHasher(const Inventory& inventory);
+  // Each tensor once, in the order of the inventory.
+  void Add(const TensorRecord& tensor);
+  Hash128 Finish();
+
+ private:
+  void AddBytes(std::string_view bytes);
+  void AddField();
+  void Flush();
+
+  const Inventory& inventory_;
+  Xxh3Stream stream_;
+  // Fields of a few bytes each, millions of them: one call of the hash for each would cost more
+  // than the hashing.
+  std::string pending_;
+  ByteWriter field_;
+};
 
 // What the coordinator's manifest holds of merged content: info and common values as they are; of
 // every tensor key, dtype, shape, digest and mtime without chunks; of every object part key, index,
@@ -159,16 +184,30 @@ Inventory CoordinatorInventory(const Inventory& merged);
 // Merges what writers' manifests say. The one called kCoordinatorManifest has info and common
 // values, and, where it was written already, mtimes and the list of all there must be.
 // kDataLoss where writers disagree on uuid, dtype or shape, name the same file with different
-// lengths, repeat an object part, or differ from the coordinator's list or digests.
-// One merger for one merge: Add each manifest once, then Finish once. Not thread-safe. On a failure
-// the merger is of no more use.
+// lengths, repeat an object part, or differ from the coordinator's list or digests, and where
+// stored ranges of a file overlap or reach past its end (index/records/file_roots.h).
+// One merger for one merge: Add each manifest once, then Finish once, or FinishTables and TakeRows.
+// Not thread-safe. On a failure the merger is of no more use.
 class InventoryMerger {
  public:
+  // Rows of chunks wait in memory until they are taken.
+  InventoryMerger() = default;
+  // Those over `memory` bytes wait in a file that is made at `path`, where nothing may be, and has
+  // no name afterwards (index/records/row_spool.h). `fs` must outlive the merger.
+  InventoryMerger(FileSystem& fs, std::string path, std::uint64_t memory)
+      : spool_fs_(&fs), spool_path_(std::move(path)), spool_memory_(memory) {}
+
   // Inventory numbered by the manifest's own file table.
   Status Add(const Inventory& from_manifest, const std::string& manifest_name);
   // Sorts everything, so that the order of Add does not matter. Digests of tensors are the XORs of
   // the writers' contributions. Chunk rows are not decoded.
   Result<Inventory> Finish();
+  // The same but for rows: the extents of all tensors are empty, and roots of files that several
+  // manifests name are not final. Memory for tensors and files, not for chunks.
+  Result<Inventory> FinishTables();
+  // For each tensor of what FinishTables returned, in order: puts its rows in and calls `use`,
+  // which may move them away again. Fills in the roots that were left open.
+  Status TakeRows(Inventory& inventory, const std::function<Status(TensorRecord&)>& use);
 
  private:
   Status AddTensor(const TensorRecord& tensor, std::span<const std::uint32_t> file_map,
@@ -178,13 +217,33 @@ class InventoryMerger {
   // Compares with the coordinator's list, and takes its mtimes.
   Status ApplyCoordinator();
   // Numbers files and manifests by sorted names: Add gave numbers in the order of its calls, and
-  // the same manifests must give the same index in whatever order a folder lists them.
-  Status SortNumbers();
+  // the same manifests must give the same index in whatever order a folder lists them. False: that
+  // changed no number.
+  bool SortNumbers();
+  // Positions of merged_.tensors by key.
+  std::vector<std::uint32_t> TensorsByKey() const;
 
   Inventory merged_;
   std::map<std::string, std::uint32_t, std::less<>> file_number_;
   // Position in merged_.tensors by key: they are sorted only at the end.
   std::unordered_map<std::string, std::size_t> tensor_number_;
+  // By that position, with numbers of files and manifests in the order of Add.
+  RowSpool rows_;
+  FileSystem* spool_fs_ = nullptr;
+  std::string spool_path_;
+  std::uint64_t spool_memory_ = 0;
+  // By number of the file in the order of Add.
+  struct FileUse {
+    std::uint64_t ranges = 0;
+    bool shared = false;  // Several manifests name it, so its root is not that of one of them.
+  };
+  std::vector<FileUse> file_use_;
+  // Set by FinishTables: numbers by sorted names, of the numbers in the order of Add; and the
+  // latter of tensors by their final position.
+  std::vector<std::uint32_t> file_map_;
+  std::vector<std::uint32_t> manifest_map_;
+  std::vector<std::uint32_t> tensor_order_;
+  bool renumbered_ = false;
   std::optional<Inventory> coordinator_;
   Uuid uuid_;  // Of the first manifest that has one.
 };

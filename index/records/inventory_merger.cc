@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "base/errors.h"
+#include "index/records/file_roots.h"
 #include "index/records/inventory.h"
 #include "index/records/manifest.h"
 
@@ -50,6 +51,11 @@ bool IsIdentity(std::span<const std::uint32_t> map) {
   return true;
 }
 
+RangeHash HashedRange(const ObjectRecord& object) {
+  return {object.offset, object.length, object.hash};
+}
+RangeHash HashedRange(const ExtraRange& extra) { return {extra.offset, extra.length, extra.hash}; }
+
 }  // namespace
 
 // Files are known by name: two writers of one shared tensor file both list it, and must say the
@@ -72,14 +78,22 @@ Status InventoryMerger::Add(const Inventory& from, const std::string& manifest_n
     coordinator_ = from;
     merged_.info = from.info;
   }
+  Result<std::vector<FileRoot>> roots = FileRootsOf(from);
+  if (!roots.ok()) return roots.status().WithContext(manifest_name);
   std::vector<std::uint32_t> file_map;
   file_map.reserve(from.files.size());
-  for (const FileRecord& file : from.files) {
+  for (std::size_t i = 0; i < from.files.size(); ++i) {
+    const FileRecord& file = from.files[i];
     const auto [it, inserted] =
         file_number_.try_emplace(file.name, static_cast<std::uint32_t>(merged_.files.size()));
     if (inserted) {
       merged_.files.push_back(file);
+      merged_.files.back().root = roots.value()[i].root;
+      file_use_.push_back({roots.value()[i].ranges});
     } else {
+      FileUse& use = file_use_[it->second];
+      use.ranges += roots.value()[i].ranges;
+      use.shared = true;
       const FileRecord& known = merged_.files[it->second];
       if (known.length != file.length || known.placement != file.placement ||
           known.mtime_seconds != file.mtime_seconds ||
@@ -122,6 +136,9 @@ Status InventoryMerger::Add(const Inventory& from, const std::string& manifest_n
       return DataLoss(manifest_name + ": writers disagree on the common value " + key);
     }
   }
+  if (spool_fs_ != nullptr && rows_.held_bytes() > spool_memory_) {
+    return rows_.Spill(*spool_fs_, spool_path_, TensorsByKey());
+  }
   return Status();
 }
 
@@ -131,12 +148,6 @@ Status InventoryMerger::AddTensor(const TensorRecord& tensor,
   if (inserted) {
     TensorRecord& first = merged_.tensors.emplace_back(tensor.meta);
     first.has_digest = true;
-    // Other writers' parts are probably cut like this one: growing a million rows step by step
-    // would copy them twice.
-    if (const std::uint64_t held = tensor.extents.DataBytes(); held > 0) {
-      const std::uint64_t times = std::min<std::uint64_t>(tensor.meta.bytes() / held + 1, 64);
-      first.extents.Reserve(tensor.extents.size() * times);
-    }
   }
   TensorRecord& merged = merged_.tensors[it->second];
   if (merged.meta.dtype() != tensor.meta.dtype() || !(merged.meta.shape() == tensor.meta.shape())) {
@@ -149,7 +160,7 @@ Status InventoryMerger::AddTensor(const TensorRecord& tensor,
   // the digest of the whole (docs/format.md, "Hashes").
   merged.has_digest = merged.has_digest && tensor.has_digest;
   merged.digest ^= tensor.digest;
-  return merged.extents.AppendMapped(tensor.extents, file_map, manifest)
+  return rows_.Append(static_cast<std::uint32_t>(it->second), tensor.extents, file_map, manifest)
       .WithContext("tensor " + tensor.meta.key());
 }
 
@@ -210,31 +221,34 @@ Status InventoryMerger::ApplyCoordinator() {
   return Status();
 }
 
-Status InventoryMerger::SortNumbers() {
-  const std::vector<std::uint32_t> file_map =
+bool InventoryMerger::SortNumbers() {
+  file_map_ =
       SortByName(merged_.files, [](const FileRecord& f) -> const std::string& { return f.name; });
-  const std::vector<std::uint32_t> manifest_map =
+  manifest_map_ =
       SortByName(merged_.manifests, [](const std::string& s) -> const std::string& { return s; });
-  if (IsIdentity(file_map) && IsIdentity(manifest_map)) return Status();
-  for (TensorRecord& tensor : merged_.tensors) {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        tensor.extents.Remap(file_map, manifest_map).WithContext("tensor " + tensor.meta.key()));
-  }
   for (ObjectRecord& object : merged_.objects) {
-    object.file = file_map[object.file];
-    if (object.has_hash()) object.manifest = manifest_map[object.manifest];
+    object.file = file_map_[object.file];
+    if (object.has_hash()) object.manifest = manifest_map_[object.manifest];
   }
   for (ExtraRange& extra : merged_.extras) {
-    extra.file = file_map[extra.file];
-    extra.manifest = manifest_map[extra.manifest];
+    extra.file = file_map_[extra.file];
+    extra.manifest = manifest_map_[extra.manifest];
   }
-  return Status();
+  return !IsIdentity(file_map_) || !IsIdentity(manifest_map_);
+}
+
+std::vector<std::uint32_t> InventoryMerger::TensorsByKey() const {
+  std::vector<std::uint32_t> order(merged_.tensors.size());
+  std::iota(order.begin(), order.end(), 0u);
+  std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
+    return merged_.tensors[a].meta.key() < merged_.tensors[b].meta.key();
+  });
+  return order;
 }
 
 // Order of steps: objects are sorted for the comparison with the coordinator's list; tensors stay
-// in the order of Add until then, because tensor_number_ holds positions; rows are sorted last, by
-// numbers of files that are final.
-Result<Inventory> InventoryMerger::Finish() {
+// in the order of Add until then, because tensor_number_ holds positions.
+Result<Inventory> InventoryMerger::FinishTables() {
   std::sort(merged_.objects.begin(), merged_.objects.end(), PartLess);
   for (std::size_t i = 1; i < merged_.objects.size(); ++i) {
     if (!PartLess(merged_.objects[i - 1], merged_.objects[i])) {
@@ -243,14 +257,14 @@ Result<Inventory> InventoryMerger::Finish() {
   }
   if (coordinator_) TENSORMOUNT_RETURN_IF_ERROR(ApplyCoordinator());
   merged_.info.uuid = uuid_;
-  TENSORMOUNT_RETURN_IF_ERROR(SortNumbers());
-  const auto by_key = [](const TensorRecord& a, const TensorRecord& b) {
-    return a.meta.key() < b.meta.key();
-  };
-  if (!std::is_sorted(merged_.tensors.begin(), merged_.tensors.end(), by_key)) {
-    std::sort(merged_.tensors.begin(), merged_.tensors.end(), by_key);
+  renumbered_ = SortNumbers();
+  tensor_order_ = TensorsByKey();
+  std::vector<TensorRecord> tensors;
+  tensors.reserve(merged_.tensors.size());
+  for (const std::uint32_t number : tensor_order_) {
+    tensors.push_back(std::move(merged_.tensors[number]));
   }
-  for (TensorRecord& tensor : merged_.tensors) tensor.extents.Sort();
+  merged_.tensors = std::move(tensors);
   std::sort(merged_.extras.begin(), merged_.extras.end(),
             [](const ExtraRange& a, const ExtraRange& b) {
               return a.file != b.file ? a.file < b.file : a.offset < b.offset;
@@ -259,6 +273,45 @@ Result<Inventory> InventoryMerger::Finish() {
   tensor_number_.clear();
   file_number_.clear();
   return std::move(merged_);
+}
+
+// Rows are sorted here, by numbers of files that are final.
+Status InventoryMerger::TakeRows(Inventory& inventory,
+                                 const std::function<Status(TensorRecord&)>& use) {
+  SharedFileRoots shared;
+  for (std::size_t f = 0; f < file_use_.size(); ++f) {
+    const FileRecord& file = inventory.files[file_map_[f]];
+    if (!file_use_[f].shared || file.placement == Placement::kForeign) continue;
+    shared.Expect(file_map_[f], file_use_[f].ranges);
+  }
+  for (const ObjectRecord& object : inventory.objects) {
+    TENSORMOUNT_RETURN_IF_ERROR(shared.Add(inventory.files, object.file, HashedRange(object)));
+  }
+  for (const ExtraRange& extra : inventory.extras) {
+    TENSORMOUNT_RETURN_IF_ERROR(shared.Add(inventory.files, extra.file, HashedRange(extra)));
+  }
+  for (std::size_t i = 0; i < inventory.tensors.size(); ++i) {
+    TensorRecord& tensor = inventory.tensors[i];
+    const auto fill = [&]() -> Status {
+      TENSORMOUNT_ASSIGN_OR_RETURN(tensor.extents, rows_.Take(tensor_order_[i]));
+      if (renumbered_) {
+        TENSORMOUNT_RETURN_IF_ERROR(tensor.extents.Remap(file_map_, manifest_map_));
+      }
+      tensor.extents.Sort();
+      return shared.Add(inventory.files, tensor.extents);
+    };
+    if (Status filled = fill(); !filled.ok()) {
+      return filled.WithContext("tensor " + tensor.meta.key());
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(use(tensor));
+  }
+  return shared.Finish(inventory.files);
+}
+
+Result<Inventory> InventoryMerger::Finish() {
+  TENSORMOUNT_ASSIGN_OR_RETURN(Inventory inventory, FinishTables());
+  TENSORMOUNT_RETURN_IF_ERROR(TakeRows(inventory, [](TensorRecord&) { return Status(); }));
+  return inventory;
 }
 
 }  // namespace tensormount

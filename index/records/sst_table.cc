@@ -34,10 +34,10 @@ class NoLog : public rocksdb::Logger {
 };
 
 // RocksDB takes user properties only from a collector that looks at each key, made by a factory for
-// each file; both do nothing but hand the two texts over.
+// each file; both do nothing but hand the two texts over when the file is finished.
 class IdentityCollector : public rocksdb::TablePropertiesCollector {
  public:
-  explicit IdentityCollector(const SstIdentity& identity) : identity_(identity) {}
+  explicit IdentityCollector(const SstIdentity* identity) : identity_(identity) {}
   rocksdb::Status AddUserKey(const rocksdb::Slice&, const rocksdb::Slice&, rocksdb::EntryType,
                              rocksdb::SequenceNumber, std::uint64_t) override {
     return rocksdb::Status::OK();
@@ -47,24 +47,24 @@ class IdentityCollector : public rocksdb::TablePropertiesCollector {
     return rocksdb::Status::OK();
   }
   rocksdb::UserCollectedProperties GetReadableProperties() const override {
-    return {{kUuidProperty, identity_.uuid}, {kRootProperty, identity_.content_root}};
+    return {{kUuidProperty, identity_->uuid}, {kRootProperty, identity_->content_root}};
   }
   const char* Name() const override { return "tensormount"; }
 
  private:
-  SstIdentity identity_;
+  const SstIdentity* identity_;
 };
 
 class IdentityCollectorFactory : public rocksdb::TablePropertiesCollectorFactory {
  public:
-  explicit IdentityCollectorFactory(SstIdentity identity) : identity_(std::move(identity)) {}
+  explicit IdentityCollectorFactory(const SstIdentity* identity) : identity_(identity) {}
   rocksdb::TablePropertiesCollector* CreateTablePropertiesCollector(Context) override {
     return new IdentityCollector(identity_);
   }
   const char* Name() const override { return "tensormount"; }
 
  private:
-  SstIdentity identity_;
+  const SstIdentity* identity_;
 };
 
 rocksdb::Options MakeOptions(rocksdb::Env* env) {
@@ -108,21 +108,23 @@ struct SstTable::Rep {
 SstTable::SstTable() : rep_(std::make_unique<Rep>()) {}
 SstTable::~SstTable() = default;
 
-Result<CommitRecord::Entry> SstTable::Write(FileSystem& fs, const std::string& path,
-                                            const SstIdentity& identity,
-                                            const std::function<Status(const Emit&)>& produce) {
+Result<CommitRecord::Entry> SstTable::Write(
+    FileSystem& fs, const std::string& path,
+    const std::function<Result<SstIdentity>(const Emit&)>& produce) {
   RocksFileLog log;
   const std::unique_ptr<rocksdb::Env> env = MakeRocksEnv(fs, log);
   rocksdb::Options options = MakeOptions(env.get());
+  SstIdentity identity;  // Known only when all records are; outlives the writer.
   options.table_properties_collector_factories.push_back(
-      std::make_shared<IdentityCollectorFactory>(identity));
+      std::make_shared<IdentityCollectorFactory>(&identity));
   rocksdb::SstFileWriter writer(rocksdb::EnvOptions(), options, nullptr,
                                 /*invalidate_page_cache=*/false, rocksdb::Env::IO_TOTAL,
                                 /*skip_filters=*/true);
   TENSORMOUNT_RETURN_IF_ERROR(FromRocks(writer.Open(path), log, path));
-  TENSORMOUNT_RETURN_IF_ERROR(produce([&](std::string_view key, std::string_view value) {
+  const Emit put = [&](std::string_view key, std::string_view value) {
     return FromRocks(writer.Put(ToSlice(key), ToSlice(value)), log, path);
-  }));
+  };
+  TENSORMOUNT_ASSIGN_OR_RETURN(identity, produce(put));
   TENSORMOUNT_RETURN_IF_ERROR(FromRocks(writer.Finish(), log, path));
   CommitRecord::Entry entry;
   entry.length = log.written;

@@ -31,10 +31,10 @@ class SstTable : public Table {
  public:
   using Emit = std::function<Status(std::string_view key, std::string_view value)>;
   // Writes and fsyncs a new file. `produce` calls the Emit it is given for every record in key
-  // order. The entry has no name yet.
-  static Result<CommitRecord::Entry> Write(FileSystem& fs, const std::string& path,
-                                           const SstIdentity& identity,
-                                           const std::function<Status(const Emit&)>& produce);
+  // order, and then knows whose they are. The entry has no name yet.
+  static Result<CommitRecord::Entry> Write(
+      FileSystem& fs, const std::string& path,
+      const std::function<Result<SstIdentity>(const Emit&)>& produce);
   // Reads the footer, the properties and the index of blocks; no data block. `fs` must outlive the
   // table.
   static Result<std::unique_ptr<SstTable>> Open(FileSystem& fs, const std::string& path);

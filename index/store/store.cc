@@ -135,14 +135,16 @@ Status CheckRoomForStore(FileSystem& fs, const std::string& path, const Existing
   const auto holds = [&](const std::string& folder, std::string_view name) {
     return fs.LinkStat(JoinPath(folder, name)).ok();
   };
-  if (part.missing.empty() && holds(part.resolved, kSuperblockFile)) return Status();
   for (std::string at = part.resolved;; at = ParentOrRoot(at)) {
+    // Asked for once: somebody may make this very store between one look and another.
+    const bool is_store = holds(at, kSuperblockFile);
+    if (is_store && part.missing.empty() && at == part.resolved) return Status();
     if (holds(at, kCommitFile) && holds(at, "manifest")) {
       return Status(Code::kInvalidArgument, path + ": a store cannot be made there: " + at +
                                                 " is a checkpoint. Checkpoints stand beside each "
                                                 "other, as STORE/NAME");
     }
-    if (holds(at, kSuperblockFile)) {
+    if (is_store) {
       return Status(Code::kInvalidArgument, path + ": a store cannot be made there: " + at +
                                                 " is a store. Its checkpoints are STORE/NAME, "
                                                 "without folders between");

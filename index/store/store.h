@@ -106,6 +106,11 @@ class Store {
     // has no journal, what is deleted here could be given to the next save before it is durable
     // that we no longer have it.
     bool shared = false;
+    // Rows of chunks (100 bytes for one of a matrix) wait for their tensor in up to so much memory,
+    // what is more in a file of the staging, as large as the manifests' records together. A
+    // checkpoint of 4,096 ranks and 10,000 tensors has 4 GiB of them, more than a rank that also
+    // trains has to spare; the default holds half a million.
+    std::uint64_t rows_in_memory = std::uint64_t{48} << 20;
   };
   // Publishes a staging in which all writers' data and manifests are durable: reads the manifests,
   // checks completeness, decides mtimes against the parent, writes the coordinator's manifest,

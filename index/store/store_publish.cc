@@ -9,6 +9,7 @@
 #include <functional>
 #include <future>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <thread>
@@ -28,6 +29,12 @@ namespace tensormount {
 namespace {
 
 constexpr std::uint64_t kMaxManifestBytes = std::uint64_t{1} << 40;
+// Manifests that are read ahead, as they are and decoded.
+constexpr std::uint64_t kManifestsAhead = std::uint64_t{32} << 20;
+// Rows that are proved and hashed at a time. Where there are fewer a second thread does not pay.
+constexpr std::uint64_t kBatchBytes = std::uint64_t{2} << 20;
+// Of the staging, while a publish runs.
+constexpr std::string_view kSpoolFile = "rows.spool";
 
 class Stopwatch {
  public:
@@ -94,14 +101,17 @@ Status ForEachManifest(FileSystem& fs, const Staging& staging,
                        const std::function<Status(ReadManifest)>& use) {
   constexpr std::uint64_t kLarge = 1 << 20;
   std::size_t at = 0;
-  for (bool large = false; at < names.size() && !large; ++at) {
+  std::uint64_t largest = 0;
+  for (; at < names.size() && largest < kLarge; ++at) {
     TENSORMOUNT_ASSIGN_OR_RETURN(ReadManifest read, ReadOneManifest(fs, staging, names[at]));
-    large = read.entry.length >= kLarge;
+    largest = read.entry.length;
     TENSORMOUNT_RETURN_IF_ERROR(use(std::move(read)));
   }
-  const std::size_t ahead = std::clamp(std::thread::hardware_concurrency(), 1u, 16u);
+  const std::size_t threads = std::clamp(std::thread::hardware_concurrency(), 1u, 16u);
   std::deque<std::future<Result<ReadManifest>>> running;
   for (std::size_t next = at; at < names.size(); ++at) {
+    const std::size_t ahead =
+        std::clamp<std::size_t>(kManifestsAhead / (2 * largest), std::size_t{1}, threads);
     for (; next < names.size() && running.size() < ahead; ++next) {
       running.push_back(std::async(
           std::launch::async | std::launch::deferred,
@@ -110,15 +120,16 @@ Status ForEachManifest(FileSystem& fs, const Staging& staging,
     Result<ReadManifest> read = running.front().get();
     running.pop_front();
     TENSORMOUNT_RETURN_IF_ERROR(read.status());
+    largest = std::max(largest, read.value().entry.length);
     TENSORMOUNT_RETURN_IF_ERROR(use(std::move(read).value()));
   }
   return Status();
 }
 
-// Reads and merges all manifests; appends what COMMIT says of them.
+// Reads all manifests into `merger`, whose tables are returned; appends what COMMIT says of them.
 Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
                                   const Inventory& coordinator,
-                                  const std::vector<std::string>& expected,
+                                  const std::vector<std::string>& expected, InventoryMerger& merger,
                                   std::vector<CommitRecord::Entry>& commit_entries) {
   const std::string folder = JoinPath(staging.directory, "manifest");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
@@ -143,7 +154,6 @@ Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
                          ? std::string()
                          : " (and " + std::to_string(missing.size() - 1) + " manifests more)"));
   }
-  InventoryMerger merger;
   Inventory ours;
   ours.info = coordinator.info;
   ours.info.uuid = staging.uuid;
@@ -155,19 +165,59 @@ Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
     return Status();
   };
   TENSORMOUNT_RETURN_IF_ERROR(ForEachManifest(fs, staging, names, merge));
-  return merger.Finish();
+  return merger.FinishTables();
 }
 
-// Completeness, roots of files and of the inventory: passes over all chunks that do not touch what
-// the others write.
-Result<Hash128> CheckAndHash(Inventory& inventory) {
-  std::future<Hash128> root = std::async(std::launch::async | std::launch::deferred,
-                                         [&] { return ContentRoot(inventory); });
-  // `root` is waited for by its destructor on every way out.
-  TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(inventory));
-  TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(inventory));
-  return root.get();
-}
+// The one pass over the rows of a publish, in which each tensor is proved to be whole, hashed into
+// the content root, and handed to whoever writes the index. What is proved and what is hashed and
+// written are two threads' work, a batch of tensors at a time.
+class RowPass {
+ public:
+  RowPass(Inventory& inventory, const TensorUse& use)
+      : inventory_(inventory), use_(use), root_(inventory) {}
+
+  Status Add(TensorRecord& tensor) {
+    batch_bytes_ += tensor.extents.packed().size();
+    batch_.push_back(&tensor);
+    return batch_bytes_ < kBatchBytes ? Status() : DoBatch();
+  }
+  // The content root.
+  Result<Hash128> Finish() {
+    TENSORMOUNT_RETURN_IF_ERROR(DoBatch());
+    TENSORMOUNT_RETURN_IF_ERROR(CheckObjects(inventory_));
+    return root_.Finish();
+  }
+
+ private:
+  Status DoBatch() {
+    // `written` is waited for by its destructor on every way out.
+    std::future<Status> written =
+        std::async(batch_bytes_ < kBatchBytes ? std::launch::deferred
+                                              : std::launch::async | std::launch::deferred,
+                   [&]() -> Status {
+                     for (const TensorRecord* tensor : batch_) {
+                       root_.Add(*tensor);
+                       TENSORMOUNT_RETURN_IF_ERROR(use_(*tensor));
+                     }
+                     return Status();
+                   });
+    for (const TensorRecord* tensor : batch_) {
+      TENSORMOUNT_RETURN_IF_ERROR(CheckTensor(check_, inventory_, *tensor));
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(written.get());
+    for (TensorRecord* tensor : batch_) tensor->extents.Release();
+    batch_.clear();
+    batch_bytes_ = 0;
+    return Status();
+  }
+
+  Inventory& inventory_;
+  const TensorUse& use_;
+  RootHasher root_;
+  CompletenessCheck check_;
+  std::vector<TensorRecord*> batch_;
+  std::uint64_t batch_bytes_ = 0;
+};
 
 // "data/a/b": what may be joined to the staging's path.
 bool IsPlainDataName(std::string_view name) {
@@ -333,11 +383,12 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
 
   // The writers have sealed and fsynced their data files and manifests.
   CommitRecord commit;
+  std::optional<InventoryMerger> merger;
+  merger.emplace(fs, JoinPath(staging.directory, kSpoolFile), options.rows_in_memory);
   TENSORMOUNT_ASSIGN_OR_RETURN(
       Inventory inventory,
-      GatherManifests(fs, staging, coordinator, options.expected_manifests, commit.files));
+      GatherManifests(fs, staging, coordinator, options.expected_manifests, *merger, commit.files));
   Published published;
-  TENSORMOUNT_ASSIGN_OR_RETURN(published.content_root, CheckAndHash(inventory));
   std::set<std::string> data_folders;
   TENSORMOUNT_RETURN_IF_ERROR(CheckDataFiles(fs, staging, inventory, options.shared, data_folders));
 
@@ -363,10 +414,21 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
   TENSORMOUNT_RETURN_IF_ERROR(
       fs.WriteFileDurably(JoinPath(staging.directory, kCoordinatorManifest), coordinator_manifest));
   TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(JoinPath(staging.directory, "index")));
+  const auto pass = [&](const TensorUse& use) -> Status {
+    RowPass rows(inventory, use);
+    TENSORMOUNT_RETURN_IF_ERROR(merger->TakeRows(inventory, [&](TensorRecord& tensor) {
+      published.chunks += tensor.extents.size();
+      published.bytes += tensor.meta.bytes();
+      return rows.Add(tensor);
+    }));
+    TENSORMOUNT_ASSIGN_OR_RETURN(published.content_root, rows.Finish());
+    return Status();
+  };
   TENSORMOUNT_ASSIGN_OR_RETURN(
       CommitRecord::Entry index_entry,
-      CheckpointIndex::WriteSst(fs, inventory, published.content_root, staging.directory,
+      CheckpointIndex::WriteSst(fs, inventory, pass, published.content_root, staging.directory,
                                 std::string(kIndexName)));
+  merger.reset();  // Closes its file: over NFS one without a name has one until then.
   published.index_seconds = watch.Lap();
 
   // Their names: folders after their files, inner ones first.
@@ -403,10 +465,6 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
   published.publish_seconds = watch.Lap();
   published.info = info;
   published.tensors = inventory.tensors.size();
-  for (const TensorRecord& t : inventory.tensors) {
-    published.chunks += t.extents.size();
-    published.bytes += t.meta.bytes();
-  }
   return published;
 }
 

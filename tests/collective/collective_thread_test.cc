@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <cstdint>
 #include <new>
@@ -106,8 +107,11 @@ void RankThatDoesNotCome(int ranks, int late, Operation operation) {
   const Timeouts timeouts{seconds(60), milliseconds(300)};
   std::vector<Status> seen(static_cast<std::size_t>(ranks));
   std::atomic<int> failed{0};
+  std::barrier all_there(ranks);
   EXPECT_OK(RunOnThreads(ranks, [&](Communicator& comm) -> Status {
     Collective c(comm, timeouts);
+    // That threads begin late on a loaded machine is not what is asked here.
+    all_there.arrive_and_wait();
     // With patience, so that a loaded machine fails nobody here.
     Status& mine = seen[static_cast<std::size_t>(comm.rank())];
     if (comm.rank() == late) {

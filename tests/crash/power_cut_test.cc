@@ -33,7 +33,8 @@ TEST_F(PowerCutTest, WhatWasAcknowledgedIsThereAndNothingIsHalf) {
   PowerCutFileSystem live(dir_.Join("live"));
   const std::string path = dir_.Join("live/deep/store");
   const auto save = [&](const std::string& name, std::uint64_t seed, IfExists if_exists) {
-    return WriteTinyCheckpoint(live, path, name, CrashSpec(seed), {.if_exists = if_exists});
+    return WriteTinyCheckpoint(live, path, name, CrashSpec(seed),
+                               {.if_exists = if_exists, .rows_in_memory = 0});
   };
   // One history, with the number of operations at each acknowledgement.
   ASSERT_OK(save("a", 10, IfExists::kFail));

@@ -21,8 +21,10 @@ struct Scenario {
 
 Result<Store::Published> RunSave(FileSystem& fs, const std::string& path, const Scenario& s,
                                  const TinySpec& spec) {
-  return WriteTinyCheckpoint(fs, path, s.name, spec,
-                             {.if_exists = s.replace ? IfExists::kReplace : IfExists::kFail});
+  // Without memory for rows: every file that a publish may make is made.
+  return WriteTinyCheckpoint(
+      fs, path, s.name, spec,
+      {.if_exists = s.replace ? IfExists::kReplace : IfExists::kFail, .rows_in_memory = 0});
 }
 
 // In a child process that ends before operation `k` (of a write: in its middle). Whether it was
@@ -240,7 +242,8 @@ TEST_F(PublishCrashTest, AFailedPublishCanBeTriedAgainWithTheSameStaging) {
       return op++ == k ? Status::FromErrno(EIO, FileOpName(e.op), e.path) : Status();
     });
     const auto through = Store::Open(faulty, StorePath());
-    const auto first = through.ok() ? through.value().Publish(staging, TinyCoordinator(spec), {})
+    const auto first = through.ok() ? through.value().Publish(staging, TinyCoordinator(spec),
+                                                              {.rows_in_memory = 0})
                                     : Result<Store::Published>(through.status());
     SCOPED_TRACE("operation " + std::to_string(k) + ": " + first.status().ToString());
     if (!first.ok() && first.status().code() != Code::kUnknown) {

@@ -9,10 +9,10 @@
 
 #include <nlohmann/json.hpp>
 
+#include "bench/synthetic_staging.h"
 #include "fs/views/zarr_metadata.h"
 #include "tests/fs/shown_fixture.h"
 #include "tests/support/random.h"
-#include "tests/support/synthetic_staging.h"
 
 namespace tensormount::fs {
 namespace {

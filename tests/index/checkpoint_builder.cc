@@ -133,7 +133,6 @@ Result<BuiltCheckpoint> BuildCheckpoint(FileSystem& fs, const std::string& direc
     built.inventory.tensors[i].mtime = spec.now + static_cast<std::int64_t>(i);
   }
   for (ObjectRecord& object : built.inventory.objects) object.mtime = spec.now;
-  TENSORMOUNT_RETURN_IF_ERROR(ComputeFileRoots(built.inventory));
   TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(built.inventory));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
                                EncodeManifest(CoordinatorInventory(built.inventory), {}));

@@ -2,6 +2,7 @@
 #include "index/records/inventory.h"
 
 #include "index/records/completeness.h"
+#include "index/records/file_roots.h"
 #include "index/records/manifest.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
@@ -370,16 +371,19 @@ TEST(CheckComplete, ObjectsFillTheirGrids) {
 
 TEST(FileRoots, RefuseOverlapsAndEnds) {
   Inventory inventory = WriterInventory("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})});
-  ASSERT_OK(ComputeFileRoots(inventory));
-  const Hash128 root = inventory.files[0].root;
-  EXPECT_NE(root, Hash128{});
+  const Result<std::vector<FileRoot>> roots = FileRootsOf(inventory);
+  ASSERT_OK(roots);
+  EXPECT_NE(roots.value()[0].root, Hash128{});
+  EXPECT_EQ(roots.value()[0].ranges, 1u);
   inventory.extras.push_back({.file = 0, .offset = 127, .length = 1});
-  EXPECT_THAT(ComputeFileRoots(inventory), HasMessage("at 127 overlaps the one before it"));
+  EXPECT_THAT(FileRootsOf(inventory), HasMessage("at 127 overlaps the one before it"));
   inventory.extras[0].offset = 128;
-  EXPECT_THAT(ComputeFileRoots(inventory), HasMessage("reaches past the end"));
+  EXPECT_THAT(FileRootsOf(inventory), HasMessage("reaches past the end"));
   inventory.files[0].length = 129;
-  ASSERT_OK(ComputeFileRoots(inventory));
-  EXPECT_NE(inventory.files[0].root, root);
+  const Result<std::vector<FileRoot>> more = FileRootsOf(inventory);
+  ASSERT_OK(more);
+  EXPECT_NE(more.value()[0].root, roots.value()[0].root);
+  EXPECT_EQ(more.value()[0].ranges, 2u);
 }
 
 TEST(ContentRoot, SeesWhatIsStoredAndNotWhere) {

@@ -105,10 +105,14 @@ TEST_F(OpenTest, ARecordOfTheIndexThatIsNoneOfItsKindIsDamage) {
     EXPECT_OK(HostFileSystem().RemoveFile(Below(name)));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         CommitRecord::Entry entry,
-        SstTable::Write(HostFileSystem(), Below(name), identity, [&](const SstTable::Emit& emit) {
-          for (const auto& [key, value] : all) TENSORMOUNT_RETURN_IF_ERROR(emit(key, value));
-          return Status();
-        }));
+        SstTable::Write(HostFileSystem(), Below(name),
+                        [&](const SstTable::Emit& emit) -> Result<SstIdentity> {
+                          for (const auto& [key, value] : all) {
+                            const Status put = emit(key, value);
+                            if (!put.ok()) return put;
+                          }
+                          return identity;
+                        }));
     entry.name = name;
     for (CommitRecord::Entry& file : built_.commit.files) {
       if (file.name == kIndexName) file = entry;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <chrono>
 #include <cstdio>
+#include <set>
+#include <string>
 
+#include "bench/synthetic_staging.h"
 #include "tests/index/store_test_support.h"
 #include "tests/support/random.h"
-#include "tests/support/synthetic_staging.h"
 
 namespace tensormount {
 namespace {
@@ -15,6 +17,7 @@ using PublishScaleTest = StoreTest;
 TEST_F(PublishScaleTest, ManyChunksArePublishedComparedWithTheirParentAndOpened) {
   const SyntheticSpec spec{.tensors = TestScale(1000), .chunks_per_tensor = 100, .writers = 4};
   const Store store = MakeStore();
+  std::set<std::string> roots;
   for (const char* name : {"parent", "child"}) {
     const auto staging = store.Begin(name, IfExists::kFail);
     ASSERT_OK(staging);
@@ -22,16 +25,21 @@ TEST_F(PublishScaleTest, ManyChunksArePublishedComparedWithTheirParentAndOpened)
     const bool first = name[0] == 'p';
     const auto start = std::chrono::steady_clock::now();
     const auto published =
-        store.Publish(staging.value(), Inventory(), {.now = first ? 5000 : 6000});
+        store.Publish(staging.value(), Inventory(),
+                      {.now = first ? 5000 : 6000, .rows_in_memory = first ? 0u : UINT64_MAX});
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
     ASSERT_OK(published);
     const Store::Published& p = published.value();
     EXPECT_EQ(p.tensors, static_cast<std::uint64_t>(spec.tensors));
     EXPECT_EQ(p.chunks, static_cast<std::uint64_t>(spec.tensors) * 100);
+    EXPECT_EQ(p.bytes, static_cast<std::uint64_t>(spec.tensors) * 100 * 16 * 4);
+    roots.insert(p.content_root.ToHex());
+    EXPECT_FALSE(fs().Exists(InStore(std::string(name) + "/rows.spool")));
     std::printf("%s: %llu chunks: %.3f s (manifests %.3f, index %.3f, rest %.3f)\n", name,
                 static_cast<unsigned long long>(p.chunks), took.count(), p.manifests_seconds,
                 p.index_seconds, p.publish_seconds);
   }
+  EXPECT_EQ(roots.size(), 1u);  // However much memory there was.
   const auto opened = OpenedCheckpoint::Open(fs(), InStore("child"), {});
   ASSERT_OK(opened);
   const CheckpointIndex& index = opened.value()->index();

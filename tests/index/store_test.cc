@@ -61,6 +61,24 @@ TEST_F(StoreTest, ConcurrentCreatorsAgree) {
   EXPECT_THAT(NamesIn(dir_.Join("x/y/store")), ElementsAre("store.json"));
 }
 
+TEST_F(StoreTest, AStoreThatSomebodyMakesMeanwhileIsTheStore) {
+  ASSERT_OK(fs().CreateDirectory(StorePath()));
+  // Between the looks of one who makes it, at every one of them.
+  for (int look = 0;; ++look) {
+    int looks = 0;
+    Uuid theirs;
+    ObservedFileSystem racing(fs(), [&](const FileEvent& e) {
+      if (e.op == FileOp::kStat && looks++ == look) theirs = MakeStore().uuid();
+      return Status();
+    });
+    const auto store = Store::OpenOrCreate(racing, StorePath());
+    ASSERT_OK(store) << "look " << look;
+    if (looks <= look) break;
+    EXPECT_EQ(store.value().uuid(), theirs);
+    ASSERT_OK(fs().RemoveFile(InStore("store.json")));
+  }
+}
+
 class SuperblockTest : public StoreTest {
  protected:
   Result<Store> OpenWith(const std::string& from, const std::string& to) {

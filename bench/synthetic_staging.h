@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_TESTS_SUPPORT_SYNTHETIC_STAGING_H_
-#define TENSORMOUNT_TESTS_SUPPORT_SYNTHETIC_STAGING_H_
+#ifndef TENSORMOUNT_BENCH_SYNTHETIC_STAGING_H_
+#define TENSORMOUNT_BENCH_SYNTHETIC_STAGING_H_
 
 #include <cstdint>
 
@@ -15,7 +15,7 @@ namespace tensormount {
 // and digests. Publishes and opens like a real one; reading any data is a checksum error.
 struct SyntheticSpec {
   int tensors = 1000;
-  int chunks_per_tensor = 100;  // Rows of [chunks_per_tensor, 1024] f32, dealt out to the writers.
+  int chunks_per_tensor = 100;  // Rows of [chunks_per_tensor, 16] f32, dealt out to the writers.
   int writers = 4;
   std::uint64_t seed = 1;  // Of the digests: equal seeds, equal tensors.
 };
@@ -23,4 +23,4 @@ Status WriteSyntheticStaging(FileSystem& fs, const Staging& staging, const Synth
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_TESTS_SUPPORT_SYNTHETIC_STAGING_H_
+#endif  // TENSORMOUNT_BENCH_SYNTHETIC_STAGING_H_

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/support/synthetic_staging.h"
+// What benchmarks and tests of large publishes publish.
+#include "bench/synthetic_staging.h"
 
+#include <cstdio>
 #include <memory>
 #include <string>
 #include <utility>
@@ -8,32 +10,30 @@
 
 #include "index/records/manifest.h"
 #include "shard/leaf_hash.h"
-#include "tests/support/random.h"
 
 namespace tensormount {
 
 Status WriteSyntheticStaging(FileSystem& fs, const Staging& staging, const SyntheticSpec& spec) {
-  constexpr std::int64_t kColumns = 1024;
+  constexpr std::int64_t kColumns = 16;
   constexpr std::uint64_t kChunkBytes = kColumns * 4;
   for (int w = 0; w < spec.writers; ++w) {
-    Random random(spec.seed * 1000 + static_cast<std::uint64_t>(w));
     Inventory inventory;
     inventory.info.uuid = staging.uuid;
     std::vector<Hash128> leaves;
     std::uint64_t at = 0;
     for (int t = 0; t < spec.tensors; ++t) {
-      std::string number = std::to_string(t);
-      number.insert(0, 8 - number.size(), '0');
+      char key[64];
+      std::snprintf(key, sizeof(key), "model.layers.%06d.mlp.gate_proj.weight", t);
       TENSORMOUNT_ASSIGN_OR_RETURN(
           TensorMeta meta,
-          TensorMeta::Make("model.layers." + number + ".weight", DType::kF32,
+          TensorMeta::Make(key, DType::kF32,
                            {static_cast<std::int64_t>(spec.chunks_per_tensor), kColumns}));
       TensorRecord tensor(std::move(meta));
       tensor.has_digest = true;
-      tensor.digest = random.Next();
+      tensor.digest = (static_cast<Crc64>(t) * 31 + static_cast<Crc64>(w)) * spec.seed;
       for (int c = w; c < spec.chunks_per_tensor; c += spec.writers) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make({c, 0}, {1, kColumns}));
-        const Hash128 leaf{random.Next(), random.Next()};
+        const Hash128 leaf{at + spec.seed, static_cast<std::uint64_t>(w)};
         ChunkRecord chunk;
         chunk.region = Region(box);
         chunk.offset = at;
@@ -47,8 +47,8 @@ Status WriteSyntheticStaging(FileSystem& fs, const Staging& staging, const Synth
       inventory.tensors.push_back(std::move(tensor));
     }
     const std::string rank = "r" + std::to_string(w);
-    const std::string name = "data/" + staging.ShortId() + "-" + rank + ".pack";
-    inventory.files.push_back({name, Placement::kPack, at, Hash128{}});
+    const std::string name = "data/" + staging.ShortId() + "-" + rank + ".safetensors";
+    inventory.files.push_back({name, Placement::kRankShard, at, Hash128{}});
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file,
                                  fs.CreateExclusive(JoinPath(staging.directory, name)));
     TENSORMOUNT_RETURN_IF_ERROR(file->Truncate(at));

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// Roots of data files. Overlaps and ends are checked on the way, because a root over ranges that
+// overlap would vouch for nothing.
+#include "index/records/file_roots.h"
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+
+#include "base/checked.h"
+#include "base/coding.h"
+#include "base/errors.h"
+#include "index/records/extent_row.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::string_view kFileDomain{"tensormount file v1", 20};  // With its NUL.
+
+Status BadRange(const FileRecord& file, const RangeHash& range, std::string_view why) {
+  return DataLoss(file.name, "the piece of " + std::to_string(range.length) + " bytes at " +
+                                 std::to_string(range.offset) + " " + std::string(why));
+}
+
+// Calls fn(file, range, has_hash) for the chunk of every row.
+template <typename Fn>
+Status ForEachRow(const ExtentTable& table, Fn fn) {
+  const std::string_view rows = table.packed();
+  const std::size_t row_bytes = table.row_bytes();
+  for (std::size_t at = 0; at < rows.size(); at += row_bytes) {
+    const char* row = rows.data() + at;
+    const Hash128 hash{LoadLittle<std::uint64_t>(row + extent_row::kHash),
+                       LoadLittle<std::uint64_t>(row + extent_row::kHash + 8)};
+    TENSORMOUNT_RETURN_IF_ERROR(
+        fn(LoadLittle<std::uint32_t>(row + extent_row::kFile),
+           RangeHash{LoadLittle<std::uint64_t>(row + extent_row::kOffset),
+                     LoadLittle<std::uint64_t>(row + extent_row::kLength), hash},
+           (extent_row::Flags(row) & extent_row::kHasHash) != 0));
+  }
+  return Status();
+}
+
+// Every stored range: the chunks of tensors, the parts of objects, and the extra ranges, in the
+// order of the inventory, not in that of the files. What a coordinator only lists is in no file.
+template <typename Fn>
+Status ForEachStoredRange(const Inventory& inventory, Fn fn) {
+  for (const TensorRecord& tensor : inventory.tensors) {
+    TENSORMOUNT_RETURN_IF_ERROR(ForEachRow(tensor.extents, fn));
+  }
+  for (const ObjectRecord& object : inventory.objects) {
+    if (object.file == kNoFile) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(
+        fn(object.file, RangeHash{object.offset, object.length, object.hash}, object.has_hash()));
+  }
+  for (const ExtraRange& extra : inventory.extras) {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        fn(extra.file, RangeHash{extra.offset, extra.length, extra.hash}, true));
+  }
+  return Status();
+}
+
+// Sorts `ranges`, all of the file, and drops empty ones from their end.
+Result<Hash128> RootOf(const FileRecord& file, std::span<RangeHash> ranges) {
+  const auto less = [](const RangeHash& a, const RangeHash& b) {
+    return a.offset != b.offset ? a.offset < b.offset : a.length < b.length;
+  };
+  if (!std::is_sorted(ranges.begin(), ranges.end(), less)) {
+    std::sort(ranges.begin(), ranges.end(), less);
+  }
+  const auto end = std::remove_if(ranges.begin(), ranges.end(),
+                                  [](const RangeHash& r) { return r.length == 0; });
+  for (auto it = ranges.begin(); it != end && it + 1 != end; ++it) {
+    if (it->offset + it->length > (it + 1)->offset) {
+      return BadRange(file, *(it + 1), "overlaps the one before it");
+    }
+  }
+  const auto count = static_cast<std::size_t>(end - ranges.begin());
+  ByteWriter head;
+  head.Raw(kFileDomain.data(), kFileDomain.size());
+  head.U64(file.length);
+  head.U64(count);
+  Xxh3Stream stream;
+  stream.Update(head.bytes().data(), head.size());
+  if (count != 0) stream.Update(ranges.data(), count * sizeof(RangeHash));
+  return stream.Value();
+}
+
+}  // namespace
+
+// A counting sort by file, then a sort by offset inside of each: two passes over the rows, 32 bytes
+// each in between, where one map by file would take an allocation a range. O(n), plus a sort of
+// files whose ranges are not in order yet.
+Result<std::vector<FileRoot>> FileRootsOf(const Inventory& inventory) {
+  const std::size_t files = inventory.files.size();
+  std::vector<FileRoot> roots(files);
+  TENSORMOUNT_RETURN_IF_ERROR(
+      ForEachStoredRange(inventory, [&](std::uint32_t file, const RangeHash& range, bool has_hash) {
+        if (file >= files) {
+          return DataLoss("file number " + std::to_string(file) + " is not in the file table");
+        }
+        const FileRecord& record = inventory.files[file];
+        if (!RangeWithin(range.offset, range.length, record.length)) {
+          return BadRange(record, range,
+                          "reaches past the end of its " + std::to_string(record.length));
+        }
+        if (!has_hash && record.placement != Placement::kForeign) {
+          return BadRange(record, range, "has no hash");
+        }
+        ++roots[file].ranges;
+        return Status();
+      }));
+  std::vector<std::size_t> begin(files + 1, 0);  // Where the ranges of a file begin in `ranges`.
+  for (std::size_t f = 0; f < files; ++f) begin[f + 1] = begin[f] + roots[f].ranges;
+  std::vector<RangeHash> ranges(begin[files]);
+  std::vector<std::size_t> next(begin.begin(), begin.end() - 1);
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachStoredRange(
+      inventory, [&](std::uint32_t file, const RangeHash& range, bool) -> Status {
+        ranges[next[file]++] = range;
+        return Status();
+      }));
+  for (std::size_t f = 0; f < files; ++f) {
+    // Ranges of a foreign file may overlap: tensors that share a storage.
+    if (inventory.files[f].placement == Placement::kForeign) continue;
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        roots[f].root,
+        RootOf(inventory.files[f], std::span(ranges).subspan(begin[f], roots[f].ranges)));
+  }
+  return roots;
+}
+
+void SharedFileRoots::Expect(std::uint32_t file, std::uint64_t ranges) {
+  if (files_.size() <= file) files_.resize(std::size_t{file} + 1);
+  files_[file].expected = ranges;
+}
+
+Status SharedFileRoots::Add(std::vector<FileRecord>& files, const ExtentTable& rows) {
+  if (files_.empty()) return Status();
+  return ForEachRow(rows, [&](std::uint32_t file, const RangeHash& range, bool) {
+    return Add(files, file, range);
+  });
+}
+
+// That the range lies in its file and has a hash was checked with its manifest.
+Status SharedFileRoots::Add(std::vector<FileRecord>& files, std::uint32_t file,
+                            const RangeHash& range) {
+  if (file >= files_.size() || files_[file].expected == 0) return Status();
+  Collected& collected = files_[file];
+  collected.ranges.push_back(range);
+  if (collected.ranges.size() < collected.expected) return Status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(files[file].root, RootOf(files[file], collected.ranges));
+  collected.expected = 0;
+  std::vector<RangeHash>().swap(collected.ranges);
+  return Status();
+}
+
+Status SharedFileRoots::Finish(const std::vector<FileRecord>& files) const {
+  for (std::size_t f = 0; f < files_.size(); ++f) {
+    if (files_[f].expected == 0) continue;
+    return Status(Code::kInternal, files[f].name + ": " + std::to_string(files_[f].ranges.size()) +
+                                       " of " + std::to_string(files_[f].expected) +
+                                       " ranges came by");
+  }
+  return Status();
+}
+
+}  // namespace tensormount
