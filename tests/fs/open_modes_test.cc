@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include "base/deadline.h"
+#include "index/read/proven_ranges.h"
 #include "tests/fs/vfs_ops.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
@@ -316,6 +317,12 @@ TEST_F(OpenModesTest, LargeFilesAreTheDaemonsUntilTheyAreProven) {
   EXPECT_EQ(modes.counts().fell_back, 0u);
   // What reads have touched need not be proven in the open.
   const Opened b = File("b");
+  ASSERT_OK_AND_ASSIGN(const std::string path, b.file->BackingPath());
+  // What is read of a file that was changed a moment ago is not remembered.
+  const Deadline deadline = Deadline::After(FileStamp::kSettles);
+  while (!FileStamp::Of(HostFileSystem().Stat(path).value()).Settled() && !deadline.Passed()) {
+    std::this_thread::yield();
+  }
   char byte = 0;
   ASSERT_OK(b.file->Read(100, &byte, 1, nullptr));
   EXPECT_TRUE(Open(modes, b).value()->passthrough());

@@ -18,7 +18,7 @@ namespace {
 // 0 to n - 1.
 std::size_t Below(Random& random, std::size_t n) { return random.Next() % n; }
 
-std::string ManifestName(std::size_t i) { return "manifest/r" + std::to_string(i) + ".tmm"; }
+std::string SpoolManifest(std::size_t i) { return "manifest/r" + std::to_string(i) + ".tmm"; }
 
 // What writers of a checkpoint say whose tensors are cut into rows, which they share out by chance:
 // each row in a file of its writer, in a tensor's own file that all write, or strided in a foreign
@@ -81,7 +81,7 @@ std::vector<Inventory> RandomWriters(Random& random, bool foreign) {
 
 Status AddAll(InventoryMerger& merger, const std::vector<Inventory>& writers) {
   for (std::size_t i = 0; i < writers.size(); ++i) {
-    TENSORMOUNT_RETURN_IF_ERROR(merger.Add(writers[i], ManifestName(i)));
+    TENSORMOUNT_RETURN_IF_ERROR(merger.Add(writers[i], SpoolManifest(i)));
   }
   return Status();
 }
