@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "index/foreign/format.h"
+#include "index/records/store_paths.h"
 
 namespace tensormount {
 namespace {
@@ -34,6 +35,9 @@ Status LinksLeadOut(const ForeignFolder& folder) {
 std::string Instead(const ForeignFolder& folder) {
   if (!folder.file().empty()) {
     return "no file of a format that we read (.safetensors, .pt, .npz and such)";
+  }
+  if (store_paths::EvidentlyStore(folder.fs(), folder.path())) {
+    return store_paths::LostSuperblock(folder.path());
   }
   const Result<std::vector<DirectoryEntry>> entries = folder.List("");
   if (!entries.ok()) return entries.status().message();

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <vector>
 
 namespace tensormount::store_paths {
 namespace {
@@ -23,6 +24,30 @@ bool IsSharedLeftover(std::string_view name) {
     // Also what ReplaceFile makes and exchanges.
     return top == known || (top.starts_with(known) && top.substr(known.size()) == ".new");
   });
+}
+
+bool EvidentlyStore(FileSystem& fs, const std::string& folder) {
+  // No links: what they lead to belongs to another folder.
+  const auto is = [&](const std::string& path, FileKind kind) {
+    const Result<FileInfo> info = fs.LinkStat(path);
+    return info.ok() && info.value().kind == kind;
+  };
+  for (const std::string_view name : {kGenerationsFolder, kStagingFolder}) {
+    if (is(JoinPath(folder, name), FileKind::kDirectory)) return true;
+  }
+  const Result<std::vector<DirectoryEntry>> entries = fs.List(folder);
+  if (!entries.ok()) return false;
+  return std::any_of(entries.value().begin(), entries.value().end(), [&](const DirectoryEntry& e) {
+    if (e.name.starts_with('.')) return false;
+    const std::string below = JoinPath(folder, e.name);
+    return is(below, FileKind::kDirectory) && is(JoinPath(below, kCommitFile), FileKind::kFile) &&
+           is(JoinPath(below, "manifest"), FileKind::kDirectory);
+  });
+}
+
+std::string LostSuperblock(const std::string& folder) {
+  return "no store.json, but what a store holds: `tensormount fsck " + folder +
+         " --rebuild` makes store.json again";
 }
 
 }  // namespace tensormount::store_paths

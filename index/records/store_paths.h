@@ -2,8 +2,10 @@
 #ifndef TENSORMOUNT_INDEX_RECORDS_STORE_PATHS_H_
 #define TENSORMOUNT_INDEX_RECORDS_STORE_PATHS_H_
 
+#include <string>
 #include <string_view>
 
+#include "base/file_system.h"
 #include "index/records/commit_record.h"
 
 // Names in a store (docs/format.md, "Store").
@@ -33,6 +35,13 @@ inline constexpr std::string_view kSinceSuffix = ".since";
 // Shared by publish, verify and gc, which must agree on it: what one of them took for a leftover
 // and another for a file of the checkpoint would be deleted or reported wrongly.
 bool IsSharedLeftover(std::string_view name);
+
+// Whether a folder that has no store.json evidently is a store all the same: .generations/ or
+// .staging/ is in it, or a folder with COMMIT and manifest/ directly below. What cannot be looked
+// at is no evidence. One listing, and at most three stats an entry.
+bool EvidentlyStore(FileSystem& fs, const std::string& folder);
+// What to tell of one: where store.json went, and what makes it again.
+std::string LostSuperblock(const std::string& folder);
 
 }  // namespace tensormount::store_paths
 

@@ -247,7 +247,9 @@ Result<Store> Store::Open(FileSystem& fs, const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(path));
   Result<Superblock> superblock = ReadSuperblock(fs, resolved);
   if (superblock.status().code() == Code::kNotFound) {
-    return Status(Code::kNotFound, path + ": not a store (no store.json)");
+    return Status(Code::kNotFound, path + (store_paths::EvidentlyStore(fs, resolved)
+                                               ? ": " + store_paths::LostSuperblock(path)
+                                               : std::string(": not a store (no store.json)")));
   }
   if (!superblock.ok()) return superblock.status();
   return Store(fs, resolved, superblock.value().uuid, superblock.value().unknown_read_compatible);

@@ -238,12 +238,9 @@ Result<std::vector<Store::FsckFinding>> Store::FsckFolder(FileSystem& fs, const 
   const Status lost = store_moves::SuperblockDamage(fs, resolved);
   if (lost.ok()) return store.status();
   const Store bare(fs, resolved, Uuid(), 0);
-  // A folder without store.json is one where something else of a store is.
-  if (lost.code() == Code::kNotFound &&
-      fs.LinkStat(JoinPath(resolved, store_paths::kGenerationsFolder)).status().code() ==
-          Code::kNotFound) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, bare.List());
-    if (Highest(all) == nullptr) return store.status();
+  // Nothing is written into a folder that is none.
+  if (lost.code() == Code::kNotFound && !store_paths::EvidentlyStore(fs, resolved)) {
+    return store.status();
   }
   Checker checker(fs, resolved, options);
   checker.Superblock(lost);

@@ -137,6 +137,38 @@ class Errors(harness.ToolTest):
             self.run_tool("rm", self.store / "after")
         self.fails("fsck", self.dir, code="NOT_FOUND", says="not a store")
 
+    def test_a_store_that_lost_its_superblock_is_named(self):
+        path = self.save("step-1")
+        (self.store / "store.json").unlink()
+        self.fails("ls", self.store, code="UNSUPPORTED", says="fsck")
+        self.fails("gc", self.store, code="NOT_FOUND", says="--rebuild")
+        self.assertFalse((self.store / "store.json").exists())
+        # One that was brought by hand; one of which no COMMIT can be read; the store's own folders.
+        brought, broken, bare = (self.dir / name for name in ["brought", "broken", "bare"])
+        for folder in [brought, broken]:
+            shutil.copytree(path, folder / "grid")
+        os.chmod(broken / "grid" / "COMMIT", 0o644)
+        (broken / "grid" / "COMMIT").write_bytes(b"")
+        (bare / ".staging").mkdir(parents=True)
+        for folder, after in [(brought, 0), (broken, 1), (bare, 0)]:
+            with self.subTest(folder=folder.name):
+                self.fails("ls", folder, code="UNSUPPORTED", says="--rebuild")
+                self.assertIn("store.json", self.run_tool("fsck", folder, expect=1).stdout)
+                self.assertFalse((folder / "store.json").exists())
+                self.run_tool("fsck", folder, "--rebuild", expect=after)
+                self.assertTrue((folder / "store.json").exists())
+                self.run_tool("fsck", folder, expect=after)
+        self.assertEqual(len(self.json_lines("ls", brought)), 1)
+        # Nothing is written into what is none: other folders, a checkpoint itself, links to stores.
+        other = self.dir / "no-store"
+        (other / "sub").mkdir(parents=True)
+        (other / "sub" / "COMMIT").write_text("of another program\n")
+        (other / "link").symlink_to(path)
+        (other / ".generations").symlink_to(self.store / ".generations")
+        for folder in [other, path]:
+            self.fails("fsck", folder, "--rebuild", code="NOT_FOUND", says="not a store")
+            self.assertFalse((folder / "store.json").exists())
+
     def test_the_index(self):
         path = self.save("step-1")
         other = self.save("step-2", "--shard", "cols", "--ranks", "2")
