@@ -6,6 +6,8 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/counted.h"
+#include "index/records/store_paths.h"
 #include "index/store/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
@@ -79,8 +81,20 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
     return flushed == kDone && !report.value().failed.empty() ? kFailed : flushed;
   }
   if (!terminal.quiet) {
+    const char* const verb = args.dry_run ? "would remove" : "removed";
+    // Each save leaves a claim, which is an empty folder: only how many there were is of interest.
+    std::uint64_t claims = 0;
+    const std::string generations = std::string(store_paths::kGenerationsFolder) + "/";
     for (const std::string& path : report.value().removed) {
-      terminal.Line(fmt::format("{} {}", args.dry_run ? "would remove" : "removed", path));
+      if (path.starts_with(generations)) {
+        ++claims;
+      } else {
+        terminal.Line(fmt::format("{} {}", verb, path));
+      }
+    }
+    if (claims > 0) {
+      terminal.Line(fmt::format("{} {} of earlier saves in {}", verb,
+                                Counted(claims, "generation number"), generations));
     }
     for (const std::string& path : report.value().kept) {
       terminal.Line(fmt::format("kept {}", path));

@@ -169,6 +169,18 @@ class Errors(harness.ToolTest):
             self.fails("fsck", folder, "--rebuild", code="NOT_FOUND", says="not a store")
             self.assertFalse((folder / "store.json").exists())
 
+    def test_gc_counts_claims_in_one_line(self):
+        for n in range(3):
+            self.save(f"step-{n}")
+        for dry in [["--dry-run"], []]:
+            (told,) = self.json_lines("gc", self.store, "--dry-run")
+            self.assertEqual(sorted(told["removed"]), [".generations/1", ".generations/2"])
+            lines = self.run_tool("gc", self.store, *dry).stdout.splitlines()
+            self.assertEqual(len(lines), 2, lines)
+            self.assertTrue(lines[0].endswith("2 generation numbers of earlier saves in .generations/"), lines)
+        self.save("step-3")
+        self.assertIn("removed 1 generation number of", self.run_tool("gc", self.store).stdout)
+
     def test_the_index(self):
         path = self.save("step-1")
         other = self.save("step-2", "--shard", "cols", "--ranks", "2")
