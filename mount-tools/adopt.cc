@@ -9,6 +9,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/counted.h"
 #include "index/store/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
@@ -105,9 +106,9 @@ int RunAdopt(const AdoptArgs& args, Terminal& terminal) {
     return terminal.Flush();
   }
   if (!terminal.quiet) {
-    terminal.Line(fmt::format("adopted {} ({}) as {}: {} tensors, {} chunks, {}", out.root,
-                              out.format, out.path, out.published.tensors, out.published.chunks,
-                              HumanBytes(out.data_bytes)));
+    terminal.Line(fmt::format("adopted {} ({}) as {}: {}, {}, {}", out.root, out.format, out.path,
+                              Counted(out.published.tensors, "tensor"),
+                              Counted(out.published.chunks, "chunk"), HumanBytes(out.data_bytes)));
     terminal.Line(args.quick ? std::string("no data were read: reads are not verified (--quick)")
                              : fmt::format("{} hashed", HumanBytes(out.published.bytes)));
     if (out.index_bytes && out.data_bytes > 0) {

@@ -10,6 +10,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/counted.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/ranks.h"
 #include "mount-tools/source.h"
@@ -82,10 +83,11 @@ void PrintExport(const fs::ExportReport& report, const ExportArgs& args, ExportF
     return;
   }
   if (terminal.quiet) return;
-  terminal.Line(fmt::format(
-      "exported {}: {} tensors, {} in {} file{} by {} rank{} in {} ({} written)", report.path,
-      report.tensors, HumanBytes(report.bytes), report.files, report.files == 1 ? "" : "s", ranks,
-      ranks == 1 ? "" : "s", HumanSeconds(seconds), HumanBytes(report.bytes_written)));
+  terminal.Line(fmt::format("exported {}: {}, {} in {} by {} in {} ({} written)", report.path,
+                            Counted(report.tensors, "tensor"), HumanBytes(report.bytes),
+                            Counted(report.files, "file"),
+                            Counted(static_cast<std::uint64_t>(ranks), "rank"),
+                            HumanSeconds(seconds), HumanBytes(report.bytes_written)));
   // Without what changes the names or the files: the mount's would be others.
   const std::string view = args.map.empty() && !args.hf_part_size && !args.hf_rules && !args.partial
                                ? ViewOf(format)

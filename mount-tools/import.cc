@@ -13,6 +13,7 @@
 
 #include "tensormount/save.h"
 
+#include "base/counted.h"
 #include "base/log.h"
 #include "index/records/key_renames.h"
 #include "index/records/layer_names.h"
@@ -180,10 +181,10 @@ void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
     return;
   }
   if (terminal.quiet) return;
-  terminal.Line(fmt::format("committed {}: {} tensors, {} by {} rank{} in {} ({} written)",
-                            report.path, report.tensors, HumanBytes(report.bytes), ranks,
-                            ranks == 1 ? "" : "s", HumanSeconds(seconds),
-                            HumanBytes(report.bytes_written)));
+  terminal.Line(fmt::format("committed {}: {}, {} by {} in {} ({} written)", report.path,
+                            Counted(report.tensors, "tensor"), HumanBytes(report.bytes),
+                            Counted(static_cast<std::uint64_t>(ranks), "rank"),
+                            HumanSeconds(seconds), HumanBytes(report.bytes_written)));
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/counted.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/nearest.h"
 #include "mount-tools/shown_text.h"
@@ -93,8 +94,9 @@ int RunLayout(const LayoutArgs& args, Terminal& terminal) {
         path == "-" ? terminal.Write(text.data(), text.size()) : fs.ReplaceFile(path, text);
     if (!written.ok()) return terminal.Fail(written);
     if (path != "-" && !terminal.json && !terminal.quiet) {
-      terminal.Line(fmt::format("{}: {} chunks of {}, {}", path, layout.value().chunks.size(),
-                                args.key, HumanBytes(text.size())));
+      terminal.Line(fmt::format("{}: {} of {}, {}", path,
+                                Counted(layout.value().chunks.size(), "chunk"), args.key,
+                                HumanBytes(text.size())));
     }
   }
   if (terminal.json) {

@@ -4,6 +4,7 @@
 
 #include <fmt/core.h>
 
+#include "base/counted.h"
 #include "mount-tools/layout.h"
 #include "mount-tools/terminal.h"
 
@@ -280,11 +281,10 @@ LayoutRaster Rasterize(const LayoutPanel& panel, const LayoutScale& rows,
 
 std::string LayoutText(const Layout& layout, int columns, bool colours, std::size_t table_rows) {
   const LayoutPicture& picture = layout.picture;
-  std::string text =
-      fmt::format("{}  {} {}  {}\n{} {} in {} {} of {}", layout.key, layout.dtype,
-                  layout.shape.ToString(), HumanBytes(layout.bytes), layout.chunks.size(),
-                  layout.chunks.size() == 1 ? "chunk" : "chunks", layout.files,
-                  layout.files == 1 ? "file" : "files", layout.source);
+  std::string text = fmt::format("{}  {} {}  {}\n{} in {} of {}", layout.key, layout.dtype,
+                                 layout.shape.ToString(), HumanBytes(layout.bytes),
+                                 Counted(layout.chunks.size(), "chunk"),
+                                 Counted(layout.files, "file"), layout.source);
   if (layout.covered < layout.elements) {
     text += fmt::format("; {} of {} elements are in no chunk", layout.elements - layout.covered,
                         layout.elements);

@@ -10,6 +10,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/counted.h"
 #include "index/foreign/format.h"
 #include "index/records/layer_names.h"
 #include "index/store/store.h"
@@ -441,11 +442,11 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   }
   terminal.Line(
       fmt::format("tensors        {}, {}", index.tensor_count(), HumanBytes(index.tensor_bytes())));
-  terminal.Line(fmt::format("chunks         {} in {} data files, {}", index.chunk_count(),
-                            index.files().size(), HumanBytes(file_bytes)));
+  terminal.Line(fmt::format("chunks         {} in {}, {}", index.chunk_count(),
+                            Counted(index.files().size(), "data file"), HumanBytes(file_bytes)));
   if (!layers.value()->empty()) {
-    terminal.Line(fmt::format("layer names    of {} stacked tensors (ls --layers)",
-                              layers.value()->patterns().size()));
+    terminal.Line(fmt::format("layer names    of {} (ls --layers)",
+                              Counted(layers.value()->patterns().size(), "stacked tensor")));
   }
   terminal.Line(fmt::format("objects        {}", objects.value().size()));
   terminal.Line(fmt::format("common values  {}", common.value().values.size()));

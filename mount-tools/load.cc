@@ -17,6 +17,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/counted.h"
 #include "collective/comm/collective.h"
 #include "index/records/key_renames.h"
 #include "mount-tools/commands.h"
@@ -212,10 +213,10 @@ void PrintFigures(const std::vector<RankFigures>& all, bool compared, Terminal& 
                               HumanBytes(all[r].wanted), HumanBytes(all[r].read),
                               HumanSeconds(all[r].seconds), HumanBytes(all[r].peak_memory)));
   }
-  terminal.Line(
-      fmt::format("{} tensors on {} rank{}: {} verified by leaf, {} by digest, {} unverified",
-                  sum.tensors, all.size(), all.size() == 1 ? "" : "s", HumanBytes(sum.by_leaf),
-                  HumanBytes(sum.by_digest), HumanBytes(sum.unverified)));
+  terminal.Line(fmt::format("{} on {}: {} verified by leaf, {} by digest, {} unverified",
+                            Counted(sum.tensors, "tensor"), Counted(all.size(), "rank"),
+                            HumanBytes(sum.by_leaf), HumanBytes(sum.by_digest),
+                            HumanBytes(sum.unverified)));
   if (compared) {
     terminal.Line(fmt::format("compared {}: {}", HumanBytes(sum.compared_bytes),
                               sum.different_tensors == 0

@@ -9,6 +9,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/counted.h"
 #include "index/store/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
@@ -98,9 +99,9 @@ int RunPublish(const PublishArgs& args, Terminal& terminal) {
                                          {"bytes", p.bytes},
                                          {"mounts", report.mounts}});
   } else if (!terminal.quiet) {
-    terminal.Line(fmt::format("published {}: {} tensors, {}, written by {} mount{}", checkpoint,
-                              p.tensors, HumanBytes(p.bytes), report.mounts,
-                              report.mounts == 1 ? "" : "s"));
+    terminal.Line(fmt::format("published {}: {}, {}, written by {}", checkpoint,
+                              Counted(p.tensors, "tensor"), HumanBytes(p.bytes),
+                              Counted(report.mounts, "mount")));
   }
   return terminal.Flush();
 }

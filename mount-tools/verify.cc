@@ -8,6 +8,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/counted.h"
 #include "index/foreign/format.h"
 #include "index/foreign/verify_foreign.h"
 #include "index/store/store.h"
@@ -63,11 +64,10 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, const Ver
                       "checked",
                       name, HumanBytes(report.bytes_without_hash)));
     }
-    const std::size_t damages = report.damages.size();
-    const std::string verdict =
-        whole ? "whole" : fmt::format("{} damage{}", damages, damages == 1 ? "" : "s");
-    terminal.Line(fmt::format("{}: {}: {} tensors, {} chunks, {} checked{}", name, verdict,
-                              report.tensors, report.chunks, HumanBytes(report.bytes_checked),
+    const std::string verdict = whole ? "whole" : Counted(report.damages.size(), "damage");
+    terminal.Line(fmt::format("{}: {}: {}, {}, {} checked{}", name, verdict,
+                              Counted(report.tensors, "tensor"), Counted(report.chunks, "chunk"),
+                              HumanBytes(report.bytes_checked),
                               quick ? " (quick: no data read)" : ""));
   }
   return whole || (args.partial && lost == report.damages.size());

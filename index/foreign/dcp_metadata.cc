@@ -403,7 +403,7 @@ class DcpMetadataReader {
     std::size_t number = 0;
     std::erase_if(out_.tensors, [&](const DcpTensor& tensor) {
       if (next == doubled_.end() || *next != number++) return false;
-      left_out_.Add("tensor", tensor.fqn, "two of its chunks begin at the same place");
+      left_out_.Add("tensor", tensor.fqn, "two of its chunks begin at the same cell");
       ++next;
       return true;
     });

@@ -187,17 +187,21 @@ Result<bool> TorchTree::Scan(const Value& value, int depth) {
 Status TorchTree::Emit(const Value& value) {
   ++next_;
   if (TorchArchive::IsTensor(value)) return AddTensor(value);
+  std::uint64_t number = 0;  // Names an item whose key is none.
   return ForEachChild(value, [&](const auto& key, const Value& child) {
+    ++number;
     const std::uint32_t node = nodes_[next_];
     const std::size_t end = next_ + (node & ~kHoldsTensor);
     std::optional<TorchNames::Part> part = PartOf(key);
     const std::size_t bytes = part ? part->text.size() + 1 : 0;
     if (!part) {
-      builder_.Warn(Shown() +
-                    ": an item is left out: its key is neither text nor a number, or too long");
+      const std::string in = Shown();
+      builder_.Warn("item " + std::to_string(number) + " of " + (in.empty() ? "the file" : in) +
+                    " is left out: its key is neither text nor a number, or too long");
     } else if (path_bytes_ + bytes > kMaxKeyBytes) {
+      builder_.Warn("item " + std::to_string(number) + " of " + Shown() + ", " +
+                    part->text.substr(0, 64) + ", is left out: its name would be too long");
       part.reset();
-      builder_.Warn(Shown() + ": an item is left out: its name would be too long");
     } else {
       path_.push_back(*std::move(part));
       path_bytes_ += bytes;

@@ -348,7 +348,7 @@ Status ZipReader::ReadCentral(std::string_view& left) {
   }
   if (method != kStored) {
     return Unsupported(ShownEntry(name) + " is compressed (method " + std::to_string(method) +
-                       "), so that nothing in it has a place");
+                       "), so that its bytes cannot be read where they are");
   }
   entry.crc = LoadLittle<std::uint32_t>(p + 16);
   std::uint64_t packed = LoadLittle<std::uint32_t>(p + 20);

@@ -9,15 +9,13 @@
 #include <cstddef>
 #include <string_view>
 
+#include "base/counted.h"
+
 namespace tensormount {
 namespace {
 
 constexpr std::size_t kShownLosses = 3;
 constexpr std::size_t kShownKeyBytes = 256;
-
-std::string CountOf(std::size_t number, std::string_view what) {
-  return std::to_string(number) + " " + std::string(what) + (number == 1 ? "" : "s");
-}
 
 }  // namespace
 
@@ -27,9 +25,9 @@ std::string ForeignLoss::What() const {
   if (objects.size() == 1 && tensors.empty())
     return "object " + objects[0].substr(0, kShownKeyBytes);
   if (tensors.empty() && objects.empty()) return "what it held";
-  if (objects.empty()) return CountOf(tensors.size(), "tensor");
-  if (tensors.empty()) return CountOf(objects.size(), "object");
-  return CountOf(tensors.size(), "tensor") + " and " + CountOf(objects.size(), "object");
+  if (objects.empty()) return Counted(tensors.size(), "tensor");
+  if (tensors.empty()) return Counted(objects.size(), "object");
+  return Counted(tensors.size(), "tensor") + " and " + Counted(objects.size(), "object");
 }
 
 std::string ForeignLoss::Examples() const {

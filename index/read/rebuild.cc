@@ -19,7 +19,7 @@ Result<std::unique_ptr<File>> OpenListedFile(FileSystem& fs, const std::string& 
   if (status.code() == Code::kNotFound) return DataLoss(name, "the file is missing");
   // A folder, a link (also instead of a folder above), a FIFO, a socket.
   if (status.code() == Code::kInvalidArgument || (!status.ok() && status.ToErrno() == ENXIO)) {
-    return DataLoss(name, "something else stands in its place: " + status.message());
+    return DataLoss(name, "something else has its name: " + status.message());
   }
   return file;
 }

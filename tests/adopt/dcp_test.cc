@@ -286,7 +286,7 @@ TEST(DcpTest, LeavesOutWhatCannotBeReadAndSaysWhy) {
        {"tensor zstd: left out: its items are transformed by 'zstd'",
         "object zstd_object: left out: its items are transformed by 'zstd'",
         "tensor hole: [2:4] is stored nowhere", "tensor overlap: left out: [2:3] is stored twice",
-        "tensor twice: left out: two of its chunks begin at the same place",
+        "tensor twice: left out: two of its chunks begin at the same cell",
         "tensor outside: left out: its chunk at [0] of size [5] does not lie within shape [4]",
         "tensor quantised: left out: its dtype is torch.qint8",
         "__7_0.distcp: the file is missing: tensor no_file is left out",

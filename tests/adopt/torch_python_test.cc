@@ -85,7 +85,7 @@ TEST_F(TorchPythonTest, OfEqualKeysTheLastIsShown) {
 // {True: a, 1: b} has the key True, of which no name is made.
 TEST_F(TorchPythonTest, TheFirstOfEqualKeysIsTheOne) {
   EXPECT_THAT(Shown(Bytes("}(", 0x88, TensorA(), 'K', 1, TensorB(), 'u')),
-              HasSubstr("an item is left out"));
+              HasSubstr("item 1 of the file is left out"));
 }
 
 TEST_F(TorchPythonTest, TensorsThatAreChangedAfterwardsAreLeftOut) {

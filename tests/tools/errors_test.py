@@ -181,6 +181,18 @@ class Errors(harness.ToolTest):
         self.save("step-3")
         self.assertIn("removed 1 generation number of", self.run_tool("gc", self.store).stdout)
 
+    def test_one_is_told_in_the_singular(self):
+        model = self.dir / "one.safetensors"
+        head = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+        model.write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
+        told = self.run_tool("import", model, self.store / "one").stdout
+        for command in ["verify", "info"]:
+            told += self.run_tool(command, self.store / "one").stdout
+        told += self.run_tool("adopt", model, self.store / "adopted").stdout
+        told += self.run_tool("load", self.store / "one").stdout
+        self.assertNotRegex(told, r"(?<![.0-9])1 (tensors|chunks|files|data files|ranks)\b")
+        self.assertRegex(told, r"1 tensor, 1 chunk,")
+
     def test_the_index(self):
         path = self.save("step-1")
         other = self.save("step-2", "--shard", "cols", "--ranks", "2")

@@ -107,7 +107,7 @@ class Layout(harness.ToolTest):
         harness.write_safetensors(self.model, {"a<b>&\"'\n\x01": ("F32", (2,), bytes(8))})
         file = self.dir / "report.html"
         out = self.run_tool("layout", self.model, "a<b>&\"'\n\x01", "--html", file).stdout
-        self.assertIn("report.html: 1 chunks of", out)
+        self.assertIn("report.html: 1 chunk of", out)
         text = file.read_text()
         self.assertIn("<h1>a&lt;b&gt;&amp;&quot;'��</h1>", text)
         self.assertIn("<svg ", text)

@@ -68,7 +68,7 @@ class PublishTest(harness.ToolTest):
         self.assertIn("--as NAME", result.stderr)
         self.run_tool("publish", folder, "--as", "latest", expect=2)
         result = self.run_tool("publish", folder, "--as", "other")
-        self.assertIn(f"published {self.store}/other: 1 tensors", result.stdout)
+        self.assertIn(f"published {self.store}/other: 1 tensor,", result.stdout)
 
     def test_missing_tensors_are_listed(self):
         schema = {"tensors": {"w": {"dtype": "f32", "shape": [4, 4]}}, "objects": {"rng": {"grid": [2]}}}
