@@ -4,6 +4,7 @@
 
 #include <fmt/core.h>
 
+#include "base/counted.h"
 #include "mount-tools/layout.h"
 #include "mount-tools/terminal.h"
 #include "shard/utf8.h"
@@ -58,10 +59,6 @@ std::string Shorten(const std::string& text, std::size_t most) {
 std::string Colour(std::size_t holder) {
   static constexpr int kLightness[] = {74, 66, 82};
   return fmt::format("hsl({},62%,{}%)", (holder * 137 + 205) % 360, kLightness[holder / 5 % 3]);
-}
-
-std::string Counted(std::uint64_t n, std::string_view one) {
-  return fmt::format("{} {}{}", n, one, n == 1 ? "" : "s");
 }
 
 std::string HolderText(const LayoutHolder& holder) {

@@ -18,14 +18,14 @@ namespace {
 constexpr std::string_view kRootDomain("tensormount common v1\0", 22);
 
 // What is left of `value`, which stands at `path`.
-CommonValue Counted(const CommonValue& value, std::string& path, CommonGlobs exempt) {
+CommonValue WithoutExempt(const CommonValue& value, std::string& path, CommonGlobs exempt) {
   const std::size_t length = path.size();
   const auto items = [&](const std::vector<CommonValue>& from, char open, char close) {
     std::vector<CommonValue> kept;
     kept.reserve(from.size());
     for (std::size_t i = 0; i < from.size(); ++i) {
       path += open + std::to_string(i) + close;
-      kept.push_back(Counted(from[i], path, exempt));
+      kept.push_back(WithoutExempt(from[i], path, exempt));
       path.resize(length);
     }
     return kept;
@@ -42,7 +42,7 @@ CommonValue Counted(const CommonValue& value, std::string& path, CommonGlobs exe
   for (const auto& [key, item] : dict->items) {
     path += CommonPathPart(key, path.empty());
     if (!IsExempt(exempt, path)) {
-      kept.items.emplace_hint(kept.items.end(), key, Counted(item, path, exempt));
+      kept.items.emplace_hint(kept.items.end(), key, WithoutExempt(item, path, exempt));
     }
     path.resize(length);
   }
@@ -50,15 +50,15 @@ CommonValue Counted(const CommonValue& value, std::string& path, CommonGlobs exe
 }
 
 // False where all of it is exempt.
-bool AppendCounted(ByteWriter& out, std::string_view name, const CommonValue& value,
-                   CommonGlobs exempt) {
+bool AppendCompared(ByteWriter& out, std::string_view name, const CommonValue& value,
+                    CommonGlobs exempt) {
   if (IsExempt(exempt, name)) return false;
   out.String(name);
   if (exempt.empty()) {
     EncodeCommon(out, value);
   } else {
     std::string path(name);
-    EncodeCommon(out, Counted(value, path, exempt));
+    EncodeCommon(out, WithoutExempt(value, path, exempt));
   }
   return true;
 }
@@ -77,7 +77,7 @@ bool IsExempt(CommonGlobs exempt, std::string_view path) {
 std::optional<Hash128> CommonHash(std::string_view name, const CommonValue& value,
                                   CommonGlobs exempt) {
   ByteWriter out;
-  if (!AppendCounted(out, name, value, exempt)) return std::nullopt;
+  if (!AppendCompared(out, name, value, exempt)) return std::nullopt;
   return Xxh3(out.bytes());
 }
 
@@ -87,7 +87,7 @@ Hash128 CommonRoot(const std::map<std::string, CommonValue>& common, CommonGlobs
   ByteWriter out;
   for (const auto& [name, value] : common) {
     out.bytes().clear();
-    if (AppendCounted(out, name, value, exempt)) root.Update(out.bytes().data(), out.size());
+    if (AppendCompared(out, name, value, exempt)) root.Update(out.bytes().data(), out.size());
   }
   return root.Value();
 }

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/checked.h"
+#include "base/counted.h"
 #include "collective/layout/layout.h"
 #include "shard/coding.h"
 
@@ -33,10 +34,6 @@ std::string SizeText(std::uint64_t bytes) {
     tenths /= 1024;
   }
   return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " " + kUnits[unit];
-}
-
-std::string Counted(std::uint64_t n, const std::string& what) {
-  return std::to_string(n) + " " + what + (n == 1 ? "" : "s");
 }
 
 Result<Dims> ReadReportDims(ByteReader& in, std::string_view what) {
