@@ -228,6 +228,21 @@ TEST_F(ExportTest, TorchFormatsHoldEveryTensor) {
   }
 }
 
+TEST_F(ExportTest, ValuesOfTorch) {
+  TinySpec spec = DefaultTinySpec();
+  spec.common["torch.planner_data"] = CommonDict{{{"layers.0.w", CommonTuple{{"layers", 0, "w"}}}}};
+  Write(spec);
+  ExportOptions options;
+  options.format = ExportFormat::kTorch;
+  ASSERT_OK(Run("values.pt", options, 2));
+  ASSERT_OK_AND_ASSIGN(const FoundSource found,
+                       FindSource(HostFileSystem(), dir_.Join("out/values.pt"), {}));
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenFound(HostFileSystem(), found, {}));
+  ASSERT_OK_AND_ASSIGN(const CommonState common, opened->index().Common());
+  EXPECT_EQ(common.values.at("iteration"), spec.common.at("iteration"));
+  EXPECT_EQ(common.values.at("lr"), spec.common.at("lr"));
+}
+
 TEST_F(ExportTest, ValuesAndObjectsOfDcp) {
   TinySpec spec = DefaultTinySpec();
   spec.common["torch.planner_data"] = CommonDict{{{"layers.0.w", CommonTuple{{"layers", 0, "w"}}}}};

@@ -27,6 +27,7 @@ CommonValue SomeOfEverything() {
                                -2147483648L, -2147483649L, 9223372036854775807L}) {
     numbers.items.emplace_back(n);
   }
+  numbers.items.emplace_back(std::uint64_t{9223372036854775808u});
   numbers.items.emplace_back(std::uint64_t{18446744073709551615u});
   dict.items["ints"] = numbers;
   dict.items["floats"] = CommonTuple{{0.1, -0.0, 1e308, 5e-324}};

@@ -230,6 +230,14 @@ TEST_F(HfTest, WhatTheFormatCannotHoldIsLeftOutAndListed) {
   EXPECT_TRUE(found.empty());
 }
 
+TEST_F(HfTest, NoneWhereThereAreNoTensors) {
+  TinySpec spec = DefaultTinySpec();
+  spec.tensors.clear();
+  Write(spec);
+  ASSERT_OK(TryOpen(1 << 20));
+  EXPECT_THAT(ops_->Stat("hf"), HasCode(Code::kNotFound));
+}
+
 TEST_F(HfTest, FilesBesideTheTensors) {
   TinySpec spec = DefaultTinySpec();
   const auto object = [](std::string key, std::string bytes) {

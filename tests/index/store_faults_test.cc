@@ -98,6 +98,34 @@ TEST_F(StoreFaultsTest, AFolderThatComesAndGoesIsNoFault) {
   EXPECT_EQ(OpenOn(removing).Latest().value().name, "old");
 }
 
+// Another one takes its place between two looks: it is neither removed nor damaged.
+TEST_F(StoreFaultsTest, ACommitThatIsBackAtTheNextLookIsRead) {
+  ASSERT_OK(Save("new", DefaultTinySpec()));
+  for (const int err : {ENOENT, ESTALE}) {
+    int looks = 0;
+    ObservedFileSystem replacing(fs(), [&](const FileEvent& e) {
+      const bool missed =
+          e.op == FileOp::kOpenRead && e.path.ends_with("new/COMMIT") && looks++ == 0;
+      return missed ? Status::FromErrno(err, "injected", e.path) : Status();
+    });
+    const auto latest = OpenOn(replacing).Latest();
+    ASSERT_OK(latest);
+    EXPECT_EQ(latest.value().name, "new");
+    EXPECT_EQ(looks, 2);
+  }
+}
+
+// A number that nobody's folder stands for could be given to two saves.
+TEST_F(StoreFaultsTest, AGenerationThatCannotBeClaimedIsNotTaken) {
+  ASSERT_OK(Save("old", DefaultTinySpec()));
+  ObservedFileSystem failing(fs(), [](const FileEvent& e) {
+    return e.op == FileOp::kCreateDirectory && e.path.find("generations") != std::string::npos
+               ? Status::FromErrno(ENOSPC, "injected", e.path)
+               : Status();
+  });
+  EXPECT_THAT(OpenOn(failing).Begin("new", IfExists::kFail), HasCode(Code::kResourceExhausted));
+}
+
 TEST_F(StoreFaultsTest, ADamagedOneIsPassedOverWithAWarning) {
   ASSERT_OK(Save("old", DefaultTinySpec()));
   ASSERT_OK(Save("bad", DefaultTinySpec()));

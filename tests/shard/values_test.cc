@@ -56,6 +56,23 @@ TEST(ElementValues, KindsThatTheConversionLacks) {
   EXPECT_EQ(value(DType::kF8E5M2FNUZ, 0x7F), 57344);
 }
 
+// What is behind the last number is somebody else's.
+TEST(ElementValues, AsManyNumbersAsAskedForAreWritten) {
+  const std::vector<std::byte> zeros(64);
+  for (const DType type : {DType::kBool, DType::kU8, DType::kI8, DType::kU16, DType::kI16,
+                           DType::kU32, DType::kI32, DType::kI64, DType::kU64, DType::kF16,
+                           DType::kBF16, DType::kF32, DType::kF64, DType::kF8E4M3}) {
+    std::vector<double> numbers(4, 7);
+    DecodeNumbers(type, zeros.data(), 3, numbers.data());
+    EXPECT_EQ(numbers, (std::vector<double>{0, 0, 0, 7})) << InfoOf(type).name;
+    const NumberKind kind = NumberKindOf(type);
+    if (kind != NumberKind::kInteger && kind != NumberKind::kUnsigned) continue;
+    std::vector<std::int64_t> integers(4, 7);
+    DecodeIntegers(type, zeros.data(), 3, integers.data());
+    EXPECT_EQ(integers, (std::vector<std::int64_t>{0, 0, 0, 7})) << InfoOf(type).name;
+  }
+}
+
 TEST(CompareValues, SaysHowManyHowFarAndWhere) {
   const ValueMismatch d = Compare<float>(DType::kF32, {1, 2, 3, 4}, {1, 2.5, 3, 2}, 100);
   EXPECT_EQ(d.compared, 4U);
