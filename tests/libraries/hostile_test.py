@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -120,7 +121,9 @@ def is_excused(parts, warnings):
         at = ".".join(parts[:n])
         for warning in warnings:
             text = warning.removeprefix("tensormount: warning: ")
-            if text.startswith((f"tensor {at}: left out", f"common value {at}: left out", f"{at}: an item is left out")):
+            if text.startswith((f"tensor {at}: left out", f"common value {at}: left out")):
+                return True
+            if re.match(rf"item \d+ of {re.escape(at or 'the file')}(, .*,)? is left out: its ", text, re.S):
                 return True
             if "tensors left out: " in text and "(the first: " in text:
                 return True
