@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people look at in a terminal of 80 columns: help, listings and tables do not wrap."""
 
-import fcntl
 import os
-import pty
 import re
 import signal
-import struct
 import subprocess
-import termios
 import time
 
 import harness
@@ -18,48 +14,27 @@ KEY = "bert.encoder.layer.{}.attention.output.LayerNorm.some_longer_name.weight"
 
 def on_terminal(*command, columns=80):
     """What the command prints to a terminal of that width."""
-    main, other = pty.openpty()
-    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    child = subprocess.Popen([str(part) for part in command], stdout=other, stderr=subprocess.DEVNULL,
-                             stdin=subprocess.DEVNULL, env={**os.environ, "NO_COLOR": "1", "TERM": "xterm"})
-    os.close(other)
-    out = b""
-    while True:
-        try:
-            part = os.read(main, 65536)
-        except OSError:  # The other side is closed.
-            break
-        if not part:
-            break
-        out += part
-    os.close(main)
-    assert child.wait(30) == 0, (command, out)
-    return out.decode().replace("\r\n", "\n").splitlines()
+    terminal = harness.Terminal(columns)
+    child = subprocess.run([str(part) for part in command], stdout=terminal.child, stderr=subprocess.DEVNULL,
+                           stdin=subprocess.DEVNULL, env={**os.environ, "NO_COLOR": "1", "TERM": "xterm"}, timeout=30)
+    out = terminal.text()
+    assert child.returncode == 0, (command, out)
+    return out.splitlines()
 
 
 def slowed(*command):
     """What the command prints to a terminal on standard error when it gets a tenth of the time."""
-    main, other = pty.openpty()
-    child = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=other,
+    terminal = harness.Terminal()
+    child = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=terminal.child,
                              stdin=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm"})
-    os.close(other)
     while child.poll() is None:
         child.send_signal(signal.SIGSTOP)
         time.sleep(0.09)
         child.send_signal(signal.SIGCONT)
         time.sleep(0.01)
-    out = b""
-    while True:
-        try:
-            part = os.read(main, 65536)
-        except OSError:
-            break
-        if not part:
-            break
-        out += part
-    os.close(main)
+    out = terminal.text()
     assert child.returncode == 0, (command, out)
-    return out.decode()
+    return out
 
 
 class Columns(harness.ToolTest):

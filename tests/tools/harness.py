@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of the command share: running it, making safetensors files, damaging stores."""
 
+import fcntl
 import json
 import os
 import pathlib
+import pty
 import shutil
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import termios
+import threading
 import time
 import unittest
 
@@ -45,6 +49,35 @@ def need_mpi():
 def mpirun(ranks, *more):
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return ["mpirun", *root, "--oversubscribe", *more, "-n", str(ranks)]
+
+
+class Terminal:
+    """A terminal that children print to: pass `child` as their stdout or stderr, and ask `text` when they have ended.
+
+    We hold the children's side open and write the end ourselves: when the last holder closes it, a reader may be told
+    of the end before it gets what was written just before.
+    """
+
+    END = b"\0no more\0"
+
+    def __init__(self, columns=80):
+        self.main, self.child = pty.openpty()
+        fcntl.ioctl(self.child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.seen = b""
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self):
+        while not self.seen.endswith(self.END):
+            self.seen += os.read(self.main, 65536)
+
+    def text(self):
+        os.write(self.child, self.END)
+        self.reader.join(30)
+        assert not self.reader.is_alive(), self.seen
+        os.close(self.child)
+        os.close(self.main)
+        return self.seen[:-len(self.END)].decode().replace("\r\n", "\n")
 
 
 def write_safetensors(path, tensors):

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pathlib
-import pty
 import shutil
 import struct
 import subprocess
@@ -214,22 +213,10 @@ class Strange(harness.ToolTest):
 
     def on_a_terminal(self, *args):
         """What a person sees of standard output and standard error."""
-        main, other = pty.openpty()
-        with subprocess.Popen([harness.TOOL, *map(str, args)], stdout=other, stderr=other, cwd=self.dir,
-                              stdin=subprocess.DEVNULL, env={**os.environ, "NO_COLOR": "1"}) as process:
-            os.close(other)
-            seen = b""
-            while True:
-                try:
-                    block = os.read(main, 65536)
-                except OSError:
-                    break
-                if not block:
-                    break
-                seen += block
-            process.wait(timeout=20)
-        os.close(main)
-        return seen.decode().replace("\r\n", "\n")
+        terminal = harness.Terminal()
+        subprocess.run([harness.TOOL, *map(str, args)], stdout=terminal.child, stderr=terminal.child, cwd=self.dir,
+                       stdin=subprocess.DEVNULL, env={**os.environ, "NO_COLOR": "1"}, timeout=20)
+        return terminal.text()
 
     def test_nothing_foreign_reaches_a_terminal(self):
         path = self.dir / "x.safetensors"
