@@ -7,7 +7,6 @@
 #include <cassert>
 #include <cstring>
 #include <random>
-#include <sys/mman.h>
 
 #include "index/foreign/pickle_record.h"
 
@@ -156,12 +155,6 @@ std::string ShownName(std::string_view text) {
   return out;
 }
 
-void* TakeHugePage() {
-  void* page = std::aligned_alloc(kHugePage, kHugePage);
-  if (page != nullptr) madvise(page, kHugePage, MADV_HUGEPAGE);  // An offer.
-  return page;
-}
-
 Arena::~Arena() {
   for (void* block : blocks_) std::free(block);
 }
@@ -171,14 +164,15 @@ Arena::~Arena() {
 // Every block is charged before it is taken, whole: used() is what the process really gave.
 void* Arena::TakeSlow(std::size_t bytes) {
   constexpr std::size_t kFirst = std::size_t{16} << 10;
-  const bool large = bytes > kHugePage / 8;
+  constexpr std::size_t kMost = std::size_t{2} << 20;
+  const bool large = bytes > kMost / 8;
   const std::size_t grown =
-      kFirst << std::min<std::size_t>(blocks_.size(), std::bit_width(kHugePage / kFirst) - 1);
+      kFirst << std::min<std::size_t>(blocks_.size(), std::bit_width(kMost / kFirst) - 1);
   std::size_t size = large ? bytes : std::max(grown, bytes);
   // Near the limit what is asked for, and no more.
   if (size > limit_ - used_) size = bytes;
   if (!Charge(size)) return nullptr;
-  void* block = size == kHugePage ? TakeHugePage() : std::malloc(size);
+  void* block = std::malloc(size);
   if (block == nullptr) {
     Refund(size);
     return nullptr;

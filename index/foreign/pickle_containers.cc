@@ -1,52 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dicts with many keys in common, as checkpoints have by the thousand (one for each chunk of each
-// tensor): the keys are kept once for all dicts that got the same ones in the same order, as
-// JavaScript engines keep hidden classes, and a dict is a row of values. Rows grow in large pages.
+// The lists, sets and dicts of a pickle: rows of values in the arena that double when they are
+// full. A dict is a row of pairs, searched from end to end where it is small; a large one gets an
+// index of its keys once all are there.
 #include "index/foreign/pickle_containers.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <sys/mman.h>
 
 #include "index/foreign/pickle_calls.h"
 
 namespace tensormount::pickle {
-
-namespace {
-
-constexpr std::size_t kSmallRow = std::size_t{128} << 10;
-
-}  // namespace
-
-// realloc of small rows is cheap; large ones are whole pages, so that growing is a change of page
-// tables (mremap) and not a copy of hundreds of megabytes.
-std::size_t GrownBytes(std::size_t wanted) {
-  return wanted <= kSmallRow ? wanted : (wanted + kHugePage - 1) / kHugePage * kHugePage;
-}
-
-// Three cases by size: realloc, mremap, and the step from one to the other, which copies once.
-void* Regrow(void* data, std::size_t before, std::size_t bytes) {
-  if (bytes <= kSmallRow) return std::realloc(data, bytes);
-  if (before > kSmallRow) {
-    void* moved = mremap(data, before, bytes, MREMAP_MAYMOVE);
-    return moved == MAP_FAILED ? nullptr : moved;
-  }
-  void* fresh = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (fresh == MAP_FAILED) return nullptr;
-  madvise(fresh, bytes, MADV_HUGEPAGE);  // An offer.
-  if (before > 0) std::memcpy(fresh, data, before);
-  std::free(data);
-  return fresh;
-}
-
-void Release(void* data, std::size_t bytes) {
-  if (bytes > kSmallRow) {
-    munmap(data, bytes);
-  } else {
-    std::free(data);
-  }
-}
 
 // Free lists by power of two, linked through the first value of each array. Only exact powers are
 // asked for again, since those are what growing makes.
@@ -91,54 +55,6 @@ bool ContainerMaker::Append(Container& c, const Value* from, std::size_t n) {
   return true;
 }
 
-// Keys in common with a dict seen before; null: none, or not yet.
-// The first dict of a kind is only remembered; from the second on all share one array of keys.
-// Equal keys mean the same values in the stream (SameAs, not equal texts): writers memoize
-// attribute names, so this is what happens, and it costs one compare a key. 64 slots, by hash; a
-// collision only loses some sharing.
-const Value* ContainerMaker::ShapeOf(const Value* pairs, std::size_t n) {
-  std::uint64_t hash = n;
-  for (std::size_t i = 0; i < n; ++i) {
-    if (pairs[2 * i].kind() != Kind::kString) return nullptr;
-    hash = (hash ^ Access::Bits(pairs[2 * i])) * 0x9e3779b97f4a7c15u;
-  }
-  Shape& shape = shapes_[hash >> 58];
-  bool same = shape.count == n;
-  for (std::size_t i = 0; i < n && same; ++i) same = shape.keys[i].SameAs(pairs[2 * i]);
-  if (!same) {
-    // Keys of a shape are all different.
-    for (std::size_t i = 1; i < n; ++i) {
-      for (std::size_t j = 0; j < i; ++j) {
-        if (SameKey(pairs[2 * i], pairs[2 * j])) return nullptr;
-      }
-    }
-    shape.count = static_cast<std::uint32_t>(n);
-    shape.kept = nullptr;
-    for (std::size_t i = 0; i < n; ++i) shape.keys[i] = pairs[2 * i];
-    return nullptr;
-  }
-  if (shape.kept == nullptr) {
-    auto* keys = static_cast<Value*>(arena_.Take(n * sizeof(Value)));
-    if (keys == nullptr) return nullptr;
-    std::copy_n(shape.keys, n, keys);
-    shape.kept = keys;
-  }
-  return shape.kept;
-}
-
-// A pair is added to a dict that shares its keys: it becomes a plain one, with room for `more`.
-bool ContainerMaker::Unshape(Container& c, std::size_t more) {
-  Container plain;
-  if (!Reserve(plain, c.count + more)) return false;
-  for (std::size_t i = 0; i < c.count / 2; ++i) {
-    plain.items[2 * i] = PairKey(c, i);
-    plain.items[2 * i + 1] = PairValue(c, i);
-  }
-  plain.count = c.count;
-  c = plain;
-  return true;
-}
-
 // Pairs from `first` on were added to others, which have different keys.
 void ContainerMaker::DropEqual(Container& c, std::size_t first) {
   const std::size_t pairs = c.count / 2;
@@ -160,20 +76,6 @@ void ContainerMaker::DropEqual(Container& c, std::size_t first) {
 // pass at the end: comparing there would be quadratic.
 bool ContainerMaker::AddPairs(Container& c, const Value* from, std::size_t values) {
   if (values == 0) return true;
-  const std::size_t pairs = values / 2;
-  if (c.count == 0 && pairs >= 2 && pairs <= kMaxSharedKeys) {
-    if (const Value* keys = ShapeOf(from, pairs); keys != nullptr) {
-      auto* items = static_cast<Value*>(arena_.Take((pairs + 1) * sizeof(Value)));
-      if (items == nullptr) return false;
-      items[0] = Access::At(Kind::kNone, keys);
-      for (std::size_t i = 0; i < pairs; ++i) items[1 + i] = from[2 * i + 1];
-      c.items = items;
-      c.count = static_cast<std::uint32_t>(values);
-      c.capacity = Container::kShaped;
-      return true;
-    }
-  }
-  if (c.capacity == Container::kShaped && !Unshape(c, values)) return false;
   const std::size_t before = c.count;
   if (!Append(c, from, values)) return false;
   if (c.count < kIndexedFrom) {

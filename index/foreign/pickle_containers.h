@@ -14,17 +14,6 @@
 
 namespace tensormount::pickle {
 
-// Memory of rows: from 128 KiB on whole huge pages, which grow without being copied.
-// Not realloc alone: rows of a large stream are hundreds of megabytes (a memo of millions of
-// slots), and copying them each time that they grow would take as long as the parse. GrownBytes
-// rounds what is wanted up to what the system gives.
-std::size_t GrownBytes(std::size_t wanted);
-// `before` and `bytes`: results of GrownBytes; 0: there was none. Null: there is no memory, and
-// `data` is as it was.
-void* Regrow(void* data, std::size_t before, std::size_t bytes);
-// By the size that Regrow was told last: it says how the memory was got.
-void Release(void* data, std::size_t bytes);
-
 // A growing row of values on the machine's side: what it holds counts while the parse lasts.
 // T is trivially copyable. The bytes are charged to the budget of the arena, so that stack and memo
 // cannot pass the limit that records have, and are given back at the end of the parse.
@@ -35,7 +24,7 @@ class Row {
   Row(const Row&) = delete;
   Row& operator=(const Row&) = delete;
   ~Row() {
-    Release(data_, capacity_ * sizeof(T));
+    std::free(data_);
     arena_.Refund(capacity_ * sizeof(T));
   }
 
@@ -56,17 +45,15 @@ class Row {
  private:
   bool Grow() {
     // By a quarter where it is large: the budget is a multiple of the stream.
-    const std::size_t wanted = capacity_ + (capacity_ < 4096 ? capacity_ + 64 : capacity_ / 4);
-    const std::size_t bytes = GrownBytes(wanted * sizeof(T));
-    const std::size_t before = capacity_ * sizeof(T);
-    if (!arena_.Charge(bytes - before)) return false;
-    void* grown = Regrow(data_, before, bytes);
+    const std::size_t more = capacity_ < 4096 ? capacity_ + 64 : capacity_ / 4;
+    if (!arena_.Charge(more * sizeof(T))) return false;
+    void* grown = std::realloc(data_, (capacity_ + more) * sizeof(T));
     if (grown == nullptr) {
-      arena_.Refund(bytes - before);
+      arena_.Refund(more * sizeof(T));
       return false;
     }
     data_ = static_cast<T*>(grown);
-    capacity_ = bytes / sizeof(T);
+    capacity_ += more;
     return true;
   }
 
@@ -77,9 +64,9 @@ class Row {
 };
 
 // Fills lists, sets and dicts.
-// Lives for one parse, since it remembers shapes and free arrays. A container is in one of three
-// forms (pickle_record.h): plain while it grows; shaped, where its keys are shared; indexed, at the
-// end. All reads go through PairKey and PairValue, which know them.
+// Lives for one parse, since it remembers free arrays. A container is plain while it grows and,
+// where it is a large dict, indexed at the end (pickle_record.h). All reads go through PairKey and
+// PairValue, which know both.
 class ContainerMaker {
  public:
   explicit ContainerMaker(Arena& arena) : arena_(arena), large_(arena) {}
@@ -100,22 +87,11 @@ class ContainerMaker {
  private:
   static constexpr std::uint32_t kIndexedFrom = 32;  // Values: 16 pairs.
 
-  static constexpr std::uint32_t kMaxSharedKeys = 8;  // Larger dicts share none.
-  // The keys of a small dict, in its order.
-  struct Shape {
-    std::uint32_t count = 0;
-    Value keys[kMaxSharedKeys];
-    const Value* kept = nullptr;  // Where dicts share them, once there is a second one.
-  };
-
   // Arrays of values, of which outgrown ones are used again.
   Value* TakeArray(std::size_t n);
   void GiveArray(Value* array, std::size_t n);
   // Room for so many values more in a plain container.
   bool Reserve(Container& c, std::size_t more);
-  // `n` pairs; the shared array of their keys, where there is one.
-  const Value* ShapeOf(const Value* pairs, std::size_t n);
-  bool Unshape(Container& c, std::size_t more);
   // Quadratic in the pairs, of which there are at most kIndexedFrom / 2.
   static void DropEqual(Container& c, std::size_t first);
   // Of one dict: equal keys become one, and the index is made.
@@ -127,8 +103,6 @@ class ContainerMaker {
   // Arrays that were outgrown, by size, to be used again: growing costs no more than twice the
   // largest.
   std::array<Value*, 48> free_{};
-  // By the upper bits of a hash of the keys; the last shape of each slot.
-  std::array<Shape, 64> shapes_;
 };
 
 }  // namespace tensormount::pickle

@@ -17,7 +17,7 @@
 //
 // A Value is two words. The first: kind (8 bits), form (8 bits), length (48 bits). The second: the
 // scalar, or a pointer: into the stream (text), or to a record in the arena. Sizes, which metadata
-// is full of, are rows of plain integers; dicts of attributes share their keys.
+// is full of, are rows of plain integers.
 
 // Why so tight: a .metadata of 100,000 chunks is 14 MB of stream, in which every chunk is some
 // dicts, tuples and strings. With an allocation for each of them it would take several times that
@@ -53,17 +53,15 @@ enum class Form : std::uint8_t {
 };
 
 // Values of a list or set; pairs, key before value, of a dict.
-// 16 bytes and a flag. `capacity` doubles as the form, since it is not needed once a container is
-// shaped or indexed.
+// 16 bytes and a flag. `capacity` doubles as the form: it is not needed once a container is
+// indexed.
 struct Container {
-  // In `capacity`: items[0] is a pointer to the keys, items[1...] are values only.
-  static constexpr std::uint32_t kShaped = 0xffffffff;
-  // Finished, and `items` points at a KeyIndex.
+  // In `capacity`: finished, and `items` points at a KeyIndex.
   static constexpr std::uint32_t kIndexed = 0xfffffffe;
   static constexpr std::uint32_t kMaxCount = 0x7fffffff;
 
   Value* items = nullptr;
-  std::uint32_t count = 0;  // Of values; of a dict twice the pairs, shaped or not.
+  std::uint32_t count = 0;  // Of values; of a dict twice the pairs.
   std::uint32_t capacity = 0;
   bool copied = false;  // Python took a copy of it; what is put in afterwards is not in that.
 };
@@ -94,13 +92,6 @@ struct KeyIndex {
 };
 // Not the same in two runs of a program, so nothing may depend on its order.
 std::uint64_t HashKey(std::string_view key);
-
-// Of large streams: faults of small pages would take as long as the parse. For std::free; null:
-// there is no memory.
-// The size of a huge page on x86-64, and on arm64 with 4 KiB pages.
-inline constexpr std::size_t kHugePage = std::size_t{2} << 20;
-// The system may give small pages instead; then only time is lost.
-void* TakeHugePage();
 
 // The document's only way to memory: counts, frees nothing before its own end.
 // Not thread-safe: one parse writes it, and afterwards it is only read. The limit is on what was
@@ -198,28 +189,15 @@ struct Access {
   static constexpr std::uint64_t kEmptyRep = 0xff;  // No kind: a memo slot that was not filled.
 };
 
+// Of a dict: key, value, key, value.
+inline const Value* PairRow(const Container& c) {
+  return c.capacity == Container::kIndexed ? reinterpret_cast<const KeyIndex*>(c.items)->items
+                                           : c.items;
+}
 // `pair` is below count / 2.
-inline Value PairKey(const Container& c, std::size_t pair) {
-  switch (c.capacity) {
-    case Container::kShaped:
-      return Access::PointerTo<const Value>(c.items[0])[pair];
-    case Container::kIndexed:
-      return reinterpret_cast<const KeyIndex*>(c.items)->items[2 * pair];
-    default:
-      return c.items[2 * pair];
-  }
-}
+inline Value PairKey(const Container& c, std::size_t pair) { return PairRow(c)[2 * pair]; }
 // Of a kDict, or of the pairs of a kObject.
-inline Value PairValue(const Container& c, std::size_t pair) {
-  switch (c.capacity) {
-    case Container::kShaped:
-      return c.items[1 + pair];
-    case Container::kIndexed:
-      return reinterpret_cast<const KeyIndex*>(c.items)->items[2 * pair + 1];
-    default:
-      return c.items[2 * pair + 1];
-  }
-}
+inline Value PairValue(const Container& c, std::size_t pair) { return PairRow(c)[2 * pair + 1]; }
 
 // Whether Python takes two keys of a dict for one: equal texts, and equal numbers whatever their
 // type (True, 1 and 1.0). What cannot equal a text or an integer is not looked at. What a call made
