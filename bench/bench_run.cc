@@ -19,8 +19,8 @@
 
 #include "base/file_system.h"
 #include "bench/ckptbench.h"
+#include "bench/forked_group.h"
 #include "collective/comm/collective.h"
-#include "collective/comm/socket_group.h"
 
 namespace tensormount::bench {
 namespace {

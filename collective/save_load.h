@@ -3,6 +3,7 @@
 #define TENSORMOUNT_COLLECTIVE_SAVE_LOAD_H_
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -25,6 +26,8 @@ struct SaveControl {
   // On every rank, when the staging exists; at rank 0 before it is published or aborted too.
   std::function<void(const Staging&)> begun = {};
   std::function<void(const Staging&)> ending = {};
+  // Seconds since 1970 for mtimes; 0: the clock's.
+  std::int64_t now = 0;
 };
 
 // kInvalidArgument names the first shard with cells that is there for the layout alone

@@ -51,7 +51,7 @@ Result<T> Choose(const std::map<std::string, T>& choices, const std::string& opt
 Result<fs::MountOptions> MakeMountOptions(const MountArgs& args,
                                           const std::vector<std::string>& roots) {
   using Tier = fs::MountOptions::Tier;
-  using Verify = fs::MountOptions::Verify;
+  using Verify = fs::ServeVerify;
   fs::MountOptions options;
   FileSystem& host = HostFileSystem();
   // Taken before the daemon leaves this folder, and "latest" once.

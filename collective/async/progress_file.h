@@ -20,8 +20,11 @@ namespace tensormount {
 // (docs/format.md, "Progress"). Through the file system and not by messages, so that it costs the
 // ranks nothing, and what a dead rank said last can still be read. Best effort: a failure to write
 // it is no failure of the save. A save that is over within the first interval writes nothing.
+// A file each, replaced by rename: a reader never sees half of one. The line of a rank that hangs
+// or is gone stays as it was while those of the others go on.
 class ProgressFile {
  public:
+  // Bytes that this rank has to write in this save, and has written.
   struct Line {
     std::uint64_t bytes_total = 0;
     std::uint64_t bytes_written = 0;

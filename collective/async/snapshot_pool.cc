@@ -23,7 +23,7 @@ constexpr std::size_t kMaxIdle = 2;
 }  // namespace
 
 SnapshotPool::~SnapshotPool() {
-  for (const Block& piece : idle_) ::munmap(piece.data, piece.size);
+  for (const std::span<std::byte> piece : idle_) ::munmap(piece.data(), piece.size());
 }
 
 SnapshotPool::Memory::~Memory() {
@@ -44,10 +44,11 @@ Result<std::unique_ptr<SnapshotPool::Memory>> SnapshotPool::Take(
   std::unique_lock lock(mutex_);
   for (;;) {
     const auto fits = std::find_if(idle_.begin(), idle_.end(),
-                                   [&](const Block& piece) { return piece.size >= bytes; });
+                                   [&](const auto& piece) { return piece.size() >= bytes; });
     if (fits != idle_.end()) {
-      const Block piece = *fits;
-      auto memory = std::unique_ptr<Memory>(new Memory(shared_from_this(), piece.data, piece.size));
+      const std::span<std::byte> piece = *fits;
+      auto memory =
+          std::unique_ptr<Memory>(new Memory(shared_from_this(), piece.data(), piece.size()));
       idle_.erase(fits);
       return memory;
     }
@@ -87,19 +88,19 @@ Result<std::unique_ptr<SnapshotPool::Memory>> SnapshotPool::Take(
 void SnapshotPool::MakeRoom(std::uint64_t bytes) {
   while (!idle_.empty() &&
          (idle_.size() >= kMaxIdle || (bound_ != 0 && mapped_ + bytes > bound_))) {
-    const Block piece = idle_.front();
+    const std::span<std::byte> piece = idle_.front();
     idle_.erase(idle_.begin());
-    ::munmap(piece.data, piece.size);
-    mapped_ -= piece.size;
+    ::munmap(piece.data(), piece.size());
+    mapped_ -= piece.size();
     --pieces_;
   }
 }
 
-void SnapshotPool::GiveBack(Block piece) {
+void SnapshotPool::GiveBack(std::span<std::byte> piece) {
   {
     std::lock_guard lock(mutex_);
     idle_.insert(std::upper_bound(idle_.begin(), idle_.end(), piece,
-                                  [](const Block& a, const Block& b) { return a.size < b.size; }),
+                                  [](const auto& a, const auto& b) { return a.size() < b.size(); }),
                  piece);
   }
   returned_.notify_all();

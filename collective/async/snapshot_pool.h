@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "tensormount/status.h"
@@ -16,7 +17,8 @@
 namespace tensormount {
 
 // Memory for copies of what is being saved. It comes from the kernel in one piece a save and is
-// kept for the next one: touching fresh pages costs more than copying into them. Thread-safe.
+// kept for the next one: touching fresh pages costs more than copying into them. Pieces are used
+// for whatever fits, and two are kept, since no more saves than that are under way. Thread-safe.
 class SnapshotPool : public std::enable_shared_from_this<SnapshotPool> {
  public:
   // At most `bound` bytes are mapped at a time; 0: no bound.
@@ -48,11 +50,7 @@ class SnapshotPool : public std::enable_shared_from_this<SnapshotPool> {
   std::uint64_t mapped() const;
 
  private:
-  struct Block {
-    std::byte* data;
-    std::size_t size;
-  };
-  void GiveBack(Block piece);
+  void GiveBack(std::span<std::byte> piece);
   // Unmaps idle pieces, the smallest first, until `bytes` more fit under the bound.
   void MakeRoom(std::uint64_t bytes);
 
@@ -60,8 +58,8 @@ class SnapshotPool : public std::enable_shared_from_this<SnapshotPool> {
   mutable std::mutex mutex_;
   std::condition_variable returned_;
   std::uint64_t mapped_ = 0;
-  std::size_t pieces_ = 0;   // Mapped ones, idle or not.
-  std::vector<Block> idle_;  // By rising size.
+  std::size_t pieces_ = 0;                  // Mapped ones, idle or not.
+  std::vector<std::span<std::byte>> idle_;  // By rising size.
 };
 
 }  // namespace tensormount

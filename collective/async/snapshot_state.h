@@ -21,6 +21,9 @@ std::uint64_t BytesOf(const StateDict& state);
 // is in the copy too.
 StateDict ShareState(const StateDict& state);
 
+// The copy is what `hold` of an asynchronous save waits for: once it is made the caller may change
+// its tensors, and the save reads the copy. Objects and common values are copied with it.
+//
 // A state whose shards are packed copies in memory of the pool. What cannot be staged becomes the
 // failure of `dict`, so that a save of it tells the other ranks.
 struct SnapshotState {

@@ -5,12 +5,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -25,19 +25,26 @@
 // rank has the plan of this very job, nobody says more. Else one rank of each set that brings the
 // same speaks for all of them: of 4,096 ranks that hold replicas of 64 layouts, 64 speak.
 
+//
+//   rank r                          rank 0
+//   hashes, kept plan  -- 64 B -->  AgreementMaker::Add in the order of the ranks
+//                      <- answer -  WriteAgreement, and WriteClasses where not `unchanged`
+//   the whole of it    ----------   only where Speaks(classes, r), and to whom it concerns
+//
+// Saves use it for layouts (layout/layout_round.h), loads for requests (load/meeting.h). Both keep
+// their plans in KeptPlans, so that a second job of the same kind costs the first two lines.
+
 namespace tensormount {
 
 // class_of[rank] is the lowest rank that brings the same, which speaks for all of its class.
 // Worked example: ranks 0 to 3 bring A, B, A, B. The classes are {0, 1, 0, 1}: ranks 0 and 1
 // speak, RanksByClass gives {{0, 2}, {1, 3}, {}, {}}.
 using RankClasses = std::vector<std::uint32_t>;
-// of(rank) is a hash of what it brings.
+// of(rank) is a hash of what it brings. 128 bits: that two that differ have the same one is not
+// reckoned with, and nobody but the ranks of the job chooses what is hashed. O(ranks log classes).
 template <typename Of>
 RankClasses ClassesOf(std::size_t ranks, Of of) {
-  struct Low {
-    std::size_t operator()(const Hash128& h) const { return h.low; }
-  };
-  std::unordered_map<Hash128, std::uint32_t, Low> first;
+  std::map<Hash128, std::uint32_t> first;
   RankClasses class_of(ranks);
   for (std::uint32_t r = 0; r < ranks; ++r) {
     class_of[r] = first.try_emplace(of(r), r).first->second;
@@ -79,7 +86,8 @@ class AgreementMaker {
 void WriteAgreement(ByteWriter& out, const Agreement& agreement);
 Agreement ReadAgreement(ByteReader& in);
 
-// The plans of the last jobs of a communicator's ranks, this rank's part of them. `Plan` is
+// The plans of the last jobs of a communicator's ranks, this rank's part of them. How many there
+// may be is bounded, how large one is is not: a plan weighs about what its layout does. `Plan` is
 // immutable; whoever uses one shares it. Thread-safe.
 // Kept with the communicator because a plan is of its group: another group has other ranks. Find
 // is linear, over the few plans that are kept.

@@ -9,7 +9,11 @@
 namespace tensormount {
 
 // A connection between two ranks over which bytes go in both directions, in order. Nothing here
-// waits. Not thread-safe.
+// waits: whoever has nothing to do calls again later (StreamPeer does, from
+// Communicator::Progress). There are two kinds: a socket between forked ranks, and packets that a
+// host program carries for us (CallbackCommunicator), of which a stream is made by numbering them.
+// A stream delivers every byte once and unchanged, or ends; frames and their checksums are the
+// business of those above. Not thread-safe.
 class ByteStream {
  public:
   virtual ~ByteStream() = default;
@@ -23,7 +27,8 @@ class ByteStream {
   // What is there, at most `size` bytes; 0 where nothing is. kUnavailable: the other end is gone.
   virtual Result<std::size_t> Read(void* to, std::size_t size) = 0;
 
-  // No more is read or written from here on.
+  // No more is read or written from here on; what was taken before may still be on its way, and the
+  // other end reads it before it sees the end.
   virtual void Shut() = 0;
   // Takes leave; called again and again, after which only destruction follows. True once nothing is
   // under way in either direction.

@@ -6,6 +6,7 @@
 #include "collective/comm/collective.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <deque>
 #include <iterator>
@@ -188,7 +189,7 @@ class Letters final : public LocalWork {
 
   void Cancel() override {
     engine_.data_out().CancelAll();
-    for (const Coming& c : coming_) engine_.data_in(c.peer).Cancel();
+    for (const auto& [peer, at] : coming_) engine_.data_in(peer).Cancel();
     coming_.clear();
   }
 
@@ -197,35 +198,32 @@ class Letters final : public LocalWork {
  private:
   Status Receive() {
     Status failure;
-    std::erase_if(coming_, [&](const Coming& c) {
+    std::erase_if(coming_, [&](const auto& coming) {
+      const auto& [peer, at] = coming;
       if (!failure.ok()) return false;
-      FrameReceiver& in = engine_.data_in(c.peer);
+      FrameReceiver& in = engine_.data_in(peer);
       const Result<bool> came = in.Poll();
       if (!came.ok()) failure = came.status();
       if (!came.ok() || !came.value()) return false;
       FrameReceiver::Received letter = in.Take();
       in.LimitPayload(kMaxPayload);
-      failure = CheckLetter(letter.frame, c.peer);
+      failure = CheckLetter(letter.frame, peer);
       total_ = CheckedAdd(total_, std::uint64_t{letter.payload.size()}).value_or(kMaxPayload + 1);
       if (failure.ok() && total_ > kMaxPayload) {
         failure = Status(Code::kDataLoss,
                          "messages of all ranks: " + std::to_string(total_) + " bytes cannot be");
       }
-      texts_[c.at] = std::move(letter.payload);
+      texts_[at] = std::move(letter.payload);
       moved = true;
       return true;
     });
     return failure;
   }
 
-  struct Coming {
-    int peer = 0;
-    std::size_t at = 0;  // In texts_.
-  };
   CollectiveEngine& engine_;
   std::uint64_t total_ = 0;
   std::vector<std::string> texts_;
-  std::vector<Coming> coming_;
+  std::vector<std::pair<int, std::size_t>> coming_;  // The peer, and where in texts_.
 };
 
 // Of (sender, receiver) pairs: a sum of their hashes, which does not depend on their order.
@@ -245,91 +243,84 @@ class PairSum {
 
 using Parts = std::vector<std::string>;
 
+// One round without work: everybody's bytes and a verdict.
+Result<CollectiveEngine::Told> RunRound(
+    CollectiveEngine& engine, CollectiveOp op, std::string_view phase,
+    const Result<std::string_view>& mine,
+    std::function<Status(Parts& parts, std::string* verdict)> decide) {
+  Round round;
+  round.op = op;
+  round.phase = phase;
+  round.mine = mine.status();
+  if (mine.ok()) round.payload = mine.value();
+  round.decide = std::move(decide);
+  return engine.Run(round);
+}
+
+// What is moved between the ranks. As each rank brings it: its own bytes, and the PairSums of whom
+// it sends to and receives from (0 where only bytes count). As all are told it: the most that one
+// rank moves, what all do, and 0.
+using Volume = std::array<std::uint64_t, 3>;
+
+// Everybody comes before anything is written into anybody's memory.
+Result<Volume> Arrive(CollectiveEngine& engine, CollectiveOp op, std::string_view phase,
+                      const Result<Volume>& volume) {
+  const auto encode = [](const Volume& v) {
+    ByteWriter out;
+    for (const std::uint64_t number : v) out.U64(number);
+    return std::move(out.bytes());
+  };
+  const auto decode = [](std::string_view bytes) -> Result<Volume> {
+    ByteReader in(bytes, "exchange: what a rank moves");
+    Volume v;
+    for (std::uint64_t& number : v) number = in.U64();
+    TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
+    return v;
+  };
+  const auto decide = [&](Parts& parts, std::string* verdict) -> Status {
+    Volume all{};
+    std::uint64_t pairs = 0;
+    for (const std::string& part : parts) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Volume one, decode(part));
+      all[0] = std::max(all[0], one[0]);
+      all[1] = CheckedAdd(all[1], one[0]).value_or(~std::uint64_t{0});
+      pairs += one[1] - one[2];
+    }
+    if (pairs != 0) {
+      return {Code::kInternal,
+              "messages between ranks: those who send and those who receive do "
+              "not name the same pairs"};
+    }
+    *verdict = encode(all);
+    return {};
+  };
+  const std::string mine = volume.ok() ? encode(volume.value()) : std::string();
+  const Result<std::string_view> payload = volume.ok()
+                                               ? Result<std::string_view>(std::string_view(mine))
+                                               : Result<std::string_view>(volume.status());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told told,
+                               RunRound(engine, op, phase, payload, decide));
+  return decode(*told);
+}
+
+Status Move(CollectiveEngine& engine, LocalWork& work, std::string_view phase,
+            std::uint64_t bytes) {
+  Round round;
+  round.op = CollectiveOp::kTransfer;
+  round.phase = phase;
+  round.work = &work;
+  round.allowance = CollectiveEngine::AllowanceFor(bytes);
+  return engine.Run(round).status();
+}
+
 }  // namespace
 
-class Collective::Impl {
- public:
-  Impl(Communicator& comm, const Timeouts& timeouts) : engine(comm, timeouts) {}
-
-  // One round without work: everybody's bytes and a verdict.
-  Result<CollectiveEngine::Told> Decide(
-      CollectiveOp op, std::string_view phase, const Result<std::string_view>& mine,
-      std::function<Status(Parts& parts, std::string* verdict)> decide) {
-    Round round;
-    round.op = op;
-    round.phase = phase;
-    round.mine = mine.status();
-    if (mine.ok()) round.payload = mine.value();
-    round.decide = std::move(decide);
-    return engine.Run(round);
-  }
-
-  // How many bytes the ranks move, and between whom: everybody comes before anything is written
-  // into anybody's memory.
-  struct Volume {
-    std::uint64_t bytes = 0;     // Of this rank.
-    std::uint64_t sends = 0;     // PairSum; 0 where only bytes count.
-    std::uint64_t receives = 0;  // Likewise.
-  };
-  struct Volumes {
-    std::uint64_t most = 0;  // Of one rank.
-    std::uint64_t all = 0;
-  };
-  Result<Volumes> Arrive(CollectiveOp op, std::string_view phase, const Result<Volume>& volume) {
-    char mine[24] = {};
-    if (volume.ok()) {
-      StoreLittle(mine, volume.value().bytes);
-      StoreLittle(mine + 8, volume.value().sends);
-      StoreLittle(mine + 16, volume.value().receives);
-    }
-    const auto decide = [](Parts& parts, std::string* verdict) -> Status {
-      Volumes v;
-      std::uint64_t pairs = 0;
-      for (const std::string& p : parts) {
-        if (p.size() != sizeof(mine)) return {Code::kDataLoss, "exchange: a size is missing"};
-        const auto size = LoadLittle<std::uint64_t>(p.data());
-        v.most = std::max(v.most, size);
-        v.all = CheckedAdd(v.all, size).value_or(~std::uint64_t{0});
-        pairs += LoadLittle<std::uint64_t>(p.data() + 8) - LoadLittle<std::uint64_t>(p.data() + 16);
-      }
-      if (pairs != 0) {
-        return {Code::kInternal,
-                "messages between ranks: those who send and those who receive do "
-                "not name the same pairs"};
-      }
-      verdict->resize(16);
-      StoreLittle(verdict->data(), v.most);
-      StoreLittle(verdict->data() + 8, v.all);
-      return {};
-    };
-    const Result<std::string_view> payload =
-        volume.ok() ? Result<std::string_view>(std::string_view(mine, sizeof(mine)))
-                    : Result<std::string_view>(volume.status());
-    TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told told,
-                                 Decide(op, phase, payload, decide));
-    if (told->size() != 16) return Volumes{};
-    return Volumes{LoadLittle<std::uint64_t>(told->data()),
-                   LoadLittle<std::uint64_t>(told->data() + 8)};
-  }
-
-  Status Transfer(LocalWork& work, std::string_view phase, std::uint64_t bytes) {
-    Round round;
-    round.op = CollectiveOp::kTransfer;
-    round.phase = phase;
-    round.work = &work;
-    round.allowance = CollectiveEngine::AllowanceFor(bytes);
-    return engine.Run(round).status();
-  }
-
-  CollectiveEngine engine;
-};
-
 Collective::Collective(Communicator& comm, const Timeouts& timeouts)
-    : impl_(std::make_unique<Impl>(comm, timeouts)) {}
+    : engine_(std::make_unique<CollectiveEngine>(comm, timeouts)) {}
 Collective::~Collective() = default;
 
-int Collective::rank() const { return impl_->engine.comm().rank(); }
-int Collective::size() const { return impl_->engine.comm().size(); }
+int Collective::rank() const { return engine_->comm().rank(); }
+int Collective::size() const { return engine_->comm().size(); }
 
 Result<std::vector<std::string>> Collective::AllGather(std::string_view mine,
                                                        std::string_view phase) {
@@ -340,7 +331,7 @@ Result<std::vector<std::string>> Collective::AllGather(std::string_view mine,
     return {};
   };
   TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
-                               impl_->Decide(CollectiveOp::kAllGather, phase, mine, decide));
+                               RunRound(*engine_, CollectiveOp::kAllGather, phase, mine, decide));
   if (rank() == 0) return all;
   return DecodeParts(*payload, size());
 }
@@ -351,7 +342,8 @@ Result<std::vector<std::string>> Collective::Gather(std::string_view mine, std::
     all = std::move(parts);
     return {};
   };
-  TENSORMOUNT_RETURN_IF_ERROR(impl_->Decide(CollectiveOp::kGather, phase, mine, decide).status());
+  TENSORMOUNT_RETURN_IF_ERROR(
+      RunRound(*engine_, CollectiveOp::kGather, phase, mine, decide).status());
   return all;
 }
 
@@ -363,7 +355,7 @@ Result<std::string> Collective::Broadcast(const Result<std::string>& mine, std::
     return {};
   };
   TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
-                               impl_->Decide(CollectiveOp::kBroadcast, phase, status, decide));
+                               RunRound(*engine_, CollectiveOp::kBroadcast, phase, status, decide));
   return *payload;
 }
 
@@ -386,7 +378,7 @@ Result<std::vector<std::uint64_t>> Collective::AllReduceXor(std::span<const std:
     return {};
   };
   TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
-                               impl_->Decide(CollectiveOp::kXor, phase, bytes, decide));
+                               RunRound(*engine_, CollectiveOp::kXor, phase, bytes, decide));
   if (payload->size() != mine.size_bytes()) {
     return Status(Code::kDataLoss, "XOR of all ranks: the answer has another length");
   }
@@ -398,7 +390,7 @@ Result<std::vector<std::uint64_t>> Collective::AllReduceXor(std::span<const std:
 Status Collective::Agree(const Status& mine, std::string_view phase) {
   const Result<std::string_view> status =
       mine.ok() ? Result<std::string_view>(std::string_view()) : Result<std::string_view>(mine);
-  return impl_->Decide(CollectiveOp::kAgree, phase, status, nullptr).status();
+  return RunRound(*engine_, CollectiveOp::kAgree, phase, status, nullptr).status();
 }
 
 Result<std::string> Collective::Decide(std::string_view mine, std::string_view phase,
@@ -408,15 +400,15 @@ Result<std::string> Collective::Decide(std::string_view mine, std::string_view p
     return {};
   };
   TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
-                               impl_->Decide(CollectiveOp::kDecide, phase, mine, told));
+                               RunRound(*engine_, CollectiveOp::kDecide, phase, mine, told));
   return *payload;
 }
 
 Result<std::vector<std::string>> Collective::NeighborAllToAll(std::span<const Letter> letters,
                                                               std::span<const int> from,
                                                               std::string_view phase) {
-  const auto measure = [&]() -> Result<Impl::Volume> {
-    Impl::Volume volume;
+  const auto measure = [&]() -> Result<Volume> {
+    std::uint64_t bytes = 0;
     PairSum sends;
     PairSum receives;
     std::vector<char> named(static_cast<std::size_t>(size()));
@@ -436,37 +428,34 @@ Result<std::vector<std::string>> Collective::NeighborAllToAll(std::span<const Le
     for (const Letter& letter : letters) {
       TENSORMOUNT_RETURN_IF_ERROR(name(letter.peer, 1));
       sends.Add(rank(), letter.peer);
-      volume.bytes += letter.text.size();
+      bytes += letter.text.size();
     }
     for (const int peer : from) {
       TENSORMOUNT_RETURN_IF_ERROR(name(peer, 2));
       receives.Add(peer, rank());
     }
-    volume.sends = sends.value();
-    volume.receives = receives.value();
-    return volume;
+    return Volume{bytes, sends.value(), receives.value()};
   };
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Impl::Volumes volumes,
-                               impl_->Arrive(CollectiveOp::kNeighborAllToAll, phase, measure()));
-  Letters work(impl_->engine, letters, from, volumes.most);
-  TENSORMOUNT_RETURN_IF_ERROR(impl_->Transfer(work, phase, volumes.all));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Volume volume,
+                               Arrive(*engine_, CollectiveOp::kNeighborAllToAll, phase, measure()));
+  Letters work(*engine_, letters, from, volume[0]);
+  TENSORMOUNT_RETURN_IF_ERROR(Move(*engine_, work, phase, volume[1]));
   return work.Take();
 }
 
 Status Collective::Run(LocalWork& work, std::uint64_t bytes, std::string_view phase) {
-  const Result<Impl::Volumes> volume =
-      impl_->Arrive(CollectiveOp::kExchange, phase, Impl::Volume{.bytes = bytes});
+  const Result<Volume> volume = Arrive(*engine_, CollectiveOp::kExchange, phase, Volume{bytes});
   if (!volume.ok()) {
     work.Cancel();
     return volume.status();
   }
-  return impl_->Transfer(work, phase, volume.value().most);
+  return Move(*engine_, work, phase, volume.value()[0]);
 }
 
-Communicator& Collective::comm() { return impl_->engine.comm(); }
-std::uint32_t Collective::data_tag() const { return impl_->engine.data_tag(); }
-FrameSender& Collective::data_out() { return impl_->engine.data_out(); }
-FrameReceiver& Collective::data_in(int from) { return impl_->engine.data_in(from); }
+Communicator& Collective::comm() { return engine_->comm(); }
+std::uint32_t Collective::data_tag() const { return engine_->data_tag(); }
+FrameSender& Collective::data_out() { return engine_->data_out(); }
+FrameReceiver& Collective::data_in(int from) { return engine_->data_in(from); }
 
 Status Collective::Exchange(std::span<const Transfer> sends, std::span<const Transfer> receives,
                             std::string_view phase) {
@@ -476,11 +465,10 @@ Status Collective::Exchange(std::span<const Transfer> sends, std::span<const Tra
       bytes = CheckedAdd(bytes, t.size).value_or(~std::uint64_t{0});
     }
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      const Impl::Volumes volume,
-      impl_->Arrive(CollectiveOp::kExchange, phase, Impl::Volume{.bytes = bytes}));
-  Transfers work(impl_->engine, sends, receives);
-  return impl_->Transfer(work, phase, volume.most);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Volume volume,
+                               Arrive(*engine_, CollectiveOp::kExchange, phase, Volume{bytes}));
+  Transfers work(*engine_, sends, receives);
+  return Move(*engine_, work, phase, volume[0]);
 }
 
 }  // namespace tensormount

@@ -15,7 +15,8 @@
 
 namespace tensormount {
 
-class LocalWork;      // collective_round.h
+class CollectiveEngine;  // collective_round.h
+class LocalWork;
 class FrameReceiver;  // collective_frame.h
 class FrameSender;
 
@@ -34,19 +35,30 @@ class FrameSender;
 // callers put in themselves (Agree, a failed Broadcast, lengths that differ) does not spend it.
 // A rank that comes late, after the others gave up, gets the same failure where rank 0 lives.
 //
+// How a failure travels: who finds that it cannot go on tells rank 0 (a contribution with a status,
+// or "gave up" outside of a round), rank 0 ends the round with that verdict for all, and whoever
+// hears nothing of rank 0 for `liveness` fails by itself. So no call takes longer than the longest
+// of its deadlines, and all who are told are told the same.
+//
+//   Collective collective(comm, timeouts);
+//   TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(Prepare(), "prepare"));  // All, or nobody.
+//   TENSORMOUNT_ASSIGN_OR_RETURN(const auto sizes, collective.AllGather(mine, "sizes"));
+//
 // Liveness counts once a rank was heard of in this job: before that it may be evaluating, with no
 // heartbeat running, and only `arrival` (or its closed socket) speaks against it. Where ranks beat
 // between jobs too (Communicator::BeatsAlways), it counts from the beginning.
 // One thread at a time. `comm` must outlive this.
 class Collective {
  public:
+  // Numbers a new job of the communicator's group: all its ranks must make as many of them, in the
+  // same order, which is what Save, Load and Validate do.
   Collective(Communicator& comm, const Timeouts& timeouts);
   ~Collective();
 
   int rank() const;
   int size() const;
 
-  // Everybody's bytes, by rank, on every rank.
+  // Everybody's bytes, by rank, on every rank. They pass through rank 0: for what is small.
   Result<std::vector<std::string>> AllGather(std::string_view mine, std::string_view phase);
   // Everybody's bytes at rank 0; nothing elsewhere.
   // As much memory at rank 0 as all ranks give together.
@@ -89,9 +101,9 @@ class Collective {
   // given; what came is compared with its checksum. Memory is the caller's, and free again on
   // return; empty transfers are skipped.
   struct Transfer {
-    int peer = 0;
-    void* data = nullptr;
-    std::uint64_t size = 0;
+    int peer = 0;            // Rank in the communicator; kInvalidArgument where there is none.
+    void* data = nullptr;    // Host memory; of a send it is only read.
+    std::uint64_t size = 0;  // Bytes.
   };
   Status Exchange(std::span<const Transfer> sends, std::span<const Transfer> receives,
                   std::string_view phase);
@@ -108,8 +120,7 @@ class Collective {
   FrameReceiver& data_in(int from);
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  const std::unique_ptr<CollectiveEngine> engine_;
 };
 
 }  // namespace tensormount

@@ -24,8 +24,18 @@
 // kInlinePayload costs a second one, whose size the frame announced. The size of the first is
 // fixed because a receive must be posted with its memory before anything is known of the sender.
 
+//
+//   u32 magic, u16 version, u8 kind, u8 op, job (2 u64), u32 sequence, u32 round, u64 phase hash,
+//   u32 status code, u32 errno, u64 payload size, u64 payload hash, u8 fatal, u8 length of the
+//   phase, the phase in words, the payload where it fits, and in the last 8 bytes XXH3-64 of the
+//   rest
+//
+// A frame that was damaged, or is of another program that uses the same tags, fails one of these;
+// one of an earlier job that failed is told by its job number and dropped.
+
 namespace tensormount {
 
+// One message as its fields.
 struct Frame {
   enum Kind : std::uint8_t {
     kHello = 1,         // "this job runs here": from now on silence counts
@@ -75,6 +85,9 @@ FrameBytes EncodeFrame(const Frame& frame, const Payload& payload);
 Result<Frame> DecodeFrame(const FrameBytes& bytes, std::string* inline_payload);
 
 // Receives frames with their payloads from one peer, one after the other.
+//
+//   kIdle -- Poll posts a receive of kFrameBytes --> kFrame -- it came --> kPayload or kReady
+//   kPayload -- its bytes came, checksum right --> kReady -- Take --> kIdle
 //
 // Tags are used again by later jobs (there are not that many), so what a failed job left behind may
 // stand before the first frame of this one: all of it is dropped. So is a frame that comes twice.

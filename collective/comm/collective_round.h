@@ -56,6 +56,13 @@ class LostRanks {
 };
 
 // Judges who is silent for too long.
+//
+//   heard of  ----- silent for `liveness` ----->  suspected
+//   suspected ----- heard of again ------------>  heard of
+//   suspected ----- still silent a heartbeat --> lost        (named in kDeadlineExceeded)
+//
+// The second look is for ranks that were stopped together with us (a machine that was suspended):
+// their heartbeats come in the moment in which all go on.
 // Used by the thread of the Collective alone; only what it shares with later jobs of the group
 // (LostRanks) is locked. Rank 0 asks about everybody, a member about rank 0.
 class LivenessWatch {
@@ -117,7 +124,14 @@ enum class CollectiveOp : std::uint8_t {
   kNeighborAllToAll,
 };
 
-// The one pattern that every collective operation is made of: all tell rank 0 that they came,
+// The one pattern that every collective operation is made of:
+//
+//   member                                   rank 0
+//   Contribute(status, payload)  ----------> Collect, for each rank: OnContribution
+//   <- "waiting" --------------------------- Remind: to those who came, while others are missing
+//   <- verdict ----------------------------- Judge (decide), TellAll
+//
+// In words: all tell rank 0 that they came,
 // with a status and a payload; rank 0 decides and tells all. See Collective for the guarantees.
 // A star, not a tree: each rank waits for one other only, and the rank that knows who is missing
 // is the one that decides. The price is N - 1 messages each way at rank 0. What is large goes
@@ -137,7 +151,8 @@ class CollectiveEngine {
     // At rank 0, once everybody came and nobody failed: makes what all are told from the payloads,
     // by rank. The payloads may be taken.
     std::function<Status(std::vector<std::string>& parts, std::string* verdict)> decide;
-    // Contributes when done. A round with work fails as a whole when one rank's work does.
+    // Contributes when done. A round with work fails as a whole when one rank's work does. Not
+    // owned; null: none.
     LocalWork* work = nullptr;
     std::chrono::nanoseconds allowance{0};  // For the work, on top of `arrival`.
   };

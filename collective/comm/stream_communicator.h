@@ -21,6 +21,9 @@ namespace tensormount {
 // A communicator over one ByteStream to every other rank: sockets of forked ranks, and what a host
 // carries for us through callbacks. It has the tables of requests and the clock of heartbeats; what
 // goes over a stream is StreamPeer's. One mutex: streams are never used by two threads at a time.
+// Requests are numbers from 1 on that are never used again, so that a Test of one that is done with
+// is an error and not somebody else's. What a rank sends to itself goes through a communicator of
+// one rank in memory, by the same rules of tags and order.
 class StreamCommunicator final : public Communicator {
  public:
   struct Options {

@@ -26,6 +26,17 @@ namespace tensormount {
 // that nothing unexpected has to be stored and nothing blocks what stands behind it. Heartbeats go
 // between the pieces.
 //
+//   sender                       receiver
+//   kMessage + bytes  ---------> kept in early_ until Receive   (up to kCredit bytes of them)
+//                     <--------- kCreditBack, once taken
+//   kAnnounce(id, size) -------> waits for a Receive of that tag
+//                     <--------- kReady(id)
+//   kData(id) + piece ---------> straight into the receiver's memory, piece by piece
+//   kAbandon(id)      ---------> a send was cancelled: the receive fails
+//
+// A stream that ends, or says something that no rank of ours would, finishes all messages of this
+// pair with the reason (kUnavailable, kDataLoss); nothing is sent or waited for afterwards.
+//
 // Not thread-safe: its communicator holds one mutex.
 class StreamPeer {
  public:

@@ -17,6 +17,9 @@
 
 // What ranks tell each other about what should be the same on all that set it: common values,
 // content metadata, names of layers. Pure.
+//
+// Values are compared as CommonValue does: floats by their bits, 1 is not 1.0. What a rank did not
+// set is no mismatch; a value that only some ranks have is stored all the same.
 
 namespace tensormount {
 
@@ -32,7 +35,8 @@ std::string EncodeRankCommon(const RankCommon& common);
 // kDataLoss "common values of rank N: ...".
 Result<RankCommon> DecodeRankCommon(std::string_view bytes, int rank);
 
-// How they are compared.
+// How they are compared: whether what differs is a finding, a warning or nothing, and globs of the
+// names that may differ (a rank's own seed). What `exempt` views must outlive the rules.
 struct CommonRules {
   CommonCheck check = CommonCheck::kError;
   std::span<const std::string> exempt;
@@ -42,7 +46,7 @@ std::uint64_t FingerprintOf(const RankCommon& common, const CommonRules& rules);
 
 // What all have set, the lowest rank's where values differ, and where they do.
 struct CommonUnion {
-  RankCommon all;
+  RankCommon all;                     // Its `rank` says nothing.
   std::vector<Finding> findings;      // With kError; by key.
   std::vector<std::string> warnings;  // With kWarn.
 };

@@ -22,6 +22,14 @@
 // by hash, so that no rank has to see all of a large job: what stands here is about the keys of one
 // owner, or of all where there is one.
 
+//
+//   StateDict --EncodeLayout--> bytes --LayoutTable::Add--> columns --CheckLayout--> LayoutReport
+//   of a rank                   per owner                   of all ranks \--MakeLayout-->
+//   GlobalLayout
+//
+// All of it is pure and runs without ranks: `tensormount check` and the tests judge jobs of 16,384
+// ranks in one process.
+
 namespace tensormount {
 
 // Which owner, of `owners`, judges a key. The same on every rank and machine.
@@ -87,12 +95,15 @@ struct Holding {
   int main = -1;                // The rank that is labelled so; -1 without labels.
 };
 
+// Example: "w" of shape [4, 8] in rows on ranks 0 and 1, replicated on 2 and 3, has two holdings:
+// {[0:2, 0:8], 64 bytes, holders 0 and 2} and {[2:4, 0:8], 64 bytes, holders 1 and 3}.
 struct LayoutTensor {
   TensorMeta meta;
   std::vector<Holding> holdings;  // By first element; together every cell exactly once.
   int first_rank = 0;  // The lowest rank that named it; it records tensors without cells.
 };
 
+// One part of an object (StateDict::AddObject); {} and {} for `index` and `grid` of a whole one.
 struct LayoutObject {
   std::string key;
   Dims index;

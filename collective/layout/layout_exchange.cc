@@ -6,9 +6,7 @@
 #include "collective/layout/layout_exchange.h"
 
 #include <algorithm>
-#include <charconv>
-#include <cstdlib>
-#include <cstring>
+#include <atomic>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -31,14 +29,7 @@ constexpr std::size_t kMaxOption = std::size_t{1} << 20;
 
 using Parts = std::vector<std::string>;
 
-// How many owners there shall be whatever the job's size, so that small jobs can try many; 0: not
-// said. Rank 0's counts.
-std::uint32_t WantedOwners() {
-  const char* text = std::getenv("TENSORMOUNT_LAYOUT_OWNERS");
-  std::uint32_t owners = 0;
-  if (text != nullptr) std::from_chars(text, text + std::strlen(text), owners);
-  return owners;
-}
+std::atomic<std::uint32_t> forced_owners = 0;
 
 Status TooMany(const StateDict& state) {
   constexpr std::size_t kMost = std::numeric_limits<std::uint32_t>::max() - 1;
@@ -104,7 +95,7 @@ class Exchange {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const std::string told,
         collective_.Decide(EncodeRound(mine), kPhase, [](Parts& parts) -> Result<std::string> {
-          TENSORMOUNT_ASSIGN_OR_RETURN(const RoundAnswer answer, JudgeRound(parts, WantedOwners()));
+          TENSORMOUNT_ASSIGN_OR_RETURN(const RoundAnswer answer, JudgeRound(parts, forced_owners));
           return EncodeAnswer(answer);
         }));
     TENSORMOUNT_ASSIGN_OR_RETURN(answer_, DecodeAnswer(told, world_));
@@ -428,5 +419,7 @@ Result<std::vector<GatheredLayout>> GatherLayouts(Collective& collective, const 
   }
   return layouts;
 }
+
+void ForceOwners(std::uint32_t owners) { forced_owners = owners; }
 
 }  // namespace tensormount

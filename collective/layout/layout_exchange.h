@@ -61,13 +61,16 @@ struct JobLayout {
 //   2. Only where they differ: the texts of options, common values, statuses.
 //   3. One rank of each set of equal layouts sends its layout, cut by owner, to the owners.
 //   4. Owners judge; rank 0 merges the reports and tells all.
-// The number of owners follows from the number of boxes; TENSORMOUNT_LAYOUT_OWNERS in rank 0's
-// environment sets it, so that small jobs can try many.
+// The number of owners follows from the number of boxes (ForceOwners).
 // Failures: of ranks that could not take part ("rank 2: ..."), options that differ
 // (kInvalidArgument), and those of Collective. A layout with findings is *not* a failure here: the
 // caller looks at report.ok().
 Result<JobLayout> ExchangeLayouts(Collective& collective, const StateDict& state,
                                   const CallDescription& call);
+
+// From now on the jobs whose rank 0 is in this process have so many owners, however small they are;
+// 0: as many as their boxes ask for. For tests, which have no jobs of millions of boxes.
+void ForceOwners(std::uint32_t owners);
 
 }  // namespace tensormount
 

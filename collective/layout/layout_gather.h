@@ -12,6 +12,10 @@
 
 namespace tensormount {
 
+// For the dump of a job's layout as a spec (docs/spec.md). Two rounds: fingerprints first, so that
+// of ranks that hold the same only one sends. Rank 0 needs as much memory as all different layouts
+// together.
+
 // A layout (DecodeLayout in layout/wire.h reads it; empty: holds nothing) and the ranks that have
 // it, rising.
 struct GatheredLayout {

@@ -25,7 +25,8 @@
 namespace tensormount {
 
 inline constexpr std::size_t kRoundBytes = 64;
-// Boxes that one owner judges in about the time of one exchange.
+// Boxes that one owner judges in about the time of one exchange: more owners would wait for
+// messages, fewer for one rank.
 inline constexpr std::uint64_t kBoxesAnOwner = 250'000;
 // And no more of them than this: a rank sends each a message.
 inline constexpr std::uint64_t kMostOwners = 256;
@@ -44,7 +45,9 @@ struct RoundMessage {
 };
 std::string EncodeRound(const RoundMessage& message);
 
-// What rank 0 makes of them.
+// What rank 0 makes of them. Example: of four ranks, 0 and 2 brought equal layouts, 1 and 3 too,
+// none had the plan: {next kGo, agreed {job, false}, owners 1, layouts 2, tensors {0, 1, 0, 1}},
+// and ranks 0 and 1 send their layouts to rank 0.
 struct RoundAnswer {
   enum class Next : std::uint8_t {
     kGo,

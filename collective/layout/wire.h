@@ -19,7 +19,10 @@
 
 namespace tensormount {
 
-// A layout as it travels between ranks. Little-endian, never on disk.
+// A layout as it travels between ranks. Little-endian, never on disk. Ranks that run different
+// versions of this software do not get this far (layout_round.h has a version of its own).
+// Records have fixed sizes, because owners of large jobs read millions of them: 96 bytes for what
+// nearly all tensors are (four axes or fewer), 288 for the rest.
 //
 //   header    "TMLY", u32 version, u32 tensors, u32 short shards, u32 long shards, u32 objects
 //   tensors   each: string key, u8 dtype, dims shape. Interned: a key appears once, however many
@@ -67,7 +70,8 @@ Result<Region> RegionOf(const ShardRecord& record, const Dims& shape);
 // Which of a rank's things are encoded.
 enum class LayoutPart : std::uint8_t { kAll, kTensors, kObjects };
 
-// Three hashes of a rank's layout, by what they are for.
+// Three hashes of a rank's layout, by what they are for: ranks with equal `tensors` or `objects`
+// send one layout for all of them; `contents` decides whether bytes of objects need comparing.
 struct LayoutHashes {
   Hash128 tensors;             // Keys, dtypes, shapes, shards, labels.
   std::uint64_t objects = 0;   // Keys and places. 0: has none, as below.
@@ -87,7 +91,8 @@ class LayoutEncoder {
   std::vector<std::string> Encode(std::uint32_t owners, LayoutPart part) const;
 
  private:
-  // Records of one kind, one after the other, each about one key.
+  // Records of one kind, one after the other, each about one key. One string instead of a vector of
+  // them: a rank has up to millions, and a message is cut from it by copying ranges.
   struct Records {
     std::string bytes;
     std::vector<std::size_t> ends;        // Empty where all are of one size.

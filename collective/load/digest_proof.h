@@ -19,6 +19,13 @@
 // must have the CRC that was stored (docs/format.md, "Hashes"). It covers the whole way from the
 // disk into the buffer, and needs no whole leaf to have been read.
 
+//
+// CRCs of disjoint parts add up by exclusive or, each moved to its place in the whole: so every
+// rank computes the contribution of what it holds, 8 bytes travel, and their sum is compared with
+// the stored digest. Example: rows [0:2] on rank 0 and [2:4] on rank 1 of a stored [4, 8]: both are
+// contributors, and d0 ^ d1 must be the digest. Where rank 2 asked for [0:2] as well, it is a
+// replica of rank 0: its CRC must be d0, and is not added.
+
 namespace tensormount {
 
 // A region that a rank asked for: number `item` of its request.
@@ -56,6 +63,7 @@ Crc64 DigestOfBuffer(const TensorMeta& meta, std::span<const PlacedBox> placed,
                      const std::byte* base);
 
 // Contribution of boxes that are read from storage for the proof alone, in blocks of bounded size.
+// For the cells that no rank has: without them the sum would prove nothing.
 Result<Crc64> DigestFromStorage(const OpenedCheckpoint& checkpoint, const TensorEntry& entry,
                                 std::span<const Box> boxes, ReadStats* stats);
 

@@ -77,14 +77,14 @@ class Pool {
 class UnitStream final : public LocalWork {
  public:
   UnitStream(Collective& collective, const ExchangeUnits& units, UnitReader& reader, Pool& pool,
-             ExchangeStats& stats, const std::function<void(std::uint64_t)>& progress)
+             LoadReport& report, const std::function<void(std::uint64_t)>& progress)
       : collective_(collective),
         comm_(collective.comm()),
         tag_(collective.data_tag()),
         units_(units),
         reader_(reader),
         pool_(pool),
-        stats_(stats),
+        report_(report),
         progress_(progress) {}
   ~UnitStream() override { Cancel(); }
 
@@ -222,7 +222,7 @@ class UnitStream final : public LocalWork {
         TENSORMOUNT_ASSIGN_OR_RETURN(const Communicator::Request request,
                                      comm_.Send(to, tag_, view));
         sends_.push_back({request, out});
-        ++stats_.messages;
+        ++report_.messages_sent;
       }
     }
     return {};
@@ -361,7 +361,7 @@ class UnitStream final : public LocalWork {
     moved = true;
     Coming& c = *receive.of;
     const ExchangeBox& piece = c.pieces[receive.number];
-    stats_.received += piece.size();
+    report_.bytes_received += piece.size();
     c.arrived.Add(receive.number, receive.to, piece.size());
     const bool staged = receive.staged.capacity() != 0;
     const PlacedBox packed = PlacePacked(Region(piece.bytes), 0).front();
@@ -389,7 +389,7 @@ class UnitStream final : public LocalWork {
   const ExchangeUnits& units_;
   UnitReader& reader_;
   Pool& pool_;
-  ExchangeStats& stats_;
+  LoadReport& report_;
   const std::function<void(std::uint64_t)>& progress_;
   std::vector<Send> sends_;
   std::vector<Receive> receives_;
@@ -411,11 +411,9 @@ class UnitStream final : public LocalWork {
 
 }  // namespace
 
-Result<ExchangeStats> LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
-                                     const LoadPlan& plan, std::span<LoadTarget> targets,
-                                     LoadVerify verify,
-                                     const std::function<void(std::uint64_t)>& progress) {
-  ExchangeStats stats;
+Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
+                      const LoadPlan& plan, std::span<LoadTarget> targets, LoadVerify verify,
+                      LoadReport& report, const std::function<void(std::uint64_t)>& progress) {
   ExchangeUnits units(checkpoint, plan, targets, collective.rank());
   UnitReader reader(checkpoint, verify);
   Pool pool;
@@ -431,11 +429,11 @@ Result<ExchangeStats> LoadByExchange(const OpenedCheckpoint& checkpoint, Collect
     for (const ExchangeUnit& unit : units.units()) {
       bytes += static_cast<std::uint64_t>(units.BytesOf(unit).box.volume());
     }
-    UnitStream stream(collective, units, reader, pool, stats, progress);
+    UnitStream stream(collective, units, reader, pool, report, progress);
     TENSORMOUNT_RETURN_IF_ERROR(collective.Run(stream, bytes, "load: exchange"));
   }
-  stats.read = reader.bytes_read();
-  stats.peak = pool.peak();
+  report.bytes_read += reader.bytes_read();
+  report.peak_buffer_bytes = std::max(report.peak_buffer_bytes, pool.peak());
   for (LoadTarget& target : targets) {
     if (!target.tensor->exchange || target.convert) continue;
     target.stats.bytes_wanted = target.bytes;
@@ -443,7 +441,7 @@ Result<ExchangeStats> LoadByExchange(const OpenedCheckpoint& checkpoint, Collect
                          target.tensor->entry().has_digest;
     if (by_leaf) target.stats.bytes_by_leaf = target.bytes;
   }
-  return stats;
+  return Status();
 }
 
 }  // namespace tensormount

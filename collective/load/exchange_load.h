@@ -14,24 +14,28 @@
 
 namespace tensormount {
 
-struct ExchangeStats {
-  std::uint64_t read = 0;      // Bytes, from storage.
-  std::uint64_t received = 0;  // Bytes, from other ranks.
-  std::uint64_t messages = 0;  // Sent.
-  std::uint64_t peak = 0;      // Bytes of memory besides the caller's.
-};
-
+// On one rank, while the call lasts:
+//
+//   its own thread   reads units (exchange_reader.h) in file order, while what is read and not yet
+//                    sent stays below 4 MiB and 16 units
+//   the caller's     posts sends of what is read, receives of what others announced, places what
+//                    came, and takes part in the round that ends when all are done
+//
+// Each unit's pieces follow a letter with their number and one checksum over all of them: what
+// arrives is what was read, and in the order in which every rank worked out the units. Memory: 8
+// MiB and one unit, however large the checkpoint is.
+//
 // Loads the tensors marked `exchange`, in groups of ranks: one of those who want a block of rows of
 // a chunk reads it, cuts it up and sends the others their parts. What is short on disk is then
 // never read alone, what several ranks want is read once, and what one rank wants is not sent at
 // all. Reading goes on in a thread of its own while pieces are on their way; there are no rounds,
 // and what is on its way at a time is bounded. Adds to stats of the targets (bytes_wanted,
-// bytes_by_leaf). `progress` is called, on the reading thread, with what each block read.
-// Collective; the verdict is the same everywhere.
-Result<ExchangeStats> LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
-                                     const LoadPlan& plan, std::span<LoadTarget> targets,
-                                     LoadVerify verify,
-                                     const std::function<void(std::uint64_t)>& progress);
+// bytes_by_leaf) and to the report (bytes read and received, messages, peak of memory). `progress`
+// is called, on the reading thread, with what each block read. Collective; the verdict is the same
+// everywhere.
+Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
+                      const LoadPlan& plan, std::span<LoadTarget> targets, LoadVerify verify,
+                      LoadReport& report, const std::function<void(std::uint64_t)>& progress);
 
 }  // namespace tensormount
 

@@ -16,6 +16,13 @@
 #include "shard/copy_plan.h"
 
 // Reads the units of a load by exchange and cuts them into what each rank wants.
+//
+// Two ways, chosen for each unit by Plan:
+//   in place   one preadv whose pieces are the places where the bytes go: this rank's buffers, and
+//              memory of the unit for what others want. Where nothing must be hashed on the way (no
+//              proof, or one by digest) and runs are long enough.
+//   cut up     the whole unit into memory, verified by leaves where they prove it, and copied from
+//              there. What is one run of it is sent without being copied.
 
 namespace tensormount {
 
@@ -68,7 +75,8 @@ std::byte* ContiguousPlace(const Box& bytes, const LoadTarget& target);
 void PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part,
                 const LoadTarget& target);
 
-// Reads units one after the other and cuts them up.
+// Reads units one after the other and cuts them up. On one thread, that of the reading; opened
+// files are kept, at most a few.
 class UnitReader {
  public:
   UnitReader(const OpenedCheckpoint& checkpoint, LoadVerify verify)

@@ -74,7 +74,7 @@ Status ExchangeUnits::Prepare(std::size_t t) {
     placed.push_back(PlacePacked(bytes, 0));
     std::uint64_t offset = chunk.offset;
     for (const Box& box : chunk.region.Boxes()) {
-      prepared.chunks.push_back({box, chunk.file, offset});
+      prepared.chunks.push_back({static_cast<std::uint32_t>(t), box, chunk.file, offset});
       offset += static_cast<std::uint64_t>(box.volume()) * (meta.bits() / 8);
     }
   }
@@ -96,10 +96,10 @@ Result<bool> ExchangeUnits::Next() {
     if (!tensor.exchange) continue;
     // A batch may have ended before this tensor's first chunk.
     if (!prepared_.contains(next_tensor_)) TENSORMOUNT_RETURN_IF_ERROR(Prepare(next_tensor_));
-    const std::vector<Stored>& stored = prepared_[next_tensor_].chunks;
+    const std::vector<ExchangeUnit>& stored = prepared_[next_tensor_].chunks;
     for (; next_chunk_ < stored.size(); ++next_chunk_) {
       if (bytes >= kBatchBytes || chunks >= kBatchChunks) return true;
-      AddUnits(next_tensor_, stored[next_chunk_]);
+      AddUnits(stored[next_chunk_]);
       bytes += static_cast<std::uint64_t>(stored[next_chunk_].box.volume()) *
                (tensor.entry().meta.bits() / 8);
       ++chunks;
@@ -108,19 +108,19 @@ Result<bool> ExchangeUnits::Next() {
   return chunks > 0;
 }
 
-void ExchangeUnits::AddUnits(std::size_t t, const Stored& chunk) {
-  const TensorMeta& meta = plan_.tensors[t].entry().meta;
+void ExchangeUnits::AddUnits(const ExchangeUnit& chunk) {
+  const TensorMeta& meta = tensor(chunk).entry().meta;
   const std::uint64_t element = meta.bits() / 8;
   const std::uint64_t unit_bytes =
       std::clamp(meta.bytes() / group_size_, kLeastUnitBytes, kUnitBytes);
   std::uint64_t offset = chunk.offset;  // Units are consecutive runs of the chunk.
   SplitBox(chunk.box, element, unit_bytes, [&](const Box& box) {
-    ExchangeUnit unit{static_cast<std::uint32_t>(t), box, chunk.file, offset, -1};
+    ExchangeUnit unit{chunk.tensor, box, chunk.file, offset};
     const std::uint64_t size = static_cast<std::uint64_t>(box.volume()) * element;
     offset += size;
     const Box bytes = BytesOf(unit).box;
     // Whoever wants it and has read least so far. Wants are in the order of ranks.
-    for (const Want& want : prepared_[t].wants) {
+    for (const Want& want : prepared_[chunk.tensor].wants) {
       if (unit.reader == want.rank) continue;
       const bool wants_it = std::any_of(want.bytes.begin(), want.bytes.end(),
                                         [&](const Box& b) { return !Intersect(bytes, b).empty(); });

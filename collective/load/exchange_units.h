@@ -15,6 +15,11 @@
 // What is read once in a group of ranks, by whom, and who gets which part of it. Every rank of the
 // group works it out for itself, the same.
 
+//
+// Example: 4 ranks want a quarter of the columns each of a tensor stored in rows, 8 MiB a chunk:
+// all four want some of every row. A unit is 512 KiB of consecutive rows, read by one of the four
+// in turn (whoever has read least), who keeps its quarter of each row and sends three.
+
 namespace tensormount {
 
 // What is read at once: stays in the cache of a core until it is cut up.
@@ -26,7 +31,7 @@ struct ExchangeUnit {
   Box box;                   // Of elements.
   std::uint32_t file = 0;    // Where it stands.
   std::uint64_t offset = 0;
-  int reader = 0;  // One of those who want it.
+  int reader = -1;  // One of those who want it.
 };
 
 // A box of bytes of a unit, and who wants it.
@@ -60,25 +65,21 @@ class ExchangeUnits {
   std::vector<ExchangeBox> PiecesOf(const ExchangeUnit& unit) const;
 
  private:
+  // What one rank of the group wants of a tensor, as disjoint boxes of bytes.
   struct Want {
     int rank = 0;
     std::vector<Box> bytes;
     LoadTarget* target = nullptr;  // Of this rank.
   };
-  // A run of a file with a box of elements.
-  struct Stored {
-    Box box;
-    std::uint32_t file = 0;
-    std::uint64_t offset = 0;
-  };
   // What is worked out once for each tensor that has units in this step.
   struct Prepared {
-    std::vector<Want> wants;  // Of this group.
-    std::vector<Stored> chunks;
+    std::vector<Want> wants;           // Of this group.
+    std::vector<ExchangeUnit> chunks;  // Whole ones, which nobody reads yet.
   };
 
   Status Prepare(std::size_t tensor);
-  void AddUnits(std::size_t tensor, const Stored& chunk);
+  // Cuts a chunk into units, and gives each to one of those who want some of it.
+  void AddUnits(const ExchangeUnit& chunk);
 
   const OpenedCheckpoint& checkpoint_;
   const LoadPlan& plan_;

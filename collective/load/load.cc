@@ -95,7 +95,6 @@ class LoadJob {
           return status;
         }));
     TENSORMOUNT_RETURN_IF_ERROR(Exchange());
-    if (options_.before_proof != nullptr) options_.before_proof(collective_.rank());
     TENSORMOUNT_RETURN_IF_ERROR(events_.Run("prove", &report_.proof_seconds,
                                             [&](std::uint64_t* bytes) { return Prove(bytes); }));
     FillReport();
@@ -276,16 +275,12 @@ class LoadJob {
                                  [](const PlannedTensor& tensor) { return tensor.exchange; });
     if (!any) return {};
     return events_.Run("exchange", &report_.read_seconds, [&](std::uint64_t* bytes) -> Status {
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          const ExchangeStats stats,
-          LoadByExchange(*checkpoint_, collective_, plan, targets_, options_.verify,
-                         [&](std::uint64_t read) { CountRead(read); }));
-      *bytes = stats.read + stats.received;
-      report_.bytes_read += stats.read;
-      report_.bytes_received += stats.received;
-      report_.messages_sent += stats.messages;
-      report_.peak_buffer_bytes = std::max(report_.peak_buffer_bytes, stats.peak);
-      return {};
+      const std::uint64_t before = report_.bytes_read + report_.bytes_received;
+      const Status status =
+          LoadByExchange(*checkpoint_, collective_, plan, targets_, options_.verify, report_,
+                         [&](std::uint64_t read) { CountRead(read); });
+      *bytes = report_.bytes_read + report_.bytes_received - before;
+      return status;
     });
   }
 

@@ -22,6 +22,8 @@
 
 namespace tensormount {
 
+// One stored tensor that somebody asked for: by whom, whether it is exchanged, and how it is
+// proved. `wants` of ranks that are not known are missing (LoadPlanner::Finish, all_known).
 struct PlannedTensor {
   std::shared_ptr<const TensorEntry> stored;
   const TensorEntry& entry() const { return *stored; }
@@ -31,12 +33,14 @@ struct PlannedTensor {
   ProofPlan proof;
 };
 
+// The same on every rank where all are known; positions in `tensors` mean the same on all then.
 struct LoadPlan {
   std::vector<PlannedTensor> tensors;  // In file order.
   std::vector<int> groups;             // By rank: LoadOptions::exchange_group.
 };
 
-// Why a rank has to know what the others want.
+// Why a rank has to know what the others want. Where no rank has a reason, requests stay where they
+// are: a load of whole shards on 4,096 ranks sends no layouts at all.
 struct LoadNeeds {
   bool proof = false;       // Bytes that only the digest can prove without reading far more.
   bool short_runs = false;  // Runs that are better read together, if machines differ.

@@ -17,6 +17,15 @@
 #include "collective/load/resolve.h"
 
 // How the ranks of a load find out what they have to know of each other, and no more.
+//
+//   PrepareMeeting   alone: the request encoded and hashed, resolved against the index, and the
+//   plan
+//                    that this rank has kept of an earlier load of the same
+//   Meet             together: rank 0 compares 64 bytes of each rank and says what is to be told
+//
+// What is hashed decides what makes two loads "the same": the request (keys, shapes, regions, not
+// the memory they go to), path and options, the checkpoint's identity, number and machines of
+// ranks.
 
 namespace tensormount {
 

@@ -14,6 +14,13 @@
 
 namespace tensormount {
 
+// Three rounds for all tensors together, however many there are: which of them need it, whether all
+// could read what they have to add, and the numbers themselves, which rank 0 judges: contributions
+// of 8 bytes, whose exclusive or must be the digest, and CRCs of replicas, which must be equal.
+// Where one is wrong, a fourth: who holds some of that tensor looks for the place (FindDamage).
+// CRCs are computed from the destination, after everything else: bytes that memory, a copy or a
+// kernel changed are found as well as those of a disk.
+//
 // Proves by digest, over what stands in the ranks' buffers now, every tensor of which some rank has
 // bytes that no leaf proved. Collective: the same verdict on every rank, kDataLoss naming tensor,
 // box and file where something differs. Returns which tensors were proved, by position in the plan;

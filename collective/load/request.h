@@ -27,6 +27,8 @@ namespace tensormount {
 //             i64 extent[rank], and where flat i64 first, i64 count
 //   objects   u32 count; each: string key, dims index, dims grid
 // Little-endian, never on disk. dims: u8 rank, i64[rank]; string: u32 length, bytes.
+// Where memory is, its strides, and whether elements are converted on the way into it, are not in
+// it: those are this rank's alone (load/target.h).
 struct LoadRequest {
   std::vector<TensorMeta> tensors;  // As asked for; a key stands here once.
   struct Item {

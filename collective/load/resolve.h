@@ -19,6 +19,10 @@
 
 namespace tensormount {
 
+// What becomes of one shard of the request. Examples, of a stored "w" of shape [6, 8]:
+//   asked [6, 8], rows 2 to 3            regions {[2:4, 0:8]}
+//   asked [8, 8] (Grow::kZero), rows 5 to 7   regions {[5:6, 0:8]}, uncovered {[6:8, 0:8]}, zero
+//   asked "layers.3.w" of shape [8], where [6, 8] is a stack: regions {[3:4, 0:8]}, layer 3
 struct ResolvedItem {
   std::uint32_t item = 0;    // Position in StateDict::tensors().
   std::uint32_t asked = 0;   // Position in LoadRequest::tensors.
@@ -32,12 +36,14 @@ struct ResolvedItem {
   bool zero = false;  // It is set to zero.
 };
 
+// One part of an object that is asked for, and the stored part that serves it.
 struct ResolvedObject {
   std::string key;
   Dims asked_index;
   ObjectRecord part;
 };
 
+// A whole request, resolved. Immutable, and shared by the loads that use the same plan.
 struct Resolved {
   // Why the request can never be served: kInvalidArgument, or kUnsupported for a conversion. Then
   // the rest is not filled in.

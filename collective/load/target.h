@@ -14,7 +14,9 @@
 
 namespace tensormount {
 
-// One region of a stored tensor that this rank wants, and where it goes.
+// One region of a stored tensor that this rank wants, and where it goes. Made for one call: it
+// points into the caller's buffers and into the plan, and both must outlive it. A region that is a
+// flat range is several boxes; a buffer with strides makes runs shorter, nothing else.
 struct LoadTarget {
   const PlannedTensor* tensor = nullptr;
   std::uint32_t want = 0;         // Position in tensor->wants.

@@ -20,6 +20,13 @@
 
 namespace tensormount {
 
+// From a sound layout to what each rank writes, in two exchanges at most:
+//
+//   owner: Survey  --->  rank 0: Decide  --->  owner: Plan  --- letters --->  rank: DecodeTasks
+//
+// Owners talk to the ranks that have something of their keys and to no others, so that the number
+// of messages grows with the ranks and not with their pairs.
+
 // What a rank has of the plan of a job. Immutable, shared by the saves that use it.
 struct JobPlan {
   std::shared_ptr<const RankTask> task;
@@ -37,22 +44,16 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
 // A plan as it is kept for the next save of the same job (comm/agreement.h).
 struct KeptPlan {
   Hash128 job;  // Agreement::job
-  // What a plan depends on, besides the layouts of the other ranks.
-  // Those are in `job`: a hash over what all ranks bring.
-  struct Key {
-    Hash128 items;  // ItemsFingerprint.
-    PlacementRule placement = PlacementRule::kAuto;
-    SaveStrategy strategy = SaveStrategy::kParallel;
-    friend bool operator==(const Key&, const Key&) = default;
-  };
-  Key key;
+  // TaskFingerprint: what this rank's part of it depends on, besides the layouts of the other
+  // ranks. Those are in `job`, a hash over what all ranks bring.
+  Hash128 task;
   bool validated = false;  // The layout was proved sound.
   LayoutReport report;     // Sound: a job with findings has no plan.
   JobPlan plan;
 
   // Whether a save may use it: one that asks for the proof only where there was one.
-  bool Fits(const Key& wanted, bool validate) const {
-    return key == wanted && (validated || !validate);
+  bool Fits(const Hash128& wanted, bool validate) const {
+    return task == wanted && (validated || !validate);
   }
 };
 

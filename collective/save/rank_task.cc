@@ -59,7 +59,7 @@ class PartEncoder {
     ++replica_count_;
   }
 
-  std::string Finish(std::span<const std::string> stems, std::span<const int> sealers) {
+  std::string Finish(std::span<const std::string> stems) {
     const RankPlan& mine = plan_.ranks[static_cast<std::size_t>(rank_)];
     ByteWriter tensors;
     ByteWriter chunks;
@@ -78,7 +78,7 @@ class PartEncoder {
       if (c.tensor != last) {
         const bool shared =
             plan_.placement[c.tensor] == Placement::kTensorFile && plan_.writers[c.tensor] > 1;
-        const bool seals = shared && sealers[c.tensor] == rank_;
+        const bool seals = shared && plan_.sealers[c.tensor] == rank_;
         add_tensor(c.tensor, c.item,
                    static_cast<std::uint8_t>((shared ? kShared : 0) | (seals ? kSeals : 0)));
         last = c.tensor;
@@ -315,9 +315,6 @@ std::vector<std::string> EncodeTasks(const GlobalLayout& layout, const SavePlan&
   for (std::size_t t = 0, f = 0; t < stems.size(); ++t) {
     if (plan.placement[t] == Placement::kTensorFile) stems[t] = std::move(of_files[f++]);
   }
-  std::vector<int> sealers(layout.tensors.size(), -1);
-  for (const SharedFile& shared : plan.shared) sealers[shared.tensor] = shared.sealer;
-
   std::vector<PartEncoder> parts;
   parts.reserve(plan.ranks.size());
   for (int r = 0; r < layout.world; ++r) parts.emplace_back(layout, plan, r);
@@ -332,7 +329,7 @@ std::vector<std::string> EncodeTasks(const GlobalLayout& layout, const SavePlan&
   }
   std::vector<std::string> encoded;
   encoded.reserve(parts.size());
-  for (PartEncoder& part : parts) encoded.push_back(part.Finish(stems, sealers));
+  for (PartEncoder& part : parts) encoded.push_back(part.Finish(stems));
   return encoded;
 }
 
@@ -361,8 +358,10 @@ Result<RankTask> DecodeTasks(std::span<const std::string> by_owner, const StateD
   return task;
 }
 
-Hash128 ItemsFingerprint(const StateDict& state) {
+Hash128 TaskFingerprint(const StateDict& state, PlacementRule placement, SaveStrategy strategy) {
   ByteWriter out;
+  out.U8(static_cast<std::uint8_t>(placement));
+  out.U8(static_cast<std::uint8_t>(strategy));
   out.U64(state.tensors().size());
   for (const StateDict::TensorItem& item : state.tensors()) {
     EncodeMeta(out, item.key, item.shard.data.dtype, item.shard.global_shape);

@@ -22,6 +22,10 @@ namespace tensormount {
 // What one rank does in a save: all that it must know of the plan. Depends on the layout alone, so
 // that it serves every save of the same layout. Items are positions in the rank's state dict.
 // Each owner sends its keys' part of it (EncodeTasks); the rank joins the parts (DecodeTasks).
+//
+// Example: rank 1 of two holds rows [2:4] of "w" ([4, 8] of f32) alone, and a replica of "b", which
+// rank 0 writes: tensors {w}, chunks {w#1: item 0, begin 0, 64 bytes, region [2:4, 0:8]}, replicas
+// {item 1, holders 2, position 1, 32 bytes}, of which it only tells hashes.
 struct RankTask {
   struct Tensor {
     TensorMeta meta;
@@ -31,6 +35,7 @@ struct RankTask {
     bool seals = false;   // This rank seals the shared file when all have written.
     bool empty = false;   // Without cells, and recorded by this rank.
   };
+  // A part of the packed bytes of one of its shards, which it writes.
   struct Chunk {
     std::uint32_t tensor = 0;  // In `tensors`.
     std::uint32_t item = 0;
@@ -70,10 +75,10 @@ Status FailureOfOwners(std::span<const std::string> by_owner);
 Result<RankTask> DecodeTasks(std::span<const std::string> by_owner, const StateDict& state,
                              int world);
 
-// Of everything in a state dict that a task and the proof of its layout depend on, but for labels:
-// items in their order, with key, dtype, shape and region, objects with their place, and the names
-// of layers.
-Hash128 ItemsFingerprint(const StateDict& state);
+// Of everything of this rank that its task and the proof of its layout depend on, but for labels:
+// items in their order, with key, dtype, shape and region, objects with their place, the names of
+// layers, and the two options.
+Hash128 TaskFingerprint(const StateDict& state, PlacementRule placement, SaveStrategy strategy);
 
 }  // namespace tensormount
 

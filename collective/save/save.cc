@@ -89,7 +89,6 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
   add("strategy", o.strategy == SaveStrategy::kMain ? "main" : "parallel");
   add("reuse_plan", o.reuse_plan ? "on" : "off");
   add("producer", o.producer);
-  add("now", std::to_string(o.now));
   call.common = o.common;
   call.common_exempt = o.common_exempt;
   call.validate = o.validate;
@@ -199,9 +198,9 @@ class SaveSession {
       // Without it a plan is made, that is all.
       const Status looked = Guarded([&]() -> Status {
         kept_plans_ = SavePlansOf(comm_);
-        key_ = {ItemsFingerprint(state_), options_.placement, options_.strategy};
+        task_ = TaskFingerprint(state_, options_.placement, options_.strategy);
         at_hand_ = kept_plans_->Find(
-            [&](const KeptPlan& plan) { return plan.Fits(key_, options_.validate); });
+            [&](const KeptPlan& plan) { return plan.Fits(task_, options_.validate); });
         return Status();
       });
       if (!looked.ok()) kept_plans_.reset();
@@ -254,7 +253,7 @@ class SaveSession {
     if (kept_plans_ && merged.ok()) {
       merged = Guarded([&] {
         kept_plans_->Keep(std::make_shared<const KeptPlan>(
-            KeptPlan{job_.fingerprint, key_, options_.validate, job_.report, plan_}));
+            KeptPlan{job_.fingerprint, task_, options_.validate, job_.report, plan_}));
         return Status();
       });
     }
@@ -452,7 +451,7 @@ class SaveSession {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs_, staging_.store));
     Store::PublishOptions publish;
     publish.if_exists = options_.if_exists;
-    publish.now = options_.now;
+    publish.now = control_.now;
     return store.Publish(staging_, coordinator, publish).status();
   }
 
@@ -565,7 +564,7 @@ class SaveSession {
   std::string store_path_;
   std::string name_;
   std::shared_ptr<KeptPlans<KeptPlan>> kept_plans_;  // Null: not to be used.
-  KeptPlan::Key key_;
+  Hash128 task_;                                     // TaskFingerprint.
   std::shared_ptr<const KeptPlan> at_hand_;
   JobLayout job_;
   JobPlan plan_;

@@ -33,7 +33,9 @@ std::string EncodeVote(const Vote& vote);
 Status VerdictOf(std::span<const Vote> votes);
 Status VerdictOf(std::span<const std::string> encoded);
 
-// What rank 0 tells of the staging that it made, or why there is none.
+// What rank 0 tells of the staging that it made, or why there is none: the store as it was resolved
+// and the names in it, so that ranks on other machines look at the same folder, or notice that they
+// do not.
 std::string EncodeStaging(const Status& status, const Staging& staging);
 Result<Staging> DecodeStaging(std::string_view bytes);
 

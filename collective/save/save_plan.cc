@@ -336,15 +336,15 @@ struct SavePlanner::Rep {
     by_load.resize(n);
     std::sort(by_load.begin(), by_load.end(),
               [](const Holder& a, const Holder& b) { return a.rank < b.rank; });
-    const Cut cut = CutRule(t, holding);
+    const auto [base, step] = CutRule(t, holding);
     std::uint64_t begin = 0;
     std::uint64_t want = 0;
     for (std::size_t i = 0; i < n; ++i) {
       want += level - LoadOf(by_load[i]);
       std::uint64_t end = holding.bytes;
       if (i + 1 < n) {
-        const std::uint64_t down = (want + cut.base) / cut.step * cut.step;
-        end = std::clamp(down > cut.base ? down - cut.base : 0, begin, holding.bytes);
+        const std::uint64_t down = (want + base) / step * step;
+        end = std::clamp(down > base ? down - base : 0, begin, holding.bytes);
       }
       if (end > begin) TENSORMOUNT_RETURN_IF_ERROR(Write(t, h, by_load[i], begin, end - begin));
       begin = end;
@@ -352,12 +352,8 @@ struct SavePlanner::Rep {
     return Status();
   }
 
-  // Where a holding may be cut: at packed bytes b with (base + b) % step == 0.
-  struct Cut {
-    std::uint64_t base = 0;
-    std::uint64_t step = 1;
-  };
-  Cut CutRule(std::uint32_t t, const Holding& holding) const {
+  // Where a holding may be cut: base and step of packed bytes b with (base + b) % step == 0.
+  std::pair<std::uint64_t, std::uint64_t> CutRule(std::uint32_t t, const Holding& holding) const {
     if (plan_.placement[t] == Placement::kTensorFile) {
       Result<std::vector<GlobalRun>> runs = GlobalRuns(meta(t), holding.region, 1);
       return {runs.ok() && runs.value().size() == 1 ? runs.value()[0].offset % kPageBytes : 0,
@@ -426,9 +422,10 @@ struct SavePlanner::Rep {
         ++plan_.writers[t];
       }
     }
+    plan_.sealers.assign(layout_.tensors.size(), -1);
     for (std::uint32_t t = 0; t < layout_.tensors.size(); ++t) {
       if (plan_.placement[t] == Placement::kTensorFile && plan_.writers[t] > 1) {
-        plan_.shared.push_back({t, lowest[t]});
+        plan_.sealers[t] = lowest[t];
       }
     }
   }

@@ -59,17 +59,12 @@ struct RankPlan {
   std::uint64_t bytes = 0;              // Of all of these.
 };
 
-// A tensor file that several ranks write: `sealer` seals it when all are done.
-struct SharedFile {
-  std::uint32_t tensor = 0;
-  int sealer = 0;
-};
-
 struct SavePlan {
   std::vector<Placement> placement;    // By tensor.
   std::vector<std::uint32_t> writers;  // By tensor: how many ranks write it.
   std::vector<RankPlan> ranks;
-  std::vector<SharedFile> shared;  // By tensor.
+  // By tensor: who seals a tensor file that several ranks write, when all are done; -1: nobody.
+  std::vector<int> sealers;
 };
 
 struct PlanRules {

@@ -198,7 +198,7 @@ void ReplyOpen(fuse_req_t req, fuse_file_info info, std::unique_ptr<OpenFile> op
     info.backing_id = backing;
     sent = fuse_reply_open(req, &info);
 #else
-    const FuseShim::NamesBacking names(backing);
+    const FuseShim::InOpenReply names(backing, false);
     sent = fuse_reply_open(req, &info);
 #endif
   } else {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <linux/fuse.h>
 #include <unistd.h>
 
 #include "fs/mount/mount_call.h"
@@ -12,24 +13,8 @@
 namespace tensormount::fs {
 namespace {
 
-// The parts of the kernel's protocol that are needed here (linux/fuse.h, protocol 7.40: the headers
-// of the machine that builds may be older than the kernel that runs).
-struct InHeader {
-  std::uint32_t length;
-  std::uint32_t opcode;
-  std::uint64_t unique;
-  std::uint64_t node;
-  std::uint32_t uid, gid, pid;
-  std::uint32_t padding;
-};
-struct InitIn {
-  std::uint32_t major, minor, max_readahead, flags, flags2;
-};
-struct OutHeader {
-  std::uint32_t length;
-  std::int32_t error;
-  std::uint64_t unique;
-};
+// Parts of the kernel's protocol that are younger than the headers of Debian 12 (linux/fuse.h,
+// protocol 7.40; those of the machine that builds may be older than the kernel that runs).
 struct InitOut {
   std::uint32_t major, minor, max_readahead, flags;
   std::uint16_t max_background, congestion_threshold;
@@ -43,15 +28,10 @@ struct OpenOut {
   std::uint32_t flags;
   std::int32_t backing_id;  // Before 7.40: padding.
 };
-static_assert(sizeof(InHeader) == 40 && sizeof(OutHeader) == 16 && sizeof(InitOut) == 40 &&
-              sizeof(OpenOut) == 16);
+static_assert(sizeof(InitOut) == 40 && sizeof(OpenOut) == sizeof(fuse_open_out));
 
-constexpr std::uint32_t kOpInit = 26;
-constexpr std::uint32_t kWritebackCache = 1u << 16;     // flags: shuts passthrough out.
-constexpr std::uint32_t kInitExt = 1u << 30;            // flags: flags2 counts too.
 constexpr std::uint32_t kDirectIoAllowMmap2 = 1u << 4;  // flags2: bit 36 of all flags.
 constexpr std::uint32_t kPassthrough2 = 1u << 5;        // flags2: bit 37 of all flags.
-constexpr std::uint32_t kOpenKeepCache = 1u << 1;       // Refused beside passthrough.
 constexpr std::uint32_t kOpenParallelWrites = 1u << 6;
 constexpr std::uint32_t kOpenPassthrough = 1u << 7;
 
@@ -72,26 +52,30 @@ std::size_t Gather(const iovec* pieces, int count, char* out, std::size_t room) 
 
 }  // namespace
 
-FuseShim::NamesBacking::NamesBacking(int backing_id) { named_backing = backing_id; }
-FuseShim::NamesBacking::~NamesBacking() { named_backing = 0; }
-FuseShim::LetsWriteTogether::LetsWriteTogether() { writes_together = true; }
-FuseShim::LetsWriteTogether::~LetsWriteTogether() { writes_together = false; }
+FuseShim::InOpenReply::InOpenReply(int backing_id, bool together) {
+  named_backing = backing_id;
+  writes_together = together;
+}
+FuseShim::InOpenReply::~InOpenReply() {
+  named_backing = 0;
+  writes_together = false;
+}
 
 // Looks for INIT only: its request says what the kernel offers, which libfuse 3.14 does not pass
 // on.
 ssize_t FuseShim::Read(int fd, void* buffer, std::size_t size) {
   const ssize_t n = read(fd, buffer, size);
   if (state_.load(std::memory_order_acquire) != State::kWaiting) return n;
-  if (n < static_cast<ssize_t>(sizeof(InHeader))) return n;
-  InHeader header;
+  if (n < static_cast<ssize_t>(sizeof(fuse_in_header))) return n;
+  fuse_in_header header;
   std::memcpy(&header, buffer, sizeof header);
-  if (header.opcode != kOpInit) return n;
-  InitIn in{};
+  if (header.opcode != FUSE_INIT) return n;
+  fuse_init_in in{};
   const std::size_t have = static_cast<std::size_t>(n) - sizeof header;
   std::memcpy(&in, static_cast<const char*>(buffer) + sizeof header, std::min(have, sizeof in));
   init_unique_ = header.unique;
   kernel_minor_.store(in.minor, std::memory_order_relaxed);
-  const std::uint32_t more = (in.flags & kInitExt) != 0 ? in.flags2 : 0;
+  const std::uint32_t more = (in.flags & FUSE_INIT_EXT) != 0 ? in.flags2 : 0;
   mmap_offered_ = (more & kDirectIoAllowMmap2) != 0;
   passthrough_offered_.store((more & kPassthrough2) != 0, std::memory_order_release);
   state_.store(State::kAsked, std::memory_order_release);
@@ -108,7 +92,7 @@ ssize_t FuseShim::WriteInit(int fd, const iovec* pieces, int count) {
   // Nothing but INIT is answered before INIT: this is it, unless it failed.
   char reply[256];
   const std::size_t size = Gather(pieces, count, reply, sizeof reply);
-  OutHeader header;
+  fuse_out_header header;
   if (size < sizeof header) return writev(fd, pieces, count);
   std::memcpy(&header, reply, sizeof header);
   if (header.unique != init_unique_) return writev(fd, pieces, count);
@@ -120,19 +104,19 @@ ssize_t FuseShim::WriteInit(int fd, const iovec* pieces, int count) {
     // A reply of version negotiation alone has no flags that count.
     if (out.max_write > 0) {
       if (mmap_offered_ && options_.want_mmap) {
-        out.flags |= kInitExt;
+        out.flags |= FUSE_INIT_EXT;
         out.flags2 |= kDirectIoAllowMmap2;
         mmap = true;
       }
       if (passthrough_offered() && options_.passthrough_depth > 0) {
         if (!options_.by_libfuse) {
-          out.flags |= kInitExt;
-          out.flags &= ~kWritebackCache;
+          out.flags |= FUSE_INIT_EXT;
+          out.flags &= ~std::uint32_t{FUSE_WRITEBACK_CACHE};
           out.flags2 |= kPassthrough2;
           out.max_stack_depth = options_.passthrough_depth;
         }
         passthrough = (out.flags2 & kPassthrough2) != 0 && out.max_stack_depth > 0 &&
-                      (out.flags & kWritebackCache) == 0;
+                      (out.flags & FUSE_WRITEBACK_CACHE) == 0;
       }
       std::memcpy(reply + sizeof header, &out, sizeof out);
     }
@@ -147,8 +131,8 @@ ssize_t FuseShim::WriteInit(int fd, const iovec* pieces, int count) {
 
 // A reply that is not what it should be goes out as it is: the open then is an ordinary one.
 ssize_t FuseShim::WriteOpen(int fd, const iovec* pieces, int count, int backing_id) {
-  char reply[sizeof(OutHeader) + sizeof(OpenOut)];
-  OutHeader header;
+  char reply[sizeof(fuse_out_header) + sizeof(OpenOut)];
+  fuse_out_header header;
   // Only a reply that opens has exactly this size; whatever else it is goes as it is.
   if (Gather(pieces, count, reply, sizeof reply) != sizeof reply) return writev(fd, pieces, count);
   std::memcpy(&header, reply, sizeof header);
@@ -156,7 +140,7 @@ ssize_t FuseShim::WriteOpen(int fd, const iovec* pieces, int count, int backing_
   OpenOut out;
   std::memcpy(&out, reply + sizeof header, sizeof out);
   if (backing_id > 0) {
-    out.flags = (out.flags | kOpenPassthrough) & ~kOpenKeepCache;
+    out.flags = (out.flags | kOpenPassthrough) & ~std::uint32_t{FOPEN_KEEP_CACHE};
     out.backing_id = backing_id;
   }
   if (writes_together) out.flags |= kOpenParallelWrites;

@@ -33,25 +33,17 @@ class FuseShim {
   ssize_t Read(int fd, void* buffer, std::size_t size);
   ssize_t Writev(int fd, const iovec* pieces, int count);
 
-  // While it lives, the OPEN reply that its thread sends names this backing file.
-  // By a variable of the thread: libfuse sends a reply on the thread that asked for it, before that
-  // call returns.
-  class NamesBacking {
+  // While it lives, the OPEN reply that its thread sends says more than libfuse lets it say: the
+  // backing file that it names (0: none), and whether several may write the file at once (Linux
+  // 6.2; older ones take no notice), over each write of which the kernel holds the file's lock
+  // otherwise. By variables of the thread: libfuse sends a reply on the thread that asked for it,
+  // before that call returns.
+  class InOpenReply {
    public:
-    explicit NamesBacking(int backing_id);
-    ~NamesBacking();
-    NamesBacking(const NamesBacking&) = delete;
-    NamesBacking& operator=(const NamesBacking&) = delete;
-  };
-
-  // While it lives, the OPEN reply that its thread sends lets several write the file at once (Linux
-  // 6.2; older ones take no notice): the kernel otherwise holds the file's lock over each write.
-  class LetsWriteTogether {
-   public:
-    LetsWriteTogether();
-    ~LetsWriteTogether();
-    LetsWriteTogether(const LetsWriteTogether&) = delete;
-    LetsWriteTogether& operator=(const LetsWriteTogether&) = delete;
+    InOpenReply(int backing_id, bool writes_together);
+    ~InOpenReply();
+    InOpenReply(const InOpenReply&) = delete;
+    InOpenReply& operator=(const InOpenReply&) = delete;
   };
 
   const Options& options() const { return options_; }

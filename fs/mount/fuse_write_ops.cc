@@ -317,7 +317,7 @@ void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
       open->counted = MountStats::OpenHandle(vfs.stats());
       info.fh = reinterpret_cast<std::uint64_t>(open.get());
       // Several writers of one tensor, each at its own offset.
-      const FuseShim::LetsWriteTogether together;
+      const FuseShim::InOpenReply together(0, true);
       // Without an answer there is no release either.
       if (fuse_reply_open(r, &info) == 0) (void)open.release();
     });

@@ -55,22 +55,10 @@ void InstallWakeSignal() {
   sigaction(WakeSignal(), &action, nullptr);  // Without SA_RESTART.
 }
 
-ServeVerify VerifyOf(MountOptions::Verify verify) {
-  switch (verify) {
-    case MountOptions::Verify::kOff:
-      return ServeVerify::kOff;
-    case MountOptions::Verify::kFirst:
-      return ServeVerify::kFirst;
-    case MountOptions::Verify::kAlways:
-      return ServeVerify::kAlways;
-  }
-  return ServeVerify::kAlways;
-}
-
 // Why nothing can be passed through whatever the kernel says; empty where it may be.
 std::string ReasonAgainstPassthrough(const MountOptions& options) {
   if (options.tier == MountOptions::Tier::kDaemon) return "--tier daemon";
-  if (options.verify == MountOptions::Verify::kAlways) {
+  if (options.verify == ServeVerify::kAlways) {
     return "--verify always: every read is checked, by the daemon";
   }
   return PassthroughObstacle();
@@ -91,7 +79,7 @@ FuseShim::Options ShimOptions(const MountOptions& options, const std::string& so
 }
 
 OpenModes::Options ModeOptions(const MountOptions& options) {
-  return {.verify = options.verify == MountOptions::Verify::kFirst,
+  return {.verify = options.verify == ServeVerify::kFirst,
           .refused = ReasonAgainstPassthrough(options)};
 }
 
@@ -513,7 +501,7 @@ Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Vfs> vfs,
                                Vfs::Open(fs, {.source = options.source,
                                               .list_views = options.list_views,
-                                              .verify = VerifyOf(options.verify),
+                                              .verify = options.verify,
                                               .map = options.map,
                                               .hf = options.hf,
                                               .writable = !options.read_only,

@@ -13,6 +13,7 @@
 
 #include "base/file_system.h"
 #include "fs/views/hf_options.h"
+#include "fs/views/served_data.h"
 
 namespace tensormount::fs {
 
@@ -31,7 +32,7 @@ struct MountOptions {
   HfOptions hf;                       // How hf/ is cut, and what it has.
   bool allow_other = false;
   enum class Tier { kAuto, kPassthrough, kDaemon } tier = Tier::kAuto;
-  enum class Verify { kOff, kFirst, kAlways } verify = Verify::kFirst;
+  ServeVerify verify = ServeVerify::kFirst;
   int threads = 0;  // That read data, 0: as many as cores, at least 2.
   // As where the kernel cannot map direct files (before Linux 6.6): reads go through its cache.
   bool page_cache = false;

@@ -9,6 +9,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "base/at_exit.h"
+
 namespace tensormount::fs {
 namespace {
 
@@ -68,12 +70,9 @@ Result<std::shared_ptr<OpenModes::Lease>> OpenModes::Open(
   lock.lock();
   Entry& entry = entries_.at(node);
   const std::vector<Again> waiting = std::move(entry.waiting);
-  struct CallAll {
-    const std::vector<Again>& all;
-    ~CallAll() {
-      for (const Again& again : all) again();
-    }
-  } const call_all{waiting};
+  const AtExit call_all([&waiting] {
+    for (const Again& again : waiting) again();
+  });
   // Declared last: the lock is given back before they are called.
   const std::unique_lock held = std::move(lock);
   if (!decision.ok()) {
@@ -109,13 +108,7 @@ Result<OpenModes::Decision> OpenModes::Decide(NodeId node,
   const Result<VirtualFile::Backing> backing = file->OpenBacking();
   Decision decision = Register(*file, backing);
   if (decision.backing_id == 0 || !options_.verify) return decision;
-  struct TakeBack {
-    BackingRegistrar& registrar;
-    int id;
-    ~TakeBack() {
-      if (id > 0) registrar.Unregister(id);
-    }
-  } take_back{registrar_, decision.backing_id};
+  AtExit take_back([this, id = decision.backing_id] { registrar_.Unregister(id); });
   TENSORMOUNT_ASSIGN_OR_RETURN(const VirtualFile::Proof proof, file->ProofOf(backing.value()));
   const bool verify = proof.hashed && !proof.whole;
   if (verify) {
@@ -132,7 +125,7 @@ Result<OpenModes::Decision> OpenModes::Decide(NodeId node,
   const std::lock_guard lock(mutex_);
   counts_.without_hashes += !proof.hashed;
   counts_.verified_at_open += verify;
-  take_back.id = 0;
+  take_back.Cancel();
   return decision;
 }
 

@@ -51,10 +51,9 @@ class BackingRegistrar {
 //  - The kernel takes the reply but cannot finish the open: it sends RELEASE as for any handle.
 //  - A file is written to while it is passed through: who opens it then is not let in before it was
 //    compared anew, and gets the error where it is damaged; the mode stays.
-//  - The last share goes while the next open comes: shares are counted under one lock. The next
-//  open
-//    registers anew; that both registrations live for a moment does no harm, because the kernel's
-//    inode has let go of the first one (see above).
+//  - The last share goes while the next open comes: shares are counted under one lock, and the next
+//    open registers anew; that both registrations live for a moment does no harm, because the
+//    kernel's inode has let go of the first one (see above).
 //
 // Thread-safe. Open() may block for as long as storage does, without a lock.
 class OpenModes {

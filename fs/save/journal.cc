@@ -310,12 +310,12 @@ class Window {
   std::string bytes_;
 };
 
-struct Mark {
-  std::uint64_t position = 0;
-  std::uint64_t synced = 0;
-};
-Mark DecodeMark(std::string_view body) {
-  return {LoadLittle<std::uint64_t>(body.data() + 1), LoadLittle<std::uint64_t>(body.data() + 9)};
+// Of a mark: where it stands, and how far the journal was durable when it was written.
+std::uint64_t MarkPosition(std::string_view body) {
+  return LoadLittle<std::uint64_t>(body.data() + 1);
+}
+std::uint64_t MarkSynced(std::string_view body) {
+  return LoadLittle<std::uint64_t>(body.data() + 9);
 }
 bool IsJournalMark(std::string_view body) {
   return body.size() == kMarkBodyBytes && static_cast<std::uint8_t>(body[0]) == kMarkKind;
@@ -332,9 +332,9 @@ Status CheckNotPromised(Window& window, std::uint64_t bad, std::string_view what
     // Its own position rules out almost all places before anything is hashed.
     if (LoadLittle<std::uint32_t>(frame->data()) != kMarkBodyBytes) continue;
     const std::string_view body = frame->substr(4, kMarkBodyBytes);
-    if (!IsJournalMark(body) || DecodeMark(body).position != at) continue;
+    if (!IsJournalMark(body) || MarkPosition(body) != at) continue;
     if (LoadLittle<std::uint64_t>(frame->data() + 4 + kMarkBodyBytes) != Checksum(body)) continue;
-    if (DecodeMark(body).synced > bad) {
+    if (MarkSynced(body) > bad) {
       return DataLoss(what, "damaged at byte " + std::to_string(bad) + ", which had been synced");
     }
   }
@@ -438,7 +438,7 @@ Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {
     if (!body.has_value()) break;
     const std::uint64_t end = at + body->size() + kRecordFrameBytes;
     if (IsJournalMark(*body)) {
-      if (DecodeMark(*body).position != at || DecodeMark(*body).synced > at) {
+      if (MarkPosition(*body) != at || MarkSynced(*body) > at) {
         return DataLoss(path, "a mark at byte " + std::to_string(at) + " that is of another place");
       }
     } else {

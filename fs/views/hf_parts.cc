@@ -36,13 +36,9 @@ std::uint64_t HeaderBytesBound(std::string_view name, const TensorMeta& meta) {
 }  // namespace
 
 Result<std::uint64_t> ParsePartSize(std::string_view text) {
-  struct Unit {
-    std::string_view suffix;
-    std::uint64_t bytes;
-  };
   // Longer ones first: "GB" does not end a "GiB", but "B" would.
   // As --max-shard-size of transformers is written: powers of 1,000 for GB, of 1,024 for GiB.
-  static constexpr Unit kUnits[] = {
+  static constexpr std::pair<std::string_view, std::uint64_t> kUnits[] = {
       {"KiB", 1ull << 10}, {"MiB", 1ull << 20}, {"GiB", 1ull << 30},
       {"KB", 1'000},       {"MB", 1'000'000},   {"GB", 1'000'000'000},
       {"K", 1'000},        {"M", 1'000'000},    {"G", 1'000'000'000},
@@ -54,10 +50,10 @@ Result<std::uint64_t> ParsePartSize(std::string_view text) {
   };
   std::string_view digits = text;
   std::uint64_t unit = 1;
-  for (const Unit& u : kUnits) {
-    if (!text.ends_with(u.suffix)) continue;
-    digits.remove_suffix(u.suffix.size());
-    unit = u.bytes;
+  for (const auto& [suffix, bytes] : kUnits) {
+    if (!text.ends_with(suffix)) continue;
+    digits.remove_suffix(suffix.size());
+    unit = bytes;
     break;
   }
   if (digits.empty() || digits.size() > 19) return bad();

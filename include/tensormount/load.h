@@ -100,8 +100,6 @@ struct LoadOptions {
   EventHook events = {};
   // Where not null, counts bytes as this rank has read them: for progress displays.
   std::atomic<std::uint64_t>* progress = nullptr;
-  // For tests: called on every rank after the bytes arrived and before they are proved.
-  void (*before_proof)(int rank) = nullptr;
 };
 
 // Asks for an entry of the report in words. Owned by the report.

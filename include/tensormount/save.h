@@ -68,8 +68,6 @@ struct SaveOptions {
   LayoutReport* layout = nullptr;
   // Where not null, counts bytes as this rank has written them: for progress displays.
   std::atomic<std::uint64_t>* progress = nullptr;
-
-  std::int64_t now = 0;  // Seconds since 1970 for mtimes; 0: the clock's. For tests.
 };
 
 // The same on every rank, but for what says that it is of this one.

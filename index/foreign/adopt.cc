@@ -61,10 +61,11 @@ class ChunkHasher {
   // thread was first.
   Result<std::vector<Hash128>> Run() {
     const std::vector<ScanRange> ranges = RangesOf(inventory_);
-    std::vector<RangeHash> hashes(ranges.size());
+    std::vector<Hash128> roots(ranges.size());
+    std::vector<std::uint64_t> first_leaves(ranges.size());
     std::uint64_t leaves = 0;
     for (std::size_t i = 0; i < ranges.size(); ++i) {
-      hashes[i].first_leaf = leaves;
+      first_leaves[i] = leaves;
       leaves += LeafCount(ranges[i].length);
     }
     leaves_.resize(leaves);
@@ -75,21 +76,17 @@ class ChunkHasher {
                                File& open) { return foreign_.CheckStill(file, open); }},
               options_.threads, options_.progress);
     TENSORMOUNT_RETURN_IF_ERROR(scan.Run(ranges, [&](std::size_t i, ScanFinding& found) {
-      return Take(ranges[i], found, hashes[i]);
+      return Take(ranges[i], found, first_leaves[i], roots[i]);
     }));
-    TENSORMOUNT_RETURN_IF_ERROR(Record(hashes));
+    TENSORMOUNT_RETURN_IF_ERROR(Record(roots, first_leaves));
     return std::move(leaves_);
   }
 
  private:
-  struct RangeHash {
-    Hash128 root;
-    std::uint64_t first_leaf = 0;
-  };
-
   // Called by threads of the scan. The first failure ends the adoption: unlike verify, which
   // reports all damage, nobody wants a checkpoint of what was left.
-  Status Take(const ScanRange& range, const ScanFinding& found, RangeHash& hash) {
+  Status Take(const ScanRange& range, const ScanFinding& found, std::uint64_t first_leaf,
+              Hash128& root) {
     if (!found.failure.ok()) {
       Status why = found.failure;
       if (found.step == ScanFinding::Step::kOpen && why.code() == Code::kNotFound) {
@@ -99,30 +96,30 @@ class ChunkHasher {
       }
       return why.WithContext(RangeName(inventory_, range));
     }
-    hash.root = ChunkRoot(found.read.leaves, range.length);
+    root = ChunkRoot(found.read.leaves, range.length);
     std::copy(found.read.leaves.begin(), found.read.leaves.end(),
-              leaves_.begin() + static_cast<std::ptrdiff_t>(hash.first_leaf));
+              leaves_.begin() + static_cast<std::ptrdiff_t>(first_leaf));
     // A digest is the exclusive or of what its chunks contribute, so chunks may come in any order,
     // and from any thread.
     if (range.kind == ScanRange::Kind::kChunk) digests_[range.owner] ^= found.read.contribution;
     return Status();
   }
 
-  // `hashes`: in the order of RangesOf.
+  // `roots` and `first_leaves`: in the order of RangesOf.
   // Extents are packed rows that cannot be changed in place: each table is written again with the
   // hash in every row. Rows keep their order, which is sorted already.
-  Status Record(const std::vector<RangeHash>& hashes) {
-    auto hash = hashes.begin();
+  Status Record(const std::vector<Hash128>& roots, const std::vector<std::uint64_t>& first_leaves) {
+    std::size_t i = 0;
     for (std::size_t t = 0; t < inventory_.tensors.size(); ++t) {
       TensorRecord& tensor = inventory_.tensors[t];
       // Same rank and row format as before (wide rows carry strides): hashes do not change them.
       ExtentTable hashed(tensor.extents.rank(), tensor.extents.wide());
-      for (std::size_t row = 0; row < tensor.extents.size(); ++row, ++hash) {
+      for (std::size_t row = 0; row < tensor.extents.size(); ++row, ++i) {
         TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, tensor.extents.At(row));
         chunk.has_hash = true;
-        chunk.hash = hash->root;
+        chunk.hash = roots[i];
         chunk.manifest = 0;
-        chunk.first_leaf = hash->first_leaf;
+        chunk.first_leaf = first_leaves[i];
         hashed.Append(chunk);
       }
       tensor.extents = std::move(hashed);
@@ -130,10 +127,10 @@ class ChunkHasher {
       tensor.has_digest = true;
     }
     for (ObjectRecord& object : inventory_.objects) {
-      object.hash = hash->root;
+      object.hash = roots[i];
       object.manifest = 0;
-      object.first_leaf = hash->first_leaf;
-      ++hash;
+      object.first_leaf = first_leaves[i];
+      ++i;
     }
     return Status();
   }

@@ -359,25 +359,24 @@ class DcpReader {
   // the other names. `parsed[i]` belongs to object i.
   Status AddObjects(const DcpMetadata& metadata, bool megatron) {
     std::vector<std::string> names;
-    for (const DcpObject& object : metadata.objects) {
-      names.push_back(key_prefix_ + std::string(object.fqn));
-    }
+    for (const auto& [fqn, item] : metadata.objects)
+      names.push_back(key_prefix_ + std::string(fqn));
     std::vector<ObjectRecord> parsed;
     if (megatron) parsed = MegatronObjects(names);
     for (std::size_t i = 0; i < names.size(); ++i) {
-      const DcpObject& object = metadata.objects[i];
-      if (!object.item.stored) {
+      const DcpItem& item = metadata.objects[i].second;
+      if (!item.stored) {
         builder_.Lose({}, "the metadata do not say where it is stored",
                       ForeignBuilder::What::kObject, names[i]);
         continue;
       }
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          const FileState* file, FileOfItem(object.item, ForeignBuilder::What::kObject, names[i]));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file,
+                                   FileOfItem(item, ForeignBuilder::What::kObject, names[i]));
       if (file == nullptr) continue;
       ObjectRecord part = megatron ? std::move(parsed[i]) : ObjectRecord{.key = names[i]};
       part.file = file->number;
-      part.offset = object.item.offset;
-      part.length = object.item.length;
+      part.offset = item.offset;
+      part.length = item.length;
       objects_.Add(std::move(part));
     }
     return objects_.Finish(megatron, left_out_);

@@ -120,7 +120,7 @@ class DcpMetadataReader {
     Slot slot;
     if (state.Is(KnownClass::kBytesStorageMetadata)) {
       slot = {Slot::Kind::kObject, out_.objects.size()};
-      out_.objects.push_back(DcpObject{fqn, {}});
+      out_.objects.emplace_back(fqn, DcpItem());
     } else if (state.Is(KnownClass::kTensorStorageMetadata)) {
       std::string why = AddTensor(fqn, state);
       if (why.empty()) {
@@ -253,7 +253,7 @@ class DcpMetadataReader {
     if (slot == nullptr) {
       stray_.Add(fqn->text().substr(0, kShownFqnBytes));
     } else if (slot->kind == Slot::Kind::kObject) {
-      out_.objects[slot->number].item = item;
+      out_.objects[slot->number].second = item;
     } else if (slot->kind == Slot::Kind::kTensor) {
       PlaceItem(slot->number, offset, hint, item);
     }

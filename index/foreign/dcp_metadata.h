@@ -67,12 +67,6 @@ struct DcpTensor {
   std::size_t numbers = 0;
 };
 
-// A byte entry of the state dict. Not `stored` where storage_data does not name it.
-struct DcpObject {
-  std::string_view fqn;
-  DcpItem item;
-};
-
 // planner_data and mcore_data are left as they are in the pickle: the reader takes from them what
 // it knows.
 struct DcpMetadata {
@@ -80,7 +74,8 @@ struct DcpMetadata {
   std::vector<DcpTensor> tensors;  // In the order of the file.
   std::vector<DcpItem> items;
   std::vector<std::int64_t> numbers;  // None is negative.
-  std::vector<DcpObject> objects;
+  // Byte entries of the state dict, by name. Not `stored` where storage_data does not name it.
+  std::vector<std::pair<std::string_view, DcpItem>> objects;
   pickle::Value planner_data;  // None where there is none.
   pickle::Value mcore_data;
   // About items and entries that belong to nothing; the reader gives them to the builder.

@@ -19,11 +19,8 @@ namespace {
 
 // The last line of defence: whatever went wrong with names, a folder that a live checkpoint is (by
 // device and inode) is never deleted.
-struct FolderId {
-  std::uint64_t device = 0;
-  std::uint64_t inode = 0;
-  std::string name;
-};
+using FolderId = std::pair<std::uint64_t, std::uint64_t>;
+FolderId IdOf(const FileInfo& info) { return {info.device, info.inode}; }
 
 // The first thing that went wrong while a folder was looked at; what went away meanwhile is no
 // failure.
@@ -79,7 +76,7 @@ class Collector {
       // Without knowing what is alive nothing is deleted.
       if (!info.ok() && info.status().code() != Code::kNotFound) return info.status();
       if (!info.ok()) continue;
-      live_.push_back({info.value().device, info.value().inode, c.name});
+      live_[IdOf(info.value())] = c.name;
       if (c.problem.ok()) StagingLeftovers(c.name);
       if (c.state == CheckpointListing::State::kUnread) Fail(c.name, c.problem);
     }
@@ -147,12 +144,10 @@ class Collector {
       Fail(below, info.status());
       return true;
     }
-    for (const FolderId& id : live_) {
-      if (id.device != info.value().device || id.inode != info.value().inode) continue;
-      Keep(below, "the same folder as checkpoint " + id.name);
-      return true;
-    }
-    return false;
+    const auto live = live_.find(IdOf(info.value()));
+    if (live == live_.end()) return false;
+    Keep(below, "the same folder as checkpoint " + live->second);
+    return true;
   }
   // `lock` is held until all is deleted.
   void Delete(const std::string& below, std::unique_ptr<File> lock = nullptr) {
@@ -347,7 +342,7 @@ class Collector {
   const std::string store_;
   const Store::GcOptions options_;
   const std::int64_t now_;
-  std::vector<FolderId> live_;
+  std::map<FolderId, std::string> live_;  // Names of checkpoints.
   Store::GcReport report_;
   bool deleted_ = false;
 };

@@ -21,6 +21,7 @@
 #include "tensormount/checkpoint.h"
 
 #include "base/hash.h"
+#include "collective/layout/layout_exchange.h"
 #include "tests/collective/save_testing.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
@@ -146,7 +147,7 @@ class StressJob {
  public:
   StressJob(std::uint64_t seed, const std::string& store) : random_(seed), store_(store) {
     ranks_ = static_cast<int>(random_.Int(1, 5));
-    SetOwners(static_cast<int>(random_.Int(0, 3)));
+    ForceOwners(static_cast<std::uint32_t>(random_.Int(0, 3)));
     const auto layouts = random_.Int(1, 3);
     for (std::int64_t i = 0; i < layouts; ++i)
       layouts_.push_back(MakeRandomLayout(random_, ranks_));

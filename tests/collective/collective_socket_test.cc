@@ -14,7 +14,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "collective/comm/socket_group.h"
+#include "bench/forked_group.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/support/status_matchers.h"
 

@@ -11,7 +11,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "collective/comm/socket_group.h"
+#include "bench/forked_group.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/collective/communicator_conformance.h"
 #include "tests/collective/group_view_cases.h"

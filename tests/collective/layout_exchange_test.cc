@@ -30,10 +30,8 @@ constexpr DType kF32 = DType::kF32;
 
 class Owners {
  public:
-  explicit Owners(int owners) {
-    setenv("TENSORMOUNT_LAYOUT_OWNERS", std::to_string(owners).c_str(), 1);
-  }
-  ~Owners() { unsetenv("TENSORMOUNT_LAYOUT_OWNERS"); }
+  explicit Owners(std::uint32_t owners) { ForceOwners(owners); }
+  ~Owners() { ForceOwners(0); }
 };
 
 using FillState = std::function<void(int rank, StateDict& state)>;

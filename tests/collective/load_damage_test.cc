@@ -19,8 +19,10 @@ namespace {
 // Where the hook of a test flips a byte after the load and before the proof.
 std::byte* victim = nullptr;
 int victim_rank = 0;
-void FlipVictim(int rank) {
-  if (rank == victim_rank) *victim ^= std::byte{0x10};
+// The bytes have arrived then, and are not proved yet.
+void FlipVictim(const Event& event) {
+  const bool begins = event.phase == "prove" && event.kind == Event::Kind::kStart;
+  if (begins && event.rank == victim_rank) *victim ^= std::byte{0x10};
 }
 
 class LoadDamage : public testing::Test {
@@ -64,7 +66,7 @@ class LoadDamage : public testing::Test {
       }
       LoadOptions options;
       options.path = way;
-      options.before_proof = &FlipVictim;
+      options.events = &FlipVictim;
       verdicts[rank] = Load(request, path_, comm, options).status();
       return Status();
     });

@@ -151,8 +151,9 @@ TEST_F(LoadFaults, WhileAProofIsCompleted) {
       LoadOptions options;
       options.not_requested = Strict::kIgnore;
       // All bytes have arrived: nothing more can be read.
-      options.before_proof = [](int rank) {
-        if (rank == 0) armed.load()->Reset(0);
+      options.events = [](const Event& event) {
+        const bool begins = event.phase == "prove" && event.kind == Event::Kind::kStart;
+        if (begins && event.rank == 0) armed.load()->Reset(0);
       };
       return options;
     };

@@ -19,7 +19,7 @@
 
 #include "base/coding.h"
 #include "bench/counting_communicator.h"
-#include "collective/comm/socket_group.h"
+#include "bench/forked_group.h"
 #include "tests/collective/killed_rank_testing.h"
 #include "tests/collective/load_testing.h"
 #include "tests/support/random.h"
@@ -111,7 +111,8 @@ int LoadBody(Communicator& through, const LoadGroup& group) {
   LoadOptions options;
   static const LoadGroup* hit_at_the_proof;
   hit_at_the_proof = through.rank() == s.victim && s.message == kAtTheProof ? &group : nullptr;
-  options.before_proof = [](int) {
+  options.events = [](const Event& event) {
+    if (event.phase != "prove" || event.kind != Event::Kind::kStart) return;
     if (hit_at_the_proof == nullptr) return;
     Hit(hit_at_the_proof->HitFile(), hit_at_the_proof->scenario.signal);
   };

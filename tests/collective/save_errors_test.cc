@@ -288,7 +288,7 @@ TEST_F(SaveErrorsTest, WhatNoReaderWouldTakeIsRefused) {
 }
 
 TEST_F(SaveErrorsTest, DamageInTheParentsIndexStopsNoSave) {
-  SaveOptions options;
+  SaveControl control;
   const auto save = [&](const std::string& name) {
     return OneVerdict(SaveOnThreads(
         Path(name), 4,
@@ -297,7 +297,7 @@ TEST_F(SaveErrorsTest, DamageInTheParentsIndexStopsNoSave) {
           // Long enough that the first block of the index is not in its tail, which open checks.
           ASSERT_OK(state.dict.SetCommon("long", std::string(200'000, 'v')));
         },
-        options));
+        {}, {}, control));
   };
   const auto mtime = [&](const std::string& name) -> std::int64_t {
     auto opened = OpenedCheckpoint::Open(HostFileSystem(), Path(name), {});
@@ -317,15 +317,15 @@ TEST_F(SaveErrorsTest, DamageInTheParentsIndexStopsNoSave) {
     file.put(c);
     ASSERT_TRUE(file.good()) << path;
   };
-  options.now = 1000;
+  control.now = 1000;
   ASSERT_OK(save("a"));
   flip(Path("a/index/index.sst"), 1000);
-  options.now = 2000;
+  control.now = 2000;
   ASSERT_OK(save("b"));
   EXPECT_EQ(mtime("b"), 1000) << "the manifests still say what the parent holds";
   flip(Path("b/index/index.sst"), 1000);
   flip(Path("b/manifest/coordinator.tmm"), 1000);
-  options.now = 1500;
+  control.now = 1500;
   ASSERT_OK(save("c"));
   EXPECT_EQ(mtime("c"), 2001) << "unknown counts as changed, and never goes back";
   EXPECT_EQ(ReadAll(Path("c")).at("w"), w_.bytes);

@@ -18,7 +18,8 @@
 
 #include "base/coding.h"
 #include "bench/counting_communicator.h"
-#include "collective/comm/socket_group.h"
+#include "bench/forked_group.h"
+#include "collective/layout/layout_exchange.h"
 #include "collective/save_load.h"
 #include "index/read/checkpoint.h"
 #include "tests/collective/killed_rank_testing.h"
@@ -91,7 +92,7 @@ struct Outcome {
 int RankBody(Communicator& through, const Group& group, bool again) {
   const Scenario& s = group.scenario;
   const Way& way = kWays[static_cast<std::size_t>(s.way)];
-  SetOwners(way.owners);  // Each process has its environment.
+  ForceOwners(static_cast<std::uint32_t>(way.owners));
   std::array<std::atomic<int>, kEvents> seen{};
   std::atomic<bool> armed{false};
   const auto before = [&](VictimEvent event) {

@@ -14,6 +14,7 @@
 #include "tensormount/load.h"
 
 #include "base/log.h"
+#include "collective/layout/layout_exchange.h"
 #include "index/read/checkpoint.h"
 #include "tests/collective/save_testing.h"
 #include "tests/shard/boxes.h"
@@ -306,7 +307,7 @@ std::vector<std::vector<Result<SaveReport>>> SaveSteps(
       std::vector<Result<SaveReport>>(static_cast<std::size_t>(ranks),
                                       Status(Code::kInternal, "did not run")));
   static int calls = 0;
-  SetOwners(calls++ % 3);
+  ForceOwners(static_cast<std::uint32_t>(calls++ % 3));
   EXPECT_OK(RunOnThreads(ranks, [&](Communicator& comm) {
     for (int step = 0; step < steps; ++step) {
       RankState state;

@@ -68,9 +68,7 @@ TEST(SavePlan, AutoPlacesBySizeAndRuns) {
   EXPECT_THAT(plan.placement, ElementsAre(Placement::kRankShard, Placement::kTensorFile,
                                           Placement::kPack, Placement::kRankShard));
   ExpectWritesEverythingOnce(layout, plan);
-  ASSERT_EQ(plan.shared.size(), 1u);
-  EXPECT_EQ(plan.shared[0].tensor, 1u);
-  EXPECT_EQ(plan.shared[0].sealer, 0);
+  EXPECT_THAT(plan.sealers, ElementsAre(-1, 0, -1, -1));
   // Rank 1 writes its rows where they belong in the tensor.
   EXPECT_EQ(plan.ranks[1].chunks[1].tensor, 1u);
   EXPECT_EQ(plan.ranks[1].chunks[1].offset, 512u * 1024 * 4);

@@ -174,28 +174,30 @@ TEST(RankTask, FilesOfKeysWithEqualHashesHaveDifferentNames) {
                                                    "t0000000000000005-1", "t0000000000000005-2"));
 }
 
-TEST(RankTask, FingerprintOfItemsSeesOrderShapeAndPlaceButNoContents) {
-  const auto of = [](const std::string& first, const Region& region, const std::string& bytes) {
+TEST(RankTask, FingerprintSeesOrderShapePlaceAndOptionsButNoContents) {
+  const auto of = [](const std::string& first, const Region& region, const std::string& bytes,
+                     PlacementRule placement = PlacementRule::kAuto,
+                     SaveStrategy strategy = SaveStrategy::kParallel) {
     Ranks ranks(1);
     ranks.Tensor(0, first, DType::kF32, {8}, region).Tensor(0, "z", DType::kF32, {8}, B({0}, {8}));
     ranks.Object(0, "o", bytes);
-    return ItemsFingerprint(ranks.at(0));
+    return TaskFingerprint(ranks.at(0), placement, strategy);
   };
   const Hash128 a = of("a", B({0}, {4}), "1");
   EXPECT_EQ(a, of("a", B({0}, {4}), "changed"));
   EXPECT_NE(a, of("b", B({0}, {4}), "1"));
   EXPECT_NE(a, of("a", B({4}, {4}), "1"));
+  EXPECT_NE(a, of("a", B({0}, {4}), "1", PlacementRule::kTensorFile));
+  EXPECT_NE(a, of("a", B({0}, {4}), "1", PlacementRule::kAuto, SaveStrategy::kMain));
 }
 
 TEST(KeptPlans, KeepsTheLastTwoUsedAndNeverAnUnprovedOneForAProof) {
   KeptPlans<KeptPlan> plans(2);
-  const auto key = [](std::uint64_t n) {
-    return KeptPlan::Key{Hash128{n, n}, PlacementRule::kAuto, SaveStrategy::kParallel};
-  };
+  const auto key = [](std::uint64_t n) { return Hash128{n, n}; };
   const auto keep = [&](std::uint64_t n, bool validated) {
     plans.Keep(std::make_shared<KeptPlan>(KeptPlan{Hash128{n, 0}, key(n), validated, {}, {}}));
   };
-  const auto find = [&](const KeptPlan::Key& wanted, bool validate) {
+  const auto find = [&](const Hash128& wanted, bool validate) {
     return plans.Find([&](const KeptPlan& plan) { return plan.Fits(wanted, validate); });
   };
   keep(1, false);
@@ -203,9 +205,7 @@ TEST(KeptPlans, KeepsTheLastTwoUsedAndNeverAnUnprovedOneForAProof) {
   ASSERT_TRUE(find(key(1), false));
   keep(2, true);
   ASSERT_TRUE(find(key(2), true));
-  KeptPlan::Key other = key(2);
-  other.strategy = SaveStrategy::kMain;
-  EXPECT_FALSE(find(other, false));
+  EXPECT_FALSE(find(key(4), false));
   ASSERT_TRUE(find(key(1), false));
   keep(3, true);  // In the place of 2: 1 was used since.
   EXPECT_FALSE(find(key(2), true));

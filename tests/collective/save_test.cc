@@ -13,6 +13,7 @@
 
 #include "base/hash.h"
 #include "bench/counting_communicator.h"
+#include "collective/layout/layout_exchange.h"
 #include "index/foreign/open_source.h"
 #include "index/read/checkpoint.h"
 #include "index/records/manifest.h"
@@ -292,7 +293,7 @@ TEST_F(SaveTest, NothingAtAllIsACheckpointToo) {
 // Replicas are compared at the owner of the key, with which alone a rank speaks: once every rank
 // sent a message to every other in each save that had any.
 TEST_F(SaveTest, MessagesGrowWithTheRanksNotTheirSquare) {
-  SetOwners(1);
+  ForceOwners(1);
   const auto messages = [&](int ranks, std::uint64_t(&of_saves)[2]) {
     const RandomTensor cut = MakeTensor("cut", DType::kF32, {ranks, 3});
     const RandomTensor everywhere = MakeTensor("everywhere", DType::kF32, {40});
@@ -318,7 +319,7 @@ TEST_F(SaveTest, MessagesGrowWithTheRanksNotTheirSquare) {
   std::uint64_t many[2];
   messages(5, few);
   messages(17, many);
-  SetOwners(0);
+  ForceOwners(0);
   // Four times as many other ranks. Reminders of a slow moment come on top.
   for (int save = 0; save < 2; ++save) EXPECT_LE(many[save], 6 * few[save]) << save;
 }

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "base/hash.h"
+#include "collective/layout/layout_exchange.h"
 #include "index/read/checkpoint.h"
 #include "tests/support/status_matchers.h"
 
@@ -30,17 +31,14 @@ void RankState::Add(const RandomTensor& tensor, const Region& region, Random* st
   EXPECT_OK(dict.AddTensor(tensor.key, {tensor.shape, region, memory.back().view}));
 }
 
-void SetOwners(int owners) {
-  ASSERT_EQ(setenv("TENSORMOUNT_LAYOUT_OWNERS", std::to_string(owners).c_str(), 1), 0);
-}
-
 std::vector<Result<SaveReport>> SaveOnThreads(const std::string& path, int ranks,
                                               const std::function<void(int, RankState&)>& fill,
                                               const SaveOptions& options,
-                                              const std::function<FileSystem&(int)>& fs_of) {
+                                              const std::function<FileSystem&(int)>& fs_of,
+                                              const SaveControl& control) {
   // Owners in turn: as many as the job asks for (one), three, two.
   static int calls = 0;
-  SetOwners(std::array<int, 3>{0, 3, 2}[static_cast<std::size_t>(calls++ % 3)]);
+  ForceOwners(std::array<std::uint32_t, 3>{0, 3, 2}[static_cast<std::size_t>(calls++ % 3)]);
   std::vector<RankState> states(static_cast<std::size_t>(ranks));
   for (int r = 0; r < ranks; ++r) fill(r, states[static_cast<std::size_t>(r)]);
   std::vector<Result<SaveReport>> results(static_cast<std::size_t>(ranks),
@@ -48,7 +46,7 @@ std::vector<Result<SaveReport>> SaveOnThreads(const std::string& path, int ranks
   const Status ran = RunOnThreads(ranks, [&](Communicator& comm) {
     const auto r = static_cast<std::size_t>(comm.rank());
     FileSystem& fs = fs_of ? fs_of(comm.rank()) : HostFileSystem();
-    results[r] = SaveOn(fs, states[r].dict, path, comm, options);
+    results[r] = SaveOn(fs, states[r].dict, path, comm, options, control);
     return Status();
   });
   EXPECT_OK(ran);

@@ -26,16 +26,13 @@ struct RankState {
   void Add(const RandomTensor& tensor, const Region& region, Random* strided = nullptr);
 };
 
-// How many ranks judge and plan in the saves to come, where they are as many; 0: as the size of
-// the job asks for. Not while other threads run.
-void SetOwners(int owners);
-
 // Calls fill(rank, state) and then SaveOn on `ranks` threads, with another number of owners each
 // time; results by rank. `fs_of(rank)`: the file system of a rank, the host's where empty.
 std::vector<Result<SaveReport>> SaveOnThreads(const std::string& path, int ranks,
                                               const std::function<void(int, RankState&)>& fill,
                                               const SaveOptions& options = {},
-                                              const std::function<FileSystem&(int)>& fs_of = {});
+                                              const std::function<FileSystem&(int)>& fs_of = {},
+                                              const SaveControl& control = {});
 
 // ok where all are; otherwise the failure, which must be the same on all ranks.
 Status OneVerdict(const std::vector<Result<SaveReport>>& results);

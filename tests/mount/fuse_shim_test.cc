@@ -141,7 +141,7 @@ TEST_F(FuseShimTest, NamesTheBackingFileInOneOpenReply) {
   (void)Init(shim, kInitExt, kPassthrough);
   EXPECT_EQ(Send(shim, OpenReply()), OpenReply());
   {
-    const FuseShim::NamesBacking names(9);
+    const FuseShim::InOpenReply names(9, false);
     const std::string sent = Send(shim, OpenReply());
     std::string want = OpenReply();
     Set(want, kOpenFlags, (1u << 7) | (1u << 5));  // Passthrough, and no cache to keep beside it.

@@ -276,7 +276,7 @@ TEST_P(MountReadTest, ReadersAtOnce) {
   const Pair pair = MakePair(dir_);
   Write("step-1", pair.spec);
   MountOptions options = Mode();
-  options.verify = MountOptions::Verify::kFirst;
+  options.verify = ServeVerify::kFirst;
   Mount(store(), options);
   std::vector<std::thread> readers;
   for (int r = 0; r < 6; ++r) {

@@ -303,7 +303,7 @@ TEST_F(MountTest, DamageIsAnErrorAndALine) {
   Write("step-1", spec);
   const std::string good = TinyBytes(spec.tensors[0]);
   MountOptions options;
-  options.verify = MountOptions::Verify::kAlways;
+  options.verify = ServeVerify::kAlways;
   Mount(store(), options);
   EXPECT_THAT(ops_->ReadAll("step-1/tensors/big"), IsOkAndHolds(good));
   const std::string data = store() + "/step-1/data";

@@ -26,7 +26,7 @@ namespace tensormount::fs {
 namespace {
 
 using MountTier = MountOptions::Tier;
-using Verify = MountOptions::Verify;
+using Verify = ServeVerify;
 using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kStressRows = 512;

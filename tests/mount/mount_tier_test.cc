@@ -25,7 +25,7 @@ namespace tensormount::fs {
 namespace {
 
 using MountTier = MountOptions::Tier;
-using Verify = MountOptions::Verify;
+using Verify = ServeVerify;
 
 struct Mapping {
   Mapping(int fd, std::size_t s, int protection, int flags)

@@ -14,6 +14,7 @@
 
 #include "base/file_system.h"
 #include "base/hash.h"
+#include "collective/layout/layout_exchange.h"
 #include "index/read/checkpoint.h"
 #include "tests/support/random_layout.h"
 #include "tests/support/status_matchers.h"
@@ -85,8 +86,8 @@ TEST(SaveLoadProperty, AnyCutToAnyCut) {
     TempDir dir;
     const std::string path = dir.Join("store/step");
     const int savers = random.Pick(kRanks);
-    const std::string owners = std::to_string(random.Int(0, 4));  // 0: as many as the job asks for.
-    ASSERT_EQ(setenv("TENSORMOUNT_LAYOUT_OWNERS", owners.c_str(), 1), 0);
+    const auto owners = static_cast<std::uint32_t>(random.Int(0, 4));  // 0: as its boxes ask.
+    ForceOwners(owners);
     const int loaders = random.Pick(kRanks);
     std::vector<RandomTensor> tensors;
     std::vector<Partition> cuts;
@@ -100,8 +101,8 @@ TEST(SaveLoadProperty, AnyCutToAnyCut) {
       wishes.push_back(RandomRequest(random, tensors.back().shape, loaders, holes));
     }
     SCOPED_TRACE("case " + std::to_string(i) + ", saved on " + std::to_string(savers) +
-                 ", planned by " + owners + ":\n" + Describe(tensors, cuts) + "loaded on " +
-                 std::to_string(loaders) + ":\n" + Describe(tensors, wishes));
+                 ", planned by " + std::to_string(owners) + ":\n" + Describe(tensors, cuts) +
+                 "loaded on " + std::to_string(loaders) + ":\n" + Describe(tensors, wishes));
 
     std::vector<Rank> saving = MakeRanks(random, tensors, cuts, savers, true);
     SaveOptions save;

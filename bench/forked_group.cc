@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks as processes that were forked, connected by sockets: how tests and benchmarks kill, stop
 // and slow ranks down one by one.
-#include "collective/comm/socket_group.h"
+#include "bench/forked_group.h"
 
 #include <cstdio>
 #include <errno.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_COMM_SOCKET_GROUP_H_
-#define TENSORMOUNT_COLLECTIVE_COMM_SOCKET_GROUP_H_
+#ifndef TENSORMOUNT_BENCH_FORKED_GROUP_H_
+#define TENSORMOUNT_BENCH_FORKED_GROUP_H_
 
 #include <chrono>
 #include <functional>
@@ -35,4 +35,4 @@ class ForkedGroup {
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_COMM_SOCKET_GROUP_H_
+#endif  // TENSORMOUNT_BENCH_FORKED_GROUP_H_
