@@ -7,7 +7,11 @@
 
 #include <CLI/CLI.hpp>
 
+#include "base/mapping.h"
+
 int main(int argc, char** argv) {
+  // As the command does: a library maps only in programs that allow it (base/mapping.h).
+  tensormount::EnableMappingGuard();
   using tensormount::Status;
   namespace bench = tensormount::bench;
   const std::vector<std::pair<std::string, Status (*)(const bench::Options&)>> workloads = {

@@ -13,6 +13,7 @@
 #include "tensormount/save.h"
 
 #include "base/file_system.h"
+#include "collective/save/packed_source.h"
 #include "index/read/checkpoint.h"
 #include "index/store/store.h"
 
@@ -26,6 +27,9 @@ struct SaveControl {
   // On every rank, when the staging exists; at rank 0 before it is published or aborted too.
   std::function<void(const Staging&)> begun = {};
   std::function<void(const Staging&)> ending = {};
+  // Not empty: where the bytes of shards without memory come from (import, which need not hold what
+  // it copies). Without it they cannot be saved.
+  ShardReader read = {};
   // Seconds since 1970 for mtimes; 0: the clock's.
   std::int64_t now = 0;
 };

@@ -12,6 +12,7 @@
 #include "base/counted.h"
 #include "index/store/store.h"
 #include "mount-tools/commands.h"
+#include "mount-tools/interrupt.h"
 #include "mount-tools/source.h"
 
 namespace tensormount::tools {
@@ -46,12 +47,14 @@ struct Outcome {
   std::optional<std::uint64_t> index_bytes;
 };
 
-Result<Outcome> Adopt(const AdoptArgs& args, Terminal& terminal) {
+Result<Outcome> Adopt(const AdoptArgs& args, const Interrupt& interrupt, Terminal& terminal) {
   if (args.if_exists != "fail" && args.if_exists != "replace") {
     return Status(Code::kInvalidArgument,
                   fmt::format("--if-exists {}: fail or replace", args.if_exists));
   }
   FileSystem& fs = HostFileSystem();
+  AdoptOptions options;
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(fs, args.map));
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName to, SplitCheckpointPath(args.destination));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
                                OpenSource(fs, args.source, terminal, IfLostOf(args.partial)));
@@ -63,9 +66,9 @@ Result<Outcome> Adopt(const AdoptArgs& args, Terminal& terminal) {
                               args.source));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(fs, to.store));
-  AdoptOptions options;
   options.hashes = !args.quick;
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
+  options.cancel = interrupt.flag();
   Outcome out;
   {
     // In a block of its own, so that its line is gone before the report.
@@ -87,8 +90,11 @@ Result<Outcome> Adopt(const AdoptArgs& args, Terminal& terminal) {
 }  // namespace
 
 int RunAdopt(const AdoptArgs& args, Terminal& terminal) {
-  const Result<Outcome> adopted = Adopt(args, terminal);
-  if (!adopted.ok()) return terminal.Fail(adopted.status());
+  const Interrupt interrupt;
+  const Result<Outcome> adopted = Adopt(args, interrupt, terminal);
+  if (!adopted.ok()) {
+    return interrupt.ExitStatus(adopted.status(), terminal.Fail(adopted.status()));
+  }
   const Outcome& out = adopted.value();
   if (terminal.json) {
     terminal.Json(nlohmann::ordered_json{

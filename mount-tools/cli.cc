@@ -195,6 +195,7 @@ void AddSaving(Program& p) {
   c->add_option("SOURCE", p.adopt.source)->required();
   c->add_option("STORE/NAME", p.adopt.destination, "The store is made on first write")->required();
   c->add_option("--if-exists", p.adopt.if_exists, "fail or replace")->capture_default_str();
+  AddMap(c, p.adopt.map);
   c->add_flag("--quick", p.adopt.quick, "Read no data: without hashes, reads are not verified");
   AddPartial(c, p.adopt.partial);
 
@@ -248,7 +249,8 @@ void AddLooking(Program& p) {
   c = p.Command("info", "Describes a store, a checkpoint or one tensor",
                 "tensormount info STORE/step-0 encoder.weight", p.info, RunInfo);
   c->add_option("SOURCE", p.info.source)->required();
-  c->add_option("KEY", p.info.key);
+  c->add_option("KEY", p.info.key, "A tensor, a layer, an object or a common value");
+  c->add_flag("--common", p.info.common, "All common values, as MNT/common.json has them");
 
   c = p.Command("cat", "Writes a tensor or a box of it to standard output",
                 "tensormount cat STORE/step-0 'encoder.weight[0:2, :]' --as text", p.cat, RunCat);

@@ -97,9 +97,11 @@ int RunLs(const LsArgs& args, Terminal& terminal);
 struct InfoArgs {
   std::string source;
   std::string key;
+  bool common = false;  // All common values, whole, and nothing else.
 };
 // A store, a checkpoint, or one tensor of it.
-// The key may also be a layer's name or an object's; pickles are described and never run.
+// The key may also be the name of a layer, an object or a common value; pickles are described and
+// never run.
 int RunInfo(const InfoArgs& args, Terminal& terminal);
 
 // `as`: raw (the bytes), npy (with a NumPy header) or text (an element a word, a row a line).
@@ -139,6 +141,7 @@ struct AdoptArgs {
   std::string source;
   std::string destination;  // STORE/NAME
   std::string if_exists = "fail";
+  std::string map;       // JSON file; empty: none.
   bool quick = false;    // No hashes.
   bool partial = false;  // Without what a foreign source names and lacks.
 };

@@ -12,6 +12,7 @@
 
 #include "base/counted.h"
 #include "mount-tools/commands.h"
+#include "mount-tools/interrupt.h"
 #include "mount-tools/ranks.h"
 #include "mount-tools/source.h"
 
@@ -120,6 +121,8 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
   // Alone, nobody waits: say it plainly.
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
 
+  const Interrupt interrupt;
+  options.cancel = interrupt.flag();
   Progress progress(terminal, "export");
   if (source) progress.SetTotal(source->index().tensor_bytes());
   options.progress = &progress.done();
@@ -136,7 +139,7 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
     }
     return {};
   });
-  if (!status.ok()) return group.Fail(terminal, status);
+  if (!status.ok()) return interrupt.ExitStatus(status, group.Fail(terminal, status));
   if (group.prints()) PrintExport(report, args, options.format, group.size(), terminal);
   return terminal.Flush();
 }

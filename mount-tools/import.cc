@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount import`: a source cut by a rule and saved by ranks; see commands.h.
-// Each rank reads the regions that the rule gives it into memory and saves them as a job would
-// (tensormount::Save): the same plan, checks, hashes and commit. Objects go round the ranks; common
-// values are set by all, as a save expects. A rank needs memory for its share of the whole source.
+// Each rank saves the regions that the rule gives it as a job would (tensormount::Save): the same
+// plan, checks, hashes and commit. Their bytes are read from the source when the save asks for
+// them, so that a rank needs memory for a few blocks, whatever it copies. Objects go round the
+// ranks and are held in memory; common values are set by all, as a save expects.
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <sys/resource.h>
+#include <span>
+#include <utility>
+#include <vector>
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
@@ -15,10 +19,11 @@
 
 #include "base/counted.h"
 #include "base/log.h"
+#include "collective/save_load.h"
 #include "index/records/key_renames.h"
 #include "index/records/layer_names.h"
 #include "mount-tools/commands.h"
-#include "mount-tools/host_memory.h"
+#include "mount-tools/interrupt.h"
 #include "mount-tools/ranks.h"
 #include "mount-tools/source.h"
 #include "state/shard_rule.h"
@@ -44,25 +49,73 @@ Status NameLayers(const CheckpointIndex& index, const KeyRenames* renames, State
   return {};
 }
 
-// One rank's slices of the source, in memory that `memory` owns, under their new names (`renames`
-// null: their own).
+// Reads what a rank saves, ahead of it: the save asks for small blocks, and whoever reads a source
+// verified reads whole leaves around each. One a rank, not thread-safe.
+class SourceReader {
+ public:
+  explicit SourceReader(const OpenedCheckpoint& source) : source_(source) {}
+
+  // The next item of the state dict.
+  void Add(TensorEntry tensor, const Region& region) {
+    items_.emplace_back(std::move(tensor), region);
+  }
+
+  // ShardReader.
+  Status Read(std::uint32_t item, std::uint64_t offset, std::span<std::byte> out) {
+    while (!out.empty()) {
+      if (item != item_ || offset < begin_ || offset >= begin_ + window_.size()) {
+        TENSORMOUNT_RETURN_IF_ERROR(Fill(item, offset));
+      }
+      const auto at = static_cast<std::size_t>(offset - begin_);
+      const std::size_t n = std::min(out.size(), window_.size() - at);
+      std::copy_n(window_.data() + at, n, out.data());
+      out = out.subspan(n);
+      offset += n;
+    }
+    return {};
+  }
+
+ private:
+  static constexpr std::uint64_t kWindow = std::uint64_t{4} << 20;
+
+  Status Fill(std::uint32_t item, std::uint64_t offset) {
+    const auto& [tensor, region] = items_.at(item);
+    window_.clear();  // Where reading fails there is nothing in it.
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
+                                 ByteRegion(tensor.meta.dtype(), tensor.meta.shape(), region));
+    const auto size = static_cast<std::uint64_t>(bytes.volume());
+    if (offset >= size) {
+      return Status(Code::kInternal, "tensor " + tensor.meta.key() + ": read past its shard");
+    }
+    const std::uint64_t n = std::min(kWindow, size - offset);
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const Region part,
+        Region::Flat(bytes.box(), bytes.flat_first() + static_cast<std::int64_t>(offset),
+                     static_cast<std::int64_t>(n)));
+    std::vector<std::byte> window(static_cast<std::size_t>(n));
+    ReadStats stats;
+    TENSORMOUNT_RETURN_IF_ERROR(source_.ReadPlaced(tensor, PlacePacked(part, 0), window.data(),
+                                                   ReadVerify::kExtendLeaves, stats, nullptr));
+    window_ = std::move(window);
+    item_ = item;
+    begin_ = offset;
+    return {};
+  }
+
+  const OpenedCheckpoint& source_;
+  std::vector<std::pair<TensorEntry, Region>> items_;
+  // Bytes [begin_, begin_ + window_.size()) of the packed order of item_.
+  std::vector<std::byte> window_;
+  std::uint32_t item_ = 0;
+  std::uint64_t begin_ = 0;
+};
+
+// One rank's slices of the source, without their bytes, which `reader` learns to read, under their
+// new names (`renames` null: their own).
 // Fails at the first tensor; the state of the others is dropped with it.
 Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const KeyRenames* renames,
-                 Communicator& comm, HostMemory& memory, StateDict& state, Progress& progress) {
+                 Communicator& comm, SourceReader& reader, StateDict& state) {
   Status failure;
-  // What this rank reads is known before it reads.
-  std::uint64_t total = 0;
-  TENSORMOUNT_RETURN_IF_ERROR(source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
-    const TensorMeta& meta = tensor.meta;
-    const std::string& key = renames != nullptr ? renames->tensors()[tensor.ordinal] : meta.key();
-    if (key.empty()) return true;
-    const auto region = rule.RegionOf(key, meta.dtype(), meta.shape(), comm.rank());
-    if (!region.ok()) return true;  // Refused below.
-    const auto bytes = RegionBytes(meta.dtype(), meta.shape(), region.value());
-    if (bytes.ok()) total += bytes.value();
-    return true;
-  }));
-  progress.AddTotal(total);
   const Status scan = source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     const TensorMeta& meta = tensor.meta;
     const std::string& key = renames != nullptr ? renames->tensors()[tensor.ordinal] : meta.key();
@@ -72,20 +125,8 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const Ke
       failure = region.status().WithContext("tensor " + meta.key());
       return false;
     }
-    const std::uint64_t held = memory.bytes();
-    auto buffer = memory.BufferFor(meta, region.value());
-    if (!buffer.ok()) {
-      failure = buffer.status().WithContext("tensor " + meta.key());
-      return false;
-    }
-    if (!region.value().empty()) {
-      failure = source.Read(tensor, region.value(), buffer.value(), ReadVerify::kExtendLeaves,
-                            nullptr, nullptr);
-      if (!failure.ok()) return false;
-      progress.done() += memory.bytes() - held;
-    }
-    failure = state.AddTensor(
-        key, Shard{.global_shape = meta.shape(), .region = region.value(), .data = buffer.value()});
+    reader.Add(tensor, region.value());
+    failure = state.AddTensor(key, MetadataOnly(meta.dtype(), meta.shape(), region.value()));
     return failure.ok();
   });
   TENSORMOUNT_RETURN_IF_ERROR(scan);
@@ -238,8 +279,8 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   // Alone, nobody waits: say it plainly.
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
 
-  // Both ways count: the source is read to its end before anything is written.
-  Progress progress(terminal, "import: read and written");
+  const Interrupt interrupt;
+  Progress progress(terminal, "import");
   // With MPI each process writes its part.
   const auto writers = static_cast<std::uint64_t>(group.is_mpi() ? group.size() : 1);
   if (source) progress.SetTotal(source->index().tensor_bytes() / writers);
@@ -247,14 +288,21 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   std::mutex mutex;
   SaveReport report;
   const Status status = group.Run([&](Communicator& comm) -> Status {
-    HostMemory memory;
     StateDict state;
+    std::optional<SourceReader> reader;
+    SaveControl control = {.cancel = interrupt.flag()};
     Status mine = before;
-    if (mine.ok())
-      mine = FillState(*source, rule, renames ? &*renames : nullptr, comm, memory, state, progress);
+    if (mine.ok()) {
+      reader.emplace(*source);
+      control.read = [&reader](std::uint32_t item, std::uint64_t offset, std::span<std::byte> out) {
+        return reader->Read(item, offset, out);
+      };
+      mine = FillState(*source, rule, renames ? &*renames : nullptr, comm, *reader, state);
+    }
     // A state that failed makes Save fail on all ranks with this message.
     if (!mine.ok()) state.Fail(mine);
-    TENSORMOUNT_ASSIGN_OR_RETURN(SaveReport r, Save(state, args.destination, comm, options));
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveReport r,
+                                 SaveOn(fs, state, args.destination, comm, options, control));
     for (const SaveReport::File& file : r.files) {
       terminal.Note(
           fmt::format("rank {}: {} in {}", comm.rank(), HumanBytes(file.bytes), file.name));
@@ -265,7 +313,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     }
     return {};
   });
-  if (!status.ok()) return group.Fail(terminal, status);
+  if (!status.ok()) return interrupt.ExitStatus(status, group.Fail(terminal, status));
   if (group.prints()) PrintImport(report, group.size(), terminal);
   return terminal.Flush();
 }

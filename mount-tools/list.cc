@@ -11,7 +11,9 @@
 #include <nlohmann/json.hpp>
 
 #include "base/counted.h"
+#include "fs/views/checkpoint_text.h"
 #include "index/foreign/format.h"
+#include "index/records/common_state.h"
 #include "index/records/layer_names.h"
 #include "index/store/store.h"
 #include "mount-tools/commands.h"
@@ -325,7 +327,67 @@ std::string TierOf(const std::vector<ChunkRecord>& chunks, bool whole_file) {
                      files.size() == 1 ? "file" : "files");
 }
 
-// The order of names: a stored tensor, a layer, an object.
+// Bytes of a common value's text that are shown where they stand among other things.
+constexpr std::size_t kShownValueBytes = 100;
+// And how many values.
+constexpr std::size_t kShownValues = 20;
+
+// The text of a value, cut between characters where it is long.
+std::string ShortValue(const CommonValue& value) {
+  std::string text = CommonToJson(value);
+  if (text.size() <= kShownValueBytes) return text;
+  std::size_t end = kShownValueBytes;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  const std::string whole = HumanBytes(text.size());
+  return fmt::format("{}... ({} of text)", text.substr(0, end), whole);
+}
+
+// Common values among what `info` says of a checkpoint: some, and how to see all.
+void ListCommon(const CommonState& common, const std::string& source, Terminal& terminal) {
+  std::size_t left = kShownValues;
+  std::size_t more = 0;
+  const auto list = [&](const std::string& of, const CommonValues& values) {
+    for (const auto& [name, value] : values) {
+      if (left == 0) {
+        ++more;
+        continue;
+      }
+      --left;
+      terminal.Line(fmt::format("{:14} {}: {}", of, name, ShortValue(value)));
+    }
+  };
+  list("common", common.values);
+  for (const auto& [rank, values] : common.ranks) list(fmt::format("of rank {}", rank), values);
+  if (more > 0) {
+    terminal.Line(fmt::format("{:14} and {}: tensormount info {} --common", "",
+                              Counted(more, "other common value"), source));
+  }
+}
+
+// All of them, in the form in which a mount has them.
+int InfoCommon(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
+  const Result<std::string> text = fs::CommonJson(checkpoint.index());
+  if (!text.ok()) return terminal.Fail(text.status());
+  if (terminal.json) {
+    terminal.Json(nlohmann::ordered_json::parse(text.value()));
+  } else {
+    terminal.Text(ShownText(text.value(), "\n"));
+  }
+  return terminal.Flush();
+}
+
+int InfoCommonValue(const std::string& name, const CommonValue& value, Terminal& terminal) {
+  const std::string text = CommonToJson(value);
+  if (terminal.json) {
+    terminal.Json(
+        nlohmann::ordered_json{{"common", name}, {"value", nlohmann::ordered_json::parse(text)}});
+  } else {
+    terminal.Line(text);
+  }
+  return terminal.Flush();
+}
+
+// The order of names: a stored tensor, a layer, an object, a common value.
 int InfoTensor(const OpenedCheckpoint& checkpoint, const InfoArgs& args, Terminal& terminal) {
   const std::string& key = args.key;
   auto found = checkpoint.index().Find(key);
@@ -336,6 +398,11 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const InfoArgs& args, Termina
     const auto parts = checkpoint.index().ObjectParts(key);
     if (parts.ok() && !parts.value().empty()) {
       return InfoObject(checkpoint, parts.value(), terminal);
+    }
+    if (!IsReservedCommonName(key)) {
+      const Result<CommonValue> value = checkpoint.index().CommonRecord(key);
+      if (value.ok()) return InfoCommonValue(key, value.value(), terminal);
+      if (value.status().code() != Code::kNotFound) return terminal.Fail(value.status());
     }
   }
   if (!found.ok()) return terminal.Fail(found.status(), KeyHint(checkpoint, args.source, key));
@@ -391,7 +458,8 @@ std::string CommonKeyText(const CommonKey& key) {
 }
 
 // Everything but tensors and chunks themselves; reads a handful of records.
-int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
+int InfoCheckpoint(const OpenedCheckpoint& checkpoint, const std::string& source,
+                   Terminal& terminal) {
   const CheckpointIndex& index = checkpoint.index();
   auto objects = index.Objects();
   if (!objects.ok()) return terminal.Fail(objects.status());
@@ -450,6 +518,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   }
   terminal.Line(fmt::format("objects        {}", objects.value().size()));
   terminal.Line(fmt::format("common values  {}", common.value().values.size()));
+  ListCommon(common.value(), source, terminal);
   for (const auto& [key, value] : metadata.items) {
     terminal.Line(fmt::format("content        {}: {}", CommonKeyText(key), CommonToJson(value)));
   }
@@ -477,12 +546,16 @@ int RunLs(const LsArgs& args, Terminal& terminal) {
 }
 
 int RunInfo(const InfoArgs& args, Terminal& terminal) {
+  if (args.common && !args.key.empty()) {
+    return terminal.Fail(
+        Status(Code::kInvalidArgument, "info --common is of a checkpoint, without a KEY"));
+  }
   auto source = FindNamed(HostFileSystem(), args.source, terminal);
   if (!source.ok()) return terminal.Fail(source.status());
-  if (source.value().kind == SourceKind::kForeignSteps && args.key.empty()) {
+  if (source.value().kind == SourceKind::kForeignSteps && args.key.empty() && !args.common) {
     return InfoSteps(source.value(), terminal);
   }
-  if (source.value().kind == SourceKind::kStore && args.key.empty()) {
+  if (source.value().kind == SourceKind::kStore && args.key.empty() && !args.common) {
     auto store = Store::Open(HostFileSystem(), source.value().path);
     if (!store.ok()) return terminal.Fail(store.status());
     auto list = store.value().List();
@@ -515,7 +588,8 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
   }
   auto opened = OpenSource(HostFileSystem(), args.source, terminal);
   if (!opened.ok()) return terminal.Fail(opened.status());
-  if (args.key.empty()) return InfoCheckpoint(*opened.value(), terminal);
+  if (args.common) return InfoCommon(*opened.value(), terminal);
+  if (args.key.empty()) return InfoCheckpoint(*opened.value(), args.source, terminal);
   return InfoTensor(*opened.value(), args, terminal);
 }
 

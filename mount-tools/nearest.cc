@@ -69,6 +69,13 @@ std::string KeyHint(const OpenedCheckpoint& checkpoint, std::string_view source,
   if (has_name && slice != std::string_view::npos && key[slice] == '[' && key.back() != ']') {
     return fmt::format("a slice ends with its bracket, as {}[0:2, :]", name);
   }
+  const Result<CommonValues> common = checkpoint.index().CommonRecords();
+  for (const auto& [name_of, value] : common.ok() ? common.value() : CommonValues()) {
+    if (name_of == name) {
+      return fmt::format("it is a common value: tensormount info {} {}", source, name_of);
+    }
+    if (!IsReservedCommonName(name_of)) nearest.Offer(name_of);
+  }
   if (has_name || nearest.best().empty()) return lists;
   return fmt::format("did you mean {}? {}", nearest.best(), lists);
 }

@@ -71,7 +71,7 @@ Status Stage(const StateDict& state, SnapshotPool& pool, std::chrono::millisecon
     const auto size = static_cast<std::size_t>(sources[i].bytes());
     if (size == 0) continue;
     std::byte* to = out.memory->data() + offsets[i];
-    const std::byte* from = sources[i].Fetch(0, size, to);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* from, sources[i].Fetch(0, size, to));
     if (from != to) {
       // memcpy goes past the caches for a whole state, but not for its tensors one by one.
       if (size >= kStreamBytes) {

@@ -196,6 +196,7 @@ class UnitStream final : public LocalWork {
       read_done = read_done_;
       if (!read_status_.ok()) return read_status_;
     }
+    alone = !read_done;  // What the reading thread has done is heard of by nobody else.
     TENSORMOUNT_RETURN_IF_ERROR(PostReceives());
     for (std::shared_ptr<Outgoing>& out : ready) TENSORMOUNT_RETURN_IF_ERROR(PostSends(out));
     TENSORMOUNT_RETURN_IF_ERROR(TestSends());

@@ -69,7 +69,8 @@ class FileAppender {
 class DataWriter {
  public:
   DataWriter(FileSystem& fs, const Staging& staging, const StateDict& state, const RankTask& task,
-             int rank, std::atomic<std::uint64_t>* progress, const std::atomic<bool>* cancel)
+             int rank, std::atomic<std::uint64_t>* progress, const std::atomic<bool>* cancel,
+             const ShardReader& read)
       : fs_(fs),
         staging_(staging),
         state_(state),
@@ -77,6 +78,7 @@ class DataWriter {
         rank_(rank),
         progress_(progress),
         cancel_(cancel),
+        read_(read),
         scratch_(std::make_unique<std::byte[]>(kCopyBlockBytes)) {
     out_.inventory.info.uuid = staging.uuid;
   }
@@ -170,7 +172,7 @@ class DataWriter {
   Status WriteChunk(const RankTask::Chunk& chunk, std::uint32_t file, FileAppender& out) {
     TensorRecord& tensor = RecordOf(chunk.tensor);
     const Shard& shard = state_.tensors()[chunk.item].shard;
-    Result<PackedSource> source = PackedSource::Make(shard);
+    Result<PackedSource> source = PackedSource::Make(shard, chunk.item, read_);
     if (!source.ok()) return source.status().WithContext("tensor " + tensor.meta.key());
     ChunkRecord record;
     record.region = chunk.region;
@@ -183,7 +185,8 @@ class DataWriter {
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancel());
       const auto n =
           static_cast<std::size_t>(std::min<std::uint64_t>(kCopyBlockBytes, chunk.bytes - done));
-      const std::byte* data = source.value().Fetch(chunk.begin + done, n, scratch_.get());
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* data,
+                                   source.value().Fetch(chunk.begin + done, n, scratch_.get()));
       hasher.Update(data, n);
       tensor.digest ^= source.value().Digest(chunk.begin + done, n, data);
       TENSORMOUNT_RETURN_IF_ERROR(out.Append(data, n));
@@ -339,6 +342,7 @@ class DataWriter {
   const int rank_;
   std::atomic<std::uint64_t>* const progress_;
   const std::atomic<bool>* const cancel_;
+  const ShardReader& read_;
   std::unique_ptr<std::byte[]> scratch_;
   WrittenData out_;
   std::map<std::uint32_t, TensorRecord> tensors_;  // By place in the task: sorted by key.
@@ -349,8 +353,8 @@ class DataWriter {
 
 Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const StateDict& state,
                               const RankTask& task, int rank, std::atomic<std::uint64_t>* progress,
-                              const std::atomic<bool>* cancel) {
-  return DataWriter(fs, staging, state, task, rank, progress, cancel).Run();
+                              const std::atomic<bool>* cancel, const ShardReader& read) {
+  return DataWriter(fs, staging, state, task, rank, progress, cancel, read).Run();
 }
 
 Status SealShared(FileSystem& fs, const Staging& staging, const RankTask& task) {

@@ -8,7 +8,10 @@
 
 namespace tensormount {
 
-Result<PackedSource> PackedSource::Make(const Shard& shard) {
+Result<PackedSource> PackedSource::Make(const Shard& shard) { return Make(shard, 0, {}); }
+
+Result<PackedSource> PackedSource::Make(const Shard& shard, std::uint32_t item,
+                                        const ShardReader& read) {
   if (shard.data.device.kind != DeviceKind::kHost) {
     return Status(Code::kUnsupported,
                   "the buffer is in device memory, which this build cannot reach");
@@ -18,6 +21,11 @@ Result<PackedSource> PackedSource::Make(const Shard& shard) {
   TENSORMOUNT_ASSIGN_OR_RETURN(source.region_, ByteRegion(dtype, shard.global_shape, shard.region));
   source.byte_shape_ = ByteShape(dtype, shard.global_shape);
   source.bytes_ = static_cast<std::uint64_t>(source.region_.volume());
+  if (shard.metadata_only && read) {
+    source.read_ = &read;
+    source.item_ = item;
+    return source;
+  }
   source.base_ = static_cast<const std::byte*>(shard.data.data);
   TENSORMOUNT_ASSIGN_OR_RETURN(source.placed_,
                                PlaceBuffer(shard.data, dtype, shard.global_shape, shard.region));
@@ -31,8 +39,12 @@ Region PackedSource::Bytes(std::uint64_t offset, std::uint64_t size) const {
       .value();
 }
 
-const std::byte* PackedSource::Fetch(std::uint64_t offset, std::size_t size,
-                                     std::byte* scratch) const {
+Result<const std::byte*> PackedSource::Fetch(std::uint64_t offset, std::size_t size,
+                                             std::byte* scratch) const {
+  if (read_ != nullptr) {
+    TENSORMOUNT_RETURN_IF_ERROR((*read_)(item_, offset, {scratch, size}));
+    return scratch;
+  }
   // Strided memory: both the wanted bytes and the memory are sets of boxes; what they have in
   // common is copied box by box, each byte once, so scratch is filled whole.
   if (packed_) return base_ + offset;

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <span>
 #include <vector>
 
 #include "tensormount/state_dict.h"
@@ -14,21 +16,31 @@
 
 namespace tensormount {
 
+// Brings bytes of shards that have no memory (Shard::metadata_only): bytes [offset, offset +
+// out.size()) of the packed order of item `item` of the state dict, into `out`. On the thread that
+// saves, each shard mostly from front to back, some bytes more than once (replicas are compared).
+using ShardReader =
+    std::function<Status(std::uint32_t item, std::uint64_t offset, std::span<std::byte> out)>;
+
 // The packed row-major bytes of one shard, whatever its strides: packed memory is used in place,
-// strided memory is gathered piece by piece. The shard's memory must outlive it. Immutable.
+// strided memory is gathered piece by piece, and what has no memory is read. The shard's memory, or
+// the reader, must outlive it. Immutable.
 // All sizes and offsets are bytes. One object may be used by several threads, each with its own
 // scratch: Fetch changes nothing.
 class PackedSource {
  public:
   // kInvalidArgument where buffer, shape and region do not agree; kUnsupported for device memory.
   static Result<PackedSource> Make(const Shard& shard);
+  // The same, but of a shard without memory by `read` (where there is one), which knows it as
+  // `item`.
+  static Result<PackedSource> Make(const Shard& shard, std::uint32_t item, const ShardReader& read);
 
   std::uint64_t bytes() const { return bytes_; }
   const Dims& byte_shape() const { return byte_shape_; }
 
   // Bytes [offset, offset + size) of the packed order, which must lie within bytes(): where they
-  // already stand, or in `scratch` (of `size` bytes).
-  const std::byte* Fetch(std::uint64_t offset, std::size_t size, std::byte* scratch) const;
+  // already stand, or in `scratch` (of `size` bytes). Fails only where they are read.
+  Result<const std::byte*> Fetch(std::uint64_t offset, std::size_t size, std::byte* scratch) const;
   // The same bytes as a region of ByteShape.
   Region Bytes(std::uint64_t offset, std::uint64_t size) const;
   // What these bytes, which stand at `data`, contribute to the tensor's digest.
@@ -41,6 +53,8 @@ class PackedSource {
   std::uint64_t bytes_ = 0;
   const std::byte* base_ = nullptr;
   bool packed_ = false;
+  const ShardReader* read_ = nullptr;  // Null: from memory.
+  std::uint32_t item_ = 0;
   std::vector<PlacedBox> placed_;  // Of strided memory.
 };
 

@@ -55,11 +55,9 @@ std::vector<ReplicaBlock> PlanReplicaBlocks(std::uint64_t bytes, std::uint32_t h
   return blocks;
 }
 
-Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, ReplicaCheck check,
-                                                       std::uint64_t generation,
-                                                       const StateDict& state,
-                                                       std::uint64_t* hashed,
-                                                       const std::atomic<bool>* cancel) {
+Result<std::vector<std::vector<Hash128>>> HashReplicas(
+    const RankTask& task, ReplicaCheck check, std::uint64_t generation, const StateDict& state,
+    std::uint64_t* hashed, const std::atomic<bool>* cancel, const ShardReader& read) {
   std::vector<std::vector<Hash128>> hashes(task.replicas.size());
   if (check == ReplicaCheck::kOff) return hashes;
   const auto scratch = std::make_unique<std::byte[]>(kScratchBytes);
@@ -69,7 +67,7 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
         return Status(Code::kCancelled, "the save is being cancelled");
       }
       const StateDict::TensorItem& item = state.tensors()[replica.item];
-      Result<PackedSource> source = PackedSource::Make(item.shard);
+      Result<PackedSource> source = PackedSource::Make(item.shard, replica.item, read);
       if (!source.ok()) return source.status().WithContext("tensor " + item.key);
       for (const ReplicaBlock& block :
            PlanReplicaBlocks(replica.bytes, replica.holders, check, generation)) {
@@ -78,7 +76,9 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
         for (std::uint64_t done = 0; done < block.bytes;) {
           const auto n =
               static_cast<std::size_t>(std::min<std::uint64_t>(kScratchBytes, block.bytes - done));
-          stream.Update(source.value().Fetch(block.begin + done, n, scratch.get()), n);
+          TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* data,
+                                       source.value().Fetch(block.begin + done, n, scratch.get()));
+          stream.Update(data, n);
           done += n;
         }
         if (hashed != nullptr) *hashed += block.bytes;
@@ -94,7 +94,8 @@ std::vector<int> RanksWithReplicas(const GlobalLayout& layout, int world) {
   for (const LayoutTensor& tensor : layout.tensors) {
     for (const Holding& holding : tensor.holdings) {
       if (holding.holders.size() < 2) continue;
-      for (const Holder& holder : holding.holders) has.at(static_cast<std::size_t>(holder.rank)) = 1;
+      for (const Holder& holder : holding.holders)
+        has.at(static_cast<std::size_t>(holder.rank)) = 1;
     }
   }
   std::vector<int> ranks;

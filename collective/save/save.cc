@@ -227,7 +227,7 @@ class SaveSession {
   }
 
   Status Plan(Status* local) {
-    *local = CheckHasData(state_);
+    if (!control_.read) *local = CheckHasData(state_);
     if (job_.unchanged) {
       if (!at_hand_ || at_hand_->job != job_.fingerprint) {
         *local = Status(Code::kInternal, "plan: that of another job is at hand");
@@ -290,8 +290,8 @@ class SaveSession {
   // The manifest is written last: it names only bytes that are already synced.
   Status Write() {
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        WrittenData data,
-        WriteData(fs_, staging_, state_, *plan_.task, rank_, options_.progress, control_.cancel));
+        WrittenData data, WriteData(fs_, staging_, state_, *plan_.task, rank_, options_.progress,
+                                    control_.cancel, control_.read));
     mine_.bytes = data.bytes;
     report_.files = std::move(data.files);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
@@ -312,7 +312,7 @@ class SaveSession {
       written = Guarded([&]() -> Status {
         TENSORMOUNT_ASSIGN_OR_RETURN(
             hashes, HashReplicas(*plan_.task, options_.replicas, staging_.generation, state_,
-                                 hashed_bytes, control_.cancel));
+                                 hashed_bytes, control_.cancel, control_.read));
         return Status();
       });
     }

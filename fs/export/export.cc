@@ -72,8 +72,7 @@ class Job {
     report_.plan_seconds = SecondsSince(start);
 
     start = Clock::now();
-    ExportWriter writer(fs_, *view_, plan_, temporary_, comm_.rank(), comm_.size(),
-                        options_.progress);
+    ExportWriter writer(fs_, *view_, plan_, temporary_, comm_.rank(), comm_.size(), options_);
     TENSORMOUNT_RETURN_IF_ERROR(Share(writer));
     mine = Guarded([&] { return writer.Write(); });
     TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: write"));
@@ -195,6 +194,7 @@ class Job {
     Result<std::string> done = std::string();
     if (comm_.rank() == 0) {
       const Status status = Guarded([&]() -> Status {
+        TENSORMOUNT_RETURN_IF_ERROR(CheckNotCancelled(options_));
         // Deepest first, as their entries are made durable upwards.
         for (auto folder = plan_.folders.rbegin(); folder != plan_.folders.rend(); ++folder) {
           TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(JoinPath(temporary_, *folder)));
@@ -222,7 +222,8 @@ class Job {
     if (comm_.rank() != 0 || !rank0_) return failure;
     const Status removed = Guarded([&] { return rank0_->Discard(); });
     if (!removed.ok()) return left("is left: " + removed.message());
-    return failure;
+    if (failure.code() != Code::kCancelled) return failure;
+    return Status(Code::kCancelled, failure.message() + "; what was written is removed");
   }
 
   FileSystem& fs_;

@@ -218,6 +218,11 @@ Hash128 ExportPlan::Identity() const {
   return stream.Value();
 }
 
+Status CheckNotCancelled(const ExportOptions& options) {
+  const bool cancelled = options.cancel != nullptr && *options.cancel;
+  return cancelled ? Status(Code::kCancelled, "interrupted") : Status();
+}
+
 // The two checks first, since they read records only; then the files.
 Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const ExportOptions& options,
                                   int dcp_files, std::uint64_t room) {

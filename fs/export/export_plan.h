@@ -46,7 +46,13 @@ struct ExportOptions {
   std::uint64_t dcp_chunk_bytes = std::uint64_t{512} << 20;  // Most bytes of a tensor in one item.
   Timeouts timeouts;
   std::atomic<std::uint64_t>* progress = nullptr;  // Bytes that this process is done with.
+  // Not null: set to end the export, looked at after each block and before the rename. Where one
+  // rank sees it set all end with kCancelled, and what was written is removed.
+  const std::atomic<bool>* cancel = nullptr;
 };
+
+// kCancelled "interrupted" once options.cancel is set.
+Status CheckNotCancelled(const ExportOptions& options);
 
 // One file of an export: what of the checkpoint it is made of, and where it goes.
 // Either a node of the view, opened when somebody writes it, or `made`, a virtual file that the

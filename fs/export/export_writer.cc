@@ -32,15 +32,14 @@ constexpr std::size_t kMaxOpen = 64;
 }  // namespace
 
 ExportWriter::ExportWriter(FileSystem& fs, const CheckpointView& view, const ExportPlan& plan,
-                           std::string base, int rank, int size,
-                           std::atomic<std::uint64_t>* progress)
+                           std::string base, int rank, int size, const ExportOptions& options)
     : fs_(fs),
       view_(view),
       plan_(plan),
       base_(std::move(base)),
       rank_(static_cast<std::uint64_t>(rank)),
       size_(static_cast<std::uint64_t>(size)),
-      progress_(progress),
+      options_(options),
       shared_(plan.files.size(), false) {
   for (const ExportFile& file : plan.files) cost_ += kFileCost + file.size;
 }
@@ -187,7 +186,8 @@ Status ExportWriter::WriteRange(std::uint32_t number, const ByteRange& range) {
       bytes_written_ += n;
     }
     at += n;
-    if (progress_ != nullptr) *progress_ += n;
+    if (options_.progress != nullptr) *options_.progress += n;
+    TENSORMOUNT_RETURN_IF_ERROR(CheckNotCancelled(options_));
   }
   return {};
 }
@@ -288,7 +288,10 @@ Status ExportWriter::PutCrc(const HoleId& id, std::vector<Part> parts) {
 Status ExportWriter::Sync() {
   // All syncs, then all closes: one that fails leaves the rest to the destructors, and the export
   // fails.
-  for (const auto& [number, file] : open_) TENSORMOUNT_RETURN_IF_ERROR(file->Sync());
+  for (const auto& [number, file] : open_) {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckNotCancelled(options_));
+    TENSORMOUNT_RETURN_IF_ERROR(file->Sync());
+  }
   for (const auto& [number, file] : open_) TENSORMOUNT_RETURN_IF_ERROR(file->Close());
   open_.clear();
   return {};

@@ -39,9 +39,10 @@ class ExportWriter {
   // Of one read and one write: large enough for any disk, and what bounds memory.
   static constexpr std::uint64_t kBlock = std::uint64_t{8} << 20;
 
-  // What is given must outlive this. `base`: where the export is made. `progress` may be null.
+  // What is given must outlive this. `base`: where the export is made. Of the options `progress`
+  // and `cancel` count: Write and Sync end with kCancelled once that is set.
   ExportWriter(FileSystem& fs, const CheckpointView& view, const ExportPlan& plan, std::string base,
-               int rank, int size, std::atomic<std::uint64_t>* progress);
+               int rank, int size, const ExportOptions& options);
 
   // A file of the plan by its number, and how it was made.
   struct Shared {
@@ -106,7 +107,7 @@ class ExportWriter {
   const std::string base_;
   const std::uint64_t rank_;
   const std::uint64_t size_;
-  std::atomic<std::uint64_t>* progress_;
+  const ExportOptions& options_;
   std::uint64_t cost_ = 0;  // Of everything.
   std::vector<bool> shared_;
   std::set<std::string> made_folders_;

@@ -18,6 +18,7 @@
 #include "base/parallel.h"
 #include "index/read/scan.h"
 #include "index/records/completeness.h"
+#include "index/records/key_renames.h"
 #include "index/records/manifest.h"
 #include "shard/leaf_hash.h"
 
@@ -87,6 +88,9 @@ class ChunkHasher {
   // reports all damage, nobody wants a checkpoint of what was left.
   Status Take(const ScanRange& range, const ScanFinding& found, std::uint64_t first_leaf,
               Hash128& root) {
+    if (options_.cancel != nullptr && *options_.cancel) {
+      return Status(Code::kCancelled, "interrupted");
+    }
     if (!found.failure.ok()) {
       Status why = found.failure;
       if (found.step == ScanFinding::Step::kOpen && why.code() == Code::kNotFound) {
@@ -203,7 +207,13 @@ Result<Store::Published> AdoptSource(FileSystem& fs, const OpenedCheckpoint& for
     return Status(Code::kInvalidArgument,
                   foreign.directory() + ": has its own data: there is nothing to adopt");
   }
+  // Before anything of the files is read: a map may be refused.
+  std::optional<KeyRenames> renames;
+  if (options.map) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(renames, KeyRenames::Make(index, *options.map));
+  }
   TENSORMOUNT_ASSIGN_OR_RETURN(Inventory inventory, ResolvedInventory(foreign, options.threads));
+  if (renames) TENSORMOUNT_RETURN_IF_ERROR(renames->Apply(inventory));
   TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(inventory).WithContext(foreign.directory()));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Staging staging, store.Begin(name, options.if_exists));
   const auto steps = [&]() -> Result<Store::Published> {

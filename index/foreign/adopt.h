@@ -2,10 +2,13 @@
 #ifndef TENSORMOUNT_INDEX_FOREIGN_ADOPT_H_
 #define TENSORMOUNT_INDEX_FOREIGN_ADOPT_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 
+#include "tensormount/key_map.h"
 #include "tensormount/status.h"
 #include "tensormount/store.h"
 
@@ -24,6 +27,11 @@ struct AdoptOptions {
   int threads = 0;  // 0: as many as cores.
   // Called now and then with bytes done and bytes in all; may be empty. From several threads.
   std::function<void(std::uint64_t done, std::uint64_t total)> progress;
+  // Other names for keys; null: their own. The new names are those of the checkpoint for ever: what
+  // the source calls a tensor is not kept.
+  std::shared_ptr<const KeyMap> map;
+  // Not null: kCancelled once it is set, looked at after each chunk until all are hashed.
+  const std::atomic<bool>* cancel = nullptr;
 };
 
 // Publishes a foreign checkpoint (OpenedCheckpoint::OpenForeign) as STORE/NAME: records alone, the

@@ -44,6 +44,34 @@ Result<KeyRenames> KeyRenames::Make(const CheckpointIndex& index, const KeyMap& 
   return out;
 }
 
+Status KeyRenames::Apply(Inventory& inventory) const {
+  std::erase_if(inventory.common,
+                [](const auto& value) { return value.first.starts_with(kLayersRecordPrefix); });
+  for (const auto& [ordinal, pattern] : layers_) {
+    inventory.common.emplace(std::string(kLayersRecordPrefix) + tensors_[ordinal], pattern);
+  }
+
+  std::vector<TensorRecord> kept;
+  for (std::size_t i = 0; i < inventory.tensors.size(); ++i) {
+    TensorRecord& tensor = inventory.tensors[i];
+    if (tensors_[i].empty()) continue;
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        tensor.meta, TensorMeta::Make(tensors_[i], tensor.meta.dtype(), tensor.meta.shape()));
+    kept.push_back(std::move(tensor));
+  }
+  std::sort(kept.begin(), kept.end(), [](const TensorRecord& a, const TensorRecord& b) {
+    return a.meta.key() < b.meta.key();
+  });
+  inventory.tensors = std::move(kept);
+
+  for (ObjectRecord& object : inventory.objects) object.key = Object(object.key);
+  std::erase_if(inventory.objects, [](const ObjectRecord& object) { return object.key.empty(); });
+  // Parts of one object keep their order.
+  std::stable_sort(inventory.objects.begin(), inventory.objects.end(),
+                   [](const ObjectRecord& a, const ObjectRecord& b) { return a.key < b.key; });
+  return Status();
+}
+
 const std::string& KeyRenames::Object(const std::string& key) const {
   static const std::string none;
   const auto it = objects_.find(key);

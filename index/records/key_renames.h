@@ -34,6 +34,11 @@ class KeyRenames {
   // dropped or lost its "{}" have no names.
   const std::vector<std::pair<std::uint32_t, std::string>>& layers() const { return layers_; }
 
+  // The same to all records of the checkpoint that this was made for: what is dropped is gone, the
+  // rest is sorted by its new names; files stay as they are. kInvalidArgument names what cannot be
+  // a key.
+  Status Apply(Inventory& inventory) const;
+
  private:
   std::vector<std::string> tensors_;
   std::map<std::string, std::string> objects_;

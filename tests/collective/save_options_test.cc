@@ -2,9 +2,11 @@
 // What SaveOptions and SaveReport promise: who writes, what is told, plans used again, cancelling.
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -509,6 +511,54 @@ TEST_F(SaveOptionsTest, AFailureGoesBeforeACancel) {
     return Status();
   }));
   EXPECT_THAT(OneVerdict(results), HasCode(Code::kResourceExhausted));
+}
+
+// ---- Shards without memory ---------------------------------------------------------------------
+
+TEST_F(SaveOptionsTest, ShardsWithoutMemoryAreReadInBlocks) {
+  const int columns = static_cast<int>(big_.shape[1]);
+  const std::int64_t rows = big_.shape[0];
+  // Rank 0 has the left columns, rank 1 the right ones, both a replica of w.
+  const auto save = [&](const std::string& path, int fails, bool differs) {
+    std::vector<Result<SaveReport>> results(2, Status(Code::kInternal, "did not run"));
+    EXPECT_OK(RunOnThreads(2, [&](Communicator& comm) {
+      const int r = comm.rank();
+      const int begin = r == 0 ? 0 : columns / 3;
+      const int end = r == 0 ? columns / 3 : columns;
+      const Region region = Box::Make({0, begin}, {rows, end - begin}).value();
+      std::string bytes[2] = {OracleBytes(big_, region), w_.bytes};
+      if (differs && r == 1) bytes[1][5] ^= 1;
+      StateDict state;
+      TENSORMOUNT_RETURN_IF_ERROR(
+          state.AddTensor("big", MetadataOnly(big_.dtype, big_.shape, region)));
+      TENSORMOUNT_RETURN_IF_ERROR(
+          state.AddTensor("w", MetadataOnly(w_.dtype, w_.shape, Box::Whole(w_.shape))));
+      SaveOptions options;
+      options.replicas = ReplicaCheck::kFull;
+      SaveControl control;
+      control.read = [&](std::uint32_t item, std::uint64_t offset, std::span<std::byte> out) {
+        EXPECT_LE(out.size(), std::size_t{1} << 20);
+        if (r == fails) return Status(Code::kDataLoss, "the source is damaged");
+        std::memcpy(out.data(), bytes[item].data() + offset, out.size());
+        return Status();
+      };
+      results[static_cast<std::size_t>(r)] =
+          SaveOn(HostFileSystem(), state, path, comm, options, control);
+      return Status();
+    }));
+    return OneVerdict(results);
+  };
+  ASSERT_OK(save(Path("a"), -1, false));
+  EXPECT_EQ(ReadAll(Path("a")).at("big"), big_.bytes);
+  EXPECT_EQ(ReadAll(Path("a")).at("w"), w_.bytes);
+  for (const int who : {0, 1}) {
+    const Status status = save(Path("b"), who, false);
+    EXPECT_THAT(status, HasCode(Code::kDataLoss));
+    EXPECT_THAT(status, HasMessage("rank " + std::to_string(who) + ": "));
+    EXPECT_THAT(status, HasMessage("the source is damaged"));
+  }
+  EXPECT_THAT(save(Path("b"), -1, true), HasMessage("differs between the replicas on rank 0 and"));
+  EXPECT_THAT(Inside(Store()), ElementsAre("a"));
 }
 
 // ---- Eight identical replicas ------------------------------------------------------------------

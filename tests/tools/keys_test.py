@@ -38,6 +38,27 @@ class Maps(harness.ToolTest):
             self.assertEqual(self.run_tool("cat", path, key, text=False).stdout, raw, key)
         self.run_tool("verify", path)
 
+    def test_adopt_renames_what_stays_in_place(self):
+        self.run_tool("adopt", self.model, self.store / "a", "--map", self.rules)
+        path = self.store / "a"
+        self.assertEqual(self.run_tool("ls", path).stdout.split(), sorted(self.renamed))
+        self.run_tool("verify", path)
+        for remade in (False, True):
+            for key, (_, _, raw) in self.renamed.items():
+                self.assertEqual(self.run_tool("cat", path, key, text=False).stdout, raw, key)
+            if not remade:
+                (path / "index" / "index.sst").unlink()
+                self.run_tool("fsck", self.store, "--rebuild")
+                self.run_tool("verify", path)
+        # The same names as an import by the same rules has.
+        other = self.save("b", "--map", self.rules)
+        self.run_tool("diff", path, other)
+        # Another map over it, at once and later.
+        again = self.dir / "again.json"
+        again.write_text(json.dumps([{"prefix": "blocks.", "to": "layers."}]))
+        self.run_tool("adopt", self.model, self.store / "a", "--map", again, "--if-exists", "replace", "--quick")
+        self.assertEqual(self.run_tool("ls", path).stdout.split(), sorted(self.tensors))
+
     def test_load_sees_the_names_of_the_map(self):
         path = self.save("a")
         other = self.dir / "renamed.safetensors"
@@ -71,7 +92,8 @@ class Maps(harness.ToolTest):
         path = self.save("a")
         mnt = self.dir / "MNT"
         mnt.mkdir()
-        for command in [["import", path, self.store / "b"], ["load", path], ["mount", path, mnt]]:
+        for command in [["import", path, self.store / "b"], ["load", path], ["mount", path, mnt],
+                        ["adopt", self.model, self.store / "b"]]:
             out = self.run_tool(*command, "--map", self.rules, expect=2)
             self.assertRegex(out.stderr, "tiny and w would both be called tiny", command)
         self.rules.write_text(json.dumps([{"prefix": "w", "too": "v"}]))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
 import json
+import os
 import pathlib
 import unittest
 
@@ -124,6 +125,41 @@ class RoundTrip(harness.ToolTest):
             self.assertIn('content        model: "golden"', lines)
             self.assertIn("content        step: 1000", lines)
         self.assertNotIn("content", self.json_lines("info", self.model)[0])
+
+    def test_common_values(self):
+        golden = pathlib.Path(__file__).parent.parent / "golden" / "v1" / "step-1000"
+        dcp = pathlib.Path(__file__).parent.parent / "golden" / "foreign" / "dcp-2.13" / "global"
+        for source in (golden, dcp):
+            (document,) = self.json_lines("info", source, "--common")
+            self.assertEqual(json.loads(self.run_tool("info", source, "--common").stdout), document)
+            if os.access("/dev/fuse", os.R_OK | os.W_OK):
+                mnt = self.mount(source, "--views")
+                self.assertEqual(json.loads((mnt / "common.json").read_text()), document)
+                self.run_tool("unmount", mnt)
+            plain = {name: value for name, value in document.items() if not name.startswith("$")}
+            self.assertTrue(plain)
+            lines = self.run_tool("info", source).stdout.splitlines()
+            for name, value in plain.items():
+                said = self.json_lines("info", source, name)
+                if "object" not in said[0]:  # What DCP stored as an object is that, too.
+                    self.assertEqual(said, [{"common": name, "value": value}])
+                    self.assertEqual(json.loads(self.run_tool("info", source, name).stdout), value)
+                (line,) = [l for l in lines if l.startswith(f"common         {name}: ")]
+                self.assertLessEqual(len(line), 180)
+        result = self.run_tool("cat", golden, next(iter(self.json_lines("info", golden, "--common")[0])), expect=2)
+        self.assertIn("it is a common value: tensormount info", result.stderr)
+        self.fails("info", golden, "w", "--common", code="INVALID_ARGUMENT", says="without a KEY")
+        # Long ones are cut, many are counted.
+        values = {f"v{i:02}": i for i in range(30)} | {"long": "ü" * 5000, "\x1b[2J": 1}
+        header = json.dumps({"__metadata__": {k: str(v) for k, v in values.items()},
+                             "w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+        self.model.write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+        out = self.run_tool("info", self.model).stdout
+        self.assertIn("other common values: tensormount info ", out)
+        self.assertNotIn("\x1b", out + self.run_tool("info", self.model, "--common").stdout)
+        self.assertLess(max(map(len, out.splitlines())), 200)
+        (document,) = self.json_lines("info", self.model, "--common")
+        self.assertEqual(document, {k: str(v) for k, v in values.items()})
 
     def test_store_behind_a_symlink(self):
         (self.dir / "real").mkdir()
