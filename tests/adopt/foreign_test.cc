@@ -2,6 +2,7 @@
 #include "index/foreign/foreign.h"
 
 #include <fcntl.h>
+#include <filesystem>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -224,10 +225,11 @@ TEST_F(ForeignTest, HolesStayAndDoubledCellsLeave) {
 }
 
 TEST_F(ForeignTest, IdentityIsThatOfContentAndFiles) {
-  const auto uuid = [&](std::uint64_t offset, const std::string& producer) {
+  const auto uuid = [&](std::uint64_t offset, const std::string& producer,
+                        const std::string& name = "a.bin") {
     const ForeignFolder folder = Open();
     ForeignBuilder builder(folder, producer);
-    const std::uint32_t a = builder.AddFile("a.bin").value();
+    const std::uint32_t a = builder.AddFile(name).value();
     const std::uint32_t w = builder.AddTensor("w", DType::kU8, {4}).value();
     EXPECT_OK(builder.AddChunk(w, Region(Box::Whole({4})), a, offset, 4));
     return builder.Finish().value().inventory.info.uuid;
@@ -239,7 +241,11 @@ TEST_F(ForeignTest, IdentityIsThatOfContentAndFiles) {
   EXPECT_NE(uuid(0, "y"), first);
   timespec times[2] = {{.tv_sec = 5, .tv_nsec = 6}, {.tv_sec = 5, .tv_nsec = 6}};
   ASSERT_EQ(utimensat(AT_FDCWD, dir_.Join("ckpt/a.bin").c_str(), times, 0), 0);
-  EXPECT_NE(uuid(0, "x"), first);
+  const Uuid touched = uuid(0, "x");
+  EXPECT_NE(touched, first);
+  // The same file under another name.
+  std::filesystem::rename(dir_.Join("ckpt/a.bin"), dir_.Join("ckpt/renamed.bin"));
+  EXPECT_NE(uuid(0, "x", "renamed.bin"), touched);
 }
 
 TEST_F(ForeignTest, WarningsAreCounted) {

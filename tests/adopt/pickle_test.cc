@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index/foreign/pickle.h"
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "tests/adopt/bytes.h"
@@ -35,6 +36,16 @@ TEST(Pickle, Scalars) {
   EXPECT_EQ(Listing(Bytes('M', U16(65535))), "65535\n");
   // Big-endian, unlike all else.
   EXPECT_EQ(Listing(Bytes('G', 0x3f, 0xf8, 0, 0, 0, 0, 0, 0)), "1.5\n");
+}
+
+TEST(Pickle, AListingIsCutWhereItIsTooLong) {
+  const Document document = Read(Bytes(']', '(', 'K', 1, 'K', 2, Str("x"), 'e'));
+  const std::string whole = Describe(document);
+  const auto lines = static_cast<std::size_t>(std::count(whole.begin(), whole.end(), '\n'));
+  ASSERT_GT(lines, 2u) << whole;
+  EXPECT_EQ(Describe(document, lines), whole);
+  const std::string cut = Describe(document, lines - 1);
+  EXPECT_EQ(cut, whole.substr(0, whole.rfind('\n', whole.size() - 2) + 1) + "...\n");
 }
 
 TEST(Pickle, LongIntegers) {

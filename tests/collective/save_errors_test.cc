@@ -79,6 +79,28 @@ TEST_F(SaveErrorsTest, DtypeAndShapeThatDiffer) {
   EXPECT_THAT(Inside(Store()), IsEmpty());
 }
 
+TEST_F(SaveErrorsTest, OptionsThatDifferAreNamedWithTheirRanks) {
+  const auto save = [&](const std::function<void(SaveOptions&)>& change) {
+    std::vector<Result<SaveReport>> results(2, Status(Code::kInternal, "did not run"));
+    EXPECT_OK(RunOnThreads(2, [&](Communicator& comm) {
+      SaveOptions options;
+      if (comm.rank() == 1) change(options);
+      StateDict state;
+      results[static_cast<std::size_t>(comm.rank())] = Save(state, Path("a"), comm, options);
+      return Status();
+    }));
+    return OneVerdict(results);
+  };
+  EXPECT_THAT(save([](SaveOptions& o) { o.strategy = SaveStrategy::kMain; }),
+              HasMessage("option strategy is parallel on rank 0 and main on rank 1"));
+  EXPECT_THAT(save([](SaveOptions& o) { o.replicas = ReplicaCheck::kFull; }),
+              HasMessage("option replicas is rotating on rank 0 and full on rank 1"));
+  EXPECT_THAT(save([](SaveOptions& o) { o.if_exists = IfExists::kReplace; }),
+              HasMessage("option if_exists is fail on rank 0 and replace on rank 1"));
+  EXPECT_THAT(save([](SaveOptions& o) { o.reuse_plan = false; }),
+              HasMessage("option reuse_plan is on on rank 0 and off on rank 1"));
+}
+
 TEST_F(SaveErrorsTest, FailedAddFailsTheSaveOnEveryRank) {
   const Status status = OneVerdict(SaveOnThreads(Path("a"), 3, [&](int rank, RankState& state) {
     if (rank != 1) return;

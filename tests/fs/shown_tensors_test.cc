@@ -122,6 +122,21 @@ TEST_F(ShownTest, ACheckpointThatTheMapDoesNotFitIsAnErrorAndOthersAreNot) {
 }
 
 // 100,000 keys: no call looks at all of them.
+TEST(ShownTensorsTest, CountsWhatAMapLeaves) {
+  Inventory inventory;
+  inventory.info.uuid = {1, 2};
+  for (const char* key : {"a", "b", "c"}) {
+    inventory.tensors.emplace_back(TensorMeta::Make(key, DType::kF32, {key[0] - 'a' + 1}).value());
+  }
+  ASSERT_OK_AND_ASSIGN(const auto index, CheckpointIndex::FromInventory(inventory));
+  ASSERT_OK_AND_ASSIGN(const KeyMap map,
+                       KeyMap::FromJson(R"([{"drop": "b"}, {"key": "a", "to": "z"}])"));
+  ASSERT_OK_AND_ASSIGN(const KeyRenames renames, KeyRenames::Make(*index, map));
+  ASSERT_OK_AND_ASSIGN(const auto shown, MakeShownTensors(*index, &renames));
+  EXPECT_EQ(shown->count(), 2u);
+  EXPECT_EQ(shown->bytes(), 16u);
+}
+
 TEST(ShownTensorsTest, LookupsOfManyRenamedKeysAreCheap) {
   Inventory inventory;
   inventory.info.uuid = {1, 2};

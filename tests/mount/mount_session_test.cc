@@ -14,6 +14,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "fs/mount/mount_table.h"
 #include "tests/mount/mount_fixture.h"
 
 namespace tensormount::fs {
@@ -27,6 +28,15 @@ TinySpec BigSpec() {
   spec.tensors.push_back(
       {.key = "big", .dtype = DType::kU8, .shape = {500000}, .seed = 5, .tensor_file = true});
   return spec;
+}
+
+TEST(MountTable, IsAskedByTheWholePath) {
+  EXPECT_TRUE(FindMount("/proc"));
+  EXPECT_TRUE(FindMount("/proc/"));
+  EXPECT_FALSE(FindMount("/proc/self"));
+  // A folder that is not there is no short way to the root.
+  EXPECT_FALSE(FindMount("/no-such-folder/proc"));
+  EXPECT_FALSE(FindMount(""));
 }
 
 TEST_F(MountTest, PublishAndRemovalShowWithinASecond) {

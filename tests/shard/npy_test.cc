@@ -4,6 +4,7 @@
 #include <map>
 #include <string>
 
+#include "base/coding.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {
@@ -117,6 +118,17 @@ TEST(NpyTest, NamesTypesThatAreNotRowsOfNumbers) {
                                      }() +
                                      ")}")),
               HasCode(Code::kUnsupported));
+}
+
+TEST(NpyTest, HeadersAreReadUpToAMebibyte) {
+  const auto offset = [](std::uint64_t header) {
+    std::string first("\x93NUMPY\x02\x00", 8);
+    first.resize(12);
+    StoreLittle(first.data() + 8, static_cast<std::uint32_t>(header - 12));
+    return NpyDataOffset(first);
+  };
+  EXPECT_THAT(offset(kMaxNpyHeader), IsOkAndHolds(kMaxNpyHeader));
+  EXPECT_THAT(offset(kMaxNpyHeader + 1), HasCode(Code::kUnsupported));
 }
 
 TEST(NpyTest, RefusesWhatIsNotTheLiteral) {

@@ -260,6 +260,20 @@ TEST_F(PublishStagingTest, CondemnedUntilItIsWrittenAnew) {
   EXPECT_EQ(BytesOf("again", "w"), bytes_);
 }
 
+TEST_F(PublishStagingTest, OfManyMissingMarksSixteenAreNamed) {
+  for (const std::uint32_t missing : {16u, 17u}) {
+    const std::string name = "step-" + std::to_string(missing);
+    const Staging staging =
+        Make(store_, name,
+             R"({"tensors": {"w": {"dtype": "u8", "shape": [4, 8]}}, "writers": )" +
+                 std::to_string(missing + 1) + "}");
+    ASSERT_OK(MakeDoneMark(fs(), staging, {missing, "", 0}));
+    const Status status = Publish(name).status();
+    EXPECT_THAT(status, HasMessage("14, 15"));
+    EXPECT_EQ(status.message().find("...") != std::string::npos, missing > 16) << status.message();
+  }
+}
+
 TEST_F(PublishStagingTest, MarksOfAllWritersAndTheirJournalsAreNeeded) {
   const Staging staging =
       Make(store_, "step", R"({"tensors": {"w": {"dtype": "u8", "shape": [4, 8]}}, "writers": 3})");

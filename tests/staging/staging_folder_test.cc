@@ -147,12 +147,16 @@ TEST_F(StagingFolderTest, EditsOfTheSchemaMergeAndConflictsFail) {
   EXPECT_THAT(conflict, HasCode(Code::kAlreadyExists));
   EXPECT_THAT(conflict, HasMessage("tensor w: f32 [2] here, bf16 [2] there"));
   EXPECT_THAT(add("3", R"({"writers": 3})"), HasMessage("writers: 2 here, 3 there"));
+  ASSERT_OK(add("2", R"({"placement": "rank-shard"})"));
+  ASSERT_OK(add("1", R"({"placement": "rank-shard"})"));
+  EXPECT_THAT(add("3", R"({"placement": "tensor-file"})"),
+              HasMessage("placement: rank-shard here, tensor-file there"));
   const auto merged = ReadSchemas(fs(), staging.directory);
   ASSERT_OK(merged);
   EXPECT_EQ(merged.value().tensors().size(), 2u);
   EXPECT_EQ(merged.value().writers(), 2u);
   EXPECT_THAT(NamesIn(staging.directory + "/schema"),
-              ElementsAre("1-0.json", "1-1.json", "2-0.json"));
+              ElementsAre("1-0.json", "1-1.json", "1-2.json", "2-0.json", "2-1.json"));
 }
 
 TEST_F(StagingFolderTest, OfConflictingEditsAtOnceAtMostOneSucceeds) {

@@ -153,6 +153,14 @@ class Strange(harness.ToolTest):
         (group / "u").mkdir()
         os.symlink(".zarray", group / "u" / ".zarray")
         self.assertEqual(self.run_tool("ls", group).stdout.split(), ["w"])
+        # What a damaged .zgroup stands above is lost, and named.
+        shutil.rmtree(group / "v")
+        shutil.rmtree(group / "u")
+        self.run_tool("verify", group)
+        self.array(group / "below" / "x")
+        (group / "below" / ".zgroup").write_text("{")
+        self.assertEqual(self.run_tool("ls", group).stdout.split(), ["w"])
+        self.assertIn("below/.zgroup", self.run_tool("verify", group, expect=1).stdout)
         # The one file of a checkpoint: nobody asked for anything wrong.
         copy = self.dir / "dcp"
         shutil.copytree(FIXTURES / "dcp-2.13" / "global", copy)
