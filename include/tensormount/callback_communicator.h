@@ -17,6 +17,10 @@ namespace tensormount {
 // Rust) in three functions. Everything else that a Communicator promises is made on top of them:
 // tags, any sizes, messages nobody asked for yet, wrong sizes, cancellation, heartbeats.
 //
+// Small ones travel in packets of 512 bytes at least, about 3 KiB a rank for a save with its plan
+// at hand. gloo's Work is done only while somebody waits for it, so that its host gives each
+// request a thread that does, and `test` asks whether that has returned.
+//
 // What the host must guarantee:
 //   Order    Messages from one rank to another meet the receives for them in the order in which
 //            both were started. A receive always has exactly the size of the message that it meets.

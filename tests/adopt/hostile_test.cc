@@ -16,6 +16,7 @@
 #include "index/foreign/pickle.h"
 #include "index/foreign/zip_archive.h"
 #include "tests/adopt/bytes.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
 #include "tests/support/temp_dir.h"
@@ -27,11 +28,7 @@ namespace stdfs = std::filesystem;
 
 constexpr std::uint64_t kMayTake = std::uint64_t{64} << 20;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kMemoryCounts = false;
-#else
-constexpr bool kMemoryCounts = true;
-#endif
+constexpr bool kMemoryCounts = !kSanitized;
 
 // A field of /proc/self/status in bytes.
 std::uint64_t MemoryField(const std::string& field) {

@@ -1,0 +1,66 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Two builds of ckptbench in turns: what became slower, and what faster.
+
+    bench/pairs.py OLD/bin/ckptbench build/release/bin/ckptbench [--minutes 15] [--only load,reshard] [--dir /dev/shm]
+
+Workload by workload, each build once, the one that begins changing from round to round, until the time is over. One
+JSON line a row of ckptbench: how many pairs, the medians of both (seconds, or seconds for a fixed amount of bytes), and
+of the ratios new / old of the pairs the median, the least and the most. On a machine that does nothing else.
+"""
+
+import argparse
+import collections
+import json
+import statistics
+import subprocess
+import time
+
+WORKLOADS = ["plan", "publish", "open", "hash", "validate", "save", "load", "reshard", "mount-read", "mount-ls",
+             "staging-write", "mount-write", "replicas", "async"]
+SIZE = ["--gib", "0.125", "--rounds", "2", "--tensors", "2000", "--chunks", "20"]
+
+
+def figures(binary, workload, folder):
+    """Row -> time. What is told as bytes a second is turned round."""
+    done = subprocess.run([binary, workload, *SIZE, "--dir", folder, "--json"], capture_output=True, text=True,
+                          timeout=300, check=True)
+    out = {}
+    for line in done.stdout.splitlines():
+        row = json.loads(line)
+        is_time = row["unit"] in ("s", "ms", "us", "ns")
+        out[f"{row['workload']}/{row['case']}"] = row["figure"] if is_time else 1 / row["figure"]
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--only", default=",".join(WORKLOADS))
+    parser.add_argument("--dir", default="/dev/shm")
+    args = parser.parse_args()
+    rows = collections.defaultdict(list)
+    end = time.monotonic() + 60 * args.minutes
+    turn = 0
+    while time.monotonic() < end:
+        for workload in args.only.split(","):
+            order = [args.old, args.new]
+            got = {binary: figures(binary, workload, args.dir) for binary in (order if turn % 2 else order[::-1])}
+            for row, old in got[args.old].items():
+                if row in got[args.new]:
+                    rows[row].append((old, got[args.new][row]))
+            if time.monotonic() > end:
+                break
+        turn += 1
+    for row, pairs in sorted(rows.items()):
+        ratios = [new / old for old, new in pairs]
+        print(json.dumps({"row": row, "pairs": len(pairs), "old": round(statistics.median(o for o, _ in pairs), 5),
+                          "new": round(statistics.median(n for _, n in pairs), 5),
+                          "ratio": round(statistics.median(ratios), 3), "least": round(min(ratios), 3),
+                          "most": round(max(ratios), 3)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
