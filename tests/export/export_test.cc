@@ -357,6 +357,40 @@ TEST_F(ExportTest, FailedWritesLeaveNothing) {
   }
 }
 
+TEST_F(ExportTest, IsCancelledAtAnyMoment) {
+  Write(DefaultTinySpec());
+  for (const ExportFormat format : {ExportFormat::kNpy, ExportFormat::kTorch}) {
+    for (const int ranks : {1, 3}) {
+      // Set at the n-th call to the filesystem of the destination, until one comes too late.
+      bool done = false;
+      for (int n = 0; !done; ++n) {
+        std::atomic<bool> cancel{n == 0};
+        std::atomic<int> calls{0};
+        ObservedFileSystem watched(HostFileSystem(), [&](const FileEvent& event) -> Status {
+          if (event.path.find("/out/") != std::string::npos && ++calls == n) cancel = true;
+          return {};
+        });
+        ExportOptions options;
+        options.format = format;
+        options.cancel = &cancel;
+        const auto result = Run("x", options, ranks, &watched);
+        done = result.ok();
+        if (done) {
+          EXPECT_THAT(Out(), ElementsAre("x"));
+          ASSERT_OK(HostFileSystem().RemoveTree(dir_.Join("out/x")));
+          // At the earliest by the rename, and what follows it.
+          EXPECT_GE(n, 5);
+          continue;
+        }
+        EXPECT_THAT(result.status(), HasCode(Code::kCancelled)) << n;
+        EXPECT_THAT(result.status().message(), HasSubstr("what was written is removed"));
+        EXPECT_THAT(Out(), IsEmpty()) << n;
+        ASSERT_LT(n, 1000);
+      }
+    }
+  }
+}
+
 TEST_F(ExportTest, DamageIsNamedAndNothingIsLeft) {
   Write(WideSpec());
   // Each data file, in its middle: some tensor is hit in one of them.
