@@ -4,6 +4,7 @@
 //
 // CRC-64/NVME by carry-less multiplication: several independent remainders are folded over the data
 // at once, because one multiplication takes several cycles but one can start every cycle.
+#include <array>
 #include <cstring>
 
 #include "base/crc64_math.h"
@@ -24,11 +25,9 @@ namespace {
 #define TENSORMOUNT_WIDE_INLINE \
   __attribute__((target("pclmul,sse4.1,avx512f,avx512vl,vpclmulqdq"), always_inline)) inline
 
-// For a pair that moves over `bits`: its high degrees (the low word) move 64 further.
-struct FoldPair {
-  std::uint64_t low;
-  std::uint64_t high;
-};
+// For a pair that moves over `bytes`: low and high word; the high degrees (the low word) move 64
+// further.
+using FoldPair = std::array<std::uint64_t, 2>;
 constexpr FoldPair FoldBy(int bytes) {
   return {FoldConstant(8 * bytes + 64), FoldConstant(8 * bytes)};
 }
@@ -39,7 +38,7 @@ constexpr FoldPair kFold128 = FoldBy(128);
 constexpr FoldPair kFold256 = FoldBy(256);
 
 TENSORMOUNT_CLMUL_INLINE __m128i Set(FoldPair k) {
-  return _mm_set_epi64x(static_cast<long long>(k.high), static_cast<long long>(k.low));
+  return _mm_set_epi64x(static_cast<long long>(k[1]), static_cast<long long>(k[0]));
 }
 
 TENSORMOUNT_CLMUL_INLINE __m128i Word(std::uint64_t v) {
@@ -141,7 +140,7 @@ TENSORMOUNT_CLMUL_INLINE std::uint64_t Finish(__m128i acc, unsigned char* dst,
     if (kCopy) dst += 16;
   }
   // acc * x^64 mod P: the low word moves over 128 bits, the high one into its place.
-  const __m128i k128 = Word(kFold16.high);
+  const __m128i k128 = Word(kFold16[1]);
   const __m128i v = _mm_xor_si128(_mm_clmulepi64_si128(acc, k128, 0x00), _mm_srli_si128(acc, 8));
   return Tail<kCopy>(Reduce(v), dst, src, size);
 }

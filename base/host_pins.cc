@@ -19,15 +19,13 @@ namespace {
 
 constexpr std::string_view kDescriptors = "/proc/self/fd/";
 
-// Names of pinned folders by descriptor.
-struct PinNames {
-  std::mutex mutex;
-  std::map<int, std::string> names;
-};
+constinit std::mutex pins_mutex;
 
-PinNames& AllPins() {
-  static PinNames* const pins = new PinNames;  // Never destroyed: others may still fail.
-  return *pins;
+// Names of pinned folders by descriptor; only under pins_mutex.
+std::map<int, std::string>& PinNames() {
+  static auto* const names =
+      new std::map<int, std::string>;  // Never destroyed: others may still fail.
+  return *names;
 }
 
 }  // namespace
@@ -45,16 +43,16 @@ Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& p
   std::string name = ShownPath(path);
   if (name.ends_with("/.")) name.resize(name.size() - 2);
   {
-    std::lock_guard lock(AllPins().mutex);
-    AllPins().names[fd] = std::move(name);
+    std::lock_guard lock(pins_mutex);
+    PinNames()[fd] = std::move(name);
   }
   // The name goes before the descriptor: as soon as that is closed, its number may be another
   // folder's.
   return std::shared_ptr<const std::string>(new std::string(std::move(pinned)),
                                             [fd](const std::string* p) {
                                               {
-                                                std::lock_guard lock(AllPins().mutex);
-                                                AllPins().names.erase(fd);
+                                                std::lock_guard lock(pins_mutex);
+                                                PinNames().erase(fd);
                                               }
                                               close(fd);
                                               delete p;
@@ -67,9 +65,9 @@ std::string ShownPath(const std::string& path) {
   int fd = -1;
   const auto [rest, error] = std::from_chars(path.data() + kDescriptors.size(), end, fd);
   if (error != std::errc() || (rest != end && *rest != '/')) return path;
-  std::lock_guard lock(AllPins().mutex);
-  const auto it = AllPins().names.find(fd);
-  return it == AllPins().names.end() ? path : it->second + std::string(rest, end);
+  std::lock_guard lock(pins_mutex);
+  const auto it = PinNames().find(fd);
+  return it == PinNames().end() ? path : it->second + std::string(rest, end);
 }
 
 Status HostError(int error, std::string_view action, const std::string& path) {

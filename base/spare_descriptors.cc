@@ -9,34 +9,32 @@
 namespace tensormount {
 namespace {
 
-struct Keepers {
-  std::mutex mutex;
-  std::set<const SpareDescriptors*> all;
-};
+constinit std::mutex keepers_mutex;
 
-Keepers& AllKeepers() {
-  static Keepers* const keepers = new Keepers;  // Never destroyed: others may still open files.
+// Only under keepers_mutex. Never destroyed: others may still open files.
+std::set<const SpareDescriptors*>& Keepers() {
+  static auto* const keepers = new std::set<const SpareDescriptors*>;
   return *keepers;
 }
 
 }  // namespace
 
 SpareDescriptors::SpareDescriptors(std::function<void()> let_go) : let_go_(std::move(let_go)) {
-  std::lock_guard lock(AllKeepers().mutex);
-  AllKeepers().all.insert(this);
+  std::lock_guard lock(keepers_mutex);
+  Keepers().insert(this);
 }
 
 SpareDescriptors::~SpareDescriptors() {
-  std::lock_guard lock(AllKeepers().mutex);
-  AllKeepers().all.erase(this);
+  std::lock_guard lock(keepers_mutex);
+  Keepers().erase(this);
 }
 
 // Under the lock, so that no keeper is destroyed while it is asked. All are asked, not one after
 // the other until there is a descriptor: how many the caller still needs nobody knows.
 bool SpareDescriptors::LetGo() {
-  std::lock_guard lock(AllKeepers().mutex);
-  for (const SpareDescriptors* keeper : AllKeepers().all) keeper->let_go_();
-  return !AllKeepers().all.empty();
+  std::lock_guard lock(keepers_mutex);
+  for (const SpareDescriptors* keeper : Keepers()) keeper->let_go_();
+  return !Keepers().empty();
 }
 
 }  // namespace tensormount

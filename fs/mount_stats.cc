@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 #include <nlohmann/json.hpp>
 
@@ -22,34 +23,15 @@ std::string StatsLine(const nlohmann::ordered_json& json) {
 
 namespace {
 
-struct OpFacts {
-  std::string_view name;
-  Tier tier = Tier::kDaemon;
-};
-
-// In the order of Op.
-constexpr std::array<OpFacts, kOps> kFacts = {{
-    {.name = "lookup"},
-    {.name = "getattr"},
-    {.name = "readdir"},
-    {.name = "open"},
-    {.name = "read"},
-    {.name = "readlink"},
-    {.name = "xattr"},
-    {.name = "statfs"},
-    {.name = "refused"},
-    {.name = "other"},
-    {.name = "open", .tier = Tier::kPassthrough},
-    {.name = "open", .tier = Tier::kStaging},
-    {.name = "read", .tier = Tier::kStaging},
-    {.name = "create", .tier = Tier::kStaging},
-    {.name = "write", .tier = Tier::kStaging},
-    {.name = "flush", .tier = Tier::kStaging},
-    {.name = "fsync", .tier = Tier::kStaging},
-    {.name = "setattr", .tier = Tier::kStaging},
-    {.name = "mkdir", .tier = Tier::kStaging},
-    {.name = "remove", .tier = Tier::kStaging},
-    {.name = "rename", .tier = Tier::kStaging},
+// The name and the tier of each, in the order of Op.
+constexpr std::array<std::pair<std::string_view, Tier>, kOps> kFacts = {{
+    {"lookup", Tier::kDaemon}, {"getattr", Tier::kDaemon},   {"readdir", Tier::kDaemon},
+    {"open", Tier::kDaemon},   {"read", Tier::kDaemon},      {"readlink", Tier::kDaemon},
+    {"xattr", Tier::kDaemon},  {"statfs", Tier::kDaemon},    {"refused", Tier::kDaemon},
+    {"other", Tier::kDaemon},  {"open", Tier::kPassthrough}, {"open", Tier::kStaging},
+    {"read", Tier::kStaging},  {"create", Tier::kStaging},   {"write", Tier::kStaging},
+    {"flush", Tier::kStaging}, {"fsync", Tier::kStaging},    {"setattr", Tier::kStaging},
+    {"mkdir", Tier::kStaging}, {"remove", Tier::kStaging},   {"rename", Tier::kStaging},
 }};
 static_assert(static_cast<std::size_t>(Op::kRename) + 1 == kOps);
 
@@ -63,9 +45,9 @@ std::string_view TierName(Tier tier) {
   return kNames[static_cast<std::size_t>(tier)];
 }
 
-std::string_view OpName(Op op) { return kFacts[static_cast<std::size_t>(op)].name; }
+std::string_view OpName(Op op) { return kFacts[static_cast<std::size_t>(op)].first; }
 
-Tier OpTier(Op op) { return kFacts[static_cast<std::size_t>(op)].tier; }
+Tier OpTier(Op op) { return kFacts[static_cast<std::size_t>(op)].second; }
 
 // 0 to 3 are classes of their own; from there on the two bits below the highest one tell.
 // Four classes for each power of two: 5 ns is 101b, so octave 1 and quarter 1 (the two bits behind
@@ -141,8 +123,8 @@ std::string MountStats::StatsJson() const {
     for (std::size_t i = 0; i < kOps; ++i) {
       const PerOp& op = ops_[i];
       const std::uint64_t requests = op.requests.load(std::memory_order_relaxed);
-      if (requests == 0 || kFacts[i].tier != static_cast<Tier>(t)) continue;
-      ops[std::string(kFacts[i].name)] = {
+      if (requests == 0 || kFacts[i].second != static_cast<Tier>(t)) continue;
+      ops[std::string(kFacts[i].first)] = {
           {"requests", requests},
           {"failed", op.failed.load(std::memory_order_relaxed)},
           {"p50_us", Microseconds(Percentile(op, 50))},
@@ -189,12 +171,12 @@ void MountStats::AddMetrics(MetricsText& text) const {
            "Bytes that the daemon compared with their hashes", load(bytes_verified_));
   text.One("open_files", Type::kGauge, "Files of the mount that programs have open",
            load(open_handles_));
-  const auto tier = [](std::size_t op) { return TierName(kFacts[op].tier); };
+  const auto tier = [](std::size_t op) { return TierName(kFacts[op].second); };
   text.Family("request_failures_total", Type::kCounter,
               "Requests that were answered with an error");
   for (std::size_t i = 0; i < kOps; ++i) {
     if (load(ops_[i].requests) == 0) continue;
-    text.Sample({{"tier", tier(i)}, {"operation", kFacts[i].name}}, load(ops_[i].failed));
+    text.Sample({{"tier", tier(i)}, {"operation", kFacts[i].first}}, load(ops_[i].failed));
   }
   text.Family("request_seconds", Type::kHistogram,
               "Time from the arrival of a request to its answer");
@@ -209,15 +191,15 @@ void MountStats::AddMetrics(MetricsText& text) const {
       // The class that ends just below the bound is the last one of it.
       for (; next < kClasses && UpperBound(next) < bound; ++next) below += load(op.latency[next]);
       const std::string le = MetricsText::Number(static_cast<double>(bound) / 1e9);
-      text.Part("_bucket", {{"tier", tier(i)}, {"operation", kFacts[i].name}, {"le", le}},
+      text.Part("_bucket", {{"tier", tier(i)}, {"operation", kFacts[i].first}, {"le", le}},
                 std::to_string(below));
     }
     for (; next < kClasses; ++next) below += load(op.latency[next]);
-    text.Part("_bucket", {{"tier", tier(i)}, {"operation", kFacts[i].name}, {"le", "+Inf"}},
+    text.Part("_bucket", {{"tier", tier(i)}, {"operation", kFacts[i].first}, {"le", "+Inf"}},
               std::to_string(below));
-    text.Part("_sum", {{"tier", tier(i)}, {"operation", kFacts[i].name}},
+    text.Part("_sum", {{"tier", tier(i)}, {"operation", kFacts[i].first}},
               MetricsText::Number(static_cast<double>(load(op.total_ns)) / 1e9));
-    text.Part("_count", {{"tier", tier(i)}, {"operation", kFacts[i].name}}, std::to_string(below));
+    text.Part("_count", {{"tier", tier(i)}, {"operation", kFacts[i].first}}, std::to_string(below));
   }
 }
 

@@ -55,7 +55,7 @@ struct Program {
   LsArgs ls;
   InfoArgs info;
   CatArgs cat;
-  InitArgs init;
+  std::string new_store;
   DiffArgs diff;
   LayoutArgs layout;
   VerifyArgs verify;
@@ -67,7 +67,7 @@ struct Program {
   GcArgs gc;
   FsckArgs fsck;
   PublishArgs publish;
-  DoctorArgs doctor;
+  std::string doctored = ".";
   CheckArgs check;
 
   template <typename Args>
@@ -288,14 +288,14 @@ void AddLooking(Program& p) {
       ->capture_default_str();
 
   c = p.Command("doctor", "What this machine offers, what is missing and how to get it",
-                "tensormount doctor --dir /checkpoints", p.doctor, RunDoctor);
-  c->add_option("--dir", p.doctor.directory, "Whose filesystem to try")->capture_default_str();
+                "tensormount doctor --dir /checkpoints", p.doctored, RunDoctor);
+  c->add_option("--dir", p.doctored, "Whose filesystem to try")->capture_default_str();
 }
 
 void AddLifecycle(Program& p) {
   CLI::App* c = p.Command("init", "Makes an empty store, to be mounted and saved into",
-                          "tensormount init STORE", p.init, RunInit);
-  c->add_option("STORE", p.init.store)->required();
+                          "tensormount init STORE", p.new_store, RunInit);
+  c->add_option("STORE", p.new_store)->required();
 
   c = p.Command("rm", "Removes checkpoints; gc frees their space", "tensormount rm STORE/step-0",
                 p.rm, RunRm);
@@ -369,15 +369,11 @@ void AddNotBuilt(Program& p) {
 
 // mount(8) calls `mount.tensormount SOURCE MNT [-sfnvrw] [-N ns] [-t type] [-o opt,opt=value]`;
 // options are our long ones without dashes, and those that mount(8) itself understands are dropped.
-struct HelperCall {
-  std::vector<std::string> words;  // As of the command `mount`.
-  bool fake = false;               // -f: look at the arguments and mount nothing.
-};
-
-// Turns arguments of mount(8) into those of our `mount`. Example: SOURCE MNT -o
-// rw,noatime,views,hf-part-size=1GB becomes mount SOURCE MNT --views --hf-part-size=1GB. What
-// begins with "x-" is systemd's and fstab's.
-HelperCall FromMountHelper(int argc, const char* const* argv, const CLI::App& mount) {
+// Turns them into the words of our `mount`; `fake` is set by -f: look at the arguments, mount
+// nothing. Example: SOURCE MNT -o rw,noatime,views,hf-part-size=1GB becomes mount SOURCE MNT
+// --views --hf-part-size=1GB. What begins with "x-" is systemd's and fstab's.
+std::vector<std::string> FromMountHelper(int argc, const char* const* argv, const CLI::App& mount,
+                                         bool* fake) {
   // Options that mount(8) passes on though they are for the kernel or for itself. A mount of ours
   // is nosuid and nodev anyway (FUSE), and atime is never written.
   static constexpr std::string_view kGeneric[] = {
@@ -388,7 +384,8 @@ HelperCall FromMountHelper(int argc, const char* const* argv, const CLI::App& mo
       "strictatime",  "nodiratime", "lazytime",    "nolazytime", "silent", "loud",
       "iversion",     "noiversion", "nosymfollow", "mand",       "nomand", "diratime",
       "nostrictatime"};
-  HelperCall call{.words = {"mount"}};
+  std::vector<std::string> words = {"mount"};
+  *fake = false;
   bool read_only = false;
   bool sloppy = false;  // -s: options that nobody knows are no error.
   std::vector<std::string> options;
@@ -418,19 +415,19 @@ HelperCall FromMountHelper(int argc, const char* const* argv, const CLI::App& mo
       for (const char letter : arg.substr(1)) {
         if (letter == 'r' || letter == 'w') read_only = letter == 'r';
         sloppy = sloppy || letter == 's';
-        call.fake = call.fake || letter == 'f';
+        *fake = *fake || letter == 'f';
       }
     } else {
-      call.words.emplace_back(arg);
+      words.emplace_back(arg);
     }
   }
   // After all arguments were seen, because -s may come last.
   for (const std::string& option : options) {
     const std::string flag = "--" + option.substr(0, option.find('='));
-    if (!sloppy || mount.get_option_no_throw(flag) != nullptr) call.words.push_back("--" + option);
+    if (!sloppy || mount.get_option_no_throw(flag) != nullptr) words.push_back("--" + option);
   }
-  if (read_only) call.words.emplace_back("--read-only");
-  return call;
+  if (read_only) words.emplace_back("--read-only");
+  return words;
 }
 
 // The error line of words that are no command line of ours, with what was probably meant.
@@ -516,11 +513,12 @@ int Run(int argc, const char* const* argv) {
   const std::string_view self = argc > 0 ? argv[0] : "";
   try {
     if (self.substr(self.rfind('/') + 1) == "mount.tensormount") {
-      const HelperCall call = FromMountHelper(argc, argv, *app.get_subcommand("mount"));
+      bool fake = false;
+      const auto words = FromMountHelper(argc, argv, *app.get_subcommand("mount"), &fake);
       // CLI11 wants them in reverse order.
-      app.parse(std::vector<std::string>(call.words.rbegin(), call.words.rend()));
+      app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
       // mount -f: only the arguments are checked.
-      if (call.fake) return kDone;
+      if (fake) return kDone;
     } else {
       app.parse(argc, argv);
     }

@@ -77,11 +77,8 @@ struct LoadArgs {
 // ranks.
 int RunLoad(const LoadArgs& args, Terminal& terminal);
 
-struct InitArgs {
-  std::string store;
-};
 // Makes an empty store; one that is there already stays as it is.
-int RunInit(const InitArgs& args, Terminal& terminal);
+int RunInit(const std::string& path, Terminal& terminal);
 
 struct LsArgs {
   std::string source;
@@ -253,12 +250,10 @@ struct CheckArgs {
 // The judgement is that of a save (collective/layout), over ranks that exist on paper only.
 int RunCheck(const CheckArgs& args, Terminal& terminal);
 
-struct DoctorArgs {
-  std::string directory = ".";  // Whose filesystem is looked at.
-};
-// What this machine offers, what is missing, and how to get it.
+// What this machine offers, what is missing, and how to get it; `directory` is that whose
+// filesystem is looked at.
 // 2 only where the folder cannot be written; what is merely missing is told, and is no failure.
-int RunDoctor(const DoctorArgs& args, Terminal& terminal);
+int RunDoctor(const std::string& directory, Terminal& terminal);
 
 }  // namespace tensormount::tools
 

@@ -177,7 +177,7 @@ void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& ou
 
 }  // namespace
 
-int RunDoctor(const DoctorArgs& args, Terminal& terminal) {
+int RunDoctor(const std::string& directory, Terminal& terminal) {
   std::vector<Diagnosis> findings;
   findings.push_back({"kernel", true, KernelRelease(), ""});
   findings.push_back(Fuse());
@@ -196,7 +196,7 @@ int RunDoctor(const DoctorArgs& args, Terminal& terminal) {
   findings.push_back({"digest", true,
                       Crc64IsAccelerated() ? "by carry-less multiplication" : "by tables (slow)",
                       ""});
-  FileSystemFeatures(args.directory, findings);
+  FileSystemFeatures(directory, findings);
 
   bool usable = true;
   for (const Diagnosis& finding : findings) {

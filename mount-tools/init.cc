@@ -9,9 +9,9 @@
 
 namespace tensormount::tools {
 
-int RunInit(const InitArgs& args, Terminal& terminal) {
-  const Result<Store> there = Store::Open(HostFileSystem(), args.store);
-  const Result<Store> store = Store::OpenOrCreate(HostFileSystem(), args.store);
+int RunInit(const std::string& path, Terminal& terminal) {
+  const Result<Store> there = Store::Open(HostFileSystem(), path);
+  const Result<Store> store = Store::OpenOrCreate(HostFileSystem(), path);
   if (!store.ok()) return terminal.Fail(store.status());
   if (terminal.json) {
     terminal.Json(nlohmann::ordered_json{{"store", store.value().path()},

@@ -137,18 +137,15 @@ int InfoObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRecor
 }
 
 // Bytes of all data files, and when it was published.
-struct StoredDetails {
-  std::uint64_t bytes = 0;
-  std::int64_t created = 0;
-};
-
-Result<StoredDetails> DetailsOf(const std::string& folder, const Terminal& terminal) {
+Status ReadDetails(const std::string& folder, const Terminal& terminal, std::uint64_t* bytes,
+                   std::int64_t* created) {
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const auto opened,
       OpenedCheckpoint::Open(HostFileSystem(), folder, {.roots = terminal.roots}));
-  StoredDetails details{.bytes = 0, .created = opened->index().info().created};
-  for (const FileRecord& file : opened->index().files()) details.bytes += file.length;
-  return details;
+  *created = opened->index().info().created;
+  *bytes = 0;
+  for (const FileRecord& file : opened->index().files()) *bytes += file.length;
+  return {};
 }
 
 int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal) {
@@ -162,17 +159,14 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
   int worst = kDone;
   for (const CheckpointListing& listed : list.value()) {
     CheckpointListing item = listed;
-    StoredDetails details;
+    std::uint64_t bytes = 0;
+    std::int64_t created = 0;
     if (args.details && item.problem.ok()) {
-      const auto opened = DetailsOf(source.path + "/" + item.name, terminal);
-      if (opened.ok()) {
-        details = opened.value();
-      } else if (opened.status().code() == Code::kNotFound) {
-        continue;  // Removed meanwhile.
-      } else {
-        item.problem = opened.status();
-        item.state = opened.status().code() == Code::kDataLoss ? CheckpointListing::State::kDamaged
-                                                               : CheckpointListing::State::kUnread;
+      item.problem = ReadDetails(source.path + "/" + item.name, terminal, &bytes, &created);
+      if (item.problem.code() == Code::kNotFound) continue;  // Removed meanwhile.
+      if (!item.problem.ok()) {
+        item.state = item.problem.code() == Code::kDataLoss ? CheckpointListing::State::kDamaged
+                                                            : CheckpointListing::State::kUnread;
       }
     }
     const bool is_latest =
@@ -187,14 +181,14 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
                                      {"generation", item.generation},
                                      {"latest", is_latest}};
       if (args.details && item.problem.ok()) {
-        json["created"] = details.created;
-        json["file_bytes"] = details.bytes;
+        json["created"] = created;
+        json["file_bytes"] = bytes;
       }
       if (!item.problem.ok()) json["problem"] = item.problem.ToString();
       terminal.Json(json);
     } else if (item.problem.ok() && args.details) {
-      terminal.Line(DetailsLine(terminal, item.generation, DateText(details.created),
-                                HumanBytes(details.bytes), is_latest, item.name));
+      terminal.Line(DetailsLine(terminal, item.generation, DateText(created), HumanBytes(bytes),
+                                is_latest, item.name));
     } else if (item.problem.ok()) {
       terminal.Line(
           fmt::format("{}\tgeneration {}\t{}", item.name, item.generation, item.uuid.ToString()));

@@ -8,6 +8,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <utility>
 
 #include <fmt/core.h>
 
@@ -22,13 +23,9 @@ namespace {
 
 constexpr std::string_view kLongFolder = "%+";
 
-struct FixedName {
-  std::string_view name;
-  NodeRole role;
-};
 // In the order in which they are listed, and so removed by `rm -r`: without schema.json the others
 // are empty.
-constexpr FixedName kFixedNames[] = {
+constexpr std::pair<std::string_view, NodeRole> kFixedNames[] = {
     {"slices", NodeRole::kSlices},          {"tensors", NodeRole::kTensors},
     {"objects", NodeRole::kObjects},        {"done", NodeRole::kDone},
     {"report.json", NodeRole::kReportJson}, {"report.txt", NodeRole::kReportText},
@@ -178,10 +175,10 @@ Result<StagedNode> StagingTree::ChildOfStaging(const StagedNode& parent, std::st
   StagedNode child;
   child.of = parent.of;
   StagedCheckpoint& of = *parent.of;
-  for (const FixedName& fixed : kFixedNames) {
-    if (name != fixed.name) continue;
-    child.role = fixed.role;
-    switch (fixed.role) {
+  for (const auto& [fixed, role] : kFixedNames) {
+    if (name != fixed) continue;
+    child.role = role;
+    switch (role) {
       case NodeRole::kSchema: {
         if (of.EditSize(true)) return child;
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
@@ -469,15 +466,15 @@ std::optional<StagingTree::Node> StagingTree::StatKnown(std::uint64_t item) {
 
 Status StagingTree::ListStaging(const StagedNode& folder, std::uint64_t cookie, const Visit& fn) {
   std::uint64_t next = 0;
-  for (const FixedName& fixed : kFixedNames) {
+  for (const auto& [name, role] : kFixedNames) {
     if (++next <= cookie) continue;
-    const Result<StagedNode> child = ChildOfStaging(folder, fixed.name);
+    const Result<StagedNode> child = ChildOfStaging(folder, name);
     if (child.status().code() == Code::kNotFound) continue;
     TENSORMOUNT_RETURN_IF_ERROR(child.status());
     Attributes a;
     a.kind = child.value().folder() ? FileKind::kDirectory : FileKind::kFile;
     a.inode = child.value().Inode();
-    if (!fn(fixed.name, a, next)) return {};
+    if (!fn(name, a, next)) return {};
   }
   return {};
 }
