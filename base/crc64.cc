@@ -7,6 +7,7 @@
 // (exclusive or) of what each of its runs contributes, moved up by the bytes behind it: a
 // multiplication by x^(8n) modulo the polynomial, which Crc64Shift prepares by squaring. That is
 // what makes digests of tensors independent of how they were cut.
+#include <array>
 #include <cstring>
 
 #include "base/crc64_math.h"
@@ -33,7 +34,7 @@ std::uint64_t ExtendPortable(std::uint64_t state, void* dst, const void* src, st
 
 std::uint64_t MultiplyByBits(std::uint64_t a, std::uint64_t b) { return MultiplyPortable(a, b); }
 
-constexpr Form kPortable = {"portable", ExtendPortable, MultiplyByBits};
+constexpr Form kPortable = {"portable", ExtendPortable, MultiplyByBits, nullptr};
 
 // Before this is initialised (another file's static initialiser hashing) the portable form serves.
 const Form* chosen = [] {
@@ -82,6 +83,29 @@ Crc64Shift::Crc64Shift(std::uint64_t bytes) : factor_(crc64::kInverseX) {
 }
 
 Crc64 Crc64Shift::Apply(Crc64 crc) const { return crc64::Chosen().multiply(crc, factor_); }
+
+// Fewer do not pay for what is made for all of them.
+constexpr std::size_t kFewRows = 4;
+
+Crc64 Crc64Rows(const void* data, std::ptrdiff_t step, std::size_t run, std::size_t rows,
+                std::uint64_t distance) {
+  const auto* src = static_cast<const std::byte*>(data);
+  const crc64::Form& form = crc64::Chosen();
+  const Crc64Shift shift(distance);
+  if (form.rows == nullptr || run < crc64::kLaneBytes || run > crc64::kLongestRow ||
+      rows < kFewRows) {
+    Crc64 crc = 0;
+    for (; rows > 0; --rows, src += step) crc = shift.Apply(crc) ^ Crc64Extend(0, src, run);
+    return crc;
+  }
+  // The inversions at both ends of a run, as bytes that are added to it.
+  std::array<std::byte, crc64::kLongestRow> ones{};
+  const std::size_t padded = crc64::PaddedRun(run);
+  std::memset(ones.data() + (padded - run), 0xFF, 8);
+  std::memcpy(ones.data() + (padded - 8), &crc64::kFinalOnes, 8);
+  return form.rows(src, step, run, rows, {Crc64Shift(distance + 8).factor(), shift.factor()},
+                   ones.data());
+}
 
 Crc64 Crc64Combine(Crc64 a, Crc64 b, std::uint64_t b_bytes) {
   return Crc64Shift(b_bytes).Apply(a) ^ b;

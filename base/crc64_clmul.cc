@@ -4,7 +4,9 @@
 //
 // CRC-64/NVME by carry-less multiplication: several independent remainders are folded over the data
 // at once, because one multiplication takes several cycles but one can start every cycle.
+#include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstring>
 
 #include "base/crc64_math.h"
@@ -19,15 +21,17 @@ namespace {
 // By function and not by file: the file's other functions are called before anybody knows what the
 // processor can do. The helpers are always inlined, because a call would pass vectors through
 // memory.
-#define TENSORMOUNT_CLMUL __attribute__((target("pclmul,sse4.1")))
-#define TENSORMOUNT_CLMUL_INLINE __attribute__((target("pclmul,sse4.1"), always_inline)) inline
-#define TENSORMOUNT_WIDE __attribute__((target("pclmul,sse4.1,avx512f,avx512vl,vpclmulqdq")))
-#define TENSORMOUNT_WIDE_INLINE \
-  __attribute__((target("pclmul,sse4.1,avx512f,avx512vl,vpclmulqdq"), always_inline)) inline
+#define TENSORMOUNT_CLMUL __attribute__((target("pclmul,ssse3,sse4.1")))
+#define TENSORMOUNT_CLMUL_INLINE \
+  __attribute__((target("pclmul,ssse3,sse4.1"), always_inline)) inline
+#define TENSORMOUNT_WIDE \
+  __attribute__((target("pclmul,ssse3,sse4.1,avx512f,avx512bw,avx512vl,vpclmulqdq")))
+#define TENSORMOUNT_WIDE_INLINE                                                      \
+  __attribute__((target("pclmul,ssse3,sse4.1,avx512f,avx512bw,avx512vl,vpclmulqdq"), \
+                 always_inline)) inline
 
 // For a pair that moves over `bytes`: low and high word; the high degrees (the low word) move 64
 // further.
-using FoldPair = std::array<std::uint64_t, 2>;
 constexpr FoldPair FoldBy(int bytes) {
   return {FoldConstant(8 * bytes + 64), FoldConstant(8 * bytes)};
 }
@@ -190,6 +194,12 @@ TENSORMOUNT_CLMUL std::uint64_t ExtendClmul(std::uint64_t state, void* dst, cons
   return ExtendLanes<true>(state, static_cast<unsigned char*>(dst), from, size);
 }
 
+TENSORMOUNT_WIDE_INLINE __m512i SetWide(FoldPair k) {
+  const auto low = static_cast<long long>(k[0]);
+  const auto high = static_cast<long long>(k[1]);
+  return _mm512_set_epi64(high, low, high, low, high, low, high, low);
+}
+
 // Four pairs at once, and the bytes that come next added in the same instruction (0x96 is the
 // exclusive or of three).
 TENSORMOUNT_WIDE_INLINE __m512i FoldWide(__m512i v, __m512i k, __m512i next) {
@@ -214,7 +224,7 @@ TENSORMOUNT_WIDE_INLINE __m128i FoldBulk(std::uint64_t state, unsigned char*& ds
   __m512i a2 = LoadWide<kCopy>(dst, src, 128);
   __m512i a3 = LoadWide<kCopy>(dst, src, 192);
   a0 = _mm512_xor_si512(a0, _mm512_zextsi128_si512(Word(state)));
-  const __m512i k = _mm512_broadcast_i32x4(Set(kFold256));
+  const __m512i k = SetWide(kFold256);
   for (;;) {
     size -= kBlock;
     src += kBlock;
@@ -225,10 +235,10 @@ TENSORMOUNT_WIDE_INLINE __m128i FoldBulk(std::uint64_t state, unsigned char*& ds
     a2 = FoldWide(a2, k, LoadWide<kCopy>(dst, src, 128));
     a3 = FoldWide(a3, k, LoadWide<kCopy>(dst, src, 192));
   }
-  const __m512i k128 = _mm512_broadcast_i32x4(Set(kFold128));
+  const __m512i k128 = SetWide(kFold128);
   a0 = FoldWide(a0, k128, a2);
   a1 = FoldWide(a1, k128, a3);
-  a0 = FoldWide(a0, _mm512_broadcast_i32x4(Set(kFold64)), a1);
+  a0 = FoldWide(a0, SetWide(kFold64), a1);
   __m128i b0 = _mm512_castsi512_si128(a0);
   __m128i b1 = _mm512_extracti32x4_epi32(a0, 1);
   const __m128i b2 = _mm512_extracti32x4_epi32(a0, 2);
@@ -257,12 +267,144 @@ TENSORMOUNT_WIDE std::uint64_t ExtendWide(std::uint64_t state, void* dst, const 
   return ExtendWideLanes<true>(state, static_cast<unsigned char*>(dst), from, size);
 }
 
-constexpr Form kClmul = {"pclmul", ExtendClmul, MultiplyClmul};
-constexpr Form kWide = {"vpclmulqdq", ExtendWide, MultiplyClmul};
+// Runs that are added up: the lanes of a run stay where they are while the runs go by, each sum
+// moved on by the distance to the next run. What a CRC costs at its begin and end is paid once for
+// all of them, and the chain of multiplications in a lane is as long as there are runs, not as a
+// run is: the lanes side by side hide it.
+TENSORMOUNT_WIDE_INLINE __m512i SumWide(__m512i sum, __m512i k, __m512i row, __m512i ones) {
+  return FoldWide(sum, k, _mm512_xor_si512(row, ones));
+}
+
+// Runs of kLanes lanes from `src` on; of the first lane, bytes that `mask` leaves out are zero.
+template <int kLanes>
+TENSORMOUNT_WIDE_INLINE std::uint64_t RowsOfLanes(const std::byte* src, std::ptrdiff_t step,
+                                                  std::size_t rows, __mmask64 mask, __m512i k,
+                                                  const std::byte* ones) {
+  __m512i sum[kLanes];
+  __m512i one[kLanes];
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; ++i) {
+    sum[i] = _mm512_setzero_si512();
+    one[i] = _mm512_loadu_si512(ones + 64 * i);
+  }
+  for (; rows > 0; --rows, src += step) {
+    sum[0] = SumWide(sum[0], k, _mm512_maskz_loadu_epi8(mask, src), one[0]);
+#pragma GCC unroll 8
+    for (int i = 1; i < kLanes; ++i) {
+      sum[i] = SumWide(sum[i], k, _mm512_loadu_si512(src + 64 * i), one[i]);
+    }
+  }
+  std::array<std::byte, 64 * kLanes> all;
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; ++i) _mm512_storeu_si512(all.data() + 64 * i, sum[i]);
+  _mm256_zeroupper();
+  return ExtendWide(0, nullptr, all.data(), all.size());
+}
+
+TENSORMOUNT_WIDE std::uint64_t RowsWide(const std::byte* src, std::ptrdiff_t step, std::size_t run,
+                                        std::size_t rows, FoldPair by, const std::byte* ones) {
+  const std::size_t before = PaddedRun(run) - run;
+  const __mmask64 mask = ~std::uint64_t{0} << before;
+  const __m512i k = SetWide(by);
+  src -= before;
+  switch (PaddedRun(run) / kLaneBytes) {
+    case 1:
+      return RowsOfLanes<1>(src, step, rows, mask, k, ones);
+    case 2:
+      return RowsOfLanes<2>(src, step, rows, mask, k, ones);
+    case 3:
+      return RowsOfLanes<3>(src, step, rows, mask, k, ones);
+    case 4:
+      return RowsOfLanes<4>(src, step, rows, mask, k, ones);
+    case 5:
+      return RowsOfLanes<5>(src, step, rows, mask, k, ones);
+    case 6:
+      return RowsOfLanes<6>(src, step, rows, mask, k, ones);
+    case 7:
+      return RowsOfLanes<7>(src, step, rows, mask, k, ones);
+    default:
+      return RowsOfLanes<8>(src, step, rows, mask, k, ones);
+  }
+}
+
+// A strip of eight lanes goes down rows that the first-level cache holds, then the next strip.
+constexpr std::size_t kRowsBlock = 24 * 1024;
+constexpr int kStripLanes = 8;
+
+// The same with lanes of 16 bytes.
+TENSORMOUNT_CLMUL_INLINE __m128i SumNarrow(__m128i sum, __m128i k, __m128i row,
+                                           const std::byte* ones) {
+  const __m128i one = _mm_loadu_si128(reinterpret_cast<const __m128i*>(ones));
+  return _mm_xor_si128(Fold(sum, k), _mm_xor_si128(row, one));
+}
+
+TENSORMOUNT_CLMUL_INLINE __m128i LoadRow(const std::byte* src) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(src));
+}
+
+template <int kLanes>
+TENSORMOUNT_CLMUL_INLINE void StripNarrow(const std::byte* src, std::ptrdiff_t step,
+                                          std::size_t rows, __m128i k, std::byte* sums,
+                                          const std::byte* ones) {
+  auto* const kept = reinterpret_cast<__m128i*>(sums);
+  __m128i sum[kLanes];
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; ++i) sum[i] = _mm_load_si128(kept + i);
+  for (std::size_t r = 0; r < rows; ++r, src += step) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes; ++i) {
+      sum[i] = SumNarrow(sum[i], k, LoadRow(src + 16 * i), ones + 16 * i);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; ++i) _mm_store_si128(kept + i, sum[i]);
+}
+
+TENSORMOUNT_CLMUL std::uint64_t RowsNarrow(const std::byte* src, std::ptrdiff_t step,
+                                           std::size_t run, std::size_t rows, FoldPair by,
+                                           const std::byte* ones) {
+  alignas(16) std::array<std::byte, kLongestRow> all{};
+  std::byte* const sums = all.data();
+  const std::size_t padded = PaddedRun(run);
+  const std::size_t before = padded - run;
+  const std::size_t part = before % 16;  // Bytes of the run's first lane that are not its own.
+  const __m128i k = Set(by);
+  // Moves a lane's bytes up by `part` and clears those below.
+  const __m128i up =
+      _mm_sub_epi8(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                   _mm_set1_epi8(static_cast<char>(part)));
+  const std::size_t at_once = std::max<std::size_t>(1, kRowsBlock / padded);
+  for (std::size_t r = 0; r < rows; r += at_once) {
+    const std::size_t n = std::min(at_once, rows - r);
+    std::size_t at = before - part;
+    if (part != 0) {
+      auto* const kept = reinterpret_cast<__m128i*>(sums + at);
+      __m128i sum = _mm_load_si128(kept);
+      const std::byte* row = src;
+      for (std::size_t i = 0; i < n; ++i, row += step) {
+        sum = SumNarrow(sum, k, _mm_shuffle_epi8(LoadRow(row), up), ones + at);
+      }
+      _mm_store_si128(kept, sum);
+      at += 16;
+    }
+    for (; padded - at >= 16 * kStripLanes; at += 16 * kStripLanes) {
+      StripNarrow<kStripLanes>(src + at - before, step, n, k, sums + at, ones + at);
+    }
+    for (; at < padded; at += 16) {
+      StripNarrow<1>(src + at - before, step, n, k, sums + at, ones + at);
+    }
+    src += static_cast<std::ptrdiff_t>(n) * step;
+  }
+  return ExtendClmul(0, nullptr, sums, padded);
+}
+
+constexpr Form kClmul = {"pclmul", ExtendClmul, MultiplyClmul, RowsNarrow};
+constexpr Form kWide = {"vpclmulqdq", ExtendWide, MultiplyClmul, RowsWide};
 
 bool HasClmul() {
   __builtin_cpu_init();  // Callers may be static initialisers.
-  return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+  return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("ssse3") &&
+         __builtin_cpu_supports("sse4.1");
 }
 
 }  // namespace
@@ -270,8 +412,8 @@ bool HasClmul() {
 const Form* ClmulForm() { return HasClmul() ? &kClmul : nullptr; }
 
 const Form* WideClmulForm() {
-  if (!HasClmul() || !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512vl") ||
-      !__builtin_cpu_supports("vpclmulqdq")) {
+  if (!HasClmul() || !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("vpclmulqdq")) {
     return nullptr;
   }
   return &kWide;

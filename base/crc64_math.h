@@ -50,6 +50,15 @@ constexpr std::uint64_t MultiplyPortable(std::uint64_t a, std::uint64_t b) {
 // x^-1 mod P, which exists because P has the term 1: (P - 1) / x.
 inline constexpr std::uint64_t kInverseX = (kReflected << 1) | 1;
 
+// The eight bytes whose CRC is all ones where no inversion is made: all ones divided by x^64. As
+// the last bytes of a run they stand for the inversion at its end, as eight bytes of ones do for
+// that at its begin.
+inline constexpr std::uint64_t kFinalOnes = [] {
+  std::uint64_t v = ~std::uint64_t{0};
+  for (int i = 0; i < 64; ++i) v = (v >> 63) != 0 ? ((v ^ kReflected) << 1) | 1 : v << 1;
+  return v;
+}();
+
 // kBytePowers[k] is x^(8 * 2^k - 1) mod P: multiplied by it, a value moves up by 2^k bytes. Each is
 // the square of the one before: (8 * 2^k - 1) * 2 and the product's own x are 8 * 2^(k + 1) - 1. By
 // the bits of a distance n, any shift is a product of at most 64 of them (Crc64Shift).
@@ -107,6 +116,20 @@ inline constexpr auto kTables = [] {
 using ExtendFn = std::uint64_t (*)(std::uint64_t state, void* dst, const void* src,
                                    std::size_t size);
 using MultiplyFn = std::uint64_t (*)(std::uint64_t a, std::uint64_t b);
+// Factors that move a pair of words up: its lower word, and its higher one.
+using FoldPair = std::array<std::uint64_t, 2>;
+
+// Runs that are added up by lanes: the lanes of a run end where it ends, so that the first is
+// short, with zeros before it.
+inline constexpr std::size_t kLaneBytes = 64;
+inline constexpr std::size_t kLongestRow = 512;
+constexpr std::size_t PaddedRun(std::size_t run) {
+  return (run + kLaneBytes - 1) / kLaneBytes * kLaneBytes;
+}
+// Of runs of 64 to kLongestRow bytes, each moved on by `by` for the next one: the CRC of their sum,
+// without inversions, for which `ones`, of PaddedRun(run) bytes, is added to each run instead.
+using RowsFn = std::uint64_t (*)(const std::byte* src, std::ptrdiff_t step, std::size_t run,
+                                 std::size_t rows, FoldPair by, const std::byte* ones);
 
 // One way to compute it. All forms give the same numbers for all inputs, which base/hash_test
 // compares with Crc64Bitwise; they differ in speed alone, so a file may be written with one and
@@ -115,6 +138,7 @@ struct Form {
   const char* name;
   ExtendFn extend;
   MultiplyFn multiply;
+  RowsFn rows;  // Null: run by run is as good.
 };
 
 // Tables; works everywhere.

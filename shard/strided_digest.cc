@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a box of a tensor contributes to its digest, from memory in which it has any strides. The
 // CRC of a tensor is over its row-major bytes; a box is runs of them. Each run is hashed and moved
-// up by the bytes behind it, not run by run but by Horner's rule along the axes: two
-// multiplications a run, whatever the number of axes. Short runs are gathered first, because to
-// begin and end a CRC costs as much as some tens of bytes.
+// up by the bytes behind it, not run by run but by Horner's rule along the axes, and along the
+// innermost one by Crc64Rows, for which runs of 64 bytes and up are as good as one long run.
+// Shorter ones are gathered first, because to begin and end a CRC costs as much as some tens of
+// bytes.
 #include "shard/strided_digest.h"
 
 #include <algorithm>
@@ -21,6 +22,9 @@ namespace {
 constexpr std::int64_t kScratchBytes = 256 * 1024;
 // Below this a run is cheaper gathered first: starting and ending a CRC costs tens of bytes' time.
 constexpr std::int64_t kShortRun = 64;
+// Up to this a copy and then Crc64Rows of what was copied, which is in cache, is faster than both
+// in one pass.
+constexpr std::int64_t kRowRun = 512;
 
 // Loops around runs that are contiguous in both memories and in the tensor, in the tensor's order:
 // a copy of which each axis also says how far it moves in the tensor.
@@ -143,30 +147,43 @@ class Gatherer {
 
   Crc64 Digest() const {
     const std::int64_t row = nest_.Bytes(joined_);
-    const bool several = joined_ > 0 && joined_ < nest_.copy.axes && row * 2 <= kScratchBytes;
+    const bool in_place = joined_ == nest_.copy.axes;  // Runs of the tensor are runs of memory.
+    const bool several = joined_ > 0 && (in_place || row * 2 <= kScratchBytes);
     const int outer = several ? joined_ - 1 : joined_;
-    const std::vector<Crc64Shift> shifts = ShiftsOf(nest_, joined_);
+    const std::vector<Crc64Shift> shifts = ShiftsOf(nest_, outer);
     return Horner(nest_, shifts, 0, outer, nest_.copy.src_offset, 0,
                   [&](std::int64_t src, std::int64_t) {
-                    return several ? Rows(shifts, outer, row, src) : Run(joined_, src, 0);
+                    if (!several) return Run(joined_, src, 0);
+                    return in_place ? RowsInPlace(outer, src) : Rows(outer, row, src);
                   });
   }
 
  private:
+  // The runs along an axis, where they are.
+  Crc64 RowsInPlace(int axis, std::int64_t src) const {
+    const StridedCopy::Axis& x = nest_.axis(axis);
+    return Crc64Rows(base_ + src, x.src, static_cast<std::size_t>(nest_.run()),
+                     static_cast<std::size_t>(x.count),
+                     static_cast<std::uint64_t>(nest_.step(axis)));
+  }
+
   // Whole rows of the tensor, as many at a time as scratch holds, so that cache lines of a
   // transposed memory serve all of them.
-  Crc64 Rows(const std::vector<Crc64Shift>& shifts, int axis, std::int64_t row,
-             std::int64_t src) const {
+  Crc64 Rows(int axis, std::int64_t row, std::int64_t src) const {
     const StridedCopy::Axis& x = nest_.axis(axis);
     const std::int64_t at_once = kScratchBytes / row;
+    const auto step = static_cast<std::uint64_t>(nest_.step(axis));
+    const Crc64Shift block(static_cast<std::uint64_t>(at_once) * step);
     Crc64 crc = 0;
     for (std::int64_t i = 0; i < x.count; i += at_once) {
       const std::int64_t rows = std::min(at_once, x.count - i);
       Gather(axis, rows, src + i * x.src);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        crc = Shifted(shifts, axis, crc) ^
-              Crc64Extend(0, scratch_.get() + r * row, static_cast<std::size_t>(row));
+      if (crc != 0) {
+        crc = (rows == at_once ? block : Crc64Shift(static_cast<std::uint64_t>(rows) * step))
+                  .Apply(crc);
       }
+      crc ^= Crc64Rows(scratch_.get(), row, static_cast<std::size_t>(row),
+                       static_cast<std::size_t>(rows), step);
     }
     return crc;
   }
@@ -232,8 +249,8 @@ Dims StepsOfPart(const StridedCopy& plan, const Box& part, std::int64_t StridedC
 }
 
 // Halves the outermost axis until a block fits scratch memory, and so the second-level cache. The
-// two halves' contributions add up like those of two boxes, because that is what they are. Short
-// runs: copies block by block and reads each block's digest from the destination.
+// two halves' contributions add up like those of two boxes, because that is what they are. Copies
+// block by block and reads each block's digest from the destination.
 Crc64 CopyThenDigest(const DigestNest& nest, const std::byte* src, std::byte* dst,
                      const Dims& byte_shape) {
   if (nest.copy.axes == 0 || nest.Bytes(0) <= kScratchBytes) {
@@ -280,7 +297,7 @@ void ExecuteCopyWithDigest(const StridedCopy& plan, const Box& part, const std::
   nest.copy.dst_offset = plan.dst_offset;
   AddAxes(part, StepsOfPart(plan, part, &StridedCopy::Axis::src),
           StepsOfPart(plan, part, &StridedCopy::Axis::dst), byte_shape, nest);
-  if (nest.run() < kShortRun) {
+  if (nest.run() <= kRowRun) {
     *contribution ^= CopyThenDigest(nest, src, dst, byte_shape);
     return;
   }

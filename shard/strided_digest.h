@@ -26,8 +26,8 @@ namespace tensormount {
 Crc64 DigestOfPlaced(const PlacedBox& placed, const std::byte* base, const Dims& byte_shape);
 
 // ExecuteCopy(plan, src, dst), where `plan` is PlanCopy(part, ..., ...), and the digest of what was
-// copied: XORs the contribution of `part` to *contribution. One pass over memory where runs are 64
-// bytes or more, otherwise a second one over blocks that are still in cache.
+// copied: XORs the contribution of `part` to *contribution. One pass over memory where runs are
+// over 512 bytes, otherwise a second one over blocks that are still in cache.
 void ExecuteCopyWithDigest(const StridedCopy& plan, const Box& part, const std::byte* src,
                            std::byte* dst, const Dims& byte_shape, Crc64* contribution);
 

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <sys/mman.h>
 #include <thread>
+#include <unistd.h>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -125,6 +127,59 @@ TEST_P(Crc64FormTest, MultipliesAsTheDefinitionDoes) {
     ASSERT_EQ(GetParam().multiply(a, b), crc64::MultiplyPortable(a, b));
   }
   EXPECT_EQ(GetParam().multiply(0x1234, crc64::kInverseX), 0x1234u);
+}
+
+// Every length of a run, so every mask of a first lane; steps that go back or repeat bytes, too.
+TEST_P(Crc64FormTest, RowsAddUpAsRunsOneByOneDo) {
+  if (GetParam().rows == nullptr) GTEST_SKIP() << "this form has none";
+  Random random(TestSeed());
+  const std::string data = random.Bytes(40000);
+  for (std::size_t run = crc64::kLaneBytes; run <= crc64::kLongestRow; ++run) {
+    const auto rows = static_cast<std::size_t>(random.Int(1, run % 16 == 0 ? 60 : 9));
+    const auto most = static_cast<std::int64_t>((data.size() - run) / rows);
+    const std::int64_t step = random.Int(0, most);
+    const bool back = random.Int(0, 3) == 0;
+    const char* const first = data.data() + (back ? static_cast<std::int64_t>(rows - 1) * step : 0);
+    const auto distance = static_cast<std::uint64_t>(random.Int(0, 1 << 20));
+    const Crc64Shift shift(distance);
+    Crc64 want = 0;
+    for (std::size_t r = 0; r < rows; ++r) {
+      const char* const at = first + static_cast<std::int64_t>(r) * (back ? -step : step);
+      want = shift.Apply(want) ^ Crc64Bitwise(0, at, run);
+    }
+    std::vector<std::byte> ones(crc64::PaddedRun(run));
+    std::memset(ones.data() + ones.size() - run, 0xFF, 8);
+    std::memcpy(ones.data() + ones.size() - 8, &crc64::kFinalOnes, 8);
+    const crc64::FoldPair by = {Crc64Shift(distance + 8).factor(), shift.factor()};
+    ASSERT_EQ(GetParam().rows(reinterpret_cast<const std::byte*>(first), back ? -step : step, run,
+                              rows, by, ones.data()),
+              want)
+        << run << " x " << rows << " by " << step << ", " << distance;
+    ASSERT_EQ(Crc64Rows(first, back ? -step : step, run, rows, distance), want) << run;
+  }
+}
+
+// The lanes of a first row begin before its memory, of which not a byte may be touched.
+TEST(Crc64Test, RowsReadNothingBesideThem) {
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  void* const map = mmap(nullptr, 3 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(map, MAP_FAILED);
+  auto* const middle = static_cast<std::byte*>(map) + page;
+  ASSERT_EQ(mprotect(middle, page, PROT_READ | PROT_WRITE), 0);
+  const std::string data = Random(TestSeed()).Bytes(page);
+  std::memcpy(middle, data.data(), page);
+  for (const std::size_t run : {65u, 100u, 127u, 449u, 511u}) {
+    const std::size_t rows = page / run;
+    const std::size_t rest = page - rows * run;
+    for (const std::size_t from : {std::size_t{0}, rest}) {
+      Crc64 want = 0;
+      for (std::size_t r = 0; r < rows; ++r) {
+        want = Crc64Shift(run).Apply(want) ^ Crc64Bitwise(0, data.data() + from + r * run, run);
+      }
+      EXPECT_EQ(Crc64Rows(middle + from, static_cast<std::ptrdiff_t>(run), run, rows, run), want);
+    }
+  }
+  munmap(map, 3 * page);
 }
 
 INSTANTIATE_TEST_SUITE_P(Forms, Crc64FormTest, testing::ValuesIn(Forms()),
