@@ -46,36 +46,55 @@ void OnBusError(int signal, siginfo_t* info, void* context) {
 
 }  // namespace
 
-void EnableMappingGuard() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    SignalAction action{};
-    action.sa_sigaction = OnBusError;
-    sigemptyset(&action.sa_mask);
-    // Not blocked while it is handled, since the handler is left by a jump.
-    action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
-    g_enabled.store(sigaction(SIGBUS, &action, &g_before) == 0, std::memory_order_release);
-  });
+bool EnableMappingGuard() {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  // Not a second time where another handler took ours away: it may pass on to ours, and ours to it.
+  if (g_enabled.load(std::memory_order_acquire)) return MappingGuarded();
+  SignalAction action{};
+  action.sa_sigaction = OnBusError;
+  sigemptyset(&action.sa_mask);
+  // Not blocked while it is handled, since the handler is left by a jump.
+  action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+  const bool good = sigaction(SIGBUS, &action, &g_before) == 0;
+  g_enabled.store(good, std::memory_order_release);
+  return good;
 }
 
-bool MappingGuarded() { return g_enabled.load(std::memory_order_acquire); }
+bool MappingGuarded() {
+  if (!g_enabled.load(std::memory_order_acquire)) return false;
+  SignalAction now{};
+  return sigaction(SIGBUS, nullptr, &now) == 0 && (now.sa_flags & SA_SIGINFO) != 0 &&
+         now.sa_sigaction == OnBusError;
+}
+
+void DisableMappingGuard() {
+  if (!MappingGuarded()) return;
+  sigaction(SIGBUS, &g_before, nullptr);
+  g_enabled.store(false, std::memory_order_release);
+}
 
 bool RunOnMapping(void (*fn)(void*), void* argument) {
-  if (!MappingGuarded()) {
+  if (!g_enabled.load(std::memory_order_acquire)) {
     fn(argument);
     return true;
   }
+  sigset_t bus;
+  sigset_t before;
+  sigemptyset(&bus);
+  sigaddset(&bus, SIGBUS);
+  pthread_sigmask(SIG_UNBLOCK, &bus, &before);
   sigjmp_buf escape;
   sigjmp_buf* const outer = t_escape;
-  // With the signal mask: what calls handlers for us (sanitizers) may block signals meanwhile.
-  if (sigsetjmp(escape, 1) != 0) {
-    t_escape = outer;
-    return false;
+  const bool good = sigsetjmp(escape, 0) == 0;
+  if (good) {
+    t_escape = &escape;
+    fn(argument);
   }
-  t_escape = &escape;
-  fn(argument);
   t_escape = outer;
-  return true;
+  // After a jump in any case: what calls handlers for us (sanitizers) may block signals meanwhile.
+  if (!good || sigismember(&before, SIGBUS) == 1) pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return good;
 }
 
 namespace {
@@ -135,6 +154,16 @@ bool Populate(const std::byte* data, std::size_t size, bool mincore_is_true) {
 
 bool InMemory(const std::byte* data, std::size_t size) {
   return ForEachBlock(data, size, AreInMemory);
+}
+
+bool LooksInMemory(const std::byte* data, std::size_t size) {
+  constexpr std::uintptr_t kEach = 64 * 1024;
+  const auto end = reinterpret_cast<std::uintptr_t>(data) + size;
+  auto at = reinterpret_cast<std::uintptr_t>(data) / kPageBytes * kPageBytes;
+  for (; at < end; at += kEach) {
+    if (!AreInMemory(at, at + 1)) return false;
+  }
+  return true;
 }
 
 }  // namespace tensormount

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 
+#include "tensormount/mapping_guard.h"
+
 // What is particular about memory that is a mapped file. Reading a mapped file that somebody cuts
 // short raises SIGBUS, which ends the process. A daemon that serves everybody's reads must answer
 // EIO instead.
@@ -14,16 +16,19 @@
 
 namespace tensormount {
 
-// From now on RunOnMapping survives it, in all threads. Takes over SIGBUS and passes on what is not
-// ours; for programs of our own, not for the library, whose host owns its signals. Idempotent.
-void EnableMappingGuard();
-
-// Whether it is enabled. Where not, what others may cut short at any time is better not mapped.
+// Whether the guard is there now: it was enabled (tensormount/mapping_guard.h), and no other
+// handler has been set since. Where not, what others may cut short at any time is better not
+// mapped. A system call; ask once for each stretch that is read.
 bool MappingGuarded();
 
+// Puts the handler back that was there before, where ours is still in use: for the end of a
+// library, whose code goes away, while no other thread reads. May be enabled again.
+void DisableMappingGuard();
+
 // Calls fn(argument), which reads from a mapping and may own nothing (it is left by a jump: no
-// destructors run). False where a page of it could not be had. Without EnableMappingGuard just
-// calls it.
+// destructors run). False where a page of it could not be had. Without the guard just calls it.
+// SIGBUS is not blocked meanwhile, whatever the thread does with it: a blocked one ends the
+// process.
 bool RunOnMapping(void (*fn)(void*), void* argument);
 
 // The same for a callable whose captures are references.
@@ -43,6 +48,8 @@ bool Populate(const std::byte* data, std::size_t size, bool mincore_is_true);
 // storage. By mincore, which says yes to a process that neither owns the file nor may write it:
 // good enough to choose how to read, and for safety only where the process owns the file.
 bool InMemory(const std::byte* data, std::size_t size);
+// The same of one page in 64 KiB, for large parts: to ask of all costs a fifth of reading them.
+bool LooksInMemory(const std::byte* data, std::size_t size);
 
 }  // namespace tensormount
 

@@ -14,11 +14,16 @@
 
 #include "tensormount/dtype.h"
 #include "tensormount/log.h"
+#include "tensormount/mapping_guard.h"
 
+#include "base/mapping.h"
 #include "lib/c_api.h"
 
 namespace tensormount::c_api {
 namespace {
+
+// A library that is unloaded leaves no handler behind.
+[[gnu::destructor]] void PutHandlerBack() { DisableMappingGuard(); }
 
 // One a thread, so that a message cannot be overwritten between a failure and the look at it by a
 // call on another thread.
@@ -355,6 +360,13 @@ tm_status tm_set_last_error(tm_status status, int error_number, const char* mess
     // No memory for the message: the status says it.
   }
   return status;
+}
+
+tm_status tm_enable_mapping_guard(void) {
+  return c_api::Call([&]() -> tensormount::Status {
+    if (tensormount::EnableMappingGuard()) return {};
+    return {tensormount::Code::kUnsupported, "SIGBUS cannot be handled here"};
+  });
 }
 
 tm_status tm_set_log_level(tm_log_level level) {

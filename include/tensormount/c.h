@@ -95,6 +95,12 @@ typedef void (*tm_log_sink)(void* context, tm_log_level level, const char* line)
 // again. Not from a sink.
 TM_EXPORT tm_status tm_set_log_sink(tm_log_sink sink, void* context);
 
+// Allows the library to read files where they are mapped, the fastest way to short runs: SIGBUS that
+// a page raises in a function of the library becomes the error of that function, and any other goes
+// to the handler that was there before. Once a process, after it has set handlers of its own; see
+// tensormount/mapping_guard.h. TM_UNSUPPORTED where the system refused.
+TM_EXPORT tm_status tm_enable_mapping_guard(void);
+
 // ---- Memory that is handed out -------------------------------------------------------------
 
 // Frees texts and bytes: what came through char** or void**.

@@ -18,6 +18,7 @@
 #include "tensormount/key_map.h"
 #include "tensormount/load.h"
 #include "tensormount/log.h"
+#include "tensormount/mapping_guard.h"
 #include "tensormount/optimizer.h"
 #include "tensormount/save.h"
 #include "tensormount/shard.h"

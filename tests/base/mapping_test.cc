@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/mapping.h"
 
+#include <atomic>
+#include <csignal>
 #include <cstddef>
 #include <fcntl.h>
 #include <string>
@@ -18,6 +20,8 @@
 
 namespace tensormount {
 namespace {
+
+using SignalAction = struct sigaction;  // sigaction alone is the function.
 
 constexpr std::size_t kBytes = 16 * 4096;
 
@@ -118,6 +122,55 @@ TEST_F(MappingGuardTest, InEveryThreadAndInsideItself) {
   }
   for (std::thread& thread : threads) thread.join();
   for (const int count : failed) EXPECT_EQ(count, 100);
+}
+
+// A thread that blocks all signals, as servers' threads do, would be ended by the fault.
+TEST_F(MappingGuardTest, WhereTheThreadBlocksTheSignal) {
+  ASSERT_EQ(ftruncate(fd_, 4096), 0);
+  std::thread([this] {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, nullptr);
+    std::size_t read = 0;
+    EXPECT_FALSE(Sum(&read));
+    EXPECT_EQ(read, 4096u);
+    sigset_t now;
+    pthread_sigmask(SIG_SETMASK, nullptr, &now);
+    EXPECT_EQ(sigismember(&now, SIGBUS), 1) << "the thread's mask is as it was";
+    EXPECT_EQ(sigismember(&now, SIGTERM), 1);
+  }).join();
+}
+
+std::atomic<int> g_hosts_signals{0};
+void HostsHandler(int) { ++g_hosts_signals; }
+
+// In a process of its own, whose handlers are ours to change.
+TEST(MappingGuardDeathTest, HandlersOfTheHost) {
+  EXPECT_EXIT(
+      {
+        const auto must = [](bool good, int line) {
+          if (!good) _exit(line % 200 + 1);
+        };
+        // Before ours: hears of what is not ours.
+        signal(SIGBUS, HostsHandler);
+        must(EnableMappingGuard() && MappingGuarded(), __LINE__);
+        raise(SIGBUS);
+        must(g_hosts_signals == 1, __LINE__);
+        // After ours: the guard is gone, and comes back with our handler.
+        SignalAction ours{};
+        SignalAction theirs{};
+        theirs.sa_handler = HostsHandler;
+        sigaction(SIGBUS, &theirs, &ours);
+        must(!MappingGuarded(), __LINE__);
+        DisableMappingGuard();  // Not in use: theirs stays.
+        sigaction(SIGBUS, &ours, &theirs);
+        must(theirs.sa_handler == HostsHandler && MappingGuarded(), __LINE__);
+        DisableMappingGuard();
+        sigaction(SIGBUS, nullptr, &theirs);
+        must(theirs.sa_handler == HostsHandler && !MappingGuarded(), __LINE__);
+        _exit(0);
+      },
+      testing::ExitedWithCode(0), "");
 }
 
 // What is not ours ends the process as it always did.

@@ -291,6 +291,7 @@ static void load_by_rules(const char* path) {
   OK(tm_set_log_sink(count_lines, &lines));
   OK(tm_load(request, path, comm, &options, NULL));
   CHECK(lines.lines == 1 && lines.level == TM_LOG_WARNING);
+  OK(tm_enable_mapping_guard());
   OK(tm_set_log_level(TM_LOG_ERROR));
   OK(tm_load(request, path, comm, &options, NULL));
   CHECK(lines.lines == 1);

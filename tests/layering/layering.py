@@ -51,6 +51,7 @@ PUBLIC_HEADERS = {
     "event.h": "collective",
     "key_map.h": "index",
     "log.h": "base",
+    "mapping_guard.h": "base",
     "load.h": "collective",
     "mpi.h": "collective",
     "save.h": "collective",
