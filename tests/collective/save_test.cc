@@ -2,8 +2,10 @@
 // What is saved comes back, whatever the dtype, the cut, the placement and the strides.
 #include "tensormount/save.h"
 
+#include <algorithm>
 #include <atomic>
 #include <map>
+#include <mutex>
 #include <set>
 #include <string>
 #include <sys/stat.h>
@@ -11,6 +13,8 @@
 
 #include <gtest/gtest.h>
 
+#include "base/byte_range.h"
+#include "base/file_system.h"
 #include "base/hash.h"
 #include "bench/counting_communicator.h"
 #include "collective/layout/layout_exchange.h"
@@ -339,6 +343,40 @@ TEST_F(SaveTest, ReplaceExistingExchanges) {
   ASSERT_OK(save(two, replace));
   EXPECT_EQ(ReadAll(Path("a")).count("two"), 1u);
   EXPECT_EQ(ReadAll(Path("a")).size(), 1u);
+}
+
+// The page cache keeps what one write brings as one page, as far as it is aligned: between two
+// multiples of 2 MiB of a file there is one write for each chunk, of memory of any strides.
+TEST_F(SaveTest, LargeChunksAreWrittenByPagesOf2MiB) {
+  constexpr std::uint64_t kPage = 2 * 1024 * 1024;
+  constexpr int kRanks = 3;
+  const RandomTensor w = MakeTensor("w", DType::kBF16, {3000, 1000});  // 6 MB, cut at 2 and 4.
+  for (const bool strided : {false, true}) {
+    std::mutex mutex;
+    std::map<std::string, std::vector<ByteRange>> writes;
+    ObservedFileSystem fs(HostFileSystem(), {}, [&](const FileEvent& event) {
+      if (event.op != FileOp::kWrite || event.path.find("/data/") == std::string::npos) return;
+      const std::lock_guard lock(mutex);
+      writes[event.path].push_back({event.offset, event.offset + event.size});
+    });
+    Random random(TestSeed());
+    const std::string path = Path(strided ? "b" : "a");
+    ASSERT_OK(OneVerdict(SaveOnThreads(
+        path, kRanks,
+        [&](int rank, RankState& state) {
+          state.Add(w, RowsOf(w.shape, rank, kRanks), strided ? &random : nullptr);
+        },
+        {}, [&](int) -> FileSystem& { return fs; })));
+    ASSERT_EQ(writes.size(), 1u);
+    std::vector<ByteRange>& all = writes.begin()->second;
+    std::sort(all.begin(), all.end(),
+              [](const ByteRange& a, const ByteRange& b) { return a.begin < b.begin; });
+    // Three chunks of 2,000,000 bytes: 2 MiB end in the second and in the third of them.
+    EXPECT_THAT(all, ElementsAre(ByteRange{0, 2000000}, ByteRange{2000000, kPage},
+                                 ByteRange{kPage, 4000000}, ByteRange{4000000, 2 * kPage},
+                                 ByteRange{2 * kPage, 6000000}));
+    EXPECT_EQ(ReadAll(path).at("w"), w.bytes);
+  }
 }
 
 TEST_F(SaveTest, RandomCutsAndStridesComeBack) {
