@@ -394,13 +394,15 @@ Status Collective::Agree(const Status& mine, std::string_view phase) {
 }
 
 Result<std::string> Collective::Decide(std::string_view mine, std::string_view phase,
-                                       const std::function<Result<std::string>(Parts&)>& decide) {
+                                       const std::function<Result<std::string>(Parts&)>& decide,
+                                       const Status& able) {
   const auto told = [&](Parts& parts, std::string* verdict) -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(*verdict, decide(parts));
     return {};
   };
   TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
-                               RunRound(*engine_, CollectiveOp::kDecide, phase, mine, told));
+                               RunRound(*engine_, CollectiveOp::kDecide, phase,
+                                        able.ok() ? Result<std::string_view>(mine) : able, told));
   return *payload;
 }
 

@@ -76,10 +76,12 @@ class Collective {
 
   // The general form of the above: everybody's bytes go to rank 0, `decide` turns them into what
   // all are told, or into a failure that all return. One exchange. `decide` runs at rank 0 only and
-  // may take the parts.
+  // may take the parts. A rank that has nothing to say because it failed comes with that, `able`,
+  // which then is the verdict of all, as in Agree.
   Result<std::string> Decide(
       std::string_view mine, std::string_view phase,
-      const std::function<Result<std::string>(std::vector<std::string>&)>& decide);
+      const std::function<Result<std::string>(std::vector<std::string>&)>& decide,
+      const Status& able = {});
   // A message between every two ranks that both know of it: `letters` of this rank, and `from`, the
   // ranks that have one for it. Each names a rank once; to oneself is fine, and so is an empty
   // text. Returns the texts in the order of `from`. Sizes need not be known beforehand, and no rank

@@ -90,7 +90,7 @@ class LoadJob {
         events_.Run("plan", &report_.plan_seconds, [&](std::uint64_t*) { return Plan(); }));
     TENSORMOUNT_RETURN_IF_ERROR(
         events_.Run("read", &report_.read_seconds, [&](std::uint64_t* bytes) {
-          const Status status = collective_.Agree(Guarded([&] { return ReadAll(); }), "load: read");
+          const Status status = Read();
           *bytes = direct_bytes_;
           return status;
         }));
@@ -115,7 +115,8 @@ class LoadJob {
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string told,
                                  collective_.Broadcast(where, "load: open"));
-    return collective_.Agree(Guarded([&] { return OpenAsTold(told); }), "load: open");
+    opened_ = Guarded([&] { return OpenAsTold(told); });  // The others hear of it when they meet.
+    return {};
   }
 
   // Rank 0: opens and says what was opened.
@@ -154,28 +155,21 @@ class LoadJob {
   // ---- Plan: nothing is written until this is over ----
 
   Status Plan() {
-    MeetingPart part;
+    Result<MeetingPart> part = MeetingPart();
     const Status prepared = Guarded([&]() -> Status {
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          part, PrepareMeeting(comm_, checkpoint_->index(), request_, path_, identity_, options_));
-      return {};
+      TENSORMOUNT_RETURN_IF_ERROR(opened_);
+      part = PrepareMeeting(comm_, checkpoint_->index(), request_, path_, identity_, options_);
+      return part.status();
     });
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(prepared, "load: requests"));
+    if (!prepared.ok()) part = prepared;
     TENSORMOUNT_ASSIGN_OR_RETURN(
         agreed_, Meet(
-                     comm_, collective_, checkpoint_->index(), std::move(part), options_,
-                     [&] { return Validate(); }, &report_.plan_reused));
+                     comm_, collective_, opened_.ok() ? &checkpoint_->index() : nullptr,
+                     std::move(part), options_, [&] { return Validate(); }, &report_.plan_reused));
     TENSORMOUNT_RETURN_IF_ERROR(ActOn(options_.not_stored, agreed_->not_stored, Code::kNotFound,
                                       "asked for, but not stored: ", report_.not_stored));
-    TENSORMOUNT_RETURN_IF_ERROR(ActOn(options_.not_requested, agreed_->not_requested,
-                                      Code::kInvalidArgument,
-                                      "stored, but asked for by no rank: ", report_.not_requested));
-    const Status targets = Guarded([&]() -> Status {
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          targets_, MakeTargets(agreed_->plan, *agreed_->resolved, request_, collective_.rank()));
-      return {};
-    });
-    return collective_.Agree(targets, "load: plan");
+    return ActOn(options_.not_requested, agreed_->not_requested, Code::kInvalidArgument,
+                 "stored, but asked for by no rank: ", report_.not_requested);
   }
 
   // The tensors that all ranks ask for, like those of a save. Collective.
@@ -222,9 +216,25 @@ class LoadJob {
     options_.progress->fetch_add(bytes, std::memory_order_relaxed);
   }
 
+  // One round: whether all could, and what is not proved yet.
+  Status Read() {
+    const Status able = Guarded([&] { return ReadAll(); });
+    std::string bits;
+    if (able.ok() && options_.verify == LoadVerify::kAuto) {
+      bits = Unproved(agreed_->plan, targets_);
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        unproved_, collective_.Decide(
+                       bits, "load: read",
+                       [](std::vector<std::string>& parts) { return UnprovedByAny(parts); }, able));
+    return {};
+  }
+
   // Everything that this rank reads for itself alone.
   Status ReadAll() {
     const CheckpointIndex& index = checkpoint_->index();
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        targets_, MakeTargets(agreed_->plan, *agreed_->resolved, request_, collective_.rank()));
     TENSORMOUNT_RETURN_IF_ERROR(ZeroUncovered(*agreed_->resolved, request_));
     std::vector<std::byte> staging;
     for (LoadTarget& target : targets_) {
@@ -287,12 +297,12 @@ class LoadJob {
   // ---- Prove ----
 
   Status Prove(std::uint64_t* bytes) {
-    if (options_.verify != LoadVerify::kAuto) return {};
-    TENSORMOUNT_ASSIGN_OR_RETURN(proved_, ProveByDigest(collective_, *checkpoint_, agreed_->plan,
-                                                        targets_, [&](std::uint64_t read) {
-                                                          report_.bytes_read += read;
-                                                          CountRead(read);
-                                                        }));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        proved_, ProveByDigest(collective_, *checkpoint_, agreed_->plan, targets_, unproved_,
+                               [&](std::uint64_t read) {
+                                 report_.bytes_read += read;
+                                 CountRead(read);
+                               }));
     for (const LoadTarget& target : targets_) {
       if (IsProved(target)) *bytes += target.bytes;
     }
@@ -333,9 +343,11 @@ class LoadJob {
   Collective collective_;
   PhaseEvents events_;
   std::shared_ptr<OpenedCheckpoint> checkpoint_;
+  Status opened_;  // On this rank.
   Hash128 identity_;
   std::shared_ptr<const AgreedPlan> agreed_;
   std::vector<LoadTarget> targets_;  // In file order; not the empty ones.
+  std::string unproved_;             // UnprovedByAny.
   std::vector<bool> proved_;         // By position in the plan: proved by digest.
   std::uint64_t direct_bytes_ = 0;
   LoadReport report_;

@@ -274,15 +274,18 @@ Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& in
 }
 
 Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& collective,
-                                               const CheckpointIndex& index, MeetingPart part,
+                                               const CheckpointIndex* index,
+                                               Result<MeetingPart> prepared,
                                                const LoadOptions& options,
                                                const std::function<Status()>& validate,
                                                bool* reused) {
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::string told,
-      collective.Decide(EncodeCard(part), "load: meet", [&](std::vector<std::string>& parts) {
-        return DecideOpening(parts, options.path);
-      }));
+      collective.Decide(
+          prepared.ok() ? EncodeCard(prepared.value()) : std::string(), "load: meet",
+          [&](std::vector<std::string>& parts) { return DecideOpening(parts, options.path); },
+          prepared.status()));
+  const MeetingPart part = std::move(prepared).value();
   TENSORMOUNT_ASSIGN_OR_RETURN(Opening opening, ReadOpening(told, collective.size()));
   *reused = opening.agreed.unchanged;
   if (opening.agreed.unchanged) {
@@ -296,7 +299,7 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
   agreed->job = opening.agreed.job;
   agreed->resolved = part.resolved;
   agreed->needs = part.needs;
-  TENSORMOUNT_RETURN_IF_ERROR(MeetOnKeys(collective, index, options, *agreed));
+  TENSORMOUNT_RETURN_IF_ERROR(MeetOnKeys(collective, *index, options, *agreed));
   std::vector<std::string> said;  // By rank: its request, where it speaks.
   const int me = collective.rank();
   if (opening.whole) {
@@ -304,10 +307,10 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
     TENSORMOUNT_ASSIGN_OR_RETURN(said, collective.AllGather(mine, "load: requests"));
   }
   const Status planned = Guarded([&]() -> Status {
-    LoadPlanner planner(index);
+    LoadPlanner planner(*index);
     if (opening.whole) {
       TENSORMOUNT_RETURN_IF_ERROR(
-          AddAll(index, options, part.resolved, me, opening.speakers, said, planner));
+          AddAll(*index, options, part.resolved, me, opening.speakers, said, planner));
     } else {
       planner.Add(me, *part.resolved);
     }

@@ -59,7 +59,8 @@ Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& in
                                    const StateDict& request, std::string_view path,
                                    const Hash128& identity, const LoadOptions& options);
 
-// Collective; the verdict is the same on every rank.
+// Collective; the verdict is the same on every rank, also where one could make no part of its own:
+// `prepared` is then why. `index` is null only there.
 //   1. 64 bytes from each rank: fingerprints of its request, of the call, and of the job whose plan
 //      it has at hand; machine, group, what it needs. Where all have the plan of this very job,
 //      that is all.
@@ -69,7 +70,8 @@ Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& in
 //      one rank of each set of equal requests sends its request to all.
 // `validate` is called between 1 and 2 where the plan is a new one and the options ask for it.
 Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& collective,
-                                               const CheckpointIndex& index, MeetingPart part,
+                                               const CheckpointIndex* index,
+                                               Result<MeetingPart> prepared,
                                                const LoadOptions& options,
                                                const std::function<Status()>& validate,
                                                bool* reused);

@@ -14,6 +14,20 @@
 namespace tensormount {
 namespace {
 
+Status OtherPlan() { return Status(Code::kInternal, "ranks do not agree on the plan of a load"); }
+
+void SetBit(std::string& bits, std::size_t i) {
+  bits[i / 8] = static_cast<char>(bits[i / 8] | (1 << (i % 8)));
+}
+
+std::string NoBits(const LoadPlan& plan) {
+  return std::string((plan.tensors.size() + 7) / 8, '\0');
+}
+
+std::size_t PositionIn(const LoadPlan& plan, const LoadTarget& target) {
+  return static_cast<std::size_t>(target.tensor - plan.tensors.data());
+}
+
 class Prover {
  public:
   Prover(Collective& collective, const OpenedCheckpoint& checkpoint, const LoadPlan& plan,
@@ -24,64 +38,29 @@ class Prover {
         targets_(targets),
         read_(read) {}
 
-  Result<std::vector<bool>> Run() {
-    TENSORMOUNT_RETURN_IF_ERROR(FindUnproved());
-    if (std::none_of(proving_.begin(), proving_.end(), [](bool b) { return b; })) return proving_;
-    const Status failure = Guarded([&] { return Contribute(); });
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(failure, "load: prove"));
+  Result<std::vector<bool>> Run(const std::string& unproved) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(proving_, ReadBits(unproved));
+    const Status able = Guarded([&] { return Contribute(); });
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const std::string told,
-        collective_.Decide(MyNumbers(), "load: prove",
-                           [&](std::vector<std::string>& parts) { return Judge(parts); }));
+        collective_.Decide(
+            able.ok() ? MyNumbers() : std::string(), "load: prove",
+            [&](std::vector<std::string>& parts) { return Judge(parts); }, able));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<bool> damaged, ReadBits(told));
     if (std::none_of(damaged.begin(), damaged.end(), [](bool b) { return b; })) return proving_;
     return Diagnose(damaged);
   }
 
  private:
-  std::size_t PositionOf(const LoadTarget& target) const {
-    return static_cast<std::size_t>(target.tensor - plan_.tensors.data());
-  }
+  std::size_t PositionOf(const LoadTarget& target) const { return PositionIn(plan_, target); }
 
-  static void SetBit(std::string& bits, std::size_t i) {
-    bits[i / 8] = static_cast<char>(bits[i / 8] | (1 << (i % 8)));
-  }
-  std::string NoBits() const { return std::string((plan_.tensors.size() + 7) / 8, '\0'); }
   Result<std::vector<bool>> ReadBits(const std::string& bits) const {
     std::vector<bool> out(plan_.tensors.size(), false);
-    if (bits.size() != NoBits().size()) return OtherPlan();
+    if (bits.size() != NoBits(plan_).size()) return OtherPlan();
     for (std::size_t i = 0; i < out.size(); ++i) {
       out[i] = ((static_cast<unsigned char>(bits[i / 8]) >> (i % 8)) & 1) != 0;
     }
     return out;
-  }
-  static Status OtherPlan() {
-    return Status(Code::kInternal, "ranks do not agree on the plan of a load");
-  }
-
-  // Sets proving_: the same on every rank.
-  Status FindUnproved() {
-    std::string bits = NoBits();
-    for (const LoadTarget& target : targets_) {
-      if (target.tensor->proof.possible && target.stats.bytes_by_leaf < target.bytes) {
-        SetBit(bits, PositionOf(target));
-      }
-    }
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        const std::string all,
-        collective_.Decide(bits, "load: prove",
-                           [&](std::vector<std::string>& parts) -> Result<std::string> {
-                             std::string any = NoBits();
-                             for (const std::string& part : parts) {
-                               if (part.size() != any.size()) return OtherPlan();
-                               for (std::size_t i = 0; i < any.size(); ++i) {
-                                 any[i] = static_cast<char>(any[i] | part[i]);
-                               }
-                             }
-                             return any;
-                           }));
-    TENSORMOUNT_ASSIGN_OR_RETURN(proving_, ReadBits(all));
-    return {};
   }
 
   Status Contribute() {
@@ -154,7 +133,7 @@ class Prover {
   Result<std::string> Judge(const std::vector<std::string>& parts) const {
     std::vector<ByteReader> in;
     for (const std::string& part : parts) in.emplace_back(part, "load: digests of a rank");
-    std::string damaged = NoBits();
+    std::string damaged = NoBits(plan_);
     for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
       if (!proving_[t]) continue;
       Crc64 found = 0;
@@ -218,13 +197,35 @@ class Prover {
 
 }  // namespace
 
-Result<std::vector<bool>> ProveByDigest(Collective& collective, const OpenedCheckpoint& checkpoint,
-                                        const LoadPlan& plan, std::span<const LoadTarget> targets,
-                                        const std::function<void(std::uint64_t)>& read) {
+std::string Unproved(const LoadPlan& plan, std::span<const LoadTarget> targets) {
   const bool any = std::any_of(plan.tensors.begin(), plan.tensors.end(),
                                [](const PlannedTensor& t) { return t.proof.possible; });
+  if (!any) return {};
+  std::string bits = NoBits(plan);
+  for (const LoadTarget& target : targets) {
+    if (target.tensor->proof.possible && target.stats.bytes_by_leaf < target.bytes) {
+      SetBit(bits, PositionIn(plan, target));
+    }
+  }
+  return bits;
+}
+
+Result<std::string> UnprovedByAny(std::span<const std::string> bits) {
+  std::string any = bits.front();
+  for (const std::string& of_rank : bits) {
+    if (of_rank.size() != any.size()) return OtherPlan();
+    for (std::size_t i = 0; i < any.size(); ++i) any[i] = static_cast<char>(any[i] | of_rank[i]);
+  }
+  return any;
+}
+
+Result<std::vector<bool>> ProveByDigest(Collective& collective, const OpenedCheckpoint& checkpoint,
+                                        const LoadPlan& plan, std::span<const LoadTarget> targets,
+                                        const std::string& unproved,
+                                        const std::function<void(std::uint64_t)>& read) {
+  const bool any = std::any_of(unproved.begin(), unproved.end(), [](char c) { return c != 0; });
   if (!any) return std::vector<bool>();
-  return Prover(collective, checkpoint, plan, targets, read).Run();
+  return Prover(collective, checkpoint, plan, targets, read).Run(unproved);
 }
 
 }  // namespace tensormount
