@@ -95,10 +95,21 @@ void CopyPlane(const CopyAxis& outer, const CopyAxis& inner, const std::byte* sr
 // plain loop (measured: 2 KiB of 16 KiB rows, 4.3 against 7.5 GB/s on an EPYC with AVX-512).
 constexpr std::uint64_t kLoopFrom = 256;
 constexpr std::uint64_t kLoopTo = 16 * 1024;
+// Where the next run is on the same page, the hardware's prefetching finds it, and that of a loop
+// is in its way (448 bytes of 1,792: 9.0 GB/s by memcpy alone, 6.8 with prefetching).
+constexpr std::int64_t kNear = 4096;
 
 void CopyRuns(std::uint64_t run, bool stream, const CopyAxis& outer, const CopyAxis& inner,
               const std::byte* src, std::byte* dst) {
   const bool loop = run >= kLoopFrom && run < kLoopTo;
+  if (!stream && run < kNear && std::llabs(inner.src) < kNear) {
+    for (std::int64_t i = 0; i < outer.count; ++i) {
+      for (std::int64_t j = 0; j < inner.count; ++j) {
+        std::memcpy(dst + i * outer.dst + j * inner.dst, src + i * outer.src + j * inner.src, run);
+      }
+    }
+    return;
+  }
   for (std::int64_t i = 0; i < outer.count; ++i) {
     const std::byte* from = src + i * outer.src;
     std::byte* to = dst + i * outer.dst;

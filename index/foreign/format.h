@@ -13,8 +13,9 @@
 
 #include "index/foreign/foreign.h"
 
-// Foreign formats. A new one is one file with a class of these two calls, a line in formats.cc
-// and a row in docs/formats-adopted.md; nothing else learns of it.
+// Foreign formats. A new one is a class of these two calls in a file of its own, declared below and
+// listed in formats.cc; docs/architecture.md ("I want to ...") has what goes with it. No command,
+// mount or reader learns of it otherwise.
 
 namespace tensormount {
 

@@ -30,6 +30,9 @@ static_assert(kPartBlockBytes % kLeafBytes == 0);
 
 std::uint64_t LeafBegin(std::uint64_t leaf) { return leaf * kLeafBytes; }
 
+// What ReadMapped copies before it hashes: both meet it in the second-level cache.
+constexpr std::uint64_t kMappedBlockBytes = 4 * kLeafBytes;
+
 // Whether every run begins where the one before it ends, or later.
 // From the innermost axis out: a step must not be smaller than what the axes within span.
 bool Rises(const StridedCopy& copy) {
@@ -40,6 +43,35 @@ bool Rises(const StridedCopy& copy) {
     end += (axis.count - 1) * axis.src;
   }
   return true;
+}
+
+// Whether what lies between the runs may be read with them: it is not much more than they are.
+bool IsDense(const StridedCopy& copy) { return copy.src_span() / kMostGaps <= copy.bytes(); }
+
+// Calls fn(part) for parts of a copy that rise in the file as its axes do, each of which spans no
+// more than `most` bytes of it, or is one run; as many steps of an axis at once as fit, or each by
+// the axes within. At most as deep as there are axes.
+template <typename Fn>
+Status ForEachBlock(const StridedCopy& copy, std::uint64_t most, const Fn& fn) {
+  const std::uint64_t span = copy.src_span();
+  if (span <= most || copy.axes == 0) return fn(copy);
+  const auto step = static_cast<std::uint64_t>(copy.axis[0].src);
+  const auto count = static_cast<std::uint64_t>(copy.axis[0].count);
+  const std::uint64_t within = span - (count - 1) * step;
+  const std::uint64_t at_once = within > most ? 1 : step == 0 ? count : (most - within) / step + 1;
+  for (std::uint64_t at = 0; at < count; at += at_once) {
+    const std::uint64_t n = std::min(at_once, count - at);
+    StridedCopy part = copy;
+    part.src_offset += static_cast<std::int64_t>(at * step);
+    part.dst_offset += static_cast<std::int64_t>(at) * copy.axis[0].dst;
+    part.axis[0].count = static_cast<std::int64_t>(n);
+    if (n == 1) {
+      --part.axes;
+      std::copy(copy.axis.begin() + 1, copy.axis.end(), part.axis.begin());
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(ForEachBlock(part, most, fn));
+  }
+  return Status();
 }
 
 // Order of axes does not change what is copied, only in which order; with the largest step
@@ -292,6 +324,8 @@ bool PartReader::ReadScattered(const StridedCopy& copy, std::byte* base) {
   return good;
 }
 
+bool PartReader::RisesWithFewGaps(const StridedCopy& copy) { return Rises(copy) && IsDense(copy); }
+
 // Choices, from best to worst: vectored read, window that moves forward, slabs.
 Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
   if (copy.run == 0) return Status();
@@ -305,7 +339,7 @@ Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
     return Status();
   }
   // Reading what lies between is worth it only where little does.
-  WindowReader window(*this, first + span, span - copy.bytes() <= copy.bytes());
+  WindowReader window(*this, first + span, IsDense(copy));
   Status status;
   copy.ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
     if (!status.ok()) return;
@@ -330,35 +364,48 @@ Status PartReader::ReadSlab(const StridedCopy& slab, std::byte* base) {
   return Status();
 }
 
-// Recursion over axes, at most as deep as there are axes. `within` is what one step of the
-// outermost axis spans: where that is more than a block, each step is a smaller problem of one axis
-// less.
 Status PartReader::ReadTransposed(const StridedCopy& copy, std::byte* base) {
-  const std::uint64_t span = copy.src_span();
-  if (span <= kPartBlockBytes) return ReadSlab(copy, base);
-  if (copy.axes == 0) {  // One long run.
-    return ReadRun(static_cast<std::uint64_t>(copy.src_offset) - where_.offset,
-                   base + copy.dst_offset, copy.run, {});
-  }
-  // As many steps of the outermost axis at once as a slab holds, or each by the axes within.
-  const auto step = static_cast<std::uint64_t>(copy.axis[0].src);
-  const auto count = static_cast<std::uint64_t>(copy.axis[0].count);
-  const std::uint64_t within = span - (count - 1) * step;
-  const std::uint64_t most = within > kPartBlockBytes ? 1
-                             : step == 0              ? count
-                                                      : (kPartBlockBytes - within) / step + 1;
-  for (std::uint64_t at = 0; at < count; at += most) {
-    const std::uint64_t n = std::min(most, count - at);
-    StridedCopy part = copy;
-    part.src_offset += static_cast<std::int64_t>(at * step);
-    part.dst_offset += static_cast<std::int64_t>(at) * copy.axis[0].dst;
-    part.axis[0].count = static_cast<std::int64_t>(n);
-    if (n == 1) {
-      --part.axes;
-      std::copy(copy.axis.begin() + 1, copy.axis.end(), part.axis.begin());
+  return ForEachBlock(copy, kPartBlockBytes, [&](const StridedCopy& part) {
+    if (part.src_span() <= kPartBlockBytes) return ReadSlab(part, base);
+    return ReadRun(static_cast<std::uint64_t>(part.src_offset) - where_.offset,  // One long run.
+                   base + part.dst_offset, part.run, {});
+  });
+}
+
+ByteRange PartReader::LeavesOf(const StridedCopy& copy) const {
+  const auto first = static_cast<std::uint64_t>(copy.src_offset) - where_.offset;
+  const std::uint64_t last = first + copy.src_span() - 1;
+  return {where_.offset + LeafBegin(first / kLeafBytes),
+          where_.offset + std::min(LeafBegin(last / kLeafBytes + 1), where_.length)};
+}
+
+Status PartReader::ReadMapped(const StridedCopy& copy, const std::byte* map, std::byte* base) {
+  const ByteRange leaves = LeavesOf(copy);
+  const std::byte* const range = map + where_.offset;
+  std::uint64_t leaf = (leaves.begin - where_.offset) / kLeafBytes;  // The next to be hashed.
+  // What is left by a jump owns nothing: hashes are compared outside.
+  const auto hash_until = [&](std::uint64_t end) -> Status {
+    for (; LeafBegin(leaf) < end; ++leaf) {
+      const std::uint64_t begin = LeafBegin(leaf);
+      const std::uint64_t bytes = std::min(kLeafBytes, where_.length - begin);
+      if (begin + bytes > end) break;
+      Hash128 found;
+      if (!RunOnMapping([&] { found = Xxh3(range + begin, bytes); })) {
+        return WhyNotThere(begin, bytes);
+      }
+      TENSORMOUNT_RETURN_IF_ERROR(CheckLeaf(leaf, found));
     }
-    TENSORMOUNT_RETURN_IF_ERROR(ReadTransposed(part, base));
-  }
+    return {};
+  };
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachBlock(copy, kMappedBlockBytes, [&](const StridedCopy& block) {
+    const auto at = static_cast<std::uint64_t>(block.src_offset) - where_.offset;
+    const std::uint64_t span = block.src_span();
+    if (!RunOnMapping([&] { ExecuteCopy(block, map, base); })) return WhyNotThere(at, span);
+    return hash_until(at + span);
+  }));
+  TENSORMOUNT_RETURN_IF_ERROR(hash_until(leaves.end - where_.offset));
+  stats_.bytes_read += leaves.size();
+  stats_.bytes_by_leaf += copy.bytes();
   return Status();
 }
 

@@ -5,7 +5,8 @@
 //
 // Part of a plan                      read by
 // one run, or runs of 32 KiB and more where they belong, hashed on the way
-// short runs with gaps between them   picked from a mapping where one is safe, else in windows
+// short runs with gaps between them   picked from a mapping where one is safe, else in windows;
+//                                     leaves that are to be checked are hashed there as well
 // neighbours in file and buffer       one read for all, then checked one by one
 //
 // After bytes that no hash proves, a foreign file is asked whether it is still what it was.
@@ -24,9 +25,6 @@
 
 namespace tensormount {
 namespace {
-
-// How much may be fetched for each byte that is wanted.
-constexpr std::uint64_t kMostGaps = 8;
 
 // Runs of at least this many bytes are read where they belong; shorter ones are gathered.
 constexpr std::uint64_t kLongRun = 32 * 1024;
@@ -89,6 +87,12 @@ const PlacedBox& Holder(std::span<const PlacedBox> placed, const Box& part) {
                        [&](const PlacedBox& p) { return p.box.Contains(part); });
 }
 
+// Of what stands where a part belongs.
+Crc64 DigestOfArrived(const CopyPlan::Part& part, const PlacedBox& dst, const std::byte* base,
+                      const Dims& byte_shape) {
+  return DigestOfPlaced({part.part, part.copy.dst_offset, dst.strides}, base, byte_shape);
+}
+
 // One part of a plan, from its file to where it belongs.
 Status ReadPart(PartReader& reader, std::uint64_t chunk_offset, bool extend,
                 const CopyPlan::Part& part, std::span<const PlacedBox> want, std::byte* base,
@@ -124,7 +128,16 @@ Status ReadPart(PartReader& reader, std::uint64_t chunk_offset, bool extend,
     const std::uint64_t end = static_cast<std::uint64_t>(copy.src_offset) + span;
     // Gaps in the file: pick from a mapping. Without gaps a read is as good where storage is waited
     // for, and checks leaves; from memory to memory short runs cost a third less without the
-    // kernel.
+    // kernel. Leaves that are to be checked whole are hashed there, too.
+    if (extend && MappingGuarded() && PartReader::RisesWithFewGaps(copy)) {
+      const ByteRange leaves = reader.LeavesOf(copy);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map, reader.MappingTo(leaves.end));
+      if (map != nullptr && LooksInMemory(map + leaves.begin, leaves.size())) {
+        TENSORMOUNT_RETURN_IF_ERROR(reader.ReadMapped(copy, map, base));
+        if (digest != nullptr) *digest ^= DigestOfArrived(part, dst, base, byte_shape);
+        return Status();
+      }
+    }
     if (!extend && (span != copy.bytes() || !reader.verifies())) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map, reader.MappingTo(end));
       // Without a guard a page that the disk does not give would end the program: all of them are
@@ -153,10 +166,7 @@ Status ReadPart(PartReader& reader, std::uint64_t chunk_offset, bool extend,
     }
     TENSORMOUNT_RETURN_IF_ERROR(reader.ReadStrided(copy, base));
   }
-  if (digest != nullptr) {
-    const PlacedBox arrived_box{part.part, copy.dst_offset, dst.strides};
-    *digest ^= DigestOfPlaced(arrived_box, base, byte_shape);
-  }
+  if (digest != nullptr) *digest ^= DigestOfArrived(part, dst, base, byte_shape);
   return Status();
 }
 
@@ -229,8 +239,7 @@ Status CheckJoined(PartReader& reader, std::uint64_t chunk_offset, const CopyPla
       reader.CheckRun(static_cast<std::uint64_t>(copy.src_offset) - chunk_offset,
                       base + copy.dst_offset, copy.run));
   if (digest != nullptr) {
-    const PlacedBox arrived_box{part.part, copy.dst_offset, Holder(want, part.part).strides};
-    *digest ^= DigestOfPlaced(arrived_box, base, byte_shape);
+    *digest ^= DigestOfArrived(part, Holder(want, part.part), base, byte_shape);
   }
   return Status();
 }
