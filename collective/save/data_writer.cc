@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One rank's data files written: chunks in the order of the task, hashed by leaves and by digest in
-// the same pass, block by block while a block is in the second-level cache, and written by 2 MiB.
-// Bytes are handed to the device as they come, so that the fsync at the end has little left to wait
-// for.
+// the same pass, block by block while a block is in the second-level cache. Bytes are handed to the
+// device as they come, so that the fsync at the end has little left to wait for.
 #include "collective/save/data_writer.h"
 
 #include <algorithm>
@@ -19,11 +18,11 @@
 namespace tensormount {
 namespace {
 
-// Gathered, hashed and digested block by block: a block stays in the second-level cache meanwhile.
+// Hashed, digested and written block by block: a block stays in the second-level cache meanwhile.
+// Blocks end at multiples of this in the file, since the page cache keeps what one aligned write
+// brings as one page: who maps the file meets one fault there instead of several. (Larger ones were
+// tried: docs/performance.md.)
 constexpr std::size_t kCopyBlockBytes = 256 * 1024;
-// Of a file what lies between two multiples of this is written by one call, so that the page cache
-// holds it as one page of 2 MiB: who maps the file meets one fault there instead of 8 to 512.
-constexpr std::uint64_t kWriteBytes = 2 * 1024 * 1024;
 // Small pieces are put together to writes of this size.
 constexpr std::size_t kBufferBytes = 1024 * 1024;
 // The device begins with what was written when there is this much of it, so that it works while
@@ -83,7 +82,7 @@ class DataWriter {
         progress_(progress),
         cancel_(cancel),
         read_(read),
-        scratch_(std::make_unique_for_overwrite<std::byte[]>(kWriteBytes)) {
+        scratch_(std::make_unique_for_overwrite<std::byte[]>(kCopyBlockBytes)) {
     out_.inventory.info.uuid = staging.uuid;
   }
 
@@ -186,27 +185,16 @@ class DataWriter {
     record.first_leaf = out_.leaves.size();
     LeafHasher hasher;
     for (std::uint64_t done = 0; done < chunk.bytes;) {
-      const std::uint64_t end =
-          std::min(chunk.bytes, done + kWriteBytes - out.offset() % kWriteBytes);
-      // What stands in memory as it is to stand in the file comes as one piece, too.
-      const std::byte* piece = nullptr;
-      std::size_t size = 0;
-      while (done < end) {
-        TENSORMOUNT_RETURN_IF_ERROR(CheckCancel());
-        // Blocks are whole leaves of the chunk, wherever in the file it begins.
-        const auto n = static_cast<std::size_t>(
-            std::min<std::uint64_t>(kCopyBlockBytes - done % kCopyBlockBytes, end - done));
-        TENSORMOUNT_ASSIGN_OR_RETURN(
-            const std::byte* data,
-            source.value().Fetch(chunk.begin + done, n, scratch_.get() + size));
-        hasher.Update(data, n);
-        tensor.digest ^= source.value().Digest(chunk.begin + done, n, data);
-        if (size == 0) piece = data;
-        size += n;
-        done += n;
-      }
-      TENSORMOUNT_RETURN_IF_ERROR(out.Append(piece, size));
-      Written(file, size);
+      TENSORMOUNT_RETURN_IF_ERROR(CheckCancel());
+      const auto n = static_cast<std::size_t>(std::min<std::uint64_t>(
+          kCopyBlockBytes - out.offset() % kCopyBlockBytes, chunk.bytes - done));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* data,
+                                   source.value().Fetch(chunk.begin + done, n, scratch_.get()));
+      hasher.Update(data, n);
+      tensor.digest ^= source.value().Digest(chunk.begin + done, n, data);
+      TENSORMOUNT_RETURN_IF_ERROR(out.Append(data, n));
+      done += n;
+      Written(file, n);
     }
     record.hash = TakeLeaves(hasher);
     tensor.extents.Append(record);

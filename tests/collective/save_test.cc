@@ -345,12 +345,14 @@ TEST_F(SaveTest, ReplaceExistingExchanges) {
   EXPECT_EQ(ReadAll(Path("a")).size(), 1u);
 }
 
-// The page cache keeps what one write brings as one page, as far as it is aligned: between two
-// multiples of 2 MiB of a file there is one write for each chunk, of memory of any strides.
-TEST_F(SaveTest, LargeChunksAreWrittenByPagesOf2MiB) {
-  constexpr std::uint64_t kPage = 2 * 1024 * 1024;
+// The page cache keeps what one aligned write brings as one page: between two multiples of 256 KiB
+// of a file there is one write for each chunk, of memory of any strides.
+TEST_F(SaveTest, LargeChunksAreWrittenByAlignedBlocks) {
+  constexpr std::uint64_t kBlock = 256 * 1024;
   constexpr int kRanks = 3;
-  const RandomTensor w = MakeTensor("w", DType::kBF16, {3000, 1000});  // 6 MB, cut at 2 and 4.
+  const RandomTensor w = MakeTensor("w", DType::kBF16, {750, 1000});
+  SaveOptions options;
+  options.placement = PlacementRule::kTensorFile;
   for (const bool strided : {false, true}) {
     std::mutex mutex;
     std::map<std::string, std::vector<ByteRange>> writes;
@@ -366,15 +368,17 @@ TEST_F(SaveTest, LargeChunksAreWrittenByPagesOf2MiB) {
         [&](int rank, RankState& state) {
           state.Add(w, RowsOf(w.shape, rank, kRanks), strided ? &random : nullptr);
         },
-        {}, [&](int) -> FileSystem& { return fs; })));
+        options, [&](int) -> FileSystem& { return fs; })));
     ASSERT_EQ(writes.size(), 1u);
     std::vector<ByteRange>& all = writes.begin()->second;
     std::sort(all.begin(), all.end(),
               [](const ByteRange& a, const ByteRange& b) { return a.begin < b.begin; });
-    // Three chunks of 2,000,000 bytes: 2 MiB end in the second and in the third of them.
-    EXPECT_THAT(all, ElementsAre(ByteRange{0, 2000000}, ByteRange{2000000, kPage},
-                                 ByteRange{kPage, 4000000}, ByteRange{4000000, 2 * kPage},
-                                 ByteRange{2 * kPage, 6000000}));
+    // Three chunks of 500,000 bytes, cut where a block ends.
+    EXPECT_THAT(all,
+                ElementsAre(ByteRange{0, kBlock}, ByteRange{kBlock, 500000},
+                            ByteRange{500000, 2 * kBlock}, ByteRange{2 * kBlock, 3 * kBlock},
+                            ByteRange{3 * kBlock, 1000000}, ByteRange{1000000, 4 * kBlock},
+                            ByteRange{4 * kBlock, 5 * kBlock}, ByteRange{5 * kBlock, 1500000}));
     EXPECT_EQ(ReadAll(path).at("w"), w.bytes);
   }
 }
