@@ -39,12 +39,21 @@ Status ReadClasses(ByteReader& in, std::uint32_t world, RankClasses& class_of) {
 }
 
 void AgreementMaker::Add(std::span<const std::uint64_t> brought, std::uint64_t kept) {
-  all_.Update(brought.data(), brought.size_bytes());
+  for (const std::uint64_t word : brought) {
+    pending_[used_++] = word;
+    if (used_ == pending_.size()) Flush();
+  }
   if (ranks_++ == 0) kept_ = kept;
   if (kept != kept_) kept_ = 0;
 }
 
-Agreement AgreementMaker::Finish() const {
+void AgreementMaker::Flush() {
+  all_.Update(pending_.data(), used_ * sizeof(pending_[0]));
+  used_ = 0;
+}
+
+Agreement AgreementMaker::Finish() {
+  Flush();
   const Hash128 job = all_.Value();
   return {.job = job, .unchanged = kept_ != 0 && kept_ == job.low};
 }

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_COLLECTIVE_COMM_AGREEMENT_H_
 #define TENSORMOUNT_COLLECTIVE_COMM_AGREEMENT_H_
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <list>
@@ -75,10 +76,15 @@ class AgreementMaker {
   // `brought`: hashes of all that the rank's part of the plan depends on. `kept`: the low half of
   // the job whose plan it has; 0: none.
   void Add(std::span<const std::uint64_t> brought, std::uint64_t kept);
-  Agreement Finish() const;
+  Agreement Finish();
 
  private:
+  void Flush();
+
   Xxh3Stream all_;
+  // Not hashed yet: a few words at a time cost the stream more than they cost by hundreds.
+  std::array<std::uint64_t, 512> pending_;
+  std::size_t used_ = 0;
   std::size_t ranks_ = 0;
   std::uint64_t kept_ = 0;  // By all ranks so far; 0: not all have the same.
 };
