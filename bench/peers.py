@@ -13,7 +13,7 @@ The peers save one state (tensors of bf16, cut by rows over the ranks), and load
   safetensors  get_slice of the same files, torch.save with mmap=True, torch.distributed.checkpoint (DCP), tensorstore
                (zarr, a chunk for each rank's rows; where it is installed)
   ours         through the C interface under MPI, verified; ours-unverified; ours-exchange. The guard against mapped
-               files that are cut short is on; ours-unguarded: a host that allows none
+               files that are cut short is on, but for --unguarded: a host that allows none
 Each process of a round begins after a barrier, and the round takes as long as the slowest. One JSON line a figure: median
 and quartiles of the rounds in milliseconds, the ratio to raw (median of the ratios of the rounds), CPU milliseconds and
 page faults of all ranks, and of ours how many bytes were read for those that were wanted. Warm, unless --cold, which
@@ -590,7 +590,7 @@ class Worker:
         self.args = args
         self.lib = Library(pathlib.Path(args.lib).resolve())
         self.rank, self.ranks = self.lib.rank, self.lib.ranks
-        if "ours-unguarded" not in args.only.split(","):
+        if not args.unguarded:
             self.lib.guard()
         self.shared = Shared(args.page, self.rank, self.ranks)
         self.wanted = [name for name in args.only.split(",") if name in PEERS]
@@ -643,7 +643,7 @@ class Worker:
                 "of_raw": round(statistics.median(ratios), 3) if ratios else None,
                 "cpu_ms": round(1e3 * statistics.median(c for _, c, _ in taken[name]), 2),
                 "faults": round(statistics.median(f for _, _, f in taken[name])), "rounds": len(taken[name]),
-                "cold": self.args.cold, **facts(name)}), flush=True)
+                "cold": self.args.cold, "guarded": not self.args.unguarded, **facts(name)}), flush=True)
 
     def run(self):
         for name in self.args.state.split(","):
@@ -740,6 +740,7 @@ def main():
     parser.add_argument("--work", default="same,fewer,columns,slice,save")
     parser.add_argument("--only", default=",".join(PEERS))
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--unguarded", action="store_true")
     parser.add_argument("--page", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.page:
@@ -755,7 +756,8 @@ def main():
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         subprocess.run(["mpirun", *root, "--oversubscribe", "-n", str(args.ranks), sys.executable, "-B", "-W", "ignore", __file__,
                         "--lib", args.lib, "--rounds", str(args.rounds), "--dir", folder, "--state", args.state, "--work", args.work,
-                        "--only", args.only, "--page", str(page), *(["--cold"] if args.cold else [])], check=True,
+                        "--only", args.only, "--page", str(page), *(["--cold"] if args.cold else []),
+                        *(["--unguarded"] if args.unguarded else [])], check=True,
                        env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 

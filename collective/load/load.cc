@@ -237,6 +237,7 @@ class LoadJob {
         targets_, MakeTargets(agreed_->plan, *agreed_->resolved, request_, collective_.rank()));
     TENSORMOUNT_RETURN_IF_ERROR(ZeroUncovered(*agreed_->resolved, request_));
     std::vector<std::byte> staging;
+    const std::shared_ptr<const void> in_order = checkpoint_->ReadInOrder();  // So targets stand.
     for (LoadTarget& target : targets_) {
       if (target.tensor->exchange && !target.convert) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(

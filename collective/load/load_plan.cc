@@ -89,6 +89,9 @@ constexpr std::uint64_t kReadTogether = 4096;
 // is read with it, and costs less than what ranks would have to tell each other for a digest.
 Result<bool> CheapByLeaf(const CheckpointIndex& index, const TensorEntry& entry,
                          const Region& region) {
+  // All of a tensor is whole chunks: nothing is widened, and many small tensors need not be looked
+  // up for that.
+  if (static_cast<std::uint64_t>(region.volume()) == entry.meta.elements()) return true;
   TENSORMOUNT_ASSIGN_OR_RETURN(const Geometry g, Measure(index, entry, region, ~std::size_t{0}));
   return g.widened_by <= std::max(g.wanted / 8, kReadTogether);
 }

@@ -164,6 +164,11 @@ Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) con
   return opened;
 }
 
+std::shared_ptr<const void> OpenedCheckpoint::ReadInOrder() const {
+  files_->ahead.Begin();
+  return {nullptr, [files = files_.get()](const void*) { files->ahead.End(); }};
+}
+
 void OpenedCheckpoint::LetGo(std::uint32_t file) const { files_->open.Erase(FilePath(file)); }
 
 // Size and mtime against the record, then the change time against what it was when this process saw

@@ -128,6 +128,9 @@ class OpenedCheckpoint {
   // must lie within the tensor. Same errors.
   Status ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out, std::size_t size,
                    ReadVerify verify, ReadStats* stats) const;
+  // While the result lives, small reads that follow each other in a file are parts of larger ones:
+  // for who reads much of a checkpoint in the order of its files. Not to outlive this.
+  [[nodiscard]] std::shared_ptr<const void> ReadInOrder() const;
   // The same bytes where they are stored, without a copy: ranges in order, at most kMaxMapped of
   // them. Empty where they are not long runs of files of ours that can be mapped, or would have to
   // be compared with their hashes as `verify` wants it; then read. A file that somebody truncates

@@ -6,6 +6,8 @@
 // reader lets go of it.
 #include "index/read/file_cache.h"
 
+#include <algorithm>
+#include <cstring>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -37,6 +39,52 @@ const std::byte* OpenDataFile::MappingTo(std::uint64_t end) {
     }
   }
   return end <= map_bytes_ ? static_cast<const std::byte*>(map_) : nullptr;
+}
+
+void ReadAhead::End() {
+  if (users_.fetch_sub(1, std::memory_order_relaxed) != 1) return;
+  const std::lock_guard lock(mutex_);
+  windows_.clear();
+}
+
+// A read that does not follow the one before it in the file is a read of its own: whoever jumps
+// about gets nothing read ahead.
+Result<std::size_t> ReadAhead::ReadAt(const std::shared_ptr<OpenDataFile>& file,
+                                      std::uint64_t offset, void* out, std::size_t size,
+                                      std::uint64_t* read) {
+  const auto plain = [&]() -> Result<std::size_t> {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got, file->file().ReadAt(offset, out, size));
+    *read += got;
+    return got;
+  };
+  const std::lock_guard lock(mutex_);
+  auto at = std::find_if(windows_.begin(), windows_.end(),
+                         [&](const Window& window) { return window.file.lock() == file; });
+  if (at == windows_.end()) {
+    if (windows_.size() == kMostFiles) windows_.pop_back();
+    windows_.insert(windows_.begin(),
+                    {.file = file, .next = offset + size, .begin = 0, .bytes = {}});
+    return plain();
+  }
+  std::rotate(windows_.begin(), at, at + 1);
+  Window& window = windows_.front();
+  const bool follows = offset >= window.next && offset - window.next <= kMostSmall;
+  window.next = offset + size;
+  const auto has = [&] {
+    return offset >= window.begin && offset - window.begin <= window.bytes.size() &&
+           window.bytes.size() - (offset - window.begin) >= size;
+  };
+  if (!has()) {
+    if (!follows) return plain();
+    window.begin = offset;
+    window.bytes.resize(kWindowBytes);
+    Result<std::size_t> got = file->file().ReadAt(offset, window.bytes.data(), kWindowBytes);
+    window.bytes.resize(got.ok() ? got.value() : 0);
+    if (!has()) return plain();  // Fails by itself, or ends where the file does.
+    *read += window.bytes.size();
+  }
+  std::memcpy(out, window.bytes.data() + (offset - window.begin), size);
+  return size;
 }
 
 // Two threads may open one file at the same time; the first stays in the cache, and both use it.

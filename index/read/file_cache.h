@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "base/file_system.h"
 #include "base/spare_descriptors.h"
@@ -60,6 +61,34 @@ struct ProvenLeaves {
   std::vector<Hash128> leaves;
 };
 
+// Small reads of files that are read from front to back: thousands of tensors of some hundred bytes
+// each are a few reads of 64 KiB then. Only while somebody says that he reads so
+// (OpenedCheckpoint::ReadInOrder): what was read ahead may be older than the file. Thread-safe.
+class ReadAhead {
+ public:
+  static constexpr std::size_t kMostSmall = 4096;
+  static constexpr std::size_t kWindowBytes = 64 * 1024;
+  static constexpr std::size_t kMostFiles = 64;
+
+  bool on() const { return users_.load(std::memory_order_relaxed) > 0; }
+  void Begin() { users_.fetch_add(1, std::memory_order_relaxed); }
+  void End();
+  // As File::ReadAt. *read grows by what was read from storage.
+  Result<std::size_t> ReadAt(const std::shared_ptr<OpenDataFile>& file, std::uint64_t offset,
+                             void* out, std::size_t size, std::uint64_t* read);
+
+ private:
+  struct Window {
+    std::weak_ptr<OpenDataFile> file;  // Keeps nothing open.
+    std::uint64_t next = 0;            // Where the last read ended.
+    std::uint64_t begin = 0;
+    std::vector<std::byte> bytes;
+  };
+  std::atomic<int> users_{0};
+  std::mutex mutex_;
+  std::vector<Window> windows_;  // The last used one first.
+};
+
 // What an opened checkpoint keeps for its readers, all bounded.
 // The caches lock for themselves, and no lock of one is held while another is taken.
 struct OpenedCheckpoint::Files {
@@ -75,6 +104,7 @@ struct OpenedCheckpoint::Files {
 
   FileSystem& fs;
   LruCache<std::string, OpenDataFile> open;
+  ReadAhead ahead;
   // Where the process runs out of descriptors, files that are only cached are closed.
   const SpareDescriptors spare{[this] { open.Clear(); }};
   // Change times of foreign files, as they were when this process saw each first.

@@ -120,9 +120,12 @@ Status PartReader::OpenFile() {
 
 Status PartReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size) {
   TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
-  Result<std::size_t> got = file_->file().ReadAt(where_.offset + at, out, size);
+  const bool ahead = size <= ReadAhead::kMostSmall && files_.ahead.on();
+  Result<std::size_t> got =
+      ahead ? files_.ahead.ReadAt(file_, where_.offset + at, out, size, &stats_.bytes_read)
+            : file_->file().ReadAt(where_.offset + at, out, size);
   if (!got.ok()) return got.status().WithContext(Name());
-  stats_.bytes_read += got.value();
+  if (!ahead) stats_.bytes_read += got.value();
   if (got.value() != size) return Damage(at + got.value(), "the file ends here");
   return Status();
 }

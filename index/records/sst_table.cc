@@ -5,6 +5,9 @@
 #include "index/records/sst_table.h"
 
 #include <algorithm>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 #include <rocksdb/cache.h>
 #include <rocksdb/env.h>
@@ -103,6 +106,27 @@ struct SstTable::Rep {
   RocksFileLog log;
   std::unique_ptr<rocksdb::Env> env;
   std::unique_ptr<rocksdb::SstFileReader> reader;
+  // Iterators that nobody uses, for the next Get: one that stands before the key is often one step
+  // away from it. Each holds a block of the table.
+  std::mutex mutex;
+  std::vector<std::unique_ptr<rocksdb::Iterator>> idle;
+  static constexpr std::size_t kMostIdle = 4;
+
+  std::unique_ptr<rocksdb::Iterator> Take() {
+    {
+      const std::lock_guard lock(mutex);
+      if (!idle.empty()) {
+        std::unique_ptr<rocksdb::Iterator> it = std::move(idle.back());
+        idle.pop_back();
+        return it;
+      }
+    }
+    return std::unique_ptr<rocksdb::Iterator>(reader->NewIterator(rocksdb::ReadOptions()));
+  }
+  void Give(std::unique_ptr<rocksdb::Iterator> it) {
+    const std::lock_guard lock(mutex);
+    if (idle.size() < kMostIdle) idle.push_back(std::move(it));
+  }
 };
 
 SstTable::SstTable() : rep_(std::make_unique<Rep>()) {}
@@ -155,16 +179,20 @@ SstIdentity SstTable::identity() const {
 }
 
 Result<std::string> SstTable::Get(std::string_view key) const {
-  // An iterator a call, so that callers share no state but the block cache, which has its own
-  // locks. The reader verifies checksums of blocks by default; a mismatch ends the iterator with a
-  // status.
-  const std::unique_ptr<rocksdb::Iterator> it(rep_->reader->NewIterator(rocksdb::ReadOptions()));
-  it->Seek(ToSlice(key));
+  // An iterator is one caller's at a time, so that callers share no state but the block cache,
+  // which has its own locks. The reader verifies checksums of blocks by default; a mismatch ends
+  // the iterator with a status, and such a one is not used again.
+  std::unique_ptr<rocksdb::Iterator> it = rep_->Take();
+  if (it->Valid() && View(it->key()) < key) it->Next();
+  if (!it->Valid() || View(it->key()) != key) it->Seek(ToSlice(key));
   TENSORMOUNT_RETURN_IF_ERROR(FromRocks(it->status(), rep_->log, rep_->path));
   if (!it->Valid() || View(it->key()) != key) {
+    rep_->Give(std::move(it));
     return Status(Code::kNotFound, "index: no such record");
   }
-  return it->value().ToString();
+  std::string value = it->value().ToString();
+  rep_->Give(std::move(it));
+  return value;
 }
 
 Status SstTable::Scan(std::string_view prefix, std::string_view from,

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <atomic>
 #include <fcntl.h>
 #include <optional>
 #include <sys/stat.h>
@@ -162,6 +163,72 @@ TEST(Read, ColumnHalvesAreScatteredAndRowsAreMapped) {
   EXPECT_TRUE(cut.empty());
 }
 
+// Thousands of small tensors are a few reads where somebody reads them in order, and as many as
+// they are elsewhere: what was read ahead is nobody's later.
+TEST(Read, SmallTensorsInOrderAreFewReads) {
+  TempDir dir;
+  Random random(TestSeed());
+  BuildSpec spec;
+  spec.writers = 1;
+  for (int i = 0; i < 300; ++i) {
+    RandomTensor tensor{.key = "k" + std::to_string(1000 + i),
+                        .dtype = DType::kU8,
+                        .shape = {random.Int(1, 900)},
+                        .bytes = {}};
+    tensor.bytes = random.Bytes(static_cast<std::size_t>(tensor.shape[0]));
+    spec.partitions.push_back({{Region(Box::Whole(tensor.shape))}});
+    spec.tensors.push_back(std::move(tensor));
+  }
+  ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
+  std::atomic<int> reads{0};
+  std::string path;
+  ObservedFileSystem fs(HostFileSystem(), {}, [&](const FileEvent& event) {
+    if (event.op != FileOp::kRead || event.path.find("data/") == std::string::npos) return;
+    path = event.path;
+    ++reads;
+  });
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenedCheckpoint::Open(fs, dir.Join("c"), {}));
+  // Forwards, backwards, and every other one: the bytes are those of the tensor.
+  const auto read_all = [&](int from, int step) {
+    Status status;
+    for (int i = from; i >= 0 && i < 300 && status.ok(); i += step) {
+      const RandomTensor& tensor = spec.tensors[static_cast<std::size_t>(i)];
+      std::string got(tensor.bytes.size(), '?');
+      status = opened->ReadBytes(opened->index().Find(tensor.key).value(), 0, got.data(),
+                                 got.size(), ReadVerify::kExtendLeaves, nullptr);
+      if (status.ok()) {
+        EXPECT_EQ(got, tensor.bytes) << tensor.key;
+      }
+    }
+    return status;
+  };
+  ASSERT_OK(read_all(0, 1));
+  EXPECT_EQ(reads.exchange(0), 300);
+  {
+    const auto in_order = opened->ReadInOrder();
+    ASSERT_OK(read_all(0, 1));
+    EXPECT_LT(reads.exchange(0), 10);
+    ASSERT_OK(read_all(0, 2));
+    ASSERT_OK(read_all(299, -1));
+  }
+  reads = 0;
+  ASSERT_OK(read_all(0, 1));
+  EXPECT_EQ(reads.exchange(0), 300);
+  // Damaged, or cut short: found where it is.
+  ASSERT_EQ(chmod(path.c_str(), 0644), 0);
+  std::string whole = ReadWholeFile(path);
+  whole[whole.size() / 2] = static_cast<char>(whole[whole.size() / 2] ^ 1);
+  const auto damaged = [&](const std::string& bytes) {
+    WriteWholeFile(path, bytes);
+    const auto in_order = opened->ReadInOrder();
+    return read_all(0, 1);
+  };
+  EXPECT_THAT(damaged(whole), HasCode(Code::kDataLoss));
+  whole[whole.size() / 2] = static_cast<char>(whole[whole.size() / 2] ^ 1);
+  EXPECT_OK(damaged(whole));
+  EXPECT_THAT(damaged(whole.substr(0, whole.size() - 1)), HasCode(Code::kDataLoss));
+}
+
 class GuardForAWhile {
  public:
   GuardForAWhile() { EXPECT_TRUE(EnableMappingGuard()); }
@@ -169,7 +236,7 @@ class GuardForAWhile {
 };
 
 // A checkpoint of one tensor of several leaves, held by two ranks in two chunks of rows.
-class MappedLeaves : public testing::Test {
+class MappedLeavesTest : public testing::Test {
  protected:
   static constexpr std::int64_t kRows = 700;
   static constexpr std::int64_t kColumns = 448;  // Rows of 1,792 bytes, as leaves do not divide.
@@ -208,7 +275,7 @@ class MappedLeaves : public testing::Test {
   std::shared_ptr<OpenedCheckpoint> opened_;
 };
 
-TEST_F(MappedLeaves, AreReadOnceEach) {
+TEST_F(MappedLeavesTest, AreReadOnceEach) {
   std::string got;
   ReadStats stats;
   ASSERT_OK(ReadColumns(&got, &stats));
@@ -219,7 +286,7 @@ TEST_F(MappedLeaves, AreReadOnceEach) {
 }
 
 // A byte of any leaf, one that is wanted or one between: the leaf is named.
-TEST_F(MappedLeaves, ADamagedOneIsNamed) {
+TEST_F(MappedLeavesTest, ADamagedOneIsNamed) {
   ASSERT_OK_AND_ASSIGN(const auto extents,
                        opened_->index().Extents(opened_->index().Find("w").value().ordinal));
   ASSERT_EQ(extents->size(), 2u);
