@@ -8,9 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <deque>
-#include <iterator>
-#include <map>
 #include <span>
 #include <utility>
 
@@ -69,80 +66,6 @@ Status CheckLetter(const Frame& frame, int from) {
   if (frame.kind == Frame::kLetter) return {};
   return {Code::kDataLoss, "message of rank " + std::to_string(from) + ": is no letter"};
 }
-
-// The transfers of one rank, all at once.
-class Transfers final : public LocalWork {
- public:
-  Transfers(CollectiveEngine& engine, std::span<const Collective::Transfer> sends,
-            std::span<const Collective::Transfer> receives)
-      : engine_(engine) {
-    for (const Collective::Transfer& t : receives) {
-      if (t.size == 0 || !CheckPeer(t.peer)) continue;
-      std::deque<std::span<std::byte>>& rooms = coming_[t.peer];
-      rooms.emplace_back(static_cast<std::byte*>(t.data), static_cast<std::size_t>(t.size));
-    }
-    for (const Collective::Transfer& t : sends) {
-      if (t.size == 0 || !CheckPeer(t.peer)) continue;
-      const Payload payload(
-          std::string_view(static_cast<const char*>(t.data), static_cast<std::size_t>(t.size)));
-      engine_.data_out().Send(t.peer, LetterFrame(), payload);
-    }
-  }
-  ~Transfers() override { Cancel(); }
-
-  Result<bool> Step() override {
-    if (failure_.ok()) failure_ = Receive();
-    const bool sent = engine_.data_out().Poll();
-    if (failure_.ok()) failure_ = engine_.data_out().failure();
-    if (!failure_.ok()) {
-      Cancel();
-      return failure_;
-    }
-    return sent && coming_.empty();
-  }
-
-  void Cancel() override {
-    engine_.data_out().CancelAll();
-    for (const auto& [peer, rooms] : coming_) {
-      engine_.data_in(peer).Cancel();
-      engine_.data_in(peer).ReceiveInto({});
-    }
-    coming_.clear();
-  }
-
- private:
-  bool CheckPeer(int peer) {
-    const bool good = peer >= 0 && peer < engine_.comm().size();
-    if (!good && failure_.ok()) {
-      failure_ = Status(Code::kInvalidArgument, "exchange: rank " + std::to_string(peer) +
-                                                    " is outside [0, " +
-                                                    std::to_string(engine_.comm().size()) + ")");
-    }
-    return good;
-  }
-
-  Status Receive() {
-    for (auto it = coming_.begin(); it != coming_.end();) {
-      auto& [peer, rooms] = *it;
-      FrameReceiver& in = engine_.data_in(peer);
-      while (!rooms.empty()) {
-        in.ReceiveInto(rooms.front());
-        TENSORMOUNT_ASSIGN_OR_RETURN(const bool came, in.Poll());
-        if (!came) break;
-        TENSORMOUNT_RETURN_IF_ERROR(CheckLetter(in.Take().frame, peer));
-        rooms.pop_front();
-        moved = true;
-      }
-      if (rooms.empty()) in.ReceiveInto({});
-      it = rooms.empty() ? coming_.erase(it) : std::next(it);
-    }
-    return {};
-  }
-
-  CollectiveEngine& engine_;
-  std::map<int, std::deque<std::span<std::byte>>> coming_;  // By peer, in order.
-  Status failure_;
-};
 
 // One rank's messages to those that it names and from those that it expects one of.
 class Letters final : public LocalWork {
@@ -458,19 +381,5 @@ Communicator& Collective::comm() { return engine_->comm(); }
 std::uint32_t Collective::data_tag() const { return engine_->data_tag(); }
 FrameSender& Collective::data_out() { return engine_->data_out(); }
 FrameReceiver& Collective::data_in(int from) { return engine_->data_in(from); }
-
-Status Collective::Exchange(std::span<const Transfer> sends, std::span<const Transfer> receives,
-                            std::string_view phase) {
-  std::uint64_t bytes = 0;
-  for (const auto& transfers : {sends, receives}) {
-    for (const Transfer& t : transfers) {
-      bytes = CheckedAdd(bytes, t.size).value_or(~std::uint64_t{0});
-    }
-  }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Volume volume,
-                               Arrive(*engine_, CollectiveOp::kExchange, phase, Volume{bytes}));
-  Transfers work(*engine_, sends, receives);
-  return Move(*engine_, work, phase, volume[0]);
-}
 
 }  // namespace tensormount

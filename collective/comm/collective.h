@@ -87,7 +87,7 @@ class Collective {
   // text. Returns the texts in the order of `from`. Sizes need not be known beforehand, and no rank
   // sees more than its own messages. A pair costs one frame, and what does not fit into it; ranks
   // that are no pair nothing, so that what few ranks own costs as many messages as there are ranks.
-  // Ends with an Agree, as Exchange does. On all ranks, without spending the object:
+  // Ends with an Agree. On all ranks, without spending the object:
   // kInvalidArgument where one names a rank that is not there, or one twice; kInternal where
   // senders and receivers do not name the same pairs.
   struct Letter {
@@ -97,18 +97,6 @@ class Collective {
   Result<std::vector<std::string>> NeighborAllToAll(std::span<const Letter> letters,
                                                     std::span<const int> from,
                                                     std::string_view phase);
-
-  // Point to point bulk, all at once: sends and receives complete or the call fails (everywhere,
-  // after the Agree that it ends with). Between one pair, sends and receives match in the order
-  // given; what came is compared with its checksum. Memory is the caller's, and free again on
-  // return; empty transfers are skipped.
-  struct Transfer {
-    int peer = 0;            // Rank in the communicator; kInvalidArgument where there is none.
-    void* data = nullptr;    // Host memory; of a send it is only read.
-    std::uint64_t size = 0;  // Bytes.
-  };
-  Status Exchange(std::span<const Transfer> sends, std::span<const Transfer> receives,
-                  std::string_view phase);
 
   // Work of this rank that sends and receives by itself, piece by piece: letters by data_out() and
   // data_in(), and behind each, on comm() with data_tag(), what it announces with its checksum.

@@ -192,17 +192,9 @@ Result<bool> FrameReceiver::OnFrame() {
   if (!next) return false;
   const std::uint64_t size = received_.frame.payload_size;
   if (size > most_) return Damaged(std::to_string(size) + " bytes cannot be");
-  if (!room_.empty() && size != room_.size()) {
-    return Damaged(std::to_string(size) + " bytes came where " + std::to_string(room_.size()) +
-                   " were expected");
-  }
   if (size > kInlinePayload) {
     TENSORMOUNT_RETURN_IF_ERROR(ReceivePayload());
   } else {
-    if (!room_.empty()) {
-      std::memcpy(room_.data(), received_.payload.data(), room_.size());
-      received_.payload.clear();
-    }
     stage_ = Stage::kReady;
   }
   return true;
@@ -210,26 +202,20 @@ Result<bool> FrameReceiver::OnFrame() {
 
 Status FrameReceiver::ReceivePayload() {
   const auto size = static_cast<std::size_t>(received_.frame.payload_size);
-  void* to = room_.data();
-  if (room_.empty()) {
-    try {
-      received_.payload.resize(size);
-    } catch (const std::exception&) {
-      return {Code::kResourceExhausted,
-              "no memory for " + std::to_string(size) + " bytes of rank " + std::to_string(peer_)};
-    }
-    to = received_.payload.data();
+  try {
+    received_.payload.resize(size);
+  } catch (const std::exception&) {
+    return {Code::kResourceExhausted,
+            "no memory for " + std::to_string(size) + " bytes of rank " + std::to_string(peer_)};
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(request_, comm_.Receive(peer_, tag_, BytesView(to, size)));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      request_, comm_.Receive(peer_, tag_, BytesView(received_.payload.data(), size)));
   stage_ = Stage::kPayload;
   return {};
 }
 
 Status FrameReceiver::CheckPayload() {
-  const std::string_view bytes =
-      room_.empty() ? std::string_view(received_.payload)
-                    : std::string_view(reinterpret_cast<const char*>(room_.data()), room_.size());
-  if (Xxh3Low64(bytes) != received_.frame.payload_hash) {
+  if (Xxh3Low64(received_.payload) != received_.frame.payload_hash) {
     return Damaged("its bytes changed on the way");
   }
   stage_ = Stage::kReady;

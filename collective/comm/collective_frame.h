@@ -8,7 +8,6 @@
 #include <list>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -114,9 +113,6 @@ class FrameReceiver {
   }
   // A payload that is larger is kDataLoss, before there is memory for it.
   void LimitPayload(std::uint64_t most) { most_ = most; }
-  // Payloads come into this memory from now on (Received::payload stays empty): one of another
-  // size is kDataLoss. An empty span ends it.
-  void ReceiveInto(std::span<std::byte> room) { room_ = room; }
   // Withdraws the receive that is under way.
   void Cancel();
 
@@ -136,7 +132,6 @@ class FrameReceiver {
   const int peer_;
   const std::uint32_t tag_;
   std::uint64_t most_ = kMaxPayload;
-  std::span<std::byte> room_;
   Stage stage_ = Stage::kIdle;
   Communicator::Request request_ = 0;
   FrameBytes bytes_{};

@@ -135,7 +135,7 @@ enum class CollectiveOp : std::uint8_t {
 // with a status and a payload; rank 0 decides and tells all. See Collective for the guarantees.
 // A star, not a tree: each rank waits for one other only, and the rank that knows who is missing
 // is the one that decides. The price is N - 1 messages each way at rank 0. What is large goes
-// from rank to rank instead (Exchange, NeighborAllToAll).
+// from rank to rank instead (Run, NeighborAllToAll).
 class CollectiveEngine {
  public:
   CollectiveEngine(Communicator& comm, const Timeouts& timeouts);

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "tests/collective/bulk_exchange.h"
+
 #define CHECK_THAT(condition)                                                                  \
   do {                                                                                         \
     if (!(condition)) {                                                                        \
@@ -123,13 +125,13 @@ Status Exchanges(Collective& c) {
   for (int turn = 0; turn < 2; ++turn) {
     std::vector<std::string> out(n);
     std::vector<std::string> in(n);
-    std::vector<Collective::Transfer> sends;
-    std::vector<Collective::Transfer> receives;
+    std::vector<BulkTransfer> sends;
+    std::vector<BulkTransfer> receives;
     for (std::size_t p = 0; p < n; ++p) {
       const int peer = static_cast<int>(p);
       out[p] = Text(c.rank() * 100 + peer + turn, SizeOf(c.rank(), peer));
       in[p].resize(SizeOf(peer, c.rank()));
-      const auto cut = [&](std::string& s, std::vector<Collective::Transfer>& to) {
+      const auto cut = [&](std::string& s, std::vector<BulkTransfer>& to) {
         const std::size_t half = s.size() / 3;
         to.push_back({peer, s.data(), half});
         to.push_back({peer, s.data() + half, s.size() - half});
@@ -137,13 +139,13 @@ Status Exchanges(Collective& c) {
       cut(out[p], sends);
       cut(in[p], receives);
     }
-    TENSORMOUNT_RETURN_IF_ERROR(c.Exchange(sends, receives, "exchange"));
+    TENSORMOUNT_RETURN_IF_ERROR(ExchangeBulk(c, sends, receives, "exchange"));
     for (std::size_t p = 0; p < n; ++p) {
       CHECK_THAT(in[p] == Text(static_cast<int>(p) * 100 + c.rank() + turn,
                                SizeOf(static_cast<int>(p), c.rank())));
     }
   }
-  return c.Exchange({}, {}, "nothing to exchange");
+  return ExchangeBulk(c, {}, {}, "nothing to exchange");
 }
 
 Status Decisions(Collective& c) {
@@ -273,14 +275,14 @@ Status ExerciseJob(Communicator& comm, const Timeouts& timeouts, std::uint64_t n
   std::vector<std::string> out;
   std::vector<std::string> in(static_cast<std::size_t>(n), std::string(1000, ' '));
   for (int r = 0; r < n; ++r) out.push_back(said(comm.rank(), r));
-  std::vector<Collective::Transfer> sends;
-  std::vector<Collective::Transfer> receives;
+  std::vector<BulkTransfer> sends;
+  std::vector<BulkTransfer> receives;
   for (std::size_t r = 0; r < out.size(); ++r) {
     sends.push_back({static_cast<int>(r), out[r].data(), out[r].size()});
     receives.push_back({static_cast<int>(r), in[r].data(), in[r].size()});
   }
   if (rank_zero_fails && comm.rank() == 0) sends[0].peer = n;
-  TENSORMOUNT_RETURN_IF_ERROR(c.Exchange(sends, receives, "bulk"));
+  TENSORMOUNT_RETURN_IF_ERROR(ExchangeBulk(c, sends, receives, "bulk"));
   for (int r = 0; r < n; ++r) {
     CHECK_THAT(in[static_cast<std::size_t>(r)] == said(r, comm.rank()));
   }
@@ -333,13 +335,13 @@ Status CallOperation(Collective& c, Operation operation, const std::string& phas
     case Operation::kExchange: {
       std::vector<std::string> in(static_cast<std::size_t>(c.size()), std::string(3 << 20, ' '));
       std::string out(3 << 20, 'e');
-      std::vector<Collective::Transfer> sends;
-      std::vector<Collective::Transfer> receives;
+      std::vector<BulkTransfer> sends;
+      std::vector<BulkTransfer> receives;
       for (int p = 0; p < c.size(); ++p) {
         sends.push_back({p, out.data(), out.size()});
         receives.push_back({p, in[static_cast<std::size_t>(p)].data(), out.size()});
       }
-      return c.Exchange(sends, receives, phase);
+      return ExchangeBulk(c, sends, receives, phase);
     }
     case Operation::kDecide:
       return c

@@ -19,6 +19,7 @@
 #include "collective/comm/collective_frame.h"
 #include "collective/comm/collective_round.h"
 #include "collective/guarded.h"
+#include "tests/collective/bulk_exchange.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
@@ -183,10 +184,10 @@ TEST(CollectiveTest, AnExchangeOfUnequalSizesFailsEverywhere) {
     Collective c(comm, kPatient);
     std::string out(1 << 20, 'o');
     std::string in(1 << 20, ' ');
-    std::vector<Collective::Transfer> sends = {{(comm.rank() + 1) % 3, out.data(), out.size()}};
-    std::vector<Collective::Transfer> receives = {{(comm.rank() + 2) % 3, in.data(), in.size()}};
+    std::vector<BulkTransfer> sends = {{(comm.rank() + 1) % 3, out.data(), out.size()}};
+    std::vector<BulkTransfer> receives = {{(comm.rank() + 2) % 3, in.data(), in.size()}};
     if (comm.rank() == 1) receives[0].size -= 1;
-    seen[static_cast<std::size_t>(comm.rank())] = c.Exchange(sends, receives, "reshard");
+    seen[static_cast<std::size_t>(comm.rank())] = ExchangeBulk(c, sends, receives, "reshard");
     return {};
   }));
   for (const Status& s : seen) {

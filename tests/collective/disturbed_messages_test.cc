@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include "collective/comm/collective.h"
+#include "tests/collective/bulk_exchange.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/collective/disturbed_communicator.h"
 #include "tests/support/random.h"
@@ -52,14 +53,14 @@ Status TalkInJob(Communicator& comm, const Timeouts& timeouts, std::uint64_t job
     if (in[static_cast<std::size_t>(r)] != Said(job, r, me, size)) return wrong("wrong letter");
   }
   std::vector<std::string> rooms(static_cast<std::size_t>(n), std::string(size + 1, ' '));
-  std::vector<Collective::Transfer> sends;
-  std::vector<Collective::Transfer> receives;
+  std::vector<BulkTransfer> sends;
+  std::vector<BulkTransfer> receives;
   for (int r = 0; r < n; ++r) {
     out[static_cast<std::size_t>(r)] = Said(job + 1, me, r, size + 1);
     sends.push_back({r, out[static_cast<std::size_t>(r)].data(), size + 1});
     receives.push_back({r, rooms[static_cast<std::size_t>(r)].data(), size + 1});
   }
-  TENSORMOUNT_RETURN_IF_ERROR(c.Exchange(sends, receives, "bulk"));
+  TENSORMOUNT_RETURN_IF_ERROR(ExchangeBulk(c, sends, receives, "bulk"));
   for (int r = 0; r < n; ++r) {
     if (rooms[static_cast<std::size_t>(r)] != Said(job + 1, r, me, size + 1)) {
       return wrong("wrong bulk");
