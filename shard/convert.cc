@@ -48,9 +48,9 @@ std::uint64_t Encode(const ExactNumber& x) {
     const std::uint64_t rest = x.significand & ((std::uint64_t{1} << drop) - 1);
     const std::uint64_t half = std::uint64_t{1} << (drop - 1);
     if (rest > half || (rest == half && (rounded & 1) != 0)) ++rounded;
-  } else if (drop == 64 && x.significand > std::uint64_t{1} << 63) {
-    rounded = 1;  // More than half of the last place; exactly half goes to zero, which is even.
   }
+  // From 64 bits on all of it is less than half of the last place: integers have as many bits, but
+  // none of theirs goes so far below it.
   // Adding the significand to the exponent field lets a carry out of the fraction raise the
   // exponent by itself: subnormal ones become normal, and the largest becomes "too large".
   const std::uint64_t magnitude =

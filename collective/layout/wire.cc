@@ -287,7 +287,6 @@ Result<LayoutHeader> ReadLayoutHeader(ByteReader& in, std::string_view what) {
 
 Result<TensorMeta> ReadMeta(ByteReader& in, std::string_view what) {
   Result<TensorMeta> meta = DecodeMeta(in, what);
-  TENSORMOUNT_RETURN_IF_ERROR(in.status());
   // Ranks run one version: an element type that is not known is damage.
   if (!meta.ok()) return Status(Code::kDataLoss, meta.status().message());
   return meta;

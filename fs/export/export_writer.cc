@@ -94,7 +94,9 @@ std::vector<ExportWriter::Shared> ExportWriter::ShareFiles() {
         shared.push_back({.file = n, .linked = false});
         continue;
       }
-      if (!made.value()->Close().ok() || !fs_.RemoveFile(path).ok()) continue;
+      // Where this fails, so does the link below.
+      (void)made.value()->Close();
+      (void)fs_.RemoveFile(path);
     }
     // A second name is only right for bytes that never change: a store's own, sealed ones. Whom the
     // seal does not stop, as root, could change the store by writing to the export.

@@ -95,9 +95,7 @@ Result<std::uint32_t> FindBackingFile(FileSystem& fs, const ShownCheckpoint& sho
   const OpenedCheckpoint& opened = shown.opened;
   const std::vector<Segment>& all = segments.segments();
   if (all.size() == 1 && all[0].kind == Segment::Kind::kObject) {
-    const std::uint32_t number = all[0].ordinal;
-    if (number >= shown.objects.parts().size()) return None();
-    const ObjectRecord& part = shown.objects.parts()[number];
+    const ObjectRecord& part = shown.objects.parts()[all[0].ordinal];
     if (part.offset != 0 || part.length != segments.size()) return None();
     return FileOfSize(fs, opened, part.file, part.length);
   }

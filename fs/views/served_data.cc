@@ -55,15 +55,14 @@ Result<ServedRange> PlaceRange(const FileSegments::BoxSource& source, std::uint6
           {static_cast<std::uint64_t>(at), static_cast<std::uint64_t>(at + part.volume())});
     }
     if (!held.empty()) {
-      // Positions in the answer follow the part's shape, not the container's: the answer is packed.
-      const Dims strides = PackedStrides(part.extent());
       Dims begin;
-      std::int64_t to = at;
       for (int a = 0; a < held.rank(); ++a) {
         begin.push_back(source.byte_box.begin(a) + held.begin(a));
-        to += (held.begin(a) - part.begin(a)) * strides[a];
       }
-      placed.want.push_back({BoxAccess::Make(begin, held.extent()), to, strides});
+      // Both begin at one cell, since the filled box begins at 0. Places in the answer follow the
+      // part's shape, not the container's: the answer is packed.
+      placed.want.push_back(
+          {BoxAccess::Make(begin, held.extent()), at, PackedStrides(part.extent())});
     }
     at += part.volume();
   }
@@ -110,9 +109,6 @@ Status ServedData::ReadBox(const FileSegments::BoxSource& box, std::uint64_t off
 
 Status ServedData::ReadObject(std::uint32_t number, std::uint64_t offset, char* out,
                               std::size_t size) const {
-  if (number >= objects_.parts().size()) {
-    return Status(Code::kStale, "the checkpoint has no such object");
-  }
   return opened_.ReadObject(objects_.parts()[number], offset, out, size, verify_);
 }
 

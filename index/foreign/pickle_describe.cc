@@ -96,10 +96,6 @@ class Describer {
   }
 
   void Show(const Value& v, std::size_t depth, const std::string& label) {
-    if (lines_ >= max_lines_) {
-      cut_ = true;
-      return;
-    }
     if (const std::string text = Short(v); !text.empty()) {
       Line(depth, label, text);
       return;
