@@ -13,6 +13,7 @@
 #include "index/foreign/pickle.h"
 #include "index/read/checkpoint.h"
 #include "tests/adopt/adopted.h"
+#include "tests/adopt/zip_builder.h"
 #include "tests/support/cells.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
@@ -84,9 +85,8 @@ struct Opened {
   }
 };
 
-Result<Opened> Open(const std::string& path) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
-                               ForeignFolder::Open(HostFileSystem(), path, {}));
+Result<Opened> Open(const std::string& path, FileSystem& fs = HostFileSystem()) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder, ForeignFolder::Open(fs, path, {}));
   const ForeignFormat* format = nullptr;
   for (const ForeignFormat* known : {&TorchDcpFormat(), &TorchDcpRankFormat()}) {
     if (format == nullptr && known->Probe(folder)) format = known;
@@ -217,6 +217,17 @@ TEST(DcpTest, ShowsObjectsAsBytesAndPlainOnesAsValues) {
   ASSERT_NE(rows, nullptr);
   EXPECT_EQ(*rows, CommonValue(CommonTuple{{"model", "rows"}}));
   EXPECT_EQ(nesting->get_if<CommonDict>()->Find(CommonKey(std::string("plain"))), nullptr);
+}
+
+TEST(DcpTest, ValuesThatLieSideBySideAreReadAtOnce) {
+  std::map<std::string, int> reads;
+  ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) {
+    if (event.op == FileOp::kRead && event.path.ends_with(".distcp")) ++reads[event.path];
+    return Status();
+  });
+  ASSERT_OK(Open(SourcePath("tests/golden/foreign/dcp-2.13/global"), fs));
+  EXPECT_FALSE(reads.empty());
+  for (const auto& [path, count] : reads) EXPECT_EQ(count, 1) << path;
 }
 
 TEST(DcpTest, ReadsSeveralFilesARank) {
@@ -536,6 +547,38 @@ TEST_F(ChangedDcpTest, ShorterFilesLoseOnlyTheirOwn) {
   EXPECT_THAT(opened.value().Warnings(),
               HasSubstr("__1_0.distcp: the file ends after 0 bytes, before an item does: 3 tensors "
                         "are left out: rows, columns, turned"));
+}
+
+// Its index still says chunk 1, which begins at another cell.
+TEST_F(ChangedDcpTest, ItemsThatBeginAtNoChunkArePutNowhere) {
+  const std::string path = Changed("dcp-old/torch-1.13", "\x0bh\xa7h%K\x02", "\x0bh\xa7h%K\x01");
+  ASSERT_OK_AND_ASSIGN(const Opened opened, Open(path));
+  EXPECT_THAT(opened.inventory.warnings,
+              ElementsAre(HasSubstr("1 stored items belong to no chunk of the metadata (the first: "
+                                    "rows)"),
+                          HasSubstr("tensor rows: [2:4, 0:6] is stored nowhere")));
+  EXPECT_THAT(CheckCells(opened, *opened.Tensor("rows")), IsOkAndHolds(12));
+}
+
+// A namespace holds its attributes in its state.
+TEST_F(ChangedDcpTest, ArgumentsOfARunAreShownAsFarAsTheyArePlain) {
+  const std::string path = Changed("dcp-old/megatron", "", "");
+  ZipBuilder zip;
+  zip.Add("common/data.pkl",
+          Pickle(Bytes("}", Str("args"), Glob("argparse", "Namespace"), ")", 0x81, "}(",
+                       Str("seed"), "K", 3, Str("dtype"), Glob("torch", "bfloat16"), Str("by rate"),
+                       "}G", 0x3f, 0xf8, std::string(6, '\0'), "K", 1, "subs"),
+                 2));
+  zip.Add("common/version", "3\n");
+  WriteWholeFile(path + "/common.pt", zip.Finish());
+  ASSERT_OK_AND_ASSIGN(const Opened opened, Open(path));
+  ASSERT_NE(opened.Common("args"), nullptr) << opened.Warnings();
+  EXPECT_EQ(*opened.Common("args"),
+            CommonValue(CommonDict{{{CommonKey(std::string("seed")), CommonValue(3)}}}));
+  EXPECT_THAT(opened.Warnings(),
+              HasSubstr("common.pt: 2 values are no plain data and in the object "
+                        "only (the first: args.dtype)"));
+  EXPECT_THAT(opened.Warnings(), testing::Not(HasSubstr("not all of its tensors are shown")));
 }
 
 // Half of what the ranks stored is half a tensor each, as it was before.

@@ -44,14 +44,18 @@ TEST_F(ForeignReadTest, AndWithoutMappings) {
 
 TEST_F(ForeignReadTest, ATransposedTensorIsReadOnceFromTheFile) {
   AddManyKinds(made_);
+  // Exactly what is read at once.
+  made_.Add("large block", DType::kF32, {512, 512},
+            {{Region(Box::Whole({512, 512})), 0, 5, {4, 2048}}});
   UnmappedFileSystem fs;
   ASSERT_OK_AND_ASSIGN(const auto opened, made_.Open(fs));
-  for (const char* key : {"large", "large planes", "large long runs"}) {
+  for (const char* key : {"large", "large block", "large planes", "large long runs"}) {
     ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find(key));
     std::string got(entry.meta.bytes(), '?');
     ReadStats stats;
     ASSERT_OK(opened->ReadBytes(entry, 0, got.data(), got.size(), ReadVerify::kOff, &stats));
     EXPECT_EQ(stats.bytes_read, got.size()) << key;
+    EXPECT_TRUE(got == made_.Bytes(key)) << key;
   }
 }
 

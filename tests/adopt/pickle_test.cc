@@ -120,11 +120,13 @@ TEST(Pickle, OfEqualKeysTheLastValueStays) {
   // Over 16 pairs there is an index.
   for (int i = 0; i < 100; ++i) put("key" + std::to_string(i), i);
   put("a", 4);
+  put("b", 5);
   ops += Bytes('K', 9, 'K', 9);
   const Document large = Read(ops + "u");
   EXPECT_EQ(large.root().size(), 103u);
   EXPECT_EQ(large.root().key(0).text(), "a");
   EXPECT_EQ(large.root().Find("a")->integer(), 4);
+  EXPECT_EQ(large.root().Find("b")->integer(), 5);
   for (int i = 0; i < 100; ++i) {
     EXPECT_EQ(large.root().Find("key" + std::to_string(i))->integer(), i);
   }
@@ -360,6 +362,7 @@ TEST(Pickle, MisuseIsRefused) {
       {Bytes(Glob("torch", "float32"), ")R"), Code::kDataLoss, "which is no function"},
       {Bytes(Glob("torch", "Size"), "NR"), Code::kDataLoss, "arguments that are None"},
       {Bytes(Glob("torch", "Size"), "NN", 0x92), Code::kDataLoss, "without a tuple and a dict"},
+      {Bytes("N", 0x92), Code::kDataLoss, "takes 3 values, there are 1"},
       {"NNb", Code::kDataLoss, "BUILD of None"},
       {Bytes(Glob("torch", "Size"), "K\1\x85\x85RNb"), Code::kDataLoss, "BUILD of an object"},
       {Bytes(object, "}b}b"), Code::kDataLoss, "a second BUILD"},

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <thread>
 #include <unistd.h>
@@ -16,6 +17,7 @@
 
 #include "base/host_directory.h"
 #include "base/host_rename.h"
+#include "base/spare_descriptors.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -452,6 +454,44 @@ TEST(HostFileSystemTest, BeneathAFolderOldKernelsFollowNoLink) {
 
 TEST(HostFileSystemTest, ADeviceIsNotAFile) {
   EXPECT_THAT(HostFileSystem().OpenShared("/dev/null"), HasCode(Code::kInvalidArgument));
+}
+
+// The kernel writes the page that it can read and stops; the rest is what follows, not what stood
+// before.
+TEST(HostFileSystemTest, AWriteThatIsCutShortGoesOnFromThere) {
+  constexpr std::size_t kPage = 4096;
+  void* const map =
+      mmap(nullptr, 3 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(map, MAP_FAILED);
+  char* const data = static_cast<char*>(map) + kPage;
+  ASSERT_EQ(mprotect(data + kPage, kPage, PROT_NONE), 0);
+  const TempDir dir;
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file,
+                       HostFileSystem().CreateExclusive(dir.Join("f")));
+  EXPECT_EQ(file->WriteAt(0, data, 2 * kPage).ToErrno(), EFAULT);
+  EXPECT_EQ(file->Stat().value().size, kPage);
+  munmap(map, 3 * kPage);
+}
+
+TEST(SpareDescriptorsTest, KeepersAreAskedTwiceAndNobodyForNothing) {
+  const auto opens = [](int error) {
+    int tries = 0;
+    EXPECT_EQ(OpenDescriptor([&] {
+                ++tries;
+                errno = error;
+                return -1;
+              }),
+              -1);
+    EXPECT_EQ(errno, error);
+    return tries;
+  };
+  EXPECT_EQ(opens(EMFILE), 1);
+  int asked = 0;
+  const SpareDescriptors keeper([&] { ++asked; });
+  EXPECT_EQ(opens(EMFILE), 3);
+  EXPECT_EQ(opens(ENFILE), 3);
+  EXPECT_EQ(asked, 4);
+  EXPECT_EQ(opens(ENOENT), 1);
 }
 
 TEST(ObservedFileSystemTest, BeforeRefusesAndNothingHappens) {

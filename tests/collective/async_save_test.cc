@@ -396,6 +396,34 @@ TEST(StagingPoolTest, WaitsForWhatOthersHoldAndKeepsPages) {
   EXPECT_LE(pool->mapped(), 4u << 20);
 }
 
+TEST(StagingPoolTest, WhatIsIdleMakesRoomForWhatIsLarger) {
+  auto pool = std::make_shared<SnapshotPool>(6u << 20);
+  EXPECT_OK(pool->Take(1u << 20, milliseconds(0), nullptr));
+  EXPECT_EQ(pool->mapped(), 2u << 20);
+  const auto larger = pool->Take(5u << 20, milliseconds(0), nullptr);
+  ASSERT_OK(larger);
+  EXPECT_EQ(pool->mapped(), 6u << 20);
+}
+
+// The bound is of cache lines that are begun, not of one more each.
+TEST(StagedStateTest, TakesTheLinesOfItsShardsAndNoMore) {
+  std::vector<float> memory(16);
+  StateDict state;
+  for (const std::int64_t cells : {1, 16}) {
+    EXPECT_OK(state.AddTensor("of " + std::to_string(cells),
+                              {.global_shape = {cells},
+                               .region = Box::Whole({cells}),
+                               .data = BufferView::Host(DType::kF32, memory.data(), {cells})}));
+  }
+  const auto with = [&](std::uint64_t bound) {
+    return StageState(state, *std::make_shared<SnapshotPool>(bound), milliseconds(0), nullptr,
+                      nullptr)
+        .status;
+  };
+  EXPECT_OK(with(128));
+  EXPECT_THAT(with(127), HasMessage("staging needs 128 bytes"));
+}
+
 TEST(StagedStateTest, PacksWhatIsStridedAndLacksLeadingAxes) {
   std::vector<float> memory(6 * 4);
   for (std::size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i);

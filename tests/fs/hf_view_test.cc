@@ -82,8 +82,9 @@ TEST(HfOptionsTest, SizesOfParts) {
   EXPECT_THAT(ParsePartSize("512MB"), IsOkAndHolds(512'000'000u));
   EXPECT_THAT(ParsePartSize("3KiB"), IsOkAndHolds(3072u));
   EXPECT_THAT(ParsePartSize("3K"), IsOkAndHolds(3000u));
+  EXPECT_THAT(ParsePartSize("9223372036854775807"), IsOkAndHolds(9223372036854775807u));
   for (const char* bad : {"", "G", "0", "0GB", "-1", "1.5GB", "5 GB", "5TB", "5gb", "5GBB", "0x10",
-                          "99999999999999999999", "9999999999G", "9300000000000000000"}) {
+                          "99999999999999999999", "9999999999G", "9223372036854775808"}) {
     EXPECT_THAT(ParsePartSize(bad), HasCode(Code::kInvalidArgument)) << bad;
   }
 }

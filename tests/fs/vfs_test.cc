@@ -252,6 +252,7 @@ TEST_F(VfsTest, BrokenCommitHidesTheCheckpointAndIsReported) {
 
 TEST_F(VfsTest, InodesAndTimesAreTheSameInEveryMount) {
   Write("step-1", StrangeTinySpec());
+  Write("step-2", StrangeTinySpec());
   Open(store());
   std::vector<FileStat> first;
   for (const char* path : {"step-1", "step-1/tensors", "step-1/tensors/bias", "step-1/tensors/both",
@@ -268,6 +269,8 @@ TEST_F(VfsTest, InodesAndTimesAreTheSameInEveryMount) {
     EXPECT_EQ(st.mtime, first[i].mtime) << path;
     ++i;
   }
+  EXPECT_NE(ops_->Stat("step-2").value().inode, first[0].inode);
+  EXPECT_NE(ops_->Stat("").value().inode, first[0].inode);
 }
 
 TEST_F(VfsTest, ModesAreNeverWiderThanTheStores) {

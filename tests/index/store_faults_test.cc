@@ -119,7 +119,7 @@ TEST_F(StoreFaultsTest, ACommitThatIsBackAtTheNextLookIsRead) {
 TEST_F(StoreFaultsTest, AGenerationThatCannotBeClaimedIsNotTaken) {
   ASSERT_OK(Save("old", DefaultTinySpec()));
   ObservedFileSystem failing(fs(), [](const FileEvent& e) {
-    return e.op == FileOp::kCreateDirectory && e.path.find("generations") != std::string::npos
+    return e.op == FileOp::kCreateDirectory && e.path.find("/.generations/") != std::string::npos
                ? Status::FromErrno(ENOSPC, "injected", e.path)
                : Status();
   });
@@ -231,6 +231,8 @@ TEST_F(StoreFaultsTest, ALostManifestNamesOne) {
 
 TEST_F(StoreFaultsTest, ALostSuperblockIsFoundAndMade) {
   EXPECT_THAT(Store::FsckFolder(fs(), dir_.path(), {}), HasCode(Code::kNotFound));
+  ObservedFileSystem unlisted(fs(), Failing(FileOp::kList, dir_.path(), EACCES));
+  EXPECT_THAT(Store::Open(unlisted, dir_.path()), HasMessage("not a store (no store.json)"));
   const TinySpec spec = DefaultTinySpec();
   ASSERT_OK(Save("a", spec));
   ASSERT_OK(fs().RemoveTree(InStore(".generations")));  // As brought by `cp` of a checkpoint.

@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include "fs/mount/callers.h"
+#include "fs/mount/publish_calls.h"
 
 namespace tensormount::fs {
 namespace {
@@ -161,6 +162,7 @@ class CallersTest : public testing::Test {
     if (child_ == 0) {
       sigaction(SIGUSR1, &nothing, nullptr);
       signal(SIGUSR2, SIG_IGN);
+      signal(SIGQUIT, SIG_DFL);  // A shell's `&` has it ignored.
       sigset_t blocked;
       sigemptyset(&blocked);
       sigaddset(&blocked, SIGTERM);
@@ -203,6 +205,23 @@ TEST_F(CallersTest, WhoIsGoneIsGone) {
   EXPECT_TRUE(IsBeingKilled(child_));
   EXPECT_EQ(ProcessOf(child_), 0);
   EXPECT_FALSE(IsBeingKilled(0));  // Not to be seen is not gone.
+}
+
+TEST(PublishCallsTest, WhoComesBackBeforeTheEndIsCalledWhenItIsThere) {
+  PublishCalls calls;
+  const auto call = calls.Add(7, {.folder = 1, .name = "staging", .as = "step"});
+  int asked = 0;
+  int called = 0;
+  const auto again = [&] {
+    ++asked;
+    return [&called] { ++called; };
+  };
+  EXPECT_TRUE(calls.Waits(*call, again));
+  EXPECT_EQ(called, 0);
+  calls.End(*call, Status());
+  EXPECT_EQ(called, 1);
+  EXPECT_FALSE(calls.Waits(*call, again));
+  EXPECT_EQ(asked, 1);
 }
 
 }  // namespace

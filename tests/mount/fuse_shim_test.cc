@@ -103,6 +103,19 @@ TEST_F(FuseShimTest, AsksForWhatIsOfferedAndWanted) {
   EXPECT_EQ(shim.kernel_minor(), 41u);
 }
 
+TEST_F(FuseShimTest, WhatComesBeforeInitIsNotInit) {
+  FuseShim shim({.want_mmap = true, .passthrough_depth = 1});
+  std::string other(40 + 64, '\0');
+  Set(other, 4, 1);
+  Set(other, 8, 76);
+  ASSERT_EQ(write(ends_[1], other.data(), other.size()), static_cast<ssize_t>(other.size()));
+  ASSERT_EQ(shim.Read(ends_[0], other.data(), other.size()), static_cast<ssize_t>(other.size()));
+  (void)Init(shim, kInitExt, kMmap | kPassthrough);
+  EXPECT_TRUE(shim.initialized());
+  EXPECT_TRUE(shim.passthrough());
+  EXPECT_TRUE(shim.direct_io_mmap());
+}
+
 TEST_F(FuseShimTest, AsksForNothingThatIsNotOffered) {
   for (const std::uint32_t flags : {0u, kInitExt}) {
     FuseShim shim({.want_mmap = true, .passthrough_depth = 1});

@@ -95,6 +95,22 @@ TEST_F(PublishStagingTest, AFileThatIsTheTensorCanBePassedThrough) {
   EXPECT_EQ(tensor_files, 2);
 }
 
+// Four elements of 6 bits are 3 bytes, and a row has six: its last two stand in one unit with the
+// first two of the next row. Such units, one below the other, are no box of elements.
+TEST_F(PublishStagingTest, ColumnsOfUnitsMayBeNoBoxesOfElements) {
+  const Staging staging =
+      Make(store_, "step", R"({"tensors": {"w": {"dtype": "f6_e2m3", "shape": [2, 2, 6]}}})");
+  TestMount a(fs(), staging, 1);
+  const std::uint32_t whole = a.Whole(Meta(staging, "w"));
+  a.WriteRuns(whole, 0, 3, 2, 9, "abcjkl");
+  a.WriteRuns(whole, 3, 3, 2, 9, "defmno");
+  a.WriteRuns(whole, 6, 3, 2, 9, "ghipqr");
+  ASSERT_OK(a.Flush());
+  ASSERT_OK(Publish("step")) << report_.ToText();
+  EXPECT_EQ(BytesOf("step", "w"), "abcdefghijklmnopqr");
+  EXPECT_TRUE(IsSound("step"));
+}
+
 TEST_F(PublishStagingTest, MissingBoxesAreNamedExactlyAndCanBeWrittenLater) {
   const Staging staging = Make(store_, "step",
                                R"({"tensors": {"w": {"dtype": "f32", "shape": [4, 4]},
