@@ -246,5 +246,60 @@ class Rewriting(unittest.TestCase):
             return {number for number, byte in enumerate(file.read()) if byte}
 
 
+class Trying(unittest.TestCase):
+    """What becomes of a fault, by what its one test gives: None is too long."""
+
+    class Test:
+        name, folder, googletest = "test", None, False
+
+        def run_of(self, cases):
+            return cases
+
+    class Reach:
+        def fingerprint(self, _):
+            return {"test": "mark"}
+
+        def units(self, _):
+            return [(Trying.Test(), ["case"], 0.1)]
+
+    def verdict(self, *results):
+        class Place:
+            path, left = None, list(results)
+
+            def run(self, *_):
+                return self.left.pop(0)
+
+        mutant = mutations.Mutant("README.md", "bound", 0, 1, "condition", "<", "<=", "< -> <=")
+        entry = mutants.try_mutant(self.Reach(), Place(), mutant, {})
+        self.assertEqual(Place.left, [])
+        return entry["verdict"], entry["how"]
+
+    def test_verdicts(self):
+        self.assertEqual(self.verdict(0), ("survived", ""))
+        self.assertEqual(self.verdict(77), ("survived", ""))
+        self.assertEqual(self.verdict(1, 0), ("caught", "failure"))
+        self.assertEqual(self.verdict(-11, 0), ("caught", "crash"))
+        self.assertEqual(self.verdict(1, 1), ("survived", ""))  # Without the fault too.
+
+    def test_what_takes_too_long_does_so_twice(self):
+        self.assertEqual(self.verdict(None, 0, None), ("caught", "too long"))
+        self.assertEqual(self.verdict(None, 0, 0), ("survived", ""))
+        self.assertEqual(self.verdict(None, None), ("survived", ""))
+
+
+class Programs(unittest.TestCase):
+    def test_not_every_one_is_of_googletest(self):
+        with tempfile.TemporaryDirectory() as folder:
+            os.makedirs(os.path.join(folder, "bin", "tests"))
+            for content, cases in (("--gtest_list_tests", True), ("in C", False)):
+                path = os.path.join(folder, "bin", "tests", "program")
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write(content)
+                test = mutants.Test({"name": "program", "command": [path]})
+                self.assertEqual(test.googletest, cases)
+                if not cases:
+                    self.assertEqual(test.run_of(test.cases()), [path])
+
+
 if __name__ == "__main__":
     unittest.main(argv=sys.argv[:1])
