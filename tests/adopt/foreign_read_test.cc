@@ -59,6 +59,26 @@ TEST_F(ForeignReadTest, ATransposedTensorIsReadOnceFromTheFile) {
   }
 }
 
+// The second begins in the file where the first row of the first one ends, and in the buffer too.
+TEST_F(ForeignReadTest, ColumnsSideBySideAreNoOneRun) {
+  const auto box = [](const Dims& begin, const Dims& extent) {
+    return Region(Box::Make(begin, extent).value());
+  };
+  made_.Add("w", DType::kU8, {50, 20},
+            {{box({0, 0}, {1, 20}), 0, 7, {}},
+             {box({1, 0}, {49, 10}), 0, 100, {20, 1}},
+             {box({1, 10}, {49, 10}), 0, 110, {20, 1}}});
+  for (const bool mapped : {true, false}) {
+    UnmappedFileSystem fs;
+    ASSERT_OK_AND_ASSIGN(const auto opened, mapped ? Open() : made_.Open(fs));
+    ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find("w"));
+    std::string got(entry.meta.bytes(), '?');
+    ReadStats stats;
+    ASSERT_OK(opened->ReadBytes(entry, 0, got.data(), got.size(), ReadVerify::kOff, &stats));
+    EXPECT_TRUE(got == made_.Bytes("w"));
+  }
+}
+
 TEST_F(ForeignReadTest, ManyThreadsReadAtOnce) {
   AddManyKinds(made_);
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
