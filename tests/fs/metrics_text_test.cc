@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fs/metrics_text.h"
 
+#include <chrono>
 #include <limits>
+#include <string>
+#include <string_view>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include "fs/mount_stats.h"
 
 namespace tensormount::fs {
 namespace {
@@ -42,6 +48,25 @@ TEST(MetricsText, Numbers) {
   EXPECT_EQ(MetricsText::Number(-std::numeric_limits<double>::infinity()), "-Inf");
   EXPECT_EQ(MetricsText::Number(std::numeric_limits<double>::quiet_NaN()), "NaN");
   EXPECT_EQ(MetricsText::Number(1.024e-06), "1.024e-06");
+}
+
+TEST(MountStatsTest, BucketsCountAllThatWasNoSlower) {
+  MountStats stats;
+  stats.Count(Op::kRead, std::chrono::nanoseconds(500), false);
+  stats.Count(Op::kRead, std::chrono::microseconds(2), false);
+  stats.Count(Op::kRead, std::chrono::minutes(3), true);
+  MetricsText text;
+  stats.AddMetrics(text);
+  const std::string all = std::move(text).Take();
+  const auto line = [](std::string_view suffix, std::string_view le, int count) {
+    return testing::HasSubstr("tensormount_request_seconds_" + std::string(suffix) +
+                              "{tier=\"daemon\",operation=\"read\"" + std::string(le) + "} " +
+                              std::to_string(count) + "\n");
+  };
+  EXPECT_THAT(all, line("bucket", ",le=\"1.024e-06\"", 1));
+  EXPECT_THAT(all, line("bucket", ",le=\"4.096e-06\"", 2));
+  EXPECT_THAT(all, line("bucket", ",le=\"+Inf\"", 3));
+  EXPECT_THAT(all, line("count", "", 3));
 }
 
 }  // namespace
