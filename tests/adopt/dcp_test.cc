@@ -563,15 +563,23 @@ TEST_F(ChangedDcpTest, ItemsThatBeginAtNoChunkArePutNowhere) {
 // A namespace holds its attributes in its state.
 TEST_F(ChangedDcpTest, ArgumentsOfARunAreShownAsFarAsTheyArePlain) {
   const std::string path = Changed("dcp-old/megatron", "", "");
-  ZipBuilder zip;
-  zip.Add("common/data.pkl",
-          Pickle(Bytes("}", Str("args"), Glob("argparse", "Namespace"), ")", 0x81, "}(",
-                       Str("seed"), "K", 3, Str("dtype"), Glob("torch", "bfloat16"), Str("by rate"),
-                       "}G", 0x3f, 0xf8, std::string(6, '\0'), "K", 1, "subs"),
-                 2));
-  zip.Add("common/version", "3\n");
-  WriteWholeFile(path + "/common.pt", zip.Finish());
-  ASSERT_OK_AND_ASSIGN(const Opened opened, Open(path));
+  const auto open_with = [&](const std::string& common) {
+    ZipBuilder zip;
+    zip.Add("common/data.pkl", Pickle(common, 2));
+    zip.Add("common/version", "3\n");
+    WriteWholeFile(path + "/common.pt", zip.Finish());
+    return Open(path);
+  };
+  ASSERT_OK_AND_ASSIGN(const Opened plain, open_with(Bytes("}", Str("seed"), "K", 2, "s")));
+  ASSERT_NE(plain.Common("seed"), nullptr);
+  EXPECT_EQ(*plain.Common("seed"), CommonValue(2));
+  EXPECT_THAT(plain.Warnings(), testing::Not(HasSubstr("common.pt")));
+
+  ASSERT_OK_AND_ASSIGN(
+      const Opened opened,
+      open_with(Bytes("}", Str("args"), Glob("argparse", "Namespace"), ")", 0x81, "}(", Str("seed"),
+                      "K", 3, Str("dtype"), Glob("torch", "bfloat16"), Str("by rate"), "}G", 0x3f,
+                      0xf8, std::string(6, '\0'), "K", 1, "subs")));
   ASSERT_NE(opened.Common("args"), nullptr) << opened.Warnings();
   EXPECT_EQ(*opened.Common("args"),
             CommonValue(CommonDict{{{CommonKey(std::string("seed")), CommonValue(3)}}}));
