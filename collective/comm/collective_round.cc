@@ -105,38 +105,37 @@ class Backoff {
             std::min({timeouts.liveness, timeouts.arrival, timeouts.total}) / 16, kShortest,
             milliseconds(hears_ ? 100 : 10))),
         // With more ranks than cores, spinning takes the time that the others need.
-        spins_(comm.size() <= static_cast<int>(2 * std::thread::hardware_concurrency()) ? 32 : 0) {}
+        spins_(comm.size() <= static_cast<int>(2 * std::thread::hardware_concurrency())) {}
 
   // Before anything is looked at; then, where nothing was found, Pause.
   void Look() { seen_ = comm_.Changes(); }
-  void Reset() {
-    turns_ = 0;
-    since_ = Clock::now();
-  }
+  void Reset() { since_ = Clock::now(); }
   // `alone`: something is waited for of which no communicator hears, whose end is not to be noticed
   // late.
   void Pause(bool alone = false) {
     if (comm_.Changes() != seen_) Reset();
-    if (++turns_ <= spins_) {
+    const nanoseconds waited = Clock::now() - since_;
+    if (spins_ && waited < kSpin) {
       std::this_thread::yield();
       return;
     }
     constexpr int kShare = 64;
     const nanoseconds longest = alone ? std::min<nanoseconds>(longest_, kAlone) : longest_;
-    const nanoseconds share = (Clock::now() - since_) / kShare;
+    const nanoseconds share = waited / kShare;
     const bool until_change = hears_ && !alone;
     comm_.WaitForChange(seen_, until_change ? longest : std::clamp(share, kShortest, longest));
   }
 
  private:
   static constexpr nanoseconds kShortest{50'000};
+  // As long as a thread takes to be woken: most answers come sooner.
+  static constexpr nanoseconds kSpin{200'000};
   static constexpr milliseconds kAlone{1};
   Communicator& comm_;
   const bool hears_;
   const nanoseconds longest_;
-  const int spins_;
+  const bool spins_;
   std::uint64_t seen_ = 0;
-  int turns_ = 0;
   Clock::time_point since_ = Clock::now();
 };
 
