@@ -134,7 +134,9 @@ Status ReadPart(PartReader& reader, std::uint64_t chunk_offset, bool extend,
         PartReader::RisesWithFewGaps(copy)) {
       const ByteRange leaves = reader.LeavesOf(copy);
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map, reader.MappingTo(leaves.end));
-      if (map != nullptr && LooksInMemory(map + leaves.begin, leaves.size())) {
+      // Of a damaged index the range may be shorter than what is to stand in it: read, which says
+      // so.
+      if (map != nullptr && leaves.end >= end && LooksInMemory(map + leaves.begin, leaves.size())) {
         TENSORMOUNT_RETURN_IF_ERROR(reader.ReadMapped(copy, map, base));
         if (digest != nullptr) *digest ^= DigestOfArrived(part, dst, base, byte_shape);
         return Status();

@@ -147,13 +147,14 @@ TEST_F(LoadFaults, WhileAProofIsCompleted) {
     armed = &fs_[victim];
     LoadSetup setup;
     setup.fs = [this](int rank) -> FileSystem& { return fs_[static_cast<std::size_t>(rank)].fs(); };
-    setup.options = [](int) {
+    setup.options = [victim](int) {
       LoadOptions options;
       options.not_requested = Strict::kIgnore;
-      // All bytes have arrived: nothing more can be read.
-      options.events = [](const Event& event) {
+      // All bytes have arrived: nothing more can be read. On the victim itself, since another rank
+      // may begin to prove when it has proved its part.
+      options.events = [victim](const Event& event) {
         const bool begins = event.phase == "prove" && event.kind == Event::Kind::kStart;
-        if (begins && event.rank == 0) armed.load()->Reset(0);
+        if (begins && event.rank == victim) armed.load()->Reset(0);
       };
       return options;
     };
