@@ -429,7 +429,7 @@ class LoadNumbers(ctypes.Structure):
                 *((name, ctypes.c_double) for name in ("plan_seconds", "read_seconds", "proof_seconds"))]
 
 
-BF16, VERIFY_OFF, DIRECT, EXCHANGE = 11, 1, 1, 2
+BF16, VERIFY_OFF, EXCHANGE = 11, 1, 2
 
 
 def numbers(values):
@@ -594,7 +594,6 @@ class Worker:
             self.lib.guard()
         self.shared = Shared(args.page, self.rank, self.ranks)
         self.wanted = [name for name in args.only.split(",") if name in PEERS]
-        self.half = None
         if {"dcp"} & set(self.wanted):
             import torch
             import torch.distributed as dist

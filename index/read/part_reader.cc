@@ -45,8 +45,18 @@ bool Rises(const StridedCopy& copy) {
   return true;
 }
 
-// Whether what lies between the runs may be read with them: it is not much more than they are.
-bool IsDense(const StridedCopy& copy) { return copy.src_span() / kMostGaps <= copy.bytes(); }
+// Whether every leaf from the first run to the last is touched, so that reading all of them reads
+// nothing that need not be: no gap between runs, which rise, holds a whole leaf.
+bool TouchesEachLeaf(const StridedCopy& copy) {
+  std::uint64_t within = copy.run;
+  for (int a = copy.axes - 1; a >= 0; --a) {
+    const StridedCopy::Axis& axis = copy.axis[static_cast<std::size_t>(a)];
+    const auto step = static_cast<std::uint64_t>(axis.src);
+    if (axis.count > 1 && step - within >= kLeafBytes) return false;
+    within += static_cast<std::uint64_t>(axis.count - 1) * step;
+  }
+  return true;
+}
 
 // Calls fn(part) for parts of a copy that rise in the file as its axes do, each of which spans no
 // more than `most` bytes of it, or is one run; as many steps of an axis at once as fit, or each by
@@ -327,7 +337,9 @@ bool PartReader::ReadScattered(const StridedCopy& copy, std::byte* base) {
   return good;
 }
 
-bool PartReader::RisesWithFewGaps(const StridedCopy& copy) { return Rises(copy) && IsDense(copy); }
+bool PartReader::RisesThroughEachLeaf(const StridedCopy& copy) {
+  return Rises(copy) && TouchesEachLeaf(copy);
+}
 
 // Choices, from best to worst: vectored read, window that moves forward, slabs.
 Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
@@ -341,8 +353,10 @@ Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
       ReadScattered(copy, base)) {
     return Status();
   }
-  // Reading what lies between is worth it only where little does.
-  WindowReader window(*this, first + span, IsDense(copy));
+  // Reading what lies between is worth it only where little does, or leaves want it anyway.
+  const bool dense = span - copy.bytes() <= copy.bytes() ||
+                     (verify_ == ReadVerify::kExtendLeaves && TouchesEachLeaf(copy));
+  WindowReader window(*this, first + span, dense);
   Status status;
   copy.ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
     if (!status.ok()) return;

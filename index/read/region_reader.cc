@@ -26,6 +26,9 @@
 namespace tensormount {
 namespace {
 
+// How much may be fetched for each byte that is wanted.
+constexpr std::uint64_t kMostGaps = 8;
+
 // Runs of at least this many bytes are read where they belong; shorter ones are gathered.
 constexpr std::uint64_t kLongRun = 32 * 1024;
 // Neighbouring parts are read at once up to this, which stays in cache until it is checked.
@@ -131,7 +134,7 @@ Status ReadPart(PartReader& reader, std::uint64_t chunk_offset, bool extend,
     // kernel. Leaves that are to be checked whole are hashed there, too, where reading them would
     // copy much beside what is wanted.
     if (extend && span / 2 >= copy.bytes() && MappingGuarded() &&
-        PartReader::RisesWithFewGaps(copy)) {
+        PartReader::RisesThroughEachLeaf(copy)) {
       const ByteRange leaves = reader.LeavesOf(copy);
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map, reader.MappingTo(leaves.end));
       // Of a damaged index the range may be shorter than what is to stand in it: read, which says

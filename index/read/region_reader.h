@@ -21,9 +21,6 @@
 // each range in turn.
 namespace tensormount {
 
-// How much may be fetched for each byte that is wanted.
-inline constexpr std::uint64_t kMostGaps = 8;
-
 // Reads byte ranges of one stored range (a chunk, a part of an object), checking leaves.
 // Lives for one call; not thread-safe.
 class PartReader {
@@ -61,12 +58,12 @@ class PartReader {
   Status CheckRun(std::uint64_t at, const std::byte* data, std::uint64_t size);
   // The runs of `copy`, whose source offsets are the file's, to `base`.
   Status ReadStrided(const StridedCopy& copy, std::byte* base);
-  // The same out of `map` (MappingTo the end of LeavesOf), for runs that RisesWithFewGaps, where
-  // all leaves from the first run to the last are to be checked: each block is copied and then its
-  // leaves are hashed where they are mapped, so that nothing is copied beside what is wanted. In
-  // this order: bytes that change meanwhile fail.
+  // The same out of `map` (MappingTo the end of LeavesOf), for runs that RisesThroughEachLeaf,
+  // where all leaves from the first run to the last are to be checked: each block is copied and
+  // then its leaves are hashed where they are mapped, so that nothing is copied beside what is
+  // wanted. In this order: bytes that change meanwhile fail.
   Status ReadMapped(const StridedCopy& copy, const std::byte* map, std::byte* base);
-  static bool RisesWithFewGaps(const StridedCopy& copy);
+  static bool RisesThroughEachLeaf(const StridedCopy& copy);
   // The stretch of the file that ReadMapped touches: the whole leaves of a copy.
   ByteRange LeavesOf(const StridedCopy& copy) const;
   // For gathers by RunOnMapping: the file's mapping where bytes of the range up to `end` (of the

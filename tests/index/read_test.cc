@@ -285,6 +285,36 @@ TEST_F(MappedLeavesTest, AreReadOnceEach) {
   EXPECT_EQ(stats.bytes_read, tensor_.bytes.size());
 }
 
+// Rows of two leaves of which 16 KiB are wanted: the other leaf is nobody's, with a guard or
+// without.
+TEST(Read, LeavesWithNothingWantedAreNotRead) {
+  constexpr std::int64_t kRows = 20;
+  constexpr std::int64_t kColumns = 128 * 1024;
+  TempDir dir;
+  Random random(TestSeed());
+  BuildSpec spec;
+  RandomTensor tensor{.key = "w", .dtype = DType::kU8, .shape = {kRows, kColumns}, .bytes = {}};
+  tensor.bytes = random.Bytes(kRows * kColumns);
+  spec.tensors.push_back(tensor);
+  spec.partitions = {{{Region(Box::Whole(tensor.shape))}, {}}};
+  ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
+  const Region part(Box::Make({0, 20000}, {kRows, 16 * 1024}).value());
+  for (const bool guarded : {false, true}) {
+    std::optional<GuardForAWhile> guard;
+    if (guarded) guard.emplace();
+    ASSERT_OK_AND_ASSIGN(const auto opened,
+                         OpenedCheckpoint::Open(HostFileSystem(), dir.Join("c"), {}));
+    std::string got(kRows * 16 * 1024, '?');
+    ReadStats stats;
+    ASSERT_OK(opened->Read(opened->index().Find("w").value(), part,
+                           BufferView::Host(DType::kU8, got.data(), {kRows, 16 * 1024}),
+                           ReadVerify::kExtendLeaves, &stats, nullptr));
+    EXPECT_EQ(got, OracleBytes(tensor, part));
+    EXPECT_EQ(stats.bytes_by_leaf, got.size());
+    EXPECT_EQ(stats.bytes_read, static_cast<std::uint64_t>(kRows) * 64 * 1024) << guarded;
+  }
+}
+
 // A byte of any leaf, one that is wanted or one between: the leaf is named.
 TEST_F(MappedLeavesTest, ADamagedOneIsNamed) {
   ASSERT_OK_AND_ASSIGN(const auto extents,
