@@ -77,6 +77,11 @@ class File {
     (void)offset;  // Where there is no such thing.
     (void)size;
   }
+  // A hint: these bytes will be read soon, so storage may begin with them now. Likewise.
+  virtual void StartReading(std::uint64_t offset, std::uint64_t size) {
+    (void)offset;
+    (void)size;
+  }
   // fsync. A failure condemns the file: never sync it again as if nothing had happened. Linux marks
   // the pages that it could not write as clean, so a second fsync succeeds and means nothing.
   virtual Status Sync() = 0;

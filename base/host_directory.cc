@@ -158,10 +158,12 @@ void CloseKeepingErrno(int fd) {
   errno = error;
 }
 
-// Component by component, following no link. Takes `folder`. What openat2 does in one step in the
-// kernel; here a folder may be exchanged for a link between the look and the open, which O_NOFOLLOW
-// then refuses, so the look decides nothing but the errno.
+// Component by component, following no link; `folder` stays the caller's. What openat2 does in one
+// step in the kernel; here a folder may be exchanged for a link between the look and the open,
+// which O_NOFOLLOW then refuses, so the look decides nothing but the errno.
 int WalkBeneath(int folder, std::string_view name, int flags) {
+  folder = OpenDescriptor([&] { return fcntl(folder, F_DUPFD_CLOEXEC, 0); });
+  if (folder < 0) return -1;
   for (;;) {
     const std::size_t slash = name.find('/');
     const std::string part(name.substr(0, slash));
@@ -190,17 +192,7 @@ int WalkBeneath(int folder, std::string_view name, int flags) {
   }
 }
 
-}  // namespace
-
-int OpenHostBeneath(const std::string& directory, const std::string& name, int flags,
-                    HostLinks links, bool walk) {
-  const int folder = OpenAt(AT_FDCWD, directory, O_PATH | O_DIRECTORY | O_CLOEXEC);
-  if (folder < 0) return -1;
-  if (name.starts_with('/')) {
-    close(folder);
-    errno = EXDEV;
-    return -1;
-  }
+int OpenBelowFolder(int folder, const std::string& name, int flags, HostLinks links, bool walk) {
   if (!walk) {
     // The kernel itself keeps the path inside, whatever is renamed meanwhile. Magic links (those of
     // /proc) lead anywhere and are none of a store's.
@@ -218,12 +210,26 @@ int OpenHostBeneath(const std::string& directory, const std::string& name, int f
       if (fd >= 0 || errno != EAGAIN) break;
     }
     // Not before Linux 5.6, nor in containers that do not know the call: then no link is followed.
-    if (fd >= 0 || (errno != ENOSYS && errno != EPERM)) {
-      CloseKeepingErrno(folder);
-      return fd;
-    }
+    if (fd >= 0 || (errno != ENOSYS && errno != EPERM)) return fd;
   }
   return WalkBeneath(folder, name, flags);
+}
+
+}  // namespace
+
+int OpenHostBeneath(const std::string& directory, const std::string& name, int flags,
+                    HostLinks links, bool walk) {
+  if (name.starts_with('/')) {
+    errno = EXDEV;
+    return -1;
+  }
+  const int pinned = PinnedDescriptor(directory);  // Open already, and half of all folders.
+  const int folder =
+      pinned >= 0 ? pinned : OpenAt(AT_FDCWD, directory, O_PATH | O_DIRECTORY | O_CLOEXEC);
+  if (folder < 0) return -1;
+  const int fd = OpenBelowFolder(folder, name, flags, links, walk);
+  if (folder != pinned) CloseKeepingErrno(folder);
+  return fd;
 }
 
 Result<std::vector<DirectoryEntry>> ListHostBeneath(const std::string& directory,

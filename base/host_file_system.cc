@@ -164,6 +164,10 @@ class HostFile final : public File {
     (void)sync_file_range(fd_, static_cast<off64_t>(offset), static_cast<off64_t>(size),
                           SYNC_FILE_RANGE_WRITE);
   }
+  void StartReading(std::uint64_t offset, std::uint64_t size) override {
+    (void)posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(size),
+                        POSIX_FADV_WILLNEED);
+  }
   Status Sync() override {
     return Call("fsync", [&] { return fsync(fd_); });
   }

@@ -28,6 +28,22 @@ std::map<int, std::string>& PinNames() {
   return *names;
 }
 
+// "/proc/self/fd/17/data/x" taken apart.
+struct DescriptorPath {
+  int fd = -1;             // None: it is no such path.
+  std::string_view below;  // "/data/x", or nothing.
+};
+
+DescriptorPath Parse(std::string_view path) {
+  DescriptorPath named;
+  if (!path.starts_with(kDescriptors)) return named;
+  const char* const end = path.data() + path.size();
+  int fd = -1;
+  const auto [rest, error] = std::from_chars(path.data() + kDescriptors.size(), end, fd);
+  if (error != std::errc() || (rest != end && *rest != '/')) return named;
+  return {fd, std::string_view(rest, end)};
+}
+
 }  // namespace
 
 Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& path) {
@@ -59,15 +75,19 @@ Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& p
                                             });
 }
 
-std::string ShownPath(const std::string& path) {
-  if (!path.starts_with(kDescriptors)) return path;
-  const char* const end = path.data() + path.size();
-  int fd = -1;
-  const auto [rest, error] = std::from_chars(path.data() + kDescriptors.size(), end, fd);
-  if (error != std::errc() || (rest != end && *rest != '/')) return path;
+int PinnedDescriptor(const std::string& path) {
+  const DescriptorPath named = Parse(path);
+  if (named.fd < 0 || !named.below.empty()) return -1;
   std::lock_guard lock(pins_mutex);
-  const auto it = PinNames().find(fd);
-  return it == PinNames().end() ? path : it->second + std::string(rest, end);
+  return PinNames().contains(named.fd) ? named.fd : -1;
+}
+
+std::string ShownPath(const std::string& path) {
+  const DescriptorPath named = Parse(path);
+  if (named.fd < 0) return path;
+  std::lock_guard lock(pins_mutex);
+  const auto it = PinNames().find(named.fd);
+  return it == PinNames().end() ? path : it->second + std::string(named.below);
 }
 
 Status HostError(int error, std::string_view action, const std::string& path) {

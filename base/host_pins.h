@@ -17,6 +17,10 @@ namespace tensormount {
 // opened, and never half from the one that has its name now.
 Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& path);
 
+// The descriptor of a folder that is pinned, by its pinned path; -1 for any other path. The caller
+// keeps the pin while it uses the descriptor, which stays the pin's.
+int PinnedDescriptor(const std::string& path);
+
 // `path` as people know it: below a pinned folder by the name under which that was pinned.
 std::string ShownPath(const std::string& path);
 

@@ -64,6 +64,9 @@ class ObservedFile final : public File {
     return hooks_.Run(event, [&] { return base_->Truncate(size); });
   }
   // No event: a hint cannot fail, and crash tests would count states that do not differ.
+  void StartReading(std::uint64_t offset, std::uint64_t size) override {
+    base_->StartReading(offset, size);
+  }
   void StartWriteback(std::uint64_t offset, std::uint64_t size) override {
     base_->StartWriteback(offset, size);
   }

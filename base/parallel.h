@@ -15,6 +15,13 @@
 
 namespace tensormount {
 
+// Cores that this process may use, at least 1. Asked of the kernel once: the C++ library opens a
+// file of /sys for each answer, which costs more than what is decided by it in short loops.
+inline unsigned HostCores() {
+  static const unsigned cores = std::max(1U, std::thread::hardware_concurrency());
+  return cores;
+}
+
 // Calls fn(i, state) for every i below `count`, each once, on `threads` threads (0: as many as
 // cores), of which the caller's is one. Each thread has a `State` of its own, made on it: buffers,
 // the file of the call before. Threads take the next i, so that what is sorted is worked through
@@ -52,8 +59,7 @@ Status ForEachParallel(std::size_t count, int threads, const Fn& fn) {
     }
   };
   // No more threads than items: of ten files twelve threads would only be started and ended.
-  std::size_t wanted =
-      threads > 0 ? static_cast<std::size_t>(threads) : std::thread::hardware_concurrency();
+  std::size_t wanted = threads > 0 ? static_cast<std::size_t>(threads) : HostCores();
   wanted = std::clamp<std::size_t>(wanted, 1, std::max<std::size_t>(1, count));
   // References in `work` stay good: every thread is joined before this returns.
   std::vector<std::thread> workers;

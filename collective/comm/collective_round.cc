@@ -31,6 +31,7 @@
 
 #include "base/deadline.h"
 #include "base/hash.h"
+#include "base/parallel.h"
 #include "collective/guarded.h"
 
 namespace tensormount {
@@ -105,7 +106,7 @@ class Backoff {
             std::min({timeouts.liveness, timeouts.arrival, timeouts.total}) / 16, kShortest,
             milliseconds(hears_ ? 100 : 10))),
         // With more ranks than cores, spinning takes the time that the others need.
-        spins_(comm.size() <= static_cast<int>(2 * std::thread::hardware_concurrency())) {}
+        spins_(comm.size() <= static_cast<int>(2 * HostCores())) {}
 
   // Before anything is looked at; then, where nothing was found, Pause.
   void Look() { seen_ = comm_.Changes(); }

@@ -235,10 +235,13 @@ Status AddAll(const CheckpointIndex& index, const LoadOptions& options,
 }  // namespace
 
 std::uint64_t ThisMachine() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  file >> id;
-  return Xxh3(id).low;
+  static const std::uint64_t machine = [] {
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    std::string id;
+    file >> id;
+    return Xxh3(id).low;
+  }();
+  return machine;
 }
 
 Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& index,

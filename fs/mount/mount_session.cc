@@ -21,6 +21,7 @@
 #include "base/deadline.h"
 #include "base/log.h"
 #include "base/mapping.h"
+#include "base/parallel.h"
 #include "fs/mount/blocking_work.h"
 #include "fs/mount/fuse_backing.h"
 #include "fs/mount/fuse_bridge.h"
@@ -509,7 +510,7 @@ Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
                                               .others = options.allow_other}));
   TENSORMOUNT_RETURN_IF_ERROR(CheckMountPoint(options.mount_point, vfs->source()));
   if (options.allow_other) TENSORMOUNT_RETURN_IF_ERROR(CheckAncestors(fs, vfs->source()));
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  const int cores = static_cast<int>(HostCores());
   const int readers = std::clamp(options.threads > 0 ? options.threads : cores, 2, 64);
   auto core = std::make_shared<MountCore>(options, std::move(vfs), readers);
   const Status started = core->Start();

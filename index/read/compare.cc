@@ -15,10 +15,10 @@
 #include <fnmatch.h>
 #include <limits>
 #include <mutex>
-#include <thread>
 #include <tuple>
 #include <vector>
 
+#include "base/parallel.h"
 #include "index/records/key_renames.h"
 
 namespace tensormount {
@@ -266,7 +266,7 @@ class CheckpointComparison {
     std::uint64_t units = 0;
     for (const auto& job : jobs_) ends.push_back(units += job->units);
     if (units == 0) return {};
-    const std::uint64_t cores = std::max(1U, std::thread::hardware_concurrency());
+    const std::uint64_t cores = HostCores();
     const std::uint64_t threads = std::min<std::uint64_t>(
         units, options_.threads > 0 ? static_cast<std::uint64_t>(options_.threads)
                                     : std::min<std::uint64_t>(cores, 8));

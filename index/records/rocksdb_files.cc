@@ -74,6 +74,12 @@ class RandomReader : public rocksdb::FSRandomAccessFile {
     *result = rocksdb::Slice(scratch, got.value());
     return rocksdb::IOStatus::OK();
   }
+  // Where a file cannot, RocksDB copies the last 512 KiB of each table that it opens.
+  rocksdb::IOStatus Prefetch(std::uint64_t offset, std::size_t n, const rocksdb::IOOptions&,
+                             rocksdb::IODebugContext*) override {
+    file_->StartReading(offset, n);
+    return rocksdb::IOStatus::OK();
+  }
 
  private:
   std::unique_ptr<File> file_;

@@ -12,11 +12,11 @@
 #include <optional>
 #include <set>
 #include <span>
-#include <thread>
 #include <tuple>
 
 #include "base/errors.h"
 #include "base/log.h"
+#include "base/parallel.h"
 #include "index/read/foreign_file.h"
 #include "index/records/completeness.h"
 #include "index/records/manifest.h"
@@ -107,7 +107,7 @@ Status ForEachManifest(FileSystem& fs, const Staging& staging,
     largest = read.entry.length;
     TENSORMOUNT_RETURN_IF_ERROR(use(std::move(read)));
   }
-  const std::size_t threads = std::clamp(std::thread::hardware_concurrency(), 1u, 16u);
+  const std::size_t threads = std::clamp(HostCores(), 1u, 16u);
   std::deque<std::future<Result<ReadManifest>>> running;
   for (std::size_t next = at; at < names.size(); ++at) {
     const std::size_t ahead =
