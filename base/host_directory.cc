@@ -192,7 +192,12 @@ int WalkBeneath(int folder, std::string_view name, int flags) {
   }
 }
 
+// OpenHostBeneath, of a folder that is open; `folder` stays the caller's.
 int OpenBelowFolder(int folder, const std::string& name, int flags, HostLinks links, bool walk) {
+  if (name.starts_with('/')) {
+    errno = EXDEV;
+    return -1;
+  }
   if (!walk) {
     // The kernel itself keeps the path inside, whatever is renamed meanwhile. Magic links (those of
     // /proc) lead anywhere and are none of a store's.
@@ -219,11 +224,7 @@ int OpenBelowFolder(int folder, const std::string& name, int flags, HostLinks li
 
 int OpenHostBeneath(const std::string& directory, const std::string& name, int flags,
                     HostLinks links, bool walk) {
-  if (name.starts_with('/')) {
-    errno = EXDEV;
-    return -1;
-  }
-  const int pinned = PinnedDescriptor(directory);  // Open already, and half of all folders.
+  const int pinned = PinnedDescriptor(directory);  // Open already.
   const int folder =
       pinned >= 0 ? pinned : OpenAt(AT_FDCWD, directory, O_PATH | O_DIRECTORY | O_CLOEXEC);
   if (folder < 0) return -1;

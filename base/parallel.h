@@ -15,8 +15,8 @@
 
 namespace tensormount {
 
-// Cores that this process may use, at least 1. Asked of the kernel once: the C++ library opens a
-// file of /sys for each answer, which costs more than what is decided by it in short loops.
+// Cores of the machine that are online, at least 1. Asked of the kernel once: the C++ library opens
+// a file of /sys for each answer, which costs more than what is decided by it in short loops.
 inline unsigned HostCores() {
   static const unsigned cores = std::max(1U, std::thread::hardware_concurrency());
   return cores;

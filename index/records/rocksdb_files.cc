@@ -74,7 +74,9 @@ class RandomReader : public rocksdb::FSRandomAccessFile {
     *result = rocksdb::Slice(scratch, got.value());
     return rocksdb::IOStatus::OK();
   }
-  // Where a file cannot, RocksDB copies the last 512 KiB of each table that it opens.
+  // Where a file cannot, RocksDB copies the last 512 KiB of each table that it opens, and what it
+  // reads ahead in scans, into buffers of its own. Scans are more and smaller reads this way, and
+  // not slower (docs/performance.md, "Beside the tree of November 22").
   rocksdb::IOStatus Prefetch(std::uint64_t offset, std::size_t n, const rocksdb::IOOptions&,
                              rocksdb::IODebugContext*) override {
     file_->StartReading(offset, n);
