@@ -94,7 +94,12 @@ TEST_F(LoadFaults, OnAnyRankAtAnyStage) {
       (void)LoadWith(way, LoadVerify::kAuto);
       const int count = fs.count();
       ASSERT_GT(count, 3);
-      for (int at = 0; at < count; at += std::max(1, count / TestScale(8))) {
+      // A sample, and at any scale the first operation and the first on data.
+      ASSERT_GE(fs.first_data(), 0);
+      std::set<int> numbers = {fs.first_data()};
+      const int step = std::max(1, count / TestScale(8));
+      for (int at = 0; at < count; at += step) numbers.insert(at);
+      for (const int at : numbers) {
         for (FailingFs& other : fs_) other.Reset(FailingFs::kNever);
         fs.Reset(at);
         const auto loaded = LoadWith(way, LoadVerify::kAuto);
