@@ -363,7 +363,8 @@ class UnitStream final : public LocalWork {
     Coming& c = *receive.of;
     const ExchangeBox& piece = c.pieces[receive.number];
     report_.bytes_received += piece.size();
-    c.arrived.Add(receive.number, receive.to, piece.size());
+    const PlannedTensor& tensor = units_.tensor(units_.units()[c.unit]);
+    if (UnitLetter::SumsTravel(tensor)) c.arrived.Add(receive.number, receive.to, piece.size());
     const bool staged = receive.staged.capacity() != 0;
     const PlacedBox packed = PlacePacked(Region(piece.bytes), 0).front();
     for (std::size_t m = staged ? 0 : 1; m < piece.mine.size(); ++m) {
@@ -377,8 +378,8 @@ class UnitStream final : public LocalWork {
     if (++c.arrived.pieces < c.pieces.size()) return {};
     if (c.arrived.sum != c.letter->sum) {
       return {Code::kDataLoss,
-              "tensor " + units_.tensor(units_.units()[c.unit]).entry().meta.key() +
-                  ": its bytes changed on the way from rank " + std::to_string(c.from)};
+              "tensor " + tensor.entry().meta.key() + ": its bytes changed on the way from rank " +
+                  std::to_string(c.from)};
     }
     coming_.erase(receive.of);
     return {};

@@ -128,7 +128,8 @@ Status UnitReader::Read(const ExchangeUnits& units, const ExchangeUnit& unit, Ou
     for (const int to : piece.receivers) {
       UnitLetter& letter = out.letters[to];
       letter.unit = out.number;
-      letter.Add(letter.pieces++, out.at[p], piece.size());
+      const std::uint64_t number = letter.pieces++;
+      if (UnitLetter::SumsTravel(tensor)) letter.Add(number, out.at[p], piece.size());
     }
   }
   return {};

@@ -48,9 +48,13 @@ struct UnitLetter {
   static constexpr std::size_t kBytes = 24;
   std::uint64_t unit = 0;
   std::uint64_t pieces = 0;
-  std::uint64_t sum = 0;
+  std::uint64_t sum = 0;  // 0 of a tensor without SumsTravel.
 
-  // Pieces are counted from 0 for each receiver; they may be added in any order.
+  // False where a digest proves the buffers in which the pieces end: that proves their way too, and
+  // hashing them when they are sent and when they come would cost as much again.
+  static bool SumsTravel(const PlannedTensor& tensor) { return !tensor.proof.possible; }
+
+  // Adds a piece to `sum`. Pieces are counted from 0 for each receiver, and come in any order.
   void Add(std::uint64_t number, const std::byte* bytes, std::uint64_t size);
   std::string Encode() const;
   // Of kBytes bytes.
