@@ -18,6 +18,8 @@
 
 namespace tensormount {
 
+inline constexpr std::size_t kCacheLine = 64;
+
 // Copies whole cache lines, as many as there are, and returns how many bytes that was. kPastCaches:
 // `dst` must be aligned to 16 bytes, without which the streaming store faults. All four loads come
 // before the four stores, so that the stores of a line are neighbours: the processor collects them
@@ -56,9 +58,10 @@ std::size_t CopyWholeLines(const std::byte* src, std::byte* dst, std::size_t siz
 // the caller to say; below that a reader finds the bytes there. After the last of such copies,
 // before other threads are told of them, EndStream() makes them visible in the usual order.
 inline void StreamBytes(const std::byte* src, std::byte* dst, std::size_t size) {
-  // Bytes before the first address that a streaming store takes, and behind the last whole line: by
-  // memcpy, and not worth another thought with runs of hundreds of bytes.
-  const std::size_t head = (16 - reinterpret_cast<std::uintptr_t>(dst) % 16) % 16;
+  // Whole lines of the destination, and what stands before and behind them by memcpy. A line that
+  // is streamed in part is written to memory in pieces: measured 1 GB/s instead of 7.
+  const std::size_t head =
+      (kCacheLine - reinterpret_cast<std::uintptr_t>(dst) % kCacheLine) % kCacheLine;
   if (head >= size) {
     std::memcpy(dst, src, size);
     return;

@@ -83,8 +83,10 @@ struct StridedCopy {
 StridedCopy PlanCopy(const Box& part, const PlacedBox& src, const PlacedBox& dst);
 
 // Moves the bytes of a plan from one memory to another, which must not overlap. Any order of axes
-// is as fast as its memory allows: transposes go by tiles.
-void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst);
+// is as fast as its memory allows: transposes go by tiles, and what no cache holds goes past the
+// caches where that pays. `whole`: the bytes of the copy that this one is a block of, if it is one.
+void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst,
+                 std::uint64_t whole = 0);
 
 // How to assemble a byte region of a tensor from the chunks that store it. Parts are ordered by
 // chunk, then destination; together they cover the destination exactly once.

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the strided copies of copy_plan.h, which declares it: planning thinks, this only moves
-// bytes, and all that is particular about caches and processors is in here. Three loops: tiles for
-// runs of a few bytes, a plain loop for runs of some cache lines, memcpy for long ones; large
-// copies write past the caches.
+// bytes, and all that is particular about caches and processors is in here. Tiles for runs of a few
+// bytes; the others as HowToCopy says.
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
@@ -15,7 +14,8 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint64_t kStreamFrom = 2 * 1024 * 1024;
+// More than the second-level cache of a core holds.
+constexpr std::uint64_t kLargeCopy = 2 * 1024 * 1024;
 
 using CopyAxis = StridedCopy::Axis;
 
@@ -91,42 +91,74 @@ void CopyPlane(const CopyAxis& outer, const CopyAxis& inner, const std::byte* sr
   }
 }
 
-// Runs of some cache lines from many places. The C library's memcpy is half as fast at it as a
-// plain loop (measured: 2 KiB of 16 KiB rows, 4.3 against 7.5 GB/s on an EPYC with AVX-512).
-constexpr std::uint64_t kLoopFrom = 256;
-constexpr std::uint64_t kLoopTo = 16 * 1024;
-// Where the next run is on the same page, the hardware's prefetching finds it, and that of a loop
-// is in its way (448 bytes of 1,792: 9.0 GB/s by memcpy alone, 6.8 with prefetching).
-constexpr std::int64_t kNear = 4096;
+// How the runs of a plane are copied that are too long for CopyPlane. Which is best depends on the
+// run, on the side that has the gaps, and on whether a cache holds it (docs/performance.md, "Copies
+// of runs", has the table).
+enum class RunCopy {
+  kMemcpy,      // Short ones. The hardware's prefetching is in step; ours would be in its way.
+  kLines,       // A KiB to some, where the C library's start of a copy costs more than the copy.
+  kLongMemcpy,  // Long ones, whose last pages the hardware does not look beyond.
+  kStream,      // From one run into many places, of more than a cache holds.
+};
 
-void CopyRuns(std::uint64_t run, bool stream, const CopyAxis& outer, const CopyAxis& inner,
-              const std::byte* src, std::byte* dst) {
-  const bool loop = run >= kLoopFrom && run < kLoopTo;
-  if (!stream && run < kNear && std::llabs(inner.src) < kNear) {
-    for (std::int64_t i = 0; i < outer.count; ++i) {
-      for (std::int64_t j = 0; j < inner.count; ++j) {
-        std::memcpy(dst + i * outer.dst + j * inner.dst, src + i * outer.src + j * inner.src, run);
-      }
-    }
-    return;
-  }
+constexpr std::uint64_t kLinesFrom = 1024;
+constexpr std::uint64_t kLinesTo = 3072;
+// The C library begins to copy by `rep movsb` in here, at a third of the speed where the
+// destination is not on a line's start; it ends to where it streams itself.
+constexpr std::uint64_t kUnalignedLinesTo = 64 * 1024;
+// Below it a run is mostly the two lines that it shares with others.
+constexpr std::uint64_t kStreamedRun = 128;
+
+RunCopy HowToCopy(std::uint64_t run, bool large, const CopyAxis& outer, const CopyAxis& inner,
+                  const std::byte* dst) {
+  const bool scatters = std::llabs(inner.src) == static_cast<std::int64_t>(run);
+  if (large && scatters && run >= kStreamedRun) return RunCopy::kStream;
+  if (run < kLinesFrom) return RunCopy::kMemcpy;
+  if (run < kLinesTo) return RunCopy::kLines;
+  const auto off_lines = [](std::int64_t step) {
+    return static_cast<std::uint64_t>(step) % kCacheLine != 0;
+  };
+  const bool unaligned = reinterpret_cast<std::uintptr_t>(dst) % kCacheLine != 0 ||
+                         off_lines(inner.dst) || off_lines(outer.dst);
+  return unaligned && run < kUnalignedLinesTo ? RunCopy::kLines : RunCopy::kLongMemcpy;
+}
+
+template <RunCopy kHow>
+void CopyRuns(std::uint64_t run, const CopyAxis& outer, const CopyAxis& inner, const std::byte* src,
+              std::byte* dst) {
   for (std::int64_t i = 0; i < outer.count; ++i) {
     const std::byte* from = src + i * outer.src;
     std::byte* to = dst + i * outer.dst;
     for (std::int64_t j = 0; j < inner.count; ++j) {
-      // The hardware's own prefetching ends at a page, and column runs are pages apart.
-      const std::byte* ahead = from + std::min(j + 2, inner.count - 1) * inner.src;
-      for (std::uint64_t p = 0; p < std::min<std::uint64_t>(run, 256); p += 64) {
-        __builtin_prefetch(ahead + p);
+      if constexpr (kHow == RunCopy::kLines || kHow == RunCopy::kLongMemcpy) {
+        // The hardware's own prefetching ends at a page, and column runs are pages apart.
+        const std::byte* ahead = from + std::min(j + 2, inner.count - 1) * inner.src;
+        for (std::uint64_t p = 0; p < std::min<std::uint64_t>(run, 256); p += kCacheLine) {
+          __builtin_prefetch(ahead + p);
+        }
       }
-      if (stream) {
+      if constexpr (kHow == RunCopy::kStream) {
         StreamBytes(from + j * inner.src, to + j * inner.dst, run);
-      } else if (loop) {
+      } else if constexpr (kHow == RunCopy::kLines) {
         CopyByLines(from + j * inner.src, to + j * inner.dst, run);
       } else {
         std::memcpy(to + j * inner.dst, from + j * inner.src, run);
       }
     }
+  }
+}
+
+void CopyRuns(std::uint64_t run, bool large, const CopyAxis& outer, const CopyAxis& inner,
+              const std::byte* src, std::byte* dst) {
+  switch (HowToCopy(run, large, outer, inner, dst)) {
+    case RunCopy::kMemcpy:
+      return CopyRuns<RunCopy::kMemcpy>(run, outer, inner, src, dst);
+    case RunCopy::kLines:
+      return CopyRuns<RunCopy::kLines>(run, outer, inner, src, dst);
+    case RunCopy::kLongMemcpy:
+      return CopyRuns<RunCopy::kLongMemcpy>(run, outer, inner, src, dst);
+    case RunCopy::kStream:
+      return CopyRuns<RunCopy::kStream>(run, outer, inner, src, dst);
   }
 }
 
@@ -151,7 +183,8 @@ PlaneFn PlaneOf(std::uint64_t run) {
 
 }  // namespace
 
-void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst) {
+void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst,
+                 std::uint64_t whole) {
   if (plan.run == 0) return;
   src += plan.src_offset;
   dst += plan.dst_offset;
@@ -180,15 +213,13 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst) 
     }
   }
   const PlaneFn plane = PlaneOf(nest.run);
-  // Measured: runs of a KiB to some, in copies that no cache holds, gain a fifth to a half; memcpy
-  // streams longer ones itself when it pays.
-  const bool stream = nest.run >= 1024 && nest.run < 8192 && plan.bytes() >= kStreamFrom;
+  const bool large = std::max(whole, plan.bytes()) >= kLargeCopy;
   std::array<std::int64_t, kMaxAxes> at{};
   for (;;) {
     if (plane != nullptr) {
       plane(outer, inner, src, dst);
     } else {
-      CopyRuns(nest.run, stream, outer, inner, src, dst);
+      CopyRuns(nest.run, large, outer, inner, src, dst);
     }
     // The odometer over the axes outside of the plane, as in ForEachRun.
     int a = outside - 1;
@@ -204,7 +235,7 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst) 
     }
     if (a < 0) break;
   }
-  if (stream) EndStream();
+  if (large) EndStream();  // Of some of it, perhaps.
 }
 
 }  // namespace tensormount

@@ -417,7 +417,8 @@ Status PartReader::ReadMapped(const StridedCopy& copy, const std::byte* map, std
   TENSORMOUNT_RETURN_IF_ERROR(ForEachBlock(copy, kMappedBlockBytes, [&](const StridedCopy& block) {
     const auto at = static_cast<std::uint64_t>(block.src_offset) - where_.offset;
     const std::uint64_t span = block.src_span();
-    if (!RunOnMapping([&] { ExecuteCopy(block, map, base); })) return WhyNotThere(at, span);
+    const std::uint64_t whole = copy.bytes();
+    if (!RunOnMapping([&] { ExecuteCopy(block, map, base, whole); })) return WhyNotThere(at, span);
     return hash_until(at + span);
   }));
   TENSORMOUNT_RETURN_IF_ERROR(hash_until(leaves.end - where_.offset));

@@ -130,11 +130,9 @@ Status ReadPart(PartReader& reader, std::uint64_t chunk_offset, bool extend,
     const std::uint64_t span = copy.src_span();
     const std::uint64_t end = static_cast<std::uint64_t>(copy.src_offset) + span;
     // Gaps in the file: pick from a mapping. Without gaps a read is as good where storage is waited
-    // for, and checks leaves; from memory to memory short runs cost a third less without the
-    // kernel. Leaves that are to be checked whole are hashed there, too, where reading them would
-    // copy much beside what is wanted.
-    if (extend && span / 2 >= copy.bytes() && MappingGuarded() &&
-        PartReader::RisesThroughEachLeaf(copy)) {
+    // for; from memory to memory short runs cost a third less without the kernel. Leaves that are
+    // to be checked whole are hashed in the mapping, too.
+    if (extend && MappingGuarded() && PartReader::RisesThroughEachLeaf(copy)) {
       const ByteRange leaves = reader.LeavesOf(copy);
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map, reader.MappingTo(leaves.end));
       // Of a damaged index the range may be shorter than what is to stand in it: read, which says

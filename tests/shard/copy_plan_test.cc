@@ -144,21 +144,58 @@ TEST(ExecuteCopyTest, TransposesOfEverySize) {
 }
 
 // Large enough to be written past the caches, at every alignment of the destination's runs.
-TEST(ExecuteCopyTest, StreamsLongColumns) {
+TEST(ExecuteCopyTest, StreamsRunsToTheirPlaces) {
   const std::int64_t rows = 4100;
   const std::int64_t run = 2051;
-  std::vector<std::byte> from(static_cast<std::size_t>(rows * 2100));
+  std::vector<std::byte> from(static_cast<std::size_t>(rows * run + 3));
   Random(TestSeed()).Fill(from.data(), from.size());
   const Box box = B({0, 0}, {rows, run});
-  std::vector<std::byte> to(static_cast<std::size_t>(rows * run + 5));
-  ExecuteCopy(PlanCopy(box, {box, 7, {2100, 1}}, {box, 3, {run, 1}}), from.data(), to.data());
+  std::vector<std::byte> to(static_cast<std::size_t>(rows * 2100 + 7));
+  ExecuteCopy(PlanCopy(box, {box, 3, {run, 1}}, {box, 7, {2100, 1}}), from.data(), to.data());
   for (std::int64_t r = 0; r < rows; ++r) {
-    ASSERT_EQ(0, std::memcmp(to.data() + 3 + r * run, from.data() + 7 + r * 2100,
-                             static_cast<std::size_t>(run)))
-        << r;
+    const std::byte* const there = to.data() + 7 + r * 2100;
+    ASSERT_EQ(0, std::memcmp(there, from.data() + 3 + r * run, static_cast<std::size_t>(run))) << r;
+    ASSERT_EQ(there[-1], std::byte{0}) << r;
+    ASSERT_EQ(there[run], std::byte{0}) << r;
   }
-  EXPECT_EQ(to[2], std::byte{0});
-  EXPECT_EQ(to[static_cast<std::size_t>(rows * run + 3)], std::byte{0});
+}
+
+// Every way to copy runs, of lengths around where one takes over from another, from and to places
+// off and on the start of a cache line, as a copy of its own and as a block of a large one.
+// Whatever stands between the runs stays.
+TEST(ExecuteCopyTest, RunsOfEveryLengthFromAndToAnywhere) {
+  constexpr std::uint64_t kLarge = std::uint64_t{1} << 30;
+  for (const std::int64_t run :
+       {17, 127, 128, 200, 448, 1023, 1024, 2050, 3071, 3072, 4100, 70000}) {
+    for (const std::int64_t gap : {0, 6, 64}) {
+      for (const bool gather : {true, false}) {
+        for (const std::int64_t off : {0, 6, 63}) {
+          StridedCopy copy;
+          copy.run = static_cast<std::uint64_t>(run);
+          copy.axes = 2;
+          const std::int64_t apart = run + gap + 1;
+          copy.axis[0] = {2, 5 * (gather ? apart : run), 5 * (gather ? run : apart)};
+          copy.axis[1] = {3, gather ? apart : run, gather ? run : apart};
+          copy.src_offset = off;
+          copy.dst_offset = 2 * off;
+          std::string src(static_cast<std::size_t>(off + 10 * apart), '\0');
+          for (std::size_t i = 0; i < src.size(); ++i)
+            src[i] = static_cast<char>(i * 131 + i / 251);
+          std::string want(static_cast<std::size_t>(2 * off + 10 * apart), '.');
+          copy.ForEachRun([&](std::int64_t from, std::int64_t to, std::uint64_t size) {
+            std::memcpy(want.data() + to, src.data() + from, size);
+          });
+          for (const std::uint64_t whole : {std::uint64_t{0}, kLarge}) {
+            std::string got(want.size(), '.');
+            ExecuteCopy(copy, reinterpret_cast<const std::byte*>(src.data()),
+                        reinterpret_cast<std::byte*>(got.data()), whole);
+            ASSERT_TRUE(got == want)
+                << run << " " << gap << " " << gather << " " << off << " " << whole;
+          }
+        }
+      }
+    }
+  }
 }
 
 // Whatever the sharding and the strides, executing the plan yields what naive indexing yields, and
