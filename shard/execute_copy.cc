@@ -98,7 +98,7 @@ enum class RunCopy {
   kMemcpy,      // Short ones. The hardware's prefetching is in step; ours would be in its way.
   kLines,       // A KiB to some, where the C library's start of a copy costs more than the copy.
   kLongMemcpy,  // Long ones, whose last pages the hardware does not look beyond.
-  kStream,      // From one run into many places, of more than a cache holds.
+  kStream,      // Of more than a cache holds: into many places, or from many where kLines is best.
 };
 
 constexpr std::uint64_t kLinesFrom = 1024;
@@ -114,7 +114,7 @@ RunCopy HowToCopy(std::uint64_t run, bool large, const CopyAxis& outer, const Co
   const bool scatters = std::llabs(inner.src) == static_cast<std::int64_t>(run);
   if (large && scatters && run >= kStreamedRun) return RunCopy::kStream;
   if (run < kLinesFrom) return RunCopy::kMemcpy;
-  if (run < kLinesTo) return RunCopy::kLines;
+  if (run < kLinesTo) return large ? RunCopy::kStream : RunCopy::kLines;
   const auto off_lines = [](std::int64_t step) {
     return static_cast<std::uint64_t>(step) % kCacheLine != 0;
   };
@@ -126,11 +126,12 @@ RunCopy HowToCopy(std::uint64_t run, bool large, const CopyAxis& outer, const Co
 template <RunCopy kHow>
 void CopyRuns(std::uint64_t run, const CopyAxis& outer, const CopyAxis& inner, const std::byte* src,
               std::byte* dst) {
+  const bool prefetch = kHow != RunCopy::kStream || run < kLinesTo;
   for (std::int64_t i = 0; i < outer.count; ++i) {
     const std::byte* from = src + i * outer.src;
     std::byte* to = dst + i * outer.dst;
     for (std::int64_t j = 0; j < inner.count; ++j) {
-      if constexpr (kHow == RunCopy::kLines || kHow == RunCopy::kLongMemcpy) {
+      if (kHow != RunCopy::kMemcpy && prefetch) {
         // The hardware's own prefetching ends at a page, and column runs are pages apart.
         const std::byte* ahead = from + std::min(j + 2, inner.count - 1) * inner.src;
         for (std::uint64_t p = 0; p < std::min<std::uint64_t>(run, 256); p += kCacheLine) {
