@@ -128,6 +128,8 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   void ServeAsked(const Listing& before);
   Result<std::shared_ptr<Slot>> Keep(Found& found);
   std::shared_ptr<Slot> Known(const Listing& before, const Found& found) const;
+  // Whether it stands for what was found: the same commit record, for the same users.
+  static bool Shows(const std::shared_ptr<Slot>& slot, const Found& found);
   Status ReadCommit(const std::string& folder, Found& found) const;
   Status LookAtStep(const Listing& before, Found& found) const;
   Result<std::shared_ptr<const CheckpointView>> OpenForeign(
@@ -224,9 +226,11 @@ std::shared_ptr<Slot> StoreWatch::Core::Known(const Listing& before, const Found
     const std::lock_guard lock(mutex);
     if (const auto at = early.find(found.name); at != early.end()) old = at->second;
   }
-  const bool same =
-      old && old->identity_ == IdentityOf(found.commit) && old->ownership == found.ownership;
-  return same ? old : nullptr;
+  return Shows(old, found) ? old : nullptr;
+}
+
+bool StoreWatch::Core::Shows(const std::shared_ptr<Slot>& slot, const Found& found) {
+  return slot && slot->identity_ == IdentityOf(found.commit) && slot->ownership == found.ownership;
 }
 
 // What was found, as a slot: the one that showed it before, or a new one.
@@ -244,6 +248,11 @@ Result<std::shared_ptr<Slot>> StoreWatch::Core::Keep(Found& found) {
   slot->uuid = found.uuid;
   slot->generation = found.generation;
   const std::lock_guard lock(mutex);
+  // Somebody may have been given one since we looked at this name: another would take its place,
+  // and what is known of the first be stale.
+  if (const auto at = early.find(found.name); at != early.end() && Shows(at->second, found)) {
+    return at->second;
+  }
   // A mount of one checkpoint is of that one only: what replaces it is not shown.
   if (!HoldsMany(kind) && slots.size() > 1) {
     return Status(Code::kStale, slot->path + ": another one has taken its place");
