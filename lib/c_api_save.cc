@@ -62,6 +62,7 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   if (given.replace != 0) out.if_exists = tensormount::IfExists::kReplace;
   out.validate = given.skip_validation == 0;
   out.reuse_plan = given.no_plan_reuse == 0;
+  out.page_hashes = given.page_hashes != 0;
   if (given.producer != nullptr) out.producer = given.producer;
   out.timeouts =
       tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms, given.total_ms);

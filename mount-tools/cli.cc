@@ -185,6 +185,8 @@ void AddSaving(Program& p) {
   c->add_option("--placement", p.import.placement, "auto, tensor-file, rank-shard or safetensors")
       ->capture_default_str();
   c->add_option("--if-exists", p.import.if_exists, "fail or replace")->capture_default_str();
+  c->add_flag("--page-hashes", p.import.page_hashes,
+              "Hashes of 4 KiB as well: reads of few rows are proved by less");
   AddMap(c, p.import.map);
   AddPartial(c, p.import.partial);
   AddTimeouts(c, p.import.liveness_seconds, p.import.arrival_seconds);

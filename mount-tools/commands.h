@@ -30,6 +30,7 @@ struct ImportArgs {
   int ranks = 0;               // 0: not given.
   std::string placement = "auto";
   std::string if_exists = "fail";
+  bool page_hashes = false;       // SaveOptions.
   std::string map;                // JSON file; empty: none.
   double liveness_seconds = 30;   // After so long without a sign of life a rank counts as dead.
   double arrival_seconds = 1800;  // How long ranks wait for one that lives and does not come.

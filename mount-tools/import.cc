@@ -251,6 +251,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
                     fmt::format("--if-exists {}: fail or replace", args.if_exists));
   }
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
+  options.page_hashes = args.page_hashes;
   std::shared_ptr<OpenedCheckpoint> source;
   ShardRule rule;
   std::optional<KeyRenames> renames;

@@ -27,18 +27,18 @@ void LeafHasher::Update(const void* data, std::size_t size) {
   length_ += size;
   while (size > 0) {
     // A whole leaf at hand: in one call, which is faster than the stream and copies nothing.
-    if (in_leaf_ == 0 && size >= kLeafBytes) {
-      leaves_.push_back(Xxh3(at, kLeafBytes));
-      at += kLeafBytes;
-      size -= kLeafBytes;
+    if (in_leaf_ == 0 && size >= leaf_bytes_) {
+      leaves_.push_back(Xxh3(at, leaf_bytes_));
+      at += leaf_bytes_;
+      size -= leaf_bytes_;
       continue;
     }
-    const std::size_t n = std::min<std::size_t>(size, kLeafBytes - in_leaf_);
+    const std::size_t n = std::min<std::size_t>(size, leaf_bytes_ - in_leaf_);
     stream_.Update(at, n);
     in_leaf_ += n;
     at += n;
     size -= n;
-    if (in_leaf_ == kLeafBytes) Finish();
+    if (in_leaf_ == leaf_bytes_) Finish();
   }
 }
 

@@ -27,15 +27,19 @@ Hash128 ChunkRoot(std::span<const Hash128> leaves, std::uint64_t length);
 // Hashes a chunk whose bytes arrive in order, in pieces of any size.
 class LeafHasher {
  public:
+  // `leaf_bytes`: kLeafBytes, or kHashPageBytes for page hashes (shard/page_hash.h), of which Root() is
+  // not a chunk hash.
+  explicit LeafHasher(std::uint64_t leaf_bytes = kLeafBytes) : leaf_bytes_(leaf_bytes) {}
   void Update(const void* data, std::size_t size);
   // Closes the last leaf. Further updates are a programming error: only the last leaf of a chunk
-  // may be shorter than kLeafBytes, or nobody could tell from an offset which leaf it lies in.
+  // may be shorter than the others, or nobody could tell from an offset which leaf it lies in.
   void Finish();
   const std::vector<Hash128>& leaves() const { return leaves_; }
   std::uint64_t length() const { return length_; }
   Hash128 Root() const { return ChunkRoot(leaves_, length_); }
 
  private:
+  const std::uint64_t leaf_bytes_;
   Xxh3Stream stream_;
   std::vector<Hash128> leaves_;
   std::uint64_t length_ = 0;

@@ -13,6 +13,7 @@
 
 #include "collective/save/packed_source.h"
 #include "shard/leaf_hash.h"
+#include "shard/page_hash.h"
 #include "shard/safetensors.h"
 
 namespace tensormount {
@@ -72,13 +73,14 @@ class FileAppender {
 class DataWriter {
  public:
   DataWriter(FileSystem& fs, const Staging& staging, const StateDict& state, const RankTask& task,
-             int rank, std::atomic<std::uint64_t>* progress, const std::atomic<bool>* cancel,
-             const ShardReader& read)
+             int rank, bool page_hashes, std::atomic<std::uint64_t>* progress,
+             const std::atomic<bool>* cancel, const ShardReader& read)
       : fs_(fs),
         staging_(staging),
         state_(state),
         task_(task),
         rank_(rank),
+        page_hashes_(page_hashes),
         progress_(progress),
         cancel_(cancel),
         read_(read),
@@ -184,6 +186,9 @@ class DataWriter {
     record.length = chunk.bytes;
     record.first_leaf = out_.leaves.size();
     LeafHasher hasher;
+    // Nothing to say where one leaf is all there is, and rows are long where there is one axis.
+    const bool paged = page_hashes_ && chunk.bytes > kLeafBytes && tensor.meta.shape().rank() >= 2;
+    LeafHasher pages(kHashPageBytes);
     for (std::uint64_t done = 0; done < chunk.bytes;) {
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancel());
       const auto n = static_cast<std::size_t>(std::min<std::uint64_t>(
@@ -191,12 +196,18 @@ class DataWriter {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* data,
                                    source.value().Fetch(chunk.begin + done, n, scratch_.get()));
       hasher.Update(data, n);
+      if (paged) pages.Update(data, n);
       tensor.digest ^= source.value().Digest(chunk.begin + done, n, data);
       TENSORMOUNT_RETURN_IF_ERROR(out.Append(data, n));
       done += n;
       Written(file, n);
     }
     record.hash = TakeLeaves(hasher);
+    if (paged) {
+      pages.Finish();
+      AppendPageHashes(hasher.leaves(), record.hash, pages.leaves(), out_.leaves);
+      out_.paged = true;
+    }
     tensor.extents.Append(record);
     return Status();
   }
@@ -343,6 +354,7 @@ class DataWriter {
   const StateDict& state_;
   const RankTask& task_;
   const int rank_;
+  const bool page_hashes_;
   std::atomic<std::uint64_t>* const progress_;
   const std::atomic<bool>* const cancel_;
   const ShardReader& read_;
@@ -355,9 +367,10 @@ class DataWriter {
 }  // namespace
 
 Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const StateDict& state,
-                              const RankTask& task, int rank, std::atomic<std::uint64_t>* progress,
-                              const std::atomic<bool>* cancel, const ShardReader& read) {
-  return DataWriter(fs, staging, state, task, rank, progress, cancel, read).Run();
+                              const RankTask& task, int rank, bool page_hashes,
+                              std::atomic<std::uint64_t>* progress, const std::atomic<bool>* cancel,
+                              const ShardReader& read) {
+  return DataWriter(fs, staging, state, task, rank, page_hashes, progress, cancel, read).Run();
 }
 
 Status SealShared(FileSystem& fs, const Staging& staging, const RankTask& task) {

@@ -23,7 +23,8 @@ namespace tensormount {
 // What one rank has written, as its manifest says it.
 struct WrittenData {
   Inventory inventory;          // Numbered by itself.
-  std::vector<Hash128> leaves;  // Of all chunks, objects and headers.
+  std::vector<Hash128> leaves;  // Of all chunks, objects and headers; page hashes among them.
+  bool paged = false;           // Whether there are any.
   std::uint64_t bytes = 0;      // Headers included.
   std::vector<SaveReport::File> files;
 };
@@ -32,10 +33,10 @@ struct WrittenData {
 // they are in cache, leaf by leaf, and no byte is read back. On success every file is synced, and
 // sealed but for shared ones (SealShared does that once all ranks have written); the folder is not
 // synced. Files that it failed to write are left as they are: the caller aborts the staging.
-// `progress`, where not null, counts bytes as they are written. kCancelled once `cancel`, where not
-// null, is set. `read`: for shards without memory.
+// `page_hashes`: SaveOptions. `progress`, where not null, counts bytes as they are written.
+// kCancelled once `cancel`, where not null, is set. `read`: for shards without memory.
 Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const StateDict& state,
-                              const RankTask& task, int rank,
+                              const RankTask& task, int rank, bool page_hashes = false,
                               std::atomic<std::uint64_t>* progress = nullptr,
                               const std::atomic<bool>* cancel = nullptr,
                               const ShardReader& read = {});

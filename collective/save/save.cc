@@ -88,6 +88,7 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
   add("if_exists", o.if_exists == IfExists::kReplace ? "replace" : "fail");
   add("strategy", o.strategy == SaveStrategy::kMain ? "main" : "parallel");
   add("reuse_plan", o.reuse_plan ? "on" : "off");
+  add("page_hashes", o.page_hashes ? "on" : "off");
   add("producer", o.producer);
   call.common = o.common;
   call.common_exempt = o.common_exempt;
@@ -290,12 +291,12 @@ class SaveSession {
   // The manifest is written last: it names only bytes that are already synced.
   Status Write() {
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        WrittenData data, WriteData(fs_, staging_, state_, *plan_.task, rank_, options_.progress,
-                                    control_.cancel, control_.read));
+        WrittenData data, WriteData(fs_, staging_, state_, *plan_.task, rank_, options_.page_hashes,
+                                    options_.progress, control_.cancel, control_.read));
     mine_.bytes = data.bytes;
     report_.files = std::move(data.files);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
-                                 EncodeManifest(data.inventory, data.leaves));
+                                 EncodeManifest(data.inventory, data.leaves, data.paged));
     mine_.manifest_bytes = manifest.size();
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto own, RankCommonRecord(state_, rank_));
     if (own) mine_.rank_common = own->second;

@@ -95,10 +95,10 @@ typedef void (*tm_log_sink)(void* context, tm_log_level level, const char* line)
 // again. Not from a sink.
 TM_EXPORT tm_status tm_set_log_sink(tm_log_sink sink, void* context);
 
-// Allows the library to read files where they are mapped, the fastest way to short runs: SIGBUS that
-// a page raises in a function of the library becomes the error of that function, and any other goes
-// to the handler that was there before. Once a process, after it has set handlers of its own; see
-// tensormount/mapping_guard.h. TM_UNSUPPORTED where the system refused.
+// Allows the library to read files where they are mapped, the fastest way to short runs: SIGBUS
+// that a page raises in a function of the library becomes the error of that function, and any other
+// goes to the handler that was there before. Once a process, after it has set handlers of its own;
+// see tensormount/mapping_guard.h. TM_UNSUPPORTED where the system refused.
 TM_EXPORT tm_status tm_enable_mapping_guard(void);
 
 // ---- Memory that is handed out -------------------------------------------------------------
@@ -246,8 +246,8 @@ TM_EXPORT tm_status tm_checkpoint_metadata(const tm_checkpoint* checkpoint, char
 
 // How the ranks of a job reach each other. Everything collective below must be called by all ranks
 // of the communicator, in the same order; a rank that does not come is named after a time-out, and
-// the others go on with a failure. An argument that one rank cannot do anything with, other than the
-// communicator itself, is told to the others, and fails the call on all of them.
+// the others go on with a failure. An argument that one rank cannot do anything with, other than
+// the communicator itself, is told to the others, and fails the call on all of them.
 typedef struct tm_communicator tm_communicator;
 TM_EXPORT void tm_communicator_free(tm_communicator* communicator);
 TM_EXPORT int32_t tm_communicator_rank(const tm_communicator* communicator);
@@ -407,7 +407,9 @@ typedef struct tm_save_options {
   int64_t arrival_ms;      // 0: 1,800,000.
   tm_event_hook on_event;  // May be NULL.
   void* on_event_context;
-  int64_t total_ms;        // The whole call; 0: no limit.
+  int64_t total_ms;     // The whole call; 0: no limit.
+  int32_t page_hashes;  // 1: hashes of 4 KiB as well, for reads of few rows (tensormount/save.h).
+  int32_t reserved;
 } tm_save_options;
 
 typedef struct tm_save_report tm_save_report;
@@ -528,7 +530,7 @@ typedef struct tm_load_options {
   int64_t arrival_ms;      // 0: 1,800,000.
   tm_event_hook on_event;  // May be NULL.
   void* on_event_context;
-  int64_t total_ms;        // The whole call; 0: no limit.
+  int64_t total_ms;  // The whole call; 0: no limit.
 } tm_load_options;
 
 // What a load found out besides the bytes, which are in the caller's buffers.

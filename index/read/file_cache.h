@@ -18,9 +18,9 @@
 #include "index/records/extent_lookup.h"
 #include "index/records/lru_cache.h"
 
-// Weights: open files count one each, so their number is bounded; lookups and leaves count bytes,
-// 16 and 8 MiB. What is dropped lives on while a reader holds it (shared_ptr), so no reader is ever
-// told that something was evicted under it.
+// Weights: open files count one each, so their number is bounded; lookups, leaves and pages count
+// bytes, 16, 8 and 8 MiB. What is dropped lives on while a reader holds it (shared_ptr), so no
+// reader is ever told that something was evicted under it.
 namespace tensormount {
 
 // A data file or manifest that is open for reading. Thread-safe.
@@ -59,6 +59,14 @@ class OpenDataFile {
 struct ProvenLeaves {
   Hash128 root;
   std::vector<Hash128> leaves;
+  bool paged = false;  // Page hashes of the range stand behind them.
+};
+
+// Page hashes of some neighbouring leaves of a range. `root`: as above.
+struct PageBlocks {
+  Hash128 root;
+  std::vector<Hash128> hashes;  // kPageBlockHashes a leaf, fewer for the last of the range.
+  std::vector<bool> good;       // Of each leaf: whether its check holds.
 };
 
 // Small reads of files that are read from front to back: thousands of tensors of some hundred bytes
@@ -114,6 +122,8 @@ struct OpenedCheckpoint::Files {
   LruCache<std::uint32_t, const ExtentLookup> lookups{std::size_t{16} << 20};  // By ordinal.
   // Of ranges, by the manifest and the first leaf in it.
   LruCache<std::uint64_t, const ProvenLeaves> leaves{std::size_t{8} << 20};
+  // Likewise, by the first of their hashes.
+  LruCache<std::uint64_t, const PageBlocks> pages{std::size_t{8} << 20};
 };
 
 }  // namespace tensormount

@@ -16,6 +16,7 @@
 #include "index/read/region_reader.h"
 #include "index/records/manifest.h"
 #include "shard/leaf_hash.h"
+#include "shard/page_hash.h"
 
 namespace tensormount {
 namespace {
@@ -45,14 +46,20 @@ bool Rises(const StridedCopy& copy) {
   return true;
 }
 
-// Whether every leaf from the first run to the last is touched, so that reading all of them reads
-// nothing that need not be: no gap between runs, which rise, holds a whole leaf.
-bool TouchesEachLeaf(const StridedCopy& copy) {
+// Runs that storage is told of at once.
+constexpr std::size_t kRunsAhead = 64;
+
+// Page hashes are read for this many leaves at once: 4 KiB for a mebibyte of the range.
+constexpr std::uint64_t kLeavesPaged = 16;
+
+// Whether every leaf (page) from the first run to the last is touched, so that reading all of them
+// reads nothing that need not be: no gap between runs, which rise, holds a whole one, of `bytes`.
+bool TouchesEach(const StridedCopy& copy, std::uint64_t bytes) {
   std::uint64_t within = copy.run;
   for (int a = copy.axes - 1; a >= 0; --a) {
     const StridedCopy::Axis& axis = copy.axis[static_cast<std::size_t>(a)];
     const auto step = static_cast<std::uint64_t>(axis.src);
-    if (axis.count > 1 && step - within >= kLeafBytes) return false;
+    if (axis.count > 1 && step - within >= bytes) return false;
     within += static_cast<std::uint64_t>(axis.count - 1) * step;
   }
   return true;
@@ -140,6 +147,13 @@ Status PartReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size) {
   return Status();
 }
 
+Result<std::shared_ptr<OpenDataFile>> PartReader::OpenManifest() {
+  const std::string& name = checkpoint_.index().manifests()[where_.manifest];
+  return files_.Open(JoinPath(checkpoint_.directory(), name), [&] {
+    return OpenListedFile(files_.fs, checkpoint_.pinned_directory(), name);
+  });
+}
+
 // Leaf hashes stand in the manifest of whoever wrote the range. They are read for the whole range
 // at once and proved by its root, which the index has: so a manifest that is damaged or exchanged
 // cannot make bad bytes pass. Cached by where they stand, since a tensor is read in many calls.
@@ -156,20 +170,24 @@ Status PartReader::LoadLeaves() {
   const auto bad = [&](const Status& status) {
     return Status(Code::kDataLoss, Name() + ": its leaf hashes: " + status.message());
   };
-  const std::string& name = checkpoint_.index().manifests()[where_.manifest];
-  const std::string path = JoinPath(checkpoint_.directory(), name);
-  Result<std::shared_ptr<OpenDataFile>> manifest = files_.Open(
-      path, [&] { return OpenListedFile(files_.fs, checkpoint_.pinned_directory(), name); });
+  Result<std::shared_ptr<OpenDataFile>> manifest = OpenManifest();
   if (!manifest.ok()) return bad(manifest.status());
+  bool paged = false;
   Result<std::vector<Hash128>> leaves =
-      ReadManifestLeaves(manifest.value()->file(), where_.first_leaf, count);
+      ReadManifestLeaves(manifest.value()->file(), where_.first_leaf, count, &paged);
   if (!leaves.ok()) return bad(leaves.status());
   if (ChunkRoot(leaves.value(), where_.length) != where_.hash) {
-    return Status(Code::kDataLoss, Name() + ": " + path + ": the leaf hashes do not belong to it");
+    return Status(Code::kDataLoss, Name() + ": " + manifest.value()->file().path() +
+                                       ": the leaf hashes do not belong to it");
   }
   auto proven = std::make_shared<ProvenLeaves>();
   proven->root = where_.hash;
   proven->leaves = std::move(leaves).value();
+  if (paged) {
+    const Result<std::vector<Hash128>> mark =
+        ReadManifestLeaves(manifest.value()->file(), where_.first_leaf + count, 1);
+    proven->paged = mark.ok() && mark.value().front() == PagesMark(where_.hash);
+  }
   leaves_ = proven;
   files_.leaves.Put(key, leaves_, count * sizeof(Hash128) + 64);
   return Status();
@@ -210,12 +228,102 @@ Status PartReader::CheckLeaves(std::uint64_t at, const std::byte* data, std::uin
   return Status();
 }
 
-Status PartReader::ReadWholeLeaf(std::uint64_t leaf) {
-  const std::uint64_t begin = LeafBegin(leaf);
-  const std::uint64_t bytes = std::min(kLeafBytes, where_.length - begin);
-  if (scratch_.size() < kLeafBytes) scratch_.resize(kLeafBytes);
-  TENSORMOUNT_RETURN_IF_ERROR(ReadAt(begin, scratch_.data(), bytes));
-  return CheckLeaf(leaf, Xxh3(scratch_.data(), bytes));
+Result<bool> PartReader::Paged() {
+  if (verify_ == ReadVerify::kOff || where_.length <= kLeafBytes) return false;
+  TENSORMOUNT_RETURN_IF_ERROR(LoadLeaves());
+  return leaves_->paged;
+}
+
+// What cannot be had, or is not what its check says, is as if there were none: the leaf as a whole
+// proves as much.
+Result<std::span<const Hash128>> PartReader::PageHashes(std::uint64_t leaf) {
+  using Hashes = std::span<const Hash128>;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const bool paged, Paged());
+  if (!paged) return Hashes();
+  const std::uint64_t first = leaf / kLeavesPaged * kLeavesPaged;
+  if (!pages_ || first_paged_ != first) {
+    const std::uint64_t at =
+        where_.first_leaf + leaves_->leaves.size() + 1 + first * kPageBlockHashes;
+    const std::uint64_t key = (std::uint64_t{where_.manifest} << 40) ^ at;
+    pages_ = files_.pages.Get(key);
+    first_paged_ = first;
+    if (!pages_ || pages_->root != where_.hash) {
+      pages_ = ReadPageBlocks(first, at);
+      if (!pages_->good.empty()) {
+        files_.pages.Put(key, pages_, pages_->hashes.size() * sizeof(Hash128) + 64);
+      }
+    }
+  }
+  if (leaf - first >= pages_->good.size() || !pages_->good[leaf - first]) return Hashes();
+  return Hashes(pages_->hashes)
+      .subspan((leaf - first) * kPageBlockHashes, PagesOfLeaf(leaf, where_.length));
+}
+
+// Empty where they cannot be read.
+std::shared_ptr<const PageBlocks> PartReader::ReadPageBlocks(std::uint64_t first,
+                                                             std::uint64_t at) {
+  auto blocks = std::make_shared<PageBlocks>();
+  blocks->root = where_.hash;
+  const std::uint64_t end = std::min(first + kLeavesPaged, std::uint64_t{leaves_->leaves.size()});
+  const std::uint64_t count =
+      (end - first - 1) * kPageBlockHashes + PagesOfLeaf(end - 1, where_.length) + 1;
+  const Result<std::shared_ptr<OpenDataFile>> manifest = OpenManifest();
+  if (!manifest.ok()) return blocks;
+  Result<std::vector<Hash128>> hashes = ReadManifestLeaves(manifest.value()->file(), at, count);
+  if (!hashes.ok()) return blocks;
+  blocks->hashes = std::move(hashes).value();
+  for (std::uint64_t leaf = first; leaf < end; ++leaf) {
+    const std::span block = std::span(blocks->hashes).subspan((leaf - first) * kPageBlockHashes);
+    const std::uint64_t pages = PagesOfLeaf(leaf, where_.length);
+    blocks->good.push_back(PageBlockCheck(leaves_->leaves[leaf], block.first(pages)) ==
+                           block[pages]);
+  }
+  return blocks;
+}
+
+Result<ByteRange> PartReader::Provable(ByteRange want) {
+  const std::uint64_t leaf = want.begin / kLeafBytes;
+  const ByteRange whole{LeafBegin(leaf), std::min(LeafBegin(leaf + 1), where_.length)};
+  const ByteRange pages{
+      want.begin / kHashPageBytes * kHashPageBytes,
+      std::min((want.end + kHashPageBytes - 1) / kHashPageBytes * kHashPageBytes, whole.end)};
+  if (pages.size() == whole.size()) return whole;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const Hash128> hashes, PageHashes(leaf));
+  return hashes.empty() ? whole : pages;
+}
+
+Status PartReader::CheckProvable(ByteRange range, const std::byte* data) {
+  // What is left by a jump owns nothing: hashes are compared outside.
+  const auto hash_of = [&](ByteRange bytes) -> Result<Hash128> {
+    Hash128 found;
+    if (!RunOnMapping([&] { found = Xxh3(data + (bytes.begin - range.begin), bytes.size()); })) {
+      return WhyNotThere(bytes.begin, bytes.size());
+    }
+    return found;
+  };
+  const std::uint64_t leaf = range.begin / kLeafBytes;
+  if (range.begin == LeafBegin(leaf) && range.end == std::min(LeafBegin(leaf + 1), where_.length)) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Hash128 hash, hash_of(range));
+    return CheckLeaf(leaf, hash);
+  }
+  for (std::uint64_t at = range.begin; at < range.end; at += kHashPageBytes) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Hash128 hash,
+                                 hash_of({at, std::min(at + kHashPageBytes, range.end)}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPage(at, hash));
+  }
+  return Status();
+}
+
+Status PartReader::CheckPage(std::uint64_t at, const Hash128& hash) {
+  const std::uint64_t leaf = at / kLeafBytes;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const Hash128> hashes, PageHashes(leaf));
+  if (hashes[(at - LeafBegin(leaf)) / kHashPageBytes] != hash)
+    return Damage(at, "checksum differs");
+  if (once_ != nullptr) {
+    const std::uint64_t end = std::min({at + kHashPageBytes, LeafBegin(leaf + 1), where_.length});
+    once_->Found({where_.offset + at, where_.offset + end});
+  }
+  return Status();
 }
 
 Status PartReader::CheckRun(std::uint64_t at, const std::byte* data, std::uint64_t size) {
@@ -225,9 +333,9 @@ Status PartReader::CheckRun(std::uint64_t at, const std::byte* data, std::uint64
   return Status();
 }
 
-// With kExtendLeaves a leaf of which only a part is wanted is read whole into scratch_, at the
-// begin and at the end of the run; everything between is read to where it belongs, and hashed there
-// while it is in cache.
+// With kExtendLeaves a leaf of which only a part is wanted is read into scratch_, whole or by its
+// pages, at the begin and at the end of the run; everything between is read to where it belongs,
+// and hashed there while it is in cache.
 Status PartReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size,
                            const Arrived& arrived) {
   const std::uint64_t end = at + size;
@@ -238,9 +346,12 @@ Status PartReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size,
       const std::uint64_t leaf = at / kLeafBytes;
       const std::uint64_t leaf_end = std::min(LeafBegin(leaf + 1), where_.length);
       if (LeafBegin(leaf) != at || leaf_end > end) {  // Only a part of this leaf is wanted.
-        TENSORMOUNT_RETURN_IF_ERROR(ReadWholeLeaf(leaf));
         block = std::min(leaf_end, end) - at;
-        std::memcpy(out, scratch_.data() + (at - LeafBegin(leaf)), block);
+        TENSORMOUNT_ASSIGN_OR_RETURN(const ByteRange proof, Provable({at, at + block}));
+        if (scratch_.size() < kLeafBytes) scratch_.resize(kLeafBytes);
+        TENSORMOUNT_RETURN_IF_ERROR(ReadAt(proof.begin, scratch_.data(), proof.size()));
+        TENSORMOUNT_RETURN_IF_ERROR(CheckProvable(proof, scratch_.data()));
+        std::memcpy(out, scratch_.data() + (at - proof.begin), block);
         stats_.bytes_by_leaf += block;
         if (arrived) arrived(at, out, block);
         at += block;
@@ -282,9 +393,16 @@ class PartReader::WindowReader {
  private:
   Status Load(std::uint64_t at, std::uint64_t size) {
     std::uint64_t stop = 0;
-    if (reader_.verify_ == ReadVerify::kExtendLeaves) {
+    const bool proves = reader_.verify_ == ReadVerify::kExtendLeaves;
+    if (proves && !dense_) {
+      const std::uint64_t leaf_end = LeafBegin(at / kLeafBytes + 1);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const ByteRange proof,
+                                   reader_.Provable({at, std::min(at + size, leaf_end)}));
+      begin_ = proof.begin;
+      stop = proof.end;
+    } else if (proves) {
       begin_ = at / kLeafBytes * kLeafBytes;
-      stop = begin_ + (dense_ ? kPartBlockBytes : kLeafBytes);
+      stop = begin_ + kPartBlockBytes;
       stop = std::min(stop, (end_ + kLeafBytes - 1) / kLeafBytes * kLeafBytes);
       stop = std::min(stop, reader_.where_.length);
     } else {
@@ -297,7 +415,12 @@ class PartReader::WindowReader {
     const std::uint64_t want = bytes_;
     bytes_ = 0;  // Nothing is there where the read fails.
     TENSORMOUNT_RETURN_IF_ERROR(reader_.ReadAt(begin_, buffer_.data(), want));
-    TENSORMOUNT_RETURN_IF_ERROR(reader_.CheckLeaves(begin_, buffer_.data(), want, &checked_));
+    if (proves && !dense_) {
+      checked_ = {begin_, stop};
+      TENSORMOUNT_RETURN_IF_ERROR(reader_.CheckProvable(checked_, buffer_.data()));
+    } else {
+      TENSORMOUNT_RETURN_IF_ERROR(reader_.CheckLeaves(begin_, buffer_.data(), want, &checked_));
+    }
     bytes_ = want;
     return Status();
   }
@@ -337,8 +460,9 @@ bool PartReader::ReadScattered(const StridedCopy& copy, std::byte* base) {
   return good;
 }
 
-bool PartReader::RisesThroughEachLeaf(const StridedCopy& copy) {
-  return Rises(copy) && TouchesEachLeaf(copy);
+Result<bool> PartReader::MapsWell(const StridedCopy& copy) {
+  if (!Rises(copy)) return false;
+  return TouchesEach(copy, kLeafBytes) ? Result<bool>(true) : Paged();
 }
 
 // Choices, from best to worst: vectored read, window that moves forward, slabs.
@@ -354,15 +478,58 @@ Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
     return Status();
   }
   // Reading what lies between is worth it only where little does, or leaves want it anyway.
-  const bool dense = span - copy.bytes() <= copy.bytes() ||
-                     (verify_ == ReadVerify::kExtendLeaves && TouchesEachLeaf(copy));
+  bool dense = span - copy.bytes() <= copy.bytes();
+  if (!dense && verify_ == ReadVerify::kExtendLeaves && TouchesEach(copy, kLeafBytes)) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool by_page, SparesPages(copy));
+    dense = !by_page;
+  }
   WindowReader window(*this, first + span, dense);
+  // Storage is told of some runs before the first of them is waited for.
+  struct Run {
+    std::uint64_t at;
+    std::byte* out;
+    std::uint64_t size;
+  };
+  std::vector<Run> ahead;
+  const auto copy_ahead = [&]() -> Status {
+    if (ahead.size() > 1) {
+      for (const Run& run : ahead) TENSORMOUNT_RETURN_IF_ERROR(StartReading(run.at, run.size));
+    }
+    for (const Run& run : ahead) {
+      TENSORMOUNT_RETURN_IF_ERROR(window.Copy(run.at, run.out, run.size));
+    }
+    ahead.clear();
+    return Status();
+  };
   Status status;
   copy.ForEachRun([&](std::int64_t src, std::int64_t dst, std::uint64_t size) {
     if (!status.ok()) return;
-    status = window.Copy(static_cast<std::uint64_t>(src) - where_.offset, base + dst, size);
+    const auto at = static_cast<std::uint64_t>(src) - where_.offset;
+    if (dense) {
+      status = window.Copy(at, base + dst, size);
+      return;
+    }
+    ahead.push_back({at, base + dst, size});
+    if (ahead.size() == kRunsAhead) status = copy_ahead();
   });
-  return status;
+  TENSORMOUNT_RETURN_IF_ERROR(status);
+  return copy_ahead();
+}
+
+// Of a run that goes on over several leaves only what proves its first one: the rest follows it.
+Status PartReader::StartReading(std::uint64_t at, std::uint64_t size) {
+  TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
+  ByteRange want{at, at + size};
+  if (verify_ == ReadVerify::kExtendLeaves) {
+    const std::uint64_t leaf_end = LeafBegin(at / kLeafBytes + 1);
+    TENSORMOUNT_ASSIGN_OR_RETURN(want, Provable({at, std::min(at + size, leaf_end)}));
+  }
+  file_->file().StartReading(where_.offset + want.begin, want.size());
+  return Status();
+}
+
+Result<bool> PartReader::SparesPages(const StridedCopy& copy) {
+  return TouchesEach(copy, kHashPageBytes) ? Result<bool>(false) : Paged();
 }
 
 // Reads the whole span once and copies out of it; the span is at most a block.
@@ -398,19 +565,21 @@ ByteRange PartReader::LeavesOf(const StridedCopy& copy) const {
 
 Status PartReader::ReadMapped(const StridedCopy& copy, const std::byte* map, std::byte* base) {
   const ByteRange leaves = LeavesOf(copy);
-  const std::byte* const range = map + where_.offset;
-  std::uint64_t leaf = (leaves.begin - where_.offset) / kLeafBytes;  // The next to be hashed.
-  // What is left by a jump owns nothing: hashes are compared outside.
-  const auto hash_until = [&](std::uint64_t end) -> Status {
-    for (; LeafBegin(leaf) < end; ++leaf) {
-      const std::uint64_t begin = LeafBegin(leaf);
-      const std::uint64_t bytes = std::min(kLeafBytes, where_.length - begin);
-      if (begin + bytes > end) break;
-      Hash128 found;
-      if (!RunOnMapping([&] { found = Xxh3(range + begin, bytes); })) {
-        return WhyNotThere(begin, bytes);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const bool by_page, SparesPages(copy));
+  std::uint64_t proved = leaves.begin - where_.offset;  // Up to here.
+  // What proves [at, end), as far as it was not compared yet: pages, or the leaves up to there.
+  const auto prove = [&](std::uint64_t at, std::uint64_t end) -> Status {
+    for (at = by_page ? std::max(at, proved) : proved; at < end; at = proved) {
+      const std::uint64_t leaf_end = LeafBegin(at / kLeafBytes + 1);
+      ByteRange proof{at, std::min(leaf_end, where_.length)};
+      if (by_page) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(proof, Provable({at, std::min(end, leaf_end)}));
+      } else if (proof.end > end) {
+        break;  // A leaf of which the rest is copied with the next block.
       }
-      TENSORMOUNT_RETURN_IF_ERROR(CheckLeaf(leaf, found));
+      TENSORMOUNT_RETURN_IF_ERROR(CheckProvable(proof, map + where_.offset + proof.begin));
+      stats_.bytes_read += proof.size();
+      proved = proof.end;
     }
     return {};
   };
@@ -419,10 +588,15 @@ Status PartReader::ReadMapped(const StridedCopy& copy, const std::byte* map, std
     const std::uint64_t span = block.src_span();
     const std::uint64_t whole = copy.bytes();
     if (!RunOnMapping([&] { ExecuteCopy(block, map, base, whole); })) return WhyNotThere(at, span);
-    return hash_until(at + span);
+    if (!by_page) return prove(at, at + span);
+    Status status;
+    block.ForEachRun([&](std::int64_t src, std::int64_t, std::uint64_t size) {
+      const auto run = static_cast<std::uint64_t>(src) - where_.offset;
+      if (status.ok()) status = prove(run, run + size);
+    });
+    return status;
   }));
-  TENSORMOUNT_RETURN_IF_ERROR(hash_until(leaves.end - where_.offset));
-  stats_.bytes_read += leaves.size();
+  if (!by_page) TENSORMOUNT_RETURN_IF_ERROR(prove(proved, leaves.end - where_.offset));
   stats_.bytes_by_leaf += copy.bytes();
   return Status();
 }

@@ -83,7 +83,7 @@ class ProvingRead {
   // Whether bytes of it need not be compared.
   bool Hold(ByteRange bytes) const;
   // Bytes of it were compared and are good.
-  // They must be whole leaves, since less than a leaf cannot be compared.
+  // They must be whole leaves, or pages where these have hashes: less cannot be compared.
   void Found(ByteRange bytes);
   // The read is over. False where a file changed while bytes of it were taken for good: these must
   // be read and compared again.

@@ -6,7 +6,8 @@
 // Part of a plan                      read by
 // one run, or runs of 32 KiB and more where they belong, hashed on the way
 // short runs with gaps between them   picked from a mapping where one is safe, else in windows;
-//                                     leaves that are to be checked are hashed there as well
+//                                     leaves, or pages, that are to be checked are hashed there as
+//                                     well
 // neighbours in file and buffer       one read for all, then checked one by one
 //
 // After bytes that no hash proves, a foreign file is asked whether it is still what it was.
@@ -103,7 +104,6 @@ Status ReadPart(PartReader& reader, std::uint64_t chunk_offset, bool extend,
   const StridedCopy& copy = part.copy;
   const PlacedBox& dst = Holder(want, part.part);
   if (copy.axes == 0 || copy.run >= kLongRun) {
-    // Where a run is also one run of the tensor, its digest is taken while it is in cache.
     // Digest of a run that is also a run of the tensor: CRC of the bytes as they arrive, shifted by
     // how many bytes of the tensor come behind them.
     const StridedCopy in_tensor = PlanCopy(part.part, dst, WholeTensor(byte_shape));
@@ -130,9 +130,12 @@ Status ReadPart(PartReader& reader, std::uint64_t chunk_offset, bool extend,
     const std::uint64_t span = copy.src_span();
     const std::uint64_t end = static_cast<std::uint64_t>(copy.src_offset) + span;
     // Gaps in the file: pick from a mapping. Without gaps a read is as good where storage is waited
-    // for; from memory to memory short runs cost a third less without the kernel. Leaves that are
-    // to be checked whole are hashed in the mapping, too.
-    if (extend && MappingGuarded() && PartReader::RisesThroughEachLeaf(copy)) {
+    // for; from memory to memory short runs cost a third less without the kernel. What is to be
+    // checked is hashed in the mapping, too.
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool maps_well, extend&& MappingGuarded()
+                                                           ? reader.MapsWell(copy)
+                                                           : Result<bool>(false));
+    if (maps_well) {
       const ByteRange leaves = reader.LeavesOf(copy);
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map, reader.MappingTo(leaves.end));
       // Of a damaged index the range may be shorter than what is to stand in it: read, which says

@@ -21,7 +21,8 @@
 // each range in turn.
 namespace tensormount {
 
-// Reads byte ranges of one stored range (a chunk, a part of an object), checking leaves.
+// Reads byte ranges of one stored range (a chunk, a part of an object), checking leaves, or where
+// less than a leaf is wanted and it has page hashes, pages.
 // Lives for one call; not thread-safe.
 class PartReader {
  public:
@@ -58,12 +59,13 @@ class PartReader {
   Status CheckRun(std::uint64_t at, const std::byte* data, std::uint64_t size);
   // The runs of `copy`, whose source offsets are the file's, to `base`.
   Status ReadStrided(const StridedCopy& copy, std::byte* base);
-  // The same out of `map` (MappingTo the end of LeavesOf), for runs that RisesThroughEachLeaf,
-  // where all leaves from the first run to the last are to be checked: each block is copied and
-  // then its leaves are hashed where they are mapped, so that nothing is copied beside what is
+  // The same out of `map` (MappingTo the end of LeavesOf), for runs that rise: each block is copied
+  // and then what proves it is hashed where it is mapped, so that nothing is copied beside what is
   // wanted. In this order: bytes that change meanwhile fail.
   Status ReadMapped(const StridedCopy& copy, const std::byte* map, std::byte* base);
-  static bool RisesThroughEachLeaf(const StridedCopy& copy);
+  // Whether ReadMapped is the way: runs rise and hashing them where they are hashes nothing that
+  // another way would not. Reads leaf hashes where that depends on whether there are page hashes.
+  Result<bool> MapsWell(const StridedCopy& copy);
   // The stretch of the file that ReadMapped touches: the whole leaves of a copy.
   ByteRange LeavesOf(const StridedCopy& copy) const;
   // For gathers by RunOnMapping: the file's mapping where bytes of the range up to `end` (of the
@@ -87,6 +89,7 @@ class PartReader {
   Status ReadSlab(const StridedCopy& slab, std::byte* base);
   // Through the cache of the checkpoint; once.
   Status OpenFile();
+  Result<std::shared_ptr<OpenDataFile>> OpenManifest();
   std::string Name() const;
   // Damage at a byte of the range.
   Status Damage(std::uint64_t at, std::string_view why) const;
@@ -99,7 +102,23 @@ class PartReader {
   Status CheckLeaf(std::uint64_t leaf, const Hash128& hash);
   // Only ranges of more than one leaf need it.
   Status LoadLeaves();
-  Status ReadWholeLeaf(std::uint64_t leaf);  // Into scratch_, checked.
+  // Whether the range has page hashes, from the manifest.
+  Result<bool> Paged();
+  // The least that holds `want`, bytes of one leaf, and can be compared with a hash: pages, where
+  // those of the leaf can be had, else all of it.
+  Result<ByteRange> Provable(ByteRange want);
+  // What Provable gave, which stands at `data`, in memory or in a mapping.
+  Status CheckProvable(ByteRange range, const std::byte* data);
+  // Those of a leaf, proved by its check; empty where there are none or they are damaged.
+  Result<std::span<const Hash128>> PageHashes(std::uint64_t leaf);
+  // Of the leaves from `first` on, which stand in the manifest from hash `at` on.
+  std::shared_ptr<const PageBlocks> ReadPageBlocks(std::uint64_t first, std::uint64_t at);
+  // As CheckLeaf, of the page that begins at byte `at` of the range; its leaf has PageHashes.
+  Status CheckPage(std::uint64_t at, const Hash128& hash);
+  // Whether a copy whose runs rise is better proved by page: some between them hold nothing wanted.
+  Result<bool> SparesPages(const StridedCopy& copy);
+  // Storage may begin with what proves [at, at + size).
+  Status StartReading(std::uint64_t at, std::uint64_t size);
 
   const OpenedCheckpoint& checkpoint_;
   OpenedCheckpoint::Files& files_;
@@ -109,7 +128,9 @@ class PartReader {
   ReadStats& stats_;
   std::shared_ptr<OpenDataFile> file_;
   std::shared_ptr<const ProvenLeaves> leaves_;
-  // One leaf; of ReadWholeLeaf.
+  std::shared_ptr<const PageBlocks> pages_;
+  std::uint64_t first_paged_ = 0;  // The first leaf of pages_.
+  // One leaf; of ReadRun.
   std::vector<std::byte> scratch_;
   // Of ReadSlab.
   std::vector<std::byte> slab_;

@@ -24,6 +24,9 @@ static_assert(sizeof(Hash128) == kManifestHashBytes);
 constexpr std::uint8_t kHasDigest = 1;
 constexpr std::uint8_t kManifestWide = 2;
 
+// Compatible feature bits.
+constexpr std::uint64_t kHasPageHashes = 1;
+
 // The 128 bytes at the begin of a manifest, field by field as docs/format.md, "Manifest", has them.
 struct Header {
   std::uint32_t version = kFormatVersion;
@@ -164,7 +167,8 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
 
 }  // namespace
 
-Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const Hash128> leaves) {
+Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const Hash128> leaves,
+                                   bool paged) {
   std::size_t row_bytes = 0;
   for (const TensorRecord& tensor : inventory.tensors) row_bytes += tensor.extents.packed().size();
   ByteWriter out;
@@ -220,6 +224,7 @@ Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const H
   // Records stand behind 128 bytes of room already; the header is filled in when all sizes and
   // hashes are known.
   Header header;
+  header.compatible = paged ? kHasPageHashes : 0;
   header.records_bytes = out.size() - kManifestHeaderBytes;
   header.records_hash = Xxh3(std::string_view(out.bytes()).substr(kManifestHeaderBytes));
   out.bytes().resize((out.size() + kLeafAlign - 1) / kLeafAlign * kLeafAlign, '\0');
@@ -250,6 +255,7 @@ Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
   const std::string_view leaf_bytes = bytes.substr(header.leaves_offset);
   if (Xxh3(leaf_bytes) != header.leaves_hash) return bad("checksum of the leaves differs");
   Manifest manifest;
+  manifest.paged = (header.compatible & kHasPageHashes) != 0;
   manifest.leaves.resize(header.leaves);
   if (!leaf_bytes.empty()) {
     std::memcpy(manifest.leaves.data(), leaf_bytes.data(), leaf_bytes.size());
@@ -262,7 +268,7 @@ Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
 }
 
 Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
-                                                std::uint64_t count) {
+                                                std::uint64_t count, bool* paged) {
   char head[kManifestHeaderBytes];
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(0, head, sizeof(head)));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Header header,
@@ -278,6 +284,9 @@ Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
     return Status(Code::kDataLoss, file.path() + ": " + std::to_string(info.size) +
                                        " bytes, its header says " +
                                        std::to_string(header.file_bytes));
+  }
+  if (paged != nullptr) {
+    *paged = (header.compatible & kHasPageHashes) != 0 && first + count < header.leaves;
   }
   // Not hashed here: leaves_hash is over all of them. The chunk hash of the caller's record proves
   // these.

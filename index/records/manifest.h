@@ -24,23 +24,29 @@ namespace tensormount {
 // The header comes first and has checksums of its own, so that one leaf of a manifest of hundreds
 // of MiB is found with two small reads (ReadManifestLeaves). Records are never read in part: they
 // are hashed as a whole, and decoded as a whole.
-Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const Hash128> leaves);
+// `paged`: behind the leaves of some ranges stand their page hashes (shard/page_hash.h).
+Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const Hash128> leaves,
+                                   bool paged = false);
 
 // kDataLoss where a checksum or a rule is broken, kUnsupported for a newer version.
 // What DecodeManifest promises: every checksum held, every record obeys its own rules, and leaves
 // exist. Not that numbers of files are in the table or that tensors are covered: whoever merges
 // checks that (InventoryMerger, CheckComplete). The bytes may come from anywhere.
-// `leaves` are 16 bytes for each 64 KiB of data: 4 MiB of them for 16 GiB that one rank wrote.
+// `leaves` are 16 bytes for each 64 KiB of data: 4 MiB of them for 16 GiB that one rank wrote; 18
+// times that with page hashes.
 struct Manifest {
   Inventory inventory;
   std::vector<Hash128> leaves;
+  bool paged = false;  // Page hashes are among them.
 };
 Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name);
 
 // Leaf hashes [first, first + count) of a manifest file without reading the rest. They are proved
 // by the chunk root that they belong to. kDataLoss where the file has no such leaves.
+// `*paged`, where not null, whether the manifest says that it has page hashes, and hashes behind
+// these, which may be such: those are read by this function, too.
 Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
-                                                std::uint64_t count);
+                                                std::uint64_t count, bool* paged = nullptr);
 
 // Written last, at publish, by the one rank that merges (docs/format.md, "Manifest").
 inline constexpr std::string_view kCoordinatorManifest = "manifest/coordinator.tmm";

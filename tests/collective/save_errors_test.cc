@@ -99,6 +99,8 @@ TEST_F(SaveErrorsTest, OptionsThatDifferAreNamedWithTheirRanks) {
               HasMessage("option if_exists is fail on rank 0 and replace on rank 1"));
   EXPECT_THAT(save([](SaveOptions& o) { o.reuse_plan = false; }),
               HasMessage("option reuse_plan is on on rank 0 and off on rank 1"));
+  EXPECT_THAT(save([](SaveOptions& o) { o.page_hashes = true; }),
+              HasMessage("option page_hashes is off on rank 0 and on on rank 1"));
 }
 
 TEST_F(SaveErrorsTest, FailedAddFailsTheSaveOnEveryRank) {

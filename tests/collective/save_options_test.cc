@@ -18,6 +18,7 @@
 #include "base/log.h"
 #include "collective/layout/layout_exchange.h"
 #include "index/read/checkpoint.h"
+#include "index/records/manifest.h"
 #include "tests/collective/save_testing.h"
 #include "tests/shard/boxes.h"
 #include "tests/support/status_matchers.h"
@@ -559,6 +560,54 @@ TEST_F(SaveOptionsTest, ShardsWithoutMemoryAreReadInBlocks) {
   }
   EXPECT_THAT(save(Path("b"), -1, true), HasMessage("differs between the replicas on rank 0 and"));
   EXPECT_THAT(Inside(Store()), ElementsAre("a"));
+}
+
+// Without the option manifests are what they were; with it one row is proved by its own pages.
+TEST_F(SaveOptionsTest, PageHashesProveOneRowByItsPages) {
+  const RandomTensor flat = MakeTensor("flat", DType::kF32, {50'000});
+  const auto save = [&](const std::string& name, bool page_hashes) {
+    SaveOptions options;
+    options.page_hashes = page_hashes;
+    return OneVerdict(SaveOnThreads(
+        Path(name), 2,
+        [&](int rank, RankState& state) {
+          state.Add(big_, Box::Make({550 * rank, 0}, {550, 1024}).value());
+          state.Add(flat, Box::Make({25'000 * rank}, {25'000}).value());
+        },
+        options));
+  };
+  ASSERT_OK(save("without", false));
+  ASSERT_OK(save("with", true));
+  for (const std::string name : {"without", "with"}) {
+    EXPECT_EQ(ReadAll(Path(name)).at("big"), big_.bytes);
+    ASSERT_OK_AND_ASSIGN(const auto opened,
+                         OpenedCheckpoint::Open(HostFileSystem(), Path(name), {}));
+    ASSERT_OK_AND_ASSIGN(const TensorEntry big, opened->index().Find("big"));
+    ASSERT_OK_AND_ASSIGN(const TensorEntry vector, opened->index().Find("flat"));
+    for (const std::uint64_t row : {0, 7, 549, 550, 1099}) {
+      std::string got(4096, '?');
+      ReadStats stats;
+      ASSERT_OK(opened->ReadBytes(big, row * 4096, got.data(), got.size(),
+                                  ReadVerify::kExtendLeaves, &stats));
+      EXPECT_EQ(got, big_.bytes.substr(row * 4096, 4096));
+      EXPECT_EQ(stats.bytes_by_leaf, 4096u);
+      // 550 rows are no whole leaves: the last of each rank is 6 rows.
+      const std::uint64_t leaf = row == 549 || row == 1099 ? 6 * 4096 : 65'536;
+      EXPECT_EQ(stats.bytes_read, name == "with" ? 4096 : leaf) << name << row;
+      stats = {};
+      ASSERT_OK(opened->ReadBytes(vector, 8, got.data(), 8, ReadVerify::kExtendLeaves, &stats));
+      EXPECT_EQ(stats.bytes_read, 65'536u) << "one axis";
+    }
+    ASSERT_OK_AND_ASSIGN(const VerifyReport report,
+                         VerifyCheckpoint(HostFileSystem(), Path(name), {}));
+    EXPECT_THAT(report.damages, IsEmpty());
+    ASSERT_OK_AND_ASSIGN(const std::string manifest,
+                         HostFileSystem().ReadFile(Path(name) + "/manifest/r1.tmm", 1 << 20));
+    ASSERT_OK_AND_ASSIGN(const Manifest decoded, DecodeManifest(manifest, "r1.tmm"));
+    EXPECT_EQ(decoded.paged, name == "with");
+    // Chunks of 35 and 2 leaves, and the header of the file.
+    EXPECT_EQ(decoded.leaves.size(), 36u + 2 + (name == "with" ? 1 + 550 + 35 : 0));
+  }
 }
 
 // ---- Eight identical replicas ------------------------------------------------------------------

@@ -397,6 +397,7 @@ TEST_F(SaveTest, RandomCutsAndStridesComeBack) {
     SaveOptions options;
     options.placement = random.OneIn(2) ? PlacementRule::kAuto : PlacementRule::kRankShard;
     options.replicas = random.OneIn(2) ? ReplicaCheck::kFull : ReplicaCheck::kRotating;
+    options.page_hashes = random.OneIn(2);
     const std::string path = Path("c" + std::to_string(i));
     ASSERT_OK(OneVerdict(SaveOnThreads(
         path, n,

@@ -25,7 +25,7 @@ Region BoxOf(const Dims& begin, const Dims& extent) {
   return Region(Box::Make(begin, extent).value());
 }
 
-// Nothing random: this is what tests/golden/v1 was made from.
+// Nothing random: this is what tests/golden/v1/step-1000 was made from.
 BuildSpec GoldenSpec() {
   BuildSpec spec;
   spec.writers = 2;
@@ -61,10 +61,23 @@ BuildSpec GoldenSpec() {
   return spec;
 }
 
-std::string GoldenPath() { return SourcePath("tests/golden/v1/step-1000"); }
+// The same tensors with page hashes, of which only `leaves` is long enough: step-1001.
+BuildSpec PagedGoldenSpec() {
+  BuildSpec spec = GoldenSpec();
+  spec.page_hashes = true;
+  return spec;
+}
 
-TEST(Golden, Version1OpensAndReadsTheSameBytes) {
-  const BuildSpec spec = GoldenSpec();
+class GoldenCheckpoint : public testing::TestWithParam<const char*> {
+ protected:
+  BuildSpec Spec() const { return Name() == "step-1001" ? PagedGoldenSpec() : GoldenSpec(); }
+  std::string Name() const { return GetParam(); }
+  std::string GoldenPath() const { return SourcePath("tests/golden/v1/" + Name()); }
+};
+INSTANTIATE_TEST_SUITE_P(Version1, GoldenCheckpoint, testing::Values("step-1000", "step-1001"));
+
+TEST_P(GoldenCheckpoint, OpensAndReadsTheSameBytes) {
+  const BuildSpec spec = Spec();
   ASSERT_OK_AND_ASSIGN(const auto opened,
                        OpenedCheckpoint::Open(HostFileSystem(), GoldenPath(), {}));
   EXPECT_TRUE(opened->warnings().empty());
@@ -92,12 +105,12 @@ TEST(Golden, Version1OpensAndReadsTheSameBytes) {
   for (const auto& damage : report.damages) ADD_FAILURE() << damage.object << damage.reason;
 }
 
-TEST(Golden, TheSameInputGivesTheSameBytes) {
+TEST_P(GoldenCheckpoint, TheSameInputGivesTheSameBytes) {
   const char* out = std::getenv("TENSORMOUNT_GOLDEN_OUT");
   TempDir dir;
-  const std::string path = JoinPath(out != nullptr ? out : dir.path(), "step-1000");
+  const std::string path = JoinPath(out != nullptr ? out : dir.path(), Name());
   ASSERT_OK_AND_ASSIGN(const BuiltCheckpoint built,
-                       BuildCheckpoint(HostFileSystem(), path, GoldenSpec()));
+                       BuildCheckpoint(HostFileSystem(), path, Spec()));
   if (out != nullptr) GTEST_SKIP() << "written to " << path;
   ASSERT_OK_AND_ASSIGN(const auto golden,
                        OpenedCheckpoint::Open(HostFileSystem(), GoldenPath(), {}));

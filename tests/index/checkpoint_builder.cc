@@ -8,6 +8,7 @@
 #include "index/records/completeness.h"
 #include "index/records/manifest.h"
 #include "shard/leaf_hash.h"
+#include "shard/page_hash.h"
 #include "shard/strided_digest.h"
 
 namespace tensormount {
@@ -18,6 +19,8 @@ struct Writer {
   std::string data;
   Inventory inventory;
   std::vector<Hash128> leaves;
+  bool page_hashes = false;  // BuildSpec.
+  bool paged = false;        // There are some.
 
   // Appends bytes and their leaves; gives offset, first leaf and root.
   void Add(const std::string& bytes, std::uint64_t& offset, std::uint64_t& first_leaf,
@@ -30,6 +33,14 @@ struct Writer {
     leaves.insert(leaves.end(), hasher.leaves().begin(), hasher.leaves().end());
     hash = hasher.Root();
     data += bytes;
+    if (page_hashes && bytes.size() > kLeafBytes) {
+      std::vector<Hash128> pages;
+      for (std::size_t at = 0; at < bytes.size(); at += kHashPageBytes) {
+        pages.push_back(Xxh3(std::string_view(bytes).substr(at, kHashPageBytes)));
+      }
+      AppendPageHashes(hasher.leaves(), hash, pages, leaves);
+      paged = true;
+    }
   }
 };
 
@@ -69,6 +80,7 @@ Result<BuiltCheckpoint> BuildCheckpoint(FileSystem& fs, const std::string& direc
   std::vector<Writer> writers(static_cast<std::size_t>(spec.writers));
   for (std::size_t w = 0; w < writers.size(); ++w) {
     Writer& writer = writers[w];
+    writer.page_hashes = spec.page_hashes;
     writer.inventory.info.uuid = spec.uuid;
     writer.inventory.files.push_back(
         {.name = "data/" + spec.uuid.Short() + "-r" + std::to_string(w) + ".bin",
@@ -117,7 +129,7 @@ Result<BuiltCheckpoint> BuildCheckpoint(FileSystem& fs, const std::string& direc
     TENSORMOUNT_RETURN_IF_ERROR(
         fs.WriteFileDurably(JoinPath(directory, writer.inventory.files[0].name), writer.data));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
-                                 EncodeManifest(writer.inventory, writer.leaves));
+                                 EncodeManifest(writer.inventory, writer.leaves, writer.paged));
     const std::string name = "manifest/rank-" + std::to_string(w) + ".tmm";
     TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(JoinPath(directory, name), manifest));
     built.commit.files.push_back(EntryOf(name, manifest));
@@ -161,6 +173,7 @@ Result<BuiltCheckpoint> BuildCheckpoint(FileSystem& fs, const std::string& direc
 BuildSpec RandomSpec(Random& random, int tensors, std::uint64_t max_bytes) {
   BuildSpec spec;
   spec.writers = static_cast<int>(random.Int(1, 4));
+  spec.page_hashes = random.OneIn(2);
   for (int t = 0; t < tensors; ++t) {
     // Names whose order is not that of their numbers.
     spec.tensors.push_back(MakeRandomTensor(

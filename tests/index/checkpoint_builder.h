@@ -31,6 +31,7 @@ struct BuildSpec {
   std::vector<BuildObject> objects;   // By writer 0.
   std::map<std::string, CommonValue> common;
   std::int64_t now = 1700000000;
+  bool page_hashes = false;  // For every chunk and object that is longer than a leaf.
 };
 
 struct BuiltCheckpoint {

@@ -10,6 +10,7 @@
 #include "index/read/checkpoint.h"
 #include "shard/strided_digest.h"
 #include "tests/index/checkpoint_builder.h"
+#include "tests/support/guard_for_a_while.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/tiny_checkpoint.h"
@@ -228,12 +229,6 @@ TEST(Read, SmallTensorsInOrderAreFewReads) {
   EXPECT_OK(damaged(whole));
   EXPECT_THAT(damaged(whole.substr(0, whole.size() - 1)), HasCode(Code::kDataLoss));
 }
-
-class GuardForAWhile {
- public:
-  GuardForAWhile() { EXPECT_TRUE(EnableMappingGuard()); }
-  ~GuardForAWhile() { DisableMappingGuard(); }
-};
 
 // A checkpoint of one tensor of several leaves, held by two ranks in two chunks of rows.
 class MappedLeavesTest : public testing::Test {

@@ -63,7 +63,7 @@ expect() {
 }
 expect "import" tensormount im
 expect "verify" tensormount --json ver
-expect "--placement --partial" tensormount import a b --p
+expect "--placement --page-hashes --partial" tensormount import a b --p
 expect "zarr" tensormount export a b --to z
 expect "zarr" tensormount export a b --to = z
 expect "fail replace" tensormount import a b --if-exists ""

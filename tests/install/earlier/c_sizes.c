@@ -9,7 +9,7 @@ _Static_assert(sizeof(tm_tensor_info) == 160, "");
 _Static_assert(sizeof(tm_callbacks) == 56, "");
 _Static_assert(sizeof(tm_shard) == 40, "");
 _Static_assert(sizeof(tm_event) == 64, "");
-_Static_assert(sizeof(tm_save_options) == 96, "");
+_Static_assert(sizeof(tm_save_options) == 104, "");
 _Static_assert(sizeof(tm_save_numbers) == 104, "");
 _Static_assert(sizeof(tm_job_progress) == 40, "");
 _Static_assert(sizeof(tm_load_rule) == 32, "");
