@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -26,7 +27,8 @@ inline unsigned HostCores() {
 // cores), of which the caller's is one. Each thread has a `State` of its own, made on it: buffers,
 // the file of the call before. Threads take the next i, so that what is sorted is worked through
 // in about that order. After the first failure nothing more is begun, and that failure is returned
-// when all threads have ended. Memory that runs out is kResourceExhausted; fn throws nothing else.
+// when all threads have ended. Where a thread cannot be had there are fewer. Memory that runs out
+// is kResourceExhausted; fn throws nothing else.
 //
 //   struct Buffer { std::vector<std::byte> bytes; };  // Made once a thread, not once a file.
 //   Status s = ForEachParallel<Buffer>(files.size(), 0, [&](std::size_t i, Buffer& buffer) {
@@ -63,7 +65,11 @@ Status ForEachParallel(std::size_t count, int threads, const Fn& fn) {
   wanted = std::clamp<std::size_t>(wanted, 1, std::max<std::size_t>(1, count));
   // References in `work` stay good: every thread is joined before this returns.
   std::vector<std::thread> workers;
-  for (std::size_t t = 1; t < wanted; ++t) workers.emplace_back(work);
+  try {
+    workers.reserve(wanted);
+    for (std::size_t t = 1; t < wanted; ++t) workers.emplace_back(work);
+  } catch (const std::system_error&) {  // No more threads are to be had: as many as there are.
+  }
   work();
   for (std::thread& worker : workers) worker.join();
   return failure;

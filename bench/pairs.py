@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two builds of ckptbench in turns: what became slower, and what faster.
 
-    bench/pairs.py OLD/bin/ckptbench build/release/bin/ckptbench [--minutes 15] [--only load,reshard] [--dir /dev/shm]
+    bench/pairs.py OLD/bin/ckptbench build/release/bin/ckptbench [--minutes 15] [--only load,reshard] [--rounds 9]
 
 Workload by workload, each build once, the one that begins changing from round to round, until the time is over. One
 JSON line a row of ckptbench: how many pairs, the medians of both (seconds, or seconds for a fixed amount of bytes), and
@@ -18,12 +18,12 @@ import time
 
 WORKLOADS = ["plan", "publish", "open", "hash", "validate", "save", "load", "reshard", "mount-read", "mount-ls",
              "staging-write", "mount-write", "replicas", "async"]
-SIZE = ["--gib", "0.125", "--rounds", "2", "--tensors", "2000", "--chunks", "20"]
+SIZE = ["--gib", "0.125", "--tensors", "2000", "--chunks", "20"]
 
 
-def figures(binary, workload, folder):
+def figures(binary, workload, folder, rounds):
     """Row -> time. What is told as bytes a second is turned round."""
-    done = subprocess.run([binary, workload, *SIZE, "--dir", folder, "--json"], capture_output=True, text=True,
+    done = subprocess.run([binary, workload, *SIZE, "--rounds", str(rounds), "--dir", folder, "--json"], capture_output=True, text=True,
                           timeout=300, check=True)
     out = {}
     for line in done.stdout.splitlines():
@@ -40,6 +40,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--only", default=",".join(WORKLOADS))
     parser.add_argument("--dir", default="/dev/shm")
+    parser.add_argument("--rounds", type=int, default=2, help="of each run; the first of a process is slower")
     args = parser.parse_args()
     rows = collections.defaultdict(list)
     end = time.monotonic() + 60 * args.minutes
@@ -47,7 +48,7 @@ def main():
     while time.monotonic() < end:
         for workload in args.only.split(","):
             order = [args.old, args.new]
-            got = {binary: figures(binary, workload, args.dir) for binary in (order if turn % 2 else order[::-1])}
+            got = {binary: figures(binary, workload, args.dir, args.rounds) for binary in (order if turn % 2 else order[::-1])}
             for row, old in got[args.old].items():
                 if row in got[args.new]:
                     rows[row].append((old, got[args.new][row]))

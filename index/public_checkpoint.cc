@@ -10,17 +10,20 @@
 #include "base/file_system.h"
 #include "index/foreign/open_source.h"
 #include "index/read/checkpoint.h"
+#include "index/read/threaded_read.h"
 #include "index/records/layer_names.h"
 
 namespace tensormount {
 
 struct Checkpoint::Impl {
   std::shared_ptr<const OpenedCheckpoint> opened;
+  int threads = 0;  // OpenOptions.
 };
 
 // A key may name a layer of a stacked tensor: then reads go to a box of the stack.
 struct Tensor::Impl {
   std::shared_ptr<const OpenedCheckpoint> opened;
+  int threads = 0;  // OpenOptions.
   TensorEntry entry;
   std::optional<LayerEntry> layer;  // Where the key stands for one: then `entry` is not used.
 
@@ -42,26 +45,26 @@ std::optional<std::uint64_t> Tensor::digest() const {
 // InStack maps a region of the layer to the region of the stack, and the buffer with one axis more.
 Status Tensor::Read(const Region& region, const BufferView& out) const {
   if (!impl_->layer) {
-    return impl_->opened->Read(impl_->entry, region, out, ReadVerify::kExtendLeaves, nullptr,
-                               nullptr);
+    return ReadByThreads(*impl_->opened, impl_->entry, region, out, ReadVerify::kExtendLeaves,
+                         impl_->threads);
   }
   const LayerEntry& layer = *impl_->layer;
   TENSORMOUNT_ASSIGN_OR_RETURN(const Region in_stack, layer.InStack(region));
-  return impl_->opened->Read(layer.stacked, in_stack, layer.InStack(out, region),
-                             ReadVerify::kExtendLeaves, nullptr, nullptr);
+  return ReadByThreads(*impl_->opened, layer.stacked, in_stack, layer.InStack(out, region),
+                       ReadVerify::kExtendLeaves, impl_->threads);
 }
 
 Status Tensor::ReadBytes(std::uint64_t offset, void* out, std::size_t size) const {
   if (!impl_->layer) {
-    return impl_->opened->ReadBytes(impl_->entry, offset, out, size, ReadVerify::kExtendLeaves,
-                                    nullptr);
+    return ReadBytesByThreads(*impl_->opened, impl_->entry, offset, out, size,
+                              ReadVerify::kExtendLeaves, impl_->threads);
   }
   const LayerEntry& layer = *impl_->layer;
   if (offset > layer.meta.bytes() || size > layer.meta.bytes() - offset) {
     return Status(Code::kInvalidArgument, "tensor " + layer.meta.key() + ": bytes past its end");
   }
-  return impl_->opened->ReadBytes(layer.stacked, layer.offset + offset, out, size,
-                                  ReadVerify::kExtendLeaves, nullptr);
+  return ReadBytesByThreads(*impl_->opened, layer.stacked, layer.offset + offset, out, size,
+                            ReadVerify::kExtendLeaves, impl_->threads);
 }
 
 Checkpoint::Checkpoint(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
@@ -69,7 +72,12 @@ Checkpoint::Checkpoint(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)
 Result<Checkpoint> Checkpoint::Open(const std::string& path) { return Open(path, OpenOptions()); }
 
 Result<Checkpoint> Checkpoint::Open(const std::string& path, const OpenOptions& options) {
+  if (options.threads < 0) {
+    return Status(Code::kInvalidArgument,
+                  path + ": " + std::to_string(options.threads) + " threads");
+  }
   auto impl = std::make_shared<Impl>();
+  impl->threads = options.threads;
   TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenNamed(HostFileSystem(), path, options.roots));
   return Checkpoint(std::move(impl));
 }
@@ -90,6 +98,7 @@ Result<std::vector<std::string>> Checkpoint::keys() const {
 Result<Tensor> Checkpoint::tensor(std::string_view key) const {
   auto impl = std::make_shared<Tensor::Impl>();
   impl->opened = impl_->opened;
+  impl->threads = impl_->threads;
   Result<TensorEntry> entry = impl_->opened->index().Find(key);
   if (entry.ok()) {
     impl->entry = std::move(entry).value();

@@ -293,23 +293,13 @@ Result<ByteRange> PartReader::Provable(ByteRange want) {
 }
 
 Status PartReader::CheckProvable(ByteRange range, const std::byte* data) {
-  // What is left by a jump owns nothing: hashes are compared outside.
-  const auto hash_of = [&](ByteRange bytes) -> Result<Hash128> {
-    Hash128 found;
-    if (!RunOnMapping([&] { found = Xxh3(data + (bytes.begin - range.begin), bytes.size()); })) {
-      return WhyNotThere(bytes.begin, bytes.size());
-    }
-    return found;
-  };
   const std::uint64_t leaf = range.begin / kLeafBytes;
   if (range.begin == LeafBegin(leaf) && range.end == std::min(LeafBegin(leaf + 1), where_.length)) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Hash128 hash, hash_of(range));
-    return CheckLeaf(leaf, hash);
+    return CheckLeaf(leaf, Xxh3(data, range.size()));
   }
   for (std::uint64_t at = range.begin; at < range.end; at += kHashPageBytes) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Hash128 hash,
-                                 hash_of({at, std::min(at + kHashPageBytes, range.end)}));
-    TENSORMOUNT_RETURN_IF_ERROR(CheckPage(at, hash));
+    const std::uint64_t bytes = std::min(kHashPageBytes, range.end - at);
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPage(at, Xxh3(data + (at - range.begin), bytes)));
   }
   return Status();
 }
@@ -411,7 +401,9 @@ class PartReader::WindowReader {
                     : at + std::min(size, kPartBlockBytes);
     }
     bytes_ = stop - begin_;
-    if (buffer_.size() < bytes_) buffer_.resize(std::max(bytes_, std::min(end_, kPartBlockBytes)));
+    if (buffer_.size() < bytes_) {
+      buffer_.resize(dense_ ? std::max(bytes_, std::min(end_, kPartBlockBytes)) : bytes_);
+    }
     const std::uint64_t want = bytes_;
     bytes_ = 0;  // Nothing is there where the read fails.
     TENSORMOUNT_RETURN_IF_ERROR(reader_.ReadAt(begin_, buffer_.data(), want));
@@ -462,7 +454,9 @@ bool PartReader::ReadScattered(const StridedCopy& copy, std::byte* base) {
 
 Result<bool> PartReader::MapsWell(const StridedCopy& copy) {
   if (!Rises(copy)) return false;
-  return TouchesEach(copy, kLeafBytes) ? Result<bool>(true) : Paged();
+  if (!TouchesEach(copy, kLeafBytes)) return false;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const bool by_page, SparesPages(copy));
+  return !by_page;
 }
 
 // Choices, from best to worst: vectored read, window that moves forward, slabs.
@@ -565,21 +559,19 @@ ByteRange PartReader::LeavesOf(const StridedCopy& copy) const {
 
 Status PartReader::ReadMapped(const StridedCopy& copy, const std::byte* map, std::byte* base) {
   const ByteRange leaves = LeavesOf(copy);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const bool by_page, SparesPages(copy));
-  std::uint64_t proved = leaves.begin - where_.offset;  // Up to here.
-  // What proves [at, end), as far as it was not compared yet: pages, or the leaves up to there.
-  const auto prove = [&](std::uint64_t at, std::uint64_t end) -> Status {
-    for (at = by_page ? std::max(at, proved) : proved; at < end; at = proved) {
-      const std::uint64_t leaf_end = LeafBegin(at / kLeafBytes + 1);
-      ByteRange proof{at, std::min(leaf_end, where_.length)};
-      if (by_page) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(proof, Provable({at, std::min(end, leaf_end)}));
-      } else if (proof.end > end) {
-        break;  // A leaf of which the rest is copied with the next block.
+  const std::byte* const range = map + where_.offset;
+  std::uint64_t leaf = (leaves.begin - where_.offset) / kLeafBytes;  // The next to be hashed.
+  // What is left by a jump owns nothing: hashes are compared outside.
+  const auto hash_until = [&](std::uint64_t end) -> Status {
+    for (; LeafBegin(leaf) < end; ++leaf) {
+      const std::uint64_t begin = LeafBegin(leaf);
+      const std::uint64_t bytes = std::min(kLeafBytes, where_.length - begin);
+      if (begin + bytes > end) break;
+      Hash128 found;
+      if (!RunOnMapping([&] { found = Xxh3(range + begin, bytes); })) {
+        return WhyNotThere(begin, bytes);
       }
-      TENSORMOUNT_RETURN_IF_ERROR(CheckProvable(proof, map + where_.offset + proof.begin));
-      stats_.bytes_read += proof.size();
-      proved = proof.end;
+      TENSORMOUNT_RETURN_IF_ERROR(CheckLeaf(leaf, found));
     }
     return {};
   };
@@ -588,15 +580,10 @@ Status PartReader::ReadMapped(const StridedCopy& copy, const std::byte* map, std
     const std::uint64_t span = block.src_span();
     const std::uint64_t whole = copy.bytes();
     if (!RunOnMapping([&] { ExecuteCopy(block, map, base, whole); })) return WhyNotThere(at, span);
-    if (!by_page) return prove(at, at + span);
-    Status status;
-    block.ForEachRun([&](std::int64_t src, std::int64_t, std::uint64_t size) {
-      const auto run = static_cast<std::uint64_t>(src) - where_.offset;
-      if (status.ok()) status = prove(run, run + size);
-    });
-    return status;
+    return hash_until(at + span);
   }));
-  if (!by_page) TENSORMOUNT_RETURN_IF_ERROR(prove(proved, leaves.end - where_.offset));
+  TENSORMOUNT_RETURN_IF_ERROR(hash_until(leaves.end - where_.offset));
+  stats_.bytes_read += leaves.size();
   stats_.bytes_by_leaf += copy.bytes();
   return Status();
 }

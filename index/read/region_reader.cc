@@ -6,8 +6,7 @@
 // Part of a plan                      read by
 // one run, or runs of 32 KiB and more where they belong, hashed on the way
 // short runs with gaps between them   picked from a mapping where one is safe, else in windows;
-//                                     leaves, or pages, that are to be checked are hashed there as
-//                                     well
+//                                     leaves that are to be checked are hashed there as well
 // neighbours in file and buffer       one read for all, then checked one by one
 //
 // After bytes that no hash proves, a foreign file is asked whether it is still what it was.
@@ -427,9 +426,8 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
   return file && unproven ? StillTrue(*this, meta, file_number, *file, Status(), false) : Status();
 }
 
-Status OpenedCheckpoint::Read(const TensorEntry& tensor, const Region& region,
-                              const BufferView& out, ReadVerify verify, ReadStats* stats,
-                              Crc64* digest) const {
+Result<std::vector<PlacedBox>> PlaceRead(const TensorEntry& tensor, const Region& region,
+                                         const BufferView& out) {
   const TensorMeta& meta = tensor.meta;
   if (out.device.kind != DeviceKind::kHost) {
     return Status(Code::kUnsupported, "tensor " + meta.key() + ": reading into device memory");
@@ -440,27 +438,39 @@ Status OpenedCheckpoint::Read(const TensorEntry& tensor, const Region& region,
   }
   Result<std::vector<PlacedBox>> want = PlaceBuffer(out, meta.dtype(), meta.shape(), region);
   if (!want.ok()) return want.status().WithContext("tensor " + meta.key());
-  ReadStats local;
-  const Status status =
-      ReadPlaced(tensor, want.value(), static_cast<std::byte*>(out.data), verify, local, digest);
-  if (stats != nullptr) stats->Add(local);
-  return status;
+  return want;
 }
 
-Status OpenedCheckpoint::ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out,
-                                   std::size_t size, ReadVerify verify, ReadStats* stats) const {
+Result<std::vector<PlacedBox>> PlaceBytes(const TensorEntry& tensor, std::uint64_t offset,
+                                          std::size_t size) {
   const TensorMeta& meta = tensor.meta;
   if (!RangeWithin(offset, size, meta.bytes())) {
     return Status(Code::kInvalidArgument,
                   "tensor " + meta.key() + ": bytes " + std::to_string(offset) + " to " +
                       std::to_string(offset + size) + " of " + std::to_string(meta.bytes()));
   }
-  if (size == 0) return Status();
+  if (size == 0) return std::vector<PlacedBox>();
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const Region region,
       Region::Flat(Box::Whole(ByteShape(meta.dtype(), meta.shape())),
                    static_cast<std::int64_t>(offset), static_cast<std::int64_t>(size)));
-  const std::vector<PlacedBox> want = PlacePacked(region, 0);
+  return PlacePacked(region, 0);
+}
+
+Status OpenedCheckpoint::Read(const TensorEntry& tensor, const Region& region,
+                              const BufferView& out, ReadVerify verify, ReadStats* stats,
+                              Crc64* digest) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<PlacedBox> want, PlaceRead(tensor, region, out));
+  ReadStats local;
+  const Status status =
+      ReadPlaced(tensor, want, static_cast<std::byte*>(out.data), verify, local, digest);
+  if (stats != nullptr) stats->Add(local);
+  return status;
+}
+
+Status OpenedCheckpoint::ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out,
+                                   std::size_t size, ReadVerify verify, ReadStats* stats) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<PlacedBox> want, PlaceBytes(tensor, offset, size));
   ReadStats local;
   const Status status =
       ReadPlaced(tensor, want, static_cast<std::byte*>(out), verify, local, nullptr);

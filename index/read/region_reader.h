@@ -59,12 +59,14 @@ class PartReader {
   Status CheckRun(std::uint64_t at, const std::byte* data, std::uint64_t size);
   // The runs of `copy`, whose source offsets are the file's, to `base`.
   Status ReadStrided(const StridedCopy& copy, std::byte* base);
-  // The same out of `map` (MappingTo the end of LeavesOf), for runs that rise: each block is copied
-  // and then what proves it is hashed where it is mapped, so that nothing is copied beside what is
-  // wanted. In this order: bytes that change meanwhile fail.
+  // The same out of `map` (MappingTo the end of LeavesOf), where it MapsWell and all leaves from
+  // the first run to the last are to be checked: each block is copied and then its leaves are
+  // hashed where they are mapped, so that nothing is copied beside what is wanted. In this order:
+  // bytes that change meanwhile fail.
   Status ReadMapped(const StridedCopy& copy, const std::byte* map, std::byte* base);
-  // Whether ReadMapped is the way: runs rise and hashing them where they are hashes nothing that
-  // another way would not. Reads leaf hashes where that depends on whether there are page hashes.
+  // Whether runs rise through each leaf, and no page between them is spared by its page hashes: to
+  // map a file for some of its pages costs more than to read them. Reads leaf hashes where it
+  // depends on these.
   Result<bool> MapsWell(const StridedCopy& copy);
   // The stretch of the file that ReadMapped touches: the whole leaves of a copy.
   ByteRange LeavesOf(const StridedCopy& copy) const;
@@ -107,7 +109,7 @@ class PartReader {
   // The least that holds `want`, bytes of one leaf, and can be compared with a hash: pages, where
   // those of the leaf can be had, else all of it.
   Result<ByteRange> Provable(ByteRange want);
-  // What Provable gave, which stands at `data`, in memory or in a mapping.
+  // What Provable gave, which stands at `data`.
   Status CheckProvable(ByteRange range, const std::byte* data);
   // Those of a leaf, proved by its check; empty where there are none or they are damaged.
   Result<std::span<const Hash128>> PageHashes(std::uint64_t leaf);
@@ -135,6 +137,13 @@ class PartReader {
   // Of ReadSlab.
   std::vector<std::byte> slab_;
 };
+
+// Where the bytes of a read go, as boxes of the tensor's bytes; relative to the buffer. The errors
+// of OpenedCheckpoint::Read and ReadBytes for what does not fit.
+Result<std::vector<PlacedBox>> PlaceRead(const TensorEntry& tensor, const Region& region,
+                                         const BufferView& out);
+Result<std::vector<PlacedBox>> PlaceBytes(const TensorEntry& tensor, std::uint64_t offset,
+                                          std::size_t size);
 
 }  // namespace tensormount
 

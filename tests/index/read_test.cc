@@ -8,6 +8,7 @@
 #include "base/mapping.h"
 #include "index/foreign/open_source.h"
 #include "index/read/checkpoint.h"
+#include "index/read/threaded_read.h"
 #include "shard/strided_digest.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/guard_for_a_while.h"
@@ -307,6 +308,64 @@ TEST(Read, LeavesWithNothingWantedAreNotRead) {
     EXPECT_EQ(got, OracleBytes(tensor, part));
     EXPECT_EQ(stats.bytes_by_leaf, got.size());
     EXPECT_EQ(stats.bytes_read, static_cast<std::uint64_t>(kRows) * 64 * 1024) << guarded;
+  }
+}
+
+// By threads: what one would read, of any region and into strided memory too; what is damaged in
+// the part of any of them fails all.
+TEST(Read, ByThreadsIsTheSame) {
+  Random random(TestSeed());
+  TempDir dir;
+  BuildSpec spec;
+  // One of many rows, one of few long ones, a vector.
+  const Dims shapes[] = {{3000, 177}, {3, 2, 131'250}, {531'251}};
+  for (const Dims& shape : shapes) {
+    RandomTensor tensor{.key = "t" + std::to_string(spec.tensors.size()),
+                        .dtype = DType::kC128,
+                        .shape = shape,
+                        .bytes = {}};
+    tensor.bytes = random.Bytes(static_cast<std::size_t>(
+        Box::Whole(shape).volume() * static_cast<std::int64_t>(tensor.element_bytes())));
+    spec.partitions.push_back(RandomPartition(random, shape, spec.writers));
+    spec.tensors.push_back(std::move(tensor));
+  }
+  ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
+  ASSERT_OK_AND_ASSIGN(const auto opened,
+                       OpenedCheckpoint::Open(HostFileSystem(), dir.Join("c"), {}));
+  for (const RandomTensor& tensor : spec.tensors) {
+    ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find(tensor.key));
+    for (int i = 0; i < 2; ++i) {
+      const Region region = i == 0 ? Region(Box::Whole(tensor.shape))
+                                   : RandomRequest(random, tensor.shape, 1, false)[0][0];
+      ShardMemory out = MakeShardMemory(random, tensor, region, false);
+      for (const int threads : {2, 7}) {
+        ASSERT_OK(
+            ReadByThreads(*opened, entry, region, out.view, ReadVerify::kExtendLeaves, threads));
+        ASSERT_TRUE(CellsOf(tensor, out) == OracleBytes(tensor, region))
+            << tensor.key << region.ToString() << " by " << threads;
+        std::ranges::fill(out.memory, std::byte{0xA5});
+      }
+      const auto at = static_cast<std::size_t>(random.Int(0, 1'000'000));
+      std::string got(tensor.bytes.size() - at, '?');
+      ASSERT_OK(ReadBytesByThreads(*opened, entry, at, got.data(), got.size(),
+                                   ReadVerify::kExtendLeaves, 3));
+      ASSERT_TRUE(got == tensor.bytes.substr(at)) << tensor.key;
+    }
+    std::string got(tensor.bytes.size() + 1, '?');
+    EXPECT_THAT(
+        ReadBytesByThreads(*opened, entry, 0, got.data(), got.size(), ReadVerify::kExtendLeaves, 3),
+        HasCode(Code::kInvalidArgument));
+    ASSERT_OK_AND_ASSIGN(const auto extents, opened->index().Extents(entry.ordinal));
+    for (const std::size_t row : {std::size_t{0}, extents->size() - 1}) {
+      ASSERT_OK_AND_ASSIGN(const ChunkRecord chunk, extents->At(row));
+      const std::string path = dir.Join("c/") + opened->index().files()[chunk.file].name;
+      ASSERT_EQ(chmod(path.c_str(), 0644), 0);
+      FlipByte(path, chunk.offset + chunk.length / 2);
+      EXPECT_THAT(ReadBytesByThreads(*opened, entry, 0, got.data(), got.size() - 1,
+                                     ReadVerify::kExtendLeaves, 3),
+                  HasCode(Code::kDataLoss));
+      FlipByte(path, chunk.offset + chunk.length / 2);
+    }
   }
 }
 

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// A read shared out between threads: each placed box is cut along one axis, so that every thread
+// has a part of each, and plans and reads it by itself.
+#include "index/read/threaded_read.h"
+
+#include <algorithm>
+#include <span>
+#include <vector>
+
+#include "base/parallel.h"
+#include "index/read/region_reader.h"
+#include "shard/box_access.h"
+#include "shard/tensor_meta.h"
+
+namespace tensormount {
+namespace {
+
+// Starting a thread costs some tens of microseconds; this much takes a millisecond.
+constexpr std::uint64_t kBytesOfAThread = std::uint64_t{4} << 20;
+// A shorter run costs as much as this: it is in a page of its own.
+constexpr std::uint64_t kRunBytes = 4096;
+// More readers gain nothing on the storage and memory of one machine.
+constexpr std::size_t kMostThreads = 8;
+
+std::size_t SharesFor(std::uint64_t bytes, int threads) {
+  const std::size_t most = threads > 0 ? static_cast<std::size_t>(threads)
+                                       : std::min<std::size_t>(HostCores(), kMostThreads);
+  return static_cast<std::size_t>(std::clamp<std::uint64_t>(bytes / kBytesOfAThread, 1, most));
+}
+
+// The outermost axis that gives everybody something: long runs stay long.
+int AxisToCut(const Box& box, std::size_t shares) {
+  int best = 0;
+  for (int a = 0; a < box.rank(); ++a) {
+    if (static_cast<std::uint64_t>(box.extent(a)) >= shares) return a;
+    if (box.extent(a) > box.extent(best)) best = a;
+  }
+  return best;
+}
+
+std::vector<std::vector<PlacedBox>> Share(std::span<const PlacedBox> want, std::size_t shares) {
+  std::vector<std::vector<PlacedBox>> shared(shares);
+  for (const PlacedBox& placed : want) {
+    const int axis = AxisToCut(placed.box, shares);
+    const std::int64_t extent = placed.box.extent(axis);
+    const auto n = static_cast<std::int64_t>(shares);
+    std::int64_t at = 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      const std::int64_t here = extent / n + (i < extent % n ? 1 : 0);
+      if (here == 0) break;
+      PlacedBox part = placed;
+      part.box = BoxAccess::WithAxis(placed.box, axis, placed.box.begin(axis) + at, here);
+      part.offset += at * placed.strides[axis];
+      shared[static_cast<std::size_t>(i)].push_back(part);
+      at += here;
+    }
+  }
+  return shared;
+}
+
+// What the boxes cost to read, as bytes. Axes that are wanted whole make the runs of those before
+// them longer.
+std::uint64_t CostOf(std::span<const PlacedBox> want, const Dims& byte_shape) {
+  std::uint64_t cost = 0;
+  for (const PlacedBox& placed : want) {
+    int a = byte_shape.rank() - 1;
+    auto run = static_cast<std::uint64_t>(placed.box.extent(a));
+    for (; a > 0 && placed.box.extent(a) == byte_shape[a]; --a) {
+      run *= static_cast<std::uint64_t>(placed.box.extent(a - 1));
+    }
+    const auto bytes = static_cast<std::uint64_t>(placed.box.volume());
+    if (run > 0) cost += run < kRunBytes ? bytes / run * kRunBytes : bytes;
+  }
+  return cost;
+}
+
+Status ReadPlacedByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor,
+                           std::span<const PlacedBox> want, std::byte* base, ReadVerify verify,
+                           int threads) {
+  const Dims byte_shape = ByteShape(tensor.meta.dtype(), tensor.meta.shape());
+  const std::size_t shares = SharesFor(CostOf(want, byte_shape), threads);
+  ReadStats stats;
+  if (shares == 1) return checkpoint.ReadPlaced(tensor, want, base, verify, stats, nullptr);
+  const std::vector<std::vector<PlacedBox>> shared = Share(want, shares);
+  struct Nothing {};
+  return ForEachParallel<Nothing>(
+      shares, static_cast<int>(shares), [&](std::size_t i, Nothing&) -> Status {
+        ReadStats of_share;
+        return checkpoint.ReadPlaced(tensor, shared[i], base, verify, of_share, nullptr);
+      });
+}
+}  // namespace
+
+Status ReadByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor,
+                     const Region& region, const BufferView& out, ReadVerify verify, int threads) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<PlacedBox> want, PlaceRead(tensor, region, out));
+  return ReadPlacedByThreads(checkpoint, tensor, want, static_cast<std::byte*>(out.data), verify,
+                             threads);
+}
+
+Status ReadBytesByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor,
+                          std::uint64_t offset, void* out, std::size_t size, ReadVerify verify,
+                          int threads) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<PlacedBox> want, PlaceBytes(tensor, offset, size));
+  return ReadPlacedByThreads(checkpoint, tensor, want, static_cast<std::byte*>(out), verify,
+                             threads);
+}
+
+}  // namespace tensormount
