@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -67,6 +68,14 @@ class File {
     std::size_t size = 0;
   };
   virtual Result<std::size_t> ReadVectorAt(std::uint64_t offset, std::span<const Buffer> pieces);
+  // What of these bytes can be had without waiting for storage, from the first one on: how many.
+  // None where nobody knows. Never fails: what it does not give, ReadAt gives, or says why.
+  virtual std::optional<std::size_t> ReadCached(std::uint64_t offset, void* out, std::size_t size) {
+    (void)offset;
+    (void)out;
+    (void)size;
+    return std::nullopt;
+  }
   // All or an error (kResourceExhausted for ENOSPC, EDQUOT, EFBIG).
   virtual Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) = 0;
   // Longer: zeros, without blocks where the filesystem has holes. Shorter: the rest is gone.

@@ -7,6 +7,7 @@
 // calls with the same promise, or the call fails; nothing is replaced by something weaker.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -136,6 +137,18 @@ class HostFile final : public File {
     }
     return done;
   }
+  std::optional<std::size_t> ReadCached(std::uint64_t offset, void* out,
+                                        std::size_t size) override {
+    if (!knows_cached_.load(std::memory_order_relaxed)) return std::nullopt;
+    if (!RangeWithin(offset, size, kMaxOffset)) return std::nullopt;
+    const iovec piece{out, std::min(size, kMaxTransfer)};
+    const ssize_t n = preadv2(fd_, &piece, 1, ToOffset(offset), RWF_NOWAIT);
+    if (n >= 0) return static_cast<std::size_t>(n);
+    if (errno == EAGAIN) return 0;
+    // A filesystem, or a kernel, that has no such reads. What else may be wrong, a read says.
+    if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) knows_cached_ = false;
+    return std::nullopt;
+  }
   Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) override {
     if (!RangeWithin(offset, size, kMaxOffset)) return PositionError("write", path_);
     std::size_t done = 0;
@@ -226,6 +239,7 @@ class HostFile final : public File {
 
   std::mutex close_mutex_;
   int fd_;
+  std::atomic<bool> knows_cached_{true};
   const std::string path_;
 };
 

@@ -16,8 +16,8 @@ The peers save one state (tensors of bf16, cut by rows over the ranks), and load
                files that are cut short is on, but for --unguarded: a host that allows none
 Each process of a round begins after a barrier, and the round takes as long as the slowest. One JSON line a figure: median
 and quartiles of the rounds in milliseconds, the ratio to raw (median of the ratios of the rounds), CPU milliseconds and
-page faults of all ranks, and of ours how many bytes were read for those that were wanted. Warm, unless --cold, which
-drops the page cache of the files before each round (root is not needed: posix_fadvise).
+page faults of all ranks, the most anonymous memory that a rank took in the first load, and of ours how many bytes were
+read for those that were wanted. Warm, unless --cold, which drops the page cache of the files before each round (root is not needed: posix_fadvise).
 """
 
 import argparse
@@ -32,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 ELEMENT = 2  # Bytes of bf16.
@@ -555,15 +556,15 @@ class Shared:
         self.turns = np.frombuffer(self.map, np.int64, ranks * 8)[::8]
         self.figures = np.frombuffer(self.map, np.float64, ranks * 8, 1 << 15).reshape(ranks, 8)
 
-    def barrier(self, count=None):
+    def barrier(self, count=None, seconds=5e-5):
         self.turn += 1
         self.turns[self.rank] = self.turn
         while (self.turns[:count or self.ranks] < self.turn).any():
-            time.sleep(5e-5)  # Who has finished takes nothing from who has not: there are more ranks than cores.
+            time.sleep(seconds)  # Who has finished takes nothing from who has not: there are more ranks than cores.
 
     def gather(self, values, count):
         self.figures[self.rank, :len(values)] = values
-        self.barrier()
+        self.barrier(seconds=5e-5 if self.rank < count else 2e-3)  # Who takes no part leaves the cores to the others.
         all_of = self.figures[:count, :len(values)].copy()
         self.barrier()
         return all_of
@@ -646,6 +647,28 @@ class Worker:
                 "faults": round(statistics.median(f for _, _, f in taken[name])), "rounds": len(taken[name]),
                 "cold": self.args.cold, "guarded": not self.args.unguarded, **facts(name)}), flush=True)
 
+    def memory(self, what, count):
+        """The most anonymous memory of a rank over what it had before, in MiB, sampled while `what` runs."""
+        def anonymous():
+            with open("/proc/self/status") as status:
+                return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1024
+
+        over = threading.Event()
+        seen = [anonymous()]
+
+        def sample():
+            while not over.wait(2e-4):
+                seen.append(anonymous())
+
+        self.shared.barrier()
+        if self.rank < count:
+            thread = threading.Thread(target=sample)
+            thread.start()
+            what()
+            over.set()
+            thread.join()
+        return round(self.shared.gather((max(seen) - seen[0],), count).max(), 1)
+
     def run(self):
         for name in self.args.state.split(","):
             self.state = name
@@ -691,18 +714,18 @@ class Worker:
             world = self.world(folder, count)
             # A mesh of some ranks would need a group of torch of their own.
             peers = {name: PEERS[name](world, self.tensors) for name in self.wanted if name != "dcp"}
+        anonymous = {}
         for name, peer in peers.items():
             if self.rank < count and hasattr(peer, "prepare"):
                 peer.prepare(shards)
             shards.all[:] = 255
-            self.shared.barrier()
+            anonymous[name] = self.memory(lambda p=peer: p.load(shards), count)
             if self.rank < count:
-                peer.load(shards)
                 if name != "raw":
                     shards.check(name)
             self.shared.barrier()
         self.rounds(job, {name: (lambda p=peer: p.load(shards)) for name, peer in peers.items()}, count,
-                    lambda name: self.before(peers[name]), lambda name: getattr(peers[name], "report", {}))
+                    lambda name: self.before(peers[name]), lambda name: {"anonymous_mib": anonymous[name], **getattr(peers[name], "report", {})})
 
     def before(self, peer):
         if self.args.cold:

@@ -8,7 +8,9 @@
 namespace tensormount {
 namespace {
 
-using namespace std::string_view_literals;
+// Their NUL is hashed, too.
+constexpr std::string_view kMarkDomain{"tensormount pages v1\0", 21};
+constexpr std::string_view kBlockDomain{"tensormount page block v1\0", 26};
 
 // As on disk: low half, high half, little-endian.
 Hash128 HashOfHashes(std::string_view domain, const Hash128& first,
@@ -28,11 +30,11 @@ std::uint64_t PagesOfLeaf(std::uint64_t leaf, std::uint64_t length) {
 }
 
 Hash128 PagesMark(const Hash128& chunk_hash) {
-  return HashOfHashes("tensormount pages v1\0"sv, chunk_hash, {});
+  return HashOfHashes(kMarkDomain, chunk_hash, {});
 }
 
 Hash128 PageBlockCheck(const Hash128& leaf, std::span<const Hash128> pages) {
-  return HashOfHashes("tensormount page block v1\0"sv, leaf, pages);
+  return HashOfHashes(kBlockDomain, leaf, pages);
 }
 
 void AppendPageHashes(std::span<const Hash128> leaves, const Hash128& chunk_hash,

@@ -478,7 +478,7 @@ Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
     dense = !by_page;
   }
   WindowReader window(*this, first + span, dense);
-  // Storage is told of some runs before the first of them is waited for.
+  // Where they are not in memory, storage is told of some runs before the first is waited for.
   struct Run {
     std::uint64_t at;
     std::byte* out;
@@ -486,7 +486,7 @@ Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
   };
   std::vector<Run> ahead;
   const auto copy_ahead = [&]() -> Status {
-    if (ahead.size() > 1) {
+    if (ahead.size() > 1 && !IsCached(ahead.front().at)) {
       for (const Run& run : ahead) TENSORMOUNT_RETURN_IF_ERROR(StartReading(run.at, run.size));
     }
     for (const Run& run : ahead) {
@@ -508,6 +508,12 @@ Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
   });
   TENSORMOUNT_RETURN_IF_ERROR(status);
   return copy_ahead();
+}
+
+bool PartReader::IsCached(std::uint64_t at) {
+  std::byte byte;
+  // Where nobody knows, a hint too much costs less than a wait for each run.
+  return OpenFile().ok() && file_->file().ReadCached(where_.offset + at, &byte, 1) == 1;
 }
 
 // Of a run that goes on over several leaves only what proves its first one: the rest follows it.

@@ -119,6 +119,8 @@ class PartReader {
   Status CheckPage(std::uint64_t at, const Hash128& hash);
   // Whether a copy whose runs rise is better proved by page: some between them hold nothing wanted.
   Result<bool> SparesPages(const StridedCopy& copy);
+  // Whether a byte of the range is in memory already.
+  bool IsCached(std::uint64_t at);
   // Storage may begin with what proves [at, at + size).
   Status StartReading(std::uint64_t at, std::uint64_t size);
 
