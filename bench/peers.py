@@ -163,12 +163,16 @@ class Raw:
         self.file = world.folder / f"raw-{world.rank}"
 
     def save(self, shards):
-        fd = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        # A new file in the place of the old one, as of whoever must have either: memory that was just given back by
+        # a file that is cut to nothing is faster to write than what a second file takes.
+        new = self.file.with_suffix(".new")
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         view = memoryview(shards.all)
         for at in range(0, len(view), 1 << 20):
             os.pwrite(fd, view[at:at + (1 << 20)], at)
         os.fsync(fd)
         os.close(fd)
+        new.rename(self.file)
 
     def files(self):
         return [self.file]
