@@ -106,26 +106,40 @@ struct SstTable::Rep {
   RocksFileLog log;
   std::unique_ptr<rocksdb::Env> env;
   std::unique_ptr<rocksdb::SstFileReader> reader;
-  // Iterators that nobody uses, for the next Get: one that stands before the key is often one step
-  // away from it. Each holds a block of the table.
+  // Iterators that nobody uses, for the next Get or Scan: where records are asked for in their
+  // order one often stands there already, or a step before. Each holds a block of the table.
+  struct Cursor {
+    std::unique_ptr<rocksdb::Iterator> it;
+    // Of a scan that went to its end: the iterator stands on the first key behind all that begin
+    // so.
+    std::string passed = {};
+
+    // Whether it stands on the first key that is not before `start`.
+    bool StandsAt(std::string_view start) const {
+      return !passed.empty() && passed < start && !start.starts_with(passed) && it->Valid() &&
+             View(it->key()) >= start;
+    }
+  };
   std::mutex mutex;
-  std::vector<std::unique_ptr<rocksdb::Iterator>> idle;
+  // Apart, since a reader does both in turns, and each would lead the other's away.
+  std::vector<Cursor> of_gets;
+  std::vector<Cursor> of_scans;
   static constexpr std::size_t kMostIdle = 4;
 
-  std::unique_ptr<rocksdb::Iterator> Take() {
+  Cursor Take(std::vector<Cursor>& idle) {
     {
       const std::lock_guard lock(mutex);
       if (!idle.empty()) {
-        std::unique_ptr<rocksdb::Iterator> it = std::move(idle.back());
+        Cursor cursor = std::move(idle.back());
         idle.pop_back();
-        return it;
+        return cursor;
       }
     }
-    return std::unique_ptr<rocksdb::Iterator>(reader->NewIterator(rocksdb::ReadOptions()));
+    return {std::unique_ptr<rocksdb::Iterator>(reader->NewIterator(rocksdb::ReadOptions()))};
   }
-  void Give(std::unique_ptr<rocksdb::Iterator> it) {
+  void Give(std::vector<Cursor>& idle, Cursor cursor) {
     const std::lock_guard lock(mutex);
-    if (idle.size() < kMostIdle) idle.push_back(std::move(it));
+    if (idle.size() < kMostIdle) idle.push_back(std::move(cursor));
   }
 };
 
@@ -182,27 +196,38 @@ Result<std::string> SstTable::Get(std::string_view key) const {
   // An iterator is one caller's at a time, so that callers share no state but the block cache,
   // which has its own locks. The reader verifies checksums of blocks by default; a mismatch ends
   // the iterator with a status, and such a one is not used again.
-  std::unique_ptr<rocksdb::Iterator> it = rep_->Take();
+  Rep::Cursor cursor = rep_->Take(rep_->of_gets);
+  rocksdb::Iterator* const it = cursor.it.get();
   if (it->Valid() && View(it->key()) < key) it->Next();
   if (!it->Valid() || View(it->key()) != key) it->Seek(ToSlice(key));
   TENSORMOUNT_RETURN_IF_ERROR(FromRocks(it->status(), rep_->log, rep_->path));
   if (!it->Valid() || View(it->key()) != key) {
-    rep_->Give(std::move(it));
+    rep_->Give(rep_->of_gets, std::move(cursor));
     return Status(Code::kNotFound, "index: no such record");
   }
   std::string value = it->value().ToString();
-  rep_->Give(std::move(it));
+  rep_->Give(rep_->of_gets, std::move(cursor));
   return value;
 }
 
 Status SstTable::Scan(std::string_view prefix, std::string_view from,
                       const std::function<bool(std::string_view, std::string_view)>& fn) const {
-  const std::unique_ptr<rocksdb::Iterator> it(rep_->reader->NewIterator(rocksdb::ReadOptions()));
-  for (it->Seek(ToSlice(std::max(prefix, from))); it->Valid(); it->Next()) {
-    if (!View(it->key()).starts_with(prefix)) break;
+  const std::string_view start = std::max(prefix, from);
+  // Not shared while `fn` runs, which may read the table itself.
+  Rep::Cursor cursor = rep_->Take(rep_->of_scans);
+  rocksdb::Iterator* const it = cursor.it.get();
+  if (!cursor.StandsAt(start)) it->Seek(ToSlice(start));
+  cursor.passed.clear();
+  for (; it->Valid(); it->Next()) {
+    if (!View(it->key()).starts_with(prefix)) {
+      if (start.starts_with(prefix)) cursor.passed = prefix;
+      break;
+    }
     if (!fn(View(it->key()), View(it->value()))) break;
   }
-  return FromRocks(it->status(), rep_->log, rep_->path);
+  TENSORMOUNT_RETURN_IF_ERROR(FromRocks(it->status(), rep_->log, rep_->path));
+  rep_->Give(rep_->of_scans, std::move(cursor));
+  return Status();
 }
 
 }  // namespace tensormount

@@ -2,6 +2,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <functional>
+#include <map>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -646,6 +647,70 @@ TEST_F(OpenTest, KeysAreFoundInOrder) {
   ASSERT_OK(tensor.Read(Region(Box::Whole(tensor.shape())),
                         BufferView::Host(tensor.dtype(), out.data(), tensor.shape())));
   EXPECT_EQ(out, spec_.tensors[0].bytes);
+}
+
+// Reads that go on where others ended: in order, out of order, ended early, within each other, of
+// keys that are there, missing, or prefixes of one another.
+TEST(SstTableTest, ReadsAsAPlainTableDoesWhateverWasReadBefore) {
+  Random random(TestSeed());
+  TempDir dir;
+  const auto name = [&] {
+    std::string key;
+    for (std::int64_t n = random.Int(1, 4); n > 0; --n) {
+      key += static_cast<char>('a' + random.Int(0, 2));
+    }
+    return key;
+  };
+  std::map<std::string, std::string> records;
+  for (int i = 0; i < 70; ++i) {  // Of 16 KiB blocks there are several.
+    records[name()] = random.Bytes(static_cast<std::size_t>(random.Int(0, 2'000)));
+  }
+  MemoryTable plain;
+  ASSERT_OK(SstTable::Write(HostFileSystem(), dir.Join("t.sst"),
+                            [&](const SstTable::Emit& emit) -> Result<SstIdentity> {
+                              for (const auto& [key, value] : records) {
+                                plain.Append(key, value);
+                                TENSORMOUNT_RETURN_IF_ERROR(emit(key, value));
+                              }
+                              return SstIdentity{};
+                            }));
+  ASSERT_OK_AND_ASSIGN(const auto table, SstTable::Open(HostFileSystem(), dir.Join("t.sst")));
+  using Seen = std::vector<std::pair<std::string, std::string>>;
+  const std::function<Seen(const Table&, const std::string&, const std::string&, std::size_t, bool)>
+      scan = [&](const Table& of, const std::string& prefix, const std::string& from,
+                 std::size_t most, bool within) {
+        Seen seen;
+        EXPECT_OK(of.Scan(prefix, from, [&](std::string_view key, std::string_view value) {
+          seen.emplace_back(key, value);
+          if (within) {
+            for (auto& record : scan(of, std::string(key), "", 2, false)) seen.push_back(record);
+          }
+          return seen.size() < most;
+        }));
+        return seen;
+      };
+  std::string last = "a";
+  for (int i = 0; i < TestScale(4'000); ++i) {
+    const std::string key = name();
+    if (random.OneIn(3)) {
+      const Result<std::string> got = table->Get(key);
+      const Result<std::string> expected = plain.Get(key);
+      ASSERT_EQ(got.status().code(), expected.status().code()) << key;
+      if (got.ok()) {
+        ASSERT_EQ(got.value(), expected.value()) << key;
+      }
+      continue;
+    }
+    // One prefix after the other is what loads do.
+    std::string prefix = random.OneIn(2) ? key : last;
+    if (const auto next = records.upper_bound(prefix); next != records.end()) last = next->first;
+    if (random.OneIn(20)) prefix.clear();
+    const std::string from = random.OneIn(4) ? (random.OneIn(2) ? prefix : "") + name() : "";
+    const std::size_t most = random.OneIn(4) ? 1 : 1'000;
+    const bool within = random.OneIn(5);
+    ASSERT_EQ(scan(*table, prefix, from, most, within), scan(plain, prefix, from, most, within))
+        << prefix << " from " << from;
+  }
 }
 
 }  // namespace
