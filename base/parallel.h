@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -28,7 +28,7 @@ inline unsigned HostCores() {
 // the file of the call before. Threads take the next i, so that what is sorted is worked through
 // in about that order. After the first failure nothing more is begun, and that failure is returned
 // when all threads have ended. Where a thread cannot be had there are fewer. Memory that runs out
-// is kResourceExhausted; fn throws nothing else.
+// is kResourceExhausted; what else fn throws, kInternal.
 //
 //   struct Buffer { std::vector<std::byte> bytes; };  // Made once a thread, not once a file.
 //   Status s = ForEachParallel<Buffer>(files.size(), 0, [&](std::size_t i, Buffer& buffer) {
@@ -36,7 +36,7 @@ inline unsigned HostCores() {
 //   });
 //
 // For work whose steps are milliseconds or more: threads are started for each call, and there is no
-// pool, because those who call this (verify, adopt) do so once in the life of a command. fn
+// pool, because those who call this (verify, adopt, large reads) do so seldom. fn
 // runs on several threads at once, so what it shares it must lock; writing to element i of a vector
 // that has its size already needs no lock.
 template <typename State, typename Fn>
@@ -58,6 +58,8 @@ Status ForEachParallel(std::size_t count, int threads, const Fn& fn) {
       }
     } catch (const std::bad_alloc&) {
       fail(Status(Code::kResourceExhausted, "out of memory"));
+    } catch (const std::exception& e) {
+      fail(Status(Code::kInternal, e.what()));
     }
   };
   // No more threads than items: of ten files twelve threads would only be started and ended.
@@ -68,7 +70,7 @@ Status ForEachParallel(std::size_t count, int threads, const Fn& fn) {
   try {
     workers.reserve(wanted);
     for (std::size_t t = 1; t < wanted; ++t) workers.emplace_back(work);
-  } catch (const std::system_error&) {  // No more threads are to be had: as many as there are.
+  } catch (const std::exception&) {  // No more threads are to be had: as many as there are.
   }
   work();
   for (std::thread& worker : workers) worker.join();

@@ -3,7 +3,7 @@
 // because it uses all of its rooms, foreign formats too.
 //
 // Everything is a copy of values or a shared pointer to the opened checkpoint, so a Tensor may
-// outlive its Checkpoint and both may be used from any thread. Reads extend to whole leaves:
+// outlive its Checkpoint and both may be used from any thread. Reads extend to whole leaves or pages:
 // whoever uses the library gets verified bytes.
 #include "tensormount/checkpoint.h"
 

@@ -26,8 +26,8 @@ struct Timeouts {
   // A rank that lives but has not come to the same step after this long (it may be evaluating). A
   // save has about ten of them.
   std::chrono::milliseconds arrival{1'800'000};
-  // The whole call, on this rank, from when it began: what it waits for then is given up, and named.
-  // What a rank does itself meanwhile (writing) is not cut short. 0: no limit.
+  // The whole call, on this rank, from when it began: what it waits for then is given up, and
+  // named. What a rank does itself meanwhile (writing) is not cut short. 0: no limit.
   std::chrono::milliseconds total{0};
 };
 

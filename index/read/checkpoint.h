@@ -31,7 +31,8 @@ struct ForeignInventory;
 enum class ReadVerify {
   kOff,
   kWholeLeaves,   // Leaves that are read whole anyway.
-  kExtendLeaves,  // Reads are widened to whole leaves, so that every byte is checked.
+  kExtendLeaves,  // Reads are widened to whole leaves, or pages that have hashes, so that every
+                  // byte is checked.
   // The same, but not again for what is known to be good since its file last changed
   // (OpenedCheckpoint::proven).
   kOnce,
@@ -40,7 +41,7 @@ enum class ReadVerify {
 struct ReadStats {
   std::uint64_t bytes_wanted = 0;
   std::uint64_t bytes_read = 0;     // From storage, widening and gaps included.
-  std::uint64_t bytes_by_leaf = 0;  // Of the wanted ones, proved by leaf hashes.
+  std::uint64_t bytes_by_leaf = 0;  // Of the wanted ones, proved by leaf or page hashes.
   void Add(const ReadStats& o) {
     bytes_wanted += o.bytes_wanted;
     bytes_read += o.bytes_read;
@@ -112,6 +113,9 @@ class OpenedCheckpoint {
   // read. The bytes of no tensor but this one are concerned.
   Result<std::shared_ptr<const ExtentTable>> Extents(const TensorEntry& tensor) const;
 
+  // What reads of a tensor need, made and kept: for who starts several at a time, each of which
+  // would make it. Errors as of Extents.
+  Status Prepare(const TensorEntry& tensor) const;
   // Reads `region` of a tensor into `out` (whose shape is the region's extents; may be strided).
   // `digest`, where not null, receives the contribution of the bytes *as they arrived in `out`*
   // to the tensor's digest (base/hash.h). Errors: kInvalidArgument (region, dtype, shape);

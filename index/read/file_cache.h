@@ -54,17 +54,19 @@ class OpenDataFile {
 };
 
 // Leaf hashes of one chunk, proved by its root.
-// `root` says of which range they are: the key of the cache is a position in a manifest, which a
-// damaged index may give to two ranges.
+// `root` and `length` say of which range they are: the key of the cache is a position in a
+// manifest, which a damaged index may give to two ranges.
 struct ProvenLeaves {
   Hash128 root;
+  std::uint64_t length = 0;
   std::vector<Hash128> leaves;
   bool paged = false;  // Page hashes of the range stand behind them.
 };
 
-// Page hashes of some neighbouring leaves of a range. `root`: as above.
+// Page hashes of some neighbouring leaves of a range. `root`, `length`: as above.
 struct PageBlocks {
   Hash128 root;
+  std::uint64_t length = 0;
   std::vector<Hash128> hashes;  // kPageBlockHashes a leaf, fewer for the last of the range.
   std::vector<bool> good;       // Of each leaf: whether its check holds.
 };

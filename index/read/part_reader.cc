@@ -135,9 +135,9 @@ Status PartReader::OpenFile() {
   return Status();
 }
 
-Status PartReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size) {
+Status PartReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size, bool alone) {
   TENSORMOUNT_RETURN_IF_ERROR(OpenFile());
-  const bool ahead = size <= ReadAhead::kMostSmall && files_.ahead.on();
+  const bool ahead = !alone && size <= ReadAhead::kMostSmall && files_.ahead.on();
   Result<std::size_t> got =
       ahead ? files_.ahead.ReadAt(file_, where_.offset + at, out, size, &stats_.bytes_read)
             : file_->file().ReadAt(where_.offset + at, out, size);
@@ -155,8 +155,9 @@ Result<std::shared_ptr<OpenDataFile>> PartReader::OpenManifest() {
 }
 
 // Leaf hashes stand in the manifest of whoever wrote the range. They are read for the whole range
-// at once and proved by its root, which the index has: so a manifest that is damaged or exchanged
-// cannot make bad bytes pass. Cached by where they stand, since a tensor is read in many calls.
+// at once and proved by its root, which the index has: so leaves that are damaged or exchanged
+// cannot make bad bytes pass, nor page hashes, which are bound to them. Cached by where they stand,
+// since a tensor is read in many calls.
 Status PartReader::LoadLeaves() {
   if (leaves_) return Status();
   // One writer's leaf sections never reach 2^40 leaves (2^56 bytes of data).
@@ -165,7 +166,7 @@ Status PartReader::LoadLeaves() {
   // may claim one position.
   leaves_ = files_.leaves.Get(key);
   const std::uint64_t count = LeafCount(where_.length);
-  if (leaves_ && leaves_->root == where_.hash && leaves_->leaves.size() == count) return Status();
+  if (leaves_ && leaves_->root == where_.hash && leaves_->length == where_.length) return Status();
   leaves_ = nullptr;
   const auto bad = [&](const Status& status) {
     return Status(Code::kDataLoss, Name() + ": its leaf hashes: " + status.message());
@@ -182,6 +183,7 @@ Status PartReader::LoadLeaves() {
   }
   auto proven = std::make_shared<ProvenLeaves>();
   proven->root = where_.hash;
+  proven->length = where_.length;
   proven->leaves = std::move(leaves).value();
   if (paged) {
     const Result<std::vector<Hash128>> mark =
@@ -247,7 +249,7 @@ Result<std::span<const Hash128>> PartReader::PageHashes(std::uint64_t leaf) {
     const std::uint64_t key = (std::uint64_t{where_.manifest} << 40) ^ at;
     pages_ = files_.pages.Get(key);
     first_paged_ = first;
-    if (!pages_ || pages_->root != where_.hash) {
+    if (!pages_ || pages_->root != where_.hash || pages_->length != where_.length) {
       pages_ = ReadPageBlocks(first, at);
       if (!pages_->good.empty()) {
         files_.pages.Put(key, pages_, pages_->hashes.size() * sizeof(Hash128) + 64);
@@ -264,6 +266,7 @@ std::shared_ptr<const PageBlocks> PartReader::ReadPageBlocks(std::uint64_t first
                                                              std::uint64_t at) {
   auto blocks = std::make_shared<PageBlocks>();
   blocks->root = where_.hash;
+  blocks->length = where_.length;
   const std::uint64_t end = std::min(first + kLeavesPaged, std::uint64_t{leaves_->leaves.size()});
   const std::uint64_t count =
       (end - first - 1) * kPageBlockHashes + PagesOfLeaf(end - 1, where_.length) + 1;
@@ -292,27 +295,29 @@ Result<ByteRange> PartReader::Provable(ByteRange want) {
   return hashes.empty() ? whole : pages;
 }
 
-Status PartReader::CheckProvable(ByteRange range, const std::byte* data) {
+Status PartReader::ReadProvable(ByteRange range, std::byte* out) {
   const std::uint64_t leaf = range.begin / kLeafBytes;
-  if (range.begin == LeafBegin(leaf) && range.end == std::min(LeafBegin(leaf + 1), where_.length)) {
-    return CheckLeaf(leaf, Xxh3(data, range.size()));
+  const ByteRange whole{LeafBegin(leaf), std::min(LeafBegin(leaf + 1), where_.length)};
+  if (range.begin == whole.begin && range.end == whole.end) {
+    TENSORMOUNT_RETURN_IF_ERROR(ReadAt(range.begin, out, range.size()));
+    return CheckLeaf(leaf, Xxh3(out, range.size()));
   }
+  TENSORMOUNT_RETURN_IF_ERROR(ReadAt(range.begin, out, range.size(), true));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const Hash128> hashes, PageHashes(leaf));
   for (std::uint64_t at = range.begin; at < range.end; at += kHashPageBytes) {
     const std::uint64_t bytes = std::min(kHashPageBytes, range.end - at);
-    TENSORMOUNT_RETURN_IF_ERROR(CheckPage(at, Xxh3(data + (at - range.begin), bytes)));
+    if (hashes[(at - whole.begin) / kHashPageBytes] == Xxh3(out + (at - range.begin), bytes))
+      continue;
+    // Of a writer that got a page hash wrong the leaf has the last word.
+    std::vector<std::byte> all(whole.size());
+    if (!ReadAt(whole.begin, all.data(), all.size()).ok() ||
+        !CheckLeaf(leaf, Xxh3(all.data(), all.size())).ok()) {
+      return Damage(at, "checksum differs");
+    }
+    std::memcpy(out, all.data() + (range.begin - whole.begin), range.size());
+    return Status();
   }
-  return Status();
-}
-
-Status PartReader::CheckPage(std::uint64_t at, const Hash128& hash) {
-  const std::uint64_t leaf = at / kLeafBytes;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const Hash128> hashes, PageHashes(leaf));
-  if (hashes[(at - LeafBegin(leaf)) / kHashPageBytes] != hash)
-    return Damage(at, "checksum differs");
-  if (once_ != nullptr) {
-    const std::uint64_t end = std::min({at + kHashPageBytes, LeafBegin(leaf + 1), where_.length});
-    once_->Found({where_.offset + at, where_.offset + end});
-  }
+  if (once_ != nullptr) once_->Found({where_.offset + range.begin, where_.offset + range.end});
   return Status();
 }
 
@@ -339,8 +344,7 @@ Status PartReader::ReadRun(std::uint64_t at, std::byte* out, std::uint64_t size,
         block = std::min(leaf_end, end) - at;
         TENSORMOUNT_ASSIGN_OR_RETURN(const ByteRange proof, Provable({at, at + block}));
         if (scratch_.size() < kLeafBytes) scratch_.resize(kLeafBytes);
-        TENSORMOUNT_RETURN_IF_ERROR(ReadAt(proof.begin, scratch_.data(), proof.size()));
-        TENSORMOUNT_RETURN_IF_ERROR(CheckProvable(proof, scratch_.data()));
+        TENSORMOUNT_RETURN_IF_ERROR(ReadProvable(proof, scratch_.data()));
         std::memcpy(out, scratch_.data() + (at - proof.begin), block);
         stats_.bytes_by_leaf += block;
         if (arrived) arrived(at, out, block);
@@ -406,11 +410,11 @@ class PartReader::WindowReader {
     }
     const std::uint64_t want = bytes_;
     bytes_ = 0;  // Nothing is there where the read fails.
-    TENSORMOUNT_RETURN_IF_ERROR(reader_.ReadAt(begin_, buffer_.data(), want));
     if (proves && !dense_) {
       checked_ = {begin_, stop};
-      TENSORMOUNT_RETURN_IF_ERROR(reader_.CheckProvable(checked_, buffer_.data()));
+      TENSORMOUNT_RETURN_IF_ERROR(reader_.ReadProvable(checked_, buffer_.data()));
     } else {
+      TENSORMOUNT_RETURN_IF_ERROR(reader_.ReadAt(begin_, buffer_.data(), want));
       TENSORMOUNT_RETURN_IF_ERROR(reader_.CheckLeaves(begin_, buffer_.data(), want, &checked_));
     }
     bytes_ = want;
@@ -472,8 +476,9 @@ Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
     return Status();
   }
   // Reading what lies between is worth it only where little does, or leaves want it anyway.
-  bool dense = span - copy.bytes() <= copy.bytes();
-  if (!dense && verify_ == ReadVerify::kExtendLeaves && TouchesEach(copy, kLeafBytes)) {
+  bool dense = span - copy.bytes() <= copy.bytes() ||
+               (verify_ == ReadVerify::kExtendLeaves && TouchesEach(copy, kLeafBytes));
+  if (dense && verify_ == ReadVerify::kExtendLeaves) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool by_page, SparesPages(copy));
     dense = !by_page;
   }

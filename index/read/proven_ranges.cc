@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which bytes of which files were compared with their hashes since the process started: ranges of
-// whole leaves, for each file with the state (inode, size, change time) that it was in. A file that
-// was replaced, or written to, has proved nothing.
+// whole leaves or pages, for each file with the state (inode, size, change time) that it was in. A
+// file that was replaced, or written to, has proved nothing.
 //
 // Why a state and not a number of bytes read: what is in the page cache may be replaced under a
 // reader. A range counts only while device, inode, size, mtime and change time are those under

@@ -291,6 +291,10 @@ struct OpenedCheckpoint::PlannedRead {
   CopyPlan plan;
 };
 
+Status OpenedCheckpoint::Prepare(const TensorEntry& tensor) const {
+  return Lookup(tensor).status();
+}
+
 // Candidates come from the lookup by byte range; of these, rows are compared with the hull while
 // still packed, and only those that meet it are decoded. CopyPlan::Make then proves that the parts
 // fill what is wanted exactly, and names the box that is stored nowhere.

@@ -95,7 +95,8 @@ class PartReader {
   std::string Name() const;
   // Damage at a byte of the range.
   Status Damage(std::uint64_t at, std::string_view why) const;
-  Status ReadAt(std::uint64_t at, void* out, std::uint64_t size);
+  // `alone`: what stands beside it is not wanted.
+  Status ReadAt(std::uint64_t at, void* out, std::uint64_t size, bool alone = false);
   // Checks the leaves that lie whole in [at, at + size), which stand at `data`; *checked gets the
   // range of them.
   Status CheckLeaves(std::uint64_t at, const std::byte* data, std::uint64_t size,
@@ -109,14 +110,12 @@ class PartReader {
   // The least that holds `want`, bytes of one leaf, and can be compared with a hash: pages, where
   // those of the leaf can be had, else all of it.
   Result<ByteRange> Provable(ByteRange want);
-  // What Provable gave, which stands at `data`.
-  Status CheckProvable(ByteRange range, const std::byte* data);
+  // Reads what Provable gave, and compares it. kDataLoss names the first byte of the page or leaf.
+  Status ReadProvable(ByteRange range, std::byte* out);
   // Those of a leaf, proved by its check; empty where there are none or they are damaged.
   Result<std::span<const Hash128>> PageHashes(std::uint64_t leaf);
   // Of the leaves from `first` on, which stand in the manifest from hash `at` on.
   std::shared_ptr<const PageBlocks> ReadPageBlocks(std::uint64_t first, std::uint64_t at);
-  // As CheckLeaf, of the page that begins at byte `at` of the range; its leaf has PageHashes.
-  Status CheckPage(std::uint64_t at, const Hash128& hash);
   // Whether a copy whose runs rise is better proved by page: some between them hold nothing wanted.
   Result<bool> SparesPages(const StridedCopy& copy);
   // Whether a byte of the range is in memory already.

@@ -28,20 +28,21 @@ std::size_t SharesFor(std::uint64_t bytes, int threads) {
   return static_cast<std::size_t>(std::clamp<std::uint64_t>(bytes / kBytesOfAThread, 1, most));
 }
 
-// The outermost axis that gives everybody something: long runs stay long.
-int AxisToCut(const Box& box, std::size_t shares) {
+// Of the first `axes` the outermost that gives everybody something: long runs stay long.
+int AxisToCut(const Box& box, int axes, std::size_t shares) {
   int best = 0;
-  for (int a = 0; a < box.rank(); ++a) {
+  for (int a = 0; a < axes; ++a) {
     if (static_cast<std::uint64_t>(box.extent(a)) >= shares) return a;
     if (box.extent(a) > box.extent(best)) best = a;
   }
   return best;
 }
 
-std::vector<std::vector<PlacedBox>> Share(std::span<const PlacedBox> want, std::size_t shares) {
+std::vector<std::vector<PlacedBox>> Share(std::span<const PlacedBox> want, int axes,
+                                          std::size_t shares) {
   std::vector<std::vector<PlacedBox>> shared(shares);
   for (const PlacedBox& placed : want) {
-    const int axis = AxisToCut(placed.box, shares);
+    const int axis = AxisToCut(placed.box, axes, shares);
     const std::int64_t extent = placed.box.extent(axis);
     const auto n = static_cast<std::int64_t>(shares);
     std::int64_t at = 0;
@@ -81,7 +82,10 @@ Status ReadPlacedByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry
   const std::size_t shares = SharesFor(CostOf(want, byte_shape), threads);
   ReadStats stats;
   if (shares == 1) return checkpoint.ReadPlaced(tensor, want, base, verify, stats, nullptr);
-  const std::vector<std::vector<PlacedBox>> shared = Share(want, shares);
+  // Bytes of one element are nobody's alone: the last axis counts them, where they are whole.
+  const int axes = tensor.meta.bits() % 8 == 0 ? byte_shape.rank() - 1 : byte_shape.rank();
+  const std::vector<std::vector<PlacedBox>> shared = Share(want, std::max(axes, 1), shares);
+  TENSORMOUNT_RETURN_IF_ERROR(checkpoint.Prepare(tensor));
   struct Nothing {};
   return ForEachParallel<Nothing>(
       shares, static_cast<int>(shares), [&](std::size_t i, Nothing&) -> Status {

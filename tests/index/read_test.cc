@@ -311,47 +311,50 @@ TEST(Read, LeavesWithNothingWantedAreNotRead) {
   }
 }
 
-// By threads: what one would read, of any region and into strided memory too; what is damaged in
-// the part of any of them fails all.
+// By threads: what one would read, of all or of any region, into strided memory too; what is
+// damaged in the part of any of them fails all.
 TEST(Read, ByThreadsIsTheSame) {
   Random random(TestSeed());
   TempDir dir;
   BuildSpec spec;
-  // One of many rows, one of few long ones, a vector.
-  const Dims shapes[] = {{3000, 177}, {3, 2, 131'250}, {531'251}};
-  for (const Dims& shape : shapes) {
+  const auto add = [&](DType dtype, const Dims& shape) {
     RandomTensor tensor{.key = "t" + std::to_string(spec.tensors.size()),
-                        .dtype = DType::kC128,
+                        .dtype = dtype,
                         .shape = shape,
                         .bytes = {}};
     tensor.bytes = random.Bytes(static_cast<std::size_t>(
         Box::Whole(shape).volume() * static_cast<std::int64_t>(tensor.element_bytes())));
     spec.partitions.push_back(RandomPartition(random, shape, spec.writers));
     spec.tensors.push_back(std::move(tensor));
-  }
+  };
+  // Many rows; few long ones, so that no axis but the last has a part for each; a vector; short
+  // axes alone, whose largest is the longest that there is.
+  add(DType::kC128, {3000, 471});
+  add(DType::kC128, {3, 2, 262'500});
+  add(DType::kC128, {1'500'001});
+  add(DType::kC128, {2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3});
   ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
   ASSERT_OK_AND_ASSIGN(const auto opened,
                        OpenedCheckpoint::Open(HostFileSystem(), dir.Join("c"), {}));
   for (const RandomTensor& tensor : spec.tensors) {
     ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find(tensor.key));
-    for (int i = 0; i < 2; ++i) {
-      const Region region = i == 0 ? Region(Box::Whole(tensor.shape))
-                                   : RandomRequest(random, tensor.shape, 1, false)[0][0];
-      ShardMemory out = MakeShardMemory(random, tensor, region, false);
-      for (const int threads : {2, 7}) {
-        ASSERT_OK(
-            ReadByThreads(*opened, entry, region, out.view, ReadVerify::kExtendLeaves, threads));
-        ASSERT_TRUE(CellsOf(tensor, out) == OracleBytes(tensor, region))
-            << tensor.key << region.ToString() << " by " << threads;
-        std::ranges::fill(out.memory, std::byte{0xA5});
-      }
-      const auto at = static_cast<std::size_t>(random.Int(0, 1'000'000));
-      std::string got(tensor.bytes.size() - at, '?');
-      ASSERT_OK(ReadBytesByThreads(*opened, entry, at, got.data(), got.size(),
-                                   ReadVerify::kExtendLeaves, 3));
-      ASSERT_TRUE(got == tensor.bytes.substr(at)) << tensor.key;
-    }
     std::string got(tensor.bytes.size() + 1, '?');
+    for (const int threads : {0, 1, 2, 5, 7}) {
+      std::fill(got.begin(), got.end(), '?');
+      ASSERT_OK(ReadByThreads(*opened, entry, Region(Box::Whole(tensor.shape)),
+                              BufferView::Host(tensor.dtype, got.data(), tensor.shape),
+                              ReadVerify::kExtendLeaves, threads));
+      ASSERT_TRUE(got == tensor.bytes + "?") << tensor.key << " by " << threads;
+      const auto at = static_cast<std::size_t>(random.Int(0, 1000));
+      std::fill(got.begin(), got.end(), '?');
+      ASSERT_OK(ReadBytesByThreads(*opened, entry, at, got.data(), tensor.bytes.size() - at,
+                                   ReadVerify::kOnce, threads));
+      ASSERT_TRUE(got.starts_with(std::string_view(tensor.bytes).substr(at)) && got.back() == '?');
+    }
+    const Region region = RandomRequest(random, tensor.shape, 1, false)[0][0];
+    ShardMemory out = MakeShardMemory(random, tensor, region, false);
+    ASSERT_OK(ReadByThreads(*opened, entry, region, out.view, ReadVerify::kExtendLeaves, 7));
+    ASSERT_TRUE(CellsOf(tensor, out) == OracleBytes(tensor, region)) << region.ToString();
     EXPECT_THAT(
         ReadBytesByThreads(*opened, entry, 0, got.data(), got.size(), ReadVerify::kExtendLeaves, 3),
         HasCode(Code::kInvalidArgument));
@@ -367,6 +370,35 @@ TEST(Read, ByThreadsIsTheSame) {
       FlipByte(path, chunk.offset + chunk.length / 2);
     }
   }
+}
+
+// Thousands of runs of a few bytes are shared, too; so are elements of half a byte.
+TEST(Read, ShortRunsAndHalfBytesAreSharedBetweenThreads) {
+  Random random(TestSeed());
+  TempDir dir;
+  BuildSpec spec;
+  RandomTensor narrow{.key = "narrow", .dtype = DType::kU8, .shape = {9'000, 500}, .bytes = {}};
+  RandomTensor half{.key = "half", .dtype = DType::kF4, .shape = {3, 8'000'002}, .bytes = {}};
+  narrow.bytes = random.Bytes(9'000 * 500);
+  half.bytes = random.Bytes(3 * 4'000'001);
+  spec.tensors = {narrow, half};
+  const Region rows(Box::Make({0, 0}, {2, 8'000'002}).value());
+  const Region row(Box::Make({2, 0}, {1, 8'000'002}).value());
+  spec.partitions = {RandomPartition(random, narrow.shape, 2), {{rows}, {row}}};
+  ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
+  ASSERT_OK_AND_ASSIGN(const auto opened,
+                       OpenedCheckpoint::Open(HostFileSystem(), dir.Join("c"), {}));
+  const Region columns(Box::Make({0, 7}, {9'000, 3}).value());
+  std::string got(27'000, '?');
+  ASSERT_OK(ReadByThreads(*opened, opened->index().Find("narrow").value(), columns,
+                          BufferView::Host(DType::kU8, got.data(), {9'000, 3}),
+                          ReadVerify::kExtendLeaves, 4));
+  EXPECT_TRUE(got == OracleBytes(narrow, columns));
+  got.assign(half.bytes.size(), '?');
+  ASSERT_OK(ReadByThreads(
+      *opened, opened->index().Find("half").value(), Region(Box::Whole(half.shape)),
+      BufferView::Host(DType::kF4, got.data(), half.shape), ReadVerify::kExtendLeaves, 2));
+  EXPECT_TRUE(got == half.bytes);
 }
 
 // A byte of any leaf, one that is wanted or one between: the leaf is named.
