@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -23,6 +24,8 @@
 #include "tensormount/event.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
+
+#include "collective/guarded.h"
 
 // What the functions of tensormount/c.h share. Nothing may leave them but a status: each is one
 // Call, which keeps the message and catches what was thrown.
@@ -78,6 +81,19 @@ struct Argument {
 // kInvalidArgument names the first that is NULL.
 Status Need(std::initializer_list<Argument> arguments);
 
+// What was wrong before the state saw it fails it, too.
+// So a caller that ignores the status of a tm_state_add_... still gets it from tm_save, on all
+// ranks, instead of a checkpoint that lacks a tensor.
+template <typename Fn>
+tm_status On(tm_state* state, Fn fn) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{state, "state"}}));
+    const Status status = Guarded([&] { return fn(state->dict); });
+    (void)state->dict.Fail(status);  // Returned, too.
+    return status;
+  });
+}
+
 // ---- Structures ----
 // A structure of c.h begins with its own size as the caller's compiler knew it, and only ever grows
 // at its end. So a program that was built with an older header passes a shorter one, whose missing
@@ -128,6 +144,8 @@ Result<E> Choice(const char* field, std::int32_t number, std::initializer_list<E
 // kInvalidArgument where the rank is not possible. Extents are not checked here; what they are of
 // does that.
 Result<Dims> ReadDims(const std::int64_t* numbers, std::int32_t rank, const char* name);
+// By its number in c.h; nothing for others.
+std::optional<DType> KnownDType(std::uint32_t number);
 // NULL: all of `shape`.
 // Fails where `shape` itself is none, since it is the caller's too.
 Result<Region> ReadRegion(const tm_region* given, const Dims& shape);

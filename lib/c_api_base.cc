@@ -127,15 +127,14 @@ static_assert(SameNumbers());
 // Statuses come from outside as well (tm_state_fail, callbacks).
 bool Known(tm_status status) { return status >= TM_OK && status <= TM_INTERNAL; }
 
-// A number of the caller's; nothing where no element type has it.
+}  // namespace
+
 std::optional<DType> KnownDType(std::uint32_t number) {
   if (number > std::numeric_limits<std::uint8_t>::max()) return std::nullopt;
   const Result<DType> dtype = DTypeFromNumber(static_cast<std::uint8_t>(number));
   if (!dtype.ok()) return std::nullopt;
   return dtype.value();
 }
-
-}  // namespace
 
 tm_status Report(const Status& status) {
   if (status.ok()) return TM_OK;

@@ -19,6 +19,7 @@ using tensormount::Shard;
 using tensormount::Status;
 using tensormount::c_api::Call;
 using tensormount::c_api::Need;
+using tensormount::c_api::On;
 using tensormount::c_api::ReadDims;
 
 namespace {
@@ -46,19 +47,6 @@ Result<GridPosition> ReadPosition(const int64_t* index, const int64_t* grid, int
   TENSORMOUNT_ASSIGN_OR_RETURN(position.index, ReadDims(index, rank, "index"));
   TENSORMOUNT_ASSIGN_OR_RETURN(position.grid, ReadDims(grid, rank, "grid"));
   return position;
-}
-
-// What was wrong before the state saw it fails it, too.
-// So a caller that ignores the status of a tm_state_add_... still gets it from tm_save, on all
-// ranks, instead of a checkpoint that lacks a tensor.
-template <typename Fn>
-tm_status On(tm_state* state, Fn fn) {
-  return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{state, "state"}}));
-    const Status status = fn(state->dict);
-    (void)state->dict.Fail(status);  // Returned, too.
-    return status;
-  });
 }
 
 // JSON is the one form of common values that every language has; bytes and tuples have a form

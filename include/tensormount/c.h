@@ -217,6 +217,8 @@ TM_EXPORT tm_status tm_checkpoint_tensor(const tm_checkpoint* checkpoint, const 
 //   TM_NOT_FOUND         no such tensor
 //   TM_INVALID_ARGUMENT  region, dtype or shape do not fit
 //   TM_DATA_LOSS         stored bytes are missing or damaged; what `out` holds is undefined
+// Reads of 8 MiB and more, and of thousands of short runs, are shared between as many threads as
+// there are cores, at most 8; none is left when the call returns.
 TM_EXPORT tm_status tm_checkpoint_read(const tm_checkpoint* checkpoint, const char* key,
                                        const tm_region* region, const tm_buffer* out);
 // Bytes [offset, offset + size) of the row-major byte string of a tensor.
@@ -335,6 +337,34 @@ typedef struct tm_shard {
 // Several shards of one key may be added. What is wrong with one is said here and fails the save
 // or load on all ranks, too.
 TM_EXPORT tm_status tm_state_add_tensor(tm_state* state, const char* key, const tm_shard* shard);
+
+// Many shards at once, for callers to whom each call is dear (from Python one by one 9 us a
+// tensor). `keys`: `count` texts, each with a NUL behind it, `keys_size` bytes in all. `words`:
+// `word_count` numbers, for each shard in turn
+//   dtype, flags, replica, axes of the whole tensor, address of the data
+//   shape of the whole tensor, begin of the box, extent of the box: a number an axis each
+//   flat_first, flat_count                with TM_WORDS_FLAT: that range of the box
+//   strides of the data                   with TM_WORDS_STRIDED: a number an axis of the box, in
+//                                         elements; one where it is flat
+// The data have the shape of the region, as in tm_shard. Nothing is kept of the arrays.
+enum {
+  TM_WORDS_STRIDED = 1,
+  TM_WORDS_FLAT = 2,
+  TM_WORDS_METADATA_ONLY = 4  // No memory; the address counts for nothing.
+};
+TM_EXPORT tm_status tm_state_add_tensors(tm_state* state, const char* keys, size_t keys_size,
+                                         const int64_t* words, size_t word_count, size_t count);
+
+// The same read and checked once, for states that are made again and again: what changes from save
+// to save is where the data are. Immutable; may be used by several threads.
+typedef struct tm_layout tm_layout;
+TM_EXPORT tm_status tm_layout_new(const char* keys, size_t keys_size, const int64_t* words,
+                                  size_t word_count, size_t count, tm_layout** out);
+TM_EXPORT void tm_layout_free(tm_layout* layout);
+// Adds all of its shards. `addresses`: of the data of each, `count` of them as many as shards;
+// NULL: those of the words.
+TM_EXPORT tm_status tm_state_add_layout(tm_state* state, const tm_layout* layout,
+                                        void* const* addresses, size_t count);
 
 // Bytes, copied. One object that is the same on all ranks that add it, or part `index` of a `grid`
 // of objects (of `rank` numbers; 0: no grid).

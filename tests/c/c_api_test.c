@@ -580,6 +580,155 @@ static void what_cannot_be(void) {
   tm_communicator_free(comm);
 }
 
+// ---- Many shards at once ----
+
+enum { WORDS = 64 };
+typedef struct words {
+  int64_t at[WORDS];
+  size_t count;
+} words;
+static void put(words* w, int n, const int64_t* numbers) {
+  for (int i = 0; i < n; ++i) w->at[w->count++] = numbers[i];
+}
+#define PUT(w, ...) \
+  put((w), (int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (int64_t[]){__VA_ARGS__})
+
+static const char kThreeKeys[] = "box\0flat\0strided";
+
+// A box, a flat range, and a matrix that stands by columns in memory; all of each.
+static words three_shards(const float* box, const double* flat, const uint8_t* strided) {
+  words w = {{0}, 0};
+  PUT(&w, TM_F32, 0, TM_REPLICA_UNLABELLED, 2, (int64_t)(intptr_t)box, 3, 2, 0, 0, 3, 2);
+  PUT(&w, TM_F64, TM_WORDS_FLAT, 0, 1, (int64_t)(intptr_t)flat, 5, 0, 5, 0, 5);
+  PUT(&w, TM_U8, TM_WORDS_STRIDED, 0, 2, (int64_t)(intptr_t)strided, 2, 3, 0, 0, 2, 3, 1, 2);
+  return w;
+}
+
+static void check_three(const char* path, float first) {
+  tm_checkpoint* checkpoint = NULL;
+  OK(tm_checkpoint_open(path, &checkpoint));
+  float box[6];
+  double flat[5];
+  uint8_t strided[6];
+  OK(tm_checkpoint_read_bytes(checkpoint, "box", 0, box, sizeof(box)));
+  OK(tm_checkpoint_read_bytes(checkpoint, "flat", 0, flat, sizeof(flat)));
+  OK(tm_checkpoint_read_bytes(checkpoint, "strided", 0, strided, sizeof(strided)));
+  for (int i = 0; i < 6; ++i) CHECK(box[i] == first + (float)i);
+  for (int i = 0; i < 5; ++i) CHECK(flat[i] == (double)first - i);
+  // By columns in memory 0 1 | 2 3 | 4 5, so by rows 0 2 4 | 1 3 5.
+  CHECK(memcmp(strided, "\0\2\4\1\3\5", 6) == 0);
+  tm_checkpoint_close(checkpoint);
+}
+
+static void many_at_once(const char* first_path, const char* second_path) {
+  tm_communicator* comm = NULL;
+  OK(tm_communicator_self(&comm));
+  float box[2][6];
+  double flat[2][5];
+  uint8_t strided[6] = {0, 1, 2, 3, 4, 5};
+  for (int which = 0; which < 2; ++which) {
+    for (int i = 0; i < 6; ++i) box[which][i] = (float)(10 * which + i);
+    for (int i = 0; i < 5; ++i) flat[which][i] = 10.0 * which - i;
+  }
+  const words good = three_shards(box[0], flat[0], strided);
+  const size_t keys = sizeof(kThreeKeys);
+  tm_state* state = NULL;
+  OK(tm_state_new(&state));
+  OK(tm_state_add_tensors(state, kThreeKeys, keys, good.at, good.count, 3));
+  OK(tm_state_add_tensors(state, NULL, 0, NULL, 0, 0));
+  OK(tm_save(state, first_path, comm, NULL, NULL));
+  tm_state_free(state);
+  check_three(first_path, 0);
+
+  // The same layout with what stands elsewhere, and with what its words said.
+  tm_layout* layout = NULL;
+  OK(tm_layout_new(kThreeKeys, keys, good.at, good.count, 3, &layout));
+  void* const addresses[3] = {box[1], flat[1], strided};
+  OK(tm_state_new(&state));
+  FAILS(tm_state_add_layout(state, layout, addresses, 2), TM_INVALID_ARGUMENT, "2 addresses");
+  tm_state_free(state);
+  OK(tm_state_new(&state));
+  OK(tm_state_add_layout(state, layout, addresses, 3));
+  OK(tm_save(state, second_path, comm, NULL, NULL));
+  tm_state_free(state);
+  check_three(second_path, 10);
+  const tm_save_options replace = {.struct_size = sizeof(replace), .replace = 1};
+  OK(tm_state_new(&state));
+  OK(tm_state_add_layout(state, layout, NULL, 0));
+  OK(tm_save(state, second_path, comm, &replace, NULL));
+  tm_state_free(state);
+  check_three(second_path, 0);
+
+  // A load into them, and one without memory.
+  OK(tm_state_new(&state));
+  memset(box[1], 0, sizeof(box[1]));
+  OK(tm_state_add_layout(state, layout, addresses, 3));
+  OK(tm_load(state, second_path, comm, NULL, NULL));
+  CHECK(memcmp(box[0], box[1], sizeof(box[0])) == 0);
+  tm_state_free(state);
+  words bare = {{0}, 0};
+  PUT(&bare, TM_F32, TM_WORDS_METADATA_ONLY, 0, 1, 0, 4, 0, 3);
+  OK(tm_state_new(&state));
+  OK(tm_state_add_tensors(state, "v", 2, bare.at, bare.count, 1));
+  int32_t sound = 1;
+  OK(tm_validate(state, comm, NULL, &sound, NULL));
+  CHECK(sound == 0);
+  tm_state_free(state);
+  tm_layout_free(layout);
+  tm_layout_free(NULL);
+
+  // What is wrong is named, and fails the state.
+  OK(tm_state_new(&state));
+  FAILS(tm_state_add_tensors(state, kThreeKeys, keys - 1, good.at, good.count, 3),
+        TM_INVALID_ARGUMENT, "2 of 3");
+  FAILS(tm_save(state, first_path, comm, &replace, NULL), TM_INVALID_ARGUMENT, "2 of 3");
+  tm_state_free(state);
+  check_three(first_path, 0);
+  OK(tm_state_new(&state));
+  FAILS(tm_state_add_tensors(state, kThreeKeys, keys, good.at, good.count - 1, 3),
+        TM_INVALID_ARGUMENT, "within shard 2, tensor strided");
+  FAILS(tm_state_add_tensors(state, kThreeKeys, keys, good.at, good.count, 2), TM_INVALID_ARGUMENT,
+        "left over");
+  FAILS(tm_state_add_tensors(state, kThreeKeys, keys, good.at, good.count, SIZE_MAX),
+        TM_INVALID_ARGUMENT, "shards in 17 bytes");
+  FAILS(tm_state_add_tensors(state, NULL, keys, good.at, good.count, 3), TM_INVALID_ARGUMENT,
+        "'keys'");
+  FAILS(tm_state_add_tensors(NULL, kThreeKeys, keys, good.at, good.count, 3), TM_INVALID_ARGUMENT,
+        "'state'");
+  FAILS(tm_layout_new(kThreeKeys, keys, good.at, good.count, 3, NULL), TM_INVALID_ARGUMENT,
+        "'out'");
+  FAILS(tm_state_add_layout(state, NULL, NULL, 0), TM_INVALID_ARGUMENT, "'layout'");
+  // Each number of the first shard in turn.
+  const struct {
+    size_t word;
+    int64_t value;
+    tm_status status;
+    const char* why;
+  } wrong[] = {{0, 0, TM_INVALID_ARGUMENT, "tensor box: 0 is no element type"},
+               {0, -1, TM_INVALID_ARGUMENT, "-1 is no element type"},
+               {0, INT64_C(1) << 40, TM_INVALID_ARGUMENT, "is no element type"},
+               {1, 64, TM_UNSUPPORTED, "tensor box: flags 64"},
+               {2, 3, TM_INVALID_ARGUMENT, "3 is no TM_REPLICA_"},
+               {2, -1, TM_INVALID_ARGUMENT, "-1 is no TM_REPLICA_"},
+               {3, 17, TM_INVALID_ARGUMENT, "17 axes"},
+               {3, -1, TM_INVALID_ARGUMENT, "-1 axes"},
+               {4, 0, TM_INVALID_ARGUMENT, "the buffer is null"},
+               {5, -3, TM_INVALID_ARGUMENT, "tensor box"},
+               {7, 1, TM_INVALID_ARGUMENT, "tensor box"},
+               {9, INT64_MAX, TM_INVALID_ARGUMENT, "tensor box"}};
+  for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); ++i) {
+    words bad = good;
+    bad.at[wrong[i].word] = wrong[i].value;
+    tm_state* failed = NULL;
+    OK(tm_state_new(&failed));
+    FAILS(tm_state_add_tensors(failed, kThreeKeys, keys, bad.at, bad.count, 3), wrong[i].status,
+          wrong[i].why);
+    tm_state_free(failed);
+  }
+  tm_state_free(state);
+  tm_communicator_free(comm);
+}
+
 int main(int argc, char** argv) {
   const char* base = getenv("TENSORMOUNT_TEST_TMPDIR");
   if (base == NULL) base = getenv("TMPDIR");
@@ -587,8 +736,8 @@ int main(int argc, char** argv) {
   snprintf(folder, sizeof(folder), "%s/tensormount-c-XXXXXX", base == NULL ? "/tmp" : base);
   const char* store = argc > 1 ? argv[1] : mkdtemp(folder);
   if (store == NULL) return 3;
-  char paths[4][256];
-  for (int i = 0; i < 4; ++i) {
+  char paths[6][256];
+  for (int i = 0; i < 6; ++i) {
     snprintf(paths[i], sizeof(paths[i]), "%s/store/step-%d", store, i + 1);
   }
   what_cannot_be();
@@ -596,6 +745,7 @@ int main(int argc, char** argv) {
   look_at(paths[0], 1);
   other_sizes(paths[0]);
   load_by_rules(paths[0]);
+  many_at_once(paths[4], paths[5]);
   on_four_ranks(paths[1], paths[2], paths[3]);
   look_at(paths[1], RANKS);
   look_at(paths[2], RANKS);

@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs to describe a rank's tensors to the C interface from Python (ctypes).
+
+    cmake --preset release && cmake --build build/release --target tensormount
+    bench/state_calls.py [--lib build/release/lib] [--tensors 10000] [--rounds 9]
+
+Ways in turns, one JSON line each: microseconds a tensor, median and quartiles of the rounds. What Python does to put the
+numbers together counts; the loop that only does that, and calls nothing, is the floor.
+"""
+
+import argparse
+import array
+import ctypes
+import json
+import pathlib
+import statistics
+import time
+
+F32 = 12
+
+
+class Region(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_uint32), ("rank", ctypes.c_int32), ("begin", ctypes.c_void_p), ("extent", ctypes.c_void_p),
+                ("is_flat", ctypes.c_int32), ("reserved", ctypes.c_int32), ("flat_first", ctypes.c_int64), ("flat_count", ctypes.c_int64)]
+
+
+class Buffer(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_uint32), ("dtype", ctypes.c_uint32), ("device_kind", ctypes.c_int32),
+                ("device_ordinal", ctypes.c_int32), ("data", ctypes.c_void_p), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+                ("rank", ctypes.c_int32), ("reserved", ctypes.c_int32), ("stream", ctypes.c_void_p)]
+
+
+class Shard(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_uint32), ("replica", ctypes.c_int32), ("global_shape", ctypes.c_void_p),
+                ("global_rank", ctypes.c_int32), ("metadata_only", ctypes.c_int32), ("region", ctypes.c_void_p), ("data", ctypes.c_void_p)]
+
+
+class Ways:
+    """Rows 128 to 256 of tensors of [512, 1024] f32; all of them in the same memory, which nobody reads."""
+
+    def __init__(self, lib, count):
+        self.c = ctypes.CDLL(str(lib / "libtensormount.so"))
+        self.c.tm_last_error.restype = ctypes.c_char_p
+        self.memory = (ctypes.c_float * (128 * 1024))()
+        self.address = ctypes.addressof(self.memory)
+        self.keys = [f"layers.{i}.attention.weight" for i in range(count)]
+        self.layout = ctypes.c_void_p()
+        packed, words = self.numbers()
+        self.check(self.c.tm_layout_new(packed, ctypes.c_size_t(len(packed)), ctypes.c_void_p(words.buffer_info()[0]),
+                                        ctypes.c_size_t(len(words)), ctypes.c_size_t(count), ctypes.byref(self.layout)))
+
+    def check(self, status):
+        if status != 0:
+            raise RuntimeError(self.c.tm_last_error().decode())
+
+    def numbers(self):
+        words = array.array("q")
+        for _ in self.keys:
+            words.extend((F32, 0, 0, 2, self.address, 512, 1024, 128, 0, 128, 1024))
+        return "\0".join(self.keys).encode() + b"\0", words
+
+    def one_by_one(self, state):
+        for key in self.keys:
+            shape, begin, extent = ((ctypes.c_int64 * 2)(*n) for n in ((512, 1024), (128, 0), (128, 1024)))
+            region = Region(ctypes.sizeof(Region), 2, ctypes.addressof(begin), ctypes.addressof(extent))
+            data = Buffer(ctypes.sizeof(Buffer), F32, data=self.address, shape=ctypes.addressof(extent), rank=2)
+            shard = Shard(ctypes.sizeof(Shard), 0, ctypes.addressof(shape), 2, 0, ctypes.addressof(region), ctypes.addressof(data))
+            self.check(self.c.tm_state_add_tensor(state, key.encode(), ctypes.byref(shard)))
+
+    def at_once(self, state):
+        packed, words = self.numbers()
+        self.check(self.c.tm_state_add_tensors(state, packed, ctypes.c_size_t(len(packed)), ctypes.c_void_p(words.buffer_info()[0]),
+                                               ctypes.c_size_t(len(words)), ctypes.c_size_t(len(self.keys))))
+
+    def known_layout(self, state):
+        addresses = array.array("Q", [self.address for _ in self.keys])
+        self.check(self.c.tm_state_add_layout(state, self.layout, ctypes.c_void_p(addresses.buffer_info()[0]),
+                                              ctypes.c_size_t(len(addresses))))
+
+    def only_python(self, state):
+        del state
+        self.numbers()
+
+    def timed(self, way):
+        state = ctypes.c_void_p()
+        self.check(self.c.tm_state_new(ctypes.byref(state)))
+        begin = time.perf_counter()
+        way(state)
+        seconds = time.perf_counter() - begin
+        self.c.tm_state_free(state)
+        return seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lib", default="build/release/lib")
+    parser.add_argument("--tensors", type=int, default=10000)
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    ways = Ways(pathlib.Path(args.lib).resolve(), args.tensors)
+    cases = {"one by one": ways.one_by_one, "at once": ways.at_once, "known layout": ways.known_layout, "only Python": ways.only_python}
+    taken = {name: [] for name in cases}
+    for _ in range(args.rounds):
+        for name, way in cases.items():
+            taken[name].append(ways.timed(way) / args.tensors * 1e6)
+    for name, figures in taken.items():
+        low, middle, high = statistics.quantiles(figures, n=4, method="inclusive")
+        print(json.dumps({"way": name, "tensors": args.tensors, "us_a_tensor": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)],
+                          "rounds": args.rounds}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+// tm_layout_* and tm_state_add_tensors: many shards described by one array of numbers (c.h, "Many
+// shards at once"). A layout is parsed and checked once, and then added to one state after another
+// with the addresses of that moment.
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lib/c_api.h"
+
+using tensormount::Box;
+using tensormount::BufferView;
+using tensormount::Code;
+using tensormount::Dims;
+using tensormount::DType;
+using tensormount::kMaxRank;
+using tensormount::Region;
+using tensormount::Replica;
+using tensormount::Result;
+using tensormount::Shard;
+using tensormount::Status;
+using tensormount::c_api::Call;
+using tensormount::c_api::Need;
+
+// The shards that the numbers describe, with the addresses that stood among them.
+struct tm_layout {
+  struct Item {
+    std::string key;
+    Shard shard;
+  };
+  std::vector<Item> items;
+};
+
+namespace {
+
+constexpr std::uint64_t kKnownFlags = TM_WORDS_STRIDED | TM_WORDS_FLAT | TM_WORDS_METADATA_ONLY;
+
+// The caller's numbers, one after the other. Past their end it says so once, and gives zeros.
+class Words {
+ public:
+  Words(const std::int64_t* words, std::size_t count) : words_(words, count) {}
+
+  std::int64_t Take() {
+    if (words_.empty()) {
+      short_ = true;
+      return 0;
+    }
+    const std::int64_t word = words_.front();
+    words_ = words_.subspan(1);
+    return word;
+  }
+  Dims TakeDims(int rank) {
+    Dims dims = Dims::Filled(rank, 0);
+    for (int a = 0; a < rank; ++a) dims[a] = Take();
+    return dims;
+  }
+  bool ended_early() const { return short_; }
+  std::size_t left() const { return words_.size(); }
+
+ private:
+  std::span<const std::int64_t> words_;
+  bool short_ = false;
+};
+
+Result<Shard> ParseShard(Words& words) {
+  const std::int64_t dtype_number = words.Take();
+  const auto flags = static_cast<std::uint64_t>(words.Take());
+  const std::int64_t replica = words.Take();
+  const std::int64_t rank = words.Take();
+  const auto address = static_cast<std::uint64_t>(words.Take());
+  if (words.ended_early()) return Shard();  // Told by the caller.
+  if ((flags & ~kKnownFlags) != 0) {
+    return Status(Code::kUnsupported, "flags " + std::to_string(flags) + " are not all known");
+  }
+  if (rank < 0 || rank > kMaxRank) {
+    return Status(Code::kInvalidArgument, std::to_string(rank) + " axes; at most " +
+                                              std::to_string(kMaxRank) + " are possible");
+  }
+  std::optional<DType> dtype;
+  if (dtype_number >= 0 && dtype_number <= UINT32_MAX) {
+    dtype = tensormount::c_api::KnownDType(static_cast<std::uint32_t>(dtype_number));
+  }
+  if (!dtype) {
+    return Status(Code::kInvalidArgument, std::to_string(dtype_number) + " is no element type");
+  }
+  if (replica < TM_REPLICA_UNLABELLED || replica > TM_REPLICA_COPY) {
+    return Status(Code::kInvalidArgument, std::to_string(replica) + " is no TM_REPLICA_");
+  }
+  Shard shard;
+  shard.replica = static_cast<Replica>(replica);
+  const int axes = static_cast<int>(rank);
+  shard.global_shape = words.TakeDims(axes);
+  const Dims begin = words.TakeDims(axes);
+  const Dims extent = words.TakeDims(axes);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, extent));
+  shard.region = Region(box);
+  Dims shape = extent;
+  if ((flags & TM_WORDS_FLAT) != 0) {
+    const std::int64_t first = words.Take();
+    const std::int64_t count = words.Take();
+    TENSORMOUNT_ASSIGN_OR_RETURN(shard.region, Region::Flat(box, first, count));
+    shape = Dims{count};
+  }
+  shard.data = BufferView::Host(*dtype, reinterpret_cast<void*>(address), shape);
+  if ((flags & TM_WORDS_STRIDED) != 0) shard.data.strides = words.TakeDims(shape.rank());
+  shard.metadata_only = (flags & TM_WORDS_METADATA_ONLY) != 0;
+  return shard;
+}
+
+// `keys`: `count` texts, each with a NUL behind it, that fill `size` bytes.
+Result<std::unique_ptr<tm_layout>> Parse(const char* keys, std::size_t size,
+                                         const std::int64_t* numbers, std::size_t word_count,
+                                         std::size_t count) {
+  if (count != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{keys, "keys"}, {numbers, "words"}}));
+  // Each has a NUL and five numbers at least: nothing is reserved for what is not there.
+  if (count > size || count > word_count / 5) {
+    return Status(Code::kInvalidArgument, std::to_string(count) + " shards in " +
+                                              std::to_string(size) + " bytes of keys and " +
+                                              std::to_string(word_count) + " numbers");
+  }
+  std::string_view left(keys, size);
+  Words words(numbers, word_count);
+  auto layout = std::make_unique<tm_layout>();
+  layout->items.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::size_t end = left.find('\0');
+    if (end == std::string_view::npos) {
+      return Status(Code::kInvalidArgument,
+                    "keys: " + std::to_string(i) + " of " + std::to_string(count) + " are there");
+    }
+    std::string key(left.substr(0, end));
+    left.remove_prefix(end + 1);
+    Result<Shard> shard = ParseShard(words);
+    if (words.ended_early()) {
+      return Status(Code::kInvalidArgument,
+                    "words: they end within shard " + std::to_string(i) + ", tensor " + key);
+    }
+    if (!shard.ok()) return shard.status().WithContext("tensor " + key);
+    layout->items.push_back({std::move(key), std::move(shard).value()});
+  }
+  if (!left.empty() || words.left() != 0) {
+    return Status(Code::kInvalidArgument, std::to_string(left.size()) + " bytes of keys and " +
+                                              std::to_string(words.left()) +
+                                              " numbers are left over after " +
+                                              std::to_string(count) + " shards");
+  }
+  return layout;
+}
+
+// The first failure fails the state, as of a single shard that does not fit.
+Status AddAll(tm_state* state, const tm_layout& layout, void* const* addresses) {
+  for (std::size_t i = 0; i < layout.items.size(); ++i) {
+    const tm_layout::Item& item = layout.items[i];
+    if (addresses == nullptr || item.shard.metadata_only) {
+      TENSORMOUNT_RETURN_IF_ERROR(state->dict.AddTensor(item.key, item.shard));
+      continue;
+    }
+    Shard shard = item.shard;
+    shard.data.data = addresses[i];
+    TENSORMOUNT_RETURN_IF_ERROR(state->dict.AddTensor(item.key, shard));
+  }
+  return {};
+}
+
+}  // namespace
+
+tm_status tm_layout_new(const char* keys, size_t keys_size, const int64_t* words, size_t word_count,
+                        size_t count, tm_layout** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<tm_layout> layout,
+                                 Parse(keys, keys_size, words, word_count, count));
+    *out = layout.release();
+    return {};
+  });
+}
+
+void tm_layout_free(tm_layout* layout) { delete layout; }
+
+tm_status tm_state_add_layout(tm_state* state, const tm_layout* layout, void* const* addresses,
+                              size_t count) {
+  return tensormount::c_api::On(state, [&](tensormount::StateDict&) -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{layout, "layout"}}));
+    if (addresses != nullptr && count != layout->items.size()) {
+      return {Code::kInvalidArgument, std::to_string(count) + " addresses for a layout of " +
+                                          std::to_string(layout->items.size()) + " shards"};
+    }
+    return AddAll(state, *layout, addresses);
+  });
+}
+
+tm_status tm_state_add_tensors(tm_state* state, const char* keys, size_t keys_size,
+                               const int64_t* words, size_t word_count, size_t count) {
+  return tensormount::c_api::On(state, [&](tensormount::StateDict&) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<tm_layout> layout,
+                                 Parse(keys, keys_size, words, word_count, count));
+    return AddAll(state, *layout, nullptr);
+  });
+}
