@@ -152,6 +152,8 @@ Result<Region> ReadRegion(const tm_region* given, const Dims& shape);
 // Checks type, rank and sizes that overflow, not the memory: whether `data` is large enough nobody
 // can know.
 Result<BufferView> ReadBuffer(const tm_buffer* given);
+// What it says of device, memory and stream alone.
+Status ReadMemory(const tm_buffer& given, BufferView& view);
 // Copied: the caller's array need not outlive the call.
 Result<std::vector<std::string>> ReadTexts(const char* const* texts, std::size_t count,
                                            const char* name);

@@ -231,11 +231,28 @@ Result<BufferView> ReadBuffer(const tm_buffer* given) {
   if (b.strides != nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(view.strides, ReadDims(b.strides, b.rank, "tm_buffer.strides"));
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(view.device.kind, Choice("tm_buffer.device_kind", b.device_kind,
-                                                        {DeviceKind::kHost, DeviceKind::kCuda}));
-  view.device.ordinal = b.device_ordinal;
-  view.stream = b.stream;
+  TENSORMOUNT_RETURN_IF_ERROR(ReadMemory(b, view).WithContext("tm_buffer"));
   return view;
+}
+
+Status ReadMemory(const tm_buffer& given, BufferView& view) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(view.device.kind, Choice("device_kind", given.device_kind,
+                                                        {DeviceKind::kHost, DeviceKind::kCuda}));
+  view.device.ordinal = given.device_ordinal;
+  static_assert(sizeof(view.device.uuid) == sizeof(given.device_uuid));
+  std::memcpy(view.device.uuid.data(), given.device_uuid, sizeof(given.device_uuid));
+  TENSORMOUNT_ASSIGN_OR_RETURN(view.memory, Choice("memory_kind", given.memory_kind,
+                                                   {MemoryKind::kPageable, MemoryKind::kPinned,
+                                                    MemoryKind::kManaged, MemoryKind::kDevice}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(view.stream.kind,
+                               Choice("stream_kind", given.stream_kind,
+                                      {StreamKind::kNone, StreamKind::kLegacyDefault,
+                                       StreamKind::kPerThreadDefault, StreamKind::kHandle}));
+  view.stream.handle = given.stream;
+  if (view.stream.kind == StreamKind::kNone && given.stream != nullptr) {
+    view.stream.kind = StreamKind::kHandle;
+  }
+  return Status();
 }
 
 Result<std::vector<std::string>> ReadTexts(const char* const* texts, std::size_t count,

@@ -2,6 +2,7 @@
 // tm_layout_* and tm_state_add_tensors: many shards described by one array of numbers (c.h, "Many
 // shards at once"). A layout is parsed and checked once, and then added to one state after another
 // with the addresses of that moment.
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <span>
@@ -25,6 +26,7 @@ using tensormount::Shard;
 using tensormount::Status;
 using tensormount::c_api::Call;
 using tensormount::c_api::Need;
+using tensormount::c_api::ReadMemory;
 
 // The shards that the numbers describe, with the addresses that stood among them.
 struct tm_layout {
@@ -37,7 +39,8 @@ struct tm_layout {
 
 namespace {
 
-constexpr std::uint64_t kKnownFlags = TM_WORDS_STRIDED | TM_WORDS_FLAT | TM_WORDS_METADATA_ONLY;
+constexpr std::uint64_t kKnownFlags =
+    TM_WORDS_STRIDED | TM_WORDS_FLAT | TM_WORDS_METADATA_ONLY | TM_WORDS_MEMORY;
 
 // The caller's numbers, one after the other. Past their end it says so once, and gives zeros.
 class Words {
@@ -65,6 +68,25 @@ class Words {
   std::span<const std::int64_t> words_;
   bool short_ = false;
 };
+
+// The members of a tm_buffer that are not what it holds. A number that its member cannot hold is
+// none of its values.
+tm_buffer TakeMemory(Words& words) {
+  const auto narrow = [&] {
+    const std::int64_t word = words.Take();
+    return word < INT32_MIN || word > INT32_MAX ? INT32_MAX : static_cast<std::int32_t>(word);
+  };
+  tm_buffer memory = {};
+  memory.device_kind = narrow();
+  memory.device_ordinal = narrow();
+  const std::int64_t uuid[2] = {words.Take(), words.Take()};
+  static_assert(sizeof(uuid) == sizeof(memory.device_uuid));
+  std::memcpy(memory.device_uuid, uuid, sizeof(uuid));
+  memory.memory_kind = narrow();
+  memory.stream_kind = narrow();
+  memory.stream = reinterpret_cast<void*>(static_cast<std::uintptr_t>(words.Take()));
+  return memory;
+}
 
 Result<Shard> ParseShard(Words& words) {
   const std::int64_t dtype_number = words.Take();
@@ -107,6 +129,9 @@ Result<Shard> ParseShard(Words& words) {
   }
   shard.data = BufferView::Host(*dtype, reinterpret_cast<void*>(address), shape);
   if ((flags & TM_WORDS_STRIDED) != 0) shard.data.strides = words.TakeDims(shape.rank());
+  if ((flags & TM_WORDS_MEMORY) != 0) {
+    TENSORMOUNT_RETURN_IF_ERROR(ReadMemory(TakeMemory(words), shard.data));
+  }
   shard.metadata_only = (flags & TM_WORDS_METADATA_ONLY) != 0;
   return shard;
 }

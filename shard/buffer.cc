@@ -3,6 +3,7 @@
 #include "tensormount/buffer.h"
 
 #include "shard/box_access.h"
+#include "shard/host_memory.h"
 
 namespace tensormount {
 
@@ -23,6 +24,50 @@ BufferView BufferView::HostStrided(DType dtype, void* data, const Dims& shape,
   view.shape = shape;
   view.strides = strides;
   return view;
+}
+
+Result<DeviceStream> DeviceStream::FromDLPack(std::int64_t number) {
+  switch (number) {
+    case -1:
+      return DeviceStream();
+    case 1:
+      return DeviceStream(StreamKind::kLegacyDefault, nullptr);
+    case 2:
+      return DeviceStream(StreamKind::kPerThreadDefault, nullptr);
+    default:
+      break;
+  }
+  if (number <= 0) {
+    return Status(Code::kInvalidArgument,
+                  "stream " + std::to_string(number) + ": DLPack has no such stream of CUDA");
+  }
+  return DeviceStream(StreamKind::kHandle,
+                      reinterpret_cast<void*>(static_cast<std::uintptr_t>(number)));
+}
+
+Status CheckHostMemory(const BufferView& view) {
+  const auto cannot_be = [](const char* what) {
+    return Status(Code::kInvalidArgument, std::string("the buffer is ") + what);
+  };
+  const bool on_host = view.device.kind == DeviceKind::kHost;
+  if (on_host && view.memory == MemoryKind::kDevice) {
+    return cannot_be("in memory of a device, and on the host");
+  }
+  if (!on_host && view.memory == MemoryKind::kPinned) {
+    return cannot_be("in pinned memory, which is the host's, and on a device");
+  }
+  if ((view.stream.kind == StreamKind::kHandle) != (view.stream.handle != nullptr)) {
+    return cannot_be("ordered by a stream of another kind than its handle says");
+  }
+  if (!on_host) {
+    return Status(Code::kUnsupported,
+                  "the buffer is in device memory, which this build cannot reach");
+  }
+  if (view.stream.kind != StreamKind::kNone) {
+    return Status(Code::kUnsupported,
+                  "what the buffer holds is ordered by a stream, which this build cannot wait for");
+  }
+  return Status();
 }
 
 bool BufferView::IsPacked() const {

@@ -27,8 +27,8 @@ Hash128 ChunkRoot(std::span<const Hash128> leaves, std::uint64_t length);
 // Hashes a chunk whose bytes arrive in order, in pieces of any size.
 class LeafHasher {
  public:
-  // `leaf_bytes`: kLeafBytes, or kHashPageBytes for page hashes (shard/page_hash.h), of which Root() is
-  // not a chunk hash.
+  // `leaf_bytes`: kLeafBytes, or kHashPageBytes for page hashes (shard/page_hash.h), of which
+  // Root() is not a chunk hash.
   explicit LeafHasher(std::uint64_t leaf_bytes = kLeafBytes) : leaf_bytes_(leaf_bytes) {}
   void Update(const void* data, std::size_t size);
   // Closes the last leaf. Further updates are a programming error: only the last leaf of a chunk

@@ -29,9 +29,7 @@ std::uint64_t PagesOfLeaf(std::uint64_t leaf, std::uint64_t length) {
   return (bytes + kHashPageBytes - 1) / kHashPageBytes;
 }
 
-Hash128 PagesMark(const Hash128& chunk_hash) {
-  return HashOfHashes(kMarkDomain, chunk_hash, {});
-}
+Hash128 PagesMark(const Hash128& chunk_hash) { return HashOfHashes(kMarkDomain, chunk_hash, {}); }
 
 Hash128 PageBlockCheck(const Hash128& leaf, std::span<const Hash128> pages) {
   return HashOfHashes(kBlockDomain, leaf, pages);

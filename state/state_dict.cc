@@ -16,6 +16,7 @@
 #include "index/records/common_state.h"
 #include "index/records/layer_names.h"
 #include "index/records/record_coding.h"
+#include "shard/host_memory.h"
 #include "shard/tensor_meta.h"
 #include "state/shard_check.h"
 
@@ -102,10 +103,7 @@ namespace {
 
 // What a dict asks of a shard beyond that it is one.
 Status CheckMemory(const Shard& shard) {
-  if (shard.data.device.kind != DeviceKind::kHost) {
-    return Status(Code::kUnsupported,
-                  "the buffer is in device memory, which this build cannot reach");
-  }
+  TENSORMOUNT_RETURN_IF_ERROR(CheckHostMemory(shard.data));
   TENSORMOUNT_RETURN_IF_ERROR(CheckShard(shard));
   if (!shard.metadata_only && !shard.region.empty() && shard.data.data == nullptr) {
     return Status(Code::kInvalidArgument, "the buffer is null");

@@ -10,13 +10,12 @@
 #include "tensormount/dtype.h"
 
 #include "base/checked.h"
+#include "shard/host_memory.h"
 
 namespace tensormount {
 
 Result<std::span<std::byte>> HostBytes(const BufferView& view) {
-  if (view.device.kind != DeviceKind::kHost) {
-    return Status(Code::kUnsupported, "send or receive: device memory is not reached by this kind");
-  }
+  TENSORMOUNT_RETURN_IF_ERROR(CheckHostMemory(view).WithContext("send or receive"));
   const std::optional<std::int64_t> elements = CheckedProduct(view.shape);
   const std::optional<std::int64_t> bits =
       elements ? CheckedMul<std::int64_t>(*elements, InfoOf(view.dtype).bits) : std::nullopt;

@@ -4,6 +4,7 @@
 #include "collective/save/packed_source.h"
 
 #include "shard/copy_plan.h"
+#include "shard/host_memory.h"
 #include "shard/strided_digest.h"
 
 namespace tensormount {
@@ -12,10 +13,7 @@ Result<PackedSource> PackedSource::Make(const Shard& shard) { return Make(shard,
 
 Result<PackedSource> PackedSource::Make(const Shard& shard, std::uint32_t item,
                                         const ShardReader& read) {
-  if (shard.data.device.kind != DeviceKind::kHost) {
-    return Status(Code::kUnsupported,
-                  "the buffer is in device memory, which this build cannot reach");
-  }
+  TENSORMOUNT_RETURN_IF_ERROR(CheckHostMemory(shard.data));
   PackedSource source;
   const DType dtype = shard.data.dtype;
   TENSORMOUNT_ASSIGN_OR_RETURN(source.region_, ByteRegion(dtype, shard.global_shape, shard.region));

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_BUFFER_H_
 #define TENSORMOUNT_BUFFER_H_
 
+#include <array>
 #include <cstdint>
 
 #include "tensormount/box.h"
@@ -18,7 +19,42 @@ enum class DeviceKind : std::uint8_t { kHost, kCuda };
 struct Device {
   DeviceKind kind = DeviceKind::kHost;
   int ordinal = 0;
+  // Which one it is, whatever CUDA_VISIBLE_DEVICES makes of ordinals; zeros: not said.
+  std::array<std::uint8_t, 16> uuid = {};
   friend bool operator==(const Device&, const Device&) = default;
+};
+
+// How memory is reached.
+enum class MemoryKind : std::uint8_t {
+  kPageable,  // The host's, as malloc gives it. With a device of another kind: not said, kDevice.
+  kPinned,    // The host's, page-locked: a device copies from it by itself.
+  kManaged,   // Of one address on host and device, between which it moves.
+  kDevice,    // The device's alone.
+};
+
+// Whether what a buffer holds is there already, or once a stream of its device has come so far.
+enum class StreamKind : std::uint8_t {
+  kNone,              // It is there.
+  kLegacyDefault,     // The default stream, which waits for all others.
+  kPerThreadDefault,  // That of the thread that calls.
+  kHandle,            // Another one.
+};
+struct TENSORMOUNT_EXPORT DeviceStream {
+  DeviceStream() = default;
+  DeviceStream(StreamKind stream_kind, void* stream_handle)
+      : kind(stream_kind), handle(stream_handle) {}
+  // What BufferView::stream was before: null for none.
+  [[deprecated("say what kind of stream it is")]] DeviceStream(void* stream_handle)
+      : kind(stream_handle == nullptr ? StreamKind::kNone : StreamKind::kHandle),
+        handle(stream_handle) {}
+  // As DLPack numbers the streams of CUDA: -1 none, 1 the legacy default, 2 that of the thread,
+  // other numbers handles. kInvalidArgument for 0, which DLPack leaves out because it says either
+  // default, and for other negative ones. Source: the Python specification of DLPack, `__dlpack__`.
+  static Result<DeviceStream> FromDLPack(std::int64_t number);
+
+  StreamKind kind = StreamKind::kNone;
+  void* handle = nullptr;  // A cudaStream_t, with kHandle.
+  friend bool operator==(const DeviceStream&, const DeviceStream&) = default;
 };
 
 // Memory that the caller owns, described as DLPack describes it: pointer, device, dtype, shape,
@@ -36,7 +72,8 @@ struct TENSORMOUNT_EXPORT BufferView {
   Dims shape;    // Extents in elements; rank 0 is one element.
   Dims strides;  // In elements, one per axis, may be negative; of element types under a byte
                  // only the packed row-major form is allowed.
-  void* stream = nullptr;  // CUDA stream that orders the buffer's contents; null on the host.
+  MemoryKind memory = MemoryKind::kPageable;
+  DeviceStream stream;  // That orders the buffer's contents.
 
   // Row-major and packed.
   // Strides are left empty then. `data` may be null where the shape has no elements.

@@ -166,6 +166,15 @@ typedef struct tm_region {
 } tm_region;
 
 enum { TM_DEVICE_HOST = 0, TM_DEVICE_CUDA = 1 };
+// How memory is reached; pageable on a device means that it was not said, and is the device's.
+enum { TM_MEMORY_PAGEABLE = 0, TM_MEMORY_PINNED = 1, TM_MEMORY_MANAGED = 2, TM_MEMORY_DEVICE = 3 };
+// Whether the contents are there, or once a stream has come so far.
+enum {
+  TM_STREAM_NONE = 0,  // With `stream` set, as programs of older headers have it: a handle.
+  TM_STREAM_LEGACY_DEFAULT = 1,
+  TM_STREAM_PER_THREAD_DEFAULT = 2,
+  TM_STREAM_HANDLE = 3
+};
 
 // Memory that the caller owns, described as DLPack describes it.
 typedef struct tm_buffer {
@@ -178,7 +187,10 @@ typedef struct tm_buffer {
   const int64_t* strides;  // In elements, may be negative; NULL: packed, row-major.
   int32_t rank;            // Axes. A flat range has one.
   int32_t reserved;
-  void* stream;  // CUDA stream that orders the contents; NULL on the host.
+  void* stream;  // A cudaStream_t that orders the contents, with TM_STREAM_HANDLE; else NULL.
+  int32_t memory_kind;
+  int32_t stream_kind;
+  uint8_t device_uuid[16];  // Which device, whatever its ordinal is; zeros: not said.
 } tm_buffer;
 
 // ---- Reading without ranks -----------------------------------------------------------------
@@ -346,11 +358,14 @@ TM_EXPORT tm_status tm_state_add_tensor(tm_state* state, const char* key, const 
 //   flat_first, flat_count                with TM_WORDS_FLAT: that range of the box
 //   strides of the data                   with TM_WORDS_STRIDED: a number an axis of the box, in
 //                                         elements; one where it is flat
+//   device_kind, device_ordinal, device_uuid (two numbers, its bytes in order), memory_kind,
+//   stream_kind, stream                   with TM_WORDS_MEMORY: as in tm_buffer
 // The data have the shape of the region, as in tm_shard. Nothing is kept of the arrays.
 enum {
   TM_WORDS_STRIDED = 1,
   TM_WORDS_FLAT = 2,
-  TM_WORDS_METADATA_ONLY = 4  // No memory; the address counts for nothing.
+  TM_WORDS_METADATA_ONLY = 4,  // No memory; the address counts for nothing.
+  TM_WORDS_MEMORY = 8
 };
 TM_EXPORT tm_status tm_state_add_tensors(tm_state* state, const char* keys, size_t keys_size,
                                          const int64_t* words, size_t word_count, size_t count);

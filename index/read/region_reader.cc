@@ -20,6 +20,7 @@
 #include "base/mapping.h"
 #include "index/records/extent_row.h"
 #include "shard/copy_plan.h"
+#include "shard/host_memory.h"
 #include "shard/leaf_hash.h"
 #include "shard/strided_digest.h"
 
@@ -433,9 +434,7 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
 Result<std::vector<PlacedBox>> PlaceRead(const TensorEntry& tensor, const Region& region,
                                          const BufferView& out) {
   const TensorMeta& meta = tensor.meta;
-  if (out.device.kind != DeviceKind::kHost) {
-    return Status(Code::kUnsupported, "tensor " + meta.key() + ": reading into device memory");
-  }
+  TENSORMOUNT_RETURN_IF_ERROR(CheckHostMemory(out).WithContext("tensor " + meta.key()));
   if (!region.Within(meta.shape())) {
     return Status(Code::kInvalidArgument, "tensor " + meta.key() + ": " + region.ToString() +
                                               " is not within " + meta.shape().ToString());

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "shard/copy_plan.h"
+#include "shard/host_memory.h"
 #include "shard/tensor_meta.h"
 #include "state/models/tree_walk.h"
 
@@ -118,7 +119,7 @@ Status Extract(StateTree& tree, StateTree& matching, TreePath& path,
 }
 
 bool InHostMemory(const Shard& shard) {
-  return !shard.metadata_only && shard.data.device.kind == DeviceKind::kHost &&
+  return !shard.metadata_only && CheckHostMemory(shard.data).ok() &&
          shard.data.data != nullptr;
 }
 

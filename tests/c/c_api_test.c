@@ -499,6 +499,26 @@ static void other_sizes(const char* path) {
   OK(tm_checkpoint_read(checkpoint, "w", NULL, &newer.known));
   newer.more = 1;
   FAILS(tm_checkpoint_read(checkpoint, "w", NULL, &newer.known), TM_UNSUPPORTED, "tm_buffer");
+  // Where memory is: pinned memory of the host is read like any other, a stream cannot be waited
+  // for.
+  tm_buffer where = floats(all, kShape, 2);
+  where.memory_kind = TM_MEMORY_PINNED;
+  OK(tm_checkpoint_read(checkpoint, "w", NULL, &where));
+  where.stream_kind = TM_STREAM_PER_THREAD_DEFAULT;
+  FAILS(tm_checkpoint_read(checkpoint, "w", NULL, &where), TM_UNSUPPORTED, "cannot wait for");
+  where.stream_kind = TM_STREAM_NONE;
+  where.stream = &where;  // As older headers have it: a handle.
+  FAILS(tm_checkpoint_read(checkpoint, "w", NULL, &where), TM_UNSUPPORTED, "cannot wait for");
+  where.stream = NULL;
+  where.memory_kind = TM_MEMORY_DEVICE;
+  FAILS(tm_checkpoint_read(checkpoint, "w", NULL, &where), TM_INVALID_ARGUMENT, "on the host");
+  where.device_kind = TM_DEVICE_CUDA;
+  FAILS(tm_checkpoint_read(checkpoint, "w", NULL, &where), TM_UNSUPPORTED, "tensor w: ");
+  where.memory_kind = 4;
+  FAILS(tm_checkpoint_read(checkpoint, "w", NULL, &where), TM_INVALID_ARGUMENT, "memory_kind: 4");
+  where.memory_kind = 0;
+  where.stream_kind = -1;
+  FAILS(tm_checkpoint_read(checkpoint, "w", NULL, &where), TM_INVALID_ARGUMENT, "stream_kind: -1");
   // An older one's: its stream is not looked at.
   tm_buffer older = floats(all, kShape, 2);
   older.struct_size = offsetof(tm_buffer, stream);
@@ -677,6 +697,34 @@ static void many_at_once(const char* first_path, const char* second_path) {
   tm_layout_free(layout);
   tm_layout_free(NULL);
 
+  // Memory of a device, and of the host that a device sees.
+  words seen = {{0}, 0};
+  PUT(&seen, TM_F32, TM_WORDS_MEMORY, 0, 1, (int64_t)(intptr_t)box[0], 6, 0, 6, TM_DEVICE_HOST, 0,
+      0, 0, TM_MEMORY_PINNED, TM_STREAM_NONE, 0);
+  OK(tm_state_new(&state));
+  OK(tm_state_add_tensors(state, "v", 2, seen.at, seen.count, 1));
+  tm_state_free(state);
+  const struct {
+    size_t word;
+    int64_t value;
+    tm_status status;
+    const char* why;
+  } elsewhere[] = {{8, TM_DEVICE_CUDA, TM_INVALID_ARGUMENT, "pinned memory"},
+                   {8, INT64_MIN, TM_INVALID_ARGUMENT, "tensor v: device_kind"},
+                   {12, TM_MEMORY_DEVICE, TM_INVALID_ARGUMENT, "on the host"},
+                   {12, INT64_C(1) << 32, TM_INVALID_ARGUMENT, "memory_kind"},
+                   {13, TM_STREAM_LEGACY_DEFAULT, TM_UNSUPPORTED, "cannot wait for"},
+                   {13, TM_STREAM_HANDLE, TM_INVALID_ARGUMENT, "a stream of another kind"},
+                   {14, 7, TM_UNSUPPORTED, "cannot wait for"}};
+  for (size_t i = 0; i < sizeof(elsewhere) / sizeof(elsewhere[0]); ++i) {
+    words bad = seen;
+    bad.at[elsewhere[i].word] = elsewhere[i].value;
+    OK(tm_state_new(&state));
+    FAILS(tm_state_add_tensors(state, "v", 2, bad.at, bad.count, 1), elsewhere[i].status,
+          elsewhere[i].why);
+    tm_state_free(state);
+  }
+
   // What is wrong is named, and fails the state.
   OK(tm_state_new(&state));
   FAILS(tm_state_add_tensors(state, kThreeKeys, keys - 1, good.at, good.count, 3),
@@ -708,6 +756,7 @@ static void many_at_once(const char* first_path, const char* second_path) {
                {0, -1, TM_INVALID_ARGUMENT, "-1 is no element type"},
                {0, INT64_C(1) << 40, TM_INVALID_ARGUMENT, "is no element type"},
                {1, 64, TM_UNSUPPORTED, "tensor box: flags 64"},
+               {1, TM_WORDS_MEMORY, TM_INVALID_ARGUMENT, "tensor box: device_kind: 13"},
                {2, 3, TM_INVALID_ARGUMENT, "3 is no TM_REPLICA_"},
                {2, -1, TM_INVALID_ARGUMENT, "-1 is no TM_REPLICA_"},
                {3, 17, TM_INVALID_ARGUMENT, "17 axes"},

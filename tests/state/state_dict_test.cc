@@ -54,6 +54,57 @@ TEST(StateDictTest, BuffersAreChecked) {
       "layers", {.global_shape = {7, 4}, .region = B({3, 0}, {1, 4}), .data = good.data}));
 }
 
+// Which memory the host reaches, and what is said of the others: never read, never waited for in
+// vain.
+TEST(StateDictTest, TakesMemoryThatTheHostReaches) {
+  float memory[4] = {};
+  const auto add = [&](DeviceKind device, MemoryKind kind, const DeviceStream& stream) {
+    StateDict state;
+    Shard shard{.global_shape = {4},
+                .region = Box::Whole({4}),
+                .data = BufferView::Host(DType::kF32, static_cast<void*>(memory), {4})};
+    shard.data.device.kind = device;
+    shard.data.memory = kind;
+    shard.data.stream = stream;
+    return state.AddTensor("w", shard);
+  };
+  const DeviceStream none;
+  const DeviceStream legacy(StreamKind::kLegacyDefault, nullptr);
+  const DeviceStream handle(StreamKind::kHandle, memory);
+  using enum MemoryKind;
+  for (const MemoryKind kind : {kPageable, kPinned, kManaged}) {
+    EXPECT_OK(add(DeviceKind::kHost, kind, none));
+    EXPECT_THAT(add(DeviceKind::kHost, kind, legacy), HasCode(Code::kUnsupported));
+    EXPECT_THAT(add(DeviceKind::kHost, kind, handle), HasMessage("cannot wait for"));
+  }
+  for (const MemoryKind kind : {kPageable, kManaged, kDevice}) {
+    EXPECT_THAT(add(DeviceKind::kCuda, kind, none), HasCode(Code::kUnsupported));
+    EXPECT_THAT(add(DeviceKind::kCuda, kind, legacy), HasMessage("cannot reach"));
+  }
+  EXPECT_THAT(add(DeviceKind::kHost, kDevice, none), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(add(DeviceKind::kCuda, kPinned, none), HasCode(Code::kInvalidArgument));
+  for (const DeviceKind device : {DeviceKind::kHost, DeviceKind::kCuda}) {
+    EXPECT_THAT(add(device, kManaged, DeviceStream(StreamKind::kHandle, nullptr)),
+                HasCode(Code::kInvalidArgument));
+    EXPECT_THAT(add(device, kManaged, DeviceStream(StreamKind::kNone, memory)),
+                HasCode(Code::kInvalidArgument));
+  }
+}
+
+TEST(DeviceStreamTest, IsNumberedAsDLPackDoes) {
+  EXPECT_THAT(DeviceStream::FromDLPack(-1), IsOkAndHolds(DeviceStream()));
+  EXPECT_THAT(DeviceStream::FromDLPack(1),
+              IsOkAndHolds(DeviceStream(StreamKind::kLegacyDefault, nullptr)));
+  EXPECT_THAT(DeviceStream::FromDLPack(2),
+              IsOkAndHolds(DeviceStream(StreamKind::kPerThreadDefault, nullptr)));
+  const auto handle = reinterpret_cast<void*>(std::uintptr_t{0x7f0011223344});
+  EXPECT_THAT(DeviceStream::FromDLPack(0x7f0011223344),
+              IsOkAndHolds(DeviceStream(StreamKind::kHandle, handle)));
+  for (const std::int64_t number : {std::int64_t{0}, std::int64_t{-2}, INT64_MIN}) {
+    EXPECT_THAT(DeviceStream::FromDLPack(number), HasCode(Code::kInvalidArgument));
+  }
+}
+
 TEST(StateDictTest, AllocatesWhatHasNoData) {
   StateDict state;
   float memory[4] = {1, 2, 3, 4};

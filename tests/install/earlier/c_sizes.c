@@ -4,7 +4,7 @@
 #include <tensormount/c.h>
 
 _Static_assert(sizeof(tm_region) == 48, "");
-_Static_assert(sizeof(tm_buffer) == 56, "");
+_Static_assert(sizeof(tm_buffer) == 80, "");
 _Static_assert(sizeof(tm_tensor_info) == 160, "");
 _Static_assert(sizeof(tm_callbacks) == 56, "");
 _Static_assert(sizeof(tm_shard) == 40, "");
