@@ -17,23 +17,9 @@ import pathlib
 import statistics
 import time
 
+from peers import Buffer, Region, ShardOf, numbers
+
 F32 = 12
-
-
-class Region(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_uint32), ("rank", ctypes.c_int32), ("begin", ctypes.c_void_p), ("extent", ctypes.c_void_p),
-                ("is_flat", ctypes.c_int32), ("reserved", ctypes.c_int32), ("flat_first", ctypes.c_int64), ("flat_count", ctypes.c_int64)]
-
-
-class Buffer(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_uint32), ("dtype", ctypes.c_uint32), ("device_kind", ctypes.c_int32),
-                ("device_ordinal", ctypes.c_int32), ("data", ctypes.c_void_p), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
-                ("rank", ctypes.c_int32), ("reserved", ctypes.c_int32), ("stream", ctypes.c_void_p)]
-
-
-class Shard(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_uint32), ("replica", ctypes.c_int32), ("global_shape", ctypes.c_void_p),
-                ("global_rank", ctypes.c_int32), ("metadata_only", ctypes.c_int32), ("region", ctypes.c_void_p), ("data", ctypes.c_void_p)]
 
 
 class Ways:
@@ -62,10 +48,10 @@ class Ways:
 
     def one_by_one(self, state):
         for key in self.keys:
-            shape, begin, extent = ((ctypes.c_int64 * 2)(*n) for n in ((512, 1024), (128, 0), (128, 1024)))
-            region = Region(ctypes.sizeof(Region), 2, ctypes.addressof(begin), ctypes.addressof(extent))
-            data = Buffer(ctypes.sizeof(Buffer), F32, data=self.address, shape=ctypes.addressof(extent), rank=2)
-            shard = Shard(ctypes.sizeof(Shard), 0, ctypes.addressof(shape), 2, 0, ctypes.addressof(region), ctypes.addressof(data))
+            shape, begin, extent = numbers((512, 1024)), numbers((128, 0)), numbers((128, 1024))
+            region = Region(ctypes.sizeof(Region), 2, begin, extent)
+            data = Buffer(ctypes.sizeof(Buffer), F32, data=self.address, shape=extent, rank=2)
+            shard = ShardOf(ctypes.sizeof(ShardOf), 0, shape, 2, 0, ctypes.pointer(region), ctypes.pointer(data))
             self.check(self.c.tm_state_add_tensor(state, key.encode(), ctypes.byref(shard)))
 
     def at_once(self, state):

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "collective/save/packed_source.h"
@@ -187,8 +188,10 @@ class DataWriter {
     record.first_leaf = out_.leaves.size();
     LeafHasher hasher;
     // Nothing to say where one leaf is all there is, and rows are long where there is one axis.
-    const bool paged = page_hashes_ && chunk.bytes > kLeafBytes && tensor.meta.shape().rank() >= 2;
-    LeafHasher pages(kHashPageBytes);
+    std::optional<LeafHasher> pages;
+    if (page_hashes_ && chunk.bytes > kLeafBytes && tensor.meta.shape().rank() >= 2) {
+      pages.emplace(kHashPageBytes);
+    }
     for (std::uint64_t done = 0; done < chunk.bytes;) {
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancel());
       const auto n = static_cast<std::size_t>(std::min<std::uint64_t>(
@@ -196,16 +199,16 @@ class DataWriter {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* data,
                                    source.value().Fetch(chunk.begin + done, n, scratch_.get()));
       hasher.Update(data, n);
-      if (paged) pages.Update(data, n);
+      if (pages) pages->Update(data, n);
       tensor.digest ^= source.value().Digest(chunk.begin + done, n, data);
       TENSORMOUNT_RETURN_IF_ERROR(out.Append(data, n));
       done += n;
       Written(file, n);
     }
     record.hash = TakeLeaves(hasher);
-    if (paged) {
-      pages.Finish();
-      AppendPageHashes(hasher.leaves(), record.hash, pages.leaves(), out_.leaves);
+    if (pages) {
+      pages->Finish();
+      AppendPageHashes(hasher.leaves(), record.hash, pages->leaves(), out_.leaves);
       out_.paged = true;
     }
     tensor.extents.Append(record);

@@ -160,8 +160,7 @@ Result<std::shared_ptr<OpenDataFile>> PartReader::OpenManifest() {
 // since a tensor is read in many calls.
 Status PartReader::LoadLeaves() {
   if (leaves_) return Status();
-  // One writer's leaf sections never reach 2^40 leaves (2^56 bytes of data).
-  const std::uint64_t key = (std::uint64_t{where_.manifest} << 40) ^ where_.first_leaf;
+  const std::uint64_t key = CacheKey(where_.first_leaf);
   // What the cache has is checked against this range all the same: two ranges of a damaged index
   // may claim one position.
   leaves_ = files_.leaves.Get(key);
@@ -206,8 +205,8 @@ Status PartReader::CheckLeaf(std::uint64_t leaf, const Hash128& hash) {
   }
   if (!equal) return Damage(LeafBegin(leaf), "checksum differs");
   if (once_ != nullptr) {
-    once_->Found({where_.offset + LeafBegin(leaf),
-                  where_.offset + std::min(LeafBegin(leaf + 1), where_.length)});
+    const ByteRange good = LeafRange(leaf);
+    once_->Found({where_.offset + good.begin, where_.offset + good.end});
   }
   return Status();
 }
@@ -230,6 +229,15 @@ Status PartReader::CheckLeaves(std::uint64_t at, const std::byte* data, std::uin
   return Status();
 }
 
+ByteRange PartReader::LeafRange(std::uint64_t leaf) const {
+  return {LeafBegin(leaf), std::min(LeafBegin(leaf + 1), where_.length)};
+}
+
+// One writer's leaf sections never reach 2^40 hashes (2^56 bytes of data).
+std::uint64_t PartReader::CacheKey(std::uint64_t hash) const {
+  return (std::uint64_t{where_.manifest} << 40) ^ hash;
+}
+
 Result<bool> PartReader::Paged() {
   if (verify_ == ReadVerify::kOff || where_.length <= kLeafBytes) return false;
   TENSORMOUNT_RETURN_IF_ERROR(LoadLeaves());
@@ -246,7 +254,7 @@ Result<std::span<const Hash128>> PartReader::PageHashes(std::uint64_t leaf) {
   if (!pages_ || first_paged_ != first) {
     const std::uint64_t at =
         where_.first_leaf + leaves_->leaves.size() + 1 + first * kPageBlockHashes;
-    const std::uint64_t key = (std::uint64_t{where_.manifest} << 40) ^ at;
+    const std::uint64_t key = CacheKey(at);
     pages_ = files_.pages.Get(key);
     first_paged_ = first;
     if (!pages_ || pages_->root != where_.hash || pages_->length != where_.length) {
@@ -286,7 +294,7 @@ std::shared_ptr<const PageBlocks> PartReader::ReadPageBlocks(std::uint64_t first
 
 Result<ByteRange> PartReader::Provable(ByteRange want) {
   const std::uint64_t leaf = want.begin / kLeafBytes;
-  const ByteRange whole{LeafBegin(leaf), std::min(LeafBegin(leaf + 1), where_.length)};
+  const ByteRange whole = LeafRange(leaf);
   const ByteRange pages{
       want.begin / kHashPageBytes * kHashPageBytes,
       std::min((want.end + kHashPageBytes - 1) / kHashPageBytes * kHashPageBytes, whole.end)};
@@ -297,7 +305,7 @@ Result<ByteRange> PartReader::Provable(ByteRange want) {
 
 Status PartReader::ReadProvable(ByteRange range, std::byte* out) {
   const std::uint64_t leaf = range.begin / kLeafBytes;
-  const ByteRange whole{LeafBegin(leaf), std::min(LeafBegin(leaf + 1), where_.length)};
+  const ByteRange whole = LeafRange(leaf);
   if (range.begin == whole.begin && range.end == whole.end) {
     TENSORMOUNT_RETURN_IF_ERROR(ReadAt(range.begin, out, range.size()));
     return CheckLeaf(leaf, Xxh3(out, range.size()));
@@ -475,7 +483,8 @@ Status PartReader::ReadStrided(const StridedCopy& copy, std::byte* base) {
       ReadScattered(copy, base)) {
     return Status();
   }
-  // Reading what lies between is worth it only where little does, or leaves want it anyway.
+  // Reading what lies between is worth it only where little does, or leaves want it anyway, and no
+  // page hashes prove what is wanted without it.
   bool dense = span - copy.bytes() <= copy.bytes() ||
                (verify_ == ReadVerify::kExtendLeaves && TouchesEach(copy, kLeafBytes));
   if (dense && verify_ == ReadVerify::kExtendLeaves) {

@@ -132,9 +132,10 @@ Status ReadPart(PartReader& reader, std::uint64_t chunk_offset, bool extend,
     // Gaps in the file: pick from a mapping. Without gaps a read is as good where storage is waited
     // for; from memory to memory short runs cost a third less without the kernel. What is to be
     // checked is hashed in the mapping, too.
-    TENSORMOUNT_ASSIGN_OR_RETURN(const bool maps_well, extend&& MappingGuarded()
-                                                           ? reader.MapsWell(copy)
-                                                           : Result<bool>(false));
+    bool maps_well = false;
+    if (extend && MappingGuarded()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(maps_well, reader.MapsWell(copy));
+    }
     if (maps_well) {
       const ByteRange leaves = reader.LeavesOf(copy);
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* const map, reader.MappingTo(leaves.end));
@@ -434,7 +435,9 @@ Status OpenedCheckpoint::ReadPlan(const TensorEntry& tensor, const PlannedRead& 
 Result<std::vector<PlacedBox>> PlaceRead(const TensorEntry& tensor, const Region& region,
                                          const BufferView& out) {
   const TensorMeta& meta = tensor.meta;
-  TENSORMOUNT_RETURN_IF_ERROR(CheckHostMemory(out).WithContext("tensor " + meta.key()));
+  if (const Status reached = CheckHostMemory(out); !reached.ok()) {
+    return reached.WithContext("tensor " + meta.key());
+  }
   if (!region.Within(meta.shape())) {
     return Status(Code::kInvalidArgument, "tensor " + meta.key() + ": " + region.ToString() +
                                               " is not within " + meta.shape().ToString());

@@ -105,6 +105,10 @@ class PartReader {
   Status CheckLeaf(std::uint64_t leaf, const Hash128& hash);
   // Only ranges of more than one leaf need it.
   Status LoadLeaves();
+  // The bytes of a leaf; the last one of the range may be short.
+  ByteRange LeafRange(std::uint64_t leaf) const;
+  // Of caches of hashes: where number `hash` of the manifest's stands.
+  std::uint64_t CacheKey(std::uint64_t hash) const;
   // Whether the range has page hashes, from the manifest.
   Result<bool> Paged();
   // The least that holds `want`, bytes of one leaf, and can be compared with a hash: pages, where

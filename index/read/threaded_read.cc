@@ -93,6 +93,7 @@ Status ReadPlacedByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry
         return checkpoint.ReadPlaced(tensor, shared[i], base, verify, of_share, nullptr);
       });
 }
+
 }  // namespace
 
 Status ReadByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor,

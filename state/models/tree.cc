@@ -119,8 +119,7 @@ Status Extract(StateTree& tree, StateTree& matching, TreePath& path,
 }
 
 bool InHostMemory(const Shard& shard) {
-  return !shard.metadata_only && CheckHostMemory(shard.data).ok() &&
-         shard.data.data != nullptr;
+  return !shard.metadata_only && CheckHostMemory(shard.data).ok() && shard.data.data != nullptr;
 }
 
 // Of two shards of one region; what is no shard differs.
