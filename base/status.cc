@@ -129,13 +129,14 @@ Status Status::FromErrno(int err, std::string_view action, std::string_view obje
   message.append(action).append(" ").append(object).append(": ");
   // A caller that lost its errno has still failed.
   if (err <= 0) return Status(Code::kInternal, message.append("failed without an errno"));
-  return FromParts(CodeOfErrno(err), err, message.append(ErrnoText(err)));
+  return Status(Rep{CodeOfErrno(err), err, std::move(message.append(ErrnoText(err))),
+                    ErrorFields{.file = std::string(object)}});
 }
 
+Status::Status(Rep rep) : rep_(std::make_shared<const Rep>(std::move(rep))) {}
+
 Status Status::FromParts(Code code, int err, std::string message) {
-  Status s;
-  if (code != Code::kOk) s.rep_ = std::make_shared<const Rep>(Rep{code, err, std::move(message)});
-  return s;
+  return code == Code::kOk ? Status() : Status(Rep{code, err, std::move(message)});
 }
 
 Code Status::code() const { return rep_ ? rep_->code : Code::kOk; }
@@ -143,6 +144,11 @@ Code Status::code() const { return rep_ ? rep_->code : Code::kOk; }
 const std::string& Status::message() const {
   static const std::string empty;
   return rep_ ? rep_->message : empty;
+}
+
+const ErrorFields& Status::fields() const {
+  static const ErrorFields none;
+  return rep_ ? rep_->fields : none;
 }
 
 int Status::ToErrno() const {
@@ -156,11 +162,31 @@ std::string Status::ToString() const {
 }
 
 // Contexts are put in front on the way up, so a message reads from the outside in: "save 'step-7':
-// rank 3: write /store/...: No space left on device". Code and errno stay those of the cause.
+// rank 3: write /store/...: No space left on device". All else stays that of the cause.
 Status Status::WithContext(std::string_view context) const {
   if (!rep_) return *this;
   std::string message(context);
-  return FromParts(rep_->code, rep_->err, message.append(": ").append(rep_->message));
+  return WithMessage(std::move(message.append(": ").append(rep_->message)));
+}
+
+Status Status::WithMessage(std::string message) const {
+  if (!rep_) return *this;
+  return Status(Rep{rep_->code, rep_->err, std::move(message), rep_->fields});
+}
+
+Status Status::With(const ErrorFields& more) const {
+  if (!rep_) return *this;
+  Rep rep = *rep_;
+  ErrorFields& mine = rep.fields;
+  if (mine.rank < 0) mine.rank = more.rank;
+  if (mine.file.empty()) mine.file = more.file;
+  if (mine.cause.empty()) mine.cause = more.cause;
+  if (mine.key.empty()) mine.key = more.key;
+  if (mine.key == more.key && mine.box_begin.empty()) {
+    mine.box_begin = more.box_begin;
+    mine.box_extent = more.box_extent;
+  }
+  return Status(std::move(rep));
 }
 
 }  // namespace tensormount

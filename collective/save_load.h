@@ -34,6 +34,13 @@ struct SaveControl {
   std::int64_t now = 0;
 };
 
+// The same of a load.
+struct LoadControl {
+  // Set to end the load: looked at between tensors until everything that this rank reads for itself
+  // is there, and brought to the next exchange, which fails with kCancelled on all ranks.
+  const std::atomic<bool>* cancel = nullptr;
+};
+
 // kInvalidArgument names the first shard with cells that is there for the layout alone
 // (Shard::metadata_only): it cannot be saved.
 Status CheckHasData(const StateDict& state);
@@ -44,7 +51,8 @@ Result<SaveReport> SaveOn(FileSystem& fs, const StateDict& state, std::string_vi
                           Communicator& comm, const SaveOptions& options,
                           const SaveControl& control = {});
 Result<LoadReport> LoadOn(FileSystem& fs, const StateDict& request, std::string_view path,
-                          Communicator& comm, const LoadOptions& options);
+                          Communicator& comm, const LoadOptions& options,
+                          const LoadControl& control = {});
 
 }  // namespace tensormount
 

@@ -3,6 +3,7 @@
 #define TENSORMOUNT_LIB_C_API_H_
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -13,7 +14,11 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <sys/types.h>
+#include <unistd.h>
 #include <vector>
+
+#include <nlohmann/json_fwd.hpp>
 
 #include "tensormount/async_save.h"
 #include "tensormount/box.h"
@@ -44,6 +49,7 @@ struct tm_communicator {
   std::unique_ptr<tensormount::Communicator> comm;
   // From the first tm_save_async on. Goes first: it waits for the saves that are under way.
   std::shared_ptr<tensormount::AsyncSaver> saver = nullptr;
+  const pid_t process = getpid();
 };
 
 // Buffers of the dict are the caller's, and must live as long as c.h says.
@@ -77,9 +83,31 @@ tm_status Call(Fn fn) {
 struct Argument {
   const void* pointer;
   const char* name;
+  pid_t process = 0;  // That made what it points to; 0: which does not matter.
 };
-// kInvalidArgument names the first that is NULL.
+// A handle that has threads, locks or connections, which a forked child has only in name: a lock
+// may be held by a thread that is not there, and a connection is the parent's.
+template <typename T>
+Argument Handle(const T* handle, const char* name) {
+  return {handle, name, handle == nullptr ? 0 : handle->process};
+}
+// kInvalidArgument names the first that is NULL, kUnsupported a handle of the process that this one
+// was forked from.
 Status Need(std::initializer_list<Argument> arguments);
+
+// Frees a handle, in the process that made it. In a forked child it stays where it is: taking it
+// down would talk to the parent's peers and wait for the parent's threads.
+template <typename T>
+void FreeHandle(T* handle);
+
+template <typename T>
+void FreeHandle(T* handle) {
+  if (handle == nullptr || handle->process != getpid()) return;
+  (void)Call([&] {  // What a destructor could not do is not known to anybody else either.
+    delete handle;
+    return Status();
+  });
+}
 
 // What was wrong before the state saw it fails it, too.
 // So a caller that ignores the status of a tm_state_add_... still gets it from tm_save, on all
@@ -146,6 +174,8 @@ Result<E> Choice(const char* field, std::int32_t number, std::initializer_list<E
 Result<Dims> ReadDims(const std::int64_t* numbers, std::int32_t rank, const char* name);
 // By its number in c.h; nothing for others.
 std::optional<DType> KnownDType(std::uint32_t number);
+// Milliseconds of a wait; less than 0: without a limit.
+std::chrono::milliseconds ReadWait(std::int64_t milliseconds);
 // NULL: all of `shape`.
 // Fails where `shape` itself is none, since it is the caller's too.
 Result<Region> ReadRegion(const tm_region* given, const Dims& shape);
@@ -157,6 +187,9 @@ Status ReadMemory(const tm_buffer& given, BufferView& view);
 // Copied: the caller's array need not outlive the call.
 Result<std::vector<std::string>> ReadTexts(const char* const* texts, std::size_t count,
                                            const char* name);
+// `count` texts, each with a NUL behind it, that fill `size` bytes. Views of the caller's memory.
+Result<std::vector<std::string_view>> ReadKeys(const char* keys, std::size_t size,
+                                               std::size_t count);
 // 0 and less: the default.
 Timeouts ReadTimeouts(std::int64_t liveness_ms, std::int64_t arrival_ms, std::int64_t total_ms);
 // Called on threads of the library; the strings of an event live for that call only.
@@ -168,6 +201,8 @@ EventHook ReadHook(tm_event_hook hook, void* context);
 
 Status HandOut(std::string_view bytes, void** data, std::size_t* size);
 Status HandOut(std::string_view text, char** out, std::size_t* size);
+// On one line; what is no UTF-8 in it, as names from outside may be, is replaced.
+Status HandOut(const nlohmann::ordered_json& json, char** out);
 Status HandOut(std::vector<std::string> items, tm_list** out);
 // The value `name` of a map as JSON, or all of it as one object. `what`: for the message.
 // `size` may be NULL: the text ends with a NUL.

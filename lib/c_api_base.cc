@@ -12,11 +12,15 @@
 #include <optional>
 #include <utility>
 
+#include <nlohmann/json.hpp>
+
 #include "tensormount/dtype.h"
 #include "tensormount/log.h"
 #include "tensormount/mapping_guard.h"
 
+#include "base/deadline.h"
 #include "base/mapping.h"
+#include "base/status_json.h"
 #include "lib/c_api.h"
 
 namespace tensormount::c_api {
@@ -28,8 +32,10 @@ namespace {
 // One a thread, so that a message cannot be overwritten between a failure and the look at it by a
 // call on another thread.
 struct LastError {
+  tm_status status = TM_OK;
   std::string message;
   int error_number = 0;
+  Status failure;  // The same with its fields, where it is one of ours.
 };
 
 LastError& Last() {
@@ -138,8 +144,14 @@ std::optional<DType> KnownDType(std::uint32_t number) {
 
 tm_status Report(const Status& status) {
   if (status.ok()) return TM_OK;
-  return tm_set_last_error(static_cast<tm_status>(status.code()), status.ToErrno(),
-                           status.message().c_str());
+  const tm_status code = tm_set_last_error(static_cast<tm_status>(status.code()), status.ToErrno(),
+                                           status.message().c_str());
+  try {
+    Last().failure = status;
+  } catch (...) {
+    // No memory for its fields: code and message are there.
+  }
+  return code;
 }
 
 // Names the argument as c.h does: in C a NULL is the usual mistake, and a crash in a library says
@@ -149,8 +161,44 @@ Status Need(std::initializer_list<Argument> arguments) {
     if (a.pointer == nullptr) {
       return {Code::kInvalidArgument, std::string("argument '") + a.name + "' is NULL"};
     }
+    if (a.process != 0 && a.process != getpid()) {
+      return {Code::kUnsupported, std::string("argument '") + a.name + "' belongs to process " +
+                                      std::to_string(a.process) +
+                                      ", which this one was forked from: make one here"};
+    }
   }
   return {};
+}
+
+Result<std::vector<std::string_view>> ReadKeys(const char* keys, std::size_t size,
+                                               std::size_t count) {
+  std::string_view left(keys, keys == nullptr ? 0 : size);
+  // Each has a NUL: nothing is reserved for what is not there.
+  if (count > left.size()) {
+    return Status(Code::kInvalidArgument,
+                  std::to_string(count) + " keys in " + std::to_string(left.size()) + " bytes");
+  }
+  std::vector<std::string_view> texts;
+  texts.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::size_t end = left.find('\0');
+    if (end == std::string_view::npos) {
+      return Status(Code::kInvalidArgument,
+                    "keys: " + std::to_string(i) + " of " + std::to_string(count) + " are there");
+    }
+    texts.push_back(left.substr(0, end));
+    left.remove_prefix(end + 1);
+  }
+  if (!left.empty()) {
+    return Status(Code::kInvalidArgument, std::to_string(left.size()) +
+                                              " bytes of keys are left over after " +
+                                              std::to_string(count));
+  }
+  return texts;
+}
+
+std::chrono::milliseconds ReadWait(std::int64_t milliseconds) {
+  return milliseconds < 0 ? kLongestWait : std::chrono::milliseconds(milliseconds);
 }
 
 Result<std::uint32_t> StructSize(const void* given, const char* name) {
@@ -322,6 +370,11 @@ Status HandOut(std::string_view text, char** out, std::size_t* size) {
   return {};
 }
 
+Status HandOut(const nlohmann::ordered_json& json, char** out) {
+  return HandOut(json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace), out,
+                 nullptr);
+}
+
 Status HandOut(std::vector<std::string> items, tm_list** out) {
   TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
   // May throw; Call turns that into a status.
@@ -361,11 +414,32 @@ const char* tm_last_error(void) { return c_api::Last().message.c_str(); }
 
 int tm_last_errno(void) { return c_api::Last().error_number; }
 
+tm_status tm_last_error_json(char** json) {
+  // What fails here leaves the last error as it is: it is what was asked for.
+  if (json == nullptr) return TM_INVALID_ARGUMENT;
+  const c_api::LastError& last = c_api::Last();
+  if (last.status == TM_OK) return TM_NOT_FOUND;
+  try {
+    nlohmann::ordered_json all = tensormount::StatusJson(last.failure);
+    if (last.failure.ok()) {
+      all = {{"code", tm_status_name(last.status)},
+             {"status", last.status},
+             {"errno", last.error_number},
+             {"message", last.message}};
+    }
+    return c_api::HandOut(all, json).ok() ? TM_OK : TM_RESOURCE_EXHAUSTED;
+  } catch (...) {
+    return TM_RESOURCE_EXHAUSTED;
+  }
+}
+
 tm_status tm_set_last_error(tm_status status, int error_number, const char* message) {
   // Exported, so that bindings can report failures of their own in the same way.
   if (status == TM_OK) return TM_OK;
   try {
     c_api::LastError& last = c_api::Last();
+    last.status = status;
+    last.failure = {};
     last.message.assign(message == nullptr ? "" : message);
     last.error_number = error_number;
     // So tm_last_errno always has a number, as FUSE and POSIX callers want one.

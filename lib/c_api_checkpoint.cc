@@ -16,12 +16,14 @@ using tensormount::Region;
 using tensormount::Status;
 using tensormount::Tensor;
 using tensormount::c_api::Call;
+using tensormount::c_api::Handle;
 using tensormount::c_api::HandOut;
 using tensormount::c_api::Need;
 
 // The C++ handle, which shares what is opened.
 struct tm_checkpoint {
   Checkpoint checkpoint;
+  const pid_t process = getpid();
 };
 
 tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out) {
@@ -33,11 +35,11 @@ tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out) {
   });
 }
 
-void tm_checkpoint_close(tm_checkpoint* checkpoint) { delete checkpoint; }
+void tm_checkpoint_close(tm_checkpoint* checkpoint) { tensormount::c_api::FreeHandle(checkpoint); }
 
 tm_status tm_checkpoint_keys(const tm_checkpoint* checkpoint, tm_list** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint")}));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto keys, checkpoint->checkpoint.keys());
     return HandOut(std::move(keys), out);
   });
@@ -45,7 +47,7 @@ tm_status tm_checkpoint_keys(const tm_checkpoint* checkpoint, tm_list** out) {
 
 tm_status tm_checkpoint_objects(const tm_checkpoint* checkpoint, tm_list** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint")}));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto keys, checkpoint->checkpoint.objects());
     return HandOut(std::move(keys), out);
   });
@@ -53,7 +55,7 @@ tm_status tm_checkpoint_objects(const tm_checkpoint* checkpoint, tm_list** out) 
 
 tm_status tm_checkpoint_warnings(const tm_checkpoint* checkpoint, tm_list** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint")}));
     return HandOut(checkpoint->checkpoint.warnings(), out);
   });
 }
@@ -61,7 +63,8 @@ tm_status tm_checkpoint_warnings(const tm_checkpoint* checkpoint, tm_list** out)
 tm_status tm_checkpoint_tensor(const tm_checkpoint* checkpoint, const char* key,
                                tm_tensor_info* info) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}, {key, "key"}, {info, "info"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Need({Handle(checkpoint, "checkpoint"), {key, "key"}, {info, "info"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
     tm_tensor_info out{};
     out.dtype = static_cast<uint32_t>(tensor.dtype());
@@ -78,7 +81,8 @@ tm_status tm_checkpoint_tensor(const tm_checkpoint* checkpoint, const char* key,
 tm_status tm_checkpoint_read(const tm_checkpoint* checkpoint, const char* key,
                              const tm_region* region, const tm_buffer* out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}, {key, "key"}, {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Need({Handle(checkpoint, "checkpoint"), {key, "key"}, {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
     // The shape of the tensor is known here, so NULL can mean all of it.
     TENSORMOUNT_ASSIGN_OR_RETURN(const Region wanted,
@@ -91,7 +95,7 @@ tm_status tm_checkpoint_read(const tm_checkpoint* checkpoint, const char* key,
 tm_status tm_checkpoint_read_bytes(const tm_checkpoint* checkpoint, const char* key,
                                    uint64_t offset, void* out, size_t size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}, {key, "key"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint"), {key, "key"}}));
     // NULL and 0 is an empty read, as of read(2).
     if (size != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
@@ -102,7 +106,7 @@ tm_status tm_checkpoint_read_bytes(const tm_checkpoint* checkpoint, const char* 
 tm_status tm_checkpoint_object(const tm_checkpoint* checkpoint, const char* key,
                                const int64_t* index, int32_t rank, void** data, size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}, {key, "key"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint"), {key, "key"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Dims at, tensormount::c_api::ReadDims(index, rank, "index"));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, checkpoint->checkpoint.object(key, at));
     return HandOut(bytes, data, size);
@@ -112,7 +116,7 @@ tm_status tm_checkpoint_object(const tm_checkpoint* checkpoint, const char* key,
 tm_status tm_checkpoint_common(const tm_checkpoint* checkpoint, const char* name, char** json,
                                size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint")}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto values, checkpoint->checkpoint.common());
     return HandOut(values, name, "common value", json, size);
   });
@@ -121,7 +125,7 @@ tm_status tm_checkpoint_common(const tm_checkpoint* checkpoint, const char* name
 tm_status tm_checkpoint_rank_common(const tm_checkpoint* checkpoint, int32_t rank, const char* name,
                                     char** json, size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint")}));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto values, checkpoint->checkpoint.rank_common());
     // A rank that has set nothing has an empty map: kNotFound of a name, "{}" of all.
     return HandOut(values[rank], name, "value of rank " + std::to_string(rank) + " named", json,
@@ -131,7 +135,7 @@ tm_status tm_checkpoint_rank_common(const tm_checkpoint* checkpoint, int32_t ran
 
 tm_status tm_checkpoint_metadata(const tm_checkpoint* checkpoint, char** json, size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{checkpoint, "checkpoint"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint")}));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto metadata, checkpoint->checkpoint.content_metadata());
     return HandOut(CommonToJson(tensormount::CommonValue(std::move(metadata))), json, size);
   });

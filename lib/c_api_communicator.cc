@@ -15,16 +15,14 @@
 using tensormount::Communicator;
 using tensormount::Status;
 using tensormount::c_api::Call;
+using tensormount::c_api::Handle;
 using tensormount::c_api::Need;
 
 // Hosts allocate by the number in c.h; the library splits by the other.
 static_assert(TM_MAX_CALLBACK_MESSAGE == tensormount::kMaxCallbackMessage);
 
 void tm_communicator_free(tm_communicator* communicator) {
-  (void)Call([&] {  // What a destructor could not do is not known to anybody else either.
-    delete communicator;
-    return Status();
-  });
+  tensormount::c_api::FreeHandle(communicator);
 }
 
 // -1 and 0 size for NULL: these two have no status to return.
@@ -73,7 +71,7 @@ tm_status tm_communicator_from_callbacks(const tm_callbacks* callbacks, int32_t 
 tm_status tm_communicator_channel(tm_communicator* parent, uint32_t channel,
                                   tm_communicator** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{parent, "parent"}, {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(parent, "parent"), {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto made, tensormount::MakeChannel(*parent->comm, channel));
     *out = new tm_communicator{std::move(made)};
     return {};
@@ -83,7 +81,7 @@ tm_status tm_communicator_channel(tm_communicator* parent, uint32_t channel,
 tm_status tm_communicator_subgroup(tm_communicator* parent, const int32_t* ranks, size_t count,
                                    uint32_t channel, tm_communicator** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{parent, "parent"}, {ranks, "ranks"}, {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(parent, "parent"), {ranks, "ranks"}, {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         auto made,
         tensormount::MakeSubgroup(*parent->comm, std::vector<int>(ranks, ranks + count), channel));

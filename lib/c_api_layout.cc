@@ -147,18 +147,13 @@ Result<std::unique_ptr<tm_layout>> Parse(const char* keys, std::size_t size,
                                               std::to_string(size) + " bytes of keys and " +
                                               std::to_string(word_count) + " numbers");
   }
-  std::string_view left(keys, size);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string_view> texts,
+                               tensormount::c_api::ReadKeys(keys, size, count));
   Words words(numbers, word_count);
   auto layout = std::make_unique<tm_layout>();
   layout->items.reserve(count);
   for (std::size_t i = 0; i < count; ++i) {
-    const std::size_t end = left.find('\0');
-    if (end == std::string_view::npos) {
-      return Status(Code::kInvalidArgument,
-                    "keys: " + std::to_string(i) + " of " + std::to_string(count) + " are there");
-    }
-    std::string key(left.substr(0, end));
-    left.remove_prefix(end + 1);
+    std::string key(texts[i]);
     Result<Shard> shard = ParseShard(words);
     if (words.ended_early()) {
       return Status(Code::kInvalidArgument,
@@ -167,9 +162,8 @@ Result<std::unique_ptr<tm_layout>> Parse(const char* keys, std::size_t size,
     if (!shard.ok()) return shard.status().WithContext("tensor " + key);
     layout->items.push_back({std::move(key), std::move(shard).value()});
   }
-  if (!left.empty() || words.left() != 0) {
-    return Status(Code::kInvalidArgument, std::to_string(left.size()) + " bytes of keys and " +
-                                              std::to_string(words.left()) +
+  if (words.left() != 0) {
+    return Status(Code::kInvalidArgument, std::to_string(words.left()) +
                                               " numbers are left over after " +
                                               std::to_string(count) + " shards");
   }

@@ -2,6 +2,7 @@
 // tm_load and what its report says (tensormount/c.h, over tensormount/load.h).
 #include <utility>
 
+#include "tensormount/async_load.h"
 #include "tensormount/load.h"
 
 #include "lib/c_api.h"
@@ -18,12 +19,19 @@ using tensormount::Status;
 using tensormount::Strict;
 using tensormount::c_api::Call;
 using tensormount::c_api::Choice;
+using tensormount::c_api::Handle;
 using tensormount::c_api::HandOut;
 using tensormount::c_api::Need;
 
 // Kept whole, and handed out by a function for each part of it.
 struct tm_load_report {
   LoadReport report;
+};
+
+// A load in the background.
+struct tm_load_job {
+  tensormount::LoadHandle handle;
+  const pid_t process = getpid();
 };
 
 namespace {
@@ -94,6 +102,26 @@ Result<LoadOptions> ReadLoadOptions(const tm_load_options* options) {
   return out;
 }
 
+// What a load was called with. Where it cannot be done so, this rank takes part with a request that
+// has failed, as in tm_save.
+struct AskedLoad {
+  AskedLoad(const tm_state* state, const char* from, const tm_load_options* how, Status status = {})
+      : given(state), path(from == nullptr ? "" : from) {
+    if (status.ok()) status = Need({{state, "request"}, {from, "path"}});
+    Result<LoadOptions> read = ReadLoadOptions(how);
+    if (status.ok()) status = read.status();
+    if (read.ok()) options = std::move(read.value());
+    if (!status.ok()) (void)failed.Fail(status);
+  }
+  const tensormount::StateDict& request() const {
+    return failed.status().ok() ? given->dict : failed;
+  }
+  const tm_state* given;
+  tensormount::StateDict failed;
+  std::string path;
+  LoadOptions options;
+};
+
 // The four lists of keys differ in the member only.
 tm_status GiveList(const tm_load_report* report, std::vector<std::string> LoadReport::*member,
                    tm_list** out) {
@@ -110,23 +138,63 @@ void tm_load_report_free(tm_load_report* report) { delete report; }
 tm_status tm_load(const tm_state* request, const char* path, tm_communicator* communicator,
                   const tm_load_options* options, tm_load_report** report) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{communicator, "communicator"}}));
-    // What cannot be done as asked is told to the other ranks, as in tm_save.
-    Result<LoadOptions> how = ReadLoadOptions(options);
-    Status status = Need({{request, "request"}, {path, "path"}});
-    if (status.ok()) status = how.status();
-    tensormount::StateDict failed;
-    if (!status.ok()) (void)failed.Fail(status);
-    const tensormount::StateDict& dict = status.ok() ? request->dict : failed;
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator")}));
+    const AskedLoad asked(request, path, options);
     // Made before the load: after it, only copying may fail, and nothing is half handed out.
     auto out = std::make_unique<tm_load_report>();
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        out->report, tensormount::Load(dict, path == nullptr ? "" : path, *communicator->comm,
-                                       how.ok() ? how.value() : LoadOptions()));
+        out->report,
+        tensormount::Load(asked.request(), asked.path, *communicator->comm, asked.options));
     if (report != nullptr) *report = out.release();
     return {};
   });
 }
+
+tm_status tm_load_async(const tm_state* request, const char* path, tm_communicator* communicator,
+                        const tm_load_options* options, tm_load_job** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator")}));
+    const AskedLoad asked(request, path, options, Need({{out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        auto handle,
+        tensormount::AsyncLoad(asked.request(), asked.path, *communicator->comm, asked.options));
+    if (out == nullptr) return handle.Wait().status();
+    *out = new tm_load_job{std::move(handle)};
+    return {};
+  });
+}
+
+tm_status tm_load_job_wait(tm_load_job* job, int64_t timeout_ms, int32_t* done,
+                           tm_load_report** report) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {done, "done"}}));
+    auto out = std::make_unique<tm_load_report>();
+    auto verdict = job->handle.WaitFor(tensormount::c_api::ReadWait(timeout_ms));
+    *done = verdict.has_value() ? 1 : 0;
+    if (!verdict) return {};
+    TENSORMOUNT_ASSIGN_OR_RETURN(out->report, *std::move(verdict));
+    if (report != nullptr) *report = out.release();
+    return {};
+  });
+}
+
+tm_status tm_load_job_fd(tm_load_job* job, int* fd) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {fd, "fd"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(*fd, job->handle.EventFd());
+    return {};
+  });
+}
+
+uint64_t tm_load_job_bytes_read(const tm_load_job* job) {
+  return job == nullptr ? 0 : job->handle.bytes_read();
+}
+
+void tm_load_job_cancel(tm_load_job* job) {
+  if (job != nullptr) job->handle.Cancel();
+}
+
+void tm_load_job_free(tm_load_job* job) { tensormount::c_api::FreeHandle(job); }
 
 // Numbers only, so one structure; it grows with the report.
 tm_status tm_load_report_numbers(const tm_load_report* report, tm_load_numbers* out) {
@@ -148,6 +216,10 @@ tm_status tm_load_report_numbers(const tm_load_report* report, tm_load_numbers* 
     n.proof_seconds = r.proof_seconds;
     return tensormount::c_api::WriteStruct(n, out, "tm_load_numbers");
   });
+}
+
+const char* tm_load_report_uuid(const tm_load_report* report) {
+  return report == nullptr ? "" : report->report.uuid.c_str();
 }
 
 tm_status tm_load_report_not_stored(const tm_load_report* report, tm_list** out) {

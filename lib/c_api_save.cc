@@ -19,6 +19,7 @@ using tensormount::SaveStrategy;
 using tensormount::Status;
 using tensormount::c_api::Call;
 using tensormount::c_api::Choice;
+using tensormount::c_api::Handle;
 using tensormount::c_api::HandOut;
 using tensormount::c_api::Need;
 
@@ -30,6 +31,12 @@ struct tm_save_report {
 // A save in the background.
 struct tm_save_job {
   tensormount::SaveHandle handle;
+  const pid_t process = getpid();
+};
+
+struct tm_saver {
+  std::unique_ptr<tensormount::AsyncSaver> saver;
+  const pid_t process = getpid();
 };
 
 namespace {
@@ -90,6 +97,22 @@ struct Asked {
   SaveOptions options;
 };
 
+// The saver that belongs to a communicator.
+Status GiveSaver(tm_communicator* communicator) {
+  if (communicator->saver != nullptr) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(communicator->saver,
+                               tensormount::AsyncSaver::Of(*communicator->comm));
+  return {};
+}
+
+// `out` NULL is this rank's mistake, which the others were told: the job ends with it.
+Status HandOutJob(Result<tensormount::SaveHandle> handle, tm_save_job** out) {
+  TENSORMOUNT_RETURN_IF_ERROR(handle.status());
+  if (out == nullptr) return handle.value().WaitCommitted().status();
+  *out = new tm_save_job{std::move(handle).value()};
+  return {};
+}
+
 }  // namespace
 
 void tm_save_report_free(tm_save_report* report) { delete report; }
@@ -97,7 +120,7 @@ void tm_save_report_free(tm_save_report* report) { delete report; }
 tm_status tm_save(const tm_state* state, const char* path, tm_communicator* communicator,
                   const tm_save_options* options, tm_save_report** report) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{communicator, "communicator"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator")}));
     const Asked asked(state, path, options);
     // Before the checkpoint exists: afterwards nothing may fail.
     auto out = std::make_unique<tm_save_report>();
@@ -157,31 +180,100 @@ tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out) {
   });
 }
 
+tm_status tm_saver_new(tm_communicator* communicator, const tm_saver_options* options,
+                       tm_saver** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator"), {out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_saver_options given,
+                                 tensormount::c_api::ReadStruct(options, "tm_saver_options"));
+    tensormount::AsyncOptions how;
+    how.staging_bytes = given.staging_bytes;
+    how.stage_in_background = given.stage_in_background != 0;
+    if (given.cancel_on_free != 0) how.on_drop = tensormount::AsyncOptions::OnDrop::kCancel;
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto made,
+                                 tensormount::AsyncSaver::Make(*communicator->comm, how));
+    *out = new tm_saver{std::move(made)};
+    return {};
+  });
+}
+
+void tm_saver_free(tm_saver* saver) { tensormount::c_api::FreeHandle(saver); }
+
 // Returns when the bytes are staged: from then on the caller may go on training.
+tm_status tm_saver_save(tm_saver* saver, const tm_state* state, const char* path,
+                        const tm_save_options* options, tm_save_job** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(saver, "saver")}));
+    const Asked asked(state, path, options, Need({{out, "out"}}));
+    return HandOutJob(saver->saver->Save(asked.state(), asked.path, asked.options), out);
+  });
+}
+
 tm_status tm_save_async(const tm_state* state, const char* path, tm_communicator* communicator,
                         const tm_save_options* options, tm_save_job** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{communicator, "communicator"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator")}));
     const Asked asked(state, path, options, Need({{out, "out"}}));
-    if (communicator->saver == nullptr) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(communicator->saver,
-                                   tensormount::AsyncSaver::Of(*communicator->comm));
-    }
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        auto handle, communicator->saver->Save(asked.state(), asked.path, asked.options));
-    if (out == nullptr) return handle.WaitCommitted().status();
-    *out = new tm_save_job{std::move(handle)};
-    return {};
+    TENSORMOUNT_RETURN_IF_ERROR(GiveSaver(communicator));
+    return HandOutJob(communicator->saver->Save(asked.state(), asked.path, asked.options), out);
+  });
+}
+
+tm_status tm_save_in_place(const tm_state* state, const char* path, tm_communicator* communicator,
+                           const tm_save_options* options, tm_save_job** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator")}));
+    const Asked asked(state, path, options, Need({{out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(GiveSaver(communicator));
+    return HandOutJob(communicator->saver->SaveInPlace(asked.state(), asked.path, asked.options),
+                      out);
   });
 }
 
 // May be called again: the verdict stays.
 tm_status tm_save_job_wait(tm_save_job* job, tm_save_report** report) {
+  int32_t done = 0;
+  return tm_save_job_wait_for(job, -1, &done, report);
+}
+
+tm_status tm_save_job_wait_for(tm_save_job* job, int64_t timeout_ms, int32_t* done,
+                               tm_save_report** report) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{job, "job"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {done, "done"}}));
     auto out = std::make_unique<tm_save_report>();
-    TENSORMOUNT_ASSIGN_OR_RETURN(out->report, job->handle.WaitCommitted());
+    auto verdict = job->handle.WaitCommittedFor(tensormount::c_api::ReadWait(timeout_ms));
+    *done = verdict.has_value() ? 1 : 0;
+    if (!verdict) return {};
+    TENSORMOUNT_ASSIGN_OR_RETURN(out->report, *std::move(verdict));
     if (report != nullptr) *report = out.release();
+    return {};
+  });
+}
+
+tm_status tm_save_job_wait_staged(tm_save_job* job, int64_t timeout_ms, int32_t* done) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {done, "done"}}));
+    // Also where staging failed: there is nothing more to wait for.
+    *done = 1;
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const bool staged, job->handle.WaitStagedFor(tensormount::c_api::ReadWait(timeout_ms)));
+    *done = staged ? 1 : 0;
+    return {};
+  });
+}
+
+tm_status tm_save_job_staged_fd(tm_save_job* job, int* fd) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {fd, "fd"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(*fd, job->handle.StagedFd());
+    return {};
+  });
+}
+
+tm_status tm_save_job_fd(tm_save_job* job, int* fd) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {fd, "fd"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(*fd, job->handle.CommittedFd());
     return {};
   });
 }
@@ -196,7 +288,7 @@ void tm_save_job_cancel(tm_save_job* job) {
 
 tm_status tm_save_job_progress(const tm_save_job* job, tm_job_progress* out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{job, "job"}, {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {out, "out"}}));
     const tensormount::SaveProgress p = job->handle.progress();
     tm_job_progress n{};
     // The numbers of c.h are those of the enumeration.
@@ -209,9 +301,4 @@ tm_status tm_save_job_progress(const tm_save_job* job, tm_job_progress* out) {
   });
 }
 
-void tm_save_job_free(tm_save_job* job) {
-  (void)Call([&] {  // As above.
-    delete job;
-    return Status();
-  });
-}
+void tm_save_job_free(tm_save_job* job) { tensormount::c_api::FreeHandle(job); }

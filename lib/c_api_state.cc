@@ -159,7 +159,7 @@ tm_status tm_state_fail(tm_state* state, tm_status status, const char* message) 
 tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
                       const tm_validate_options* options, int32_t* sound, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{communicator, "communicator"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(Need({tensormount::c_api::Handle(communicator, "communicator")}));
     // What cannot be done as asked is told to the other ranks, as in tm_save.
     const Result<tm_validate_options> read =
         tensormount::c_api::ReadStruct(options, "tm_validate_options");

@@ -2,13 +2,13 @@
 // `tensormount diff`: two sources compared (index/read/compare.h), as text or JSON; see commands.h.
 // The comparison tells each mismatch as it finds it, and it is printed at once: a diff of two large
 // checkpoints shows its first lines long before it ends, and keeps nothing. The summary comes last.
-#include <cmath>
 #include <optional>
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
 #include "index/read/compare.h"
+#include "index/read/report_json.h"
 #include "index/records/key_renames.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
@@ -16,14 +16,9 @@
 namespace tensormount::tools {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
 std::string TensorTypeText(const TensorMeta& meta) {
   return fmt::format("{} {}", InfoOf(meta.dtype()).name, meta.shape().ToString());
 }
-
-// JSON has no infinity.
-Json NumberJson(double value) { return std::isfinite(value) ? Json(value) : Json("inf"); }
 
 // One line for a person. Positions are element indices, so that they can be given to `cat` as a
 // slice.
@@ -76,20 +71,19 @@ std::string CommonText(const Mismatch& d) {
 // As diff(1) and git have them.
 struct Mark {
   char sign;
-  const char* word;
   Terminal::Colour colour;
 };
 
 Mark DiffMarkOf(Mismatch::Kind kind) {
   switch (kind) {
     case Mismatch::Kind::kAdded:
-      return {'+', "added", Terminal::Colour::kGreen};
+      return {'+', Terminal::Colour::kGreen};
     case Mismatch::Kind::kRemoved:
-      return {'-', "removed", Terminal::Colour::kRed};
+      return {'-', Terminal::Colour::kRed};
     case Mismatch::Kind::kChanged:
       break;
   }
-  return {'~', "changed", Terminal::Colour::kYellow};
+  return {'~', Terminal::Colour::kYellow};
 }
 
 void PrintText(const Mismatch& d, Terminal& terminal) {
@@ -109,62 +103,11 @@ void PrintText(const Mismatch& d, Terminal& terminal) {
   terminal.Line(fmt::format("{} {}", mark.sign, text), mark.colour);
 }
 
-Json ValuesJson(const ValueMismatch& v, const Dims& shape) {
-  const auto at = [&](std::uint64_t element) {
-    const Dims index = IndexOf(element, shape);
-    return std::vector<std::int64_t>(index.begin(), index.end());
-  };
-  Json json = {{"elements", v.compared},
-               {"differing", v.differing},
-               {"nan_on_one_side", v.nan_beside},
-               {"nan_on_both", v.nan_both},
-               {"equal_with_other_bits", v.equal_other_bits}};
-  if (v.differing > 0) json["first_at"] = at(v.first);
-  if (v.max_abs) {
-    json["max_abs"] = v.max_abs_integer ? Json(*v.max_abs_integer) : NumberJson(v.max_abs->value);
-    json["max_abs_at"] = at(v.max_abs->at);
-    json["max_rel"] = NumberJson(v.max_rel->value);
-    json["max_rel_at"] = at(v.max_rel->at);
-  }
-  return json;
-}
-
-// A tensor as it is on one side; of an object or value only its size is known.
-Json SideJson(const std::optional<TensorMeta>& meta, const std::optional<std::uint64_t>& bytes) {
-  if (!meta) return Json{{"bytes", *bytes}};
-  return Json{{"dtype", InfoOf(meta->dtype()).name},
-              {"shape", std::vector<std::int64_t>(meta->shape().begin(), meta->shape().end())},
-              {"bytes", meta->bytes()}};
-}
-
-void PrintJson(const Mismatch& d, Terminal& terminal) {
-  // In the order of Mismatch::What.
-  static constexpr const char* kWhat[] = {"tensor", "object", "common"};
-  Json json = {{"event", DiffMarkOf(d.kind).word},
-               {"what", kWhat[static_cast<std::size_t>(d.what)]},
-               {"key", d.key}};
-  if (d.first || d.first_bytes) json["first"] = SideJson(d.first, d.first_bytes);
-  if (d.second || d.second_bytes) json["second"] = SideJson(d.second, d.second_bytes);
-  if (!d.reason.empty()) json["reason"] = d.reason;
-  if (d.first_element) {
-    const Dims index = IndexOf(*d.first_element, d.first->shape());
-    json["first_at"] = std::vector<std::int64_t>(index.begin(), index.end());
-  }
-  if (d.values) json["values"] = ValuesJson(*d.values, d.first->shape());
-  terminal.Json(json);
-}
-
 void PrintSummary(const CompareSummary& s, Terminal& terminal) {
   if (terminal.json) {
-    terminal.Json(Json{{"event", "compared"},
-                       {"same", s.same()},
-                       {"added", s.added},
-                       {"removed", s.removed},
-                       {"changed", s.changed},
-                       {"equal", s.equal},
-                       {"by_digest", s.by_digest},
-                       {"by_bytes", s.by_bytes},
-                       {"bytes_read", s.bytes_read}});
+    nlohmann::ordered_json json = {{"event", "compared"}};
+    json.update(ComparedJson(s));
+    terminal.Json(json);
     return;
   }
   if (terminal.quiet) return;
@@ -203,7 +146,7 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
     options.first_names = names ? &*names : nullptr;
     options.progress = [&](std::uint64_t done, std::uint64_t total) { progress.Set(done, total); };
     return CompareCheckpoints(*first.value(), *second.value(), options, [&](const Mismatch& d) {
-      terminal.json ? PrintJson(d, terminal) : PrintText(d, terminal);
+      terminal.json ? terminal.Json(MismatchJson(d)) : PrintText(d, terminal);
       return Status();
     });
   }();

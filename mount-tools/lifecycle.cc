@@ -9,6 +9,7 @@
 #include "base/counted.h"
 #include "index/records/store_paths.h"
 #include "index/store/store.h"
+#include "index/store/store_json.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
 
@@ -72,11 +73,7 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
   auto report = store.value().Gc(options);
   if (!report.ok()) return terminal.Fail(report.status());
   if (terminal.json) {
-    terminal.Json(nlohmann::ordered_json{{"removed", report.value().removed},
-                                         {"kept", report.value().kept},
-                                         {"failed", report.value().failed},
-                                         {"bytes_freed", report.value().bytes_freed},
-                                         {"dry_run", args.dry_run}});
+    terminal.Json(GcJson(report.value(), args.dry_run));
     const int flushed = terminal.Flush();
     return flushed == kDone && !report.value().failed.empty() ? kFailed : flushed;
   }

@@ -11,11 +11,13 @@
 #include <nlohmann/json.hpp>
 
 #include "base/counted.h"
+#include "base/glob.h"
 #include "fs/views/checkpoint_text.h"
 #include "index/foreign/format.h"
 #include "index/records/common_state.h"
 #include "index/records/layer_names.h"
 #include "index/store/store.h"
+#include "index/store/store_json.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/nearest.h"
 #include "mount-tools/shown_text.h"
@@ -176,15 +178,11 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
     if (item.state == CheckpointListing::State::kUnread) worst = kFailed;
     if (item.state == CheckpointListing::State::kDamaged) worst = std::max(worst, kCheckFailed);
     if (terminal.json) {
-      nlohmann::ordered_json json = {{"checkpoint", item.name},
-                                     {"uuid", item.uuid.ToString()},
-                                     {"generation", item.generation},
-                                     {"latest", is_latest}};
+      nlohmann::ordered_json json = ListingJson(item, is_latest);
       if (args.details && item.problem.ok()) {
         json["created"] = created;
         json["file_bytes"] = bytes;
       }
-      if (!item.problem.ok()) json["problem"] = item.problem.ToString();
       terminal.Json(json);
     } else if (item.problem.ok() && args.details) {
       terminal.Line(DetailsLine(terminal, item.generation, DateText(created), HumanBytes(bytes),

@@ -18,6 +18,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/counted.h"
+#include "base/glob.h"
 #include "collective/comm/collective.h"
 #include "index/records/key_renames.h"
 #include "mount-tools/commands.h"

@@ -6,7 +6,6 @@
 #include "mount-tools/source.h"
 
 #include <algorithm>
-#include <fnmatch.h>
 #include <optional>
 #include <set>
 
@@ -19,19 +18,6 @@
 #include "mount-tools/nearest.h"
 
 namespace tensormount::tools {
-
-Result<StoreAndName> SplitCheckpointPath(const std::string& path) {
-  const std::string trimmed = WithoutTrailingSlashes(path);
-  const std::size_t slash = trimmed.rfind('/');
-  StoreAndName out;
-  if (slash == std::string::npos) {
-    out = {.store = ".", .name = trimmed};
-  } else {
-    out = {.store = slash == 0 ? "/" : trimmed.substr(0, slash), .name = trimmed.substr(slash + 1)};
-  }
-  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(out.name).WithContext(path));
-  return out;
-}
 
 namespace {
 
@@ -108,27 +94,8 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::
 }
 
 Status CheckNothingLost(const OpenedCheckpoint& source, const std::string& keys) {
-  std::string text;
-  std::size_t more = 0;
-  // The first is told in full, the others are counted: a lost file of a large model may be a loss
-  // of thousands of tensors.
-  for (const ForeignLoss& loss : source.lost()) {
-    const auto chosen = [&](const std::string& key) { return GlobMatches(keys, key); };
-    const bool known = !loss.tensors.empty() || !loss.objects.empty();
-    if (!keys.empty() && known && std::ranges::none_of(loss.tensors, chosen) &&
-        std::ranges::none_of(loss.objects, chosen)) {
-      continue;
-    }
-    if (text.empty()) {
-      text = loss.ToString();
-    } else {
-      ++more;
-    }
-  }
-  if (text.empty()) return {};
-  if (more > 0) text += fmt::format("; and {} more", more);
-  return {Code::kDataLoss,
-          fmt::format("{}: {} (--partial goes on without what is lost)", source.directory(), text)};
+  const Status lost = CheckNoLoss(source.lost(), keys).WithContext(source.directory());
+  return lost.WithMessage(lost.message() + " (--partial goes on without what is lost)");
 }
 
 Result<std::shared_ptr<const KeyMap>> ReadKeyMap(FileSystem& fs, const std::string& path) {
@@ -163,10 +130,6 @@ Status CheckRuleCuts(const OpenedCheckpoint& source, const std::string& text, co
   if (any || most == 0) return {};
   return {Code::kInvalidArgument, fmt::format("--shard {}: cuts no tensor: they have at most {} {}",
                                               text, most, most == 1 ? "axis" : "axes")};
-}
-
-bool GlobMatches(const std::string& glob, const std::string& text) {
-  return fnmatch(glob.c_str(), text.c_str(), 0) == 0;
 }
 
 std::string PlacementOf(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor) {

@@ -48,16 +48,6 @@ Status CheckNothingLost(const OpenedCheckpoint& source, const std::string& keys 
 // the file and the rule.
 Result<std::shared_ptr<const KeyMap>> ReadKeyMap(FileSystem& fs, const std::string& path);
 
-// "STORE/NAME" in its two parts; a trailing slash is ignored. kInvalidArgument without a slash is
-// not an error: the store is then ".".
-struct StoreAndName {
-  std::string store;
-  std::string name;
-};
-// Of "step-1" the store is ".", of "/step-1" it is "/". The name is checked as a checkpoint's: no
-// "..", nothing that begins with a dot.
-Result<StoreAndName> SplitCheckpointPath(const std::string& path);
-
 // kInvalidArgument where a rule (--shard `text`) of several ranks cuts no tensor, as that of an
 // axis that none has: all ranks would have all of it, which `replicate` says.
 Status CheckRuleCuts(const OpenedCheckpoint& source, const std::string& text, const ShardRule& rule,
@@ -65,9 +55,6 @@ Status CheckRuleCuts(const OpenedCheckpoint& source, const std::string& text, co
 
 // What an object's bytes are, for a person (DescribeObject of index/foreign/torch_archive.h).
 Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectRecord& part);
-
-// fnmatch without FNM_PATHNAME: '*' crosses '/'.
-bool GlobMatches(const std::string& glob, const std::string& text);
 
 // Where a tensor's chunks lie, in words: "tensor-file", "rank-shard", "pack", or "mixed".
 // "damaged" where its extents cannot be read: `ls -l` lists it all the same.

@@ -11,6 +11,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/status_json.h"
 #include "mount-tools/shown_text.h"
 
 namespace tensormount::tools {
@@ -90,8 +91,7 @@ int Terminal::Flush() {
 
 int Terminal::Fail(const Status& status, std::string_view hint) {
   if (json) {
-    nlohmann::ordered_json error{{"code", std::string(CodeName(status.code()))},
-                                 {"message", status.message()}};
+    nlohmann::ordered_json error = StatusJson(status);
     if (!hint.empty()) error["hint"] = hint;
     const std::string line = nlohmann::ordered_json{{"error", std::move(error)}}.dump(
                                  -1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) +

@@ -11,6 +11,7 @@
 #include "base/counted.h"
 #include "index/foreign/format.h"
 #include "index/foreign/verify_foreign.h"
+#include "index/read/report_json.h"
 #include "index/store/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
@@ -30,13 +31,9 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, const Ver
   for (const VerifyReport::Damage& damage : report.damages) {
     lost += damage.lost ? 1 : 0;
     if (terminal.json) {
-      terminal.Json(nlohmann::ordered_json{{"event", "damage"},
-                                           {"checkpoint", name},
-                                           {"object", damage.object},
-                                           {"file", damage.file},
-                                           {"offset", damage.offset},
-                                           {"reason", damage.reason},
-                                           {"lost", damage.lost}});
+      nlohmann::ordered_json json = {{"event", "damage"}, {"checkpoint", name}};
+      json.update(DamageJson(damage));
+      terminal.Json(json);
     } else if (damage.lost) {
       terminal.Line(fmt::format("{}: {}: {}{}", name, damage.object,
                                 damage.file.empty() ? "" : damage.file + ": ", damage.reason));
@@ -47,16 +44,9 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, const Ver
   }
   const bool whole = report.damages.empty();
   if (terminal.json) {
-    terminal.Json(nlohmann::ordered_json{{"event", "verified"},
-                                         {"checkpoint", name},
-                                         {"whole", whole},
-                                         {"quick", quick},
-                                         {"tensors", report.tensors},
-                                         {"chunks", report.chunks},
-                                         {"bytes", report.bytes_checked},
-                                         {"bytes_without_hash", report.bytes_without_hash},
-                                         {"damages", report.damages.size()},
-                                         {"lost", lost}});
+    nlohmann::ordered_json json = {{"event", "verified"}, {"checkpoint", name}};
+    json.update(VerifiedJson(report, quick));
+    terminal.Json(json);
   } else if (!terminal.quiet) {
     if (report.bytes_without_hash > 0) {
       terminal.Line(

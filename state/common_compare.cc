@@ -3,11 +3,11 @@
 #include "state/common_compare.h"
 
 #include <algorithm>
-#include <fnmatch.h>
 #include <utility>
 #include <vector>
 
 #include "base/coding.h"
+#include "base/glob.h"
 #include "index/records/common_tree.h"
 #include "index/records/layer_names.h"
 #include "index/records/record_coding.h"
@@ -69,9 +69,8 @@ bool IsExempt(CommonGlobs exempt, std::string_view path) {
   // Names of layers are part of the layout: they are never a matter of taste.
   if (exempt.empty() || path.starts_with(kLayersRecordPrefix)) return false;
   const std::string text(path);
-  return std::any_of(exempt.begin(), exempt.end(), [&](const std::string& glob) {
-    return fnmatch(glob.c_str(), text.c_str(), 0) == 0;
-  });
+  return std::any_of(exempt.begin(), exempt.end(),
+                     [&](const std::string& glob) { return GlobMatches(glob, text); });
 }
 
 std::optional<Hash128> CommonHash(std::string_view name, const CommonValue& value,

@@ -6,12 +6,13 @@
 
 #include <algorithm>
 #include <charconv>
-#include <fnmatch.h>
 #include <numeric>
 #include <optional>
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
+
+#include "base/glob.h"
 
 namespace tensormount {
 namespace {
@@ -165,8 +166,7 @@ Result<ShardRule> ShardRule::ParseOrRead(FileSystem& fs, const std::string& text
 const ShardRule::Rule* ShardRule::RuleOf(std::string_view key) const {
   const std::string name(key);
   for (const Matcher& matcher : matchers_) {
-    // fnmatch without FNM_PATHNAME: '*' crosses '/'.
-    if (fnmatch(matcher.glob.c_str(), name.c_str(), 0) == 0) return &matcher.rule;
+    if (GlobMatches(matcher.glob, name)) return &matcher.rule;
   }
   return nullptr;
 }

@@ -27,14 +27,15 @@ namespace {
 // Of one stacked tensor: names of layers are checked one by one.
 constexpr std::int64_t kMaxLayers = 1 << 16;
 
-std::string Quoted(std::string_view kind, std::string_view key) {
+// A failure of what has that key.
+Status About(std::string_view kind, std::string_view key, const Status& status) {
   // A broken key may be megabytes of rubbish.
   constexpr std::size_t kShown = 200;
   std::string text(kind);
   text += ' ';
   text += key.substr(0, kShown);
   if (key.size() > kShown) text += "...";
-  return text;
+  return status.WithContext(text).With({.key = std::string(key)});
 }
 
 }  // namespace
@@ -93,7 +94,7 @@ struct StateDict::Rep {
                     CommonValue value, int outer) {
     Status status = CheckCommonName(name);
     if (status.ok()) status = CheckCommon(value, outer);
-    if (!status.ok()) return Note(status.WithContext(Quoted("common value", name)));
+    if (!status.ok()) return Note(About("common value", name, status));
     values.insert_or_assign(std::string(name), std::move(value));
     return Note(Status());
   }
@@ -161,11 +162,11 @@ const Status& StateDict::AddTensor(std::string_view key, const Shard& shard) {
   Status status = CheckKey(key);
   if (status.ok()) status = CheckMemory(shard);
   if (status.ok()) status = rep_->CheckNoLayer(key);
-  if (!status.ok()) return rep_->Note(status.WithContext(Quoted("tensor", key)));
+  if (!status.ok()) return rep_->Note(About("tensor", key, status));
   const auto [at, added] = rep_->first_of_key.try_emplace(std::string(key), rep_->tensors.size());
   if (!added) {
     status = CheckAgree(rep_->tensors[at->second].shard, shard);
-    if (!status.ok()) return rep_->Note(status.WithContext(Quoted("tensor", key)));
+    if (!status.ok()) return rep_->Note(About("tensor", key, status));
   }
   rep_->tensors.push_back({std::string(key), shard});
   Shard& kept = rep_->tensors.back().shard;
@@ -182,7 +183,7 @@ const Status& StateDict::AddObject(std::string_view key, std::string_view bytes,
                     place.index.rank() == 0 ? std::string("added twice")
                                             : "part " + place.index.ToString() + " added twice");
   }
-  if (!status.ok()) return rep_->Note(status.WithContext(Quoted("object", key)));
+  if (!status.ok()) return rep_->Note(About("object", key, status));
   rep_->objects.push_back({std::string(key), place, std::string(bytes)});
   return rep_->Note(Status());
 }
@@ -191,7 +192,7 @@ const Status& StateDict::WantObject(std::string_view key, const GridPosition& pl
   Status status = CheckKey(key);
   // For wishes the grid may be left out: it is known to the checkpoint.
   if (status.ok() && place.grid.rank() != 0) status = CheckPlace(place);
-  if (!status.ok()) return rep_->Note(status.WithContext(Quoted("object", key)));
+  if (!status.ok()) return rep_->Note(About("object", key, status));
   rep_->objects.push_back({std::string(key), place, std::string()});
   return rep_->Note(Status());
 }
@@ -220,7 +221,7 @@ const Status& StateDict::SetContentMetadata(CommonDict content) {
 
 const Status& StateDict::NameLayers(std::string_view key, std::string_view pattern) {
   const auto fail = [&](Status status) -> const Status& {
-    return rep_->Note(status.WithContext(Quoted("names of the layers of tensor", key)));
+    return rep_->Note(About("names of the layers of tensor", key, status));
   };
   const auto invalid = [](const std::string& why) { return Status(Code::kInvalidArgument, why); };
   if (Status status = CheckLayerPattern(pattern); !status.ok()) return fail(std::move(status));

@@ -23,6 +23,8 @@
 #include <utility>
 
 #include "base/deadline.h"
+#include "base/per_process.h"
+#include "collective/async/milestone.h"
 #include "collective/async/progress_file.h"
 #include "collective/async/snapshot_pool.h"
 #include "collective/async/snapshot_state.h"
@@ -74,11 +76,8 @@ struct SaveHandle::Rep {
   bool InThisProcess() const { return getpid() == process; }
   const pid_t process = getpid();
 
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool staged = false;
-  Status staging;  // Of the bytes, once staged.
-  std::optional<Result<SaveReport>> result;
+  Milestone<Status> staged;  // Of the bytes.
+  Milestone<Result<SaveReport>> ended;
   std::atomic<SaveProgress::State> state{SaveProgress::State::kStaging};
   std::uint64_t bytes_total = 0;
   std::atomic<std::uint64_t> bytes_staged{0};
@@ -90,25 +89,21 @@ struct SaveHandle::Rep {
   AsyncOptions::OnDrop on_drop = AsyncOptions::OnDrop::kWait;
 
   void Staged(const Status& status) {
-    {
-      std::lock_guard lock(mutex);
-      staged = true;
-      staging = status;
-      state = SaveProgress::State::kSaving;
-    }
-    changed.notify_all();
+    state = SaveProgress::State::kSaving;
+    staged.Reach(status);
   }
-  void Ended(Result<SaveReport> verdict) {
-    {
-      std::lock_guard lock(mutex);
-      bytes_written = verdict.ok() ? verdict.value().bytes_written_here : written->load();
+  void Ended(Result<SaveReport> verdict, bool was_in_place) {
+    const Status status = verdict.status();
+    const std::uint64_t bytes = status.ok() ? verdict.value().bytes_written_here : written->load();
+    const auto end = status.ok()                         ? SaveProgress::State::kCommitted
+                     : status.code() == Code::kCancelled ? SaveProgress::State::kCancelled
+                                                         : SaveProgress::State::kFailed;
+    ended.Reach(std::move(verdict), [&] {
+      bytes_written = bytes;
       written = &bytes_written;
-      state = verdict.ok()                                  ? SaveProgress::State::kCommitted
-              : verdict.status().code() == Code::kCancelled ? SaveProgress::State::kCancelled
-                                                            : SaveProgress::State::kFailed;
-      result.emplace(std::move(verdict));
-    }
-    changed.notify_all();
+      state = end;
+    });
+    if (was_in_place) staged.Reach(status);
   }
 };
 
@@ -177,7 +172,8 @@ class Turns {
 struct Task {
   std::uint64_t number = 0;  // Of its turn.
   std::shared_ptr<SaveHandle::Rep> job;
-  StateDict state;  // To be staged by the lane where `staged.memory` is not set yet.
+  StateDict state;        // To be staged by the lane where `staged` is not set yet.
+  bool in_place = false;  // Not staged: `staged` has views of the caller's memory.
   std::optional<SnapshotState> staged;
   std::string path;
   SaveOptions options;
@@ -261,11 +257,12 @@ class Lane {
   void Work(std::optional<Task> task) {
     const std::shared_ptr<SaveHandle::Rep> job = task->job;
     const std::uint64_t number = task->number;
+    const bool in_place = task->in_place;
     Result<SaveReport> verdict = Save(*task);
     // The memory goes back before anybody hears of the end, who may want it for the next save.
     task.reset();
     turns_->Leave(number);
-    job->Ended(std::move(verdict));
+    job->Ended(std::move(verdict), in_place);
     {
       std::lock_guard lock(mutex_);
       --unfinished_;
@@ -383,24 +380,10 @@ namespace {
 // Savers that exist, for the end of the process: what is under way is waited for, as long as the
 // time-outs of the saves allow.
 struct LiveSavers {
-  const pid_t process = getpid();
-  LiveSavers* parents = nullptr;  // Those of the process that was forked: kept, never used.
   std::mutex mutex;
   std::set<AsyncSaver::Rep*> savers;
 };
-// Never destroyed: atexit functions use it. A forked child gets one of its own: it has no thread of
-// its parent's savers, which would be waited for in vain, and the mutex may be held by one of
-// those.
-LiveSavers& Live() {
-  static std::atomic<LiveSavers*> live = nullptr;
-  LiveSavers* known = live.load();
-  while (known == nullptr || known->process != getpid()) {
-    auto made = std::make_unique<LiveSavers>();
-    made->parents = known;
-    if (live.compare_exchange_strong(known, made.get())) known = made.release();
-  }
-  return *known;
-}
+LiveSavers& Live() { return PerProcess<LiveSavers>(); }
 
 Status OfAnotherProcess() {
   return {Code::kUnsupported, "the save is of the process that this one was forked from"};
@@ -449,17 +432,34 @@ SaveHandle::~SaveHandle() {
 }
 
 Status SaveHandle::WaitStaged() {
-  if (!rep_->InThisProcess()) return OfAnotherProcess();
-  std::unique_lock lock(rep_->mutex);
-  rep_->changed.wait(lock, [&] { return rep_->staged; });
-  return rep_->staging;
+  return rep_->InThisProcess() ? rep_->staged.Wait() : OfAnotherProcess();
 }
 
 Result<SaveReport> SaveHandle::WaitCommitted() {
   if (!rep_->InThisProcess()) return OfAnotherProcess();
-  std::unique_lock lock(rep_->mutex);
-  rep_->changed.wait(lock, [&] { return rep_->result.has_value(); });
-  return *rep_->result;
+  return rep_->ended.Wait();
+}
+
+Result<bool> SaveHandle::WaitStagedFor(std::chrono::milliseconds most) {
+  if (!rep_->InThisProcess()) return OfAnotherProcess();
+  const std::optional<Status> staged = rep_->staged.WaitFor(most);
+  if (staged) TENSORMOUNT_RETURN_IF_ERROR(*staged);
+  return staged.has_value();
+}
+
+std::optional<Result<SaveReport>> SaveHandle::WaitCommittedFor(std::chrono::milliseconds most) {
+  if (!rep_->InThisProcess()) return OfAnotherProcess();
+  return rep_->ended.WaitFor(most);
+}
+
+Result<int> SaveHandle::StagedFd() {
+  if (!rep_->InThisProcess()) return OfAnotherProcess();
+  return rep_->staged.EventFd();
+}
+
+Result<int> SaveHandle::CommittedFd() {
+  if (!rep_->InThisProcess()) return OfAnotherProcess();
+  return rep_->ended.EventFd();
 }
 
 SaveProgress SaveHandle::progress() const {
@@ -468,8 +468,7 @@ SaveProgress SaveHandle::progress() const {
   p.bytes_total = rep_->bytes_total;
   p.bytes_staged = rep_->bytes_staged;
   if (rep_->InThisProcess()) {  // Elsewhere a thread that is not there may hold it.
-    std::lock_guard lock(rep_->mutex);
-    p.bytes_written = *rep_->written;
+    rep_->ended.Look([&] { p.bytes_written = *rep_->written; });
   }
   p.stalled = std::chrono::nanoseconds(rep_->stalled);
   return p;
@@ -544,6 +543,17 @@ Result<std::shared_ptr<AsyncSaver>> AsyncSaver::Of(Communicator& comm) {
 
 Result<SaveHandle> AsyncSaver::Save(const StateDict& state, std::string_view path,
                                     const SaveOptions& options) {
+  return Start(state, path, options,
+               rep_->options.stage_in_background ? Staging::kInBackground : Staging::kNow);
+}
+
+Result<SaveHandle> AsyncSaver::SaveInPlace(const StateDict& state, std::string_view path,
+                                           const SaveOptions& options) {
+  return Start(state, path, options, Staging::kNone);
+}
+
+Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view path,
+                                     const SaveOptions& options, Staging staging) {
   if (rep_->process != getpid()) return OfAnotherProcess();
   auto job = std::make_shared<SaveHandle::Rep>();
   job->on_drop = rep_->options.on_drop;
@@ -558,8 +568,14 @@ Result<SaveHandle> AsyncSaver::Save(const StateDict& state, std::string_view pat
   // Whatever goes wrong from here on, the task is given to the lane, so that the other ranks hear
   // of it instead of waiting.
   const Status prepared = Guarded([&]() -> Status {
-    if (rep_->options.stage_in_background) {
+    if (staging == Staging::kInBackground) {
       task.state = ShareState(state);
+      return {};
+    }
+    if (staging == Staging::kNone) {
+      task.in_place = true;
+      task.staged.emplace();
+      task.staged->dict = ShareState(state);
       return {};
     }
     // The save before the last must be over: its memory is what this one is staged in.
@@ -578,7 +594,11 @@ Result<SaveHandle> AsyncSaver::Save(const StateDict& state, std::string_view pat
   }
   if (task.staged.has_value()) {
     rep_->turns->Reach(task.number, Turns::Step::kStaged);
-    job->Staged(task.staged->status);
+    if (task.in_place) {
+      job->state = SaveProgress::State::kSaving;
+    } else {
+      job->Staged(task.staged->status);
+    }
   }
   lane.Add(std::move(task));
   return SaveHandle(std::move(job));

@@ -238,8 +238,9 @@ Status Move(CollectiveEngine& engine, LocalWork& work, std::string_view phase,
 
 }  // namespace
 
-Collective::Collective(Communicator& comm, const Timeouts& timeouts)
-    : engine_(std::make_unique<CollectiveEngine>(comm, timeouts)) {}
+Collective::Collective(Communicator& comm, const Timeouts& timeouts,
+                       const std::atomic<bool>* cancel)
+    : engine_(std::make_unique<CollectiveEngine>(comm, timeouts, cancel)) {}
 Collective::~Collective() = default;
 
 int Collective::rank() const { return engine_->comm().rank(); }

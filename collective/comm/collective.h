@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_COLLECTIVE_COMM_COLLECTIVE_H_
 #define TENSORMOUNT_COLLECTIVE_COMM_COLLECTIVE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -51,8 +52,12 @@ class FrameSender;
 class Collective {
  public:
   // Numbers a new job of the communicator's group: all its ranks must make as many of them, in the
-  // same order, which is what Save, Load and Validate do.
-  Collective(Communicator& comm, const Timeouts& timeouts);
+  // same order, which is what Save, Load and Validate do. `cancel`: where not null, set to end the
+  // job. Callers look at it themselves, and bring it to the next call, where all ranks come to it
+  // together; a call that has waited for others for kCancelPatience (collective_round.h) since then
+  // ends with kCancelled, as at a deadline.
+  Collective(Communicator& comm, const Timeouts& timeouts,
+             const std::atomic<bool>* cancel = nullptr);
   ~Collective();
 
   int rank() const;

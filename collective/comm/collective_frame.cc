@@ -12,12 +12,13 @@
 
 #include "base/coding.h"
 #include "base/hash.h"
+#include "collective/comm/status_wire.h"
 
 namespace tensormount {
 namespace {
 
 constexpr std::uint32_t kFrameMagic = 0x43434d54;  // "TMCC"
-constexpr std::uint16_t kFrameVersion = 2;
+constexpr std::uint16_t kFrameVersion = 3;
 constexpr std::size_t kPhaseBytes = 40;
 // magic 4, version 2, kind 1, op 1, job 16, sequence 4, round 4, phase hash 8, code 4, errno 4,
 // payload size 8 and hash 8, fatal 1, phase length 1, zero 2.
@@ -53,6 +54,12 @@ bool WasFrameOf(const FrameBytes& bytes, const Communicator::Job& job) {
 bool CodeKnown(std::uint32_t code) { return code <= static_cast<std::uint32_t>(Code::kInternal); }
 
 }  // namespace
+
+std::string ToPayload(const Status& failure) {
+  ByteWriter out;
+  WriteStatus(out, failure);
+  return std::move(out.bytes());
+}
 
 Payload::Payload(std::string_view b) : bytes(b), hash(Xxh3Low64(b)) {}
 
@@ -164,7 +171,8 @@ Status FrameReceiver::Drop(const Status& why) {
 }
 
 Status FrameReceiver::Damaged(const std::string& what) const {
-  return {Code::kDataLoss, "message of rank " + std::to_string(peer_) + ": " + what};
+  return Status(Code::kDataLoss, "message of rank " + std::to_string(peer_) + ": " + what)
+      .With({.rank = peer_});
 }
 
 Result<bool> FrameReceiver::IsNext(const Frame& frame) {
@@ -173,7 +181,8 @@ Result<bool> FrameReceiver::IsNext(const Frame& frame) {
     return Status(Code::kUnavailable, "rank " + std::to_string(peer_) + " has gone on to job " +
                                           std::to_string(frame.job.number) +
                                           " while this rank is in job " +
-                                          std::to_string(job_.number));
+                                          std::to_string(job_.number))
+        .With({.rank = peer_});
   }
   if (frame.sequence < next_) return false;
   if (frame.sequence > next_) {
@@ -225,10 +234,13 @@ Status FrameReceiver::CheckPayload() {
 FrameReceiver::Received FrameReceiver::Take() {
   stage_ = Stage::kIdle;
   Received out = std::exchange(received_, {});
-  if (!out.frame.status.ok()) {
-    out.frame.status = Status::FromParts(out.frame.status.code(), out.frame.status.ToErrno(),
-                                         std::exchange(out.payload, {}));
-  }
+  if (out.frame.status.ok()) return out;
+  const std::string told = std::exchange(out.payload, {});
+  ByteReader in(told, "failure of another rank");
+  const Status status = ReadStatus(in);
+  // A failure that cannot be read stays one.
+  out.frame.status =
+      status.ok() || !in.Finish().ok() ? Damaged("it failed, and does not say why") : status;
   return out;
 }
 

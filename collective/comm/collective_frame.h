@@ -56,7 +56,7 @@ struct Frame {
   std::uint8_t op = 0;
   std::uint64_t phase_hash = 0;
   std::string phase;  // Cut to what fits; for messages.
-  Status status;      // A failure; its message travels as the payload.
+  Status status;      // A failure; its words and fields travel as the payload (ToPayload).
   std::uint64_t payload_size = 0;
   std::uint64_t payload_hash = 0;
 };
@@ -76,6 +76,9 @@ struct Payload {
   std::string_view bytes;
   std::uint64_t hash;
 };
+
+// The payload of a frame with this failure.
+std::string ToPayload(const Status& failure);
 
 // `payload` is put in where it fits; its size and hash in any case.
 FrameBytes EncodeFrame(const Frame& frame, const Payload& payload);

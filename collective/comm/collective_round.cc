@@ -32,6 +32,7 @@
 #include "base/deadline.h"
 #include "base/hash.h"
 #include "base/parallel.h"
+#include "collective/comm/status_wire.h"
 #include "collective/guarded.h"
 
 namespace tensormount {
@@ -83,10 +84,18 @@ std::string Waiting(const CollectiveEngine::Round& round) {
   return "waiting for '" + std::string(round.phase) + "'";
 }
 
+// A failure of rank 0, which `message` names.
+Status OfRank0(Code code, std::string message) {
+  return Status(code, std::move(message)).With({.rank = 0});
+}
+
+Status GaveUp(int rank, const Status& why) {
+  return why.WithContext("rank " + std::to_string(rank) + " gave up").With({.rank = rank});
+}
+
 Status Cut(const Status& status) {
   if (status.message().size() <= kMaxVerdictMessage) return status;
-  return Status::FromParts(status.code(), status.ToErrno(),
-                           status.message().substr(0, kMaxVerdictMessage) + "...");
+  return status.WithMessage(status.message().substr(0, kMaxVerdictMessage) + "...");
 }
 
 nanoseconds BeatInterval(nanoseconds liveness) {
@@ -268,10 +277,12 @@ Timeouts Bounded(const Timeouts& given) {
 
 }  // namespace
 
-CollectiveEngine::CollectiveEngine(Communicator& comm, const Timeouts& timeouts)
+CollectiveEngine::CollectiveEngine(Communicator& comm, const Timeouts& timeouts,
+                                   const std::atomic<bool>* cancel)
     : comm_(comm),
       timeouts_(Bounded(timeouts)),
       end_(Clock::now() + timeouts_.total),
+      cancel_(cancel),
       job_(comm.BeginJob()),
       tag_(TagOf(comm, job_)),
       watch_(comm, timeouts_.liveness),
@@ -381,9 +392,9 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunRoot(const Round& round) {
     if (g.failed && round.work != nullptr) break;
     if (now - looked >= std::min<nanoseconds>(kLookAfterMissing, timeouts_.liveness / 16)) {
       looked = now;
-      if (Status missing = Missing(round, g, now); !missing.ok()) {
-        return TellAll(round, missing, /*fatal=*/true, {});
-      }
+      Status missing = Missing(round, g, now);
+      if (missing.ok()) missing = CancelledWait(round, now);
+      if (!missing.ok()) return TellAll(round, missing, /*fatal=*/true, {});
       Remind(round, g, now);
     }
     (void)sender_.Poll();
@@ -427,7 +438,7 @@ Status CollectiveEngine::Collect(const Round& round, Gathered& g, bool* moved) {
     }
   }
   if (lost.size() > 1 && why.code() == Code::kUnavailable) {
-    why = Status(Code::kUnavailable, NamesOfRanks(lost) + " are gone");
+    why = Status(Code::kUnavailable, NamesOfRanks(lost) + " are gone").With({.rank = lost[0]});
   }
   return why.WithContext(Waiting(round));
 }
@@ -435,16 +446,16 @@ Status CollectiveEngine::Collect(const Round& round, Gathered& g, bool* moved) {
 Status CollectiveEngine::OnContribution(const Round& round, Gathered& g, int from,
                                         FrameReceiver::Received in) {
   const Frame& f = in.frame;
-  const std::string who = "rank " + std::to_string(from);
   if (f.kind == Frame::kHello) return {};
-  if (f.kind == Frame::kGaveUp) return f.status.WithContext(who + " gave up");
+  if (f.kind == Frame::kGaveUp) return GaveUp(from, f.status);
   const Frame mine = MakeFrame(round, Frame::kContribution);
   if (f.kind != Frame::kContribution || f.round != mine.round || f.op != mine.op ||
       f.phase_hash != mine.phase_hash) {
-    return {Code::kInternal, "ranks are in different phases: " + who + " is in '" + f.phase +
-                                 "' (call " + std::to_string(f.round) + "), rank 0 in '" +
-                                 std::string(round.phase) + "' (call " + std::to_string(round_) +
-                                 ")"};
+    return Status(Code::kInternal, "ranks are in different phases: rank " + std::to_string(from) +
+                                       " is in '" + f.phase + "' (call " + std::to_string(f.round) +
+                                       "), rank 0 in '" + std::string(round.phase) + "' (call " +
+                                       std::to_string(round_) + ")")
+        .With({.rank = from});
   }
   Gathered::Seat& seat = g.seats[static_cast<std::size_t>(from)];
   seat.came = true;
@@ -465,10 +476,10 @@ Status CollectiveEngine::StillThere(const Round& round, const Gathered& g) {
     const Result<bool> got = from_[r]->Poll();
     if (!got.ok()) return got.status().WithContext(Waiting(round));
     if (!got.value()) continue;
-    const std::string who = "rank " + std::to_string(r);
     const Frame f = from_[r]->Take().frame;
-    if (f.kind == Frame::kGaveUp) return f.status.WithContext(who + " gave up");
-    return {Code::kInternal, who + " went on without an answer"};
+    if (f.kind == Frame::kGaveUp) return GaveUp(static_cast<int>(r), f.status);
+    return Status(Code::kInternal, "rank " + std::to_string(r) + " went on without an answer")
+        .With({.rank = static_cast<int>(r)});
   }
   return {};
 }
@@ -502,7 +513,8 @@ Status CollectiveEngine::Missing(const Round& round, const Gathered& g, Clock::t
             (ended ? SecondsText(timeouts_.total) + ", the time for the whole call"
                    : SecondsText(timeouts_.arrival + round.allowance));
   }
-  return {Code::kDeadlineExceeded, what};
+  return Status(Code::kDeadlineExceeded, what)
+      .With({.rank = silent.empty() ? late.front() : silent.front()});
 }
 
 void CollectiveEngine::Remind(const Round& round, Gathered& g, Clock::time_point now) {
@@ -537,13 +549,12 @@ Status CollectiveEngine::Judge(const Round& round, Gathered& g, std::string* ver
   }
   const Status& status = g.seats[first].status;
   if (round.op == CollectiveOp::kBroadcast) return status;
-  Status out = status.WithContext("rank " + std::to_string(first));
+  const Status out = FromRank(static_cast<int>(first), status);
   if (failed == 1) return out;
   const std::string others = failed == 2
                                  ? " (1 other rank failed too)"
                                  : " (" + std::to_string(failed - 1) + " other ranks failed too)";
-  return Status::FromParts(out.code(), out.ToErrno(),
-                           out.message().substr(0, kMaxVerdictMessage) + others);
+  return out.WithMessage(out.message().substr(0, kMaxVerdictMessage) + others);
 }
 
 Result<CollectiveEngine::Told> CollectiveEngine::TellAll(const Round& round, const Status& failure,
@@ -552,7 +563,7 @@ Result<CollectiveEngine::Told> CollectiveEngine::TellAll(const Round& round, con
   Frame frame = MakeFrame(round, Frame::kVerdict);
   frame.status = cut;
   frame.fatal = fatal;
-  auto text = std::make_shared<const std::string>(cut.ok() ? std::move(verdict) : cut.message());
+  auto text = std::make_shared<const std::string>(cut.ok() ? std::move(verdict) : ToPayload(cut));
   const Payload payload(*text);
   for (int r = 1; r < comm_.size(); ++r) sender_.Send(r, frame, payload, text);
   const Clock::duration patience = timeouts_.arrival + AllowanceFor(text->size());
@@ -595,8 +606,8 @@ void CollectiveEngine::Contribute(const Round& round, const Status& mine) {
 
 void CollectiveEngine::SendFailure(Frame frame, const Status& why) {
   frame.status = Cut(why);
-  const auto message = std::make_shared<const std::string>(frame.status.message());
-  sender_.Send(0, std::move(frame), Payload(*message), message);
+  const auto told = std::make_shared<const std::string>(ToPayload(frame.status));
+  sender_.Send(0, std::move(frame), Payload(*told), told);
 }
 
 Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
@@ -632,8 +643,9 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
         continue;
       }
       if (f.kind != Frame::kVerdict || (f.round != round_ && !f.fatal)) {
-        return GiveUp(round, {Code::kInternal, "rank 0 answers to '" + f.phase + "' instead of '" +
-                                                   std::string(round.phase) + "'"});
+        return GiveUp(round,
+                      OfRank0(Code::kInternal, "rank 0 answers to '" + f.phase + "' instead of '" +
+                                                   std::string(round.phase) + "'"));
       }
       if (f.fatal) return Spend(f.status);
       // It has what was sent; this only makes the memory free.
@@ -659,19 +671,31 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
     }
     (void)sender_.Poll();
     if (watch_.Lost(0, now)) {
-      return GiveUp(round,
-                    {Code::kDeadlineExceeded, Waiting(round) + ": rank 0: not heard of for " +
-                                                  SecondsText(timeouts_.liveness)});
+      return GiveUp(
+          round, OfRank0(Code::kDeadlineExceeded, Waiting(round) + ": rank 0: not heard of for " +
+                                                      SecondsText(timeouts_.liveness)));
+    }
+    if (const Status cancelled = CancelledWait(round, now); !cancelled.ok()) {
+      return GiveUp(round, cancelled);
     }
     if (now > deadline) {
-      return GiveUp(
-          round, {Code::kDeadlineExceeded,
-                  Waiting(round) + ": rank 0 did not come within " +
-                      (now > end_ ? SecondsText(timeouts_.total) + ", the time for the whole call"
-                                  : SecondsText(patience))});
+      return GiveUp(round, OfRank0(Code::kDeadlineExceeded,
+                                   Waiting(round) + ": rank 0 did not come within " +
+                                       (now > end_ ? SecondsText(timeouts_.total) +
+                                                         ", the time for the whole call"
+                                                   : SecondsText(patience))));
     }
     backoff.Pause(working && round.work->alone);
   }
+}
+
+Status CollectiveEngine::CancelledWait(const Round& round, Clock::time_point now) {
+  if (cancel_ == nullptr || !cancel_->load()) return {};
+  if (!cancel_seen_) cancel_seen_ = now;
+  if (now - *cancel_seen_ < kCancelPatience) return {};
+  return Status(Code::kCancelled,
+                Waiting(round) + ": cancelled by rank " + std::to_string(comm_.rank()))
+      .With({.rank = comm_.rank()});
 }
 
 Status CollectiveEngine::GiveUp(const Round& round, const Status& why) {

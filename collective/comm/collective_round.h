@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_COLLECTIVE_COMM_COLLECTIVE_ROUND_H_
 #define TENSORMOUNT_COLLECTIVE_COMM_COLLECTIVE_ROUND_H_
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -112,6 +113,10 @@ class LocalWork {
   virtual void Cancel() = 0;
 };
 
+// How long a job that is to be cancelled still waits for others. Those who come meanwhile learn of
+// it from this rank's vote, and all agree; those who do not come must not keep it from ending.
+inline constexpr std::chrono::seconds kCancelPatience{3};
+
 enum class CollectiveOp : std::uint8_t {
   kAllGather = 1,
   kGather,
@@ -138,7 +143,7 @@ enum class CollectiveOp : std::uint8_t {
 // from rank to rank instead (Run, NeighborAllToAll).
 class CollectiveEngine {
  public:
-  CollectiveEngine(Communicator& comm, const Timeouts& timeouts);
+  CollectiveEngine(Communicator& comm, const Timeouts& timeouts, const std::atomic<bool>* cancel);
   ~CollectiveEngine();
   CollectiveEngine(const CollectiveEngine&) = delete;
   CollectiveEngine& operator=(const CollectiveEngine&) = delete;
@@ -189,11 +194,15 @@ class CollectiveEngine {
   // Until all that was sent is out, or whoever does not take it is lost.
   void Drain(Clock::duration limit);
   Status GiveUp(const Round& round, const Status& why);
+  // Why a wait ends that was to be cancelled; ok while it was not, or not long ago.
+  Status CancelledWait(const Round& round, Clock::time_point now);
   Status Spend(const Status& why);
 
   Communicator& comm_;
   const Timeouts timeouts_;
   const Clock::time_point end_;  // Of the whole job.
+  const std::atomic<bool>* const cancel_;
+  std::optional<Clock::time_point> cancel_seen_;
   const Communicator::Job job_;
   // The first of this job's tags: members speak on it, rank 0 on the next, letters on the third.
   const std::uint32_t tag_;

@@ -21,7 +21,7 @@ namespace {
 
 // `status` with "rank FROM" called "rank TO".
 Status Renumbered(const Status& status, int from, int to) {
-  if (from == to) return status;
+  if (from == to || status.ok()) return status;
   const std::string old = "rank " + std::to_string(from);
   const std::string& message = status.message();
   std::string out;
@@ -35,7 +35,9 @@ Status Renumbered(const Status& status, int from, int to) {
     out += message.substr(at, hit - at) + (whole ? "rank " + std::to_string(to) : old);
     at = end;
   }
-  return Status::FromParts(status.code(), status.ToErrno(), out + message.substr(at));
+  ErrorFields fields = status.fields();
+  if (fields.rank == from) fields.rank = to;
+  return Status::FromParts(status.code(), status.ToErrno(), out + message.substr(at)).With(fields);
 }
 
 // A name for a list of ranks.

@@ -46,13 +46,16 @@ Status CheckEnvelope(const Communicator& comm, int peer, std::uint32_t tag) {
 }
 
 Status PeerGone(int rank) {
-  return {Code::kUnavailable, "rank " + std::to_string(rank) + " is gone"};
+  return Status(Code::kUnavailable, "rank " + std::to_string(rank) + " is gone")
+      .With({.rank = rank});
 }
 
 Status SizeDiffers(int from, std::uint32_t tag, std::uint64_t sent, std::uint64_t wanted) {
-  return {Code::kDataLoss, "receive from rank " + std::to_string(from) + ", tag " +
-                               std::to_string(tag) + ": " + std::to_string(sent) +
-                               " bytes came where " + std::to_string(wanted) + " were expected"};
+  return Status(Code::kDataLoss, "receive from rank " + std::to_string(from) + ", tag " +
+                                     std::to_string(tag) + ": " + std::to_string(sent) +
+                                     " bytes came where " + std::to_string(wanted) +
+                                     " were expected")
+      .With({.rank = from});
 }
 
 Status NoSuchRequest(Communicator::Request request) {

@@ -90,7 +90,17 @@ Status LayoutReport::ToStatus() const {
   if (finding_count > 1 && !findings.empty()) {
     text += "; " + Counted(finding_count - 1, "more finding");
   }
-  return Status(Code::kInvalidArgument, std::move(text));
+  const Status status(Code::kInvalidArgument, std::move(text));
+  if (findings.empty()) return status;
+  const Finding& first = findings[0];
+  ErrorFields fields{.rank = first.ranks.size() == 1 ? first.ranks[0] : -1,
+                     .key = first.key,
+                     .cause = first.cause};
+  if (first.box) {
+    fields.box_begin.assign(first.box->begin().begin(), first.box->begin().end());
+    fields.box_extent.assign(first.box->extent().begin(), first.box->extent().end());
+  }
+  return status.With(fields);
 }
 
 std::string LayoutReport::ToText() const {

@@ -16,7 +16,6 @@ namespace {
 
 constexpr std::string_view kLayoutMagic("TMLY", 4);
 constexpr std::size_t kHeaderBytes = 24;
-constexpr std::size_t kMaxLayoutMessage = std::size_t{1} << 20;
 constexpr std::uint32_t kFlatFlag = 1;
 constexpr std::uint32_t kReplicaShift = 1;
 constexpr std::uint32_t kMaxFlags = kFlatFlag | static_cast<std::uint32_t>(Replica::kCopy)
@@ -344,24 +343,6 @@ Result<DecodedLayout> DecodeLayout(std::string_view encoded, std::string_view wh
   }
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
   return layout;
-}
-
-void WriteStatus(ByteWriter& out, const Status& status) {
-  out.U8(static_cast<std::uint8_t>(status.code()));
-  if (status.ok()) return;
-  out.U32(static_cast<std::uint32_t>(status.ToErrno()));
-  out.String(std::string_view(status.message()).substr(0, kMaxLayoutMessage));
-}
-
-Status ReadStatus(ByteReader& in) {
-  const std::uint8_t code = in.U8();
-  if (code == 0) return Status();
-  const std::uint32_t err = in.U32();
-  const std::string_view message = in.String(kMaxLayoutMessage);
-  if (code > static_cast<std::uint8_t>(Code::kInternal) || err > 4095 || !in.status().ok()) {
-    return Status(Code::kDataLoss, "a status that came from another rank is damaged");
-  }
-  return Status::FromParts(static_cast<Code>(code), static_cast<int>(err), std::string(message));
 }
 
 }  // namespace tensormount

@@ -151,11 +151,6 @@ Result<LayoutHeader> ReadLayoutHeader(ByteReader& in, std::string_view what);
 Result<TensorMeta> ReadMeta(ByteReader& in, std::string_view what);
 Result<DecodedLayout::ObjectItem> ReadObjectItem(ByteReader& in, std::string_view what);
 
-// A Status as fields of a message.
-void WriteStatus(ByteWriter& out, const Status& status);
-// Ok as well as failures; garbage makes the reader's own status a failure or gives kDataLoss.
-Status ReadStatus(ByteReader& in);
-
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_COLLECTIVE_LAYOUT_WIRE_H_

@@ -377,9 +377,9 @@ class UnitStream final : public LocalWork {
     --pieces_coming_;
     if (++c.arrived.pieces < c.pieces.size()) return {};
     if (c.arrived.sum != c.letter->sum) {
-      return {Code::kDataLoss,
-              "tensor " + tensor.entry().meta.key() + ": its bytes changed on the way from rank " +
-                  std::to_string(c.from)};
+      return {Code::kDataLoss, "tensor " + tensor.entry().meta.key() +
+                                   ": its bytes changed on the way from rank " +
+                                   std::to_string(c.from)};
     }
     coming_.erase(receive.of);
     return {};

@@ -12,6 +12,7 @@
 #include "base/hash.h"
 #include "base/log.h"
 #include "collective/comm/collective.h"
+#include "collective/comm/status_wire.h"
 #include "collective/guarded.h"
 #include "collective/layout/layout_exchange.h"
 #include "collective/load/exchange_load.h"
@@ -73,13 +74,14 @@ std::string ListKeys(const std::vector<std::string>& keys) {
 class LoadJob {
  public:
   LoadJob(FileSystem& fs, const StateDict& request, std::string_view path, Communicator& comm,
-          const LoadOptions& options)
+          const LoadOptions& options, const LoadControl& control)
       : fs_(fs),
         request_(request),
         path_(path),
         options_(options),
         comm_(comm),
-        collective_(comm, options.timeouts),
+        control_(control),
+        collective_(comm, options.timeouts, control.cancel),
         events_(options.events, "load", path, comm.rank()) {}
 
   Result<LoadReport> Run() {
@@ -102,6 +104,12 @@ class LoadJob {
   }
 
  private:
+  // Brought to the next round, where all ranks hear of it.
+  Status CheckCancelled() const {
+    if (control_.cancel == nullptr || !control_.cancel->load()) return {};
+    return {Code::kCancelled, "the load was cancelled"};
+  }
+
   // ---- Open ----
 
   Status Open() {
@@ -121,6 +129,8 @@ class LoadJob {
 
   // Rank 0: opens and says what was opened.
   Result<std::string> OpenFirst() {
+    // It may have failed for want of a path.
+    TENSORMOUNT_RETURN_IF_ERROR(FromRank(0, request_.status()));
     TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs_, path_, options_.roots));
     TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenFound(fs_, found, options_.roots));
     const std::string& resolved = found.path;
@@ -158,6 +168,7 @@ class LoadJob {
     Result<MeetingPart> part = MeetingPart();
     const Status prepared = Guarded([&]() -> Status {
       TENSORMOUNT_RETURN_IF_ERROR(opened_);
+      TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
       part = PrepareMeeting(comm_, checkpoint_->index(), request_, path_, identity_, options_);
       return part.status();
     });
@@ -193,7 +204,7 @@ class LoadJob {
     if (keys.empty()) return {};
     switch (action) {
       case Strict::kRaise:
-        return Status(code, what + ListKeys(keys));
+        return Status(code, what + ListKeys(keys)).With({.key = keys.front()});
       case Strict::kLog:
         if (collective_.rank() == 0) {
           Log(LogLevel::kWarning, checkpoint_->directory() + ": " + what + ListKeys(keys));
@@ -239,6 +250,7 @@ class LoadJob {
     std::vector<std::byte> staging;
     const std::shared_ptr<const void> in_order = checkpoint_->ReadInOrder();  // So targets stand.
     for (LoadTarget& target : targets_) {
+      TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
       if (target.tensor->exchange && !target.convert) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(
           target.verify,
@@ -256,6 +268,7 @@ class LoadJob {
       }
       direct_bytes_ += target.bytes;
     }
+    TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
     TENSORMOUNT_ASSIGN_OR_RETURN(CommonState common, index.Common());
     report_.common_values = std::move(common.values);
     report_.rank_common_values = std::move(common.ranks);
@@ -341,6 +354,7 @@ class LoadJob {
   const std::string path_;
   const LoadOptions& options_;
   Communicator& comm_;
+  const LoadControl control_;
   Collective collective_;
   PhaseEvents events_;
   std::shared_ptr<OpenedCheckpoint> checkpoint_;
@@ -357,8 +371,9 @@ class LoadJob {
 }  // namespace
 
 Result<LoadReport> LoadOn(FileSystem& fs, const StateDict& request, std::string_view path,
-                          Communicator& comm, const LoadOptions& options) {
-  return LoadJob(fs, request, path, comm, options).Run();
+                          Communicator& comm, const LoadOptions& options,
+                          const LoadControl& control) {
+  return LoadJob(fs, request, path, comm, options, control).Run();
 }
 
 Result<LoadReport> Load(const StateDict& request, std::string_view path, Communicator& comm,

@@ -5,11 +5,11 @@
 #include "collective/load/resolve.h"
 
 #include <algorithm>
-#include <fnmatch.h>
 #include <optional>
 #include <set>
 #include <utility>
 
+#include "base/glob.h"
 #include "index/records/layer_names.h"
 #include "shard/box_access.h"
 #include "shard/convert.h"
@@ -17,13 +17,9 @@
 namespace tensormount {
 namespace {
 
-bool Matches(const std::string& glob, const std::string& key) {
-  return fnmatch(glob.c_str(), key.c_str(), 0) == 0;
-}
-
 LoadRule RuleFor(const LoadOptions& options, const std::string& key) {
   for (const KeyRule& rule : options.rules) {
-    if (Matches(rule.keys, key)) return rule.rule;
+    if (GlobMatches(rule.keys, key)) return rule.rule;
   }
   return {};
 }
@@ -82,7 +78,8 @@ Fit FitTensor(const TensorMeta& asked, const Found& found, const LoadRule& rule)
         Status(code, "tensor " + asked.key() + ": asked for as " +
                          std::string(InfoOf(asked.dtype()).name) + " " + asked.shape().ToString() +
                          ", stored as " + std::string(InfoOf(stored.dtype()).name) + " " +
-                         found.shape.ToString() + why);
+                         found.shape.ToString() + why)
+            .With({.key = std::string(asked.key())});
   };
   if (asked.shape().rank() != found.shape.rank()) {
     refuse(Code::kInvalidArgument, "");
@@ -201,7 +198,8 @@ Result<const ObjectRecord*> FindPart(const LoadRequest::Object& want,
                                               (want.grid.rank() != 0 || want.index.rank() == 0
                                                    ? "on a grid of " + want.grid.ToString()
                                                    : "as part " + want.index.ToString()) +
-                                              ", stored on one of " + grid.ToString());
+                                              ", stored on one of " + grid.ToString())
+        .With({.key = want.key});
   }
   if (other && rule == LoadRule::Grid::kSkip) {
     *skip = true;
@@ -253,7 +251,7 @@ const std::shared_ptr<const TensorEntry>& Resolved::Stored(const ResolvedItem& o
 bool IsExemptKey(const LoadOptions& options, std::string_view key) {
   const std::string text(key);
   return std::any_of(options.strict_exempt.begin(), options.strict_exempt.end(),
-                     [&](const std::string& glob) { return Matches(glob, text); });
+                     [&](const std::string& glob) { return GlobMatches(glob, text); });
 }
 
 Result<Resolved> ResolveRequest(const CheckpointIndex& index, const LoadRequest& request,

@@ -7,16 +7,15 @@
 #include <utility>
 
 #include "base/coding.h"
+#include "collective/comm/status_wire.h"
 #include "collective/guarded.h"
-#include "collective/layout/wire.h"
 
 namespace tensormount {
 namespace {
 
 // What the layout forbids is so for everybody; what befell an owner is told as its own.
 Status OfOwner(std::size_t owner, const Status& status) {
-  return status.code() == Code::kUnsupported ? status
-                                             : status.WithContext("rank " + std::to_string(owner));
+  return status.code() == Code::kUnsupported ? status : FromRank(static_cast<int>(owner), status);
 }
 
 Result<std::string> DecideAll(const std::vector<std::string>& parts, const PlanRules& rules,

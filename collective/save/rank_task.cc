@@ -13,6 +13,7 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
+#include "collective/comm/status_wire.h"
 #include "collective/layout/wire.h"
 #include "shard/coding.h"
 

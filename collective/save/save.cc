@@ -14,6 +14,7 @@
 #include "base/coding.h"
 #include "base/log.h"
 #include "collective/comm/collective.h"
+#include "collective/comm/status_wire.h"
 #include "collective/guarded.h"
 #include "collective/layout/layout_exchange.h"
 #include "collective/phase_events.h"
@@ -129,7 +130,7 @@ class SaveSession {
         options_(options),
         control_(control),
         comm_(comm),
-        collective_(comm, options.timeouts),
+        collective_(comm, options.timeouts, control.cancel),
         rank_(comm.rank()),
         world_(comm.size()),
         phases_(options.events, "save", path_, comm.rank()) {}

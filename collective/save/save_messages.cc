@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/coding.h"
-#include "collective/layout/wire.h"
+#include "collective/comm/status_wire.h"
 #include "index/records/record_coding.h"
 
 namespace tensormount {
@@ -29,10 +29,6 @@ Vote ReadVote(ByteReader& in) {
 
 }  // namespace
 
-Status FromRank(int rank, const Status& status) {
-  return status.WithContext("rank " + std::to_string(rank));
-}
-
 std::string EncodeVote(const Vote& vote) {
   ByteWriter out;
   WriteVote(out, vote);
@@ -49,12 +45,12 @@ Status VerdictOf(std::span<const Vote> votes) {
     if (failed++ == 0) first = FromRank(static_cast<int>(r), votes[r].status);
   }
   if (failed > 1) {
-    return Status::FromParts(
-        first.code(), first.ToErrno(),
-        first.message() + " (and " + std::to_string(failed - 1) + " more ranks failed)");
+    return first.WithMessage(first.message() + " (and " + std::to_string(failed - 1) +
+                             " more ranks failed)");
   }
   if (failed == 0 && asked >= 0) {
-    return Status(Code::kCancelled, "the save was cancelled by rank " + std::to_string(asked));
+    return Status(Code::kCancelled, "the save was cancelled by rank " + std::to_string(asked))
+        .With({.rank = asked});
   }
   return first;
 }

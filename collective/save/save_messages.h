@@ -19,9 +19,6 @@
 
 namespace tensormount {
 
-// "rank 2: ..."
-Status FromRank(int rank, const Status& status);
-
 // A rank's say before a step that all must agree to.
 struct Vote {
   Status status;

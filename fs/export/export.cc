@@ -213,8 +213,7 @@ class Job {
 
   Status CleanUp(const Status& failure) {
     const auto left = [&](std::string_view why) {
-      return Status::FromParts(failure.code(), failure.ToErrno(),
-                               fmt::format("{}; {} {}", failure.message(), temporary_, why));
+      return failure.WithMessage(fmt::format("{}; {} {}", failure.message(), temporary_, why));
     };
     if (published_) return failure;
     if (!AllStopped(failure)) return left("is left: remove it when no rank writes to it any more");

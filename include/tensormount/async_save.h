@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string_view>
 
 #include "tensormount/communicator.h"
@@ -54,6 +55,14 @@ class TENSORMOUNT_EXPORT SaveHandle {
   Status WaitStaged();
   // Until the verdict, which is that of Save. Bounded by the save's own time-outs.
   Result<SaveReport> WaitCommitted();
+  // The same for a time: for threads that have other things to look after. WaitStagedFor: false
+  // where it is not so far after `most`. WaitCommittedFor: nothing then.
+  Result<bool> WaitStagedFor(std::chrono::milliseconds most);
+  std::optional<Result<SaveReport>> WaitCommittedFor(std::chrono::milliseconds most);
+  // For event loops: an eventfd(2) that is readable once the bytes are staged, or the verdict is
+  // there, and stays so. It belongs to the handle: not to be read or closed.
+  Result<int> StagedFd();
+  Result<int> CommittedFd();
   // Local, never collective, never waits.
   SaveProgress progress() const;
   // Asks for the end of the save. The ranks vote: it is cancelled on all of them (kCancelled, names
@@ -111,11 +120,19 @@ class TENSORMOUNT_EXPORT AsyncSaver {
   // save alone and stay until the verdict.
   Result<SaveHandle> Save(const StateDict& state, std::string_view path,
                           const SaveOptions& options = {});
+  // The same without a copy: for callers who wait for the verdict, but not blindly. `state`'s
+  // buffers are written from, and must stay as they are until the verdict; so WaitStaged waits for
+  // it. Never waits for an earlier save, which it is queued behind.
+  Result<SaveHandle> SaveInPlace(const StateDict& state, std::string_view path,
+                                 const SaveOptions& options = {});
 
   struct Rep;  // Of the library alone.
 
  private:
   explicit AsyncSaver(std::unique_ptr<Rep> rep);
+  enum class Staging { kNow, kInBackground, kNone };
+  Result<SaveHandle> Start(const StateDict& state, std::string_view path,
+                           const SaveOptions& options, Staging staging);
   std::unique_ptr<Rep> rep_;
 };
 

@@ -16,6 +16,10 @@
 // is named there; every free function takes NULL. Texts are UTF-8 and end with a NUL. Pointers may
 // not be NULL where not said otherwise.
 //
+// A process that is forked has the handles of its parent, but neither its threads nor its place
+// among the ranks: checkpoints, communicators, savers and jobs answer TM_UNSUPPORTED there and name
+// themselves, and freeing them does nothing. It opens and makes its own.
+//
 // Threads: a checkpoint may be used by several threads at a time, everything else by one at a time.
 // A communicator may be used by several threads where they use different channels of it
 // (tm_communicator_channel).
@@ -73,8 +77,15 @@ TM_EXPORT const char* tm_status_name(tm_status status);
 TM_EXPORT const char* tm_last_error(void);
 // The errno of the system call that failed there, or that which stands for its status.
 TM_EXPORT int tm_last_errno(void);
+// All of it as fields, for programs: a JSON object with "code" ("NOT_FOUND"), "status" (its
+// number), "errno", "message", and, each where it is known, "rank" (that failed or did not come),
+// "key" (of a tensor, an object or a common value), "box" ({"begin": [], "extent": []}, of the
+// tensor "key"), "file" (of a checkpoint, or a path) and "cause" (the likely one, in words). Fields
+// are only ever added. Freed with tm_free. TM_NOT_FOUND where no call failed. Leaves the last error
+// as it is.
+TM_EXPORT tm_status tm_last_error_json(char** json);
 // Sets both, for libraries that add to this one, and returns `status`. `error_number` 0: that which
-// stands for the status.
+// stands for the status. The fields that it had are gone.
 TM_EXPORT tm_status tm_set_last_error(tm_status status, int error_number, const char* message);
 
 // "0.1.0".
@@ -506,9 +517,46 @@ typedef struct tm_save_job tm_save_job;
 TM_EXPORT tm_status tm_save_async(const tm_state* state, const char* path,
                                   tm_communicator* communicator, const tm_save_options* options,
                                   tm_save_job** out);
+// The same without a copy: for callers who wait for the verdict, but not blindly. The memory that
+// `state` describes is written from, and must stay as it is until the verdict.
+TM_EXPORT tm_status tm_save_in_place(const tm_state* state, const char* path,
+                                     tm_communicator* communicator, const tm_save_options* options,
+                                     tm_save_job** out);
+
+// A saver with memory and ways of its own; see AsyncOptions in tensormount/async_save.h.
+typedef struct tm_saver tm_saver;
+typedef struct tm_saver_options {
+  uint32_t struct_size;
+  int32_t stage_in_background;  // 1: tm_saver_save returns at once; wait for "staged".
+  uint64_t staging_bytes;       // For copies, on this rank, of all saves under way; 0: no bound.
+  int32_t cancel_on_free;       // 1: freeing a job cancels it, and does not wait.
+  int32_t reserved;
+} tm_saver_options;
+// Every rank makes the same ones, in the same order; a communicator has at most two at a time
+// besides its own. `communicator` must outlive it. `options` may be NULL.
+TM_EXPORT tm_status tm_saver_new(tm_communicator* communicator, const tm_saver_options* options,
+                                 tm_saver** out);
+// Waits for the saves under way; their verdicts stay with the jobs.
+TM_EXPORT void tm_saver_free(tm_saver* saver);
+// As tm_save_async.
+TM_EXPORT tm_status tm_saver_save(tm_saver* saver, const tm_state* state, const char* path,
+                                  const tm_save_options* options, tm_save_job** out);
+
 // Until the verdict, that of tm_save. `report` may be NULL. May be called again.
 TM_EXPORT tm_status tm_save_job_wait(tm_save_job* job, tm_save_report** report);
-// Asks for its end; the ranks vote. Does not wait.
+// The same for a time, for hosts that must look after signals meanwhile: *done is 1 where the
+// verdict, which is the status then, was there within `timeout_ms`, and 0 otherwise, with TM_OK.
+// Less than 0: no limit.
+TM_EXPORT tm_status tm_save_job_wait_for(tm_save_job* job, int64_t timeout_ms, int32_t* done,
+                                         tm_save_report** report);
+// Likewise until the caller may overwrite its buffers, or what made the save fail before that.
+TM_EXPORT tm_status tm_save_job_wait_staged(tm_save_job* job, int64_t timeout_ms, int32_t* done);
+// For event loops: an eventfd(2) that is readable once that is so, and stays it. It belongs to the
+// job: not to be read or closed.
+TM_EXPORT tm_status tm_save_job_fd(tm_save_job* job, int* fd);
+TM_EXPORT tm_status tm_save_job_staged_fd(tm_save_job* job, int* fd);
+// Asks for its end; the ranks vote, and who has waited for others for some seconds gives up. Does
+// not wait.
 TM_EXPORT void tm_save_job_cancel(tm_save_job* job);
 
 enum {
@@ -591,6 +639,25 @@ TM_EXPORT tm_status tm_load(const tm_state* request, const char* path,
                             tm_communicator* communicator, const tm_load_options* options,
                             tm_load_report** report);
 
+// A load in the background, on a thread of the library: returns at once, also where what was asked
+// cannot be done, which is the verdict then. `request` may go, but the buffers that it describes
+// are the load's until the verdict, and so is `communicator`, but for its channels and for further
+// loads in the background, which run one after the other.
+typedef struct tm_load_job tm_load_job;
+TM_EXPORT tm_status tm_load_async(const tm_state* request, const char* path,
+                                  tm_communicator* communicator, const tm_load_options* options,
+                                  tm_load_job** out);
+// As tm_save_job_wait_for, with the verdict of tm_load.
+TM_EXPORT tm_status tm_load_job_wait(tm_load_job* job, int64_t timeout_ms, int32_t* done,
+                                     tm_load_report** report);
+TM_EXPORT tm_status tm_load_job_fd(tm_load_job* job, int* fd);
+// From storage, by this rank so far. Never waits.
+TM_EXPORT uint64_t tm_load_job_bytes_read(const tm_load_job* job);
+// Asks for its end, as tm_save_job_cancel.
+TM_EXPORT void tm_load_job_cancel(tm_load_job* job);
+// Cancels it and waits until nothing writes to the buffers any more.
+TM_EXPORT void tm_load_job_free(tm_load_job* job);
+
 // As those of saves.
 typedef struct tm_load_numbers {
   uint32_t struct_size;  // Set before the call.
@@ -608,6 +675,9 @@ typedef struct tm_load_numbers {
   double proof_seconds;
 } tm_load_numbers;
 TM_EXPORT tm_status tm_load_report_numbers(const tm_load_report* report, tm_load_numbers* out);
+
+// Of the checkpoint that was loaded; "" for formats of other programs. Lives as long as the report.
+TM_EXPORT const char* tm_load_report_uuid(const tm_load_report* report);
 
 // With TM_STRICT_RETURN: keys asked for and absent; stored and asked for by nobody. Keys of this
 // rank of which nothing was loaded. Tensors whose elements were converted.
@@ -644,6 +714,78 @@ TM_EXPORT tm_status tm_load_report_metadata(const tm_load_report* report, char**
 // What the request had (tm_state_set_local).
 TM_EXPORT tm_status tm_load_report_local(const tm_load_report* report, const char* name,
                                          char** json, size_t* size);
+
+// ---- Stores, and checkpoints as a whole -----------------------------------------------------
+
+// What an operator does with the command (docs/cli.md), for programs: what is found comes as JSON,
+// with the fields that the command prints with --json, which are only ever added. Freed with
+// tm_free. These calls read and write as long as it takes; none waits for another process.
+
+// The checkpoints of a store by name: an array of {"checkpoint", "uuid", "generation", "latest"},
+// and "problem" where one cannot be read. TM_NOT_FOUND: no store.
+TM_EXPORT tm_status tm_store_list(const char* store, char** json);
+// The latest: {"checkpoint", "uuid", "generation", "path", "warnings"}; damaged ones are passed
+// over, with a warning each. TM_NOT_FOUND in an empty store. Where one could not be read, its
+// error: it may be the latest.
+TM_EXPORT tm_status tm_store_latest(const char* store, char** json);
+// Removes "STORE/NAME", durably; readers that have it open read on. tm_store_gc frees its space.
+TM_EXPORT tm_status tm_store_remove(const char* path);
+typedef struct tm_gc_options {
+  uint32_t struct_size;
+  int32_t dry_run;              // 1: says what would be done.
+  int64_t grace_seconds;        // What was removed earlier goes; 0: 60; less than 0: all.
+  int64_t staging_age_seconds;  // Stagings untouched for so long were abandoned; 0: a day.
+} tm_gc_options;
+// Deletes what was removed and is read by nobody, and what crashed saves left: {"removed", "kept",
+// "failed", "bytes_freed", "dry_run"}. `options` may be NULL.
+TM_EXPORT tm_status tm_store_gc(const char* store, const tm_gc_options* options, char** json);
+
+typedef struct tm_verify_options {
+  uint32_t struct_size;
+  int32_t quick;    // 1: commit record, lengths and index only; no data are read.
+  int32_t threads;  // 0: as many as cores.
+  int32_t reserved;
+  const char* const* roots;  // Folders where data of adopted checkpoints may lie.
+  size_t root_count;
+} tm_verify_options;
+// Every byte of a checkpoint against its hashes. The status is about the call, *whole (1 or 0) and
+// the report about the checkpoint: {"whole", "tensors", "bytes", ..., "damage": [{"object", "file",
+// "offset", "reason", "lost"}], "warnings": []}. `options` and `json` may be NULL.
+// TM_INVALID_ARGUMENT for a store: verify its checkpoints.
+TM_EXPORT tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t* whole,
+                              char** json);
+
+typedef struct tm_diff_options {
+  uint32_t struct_size;
+  int32_t values;       // 1: says how far numbers are apart, which reads what differs.
+  const char* keys;     // A glob; NULL: all.
+  const char* key_map;  // Rules as JSON (tensormount/key_map.h) that rename the first; NULL: none.
+  uint64_t limit;       // Mismatches that are listed; 0: 10,000.
+} tm_diff_options;
+// What two checkpoints differ in: *same (1 or 0), and {"same", "added", "removed", "changed",
+// "equal", ..., "mismatches": [{"event", "what", "key", ...}], "more": how many are not listed}.
+// `options` and `json` may be NULL. TM_NOT_FOUND: no key matches `keys`. TM_DATA_LOSS: what one of
+// them lacks was not compared.
+TM_EXPORT tm_status tm_diff(const char* first, const char* second, const tm_diff_options* options,
+                            int32_t* same, char** json);
+
+typedef struct tm_adopt_options {
+  uint32_t struct_size;
+  int32_t replace;      // 1: an existing checkpoint is replaced.
+  int32_t quick;        // 1: no data are read, and later reads not verified.
+  int32_t threads;      // 0: as many as cores.
+  const char* key_map;  // Rules as JSON; NULL: none.
+} tm_adopt_options;
+// Records what another program saved as checkpoint "STORE/NAME", in place: {"path", "uuid",
+// "generation", "tensors", "chunks", "bytes"}. `options` and `json` may be NULL.
+TM_EXPORT tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options* options,
+                             char** json);
+
+// New names of keys by rules as JSON (tensormount/key_map.h). `keys`: `count` texts, each with a
+// NUL behind it, `keys_size` bytes in all. One name each, "" for those that are dropped.
+// TM_INVALID_ARGUMENT names the rule that is none, or two keys that get one name.
+TM_EXPORT tm_status tm_key_map_apply(const char* rules, const char* keys, size_t keys_size,
+                                     size_t count, tm_list** out);
 
 // ---- Checking a layout ---------------------------------------------------------------------
 

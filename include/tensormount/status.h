@@ -3,11 +3,13 @@
 #define TENSORMOUNT_STATUS_H_
 
 #include <cassert>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "tensormount/visibility.h"
 
@@ -37,6 +39,21 @@ enum class Code {
 // "DATA_LOSS" for kDataLoss, and so on: the word that error lines begin with.
 TENSORMOUNT_EXPORT std::string_view CodeName(Code code);
 
+// What a failure is about, for programs: what its message says in words. Each may be missing, and
+// is where nothing knew it or it is about nothing of that kind.
+struct ErrorFields {
+  int rank = -1;           // That failed or did not come, the first of several; -1: not known.
+  std::string key = {};    // Of a tensor, an object or a common value.
+  std::string file = {};   // Of a checkpoint, below its folder ("data/..."), or a path.
+  std::string cause = {};  // What most likely happened, in words.
+  // The cells of the tensor `key` that are concerned, a number an axis each. Both are empty where
+  // that is not known, and for a tensor without axes.
+  std::vector<std::int64_t> box_begin = {};
+  std::vector<std::int64_t> box_extent = {};
+
+  friend bool operator==(const ErrorFields&, const ErrorFields&) = default;
+};
+
 // The outcome of an operation that yields no value. Success allocates nothing
 // and copies share the message. Thread-compatible.
 // An error is looked at by its code, never by its text: codes are stable, messages are for people
@@ -64,18 +81,28 @@ class TENSORMOUNT_EXPORT [[nodiscard]] Status {
   // The errno to hand to the kernel: the original one where there was one.
   int ToErrno() const;
 
+  // All of them missing when ok.
+  const ErrorFields& fields() const;
+
   // "DATA_LOSS: ..." for logs and test failures; "OK" when ok.
   std::string ToString() const;
 
   // The same failure seen one level up: "<context>: <message>". No-op when ok.
   Status WithContext(std::string_view context) const;
+  // The same failure in other words. No-op when ok.
+  Status WithMessage(std::string message) const;
+  // With the fields that are missing taken from `more`: what was known first, where it failed, is
+  // the most exact. A box goes with its key: that of another one is not taken. No-op when ok.
+  Status With(const ErrorFields& more) const;
 
  private:
   struct Rep {
     Code code;
     int err;  // 0 where no system call was involved.
     std::string message;
+    ErrorFields fields = {};
   };
+  explicit Status(Rep rep);
   std::shared_ptr<const Rep> rep_;
 };
 

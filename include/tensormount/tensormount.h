@@ -6,6 +6,7 @@
 #ifndef TENSORMOUNT_TENSORMOUNT_H_
 #define TENSORMOUNT_TENSORMOUNT_H_
 
+#include "tensormount/async_load.h"
 #include "tensormount/async_save.h"
 #include "tensormount/box.h"
 #include "tensormount/buffer.h"

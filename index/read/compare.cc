@@ -12,12 +12,12 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
-#include <fnmatch.h>
 #include <limits>
 #include <mutex>
 #include <tuple>
 #include <vector>
 
+#include "base/glob.h"
 #include "base/parallel.h"
 #include "index/records/key_renames.h"
 
@@ -32,7 +32,7 @@ constexpr std::uint64_t kNoElement = std::numeric_limits<std::uint64_t>::max();
 constexpr std::size_t kMostPending = 4096;
 
 bool Wanted(const std::string& glob, const std::string& key) {
-  return glob.empty() || fnmatch(glob.c_str(), key.c_str(), 0) == 0;
+  return glob.empty() || GlobMatches(glob, key);
 }
 
 // The tensors of one side in the order of the names that they are compared by.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The part of compare.h that is about common values and objects; tensors are in compare.cc. One is
 // a walk over trees, the other a merge of lists; they share the report and nothing else.
-#include <fnmatch.h>
 #include <set>
 
+#include "base/glob.h"
 #include "index/read/compare.h"
 #include "index/records/common_tree.h"
 #include "index/records/key_renames.h"
@@ -64,7 +64,7 @@ class Walk {
         return Dicts(prefix, path, *dict_a, *dict_b);
       }
     }
-    if (!glob_.empty() && fnmatch(glob_.c_str(), path.c_str(), 0) != 0) return {};
+    if (!glob_.empty() && !GlobMatches(glob_, path)) return {};
     Mismatch d;
     d.what = Mismatch::What::kCommon;
     d.key = prefix + path;

@@ -6,10 +6,13 @@
 // tensors.
 #include "index/read/foreign_loss.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <string_view>
+#include <utility>
 
 #include "base/counted.h"
+#include "base/glob.h"
 
 namespace tensormount {
 namespace {
@@ -51,6 +54,27 @@ std::string ForeignLoss::ToString() const {
   const bool one = tensors.size() + objects.size() <= 1;
   return file + ": " + reason + ": " + What() + (one ? " is left out" : " are left out") +
          Examples();
+}
+
+Status CheckNoLoss(std::span<const ForeignLoss> lost, const std::string& keys) {
+  std::string text;
+  std::size_t more = 0;
+  for (const ForeignLoss& loss : lost) {
+    const auto chosen = [&](const std::string& key) { return GlobMatches(keys, key); };
+    const bool known = !loss.tensors.empty() || !loss.objects.empty();
+    if (!keys.empty() && known && std::ranges::none_of(loss.tensors, chosen) &&
+        std::ranges::none_of(loss.objects, chosen)) {
+      continue;
+    }
+    if (text.empty()) {
+      text = loss.ToString();
+    } else {
+      ++more;
+    }
+  }
+  if (text.empty()) return {};
+  if (more > 0) text += "; and " + std::to_string(more) + " more";
+  return {Code::kDataLoss, std::move(text)};
 }
 
 }  // namespace tensormount

@@ -2,8 +2,11 @@
 #ifndef TENSORMOUNT_INDEX_READ_FOREIGN_LOSS_H_
 #define TENSORMOUNT_INDEX_READ_FOREIGN_LOSS_H_
 
+#include <span>
 #include <string>
 #include <vector>
+
+#include "tensormount/status.h"
 
 namespace tensormount {
 
@@ -27,6 +30,11 @@ struct ForeignLoss {
   // without a file, "tensor w: left out: ...".
   std::string ToString() const;
 };
+
+// kDataLoss tells the first of them that concerns a key which the glob matches (empty: all), or of
+// which nobody knows what it concerns, and counts the others: a lost file of a large model may be a
+// loss of thousands of tensors.
+Status CheckNoLoss(std::span<const ForeignLoss> lost, const std::string& keys = {});
 
 }  // namespace tensormount
 

@@ -117,10 +117,21 @@ std::string PartReader::Name() const {
   return "tensor " + where_.tensor->key() + " " + where_.region->ToString();
 }
 
+Status PartReader::About(const Status& status) const {
+  ErrorFields fields{.file = checkpoint_.index().files()[where_.file].name};
+  if (where_.tensor != nullptr) {
+    fields.key = where_.tensor->key();
+    const Box& box = where_.region->box();
+    fields.box_begin.assign(box.begin().begin(), box.begin().end());
+    fields.box_extent.assign(box.extent().begin(), box.extent().end());
+  }
+  return status.WithContext(Name()).With(fields);
+}
+
 Status PartReader::Damage(std::uint64_t at, std::string_view why) const {
-  return Status(Code::kDataLoss, Name() + ": " + checkpoint_.index().files()[where_.file].name +
-                                     ": byte " + std::to_string(where_.offset + at) + ": " +
-                                     std::string(why));
+  return About(Status(Code::kDataLoss, checkpoint_.index().files()[where_.file].name + ": byte " +
+                                           std::to_string(where_.offset + at) + ": " +
+                                           std::string(why)));
 }
 
 // kNotFound of a foreign file is data loss to whoever reads a tensor.
@@ -128,9 +139,9 @@ Status PartReader::OpenFile() {
   if (file_) return Status();
   Result<std::shared_ptr<OpenDataFile>> file = files_.Open(checkpoint_, where_.file);
   if (file.status().code() == Code::kNotFound) {
-    return Status(Code::kDataLoss, Name() + ": " + file.status().message());  // A foreign one.
+    return About(Status(Code::kDataLoss, file.status().message()));  // A foreign one.
   }
-  if (!file.ok()) return file.status().WithContext(Name());
+  if (!file.ok()) return About(file.status());
   file_ = std::move(file).value();
   return Status();
 }
@@ -141,7 +152,7 @@ Status PartReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size, bool 
   Result<std::size_t> got =
       ahead ? files_.ahead.ReadAt(file_, where_.offset + at, out, size, &stats_.bytes_read)
             : file_->file().ReadAt(where_.offset + at, out, size);
-  if (!got.ok()) return got.status().WithContext(Name());
+  if (!got.ok()) return About(got.status());
   if (!ahead) stats_.bytes_read += got.value();
   if (got.value() != size) return Damage(at + got.value(), "the file ends here");
   return Status();
@@ -168,7 +179,7 @@ Status PartReader::LoadLeaves() {
   if (leaves_ && leaves_->root == where_.hash && leaves_->length == where_.length) return Status();
   leaves_ = nullptr;
   const auto bad = [&](const Status& status) {
-    return Status(Code::kDataLoss, Name() + ": its leaf hashes: " + status.message());
+    return About(Status(Code::kDataLoss, "its leaf hashes: " + status.message()));
   };
   Result<std::shared_ptr<OpenDataFile>> manifest = OpenManifest();
   if (!manifest.ok()) return bad(manifest.status());
@@ -177,8 +188,8 @@ Status PartReader::LoadLeaves() {
       ReadManifestLeaves(manifest.value()->file(), where_.first_leaf, count, &paged);
   if (!leaves.ok()) return bad(leaves.status());
   if (ChunkRoot(leaves.value(), where_.length) != where_.hash) {
-    return Status(Code::kDataLoss, Name() + ": " + manifest.value()->file().path() +
-                                       ": the leaf hashes do not belong to it");
+    return About(Status(Code::kDataLoss,
+                        manifest.value()->file().path() + ": the leaf hashes do not belong to it"));
   }
   auto proven = std::make_shared<ProvenLeaves>();
   proven->root = where_.hash;

@@ -261,9 +261,9 @@ Status StillTrue(const OpenedCheckpoint& checkpoint, const TensorMeta& meta, std
   const Status still = checkpoint.CheckStill(number, file.file());
   if (still.ok()) return status;
   if (proven && status.code() == Code::kDataLoss) {
-    return Status(Code::kDataLoss, status.message() + "; " + still.message());
+    return status.WithMessage(status.message() + "; " + still.message());
   }
-  return still.WithContext("tensor " + meta.key());
+  return still.WithContext("tensor " + meta.key()).With({.key = std::string(meta.key())});
 }
 
 }  // namespace

@@ -93,6 +93,8 @@ class PartReader {
   Status OpenFile();
   Result<std::shared_ptr<OpenDataFile>> OpenManifest();
   std::string Name() const;
+  // A failure of this part.
+  Status About(const Status& status) const;
   // Damage at a byte of the range.
   Status Damage(std::uint64_t at, std::string_view why) const;
   // `alone`: what stands beside it is not wanted.

@@ -234,7 +234,7 @@ Status CheckpointIndex::LoadLists() {
 Result<TensorEntry> CheckpointIndex::Find(std::string_view key) const {
   Result<std::string> ordinal = table_->Get(record::Key(record::kKey, key));
   if (ordinal.status().code() == Code::kNotFound) {
-    return Status(Code::kNotFound, "no tensor " + std::string(key));
+    return Status(Code::kNotFound, "no tensor " + std::string(key)).With({.key = std::string(key)});
   }
   TENSORMOUNT_RETURN_IF_ERROR(ordinal.status());
   if (ordinal.value().size() != 4) return BadIndex("tensor " + std::string(key) + ": bad number");
@@ -346,7 +346,9 @@ Result<std::vector<ObjectRecord>> CheckpointIndex::ObjectParts(std::string_view 
       return BadIndex("object " + std::string(key) + ": its record is of another");
     }
   }
-  if (parts.empty()) return Status(Code::kNotFound, "no object " + std::string(key));
+  if (parts.empty()) {
+    return Status(Code::kNotFound, "no object " + std::string(key)).With({.key = std::string(key)});
+  }
   return parts;
 }
 
@@ -385,7 +387,8 @@ Result<CommonValue> CheckpointIndex::CommonRecord(std::string_view name) const {
   Result<std::string> encoded = table_->Get(record::Key(record::kCommon, name));
   if (!encoded.ok()) {
     if (encoded.status().code() != Code::kNotFound) return encoded.status();
-    return Status(Code::kNotFound, "no common value " + std::string(name));
+    return Status(Code::kNotFound, "no common value " + std::string(name))
+        .With({.key = std::string(name)});
   }
   ByteReader in(encoded.value(), "index: common value");
   TENSORMOUNT_ASSIGN_OR_RETURN(CommonValue value, DecodeCommon(in, "index: common value"));

@@ -516,4 +516,17 @@ Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view given,
   return fs.Resolve(path);
 }
 
+Result<StoreAndName> SplitCheckpointPath(const std::string& path) {
+  const std::string trimmed = WithoutTrailingSlashes(path);
+  const std::size_t slash = trimmed.rfind('/');
+  StoreAndName out;
+  if (slash == std::string::npos) {
+    out = {.store = ".", .name = trimmed};
+  } else {
+    out = {.store = slash == 0 ? "/" : trimmed.substr(0, slash), .name = trimmed.substr(slash + 1)};
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(out.name).WithContext(path));
+  return out;
+}
+
 }  // namespace tensormount

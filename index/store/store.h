@@ -212,6 +212,14 @@ class Store {
   std::uint64_t unknown_read_compatible_;
 };
 
+// "STORE/NAME" in its two parts; trailing slashes are ignored. Of "step-1" the store is ".", of
+// "/step-1" it is "/". kInvalidArgument: no name that a checkpoint may have.
+struct StoreAndName {
+  std::string store;
+  std::string name;
+};
+Result<StoreAndName> SplitCheckpointPath(const std::string& path);
+
 // What a user named, to be opened: "STORE/latest" becomes its latest checkpoint (where no such name
 // exists in the folder itself), symlinks are taken once and trailing slashes dropped, so that all
 // who open it read one checkpoint whatever is published meanwhile. kNotFound.

@@ -86,6 +86,29 @@ TEST(StatusTest, PartsSurviveAWire) {
   EXPECT_EQ(Status::FromParts(Code::kBusy, 0, "x").ToErrno(), EBUSY);
 }
 
+TEST(StatusTest, FieldsStayWithTheFailure) {
+  const ErrorFields inner{
+      .rank = 3, .key = "w", .cause = "transposed", .box_begin = {0, 4}, .box_extent = {1, 2}};
+  const Status s = Status(Code::kInvalidArgument, "tensor w").With(inner).WithContext("save");
+  EXPECT_EQ(s.fields(), inner);
+  EXPECT_EQ(s.WithMessage("other words").fields(), inner);
+  EXPECT_EQ(s.WithMessage("other words").message(), "other words");
+  EXPECT_EQ(s.WithMessage("other words").ToErrno(), s.ToErrno());
+  // What was known first stays; what is missing is added, but a box only to its own key.
+  const Status more = s.With({.rank = 5, .key = "v", .file = "data/w.bin", .cause = "else"});
+  EXPECT_EQ(more.fields().rank, 3);
+  EXPECT_EQ(more.fields().key, "w");
+  EXPECT_EQ(more.fields().file, "data/w.bin");
+  EXPECT_EQ(more.fields().cause, "transposed");
+  const Status keyed = Status(Code::kDataLoss, "x").With({.key = "w"});
+  EXPECT_THAT(keyed.With({.key = "v", .box_begin = {1}, .box_extent = {1}}).fields().box_begin,
+              testing::IsEmpty());
+  EXPECT_EQ(keyed.With({.key = "w", .box_begin = {1}, .box_extent = {1}}).fields().box_begin,
+            std::vector<std::int64_t>{1});
+  EXPECT_EQ(Status().With(inner).fields(), ErrorFields());
+  EXPECT_EQ(Status::FromErrno(ENOSPC, "write", "data/w.bin").fields().file, "data/w.bin");
+}
+
 Result<std::unique_ptr<int>> Half(int v) {
   if (v % 2 != 0) return Status(Code::kInvalidArgument, "odd");
   return std::make_unique<int>(v / 2);

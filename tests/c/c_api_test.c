@@ -12,30 +12,8 @@
 
 #include <tensormount/c.h>
 
+#include "tests/c/checks.h"
 #include "tests/c/mail_host.h"
-
-static int failures = 0;
-static pthread_mutex_t failures_mutex = PTHREAD_MUTEX_INITIALIZER;
-
-static void complain(const char* file, int line, const char* what) {
-  pthread_mutex_lock(&failures_mutex);
-  ++failures;
-  fprintf(stderr, "%s:%d: %s: %s\n", file, line, what, tm_last_error());
-  pthread_mutex_unlock(&failures_mutex);
-}
-
-#define CHECK(condition)                                        \
-  do {                                                          \
-    if (!(condition)) complain(__FILE__, __LINE__, #condition); \
-  } while (0)
-#define OK(call) CHECK((call) == TM_OK)
-// A failure of that status whose message contains the text.
-#define FAILS(call, status, text)                   \
-  do {                                              \
-    const tm_status failed_with = (call);           \
-    CHECK(failed_with == (status));                 \
-    CHECK(strstr(tm_last_error(), (text)) != NULL); \
-  } while (0)
 
 enum { ROWS = 8, COLUMNS = 6 };
 

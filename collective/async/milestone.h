@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_ASYNC_MILESTONE_H_
+#define TENSORMOUNT_COLLECTIVE_ASYNC_MILESTONE_H_
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <sys/eventfd.h>
+#include <unistd.h>
+#include <utility>
+
+#include "tensormount/status.h"
+
+#include "base/deadline.h"
+
+namespace tensormount {
+
+// A point that a job in the background comes to once, and what there is to say about it then: for
+// threads that wait, for a time or for as long as it takes, and for event loops, which poll a
+// descriptor. Thread-safe.
+template <typename T>
+class Milestone {
+ public:
+  Milestone() = default;
+  Milestone(const Milestone&) = delete;
+  Milestone& operator=(const Milestone&) = delete;
+  ~Milestone() {
+    if (fd_ >= 0) close(fd_);
+  }
+
+  // Once. `first` runs before anybody sees it, under the lock that Look takes.
+  template <typename First>
+  void Reach(T value, First first) {
+    {
+      std::lock_guard lock(mutex_);
+      first();
+      value_.emplace(std::move(value));
+      if (fd_ >= 0) Signal();
+    }
+    changed_.notify_all();
+  }
+  void Reach(T value) {
+    Reach(std::move(value), [] {});
+  }
+
+  // What was said; a copy, since others may wait too.
+  T Wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return value_.has_value(); });
+    return *value_;
+  }
+  // Nothing: not yet, after `most`.
+  std::optional<T> WaitFor(std::chrono::milliseconds most) {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, std::min(most, kLongestWait), [&] { return value_.has_value(); });
+    return value_;
+  }
+  template <typename Fn>
+  void Look(Fn fn) {
+    std::lock_guard lock(mutex_);
+    fn();
+  }
+
+  // Readable from then on; belongs to this. kResourceExhausted where there is none to be had.
+  Result<int> EventFd() {
+    std::lock_guard lock(mutex_);
+    if (fd_ < 0) {
+      fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+      if (fd_ < 0) return Status::FromErrno(errno, "make", "an eventfd");
+      if (value_.has_value()) Signal();
+    }
+    return fd_;
+  }
+
+ private:
+  // It was zero, and nobody else writes to it: this cannot fail.
+  void Signal() {
+    const std::uint64_t one = 1;
+    (void)!write(fd_, &one, sizeof(one));
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<T> value_;
+  int fd_ = -1;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_ASYNC_MILESTONE_H_

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// Findings of verify and diff as JSON.
+#include "index/read/report_json.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+namespace tensormount {
+namespace {
+
+using OrderedJson = nlohmann::ordered_json;
+
+// JSON has no infinity.
+OrderedJson NumberJson(double value) {
+  return std::isfinite(value) ? OrderedJson(value) : OrderedJson("inf");
+}
+
+std::vector<std::int64_t> PositionOf(std::uint64_t element, const Dims& shape) {
+  const Dims index = IndexOf(element, shape);
+  return {index.begin(), index.end()};
+}
+
+OrderedJson ValuesJson(const ValueMismatch& v, const Dims& shape) {
+  OrderedJson json = {{"elements", v.compared},
+                      {"differing", v.differing},
+                      {"nan_on_one_side", v.nan_beside},
+                      {"nan_on_both", v.nan_both},
+                      {"equal_with_other_bits", v.equal_other_bits}};
+  if (v.differing > 0) json["first_at"] = PositionOf(v.first, shape);
+  if (v.max_abs) {
+    json["max_abs"] =
+        v.max_abs_integer ? OrderedJson(*v.max_abs_integer) : NumberJson(v.max_abs->value);
+    json["max_abs_at"] = PositionOf(v.max_abs->at, shape);
+    json["max_rel"] = NumberJson(v.max_rel->value);
+    json["max_rel_at"] = PositionOf(v.max_rel->at, shape);
+  }
+  return json;
+}
+
+// A tensor as it is on one side; of an object or value only its size is known.
+OrderedJson SideJson(const std::optional<TensorMeta>& meta,
+                     const std::optional<std::uint64_t>& bytes) {
+  if (!meta) return OrderedJson{{"bytes", *bytes}};
+  return OrderedJson{
+      {"dtype", InfoOf(meta->dtype()).name},
+      {"shape", std::vector<std::int64_t>(meta->shape().begin(), meta->shape().end())},
+      {"bytes", meta->bytes()}};
+}
+
+const char* EventName(Mismatch::Kind kind) {
+  switch (kind) {
+    case Mismatch::Kind::kAdded:
+      return "added";
+    case Mismatch::Kind::kRemoved:
+      return "removed";
+    case Mismatch::Kind::kChanged:
+      break;
+  }
+  return "changed";
+}
+
+}  // namespace
+
+nlohmann::ordered_json DamageJson(const VerifyReport::Damage& damage) {
+  return {{"object", damage.object},
+          {"file", damage.file},
+          {"offset", damage.offset},
+          {"reason", damage.reason},
+          {"lost", damage.lost}};
+}
+
+nlohmann::ordered_json VerifiedJson(const VerifyReport& report, bool quick) {
+  const auto lost = std::count_if(report.damages.begin(), report.damages.end(),
+                                  [](const auto& damage) { return damage.lost; });
+  return {{"whole", report.damages.empty()},  {"quick", quick},
+          {"tensors", report.tensors},        {"chunks", report.chunks},
+          {"bytes", report.bytes_checked},    {"bytes_without_hash", report.bytes_without_hash},
+          {"damages", report.damages.size()}, {"lost", lost}};
+}
+
+nlohmann::ordered_json MismatchJson(const Mismatch& d) {
+  // In the order of Mismatch::What.
+  static constexpr const char* kWhat[] = {"tensor", "object", "common"};
+  OrderedJson json = {{"event", EventName(d.kind)},
+                      {"what", kWhat[static_cast<std::size_t>(d.what)]},
+                      {"key", d.key}};
+  if (d.first || d.first_bytes) json["first"] = SideJson(d.first, d.first_bytes);
+  if (d.second || d.second_bytes) json["second"] = SideJson(d.second, d.second_bytes);
+  if (!d.reason.empty()) json["reason"] = d.reason;
+  if (d.first_element) json["first_at"] = PositionOf(*d.first_element, d.first->shape());
+  if (d.values) json["values"] = ValuesJson(*d.values, d.first->shape());
+  return json;
+}
+
+nlohmann::ordered_json ComparedJson(const CompareSummary& s) {
+  return {{"same", s.same()},       {"added", s.added},          {"removed", s.removed},
+          {"changed", s.changed},   {"equal", s.equal},          {"by_digest", s.by_digest},
+          {"by_bytes", s.by_bytes}, {"bytes_read", s.bytes_read}};
+}
+
+}  // namespace tensormount

@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stores, verify, diff, adopt (tensormount/c.h), over what the command calls. The JSON is made
+// where the command's is.
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "tensormount/key_map.h"
+
+#include "base/file_system.h"
+#include "index/foreign/adopt.h"
+#include "index/foreign/open_source.h"
+#include "index/foreign/verify_foreign.h"
+#include "index/read/report_json.h"
+#include "index/records/key_renames.h"
+#include "index/store/store.h"
+#include "index/store/store_json.h"
+#include "lib/c_api.h"
+
+using tensormount::Code;
+using tensormount::FileSystem;
+using tensormount::FoundSource;
+using tensormount::HostFileSystem;
+using tensormount::KeyMap;
+using tensormount::KeyRenames;
+using tensormount::Result;
+using tensormount::SourceKind;
+using tensormount::Status;
+using tensormount::Store;
+using tensormount::c_api::Call;
+using tensormount::c_api::HandOut;
+using tensormount::c_api::Need;
+using OrderedJson = nlohmann::ordered_json;
+
+namespace {
+
+// NULL: no rules.
+Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules) {
+  if (rules == nullptr) return std::shared_ptr<const KeyMap>();
+  TENSORMOUNT_ASSIGN_OR_RETURN(KeyMap map, KeyMap::FromJson(rules));
+  return std::make_shared<const KeyMap>(std::move(map));
+}
+
+Status GiveJson(const OrderedJson& document, char** json) {
+  return json == nullptr ? Status() : HandOut(document, json);
+}
+
+// Of a store "latest" names one; the store itself is refused, as it holds many.
+Result<FoundSource> FindOne(const char* path, const std::vector<std::string>& roots) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource found,
+                               tensormount::FindSource(HostFileSystem(), path, roots));
+  if (found.kind == SourceKind::kStore || found.kind == SourceKind::kForeignSteps) {
+    return Status(Code::kInvalidArgument,
+                  std::string(path) + ": holds several checkpoints: name one of them");
+  }
+  return found;
+}
+
+}  // namespace
+
+tm_status tm_store_list(const char* store, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(HostFileSystem(), store));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto list, opened.List());
+    // Where no one can tell which is the latest, none is called so.
+    const auto latest = opened.Latest();
+    OrderedJson all = OrderedJson::array();
+    for (const tensormount::CheckpointListing& item : list) {
+      const bool is_latest =
+          latest.ok() && latest.value().name == item.name && latest.value().uuid == item.uuid;
+      all.push_back(ListingJson(item, is_latest));
+    }
+    return HandOut(all, json);
+  });
+}
+
+tm_status tm_store_latest(const char* store, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(HostFileSystem(), store));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto latest, opened.Latest());
+    OrderedJson found = ListingJson(latest, true);
+    found.erase("latest");
+    found["path"] = opened.CheckpointPath(latest.name);
+    found["warnings"] = latest.warnings;
+    return HandOut(found, json);
+  });
+}
+
+tm_status tm_store_remove(const char* path) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, tensormount::SplitCheckpointPath(path));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(HostFileSystem(), parts.store));
+    return store.Remove(parts.name);
+  });
+}
+
+tm_status tm_store_gc(const char* store, const tm_gc_options* options, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_gc_options given,
+                                 tensormount::c_api::ReadStruct(options, "tm_gc_options"));
+    Store::GcOptions how;
+    how.dry_run = given.dry_run != 0;
+    if (given.grace_seconds != 0) {
+      how.grace = std::chrono::seconds(std::max<std::int64_t>(given.grace_seconds, 0));
+      // Without locks the grace is all that protects readers: only one that was chosen counts.
+      how.trust_grace = true;
+    }
+    if (given.staging_age_seconds > 0) {
+      how.staging_age = std::chrono::seconds(given.staging_age_seconds);
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(HostFileSystem(), store));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto report, opened.Gc(how));
+    return HandOut(GcJson(report, how.dry_run), json);
+  });
+}
+
+tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t* whole,
+                    char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}, {whole, "whole"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_verify_options given,
+                                 tensormount::c_api::ReadStruct(options, "tm_verify_options"));
+    tensormount::VerifyOptions how;
+    how.quick = given.quick != 0;
+    how.threads = given.threads;
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        how.roots,
+        tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_verify_options.roots"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindOne(path, how.roots));
+    FileSystem& fs = HostFileSystem();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::VerifyReport report,
+                                 found.kind == SourceKind::kForeign
+                                     ? VerifyForeign(fs, found.path, how)
+                                     : VerifyCheckpoint(fs, found.path, how));
+    OrderedJson document = VerifiedJson(report, how.quick);
+    OrderedJson& damage = document["damage"] = OrderedJson::array();
+    for (const auto& one : report.damages) damage.push_back(DamageJson(one));
+    document["warnings"] = report.warnings;
+    TENSORMOUNT_RETURN_IF_ERROR(GiveJson(document, json));
+    *whole = report.damages.empty() ? 1 : 0;
+    return {};
+  });
+}
+
+tm_status tm_diff(const char* first, const char* second, const tm_diff_options* options,
+                  int32_t* same, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{first, "first"}, {second, "second"}, {same, "same"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_diff_options given,
+                                 tensormount::c_api::ReadStruct(options, "tm_diff_options"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadRules(given.key_map));
+    FileSystem& fs = HostFileSystem();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto a, tensormount::OpenNamed(fs, first, {}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto b, tensormount::OpenNamed(fs, second, {}));
+    std::optional<KeyRenames> names;
+    if (map != nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(names, KeyRenames::Make(a->index(), *map));
+    }
+    tensormount::CompareOptions how;
+    how.values = given.values != 0;
+    if (given.keys != nullptr) how.keys = given.keys;
+    how.first_names = names ? &*names : nullptr;
+    const std::uint64_t limit = given.limit == 0 ? 10'000 : given.limit;
+    OrderedJson listed = OrderedJson::array();
+    std::uint64_t more = 0;
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const tensormount::CompareSummary summary,
+        CompareCheckpoints(*a, *b, how, [&](const tensormount::Mismatch& mismatch) {
+          if (listed.size() < limit) {
+            listed.push_back(MismatchJson(mismatch));
+          } else {
+            ++more;
+          }
+          return Status();
+        }));
+    // A glob with a slip in it would find everything equal.
+    if (!how.keys.empty() &&
+        summary.added + summary.removed + summary.changed + summary.equal == 0) {
+      return Status(Code::kNotFound, "keys '" + how.keys + "': no key matches it");
+    }
+    // What is lost was not compared: to call it equal would be a lie.
+    for (const auto& source : {a, b}) {
+      TENSORMOUNT_RETURN_IF_ERROR(CheckNoLoss(source->lost(), how.keys));
+    }
+    OrderedJson document = ComparedJson(summary);
+    document["mismatches"] = std::move(listed);
+    document["more"] = more;
+    TENSORMOUNT_RETURN_IF_ERROR(GiveJson(document, json));
+    *same = summary.same() ? 1 : 0;
+    return {};
+  });
+}
+
+tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options* options,
+                   char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{source, "source"}, {path, "path"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_adopt_options given,
+                                 tensormount::c_api::ReadStruct(options, "tm_adopt_options"));
+    tensormount::AdoptOptions how;
+    how.hashes = given.quick == 0;
+    how.threads = given.threads;
+    if (given.replace != 0) how.if_exists = tensormount::IfExists::kReplace;
+    TENSORMOUNT_ASSIGN_OR_RETURN(how.map, ReadRules(given.key_map));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, tensormount::SplitCheckpointPath(path));
+    FileSystem& fs = HostFileSystem();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, tensormount::OpenNamed(fs, source, {}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(fs, parts.store));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store::Published published,
+                                 AdoptSource(fs, *opened, store, parts.name, how));
+    return GiveJson({{"path", store.CheckpointPath(parts.name)},
+                     {"uuid", published.info.uuid.ToString()},
+                     {"generation", published.info.generation},
+                     {"tensors", published.tensors},
+                     {"chunks", published.chunks},
+                     {"bytes", opened->index().tensor_bytes()}},
+                    json);
+  });
+}
+
+tm_status tm_key_map_apply(const char* rules, const char* keys, size_t keys_size, size_t count,
+                           tm_list** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{rules, "rules"}, {keys, "keys"}, {out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const KeyMap map, KeyMap::FromJson(rules));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto texts,
+                                 tensormount::c_api::ReadKeys(keys, keys_size, count));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        auto names, map.ApplyToAll(std::vector<std::string>(texts.begin(), texts.end())));
+    return HandOut(std::move(names), out);
+  });
+}
