@@ -7,6 +7,7 @@ needs no ml_dtypes, and raw bytes need nothing.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, NamedTuple, Optional
 
 from tensormount.errors import LibraryError, UnsupportedError
@@ -64,11 +65,13 @@ def all_dtypes() -> list[DType]:
 
 
 _numpy: dict[int, Any] = {}
+numpy_empty: Any = None  # numpy.empty, once numpy_dtype has found NumPy.
 
 
 def numpy_dtype(row: DType) -> Any:
     """numpy.dtype of a type; UnsupportedError for elements under a byte, LibraryError where NumPy
     or ml_dtypes is not installed."""
+    global numpy_empty
     found = _numpy.get(row.number)
     if found is not None:
         return found
@@ -100,6 +103,7 @@ def numpy_dtype(row: DType) -> Any:
         found = numpy.dtype(kind)
     else:
         found = numpy.dtype(row.numpy)
+    numpy_empty = numpy.empty
     _numpy[row.number] = found
     return found
 
@@ -111,14 +115,19 @@ def torch_dtype(row: DType) -> Any:
             f"torch has no type of one {row.name} element: read_bytes(offset, size) gives the "
             "bytes as they are stored"
         )
-    try:
-        import torch
-    except ImportError as error:
-        raise LibraryError(f"tensors of torch need it ({error}): pip install torch") from error
+    torch = import_torch()
     found = getattr(torch, row.torch, None)
     if found is None:
         raise LibraryError(f"torch {torch.__version__} has no torch.{row.torch}")
     return found
+
+
+def import_torch() -> Any:
+    """The module torch, untyped: whoever checks types need not have it."""
+    try:
+        return import_module("torch")
+    except ImportError as error:
+        raise LibraryError(f"tensors of torch need it ({error}): pip install torch") from error
 
 
 def number_of(dtype: Any) -> Optional[int]:

@@ -33,6 +33,16 @@ def plan(index: Any, shape: tuple[int, ...]) -> Plan:
     """
     items = index if type(index) is tuple else (index,)
     axes = len(shape)
+    if len(items) == 1 and type(items[0]) is slice and axes and items[0].step is None:
+        # Rows: what is asked for most, and for small reads the planning is a part of the time.
+        first, last, _ = _slice(items[0], shape[0])
+        count = last - first if last > first else 0
+        extent = (count,) + shape[1:]
+        return Plan((first if count else 0,) + (0,) * (axes - 1), extent, None, extent, False)
+    return _general(items, shape, axes)
+
+
+def _general(items: Any, shape: tuple[int, ...], axes: int) -> Plan:
     begin: list[int] = []
     extent: list[int] = []
     steps: list[int] = []
@@ -47,7 +57,7 @@ def plan(index: Any, shape: tuple[int, ...]) -> Plan:
             if at >= axes:
                 raise _too_many(items, axes)
             first, last, step = _slice(item, shape[at])
-            count = len(range(first, last, step))
+            count = max(0, -(-(last - first) // step))
             span = (count - 1) * step + 1 if count else 0
             begin.append(first if count else 0)
             extent.append(span)

@@ -27,7 +27,7 @@ class Error(Exception):
     """
 
     code: str = "INTERNAL"
-    errno: int  # Of OSError, which some classes are, it is Optional; never None here.
+    errno: Optional[int]  # As OSError, which some classes are, has it; never None here.
     rank: Optional[int]
     key: Optional[str]
     box: Optional[tuple[tuple[int, ...], tuple[int, ...]]]
