@@ -244,7 +244,7 @@ def version():
 
 def metadata(stated):
     with open(os.path.join(ROOT, "docs", "python.md"), encoding="utf-8") as file:
-        described = file.read()
+        described = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", file.read())  # Links lead nowhere there.
     return f"""Metadata-Version: 2.1
 Name: tensormount
 Version: {stated}
