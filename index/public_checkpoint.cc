@@ -83,6 +83,11 @@ Result<Checkpoint> Checkpoint::Open(const std::string& path, const OpenOptions& 
 }
 
 const std::string& Checkpoint::path() const { return impl_->opened->directory(); }
+std::string Checkpoint::uuid() const {
+  // Without COMMIT an inventory was made up when it was opened, and its uuid with it.
+  if (impl_->opened->commit() == nullptr) return std::string();
+  return impl_->opened->index().info().uuid.ToString();
+}
 std::vector<std::string> Checkpoint::warnings() const { return impl_->opened->warnings(); }
 
 Result<std::vector<std::string>> Checkpoint::keys() const {

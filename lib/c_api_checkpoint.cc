@@ -23,6 +23,7 @@ using tensormount::c_api::Need;
 // The C++ handle, which shares what is opened.
 struct tm_checkpoint {
   Checkpoint checkpoint;
+  std::string uuid;  // What is handed out must stay somewhere.
   const pid_t process = getpid();
 };
 
@@ -30,12 +31,21 @@ tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}, {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(Checkpoint opened, Checkpoint::Open(path));
-    *out = new tm_checkpoint{std::move(opened)};
+    std::string uuid = opened.uuid();
+    *out = new tm_checkpoint{std::move(opened), std::move(uuid)};
     return {};
   });
 }
 
 void tm_checkpoint_close(tm_checkpoint* checkpoint) { tensormount::c_api::FreeHandle(checkpoint); }
+
+const char* tm_checkpoint_path(const tm_checkpoint* checkpoint) {
+  return checkpoint == nullptr ? "" : checkpoint->checkpoint.path().c_str();
+}
+
+const char* tm_checkpoint_uuid(const tm_checkpoint* checkpoint) {
+  return checkpoint == nullptr ? "" : checkpoint->uuid.c_str();
+}
 
 tm_status tm_checkpoint_keys(const tm_checkpoint* checkpoint, tm_list** out) {
   return Call([&]() -> Status {

@@ -216,6 +216,11 @@ typedef struct tm_checkpoint tm_checkpoint;
 TM_EXPORT tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out);
 TM_EXPORT void tm_checkpoint_close(tm_checkpoint* checkpoint);
 
+// Where it was found, without links and "latest"; and the 32 hex digits that no other checkpoint
+// has, "" for formats of other programs. These live as long as the checkpoint.
+TM_EXPORT const char* tm_checkpoint_path(const tm_checkpoint* checkpoint);
+TM_EXPORT const char* tm_checkpoint_uuid(const tm_checkpoint* checkpoint);
+
 // Keys of tensors, of objects, and what was out of order but could be mended.
 TM_EXPORT tm_status tm_checkpoint_keys(const tm_checkpoint* checkpoint, tm_list** out);
 TM_EXPORT tm_status tm_checkpoint_objects(const tm_checkpoint* checkpoint, tm_list** out);
@@ -802,6 +807,16 @@ typedef struct tm_validate_options {
 // rank. `options` may be NULL, and so may `json`, which is freed with tm_free.
 TM_EXPORT tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
                                 const tm_validate_options* options, int32_t* sound, char** json);
+
+// ---- The command -----------------------------------------------------------------------------
+
+// The command `tensormount`: parses, runs one subcommand, returns the exit status (docs/cli.md).
+// For a program that is nothing but it: sets how the process allocates, handles SIGBUS, and may
+// fork, block signals and write to the standard streams; so it is called once, from main, before
+// there are threads. In the library of the Python wheel, whose command is a program of one line. The
+// library of the Debian packages refuses in words, with exit status 2: its command needs no library,
+// which starts faster.
+TM_EXPORT int tm_main(int argc, char** argv);
 
 #ifdef __cplusplus
 }  // extern "C"

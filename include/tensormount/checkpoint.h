@@ -85,6 +85,9 @@ class TENSORMOUNT_EXPORT Checkpoint {
   static Result<Checkpoint> Open(const std::string& path, const OpenOptions& options);
 
   const std::string& path() const;
+  // 32 hex digits that no other checkpoint has, not even one that is saved under its name later;
+  // empty for formats of other programs.
+  std::string uuid() const;
   // What was out of order but could be mended.
   std::vector<std::string> warnings() const;
 

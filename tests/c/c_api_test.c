@@ -211,6 +211,8 @@ static void look_at(const char* path, int32_t world) {
   CHECK(json_is(json, "{}"));
   OK(tm_checkpoint_metadata(checkpoint, &json, NULL));
   CHECK(json_is(json, "{\"model\":\"tiny\"}"));
+  CHECK(strlen(tm_checkpoint_uuid(checkpoint)) == 32);
+  CHECK(tm_checkpoint_path(checkpoint)[0] != '\0' && tm_checkpoint_path(NULL)[0] == '\0');
   tm_checkpoint_close(checkpoint);
 }
 

@@ -1,0 +1,486 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C interface (tensormount/c.h) as ctypes sees it: structures, functions, statuses.
+
+One table of functions, one class a structure; tests/python/abi_test.py compares sizes and offsets
+with the header. Which library: that which the environment's TENSORMOUNT_LIBRARY names, else the one
+that stands in this package. It is opened by the first call of `library()`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from typing import Any, NoReturn, Optional
+
+MAX_RANK = 16  # TM_MAX_RANK
+DEVICE_HOST = 0  # TM_DEVICE_HOST
+
+Dims = c_int64 * MAX_RANK
+PDims = POINTER(c_int64)
+
+
+class Region(Structure):
+    """tm_region"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("rank", c_int32),
+        ("begin", c_void_p),  # Addresses, so that they can be set once (Frame).
+        ("extent", c_void_p),
+        ("is_flat", c_int32),
+        ("reserved", c_int32),
+        ("flat_first", c_int64),
+        ("flat_count", c_int64),
+    ]
+
+
+class Buffer(Structure):
+    """tm_buffer"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("dtype", c_uint32),
+        ("device_kind", c_int32),
+        ("device_ordinal", c_int32),
+        ("data", c_void_p),
+        ("shape", c_void_p),
+        ("strides", c_void_p),
+        ("rank", c_int32),
+        ("reserved", c_int32),
+        ("stream", c_void_p),
+        ("memory_kind", c_int32),
+        ("stream_kind", c_int32),
+        ("device_uuid", c_uint8 * 16),
+    ]
+
+
+class TensorInfo(Structure):
+    """tm_tensor_info"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("dtype", c_uint32),
+        ("rank", c_int32),
+        ("has_digest", c_int32),
+        ("bytes", c_uint64),
+        ("digest", c_uint64),
+        ("shape", Dims),
+    ]
+
+
+class Callbacks(Structure):
+    """tm_callbacks; the functions as addresses"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("tag", c_uint32),
+        ("context", c_void_p),
+        ("send", c_void_p),
+        ("receive", c_void_p),
+        ("test", c_void_p),
+        ("cancel", c_void_p),
+        ("leave_wait_ms", c_int64),
+    ]
+
+
+class Shard(Structure):
+    """tm_shard"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("replica", c_int32),
+        ("global_shape", c_void_p),
+        ("global_rank", c_int32),
+        ("metadata_only", c_int32),
+        ("region", POINTER(Region)),
+        ("data", POINTER(Buffer)),
+    ]
+
+
+class Event(Structure):
+    """tm_event"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("kind", c_int32),
+        ("job", c_char_p),
+        ("path", c_char_p),
+        ("phase", c_char_p),
+        ("rank", c_int32),
+        ("status", c_int32),
+        ("message", c_char_p),
+        ("bytes", c_uint64),
+        ("seconds", c_double),
+    ]
+
+
+class SaveOptions(Structure):
+    """tm_save_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("placement", c_int32),
+        ("replica_check", c_int32),
+        ("replace", c_int32),
+        ("strategy", c_int32),
+        ("common_check", c_int32),
+        ("skip_validation", c_int32),
+        ("no_plan_reuse", c_int32),
+        ("common_exempt", POINTER(c_char_p)),
+        ("common_exempt_count", c_size_t),
+        ("producer", c_char_p),
+        ("liveness_ms", c_int64),
+        ("arrival_ms", c_int64),
+        ("on_event", c_void_p),
+        ("on_event_context", c_void_p),
+        ("total_ms", c_int64),
+        ("page_hashes", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class SaveNumbers(Structure):
+    """tm_save_numbers"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("plan_reused", c_int32),
+        ("generation", c_uint64),
+        ("tensors", c_uint64),
+        ("bytes", c_uint64),
+        ("bytes_written", c_uint64),
+        ("bytes_written_here", c_uint64),
+        ("replica_bytes", c_uint64),
+        ("replica_bytes_compared", c_uint64),
+        ("validate_seconds", c_double),
+        ("plan_seconds", c_double),
+        ("write_seconds", c_double),
+        ("compare_seconds", c_double),
+        ("publish_seconds", c_double),
+    ]
+
+
+class JobProgress(Structure):
+    """tm_job_progress"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("state", c_int32),
+        ("bytes_total", c_uint64),
+        ("bytes_staged", c_uint64),
+        ("bytes_written", c_uint64),
+        ("stalled_seconds", c_double),
+    ]
+
+
+class LoadRule(Structure):
+    """tm_load_rule"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("allow_shrink", c_int32),
+        ("keys", c_char_p),
+        ("grow", c_int32),
+        ("convert_dtype", c_int32),
+        ("grid", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class LoadOptions(Structure):
+    """tm_load_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("not_stored", c_int32),
+        ("not_requested", c_int32),
+        ("validate", c_int32),
+        ("verify", c_int32),
+        ("path", c_int32),
+        ("exchange_group", c_int32),
+        ("no_plan_reuse", c_int32),
+        ("strict_exempt", POINTER(c_char_p)),
+        ("strict_exempt_count", c_size_t),
+        ("rules", POINTER(LoadRule)),
+        ("rule_count", c_size_t),
+        ("liveness_ms", c_int64),
+        ("arrival_ms", c_int64),
+        ("on_event", c_void_p),
+        ("on_event_context", c_void_p),
+        ("total_ms", c_int64),
+    ]
+
+
+class LoadNumbers(Structure):
+    """tm_load_numbers"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("plan_reused", c_int32),
+        ("bytes_wanted", c_uint64),
+        ("bytes_read", c_uint64),
+        ("bytes_received", c_uint64),
+        ("bytes_by_leaf", c_uint64),
+        ("bytes_by_digest", c_uint64),
+        ("bytes_unverified", c_uint64),
+        ("messages_sent", c_uint64),
+        ("peak_buffer_bytes", c_uint64),
+        ("plan_seconds", c_double),
+        ("read_seconds", c_double),
+        ("proof_seconds", c_double),
+    ]
+
+
+class Uncovered(Structure):
+    """tm_uncovered"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("rank", c_int32),
+        ("key", c_char_p),
+        ("zeroed", c_int32),
+        ("reserved", c_int32),
+        ("begin", Dims),
+        ("extent", Dims),
+    ]
+
+
+class ValidateOptions(Structure):
+    """tm_validate_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("limit", c_uint32),
+        ("liveness_ms", c_int64),
+        ("arrival_ms", c_int64),
+        ("total_ms", c_int64),
+    ]
+
+
+# Name in c.h to class; what the test compares.
+STRUCTURES: dict[str, type[Structure]] = {
+    "tm_region": Region,
+    "tm_buffer": Buffer,
+    "tm_tensor_info": TensorInfo,
+    "tm_callbacks": Callbacks,
+    "tm_shard": Shard,
+    "tm_event": Event,
+    "tm_save_options": SaveOptions,
+    "tm_save_numbers": SaveNumbers,
+    "tm_job_progress": JobProgress,
+    "tm_load_rule": LoadRule,
+    "tm_load_options": LoadOptions,
+    "tm_load_numbers": LoadNumbers,
+    "tm_uncovered": Uncovered,
+    "tm_validate_options": ValidateOptions,
+}
+
+# Name: (result, arguments). Pointers are addresses (c_void_p), which cost nothing to pass. Those
+# that are opened only where the library has them are in _OPTIONAL.
+_P = c_void_p
+_STATUS = c_int32
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "tm_status_name": (c_char_p, [c_int32]),
+    "tm_last_error": (c_char_p, []),
+    "tm_last_errno": (c_int, []),
+    "tm_version": (c_char_p, []),
+    "tm_free": (None, [_P]),
+    "tm_list_size": (c_size_t, [_P]),
+    "tm_list_get": (c_char_p, [_P, c_size_t, _P]),
+    "tm_list_free": (None, [_P]),
+    "tm_dtype_name": (c_char_p, [c_uint32]),
+    "tm_dtype_bits": (c_uint32, [c_uint32]),
+    "tm_checkpoint_open": (_STATUS, [c_char_p, _P]),
+    "tm_checkpoint_close": (None, [_P]),
+    "tm_checkpoint_keys": (_STATUS, [_P, _P]),
+    "tm_checkpoint_objects": (_STATUS, [_P, _P]),
+    "tm_checkpoint_warnings": (_STATUS, [_P, _P]),
+    "tm_checkpoint_tensor": (_STATUS, [_P, c_char_p, _P]),
+    "tm_checkpoint_read": (_STATUS, [_P, c_char_p, _P, _P]),
+    "tm_checkpoint_read_bytes": (_STATUS, [_P, c_char_p, c_uint64, _P, c_size_t]),
+    "tm_checkpoint_object": (_STATUS, [_P, c_char_p, _P, c_int32, _P, _P]),
+    "tm_checkpoint_common": (_STATUS, [_P, c_char_p, _P, _P]),
+    "tm_checkpoint_rank_common": (_STATUS, [_P, c_int32, c_char_p, _P, _P]),
+    "tm_checkpoint_metadata": (_STATUS, [_P, _P, _P]),
+    "tm_checkpoint_path": (c_char_p, [_P]),
+    "tm_checkpoint_uuid": (c_char_p, [_P]),
+}
+_OPTIONAL: dict[str, tuple[Any, list[Any]]] = {
+    "tm_last_error_json": (_STATUS, [_P]),
+}
+
+_library: Optional[Any] = None
+_path: Optional[str] = None
+_lock = threading.Lock()
+
+
+def bundled() -> str:
+    """Path of the library that stands in this package, whether it is there or not."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "libtensormount.so")
+
+
+def library() -> Any:
+    """The opened C library, as ctypes has it; LibraryError where there is none that fits."""
+    if _library is not None:
+        return _library
+    return _open()
+
+
+def _open() -> Any:
+    global _library, _path
+    from tensormount.errors import LibraryError
+
+    with _lock:
+        if _library is not None:
+            return _library
+        chosen = os.environ.get("TENSORMOUNT_LIBRARY")
+        path = chosen or bundled()
+        hint = (
+            "as the environment's TENSORMOUNT_LIBRARY says"
+            if chosen
+            else "the package has no library in it; TENSORMOUNT_LIBRARY can name another one"
+            if not os.path.exists(path)
+            else "the library of the package does not load"
+        )
+        try:
+            opened: Any = ctypes.CDLL(path)
+        except OSError as error:
+            raise LibraryError(f"{path}: {error} ({hint})", file=path) from None
+        missing = []
+        for table, needed in ((_FUNCTIONS, True), (_OPTIONAL, False)):
+            for name, (result, arguments) in table.items():
+                try:
+                    function = getattr(opened, name)
+                except AttributeError:
+                    if needed:
+                        missing.append(name)
+                    continue
+                function.restype = result
+                function.argtypes = arguments
+        if missing:
+            raise LibraryError(
+                f"{path} is older than this package: it lacks {', '.join(missing)}", file=path
+            )
+        _path = path
+        _library = opened
+        return opened
+
+
+def library_path() -> str:
+    """Where the C library is that this process uses; opens it."""
+    library()
+    assert _path is not None
+    return _path
+
+
+def library_version() -> str:
+    """Version of the C library: "0.1.0"."""
+    text: bytes = library().tm_version()
+    return text.decode()
+
+
+def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str] = None) -> NoReturn:
+    """Raises what the last call on this thread failed with.
+
+    kinds: status to class, for calls in which a status means something narrower.
+    key: what it was about, where the library does not say.
+    """
+    from tensormount.errors import CLASSES, InternalError
+
+    lib = library()
+    message = lib.tm_last_error().decode("utf-8", "surrogateescape")
+    fields: dict[str, Any] = {"errno": lib.tm_last_errno(), "key": key}
+    if hasattr(lib, "tm_last_error_json"):
+        fields.update(_fields(lib))
+        message = fields.pop("message", message)
+    kind = CLASSES[status] if 0 < status < len(CLASSES) else InternalError
+    raise (kinds or {}).get(status, kind)(message, **fields)
+
+
+def _fields(lib: Any) -> dict[str, Any]:
+    """What tm_last_error_json says, as arguments of Error; what it does not know is left out."""
+    import json
+
+    text = c_void_p()
+    if lib.tm_last_error_json(ctypes.addressof(text)) != 0 or not text.value:
+        return {}
+    try:
+        said = json.loads(ctypes.string_at(text.value).decode("utf-8", "surrogateescape"))
+    except ValueError:
+        return {}
+    finally:
+        lib.tm_free(text)
+    found = {
+        name: said[name]
+        for name in ("errno", "message", "rank", "key", "file", "cause")
+        if said.get(name) is not None
+    }
+    box = said.get("box")
+    if isinstance(box, dict):
+        found["box"] = (tuple(box.get("begin", ())), tuple(box.get("extent", ())))
+    return found
+
+
+def take_list(handle: int) -> list[str]:
+    """The texts of a tm_list, which is freed."""
+    lib = library()
+    try:
+        get = lib.tm_list_get
+        return [
+            get(handle, i, None).decode("utf-8", "surrogateescape")
+            for i in range(lib.tm_list_size(handle))
+        ]
+    finally:
+        lib.tm_list_free(handle)
+
+
+def take_bytes(address: Optional[int], size: int) -> bytes:
+    """Bytes that the library handed out, which are freed."""
+    try:
+        return ctypes.string_at(address, size) if address else b""
+    finally:
+        library().tm_free(address)
+
+
+class Frame:
+    """What one read passes to the library, put together once: a region and a buffer that point to
+    the numbers beside them. Reads take one from a list and put it back, so that a thread, or a
+    signal handler in the middle of another read, never meets one that is in use."""
+
+    __slots__ = ("buffer", "buffer_at", "extent", "begin", "region", "region_at", "strides",
+                 "strides_at")
+
+    def __init__(self) -> None:
+        self.begin = Dims()
+        self.extent = Dims()
+        self.strides = Dims()
+        self.strides_at = ctypes.addressof(self.strides)
+        extent_at = ctypes.addressof(self.extent)
+        self.region = Region(
+            struct_size=ctypes.sizeof(Region),
+            begin=ctypes.addressof(self.begin),
+            extent=extent_at,
+        )
+        self.buffer = Buffer(
+            struct_size=ctypes.sizeof(Buffer), device_kind=DEVICE_HOST, shape=extent_at
+        )
+        self.region_at = ctypes.addressof(self.region)
+        self.buffer_at = ctypes.addressof(self.buffer)
+
+
+FRAMES: list[Frame] = []

@@ -1,0 +1,725 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading without ranks: `open`, `Checkpoint`, `Tensor`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Optional, Union
+
+from tensormount import _abi, _dtypes, _index
+from tensormount.errors import (
+    CheckpointNotFoundError,
+    ClosedError,
+    InvalidArgumentError,
+    KeyNotFoundError,
+    OutOfRangeError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    import numpy
+    from typing_extensions import Self
+
+_NOT_FOUND = 2  # TM_NOT_FOUND
+_OPENED = {_NOT_FOUND: CheckpointNotFoundError}
+_LOOKED_UP = {_NOT_FOUND: KeyNotFoundError}
+
+_addressof = ctypes.addressof
+_byte_of = ctypes.c_char.from_buffer
+_frames = _abi.FRAMES
+
+PathLike = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
+
+
+class _Handle:
+    """One opened tm_checkpoint. Closed when nobody refers to it any more: a read on another thread
+    holds a reference while the library works, so that close() never takes it away from under it."""
+
+    __slots__ = ("address", "_close")
+
+    def __init__(self, address: int, close: Any) -> None:
+        self.address = address
+        self._close = close  # Here, because at exit the module may be gone before this is.
+
+    def __del__(self) -> None:
+        self._close(self.address)
+
+
+def open(path: PathLike) -> Checkpoint:
+    """Opens a checkpoint for reading.
+
+    path: a checkpoint ("STORE/step-1000"), the newest of a store ("STORE/latest"), or the file or
+    folder that another program saved (docs/formats-adopted.md), which is read as it lies there. Runs
+    no code from it and writes nothing.
+
+    Raises CheckpointNotFoundError (a FileNotFoundError), DataLossError, UnsupportedError where it
+    has a newer format or none that is known, PermissionDeniedError, InvalidArgumentError where
+    several checkpoints are there.
+
+        >>> import tensormount as tm
+        >>> checkpoint = tm.open("STORE/step-1")
+        >>> checkpoint.keys()
+        ['w']
+        >>> checkpoint.close()
+    """
+    return Checkpoint(path)
+
+
+class Checkpoint:
+    """An opened checkpoint: a mapping from keys to tensors that is read-only.
+
+    It stays the checkpoint that was opened, also where another is saved under its name or it is
+    removed meanwhile. Any number of threads may read from it. Closed by close(), at the end of
+    `with`, or when nothing refers to it.
+
+    Pickles as its path, and is opened again where it is unpickled: StaleError where another
+    checkpoint has the name by then.
+    """
+
+    _handle: Optional[_Handle]
+
+    def __init__(self, path: PathLike) -> None:
+        self._handle = None
+        given = os.fsencode(path)
+        shown = os.fsdecode(given)
+        if b"\0" in given:
+            raise InvalidArgumentError(f"{shown!r}: a path has no NUL")
+        lib = _abi.library()
+        out = ctypes.c_void_p()
+        status = lib.tm_checkpoint_open(given, _addressof(out))
+        if status:
+            _abi.fail(status, _OPENED)
+        assert out.value is not None
+        self._lib = lib
+        self._handle = _Handle(out.value, lib.tm_checkpoint_close)
+        self._read = lib.tm_checkpoint_read
+        self._keys: Optional[list[str]] = None
+        self._path = os.path.abspath(os.fsdecode(lib.tm_checkpoint_path(out.value)))
+        self._uuid = lib.tm_checkpoint_uuid(out.value).decode() or None
+
+    # ---- What it is --------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """Where it was found, absolute; "latest" is resolved."""
+        return self._path
+
+    @property
+    def uuid(self) -> Optional[str]:
+        """32 hex digits that no other checkpoint has; None for formats of other programs."""
+        return self._uuid
+
+    @property
+    def closed(self) -> bool:
+        return self._handle is None
+
+    def close(self) -> None:
+        """Closes it; tensors of it cannot be read any more. Reads that are under way on other
+        threads come to their end first. May be called again."""
+        self._handle = None
+
+    def __enter__(self) -> Self:
+        self._opened()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _opened(self) -> _Handle:
+        handle = self._handle
+        if handle is None:
+            raise ClosedError(f"{self._path}: the checkpoint is closed")
+        return handle
+
+    def __reduce__(self) -> Any:
+        return (_reopen, (type(self), self._path, self._uuid))
+
+    def __repr__(self) -> str:
+        state = "closed" if self._handle is None else f"{len(self)} tensors"
+        return f"<tensormount.Checkpoint {self._path!r}: {state}>"
+
+    def _repr_html_(self) -> str:
+        """A table of its tensors, the first 100, for notebooks."""
+        from html import escape
+
+        keys = self.keys()
+        rows = []
+        for key in keys[:100]:
+            tensor = self[key]
+            rows.append(
+                f"<tr><td><code>{escape(_printable(key))}</code></td><td>{tensor.dtype_name}</td>"
+                f"<td>{escape(str(list(tensor.shape)))}</td>"
+                f'<td style="text-align:right">{_size_text(tensor.nbytes)}</td></tr>'
+            )
+        more = f"<p>and {len(keys) - 100} more</p>" if len(keys) > 100 else ""
+        return (
+            f"<div><b>{escape(_printable(self._path))}</b>: {len(keys)} tensors<table><thead><tr>"
+            "<th>key</th><th>dtype</th><th>shape</th><th>size</th></tr></thead><tbody>"
+            + "".join(rows)
+            + f"</tbody></table>{more}</div>"
+        )
+
+    # ---- Tensors -----------------------------------------------------------------------------
+
+    def keys(self, pattern: Optional[str] = None) -> list[str]:
+        """Keys of tensors, in byte order; those that match a glob, in which '*' crosses '/'."""
+        handle = self._opened()
+        if self._keys is None:
+            self._keys = self._list(handle, self._lib.tm_checkpoint_keys)
+        if pattern is None:
+            return list(self._keys)
+        from fnmatch import filter as matching
+        from fnmatch import fnmatchcase
+
+        # filter() folds case where the system does.
+        return matching(self._keys, pattern) if os.name == "posix" else [
+            key for key in self._keys if fnmatchcase(key, pattern)
+        ]
+
+    def __getitem__(self, key: str) -> Tensor:
+        """The tensor of that key, or of a layer of a stacked one. Reads no data of it.
+
+        Raises KeyNotFoundError, which is a KeyError.
+        """
+        return Tensor(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether `checkpoint[key]` is there; also for layers of stacked tensors, which keys() does
+        not list."""
+        if not isinstance(key, str):
+            return False
+        try:
+            Tensor(self, key)
+        except KeyNotFoundError:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        if self._keys is None:
+            self.keys()
+        assert self._keys is not None
+        return len(self._keys)
+
+    def __bool__(self) -> bool:
+        return True  # Not whether there are tensors, which would list them.
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The tensor of that key, or `default`."""
+        try:
+            return Tensor(self, key)
+        except KeyNotFoundError:
+            return default
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Keys and tensors, one after the other."""
+        for key in self.keys():
+            yield key, Tensor(self, key)
+
+    def values(self) -> Iterator[Tensor]:
+        for key in self.keys():
+            yield Tensor(self, key)
+
+    def read_many(
+        self, wanted: Mapping[str, Any], *, threads: Optional[int] = None
+    ) -> dict[str, Any]:
+        """Reads several boxes at a time.
+
+        wanted: a name of the caller's to a key, or to (key, index) with what would stand between
+        brackets: {"rows": ("w", slice(0, 128)), "all": "b"}.
+        threads: at most so many reads at a time; None: as many as cores, at most 8.
+
+        Returns arrays by the same names. Where one fails the first of them, in order, is raised once
+        those that were begun are done.
+
+            >>> import tensormount as tm
+            >>> with tm.open("STORE/step-1") as checkpoint:
+            ...     read = checkpoint.read_many({"top": ("w", slice(0, 2)), "all": "w"})
+            >>> read["top"].shape, read["all"].shape
+            ((2, 32), (16, 32))
+        """
+        jobs = []
+        for name, what in wanted.items():
+            key, index = (what, ...) if isinstance(what, str) else what
+            jobs.append((name, Tensor(self, key), index))
+        most = threads if threads is not None else min(8, os.cpu_count() or 1)
+        if most < 1:
+            raise InvalidArgumentError(f"threads={most}: 1 or more")
+        if most == 1 or len(jobs) < 2:
+            return {name: tensor[index] for name, tensor, index in jobs}
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(min(most, len(jobs))) as pool:
+            begun = [(name, pool.submit(tensor.__getitem__, i)) for name, tensor, i in jobs]
+            try:
+                return {name: job.result() for name, job in begun}
+            except BaseException:
+                for _, job in begun:
+                    job.cancel()
+                raise
+
+    # ---- What else was saved -----------------------------------------------------------------
+
+    @property
+    def objects(self) -> Objects:
+        """Objects by key, as bytes; one part of those on a grid by (key, index, ...)."""
+        return Objects(self)
+
+    def object(self, key: str, index: tuple[int, ...] = ()) -> bytes:
+        """The bytes of an object, or of its part `index` where it was saved on a grid.
+
+        Raises KeyNotFoundError.
+        """
+        handle = self._opened()
+        numbers = (ctypes.c_int64 * max(1, len(index)))(*index)
+        data = ctypes.c_void_p()
+        size = ctypes.c_size_t()
+        status = self._lib.tm_checkpoint_object(
+            handle.address, _encode(key), _addressof(numbers), len(index), _addressof(data),
+            _addressof(size),
+        )
+        if status:
+            _abi.fail(status, _LOOKED_UP, key)
+        return _abi.take_bytes(data.value, size.value)
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What all ranks agreed on, as values of Python: {"iteration": 1000}. A new dict each
+        time."""
+        value = self._json(self._lib.tm_checkpoint_common, None)
+        return dict(value)
+
+    def rank_common(self, rank: int) -> dict[str, Any]:
+        """What rank `rank` of the save set for itself; empty where it set nothing."""
+        value = self._json(self._lib.tm_checkpoint_rank_common, rank, None)
+        return dict(value)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the application says about the checkpoint as a whole."""
+        value = self._json(self._lib.tm_checkpoint_metadata)
+        return dict(value)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was out of order but could be mended, in words."""
+        return self._list(self._opened(), self._lib.tm_checkpoint_warnings)
+
+    def _json(self, function: Any, *arguments: Any) -> Any:
+        from tensormount._common import parse
+
+        handle = self._opened()
+        text = ctypes.c_void_p()
+        size = ctypes.c_size_t()
+        status = function(handle.address, *arguments, _addressof(text), _addressof(size))
+        if status:
+            _abi.fail(status, _LOOKED_UP)
+        return parse(_abi.take_bytes(text.value, size.value))
+
+    def _list(self, handle: _Handle, function: Any) -> list[str]:
+        out = ctypes.c_void_p()
+        status = function(handle.address, _addressof(out))
+        if status:
+            _abi.fail(status)
+        assert out.value is not None
+        return _abi.take_list(out.value)
+
+
+class Objects(Mapping[Union[str, "tuple[Any, ...]"], bytes]):
+    """Objects of a checkpoint: keys to bytes. `objects["rng", 3]` is part 3 of a grid."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, key: Union[str, tuple[Any, ...]]) -> bytes:
+        if isinstance(key, tuple):
+            return self._checkpoint.object(key[0], tuple(key[1:]))
+        return self._checkpoint.object(key)
+
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, str):
+            return key in list(self)  # Without reading it; parts of a grid too.
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        checkpoint = self._checkpoint
+        return iter(checkpoint._list(checkpoint._opened(), checkpoint._lib.tm_checkpoint_objects))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        return f"<objects {list(self)!r}>"
+
+
+class Tensor:
+    """One tensor of an opened checkpoint: its shape and dtype, and its bytes when it is indexed.
+
+    `tensor[...]` is a NumPy array of what the index names, and only that is read:
+
+        >>> import tensormount as tm
+        >>> checkpoint = tm.open("STORE/step-1")
+        >>> w = checkpoint["w"]
+        >>> w.shape, w.dtype_name
+        ((16, 32), 'f32')
+        >>> w[3, :4].tolist()
+        [96.0, 97.0, 98.0, 99.0]
+        >>> w[..., -1:].shape
+        (16, 1)
+
+    Integers, slices, `...` and None (a new axis), as NumPy means them. A step reads all that the
+    slice spans and keeps every n-th. Negative steps, arrays and booleans as indices are refused: an
+    UnsupportedIndexError, which is an IndexError. Elements of bf16 and of 8 bits come as ml_dtypes
+    has them; those of under a byte are refused (read_bytes gives them as they are stored).
+
+    A DataLossError where stored bytes are missing or fail their checksum. Keeps the checkpoint open
+    as long as that is not closed; any number of threads may read.
+    """
+
+    __slots__ = ("_checkpoint", "_key", "_name", "_row", "_shape", "_nbytes", "_digest", "_numpy")
+
+    def __init__(self, checkpoint: Checkpoint, key: str) -> None:
+        name = _encode(key)
+        found = _abi.TensorInfo(struct_size=ctypes.sizeof(_abi.TensorInfo))
+        status = checkpoint._lib.tm_checkpoint_tensor(
+            checkpoint._opened().address, name, _addressof(found)
+        )
+        if status:
+            _abi.fail(status, _LOOKED_UP, key)
+        self._checkpoint = checkpoint
+        self._key = key
+        self._name = name
+        self._row = _dtypes.info(found.dtype)
+        self._shape: tuple[int, ...] = tuple(found.shape[: found.rank])
+        self._nbytes: int = found.bytes
+        self._digest: Optional[int] = found.digest if found.has_digest else None
+        self._numpy: Any = None
+
+    # ---- What it is --------------------------------------------------------------------------
+
+    @property
+    def key(self) -> str:
+        return self._key
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        count = 1
+        for extent in self._shape:
+            count *= extent
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, packed."""
+        return self._nbytes
+
+    @property
+    def dtype_name(self) -> str:
+        """As `tensormount ls -l` shows it: "bf16"."""
+        return self._row.name
+
+    @property
+    def dtype(self) -> numpy.dtype[Any]:
+        """numpy.dtype, of ml_dtypes where NumPy has none. UnsupportedError for elements of under a
+        byte, LibraryError where NumPy or ml_dtypes is not installed."""
+        if self._numpy is None:
+            self._numpy = _dtypes.numpy_dtype(self._row)
+        found: numpy.dtype[Any] = self._numpy
+        return found
+
+    @property
+    def digest(self) -> Optional[int]:
+        """CRC-64/NVME of its row-major bytes; None for files that other programs wrote."""
+        return self._digest
+
+    def __len__(self) -> int:
+        if not self._shape:
+            raise TypeError("len() of a tensor without axes")
+        return self._shape[0]
+
+    def __bool__(self) -> bool:
+        return True  # A handle; what it holds is not looked at.
+
+    def __repr__(self) -> str:
+        return f"<tensormount.Tensor {self._key!r}: {self._row.name} {list(self._shape)}>"
+
+    def __reduce__(self) -> Any:
+        return (Tensor, (self._checkpoint, self._key))
+
+    # ---- Reading -----------------------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Any:
+        dtype = self._numpy
+        if dtype is None:
+            dtype = self.dtype
+        plan = _index.plan(index, self._shape)
+        _, extent, steps, shape, scalar = plan
+        out = _dtypes.numpy_empty(extent, dtype)
+        if out.size:
+            # The first is five times as fast; types of ml_dtypes refuse it.
+            self._fill(
+                plan,
+                out.__array_interface__["data"][0] if self._row.ml else _addressof(_byte_of(out)),
+            )
+        if steps is not None:
+            # A copy, because a view would keep all that was read.
+            out = out[tuple(slice(None, None, step) for step in steps)].copy()
+        if shape is not extent:
+            out = out.reshape(shape)
+        return out[()] if scalar else out
+
+    def read(self, index: Any = ..., *, out: Any = None) -> Any:
+        """What `index` names, into memory of the caller's where `out` is given; returns that.
+
+        out: a NumPy array or a torch tensor on the CPU, of the shape of the result and the dtype of
+        the tensor; may be strided. What it holds after a DataLossError is undefined.
+
+        Raises InvalidArgumentError where shape or dtype differ.
+
+            >>> import numpy, tensormount as tm
+            >>> rows = numpy.empty((4, 2), "float32")
+            >>> with tm.open("STORE/step-1") as checkpoint:
+            ...     checkpoint["w"].read((slice(0, 8, 2), slice(0, 2)), out=rows)[-1].tolist()
+            [192.0, 193.0]
+        """
+        if out is None:
+            return self[index]
+        plan = _index.plan(index, self._shape)
+        memory = _Memory.of(out)
+        if memory.number != self._row.number:
+            raise InvalidArgumentError(
+                f"{self._key}: out has elements of {memory.dtype}, not {self._row.name}",
+                key=self._key,
+            )
+        if memory.shape != plan.shape:
+            raise InvalidArgumentError(
+                f"{self._key}: out has the shape {list(memory.shape)}, not {list(plan.shape)}",
+                key=self._key,
+            )
+        if not all(plan.shape):
+            return out
+        if plan.steps is not None:
+            memory.assign(self.torch(index=index) if memory.torch else self[index])
+            return out
+        strides = _strides(plan, memory, index, self._shape)
+        self._fill(plan, memory.address, strides)
+        return out
+
+    def read_bytes(self, offset: int = 0, size: Optional[int] = None) -> bytes:
+        """Bytes [offset, offset + size) of the row-major byte string of the tensor, little-endian,
+        whatever its dtype is. `size` None: to the end.
+
+        Raises OutOfRangeError where that reaches past the end.
+        """
+        if size is None:
+            size = self._nbytes - offset
+        if offset < 0 or size < 0 or offset + size > self._nbytes:
+            raise OutOfRangeError(f"{self._key}: bytes [{offset}, {offset + size}) of {self._nbytes}")
+        memory = ctypes.create_string_buffer(max(size, 1))
+        checkpoint = self._checkpoint
+        handle = checkpoint._opened()
+        status = checkpoint._lib.tm_checkpoint_read_bytes(
+            handle.address, self._name, offset, _addressof(memory), size
+        )
+        if status:
+            _abi.fail(status, _LOOKED_UP, self._key)
+        return memory.raw[:size]
+
+    def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> Any:
+        """For numpy.asarray(tensor): all of it."""
+        if copy is False:
+            raise ValueError("a tensor of a checkpoint has no array in memory: it is read")
+        array = self[...]
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Its rows, each read when it is asked for."""
+        if not self._shape:
+            raise TypeError("iteration over a tensor without axes")
+        for row in range(self._shape[0]):
+            yield self[row]
+
+    def torch(self, device: Any = "cpu", *, index: Any = ...) -> Any:
+        """A torch.Tensor of what `index` names, on `device`. Needs no NumPy and no ml_dtypes.
+
+        Raises LibraryError where torch is not installed or too old for the dtype, UnsupportedError
+        for elements of under a byte.
+        """
+        kind = _dtypes.torch_dtype(self._row)
+        torch = _dtypes.import_torch()
+        plan = _index.plan(index, self._shape)
+        out = torch.empty(plan.extent, dtype=kind)
+        if out.numel():
+            self._fill(plan, out.data_ptr())
+        if plan.steps is not None:
+            out = out[tuple(slice(None, None, step) for step in plan.steps)].clone()
+        if plan.shape != plan.extent:
+            out = out.reshape(plan.shape)
+        return out if device == "cpu" else out.to(device)
+
+    def dlpack(self) -> Any:
+        """A DLPack capsule of all of it in host memory, for CuPy, JAX and others that take one."""
+        return self.__dlpack__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """For from_dlpack(tensor): all of it is read. By NumPy, or where that cannot (bf16, 8-bit
+        floats, under 1.22) by torch."""
+        array: Any = None
+        if not self._row.ml and self._row.bits % 8 == 0:
+            array = self[...]
+        if not hasattr(array, "__dlpack__"):
+            array = self.torch()
+        options.pop("stream", None)  # Host memory is in no stream.
+        try:
+            return array.__dlpack__(**options)
+        except TypeError:
+            return array.__dlpack__()  # Before NumPy 2.1 it takes none of them.
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)  # kDLCPU
+
+    def _fill(self, plan: _index.Plan, address: int,
+              strides: Optional[tuple[int, ...]] = None) -> None:
+        checkpoint = self._checkpoint
+        handle = checkpoint._handle  # A reference until the library has returned.
+        if handle is None:
+            handle = checkpoint._opened()
+        try:
+            frame = _frames.pop()
+        except IndexError:
+            frame = _abi.Frame()
+        begin, extent, _, _, _ = plan
+        axes = len(extent)
+        frame.begin[:axes] = begin  # type: ignore[call-overload]
+        frame.extent[:axes] = extent  # type: ignore[call-overload]
+        frame.region.rank = axes
+        buffer = frame.buffer
+        buffer.dtype = self._row.number
+        buffer.rank = axes
+        buffer.data = address
+        if strides is None:
+            buffer.strides = None
+        else:
+            frame.strides[:axes] = strides  # type: ignore[call-overload]
+            buffer.strides = frame.strides_at
+        status = checkpoint._read(handle.address, self._name, frame.region_at, frame.buffer_at)
+        _frames.append(frame)
+        if status:
+            _abi.fail(status, _LOOKED_UP, self._key)
+
+
+class _Memory:
+    """What `out` is: where its elements are, in numbers."""
+
+    __slots__ = ("address", "shape", "strides", "number", "dtype", "torch", "_out")
+
+    address: int
+    strides: tuple[int, ...]
+    torch: bool
+
+    def __init__(self, out: Any) -> None:
+        self._out = out
+        self.dtype: Any = out.dtype
+        self.number = _dtypes.number_of(out.dtype)
+        self.shape = tuple(int(extent) for extent in out.shape)
+
+    @classmethod
+    def of(cls, out: Any) -> _Memory:
+        if hasattr(out, "data_ptr") and hasattr(out, "stride"):
+            memory = cls(out)
+            if out.device.type != "cpu":
+                raise UnsupportedError(f"out is on {out.device}: read into memory of the host")
+            memory.torch = True
+            memory.address = out.data_ptr()
+            memory.strides = tuple(out.stride())
+            return memory
+        interface = getattr(out, "__array_interface__", None)
+        if interface is None:
+            raise InvalidArgumentError(
+                f"out is a {type(out).__name__}: a NumPy array or a torch tensor is possible"
+            )
+        memory = cls(out)
+        memory.torch = False
+        memory.address, read_only = interface["data"]
+        if read_only:
+            raise InvalidArgumentError("out is read-only")
+        width = out.dtype.itemsize
+        if any(stride % width for stride in out.strides) or not out.dtype.isnative:
+            raise UnsupportedError("out has strides within elements, or swapped bytes")
+        memory.strides = tuple(stride // width for stride in out.strides)
+        return memory
+
+    def assign(self, values: Any) -> None:
+        self._out[...] = values
+
+
+def _strides(plan: _index.Plan, memory: _Memory, index: Any,
+             shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of each axis of the box in `out`: an axis that an integer named has none, a new axis counts
+    for nothing."""
+    items = index if isinstance(index, tuple) else (index,)
+    named = sum(1 for item in items if item is not None and item is not Ellipsis)
+    strides: list[int] = []
+    at = 0  # Axis of out.
+    seen = False
+    for item in items:
+        if item is None:
+            at += 1
+        elif item is Ellipsis:
+            seen = True
+            for _ in range(len(shape) - named):
+                strides.append(memory.strides[at])
+                at += 1
+        elif isinstance(item, slice):
+            strides.append(memory.strides[at])
+            at += 1
+        else:
+            strides.append(1)
+    if not seen:
+        strides.extend(memory.strides[at:])
+    return tuple(strides)
+
+
+def _reopen(kind: type[Checkpoint], path: str, uuid: Optional[str]) -> Checkpoint:
+    from tensormount.errors import StaleError
+
+    opened = kind(path)
+    if opened.uuid != uuid:
+        raise StaleError(f"{path}: another checkpoint has this name since it was pickled")
+    return opened
+
+
+def _encode(key: str) -> bytes:
+    """A key as the library wants it: no NUL, which would end it early."""
+    if not isinstance(key, str):
+        raise KeyNotFoundError(f"{key!r}: keys are texts")
+    name = key.encode("utf-8", "surrogateescape")
+    if b"\0" in name:
+        raise KeyNotFoundError(f"there is no {key!r}: keys have no NUL", key=key)
+    return name
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _size_text(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors as arrays of NumPy and torch, beside the same arrays in memory: every dtype, random boxes."""
+
+import random
+import threading
+import unittest
+
+import tensormount as tm
+from support import Folder, run, seed, write_safetensors
+from tensormount import _dtypes
+
+try:
+    import ml_dtypes
+    import numpy as np
+except ImportError as error:
+    raise unittest.SkipTest(f"{error}: pip install numpy ml_dtypes")
+try:
+    import torch
+except ImportError:
+    torch = None
+
+# By name of ours, that of safetensors. It has no complex128 (which npy below has).
+STORED = {row.name: row.name.upper() for row in _dtypes.all_dtypes() if row.name != "c128"}
+SHAPES = [(), (0,), (5,), (7, 3), (1, 4, 2), (6, 0, 2), (3, 4, 5, 2)]
+
+
+def key_of(name, shape):
+    return name + "/" + "x".join(map(str, shape))
+
+
+def random_index(random_, shape):
+    """An index, often with an ellipsis, new axes, steps, ends beyond."""
+    items = []
+    for size in shape[: random_.randint(0, len(shape))]:
+        kind = random_.randrange(3)
+        if kind == 0 and size:
+            items.append(random_.randrange(-size, size))
+        else:
+            ends = [random_.choice([None, random_.randint(-size - 2, size + 2)]) for _ in range(2)]
+            items.append(slice(*ends, random_.choice([None, 1, 1, 2, 3])))
+    if random_.random() < 0.3:
+        items.insert(random_.randint(0, len(items)), Ellipsis)
+        # What stands behind it names the last axes, whose sizes differ.
+        at = items.index(Ellipsis)
+        items[at + 1:] = [slice(None)] * (len(items) - at - 1)
+    if random_.random() < 0.3:
+        items.insert(random_.randint(0, len(items)), None)
+    if len(items) == 1 and random_.random() < 0.5:
+        return items[0]
+    return tuple(items)
+
+
+def raw(tensor):
+    """Bytes of a torch tensor of any dtype."""
+    packed = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    packed.copy_(tensor.reshape(-1))
+    return bytes(packed.view(torch.uint8).tolist()) if tensor.numel() else b""
+
+
+class Arrays(Folder):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        random_ = random.Random(seed())
+        cls.expected, files = {}, {}
+        for row in _dtypes.all_dtypes():
+            for shape in SHAPES:
+                count = 1
+                for extent in shape:
+                    count *= extent
+                if count * row.bits % 8 or row.name == "c128":
+                    continue
+                data = random_.randbytes(count * row.bits // 8) if hasattr(random_, "randbytes") \
+                    else bytes(random_.randrange(256) for _ in range(count * row.bits // 8))
+                if row.name == "bool":
+                    data = bytes(byte & 1 for byte in data)
+                key = key_of(row.name, shape)
+                files[key] = (STORED[row.name], shape, data)
+                if row.bits >= 8:
+                    cls.expected[key] = np.frombuffer(data, _dtypes.numpy_dtype(row)).reshape(shape)
+        write_safetensors("m.safetensors", files)
+        cls.data = {key: data for key, (_, _, data) in files.items()}
+        run("import", "m.safetensors", "STORE/step-1", "--ranks", 3, "--shard", "cols")
+        cls.checkpoint = tm.open("STORE/step-1")
+        cls.addClassCleanup(cls.checkpoint.close)
+
+    def same(self, found, expected, what):
+        self.assertEqual(type(found), type(expected), what)
+        self.assertEqual((found.shape, found.dtype), (expected.shape, expected.dtype), what)
+        self.assertEqual(found.tobytes(), expected.tobytes(), what)  # NaN too.
+
+    def test_all_of_every_dtype(self):
+        self.assertEqual(len(self.expected), 19 * len(SHAPES))
+        for key, expected in self.expected.items():
+            tensor = self.checkpoint[key]
+            self.assertEqual((tensor.shape, tensor.dtype), (expected.shape, expected.dtype))
+            self.same(tensor[...], expected, key)
+            self.same(np.asarray(tensor), expected, key)
+            self.assertEqual(tensor.read_bytes(), expected.tobytes(), key)
+
+    def test_random_slices_are_numpys(self):
+        random_ = random.Random(seed() + 1)
+        for key, expected in self.expected.items():
+            tensor = self.checkpoint[key]
+            for _ in range(12):
+                index = random_index(random_, expected.shape)
+                what = f"{key}[{index}] (seed {seed()})"
+                wanted = expected[index]
+                self.same(tensor[index], wanted, what)
+                # Into an array that others cut out: axes the other way round, with gaps.
+                wanted = np.asarray(wanted)
+                around = np.zeros(tuple(2 * n for n in wanted.shape[::-1]), wanted.dtype)
+                out = around[tuple(slice(0, n) for n in wanted.shape[::-1]) + (Ellipsis,)].T
+                self.assertIs(tensor.read(index, out=out), out)
+                self.assertEqual(out.tobytes(), wanted.tobytes(), what)
+                left = around.copy()
+                left[tuple(slice(0, n) for n in wanted.shape[::-1])] = np.zeros((), wanted.dtype)
+                self.assertEqual(left.tobytes(), bytes(left.nbytes), what + " wrote beside it")
+
+    def test_complex128(self):
+        expected = np.arange(12, dtype="complex128").reshape(3, 4) * (1 + 2j)
+        np.save("c.npy", expected)
+        try:
+            checkpoint = tm.open("c.npy")
+        except tm.UnsupportedError as error:
+            self.skipTest(str(error))
+        with checkpoint:
+            tensor = checkpoint[checkpoint.keys()[0]]
+            self.same(tensor[1:, ::2], expected[1:, ::2].copy(), "c128")
+
+    def test_rows(self):
+        key = key_of("i32", (7, 3))
+        rows = list(self.checkpoint[key])
+        self.assertEqual(len(rows), 7)
+        self.same(np.stack(rows), self.expected[key], key)
+
+    def test_elements_under_a_byte_are_refused_by_name_and_readable_as_bytes(self):
+        for name in ("f4", "f6_e2m3", "f6_e3m2"):
+            tensor = self.checkpoint[key_of(name, (3, 4, 5, 2))]
+            for use in (lambda: tensor[0], lambda: tensor.dtype, lambda: np.asarray(tensor),
+                        tensor.torch):
+                with self.assertRaises(tm.UnsupportedError) as caught:
+                    use()
+                self.assertIn(name, str(caught.exception))
+                self.assertIn("read_bytes", str(caught.exception))
+            self.assertEqual(tensor.read_bytes(), self.data[tensor.key])
+
+    def test_out_must_fit(self):
+        tensor = self.checkpoint[key_of("f32", (7, 3))]
+        read_only = np.zeros((7, 3), "f4")
+        read_only.flags.writeable = False
+        for out, words in ((np.zeros((7, 3)), "elements of float64"),
+                           (np.zeros((3, 7), "f4"), "shape [3, 7], not [7, 3]"),
+                           (read_only, "read-only"), (np.zeros((7, 3), ">f4"), "swapped"),
+                           ([0.0], "a list")):
+            with self.assertRaises(tm.Error) as caught:
+                tensor.read(out=out)
+            self.assertIn(words, str(caught.exception))
+
+    def test_array_protocol(self):
+        tensor = self.checkpoint[key_of("i16", (7, 3))]
+        self.assertEqual(np.asarray(tensor, dtype="f8").dtype, np.dtype("f8"))
+        self.same(np.from_dlpack(tensor) if hasattr(np, "from_dlpack") else tensor[...],
+                  self.expected[tensor.key], "dlpack")
+        self.assertEqual(tensor.__dlpack_device__(), (1, 0))
+
+    def test_many_at_once(self):
+        wanted = {str(i): (key, Ellipsis) for i, key in enumerate(self.expected)}
+        for threads in (None, 1, 3):
+            read = self.checkpoint.read_many(wanted, threads=threads)
+            self.assertEqual(list(read), list(wanted))
+            for name, (key, _) in wanted.items():
+                self.same(read[name], self.expected[key], key)
+        with self.assertRaises(KeyError):
+            self.checkpoint.read_many({"a": "none"})
+        with self.assertRaises(tm.OutOfRangeError):
+            self.checkpoint.read_many({"a": (key_of("f32", (5,)), 9), "b": key_of("f32", (5,))})
+        with self.assertRaises(tm.InvalidArgumentError):
+            self.checkpoint.read_many({}, threads=0)
+
+    def test_threads_do_not_mix_their_reads(self):
+        failures = []
+
+        def read(number):
+            random_ = random.Random(number)
+            keys = sorted(self.expected)
+            for _ in range(150):
+                key = random_.choice(keys)
+                index = random_index(random_, self.expected[key].shape)
+                try:
+                    self.same(self.checkpoint[key][index], self.expected[key][index], key)
+                except BaseException as error:
+                    failures.append(error)
+
+        threads = [threading.Thread(target=read, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(failures, [])
+
+    @unittest.skipIf(torch is None, "no torch")
+    def test_torch(self):
+        random_ = random.Random(seed() + 2)
+        for key, expected in self.expected.items():
+            row = next(r for r in _dtypes.all_dtypes() if r.name == key.split("/")[0])
+            if not hasattr(torch, row.torch):
+                continue
+            tensor = self.checkpoint[key]
+            for index in [Ellipsis] + [random_index(random_, expected.shape) for _ in range(4)]:
+                found = tensor.torch(index=index)
+                wanted = np.asarray(expected[index])
+                self.assertEqual((tuple(found.shape), found.dtype),
+                                 (wanted.shape, getattr(torch, row.torch)), key)
+                self.assertEqual(raw(found), wanted.tobytes(), (key, index))
+                out = torch.zeros(tuple(wanted.shape)[::-1], dtype=found.dtype)
+                out = out.permute(tuple(range(out.ndim - 1, -1, -1)))
+                tensor.read(index, out=out)
+                self.assertEqual(raw(out), wanted.tobytes(), (key, index))
+        bf16 = self.checkpoint[key_of("bf16", (7, 3))]
+        self.assertEqual(torch.from_dlpack(bf16).dtype, torch.bfloat16)
+        with self.assertRaises(tm.UnsupportedError):
+            bf16.read(out=torch.zeros((7, 3), dtype=torch.bfloat16, device="meta"))
+
+
+if __name__ == "__main__":
+    unittest.main()

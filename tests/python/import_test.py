@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an import costs, and what it does not bring along."""
+
+import os
+import re
+import subprocess
+import sys
+import unittest
+
+import tensormount
+
+HEAVY = ("numpy", "torch", "ml_dtypes", "asyncio", "importlib.resources", "importlib.metadata",
+         "concurrent.futures", "json", "subprocess")
+
+
+def python(*arguments):
+    # Of an environment without site packages that import things by themselves: not ours to count.
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(tensormount.__file__))
+    done = subprocess.run([sys.executable, "-S", *arguments], capture_output=True, text=True,
+                          env=environment)
+    if done.returncode != 0:
+        raise AssertionError(done.stderr)
+    return done
+
+
+class Import(unittest.TestCase):
+    def test_brings_nothing_heavy(self):
+        loaded = python("-c", "import sys, tensormount as tm; tm.open; print(*sys.modules)").stdout
+        self.assertEqual(sorted(set(HEAVY) & set(loaded.split())), [])
+
+    def test_alone_opens_no_library_and_no_module_of_the_package(self):
+        loaded = python("-c", "import sys, tensormount; print(*sys.modules)").stdout.split()
+        self.assertEqual([name for name in loaded if name.startswith("tensormount")],
+                         ["tensormount"])
+        self.assertNotIn("ctypes", loaded)
+
+    def test_takes_40_ms_at_most(self):
+        # The best of some: a machine that does something else is not the package's fault.
+        times = []
+        for _ in range(5):
+            said = python("-X", "importtime", "-c", "import tensormount as tm; tm.open").stderr
+            times.append(sum(
+                int(own) for own, name in re.findall(r"time: +(\d+) \| +\d+ \| +(\S+)", said)
+                if name.startswith(("tensormount", "ctypes", "_ctypes", "typing", "threading"))))
+        self.assertLessEqual(min(times), 40_000)
+
+    def test_every_public_name_is_there(self):
+        for name in tensormount._NAMES:
+            self.assertTrue(getattr(tensormount, name), name)
+            self.assertIn(name, dir(tensormount))
+        with self.assertRaises(AttributeError):
+            tensormount.nothing
+        self.assertNotIn("open", tensormount.__all__)
+
+    def test_checkers_see_the_names_that_are_looked_up(self):
+        with open(tensormount.__file__, encoding="utf-8") as file:
+            seen = re.findall(r"\b(\w+) as \1\b", file.read())
+        self.assertEqual(sorted(seen), sorted(tensormount._NAMES))
+
+    def test_a_library_that_is_not_there_is_said(self):
+        for path, words in (("/nowhere/lib.so", "TENSORMOUNT_LIBRARY"), ("libc.so.6", "it lacks")):
+            said = python("-c", f"""
+import os, tensormount as tm
+os.environ["TENSORMOUNT_LIBRARY"] = {path!r}
+try:
+    tm.open("x")
+except tm.LibraryError as error:
+    assert isinstance(error, ImportError)
+    print(error)""").stdout
+            self.assertIn(words, said)
+
+
+if __name__ == "__main__":
+    unittest.main()

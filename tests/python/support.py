@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the Python package share: folders, files to read, the command that imports them.
+
+The package is that which `import tensormount` finds: an installed wheel, or with PYTHONPATH=python the
+tree, for which TENSORMOUNT_LIBRARY and TENSORMOUNT_COMMAND name the library and the command.
+"""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+import unittest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+HEADER = os.path.join(ROOT, "include", "tensormount", "c.h")
+GOLDEN = os.path.join(ROOT, "tests", "golden", "v1")
+
+
+def command():
+    named = os.environ.get("TENSORMOUNT_COMMAND")
+    if named:
+        return named
+    from tensormount._main import program
+
+    return program()
+
+
+def run(*arguments):
+    """Runs the command; its standard output."""
+    done = subprocess.run([command(), *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise AssertionError(f"tensormount {' '.join(map(str, arguments))}: {done.stderr}")
+    return done.stdout
+
+
+def write_safetensors(path, tensors):
+    """tensors: key to (name of the dtype, shape, bytes)."""
+    header, at = {}, 0
+    for key, (dtype, shape, data) in tensors.items():
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, _, data in tensors.values():
+            file.write(data)
+
+
+class Folder(unittest.TestCase):
+    """A test with a folder of its own, in which it runs."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.mkdtemp(dir=os.environ.get("TENSORMOUNT_TEST_TMPDIR"))
+        cls.addClassCleanup(shutil.rmtree, cls.folder, ignore_errors=True)
+        before = os.getcwd()
+        os.chdir(cls.folder)
+        cls.addClassCleanup(os.chdir, before)
+
+
+def seed():
+    return int(os.environ.get("TENSORMOUNT_TEST_SEED", "20261125"))

@@ -1,0 +1,348 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Installs the wheel into empty environments of every Python that is found, and uses it as a stranger.
+
+usage: wheel_test.py WHEEL [--python PYTHON]... [--with FOLDER]...
+
+--python: these, instead of those that stand below ~/.pyenv/versions and on the PATH. --with: an
+environment whose packages (NumPy, ml_dtypes, torch) the Python tests may use, run in its Python; once
+for each.
+"""
+
+import argparse
+import base64
+import csv
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+MOST_BYTES = 8_000_000
+# Libraries of every glibc system, and the standard C++ library that manylinux_2_35 allows.
+SYSTEM = re.compile(r"^(lib(c|m|pthread|dl|rt|stdc\+\+|gcc_s)|ld-linux-[-\w]+)\.so\.\d+$")
+NEWEST = {"GLIBC": (2, 35), "GLIBCXX": (3, 4, 30), "CXXABI": (1, 3, 13), "GCC": (12, 0, 0)}
+BUNDLED = ["bz2", "fmt", "fuse3", "gflags", "lz4", "rocksdb", "snappy", "xxhash", "z", "zstd"]
+VALUES = struct.pack("<512f", *range(512))
+
+
+def fail(message):
+    sys.exit(f"wheel_test: {message}")
+
+
+def check(held, message):
+    if not held:
+        fail(message)
+
+
+def output(*command, status=0, **options):
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    if done.returncode != status:
+        fail(f"{' '.join(map(str, command))}: {done.returncode}: {done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def contents(wheel):
+    """Names, hashes, tag, size, licences."""
+    name = os.path.basename(wheel)
+    machine = os.uname().machine
+    found = re.fullmatch(r"tensormount-([0-9.]+)-(py3-none-manylinux_2_35_%s)\.whl" % machine, name)
+    check(found, f"another name than that of one wheel for all: {name}")
+    check(os.path.getsize(wheel) <= MOST_BYTES, f"{os.path.getsize(wheel)} bytes")
+    about = f"tensormount-{found[1]}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        check(archive.testzip() is None, "damaged")
+        files = {entry.filename: entry for entry in archive.infolist()}
+        rows = list(csv.reader(archive.read(f"{about}/RECORD").decode().splitlines()))
+        check(sorted(row[0] for row in rows) == sorted(files), "RECORD names other files")
+        for path, digest, size in rows[:-1]:
+            data = archive.read(path)
+            own = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            check((digest, size) == (f"sha256={own}", str(len(data))), f"RECORD is wrong of {path}")
+        check(f"Tag: {found[2]}\n" in archive.read(f"{about}/WHEEL").decode(), "another tag")
+        described = archive.read(f"{about}/METADATA").decode()
+        check("Requires-Python: >=3.9\n" in described, "no Requires-Python")
+        check("import tensormount as tm" in described, "METADATA does not describe it")
+    python = {os.path.relpath(path, os.path.join(ROOT, "python"))
+              for path in glob.glob(os.path.join(ROOT, "python/tensormount/**/*.py"), recursive=True)}
+    expected = python | {"tensormount/py.typed", "tensormount/bin/tensormount",
+                         "tensormount/lib/libtensormount.so"}
+    expected |= {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
+    optional = {"tensormount/lib/tensormount/mpi.so"}
+    libraries = {}
+    for path, entry in files.items():
+        bundled = re.fullmatch(r"tensormount/lib/lib(\w+)-[0-9a-f]{8}\.so[.\d]*", path)
+        if bundled:
+            libraries[bundled[1]] = path
+        elif path not in expected | optional and not path.startswith(f"{about}/licenses/"):
+            fail(f"an unexpected file: {path}")
+        mode = entry.external_attr >> 16
+        check(mode == (0o100755 if "/bin/" in path else 0o100644), f"{path}: mode {mode:o}")
+    check(expected <= set(files), f"not there: {expected - set(files)}")
+    check(sorted(libraries) == BUNDLED, f"other libraries: {sorted(libraries)}")
+    with zipfile.ZipFile(wheel) as archive:
+        notes = archive.read(f"{about}/licenses/BUNDLED.txt").decode()
+        for path in libraries.values():
+            line = next((l for l in notes.splitlines() if os.path.basename(path) in l), "")
+            licence = line.rpartition(": ")[2]
+            check(f"{about}/licenses/{licence}" in files, f"no licence of {path}")
+        for header in ("nlohmann-json3-dev", "libcli11-dev"):
+            check(f"{about}/licenses/{header}.copyright" in files, f"no licence of {header}")
+        check("LGPL" in archive.read(next(n for n in files if "fuse3-3.copyright" in n)).decode(),
+              "not the licence of libfuse")
+        check(b"Apache License" in archive.read(f"{about}/licenses/LICENSE"), "not our licence")
+
+
+def dynamic_names(path, which):
+    lines = output("nm", "-D", which, "-p", path).splitlines()
+    return {line.split()[-1].split("@")[0] for line in lines if line.split()[-2] != "A"}
+
+
+def binaries(package):
+    """What they need, of which version, by which path; and that nothing in them has a name that
+    another copy of the same library has."""
+    paths = [os.path.join(package, "bin/tensormount")] + sorted(
+        glob.glob(os.path.join(package, "lib/**/*.so*"), recursive=True))
+    sonames = {os.path.basename(path) for path in paths}
+    for path in paths:
+        said = output("readelf", "-dW", path)
+        for soname in re.findall(r"\(NEEDED\).*\[(.*)\]", said):
+            mpi = path.endswith("/mpi.so") and re.match(r"libmpi\.so\.\d+$", soname)
+            check(soname in sonames or SYSTEM.match(soname) or mpi, f"{path} needs {soname}")
+        rpath = re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", said)
+        check(all(re.fullmatch(r"\$ORIGIN(/\.\.(/lib)?)?", one) for one in rpath), f"{path}: {rpath}")
+        check(".symtab" not in output("readelf", "-SW", path), f"{path} is not stripped")
+        for kind, version in re.findall(r"Name: ([A-Z]+)_([0-9.]+)", output("readelf", "-VW", path)):
+            number = tuple(int(part) for part in version.split("."))
+            check(number <= NEWEST.get(kind, number), f"{path} needs {kind}_{version}")
+        if "-" in os.path.basename(path):
+            odd = {name for name in dynamic_names(path, "--defined-only")
+                   if not re.match(r"tm_[0-9a-f]{6}_|_(init|fini|end|edata)$|__bss_start$", name)}
+            check(not odd, f"{path} offers names of its own: {sorted(odd)[:5]}")
+    for name in dynamic_names(paths[0].replace("bin/tensormount", "lib/libtensormount.so"),
+                              "--undefined-only"):
+        check("rocksdb" not in name, f"libtensormount.so takes {name} from whoever has it")
+    check(os.path.getsize(paths[0]) < 16_384, "the stub is no stub")
+
+
+# Run in the environment: open, list, read, refuse, nothing installed besides.
+SMOKE = """
+import sys, tensormount as tm
+with tm.open("STORE/step-1") as ck:
+    assert ck.keys() == ["w"] and ck["w"].shape == (16, 32), ck
+    assert ck["w"].read_bytes() == open("values", "rb").read()
+    try:
+        ck["w"][0]
+        raise SystemExit("NumPy in an empty environment?")
+    except tm.LibraryError as error:
+        assert "pip install numpy" in str(error), error
+try:
+    tm.open("nowhere")
+    raise SystemExit("not refused")
+except FileNotFoundError as error:
+    assert error.code == "NOT_FOUND"
+assert tm.library_path().startswith(sys.prefix), tm.library_path()
+assert tm.library_version() == tm.__version__
+"""
+
+# Beside another RocksDB, whose symbols everybody sees; before and after.
+BESIDE = """
+import ctypes, sys
+def use(lib):
+    lib.rocksdb_options_create.restype = lib.rocksdb_open.restype = ctypes.c_void_p
+    options = ctypes.c_void_p(lib.rocksdb_options_create())
+    lib.rocksdb_options_set_create_if_missing(options, ctypes.c_ubyte(1))
+    error = ctypes.c_char_p()
+    db = lib.rocksdb_open(options, sys.argv[2].encode(), ctypes.byref(error))
+    assert db, error.value
+    lib.rocksdb_close(ctypes.c_void_p(db))
+def read():
+    import tensormount as tm
+    with tm.open("STORE/step-1") as ck:
+        assert ck["w"].read_bytes() == open("values", "rb").read()
+if sys.argv[1] == "after":
+    read()
+other = ctypes.CDLL("librocksdb.so.7.8", mode=ctypes.RTLD_GLOBAL)
+use(other)
+read()
+use(other)
+read()
+copies = {line.split()[-1] for line in open("/proc/self/maps") if "librocksdb" in line}
+assert len(copies) == 2, copies
+"""
+
+
+def make_environment(python, folder, wheel):
+    output(python, "-m", "venv", folder)
+    begin = time.monotonic()
+    output(os.path.join(folder, "bin/python"), "-m", "pip", "install", "-q", "--no-index", "--no-deps",
+           "--disable-pip-version-check", wheel)
+    return time.monotonic() - begin
+
+
+def environment_without_ours():
+    kept = {name: value for name, value in os.environ.items()
+            if name not in ("PYTHONPATH", "TENSORMOUNT_LIBRARY", "TENSORMOUNT_COMMAND")}
+    return kept
+
+
+def command(folder, scratch):
+    """The console script: version, list, read, words of refusal, mounts."""
+    program = os.path.join(folder, "bin/tensormount")
+    options = {"cwd": scratch, "env": environment_without_ours()}
+    check(re.fullmatch(r"tensormount [0-9.]+\n", output(program, "--version", **options)), "--version")
+    check("w" in output(program, "ls", "-l", "STORE/step-1", **options), "ls")
+    check(output(program, "cat", "STORE/step-1", "w[1, 0:3]", "--as", "text", **options).split()
+          == ["32", "33", "34"], "cat")
+    output(os.path.join(folder, "bin/python"), "-m", "tensormount", "verify", "STORE", **options)
+    output(program, "cat", "STORE/step-1", "none", status=2, **options)
+    # Who reads only the beginning gets no traceback, and no words about a pipe.
+    said = subprocess.run(f"'{program}' cat STORE/step-1 w | head -c 1 > /dev/null", shell=True,
+                          capture_output=True, text=True, **options)
+    check(said.stderr == "", said.stderr)
+    mpi = os.path.join(os.path.dirname(output(
+        os.path.join(folder, "bin/python"), "-c",
+        "import tensormount._main as m; print(m.program())", **options)), "../lib/tensormount/mpi.so")
+    if os.path.exists(mpi) and shutil.which("mpirun"):
+        mpirun = dict(options["env"], OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+                      OMPI_MCA_rmaps_base_oversubscribe="1")
+        said = output("mpirun", "-n", "2", program, "import", "m.safetensors", "STORE/by-mpi",
+                      cwd=scratch, env=mpirun, timeout=60)
+        check("2 ranks" in said, said)
+    # Without an MPI, as with another one: refused in words.
+    hidden = mpi + ".hidden"
+    if os.path.exists(mpi):
+        os.rename(mpi, hidden)
+    said = subprocess.run([program, "import", "m.safetensors", "STORE/refused"], capture_output=True,
+                          text=True, cwd=scratch, env=dict(options["env"], OMPI_COMM_WORLD_SIZE="1"))
+    check(said.returncode == 2 and "UNSUPPORTED: MPI" in said.stderr, said.stderr)
+    if os.path.exists(hidden):
+        os.rename(hidden, mpi)
+
+
+def mounts(folder, scratch):
+    """In the background, in the foreground until Ctrl-C, and by mount(8)'s name."""
+    if not os.path.exists("/dev/fuse"):
+        if "fuse" in os.environ.get("TENSORMOUNT_REQUIRE", ""):
+            fail("there is no /dev/fuse")
+        print("-- no /dev/fuse: nothing is mounted")
+        return
+    program = os.path.join(folder, "bin/tensormount")
+    options = {"cwd": scratch, "env": environment_without_ours()}
+    point = os.path.join(scratch, "MNT")
+    os.mkdir(point)
+    tensor = os.path.join(point, "step-1/tensors/w")
+
+    def bytes_are_right():
+        with open(tensor, "rb") as file:
+            check(file.read() == VALUES, "other bytes on the mount")
+
+    try:
+        said = json.loads(output(program, "mount", "--json", "STORE", "MNT", **options))
+        bytes_are_right()
+        with open(f"/proc/{said['pid']}/comm", encoding="utf-8") as file:
+            check(file.read() == "tensormount\n", "the daemon is not the command but an interpreter")
+        output(program, "unmount", "MNT", **options)
+        check(not os.path.ismount(point), "still mounted")
+
+        served = subprocess.Popen([program, "mount", "-f", "STORE", "MNT"], stdout=subprocess.PIPE,
+                                  text=True, **options)
+        check("mounted" in served.stdout.readline(), "no mount in the foreground")
+        bytes_are_right()
+        served.send_signal(signal.SIGINT)
+        check(served.wait(timeout=20) == 0, "Ctrl-C is an error")
+        check(not os.path.ismount(point), "Ctrl-C does not unmount")
+    finally:
+        if os.path.ismount(point):
+            subprocess.run(["umount", "-l", point], check=False)
+
+
+def pythons():
+    """Every one from 3.9 on, one a version."""
+    names = sorted(glob.glob(os.path.expanduser("~/.pyenv/versions/*/bin/python3")))
+    names += [found for found in map(shutil.which, ["/usr/bin/python3", "python3"]) if found]
+    by_version = {}
+    for name in names:
+        said = subprocess.run([name, "-c", "import sys, venv, ensurepip; print(*sys.version_info[:3])"],
+                              capture_output=True, text=True)
+        if said.returncode == 0 and tuple(map(int, said.stdout.split())) >= (3, 9):
+            by_version.setdefault(said.stdout.strip(), name)
+    return list(by_version.values())
+
+
+def python_tests(folder, other, scratch):
+    """tests/python in the environment, with the packages of another one behind its own."""
+    site = glob.glob(os.path.join(os.path.abspath(other), "lib/python3*/site-packages"))
+    check(site, f"{other} has no packages")
+    mine = glob.glob(os.path.join(folder, "lib/python3*/site-packages"))[0]
+    with open(os.path.join(mine, "other.pth"), "w", encoding="utf-8") as file:
+        file.write(site[0] + "\n")
+    # Otherwise most tests are skipped, and nobody sees it.
+    output(os.path.join(folder, "bin/python"), "-c", "import numpy, ml_dtypes")
+    done = subprocess.run([os.path.join(folder, "bin/python"), "-m", "unittest", "discover", "-s", ".",
+                           "-p", "*_test.py"], cwd=os.path.join(ROOT, "tests/python"),
+                          capture_output=True, text=True,
+                          env=dict(environment_without_ours(), TENSORMOUNT_TEST_TMPDIR=scratch,
+                                   PYTHONDONTWRITEBYTECODE="1"))
+    print("   " + " ".join(done.stderr.splitlines()[-3:]))
+    check(done.returncode == 0, f"tests/python with {other}:\n{done.stderr}")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("wheel")
+    parser.add_argument("--python", action="append", default=[])
+    parser.add_argument("--with", dest="others", action="append", default=[])
+    arguments = parser.parse_args()
+    wheel = os.path.abspath(arguments.wheel)
+
+    print("-- contents")
+    contents(wheel)
+    base = os.environ.get("TENSORMOUNT_TEST_TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="tensormount-wheel.", dir=base) as scratch:
+        header = json.dumps({"w": {"dtype": "F32", "shape": [16, 32],
+                                   "data_offsets": [0, len(VALUES)]}}).encode()
+        with open(os.path.join(scratch, "m.safetensors"), "wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header + VALUES)
+        with open(os.path.join(scratch, "values"), "wb") as file:
+            file.write(VALUES)
+        first = None
+        environment = environment_without_ours()
+        for number, python in enumerate(arguments.python or pythons()):
+            folder = os.path.join(scratch, f"python-{number}")
+            took = make_environment(python, folder, wheel)
+            mine = os.path.join(folder, "bin/python")
+            print(f"-- {output(mine, '--version').strip()}: installed in {took:.1f} s")
+            if first is None:
+                first = folder
+                binaries(glob.glob(os.path.join(folder, "lib/python3*/site-packages/tensormount"))[0])
+                output(os.path.join(folder, "bin/tensormount"), "import", "m.safetensors",
+                       "STORE/step-1", "--ranks", "2", cwd=scratch, env=environment)
+            output(mine, "-c", SMOKE, cwd=scratch, env=environment)
+            for when in ("before", "after"):
+                output(mine, "-c", BESIDE, when, os.path.join(scratch, f"db-{number}-{when}"),
+                       cwd=scratch, env=environment)
+        check(first, "there is no Python from 3.9 on")
+        print("-- the command")
+        command(first, scratch)
+        print("-- mounts")
+        mounts(first, scratch)
+        for number, other in enumerate(arguments.others):
+            print(f"-- tests/python with the packages of {os.path.basename(other)}")
+            folder = os.path.join(scratch, f"other-{number}")
+            make_environment(os.path.join(other, "bin/python3"), folder, wheel)
+            python_tests(folder, other, scratch)
+    print("-- fine")
+
+
+if __name__ == "__main__":
+    main()
