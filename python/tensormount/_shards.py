@@ -85,14 +85,14 @@ class Shard(NamedTuple):
 def describe(
     key: str, leaf: Any, purpose: str = SAVE, world_size: Optional[int] = None
 ) -> List[Shard]:
-    """The shards of one leaf on this rank. `purpose`: "save", "load" (the memory will be written)
+    """The shards of one leaf on this rank. `purpose`: "save", "load" (the memory is written to)
     or "validate" (no memory is needed). `world_size`: ranks of the group that saves or loads;
     replicas of a DTensor are labelled only where its mesh has all of them, since a rank knows
     nothing of the copies on other meshes. None: that of torch.distributed.
 
-    Empty where this rank is not part of a DTensor's mesh. UnsupportedError: a kind of array, element
-    or memory that cannot be stored, or filled; LayoutError: a DTensor that contradicts itself,
-    memory in which cells lie upon each other (loads).
+    Empty where this rank is not part of a DTensor's mesh. UnsupportedError: a kind of array,
+    element or memory that cannot be stored, or filled. LayoutError: a DTensor that contradicts
+    itself, memory in which cells lie upon each other (loads).
     """
     if purpose not in (SAVE, LOAD, VALIDATE):
         raise ValueError(f"purpose {purpose!r}")
@@ -294,8 +294,8 @@ def _refuse_kinds(key: str, t: Any) -> None:
                 "(__create_write_items__), which is not read here yet"
             )
         # Subclasses with a dispatch of their own need not be their memory.
-        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or isinstance(
-            t, torch.nn.parameter.UninitializedTensorMixin
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or hasattr(
+            t, "materialize"  # A parameter that has no shape yet.
         ):
             raise UnsupportedError(
                 f"tensor {key}: {_name(t)} is a tensor that is more than its memory; "
@@ -628,6 +628,9 @@ class Layout:
         add = bases.append
         torch = sys.modules.get("torch")
         fast = (torch.Tensor, torch.nn.Parameter) if torch is not None else ()
+        numpy = sys.modules.get("numpy")
+        ndarray = numpy.ndarray if numpy is not None else None
+        loads = self.purpose == LOAD
         try:
             for leaf, known in zip(leaves, self._signatures):
                 if type(leaf) in fast:
@@ -645,6 +648,18 @@ class Layout:
                     ):
                         return None
                     add(leaf.data_ptr())
+                elif type(leaf) is ndarray:
+                    if (
+                        known is None
+                        or len(known) != 4
+                        or known[0] is not ndarray
+                        or known[1] != leaf.dtype
+                        or known[2] != leaf.shape
+                        or known[3] != leaf.strides
+                        or (loads and not leaf.flags.writeable)
+                    ):
+                        return None
+                    add(leaf.__array_interface__["data"][0])
                 else:
                     signature, base = _signature(leaf)
                     if known is None or signature != known:
@@ -693,6 +708,7 @@ def _signature(leaf: Any) -> Tuple[Any, int]:
         dtensor = _dtensor_type()
         local = getattr(leaf, "_local_tensor", None)
         if dtensor is not None and type(leaf) is dtensor and type(local) is torch.Tensor:
+            assert local is not None
             if local.is_conj() or local.is_neg():
                 return None, 0
             signature, base = _signature(local)
@@ -700,12 +716,14 @@ def _signature(leaf: Any) -> Tuple[Any, int]:
                 return None, 0
             return (*signature, leaf.shape, leaf.placements, leaf.device_mesh), base
         return None, 0
-    if hasattr(leaf, "__array_interface__") and type(leaf).__module__ == "numpy":
-        flags = leaf.flags
-        return (
-            (leaf.dtype, leaf.shape, leaf.strides, flags.writeable, type(leaf)),
-            leaf.__array_interface__["data"][0],
-        )
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and type(leaf) is numpy.ndarray:
+        address = leaf.__array_interface__["data"][0]
+        return (numpy.ndarray, leaf.dtype, leaf.shape, leaf.strides), address
+    if numpy is not None and type(leaf) is numpy.memmap:
+        address = leaf.__array_interface__["data"][0]
+        writeable = leaf.flags.writeable
+        return (numpy.memmap, leaf.dtype, leaf.shape, leaf.strides, writeable), address
     return None, 0
 
 

@@ -436,20 +436,22 @@ def path_text(path: Path) -> str:
     return "state_dict" + text + ("..." if len(path) > 8 else "")
 
 
-def _assign_names(paths: Sequence[Path], reserved: bool) -> List[str]:
-    """One name for each path, no two the same, whatever the order of the paths.
+def _assign_names(
+    names: List[str], path_of: Callable[[int], Path], reserved: bool
+) -> List[str]:
+    """One name for each leaf, no two the same, whatever the order; `names` are the dotted ones.
 
-    Dotted names where they are free. Of paths that share one, each takes its reversible name; that
-    may be the dotted name of a third, which then gives way, too.
+    Dotted names where they are free. Of leaves that share one, each takes its reversible name; that
+    may be the dotted name of another leaf, which then gives way, too.
     """
-    names = [dotted(path) for path in paths]
     pending = [i for i, name in enumerate(names) if not _usable(name, reserved)]
     if not pending and len(set(names)) == len(names):
         return names
+    names = list(names)
     escaped: Set[int] = set()
     while pending or len(set(names)) != len(names):
         for i in pending:
-            name = reversible(paths[i])
+            name = reversible(path_of(i))
             names[i] = name if _usable(name, reserved) else _escape_first(name)
         escaped.update(pending)
         count = collections.Counter(names)
@@ -471,7 +473,9 @@ def _check_name(name: str, path: Path) -> None:
     try:
         size = len(name.encode())
     except UnicodeEncodeError:
-        raise LayoutError(f"{path_text(path)}: the key is no valid text (a lone surrogate)") from None
+        raise LayoutError(
+            f"{path_text(path)}: the key is no valid text (a lone surrogate)"
+        ) from None
     if "\0" in name:
         raise LayoutError(f"{path_text(path)}: a key must not contain NUL")
     if size > MAX_KEY_BYTES:
@@ -580,63 +584,96 @@ def _torch_identity(tensor: Any) -> Any:
     )
 
 
+class _Leaves:
+    """Leaves of one kind in the order of the walk. Lists side by side and not an object each: tens
+    of thousands of new objects would call the garbage collector."""
+
+    def __init__(self) -> None:
+        self.places: List[int] = []  # In the nodes of the structure.
+        self.parents: List[Path] = []
+        self.steps: List[int] = []
+        self.keys: List[Any] = []
+        self.names: List[str] = []  # Dotted.
+        self.values: List[Any] = []
+
+    def path(self, i: int) -> Path:
+        return self.parents[i] + ((self.steps[i], self.keys[i]),)
+
+
 class _Walk:
     """One way through a state dict."""
 
     def __init__(self) -> None:
         self.nodes: List[Any] = []
-        # Of tensors, values, values of this rank: place in `nodes`, path, value.
-        self.leaves: Dict[int, List[Tuple[int, Path, Any]]] = {
-            _TENSOR: [],
-            _VALUE: [],
-            _PER_RANK: [],
-        }
+        self.leaves = {_TENSOR: _Leaves(), _VALUE: _Leaves(), _PER_RANK: _Leaves()}
         self.inside: Set[int] = set()
 
-    def visit(self, value: Any, path: Path) -> None:
+    def root(self, tree: Any) -> None:
+        self.inside.add(id(tree))
+        self._container(tree, _kind_of(tree), (), "")
+
+    def _visit(self, value: Any, parent: Path, prefix: str, step: int, key: Any) -> None:
         kind = _kind_of(value)
         if kind < 0:
             raise UnsupportedError(
-                f"{path_text(path)}: {_type_name(value)} cannot be stored; nothing is pickled"
+                f"{path_text(parent + ((step, key),))}: {_type_name(value)} cannot be stored; "
+                "nothing is pickled"
             )
+        name = prefix + (key if type(key) is str else _step_text(key))
         if kind in _CONTAINER_NAMES:
+            path = parent + ((step, key),)
             if id(value) in self.inside:
                 raise LayoutError(f"{path_text(path)}: a container that contains itself")
             if len(path) > MAX_DEPTH:
                 raise LayoutError(f"{path_text(path)}: containers more than {MAX_DEPTH} deep")
-            # The root is always a container, and an empty one has no value to store.
-            if not path or not value or not _whole_value(value, kind):
+            # An empty one has no value to store.
+            if not value or not _whole_value(value, kind):
                 self.inside.add(id(value))
-                self.container(value, kind, path)
+                self._container(value, kind, path, name + ".")
                 self.inside.discard(id(value))
                 return
             kind = _VALUE
         if kind == _PER_RANK:
             value = value.value
-        self.leaves[kind].append((len(self.nodes), path, value))
+        leaves = self.leaves[kind]
+        leaves.places.append(len(self.nodes))
+        leaves.parents.append(parent)
+        leaves.steps.append(step)
+        leaves.keys.append(key)
+        leaves.names.append(name)
+        leaves.values.append(value)
         self.nodes.append(None)
 
-    def container(self, value: Any, kind: int, path: Path) -> None:
-        name = _CONTAINER_NAMES[kind]
+    def _container(self, value: Any, kind: int, path: Path, prefix: str) -> None:
+        word = _CONTAINER_NAMES[kind]
         if kind in (_LIST, _TUPLE):
-            self.nodes.append([name, len(value)])
+            self.nodes.append([word, len(value)])
             step = _ITEM if kind == _LIST else _TUPLE_ITEM
             for i, item in enumerate(value):
-                self.visit(item, path + ((step, i),))
+                self._visit(item, path, prefix, step, i)
             return
-        keys = []
-        tensors = self.leaves[_TENSOR]
+        keys: List[Any] = []
         nodes = self.nodes
-        nodes.append([name, keys])
+        nodes.append([word, keys])
         torch = sys.modules.get("torch")
         plain = (torch.Tensor, torch.nn.Parameter) if torch is not None else ()
+        tensors = self.leaves[_TENSOR]
         for key, item in value.items():
-            keys.append(key if type(key) is str else _encode(key, path_text(path), 0, [1000]))
+            if type(key) is not str:
+                keys.append(_encode(key, path_text(path), 0, [1000]))
+                self._visit(item, path, prefix, _KEY, key)
+                continue
+            keys.append(key)
             if type(item) in plain:  # Nearly all that there is: without the call.
-                tensors.append((len(nodes), path + ((_KEY, key),), item))
+                tensors.places.append(len(nodes))
+                tensors.parents.append(path)
+                tensors.steps.append(_KEY)
+                tensors.keys.append(key)
+                tensors.names.append(prefix + key)
+                tensors.values.append(item)
                 nodes.append(None)
             else:
-                self.visit(item, path + ((_KEY, key),))
+                self._visit(item, path, prefix, _KEY, key)
 
 
 def flatten(tree: Any, stored: Optional[Mapping[Path, str]] = None) -> Flat:
@@ -652,12 +689,11 @@ def flatten(tree: Any, stored: Optional[Mapping[Path, str]] = None) -> Flat:
             f"a state dict of type {_type_name(tree)}: a dict, list or tuple was expected"
         )
     walk = _Walk()
-    walk.visit(tree, ())
+    walk.root(tree)
     tensors: Dict[str, Any] = {}
     found = walk.leaves[_TENSOR]
-    own = _names_of(found, False, stored)
-    keys = _tied(found, own)
-    for (_, _, leaf), key in zip(found, keys):
+    keys = _tied(found.values, _names_of(found, False, stored))
+    for key, leaf in zip(keys, found.values):
         tensors.setdefault(key, leaf)
     special = _set_leaves(walk.nodes, found, keys, "tensor")
     values: List[Dict[str, Any]] = []
@@ -666,14 +702,17 @@ def flatten(tree: Any, stored: Optional[Mapping[Path, str]] = None) -> Flat:
         names = _names_of(leaves, True, stored)
         _set_leaves(walk.nodes, leaves, names, word)
         values.append(
-            {name: encode(v, path_text(path)) for name, (_, path, v) in zip(names, leaves)}
+            {
+                name: encode(value, path_text(leaves.path(i)))
+                for i, (name, value) in enumerate(zip(names, leaves.values))
+            }
         )
-    flat = type(tree) is dict and len(found) == len(tree) == len(walk.nodes) - 1 and not special
-    if not flat or any(type(key) is not str for key in tree):
-        if _node_values(walk.nodes) > MAX_VALUES - 4:
-            raise LayoutError(f"a state dict of {len(walk.nodes)} containers and leaves")
-        return Flat(tensors, values[0], values[1], {"version": 1, "nodes": walk.nodes})
-    return Flat(tensors, values[0], values[1], None)
+    flat = type(tree) is dict and len(found.values) == len(tree) == len(walk.nodes) - 1
+    if flat and not special and all(type(key) is str for key in tree):
+        return Flat(tensors, values[0], values[1], None)
+    if _node_values(walk.nodes) > MAX_VALUES - 4:
+        raise LayoutError(f"a state dict of {len(walk.nodes)} containers and leaves")
+    return Flat(tensors, values[0], values[1], {"version": 1, "nodes": walk.nodes})
 
 
 def _node_values(nodes: Sequence[Any]) -> int:
@@ -683,26 +722,42 @@ def _node_values(nodes: Sequence[Any]) -> int:
 
 
 def _names_of(
-    leaves: Sequence[Tuple[int, Path, Any]], reserved: bool, stored: Optional[Mapping[Path, str]]
+    leaves: _Leaves, reserved: bool, stored: Optional[Mapping[Path, str]]
 ) -> List[str]:
-    paths = [path for _, path, _ in leaves]
-    names = _assign_names(paths, reserved)
-    for name, path in zip(names, paths):
+    names = _assign_names(leaves.names, leaves.path, reserved)
+    for i, name in enumerate(names):
         if not name.isascii() or len(name) > MAX_KEY_BYTES or "\0" in name:
-            _check_name(name, path)
+            _check_name(name, leaves.path(i))
     if stored:
-        names = [stored.get(path, name) for path, name in zip(paths, names)]
+        names = [stored.get(leaves.path(i), name) for i, name in enumerate(names)]
     return names
 
 
-def _tied(leaves: Sequence[Tuple[int, Path, Any]], names: List[str]) -> List[str]:
+def _memory_of(leaf: Any) -> Any:
+    """Equal for leaves with one `identity`, and perhaps for others; quicker."""
+    try:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(leaf, torch.Tensor):
+            local = leaf if type(leaf) is torch.Tensor else getattr(leaf, "_local_tensor", leaf)
+            return local.data_ptr() or local.untyped_storage()._cdata
+        if hasattr(leaf, "__array_interface__") and leaf.size:
+            return leaf.__array_interface__["data"][0]
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
+        pass
+    return id(leaf)
+
+
+def _tied(leaves: Sequence[Any], names: List[str]) -> List[str]:
     """The names, but leaves that are one tensor have one: the first in the order of text, so that
     ranks with other orders agree."""
-    groups: Dict[Any, List[int]] = {}
-    for i, (_, _, leaf) in enumerate(leaves):
-        groups.setdefault(identity(leaf), []).append(i)
-    if len(groups) == len(leaves):
+    memory = [_memory_of(leaf) for leaf in leaves]
+    if len(set(memory)) == len(leaves):
         return names
+    count = collections.Counter(memory)
+    groups: Dict[Any, List[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if count[memory[i]] > 1:
+            groups.setdefault(identity(leaf), []).append(i)
     names = list(names)
     for members in groups.values():
         if len(members) > 1:
@@ -712,13 +767,11 @@ def _tied(leaves: Sequence[Tuple[int, Path, Any]], names: List[str]) -> List[str
     return names
 
 
-def _set_leaves(
-    nodes: List[Any], leaves: Sequence[Tuple[int, Path, Any]], names: Sequence[str], word: str
-) -> bool:
+def _set_leaves(nodes: List[Any], leaves: _Leaves, names: Sequence[str], word: str) -> bool:
     """Whether some leaf has another name than its path says."""
     special = False
-    for (place, path, _), name in zip(leaves, names):
-        if name == dotted(path):
+    for place, dotted_name, name in zip(leaves.places, leaves.names, names):
+        if name == dotted_name:
             nodes[place] = word
         else:
             nodes[place] = [word, name]
@@ -801,7 +854,9 @@ class _Builder:
                     if key in found:
                         raise LayoutError(f"the structure of a state dict: the key {key!r} twice")
                 except TypeError:
-                    raise LayoutError(f"the structure of a state dict: a key {key!r:.100}") from None
+                    raise LayoutError(
+                        f"the structure of a state dict: a key {key!r:.100}"
+                    ) from None
                 found[key] = self.node(path + ((_KEY, key),))
             return found
         if word in ("list", "tuple") and type(more) is int and more >= 0:
@@ -891,7 +946,8 @@ def _merge(a: Any, b: Any, path: Path) -> Any:
                 merged[key] = item
             return merged
         if type(a) in (list, tuple) and len(a) == len(b):
-            return type(a)([_merge(x, y, path + ((_ITEM, i),)) for i, (x, y) in enumerate(zip(a, b))])
+            pairs = enumerate(zip(a, b))
+            return type(a)([_merge(x, y, path + ((_ITEM, i),)) for i, (x, y) in pairs])
         if not is_tensor(a) and to_json(encode(a)) == to_json(encode(b)):
             return a
     raise LayoutError(f"{path_text(path)}: not the same on all ranks that saved it")
