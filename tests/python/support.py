@@ -5,8 +5,10 @@ The package is that which `import tensormount` finds: an installed wheel, or wit
 tree, for which TENSORMOUNT_LIBRARY and TENSORMOUNT_COMMAND name the library and the command.
 """
 
+import importlib.util
 import json
 import os
+import random
 import shutil
 import struct
 import subprocess
@@ -62,3 +64,19 @@ class Folder(unittest.TestCase):
 
 def seed():
     return int(os.environ.get("TENSORMOUNT_TEST_SEED", "20261125"))
+
+
+def seeded():
+    """A generator of `seed()`, and that."""
+    return random.Random(seed()), seed()
+
+
+def scaled(cases):
+    """`cases` times TENSORMOUNT_TEST_SCALE, at least 1."""
+    return max(1, int(cases * float(os.environ.get("TENSORMOUNT_TEST_SCALE", "1"))))
+
+
+def needs(*modules):
+    """Skips a test or a class of them by the name of what is not installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return unittest.skipIf(missing, f"not installed: {', '.join(missing)}")

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which boxes of a global tensor one coordinate of a device mesh holds.
+
+PyTorch says of a DTensor where its first cell lies and how long it is along each axis; with
+`_StridedShard` that is not one box. Here every axis is a list of intervals, so that any placement
+has its boxes, and each box knows which part of the local tensor it is.
+
+The arithmetic (`placement_boxes`) needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any, List, NamedTuple, Sequence, Tuple
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Dims = Tuple[int, ...]
+
+# How a placement is described: ("shard", axis), ("strided", axis, split_factor), ("replicate",) or
+# ("partial", text). Axes may be negative.
+Placement = Tuple[Any, ...]
+
+# [begin, end) of one axis.
+Interval = Tuple[int, int]
+
+
+class Box(NamedTuple):
+    """A box of a global tensor, and the box of the local tensor that holds its cells.
+
+    All in elements, a number an axis. In the local tensor the box begins at `local_begin` and has
+    the same extent. `main`: of the coordinates that hold this box, this is the one that counts
+    (its number is 0 on each axis of the mesh that replicates).
+    """
+
+    begin: Dims
+    extent: Dims
+    local_begin: Dims
+    main: bool
+
+
+def _chunk(intervals: List[Interval], pieces: int) -> List[List[Interval]]:
+    """Cuts what the intervals hold, one after the other, into `pieces` lists by the rule of
+    torch.chunk: each but the last ones has ceil(size / pieces) indices."""
+    size = sum(end - begin for begin, end in intervals)
+    each = -(-size // pieces)
+    cut: List[List[Interval]] = [[] for _ in range(pieces)]
+    number, room = 0, each
+    for begin, end in intervals:
+        while begin < end:
+            if room == 0:
+                number, room = number + 1, each
+            stop = min(end, begin + room)
+            cut[number].append((begin, stop))
+            room -= stop - begin
+            begin = stop
+    return cut
+
+
+def _merged(intervals: List[Interval]) -> List[Interval]:
+    """Without empty intervals, and neighbours as one."""
+    out: List[Interval] = []
+    for begin, end in intervals:
+        if begin == end:
+            continue
+        if out and out[-1][1] == begin:
+            out[-1] = (out[-1][0], end)
+        else:
+            out.append((begin, end))
+    return out
+
+
+@functools.lru_cache(maxsize=65536)
+def _axis_intervals(
+    size: int, cuts: Tuple[Tuple[int, int, int], ...]
+) -> Tuple[Interval, ...]:
+    """What is left of an axis after cuts (split_factor, pieces, which piece), 0: not strided."""
+    intervals: List[Interval] = [(0, size)]
+    for split_factor, pieces, piece in cuts:
+        if split_factor == 0:
+            intervals = _chunk(intervals, pieces)[piece]
+        else:
+            # As if the axis had been cut into split_factor parts by a mesh axis that stands further
+            # to the right: this one takes its piece of each of them.
+            parts = _chunk(intervals, split_factor)
+            intervals = [i for part in parts for i in _chunk(part, pieces)[piece]]
+        intervals = _merged(intervals)
+    return tuple(intervals)
+
+
+def placement_boxes(
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> List[Box]:
+    """The boxes of a tensor of `global_shape` that `coordinate` of a mesh holds.
+
+    Boxes come in the order in which the local tensor has them, are not empty, do not touch along
+    an axis that is cut, and together are the local tensor. Where that has no cells there is one
+    box without cells, so that the tensor is known on this rank, too.
+
+    LayoutError: numbers that do not fit each other. UnsupportedError: a placement that does not
+    say which cells are held (partial sums), or an unknown one.
+    """
+    from .errors import LayoutError, UnsupportedError
+
+    rank = len(global_shape)
+    if not len(mesh_shape) == len(coordinate) == len(placements):
+        raise LayoutError(
+            f"a mesh of {len(mesh_shape)} axes, a coordinate of {len(coordinate)} and "
+            f"{len(placements)} placements"
+        )
+    cuts: List[List[Tuple[int, int, int]]] = [[] for _ in range(rank)]
+    main = True
+    for where, (pieces, piece, placement) in enumerate(zip(mesh_shape, coordinate, placements)):
+        if not 0 <= piece < pieces:
+            raise LayoutError(f"coordinate {piece} on axis {where} of a mesh, which has {pieces}")
+        kind = placement[0]
+        if kind == "replicate":
+            main = main and piece == 0
+        elif kind in ("shard", "strided"):
+            axis = placement[1] + rank if placement[1] < 0 else placement[1]
+            if not 0 <= axis < rank:
+                raise LayoutError(f"sharded along axis {placement[1]}, of a tensor of {rank} axes")
+            split_factor = placement[2] if kind == "strided" else 0
+            if kind == "strided" and split_factor < 1:
+                raise LayoutError(f"a split factor of {split_factor}")
+            cuts[axis].append((split_factor, pieces, piece))
+        elif kind == "partial":
+            raise UnsupportedError(
+                f"{placement[1]} on axis {where} of the mesh: a rank holds a part of a sum, which "
+                "is no cell of the tensor; redistribute it first"
+            )
+        else:
+            raise UnsupportedError(f"the placement {placement[-1]} on axis {where} of the mesh")
+    axes = [
+        _axis_intervals(size, tuple(cut)) if cut else ((0, size),)
+        for size, cut in zip(global_shape, cuts)
+    ]
+    if any(sum(end - begin for begin, end in axis) == 0 for axis in axes):
+        # The first interval of each axis; an axis of which nothing is left has [0, 0).
+        first = [axis[0] if axis else (0, 0) for axis in axes]
+        begins = tuple(begin for begin, _ in first)
+        return [Box(begins, tuple(end - begin for begin, end in first), (0,) * rank, main)]
+    # Where each interval begins in the local tensor.
+    starts = [
+        list(itertools.accumulate((end - begin for begin, end in axis[:-1]), initial=0))
+        for axis in axes
+    ]
+    boxes = []
+    for chosen in itertools.product(*(range(len(axis)) for axis in axes)):
+        picked = [axis[i] for axis, i in zip(axes, chosen)]
+        boxes.append(
+            Box(
+                tuple(begin for begin, _ in picked),
+                tuple(end - begin for begin, end in picked),
+                tuple(start[i] for start, i in zip(starts, chosen)),
+                main,
+            )
+        )
+    return boxes
+
+
+def local_shape(boxes: Sequence[Box]) -> Dims:
+    """The shape of the local tensor that these boxes (of `placement_boxes`) make up."""
+    if not boxes:
+        return ()
+    return tuple(
+        max(box.local_begin[axis] + box.extent[axis] for box in boxes)
+        for axis in range(len(boxes[0].extent))
+    )
+
+
+def describe_placement(placement: Any) -> Placement:
+    """A placement of PyTorch as `placement_boxes` wants it. Never fails: what is not known is
+    described as such."""
+    from torch.distributed.tensor import placement_types
+
+    # Exact types alone: a kind that was derived from one of these may mean other cells.
+    kind = type(placement)
+    if kind is placement_types.Shard:
+        return ("shard", placement.dim)
+    if kind is placement_types.Replicate:
+        return ("replicate",)
+    strided = getattr(placement_types, "_StridedShard", None)
+    if strided is not None and kind is strided:
+        return ("strided", placement.dim, int(placement.split_factor))
+    if isinstance(placement, placement_types.Partial):
+        return ("partial", str(placement) if kind.__name__ == "Partial" else repr(placement))
+    return ("unknown", repr(placement))
+
+
+def boxes(dtensor: DTensor) -> List[Box]:
+    """The boxes of the global tensor that this rank's part of `dtensor` is, in the order of its
+    local tensor; none where this rank is not part of its mesh.
+
+    UnsupportedError: partial sums, unknown placements. LayoutError: the local tensor has another
+    shape than the placements say (FSDP2 over tensor parallelism with sizes that do not divide
+    makes such), so that nobody can know which cells it holds.
+    """
+    from .errors import LayoutError
+
+    mesh = dtensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    placements = tuple(describe_placement(p) for p in dtensor.placements)
+    found = placement_boxes(tuple(dtensor.shape), tuple(mesh.shape), coordinate, placements)
+    held = tuple(dtensor._local_tensor.shape)
+    said = local_shape(found)
+    if held != said and not (0 in held and 0 in said):
+        raise LayoutError(
+            f"a DTensor of shape {tuple(dtensor.shape)} with placements "
+            f"{tuple(dtensor.placements)} on a mesh of {tuple(mesh.shape)}: coordinate "
+            f"{tuple(coordinate)} has a local tensor of {held}, but the placements say {said}"
+        )
+    return found

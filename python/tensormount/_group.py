@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a job: `Group`.
+
+Ranks reach each other over connections of the C library's own (TCP, and Unix sockets on one
+machine). To find each other they exchange one address each, once, through what the host program has
+already: torch's store, a folder, MPI. No tensor, no pickle and no collective of the host's process
+groups is used, so a job that runs on NCCL gives no device memory for it, and nothing waits behind
+the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from typing import Any, Optional
+
+from tensormount import _abi
+from tensormount.errors import (
+    InvalidArgumentError,
+    LibraryError,
+    PeerTimeout,
+    StaleError,
+    UnsupportedError,
+)
+
+_TOKEN_BYTES = 32
+
+_sequences: dict[str, int] = {}
+_lock = threading.Lock()
+
+
+def _next(name: str) -> int:
+    """How many groups of that name this process has made before."""
+    with _lock:
+        number = _sequences.get(name, 0)
+        _sequences[name] = number + 1
+        return number
+
+
+class Group:
+    """A fixed group of ranks that save and load together.
+
+    Made by `from_torch`, `from_env`, `from_folder`, `mpi` or `single`, by all its ranks, in the same
+    order as other groups. Keep one for a job: connections are made once. Closed by close(), at the
+    end of `with`, or when nothing refers to it; saves and loads that are under way end first.
+
+    One thread at a time starts saves and loads of a group; they may run beside each other.
+    """
+
+    def __init__(self, address: int, owner: Any = None, kind: str = "tcp") -> None:
+        lib = _abi.library()
+        self._lib = lib
+        self._address: Optional[int] = address
+        self._owner = owner  # What must outlive the communicator.
+        self._kind = kind
+        self._process = os.getpid()
+        self._rank = int(lib.tm_communicator_rank(address))
+        self._size = int(lib.tm_communicator_size(address))
+        self._free = lib.tm_communicator_free  # At exit the module may be gone before this is.
+        self._cache: Any = None  # Layouts of earlier saves and loads; of _state.py.
+
+    # ---- What it is --------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Of this process, from 0 on."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    @property
+    def kind(self) -> str:
+        """How ranks reach each other: "single", "tcp", "mpi"."""
+        return self._kind
+
+    def __repr__(self) -> str:
+        state = "" if self._address is not None else ", closed"
+        return f"<tensormount.Group: rank {self._rank} of {self._size} ({self._kind}{state})>"
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError("a Group is of its process; make one in the other process")
+
+    # ---- Its end -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Takes leave of the other ranks. What is under way ends first, within its time-outs. May
+        be called again."""
+        address, self._address = self._address, None
+        if address is not None:
+            self._free(address)
+        self._owner = None
+
+    def __enter__(self) -> Group:
+        self._handle()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_address", None) is not None:
+            self.close()
+
+    def _handle(self) -> int:
+        if self._address is None:
+            raise StaleError("the group is closed")
+        if self._process != os.getpid():
+            raise UnsupportedError(
+                f"the group belongs to process {self._process}, which this one was forked from: "
+                "make one here"
+            )
+        return self._address
+
+    # ---- How it is made ----------------------------------------------------------------------
+
+    @classmethod
+    def single(cls) -> Group:
+        """A group of this process alone."""
+        out = ctypes.c_void_p()
+        _check(_abi.library().tm_communicator_self(ctypes.addressof(out)))
+        assert out.value is not None
+        return cls(out.value, kind="single")
+
+    @classmethod
+    def from_torch(cls, group: Any = None, *, timeout: float = 300.0, **options: Any) -> Group:
+        """The ranks of a process group of torch.distributed; None: the default one. Uses its store,
+        for one address a rank, and none of its collectives, so that any backend will do.
+
+        timeout: seconds that the other ranks have to come. options: as of `from_store`.
+
+        PeerTimeout names a rank that did not come. UnsupportedError without a default group (see
+        `from_env`), and where this process is not in `group`.
+        """
+        distributed = _torch_distributed()
+        if not distributed.is_initialized():
+            raise UnsupportedError(
+                "torch.distributed has no default process group: call init_process_group first, or "
+                "use Group.from_env()"
+            )
+        rank = distributed.get_rank(group)
+        if rank < 0:
+            raise UnsupportedError("this process is not in that process group")
+        size = distributed.get_world_size(group)
+        if size == 1:
+            return cls.single()
+        ranks = distributed.get_process_group_ranks(
+            distributed.group.WORLD if group is None else group
+        )
+        store = distributed.distributed_c10d._get_default_store()
+        # Ranks alone name a group: names of process groups differ between ranks that are in others.
+        name = "all" if group is None else "-".join(map(str, ranks))
+        if len(name) > 200:
+            import hashlib
+
+            name = hashlib.sha256(name.encode()).hexdigest()
+        return cls.from_store(store, rank, size, name=name, timeout=timeout, **options)
+
+    @classmethod
+    def from_env(cls, *, timeout: float = 300.0, **options: Any) -> Group:
+        """The ranks that torchrun started, by its environment (RANK, WORLD_SIZE, MASTER_ADDR,
+        MASTER_PORT), with or without a process group of torch. Without RANK and WORLD_SIZE: this
+        process alone.
+
+        Errors as of `from_torch`.
+        """
+        names = ("RANK", "WORLD_SIZE")
+        if not any(name in os.environ for name in names):
+            return cls.single()
+        rank, size = (_number(name) for name in names)
+        if size == 1:
+            return cls.single()
+        distributed = _torch_distributed()
+        if distributed.is_initialized():
+            return cls.from_torch(timeout=timeout, **options)
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise UnsupportedError(f"the environment has RANK and WORLD_SIZE, but no {name}")
+        from datetime import timedelta
+
+        # torchrun's agent has a store there already; otherwise rank 0 has.
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = distributed.TCPStore(
+            os.environ["MASTER_ADDR"],
+            _number("MASTER_PORT"),
+            size,
+            is_master=rank == 0 and not agent,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+        made = cls.from_store(store, rank, size, name="env", timeout=timeout, **options)
+        made._owner = store  # Rank 0's serves those who come late.
+        return made
+
+    @classmethod
+    def from_folder(
+        cls, folder: str, rank: int, size: int, *, timeout: float = 300.0, **options: Any
+    ) -> Group:
+        """Ranks that share a folder, which is empty at first and of this group alone; needs neither
+        torch nor MPI. Whoever can read the folder can join the group. Removes what it wrote there.
+
+        Errors as of `from_torch`.
+        """
+        return cls.from_store(_Folder(folder), rank, size, name="", timeout=timeout, **options)
+
+    @classmethod
+    def from_store(
+        cls,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        name: str = "all",
+        timeout: float = 300.0,
+        interface: Optional[str] = None,
+        address: Optional[str] = None,
+        ports: Optional[tuple[int, int]] = None,
+        unix_sockets: bool = True,
+    ) -> Group:
+        """Ranks that share a key-value store with `set(key, value)`, `get(key)`, `check([key])` and
+        `delete_key(key)`, as torch's stores have them.
+
+        name: of the group; groups that are made at the same time through one store need different
+        ones. timeout: seconds that the other ranks have to come.
+        interface: whose address this rank is reached at; None: what GLOO_SOCKET_IFNAME names, else
+        any that is up. address: that address itself. ports: the first and the last that may be
+        listened on; None: any. unix_sockets: whether ranks of one machine use them.
+
+        The group has a random token, which rank 0 puts into the store and every connection must
+        prove to know. Nothing is encrypted (docs/tcp.md). Keys in the store carry the name, how many
+        groups of that name there were before, and TORCHELASTIC_RESTART_COUNT; they are deleted.
+        """
+        if not 0 <= rank < size:
+            raise InvalidArgumentError(f"rank {rank} of {size}")
+        if size == 1:
+            return cls.single()
+        lib = _abi.library()
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"tensormount/{restart}/{name}/{_next(name)}"
+        end = time.monotonic() + timeout
+        given = _abi.TcpOptions(struct_size=ctypes.sizeof(_abi.TcpOptions))
+        given.interface_name = interface.encode() if interface else None
+        given.address = address.encode() if address else None
+        if ports is not None:
+            given.first_port, given.last_port = ports
+        given.no_unix_sockets = 0 if unix_sockets else 1
+        tcp = ctypes.c_void_p()
+        _check(lib.tm_tcp_listen(ctypes.addressof(given), ctypes.addressof(tcp)))
+        try:
+            own = lib.tm_tcp_address(tcp.value).decode()
+            token, addresses = _exchange(store, prefix, rank, size, own, end)
+            texts = (ctypes.c_char_p * size)(*(text.encode() for text in addresses))
+            secret = ctypes.create_string_buffer(token, _TOKEN_BYTES)
+            out = ctypes.c_void_p()
+            _check(
+                lib.tm_tcp_connect(
+                    tcp.value,
+                    ctypes.addressof(texts),
+                    rank,
+                    size,
+                    ctypes.addressof(secret),
+                    _TOKEN_BYTES,
+                    ctypes.addressof(out),
+                )
+            )
+        finally:
+            lib.tm_tcp_free(tcp.value)
+        assert out.value is not None
+        return cls(out.value)
+
+    @classmethod
+    def mpi(cls) -> Group:
+        """The processes of an MPI job. UnsupportedError where the library has no MPI part."""
+        session = _MpiSession.get()
+        out = ctypes.c_void_p()
+        _check(session.lib.tm_mpi_world(session.address, ctypes.addressof(out)))
+        assert out.value is not None
+        return cls(out.value, owner=session, kind="mpi")
+
+
+def _check(status: int) -> None:
+    if status:
+        _abi.fail(status)
+
+
+def _torch_distributed() -> Any:
+    try:
+        import torch.distributed as distributed
+    except ImportError as error:
+        raise LibraryError(
+            f"PyTorch is needed for the ranks to find each other ({error}); "
+            "Group.from_folder() does without"
+        ) from None
+    if not distributed.is_available():
+        raise UnsupportedError("this PyTorch is built without torch.distributed")
+    return distributed
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidArgumentError(f"the environment's {name} is {text!r}, no number") from None
+
+
+# ---- Finding each other ------------------------------------------------------------------------
+
+
+def _exchange(
+    store: Any, prefix: str, rank: int, size: int, own: str, end: float
+) -> tuple[bytes, list[str]]:
+    """The token and everybody's address. One key a rank to rank 0, and one from it that all read: a
+    thousand ranks that read each other's would be a million requests."""
+    lib = _abi.library()
+    if rank != 0:
+        store.set(f"{prefix}/{rank}", own)
+        if not _await(store, f"{prefix}/all", end):
+            raise PeerTimeout(
+                "waiting for the addresses of the group: rank 0 did not come, or waits for another "
+                "rank",
+                rank=0,
+            )
+        found = _text(store.get(f"{prefix}/all")).split("\n")
+        # Deleted by the last who read it.
+        if store.add(f"{prefix}/read", 1) == size - 1:
+            for key in (f"{prefix}/all", f"{prefix}/read"):
+                store.delete_key(key)
+        if len(found) != size + 1:
+            raise StaleError(f"the store has the addresses of {len(found) - 1} ranks, not of {size}")
+        return bytes.fromhex(found[0]), found[1:]
+    addresses = [own]
+    for other in range(1, size):
+        key = f"{prefix}/{other}"
+        if not _await(store, key, end):
+            missing = [r for r in range(other, size) if not store.check([f"{prefix}/{r}"])]
+            named = ", ".join(map(str, missing[:16])) + (" and more" if len(missing) > 16 else "")
+            raise PeerTimeout(
+                f"waiting for the addresses of the group: rank{'s' if len(missing) > 1 else ''} "
+                f"{named} did not come",
+                rank=missing[0] if missing else other,
+            )
+        addresses.append(_text(store.get(key)))
+        store.delete_key(key)
+    token = ctypes.create_string_buffer(_TOKEN_BYTES)
+    _check(lib.tm_tcp_token(ctypes.addressof(token)))
+    store.set(f"{prefix}/all", "\n".join([token.raw.hex(), *addresses]))
+    return token.raw, addresses
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, (bytes, bytearray)) else str(value)
+
+
+def _await(store: Any, key: str, end: float) -> bool:
+    """Looks until the key is there, so that signals are handled meanwhile; False at `end`."""
+    pause = 0.001
+    while not store.check([key]):
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.5, 0.05)
+    return True
+
+
+class _Folder:
+    """The few functions of a store of torch's that are used here, over a shared folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        os.makedirs(folder, exist_ok=True)
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self._folder, key.replace("/", "-"))
+
+    def set(self, key: str, value: str) -> None:
+        path = self._path(key)
+        temporary = f"{path}.{os.getpid()}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(value)
+        os.rename(temporary, path)
+
+    def get(self, key: str) -> str:
+        with open(self._path(key)) as file:
+            return file.read()
+
+    def check(self, keys: list[str]) -> bool:
+        # A listing, and no look-up by name: network filesystems remember that a name was not there.
+        there = set(os.listdir(self._folder))
+        return all(os.path.basename(self._path(key)) in there for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Counts by files, one a call."""
+        assert amount == 1
+        self.set(f"{key}/{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}", "")
+        begin = os.path.basename(self._path(key)) + "-"
+        return sum(1 for name in os.listdir(self._folder) if name.startswith(begin))
+
+    def delete_key(self, key: str) -> bool:
+        begin = os.path.basename(self._path(key))
+        found = False
+        for name in os.listdir(self._folder):
+            if name == begin or name.startswith(begin + "-"):
+                try:
+                    os.unlink(os.path.join(self._folder, name))
+                    found = True
+                except FileNotFoundError:
+                    pass  # Two ranks were the last at the same time.
+        return found
+
+
+class _MpiSession:
+    """MPI of this process: initialised once, and finalised at its end unless something failed."""
+
+    _one: Optional[_MpiSession] = None
+
+    def __init__(self) -> None:
+        path = os.path.join(os.path.dirname(_abi.library_path()), "libtensormount_mpi.so")
+        try:
+            self.lib: Any = ctypes.CDLL(path)
+        except OSError as error:
+            raise UnsupportedError(f"MPI: {error}") from None
+        for name in ("tm_mpi_init", "tm_mpi_world"):
+            getattr(self.lib, name).restype = ctypes.c_int32
+        self.lib.tm_mpi_init.argtypes = [ctypes.c_void_p]
+        self.lib.tm_mpi_world.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self.lib.tm_mpi_free.argtypes = [ctypes.c_void_p]
+        self.lib.tm_mpi_free.restype = None
+        out = ctypes.c_void_p()
+        _check(self.lib.tm_mpi_init(ctypes.addressof(out)))
+        self.address = out.value
+
+    @classmethod
+    def get(cls) -> _MpiSession:
+        with _lock:
+            if cls._one is None:
+                import atexit
+
+                cls._one = cls()
+                atexit.register(cls._one.lib.tm_mpi_free, cls._one.address)
+            return cls._one

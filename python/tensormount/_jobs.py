@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What saves and loads have in common: jobs of the C library, waits that signals can interrupt, the
+memory that they use, and the end of the process."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any, Optional
+
+from tensormount import _abi
+from tensormount.errors import UnsupportedError
+
+log = logging.getLogger("tensormount")
+
+# How long one call of the library waits: a signal handler of the host gets its turn after it.
+_SLICE_MS = 50
+# How long the end of the process waits for jobs that it has cancelled.
+_LAST_SECONDS = 10.0
+
+_pin = ctypes.pythonapi.Py_IncRef
+_unpin = ctypes.pythonapi.Py_DecRef
+for _function in (_pin, _unpin):
+    _function.argtypes = [ctypes.py_object]
+    _function.restype = None
+
+EventHook = Callable[[dict[str, Any]], None]
+_EVENT_KINDS = ("start", "end", "error")
+_HOOK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_abi.Event))
+
+
+def milliseconds(name: str, seconds: Optional[float]) -> int:
+    """For options: 0 is the default of the library."""
+    if seconds is None:
+        return 0
+    if not seconds > 0:
+        raise ValueError(f"{name}={seconds!r}: seconds, more than 0")
+    return max(1, min(int(seconds * 1000), 1 << 53))
+
+
+def hook_of(on_event: Optional[EventHook]) -> Any:
+    """`on_event` as a C function, which must live as long as the job. It is called on threads of the
+    library; what it raises is logged, since nobody there could catch it."""
+    if on_event is None:
+        return None
+
+    def call(_: Any, event: Any) -> None:
+        try:
+            e = event.contents
+            said: dict[str, Any] = {
+                "kind": _EVENT_KINDS[e.kind] if 0 <= e.kind < len(_EVENT_KINDS) else str(e.kind),
+                "job": (e.job or b"").decode(),
+                "path": (e.path or b"").decode("utf-8", "surrogateescape"),
+                "phase": (e.phase or b"").decode(),
+                "rank": e.rank,
+                "bytes": e.bytes,
+                "seconds": e.seconds,
+            }
+            if said["kind"] == "error":
+                said["code"] = _abi.library().tm_status_name(e.status).decode()
+                said["message"] = (e.message or b"").decode("utf-8", "surrogateescape")
+            on_event(said)
+        except Exception:
+            log.exception("on_event")
+
+    return _HOOK(call)
+
+
+class Job:
+    """A save or load that goes on in the background.
+
+    Any thread may wait for it, for a time or until its end, and `await` it where an event loop runs.
+    What the library works with (`held`) lives until the verdict, whatever happens to the job object:
+    dropping it, an exception in `with`, and the end of the interpreter, which cancels it.
+    """
+
+    _word = "job"
+    # Functions of the library, by what they do.
+    _wait_function = ""
+    _fd_function = ""
+    _cancel_function = ""
+    _free_function = ""
+
+    def __init__(self, address: int, path: str, held: list[Any]) -> None:
+        self._lib = _abi.library()
+        self._address = address
+        self._path = path
+        self._process = os.getpid()
+        self._report: Any = None
+        self._failure: Optional[BaseException] = None
+        self._done = False
+        self._lock = threading.Lock()
+        # The library's threads read or write this memory. It must outlive them even where nobody
+        # refers to the job any more, and where the interpreter has forgotten its modules.
+        self._held: list[Any] = held
+        _pin(held)
+        self._state = _Live(self)
+        _live.add(self._state)
+
+    # ---- Waiting -----------------------------------------------------------------------------
+
+    def wait(self, timeout: Optional[float] = None) -> Any:
+        """Until the verdict, which is the report, or the exception that the job failed with.
+
+        timeout: seconds; TimeoutError where the verdict is not there by then (the job goes on).
+        Ctrl-C, or whatever else a signal handler raises, ends the wait and cancels the job on all
+        ranks; the exception goes on.
+        """
+        return self._interruptible(lambda: self._await_verdict(timeout))
+
+    def done(self) -> bool:
+        """Whether the verdict is there. Never waits."""
+        return self._poll(0)
+
+    def cancel(self) -> None:
+        """Asks for the end of the job. The ranks vote: it ends with CancelledError on all of them, or
+        its end comes first. Does not wait."""
+        with self._lock:
+            if not self._done:
+                getattr(self._lib, self._cancel_function)(self._address)
+
+    def exception(self) -> Optional[BaseException]:
+        """What the job failed with; None where it did not, or is not over."""
+        return self._failure if self._poll(0) else None
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._await().__await__()
+
+    async def _await(self) -> Any:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        descriptor = self._descriptor(self._fd_function)
+        if descriptor is not None and not self._poll(0):
+            came = loop.create_future()
+            loop.add_reader(descriptor, lambda: came.done() or came.set_result(None))
+            try:
+                await came
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            finally:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+        elif descriptor is not None:
+            os.close(descriptor)
+        return self.wait()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        """Waits for the verdict; cancels first where the block raised."""
+        if kind is None:
+            self.wait()
+            return
+        self.cancel()
+        try:
+            self.wait()
+        except Exception as error:
+            log.debug("%s %s: %s", self._word, self._path, error)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(f"a {self._word} is of its process")
+
+    def __repr__(self) -> str:
+        state = "under way" if not self._done else "failed" if self._failure else "done"
+        return f"<tensormount.{type(self).__name__} {self._path!r}: {state}>"
+
+    # ---- How ---------------------------------------------------------------------------------
+
+    def _interruptible(self, wait: Callable[[], Any]) -> Any:
+        try:
+            return wait()
+        except Exception:
+            raise
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _await_verdict(self, timeout: Optional[float]) -> Any:
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._poll(_SLICE_MS if end is None else _left(end)):
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"{self._word} {self._path}: not over after {timeout:g} s")
+        if self._failure is not None:
+            raise self._failure
+        return self._report
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise UnsupportedError(
+                f"the {self._word} is of process {self._process}, which this one was forked from"
+            )
+
+    def _poll(self, most_ms: int) -> bool:
+        """Waits for at most one slice; takes the verdict where it is there."""
+        if self._done:
+            return True
+        self._check_process()
+        # Without the lock: waits of several threads are side by side.
+        done = ctypes.c_int32()
+        report = ctypes.c_void_p()
+        status = getattr(self._lib, self._wait_function)(
+            self._address, most_ms, ctypes.addressof(done), ctypes.addressof(report)
+        )
+        if status == 0 and not done.value:
+            return False
+        failure: Optional[BaseException] = None
+        if status:
+            try:
+                _abi.fail(status, self._failures())
+            except Exception as error:
+                failure = error
+        with self._lock:
+            if self._done:
+                if report.value:
+                    self._free_report(report.value)
+                return True
+            if failure is None:
+                assert report.value is not None
+                self._report = self._take_report(report.value)
+            self._failure = failure
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        # The library's job stays until this object goes: another thread may be waiting for it.
+        self._done = True
+        self._state.end()
+        self._held = []
+
+    def _descriptor(self, function: str) -> Optional[int]:
+        """A descriptor of one's own that is readable once it is so; None where it is over."""
+        with self._lock:
+            if self._done:
+                return None
+            self._check_process()
+            fd = ctypes.c_int()
+            status = getattr(self._lib, function)(self._address, ctypes.addressof(fd))
+            if status:
+                _abi.fail(status)
+            return os.dup(fd.value)  # That of the job goes with it.
+
+    def _failures(self) -> dict[int, Any]:
+        """Status to class, where a status means something narrower."""
+        return {}
+
+    def _take_report(self, address: int) -> Any:
+        raise NotImplementedError
+
+    def _free_report(self, address: int) -> None:
+        raise NotImplementedError
+
+
+def _left(end: float) -> int:
+    return max(0, min(_SLICE_MS, int((end - time.monotonic()) * 1000) + 1))
+
+
+class _Live:
+    """A job of the library, without the object that its user has."""
+
+    def __init__(self, job: Job) -> None:
+        self.address = job._address
+        self.process = job._process
+        self.lib = job._lib
+        self.names = (job._wait_function, job._cancel_function, job._free_function)
+        self.held = job._held
+        self.over = False
+        self.lock = threading.Lock()
+        weakref.finalize(job, self.dropped).atexit = False
+
+    def end(self) -> None:
+        """The verdict is there: the library is done with the memory."""
+        with self.lock:
+            if self.over:
+                return
+            self.over = True
+        _live.discard(self)
+        _unpin(self.held)
+        self.held = []
+
+    def dropped(self) -> None:
+        """Nobody has the job any more."""
+        if self.process != os.getpid():
+            return
+        if self.over:
+            self.free()
+        else:
+            # It ends by itself; somebody must give its memory back then.
+            threading.Thread(target=self.await_end, name="tensormount-job", daemon=True).start()
+
+    def free(self) -> None:
+        getattr(self.lib, self.names[2])(self.address)
+
+    def await_end(self) -> None:
+        if self.wait(None):
+            self.end()
+            self.free()
+
+    def wait(self, end: Optional[float]) -> bool:
+        """Whether the verdict, which nobody asks for, came before `end`."""
+        done = ctypes.c_int32()
+        function = getattr(self.lib, self.names[0])
+        while True:
+            status = function(self.address, _SLICE_MS, ctypes.addressof(done), None)
+            if status != 0 or done.value:
+                return True
+            if end is not None and time.monotonic() > end:
+                return False
+
+    def cancel(self) -> None:
+        with self.lock:
+            if not self.over:
+                getattr(self.lib, self.names[1])(self.address)
+
+
+_live: set[_Live] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    """While the interpreter still works: afterwards memory of arrays is gone, and a hook would call
+    into nothing."""
+    jobs = [job for job in list(_live) if job.process == os.getpid()]
+    for job in jobs:
+        job.cancel()
+    end = time.monotonic() + _LAST_SECONDS
+    for job in jobs:
+        if job.wait(end):
+            job.end()
+        # Otherwise its memory stays for ever.

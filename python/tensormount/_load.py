@@ -1,0 +1,544 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading: `load`, `async_load`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Optional, Union
+
+from tensormount import _abi, _shards, _tree
+from tensormount._jobs import EventHook, Job, hook_of, milliseconds
+from tensormount._save import _choice, _group, _numbers, _verdict, texts
+from tensormount._state import State, cache_of, take_json, text
+from tensormount.errors import (
+    CheckpointNotFoundError,
+    Error,
+    InvalidArgumentError,
+    KeyNotFoundError,
+    LayoutError,
+    StaleError,
+)
+
+PathLike = Union[str, "os.PathLike[str]"]
+
+_STRICT = ("default", "raise", "log", "return", "ignore")
+_VERIFY = ("auto", "off", "leaves")
+_PATHS = ("auto", "direct", "exchange")
+_GROW = ("error", "zero", "keep")
+_GRID = ("error", "by-index", "first", "skip")
+_FAILURES = {1: LayoutError}  # TM_INVALID_ARGUMENT
+
+
+class Loaded:
+    """What a load found besides the bytes, which are in the request's tensors.
+
+    state       the request, with the plain values of the checkpoint in place of its own.
+    kept        paths of plain values that the checkpoint has none for: the request's stayed.
+    report      numbers as a dict: bytes_wanted, bytes_read, plan_seconds, ...
+    uuid        of the checkpoint.
+    common      plain values by name; rank_common: those of single ranks of the save.
+    metadata    what the application said about the checkpoint as a whole.
+    objects     bytes that were asked for, by (key, index).
+    not_stored, not_requested   keys on one side only, where `strict` was to return them.
+    skipped     keys of which nothing was loaded, by a rule; converted: whose elements were.
+    uncovered   cells that the stored tensor lacks, by a rule: (key, begin, extent, zeroed).
+    """
+
+    state: Any
+    kept: list[str]
+    report: dict[str, Any]
+    uuid: str
+    common: dict[str, Any]
+    rank_common: dict[int, dict[str, Any]]
+    metadata: dict[str, Any]
+    objects: dict[tuple[str, tuple[int, ...]], bytes]
+    not_stored: list[str]
+    not_requested: list[str]
+    skipped: list[str]
+    converted: list[str]
+    uncovered: list[tuple[str, tuple[int, ...], tuple[int, ...], bool]]
+
+    def __repr__(self) -> str:
+        return f"<tensormount.Loaded {self.uuid}: {self.report['bytes_wanted']} bytes>"
+
+
+class LoadJob(Job):
+    """A load in the background; of `async_load`."""
+
+    _word = "load"
+    _wait_function = "tm_load_job_wait"
+    _fd_function = "tm_load_job_fd"
+    _cancel_function = "tm_load_job_cancel"
+    _free_function = "tm_load_job_free"
+
+    _asked: _Asked
+
+    def bytes_read(self) -> int:
+        """From storage, by this rank so far. Never waits."""
+        self._check_process()
+        return int(self._lib.tm_load_job_bytes_read(self._address))
+
+    def _failures(self) -> dict[int, Any]:
+        return _FAILURES
+
+    def _take_report(self, address: int) -> Loaded:
+        try:
+            return _loaded(self._lib, address, self._asked)
+        finally:
+            self._free_report(address)
+
+    def _free_report(self, address: int) -> None:
+        self._lib.tm_load_report_free(address)
+
+
+class Rule:
+    """What a load may do for keys that match a glob ('*' crosses '/'), where the stored tensor or
+    object is another than the one asked for. The first rule that matches holds.
+
+    shrink    extents asked for may be smaller: the tail is left out.
+    grow      extents asked for are larger: "error", "zero", or "keep" what the caller has there.
+    convert   elements may be converted to the dtype asked for.
+    grid      an object that is stored on another grid: "error", "by-index", "first", "skip".
+    """
+
+    def __init__(
+        self,
+        keys: str = "*",
+        *,
+        shrink: bool = False,
+        grow: str = "error",
+        convert: bool = False,
+        grid: str = "error",
+    ) -> None:
+        self.keys = keys
+        self.shrink = shrink
+        self.grow = _choice("grow", grow, _GROW)
+        self.convert = convert
+        self.grid = _choice("grid", grid, _GRID)
+
+
+class _Asked:
+    """A request, as long as its load goes on."""
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.objects: list[tuple[str, tuple[int, ...]]] = []
+        self.group: Any = None
+        self.stored_uuid: Optional[str] = None  # Where names were taken from a checkpoint.
+        self.flat: Optional[_tree.Flat] = None
+
+
+def load(
+    request: Any,
+    source: PathLike,
+    group: Any = None,
+    *,
+    objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]] = (),
+    not_stored: str = "raise",
+    not_requested: str = "ignore",
+    strict_exempt: Sequence[str] = (),
+    rules: Sequence[Rule] = (),
+    validate: bool = False,
+    verify: str = "auto",
+    method: str = "auto",
+    exchange_group: int = 0,
+    key_map: Optional[Sequence[Mapping[str, str]]] = None,
+    liveness: Optional[float] = None,
+    arrival: Optional[float] = None,
+    total: Optional[float] = None,
+    on_event: Optional[EventHook] = None,
+) -> Loaded:
+    """Fills the tensors of `request` in place, whatever the sharding, the number of ranks and the
+    program that saved `source`. Collective: every rank of `group` calls it with what it wants.
+
+    request   a state dict like that which was saved, or a part of it: tensors to be filled, and
+              plain values, of which those of the checkpoint take the place (in dicts and lists in
+              place; tuples are exchanged).
+    source    "STORE/NAME", "STORE/latest", or what another program saved.
+    group     Group; None: this process alone.
+    objects   keys of objects to load, as a list; (key, index) for a part of those on a grid.
+    not_stored, not_requested   "raise", "log", "return" or "ignore" keys that are asked for and
+              absent, and tensors that nobody asks for. strict_exempt: globs of keys that count as
+              neither.
+    rules     `Rule`s for shapes, dtypes and grids that differ; otherwise that is LayoutError.
+    validate  requests must cover every tensor exactly, as on a save.
+    verify    "auto", "leaves", "off"; method: "auto", "direct", "exchange"; exchange_group: ranks
+              with equal numbers exchange what they read. docs/semantics.md.
+    key_map   rules that rename what is stored to what `request` calls it, as --map has them:
+              [{"prefix": "model.", "to": ""}].
+    liveness, arrival, total, on_event   as of `save`.
+
+    Returns `Loaded`. Raises KeyNotFoundError for keys that are not stored, CheckpointNotFoundError,
+    LayoutError, DataLossError, PeerTimeout, PeerLost, CancelledError. After an exception the
+    contents of the tensors are undefined.
+
+        >>> import numpy, tensormount as tm
+        >>> state = {"w": numpy.zeros((16, 32), "f4")}
+        >>> loaded = tm.load(state, "STORE/step-1")
+        >>> loaded.report["bytes_wanted"]
+        2048
+    """
+    job, own = _begin(
+        request, source, group, objects, not_stored, not_requested, strict_exempt, rules, validate,
+        verify, method, exchange_group, key_map, liveness, arrival, total, on_event,
+    )
+    loaded: Loaded = _verdict(job, own)
+    return loaded
+
+
+def async_load(
+    request: Any,
+    source: PathLike,
+    group: Any = None,
+    *,
+    objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]] = (),
+    not_stored: str = "raise",
+    not_requested: str = "ignore",
+    strict_exempt: Sequence[str] = (),
+    rules: Sequence[Rule] = (),
+    validate: bool = False,
+    verify: str = "auto",
+    method: str = "auto",
+    exchange_group: int = 0,
+    key_map: Optional[Sequence[Mapping[str, str]]] = None,
+    liveness: Optional[float] = None,
+    arrival: Optional[float] = None,
+    total: Optional[float] = None,
+    on_event: Optional[EventHook] = None,
+) -> LoadJob:
+    """As `load`, in the background: returns at once. The tensors are the load's until the verdict.
+    Loads of one group run one after the other, in the order of the calls."""
+    job, own = _begin(
+        request, source, group, objects, not_stored, not_requested, strict_exempt, rules, validate,
+        verify, method, exchange_group, key_map, liveness, arrival, total, on_event,
+    )
+    if own is not None:
+        job.cancel()
+        raise own
+    return job
+
+
+# ---- How -----------------------------------------------------------------------------------------
+
+
+def _begin(
+    request: Any,
+    source: PathLike,
+    group: Any,
+    objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]],
+    not_stored: str,
+    not_requested: str,
+    strict_exempt: Sequence[str],
+    rules: Sequence[Rule],
+    validate: bool,
+    verify: str,
+    method: str,
+    exchange_group: int,
+    key_map: Optional[Sequence[Mapping[str, str]]],
+    liveness: Optional[float],
+    arrival: Optional[float],
+    total: Optional[float],
+    on_event: Optional[EventHook],
+) -> tuple[LoadJob, Optional[BaseException]]:
+    group, _ = _group(group)
+    given = _abi.LoadOptions(struct_size=ctypes.sizeof(_abi.LoadOptions))
+    kept: list[Any] = []
+    given.not_stored = 1 + _choice("not_stored", not_stored, _STRICT[1:])
+    given.not_requested = 1 + _choice("not_requested", not_requested, _STRICT[1:])
+    given.strict_exempt, given.strict_exempt_count = texts(strict_exempt, kept)
+    given.validate = int(validate)
+    given.verify = _choice("verify", verify, _VERIFY)
+    given.path = _choice("method", method, _PATHS)
+    given.exchange_group = exchange_group
+    if rules:
+        table = (_abi.LoadRule * len(rules))()
+        for row, rule in zip(table, rules):
+            row.struct_size = ctypes.sizeof(_abi.LoadRule)
+            row.keys = rule.keys.encode()
+            row.allow_shrink = int(rule.shrink)
+            row.grow = rule.grow
+            row.convert_dtype = int(rule.convert)
+            row.grid = rule.grid
+        kept.append(table)
+        given.rules = table
+        given.rule_count = len(rules)
+    given.liveness_ms = milliseconds("liveness", liveness)
+    given.arrival_ms = milliseconds("arrival", arrival)
+    given.total_ms = milliseconds("total", total)
+    hook = hook_of(on_event)
+    if hook is not None:
+        kept.append(hook)
+        given.on_event = ctypes.cast(hook, ctypes.c_void_p)
+    handle = group._handle()
+    asked = _Asked(request)
+    asked.group = group
+    built, own = _build(asked, source, objects, key_map)
+    return start(built, source, group, handle, given, kept, asked), own
+
+
+def _build(
+    asked: _Asked,
+    source: PathLike,
+    objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]],
+    key_map: Optional[Sequence[Mapping[str, str]]],
+) -> tuple[State, Optional[BaseException]]:
+    built = State()
+    group = asked.group
+    try:
+        if isinstance(objects, str):
+            raise InvalidArgumentError(f"objects={objects!r}: a list of keys was expected")
+        for wanted in objects:
+            key, index = (wanted, ()) if isinstance(wanted, str) else wanted
+            built.want_object(key, index)
+            asked.objects.append((key, tuple(index)))
+        stored = _stored_names(asked, source)
+        flat = _tree.flatten(asked.request, stored)
+        asked.flat = flat
+        tensors = flat.tensors
+        if key_map is not None:
+            tensors = _renamed(tensors, source, key_map, asked)
+        built.add_tensors(tensors, _shards.LOAD, cache_of(group), group.size)
+    except Exception as error:
+        built.fail(error)
+        return built, error
+    return built, None
+
+
+def _stored_names(asked: _Asked, source: PathLike) -> Optional[dict[Any, str]]:
+    """Names that the checkpoint has for paths whose keys alone would not tell."""
+    from tensormount._checkpoint import open as open_checkpoint
+
+    if type(asked.request) is dict and not any(
+        isinstance(value, (dict, list, tuple)) for value in asked.request.values()
+    ):
+        return None  # Paths of one step: their keys are their names.
+    try:
+        checkpoint = open_checkpoint(source)
+    except Error:
+        return None  # The load says it, to all ranks.
+    with checkpoint:
+        common = checkpoint._values()
+        structures = [common[name] for name in _tree.structure_names(common)]
+        names = _tree.stored_names(structures)
+        if names:
+            asked.stored_uuid = checkpoint.uuid
+        return names
+
+
+def _renamed(
+    tensors: Mapping[str, Any],
+    source: PathLike,
+    key_map: Sequence[Mapping[str, str]],
+    asked: _Asked,
+) -> dict[str, Any]:
+    """The request under the names that are stored."""
+    from tensormount._checkpoint import open as open_checkpoint
+
+    with open_checkpoint(source) as checkpoint:
+        stored = checkpoint.keys()
+        asked.stored_uuid = checkpoint.uuid
+    of_new = {new: old for old, new in zip(stored, apply_key_map(key_map, stored)) if new}
+    return {of_new.get(key, key): leaf for key, leaf in tensors.items()}
+
+
+def apply_key_map(rules: Sequence[Mapping[str, str]], keys: Sequence[str]) -> list[str]:
+    """New names of keys; "" for those that are dropped. `rules` as of `load`.
+
+    >>> import tensormount as tm
+    >>> tm.apply_key_map([{"drop": "optim.*"}, {"prefix": "model.", "to": ""}], ["model.w", "optim.m"])
+    ['w', '']
+    """
+    import json
+
+    lib = _abi.library()
+    packed = b"".join(text(key) + b"\0" for key in keys)
+    out = ctypes.c_void_p()
+    status = lib.tm_key_map_apply(
+        json.dumps([dict(rule) for rule in rules]).encode(), packed, len(packed), len(keys),
+        ctypes.addressof(out),
+    )
+    if status:
+        _abi.fail(status)
+    assert out.value is not None
+    return _abi.take_list(out.value)
+
+
+def start(
+    built: State,
+    source: PathLike,
+    group: Any,
+    handle: int,
+    given: Any,
+    kept: list[Any],
+    asked: _Asked,
+) -> LoadJob:
+    lib = _abi.library()
+    out = ctypes.c_void_p()
+    name = os.fspath(source)
+    status = lib.tm_load_async(
+        built.address, os.fsencode(name), handle, ctypes.addressof(given), ctypes.addressof(out)
+    )
+    if status:
+        _abi.fail(status, _FAILURES)
+    assert out.value is not None
+    job = LoadJob(out.value, os.fsdecode(name), [built, built.held, group, kept, asked])
+    job._asked = asked
+    return job
+
+
+def _loaded(lib: Any, address: int, asked: _Asked) -> Loaded:
+    found = Loaded()
+    numbers = _abi.LoadNumbers(struct_size=ctypes.sizeof(_abi.LoadNumbers))
+    status = lib.tm_load_report_numbers(address, ctypes.addressof(numbers))
+    if status:
+        _abi.fail(status)
+    found.report = _numbers(numbers)
+    found.report["plan_reused"] = bool(found.report["plan_reused"])
+    found.uuid = lib.tm_load_report_uuid(address).decode()
+    if asked.stored_uuid is not None and asked.stored_uuid != found.uuid:
+        raise StaleError(
+            "another checkpoint was published under that name while this rank looked at it: load again"
+        )
+    for name in ("not_stored", "not_requested", "skipped", "converted"):
+        out = ctypes.c_void_p()
+        status = getattr(lib, f"tm_load_report_{name}")(address, ctypes.addressof(out))
+        if status:
+            _abi.fail(status)
+        assert out.value is not None
+        setattr(found, name, _abi.take_list(out.value))
+    found.uncovered = []
+    row = _abi.Uncovered(struct_size=ctypes.sizeof(_abi.Uncovered))
+    for i in range(lib.tm_load_report_uncovered_count(address)):
+        status = lib.tm_load_report_uncovered(address, i, ctypes.addressof(row))
+        if status:
+            _abi.fail(status)
+        found.uncovered.append(
+            (
+                row.key.decode("utf-8", "surrogateescape"),
+                tuple(row.begin[: row.rank]),
+                tuple(row.extent[: row.rank]),
+                bool(row.zeroed),
+            )
+        )
+    found.objects = {(key, index): _object(lib, address, key, index) for key, index in asked.objects}
+    values = take_json(lib.tm_load_report_common, address, None) or {}
+    ranks = _rank_values(lib, address, asked.group.rank)
+    found.metadata = {
+        name: _tree.decode(value)
+        for name, value in (take_json(lib.tm_load_report_metadata, address) or {}).items()
+    }
+    found.common = {
+        name: _tree.decode(value)
+        for name, value in values.items()
+        if not name.startswith(_tree.RESERVED)
+    }
+    found.rank_common = {
+        asked.group.rank: {
+            name: _tree.decode(value)
+            for name, value in ranks.items()
+            if not name.startswith(_tree.RESERVED)
+        }
+    }
+    found.kept = []
+    found.state = _tree.refill(asked.request, _stored_state(values, ranks), found.kept)
+    _put_back(asked.request, found.state)
+    if type(asked.request) is type(found.state) and isinstance(asked.request, (dict, list)):
+        found.state = asked.request
+    return found
+
+
+def _object(lib: Any, address: int, key: str, index: tuple[int, ...]) -> bytes:
+    at = (ctypes.c_int64 * max(1, len(index)))(*index)
+    data = ctypes.c_void_p()
+    size = ctypes.c_size_t()
+    status = lib.tm_load_report_object(
+        address, text(key), ctypes.addressof(at), len(index), ctypes.addressof(data),
+        ctypes.addressof(size),
+    )
+    if status:
+        _abi.fail(status, {2: KeyNotFoundError}, key)
+    return _abi.take_bytes(data.value, size.value)
+
+
+def _rank_values(lib: Any, address: int, rank: int) -> dict[str, Any]:
+    """What the rank of that number of the save set for itself; where there is none, rank 0."""
+    own = take_json(lib.tm_load_report_rank_common, address, rank, None) or {}
+    if own or rank == 0:
+        return own
+    return take_json(lib.tm_load_report_rank_common, address, 0, None) or {}
+
+
+def _stored_state(values: Mapping[str, Any], ranks: Mapping[str, Any]) -> Any:
+    """The plain values of the checkpoint where the state dict had them; tensors are only marks."""
+    names = _tree.structure_names(values)
+    if not names:
+        return {
+            name: _tree.decode(value)
+            for name, value in values.items()
+            if not name.startswith(_tree.RESERVED)
+        }
+    own = ranks.get(_tree.TREE_NAME)
+    chosen = f"{_tree.TREE_NAME}.{own}" if isinstance(own, str) else None
+    # That of the same rank first, then whatever others had.
+    order = ([chosen] if chosen in names else []) + [name for name in names if name != chosen]
+    trees = [
+        _tree.unflatten(values[name], {}, values, ranks, missing=lambda kind, path, name: _ABSENT)
+        for name in order
+    ]
+    return _without_absent(_united(trees))
+
+
+# Stands where a state dict has a tensor, or a value that is another rank's.
+_ABSENT = _tree._NOTHING
+
+
+def _united(trees: Sequence[Any]) -> Any:
+    tree = trees[0]
+    for other in trees[1:]:
+        tree = _unite(tree, other)
+    return tree
+
+
+def _unite(a: Any, b: Any) -> Any:
+    """`a`, with what only `b` has."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        merged = type(a)(a)
+        for key, item in b.items():
+            merged[key] = _unite(merged[key], item) if key in merged else item
+        return merged
+    return b if a is _ABSENT else a
+
+
+def _without_absent(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return type(tree)(
+            (key, _without_absent(item)) for key, item in tree.items() if item is not _ABSENT
+        )
+    return tree
+
+
+def _put_back(request: Any, filled: Any) -> None:
+    """Plain values into the caller's own dicts and lists."""
+    if isinstance(request, dict) and isinstance(filled, dict):
+        if not request:
+            request.update(filled)
+        for key, item in request.items():
+            if key not in filled:
+                continue
+            new = filled[key]
+            if isinstance(item, dict) and type(item) is type(new):
+                _put_back(item, new)
+            elif isinstance(item, list) and type(new) is list:
+                _put_back(item, new)
+            elif item is not new:
+                request[key] = new
+    elif isinstance(request, list) and isinstance(filled, list):
+        for i, (item, new) in enumerate(zip(request, filled)):
+            if isinstance(item, (dict, list)) and type(item) is type(new):
+                _put_back(item, new)
+            elif item is not new:
+                request[i] = new
+        if len(filled) != len(request) and not any(_tree.is_tensor(item) for item in request):
+            request[:] = filled

@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving: `save`, `async_save`, `validate`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, Union
+
+from tensormount import _abi, _shards, _tree
+from tensormount._jobs import EventHook, Job, hook_of, milliseconds
+from tensormount._state import State, cache_of
+from tensormount.errors import InvalidArgumentError, LayoutError
+
+PathLike = Union[str, "os.PathLike[str]"]
+
+_PLACEMENTS = ("auto", "tensor-file", "rank-shard", "safetensors")
+_REPLICAS = ("rotating", "full", "off")
+_STRATEGIES = ("parallel", "main")
+_COMMON = ("error", "warn", "off")
+_STATES = ("staging", "saving", "committed", "failed", "cancelled")
+_FAILURES = {1: LayoutError}  # TM_INVALID_ARGUMENT: of a save that is the layout, nearly always.
+
+
+class SaveJob(Job):
+    """A save in the background; of `async_save`."""
+
+    _word = "save"
+    _wait_function = "tm_save_job_wait_for"
+    _fd_function = "tm_save_job_fd"
+    _cancel_function = "tm_save_job_cancel"
+    _free_function = "tm_save_job_free"
+
+    def wait_staged(self, timeout: Optional[float] = None) -> None:
+        """Until the tensors may be changed again: their bytes are copied (or the save is over).
+        Raises what made the save fail before that; TimeoutError after `timeout` seconds."""
+        self._interruptible(lambda: self._await_staged(timeout))
+
+    def _await_staged(self, timeout: Optional[float]) -> None:
+        import time
+
+        end = None if timeout is None else time.monotonic() + timeout
+        self._check_process()
+        done = ctypes.c_int32()
+        while True:
+            most = 50 if end is None else max(0, min(50, int((end - time.monotonic()) * 1000) + 1))
+            status = self._lib.tm_save_job_wait_staged(
+                self._address, most, ctypes.addressof(done)
+            )
+            if status:
+                _abi.fail(status, _FAILURES)
+            if done.value:
+                return
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"save {self._path}: not staged after {timeout:g} s")
+
+    def progress(self) -> dict[str, Any]:
+        """How far this rank is: state ("staging", "saving", "committed", "failed", "cancelled"),
+        bytes_total, bytes_staged, bytes_written, stalled_seconds (waiting for memory). Never
+        waits."""
+        self._check_process()
+        found = _abi.JobProgress(struct_size=ctypes.sizeof(_abi.JobProgress))
+        status = self._lib.tm_save_job_progress(self._address, ctypes.addressof(found))
+        if status:
+            _abi.fail(status)
+        said = _numbers(found)
+        said["state"] = _STATES[found.state]
+        return said
+
+    def _failures(self) -> dict[int, Any]:
+        return _FAILURES
+
+    def _take_report(self, address: int) -> dict[str, Any]:
+        try:
+            return _report(self._lib, address)
+        finally:
+            self._free_report(address)
+
+    def _free_report(self, address: int) -> None:
+        self._lib.tm_save_report_free(address)
+
+
+def save(
+    state: Any,
+    path: PathLike,
+    group: Any = None,
+    *,
+    objects: Optional[Mapping[str, bytes]] = None,
+    rank_objects: Optional[Mapping[str, bytes]] = None,
+    metadata: Optional[Mapping[str, Any]] = None,
+    replace: bool = False,
+    placement: str = "auto",
+    replicas: str = "rotating",
+    strategy: str = "parallel",
+    common: str = "error",
+    common_exempt: Sequence[str] = (),
+    validate: bool = True,
+    page_hashes: bool = False,
+    producer: Optional[str] = None,
+    liveness: Optional[float] = None,
+    arrival: Optional[float] = None,
+    total: Optional[float] = None,
+    on_event: Optional[EventHook] = None,
+) -> dict[str, Any]:
+    """Saves a state dict as checkpoint "STORE/NAME". Collective: every rank of `group` calls it with
+    its part, and every rank gets the same verdict. When it returns the checkpoint is complete and
+    durable; when it raises it is not there.
+
+    state     a dict (or list, tuple), nested as one likes, of arrays of NumPy, tensors and DTensors
+              of PyTorch, arrays of JAX, and plain values. Tensors that are no DTensors are the same
+              on all ranks that have them; so are plain values, but those in PerRank(...).
+    path      the store is made on first use.
+    group     Group; None: this process alone.
+    objects, rank_objects   bytes by key: the same on all ranks that give them; one from each rank.
+    metadata  what the application says about the checkpoint as a whole.
+    replace   an existing checkpoint of that name is exchanged for the new one at its commit.
+    placement "auto", "tensor-file", "rank-shard", "safetensors": docs/semantics.md.
+    replicas  "rotating", "full", "off": how much of what several ranks hold is compared.
+    strategy  "parallel"; "main": the main replica alone writes.
+    common, common_exempt   "error", "warn", "off": plain values that differ between ranks; globs of
+              names for which nobody cares.
+    validate  False: ranks do not prove beforehand that they cover every tensor exactly.
+    page_hashes   hashes of 4 KiB as well, for reads of few rows.
+    liveness, arrival, total   time-outs in seconds: a rank that is silent for so long is taken for
+              dead (30), one that does not come is given up (1,800), the whole call (none).
+    on_event  called with a dict for the begin and end of each phase, on a thread of the library.
+
+    Returns the report: path, uuid, generation, tensors, bytes, bytes_written, files, warnings,
+    seconds of each phase, ... Raises LayoutError (its key, box and cause), AlreadyExistsError,
+    PeerTimeout and PeerLost (their rank), DataLossError where replicas differ,
+    ResourceExhaustedError, UnknownOutcomeError, CancelledError.
+
+        >>> import numpy, tensormount as tm
+        >>> report = tm.save({"w": numpy.zeros((4, 4), "f4"), "step": 3}, "STORE/new", replace=True)
+        >>> report["tensors"], report["bytes"]
+        (1, 64)
+    """
+    options = _options(
+        replace, placement, replicas, strategy, common, common_exempt, validate, page_hashes,
+        producer, liveness, arrival, total, on_event,
+    )
+    job, own = _start(
+        "tm_save_in_place", state, path, group, options, objects, rank_objects, metadata
+    )
+    return _verdict(job, own)
+
+
+def async_save(
+    state: Any,
+    path: PathLike,
+    group: Any = None,
+    *,
+    objects: Optional[Mapping[str, bytes]] = None,
+    rank_objects: Optional[Mapping[str, bytes]] = None,
+    metadata: Optional[Mapping[str, Any]] = None,
+    replace: bool = False,
+    placement: str = "auto",
+    replicas: str = "rotating",
+    strategy: str = "parallel",
+    common: str = "error",
+    common_exempt: Sequence[str] = (),
+    validate: bool = True,
+    page_hashes: bool = False,
+    producer: Optional[str] = None,
+    liveness: Optional[float] = None,
+    arrival: Optional[float] = None,
+    total: Optional[float] = None,
+    on_event: Optional[EventHook] = None,
+) -> SaveJob:
+    """As `save`, in the background: returns when the bytes of this rank's tensors are copied, and
+    never waits for another rank (but the third save under way waits for the first). The tensors may
+    change from then on.
+
+        >>> import numpy, tensormount as tm
+        >>> weights = numpy.ones(1000, "f4")
+        >>> job = tm.async_save({"w": weights}, "STORE/background", replace=True)
+        >>> weights[:] = 2  # Training goes on.
+        >>> job.wait()["tensors"]
+        1
+
+    In a coroutine `await job` does not block the loop. What this rank does wrong is raised here; the
+    other ranks have it in their jobs.
+    """
+    options = _options(
+        replace, placement, replicas, strategy, common, common_exempt, validate, page_hashes,
+        producer, liveness, arrival, total, on_event,
+    )
+    job, own = _start(
+        "tm_save_async", state, path, group, options, objects, rank_objects, metadata
+    )
+    if own is not None:
+        job.cancel()
+        raise own
+    return job
+
+
+def validate(
+    state: Any,
+    group: Any = None,
+    *,
+    limit: int = 100,
+    liveness: Optional[float] = None,
+    arrival: Optional[float] = None,
+    total: Optional[float] = None,
+) -> dict[str, Any]:
+    """Whether what the ranks hold together is a checkpoint. Collective; reads no data, so that
+    tensors on the meta device will do.
+
+    Returns the report, the same on every rank: "ok", "tensors", "bytes", "findings" (each with key,
+    box, ranks, message and likely cause), at most `limit` of them.
+    """
+    group, mine = _group(group)
+    given = _abi.ValidateOptions(struct_size=ctypes.sizeof(_abi.ValidateOptions), limit=limit)
+    given.liveness_ms = milliseconds("liveness", liveness)
+    given.arrival_ms = milliseconds("arrival", arrival)
+    given.total_ms = milliseconds("total", total)
+    built, own = build(state, group, _shards.VALIDATE)
+    lib = _abi.library()
+    sound = ctypes.c_int32()
+    json_text = ctypes.c_void_p()
+    status = lib.tm_validate(
+        built.address, group._handle(), ctypes.addressof(given), ctypes.addressof(sound),
+        ctypes.addressof(json_text),
+    )
+    if own is not None:
+        raise own
+    if status:
+        _abi.fail(status)
+    import json
+
+    assert json_text.value is not None
+    try:
+        report: dict[str, Any] = json.loads(ctypes.string_at(json_text.value))
+    finally:
+        lib.tm_free(json_text)
+    del mine
+    report["ok"] = bool(sound.value)
+    return report
+
+
+# ---- How -----------------------------------------------------------------------------------------
+
+
+def build(
+    state: Any,
+    group: Any,
+    purpose: str,
+    objects: Optional[Mapping[str, bytes]] = None,
+    rank_objects: Optional[Mapping[str, bytes]] = None,
+    metadata: Optional[Mapping[str, Any]] = None,
+) -> tuple[State, Optional[BaseException]]:
+    """The state for the library, and what was wrong with it. What this rank finds wrong fails the
+    job on all ranks, so the job must be begun all the same."""
+    built = State()
+    try:
+        flat = _tree.flatten(state)
+        built.add_tensors(flat.tensors, purpose, cache_of(group), group.size)
+        if purpose == _shards.SAVE:
+            built.set_values(*flat.json_texts())
+            for key, data in (objects or {}).items():
+                built.add_object(key, _bytes(key, data))
+            for key, data in (rank_objects or {}).items():
+                built.add_object(key, _bytes(key, data), (group.rank,), (group.size,))
+            if metadata is not None:
+                built.set_metadata(metadata)
+    except Exception as error:
+        built.fail(error)
+        return built, error
+    return built, None
+
+
+def _bytes(key: str, data: Any) -> bytes:
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise InvalidArgumentError(f"object {key}: {type(data).__name__}, no bytes", key=key)
+    return bytes(data)
+
+
+def _group(group: Any) -> tuple[Any, bool]:
+    """The group, or one of this process alone; whether that was made here."""
+    if group is not None:
+        return group, False
+    from tensormount._group import Group
+
+    return Group.single(), True
+
+
+def _start(
+    function: str,
+    state: Any,
+    path: PathLike,
+    group: Any,
+    options: tuple[Any, list[Any]],
+    objects: Optional[Mapping[str, bytes]],
+    rank_objects: Optional[Mapping[str, bytes]],
+    metadata: Optional[Mapping[str, Any]],
+) -> tuple[SaveJob, Optional[BaseException]]:
+    group, mine = _group(group)
+    handle = group._handle()
+    given, kept = options
+    built, own = build(state, group, _shards.SAVE, objects, rank_objects, metadata)
+    return start(function, built, path, group, handle, given, kept), own
+
+
+def start(
+    function: str,
+    built: State,
+    path: PathLike,
+    group: Any,
+    handle: int,
+    given: Any,
+    kept: list[Any],
+) -> SaveJob:
+    lib = _abi.library()
+    out = ctypes.c_void_p()
+    name = os.fspath(path)
+    status = getattr(lib, function)(
+        built.address, os.fsencode(name), handle, ctypes.addressof(given), ctypes.addressof(out)
+    )
+    if status:
+        _abi.fail(status, _FAILURES)
+    assert out.value is not None
+    # The C library copies of the options what it needs but the hook.
+    return SaveJob(out.value, os.fsdecode(name), [built, built.held, group, kept])
+
+
+def _verdict(job: Job, own: Optional[BaseException]) -> Any:
+    """The report; where this rank itself was at fault, its own exception with all that it knows."""
+    if own is None:
+        return job.wait()
+    try:
+        job.wait()
+    except Exception as told:
+        raise own from told
+    raise own
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> int:
+    if value not in choices:
+        raise InvalidArgumentError(f"{name}={value!r}: one of {', '.join(choices)}")
+    return choices.index(value)
+
+
+def _options(
+    replace: bool,
+    placement: str,
+    replicas: str,
+    strategy: str,
+    common: str,
+    common_exempt: Sequence[str],
+    validate: bool,
+    page_hashes: bool,
+    producer: Optional[str],
+    liveness: Optional[float],
+    arrival: Optional[float],
+    total: Optional[float],
+    on_event: Optional[EventHook],
+) -> tuple[Any, list[Any]]:
+    """tm_save_options, and what it points to."""
+    given = _abi.SaveOptions(struct_size=ctypes.sizeof(_abi.SaveOptions))
+    kept: list[Any] = []
+    given.placement = _choice("placement", placement, _PLACEMENTS)
+    given.replica_check = _choice("replicas", replicas, _REPLICAS)
+    given.strategy = _choice("strategy", strategy, _STRATEGIES)
+    given.common_check = _choice("common", common, _COMMON)
+    given.replace = int(replace)
+    given.skip_validation = int(not validate)
+    given.page_hashes = int(page_hashes)
+    given.common_exempt, given.common_exempt_count = texts(common_exempt, kept)
+    if producer is not None:
+        given.producer = producer.encode()
+    given.liveness_ms = milliseconds("liveness", liveness)
+    given.arrival_ms = milliseconds("arrival", arrival)
+    given.total_ms = milliseconds("total", total)
+    hook = hook_of(on_event)
+    if hook is not None:
+        kept.append(hook)
+        given.on_event = ctypes.cast(hook, ctypes.c_void_p)
+    return given, kept
+
+
+def texts(values: Sequence[str], kept: list[Any]) -> tuple[Any, int]:
+    """An array of C strings, kept in `kept`."""
+    if isinstance(values, str):
+        raise InvalidArgumentError(f"{values!r}: a list of texts was expected")
+    array = (ctypes.c_char_p * max(1, len(values)))(*(value.encode() for value in values))
+    kept.append(array)
+    return ctypes.cast(array, ctypes.POINTER(ctypes.c_char_p)), len(values)
+
+
+def _numbers(structure: Any) -> dict[str, Any]:
+    """Fields of a structure by name, but those that are only of C."""
+    return {
+        name: getattr(structure, name)
+        for name, *_ in structure._fields_
+        if name not in ("struct_size", "reserved")
+    }
+
+
+def _report(lib: Any, address: int) -> dict[str, Any]:
+    numbers = _abi.SaveNumbers(struct_size=ctypes.sizeof(_abi.SaveNumbers))
+    status = lib.tm_save_report_numbers(address, ctypes.addressof(numbers))
+    if status:
+        _abi.fail(status)
+    said: dict[str, Any] = {
+        "path": lib.tm_save_report_path(address).decode("utf-8", "surrogateescape"),
+        "uuid": lib.tm_save_report_uuid(address).decode(),
+    }
+    said.update(_numbers(numbers))
+    said["plan_reused"] = bool(said["plan_reused"])
+    for name in ("files", "warnings"):
+        found = ctypes.c_void_p()
+        status = getattr(lib, f"tm_save_report_{name}")(address, ctypes.addressof(found))
+        if status:
+            _abi.fail(status)
+        assert found.value is not None
+        said[name] = _abi.take_list(found.value)
+    return said

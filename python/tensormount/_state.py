@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state dict as the library has it (tm_state), for saving and for loading."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, Optional
+
+from tensormount import _abi, _shards, _tree
+from tensormount.errors import CLASSES, Error, InvalidArgumentError
+
+_INTERNAL = 15  # TM_INTERNAL
+_INVALID_ARGUMENT = 1
+
+
+
+class State:
+    """A tm_state under construction, and what must live as long as a job works with it."""
+
+    def __init__(self) -> None:
+        self._lib = _abi.library()
+        out = ctypes.c_void_p()
+        self.check(self._lib.tm_state_new(ctypes.addressof(out)))
+        assert out.value is not None
+        self.address: int = out.value
+        self.held: list[Any] = []
+        weakref.finalize(self, self._lib.tm_state_free, self.address)
+
+    @staticmethod
+    def check(status: int) -> None:
+        if status:
+            _abi.fail(status)
+
+    # ---- Tensors -----------------------------------------------------------------------------
+
+    def add_tensors(
+        self, tensors: Mapping[str, Any], purpose: str, cache: _shards.LayoutCache, world_size: int
+    ) -> bool:
+        """Tensors by key. Whether their layout was known from an earlier call.
+
+        The tensors, or what was made of them, are in `held`.
+        """
+        layout, addresses, known = cache.get(tensors, purpose, world_size)
+        if layout.handle is None:
+            layout.handle = _layout(layout.keys, layout.words, layout.count)
+        pointer, count = addresses.buffer_info()
+        self.check(
+            self._lib.tm_state_add_layout(self.address, layout.handle.address, pointer, count)
+        )
+        self.held += [addresses, layout, list(tensors.values())]
+        return known
+
+    def add_shards(self, shards: Iterable[_shards.Shard]) -> None:
+        """Shards one by one described, as custom writers have them."""
+        found = list(shards)
+        keys, words, count = _shards.pack(found)
+        pointer, length = words.buffer_info()
+        self.check(
+            self._lib.tm_state_add_tensors(self.address, keys, len(keys), pointer, length, count)
+        )
+        self.held.append(found)
+
+    # ---- Objects and values --------------------------------------------------------------------
+
+    def add_object(
+        self, key: str, data: bytes, index: tuple[int, ...] = (), grid: tuple[int, ...] = ()
+    ) -> None:
+        at = (ctypes.c_int64 * max(1, len(index)))(*index)
+        of = (ctypes.c_int64 * max(1, len(grid)))(*grid)
+        self.check(
+            self._lib.tm_state_add_object(
+                self.address, text(key), data, len(data), ctypes.addressof(at),
+                ctypes.addressof(of), len(index),
+            )
+        )
+
+    def want_object(
+        self, key: str, index: tuple[int, ...] = (), grid: tuple[int, ...] = ()
+    ) -> None:
+        at = (ctypes.c_int64 * max(1, len(index)))(*index)
+        of = (ctypes.c_int64 * max(1, len(grid)))(*grid)
+        self.check(
+            self._lib.tm_state_want_object(
+                self.address, text(key), ctypes.addressof(at),
+                ctypes.addressof(of) if grid else None, len(index),
+            )
+        )
+
+    def set_values(self, common: Mapping[str, str], rank_common: Mapping[str, str]) -> None:
+        """Values as JSON, by name."""
+        for name, json in common.items():
+            self.check(self._lib.tm_state_set_common(self.address, text(name), json.encode()))
+        for name, json in rank_common.items():
+            self.check(self._lib.tm_state_set_rank_common(self.address, text(name), json.encode()))
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        json = _tree.to_json(_tree.encode(dict(metadata), "metadata"))
+        self.check(self._lib.tm_state_set_metadata(self.address, json.encode()))
+
+    # ---- Failure -----------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """What this rank found wrong by itself: the job fails with it on all ranks, who would wait
+        for this one otherwise."""
+        status = _INVALID_ARGUMENT if isinstance(error, (ValueError, TypeError)) else _INTERNAL
+        if isinstance(error, Error):
+            codes = [kind.code for kind in CLASSES]
+            status = codes.index(error.code, 1) if error.code in codes[1:] else _INTERNAL
+            message = error.message
+        else:
+            message = f"{type(error).__name__}: {error}"
+        self._lib.tm_state_fail(self.address, status, message.encode("utf-8", "replace"))
+
+
+def text(key: str) -> bytes:
+    """A key or name for the library."""
+    encoded = key.encode("utf-8", "surrogateescape")
+    if b"\0" in encoded:
+        raise InvalidArgumentError(f"{key!r}: a key has no NUL", key=key)
+    return encoded
+
+
+class _LayoutHandle:
+    """A tm_layout."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        weakref.finalize(self, _abi.library().tm_layout_free, address)
+
+
+def _layout(keys: bytes, words: Any, count: int) -> _LayoutHandle:
+    out = ctypes.c_void_p()
+    pointer, length = words.buffer_info()
+    State.check(
+        _abi.library().tm_layout_new(
+            keys, len(keys), pointer, length, count, ctypes.addressof(out)
+        )
+    )
+    assert out.value is not None
+    return _LayoutHandle(out.value)
+
+
+def cache_of(group: Any) -> _shards.LayoutCache:
+    """The layouts that a group has saved and loaded before."""
+    if group._cache is None:
+        group._cache = _shards.LayoutCache()
+    cache: _shards.LayoutCache = group._cache
+    return cache
+
+
+def take_json(function: Any, *arguments: Any) -> Optional[Any]:
+    """A value that the library gives as JSON, as `_tree.decode` wants it."""
+    out = ctypes.c_void_p()
+    size = ctypes.c_size_t()
+    status = function(*arguments, ctypes.addressof(out), ctypes.addressof(size))
+    if status:
+        _abi.fail(status)
+    return _tree.from_json(_abi.take_bytes(out.value, size.value))

@@ -1,0 +1,1014 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested state dicts as flat ones, and back.
+
+Tensors get keys, other values names, and what neither says (which containers there were, in which
+order) is the *structure*. docs/python.md, "How a state dict is stored", is the contract; this file
+writes and reads that form. Nothing is pickled, and what cannot be stored without loss is refused by
+name and path.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import math
+import struct
+import sys
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
+
+from .errors import LayoutError, UnsupportedError
+
+# Containers in each other: as trees of the library (kMaxTreeDepth in tensormount/tree.h).
+MAX_DEPTH = 64
+# Of a common value, docs/format.md, "Limits".
+MAX_VALUES = 1 << 22
+MAX_VALUE_DEPTH = 60  # 64, less what a tag puts around a value.
+MAX_KEY_BYTES = 2048
+# A dict of plain values alone that is longer is one value instead of one a key: vocabularies.
+MAX_SPLIT_DICT = 1000
+
+TREE_NAME = "tensormount.tree"
+RESERVED = "tensormount."
+
+# (is an item of a list or tuple, key or index); items of tuples have 2 instead of 1.
+Step = Tuple[int, Any]
+Path = Tuple[Step, ...]
+_KEY, _ITEM, _TUPLE_ITEM = 0, 1, 2
+
+Structure = Dict[str, Any]
+
+
+class PerRank:
+    """A plain value that is each rank's own: a position in the data, the state of a generator.
+
+    Values are the same on every rank otherwise, and a save in which they differ is refused.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is PerRank and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash((PerRank, self.value))
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+class Flat(NamedTuple):
+    """A state dict, taken apart.
+
+    `tensors`: leaves by key, each once. `common` and `rank_common`: encoded values by name (see
+    `encode`). `structure`: None where the keys say all of it.
+    """
+
+    tensors: Dict[str, Any]
+    common: Dict[str, Any]
+    rank_common: Dict[str, Any]
+    structure: Optional[Structure]
+
+    def json_texts(self) -> Tuple[Dict[str, str], Dict[str, str]]:
+        """What goes into the checkpoint: common values and those of this rank, JSON by name."""
+        common = {name: to_json(value) for name, value in self.common.items()}
+        rank_common = {name: to_json(value) for name, value in self.rank_common.items()}
+        if self.structure is not None:
+            name, text = structure_entry(self.structure)
+            common[name] = text
+            rank_common[TREE_NAME] = to_json(name[len(TREE_NAME) + 1 :])
+        return common, rank_common
+
+
+# ---- Plain values ----------------------------------------------------------------------------
+
+_NATIVE = (bool, int, float, str, bytes, type(None))
+_NATIVE_SET = frozenset(_NATIVE)
+_SIMPLE_SET = frozenset((bool, int, float, str, type(None)))
+_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
+
+
+def _encode_special(value: Any) -> Optional[Dict[str, Any]]:
+    """A value of a type that the form does not have, as an object of one key; None where the type
+    is not known."""
+    kind = type(value)
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if kind is bytearray:
+        return {"bytearray": bytes(value)}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        if kind is torch.dtype:
+            return {"torch.dtype": str(value).split(".", 1)[1]}
+        if kind is torch.device:
+            return {"torch.device": str(value)}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        if isinstance(value, numpy.dtype) and value.kind in "biufcSU" and value.names is None:
+            return {"numpy.dtype": value.str}
+        if isinstance(value, numpy.generic):
+            return _encode_numpy(value)
+    return None
+
+
+def _encode_numpy(value: Any) -> Optional[Dict[str, Any]]:
+    dtype = value.dtype
+    if dtype.kind == "b":
+        return {"numpy": ["bool", bool(value)]}
+    if dtype.kind in "iu":
+        return {"numpy": [dtype.name, int(value)]}
+    if dtype.kind == "U":
+        return {"numpy": ["str", str(value)]}
+    if dtype.kind == "S":
+        return {"numpy": ["bytes", bytes(value)]}
+    # As a number where that gives every bit back, which a NaN's or an extended float need not.
+    if dtype.name in ("float16", "float32", "float64") and math.isfinite(value):
+        return {"numpy": [dtype.name, float(value)]}
+    if dtype.name in ("float16", "float32", "float64", "complex64", "complex128"):
+        return {"numpy": [dtype.name, value.tobytes()]}
+    if type(value).__module__.split(".")[0] == "ml_dtypes":
+        return {"numpy": [dtype.name, value.tobytes()]}
+    return None
+
+
+def _decode_numpy(name: str, payload: Any) -> Any:
+    try:
+        import numpy
+    except ImportError:
+        raise UnsupportedError(f"a NumPy value ({name}), and NumPy is not installed") from None
+    if name == "str":
+        return numpy.str_(payload)
+    if name == "bytes":
+        return numpy.bytes_(payload)
+    try:
+        dtype = numpy.dtype(name)
+    except TypeError:
+        try:
+            import ml_dtypes
+
+            dtype = numpy.dtype(getattr(ml_dtypes, name))
+        except (ImportError, AttributeError, TypeError):
+            raise UnsupportedError(f"a NumPy value of type {name}: not known here") from None
+    if isinstance(payload, bytes):
+        if len(payload) != dtype.itemsize:
+            raise LayoutError(f"a NumPy value of type {name} of {len(payload)} bytes")
+        return numpy.frombuffer(payload, dtype)[0]
+    return dtype.type(payload)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `value` itself (not what a container holds) is a value that can be stored."""
+    return type(value) in _NATIVE_SET or _encode_special(value) is not None
+
+
+def encode(value: Any, where: str = "") -> Any:
+    """A plain value in the form that is stored: what common values have themselves (None, bool,
+    integers of 64 bits, floats, text, bytes, lists, tuples) is itself; anything else is a dict of
+    one key, which names its kind. Floats keep their bits.
+
+    UnsupportedError: a type that has no form. LayoutError: too deep, too large, a cycle.
+    """
+    return _encode(value, where, 0, [MAX_VALUES])
+
+
+def _encode(value: Any, where: str, depth: int, room: List[int]) -> Any:
+    kind = type(value)
+    room[0] -= 1
+    if kind is int:
+        # In hexadecimal: Python refuses to read decimal numbers of many digits.
+        return value if _INT_MIN <= value <= _INT_MAX else {"int": hex(value)}
+    if kind in _NATIVE_SET:
+        return value
+    if depth >= MAX_VALUE_DEPTH:
+        raise LayoutError(f"{where}: containers more than {MAX_DEPTH} deep, or a cycle")
+    if kind is list or kind is tuple:
+        if len(value) > room[0]:
+            raise LayoutError(f"{where}: more than {MAX_VALUES} values; an array holds more")
+        if not set(map(type, value)) <= _SIMPLE_SET or not _ints_fit(value):
+            return kind([_encode(item, where, depth + 1, room) for item in value])
+        room[0] -= len(value)
+        # A copy: the form must not change with the caller's list.
+        return kind(value)
+    if kind is dict or kind is collections.OrderedDict:
+        if 3 * len(value) > room[0]:
+            raise LayoutError(f"{where}: more than {MAX_VALUES} values; an array holds more")
+        pairs = [
+            [_encode(k, where, depth + 3, room), _encode(v, where, depth + 3, room)]
+            for k, v in value.items()
+        ]
+        return {"dict" if kind is dict else "odict": pairs}
+    torch = sys.modules.get("torch")
+    if torch is not None and kind is torch.Size:
+        return {"torch.Size": [int(n) for n in value]}
+    special = _encode_special(value)
+    if special is None:
+        raise UnsupportedError(f"{where or 'a value'}: {_type_name(value)} cannot be stored")
+    return special
+
+
+def _ints_fit(values: Sequence[Any]) -> bool:
+    ints = [v for v in values if type(v) is int]
+    return not ints or (min(ints) >= _INT_MIN and max(ints) <= _INT_MAX)
+
+
+def decode(value: Any) -> Any:
+    """The other way. UnsupportedError: a kind that is not known, or whose package is missing."""
+    if type(value) is list or type(value) is tuple:
+        if set(map(type, value)) <= _SIMPLE_SET:
+            return value
+        return type(value)([decode(item) for item in value])
+    if type(value) is not dict:
+        return value
+    if len(value) != 1:
+        raise LayoutError("a stored value: a dict of one key was expected")
+    ((kind, payload),) = value.items()
+    try:
+        return _decode_special(kind, payload)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, (LayoutError, UnsupportedError)):
+            raise
+        raise LayoutError(f"a stored value of kind {kind}: {error}") from None
+
+
+def _decode_special(kind: str, payload: Any) -> Any:
+    if kind == "int":
+        return int(payload, 16)
+    if kind == "complex":
+        real, imaginary = payload
+        return complex(real, imaginary)
+    if kind == "bytearray":
+        return bytearray(payload)
+    if kind == "dict":
+        return {decode(k): decode(v) for k, v in payload}
+    if kind == "odict":
+        return collections.OrderedDict((decode(k), decode(v)) for k, v in payload)
+    if kind == "numpy":
+        name, item = payload
+        return _decode_numpy(name, item)
+    if kind == "numpy.dtype":
+        try:
+            import numpy
+        except ImportError:
+            raise UnsupportedError("a NumPy dtype, and NumPy is not installed") from None
+        return numpy.dtype(payload)
+    if kind in ("torch.Size", "torch.dtype", "torch.device"):
+        try:
+            import torch
+        except ImportError:
+            raise UnsupportedError(f"a {kind}, and PyTorch is not installed") from None
+        if kind == "torch.Size":
+            return torch.Size(payload)
+        if kind == "torch.device":
+            return torch.device(payload)
+        dtype = getattr(torch, payload, None)
+        if not isinstance(dtype, torch.dtype):
+            raise UnsupportedError(f"the type torch.{payload}, which this PyTorch lacks")
+        return dtype
+    raise UnsupportedError(f"a stored value of kind {kind}: not known to this version")
+
+
+# ---- JSON (docs/format.md, "common.json") -----------------------------------------------------
+
+
+def to_json(value: Any) -> str:
+    """An encoded value as the library reads it (the form of common.json)."""
+    out: List[str] = []
+    _write_json(value, out.append)
+    return "".join(out)
+
+
+def _plain_json(value: Any) -> Optional[str]:
+    """By the C encoder; None where that would lose something."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text.encode()
+    except ValueError:  # Infinities, NaNs; text that is no UTF-8.
+        return None
+    return text
+
+
+def _write_json(value: Any, out: Callable[[str], Any]) -> None:
+    kind = type(value)
+    if value is None or kind is bool or kind is int:
+        out(json.dumps(value))
+    elif kind is float:
+        if math.isnan(value):
+            out(f'{{"$float":"nan","bits":"{struct.pack(">d", value).hex()}"}}')
+        elif math.isinf(value):
+            out('{"$float":"inf"}' if value > 0 else '{"$float":"-inf"}')
+        else:
+            out(float.__repr__(value))
+    elif kind is str:
+        text = _plain_json(value)
+        if text is None:
+            text = f'{{"$string":"{value.encode("utf-8", "surrogatepass").hex()}"}}'
+        out(text)
+    elif kind is bytes:
+        out(f'{{"$bytes":"{value.hex()}"}}')
+    elif kind is list or kind is tuple:
+        if kind is tuple:
+            out('{"$tuple":')
+        text = None
+        if set(map(type, value)) <= _SIMPLE_SET:
+            text = _plain_json(value)
+        if text is not None:
+            out(text)
+        else:
+            out("[")
+            for i, item in enumerate(value):
+                if i:
+                    out(",")
+                _write_json(item, out)
+            out("]")
+        if kind is tuple:
+            out("}")
+    elif kind is dict:
+        out("{")
+        for i, (key, item) in enumerate(value.items()):
+            if i:
+                out(",")
+            out(json.dumps(key))
+            out(":")
+            _write_json(item, out)
+        out("}")
+    else:
+        raise UnsupportedError(f"{_type_name(value)} has no form in JSON")
+
+
+def from_json(text: Union[str, bytes]) -> Any:
+    """An encoded value of the form of common.json. LayoutError where it is not one."""
+    try:
+        return json.loads(text, object_hook=_from_object)
+    except RecursionError:
+        raise LayoutError("a common value: containers in each other without end") from None
+    except (ValueError, TypeError, KeyError, struct.error) as error:
+        if isinstance(error, LayoutError):
+            raise
+        raise LayoutError(f"a common value that cannot be read: {error}") from None
+
+
+def _from_object(found: Dict[str, Any]) -> Any:
+    if len(found) > 2 or not any(key.startswith("$") for key in found):
+        return found
+    if len(found) == 1:
+        ((kind, payload),) = found.items()
+        if kind == "$tuple":
+            return tuple(payload)
+        if kind == "$bytes":
+            return bytes.fromhex(payload)
+        if kind == "$string":
+            return bytes.fromhex(payload).decode("utf-8", "surrogatepass")
+        if kind == "$dict":
+            return {key: item for key, item in payload}
+    if "$float" in found:
+        if found["$float"] == "nan":
+            return struct.unpack(">d", bytes.fromhex(found.get("bits", "7ff8000000000000")))[0]
+        return float(found["$float"])
+    raise LayoutError(f"a common value with {sorted(found)}: not known to this version")
+
+
+# ---- Names -----------------------------------------------------------------------------------
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _step_text(key: Any) -> str:
+    kind = type(key)
+    if kind is str:
+        return str(key)
+    if kind is int:
+        return str(key) if _INT_MIN <= key <= _INT_MAX else hex(key)
+    if key is None or kind is bool or kind is float:
+        return repr(key)
+    return to_json(encode(key))
+
+
+def dotted(path: Path) -> str:
+    """The steps joined by dots, as PyTorch's checkpoints and `kDotted` of tensormount/tree.h."""
+    return ".".join([step[1] if type(step[1]) is str else _step_text(step[1]) for step in path])
+
+
+def reversible(path: Path) -> str:
+    """Likewise, but of each path another one (`kReversible` of tensormount/tree.h)."""
+    parts = []
+    for kind, key in path:
+        if kind != _KEY:
+            parts.append((":" if kind == _ITEM else ",") + str(key))
+        elif type(key) is str:
+            text = key.replace("%", "%25").replace(".", "%2E")
+            if text[:1] in ("#", ":", ","):
+                text = f"%{ord(text[0]):02X}{text[1:]}"
+            parts.append(text or "%")
+        elif type(key) is int and _INT_MIN <= key <= _INT_MAX:
+            parts.append(f"#{key}")
+        else:
+            # No escape of text has a "~" behind its "%".
+            text = to_json(encode(key))
+            parts.append("%~" + text.replace("%", "%25").replace(".", "%2E"))
+    return ".".join(parts)
+
+
+def path_text(path: Path) -> str:
+    """For messages."""
+    text = "".join(f"[{step[1]!r}]" for step in path[:8])
+    return "state_dict" + text + ("..." if len(path) > 8 else "")
+
+
+def _assign_names(
+    names: List[str], path_of: Callable[[int], Path], reserved: bool
+) -> List[str]:
+    """One name for each leaf, no two the same, whatever the order; `names` are the dotted ones.
+
+    Dotted names where they are free. Of leaves that share one, each takes its reversible name; that
+    may be the dotted name of another leaf, which then gives way, too.
+    """
+    pending = [i for i, name in enumerate(names) if not _usable(name, reserved)]
+    if not pending and len(set(names)) == len(names):
+        return names
+    names = list(names)
+    escaped: Set[int] = set()
+    while pending or len(set(names)) != len(names):
+        for i in pending:
+            name = reversible(path_of(i))
+            names[i] = name if _usable(name, reserved) else _escape_first(name)
+        escaped.update(pending)
+        count = collections.Counter(names)
+        pending = [i for i, name in enumerate(names) if count[name] > 1 and i not in escaped]
+    return names
+
+
+def _usable(name: str, reserved: bool) -> bool:
+    if not name:
+        return False
+    return not (reserved and (name[0] == "$" or name.startswith(RESERVED)))
+
+
+def _escape_first(name: str) -> str:
+    return f"%{ord(name[0]):02X}{name[1:]}" if name else "%"
+
+
+def _check_name(name: str, path: Path) -> None:
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise LayoutError(
+            f"{path_text(path)}: the key is no valid text (a lone surrogate)"
+        ) from None
+    if "\0" in name:
+        raise LayoutError(f"{path_text(path)}: a key must not contain NUL")
+    if size > MAX_KEY_BYTES:
+        raise LayoutError(
+            f"{path_text(path)}: the key would have {size} bytes, at most {MAX_KEY_BYTES}"
+        )
+
+
+# ---- Taking apart ----------------------------------------------------------------------------
+
+_DICT, _ODICT, _LIST, _TUPLE, _TENSOR, _VALUE, _PER_RANK = range(7)
+_CONTAINER_NAMES = {_DICT: "dict", _ODICT: "odict", _LIST: "list", _TUPLE: "tuple"}
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether `value` is an array of NumPy, PyTorch or JAX; whether it can be stored is another
+    question (`_shards.describe`)."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return True
+    return hasattr(type(value), "addressable_shards")
+
+
+def _kind_of(value: Any) -> int:
+    """-1: what cannot be stored."""
+    kind = type(value)
+    if kind is dict:
+        return _DICT
+    if kind is collections.OrderedDict:
+        return _ODICT
+    if kind is list:
+        return _LIST
+    if kind is tuple:
+        return _TUPLE
+    if kind is PerRank:
+        return _PER_RANK
+    torch = sys.modules.get("torch")
+    if kind in _NATIVE_SET or (torch is not None and kind is torch.Size):
+        return _VALUE
+    if is_tensor(value):
+        return _TENSOR
+    return _VALUE if _encode_special(value) is not None else -1
+
+
+def _whole_value(value: Any, kind: int) -> bool:
+    """Whether a container is stored as one value: lists and tuples that hold no dict and no tensor
+    at any depth, and long dicts of plain values. Others are taken apart, so that each value has a
+    name of its own."""
+    if kind == _DICT or kind == _ODICT:
+        return len(value) > MAX_SPLIT_DICT and set(map(type, value.values())) <= _NATIVE_SET
+    if not value:
+        return True
+    return _only_plain(value, 0)
+
+
+def _only_plain(value: Any, depth: int) -> bool:
+    if set(map(type, value)) <= _NATIVE_SET:
+        return True
+    if depth > MAX_DEPTH:
+        return False
+    for item in value:
+        kind = type(item)
+        if kind in _NATIVE_SET:
+            continue
+        if kind is list or kind is tuple:
+            if not _only_plain(item, depth + 1):
+                return False
+        elif is_tensor(item) or _kind_of(item) != _VALUE:
+            return False
+    return True
+
+
+def identity(leaf: Any) -> Any:
+    """Equal for leaves that are the same tensor: the same memory, seen in the same way. Holds only
+    while the leaves live. A tensor without memory is only ever itself."""
+    try:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(leaf, torch.Tensor):
+            local = getattr(leaf, "_local_tensor", None)
+            if local is None:
+                return _torch_identity(leaf)
+            if isinstance(local, torch.Tensor):
+                # The storage even where this rank holds no cell: other ranks see the same tie.
+                return (_torch_identity(local), tuple(leaf.shape), leaf.placements)
+        elif hasattr(leaf, "__array_interface__") and leaf.size:
+            address = leaf.__array_interface__["data"][0]
+            return (address, leaf.shape, leaf.strides, leaf.dtype.str, leaf.dtype.name)
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
+        pass  # Of a kind that has no plain memory.
+    return id(leaf)
+
+
+def _torch_identity(tensor: Any) -> Any:
+    storage = tensor.untyped_storage()
+    return (
+        storage._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+class _Leaves:
+    """Leaves of one kind in the order of the walk. Lists side by side and not an object each: tens
+    of thousands of new objects would call the garbage collector."""
+
+    def __init__(self) -> None:
+        self.places: List[int] = []  # In the nodes of the structure.
+        self.parents: List[Path] = []
+        self.steps: List[int] = []
+        self.keys: List[Any] = []
+        self.names: List[str] = []  # Dotted.
+        self.values: List[Any] = []
+
+    def path(self, i: int) -> Path:
+        return self.parents[i] + ((self.steps[i], self.keys[i]),)
+
+
+class _Walk:
+    """One way through a state dict."""
+
+    def __init__(self) -> None:
+        self.nodes: List[Any] = []
+        self.leaves = {_TENSOR: _Leaves(), _VALUE: _Leaves(), _PER_RANK: _Leaves()}
+        self.inside: Set[int] = set()
+
+    def root(self, tree: Any) -> None:
+        self.inside.add(id(tree))
+        self._container(tree, _kind_of(tree), (), "")
+
+    def _visit(self, value: Any, parent: Path, prefix: str, step: int, key: Any) -> None:
+        kind = _kind_of(value)
+        if kind < 0:
+            raise UnsupportedError(
+                f"{path_text(parent + ((step, key),))}: {_type_name(value)} cannot be stored; "
+                "nothing is pickled"
+            )
+        name = prefix + (key if type(key) is str else _step_text(key))
+        if kind in _CONTAINER_NAMES:
+            path = parent + ((step, key),)
+            if id(value) in self.inside:
+                raise LayoutError(f"{path_text(path)}: a container that contains itself")
+            if len(path) > MAX_DEPTH:
+                raise LayoutError(f"{path_text(path)}: containers more than {MAX_DEPTH} deep")
+            # An empty one has no value to store.
+            if not value or not _whole_value(value, kind):
+                self.inside.add(id(value))
+                self._container(value, kind, path, name + ".")
+                self.inside.discard(id(value))
+                return
+            kind = _VALUE
+        if kind == _PER_RANK:
+            value = value.value
+        leaves = self.leaves[kind]
+        leaves.places.append(len(self.nodes))
+        leaves.parents.append(parent)
+        leaves.steps.append(step)
+        leaves.keys.append(key)
+        leaves.names.append(name)
+        leaves.values.append(value)
+        self.nodes.append(None)
+
+    def _container(self, value: Any, kind: int, path: Path, prefix: str) -> None:
+        word = _CONTAINER_NAMES[kind]
+        if kind in (_LIST, _TUPLE):
+            self.nodes.append([word, len(value)])
+            step = _ITEM if kind == _LIST else _TUPLE_ITEM
+            for i, item in enumerate(value):
+                self._visit(item, path, prefix, step, i)
+            return
+        keys: List[Any] = []
+        nodes = self.nodes
+        nodes.append([word, keys])
+        torch = sys.modules.get("torch")
+        plain = (torch.Tensor, torch.nn.Parameter) if torch is not None else ()
+        tensors = self.leaves[_TENSOR]
+        for key, item in value.items():
+            if type(key) is not str:
+                keys.append(_encode(key, path_text(path), 0, [1000]))
+                self._visit(item, path, prefix, _KEY, key)
+                continue
+            keys.append(key)
+            if type(item) in plain:  # Nearly all that there is: without the call.
+                tensors.places.append(len(nodes))
+                tensors.parents.append(path)
+                tensors.steps.append(_KEY)
+                tensors.keys.append(key)
+                tensors.names.append(prefix + key)
+                tensors.values.append(item)
+                nodes.append(None)
+            else:
+                self._visit(item, path, prefix, _KEY, key)
+
+
+def flatten(tree: Any, stored: Optional[Mapping[Path, str]] = None) -> Flat:
+    """Takes a state dict (a dict, list or tuple) apart.
+
+    `stored`: names that a checkpoint has for paths (`stored_names`), which go before those that
+    would be made, so that a request for a part of a checkpoint means the same tensors.
+
+    LayoutError: cycles, too deep, keys without a form. UnsupportedError: values without one.
+    """
+    if type(tree) not in (dict, collections.OrderedDict, list, tuple):
+        raise UnsupportedError(
+            f"a state dict of type {_type_name(tree)}: a dict, list or tuple was expected"
+        )
+    walk = _Walk()
+    walk.root(tree)
+    tensors: Dict[str, Any] = {}
+    found = walk.leaves[_TENSOR]
+    keys = _tied(found.values, _names_of(found, False, stored))
+    for key, leaf in zip(keys, found.values):
+        tensors.setdefault(key, leaf)
+    special = _set_leaves(walk.nodes, found, keys, "tensor")
+    values: List[Dict[str, Any]] = []
+    for kind, word in ((_VALUE, "value"), (_PER_RANK, "rank")):
+        leaves = walk.leaves[kind]
+        names = _names_of(leaves, True, stored)
+        _set_leaves(walk.nodes, leaves, names, word)
+        values.append(
+            {
+                name: encode(value, path_text(leaves.path(i)))
+                for i, (name, value) in enumerate(zip(names, leaves.values))
+            }
+        )
+    flat = type(tree) is dict and len(found.values) == len(tree) == len(walk.nodes) - 1
+    if flat and not special and all(type(key) is str for key in tree):
+        return Flat(tensors, values[0], values[1], None)
+    if _node_values(walk.nodes) > MAX_VALUES - 4:
+        raise LayoutError(f"a state dict of {len(walk.nodes)} containers and leaves")
+    return Flat(tensors, values[0], values[1], {"version": 1, "nodes": walk.nodes})
+
+
+def _node_values(nodes: Sequence[Any]) -> int:
+    return sum(
+        1 if type(n) is str else 3 if type(n[1]) is not list else 3 + len(n[1]) for n in nodes
+    )
+
+
+def _names_of(
+    leaves: _Leaves, reserved: bool, stored: Optional[Mapping[Path, str]]
+) -> List[str]:
+    names = _assign_names(leaves.names, leaves.path, reserved)
+    for i, name in enumerate(names):
+        if not name.isascii() or len(name) > MAX_KEY_BYTES or "\0" in name:
+            _check_name(name, leaves.path(i))
+    if stored:
+        names = [stored.get(leaves.path(i), name) for i, name in enumerate(names)]
+    return names
+
+
+def _memory_of(leaf: Any) -> Any:
+    """Equal for leaves with one `identity`, and perhaps for others; quicker."""
+    try:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(leaf, torch.Tensor):
+            local = leaf if type(leaf) is torch.Tensor else getattr(leaf, "_local_tensor", leaf)
+            return local.data_ptr() or local.untyped_storage()._cdata
+        if hasattr(leaf, "__array_interface__") and leaf.size:
+            return leaf.__array_interface__["data"][0]
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
+        pass
+    return id(leaf)
+
+
+def _tied(leaves: Sequence[Any], names: List[str]) -> List[str]:
+    """The names, but leaves that are one tensor have one: the first in the order of text, so that
+    ranks with other orders agree."""
+    memory = [_memory_of(leaf) for leaf in leaves]
+    if len(set(memory)) == len(leaves):
+        return names
+    count = collections.Counter(memory)
+    groups: Dict[Any, List[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if count[memory[i]] > 1:
+            groups.setdefault(identity(leaf), []).append(i)
+    names = list(names)
+    for members in groups.values():
+        if len(members) > 1:
+            first = min(names[i] for i in members)
+            for i in members:
+                names[i] = first
+    return names
+
+
+def _set_leaves(nodes: List[Any], leaves: _Leaves, names: Sequence[str], word: str) -> bool:
+    """Whether some leaf has another name than its path says."""
+    special = False
+    for place, dotted_name, name in zip(leaves.places, leaves.names, names):
+        if name == dotted_name:
+            nodes[place] = word
+        else:
+            nodes[place] = [word, name]
+            special = True
+    return special
+
+
+# ---- The structure ---------------------------------------------------------------------------
+
+
+def structure_entry(structure: Structure) -> Tuple[str, str]:
+    """Under which common value a structure is stored, and its JSON. The name has a hash of it, so
+    that ranks with the same one store it once, and those with others do not disagree."""
+    text = None
+    if all(type(n) is str or _simple_node(n) for n in structure["nodes"]):
+        text = _plain_json(structure)
+    if text is None:
+        text = to_json(structure)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return f"{TREE_NAME}.{digest}", text
+
+
+def _simple_node(node: Any) -> bool:
+    """Whether JSON has all of it."""
+    more = node[1]
+    return type(more) is not list or set(map(type, more)) <= _SIMPLE_SET
+
+
+def structure_names(names: Iterable[str]) -> List[str]:
+    """Those of common values that are structures, in order."""
+    return sorted(name for name in names if name.startswith(TREE_NAME + "."))
+
+
+# A leaf of a structure: "tensor", "value" or "rank", where it stands, its name.
+Leaf = Tuple[str, Path, str]
+
+
+class _Builder:
+    """Reads a structure, which may come from anywhere."""
+
+    def __init__(self, structure: Any, leaf: Callable[[str, Path, str], Any]) -> None:
+        if type(structure) is not dict or type(structure.get("nodes")) is not list:
+            raise LayoutError("the structure of a state dict: not one")
+        if structure.get("version") != 1:
+            raise UnsupportedError(
+                f"the structure of a state dict: version {structure.get('version')!r}; this is 1"
+            )
+        self.nodes = structure["nodes"]
+        self.leaf = leaf
+        self.next = 0
+
+    def build(self) -> Any:
+        tree = self.node(())
+        if self.next != len(self.nodes):
+            raise LayoutError("the structure of a state dict: nodes behind its end")
+        return tree
+
+    def node(self, path: Path) -> Any:
+        if self.next >= len(self.nodes):
+            raise LayoutError("the structure of a state dict: ends too early")
+        node = self.nodes[self.next]
+        self.next += 1
+        if type(node) is str:
+            word, more = node, None
+        elif type(node) is list and len(node) == 2 and type(node[0]) is str:
+            word, more = node
+        else:
+            raise LayoutError(f"the structure of a state dict: a node {node!r:.100}")
+        if word in ("tensor", "value", "rank"):
+            if more is not None and type(more) is not str:
+                raise LayoutError(f"the structure of a state dict: a node {node!r:.100}")
+            return self.leaf(word, path, dotted(path) if more is None else more)
+        if len(path) > MAX_DEPTH:
+            raise LayoutError(f"the structure of a state dict: more than {MAX_DEPTH} deep")
+        if word in ("dict", "odict") and type(more) is list:
+            found: Dict[Any, Any] = {} if word == "dict" else collections.OrderedDict()
+            for stored_key in more:
+                key = stored_key if type(stored_key) is str else decode(stored_key)
+                try:
+                    if key in found:
+                        raise LayoutError(f"the structure of a state dict: the key {key!r} twice")
+                except TypeError:
+                    raise LayoutError(
+                        f"the structure of a state dict: a key {key!r:.100}"
+                    ) from None
+                found[key] = self.node(path + ((_KEY, key),))
+            return found
+        if word in ("list", "tuple") and type(more) is int and more >= 0:
+            step = _ITEM if word == "list" else _TUPLE_ITEM
+            items = []
+            for i in range(more):
+                items.append(self.node(path + ((step, i),)))
+            return items if word == "list" else tuple(items)
+        raise LayoutError(f"the structure of a state dict: a node {node!r:.100}")
+
+
+def structure_leaves(structure: Structure) -> List[Leaf]:
+    """All leaves, in the order of the structure."""
+    leaves: List[Leaf] = []
+    _Builder(structure, lambda word, path, name: leaves.append((word, path, name))).build()
+    return leaves
+
+
+def stored_names(structures: Iterable[Structure]) -> Dict[Path, str]:
+    """Names that are not what `flatten` would make of a path alone, for `flatten(stored=...)`."""
+    found: Dict[Path, str] = {}
+    for structure in structures:
+        for _, path, name in structure_leaves(structure):
+            if name != dotted(path):
+                found[path] = name
+    return found
+
+
+def unflatten(
+    structure: Optional[Structure],
+    tensors: Mapping[str, Any],
+    common: Optional[Mapping[str, Any]] = None,
+    rank_common: Optional[Mapping[str, Any]] = None,
+    missing: Optional[Callable[[str, Path, str], Any]] = None,
+) -> Any:
+    """The state dict of a structure. `tensors` by key; `common` and `rank_common` by name, as
+    `from_json` gives them. A tensor that stands in several places is one object. Without a
+    structure: a dict of all tensors, in the order of `tensors`.
+
+    `missing(kind, path, name)` makes what is not there; otherwise that is LayoutError.
+    """
+    if structure is None:
+        return dict(tensors)
+    sources: Dict[str, Mapping[str, Any]] = {
+        "tensor": tensors,
+        "value": common or {},
+        "rank": rank_common or {},
+    }
+
+    def leaf(word: str, path: Path, name: str) -> Any:
+        source = sources[word]
+        if name not in source:
+            if missing is not None:
+                return missing(word, path, name)
+            raise LayoutError(f"{path_text(path)}: no {word} {name!r} is stored")
+        if word == "tensor":
+            return source[name]
+        value = decode(source[name])
+        return PerRank(value) if word == "rank" else value
+
+    return _Builder(structure, leaf).build()
+
+
+def merge_trees(trees: Sequence[Any]) -> Any:
+    """One state dict of those of several ranks: dicts are united key by key, lists and tuples of
+    one length item by item, equal values and the same tensors are one. Of values of single ranks
+    (PerRank) the first stays. LayoutError names the path where two cannot be one."""
+    if not trees:
+        return {}
+    tree = trees[0]
+    for other in trees[1:]:
+        tree = _merge(tree, other, ())
+    return tree
+
+
+def _merge(a: Any, b: Any, path: Path) -> Any:
+    if a is b:
+        return a
+    if type(a) is PerRank and type(b) is PerRank:
+        return a
+    if type(a) is type(b):
+        if isinstance(a, dict):
+            merged = type(a)(a)
+            for key, item in b.items():
+                if key in merged:
+                    item = _merge(merged[key], item, path + ((_KEY, key),))
+                merged[key] = item
+            return merged
+        if type(a) in (list, tuple) and len(a) == len(b):
+            pairs = enumerate(zip(a, b))
+            return type(a)([_merge(x, y, path + ((_ITEM, i),)) for i, (x, y) in pairs])
+        if not is_tensor(a) and to_json(encode(a)) == to_json(encode(b)):
+            return a
+    raise LayoutError(f"{path_text(path)}: not the same on all ranks that saved it")
+
+
+def refill(request: Any, stored: Any, kept: Optional[List[str]] = None) -> Any:
+    """A state dict like `request`, whose tensors stay the request's (a load has filled them), and
+    whose other values are those that `stored` (of `unflatten`) has at the same path. Where it has
+    none the request's stay, and `kept` gets their paths, as messages name them."""
+    return _refill(request, stored, (), kept if kept is not None else [])
+
+
+_NOTHING = object()
+
+
+def _refill(request: Any, stored: Any, path: Path, kept: List[str]) -> Any:
+    kind = type(request)
+    if kind is dict or kind is collections.OrderedDict:
+        if not request and isinstance(stored, dict):
+            return stored
+        have = stored if isinstance(stored, dict) else {}
+        filled = kind()
+        for key, item in request.items():
+            step: Path = path + ((_KEY, key),)
+            filled[key] = _refill(item, have.get(key, _NOTHING), step, kept)
+        return filled
+    if is_tensor(request):
+        return request
+    holds = (kind is list or kind is tuple) and _holds_tensor(request)
+    if holds:
+        have_items = stored if type(stored) is kind and len(stored) == len(request) else None
+        return kind(
+            [
+                _refill(
+                    item,
+                    _NOTHING if have_items is None else have_items[i],
+                    path + ((_ITEM, i),),
+                    kept,
+                )
+                for i, item in enumerate(request)
+            ]
+        )
+    if stored is _NOTHING or is_tensor(stored):
+        kept.append(path_text(path))
+        return request
+    return stored
+
+
+def _holds_tensor(value: Any) -> bool:
+    """At any depth; `flatten` has refused cycles before."""
+    pending: List[Iterator[Any]] = [iter((value,))]
+    while pending:
+        for item in pending[-1]:
+            if is_tensor(item):
+                return True
+            if isinstance(item, (list, tuple)):
+                pending.append(iter(item))
+                break
+            if isinstance(item, dict):
+                pending.append(iter(item.values()))
+                break
+        else:
+            pending.pop()
+    return False

@@ -1,0 +1,584 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays and tensors as shards: the memory that is described has the cells that it should, or there is a refusal.
+
+`Memory` reads what a shard describes through its address, as the library would; so the oracle of each test is the array.
+"""
+
+import ctypes
+import itertools
+import types
+import unittest
+
+from support import needs, scaled, seeded
+
+from tensormount import _shards
+from tensormount._shards import LOAD, SAVE, VALIDATE, Layout, LayoutCache, check_destinations, describe, pack
+from tensormount.errors import LayoutError, UnsupportedError
+
+SIZES = {number: bits // 8 for number, bits in _shards._BITS.items()}
+
+
+def memory(shard):
+    """The bytes of the shard's cells in row-major order, read where it says that they are."""
+    size = SIZES[shard.dtype]
+    strides = shard.strides
+    if strides is None:
+        strides = [1] * len(shard.extent)
+        for axis in range(len(strides) - 2, -1, -1):
+            strides[axis] = strides[axis + 1] * shard.extent[axis + 1]
+    cells = itertools.product(*(range(n) for n in shard.extent))
+    places = (shard.address + size * sum(i * s for i, s in zip(cell, strides)) for cell in cells)
+    return b"".join(ctypes.string_at(place, size) for place in places)
+
+
+def unpacked(words, count):
+    """The words of pack() as the header describes them: what a reader in C sees."""
+    at, found = 0, []
+    for _ in range(count):
+        dtype, flags, replica, rank, address = words[at : at + 5]
+        at += 5
+        parts = []
+        for _ in range(3 + (flags & 1)):
+            parts.append(tuple(words[at : at + rank]))
+            at += rank
+        if not flags & 1:
+            parts.append(None)
+        device = None
+        if flags & 8:
+            device = tuple(words[at : at + 7])
+            at += 7
+        found.append((dtype, flags, replica, address % (1 << 64), *parts, device))
+    assert at == len(words), (at, len(words))
+    return found
+
+
+@needs("numpy")
+class NumPy(unittest.TestCase):
+    def check(self, a, purpose=SAVE):
+        (shard,) = describe("w", a, purpose)
+        self.assertEqual(memory(shard), a.tobytes())
+        self.assertEqual((shard.global_shape, shard.begin, shard.extent), (a.shape, (0,) * a.ndim, a.shape))
+        return shard
+
+    def test_any_strides(self):
+        import numpy as np
+
+        a = np.arange(120, dtype=np.int32).reshape(4, 5, 6)
+        for view in (a, a[1:], a[:, ::2], a[::-1], a[..., ::-2], a.T, np.asfortranarray(a), a[2], a[2, 3], a[2, 3, 4:5], a[2, 3, 4, ...], a[:, :0], a[:0, ::2], np.asarray(3.5), np.broadcast_to(a[0, 0], (3, 6))):
+            self.check(view)
+        self.assertIsNone(self.check(a[1:3]).strides)
+        self.assertEqual(self.check(a[::-1]).strides, (-30, 6, 1))
+
+    def test_element_types(self):
+        import numpy as np
+
+        numbers = {name: describe("w", np.ones(3, name))[0].dtype for name in ("bool", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16", "<f4", "=i2")}
+        self.assertEqual(list(numbers.values()), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 22, 23, 12, 4])
+
+    def test_refused_by_name(self):
+        import numpy as np
+
+        fields = np.zeros(3, [("a", "i1"), ("b", "i4")])
+        for a, why in (
+            (np.ones(2, ">f4"), "big-endian"), (np.array([object()]), "object"), (fields, "cannot be stored"), (np.array(["a"]), "<U1"),
+            (np.array(["2020"], "M8[D]"), "datetime64"), (np.array([1], "m8[s]"), "timedelta64"), (np.ones(2, "V3"), "V3"), (np.array([b"a"]), "S1"),
+            (np.ma.masked_array([1]), "MaskedArray"), (np.ones(2, np.longdouble), "float128"), (fields["b"], "no whole number of elements"),
+            (np.matrix([1]), "matrix"),
+        ):  # fmt: skip
+            with self.subTest(why):
+                with self.assertRaisesRegex(UnsupportedError, f"tensor w: .*{why}"):
+                    describe("w", a)
+        with self.assertRaisesRegex(UnsupportedError, "list is no array"):
+            describe("w", [1])
+
+    def test_read_only_arrays_are_for_saving(self):
+        import numpy as np
+
+        a = np.arange(3)
+        a.flags.writeable = False
+        self.check(a)
+        with self.assertRaisesRegex(UnsupportedError, "read-only"):
+            describe("w", a, LOAD)
+
+    def test_cells_upon_each_other_are_for_saving(self):
+        import numpy as np
+
+        a = np.arange(6)
+        for view in (np.lib.stride_tricks.as_strided(a, (3, 2), (8, 8)), np.lib.stride_tricks.as_strided(a, (3,), (0,))):
+            self.check(view)
+            with self.assertRaisesRegex(LayoutError, "upon each other"):
+                describe("w", view, LOAD)
+        for view in (a[::2], a[::-1], a.reshape(2, 3).T, np.lib.stride_tricks.as_strided(a, (1, 3), (0, 8))):
+            describe("w", view, LOAD)
+
+    @needs("ml_dtypes")
+    def test_ml_dtypes(self):
+        import ml_dtypes
+        import numpy as np
+
+        kinds = {"bfloat16": 11, "float8_e4m3fn": 14, "float8_e5m2": 15, "float8_e8m0fnu": 16, "float8_e4m3fnuz": 17, "float8_e5m2fnuz": 18}
+        for name, number in kinds.items():
+            self.assertEqual(self.check(np.ones(3, getattr(ml_dtypes, name))[::2]).dtype, number)
+        # A byte an element in memory, which is not what is stored.
+        for name in ("float4_e2m1fn", "int4", "float6_e2m3fn", "float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz"):
+            with self.assertRaisesRegex(UnsupportedError, name):
+                describe("w", np.ones(2, getattr(ml_dtypes, name)))
+
+    def test_sixteen_axes(self):
+        import numpy as np
+
+        self.check(np.ones((1,) * 16))
+        with self.assertRaisesRegex(LayoutError, "17 axes"):
+            describe("w", np.ones((1,) * 17))
+
+
+def torch_bytes(t):
+    import torch
+
+    if t.numel() == 0:
+        return b""
+    return bytes(t.detach().contiguous().view(-1).view(torch.uint8).tolist())
+
+
+@needs("torch")
+class PyTorch(unittest.TestCase):
+    def check(self, t, purpose=SAVE):
+        (shard,) = describe("w", t, purpose)
+        if t.numel():
+            self.assertEqual(memory(shard), torch_bytes(t))
+        self.assertEqual((shard.extent, shard.replica), (tuple(t.shape), 0))
+        return shard
+
+    def test_every_element_type_is_stored_or_refused_by_name(self):
+        import torch
+
+        stored = set()
+        for dtype in {v for v in vars(torch).values() if isinstance(v, torch.dtype)}:
+            name = str(dtype).split(".")[1]
+            try:
+                t = torch.empty(2, 4, dtype=dtype)
+            except (RuntimeError, NotImplementedError, TypeError):
+                t = torch.empty(2, 4, dtype=torch.uint8)
+                with self.assertRaisesRegex(UnsupportedError, f"w: torch.{name}"):
+                    _shards._torch_number("w", dtype)
+                continue
+            if name in _shards._TORCH_DTYPES:
+                (shard,) = describe("w", t)
+                bits = _shards._BITS[shard.dtype]
+                self.assertEqual(bits * shard.extent[0] * shard.extent[1], 8 * 8 * dtype.itemsize, name)
+                stored.add(name)
+            else:
+                with self.assertRaisesRegex(UnsupportedError, f"w: .*{name}"):
+                    describe("w", t)
+        self.assertEqual(stored, set(_shards._TORCH_DTYPES))
+
+    def test_views(self):
+        import torch
+
+        base = torch.arange(120, dtype=torch.int16).reshape(4, 5, 6)
+        for t in (base, base[1:], base[:, ::2], base.permute(2, 0, 1), base[3, 4, 5], base[:, :0], base[0].expand(3, 5, 6), base.as_strided((3, 2), (1, 1)), base[:, 2:4]):
+            self.check(t)
+        self.check(torch.nn.Parameter(torch.ones(3)))
+        self.check(torch.ones(2, 3, requires_grad=True) * 2)
+        self.check(torch.ones(4, dtype=torch.bfloat16)[::2])
+        self.assertIsNone(self.check(base[1:2]).strides)
+
+    def test_float4_has_two_elements_a_byte(self):
+        import torch
+
+        t = torch.arange(24, dtype=torch.uint8).reshape(4, 6).view(torch.float4_e2m1fn_x2)
+        (shard,) = describe("w", t)
+        self.assertEqual((shard.dtype, shard.global_shape, shard.extent, shard.strides), (21, (4, 12), (4, 12), None))
+        (shard,) = describe("w", t[::2])
+        self.assertEqual((shard.extent, shard.strides, _shards._span(shard)), ((2, 12), (24, 1), (t.data_ptr(), t.data_ptr() + 18)))
+        for bad in (t[:, ::2], t.t(), t[0, 0]):
+            with self.assertRaisesRegex(UnsupportedError, "float4"):
+                describe("w", bad)
+
+    def test_refused_by_name(self):
+        import torch
+
+        class Tagged(torch.Tensor):
+            @classmethod
+            def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+                raise AssertionError
+
+        class SelfDescribing(torch.Tensor):
+            def __create_write_items__(self, fqn, object):
+                raise AssertionError
+
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        cases = [
+            (torch.eye(2).to_sparse(), "sparse.*coo"), (torch.eye(2).to_sparse_csr(), "sparse.*csr"),
+            (torch.ones(2, dtype=torch.complex64).conj(), "conjugate"), (torch.ones(2, dtype=torch.complex64).conj().imag, "negative"),
+            (torch.ones(2).as_subclass(Tagged), "Tagged"), (torch.ones(2).as_subclass(SelfDescribing), "__create_write_items__"),
+            (torch.nn.parameter.UninitializedParameter(), "UninitializedParameter"), (torch.ones(2, device="meta"), "meta device"),
+            (FakeTensorMode().from_tensor(torch.ones(2)), "FakeTensor"), (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested|NestedTensor"),
+            (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantised|qint8"),
+        ]  # fmt: skip
+        for t, why in cases:
+            with self.subTest(why):
+                with self.assertRaisesRegex(UnsupportedError, f"tensor w: .*({why})"):
+                    describe("w", t)
+
+    def test_a_subclass_that_is_its_memory(self):
+        import torch
+
+        class Named(torch.Tensor):
+            pass
+
+        self.check(torch.ones(2).as_subclass(Named))
+
+    def test_meta_tensors_can_be_validated(self):
+        import torch
+
+        (shard,) = describe("w", torch.empty(3, 4, device="meta"), VALIDATE)
+        self.assertEqual((shard.metadata_only, shard.address, shard.extent), (True, 0, (3, 4)))
+        with self.assertRaisesRegex(UnsupportedError, "meta device.*loaded into"):
+            describe("w", torch.empty(3, device="meta"), LOAD)
+
+    def test_storages_that_are_too_small(self):
+        import torch
+
+        t = torch.ones(8)
+        t.untyped_storage().resize_(0)
+        with self.assertRaisesRegex(LayoutError, "storage has 0 bytes"):
+            describe("w", t)
+        t = torch.ones(8)
+        t.untyped_storage().resize_(16)
+        with self.assertRaisesRegex(LayoutError, "storage has 16 bytes, the tensor needs 32"):
+            describe("w", t)
+
+    def test_cells_upon_each_other_are_for_saving(self):
+        import torch
+
+        base = torch.arange(12.0)
+        for t in (base[0].expand(3), base.as_strided((3, 4), (2, 1))):
+            self.check(t)
+            with self.assertRaisesRegex(LayoutError, "upon each other"):
+                describe("w", t, LOAD)
+        for t in (base[::3], base.view(3, 4).t(), base[:1].expand(1), base[:0].expand(5, 0)):
+            describe("w", t, LOAD)
+
+    def test_device_memory_is_described_as_such(self):
+        """What the words of a CUDA tensor are; there is no device here, so it is described by hand."""
+        words = (_shards._DEVICE_CUDA, 1, 0, 0, _shards._MEMORY_DEVICE, _shards._STREAM_HANDLE, 0xFFFF800000000000)
+        shard = _shards.Shard("w", 12, (2,), (0,), (2,), 0, 0x7F0000000000, None, words, False, None)
+        _, packed, count = pack([shard])
+        ((_, flags, _, address, *_, device),) = unpacked(packed, count)
+        self.assertEqual((flags, address, device[:6], device[6] % (1 << 64)), (8, 0x7F0000000000, words[:6], words[6]))
+
+
+@needs("torch")
+class DTensors(unittest.TestCase):
+    def test_several_boxes_of_one_local_tensor(self):
+        import torch
+        from test_boxes import FakeRanks
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        whole = torch.arange(11 * 6, dtype=torch.float32).reshape(11, 6)
+        with FakeRanks(3) as fake:
+            mesh = fake.mesh((2, 2))
+            for placements in ([_StridedShard(0, split_factor=3), Shard(1)], [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3)], [Replicate(), Shard(0)], [Shard(1), Replicate()]):
+                shards = describe("w", distribute_tensor(whole, mesh, placements, src_data_rank=None), world_size=4)
+                for shard in shards:
+                    box = whole[tuple(slice(b, b + n) for b, n in zip(shard.begin, shard.extent))]
+                    self.assertEqual(memory(shard), torch_bytes(box))
+                    self.assertEqual(shard.global_shape, (11, 6))
+                replicas = {shard.replica for shard in shards}
+                self.assertEqual(replicas, {_shards.COPY} if Replicate() in placements else {_shards.UNLABELLED})
+
+    def test_replicas_are_labelled_only_where_the_mesh_has_all_ranks(self):
+        import torch
+        from test_boxes import FakeRanks
+        from torch.distributed.tensor import Replicate, distribute_tensor
+
+        with FakeRanks(0) as fake:
+            t = distribute_tensor(torch.ones(2), fake.mesh((2, 2)), [Replicate(), Replicate()], src_data_rank=None)
+            self.assertEqual(describe("w", t, world_size=4)[0].replica, _shards.MAIN)
+            # On the other meshes of a job of 8 there may be another main.
+            self.assertEqual(describe("w", t, world_size=8)[0].replica, _shards.UNLABELLED)
+            self.assertEqual(describe("w", t)[0].replica, _shards.UNLABELLED)
+
+    def test_a_rank_outside_of_the_mesh_has_nothing_and_an_empty_part_is_known(self):
+        import torch
+        from test_boxes import FakeRanks
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        with FakeRanks(3) as fake:
+            self.assertEqual(describe("w", distribute_tensor(torch.ones(4), fake.mesh((2,)), [Shard(0)], src_data_rank=None)), [])
+            (shard,) = describe("w", distribute_tensor(torch.ones(5, 2), fake.mesh((4,)), [Shard(0)], src_data_rank=None))
+            self.assertEqual((shard.global_shape, shard.extent, shard.address), ((5, 2), (0, 2), 0))
+
+    def test_float4_sharded_along_its_last_axis(self):
+        import torch
+        from test_boxes import FakeRanks
+        from torch.distributed.tensor import DTensor, Shard
+
+        with FakeRanks(1) as fake:
+            local = torch.zeros(3, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+            t = DTensor.from_local(local, fake.mesh((2,)), [Shard(1)], run_check=False)
+            (shard,) = describe("w", t)
+            self.assertEqual((shard.global_shape, shard.begin, shard.extent, shard.strides), ((3, 8), (0, 4), (3, 4), None))
+
+    def test_local_tensors_of_other_kinds_and_partial_sums(self):
+        import torch
+        from test_boxes import FakeRanks
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        class Tagged(torch.Tensor):
+            @classmethod
+            def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*(a.as_subclass(torch.Tensor) if isinstance(a, Tagged) else a for a in args), **(kwargs or {}))
+
+        with FakeRanks(0) as fake:
+            t = DTensor.from_local(torch.ones(2), fake.mesh((1,)), [Replicate()], run_check=False)
+            t._local_tensor = torch.ones(2).as_subclass(Tagged)
+            with self.assertRaisesRegex(UnsupportedError, "tensor w: .*Tagged"):
+                describe("w", t)
+            t = DTensor.from_local(torch.ones(2), fake.mesh((2,)), [Partial()], run_check=False)
+            with self.assertRaisesRegex(UnsupportedError, "tensor w: .*part of a sum"):
+                describe("w", t)
+
+
+@needs("numpy")
+class Jax(unittest.TestCase):
+    """By duck typing: what jax.Array has of attributes that are read."""
+
+    def array(self, shape, shards, fully_addressable=False):
+        import numpy as np
+
+        whole = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
+
+        class Data:
+            def __init__(self, values):
+                self.values = values
+
+            def devices(self):
+                return [types.SimpleNamespace(platform="cpu")]
+
+            def __array__(self, dtype=None, copy=None):
+                return self.values
+
+        class Array:
+            is_fully_addressable = fully_addressable
+
+            @property
+            def addressable_shards(self):
+                return [types.SimpleNamespace(index=index, replica_id=replica, data=Data(whole[index].copy())) for index, replica in shards]
+
+        Array.shape, Array.dtype = shape, whole.dtype
+        return whole, Array()
+
+    def test_shards_and_replicas(self):
+        whole, a = self.array((4, 6), [((slice(0, 2), slice(None)), 0), ((slice(2, 4), slice(None)), 1)])
+        shards = describe("w", a)
+        self.assertEqual([(s.begin, s.extent, s.replica) for s in shards], [((0, 0), (2, 6), _shards.MAIN), ((2, 0), (2, 6), _shards.COPY)])
+        for shard in shards:
+            self.assertEqual(memory(shard), whole[shard.begin[0] : shard.begin[0] + 2].tobytes())
+
+    def test_copies_within_a_process_are_said_once(self):
+        _, a = self.array((4,), [((slice(None),), 2), ((slice(None),), 0)], fully_addressable=True)
+        self.assertEqual([s.replica for s in describe("w", a)], [_shards.UNLABELLED])
+
+    def test_refused(self):
+        _, a = self.array((4,), [((slice(None),), 0)])
+        with self.assertRaisesRegex(UnsupportedError, "never change"):
+            describe("w", a, LOAD)
+        _, a = self.array((4,), [((slice(0, 4, 2),), 0)])
+        with self.assertRaisesRegex(UnsupportedError, "steps of 2"):
+            describe("w", a)
+
+    @needs("jax")
+    def test_the_real_one(self):
+        import jax.numpy as jnp
+        import numpy as np
+
+        a = jnp.arange(12.0).reshape(3, 4)
+        (shard,) = describe("w", a)
+        self.assertEqual(memory(shard), np.asarray(a).tobytes())
+
+
+@needs("numpy")
+class Destinations(unittest.TestCase):
+    def loads(self, **leaves):
+        check_destinations([shard for key, leaf in leaves.items() for shard in describe(key, leaf, LOAD)])
+
+    def test_overlap_is_named(self):
+        import numpy as np
+
+        a = np.zeros((8, 6), np.float32)
+        for views in ({"x": a, "y": a[7:]}, {"x": a[:5], "y": a[4:]}, {"x": a[:, :4], "y": a[:, 3:]}, {"x": a[::2], "y": a[4]}, {"x": a, "y": a}, {"x": a[::-1], "y": a[0, :1]}, {"x": a.T, "z": a[5]}, {"x": a.view(np.uint8)[0, 3:5], "y": a[0]}):
+            with self.assertRaisesRegex(LayoutError, "tensors [xyz] and [xyz] share memory"):
+                self.loads(**views)
+
+    def test_neighbours_and_interleaved_columns_are_fine(self):
+        import numpy as np
+
+        a = np.zeros((8, 6), np.float32)
+        for views in ({"x": a[:4], "y": a[4:]}, {"x": a[:, :4], "y": a[:, 4:]}, {"x": a[::2], "y": a[1::2]}, {"x": a[:0], "y": a}, {"x": a[:, 0], "y": a[:, 1], "z": a[:, :1:-1]}):
+            self.loads(**views)
+
+    def test_against_every_byte(self):
+        import numpy as np
+
+        random, seed = seeded()
+        for case in range(scaled(300)):
+            a = np.zeros((6, 7, 3), random.choice([np.int8, np.int32]))
+
+            def view():
+                v = a[tuple(slice(random.randrange(n), random.randrange(n + 1), random.choice([1, 1, 2])) for n in a.shape)]
+                return v.transpose(random.sample(range(3), 3))[:: random.choice([1, -1])]
+
+            x, y = view(), view()
+            a[...] = 0
+            x[...] = 1
+            overlap = bool((y == 1).any())
+            try:
+                self.loads(x=x, y=y)
+                said = False
+            except LayoutError:
+                said = True
+            self.assertEqual(said, overlap, f"seed {seed}, case {case}: {x.shape} {x.strides} {y.shape} {y.strides}")
+
+    def test_too_many_runs_are_refused_in_doubt(self):
+        import numpy as np
+
+        a = np.zeros((70000, 2), np.int8)
+        with self.assertRaisesRegex(LayoutError, "may share memory"):
+            self.loads(x=a[:, 0], y=a[:, 1])
+
+
+@needs("numpy")
+class Packing(unittest.TestCase):
+    def test_words_are_those_of_the_header(self):
+        import numpy as np
+
+        a = np.arange(24, dtype=np.float32).reshape(4, 6)
+        shards = describe("first", a) + describe("zweité", a[:, ::2]) + describe("0-d", a[1, 1, ...]) + describe("v", a, VALIDATE)
+        keys, words, count = pack(shards)
+        self.assertEqual(keys.split(b"\0"), [b"first", "zweité".encode(), b"0-d", b"v", b""])
+        at = a.__array_interface__["data"][0]
+        self.assertEqual(
+            unpacked(words, count)[:2],
+            [(12, 0, 0, at, (4, 6), (0, 0), (4, 6), None, None), (12, 1, 0, at, (4, 3), (0, 0), (4, 3), (6, 2), None)],
+        )
+        self.assertEqual(unpacked(words, count)[2][4:7], ((), (), ()))
+        self.assertEqual(unpacked(words, count)[3][1], 4)
+        self.assertEqual(pack([])[::2], (b"", 0))
+
+    def test_addresses_with_a_high_bit(self):
+        shard = _shards.Shard("w", 12, (1,), (0,), (1,), 0, (1 << 64) - 8, None, None, False, None)
+        self.assertEqual(unpacked(*pack([shard])[1:])[0][3], (1 << 64) - 8)
+
+    def test_nul_in_a_key(self):
+        import numpy as np
+
+        with self.assertRaisesRegex(LayoutError, "NUL"):
+            pack(describe("a\0b", np.ones(1)))
+
+
+@needs("torch", "numpy")
+class Layouts(unittest.TestCase):
+    def test_the_second_save_has_new_addresses_of_a_known_layout(self):
+        import numpy as np
+        import torch
+
+        cache = LayoutCache()
+        make = lambda: {"a": torch.ones(3, 4), "b": torch.ones(8)[::2], "c": np.ones(3), "d": torch.empty(0), "e": torch.nn.Parameter(torch.ones(2))}  # noqa: E731
+        first, second = make(), make()
+        layout, addresses, known = cache.get(first)
+        self.assertFalse(known)
+        again, moved, known = cache.get(second)
+        self.assertTrue(known)
+        self.assertIs(again, layout)
+        fresh = Layout(list(second.items()))
+        self.assertEqual(list(moved), [shard.address for shard in fresh.shards])
+        self.assertEqual(list(addresses), [shard.address for shard in layout.shards])
+        self.assertNotEqual(list(addresses), list(moved))
+
+    def test_whatever_changed_makes_another_layout(self):
+        import numpy as np
+        import torch
+
+        base = {"a": torch.ones(4, 4), "n": np.ones(4)}
+        complex_one = torch.ones(4, 4, dtype=torch.complex64)
+        for name, change in {
+            "shape": {"a": torch.ones(4, 5)}, "strides": {"a": torch.ones(4, 4).t()}, "type": {"a": torch.ones(4, 4, dtype=torch.int32)},
+            "array": {"a": np.ones((4, 4), np.float32)}, "numpy strides": {"n": np.ones(8)[::2]}, "numpy type": {"n": np.ones(4, np.int64)},
+            "key": {"z": torch.ones(1)}, "storage": {"a": torch.ones(8, 4)[:4]},
+        }.items():  # fmt: skip
+            with self.subTest(name):
+                cache = LayoutCache()
+                cache.get(base)
+                self.assertFalse(cache.get({**base, **change})[2])
+        for name, bad in {"meta": torch.ones(4, 4, device="meta"), "sparse": torch.eye(4).to_sparse(), "big-endian": np.ones((4, 4), ">f4")}.items():
+            with self.subTest(name):
+                cache = LayoutCache()
+                cache.get(base)
+                with self.assertRaises(UnsupportedError):
+                    cache.get({**base, "a": bad})
+        cache = LayoutCache()
+        cache.get({"a": complex_one})
+        with self.assertRaisesRegex(UnsupportedError, "conjugate"):
+            cache.get({"a": complex_one.conj()})
+
+    def test_freed_and_cut_storages_are_seen(self):
+        import torch
+
+        for size in (0, 16):
+            cache, t = LayoutCache(), torch.ones(8)
+            cache.get({"a": t})
+            t.untyped_storage().resize_(size)
+            with self.assertRaisesRegex(LayoutError, "storage has"):
+                cache.get({"a": t})
+
+    def test_purposes_are_apart_and_loads_look_for_overlap_each_time(self):
+        import numpy as np
+
+        cache, a = LayoutCache(), np.zeros(8)
+        cache.get({"x": a[:4], "y": a[4:]}, LOAD)
+        self.assertTrue(cache.get({"x": a[4:], "y": a[:4]}, LOAD)[2])
+        with self.assertRaisesRegex(LayoutError, "x and y share memory"):
+            cache.get({"x": a[:4], "y": a[2:6]}, LOAD)
+        self.assertFalse(cache.get({"x": a[:4], "y": a[2:6]}, SAVE)[2])
+        a.flags.writeable = False
+        with self.assertRaisesRegex(UnsupportedError, "read-only"):
+            cache.get({"x": a[:4], "y": a[4:]}, LOAD)
+
+    def test_dtensors(self):
+        import torch
+        from test_boxes import FakeRanks
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        with FakeRanks(1) as fake:
+            make = lambda p: {"w": distribute_tensor(torch.arange(32.0).reshape(8, 4), fake.mesh((2,)), [p], src_data_rank=None)}  # noqa: E731
+            cache = LayoutCache()
+            cache.get(make(_StridedShard(0, split_factor=2)))
+            tensors = make(_StridedShard(0, split_factor=2))
+            layout, addresses, known = cache.get(tensors)
+            self.assertTrue(known)
+            self.assertEqual(len(addresses), 2)
+            local = tensors["w"].to_local()
+            self.assertEqual(list(addresses), [local.data_ptr(), local[2:].data_ptr()])
+            # The same local shape, other rows.
+            self.assertFalse(cache.get(make(Shard(0)))[2])
+            self.assertFalse(cache.get(make(Replicate()))[2])
+
+    def test_only_some_layouts_are_kept(self):
+        import numpy as np
+
+        cache = LayoutCache(capacity=2)
+        for name in "abc":
+            cache.get({name: np.ones(1)})
+        self.assertTrue(cache.get({"c": np.ones(1)})[2])
+        self.assertFalse(cache.get({"a": np.ones(1)})[2])
+
+
+if __name__ == "__main__":
+    unittest.main()
