@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of distributed training, read from Python.
+"""Checkpoints of distributed training, saved, loaded and read from Python.
 
     >>> import tensormount as tm
     >>> with tm.open("STORE/step-1") as checkpoint:
@@ -28,6 +28,27 @@ _NAMES = {
     "Checkpoint": "_checkpoint",
     "Tensor": "_checkpoint",
     "open": "_checkpoint",
+    "Group": "_group",
+    "PerRank": "_tree",
+    "SaveJob": "_save",
+    "async_save": "_save",
+    "save": "_save",
+    "validate": "_save",
+    "Loaded": "_load",
+    "LoadJob": "_load",
+    "Rule": "_load",
+    "apply_key_map": "_load",
+    "async_load": "_load",
+    "load": "_load",
+    "Store": "_store",
+    "adopt": "_store",
+    "diff": "_store",
+    "verify": "_store",
+    "wait_committed": "_store",
+    "Mount": "_mount",
+    "mount": "_mount",
+    "Box": "_boxes",
+    "boxes": "_boxes",
     "library_path": "_abi",
     "library_version": "_abi",
     "AlreadyExistsError": "errors",
@@ -56,8 +77,34 @@ _NAMES = {
 }
 
 if TYPE_CHECKING:
+    from tensormount import torch as torch
     from tensormount._abi import library_path as library_path, library_version as library_version
+    from tensormount._boxes import Box as Box, boxes as boxes
     from tensormount._checkpoint import Checkpoint as Checkpoint, Tensor as Tensor, open as open
+    from tensormount._group import Group as Group
+    from tensormount._load import (
+        LoadJob as LoadJob,
+        Loaded as Loaded,
+        Rule as Rule,
+        apply_key_map as apply_key_map,
+        async_load as async_load,
+        load as load,
+    )
+    from tensormount._mount import Mount as Mount, mount as mount
+    from tensormount._save import (
+        SaveJob as SaveJob,
+        async_save as async_save,
+        save as save,
+        validate as validate,
+    )
+    from tensormount._store import (
+        Store as Store,
+        adopt as adopt,
+        diff as diff,
+        verify as verify,
+        wait_committed as wait_committed,
+    )
+    from tensormount._tree import PerRank as PerRank
     from tensormount.errors import (
         AlreadyExistsError as AlreadyExistsError,
         BusyError as BusyError,
@@ -90,6 +137,10 @@ __all__ = sorted(name for name in _NAMES if name != "open") + ["__version__"]
 
 def __getattr__(name: str) -> Any:
     module = _NAMES.get(name)
+    if name == "torch":
+        from importlib import import_module
+
+        return import_module("tensormount.torch")
     if module is None:
         raise AttributeError(f"module 'tensormount' has no attribute {name!r}")
     from importlib import import_module

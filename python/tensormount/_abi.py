@@ -272,6 +272,66 @@ class ValidateOptions(Structure):
     ]
 
 
+class GcOptions(Structure):
+    """tm_gc_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("dry_run", c_int32),
+        ("grace_seconds", c_int64),
+        ("staging_age_seconds", c_int64),
+    ]
+
+
+class VerifyOptions(Structure):
+    """tm_verify_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("quick", c_int32),
+        ("threads", c_int32),
+        ("reserved", c_int32),
+        ("roots", POINTER(c_char_p)),
+        ("root_count", c_size_t),
+    ]
+
+
+class DiffOptions(Structure):
+    """tm_diff_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("values", c_int32),
+        ("keys", c_char_p),
+        ("key_map", c_char_p),
+        ("limit", c_uint64),
+    ]
+
+
+class AdoptOptions(Structure):
+    """tm_adopt_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("replace", c_int32),
+        ("quick", c_int32),
+        ("threads", c_int32),
+        ("key_map", c_char_p),
+    ]
+
+
+class SaverOptions(Structure):
+    """tm_saver_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("stage_in_background", c_int32),
+        ("staging_bytes", c_uint64),
+        ("cancel_on_free", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
 # Name in c.h to class; what the test compares.
 STRUCTURES: dict[str, type[Structure]] = {
     "tm_region": Region,
@@ -288,10 +348,14 @@ STRUCTURES: dict[str, type[Structure]] = {
     "tm_load_numbers": LoadNumbers,
     "tm_uncovered": Uncovered,
     "tm_validate_options": ValidateOptions,
+    "tm_gc_options": GcOptions,
+    "tm_verify_options": VerifyOptions,
+    "tm_diff_options": DiffOptions,
+    "tm_adopt_options": AdoptOptions,
+    "tm_saver_options": SaverOptions,
 }
 
-# Name: (result, arguments). Pointers are addresses (c_void_p), which cost nothing to pass. Those
-# that are opened only where the library has them are in _OPTIONAL.
+# Name: (result, arguments). Pointers are addresses (c_void_p), which cost nothing to pass.
 _P = c_void_p
 _STATUS = c_int32
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -319,9 +383,76 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_checkpoint_metadata": (_STATUS, [_P, _P, _P]),
     "tm_checkpoint_path": (c_char_p, [_P]),
     "tm_checkpoint_uuid": (c_char_p, [_P]),
-}
-_OPTIONAL: dict[str, tuple[Any, list[Any]]] = {
     "tm_last_error_json": (_STATUS, [_P]),
+    # Groups.
+    "tm_communicator_free": (None, [_P]),
+    "tm_communicator_rank": (c_int32, [_P]),
+    "tm_communicator_size": (c_int32, [_P]),
+    "tm_communicator_self": (_STATUS, [_P]),
+    "tm_tcp_listen": (_STATUS, [_P, _P]),
+    "tm_tcp_address": (c_char_p, [_P]),
+    "tm_tcp_token": (_STATUS, [_P]),
+    "tm_tcp_connect": (_STATUS, [_P, _P, c_int32, c_int32, _P, c_size_t, _P]),
+    "tm_tcp_free": (None, [_P]),
+    # States.
+    "tm_state_new": (_STATUS, [_P]),
+    "tm_state_free": (None, [_P]),
+    "tm_state_add_tensors": (_STATUS, [_P, c_char_p, c_size_t, _P, c_size_t, c_size_t]),
+    "tm_layout_new": (_STATUS, [c_char_p, c_size_t, _P, c_size_t, c_size_t, _P]),
+    "tm_layout_free": (None, [_P]),
+    "tm_state_add_layout": (_STATUS, [_P, _P, _P, c_size_t]),
+    "tm_state_add_object": (_STATUS, [_P, c_char_p, c_char_p, c_size_t, _P, _P, c_int32]),
+    "tm_state_want_object": (_STATUS, [_P, c_char_p, _P, _P, c_int32]),
+    "tm_state_set_common": (_STATUS, [_P, c_char_p, c_char_p]),
+    "tm_state_set_rank_common": (_STATUS, [_P, c_char_p, c_char_p]),
+    "tm_state_set_metadata": (_STATUS, [_P, c_char_p]),
+    "tm_state_fail": (_STATUS, [_P, c_int32, c_char_p]),
+    # Saves.
+    "tm_save_async": (_STATUS, [_P, c_char_p, _P, _P, _P]),
+    "tm_save_in_place": (_STATUS, [_P, c_char_p, _P, _P, _P]),
+    "tm_save_job_wait_for": (_STATUS, [_P, c_int64, _P, _P]),
+    "tm_save_job_wait_staged": (_STATUS, [_P, c_int64, _P]),
+    "tm_save_job_fd": (_STATUS, [_P, _P]),
+    "tm_save_job_staged_fd": (_STATUS, [_P, _P]),
+    "tm_save_job_cancel": (None, [_P]),
+    "tm_save_job_progress": (_STATUS, [_P, _P]),
+    "tm_save_job_free": (None, [_P]),
+    "tm_save_report_free": (None, [_P]),
+    "tm_save_report_numbers": (_STATUS, [_P, _P]),
+    "tm_save_report_path": (c_char_p, [_P]),
+    "tm_save_report_uuid": (c_char_p, [_P]),
+    "tm_save_report_files": (_STATUS, [_P, _P]),
+    "tm_save_report_warnings": (_STATUS, [_P, _P]),
+    # Loads.
+    "tm_load_async": (_STATUS, [_P, c_char_p, _P, _P, _P]),
+    "tm_load_job_wait": (_STATUS, [_P, c_int64, _P, _P]),
+    "tm_load_job_fd": (_STATUS, [_P, _P]),
+    "tm_load_job_bytes_read": (c_uint64, [_P]),
+    "tm_load_job_cancel": (None, [_P]),
+    "tm_load_job_free": (None, [_P]),
+    "tm_load_report_free": (None, [_P]),
+    "tm_load_report_numbers": (_STATUS, [_P, _P]),
+    "tm_load_report_uuid": (c_char_p, [_P]),
+    "tm_load_report_not_stored": (_STATUS, [_P, _P]),
+    "tm_load_report_not_requested": (_STATUS, [_P, _P]),
+    "tm_load_report_skipped": (_STATUS, [_P, _P]),
+    "tm_load_report_converted": (_STATUS, [_P, _P]),
+    "tm_load_report_uncovered_count": (c_size_t, [_P]),
+    "tm_load_report_uncovered": (_STATUS, [_P, c_size_t, _P]),
+    "tm_load_report_object": (_STATUS, [_P, c_char_p, _P, c_int32, _P, _P]),
+    "tm_load_report_common": (_STATUS, [_P, c_char_p, _P, _P]),
+    "tm_load_report_rank_common": (_STATUS, [_P, c_int32, c_char_p, _P, _P]),
+    "tm_load_report_metadata": (_STATUS, [_P, _P, _P]),
+    # Layouts, stores.
+    "tm_validate": (_STATUS, [_P, _P, _P, _P, _P]),
+    "tm_store_list": (_STATUS, [c_char_p, _P]),
+    "tm_store_latest": (_STATUS, [c_char_p, _P]),
+    "tm_store_remove": (_STATUS, [c_char_p]),
+    "tm_store_gc": (_STATUS, [c_char_p, _P, _P]),
+    "tm_verify": (_STATUS, [c_char_p, _P, _P, _P]),
+    "tm_diff": (_STATUS, [c_char_p, c_char_p, _P, _P, _P]),
+    "tm_adopt": (_STATUS, [c_char_p, c_char_p, _P, _P]),
+    "tm_key_map_apply": (_STATUS, [c_char_p, c_char_p, c_size_t, c_size_t, _P]),
 }
 
 _library: Optional[Any] = None
@@ -362,16 +493,14 @@ def _open() -> Any:
         except OSError as error:
             raise LibraryError(f"{path}: {error} ({hint})", file=path) from None
         missing = []
-        for table, needed in ((_FUNCTIONS, True), (_OPTIONAL, False)):
-            for name, (result, arguments) in table.items():
-                try:
-                    function = getattr(opened, name)
-                except AttributeError:
-                    if needed:
-                        missing.append(name)
-                    continue
-                function.restype = result
-                function.argtypes = arguments
+        for name, (result, arguments) in _FUNCTIONS.items():
+            try:
+                function = getattr(opened, name)
+            except AttributeError:
+                missing.append(name)
+                continue
+            function.restype = result
+            function.argtypes = arguments
         if missing:
             raise LibraryError(
                 f"{path} is older than this package: it lacks {', '.join(missing)}", file=path
@@ -405,9 +534,8 @@ def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str]
     lib = library()
     message = lib.tm_last_error().decode("utf-8", "surrogateescape")
     fields: dict[str, Any] = {"errno": lib.tm_last_errno(), "key": key}
-    if hasattr(lib, "tm_last_error_json"):
-        fields.update(_fields(lib))
-        message = fields.pop("message", message)
+    fields.update(_fields(lib))
+    message = fields.pop("message", message)
     kind = CLASSES[status] if 0 < status < len(CLASSES) else InternalError
     raise (kinds or {}).get(status, kind)(message, **fields)
 

@@ -15,6 +15,7 @@ from tensormount.errors import (
     InvalidArgumentError,
     KeyNotFoundError,
     OutOfRangeError,
+    StaleError,
     UnsupportedError,
 )
 
@@ -27,6 +28,7 @@ _OPENED = {_NOT_FOUND: CheckpointNotFoundError}
 _LOOKED_UP = {_NOT_FOUND: KeyNotFoundError}
 
 _addressof = ctypes.addressof
+_getpid = os.getpid
 _byte_of = ctypes.c_char.from_buffer
 _frames = _abi.FRAMES
 
@@ -37,10 +39,11 @@ class _Handle:
     """One opened tm_checkpoint. Closed when nobody refers to it any more: a read on another thread
     holds a reference while the library works, so that close() never takes it away from under it."""
 
-    __slots__ = ("address", "_close")
+    __slots__ = ("address", "process", "_close")
 
     def __init__(self, address: int, close: Any) -> None:
         self.address = address
+        self.process = _getpid()
         self._close = close  # Here, because at exit the module may be gone before this is.
 
     def __del__(self) -> None:
@@ -131,6 +134,22 @@ class Checkpoint:
         handle = self._handle
         if handle is None:
             raise ClosedError(f"{self._path}: the checkpoint is closed")
+        if handle.process != _getpid():
+            return self._opened_here(handle)
+        return handle
+
+    def _opened_here(self, inherited: _Handle) -> _Handle:
+        """In a forked child (a worker of a DataLoader): the same checkpoint, opened anew, because a
+        lock of the parent's may be held by a thread that is not here."""
+        mine = Checkpoint(self._path)
+        if mine._uuid != self._uuid:
+            raise StaleError(
+                f"{self._path}: another checkpoint has this name since process "
+                f"{inherited.process} opened it, which this one was forked from"
+            )
+        handle = mine._handle
+        assert handle is not None
+        self._handle = handle
         return handle
 
     def __reduce__(self) -> Any:
@@ -290,19 +309,73 @@ class Checkpoint:
     def common(self) -> dict[str, Any]:
         """What all ranks agreed on, as values of Python: {"iteration": 1000}. A new dict each
         time."""
+        return _plain(self._values())
+
+    def _values(self) -> dict[str, Any]:
+        """Common values by name, encoded (`_tree.decode`), the structures of state dicts among
+        them."""
         value = self._json(self._lib.tm_checkpoint_common, None)
         return dict(value)
 
     def rank_common(self, rank: int) -> dict[str, Any]:
         """What rank `rank` of the save set for itself; empty where it set nothing."""
-        value = self._json(self._lib.tm_checkpoint_rank_common, rank, None)
-        return dict(value)
+        return _plain(self._json(self._lib.tm_checkpoint_rank_common, rank, None))
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What the application says about the checkpoint as a whole."""
-        value = self._json(self._lib.tm_checkpoint_metadata)
-        return dict(value)
+        return _plain(self._json(self._lib.tm_checkpoint_metadata))
+
+    def verify(self, *, quick: bool = False) -> dict[str, Any]:
+        """Compares every byte that is stored with its hash; see `tensormount.verify`."""
+        from tensormount._store import verify
+
+        self._opened()
+        return verify(self._path, quick=quick)
+
+    def state(self, *, torch: bool = False) -> Any:
+        """All of it as the state dict that was saved, on this process: nested as it was, tied
+        tensors tied, tuples tuples. Tensors are NumPy arrays; with `torch`, tensors of PyTorch.
+
+            >>> import tensormount as tm
+            >>> state = {"model": {"a": numpy.arange(3)}, "betas": (0.9, 0.95)}
+            >>> path = tm.save(state, "STORE/whole", replace=True)["path"]
+            >>> with tm.open(path) as checkpoint:
+            ...     checkpoint.state()
+            {'model': {'a': array([0, 1, 2])}, 'betas': (0.9, 0.95)}
+
+        LayoutError where the ranks that saved it had dicts that cannot be one (the same path, but
+        another value, on two of them).
+        """
+        from tensormount import _tree
+
+        tensors = {
+            key: tensor.torch() if torch else tensor[...] for key, tensor in self.items()
+        }
+        values = self._values()
+        names = _tree.structure_names(values)
+        if not names:
+            rest = _plain(values)
+            return {**tensors, **{name: rest[name] for name in rest if name not in tensors}}
+        trees = [
+            _tree.unflatten(values[name], tensors, values, self._rank_values_of(name))
+            for name in names
+        ]
+        return _tree.merge_trees(trees)
+
+    def _rank_values_of(self, structure: str) -> dict[str, Any]:
+        """The values of the first rank that has this structure."""
+        from tensormount._tree import TREE_NAME
+
+        digest = structure[len(TREE_NAME) + 1 :]
+        rank = 0
+        while True:
+            values = self._json(self._lib.tm_checkpoint_rank_common, rank, None)
+            if not values:
+                return {}
+            if values.get(TREE_NAME) == digest:
+                return dict(values)
+            rank += 1
 
     @property
     def warnings(self) -> list[str]:
@@ -310,7 +383,7 @@ class Checkpoint:
         return self._list(self._opened(), self._lib.tm_checkpoint_warnings)
 
     def _json(self, function: Any, *arguments: Any) -> Any:
-        from tensormount._common import parse
+        from tensormount._tree import from_json
 
         handle = self._opened()
         text = ctypes.c_void_p()
@@ -318,7 +391,7 @@ class Checkpoint:
         status = function(handle.address, *arguments, _addressof(text), _addressof(size))
         if status:
             _abi.fail(status, _LOOKED_UP)
-        return parse(_abi.take_bytes(text.value, size.value))
+        return from_json(_abi.take_bytes(text.value, size.value))
 
     def _list(self, handle: _Handle, function: Any) -> list[str]:
         out = ctypes.c_void_p()
@@ -595,7 +668,7 @@ class Tensor:
               strides: Optional[tuple[int, ...]] = None) -> None:
         checkpoint = self._checkpoint
         handle = checkpoint._handle  # A reference until the library has returned.
-        if handle is None:
+        if handle is None or handle.process != _getpid():
             handle = checkpoint._opened()
         try:
             frame = _frames.pop()
@@ -694,12 +767,17 @@ def _strides(plan: _index.Plan, memory: _Memory, index: Any,
 
 
 def _reopen(kind: type[Checkpoint], path: str, uuid: Optional[str]) -> Checkpoint:
-    from tensormount.errors import StaleError
-
     opened = kind(path)
     if opened.uuid != uuid:
         raise StaleError(f"{path}: another checkpoint has this name since it was pickled")
     return opened
+
+
+def _plain(values: Any) -> dict[str, Any]:
+    """Values as Python has them, without those that say how a state dict was built."""
+    from tensormount._tree import RESERVED, decode
+
+    return {name: decode(value) for name, value in values.items() if not name.startswith(RESERVED)}
 
 
 def _encode(key: str) -> bytes:

@@ -421,7 +421,10 @@ class _MpiSession:
     _one: Optional[_MpiSession] = None
 
     def __init__(self) -> None:
-        path = os.path.join(os.path.dirname(_abi.library_path()), "libtensormount_mpi.so")
+        folder = os.path.dirname(_abi.library_path())
+        # Of the wheel, where it is a part of the command, too; of the Debian packages.
+        inside = os.path.join(folder, "tensormount", "mpi.so")
+        path = inside if os.path.exists(inside) else os.path.join(folder, "libtensormount_mpi.so")
         try:
             self.lib: Any = ctypes.CDLL(path)
         except OSError as error:

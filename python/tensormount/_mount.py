@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mounting from a program: `mount`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from typing import Any, Optional, Union
+
+from tensormount.errors import Error, UnsupportedError
+
+PathLike = Union[str, "os.PathLike[str]"]
+
+
+class Mount:
+    """A mounted store, checkpoint or training directory; of `mount`. As a path: where it is."""
+
+    def __init__(self, path: str, program: str, made: bool) -> None:
+        self.path = path
+        self._program: Optional[str] = program
+        self._made = made  # The folder.
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __enter__(self) -> Mount:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<tensormount.Mount {self.path!r}{'' if self._program else ': unmounted'}>"
+
+    def close(self, *, timeout: float = 60.0) -> None:
+        """Unmounts. Error where something still uses it after `timeout` seconds; then it may be
+        called again."""
+        if self._program is None:
+            return
+        _run([self._program, "unmount", self.path], timeout)
+        self._program = None
+        if self._made:
+            os.rmdir(self.path)
+
+    def __del__(self) -> None:
+        if getattr(self, "_program", None) is not None:
+            try:
+                self.close(timeout=10.0)
+            except Exception:
+                pass  # It stays mounted; `tensormount unmount` ends it.
+
+
+def mount(
+    source: PathLike,
+    where: Optional[PathLike] = None,
+    *,
+    read_only: bool = True,
+    options: Sequence[str] = (),
+    timeout: float = 60.0,
+) -> Mount:
+    """Mounts a store, a checkpoint, or what another program saved, so that every tensor is a file.
+
+    where: an empty folder; None: one is made, and removed at the end. read_only: False: checkpoints
+    can be saved below .staging/. options: further ones of `tensormount mount` (docs/cli.md).
+
+    The mount is a process of its own: it stays where this one ends without close().
+    UnsupportedError where the machine has no FUSE (/dev/fuse, fusermount3).
+
+        with tm.mount("STORE") as mnt:
+            weights = numpy.load(f"{mnt.path}/latest/npy/w.npy", mmap_mode="r")
+    """
+    from tensormount._main import program
+
+    made = where is None
+    path = tempfile.mkdtemp(prefix="tensormount-") if where is None else os.fspath(where)
+    name = program()
+    command = [name, "mount", os.fspath(source), path, *options]
+    if read_only:
+        command.append("--read-only")
+    try:
+        _run(command, timeout)
+    except BaseException:
+        if made:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    return Mount(path, name, made)
+
+
+def _run(command: list[str], timeout: float) -> None:
+    """The exit status as an exception; which, the command says as JSON."""
+    import json
+
+    from tensormount.errors import CLASSES
+
+    try:
+        done = subprocess.run(
+            [command[0], "--json", *command[1:]], stdin=subprocess.DEVNULL, capture_output=True,
+            timeout=timeout, check=False,
+        )
+    except FileNotFoundError as error:
+        raise UnsupportedError(f"{command[0]}: {error}") from None
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{' '.join(command)}: no answer in {timeout:g} s") from None
+    if done.returncode == 0:
+        return
+    said: dict[str, Any] = {}
+    for line in done.stderr.decode("utf-8", "replace").splitlines():
+        try:
+            said = json.loads(line)["error"]
+        except (ValueError, KeyError, TypeError):
+            continue
+    kinds = {kind.code: kind for kind in CLASSES[1:]}
+    message = said.get("message") or done.stderr.decode("utf-8", "replace").strip()
+    if said.get("hint"):
+        message += f" ({said['hint']})"
+    raise kinds.get(said.get("code", ""), Error)(message, errno=said.get("errno", 0))

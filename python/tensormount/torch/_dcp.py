@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A storage writer and reader for torch.distributed.checkpoint (DCP).
+
+DCP gathers every rank's plan at one rank, as pickles, to find out who writes what. The writer keeps
+its plan to itself and brings DCP an empty one: who writes what, and whether the ranks together have
+every tensor exactly, the library finds out without a gather. So what DCP sends is 125 bytes a rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import fnmatch
+import hashlib
+import io
+import os
+from collections.abc import Sequence
+from typing import Any, Optional, Union
+
+import torch
+from torch.distributed.checkpoint import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    DefaultLoadPlanner,
+    Metadata,
+    StorageReader,
+    StorageWriter,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.metadata import (
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    WriteItemType,
+)
+from torch.futures import Future
+
+from tensormount import _abi, _dtypes, _load, _save, _shards, _tree
+from tensormount._group import Group
+from tensormount._state import State
+from tensormount.errors import InvalidArgumentError, KeyNotFoundError, LayoutError, UnsupportedError
+
+PathLike = Union[str, "os.PathLike[str]"]
+
+# Common values that say which path of the nested state dict a flat key stood for.
+_MAPPINGS = _tree.RESERVED + "dcp"
+
+
+class Writer(StorageWriter):
+    """Saves what torch.distributed.checkpoint.save and async_save (by thread and by process) are
+    given as checkpoint "STORE/NAME": complete and durable when they return, or not there.
+
+    path      None: the checkpoint_id that DCP is given.
+    group     who saves: a process group of torch, or a Group; None: the default process group, or
+              this process alone where there is none. A process group is found anew in each process
+              that the writer is pickled to. With no_dist=True while there is a default group:
+              Group.single().
+    per_rank  globs of keys of byte items (what is no tensor) of which each rank has its own; others
+              are the same on all ranks that have them, and a save in which they differ is refused.
+    options   as of `tensormount.save`: replace, placement, replicas, strategy, page_hashes,
+              producer, liveness, arrival, total, on_event.
+
+    Any planner will do: data are what its resolve_data() gives.
+    """
+
+    def __init__(
+        self,
+        path: Optional[PathLike] = None,
+        *,
+        group: Any = None,
+        per_rank: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        self._path = None if path is None else os.fspath(path)
+        self._process_group = None if isinstance(group, Group) else group
+        self._group = group if isinstance(group, Group) else None
+        self._given_group = isinstance(group, Group)
+        self._per_rank = tuple(per_rank)
+        self._options = dict(options)
+        self._save_options()  # What is wrong is said now.
+        self._plan: Optional[SavePlan] = None
+        self._report: Optional[dict[str, Any]] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._given_group or self._process_group is not None:
+            raise UnsupportedError(
+                "a writer with a group cannot go to another process; without one it uses the "
+                "default process group there"
+            )
+        if "on_event" in self._options:
+            raise UnsupportedError("a writer with on_event cannot go to another process")
+        kept = dict(self.__dict__)
+        kept["_group"] = kept["_plan"] = None
+        return kept
+
+    @property
+    def report(self) -> Optional[dict[str, Any]]:
+        """The report of the last save, as of `tensormount.save`; None before."""
+        return self._report
+
+    # ---- What DCP calls, in this order ---------------------------------------------------------
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Union[str, os.PathLike[str]]) -> bool:
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    def reset(self, checkpoint_id: Union[str, os.PathLike[str], None] = None) -> None:
+        if checkpoint_id is not None:
+            self._path = os.fspath(checkpoint_id)
+        self._plan = None
+
+    def storage_meta(self) -> Optional[StorageMeta]:
+        return StorageMeta(checkpoint_id=self._path)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._path is None:
+            raise InvalidArgumentError("a Writer without a path needs a checkpoint_id")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._plan = plan
+        return dataclasses.replace(plan, items=[], planner_data={})
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[Any]]:
+        mine, self._plan = self._plan, None
+        path = self._path
+        assert path is not None
+        group = self._ranks()
+        built = State()
+        own: Optional[BaseException] = None
+        try:
+            if mine is None:
+                raise InvalidArgumentError("write_data without prepare_local_plan before")
+            self._fill(built, mine, planner, group)
+        except Exception as error:
+            # The others must hear of it, or they would wait for this rank.
+            built.fail(error)
+            own = error
+        given, kept = self._save_options()
+        job = _save.start(
+            "tm_save_in_place", built, path, group, group._handle(), given, kept
+        )
+        self._report = _save._verdict(job, own)
+        written: Future[list[Any]] = Future()
+        written.set_result([])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        pass  # It was published when write_data returned, on all ranks.
+
+    # ---- How -------------------------------------------------------------------------------------
+
+    def _ranks(self) -> Group:
+        if self._group is None:
+            distributed = torch.distributed
+            if distributed.is_available() and distributed.is_initialized():
+                self._group = Group.from_torch(self._process_group)
+            else:
+                self._group = Group.single()
+        return self._group
+
+    def _save_options(self) -> tuple[Any, list[Any]]:
+        defaults: dict[str, Any] = {
+            "replace": False,
+            "placement": "auto",
+            "replicas": "rotating",
+            "strategy": "parallel",
+            "common": "error",
+            "common_exempt": (),
+            "validate": True,
+            "page_hashes": False,
+            "producer": None,
+            "liveness": None,
+            "arrival": None,
+            "total": None,
+            "on_event": None,
+        }
+        unknown = self._options.keys() - defaults.keys()
+        if unknown:
+            raise TypeError(f"Writer() has no option {', '.join(sorted(unknown))}")
+        return _save._options(**{**defaults, **self._options})
+
+    def _fill(self, built: State, plan: SavePlan, planner: Any, group: Group) -> None:
+        shards = []
+        for item in plan.items:
+            key = item.index.fqn
+            data = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                content = data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
+                if any(fnmatch.fnmatchcase(key, glob) for glob in self._per_rank):
+                    built.add_object(key, content, (group.rank,), (group.size,))
+                else:
+                    built.add_object(key, content)
+                continue
+            about = item.tensor_data
+            if about is None:
+                raise LayoutError(f"tensor {key}: an item without a shape", key=key)
+            begin = tuple(about.chunk.offsets)
+            extent = tuple(about.chunk.sizes)
+            memory = _shards._local_memory(key, data.detach(), _shards.SAVE)
+            if memory.shape != extent:
+                raise LayoutError(
+                    f"tensor {key}: the planner's data are {memory.shape}, its plan says {extent}",
+                    key=key,
+                )
+            shards.append(
+                _shards._torch_shard(
+                    key, memory, tuple(about.size), begin, extent, (0,) * len(extent),
+                    _shards.UNLABELLED,
+                )
+            )
+        built.add_shards(shards)
+        mappings = {
+            key: list(path)
+            for key, path in (plan.planner_data or {}).items()
+            if tuple(path) != (key,)
+        } if isinstance(plan.planner_data, dict) else {}
+        if mappings:
+            text = _tree.to_json(_tree.encode(mappings))
+            digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+            built.set_values({f"{_MAPPINGS}.{digest}": text}, {})
+
+
+class Reader(StorageReader):
+    """Loads through torch.distributed.checkpoint.load from anything that `tensormount.open` opens,
+    whatever it was sharded for: checkpoints of tensormount, of DCP itself, Megatron-Core, Hugging
+    Face and others. No pickle is read to list what is there; byte items are handed to the planner,
+    which unpickles them.
+
+    path      None: the checkpoint_id that DCP is given. "STORE/latest" is looked up once.
+    verify    "auto", "leaves", "off".
+
+    Ranks read for themselves, so it needs no group. Where a DTensor's part is more than one box
+    (_StridedShard), use `LoadPlanner`; with DCP's own planner such a load is refused, where DCP would
+    fill in other cells' numbers.
+    """
+
+    def __init__(self, path: Optional[PathLike] = None, *, verify: str = "auto") -> None:
+        self._path = None if path is None else os.fspath(path)
+        self._verify = _save._choice("verify", verify, _load._VERIFY)
+        self._checkpoint: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_checkpoint": None}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Union[str, os.PathLike[str]]) -> bool:
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    def reset(self, checkpoint_id: Union[str, os.PathLike[str], None] = None) -> None:
+        if checkpoint_id is not None:
+            self._path = os.fspath(checkpoint_id)
+        self._checkpoint = None
+
+    def _opened(self) -> Any:
+        if self._checkpoint is None:
+            from tensormount._checkpoint import open as open_checkpoint
+
+            if self._path is None:
+                raise InvalidArgumentError("a Reader without a path needs a checkpoint_id")
+            self._checkpoint = open_checkpoint(self._path)
+        return self._checkpoint
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        checkpoint = self._opened()
+        found: dict[str, Any] = {}
+        for key, tensor in checkpoint.items():
+            size = torch.Size(tensor.shape)
+            found[key] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=_dtypes.torch_dtype(tensor._row)),
+                size=size,
+                # One for all: the planner makes one request a local part of it.
+                chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
+            )
+        values = checkpoint._values()
+        for key in checkpoint.objects:
+            found.setdefault(key, BytesStorageMetadata())
+        for name in values:
+            if not name.startswith(_tree.RESERVED):
+                found.setdefault(name, BytesStorageMetadata())
+        paths: dict[str, Any] = {key: (key,) for key in found}
+        for name in sorted(values):
+            if name.startswith(_MAPPINGS + "."):
+                for key, path in _tree.decode(values[name]).items():
+                    paths[key] = tuple(path)
+        return Metadata(state_dict_metadata=found, planner_data=paths)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        self._opened()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        checkpoint = self._opened()
+        _refuse_strided(planner)
+        built = State()
+        shards = []
+        converted: list[tuple[Any, Any]] = []
+        tensors = []
+        for item in plan.items:
+            key = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                continue
+            target = planner.resolve_tensor(item).detach()
+            tensors.append((item, target))
+            extent = tuple(item.lengths)
+            if tuple(target.shape) != extent:
+                raise LayoutError(
+                    f"tensor {key}: the planner's memory is {tuple(target.shape)}, its plan says "
+                    f"{extent}",
+                    key=key,
+                )
+            stored = checkpoint[key]
+            into = target
+            dtype = _dtypes.torch_dtype(stored._row)
+            if target.dtype != dtype or target.device.type != "cpu":
+                # As DCP does it: the planner's memory is filled by a copy, which converts.
+                into = torch.empty(extent, dtype=dtype)
+                converted.append((target, into))
+            memory = _shards._local_memory(key, into, _shards.LOAD)
+            shards.append(
+                _shards._torch_shard(
+                    key, memory, tuple(stored.shape), tuple(item.storage_offsets), extent,
+                    (0,) * len(extent), _shards.UNLABELLED,
+                )
+            )
+        built.add_shards(shards)
+        given = _abi.LoadOptions(struct_size=ctypes.sizeof(_abi.LoadOptions))
+        given.not_stored = 1
+        given.not_requested = 4
+        given.verify = self._verify
+        with Group.single() as group:
+            asked = _load._Asked({})
+            asked.group = group
+            # By the path that was opened: "latest" must not move on meanwhile.
+            job = _load.start(
+                built, checkpoint.path, group, group._handle(), given, [], asked
+            )
+            loaded = job.wait()
+        if checkpoint.uuid is not None and loaded.uuid != checkpoint.uuid:
+            raise LayoutError(f"{checkpoint.path}: was replaced while it was loaded")
+        for target, into in converted:
+            target.copy_(into)
+        for item, target in tensors:
+            planner.commit_tensor(item, target)
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(self._bytes(item.storage_index.fqn)))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _bytes(self, key: str) -> bytes:
+        """The bytes of a byte item; of a plain value of `tensormount.save`, what torch.save makes of
+        it."""
+        checkpoint = self._opened()
+        try:
+            return bytes(checkpoint.object(key))
+        except KeyNotFoundError:
+            pass
+        except InvalidArgumentError:
+            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            return bytes(checkpoint.object(key, (rank,)))
+        values = checkpoint.common
+        if key not in values:
+            raise KeyNotFoundError(f"no object {key}", key=key)
+        out = io.BytesIO()
+        torch.save(values[key], out)
+        return out.getvalue()
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's own planner for loads, and DTensors whose part on a rank is more than one box."""
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        items: list[ReadItem] = []
+        done: set[str] = set()
+        for item in plan.items:
+            key = item.dest_index.fqn
+            leaf = self.state_dict.get(key)
+            if item.type == LoadItemType.BYTE_IO or not _is_strided(leaf):
+                items.append(item)
+            elif key not in done:
+                done.add(key)
+                items += _box_items(key, leaf)
+        return dataclasses.replace(plan, items=items)
+
+
+def _box_items(key: str, leaf: Any) -> list[ReadItem]:
+    from tensormount._boxes import boxes
+
+    return [
+        ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(key),
+            dest_offsets=torch.Size(box.local_begin),
+            storage_index=MetadataIndex(key, torch.Size([0] * len(box.begin))),
+            storage_offsets=torch.Size(box.begin),
+            lengths=torch.Size(box.extent),
+        )
+        for box in boxes(leaf)
+        if 0 not in box.extent
+    ]
+
+
+def _is_strided(leaf: Any) -> bool:
+    from torch.distributed.tensor import DTensor, placement_types
+
+    strided = getattr(placement_types, "_StridedShard", None)
+    return (
+        strided is not None
+        and isinstance(leaf, DTensor)
+        and any(type(placement) is strided for placement in leaf.placements)
+    )
+
+
+def _refuse_strided(planner: Any) -> None:
+    if isinstance(planner, LoadPlanner):
+        return
+    from tensormount._boxes import boxes
+
+    for key, leaf in (getattr(planner, "state_dict", None) or {}).items():
+        if _is_strided(leaf) and len(boxes(leaf)) > 1:
+            raise UnsupportedError(
+                f"tensor {key}: its part on this rank is {len(boxes(leaf))} boxes "
+                f"({leaf.placements}), which DCP's planner takes for one; use "
+                "planner=tensormount.torch.LoadPlanner()",
+                key=key,
+            )

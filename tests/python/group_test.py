@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves and loads by several processes, without torch and MPI: what comes back, verdicts that are the
+same on all ranks, ranks that die, stop, come late or raise."""
+
+import os
+import signal
+import time
+import unittest
+
+import ranks
+import support
+import tensormount as tm
+
+try:
+    import numpy as np
+except ImportError as error:
+    raise unittest.SkipTest(str(error))
+
+SHORT = {"liveness": 1.0, "arrival": 3.0}
+
+
+def values(step=0):
+    return {
+        "model": {"w": np.arange(60, dtype="f4").reshape(6, 10) + step, "b": np.arange(7) + step},
+        "step": step,
+        "groups": [{"lr": 0.5, "betas": (0.9, 0.99)}],
+    }
+
+
+# ---- What ranks do -------------------------------------------------------------------------------
+
+
+def save_and_load(group, rank, size):
+    state = values(3)
+    state["mine"] = tm.PerRank({"rank": rank, "seed": rank * 11})
+    state[f"only.{rank}"] = np.full(rank + 1, rank)
+    first = tm.save(state, "S/all", group, rank_objects={"rng": b"%d" % rank})
+    again = tm.save(state, "S/again", group)
+    assert again["plan_reused"] and not first["plan_reused"]
+    uuids = {first["uuid"], tm.open("S/all").uuid}
+    assert len(uuids) == 1, uuids
+    request = values()
+    request["mine"] = tm.PerRank(None)
+    other = (rank + 1) % size
+    request[f"only.{other}"] = np.zeros(other + 1, "i8")
+    loaded = tm.load(request, "S/all", group, objects=[("rng", (other,))])
+    np.testing.assert_array_equal(request["model"]["w"], values(3)["model"]["w"])
+    np.testing.assert_array_equal(request[f"only.{other}"], np.full(other + 1, other))
+    assert request["step"] == 3 and request["groups"] == values()["groups"], request
+    assert request["mine"] == tm.PerRank({"rank": rank, "seed": rank * 11}), request
+    assert loaded.objects == {("rng", (other,)): b"%d" % other}
+    # In the background, side by side with a load.
+    jobs = [tm.async_save(values(step), f"S/step-{step}", group) for step in range(4)]
+    into = values()
+    tm.async_load(into, "S/all", group).wait(ranks.LIMIT)
+    assert [job.wait(ranks.LIMIT)["generation"] for job in jobs] == sorted(
+        job.wait()["generation"] for job in jobs)
+    print("fine")
+
+
+def load_elsewhere(group, rank, size):
+    request = values()
+    tm.load(request, "S/all", group)
+    np.testing.assert_array_equal(request["model"]["b"], values(3)["model"]["b"])
+    with tm.open("S/all") as checkpoint:
+        state = checkpoint.state()
+    assert state["step"] == 3 and sorted(k for k in state if k.startswith("only")) == [
+        "only.0", "only.1", "only.2", "only.3"]
+    print("fine")
+
+
+def one_is_wrong(group, rank, size):
+    """Each of these fails on all ranks, with the reason of the one that was wrong."""
+    for number, wrong in enumerate([{"x": object()}, {"w": np.zeros(3, ">f4")}, 5]):
+        try:
+            tm.save(wrong if rank == 1 else {"w": np.zeros(3)}, f"S/wrong-{number}", group)
+        except tm.Error as error:
+            print(type(error).__name__, error.rank)
+    try:
+        tm.save({"w": np.full(3, rank // 2)}, "S/differ", group, replicas="full")
+    except tm.DataLossError as error:
+        print("differ", error.key)
+    try:
+        tm.save({"step": rank}, "S/common", group)
+    except tm.LayoutError as error:
+        print("common", error.key)
+    try:
+        tm.load({"w": np.zeros(3)}, "S/nowhere", group)
+    except tm.CheckpointNotFoundError:
+        print("nowhere")
+    tm.save({"w": np.zeros(3)}, "S/after", group)
+    print("fine")
+
+
+def until_killed(group, rank, size, path):
+    """Saves until somebody dies, and says what it was told."""
+    number = 0
+    print("begun", flush=True)
+    try:
+        while True:
+            tm.save(values(number), f"{path}/step-{number}", group, **SHORT)
+            into = values()
+            tm.load(into, f"{path}/step-{number}", group, **SHORT)
+            assert into["step"] == number
+            number += 1
+    except (tm.PeerLost, tm.PeerTimeout, tm.CancelledError) as error:
+        print("told", type(error).__name__, error.rank, flush=True)
+
+
+def raises_between(group, rank, size):
+    """Rank 2 leaves by an exception of its own while the others save."""
+    tm.save(values(), "S/before", group)
+    if rank == 2:
+        raise ValueError("a bug of the trainer's")
+    try:
+        tm.save(values(1), "S/not-there", group, **SHORT)
+    except (tm.PeerLost, tm.PeerTimeout) as error:
+        print("told", error.rank)
+
+
+def interrupted(group, rank, size):
+    """Rank 0 gets a Ctrl-C while rank 1 does not come; the others hear of it."""
+    print("begun", flush=True)
+    if rank == 1:
+        time.sleep(5)
+        return
+    try:
+        tm.save(values(), "S/interrupted", group)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    except tm.CancelledError as error:
+        print("cancelled", error.rank, flush=True)
+
+
+class Groups(support.Folder):
+    def test_save_and_load(self):
+        self.assertEqual(ranks.run("group_test:save_and_load", 4), ["fine\n"] * 4)
+        self.assertEqual(ranks.run("group_test:load_elsewhere", 3), ["fine\n"] * 3)
+        self.assertEqual(ranks.run("group_test:load_elsewhere", 1), ["fine\n"])
+
+    def test_without_unix_sockets(self):
+        out = ranks.run("group_test:load_by_tcp", 3)
+        self.assertEqual(out, ["fine\n"] * 3)
+
+    def test_one_is_wrong(self):
+        outs = ranks.run("group_test:one_is_wrong", 4)
+        for rank, out in enumerate(outs):
+            lines = out.splitlines()
+            expected = ["UnsupportedError", "UnsupportedError", "UnsupportedError"]
+            self.assertEqual([line.split()[0] for line in lines[:3]], expected, out)
+            if rank != 1:
+                self.assertEqual([line.split()[1] for line in lines[:3]], ["1"] * 3, out)
+            self.assertEqual(lines[3:], ["differ w", "common step", "nowhere", "fine"], out)
+
+    def test_a_rank_raises(self):
+        outs = [rank.result() for rank in ranks.start("group_test:raises_between", 4)]
+        self.assertEqual(outs[2][0], 3)
+        for number in (0, 1, 3):
+            self.assertEqual(outs[number], (0, "told 2\n"))
+        self.assertEqual([entry["checkpoint"] for entry in tm.Store("S").list()
+                          if entry["checkpoint"] in ("before", "not-there")], ["before"])
+
+    def test_killed_and_stopped(self):
+        generator, seed = support.seeded()
+        for number in range(support.scaled(6)):
+            killed = generator.randrange(4)
+            how = generator.choice([signal.SIGKILL, signal.SIGSTOP])
+            with self.subTest(rank=killed, how=how, seed=seed):
+                path = f"K{number}"
+                found = ranks.start("group_test:until_killed", 4, path)
+                for rank in found:
+                    self.assertEqual(rank.process.stdout.readline(), "begun\n")
+                time.sleep(generator.random() * 0.5)
+                found[killed].process.send_signal(how)
+                try:
+                    for rank in found:
+                        if rank.number == killed:
+                            continue
+                        status, out = rank.result(60)
+                        self.assertEqual(status, 0, out)
+                        self.assertEqual(out.split()[-1], str(killed), out)
+                finally:
+                    found[killed].process.kill()
+                    found[killed].result()
+                # What was acknowledged is there, whole.
+                for entry in tm.Store(path).list():
+                    self.assertNotIn("problem", entry)
+                    self.assertTrue(tm.verify(os.path.join(path, entry["checkpoint"]))["whole"])
+
+    def test_ctrl_c_on_one_rank(self):
+        found = ranks.start("group_test:interrupted", 3)
+        for rank in found:
+            self.assertEqual(rank.process.stdout.readline(), "begun\n")
+        time.sleep(0.5)
+        found[0].process.send_signal(signal.SIGINT)
+        self.assertEqual(found[0].process.stdout.readline(), "interrupted\n")
+        self.assertEqual(found[2].result(60), (0, "cancelled 0\n"))
+        found[1].result(60)
+        found[0].result(60)
+        self.assertFalse(os.path.exists("S/interrupted"))
+
+
+def load_by_tcp(group, rank, size):
+    import tempfile
+
+    folder = os.path.join(tempfile.gettempdir(), f"tcp-{os.getppid()}")
+    with tm.Group.from_folder(folder, rank, size, unix_sockets=False, address="127.0.0.1") as tcp:
+        tm.save(values(1), "S/tcp", tcp, replace=True)
+        # Two groups at once.
+        tm.save(values(2), "S/other", group, replace=True)
+        into = values()
+        tm.load(into, "S/tcp", tcp)
+        assert into["step"] == 1
+    print("fine")
+
+
+if __name__ == "__main__":
+    unittest.main()

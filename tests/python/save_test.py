@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving and loading by one process: what comes back, what is refused, waits, signals, the end of
+the process, forks."""
+
+import asyncio
+import collections
+import gc
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import unittest
+
+import support
+import tensormount as tm
+
+try:
+    import numpy as np
+except ImportError as error:
+    raise unittest.SkipTest(str(error))
+
+LIMIT = 120.0  # Seconds after which a wait is a failure.
+
+
+def equal(a, b):
+    """As ==, for arrays and NaN too, and types count."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return type(a) is type(b) and a.dtype == b.dtype and np.array_equal(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    return a == b
+
+
+def state_of(seed=0):
+    random = np.random.default_rng(seed)
+    shared = random.standard_normal((3, 5)).astype("f4")
+    return {
+        "model": {"a.b": random.integers(0, 99, (4, 6)), "w": shared, "tied": shared},
+        "optim": {"state": {0: {"m": random.standard_normal(7)}, 1: {"m": np.empty((0, 3), "f2")}},
+                  "groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1]}]},
+        "step": 1 << 70,
+        "odd": collections.OrderedDict([("nan", math.nan), ("inf", -math.inf), ("none", None),
+                                        ("bytes", b"\0\xff"), ("text", "größe/%"), (3, True)]),
+        "scalar": np.array(2.5),
+        "list": [np.arange(3), (np.arange(4), "x")],
+        "complex": np.arange(4).astype("c8"),
+        "empty": {},
+    }
+
+
+def zeros_like(state):
+    if isinstance(state, np.ndarray):
+        return np.zeros_like(state)
+    if isinstance(state, dict):
+        return type(state)((key, zeros_like(value)) for key, value in state.items())
+    if isinstance(state, (list, tuple)):
+        return type(state)(zeros_like(value) for value in state)
+    return None if not isinstance(state, bool) else False
+
+
+class RoundTrip(support.Folder):
+    def test_everything_comes_back(self):
+        state = state_of()
+        report = tm.save(state, "S/all")
+        self.assertEqual(report["path"], "S/all")
+        self.assertGreater(report["tensors"], 6)
+        with tm.open("S/all") as checkpoint:
+            back = checkpoint.state()
+            self.assertEqual(checkpoint.uuid, report["uuid"])
+            self.assertIn("optim.state.0.m", checkpoint)
+            self.assertEqual(checkpoint.common["step"], 1 << 70)
+            self.assertTrue(checkpoint.verify()["whole"])
+        self.assertTrue(equal(back, state), back)
+        self.assertIs(back["model"]["w"], back["model"]["tied"])
+
+    def test_load_in_place(self):
+        state = state_of(1)
+        tm.save(state, "S/place", metadata={"run": "x"}, objects={"o": b"same"},
+                rank_objects={"rng": b"mine"})
+        request = zeros_like(state)
+        request["model"]["tied"] = request["model"]["w"]
+        weights = request["model"]["w"]
+        loaded = tm.load(request, "S/place", objects=["o", ("rng", (0,))])
+        self.assertTrue(equal(request, state), request)
+        self.assertIs(request["model"]["w"], weights)
+        self.assertEqual(loaded.kept, [])
+        self.assertEqual(loaded.objects, {("o", ()): b"same", ("rng", (0,)): b"mine"})
+        self.assertEqual(loaded.metadata, {"run": "x"})
+        self.assertEqual(loaded.uuid, tm.Store("S").latest()["uuid"])
+        self.assertGreaterEqual(loaded.report["bytes_by_leaf"], 1)
+
+    def test_a_part(self):
+        tm.save(state_of(2), "S/part")
+        request = {"model": {"a.b": np.zeros((4, 6), "i8")}, "step": 0, "new": "stays"}
+        loaded = tm.load(request, "S/part")
+        self.assertTrue(equal(request["model"]["a.b"], state_of(2)["model"]["a.b"]))
+        self.assertEqual((request["step"], request["new"]), (1 << 70, "stays"))
+        self.assertEqual(loaded.kept, ["new"])
+        with self.assertRaises(tm.KeyNotFoundError) as raised:
+            tm.load({"absent": np.zeros(3)}, "S/part")
+        self.assertEqual(raised.exception.key, "absent")
+        loaded = tm.load({"absent": np.zeros(3)}, "S/part", not_stored="return")
+        self.assertEqual(loaded.not_stored, ["absent"])
+
+    def test_shapes_and_types(self):
+        tm.save({"w": np.arange(12, dtype="f4").reshape(3, 4)}, "S/rules")
+        with self.assertRaises(tm.LayoutError) as raised:
+            tm.load({"w": np.zeros((3, 5), "f4")}, "S/rules")
+        self.assertEqual(raised.exception.key, "w")
+        wide = np.full((3, 5), 7, "f4")
+        loaded = tm.load({"w": wide}, "S/rules", rules=[tm.Rule("w", grow="keep")])
+        self.assertEqual(loaded.uncovered, [("w", (0, 4), (3, 1), False)])
+        np.testing.assert_array_equal(wide[:, 4], 7)
+        double = np.zeros((3, 4))
+        loaded = tm.load({"w": double}, "S/rules", rules=[tm.Rule(convert=True)])
+        np.testing.assert_array_equal(double, np.arange(12).reshape(3, 4))
+        self.assertEqual(loaded.converted, ["w"])
+        renamed = np.zeros((3, 4), "f4")
+        tm.load({"model.w": renamed}, "S/rules", key_map=[{"key": "w", "to": "model.w"}])
+        np.testing.assert_array_equal(renamed, double)
+
+    def test_strided_memory(self):
+        whole = np.arange(48.0).reshape(6, 8)
+        tm.save({"a": whole[::2, 1::3], "b": whole.T, "c": whole[::-1]}, "S/strided")
+        into = np.zeros((6, 8))
+        request = {"a": into[::2, 1::3], "c": np.zeros((6, 8))[::-1]}
+        tm.load(request, "S/strided")
+        np.testing.assert_array_equal(into[::2, 1::3], whole[::2, 1::3])
+        self.assertEqual(np.count_nonzero(into), np.count_nonzero(whole[::2, 1::3]))
+        np.testing.assert_array_equal(request["c"], whole[::-1])
+
+    def test_refused(self):
+        fine = {"w": np.zeros(3)}
+        for state, kind, text in (
+            ({"x": object()}, tm.UnsupportedError, "x"),
+            ({"x": {1, 2}}, tm.UnsupportedError, "set"),
+            ({"x": np.array(["a"], object)}, tm.UnsupportedError, "object"),
+            ({"x": np.zeros(3, ">f4")}, tm.UnsupportedError, "big-endian"),
+            ({"a\0b": 1}, tm.LayoutError, "NUL"),
+            (7, tm.UnsupportedError, "int"),
+        ):
+            with self.subTest(text=text), self.assertRaises(kind) as raised:
+                tm.save(state, "S/refused")
+            self.assertIn(text, str(raised.exception))
+        self.assertFalse(os.path.exists("S/refused"))
+        tm.save(fine, "S/taken")
+        with self.assertRaises(tm.AlreadyExistsError):
+            tm.save(fine, "S/taken")
+        tm.save(fine, "S/taken", replace=True)
+        for options in ({"placement": "x"}, {"replicas": 3}, {"common_exempt": "abc"}):
+            with self.assertRaises(tm.InvalidArgumentError):
+                tm.save(fine, "S/options", **options)
+        both = np.zeros(8)
+        tm.save({"a": np.zeros(6), "b": np.zeros(6)}, "S/alias")
+        with self.assertRaises(tm.LayoutError) as raised:
+            tm.load({"a": both[:6], "b": both[2:]}, "S/alias")
+        self.assertIn("share memory", str(raised.exception))
+        with self.assertRaises(tm.CheckpointNotFoundError):
+            tm.load({"a": both}, "S/nowhere")
+
+    def test_events(self):
+        seen = []
+        tm.save({"w": np.zeros(3)}, "S/events", on_event=seen.append)
+        phases = [event["phase"] for event in seen if event["kind"] == "end"]
+        self.assertIn("write", phases)
+        self.assertEqual(len(seen), 2 * len(phases))
+        # What a hook raises is logged and disturbs nothing.
+        with self.assertLogs("tensormount", "ERROR"):
+            tm.save({"w": np.zeros(3)}, "S/hook", on_event=lambda event: 1 / 0)
+
+
+class Jobs(support.Folder):
+    def test_background(self):
+        weights = np.full(100_000, 3.0)
+        job = tm.async_save({"w": weights}, "S/job")
+        job.wait_staged(LIMIT)
+        weights[:] = 4
+        report = job.wait(LIMIT)
+        self.assertTrue(job.done())
+        self.assertIs(job.wait(), report)
+        self.assertIsNone(job.exception())
+        self.assertEqual(job.progress()["state"], "committed")
+        with tm.open("S/job") as checkpoint:
+            self.assertEqual(float(checkpoint["w"][17]), 3.0)
+        into = np.zeros(100_000)
+        job = tm.async_load({"w": into}, "S/job")
+        self.assertEqual(job.wait(LIMIT).report["bytes_wanted"], into.nbytes)
+        self.assertGreaterEqual(job.bytes_read(), into.nbytes)
+        np.testing.assert_array_equal(into, 3.0)
+        with self.assertRaises(tm.UnsupportedError):
+            pickle.dumps(job)
+
+    def test_await(self):
+        async def both():
+            saving = tm.async_save({"w": np.arange(1000)}, "S/await")
+            await saving
+            into = np.zeros(1000, "i8")
+            await tm.async_load({"w": into}, "S/await")
+            with self.assertRaises(tm.KeyNotFoundError):
+                await tm.async_load({"absent": into}, "S/await")
+            return into
+
+        np.testing.assert_array_equal(asyncio.run(both()), np.arange(1000))
+
+    def test_with(self):
+        with tm.async_save({"w": np.zeros(3)}, "S/with") as job:
+            pass
+        self.assertTrue(job.done())
+        with self.assertRaises(KeyboardInterrupt):
+            with tm.async_save({"w": np.zeros(3)}, "S/interrupted"):
+                raise KeyboardInterrupt
+
+    def test_dropped_jobs_end(self):
+        for number in range(5):
+            tm.async_save({"w": np.full(10_000, number)}, f"S/dropped-{number}")
+        gc.collect()
+        end = time.monotonic() + LIMIT
+        while len(tm.Store("S").list() if os.path.exists("S/store.json") else []) < 5:
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.01)
+        for number in range(5):
+            with tm.open(f"S/dropped-{number}") as checkpoint:
+                self.assertEqual(int(checkpoint["w"][9_999]), number)
+
+    def test_nothing_is_left(self):
+        """Threads, descriptors and groups after many saves in one process."""
+        group = tm.Group.single()
+        state = {f"t{i}": np.full(64, i) for i in range(20)}
+
+        def once():
+            tm.save(state, "S/again", group, replace=True)
+            tm.load(state, "S/again", group)
+            tm.save(state, "S/alone", replace=True)
+
+        for _ in range(3):
+            once()
+        gc.collect()
+        before = len(os.listdir("/proc/self/fd")), threading.active_count(), self.threads()
+        for _ in range(support.scaled(20)):
+            once()
+        gc.collect()
+        after = len(os.listdir("/proc/self/fd")), threading.active_count(), self.threads()
+        self.assertLessEqual(after[0], before[0])
+        self.assertLessEqual(after[1:], before[1:])
+        self.assertTrue(tm.save(state, "S/again", group, replace=True)["plan_reused"])
+        group.close()
+        with self.assertRaises(tm.StaleError):
+            tm.save(state, "S/again", group, replace=True)
+
+    @staticmethod
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+
+class Stores(support.Folder):
+    def test_what_operators_do(self):
+        for step in range(3):
+            tm.save({"w": np.arange(5) + step, "step": step}, f"S/step-{step}")
+        store = tm.Store("S")
+        self.assertEqual([entry["checkpoint"] for entry in store.list()],
+                         ["step-0", "step-1", "step-2"])
+        self.assertEqual(store.latest()["checkpoint"], "step-2")
+        found = tm.diff("S/step-0", "S/step-1", values=True)
+        self.assertFalse(found["same"])
+        self.assertEqual({one["key"] for one in found["mismatches"]}, {"w", "step"})
+        store.remove("step-0")
+        with self.assertRaises(tm.CheckpointNotFoundError):
+            store.remove("step-0")
+        self.assertTrue(any(".trash" in path for path in store.gc(grace=0)["removed"]))
+        self.assertEqual(tm.wait_committed("S/step-1", timeout=5), store.list()[0]["uuid"])
+        with self.assertRaises(tm.StaleError):
+            tm.wait_committed("S/step-1", "0" * 32, timeout=5)
+        with self.assertRaises(TimeoutError):
+            tm.wait_committed("S/step-9", timeout=0.05)
+        self.assertTrue(tm.validate({"w": np.zeros((3, 3))})["ok"])
+
+
+def python(code, **environment):
+    """Another interpreter with the package that this one has."""
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(tm.__file__)))
+    path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **environment})
+
+
+class Processes(support.Folder):
+    def finish(self, process, status=0):
+        out, err = process.communicate(timeout=LIMIT)
+        self.assertEqual(process.returncode, status, err)
+        return out, err
+
+    def test_the_interpreter_ends_while_a_job_goes_on(self):
+        for end in ("pass", "raise SystemExit(0)", "import os; os._exit(0)"):
+            process = python(f"""
+                import numpy, tensormount as tm
+                job = tm.async_save({{"w": numpy.zeros(3_000_000)}}, "S/end", replace=True)
+                other = tm.async_load({{"w": numpy.zeros(3)}}, "S/nothing")
+                {end}
+                """)
+            self.finish(process)
+
+    def test_ctrl_c_ends_a_wait(self):
+        """A rank of two whose other one never comes: Ctrl-C ends its wait at once, and the process
+        without waiting for the time-out."""
+        process = python("""
+            import numpy, sys, tensormount as tm
+            from tests_of_groups import alone_of_two
+            group = alone_of_two()
+            print("waiting", flush=True)
+            try:
+                tm.save({"w": numpy.zeros(3)}, "S/never", group)
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            """.replace("from tests_of_groups import alone_of_two", ALONE_OF_TWO))
+        self.assertEqual(process.stdout.readline(), "waiting\n")
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        out, _ = self.finish(process)
+        self.assertEqual(out, "interrupted\n")
+        self.assertFalse(os.path.exists("S/never"))
+
+    def test_forked_children(self):
+        tm.save({"w": np.arange(10)}, "S/forked")
+        group = tm.Group.single()
+        checkpoint = tm.open("S/forked")
+        job = tm.async_save({"w": np.zeros(2_000_000)}, "S/meanwhile", group)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                for call in (lambda: tm.save({}, "S/child", group), lambda: job.wait(1)):
+                    try:
+                        call()
+                        os._exit(2)
+                    except tm.UnsupportedError as error:
+                        assert "forked" in str(error), error
+                # An open checkpoint is opened again, the same one.
+                assert int(checkpoint["w"][3]) == 3 and checkpoint.keys() == ["w"]
+                with tm.open("S/forked") as mine:
+                    assert int(mine["w"][3]) == 3
+                tm.save({"w": np.ones(3)}, "S/of-child")
+                status = 0
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        self.assertEqual(status, 0)
+        job.wait(LIMIT)
+        self.assertEqual(int(checkpoint["w"][3]), 3)
+        self.assertEqual(len(tm.Store("S").list()), 3)
+
+
+# A group of two ranks of which this is the second; nobody is the first.
+ALONE_OF_TWO = """
+            import ctypes
+            from tensormount import _abi, _group
+            def alone_of_two():
+                lib, found = _abi.library(), []
+                token = ctypes.create_string_buffer(32)
+                for _ in range(2):
+                    tcp = ctypes.c_void_p()
+                    assert lib.tm_tcp_listen(None, ctypes.addressof(tcp)) == 0
+                    found.append(tcp)
+                texts = (ctypes.c_char_p * 2)(*(lib.tm_tcp_address(tcp.value) for tcp in found))
+                out = ctypes.c_void_p()
+                assert lib.tm_tcp_connect(found[1].value, ctypes.addressof(texts), 1, 2,
+                                          ctypes.addressof(token), 32, ctypes.addressof(out)) == 0
+                return tm.Group(out.value, owner=found)
+"""
+
+
+if __name__ == "__main__":
+    unittest.main()
