@@ -104,23 +104,19 @@ Result<Sockets> Connect(int ranks) {
   return sockets;
 }
 
-[[noreturn]] void RunChild(int rank, Sockets& sockets, pid_t parent,
+[[noreturn]] void RunChild(int rank, pid_t parent, const ForkedGroup::Maker& make,
                            const std::function<int(Communicator&)>& body) {
   // Nobody may outlive the program that started them, stopped ones included.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(125);
-  std::vector<int> mine = std::move(sockets[static_cast<std::size_t>(rank)]);
-  sockets[static_cast<std::size_t>(rank)].clear();
-  CloseAll(sockets);
   int code = 125;
   try {
-    std::vector<std::unique_ptr<ByteStream>> streams;
-    for (std::size_t r = 0; r < mine.size(); ++r) {
-      streams.push_back(std::make_unique<SocketStream>(static_cast<int>(r), mine[r]));
+    const Result<std::unique_ptr<Communicator>> comm = make(rank);
+    if (comm.ok()) {
+      code = body(*comm.value());
+    } else {
+      std::fprintf(stderr, "tensormount: rank %d: %s\n", rank, comm.status().ToString().c_str());
     }
-    StreamCommunicator comm(rank, std::move(streams),
-                            {.kind = "sockets", .beat_all = true, .use_all = true});
-    code = body(comm);
   } catch (const std::exception& e) {
     std::fprintf(stderr, "tensormount: rank %d: exception: %s\n", rank, e.what());
   } catch (...) {
@@ -128,6 +124,11 @@ Result<Sockets> Connect(int ranks) {
   }
   std::fflush(nullptr);
   ::_exit(code);
+}
+
+Status CheckForkedRanks(int ranks) {
+  if (ranks >= 1 && ranks <= kMaxRanks) return {};
+  return {Code::kInvalidArgument, "a forked group has 1 to 64 ranks, not " + std::to_string(ranks)};
 }
 
 class SocketGroup final : public ForkedGroup {
@@ -182,25 +183,37 @@ class SocketGroup final : public ForkedGroup {
 
 Result<std::unique_ptr<ForkedGroup>> ForkedGroup::Start(
     int ranks, const std::function<int(Communicator&)>& body) {
-  if (ranks < 1 || ranks > kMaxRanks) {
-    return Status(Code::kInvalidArgument,
-                  "a forked group has 1 to 64 ranks, not " + std::to_string(ranks));
-  }
+  TENSORMOUNT_RETURN_IF_ERROR(CheckForkedRanks(ranks));
   TENSORMOUNT_ASSIGN_OR_RETURN(Sockets sockets, Connect(ranks));
+  const auto make = [&](int rank) -> Result<std::unique_ptr<Communicator>> {
+    const std::vector<int> mine = std::move(sockets[static_cast<std::size_t>(rank)]);
+    sockets[static_cast<std::size_t>(rank)].clear();
+    CloseAll(sockets);
+    std::vector<std::unique_ptr<ByteStream>> streams;
+    for (std::size_t r = 0; r < mine.size(); ++r) {
+      streams.push_back(std::make_unique<SocketStream>(static_cast<int>(r), mine[r]));
+    }
+    return std::unique_ptr<Communicator>(std::make_unique<StreamCommunicator>(
+        rank, std::move(streams),
+        StreamCommunicator::Options{.kind = "sockets", .beat_all = true, .use_all = true}));
+  };
+  Result<std::unique_ptr<ForkedGroup>> group = Start(ranks, make, body);
+  CloseAll(sockets);
+  return group;
+}
+
+Result<std::unique_ptr<ForkedGroup>> ForkedGroup::Start(
+    int ranks, const Maker& make, const std::function<int(Communicator&)>& body) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckForkedRanks(ranks));
   auto group = std::make_unique<SocketGroup>();
   std::fflush(nullptr);  // Or every child would write the parent's buffered output again.
   const pid_t parent = ::getpid();
   for (int r = 0; r < ranks; ++r) {
     const pid_t pid = ::fork();
-    if (pid == 0) RunChild(r, sockets, parent, body);
-    if (pid < 0) {
-      const int err = errno;
-      CloseAll(sockets);
-      return Status::FromErrno(err, "fork", "rank " + std::to_string(r));
-    }
+    if (pid == 0) RunChild(r, parent, make, body);
+    if (pid < 0) return Status::FromErrno(errno, "fork", "rank " + std::to_string(r));
     group->Add(pid);
   }
-  CloseAll(sockets);
   return std::unique_ptr<ForkedGroup>(std::move(group));
 }
 

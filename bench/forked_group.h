@@ -12,13 +12,17 @@
 
 namespace tensormount {
 
-// Ranks as forked processes that talk over socket pairs: the form in which a rank can really be
-// killed or stopped. Fork before the first thread of the program starts.
+// Ranks as forked processes that talk over socket pairs, or otherwise: the form in which a rank can
+// really be killed or stopped. Fork before the first thread of the program starts.
 class ForkedGroup {
  public:
   // Forks `ranks` children; each runs `body` with its communicator and ends by _exit(body's
   // result). The parent returns at once.
   static Result<std::unique_ptr<ForkedGroup>> Start(int ranks,
+                                                    const std::function<int(Communicator&)>& body);
+  // The same with communicators of another kind: `make` runs in the child, for its rank.
+  using Maker = std::function<Result<std::unique_ptr<Communicator>>(int rank)>;
+  static Result<std::unique_ptr<ForkedGroup>> Start(int ranks, const Maker& make,
                                                     const std::function<int(Communicator&)>& body);
   // Kills and reaps what still runs.
   virtual ~ForkedGroup() = default;

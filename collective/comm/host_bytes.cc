@@ -45,8 +45,8 @@ Status CheckEnvelope(const Communicator& comm, int peer, std::uint32_t tag) {
   return {};
 }
 
-Status PeerGone(int rank) {
-  return Status(Code::kUnavailable, "rank " + std::to_string(rank) + " is gone")
+Status PeerGone(int rank, std::string_view who) {
+  return Status(Code::kUnavailable, "rank " + std::to_string(rank) + std::string(who) + " is gone")
       .With({.rank = rank});
 }
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 
 #include "tensormount/buffer.h"
 #include "tensormount/communicator.h"
@@ -23,8 +24,8 @@ TENSORMOUNT_EXPORT Result<std::span<std::byte>> HostBytes(const BufferView& view
 // kInvalidArgument where a message to or from `peer` with `tag` cannot be.
 TENSORMOUNT_EXPORT Status CheckEnvelope(const Communicator& comm, int peer, std::uint32_t tag);
 
-// A peer whose end is closed.
-Status PeerGone(int rank);
+// A peer whose end is closed. `who`: ByteStream::who.
+Status PeerGone(int rank, std::string_view who = {});
 // A message of another size than the receive that it met.
 TENSORMOUNT_EXPORT Status SizeDiffers(int from, std::uint32_t tag, std::uint64_t sent,
                                       std::uint64_t wanted);

@@ -11,14 +11,45 @@
 #include "collective/comm/host_bytes.h"
 
 namespace tensormount {
+namespace {
+
+// With thousands of ranks, rank 0 tells each of them less often.
+std::chrono::nanoseconds StreamBeatInterval(std::size_t ranks) {
+  return std::chrono::milliseconds(100) +
+         std::chrono::microseconds(100) * static_cast<std::int64_t>(ranks);
+}
+
+// A Test that finds nothing looks for itself, for callers that do without Progress; but who tests a
+// thousand requests one after the other looks once.
+constexpr std::chrono::microseconds kTurnAgain{50};
+
+}  // namespace
+
+// One call under the lock: wakes whoever waits for the changes that it made.
+class StreamCommunicator::Section {
+ public:
+  explicit Section(StreamCommunicator& comm) : comm_(comm), lock_(comm.mutex_) {
+    before_ = comm.changes_;
+  }
+  ~Section() {
+    const bool changed = comm_.changes_ != before_;
+    lock_.unlock();
+    if (changed && comm_.hub_) comm_.hub_->Wake();
+  }
+  Section(const Section&) = delete;
+  Section& operator=(const Section&) = delete;
+
+ private:
+  StreamCommunicator& comm_;
+  std::unique_lock<std::mutex> lock_;
+  std::uint64_t before_;
+};
 
 StreamCommunicator::StreamCommunicator(int rank, std::vector<std::unique_ptr<ByteStream>> streams,
                                        Options options)
     : rank_(rank),
       options_(std::move(options)),
-      // With thousands of ranks, rank 0 tells each of them less often.
-      interval_(std::chrono::milliseconds(100) +
-                std::chrono::microseconds(100) * static_cast<int>(streams.size())),
+      interval_(StreamBeatInterval(streams.size())),
       self_(MakeSelfCommunicator()),
       peers_(streams.size()) {
   for (std::size_t r = 0; r < streams.size(); ++r) {
@@ -26,7 +57,24 @@ StreamCommunicator::StreamCommunicator(int rank, std::vector<std::unique_ptr<Byt
     if (peer == rank_) continue;
     peers_[r].stream = std::make_unique<StreamPeer>(peer, std::move(streams[r]), changes_);
     peers_[r].used = options_.use_all;
-    if (options_.beat_all || rank_ == 0 || peer == 0) WantBeats(peer, 1);
+  }
+  BeginBeats();
+}
+
+StreamCommunicator::StreamCommunicator(int rank, int size, std::unique_ptr<StreamHub> hub,
+                                       Options options)
+    : rank_(rank),
+      options_(std::move(options)),
+      interval_(StreamBeatInterval(static_cast<std::size_t>(size))),
+      self_(MakeSelfCommunicator()),
+      hub_(std::move(hub)),
+      peers_(static_cast<std::size_t>(size)) {
+  BeginBeats();
+}
+
+void StreamCommunicator::BeginBeats() {
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank_ && (options_.beat_all || rank_ == 0 || peer == 0)) WantBeats(peer, 1);
   }
 }
 
@@ -39,18 +87,34 @@ StreamCommunicator::~StreamCommunicator() {
       if (peer.stream && peer.used && !peer.stream->Leave()) left = false;
     }
     if (left || deadline.Passed()) return;
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    if (hub_ == nullptr) {
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+      continue;
+    }
+    // Not TurnHub: whoever takes leave reads no messages any more.
+    ready_.clear();
+    hub_->Turn(&ready_);
+    if (ready_.empty()) hub_->Wait(std::chrono::milliseconds(1), [] { return false; });
   }
 }
 
-void StreamCommunicator::WantBeats(int rank, int change) {
+StreamCommunicator::Peer& StreamCommunicator::Use(int rank) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  if (hub_ && peer.stream == nullptr) {
+    peer.stream = std::make_unique<StreamPeer>(rank, hub_->Open(rank), changes_);
+  }
+  peer.used = true;
+  return peer;
+}
+
+void StreamCommunicator::WantBeats(int rank, int change) {
+  Peer& peer = change > 0 ? Use(rank) : peers_[static_cast<std::size_t>(rank)];
   peer.beats_wanted += change;
-  if (change > 0) peer.used = true;
+  if (change > 0) peer.stream->Want();
 }
 
 void StreamCommunicator::KeepUp(int rank, bool wanted) {
-  std::lock_guard lock(mutex_);
+  const Section section(*this);
   if (rank >= 0 && rank < size() && rank != rank_) WantBeats(rank, wanted ? 1 : -1);
 }
 
@@ -68,16 +132,15 @@ Result<Communicator::Request> StreamCommunicator::Post(int to, std::uint32_t tag
                                                        const BufferView& view, bool is_send) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckEnvelope(*this, to, tag));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<std::byte> bytes, HostBytes(view));
-  std::lock_guard lock(mutex_);
+  const Section section(*this);
   Entry e;
   e.is_send = is_send;
   if (to == rank_) {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         e.self_request, is_send ? self_->Send(0, tag, view) : self_->Receive(0, tag, view));
   } else {
-    Peer& peer = peers_[static_cast<std::size_t>(to)];
-    peer.used = true;
-    e.peer = peer.stream.get();
+    e.peer = Use(to).stream.get();
+    e.peer->Want();
     e.message = std::make_shared<StreamPeer::Message>();
     e.message->tag = tag;
     e.message->data = bytes.data();
@@ -94,7 +157,7 @@ Result<Communicator::Request> StreamCommunicator::Post(int to, std::uint32_t tag
 }
 
 Result<bool> StreamCommunicator::Test(Request request) {
-  std::lock_guard lock(mutex_);
+  const Section section(*this);
   const auto it = requests_.find(request);
   if (it == requests_.end()) return NoSuchRequest(request);
   if (it->second.peer == nullptr) {
@@ -102,8 +165,14 @@ Result<bool> StreamCommunicator::Test(Request request) {
     if (!done.ok() || done.value()) requests_.erase(it);
     return done;
   }
-  if (!it->second.message->done) it->second.peer->Advance();
-  if (!it->second.message->done) return false;
+  if (!it->second.message->done) {
+    if (hub_ == nullptr) {
+      it->second.peer->Advance();
+    } else if (Clock::now() - turned_ >= kTurnAgain) {
+      TurnHub();
+    }
+    if (!it->second.message->done) return false;
+  }
   const StreamPeer::MessagePtr m = it->second.message;
   requests_.erase(it);
   if (!m->status.ok()) return m->status;
@@ -111,7 +180,7 @@ Result<bool> StreamCommunicator::Test(Request request) {
 }
 
 void StreamCommunicator::Cancel(Request request) {
-  std::lock_guard lock(mutex_);
+  const Section section(*this);
   const auto it = requests_.find(request);
   if (it == requests_.end()) return;
   const Entry& e = it->second;
@@ -126,7 +195,41 @@ void StreamCommunicator::Cancel(Request request) {
 }
 
 Status StreamCommunicator::Progress() {
-  std::lock_guard lock(mutex_);
+  const Section section(*this);
+  if (hub_) {
+    TurnHub();
+    BeatWhereDue();
+  } else {
+    PollStreams();
+  }
+  return {};
+}
+
+void StreamCommunicator::TurnHub() {
+  ready_.clear();
+  hub_->Turn(&ready_);
+  for (const int rank : ready_) {
+    // Who is heard first has not been used yet.
+    StreamPeer& stream = *Use(rank).stream;
+    if (!stream.closed()) stream.Advance();
+  }
+  turned_ = Clock::now();
+}
+
+void StreamCommunicator::BeatWhereDue() {
+  if (turned_ - beats_looked_at_ < interval_ / 4) return;
+  beats_looked_at_ = turned_;
+  for (const Peer& peer : peers_) {
+    if (peer.stream && peer.beats_wanted > 0) peer.stream->Beat(interval_);
+  }
+}
+
+void StreamCommunicator::WaitForChange(std::uint64_t seen, std::chrono::nanoseconds most) {
+  if (hub_ == nullptr) return Communicator::WaitForChange(seen, most);
+  hub_->Wait(most, [&] { return changes_ != seen; });
+}
+
+void StreamCommunicator::PollStreams() {
   std::vector<pollfd> waiting;
   std::vector<StreamPeer*> whose;
   for (const Peer& peer : peers_) {
@@ -140,18 +243,18 @@ Status StreamCommunicator::Progress() {
     waiting.push_back({peer.stream->fd(), static_cast<short>(events), 0});
     whose.push_back(peer.stream.get());
   }
-  if (waiting.empty() || ::poll(waiting.data(), waiting.size(), 0) <= 0) return {};
+  if (waiting.empty() || ::poll(waiting.data(), waiting.size(), 0) <= 0) return;
   for (std::size_t i = 0; i < waiting.size(); ++i) {
     if (waiting[i].revents != 0) whose[i]->Advance();
   }
-  return {};
 }
 
 std::chrono::nanoseconds StreamCommunicator::SilentFor(int rank) const {
   std::lock_guard lock(mutex_);
+  if (rank == rank_) return std::chrono::nanoseconds(0);
   const Peer& peer = peers_.at(static_cast<std::size_t>(rank));
-  if (!peer.stream) return std::chrono::nanoseconds(0);
-  return StreamPeer::Clock::now() - peer.stream->heard();
+  if (!peer.stream) return Clock::now() - made_;  // Never.
+  return Clock::now() - peer.stream->heard();
 }
 
 }  // namespace tensormount

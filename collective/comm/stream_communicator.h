@@ -14,16 +14,21 @@
 #include "tensormount/communicator.h"
 
 #include "collective/comm/byte_stream.h"
+#include "collective/comm/stream_hub.h"
 #include "collective/comm/stream_peer.h"
 
 namespace tensormount {
 
-// A communicator over one ByteStream to every other rank: sockets of forked ranks, and what a host
-// carries for us through callbacks. It has the tables of requests and the clock of heartbeats; what
-// goes over a stream is StreamPeer's. One mutex: streams are never used by two threads at a time.
-// Requests are numbers from 1 on that are never used again, so that a Test of one that is done with
-// is an error and not somebody else's. What a rank sends to itself goes through a communicator of
-// one rank in memory, by the same rules of tags and order.
+// A communicator over one ByteStream to every other rank: sockets of forked ranks, connections of a
+// TCP group, and what a host carries for us through callbacks. It has the tables of requests and
+// the clock of heartbeats; what goes over a stream is StreamPeer's. One mutex: streams are never
+// used by two threads at a time. Requests are numbers from 1 on that are never used again, so that
+// a Test of one that is done with is an error and not somebody else's. What a rank sends to itself
+// goes through a communicator of one rank in memory, by the same rules of tags and order.
+//
+// Streams are given when it is made, all of which are looked at in each Progress; or made by a
+// StreamHub when they are first used, which then says which to look at. Only with a hub can it
+// hear of changes.
 class StreamCommunicator final : public Communicator {
  public:
   struct Options {
@@ -37,6 +42,8 @@ class StreamCommunicator final : public Communicator {
   };
   // streams[r] leads to rank r; that of `rank` itself is not used.
   StreamCommunicator(int rank, std::vector<std::unique_ptr<ByteStream>> streams, Options options);
+  // `use_all` is of no meaning.
+  StreamCommunicator(int rank, int size, std::unique_ptr<StreamHub> hub, Options options);
   ~StreamCommunicator() override;
 
   int rank() const override { return rank_; }
@@ -50,10 +57,13 @@ class StreamCommunicator final : public Communicator {
   std::chrono::nanoseconds SilentFor(int rank) const override;
   void KeepUp(int rank, bool wanted) override;
   std::uint64_t Changes() const override { return changes_; }
+  bool HearsChanges() const override { return hub_ != nullptr; }
+  void WaitForChange(std::uint64_t seen, std::chrono::nanoseconds most) override;
 
  private:
+  using Clock = StreamPeer::Clock;
   struct Peer {
-    std::unique_ptr<StreamPeer> stream;  // Null: this rank.
+    std::unique_ptr<StreamPeer> stream;  // Null: this rank, or not used yet.
     bool used = false;
     int beats_wanted = 0;  // By how many KeepUp calls.
   };
@@ -64,8 +74,15 @@ class StreamCommunicator final : public Communicator {
     bool is_send = false;
     Request self_request = 0;  // In self_, where it is to this rank.
   };
+  class Section;
   Result<Request> Post(int to, std::uint32_t tag, const BufferView& view, bool is_send);
+  // The peer, with its stream.
+  Peer& Use(int rank);
   void WantBeats(int rank, int change);
+  void BeginBeats();
+  void PollStreams();
+  void TurnHub();
+  void BeatWhereDue();
 
   const int rank_;
   const Options options_;
@@ -73,9 +90,15 @@ class StreamCommunicator final : public Communicator {
   std::atomic<std::uint64_t> changes_{0};
   mutable std::mutex mutex_;
   std::unique_ptr<Communicator> self_;  // Carries what this rank sends to itself.
+  const std::unique_ptr<StreamHub> hub_;
   std::vector<Peer> peers_;
   std::unordered_map<Request, Entry> requests_;
   Request next_ = 1;
+  // With a hub.
+  const Clock::time_point made_ = Clock::now();
+  std::vector<int> ready_;
+  Clock::time_point turned_{};
+  Clock::time_point beats_looked_at_{};
 };
 
 }  // namespace tensormount

@@ -47,7 +47,7 @@ void StreamPeer::Queue(Kind kind, std::uint32_t tag, std::uint32_t aux, std::uin
 
 void StreamPeer::Send(const MessagePtr& m) {
   if (write_closed_) {
-    m->Finish(why_.ok() ? PeerGone(rank_) : why_);
+    m->Finish(why_.ok() ? write_why_ : why_);
     return;
   }
   if (m->size <= kSmall && Cost(m->size) <= credit_) {
@@ -135,7 +135,8 @@ void StreamPeer::CancelReceive(const MessagePtr& m) {
 }
 
 void StreamPeer::Beat(Clock::duration interval) {
-  if (write_closed_ || HasOutput() || Clock::now() - sent_ < interval) return;
+  if (write_closed_ || HasOutput() || !stream_->open()) return;
+  if (Clock::now() - sent_ < interval) return;
   Queue(kHeartbeat, 0, 0, 0, 0);
   Write();
 }
@@ -173,7 +174,7 @@ bool StreamPeer::Write() {
     const Result<std::size_t> n = stream_->Write(
         reinterpret_cast<const char*>(&out.header) + header_at, sizeof(Header) - header_at,
         out.payload_size == 0 ? nullptr : out.payload + payload_at, out.payload_size - payload_at);
-    if (!n.ok()) CloseWrite();
+    if (!n.ok()) CloseWrite(n.status());
     if (!n.ok() || n.value() == 0) break;
     sent_ = Clock::now();
     moved += n.value();
@@ -184,6 +185,7 @@ bool StreamPeer::Write() {
     out_.pop_front();
   }
   if (!write_closed_) stream_->Flush();
+  if (wants_write()) stream_->WantWrite();
   return moved != 0;
 }
 
@@ -191,6 +193,7 @@ bool StreamPeer::Read() {
   // What is thrown away (cancelled, or of another size) goes here.
   static thread_local std::byte scratch[64 << 10];
   std::size_t moved = 0;
+  bool more = true;
   for (int call = 0; call < kCallsPerTurn && moved < kBytesPerTurn && !read_closed_; ++call) {
     std::byte* to;
     std::size_t room;
@@ -206,7 +209,8 @@ bool StreamPeer::Read() {
     }
     const Result<std::size_t> n = stream_->Read(to, room);
     if (!n.ok()) Close(n.status());
-    if (!n.ok() || n.value() == 0) break;
+    more = n.ok() && n.value() != 0;
+    if (!more) break;
     const std::size_t got = n.value();
     heard_ = Clock::now();
     moved += got;
@@ -224,11 +228,13 @@ bool StreamPeer::Read() {
     if (in_dest_ != nullptr) in_dest_ += got;
     if (in_left_ == 0) OnPayloadEnd();
   }
+  if (more && !read_closed_) stream_->WantRead();
   return moved != 0;
 }
 
 bool StreamPeer::Broken(const std::string& what) {
-  Close(Status(Code::kDataLoss, "connection to rank " + std::to_string(rank_) + ": " + what));
+  Close(Status(Code::kDataLoss,
+               "connection to rank " + std::to_string(rank_) + stream_->who() + ": " + what));
   return false;
 }
 
@@ -407,9 +413,9 @@ void StreamPeer::GiveCredit(std::size_t size) {
   credit_owed_ = 0;
 }
 
-void StreamPeer::CloseWrite() {
+void StreamPeer::CloseWrite(const Status& gone) {
   write_closed_ = true;
-  const Status gone = PeerGone(rank_);
+  write_why_ = gone;
   for (const Out& out : out_) {
     if (out.message && !out.message->done) out.message->Finish(gone);
   }
@@ -424,7 +430,8 @@ void StreamPeer::Close(const Status& why) {
   if (read_closed_) return;
   read_closed_ = true;
   why_ = why;
-  CloseWrite();
+  // What is wrong with the bytes that came is nothing that a sender did.
+  CloseWrite(why.code() == Code::kDataLoss ? PeerGone(rank_, stream_->who()) : why);
   for (auto& [tag, queue] : posted_) {
     for (const MessagePtr& m : queue) m->Finish(why);
   }

@@ -87,6 +87,8 @@ class StreamPeer {
   // Queues a heartbeat where nothing else was sent for `interval`.
   void Beat(Clock::duration interval);
 
+  // See ByteStream.
+  void Want() { stream_->Want(); }
   // Takes leave of the other end: see ByteStream::Leave.
   bool Leave() { return stream_->Leave(); }
 
@@ -146,7 +148,7 @@ class StreamPeer {
   bool Broken(const std::string& what);
   void Accept(const MessagePtr& m, std::uint64_t id, std::size_t size);
   void GiveCredit(std::size_t size);
-  void CloseWrite();
+  void CloseWrite(const Status& gone);
   void Close(const Status& why);
   static std::size_t Cost(std::size_t size) { return size + sizeof(Header); }
 
@@ -155,7 +157,8 @@ class StreamPeer {
   std::atomic<std::uint64_t>& changes_;
   bool write_closed_ = false;
   bool read_closed_ = false;
-  Status why_;
+  Status why_;        // Once read_closed_,
+  Status write_why_;  // once write_closed_.
   Clock::time_point heard_;
   Clock::time_point sent_;
 

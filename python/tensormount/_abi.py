@@ -21,6 +21,7 @@ from ctypes import (
     c_int64,
     c_size_t,
     c_uint8,
+    c_uint16,
     c_uint32,
     c_uint64,
     c_void_p,
@@ -320,6 +321,23 @@ class AdoptOptions(Structure):
     ]
 
 
+class TcpOptions(Structure):
+    """tm_tcp_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("no_unix_sockets", c_int32),
+        ("interface_name", c_char_p),
+        ("address", c_char_p),
+        ("first_port", c_uint16),
+        ("last_port", c_uint16),
+        ("reserved", c_uint32),
+        ("connect_timeout_ms", c_int64),
+        ("keep_alive_ms", c_int64),
+        ("leave_wait_ms", c_int64),
+    ]
+
+
 class SaverOptions(Structure):
     """tm_saver_options"""
 
@@ -353,6 +371,7 @@ STRUCTURES: dict[str, type[Structure]] = {
     "tm_diff_options": DiffOptions,
     "tm_adopt_options": AdoptOptions,
     "tm_saver_options": SaverOptions,
+    "tm_tcp_options": TcpOptions,
 }
 
 # Name: (result, arguments). Pointers are addresses (c_void_p), which cost nothing to pass.

@@ -45,6 +45,7 @@ PUBLIC_HEADERS = {
     "common_value.h": "index",
     "store.h": "index",
     "communicator.h": "collective",
+    "tcp_group.h": "collective",
     "async_load.h": "collective",
     "async_save.h": "collective",
     "c.h": "lib",

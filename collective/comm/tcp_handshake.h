@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_COLLECTIVE_COMM_TCP_HANDSHAKE_H_
+#define TENSORMOUNT_COLLECTIVE_COMM_TCP_HANDSHAKE_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tensormount/tcp_group.h"
+
+#include "base/keyed_hash.h"
+#include "collective/comm/tcp_address.h"
+
+namespace tensormount {
+
+// How two ranks introduce themselves before the first byte of a message. Three frames of fixed
+// size, each with a keyed hash of itself at its end, the token being the key, which never travels:
+//
+//   dialler                                        listener
+//   hello(from, to, group, nonce)  ------------->  hash right, for this very listener? else closes
+//                                  <-------------  answer(code, nonce), hash over hello's too
+//   confirm: hash over answer's    ------------->  the stream is open at both ends
+//   messages                       <------------>  messages
+//
+// Until the dialler has sent its confirmation it may give up and dial again; from then on it is
+// open, and an end is the end of the peer. So nothing is lost or comes twice, and what a stranger
+// recorded is worth nothing: it cannot confirm.
+// A frame's hash is looked at before any other byte of it. Hellos of later versions have the same
+// size.
+
+// Of the ranks with these addresses, in this order, and this token.
+TcpId TcpGroupId(const SecretKey& token, const std::vector<std::string>& addresses);
+
+inline constexpr std::size_t kHandshakeFrame = 128;
+inline constexpr std::size_t kConfirmFrame = 32;
+using HandshakeFrame = std::array<char, kHandshakeFrame>;
+using ConfirmFrame = std::array<char, kConfirmFrame>;
+
+struct TcpHello {
+  std::uint32_t from = 0;
+  std::uint32_t to = 0;
+  std::uint32_t size = 0;
+  TcpId group{};
+  TcpId nonce{};
+  std::uint16_t version = 0;
+};
+
+enum class TcpAnswer : std::uint32_t {
+  kWelcome = 0,
+  kBusy = 1,     // This rank's own dial is under way: wait for it.
+  kVersion = 2,  // Of another version.
+  kGroup = 3,    // Other addresses than here, or another number of them.
+  kRank = 4,     // No such rank, or not this one.
+  kTwice = 5,    // There is a connection with that rank.
+  kGone = 6,     // There was one, and it has ended.
+};
+
+HandshakeFrame MakeHello(const SecretKey& token, const TcpId& listener, const TcpHello& hello);
+// Nothing: not made with this token for this listener.
+std::optional<TcpHello> ReadHello(const SecretKey& token, const TcpId& listener,
+                                  const HandshakeFrame& frame);
+inline constexpr std::uint16_t kTcpVersion = 1;
+
+HandshakeFrame MakeAnswer(const SecretKey& token, const HandshakeFrame& hello, TcpAnswer answer,
+                          const TcpId& nonce);
+std::optional<TcpAnswer> ReadAnswer(const SecretKey& token, const HandshakeFrame& hello,
+                                    const HandshakeFrame& frame);
+ConfirmFrame MakeConfirm(const SecretKey& token, const HandshakeFrame& answer);
+bool IsConfirm(const SecretKey& token, const HandshakeFrame& answer, const ConfirmFrame& frame);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_COLLECTIVE_COMM_TCP_HANDSHAKE_H_
