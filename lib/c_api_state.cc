@@ -93,7 +93,11 @@ tm_status tm_state_want_object(tm_state* state, const char* key, const int64_t* 
                                const int64_t* grid, int32_t rank) {
   return On(state, [&](tensormount::StateDict& dict) -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const GridPosition position, ReadPosition(index, grid, rank));
+    GridPosition position;
+    TENSORMOUNT_ASSIGN_OR_RETURN(position.index, ReadDims(index, rank, "index"));
+    if (grid != nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(position.grid, ReadDims(grid, rank, "grid"));
+    }
     return dict.WantObject(key, position);
   });
 }

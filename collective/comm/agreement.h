@@ -102,11 +102,12 @@ class KeptPlans {
  public:
   explicit KeptPlans(std::size_t most) : most_(most) {}
 
-  // Those of `comm` under this name: made at the first call.
+  // Those of `comm` under this name, whatever its channel: saves in the background take turns on
+  // two, and the second save of a layout should find the plan of the first. Made at the first call.
   static std::shared_ptr<KeptPlans> Of(Communicator& comm, const std::string& name,
                                        std::size_t most) {
     return std::static_pointer_cast<KeptPlans>(
-        comm.Kept(name, [most] { return std::make_shared<KeptPlans>(most); }));
+        comm.KeptByRanks(name, [most] { return std::make_shared<KeptPlans>(most); }));
   }
 
   // The last used one with fits(plan); null: none.

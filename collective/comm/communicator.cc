@@ -18,6 +18,7 @@ struct Communicator::Root {
   using Group = std::pair<std::uint32_t, std::string>;  // Channel and ranks.
   std::map<Group, std::uint64_t> jobs;
   std::map<std::pair<Group, std::string>, std::shared_ptr<void>> kept;
+  std::map<std::pair<std::string, std::string>, std::shared_ptr<void>> kept_by_ranks;
 };
 
 Communicator::Communicator(std::uint32_t channel, const Communicator* parent, std::string group)
@@ -38,6 +39,14 @@ std::shared_ptr<void> Communicator::Kept(const std::string& name,
                                          const std::function<std::shared_ptr<void>()>& make) {
   std::lock_guard lock(root_->mutex);
   std::shared_ptr<void>& kept = root_->kept[{{channel_, group_}, name}];
+  if (kept == nullptr) kept = make();
+  return kept;
+}
+
+std::shared_ptr<void> Communicator::KeptByRanks(
+    const std::string& name, const std::function<std::shared_ptr<void>()>& make) {
+  std::lock_guard lock(root_->mutex);
+  std::shared_ptr<void>& kept = root_->kept_by_ranks[{group_, name}];
   if (kept == nullptr) kept = make();
   return kept;
 }

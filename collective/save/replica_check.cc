@@ -106,6 +106,7 @@ std::vector<int> RanksWithReplicas(const GlobalLayout& layout, int world) {
 }
 
 void ReplicaFindings::Add(ReplicaFindings&& other) {
+  if (key.empty()) key = std::move(other.key);
   for (std::string& line : other.listed) {
     if (listed.size() < kMaxListed) listed.push_back(std::move(line));
   }
@@ -120,7 +121,7 @@ Status ReplicaFindings::ToStatus() const {
   if (differing > listed.size()) {
     text += " (and " + std::to_string(differing - listed.size()) + " more blocks differ)";
   }
-  return Status(Code::kDataLoss, std::move(text));
+  return Status(Code::kDataLoss, std::move(text)).With({.key = key});
 }
 
 Result<ReplicaFindings> CompareReplicas(const GlobalLayout& layout, ReplicaCheck check,
@@ -155,6 +156,7 @@ Result<ReplicaFindings> CompareReplicas(const GlobalLayout& layout, ReplicaCheck
           if (hash == *expected) continue;
           ++findings.differing;
           if (findings.listed.size() >= ReplicaFindings::kMaxListed) continue;
+          if (findings.key.empty()) findings.key = tensor.meta.key();
           findings.listed.push_back(
               BlockName(tensor, holding, block) + " differs between the replicas on rank " +
               std::to_string(expected_rank) + " and rank " + std::to_string(rank));

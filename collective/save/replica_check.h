@@ -64,6 +64,7 @@ std::vector<int> RanksWithReplicas(const GlobalLayout& layout, int world);
 struct ReplicaFindings {
   // At most kMaxListed: "tensor w: [0:4, 0:8] differs between the replicas on rank 0 and rank 2".
   std::vector<std::string> listed;
+  std::string key;                   // Of the tensor that is listed first.
   std::uint64_t differing = 0;       // In all.
   std::uint64_t compared_bytes = 0;  // Per extra holder, as in GlobalLayout::replica_bytes.
 

@@ -104,6 +104,7 @@ std::string EncodeReport(const WriterReport& report) {
   out.U64(report.manifest_bytes);
   out.U64(report.replicas.differing);
   out.U64(report.replicas.compared_bytes);
+  out.String(report.replicas.key);
   out.U32(static_cast<std::uint32_t>(report.replicas.listed.size()));
   for (const std::string& line : report.replicas.listed) out.String(line);
   out.U8(report.rank_common ? 1 : 0);
@@ -119,6 +120,7 @@ Result<WriterReport> DecodeReport(std::string_view bytes) {
   report.manifest_bytes = in.U64();
   report.replicas.differing = in.U64();
   report.replicas.compared_bytes = in.U64();
+  report.replicas.key = in.String(kMaxSaveText);
   const std::uint32_t lines = in.U32();
   if (lines > ReplicaFindings::kMaxListed) {
     return Status(Code::kDataLoss, "report: too many findings");

@@ -437,7 +437,7 @@ TM_EXPORT tm_status tm_state_add_layout(tm_state* state, const tm_layout* layout
 TM_EXPORT tm_status tm_state_add_object(tm_state* state, const char* key, const void* data,
                                         size_t size, const int64_t* index, const int64_t* grid,
                                         int32_t rank);
-// For loading: asks for it; the report has it.
+// For loading: asks for it; the report has it. `grid` NULL: whatever it was saved on.
 TM_EXPORT tm_status tm_state_want_object(tm_state* state, const char* key, const int64_t* index,
                                          const int64_t* grid, int32_t rank);
 

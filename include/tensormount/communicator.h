@@ -112,6 +112,10 @@ class TENSORMOUNT_EXPORT Communicator {
   // what was kept for it before.
   std::shared_ptr<void> Kept(const std::string& name,
                              const std::function<std::shared_ptr<void>()>& make);
+  // The same, of these ranks whatever the channel: what is kept is used by jobs that run beside each
+  // other, so it must be thread-safe.
+  std::shared_ptr<void> KeptByRanks(const std::string& name,
+                                    const std::function<std::shared_ptr<void>()>& make);
 
   // How many jobs can be under way at a time, each on a channel of its own.
   static constexpr std::uint32_t kChannels = 8;

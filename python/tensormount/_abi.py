@@ -548,7 +548,13 @@ def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str]
     kinds: status to class, for calls in which a status means something narrower.
     key: what it was about, where the library does not say.
     """
-    from tensormount.errors import CLASSES, InternalError
+    from tensormount.errors import (
+        CLASSES,
+        CheckpointNotFoundError,
+        InternalError,
+        KeyNotFoundError,
+        NotFoundError,
+    )
 
     lib = library()
     message = lib.tm_last_error().decode("utf-8", "surrogateescape")
@@ -556,6 +562,9 @@ def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str]
     fields.update(_fields(lib))
     message = fields.pop("message", message)
     kind = CLASSES[status] if 0 < status < len(CLASSES) else InternalError
+    if kind is NotFoundError:
+        # What has a key was looked for in something that is there.
+        kind = KeyNotFoundError if fields["key"] is not None else CheckpointNotFoundError
     raise (kinds or {}).get(status, kind)(message, **fields)
 
 
