@@ -77,7 +77,8 @@ class PerRank:
 class Flat(NamedTuple):
     """A state dict, taken apart.
 
-    `tensors`: leaves by key, each once. `common` and `rank_common`: encoded values by name (see
+    `tensors`: leaves by key, each once. `again`: further leaves for a key, where a request has two
+    tensors for what was saved as one. `common` and `rank_common`: encoded values by name (see
     `encode`). `structure`: None where the keys say all of it.
     """
 
@@ -85,6 +86,11 @@ class Flat(NamedTuple):
     common: Dict[str, Any]
     rank_common: Dict[str, Any]
     structure: Optional[Structure]
+    again: Tuple[Tuple[str, Any], ...] = ()
+
+    def items(self) -> List[Tuple[str, Any]]:
+        """All that has to be described: key and leaf."""
+        return [*self.tensors.items(), *self.again]
 
     def json_texts(self) -> Tuple[Dict[str, str], Dict[str, str]]:
         """What goes into the checkpoint: common values and those of this rank, JSON by name."""
@@ -693,8 +699,11 @@ def flatten(tree: Any, stored: Optional[Mapping[Path, str]] = None) -> Flat:
     tensors: Dict[str, Any] = {}
     found = walk.leaves[_TENSOR]
     keys = _tied(found.values, _names_of(found, False, stored))
+    again = []
     for key, leaf in zip(keys, found.values):
-        tensors.setdefault(key, leaf)
+        first = tensors.setdefault(key, leaf)
+        if first is not leaf and identity(first) != identity(leaf):
+            again.append((key, leaf))
     special = _set_leaves(walk.nodes, found, keys, "tensor")
     values: List[Dict[str, Any]] = []
     for kind, word in ((_VALUE, "value"), (_PER_RANK, "rank")):
@@ -709,10 +718,11 @@ def flatten(tree: Any, stored: Optional[Mapping[Path, str]] = None) -> Flat:
         )
     flat = type(tree) is dict and len(found.values) == len(tree) == len(walk.nodes) - 1
     if flat and not special and all(type(key) is str for key in tree):
-        return Flat(tensors, values[0], values[1], None)
+        return Flat(tensors, values[0], values[1], None, tuple(again))
     if _node_values(walk.nodes) > MAX_VALUES - 4:
         raise LayoutError(f"a state dict of {len(walk.nodes)} containers and leaves")
-    return Flat(tensors, values[0], values[1], {"version": 1, "nodes": walk.nodes})
+    structure = {"version": 1, "nodes": walk.nodes}
+    return Flat(tensors, values[0], values[1], structure, tuple(again))
 
 
 def _node_values(nodes: Sequence[Any]) -> int:
@@ -739,7 +749,7 @@ def _memory_of(leaf: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(leaf, torch.Tensor):
             local = leaf if type(leaf) is torch.Tensor else getattr(leaf, "_local_tensor", leaf)
-            return local.data_ptr() or local.untyped_storage()._cdata
+            return local.data_ptr()
         if hasattr(leaf, "__array_interface__") and leaf.size:
             return leaf.__array_interface__["data"][0]
     except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
