@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import json
-import math
-import struct
 import sys
 from typing import (
     Any,
@@ -28,16 +25,25 @@ from typing import (
     Sequence,
     Set,
     Tuple,
-    Union,
 )
 
+from ._values import (
+    INT_MAX,
+    INT_MIN,
+    MAX_VALUES,
+    NATIVE_SET,
+    SIMPLE_SET,
+    decode,
+    encode,
+    encode_special,
+    plain_json,
+    to_json,
+    type_name,
+)
 from .errors import LayoutError, UnsupportedError
 
 # Containers in each other: as trees of the library (kMaxTreeDepth in tensormount/tree.h).
 MAX_DEPTH = 64
-# Of a common value, docs/format.md, "Limits".
-MAX_VALUES = 1 << 22
-MAX_VALUE_DEPTH = 60  # 64, less what a tag puts around a value.
 MAX_KEY_BYTES = 2048
 # A dict of plain values alone that is longer is one value instead of one a key: vocabularies.
 MAX_SPLIT_DICT = 1000
@@ -103,301 +109,7 @@ class Flat(NamedTuple):
         return common, rank_common
 
 
-# ---- Plain values ----------------------------------------------------------------------------
-
-_NATIVE = (bool, int, float, str, bytes, type(None))
-_NATIVE_SET = frozenset(_NATIVE)
-_SIMPLE_SET = frozenset((bool, int, float, str, type(None)))
-_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
-
-
-def _encode_special(value: Any) -> Optional[Dict[str, Any]]:
-    """A value of a type that the form does not have, as an object of one key; None where the type
-    is not known."""
-    kind = type(value)
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    if kind is bytearray:
-        return {"bytearray": bytes(value)}
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        if kind is torch.dtype:
-            return {"torch.dtype": str(value).split(".", 1)[1]}
-        if kind is torch.device:
-            return {"torch.device": str(value)}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        if isinstance(value, numpy.dtype) and value.kind in "biufcSU" and value.names is None:
-            return {"numpy.dtype": value.str}
-        if isinstance(value, numpy.generic):
-            return _encode_numpy(value)
-    return None
-
-
-def _encode_numpy(value: Any) -> Optional[Dict[str, Any]]:
-    dtype = value.dtype
-    if dtype.kind == "b":
-        return {"numpy": ["bool", bool(value)]}
-    if dtype.kind in "iu":
-        return {"numpy": [dtype.name, int(value)]}
-    if dtype.kind == "U":
-        return {"numpy": ["str", str(value)]}
-    if dtype.kind == "S":
-        return {"numpy": ["bytes", bytes(value)]}
-    # As a number where that gives every bit back, which a NaN's or an extended float need not.
-    if dtype.name in ("float16", "float32", "float64") and math.isfinite(value):
-        return {"numpy": [dtype.name, float(value)]}
-    if dtype.name in ("float16", "float32", "float64", "complex64", "complex128"):
-        return {"numpy": [dtype.name, value.tobytes()]}
-    if type(value).__module__.split(".")[0] == "ml_dtypes":
-        return {"numpy": [dtype.name, value.tobytes()]}
-    return None
-
-
-def _decode_numpy(name: str, payload: Any) -> Any:
-    try:
-        import numpy
-    except ImportError:
-        raise UnsupportedError(f"a NumPy value ({name}), and NumPy is not installed") from None
-    if name == "str":
-        return numpy.str_(payload)
-    if name == "bytes":
-        return numpy.bytes_(payload)
-    try:
-        dtype = numpy.dtype(name)
-    except TypeError:
-        try:
-            import ml_dtypes
-
-            dtype = numpy.dtype(getattr(ml_dtypes, name))
-        except (ImportError, AttributeError, TypeError):
-            raise UnsupportedError(f"a NumPy value of type {name}: not known here") from None
-    if isinstance(payload, bytes):
-        if len(payload) != dtype.itemsize:
-            raise LayoutError(f"a NumPy value of type {name} of {len(payload)} bytes")
-        return numpy.frombuffer(payload, dtype)[0]
-    return dtype.type(payload)
-
-
-def is_plain(value: Any) -> bool:
-    """Whether `value` itself (not what a container holds) is a value that can be stored."""
-    return type(value) in _NATIVE_SET or _encode_special(value) is not None
-
-
-def encode(value: Any, where: str = "") -> Any:
-    """A plain value in the form that is stored: what common values have themselves (None, bool,
-    integers of 64 bits, floats, text, bytes, lists, tuples) is itself; anything else is a dict of
-    one key, which names its kind. Floats keep their bits.
-
-    UnsupportedError: a type that has no form. LayoutError: too deep, too large, a cycle.
-    """
-    return _encode(value, where, 0, [MAX_VALUES])
-
-
-def _encode(value: Any, where: str, depth: int, room: List[int]) -> Any:
-    kind = type(value)
-    room[0] -= 1
-    if kind is int:
-        # In hexadecimal: Python refuses to read decimal numbers of many digits.
-        return value if _INT_MIN <= value <= _INT_MAX else {"int": hex(value)}
-    if kind in _NATIVE_SET:
-        return value
-    if depth >= MAX_VALUE_DEPTH:
-        raise LayoutError(f"{where}: containers more than {MAX_DEPTH} deep, or a cycle")
-    if kind is list or kind is tuple:
-        if len(value) > room[0]:
-            raise LayoutError(f"{where}: more than {MAX_VALUES} values; an array holds more")
-        if not set(map(type, value)) <= _SIMPLE_SET or not _ints_fit(value):
-            return kind([_encode(item, where, depth + 1, room) for item in value])
-        room[0] -= len(value)
-        # A copy: the form must not change with the caller's list.
-        return kind(value)
-    if kind is dict or kind is collections.OrderedDict:
-        if 3 * len(value) > room[0]:
-            raise LayoutError(f"{where}: more than {MAX_VALUES} values; an array holds more")
-        pairs = [
-            [_encode(k, where, depth + 3, room), _encode(v, where, depth + 3, room)]
-            for k, v in value.items()
-        ]
-        return {"dict" if kind is dict else "odict": pairs}
-    torch = sys.modules.get("torch")
-    if torch is not None and kind is torch.Size:
-        return {"torch.Size": [int(n) for n in value]}
-    special = _encode_special(value)
-    if special is None:
-        raise UnsupportedError(f"{where or 'a value'}: {_type_name(value)} cannot be stored")
-    return special
-
-
-def _ints_fit(values: Sequence[Any]) -> bool:
-    ints = [v for v in values if type(v) is int]
-    return not ints or (min(ints) >= _INT_MIN and max(ints) <= _INT_MAX)
-
-
-def decode(value: Any) -> Any:
-    """The other way. UnsupportedError: a kind that is not known, or whose package is missing."""
-    if type(value) is list or type(value) is tuple:
-        if set(map(type, value)) <= _SIMPLE_SET:
-            return value
-        return type(value)([decode(item) for item in value])
-    if type(value) is not dict:
-        return value
-    if len(value) != 1:
-        raise LayoutError("a stored value: a dict of one key was expected")
-    ((kind, payload),) = value.items()
-    try:
-        return _decode_special(kind, payload)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, (LayoutError, UnsupportedError)):
-            raise
-        raise LayoutError(f"a stored value of kind {kind}: {error}") from None
-
-
-def _decode_special(kind: str, payload: Any) -> Any:
-    if kind == "int":
-        return int(payload, 16)
-    if kind == "complex":
-        real, imaginary = payload
-        return complex(real, imaginary)
-    if kind == "bytearray":
-        return bytearray(payload)
-    if kind == "dict":
-        return {decode(k): decode(v) for k, v in payload}
-    if kind == "odict":
-        return collections.OrderedDict((decode(k), decode(v)) for k, v in payload)
-    if kind == "numpy":
-        name, item = payload
-        return _decode_numpy(name, item)
-    if kind == "numpy.dtype":
-        try:
-            import numpy
-        except ImportError:
-            raise UnsupportedError("a NumPy dtype, and NumPy is not installed") from None
-        return numpy.dtype(payload)
-    if kind in ("torch.Size", "torch.dtype", "torch.device"):
-        try:
-            import torch
-        except ImportError:
-            raise UnsupportedError(f"a {kind}, and PyTorch is not installed") from None
-        if kind == "torch.Size":
-            return torch.Size(payload)
-        if kind == "torch.device":
-            return torch.device(payload)
-        dtype = getattr(torch, payload, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UnsupportedError(f"the type torch.{payload}, which this PyTorch lacks")
-        return dtype
-    raise UnsupportedError(f"a stored value of kind {kind}: not known to this version")
-
-
-# ---- JSON (docs/format.md, "common.json") -----------------------------------------------------
-
-
-def to_json(value: Any) -> str:
-    """An encoded value as the library reads it (the form of common.json)."""
-    out: List[str] = []
-    _write_json(value, out.append)
-    return "".join(out)
-
-
-def _plain_json(value: Any) -> Optional[str]:
-    """By the C encoder; None where that would lose something."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        text.encode()
-    except ValueError:  # Infinities, NaNs; text that is no UTF-8.
-        return None
-    return text
-
-
-def _write_json(value: Any, out: Callable[[str], Any]) -> None:
-    kind = type(value)
-    if value is None or kind is bool or kind is int:
-        out(json.dumps(value))
-    elif kind is float:
-        if math.isnan(value):
-            out(f'{{"$float":"nan","bits":"{struct.pack(">d", value).hex()}"}}')
-        elif math.isinf(value):
-            out('{"$float":"inf"}' if value > 0 else '{"$float":"-inf"}')
-        else:
-            out(float.__repr__(value))
-    elif kind is str:
-        text = _plain_json(value)
-        if text is None:
-            text = f'{{"$string":"{value.encode("utf-8", "surrogatepass").hex()}"}}'
-        out(text)
-    elif kind is bytes:
-        out(f'{{"$bytes":"{value.hex()}"}}')
-    elif kind is list or kind is tuple:
-        if kind is tuple:
-            out('{"$tuple":')
-        text = None
-        if set(map(type, value)) <= _SIMPLE_SET:
-            text = _plain_json(value)
-        if text is not None:
-            out(text)
-        else:
-            out("[")
-            for i, item in enumerate(value):
-                if i:
-                    out(",")
-                _write_json(item, out)
-            out("]")
-        if kind is tuple:
-            out("}")
-    elif kind is dict:
-        out("{")
-        for i, (key, item) in enumerate(value.items()):
-            if i:
-                out(",")
-            out(json.dumps(key))
-            out(":")
-            _write_json(item, out)
-        out("}")
-    else:
-        raise UnsupportedError(f"{_type_name(value)} has no form in JSON")
-
-
-def from_json(text: Union[str, bytes]) -> Any:
-    """An encoded value of the form of common.json. LayoutError where it is not one."""
-    try:
-        return json.loads(text, object_hook=_from_object)
-    except RecursionError:
-        raise LayoutError("a common value: containers in each other without end") from None
-    except (ValueError, TypeError, KeyError, struct.error) as error:
-        if isinstance(error, LayoutError):
-            raise
-        raise LayoutError(f"a common value that cannot be read: {error}") from None
-
-
-def _from_object(found: Dict[str, Any]) -> Any:
-    if len(found) > 2 or not any(key.startswith("$") for key in found):
-        return found
-    if len(found) == 1:
-        ((kind, payload),) = found.items()
-        if kind == "$tuple":
-            return tuple(payload)
-        if kind == "$bytes":
-            return bytes.fromhex(payload)
-        if kind == "$string":
-            return bytes.fromhex(payload).decode("utf-8", "surrogatepass")
-        if kind == "$dict":
-            return {key: item for key, item in payload}
-    if "$float" in found:
-        if found["$float"] == "nan":
-            return struct.unpack(">d", bytes.fromhex(found.get("bits", "7ff8000000000000")))[0]
-        return float(found["$float"])
-    raise LayoutError(f"a common value with {sorted(found)}: not known to this version")
-
-
 # ---- Names -----------------------------------------------------------------------------------
-
-
-def _type_name(value: Any) -> str:
-    kind = type(value)
-    if kind.__module__ == "builtins":
-        return kind.__qualname__
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _step_text(key: Any) -> str:
@@ -405,7 +117,7 @@ def _step_text(key: Any) -> str:
     if kind is str:
         return str(key)
     if kind is int:
-        return str(key) if _INT_MIN <= key <= _INT_MAX else hex(key)
+        return str(key) if INT_MIN <= key <= INT_MAX else hex(key)
     if key is None or kind is bool or kind is float:
         return repr(key)
     return to_json(encode(key))
@@ -427,7 +139,7 @@ def reversible(path: Path) -> str:
             if text[:1] in ("#", ":", ","):
                 text = f"%{ord(text[0]):02X}{text[1:]}"
             parts.append(text or "%")
-        elif type(key) is int and _INT_MIN <= key <= _INT_MAX:
+        elif type(key) is int and INT_MIN <= key <= INT_MAX:
             parts.append(f"#{key}")
         else:
             # No escape of text has a "~" behind its "%".
@@ -522,11 +234,11 @@ def _kind_of(value: Any) -> int:
     if kind is PerRank:
         return _PER_RANK
     torch = sys.modules.get("torch")
-    if kind in _NATIVE_SET or (torch is not None and kind is torch.Size):
+    if kind in NATIVE_SET or (torch is not None and kind is torch.Size):
         return _VALUE
     if is_tensor(value):
         return _TENSOR
-    return _VALUE if _encode_special(value) is not None else -1
+    return _VALUE if encode_special(value) is not None else -1
 
 
 def _whole_value(value: Any, kind: int) -> bool:
@@ -534,20 +246,20 @@ def _whole_value(value: Any, kind: int) -> bool:
     at any depth, and long dicts of plain values. Others are taken apart, so that each value has a
     name of its own."""
     if kind == _DICT or kind == _ODICT:
-        return len(value) > MAX_SPLIT_DICT and set(map(type, value.values())) <= _NATIVE_SET
+        return len(value) > MAX_SPLIT_DICT and set(map(type, value.values())) <= NATIVE_SET
     if not value:
         return True
     return _only_plain(value, 0)
 
 
 def _only_plain(value: Any, depth: int) -> bool:
-    if set(map(type, value)) <= _NATIVE_SET:
+    if set(map(type, value)) <= NATIVE_SET:
         return True
     if depth > MAX_DEPTH:
         return False
     for item in value:
         kind = type(item)
-        if kind in _NATIVE_SET:
+        if kind in NATIVE_SET:
             continue
         if kind is list or kind is tuple:
             if not _only_plain(item, depth + 1):
@@ -622,7 +334,7 @@ class _Walk:
         kind = _kind_of(value)
         if kind < 0:
             raise UnsupportedError(
-                f"{path_text(parent + ((step, key),))}: {_type_name(value)} cannot be stored; "
+                f"{path_text(parent + ((step, key),))}: {type_name(value)} cannot be stored; "
                 "nothing is pickled"
             )
         name = prefix + (key if type(key) is str else _step_text(key))
@@ -666,7 +378,7 @@ class _Walk:
         tensors = self.leaves[_TENSOR]
         for key, item in value.items():
             if type(key) is not str:
-                keys.append(_encode(key, path_text(path), 0, [1000]))
+                keys.append(encode(key, path_text(path)))
                 self._visit(item, path, prefix, _KEY, key)
                 continue
             keys.append(key)
@@ -692,7 +404,7 @@ def flatten(tree: Any, stored: Optional[Mapping[Path, str]] = None) -> Flat:
     """
     if type(tree) not in (dict, collections.OrderedDict, list, tuple):
         raise UnsupportedError(
-            f"a state dict of type {_type_name(tree)}: a dict, list or tuple was expected"
+            f"a state dict of type {type_name(tree)}: a dict, list or tuple was expected"
         )
     walk = _Walk()
     walk.root(tree)
@@ -797,7 +509,7 @@ def structure_entry(structure: Structure) -> Tuple[str, str]:
     that ranks with the same one store it once, and those with others do not disagree."""
     text = None
     if all(type(n) is str or _simple_node(n) for n in structure["nodes"]):
-        text = _plain_json(structure)
+        text = plain_json(structure)
     if text is None:
         text = to_json(structure)
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -807,7 +519,7 @@ def structure_entry(structure: Structure) -> Tuple[str, str]:
 def _simple_node(node: Any) -> bool:
     """Whether JSON has all of it."""
     more = node[1]
-    return type(more) is not list or set(map(type, more)) <= _SIMPLE_SET
+    return type(more) is not list or set(map(type, more)) <= SIMPLE_SET
 
 
 def structure_names(names: Iterable[str]) -> List[str]:

@@ -11,8 +11,9 @@ import unittest
 
 from support import needs, scaled, seeded
 
-from tensormount import _tree
-from tensormount._tree import PerRank, flatten, from_json, to_json, unflatten
+from tensormount import _tree, _values
+from tensormount._tree import PerRank, flatten, unflatten
+from tensormount._values import from_json, to_json
 from tensormount.errors import LayoutError, UnsupportedError
 
 
@@ -339,7 +340,7 @@ class Hostile(unittest.TestCase):
         for value in ({"int": 3}, {"a": 1, "b": 1}, {"complex": [1]}, {"numpy": ["nope", 1]}, {"torch.dtype": "nn"}, {"os.system": "true"}, {"dict": [[[], 1]]}, {}):
             with self.subTest(value=value):
                 with self.assertRaises((LayoutError, UnsupportedError)):
-                    _tree.decode(value)
+                    _values.decode(value)
 
     def test_what_is_not_stored_is_named(self):
         flat = flatten({"a": {"w": Leaf()}, "x": 1})
