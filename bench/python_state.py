@@ -38,9 +38,10 @@ class Ways:
         self.kind = kind
         self.tensors = tensors
         self.nested = {"model": tensors, "step": 1000}
+        self.items = list(tensors.items())
         self.cache = _shards.LayoutCache()
-        self.cache.get(tensors)
-        self.cache.get(tensors, _shards.LOAD)
+        self.cache.get(self.items)
+        self.cache.get(self.items, _shards.LOAD)
 
     def floor(self):
         if self.kind == "torch":
@@ -49,13 +50,13 @@ class Ways:
             array.array("Q", [t.__array_interface__["data"][0] for t in self.tensors.values()])
 
     def first_layout(self):
-        _shards.LayoutCache().get(self.tensors)
+        _shards.LayoutCache().get(self.items)
 
     def known_layout(self):
-        assert self.cache.get(self.tensors)[2]
+        assert self.cache.get(self.items)[2]
 
     def known_layout_of_a_load(self):
-        assert self.cache.get(self.tensors, _shards.LOAD)[2]
+        assert self.cache.get(self.items, _shards.LOAD)[2]
 
     def flatten_flat(self):
         assert _tree.flatten(self.tensors).structure is None

@@ -12,7 +12,7 @@ import array
 import collections
 import struct
 import sys
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from .errors import LayoutError, UnsupportedError
 
@@ -349,8 +349,6 @@ def _torch_shard(
     address = local.address
     if address and any(local_begin):
         address += local.itemsize * sum(b * s for b, s in zip(local_begin, local.strides))
-    if 0 in extent:
-        address, strides = 0, None
     if local.dtype == _F4:
         # Two elements a byte of the last axis, which has no gaps.
         global_shape = global_shape[:-1] + (2 * global_shape[-1],)
@@ -736,23 +734,23 @@ class LayoutCache:
 
     def get(
         self,
-        tensors: Mapping[str, Any],
+        items: Sequence[Tuple[str, Any]],
         purpose: str = SAVE,
         world_size: Optional[int] = None,
     ) -> Tuple[Layout, array.array[int], bool]:
-        """The layout of `Flat.tensors`, the addresses of its shards, and whether it was known.
+        """The layout of `Flat.items()`, the addresses of its shards, and whether it was known.
         Errors as of `Layout`. The leaves must live until the save or load has ended."""
         if world_size is None and "torch.distributed" in sys.modules:
             world_size = _world_size()
-        name = (purpose, world_size, tuple(tensors))
-        leaves = list(tensors.values())
+        name = (purpose, world_size, tuple([key for key, _ in items]))
+        leaves = [leaf for _, leaf in items]
         layout = self._layouts.get(name)
         if layout is not None:
             addresses = layout.addresses(leaves)
             if addresses is not None:
                 self._layouts.move_to_end(name)
                 return layout, addresses, True
-        layout = Layout(list(tensors.items()), purpose, world_size)
+        layout = Layout(items, purpose, world_size)
         self._layouts[name] = layout
         self._layouts.move_to_end(name)
         while len(self._layouts) > self._capacity:

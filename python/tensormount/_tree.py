@@ -25,23 +25,20 @@ from typing import (
     Sequence,
     Set,
     Tuple,
-    Union,
 )
 
 from ._values import (
-    _INT_MAX,
-    _INT_MIN,
-    _NATIVE_SET,
-    _SIMPLE_SET,
+    INT_MAX,
+    INT_MIN,
     MAX_VALUES,
-    _encode,
-    _encode_special,
-    _plain_json,
-    _type_name,
-    decode as decode,
-    encode as encode,
-    from_json as from_json,
-    to_json as to_json,
+    NATIVE_SET,
+    SIMPLE_SET,
+    decode,
+    encode,
+    encode_special,
+    plain_json,
+    to_json,
+    type_name,
 )
 from .errors import LayoutError, UnsupportedError
 
@@ -86,7 +83,8 @@ class PerRank:
 class Flat(NamedTuple):
     """A state dict, taken apart.
 
-    `tensors`: leaves by key, each once. `common` and `rank_common`: encoded values by name (see
+    `tensors`: leaves by key, each once. `again`: further leaves for a key, where a request has two
+    tensors for what was saved as one. `common` and `rank_common`: encoded values by name (see
     `encode`). `structure`: None where the keys say all of it.
     """
 
@@ -94,6 +92,11 @@ class Flat(NamedTuple):
     common: Dict[str, Any]
     rank_common: Dict[str, Any]
     structure: Optional[Structure]
+    again: Tuple[Tuple[str, Any], ...] = ()
+
+    def items(self) -> List[Tuple[str, Any]]:
+        """All that has to be described: key and leaf."""
+        return [*self.tensors.items(), *self.again]
 
     def json_texts(self) -> Tuple[Dict[str, str], Dict[str, str]]:
         """What goes into the checkpoint: common values and those of this rank, JSON by name."""
@@ -114,7 +117,7 @@ def _step_text(key: Any) -> str:
     if kind is str:
         return str(key)
     if kind is int:
-        return str(key) if _INT_MIN <= key <= _INT_MAX else hex(key)
+        return str(key) if INT_MIN <= key <= INT_MAX else hex(key)
     if key is None or kind is bool or kind is float:
         return repr(key)
     return to_json(encode(key))
@@ -136,7 +139,7 @@ def reversible(path: Path) -> str:
             if text[:1] in ("#", ":", ","):
                 text = f"%{ord(text[0]):02X}{text[1:]}"
             parts.append(text or "%")
-        elif type(key) is int and _INT_MIN <= key <= _INT_MAX:
+        elif type(key) is int and INT_MIN <= key <= INT_MAX:
             parts.append(f"#{key}")
         else:
             # No escape of text has a "~" behind its "%".
@@ -231,11 +234,11 @@ def _kind_of(value: Any) -> int:
     if kind is PerRank:
         return _PER_RANK
     torch = sys.modules.get("torch")
-    if kind in _NATIVE_SET or (torch is not None and kind is torch.Size):
+    if kind in NATIVE_SET or (torch is not None and kind is torch.Size):
         return _VALUE
     if is_tensor(value):
         return _TENSOR
-    return _VALUE if _encode_special(value) is not None else -1
+    return _VALUE if encode_special(value) is not None else -1
 
 
 def _whole_value(value: Any, kind: int) -> bool:
@@ -243,20 +246,20 @@ def _whole_value(value: Any, kind: int) -> bool:
     at any depth, and long dicts of plain values. Others are taken apart, so that each value has a
     name of its own."""
     if kind == _DICT or kind == _ODICT:
-        return len(value) > MAX_SPLIT_DICT and set(map(type, value.values())) <= _NATIVE_SET
+        return len(value) > MAX_SPLIT_DICT and set(map(type, value.values())) <= NATIVE_SET
     if not value:
         return True
     return _only_plain(value, 0)
 
 
 def _only_plain(value: Any, depth: int) -> bool:
-    if set(map(type, value)) <= _NATIVE_SET:
+    if set(map(type, value)) <= NATIVE_SET:
         return True
     if depth > MAX_DEPTH:
         return False
     for item in value:
         kind = type(item)
-        if kind in _NATIVE_SET:
+        if kind in NATIVE_SET:
             continue
         if kind is list or kind is tuple:
             if not _only_plain(item, depth + 1):
@@ -331,7 +334,7 @@ class _Walk:
         kind = _kind_of(value)
         if kind < 0:
             raise UnsupportedError(
-                f"{path_text(parent + ((step, key),))}: {_type_name(value)} cannot be stored; "
+                f"{path_text(parent + ((step, key),))}: {type_name(value)} cannot be stored; "
                 "nothing is pickled"
             )
         name = prefix + (key if type(key) is str else _step_text(key))
@@ -375,7 +378,7 @@ class _Walk:
         tensors = self.leaves[_TENSOR]
         for key, item in value.items():
             if type(key) is not str:
-                keys.append(_encode(key, path_text(path), 0, [1000]))
+                keys.append(encode(key, path_text(path)))
                 self._visit(item, path, prefix, _KEY, key)
                 continue
             keys.append(key)
@@ -401,15 +404,18 @@ def flatten(tree: Any, stored: Optional[Mapping[Path, str]] = None) -> Flat:
     """
     if type(tree) not in (dict, collections.OrderedDict, list, tuple):
         raise UnsupportedError(
-            f"a state dict of type {_type_name(tree)}: a dict, list or tuple was expected"
+            f"a state dict of type {type_name(tree)}: a dict, list or tuple was expected"
         )
     walk = _Walk()
     walk.root(tree)
     tensors: Dict[str, Any] = {}
     found = walk.leaves[_TENSOR]
     keys = _tied(found.values, _names_of(found, False, stored))
+    again = []
     for key, leaf in zip(keys, found.values):
-        tensors.setdefault(key, leaf)
+        first = tensors.setdefault(key, leaf)
+        if first is not leaf and identity(first) != identity(leaf):
+            again.append((key, leaf))
     special = _set_leaves(walk.nodes, found, keys, "tensor")
     values: List[Dict[str, Any]] = []
     for kind, word in ((_VALUE, "value"), (_PER_RANK, "rank")):
@@ -424,10 +430,11 @@ def flatten(tree: Any, stored: Optional[Mapping[Path, str]] = None) -> Flat:
         )
     flat = type(tree) is dict and len(found.values) == len(tree) == len(walk.nodes) - 1
     if flat and not special and all(type(key) is str for key in tree):
-        return Flat(tensors, values[0], values[1], None)
+        return Flat(tensors, values[0], values[1], None, tuple(again))
     if _node_values(walk.nodes) > MAX_VALUES - 4:
         raise LayoutError(f"a state dict of {len(walk.nodes)} containers and leaves")
-    return Flat(tensors, values[0], values[1], {"version": 1, "nodes": walk.nodes})
+    structure = {"version": 1, "nodes": walk.nodes}
+    return Flat(tensors, values[0], values[1], structure, tuple(again))
 
 
 def _node_values(nodes: Sequence[Any]) -> int:
@@ -454,7 +461,7 @@ def _memory_of(leaf: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(leaf, torch.Tensor):
             local = leaf if type(leaf) is torch.Tensor else getattr(leaf, "_local_tensor", leaf)
-            return local.data_ptr() or local.untyped_storage()._cdata
+            return local.data_ptr()
         if hasattr(leaf, "__array_interface__") and leaf.size:
             return leaf.__array_interface__["data"][0]
     except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
@@ -502,7 +509,7 @@ def structure_entry(structure: Structure) -> Tuple[str, str]:
     that ranks with the same one store it once, and those with others do not disagree."""
     text = None
     if all(type(n) is str or _simple_node(n) for n in structure["nodes"]):
-        text = _plain_json(structure)
+        text = plain_json(structure)
     if text is None:
         text = to_json(structure)
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -512,7 +519,7 @@ def structure_entry(structure: Structure) -> Tuple[str, str]:
 def _simple_node(node: Any) -> bool:
     """Whether JSON has all of it."""
     more = node[1]
-    return type(more) is not list or set(map(type, more)) <= _SIMPLE_SET
+    return type(more) is not list or set(map(type, more)) <= SIMPLE_SET
 
 
 def structure_names(names: Iterable[str]) -> List[str]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain values in the form of common.json (docs/format.md), and those that it lacks in that of
-docs/python.md, "Encoded values". Nothing is pickled."""
+"""Plain values of a state dict in the form that is stored, and its JSON (docs/python.md, "Encoded
+values"; docs/format.md, "common.json")."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from .errors import LayoutError, UnsupportedError
 # Of a common value, docs/format.md, "Limits".
 MAX_VALUES = 1 << 22
 MAX_VALUE_DEPTH = 60  # 64, less what a tag puts around a value.
+MAX_DEPTH = 64  # As messages say it.
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
     kind = type(value)
     if kind.__module__ == "builtins":
         return kind.__qualname__
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+# ---- Plain values ----------------------------------------------------------------------------
+
 _NATIVE = (bool, int, float, str, bytes, type(None))
-_NATIVE_SET = frozenset(_NATIVE)
-_SIMPLE_SET = frozenset((bool, int, float, str, type(None)))
-_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
+NATIVE_SET = frozenset(_NATIVE)
+SIMPLE_SET = frozenset((bool, int, float, str, type(None)))
+INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
 
 
-def _encode_special(value: Any) -> Optional[Dict[str, Any]]:
+def encode_special(value: Any) -> Optional[Dict[str, Any]]:
     """A value of a type that the form does not have, as an object of one key; None where the type
     is not known."""
     kind = type(value)
@@ -99,11 +102,6 @@ def _decode_numpy(name: str, payload: Any) -> Any:
     return dtype.type(payload)
 
 
-def is_plain(value: Any) -> bool:
-    """Whether `value` itself (not what a container holds) is a value that can be stored."""
-    return type(value) in _NATIVE_SET or _encode_special(value) is not None
-
-
 def encode(value: Any, where: str = "") -> Any:
     """A plain value in the form that is stored: what common values have themselves (None, bool,
     integers of 64 bits, floats, text, bytes, lists, tuples) is itself; anything else is a dict of
@@ -119,15 +117,15 @@ def _encode(value: Any, where: str, depth: int, room: List[int]) -> Any:
     room[0] -= 1
     if kind is int:
         # In hexadecimal: Python refuses to read decimal numbers of many digits.
-        return value if _INT_MIN <= value <= _INT_MAX else {"int": hex(value)}
-    if kind in _NATIVE_SET:
+        return value if INT_MIN <= value <= INT_MAX else {"int": hex(value)}
+    if kind in NATIVE_SET:
         return value
     if depth >= MAX_VALUE_DEPTH:
         raise LayoutError(f"{where}: containers more than {MAX_DEPTH} deep, or a cycle")
     if kind is list or kind is tuple:
         if len(value) > room[0]:
             raise LayoutError(f"{where}: more than {MAX_VALUES} values; an array holds more")
-        if not set(map(type, value)) <= _SIMPLE_SET or not _ints_fit(value):
+        if not set(map(type, value)) <= SIMPLE_SET or not _ints_fit(value):
             return kind([_encode(item, where, depth + 1, room) for item in value])
         room[0] -= len(value)
         # A copy: the form must not change with the caller's list.
@@ -143,21 +141,21 @@ def _encode(value: Any, where: str, depth: int, room: List[int]) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and kind is torch.Size:
         return {"torch.Size": [int(n) for n in value]}
-    special = _encode_special(value)
+    special = encode_special(value)
     if special is None:
-        raise UnsupportedError(f"{where or 'a value'}: {_type_name(value)} cannot be stored")
+        raise UnsupportedError(f"{where or 'a value'}: {type_name(value)} cannot be stored")
     return special
 
 
 def _ints_fit(values: Sequence[Any]) -> bool:
     ints = [v for v in values if type(v) is int]
-    return not ints or (min(ints) >= _INT_MIN and max(ints) <= _INT_MAX)
+    return not ints or (min(ints) >= INT_MIN and max(ints) <= INT_MAX)
 
 
 def decode(value: Any) -> Any:
     """The other way. UnsupportedError: a kind that is not known, or whose package is missing."""
     if type(value) is list or type(value) is tuple:
-        if set(map(type, value)) <= _SIMPLE_SET:
+        if set(map(type, value)) <= SIMPLE_SET:
             return value
         return type(value)([decode(item) for item in value])
     if type(value) is not dict:
@@ -220,7 +218,7 @@ def to_json(value: Any) -> str:
     return "".join(out)
 
 
-def _plain_json(value: Any) -> Optional[str]:
+def plain_json(value: Any) -> Optional[str]:
     """By the C encoder; None where that would lose something."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -242,7 +240,7 @@ def _write_json(value: Any, out: Callable[[str], Any]) -> None:
         else:
             out(float.__repr__(value))
     elif kind is str:
-        text = _plain_json(value)
+        text = plain_json(value)
         if text is None:
             text = f'{{"$string":"{value.encode("utf-8", "surrogatepass").hex()}"}}'
         out(text)
@@ -252,8 +250,8 @@ def _write_json(value: Any, out: Callable[[str], Any]) -> None:
         if kind is tuple:
             out('{"$tuple":')
         text = None
-        if set(map(type, value)) <= _SIMPLE_SET:
-            text = _plain_json(value)
+        if set(map(type, value)) <= SIMPLE_SET:
+            text = plain_json(value)
         if text is not None:
             out(text)
         else:
@@ -275,7 +273,7 @@ def _write_json(value: Any, out: Callable[[str], Any]) -> None:
             _write_json(item, out)
         out("}")
     else:
-        raise UnsupportedError(f"{_type_name(value)} has no form in JSON")
+        raise UnsupportedError(f"{type_name(value)} has no form in JSON")
 
 
 def from_json(text: Union[str, bytes]) -> Any:

@@ -13,7 +13,7 @@ import unittest
 from support import needs, scaled, seeded
 
 from tensormount import _shards
-from tensormount._shards import LOAD, SAVE, VALIDATE, Layout, LayoutCache, check_destinations, describe, pack
+from tensormount._shards import LOAD, SAVE, VALIDATE, Layout, check_destinations, describe, pack
 from tensormount.errors import LayoutError, UnsupportedError
 
 SIZES = {number: bits // 8 for number, bits in _shards._BITS.items()}
@@ -183,6 +183,7 @@ class PyTorch(unittest.TestCase):
         self.check(torch.ones(2, 3, requires_grad=True) * 2)
         self.check(torch.ones(4, dtype=torch.bfloat16)[::2])
         self.assertIsNone(self.check(base[1:2]).strides)
+        self.assertIsNone(self.check(base.as_strided((1, 3), (7, 1))).strides)
 
     def test_float4_has_two_elements_a_byte(self):
         import torch
@@ -324,6 +325,18 @@ class DTensors(unittest.TestCase):
             (shard,) = describe("w", t)
             self.assertEqual((shard.global_shape, shard.begin, shard.extent, shard.strides), ((3, 8), (0, 4), (3, 4), None))
 
+    def test_a_local_tensor_that_is_on_its_way_is_waited_for(self):
+        import torch
+        from test_boxes import FakeRanks
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+        from torch.distributed.tensor import DTensor, Replicate
+
+        with FakeRanks(0) as fake:
+            t = DTensor.from_local(torch.ones(2), fake.mesh((1,)), [Replicate()], run_check=False)
+            t._local_tensor = AsyncCollectiveTensor(torch.arange(2.0))
+            (shard,) = describe("w", t)
+            self.assertEqual(memory(shard), torch_bytes(torch.arange(2.0)))
+
     def test_local_tensors_of_other_kinds_and_partial_sums(self):
         import torch
         from test_boxes import FakeRanks
@@ -384,6 +397,9 @@ class Jax(unittest.TestCase):
     def test_copies_within_a_process_are_said_once(self):
         _, a = self.array((4,), [((slice(None),), 2), ((slice(None),), 0)], fully_addressable=True)
         self.assertEqual([s.replica for s in describe("w", a)], [_shards.UNLABELLED])
+        for order in ((2, 0, 1), (0, 1, 2)):
+            _, a = self.array((4,), [((slice(None),), replica) for replica in order])
+            self.assertEqual([s.replica for s in describe("w", a)], [_shards.MAIN])
 
     def test_refused(self):
         _, a = self.array((4,), [((slice(None),), 0)])
@@ -415,12 +431,18 @@ class Destinations(unittest.TestCase):
         for views in ({"x": a, "y": a[7:]}, {"x": a[:5], "y": a[4:]}, {"x": a[:, :4], "y": a[:, 3:]}, {"x": a[::2], "y": a[4]}, {"x": a, "y": a}, {"x": a[::-1], "y": a[0, :1]}, {"x": a.T, "z": a[5]}, {"x": a.view(np.uint8)[0, 3:5], "y": a[0]}):
             with self.assertRaisesRegex(LayoutError, "tensors [xyz] and [xyz] share memory"):
                 self.loads(**views)
+        # Not with its neighbour in the order of memory.
+        with self.assertRaisesRegex(LayoutError, "tensors x and z share memory"):
+            self.loads(x=a[:, 0], y=a[1, 1:2], z=a[5, :1])
 
     def test_neighbours_and_interleaved_columns_are_fine(self):
         import numpy as np
 
         a = np.zeros((8, 6), np.float32)
-        for views in ({"x": a[:4], "y": a[4:]}, {"x": a[:, :4], "y": a[:, 4:]}, {"x": a[::2], "y": a[1::2]}, {"x": a[:0], "y": a}, {"x": a[:, 0], "y": a[:, 1], "z": a[:, :1:-1]}):
+        wide = np.zeros((3, 80000), np.int8)
+        self.loads(x=wide[:, :40000], y=wide[:, 40000:])
+        check_destinations(describe("x", a, VALIDATE) + describe("y", a, LOAD))
+        for views in ({"x": a[:4], "y": a[4:]}, {"x": a[:, :4], "y": a[:, 4:]}, {"x": a[::2], "y": a[1::2]}, {"x": a[:0], "y": a}, {"x": a[4:4, ::2], "y": a}, {"x": a[:, 0], "y": a[:, 1], "z": a[:, :1:-1]}):
             self.loads(**views)
 
     def test_against_every_byte(self):
@@ -482,13 +504,20 @@ class Packing(unittest.TestCase):
             pack(describe("a\0b", np.ones(1)))
 
 
+class Cache(_shards.LayoutCache):
+    """With a dict for what a cache is asked."""
+
+    def get(self, tensors, *rest):
+        return super().get(list(tensors.items()), *rest)
+
+
 @needs("torch", "numpy")
 class Layouts(unittest.TestCase):
     def test_the_second_save_has_new_addresses_of_a_known_layout(self):
         import numpy as np
         import torch
 
-        cache = LayoutCache()
+        cache = Cache()
         make = lambda: {"a": torch.ones(3, 4), "b": torch.ones(8)[::2], "c": np.ones(3), "d": torch.empty(0), "e": torch.nn.Parameter(torch.ones(2))}  # noqa: E731
         first, second = make(), make()
         layout, addresses, known = cache.get(first)
@@ -513,25 +542,28 @@ class Layouts(unittest.TestCase):
             "key": {"z": torch.ones(1)}, "storage": {"a": torch.ones(8, 4)[:4]},
         }.items():  # fmt: skip
             with self.subTest(name):
-                cache = LayoutCache()
+                cache = Cache()
                 cache.get(base)
                 self.assertFalse(cache.get({**base, **change})[2])
         for name, bad in {"meta": torch.ones(4, 4, device="meta"), "sparse": torch.eye(4).to_sparse(), "big-endian": np.ones((4, 4), ">f4")}.items():
             with self.subTest(name):
-                cache = LayoutCache()
+                cache = Cache()
                 cache.get(base)
                 with self.assertRaises(UnsupportedError):
                     cache.get({**base, "a": bad})
-        cache = LayoutCache()
+        cache = Cache()
         cache.get({"a": complex_one})
         with self.assertRaisesRegex(UnsupportedError, "conjugate"):
             cache.get({"a": complex_one.conj()})
+        cache.get({"a": complex_one.imag})
+        with self.assertRaisesRegex(UnsupportedError, "negative"):
+            cache.get({"a": complex_one.conj().imag})
 
     def test_freed_and_cut_storages_are_seen(self):
         import torch
 
         for size in (0, 16):
-            cache, t = LayoutCache(), torch.ones(8)
+            cache, t = Cache(), torch.ones(8)
             cache.get({"a": t})
             t.untyped_storage().resize_(size)
             with self.assertRaisesRegex(LayoutError, "storage has"):
@@ -540,7 +572,7 @@ class Layouts(unittest.TestCase):
     def test_purposes_are_apart_and_loads_look_for_overlap_each_time(self):
         import numpy as np
 
-        cache, a = LayoutCache(), np.zeros(8)
+        cache, a = Cache(), np.zeros(8)
         cache.get({"x": a[:4], "y": a[4:]}, LOAD)
         self.assertTrue(cache.get({"x": a[4:], "y": a[:4]}, LOAD)[2])
         with self.assertRaisesRegex(LayoutError, "x and y share memory"):
@@ -558,7 +590,7 @@ class Layouts(unittest.TestCase):
 
         with FakeRanks(1) as fake:
             make = lambda p: {"w": distribute_tensor(torch.arange(32.0).reshape(8, 4), fake.mesh((2,)), [p], src_data_rank=None)}  # noqa: E731
-            cache = LayoutCache()
+            cache = Cache()
             cache.get(make(_StridedShard(0, split_factor=2)))
             tensors = make(_StridedShard(0, split_factor=2))
             layout, addresses, known = cache.get(tensors)
@@ -573,7 +605,7 @@ class Layouts(unittest.TestCase):
     def test_only_some_layouts_are_kept(self):
         import numpy as np
 
-        cache = LayoutCache(capacity=2)
+        cache = Cache(capacity=2)
         for name in "abc":
             cache.get({name: np.ones(1)})
         self.assertTrue(cache.get({"c": np.ones(1)})[2])

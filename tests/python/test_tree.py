@@ -11,8 +11,9 @@ import unittest
 
 from support import needs, scaled, seeded
 
-from tensormount import _tree
-from tensormount._tree import PerRank, flatten, from_json, to_json, unflatten
+from tensormount import _tree, _values
+from tensormount._tree import PerRank, flatten, unflatten
+from tensormount._values import from_json, to_json
 from tensormount.errors import LayoutError, UnsupportedError
 
 
@@ -116,6 +117,13 @@ class Keys(unittest.TestCase):
         # Of tensors they are names like others.
         self.assertEqual(self.keys({"$content": Leaf()}), ["$content"])
 
+    def test_reversible_names_are_those_of_the_library(self):
+        for path, name in (
+            (((0, "opt"), (0, 7), (0, "exp.avg"), (1, 3)), "opt.#7.exp%2Eavg.:3"), (((0, "#7"),), "%237"), (((0, ":0"),), "%3A0"),
+            (((0, ",0"), (2, 0)), "%2C0.,0"), (((0, "a"), (0, "")), "a.%"), (((0, "a%2Eb"),), "a%252Eb"), (((0, None),), "%~null"), (((0, -7),), "#-7"),
+        ):  # fmt: skip
+            self.assertEqual(_tree.reversible(path), name)
+
     def test_random_trees(self):
         random, seed = seeded()
         words = ["a", "b", "a.b", "", "0", "1", "%2E", "a%2Eb", "#0", ":0", ",0", ".", "$x", "a/b", "%", "%~", "tensormount.tree"]
@@ -176,6 +184,9 @@ class Values(unittest.TestCase):
             for tree in ({"x": value}, {"x": [value]}, {"x": (value, 1)}, [value, Leaf()], {"x": PerRank(value)}):
                 with self.subTest(tree=repr(tree)[:80]):
                     self.assertTrue(same(round_trip(tree), tree))
+
+    def test_integers_over_64_bits_have_a_form_of_their_own(self):
+        self.assertEqual(flatten({"x": [1, 1 << 64], "y": -(1 << 63) - 1}).common, {"x": [1, {"int": "0x10000000000000000"}], "y": {"int": "-0x8000000000000001"}})
 
     def test_the_order_of_a_dict_comes_back(self):
         tree = {"z": 1, "a": 2, "m": {"y": 1, "b": 2}}
@@ -309,12 +320,12 @@ class Hostile(unittest.TestCase):
         dict_of = lambda keys: ["dict", keys]  # noqa: E731
         for nodes in (
             [], ["tensor", "tensor"], [dict_of(["a"])], [dict_of(["a", "a"]), "tensor", "tensor"], [["list", -1]], [["list", 10**12]],
-            [["list", True]], [["tensor", 3]], [["what", 1]], ["what"], [3], [None], [["dict", 3]], [dict_of([[1]]), "tensor"], [["dict"]],
+            [["list", True], "tensor"], [["list", 1.0], "tensor"], [["tensor", 3]], [["what", 1]], ["what"], [3], [None], [["dict", 3]], [dict_of([[1]]), "tensor"], [["dict"]],
             [dict_of([{"int": "x"}]), "tensor"], [dict_of([{"a": 1, "b": 2}]), "tensor"], [["list", 1]] * 100000,
         ):  # fmt: skip
             with self.subTest(nodes=repr(nodes)[:60]):
                 with self.assertRaises((LayoutError, UnsupportedError)):
-                    unflatten({"version": 1, "nodes": nodes}, {"": 1})
+                    unflatten({"version": 1, "nodes": nodes}, {}, missing=lambda kind, path, name: name)
         for structure in ({}, [], "x", {"version": 1}, {"version": 1, "nodes": 3}):
             with self.assertRaises(LayoutError):
                 unflatten(structure, {})
@@ -329,7 +340,7 @@ class Hostile(unittest.TestCase):
         for value in ({"int": 3}, {"a": 1, "b": 1}, {"complex": [1]}, {"numpy": ["nope", 1]}, {"torch.dtype": "nn"}, {"os.system": "true"}, {"dict": [[[], 1]]}, {}):
             with self.subTest(value=value):
                 with self.assertRaises((LayoutError, UnsupportedError)):
-                    _tree.decode(value)
+                    _values.decode(value)
 
     def test_what_is_not_stored_is_named(self):
         flat = flatten({"a": {"w": Leaf()}, "x": 1})
@@ -380,6 +391,14 @@ class Ties(unittest.TestCase):
         self.assertTrue(back["head"] is back["embed"] is back["nested"][0])
         self.assertTrue(same(back, tree))
 
+    def test_a_request_for_two_tensors_of_what_was_one_fills_both(self):
+        tied = Leaf()
+        names = _tree.stored_names([flatten({"head": tied, "embed": tied}).structure])
+        head, embed = Leaf(), Leaf()
+        request = flatten({"head": head, "embed": embed}, names)
+        self.assertEqual(request.items(), [("embed", head), ("embed", embed)])
+        self.assertEqual(flatten({"head": head, "embed": head}, names).items(), [("embed", head)])
+
     @needs("torch")
     def test_a_parameter_and_its_data_are_one(self):
         import torch
@@ -392,10 +411,11 @@ class Ties(unittest.TestCase):
         import torch
 
         base = torch.arange(12.0)
-        views = {"whole": base, "part": base[:6], "later": base[6:], "shaped": base.view(3, 4), "turned": base.view(3, 4).t(), "bits": base.view(torch.int32)}
+        views = {"whole": base, "part": base[:6], "later": base[6:], "shaped": base.view(3, 4), "turned": base.view(3, 4).t(), "bits": base.view(torch.int32), "square": base[:9].view(3, 3), "its turn": base[:9].view(3, 3).t()}
         self.assertEqual(len(flatten(views).tensors), len(views))
         complex_one = torch.ones(2, dtype=torch.complex64)
         self.assertEqual(len(flatten({"a": complex_one, "b": complex_one.conj()}).tensors), 2)
+        self.assertEqual(len(flatten({"a": complex_one.imag, "b": complex_one.conj().imag}).tensors), 2)
 
     @needs("torch")
     def test_tensors_without_memory_are_not_one(self):
