@@ -312,7 +312,7 @@ class Checkpoint:
         return _plain(self._values())
 
     def _values(self) -> dict[str, Any]:
-        """Common values by name, encoded (`_tree.decode`), the structures of state dicts among
+        """Common values by name, encoded (`_values.decode`), the structures of state dicts among
         them."""
         value = self._json(self._lib.tm_checkpoint_common, None)
         return dict(value)
@@ -383,7 +383,7 @@ class Checkpoint:
         return self._list(self._opened(), self._lib.tm_checkpoint_warnings)
 
     def _json(self, function: Any, *arguments: Any) -> Any:
-        from tensormount._tree import from_json
+        from tensormount._values import from_json
 
         handle = self._opened()
         text = ctypes.c_void_p()
@@ -775,7 +775,8 @@ def _reopen(kind: type[Checkpoint], path: str, uuid: Optional[str]) -> Checkpoin
 
 def _plain(values: Any) -> dict[str, Any]:
     """Values as Python has them, without those that say how a state dict was built."""
-    from tensormount._tree import RESERVED, decode
+    from tensormount._tree import RESERVED
+    from tensormount._values import decode
 
     return {name: decode(value) for name, value in values.items() if not name.startswith(RESERVED)}
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional, Union
 
-from tensormount import _abi, _shards, _tree
+from tensormount import _abi, _shards, _tree, _values
 from tensormount._jobs import EventHook, Job, hook_of, milliseconds
 from tensormount._save import _choice, _group, _numbers, _verdict, texts
 from tensormount._state import State, cache_of, take_json, text
@@ -296,10 +296,10 @@ def _build(
         stored = _stored_names(asked, source)
         flat = _tree.flatten(asked.request, stored)
         asked.flat = flat
-        tensors = flat.tensors
+        items = flat.items()
         if key_map is not None:
-            tensors = _renamed(tensors, source, key_map, asked)
-        built.add_tensors(tensors, _shards.LOAD, cache_of(group), group.size)
+            items = _renamed(items, source, key_map, asked)
+        built.add_tensors(items, _shards.LOAD, cache_of(group), group.size)
     except Exception as error:
         built.fail(error)
         return built, error
@@ -328,11 +328,11 @@ def _stored_names(asked: _Asked, source: PathLike) -> Optional[dict[Any, str]]:
 
 
 def _renamed(
-    tensors: Mapping[str, Any],
+    items: Sequence[tuple[str, Any]],
     source: PathLike,
     key_map: Sequence[Mapping[str, str]],
     asked: _Asked,
-) -> dict[str, Any]:
+) -> list[tuple[str, Any]]:
     """The request under the names that are stored."""
     from tensormount._checkpoint import open as open_checkpoint
 
@@ -340,7 +340,7 @@ def _renamed(
         stored = checkpoint.keys()
         asked.stored_uuid = checkpoint.uuid
     of_new = {new: old for old, new in zip(stored, apply_key_map(key_map, stored)) if new}
-    return {of_new.get(key, key): leaf for key, leaf in tensors.items()}
+    return [(of_new.get(key, key), leaf) for key, leaf in items]
 
 
 def apply_key_map(rules: Sequence[Mapping[str, str]], keys: Sequence[str]) -> list[str]:
@@ -426,27 +426,43 @@ def _loaded(lib: Any, address: int, asked: _Asked) -> Loaded:
     values = take_json(lib.tm_load_report_common, address, None) or {}
     ranks = _rank_values(lib, address, asked.group.rank)
     found.metadata = {
-        name: _tree.decode(value)
+        name: _values.decode(value)
         for name, value in (take_json(lib.tm_load_report_metadata, address) or {}).items()
     }
     found.common = {
-        name: _tree.decode(value)
+        name: _values.decode(value)
         for name, value in values.items()
         if not name.startswith(_tree.RESERVED)
     }
     found.rank_common = {
         asked.group.rank: {
-            name: _tree.decode(value)
+            name: _values.decode(value)
             for name, value in ranks.items()
             if not name.startswith(_tree.RESERVED)
         }
     }
+    _written(asked.flat)
     found.kept = []
     found.state = _tree.refill(asked.request, _stored_state(values, ranks), found.kept)
     _put_back(asked.request, found.state)
     if type(asked.request) is type(found.state) and isinstance(asked.request, (dict, list)):
         found.state = asked.request
     return found
+
+
+def _written(flat: Optional[_tree.Flat]) -> None:
+    """Tells autograd of PyTorch that tensors have other values now: a graph that kept an old one
+    must not be used any more."""
+    import sys
+
+    torch = sys.modules.get("torch")
+    if torch is None or flat is None:
+        return
+    for _, leaf in flat.items():
+        if isinstance(leaf, torch.Tensor):
+            local = getattr(leaf, "_local_tensor", leaf)
+            if not local.is_inference():
+                torch.autograd.graph.increment_version(local)
 
 
 def _object(lib: Any, address: int, key: str, index: tuple[int, ...]) -> bytes:
@@ -475,7 +491,7 @@ def _stored_state(values: Mapping[str, Any], ranks: Mapping[str, Any]) -> Any:
     names = _tree.structure_names(values)
     if not names:
         return {
-            name: _tree.decode(value)
+            name: _values.decode(value)
             for name, value in values.items()
             if not name.startswith(_tree.RESERVED)
         }

@@ -255,7 +255,7 @@ def build(
     built = State()
     try:
         flat = _tree.flatten(state)
-        built.add_tensors(flat.tensors, purpose, cache_of(group), group.size)
+        built.add_tensors(flat.items(), purpose, cache_of(group), group.size)
         if purpose == _shards.SAVE:
             built.set_values(*flat.json_texts())
             for key, data in (objects or {}).items():

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
-from tensormount import _abi, _shards, _tree
+from tensormount import _abi, _shards, _values
 from tensormount.errors import CLASSES, Error, InvalidArgumentError
 
 _INTERNAL = 15  # TM_INTERNAL
@@ -36,20 +36,24 @@ class State:
     # ---- Tensors -----------------------------------------------------------------------------
 
     def add_tensors(
-        self, tensors: Mapping[str, Any], purpose: str, cache: _shards.LayoutCache, world_size: int
+        self,
+        items: Sequence[tuple[str, Any]],
+        purpose: str,
+        cache: _shards.LayoutCache,
+        world_size: int,
     ) -> bool:
-        """Tensors by key. Whether their layout was known from an earlier call.
+        """Keys and tensors. Whether their layout was known from an earlier call.
 
         The tensors, or what was made of them, are in `held`.
         """
-        layout, addresses, known = cache.get(tensors, purpose, world_size)
+        layout, addresses, known = cache.get(items, purpose, world_size)
         if layout.handle is None:
             layout.handle = _layout(layout.keys, layout.words, layout.count)
         pointer, count = addresses.buffer_info()
         self.check(
             self._lib.tm_state_add_layout(self.address, layout.handle.address, pointer, count)
         )
-        self.held += [addresses, layout, list(tensors.values())]
+        self.held += [addresses, layout, items]
         return known
 
     def add_shards(self, shards: Iterable[_shards.Shard]) -> None:
@@ -96,7 +100,9 @@ class State:
             self.check(self._lib.tm_state_set_rank_common(self.address, text(name), json.encode()))
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        json = _tree.to_json(_tree.encode(dict(metadata), "metadata"))
+        json = _values.to_json(
+            {name: _values.encode(value, name) for name, value in metadata.items()}
+        )
         self.check(self._lib.tm_state_set_metadata(self.address, json.encode()))
 
     # ---- Failure -----------------------------------------------------------------------------
@@ -151,10 +157,10 @@ def cache_of(group: Any) -> _shards.LayoutCache:
 
 
 def take_json(function: Any, *arguments: Any) -> Optional[Any]:
-    """A value that the library gives as JSON, as `_tree.decode` wants it."""
+    """A value that the library gives as JSON, as `_values.decode` wants it."""
     out = ctypes.c_void_p()
     size = ctypes.c_size_t()
     status = function(*arguments, ctypes.addressof(out), ctypes.addressof(size))
     if status:
         _abi.fail(status)
-    return _tree.from_json(_abi.take_bytes(out.value, size.value))
+    return _values.from_json(_abi.take_bytes(out.value, size.value))

@@ -35,7 +35,7 @@ def save_and_load(group, rank, size):
     state["mine"] = tm.PerRank({"rank": rank, "seed": rank * 11})
     state[f"only.{rank}"] = np.full(rank + 1, rank)
     first = tm.save(state, "S/all", group, rank_objects={"rng": b"%d" % rank})
-    again = tm.save(state, "S/again", group)
+    again = tm.save(state, "S/again", group, rank_objects={"rng": b"%d" % rank})
     assert again["plan_reused"] and not first["plan_reused"]
     uuids = {first["uuid"], tm.open("S/all").uuid}
     assert len(uuids) == 1, uuids

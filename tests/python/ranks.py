@@ -72,10 +72,10 @@ def main():
             call(group, rank, size, *json.loads(arguments))
     except Exception as error:
         print(f"RAISED {type(error).__name__}: {error}", flush=True)
-        if not isinstance(error, tm.Error):
+        if isinstance(error, AssertionError):
             import traceback
 
-            traceback.print_exc()
+            print(traceback.format_exc(), flush=True)
         sys.exit(3)
 
 

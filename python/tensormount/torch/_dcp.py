@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
-from tensormount import _abi, _dtypes, _load, _save, _shards, _tree
+from tensormount import _abi, _dtypes, _load, _save, _shards, _tree, _values
 from tensormount._group import Group
 from tensormount._state import State
 from tensormount.errors import InvalidArgumentError, KeyNotFoundError, LayoutError, UnsupportedError
@@ -224,7 +224,7 @@ class Writer(StorageWriter):
             if tuple(path) != (key,)
         } if isinstance(plan.planner_data, dict) else {}
         if mappings:
-            text = _tree.to_json(_tree.encode(mappings))
+            text = _values.to_json(_values.encode(mappings))
             digest = hashlib.sha256(text.encode()).hexdigest()[:32]
             built.set_values({f"{_MAPPINGS}.{digest}": text}, {})
 
@@ -289,7 +289,7 @@ class Reader(StorageReader):
         paths: dict[str, Any] = {key: (key,) for key in found}
         for name in sorted(values):
             if name.startswith(_MAPPINGS + "."):
-                for key, path in _tree.decode(values[name]).items():
+                for key, path in _values.decode(values[name]).items():
                     paths[key] = tuple(path)
         return Metadata(state_dict_metadata=found, planner_data=paths)
 
