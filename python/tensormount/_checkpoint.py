@@ -337,7 +337,7 @@ class Checkpoint:
         """All of it as the state dict that was saved, on this process: nested as it was, tied
         tensors tied, tuples tuples. Tensors are NumPy arrays; with `torch`, tensors of PyTorch.
 
-            >>> import tensormount as tm
+            >>> import numpy, tensormount as tm
             >>> state = {"model": {"a": numpy.arange(3)}, "betas": (0.9, 0.95)}
             >>> path = tm.save(state, "STORE/whole", replace=True)["path"]
             >>> with tm.open(path) as checkpoint:

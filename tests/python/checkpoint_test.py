@@ -12,7 +12,7 @@ import unittest
 
 import tensormount as tm
 from support import GOLDEN, Folder, run, write_safetensors
-from tensormount import _abi, _common, _index, errors
+from tensormount import _abi, _index, _load, _save, _store, _values, errors
 
 
 class Golden(unittest.TestCase):
@@ -297,18 +297,18 @@ class Index(unittest.TestCase):
             _index.plan(slice(None), ())
 
 
-class Common(unittest.TestCase):
+class Values(unittest.TestCase):
     def test_floats(self):
-        values = _common.parse(
+        values = _values.from_json(
             b'[{"$float":"inf"},{"$float":"-inf"},{"$float":"nan","bits":"7ff8000000000001"}]')
         self.assertEqual(values[:2], [math.inf, -math.inf])
         self.assertTrue(math.isnan(values[2]))
 
     def test_dicts_with_keys_that_json_lacks(self):
-        self.assertEqual(_common.parse(b'{"$dict":[[0,"a"],["$x",{"$tuple":[]}]]}'),
+        self.assertEqual(_values.from_json(b'{"$dict":[[0,"a"],["$x",{"$tuple":[]}]]}'),
                          {0: "a", "$x": ()})
-        with self.assertRaises(tm.UnsupportedError):
-            _common.parse(b'{"$later":1}')
+        with self.assertRaises(tm.LayoutError):
+            _values.from_json(b'{"$later":1}')
 
 
 class Examples(Folder):
@@ -325,7 +325,7 @@ class Examples(Folder):
             self.skipTest("no NumPy")
         write_safetensors("m.safetensors", {"w": ("F32", (16, 32), struct.pack("<512f", *range(512)))})
         run("import", "m.safetensors", "STORE/step-1", "--ranks", 2)
-        for one in (module, _common, tm):
+        for one in (module, _save, _load, _store, tm):
             result = doctest.testmod(one)
             self.assertEqual(result.failed, 0, one.__name__)
             self.assertGreater(result.attempted, 0)
