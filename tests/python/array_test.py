@@ -2,6 +2,8 @@
 """Tensors as arrays of NumPy and torch, beside the same arrays in memory: every dtype, random boxes."""
 
 import random
+import subprocess
+import sys
 import threading
 import unittest
 
@@ -142,6 +144,31 @@ class Arrays(Folder):
         while part.base is not None:
             part = part.base
         self.assertEqual(part.nbytes, 36)
+
+    def test_torch_and_bytes_need_no_ml_dtypes(self):
+        key = key_of("bf16", (7, 3))
+        code = f"""
+import sys
+sys.modules["ml_dtypes"] = None
+import tensormount as tm
+tensor = tm.open("STORE/step-1")[{key!r}]
+assert len(tensor.read_bytes()) == 42
+try:
+    tensor[0]
+    raise SystemExit("read without ml_dtypes")
+except tm.LibraryError as error:
+    assert "pip install ml_dtypes" in str(error), error
+if {torch is not None}:
+    assert tuple(tensor.torch(index=slice(2)).shape) == (2, 3)
+    sys.modules["numpy"] = None
+    assert tuple(tensor.torch().shape) == (7, 3)
+else:
+    try:
+        tensor.torch()
+    except tm.LibraryError as error:
+        assert "pip install torch" in str(error), error
+"""
+        subprocess.run([sys.executable, "-c", code], check=True)
 
     def test_rows(self):
         key = key_of("i32", (7, 3))

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installs the wheel into empty environments of every Python that is found, and uses it as a stranger.
 
-usage: wheel_test.py WHEEL [--python PYTHON]... [--with FOLDER]...
+usage: wheel_test.py WHEEL [--parts DIR] [--python PYTHON]... [--with FOLDER]...
 
+--parts: what it was made of; made again, it must have the same bytes.
 --python: these, instead of those that stand below ~/.pyenv/versions and on the PATH. --with: an
 environment whose packages (NumPy, ml_dtypes, torch) the Python tests may use, run in its Python; once
 for each.
@@ -181,6 +182,20 @@ assert len(copies) == 2, copies
 """
 
 
+# The part with MPI, from Python.
+MPI = """
+import ctypes
+from tensormount import _abi
+mpi, lib = _abi.mpi_library(), _abi.library()
+session, world = ctypes.c_void_p(), ctypes.c_void_p()
+assert mpi.tm_mpi_init(ctypes.addressof(session)) == 0, lib.tm_last_error()
+assert mpi.tm_mpi_world(session, ctypes.addressof(world)) == 0, lib.tm_last_error()
+print(lib.tm_communicator_size(world), flush=True)
+lib.tm_communicator_free(world)
+mpi.tm_mpi_free(session)
+"""
+
+
 def make_environment(python, folder, wheel):
     output(python, "-m", "venv", folder)
     begin = time.monotonic()
@@ -218,6 +233,9 @@ def command(folder, scratch):
         said = output("mpirun", "-n", "2", program, "import", "m.safetensors", "STORE/by-mpi",
                       cwd=scratch, env=mpirun, timeout=60)
         check("2 ranks" in said, said)
+        said = output("mpirun", "-n", "2", os.path.join(folder, "bin/python"), "-c", MPI, cwd=scratch,
+                      env=mpirun, timeout=60)
+        check(said.split() == ["2", "2"], said)
     # Without an MPI, as with another one: refused in words.
     hidden = mpi + ".hidden"
     if os.path.exists(mpi):
@@ -300,6 +318,7 @@ def python_tests(folder, other, scratch):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("wheel")
+    parser.add_argument("--parts")
     parser.add_argument("--python", action="append", default=[])
     parser.add_argument("--with", dest="others", action="append", default=[])
     arguments = parser.parse_args()
@@ -309,6 +328,15 @@ def main():
     contents(wheel)
     base = os.environ.get("TENSORMOUNT_TEST_TMPDIR")
     with tempfile.TemporaryDirectory(prefix="tensormount-wheel.", dir=base) as scratch:
+        if arguments.parts:
+            print("-- made again")
+            patchelf = os.path.join(ROOT, ".cache/venv/bin/patchelf")
+            output(sys.executable, os.path.join(ROOT, "packaging/wheel.py"), "--parts", arguments.parts,
+                   "--out", os.path.join(scratch, "again"), "--patchelf",
+                   patchelf if os.path.exists(patchelf) else "patchelf")
+            with open(wheel, "rb") as one, open(
+                    os.path.join(scratch, "again", os.path.basename(wheel)), "rb") as other:
+                check(one.read() == other.read(), "the same parts give other bytes")
         header = json.dumps({"w": {"dtype": "F32", "shape": [16, 32],
                                    "data_offsets": [0, len(VALUES)]}}).encode()
         with open(os.path.join(scratch, "m.safetensors"), "wb") as file:
