@@ -671,9 +671,9 @@ TM_EXPORT tm_status tm_validate(const tm_state* state, tm_communicator* communic
 // The command `tensormount`: parses, runs one subcommand, returns the exit status (docs/cli.md).
 // For a program that is nothing but it: sets how the process allocates, handles SIGBUS, and may
 // fork, block signals and write to the standard streams; so it is called once, from main, before
-// there are threads. In the library of the Python wheel, whose command is a program of one line. The
-// library of the Debian packages refuses in words, with exit status 2: its command needs no library,
-// which starts faster.
+// there are threads. In the library of the Python wheel, whose command is a program of one line.
+// The library of the Debian packages refuses in words, with exit status 2: its command needs no
+// library, which starts faster.
 TM_EXPORT int tm_main(int argc, char** argv);
 
 #ifdef __cplusplus

@@ -73,6 +73,8 @@ def contents(wheel):
         described = archive.read(f"{about}/METADATA").decode()
         check("Requires-Python: >=3.9\n" in described, "no Requires-Python")
         check("import tensormount as tm" in described, "METADATA does not describe it")
+    check("tensormount/lib/tensormount/mpi.so" in files
+          or "mpi" not in os.environ.get("TENSORMOUNT_REQUIRE", ""), "no part with MPI")
     python = {os.path.relpath(path, os.path.join(ROOT, "python"))
               for path in glob.glob(os.path.join(ROOT, "python/tensormount/**/*.py"), recursive=True)}
     expected = python | {"tensormount/py.typed", "tensormount/bin/tensormount",
@@ -100,7 +102,10 @@ def contents(wheel):
             check(f"{about}/licenses/{header}.copyright" in files, f"no licence of {header}")
         check("LGPL" in archive.read(next(n for n in files if "fuse3-3.copyright" in n)).decode(),
               "not the licence of libfuse")
+        # What the system calls the RocksDB that is bundled.
+        rocksdb = re.sub(r"-[0-9a-f]{8}", "", os.path.basename(libraries["rocksdb"]))
         check(b"Apache License" in archive.read(f"{about}/licenses/LICENSE"), "not our licence")
+    return rocksdb
 
 
 def dynamic_names(path, which):
@@ -172,7 +177,7 @@ def read():
         assert ck["w"].read_bytes() == open("values", "rb").read()
 if sys.argv[1] == "after":
     read()
-other = ctypes.CDLL("librocksdb.so.7.8", mode=ctypes.RTLD_GLOBAL)
+other = ctypes.CDLL(sys.argv[3], mode=ctypes.RTLD_GLOBAL)
 use(other)
 read()
 use(other)
@@ -325,7 +330,7 @@ def main():
     wheel = os.path.abspath(arguments.wheel)
 
     print("-- contents")
-    contents(wheel)
+    rocksdb = contents(wheel)
     base = os.environ.get("TENSORMOUNT_TEST_TMPDIR")
     with tempfile.TemporaryDirectory(prefix="tensormount-wheel.", dir=base) as scratch:
         if arguments.parts:
@@ -358,7 +363,7 @@ def main():
             output(mine, "-c", SMOKE, cwd=scratch, env=environment)
             for when in ("before", "after"):
                 output(mine, "-c", BESIDE, when, os.path.join(scratch, f"db-{number}-{when}"),
-                       cwd=scratch, env=environment)
+                       rocksdb, cwd=scratch, env=environment)
         check(first, "there is no Python from 3.9 on")
         print("-- the command")
         command(first, scratch)
