@@ -18,7 +18,8 @@ theirs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+# As that of typing, whose import would be most of ours; checkers know the name.
+TYPE_CHECKING = False
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,8 @@ _NAMES = {
 }
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from tensormount._abi import library_path as library_path, library_version as library_version
     from tensormount._checkpoint import Checkpoint as Checkpoint, Tensor as Tensor, open as open
     from tensormount.errors import (

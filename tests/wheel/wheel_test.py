@@ -138,6 +138,16 @@ def binaries(package):
                               "--undefined-only"):
         check("rocksdb" not in name, f"libtensormount.so takes {name} from whoever has it")
     check(os.path.getsize(paths[0]) < 16_384, "the stub is no stub")
+    # All that the C header declares, in the library or the part with MPI.
+    offered = set()
+    for path in paths:
+        if os.path.basename(path) in ("libtensormount.so", "mpi.so"):
+            offered |= dynamic_names(path, "--defined-only")
+    with open(os.path.join(ROOT, "include/tensormount/c.h"), encoding="utf-8") as file:
+        declared = set(re.findall(r"^TM_EXPORT [^\n(]*?\b(tm_\w+)\(", file.read(), re.MULTILINE))
+    if not any(path.endswith("/mpi.so") for path in paths):
+        declared = {name for name in declared if not name.startswith("tm_mpi_")}
+    check("tm_main" in declared and declared <= offered, f"not offered: {declared - offered}")
 
 
 # Run in the environment: open, list, read, refuse, nothing installed besides.
