@@ -123,7 +123,7 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
   // Stop() ends the session, and with it Wait below.
   std::thread watcher([&] {
     // Once whoever waited for the mount has read from it, what opening took and gave back is the
-    // kernel's again, and so is what is freed later (main.cc).
+    // kernel's again, and so is what is freed later (tm_main.cc).
     const timespec soon{.tv_sec = 0, .tv_nsec = 300'000'000};
     int signal = sigtimedwait(&signals, nullptr, &soon);
     mallopt(M_MMAP_THRESHOLD, 1 << 20);

@@ -249,7 +249,7 @@ def metadata(stated):
 Name: tensormount
 Version: {stated}
 Summary: Checkpoints of distributed training as a filesystem
-License: Apache-2.0
+License: Apache-2.0, and of bundled parts those that licenses/BUNDLED.txt names
 Classifier: License :: OSI Approved :: Apache Software License
 Classifier: Operating System :: POSIX :: Linux
 Classifier: Programming Language :: Python :: 3

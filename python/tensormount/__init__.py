@@ -18,7 +18,8 @@ theirs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+# As that of typing, whose import would be most of ours; checkers know the name.
+TYPE_CHECKING = False
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ _NAMES = {
     "mount": "_mount",
     "Box": "_boxes",
     "boxes": "_boxes",
+    "torch": "torch",  # Itself, a module.
     "library_path": "_abi",
     "library_version": "_abi",
     "AlreadyExistsError": "errors",
@@ -77,6 +79,8 @@ _NAMES = {
 }
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from tensormount import torch as torch
     from tensormount._abi import library_path as library_path, library_version as library_version
     from tensormount._boxes import Box as Box, boxes as boxes
@@ -131,21 +135,19 @@ if TYPE_CHECKING:
         UnsupportedIndexError as UnsupportedIndexError,
     )
 
-# `open` is not among the names of a star import: it would hide the builtin.
-__all__ = sorted(name for name in _NAMES if name != "open") + ["__version__"]
+# Not among the names of a star import: `open`, which would hide the builtin, and `torch`, which would
+# import PyTorch and hide it.
+__all__ = sorted(name for name in _NAMES if name not in ("open", "torch")) + ["__version__"]
 
 
 def __getattr__(name: str) -> Any:
     module = _NAMES.get(name)
-    if name == "torch":
-        from importlib import import_module
-
-        return import_module("tensormount.torch")
     if module is None:
         raise AttributeError(f"module 'tensormount' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module("tensormount." + module), name)
+    found = import_module("tensormount." + module)
+    value = found if module == name else getattr(found, name)
     globals()[name] = value  # The next look-up finds it without this function.
     return value
 

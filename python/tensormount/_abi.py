@@ -474,7 +474,15 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_key_map_apply": (_STATUS, [c_char_p, c_char_p, c_size_t, c_size_t, _P]),
 }
 
+_MPI_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "tm_mpi_init": (_STATUS, [_P]),
+    "tm_mpi_world": (_STATUS, [_P, _P]),
+    "tm_mpi_abandon": (None, [_P]),
+    "tm_mpi_free": (None, [_P]),
+}
+
 _library: Optional[Any] = None
+_mpi: Optional[Any] = None
 _path: Optional[str] = None
 _lock = threading.Lock()
 
@@ -534,6 +542,38 @@ def library_path() -> str:
     library()
     assert _path is not None
     return _path
+
+
+def mpi_library() -> Any:
+    """The part that has tm_mpi_*, opened: mpi.so of the wheel, or libtensormount_mpi.so beside the
+    library. LibraryError where it is not there, or this machine lacks the MPI that it was built with.
+    """
+    global _mpi
+    if _mpi is not None:
+        return _mpi
+    from tensormount.errors import LibraryError
+
+    folder = os.path.dirname(library_path())
+    for name in ("tensormount/mpi.so", "libtensormount_mpi.so"):
+        path = os.path.join(folder, name)
+        if not os.path.exists(path):
+            continue
+        with _lock:
+            try:
+                # The plug-ins of MPI look for the names of its library among the global ones.
+                opened: Any = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                raise LibraryError(
+                    f"MPI: {error}: install the MPI library that it was built with (Debian: the "
+                    "packages libopenmpi3 and openmpi-bin)", file=path
+                ) from None
+            for name, (result, arguments) in _MPI_FUNCTIONS.items():
+                function = getattr(opened, name)
+                function.restype = result
+                function.argtypes = arguments
+            _mpi = opened
+            return opened
+    raise LibraryError(f"MPI: beside {library_path()} there is no part with MPI")
 
 
 def library_version() -> str:

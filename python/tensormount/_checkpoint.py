@@ -207,10 +207,8 @@ class Checkpoint:
     def __contains__(self, key: object) -> bool:
         """Whether `checkpoint[key]` is there; also for layers of stacked tensors, which keys() does
         not list."""
-        if not isinstance(key, str):
-            return False
         try:
-            Tensor(self, key)
+            Tensor(self, key)  # type: ignore[arg-type]
         except KeyNotFoundError:
             return False
         return True
@@ -309,7 +307,10 @@ class Checkpoint:
     def common(self) -> dict[str, Any]:
         """What all ranks agreed on, as values of Python: {"iteration": 1000}. A new dict each
         time."""
-        return _plain(self._values())
+        from tensormount._tree import plain_values, structures_of
+
+        values = self._values()
+        return plain_values(values, structures_of(values))
 
     def _values(self) -> dict[str, Any]:
         """Common values by name, encoded (`_values.decode`), the structures of state dicts among
@@ -319,12 +320,15 @@ class Checkpoint:
 
     def rank_common(self, rank: int) -> dict[str, Any]:
         """What rank `rank` of the save set for itself; empty where it set nothing."""
-        return _plain(self._json(self._lib.tm_checkpoint_rank_common, rank, None))
+        from tensormount._tree import plain_values, structures_of
+
+        values = self._json(self._lib.tm_checkpoint_rank_common, rank, None)
+        return plain_values(values, structures_of(self._values()), "rank")
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What the application says about the checkpoint as a whole."""
-        return _plain(self._json(self._lib.tm_checkpoint_metadata))
+        return dict(self._json(self._lib.tm_checkpoint_metadata))
 
     def verify(self, *, quick: bool = False) -> dict[str, Any]:
         """Compares every byte that is stored with its hash; see `tensormount.verify`."""
@@ -355,7 +359,7 @@ class Checkpoint:
         values = self._values()
         names = _tree.structure_names(values)
         if not names:
-            rest = _plain(values)
+            rest = _tree.plain_values(values, [])
             return {**tensors, **{name: rest[name] for name in rest if name not in tensors}}
         trees = [
             _tree.unflatten(values[name], tensors, values, self._rank_values_of(name))
@@ -773,15 +777,7 @@ def _reopen(kind: type[Checkpoint], path: str, uuid: Optional[str]) -> Checkpoin
     return opened
 
 
-def _plain(values: Any) -> dict[str, Any]:
-    """Values as Python has them, without those that say how a state dict was built."""
-    from tensormount._tree import RESERVED
-    from tensormount._values import decode
-
-    return {name: decode(value) for name, value in values.items() if not name.startswith(RESERVED)}
-
-
-def _encode(key: str) -> bytes:
+def _encode(key: object) -> bytes:
     """A key as the library wants it: no NUL, which would end it early."""
     if not isinstance(key, str):
         raise KeyNotFoundError(f"{key!r}: keys are texts")

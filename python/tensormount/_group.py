@@ -274,7 +274,8 @@ class Group:
 
     @classmethod
     def mpi(cls) -> Group:
-        """The processes of an MPI job. UnsupportedError where the library has no MPI part."""
+        """The processes of an MPI job. LibraryError where the library has no part with MPI, or this
+        machine not the MPI that it was built with."""
         session = _MpiSession.get()
         out = ctypes.c_void_p()
         _check(session.lib.tm_mpi_world(session.address, ctypes.addressof(out)))
@@ -421,20 +422,7 @@ class _MpiSession:
     _one: Optional[_MpiSession] = None
 
     def __init__(self) -> None:
-        folder = os.path.dirname(_abi.library_path())
-        # Of the wheel, where it is a part of the command, too; of the Debian packages.
-        inside = os.path.join(folder, "tensormount", "mpi.so")
-        path = inside if os.path.exists(inside) else os.path.join(folder, "libtensormount_mpi.so")
-        try:
-            self.lib: Any = ctypes.CDLL(path)
-        except OSError as error:
-            raise UnsupportedError(f"MPI: {error}") from None
-        for name in ("tm_mpi_init", "tm_mpi_world"):
-            getattr(self.lib, name).restype = ctypes.c_int32
-        self.lib.tm_mpi_init.argtypes = [ctypes.c_void_p]
-        self.lib.tm_mpi_world.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        self.lib.tm_mpi_free.argtypes = [ctypes.c_void_p]
-        self.lib.tm_mpi_free.restype = None
+        self.lib = _abi.mpi_library()
         out = ctypes.c_void_p()
         _check(self.lib.tm_mpi_init(ctypes.addressof(out)))
         self.address = out.value

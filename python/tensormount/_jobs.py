@@ -139,7 +139,7 @@ class Job:
         descriptor = self._descriptor(self._fd_function)
         if descriptor is not None and not self._poll(0):
             came = loop.create_future()
-            loop.add_reader(descriptor, lambda: came.done() or came.set_result(None))
+            loop.add_reader(descriptor, _set, came)
             try:
                 await came
             except asyncio.CancelledError:
@@ -257,6 +257,11 @@ class Job:
 
     def _free_report(self, address: int) -> None:
         raise NotImplementedError
+
+
+def _set(future: Any) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _left(end: float) -> int:

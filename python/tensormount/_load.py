@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional, Union
 
-from tensormount import _abi, _shards, _tree, _values
+from tensormount import _abi, _shards, _tree
 from tensormount._jobs import EventHook, Job, hook_of, milliseconds
 from tensormount._save import _choice, _group, _numbers, _verdict, texts
 from tensormount._state import State, cache_of, take_json, text
@@ -425,22 +425,10 @@ def _loaded(lib: Any, address: int, asked: _Asked) -> Loaded:
     found.objects = {(key, index): _object(lib, address, key, index) for key, index in asked.objects}
     values = take_json(lib.tm_load_report_common, address, None) or {}
     ranks = _rank_values(lib, address, asked.group.rank)
-    found.metadata = {
-        name: _values.decode(value)
-        for name, value in (take_json(lib.tm_load_report_metadata, address) or {}).items()
-    }
-    found.common = {
-        name: _values.decode(value)
-        for name, value in values.items()
-        if not name.startswith(_tree.RESERVED)
-    }
-    found.rank_common = {
-        asked.group.rank: {
-            name: _values.decode(value)
-            for name, value in ranks.items()
-            if not name.startswith(_tree.RESERVED)
-        }
-    }
+    found.metadata = take_json(lib.tm_load_report_metadata, address) or {}
+    structures = _tree.structures_of(values)
+    found.common = _tree.plain_values(values, structures)
+    found.rank_common = {asked.group.rank: _tree.plain_values(ranks, structures, "rank")}
     _written(asked.flat)
     found.kept = []
     found.state = _tree.refill(asked.request, _stored_state(values, ranks), found.kept)
@@ -490,11 +478,7 @@ def _stored_state(values: Mapping[str, Any], ranks: Mapping[str, Any]) -> Any:
     """The plain values of the checkpoint where the state dict had them; tensors are only marks."""
     names = _tree.structure_names(values)
     if not names:
-        return {
-            name: _values.decode(value)
-            for name, value in values.items()
-            if not name.startswith(_tree.RESERVED)
-        }
+        return _tree.plain_values(values, [])
     own = ranks.get(_tree.TREE_NAME)
     chosen = f"{_tree.TREE_NAME}.{own}" if isinstance(own, str) else None
     # That of the same rank first, then whatever others had.

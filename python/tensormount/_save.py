@@ -143,7 +143,8 @@ def save(
     job, own = _start(
         "tm_save_in_place", state, path, group, options, objects, rank_objects, metadata
     )
-    return _verdict(job, own)
+    report: dict[str, Any] = _verdict(job, own)
+    return report
 
 
 def async_save(

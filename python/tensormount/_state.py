@@ -100,9 +100,7 @@ class State:
             self.check(self._lib.tm_state_set_rank_common(self.address, text(name), json.encode()))
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        json = _values.to_json(
-            {name: _values.encode(value, name) for name, value in metadata.items()}
-        )
+        json = _values.to_json(dict(metadata))
         self.check(self._lib.tm_state_set_metadata(self.address, json.encode()))
 
     # ---- Failure -----------------------------------------------------------------------------

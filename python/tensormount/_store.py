@@ -90,12 +90,13 @@ def verify(path: PathLike, *, quick: bool = False, threads: int = 0) -> dict[str
         struct_size=ctypes.sizeof(_abi.VerifyOptions), quick=int(quick), threads=threads
     )
     whole = ctypes.c_int32()
-    return _background(
+    found: dict[str, Any] = _background(
         lambda: _json(
             "tm_verify", os.fsencode(os.fspath(path)), ctypes.addressof(given),
             ctypes.addressof(whole),
         )
     )
+    return found
 
 
 def diff(
@@ -128,12 +129,13 @@ def diff(
     if key_map is not None:
         given.key_map = json.dumps([dict(rule) for rule in key_map]).encode()
     same = ctypes.c_int32()
-    return _background(
+    found: dict[str, Any] = _background(
         lambda: _json(
             "tm_diff", os.fsencode(os.fspath(first)), os.fsencode(os.fspath(second)),
             ctypes.addressof(given), ctypes.addressof(same),
         )
     )
+    return found
 
 
 def adopt(
@@ -156,12 +158,13 @@ def adopt(
     )
     if key_map is not None:
         given.key_map = json.dumps([dict(rule) for rule in key_map]).encode()
-    return _background(
+    found: dict[str, Any] = _background(
         lambda: _json(
             "tm_adopt", os.fsencode(os.fspath(source)), os.fsencode(os.fspath(path)),
             ctypes.addressof(given),
         )
     )
+    return found
 
 
 def wait_committed(

@@ -734,3 +734,25 @@ def _holds_tensor(value: Any) -> bool:
         else:
             pending.pop()
     return False
+
+
+def plain_values(
+    values: Mapping[str, Any], structures: Iterable[Structure], word: str = "value"
+) -> Dict[str, Any]:
+    """Common values (`word` "rank": those of a rank) as Python has them, without those that say how
+    a state dict was built. Only what a structure names is in the encoded form; the rest is of other
+    programs, and plain."""
+    listed = {
+        name for structure in structures for kind, _, name in structure_leaves(structure)
+        if kind == word
+    }
+    return {
+        name: decode(value) if name in listed else value
+        for name, value in values.items()
+        if not name.startswith(RESERVED)
+    }
+
+
+def structures_of(values: Mapping[str, Any]) -> List[Structure]:
+    """Those among common values."""
+    return [values[name] for name in structure_names(values)]

@@ -73,6 +73,10 @@ def main(library, path):
     assert text.value == b"1000", text.value
     tm.tm_free(text)
     tm.tm_checkpoint_close(checkpoint)
+
+    # The command is not in this library, and says so.
+    assert tm.tm_main(1, (ctypes.c_char_p * 2)(b"tensormount", None)) == 2
+    assert b"run the program tensormount" in tm.tm_last_error(), tm.tm_last_error()
     print("ctypes_test: the slice is right")
 
 

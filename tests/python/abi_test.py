@@ -53,7 +53,7 @@ class Abi(unittest.TestCase):
             self.assertEqual(flat, [field for field, *_ in _abi.STRUCTURES[name]._fields_], name)
 
     def test_functions_take_what_the_header_says(self):
-        for name, (_, arguments) in _abi._FUNCTIONS.items():
+        for name, (_, arguments) in {**_abi._FUNCTIONS, **_abi._MPI_FUNCTIONS}.items():
             found = re.search(r"\b%s\((.*?)\);" % name, DECLARED, re.DOTALL)
             self.assertIsNotNone(found, name)
             given = found[1].strip()

@@ -2,6 +2,8 @@
 """Tensors as arrays of NumPy and torch, beside the same arrays in memory: every dtype, random boxes."""
 
 import random
+import subprocess
+import sys
 import threading
 import unittest
 
@@ -19,6 +21,15 @@ try:
 except ImportError:
     torch = None
 
+# What NumPy and ml_dtypes call them, not read from the package.
+NAMED = {
+    "bool": np.bool_, "i8": np.int8, "u8": np.uint8, "i16": np.int16, "u16": np.uint16,
+    "i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64, "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64,
+    "f8_e4m3": ml_dtypes.float8_e4m3fn, "f8_e5m2": ml_dtypes.float8_e5m2,
+    "f8_e8m0": ml_dtypes.float8_e8m0fnu, "f8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "f8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz, "c64": np.complex64,
+}
 # By name of ours, that of safetensors. It has no complex128 (which npy below has).
 STORED = {row.name: row.name.upper() for row in _dtypes.all_dtypes() if row.name != "c128"}
 SHAPES = [(), (0,), (5,), (7, 3), (1, 4, 2), (6, 0, 2), (3, 4, 5, 2)]
@@ -77,7 +88,7 @@ class Arrays(Folder):
                 key = key_of(row.name, shape)
                 files[key] = (STORED[row.name], shape, data)
                 if row.bits >= 8:
-                    cls.expected[key] = np.frombuffer(data, _dtypes.numpy_dtype(row)).reshape(shape)
+                    cls.expected[key] = np.frombuffer(data, NAMED[row.name]).reshape(shape)
         write_safetensors("m.safetensors", files)
         cls.data = {key: data for key, (_, _, data) in files.items()}
         run("import", "m.safetensors", "STORE/step-1", "--ranks", 3, "--shard", "cols")
@@ -127,6 +138,37 @@ class Arrays(Folder):
         with checkpoint:
             tensor = checkpoint[checkpoint.keys()[0]]
             self.same(tensor[1:, ::2], expected[1:, ::2].copy(), "c128")
+
+    def test_a_step_keeps_no_more_in_memory_than_it_returns(self):
+        part = self.checkpoint[key_of("i32", (7, 3))][::3]
+        while part.base is not None:
+            part = part.base
+        self.assertEqual(part.nbytes, 36)
+
+    def test_torch_and_bytes_need_no_ml_dtypes(self):
+        key = key_of("bf16", (7, 3))
+        code = f"""
+import sys
+sys.modules["ml_dtypes"] = None
+import tensormount as tm
+tensor = tm.open("STORE/step-1")[{key!r}]
+assert len(tensor.read_bytes()) == 42
+try:
+    tensor[0]
+    raise SystemExit("read without ml_dtypes")
+except tm.LibraryError as error:
+    assert "pip install ml_dtypes" in str(error), error
+if {torch is not None}:
+    assert tuple(tensor.torch(index=slice(2)).shape) == (2, 3)
+    sys.modules["numpy"] = None
+    assert tuple(tensor.torch().shape) == (7, 3)
+else:
+    try:
+        tensor.torch()
+    except tm.LibraryError as error:
+        assert "pip install torch" in str(error), error
+"""
+        subprocess.run([sys.executable, "-c", code], check=True)
 
     def test_rows(self):
         key = key_of("i32", (7, 3))

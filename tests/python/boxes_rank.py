@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""One of four gloo ranks of test_boxes.py: scatters tensors over meshes, compares its parts with their boxes."""
+"""One of four gloo ranks of boxes_test.py: scatters tensors over meshes, compares its parts with their boxes."""
 
 import torch
 import torch.distributed as dist
-from test_boxes import put_together
+from boxes_test import put_together
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard

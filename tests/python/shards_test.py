@@ -276,7 +276,7 @@ class PyTorch(unittest.TestCase):
 class DTensors(unittest.TestCase):
     def test_several_boxes_of_one_local_tensor(self):
         import torch
-        from test_boxes import FakeRanks
+        from boxes_test import FakeRanks
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
         from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -294,7 +294,7 @@ class DTensors(unittest.TestCase):
 
     def test_replicas_are_labelled_only_where_the_mesh_has_all_ranks(self):
         import torch
-        from test_boxes import FakeRanks
+        from boxes_test import FakeRanks
         from torch.distributed.tensor import Replicate, distribute_tensor
 
         with FakeRanks(0) as fake:
@@ -306,7 +306,7 @@ class DTensors(unittest.TestCase):
 
     def test_a_rank_outside_of_the_mesh_has_nothing_and_an_empty_part_is_known(self):
         import torch
-        from test_boxes import FakeRanks
+        from boxes_test import FakeRanks
         from torch.distributed.tensor import Shard, distribute_tensor
 
         with FakeRanks(3) as fake:
@@ -316,7 +316,7 @@ class DTensors(unittest.TestCase):
 
     def test_float4_sharded_along_its_last_axis(self):
         import torch
-        from test_boxes import FakeRanks
+        from boxes_test import FakeRanks
         from torch.distributed.tensor import DTensor, Shard
 
         with FakeRanks(1) as fake:
@@ -327,7 +327,7 @@ class DTensors(unittest.TestCase):
 
     def test_a_local_tensor_that_is_on_its_way_is_waited_for(self):
         import torch
-        from test_boxes import FakeRanks
+        from boxes_test import FakeRanks
         from torch.distributed._functional_collectives import AsyncCollectiveTensor
         from torch.distributed.tensor import DTensor, Replicate
 
@@ -339,7 +339,7 @@ class DTensors(unittest.TestCase):
 
     def test_local_tensors_of_other_kinds_and_partial_sums(self):
         import torch
-        from test_boxes import FakeRanks
+        from boxes_test import FakeRanks
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         class Tagged(torch.Tensor):
@@ -584,7 +584,7 @@ class Layouts(unittest.TestCase):
 
     def test_dtensors(self):
         import torch
-        from test_boxes import FakeRanks
+        from boxes_test import FakeRanks
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
         from torch.distributed.tensor.placement_types import _StridedShard
 

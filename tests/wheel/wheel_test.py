@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installs the wheel into empty environments of every Python that is found, and uses it as a stranger.
 
-usage: wheel_test.py WHEEL [--python PYTHON]... [--with FOLDER]...
+usage: wheel_test.py WHEEL [--parts DIR] [--python PYTHON]... [--with FOLDER]...
 
+--parts: what it was made of; made again, it must have the same bytes.
 --python: these, instead of those that stand below ~/.pyenv/versions and on the PATH. --with: an
 environment whose packages (NumPy, ml_dtypes, torch) the Python tests may use, run in its Python; once
 for each.
@@ -72,6 +73,8 @@ def contents(wheel):
         described = archive.read(f"{about}/METADATA").decode()
         check("Requires-Python: >=3.9\n" in described, "no Requires-Python")
         check("import tensormount as tm" in described, "METADATA does not describe it")
+    check("tensormount/lib/tensormount/mpi.so" in files
+          or "mpi" not in os.environ.get("TENSORMOUNT_REQUIRE", ""), "no part with MPI")
     python = {os.path.relpath(path, os.path.join(ROOT, "python"))
               for path in glob.glob(os.path.join(ROOT, "python/tensormount/**/*.py"), recursive=True)}
     expected = python | {"tensormount/py.typed", "tensormount/bin/tensormount",
@@ -99,7 +102,10 @@ def contents(wheel):
             check(f"{about}/licenses/{header}.copyright" in files, f"no licence of {header}")
         check("LGPL" in archive.read(next(n for n in files if "fuse3-3.copyright" in n)).decode(),
               "not the licence of libfuse")
+        # What the system calls the RocksDB that is bundled.
+        rocksdb = re.sub(r"-[0-9a-f]{8}", "", os.path.basename(libraries["rocksdb"]))
         check(b"Apache License" in archive.read(f"{about}/licenses/LICENSE"), "not our licence")
+    return rocksdb
 
 
 def dynamic_names(path, which):
@@ -132,6 +138,16 @@ def binaries(package):
                               "--undefined-only"):
         check("rocksdb" not in name, f"libtensormount.so takes {name} from whoever has it")
     check(os.path.getsize(paths[0]) < 16_384, "the stub is no stub")
+    # All that the C header declares, in the library or the part with MPI.
+    offered = set()
+    for path in paths:
+        if os.path.basename(path) in ("libtensormount.so", "mpi.so"):
+            offered |= dynamic_names(path, "--defined-only")
+    with open(os.path.join(ROOT, "include/tensormount/c.h"), encoding="utf-8") as file:
+        declared = set(re.findall(r"^TM_EXPORT [^\n(]*?\b(tm_\w+)\(", file.read(), re.MULTILINE))
+    if not any(path.endswith("/mpi.so") for path in paths):
+        declared = {name for name in declared if not name.startswith("tm_mpi_")}
+    check("tm_main" in declared and declared <= offered, f"not offered: {declared - offered}")
 
 
 # Run in the environment: open, list, read, refuse, nothing installed besides.
@@ -171,13 +187,27 @@ def read():
         assert ck["w"].read_bytes() == open("values", "rb").read()
 if sys.argv[1] == "after":
     read()
-other = ctypes.CDLL("librocksdb.so.7.8", mode=ctypes.RTLD_GLOBAL)
+other = ctypes.CDLL(sys.argv[3], mode=ctypes.RTLD_GLOBAL)
 use(other)
 read()
 use(other)
 read()
 copies = {line.split()[-1] for line in open("/proc/self/maps") if "librocksdb" in line}
 assert len(copies) == 2, copies
+"""
+
+
+# The part with MPI, from Python.
+MPI = """
+import ctypes
+from tensormount import _abi
+mpi, lib = _abi.mpi_library(), _abi.library()
+session, world = ctypes.c_void_p(), ctypes.c_void_p()
+assert mpi.tm_mpi_init(ctypes.addressof(session)) == 0, lib.tm_last_error()
+assert mpi.tm_mpi_world(session, ctypes.addressof(world)) == 0, lib.tm_last_error()
+print(lib.tm_communicator_size(world), flush=True)
+lib.tm_communicator_free(world)
+mpi.tm_mpi_free(session)
 """
 
 
@@ -218,6 +248,9 @@ def command(folder, scratch):
         said = output("mpirun", "-n", "2", program, "import", "m.safetensors", "STORE/by-mpi",
                       cwd=scratch, env=mpirun, timeout=60)
         check("2 ranks" in said, said)
+        said = output("mpirun", "-n", "2", os.path.join(folder, "bin/python"), "-c", MPI, cwd=scratch,
+                      env=mpirun, timeout=60)
+        check(said.split() == ["2", "2"], said)
     # Without an MPI, as with another one: refused in words.
     hidden = mpi + ".hidden"
     if os.path.exists(mpi):
@@ -300,15 +333,25 @@ def python_tests(folder, other, scratch):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("wheel")
+    parser.add_argument("--parts")
     parser.add_argument("--python", action="append", default=[])
     parser.add_argument("--with", dest="others", action="append", default=[])
     arguments = parser.parse_args()
     wheel = os.path.abspath(arguments.wheel)
 
     print("-- contents")
-    contents(wheel)
+    rocksdb = contents(wheel)
     base = os.environ.get("TENSORMOUNT_TEST_TMPDIR")
     with tempfile.TemporaryDirectory(prefix="tensormount-wheel.", dir=base) as scratch:
+        if arguments.parts:
+            print("-- made again")
+            patchelf = os.path.join(ROOT, ".cache/venv/bin/patchelf")
+            output(sys.executable, os.path.join(ROOT, "packaging/wheel.py"), "--parts", arguments.parts,
+                   "--out", os.path.join(scratch, "again"), "--patchelf",
+                   patchelf if os.path.exists(patchelf) else "patchelf")
+            with open(wheel, "rb") as one, open(
+                    os.path.join(scratch, "again", os.path.basename(wheel)), "rb") as other:
+                check(one.read() == other.read(), "the same parts give other bytes")
         header = json.dumps({"w": {"dtype": "F32", "shape": [16, 32],
                                    "data_offsets": [0, len(VALUES)]}}).encode()
         with open(os.path.join(scratch, "m.safetensors"), "wb") as file:
@@ -330,7 +373,7 @@ def main():
             output(mine, "-c", SMOKE, cwd=scratch, env=environment)
             for when in ("before", "after"):
                 output(mine, "-c", BESIDE, when, os.path.join(scratch, f"db-{number}-{when}"),
-                       cwd=scratch, env=environment)
+                       rocksdb, cwd=scratch, env=environment)
         check(first, "there is no Python from 3.9 on")
         print("-- the command")
         command(first, scratch)

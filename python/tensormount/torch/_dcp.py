@@ -18,19 +18,15 @@ from collections.abc import Sequence
 from typing import Any, Optional, Union
 
 import torch
-from torch.distributed.checkpoint import (
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    DefaultLoadPlanner,
     Metadata,
-    StorageReader,
-    StorageWriter,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -39,6 +35,7 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
 from tensormount import _abi, _dtypes, _load, _save, _shards, _tree, _values

@@ -136,7 +136,8 @@ def rng_state() -> PerRank:
     except ImportError:
         pass
     else:
-        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+        state: Any = numpy.random.get_state()
+        kind, keys, position, has_gauss, gauss = state
         states["numpy"] = [kind, keys.tobytes(), int(position), int(has_gauss), float(gauss)]
     return PerRank(states)
 
