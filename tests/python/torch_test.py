@@ -267,7 +267,7 @@ def dcp_pairs(how):
         dist.barrier()
         for other, wanted in sorted(SHARDINGS.items()):
             into = {"model": {"w": sharded(wanted(), 0), "plain": torch.zeros(4, dtype=torch.int64)},
-                    "step": -1, "blob": None}
+                    "step": -1, "blob": {"any": None}}
             dcp.load(into, storage_reader=tm.torch.Reader(path))
             assert torch.equal(into["model"]["w"].full_tensor(), sharded([replicate()]).to_local()), (
                 name, other)

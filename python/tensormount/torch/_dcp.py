@@ -365,13 +365,13 @@ class Reader(StorageReader):
         """The bytes of a byte item; of a plain value of `tensormount.save`, what torch.save makes of
         it."""
         checkpoint = self._opened()
-        try:
-            return bytes(checkpoint.object(key))
-        except KeyNotFoundError:
-            pass
-        except InvalidArgumentError:
-            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-            return bytes(checkpoint.object(key, (rank,)))
+        if key in checkpoint.objects:
+            try:
+                return bytes(checkpoint.object(key))
+            except KeyNotFoundError:
+                # Each rank has its own (Writer(per_rank=...)).
+                rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+                return bytes(checkpoint.object(key, (rank,)))
         values = checkpoint.common
         if key not in values:
             raise KeyNotFoundError(f"no object {key}", key=key)
