@@ -60,6 +60,7 @@ PUBLIC_HEADERS = {
     "state_dict.h": "state",
     "tree.h": "state",
     "validate.h": "collective",
+    "tcp_group.h": "collective",
     "tensormount.h": "lib",
 }
 
