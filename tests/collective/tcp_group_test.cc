@@ -361,13 +361,18 @@ TEST(TcpGroupTest, OtherUsersAreRefusedAtTheUnixSocket) {
 }
 
 TEST(TcpGroupTest, WhoWaitsIsWokenByAMessageAndByAnotherThread) {
-  ASSERT_OK_AND_ASSIGN(TcpRanksHere ranks, MakeTcpRanks(2, OptionsFor(TcpWay::kIpv4)));
+  TcpOptions options = OptionsFor(TcpWay::kIpv4);
+  options.keep_alive = milliseconds(0);  // Which would wake it, too.
+  ASSERT_OK_AND_ASSIGN(TcpRanksHere ranks, MakeTcpRanks(2, options));
   ASSERT_OK(OnTcpThreads(ranks, [](Communicator& comm) { return GatherOnce(comm, "x"); }));
   Communicator& receiver = *ranks.comms[1];
   EXPECT_TRUE(receiver.HearsChanges());
   constexpr int kMessages = 200;
+  std::atomic<int> received{0};
   std::thread sender([&] {
     for (int i = 0; i < kMessages; ++i) {
+      // One at a time: the next one would wake who missed this.
+      while (received < i) std::this_thread::yield();
       std::string text(10, static_cast<char>('a' + i % 26));
       const auto sent = ranks.comms[0]->Send(1, 1, TcpView(text));
       ASSERT_TRUE(sent.ok());
@@ -392,6 +397,7 @@ TEST(TcpGroupTest, WhoWaitsIsWokenByAMessageAndByAnotherThread) {
       receiver.WaitForChange(seen, seconds(120));
     }
     EXPECT_EQ(text, std::string(10, static_cast<char>('a' + i % 26)));
+    ++received;
   }
   sender.join();
   stop = true;
