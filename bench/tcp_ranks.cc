@@ -2,6 +2,7 @@
 // Addresses of a TCP group by shared memory, for tests and benchmarks.
 #include "bench/tcp_ranks.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -44,13 +45,16 @@ Result<std::unique_ptr<Communicator>> SharedTcpRanks::Join(int rank, const TcpOp
   seat.told = true;
   const Deadline deadline = Deadline::After(std::chrono::minutes(1));
   std::vector<std::string> addresses;
+  // With a thousand threads that wait, short pauses would be all that the cores do.
+  std::chrono::milliseconds pause{1};
   for (int r = 0; r < ranks_; ++r) {
     while (!seats_[r].told) {
       if (deadline.Passed()) {
         return Status(Code::kDeadlineExceeded,
                       "rank " + std::to_string(r) + " did not tell its address");
       }
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, std::chrono::milliseconds(50));
     }
     addresses.emplace_back(seats_[r].address);
   }

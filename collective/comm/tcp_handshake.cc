@@ -23,19 +23,19 @@ std::string_view ProofOf(const HandshakeFrame& frame) {
 }
 
 // `what` keeps one kind of frame from being taken for another.
-KeyedDigest Proof(const SecretKey& token, std::string_view what, std::string_view bound,
-                  std::string_view bytes) {
+KeyedDigest FrameProof(const SecretKey& token, std::string_view what, std::string_view bound,
+                       std::string_view bytes) {
   std::string message(what);
   message += bound;
   message += bytes;
   return KeyedHash(token, message);
 }
 
-std::string_view TextOf(const KeyedDigest& digest) {
+std::string_view BytesText(const KeyedDigest& digest) {
   return {reinterpret_cast<const char*>(digest.data()), digest.size()};
 }
 
-std::string_view TextOf(const TcpId& id) {
+std::string_view BytesText(const TcpId& id) {
   return {reinterpret_cast<const char*>(id.data()), id.size()};
 }
 
@@ -43,15 +43,15 @@ HandshakeFrame Proved(const SecretKey& token, std::string_view what, std::string
                       std::string_view fields) {
   HandshakeFrame out{};
   std::memcpy(out.data(), fields.data(), fields.size());
-  const KeyedDigest proof = Proof(token, what, bound, std::string_view(out.data(), kProved));
+  const KeyedDigest proof = FrameProof(token, what, bound, std::string_view(out.data(), kProved));
   std::memcpy(out.data() + kProved, proof.data(), proof.size());
   return out;
 }
 
 bool IsProved(const SecretKey& token, std::string_view what, std::string_view bound,
               const HandshakeFrame& frame) {
-  const KeyedDigest proof = Proof(token, what, bound, std::string_view(frame.data(), kProved));
-  return EqualInConstantTime(TextOf(proof), ProofOf(frame));
+  const KeyedDigest proof = FrameProof(token, what, bound, std::string_view(frame.data(), kProved));
+  return EqualInConstantTime(BytesText(proof), ProofOf(frame));
 }
 
 TcpId ReadId(ByteReader& r) {
@@ -83,12 +83,12 @@ HandshakeFrame MakeHello(const SecretKey& token, const TcpId& listener, const Tc
   w.U32(hello.size);
   w.Raw(hello.group.data(), hello.group.size());
   w.Raw(hello.nonce.data(), hello.nonce.size());
-  return Proved(token, "hello", TextOf(listener), w.bytes());
+  return Proved(token, "hello", BytesText(listener), w.bytes());
 }
 
 std::optional<TcpHello> ReadHello(const SecretKey& token, const TcpId& listener,
                                   const HandshakeFrame& frame) {
-  if (!IsProved(token, "hello", TextOf(listener), frame)) return std::nullopt;
+  if (!IsProved(token, "hello", BytesText(listener), frame)) return std::nullopt;
   ByteReader r(std::string_view(frame.data(), kProved), "hello");
   if (r.Raw(kHelloMagic.size()) != kHelloMagic) return std::nullopt;
   TcpHello hello;
@@ -122,15 +122,15 @@ std::optional<TcpAnswer> ReadAnswer(const SecretKey& token, const HandshakeFrame
 }
 
 ConfirmFrame MakeConfirm(const SecretKey& token, const HandshakeFrame& answer) {
-  const KeyedDigest proof = Proof(token, "confirm", ProofOf(answer), {});
+  const KeyedDigest proof = FrameProof(token, "confirm", ProofOf(answer), {});
   ConfirmFrame out{};
   std::memcpy(out.data(), proof.data(), proof.size());
   return out;
 }
 
 bool IsConfirm(const SecretKey& token, const HandshakeFrame& answer, const ConfirmFrame& frame) {
-  const KeyedDigest proof = Proof(token, "confirm", ProofOf(answer), {});
-  return EqualInConstantTime(TextOf(proof), std::string_view(frame.data(), frame.size()));
+  const KeyedDigest proof = FrameProof(token, "confirm", ProofOf(answer), {});
+  return EqualInConstantTime(BytesText(proof), std::string_view(frame.data(), frame.size()));
 }
 
 }  // namespace tensormount

@@ -141,6 +141,7 @@ void TcpStream::Shut() {
 
 void TcpStream::Drop() {
   if (!socket_.is_open()) return;
+  if (group_.IsInChild()) return socket_.Close();
   group_.epoll.Unwatch(socket_.fd());
   // Not left to close(): a child of a fork may hold the descriptor.
   ::shutdown(socket_.fd(), SHUT_RDWR);
@@ -149,7 +150,7 @@ void TcpStream::Drop() {
 }
 
 bool TcpStream::Leave() {
-  if (ended() || state_ == State::kIdle) return true;
+  if (ended() || state_ == State::kIdle || group_.IsInChild()) return true;
   if (state_ != State::kOpen) return kept_.empty();  // Nobody waits for a mere introduction.
   FlushKept();
   if (!kept_.empty()) return false;

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <unistd.h>
 #include <vector>
 
 #include "tensormount/status.h"
@@ -32,6 +33,9 @@ struct TcpGroupContext {
   TcpAddress own;
   std::vector<IpAddress> own_ips;
   EpollSet epoll;
+  // A child of a fork that destroys its copy must not end the connections, which are shared.
+  const pid_t process = ::getpid();
+  bool IsInChild() const { return ::getpid() != process; }
   // When something is due though no socket says so (TcpStream::Tick); streams only ever make it
   // earlier. Read by those who wait, without the lock.
   std::atomic<Clock::time_point> look_at{Clock::time_point::max()};

@@ -332,39 +332,35 @@ TM_EXPORT tm_status tm_communicator_channel(tm_communicator* parent, uint32_t ch
 TM_EXPORT tm_status tm_communicator_subgroup(tm_communicator* parent, const int32_t* ranks,
                                              size_t count, uint32_t channel, tm_communicator** out);
 
-// Ranks that reach each other over TCP, and over Unix sockets on one machine; see docs/tcp.md and
-// tensormount/tcp_group.h. Each listens and learns its address, the host program carries the
-// addresses of all to all, once, and the token of one, and each connects. Neither call waits for
-// another rank. Nothing is encrypted; who has the token can join.
+// A group of ranks that reach each other over TCP, and by Unix sockets within a machine; see
+// docs/tcp.md. Each rank listens, the host program carries the addresses to all of them by whatever
+// it has (torch's store, a file), and each connects. Neither waits for another rank.
 typedef struct tm_tcp tm_tcp;
+enum { TM_TCP_TOKEN_BYTES = 32 };
 typedef struct tm_tcp_options {
   uint32_t struct_size;
-  int32_t no_unix_sockets;  // 1: TCP on one machine, too.
-  // Whose addresses are told: a name, or several with commas, of which the first that there is.
-  // NULL: what GLOO_SOCKET_IFNAME names, and otherwise all that are up.
-  const char* interface_name;
-  const char* address;  // An IPv4 or IPv6 address of this machine instead; NULL: none.
-  uint16_t first_port;  // The ports to listen on, the first that is free; 0 and 0: any.
-  uint16_t last_port;
-  uint32_t reserved;
-  int64_t connect_timeout_ms;  // For a peer that cannot be reached; 0: 30,000.
-  int64_t keep_alive_ms;       // Until a silent machine is taken for gone; 0: 30,000; less: never.
-  int64_t leave_wait_ms;       // When the communicator is freed, for what was sent; 0: 5,000.
+  uint32_t no_unix_sockets;    // Not 0: by TCP within a machine, too.
+  const char* interface_name;  // NULL: what GLOO_SOCKET_IFNAME names, or all that are up.
+  const char* address;         // Of this machine, in numbers, instead. NULL: by interface.
+  uint32_t first_port;         // 0 and 0: any.
+  uint32_t last_port;
+  int64_t connect_timeout_ms;  // 0: 30,000. How long a peer that is out of reach is tried again.
+  int64_t keep_alive_ms;       // 0: 30,000; negative: never. See TcpOptions.
+  int64_t leave_wait_ms;       // 0: 5,000. How long freeing it waits for what was sent.
 } tm_tcp_options;
-enum { TM_TCP_TOKEN_BYTES = 32 };
 // `options` may be NULL. TM_NOT_FOUND: no such interface.
 TM_EXPORT tm_status tm_tcp_listen(const tm_tcp_options* options, tm_tcp** out);
-// Printable ASCII without blanks, at most 512 characters. Lives as long as `tcp`.
+// Where this rank can be reached: printable ASCII without blanks, 512 characters at most. Valid
+// until tm_tcp_free. No secret. NULL for NULL.
 TM_EXPORT const char* tm_tcp_address(const tm_tcp* tcp);
-// TM_TCP_TOKEN_BYTES random bytes, for one rank to make and all to be told.
-TM_EXPORT tm_status tm_tcp_token(uint8_t* token);
-// `addresses`: of all `size` ranks in their order, the same on all of them. `token_size` is
-// TM_TCP_TOKEN_BYTES. TM_INVALID_ARGUMENT names a rank whose address is damaged, is there twice,
-// or, for this rank, is not its own. Once for each `tcp`.
+// A random token: rank 0 makes it, the host program tells it to the others and nobody else. Who has
+// it can join the group. `size` must be TM_TCP_TOKEN_BYTES.
+TM_EXPORT tm_status tm_tcp_token(uint8_t* token, size_t size);
+// Once for each tm_tcp, which may be freed afterwards. `addresses`: of all `size` ranks in their
+// order, the same on all of them. TM_INVALID_ARGUMENT names the rank whose address cannot be.
 TM_EXPORT tm_status tm_tcp_connect(tm_tcp* tcp, const char* const* addresses, int32_t rank,
                                    int32_t size, const uint8_t* token, size_t token_size,
                                    tm_communicator** out);
-// Before or after the communicator is freed.
 TM_EXPORT void tm_tcp_free(tm_tcp* tcp);
 
 // The processes of an MPI job, in libtensormount_mpi. Initialises MPI where the program has not;

@@ -21,7 +21,6 @@ from ctypes import (
     c_int64,
     c_size_t,
     c_uint8,
-    c_uint16,
     c_uint32,
     c_uint64,
     c_void_p,
@@ -326,12 +325,11 @@ class TcpOptions(Structure):
 
     _fields_ = [
         ("struct_size", c_uint32),
-        ("no_unix_sockets", c_int32),
+        ("no_unix_sockets", c_uint32),
         ("interface_name", c_char_p),
         ("address", c_char_p),
-        ("first_port", c_uint16),
-        ("last_port", c_uint16),
-        ("reserved", c_uint32),
+        ("first_port", c_uint32),
+        ("last_port", c_uint32),
         ("connect_timeout_ms", c_int64),
         ("keep_alive_ms", c_int64),
         ("leave_wait_ms", c_int64),
@@ -410,7 +408,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_communicator_self": (_STATUS, [_P]),
     "tm_tcp_listen": (_STATUS, [_P, _P]),
     "tm_tcp_address": (c_char_p, [_P]),
-    "tm_tcp_token": (_STATUS, [_P]),
+    "tm_tcp_token": (_STATUS, [_P, c_size_t]),
     "tm_tcp_connect": (_STATUS, [_P, _P, c_int32, c_int32, _P, c_size_t, _P]),
     "tm_tcp_free": (None, [_P]),
     # States.

@@ -348,7 +348,7 @@ def _exchange(
         addresses.append(_text(store.get(key)))
         store.delete_key(key)
     token = ctypes.create_string_buffer(_TOKEN_BYTES)
-    _check(lib.tm_tcp_token(ctypes.addressof(token)))
+    _check(lib.tm_tcp_token(ctypes.addressof(token), _TOKEN_BYTES))
     store.set(f"{prefix}/all", "\n".join([token.raw.hex(), *addresses]))
     return token.raw, addresses
 

@@ -758,6 +758,87 @@ static void many_at_once(const char* first_path, const char* second_path) {
   tm_communicator_free(comm);
 }
 
+// The same rows over TCP, by ranks that know no more of each other than addresses and a token.
+typedef struct tcp_args {
+  tm_tcp* tcp;
+  const char* const* addresses;
+  const uint8_t* token;
+  int32_t rank;
+  const char* path;
+} tcp_args;
+
+static void* run_tcp_rank(void* argument) {
+  const tcp_args* args = argument;
+  tm_communicator* comm = NULL;
+  OK(tm_tcp_connect(args->tcp, args->addresses, args->rank, RANKS, args->token, TM_TCP_TOKEN_BYTES,
+                    &comm));
+  tm_tcp_free(args->tcp);  // What it listened with is the communicator's now.
+  if (comm == NULL) return NULL;
+  CHECK(tm_communicator_rank(comm) == args->rank && tm_communicator_size(comm) == RANKS);
+  tm_state* state = NULL;
+  OK(tm_state_new(&state));
+  enum { MINE = ROWS / RANKS };
+  float rows[MINE * COLUMNS];
+  int64_t begin[2], extent[2];
+  fill_state(state, args->rank, args->rank * MINE, MINE, rows, begin, extent, RANKS);
+  OK(tm_save(state, args->path, comm, NULL, NULL));
+  tm_state_free(state);
+  tm_communicator_free(comm);
+  return NULL;
+}
+
+static void over_tcp(const char* path) {
+  uint8_t token[TM_TCP_TOKEN_BYTES] = {0};
+  OK(tm_tcp_token(token, sizeof(token)));
+  pthread_t threads[RANKS];
+  tcp_args args[RANKS];
+  const char* addresses[RANKS];
+  for (int32_t r = 0; r < RANKS; ++r) {
+    const tm_tcp_options options = {.struct_size = sizeof(options),
+                                    .address = "127.0.0.1",
+                                    .no_unix_sockets = r % 2 == 0,
+                                    .keep_alive_ms = r == 0 ? -1 : 0};
+    OK(tm_tcp_listen(&options, &args[r].tcp));
+    addresses[r] = tm_tcp_address(args[r].tcp);
+    CHECK(addresses[r] != NULL && strlen(addresses[r]) <= 512);
+    args[r].addresses = addresses;
+    args[r].token = token;
+    args[r].rank = r;
+    args[r].path = path;
+  }
+  // What cannot be, before it goes well.
+  tm_communicator* comm = NULL;
+  const char* wrong[2] = {addresses[0], "tm1:damaged"};
+  FAILS(tm_tcp_connect(args[0].tcp, wrong, 0, 2, token, sizeof(token), &comm), TM_INVALID_ARGUMENT,
+        "rank 1");
+  FAILS(tm_tcp_connect(args[0].tcp, addresses, 0, RANKS, token, 16, &comm), TM_INVALID_ARGUMENT,
+        "32 bytes");
+  FAILS(tm_tcp_connect(args[0].tcp, addresses, 0, 0, token, sizeof(token), &comm),
+        TM_INVALID_ARGUMENT, "size");
+  FAILS(tm_tcp_connect(args[0].tcp, NULL, 0, 1, token, sizeof(token), &comm), TM_INVALID_ARGUMENT,
+        "addresses");
+  FAILS(tm_tcp_connect(NULL, addresses, 0, RANKS, token, sizeof(token), &comm), TM_INVALID_ARGUMENT,
+        "tcp");
+  FAILS(tm_tcp_token(token, 31), TM_INVALID_ARGUMENT, "32 bytes");
+  tm_tcp* none = NULL;
+  tm_tcp_options bad = {.struct_size = sizeof(bad), .first_port = 65536, .last_port = 65536};
+  FAILS(tm_tcp_listen(&bad, &none), TM_INVALID_ARGUMENT, "first_port");
+  const tm_tcp_options nowhere = {.struct_size = sizeof(nowhere), .interface_name = "no-such-one"};
+  FAILS(tm_tcp_listen(&nowhere, &none), TM_NOT_FOUND, "no-such-one");
+  CHECK(none == NULL && comm == NULL && tm_tcp_address(NULL) == NULL);
+  tm_tcp_free(NULL);
+  // Each frees the address of its own: the others have copies of the pointers.
+  char copies[RANKS][513];
+  for (int32_t r = 0; r < RANKS; ++r) {
+    snprintf(copies[r], sizeof(copies[r]), "%s", addresses[r]);
+    addresses[r] = copies[r];
+  }
+  for (int32_t r = 0; r < RANKS; ++r) {
+    if (pthread_create(&threads[r], NULL, run_tcp_rank, &args[r]) != 0) exit(3);
+  }
+  for (int r = 0; r < RANKS; ++r) pthread_join(threads[r], NULL);
+}
+
 int main(int argc, char** argv) {
   const char* base = getenv("TENSORMOUNT_TEST_TMPDIR");
   if (base == NULL) base = getenv("TMPDIR");
@@ -765,8 +846,8 @@ int main(int argc, char** argv) {
   snprintf(folder, sizeof(folder), "%s/tensormount-c-XXXXXX", base == NULL ? "/tmp" : base);
   const char* store = argc > 1 ? argv[1] : mkdtemp(folder);
   if (store == NULL) return 3;
-  char paths[6][256];
-  for (int i = 0; i < 6; ++i) {
+  char paths[7][256];
+  for (int i = 0; i < 7; ++i) {
     snprintf(paths[i], sizeof(paths[i]), "%s/store/step-%d", store, i + 1);
   }
   what_cannot_be();
@@ -778,6 +859,8 @@ int main(int argc, char** argv) {
   on_four_ranks(paths[1], paths[2], paths[3]);
   look_at(paths[1], RANKS);
   look_at(paths[2], RANKS);
+  over_tcp(paths[6]);
+  look_at(paths[6], RANKS);
   if (argc == 1) {
     char command[300];
     snprintf(command, sizeof(command), "rm -rf '%s'", store);

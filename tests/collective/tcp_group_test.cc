@@ -1,20 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tensormount/tcp_group.h"
 
+#include <atomic>
 #include <chrono>
+#include <cstring>
 #include <fcntl.h>
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <poll.h>
 #include <string>
 #include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 #include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "collective/comm/collective.h"
+#include "collective/comm/tcp_address.h"
+#include "collective/comm/tcp_handshake.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/collective/communicator_conformance.h"
 #include "tests/collective/group_view_cases.h"
@@ -268,14 +277,102 @@ TEST(TcpGroupTest, RanksThatDisagreeAreToldInWhat) {
   EXPECT_THAT(fewer.message(), HasSubstr("was given other addresses than this rank"));
 }
 
+// Workers of a data loader are forks that may free what they inherited.
+TEST(TcpGroupTest, AForkThatFreesItsCopyChangesNothing) {
+  for (const TcpWay way : {TcpWay::kIpv4, TcpWay::kUnix}) {
+    ASSERT_OK_AND_ASSIGN(TcpRanksHere ranks, MakeTcpRanks(3, OptionsFor(way)));
+    ASSERT_OK(OnTcpThreads(ranks, [](Communicator& comm) { return GatherOnce(comm, "x"); }));
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      ranks.comms.clear();
+      ::_exit(7);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7);
+    EXPECT_OK(OnTcpThreads(ranks, [](Communicator& comm) { return GatherOnce(comm, "y"); }));
+  }
+}
+
+// Whether what listens at `name` answers a right hello of rank 1 to rank 0.
+bool AnswersAt(const TcpRanksHere& ranks, const sockaddr* name, socklen_t size, uid_t user) {
+  const TcpAddress address = TcpAddress::Decode(ranks.addresses[0]).value();
+  TcpHello hello;
+  hello.from = 1;
+  hello.to = 0;
+  hello.size = static_cast<std::uint32_t>(ranks.addresses.size());
+  hello.group = TcpGroupId(ranks.token, ranks.addresses);
+  hello.version = kTcpVersion;
+  const HandshakeFrame frame = MakeHello(ranks.token, address.listener, hello);
+  int hears[2];
+  EXPECT_EQ(::pipe2(hears, O_CLOEXEC), 0);
+  const Fd from(hears[0]);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    char said = '-';
+    if (user != ::getuid() && ::setuid(user) != 0) ::_exit(1);
+    const int fd = ::socket(name->sa_family, SOCK_STREAM, 0);
+    if (::connect(fd, name, size) != 0) ::_exit(2);
+    (void)!::send(fd, frame.data(), frame.size(), MSG_NOSIGNAL);
+    if (::recv(fd, &said, 1, 0) == 1) said = '+';
+    (void)!::write(hears[1], &said, 1);
+    ::_exit(0);
+  }
+  ::close(hears[1]);
+  EXPECT_GE(child, 0);
+  const auto give_up = std::chrono::steady_clock::now() + seconds(60);
+  char said = '?';
+  for (pollfd waiting{from, POLLIN, 0}; std::chrono::steady_clock::now() < give_up;) {
+    EXPECT_OK(ranks.comms[0]->Progress());
+    if (::poll(&waiting, 1, 1) > 0) break;
+  }
+  EXPECT_EQ(::read(from, &said, 1), 1);
+  ::waitpid(child, nullptr, 0);
+  EXPECT_NE(said, '?');
+  return said == '+';
+}
+
+TEST(TcpGroupTest, ConnectionsAtOtherAddressesAreClosed) {
+  TcpOptions options;
+  options.interface = "lo";
+  options.unix_sockets = false;
+  ASSERT_OK_AND_ASSIGN(const TcpRanksHere ranks, MakeTcpRanks(3, options));
+  const TcpAddress address = TcpAddress::Decode(ranks.addresses[0]).value();
+  if (address.candidates.size() < 2) GTEST_SKIP() << "the loopback has one address alone";
+  for (const bool told : {false, true}) {
+    sockaddr_storage name{};
+    ASSERT_OK_AND_ASSIGN(const IpAddress ip, IpAddress::Parse(told ? "127.0.0.1" : "127.0.0.2"));
+    const socklen_t size = ip.ToSocket(address.port, &name);
+    EXPECT_EQ(AnswersAt(ranks, reinterpret_cast<const sockaddr*>(&name), size, ::getuid()), told);
+  }
+}
+
+TEST(TcpGroupTest, OtherUsersAreRefusedAtTheUnixSocket) {
+  if (::getuid() != 0) GTEST_SKIP() << "only root can become another user";
+  ASSERT_OK_AND_ASSIGN(const TcpRanksHere ranks, MakeTcpRanks(3, OptionsFor(TcpWay::kUnix)));
+  const std::string path = TcpAddress::Decode(ranks.addresses[0]).value().UnixName();
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  std::memcpy(name.sun_path, path.data(), path.size());
+  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size());
+  EXPECT_FALSE(AnswersAt(ranks, reinterpret_cast<const sockaddr*>(&name), size, 65534));
+  EXPECT_TRUE(AnswersAt(ranks, reinterpret_cast<const sockaddr*>(&name), size, 0));
+}
+
 TEST(TcpGroupTest, WhoWaitsIsWokenByAMessageAndByAnotherThread) {
-  ASSERT_OK_AND_ASSIGN(TcpRanksHere ranks, MakeTcpRanks(2, OptionsFor(TcpWay::kIpv4)));
+  TcpOptions options = OptionsFor(TcpWay::kIpv4);
+  options.keep_alive = milliseconds(0);  // Which would wake it, too.
+  ASSERT_OK_AND_ASSIGN(TcpRanksHere ranks, MakeTcpRanks(2, options));
   ASSERT_OK(OnTcpThreads(ranks, [](Communicator& comm) { return GatherOnce(comm, "x"); }));
   Communicator& receiver = *ranks.comms[1];
   EXPECT_TRUE(receiver.HearsChanges());
   constexpr int kMessages = 200;
+  std::atomic<int> received{0};
   std::thread sender([&] {
     for (int i = 0; i < kMessages; ++i) {
+      // One at a time: the next one would wake who missed this.
+      while (received < i) std::this_thread::yield();
       std::string text(10, static_cast<char>('a' + i % 26));
       const auto sent = ranks.comms[0]->Send(1, 1, TcpView(text));
       ASSERT_TRUE(sent.ok());
@@ -300,6 +397,7 @@ TEST(TcpGroupTest, WhoWaitsIsWokenByAMessageAndByAnotherThread) {
       receiver.WaitForChange(seen, seconds(120));
     }
     EXPECT_EQ(text, std::string(10, static_cast<char>('a' + i % 26)));
+    ++received;
   }
   sender.join();
   stop = true;

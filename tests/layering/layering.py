@@ -62,6 +62,7 @@ PUBLIC_HEADERS = {
     "state_dict.h": "state",
     "tree.h": "state",
     "validate.h": "collective",
+    "tcp_group.h": "collective",
     "tensormount.h": "lib",
 }
 

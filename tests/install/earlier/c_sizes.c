@@ -7,6 +7,7 @@ _Static_assert(sizeof(tm_region) == 48, "");
 _Static_assert(sizeof(tm_buffer) == 80, "");
 _Static_assert(sizeof(tm_tensor_info) == 160, "");
 _Static_assert(sizeof(tm_callbacks) == 56, "");
+_Static_assert(sizeof(tm_tcp_options) == 56, "");
 _Static_assert(sizeof(tm_shard) == 40, "");
 _Static_assert(sizeof(tm_event) == 64, "");
 _Static_assert(sizeof(tm_save_options) == 104, "");
