@@ -19,7 +19,6 @@ _Static_assert(sizeof(tm_load_numbers) == 96, "");
 _Static_assert(sizeof(tm_uncovered) == 280, "");
 _Static_assert(sizeof(tm_validate_options) == 32, "");
 _Static_assert(sizeof(tm_saver_options) == 24, "");
-_Static_assert(sizeof(tm_tcp_options) == 56, "");
 _Static_assert(sizeof(tm_gc_options) == 24, "");
 _Static_assert(sizeof(tm_verify_options) == 32, "");
 _Static_assert(sizeof(tm_diff_options) == 32, "");

@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What saves and loads from Python cost beside their floors, as JSON lines.
+
+usage: python_jobs.py [--rounds N] [--folder FOLDER] [tensors | hold | dcp]...
+
+tensors  10,000 tensors of 4 KiB by 4 ranks: what describing, validating and planning take, first and
+         again; beside the whole save
+hold     how long async_save holds the caller, beside a copy of the same bytes to memory that was
+         used before
+dcp      save, load and rows to columns of 256 MiB by 4 gloo ranks, beside DCP's file writer and
+         reader, interleaved
+
+PYTHONPATH and TENSORMOUNT_LIBRARY as for tests/python.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tests/python"))
+
+
+def told(**values):
+    print(json.dumps(values), flush=True)
+
+
+def quartiles(values):
+    ordered = sorted(values)
+    return {"median": statistics.median(ordered), "best": ordered[0], "worst": ordered[-1]}
+
+
+# ---- In ranks ------------------------------------------------------------------------------------
+
+
+def tensors(group, rank, size, rounds):
+    """10,000 tensors, of which each rank has a part of every one."""
+    import numpy as np
+    import tensormount as tm
+
+    count = 10_000
+    state = {f"layer.{i}.weight": np.full(1024 // size, i, "f4") for i in range(rank, count, size)}
+    for number in range(rounds + 1):
+        begin = time.perf_counter()
+        report = tm.save(state, "S/tensors", group, replace=True)
+        whole = time.perf_counter() - begin
+        if rank == 0:
+            told(bench="python_tensors", round=number, known=report["plan_reused"],
+                 tensors=report["tensors"], validate_ms=1e3 * report["validate_seconds"],
+                 plan_ms=1e3 * report["plan_seconds"], write_ms=1e3 * report["write_seconds"],
+                 publish_ms=1e3 * report["publish_seconds"],
+                 python_ms=1e3 * (whole - sum(report[f"{phase}_seconds"] for phase in (
+                     "validate", "plan", "write", "compare", "publish"))), save_ms=1e3 * whole)
+
+
+def hold(rounds):
+    import numpy as np
+    import tensormount as tm
+
+    group = tm.Group.single()
+    source = {f"w{i}": np.full(1 << 22, i, "f4") for i in range(16)}
+    floor = {key: np.zeros_like(value) for key, value in source.items()}
+    held, copied = [], []
+    for number in range(rounds + 1):
+        begin = time.perf_counter()
+        for key, value in source.items():
+            np.copyto(floor[key], value)
+        middle = time.perf_counter()
+        job = tm.async_save(source, "S/hold", group, replace=True)
+        end = time.perf_counter()
+        job.wait()
+        if number:  # The first one makes the memory.
+            copied.append(middle - begin)
+            held.append(end - middle)
+    told(bench="python_hold", bytes=sum(v.nbytes for v in source.values()),
+         copy_ms=1e3 * statistics.median(copied), hold_ms=1e3 * statistics.median(held),
+         ratio=statistics.median(held) / statistics.median(copied))
+
+
+def dcp_rank(rounds):
+    import tensormount as tm
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    size = dist.get_world_size()
+
+    def made(axis):
+        shape = [4096 // size, 1024] if axis == 0 else [4096, 1024 // size]
+        return {f"layer.{i}": DTensor.from_local(torch.rand(shape), mesh, [Shard(axis)],
+                                                 run_check=False) for i in range(16)}
+
+    rows, columns = made(0), made(1)
+    group = tm.Group.from_torch()
+    times = {}
+
+    def timed(name, call):
+        dist.barrier()
+        begin = time.perf_counter()
+        call()
+        dist.barrier()
+        times.setdefault(name, []).append(time.perf_counter() - begin)
+
+    def fresh(path):
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        dist.barrier()
+
+    for number in range(rounds + 1):
+        if number == 1:
+            times.clear()
+        fresh("dcp")
+        fresh("S")
+        timed("dcp_save", lambda: dcp.save(rows, checkpoint_id="dcp"))
+        timed("save", lambda: tm.save(rows, "S/step", group))
+        timed("dcp_load", lambda: dcp.load(rows, checkpoint_id="dcp"))
+        timed("load", lambda: tm.load(rows, "S/step", group))
+        timed("dcp_columns", lambda: dcp.load(columns, checkpoint_id="dcp"))
+        timed("columns", lambda: tm.load(columns, "S/step", group))
+        fresh("S")
+        timed("writer", lambda: dcp.save(rows, storage_writer=tm.torch.Writer("S/dcp", group=group)))
+        timed("reader", lambda: dcp.load(rows, storage_reader=tm.torch.Reader("S/dcp")))
+    if dist.get_rank() == 0:
+        for name, of in (("save", "dcp_save"), ("load", "dcp_load"), ("columns", "dcp_columns"),
+                         ("writer", "dcp_save"), ("reader", "dcp_load")):
+            told(bench="python_dcp", what=name, ms=1e3 * statistics.median(times[name]),
+                 dcp_ms=1e3 * statistics.median(times[of]),
+                 ratio=statistics.median(times[name]) / statistics.median(times[of]))
+    group.close()
+    dist.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", help="where the checkpoints lie; default: a new one in TMPDIR")
+    parser.add_argument("what", nargs="*", default=["tensors", "hold", "dcp"])
+    arguments = parser.parse_args()
+    folder = arguments.folder or tempfile.mkdtemp()
+    os.chdir(folder)
+    try:
+        if "tensors" in arguments.what:
+            import ranks
+
+            for out in ranks.run("python_jobs:tensors", 4, arguments.rounds,
+                                 PYTHONPATH=os.pathsep.join([os.path.join(ROOT, "bench"),
+                                                             os.environ.get("PYTHONPATH", "")])):
+                sys.stdout.write(out)
+        if "hold" in arguments.what:
+            hold(arguments.rounds)
+        if "dcp" in arguments.what:
+            subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                 "4", os.path.abspath(__file__), "rank", str(arguments.rounds)],
+                check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    finally:
+        if arguments.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        dcp_rank(int(sys.argv[2]))
+    else:
+        main()
