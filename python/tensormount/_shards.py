@@ -406,7 +406,7 @@ def _world_size() -> int:
 
     if not torch.distributed.is_initialized():
         return 1
-    return torch.distributed.get_world_size()
+    return int(torch.distributed.get_world_size())
 
 
 # ---- JAX -------------------------------------------------------------------------------------
