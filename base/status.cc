@@ -129,8 +129,11 @@ Status Status::FromErrno(int err, std::string_view action, std::string_view obje
   message.append(action).append(" ").append(object).append(": ");
   // A caller that lost its errno has still failed.
   if (err <= 0) return Status(Code::kInternal, message.append("failed without an errno"));
-  return Status(Rep{CodeOfErrno(err), err, std::move(message.append(ErrnoText(err))),
-                    ErrorFields{.file = std::string(object)}});
+  ErrorFields fields;
+  // What is done to something else ("an eventfd") has no slash.
+  if (object.find('/') != std::string_view::npos) fields.file = object;
+  return Status(
+      Rep{CodeOfErrno(err), err, std::move(message.append(ErrnoText(err))), std::move(fields)});
 }
 
 Status::Status(Rep rep) : rep_(std::make_shared<const Rep>(std::move(rep))) {}

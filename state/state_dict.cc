@@ -193,7 +193,7 @@ const Status& StateDict::WantObject(std::string_view key, const GridPosition& pl
   // For wishes the grid may be left out: it is known to the checkpoint.
   if (status.ok() && place.grid.rank() != 0) status = CheckPlace(place);
   if (!status.ok()) return rep_->Note(About("object", key, status));
-  rep_->objects.push_back({std::string(key), place, std::string()});
+  rep_->objects.push_back({std::string(key), place, std::string(), true});
   return rep_->Note(Status());
 }
 

@@ -19,6 +19,7 @@
 #include "collective/async/snapshot_state.h"
 #include "collective/guarded.h"
 #include "collective/save_load.h"
+#include "index/records/sst_table.h"
 
 namespace tensormount {
 
@@ -36,6 +37,7 @@ struct LoadHandle::Rep {
   Milestone<Result<LoadReport>> ended;
   std::thread thread;
 
+  bool IsThisThread() const { return thread.get_id() == std::this_thread::get_id(); }
   ~Rep() {
     if (thread.joinable()) thread.join();
   }
@@ -77,12 +79,15 @@ void EndLoads() {
     if (const auto rep = load.lock()) rep->cancel = true;
   }
   for (const auto& load : loads) {
-    if (const auto rep = load.lock()) (void)rep->ended.Wait();
+    const auto rep = load.lock();
+    // A hook that ends the process is called by the load itself.
+    if (rep != nullptr && !rep->IsThisThread()) (void)rep->ended.Wait();
   }
 }
 
 void AddLive(const std::shared_ptr<LoadHandle::Rep>& rep) {
-  static const int registered = std::atexit(&EndLoads);
+  // In this order: loads that are waited for read tables.
+  static const int registered = (SstTable::PrepareProcess(), std::atexit(&EndLoads));
   (void)registered;  // Where it could not be, only destructors wait.
   auto& live = PerProcess<LiveLoads>();
   std::lock_guard lock(live.mutex);
@@ -104,8 +109,9 @@ LoadHandle& LoadHandle::operator=(LoadHandle&& other) noexcept {
 }
 LoadHandle::~LoadHandle() {
   if (rep_ == nullptr) return;
-  if (!rep_->InThisProcess()) {
-    // Its thread is the parent's: it cannot be joined here.
+  if (!rep_->InThisProcess() || rep_->IsThisThread()) {
+    // Its thread is the parent's, or this one, in a hook: it cannot be joined here.
+    if (rep_->IsThisThread()) Cancel();
     (void)new std::shared_ptr<Rep>(std::move(rep_));
     return;
   }

@@ -22,6 +22,7 @@
 #include <unistd.h>
 #include <utility>
 
+#include "base/at_exit.h"
 #include "base/deadline.h"
 #include "base/per_process.h"
 #include "collective/async/milestone.h"
@@ -30,6 +31,7 @@
 #include "collective/async/snapshot_state.h"
 #include "collective/guarded.h"
 #include "collective/save_load.h"
+#include "index/records/sst_table.h"
 
 namespace tensormount {
 namespace {
@@ -380,6 +382,11 @@ namespace {
 // Savers that exist, for the end of the process: what is under way is waited for, as long as the
 // time-outs of the saves allow.
 struct LiveSavers {
+  // Once it ends no save begins any more: a thread that is still there would write files while what
+  // it needs is destroyed. `busy`: threads that begin a save, or destroy a saver that may have
+  // some.
+  std::atomic<bool> ending{false};
+  std::atomic<int> busy{0};
   std::mutex mutex;
   std::set<AsyncSaver::Rep*> savers;
 };
@@ -391,8 +398,9 @@ Status OfAnotherProcess() {
 // In slices: other threads, whose saves may be what is waited for, can still make and destroy
 // savers meanwhile.
 void DrainAll() {
+  Live().ending = true;
   for (bool idle = false; !idle;) {
-    idle = true;
+    idle = Live().busy == 0;
     {
       std::lock_guard lock(Live().mutex);
       for (AsyncSaver::Rep* saver : Live().savers) {
@@ -406,7 +414,8 @@ void DrainAll() {
 }
 
 void DrainAtExit() {
-  static const int registered = std::atexit(&DrainAll);
+  // In this order: saves that are waited for write tables.
+  static const int registered = (SstTable::PrepareProcess(), std::atexit(&DrainAll));
   (void)registered;  // Where it could not be, only destructors drain.
 }
 
@@ -424,8 +433,11 @@ SaveHandle& SaveHandle::operator=(SaveHandle&& other) noexcept {
 }
 SaveHandle::~SaveHandle() {
   if (rep_ == nullptr || !rep_->InThisProcess()) return;
-  if (rep_->on_drop == AsyncOptions::OnDrop::kCancel) {
-    Cancel();
+  const bool cancel = rep_->on_drop == AsyncOptions::OnDrop::kCancel;
+  if (cancel) Cancel();
+  // What is not staged reads the caller's memory, which may go after this.
+  if (cancel) {
+    (void)rep_->staged.Wait();
   } else {
     (void)WaitCommitted();  // The verdict is nobody's any more.
   }
@@ -489,8 +501,14 @@ AsyncSaver::~AsyncSaver() {
     (void)rep_.release();
     return;
   }
-  std::lock_guard lock(Live().mutex);
-  Live().savers.erase(rep_.get());
+  // Still seen by the end of the process while its lanes come to theirs.
+  ++Live().busy;
+  const AtExit done([] { --Live().busy; });
+  {
+    std::lock_guard lock(Live().mutex);
+    Live().savers.erase(rep_.get());
+  }
+  rep_.reset();
 }
 
 Result<std::unique_ptr<AsyncSaver>> AsyncSaver::Make(Communicator& comm,
@@ -555,6 +573,9 @@ Result<SaveHandle> AsyncSaver::SaveInPlace(const StateDict& state, std::string_v
 Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view path,
                                      const SaveOptions& options, Staging staging) {
   if (rep_->process != getpid()) return OfAnotherProcess();
+  ++Live().busy;
+  const AtExit begun([] { --Live().busy; });
+  if (Live().ending) return Status(Code::kCancelled, "save: the process ends");
   auto job = std::make_shared<SaveHandle::Rep>();
   job->on_drop = rep_->options.on_drop;
   job->bytes_total = BytesOf(state);

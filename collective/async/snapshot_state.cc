@@ -31,10 +31,8 @@ StateDict Rebuild(const StateDict& state, const std::function<Shard(std::size_t)
     (void)out.AddTensor(state.tensors()[i].key, shard_of(i));  // A failure stays in `out`.
   }
   for (const StateDict::ObjectItem& object : state.objects()) {
-    // What is asked for may leave out the grid.
-    const bool wish = object.place.index.rank() != object.place.grid.rank();
-    (void)(wish ? out.WantObject(object.key, object.place)
-                : out.AddObject(object.key, object.bytes, object.place));
+    (void)(object.wanted ? out.WantObject(object.key, object.place)
+                         : out.AddObject(object.key, object.bytes, object.place));
   }
   for (const auto& [name, value] : state.common()) (void)out.SetCommon(name, value);
   for (const auto& [name, value] : state.rank_common()) (void)out.SetRankCommon(name, value);

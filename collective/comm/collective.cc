@@ -243,6 +243,8 @@ Collective::Collective(Communicator& comm, const Timeouts& timeouts,
     : engine_(std::make_unique<CollectiveEngine>(comm, timeouts, cancel)) {}
 Collective::~Collective() = default;
 
+void Collective::IgnoreCancel() { engine_->IgnoreCancel(); }
+
 int Collective::rank() const { return engine_->comm().rank(); }
 int Collective::size() const { return engine_->comm().size(); }
 

@@ -60,6 +60,9 @@ class Collective {
              const std::atomic<bool>* cancel = nullptr);
   ~Collective();
 
+  // From here on the job is not cancelled any more: what it waits for is the verdict.
+  void IgnoreCancel();
+
   int rank() const;
   int size() const;
 

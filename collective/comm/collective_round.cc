@@ -57,6 +57,7 @@ std::uint32_t TagOf(const Communicator& comm, const Communicator::Job& job) {
 
 // Messages of failures are cut, so that they always go out at once.
 constexpr std::size_t kMaxVerdictMessage = 2000;
+constexpr std::size_t kMaxVerdictField = 500;
 // After which rank 0 tells those who came that it waits for others.
 constexpr milliseconds kRemindAfter{50};
 // For telling the others of a failure: those who can be reached take it at once.
@@ -93,9 +94,19 @@ Status GaveUp(int rank, const Status& why) {
   return why.WithContext("rank " + std::to_string(rank) + " gave up").With({.rank = rank});
 }
 
+// So that it goes out at once, with its fields: a field that is too long is left out, as a part of
+// a key would be another one.
 Status Cut(const Status& status) {
-  if (status.message().size() <= kMaxVerdictMessage) return status;
-  return status.WithMessage(status.message().substr(0, kMaxVerdictMessage) + "...");
+  if (status.ok()) return status;
+  ErrorFields fields = status.fields();
+  for (std::string* field : {&fields.key, &fields.file, &fields.cause}) {
+    if (field->size() > kMaxVerdictField) field->clear();
+  }
+  const bool whole = status.message().size() <= kMaxVerdictMessage;
+  return Status::FromParts(
+             status.code(), status.ToErrno(),
+             whole ? status.message() : status.message().substr(0, kMaxVerdictMessage) + "...")
+      .With(fields);
 }
 
 nanoseconds BeatInterval(nanoseconds liveness) {

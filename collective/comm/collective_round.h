@@ -165,6 +165,8 @@ class CollectiveEngine {
   // The verdict's payload, the same on every rank, or its failure.
   Result<Told> Run(const Round& round);
 
+  void IgnoreCancel() { cancel_ = nullptr; }
+
   Communicator& comm() { return comm_; }
   // What any rank says to any other beside the rounds: letters, and what they announce, on
   // data_tag() and in the same order on both sides.
@@ -201,7 +203,7 @@ class CollectiveEngine {
   Communicator& comm_;
   const Timeouts timeouts_;
   const Clock::time_point end_;  // Of the whole job.
-  const std::atomic<bool>* const cancel_;
+  const std::atomic<bool>* cancel_;
   std::optional<Clock::time_point> cancel_seen_;
   const Communicator::Job job_;
   // The first of this job's tags: members speak on it, rank 0 on the next, letters on the third.

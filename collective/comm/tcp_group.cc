@@ -32,7 +32,8 @@ class ListeningTcpGroup final : public TcpGroup {
   Result<std::unique_ptr<Communicator>> Connect(const std::vector<std::string>& addresses, int rank,
                                                 const TcpToken& token) override {
     if (!tcp_.is_open()) {
-      return Status(Code::kInvalidArgument, "this TCP group has a communicator already");
+      return Status(Code::kInvalidArgument,
+                    "this TCP group was connected already, or failed to be");
     }
     if (rank < 0 || static_cast<std::size_t>(rank) >= addresses.size()) {
       return Status(Code::kInvalidArgument, "connect a TCP group: rank " + std::to_string(rank) +
@@ -114,6 +115,7 @@ Result<std::unique_ptr<TcpGroup>> TcpGroup::Listen(const TcpOptions& given) {
   for (auto* time : {&options.connect_timeout, &options.keep_alive, &options.leave_wait}) {
     *time = std::min<std::chrono::milliseconds>(*time, std::chrono::hours(24 * 365));
   }
+  options.keep_alive = std::chrono::ceil<std::chrono::seconds>(options.keep_alive);
   TcpAddress own;
   TENSORMOUNT_RETURN_IF_ERROR(FillRandom(own.listener));
   own.machine = ThisKernel();

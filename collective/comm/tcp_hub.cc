@@ -240,6 +240,8 @@ void TcpHub::Admit(TcpSocket socket, bool is_unix, std::vector<int>* ready) {
   const auto [it, added] = guests_.emplace(id, Guest{});
   if (!added) return;  // Four billion guests ago there was one that is still here.
   ++strangers_;
+  // From now on, since the machine of a guest may go before it has introduced itself.
+  if (!is_unix) TuneTcp(socket.fd(), group_.options.keep_alive);
   it->second.socket = std::move(socket);
   it->second.is_unix = is_unix;
   it->second.deadline = Clock::now() + kHelloTime;
@@ -308,6 +310,14 @@ bool TcpHub::OnHello(Guests::iterator it) {
     answer = TcpAnswer::kRank;
   } else {
     answer = StreamTo(peer).Judge(now);
+  }
+  // A recorded one, sent again: it must not take the place of the connection that it was made for.
+  for (const auto& [id, other] : guests_) {
+    if (id != it->first && peer >= 0 && other.peer == peer && other.hello == guest.hello) {
+      Complain(guest, "its introduction is a copy of another one");
+      Dismiss(it);
+      return false;
+    }
   }
   TcpId nonce{};
   bool sent = FillRandom(nonce).ok();

@@ -29,6 +29,9 @@ constexpr milliseconds kRouteTime{2000};
 constexpr milliseconds kDescriptorPatience{250};
 // Who refuses on all its addresses, so many times, has ended: it listened before others knew of it.
 constexpr int kRefusals = 3;
+// And for so long: a firewall refuses as a machine without a listener does, and the peer that is
+// behind it dials within a part of this (kGrace).
+constexpr milliseconds kRefusedFor{1500};
 constexpr int kMostUnanswered = 20;
 // What small messages are kept until the stream is open: more than a peer gives credit for.
 constexpr std::size_t kKept = 512 << 10;
@@ -222,6 +225,8 @@ void TcpStream::Dial(Clock::time_point now) {
   no_descriptor_since_.reset();
   socket_ = std::move(dialled).value();
   is_unix_ = routes_[route_].is_unix;
+  // From now on: its machine may go before it has answered.
+  if (!is_unix_) TuneTcp(socket_.fd(), group_.options.keep_alive);
   const Status watched = group_.epoll.Watch(socket_.fd(), done ? EPOLLIN : EPOLLOUT, key());
   if (!watched.ok()) return Missed(watched, now);
   if (done) return SayHello(now);
@@ -349,7 +354,9 @@ void TcpStream::Missed(const Status& why, Clock::time_point now) {
   }
   if (++route_ < routes_.size() && !neighbour_gone) return Retry(now);
   if (neighbour_gone || refused_ == routes_.size()) {
-    if (++refused_rounds_ >= kRefusals) return End(PeerGone(peer_, who_));
+    if (++refused_rounds_ >= kRefusals && (neighbour_gone || now - *missed_since_ >= kRefusedFor)) {
+      return End(PeerGone(peer_, who_));
+    }
   } else {
     refused_rounds_ = 0;
   }

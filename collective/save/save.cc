@@ -388,6 +388,9 @@ class SaveSession {
     mine_.vote.cancel = Cancelled();
     Result<std::vector<std::string>> reports = collective_.Gather(EncodeReport(mine_), "report");
     if (!reports.ok()) return Settle(reports.status());
+    // All were asked: who is cancelled from now on waits for the verdict, and does not take away
+    // what rank 0 publishes.
+    collective_.IgnoreCancel();
     SaveVerdict verdict;
     if (rank_ == 0) {
       Status status = Guarded([&] { return Decide(reports.value(), verdict); });

@@ -26,7 +26,8 @@ struct AsyncOptions {
   // False: AsyncSave returns when the bytes are staged. True: it returns at once, and the caller
   // must leave its buffers alone until WaitStaged.
   bool stage_in_background = false;
-  // What happens where a handle is dropped before its save has ended.
+  // What happens where a handle is dropped before its save has ended. kCancel waits until the bytes
+  // are staged, or where they are not copied for the verdict: the caller's memory may go then.
   enum class OnDrop { kWait, kCancel } on_drop = OnDrop::kWait;
 };
 

@@ -565,7 +565,7 @@ typedef struct tm_saver_options {
   uint32_t struct_size;
   int32_t stage_in_background;  // 1: tm_saver_save returns at once; wait for "staged".
   uint64_t staging_bytes;       // For copies, on this rank, of all saves under way; 0: no bound.
-  int32_t cancel_on_free;       // 1: freeing a job cancels it, and does not wait.
+  int32_t cancel_on_free;       // 1: freeing a job cancels it, and waits for "staged" alone.
   int32_t reserved;
 } tm_saver_options;
 // Every rank makes the same ones, in the same order; a communicator has at most two at a time

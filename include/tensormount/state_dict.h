@@ -93,6 +93,7 @@ class TENSORMOUNT_EXPORT StateDict {
     std::string key;
     GridPosition place;
     std::string bytes;
+    bool wanted = false;  // By WantObject: there are no bytes.
   };
   // What was added, in the order of the calls; references into this object, until the next change.
   const std::vector<TensorItem>& tensors() const;

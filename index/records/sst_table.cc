@@ -146,6 +146,14 @@ struct SstTable::Rep {
 SstTable::SstTable() : rep_(std::make_unique<Rep>()) {}
 SstTable::~SstTable() = default;
 
+void SstTable::PrepareProcess() {
+  RocksFileLog log;
+  const std::unique_ptr<rocksdb::Env> env = MakeRocksEnv(HostFileSystem(), log);
+  const rocksdb::Options options = MakeOptions(env.get());
+  const rocksdb::SstFileWriter writer(rocksdb::EnvOptions(), options);
+  const rocksdb::SstFileReader reader(options);
+}
+
 Result<CommitRecord::Entry> SstTable::Write(
     FileSystem& fs, const std::string& path,
     const std::function<Result<SstIdentity>(const Emit&)>& produce) {

@@ -39,6 +39,9 @@ class SstTable : public Table {
   // table.
   static Result<std::unique_ptr<SstTable>> Open(FileSystem& fs, const std::string& path);
   ~SstTable() override;
+  // Makes what RocksDB makes of the process when it is first used: what is to run at the end of the
+  // process and needs tables must be registered after this, as that is destroyed before otherwise.
+  static void PrepareProcess();
 
   // What the properties say; empty strings where a property is missing.
   SstIdentity identity() const;

@@ -479,6 +479,27 @@ _MPI_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_mpi_free": (None, [_P]),
 }
 
+# [True] once the interpreter ends. What it forgets then is not freed: a daemon thread may be within
+# the library with it, and the system frees all of it. A list, because names of modules go first.
+ended = [False]
+
+
+def free_with(owner: Any, function: Any, address: int) -> None:
+    """Calls `function(address)` when nothing refers to `owner` any more."""
+    import weakref
+
+    weakref.finalize(owner, _free, function, address, ended).atexit = False
+
+
+def _free(function: Any, address: int, ended: list[bool]) -> None:
+    if not ended[0]:
+        function(address)
+
+
+def _end(ended: list[bool] = ended) -> None:
+    ended[0] = True
+
+
 _library: Optional[Any] = None
 _mpi: Optional[Any] = None
 _path: Optional[str] = None
@@ -530,6 +551,9 @@ def _open() -> Any:
             raise LibraryError(
                 f"{path} is older than this package: it lacks {', '.join(missing)}", file=path
             )
+        import atexit
+
+        atexit.register(_end)
         _path = path
         _library = opened
         return opened

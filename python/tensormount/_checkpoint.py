@@ -39,15 +39,17 @@ class _Handle:
     """One opened tm_checkpoint. Closed when nobody refers to it any more: a read on another thread
     holds a reference while the library works, so that close() never takes it away from under it."""
 
-    __slots__ = ("address", "process", "_close")
+    __slots__ = ("address", "process", "_close", "_ended")
 
     def __init__(self, address: int, close: Any) -> None:
         self.address = address
         self.process = _getpid()
         self._close = close  # Here, because at exit the module may be gone before this is.
+        self._ended = _abi.ended
 
     def __del__(self) -> None:
-        self._close(self.address)
+        if not self._ended[0]:
+            self._close(self.address)
 
 
 def open(path: PathLike) -> Checkpoint:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
 from typing import Any, Optional
@@ -59,6 +60,7 @@ class Group:
         self._rank = int(lib.tm_communicator_rank(address))
         self._size = int(lib.tm_communicator_size(address))
         self._free = lib.tm_communicator_free  # At exit the module may be gone before this is.
+        self._ended = _abi.ended
         self._cache: Any = None  # Layouts of earlier saves and loads; of _state.py.
 
     # ---- What it is --------------------------------------------------------------------------
@@ -90,6 +92,8 @@ class Group:
     def close(self) -> None:
         """Takes leave of the other ranks. What is under way ends first, within its time-outs. May
         be called again."""
+        if self._address is not None and _in_hook():
+            raise UnsupportedError("a group cannot be closed by a hook of a save or load of it")
         address, self._address = self._address, None
         if address is not None:
             self._free(address)
@@ -103,7 +107,7 @@ class Group:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_address", None) is not None:
+        if getattr(self, "_address", None) is not None and not self._ended[0]:
             self.close()
 
     def _handle(self) -> int:
@@ -281,6 +285,11 @@ class Group:
         _check(session.lib.tm_mpi_world(session.address, ctypes.addressof(out)))
         assert out.value is not None
         return cls(out.value, owner=session, kind="mpi")
+
+
+def _in_hook() -> bool:
+    jobs = sys.modules.get("tensormount._jobs")  # Without it there was no job yet.
+    return jobs is not None and jobs.in_hook()
 
 
 def _check(status: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Optional
 
 from tensormount import _abi
-from tensormount.errors import UnsupportedError
+from tensormount.errors import InternalError, UnsupportedError
 
 log = logging.getLogger("tensormount")
 
@@ -30,14 +30,27 @@ for _function in (_pin, _unpin):
     _function.argtypes = [ctypes.py_object]
     _function.restype = None
 
+
+def hold(held: list[Any]) -> None:
+    """What the library is about to work with lives from now on, whatever becomes of Python."""
+    if _ending:
+        raise InternalError("the interpreter ends: no save or load can begin")
+    _pin(held)
+
+
+def release(held: list[Any]) -> None:
+    _unpin(held)
+
+
 EventHook = Callable[[dict[str, Any]], None]
 _EVENT_KINDS = ("start", "end", "error")
+_in_hook = threading.local()
 _HOOK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_abi.Event))
 
 
 def milliseconds(name: str, seconds: Optional[float]) -> int:
     """For options: 0 is the default of the library."""
-    if seconds is None:
+    if seconds is None or seconds == float("inf"):
         return 0
     if not seconds > 0:
         raise ValueError(f"{name}={seconds!r}: seconds, more than 0")
@@ -65,11 +78,20 @@ def hook_of(on_event: Optional[EventHook]) -> Any:
             if said["kind"] == "error":
                 said["code"] = _abi.library().tm_status_name(e.status).decode()
                 said["message"] = (e.message or b"").decode("utf-8", "surrogateescape")
-            on_event(said)
+            _in_hook.depth = getattr(_in_hook, "depth", 0) + 1
+            try:
+                on_event(said)
+            finally:
+                _in_hook.depth -= 1
         except Exception:
             log.exception("on_event")
 
     return _HOOK(call)
+
+
+def in_hook() -> bool:
+    """Whether this is called by a hook, on a thread of the library, which must not wait for itself."""
+    return getattr(_in_hook, "depth", 0) > 0
 
 
 class Job:
@@ -98,8 +120,7 @@ class Job:
         self._lock = threading.Lock()
         # The library's threads read or write this memory. It must outlive them even where nobody
         # refers to the job any more, and where the interpreter has forgotten its modules.
-        self._held: list[Any] = held
-        _pin(held)
+        self._held: list[Any] = held  # Held since before the library was called.
         self._state = _Live(self)
         _live.add(self._state)
 
@@ -185,7 +206,7 @@ class Job:
             raise
 
     def _await_verdict(self, timeout: Optional[float]) -> Any:
-        end = None if timeout is None else time.monotonic() + timeout
+        end = ends(timeout)
         while not self._poll(_SLICE_MS if end is None else _left(end)):
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"{self._word} {self._path}: not over after {timeout:g} s")
@@ -264,12 +285,25 @@ def _set(future: Any) -> None:
         future.set_result(None)
 
 
+def ends(timeout: Optional[float]) -> Optional[float]:
+    """When a wait of so many seconds ends; None: never."""
+    if timeout is None or timeout == float("inf"):
+        return None
+    if timeout != timeout:
+        raise ValueError("timeout=nan: seconds")
+    return time.monotonic() + timeout
+
+
 def _left(end: float) -> int:
     return max(0, min(_SLICE_MS, int((end - time.monotonic()) * 1000) + 1))
 
 
 class _Live:
-    """A job of the library, without the object that its user has."""
+    """A job of the library, without the object that its user has.
+
+    The library's handle is freed once nobody waits for it any more, by whoever is the last; never at
+    the end of the interpreter, when threads stop in the middle of a wait.
+    """
 
     def __init__(self, job: Job) -> None:
         self.address = job._address
@@ -278,6 +312,8 @@ class _Live:
         self.names = (job._wait_function, job._cancel_function, job._free_function)
         self.held = job._held
         self.over = False
+        self.waiting = 0
+        self.nobodys = False
         self.lock = threading.Lock()
         weakref.finalize(job, self.dropped).atexit = False
 
@@ -288,13 +324,14 @@ class _Live:
                 return
             self.over = True
         _live.discard(self)
-        _unpin(self.held)
-        self.held = []
+        held, self.held = self.held, []
+        _unpin(held)
 
     def dropped(self) -> None:
         """Nobody has the job any more."""
-        if self.process != os.getpid():
+        if self.process != os.getpid() or _ending:
             return
+        self.nobodys = True
         if self.over:
             self.free()
         else:
@@ -302,7 +339,11 @@ class _Live:
             threading.Thread(target=self.await_end, name="tensormount-job", daemon=True).start()
 
     def free(self) -> None:
-        getattr(self.lib, self.names[2])(self.address)
+        with self.lock:
+            if _ending or self.waiting > 0 or not self.nobodys or self.address == 0:
+                return
+            address, self.address = self.address, 0
+        getattr(self.lib, self.names[2])(address)
 
     def await_end(self) -> None:
         if self.wait(None):
@@ -311,33 +352,56 @@ class _Live:
 
     def wait(self, end: Optional[float]) -> bool:
         """Whether the verdict, which nobody asks for, came before `end`."""
+        with self.lock:
+            if self.address == 0:
+                return True
+            self.waiting += 1
         done = ctypes.c_int32()
         function = getattr(self.lib, self.names[0])
-        while True:
-            status = function(self.address, _SLICE_MS, ctypes.addressof(done), None)
-            if status != 0 or done.value:
-                return True
-            if end is not None and time.monotonic() > end:
-                return False
+        try:
+            while True:
+                status = function(self.address, _SLICE_MS, ctypes.addressof(done), None)
+                if status != 0 or done.value:
+                    return True
+                if end is not None and time.monotonic() > end:
+                    return False
+        finally:
+            with self.lock:
+                self.waiting -= 1
 
     def cancel(self) -> None:
         with self.lock:
-            if not self.over:
+            if not self.over and self.address != 0:
                 getattr(self.lib, self.names[1])(self.address)
+
+    def has_hook(self) -> bool:
+        return any(isinstance(item, list) and any(type(one) is _HOOK for one in item)
+                   for item in self.held)
 
 
 _live: set[_Live] = set()
+_ending = False
 
 
 @atexit.register
 def _end_all() -> None:
     """While the interpreter still works: afterwards memory of arrays is gone, and a hook would call
-    into nothing."""
+    into nothing, so that a job with one is waited for as long as it takes."""
+    global _ending
+    _ending = True
     jobs = [job for job in list(_live) if job.process == os.getpid()]
     for job in jobs:
         job.cancel()
     end = time.monotonic() + _LAST_SECONDS
     for job in jobs:
-        if job.wait(end):
+        if job.wait(None if job.has_hook() else end):
             job.end()
         # Otherwise its memory stays for ever.
+
+
+def _forked() -> None:
+    global _ending
+    _ending = False  # The child's own end comes later.
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional, Union
 
 from tensormount import _abi, _shards, _tree
-from tensormount._jobs import EventHook, Job, hook_of, milliseconds
+from tensormount._jobs import EventHook, Job, hold, hook_of, milliseconds, release
 from tensormount._save import _choice, _group, _numbers, _verdict, texts
-from tensormount._state import State, cache_of, take_json, text
+from tensormount._state import State, cache_of, path_bytes, take_json, text
 from tensormount.errors import (
     CheckpointNotFoundError,
     Error,
@@ -172,7 +172,8 @@ def load(
 
     Returns `Loaded`. Raises KeyNotFoundError for keys that are not stored, CheckpointNotFoundError,
     LayoutError, DataLossError, PeerTimeout, PeerLost, CancelledError. After an exception the
-    contents of the tensors are undefined.
+    contents of the tensors are undefined; after one that a signal raised they are still written to
+    until the read that is under way has ended.
 
         >>> import numpy, tensormount as tm
         >>> state = {"w": numpy.zeros((16, 32), "f4")}
@@ -293,8 +294,8 @@ def _build(
             key, index = (wanted, ()) if isinstance(wanted, str) else wanted
             built.want_object(key, index)
             asked.objects.append((key, tuple(index)))
-        stored = _stored_names(asked, source)
-        flat = _tree.flatten(asked.request, stored)
+        names, keys = _stored(asked, source)
+        flat = _tree.flatten(asked.request, names, keys)
         asked.flat = flat
         items = flat.items()
         if key_map is not None:
@@ -306,25 +307,21 @@ def _build(
     return built, None
 
 
-def _stored_names(asked: _Asked, source: PathLike) -> Optional[dict[Any, str]]:
-    """Names that the checkpoint has for paths whose keys alone would not tell."""
+def _stored(
+    asked: _Asked, source: PathLike
+) -> tuple[Optional[dict[Any, str]], Optional[frozenset[str]]]:
+    """Names that the checkpoint has for paths whose keys alone would not tell, and its keys."""
     from tensormount._checkpoint import open as open_checkpoint
 
-    if type(asked.request) is dict and not any(
-        isinstance(value, (dict, list, tuple)) for value in asked.request.values()
-    ):
-        return None  # Paths of one step: their keys are their names.
     try:
         checkpoint = open_checkpoint(source)
     except Error:
-        return None  # The load says it, to all ranks.
+        return None, None  # The load says it, to all ranks.
     with checkpoint:
-        common = checkpoint._values()
-        structures = [common[name] for name in _tree.structure_names(common)]
-        names = _tree.stored_names(structures)
+        names = _tree.stored_names(_tree.structures_of(checkpoint._values()))
         if names:
             asked.stored_uuid = checkpoint.uuid
-        return names
+        return names, frozenset(checkpoint.keys())
 
 
 def _renamed(
@@ -377,13 +374,16 @@ def start(
     lib = _abi.library()
     out = ctypes.c_void_p()
     name = os.fspath(source)
+    held: list[Any] = [built, built.held, group, kept, asked]
+    hold(held)
     status = lib.tm_load_async(
-        built.address, os.fsencode(name), handle, ctypes.addressof(given), ctypes.addressof(out)
+        built.address, path_bytes(name), handle, ctypes.addressof(given), ctypes.addressof(out)
     )
     if status:
+        release(held)
         _abi.fail(status, _FAILURES)
     assert out.value is not None
-    job = LoadJob(out.value, os.fsdecode(name), [built, built.held, group, kept, asked])
+    job = LoadJob(out.value, os.fsdecode(name), held)
     job._asked = asked
     return job
 
@@ -432,7 +432,7 @@ def _loaded(lib: Any, address: int, asked: _Asked) -> Loaded:
     _written(asked.flat)
     found.kept = []
     found.state = _tree.refill(asked.request, _stored_state(values, ranks), found.kept)
-    _put_back(asked.request, found.state)
+    _put_back(asked.request, found.state, _standing_twice(asked.request))
     if type(asked.request) is type(found.state) and isinstance(asked.request, (dict, list)):
         found.state = asked.request
     return found
@@ -519,26 +519,44 @@ def _without_absent(tree: Any) -> Any:
     return tree
 
 
-def _put_back(request: Any, filled: Any) -> None:
+def _standing_twice(request: Any) -> set[int]:
+    """Ids of dicts and lists that stand in several places of a request: what one of the places gets
+    must not be seen in the others."""
+    seen: set[int] = set()
+    twice: set[int] = set()
+    pending = [request]
+    while pending:
+        value = pending.pop()
+        if not isinstance(value, (dict, list, tuple)):
+            continue
+        if not isinstance(value, tuple):
+            if id(value) in seen:
+                twice.add(id(value))
+                continue
+            seen.add(id(value))
+        pending.extend(value.values() if isinstance(value, dict) else value)
+    return twice
+
+
+def _put_back(request: Any, filled: Any, twice: set[int]) -> None:
     """Plain values into the caller's own dicts and lists."""
+
+    def put(container: Any, place: Any, item: Any, new: Any) -> None:
+        alike = isinstance(item, (dict, list)) and type(item) is type(new)
+        if alike and id(item) not in twice:
+            _put_back(item, new, twice)
+        elif item is not new:
+            container[place] = new
+
     if isinstance(request, dict) and isinstance(filled, dict):
         if not request:
             request.update(filled)
-        for key, item in request.items():
-            if key not in filled:
-                continue
-            new = filled[key]
-            if isinstance(item, dict) and type(item) is type(new):
-                _put_back(item, new)
-            elif isinstance(item, list) and type(new) is list:
-                _put_back(item, new)
-            elif item is not new:
-                request[key] = new
+        for key, item in list(request.items()):
+            if key in filled:
+                put(request, key, item, filled[key])
     elif isinstance(request, list) and isinstance(filled, list):
-        for i, (item, new) in enumerate(zip(request, filled)):
-            if isinstance(item, (dict, list)) and type(item) is type(new):
-                _put_back(item, new)
-            elif item is not new:
-                request[i] = new
         if len(filled) != len(request) and not any(_tree.is_tensor(item) for item in request):
             request[:] = filled
+            return
+        for i, (item, new) in enumerate(zip(list(request), filled)):
+            put(request, i, item, new)

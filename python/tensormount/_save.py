@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
 from tensormount import _abi, _shards, _tree
-from tensormount._jobs import EventHook, Job, hook_of, milliseconds
-from tensormount._state import State, cache_of
+from tensormount._jobs import EventHook, Job, ends, hold, hook_of, milliseconds, release
+from tensormount._state import State, cache_of, path_bytes, text
 from tensormount.errors import InvalidArgumentError, LayoutError
 
 PathLike = Union[str, "os.PathLike[str]"]
@@ -40,7 +40,7 @@ class SaveJob(Job):
     def _await_staged(self, timeout: Optional[float]) -> None:
         import time
 
-        end = None if timeout is None else time.monotonic() + timeout
+        end = ends(timeout)
         self._check_process()
         done = ctypes.c_int32()
         while True:
@@ -315,14 +315,17 @@ def start(
     lib = _abi.library()
     out = ctypes.c_void_p()
     name = os.fspath(path)
+    # The C library copies of the options what it needs but the hook.
+    held: list[Any] = [built, built.held, group, kept]
+    hold(held)
     status = getattr(lib, function)(
-        built.address, os.fsencode(name), handle, ctypes.addressof(given), ctypes.addressof(out)
+        built.address, path_bytes(name), handle, ctypes.addressof(given), ctypes.addressof(out)
     )
     if status:
+        release(held)
         _abi.fail(status, _FAILURES)
     assert out.value is not None
-    # The C library copies of the options what it needs but the hook.
-    return SaveJob(out.value, os.fsdecode(name), [built, built.held, group, kept])
+    return SaveJob(out.value, os.fsdecode(name), held)
 
 
 def _verdict(job: Job, own: Optional[BaseException]) -> Any:
@@ -369,7 +372,7 @@ def _options(
     given.page_hashes = int(page_hashes)
     given.common_exempt, given.common_exempt_count = texts(common_exempt, kept)
     if producer is not None:
-        given.producer = producer.encode()
+        given.producer = text(producer)
     given.liveness_ms = milliseconds("liveness", liveness)
     given.arrival_ms = milliseconds("arrival", arrival)
     given.total_ms = milliseconds("total", total)

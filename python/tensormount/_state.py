@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -26,7 +27,7 @@ class State:
         assert out.value is not None
         self.address: int = out.value
         self.held: list[Any] = []
-        weakref.finalize(self, self._lib.tm_state_free, self.address)
+        _abi.free_with(self, self._lib.tm_state_free, self.address)
 
     @staticmethod
     def check(status: int) -> None:
@@ -54,6 +55,13 @@ class State:
             self._lib.tm_state_add_layout(self.address, layout.handle.address, pointer, count)
         )
         self.held += [addresses, layout, items]
+        if purpose == _shards.LOAD and "torch" in sys.modules:
+            # A tensor may be given other memory (`.data = `) while the library still writes to its.
+            torch = sys.modules["torch"]
+            for _, leaf in items:
+                local = getattr(leaf, "_local_tensor", leaf)
+                if isinstance(local, torch.Tensor):
+                    self.held.append(local.untyped_storage())
         return known
 
     def add_shards(self, shards: Iterable[_shards.Shard]) -> None:
@@ -126,12 +134,20 @@ def text(key: str) -> bytes:
     return encoded
 
 
+def path_bytes(path: Any) -> bytes:
+    """A path for the library, which would take it to end at a NUL."""
+    encoded = os.fsencode(os.fspath(path))
+    if b"\0" in encoded:
+        raise InvalidArgumentError(f"{path!r}: a path has no NUL")
+    return encoded
+
+
 class _LayoutHandle:
     """A tm_layout."""
 
     def __init__(self, address: int) -> None:
         self.address = address
-        weakref.finalize(self, _abi.library().tm_layout_free, address)
+        _abi.free_with(self, _abi.library().tm_layout_free, address)
 
 
 def _layout(keys: bytes, words: Any, count: int) -> _LayoutHandle:

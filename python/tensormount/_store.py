@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Union
 
 from tensormount import _abi
+from tensormount._state import path_bytes
 from tensormount.errors import CheckpointNotFoundError, Error, NotFoundError, StaleError
 
 PathLike = Union[str, "os.PathLike[str]"]
@@ -35,18 +36,18 @@ class Store:
     def list(self) -> list[dict[str, Any]]:
         """The checkpoints by name: {"checkpoint", "uuid", "generation", "latest"}, and "problem"
         where one cannot be read. CheckpointNotFoundError: no store."""
-        found: list[dict[str, Any]] = _json("tm_store_list", os.fsencode(self.path))
+        found: list[dict[str, Any]] = _json("tm_store_list", path_bytes(self.path))
         return found
 
     def latest(self) -> dict[str, Any]:
         """The newest: {"checkpoint", "uuid", "generation", "path", "warnings"}.
         CheckpointNotFoundError where there is none."""
-        found: dict[str, Any] = _json("tm_store_latest", os.fsencode(self.path))
+        found: dict[str, Any] = _json("tm_store_latest", path_bytes(self.path))
         return found
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, durably. Who has it open reads on; `gc` frees its space."""
-        status = _abi.library().tm_store_remove(os.fsencode(os.path.join(self.path, name)))
+        status = _abi.library().tm_store_remove(path_bytes(os.path.join(self.path, name)))
         if status:
             _abi.fail(status, {2: CheckpointNotFoundError})
 
@@ -69,7 +70,7 @@ class Store:
         if staging_age is not None:
             given.staging_age_seconds = max(1, int(staging_age))
         found: dict[str, Any] = _json(
-            "tm_store_gc", os.fsencode(self.path), ctypes.addressof(given)
+            "tm_store_gc", path_bytes(self.path), ctypes.addressof(given)
         )
         return found
 
@@ -92,7 +93,7 @@ def verify(path: PathLike, *, quick: bool = False, threads: int = 0) -> dict[str
     whole = ctypes.c_int32()
     found: dict[str, Any] = _background(
         lambda: _json(
-            "tm_verify", os.fsencode(os.fspath(path)), ctypes.addressof(given),
+            "tm_verify", path_bytes(path), ctypes.addressof(given),
             ctypes.addressof(whole),
         )
     )
@@ -131,7 +132,7 @@ def diff(
     same = ctypes.c_int32()
     found: dict[str, Any] = _background(
         lambda: _json(
-            "tm_diff", os.fsencode(os.fspath(first)), os.fsencode(os.fspath(second)),
+            "tm_diff", path_bytes(first), path_bytes(second),
             ctypes.addressof(given), ctypes.addressof(same),
         )
     )
@@ -160,7 +161,7 @@ def adopt(
         given.key_map = json.dumps([dict(rule) for rule in key_map]).encode()
     found: dict[str, Any] = _background(
         lambda: _json(
-            "tm_adopt", os.fsencode(os.fspath(source)), os.fsencode(os.fspath(path)),
+            "tm_adopt", path_bytes(source), path_bytes(path),
             ctypes.addressof(given),
         )
     )

@@ -15,6 +15,7 @@ import sys
 from typing import (
     Any,
     Callable,
+    Container,
     Dict,
     Iterable,
     Iterator,
@@ -394,11 +395,16 @@ class _Walk:
                 self._visit(item, path, prefix, _KEY, key)
 
 
-def flatten(tree: Any, stored: Optional[Mapping[Path, str]] = None) -> Flat:
+def flatten(
+    tree: Any,
+    stored: Optional[Mapping[Path, str]] = None,
+    known: Optional[Container[str]] = None,
+) -> Flat:
     """Takes a state dict (a dict, list or tuple) apart.
 
     `stored`: names that a checkpoint has for paths (`stored_names`), which go before those that
-    would be made, so that a request for a part of a checkpoint means the same tensors.
+    would be made, so that a request for a part of a checkpoint means the same tensors. `known`: keys
+    that it has: of tied leaves that one is asked for which is there.
 
     LayoutError: cycles, too deep, keys without a form. UnsupportedError: values without one.
     """
@@ -410,7 +416,7 @@ def flatten(tree: Any, stored: Optional[Mapping[Path, str]] = None) -> Flat:
     walk.root(tree)
     tensors: Dict[str, Any] = {}
     found = walk.leaves[_TENSOR]
-    keys = _tied(found.values, _names_of(found, False, stored))
+    keys = _tied(found.values, _names_of(found, False, stored), known)
     again = []
     for key, leaf in zip(keys, found.values):
         first = tensors.setdefault(key, leaf)
@@ -469,9 +475,11 @@ def _memory_of(leaf: Any) -> Any:
     return id(leaf)
 
 
-def _tied(leaves: Sequence[Any], names: List[str]) -> List[str]:
+def _tied(
+    leaves: Sequence[Any], names: List[str], known: Optional[Container[str]] = None
+) -> List[str]:
     """The names, but leaves that are one tensor have one: the first in the order of text, so that
-    ranks with other orders agree."""
+    ranks with other orders agree; of those that are known, where some are."""
     memory = [_memory_of(leaf) for leaf in leaves]
     if len(set(memory)) == len(leaves):
         return names
@@ -483,7 +491,8 @@ def _tied(leaves: Sequence[Any], names: List[str]) -> List[str]:
     names = list(names)
     for members in groups.values():
         if len(members) > 1:
-            first = min(names[i] for i in members)
+            own = [names[i] for i in members]
+            first = min([name for name in own if known is not None and name in known] or own)
             for i in members:
                 names[i] = first
     return names

@@ -112,6 +112,45 @@ TEST(GroupViewTest, WhatIsOutstandingEndsWithTheChannel) {
   EXPECT_THAT(group[0]->Test(request), HasCode(Code::kInvalidArgument));
 }
 
+// Plans are kept for ranks, and not for places in a group: of rows and columns of a grid, whose
+// channels all have ranks 0 and 1, each makes its own.
+TEST(GroupViewTest, RowsAndColumnsOfAGridPlanForThemselves) {
+  TempDir dir;
+  EXPECT_OK(RunOnThreads(4, [&](Communicator& comm) -> Status {
+    const int row = comm.rank() / 2;
+    const int column = comm.rank() % 2;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto rows, MakeSubgroup(comm, {2 * row, 2 * row + 1}, 1));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto columns, MakeSubgroup(comm, {column, column + 2}, 2));
+    std::vector<float> mine(4096);
+    for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = static_cast<float>(i);
+    StateDict state;
+    state.AddTensor("w", {.global_shape = {4096},
+                          .region = Box::Whole({4096}),
+                          .data = BufferView::Host(DType::kF32, mine.data(), {4096})});
+    SaveOptions options;
+    options.timeouts = kPatient;
+    for (int round = 0; round < 2; ++round) {
+      for (const bool by_row : {true, false}) {
+        Communicator& group = by_row ? *rows : *columns;
+        const std::string path = dir.path() + "/store/" + (by_row ? "row-" : "column-") +
+                                 std::to_string(by_row ? row : column) + "-" +
+                                 std::to_string(round);
+        TENSORMOUNT_ASSIGN_OR_RETURN(const auto channel, MakeChannel(group, 1));
+        TENSORMOUNT_ASSIGN_OR_RETURN(const SaveReport saved, Save(state, path, *channel, options));
+        EXPECT_EQ(saved.plan_reused, round == 1);
+        std::vector<float> got(4096);
+        StateDict request;
+        request.AddTensor("w", {.global_shape = {4096},
+                                .region = Box::Whole({4096}),
+                                .data = BufferView::Host(DType::kF32, got.data(), {4096})});
+        TENSORMOUNT_RETURN_IF_ERROR(Load(request, path, *channel).status());
+        EXPECT_EQ(got, mine);
+      }
+    }
+    return {};
+  }));
+}
+
 // Two halves of four ranks save different checkpoints at the same time, and load each other's.
 TEST(GroupViewTest, SubgroupsSaveAndLoadAtTheSameTime) {
   TempDir dir;

@@ -113,6 +113,33 @@ class RoundTrip(support.Folder):
         loaded = tm.load({"absent": np.zeros(3)}, "S/part", not_stored="return")
         self.assertEqual(loaded.not_stored, ["absent"])
 
+    def test_names_that_keys_alone_do_not_tell(self):
+        tm.save({1: np.full(3, 111), "1": np.full(3, 222)}, "S/number")
+        request = {1: np.zeros(3, "i8")}
+        tm.load(request, "S/number")
+        self.assertEqual(request[1][0], 111)
+        tm.save({"a.b": np.full(3, 1), "a": {"b": np.full(3, 2)}}, "S/dots")
+        request = {"a.b": np.zeros(3, "i8")}
+        tm.load(request, "S/dots")
+        self.assertEqual(request["a.b"][0], 1)
+        both = np.arange(3.0)
+        tm.save({"embed": both, "head": both}, "S/tied")
+        request = {"embed": np.zeros(3), "head": np.zeros(3)}
+        tm.load(request, "S/tied")
+        self.assertEqual((request["embed"][2], request["head"][2]), (2, 2))
+        # Tied here, and there under the other name alone, as Hugging Face has it.
+        tm.save({"model.embed": both}, "S/one")
+        into = np.zeros(3)
+        tm.load({"lm_head": into, "model.embed": into}, "S/one")
+        self.assertEqual(into[2], 2)
+
+    def test_a_container_that_stands_twice(self):
+        tm.save({"a": [1], "b": [2], "x": {"k": 1}, "y": {"k": 2}}, "S/twice")
+        numbers, words = [0], {"k": 0}
+        request = {"a": numbers, "b": numbers, "x": words, "y": words}
+        tm.load(request, "S/twice")
+        self.assertEqual(request, {"a": [1], "b": [2], "x": {"k": 1}, "y": {"k": 2}})
+
     def test_shapes_and_types(self):
         tm.save({"w": np.arange(12, dtype="f4").reshape(3, 4)}, "S/rules")
         with self.assertRaises(tm.LayoutError) as raised:
@@ -168,6 +195,11 @@ class RoundTrip(support.Folder):
         self.assertIn("share memory", str(raised.exception))
         with self.assertRaises(tm.CheckpointNotFoundError):
             tm.load({"a": both}, "S/nowhere")
+        for call in (lambda: tm.save(fine, "S/x\0y"), lambda: tm.load(fine, "S/taken\0y"),
+                     lambda: tm.Store("S").remove("taken\0y"), lambda: tm.verify("S/taken\0")):
+            with self.assertRaises(tm.InvalidArgumentError):
+                call()
+        self.assertTrue(os.path.exists("S/taken"))
 
     def test_events(self):
         seen = []
@@ -178,6 +210,11 @@ class RoundTrip(support.Folder):
         # What a hook raises is logged and disturbs nothing.
         with self.assertLogs("tensormount", "ERROR"):
             tm.save({"w": np.zeros(3)}, "S/hook", on_event=lambda event: 1 / 0)
+        # Nor can it close what it is called by.
+        group = tm.Group.single()
+        with self.assertLogs("tensormount", "ERROR"):
+            tm.save({"w": np.zeros(3)}, "S/close", group, on_event=lambda event: group.close())
+        self.assertEqual(group.size, 1)
 
 
 class Jobs(support.Folder):
@@ -311,6 +348,24 @@ class Processes(support.Folder):
                 """)
             self.finish(process)
 
+    def test_daemon_threads_save_until_the_end(self):
+        for _ in range(support.scaled(3)):
+            self.finish(python("""
+                import numpy, threading, time, tensormount as tm
+                def save(number):
+                    while True:
+                        tm.async_save({"w": numpy.ones(300_000)}, f"S/e{number}", replace=True)
+                for number in range(2):
+                    threading.Thread(target=save, args=(number,), daemon=True).start()
+                time.sleep(0.3)
+                """))
+
+    def test_a_slow_hook_at_the_end(self):
+        self.finish(python("""
+            import numpy, time, tensormount as tm
+            tm.async_save({"w": numpy.ones(3)}, "S/slow", on_event=lambda event: time.sleep(0.2))
+            """))
+
     def test_ctrl_c_ends_a_wait(self):
         """A rank of two whose other one never comes: Ctrl-C ends its wait at once, and the process
         without waiting for the time-out."""
@@ -358,7 +413,8 @@ class Processes(support.Folder):
         self.assertEqual(status, 0)
         job.wait(LIMIT)
         self.assertEqual(int(checkpoint["w"][3]), 3)
-        self.assertEqual(len(tm.Store("S").list()), 3)
+        names = {entry["checkpoint"] for entry in tm.Store("S").list()}
+        self.assertLessEqual({"forked", "meanwhile", "of-child"}, names)
 
 
 # A group of two ranks of which this is the second; nobody is the first.

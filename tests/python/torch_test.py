@@ -396,6 +396,43 @@ class Dcp(support.Folder):
         with self.assertRaises(TypeError):
             tm.torch.Writer("S/x", plcement="auto")
 
+    def test_moments_before_the_first_step(self):
+        def made():
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 2)
+            return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def step(model, optim):
+            optim.zero_grad()
+            model(torch.ones(5, 4)).pow(2).mean().backward()
+            optim.step()
+
+        model, optim = made()
+        step(model, optim)
+        tm.torch.save("S/stepped", model=model, optim=optim)
+        # Gradients that are there already hinder nothing, and stay.
+        other, fresh = made()
+        other(torch.ones(5, 4)).sum().backward()
+        gradient = other.weight.grad.clone()
+        tm.torch.load("S/stepped", model=other, optim=fresh)
+        self.assertTrue(torch.equal(fresh.state[other.weight]["exp_avg"],
+                                    optim.state[model.weight]["exp_avg"]))
+        self.assertEqual(float(fresh.state[other.weight]["step"]), 1)
+        self.assertTrue(torch.equal(other.weight.grad, gradient))
+        # A save does not count as a step.
+        (a, saved), (b, plain) = made(), made()
+        tm.torch.save("S/fresh", model=a, optim=saved)
+        c, loaded = made()
+        tm.torch.load("S/fresh", model=c, optim=loaded)
+        for _ in range(3):
+            for one in ((a, saved), (b, plain), (c, loaded)):
+                step(*one)
+        self.assertTrue(torch.equal(a.weight, b.weight) and torch.equal(a.weight, c.weight))
+        # Groups of parameters that are others are refused, where PyTorch would lose some.
+        split = torch.optim.AdamW([{"params": [other.weight]}, {"params": [other.bias]}], lr=0.5)
+        with self.assertRaises(tm.LayoutError):
+            tm.torch.load("S/stepped", model=other, optim=split)
+
     def test_scheduler_and_frozen(self):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
         for parameter in model[0].parameters():

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tensormount import _load, _save, _tree
 from tensormount._tree import PerRank
-from tensormount.errors import InvalidArgumentError
+from tensormount.errors import InvalidArgumentError, LayoutError
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -95,6 +96,7 @@ def load(
         import fnmatch
 
         options.setdefault("not_stored", "return")
+    groups = _groups_of(request["optim"]) if optim is not None else []
     loaded = _load.load(request, source, group, **options)
     if optional:
         lost = [
@@ -111,6 +113,13 @@ def load(
                 key=lost[0],
             )
     state = loaded.state
+    if optim is not None and _groups_of(state["optim"]) != groups:
+        raise LayoutError(
+            "the optimizer that was saved had other groups of parameters: "
+            f"{len(_groups_of(state['optim']))} of them, this one has {len(groups)}; nothing was set, "
+            "but tensors that were asked for are filled",
+            key="optim.param_groups",
+        )
     if model is not None:
         set_model_state_dict(model, state["model"], options=_options(ignore_frozen))
     if optim is not None:
@@ -180,10 +189,43 @@ def _state(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> dict[str,
     if model is not None:
         state["model"] = dict(get_model_state_dict(model, options=options))
     if optim is not None:
-        state["optim"] = _plain(get_optimizer_state_dict(_module(model), optim, options=options))
+        with _fresh_moments(optim):
+            found = get_optimizer_state_dict(_module(model), optim, options=options)
+        state["optim"] = _plain(found)
     if extra is not None:
         state["extra"] = _asked(extra)
     return state
+
+
+@contextlib.contextmanager
+def _fresh_moments(optim: Any) -> Iterator[None]:
+    """For the state dict of optimizers that have not stepped yet: PyTorch makes their moments by a
+    step without gradients, but not where there are gradients, and counts that step."""
+    found = [optim] if isinstance(optim, torch.optim.Optimizer) else list(optim)
+    fresh = [one for one in found if not one.state]
+    parameters = [p for one in fresh for group in one.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient
+        for one in fresh:
+            for state in one.state.values():
+                step = state.get("step")
+                if isinstance(step, torch.Tensor):
+                    step.zero_()
+                elif step is not None:
+                    state["step"] = 0
+
+
+def _groups_of(optim: Any) -> list[frozenset[str]]:
+    """Which parameters are in one group of an optimizer's state dict."""
+    return sorted(
+        (frozenset(group["params"]) for group in optim.get("param_groups", [])), key=sorted
+    )
 
 
 def _plain(value: Any) -> Any:
