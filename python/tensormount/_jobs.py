@@ -57,11 +57,21 @@ def milliseconds(name: str, seconds: Optional[float]) -> int:
     return max(1, min(int(seconds * 1000), 1 << 53))
 
 
-def hook_of(on_event: Optional[EventHook]) -> Any:
-    """`on_event` as a C function, which must live as long as the job. It is called on threads of the
-    library; what it raises is logged, since nobody there could catch it."""
+def set_times(
+    given: Any, liveness: Optional[float], arrival: Optional[float], total: Optional[float]
+) -> None:
+    """The time-outs of a job, in its options."""
+    given.liveness_ms = milliseconds("liveness", liveness)
+    given.arrival_ms = milliseconds("arrival", arrival)
+    given.total_ms = milliseconds("total", total)
+
+
+def set_hook(given: Any, on_event: Optional[EventHook], kept: list[Any]) -> None:
+    """`on_event` in the options of a job, as a C function, kept in `kept`, which must live as long as
+    the job. It is called on threads of the library; what it raises is logged, since nobody there
+    could catch it."""
     if on_event is None:
-        return None
+        return
 
     def call(_: Any, event: Any) -> None:
         try:
@@ -86,7 +96,9 @@ def hook_of(on_event: Optional[EventHook]) -> Any:
         except Exception:
             log.exception("on_event")
 
-    return _HOOK(call)
+    hook = _HOOK(call)
+    kept.append(hook)
+    given.on_event = ctypes.cast(hook, ctypes.c_void_p)
 
 
 def in_hook() -> bool:
@@ -206,13 +218,20 @@ class Job:
             raise
 
     def _await_verdict(self, timeout: Optional[float]) -> Any:
-        end = ends(timeout)
-        while not self._poll(_SLICE_MS if end is None else _left(end)):
-            if end is not None and time.monotonic() >= end:
-                raise TimeoutError(f"{self._word} {self._path}: not over after {timeout:g} s")
+        self._in_slices(self._poll, timeout, "over")
         if self._failure is not None:
             raise self._failure
         return self._report
+
+    def _in_slices(
+        self, poll: Callable[[int], bool], timeout: Optional[float], state: str
+    ) -> None:
+        """Until `poll`, which waits for at most so many milliseconds, is true: so that signal handlers
+        get their turn. TimeoutError after `timeout` seconds."""
+        end = _ends(timeout)
+        while not poll(_SLICE_MS if end is None else _left(end)):
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"{self._word} {self._path}: not {state} after {timeout:g} s")
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
@@ -285,7 +304,7 @@ def _set(future: Any) -> None:
         future.set_result(None)
 
 
-def ends(timeout: Optional[float]) -> Optional[float]:
+def _ends(timeout: Optional[float]) -> Optional[float]:
     """When a wait of so many seconds ends; None: never."""
     if timeout is None or timeout == float("inf"):
         return None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional, Union
 
 from tensormount import _abi, _shards, _tree
-from tensormount._jobs import EventHook, Job, hold, hook_of, milliseconds, release
+from tensormount._jobs import EventHook, Job, hold, release, set_hook, set_times
 from tensormount._save import _choice, _group, _numbers, _verdict, texts
 from tensormount._state import State, cache_of, path_bytes, take_json, text
 from tensormount.errors import (
@@ -23,7 +23,7 @@ from tensormount.errors import (
 
 PathLike = Union[str, "os.PathLike[str]"]
 
-_STRICT = ("default", "raise", "log", "return", "ignore")
+_STRICT = ("raise", "log", "return", "ignore")  # From 1; 0 is the default of the library.
 _VERIFY = ("auto", "off", "leaves")
 _PATHS = ("auto", "direct", "exchange")
 _GROW = ("error", "zero", "keep")
@@ -243,11 +243,11 @@ def _begin(
     total: Optional[float],
     on_event: Optional[EventHook],
 ) -> tuple[LoadJob, Optional[BaseException]]:
-    group, _ = _group(group)
+    group = _group(group)
     given = _abi.LoadOptions(struct_size=ctypes.sizeof(_abi.LoadOptions))
     kept: list[Any] = []
-    given.not_stored = 1 + _choice("not_stored", not_stored, _STRICT[1:])
-    given.not_requested = 1 + _choice("not_requested", not_requested, _STRICT[1:])
+    given.not_stored = 1 + _choice("not_stored", not_stored, _STRICT)
+    given.not_requested = 1 + _choice("not_requested", not_requested, _STRICT)
     given.strict_exempt, given.strict_exempt_count = texts(strict_exempt, kept)
     given.validate = int(validate)
     given.verify = _choice("verify", verify, _VERIFY)
@@ -265,13 +265,8 @@ def _begin(
         kept.append(table)
         given.rules = table
         given.rule_count = len(rules)
-    given.liveness_ms = milliseconds("liveness", liveness)
-    given.arrival_ms = milliseconds("arrival", arrival)
-    given.total_ms = milliseconds("total", total)
-    hook = hook_of(on_event)
-    if hook is not None:
-        kept.append(hook)
-        given.on_event = ctypes.cast(hook, ctypes.c_void_p)
+    set_times(given, liveness, arrival, total)
+    set_hook(given, on_event, kept)
     handle = group._handle()
     asked = _Asked(request)
     asked.group = group

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
 from tensormount import _abi, _shards, _tree
-from tensormount._jobs import EventHook, Job, ends, hold, hook_of, milliseconds, release
+from tensormount._jobs import EventHook, Job, hold, release, set_hook, set_times
 from tensormount._state import State, cache_of, path_bytes, text
 from tensormount.errors import InvalidArgumentError, LayoutError
 
@@ -35,25 +35,17 @@ class SaveJob(Job):
     def wait_staged(self, timeout: Optional[float] = None) -> None:
         """Until the tensors may be changed again: their bytes are copied (or the save is over).
         Raises what made the save fail before that; TimeoutError after `timeout` seconds."""
-        self._interruptible(lambda: self._await_staged(timeout))
-
-    def _await_staged(self, timeout: Optional[float]) -> None:
-        import time
-
-        end = ends(timeout)
         self._check_process()
+        self._interruptible(lambda: self._in_slices(self._poll_staged, timeout, "staged"))
+
+    def _poll_staged(self, most_ms: int) -> bool:
         done = ctypes.c_int32()
-        while True:
-            most = 50 if end is None else max(0, min(50, int((end - time.monotonic()) * 1000) + 1))
-            status = self._lib.tm_save_job_wait_staged(
-                self._address, most, ctypes.addressof(done)
-            )
-            if status:
-                _abi.fail(status, _FAILURES)
-            if done.value:
-                return
-            if end is not None and time.monotonic() >= end:
-                raise TimeoutError(f"save {self._path}: not staged after {timeout:g} s")
+        status = self._lib.tm_save_job_wait_staged(
+            self._address, most_ms, ctypes.addressof(done)
+        )
+        if status:
+            _abi.fail(status, _FAILURES)
+        return bool(done.value)
 
     def progress(self) -> dict[str, Any]:
         """How far this rank is: state ("staging", "saving", "committed", "failed", "cancelled"),
@@ -211,11 +203,9 @@ def validate(
     Returns the report, the same on every rank: "ok", "tensors", "bytes", "findings" (each with key,
     box, ranks, message and likely cause), at most `limit` of them.
     """
-    group, mine = _group(group)
+    group = _group(group)
     given = _abi.ValidateOptions(struct_size=ctypes.sizeof(_abi.ValidateOptions), limit=limit)
-    given.liveness_ms = milliseconds("liveness", liveness)
-    given.arrival_ms = milliseconds("arrival", arrival)
-    given.total_ms = milliseconds("total", total)
+    set_times(given, liveness, arrival, total)
     built, own = build(state, group, _shards.VALIDATE)
     lib = _abi.library()
     sound = ctypes.c_int32()
@@ -235,7 +225,6 @@ def validate(
         report: dict[str, Any] = json.loads(ctypes.string_at(json_text.value))
     finally:
         lib.tm_free(json_text)
-    del mine
     report["ok"] = bool(sound.value)
     return report
 
@@ -277,13 +266,13 @@ def _bytes(key: str, data: Any) -> bytes:
     return bytes(data)
 
 
-def _group(group: Any) -> tuple[Any, bool]:
-    """The group, or one of this process alone; whether that was made here."""
+def _group(group: Any) -> Any:
+    """The group, or one of this process alone."""
     if group is not None:
-        return group, False
+        return group
     from tensormount._group import Group
 
-    return Group.single(), True
+    return Group.single()
 
 
 def _start(
@@ -296,7 +285,7 @@ def _start(
     rank_objects: Optional[Mapping[str, bytes]],
     metadata: Optional[Mapping[str, Any]],
 ) -> tuple[SaveJob, Optional[BaseException]]:
-    group, mine = _group(group)
+    group = _group(group)
     handle = group._handle()
     given, kept = options
     built, own = build(state, group, _shards.SAVE, objects, rank_objects, metadata)
@@ -373,13 +362,8 @@ def _options(
     given.common_exempt, given.common_exempt_count = texts(common_exempt, kept)
     if producer is not None:
         given.producer = text(producer)
-    given.liveness_ms = milliseconds("liveness", liveness)
-    given.arrival_ms = milliseconds("arrival", arrival)
-    given.total_ms = milliseconds("total", total)
-    hook = hook_of(on_event)
-    if hook is not None:
-        kept.append(hook)
-        given.on_event = ctypes.cast(hook, ctypes.c_void_p)
+    set_times(given, liveness, arrival, total)
+    set_hook(given, on_event, kept)
     return given, kept
 
 

@@ -14,6 +14,7 @@ import struct
 import sys
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+from ._dtypes import all_dtypes
 from .errors import LayoutError, UnsupportedError
 
 Dims = Tuple[int, ...]
@@ -27,36 +28,13 @@ _DEVICE_CUDA = 1
 _MEMORY_DEVICE = 3
 _STREAM_LEGACY_DEFAULT, _STREAM_HANDLE = 1, 3
 
-# Numbers of element types (TM_BOOL and on, in tensormount/c.h).
+# Numbers of element types by what torch and NumPy (with ml_dtypes) call them. torch has a name for
+# two of our four-bit elements in a byte.
 _F4 = 21
-_TORCH_DTYPES = {
-    "bool": 1,
-    "int8": 2,
-    "uint8": 3,
-    "int16": 4,
-    "uint16": 5,
-    "int32": 6,
-    "uint32": 7,
-    "int64": 8,
-    "uint64": 9,
-    "float16": 10,
-    "bfloat16": 11,
-    "float32": 12,
-    "float64": 13,
-    "float8_e4m3fn": 14,
-    "float8_e5m2": 15,
-    "float8_e8m0fnu": 16,
-    "float8_e4m3fnuz": 17,
-    "float8_e5m2fnuz": 18,
-    "float4_e2m1fn_x2": _F4,
-    "complex64": 22,
-    "complex128": 23,
-}
-# NumPy's, and those of ml_dtypes that have the form that we store. Its types under a byte take a
-# byte an element in memory, ours do not: they are not in the table.
-_NUMPY_DTYPES = {
-    name: number for name, number in _TORCH_DTYPES.items() if name != "float4_e2m1fn_x2"
-}
+_TORCH_DTYPES = {row.torch: row.number for row in all_dtypes() if row.torch is not None}
+_TORCH_DTYPES["float4_e2m1fn_x2"] = _F4
+# NumPy's types under a byte take a byte an element in memory, ours do not.
+_NUMPY_DTYPES = {row.numpy: row.number for row in all_dtypes() if row.bits % 8 == 0}
 
 SAVE, LOAD, VALIDATE = "save", "load", "validate"
 
