@@ -250,6 +250,23 @@ class Jobs(support.Folder):
 
         np.testing.assert_array_equal(asyncio.run(both()), np.arange(1000))
 
+    def test_waits_for_a_time(self):
+        """A wait whose time is over says so; the job goes on, and can be waited for again."""
+        go_on = threading.Event()
+        job = tm.async_save(
+            {"w": np.zeros(3)}, "S/for-a-time", on_event=lambda event: go_on.wait(LIMIT)
+        )
+        try:
+            with self.assertRaisesRegex(TimeoutError, "save S/for-a-time: not over after 0.2 s"):
+                job.wait(timeout=0.2)
+            with self.assertRaises(ValueError):
+                job.wait(timeout=float("nan"))
+            self.assertFalse(job.done())
+        finally:
+            go_on.set()
+        job.wait_staged(timeout=LIMIT)
+        self.assertEqual(job.wait(timeout=LIMIT)["tensors"], 1)
+
     def test_with(self):
         with tm.async_save({"w": np.zeros(3)}, "S/with") as job:
             pass
