@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers of things in messages: "1 tensor", "2 tensors". Threads: any.
+// Numbers of things and of bytes in messages: "1 tensor", "2 tensors", "12.3 MB". Threads: any.
 #ifndef TENSORMOUNT_BASE_COUNTED_H_
 #define TENSORMOUNT_BASE_COUNTED_H_
 
@@ -17,6 +17,9 @@ inline std::string Counted(std::uint64_t number, std::string_view what) {
   if (number != 1) text += 's';
   return text;
 }
+
+// "12.3 MB" (powers of ten), "512 B". For people; programs want the number.
+std::string HumanBytes(std::uint64_t bytes);
 
 }  // namespace tensormount
 

@@ -5,7 +5,7 @@
 // Everything is a copy of values or a shared pointer to the opened checkpoint, so a Tensor may
 // outlive its Checkpoint and both may be used from any thread. Reads extend to whole leaves or pages:
 // whoever uses the library gets verified bytes.
-#include "tensormount/checkpoint.h"
+#include "index/public_checkpoint.h"
 
 #include "base/file_system.h"
 #include "index/foreign/open_source.h"
@@ -28,6 +28,15 @@ struct Tensor::Impl {
   std::optional<LayerEntry> layer;  // Where the key stands for one: then `entry` is not used.
 
   const TensorMeta& meta() const { return layer ? layer->meta : entry.meta; }
+  // The tensor that is stored, and where in it bytes [offset, offset + size) of this one begin.
+  Result<std::pair<const TensorEntry*, std::uint64_t>> Stored(std::uint64_t offset,
+                                                              std::size_t size) const {
+    if (offset > meta().bytes() || size > meta().bytes() - offset) {
+      return Status(Code::kInvalidArgument, "tensor " + meta().key() + ": bytes past its end");
+    }
+    if (layer) return std::pair(&layer->stacked, layer->offset + offset);
+    return std::pair(&entry, offset);
+  }
 };
 
 Tensor::Tensor(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
@@ -55,19 +64,35 @@ Status Tensor::Read(const Region& region, const BufferView& out) const {
 }
 
 Status Tensor::ReadBytes(std::uint64_t offset, void* out, std::size_t size) const {
-  if (!impl_->layer) {
-    return ReadBytesByThreads(*impl_->opened, impl_->entry, offset, out, size,
-                              ReadVerify::kExtendLeaves, impl_->threads);
-  }
-  const LayerEntry& layer = *impl_->layer;
-  if (offset > layer.meta.bytes() || size > layer.meta.bytes() - offset) {
-    return Status(Code::kInvalidArgument, "tensor " + layer.meta.key() + ": bytes past its end");
-  }
-  return ReadBytesByThreads(*impl_->opened, layer.stacked, layer.offset + offset, out, size,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto stored, impl_->Stored(offset, size));
+  return ReadBytesByThreads(*impl_->opened, *stored.first, stored.second, out, size,
                             ReadVerify::kExtendLeaves, impl_->threads);
 }
 
+Result<MappedBytes> Tensor::Map(std::uint64_t offset, std::size_t size) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto stored, impl_->Stored(offset, size));
+  if (size == 0) return MappedBytes{.data = nullptr, .size = 0, .keep = impl_};
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const std::vector<OpenedCheckpoint::MappedRange> ranges,
+      impl_->opened->MapBytes(*stored.first, stored.second, size, ReadVerify::kOff,
+                              OpenedCheckpoint::ForeignFiles::kMap));
+  if (ranges.size() != 1) {
+    return Status(Code::kUnsupported, "tensor " + key() + ": bytes [" + std::to_string(offset) +
+                                          ", " + std::to_string(offset + size) +
+                                          ") are not one run of one file that can be mapped");
+  }
+  return MappedBytes{
+      .data = ranges[0].data,
+      .size = size,
+      .keep = std::make_shared<std::pair<std::shared_ptr<const Impl>, std::shared_ptr<const void>>>(
+          impl_, ranges[0].keep)};
+}
+
 Checkpoint::Checkpoint(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
+
+const std::shared_ptr<const OpenedCheckpoint>& CheckpointInside::Of(const Checkpoint& checkpoint) {
+  return checkpoint.impl_->opened;
+}
 
 Result<Checkpoint> Checkpoint::Open(const std::string& path) { return Open(path, OpenOptions()); }
 

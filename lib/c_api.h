@@ -3,6 +3,7 @@
 #define TENSORMOUNT_LIB_C_API_H_
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -27,9 +28,11 @@
 #include "tensormount/common_value.h"
 #include "tensormount/communicator.h"
 #include "tensormount/event.h"
+#include "tensormount/key_map.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 
+#include "base/watch.h"
 #include "collective/guarded.h"
 
 // What the functions of tensormount/c.h share. Nothing may leave them but a status: each is one
@@ -55,6 +58,13 @@ struct tm_communicator {
 // Buffers of the dict are the caller's, and must live as long as c.h says.
 struct tm_state {
   tensormount::StateDict dict;
+};
+
+// Between the thread that works and others; see tm_task_new.
+struct tm_task {
+  std::atomic<bool> cancel = false;
+  std::atomic<std::uint64_t> done = 0;
+  std::atomic<std::uint64_t> total = 0;
 };
 
 namespace tensormount::c_api {
@@ -194,6 +204,11 @@ Result<std::vector<std::string_view>> ReadKeys(const char* keys, std::size_t siz
 Timeouts ReadTimeouts(std::int64_t liveness_ms, std::int64_t arrival_ms, std::int64_t total_ms);
 // Called on threads of the library; the strings of an event live for that call only.
 EventHook ReadHook(tm_event_hook hook, void* context);
+
+// NULL: nobody looks.
+Watch ReadTask(tm_task* task);
+// Rules of a key map as JSON; NULL: none.
+Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules);
 
 // ---- What goes out ----
 // Memory that goes out is from malloc, to be freed with tm_free: the caller may use another C++

@@ -346,6 +346,24 @@ EventHook ReadHook(tm_event_hook hook, void* context) {
   };
 }
 
+Watch ReadTask(tm_task* task) {
+  if (task == nullptr) return {};
+  return [task](std::uint64_t done, std::uint64_t total) {
+    // Of threads that tell at the same time the last may be behind.
+    std::uint64_t before = task->done;
+    while (before < done && !task->done.compare_exchange_weak(before, done)) {
+    }
+    task->total = total;
+    return task->cancel ? Status(Code::kCancelled, "cancelled by the caller") : Status();
+  };
+}
+
+Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules) {
+  if (rules == nullptr) return std::shared_ptr<const KeyMap>();
+  TENSORMOUNT_ASSIGN_OR_RETURN(KeyMap map, KeyMap::FromJson(rules));
+  return std::make_shared<const KeyMap>(std::move(map));
+}
+
 // The one place that allocates for callers, so tm_free is right for all of it.
 Status HandOut(std::string_view bytes, void** data, std::size_t* size) {
   TENSORMOUNT_RETURN_IF_ERROR(Need({{data, "data"}, {size, "size"}}));

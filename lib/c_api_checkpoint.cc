@@ -5,12 +5,17 @@
 // tensor in many parts pays a search a part, which is little beside the read.
 #include <utility>
 
+#include <nlohmann/json.hpp>
+
 #include "tensormount/checkpoint.h"
 
+#include "fs/pictures/layout.h"
+#include "index/public_checkpoint.h"
 #include "lib/c_api.h"
 
 using tensormount::BufferView;
 using tensormount::Checkpoint;
+using tensormount::CheckpointInside;
 using tensormount::Dims;
 using tensormount::Region;
 using tensormount::Status;
@@ -24,6 +29,11 @@ using tensormount::c_api::Need;
 struct tm_checkpoint {
   Checkpoint checkpoint;
   std::string uuid;  // What is handed out must stay somewhere.
+  const pid_t process = getpid();
+};
+
+struct tm_mapping {
+  tensormount::MappedBytes bytes;
   const pid_t process = getpid();
 };
 
@@ -110,6 +120,46 @@ tm_status tm_checkpoint_read_bytes(const tm_checkpoint* checkpoint, const char* 
     if (size != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
     return tensor.ReadBytes(offset, out, size);
+  });
+}
+
+tm_status tm_checkpoint_map(const tm_checkpoint* checkpoint, const char* key, uint64_t offset,
+                            uint64_t size, tm_mapping** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Need({Handle(checkpoint, "checkpoint"), {key, "key"}, {out, "out"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
+    TENSORMOUNT_ASSIGN_OR_RETURN(tensormount::MappedBytes bytes, tensor.Map(offset, size));
+    *out = new tm_mapping{std::move(bytes)};
+    return {};
+  });
+}
+
+const void* tm_mapping_data(const tm_mapping* mapping) {
+  return mapping == nullptr ? nullptr : mapping->bytes.data;
+}
+
+void tm_mapping_free(tm_mapping* mapping) { tensormount::c_api::FreeHandle(mapping); }
+
+tm_status tm_checkpoint_layout(const tm_checkpoint* checkpoint, const char* key, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Need({Handle(checkpoint, "checkpoint"), {key, "key"}, {json, "json"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto layout,
+        tensormount::fs::DescribeLayout(*CheckpointInside::Of(checkpoint->checkpoint), key));
+    return HandOut(LayoutJson(layout), json);
+  });
+}
+
+tm_status tm_checkpoint_picture(const tm_checkpoint* checkpoint, const char* key, char** svg) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Need({Handle(checkpoint, "checkpoint"), {key, "key"}, {svg, "svg"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto layout,
+        tensormount::fs::DescribeLayout(*CheckpointInside::Of(checkpoint->checkpoint), key));
+    return HandOut(LayoutSvg(layout), svg, nullptr);
   });
 }
 

@@ -9,6 +9,7 @@
 
 #include "lib/c_api.h"
 
+using tensormount::Code;
 using tensormount::CommonCheck;
 using tensormount::PlacementRule;
 using tensormount::ReplicaCheck;
@@ -40,6 +41,15 @@ struct tm_saver {
 };
 
 namespace {
+
+// What a hook of the caller's returned, with the message that it set on this thread.
+Status ReadVerdict(tm_status returned) {
+  if (returned == TM_OK) return {};
+  const bool known = returned > TM_OK && returned <= TM_INTERNAL;
+  const char* const message = tm_last_error();
+  return {known ? static_cast<Code>(returned) : Code::kInternal,
+          *message == '\0' ? "the hook before_publish of the caller failed" : message};
+}
 
 // Enumerations are checked, everything else is taken over; what does not fit together the save
 // itself says.
@@ -74,6 +84,20 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   out.timeouts =
       tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms, given.total_ms);
   out.events = tensormount::c_api::ReadHook(given.on_event, given.on_event_context);
+  if (given.before_publish != nullptr) {
+    out.before_publish = [hook = given.before_publish,
+                          context = given.before_publish_context](const SaveReport& report) {
+      const tm_save_report said{report};
+      return ReadVerdict(hook(context, &said));
+    };
+  }
+  if (given.on_commit != nullptr) {
+    out.on_commit = [hook = given.on_commit,
+                     context = given.on_commit_context](const SaveReport& report) {
+      const tm_save_report said{report};
+      hook(context, &said);
+    };
+  }
   return out;
 }
 

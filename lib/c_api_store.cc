@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stores, verify, diff, adopt (tensormount/c.h), over what the command calls. The JSON is made
+// Stores, verify, diff, adopt, and tasks (tensormount/c.h), over what the command calls. The JSON is made
 // where the command's is.
 #include <memory>
 #include <optional>
@@ -32,16 +32,11 @@ using tensormount::Store;
 using tensormount::c_api::Call;
 using tensormount::c_api::HandOut;
 using tensormount::c_api::Need;
+using tensormount::c_api::ReadRules;
+using tensormount::c_api::ReadTask;
 using OrderedJson = nlohmann::ordered_json;
 
 namespace {
-
-// NULL: no rules.
-Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules) {
-  if (rules == nullptr) return std::shared_ptr<const KeyMap>();
-  TENSORMOUNT_ASSIGN_OR_RETURN(KeyMap map, KeyMap::FromJson(rules));
-  return std::make_shared<const KeyMap>(std::move(map));
-}
 
 Status GiveJson(const OrderedJson& document, char** json) {
   return json == nullptr ? Status() : HandOut(document, json);
@@ -59,6 +54,25 @@ Result<FoundSource> FindOne(const char* path, const std::vector<std::string>& ro
 }
 
 }  // namespace
+
+tm_status tm_task_new(tm_task** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+    *out = new tm_task;
+    return {};
+  });
+}
+
+void tm_task_cancel(tm_task* task) {
+  if (task != nullptr) task->cancel = true;
+}
+
+void tm_task_progress(const tm_task* task, uint64_t* done, uint64_t* total) {
+  if (done != nullptr) *done = task == nullptr ? 0 : task->done.load();
+  if (total != nullptr) *total = task == nullptr ? 0 : task->total.load();
+}
+
+void tm_task_free(tm_task* task) { delete task; }
 
 tm_status tm_store_list(const char* store, char** json) {
   return Call([&]() -> Status {
@@ -129,6 +143,7 @@ tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t*
     tensormount::VerifyOptions how;
     how.quick = given.quick != 0;
     how.threads = given.threads;
+    how.watch = ReadTask(given.task);
     TENSORMOUNT_ASSIGN_OR_RETURN(
         how.roots,
         tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_verify_options.roots"));
@@ -164,6 +179,7 @@ tm_status tm_diff(const char* first, const char* second, const tm_diff_options* 
     }
     tensormount::CompareOptions how;
     how.values = given.values != 0;
+    how.watch = ReadTask(given.task);
     if (given.keys != nullptr) how.keys = given.keys;
     how.first_names = names ? &*names : nullptr;
     const std::uint64_t limit = given.limit == 0 ? 10'000 : given.limit;
@@ -206,11 +222,14 @@ tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options*
     tensormount::AdoptOptions how;
     how.hashes = given.quick == 0;
     how.threads = given.threads;
+    how.watch = ReadTask(given.task);
     if (given.replace != 0) how.if_exists = tensormount::IfExists::kReplace;
     TENSORMOUNT_ASSIGN_OR_RETURN(how.map, ReadRules(given.key_map));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, tensormount::SplitCheckpointPath(path));
     FileSystem& fs = HostFileSystem();
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, tensormount::OpenNamed(fs, source, {}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto opened, tensormount::OpenWhole(fs, source, {}, /*partial=*/given.partial != 0));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckIsForeign(*opened));
     TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(fs, parts.store));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store::Published published,
                                  AdoptSource(fs, *opened, store, parts.name, how));

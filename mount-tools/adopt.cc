@@ -58,22 +58,18 @@ Result<Outcome> Adopt(const AdoptArgs& args, const Interrupt& interrupt, Termina
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName to, SplitCheckpointPath(args.destination));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
                                OpenSource(fs, args.source, terminal, IfLostOf(args.partial)));
-  // Ours: data of a store must not become data of another one by reference, or gc of the first
-  // would break the second.
-  if (opened->index().info().self_contained || opened->commit() != nullptr) {
-    return Status(Code::kInvalidArgument,
-                  fmt::format("{} is a checkpoint of tensormount: `tensormount import` copies it",
-                              args.source));
-  }
+  TENSORMOUNT_RETURN_IF_ERROR(CheckIsForeign(*opened));
   TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(fs, to.store));
   options.hashes = !args.quick;
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
-  options.cancel = interrupt.flag();
   Outcome out;
   {
     // In a block of its own, so that its line is gone before the report.
     Progress progress(terminal, "adopt " + to.name);
-    options.progress = [&](std::uint64_t done, std::uint64_t total) { progress.Set(done, total); };
+    options.watch = [&](std::uint64_t done, std::uint64_t total) {
+      progress.Set(done, total);
+      return interrupt.Check();
+    };
     TENSORMOUNT_ASSIGN_OR_RETURN(out.published, AdoptSource(fs, *opened, store, to.name, options));
   }
   // From the opened source and not from the store: all of it is known, and the checkpoint need not

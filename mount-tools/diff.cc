@@ -7,6 +7,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/counted.h"
 #include "index/read/compare.h"
 #include "index/read/report_json.h"
 #include "index/records/key_renames.h"
@@ -144,7 +145,10 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
     options.values = args.values;
     options.keys = args.keys;
     options.first_names = names ? &*names : nullptr;
-    options.progress = [&](std::uint64_t done, std::uint64_t total) { progress.Set(done, total); };
+    options.watch = [&](std::uint64_t done, std::uint64_t total) {
+      progress.Set(done, total);
+      return Status();
+    };
     return CompareCheckpoints(*first.value(), *second.value(), options, [&](const Mismatch& d) {
       terminal.json ? terminal.Json(MismatchJson(d)) : PrintText(d, terminal);
       return Status();

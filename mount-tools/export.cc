@@ -68,19 +68,7 @@ void PrintExport(const fs::ExportReport& report, const ExportArgs& args, ExportF
   for (const std::string& note : report.notes) terminal.Warn(note);
   const double seconds = report.plan_seconds + report.write_seconds + report.sync_seconds;
   if (terminal.json) {
-    terminal.Json(nlohmann::ordered_json{{"path", report.path},
-                                         {"format", fs::ExportFormatName(format)},
-                                         {"ranks", ranks},
-                                         {"files", report.files},
-                                         {"tensors", report.tensors},
-                                         {"bytes", report.bytes},
-                                         {"bytes_written", report.bytes_written},
-                                         {"files_cloned", report.files_cloned},
-                                         {"files_linked", report.files_linked},
-                                         {"plan_seconds", report.plan_seconds},
-                                         {"write_seconds", report.write_seconds},
-                                         {"sync_seconds", report.sync_seconds},
-                                         {"notes", report.notes}});
+    terminal.Json(fs::ExportJson(report, format, ranks));
     return;
   }
   if (terminal.quiet) return;

@@ -39,6 +39,10 @@ Interrupt::~Interrupt() {
 
 const std::atomic<bool>* Interrupt::flag() const { return &asked; }
 
+Status Interrupt::Check() const {
+  return asked ? Status(Code::kCancelled, "interrupted") : Status();
+}
+
 int Interrupt::ExitStatus(const Status& failure, int status) const {
   return asked && failure.code() == Code::kCancelled ? 128 + asked_by : status;
 }

@@ -25,6 +25,8 @@ class Interrupt {
 
   // What a long work takes as `cancel`. Lives as long as the program.
   const std::atomic<bool>* flag() const;
+  // kCancelled once it is set: for a Watch.
+  Status Check() const;
   // The exit status of a command that ended with `failure`: 128 + the signal, as of a process that
   // it killed, where a signal is why (kCancelled); otherwise `status`.
   int ExitStatus(const Status& failure, int status) const;

@@ -20,22 +20,6 @@ namespace {
 // On the terminal; the staging's report.txt and --json have all that are kept.
 constexpr std::size_t kProblemsShown = 20;
 
-// "STORE/.staging/NAME".
-Result<StoreAndName> SplitStagingPath(const std::string& path) {
-  constexpr std::string_view kFolder = ".staging/";
-  const std::size_t end = path.find_last_not_of('/') + 1;
-  const std::size_t name = path.substr(0, end).rfind('/') + 1;  // 0 where there is none.
-  const std::string_view before = std::string_view(path).substr(0, name);
-  if (name == end || !before.ends_with(kFolder)) {
-    return Status(Code::kInvalidArgument, path + ": not of the form STORE/.staging/NAME");
-  }
-  const std::string_view store = before.substr(0, before.size() - kFolder.size());
-  if (!store.empty() && store.back() != '/') {
-    return Status(Code::kInvalidArgument, path + ": not of the form STORE/.staging/NAME");
-  }
-  return StoreAndName{store.empty() ? "." : std::string(store), path.substr(name, end - name)};
-}
-
 // By code, and not by the text of messages.
 std::string_view HintFor(Code code) {
   switch (code) {
@@ -90,14 +74,9 @@ int RunPublish(const PublishArgs& args, Terminal& terminal) {
   const Store::Published& p = published.value();
   const std::string checkpoint = store.value().CheckpointPath(as);
   if (terminal.json) {
-    terminal.Json(nlohmann::ordered_json{{"event", "published"},
-                                         {"checkpoint", checkpoint},
-                                         {"uuid", p.info.uuid.ToString()},
-                                         {"generation", p.info.generation},
-                                         {"tensors", p.tensors},
-                                         {"chunks", p.chunks},
-                                         {"bytes", p.bytes},
-                                         {"mounts", report.mounts}});
+    nlohmann::ordered_json document = {{"event", "published"}};
+    document.update(fs::PublishedJson(checkpoint, p, report));
+    terminal.Json(document);
   } else if (!terminal.quiet) {
     terminal.Line(fmt::format("published {}: {}, {}, written by {}", checkpoint,
                               Counted(p.tensors, "tensor"), HumanBytes(p.bytes),

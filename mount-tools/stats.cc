@@ -15,6 +15,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/counted.h"
 #include "fs/mount/mount_session.h"
 #include "mount-tools/commands.h"
 

@@ -11,6 +11,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/counted.h"
 #include "base/status_json.h"
 #include "mount-tools/shown_text.h"
 
@@ -122,19 +123,6 @@ void Terminal::Note(std::string_view text) {
   if (!verbose) return;
   const std::string line = fmt::format("tensormount: {}\n", ShownText(text));
   std::fwrite(line.data(), 1, line.size(), stderr);
-}
-
-std::string HumanBytes(std::uint64_t bytes) {
-  if (bytes < 1000) return fmt::format("{} B", bytes);
-  constexpr const char* kUnits[] = {"kB", "MB", "GB", "TB", "PB", "EB"};
-  double value = static_cast<double>(bytes) / 1000;
-  int unit = 0;
-  // 999.95 would be printed as 1000.0.
-  while (value >= 999.95 && unit < 5) {
-    value /= 1000;
-    ++unit;
-  }
-  return fmt::format("{:.1f} {}", value, kUnits[unit]);
 }
 
 std::string HumanSeconds(double seconds) {

@@ -115,9 +115,6 @@ class Progress {
   std::thread thread_;
 };
 
-// "12.3 MB" (powers of ten), "512 B".
-// For people; JSON has exact numbers.
-std::string HumanBytes(std::uint64_t bytes);
 // "1.23 s", "12 ms".
 std::string HumanSeconds(double seconds);
 // 16 hex digits, as the digest is printed everywhere.

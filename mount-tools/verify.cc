@@ -73,7 +73,10 @@ int VerifyOne(const FoundSource& source, const VerifyArgs& args, Terminal& termi
   Result<VerifyReport> report = VerifyReport();
   {
     Progress progress(terminal, "verify " + name);
-    options.progress = [&](std::uint64_t done, std::uint64_t total) { progress.Set(done, total); };
+    options.watch = [&](std::uint64_t done, std::uint64_t total) {
+      progress.Set(done, total);
+      return Status();
+    };
     report = foreign ? VerifyForeign(HostFileSystem(), source.path, options)
                      : VerifyCheckpoint(HostFileSystem(), source.path, options);
   }

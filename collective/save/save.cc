@@ -109,6 +109,7 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
 //   write     none                                            data and manifests, durable
 //   compare   Decide "write": votes; then letters "compare"   shared files sealed
 //             of hashes, unless nothing is to be compared
+//   before    none; the caller's hook, where it gave one       nothing more
 //   publish   Gather "report", Broadcast "publish"            COMMIT, by rank 0's rename
 //
 // When a rank dies:
@@ -177,6 +178,14 @@ class SaveSession {
       return status;
     });
     if (ended) return std::move(*ended);
+
+    if (options_.before_publish && mine_.vote.status.ok()) {
+      report_.uuid = staging_.uuid.ToString();
+      report_.bytes_written_here = mine_.bytes;
+      mine_.vote.status = Phase("before_publish", nullptr, [&](std::uint64_t*) {
+        return Guarded([&] { return options_.before_publish(report_); });
+      });
+    }
 
     double publish_seconds = 0;
     (void)Phase("publish", &publish_seconds, [&](std::uint64_t*) {

@@ -19,6 +19,7 @@
 #include <optional>
 
 #include <fmt/core.h>
+#include <nlohmann/json.hpp>
 
 #include "base/coding.h"
 #include "collective/comm/collective.h"
@@ -246,6 +247,22 @@ Result<ExportReport> Export(FileSystem& fs, const Status& before,
                             const std::string& destination, Communicator& comm,
                             const ExportOptions& options) {
   return Job(fs, destination, comm, options).Run(before, std::move(source));
+}
+
+nlohmann::ordered_json ExportJson(const ExportReport& report, ExportFormat format, int ranks) {
+  return {{"path", report.path},
+          {"format", ExportFormatName(format)},
+          {"ranks", ranks},
+          {"files", report.files},
+          {"tensors", report.tensors},
+          {"bytes", report.bytes},
+          {"bytes_written", report.bytes_written},
+          {"files_cloned", report.files_cloned},
+          {"files_linked", report.files_linked},
+          {"plan_seconds", report.plan_seconds},
+          {"write_seconds", report.write_seconds},
+          {"sync_seconds", report.sync_seconds},
+          {"notes", report.notes}};
 }
 
 }  // namespace tensormount::fs

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include <nlohmann/json_fwd.hpp>
+
 #include "tensormount/communicator.h"
 #include "tensormount/status.h"
 
@@ -54,6 +56,10 @@ Result<ExportReport> Export(FileSystem& fs, const Status& before,
                             std::shared_ptr<OpenedCheckpoint> source,
                             const std::string& destination, Communicator& comm,
                             const ExportOptions& options);
+
+// The report for programs (docs/cli.md), without its warnings. Include <nlohmann/json.hpp> where it
+// is used.
+nlohmann::ordered_json ExportJson(const ExportReport& report, ExportFormat format, int ranks);
 
 }  // namespace tensormount::fs
 

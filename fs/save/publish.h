@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include <nlohmann/json_fwd.hpp>
+
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
@@ -66,6 +68,11 @@ Result<Store::Published> PublishStagingWhenDone(const Store& store, FileSystem& 
                                                 const std::string& name, const std::string& as,
                                                 std::chrono::milliseconds wait,
                                                 StagingReport* report);
+
+// What a publish made, for programs (docs/cli.md). Include <nlohmann/json.hpp> where it is used.
+nlohmann::ordered_json PublishedJson(const std::string& checkpoint,
+                                     const Store::Published& published,
+                                     const StagingReport& report);
 
 }  // namespace tensormount::fs
 

@@ -38,4 +38,16 @@ std::string StagingReport::ToText() const {
   return text;
 }
 
+nlohmann::ordered_json PublishedJson(const std::string& checkpoint,
+                                     const Store::Published& published,
+                                     const StagingReport& report) {
+  return {{"checkpoint", checkpoint},
+          {"uuid", published.info.uuid.ToString()},
+          {"generation", published.info.generation},
+          {"tensors", published.tensors},
+          {"chunks", published.chunks},
+          {"bytes", published.bytes},
+          {"mounts", report.mounts}};
+}
+
 }  // namespace tensormount::fs

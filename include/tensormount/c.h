@@ -254,6 +254,24 @@ TM_EXPORT tm_status tm_checkpoint_read(const tm_checkpoint* checkpoint, const ch
 TM_EXPORT tm_status tm_checkpoint_read_bytes(const tm_checkpoint* checkpoint, const char* key,
                                              uint64_t offset, void* out, size_t size);
 
+// The same bytes where they are stored, without a copy, if they are one run of one file. They are
+// not compared with hashes. They stay, and the checkpoint stays open, until tm_mapping_free; a file
+// that somebody cuts short meanwhile raises SIGBUS where they are touched. TM_UNSUPPORTED: they are
+// not one run, or cannot be mapped: read them. An empty range has data NULL.
+typedef struct tm_mapping tm_mapping;
+TM_EXPORT tm_status tm_checkpoint_map(const tm_checkpoint* checkpoint, const char* key,
+                                      uint64_t offset, uint64_t size, tm_mapping** out);
+TM_EXPORT const void* tm_mapping_data(const tm_mapping* mapping);
+TM_EXPORT void tm_mapping_free(tm_mapping* mapping);
+
+// Where the chunks of a tensor are: their boxes, files, offsets, lengths and hashes, and who wrote
+// them, as JSON with the fields of `tensormount layout --json` (docs/cli.md). Freed with tm_free.
+TM_EXPORT tm_status tm_checkpoint_layout(const tm_checkpoint* checkpoint, const char* key,
+                                         char** json);
+// The same as a picture: a whole SVG file, without scripts and references. Freed with tm_free.
+TM_EXPORT tm_status tm_checkpoint_picture(const tm_checkpoint* checkpoint, const char* key,
+                                          char** svg);
+
 // An object, or its part `index` (of `rank` numbers; 0 for objects without a grid). Freed with
 // tm_free. TM_NOT_FOUND.
 TM_EXPORT tm_status tm_checkpoint_object(const tm_checkpoint* checkpoint, const char* key,
@@ -482,7 +500,12 @@ enum { TM_REPLICAS_ROTATING = 0, TM_REPLICAS_FULL = 1, TM_REPLICAS_OFF = 2 };
 enum { TM_SAVE_PARALLEL = 0, TM_SAVE_MAIN = 1 };
 enum { TM_COMMON_ERROR = 0, TM_COMMON_WARN = 1, TM_COMMON_OFF = 2 };
 
-// The same on every rank, but for the hook. See tensormount/save.h.
+typedef struct tm_save_report tm_save_report;
+// `report` is gone when the hook returns.
+typedef tm_status (*tm_before_publish_hook)(void* context, const tm_save_report* report);
+typedef void (*tm_on_commit_hook)(void* context, const tm_save_report* report);
+
+// The same on every rank, but for the hooks. See tensormount/save.h.
 typedef struct tm_save_options {
   uint32_t struct_size;
   int32_t placement;
@@ -502,9 +525,17 @@ typedef struct tm_save_options {
   int64_t total_ms;     // The whole call; 0: no limit.
   int32_t page_hashes;  // 1: hashes of 4 KiB as well, for reads of few rows (tensormount/save.h).
   int32_t reserved;
+  // Called on the thread that saves, once what this rank wrote is durable and nothing is published
+  // yet, with the report so far. What it returns other than TM_OK fails the save on all ranks, with
+  // the message that it set by tm_set_last_error. It may take its time: heartbeats go on. May be
+  // NULL, as the next.
+  tm_before_publish_hook before_publish;
+  void* before_publish_context;
+  // After the commit, before the verdict is given.
+  tm_on_commit_hook on_commit;
+  void* on_commit_context;
 } tm_save_options;
 
-typedef struct tm_save_report tm_save_report;
 TM_EXPORT void tm_save_report_free(tm_save_report* report);
 
 // Collective: every rank calls it with its part and the same path "STORE/NAME" and options, and
@@ -755,7 +786,18 @@ TM_EXPORT tm_status tm_load_report_local(const tm_load_report* report, const cha
 
 // What an operator does with the command (docs/cli.md), for programs: what is found comes as JSON,
 // with the fields that the command prints with --json, which are only ever added. Freed with
-// tm_free. These calls read and write as long as it takes; none waits for another process.
+// tm_free. These calls read and write as long as it takes; none waits for another process, but
+// tm_export for the other ranks.
+
+// By it another thread ends a call that takes long, and sees how far it is. One for one call at a
+// time, which it must outlive; these functions may be called from any thread.
+typedef struct tm_task tm_task;
+TM_EXPORT tm_status tm_task_new(tm_task** out);
+// The call ends with TM_CANCELLED at its next block, where it has not ended by itself before.
+TM_EXPORT void tm_task_cancel(tm_task* task);
+// Bytes done, and in all; 0 while that is not known. Either may be NULL.
+TM_EXPORT void tm_task_progress(const tm_task* task, uint64_t* done, uint64_t* total);
+TM_EXPORT void tm_task_free(tm_task* task);
 
 // The checkpoints of a store by name: an array of {"checkpoint", "uuid", "generation", "latest"},
 // and "problem" where one cannot be read. TM_NOT_FOUND: no store.
@@ -766,6 +808,20 @@ TM_EXPORT tm_status tm_store_list(const char* store, char** json);
 TM_EXPORT tm_status tm_store_latest(const char* store, char** json);
 // Removes "STORE/NAME", durably; readers that have it open read on. tm_store_gc frees its space.
 TM_EXPORT tm_status tm_store_remove(const char* path);
+typedef struct tm_publish_options {
+  uint32_t struct_size;
+  int32_t reserved;
+  const char* name;  // Of the checkpoint; NULL: that of the staging.
+  int64_t wait_ms;   // For mounts that are not done, and files that are open. 0: one try.
+} tm_publish_options;
+// Publishes what mounts wrote below "STORE/.staging/NAME": {"checkpoint", "uuid", "generation",
+// "tensors", "chunks", "bytes", "mounts"}. `options` and `json` may be NULL. Where it fails the
+// staging is as it was, and its report.json says why.
+//   TM_UNAVAILABLE, TM_BUSY  a mount is not done, or has files open
+//   TM_DATA_LOSS             bytes are missing, or differ between mounts
+//   TM_INVALID_ARGUMENT      no such path, no name for a checkpoint, no schema
+TM_EXPORT tm_status tm_store_publish(const char* staging, const tm_publish_options* options,
+                                     char** json);
 typedef struct tm_gc_options {
   uint32_t struct_size;
   int32_t dry_run;              // 1: says what would be done.
@@ -783,6 +839,7 @@ typedef struct tm_verify_options {
   int32_t reserved;
   const char* const* roots;  // Folders where data of adopted checkpoints may lie.
   size_t root_count;
+  tm_task* task;  // May be NULL.
 } tm_verify_options;
 // Every byte of a checkpoint against its hashes. The status is about the call, *whole (1 or 0) and
 // the report about the checkpoint: {"whole", "tensors", "bytes", ..., "damage": [{"object", "file",
@@ -797,6 +854,7 @@ typedef struct tm_diff_options {
   const char* keys;     // A glob; NULL: all.
   const char* key_map;  // Rules as JSON (tensormount/key_map.h) that rename the first; NULL: none.
   uint64_t limit;       // Mismatches that are listed; 0: 10,000.
+  tm_task* task;        // May be NULL.
 } tm_diff_options;
 // What two checkpoints differ in: *same (1 or 0), and {"same", "added", "removed", "changed",
 // "equal", ..., "mismatches": [{"event", "what", "key", ...}], "more": how many are not listed}.
@@ -811,11 +869,42 @@ typedef struct tm_adopt_options {
   int32_t quick;        // 1: no data are read, and later reads not verified.
   int32_t threads;      // 0: as many as cores.
   const char* key_map;  // Rules as JSON; NULL: none.
+  tm_task* task;        // May be NULL.
+  int32_t partial;      // 1: without what the source's files lack, which is TM_DATA_LOSS otherwise.
+  int32_t reserved;
 } tm_adopt_options;
 // Records what another program saved as checkpoint "STORE/NAME", in place: {"path", "uuid",
 // "generation", "tensors", "chunks", "bytes"}. `options` and `json` may be NULL.
 TM_EXPORT tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options* options,
                              char** json);
+
+// The same on every rank, but for the task.
+typedef struct tm_export_options {
+  uint32_t struct_size;
+  int32_t replace;  // 1: an earlier export of the same format is replaced.
+  int32_t partial;  // As in tm_adopt_options.
+  int32_t reserved;
+  const char* format;      // "safetensors" (also NULL), "hf", "npy", "zarr", "dcp" or "torch".
+  const char* key_map;     // Rules as JSON; NULL: none.
+  uint64_t hf_part_bytes;  // Of "hf": at most in a part; 0: 5 GB.
+  const char* hf_rules;    // Of "hf": rules as JSON that make its names; NULL: none.
+  int64_t liveness_ms;     // 0: 30,000.
+  int64_t arrival_ms;      // 0: 1,800,000.
+  int64_t total_ms;        // The whole call; 0: no limit.
+  tm_task* task;           // May be NULL.
+} tm_export_options;
+// Collective: real files out of what tm_checkpoint_open opens, each byte read and checked once, each
+// rank its share. `destination` appears whole and durable in one step, or not at all: {"path",
+// "format", "ranks", "files", "tensors", "bytes", "bytes_written", "files_cloned", "files_linked",
+// "plan_seconds", "write_seconds", "sync_seconds", "notes", "warnings"}. `options` and `json` may be
+// NULL.
+//   TM_UNSUPPORTED         the format cannot hold some tensor, which is named
+//   TM_ALREADY_EXISTS      `destination` is there
+//   TM_INVALID_ARGUMENT    what is there is no export of this format; options do not fit
+//   TM_RESOURCE_EXHAUSTED  no room
+TM_EXPORT tm_status tm_export(const char* source, const char* destination,
+                              tm_communicator* communicator, const tm_export_options* options,
+                              char** json);
 
 // New names of keys by rules as JSON (tensormount/key_map.h). `keys`: `count` texts, each with a
 // NUL behind it, `keys_size` bytes in all. One name each, "" for those that are dropped.

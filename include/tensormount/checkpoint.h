@@ -20,6 +20,13 @@
 
 namespace tensormount {
 
+// Bytes of a tensor where they are stored. Lives by `keep`, which also keeps the checkpoint open.
+struct MappedBytes {
+  const std::byte* data = nullptr;
+  std::size_t size = 0;
+  std::shared_ptr<const void> keep;
+};
+
 // One tensor of an opened checkpoint. A cheap handle that keeps the checkpoint open; thread-safe.
 class TENSORMOUNT_EXPORT Tensor {
  public:
@@ -39,6 +46,13 @@ class TENSORMOUNT_EXPORT Tensor {
   Status Read(const Region& region, const BufferView& out) const;
   // Bytes [offset, offset + size) of the row-major byte string. Same errors.
   Status ReadBytes(std::uint64_t offset, void* out, std::size_t size) const;
+
+  // The same bytes without a copy, where they are one run of one file. They are not compared with
+  // the checkpoint's hashes. A file that somebody cuts short while it is mapped raises SIGBUS where
+  // a program touches the bytes; one that another program rewrites in place changes under it.
+  //   kInvalidArgument  the range reaches past the end
+  //   kUnsupported      they are not one run of one file, or it cannot be mapped: read them
+  Result<MappedBytes> Map(std::uint64_t offset, std::size_t size) const;
 
  private:
   friend class Checkpoint;
@@ -109,6 +123,7 @@ class TENSORMOUNT_EXPORT Checkpoint {
   Result<CommonDict> content_metadata() const;
 
  private:
+  friend struct CheckpointInside;  // index/public_checkpoint.h
   struct Impl;
   explicit Checkpoint(std::shared_ptr<const Impl> impl);
   std::shared_ptr<const Impl> impl_;

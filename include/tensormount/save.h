@@ -65,6 +65,10 @@ struct SaveOptions {
   // ---- Of this rank alone ----
   // Called on the thread that saves, at the start and end of every phase (event.h).
   EventHook events = {};
+  // Once what this rank wrote is durable, replicas are compared and nothing is published yet, with
+  // the report so far. What is not ok, or thrown, fails the save on all ranks. May take its time:
+  // heartbeats go on. Must not use the communicator.
+  std::function<Status(const SaveReport&)> before_publish = {};
   // After the commit, before Save returns. `on_commit` on every rank, `on_commit_once` on rank 0.
   // What they throw is logged: the checkpoint exists.
   std::function<void(const SaveReport&)> on_commit = {};

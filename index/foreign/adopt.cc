@@ -75,7 +75,7 @@ class ChunkHasher {
               {.open = [this](std::uint32_t file) { return foreign_.OpenFile(file); },
                .check = [this](std::uint32_t file,
                                File& open) { return foreign_.CheckStill(file, open); }},
-              options_.threads, options_.progress);
+              options_.threads, options_.watch);
     TENSORMOUNT_RETURN_IF_ERROR(scan.Run(ranges, [&](std::size_t i, ScanFinding& found) {
       return Take(ranges[i], found, first_leaves[i], roots[i]);
     }));
@@ -88,9 +88,6 @@ class ChunkHasher {
   // reports all damage, nobody wants a checkpoint of what was left.
   Status Take(const ScanRange& range, const ScanFinding& found, std::uint64_t first_leaf,
               Hash128& root) {
-    if (options_.cancel != nullptr && *options_.cancel) {
-      return Status(Code::kCancelled, "interrupted");
-    }
     if (!found.failure.ok()) {
       Status why = found.failure;
       if (found.step == ScanFinding::Step::kOpen && why.code() == Code::kNotFound) {
@@ -197,6 +194,14 @@ Result<Store::Published> PublishAdopted(FileSystem& fs, Inventory inventory, Sto
 }
 
 }  // namespace
+
+Status CheckIsForeign(const OpenedCheckpoint& source) {
+  if (!source.index().info().self_contained && source.commit() == nullptr) return {};
+  return Status(Code::kInvalidArgument,
+                source.directory() +
+                    " is a checkpoint of tensormount: there is nothing to adopt, `tensormount "
+                    "import` copies it");
+}
 
 Result<Store::Published> AdoptSource(FileSystem& fs, const OpenedCheckpoint& foreign, Store& store,
                                      const std::string& name, const AdoptOptions& options) {

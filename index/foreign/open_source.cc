@@ -146,4 +146,15 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenNamed(FileSystem& fs, const std::s
   return OpenFound(fs, found, roots);
 }
 
+Result<std::shared_ptr<OpenedCheckpoint>> OpenWhole(FileSystem& fs, const std::string& text,
+                                                    const std::vector<std::string>& roots,
+                                                    bool partial) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, text, roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto opened, OpenFound(fs, found, roots, partial));
+  if (!partial) {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckNoLoss(opened->lost()).WithContext(opened->directory()));
+  }
+  return opened;
+}
+
 }  // namespace tensormount

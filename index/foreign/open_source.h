@@ -57,6 +57,12 @@ Result<FoundSource> LatestOf(FileSystem& fs, const FoundSource& source,
 Result<std::shared_ptr<OpenedCheckpoint>> OpenNamed(FileSystem& fs, const std::string& text,
                                                     const std::vector<std::string>& roots);
 
+// The same for who makes something of it that could not be told from a whole one: kDataLoss names
+// what the files of a foreign checkpoint lack, unless `partial`, which takes the rest.
+Result<std::shared_ptr<OpenedCheckpoint>> OpenWhole(FileSystem& fs, const std::string& text,
+                                                    const std::vector<std::string>& roots,
+                                                    bool partial);
+
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_INDEX_FOREIGN_OPEN_SOURCE_H_

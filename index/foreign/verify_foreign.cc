@@ -61,6 +61,7 @@ class ForeignVerifier {
     if (!options_.quick) {
       TENSORMOUNT_RETURN_IF_ERROR(FindRanges());
       ReadArchives();
+      TENSORMOUNT_RETURN_IF_ERROR(ended_);
       TENSORMOUNT_RETURN_IF_ERROR(ReadOthers());
     }
     return Concluded(std::move(report_), unread_);
@@ -121,7 +122,7 @@ class ForeignVerifier {
   // (torch.save, .npz), and a file of items that are one each (.distcp).
   void ReadArchives() {
     std::vector<ScanRange> others;
-    for (std::size_t i = 0; i < ranges_.size();) {
+    for (std::size_t i = 0; i < ranges_.size() && !Ended();) {
       const std::uint32_t number = ranges_[i].file;
       std::size_t end = i;
       while (end < ranges_.size() && ranges_[end].file == number) ++end;
@@ -180,6 +181,7 @@ class ForeignVerifier {
   void CheckEntries(File& file, const ZipArchive& archive, std::span<const ScanRange> ranges) {
     const std::string& name = FileName(ranges.front().file);
     for (const ZipEntry& entry : archive.entries()) {
+      if (Ended()) return;
       const Status checked = CheckZipCrc(file, entry);
       if (checked.ok()) continue;
       bool owned = false;
@@ -198,7 +200,12 @@ class ForeignVerifier {
   void Count(std::uint64_t bytes) {
     report_.bytes_checked += bytes;
     report_.bytes_without_hash += bytes;
-    if (options_.progress) options_.progress(report_.bytes_checked, total_);
+  }
+
+  // Whether the watch wants no more; asked before each archive and entry.
+  bool Ended() {
+    if (ended_.ok() && options_.watch) ended_ = options_.watch(report_.bytes_checked, total_);
+    return !ended_.ok();
   }
 
   // What is in no archive is only read. A file that changed is one finding, however many ranges of
@@ -210,7 +217,7 @@ class ForeignVerifier {
                .check = [this](std::uint32_t file,
                                File& open) { return opened_.CheckStill(file, open); }},
               options_.threads, [&](std::uint64_t done, std::uint64_t) {
-                if (options_.progress) options_.progress(before + done, total_);
+                return options_.watch ? options_.watch(before + done, total_) : Status();
               });
     // What was found is told in the order of ranges, not in that of threads.
     std::mutex mutex;
@@ -238,6 +245,7 @@ class ForeignVerifier {
   const VerifyOptions& options_;
   VerifyReport report_;
   Status unread_;  // Why something was not checked.
+  Status ended_;   // By the watch.
   Inventory inventory_;
   std::vector<ScanRange> ranges_;
   std::uint64_t total_ = 0;

@@ -14,6 +14,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
+#include "base/watch.h"
 #include "index/read/foreign_loss.h"
 #include "index/records/checkpoint_index.h"
 #include "index/records/commit_record.h"
@@ -136,7 +137,7 @@ class OpenedCheckpoint {
   // for who reads much of a checkpoint in the order of its files. Not to outlive this.
   [[nodiscard]] std::shared_ptr<const void> ReadInOrder() const;
   // The same bytes where they are stored, without a copy: ranges in order, at most kMaxMapped of
-  // them. Empty where they are not long runs of files of ours that can be mapped, or would have to
+  // them. Empty where they are not long runs of files that can be mapped, or would have to
   // be compared with their hashes as `verify` wants it; then read. A file that somebody truncates
   // later raises SIGBUS where a program touches the bytes; a system call that takes them fails with
   // EFAULT, so hand them to one.
@@ -146,13 +147,17 @@ class OpenedCheckpoint {
     std::size_t size = 0;
     std::shared_ptr<const void> keep;  // The mapping lives as long as this.
   };
+  // A foreign file is mapped only for who takes it as it will be: nobody looks afterwards whether it
+  // still was what the checkpoint says.
+  enum class ForeignFiles { kRead, kMap };
   Result<std::vector<MappedRange>> MapBytes(const TensorEntry& tensor, std::uint64_t offset,
-                                            std::size_t size, ReadVerify verify) const;
+                                            std::size_t size, ReadVerify verify,
+                                            ForeignFiles foreign = ForeignFiles::kRead) const;
   // The same for placed boxes as ReadPlaced takes them; they must fill their destination without
   // gaps.
   Result<std::vector<MappedRange>> MapPlaced(const TensorEntry& tensor,
-                                             std::span<const PlacedBox> want,
-                                             ReadVerify verify) const;
+                                             std::span<const PlacedBox> want, ReadVerify verify,
+                                             ForeignFiles foreign = ForeignFiles::kRead) const;
   // A part of an object. By default verified where all of it is read and it has a hash.
   Status ReadObject(const ObjectRecord& object, std::uint64_t offset, void* out, std::size_t size,
                     ReadVerify verify = ReadVerify::kWholeLeaves) const;
@@ -219,8 +224,7 @@ struct VerifyOptions {
   bool quick = false;              // Commit record, lengths and index only.
   std::vector<std::string> roots;  // OpenedCheckpoint::Options::roots.
   int threads = 0;                 // 0: as many as cores.
-  // Called now and then with bytes done and bytes in all; may be empty. From several threads.
-  std::function<void(std::uint64_t done, std::uint64_t total)> progress;
+  Watch watch;                     // May be empty.
 };
 struct VerifyReport {
   // One a damage: "tensor w [0:16, 128:256]: data/…: byte 4096: checksum differs". Empty: whole.

@@ -331,8 +331,7 @@ class CheckpointComparison {
       job.sum.Add(sum);
     }
     const std::uint64_t done = read_ += a.size() + b.size();
-    if (options_.progress) options_.progress(done, total_);
-    return {};
+    return options_.watch ? options_.watch(done, total_) : Status();
   }
 
   // Elements as they stand in the row-major bytes. `begin` and `count` are whole bytes: `begin` is

@@ -10,6 +10,7 @@
 
 #include "tensormount/status.h"
 
+#include "base/watch.h"
 #include "index/read/checkpoint.h"
 #include "shard/compare_values.h"
 #include "shard/tensor_meta.h"
@@ -65,8 +66,7 @@ struct CompareOptions {
   const KeyRenames* first_names = nullptr;  // What the keys of the first are called; must live.
   int threads = 0;                          // 0: as many as cores, at most 8.
   std::size_t block_bytes = std::size_t{4} << 20;  // Each thread has two.
-  // Now and then, from several threads: bytes read, and in all as far as known.
-  std::function<void(std::uint64_t done, std::uint64_t total)> progress;
+  Watch watch;                                     // May be empty. Bytes of both are counted.
 };
 
 // Calls `each` for every mismatch, on this thread: tensors by key, then objects, then common

@@ -536,7 +536,8 @@ Status OpenedCheckpoint::ReadObject(const ObjectRecord& object, std::uint64_t of
 }
 
 Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapBytes(
-    const TensorEntry& tensor, std::uint64_t offset, std::size_t size, ReadVerify verify) const {
+    const TensorEntry& tensor, std::uint64_t offset, std::size_t size, ReadVerify verify,
+    ForeignFiles foreign) const {
   const TensorMeta& meta = tensor.meta;
   // What is refused here is refused in words by ReadBytes.
   if (size == 0 || !RangeWithin(offset, size, meta.bytes())) return std::vector<MappedRange>();
@@ -544,14 +545,15 @@ Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapBytes(
       const Region region,
       Region::Flat(Box::Whole(ByteShape(meta.dtype(), meta.shape())),
                    static_cast<std::int64_t>(offset), static_cast<std::int64_t>(size)));
-  return MapPlaced(tensor, PlacePacked(region, 0), verify);
+  return MapPlaced(tensor, PlacePacked(region, 0), verify, foreign);
 }
 
 // The same plan as a read, and then the runs in the order of the destination. Whatever stands
 // against it (too many runs, foreign files, bytes that would have to be compared) gives an empty
 // result, and the caller reads.
 Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapPlaced(
-    const TensorEntry& tensor, std::span<const PlacedBox> want, ReadVerify verify) const {
+    const TensorEntry& tensor, std::span<const PlacedBox> want, ReadVerify verify,
+    ForeignFiles foreign) const {
   struct Run {
     std::uint64_t offset = 0;  // In the file of its chunk.
     std::int64_t wanted_at = 0;
@@ -578,7 +580,10 @@ Result<std::vector<OpenedCheckpoint::MappedRange>> OpenedCheckpoint::MapPlaced(
   for (const Run& run : runs) {
     const std::uint32_t number = planned.chunks[run.chunk].file;
     // Whoever takes the bytes does so after we looked whether the file is still as it was.
-    if (index_->files()[number].placement == Placement::kForeign) return std::vector<MappedRange>();
+    if (foreign == ForeignFiles::kRead &&
+        index_->files()[number].placement == Placement::kForeign) {
+      return std::vector<MappedRange>();
+    }
     if (!file || number != file_number) {
       TENSORMOUNT_ASSIGN_OR_RETURN(file, files_->Open(*this, number));
       file_number = number;

@@ -70,6 +70,7 @@ struct Scan::Worker {
   StretchReader reader;
   std::unique_ptr<File> file;  // Of the range before.
   std::uint32_t number = kNoFile;
+  Status ended;  // By the watch.
 };
 
 // Threads take ranges in file order, so several of them read neighbouring parts of one file:
@@ -86,6 +87,7 @@ Status Scan::Run(const std::vector<ScanRange>& ranges, const Visit& visit) {
   return ForEachParallel<Worker>(order.size(), threads_, [&](std::size_t i, Worker& worker) {
     ScanFinding found;
     Read(ranges[order[i]], worker, found);
+    TENSORMOUNT_RETURN_IF_ERROR(worker.ended);  // No finding about the range.
     return visit(order[i], found);
   });
 }
@@ -128,7 +130,8 @@ void Scan::Read(const ScanRange& range, Worker& worker, ScanFinding& found) {
       [&](std::uint64_t bytes) {
         const std::uint64_t done = done_ += bytes;
         // Ranges of foreign files may overlap, and some are read twice.
-        if (progress_) progress_(std::min(done, total_), total_);
+        if (watch_) worker.ended = watch_(std::min(done, total_), total_);
+        return worker.ended;
       },
       found.read);
   // Before a failure to read: of a file that was replaced or cut meanwhile this is the reason.

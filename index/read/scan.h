@@ -14,6 +14,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
+#include "base/watch.h"
 #include "index/read/stretch_read.h"
 #include "index/records/inventory.h"
 
@@ -78,21 +79,19 @@ class Scan {
     // Whether the file is still what it was: called after bytes of it were read.
     std::function<Status(std::uint32_t file, File& open)> check;
   };
-  // Bytes read and bytes in all. From several threads; may be empty.
-  using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
   // Told of each range once, on some thread, by its position in the vector. Not ok ends the scan.
   using Visit = std::function<Status(std::size_t position, ScanFinding& found)>;
 
-  // `inventory` must outlive this. `threads`: 0 as many as cores.
-  Scan(const Inventory& inventory, Files files, int threads, Progress progress)
+  // `inventory` must outlive this. `threads`: 0 as many as cores. `watch` may be empty.
+  Scan(const Inventory& inventory, Files files, int threads, Watch watch)
       : inventory_(inventory),
         files_(std::move(files)),
         threads_(threads),
-        progress_(std::move(progress)) {}
+        watch_(std::move(watch)) {}
 
   // Reads the ranges, which are of the inventory, in the order in which they stand in files: what
   // storage likes best, and each thread keeps open the file of the range before. The failure of
-  // `visit`, or kResourceExhausted where memory ran out.
+  // `visit` or of the watch, or kResourceExhausted where memory ran out.
   Status Run(const std::vector<ScanRange>& ranges, const Visit& visit);
   // Read in the last run, in whole blocks.
   std::uint64_t bytes() const { return done_; }
@@ -106,7 +105,7 @@ class Scan {
   const Inventory& inventory_;
   const Files files_;
   const int threads_;
-  const Progress progress_;
+  const Watch watch_;
   std::atomic<std::uint64_t> done_{0};
   std::uint64_t total_ = 0;
 };

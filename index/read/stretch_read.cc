@@ -129,7 +129,7 @@ class StretchReader::Window {
       hasher_.Update(to, n);
       hashed_ += n;
       findings_.bytes = hashed_;
-      if (progress_) progress_(n);
+      if (progress_) TENSORMOUNT_RETURN_IF_ERROR(progress_(n));
     }
     return Status();
   }

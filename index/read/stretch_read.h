@@ -22,8 +22,8 @@ namespace tensormount {
 // chunks, about 4 MiB for interleaved ones.
 class StretchReader {
  public:
-  // Told of bytes as they come.
-  using Progress = std::function<void(std::uint64_t bytes)>;
+  // Told of bytes as they come; what is not ok ends the read.
+  using Progress = std::function<Status(std::uint64_t bytes)>;
 
   // Where the read failed, `bytes` says how far it came, and the others mean nothing.
   struct Findings {

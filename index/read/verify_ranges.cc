@@ -70,7 +70,7 @@ class RangeVerifier {
     Scan scan(inventory_,
               {.open = [this](std::uint32_t file) { return Open(file); },
                .check = [this](std::uint32_t file, File& open) { return CheckStill(file, open); }},
-              options_.threads, options_.progress);
+              options_.threads, options_.watch);
     TENSORMOUNT_RETURN_IF_ERROR(
         scan.Run(ranges_,
                  [this](std::size_t i, ScanFinding& found) {

@@ -529,4 +529,19 @@ Result<StoreAndName> SplitCheckpointPath(const std::string& path) {
   return out;
 }
 
+Result<StoreAndName> SplitStagingPath(const std::string& path) {
+  constexpr std::string_view kFolder = ".staging/";
+  const std::size_t end = path.find_last_not_of('/') + 1;
+  const std::size_t name = path.substr(0, end).rfind('/') + 1;  // 0 where there is none.
+  const std::string_view before = std::string_view(path).substr(0, name);
+  if (name == end || !before.ends_with(kFolder)) {
+    return Status(Code::kInvalidArgument, path + ": not of the form STORE/.staging/NAME");
+  }
+  const std::string_view store = before.substr(0, before.size() - kFolder.size());
+  if (!store.empty() && store.back() != '/') {
+    return Status(Code::kInvalidArgument, path + ": not of the form STORE/.staging/NAME");
+  }
+  return StoreAndName{store.empty() ? "." : std::string(store), path.substr(name, end - name)};
+}
+
 }  // namespace tensormount

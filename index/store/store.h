@@ -219,6 +219,8 @@ struct StoreAndName {
   std::string name;
 };
 Result<StoreAndName> SplitCheckpointPath(const std::string& path);
+// "STORE/.staging/NAME" likewise.
+Result<StoreAndName> SplitStagingPath(const std::string& path);
 
 // What a user named, to be opened: "STORE/latest" becomes its latest checkpoint (where no such name
 // exists in the folder itself), symlinks are taken once and trailing slashes dropped, so that all

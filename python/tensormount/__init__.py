@@ -44,6 +44,7 @@ _NAMES = {
     "Store": "_store",
     "adopt": "_store",
     "diff": "_store",
+    "export": "_store",
     "verify": "_store",
     "wait_committed": "_store",
     "Mount": "_mount",
@@ -105,6 +106,7 @@ if TYPE_CHECKING:
         Store as Store,
         adopt as adopt,
         diff as diff,
+        export as export,
         verify as verify,
         wait_committed as wait_committed,
     )

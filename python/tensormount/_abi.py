@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Sequence
 from ctypes import (
     POINTER,
     Structure,
@@ -151,6 +152,10 @@ class SaveOptions(Structure):
         ("total_ms", c_int64),
         ("page_hashes", c_int32),
         ("reserved", c_int32),
+        ("before_publish", c_void_p),
+        ("before_publish_context", c_void_p),
+        ("on_commit", c_void_p),
+        ("on_commit_context", c_void_p),
     ]
 
 
@@ -293,6 +298,7 @@ class VerifyOptions(Structure):
         ("reserved", c_int32),
         ("roots", POINTER(c_char_p)),
         ("root_count", c_size_t),
+        ("task", c_void_p),
     ]
 
 
@@ -305,6 +311,7 @@ class DiffOptions(Structure):
         ("keys", c_char_p),
         ("key_map", c_char_p),
         ("limit", c_uint64),
+        ("task", c_void_p),
     ]
 
 
@@ -317,6 +324,39 @@ class AdoptOptions(Structure):
         ("quick", c_int32),
         ("threads", c_int32),
         ("key_map", c_char_p),
+        ("task", c_void_p),
+        ("partial", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class PublishOptions(Structure):
+    """tm_publish_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_int32),
+        ("name", c_char_p),
+        ("wait_ms", c_int64),
+    ]
+
+
+class ExportOptions(Structure):
+    """tm_export_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("replace", c_int32),
+        ("partial", c_int32),
+        ("reserved", c_int32),
+        ("format", c_char_p),
+        ("key_map", c_char_p),
+        ("hf_part_bytes", c_uint64),
+        ("hf_rules", c_char_p),
+        ("liveness_ms", c_int64),
+        ("arrival_ms", c_int64),
+        ("total_ms", c_int64),
+        ("task", c_void_p),
     ]
 
 
@@ -368,6 +408,8 @@ STRUCTURES: dict[str, type[Structure]] = {
     "tm_verify_options": VerifyOptions,
     "tm_diff_options": DiffOptions,
     "tm_adopt_options": AdoptOptions,
+    "tm_publish_options": PublishOptions,
+    "tm_export_options": ExportOptions,
     "tm_saver_options": SaverOptions,
     "tm_tcp_options": TcpOptions,
 }
@@ -379,6 +421,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_status_name": (c_char_p, [c_int32]),
     "tm_last_error": (c_char_p, []),
     "tm_last_errno": (c_int, []),
+    "tm_set_last_error": (_STATUS, [c_int32, c_int, c_char_p]),
     "tm_version": (c_char_p, []),
     "tm_free": (None, [_P]),
     "tm_list_size": (c_size_t, [_P]),
@@ -398,6 +441,11 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_checkpoint_common": (_STATUS, [_P, c_char_p, _P, _P]),
     "tm_checkpoint_rank_common": (_STATUS, [_P, c_int32, c_char_p, _P, _P]),
     "tm_checkpoint_metadata": (_STATUS, [_P, _P, _P]),
+    "tm_checkpoint_map": (_STATUS, [_P, c_char_p, c_uint64, c_uint64, _P]),
+    "tm_mapping_data": (_P, [_P]),
+    "tm_mapping_free": (None, [_P]),
+    "tm_checkpoint_layout": (_STATUS, [_P, c_char_p, _P]),
+    "tm_checkpoint_picture": (_STATUS, [_P, c_char_p, _P]),
     "tm_checkpoint_path": (c_char_p, [_P]),
     "tm_checkpoint_uuid": (c_char_p, [_P]),
     "tm_last_error_json": (_STATUS, [_P]),
@@ -466,6 +514,12 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_store_latest": (_STATUS, [c_char_p, _P]),
     "tm_store_remove": (_STATUS, [c_char_p]),
     "tm_store_gc": (_STATUS, [c_char_p, _P, _P]),
+    "tm_store_publish": (_STATUS, [c_char_p, _P, _P]),
+    "tm_task_new": (_STATUS, [_P]),
+    "tm_task_cancel": (None, [_P]),
+    "tm_task_progress": (None, [_P, _P, _P]),
+    "tm_task_free": (None, [_P]),
+    "tm_export": (_STATUS, [c_char_p, c_char_p, _P, _P, _P]),
     "tm_verify": (_STATUS, [c_char_p, _P, _P, _P]),
     "tm_diff": (_STATUS, [c_char_p, c_char_p, _P, _P, _P]),
     "tm_adopt": (_STATUS, [c_char_p, c_char_p, _P, _P]),
@@ -654,7 +708,36 @@ def _fields(lib: Any) -> dict[str, Any]:
     return found
 
 
-def take_list(handle: int) -> list[str]:
+def indices(numbers: Sequence[int]) -> Any:
+    """An int64_t array, which may be empty."""
+    return (c_int64 * max(1, len(numbers)))(*numbers)
+
+
+def get_list(function: Any, *arguments: Any) -> list[str]:
+    """The texts that a function gives as a tm_list, its last argument."""
+    out = c_void_p()
+    status = function(*arguments, ctypes.addressof(out))
+    if status:
+        fail(status)
+    assert out.value is not None
+    return _take_list(out.value)
+
+
+def get_text(function: Any, *arguments: Any, kinds: Optional[dict[int, Any]] = None,
+             key: Optional[str] = None) -> bytes:
+    """The text that a function gives as a char*, its last argument."""
+    out = c_void_p()
+    status = function(*arguments, ctypes.addressof(out))
+    if status:
+        fail(status, kinds, key)
+    assert out.value is not None
+    try:
+        return ctypes.string_at(out.value)
+    finally:
+        library().tm_free(out)
+
+
+def _take_list(handle: int) -> list[str]:
     """The texts of a tm_list, which is freed."""
     lib = library()
     try:

@@ -17,11 +17,14 @@ from tensormount.errors import (
     OutOfRangeError,
     StaleError,
     UnsupportedError,
+    UnsupportedIndexError,
 )
 
 if TYPE_CHECKING:
     import numpy
     from typing_extensions import Self
+
+    from tensormount._progress import Progress
 
 _NOT_FOUND = 2  # TM_NOT_FOUND
 _OPENED = {_NOT_FOUND: CheckpointNotFoundError}
@@ -186,9 +189,9 @@ class Checkpoint:
 
     def keys(self, pattern: Optional[str] = None) -> list[str]:
         """Keys of tensors, in byte order; those that match a glob, in which '*' crosses '/'."""
-        handle = self._opened()
+        self._opened()
         if self._keys is None:
-            self._keys = self._list(handle, self._lib.tm_checkpoint_keys)
+            self._keys = self._list(self._lib.tm_checkpoint_keys)
         if pattern is None:
             return list(self._keys)
         from fnmatch import filter as matching
@@ -294,7 +297,7 @@ class Checkpoint:
         Raises KeyNotFoundError.
         """
         handle = self._opened()
-        numbers = (ctypes.c_int64 * max(1, len(index)))(*index)
+        numbers = _abi.indices(index)
         data = ctypes.c_void_p()
         size = ctypes.c_size_t()
         status = self._lib.tm_checkpoint_object(
@@ -332,12 +335,12 @@ class Checkpoint:
         """What the application says about the checkpoint as a whole."""
         return dict(self._json(self._lib.tm_checkpoint_metadata))
 
-    def verify(self, *, quick: bool = False) -> dict[str, Any]:
+    def verify(self, *, quick: bool = False, progress: Progress = None) -> dict[str, Any]:
         """Compares every byte that is stored with its hash; see `tensormount.verify`."""
         from tensormount._store import verify
 
         self._opened()
-        return verify(self._path, quick=quick)
+        return verify(self._path, quick=quick, progress=progress)
 
     def state(self, *, torch: bool = False) -> Any:
         """All of it as the state dict that was saved, on this process: nested as it was, tied
@@ -386,7 +389,7 @@ class Checkpoint:
     @property
     def warnings(self) -> list[str]:
         """What was out of order but could be mended, in words."""
-        return self._list(self._opened(), self._lib.tm_checkpoint_warnings)
+        return self._list(self._lib.tm_checkpoint_warnings)
 
     def _json(self, function: Any, *arguments: Any) -> Any:
         from tensormount._values import from_json
@@ -399,13 +402,9 @@ class Checkpoint:
             _abi.fail(status, _LOOKED_UP)
         return from_json(_abi.take_bytes(text.value, size.value))
 
-    def _list(self, handle: _Handle, function: Any) -> list[str]:
-        out = ctypes.c_void_p()
-        status = function(handle.address, _addressof(out))
-        if status:
-            _abi.fail(status)
-        assert out.value is not None
-        return _abi.take_list(out.value)
+    def _list(self, function: Any) -> list[str]:
+        handle = self._opened()
+        return _abi.get_list(function, handle.address)
 
 
 class Objects(Mapping[Union[str, "tuple[Any, ...]"], bytes]):
@@ -426,7 +425,7 @@ class Objects(Mapping[Union[str, "tuple[Any, ...]"], bytes]):
 
     def __iter__(self) -> Iterator[str]:
         checkpoint = self._checkpoint
-        return iter(checkpoint._list(checkpoint._opened(), checkpoint._lib.tm_checkpoint_objects))
+        return iter(checkpoint._list(checkpoint._lib.tm_checkpoint_objects))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -538,7 +537,71 @@ class Tensor:
     def __reduce__(self) -> Any:
         return (Tensor, (self._checkpoint, self._key))
 
+    # ---- Where it is -------------------------------------------------------------------------
+
+    def layout(self) -> dict[str, Any]:
+        """Which bytes of which file are which part of it, and who wrote them: what `tensormount
+        layout --json` prints (docs/cli.md).
+
+            >>> import tensormount as tm
+            >>> with tm.open("STORE/step-1") as checkpoint:
+            ...     chunks = checkpoint["w"].layout()["chunks"]
+            >>> [(chunk["region"], chunk["length"]) for chunk in chunks]
+            [('[0:8, 0:32]', 1024), ('[8:16, 0:32]', 1024)]
+        """
+        import json
+
+        found: dict[str, Any] = json.loads(self._text(self._checkpoint._lib.tm_checkpoint_layout))
+        return found
+
+    def layout_svg(self) -> str:
+        """That as a picture: which rank's file holds which part. It has no scripts, and refers to
+        nothing outside of it."""
+        return self._text(self._checkpoint._lib.tm_checkpoint_picture).decode("utf-8", "replace")
+
+    def _repr_html_(self) -> str:
+        """For notebooks: its layout as a picture. As an image, in which nothing of a name can become
+        a part of the page."""
+        from base64 import b64encode
+        from html import escape
+
+        svg = b64encode(self.layout_svg().encode()).decode()
+        about = escape(_printable(f"{self._key}: {self._row.name} {list(self._shape)}"))
+        return (
+            f"<div><b>{about}</b>, {_size_text(self._nbytes)}<br>"
+            f'<img alt="layout" src="data:image/svg+xml;base64,{svg}"></div>'
+        )
+
+    def _text(self, function: Any) -> bytes:
+        handle = self._checkpoint._opened()
+        return _abi.get_text(
+            function, handle.address, self._name, kinds=_LOOKED_UP, key=self._key
+        )
+
     # ---- Reading -----------------------------------------------------------------------------
+
+    def memmap(self, index: Any = ...) -> Any:
+        """What `index` names as a read-only NumPy array of the stored bytes themselves: nothing is
+        copied, and pages are read when they are touched. It keeps the checkpoint open.
+
+        The bytes are not compared with hashes (`checkpoint.verify()` does that), and a file that
+        somebody cuts short meanwhile ends the process with SIGBUS.
+
+        Raises UnsupportedError where they are not one run of one file (another sharding), have
+        another form there, or the index is no row of bytes: read it then.
+
+            >>> import tensormount as tm
+            >>> with tm.open("STORE/step-1") as checkpoint:
+            ...     rows = checkpoint["w"].memmap(slice(2, 4))
+            >>> rows.shape, float(rows[0, 1]), rows.flags.writeable
+            ((2, 32), 65.0, False)
+        """
+        dtype = self.dtype
+        plan = _index.plan(index, self._shape)
+        offset, count = _run(plan, self._shape, self._key)
+        width = dtype.itemsize
+        mapping = _Mapping(self._checkpoint, self, offset * width, count * width)
+        return _dtypes.numpy_view(mapping, dtype).reshape(plan.shape)
 
     def __getitem__(self, index: Any) -> Any:
         dtype = self._numpy
@@ -698,6 +761,45 @@ class Tensor:
         _frames.append(frame)
         if status:
             _abi.fail(status, _LOOKED_UP, self._key)
+
+
+class _Mapping:
+    """Bytes of a tensor where they are stored. Arrays refer to it, and so keep it."""
+
+    def __init__(self, checkpoint: Checkpoint, tensor: Tensor, offset: int, size: int) -> None:
+        lib = checkpoint._lib
+        self._handle = checkpoint._opened()  # close() of the checkpoint does not take it away.
+        out = ctypes.c_void_p()
+        status = lib.tm_checkpoint_map(
+            self._handle.address, tensor._name, offset, size, _addressof(out)
+        )
+        if status:
+            _abi.fail(status, _LOOKED_UP, tensor._key)
+        assert out.value is not None
+        _abi.free_with(self, lib.tm_mapping_free, out.value)
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (size,),
+            "typestr": "|u1",
+            # NumPy takes no address for "any that may be written".
+            "data": (lib.tm_mapping_data(out.value) or id(self), True),
+        }
+
+
+def _run(plan: _index.Plan, shape: tuple[int, ...], key: str) -> tuple[int, int]:
+    """First element and number of elements of a box, where it is one run in the order of rows."""
+    offset, count, stride, whole = 0, 1, 1, True
+    for begin, extent, size in zip(reversed(plan.begin), reversed(plan.extent), reversed(shape)):
+        if extent > 1 and not whole:
+            break
+        offset += begin * stride
+        count *= extent
+        stride *= size
+        whole = whole and extent == size
+    else:
+        if plan.steps is None:
+            return (offset, count) if count else (0, 0)
+    raise UnsupportedIndexError(f"{key}: that is no run of rows, and can only be read")
 
 
 class _Memory:

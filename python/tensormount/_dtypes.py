@@ -108,6 +108,14 @@ def numpy_dtype(row: DType) -> Any:
     return found
 
 
+def numpy_view(memory: Any, dtype: Any) -> Any:
+    """Bytes that an object describes (__array_interface__), and that live as long as it does, as
+    elements."""
+    import numpy
+
+    return numpy.asarray(memory).view(dtype)
+
+
 def torch_dtype(row: DType) -> Any:
     """torch.dtype of a type; LibraryError where torch is not installed or too old for it."""
     if row.torch is None:

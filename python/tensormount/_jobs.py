@@ -12,9 +12,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from tensormount import _abi
+from tensormount._progress import Meter, Progress
+from tensormount._state import State, path_bytes, status_of
 from tensormount.errors import InternalError, UnsupportedError
 
 log = logging.getLogger("tensormount")
@@ -43,9 +45,12 @@ def release(held: list[Any]) -> None:
 
 
 EventHook = Callable[[dict[str, Any]], None]
+ReportHook = Callable[[dict[str, Any]], None]
 _EVENT_KINDS = ("start", "end", "error")
 _in_hook = threading.local()
 _HOOK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_abi.Event))
+_BEFORE_PUBLISH = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
+_ON_COMMIT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 
 
 def milliseconds(name: str, seconds: Optional[float]) -> int:
@@ -64,6 +69,14 @@ def set_times(
     given.liveness_ms = milliseconds("liveness", liveness)
     given.arrival_ms = milliseconds("arrival", arrival)
     given.total_ms = milliseconds("total", total)
+
+
+def _in_a_hook(call: Callable[[], None]) -> None:
+    _in_hook.depth = getattr(_in_hook, "depth", 0) + 1
+    try:
+        call()
+    finally:
+        _in_hook.depth -= 1
 
 
 def set_hook(given: Any, on_event: Optional[EventHook], kept: list[Any]) -> None:
@@ -88,17 +101,61 @@ def set_hook(given: Any, on_event: Optional[EventHook], kept: list[Any]) -> None
             if said["kind"] == "error":
                 said["code"] = _abi.library().tm_status_name(e.status).decode()
                 said["message"] = (e.message or b"").decode("utf-8", "surrogateescape")
-            _in_hook.depth = getattr(_in_hook, "depth", 0) + 1
-            try:
-                on_event(said)
-            finally:
-                _in_hook.depth -= 1
+            _in_a_hook(lambda: on_event(said))
         except Exception:
             log.exception("on_event")
 
-    hook = _HOOK(call)
+    given.on_event = _keep(_HOOK(call), kept)
+
+
+def set_save_hooks(
+    given: Any,
+    before_publish: Optional[ReportHook],
+    on_commit: Optional[ReportHook],
+    report: Callable[[Any, int], dict[str, Any]],
+    kept: list[Any],
+) -> None:
+    """Those of a save that are given its report, which `report` makes of the library's. What
+    `before_publish` raises fails the save on all ranks, and is raised on this one (`Raised`)."""
+    lib = _abi.library()
+
+    def ask(_: Any, address: int) -> int:
+        assert before_publish is not None
+        try:
+            said = report(lib, address)
+            _in_a_hook(lambda: before_publish(said))
+            return 0
+        except BaseException as error:  # There is nobody above to catch it.
+            raised.error = error
+            status, message = status_of(error)
+            code: int = lib.tm_set_last_error(status, 0, b"before_publish: " + message)
+            return code
+
+    def tell(_: Any, address: int) -> None:
+        assert on_commit is not None
+        try:
+            said = report(lib, address)
+            _in_a_hook(lambda: on_commit(said))
+        except BaseException:
+            log.exception("on_commit")
+
+    if before_publish is not None:
+        raised = Raised()
+        kept.append(raised)
+        given.before_publish = _keep(_BEFORE_PUBLISH(ask), kept)
+    if on_commit is not None:
+        given.on_commit = _keep(_ON_COMMIT(tell), kept)
+
+
+class Raised:
+    """What a hook of this rank raised, for whoever waits for the job."""
+
+    error: Optional[BaseException] = None
+
+
+def _keep(hook: Any, kept: list[Any]) -> Any:
     kept.append(hook)
-    given.on_event = ctypes.cast(hook, ctypes.c_void_p)
+    return ctypes.cast(hook, ctypes.c_void_p)
 
 
 def in_hook() -> bool:
@@ -120,6 +177,8 @@ class Job:
     _fd_function = ""
     _cancel_function = ""
     _free_function = ""
+    # Status to class, where a status means something narrower.
+    _failures: dict[int, Any] = {}
 
     def __init__(self, address: int, path: str, held: list[Any]) -> None:
         self._lib = _abi.library()
@@ -138,14 +197,19 @@ class Job:
 
     # ---- Waiting -----------------------------------------------------------------------------
 
-    def wait(self, timeout: Optional[float] = None) -> Any:
+    def wait(self, timeout: Optional[float] = None, *, progress: Progress = None) -> Any:
         """Until the verdict, which is the report, or the exception that the job failed with.
 
         timeout: seconds; TimeoutError where the verdict is not there by then (the job goes on).
-        Ctrl-C, or whatever else a signal handler raises, ends the wait and cancels the job on all
-        ranks; the exception goes on.
+        progress: called with the bytes that this rank has done and has in all; True: a bar, where
+        tqdm is installed.
+        Ctrl-C, or whatever else a signal handler or `progress` raises, ends the wait and cancels the
+        job on all ranks; the exception goes on.
         """
-        return self._interruptible(lambda: self._await_verdict(timeout))
+        self._wait(self._poll, timeout, "over", progress)
+        if self._failure is not None:
+            raise self._failure
+        return self._report
 
     def done(self) -> bool:
         """Whether the verdict is there. Never waits."""
@@ -208,30 +272,36 @@ class Job:
 
     # ---- How ---------------------------------------------------------------------------------
 
-    def _interruptible(self, wait: Callable[[], Any]) -> Any:
+    def _wait(
+        self,
+        poll: Callable[[int], bool],
+        timeout: Optional[float],
+        state: str,
+        progress: Progress = None,
+    ) -> None:
+        """Until `poll`, which waits for at most so many milliseconds, is true: in slices, so that
+        signal handlers get their turn. What they raise cancels the job (one that is over does not
+        hear of it). TimeoutError after `timeout` seconds, which does not."""
+        end = _ends(timeout)
         try:
-            return wait()
-        except Exception:
-            raise
+            with Meter(progress, f"{self._word} {self._path}") as meter:
+                while not poll(_SLICE_MS if end is None else _left(end)):
+                    if meter.on:
+                        meter.show(*self._moved())
+                    if end is not None and time.monotonic() >= end:
+                        break
+                else:
+                    if meter.on and self._failure is None:
+                        meter.show(*self._moved())
+                    return
         except BaseException:
             self.cancel()
             raise
+        raise TimeoutError(f"{self._word} {self._path}: not {state} after {timeout:g} s")
 
-    def _await_verdict(self, timeout: Optional[float]) -> Any:
-        self._in_slices(self._poll, timeout, "over")
-        if self._failure is not None:
-            raise self._failure
-        return self._report
-
-    def _in_slices(
-        self, poll: Callable[[int], bool], timeout: Optional[float], state: str
-    ) -> None:
-        """Until `poll`, which waits for at most so many milliseconds, is true: so that signal handlers
-        get their turn. TimeoutError after `timeout` seconds."""
-        end = _ends(timeout)
-        while not poll(_SLICE_MS if end is None else _left(end)):
-            if end is not None and time.monotonic() >= end:
-                raise TimeoutError(f"{self._word} {self._path}: not {state} after {timeout:g} s")
+    def _moved(self) -> tuple[int, int]:
+        """Bytes that this rank has done, and has in all."""
+        raise NotImplementedError
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
@@ -255,9 +325,9 @@ class Job:
         failure: Optional[BaseException] = None
         if status:
             try:
-                _abi.fail(status, self._failures())
+                _abi.fail(status, self._failures)
             except Exception as error:
-                failure = error
+                failure = self._raised_by_hook(error)
         with self._lock:
             if self._done:
                 if report.value:
@@ -288,15 +358,52 @@ class Job:
                 _abi.fail(status)
             return os.dup(fd.value)  # That of the job goes with it.
 
-    def _failures(self) -> dict[int, Any]:
-        """Status to class, where a status means something narrower."""
-        return {}
+    def _raised_by_hook(self, told: Exception) -> BaseException:
+        """What a hook of this rank raised, where that is why the job failed."""
+        for item in self._held:
+            for one in item if isinstance(item, list) else ():
+                if isinstance(one, Raised) and one.error is not None:
+                    one.error.__cause__ = told
+                    return one.error
+        return told
 
     def _take_report(self, address: int) -> Any:
         raise NotImplementedError
 
     def _free_report(self, address: int) -> None:
         raise NotImplementedError
+
+
+_J = TypeVar("_J", bound=Job)
+
+
+def begin(
+    kind: type[_J],
+    function: str,
+    built: State,
+    path: Any,
+    group: Any,
+    handle: int,
+    given: Any,
+    *kept: Any,
+) -> _J:
+    """Begins the job that a function of the library gives for a state, path, group and options. What
+    the library may use lives from before the call: it copies of the options what it needs but the
+    hooks."""
+    out = ctypes.c_void_p()
+    held: list[Any] = [built, built.held, group, *kept]
+    hold(held)
+    try:
+        status = getattr(_abi.library(), function)(
+            built.address, path_bytes(path), handle, ctypes.addressof(given), ctypes.addressof(out)
+        )
+        if status:
+            _abi.fail(status, kind._failures)
+    except BaseException:
+        release(held)
+        raise
+    assert out.value is not None
+    return kind(out.value, os.fsdecode(os.fspath(path)), held)
 
 
 def _set(future: Any) -> None:
@@ -394,7 +501,8 @@ class _Live:
                 getattr(self.lib, self.names[1])(self.address)
 
     def has_hook(self) -> bool:
-        return any(isinstance(item, list) and any(type(one) is _HOOK for one in item)
+        hooks = (_HOOK, _BEFORE_PUBLISH, _ON_COMMIT)
+        return any(isinstance(item, list) and any(type(one) in hooks for one in item)
                    for item in self.held)
 
 

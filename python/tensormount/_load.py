@@ -6,12 +6,13 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, TypedDict, Union
 
 from tensormount import _abi, _shards, _tree
-from tensormount._jobs import EventHook, Job, hold, release, set_hook, set_times
+from tensormount._jobs import EventHook, Job, begin, set_hook, set_times
+from tensormount._progress import Progress
 from tensormount._save import _choice, _group, _numbers, _verdict, texts
-from tensormount._state import State, cache_of, path_bytes, take_json, text
+from tensormount._state import State, cache_of, take_json, text
 from tensormount.errors import (
     CheckpointNotFoundError,
     Error,
@@ -20,6 +21,9 @@ from tensormount.errors import (
     LayoutError,
     StaleError,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -64,6 +68,24 @@ class Loaded:
         return f"<tensormount.Loaded {self.uuid}: {self.report['bytes_wanted']} bytes>"
 
 
+class LoadOptions(TypedDict, total=False):
+    """What `load`, `async_load` and those of tensormount.torch take by name; `load` says what each
+    means."""
+
+    not_stored: str
+    not_requested: str
+    strict_exempt: Sequence[str]
+    rules: Sequence[Rule]
+    validate: bool
+    verify: str
+    method: str
+    exchange_group: int
+    liveness: Optional[float]
+    arrival: Optional[float]
+    total: Optional[float]
+    on_event: Optional[EventHook]
+
+
 class LoadJob(Job):
     """A load in the background; of `async_load`."""
 
@@ -72,6 +94,7 @@ class LoadJob(Job):
     _fd_function = "tm_load_job_fd"
     _cancel_function = "tm_load_job_cancel"
     _free_function = "tm_load_job_free"
+    _failures = _FAILURES
 
     _asked: _Asked
 
@@ -80,8 +103,8 @@ class LoadJob(Job):
         self._check_process()
         return int(self._lib.tm_load_job_bytes_read(self._address))
 
-    def _failures(self) -> dict[int, Any]:
-        return _FAILURES
+    def _moved(self) -> tuple[int, int]:
+        return self.bytes_read(), self._asked.bytes()
 
     def _take_report(self, address: int) -> Loaded:
         try:
@@ -126,8 +149,16 @@ class _Asked:
         self.request = request
         self.objects: list[tuple[str, tuple[int, ...]]] = []
         self.group: Any = None
-        self.stored_uuid: Optional[str] = None  # Where names were taken from a checkpoint.
+        self.stored_uuid: Optional[str] = None  # Of the checkpoint that names were taken from.
+        self._bytes: Optional[int] = None
         self.flat: Optional[_tree.Flat] = None
+
+    def bytes(self) -> int:
+        """Of the tensors that this rank wants."""
+        if self._bytes is None:
+            leaves = self.flat.items() if self.flat is not None else ()
+            self._bytes = sum(getattr(leaf, "_local_tensor", leaf).nbytes for _, leaf in leaves)
+        return self._bytes
 
 
 def load(
@@ -136,19 +167,9 @@ def load(
     group: Any = None,
     *,
     objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]] = (),
-    not_stored: str = "raise",
-    not_requested: str = "ignore",
-    strict_exempt: Sequence[str] = (),
-    rules: Sequence[Rule] = (),
-    validate: bool = False,
-    verify: str = "auto",
-    method: str = "auto",
-    exchange_group: int = 0,
     key_map: Optional[Sequence[Mapping[str, str]]] = None,
-    liveness: Optional[float] = None,
-    arrival: Optional[float] = None,
-    total: Optional[float] = None,
-    on_event: Optional[EventHook] = None,
+    progress: Progress = None,
+    **options: Unpack[LoadOptions],
 ) -> Loaded:
     """Fills the tensors of `request` in place, whatever the sharding, the number of ranks and the
     program that saved `source`. Collective: every rank of `group` calls it with what it wants.
@@ -159,6 +180,13 @@ def load(
     source    "STORE/NAME", "STORE/latest", or what another program saved.
     group     Group; None: this process alone.
     objects   keys of objects to load, as a list; (key, index) for a part of those on a grid.
+    key_map   rules that rename what is stored to what `request` calls it, as --map has them:
+              [{"prefix": "model.", "to": ""}].
+    progress  called with the bytes that this rank has read and wants, while the call waits (others
+              may read some for it); True: a bar, where tqdm is installed.
+
+    Options, which are the same on all ranks but for on_event and exchange_group:
+
     not_stored, not_requested   "raise", "log", "return" or "ignore" keys that are asked for and
               absent, and tensors that nobody asks for. strict_exempt: globs of keys that count as
               neither.
@@ -166,8 +194,6 @@ def load(
     validate  requests must cover every tensor exactly, as on a save.
     verify    "auto", "leaves", "off"; method: "auto", "direct", "exchange"; exchange_group: ranks
               with equal numbers exchange what they read. docs/semantics.md.
-    key_map   rules that rename what is stored to what `request` calls it, as --map has them:
-              [{"prefix": "model.", "to": ""}].
     liveness, arrival, total, on_event   as of `save`.
 
     Returns `Loaded`. Raises KeyNotFoundError for keys that are not stored, CheckpointNotFoundError,
@@ -181,11 +207,8 @@ def load(
         >>> loaded.report["bytes_wanted"]
         2048
     """
-    job, own = _begin(
-        request, source, group, objects, not_stored, not_requested, strict_exempt, rules, validate,
-        verify, method, exchange_group, key_map, liveness, arrival, total, on_event,
-    )
-    loaded: Loaded = _verdict(job, own)
+    job, own = _begin(request, source, group, objects, key_map, read_options(**options))
+    loaded: Loaded = _verdict(job, own, progress)
     return loaded
 
 
@@ -195,26 +218,12 @@ def async_load(
     group: Any = None,
     *,
     objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]] = (),
-    not_stored: str = "raise",
-    not_requested: str = "ignore",
-    strict_exempt: Sequence[str] = (),
-    rules: Sequence[Rule] = (),
-    validate: bool = False,
-    verify: str = "auto",
-    method: str = "auto",
-    exchange_group: int = 0,
     key_map: Optional[Sequence[Mapping[str, str]]] = None,
-    liveness: Optional[float] = None,
-    arrival: Optional[float] = None,
-    total: Optional[float] = None,
-    on_event: Optional[EventHook] = None,
+    **options: Unpack[LoadOptions],
 ) -> LoadJob:
     """As `load`, in the background: returns at once. The tensors are the load's until the verdict.
     Loads of one group run one after the other, in the order of the calls."""
-    job, own = _begin(
-        request, source, group, objects, not_stored, not_requested, strict_exempt, rules, validate,
-        verify, method, exchange_group, key_map, liveness, arrival, total, on_event,
-    )
+    job, own = _begin(request, source, group, objects, key_map, read_options(**options))
     if own is not None:
         job.cancel()
         raise own
@@ -229,30 +238,34 @@ def _begin(
     source: PathLike,
     group: Any,
     objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]],
-    not_stored: str,
-    not_requested: str,
-    strict_exempt: Sequence[str],
-    rules: Sequence[Rule],
-    validate: bool,
-    verify: str,
-    method: str,
-    exchange_group: int,
     key_map: Optional[Sequence[Mapping[str, str]]],
-    liveness: Optional[float],
-    arrival: Optional[float],
-    total: Optional[float],
-    on_event: Optional[EventHook],
+    options: tuple[Any, list[Any]],
 ) -> tuple[LoadJob, Optional[BaseException]]:
     group = _group(group)
+    handle = group._handle()
+    asked = _Asked(request)
+    asked.group = group
+    built, own = _build(asked, source, objects, key_map)
+    return start(built, source, group, handle, options, asked), own
+
+
+def read_options(**options: Unpack[LoadOptions]) -> tuple[Any, list[Any]]:
+    """tm_load_options, and what it points to. TypeError for an option that there is not."""
+    unknown = options.keys() - LoadOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"a load has no option {', '.join(sorted(unknown))}")
     given = _abi.LoadOptions(struct_size=ctypes.sizeof(_abi.LoadOptions))
     kept: list[Any] = []
-    given.not_stored = 1 + _choice("not_stored", not_stored, _STRICT)
-    given.not_requested = 1 + _choice("not_requested", not_requested, _STRICT)
-    given.strict_exempt, given.strict_exempt_count = texts(strict_exempt, kept)
-    given.validate = int(validate)
-    given.verify = _choice("verify", verify, _VERIFY)
-    given.path = _choice("method", method, _PATHS)
-    given.exchange_group = exchange_group
+    given.not_stored = 1 + _choice("not_stored", options.get("not_stored", "raise"), _STRICT)
+    given.not_requested = 1 + _choice(
+        "not_requested", options.get("not_requested", "ignore"), _STRICT
+    )
+    given.strict_exempt, given.strict_exempt_count = texts(options.get("strict_exempt", ()), kept)
+    given.validate = int(options.get("validate", False))
+    given.verify = _choice("verify", options.get("verify", "auto"), _VERIFY)
+    given.path = _choice("method", options.get("method", "auto"), _PATHS)
+    given.exchange_group = options.get("exchange_group", 0)
+    rules = options.get("rules", ())
     if rules:
         table = (_abi.LoadRule * len(rules))()
         for row, rule in zip(table, rules):
@@ -265,13 +278,9 @@ def _begin(
         kept.append(table)
         given.rules = table
         given.rule_count = len(rules)
-    set_times(given, liveness, arrival, total)
-    set_hook(given, on_event, kept)
-    handle = group._handle()
-    asked = _Asked(request)
-    asked.group = group
-    built, own = _build(asked, source, objects, key_map)
-    return start(built, source, group, handle, given, kept, asked), own
+    set_times(given, options.get("liveness"), options.get("arrival"), options.get("total"))
+    set_hook(given, options.get("on_event"), kept)
+    return given, kept
 
 
 def _build(
@@ -289,12 +298,12 @@ def _build(
             key, index = (wanted, ()) if isinstance(wanted, str) else wanted
             built.want_object(key, index)
             asked.objects.append((key, tuple(index)))
-        names, keys = _stored(asked, source)
-        flat = _tree.flatten(asked.request, names, keys)
+        names, keys = _stored(asked, source, key_map is not None)
+        flat = _tree.flatten(asked.request, names, frozenset(keys))
         asked.flat = flat
         items = flat.items()
         if key_map is not None:
-            items = _renamed(items, source, key_map, asked)
+            items = _renamed(items, keys, key_map)
         built.add_tensors(items, _shards.LOAD, cache_of(group), group.size)
     except Exception as error:
         built.fail(error)
@@ -303,34 +312,26 @@ def _build(
 
 
 def _stored(
-    asked: _Asked, source: PathLike
-) -> tuple[Optional[dict[Any, str]], Optional[frozenset[str]]]:
+    asked: _Asked, source: PathLike, renamed: bool
+) -> tuple[Optional[dict[Any, str]], list[str]]:
     """Names that the checkpoint has for paths whose keys alone would not tell, and its keys."""
     from tensormount._checkpoint import open as open_checkpoint
 
     try:
         checkpoint = open_checkpoint(source)
     except Error:
-        return None, None  # The load says it, to all ranks.
+        return None, []  # The load says it, to all ranks.
     with checkpoint:
         names = _tree.stored_names(_tree.structures_of(checkpoint._values()))
-        if names:
+        if names or renamed:
             asked.stored_uuid = checkpoint.uuid
-        return names, frozenset(checkpoint.keys())
+        return names, checkpoint.keys()
 
 
 def _renamed(
-    items: Sequence[tuple[str, Any]],
-    source: PathLike,
-    key_map: Sequence[Mapping[str, str]],
-    asked: _Asked,
+    items: Sequence[tuple[str, Any]], stored: Sequence[str], key_map: Sequence[Mapping[str, str]]
 ) -> list[tuple[str, Any]]:
     """The request under the names that are stored."""
-    from tensormount._checkpoint import open as open_checkpoint
-
-    with open_checkpoint(source) as checkpoint:
-        stored = checkpoint.keys()
-        asked.stored_uuid = checkpoint.uuid
     of_new = {new: old for old, new in zip(stored, apply_key_map(key_map, stored)) if new}
     return [(of_new.get(key, key), leaf) for key, leaf in items]
 
@@ -346,15 +347,10 @@ def apply_key_map(rules: Sequence[Mapping[str, str]], keys: Sequence[str]) -> li
 
     lib = _abi.library()
     packed = b"".join(text(key) + b"\0" for key in keys)
-    out = ctypes.c_void_p()
-    status = lib.tm_key_map_apply(
-        json.dumps([dict(rule) for rule in rules]).encode(), packed, len(packed), len(keys),
-        ctypes.addressof(out),
+    return _abi.get_list(
+        lib.tm_key_map_apply, json.dumps([dict(rule) for rule in rules]).encode(), packed,
+        len(packed), len(keys),
     )
-    if status:
-        _abi.fail(status)
-    assert out.value is not None
-    return _abi.take_list(out.value)
 
 
 def start(
@@ -362,23 +358,11 @@ def start(
     source: PathLike,
     group: Any,
     handle: int,
-    given: Any,
-    kept: list[Any],
+    options: tuple[Any, list[Any]],
     asked: _Asked,
 ) -> LoadJob:
-    lib = _abi.library()
-    out = ctypes.c_void_p()
-    name = os.fspath(source)
-    held: list[Any] = [built, built.held, group, kept, asked]
-    hold(held)
-    status = lib.tm_load_async(
-        built.address, path_bytes(name), handle, ctypes.addressof(given), ctypes.addressof(out)
-    )
-    if status:
-        release(held)
-        _abi.fail(status, _FAILURES)
-    assert out.value is not None
-    job = LoadJob(out.value, os.fsdecode(name), held)
+    given, kept = options
+    job = begin(LoadJob, "tm_load_async", built, source, group, handle, given, kept, asked)
     job._asked = asked
     return job
 
@@ -397,12 +381,7 @@ def _loaded(lib: Any, address: int, asked: _Asked) -> Loaded:
             "another checkpoint was published under that name while this rank looked at it: load again"
         )
     for name in ("not_stored", "not_requested", "skipped", "converted"):
-        out = ctypes.c_void_p()
-        status = getattr(lib, f"tm_load_report_{name}")(address, ctypes.addressof(out))
-        if status:
-            _abi.fail(status)
-        assert out.value is not None
-        setattr(found, name, _abi.take_list(out.value))
+        setattr(found, name, _abi.get_list(getattr(lib, f"tm_load_report_{name}"), address))
     found.uncovered = []
     row = _abi.Uncovered(struct_size=ctypes.sizeof(_abi.Uncovered))
     for i in range(lib.tm_load_report_uncovered_count(address)):
@@ -449,7 +428,7 @@ def _written(flat: Optional[_tree.Flat]) -> None:
 
 
 def _object(lib: Any, address: int, key: str, index: tuple[int, ...]) -> bytes:
-    at = (ctypes.c_int64 * max(1, len(index)))(*index)
+    at = _abi.indices(index)
     data = ctypes.c_void_p()
     size = ctypes.c_size_t()
     status = lib.tm_load_report_object(

@@ -6,12 +6,16 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, TypedDict, Union
 
 from tensormount import _abi, _shards, _tree
-from tensormount._jobs import EventHook, Job, hold, release, set_hook, set_times
-from tensormount._state import State, cache_of, path_bytes, text
+from tensormount._jobs import EventHook, Job, ReportHook, begin, set_hook, set_save_hooks, set_times
+from tensormount._progress import Progress
+from tensormount._state import State, cache_of, text
 from tensormount.errors import InvalidArgumentError, LayoutError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -23,6 +27,27 @@ _STATES = ("staging", "saving", "committed", "failed", "cancelled")
 _FAILURES = {1: LayoutError}  # TM_INVALID_ARGUMENT: of a save that is the layout, nearly always.
 
 
+class SaveOptions(TypedDict, total=False):
+    """What `save`, `async_save`, those of tensormount.torch and `Writer` take by name; `save` says
+    what each means."""
+
+    replace: bool
+    placement: str
+    replicas: str
+    strategy: str
+    common: str
+    common_exempt: Sequence[str]
+    validate: bool
+    page_hashes: bool
+    producer: Optional[str]
+    liveness: Optional[float]
+    arrival: Optional[float]
+    total: Optional[float]
+    on_event: Optional[EventHook]
+    before_publish: Optional[ReportHook]
+    on_commit: Optional[ReportHook]
+
+
 class SaveJob(Job):
     """A save in the background; of `async_save`."""
 
@@ -31,12 +56,13 @@ class SaveJob(Job):
     _fd_function = "tm_save_job_fd"
     _cancel_function = "tm_save_job_cancel"
     _free_function = "tm_save_job_free"
+    _failures = _FAILURES
 
     def wait_staged(self, timeout: Optional[float] = None) -> None:
         """Until the tensors may be changed again: their bytes are copied (or the save is over).
         Raises what made the save fail before that; TimeoutError after `timeout` seconds."""
         self._check_process()
-        self._interruptible(lambda: self._in_slices(self._poll_staged, timeout, "staged"))
+        self._wait(self._poll_staged, timeout, "staged")
 
     def _poll_staged(self, most_ms: int) -> bool:
         done = ctypes.c_int32()
@@ -60,8 +86,9 @@ class SaveJob(Job):
         said["state"] = _STATES[found.state]
         return said
 
-    def _failures(self) -> dict[int, Any]:
-        return _FAILURES
+    def _moved(self) -> tuple[int, int]:
+        said = self.progress()
+        return said["bytes_written"], said["bytes_total"]
 
     def _take_report(self, address: int) -> dict[str, Any]:
         try:
@@ -81,19 +108,8 @@ def save(
     objects: Optional[Mapping[str, bytes]] = None,
     rank_objects: Optional[Mapping[str, bytes]] = None,
     metadata: Optional[Mapping[str, Any]] = None,
-    replace: bool = False,
-    placement: str = "auto",
-    replicas: str = "rotating",
-    strategy: str = "parallel",
-    common: str = "error",
-    common_exempt: Sequence[str] = (),
-    validate: bool = True,
-    page_hashes: bool = False,
-    producer: Optional[str] = None,
-    liveness: Optional[float] = None,
-    arrival: Optional[float] = None,
-    total: Optional[float] = None,
-    on_event: Optional[EventHook] = None,
+    progress: Progress = None,
+    **options: Unpack[SaveOptions],
 ) -> dict[str, Any]:
     """Saves a state dict as checkpoint "STORE/NAME". Collective: every rank of `group` calls it with
     its part, and every rank gets the same verdict. When it returns the checkpoint is complete and
@@ -106,6 +122,11 @@ def save(
     group     Group; None: this process alone.
     objects, rank_objects   bytes by key: the same on all ranks that give them; one from each rank.
     metadata  what the application says about the checkpoint as a whole.
+    progress  called with the bytes that this rank has written and has to write, while the call
+              waits; True: a bar, where tqdm is installed.
+
+    Options, which are the same on all ranks but for the hooks:
+
     replace   an existing checkpoint of that name is exchanged for the new one at its commit.
     placement "auto", "tensor-file", "rank-shard", "safetensors": docs/semantics.md.
     replicas  "rotating", "full", "off": how much of what several ranks hold is compared.
@@ -117,6 +138,11 @@ def save(
     liveness, arrival, total   time-outs in seconds: a rank that is silent for so long is taken for
               dead (30), one that does not come is given up (1,800), the whole call (none).
     on_event  called with a dict for the begin and end of each phase, on a thread of the library.
+    before_publish   called with the report so far (path, uuid, files, bytes_written_here, ...) once
+              this rank's bytes are durable, and nothing is published yet. What it raises fails the
+              save on all ranks. It may take its time, but must not use the group.
+    on_commit called with the report once the checkpoint is there, before `save` returns or the job's
+              verdict comes. What it raises is logged.
 
     Returns the report: path, uuid, generation, tensors, bytes, bytes_written, files, warnings,
     seconds of each phase, ... Raises LayoutError (its key, box and cause), AlreadyExistsError,
@@ -128,14 +154,11 @@ def save(
         >>> report["tensors"], report["bytes"]
         (1, 64)
     """
-    options = _options(
-        replace, placement, replicas, strategy, common, common_exempt, validate, page_hashes,
-        producer, liveness, arrival, total, on_event,
-    )
     job, own = _start(
-        "tm_save_in_place", state, path, group, options, objects, rank_objects, metadata
+        "tm_save_in_place", state, path, group, read_options(**options), objects, rank_objects,
+        metadata,
     )
-    report: dict[str, Any] = _verdict(job, own)
+    report: dict[str, Any] = _verdict(job, own, progress)
     return report
 
 
@@ -147,19 +170,7 @@ def async_save(
     objects: Optional[Mapping[str, bytes]] = None,
     rank_objects: Optional[Mapping[str, bytes]] = None,
     metadata: Optional[Mapping[str, Any]] = None,
-    replace: bool = False,
-    placement: str = "auto",
-    replicas: str = "rotating",
-    strategy: str = "parallel",
-    common: str = "error",
-    common_exempt: Sequence[str] = (),
-    validate: bool = True,
-    page_hashes: bool = False,
-    producer: Optional[str] = None,
-    liveness: Optional[float] = None,
-    arrival: Optional[float] = None,
-    total: Optional[float] = None,
-    on_event: Optional[EventHook] = None,
+    **options: Unpack[SaveOptions],
 ) -> SaveJob:
     """As `save`, in the background: returns when the bytes of this rank's tensors are copied, and
     never waits for another rank (but the third save under way waits for the first). The tensors may
@@ -175,12 +186,8 @@ def async_save(
     In a coroutine `await job` does not block the loop. What this rank does wrong is raised here; the
     other ranks have it in their jobs.
     """
-    options = _options(
-        replace, placement, replicas, strategy, common, common_exempt, validate, page_hashes,
-        producer, liveness, arrival, total, on_event,
-    )
     job, own = _start(
-        "tm_save_async", state, path, group, options, objects, rank_objects, metadata
+        "tm_save_async", state, path, group, read_options(**options), objects, rank_objects, metadata
     )
     if own is not None:
         job.cancel()
@@ -289,38 +296,13 @@ def _start(
     handle = group._handle()
     given, kept = options
     built, own = build(state, group, _shards.SAVE, objects, rank_objects, metadata)
-    return start(function, built, path, group, handle, given, kept), own
+    return begin(SaveJob, function, built, path, group, handle, given, kept), own
 
 
-def start(
-    function: str,
-    built: State,
-    path: PathLike,
-    group: Any,
-    handle: int,
-    given: Any,
-    kept: list[Any],
-) -> SaveJob:
-    lib = _abi.library()
-    out = ctypes.c_void_p()
-    name = os.fspath(path)
-    # The C library copies of the options what it needs but the hook.
-    held: list[Any] = [built, built.held, group, kept]
-    hold(held)
-    status = getattr(lib, function)(
-        built.address, path_bytes(name), handle, ctypes.addressof(given), ctypes.addressof(out)
-    )
-    if status:
-        release(held)
-        _abi.fail(status, _FAILURES)
-    assert out.value is not None
-    return SaveJob(out.value, os.fsdecode(name), held)
-
-
-def _verdict(job: Job, own: Optional[BaseException]) -> Any:
+def _verdict(job: Job, own: Optional[BaseException], progress: Progress = None) -> Any:
     """The report; where this rank itself was at fault, its own exception with all that it knows."""
     if own is None:
-        return job.wait()
+        return job.wait(progress=progress)
     try:
         job.wait()
     except Exception as told:
@@ -334,36 +316,27 @@ def _choice(name: str, value: str, choices: tuple[str, ...]) -> int:
     return choices.index(value)
 
 
-def _options(
-    replace: bool,
-    placement: str,
-    replicas: str,
-    strategy: str,
-    common: str,
-    common_exempt: Sequence[str],
-    validate: bool,
-    page_hashes: bool,
-    producer: Optional[str],
-    liveness: Optional[float],
-    arrival: Optional[float],
-    total: Optional[float],
-    on_event: Optional[EventHook],
-) -> tuple[Any, list[Any]]:
-    """tm_save_options, and what it points to."""
+def read_options(**options: Unpack[SaveOptions]) -> tuple[Any, list[Any]]:
+    """tm_save_options, and what it points to. TypeError for an option that there is not."""
+    unknown = options.keys() - SaveOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"a save has no option {', '.join(sorted(unknown))}")
     given = _abi.SaveOptions(struct_size=ctypes.sizeof(_abi.SaveOptions))
     kept: list[Any] = []
-    given.placement = _choice("placement", placement, _PLACEMENTS)
-    given.replica_check = _choice("replicas", replicas, _REPLICAS)
-    given.strategy = _choice("strategy", strategy, _STRATEGIES)
-    given.common_check = _choice("common", common, _COMMON)
-    given.replace = int(replace)
-    given.skip_validation = int(not validate)
-    given.page_hashes = int(page_hashes)
-    given.common_exempt, given.common_exempt_count = texts(common_exempt, kept)
+    given.placement = _choice("placement", options.get("placement", "auto"), _PLACEMENTS)
+    given.replica_check = _choice("replicas", options.get("replicas", "rotating"), _REPLICAS)
+    given.strategy = _choice("strategy", options.get("strategy", "parallel"), _STRATEGIES)
+    given.common_check = _choice("common", options.get("common", "error"), _COMMON)
+    given.replace = int(options.get("replace", False))
+    given.skip_validation = int(not options.get("validate", True))
+    given.page_hashes = int(options.get("page_hashes", False))
+    given.common_exempt, given.common_exempt_count = texts(options.get("common_exempt", ()), kept)
+    producer = options.get("producer")
     if producer is not None:
         given.producer = text(producer)
-    set_times(given, liveness, arrival, total)
-    set_hook(given, on_event, kept)
+    set_times(given, options.get("liveness"), options.get("arrival"), options.get("total"))
+    set_hook(given, options.get("on_event"), kept)
+    set_save_hooks(given, options.get("before_publish"), options.get("on_commit"), _report, kept)
     return given, kept
 
 
@@ -397,10 +370,5 @@ def _report(lib: Any, address: int) -> dict[str, Any]:
     said.update(_numbers(numbers))
     said["plan_reused"] = bool(said["plan_reused"])
     for name in ("files", "warnings"):
-        found = ctypes.c_void_p()
-        status = getattr(lib, f"tm_save_report_{name}")(address, ctypes.addressof(found))
-        if status:
-            _abi.fail(status)
-        assert found.value is not None
-        said[name] = _abi.take_list(found.value)
+        said[name] = _abi.get_list(getattr(lib, f"tm_save_report_{name}"), address)
     return said

@@ -79,8 +79,7 @@ class State:
     def add_object(
         self, key: str, data: bytes, index: tuple[int, ...] = (), grid: tuple[int, ...] = ()
     ) -> None:
-        at = (ctypes.c_int64 * max(1, len(index)))(*index)
-        of = (ctypes.c_int64 * max(1, len(grid)))(*grid)
+        at, of = _abi.indices(index), _abi.indices(grid)
         self.check(
             self._lib.tm_state_add_object(
                 self.address, text(key), data, len(data), ctypes.addressof(at),
@@ -91,8 +90,7 @@ class State:
     def want_object(
         self, key: str, index: tuple[int, ...] = (), grid: tuple[int, ...] = ()
     ) -> None:
-        at = (ctypes.c_int64 * max(1, len(index)))(*index)
-        of = (ctypes.c_int64 * max(1, len(grid)))(*grid)
+        at, of = _abi.indices(index), _abi.indices(grid)
         self.check(
             self._lib.tm_state_want_object(
                 self.address, text(key), ctypes.addressof(at),
@@ -116,14 +114,19 @@ class State:
     def fail(self, error: BaseException) -> None:
         """What this rank found wrong by itself: the job fails with it on all ranks, who would wait
         for this one otherwise."""
+        self._lib.tm_state_fail(self.address, *status_of(error))
+
+
+def status_of(error: BaseException) -> tuple[int, bytes]:
+    """A status of the library for an exception, and what it says."""
+    if isinstance(error, Error):
+        codes = [kind.code for kind in CLASSES]
+        status = codes.index(error.code, 1) if error.code in codes[1:] else _INTERNAL
+        message = error.message
+    else:
         status = _INVALID_ARGUMENT if isinstance(error, (ValueError, TypeError)) else _INTERNAL
-        if isinstance(error, Error):
-            codes = [kind.code for kind in CLASSES]
-            status = codes.index(error.code, 1) if error.code in codes[1:] else _INTERNAL
-            message = error.message
-        else:
-            message = f"{type(error).__name__}: {error}"
-        self._lib.tm_state_fail(self.address, status, message.encode("utf-8", "replace"))
+        message = f"{type(error).__name__}: {error}"
+    return status, message.encode("utf-8", "replace")
 
 
 def text(key: str) -> bytes:

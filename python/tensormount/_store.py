@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator does with the command, for programs: `Store`, `verify`, `diff`, `adopt`,
+"""What an operator does with the command, for programs: `Store`, `verify`, `diff`, `adopt`, `export`,
 `wait_committed`."""
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Union
 
 from tensormount import _abi
-from tensormount._state import path_bytes
-from tensormount.errors import CheckpointNotFoundError, Error, NotFoundError, StaleError
+from tensormount._progress import Meter, Progress
+from tensormount._state import path_bytes, text
+from tensormount.errors import BusyError, CheckpointNotFoundError, NotFoundError, StaleError
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -45,6 +46,33 @@ class Store:
         found: dict[str, Any] = _json("tm_store_latest", path_bytes(self.path))
         return found
 
+    def publish(
+        self, staging: str, *, name: Optional[str] = None, wait: float = 0.0
+    ) -> dict[str, Any]:
+        """Publishes what mounts wrote below STORE/.staging/NAME: {"checkpoint", "uuid",
+        "generation", "tensors", "chunks", "bytes", "mounts"}.
+
+        staging: NAME. name: of the checkpoint; None: the same. wait: seconds for mounts that are not
+        done yet, or have files open. Then it is BusyError; DataLossError where something was not
+        written: report.txt in the staging lists all of it.
+        """
+        given = _abi.PublishOptions(struct_size=ctypes.sizeof(_abi.PublishOptions))
+        given.name = None if name is None else text(name)
+        path = path_bytes(os.path.join(self.path, ".staging", staging))
+        end = time.monotonic() + wait
+        while True:
+            # In slices: a signal handler gets its turn.
+            left = end - time.monotonic()
+            given.wait_ms = max(0, min(100, int(left * 1000)))
+            try:
+                found: dict[str, Any] = _json(
+                    "tm_store_publish", path, ctypes.addressof(given), kinds={8: BusyError}
+                )
+                return found
+            except BusyError:
+                if left <= 0:
+                    raise
+
     def remove(self, name: str) -> None:
         """Removes a checkpoint, durably. Who has it open reads on; `gc` frees its space."""
         status = _abi.library().tm_store_remove(path_bytes(os.path.join(self.path, name)))
@@ -75,10 +103,13 @@ class Store:
         return found
 
 
-def verify(path: PathLike, *, quick: bool = False, threads: int = 0) -> dict[str, Any]:
+def verify(
+    path: PathLike, *, quick: bool = False, threads: int = 0, progress: Progress = None
+) -> dict[str, Any]:
     """Every byte of a checkpoint against its hashes.
 
     quick: commit record, lengths and index only; no data are read. threads: 0: as many as cores.
+    progress: called with bytes done and in all; True: a bar, where tqdm is installed.
 
     Returns {"whole": True or False, "tensors", "bytes", ..., "damage": [{"object", "file", "offset",
     "reason"}], "warnings"}. What cannot even be opened is an exception.
@@ -91,12 +122,14 @@ def verify(path: PathLike, *, quick: bool = False, threads: int = 0) -> dict[str
         struct_size=ctypes.sizeof(_abi.VerifyOptions), quick=int(quick), threads=threads
     )
     whole = ctypes.c_int32()
-    found: dict[str, Any] = _background(
-        lambda: _json(
-            "tm_verify", path_bytes(path), ctypes.addressof(given),
-            ctypes.addressof(whole),
+
+    def call(task: int) -> Any:
+        given.task = task
+        return _json(
+            "tm_verify", path_bytes(path), ctypes.addressof(given), ctypes.addressof(whole)
         )
-    )
+
+    found: dict[str, Any] = _background(call, progress, f"verify {os.fspath(path)}")
     return found
 
 
@@ -108,11 +141,12 @@ def diff(
     keys: Optional[str] = None,
     key_map: Optional[Sequence[Mapping[str, str]]] = None,
     limit: int = 10_000,
+    progress: Progress = None,
 ) -> dict[str, Any]:
     """What two checkpoints differ in, in their own formats and shardings.
 
     values: how far numbers are apart, too, which reads what differs. keys: a glob. key_map: rules
-    that rename the first (`tm.load`). limit: mismatches that are listed.
+    that rename the first (`tm.load`). limit: mismatches that are listed. progress: as of `verify`.
 
     Returns {"same", "added", "removed", "changed", "equal", ..., "mismatches": [{"event", "what",
     "key", ...}], "more"}.
@@ -121,21 +155,21 @@ def diff(
         >>> tm.diff("STORE/step-1", "STORE/step-1")["same"]
         True
     """
-    import json
-
     given = _abi.DiffOptions(
         struct_size=ctypes.sizeof(_abi.DiffOptions), values=int(values), limit=max(1, limit)
     )
     given.keys = keys.encode() if keys else None
-    if key_map is not None:
-        given.key_map = json.dumps([dict(rule) for rule in key_map]).encode()
+    given.key_map = _rules(key_map)
     same = ctypes.c_int32()
-    found: dict[str, Any] = _background(
-        lambda: _json(
-            "tm_diff", path_bytes(first), path_bytes(second),
-            ctypes.addressof(given), ctypes.addressof(same),
+
+    def call(task: int) -> Any:
+        given.task = task
+        return _json(
+            "tm_diff", path_bytes(first), path_bytes(second), ctypes.addressof(given),
+            ctypes.addressof(same),
         )
-    )
+
+    found: dict[str, Any] = _background(call, progress, f"diff {os.fspath(first)}")
     return found
 
 
@@ -145,26 +179,92 @@ def adopt(
     *,
     replace: bool = False,
     quick: bool = False,
+    partial: bool = False,
     key_map: Optional[Sequence[Mapping[str, str]]] = None,
+    progress: Progress = None,
 ) -> dict[str, Any]:
     """Records what another program saved as checkpoint "STORE/NAME", in place; copies nothing.
 
-    quick: no data are read, and later reads not verified. Returns {"path", "uuid", "generation",
-    "tensors", "chunks", "bytes"}.
+    quick: no data are read, and later reads not verified. partial: without what its files lack, which
+    is a DataLossError otherwise. key_map: rules that rename keys (`tm.load`). progress: as of
+    `verify`. Returns {"path", "uuid", "generation", "tensors", "chunks", "bytes"}.
     """
-    import json
-
     given = _abi.AdoptOptions(
-        struct_size=ctypes.sizeof(_abi.AdoptOptions), replace=int(replace), quick=int(quick)
+        struct_size=ctypes.sizeof(_abi.AdoptOptions), replace=int(replace), quick=int(quick),
+        partial=int(partial),
     )
-    if key_map is not None:
-        given.key_map = json.dumps([dict(rule) for rule in key_map]).encode()
-    found: dict[str, Any] = _background(
-        lambda: _json(
-            "tm_adopt", path_bytes(source), path_bytes(path),
+    given.key_map = _rules(key_map)
+
+    def call(task: int) -> Any:
+        given.task = task
+        return _json("tm_adopt", path_bytes(source), path_bytes(path), ctypes.addressof(given))
+
+    found: dict[str, Any] = _background(call, progress, f"adopt {os.fspath(source)}")
+    return found
+
+
+def export(
+    source: PathLike,
+    destination: PathLike,
+    group: Any = None,
+    *,
+    format: str = "safetensors",
+    replace: bool = False,
+    partial: bool = False,
+    key_map: Optional[Sequence[Mapping[str, str]]] = None,
+    hf_part_size: Optional[int] = None,
+    hf_rules: Optional[Sequence[Mapping[str, str]]] = None,
+    liveness: Optional[float] = None,
+    arrival: Optional[float] = None,
+    total: Optional[float] = None,
+    progress: Progress = None,
+) -> dict[str, Any]:
+    """Real files out of a checkpoint, for programs that know nothing of it. Collective: every rank of
+    `group` calls it with the same arguments, and each writes its share. `destination` appears whole
+    and durable in one step, or not at all.
+
+    source     "STORE/NAME", "STORE/latest", or what another program saved.
+    group      Group; None: this process alone.
+    format     "safetensors" (one file), "hf" (Hugging Face), "npy", "zarr", "dcp" (PyTorch's
+               distributed checkpoint), "torch" (torch.save).
+    replace    an earlier export of that format is replaced.
+    partial    of a checkpoint of another program whose files lack some of it: exports the rest.
+    key_map    rules that rename keys (`tm.load`).
+    hf_part_size, hf_rules   bytes of a part of "hf"; rules that make its names.
+    liveness, arrival, total   as of `save`. progress: as of `verify`.
+
+    Returns {"path", "format", "files", "tensors", "bytes", "bytes_written", "notes", "warnings", ...}.
+    UnsupportedError names the tensors that the format cannot hold; AlreadyExistsError,
+    DataLossError, ResourceExhaustedError.
+
+        >>> import tensormount as tm
+        >>> said = tm.export("STORE/step-1", "step-1.safetensors", replace=True)
+        >>> said["files"], said["tensors"]
+        (1, 1)
+    """
+    from tensormount._jobs import set_times
+    from tensormount._save import _group
+
+    group = _group(group)
+    handle = group._handle()
+    given = _abi.ExportOptions(
+        struct_size=ctypes.sizeof(_abi.ExportOptions), replace=int(replace), partial=int(partial)
+    )
+    given.format = text(format)
+    given.key_map = _rules(key_map)
+    given.hf_part_bytes = hf_part_size or 0
+    given.hf_rules = _rules(hf_rules)
+    set_times(given, liveness, arrival, total)
+
+    def call(task: int) -> Any:
+        given.task = task
+        return _json(
+            "tm_export", path_bytes(source), path_bytes(destination), handle,
             ctypes.addressof(given),
         )
-    )
+
+    # The group stays, for as long as a thread that nobody waits for any more works with it.
+    found: dict[str, Any] = _background(call, progress, f"export {os.fspath(source)}", group)
     return found
 
 
@@ -201,36 +301,69 @@ def wait_committed(
 # ---- How -----------------------------------------------------------------------------------------
 
 
-def _json(function: str, *arguments: Any) -> Any:
+def _rules(rules: Optional[Sequence[Mapping[str, str]]]) -> Optional[bytes]:
+    """Rules of a key map for the library."""
     import json
 
-    lib = _abi.library()
-    out = ctypes.c_void_p()
-    status = getattr(lib, function)(*arguments, ctypes.addressof(out))
-    if status:
-        _abi.fail(status, {2: CheckpointNotFoundError})
-    assert out.value is not None
-    try:
-        return json.loads(ctypes.string_at(out.value))
-    finally:
-        lib.tm_free(out)
+    return None if rules is None else json.dumps([dict(rule) for rule in rules]).encode()
 
 
-def _background(call: Callable[[], Any]) -> Any:
-    """Runs what reads for long on a thread of its own, so that Ctrl-C ends the wait for it at once.
-    (It then reads on to its end, and nobody hears of it.)"""
+def _json(
+    function: str, *arguments: Any, kinds: Optional[dict[int, Any]] = None
+) -> Any:
+    import json
+
+    narrower = {2: CheckpointNotFoundError, **(kinds or {})}
+    return json.loads(_abi.get_text(getattr(_abi.library(), function), *arguments, kinds=narrower))
+
+
+class _Task:
+    """A tm_task: by it a call on another thread is asked to end, and says how far it is."""
+
+    def __init__(self) -> None:
+        self._lib = _abi.library()
+        out = ctypes.c_void_p()
+        status = self._lib.tm_task_new(ctypes.addressof(out))
+        if status:
+            _abi.fail(status)
+        assert out.value is not None
+        self.address: int = out.value
+        _abi.free_with(self, self._lib.tm_task_free, self.address)
+
+    def cancel(self) -> None:
+        self._lib.tm_task_cancel(self.address)
+
+    def moved(self) -> tuple[int, int]:
+        done, total = ctypes.c_uint64(), ctypes.c_uint64()
+        self._lib.tm_task_progress(self.address, ctypes.addressof(done), ctypes.addressof(total))
+        return done.value, total.value
+
+
+def _background(
+    call: Callable[[int], Any], progress: Progress = None, label: str = "", *held: Any
+) -> Any:
+    """Runs what takes long on a thread of its own, with a task, so that Ctrl-C ends the wait for it
+    at once. The task asks it to end then; the thread itself ends at its next block."""
+    task = _Task()
     result: list[Any] = []
 
-    def run() -> None:
+    def run(*_: Any) -> None:
         try:
-            result.append((call(), None))
-        except Error as error:
+            result.append((call(task.address), None))
+        except Exception as error:
             result.append((None, error))
 
-    thread = threading.Thread(target=run, name="tensormount-read", daemon=True)
+    thread = threading.Thread(target=run, args=held, name="tensormount-read", daemon=True)
     thread.start()
-    while thread.is_alive():
-        thread.join(0.05)
+    try:
+        with Meter(progress, label) as meter:
+            while thread.is_alive():
+                thread.join(0.05)
+                if meter.on:
+                    meter.show(*task.moved())
+    except BaseException:
+        task.cancel()
+        raise
     value, failure = result[0]
     if failure is not None:
         raise failure

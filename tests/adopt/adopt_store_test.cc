@@ -230,14 +230,19 @@ TEST_F(AdoptTest, ProgressReachesItsTotal) {
   options.threads = 1;
   std::uint64_t last = 0;
   std::uint64_t all = 0;
-  options.progress = [&](std::uint64_t done, std::uint64_t total) {
+  options.watch = [&](std::uint64_t done, std::uint64_t total) {
     EXPECT_GE(done, last);
     last = done;
     all = total;
+    return Status();
   };
   ASSERT_OK(AdoptSource(HostFileSystem(), *foreign, *store_, "a", options));
   EXPECT_EQ(last, all);
   EXPECT_GT(all, 0u);
+  options.watch = [](std::uint64_t, std::uint64_t) { return Status(Code::kCancelled, "enough"); };
+  EXPECT_EQ(AdoptSource(HostFileSystem(), *foreign, *store_, "b", options).status().code(),
+            Code::kCancelled);
+  EXPECT_EQ(store_->List().value().size(), 1U);
 }
 
 TEST_F(AdoptTest, ACheckpointOfSomebodyElseIsReadOnlyWhereTheOperatorSaysSo) {

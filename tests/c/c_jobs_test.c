@@ -368,6 +368,122 @@ static int json_has(char* json, const char* text) {
   return has;
 }
 
+static tm_status refuse(void* context, const tm_save_report* report) {
+  ++*(int*)context;
+  CHECK(strlen(tm_save_report_uuid(report)) == 32);
+  return tm_set_last_error(TM_RESOURCE_EXHAUSTED, 0, "the host has no room for it");
+}
+
+static tm_status refuse_in_silence(void* context, const tm_save_report* report) {
+  (void)context, (void)report;
+  return 99;
+}
+
+static void committed(void* context, const tm_save_report* report) {
+  *(int*)context += 10;
+  holds(tm_save_report_path(report), 5);
+}
+
+// What a host may say before a checkpoint is published, and hear afterwards.
+static void hooks_of_saves(const char* path) {
+  int32_t memory[COUNT];
+  count_up(memory, 5);
+  tm_communicator* comm = NULL;
+  OK(tm_communicator_self(&comm));
+  tm_state* state = state_of(memory, "numbers");
+  int calls = 0;
+  tm_save_options options = {.struct_size = sizeof(options),
+                             .before_publish = refuse,
+                             .before_publish_context = &calls,
+                             .on_commit = committed,
+                             .on_commit_context = &calls};
+  FAILS(tm_save(state, path, comm, &options, NULL), TM_RESOURCE_EXHAUSTED, "no room for it");
+  CHECK(calls == 1);
+  tm_checkpoint* checkpoint = NULL;
+  FAILS(tm_checkpoint_open(path, &checkpoint), TM_NOT_FOUND, "");
+  options.before_publish = refuse_in_silence;
+  CHECK(tm_save(state, path, comm, &options, NULL) == TM_INTERNAL);
+  options.before_publish = NULL;
+  OK(tm_save(state, path, comm, &options, NULL));
+  CHECK(calls == 11);
+  tm_state_free(state);
+  tm_communicator_free(comm);
+}
+
+// Where the bytes of a checkpoint are.
+static void places(const char* path) {
+  tm_checkpoint* checkpoint = NULL;
+  OK(tm_checkpoint_open(path, &checkpoint));
+  tm_mapping* mapping = NULL;
+  OK(tm_checkpoint_map(checkpoint, "numbers", 40, 8, &mapping));
+  FAILS(tm_checkpoint_map(checkpoint, "numbers", 3996, 8, &mapping), TM_INVALID_ARGUMENT, "past");
+  FAILS(tm_checkpoint_map(checkpoint, "nothing", 0, 8, &mapping), TM_NOT_FOUND, "nothing");
+  tm_mapping* empty = NULL;
+  OK(tm_checkpoint_map(checkpoint, "numbers", 4000, 0, &empty));
+  CHECK(tm_mapping_data(empty) == NULL);
+  tm_mapping_free(empty);
+  char* text = NULL;
+  OK(tm_checkpoint_layout(checkpoint, "numbers", &text));
+  CHECK(json_has(text, "\"chunks\":[{\"region\":\"[0:1000]\""));
+  OK(tm_checkpoint_picture(checkpoint, "numbers", &text));
+  CHECK(json_has(text, "</svg>"));
+  FAILS(tm_checkpoint_picture(checkpoint, "nothing", &text), TM_NOT_FOUND, "nothing");
+  tm_checkpoint_close(checkpoint);
+  int32_t first = 0;  // The mapping has all that it needs.
+  memcpy(&first, tm_mapping_data(mapping), sizeof(first));
+  CHECK(first == 15);
+  tm_mapping_free(mapping);
+  tm_mapping_free(NULL);
+}
+
+// Calls that take long, and their end by another thread.
+static void tasks(const char* store, const char* good, const char* other) {
+  tm_task* task = NULL;
+  OK(tm_task_new(&task));
+  const tm_verify_options verify = {.struct_size = sizeof(verify), .task = task};
+  int32_t answer = 0;
+  uint64_t done = 1, total = 0;
+  tm_task_progress(task, &done, NULL);
+  CHECK(done == 0);
+  OK(tm_verify(good, &verify, &answer, NULL));
+  tm_task_progress(task, &done, &total);
+  CHECK(done == total && total >= 4 * COUNT);
+
+  char path[300];
+  char* json = NULL;
+  tm_communicator* comm = NULL;
+  OK(tm_communicator_self(&comm));
+  snprintf(path, sizeof(path), "%s/../out.safetensors", store);
+  OK(tm_export(good, path, comm, NULL, &json));
+  CHECK(json_has(json, "\"format\":\"safetensors\",\"ranks\":1,\"files\":1,\"tensors\":1"));
+  FAILS(tm_export(good, path, comm, NULL, NULL), TM_ALREADY_EXISTS, "out.safetensors");
+  tm_export_options wrong = {.struct_size = sizeof(wrong), .format = "zip"};
+  FAILS(tm_export(good, path, comm, &wrong, NULL), TM_INVALID_ARGUMENT, "zip");
+  wrong.format = "npy";
+  wrong.hf_part_bytes = 5;
+  FAILS(tm_export(good, path, comm, &wrong, NULL), TM_INVALID_ARGUMENT, "hf");
+  FAILS(tm_export(good, NULL, comm, NULL, NULL), TM_INVALID_ARGUMENT, "destination");
+  FAILS(tm_export(store, path, comm, NULL, NULL), TM_INVALID_ARGUMENT, "several");
+
+  tm_task_cancel(task);
+  FAILS(tm_verify(good, &verify, &answer, NULL), TM_CANCELLED, "cancelled");
+  const tm_diff_options values = {.struct_size = sizeof(values), .values = 1, .task = task};
+  FAILS(tm_diff(good, other, &values, &answer, NULL), TM_CANCELLED, "cancelled");
+  const tm_export_options again = {.struct_size = sizeof(again), .replace = 1, .task = task};
+  FAILS(tm_export(good, path, comm, &again, NULL), TM_CANCELLED, "interrupted");
+  const tm_diff_options tensors = {.struct_size = sizeof(tensors), .keys = "numbers"};
+  OK(tm_diff(good, path, &tensors, &answer, NULL));
+  CHECK(answer == 1);  // As it was.
+  tm_task_free(task);
+  tm_task_free(NULL);
+  tm_task_cancel(NULL);
+  tm_communicator_free(comm);
+
+  FAILS(tm_store_publish(good, NULL, NULL), TM_INVALID_ARGUMENT, ".staging/");
+  snprintf(path, sizeof(path), "%s/.staging/nothing", store);
+  FAILS(tm_store_publish(path, NULL, &json), TM_NOT_FOUND, "nothing");
+}
+
 // A store with `good` and `damaged`, `other` among others.
 static void stores(const char* store, const char* good, const char* other, const char* damaged) {
   char* json = NULL;
@@ -451,8 +567,8 @@ int main(void) {
   char store[200];
   snprintf(store, sizeof(store), "%s/tensormount-c-XXXXXX", base == NULL ? "/tmp" : base);
   if (mkdtemp(store) == NULL) return 3;
-  char paths[6][256];
-  for (int i = 0; i < 6; ++i) {
+  char paths[7][256];
+  for (int i = 0; i < 7; ++i) {
     snprintf(paths[i], sizeof(paths[i]), "%s/store/step-%d", store, i + 1);
   }
   jobs_alone(paths[0], paths[1], paths[2]);
@@ -465,6 +581,9 @@ int main(void) {
   damage_as_fields(paths[2]);
   char folder[256];
   snprintf(folder, sizeof(folder), "%s/store", store);
+  hooks_of_saves(paths[6]);
+  places(paths[6]);
+  tasks(folder, paths[0], paths[1]);
   stores(folder, paths[0], paths[1], paths[2]);
   char command[300];
   snprintf(command, sizeof(command), "rm -rf '%s'", store);

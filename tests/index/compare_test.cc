@@ -128,14 +128,19 @@ TEST_F(CompareTest, WithoutDigestsBytesAreReadInBlocksByThreads) {
   options.block_bytes = 4096;
   options.threads = 3;
   std::atomic<std::uint64_t> last{0};
-  options.progress = [&](std::uint64_t done, std::uint64_t) {
+  options.watch = [&](std::uint64_t done, std::uint64_t) {
     if (done > last) last = done;
+    return Status();
   };
   EXPECT_EQ(Run(*a, *same, options), Lines());
   EXPECT_EQ(summary_.by_bytes, 3U);
   EXPECT_EQ(summary_.by_digest, 1U) << "an empty tensor needs no bytes";
   EXPECT_EQ(summary_.bytes_read, 2 * (120000 + 2000 + 24U));
   EXPECT_EQ(last, summary_.bytes_read);
+  // Who looks may end it, whatever was found.
+  options.watch = [](std::uint64_t, std::uint64_t) { return Status(Code::kCancelled, "enough"); };
+  const auto ended = CompareCheckpoints(*a, *same, options, [](const Mismatch&) { return Status(); });
+  EXPECT_EQ(ended.status().code(), Code::kCancelled);
 }
 
 TEST_F(CompareTest, TheFirstElementThatDiffersIsNamedWhicheverThreadFindsIt) {

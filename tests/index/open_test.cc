@@ -405,13 +405,28 @@ TEST_F(OpenTest, VerifyEndsWithTheCheckpointThatItBegan) {
   VerifyOptions options;
   options.threads = 1;
   bool moved = false;
-  options.progress = [&](std::uint64_t, std::uint64_t) {
+  options.watch = [&](std::uint64_t, std::uint64_t) {
     if (!moved) moved = HostFileSystem().RenameNoReplace(path(), dir_.Join("trash")).ok();
+    return Status();
   };
   ASSERT_OK_AND_ASSIGN(const VerifyReport report,
                        VerifyCheckpoint(HostFileSystem(), path(), options));
   EXPECT_TRUE(moved);
   EXPECT_TRUE(report.damages.empty()) << report.damages[0].reason;
+}
+
+// It is no finding about the checkpoint.
+TEST_F(OpenTest, WhoWatchesAVerifyMayEndIt) {
+  VerifyOptions options;
+  std::atomic<int> asked = 0;
+  options.watch = [&](std::uint64_t, std::uint64_t) {
+    ++asked;
+    return Status(Code::kCancelled, "enough");
+  };
+  const auto report = VerifyCheckpoint(HostFileSystem(), path(), options);
+  ASSERT_FALSE(report.ok());
+  EXPECT_EQ(report.status().code(), Code::kCancelled);
+  EXPECT_GE(asked, 1);
 }
 
 // Errors name files as people know them, not by the descriptor that leads there.

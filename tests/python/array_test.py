@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors as arrays of NumPy and torch, beside the same arrays in memory: every dtype, random boxes."""
 
+import gc
 import random
 import subprocess
 import sys
@@ -127,6 +128,46 @@ class Arrays(Folder):
                 left = around.copy()
                 left[tuple(slice(0, n) for n in wanted.shape[::-1])] = np.zeros((), wanted.dtype)
                 self.assertEqual(left.tobytes(), bytes(left.nbytes), what + " wrote beside it")
+
+    def test_mapped_arrays_are_those_that_are_read(self):
+        """Of one file in place, where all is one run; and of what three ranks saved."""
+        random_ = random.Random(seed() + 2)
+        refused = 0
+        for source, whole in (("m.safetensors", True), ("STORE/step-1", False)):
+            with tm.open(source) as checkpoint:
+                for key, expected in self.expected.items():
+                    tensor = checkpoint[key]
+                    for index in [...] + [random_index(random_, expected.shape) for _ in range(4)]:
+                        what = f"{source} {key}[{index}] (seed {seed()})"
+                        try:
+                            found = tensor.memmap(index)
+                        except tm.UnsupportedError:
+                            # Steps and columns are no runs; whatever else one file has is one.
+                            refused += 1
+                            self.assertFalse(whole and index is ..., what)
+                            continue
+                        wanted = np.asarray(expected[index])
+                        self.assertEqual((found.shape, found.dtype), (wanted.shape, wanted.dtype), what)
+                        self.assertEqual(found.tobytes(), wanted.tobytes(), what)
+                        self.assertFalse(found.flags.writeable)
+        self.assertGreater(refused, 0)
+
+    def test_a_mapped_array_keeps_its_checkpoint(self):
+        key = key_of("i32", (7, 3))
+        run("import", "m.safetensors", "STORE/mapped")
+        checkpoint = tm.open("STORE/mapped")
+        rows = checkpoint[key].memmap(slice(1, 3))
+        checkpoint.close()
+        tm.Store("STORE").remove("mapped")
+        tm.Store("STORE").gc(grace=0)
+        gc.collect()
+        np.testing.assert_array_equal(rows, self.expected[key][1:3])
+        with self.assertRaises(ValueError):
+            rows[0, 0] = 1
+        with self.assertRaises(tm.ClosedError):
+            checkpoint[key].memmap()
+        with self.assertRaisesRegex(tm.UnsupportedIndexError, "no run of rows"):
+            self.checkpoint[key].memmap((slice(None), 1))
 
     def test_complex128(self):
         expected = np.arange(12, dtype="complex128").reshape(3, 4) * (1 + 2j)

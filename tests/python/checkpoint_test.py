@@ -311,6 +311,35 @@ class Values(unittest.TestCase):
             _values.from_json(b'{"$later":1}')
 
 
+class Layouts(Folder):
+    """Where bytes are, for programs and as a picture."""
+
+    def test_chunks_and_picture(self):
+        write_safetensors("m.safetensors", {"a<b>": ("F32", (4, 2), bytes(range(32)))})
+        run("import", "m.safetensors", "STORE/step-1", "--ranks", 2)
+        with tm.open("STORE/step-1") as checkpoint:
+            tensor = checkpoint["a<b>"]
+            layout = tensor.layout()
+            found = bytearray(32)
+            for chunk in layout["chunks"]:
+                first = chunk["boxes"][0]["begin"][0] * 8
+                with open(os.path.join(checkpoint.path, chunk["file"]), "rb") as file:
+                    file.seek(chunk["offset"])
+                    found[first : first + chunk["length"]] = file.read(chunk["length"])
+            self.assertEqual(bytes(found), bytes(range(32)))
+            self.assertEqual([holder["name"] for holder in layout["holders"]], ["rank 0", "rank 1"])
+            svg = tensor.layout_svg()
+            self.assertTrue(svg.lstrip().startswith("<svg") or svg.startswith("<?xml"), svg[:80])
+            # Nothing of a name becomes a part of the page.
+            page = tensor._repr_html_()
+            self.assertNotIn("a<b>", page)
+            self.assertIn("a&lt;b&gt;", page)
+            self.assertIn("data:image/svg+xml;base64,", page)
+            self.assertIn("a&lt;b&gt;", checkpoint._repr_html_())
+        with self.assertRaises(tm.ClosedError):
+            tensor.layout()
+
+
 class Examples(Folder):
     """Docstrings, and the code blocks of docs/python.md and README are in docs_test.py."""
 

@@ -4,6 +4,7 @@ the process, forks."""
 
 import asyncio
 import collections
+import ctypes
 import gc
 import math
 import os
@@ -18,6 +19,7 @@ import unittest
 
 import support
 import tensormount as tm
+from tensormount import _abi, _store
 
 try:
     import numpy as np
@@ -217,6 +219,50 @@ class RoundTrip(support.Folder):
         self.assertEqual(group.size, 1)
 
 
+    def test_before_publish(self):
+        """Sees what is durable and not there yet; what it raises is the verdict."""
+        seen = []
+
+        def look(report):
+            self.assertEqual(report["files"], [name for name in report["files"] if name])
+            self.assertFalse(os.path.exists("S/hooked"))
+            seen.append(report)
+
+        said = tm.save({"w": np.zeros(3)}, "S/hooked", before_publish=look, on_commit=seen.append)
+        self.assertEqual([one["uuid"] for one in seen], [said["uuid"]] * 2)
+        self.assertEqual(seen[0]["bytes_written_here"], seen[1]["bytes_written_here"])
+
+        class Refused(Exception):
+            pass
+
+        def refuse(_):
+            raise Refused("not this one")
+
+        with self.assertRaises(Refused) as caught:
+            tm.save({"w": np.ones(3)}, "S/hooked", replace=True, before_publish=refuse,
+                    on_commit=seen.append)
+        self.assertIsInstance(caught.exception.__cause__, tm.Error)
+        self.assertIn("before_publish: Refused: not this one", str(caught.exception.__cause__))
+        self.assertEqual(len(seen), 2)
+        with tm.open("S/hooked") as checkpoint:
+            self.assertEqual(checkpoint.uuid, said["uuid"])
+        self.assertEqual(os.listdir("S/.staging"), [])
+        # In the background likewise; and what on_commit raises changes nothing.
+        job = tm.async_save({"w": np.ones(3)}, "S/other", before_publish=refuse)
+        with self.assertRaises(Refused):
+            job.wait(LIMIT)
+        self.assertIsInstance(job.exception(), Refused)
+        with self.assertLogs("tensormount", "ERROR"):
+            tm.save({"w": np.ones(3)}, "S/other", on_commit=lambda report: 1 / 0)
+        self.assertTrue(tm.verify("S/other")["whole"])
+
+    def test_options_that_there_are_not(self):
+        with self.assertRaisesRegex(TypeError, "no option plcement"):
+            tm.save({"w": np.zeros(3)}, "S/x", plcement="auto")
+        with self.assertRaisesRegex(TypeError, "no option strikt"):
+            tm.load({"w": np.zeros(3)}, "S/x", strikt="raise")
+
+
 class Jobs(support.Folder):
     def test_background(self):
         weights = np.full(100_000, 3.0)
@@ -266,6 +312,55 @@ class Jobs(support.Folder):
             go_on.set()
         job.wait_staged(timeout=LIMIT)
         self.assertEqual(job.wait(timeout=LIMIT)["tensors"], 1)
+
+    def test_what_a_signal_handler_raises_cancels(self):
+        """Whatever it is: an Exception, too."""
+        class Alarm(Exception):
+            pass
+
+        def raise_it(*_):
+            raise Alarm
+
+        before = signal.signal(signal.SIGALRM, raise_it)
+        self.addCleanup(signal.signal, signal.SIGALRM, before)
+        go_on = threading.Event()
+        job = tm.async_save({"w": np.zeros(3)}, "S/alarm", on_event=lambda event: go_on.wait(LIMIT))
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            with self.assertRaises(Alarm):
+                job.wait(LIMIT)
+        finally:
+            go_on.set()
+        with self.assertRaises(tm.CancelledError):
+            job.wait(LIMIT)
+
+    def test_progress(self):
+        told = []
+        state = {"w": np.arange(1 << 20)}
+        tm.save(state, "S/progress", progress=lambda done, total: told.append((done, total)))
+        self.assertEqual(told[-1], (8 << 20, 8 << 20))
+        self.assertEqual(told, sorted(told))
+        tm.load(state, "S/progress", progress=lambda done, total: told.append((done, total)))
+        self.assertEqual(told[-1][1], 8 << 20)
+        self.assertGreaterEqual(told[-1][0], 8 << 20)
+        for call in (tm.verify, lambda path, **kw: tm.diff(path, path, **kw)):
+            self.assertTrue(call("S/progress", progress=lambda done, total: told.append((done, total))))
+        # What it raises ends the save.
+        with self.assertRaises(ZeroDivisionError):
+            tm.save(state, "S/never", progress=lambda done, total: 1 // 0,
+                    on_event=lambda event: time.sleep(0.2))
+        self.assertFalse(os.path.exists("S/never"))
+
+    @support.needs("tqdm")
+    def test_a_bar(self):
+        import io
+        from contextlib import redirect_stderr
+
+        shown = io.StringIO()
+        with redirect_stderr(shown):
+            tm.save({"w": np.arange(1 << 20)}, "S/bar", progress=True)
+        self.assertIn("save S/bar", shown.getvalue())
+        self.assertIn("8.39M/8.39M", shown.getvalue())
 
     def test_with(self):
         with tm.async_save({"w": np.zeros(3)}, "S/with") as job:
@@ -339,6 +434,79 @@ class Stores(support.Folder):
             tm.wait_committed("S/step-9", timeout=0.05)
         self.assertTrue(tm.validate({"w": np.zeros((3, 3))})["ok"])
 
+    def test_export(self):
+        state = {"a": np.arange(6.0).reshape(2, 3), "b": np.arange(4, dtype="i4")}
+        tm.save(state, "E/export")
+        said = tm.export("E/export", "out.safetensors")
+        self.assertEqual((said["format"], said["files"], said["tensors"]), ("safetensors", 1, 2))
+        with tm.open("out.safetensors") as checkpoint:
+            np.testing.assert_array_equal(checkpoint["a"][...], state["a"])
+        with self.assertRaises(tm.AlreadyExistsError):
+            tm.export("E/export", "out.safetensors")
+        said = tm.export("E/export", "out", format="npy", key_map=[{"prefix": "a", "to": "first"}],
+                         progress=lambda done, total: None)
+        np.testing.assert_array_equal(np.load("out/first.npy"), state["a"])
+        tm.export("E/export", "parts", format="hf", hf_part_size=30)
+        self.assertEqual(len([name for name in os.listdir("parts") if name.endswith(".safetensors")]), 2)
+        for wrong in ({"format": "zip"}, {"hf_part_size": 5}, {"key_map": [{"prefx": "a"}]}):
+            with self.assertRaises(tm.InvalidArgumentError):
+                tm.export("E/export", "never", **wrong)
+        with self.assertRaises(tm.CheckpointNotFoundError):
+            tm.export("E/nothing", "never")
+        self.assertFalse(os.path.exists("never"))
+
+    def test_adopt(self):
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "nothing to adopt"):
+            tm.save({"w": np.zeros(3)}, "A/mine", replace=True)
+            tm.adopt("A/mine", "Other/mine")
+        support.write_safetensors("one.safetensors", {"w": ("F32", (2,), bytes(8))})
+        tm.adopt("one.safetensors", "A/adopted")
+        # Nor is what another store refers to: its gc would not know of ours.
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "nothing to adopt"):
+            tm.adopt("A/adopted", "Other/adopted")
+
+    def test_a_task_ends_the_verify_of_what_others_wrote(self):
+        """Of archives, which are looked at entry by entry, and of plain files."""
+        support.write_safetensors("plain.safetensors", {"w": ("F32", (2,), bytes(8))})
+        np.savez("archive.npz", a=np.arange(5), b=np.arange(6))
+        for path in ("plain.safetensors", "archive.npz"):
+            self.assertTrue(tm.verify(path)["whole"])
+            task = _store._Task()
+            task.cancel()
+            given = _abi.VerifyOptions(struct_size=ctypes.sizeof(_abi.VerifyOptions), task=task.address)
+            whole = ctypes.c_int32()
+            with self.assertRaises(tm.CancelledError):
+                _store._json("tm_verify", path.encode(), ctypes.addressof(given), ctypes.addressof(whole))
+
+    @unittest.skipUnless(os.access("/dev/fuse", os.W_OK), "no FUSE")
+    def test_publish(self):
+        store = tm.Store("P")
+        tm.save({"w": np.zeros(3)}, "P/first")
+        os.mkdir("mnt")
+        support.run("mount", "P", "mnt")
+        try:
+            staging = os.path.join("mnt", ".staging", "second")
+            os.mkdir(staging)
+            with open(os.path.join(staging, "schema.json"), "w") as file:
+                file.write('{"tensors": {"w": {"dtype": "f32", "shape": [4]}}}')
+            with self.assertRaises(tm.DataLossError):
+                store.publish("second")
+            with open(os.path.join(staging, "tensors", "w"), "wb") as file:
+                file.write(np.arange(4, dtype="f4").tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+                with self.assertRaises(tm.BusyError):
+                    store.publish("second", wait=0.3)
+            said = store.publish("second", name="other", wait=30)
+        finally:
+            support.run("unmount", "mnt")
+        self.assertEqual((said["tensors"], said["bytes"]), (1, 16))
+        with tm.open("P/other") as checkpoint:
+            self.assertEqual(checkpoint["w"][...].tolist(), [0, 1, 2, 3])
+        for wrong in ("nothing", "a/b", ""):
+            with self.assertRaises((tm.InvalidArgumentError, tm.NotFoundError)):
+                store.publish(wrong)
+
 
 def python(code, **environment):
     """Another interpreter with the package that this one has."""
@@ -402,6 +570,32 @@ class Processes(support.Folder):
         out, _ = self.finish(process)
         self.assertEqual(out, "interrupted\n")
         self.assertFalse(os.path.exists("S/never"))
+
+    def test_ctrl_c_ends_what_reads(self):
+        """At once for who waits; and the reading ends, too, instead of going on for nobody."""
+        process = python("""
+            import json, os, signal, sys, threading, time
+            import numpy, tensormount as tm
+            tm.save({"w": numpy.zeros(1 << 27, "u1")}, "S/long", replace=True)
+            before = threading.active_count()
+            for call in (tm.verify, lambda path, **how: tm.diff(path, "S/long2", values=True, **how),
+                         lambda path, **how: tm.export(path, "out", replace=True, **how)):
+                if call is not tm.verify and not os.path.exists("S/long2"):
+                    tm.save({"w": numpy.ones(1 << 27, "u1")}, "S/long2")
+                def interrupt(done, total):
+                    if done > 0:
+                        os.kill(os.getpid(), signal.SIGINT)
+                try:
+                    call("S/long", progress=interrupt)
+                    sys.exit("was not interrupted")
+                except KeyboardInterrupt:
+                    since = time.monotonic()
+                while threading.active_count() > before:
+                    assert time.monotonic() < since + 20, "still reads"
+                    time.sleep(0.01)
+            assert not os.path.exists("out")
+            """)
+        self.finish(process)
 
     def test_forked_children(self):
         tm.save({"w": np.arange(10)}, "S/forked")

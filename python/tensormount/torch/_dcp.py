@@ -8,14 +8,13 @@ every tensor exactly, the library finds out without a gather. So what DCP sends 
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import fnmatch
 import hashlib
 import io
 import os
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -38,18 +37,38 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
-from tensormount import _abi, _dtypes, _load, _save, _shards, _tree, _values
+from tensormount import _dtypes, _load, _save, _shards, _tree, _values
 from tensormount._group import Group
+from tensormount._jobs import begin
 from tensormount._state import State
 from tensormount.errors import InvalidArgumentError, KeyNotFoundError, LayoutError, UnsupportedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PathLike = Union[str, "os.PathLike[str]"]
 
 # Common values that say which path of the nested state dict a flat key stood for.
 _MAPPINGS = _tree.RESERVED + "dcp"
+# Options of a save that are functions of the process.
+_HOOKS = ("on_event", "before_publish", "on_commit")
 
 
-class Writer(StorageWriter):
+class _AtPath:
+    """What DCP calls to say which checkpoint is meant."""
+
+    _path: Optional[str]
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Union[str, os.PathLike[str]]) -> bool:
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    def reset(self, checkpoint_id: Union[str, os.PathLike[str], None] = None) -> None:
+        if checkpoint_id is not None:
+            self._path = os.fspath(checkpoint_id)
+
+
+class Writer(_AtPath, StorageWriter):
     """Saves what torch.distributed.checkpoint.save and async_save (by thread and by process) are
     given as checkpoint "STORE/NAME": complete and durable when they return, or not there.
 
@@ -60,8 +79,7 @@ class Writer(StorageWriter):
               Group.single().
     per_rank  globs of keys of byte items (what is no tensor) of which each rank has its own; others
               are the same on all ranks that have them, and a save in which they differ is refused.
-    options   as of `tensormount.save`: replace, placement, replicas, strategy, page_hashes,
-              producer, liveness, arrival, total, on_event.
+    options   as of `tensormount.save`: replace, placement, replicas, strategy, page_hashes, ...
 
     Any planner will do: data are what its resolve_data() gives.
     """
@@ -72,15 +90,15 @@ class Writer(StorageWriter):
         *,
         group: Any = None,
         per_rank: Sequence[str] = (),
-        **options: Any,
+        **options: Unpack[_save.SaveOptions],
     ) -> None:
         self._path = None if path is None else os.fspath(path)
         self._process_group = None if isinstance(group, Group) else group
         self._group = group if isinstance(group, Group) else None
         self._given_group = isinstance(group, Group)
         self._per_rank = tuple(per_rank)
-        self._options = dict(options)
-        self._save_options()  # What is wrong is said now.
+        self._options = options
+        _save.read_options(**options)  # What is wrong is said now.
         self._plan: Optional[SavePlan] = None
         self._report: Optional[dict[str, Any]] = None
 
@@ -90,8 +108,9 @@ class Writer(StorageWriter):
                 "a writer with a group cannot go to another process; without one it uses the "
                 "default process group there"
             )
-        if "on_event" in self._options:
-            raise UnsupportedError("a writer with on_event cannot go to another process")
+        hooks = [name for name in _HOOKS if self._options.get(name) is not None]
+        if hooks:
+            raise UnsupportedError(f"a writer with {hooks[0]} cannot go to another process")
         kept = dict(self.__dict__)
         kept["_group"] = kept["_plan"] = None
         return kept
@@ -103,13 +122,8 @@ class Writer(StorageWriter):
 
     # ---- What DCP calls, in this order ---------------------------------------------------------
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Union[str, os.PathLike[str]]) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
     def reset(self, checkpoint_id: Union[str, os.PathLike[str], None] = None) -> None:
-        if checkpoint_id is not None:
-            self._path = os.fspath(checkpoint_id)
+        super().reset(checkpoint_id)
         self._plan = None
 
     def storage_meta(self) -> Optional[StorageMeta]:
@@ -141,9 +155,9 @@ class Writer(StorageWriter):
             # The others must hear of it, or they would wait for this rank.
             built.fail(error)
             own = error
-        given, kept = self._save_options()
-        job = _save.start(
-            "tm_save_in_place", built, path, group, group._handle(), given, kept
+        given, kept = _save.read_options(**self._options)
+        job = begin(
+            _save.SaveJob, "tm_save_in_place", built, path, group, group._handle(), given, kept
         )
         self._report = _save._verdict(job, own)
         written: Future[list[Any]] = Future()
@@ -163,27 +177,6 @@ class Writer(StorageWriter):
             else:
                 self._group = Group.single()
         return self._group
-
-    def _save_options(self) -> tuple[Any, list[Any]]:
-        defaults: dict[str, Any] = {
-            "replace": False,
-            "placement": "auto",
-            "replicas": "rotating",
-            "strategy": "parallel",
-            "common": "error",
-            "common_exempt": (),
-            "validate": True,
-            "page_hashes": False,
-            "producer": None,
-            "liveness": None,
-            "arrival": None,
-            "total": None,
-            "on_event": None,
-        }
-        unknown = self._options.keys() - defaults.keys()
-        if unknown:
-            raise TypeError(f"Writer() has no option {', '.join(sorted(unknown))}")
-        return _save._options(**{**defaults, **self._options})
 
     def _fill(self, built: State, plan: SavePlan, planner: Any, group: Group) -> None:
         shards = []
@@ -226,7 +219,7 @@ class Writer(StorageWriter):
             built.set_values({f"{_MAPPINGS}.{digest}": text}, {})
 
 
-class Reader(StorageReader):
+class Reader(_AtPath, StorageReader):
     """Loads through torch.distributed.checkpoint.load from anything that `tensormount.open` opens,
     whatever it was sharded for: checkpoints of tensormount, of DCP itself, Megatron-Core, Hugging
     Face and others. No pickle is read to list what is there; byte items are handed to the planner,
@@ -242,19 +235,15 @@ class Reader(StorageReader):
 
     def __init__(self, path: Optional[PathLike] = None, *, verify: str = "auto") -> None:
         self._path = None if path is None else os.fspath(path)
-        self._verify = _save._choice("verify", verify, _load._VERIFY)
+        self._verify = verify
+        _load.read_options(verify=verify)  # What is wrong is said now.
         self._checkpoint: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_checkpoint": None}
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Union[str, os.PathLike[str]]) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
     def reset(self, checkpoint_id: Union[str, os.PathLike[str], None] = None) -> None:
-        if checkpoint_id is not None:
-            self._path = os.fspath(checkpoint_id)
+        super().reset(checkpoint_id)
         self._checkpoint = None
 
     def _opened(self) -> Any:
@@ -336,18 +325,14 @@ class Reader(StorageReader):
                 )
             )
         built.add_shards(shards)
-        given = _abi.LoadOptions(struct_size=ctypes.sizeof(_abi.LoadOptions))
-        given.not_stored = 1
-        given.not_requested = 4
-        given.verify = self._verify
         with Group.single() as group:
             asked = _load._Asked({})
             asked.group = group
             # By the path that was opened: "latest" must not move on meanwhile.
-            job = _load.start(
-                built, checkpoint.path, group, group._handle(), given, [], asked
-            )
-            loaded = job.wait()
+            options = _load.read_options(verify=self._verify)
+            loaded = _load.start(
+                built, checkpoint.path, group, group._handle(), options, asked
+            ).wait()
         if checkpoint.uuid is not None and loaded.uuid != checkpoint.uuid:
             raise LayoutError(f"{checkpoint.path}: was replaced while it was loaded")
         for target, into in converted:

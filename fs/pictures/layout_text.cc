@@ -5,10 +5,9 @@
 #include <fmt/core.h>
 
 #include "base/counted.h"
-#include "mount-tools/layout.h"
-#include "mount-tools/terminal.h"
+#include "fs/pictures/layout.h"
 
-namespace tensormount::tools {
+namespace tensormount::fs {
 namespace {
 
 // Wider or higher pictures show no more and scroll away.
@@ -320,4 +319,4 @@ std::string LayoutText(const Layout& layout, int columns, bool colours, std::siz
   return text;
 }
 
-}  // namespace tensormount::tools
+}  // namespace tensormount::fs

@@ -5,11 +5,10 @@
 #include <fmt/core.h>
 
 #include "base/counted.h"
-#include "mount-tools/layout.h"
-#include "mount-tools/terminal.h"
+#include "fs/pictures/layout.h"
 #include "shard/utf8.h"
 
-namespace tensormount::tools {
+namespace tensormount::fs {
 namespace {
 
 constexpr int kPictureWidth = 720;
@@ -374,4 +373,4 @@ std::string LayoutHtml(const Layout& layout) {
   return html + "</body>\n</html>\n";
 }
 
-}  // namespace tensormount::tools
+}  // namespace tensormount::fs

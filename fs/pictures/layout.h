@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_MOUNT_TOOLS_LAYOUT_H_
-#define TENSORMOUNT_MOUNT_TOOLS_LAYOUT_H_
+#ifndef TENSORMOUNT_FS_PICTURES_LAYOUT_H_
+#define TENSORMOUNT_FS_PICTURES_LAYOUT_H_
 
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include <nlohmann/json_fwd.hpp>
 
 #include "tensormount/box.h"
 #include "tensormount/status.h"
@@ -14,11 +16,11 @@
 
 // Which rank's chunk holds which box of a tensor: what `layout` draws as text, SVG and HTML. All
 // of it depends on the checkpoint alone, so that pictures can be compared.
-// Three steps: DescribeLayout reads the index and makes a picture without a form (layout_model.cc);
-// LayoutText, LayoutSvg and LayoutHtml draw it (layout_text.cc, layout_svg.cc); layout.cc is the
-// command. Of the terminal only the width of text and its colours depend.
+// Two steps: DescribeLayout reads the index and makes a picture without a form (layout_model.cc);
+// LayoutText, LayoutSvg, LayoutHtml and LayoutJson give it one (layout_text.cc, layout_svg.cc,
+// layout_json.cc). Of a terminal only the width of text and its colours depend.
 
-namespace tensormount::tools {
+namespace tensormount::fs {
 
 // Who wrote chunks, as far as the names of files tell.
 // kRank: a rank of ours, told by the name of the file or of the manifest that lists the chunk, or
@@ -117,6 +119,9 @@ std::string LayoutText(const Layout& layout, int columns, bool colours, std::siz
 // anybody, wherever the checkpoint came from.
 std::string LayoutSvg(const Layout& layout);
 std::string LayoutHtml(const Layout& layout);
+// For programs: every chunk with its file, offset, length and boxes (docs/cli.md). Include
+// <nlohmann/json.hpp> where it is used.
+nlohmann::ordered_json LayoutJson(const Layout& layout);
 
 // The picture in cells, each of which is one of the panel's rectangles (or -1): `rows` and
 // `columns` are where the edges of rectangles lie, as cell numbers.
@@ -154,6 +159,6 @@ std::vector<std::int64_t> ColumnEdges(const LayoutPicture& picture, const Layout
 LayoutRaster Rasterize(const LayoutPanel& panel, const LayoutScale& rows,
                        const LayoutScale& columns, int height, int width);
 
-}  // namespace tensormount::tools
+}  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_MOUNT_TOOLS_LAYOUT_H_
+#endif  // TENSORMOUNT_FS_PICTURES_LAYOUT_H_

@@ -16,9 +16,9 @@
 #include <fmt/core.h>
 
 #include "index/records/layer_names.h"
-#include "mount-tools/layout.h"
+#include "fs/pictures/layout.h"
 
-namespace tensormount::tools {
+namespace tensormount::fs {
 namespace {
 
 // More pictures than this are not looked at by anybody.
@@ -26,7 +26,7 @@ constexpr std::size_t kMostPanels = 12;
 // Of a panel; where there are more, those of one holder that touch are drawn as one.
 constexpr std::size_t kMostModelRects = 256;
 
-std::optional<std::uint64_t> ParseNumber(std::string_view text) {
+std::optional<std::uint64_t> DecimalNumber(std::string_view text) {
   std::uint64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (text.empty() || error != std::errc() || end != text.data() + text.size()) return std::nullopt;
@@ -40,7 +40,7 @@ std::optional<std::uint64_t> NumberAfter(std::string_view text, std::string_view
   std::size_t digits = 0;
   while (digits < text.size() && text[digits] >= '0' && text[digits] <= '9') ++digits;
   const bool ends = digits == text.size() || text[digits] == '.' || text[digits] == '_';
-  return ends ? ParseNumber(text.substr(0, digits)) : std::nullopt;
+  return ends ? DecimalNumber(text.substr(0, digits)) : std::nullopt;
 }
 
 // A holder that has a number, as "rank 3".
@@ -62,7 +62,7 @@ std::optional<std::uint64_t> ForeignRank(std::string_view base) {
   constexpr std::string_view kShard = "shard-";
   if (!base.starts_with(kShard)) return std::nullopt;
   const std::string_view rest = base.substr(kShard.size());
-  const auto shard = ParseNumber(rest.substr(0, std::min(rest.find('-'), rest.size())));
+  const auto shard = DecimalNumber(rest.substr(0, std::min(rest.find('-'), rest.size())));
   return shard && *shard > 0 ? std::optional(*shard - 1) : std::nullopt;
 }
 
@@ -72,7 +72,7 @@ std::optional<std::uint64_t> PartNumber(std::string_view base) {
   if (of == std::string_view::npos) return std::nullopt;
   const std::string_view before = base.substr(0, of);
   const std::size_t dash = before.rfind('-');
-  return dash == std::string_view::npos ? std::nullopt : ParseNumber(before.substr(dash + 1));
+  return dash == std::string_view::npos ? std::nullopt : DecimalNumber(before.substr(dash + 1));
 }
 
 // Of a tensor that exists, so it fits.
@@ -434,4 +434,4 @@ Result<Layout> DescribeLayout(const OpenedCheckpoint& checkpoint, const std::str
   return layout;
 }
 
-}  // namespace tensormount::tools
+}  // namespace tensormount::fs
