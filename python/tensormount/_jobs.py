@@ -42,6 +42,27 @@ def release(held: list[Any]) -> None:
     _unpin(held)
 
 
+def begin(call: Callable[[int], int], job: Callable[[int], Job], held: list[Any],
+          failures: dict[int, Any]) -> Any:
+    """The job that a call of the library begins, which puts its address where it is told to. What a
+    signal handler raises meanwhile goes on from here, and nobody has the job, which is cancelled."""
+    out = ctypes.c_void_p()
+    hold(held)
+    try:
+        status = call(ctypes.addressof(out))
+    except BaseException:
+        if out.value is None:
+            release(held)
+        else:
+            job(out.value).cancel()
+        raise
+    if status:
+        release(held)
+        _abi.fail(status, failures)
+    assert out.value is not None
+    return job(out.value)
+
+
 EventHook = Callable[[dict[str, Any]], None]
 _EVENT_KINDS = ("start", "end", "error")
 _in_hook = threading.local()
@@ -145,7 +166,10 @@ class Job:
         Ctrl-C, or whatever else a signal handler raises, ends the wait and cancels the job on all
         ranks; the exception goes on.
         """
-        return self._interruptible(lambda: self._await_verdict(timeout))
+        self._in_slices(self._poll, timeout, "over")
+        if self._failure is not None:
+            raise self._failure
+        return self._report
 
     def done(self) -> bool:
         """Whether the verdict is there. Never waits."""
@@ -208,30 +232,24 @@ class Job:
 
     # ---- How ---------------------------------------------------------------------------------
 
-    def _interruptible(self, wait: Callable[[], Any]) -> Any:
-        try:
-            return wait()
-        except Exception:
-            raise
-        except BaseException:
-            self.cancel()
-            raise
-
-    def _await_verdict(self, timeout: Optional[float]) -> Any:
-        self._in_slices(self._poll, timeout, "over")
-        if self._failure is not None:
-            raise self._failure
-        return self._report
-
     def _in_slices(
         self, poll: Callable[[int], bool], timeout: Optional[float], state: str
     ) -> None:
         """Until `poll`, which waits for at most so many milliseconds, is true: so that signal handlers
-        get their turn. TimeoutError after `timeout` seconds."""
+        get their turn, and whatever one raises cancels the job. TimeoutError after `timeout` seconds."""
         end = _ends(timeout)
-        while not poll(_SLICE_MS if end is None else _left(end)):
-            if end is not None and time.monotonic() >= end:
-                raise TimeoutError(f"{self._word} {self._path}: not {state} after {timeout:g} s")
+        if not self._done:
+            self._check_process()
+        try:
+            while not poll(_SLICE_MS if end is None else _left(end)):
+                if end is not None and time.monotonic() >= end:
+                    break
+            else:
+                return
+        except BaseException:
+            self.cancel()
+            raise
+        raise TimeoutError(f"{self._word} {self._path}: not {state} after {timeout:g} s")
 
     def _check_process(self) -> None:
         if self._process != os.getpid():

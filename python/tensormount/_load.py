@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional, Union
 
 from tensormount import _abi, _shards, _tree
-from tensormount._jobs import EventHook, Job, hold, release, set_hook, set_times
+from tensormount._jobs import EventHook, Job, begin, set_hook, set_times
 from tensormount._save import _choice, _group, _numbers, _verdict, texts
 from tensormount._state import State, cache_of, path_bytes, take_json, text
 from tensormount.errors import (
@@ -367,18 +367,15 @@ def start(
     asked: _Asked,
 ) -> LoadJob:
     lib = _abi.library()
-    out = ctypes.c_void_p()
     name = os.fspath(source)
     held: list[Any] = [built, built.held, group, kept, asked]
-    hold(held)
-    status = lib.tm_load_async(
-        built.address, path_bytes(name), handle, ctypes.addressof(given), ctypes.addressof(out)
+    job: LoadJob = begin(
+        lambda out: lib.tm_load_async(
+            built.address, path_bytes(name), handle, ctypes.addressof(given), out
+        ),
+        lambda address: LoadJob(address, os.fsdecode(name), held),
+        held, _FAILURES,
     )
-    if status:
-        release(held)
-        _abi.fail(status, _FAILURES)
-    assert out.value is not None
-    job = LoadJob(out.value, os.fsdecode(name), held)
     job._asked = asked
     return job
 

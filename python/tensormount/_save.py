@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
 from tensormount import _abi, _shards, _tree
-from tensormount._jobs import EventHook, Job, hold, release, set_hook, set_times
+from tensormount._jobs import EventHook, Job, begin, set_hook, set_times
 from tensormount._state import State, cache_of, path_bytes, text
 from tensormount.errors import InvalidArgumentError, LayoutError
 
@@ -36,7 +36,7 @@ class SaveJob(Job):
         """Until the tensors may be changed again: their bytes are copied (or the save is over).
         Raises what made the save fail before that; TimeoutError after `timeout` seconds."""
         self._check_process()
-        self._interruptible(lambda: self._in_slices(self._poll_staged, timeout, "staged"))
+        self._in_slices(self._poll_staged, timeout, "staged")
 
     def _poll_staged(self, most_ms: int) -> bool:
         done = ctypes.c_int32()
@@ -301,20 +301,16 @@ def start(
     given: Any,
     kept: list[Any],
 ) -> SaveJob:
-    lib = _abi.library()
-    out = ctypes.c_void_p()
+    call = getattr(_abi.library(), function)
     name = os.fspath(path)
     # The C library copies of the options what it needs but the hook.
     held: list[Any] = [built, built.held, group, kept]
-    hold(held)
-    status = getattr(lib, function)(
-        built.address, path_bytes(name), handle, ctypes.addressof(given), ctypes.addressof(out)
+    job: SaveJob = begin(
+        lambda out: call(built.address, path_bytes(name), handle, ctypes.addressof(given), out),
+        lambda address: SaveJob(address, os.fsdecode(name), held),
+        held, _FAILURES,
     )
-    if status:
-        release(held)
-        _abi.fail(status, _FAILURES)
-    assert out.value is not None
-    return SaveJob(out.value, os.fsdecode(name), held)
+    return job
 
 
 def _verdict(job: Job, own: Optional[BaseException]) -> Any:
