@@ -94,6 +94,9 @@ class Group:
         be called again."""
         if self._address is not None and _in_hook():
             raise UnsupportedError("a group cannot be closed by a hook of a save or load of it")
+        jobs = sys.modules.get("tensormount._jobs")  # Without it there was no job yet.
+        if self._address is not None and jobs is not None:
+            jobs.await_all_of(self)
         address, self._address = self._address, None
         if address is not None:
             self._free(address)

@@ -420,6 +420,13 @@ _live: set[_Live] = set()
 _ending = False
 
 
+def await_all_of(group: Any) -> None:
+    """Until none of its jobs is under way: a load would go on with a group that is gone."""
+    for job in list(_live):
+        if job.process == os.getpid() and any(one is group for one in job.held) and job.wait(None):
+            job.end()
+
+
 @atexit.register
 def _end_all() -> None:
     """While the interpreter still works: afterwards memory of arrays is gone, and a hook would call

@@ -117,6 +117,19 @@ def interrupted(group, rank, size):
         print("cancelled", error.rank, flush=True)
 
 
+def closed_while_it_loads(group, rank, size):
+    """Rank 1 does not come to the load, and rank 0 leaves without waiting for it."""
+    tm.save(values(), "S/closed", group)
+    if rank == 0:
+        job = tm.async_load(values(), "S/closed", group, liveness=1.0, arrival=0.3)
+        group.close()
+        print(job.done(), job.exception().rank)
+        with open("S/left", "w"):
+            pass
+    while not os.path.exists("S/left"):
+        time.sleep(0.01)
+
+
 class Groups(support.Folder):
     def test_save_and_load(self):
         self.assertEqual(ranks.run("group_test:save_and_load", 4), ["fine\n"] * 4)
@@ -144,6 +157,9 @@ class Groups(support.Folder):
             self.assertEqual(outs[number], (0, "told 2\n"))
         self.assertEqual([entry["checkpoint"] for entry in tm.Store("S").list()
                           if entry["checkpoint"] in ("before", "not-there")], ["before"])
+
+    def test_a_group_is_closed_while_it_loads(self):
+        self.assertEqual(ranks.run("group_test:closed_while_it_loads", 2), ["True 1\n", ""])
 
     def test_ctrl_c_on_one_rank(self):
         found = ranks.start("group_test:interrupted", 3)
