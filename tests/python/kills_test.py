@@ -44,16 +44,16 @@ def values(rank, number):
 
 def until_one_is_gone(group, rank, size, path, seed):
     """Saves and loads, the same on all ranks. Says of each call what it was, of which checkpoint, the
-    verdict, whom it named, when."""
+    verdict, whom it named, when, and in which words."""
     def attempt(call, number, work):
-        verdict, named = "ok", None
+        verdict, named, said = "ok", None, ""
         try:
             work()
         except tm.Error as error:
-            verdict, named = type(error).__name__, error.rank
-            if "Bug" in str(error):  # While the state was taken apart: it is told as it is.
+            verdict, named, said = type(error).__name__, error.rank, str(error)
+            if "Bug" in said:  # While the state was taken apart: it is told as it is.
                 verdict = "Bug"
-        print(json.dumps([call, number, verdict, named, time.monotonic()]), flush=True)
+        print(json.dumps([call, number, verdict, named, time.monotonic(), said]), flush=True)
         return verdict == "ok"
 
     def save(number):
@@ -102,6 +102,7 @@ class Kills(support.Folder):
         found = ranks.start("kills_test:until_one_is_gone", RANKS, path, generator.random())
         try:
             begun = [rank.process.stdout.readline() for rank in found]
+            self.assertEqual([line[:15] for line in begun], ['["save", 0, "ok'] * RANKS, begun)
             time.sleep(generator.random() * 0.5)
             when = time.monotonic()
             found[victim].process.send_signal(SIGNALS[way])
@@ -112,13 +113,13 @@ class Kills(support.Folder):
             status, last_words = found[victim].result()
         finally:
             ranks.end(found)
-        told = {number: self.lines(begun[number] + out) for number, (_, out) in results.items()}
-        failed = set()
+        told, failed = {}, set()
         for number, (ended, out) in results.items():
             self.assertEqual(ended, 0, out)
+            told[number] = self.lines(begun[number] + out)
             errors = [line for line in told[number] if line[2] != "ok"]
             self.assertTrue(errors, out)
-            for call, _, verdict, named, at in errors:
+            for call, _, verdict, named, at, _ in errors:
                 self.assertIn(verdict, TOLD | ({"Bug"} if way == "raises" else set()))
                 self.assertEqual(named, victim, out)
                 self.assertLess(at - when, DEADLINES[way] + GRACE, out)
