@@ -94,6 +94,9 @@ class Group:
         be called again."""
         if self._address is not None and _in_hook():
             raise UnsupportedError("a group cannot be closed by a hook of a save or load of it")
+        jobs = sys.modules.get("tensormount._jobs")  # Without it there was no job yet.
+        if self._address is not None and jobs is not None:
+            jobs.await_all_of(self)
         address, self._address = self._address, None
         if address is not None:
             self._free(address)
@@ -408,7 +411,9 @@ class _Folder:
     def add(self, key: str, amount: int) -> int:
         """Counts by files, one a call."""
         assert amount == 1
-        self.set(f"{key}/{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}", "")
+        # Not by `set`: its temporary file would be counted, and deleted by who counts it as the last.
+        mark = self._path(f"{key}/{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}")
+        os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         begin = os.path.basename(self._path(key)) + "-"
         return sum(1 for name in os.listdir(self._folder) if name.startswith(begin))
 

@@ -283,6 +283,8 @@ class Job:
         signal handlers get their turn. What they raise cancels the job (one that is over does not
         hear of it). TimeoutError after `timeout` seconds, which does not."""
         end = _ends(timeout)
+        if not self._done:
+            self._check_process()
         try:
             with Meter(progress, f"{self._word} {self._path}") as meter:
                 while not poll(_SLICE_MS if end is None else _left(end)):
@@ -387,23 +389,28 @@ def begin(
     given: Any,
     *kept: Any,
 ) -> _J:
-    """Begins the job that a function of the library gives for a state, path, group and options. What
-    the library may use lives from before the call: it copies of the options what it needs but the
-    hooks."""
+    """The job that a function of the library begins for a state, path, group and options. What the
+    library may use lives from before the call: it copies of the options what it needs but the hooks.
+    What a signal handler raises meanwhile goes on from here; nobody has the job then, which is
+    cancelled."""
+    call = getattr(_abi.library(), function)
+    name = path_bytes(path)
     out = ctypes.c_void_p()
     held: list[Any] = [built, built.held, group, *kept]
     hold(held)
     try:
-        status = getattr(_abi.library(), function)(
-            built.address, path_bytes(path), handle, ctypes.addressof(given), ctypes.addressof(out)
-        )
-        if status:
-            _abi.fail(status, kind._failures)
+        status = call(built.address, name, handle, ctypes.addressof(given), ctypes.addressof(out))
     except BaseException:
-        release(held)
+        if out.value is None:
+            release(held)
+        else:
+            kind(out.value, os.fsdecode(name), held).cancel()
         raise
+    if status:
+        release(held)
+        _abi.fail(status, kind._failures)
     assert out.value is not None
-    return kind(out.value, os.fsdecode(os.fspath(path)), held)
+    return kind(out.value, os.fsdecode(name), held)
 
 
 def _set(future: Any) -> None:
@@ -508,6 +515,13 @@ class _Live:
 
 _live: set[_Live] = set()
 _ending = False
+
+
+def await_all_of(group: Any) -> None:
+    """Until none of its jobs is under way: a load would go on with a group that is gone."""
+    for job in list(_live):
+        if job.process == os.getpid() and any(one is group for one in job.held) and job.wait(None):
+            job.end()
 
 
 @atexit.register

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves and loads by several processes, without torch and MPI: what comes back, verdicts that are the
-same on all ranks, ranks that die, stop, come late or raise."""
+same on all ranks, ranks that come late or raise; those that die or stop: kills_test.py."""
 
 import os
 import signal
+import sys
+import threading
 import time
 import unittest
 
 import ranks
 import support
 import tensormount as tm
+from tensormount._group import _Folder
 
 try:
     import numpy as np
@@ -92,21 +95,6 @@ def one_is_wrong(group, rank, size):
     print("fine")
 
 
-def until_killed(group, rank, size, path):
-    """Saves until somebody dies, and says what it was told."""
-    number = 0
-    print("begun", flush=True)
-    try:
-        while True:
-            tm.save(values(number), f"{path}/step-{number}", group, **SHORT)
-            into = values()
-            tm.load(into, f"{path}/step-{number}", group, **SHORT)
-            assert into["step"] == number
-            number += 1
-    except (tm.PeerLost, tm.PeerTimeout, tm.CancelledError) as error:
-        print("told", type(error).__name__, error.rank, flush=True)
-
-
 def raises_between(group, rank, size):
     """Rank 2 leaves by an exception of its own while the others save."""
     tm.save(values(), "S/before", group)
@@ -130,6 +118,47 @@ def interrupted(group, rank, size):
         print("interrupted", flush=True)
     except tm.CancelledError as error:
         print("cancelled", error.rank, flush=True)
+
+
+def closed_while_it_loads(group, rank, size):
+    """Rank 1 does not come to the load, and rank 0 leaves without waiting for it."""
+    tm.save(values(), "S/closed", group)
+    if rank == 0:
+        job = tm.async_load(values(), "S/closed", group, liveness=1.0, arrival=0.3)
+        group.close()
+        print(job.done(), job.exception().rank)
+        with open("S/left", "w"):
+            pass
+    while not os.path.exists("S/left"):
+        time.sleep(0.01)
+
+
+class Folders(support.Folder):
+    def test_the_last_of_those_who_count_is_told(self):
+        """And nobody fails, though who is the last deletes what all others have made."""
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        self.addCleanup(sys.setswitchinterval, before)
+        for number in range(support.scaled(100)):
+            told = []
+
+            def count(folder=f"F{number}", told=told):
+                try:
+                    store = _Folder(folder)
+                    told.append(store.add("group/read", 1))
+                    if told[-1] == 6:
+                        store.delete_key("group/read")
+                except Exception as error:
+                    told.append(error)
+
+            threads = [threading.Thread(target=count) for _ in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.assertEqual([one for one in told if isinstance(one, Exception)], [])
+            self.assertIn(6, told)
+            self.assertEqual(os.listdir(f"F{number}"), [])
 
 
 class Groups(support.Folder):
@@ -160,32 +189,8 @@ class Groups(support.Folder):
         self.assertEqual([entry["checkpoint"] for entry in tm.Store("S").list()
                           if entry["checkpoint"] in ("before", "not-there")], ["before"])
 
-    def test_killed_and_stopped(self):
-        generator, seed = support.seeded()
-        for number in range(support.scaled(6)):
-            killed = generator.randrange(4)
-            how = generator.choice([signal.SIGKILL, signal.SIGSTOP])
-            with self.subTest(rank=killed, how=how, seed=seed):
-                path = f"K{number}"
-                found = ranks.start("group_test:until_killed", 4, path)
-                for rank in found:
-                    self.assertEqual(rank.process.stdout.readline(), "begun\n")
-                time.sleep(generator.random() * 0.5)
-                found[killed].process.send_signal(how)
-                try:
-                    for rank in found:
-                        if rank.number == killed:
-                            continue
-                        status, out = rank.result(60)
-                        self.assertEqual(status, 0, out)
-                        self.assertEqual(out.split()[-1], str(killed), out)
-                finally:
-                    found[killed].process.kill()
-                    found[killed].result()
-                # What was acknowledged is there, whole.
-                for entry in tm.Store(path).list() if os.path.exists(path) else []:
-                    self.assertNotIn("problem", entry)
-                    self.assertTrue(tm.verify(os.path.join(path, entry["checkpoint"]))["whole"])
+    def test_a_group_is_closed_while_it_loads(self):
+        self.assertEqual(ranks.run("group_test:closed_while_it_loads", 2), ["True 1\n", ""])
 
     def test_ctrl_c_on_one_rank(self):
         found = ranks.start("group_test:interrupted", 3)

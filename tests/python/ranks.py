@@ -52,10 +52,20 @@ def start(function, size, *arguments, **environment):
     return found
 
 
-def run(function, size, *arguments, **environment):
+def end(ranks):
+    """None is left, whatever a test found."""
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.communicate()
+
+
+def run(function, size, *arguments, limit=LIMIT, **environment):
     """Runs them to their end; AssertionError where one failed. What each printed."""
     ranks = start(function, size, *arguments, **environment)
-    results = [rank.result() for rank in ranks]
+    try:
+        results = [rank.result(limit) for rank in ranks]
+    finally:
+        end(ranks)
     for number, (status, out) in enumerate(results):
         if status != 0:
             raise AssertionError(f"rank {number} ended with {status}: {out}")

@@ -313,27 +313,6 @@ class Jobs(support.Folder):
         job.wait_staged(timeout=LIMIT)
         self.assertEqual(job.wait(timeout=LIMIT)["tensors"], 1)
 
-    def test_what_a_signal_handler_raises_cancels(self):
-        """Whatever it is: an Exception, too."""
-        class Alarm(Exception):
-            pass
-
-        def raise_it(*_):
-            raise Alarm
-
-        before = signal.signal(signal.SIGALRM, raise_it)
-        self.addCleanup(signal.signal, signal.SIGALRM, before)
-        go_on = threading.Event()
-        job = tm.async_save({"w": np.zeros(3)}, "S/alarm", on_event=lambda event: go_on.wait(LIMIT))
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        try:
-            with self.assertRaises(Alarm):
-                job.wait(LIMIT)
-        finally:
-            go_on.set()
-        with self.assertRaises(tm.CancelledError):
-            job.wait(LIMIT)
-
     def test_progress(self):
         told = []
         state = {"w": np.arange(1 << 20)}
@@ -371,15 +350,16 @@ class Jobs(support.Folder):
                 raise KeyboardInterrupt
 
     def test_dropped_jobs_end(self):
+        # A store of its own: what is in it is counted.
         for number in range(5):
-            tm.async_save({"w": np.full(10_000, number)}, f"S/dropped-{number}")
+            tm.async_save({"w": np.full(10_000, number)}, f"D/dropped-{number}")
         gc.collect()
         end = time.monotonic() + LIMIT
-        while len(tm.Store("S").list() if os.path.exists("S/store.json") else []) < 5:
+        while len(tm.Store("D").list() if os.path.exists("D/store.json") else []) < 5:
             self.assertLess(time.monotonic(), end)
             time.sleep(0.01)
         for number in range(5):
-            with tm.open(f"S/dropped-{number}") as checkpoint:
+            with tm.open(f"D/dropped-{number}") as checkpoint:
                 self.assertEqual(int(checkpoint["w"][9_999]), number)
 
     def test_nothing_is_left(self):
@@ -596,6 +576,32 @@ class Processes(support.Folder):
             assert not os.path.exists("out")
             """)
         self.finish(process)
+
+    def test_what_a_signal_handler_raises(self):
+        """Be it an Exception, as an alarm's: the save is cancelled, in the wait and while it begins."""
+        for begun, call in (
+            ("event", 'tm.save({"w": numpy.zeros(3)}, "A/x", on_event=lambda event: go_on.wait(60))'),
+            # Copied in the call that begins it; it would go on without a job.
+            ("", 'tm.async_save({"w": numpy.zeros(30_000_000)}, "A/x")'),
+            ("event", 'tm.load({"w": numpy.zeros(3)}, "B/x", on_event=lambda event: go_on.wait(60))'),
+        ):
+            with self.subTest(call=call):
+                out, _ = self.finish(python(f"""
+                    import numpy, signal, threading, tensormount as tm
+                    class Alarm(Exception): pass
+                    def ring(*_): raise Alarm
+                    signal.signal(signal.SIGALRM, ring)
+                    go_on = threading.Event()
+                    tm.save({{"w": numpy.ones(3)}}, "B/x", replace=True)
+                    signal.setitimer(signal.ITIMER_REAL, 0.02)
+                    try:
+                        print("over", {call})
+                    except Alarm:
+                        print("alarm")
+                    go_on.set()
+                    """))
+                self.assertEqual(out, "alarm\n")
+                self.assertFalse(os.path.exists("A/x"))
 
     def test_forked_children(self):
         tm.save({"w": np.arange(10)}, "S/forked")

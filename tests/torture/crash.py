@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Crash states of real filesystems: what a power cut leaves of a store on ext4, ext2, XFS and btrfs.
 
-usage: crash.py --seed S --index I [--count N] --bin DIR [--work DIR] [--states K] [--keep]
+usage: crash.py --seed S --index I [--count N] --bin DIR [--work DIR] [--states K] [--keep] [--workload W]
        crash.py --replay FOLDER [--state K] --bin DIR      what a finding kept, once more
-       crash.py --plant --bin DIR                          the planted faults, which must be found
+       crash.py --plant --bin DIR [--workload W]           the planted faults, which must be found
 
 A case records one workload on one filesystem: the filesystem stands on a loop device on the file of
 `recorder`, which keeps each write and each flush in order, with a mark before and after each operation.
 A crash state after record p is all writes up to the last flush that was answered before p, and of the
 later ones up to p any part: none, all, some in any order, some torn by sectors. A state is mounted (ext2
 after e2fsck), and every operation that had been acknowledged must hold; the others are done or not, whole.
+
+Cases take turns with file systems and workloads; --workload takes one alone, and is the only way to "dcp": saves by
+torch.distributed.checkpoint, which need the environment of scripts/setup --with libraries.
 
 As root: it mounts. Nothing is left behind: loop devices clear themselves.
 """
@@ -43,6 +46,8 @@ HERE = pathlib.Path(__file__).resolve()
 SIZES = {"U8": 1, "BF16": 2, "F32": 4, "F64": 8}
 
 WORKLOADS = ["library", "replace", "remove", "mount", "repair", "pair", "mixed", "background"]
+ROOT = HERE.parents[2]
+PYTHON = ROOT / ".cache/venv-libraries/bin/python3"
 
 
 # --- what is saved ---------------------------------------------------------------------------------
@@ -168,16 +173,16 @@ def make_operations(workload, rng):
     steps = {
         "library": [save], "replace": [save, replace, replace], "remove": [save, remove, gc],
         "mount": [through_mount], "repair": [repair, save], "pair": [],
-        "mixed": [save, replace, remove, gc, through_mount, repair], "background": [],
+        "mixed": [save, replace, remove, gc, through_mount, repair], "background": [], "dcp": [],
     }[workload]
     if workload == "pair":
         for lane in (0, 1):
             for _ in range(3):
                 save(lane=lane)
         return operations, versions
-    if workload == "background":  # One program, which marks them itself: a save begins while another is under way.
+    if workload in ("background", "dcp"):  # One program, which marks them itself.
         for _ in range(rng.randint(3, 6)):
-            add("background", name=f"step-{versions}", version=new_version())
+            add(workload, name=f"step-{versions}", version=new_version())
         return operations, versions
     save()  # A mount wants a store.
     for _ in range(rng.randint(3, 6)):
@@ -221,7 +226,10 @@ class Worker:
             if operation["lane"] != lane:
                 continue
             if operation["what"] == "background":
-                self.save_in_background()
+                self.save_in_background()  # A save begins while another is under way.
+                return
+            if operation["what"] == "dcp":
+                self.save_by_dcp()
                 return
             self.disk.mark(f"begin {number}")
             result = self.perform(operation)
@@ -249,6 +257,17 @@ class Worker:
         result = call(self.context, saver_program(self.context), self.disk.at / "mark", self.folder / "list", *models, env=self.env)
         if result.returncode != 0 or result.stderr:
             self.faults.append(f"background saves: {told(result)}")
+
+    def save_by_dcp(self):
+        library = pathlib.Path(self.context.bin).parent / "lib" / "libtensormount.so"
+        env = {"PYTHONPATH": str(ROOT / "python"), "TENSORMOUNT_LIBRARY": str(library), "OMP_NUM_THREADS": "1", **(self.env or {})}
+        arguments = []
+        for number, operation in enumerate(self.case["operations"]):
+            arguments += [number, self.store / operation["name"], self.folder / f"v{operation['version']}"]
+        result = call(self.context, PYTHON, HERE.with_name("dcp_saver.py"), self.disk.at / "mark", self.folder / "rendezvous",
+                      *arguments, env=env)
+        if result.returncode != 0:
+            self.faults.append(f"saves by DCP: {told(result)}")
 
     def perform(self, operation):
         def tool(*arguments):
@@ -491,6 +510,8 @@ def make_case(context, index, fs=None, workload=None):
 
 
 def record(context, folder, case, rng, preload=None):
+    if case["workload"] == "dcp" and not PYTHON.exists():
+        raise NothingWorks("no virtual environment with torch: scripts/setup --with libraries")
     for version in range(case["versions"]):
         write_model(folder / f"v{version}", rng)
     with Disk(context, folder, case) as disk:
@@ -508,11 +529,13 @@ def keep(folder, kept):
     copy_sparse(folder / "base.img", kept / "base.img")
 
 
-def run(context, index, count=STATES):
+def run(context, index, count=STATES, workload=None):
     """One recorded run and its crash states. Returns how many states were checked."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix=f"crash-{index}-", dir=context.work))
     kept = pathlib.Path(tempfile.gettempdir()) / "tensormount-crash" / f"{context.seed}-{index}"
     command = f"python3 tests/torture/crash.py --bin DIR --seed {context.seed} --index {index}"
+    if workload:
+        command += f" --workload {workload}"
     wrong = 0
 
     def report(number, text):
@@ -524,7 +547,7 @@ def run(context, index, count=STATES):
             context.finding(text, f"{command}; the same bytes: crash.py --bin DIR --replay {kept} --state {number}")
 
     try:
-        case, rng = make_case(context, index)
+        case, rng = make_case(context, index, workload=workload)
         for fault in record(context, folder, case, rng):
             context.finding(f"{case['fs']} {case['workload']} index {index}: without any crash: {fault}", command)
         checked, unmountable = check_states(context, folder, count, report=report)
@@ -555,7 +578,7 @@ int msync(void* at, unsigned long size, int flags) { (void)at; (void)size; (void
 """
 
 
-def plant(context):
+def plant(context, workload="library"):
     """Two faults that must be found: a disk whose flushes are forgotten, and a tool that syncs nothing."""
     results = []
     for fault in ("flushes", "sync"):
@@ -567,7 +590,7 @@ def plant(context):
                 preload = folder / "no_sync.so"
                 (folder / "no_sync.c").write_text(NO_SYNC)
                 must(call(context, "cc", "-shared", "-fPIC", folder / "no_sync.c", "-o", preload))
-            case, rng = make_case(context, 0, "ext4", "library")
+            case, rng = make_case(context, 0, "ext4", workload)
             case["noise"] = None
             record(context, folder, case, rng, preload)
             check_states(context, folder, 12, ignore_flushes=fault == "flushes",
@@ -615,6 +638,7 @@ def main():
     parser.add_argument("--work", type=pathlib.Path)
     parser.add_argument("--replay", type=pathlib.Path)
     parser.add_argument("--plant", action="store_true")
+    parser.add_argument("--workload", choices=[*WORKLOADS, "dcp"])
     parser.add_argument("--keep", action="store_true", help="also what found nothing")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that what is mounted goes.
@@ -626,7 +650,7 @@ def main():
     checked = 0
     try:
         if arguments.plant:
-            return 0 if plant(context) else 1
+            return 0 if plant(context, arguments.workload or "library") else 1
         if arguments.replay:
             checked, unmountable = check_states(
                 context, arguments.replay, arguments.states, arguments.state,
@@ -634,9 +658,9 @@ def main():
             print(*unmountable, sep="\n", file=sys.stderr)
         else:
             for index in range(arguments.index, arguments.index + arguments.count):
-                checked += run(context, index, arguments.states)
+                checked += run(context, index, arguments.states, arguments.workload)
         print(f"{checked} states, {context.findings} findings, {time.monotonic() - begin:.0f} s")
-        return 1 if context.findings else 0
+        return 1 if context.findings or checked == 0 else 0
     finally:
         if arguments.work is None and not context.findings and not arguments.keep:
             shutil.rmtree(work, ignore_errors=True)

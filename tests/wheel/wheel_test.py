@@ -38,7 +38,9 @@ VALUES = struct.pack("<512f", *range(512))
 
 INSTALLED_TESTS = ["abi_test", "array_test", "checkpoint_test", "docs_test", "import_test",
                    "save_test", "typing_test"]
-TORCH_TESTS = ["array_test", "boxes_test", "shards_test", "torch_test", "tree_test"]
+TORCH_TESTS = ["array_test", "boxes_test", "dcp_kills_test", "shards_test", "torch_test", "tree_test"]
+# Of many processes, by the hundred where TENSORMOUNT_TEST_SCALE says so; ctest python has them once.
+SCALED_TESTS = ["group_test", "kills_test", "saves_test"]
 
 
 def fail(message):
@@ -330,6 +332,8 @@ def python_tests(folder, other, scratch):
     torch = subprocess.run([os.path.join(folder, "bin/python"), "-c", "import torch"],
                            capture_output=True, check=False).returncode == 0
     which = TORCH_TESTS if torch else INSTALLED_TESTS
+    if float(os.environ.get("TENSORMOUNT_TEST_SCALE", "1")) > 1:
+        which = which + SCALED_TESTS
     done = subprocess.run([os.path.join(folder, "bin/python"), "-m", "unittest", *which], cwd=os.path.join(ROOT, "tests/python"),
                           capture_output=True, text=True,
                           env=dict(environment_without_ours(), TENSORMOUNT_TEST_TMPDIR=scratch,
