@@ -186,7 +186,8 @@ class Writer(StorageWriter):
         return _save._options(**{**defaults, **self._options})
 
     def _fill(self, built: State, plan: SavePlan, planner: Any, group: Group) -> None:
-        shards = []
+        shards: list[Any] = []
+        leaves = getattr(planner, "state_dict", None) or {}
         for item in plan.items:
             key = item.index.fqn
             data = planner.resolve_data(item)
@@ -200,20 +201,26 @@ class Writer(StorageWriter):
             about = item.tensor_data
             if about is None:
                 raise LayoutError(f"tensor {key}: an item without a shape", key=key)
-            begin = tuple(about.chunk.offsets)
-            extent = tuple(about.chunk.sizes)
-            memory = _shards._local_memory(key, data.detach(), _shards.SAVE)
-            if memory.shape != extent:
+            data = data.detach()
+            leaf = leaves.get(key)
+            if not _is_strided(leaf):
+                shards.append(_shards.checkpointable_shard(key, about, data, _shards.SAVE))
+                continue
+            # DCP's planner takes it for one box.
+            if data.shape != leaf._local_tensor.shape:
                 raise LayoutError(
-                    f"tensor {key}: the planner's data are {memory.shape}, its plan says {extent}",
+                    f"tensor {key}: the planner's data are {tuple(data.shape)}, of a local tensor of "
+                    f"{tuple(leaf._local_tensor.shape)}",
                     key=key,
                 )
-            shards.append(
+            memory = _shards._local_memory(key, data, _shards.SAVE)
+            shards += [
                 _shards._torch_shard(
-                    key, memory, tuple(about.size), begin, extent, (0,) * len(extent),
+                    key, memory, tuple(about.size), box.begin, box.extent, box.local_begin,
                     _shards.UNLABELLED,
                 )
-            )
+                for box in _shards.dtensor_boxes(key, leaf)
+            ]
         built.add_shards(shards)
         mappings = {
             key: list(path)
@@ -381,7 +388,8 @@ class Reader(StorageReader):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's own planner for loads, and DTensors whose part on a rank is more than one box."""
+    """DCP's own planner for loads, and DTensors whose part on a rank is more than one box, or another
+    than their placements say (`boxes`)."""
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
@@ -399,8 +407,6 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _box_items(key: str, leaf: Any) -> list[ReadItem]:
-    from tensormount._boxes import boxes
-
     return [
         ReadItem(
             type=LoadItemType.TENSOR,
@@ -410,12 +416,14 @@ def _box_items(key: str, leaf: Any) -> list[ReadItem]:
             storage_offsets=torch.Size(box.begin),
             lengths=torch.Size(box.extent),
         )
-        for box in boxes(leaf)
+        for box in _shards.dtensor_boxes(key, leaf)
         if 0 not in box.extent
     ]
 
 
 def _is_strided(leaf: Any) -> bool:
+    """Whether it is a DTensor that may be other cells than the one box that DCP's planner takes it
+    for. Where its local tensor describes itself, the planner asks that."""
     from torch.distributed.tensor import DTensor, placement_types
 
     strided = getattr(placement_types, "_StridedShard", None)
@@ -423,19 +431,30 @@ def _is_strided(leaf: Any) -> bool:
         strided is not None
         and isinstance(leaf, DTensor)
         and any(type(placement) is strided for placement in leaf.placements)
+        and not hasattr(type(leaf._local_tensor), "__create_write_items__")
     )
 
 
 def _refuse_strided(planner: Any) -> None:
     if isinstance(planner, LoadPlanner):
         return
-    from tensormount._boxes import boxes
-
     for key, leaf in (getattr(planner, "state_dict", None) or {}).items():
-        if _is_strided(leaf) and len(boxes(leaf)) > 1:
+        if not _is_strided(leaf):
+            continue
+        found = [
+            (box.begin, box.extent)
+            for box in _shards.dtensor_boxes(key, leaf)
+            if 0 not in box.extent
+        ]
+        taken = [
+            (tuple(chunk.offsets), tuple(chunk.sizes))
+            for chunk in leaf.__create_chunk_list__()
+            if 0 not in chunk.sizes
+        ]
+        if found != taken:
             raise UnsupportedError(
-                f"tensor {key}: its part on this rank is {len(boxes(leaf))} boxes "
-                f"({leaf.placements}), which DCP's planner takes for one; use "
+                f"tensor {key}: its part on this rank is {len(found)} boxes ({leaf.placements}), "
+                "which DCP's planner takes for another one; use "
                 "planner=tensormount.torch.LoadPlanner()",
                 key=key,
             )
