@@ -183,7 +183,7 @@ def _describe_torch(
 ) -> List[Shard]:
     dtensor = _dtensor_type()
     is_dtensor = dtensor is not None and isinstance(t, dtensor)
-    if hasattr(type(t._local_tensor if is_dtensor else t), "__create_write_items__"):
+    if is_checkpointable(t._local_tensor if is_dtensor else t):
         return _describe_checkpointable(key, t, purpose)
     if is_dtensor:
         return _describe_dtensor(key, t, purpose, world_size)
@@ -386,6 +386,12 @@ def dtensor_boxes(key: str, t: Any) -> List[Any]:
         raise UnsupportedError(f"tensor {key}: {error}", key=key) from None
     except LayoutError as error:
         raise LayoutError(f"tensor {key}: {error}", key=key) from None
+
+
+def is_checkpointable(t: Any) -> bool:
+    """Whether a tensor describes itself by PyTorch's protocol for checkpoints."""
+    kind = type(t)
+    return hasattr(kind, "__create_write_items__") and hasattr(kind, "__get_tensor_shard__")
 
 
 def _describe_checkpointable(key: str, t: Any, purpose: str) -> List[Shard]:

@@ -431,7 +431,7 @@ def _is_strided(leaf: Any) -> bool:
         strided is not None
         and isinstance(leaf, DTensor)
         and any(type(placement) is strided for placement in leaf.placements)
-        and not hasattr(type(leaf._local_tensor), "__create_write_items__")
+        and not _shards.is_checkpointable(leaf._local_tensor)
     )
 
 
