@@ -393,16 +393,16 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
-        items: list[ReadItem] = []
-        done: set[str] = set()
-        for item in plan.items:
-            key = item.dest_index.fqn
-            leaf = self.state_dict.get(key)
-            if item.type == LoadItemType.BYTE_IO or not _is_strided(leaf):
-                items.append(item)
-            elif key not in done:
-                done.add(key)
-                items += _box_items(key, leaf)
+        stored = self.metadata.state_dict_metadata
+        # Also those of which DCP's planner sees nothing on this rank.
+        strided = {
+            key: leaf
+            for key, leaf in self.state_dict.items()
+            if _is_strided(leaf) and isinstance(stored.get(key), TensorStorageMetadata)
+        }
+        items = [item for item in plan.items if item.dest_index.fqn not in strided]
+        for key, leaf in strided.items():
+            items += _box_items(key, leaf)
         return dataclasses.replace(plan, items=items)
 
 
