@@ -2,6 +2,7 @@
 """A transformer that is trained, killed and resumed, on the same ranks and on others."""
 
 import json
+import math
 import os
 import random
 import time
@@ -97,6 +98,19 @@ class Sampler(torch.utils.data.Sampler):
         self._begin(state["position"])
 
 
+class Noise:
+    """A generator that is another on each rank."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def state_dict(self):
+        return {"generator": self.generator.get_state().numpy().tobytes()}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(torch.frombuffer(bytearray(state["generator"]), dtype=torch.uint8))
+
+
 class Texts(torch.utils.data.Dataset):
     def __getitem__(self, number):
         generator = torch.Generator().manual_seed(number)
@@ -107,27 +121,32 @@ class Texts(torch.utils.data.Dataset):
 
 
 class Trainer:
-    """On a mesh of data ranks, or of data ranks by tensor ranks."""
+    """On a mesh of data ranks, of data ranks by tensor ranks, or (h) of replicas by data ranks."""
 
     def __init__(self, mesh_shape, tied):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        shape = tuple(map(int, mesh_shape.split("x")))
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor")[: len(shape)])
+        shape = sizes_of(mesh_shape)
+        hybrid = mesh_shape.startswith("h")
+        names = ("replica", "data") if hybrid else ("data", "tensor")[: len(shape)]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        data = mesh if hybrid else mesh["data"]
         torch.manual_seed(7)
         self.model = Transformer(tied)
-        if len(shape) == 2:
+        if "tensor" in names:
             self.parallelize(mesh["tensor"], tied)
         for block in self.model.blocks:
-            fully_shard(block, mesh=mesh["data"])
-        fully_shard(self.model, mesh=mesh["data"])
+            fully_shard(block, mesh=data)
+        fully_shard(self.model, mesh=data)
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.parts, self.part = mesh["data"].size(), mesh["data"].get_local_rank()
+        self.parts = data.size()
+        self.part = dist.get_rank() if hybrid else data.get_local_rank()
         # Others on each data rank; ranks of tensor parallelism must drop the same.
         torch.manual_seed(100 + self.part)
         random.seed(dist.get_rank())
         numpy.random.seed(dist.get_rank())
+        self.noise = Noise()
         self.sampler = Sampler(len(Texts()))
         # A generator of its own: it takes a seed for its workers from it whenever it begins.
         loader = torch.utils.data.DataLoader(
@@ -158,12 +177,14 @@ class Trainer:
             loss.backward()
             self.optim.step()
             self.optim.zero_grad()
-            log.append([numbers.tolist(), loss.item(), random.random(), numpy.random.rand()])
+            log.append([numbers.tolist(), loss.item(), random.random(), numpy.random.rand(),
+                        torch.rand((), generator=self.noise.generator).item()])
         return log
 
     def state(self, step):
         return {"model": self.model, "optim": self.optim,
-                "extra": {"step": step, "rng": tm.torch.rng_state(), "data": self.sampler}}
+                "extra": {"step": step, "rng": tm.torch.rng_state(), "data": self.sampler,
+                          "noise": tm.PerRank(self.noise)}}
 
     def weights_and_moments(self):
         """All that the optimizer and the model have, put together without us and without what
@@ -184,13 +205,17 @@ class Trainer:
 
 
 def put_together(value):
-    """A whole tensor. On a mesh of two axes the second one cut it first, then FSDP2 that part."""
+    """A whole tensor. Tensor parallelism, the last axis of the mesh, cut it first, then FSDP2 that
+    part."""
     placements = getattr(value, "placements", None)
     if placements is None:
         return value.clone()
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (value.device_mesh.get_coordinate(), value.to_local().numpy()))
     parts = {tuple(coordinate): torch.from_numpy(part) for coordinate, part in parts}
+    if placements[0].is_replicate():  # On the replicas of hybrid sharding.
+        parts = {coordinate[1:]: part for coordinate, part in parts.items()}
+        placements = placements[1:]
     columns = []
     for last in sorted({coordinate[1:] for coordinate in parts}):
         mine = [parts[one] for one in sorted(parts) if one[1:] == last]
@@ -279,6 +304,8 @@ class Training(support.Folder):
         with tm.open(f"{store}/latest") as checkpoint:
             self.assertEqual(os.path.basename(checkpoint.path), f"step-{SAVED_AT}")
         support.run("verify", f"{store}/step-{SAVED_AT}")
+        # It was killed while it saved, and has left what there was of that.
+        self.assertEqual(bool(os.listdir(f"{store}/.staging")), when != "step")
         if same:
             torchrun(__file__, size, ("resume", mesh_shape, tied, store, True))
             with tm.open(f"{store}/latest") as checkpoint:
@@ -303,12 +330,20 @@ class Training(support.Folder):
         self.killed_and_resumed("2x2", "publish", ["3", "4"], tied=True)
 
     @needs_long
+    def test_hybrid_sharding(self):
+        self.killed_and_resumed("h2x2", "write", ["3", "2x2"])
+
+    @needs_long
     def test_sizes_that_do_not_divide(self):
         self.killed_and_resumed("3x2", "publish", ["4"])
 
 
+def sizes_of(mesh_shape):
+    return tuple(map(int, mesh_shape.removeprefix("h").split("x")))
+
+
 def ranks_of(mesh_shape):
-    return int(numpy.prod(list(map(int, mesh_shape.split("x")))))
+    return math.prod(sizes_of(mesh_shape))
 
 
 if __name__ == "__main__":
