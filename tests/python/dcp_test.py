@@ -307,6 +307,61 @@ def own_planners():
             assert torch.equal(checkpoint["renamed.small"].torch(), wholes()["small"])
 
 
+class App:
+    """A model and its optimizer as one value, as in PyTorch's tutorial on DCP."""
+
+    def __init__(self):
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(3)
+        self.model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3, bias=False))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def step(self):
+        self.model(torch.ones(2, 7)).pow(2).sum().backward()
+        self.optim.step()
+        self.optim.zero_grad()
+
+    def state_dict(self):
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optim = get_state_dict(self.model, self.optim)
+        return {"model": model, "optim": optim}
+
+    def load_state_dict(self, state):
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(self.model, self.optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+    def wholes(self):
+        tensors = dict(self.model.named_parameters())
+        for key, parameter in self.model.named_parameters():
+            tensors.update({f"{key}.{name}": value for name, value in self.optim.state[parameter].items()})
+        return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in tensors.items()}
+
+
+def save_app():
+    app = App()
+    app.step()
+    app.step()
+    dcp.save({"app": app, "epoch": 4}, storage_writer=tm.torch.Writer("S/app"))
+    whole = app.wholes()
+    if dist.get_rank() == 0:
+        torch.save(whole, "app.pt")
+
+
+def load_app():
+    app, expected = App(), torch.load("app.pt")
+    into = {"app": app, "epoch": 0}
+    dcp.load(into, storage_reader=tm.torch.Reader("S/app"))
+    found = app.wholes()
+    assert found.keys() == expected.keys() and len(found) == 12, found.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    assert into["epoch"] == 4
+
+
 @contextlib.contextmanager
 def gathered():
     """The bytes of this rank that DCP gathers at the coordinator."""
@@ -347,11 +402,11 @@ class Dcp(support.Folder):
     def test_four_ranks(self):
         wanted = ALL if LONG else SOME
         said = torchrun(__file__, 4, ("pairs", "sync", wanted), ("byte_items",), ("several_boxes",),
-                 ("tensors_of_parts",), ("own_planners",), ("what_dcp_gathers",), ("save_by_dcp",),
+                 ("tensors_of_parts",), ("own_planners",), ("save_app",), ("what_dcp_gathers",), ("save_by_dcp",),
                  ("load_from_dcp", EACH if LONG else ["columns"]))
         print(said[said.index('{"gathered') :], end="", file=sys.stderr)
         for size in (3, 2, 1) if LONG else (3,):
-            torchrun(__file__, size, ("load_elsewhere", 4, "sync", wanted if LONG else SOME[1::3]),
+            torchrun(__file__, size, ("load_app",), ("load_elsewhere", 4, "sync", wanted if LONG else SOME[1::3]),
                      ("load_from_dcp", EACH if LONG else ["rows", "columns"]))
 
     def test_two_ranks(self):

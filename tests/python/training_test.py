@@ -181,6 +181,13 @@ class Trainer:
                         torch.rand((), generator=self.noise.generator).item()])
         return log
 
+    def evaluate(self):
+        """After it FSDP2 still has the outer module's parameters gathered, since no backward follows."""
+        self.model.eval()
+        with torch.no_grad():
+            self.model(torch.zeros(1, LENGTH, dtype=torch.int64))
+        self.model.train()
+
     def state(self, step):
         return {"model": self.model, "optim": self.optim,
                 "extra": {"step": step, "rng": tm.torch.rng_state(), "data": self.sampler,
@@ -234,6 +241,7 @@ def begin(mesh_shape, tied, store, when):
     trainer = Trainer(mesh_shape, tied)
     group = tm.Group.from_torch()
     trainer.train(SAVED_AT)
+    trainer.evaluate()
     job = tm.torch.async_save(f"{store}/step-{SAVED_AT}", group=group, **trainer.state(SAVED_AT))
     whole = trainer.weights_and_moments()  # What was saved, whatever training does next.
     rng = tm.torch.rng_state().value
@@ -272,6 +280,7 @@ def resume(mesh_shape, tied, store, same):
     before = rank if os.path.exists(f"{store}.{rank}") else 0
     with open(f"{store}.{before}") as file:
         expected = json.load(file)
+    trainer.evaluate()
     with tm.Group.from_torch() as group:
         state = trainer.state(0)
         loaded = tm.torch.load(f"{store}/step-{SAVED_AT}", group=group, **state)
