@@ -186,9 +186,11 @@ def fully_sharded_over_tensor_parallelism():
 
     mine = made(whole)
     dcp.save({"w": mine}, storage_writer=tm.torch.Writer("S/uneven"))
+    dcp.async_save({"w": mine}, storage_writer=tm.torch.Writer("S/uneven-async")).result()
     dist.barrier()
-    with tm.open("S/uneven") as checkpoint:
-        assert torch.equal(checkpoint["w"].torch(), whole)
+    for path in ("S/uneven", "S/uneven-async"):
+        with tm.open(path) as checkpoint:
+            assert torch.equal(checkpoint["w"].torch(), whole)
     for planner in (None, tm.torch.LoadPlanner()):
         into = {"w": made(torch.zeros_like(whole))}
         try:
