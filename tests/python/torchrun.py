@@ -31,7 +31,7 @@ class Ranks:
              str(size), "--log-dir", self.logs.name, "--redirects", "2", here, json.dumps(calls)],
             stdout=self.output, stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
-                 "TENSORMOUNT_PIDS": self.logs.name})
+                 "TENSORMOUNT_TEST_PIDS": self.logs.name})
 
     def wait(self):
         """Until all have ended, and well; what they printed."""
@@ -85,11 +85,11 @@ def main(functions):
     """Of a file of tests: its tests, or in a rank the functions that are called for."""
     import unittest
 
-    if "TENSORMOUNT_PIDS" not in os.environ:
+    if "TENSORMOUNT_TEST_PIDS" not in os.environ:
         unittest.main()
     import torch.distributed as dist
 
-    own = os.path.join(os.environ["TENSORMOUNT_PIDS"], f"pid-{os.getpid()}")
+    own = os.path.join(os.environ["TENSORMOUNT_TEST_PIDS"], f"pid-{os.getpid()}")
     open(own, "w").close()
     for name, *arguments in json.loads(sys.argv[1]):
         if not getattr(functions[name], "without_group", False) and not dist.is_initialized():
