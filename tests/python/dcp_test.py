@@ -412,7 +412,7 @@ class Dcp(support.Folder):
                      ("load_from_dcp", EACH if LONG else ["rows", "columns"]))
 
     def test_two_ranks(self):
-        torchrun(__file__, 2, ("pairs", "thread", TWO), ("pairs", "no-collectives", TWO))
+        torchrun(__file__, 2, *(("pairs", how, TWO) for how in ("thread", "no-collectives", "process")))
 
     @needs_long
     def test_all_in_other_modes(self):
@@ -422,9 +422,6 @@ class Dcp(support.Folder):
     @needs_long
     def test_six_ranks(self):
         torchrun(__file__, 6, ("fully_sharded_over_tensor_parallelism",), ("pairs", "sync", SOME))
-
-    def test_process(self):
-        torchrun(__file__, 2, ("pairs", "process", TWO))
 
     def test_alone(self):
         state = {"model": {"w": torch.arange(6.0)}, "list": [torch.ones(2), 3]}
