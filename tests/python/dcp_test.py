@@ -443,6 +443,22 @@ class Dcp(support.Folder):
         with self.assertRaises(TypeError):
             tm.torch.Writer("S/x", plcement="auto")
 
+    def test_a_part_that_the_placements_do_not_know(self):
+        # As in fully_sharded_over_tensor_parallelism; DCP's planner takes this rank's part for empty.
+        from boxes_test import FakeRanks
+
+        whole = torch.arange(21.0).reshape(7, 3)
+        tm.save({"w": whole}, "S/seven")
+        metadata = tm.torch.Reader("S/seven").read_metadata()
+        with FakeRanks(5) as fake:
+            part = DTensor.from_local(
+                whole[6:], fake.mesh((3, 2)), [_StridedShard(0, split_factor=2), Shard(0)],
+                run_check=False, shape=whole.shape, stride=whole.stride())
+            planner = tm.torch.LoadPlanner()
+            planner.set_up_planner({"w": part}, metadata, False)
+            (item,) = planner.create_local_plan().items
+        self.assertEqual((item.storage_offsets, item.lengths), ((6, 0), (1, 3)))
+
     def test_parts(self):
         whole = torch.arange(12.0).reshape(4, 3)
         state = {"a": parts(whole, 0, 2), "b": parts(whole + 1, 1, 2)}
