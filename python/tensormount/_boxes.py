@@ -5,6 +5,10 @@ PyTorch says of a DTensor where its first cell lies and how long it is along eac
 `_StridedShard` that is not one box. Here every axis is a list of intervals, so that any placement
 has its boxes, and each box knows which part of the local tensor it is.
 
+FSDP2 over tensor parallelism cuts a parameter first for tensor parallelism and then what each rank
+has of it, and calls that `_StridedShard`. Where sizes do not divide, the two are not the same cells
+(`as_fsdp_cuts`), and only the shape of the local tensor tells which of them it has.
+
 The arithmetic (`placement_boxes`) needs no PyTorch.
 """
 
@@ -12,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any, List, NamedTuple, Sequence, Tuple
+import math
+from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Sequence, Tuple
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -164,6 +169,35 @@ def placement_boxes(
     return boxes
 
 
+def as_fsdp_cuts(
+    mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> Optional[Tuple[Dims, Dims, Tuple[Placement, ...]]]:
+    """What FSDP2 does where it describes a parameter by these placements: the mesh, the coordinate
+    and the placements with the axis that is strided as the last one, and not strided.
+
+    None where FSDP2 makes no such placements: it has one strided axis of the mesh, whose split factor
+    is the number of parts that axes further to the right have cut the same axis of the tensor into.
+    """
+    strided = [i for i, placement in enumerate(placements) if placement[0] == "strided"]
+    if len(strided) != 1:
+        return None
+    (where,) = strided
+    _, axis, split_factor = placements[where]
+    parts = math.prod(
+        mesh_shape[i]
+        for i, placement in enumerate(placements)
+        if i > where and placement == ("shard", axis)
+    )
+    if split_factor != parts:
+        return None
+    order = [i for i in range(len(placements)) if i != where]
+    return (
+        (*(mesh_shape[i] for i in order), mesh_shape[where]),
+        (*(coordinate[i] for i in order), coordinate[where]),
+        (*(placements[i] for i in order), ("shard", axis)),
+    )
+
+
 def local_shape(boxes: Sequence[Box]) -> Dims:
     """The shape of the local tensor that these boxes (of `placement_boxes`) make up."""
     if not boxes:
@@ -198,8 +232,7 @@ def boxes(dtensor: DTensor) -> List[Box]:
     local tensor; none where this rank is not part of its mesh.
 
     UnsupportedError: partial sums, unknown placements. LayoutError: the local tensor has another
-    shape than the placements say (FSDP2 over tensor parallelism with sizes that do not divide
-    makes such), so that nobody can know which cells it holds.
+    shape than the placements say, or nobody can know which cells it holds (see the module).
     """
     from .errors import LayoutError
 
@@ -207,14 +240,45 @@ def boxes(dtensor: DTensor) -> List[Box]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
+    shape, mesh_shape = tuple(dtensor.shape), tuple(mesh.shape)
     placements = tuple(describe_placement(p) for p in dtensor.placements)
-    found = placement_boxes(tuple(dtensor.shape), tuple(mesh.shape), coordinate, placements)
     held = tuple(dtensor._local_tensor.shape)
-    said = local_shape(found)
-    if held != said and not (0 in held and 0 in said):
+    found = placement_boxes(shape, mesh_shape, coordinate, placements)
+    fits = _fits(held, found)
+    cuts = as_fsdp_cuts(mesh_shape, coordinate, placements)
+    if cuts is not None:
+        other = placement_boxes(shape, *cuts)
+        if other != found and _fits(held, other):
+            if not fits:
+                return other
+            if 0 not in held:
+                raise LayoutError(
+                    f"{_what(dtensor, coordinate)} has a local tensor of {held}, which may be "
+                    f"{_cells(found)}, as the placements say, or {_cells(other)}, as FSDP2 over "
+                    "tensor parallelism makes it; a size that the mesh divides leaves no doubt"
+                )
+    if not fits:
         raise LayoutError(
-            f"a DTensor of shape {tuple(dtensor.shape)} with placements "
-            f"{tuple(dtensor.placements)} on a mesh of {tuple(mesh.shape)}: coordinate "
-            f"{tuple(coordinate)} has a local tensor of {held}, but the placements say {said}"
+            f"{_what(dtensor, coordinate)} has a local tensor of {held}, but the placements say "
+            f"{local_shape(found)}"
         )
     return found
+
+
+def _fits(held: Dims, boxes: Sequence[Box]) -> bool:
+    said = local_shape(boxes)
+    return held == said or (0 in held and 0 in said)
+
+
+def _cells(boxes: Sequence[Box]) -> str:
+    return " and ".join(
+        "[" + ", ".join(f"{b}:{b + n}" for b, n in zip(box.begin, box.extent)) + "]"
+        for box in boxes
+    )
+
+
+def _what(dtensor: DTensor, coordinate: Sequence[int]) -> str:
+    return (
+        f"a DTensor of shape {tuple(dtensor.shape)} with placements {tuple(dtensor.placements)} on "
+        f"a mesh of {tuple(dtensor.device_mesh.shape)}: coordinate {tuple(coordinate)}"
+    )

@@ -182,7 +182,10 @@ def _describe_torch(
     key: str, t: Any, purpose: str, world_size: Optional[int]
 ) -> List[Shard]:
     dtensor = _dtensor_type()
-    if dtensor is not None and isinstance(t, dtensor):
+    is_dtensor = dtensor is not None and isinstance(t, dtensor)
+    if is_checkpointable(t._local_tensor if is_dtensor else t):
+        return _describe_checkpointable(key, t, purpose)
+    if is_dtensor:
         return _describe_dtensor(key, t, purpose, world_size)
     whole = _local_memory(key, t, purpose)
     shape = whole.shape
@@ -269,7 +272,8 @@ def _refuse_kinds(key: str, t: Any) -> None:
         if hasattr(kind, "__create_write_items__"):
             raise UnsupportedError(
                 f"tensor {key}: {_name(t)} describes itself to PyTorch's checkpoints "
-                "(__create_write_items__), which is not read here yet"
+                "(__create_write_items__), but not by tensors that are their memory "
+                "(__get_tensor_shard__)"
             )
         # Subclasses with a dispatch of their own need not be their memory.
         if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or hasattr(
@@ -352,14 +356,7 @@ def _torch_shard(
 def _describe_dtensor(
     key: str, t: Any, purpose: str, world_size: Optional[int]
 ) -> List[Shard]:
-    from ._boxes import boxes
-
-    try:
-        found = boxes(t)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"tensor {key}: {error}") from None
-    except LayoutError as error:
-        raise LayoutError(f"tensor {key}: {error}") from None
+    found = dtensor_boxes(key, t)
     if not found:
         return []
     local = t._local_tensor
@@ -377,6 +374,59 @@ def _describe_dtensor(
             _torch_shard(key, memory, shape, box.begin, box.extent, box.local_begin, replica)
         )
     return shards
+
+
+def dtensor_boxes(key: str, t: Any) -> List[Any]:
+    """As `boxes`; what is refused is refused by its key."""
+    from ._boxes import boxes
+
+    try:
+        return list(boxes(t))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"tensor {key}: {error}", key=key) from None
+    except LayoutError as error:
+        raise LayoutError(f"tensor {key}: {error}", key=key) from None
+
+
+def is_checkpointable(t: Any) -> bool:
+    """Whether a tensor describes itself by PyTorch's protocol for checkpoints."""
+    kind = type(t)
+    return hasattr(kind, "__create_write_items__") and hasattr(kind, "__get_tensor_shard__")
+
+
+def _describe_checkpointable(key: str, t: Any, purpose: str) -> List[Shard]:
+    """What a tensor says of itself by PyTorch's protocol for checkpoints: boxes, and a tensor for
+    each. (DTensors have it, too, but a box is not enough for theirs.)"""
+    shards = []
+    for item in t.__create_write_items__(key, t):
+        about = item.tensor_data
+        if item.index.fqn != key or about is None:
+            raise UnsupportedError(
+                f"tensor {key}: {_name(t)} wants to be saved as {item.index.fqn} ({item.type}), "
+                "which is no box of it"
+            )
+        shards.append(
+            checkpointable_shard(key, about, t.__get_tensor_shard__(item.index), purpose)
+        )
+    return shards
+
+
+def checkpointable_shard(key: str, about: Any, data: Any, purpose: str) -> Shard:
+    """The shard that a write item of DCP is. `about`: its TensorWriteData; `data`: its tensor."""
+    extent = tuple(about.chunk.sizes)
+    if tuple(data.shape) != extent:
+        raise LayoutError(
+            f"tensor {key}: a part of it is {tuple(data.shape)}, and said to be {extent}"
+        )
+    return _torch_shard(
+        key,
+        _local_memory(key, data, purpose),
+        tuple(about.size),
+        tuple(about.chunk.offsets),
+        extent,
+        (0,) * len(extent),
+        UNLABELLED,
+    )
 
 
 def _world_size() -> int:

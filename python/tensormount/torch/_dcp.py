@@ -3,7 +3,7 @@
 
 DCP gathers every rank's plan at one rank, as pickles, to find out who writes what. The writer keeps
 its plan to itself and brings DCP an empty one: who writes what, and whether the ranks together have
-every tensor exactly, the library finds out without a gather. So what DCP sends is 125 bytes a rank.
+every tensor exactly, the library finds out without a gather. So what DCP sends is 130 bytes a rank.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class Writer(_AtPath, StorageWriter):
         return self._group
 
     def _fill(self, built: State, plan: SavePlan, planner: Any, group: Group) -> None:
-        shards = []
+        shards: list[Any] = []
+        leaves = getattr(planner, "state_dict", None) or {}
         for item in plan.items:
             key = item.index.fqn
             data = planner.resolve_data(item)
@@ -193,20 +194,26 @@ class Writer(_AtPath, StorageWriter):
             about = item.tensor_data
             if about is None:
                 raise LayoutError(f"tensor {key}: an item without a shape", key=key)
-            begin = tuple(about.chunk.offsets)
-            extent = tuple(about.chunk.sizes)
-            memory = _shards._local_memory(key, data.detach(), _shards.SAVE)
-            if memory.shape != extent:
+            data = data.detach()
+            leaf: Any = leaves.get(key)
+            if not _is_strided(leaf):
+                shards.append(_shards.checkpointable_shard(key, about, data, _shards.SAVE))
+                continue
+            # DCP's planner takes it for one box.
+            if data.shape != leaf._local_tensor.shape:
                 raise LayoutError(
-                    f"tensor {key}: the planner's data are {memory.shape}, its plan says {extent}",
+                    f"tensor {key}: the planner's data are {tuple(data.shape)}, of a local tensor of "
+                    f"{tuple(leaf._local_tensor.shape)}",
                     key=key,
                 )
-            shards.append(
+            memory = _shards._local_memory(key, data, _shards.SAVE)
+            shards += [
                 _shards._torch_shard(
-                    key, memory, tuple(about.size), begin, extent, (0,) * len(extent),
+                    key, memory, tuple(about.size), box.begin, box.extent, box.local_begin,
                     _shards.UNLABELLED,
                 )
-            )
+                for box in _shards.dtensor_boxes(key, leaf)
+            ]
         built.add_shards(shards)
         mappings = {
             key: list(path)
@@ -366,26 +373,25 @@ class Reader(_AtPath, StorageReader):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's own planner for loads, and DTensors whose part on a rank is more than one box."""
+    """DCP's own planner for loads, and DTensors whose part on a rank is more than one box, or another
+    than their placements say (`boxes`)."""
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
-        items: list[ReadItem] = []
-        done: set[str] = set()
-        for item in plan.items:
-            key = item.dest_index.fqn
-            leaf = self.state_dict.get(key)
-            if item.type == LoadItemType.BYTE_IO or not _is_strided(leaf):
-                items.append(item)
-            elif key not in done:
-                done.add(key)
-                items += _box_items(key, leaf)
+        stored = self.metadata.state_dict_metadata
+        # Also those of which DCP's planner sees nothing on this rank.
+        strided = {
+            key: leaf
+            for key, leaf in self.state_dict.items()
+            if _is_strided(leaf) and isinstance(stored.get(key), TensorStorageMetadata)
+        }
+        items = [item for item in plan.items if item.dest_index.fqn not in strided]
+        for key, leaf in strided.items():
+            items += _box_items(key, leaf)
         return dataclasses.replace(plan, items=items)
 
 
 def _box_items(key: str, leaf: Any) -> list[ReadItem]:
-    from tensormount._boxes import boxes
-
     return [
         ReadItem(
             type=LoadItemType.TENSOR,
@@ -395,12 +401,14 @@ def _box_items(key: str, leaf: Any) -> list[ReadItem]:
             storage_offsets=torch.Size(box.begin),
             lengths=torch.Size(box.extent),
         )
-        for box in boxes(leaf)
+        for box in _shards.dtensor_boxes(key, leaf)
         if 0 not in box.extent
     ]
 
 
 def _is_strided(leaf: Any) -> bool:
+    """Whether it is a DTensor that may be other cells than the one box that DCP's planner takes it
+    for. Where its local tensor describes itself, the planner asks that."""
     from torch.distributed.tensor import DTensor, placement_types
 
     strided = getattr(placement_types, "_StridedShard", None)
@@ -408,19 +416,30 @@ def _is_strided(leaf: Any) -> bool:
         strided is not None
         and isinstance(leaf, DTensor)
         and any(type(placement) is strided for placement in leaf.placements)
+        and not _shards.is_checkpointable(leaf._local_tensor)
     )
 
 
 def _refuse_strided(planner: Any) -> None:
     if isinstance(planner, LoadPlanner):
         return
-    from tensormount._boxes import boxes
-
     for key, leaf in (getattr(planner, "state_dict", None) or {}).items():
-        if _is_strided(leaf) and len(boxes(leaf)) > 1:
+        if not _is_strided(leaf):
+            continue
+        found = [
+            (box.begin, box.extent)
+            for box in _shards.dtensor_boxes(key, leaf)
+            if 0 not in box.extent
+        ]
+        taken = [
+            (tuple(chunk.offsets), tuple(chunk.sizes))
+            for chunk in leaf.__create_chunk_list__()
+            if 0 not in chunk.sizes
+        ]
+        if found != taken:
             raise UnsupportedError(
-                f"tensor {key}: its part on this rank is {len(boxes(leaf))} boxes "
-                f"({leaf.placements}), which DCP's planner takes for one; use "
+                f"tensor {key}: its part on this rank is {len(found)} boxes ({leaf.placements}), "
+                "which DCP's planner takes for another one; use "
                 "planner=tensormount.torch.LoadPlanner()",
                 key=key,
             )

@@ -42,8 +42,8 @@ def save(
                    torch.distributed.checkpoint.state_dict: keys are names of parameters, whatever
                    wraps them.
     extra          further values, as of `tensormount.save`; what has a state_dict() (a scheduler, a
-                   data loader) is asked for it. What each rank has for itself stands in
-                   PerRank(...).
+                   data loader) is asked for it. What each rank has for itself, or whose state is
+                   another on each rank, stands in PerRank(...).
     ignore_frozen  leaves out parameters without gradients, and their optimizer states.
     options        as of `tensormount.save`.
 
@@ -241,6 +241,8 @@ def _asked(extra: Any) -> Any:
     """`extra`, with the states of what has one."""
     if isinstance(extra, dict):
         return {key: _asked(item) for key, item in extra.items()}
+    if isinstance(extra, PerRank):
+        return PerRank(_asked(extra.value))
     if not _tree.is_tensor(extra) and hasattr(extra, "state_dict"):
         return extra.state_dict()
     return extra
@@ -255,7 +257,9 @@ def _give_back(extra: Any, loaded: Any) -> None:
     for key, item in list(extra.items()):
         if key not in loaded:
             continue
-        if isinstance(item, dict):
+        if isinstance(item, PerRank) and hasattr(item.value, "load_state_dict"):
+            item.value.load_state_dict(loaded[key].value)
+        elif isinstance(item, dict):
             _give_back(item, loaded[key])
         elif not _tree.is_tensor(item) and hasattr(item, "load_state_dict"):
             item.load_state_dict(loaded[key])
