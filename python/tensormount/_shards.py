@@ -16,7 +16,7 @@ import math
 import operator
 import struct
 import sys
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 from ._dtypes import all_dtypes
 from .errors import LayoutError, UnsupportedError
@@ -578,7 +578,6 @@ _TENSORS, _DTENSORS, _ARRAYS = "tensors", "dtensors", "arrays"
 _LOCAL = operator.attrgetter("_local_tensor")
 _PLACEMENTS = operator.attrgetter("placements")
 _MESH = operator.attrgetter("device_mesh")
-_WRITEABLE = operator.attrgetter("flags.writeable")
 _NO_BYTES = ctypes.c_char * 0
 
 
@@ -614,6 +613,18 @@ def bases(leaves: Sequence[Any]) -> Optional[List[int]]:
     return None
 
 
+def local_tensors(leaves: Iterable[Any]) -> List[Any]:
+    """The tensors of PyTorch among them; of DTensors, those that have the memory."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    plain = (torch.Tensor, torch.nn.Parameter)
+    found = [
+        leaf if type(leaf) in plain else getattr(leaf, "_local_tensor", leaf) for leaf in leaves
+    ]
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
 def _array_bases(arrays: Sequence[Any]) -> List[int]:
     try:
         return list(map(ctypes.addressof, map(_NO_BYTES.from_buffer, arrays)))
@@ -642,8 +653,13 @@ class _Family:
         self.bases: List[int] = []
         try:
             if family == _ARRAYS:
-                self.like = _array_facts(leaves)
                 self.bases = _array_bases(leaves)
+                self.like = [
+                    [a.dtype for a in leaves],
+                    _shared(a.shape for a in leaves),
+                    _shared(a.strides for a in leaves),
+                    [a.flags.writeable for a in leaves],
+                ]
             elif family is not None:
                 self._look_at_tensors(leaves)
         except RuntimeError:  # Sparse, nested, within a transform of torch.func, ...
@@ -660,8 +676,8 @@ class _Family:
         self.bases = [t.data_ptr() for t in tensors]
         like: List[List[Any]] = [
             [t.dtype for t in tensors],
-            [t.shape for t in tensors],
-            [t.stride() for t in tensors],
+            _shared(t.shape for t in tensors),
+            _shared(t.stride() for t in tensors),
         ]
         if self.family == _DTENSORS:
             like += _placed(leaves)
@@ -690,7 +706,15 @@ class _Family:
             return None
         try:
             if self.family == _ARRAYS:
-                return _array_bases(leaves) if _array_facts(leaves) == self.like else None
+                same = [
+                    a
+                    for a, dtype, shape, strides, writeable in zip(leaves, *self.like)
+                    if a.dtype == dtype
+                    and a.shape == shape
+                    and a.strides == strides
+                    and a.flags.writeable == writeable
+                ]
+                return _array_bases(leaves) if len(same) == len(leaves) else None
             tensors = self._local(leaves)
             if tensors is None or (
                 self.family == _DTENSORS and _placed(leaves) != self.like[3:]
@@ -725,28 +749,17 @@ class _Family:
             for dtype, offset, size in zip(self.like[0], *self.storage)
         ]
 
-    def keep_little(self) -> None:
-        """For later comparisons: of ten thousand leaves few shapes, and no addresses."""
-        self.bases = []
-        if self.like is not None:
-            for column in self.like[1:3]:
-                first: Dict[Any, Any] = {}
-                column[:] = [first.setdefault(dims, dims) for dims in column]
 
-
-def _array_facts(arrays: Sequence[Any]) -> List[List[Any]]:
-    kind = sys.modules["numpy"].ndarray
-    return [
-        list(map(kind.dtype.__get__, arrays)),
-        list(map(kind.shape.__get__, arrays)),
-        list(map(kind.strides.__get__, arrays)),
-        list(map(_WRITEABLE, arrays)),
-    ]
+def _shared(values: Iterable[Any]) -> List[Any]:
+    """A list of them, in which equal ones are one object: ten thousand tensors have few shapes, and
+    as many objects would call the garbage collector."""
+    first: Dict[Any, Any] = {}
+    return [first.setdefault(value, value) for value in values]
 
 
 def _placed(dtensors: Sequence[Any]) -> List[List[Any]]:
     shape = sys.modules["torch"].Tensor.shape.__get__
-    return [list(map(of, dtensors)) for of in (shape, _PLACEMENTS, _MESH)]
+    return [_shared(map(shape, dtensors)), *(list(map(of, dtensors)) for of in (_PLACEMENTS, _MESH))]
 
 
 class _Seen(NamedTuple):
@@ -825,7 +838,8 @@ class Layout:
 
     def __init__(
         self,
-        items: Sequence[Tuple[str, Any]],
+        keys: Sequence[str],
+        leaves: Sequence[Any],
         purpose: str = SAVE,
         world_size: Optional[int] = None,
     ) -> None:
@@ -833,8 +847,8 @@ class Layout:
         self.purpose = purpose
         self.handle: Any = None
         self.owners: List[Any] = []
-        self._seen = _look([leaf for _, leaf in items], purpose)
-        templates = self._templates(items, world_size)
+        self._seen = _look(leaves, purpose)
+        templates = self._templates(keys, leaves, world_size)
         # Of each leaf, that of the address of each of its shards from its own.
         self._offsets = [template.offsets for template in templates]
         self._simple = set(self._offsets) <= {(0,)}
@@ -842,27 +856,31 @@ class Layout:
         spans = [span for template in templates for span in template.spans]
         self._lows, self._highs = [low for low, _ in spans], [high for _, high in spans]
         self.words = array.array("q")
-        keys: List[str] = []
-        for (key, _), template in zip(items, templates):
+        own: List[str] = []
+        for key, template in zip(keys, templates):
             self.words += template.words
-            keys += [key] * template.count
-        self.keys, self.count = _packed_keys(keys), len(keys)
+            own += [key] * template.count
+        self.keys, self.count = _packed_keys(own), len(own)
         # Of the leaves that it was made of; for whoever makes it.
         self.first = self._addresses(self._seen.bases())
         if purpose == LOAD and not self._distinct(self.first):
             check_destinations(
-                [shard for key, leaf in items for shard in describe(key, leaf, purpose, world_size)]
+                [
+                    shard
+                    for key, leaf in zip(keys, leaves)
+                    for shard in describe(key, leaf, purpose, world_size)
+                ]
             )
 
     def _templates(
-        self, items: Sequence[Tuple[str, Any]], world_size: Optional[int]
+        self, keys: Sequence[str], leaves: Sequence[Any], world_size: Optional[int]
     ) -> List[_Template]:
         """Of each leaf. Of leaves that are alike only the first is described."""
         found: Dict[int, _Template] = {}
         for family in self._seen.families:
             if family.like is None:
                 for i in family.members:
-                    shards = describe(*items[i], self.purpose, world_size)
+                    shards = describe(keys[i], leaves[i], self.purpose, world_size)
                     self.owners += [shard.owner for shard in shards]
                     found[i] = _Template(shards, 0)
                 continue
@@ -872,16 +890,16 @@ class Layout:
                 template = alike.get(like)
                 if template is None or template.reach > room or (template.reach and not base):
                     # With too little memory it is refused by name.
-                    template = _Template(describe(*items[i], self.purpose, world_size), base)
+                    template = _Template(describe(keys[i], leaves[i], self.purpose, world_size), base)
                     alike[like] = template
                 found[i] = template
-        return [found[i] for i in range(len(items))]
+        return [found[i] for i in range(len(leaves))]
 
     def keep_little(self) -> None:
         """Before it is kept for later."""
         self.first = []
         for family in self._seen.families:
-            family.keep_little()
+            family.bases = []
 
     def addresses(self, leaves: Sequence[Any]) -> Optional[List[int]]:
         """The addresses of all shards where leaves are as those that the layout was made of, but for
@@ -920,7 +938,7 @@ class LayoutCache:
 
     def get(
         self,
-        items: Sequence[Tuple[str, Any]],
+        items: Iterable[Tuple[str, Any]],
         purpose: str = SAVE,
         world_size: Optional[int] = None,
     ) -> Tuple[Layout, array.array[int], bool]:
@@ -928,14 +946,16 @@ class LayoutCache:
         Errors as of `Layout`. The leaves must live until the save or load has ended."""
         if world_size is None and "torch.distributed" in sys.modules:
             world_size = _world_size()
-        name = (purpose, world_size, tuple([key for key, _ in items]))
+        keys = tuple([key for key, _ in items])
+        leaves = [leaf for _, leaf in items]
+        name = (purpose, world_size, keys)
         layout = self._layouts.get(name)
         if layout is not None:
-            found = layout.addresses([leaf for _, leaf in items])
+            found = layout.addresses(leaves)
             if found is not None:
                 self._layouts.move_to_end(name)
                 return layout, array.array("Q", found), True
-        layout = Layout(items, purpose, world_size)
+        layout = Layout(keys, leaves, purpose, world_size)
         found = layout.first
         if not layout.owners:
             layout.keep_little()

@@ -16,6 +16,7 @@ import sys
 from typing import (
     Any,
     Callable,
+    Collection,
     Container,
     Dict,
     Iterable,
@@ -97,9 +98,9 @@ class Flat(NamedTuple):
     structure: Optional[Structure]
     again: Tuple[Tuple[str, Any], ...] = ()
 
-    def items(self) -> List[Tuple[str, Any]]:
+    def items(self) -> Collection[Tuple[str, Any]]:
         """All that has to be described: key and leaf."""
-        return [*self.tensors.items(), *self.again]
+        return [*self.tensors.items(), *self.again] if self.again else self.tensors.items()
 
     def json_texts(self) -> Tuple[Dict[str, str], Dict[str, str]]:
         """What goes into the checkpoint: common values and those of this rank, JSON by name."""
