@@ -9,7 +9,7 @@ tensors  10,000 tensors of 4 KiB by 4 ranks: from the call to the first byte wri
 hold     how long async_save holds the caller, beside a copy of the same bytes to memory that was
          used before
 dcp      save, load and rows to columns of 256 MiB by 4 gloo ranks, beside DCP's file writer and
-         reader, interleaved
+         reader, and beside reading as many bytes ("raw"), interleaved; CPU time is that of rank 0
 
 PYTHONPATH and TENSORMOUNT_LIBRARY as for tests/python.
 """
@@ -127,14 +127,22 @@ def dcp_rank(rounds):
 
     rows, columns = made(0), made(1)
     group = tm.Group.from_torch()
-    times = {}
+    times, cpu = {}, {}
 
     def timed(name, call):
         dist.barrier()
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         call()
+        used = time.process_time() - used
         dist.barrier()
         times.setdefault(name, []).append(time.perf_counter() - begin)
+        cpu.setdefault(name, []).append(used)
+
+    def raw():
+        """As many bytes as a rank loads, into the same memory, from one file and one after the other."""
+        with open(f"dcp/__{dist.get_rank()}_0.distcp", "rb", buffering=0) as file:
+            for tensor in rows.values():
+                file.readinto(tensor.to_local().numpy())
 
     def fresh(path):
         if dist.get_rank() == 0:
@@ -144,6 +152,7 @@ def dcp_rank(rounds):
     for number in range(rounds + 1):
         if number == 1:
             times.clear()
+            cpu.clear()
         fresh("dcp")
         fresh("S")
         timed("dcp_save", lambda: dcp.save(rows, checkpoint_id="dcp"))
@@ -152,15 +161,21 @@ def dcp_rank(rounds):
         timed("load", lambda: tm.load(rows, "S/step", group))
         timed("dcp_columns", lambda: dcp.load(columns, checkpoint_id="dcp"))
         timed("columns", lambda: tm.load(columns, "S/step", group))
+        timed("unverified", lambda: tm.load(rows, "S/step", group, verify="off"))
+        timed("columns_unverified", lambda: tm.load(columns, "S/step", group, verify="off"))
+        timed("raw", raw)
         fresh("S")
         timed("writer", lambda: dcp.save(rows, storage_writer=tm.torch.Writer("S/dcp", group=group)))
         timed("reader", lambda: dcp.load(rows, storage_reader=tm.torch.Reader("S/dcp")))
     if dist.get_rank() == 0:
-        for name, of in (("save", "dcp_save"), ("load", "dcp_load"), ("columns", "dcp_columns"),
-                         ("writer", "dcp_save"), ("reader", "dcp_load")):
-            told(bench="python_dcp", what=name, ms=1e3 * statistics.median(times[name]),
-                 dcp_ms=1e3 * statistics.median(times[of]),
-                 ratio=statistics.median(times[name]) / statistics.median(times[of]))
+        for name, of in (("save", "dcp_save"), ("writer", "dcp_save"), ("load", "dcp_load"),
+                         ("reader", "dcp_load"), ("unverified", "dcp_load"), ("raw", "dcp_load"),
+                         ("columns", "dcp_columns"), ("columns_unverified", "dcp_columns")):
+            told(bench="python_dcp", what=name, ms=round(1e3 * statistics.median(times[name]), 1),
+                 dcp_ms=round(1e3 * statistics.median(times[of]), 1),
+                 ratio=round(statistics.median(a / b for a, b in zip(times[name], times[of])), 3),
+                 cpu_ms=round(1e3 * statistics.median(cpu[name]), 1),
+                 dcp_cpu_ms=round(1e3 * statistics.median(cpu[of]), 1))
     group.close()
     dist.destroy_process_group()
 
