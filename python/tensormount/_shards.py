@@ -569,9 +569,9 @@ def _signed(word: int) -> int:
 
 # ---- Leaves by columns ---------------------------------------------------------------------------
 
-# Of ten thousand tensors a call of Python for each is what it costs. So leaves of one family are asked
-# together for what their descriptions depend on; leaves that are alike are described once, and leaves
-# that are as the last time not at all.
+# Of ten thousand tensors a call of Python for each is what it costs. So leaves of one family are
+# asked together for what their descriptions depend on; leaves that are alike are described once, and
+# leaves that are as the last time not at all.
 
 _TENSORS, _DTENSORS, _ARRAYS = "tensors", "dtensors", "arrays"
 
@@ -598,7 +598,7 @@ def families() -> Dict[type, str]:
 
 
 def bases(leaves: Sequence[Any]) -> Optional[List[int]]:
-    """Where the memory of leaves of one family begins; None where they are of several, or of none."""
+    """Where the memory of leaves of one family begins; None where they are of several or none."""
     known = families()
     found = {known.get(kind) for kind in set(map(type, leaves))}
     family = found.pop() if len(found) == 1 else None
@@ -629,17 +629,17 @@ def _array_bases(arrays: Sequence[Any]) -> List[int]:
     try:
         return list(map(ctypes.addressof, map(_NO_BYTES.from_buffer, arrays)))
     except (TypeError, ValueError, BufferError):
-        # Not to be written to, with gaps, or of elements that only ml_dtypes knows: four times as slow.
+        # Not to be written to, with gaps, or of ml_dtypes' elements: four times as slow.
         return [a.__array_interface__["data"][0] for a in arrays]
 
 
 class _Family:
     """Leaves of one family: all that their descriptions depend on, and where they are.
 
-    `members`: their places among all leaves. `like`: a list for each thing asked; leaves that are equal
-    in all of them have one description but for their addresses, where their storage is as long as
-    that needs. `storage`: offsets in it and its sizes, of tensors. `like` None: these lists do not say
-    all that there is to one of the leaves, so that each must be described by itself.
+    `members`: their places among all leaves. `like`: a list for each thing asked; leaves that are
+    equal in all of them have one description but for their addresses, where their storage is as long
+    as that needs. `storage`: offsets in it and its sizes, of tensors. `like` None: these lists do not
+    say all that there is to one of the leaves, so that each must be described by itself.
     """
 
     def __init__(
@@ -759,7 +759,8 @@ def _shared(values: Iterable[Any]) -> List[Any]:
 
 def _placed(dtensors: Sequence[Any]) -> List[List[Any]]:
     shape = sys.modules["torch"].Tensor.shape.__get__
-    return [_shared(map(shape, dtensors)), *(list(map(of, dtensors)) for of in (_PLACEMENTS, _MESH))]
+    placed = [list(map(of, dtensors)) for of in (_PLACEMENTS, _MESH)]
+    return [_shared(map(shape, dtensors)), *placed]
 
 
 class _Seen(NamedTuple):
@@ -832,8 +833,9 @@ class _Template:
 class Layout:
     """The shards of a state dict without their addresses: what stays from step to step.
 
-    `handle` is the caller's (its tm_layout). Immutable otherwise. Holds none of the leaves that it was
-    made of, but what had to be made of some (`owners`): where there is such, the layout is for once.
+    `handle` is the caller's (its tm_layout). Immutable otherwise. Holds none of the leaves that it
+    was made of, but those that were described by themselves, or what was made of them (`owners`):
+    where there are such, the layout is for once.
     """
 
     def __init__(
@@ -890,8 +892,8 @@ class Layout:
                 template = alike.get(like)
                 if template is None or template.reach > room or (template.reach and not base):
                     # With too little memory it is refused by name.
-                    template = _Template(describe(keys[i], leaves[i], self.purpose, world_size), base)
-                    alike[like] = template
+                    shards = describe(keys[i], leaves[i], self.purpose, world_size)
+                    template = alike[like] = _Template(shards, base)
                 found[i] = template
         return [found[i] for i in range(len(leaves))]
 

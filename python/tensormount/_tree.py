@@ -531,8 +531,8 @@ def _set_names(nodes: List[Any], leaves: _Leaves, names: Sequence[str]) -> bool:
 # ---- The structure ---------------------------------------------------------------------------
 
 
-# Nodes of structures that were stored before, and what `structure_entry` made of them: a training job
-# has one or two.
+# Nodes of structures that were stored before, and what `structure_entry` made of them: a training
+# job has one or two.
 _entries: List[Tuple[List[Any], Tuple[str, str]]] = []
 _MAX_ENTRIES = 4
 
@@ -555,9 +555,14 @@ def structure_entry(structure: Structure) -> Tuple[str, str]:
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
     entry = f"{TREE_NAME}.{digest}", text
     if exact:
-        own = [n if type(n) is str else [n[0], n[1][:] if type(n[1]) is list else n[1]] for n in nodes]
+        # A copy: whoever has the structure may change it.
+        own = [n if type(n) is str else [n[0], *map(_copied, n[1:])] for n in nodes]
         _entries[:] = [(own, entry), *_entries[: _MAX_ENTRIES - 1]]
     return entry
+
+
+def _copied(more: Any) -> Any:
+    return more[:] if type(more) is list else more
 
 
 def structure_names(names: Iterable[str]) -> List[str]:
